@@ -1,0 +1,115 @@
+// Scaled dot-product attention: plan once, run many times, or do both in one call.
+//
+// What is computed, in this order (docs/NUMERICS.md):
+//   s = softmax_scale * q.k;  softcap;  + bias, + ALiBi;  masks;  sink;
+//   O = sum p v / sum p,  LSE = log sum exp s  (natural logarithm).
+// A row that sees no key gives O = 0 and LSE = -inf (with a sink: the sink's logit).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "qattn/recipe.hpp"
+#include "qattn/status.hpp"
+#include "qattn/tensor_view.hpp"
+
+namespace qattn {
+
+/// Order of the dimensions of q, k, v and out.
+///   bshd  (B, S, H, D); packed variable length (T, H, D); paged K, V (pages, page_size, Hkv, D)
+///   bhsd  (B, H, S, D); packed variable length (H, T, D); paged K, V (pages, Hkv, page_size, D)
+enum class Layout : std::int32_t { bshd, bhsd };
+
+/// A stream of the device (cudaStream_t, hipStream_t); ignored by nothing: CPU plans require null.
+using Stream = void*;
+
+/// The tensors of one call. Required: q, k, v, out. Everything else is optional (leave it
+/// default-constructed). Shapes are in elements; "f" means f32, f16 or bf16.
+struct AttentionTensors {
+  TensorView q;    ///< (B, Sq, Hq, D), f, or codes in the recipe's Q/K format with q_scale
+  TensorView k;    ///< (B, Sk, Hkv, D), f, or codes with k_scale; Hq is a multiple of Hkv
+  TensorView v;    ///< (B, Sk, Hkv, Dv), f, or codes with v_scale
+  TensorView out;  ///< (B, Sq, Hq, Dv), f; must not overlap any other tensor
+  TensorView lse;  ///< (B, Hq, Sq) f32; packed variable length: (Hq, T)
+
+  /// Scales of the operands: with codes, the scales that quantize() gave; with f inputs in a recipe
+  /// whose format has free granularity, static scales (codes that saturate are counted below).
+  /// Shape and meaning: Granularity. Dequantised value = code * scale (* global).
+  TensorView q_scale, k_scale, v_scale;
+  TensorView q_global, k_global, v_global;  ///< (B, H) f32, the second level of nvfp4 codes
+  TensorView k_mean;  ///< (B, Hkv, D) f32 that was subtracted from k before it was quantised
+  TensorView v_mean;  ///< (B, Hkv, Dv) f32 that was subtracted from v before it was quantised
+  TensorView saturated;  ///< (3) s64: codes of q, k, v that a static scale clipped (overwritten)
+
+  TensorView sinks;         ///< (Hq) f: one logit per query head that only joins the denominator
+  TensorView mask;          ///< b8 (true = may look) or f (added); broadcasts to (B, Hq, Sq, Sk)
+  TensorView alibi_slopes;  ///< (Hq) or (B, Hq) f32: s += slope * (j - i - (Sk - Sq))
+
+  TensorView cu_seqlens_q;  ///< (B + 1) s32: q, out are packed, sequence b is [cu[b], cu[b+1])
+  TensorView cu_seqlens_k;  ///< (B + 1) s32: k, v are packed
+  TensorView seqused_q;     ///< (B) s32: only the first seqused_q[b] queries exist; others give 0
+  TensorView seqused_k;     ///< (B) s32: only the first seqused_k[b] keys exist
+  TensorView page_table;    ///< (B, pages per sequence) s32: k, v are paged; needs seqused_k
+};
+
+struct AttentionOptions {
+  Recipe recipe;
+  Layout layout = Layout::bshd;
+  std::optional<float> softmax_scale;  ///< default 1 / sqrt(D); finite
+  bool causal = false;                 ///< bottom-right: query i sees keys j <= i + Sk - Sq
+  std::int64_t window_left = -1;       ///< keys j >= i + Sk - Sq - left; -1: unlimited
+  std::int64_t window_right = -1;      ///< keys j <= i + Sk - Sq + right; -1: unlimited
+  float softcap = 0.0f;                ///< s = c * tanh(s / c); 0: off
+  int threads = 0;                     ///< CPU threads; 0: the OpenMP default
+};
+
+namespace detail {
+struct PlanData;
+}
+
+/// What will run: kernel, configuration, workspace. Immutable, cheap to copy, thread-safe.
+class Plan {
+ public:
+  /// One line a field: kernel, recipe as resolved, tile sizes, splits, workspace.
+  std::string to_string() const;
+  /// Covers every field that selects code or memory; equal plans run the same code.
+  std::uint64_t hash() const;
+  /// Bytes that run() needs; alignment 64.
+  std::size_t workspace_bytes() const;
+  const Recipe& recipe() const;
+  const std::string& kernel() const;
+
+  explicit Plan(std::shared_ptr<const detail::PlanData> data) : data_(std::move(data)) {}
+  const detail::PlanData& data() const { return *data_; }
+
+ private:
+  std::shared_ptr<const detail::PlanData> data_;
+};
+
+/// Validates the call and chooses the kernel. Only shapes, strides, formats and options are looked
+/// at, never the contents; null data pointers are allowed.
+/// Errors: invalid_argument names tensor, value and rule; unsupported lists each kernel's reason.
+Result<Plan> plan(const AttentionTensors& tensors, const AttentionOptions& options);
+
+/// Runs a plan on tensors of the same shapes, formats and options. Allocates nothing and writes
+/// only `out`, `lse`, `saturated` and the workspace. On CPUs the contents of index tensors and of
+/// given scales are checked first. Errors: invalid_argument, out_of_memory (workspace too small).
+Status run(const Plan& plan, const AttentionTensors& tensors, const AttentionOptions& options,
+           void* workspace, std::size_t workspace_bytes, Stream stream = nullptr);
+
+/// plan() and run() with a workspace of its own.
+Status attention(const AttentionTensors& tensors, const AttentionOptions& options);
+
+/// Which kernel a call would get and why every other kernel was refused; or why the call is wrong.
+std::string explain(const AttentionTensors& tensors, const AttentionOptions& options);
+
+/// The CPU instruction set in use ("avx512vnni", "scalar"); QATTN_CPU_ISA forces one.
+/// Errors: invalid_argument for an unknown name, unsupported where this CPU lacks it.
+Result<std::string> cpu_isa();
+
+std::string_view version();
+
+}  // namespace qattn

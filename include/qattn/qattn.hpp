@@ -1,0 +1,10 @@
+// qattn: attention with low-precision operands. Include this one header.
+#pragma once
+
+#include "qattn/attention.hpp"
+#include "qattn/format.hpp"
+#include "qattn/quantize.hpp"
+#include "qattn/recipe.hpp"
+#include "qattn/reference.hpp"
+#include "qattn/status.hpp"
+#include "qattn/tensor_view.hpp"

@@ -1,0 +1,71 @@
+// Quantisation of one operand, the same that attention() does inside. Formulas: docs/NUMERICS.md,
+// "Formats and exactness": scale = amax * (1 / qmax), at least 2^-126; code = round half to even of
+// x * (1 / scale), clamped to the format's range.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "qattn/attention.hpp"
+#include "qattn/recipe.hpp"
+#include "qattn/status.hpp"
+#include "qattn/tensor_view.hpp"
+
+namespace qattn {
+
+struct QuantizeOptions {
+  Format format = Format::s8;
+  Role role = Role::k;
+  Layout layout = Layout::bshd;
+  Scaling scaling;      ///< automatic: per_token (per_channel for e4m3, e5m2 V; group where built in)
+  bool smooth = false;  ///< subtract a mean first and return it (Q: per block; K, V: per sequence)
+  bool rotate = false;  ///< Hadamard rotation of the rows (after the mean); Q and K only
+  int threads = 0;      ///< 0: the OpenMP default
+};
+
+/// Shapes and formats that quantize() needs for its outputs (data pointers null, dense strides).
+struct QuantizeShapes {
+  TensorView codes;   ///< x's shape and order of dimensions
+  TensorView scale;   ///< see Granularity
+  TensorView global;  ///< nvfp4 only: (B, H) f32, one per head's matrix
+  TensorView mean;    ///< if smooth: K, V (B, H, D); Q (B, H, ceil(S / block), D); f32
+};
+
+struct QuantizeTensors {
+  TensorView x;             ///< (B, S, H, D) or (B, H, S, D), f32, f16 or bf16
+  TensorView codes, scale;  ///< outputs
+  TensorView global;        ///< output of nvfp4
+  TensorView mean;          ///< output if smooth
+  TensorView static_scale;  ///< optional input of scale's shape: used instead of amax, copied to scale
+  TensorView cu_seqlens;    ///< optional (B + 1) s32: x is packed (T, H, D) or (H, T, D)
+};
+
+struct QuantizeReport {
+  std::int64_t saturated = 0;  ///< codes clipped to the format's range by a static scale
+};
+
+/// Errors: invalid_argument if x or the options are wrong (nothing is read but cu_seqlens).
+Result<QuantizeShapes> quantize_shapes(const TensorView& x, const QuantizeOptions& options,
+                                       const TensorView& cu_seqlens = {});
+
+/// NaN or Inf in x makes its scale NaN (or, in formats with NaN codes and a static scale, the code).
+/// Errors: invalid_argument names the tensor, the value and the rule; outputs stay untouched.
+Result<QuantizeReport> quantize(const QuantizeTensors& tensors, const QuantizeOptions& options);
+
+/// x = code * scale (* global), then the rotation undone, then + mean. Writes tensors.x (f).
+Status dequantize(const QuantizeTensors& tensors, const QuantizeOptions& options);
+
+/// Which scale serves token `s` (and, for V's channel granularities, where channel d's begins): the
+/// index map of Granularity, for printing and testing.
+std::int64_t scale_index(const Scaling& scaling, Role role, std::int64_t s);
+
+/// Scales along the token dimension for S tokens: the last extent of the shapes in Granularity.
+std::int64_t scale_count(const Scaling& scaling, Role role, std::int64_t tokens);
+
+/// Static scales for diffusion models (document 003): s(t) = s(t_ref) * sigma(t) / sigma(t_ref).
+/// `sigma` holds the noise level at each of the caller's steps, in whichever direction they run.
+/// Errors: invalid_argument for a step out of range or a sigma that is not positive and finite.
+Result<float> scheduled_scale(float scale_at_ref, std::span<const float> sigma, std::int64_t ref,
+                              std::int64_t step);
+
+}  // namespace qattn

@@ -1,0 +1,1 @@
+#include "qattn/qattn.hpp"

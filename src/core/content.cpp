@@ -1,0 +1,185 @@
+// Checks of what index tensors and given scales contain. Only host memory can be looked at without
+// a synchronisation, so only CPU backends call this.
+#include <cmath>
+#include <string>
+
+#include "core/problem.hpp"
+#include "formats/e4m3.hpp"
+#include "formats/ue8m0.hpp"
+#include "qattn/quantize.hpp"
+
+namespace qattn {
+namespace {
+
+std::string text(std::int64_t value) { return std::to_string(value); }
+
+Status invalid(std::string message) { return Status(Code::invalid_argument, std::move(message)); }
+
+std::int64_t entry(const TensorView& view, std::int64_t i) {
+  return static_cast<const std::int32_t*>(view.data)[i * view.stride[0]];
+}
+
+Status check_cumulative(const char* name, const TensorView& view, std::int64_t tokens,
+                        std::int64_t* longest) {
+  if (!view.present()) return {};
+  if (entry(view, 0) != 0) {
+    return invalid(std::string(name) + ": entry 0 is " + text(entry(view, 0)) + ", should be 0");
+  }
+  *longest = 0;
+  for (std::int64_t i = 1; i < view.shape[0]; ++i) {
+    const std::int64_t length = entry(view, i) - entry(view, i - 1);
+    if (length < 0) {
+      return invalid(std::string(name) + ": entry " + text(i) + " is " + text(entry(view, i)) +
+                     ", below the one before, " + text(entry(view, i - 1)));
+    }
+    *longest = std::max(*longest, length);
+  }
+  const std::int64_t last = entry(view, view.shape[0] - 1);
+  if (last != tokens) {
+    return invalid(std::string(name) + ": last entry " + text(last) + " should be the number of " +
+                   "packed tokens, " + text(tokens));
+  }
+  return {};
+}
+
+Status check_used(const char* name, const TensorView& used, const TensorView& cumulative,
+                  std::int64_t limit) {
+  if (!used.present()) return {};
+  for (std::int64_t b = 0; b < used.shape[0]; ++b) {
+    const std::int64_t room =
+        cumulative.present() ? entry(cumulative, b + 1) - entry(cumulative, b) : limit;
+    if (entry(used, b) < 0 || entry(used, b) > room) {
+      return invalid(std::string(name) + ": entry " + text(b) + " is " + text(entry(used, b)) +
+                     ", not in [0, " + text(room) + "]");
+    }
+  }
+  return {};
+}
+
+Status check_pages(const Problem& p) {
+  if (!p.paged) return {};
+  const TensorView& table = p.tensors.page_table;
+  for (std::int64_t b = 0; b < p.batch; ++b) {
+    const std::int64_t used = (entry(p.tensors.seqused_k, b) + p.page_size - 1) / p.page_size;
+    for (std::int64_t i = 0; i < used; ++i) {
+      const std::int64_t page = static_cast<const std::int32_t*>(
+          table.data)[b * table.stride[0] + i * table.stride[1]];
+      if (page < 0 || page >= p.pages) {
+        return invalid("page_table: entry (" + text(b) + ", " + text(i) + ") is " + text(page) +
+                       ", not in [0, " + text(p.pages) + ")");
+      }
+    }
+  }
+  return {};
+}
+
+/// Calls f(index text, offset) for every element.
+template <class Function>
+Status each_element(const TensorView& view, Function f) {
+  std::array<std::int64_t, max_rank> at{};
+  std::int64_t total = 1;
+  for (int i = 0; i < view.rank; ++i) total *= view.shape[i];
+  for (std::int64_t n = 0; n < total; ++n) {
+    std::int64_t offset = 0;
+    for (int i = 0; i < view.rank; ++i) offset += at[i] * view.stride[i];
+    if (Status s = f(at, offset); !s.ok()) return s;
+    for (int i = view.rank - 1; i >= 0 && ++at[i] == view.shape[i]; --i) at[i] = 0;
+  }
+  return {};
+}
+
+Status check_scale_values(const char* name, const TensorView& view) {
+  if (!view.present()) return {};
+  return each_element(view, [&](const auto& at, std::int64_t offset) -> Status {
+    float value;
+    bool good;
+    if (view.format == Format::f32) {
+      value = static_cast<const float*>(view.data)[offset];
+      good = value > 0 && std::isfinite(value);
+    } else {  // coded: e4m3 may be 0 (an empty group), neither may be NaN or negative
+      const std::uint8_t code = static_cast<const std::uint8_t*>(view.data)[offset];
+      value = view.format == Format::ue8m0 ? formats::Ue8m0::decode(code)
+                                           : formats::E4m3::decode(code);
+      good = value >= 0 && std::isfinite(value);
+    }
+    if (good) return {};
+    return invalid(std::string(name) + ": value " + std::to_string(value) + " at " +
+                   shape_text(at.data(), view.rank) + " is not positive and finite");
+  });
+}
+
+/// Packed sequences: the scale tensors must reach the longest one, which only the contents tell.
+Status check_packed_scale(const char* name, const TensorView& scale, const Scaling& asked, Role role,
+                          Format format, std::int64_t longest) {
+  if (!scale.present() || format == Format::none) return {};
+  const Scaling s = resolve_scaling(asked, role, format);
+  if (s.granularity == Granularity::per_tensor || s.granularity == Granularity::per_head ||
+      s.granularity == Granularity::per_channel) {
+    return {};
+  }
+  const int group = info(format).group;
+  const std::int64_t need = s.granularity == Granularity::group && role == Role::v
+                                ? (longest + group - 1) / group
+                                : scale_count(s, role, longest);
+  if (scale.shape[2] >= need) return {};
+  return invalid(std::string(name) + ": extent " + text(scale.shape[2]) + " of dimension 2 is " +
+                 "below " + text(need) + ", which the longest sequence of " + text(longest) +
+                 " tokens needs");
+}
+
+}  // namespace
+
+Status check_contents(const Problem& p) {
+  const AttentionTensors& t = p.tensors;
+  for (const auto& [name, view] :
+       {std::pair{"lse", &t.lse}, std::pair{"saturated", &t.saturated},
+        std::pair{"q_scale", &t.q_scale}, std::pair{"k_scale", &t.k_scale},
+        std::pair{"v_scale", &t.v_scale}, std::pair{"q_global", &t.q_global},
+        std::pair{"k_global", &t.k_global}, std::pair{"v_global", &t.v_global},
+        std::pair{"k_mean", &t.k_mean}, std::pair{"v_mean", &t.v_mean},
+        std::pair{"sinks", &t.sinks}, std::pair{"mask", &t.mask},
+        std::pair{"alibi_slopes", &t.alibi_slopes}, std::pair{"cu_seqlens_q", &t.cu_seqlens_q},
+        std::pair{"cu_seqlens_k", &t.cu_seqlens_k}, std::pair{"seqused_q", &t.seqused_q},
+        std::pair{"seqused_k", &t.seqused_k}, std::pair{"page_table", &t.page_table}}) {
+    bool empty = false;
+    for (int i = 0; i < view->rank; ++i) empty |= view->shape[i] == 0;
+    if (view->present() && view->data == nullptr && !empty) {
+      return invalid(std::string(name) + ": data pointer is null");
+    }
+  }
+  std::int64_t longest_q = p.max_q, longest_k = p.max_k;
+  if (Status s = check_cumulative("cu_seqlens_q", t.cu_seqlens_q, p.tokens_q, &longest_q); !s.ok()) {
+    return s;
+  }
+  if (Status s = check_cumulative("cu_seqlens_k", t.cu_seqlens_k, p.tokens_k, &longest_k); !s.ok()) {
+    return s;
+  }
+  if (Status s = check_used("seqused_q", t.seqused_q, t.cu_seqlens_q, p.max_q); !s.ok()) return s;
+  if (Status s = check_used("seqused_k", t.seqused_k, t.cu_seqlens_k, p.max_k); !s.ok()) return s;
+  if (Status s = check_pages(p); !s.ok()) return s;
+  for (const auto& [i, longest] : {std::pair{2, longest_q}, std::pair{3, longest_k}}) {
+    if (p.mask != MaskKind::none && p.mask_shape[i] != 1 && p.mask_shape[i] < longest) {
+      return invalid("mask: extent " + text(p.mask_shape[i]) + " is below the longest sequence, " +
+                     text(longest));
+    }
+  }
+  for (const auto& [name, view] :
+       {std::pair{"q_scale", &t.q_scale}, std::pair{"k_scale", &t.k_scale},
+        std::pair{"v_scale", &t.v_scale}, std::pair{"q_global", &t.q_global},
+        std::pair{"k_global", &t.k_global}, std::pair{"v_global", &t.v_global}}) {
+    if (Status s = check_scale_values(name, *view); !s.ok()) return s;
+  }
+  const Recipe& r = p.recipe;
+  if (p.varlen_q) {
+    Status s = check_packed_scale("q_scale", t.q_scale, r.q_scale, Role::q, r.qk, longest_q);
+    if (!s.ok()) return s;
+  }
+  if (!p.varlen_k) return {};
+  if (Status s = check_packed_scale("k_scale", t.k_scale, r.k_scale, Role::k, r.qk, longest_k);
+      !s.ok()) {
+    return s;
+  }
+  return check_packed_scale("v_scale", t.v_scale, r.v_scale, Role::v, r.v, longest_k);
+}
+
+}  // namespace qattn

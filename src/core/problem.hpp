@@ -1,0 +1,84 @@
+// The only validator. Problem::make turns tensors and options into facts that kernels may rely on.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "qattn/attention.hpp"
+
+namespace qattn {
+
+enum class MaskKind : std::int32_t { none, boolean, additive };
+
+/// A tensor of tokens as (batch, token, head, channel), whatever its layout was. Element (b, s, h, d)
+/// lies at data + b * batch + s * token + h * head + d; in packed and paged tensors `batch` is the
+/// stride of a page, or 0.
+struct TokenTensor {
+  void* data = nullptr;
+  Format format = Format::none;
+  std::int64_t batch = 0, token = 0, head = 0;  ///< strides in elements
+};
+
+struct Problem {
+  Recipe recipe;  ///< as asked; plan() resolves what is automatic
+  std::int64_t batch = 0, heads_q = 0, heads_kv = 0;
+  std::int64_t max_q = 0, max_k = 0;        ///< longest possible sequence (from shapes)
+  std::int64_t tokens_q = 0, tokens_k = 0;  ///< rows of q and k in memory, all sequences
+  int d = 0, dv = 0;
+  bool varlen_q = false, varlen_k = false, paged = false;
+  std::int64_t pages = 0, page_size = 0, pages_per_sequence = 0;
+  bool q_codes = false, k_codes = false, v_codes = false;  ///< operand comes quantised
+
+  float softmax_scale = 0;
+  std::int64_t window_left = -1, window_right = -1;  ///< causal is window_right = 0
+  float softcap = 0;
+  MaskKind mask = MaskKind::none;
+  std::array<std::int64_t, 4> mask_shape{}, mask_stride{};  ///< (B, Hq, Sq, Sk); stride 0: broadcast
+  int threads = 0;
+
+  TokenTensor q, k, v, out;
+  AttentionTensors tensors;  ///< the views as given
+
+  std::int64_t group() const { return heads_q / heads_kv; }
+
+  /// Checks shapes, strides, formats, devices, aliasing and options; never the contents.
+  static Result<Problem> make(const AttentionTensors& tensors, const AttentionOptions& options);
+
+  /// Every fact but the addresses, one line each.
+  std::string describe() const;
+};
+
+/// Shape that a scale tensor must have: (B, H, ...) as listed at Granularity. `outer` is B, or the
+/// number of pages; `tokens` the longest sequence, or the page size.
+struct ScaleShape {
+  int rank = 0;
+  std::array<std::int64_t, max_rank> extent{};
+};
+ScaleShape scale_shape(const Scaling& scaling, Role role, int group, bool paged, std::int64_t outer,
+                       std::int64_t heads, std::int64_t tokens, std::int64_t channels);
+
+std::string shape_text(const std::int64_t* extent, int rank);
+
+/// Checks a view by itself: rank, extents, overflow of offsets and bytes, alignment, packed strides.
+Status check_view(const char* name, const TensorView& view, int rank);
+
+/// Is the granularity possible for this operand and format, with sane block sizes?
+Status check_scaling(const char* name, const Scaling& scaling, Role role, Format format);
+
+/// First and one-past-last byte that a view touches.
+struct ByteRange {
+  std::uintptr_t begin = 0, end = 0;
+};
+ByteRange byte_range(const TensorView& view);
+
+/// The scaling with automatic fields replaced by the defaults that every backend shares: per_token
+/// (V: per_channel, or per_block_channel for s8), blocks of 128 tokens, warps of 16 rows.
+Scaling resolve_scaling(const Scaling& scaling, Role role, Format format);
+
+bool is_float(Format format);  ///< f32, f16 or bf16
+
+/// Contents of index tensors and of given scales, checked on the host (CPU backends always do).
+Status check_contents(const Problem& problem);
+
+}  // namespace qattn

@@ -1,0 +1,60 @@
+// Float bit patterns, and the few float32 operations whose rounding the formats rely on.
+#pragma once
+
+#include <cstdint>
+
+#include "formats/hd.hpp"
+
+namespace qattn::formats {
+
+QATTN_HD std::uint32_t bits_of(float x) { return __builtin_bit_cast(std::uint32_t, x); }
+
+QATTN_HD float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
+
+inline constexpr std::uint32_t kSignBit = 0x80000000u;
+inline constexpr std::uint32_t kInfBits = 0x7f800000u;  // larger magnitudes are NaN
+inline constexpr std::uint32_t kNanBits = 0x7fc00000u;
+inline constexpr float kMinNormal = 0x1p-126f;
+
+QATTN_HD std::uint32_t magnitude_bits(float x) { return bits_of(x) & ~kSignBit; }
+
+QATTN_HD bool is_finite(float x) { return magnitude_bits(x) < kInfBits; }
+
+QATTN_HD bool is_nan(float x) { return magnitude_bits(x) > kInfBits; }
+
+QATTN_HD float quiet_nan() { return float_of(kNanBits); }
+
+// nvcc fuses a product and a sum into one FMA unless either names its rounding; the host side is
+// compiled with -ffp-contract=off.
+QATTN_HD float add_rn(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fadd_rn(a, b);
+#elif defined(__clang__)
+#pragma clang fp contract(off)
+  return a + b;
+#else
+  return a + b;
+#endif
+}
+
+QATTN_HD float mul_rn(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#elif defined(__clang__)
+#pragma clang fp contract(off)
+  return a * b;
+#else
+  return a * b;
+#endif
+}
+
+/// 1 / x, correctly rounded also where the compiler is allowed a fast division.
+QATTN_HD float reciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+  return __frcp_rn(x);
+#else
+  return 1.0f / x;
+#endif
+}
+
+}  // namespace qattn::formats

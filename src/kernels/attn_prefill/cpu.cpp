@@ -1,0 +1,365 @@
+#include "kernels/attn_prefill/cpu.hpp"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "qattn/quantize.hpp"
+
+namespace qattn::cpu {
+namespace {
+
+using detail::Kernel;
+using detail::PlanData;
+
+bool is_scaled(Format format) { return info(format).scale != Format::none; }
+
+/// "16-bit" of a recipe: the input's own format, f16 for f32 inputs and codes (11 significant bits
+/// against bf16's 8; a V beyond f16's range gives NaN rows, never wrong numbers).
+Format sixteen_bits(Format input) { return input == Format::bf16 ? Format::bf16 : Format::f16; }
+
+Recipe resolve(const Problem& problem, bool fast_integers) {
+  Recipe r = problem.recipe;
+  if (r.qk == Format::none) {
+    Recipe chosen = *recipe_named(fast_integers ? "int8_full" : "f32");
+    chosen.smooth_k = r.smooth_k;
+    chosen.smooth_q = r.smooth_q;
+    chosen.smooth_v = r.smooth_v;
+    chosen.rotate = r.rotate;
+    r = chosen;
+  }
+  if (r.v == Format::none) r.v = sixteen_bits(problem.v.format);
+  if (r.p == Format::none) r.p = sixteen_bits(is_float(r.v) ? r.v : problem.out.format);
+  r.q_scale = is_scaled(r.qk) ? resolve_scaling(r.q_scale, Role::q, r.qk) : Scaling{};
+  r.k_scale = is_scaled(r.qk) ? resolve_scaling(r.k_scale, Role::k, r.qk) : Scaling{};
+  r.v_scale = is_scaled(r.v) ? resolve_scaling(r.v_scale, Role::v, r.v) : Scaling{};
+  // K's mean costs one pass and is exact; 16- and 32-bit operands gain nothing from it.
+  if (r.smooth_k == Toggle::automatic) {
+    r.smooth_k = is_scaled(r.qk) && !problem.k_codes ? Toggle::on : Toggle::off;
+  }
+  for (Toggle* t : {&r.smooth_q, &r.smooth_v, &r.rotate}) {
+    if (*t == Toggle::automatic) *t = Toggle::off;
+  }
+  return r;
+}
+
+bool v_block_fits(const Scaling& s) {
+  if (s.granularity != Granularity::per_block_channel) return true;
+  return s.block % tile_keys == 0 || (tile_keys % s.block == 0 && s.block % 4 == 0);
+}
+
+Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
+
+Status supports(const Problem& problem, const Words* wanted) {
+  using enum Format;
+  const Selection selection = select_words();
+  if (problem.tensors.q.device.type != DeviceType::cpu) return refuse("tensors are not on the CPU");
+  if (selection.words == nullptr) {
+    return refuse(std::string("QATTN_CPU_ISA asks for what this machine lacks: ") +
+                  selection.error);
+  }
+  if (wanted == nullptr) return refuse("not in this build");
+  if (selection.words != wanted) {
+    return refuse(std::string("the instruction set in force is ") + selection.words->isa);
+  }
+  const Recipe r = resolve(problem, true);
+  const auto among = [](Format f, std::initializer_list<Format> list) {
+    return std::find(list.begin(), list.end(), f) != list.end();
+  };
+  if (!among(r.qk, {f32, f16, bf16, s8, e4m3, e4m3fnuz, e5m2, mxfp8, mxfp4, nvfp4})) {
+    return refuse("no CPU path for Q and K in " + std::string(info(r.qk).name));
+  }
+  if (!among(r.v, {f32, f16, bf16, s8, e4m3, e4m3fnuz, e5m2, mxfp8, mxfp4, nvfp4})) {
+    return refuse("no CPU path for V in " + std::string(info(r.v).name));
+  }
+  if (!among(r.p, {f32, f16, bf16, e4m3, u8, mxfp8, nvfp4})) {
+    return refuse("no CPU path for P in " + std::string(info(r.p).name));
+  }
+  if ((r.p == u8) != (r.v == s8)) return refuse("u8 P goes with s8 V only, and s8 V with u8 P");
+  if (!v_block_fits(r.v_scale)) {
+    return refuse("v_scale block " + std::to_string(r.v_scale.block) +
+                  " neither divides nor is a multiple of the key tile of 128");
+  }
+  return {};
+}
+
+Rounding rounding_of(const Recipe& r, bool v_token_scale) {
+  switch (r.p) {
+    case Format::f16: return Rounding::f16;
+    case Format::bf16: return Rounding::bf16;
+    case Format::e4m3: return Rounding::e4m3;
+    case Format::mxfp8: return Rounding::mxfp8;
+    case Format::nvfp4: return Rounding::nvfp4;
+    case Format::u8: return v_token_scale ? Rounding::u8_token : Rounding::u8;
+    default: return Rounding::f32;
+  }
+}
+
+std::shared_ptr<PlanData> tune(const Problem& problem) {
+  auto c = std::make_shared<Config>();
+  c->words = select_words().words;
+  c->recipe = resolve(problem, c->words == words_avx512vnni());
+  const Recipe& r = c->recipe;
+  c->integer_qk = r.qk == Format::s8;
+  c->integer_pv = r.v == Format::s8;
+  c->v_token_scale = c->integer_pv && r.v_scale.granularity == Granularity::per_token;
+  if (r.v_scale.granularity == Granularity::per_block_channel) {
+    c->v_block = std::min<int>(r.v_scale.block, tile_keys);
+  }
+  c->rounding = rounding_of(r, c->v_token_scale);
+  c->smooth_k = r.smooth_k == Toggle::on;
+  c->smooth_q = r.smooth_q == Toggle::on;
+  c->smooth_v = r.smooth_v == Toggle::on;
+  c->rotate = r.rotate == Toggle::on;
+  c->threads = problem.threads > 0 ? problem.threads : omp_get_max_threads();
+  Arrays unused;
+  c->workspace = layout(problem, *c, nullptr, unused);
+  const bool split = problem.group() * problem.max_q <= tile_rows && problem.max_k > c->split_keys;
+  c->text = std::string("isa: ") + c->words->isa + "\ntile: " + std::to_string(tile_rows) +
+            " rows x " + std::to_string(tile_keys) + " keys\nsplit_keys: " +
+            std::to_string(split ? c->split_keys : 0) + "\nthreads: " +
+            std::to_string(c->threads) + "\n";
+  return c;
+}
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+std::int64_t read_index(const TensorView& view, std::int64_t i) {
+  return static_cast<const std::int32_t*>(view.data)[i * view.stride[0]];
+}
+
+/// Fills the sequence table; returns the number of tasks.
+std::int64_t plan_sequences(const Problem& p, const Config& c, SequenceInfo* table) {
+  std::int64_t slot = 0, task = 0, partial = 0;
+  for (std::int64_t b = 0; b < p.batch; ++b) {
+    SequenceInfo& s = table[b];
+    s = {};
+    s.q_rows = p.max_q;
+    if (p.varlen_q) {
+      s.q_begin = read_index(p.tensors.cu_seqlens_q, b);
+      s.q_rows = read_index(p.tensors.cu_seqlens_q, b + 1) - s.q_begin;
+    }
+    s.q_length = p.tensors.seqused_q.present() ? read_index(p.tensors.seqused_q, b) : s.q_rows;
+    s.k_length = p.max_k;
+    if (p.varlen_k) {
+      s.k_begin = read_index(p.tensors.cu_seqlens_k, b);
+      s.k_length = read_index(p.tensors.cu_seqlens_k, b + 1) - s.k_begin;
+    }
+    if (p.tensors.seqused_k.present()) s.k_length = read_index(p.tensors.seqused_k, b);
+    s.slot = slot;
+    slot += ceil_div(s.k_length, tile_keys) * tile_keys;
+    s.first_task = task;
+    s.first_partial = partial;
+    if (p.group() * s.q_rows <= tile_rows && s.k_length > c.split_keys) {
+      s.splits = ceil_div(s.k_length, c.split_keys);
+      task += p.heads_kv * s.splits;
+      partial += p.heads_kv * s.splits * p.group() * s.q_rows;
+    } else if (p.group() * s.q_rows <= tile_rows) {
+      task += s.q_rows > 0 ? p.heads_kv : 0;
+    } else {
+      task += p.heads_q * ceil_div(s.q_rows, tile_rows);
+    }
+  }
+  return task;
+}
+
+Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream stream) {
+  if (stream != nullptr) {
+    return Status(Code::invalid_argument, "stream: a CPU plan takes none");
+  }
+  if (Status s = check_contents(problem); !s.ok()) return s;
+  const auto& config = static_cast<const Config&>(plan);
+  Job job{problem, config, {}};
+  layout(problem, config, workspace, job.arrays);
+  Arrays& a = job.arrays;
+  const std::int64_t tasks = plan_sequences(problem, config, a.sequences);
+  const std::int64_t kv_units = problem.batch * problem.heads_kv;
+  const std::int64_t q_units = problem.batch * problem.heads_q;
+  const Problem& p = problem;
+  for (int t = 0; t < config.threads; ++t) {
+    for (std::int64_t& count : a.scratch[t].saturated) count = 0;
+  }
+#pragma omp parallel num_threads(config.threads)
+  {
+    Scratch& mine = a.scratch[omp_get_thread_num()];
+#pragma omp for schedule(dynamic)
+    for (std::int64_t i = 0; i < kv_units; ++i) {
+      prepare_means(job, i / p.heads_kv, i % p.heads_kv, mine);
+    }
+#pragma omp for schedule(dynamic)
+    for (std::int64_t i = 0; i < q_units; ++i) {
+      prepare_head_amax(job, Role::q, i / p.heads_q, i % p.heads_q, mine);
+    }
+#pragma omp for schedule(dynamic)
+    for (std::int64_t i = 0; i < kv_units; ++i) {
+      prepare_head_amax(job, Role::k, i / p.heads_kv, i % p.heads_kv, mine);
+      prepare_head_amax(job, Role::v, i / p.heads_kv, i % p.heads_kv, mine);
+    }
+#pragma omp for schedule(dynamic) nowait
+    for (std::int64_t i = 0; i < q_units; ++i) {
+      prepare_q(job, i / p.heads_q, i % p.heads_q, mine);
+    }
+#pragma omp for schedule(dynamic)
+    for (std::int64_t i = 0; i < 2 * kv_units; ++i) {
+      const auto prepare = i < kv_units ? prepare_k : prepare_v;
+      prepare(job, i % kv_units / p.heads_kv, i % p.heads_kv, mine);
+    }
+#pragma omp for schedule(dynamic)
+    for (std::int64_t i = 0; i < tasks; ++i) run_task(job, i, mine);
+#pragma omp for schedule(dynamic)
+    for (std::int64_t i = 0; i < kv_units; ++i) {
+      merge_splits(job, i / p.heads_kv, i % p.heads_kv, mine);
+    }
+  }
+  if (problem.tensors.saturated.present()) {
+    auto* out = static_cast<std::int64_t*>(problem.tensors.saturated.data);
+    for (int i = 0; i < 3; ++i) {
+      std::int64_t total = 0;
+      for (int t = 0; t < config.threads; ++t) total += a.scratch[t].saturated[i];
+      out[i * problem.tensors.saturated.stride[0]] = total;
+    }
+  }
+  return {};
+}
+
+/// Hands out 64-byte-aligned arrays one behind the other; with base null it only counts.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+  template <class T>
+  T* take(std::int64_t count) {
+    const std::size_t at = used_;
+    used_ += (static_cast<std::size_t>(std::max<std::int64_t>(count, 0)) * sizeof(T) + 63) / 64 * 64;
+    return base_ ? reinterpret_cast<T*>(base_ + at) : nullptr;
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  std::size_t used_ = 0;
+};
+
+void layout_thread(Arena& arena, const Problem& p, const Config& c, Scratch& s) {
+  s.q = arena.take<float>(tile_rows * p.d);
+  s.q_codes = arena.take<std::int8_t>(tile_rows * p.d);
+  s.scores = arena.take<float>(tile_rows * tile_keys);
+  s.p = arena.take<float>(tile_rows * tile_keys);
+  s.codes = arena.take<std::uint8_t>(tile_rows * tile_keys);
+  s.out = arena.take<float>(tile_rows * padded(p.dv));
+  for (float** f : {&s.max, &s.sum, &s.alpha, &s.beta, &s.q_scale, &s.offset}) {
+    *f = arena.take<float>(tile_rows);
+  }
+  s.correction = arena.take<std::int32_t>(tile_rows);
+  s.rows = arena.take<float>(tile_keys * 256);
+  s.row = arena.take<float>(3 * 256);
+  s.bytes = arena.take<std::uint8_t>(tile_keys * 256);
+  const std::int64_t longest = std::max(p.max_q, p.max_k);
+  s.token_amax = arena.take<float>(longest);
+  std::int64_t groups = 0;
+  const Recipe& r = c.recipe;
+  if (is_scaled(r.qk)) {
+    groups = std::max(scale_count(r.q_scale, Role::q, p.max_q),
+                      scale_count(r.k_scale, Role::k, p.max_k));
+  }
+  if (is_scaled(r.v) && r.v_scale.granularity != Granularity::group) {
+    const int width = r.v_scale.granularity == Granularity::per_token ? 1 : padded(p.dv);
+    groups = std::max(groups, scale_count(r.v_scale, Role::v, p.max_k) * width);
+  }
+  s.group_amax = arena.take<float>(groups);
+}
+
+}  // namespace
+
+std::size_t layout(const Problem& p, const Config& c, void* base, Arrays& a) {
+  Arena arena(base);
+  const int d = p.d, d16 = padded(p.d), dv = padded(p.dv);
+  const std::int64_t heads = p.heads_kv, units = p.batch * heads;
+  a.sequences = arena.take<SequenceInfo>(p.batch);
+  a.slots = p.varlen_k ? p.tokens_k + tile_keys * p.batch
+                       : p.batch * ceil_div(p.max_k, tile_keys) * tile_keys;
+  a.slots = ceil_div(a.slots, tile_keys) * tile_keys;
+  a.k_mean = arena.take<float>(units * d16);
+  a.v_mean = arena.take<float>(units * dv);
+  a.q_scale = arena.take<float>(p.heads_q * p.tokens_q);
+  a.q_global = arena.take<float>(p.batch * p.heads_q);
+  a.q_blocks = c.smooth_q ? ceil_div(p.max_q, c.recipe.q_scale.block) : 0;
+  a.q_mean = arena.take<float>(p.batch * p.heads_q * a.q_blocks * d16);
+  a.head_amax[0] = arena.take<float>(p.batch * p.heads_q);
+  a.head_amax[1] = arena.take<float>(units);
+  a.head_amax[2] = arena.take<float>(units);
+  a.k_codes = arena.take<std::uint8_t>(c.integer_qk ? heads * a.slots * d : 0);
+  a.k_panels = arena.take<float>(c.integer_qk ? 0 : heads * a.slots * d);
+  a.k_scale = arena.take<float>(heads * a.slots);
+  a.v_codes = arena.take<std::int8_t>(c.integer_pv ? heads * a.slots * dv : 0);
+  a.v_panels = arena.take<float>(c.integer_pv ? 0 : heads * a.slots * dv);
+  a.v_scale = arena.take<float>(!c.integer_pv ? 0
+                                : c.v_token_scale ? heads * a.slots
+                                                  : heads * (a.slots / c.v_block) * dv);
+  a.v_inverse = arena.take<float>(c.v_token_scale ? heads * a.slots : 0);
+  a.v_plain = arena.take<float>(c.v_token_scale ? heads * a.slots : 0);
+  a.v_bad = arena.take<std::uint8_t>(heads * a.slots);
+  a.v_bad_tile = arena.take<std::uint8_t>(heads * (a.slots / tile_keys));
+  const std::int64_t split_rows = std::min(p.batch * tile_rows, p.group() * p.tokens_q);
+  const std::int64_t splits = p.max_k > c.split_keys ? ceil_div(p.max_k, c.split_keys) : 0;
+  a.partials = arena.take<float>(split_rows * heads * splits * (dv + 2));
+  a.scratch = arena.take<Scratch>(c.threads);
+  for (int t = 0; t < c.threads; ++t) {
+    Scratch unused;
+    layout_thread(arena, p, c, base ? a.scratch[t] : unused);
+  }
+  return arena.used();
+}
+
+namespace {
+
+Sequence sequence(const Job& job, const TokenTensor& x, std::int64_t begin, std::int64_t length,
+                  std::int64_t b, std::int64_t head, int channels, bool paged) {
+  const Problem& p = job.problem;
+  Sequence s;
+  s.format = x.format;
+  s.bits = info(x.format).bits;
+  s.token_stride = x.token;
+  s.length = length;
+  s.channels = channels;
+  std::int64_t element = head * x.head + begin * x.token;
+  if (paged) {
+    const TensorView& table = p.tensors.page_table;
+    s.pages = static_cast<const std::int32_t*>(table.data) + b * table.stride[0];
+    s.page_table_stride = table.stride[1];
+    s.page_size = p.page_size;
+    s.page_stride = x.batch;
+  } else {
+    element += b * x.batch;
+  }
+  s.base = static_cast<const std::byte*>(x.data) + element * s.bits / 8;
+  return s;
+}
+
+}  // namespace
+
+Sequence Job::q_sequence(std::int64_t b, std::int64_t head) const {
+  const SequenceInfo& s = arrays.sequences[b];
+  return sequence(*this, problem.q, s.q_begin, s.q_length, b, head, problem.d, false);
+}
+Sequence Job::k_sequence(std::int64_t b, std::int64_t head) const {
+  const SequenceInfo& s = arrays.sequences[b];
+  return sequence(*this, problem.k, s.k_begin, s.k_length, b, head, problem.d, problem.paged);
+}
+Sequence Job::v_sequence(std::int64_t b, std::int64_t head) const {
+  const SequenceInfo& s = arrays.sequences[b];
+  return sequence(*this, problem.v, s.k_begin, s.k_length, b, head, problem.dv, problem.paged);
+}
+
+Kernel attention_kernel_scalar() {
+  return {"attn.cpu.scalar", [](const Problem& p) { return supports(p, words_scalar()); }, tune,
+          run};
+}
+Kernel attention_kernel_avx512vnni() {
+  return {"attn.cpu.avx512vnni",
+          [](const Problem& p) { return supports(p, words_avx512vnni()); }, tune, run};
+}
+
+}  // namespace qattn::cpu

@@ -1,0 +1,427 @@
+// One task: up to 32 query rows against a run of keys, tile by tile from the last to the first.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "formats/f16.hpp"
+#include "formats/bf16.hpp"
+#include "formats/scale.hpp"
+#include "kernels/attn_prefill/cpu.hpp"
+#include "qattn/quantize.hpp"
+
+namespace qattn::cpu {
+namespace {
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
+
+/// A query row: head and index inside the sequence, and the keys [begin, end) that windows leave.
+struct Row {
+  std::int64_t head, i, begin, end;
+};
+
+struct Task {
+  std::int64_t b, kv_head;
+  std::int64_t key_begin, key_end;  ///< the split's keys
+  std::int64_t partial;             ///< first row in the partials, or -1
+  int count;
+  Row rows[tile_rows];
+};
+
+float read_float(const TensorView& view, std::int64_t offset) {
+  if (view.format == Format::f32) return static_cast<const float*>(view.data)[offset];
+  const std::uint16_t code = static_cast<const std::uint16_t*>(view.data)[offset];
+  return view.format == Format::f16 ? formats::F16::decode(code) : formats::Bf16::decode(code);
+}
+
+/// Keys that causal and window masks leave to query i (bottom-right alignment).
+void set_window(const Problem& p, const SequenceInfo& s, Row& row) {
+  const std::int64_t diagonal = row.i + s.k_length - s.q_length;
+  row.begin = 0;
+  row.end = row.i < s.q_length ? s.k_length : 0;  // rows past seqused_q see nothing
+  // A window wider than everything cannot overflow the sum: both terms are below 2^62.
+  if (p.window_left >= 0 && p.window_left < diagonal) row.begin = diagonal - p.window_left;
+  if (p.window_right >= 0 && p.window_right < s.k_length) {
+    row.end = std::min(row.end, diagonal + p.window_right + 1);
+  }
+  row.begin = std::max<std::int64_t>(row.begin, 0);
+  row.end = std::max(row.end, row.begin);
+}
+
+Task make_task(const Job& job, std::int64_t index) {
+  const Problem& p = job.problem;
+  const SequenceInfo* s = job.arrays.sequences;
+  const SequenceInfo* found = std::upper_bound(
+      s, s + p.batch, index,
+      [](std::int64_t i, const SequenceInfo& x) { return i < x.first_task; });
+  Task t{};
+  t.b = found - s - 1;
+  const SequenceInfo& seq = s[t.b];
+  std::int64_t local = index - seq.first_task;
+  t.key_end = seq.k_length;
+  t.partial = -1;
+  const std::int64_t group = p.group();
+  if (group * seq.q_rows <= tile_rows) {  // every head of the group in one block
+    const std::int64_t splits = std::max<std::int64_t>(seq.splits, 1);
+    t.kv_head = local / splits;
+    if (seq.splits > 0) {
+      t.key_begin = local % splits * job.config.split_keys;
+      t.key_end = std::min(t.key_begin + job.config.split_keys, seq.k_length);
+      t.partial = seq.first_partial + local * group * seq.q_rows;
+    }
+    for (std::int64_t g = 0; g < group; ++g) {
+      for (std::int64_t i = 0; i < seq.q_rows; ++i) {
+        t.rows[t.count++] = {t.kv_head * group + g, i, 0, 0};
+      }
+    }
+  } else {
+    const std::int64_t blocks = (seq.q_rows + tile_rows - 1) / tile_rows;
+    const std::int64_t block = blocks - 1 - local % blocks;  // causal: the longest first
+    const std::int64_t head = local / blocks;
+    t.kv_head = head / group;
+    const std::int64_t stop = std::min((block + 1) * tile_rows, seq.q_rows);
+    for (std::int64_t i = block * tile_rows; i < stop; ++i) t.rows[t.count++] = {head, i, 0, 0};
+  }
+  for (int r = 0; r < t.count; ++r) {
+    set_window(p, seq, t.rows[r]);
+    t.rows[r].begin = std::max(t.rows[r].begin, t.key_begin);
+    t.rows[r].end = std::max(std::min(t.rows[r].end, t.key_end), t.rows[r].begin);
+  }
+  return t;
+}
+
+/// softmax_scale * q . mu, from q as it came (codes: as they dequantise, rotated like mu).
+float mean_offset(const Job& job, const Task& t, const float* q) {
+  const float* mean = job.arrays.k_mean + job.unit(t.b, t.kv_head) * padded(job.d());
+  double dot = 0;
+  for (int c = 0; c < job.d(); ++c) dot += static_cast<double>(q[c]) * static_cast<double>(mean[c]);
+  return static_cast<float>(dot) * job.problem.softmax_scale;
+}
+
+/// Quantises the task's query rows into the engine's form.
+void load_queries(const Job& job, const Task& t, Scratch& s) {
+  const Problem& p = job.problem;
+  const Config& c = job.config;
+  const int d = job.d();
+  const Format format = c.recipe.qk;
+  const bool scaled = info(format).scale != Format::none;
+  const bool group = info(format).group > 0;
+  const bool offset = c.smooth_k || p.tensors.k_mean.present();
+  for (int r = 0; r < t.count; ++r) {
+    const Row& row = t.rows[r];
+    float* q = s.row;
+    s.offset[r] = 0.0f;
+    s.q_scale[r] = p.softmax_scale;
+    s.correction[r] = 0;
+    if (row.i >= job.arrays.sequences[t.b].q_length) {  // does not exist: nothing may be read
+      std::memset(s.q + r * d, 0, sizeof(float) * static_cast<std::size_t>(d));
+      std::memset(s.q_codes + r * d, 0, static_cast<std::size_t>(d));
+      continue;
+    }
+    const Sequence x = job.q_sequence(t.b, row.head);
+    const float scale = scaled && !group ? job.arrays.q_scale[job.q_place(t.b, row.head, row.i)]
+                                         : 1.0f;
+    s.q_scale[r] = scale * p.softmax_scale;
+    std::uint8_t* codes = s.bytes;
+    if (p.q_codes) {
+      decode_codes(job, Role::q, x, t.b, row.head, row.i, q);
+      if (!group) std::memcpy(codes, x.row(row.i), static_cast<std::size_t>(d));
+      if (offset) s.offset[r] = mean_offset(job, t, q) * scale;
+    } else {
+      load_row(job.words(), x, row.i, {}, q);
+      if (offset) s.offset[r] = mean_offset(job, t, q);
+      const float* mean = c.smooth_q ? job.q_mean(t.b, row.head, row.i) : nullptr;
+      if (mean || c.rotate) load_row(job.words(), x, row.i, {mean, c.rotate}, q);
+      if (group) {
+        const float global = format == Format::nvfp4
+                                 ? job.arrays.q_global[t.b * p.heads_q + row.head] : 1.0f;
+        std::uint8_t scales[32];
+        encode_groups(format, q, d, global, codes, scales);
+        for (int i = 0; i < d; ++i) {
+          q[i] = decode_group_code(format, codes[i], scales[i / info(format).group], global);
+        }
+      } else if (scaled) {
+        const int clipped =
+            encode_row(job.words(), format, q, d, formats::reciprocal(scale), codes);
+        // Split tasks see the same rows; the first one counts.
+        if (t.key_begin == 0) s.saturated[0] += clipped;
+        if (!c.integer_qk) decode_row(format, codes, d, q);
+      } else {
+        round_row(format, q, d);
+      }
+    }
+    if (c.integer_qk) {
+      std::int32_t sum = 0;
+      for (int i = 0; i < d; ++i) sum += static_cast<std::int8_t>(codes[i]);
+      std::memcpy(s.q_codes + r * d, codes, static_cast<std::size_t>(d));
+      s.correction[r] = -128 * sum;
+    } else {
+      std::memcpy(s.q + r * d, q, sizeof(float) * static_cast<std::size_t>(d));
+    }
+  }
+}
+
+/// smooth_q: adds softmax_scale * (block mean of q) . (k - mu), exactly, to the scores of a tile.
+void add_query_mean(const Job& job, const Task& t, std::int64_t first, int keys, Scratch& s) {
+  const int d = job.d();
+  const Sequence x = job.k_sequence(t.b, t.kv_head);
+  for (int j = 0; j < keys; ++j) {
+    load_row(job.words(), x, first + j, {job.k_mean(t.b, t.kv_head), false}, s.row);
+    const float* last = nullptr;
+    float delta = 0.0f;
+    for (int r = 0; r < t.count; ++r) {
+      if (t.rows[r].i >= job.arrays.sequences[t.b].q_length) continue;
+      const float* mean = job.q_mean(t.b, t.rows[r].head, t.rows[r].i);
+      if (mean != last) {
+        double dot = 0;
+        for (int i = 0; i < d; ++i) {
+          dot += static_cast<double>(mean[i]) * static_cast<double>(s.row[i]);
+        }
+        delta = static_cast<float>(dot) * job.problem.softmax_scale;
+        last = mean;
+      }
+      s.scores[r * tile_keys + j] += delta;
+    }
+  }
+}
+
+/// Additive mask or boolean mask of one row's keys [first, first + keys).
+void apply_mask(const Problem& p, std::int64_t b, const Row& row, std::int64_t first, int keys,
+                float* scores) {
+  const auto& st = p.mask_stride;
+  const std::int64_t base = b * st[0] + row.head * st[1] + row.i * st[2];
+  for (int j = 0; j < keys; ++j) {
+    const std::int64_t at = base + (first + j) * st[3];
+    if (p.mask == MaskKind::boolean) {
+      if (static_cast<const std::uint8_t*>(p.tensors.mask.data)[at] == 0) scores[j] = -infinity;
+    } else {
+      const float bias = read_float(p.tensors.mask, at);
+      scores[j] = bias == -infinity ? -infinity : scores[j] + bias;
+    }
+  }
+}
+
+/// Everything between the product and the softmax that the plain case does without.
+void finish_scores(const Job& job, const Task& t, std::int64_t first, int keys, Scratch& s) {
+  const Problem& p = job.problem;
+  const SequenceInfo& seq = job.arrays.sequences[t.b];
+  if (job.config.smooth_q) add_query_mean(job, t, first, keys, s);
+  const std::uint8_t* bad = job.arrays.v_bad + t.kv_head * job.arrays.slots + seq.slot + first;
+  const bool any_bad =
+      job.arrays.v_bad_tile[(t.kv_head * job.arrays.slots + seq.slot + first) / tile_keys] != 0;
+  for (int r = 0; r < t.count; ++r) {
+    const Row& row = t.rows[r];
+    float* scores = s.scores + r * tile_keys;
+    if (p.softcap > 0) {
+      // K's mean must be back before a function that is not linear.
+      for (int j = 0; j < keys; ++j) scores[j] += s.offset[r];
+      job.words().softcap(scores, keys, p.softcap);
+    }
+    if (p.tensors.alibi_slopes.present()) {
+      const TensorView& v = p.tensors.alibi_slopes;
+      const std::int64_t at = v.rank == 1 ? row.head * v.stride[0]
+                                          : t.b * v.stride[0] + row.head * v.stride[1];
+      const float slope = static_cast<const float*>(v.data)[at];
+      const std::int64_t diagonal = row.i + seq.k_length - seq.q_length;
+      for (int j = 0; j < keys; ++j) {
+        scores[j] += slope * static_cast<float>(first + j - diagonal);
+      }
+    }
+    const int begin = static_cast<int>(std::clamp<std::int64_t>(row.begin - first, 0, keys));
+    const int end = static_cast<int>(std::clamp<std::int64_t>(row.end - first, begin, keys));
+    if (p.mask != MaskKind::none && begin < end) {
+      apply_mask(p, t.b, row, first + begin, end - begin, scores + begin);
+    }
+    std::fill(scores, scores + begin, -infinity);
+    std::fill(scores + end, scores + tile_keys, -infinity);
+    if (!any_bad) continue;
+    for (int j = begin; j < end; ++j) {
+      if (bad[j] && scores[j] != -infinity) scores[j] = nan_value;
+    }
+  }
+}
+
+/// May the tile skip finish_scores()? Every row sees every key of it and nothing is added.
+bool is_plain(const Job& job, const Task& t, std::int64_t first) {
+  const Problem& p = job.problem;
+  if (p.softcap > 0 || p.mask != MaskKind::none || p.tensors.alibi_slopes.present() ||
+      job.config.smooth_q) {
+    return false;
+  }
+  const SequenceInfo& seq = job.arrays.sequences[t.b];
+  if (job.arrays.v_bad_tile[(t.kv_head * job.arrays.slots + seq.slot + first) / tile_keys]) {
+    return false;
+  }
+  for (int r = 0; r < t.count; ++r) {
+    if (t.rows[r].begin > first || t.rows[r].end < first + tile_keys) return false;
+  }
+  return true;
+}
+
+void run_tile(const Job& job, const Task& t, std::int64_t first, Scratch& s) {
+  const Config& c = job.config;
+  const Arrays& a = job.arrays;
+  const Words& w = job.words();
+  const int d = job.d(), dv = job.dv();
+  const int keys = static_cast<int>(std::min<std::int64_t>(tile_keys, t.key_end - first));
+  const int keys16 = padded(keys);
+  const std::int64_t slot = t.kv_head * a.slots + a.sequences[t.b].slot + first;
+  if (c.integer_qk) {
+    w.qk_s8(s.q_codes, t.count, a.k_codes + slot * d, keys16, d / 4, s.q_scale, s.correction,
+            a.k_scale + slot, s.scores);
+  } else {
+    w.qk_f32(s.q, t.count, a.k_panels + slot * d, keys16, d, s.q_scale, a.k_scale + slot, s.scores);
+  }
+  if (!is_plain(job, t, first)) finish_scores(job, t, first, keys, s);
+  SoftmaxTile tile{};
+  tile.scores = s.scores;
+  tile.rows = t.count;
+  tile.keys = keys16;
+  tile.rounding = c.rounding;
+  tile.max = s.max;
+  tile.sum = s.sum;
+  tile.alpha = s.alpha;
+  tile.beta = s.beta;
+  tile.p = c.integer_pv ? nullptr : s.p;
+  tile.codes = c.integer_pv ? s.codes : nullptr;
+  if (c.v_token_scale) {
+    tile.v_scale = a.v_scale + slot;
+    tile.v_inverse = a.v_inverse + slot;
+    tile.v_plain = a.v_plain + slot;
+  }
+  w.softmax(tile);
+  if (!c.integer_pv) {
+    w.pv_f32(s.p, t.count, a.v_panels + slot * dv, keys16, dv, s.alpha, s.beta, s.out);
+    return;
+  }
+  if (c.v_token_scale) {
+    w.pv_u8s8(s.codes, t.count, a.v_codes + slot * dv, keys16, dv, s.alpha, s.beta, nullptr, s.out);
+    return;
+  }
+  for (int j = 0; j < keys16; j += c.v_block) {  // later blocks only add: alpha was applied
+    if (j > 0) std::fill(s.alpha, s.alpha + t.count, 1.0f);
+    w.pv_u8s8(s.codes + j, t.count, a.v_codes + (slot + j) * dv, std::min(c.v_block, keys16 - j),
+              dv, s.alpha, s.beta, a.v_scale + (slot + j) / c.v_block * dv, s.out);
+  }
+}
+
+/// Normalises one row and writes it and its LSE. `max`, `sum`, `out` as the tiles left them.
+void write_row(const Job& job, std::int64_t b, const Row& row, float max, float sum, float offset,
+               float* out, std::byte* row_out) {
+  const Problem& p = job.problem;
+  const std::int64_t kv_head = row.head / p.group();
+  float top = max == -infinity ? max : max + offset;
+  float p_sink = 0.0f;
+  float factor = 1.0f;  // of everything accumulated so far
+  const bool exists = row.i < job.arrays.sequences[b].q_length;
+  if (p.tensors.sinks.present() && exists) {
+    const TensorView& v = p.tensors.sinks;
+    const float sink = read_float(v, row.head * v.stride[0]);
+    const float joint = sink > top || std::isnan(sink) ? sink : top;
+    if (joint != -infinity) {
+      factor = top == -infinity ? 0.0f : std::exp(top - joint);
+      const float weight = std::exp(sink - joint);
+      sum = sum * factor + weight;
+      p_sink = weight / sum;
+      top = joint;
+    }
+  }
+  float lse = -infinity;
+  if (top == -infinity) {
+    std::fill(out, out + p.dv, 0.0f);
+  } else if (max == -infinity) {  // the sink alone
+    std::fill(out, out + p.dv, 0.0f);
+    lse = top;
+  } else if (!(std::fabs(top) < infinity) || !(sum > 0.0f && sum < infinity)) {
+    std::fill(out, out + p.dv, nan_value);
+    lse = nan_value;
+  } else {
+    const float* mean = job.config.smooth_v || p.tensors.v_mean.present()
+                            ? job.arrays.v_mean + job.unit(b, kv_head) * job.dv()
+                            : nullptr;
+    for (int c = 0; c < p.dv; ++c) {
+      out[c] = out[c] * factor / sum + (mean ? (1.0f - p_sink) * mean[c] : 0.0f);
+    }
+    lse = top + std::log(sum);
+  }
+  store_row(out, p.dv, p.out.format, row_out);
+  if (!p.tensors.lse.present()) return;
+  const auto& st = p.tensors.lse.stride;
+  const std::int64_t token = job.arrays.sequences[b].q_begin + row.i;
+  const std::int64_t at = p.varlen_q ? row.head * st[0] + token * st[1]
+                                     : b * st[0] + row.head * st[1] + row.i * st[2];
+  static_cast<float*>(p.tensors.lse.data)[at] = lse;
+}
+
+std::byte* output_row(const Job& job, std::int64_t b, const Row& row) {
+  const TokenTensor& o = job.problem.out;
+  const std::int64_t token = job.arrays.sequences[b].q_begin + row.i;
+  const std::int64_t element = b * o.batch + token * o.token + row.head * o.head;
+  return static_cast<std::byte*>(o.data) + element * (info(o.format).bits / 8);
+}
+
+}  // namespace
+
+void run_task(const Job& job, std::int64_t index, Scratch& s) {
+  const Task t = make_task(job, index);
+  const int dv = job.dv();
+  load_queries(job, t, s);
+  std::fill(s.max, s.max + t.count, -infinity);
+  std::fill(s.sum, s.sum + t.count, 0.0f);
+  std::memset(s.out, 0, sizeof(float) * static_cast<std::size_t>(t.count * dv));
+  std::int64_t begin = t.key_end, end = t.key_begin;
+  for (int r = 0; r < t.count; ++r) {
+    if (t.rows[r].begin == t.rows[r].end) continue;
+    begin = std::min(begin, t.rows[r].begin);
+    end = std::max(end, t.rows[r].end);
+  }
+  if (begin < end) {
+    const std::int64_t lowest = begin / tile_keys * tile_keys;
+    for (std::int64_t first = (end - 1) / tile_keys * tile_keys; first >= lowest;
+         first -= tile_keys) {
+      run_tile(job, t, first, s);
+    }
+  }
+  for (int r = 0; r < t.count; ++r) {
+    // With softcap the offset is inside the scores already.
+    const float offset = job.problem.softcap > 0 ? 0.0f : s.offset[r];
+    if (t.partial < 0) {
+      write_row(job, t.b, t.rows[r], s.max[r], s.sum[r], offset, s.out + r * dv,
+                output_row(job, t.b, t.rows[r]));
+      continue;
+    }
+    float* partial = job.arrays.partials + (t.partial + r) * (dv + 2);
+    std::memcpy(partial, s.out + r * dv, sizeof(float) * static_cast<std::size_t>(dv));
+    partial[dv] = s.max[r] == -infinity ? -infinity : s.max[r] + offset;
+    partial[dv + 1] = s.sum[r];
+  }
+}
+
+void merge_splits(const Job& job, std::int64_t b, std::int64_t head, Scratch& s) {
+  const SequenceInfo& seq = job.arrays.sequences[b];
+  if (seq.splits == 0) return;
+  const int dv = job.dv();
+  const std::int64_t rows = job.problem.group() * seq.q_rows;
+  const float* first =
+      job.arrays.partials + (seq.first_partial + head * seq.splits * rows) * (dv + 2);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    float top = -infinity, sum = 0.0f;
+    for (std::int64_t k = 0; k < seq.splits; ++k) {
+      const float max = first[(k * rows + r) * (dv + 2) + dv];
+      if (!std::isnan(top) && (std::isnan(max) || max > top)) top = max;
+    }
+    std::fill(s.out, s.out + dv, 0.0f);
+    for (std::int64_t k = seq.splits - 1; k >= 0; --k) {
+      const float* partial = first + (k * rows + r) * (dv + 2);
+      if (partial[dv] == -infinity) continue;
+      const float weight = job.words().exp_one(partial[dv] - top);
+      for (int c = 0; c < dv; ++c) s.out[c] += weight * partial[c];
+      sum += weight * partial[dv + 1];
+    }
+    const Row row{head * job.problem.group() + r / seq.q_rows, r % seq.q_rows, 0, 0};
+    write_row(job, b, row, top, sum, 0.0f, s.out, output_row(job, b, row));
+  }
+}
+
+}  // namespace qattn::cpu

@@ -1,0 +1,206 @@
+// Online softmax of one tile, one function a rounding of P. Continues words.inl.
+
+/// Nearest value of a small float format, ties to even: `drop` mantissa bits go, values under
+/// `min_normal` round to multiples of its smallest subnormal by way of `magic` = 1.5 * 2^23 of those.
+static inline F round_small(F x, int drop, float min_normal, float magic) {
+  const F tiny = v::sub(v::add(x, v::set(magic)), v::set(magic));
+  return v::select_less(x, v::set(min_normal), tiny, v::round_mantissa(x, drop));
+}
+static inline F round_f16(F x) { return round_small(x, 13, 0x1p-14f, 0x1.8p-1f); }
+static inline F round_bf16(F x) { return v::round_mantissa(x, 16); }
+static inline F round_e4m3(F x) {
+  return v::min(round_small(x, 20, 0x1p-6f, 0x1.8p14f), v::set(448.0f));
+}
+static inline F round_e2m1(F x) {
+  return v::min(round_small(x, 22, 1.0f, 0x1.8p22f), v::set(6.0f));
+}
+
+/// The row's maximum; NaN if any score is.
+static inline float row_max(const float* s, int keys) {
+  F m = v::set(minus_infinity);
+  v::Mask nan = v::no_lanes();
+  for (int j = 0; j < keys; j += v::lanes) {
+    const F x = v::load(s + j);
+    m = v::max(x, m);
+    nan = v::or_nan(nan, x);
+  }
+  return v::any(nan) ? __builtin_nanf("") : v::reduce_max(m);
+}
+
+/// P as floats, rounded to an element format; returns their sum.
+template <class Round>
+static inline float p_elementwise(const float* s, int keys, float ref, float* p, Round round) {
+  F sum = v::set(0.0f);
+  for (int j = 0; j < keys; j += v::lanes) {
+    const F x = round(exp_minus(v::load(s + j), v::set(ref)));
+    v::store(p + j, x);
+    sum = v::add(sum, x);
+  }
+  return v::reduce_add(sum);
+}
+
+/// 2^(floor(log2 amax) - 8) as mxfp8 scales its groups of 32; amax > 0 and normal.
+static inline float mx_scale(float amax) {
+  std::uint32_t bits;
+  __builtin_memcpy(&bits, &amax, sizeof bits);
+  const std::uint32_t exponent = bits >> 23;
+  bits = (exponent > 9 ? exponent - 8 : 1) << 23;
+  float scale;
+  __builtin_memcpy(&scale, &bits, sizeof scale);
+  return scale;
+}
+
+static inline float p_mxfp8(const float* s, int keys, float ref, float* p) {
+  F sum = v::set(0.0f);
+  for (int j = 0; j < keys; j += 32) {
+    const bool pair = j + v::lanes < keys;
+    const F a = exp_minus(v::load(s + j), v::set(ref));
+    const F b = pair ? exp_minus(v::load(s + j + v::lanes), v::set(ref)) : v::set(0.0f);
+    const float top = v::reduce_max(v::max(a, b));
+    const float scale = mx_scale(top);
+    const F down = v::set(1.0f / scale), up = v::set(scale);
+    const F ra = v::mul(round_e4m3(v::mul(a, down)), up);
+    const F rb = v::mul(round_e4m3(v::mul(b, down)), up);
+    v::store(p + j, ra);
+    if (pair) v::store(p + j + v::lanes, rb);
+    sum = v::add(sum, v::add(ra, rb));
+  }
+  return v::reduce_add(sum);
+}
+
+/// Two levels: the row's own maximum (1 by the choice of `ref`) and UE4M3 per 16 keys.
+static inline float p_nvfp4(const float* s, int keys, float ref, float* p) {
+  F sum = v::set(0.0f);
+  for (int j = 0; j < keys; j += v::lanes) {
+    const F a = exp_minus(v::load(s + j), v::set(ref));
+    const float code = first_lane(round_e4m3(v::set(v::reduce_max(a) * 448.0f)));
+    const float scale = code * (1.0f / (6.0f * 448.0f));
+    const F down = v::set(code > 0.0f ? 1.0f / scale : 0.0f);
+    const F x = v::mul(round_e2m1(v::mul(a, down)), v::set(scale));
+    v::store(p + j, x);
+    sum = v::add(sum, x);
+  }
+  return v::reduce_add(sum);
+}
+
+/// P as u8 with the row's own maximum at 255; returns the integer sum of the codes.
+static inline float p_u8(const float* s, int keys, float ref, std::uint8_t* codes) {
+  I sum = v::set_i(0);
+  for (int j = 0; j < keys; j += v::lanes) {
+    const F x = v::mul(exp_minus(v::load(s + j), v::set(ref)), v::set(255.0f));
+    const I code = v::round_to_int(x);
+    v::store_bytes(codes + j, code);
+    sum = v::add_i(sum, code);
+  }
+  return static_cast<float>(v::reduce_add(sum));
+}
+
+/// u8 of P times V's scale per token; beta becomes the value of one code. Returns the sum in units
+/// of P: rounded codes divided by the token's scale, or P itself where that scale is too small to
+/// leave a code (docs/NUMERICS.md, "Why int8_full").
+static inline float p_u8_token(const SoftmaxTile& tile, const float* s, float ref,
+                               std::uint8_t* codes, float* unit) {
+  float weighted[tile_keys], plain[tile_keys];
+  F top = v::set(0.0f);
+  for (int j = 0; j < tile.keys; j += v::lanes) {
+    const F x = exp_minus(v::load(s + j), v::set(ref));
+    const F w = v::mul(x, v::load(tile.v_scale + j));
+    v::store(plain + j, x);
+    v::store(weighted + j, w);
+    top = v::max(w, top);
+  }
+  float peak = v::reduce_max(top);
+  peak = peak > 0x1p-100f ? peak : 0x1p-100f;
+  *unit = peak * (1.0f / 255.0f);
+  const F factor = v::set(255.0f / peak);
+  F sum = v::set(0.0f);
+  for (int j = 0; j < tile.keys; j += v::lanes) {
+    const I code = v::round_to_int(v::mul(v::load(weighted + j), factor));
+    v::store_bytes(codes + j, code);
+    const F rounded = v::mul(v::mul(v::to_float(code), v::set(*unit)), v::load(tile.v_inverse + j));
+    sum = v::add(sum, v::fma(v::load(plain + j), v::load(tile.v_plain + j), rounded));
+  }
+  return v::reduce_add(sum);
+}
+
+static void clear_row(const SoftmaxTile& tile, int r) {
+  for (int j = 0; j < tile.keys; j += v::lanes) {
+    if (tile.codes) v::store_bytes(tile.codes + r * tile_keys + j, v::set_i(0));
+    if (tile.p) v::store(tile.p + r * tile_keys + j, v::set(0.0f));
+  }
+  tile.alpha[r] = 1.0f;
+  tile.beta[r] = 0.0f;
+}
+
+void softmax(const SoftmaxTile& tile) {
+  for (int r = 0; r < tile.rows; ++r) {
+    const float* s = tile.scores + r * tile_keys;
+    float* p = tile.p ? tile.p + r * tile_keys : nullptr;
+    std::uint8_t* codes = tile.codes ? tile.codes + r * tile_keys : nullptr;
+    const float top = row_max(s, tile.keys);
+    if (top == minus_infinity) {
+      clear_row(tile, r);
+      continue;
+    }
+    const float old = tile.max[r];
+    const float now = top > old || top != top ? top : old;
+    const float alpha = old == minus_infinity ? 0.0f : exp_one(old - now);
+    float local = 1.0f, unit = 1.0f, sum = 0.0f;
+    switch (tile.rounding) {
+      case Rounding::f32:
+        sum = p_elementwise(s, tile.keys, now, p, [](F x) { return x; });
+        break;
+      case Rounding::f16:
+        sum = p_elementwise(s, tile.keys, now, p, [](F x) { return round_f16(x); });
+        break;
+      case Rounding::bf16:
+        sum = p_elementwise(s, tile.keys, now, p, [](F x) { return round_bf16(x); });
+        break;
+      case Rounding::e4m3:  // 2^8: the largest power of two with room up to 448
+        sum = p_elementwise(s, tile.keys, now, p, [](F x) {
+          return v::mul(round_e4m3(v::mul(x, v::set(256.0f))), v::set(1.0f / 256.0f));
+        });
+        break;
+      case Rounding::mxfp8: sum = p_mxfp8(s, tile.keys, now, p); break;
+      case Rounding::nvfp4:
+        local = exp_one(top - now);
+        sum = p_nvfp4(s, tile.keys, top, p);
+        break;
+      case Rounding::u8:
+        local = exp_one(top - now);
+        unit = 1.0f / 255.0f;
+        sum = p_u8(s, tile.keys, top, codes) * unit;
+        break;
+      case Rounding::u8_token:
+        local = exp_one(top - now);
+        sum = p_u8_token(tile, s, top, codes, &unit);
+        break;
+    }
+    tile.max[r] = now;
+    tile.alpha[r] = alpha;
+    tile.beta[r] = local * unit;
+    tile.sum[r] = tile.sum[r] * alpha + local * sum;
+  }
+}
+
+void softcap(float* s, int n, float c) {
+  // tanh(x) = 1 - 2 / (exp(2x) + 1), odd: evaluated at |x| so that nothing cancels or overflows.
+  for (int j = 0; j < n; ++j) {
+    const float x = s[j] / c;
+    const float a = x < 0 ? -x : x;
+    float t;
+    if (a < 0.0625f) {
+      const float y = a * a;  // odd Taylor series, relative error 1e-8 on this range
+      t = a * (1.0f + y * (-1.0f / 3 + y * (2.0f / 15 + y * (-17.0f / 315))));
+    } else {
+      t = 1.0f - 2.0f / (exp_one(2.0f * (a < 44.0f ? a : 44.0f)) + 1.0f);
+    }
+    s[j] = x != x ? x : c * (x < 0 ? -t : t);
+  }
+}
+
+const Words table = {v::name,  load_row, amax,    encode_s8, accumulate, accumulate_amax,
+                     qk_s8,    qk_f32,   softmax, pv_u8s8,   pv_f32,     softcap,
+                     exp_one};
+
+}  // namespace

@@ -1,0 +1,88 @@
+// The inner loops of the CPU backend as a table of functions, one table an instruction set. The
+// units that fill a table (words_<isa>.cpp) include nothing that could emit a shared inline
+// function compiled for their instruction set; everything else calls through the table.
+#pragma once
+
+#include <cstdint>
+
+namespace qattn::cpu {
+
+inline constexpr int tile_rows = 32;   ///< query rows of one task
+inline constexpr int tile_keys = 128;  ///< keys of one softmax tile; the unit of tile-local scales
+inline constexpr int lanes = 16;       ///< keys (K panels) or channels (V panels) side by side
+
+/// Element types that load_row() reads.
+enum class Element : std::int32_t { f32, f16, bf16 };
+
+/// How P is rounded before it is multiplied with V (docs/NUMERICS.md, "Recipes").
+enum class Rounding : std::int32_t { f32, f16, bf16, e4m3, mxfp8, nvfp4, u8, u8_token };
+
+/// One tile of online softmax: scores in, rounded P, factors and running state out.
+struct SoftmaxTile {
+  float* scores;  ///< [rows][tile_keys], natural logarithm domain; -inf: masked
+  int rows;
+  int keys;  ///< multiple of 16; keys behind hold -inf
+  Rounding rounding;
+  float* max;            ///< [rows] running maximum
+  float* sum;            ///< [rows] running sum of rounded P
+  float* alpha;          ///< [rows] factor of what O held before
+  float* beta;           ///< [rows] factor of this tile's product
+  float* p;              ///< [rows][tile_keys] for the float engine (may be `scores`)
+  std::uint8_t* codes;   ///< [rows][tile_keys] for the integer engine
+  const float* v_scale;  ///< [keys] u8_token: V's scale per token
+  const float* v_inverse;  ///< [keys] 1 / v_scale, or 0 where the sum takes P unrounded
+  const float* v_plain;    ///< [keys] 1 where the sum takes P unrounded, else 0
+};
+
+struct Words {
+  const char* isa;
+
+  /// dst[0, n) = src - mean (mean may be null), zeros up to the next multiple of 16. +-Inf becomes
+  /// NaN, so that it can never turn into a plausible number later.
+  void (*load_row)(const void* src, Element element, int n, const float* mean, float* dst);
+  /// max |x|, NaN if any is NaN. n counts floats; the row is padded to a multiple of 16.
+  float (*amax)(const float* x, int n);
+  /// codes[0, n padded to 16) = clamp(round(x * inverse), -127, 127); returns how many were clipped.
+  /// A NaN inverse gives zeros.
+  int (*encode_s8)(const float* x, int n, float inverse, std::int8_t* codes);
+  /// sum += x, element by element.
+  void (*accumulate)(const float* x, int n, float* sum);
+  /// acc[i] = max(acc[i], |x[i]|), NaN wins.
+  void (*accumulate_amax)(const float* x, int n, float* acc);
+
+  /// scores[r][j] = (q_r . k_j) * q_scale[r] * k_scale[j] for keys in [0, keys), keys a multiple of
+  /// 16. q: rows of `d4` groups of four s8; k: panels of 16 keys [d4][16][4] holding code + 128;
+  /// correction[r] = -128 * sum of q_r's codes.
+  void (*qk_s8)(const std::int8_t* q, int rows, const std::uint8_t* k, int keys, int d4,
+                const float* q_scale, const std::int32_t* correction, const float* k_scale,
+                float* scores);
+  /// The same for float operands: q rows of `d`, k panels [d][16]. k_scale may be null.
+  void (*qk_f32)(const float* q, int rows, const float* k, int keys, int d, const float* q_scale,
+                 const float* k_scale, float* scores);
+  void (*softmax)(const SoftmaxTile& tile);
+  /// out[r][c] = out * alpha[r] + beta[r] * v_scale[c] * sum_j codes[r][j] v[j][c]. v: [keys/4]
+  /// [channels][4] s8; keys a multiple of 4, channels of 16; v_scale may be null (1).
+  void (*pv_u8s8)(const std::uint8_t* codes, int rows, const std::int8_t* v, int keys, int channels,
+                  const float* alpha, const float* beta, const float* v_scale, float* out);
+  /// out[r][c] = out * alpha[r] + beta[r] * sum_j p[r][j] v[j][c]. v: [keys][channels].
+  void (*pv_f32)(const float* p, int rows, const float* v, int keys, int channels,
+                 const float* alpha, const float* beta, float* out);
+  /// s = c * tanh(s / c) over n floats, n a multiple of 16.
+  void (*softcap)(float* s, int n, float c);
+  /// exp(x) of one value, the same arithmetic as inside softmax.
+  float (*exp_one)(float x);
+};
+
+/// Null where this build has no such unit; the caller has checked that the CPU can run it.
+const Words* words_scalar();
+const Words* words_avx512vnni();
+
+/// The table in force: QATTN_CPU_ISA if set, else the best that this CPU runs.
+struct Selection {
+  const Words* words = nullptr;
+  const char* error = nullptr;  ///< why there is none
+  bool unknown_name = false;
+};
+Selection select_words();
+
+}  // namespace qattn::cpu

@@ -1,0 +1,20 @@
+#include "kernels/cpu/words.hpp"
+
+#if defined(__AVX512VNNI__)
+
+#include "isa/cpu/avx512.hpp"
+
+#define QATTN_ISA avx512vnni
+#include "kernels/cpu/words.inl"
+// Second half: softmax.
+#include "kernels/cpu/softmax.inl"
+
+const Words* words_avx512vnni() { return &table; }
+
+}  // namespace qattn::cpu
+
+#else
+
+const qattn::cpu::Words* qattn::cpu::words_avx512vnni() { return nullptr; }
+
+#endif

@@ -1,0 +1,141 @@
+// Which tokens share a scale: the one home of the index maps and shapes of Granularity.
+#include <cmath>
+
+#include "core/problem.hpp"
+#include "qattn/quantize.hpp"
+
+namespace qattn {
+
+std::int64_t scale_index(const Scaling& scaling, Role role, std::int64_t s) {
+  switch (scaling.granularity) {
+    case Granularity::per_tensor:
+    case Granularity::per_head:
+    case Granularity::per_channel: return 0;
+    case Granularity::per_block:
+    case Granularity::per_block_channel: return s / scaling.block;
+    case Granularity::per_warp: return s / scaling.warp;
+    case Granularity::per_thread:
+      // Q: rows g, g + 8, ... of a warp's m16n8 fragments belong to lanes of group g.
+      // K: columns 2t, 2t + 1 of every n8 fragment belong to lanes t (ISA: mma C fragment).
+      return role == Role::q ? s / scaling.warp * 8 + s % 8 : s / scaling.block * 4 + s % 8 / 2;
+    case Granularity::per_token:
+    case Granularity::group:
+    case Granularity::automatic: return s;
+  }
+  return s;
+}
+
+std::int64_t scale_count(const Scaling& scaling, Role role, std::int64_t tokens) {
+  const auto blocks = [&](std::int64_t size) { return (tokens + size - 1) / size; };
+  switch (scaling.granularity) {
+    case Granularity::per_tensor:
+    case Granularity::per_head:
+    case Granularity::per_channel: return 1;
+    case Granularity::per_block:
+    case Granularity::per_block_channel: return blocks(scaling.block);
+    case Granularity::per_warp: return blocks(scaling.block) * (scaling.block / scaling.warp);
+    case Granularity::per_thread:
+      return role == Role::q ? blocks(scaling.block) * (scaling.block / scaling.warp) * 8
+                             : blocks(scaling.block) * 4;
+    case Granularity::per_token:
+    case Granularity::group:
+    case Granularity::automatic: return tokens;
+  }
+  return tokens;
+}
+
+ScaleShape scale_shape(const Scaling& scaling, Role role, int group, bool paged, std::int64_t outer,
+                       std::int64_t heads, std::int64_t tokens, std::int64_t channels) {
+  const std::int64_t count = scale_count(scaling, role, tokens);
+  switch (scaling.granularity) {
+    case Granularity::per_tensor: return {1, {1}};
+    case Granularity::per_head: return paged ? ScaleShape{1, {heads}} : ScaleShape{2, {outer, heads}};
+    case Granularity::per_channel:
+      return paged ? ScaleShape{2, {heads, channels}} : ScaleShape{3, {outer, heads, channels}};
+    case Granularity::per_block_channel: return {4, {outer, heads, count, channels}};
+    case Granularity::group:
+      if (role == Role::v) return {4, {outer, heads, (tokens + group - 1) / group, channels}};
+      return {4, {outer, heads, tokens, (channels + group - 1) / group}};
+    default: return {3, {outer, heads, count}};
+  }
+}
+
+Scaling resolve_scaling(const Scaling& asked, Role role, Format format) {
+  Scaling s = asked;
+  if (s.granularity == Granularity::automatic) {
+    if (info(format).group > 0) {
+      s.granularity = Granularity::group;
+    } else if (role == Role::v) {
+      s.granularity =
+          format == Format::s8 ? Granularity::per_block_channel : Granularity::per_channel;
+    } else {
+      s.granularity = Granularity::per_token;
+    }
+  }
+  if (s.block == 0) s.block = 128;
+  if (s.warp == 0) s.warp = 16;
+  return s;
+}
+
+Status check_scaling(const char* operand, const Scaling& asked, Role role, Format format) {
+  const auto refuse = [&](const std::string& why) {
+    return Status(Code::invalid_argument, std::string(operand) + "_scale: granularity " +
+                                              std::string(name(asked.granularity)) + " " + why);
+  };
+  const Scaling s = resolve_scaling(asked, role, format);
+  const FormatInfo& f = info(format);
+  if (name(s.granularity) == "unknown") return refuse("is not a known one");
+  if (f.scale == Format::none) {
+    if (asked.granularity == Granularity::automatic) return {};
+    return refuse("is given, but format " + std::string(f.name) + " has no scales");
+  }
+  if ((f.group > 0) != (s.granularity == Granularity::group)) {
+    return refuse("does not fit format " + std::string(f.name) +
+                  (f.group > 0 ? ", whose scales are built in" : ""));
+  }
+  const bool channels = s.granularity == Granularity::per_channel ||
+                        s.granularity == Granularity::per_block_channel;
+  if (channels && role != Role::v) return refuse("is for V only");
+  const bool warps =
+      s.granularity == Granularity::per_warp ||
+      (s.granularity == Granularity::per_thread && role == Role::q);
+  if (s.granularity == Granularity::per_warp && role != Role::q) return refuse("is for Q only");
+  if (role == Role::v && s.granularity != Granularity::per_token && !channels &&
+      s.granularity != Granularity::group && s.granularity != Granularity::per_head &&
+      s.granularity != Granularity::per_tensor) {
+    return refuse("is not for V (per_tensor, per_head, per_token, per_channel, per_block_channel)");
+  }
+  if (s.block < 8 || s.block > 1 << 20 || s.block % 8 != 0) {
+    return refuse("has block " + std::to_string(s.block) + ", not a multiple of 8 from 8 to 2^20");
+  }
+  if (warps && (s.warp < 8 || s.warp % 8 != 0 || s.block % s.warp != 0)) {
+    return refuse("has warp " + std::to_string(s.warp) + ", not a multiple of 8 that divides block " +
+                  std::to_string(s.block));
+  }
+  return {};
+}
+
+Result<float> scheduled_scale(float scale_at_ref, std::span<const float> sigma, std::int64_t ref,
+                              std::int64_t step) {
+  const auto steps = static_cast<std::int64_t>(sigma.size());
+  for (const auto& [name, t] : {std::pair{"ref", ref}, std::pair{"step", step}}) {
+    if (t < 0 || t >= steps) {
+      return Status(Code::invalid_argument, std::string(name) + ": " + std::to_string(t) +
+                                                " is not a step in [0, " + std::to_string(steps) +
+                                                ")");
+    }
+    const float s = sigma[static_cast<std::size_t>(t)];
+    if (!(s > 0) || !std::isfinite(s)) {
+      return Status(Code::invalid_argument, "sigma: " + std::to_string(s) + " at step " +
+                                                std::to_string(t) + " is not positive and finite");
+    }
+  }
+  if (!(scale_at_ref > 0) || !std::isfinite(scale_at_ref)) {
+    return Status(Code::invalid_argument, "scale_at_ref: " + std::to_string(scale_at_ref) +
+                                              " is not positive and finite");
+  }
+  return scale_at_ref *
+         (sigma[static_cast<std::size_t>(step)] / sigma[static_cast<std::size_t>(ref)]);
+}
+
+}  // namespace qattn

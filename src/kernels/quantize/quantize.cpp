@@ -1,0 +1,558 @@
+// quantize() and dequantize(): one operand of float tokens to codes and scales, and back.
+#include "qattn/quantize.hpp"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "core/problem.hpp"
+#include "formats/hadamard.hpp"
+#include "formats/scale.hpp"
+#include "kernels/quantize/rows.hpp"
+
+namespace qattn {
+namespace {
+
+using cpu::padded;
+using cpu::Sequence;
+
+Status invalid(std::string message) { return Status(Code::invalid_argument, std::move(message)); }
+
+/// A validated call.
+struct Facts {
+  std::int64_t batch = 0, heads = 0, tokens = 0, longest = 0;
+  int channels = 0;
+  bool packed = false;
+  std::int64_t stride_batch = 0, stride_token = 0, stride_head = 0;  // of x
+  Scaling scaling;
+  QuantizeShapes shapes;
+};
+
+std::int64_t entry(const TensorView& view, std::int64_t i) {
+  return static_cast<const std::int32_t*>(view.data)[i * view.stride[0]];
+}
+
+Status check_format(const QuantizeOptions& o) {
+  using enum Format;
+  for (Format f : {s8, e4m3, e4m3fnuz, e5m2, mxfp8, mxfp4, nvfp4}) {
+    if (o.format == f) return {};
+  }
+  return invalid("format: " + std::string(info(o.format).name) +
+                 " is not one of s8, e4m3, e4m3fnuz, e5m2, mxfp8, mxfp4, nvfp4");
+}
+
+/// Longest sequence of packed tokens; checks that cu_seqlens is monotone and covers them.
+Result<std::int64_t> longest_of(const TensorView& cu, std::int64_t tokens) {
+  if (cu.format != Format::s32 || cu.rank != 1 || cu.shape[0] < 1 || cu.data == nullptr) {
+    return invalid("cu_seqlens: should be s32 of shape (B + 1)");
+  }
+  std::int64_t longest = 0;
+  for (std::int64_t i = 0; i < cu.shape[0]; ++i) {
+    const std::int64_t before = i > 0 ? entry(cu, i - 1) : 0;
+    if (entry(cu, i) < before || (i == 0 && entry(cu, 0) != 0)) {
+      return invalid("cu_seqlens: entry " + std::to_string(i) + " is " +
+                     std::to_string(entry(cu, i)) + ", not monotone from 0");
+    }
+    longest = std::max(longest, entry(cu, i) - before);
+  }
+  if (entry(cu, cu.shape[0] - 1) != tokens) {
+    return invalid("cu_seqlens: last entry " + std::to_string(entry(cu, cu.shape[0] - 1)) +
+                   " should be the number of packed tokens, " + std::to_string(tokens));
+  }
+  return longest;
+}
+
+TensorView dense(Format format, const ScaleShape& shape) {
+  TensorView v;
+  v.format = format;
+  v.rank = shape.rank;
+  v.shape = shape.extent;
+  std::int64_t step = 1;
+  for (int i = v.rank - 1; i >= 0; --i) {
+    v.stride[i] = step;
+    step *= v.shape[i];
+  }
+  return v;
+}
+
+Result<Facts> check(const TensorView& x, const QuantizeOptions& o, const TensorView& cu) {
+  if (Status s = check_format(o); !s.ok()) return s;
+  if (o.role != Role::q && o.role != Role::k && o.role != Role::v) {
+    return invalid("role: is none of q, k, v");
+  }
+  if (o.layout != Layout::bshd && o.layout != Layout::bhsd) {
+    return invalid("layout: is neither bshd nor bhsd");
+  }
+  if (o.threads < 0 || o.threads > 4096) {
+    return invalid("threads: " + std::to_string(o.threads) + " is not in [0, 4096]");
+  }
+  if (o.rotate && o.role == Role::v) return invalid("rotate: is for Q and K only");
+  Facts f;
+  f.packed = cu.present();
+  if (!x.present()) return invalid("x: is missing");
+  if (Status s = check_view("x", x, f.packed ? 3 : 4); !s.ok()) return s;
+  if (!is_float(x.format)) {
+    return invalid("x: format " + std::string(info(x.format).name) + " is not f32, f16 or bf16");
+  }
+  const int last = x.rank - 1;
+  if (x.stride[last] != 1) {
+    return invalid("x: stride " + std::to_string(x.stride[last]) +
+                   " of the last dimension should be 1");
+  }
+  if (x.shape[last] < 8 || x.shape[last] > 256 || x.shape[last] % 8 != 0) {
+    return invalid("x: head_dim " + std::to_string(x.shape[last]) +
+                   " is not a multiple of 8 from 8 to 256");
+  }
+  const int token = (f.packed ? 0 : 1) + (o.layout == Layout::bshd ? 0 : 1);
+  const int head = (f.packed ? 0 : 1) + (o.layout == Layout::bshd ? 1 : 0);
+  f.channels = static_cast<int>(x.shape[last]);
+  f.tokens = f.longest = x.shape[token];
+  f.heads = x.shape[head];
+  f.stride_token = x.stride[token];
+  f.stride_head = x.stride[head];
+  if (f.packed) {
+    Result<std::int64_t> longest = longest_of(cu, f.tokens);
+    if (!longest.ok()) return longest.status();
+    f.longest = *longest;
+    f.batch = cu.shape[0] - 1;
+  } else {
+    f.batch = x.shape[0];
+    f.stride_batch = x.stride[0];
+  }
+  if (Status s = check_scaling(std::string(name(o.role)).c_str(), o.scaling, o.role, o.format);
+      !s.ok()) {
+    return s;
+  }
+  f.scaling = resolve_scaling(o.scaling, o.role, o.format);
+  const int group = info(o.format).group;
+  f.shapes.codes = dense(o.format, {x.rank, x.shape});
+  f.shapes.scale =
+      dense(info(o.format).scale, scale_shape(f.scaling, o.role, group, false, f.batch, f.heads,
+                                              f.longest, f.channels));
+  if (o.format == Format::nvfp4) f.shapes.global = dense(Format::f32, {2, {f.batch, f.heads}});
+  if (o.smooth) {
+    const std::int64_t blocks = (f.longest + f.scaling.block - 1) / f.scaling.block;
+    f.shapes.mean = o.role == Role::q
+                        ? dense(Format::f32, {4, {f.batch, f.heads, blocks, f.channels}})
+                        : dense(Format::f32, {3, {f.batch, f.heads, f.channels}});
+  }
+  return f;
+}
+
+Status check_like(const char* name, const TensorView& view, const TensorView& want) {
+  if (!want.present()) {
+    if (!view.present()) return {};
+    return invalid(std::string(name) + ": is given, but the options produce none");
+  }
+  if (!view.present()) return invalid(std::string(name) + ": is missing");
+  if (Status s = check_view(name, view, -1); !s.ok()) return s;
+  if (view.format != want.format) {
+    return invalid(std::string(name) + ": format " + std::string(info(view.format).name) +
+                   " should be " + std::string(info(want.format).name));
+  }
+  if (view.rank != want.rank || view.shape != want.shape) {
+    return invalid(std::string(name) + ": shape " + shape_text(view.shape.data(), view.rank) +
+                   " should be " + shape_text(want.shape.data(), want.rank));
+  }
+  bool empty = false;
+  for (int i = 0; i < view.rank; ++i) empty |= view.shape[i] == 0;
+  if (view.data == nullptr && !empty) return invalid(std::string(name) + ": data pointer is null");
+  return {};
+}
+
+Status check_tensors(const QuantizeTensors& t, const Facts& f, const QuantizeOptions& o) {
+  const struct {
+    const char* name;
+    const TensorView* view;
+    const TensorView* want;
+  } list[] = {{"codes", &t.codes, &f.shapes.codes},
+              {"scale", &t.scale, &f.shapes.scale},
+              {"global", &t.global, &f.shapes.global},
+              {"mean", &t.mean, &f.shapes.mean}};
+  for (const auto& item : list) {
+    if (Status s = check_like(item.name, *item.view, *item.want); !s.ok()) return s;
+  }
+  if (t.codes.stride[t.codes.rank - 1] != 1) {
+    return invalid("codes: stride of the last dimension should be 1");
+  }
+  if (t.x.data == nullptr && f.tokens * f.batch * f.heads > 0) {
+    return invalid("x: data pointer is null");
+  }
+  if (t.static_scale.present()) {
+    if (info(o.format).group > 0) {
+      return invalid("static_scale: format " + std::string(info(o.format).name) + " takes none");
+    }
+    if (Status s = check_like("static_scale", t.static_scale, f.shapes.scale); !s.ok()) return s;
+  }
+  const std::pair<const char*, const TensorView*> all[] = {
+      {"codes", &t.codes}, {"scale", &t.scale}, {"global", &t.global}, {"mean", &t.mean},
+      {"x", &t.x}, {"static_scale", &t.static_scale}, {"cu_seqlens", &t.cu_seqlens}};
+  for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < 7; ++j) {
+      if (i == j || !all[i].second->present() || !all[j].second->present()) continue;
+      const ByteRange a = byte_range(*all[i].second), b = byte_range(*all[j].second);
+      if (a.begin < b.end && b.begin < a.end) {
+        return invalid(std::string(all[i].first) + ": overlaps the memory of " + all[j].first);
+      }
+    }
+  }
+  return {};
+}
+
+/// One (sequence, head) of a call.
+struct Unit {
+  const QuantizeTensors& t;
+  const QuantizeOptions& o;
+  const Facts& f;
+  const cpu::Words& words;
+  std::int64_t b, head, begin, length;
+  std::vector<float> means;  ///< one padded row per mean
+
+  Sequence sequence() const {
+    Sequence s;
+    s.format = t.x.format;
+    s.bits = info(s.format).bits;
+    s.token_stride = f.stride_token;
+    s.length = length;
+    s.channels = f.channels;
+    const std::int64_t element = b * f.stride_batch + head * f.stride_head + begin * f.stride_token;
+    s.base = static_cast<const std::byte*>(t.x.data) + element * s.bits / 8;
+    return s;
+  }
+  std::int64_t mean_index(std::int64_t token) const {
+    return o.role == Role::q ? token / f.scaling.block : 0;
+  }
+  cpu::Transform transform(std::int64_t token) const {
+    return {o.smooth ? means.data() + mean_index(token) * padded(f.channels) : nullptr, o.rotate};
+  }
+  /// Element offset of (token, channel 0) in a view with x's order of dimensions.
+  std::int64_t token_offset(const TensorView& view, std::int64_t token) const {
+    const int first = f.packed ? 0 : 1;
+    const int st = first + (o.layout == Layout::bshd ? 0 : 1), sh = 2 * first + 1 - st;
+    return (f.packed ? 0 : b * view.stride[0]) + (begin + token) * view.stride[st] +
+           head * view.stride[sh];
+  }
+  /// Element offset of the scale of (token, channel).
+  std::int64_t scale_offset(const TensorView& v, std::int64_t token, int c) const {
+    const int group = info(o.format).group;
+    switch (f.scaling.granularity) {
+      case Granularity::per_tensor: return 0;
+      case Granularity::per_head: return b * v.stride[0] + head * v.stride[1];
+      case Granularity::per_channel:
+        return b * v.stride[0] + head * v.stride[1] + c * v.stride[2];
+      case Granularity::per_block_channel:
+        return b * v.stride[0] + head * v.stride[1] +
+               scale_index(f.scaling, o.role, token) * v.stride[2] + c * v.stride[3];
+      case Granularity::group:
+        return b * v.stride[0] + head * v.stride[1] +
+               (o.role == Role::v ? token / group : token) * v.stride[2] +
+               (o.role == Role::v ? c : c / group) * v.stride[3];
+      default:
+        return b * v.stride[0] + head * v.stride[1] +
+               scale_index(f.scaling, o.role, token) * v.stride[2];
+    }
+  }
+};
+
+bool channel_form(const Scaling& s) {
+  return s.granularity == Granularity::per_channel ||
+         s.granularity == Granularity::per_block_channel;
+}
+
+void compute_means(Unit& u) {
+  if (!u.o.smooth) return;
+  const int n = padded(u.f.channels);
+  const Sequence x = u.sequence();
+  const std::int64_t step = u.o.role == Role::q ? u.f.scaling.block : std::max<std::int64_t>(u.length, 1);
+  const std::int64_t count = u.o.role == Role::q ? u.t.mean.shape[2] : 1;
+  u.means.assign(static_cast<std::size_t>(count * n), 0.0f);
+  std::vector<float> scratch(static_cast<std::size_t>(3 * n));
+  for (std::int64_t i = 0; i < count; ++i) {
+    float* mean = u.means.data() + i * n;
+    if (i * step < u.length) {
+      cpu::mean_of_rows(u.words, x, i * step, std::min((i + 1) * step, u.length), mean,
+                        scratch.data());
+    }
+    const TensorView& m = u.t.mean;
+    for (int c = 0; c < u.f.channels; ++c) {
+      const std::int64_t at = u.o.role == Role::q
+                                  ? u.b * m.stride[0] + u.head * m.stride[1] + i * m.stride[2] +
+                                        c * m.stride[3]
+                                  : u.b * m.stride[0] + u.head * m.stride[1] + c * m.stride[2];
+      static_cast<float*>(m.data)[at] = mean[c];
+    }
+  }
+}
+
+/// max |x| of the unit's scale groups, [groups] or [groups][padded channels]; with a static scale
+/// only which groups hold NaN matters.
+std::vector<float> group_maxima(const Unit& u) {
+  const int n = padded(u.f.channels);
+  const bool channels = channel_form(u.f.scaling);
+  const std::int64_t groups = scale_count(u.f.scaling, u.o.role, u.f.longest);
+  std::vector<float> amax(static_cast<std::size_t>(groups * (channels ? n : 1)), 0.0f);
+  std::vector<float> row(static_cast<std::size_t>(n));
+  const Sequence x = u.sequence();
+  for (std::int64_t s = 0; s < u.length; ++s) {
+    cpu::load_row(u.words, x, s, u.transform(s), row.data());
+    const std::int64_t g = scale_index(u.f.scaling, u.o.role, s);
+    if (channels) {
+      u.words.accumulate_amax(row.data(), n, amax.data() + g * n);
+    } else {
+      auto& a = amax[static_cast<std::size_t>(g)];
+      a = formats::fold_amax(a, u.words.amax(row.data(), u.f.channels));
+    }
+  }
+  return amax;
+}
+
+void store_code(const TensorView& codes, std::int64_t offset, std::uint8_t code) {
+  auto* bytes = static_cast<std::uint8_t*>(codes.data);
+  if (info(codes.format).bits == 8) {
+    bytes[offset] = code;
+    return;
+  }
+  std::uint8_t& pair = bytes[offset / 2];  // low nibble first
+  pair = static_cast<std::uint8_t>(offset % 2 ? (pair & 0x0F) | code << 4 : (pair & 0xF0) | code);
+}
+
+/// Formats with a free scale. `common` is per_tensor's maximum over all units.
+std::int64_t quantize_scaled(const Unit& u, float common) {
+  const int n = padded(u.f.channels);
+  const bool channels = channel_form(u.f.scaling);
+  const float qmax = cpu::code_max(u.o.format);
+  std::vector<float> scale = group_maxima(u);
+  const bool tensor = u.f.scaling.granularity == Granularity::per_tensor;
+  const auto groups = static_cast<std::int64_t>(scale.size()) / (channels ? n : 1);
+  // The first token of every group, to address given and written scales.
+  std::vector<std::int64_t> first(static_cast<std::size_t>(groups), -1);
+  for (std::int64_t s = u.f.longest - 1; s >= 0; --s) {
+    first[static_cast<std::size_t>(scale_index(u.f.scaling, u.o.role, s))] = s;
+  }
+  for (std::int64_t g = 0; g < groups; ++g) {
+    for (int c = 0; c < (channels ? u.f.channels : 1); ++c) {
+      float& value = scale[static_cast<std::size_t>(channels ? g * n + c : g)];
+      const bool nan = std::isnan(value);
+      const std::int64_t token = first[static_cast<std::size_t>(g)];
+      value = formats::amax_scale(tensor ? common : value, qmax);
+      const bool place = token >= 0;
+      if (u.t.static_scale.present() && place) {
+        value = static_cast<const float*>(
+            u.t.static_scale.data)[u.scale_offset(u.t.static_scale, token, c)];
+        if (nan) value = std::numeric_limits<float>::quiet_NaN();
+      }
+      if (tensor && (u.b != 0 || u.head != 0)) continue;  // one entry, written once
+      if (place) {
+        static_cast<float*>(u.t.scale.data)[u.scale_offset(u.t.scale, token, c)] = value;
+      } else if (u.f.scaling.granularity == Granularity::per_warp ||
+                 u.f.scaling.granularity == Granularity::per_thread) {
+        // Groups behind the last token exist in the shape only.
+        static_cast<float*>(u.t.scale.data)[u.b * u.t.scale.stride[0] + u.head * u.t.scale.stride[1] +
+                                            g * u.t.scale.stride[2]] = value;
+      }
+    }
+  }
+  std::int64_t clipped = 0;
+  std::vector<float> row(static_cast<std::size_t>(n));
+  std::vector<std::uint8_t> codes(static_cast<std::size_t>(n));
+  const Sequence x = u.sequence();
+  for (std::int64_t s = 0; s < u.length; ++s) {
+    cpu::load_row(u.words, x, s, u.transform(s), row.data());
+    const std::int64_t g = scale_index(u.f.scaling, u.o.role, s);
+    if (channels) {
+      for (int c = 0; c < u.f.channels; ++c) {
+        float one[cpu::lanes] = {row[static_cast<std::size_t>(c)]};
+        std::uint8_t code[cpu::lanes];
+        clipped += cpu::encode_row(u.words, u.o.format, one, 1,
+                                   formats::reciprocal(scale[static_cast<std::size_t>(g * n + c)]),
+                                   code);
+        codes[static_cast<std::size_t>(c)] = code[0];
+      }
+    } else {
+      clipped += cpu::encode_row(u.words, u.o.format, row.data(), u.f.channels,
+                                 formats::reciprocal(scale[static_cast<std::size_t>(g)]),
+                                 codes.data());
+    }
+    std::memcpy(static_cast<std::uint8_t*>(u.t.codes.data) + u.token_offset(u.t.codes, s),
+                codes.data(), static_cast<std::size_t>(u.f.channels));
+  }
+  return clipped;
+}
+
+/// Micro-scaled formats: groups along channels (Q, K) or tokens (V).
+void quantize_grouped(const Unit& u) {
+  const int n = padded(u.f.channels), group = info(u.o.format).group;
+  const Sequence x = u.sequence();
+  std::vector<float> rows(static_cast<std::size_t>(group * n));
+  float global = 1.0f;
+  if (u.o.format == Format::nvfp4) {
+    float amax = 0.0f;
+    for (std::int64_t s = 0; s < u.length; ++s) {
+      cpu::load_row(u.words, x, s, u.transform(s), rows.data());
+      amax = formats::fold_amax(amax, u.words.amax(rows.data(), u.f.channels));
+    }
+    global = cpu::global_scale(amax);
+    static_cast<float*>(u.t.global.data)[u.b * u.t.global.stride[0] +
+                                         u.head * u.t.global.stride[1]] = global;
+  }
+  auto* scales_out = static_cast<std::uint8_t*>(u.t.scale.data);
+  if (u.o.role != Role::v) {
+    std::uint8_t codes[256], scales[16];
+    for (std::int64_t s = 0; s < u.length; ++s) {
+      cpu::load_row(u.words, x, s, u.transform(s), rows.data());
+      cpu::encode_groups(u.o.format, rows.data(), u.f.channels, global, codes, scales);
+      for (int c = 0; c < u.f.channels; ++c) {
+        store_code(u.t.codes, u.token_offset(u.t.codes, s) + c, codes[c]);
+        if (c % group == 0) scales_out[u.scale_offset(u.t.scale, s, c)] = scales[c / group];
+      }
+    }
+    return;
+  }
+  for (std::int64_t s = 0; s < u.length; s += group) {
+    const int count = static_cast<int>(std::min<std::int64_t>(group, u.length - s));
+    for (int j = 0; j < count; ++j) {
+      cpu::load_row(u.words, x, s + j, u.transform(s + j), rows.data() + j * n);
+    }
+    for (int c = 0; c < u.f.channels; ++c) {
+      float column[32];
+      std::uint8_t codes[32], scale;
+      for (int j = 0; j < count; ++j) column[j] = rows[static_cast<std::size_t>(j * n + c)];
+      cpu::encode_groups(u.o.format, column, count, global, codes, &scale);
+      scales_out[u.scale_offset(u.t.scale, s, c)] = scale;
+      for (int j = 0; j < count; ++j) {
+        store_code(u.t.codes, u.token_offset(u.t.codes, s + j) + c, codes[j]);
+      }
+    }
+  }
+}
+
+/// Runs f(unit) over every (sequence, head), in parallel.
+template <class Function>
+void each_unit(const QuantizeTensors& t, const QuantizeOptions& o, const Facts& f,
+               const cpu::Words& words, Function body) {
+  const int threads = o.threads > 0 ? o.threads : omp_get_max_threads();
+  std::atomic<bool> failed = false;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (std::int64_t i = 0; i < f.batch * f.heads; ++i) {
+    try {
+      const std::int64_t b = i / f.heads;
+      const std::int64_t begin = f.packed ? entry(t.cu_seqlens, b) : 0;
+      const std::int64_t length = f.packed ? entry(t.cu_seqlens, b + 1) - begin : f.longest;
+      Unit unit{t, o, f, words, b, i % f.heads, begin, length, {}};
+      body(unit);
+    } catch (const std::bad_alloc&) {
+      failed = true;  // an exception must not leave a parallel region
+    }
+  }
+  if (failed) throw std::bad_alloc();
+}
+
+Result<QuantizeReport> quantize_checked(const QuantizeTensors& t, const QuantizeOptions& o,
+                                        const Facts& f) {
+  const cpu::Selection selection = cpu::select_words();
+  if (!selection.words) {
+    return Status(selection.unknown_name ? Code::invalid_argument : Code::unsupported,
+                  std::string("QATTN_CPU_ISA: ") + selection.error);
+  }
+  const cpu::Words& words = *selection.words;
+  std::vector<float> unit_amax(static_cast<std::size_t>(f.batch * f.heads), 0.0f);
+  float common = 0.0f;
+  if (f.scaling.granularity == Granularity::per_tensor) {
+    each_unit(t, o, f, words, [&](Unit& u) {
+      compute_means(u);
+      unit_amax[static_cast<std::size_t>(u.b * f.heads + u.head)] = group_maxima(u)[0];
+    });
+    for (const float a : unit_amax) common = formats::fold_amax(common, a);
+  }
+  std::atomic<std::int64_t> clipped = 0;
+  each_unit(t, o, f, words, [&](Unit& u) {
+    compute_means(u);
+    if (info(o.format).group > 0) {
+      quantize_grouped(u);
+    } else {
+      clipped += quantize_scaled(u, common);
+    }
+  });
+  return QuantizeReport{clipped};
+}
+
+void dequantize_unit(Unit& u) {
+  const int group = info(u.o.format).group, bits = info(u.o.format).bits;
+  std::vector<float> row(static_cast<std::size_t>(padded(u.f.channels)));
+  const float global =
+      u.t.global.present()
+          ? static_cast<const float*>(u.t.global.data)[u.b * u.t.global.stride[0] +
+                                                       u.head * u.t.global.stride[1]]
+          : 1.0f;
+  for (std::int64_t s = 0; s < u.length; ++s) {
+    const auto* codes = static_cast<const std::byte*>(u.t.codes.data) +
+                        u.token_offset(u.t.codes, s) * bits / 8;
+    if (group == 0) {
+      cpu::decode_row(u.o.format, reinterpret_cast<const std::uint8_t*>(codes), u.f.channels,
+                      row.data());
+    }
+    for (int c = 0; c < u.f.channels; ++c) {
+      float& x = row[static_cast<std::size_t>(c)];
+      const std::int64_t at = u.scale_offset(u.t.scale, s, c);
+      x = group == 0 ? x * static_cast<const float*>(u.t.scale.data)[at]
+                     : cpu::decode_group_code(u.o.format, cpu::packed_code(codes, c, bits),
+                                              static_cast<const std::uint8_t*>(u.t.scale.data)[at],
+                                              global);
+    }
+    if (u.o.rotate) formats::unrotate(row.data(), u.f.channels);
+    for (int c = 0; c < u.f.channels && u.o.smooth; ++c) {
+      const TensorView& m = u.t.mean;
+      const std::int64_t at =
+          u.b * m.stride[0] + u.head * m.stride[1] +
+          (u.o.role == Role::q ? u.mean_index(s) * m.stride[2] + c * m.stride[3] : c * m.stride[2]);
+      row[static_cast<std::size_t>(c)] += static_cast<const float*>(m.data)[at];
+    }
+    cpu::store_row(row.data(), u.f.channels, u.t.x.format,
+                   static_cast<std::byte*>(u.t.x.data) +
+                       u.token_offset(u.t.x, s) * (info(u.t.x.format).bits / 8));
+  }
+}
+
+template <class Value, class Function>
+Value guarded(Function f) {
+  try {
+    return f();
+  } catch (const std::bad_alloc&) {
+    return Status(Code::out_of_memory, "host memory: an allocation failed");
+  }
+}
+
+}  // namespace
+
+Result<QuantizeShapes> quantize_shapes(const TensorView& x, const QuantizeOptions& options,
+                                       const TensorView& cu_seqlens) {
+  Result<Facts> facts = check(x, options, cu_seqlens);
+  if (!facts.ok()) return facts.status();
+  return facts->shapes;
+}
+
+Result<QuantizeReport> quantize(const QuantizeTensors& tensors, const QuantizeOptions& options) {
+  return guarded<Result<QuantizeReport>>([&]() -> Result<QuantizeReport> {
+    Result<Facts> facts = check(tensors.x, options, tensors.cu_seqlens);
+    if (!facts.ok()) return facts.status();
+    if (Status s = check_tensors(tensors, *facts, options); !s.ok()) return s;
+    return quantize_checked(tensors, options, *facts);
+  });
+}
+
+Status dequantize(const QuantizeTensors& tensors, const QuantizeOptions& options) {
+  return guarded<Status>([&]() -> Status {
+    Result<Facts> facts = check(tensors.x, options, tensors.cu_seqlens);
+    if (!facts.ok()) return facts.status();
+    if (Status s = check_tensors(tensors, *facts, options); !s.ok()) return s;
+    each_unit(tensors, options, *facts, *cpu::words_scalar(), [](Unit& u) { dequantize_unit(u); });
+    return {};
+  });
+}
+
+}  // namespace qattn

@@ -1,0 +1,173 @@
+#include "kernels/quantize/rows.hpp"
+
+#include <cstring>
+#include <limits>
+
+#include "formats/bf16.hpp"
+#include "formats/e4m3.hpp"
+#include "formats/e4m3fnuz.hpp"
+#include "formats/e5m2.hpp"
+#include "formats/f16.hpp"
+#include "formats/hadamard.hpp"
+#include "formats/micro.hpp"
+#include "formats/scale.hpp"
+#include "qattn/quantize.hpp"
+
+namespace qattn::cpu {
+namespace {
+
+template <class Codec>
+int encode_fp8(const float* row, int n, float inverse, std::uint8_t* codes) {
+  int clipped = 0;
+  for (int i = 0; i < n; ++i) {
+    const float x = row[i] * inverse;
+    codes[i] = Codec::encode(x);
+    clipped += x > Codec::max || x < -Codec::max;
+  }
+  return clipped;
+}
+
+template <class Codec>
+void decode_fp8(const std::uint8_t* codes, int n, float* row) {
+  for (int i = 0; i < n; ++i) row[i] = Codec::decode(codes[i]);
+}
+
+template <class Codec>
+void round_trip(float* row, int n) {
+  for (int i = 0; i < n; ++i) {
+    const float x = Codec::decode(Codec::encode(row[i]));
+    row[i] = x + (x - x);  // a value that overflows f16 becomes NaN, as +-Inf inputs do
+  }
+}
+
+}  // namespace
+
+Element element_of(Format format) {
+  return format == Format::f16 ? Element::f16
+                               : format == Format::bf16 ? Element::bf16 : Element::f32;
+}
+
+void load_row(const Words& words, const Sequence& x, std::int64_t token, const Transform& transform,
+              float* dst) {
+  words.load_row(x.row(token), element_of(x.format), x.channels, transform.mean, dst);
+  if (transform.rotate) formats::rotate(dst, x.channels);
+}
+
+void mean_of_rows(const Words& words, const Sequence& x, std::int64_t begin, std::int64_t end,
+                  float* mean, float* scratch) {
+  const int n = padded(x.channels);
+  float* row = scratch;
+  float* partial = scratch + n;
+  double total[256] = {};
+  for (std::int64_t s = begin; s < end;) {
+    std::memset(partial, 0, sizeof(float) * static_cast<std::size_t>(n));
+    for (const std::int64_t stop = s + 64 < end ? s + 64 : end; s < stop; ++s) {
+      words.load_row(x.row(s), element_of(x.format), x.channels, nullptr, row);
+      words.accumulate(row, n, partial);
+    }
+    for (int i = 0; i < x.channels; ++i) total[i] += static_cast<double>(partial[i]);
+  }
+  const double count = end > begin ? static_cast<double>(end - begin) : 1.0;
+  for (int i = 0; i < n; ++i) {
+    mean[i] = i < x.channels ? static_cast<float>(total[i] / count) : 0.0f;
+  }
+}
+
+void amax_of_rows(const Words& words, const Sequence& x, const Transform& transform, float* amax,
+                  float* row) {
+  for (std::int64_t s = 0; s < x.length; ++s) {
+    load_row(words, x, s, transform, row);
+    amax[s] = words.amax(row, x.channels);
+  }
+}
+
+void fold_groups(const Scaling& scaling, Role role, const float* token_amax, std::int64_t tokens,
+                 float* group_amax, std::int64_t groups) {
+  for (std::int64_t g = 0; g < groups; ++g) group_amax[g] = 0.0f;
+  for (std::int64_t s = 0; s < tokens; ++s) {
+    float& g = group_amax[scale_index(scaling, role, s)];
+    g = formats::fold_amax(g, token_amax[s]);
+  }
+}
+
+float code_max(Format format) {
+  switch (format) {
+    case Format::s8: return 127.0f;
+    case Format::e4m3: return formats::E4m3::max;
+    case Format::e4m3fnuz: return formats::E4m3Fnuz::max;
+    case Format::e5m2: return formats::E5m2::max;
+    default: return std::numeric_limits<float>::quiet_NaN();
+  }
+}
+
+int encode_row(const Words& words, Format format, const float* row, int n, float inverse,
+               std::uint8_t* codes) {
+  switch (format) {
+    case Format::s8:
+      return words.encode_s8(row, n, inverse, reinterpret_cast<std::int8_t*>(codes));
+    case Format::e4m3: return encode_fp8<formats::E4m3>(row, n, inverse, codes);
+    case Format::e4m3fnuz: return encode_fp8<formats::E4m3Fnuz>(row, n, inverse, codes);
+    default: return encode_fp8<formats::E5m2>(row, n, inverse, codes);
+  }
+}
+
+void decode_row(Format format, const std::uint8_t* codes, int n, float* row) {
+  switch (format) {
+    case Format::s8:
+      for (int i = 0; i < n; ++i) row[i] = static_cast<float>(static_cast<std::int8_t>(codes[i]));
+      break;
+    case Format::e4m3: decode_fp8<formats::E4m3>(codes, n, row); break;
+    case Format::e4m3fnuz: decode_fp8<formats::E4m3Fnuz>(codes, n, row); break;
+    default: decode_fp8<formats::E5m2>(codes, n, row); break;
+  }
+}
+
+void encode_groups(Format format, const float* x, int n, float global, std::uint8_t* codes,
+                   std::uint8_t* scales) {
+  const int group = info(format).group;
+  for (int i = 0, g = 0; i < n; i += group, ++g) {
+    const int count = n - i < group ? n - i : group;
+    std::uint8_t full[32];
+    switch (format) {
+      case Format::mxfp8: scales[g] = formats::encode_group_mxfp8(x + i, count, full); break;
+      case Format::mxfp4: scales[g] = formats::encode_group_mxfp4(x + i, count, full); break;
+      default: scales[g] = formats::encode_group_nvfp4(x + i, count, global, full); break;
+    }
+    std::memcpy(codes + i, full, static_cast<std::size_t>(count));
+  }
+}
+
+float decode_group_code(Format format, std::uint8_t code, std::uint8_t scale, float global) {
+  switch (format) {
+    case Format::mxfp8: return formats::decode_mxfp8(code, scale);
+    case Format::mxfp4: return formats::decode_mxfp4(code, scale);
+    default: return formats::decode_nvfp4(code, scale, global);
+  }
+}
+
+float global_scale(float amax) { return formats::nvfp4_global(amax); }
+
+void round_row(Format format, float* row, int n) {
+  if (format == Format::f16) round_trip<formats::F16>(row, n);
+  if (format == Format::bf16) round_trip<formats::Bf16>(row, n);
+}
+
+std::uint8_t packed_code(const std::byte* row, std::int64_t index, int bits) {
+  if (bits == 8) return std::to_integer<std::uint8_t>(row[index]);
+  const std::uint8_t pair = std::to_integer<std::uint8_t>(row[index / 2]);  // 4 bits: low first
+  return index % 2 ? pair >> 4 : pair & 15;
+}
+
+void store_row(const float* row, int n, Format format, std::byte* dst) {
+  if (format == Format::f32) {
+    std::memcpy(dst, row, sizeof(float) * static_cast<std::size_t>(n));
+    return;
+  }
+  for (int i = 0; i < n; ++i) {
+    const std::uint16_t code =
+        format == Format::f16 ? formats::F16::encode(row[i]) : formats::Bf16::encode(row[i]);
+    std::memcpy(dst + 2 * i, &code, sizeof code);
+  }
+}
+
+}  // namespace qattn::cpu

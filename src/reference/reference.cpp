@@ -1,0 +1,292 @@
+// Attention in float64 by its definition. Read score() and attend_row(): they are the specification
+// (docs/NUMERICS.md, "The function, in this order"); everything else finds the operands.
+#include "qattn/reference.hpp"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <new>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "reference/decode.hpp"
+#include "reference/problem.hpp"
+
+namespace qattn {
+namespace {
+
+using reference::load;
+using reference::load_real;
+using reference::Operand;
+using reference::Problem;
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+
+/// One query row: sequence, query head, index inside the sequence; lengths of its sequence.
+struct Row {
+  std::int64_t b, h, i;
+  std::int64_t sq, sk;
+};
+
+/// Offset of (b, h, i, j) in a mask that broadcasts to (B, Hq, Sq, Sk), aligned right.
+std::int64_t mask_offset(const TensorView& mask, const Row& row, std::int64_t j) {
+  const std::int64_t index[4] = {row.b, row.h, row.i, j};
+  std::int64_t offset = 0;
+  for (int dim = 0; dim < mask.rank; ++dim) {
+    if (mask.shape[dim] != 1) offset += index[4 - mask.rank + dim] * mask.stride[dim];
+  }
+  return offset;
+}
+
+double alibi_slope(const TensorView& slopes, const Row& row) {
+  return slopes.rank == 1
+             ? load<float>(slopes, row.h * slopes.stride[0])
+             : load<float>(slopes, row.b * slopes.stride[0] + row.h * slopes.stride[1]);
+}
+
+/// Score of query i and key j, or nothing where the key is masked. `dot(j)` is q.k and is asked for
+/// visible keys only: what is masked is never read.
+template <class Dot>
+std::optional<double> score(const AttentionTensors& tensors, const AttentionOptions& options,
+                            double softmax_scale, const Row& row, std::int64_t j, Dot dot) {
+  const std::int64_t diagonal = row.i + row.sk - row.sq;
+  if (options.causal && j > diagonal) return std::nullopt;
+  if (options.window_left >= 0 && j < diagonal - options.window_left) return std::nullopt;
+  if (options.window_right >= 0 && j > diagonal + options.window_right) return std::nullopt;
+
+  double bias = 0;
+  if (tensors.mask.present()) {
+    const std::int64_t at = mask_offset(tensors.mask, row, j);
+    if (tensors.mask.format == Format::b8) {
+      if (load<std::uint8_t>(tensors.mask, at) == 0) return std::nullopt;
+    } else {
+      bias += load_real(tensors.mask, at);
+    }
+  }
+  if (tensors.alibi_slopes.present()) {
+    bias += alibi_slope(tensors.alibi_slopes, row) * static_cast<double>(j - diagonal);
+  }
+  if (bias == -infinity) return std::nullopt;
+
+  // Finite f32 inputs cannot overflow a float64 sum: a product that is not finite had NaN or Inf
+  // in it, and tanh or exp must not turn that into a plausible number.
+  const double product = dot(j);
+  if (!std::isfinite(product)) return nan;
+  double s = softmax_scale * product;
+  if (options.softcap > 0) s = options.softcap * std::tanh(s / options.softcap);
+  return s + bias;
+}
+
+/// K and V of one sequence and KV head as float64, token after token.
+struct KeysValues {
+  std::vector<double> k, v;
+  std::vector<char> v_finite;  ///< a token: are all its values finite?
+};
+
+/// What one thread needs for a row; allocated before the threads start, since nothing may throw in
+/// a parallel region.
+struct Scratch {
+  std::vector<double> q;
+  std::vector<std::optional<double>> s;
+};
+
+std::vector<double> decode(const Operand& operand, std::int64_t b, std::int64_t h,
+                           std::int64_t count) {
+  std::vector<double> out(static_cast<std::size_t>(count * operand.dim));
+  for (std::int64_t s = 0; s < count; ++s) {
+    const std::int64_t base = operand.offset(b, s, h);
+    for (std::int64_t d = 0; d < operand.dim; ++d) {
+      out[s * operand.dim + d] = load_real(operand.view, base + d * operand.channel);
+    }
+  }
+  return out;
+}
+
+KeysValues decode_keys_values(const Problem& problem, std::int64_t b, std::int64_t h) {
+  const std::int64_t count = problem.len_k[b], dim = problem.v.dim;
+  KeysValues kv{decode(problem.k, b, h, count), decode(problem.v, b, h, count), {}};
+  for (std::int64_t s = 0; s < count; ++s) {
+    const auto begin = kv.v.begin() + s * dim;
+    kv.v_finite.push_back(
+        std::all_of(begin, begin + dim, [](double value) { return std::isfinite(value); }));
+  }
+  return kv;
+}
+
+double dot_product(const double* a, const double* b, std::int64_t n) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (std::int64_t d = 0; d < n; ++d) sum += a[d] * b[d];
+  return sum;
+}
+
+/// Softmax over the visible scores and the sink; writes Dv values of O and returns the LSE.
+double attend_row(const AttentionTensors& tensors, const AttentionOptions& options,
+                  const Problem& problem, const Row& row, const KeysValues& kv, Scratch& scratch,
+                  double* out) {
+  const std::int64_t dim = problem.q.dim, dim_v = problem.v.dim;
+  for (std::int64_t d = 0; d < dim_v; ++d) out[d] = 0;
+  if (row.i >= row.sq) return -infinity;
+
+  std::vector<double>& q = scratch.q;
+  const std::int64_t base = problem.q.offset(row.b, row.i, row.h);
+  for (std::int64_t d = 0; d < dim; ++d) {
+    q[d] = load_real(problem.q.view, base + d * problem.q.channel);
+  }
+  const auto dot = [&](std::int64_t j) { return dot_product(q.data(), &kv.k[j * dim], dim); };
+
+  const double sink = tensors.sinks.present()
+                          ? load_real(tensors.sinks, row.h * tensors.sinks.stride[0])
+                          : -infinity;
+  std::vector<std::optional<double>>& s = scratch.s;
+  double max = sink;
+  bool any = false, bad = std::isnan(sink), bad_value = false;
+  for (std::int64_t j = 0; j < row.sk; ++j) {
+    s[j] = score(tensors, options, problem.softmax_scale, row, j, dot);
+    if (!s[j]) continue;
+    any = true;
+    bad = bad || std::isnan(*s[j]);
+    max = std::max(max, *s[j]);
+  }
+  if (!any && !bad) return sink;
+
+  double sum = sink == -infinity ? 0.0 : std::exp(sink - max);
+  for (std::int64_t j = 0; j < row.sk; ++j) {
+    if (!s[j]) continue;
+    const double p = std::exp(*s[j] - max);
+    sum += p;
+    bad_value = bad_value || !kv.v_finite[j];
+    for (std::int64_t d = 0; d < dim_v; ++d) out[d] += p * kv.v[j * dim_v + d];
+  }
+  for (std::int64_t d = 0; d < dim_v; ++d) out[d] = bad || bad_value ? nan : out[d] / sum;
+  return bad ? nan : max + std::log(sum);
+}
+
+/// Rows of a sequence that are asked for.
+std::vector<std::int64_t> rows_of(const ReferenceOptions& reference, std::int64_t room) {
+  std::vector<std::int64_t> rows;
+  if (reference.rows.empty()) {
+    for (std::int64_t i = 0; i < room; ++i) rows.push_back(i);
+  }
+  for (std::int64_t i : reference.rows) {
+    if (i < room) rows.push_back(i);
+  }
+  return rows;
+}
+
+void compute(const AttentionTensors& tensors, const AttentionOptions& options,
+             const Problem& problem, std::span<double> out, std::span<double> lse,
+             const ReferenceOptions& reference) {
+  const std::int64_t group = problem.q.heads / problem.k.heads, dim_v = problem.v.dim;
+  const int threads = reference.threads > 0 ? reference.threads
+                      : options.threads > 0 ? options.threads
+                                            : omp_get_max_threads();
+  const double units = static_cast<double>(problem.batch * problem.k.heads);
+  for (std::int64_t b = 0; b < problem.batch; ++b) {
+    const std::vector<std::int64_t> rows = rows_of(reference, problem.room_q[b]);
+    const auto count = static_cast<std::int64_t>(rows.size());
+    for (std::int64_t hk = 0; hk < problem.k.heads; ++hk) {
+      const KeysValues kv = decode_keys_values(problem, b, hk);
+      std::vector<Scratch> scratch(static_cast<std::size_t>(threads));
+      for (Scratch& one : scratch) {
+        one.q.resize(static_cast<std::size_t>(problem.q.dim));
+        one.s.resize(static_cast<std::size_t>(problem.len_k[b]));
+      }
+      std::int64_t done = 0;
+#pragma omp parallel for schedule(dynamic, 8) num_threads(threads)
+      for (std::int64_t n = 0; n < group * count; ++n) {
+        const Row row{b, hk * group + n / count, rows[n % count], problem.len_q[b],
+                      problem.len_k[b]};
+        const std::int64_t lead = problem.packed_q ? row.h : b * problem.q.heads + row.h;
+        const std::int64_t at = lead * problem.rows + problem.first_q[b] + row.i;
+        const double l = attend_row(tensors, options, problem, row, kv,
+                                    scratch[omp_get_thread_num()], &out[at * dim_v]);
+        if (!lse.empty()) lse[at] = l;
+        std::int64_t now;
+#pragma omp atomic capture
+        now = ++done;
+        if (reference.progress && omp_get_thread_num() == 0 && now % 64 == 0) {
+          const double part = static_cast<double>(now) / static_cast<double>(group * count);
+          reference.progress((static_cast<double>(b * problem.k.heads + hk) + part) / units);
+        }
+      }
+    }
+  }
+  if (reference.progress) reference.progress(1.0);
+}
+
+/// The library's validator, asked about a float32 call whose outputs are of the right shape (the
+/// reference has its own) and which has no scales (the reference reads none).
+Status validate(const AttentionTensors& tensors, const AttentionOptions& options) {
+  AttentionTensors call = tensors;
+  call.lse = call.saturated = {};
+  call.q_scale = call.k_scale = call.v_scale = {};
+  call.q_global = call.k_global = call.v_global = {};
+  call.k_mean = call.v_mean = {};
+  const int last = tensors.q.rank - 1;
+  call.out = tensors.q;
+  call.out.data = nullptr;
+  call.out.format = Format::f32;
+  if (last >= 0 && last < max_rank && tensors.v.rank >= 1 && tensors.v.rank <= max_rank) {
+    call.out.shape[last] = tensors.v.shape[tensors.v.rank - 1];
+    std::int64_t step = 1;
+    for (int d = last; d >= 0; --d) {
+      call.out.stride[d] = step;
+      step *= call.out.shape[d];
+    }
+  }
+  AttentionOptions exact = options;
+  Result<Recipe> recipe = recipe_named("f32");
+  if (!recipe.ok()) return recipe.status();
+  exact.recipe = *recipe;
+  Result<Plan> planned = plan(call, exact);
+  return planned.ok() ? Status() : planned.status();
+}
+
+Status check_sizes(const Problem& problem, std::span<double> out, std::span<double> lse,
+                   const ReferenceOptions& reference) {
+  const std::int64_t rows = (problem.packed_q ? 1 : problem.batch) * problem.q.heads * problem.rows;
+  if (static_cast<std::int64_t>(out.size()) != rows * problem.v.dim) {
+    return {Code::invalid_argument, "out holds " + std::to_string(out.size()) +
+                                        " values: must be " + std::to_string(rows * problem.v.dim)};
+  }
+  if (!lse.empty() && static_cast<std::int64_t>(lse.size()) != rows) {
+    return {Code::invalid_argument, "lse holds " + std::to_string(lse.size()) +
+                                        " values: must be 0 or " + std::to_string(rows)};
+  }
+  for (std::int64_t i : reference.rows) {
+    if (i < 0 || i >= problem.rows) {
+      return {Code::invalid_argument, "rows names row " + std::to_string(i) +
+                                          ": must be from 0 to " +
+                                          std::to_string(problem.rows - 1)};
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Status reference_attention(const AttentionTensors& tensors, const AttentionOptions& options,
+                           std::span<double> out, std::span<double> lse,
+                           const ReferenceOptions& reference) {
+  if (tensors.q.device.type != DeviceType::cpu) {
+    return {Code::unsupported, "q is on a GPU: the reference reads host memory only"};
+  }
+  Status status = validate(tensors, options);
+  if (!status.ok()) return status;
+  try {
+    Result<Problem> problem = reference::make_problem(tensors, options);
+    if (!problem.ok()) return problem.status();
+    status = check_sizes(*problem, out, lse, reference);
+    if (status.ok()) compute(tensors, options, *problem, out, lse, reference);
+    return status;
+  } catch (const std::bad_alloc&) {
+    return {Code::out_of_memory, "the reference could not allocate its float64 copies"};
+  }
+}
+
+}  // namespace qattn

@@ -1,0 +1,48 @@
+// One row of the conformance table: sizes, layout, masks and recipe options of a call.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "support/call.hpp"
+#include "support/layout.hpp"
+#include "support/model.hpp"
+
+namespace qattn::test {
+
+enum class MaskShape { none, full, rows_keys, keys_only, heads };
+
+struct Feature {
+  std::string name;
+  std::vector<std::int64_t> sq = {65, 65}, sk = {300, 300};  ///< room of each sequence
+  std::vector<std::int64_t> used_q, used_k;                  ///< empty: all of it
+  std::int64_t heads_q = 4, heads_k = 2, dim = 64, dim_v = 64;
+  LayoutOptions how;
+  AttentionOptions options;
+  MaskShape mask = MaskShape::none;
+  bool boolean_mask = true;
+  bool sinks = false, alibi = false;
+  bool static_scales = false;
+  Family family = Family::normal;
+  double loose = 3;  ///< factor on the recipe's error bound against float64
+  std::function<void(Recipe&)> tweak = [](Recipe&) {};
+  std::function<bool(const Recipe&)> applies = [](const Recipe&) { return true; };
+};
+
+/// The whole table. Names are unique.
+const std::vector<Feature>& features();
+const Feature& feature_named(const std::string& name);
+
+/// Numbers for a feature; equal seeds give equal numbers.
+Call make_call(const Feature& feature, std::uint64_t seed);
+
+/// Formats whose scales have a free granularity (s8, e4m3, ...).
+bool free_scales(Format format);
+bool has_codes(Format format);
+
+/// Computes static scales at the recipe's resolved granularities, `shrink` times the exact ones,
+/// and puts them into the call and the tensors.
+void add_static_scales(Call& call, Laid& laid, const Recipe& resolved, double shrink);
+
+}  // namespace qattn::test

@@ -1,0 +1,115 @@
+// Every recipe x every feature, on every instruction set of this CPU: tight against the semantic
+// model, within a sanity bound against float64.
+#include <gtest/gtest.h>
+
+#include "conformance/runner.hpp"
+#include "qattn/reference.hpp"
+
+namespace qattn::test {
+namespace {
+
+struct Cell {
+  Recipe recipe;
+  const Feature* feature;
+};
+
+std::vector<Cell> cells() {
+  std::vector<Cell> all;
+  for (const Recipe& recipe : recipes()) {
+    for (const Feature& feature : features()) {
+      if (!feature.applies(recipe)) continue;
+      Cell cell{recipe, &feature};
+      feature.tweak(cell.recipe);
+      all.push_back(cell);
+    }
+  }
+  return all;
+}
+
+struct Exact {
+  std::vector<double> out, lse;
+};
+
+Exact reference(const Call& call, const Laid& laid) {
+  Exact exact;
+  exact.out.resize(static_cast<std::size_t>(call.total_rows() * call.dim_v));
+  exact.lse.resize(static_cast<std::size_t>(call.total_rows()));
+  const Status status = reference_attention(laid.tensors(), call.options, exact.out, exact.lse);
+  EXPECT_TRUE(status.ok()) << status.message();
+  return exact;
+}
+
+bool is_8_bit(Format format) { return info(format).bits == 8; }
+
+class RecipeFeature : public testing::TestWithParam<Cell> {};
+
+TEST_P(RecipeFeature, MatchesModelAndReference) {
+  const auto& [recipe, feature] = GetParam();
+  Call call = make_call(*feature, 1);
+  Laid laid = lay_out(call, feature->how);
+  if (feature->static_scales) {
+    AttentionOptions options = call.options;
+    options.recipe = recipe;
+    const Result<Plan> planned = plan(laid.tensors(), options);
+    ASSERT_TRUE(planned.ok()) << planned.status().message();
+    add_static_scales(call, laid, planned->recipe(), 0.6);
+  }
+  const Exact exact = reference(call, laid);
+  ModelOutput model;
+  for (const std::string& isa : isas()) {
+    SCOPED_TRACE(isa);
+    const ForceIsa forced(isa);
+    if (!forced.available()) continue;
+    const Outcome outcome = run_call(call, laid, recipe);
+    ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+    if (model.out.empty()) {
+      model = model_attention(call, {outcome.resolved, outcome.split_keys, Mutation::none});
+    }
+    expect_matches_model(outcome, call, feature->how.output, model);
+    const Distance d = distance(outcome.out, exact.out, call.dim_v);
+    EXPECT_LE(d.nrmse, feature->loose * loose_bound(outcome.resolved)) << "against float64";
+    if (feature->name == "plain" && is_8_bit(outcome.resolved.qk)) {
+      EXPECT_LE(lse_distance(outcome.lse, exact.lse), 2e-2) << "against float64";
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, RecipeFeature, testing::ValuesIn(cells()), [](const auto& cell) {
+  return cell.param.recipe.name + "_" + cell.param.feature->name;
+});
+
+/// Two independent statements of the function: the reference and the model without any rounding.
+class Judges : public testing::TestWithParam<const Feature*> {};
+
+TEST_P(Judges, Agree) {
+  const Feature& feature = *GetParam();
+  const Call call = make_call(feature, 2);
+  const Laid laid = lay_out(call, feature.how);
+  const Exact exact = reference(call, laid);
+  Recipe recipe;
+  recipe.qk = recipe.p = recipe.v = Format::f32;
+  for (const std::int64_t split : {std::int64_t{0}, std::int64_t{96}}) {
+    const ModelOutput model = model_attention(call, {recipe, split, Mutation::none});
+    const std::vector<float> out(exact.out.begin(), exact.out.end());
+    const std::vector<float> lse(exact.lse.begin(), exact.lse.end());
+    EXPECT_LE(distance(out, model.out, call.dim_v).nrmse, 1e-6);
+    EXPECT_LE(lse_distance(lse, model.lse), 1e-5);
+  }
+}
+
+/// Rows that are about the recipe alone apply to no recipe without codes.
+std::vector<const Feature*> distinct_functions() {
+  Recipe exact;
+  exact.qk = exact.p = exact.v = Format::f32;
+  std::vector<const Feature*> all;
+  for (const Feature& feature : features()) {
+    if (feature.applies(exact)) all.push_back(&feature);
+  }
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Reference, Judges, testing::ValuesIn(distinct_functions()),
+                         [](const auto& row) { return row.param->name; });
+
+}  // namespace
+}  // namespace qattn::test

@@ -1,0 +1,263 @@
+#include "support/model.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+
+namespace qattn::test {
+namespace {
+
+using Values = std::vector<double>;
+constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr std::int64_t tile_keys = 128;
+
+double dot(const double* a, const double* b, std::int64_t n) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (std::int64_t d = 0; d < n; ++d) sum += a[d] * b[d];
+  return sum;
+}
+
+Values widen(std::span<const float> x) { return Values(x.begin(), x.end()); }
+
+/// Rows of one head in a [head][token][dim] array.
+std::span<const float> head(const std::vector<float>& x, std::int64_t h, std::int64_t count) {
+  return std::span<const float>(x).subspan(static_cast<std::size_t>(h * count),
+                                           static_cast<std::size_t>(count));
+}
+
+/// The operands of one query head: codes, and the unquantised values for the exact corrections.
+struct Head {
+  std::int64_t b, h, len_q, len_k;
+  Coded q, k, v;
+  Values q_exact, k_exact;
+  std::int64_t q_block = 0;
+};
+
+/// q.k before softcap: product of the codes plus what smoothing took out.
+double product(const Head& x, std::int64_t dim, std::int64_t i, std::int64_t j) {
+  double s = dot(&x.q.value[i * dim], &x.k.value[j * dim], dim);
+  if (!x.k.mean.empty()) s += dot(&x.q_exact[i * dim], x.k.mean.data(), dim);
+  if (!x.q.mean.empty()) {
+    const double* mean = &x.q.mean[i / x.q_block * dim];
+    s += dot(mean, &x.k_exact[j * dim], dim);
+    if (!x.k.mean.empty()) s -= dot(mean, x.k.mean.data(), dim);
+  }
+  return s;
+}
+
+/// The score, or -inf where masked.
+double score(const Call& call, const ModelOptions& model, const Head& x, std::int64_t i,
+             std::int64_t j) {
+  const AttentionOptions& o = call.options;
+  const std::int64_t diagonal = i + x.len_k - x.len_q;
+  const std::int64_t bound = diagonal + (model.mutation == Mutation::shift_mask_bound ? 1 : 0);
+  if (o.causal && j > bound) return -infinity;
+  if (o.window_left >= 0 && j < bound - o.window_left) return -infinity;
+  if (o.window_right >= 0 && j > bound + o.window_right) return -infinity;
+  double bias = 0;
+  if (!call.mask.shape.empty()) {
+    const double value = call.mask.at(x.b, x.h, i, j);
+    if (call.mask.boolean && value == 0) return -infinity;
+    if (!call.mask.boolean) bias += value;
+  }
+  if (!call.alibi.empty()) {
+    bias += call.alibi[x.b * call.heads_q + x.h] * static_cast<double>(j - diagonal);
+  }
+  if (bias == -infinity) return -infinity;
+  const double scale = o.softmax_scale ? static_cast<double>(*o.softmax_scale)
+                                       : 1 / std::sqrt(static_cast<double>(call.dim));
+  double s = scale * product(x, call.dim, i, j);
+  if (o.softcap > 0) s = o.softcap * std::tanh(s / o.softcap);
+  return s + bias;
+}
+
+/// Running softmax of one row over some of its keys.
+struct State {
+  double m = -infinity, l = 0;
+  Values o;
+
+  void rescale(double m_new) {
+    const double f = m == -infinity ? 0 : std::exp(m - m_new);
+    l *= f;
+    for (double& value : o) value *= f;
+    m = m_new;
+  }
+  void add(const TileWeights& w, const double* v, std::int64_t dim_v) {
+    for (std::size_t j = 0; j < w.value.size(); ++j) {
+      l += w.factor * w.mass[j];
+      const double f = w.factor * w.value[j];
+      for (std::int64_t d = 0; d < dim_v && f != 0; ++d) o[d] += f * v[j * dim_v + d];
+    }
+  }
+};
+
+/// Keys [begin, end) of one row, tile by tile from the last to the first.
+State attend_keys(const PRule& rule, std::span<const double> s, const Coded& v, std::int64_t dim_v,
+                  std::int64_t begin, std::int64_t end) {
+  State state;
+  state.o.assign(static_cast<std::size_t>(dim_v), 0.0);
+  for (std::int64_t tile = (end - 1) / tile_keys; tile * tile_keys + tile_keys > begin; --tile) {
+    const std::int64_t first = std::max(begin, tile * tile_keys);
+    const std::int64_t last = std::min(end, (tile + 1) * tile_keys);
+    const auto scores = s.subspan(first, last - first);
+    const double m_tile = *std::max_element(scores.begin(), scores.end());
+    if (m_tile == -infinity) continue;
+    state.rescale(std::max(state.m, m_tile));
+    std::span<const double> sv;
+    if (rule.token_scale) sv = std::span<const double>(v.token_scale).subspan(first, last - first);
+    state.add(round_p(rule, scores, state.m, sv), &v.value[first * dim_v], dim_v);
+    if (tile == 0) break;
+  }
+  return state;
+}
+
+/// All keys of a row: splits merged by (O, LSE).
+State attend_splits(const PRule& rule, std::span<const double> s, const Coded& v,
+                    std::int64_t dim_v, std::int64_t split) {
+  const auto keys = static_cast<std::int64_t>(s.size());
+  if (split <= 0) split = std::max<std::int64_t>(keys, 1);
+  State all;
+  all.o.assign(static_cast<std::size_t>(dim_v), 0.0);
+  for (std::int64_t begin = 0; begin < keys; begin += split) {
+    State part = attend_keys(rule, s, v, dim_v, begin, std::min(begin + split, keys));
+    if (part.m == -infinity) continue;
+    const double m = std::max(all.m, part.m);
+    all.rescale(m);
+    part.rescale(m);
+    all.l += part.l;
+    for (std::int64_t d = 0; d < dim_v; ++d) all.o[d] += part.o[d];
+  }
+  return all;
+}
+
+/// Sink, normalisation and V's mean; returns the LSE.
+double finish(State& state, std::optional<double> sink, const Values& v_mean, double* out,
+              std::int64_t dim_v) {
+  if (state.m == -infinity) {
+    std::fill(out, out + dim_v, 0.0);
+    return sink.value_or(-infinity);
+  }
+  double total = state.l;
+  if (sink) {
+    state.rescale(std::max(state.m, *sink));
+    total = state.l + std::exp(*sink - state.m);
+  }
+  for (std::int64_t d = 0; d < dim_v; ++d) {
+    out[d] = state.o[d] / total;
+    if (!v_mean.empty()) out[d] += state.l / total * v_mean[d];
+  }
+  return state.m + std::log(total);
+}
+
+void attend_head(const Call& call, const ModelOptions& model, const Head& x, ModelOutput& output) {
+  const PRule rule{model.recipe.p, model.recipe.p == Format::u8 && !x.v.token_scale.empty()};
+  const std::int64_t room = call.sequences[x.b].room_q;
+#pragma omp parallel for schedule(dynamic, 4)
+  for (std::int64_t i = 0; i < room; ++i) {
+    const std::int64_t row = call.row(x.b, x.h, i);
+    double* out = &output.out[row * call.dim_v];
+    std::fill(out, out + call.dim_v, 0.0);
+    output.lse[row] = -infinity;
+    if (i >= x.len_q) continue;
+    Values s(static_cast<std::size_t>(x.len_k));
+    for (std::int64_t j = 0; j < x.len_k; ++j) s[j] = score(call, model, x, i, j);
+    State state = attend_splits(rule, s, x.v, call.dim_v, model.split_keys);
+    std::optional<double> sink;
+    if (!call.sinks.empty()) sink = call.sinks[x.h];
+    output.lse[row] = finish(state, sink, x.v.mean, out, call.dim_v);
+  }
+}
+
+/// The static scales of one sequence and head: an equal share of the (B, H, ...) tensor; a tensor
+/// of one scale serves all.
+std::span<const float> share(const std::vector<float>& scales, std::int64_t n, std::int64_t of) {
+  if (scales.size() <= 1) return scales;
+  const std::size_t width = scales.size() / static_cast<std::size_t>(of);
+  return std::span<const float>(scales).subspan(static_cast<std::size_t>(n) * width, width);
+}
+
+/// per_tensor: one scale for everything, the largest that a sequence and head would have alone.
+std::vector<float> tensor_scale(const Call& call, std::vector<float> Sequence::*x,
+                                std::int64_t heads, std::int64_t dim, CodeRequest request) {
+  float largest = 0;
+  for (const Sequence& sequence : call.sequences) {
+    const std::int64_t width = static_cast<std::int64_t>((sequence.*x).size()) / heads;
+    for (std::int64_t h = 0; h < heads && width > 0; ++h) {
+      const Coded coded = code_operand(head(sequence.*x, h, width), dim, request);
+      largest = std::max(largest, static_cast<float>(coded.scale.at(0)));
+    }
+  }
+  return {largest};
+}
+
+/// What the recipe asks of each operand, with its static scales.
+struct Operands {
+  CodeRequest q, k, v;
+  std::vector<float> q_static, k_static, v_static;
+};
+
+Operands operands(const Call& call, const ModelOptions& model) {
+  const Recipe& r = model.recipe;
+  const bool rotate = r.rotate == Toggle::on;
+  Operands o;
+  o.q = {r.qk, Role::q, r.q_scale, r.smooth_q == Toggle::on, rotate, {}, model.mutation};
+  o.k = {r.qk, Role::k, r.k_scale, r.smooth_k == Toggle::on, rotate, {}, model.mutation};
+  o.v = {r.v, Role::v, r.v_scale, r.smooth_v == Toggle::on, false, {}, model.mutation};
+  o.q_static = call.static_q;
+  o.k_static = call.static_k;
+  o.v_static = call.static_v;
+  const auto pooled = [&](const CodeRequest& request, const std::vector<float>& given) {
+    return given.empty() && request.scaling.granularity == Granularity::per_tensor &&
+           info(request.format).scale != Format::none;
+  };
+  if (pooled(o.q, o.q_static)) {
+    o.q_static = tensor_scale(call, &Sequence::q, call.heads_q, call.dim, o.q);
+  }
+  if (pooled(o.k, o.k_static)) {
+    o.k_static = tensor_scale(call, &Sequence::k, call.heads_k, call.dim, o.k);
+  }
+  if (pooled(o.v, o.v_static)) {
+    o.v_static = tensor_scale(call, &Sequence::v, call.heads_k, call.dim_v, o.v);
+  }
+  return o;
+}
+
+}  // namespace
+
+ModelOutput model_attention(const Call& call, const ModelOptions& model) {
+  ModelOutput output;
+  output.out.assign(static_cast<std::size_t>(call.total_rows() * call.dim_v), 0.0);
+  output.lse.assign(static_cast<std::size_t>(call.total_rows()), -infinity);
+  const Operands o = operands(call, model);
+  const auto batch = static_cast<std::int64_t>(call.sequences.size());
+  const std::int64_t group = call.heads_q / call.heads_k;
+  for (std::int64_t b = 0; b < batch; ++b) {
+    const Sequence& seq = call.sequences[b];
+    for (std::int64_t hk = 0; hk < call.heads_k; ++hk) {
+      Head x{b, 0, seq.len_q, seq.len_k, {}, {}, {}, {}, {}, model.recipe.q_scale.block};
+      const auto k = head(seq.k, hk, seq.len_k * call.dim);
+      CodeRequest k_request = o.k, v_request = o.v;
+      k_request.static_scale = share(o.k_static, b * call.heads_k + hk, batch * call.heads_k);
+      v_request.static_scale = share(o.v_static, b * call.heads_k + hk, batch * call.heads_k);
+      x.k = code_operand(k, call.dim, k_request);
+      x.v = code_operand(head(seq.v, hk, seq.len_k * call.dim_v), call.dim_v, v_request);
+      x.k_exact = widen(k);
+      output.saturated[1] += x.k.saturated;
+      output.saturated[2] += x.v.saturated;
+      for (x.h = hk * group; x.h < (hk + 1) * group; ++x.h) {
+        const auto q = head(seq.q, x.h, seq.len_q * call.dim);
+        CodeRequest q_request = o.q;
+        q_request.static_scale = share(o.q_static, b * call.heads_q + x.h, batch * call.heads_q);
+        x.q = code_operand(q, call.dim, q_request);
+        x.q_exact = widen(q);
+        output.saturated[0] += x.q.saturated;
+        attend_head(call, model, x, output);
+      }
+    }
+  }
+  return output;
+}
+
+}  // namespace qattn::test

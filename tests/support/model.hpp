@@ -1,0 +1,79 @@
+// The semantic model: attention in float64 from the same quantised codes, with the same tile
+// partition and the same rounding of P as the kernels. A kernel must match it tightly, so that a
+// misplaced scale cannot hide behind "quantisation error".
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "qattn/recipe.hpp"
+#include "support/call.hpp"
+
+namespace qattn::test {
+
+/// A defect planted in the model: a comparison that still passes with it is worth nothing.
+enum class Mutation {
+  none,
+  swap_q_scale,  ///< the scales with index 0 and 1 of Q change places
+  swap_k_scale,
+  swap_v_scale,      ///< the scales of V's first two blocks (or tokens, or channels)
+  shift_mask_bound,  ///< causal and window bounds one key too far right
+};
+
+struct ModelOptions {
+  Recipe recipe;                ///< as resolved by the plan
+  std::int64_t split_keys = 0;  ///< keys per split; 0: none
+  Mutation mutation = Mutation::none;
+};
+
+struct ModelOutput {
+  std::vector<double> out;  ///< rows in Call::row() order, dim_v values each
+  std::vector<double> lse;
+  std::int64_t saturated[3] = {0, 0, 0};  ///< codes of q, k, v clipped by static scales
+};
+
+ModelOutput model_attention(const Call& call, const ModelOptions& options);
+
+/// One operand of one sequence and head, dequantised to float64.
+struct Coded {
+  std::vector<double> value;        ///< [token][dim] code * scale; in rotated space if rotated
+  std::vector<double> token_scale;  ///< V per token: its scales; otherwise empty
+  std::vector<double> mean;         ///< K, V: [dim]; Q: [block][dim]; empty without smoothing
+  std::vector<double> scale;        ///< as quantize() gave them
+  double global = 1;
+  std::int64_t saturated = 0;
+};
+
+struct CodeRequest {
+  Format format = Format::none;
+  Role role = Role::k;
+  Scaling scaling;
+  bool smooth = false, rotate = false;
+  std::span<const float> static_scale;  ///< this sequence and head's, or empty
+  Mutation mutation = Mutation::none;
+};
+
+/// Quantises x [token][dim] through the public quantize() and dequantises with the index maps of
+/// Granularity as recipe.hpp states them.
+Coded code_operand(std::span<const float> x, std::int64_t dim, const CodeRequest& request);
+
+/// How P is rounded.
+struct PRule {
+  Format p = Format::f32;
+  bool token_scale = false;  ///< u8 with V per token: V's scale is folded into P before rounding
+};
+
+/// Weights of a row's keys in one tile: O += factor * sum value[j] * V[j], l += factor * sum
+/// mass[j].
+struct TileWeights {
+  double factor = 1;
+  std::vector<double> value, mass;
+};
+
+/// `s`: scores of the tile's keys, -inf where masked, at least one finite. `m_run`: the row's
+/// maximum over this tile and those visited before. `sv`: V's token scales in the tile, or empty.
+TileWeights round_p(const PRule& rule, std::span<const double> s, double m_run,
+                    std::span<const double> sv);
+
+}  // namespace qattn::test

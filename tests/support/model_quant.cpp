@@ -1,0 +1,144 @@
+// Operands of the semantic model: codes from the public quantize(), dequantised here with the index
+// maps that recipe.hpp states, so that quantiser and kernels cannot agree on a wrong one.
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "qattn/quantize.hpp"
+#include "support/model.hpp"
+#include "support/numbers.hpp"
+#include "support/tensor.hpp"
+
+namespace qattn::test {
+namespace {
+
+bool is_real(Format format) {
+  return format == Format::f32 || format == Format::f16 || format == Format::bf16;
+}
+
+/// Where element (s, d) finds its scale among those of one sequence and head.
+std::int64_t scale_slot(const CodeRequest& request, std::int64_t dim, std::int64_t s,
+                        std::int64_t d) {
+  const Scaling& scaling = request.scaling;
+  const int group = info(request.format).group;
+  if (group > 0) {
+    return request.role == Role::v ? s / group * dim + d
+                                   : s * ((dim + group - 1) / group) + d / group;
+  }
+  switch (scaling.granularity) {
+    case Granularity::per_block:
+      return s / scaling.block;
+    case Granularity::per_warp:
+      return s / scaling.warp;
+    case Granularity::per_thread:
+      return request.role == Role::q ? s / scaling.warp * 8 + s % 8
+                                     : s / scaling.block * 4 + s % 8 / 2;
+    case Granularity::per_token:
+      return s;
+    case Granularity::per_channel:
+      return d;
+    case Granularity::per_block_channel:
+      return s / scaling.block * dim + d;
+    default:
+      return 0;
+  }
+}
+
+/// The planted defect: two neighbouring slots (for V with scales per channel: two channel rows)
+/// change places.
+std::int64_t mutate_slot(const CodeRequest& request, std::int64_t slot, std::int64_t dim,
+                         std::int64_t count) {
+  const Mutation mine = request.role == Role::q   ? Mutation::swap_q_scale
+                        : request.role == Role::k ? Mutation::swap_k_scale
+                                                  : Mutation::swap_v_scale;
+  if (request.mutation != mine) return slot;
+  const bool channels =
+      request.role == Role::v && (info(request.format).group > 0 ||
+                                  request.scaling.granularity == Granularity::per_block_channel);
+  const std::int64_t width = channels ? dim : 1;
+  if (count < 2 * width || slot >= 2 * width) return slot;
+  return slot < width ? slot + width : slot - width;
+}
+
+/// f32, f16 and bf16 operands have no codes: they are rounded, after the mean where there is one.
+Coded round_operand(std::span<const float> x, std::int64_t dim, const CodeRequest& request) {
+  Coded coded;
+  const std::int64_t tokens = static_cast<std::int64_t>(x.size()) / dim;
+  if (request.smooth) coded.mean.assign(static_cast<std::size_t>(dim), 0.0);
+  for (std::int64_t d = 0; d < dim && request.smooth && tokens > 0; ++d) {
+    for (std::int64_t s = 0; s < tokens; ++s) coded.mean[d] += x[s * dim + d];
+    coded.mean[d] = static_cast<float>(coded.mean[d] / static_cast<double>(tokens));
+  }
+  for (std::size_t n = 0; n < x.size(); ++n) {
+    const float mean = request.smooth ? static_cast<float>(coded.mean[n % dim]) : 0.0f;
+    coded.value.push_back(round_real(x[n] - mean, request.format));
+  }
+  return coded;
+}
+
+std::vector<double> numbers(const Tensor& tensor) {
+  std::vector<double> out;
+  for (std::int64_t n = 0; tensor.present() && n < tensor.count(); ++n) {
+    out.push_back(tensor.flat(n));
+  }
+  return out;
+}
+
+/// Storage for the outputs of quantize(), and the static scale if there is one.
+struct Storage {
+  Tensor codes, scale, global, mean, static_scale;
+
+  explicit Storage(const QuantizeShapes& shapes) : codes(shapes.codes), scale(shapes.scale) {
+    if (shapes.global.present()) global = Tensor(shapes.global);
+    if (shapes.mean.present()) mean = Tensor(shapes.mean);
+  }
+};
+
+}  // namespace
+
+Coded code_operand(std::span<const float> x, std::int64_t dim, const CodeRequest& request) {
+  if (is_real(request.format)) return round_operand(x, dim, request);
+  const std::int64_t tokens = static_cast<std::int64_t>(x.size()) / dim;
+  Coded coded;
+  if (tokens == 0) return coded;
+
+  QuantizeOptions options;
+  options.format = request.format;
+  options.role = request.role;
+  options.scaling = request.scaling;
+  options.smooth = request.smooth;
+  options.rotate = request.rotate;
+  QuantizeTensors tensors;
+  tensors.x = TensorView::dense(x.data(), Format::f32, {1, tokens, 1, dim});
+  const Result<QuantizeShapes> shapes = quantize_shapes(tensors.x, options);
+  if (!shapes.ok()) throw std::runtime_error(shapes.status().message());
+  Storage storage(*shapes);
+  tensors.codes = storage.codes.view();
+  tensors.scale = storage.scale.view();
+  tensors.global = storage.global.view();
+  tensors.mean = storage.mean.view();
+  if (!request.static_scale.empty()) {
+    tensors.static_scale = storage.scale.view();
+    tensors.static_scale.data = const_cast<float*>(request.static_scale.data());
+  }
+  const Result<QuantizeReport> report = quantize(tensors, options);
+  if (!report.ok()) throw std::runtime_error(report.status().message());
+
+  coded.saturated = report->saturated;
+  coded.mean = numbers(storage.mean);
+  coded.scale = numbers(storage.scale);
+  if (storage.global.present()) coded.global = storage.global.flat(0);
+  const auto count = static_cast<std::int64_t>(coded.scale.size());
+  for (std::int64_t s = 0; s < tokens; ++s) {
+    for (std::int64_t d = 0; d < dim; ++d) {
+      const std::int64_t slot = mutate_slot(request, scale_slot(request, dim, s, d), dim, count);
+      coded.value.push_back(storage.codes.flat(s * dim + d) * coded.scale.at(slot) * coded.global);
+    }
+  }
+  if (request.role == Role::v && request.scaling.granularity == Granularity::per_token) {
+    coded.token_scale = coded.scale;
+  }
+  return coded;
+}
+
+}  // namespace qattn::test

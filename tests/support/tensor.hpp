@@ -1,0 +1,57 @@
+// A tensor that owns its memory, in any format and with any strides, between guard bytes. All bytes
+// start as 0xFF: NaN in every float format, so that whatever a kernel reads beside the view poisons
+// its result, and a sentinel that shows whatever it writes there.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "qattn/tensor_view.hpp"
+
+namespace qattn::test {
+
+/// dense; odd: gaps after every row, odd strides, an odd first element; reversed: the same with
+/// negative strides in every dimension but the last.
+enum class Strides { dense, odd, reversed };
+
+using Index = std::vector<std::int64_t>;
+
+class Tensor {
+ public:
+  Tensor() = default;
+  Tensor(Format format, const Index& shape, Strides strides = Strides::dense);
+  /// Dense storage of the shape and format of `like` (an answer of quantize_shapes()).
+  explicit Tensor(const TensorView& like);
+  Tensor(Tensor&&) = default;  // moving keeps the memory where view() points; copying would not
+  Tensor& operator=(Tensor&&) = default;
+
+  bool present() const { return view_.present(); }
+  const TensorView& view() const { return view_; }
+
+  /// Elements of unpacked formats as numbers; set() rounds.
+  double get(const Index& index) const;
+  void set(const Index& index, double value);
+  /// Element `n` in row-major order of a dense tensor, packed formats included.
+  double flat(std::int64_t n) const;
+  std::int64_t count() const;
+
+  /// Every byte becomes the sentinel again.
+  void clear();
+  /// The bytes as they are now; unchanged() compares with them.
+  void freeze() { frozen_ = bytes_; }
+  bool unchanged() const { return bytes_ == frozen_; }
+  /// Do all bytes outside the view's elements still hold the sentinel?
+  bool guards_intact() const;
+  const std::vector<std::uint8_t>& bytes() const { return bytes_; }
+
+ private:
+  void allocate(std::int64_t elements);
+  std::int64_t element(const Index& index) const;
+  const std::uint8_t* address(const Index& index) const;
+
+  std::vector<std::uint8_t> bytes_, frozen_;
+  TensorView view_;
+  std::int64_t origin_ = 0;  ///< byte of the element with index 0
+};
+
+}  // namespace qattn::test
