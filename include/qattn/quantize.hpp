@@ -17,7 +17,7 @@ struct QuantizeOptions {
   Format format = Format::s8;
   Role role = Role::k;
   Layout layout = Layout::bshd;
-  Scaling scaling;      ///< automatic: per_token (per_channel for e4m3, e5m2 V; group where built in)
+  Scaling scaling;  ///< automatic: per_token (per_channel for e4m3, e5m2 V; group where built in)
   bool smooth = false;  ///< subtract a mean first and return it (Q: per block; K, V: per sequence)
   bool rotate = false;  ///< Hadamard rotation of the rows (after the mean); Q and K only
   int threads = 0;      ///< 0: the OpenMP default
@@ -36,8 +36,9 @@ struct QuantizeTensors {
   TensorView codes, scale;  ///< outputs
   TensorView global;        ///< output of nvfp4
   TensorView mean;          ///< output if smooth
-  TensorView static_scale;  ///< optional input of scale's shape: used instead of amax, copied to scale
-  TensorView cu_seqlens;    ///< optional (B + 1) s32: x is packed (T, H, D) or (H, T, D)
+  TensorView
+      static_scale;  ///< optional input of scale's shape: used instead of amax, copied to scale
+  TensorView cu_seqlens;  ///< optional (B + 1) s32: x is packed (T, H, D) or (H, T, D)
 };
 
 struct QuantizeReport {
@@ -48,8 +49,9 @@ struct QuantizeReport {
 Result<QuantizeShapes> quantize_shapes(const TensorView& x, const QuantizeOptions& options,
                                        const TensorView& cu_seqlens = {});
 
-/// NaN or Inf in x makes its scale NaN (or, in formats with NaN codes and a static scale, the code).
-/// Errors: invalid_argument names the tensor, the value and the rule; outputs stay untouched.
+/// NaN or Inf in x makes its scale NaN (or, in formats with NaN codes and a static scale, the
+/// code). Errors: invalid_argument names the tensor, the value and the rule; outputs stay
+/// untouched.
 Result<QuantizeReport> quantize(const QuantizeTensors& tensors, const QuantizeOptions& options);
 
 /// x = code * scale (* global), then the rotation undone, then + mean. Writes tensors.x (f).

@@ -24,7 +24,8 @@ namespace qattn {
 ///   per_token          (B, H, S)
 ///   per_channel        (B, H, D)
 ///   per_block_channel  (B, H, ceil(S / block), D)
-///   group              built into the format (mxfp8, mxfp4, nvfp4): Q, K (B, H, S, ceil(D / group));
+///   group              built into the format (mxfp8, mxfp4, nvfp4): Q, K (B, H, S, ceil(D /
+///   group));
 ///                      V (B, H, ceil(S / group), D)
 /// B H order whatever the layout of the tensor. GQA: Q's scales per query head, K's and V's per KV
 /// head. Paged K and V: B becomes the number of pages and S the page size.
@@ -47,11 +48,13 @@ std::optional<Granularity> granularity_named(std::string_view name);
 enum class Role : std::int32_t { q, k, v };
 std::string_view name(Role role);
 
-/// Granularity of an operand's scales with its block sizes in tokens (0: the default of the device).
+/// Granularity of an operand's scales with its block sizes in tokens (0: the default of the
+/// device).
 struct Scaling {
   Granularity granularity = Granularity::automatic;
-  std::int32_t block = 0;  ///< tokens per block of per_block, per_warp, per_thread, per_block_channel
-  std::int32_t warp = 0;   ///< rows per warp of per_warp and per_thread (Q)
+  std::int32_t block =
+      0;  ///< tokens per block of per_block, per_warp, per_thread, per_block_channel
+  std::int32_t warp = 0;  ///< rows per warp of per_warp and per_thread (Q)
   bool operator==(const Scaling&) const = default;
 };
 

@@ -20,15 +20,15 @@ struct ReferenceOptions {
 };
 
 /// O and LSE in float64 by the definition at the top of attention.hpp. `out` is dense
-/// (B, Hq, Sq, Dv) (packed variable length: (Hq, T, Dv)), `lse` may be empty or (B, Hq, Sq) / (Hq, T).
-/// q, k, v must be f32, f16 or bf16. Errors as plan() and run().
+/// (B, Hq, Sq, Dv) (packed variable length: (Hq, T, Dv)), `lse` may be empty or (B, Hq, Sq) / (Hq,
+/// T). q, k, v must be f32, f16 or bf16. Errors as plan() and run().
 Status reference_attention(const AttentionTensors& tensors, const AttentionOptions& options,
                            std::span<double> out, std::span<double> lse = {},
                            const ReferenceOptions& reference = {});
 
 /// Differences between an output and the reference (docs/NUMERICS.md, "Metrics").
 struct ErrorMetrics {
-  double nrmse = 0;             ///< |o - ref| / |ref|, Frobenius
+  double nrmse = 0;  ///< |o - ref| / |ref|, Frobenius
   double max_abs_err = 0;
   double cosine = 1;            ///< over everything
   double worst_row_cosine = 1;  ///< the lowest cosine of one row of Dv values

@@ -1,1 +1,318 @@
+// The C interface: translation only. Every entry catches what could be thrown by an allocation.
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <string>
+
+#include "qattn/qattn.h"
 #include "qattn/qattn.hpp"
+
+struct qattn_plan {
+  qattn::Plan plan;
+  std::string text;
+};
+
+using namespace qattn;  // a translation unit of nothing but translation
+
+namespace {
+
+#define QATTN_FORMAT(id, name, bits, group, scale) \
+  static_assert(static_cast<int>(Format::id) == static_cast<int>(QATTN_FORMAT_##id));
+#include "qattn/formats.def"
+#undef QATTN_FORMAT
+static_assert(static_cast<int>(Granularity::group) == QATTN_GROUP);
+static_assert(static_cast<int>(Toggle::on) == QATTN_TOGGLE_ON);
+static_assert(static_cast<int>(Role::v) == QATTN_ROLE_V);
+static_assert(max_rank == QATTN_MAX_RANK);
+
+thread_local std::string last_error;
+
+qattn_status fail(const Status& status) {
+  last_error = status.message();
+  return static_cast<qattn_status>(status.code());
+}
+
+Status invalid(std::string message) { return Status(Code::invalid_argument, std::move(message)); }
+
+template <class Function>
+qattn_status guarded(Function f) noexcept {
+  try {
+    const Status status = f();
+    return status.ok() ? QATTN_OK : fail(status);
+  } catch (const std::bad_alloc&) {
+    return QATTN_OUT_OF_MEMORY;  // no message: it might need memory too
+  } catch (const std::exception& e) {
+    last_error.assign(e.what());
+    return QATTN_INTERNAL;
+  }
+}
+
+/// A copy of a sized struct: what an older caller does not have keeps its default.
+template <class T>
+Status read_struct(const char* name, const T* given, T& copy) {
+  if (given == nullptr) return invalid(std::string(name) + ": is NULL");
+  if (given->struct_size < sizeof given->struct_size || given->struct_size > sizeof(T)) {
+    return invalid(std::string(name) + ": struct_size " + std::to_string(given->struct_size) +
+                   " is not that of a known version (this library: " + std::to_string(sizeof(T)) +
+                   "); call the struct's init function first");
+  }
+  std::memcpy(&copy, given, given->struct_size);
+  return {};
+}
+
+TensorView view(const qattn_tensor& t) {
+  TensorView v;
+  v.data = t.data;
+  v.format = static_cast<Format>(t.format);
+  v.rank = t.rank;
+  std::copy(t.shape, t.shape + max_rank, v.shape.begin());
+  std::copy(t.stride, t.stride + max_rank, v.stride.begin());
+  v.device = {static_cast<DeviceType>(t.device_type), t.device_index};
+  return v;
+}
+
+qattn_tensor tensor(const TensorView& v) {
+  qattn_tensor t{};
+  t.data = v.data;
+  t.format = static_cast<int32_t>(v.format);
+  t.rank = v.rank;
+  std::copy(v.shape.begin(), v.shape.end(), t.shape);
+  std::copy(v.stride.begin(), v.stride.end(), t.stride);
+  t.device_type = static_cast<int32_t>(v.device.type);
+  t.device_index = v.device.index;
+  return t;
+}
+
+Scaling scaling(const qattn_scaling& s) {
+  return {static_cast<Granularity>(s.granularity), s.block, s.warp};
+}
+
+struct AttentionCall {
+  AttentionTensors tensors;
+  AttentionOptions options;
+};
+
+Status read_flag(const char* name, int32_t value) {
+  if (value == 0 || value == 1) return {};
+  return invalid(std::string(name) + ": " + std::to_string(value) + " is neither 0 nor 1");
+}
+
+Status read_call(const qattn_attention_tensors* given, const qattn_attention_options* asked,
+                 AttentionCall& call) {
+  qattn_attention_tensors t;
+  qattn_attention_options o;
+  qattn_attention_tensors_init(&t);
+  qattn_attention_options_init(&o);
+  if (Status s = read_struct("tensors", given, t); !s.ok()) return s;
+  if (Status s = read_struct("options", asked, o); !s.ok()) return s;
+  const std::pair<TensorView*, const qattn_tensor*> list[] = {
+      {&call.tensors.q, &t.q},
+      {&call.tensors.k, &t.k},
+      {&call.tensors.v, &t.v},
+      {&call.tensors.out, &t.out},
+      {&call.tensors.lse, &t.lse},
+      {&call.tensors.q_scale, &t.q_scale},
+      {&call.tensors.k_scale, &t.k_scale},
+      {&call.tensors.v_scale, &t.v_scale},
+      {&call.tensors.q_global, &t.q_global},
+      {&call.tensors.k_global, &t.k_global},
+      {&call.tensors.v_global, &t.v_global},
+      {&call.tensors.k_mean, &t.k_mean},
+      {&call.tensors.v_mean, &t.v_mean},
+      {&call.tensors.saturated, &t.saturated},
+      {&call.tensors.sinks, &t.sinks},
+      {&call.tensors.mask, &t.mask},
+      {&call.tensors.alibi_slopes, &t.alibi_slopes},
+      {&call.tensors.cu_seqlens_q, &t.cu_seqlens_q},
+      {&call.tensors.cu_seqlens_k, &t.cu_seqlens_k},
+      {&call.tensors.seqused_q, &t.seqused_q},
+      {&call.tensors.seqused_k, &t.seqused_k},
+      {&call.tensors.page_table, &t.page_table}};
+  for (const auto& [to, from] : list) *to = view(*from);
+  Result<Recipe> recipe = recipe_named(o.recipe ? o.recipe : "auto");
+  if (!recipe.ok()) return recipe.status();
+  if (Status s = read_flag("causal", o.causal); !s.ok()) return s;
+  if (Status s = read_flag("has_softmax_scale", o.has_softmax_scale); !s.ok()) return s;
+  call.options.recipe = *recipe;
+  call.options.recipe.q_scale = scaling(o.q_scaling);
+  call.options.recipe.k_scale = scaling(o.k_scaling);
+  call.options.recipe.v_scale = scaling(o.v_scaling);
+  call.options.recipe.smooth_k = static_cast<Toggle>(o.smooth_k);
+  call.options.recipe.smooth_q = static_cast<Toggle>(o.smooth_q);
+  call.options.recipe.smooth_v = static_cast<Toggle>(o.smooth_v);
+  call.options.recipe.rotate = static_cast<Toggle>(o.rotate);
+  call.options.layout = static_cast<Layout>(o.layout);
+  call.options.causal = o.causal != 0;
+  if (o.has_softmax_scale) call.options.softmax_scale = o.softmax_scale;
+  call.options.window_left = o.window_left;
+  call.options.window_right = o.window_right;
+  call.options.softcap = o.softcap;
+  call.options.threads = o.threads;
+  return {};
+}
+
+Status read_quantize(const qattn_quantize_tensors* given, const qattn_quantize_options* asked,
+                     QuantizeTensors& tensors, QuantizeOptions& options) {
+  qattn_quantize_tensors t;
+  qattn_quantize_options o;
+  qattn_quantize_tensors_init(&t);
+  qattn_quantize_options_init(&o);
+  if (Status s = read_struct("tensors", given, t); !s.ok()) return s;
+  if (Status s = read_struct("options", asked, o); !s.ok()) return s;
+  if (Status s = read_flag("smooth", o.smooth); !s.ok()) return s;
+  if (Status s = read_flag("rotate", o.rotate); !s.ok()) return s;
+  tensors = {view(t.x),    view(t.codes),        view(t.scale),     view(t.global),
+             view(t.mean), view(t.static_scale), view(t.cu_seqlens)};
+  options.format = static_cast<Format>(o.format);
+  options.role = static_cast<Role>(o.role);
+  options.layout = static_cast<Layout>(o.layout);
+  options.scaling = scaling(o.scaling);
+  options.smooth = o.smooth != 0;
+  options.rotate = o.rotate != 0;
+  options.threads = o.threads;
+  return {};
+}
+
+template <class T>
+void init(T* s) {
+  if (s == nullptr) return;
+  *s = T{};
+  s->struct_size = sizeof(T);
+}
+
+}  // namespace
+
+const char* qattn_version(void) {
+  static const std::string text(qattn::version());
+  return text.c_str();
+}
+
+const char* qattn_last_error(void) { return last_error.c_str(); }
+
+qattn_tensor qattn_tensor_dense(void* data, int32_t format, int32_t rank, const int64_t* shape) {
+  qattn_tensor t{};
+  if (rank < 0 || rank > QATTN_MAX_RANK || (rank > 0 && shape == nullptr)) return t;
+  t.data = data;
+  t.format = format;
+  t.rank = rank;
+  t.device_type = QATTN_DEVICE_CPU;
+  int64_t step = 1;
+  for (int i = rank - 1; i >= 0; --i) {
+    t.shape[i] = shape[i];
+    t.stride[i] = step;
+    if (__builtin_mul_overflow(step, shape[i], &step)) return qattn_tensor{};
+  }
+  return t;
+}
+
+void qattn_attention_tensors_init(qattn_attention_tensors* t) { init(t); }
+void qattn_quantize_tensors_init(qattn_quantize_tensors* t) { init(t); }
+void qattn_attention_options_init(qattn_attention_options* o) {
+  init(o);
+  if (o) o->window_left = o->window_right = -1;
+}
+void qattn_quantize_options_init(qattn_quantize_options* o) {
+  init(o);
+  if (!o) return;
+  o->format = QATTN_FORMAT_s8;
+  o->role = QATTN_ROLE_K;
+}
+
+qattn_status qattn_attention(const qattn_attention_tensors* tensors,
+                             const qattn_attention_options* options) {
+  return guarded([&]() -> Status {
+    AttentionCall call;
+    if (Status s = read_call(tensors, options, call); !s.ok()) return s;
+    return attention(call.tensors, call.options);
+  });
+}
+
+qattn_status qattn_plan_create(const qattn_attention_tensors* tensors,
+                               const qattn_attention_options* options, qattn_plan** out) {
+  return guarded([&]() -> Status {
+    if (out == nullptr) return invalid("plan: is NULL");
+    AttentionCall call;
+    if (Status s = read_call(tensors, options, call); !s.ok()) return s;
+    Result<Plan> made = plan(call.tensors, call.options);
+    if (!made.ok()) return made.status();
+    *out = new qattn_plan{*made, made->to_string()};
+    return {};
+  });
+}
+
+void qattn_plan_destroy(qattn_plan* plan) { delete plan; }
+size_t qattn_plan_workspace_bytes(const qattn_plan* plan) {
+  return plan ? plan->plan.workspace_bytes() : 0;
+}
+uint64_t qattn_plan_hash(const qattn_plan* plan) { return plan ? plan->plan.hash() : 0; }
+const char* qattn_plan_text(const qattn_plan* plan) { return plan ? plan->text.c_str() : ""; }
+
+qattn_status qattn_run(const qattn_plan* plan, const qattn_attention_tensors* tensors,
+                       const qattn_attention_options* options, void* workspace,
+                       size_t workspace_bytes, void* stream) {
+  return guarded([&]() -> Status {
+    if (plan == nullptr) return invalid("plan: is NULL");
+    AttentionCall call;
+    if (Status s = read_call(tensors, options, call); !s.ok()) return s;
+    return run(plan->plan, call.tensors, call.options, workspace, workspace_bytes, stream);
+  });
+}
+
+qattn_status qattn_explain(const qattn_attention_tensors* tensors,
+                           const qattn_attention_options* options, char* text, size_t capacity,
+                           size_t* needed) {
+  return guarded([&]() -> Status {
+    if (text == nullptr && capacity > 0) return invalid("text: is NULL");
+    AttentionCall call;
+    if (Status s = read_call(tensors, options, call); !s.ok()) return s;
+    const std::string all = explain(call.tensors, call.options);
+    if (needed) *needed = all.size() + 1;
+    if (capacity > 0) {
+      const size_t n = std::min(capacity - 1, all.size());
+      std::memcpy(text, all.data(), n);
+      text[n] = '\0';
+    }
+    return {};
+  });
+}
+
+qattn_status qattn_quantize_shapes(qattn_quantize_tensors* tensors,
+                                   const qattn_quantize_options* options) {
+  return guarded([&]() -> Status {
+    QuantizeTensors t;
+    QuantizeOptions o;
+    if (Status s = read_quantize(tensors, options, t, o); !s.ok()) return s;
+    if (tensors->struct_size != sizeof *tensors) return invalid("tensors: older struct version");
+    Result<QuantizeShapes> shapes = quantize_shapes(t.x, o, t.cu_seqlens);
+    if (!shapes.ok()) return shapes.status();
+    tensors->codes = tensor(shapes->codes);
+    tensors->scale = tensor(shapes->scale);
+    tensors->global = tensor(shapes->global);
+    tensors->mean = tensor(shapes->mean);
+    return {};
+  });
+}
+
+qattn_status qattn_quantize(const qattn_quantize_tensors* tensors,
+                            const qattn_quantize_options* options, int64_t* saturated) {
+  return guarded([&]() -> Status {
+    QuantizeTensors t;
+    QuantizeOptions o;
+    if (Status s = read_quantize(tensors, options, t, o); !s.ok()) return s;
+    Result<QuantizeReport> report = quantize(t, o);
+    if (!report.ok()) return report.status();
+    if (saturated) *saturated = report->saturated;
+    return {};
+  });
+}
+
+qattn_status qattn_dequantize(const qattn_quantize_tensors* tensors,
+                              const qattn_quantize_options* options) {
+  return guarded([&]() -> Status {
+    QuantizeTensors t;
+    QuantizeOptions o;
+    if (Status s = read_quantize(tensors, options, t, o); !s.ok()) return s;
+    return dequantize(t, o);
+  });
+}

@@ -62,8 +62,8 @@ Status check_pages(const Problem& p) {
   for (std::int64_t b = 0; b < p.batch; ++b) {
     const std::int64_t used = (entry(p.tensors.seqused_k, b) + p.page_size - 1) / p.page_size;
     for (std::int64_t i = 0; i < used; ++i) {
-      const std::int64_t page = static_cast<const std::int32_t*>(
-          table.data)[b * table.stride[0] + i * table.stride[1]];
+      const std::int64_t page =
+          static_cast<const std::int32_t*>(table.data)[b * table.stride[0] + i * table.stride[1]];
       if (page < 0 || page >= p.pages) {
         return invalid("page_table: entry (" + text(b) + ", " + text(i) + ") is " + text(page) +
                        ", not in [0, " + text(p.pages) + ")");
@@ -98,8 +98,8 @@ Status check_scale_values(const char* name, const TensorView& view) {
       good = value > 0 && std::isfinite(value);
     } else {  // coded: e4m3 may be 0 (an empty group), neither may be NaN or negative
       const std::uint8_t code = static_cast<const std::uint8_t*>(view.data)[offset];
-      value = view.format == Format::ue8m0 ? formats::Ue8m0::decode(code)
-                                           : formats::E4m3::decode(code);
+      value =
+          view.format == Format::ue8m0 ? formats::Ue8m0::decode(code) : formats::E4m3::decode(code);
       good = value >= 0 && std::isfinite(value);
     }
     if (good) return {};
@@ -109,8 +109,8 @@ Status check_scale_values(const char* name, const TensorView& view) {
 }
 
 /// Packed sequences: the scale tensors must reach the longest one, which only the contents tell.
-Status check_packed_scale(const char* name, const TensorView& scale, const Scaling& asked, Role role,
-                          Format format, std::int64_t longest) {
+Status check_packed_scale(const char* name, const TensorView& scale, const Scaling& asked,
+                          Role role, Format format, std::int64_t longest) {
   if (!scale.present() || format == Format::none) return {};
   const Scaling s = resolve_scaling(asked, role, format);
   if (s.granularity == Granularity::per_tensor || s.granularity == Granularity::per_head ||
@@ -148,10 +148,12 @@ Status check_contents(const Problem& p) {
     }
   }
   std::int64_t longest_q = p.max_q, longest_k = p.max_k;
-  if (Status s = check_cumulative("cu_seqlens_q", t.cu_seqlens_q, p.tokens_q, &longest_q); !s.ok()) {
+  if (Status s = check_cumulative("cu_seqlens_q", t.cu_seqlens_q, p.tokens_q, &longest_q);
+      !s.ok()) {
     return s;
   }
-  if (Status s = check_cumulative("cu_seqlens_k", t.cu_seqlens_k, p.tokens_k, &longest_k); !s.ok()) {
+  if (Status s = check_cumulative("cu_seqlens_k", t.cu_seqlens_k, p.tokens_k, &longest_k);
+      !s.ok()) {
     return s;
   }
   if (Status s = check_used("seqused_q", t.seqused_q, t.cu_seqlens_q, p.max_q); !s.ok()) return s;

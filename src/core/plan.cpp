@@ -92,9 +92,9 @@ Walk walk(const Problem& problem) {
 Result<Plan> plan_for(const Problem& problem) {
   const cpu::Selection selection = cpu::select_words();
   if (selection.unknown_name) {
-    return Status(Code::invalid_argument, std::string("QATTN_CPU_ISA: \"") +
-                                              std::getenv("QATTN_CPU_ISA") + "\" " +
-                                              selection.error);
+    return Status(
+        Code::invalid_argument,
+        std::string("QATTN_CPU_ISA: \"") + std::getenv("QATTN_CPU_ISA") + "\" " + selection.error);
   }
   Walk w = walk(problem);
   if (!w.plan) return Status(Code::unsupported, "no kernel can serve this call:\n" + w.log);
@@ -135,10 +135,9 @@ Status run_problem(const Plan& plan, const Problem& problem, void* workspace, st
   if (reinterpret_cast<std::uintptr_t>(workspace) % 64 != 0) {
     return Status(Code::invalid_argument, "workspace: address is not aligned to 64 bytes");
   }
-  for (const auto& [name, view] : {std::pair{"q", &problem.tensors.q},
-                                   std::pair{"k", &problem.tensors.k},
-                                   std::pair{"v", &problem.tensors.v},
-                                   std::pair{"out", &problem.tensors.out}}) {
+  for (const auto& [name, view] :
+       {std::pair{"q", &problem.tensors.q}, std::pair{"k", &problem.tensors.k},
+        std::pair{"v", &problem.tensors.v}, std::pair{"out", &problem.tensors.out}}) {
     bool empty = false;
     for (int i = 0; i < view->rank; ++i) empty |= view->shape[i] == 0;
     if (view->data == nullptr && !empty) {

@@ -12,9 +12,7 @@ namespace {
 
 std::string text(std::int64_t value) { return std::to_string(value); }
 
-Status invalid(std::string message) {
-  return Status(Code::invalid_argument, std::move(message));
-}
+Status invalid(std::string message) { return Status(Code::invalid_argument, std::move(message)); }
 
 bool is_codes(Format format) { return info(format).scale != Format::none; }
 
@@ -61,8 +59,7 @@ Status check_format(const char* name, const TensorView& view,
                  " is not one of " + list);
 }
 
-Status check_shape(const char* name, const TensorView& view, const std::int64_t* extent,
-                   int rank) {
+Status check_shape(const char* name, const TensorView& view, const std::int64_t* extent, int rank) {
   if (view.rank == rank && std::equal(extent, extent + rank, view.shape.begin())) return {};
   return invalid(std::string(name) + ": shape " + shape_text(view.shape.data(), view.rank) +
                  " should be " + shape_text(extent, rank));
@@ -73,7 +70,8 @@ Status check_shape(const char* name, const TensorView& view,
   return check_shape(name, view, extent.begin(), static_cast<int>(extent.size()));
 }
 
-/// A small dense operand: checked format, shape and stride 1 (rank 1) so that kernels index it flat.
+/// A small dense operand: checked format, shape and stride 1 (rank 1) so that kernels index it
+/// flat.
 Status check_small(const char* name, const TensorView& view,
                    std::initializer_list<std::int64_t> extent,
                    std::initializer_list<Format> allowed) {
@@ -177,8 +175,9 @@ class Maker {
     p_.varlen_k = t_.cu_seqlens_k.present();
     p_.paged = t_.page_table.present();
     if (p_.paged && p_.varlen_k) {
-      return invalid("page_table: excludes cu_seqlens_k (paged keys take their lengths from "
-                     "seqused_k)");
+      return invalid(
+          "page_table: excludes cu_seqlens_k (paged keys take their lengths from "
+          "seqused_k)");
     }
     if (p_.paged && !t_.seqused_k.present()) return invalid("page_table: needs seqused_k");
     const struct {
@@ -201,9 +200,8 @@ class Maker {
       const bool codes = item.codes && is_codes(view.format);
       if (item.codes) *item.codes = codes;
       if (!codes && !is_float(view.format)) {
-        return invalid(std::string(item.name) + ": format " +
-                       std::string(info(view.format).name) + " is not f32, f16, bf16" +
-                       (item.codes ? " or a quantised format" : ""));
+        return invalid(std::string(item.name) + ": format " + std::string(info(view.format).name) +
+                       " is not f32, f16, bf16" + (item.codes ? " or a quantised format" : ""));
       }
       if (view.stride[rank - 1] != 1) {
         return invalid(std::string(item.name) + ": stride " + text(view.stride[rank - 1]) +
@@ -231,7 +229,8 @@ class Maker {
     p_.heads_kv = t_.k.shape[ak.head];
     const std::int64_t d = t_.q.shape[aq.channel], dv = t_.v.shape[ak.channel];
     if (t_.k.shape[ak.channel] != d) {
-      return invalid("k: head_dim " + text(t_.k.shape[ak.channel]) + " differs from q's " + text(d));
+      return invalid("k: head_dim " + text(t_.k.shape[ak.channel]) + " differs from q's " +
+                     text(d));
     }
     for (const auto& [name, extent] : {std::pair{"q", d}, std::pair{"v", dv}}) {
       if (extent < 8 || extent > 256 || extent % 8 != 0) {
@@ -304,8 +303,8 @@ class Maker {
                                      std::pair{"cu_seqlens_k", &t_.cu_seqlens_k}}) {
       if (Status s = check_small(name, *view, {p_.batch + 1}, {Format::s32}); !s.ok()) return s;
     }
-    for (const auto& [name, view] : {std::pair{"seqused_q", &t_.seqused_q},
-                                     std::pair{"seqused_k", &t_.seqused_k}}) {
+    for (const auto& [name, view] :
+         {std::pair{"seqused_q", &t_.seqused_q}, std::pair{"seqused_k", &t_.seqused_k}}) {
       if (Status s = check_small(name, *view, {p_.batch}, {Format::s32}); !s.ok()) return s;
     }
     return {};
@@ -320,8 +319,8 @@ class Maker {
       return invalid(std::string(name) + ": format " + std::string(info(x.format).name) +
                      " differs from the recipe's " + std::string(info(target).name));
     }
-    if (codes && !scale.present()) return invalid(scale_name + ": is missing, and " + name +
-                                                  " holds codes");
+    if (codes && !scale.present())
+      return invalid(scale_name + ": is missing, and " + name + " holds codes");
     if (codes && role == Role::v && info(target).group > 0 && !global.present() &&
         target == Format::nvfp4) {
       return invalid("v_global: is missing, and v holds nvfp4 codes");
@@ -337,18 +336,21 @@ class Maker {
     const std::int64_t channels = role == Role::v ? p_.dv : p_.d;
     if (global.present() != (codes && target == Format::nvfp4)) {
       return invalid(std::string(name) + "_global: " +
-                     (global.present() ? "belongs to nvfp4 codes only" : "is missing, and " +
-                      std::string(name) + " holds nvfp4 codes"));
+                     (global.present()
+                          ? "belongs to nvfp4 codes only"
+                          : "is missing, and " + std::string(name) + " holds nvfp4 codes"));
     }
     if (Status s = check_small((std::string(name) + "_global").c_str(), global, {outer, heads},
-                               {Format::f32}); !s.ok()) {
+                               {Format::f32});
+        !s.ok()) {
       return s;
     }
     if (mean.present() && !codes) {
       return invalid(std::string(name) + "_mean: belongs to quantised " + name + " only");
     }
     if (Status s = check_small((std::string(name) + "_mean").c_str(), mean,
-                               {p_.batch, p_.heads_kv, channels}, {Format::f32}); !s.ok()) {
+                               {p_.batch, p_.heads_kv, channels}, {Format::f32});
+        !s.ok()) {
       return s;
     }
     if (!scale.present()) return {};
@@ -357,8 +359,8 @@ class Maker {
     if (Status s = check_format(scale_name.c_str(), scale, {info(target).scale}); !s.ok()) return s;
     const bool packed = q ? p_.varlen_q : p_.varlen_k;
     const std::int64_t tokens = paged ? p_.page_size : q ? p_.max_q : p_.max_k;
-    ScaleShape want = scale_shape(scaling, role, info(target).group, paged, outer, heads, tokens,
-                                  channels);
+    ScaleShape want =
+        scale_shape(scaling, role, info(target).group, paged, outer, heads, tokens, channels);
     // Packed sequences: the longest one is known from the contents only; check_contents() looks.
     if (packed && want.rank >= 3 && scale.rank == want.rank) want.extent[2] = scale.shape[2];
     if (packed && scaling.granularity == Granularity::per_channel) want.extent[2] = channels;
@@ -378,11 +380,13 @@ class Maker {
       }
     }
     if (Status s = operand_scales("q", Role::q, p_.q_codes, r.qk, t_.q, t_.q_scale, t_.q_global, {},
-                                  r.q_scale); !s.ok()) {
+                                  r.q_scale);
+        !s.ok()) {
       return s;
     }
     if (Status s = operand_scales("k", Role::k, p_.k_codes, r.qk, t_.k, t_.k_scale, t_.k_global,
-                                  t_.k_mean, r.k_scale); !s.ok()) {
+                                  t_.k_mean, r.k_scale);
+        !s.ok()) {
       return s;
     }
     return operand_scales("v", Role::v, p_.v_codes, r.v, t_.v, t_.v_scale, t_.v_global, t_.v_mean,
@@ -400,7 +404,8 @@ class Maker {
     if (Status s = check_small("saturated", t_.saturated, {3}, {Format::s64}); !s.ok()) return s;
     if (Status s = check_small("sinks", t_.sinks, {p_.heads_q}, floats); !s.ok()) return s;
     if (t_.alibi_slopes.present()) {
-      if (Status s = check_format("alibi_slopes", t_.alibi_slopes, {Format::f32}); !s.ok()) return s;
+      if (Status s = check_format("alibi_slopes", t_.alibi_slopes, {Format::f32}); !s.ok())
+        return s;
       Status s = t_.alibi_slopes.rank == 1
                      ? check_shape("alibi_slopes", t_.alibi_slopes, {p_.heads_q})
                      : check_shape("alibi_slopes", t_.alibi_slopes, {p_.batch, p_.heads_q});
@@ -411,8 +416,9 @@ class Maker {
 
   Status mask() {
     if (!t_.mask.present()) return {};
-    if (Status s = check_format("mask", t_.mask, {Format::b8, Format::f32, Format::f16,
-                                                  Format::bf16}); !s.ok()) {
+    if (Status s =
+            check_format("mask", t_.mask, {Format::b8, Format::f32, Format::f16, Format::bf16});
+        !s.ok()) {
       return s;
     }
     p_.mask = t_.mask.format == Format::b8 ? MaskKind::boolean : MaskKind::additive;
@@ -433,8 +439,8 @@ class Maker {
   }
 
   Status options() {
-    p_.softmax_scale = o_.softmax_scale.value_or(
-        static_cast<float>(1.0 / std::sqrt(static_cast<double>(p_.d))));
+    p_.softmax_scale =
+        o_.softmax_scale.value_or(static_cast<float>(1.0 / std::sqrt(static_cast<double>(p_.d))));
     if (!std::isfinite(p_.softmax_scale)) {
       return invalid("softmax_scale: " + std::to_string(p_.softmax_scale) + " is not finite");
     }
@@ -442,8 +448,8 @@ class Maker {
       return invalid("softcap: " + std::to_string(o_.softcap) + " is not a finite number >= 0");
     }
     p_.softcap = o_.softcap;
-    for (const auto& [name, w] : {std::pair{"window_left", o_.window_left},
-                                  std::pair{"window_right", o_.window_right}}) {
+    for (const auto& [name, w] :
+         {std::pair{"window_left", o_.window_left}, std::pair{"window_right", o_.window_right}}) {
       if (w < -1) return invalid(std::string(name) + ": " + text(w) + " is below -1 (unlimited)");
     }
     if (o_.causal && o_.window_right > 0) {
@@ -564,8 +570,8 @@ Status check_view(const char* name, const TensorView& view, int rank) {
     for (int i = 0; i < view.rank; ++i) {
       const bool last = i == view.rank - 1;
       if (last ? view.shape[i] % per_unit != 0 : view.stride[i] % per_unit != 0) {
-        return invalid(who + ": " + (last ? "extent " + text(view.shape[i])
-                                          : "stride " + text(view.stride[i])) +
+        return invalid(who + ": " +
+                       (last ? "extent " + text(view.shape[i]) : "stride " + text(view.stride[i])) +
                        " of dimension " + text(i) + " is not a multiple of " + text(per_unit) +
                        " packed " + std::string(info(view.format).name) + " codes");
       }

@@ -11,9 +11,9 @@ namespace qattn {
 
 enum class MaskKind : std::int32_t { none, boolean, additive };
 
-/// A tensor of tokens as (batch, token, head, channel), whatever its layout was. Element (b, s, h, d)
-/// lies at data + b * batch + s * token + h * head + d; in packed and paged tensors `batch` is the
-/// stride of a page, or 0.
+/// A tensor of tokens as (batch, token, head, channel), whatever its layout was. Element (b, s, h,
+/// d) lies at data + b * batch + s * token + h * head + d; in packed and paged tensors `batch` is
+/// the stride of a page, or 0.
 struct TokenTensor {
   void* data = nullptr;
   Format format = Format::none;
@@ -34,7 +34,8 @@ struct Problem {
   std::int64_t window_left = -1, window_right = -1;  ///< causal is window_right = 0
   float softcap = 0;
   MaskKind mask = MaskKind::none;
-  std::array<std::int64_t, 4> mask_shape{}, mask_stride{};  ///< (B, Hq, Sq, Sk); stride 0: broadcast
+  std::array<std::int64_t, 4> mask_shape{},
+      mask_stride{};  ///< (B, Hq, Sq, Sk); stride 0: broadcast
   int threads = 0;
 
   TokenTensor q, k, v, out;
@@ -60,7 +61,8 @@ ScaleShape scale_shape(const Scaling& scaling, Role role, int group, bool paged,
 
 std::string shape_text(const std::int64_t* extent, int rank);
 
-/// Checks a view by itself: rank, extents, overflow of offsets and bytes, alignment, packed strides.
+/// Checks a view by itself: rank, extents, overflow of offsets and bytes, alignment, packed
+/// strides.
 Status check_view(const char* name, const TensorView& view, int rank);
 
 /// Is the granularity possible for this operand and format, with sane block sizes?

@@ -8,8 +8,8 @@ namespace qattn {
 namespace {
 
 constexpr std::array<std::string_view, 10> granularity_names = {
-    "automatic", "per_tensor", "per_head",    "per_block",         "per_warp",
-    "per_thread", "per_token", "per_channel", "per_block_channel", "group"};
+    "automatic",  "per_tensor", "per_head",    "per_block",         "per_warp",
+    "per_thread", "per_token",  "per_channel", "per_block_channel", "group"};
 
 Recipe make(std::string name, Format qk, Format p, Format v) {
   Recipe recipe;
@@ -24,11 +24,11 @@ Recipe make(std::string name, Format qk, Format p, Format v) {
 const std::vector<Recipe>& table() {
   using enum Format;
   static const std::vector<Recipe> rows = {
-      make("f32", f32, f32, f32),          make("bf16", bf16, bf16, bf16),
-      make("f16", f16, f16, f16),          make("int8", s8, none, none),
-      make("int8_fp8", s8, e4m3, e4m3),    make("int8_full", s8, u8, s8),
-      make("fp8", e4m3, e4m3, e4m3),       make("fp8_p16", e4m3, none, e4m3),
-      make("mxfp8", mxfp8, mxfp8, mxfp8),  make("nvfp4_qk", nvfp4, none, none),
+      make("f32", f32, f32, f32),         make("bf16", bf16, bf16, bf16),
+      make("f16", f16, f16, f16),         make("int8", s8, none, none),
+      make("int8_fp8", s8, e4m3, e4m3),   make("int8_full", s8, u8, s8),
+      make("fp8", e4m3, e4m3, e4m3),      make("fp8_p16", e4m3, none, e4m3),
+      make("mxfp8", mxfp8, mxfp8, mxfp8), make("nvfp4_qk", nvfp4, none, none),
       make("nvfp4", nvfp4, nvfp4, nvfp4),
   };
   return rows;

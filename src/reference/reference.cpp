@@ -152,7 +152,7 @@ double attend_row(const AttentionTensors& tensors, const AttentionOptions& optio
     bad = bad || std::isnan(*s[j]);
     max = std::max(max, *s[j]);
   }
-  if (!any && !bad) return sink;
+  if (!any) return sink;
 
   double sum = sink == -infinity ? 0.0 : std::exp(sink - max);
   for (std::int64_t j = 0; j < row.sk; ++j) {

@@ -68,8 +68,21 @@ std::string safetensors(const std::string& header, const std::string& data) {
 
 std::string entry(const std::string& name, const std::string& dtype, const std::string& shape,
                   const std::string& offsets) {
-  return "\"" + name + "\":{\"dtype\":\"" + dtype + "\",\"shape\":" + shape +
-         ",\"data_offsets\":" + offsets + "}";
+  std::string text = "\"";
+  return text.append(name)
+      .append("\":{\"dtype\":\"")
+      .append(dtype)
+      .append("\",\"shape\":")
+      .append(shape)
+      .append(",\"data_offsets\":")
+      .append(offsets)
+      .append("}");
+}
+
+std::string object(std::initializer_list<std::string> members) {
+  std::string text;
+  for (const std::string& member : members) text.append(text.empty() ? "{" : ",").append(member);
+  return text.append("}");
 }
 
 /// The refusal names the file and contains `rule`.
@@ -219,8 +232,9 @@ TEST_F(NpyTest, WhatIsNoFileIsRefused) {
 
 TEST_F(SafetensorsTest, TensorsAndMetadataAreRead) {
   const std::string header =
-      "{\"__metadata__\":{\"model\":\"m\"}," + entry("b", "F32", "[2]", "[4,12]") + "," +
-      entry("a", "F16", "[1,2]", "[0,4]") + "," + entry("none", "I8", "[0,7]", "[12,12]") + "}   ";
+      object({"\"__metadata__\":{\"model\":\"m\"}", entry("b", "F32", "[2]", "[4,12]"),
+              entry("a", "F16", "[1,2]", "[0,4]"), entry("none", "I8", "[0,7]", "[12,12]")}) +
+      "   ";
   const std::string data = std::string("\x00\x3c\x00\xc0", 4) + little_endian(0x3f800000, 4) +
                            little_endian(0xbf800000, 4);
   const std::string x = file("x.safetensors", safetensors(header, data));
@@ -246,6 +260,7 @@ TEST_F(SafetensorsTest, TensorsAndMetadataAreRead) {
 TEST_F(SafetensorsTest, HostileFilesAreRefused) {
   const std::string four = "0123", eight = four + four;
   const std::string max = "9223372036854775807", over = "18446744073709551616";
+  const std::string square = "[9223372036854775807,9223372036854775807]";
   const std::string deep(200000, '[');
   struct Case {
     const char* name;
@@ -253,7 +268,7 @@ TEST_F(SafetensorsTest, HostileFilesAreRefused) {
   };
   const auto one = [&](const std::string& dtype, const std::string& shape,
                        const std::string& offsets, const std::string& data) {
-    return safetensors("{" + entry("t", dtype, shape, offsets) + "}", data);
+    return safetensors(object({entry("t", dtype, shape, offsets)}), data);
   };
   const Case cases[] = {
       {"empty", "", "truncated"},
@@ -268,9 +283,8 @@ TEST_F(SafetensorsTest, HostileFilesAreRefused) {
       {"array", safetensors("[1]", ""), "object"},
       {"nested deeply", safetensors(deep, ""), "deeply"},
       {"name twice",
-       safetensors(
-           "{" + entry("t", "I8", "[4]", "[0,4]") + "," + entry("t", "I8", "[4]", "[4,8]") + "}",
-           eight),
+       safetensors(object({entry("t", "I8", "[4]", "[0,4]"), entry("t", "I8", "[4]", "[4,8]")}),
+                   eight),
        "twice"},
       {"dtype twice",
        safetensors("{\"t\":{\"dtype\":\"I8\",\"dtype\":\"I8\",\"shape\":[4],"
@@ -293,9 +307,9 @@ TEST_F(SafetensorsTest, HostileFilesAreRefused) {
       {"negative extent", one("I8", "[-4]", "[0,4]", four), "extent"},
       {"float extent", one("I8", "[4.0]", "[0,4]", four), "extent"},
       {"extent over 64 bits", one("I8", "[" + over + "]", "[0,4]", four), "extent"},
-      {"product overflows", one("F32", "[" + max + "," + max + "]", "[0,4]", four), "overflows"},
-      {"overflow behind a zero", one("F32", "[0," + max + "," + max + "]", "[0,0]", ""),
-       "overflows"},
+      {"product overflows", one("F32", square, "[0,4]", four), "overflows"},
+      {"overflow behind a zero",
+       one("F32", "[0,9223372036854775807,9223372036854775807]", "[0,0]", ""), "overflows"},
       {"six dimensions", one("I8", "[1,1,1,1,1,4]", "[0,4]", four), "5 dimensions"},
       {"size differs", one("F32", "[2]", "[0,4]", four), "needs 8 bytes"},
       {"too many bytes", one("F32", "[1]", "[0,8]", eight), "trailing"},
@@ -305,14 +319,12 @@ TEST_F(SafetensorsTest, HostileFilesAreRefused) {
       {"one offset", one("I8", "[4]", "[0]", four), "two integers"},
       {"negative offset", one("I8", "[4]", "[-4,0]", four), "two integers"},
       {"overlap",
-       safetensors(
-           "{" + entry("s", "I8", "[4]", "[0,4]") + "," + entry("t", "I8", "[4]", "[2,6]") + "}",
-           "012345"),
+       safetensors(object({entry("s", "I8", "[4]", "[0,4]"), entry("t", "I8", "[4]", "[2,6]")}),
+                   "012345"),
        "overlap"},
       {"hole",
-       safetensors(
-           "{" + entry("s", "I8", "[2]", "[0,2]") + "," + entry("t", "I8", "[2]", "[4,6]") + "}",
-           "012345"),
+       safetensors(object({entry("s", "I8", "[2]", "[0,2]"), entry("t", "I8", "[2]", "[4,6]")}),
+                   "012345"),
        "hole"},
       {"trailing garbage", one("I8", "[4]", "[0,4]", eight), "trailing"},
       {"boolean of 255", one("BOOL", "[1]", "[0,1]", "\xff"), "0 or 1"},
@@ -327,7 +339,7 @@ TEST_F(SafetensorsTest, HostileFilesAreRefused) {
 
 TEST_F(SafetensorsTest, EveryTruncationIsRefused) {
   const std::string whole =
-      safetensors("{" + entry("t", "F32", "[2,2]", "[0,16]") + "}", std::string(16, 'x'));
+      safetensors(object({entry("t", "F32", "[2,2]", "[0,16]")}), std::string(16, 'x'));
   ASSERT_TRUE(load(file("whole.safetensors", whole) + ":t").ok());
   for (std::size_t length = 0; length < whole.size(); ++length) {
     EXPECT_FALSE(load(file("cut.safetensors", whole.substr(0, length)) + ":t").ok()) << length;

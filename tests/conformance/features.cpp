@@ -137,7 +137,11 @@ void shapes(Rows& rows) {
   add(rows, "no_lse", [](Feature& f) { f.how.lse = false; });
   for (const Family family : {Family::k_shift, Family::outliers, Family::peaky, Family::sink,
                               Family::zero_sink, Family::v_mean}) {
-    add(rows, "family_" + name(family), [family](Feature& f) { f.family = family; });
+    add(rows, "family_" + name(family), [family](Feature& f) {
+      f.family = family;
+      // The weight that the sink draws away leaves little to measure the rest against.
+      if (family == Family::zero_sink) f.loose = 6;
+    });
   }
 }
 
@@ -183,7 +187,7 @@ void granularities(Rows& rows) {
     const auto tweak = [scaling](Recipe& r) { r.v_scale = scaling; };
     add(rows, "v_" + tail, [tweak](Feature& f) { f.applies = free_v, f.tweak = tweak; });
     add(rows, "v_" + tail + "_zero_sink", [tweak](Feature& f) {
-      f.applies = free_v, f.tweak = tweak, f.family = Family::zero_sink;
+      f.applies = free_v, f.tweak = tweak, f.family = Family::zero_sink, f.loose = 6;
       f.options.causal = f.sinks = true;
     });
   }
@@ -197,7 +201,7 @@ void recipe_options(Rows& rows) {
     for (const Toggle value : {Toggle::off, Toggle::on}) {
       add(rows, label + (value == Toggle::on ? "_on" : "_off"),
           [toggle = toggle, value](Feature& f) {
-            f.applies = coded_qk, f.family = Family::k_shift;
+            f.applies = coded_qk, f.family = Family::k_shift, f.loose = 12;
             f.tweak = [toggle, value](Recipe& r) { r.*toggle = value; };
           });
     }
@@ -221,11 +225,11 @@ void recipe_options(Rows& rows) {
     f.tweak = [](Recipe& r) { r.rotate = Toggle::on; };
   });
   add(rows, "static_scales", [](Feature& f) {
-    f.applies = free_qk, f.static_scales = true, f.sq = {40, 40}, f.sk = {140, 140};
+    f.applies = free_qk, f.static_scales = true, f.loose = 15, f.sq = {40, 40}, f.sk = {140, 140};
     f.tweak = [](Recipe& r) { r.smooth_k = Toggle::off; };
   });
   add(rows, "static_scales_blocks", [](Feature& f) {
-    f.applies = free_qk, f.static_scales = true, f.sq = {150}, f.sk = {200};
+    f.applies = free_qk, f.static_scales = true, f.loose = 15, f.sq = {150}, f.sk = {200};
     f.tweak = [](Recipe& r) {
       r.q_scale = {Granularity::per_warp, 64, 16};
       r.k_scale = {Granularity::per_block, 64, 0};

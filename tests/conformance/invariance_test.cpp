@@ -27,7 +27,8 @@ std::vector<float> rows_of(const Call& call, const Outcome& outcome, std::int64_
 }
 
 bool same(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+  if (a.size() != b.size()) return false;
+  return a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
 Outcome run_feature(const Call& call, const LayoutOptions& how, const Recipe& recipe) {

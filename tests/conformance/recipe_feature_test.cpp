@@ -67,7 +67,8 @@ TEST_P(RecipeFeature, MatchesModelAndReference) {
     }
     expect_matches_model(outcome, call, feature->how.output, model);
     const Distance d = distance(outcome.out, exact.out, call.dim_v);
-    EXPECT_LE(d.nrmse, feature->loose * loose_bound(outcome.resolved)) << "against float64";
+    EXPECT_LE(d.nrmse, feature->loose * loose_bound(outcome.resolved, feature->how.output))
+        << "against float64";
     if (feature->name == "plain" && is_8_bit(outcome.resolved.qk)) {
       EXPECT_LE(lse_distance(outcome.lse, exact.lse), 2e-2) << "against float64";
     }

@@ -54,8 +54,9 @@ def capture(text: str) -> dict[str, torch.Tensor]:
 
     with torch.inference_mode(), replaced_sdpa(keep) as calls:
         model(**inputs)
-    if calls.total != model.config.num_hidden_layers:
-        raise SystemExit(f"{calls.total} attention calls for {model.config.num_hidden_layers} layers")
+    layers = model.config.num_hidden_layers
+    if calls.total != layers:
+        raise SystemExit(f"{calls.total} attention calls for {layers} layers")
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise SystemExit(f"{name}: does not fit float16")
@@ -63,7 +64,9 @@ def capture(text: str) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--text", type=Path, default=ROOT / "data/text.txt")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "data/minilm_qkv.safetensors")
     args = parser.parse_args()

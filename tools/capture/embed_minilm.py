@@ -52,8 +52,8 @@ SENTENCES = (
     "An earthquake of magnitude 6.1 shook the coast early on Tuesday; no damage was reported.",
     "I have never been so happy in my whole life!",
     "This is the worst film that I have seen this year.",
-    "The library is open from nine to five on weekdays, from ten to two on Saturdays, and closed on "
-    "Sundays and public holidays, except in December, when it also opens on Sunday afternoons.",
+    "The library is open from nine to five on weekdays, from ten to two on Saturdays, and closed "
+    "on Sundays and public holidays, except in December, when it also opens on Sunday afternoons.",
     "Who wrote the first novel that was printed with movable type?",
     "The satellite entered orbit eleven minutes after launch and unfolded its solar panels.",
     "Turn left after the bridge.",
@@ -114,7 +114,9 @@ def evaluate(names: list[str] | None = None) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("embeddings.json"))
     parser.add_argument("--recipe", help="comma-separated recipes; default: all")
     args = parser.parse_args()

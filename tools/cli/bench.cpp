@@ -12,8 +12,8 @@ namespace qattn::cli {
 
 namespace {
 
-/// A long prefill with MHA, one with GQA, and a decode step: small enough for two cores.
-const std::vector<std::string> default_shapes = {"1,8,8,1024,1024,64", "1,8,2,1024,1024,128",
+/// A prefill with MHA, a longer one with GQA and a decode step: small enough for two cores.
+const std::vector<std::string> default_shapes = {"1,8,8,1024,1024,64", "1,8,2,2048,2048,128",
                                                  "4,32,8,1,4096,128"};
 
 struct BenchFlags {

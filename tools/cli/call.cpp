@@ -76,6 +76,11 @@ Result<Geometry> Geometry::parse(const std::string& text) {
         fmt::format("--shape {}: six positive integers B,Hq,Hkv,Sq,Sk,D are needed", text));
   }
   const std::vector<std::int64_t>& s = *sizes;
+  // Before any view is made: its strides are products of these.
+  if (!io::dense_bytes(Format::f32, {s[0], s[1], s[3], s[5]}) ||
+      !io::dense_bytes(Format::f32, {s[0], s[2], s[4], s[5]})) {
+    return usage_error(fmt::format("--shape {}: sizes in bytes overflow 64 bits", text));
+  }
   return Geometry{s[0], s[1], s[2], s[3], s[4], s[5], s[5]};
 }
 

@@ -22,6 +22,8 @@ constexpr double nan = std::numeric_limits<double>::quiet_NaN();
 /// Two query heads' worth of GQA at a length where K and V leave the caches.
 constexpr Geometry long_geometry{1, 8, 2, 4096, 4096, 128, 128};
 constexpr std::int64_t long_reference_rows = 64;
+/// Seconds of timed runs per recipe: the whole demo stays under a minute on two cores.
+constexpr double layer_budget_s = 0.08, long_budget_s = 1.0;
 constexpr const char* data_file = "minilm_qkv.safetensors";
 
 struct DemoFlags {
@@ -100,14 +102,14 @@ DemoRow summarise(const std::string& recipe, const std::vector<Comparison>& laye
   return row;
 }
 
-Result<Comparison> measure_case(const Case& c, std::int64_t rows, Progress& progress, double& done,
-                                const std::string& label) {
+Result<Comparison> measure_case(const Case& c, std::int64_t rows, double budget_s,
+                                Progress& progress, double& done, const std::string& label) {
   const Result<Reference> reference = make_reference(c, rows);
   if (!reference.ok()) return reference.status();
   const std::vector<Recipe> list(recipes().begin(), recipes().end());
-  return compare_recipes(c, list, &*reference, {.budget_s = 0.03}, [&](std::string_view recipe) {
-    progress.show(done++, fmt::format("{} {}", label, recipe));
-  });
+  return compare_recipes(
+      c, list, &*reference, {.budget_s = budget_s},
+      [&](std::string_view recipe) { progress.show(done++, fmt::format("{} {}", label, recipe)); });
 }
 
 Status measure_demo(Demo& demo, const std::vector<Case>& layers) {
@@ -120,14 +122,15 @@ Status measure_demo(Demo& demo, const std::vector<Case>& layers) {
   double done = 0;
   std::vector<Comparison> by_layer;
   for (const Case& layer : layers) {
-    Result<Comparison> comparison = measure_case(layer, layer.geometry.queries, progress, done,
-                                                 fmt::format("layer {}", by_layer.size()));
+    Result<Comparison> comparison =
+        measure_case(layer, layer.geometry.queries, layer_budget_s, progress, done,
+                     fmt::format("layer {}", by_layer.size()));
     if (!comparison.ok()) return comparison.status();
     by_layer.push_back(std::move(*comparison));
     demo.f32_ms += by_layer.back().f32_ms / static_cast<double>(layers.size());
   }
   const Result<Comparison> long_context =
-      measure_case(*long_case, long_reference_rows, progress, done, "long context");
+      measure_case(*long_case, long_reference_rows, long_budget_s, progress, done, "long context");
   if (!long_context.ok()) return long_context.status();
 
   demo.layer = layers.front().geometry;

@@ -45,35 +45,45 @@ std::int64_t bytes_of(const TensorView& view) {
       .value_or(0);
 }
 
-/// Bytes of one operand as the plan multiplies it.
-std::int64_t operand_bytes(const TensorView& x, Format format, Role role, const Scaling& scaling,
-                           Layout layout, bool smooth) {
+/// Bytes of one operand as the plan multiplies it: as it is, or codes, scales and mean.
+Result<double> operand_bytes(const TensorView& x, Format format, Layout layout,
+                             QuantizeOptions options) {
   TensorView plain = x;
   plain.format = format == Format::none ? Format::f16 : format;
-  if (info(plain.format).scale == Format::none) return bytes_of(plain);
-  QuantizeOptions options;
+  if (info(plain.format).scale == Format::none) return static_cast<double>(bytes_of(plain));
   options.format = format;
-  options.role = role;
   options.layout = layout;
-  options.scaling = scaling;
-  options.smooth = smooth;
   const Result<QuantizeShapes> shapes = quantize_shapes(x, options);
-  if (!shapes.ok()) return bytes_of(plain);
-  return bytes_of(shapes->codes) + bytes_of(shapes->scale) + bytes_of(shapes->global) +
-         bytes_of(shapes->mean);
+  if (!shapes.ok()) return shapes.status();
+  return static_cast<double>(bytes_of(shapes->codes) + bytes_of(shapes->scale) +
+                             bytes_of(shapes->global) + bytes_of(shapes->mean));
 }
 
-double memory_vs_f16(const AttentionTensors& t, const Recipe& r, Layout layout) {
-  const auto bytes =
-      operand_bytes(t.q, r.qk, Role::q, r.q_scale, layout, r.smooth_q == Toggle::on) +
-      operand_bytes(t.k, r.qk, Role::k, r.k_scale, layout, r.smooth_k == Toggle::on) +
-      operand_bytes(t.v, r.v, Role::v, r.v_scale, layout, r.smooth_v == Toggle::on);
-  double half = 0;
-  for (TensorView view : {t.q, t.k, t.v}) {
-    view.format = Format::f16;
-    half += static_cast<double>(bytes_of(view));
+Result<double> memory_vs_f16(const AttentionTensors& t, const Recipe& r, Layout layout) {
+  struct Operand {
+    const TensorView& x;
+    Format format;
+    Role role;
+    const Scaling& scaling;
+    Toggle smooth;
+  };
+  const Operand operands[] = {{t.q, r.qk, Role::q, r.q_scale, r.smooth_q},
+                              {t.k, r.qk, Role::k, r.k_scale, r.smooth_k},
+                              {t.v, r.v, Role::v, r.v_scale, r.smooth_v}};
+  double bytes = 0, half = 0;
+  for (const Operand& operand : operands) {
+    QuantizeOptions options;
+    options.role = operand.role;
+    options.scaling = operand.scaling;
+    options.smooth = operand.smooth == Toggle::on;
+    const Result<double> own = operand_bytes(operand.x, operand.format, layout, options);
+    if (!own.ok()) return own;
+    bytes += *own;
+    TensorView as_half = operand.x;
+    as_half.format = Format::f16;
+    half += static_cast<double>(bytes_of(as_half));
   }
-  return static_cast<double>(bytes) / half;
+  return bytes / half;
 }
 
 double seconds(const std::chrono::steady_clock::time_point begin) {
@@ -123,6 +133,11 @@ Result<Case> make_case(Operands operands, const AttentionOptions& options) {
                                    options.layout == Layout::bshd ? "B, S, H, D" : "B, H, S, D"));
   }
   c.geometry = geometry_of(tensors, options.layout);
+  const std::vector<std::int64_t> out_shape{c.geometry.batch, c.geometry.heads_q,
+                                            c.geometry.queries, c.geometry.dim_v};
+  if (!io::dense_bytes(Format::f32, out_shape)) {
+    return usage_error(fmt::format("out: shape {} overflows 64 bits", io::shape_text(out_shape)));
+  }
   tensors.out = shapes_only(c.geometry, options.layout, Format::f32).out;
   const Result<Recipe> f32 = recipe_named("f32");
   if (!f32.ok()) return f32.status();
@@ -184,7 +199,9 @@ Result<Measurement> measure(const Case& c, const Recipe& recipe, const Reference
   result.recipe = recipe.name;
   result.kernel = planned->kernel();
   result.ms = *time * 1e3;
-  result.memory_vs_f16 = memory_vs_f16(tensors, planned->recipe(), options.layout);
+  const Result<double> memory = memory_vs_f16(tensors, planned->recipe(), options.layout);
+  if (!memory.ok()) return memory.status();
+  result.memory_vs_f16 = *memory;
   if (reference != nullptr) {
     const std::span<const float> dense(reinterpret_cast<const float*>(out.bytes.data()),
                                        static_cast<std::size_t>(out.count()));

@@ -123,7 +123,7 @@ std::string log_lines(const std::string& label, const std::vector<std::string>& 
 }
 
 std::string bars(const std::string& label, const std::vector<Bar>& rows, double mark) {
-  constexpr double left = 110, right = 600, height = 24;
+  constexpr double left = 110, right = 570, height = 24;
   double most = mark;
   for (const Bar& bar : rows) {
     if (drawable(bar.value)) most = std::max(most, bar.value);

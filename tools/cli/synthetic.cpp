@@ -11,7 +11,8 @@ namespace qattn::cli {
 namespace {
 
 constexpr std::uint64_t seed = 20240607;
-constexpr float key_shift = 8.0f, sink_query = 8.0f, sink_key = 14.0f, sink_value = 0.02f;
+constexpr float key_shift = 8.0f, sink_query = 8.0f, sink_key = 14.0f, sink_value = 0.02f,
+                value_mean = 0.5f;
 
 using Random = std::mt19937_64;
 
@@ -67,7 +68,8 @@ Result<Operands> long_context_operands(const Geometry& geometry) {
   Result<Operands> operands = normal_operands(geometry, Layout::bhsd, Format::f32);
   if (!operands.ok()) return operands;
   Random random(seed + 1);
-  std::vector<float> shift(static_cast<std::size_t>(geometry.dim)), sink(shift.size());
+  std::vector<float> shift(static_cast<std::size_t>(geometry.dim)), sink(shift.size()),
+      mean(shift.size());
   float norm = 0;
   for (float& value : shift) value = normal(random);
   for (float& value : sink) {
@@ -75,6 +77,7 @@ Result<Operands> long_context_operands(const Geometry& geometry) {
     norm += value * value;
   }
   for (float& value : sink) value /= std::sqrt(norm);
+  for (float& value : mean) value = normal(random);
   add_direction(operands->k, shift, key_shift, -1);
   add_direction(operands->q, sink, sink_query, -1);
   add_direction(operands->k, sink, sink_key, 0);
@@ -85,6 +88,7 @@ Result<Operands> long_context_operands(const Geometry& geometry) {
       io::set(operands->v, at, sink_value * io::get(operands->v, at));
     }
   }
+  add_direction(operands->v, mean, value_mean, -1);
   return operands;
 }
 

@@ -74,8 +74,11 @@ static inline F min(F a, F b) {
 static inline F abs(F a) {
   return each<F>([&](int i) { return std::fabs(a.x[i]); });
 }
-static inline I add_i(I a, I b) {
-  return each<I>([&](int i) { return a.x[i] + b.x[i]; });
+static inline I add_i(I a, I b) {  // wraps, as the instruction does
+  return each<I>([&](int i) {
+    return static_cast<std::int32_t>(static_cast<std::uint32_t>(a.x[i]) +
+                                     static_cast<std::uint32_t>(b.x[i]));
+  });
 }
 static inline I clamp_i(I a, std::int32_t lo, std::int32_t hi) {
   return each<I>([&](int i) { return a.x[i] < lo ? lo : a.x[i] > hi ? hi : a.x[i]; });
@@ -88,9 +91,9 @@ static inline F to_float(I a) {
 static inline I round_to_int(F a) {
   return each<I>([&](int i) {
     const float biased = a.x[i] + 12582912.0f;  // 1.5 * 2^23: the fraction falls off, ties to even
-    std::int32_t bits;
+    std::uint32_t bits;
     std::memcpy(&bits, &biased, sizeof bits);
-    return bits - 0x4B400000;
+    return static_cast<std::int32_t>(bits - 0x4B400000u);
   });
 }
 /// Nearest integer as a float, ties to even; |a| < 2^22.
@@ -130,7 +133,8 @@ static inline float reduce_max(F a) {
   for (int i = 1; i < lanes; ++i) m = m > a.x[i] ? m : a.x[i];
   return m;
 }
-/// The sum by halving: lane i with lane i + 8, then 4, 2, 1. Every instruction set adds in this order.
+/// The sum by halving: lane i with lane i + 8, then 4, 2, 1. Every instruction set adds in this
+/// order.
 static inline float reduce_add(F a) {
   for (int step = lanes / 2; step > 0; step /= 2) {
     for (int i = 0; i < step; ++i) a.x[i] += a.x[i + step];
@@ -157,7 +161,8 @@ static inline int count_greater(F a, F limit) {
   return n;
 }
 
-/// Per lane: c + sum over four bytes of (unsigned byte of a) * (signed byte of b), exact in 32 bits.
+/// Per lane: c + sum over four bytes of (unsigned byte of a) * (signed byte of b), exact in 32
+/// bits.
 static inline I dot4(I c, I a, I b) {
   std::uint8_t ua[4 * lanes];
   std::int8_t sb[4 * lanes];

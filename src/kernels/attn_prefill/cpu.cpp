@@ -88,13 +88,20 @@ Status supports(const Problem& problem, const Words* wanted) {
 
 Rounding rounding_of(const Recipe& r, bool v_token_scale) {
   switch (r.p) {
-    case Format::f16: return Rounding::f16;
-    case Format::bf16: return Rounding::bf16;
-    case Format::e4m3: return Rounding::e4m3;
-    case Format::mxfp8: return Rounding::mxfp8;
-    case Format::nvfp4: return Rounding::nvfp4;
-    case Format::u8: return v_token_scale ? Rounding::u8_token : Rounding::u8;
-    default: return Rounding::f32;
+    case Format::f16:
+      return Rounding::f16;
+    case Format::bf16:
+      return Rounding::bf16;
+    case Format::e4m3:
+      return Rounding::e4m3;
+    case Format::mxfp8:
+      return Rounding::mxfp8;
+    case Format::nvfp4:
+      return Rounding::nvfp4;
+    case Format::u8:
+      return v_token_scale ? Rounding::u8_token : Rounding::u8;
+    default:
+      return Rounding::f32;
   }
 }
 
@@ -119,9 +126,9 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
   c->workspace = layout(problem, *c, nullptr, unused);
   const bool split = problem.group() * problem.max_q <= tile_rows && problem.max_k > c->split_keys;
   c->text = std::string("isa: ") + c->words->isa + "\ntile: " + std::to_string(tile_rows) +
-            " rows x " + std::to_string(tile_keys) + " keys\nsplit_keys: " +
-            std::to_string(split ? c->split_keys : 0) + "\nthreads: " +
-            std::to_string(c->threads) + "\n";
+            " rows x " + std::to_string(tile_keys) +
+            " keys\nsplit_keys: " + std::to_string(split ? c->split_keys : 0) +
+            "\nthreads: " + std::to_string(c->threads) + "\n";
   return c;
 }
 
@@ -232,7 +239,8 @@ class Arena {
   template <class T>
   T* take(std::int64_t count) {
     const std::size_t at = used_;
-    used_ += (static_cast<std::size_t>(std::max<std::int64_t>(count, 0)) * sizeof(T) + 63) / 64 * 64;
+    used_ +=
+        (static_cast<std::size_t>(std::max<std::int64_t>(count, 0)) * sizeof(T) + 63) / 64 * 64;
     return base_ ? reinterpret_cast<T*>(base_ + at) : nullptr;
   }
   std::size_t used() const { return used_; }
@@ -295,7 +303,7 @@ std::size_t layout(const Problem& p, const Config& c, void* base, Arrays& a) {
   a.k_scale = arena.take<float>(heads * a.slots);
   a.v_codes = arena.take<std::int8_t>(c.integer_pv ? heads * a.slots * dv : 0);
   a.v_panels = arena.take<float>(c.integer_pv ? 0 : heads * a.slots * dv);
-  a.v_scale = arena.take<float>(!c.integer_pv ? 0
+  a.v_scale = arena.take<float>(!c.integer_pv     ? 0
                                 : c.v_token_scale ? heads * a.slots
                                                   : heads * (a.slots / c.v_block) * dv);
   a.v_inverse = arena.take<float>(c.v_token_scale ? heads * a.slots : 0);
@@ -358,8 +366,8 @@ Kernel attention_kernel_scalar() {
           run};
 }
 Kernel attention_kernel_avx512vnni() {
-  return {"attn.cpu.avx512vnni",
-          [](const Problem& p) { return supports(p, words_avx512vnni()); }, tune, run};
+  return {"attn.cpu.avx512vnni", [](const Problem& p) { return supports(p, words_avx512vnni()); },
+          tune, run};
 }
 
 }  // namespace qattn::cpu

@@ -18,10 +18,10 @@ detail::Kernel attention_kernel_avx512vnni();
 /// number of threads or on the rest of the batch.
 struct Config : detail::PlanData {
   const Words* words = nullptr;
-  bool integer_qk = false;    ///< s8 panels and dot4, else float panels
-  bool integer_pv = false;    ///< u8 P times s8 V
+  bool integer_qk = false;     ///< s8 panels and dot4, else float panels
+  bool integer_pv = false;     ///< u8 P times s8 V
   bool v_token_scale = false;  ///< V's scale per token is folded into P
-  int v_block = tile_keys;    ///< keys under one V scale inside a tile (divides tile_keys)
+  int v_block = tile_keys;     ///< keys under one V scale inside a tile (divides tile_keys)
   Rounding rounding = Rounding::f32;
   bool smooth_k = false, smooth_q = false, smooth_v = false, rotate = false;
   /// Sequences of at most tile_rows rows (query heads of a group times queries) are split into runs
@@ -34,49 +34,49 @@ struct Config : detail::PlanData {
 struct SequenceInfo {
   std::int64_t q_begin, q_length, q_rows;  ///< q_rows: rows that exist in out (q_length are used)
   std::int64_t k_begin, k_length;
-  std::int64_t slot;          ///< first key slot in the prepared panels (multiple of tile_keys)
-  std::int64_t splits;        ///< 0: tasks by row block; else runs of keys of one packed block
+  std::int64_t slot;    ///< first key slot in the prepared panels (multiple of tile_keys)
+  std::int64_t splits;  ///< 0: tasks by row block; else runs of keys of one packed block
   std::int64_t first_task, first_partial;
 };
 
 /// Scratch of one thread.
 struct Scratch {
-  float* q;              ///< [tile_rows][d] float engine
-  std::int8_t* q_codes;  ///< [tile_rows][d] integer engine
-  float *scores, *p;     ///< [tile_rows][tile_keys]
-  std::uint8_t* codes;   ///< [tile_rows][tile_keys]
-  float* out;            ///< [tile_rows][dv padded]
+  float* q;                                            ///< [tile_rows][d] float engine
+  std::int8_t* q_codes;                                ///< [tile_rows][d] integer engine
+  float *scores, *p;                                   ///< [tile_rows][tile_keys]
+  std::uint8_t* codes;                                 ///< [tile_rows][tile_keys]
+  float* out;                                          ///< [tile_rows][dv padded]
   float *max, *sum, *alpha, *beta, *q_scale, *offset;  ///< [tile_rows]
   std::int32_t* correction;                            ///< [tile_rows]
-  float* rows;           ///< [tile_keys][256] a tile of V, or rows of Q and K
-  float* row;            ///< [3][256]
-  std::uint8_t* bytes;   ///< [tile_keys][256]
-  float* token_amax;     ///< [longest sequence]
-  float* group_amax;     ///< [longest sequence rounded up to blocks], or [groups][dv padded]
+  float* rows;          ///< [tile_keys][256] a tile of V, or rows of Q and K
+  float* row;           ///< [3][256]
+  std::uint8_t* bytes;  ///< [tile_keys][256]
+  float* token_amax;    ///< [longest sequence]
+  float* group_amax;    ///< [longest sequence rounded up to blocks], or [groups][dv padded]
   std::int64_t saturated[3];
 };
 
 /// Everything that lives in the workspace.
 struct Arrays {
-  SequenceInfo* sequences;   ///< [batch]
-  float *k_mean, *v_mean;    ///< [batch * heads_kv][padded]
-  float* q_scale;            ///< [heads_q][tokens_q] scale of every query row
-  float* q_global;           ///< [batch * heads_q]
-  float* q_mean;             ///< [batch * heads_q][blocks][d padded]
-  float* head_amax[3];       ///< [batch * heads] for per_tensor and the global scales
-  std::uint8_t* k_codes;     ///< integer panels [heads_kv][slots / 16][d / 4][16][4]
-  float* k_panels;           ///< float panels [heads_kv][slots / 16][d][16]
-  float* k_scale;            ///< [heads_kv][slots]
-  std::int8_t* v_codes;      ///< [heads_kv][slots / 4][dv padded][4]
-  float* v_panels;           ///< [heads_kv][slots][dv padded]
-  float* v_scale;            ///< [heads_kv][slots / v_block][dv padded], or [heads_kv][slots]
+  SequenceInfo* sequences;     ///< [batch]
+  float *k_mean, *v_mean;      ///< [batch * heads_kv][padded]
+  float* q_scale;              ///< [heads_q][tokens_q] scale of every query row
+  float* q_global;             ///< [batch * heads_q]
+  float* q_mean;               ///< [batch * heads_q][blocks][d padded]
+  float* head_amax[3];         ///< [batch * heads] for per_tensor and the global scales
+  std::uint8_t* k_codes;       ///< integer panels [heads_kv][slots / 16][d / 4][16][4]
+  float* k_panels;             ///< float panels [heads_kv][slots / 16][d][16]
+  float* k_scale;              ///< [heads_kv][slots]
+  std::int8_t* v_codes;        ///< [heads_kv][slots / 4][dv padded][4]
+  float* v_panels;             ///< [heads_kv][slots][dv padded]
+  float* v_scale;              ///< [heads_kv][slots / v_block][dv padded], or [heads_kv][slots]
   float *v_inverse, *v_plain;  ///< [heads_kv][slots] with v_token_scale
-  std::uint8_t* v_bad;       ///< [heads_kv][slots] token holds NaN or Inf in V
-  std::uint8_t* v_bad_tile;  ///< [heads_kv][slots / tile_keys]
-  float* partials;           ///< [rows][dv padded + 2] of split sequences
-  Scratch* scratch;          ///< [threads]
-  std::int64_t slots;        ///< key slots per head, all sequences
-  std::int64_t q_blocks;     ///< smooth_q blocks per head
+  std::uint8_t* v_bad;         ///< [heads_kv][slots] token holds NaN or Inf in V
+  std::uint8_t* v_bad_tile;    ///< [heads_kv][slots / tile_keys]
+  float* partials;             ///< [rows][dv padded + 2] of split sequences
+  Scratch* scratch;            ///< [threads]
+  std::int64_t slots;          ///< key slots per head, all sequences
+  std::int64_t q_blocks;       ///< smooth_q blocks per head
 };
 
 struct Job {
@@ -90,8 +90,7 @@ struct Job {
   std::int64_t unit(std::int64_t b, std::int64_t head) const { return b * problem.heads_kv + head; }
   /// Place of a query row in q_scale.
   std::int64_t q_place(std::int64_t b, std::int64_t head, std::int64_t i) const {
-    const std::int64_t first =
-        problem.varlen_q ? arrays.sequences[b].q_begin : b * problem.max_q;
+    const std::int64_t first = problem.varlen_q ? arrays.sequences[b].q_begin : b * problem.max_q;
     return head * problem.tokens_q + first + i;
   }
   /// Q's mean of the block that row i lies in (smooth_q).

@@ -71,8 +71,9 @@ Transform transform_of(const Job& job, Role role, std::int64_t b, std::int64_t h
 }
 
 Sequence sequence_of(const Job& job, Role role, std::int64_t b, std::int64_t head) {
-  return role == Role::q ? job.q_sequence(b, head)
-                         : role == Role::k ? job.k_sequence(b, head) : job.v_sequence(b, head);
+  return role == Role::q   ? job.q_sequence(b, head)
+         : role == Role::k ? job.k_sequence(b, head)
+                           : job.v_sequence(b, head);
 }
 
 /// Scale of every token of a float operand whose scale is one number a token (after expansion of
@@ -138,8 +139,8 @@ void k_row(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
   }
   load_row(job.words(), x, s, transform_of(job, Role::k, b, head, s), row);
   if (free_scale(format)) {
-    scratch.saturated[1] += encode_row(job.words(), format, row, x.channels,
-                                       formats::reciprocal(scale), scratch.bytes);
+    scratch.saturated[1] +=
+        encode_row(job.words(), format, row, x.channels, formats::reciprocal(scale), scratch.bytes);
     decode_row(format, scratch.bytes, x.channels, row);
   } else if (grouped(format)) {
     const float global =
@@ -259,8 +260,8 @@ void pack_v_integer(const Job& job, const VScales& scales, std::int64_t first, i
     return;
   }
   for (int j = 0; j < count; j += c.v_block) {
-    float* scale = job.arrays.v_scale +
-                   (scales.head * job.arrays.slots + slot + j) / c.v_block * dv;
+    float* scale =
+        job.arrays.v_scale + (scales.head * job.arrays.slots + slot + j) / c.v_block * dv;
     for (int i = 0; i < dv; ++i) scale[i] = i < channels ? scales.at(first + j, i) : 0.0f;
   }
 }
@@ -288,9 +289,10 @@ void pack_v_float(const Job& job, const VScales& scales, std::int64_t first, int
       }
     }
   } else if (grouped(format)) {
-    const float global = format == Format::nvfp4
-                             ? global_scale(job.arrays.head_amax[2][job.unit(scales.b, scales.head)])
-                             : 1.0f;
+    const float global =
+        format == Format::nvfp4
+            ? global_scale(job.arrays.head_amax[2][job.unit(scales.b, scales.head)])
+            : 1.0f;
     const int group = info(format).group;
     for (int i = 0; i < channels; ++i) {
       float column[tile_keys];
@@ -310,8 +312,10 @@ std::int64_t GivenScale::offset(std::int64_t outer, std::int64_t head, std::int6
                                 int c) const {
   const auto& st = view.stride;
   switch (scaling.granularity) {
-    case Granularity::per_tensor: return 0;
-    case Granularity::per_head: return paged ? head * st[0] : outer * st[0] + head * st[1];
+    case Granularity::per_tensor:
+      return 0;
+    case Granularity::per_head:
+      return paged ? head * st[0] : outer * st[0] + head * st[1];
     case Granularity::per_channel:
       return paged ? head * st[0] + c * st[1] : outer * st[0] + head * st[1] + c * st[2];
     case Granularity::per_block_channel:
@@ -319,7 +323,8 @@ std::int64_t GivenScale::offset(std::int64_t outer, std::int64_t head, std::int6
     case Granularity::group:
       return outer * st[0] + head * st[1] + (role == Role::v ? s / group : s) * st[2] +
              (role == Role::v ? c : c / group) * st[3];
-    default: return outer * st[0] + head * st[1] + scale_index(scaling, role, s) * st[2];
+    default:
+      return outer * st[0] + head * st[1] + scale_index(scaling, role, s) * st[2];
   }
 }
 float GivenScale::at(std::int64_t outer, std::int64_t head, std::int64_t s, int c) const {
@@ -371,17 +376,17 @@ void prepare_means(const Job& job, std::int64_t b, std::int64_t head, Scratch& s
     const Sequence x = sequence_of(job, role, b, head);
     if (given.present()) {
       for (int i = 0; i < padded(width); ++i) {
-        mean[i] = i < width ? static_cast<const float*>(given.data)[b * given.stride[0] +
-                                                                    head * given.stride[1] +
-                                                                    i * given.stride[2]]
+        mean[i] = i < width ? static_cast<const float*>(
+                                  given.data)[b * given.stride[0] + head * given.stride[1] +
+                                              i * given.stride[2]]
                             : 0.0f;
       }
     } else if (smooth) {
       mean_of_rows(job.words(), x, 0, x.length, mean, scratch.row);
     }
   };
-  one(Role::k, job.config.smooth_k, t.k_mean, job.arrays.k_mean + job.unit(b, head) * padded(job.d()),
-      job.d());
+  one(Role::k, job.config.smooth_k, t.k_mean,
+      job.arrays.k_mean + job.unit(b, head) * padded(job.d()), job.d());
   one(Role::v, job.config.smooth_v, t.v_mean, job.arrays.v_mean + job.unit(b, head) * job.dv(),
       job.problem.dv);
 }
@@ -486,8 +491,8 @@ void prepare_v(const Job& job, std::int64_t b, std::int64_t head, Scratch& scrat
   } else if (scaled) {
     channel_scales(job, x, b, head, scratch);
   }
-  const VScales scales{job, x, b, head, scratch, token_form, scratch.token_amax, given_scale(job, Role::v),
-                       given};
+  const VScales scales{
+      job, x, b, head, scratch, token_form, scratch.token_amax, given_scale(job, Role::v), given};
   for (std::int64_t first = 0; first < x.length; first += tile_keys) {
     const int count = static_cast<int>(std::min<std::int64_t>(tile_keys, x.length - first));
     const std::int64_t slot = begin + first;

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <limits>
 
-#include "formats/f16.hpp"
 #include "formats/bf16.hpp"
+#include "formats/f16.hpp"
 #include "formats/scale.hpp"
 #include "kernels/attn_prefill/cpu.hpp"
 #include "qattn/quantize.hpp"
@@ -52,9 +52,9 @@ void set_window(const Problem& p, const SequenceInfo& s, Row& row) {
 Task make_task(const Job& job, std::int64_t index) {
   const Problem& p = job.problem;
   const SequenceInfo* s = job.arrays.sequences;
-  const SequenceInfo* found = std::upper_bound(
-      s, s + p.batch, index,
-      [](std::int64_t i, const SequenceInfo& x) { return i < x.first_task; });
+  const SequenceInfo* found =
+      std::upper_bound(s, s + p.batch, index,
+                       [](std::int64_t i, const SequenceInfo& x) { return i < x.first_task; });
   Task t{};
   t.b = found - s - 1;
   const SequenceInfo& seq = s[t.b];
@@ -120,8 +120,8 @@ void load_queries(const Job& job, const Task& t, Scratch& s) {
       continue;
     }
     const Sequence x = job.q_sequence(t.b, row.head);
-    const float scale = scaled && !group ? job.arrays.q_scale[job.q_place(t.b, row.head, row.i)]
-                                         : 1.0f;
+    const float scale =
+        scaled && !group ? job.arrays.q_scale[job.q_place(t.b, row.head, row.i)] : 1.0f;
     s.q_scale[r] = scale * p.softmax_scale;
     std::uint8_t* codes = s.bytes;
     if (p.q_codes) {
@@ -134,8 +134,8 @@ void load_queries(const Job& job, const Task& t, Scratch& s) {
       const float* mean = c.smooth_q ? job.q_mean(t.b, row.head, row.i) : nullptr;
       if (mean || c.rotate) load_row(job.words(), x, row.i, {mean, c.rotate}, q);
       if (group) {
-        const float global = format == Format::nvfp4
-                                 ? job.arrays.q_global[t.b * p.heads_q + row.head] : 1.0f;
+        const float global =
+            format == Format::nvfp4 ? job.arrays.q_global[t.b * p.heads_q + row.head] : 1.0f;
         std::uint8_t scales[32];
         encode_groups(format, q, d, global, codes, scales);
         for (int i = 0; i < d; ++i) {
@@ -220,8 +220,8 @@ void finish_scores(const Job& job, const Task& t, std::int64_t first, int keys, 
     }
     if (p.tensors.alibi_slopes.present()) {
       const TensorView& v = p.tensors.alibi_slopes;
-      const std::int64_t at = v.rank == 1 ? row.head * v.stride[0]
-                                          : t.b * v.stride[0] + row.head * v.stride[1];
+      const std::int64_t at =
+          v.rank == 1 ? row.head * v.stride[0] : t.b * v.stride[0] + row.head * v.stride[1];
       const float slope = static_cast<const float*>(v.data)[at];
       const std::int64_t diagonal = row.i + seq.k_length - seq.q_length;
       for (int j = 0; j < keys; ++j) {
@@ -349,8 +349,8 @@ void write_row(const Job& job, std::int64_t b, const Row& row, float max, float 
   if (!p.tensors.lse.present()) return;
   const auto& st = p.tensors.lse.stride;
   const std::int64_t token = job.arrays.sequences[b].q_begin + row.i;
-  const std::int64_t at = p.varlen_q ? row.head * st[0] + token * st[1]
-                                     : b * st[0] + row.head * st[1] + row.i * st[2];
+  const std::int64_t at =
+      p.varlen_q ? row.head * st[0] + token * st[1] : b * st[0] + row.head * st[1] + row.i * st[2];
   static_cast<float*>(p.tensors.lse.data)[at] = lse;
 }
 

@@ -23,13 +23,13 @@ struct SoftmaxTile {
   int rows;
   int keys;  ///< multiple of 16; keys behind hold -inf
   Rounding rounding;
-  float* max;            ///< [rows] running maximum
-  float* sum;            ///< [rows] running sum of rounded P
-  float* alpha;          ///< [rows] factor of what O held before
-  float* beta;           ///< [rows] factor of this tile's product
-  float* p;              ///< [rows][tile_keys] for the float engine (may be `scores`)
-  std::uint8_t* codes;   ///< [rows][tile_keys] for the integer engine
-  const float* v_scale;  ///< [keys] u8_token: V's scale per token
+  float* max;              ///< [rows] running maximum
+  float* sum;              ///< [rows] running sum of rounded P
+  float* alpha;            ///< [rows] factor of what O held before
+  float* beta;             ///< [rows] factor of this tile's product
+  float* p;                ///< [rows][tile_keys] for the float engine (may be `scores`)
+  std::uint8_t* codes;     ///< [rows][tile_keys] for the integer engine
+  const float* v_scale;    ///< [keys] u8_token: V's scale per token
   const float* v_inverse;  ///< [keys] 1 / v_scale, or 0 where the sum takes P unrounded
   const float* v_plain;    ///< [keys] 1 where the sum takes P unrounded, else 0
 };
@@ -42,8 +42,8 @@ struct Words {
   void (*load_row)(const void* src, Element element, int n, const float* mean, float* dst);
   /// max |x|, NaN if any is NaN. n counts floats; the row is padded to a multiple of 16.
   float (*amax)(const float* x, int n);
-  /// codes[0, n padded to 16) = clamp(round(x * inverse), -127, 127); returns how many were clipped.
-  /// A NaN inverse gives zeros.
+  /// codes[0, n padded to 16) = clamp(round(x * inverse), -127, 127); returns how many were
+  /// clipped. A NaN inverse gives zeros.
   int (*encode_s8)(const float* x, int n, float inverse, std::int8_t* codes);
   /// sum += x, element by element.
   void (*accumulate)(const float* x, int n, float* sum);

@@ -10,17 +10,21 @@ std::int64_t scale_index(const Scaling& scaling, Role role, std::int64_t s) {
   switch (scaling.granularity) {
     case Granularity::per_tensor:
     case Granularity::per_head:
-    case Granularity::per_channel: return 0;
+    case Granularity::per_channel:
+      return 0;
     case Granularity::per_block:
-    case Granularity::per_block_channel: return s / scaling.block;
-    case Granularity::per_warp: return s / scaling.warp;
+    case Granularity::per_block_channel:
+      return s / scaling.block;
+    case Granularity::per_warp:
+      return s / scaling.warp;
     case Granularity::per_thread:
       // Q: rows g, g + 8, ... of a warp's m16n8 fragments belong to lanes of group g.
       // K: columns 2t, 2t + 1 of every n8 fragment belong to lanes t (ISA: mma C fragment).
       return role == Role::q ? s / scaling.warp * 8 + s % 8 : s / scaling.block * 4 + s % 8 / 2;
     case Granularity::per_token:
     case Granularity::group:
-    case Granularity::automatic: return s;
+    case Granularity::automatic:
+      return s;
   }
   return s;
 }
@@ -30,16 +34,20 @@ std::int64_t scale_count(const Scaling& scaling, Role role, std::int64_t tokens)
   switch (scaling.granularity) {
     case Granularity::per_tensor:
     case Granularity::per_head:
-    case Granularity::per_channel: return 1;
+    case Granularity::per_channel:
+      return 1;
     case Granularity::per_block:
-    case Granularity::per_block_channel: return blocks(scaling.block);
-    case Granularity::per_warp: return blocks(scaling.block) * (scaling.block / scaling.warp);
+    case Granularity::per_block_channel:
+      return blocks(scaling.block);
+    case Granularity::per_warp:
+      return blocks(scaling.block) * (scaling.block / scaling.warp);
     case Granularity::per_thread:
       return role == Role::q ? blocks(scaling.block) * (scaling.block / scaling.warp) * 8
                              : blocks(scaling.block) * 4;
     case Granularity::per_token:
     case Granularity::group:
-    case Granularity::automatic: return tokens;
+    case Granularity::automatic:
+      return tokens;
   }
   return tokens;
 }
@@ -48,15 +56,19 @@ ScaleShape scale_shape(const Scaling& scaling, Role role, int group, bool paged,
                        std::int64_t heads, std::int64_t tokens, std::int64_t channels) {
   const std::int64_t count = scale_count(scaling, role, tokens);
   switch (scaling.granularity) {
-    case Granularity::per_tensor: return {1, {1}};
-    case Granularity::per_head: return paged ? ScaleShape{1, {heads}} : ScaleShape{2, {outer, heads}};
+    case Granularity::per_tensor:
+      return {1, {1}};
+    case Granularity::per_head:
+      return paged ? ScaleShape{1, {heads}} : ScaleShape{2, {outer, heads}};
     case Granularity::per_channel:
       return paged ? ScaleShape{2, {heads, channels}} : ScaleShape{3, {outer, heads, channels}};
-    case Granularity::per_block_channel: return {4, {outer, heads, count, channels}};
+    case Granularity::per_block_channel:
+      return {4, {outer, heads, count, channels}};
     case Granularity::group:
       if (role == Role::v) return {4, {outer, heads, (tokens + group - 1) / group, channels}};
       return {4, {outer, heads, tokens, (channels + group - 1) / group}};
-    default: return {3, {outer, heads, count}};
+    default:
+      return {3, {outer, heads, count}};
   }
 }
 
@@ -93,12 +105,11 @@ Status check_scaling(const char* operand, const Scaling& asked, Role role, Forma
     return refuse("does not fit format " + std::string(f.name) +
                   (f.group > 0 ? ", whose scales are built in" : ""));
   }
-  const bool channels = s.granularity == Granularity::per_channel ||
-                        s.granularity == Granularity::per_block_channel;
+  const bool channels =
+      s.granularity == Granularity::per_channel || s.granularity == Granularity::per_block_channel;
   if (channels && role != Role::v) return refuse("is for V only");
-  const bool warps =
-      s.granularity == Granularity::per_warp ||
-      (s.granularity == Granularity::per_thread && role == Role::q);
+  const bool warps = s.granularity == Granularity::per_warp ||
+                     (s.granularity == Granularity::per_thread && role == Role::q);
   if (s.granularity == Granularity::per_warp && role != Role::q) return refuse("is for Q only");
   if (role == Role::v && s.granularity != Granularity::per_token && !channels &&
       s.granularity != Granularity::group && s.granularity != Granularity::per_head &&
@@ -109,8 +120,8 @@ Status check_scaling(const char* operand, const Scaling& asked, Role role, Forma
     return refuse("has block " + std::to_string(s.block) + ", not a multiple of 8 from 8 to 2^20");
   }
   if (warps && (s.warp < 8 || s.warp % 8 != 0 || s.block % s.warp != 0)) {
-    return refuse("has warp " + std::to_string(s.warp) + ", not a multiple of 8 that divides block " +
-                  std::to_string(s.block));
+    return refuse("has warp " + std::to_string(s.warp) +
+                  ", not a multiple of 8 that divides block " + std::to_string(s.block));
   }
   return {};
 }
@@ -131,8 +142,8 @@ Result<float> scheduled_scale(float scale_at_ref, std::span<const float> sigma, 
     }
   }
   if (!(scale_at_ref > 0) || !std::isfinite(scale_at_ref)) {
-    return Status(Code::invalid_argument, "scale_at_ref: " + std::to_string(scale_at_ref) +
-                                              " is not positive and finite");
+    return Status(Code::invalid_argument,
+                  "scale_at_ref: " + std::to_string(scale_at_ref) + " is not positive and finite");
   }
   return scale_at_ref *
          (sigma[static_cast<std::size_t>(step)] / sigma[static_cast<std::size_t>(ref)]);

@@ -131,9 +131,8 @@ Result<Facts> check(const TensorView& x, const QuantizeOptions& o, const TensorV
   f.scaling = resolve_scaling(o.scaling, o.role, o.format);
   const int group = info(o.format).group;
   f.shapes.codes = dense(o.format, {x.rank, x.shape});
-  f.shapes.scale =
-      dense(info(o.format).scale, scale_shape(f.scaling, o.role, group, false, f.batch, f.heads,
-                                              f.longest, f.channels));
+  f.shapes.scale = dense(info(o.format).scale, scale_shape(f.scaling, o.role, group, false, f.batch,
+                                                           f.heads, f.longest, f.channels));
   if (o.format == Format::nvfp4) f.shapes.global = dense(Format::f32, {2, {f.batch, f.heads}});
   if (o.smooth) {
     const std::int64_t blocks = (f.longest + f.scaling.block - 1) / f.scaling.block;
@@ -189,9 +188,13 @@ Status check_tensors(const QuantizeTensors& t, const Facts& f, const QuantizeOpt
     }
     if (Status s = check_like("static_scale", t.static_scale, f.shapes.scale); !s.ok()) return s;
   }
-  const std::pair<const char*, const TensorView*> all[] = {
-      {"codes", &t.codes}, {"scale", &t.scale}, {"global", &t.global}, {"mean", &t.mean},
-      {"x", &t.x}, {"static_scale", &t.static_scale}, {"cu_seqlens", &t.cu_seqlens}};
+  const std::pair<const char*, const TensorView*> all[] = {{"codes", &t.codes},
+                                                           {"scale", &t.scale},
+                                                           {"global", &t.global},
+                                                           {"mean", &t.mean},
+                                                           {"x", &t.x},
+                                                           {"static_scale", &t.static_scale},
+                                                           {"cu_seqlens", &t.cu_seqlens}};
   for (int i = 0; i < 4; ++i) {
     for (int j = 0; j < 7; ++j) {
       if (i == j || !all[i].second->present() || !all[j].second->present()) continue;
@@ -241,8 +244,10 @@ struct Unit {
   std::int64_t scale_offset(const TensorView& v, std::int64_t token, int c) const {
     const int group = info(o.format).group;
     switch (f.scaling.granularity) {
-      case Granularity::per_tensor: return 0;
-      case Granularity::per_head: return b * v.stride[0] + head * v.stride[1];
+      case Granularity::per_tensor:
+        return 0;
+      case Granularity::per_head:
+        return b * v.stride[0] + head * v.stride[1];
       case Granularity::per_channel:
         return b * v.stride[0] + head * v.stride[1] + c * v.stride[2];
       case Granularity::per_block_channel:
@@ -268,7 +273,8 @@ void compute_means(Unit& u) {
   if (!u.o.smooth) return;
   const int n = padded(u.f.channels);
   const Sequence x = u.sequence();
-  const std::int64_t step = u.o.role == Role::q ? u.f.scaling.block : std::max<std::int64_t>(u.length, 1);
+  const std::int64_t step =
+      u.o.role == Role::q ? u.f.scaling.block : std::max<std::int64_t>(u.length, 1);
   const std::int64_t count = u.o.role == Role::q ? u.t.mean.shape[2] : 1;
   u.means.assign(static_cast<std::size_t>(count * n), 0.0f);
   std::vector<float> scratch(static_cast<std::size_t>(3 * n));
@@ -280,10 +286,10 @@ void compute_means(Unit& u) {
     }
     const TensorView& m = u.t.mean;
     for (int c = 0; c < u.f.channels; ++c) {
-      const std::int64_t at = u.o.role == Role::q
-                                  ? u.b * m.stride[0] + u.head * m.stride[1] + i * m.stride[2] +
-                                        c * m.stride[3]
-                                  : u.b * m.stride[0] + u.head * m.stride[1] + c * m.stride[2];
+      const std::int64_t at =
+          u.o.role == Role::q
+              ? u.b * m.stride[0] + u.head * m.stride[1] + i * m.stride[2] + c * m.stride[3]
+              : u.b * m.stride[0] + u.head * m.stride[1] + c * m.stride[2];
       static_cast<float*>(m.data)[at] = mean[c];
     }
   }
@@ -352,8 +358,9 @@ std::int64_t quantize_scaled(const Unit& u, float common) {
       } else if (u.f.scaling.granularity == Granularity::per_warp ||
                  u.f.scaling.granularity == Granularity::per_thread) {
         // Groups behind the last token exist in the shape only.
-        static_cast<float*>(u.t.scale.data)[u.b * u.t.scale.stride[0] + u.head * u.t.scale.stride[1] +
-                                            g * u.t.scale.stride[2]] = value;
+        static_cast<float*>(
+            u.t.scale.data)[u.b * u.t.scale.stride[0] + u.head * u.t.scale.stride[1] +
+                            g * u.t.scale.stride[2]] = value;
       }
     }
   }
@@ -368,20 +375,34 @@ std::int64_t quantize_scaled(const Unit& u, float common) {
       for (int c = 0; c < u.f.channels; ++c) {
         float one[cpu::lanes] = {row[static_cast<std::size_t>(c)]};
         std::uint8_t code[cpu::lanes];
-        clipped += cpu::encode_row(u.words, u.o.format, one, 1,
-                                   formats::reciprocal(scale[static_cast<std::size_t>(g * n + c)]),
-                                   code);
+        clipped +=
+            cpu::encode_row(u.words, u.o.format, one, 1,
+                            formats::reciprocal(scale[static_cast<std::size_t>(g * n + c)]), code);
         codes[static_cast<std::size_t>(c)] = code[0];
       }
     } else {
-      clipped += cpu::encode_row(u.words, u.o.format, row.data(), u.f.channels,
-                                 formats::reciprocal(scale[static_cast<std::size_t>(g)]),
-                                 codes.data());
+      clipped +=
+          cpu::encode_row(u.words, u.o.format, row.data(), u.f.channels,
+                          formats::reciprocal(scale[static_cast<std::size_t>(g)]), codes.data());
     }
     std::memcpy(static_cast<std::uint8_t*>(u.t.codes.data) + u.token_offset(u.t.codes, s),
                 codes.data(), static_cast<std::size_t>(u.f.channels));
   }
   return clipped;
+}
+
+/// Scales behind a packed sequence's end exist in the shape only; code 0 is a number in both scale
+/// formats, so that the tensor as a whole passes the check of given scales.
+void fill_unused_scales(const Unit& u) {
+  const int group = info(u.o.format).group;
+  const bool v = u.o.role == Role::v;
+  const std::int64_t step = v ? group : 1;
+  auto* scales = static_cast<std::uint8_t*>(u.t.scale.data);
+  for (std::int64_t s = (u.length + step - 1) / step * step; s < u.f.longest; s += step) {
+    for (int c = 0; c < u.f.channels; c += v ? 1 : group) {
+      scales[u.scale_offset(u.t.scale, s, c)] = 0;
+    }
+  }
 }
 
 /// Micro-scaled formats: groups along channels (Q, K) or tokens (V).
@@ -397,9 +418,10 @@ void quantize_grouped(const Unit& u) {
       amax = formats::fold_amax(amax, u.words.amax(rows.data(), u.f.channels));
     }
     global = cpu::global_scale(amax);
-    static_cast<float*>(u.t.global.data)[u.b * u.t.global.stride[0] +
-                                         u.head * u.t.global.stride[1]] = global;
+    static_cast<float*>(
+        u.t.global.data)[u.b * u.t.global.stride[0] + u.head * u.t.global.stride[1]] = global;
   }
+  fill_unused_scales(u);
   auto* scales_out = static_cast<std::uint8_t*>(u.t.scale.data);
   if (u.o.role != Role::v) {
     std::uint8_t codes[256], scales[16];
@@ -486,12 +508,12 @@ void dequantize_unit(Unit& u) {
   std::vector<float> row(static_cast<std::size_t>(padded(u.f.channels)));
   const float global =
       u.t.global.present()
-          ? static_cast<const float*>(u.t.global.data)[u.b * u.t.global.stride[0] +
-                                                       u.head * u.t.global.stride[1]]
+          ? static_cast<const float*>(
+                u.t.global.data)[u.b * u.t.global.stride[0] + u.head * u.t.global.stride[1]]
           : 1.0f;
   for (std::int64_t s = 0; s < u.length; ++s) {
-    const auto* codes = static_cast<const std::byte*>(u.t.codes.data) +
-                        u.token_offset(u.t.codes, s) * bits / 8;
+    const auto* codes =
+        static_cast<const std::byte*>(u.t.codes.data) + u.token_offset(u.t.codes, s) * bits / 8;
     if (group == 0) {
       cpu::decode_row(u.o.format, reinterpret_cast<const std::uint8_t*>(codes), u.f.channels,
                       row.data());

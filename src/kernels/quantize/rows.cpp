@@ -43,8 +43,9 @@ void round_trip(float* row, int n) {
 }  // namespace
 
 Element element_of(Format format) {
-  return format == Format::f16 ? Element::f16
-                               : format == Format::bf16 ? Element::bf16 : Element::f32;
+  return format == Format::f16    ? Element::f16
+         : format == Format::bf16 ? Element::bf16
+                                  : Element::f32;
 }
 
 void load_row(const Words& words, const Sequence& x, std::int64_t token, const Transform& transform,
@@ -92,11 +93,16 @@ void fold_groups(const Scaling& scaling, Role role, const float* token_amax, std
 
 float code_max(Format format) {
   switch (format) {
-    case Format::s8: return 127.0f;
-    case Format::e4m3: return formats::E4m3::max;
-    case Format::e4m3fnuz: return formats::E4m3Fnuz::max;
-    case Format::e5m2: return formats::E5m2::max;
-    default: return std::numeric_limits<float>::quiet_NaN();
+    case Format::s8:
+      return 127.0f;
+    case Format::e4m3:
+      return formats::E4m3::max;
+    case Format::e4m3fnuz:
+      return formats::E4m3Fnuz::max;
+    case Format::e5m2:
+      return formats::E5m2::max;
+    default:
+      return std::numeric_limits<float>::quiet_NaN();
   }
 }
 
@@ -105,9 +111,12 @@ int encode_row(const Words& words, Format format, const float* row, int n, float
   switch (format) {
     case Format::s8:
       return words.encode_s8(row, n, inverse, reinterpret_cast<std::int8_t*>(codes));
-    case Format::e4m3: return encode_fp8<formats::E4m3>(row, n, inverse, codes);
-    case Format::e4m3fnuz: return encode_fp8<formats::E4m3Fnuz>(row, n, inverse, codes);
-    default: return encode_fp8<formats::E5m2>(row, n, inverse, codes);
+    case Format::e4m3:
+      return encode_fp8<formats::E4m3>(row, n, inverse, codes);
+    case Format::e4m3fnuz:
+      return encode_fp8<formats::E4m3Fnuz>(row, n, inverse, codes);
+    default:
+      return encode_fp8<formats::E5m2>(row, n, inverse, codes);
   }
 }
 
@@ -116,9 +125,15 @@ void decode_row(Format format, const std::uint8_t* codes, int n, float* row) {
     case Format::s8:
       for (int i = 0; i < n; ++i) row[i] = static_cast<float>(static_cast<std::int8_t>(codes[i]));
       break;
-    case Format::e4m3: decode_fp8<formats::E4m3>(codes, n, row); break;
-    case Format::e4m3fnuz: decode_fp8<formats::E4m3Fnuz>(codes, n, row); break;
-    default: decode_fp8<formats::E5m2>(codes, n, row); break;
+    case Format::e4m3:
+      decode_fp8<formats::E4m3>(codes, n, row);
+      break;
+    case Format::e4m3fnuz:
+      decode_fp8<formats::E4m3Fnuz>(codes, n, row);
+      break;
+    default:
+      decode_fp8<formats::E5m2>(codes, n, row);
+      break;
   }
 }
 
@@ -129,9 +144,15 @@ void encode_groups(Format format, const float* x, int n, float global, std::uint
     const int count = n - i < group ? n - i : group;
     std::uint8_t full[32];
     switch (format) {
-      case Format::mxfp8: scales[g] = formats::encode_group_mxfp8(x + i, count, full); break;
-      case Format::mxfp4: scales[g] = formats::encode_group_mxfp4(x + i, count, full); break;
-      default: scales[g] = formats::encode_group_nvfp4(x + i, count, global, full); break;
+      case Format::mxfp8:
+        scales[g] = formats::encode_group_mxfp8(x + i, count, full);
+        break;
+      case Format::mxfp4:
+        scales[g] = formats::encode_group_mxfp4(x + i, count, full);
+        break;
+      default:
+        scales[g] = formats::encode_group_nvfp4(x + i, count, global, full);
+        break;
     }
     std::memcpy(codes + i, full, static_cast<std::size_t>(count));
   }
@@ -139,9 +160,12 @@ void encode_groups(Format format, const float* x, int n, float global, std::uint
 
 float decode_group_code(Format format, std::uint8_t code, std::uint8_t scale, float global) {
   switch (format) {
-    case Format::mxfp8: return formats::decode_mxfp8(code, scale);
-    case Format::mxfp4: return formats::decode_mxfp4(code, scale);
-    default: return formats::decode_nvfp4(code, scale, global);
+    case Format::mxfp8:
+      return formats::decode_mxfp8(code, scale);
+    case Format::mxfp4:
+      return formats::decode_mxfp4(code, scale);
+    default:
+      return formats::decode_nvfp4(code, scale, global);
   }
 }
 

@@ -21,7 +21,9 @@ struct Sequence {
   const std::int32_t* pages = nullptr;  ///< this sequence's page numbers, or null
   std::int64_t page_table_stride = 1, page_size = 1, page_stride = 0;
 
-  std::int64_t page(std::int64_t token) const { return pages[token / page_size * page_table_stride]; }
+  std::int64_t page(std::int64_t token) const {
+    return pages[token / page_size * page_table_stride];
+  }
   const std::byte* row(std::int64_t token) const {
     const std::int64_t element =
         pages ? page(token) * page_stride + token % page_size * token_stride : token * token_stride;
@@ -58,7 +60,8 @@ void fold_groups(const Scaling& scaling, Role role, const float* token_amax, std
 /// Largest magnitude of a code with a free scale: 127, 448, 240 or 57344.
 float code_max(Format format);
 
-/// Codes of one row under one scale; returns how many were clipped (never with scale = amax / qmax).
+/// Codes of one row under one scale; returns how many were clipped (never with scale = amax /
+/// qmax).
 int encode_row(const Words& words, Format format, const float* row, int n, float inverse,
                std::uint8_t* codes);
 /// Codes (s8, e4m3, e4m3fnuz, e5m2) as floats, without their scale.

@@ -237,7 +237,7 @@ Status write_npy(OutputFiles& files, const std::string& path, const Array& array
   const int bits = info(array.format).bits;
   if (bits < 8 && !shape.empty()) shape.back() = packed_bytes(shape.back(), bits);
   std::string tuple = shape_text(shape);
-  if (shape.size() == 1) tuple.insert(tuple.size() - 1, ",");
+  if (shape.size() == 1) tuple.insert(tuple.end() - 1, ',');
 
   std::string header = "{'descr': '" + std::string(descr_of(array.format)) +
                        "', 'fortran_order': False, 'shape': " + tuple + ", }";

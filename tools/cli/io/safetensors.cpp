@@ -173,12 +173,20 @@ std::vector<std::string> SafetensorsFile::names() const {
   return names;
 }
 
+std::string SafetensorsFile::listing() const {
+  constexpr std::size_t longest = 1000;
+  std::string list;
+  for (const auto& [name, entry] : entries_) {
+    if (list.size() + name.size() > longest) return list.append(", ...");
+    list.append(list.empty() ? "" : ", ").append(name);
+  }
+  return list;
+}
+
 Result<Array> SafetensorsFile::tensor(const std::string& name) {
   const auto found = entries_.find(name);
   if (found == entries_.end()) {
-    std::string list;
-    for (const auto& [other, entry] : entries_) list += (list.empty() ? "" : ", ") + other;
-    return file_error(file_.path(), "has no tensor '" + name + "'; it has: " + list);
+    return file_error(file_.path(), "has no tensor '" + name + "'; it has: " + listing());
   }
   const Entry& entry = found->second;
   const std::string where = file_.path() + ":" + name;

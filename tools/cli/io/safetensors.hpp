@@ -33,6 +33,9 @@ class SafetensorsFile {
   };
   struct HeaderReader;
 
+  /// The names for a message, cut where a hostile file has too many.
+  std::string listing() const;
+
   explicit SafetensorsFile(InputFile file) : file_(std::move(file)) {}
 
   InputFile file_;

@@ -1,0 +1,175 @@
+/* qattn's C interface: the same calls as qattn/attention.hpp and qattn/quantize.hpp.
+ *
+ * Every struct begins with its own size, set by the *_init function of that struct; a library that
+ * is newer than its caller fills the rest with defaults, and one that is older refuses what it does
+ * not know. Every function returns a qattn_status; the message of the last failure in this thread
+ * is qattn_last_error(). Nothing throws, prints or aborts, and a refused call leaves outputs as they
+ * were. Meanings, shapes and formulas: see the C++ headers named at each struct. */
+#ifndef QATTN_QATTN_H
+#define QATTN_QATTN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define QATTN_API __declspec(dllexport)
+#else
+#define QATTN_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define QATTN_MAX_RANK 5
+
+typedef int32_t qattn_status; /* 0 is success */
+enum {
+  QATTN_OK = 0,
+  QATTN_INVALID_ARGUMENT = 1,
+  QATTN_UNSUPPORTED = 2,
+  QATTN_OUT_OF_MEMORY = 3,
+  QATTN_INTERNAL = 4
+};
+
+/* Formats, numbered from 1 in the order of formats.def; 0 means "no tensor". */
+enum {
+  QATTN_FORMAT_NONE = 0,
+#define QATTN_FORMAT(id, name, bits, group, scale) QATTN_FORMAT_##id,
+#include "qattn/formats.def"
+#undef QATTN_FORMAT
+  QATTN_FORMAT_COUNT
+};
+
+enum { QATTN_LAYOUT_BSHD = 0, QATTN_LAYOUT_BHSD = 1 };
+enum { QATTN_ROLE_Q = 0, QATTN_ROLE_K = 1, QATTN_ROLE_V = 2 };
+enum { QATTN_TOGGLE_AUTO = 0, QATTN_TOGGLE_OFF = 1, QATTN_TOGGLE_ON = 2 };
+enum { QATTN_DEVICE_CPU = 1, QATTN_DEVICE_CUDA = 2, QATTN_DEVICE_HIP = 10 };
+enum {
+  QATTN_GRANULARITY_AUTO = 0,
+  QATTN_PER_TENSOR,
+  QATTN_PER_HEAD,
+  QATTN_PER_BLOCK,
+  QATTN_PER_WARP,
+  QATTN_PER_THREAD,
+  QATTN_PER_TOKEN,
+  QATTN_PER_CHANNEL,
+  QATTN_PER_BLOCK_CHANNEL,
+  QATTN_GROUP
+};
+
+/* qattn::TensorView. Shape and strides in elements; format 0: absent. */
+typedef struct qattn_tensor {
+  void* data;
+  int32_t format;
+  int32_t rank;
+  int64_t shape[QATTN_MAX_RANK];
+  int64_t stride[QATTN_MAX_RANK];
+  int32_t device_type;
+  int32_t device_index;
+} qattn_tensor;
+
+/* qattn::Scaling. */
+typedef struct qattn_scaling {
+  int32_t granularity;
+  int32_t block;
+  int32_t warp;
+} qattn_scaling;
+
+/* qattn::AttentionTensors. */
+typedef struct qattn_attention_tensors {
+  size_t struct_size;
+  qattn_tensor q, k, v, out, lse;
+  qattn_tensor q_scale, k_scale, v_scale;
+  qattn_tensor q_global, k_global, v_global;
+  qattn_tensor k_mean, v_mean, saturated;
+  qattn_tensor sinks, mask, alibi_slopes;
+  qattn_tensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table;
+} qattn_attention_tensors;
+
+/* qattn::AttentionOptions with its Recipe. */
+typedef struct qattn_attention_options {
+  size_t struct_size;
+  const char* recipe; /* name; NULL: "auto" */
+  int32_t layout;
+  int32_t causal;            /* 0 or 1 */
+  int32_t has_softmax_scale; /* 0: 1 / sqrt(D) */
+  float softmax_scale;
+  int64_t window_left, window_right; /* -1: unlimited */
+  float softcap;                     /* 0: off */
+  int32_t threads;                   /* 0: the OpenMP default */
+  qattn_scaling q_scaling, k_scaling, v_scaling;
+  int32_t smooth_k, smooth_q, smooth_v, rotate; /* QATTN_TOGGLE_* */
+} qattn_attention_options;
+
+/* qattn::QuantizeOptions. */
+typedef struct qattn_quantize_options {
+  size_t struct_size;
+  int32_t format;
+  int32_t role;
+  int32_t layout;
+  qattn_scaling scaling;
+  int32_t smooth; /* 0 or 1 */
+  int32_t rotate; /* 0 or 1 */
+  int32_t threads;
+} qattn_quantize_options;
+
+/* qattn::QuantizeTensors. */
+typedef struct qattn_quantize_tensors {
+  size_t struct_size;
+  qattn_tensor x, codes, scale, global, mean, static_scale, cu_seqlens;
+} qattn_quantize_tensors;
+
+typedef struct qattn_plan qattn_plan; /* opaque */
+
+QATTN_API const char* qattn_version(void);
+/* Message of the last failed call in this thread; "" before any. Valid until the next failure. */
+QATTN_API const char* qattn_last_error(void);
+
+/* A dense row-major tensor on the CPU; rank above QATTN_MAX_RANK gives an absent tensor. */
+QATTN_API qattn_tensor qattn_tensor_dense(void* data, int32_t format, int32_t rank,
+                                          const int64_t* shape);
+
+QATTN_API void qattn_attention_tensors_init(qattn_attention_tensors* tensors);
+QATTN_API void qattn_attention_options_init(qattn_attention_options* options);
+QATTN_API void qattn_quantize_tensors_init(qattn_quantize_tensors* tensors);
+QATTN_API void qattn_quantize_options_init(qattn_quantize_options* options);
+
+/* qattn::attention(). */
+QATTN_API qattn_status qattn_attention(const qattn_attention_tensors* tensors,
+                                       const qattn_attention_options* options);
+
+/* qattn::plan(); release the plan with qattn_plan_destroy(). */
+QATTN_API qattn_status qattn_plan_create(const qattn_attention_tensors* tensors,
+                                         const qattn_attention_options* options, qattn_plan** plan);
+QATTN_API void qattn_plan_destroy(qattn_plan* plan); /* NULL is allowed */
+QATTN_API size_t qattn_plan_workspace_bytes(const qattn_plan* plan);
+QATTN_API uint64_t qattn_plan_hash(const qattn_plan* plan);
+/* Valid as long as the plan. */
+QATTN_API const char* qattn_plan_text(const qattn_plan* plan);
+
+/* qattn::run(). `workspace` is aligned to 64 bytes; `stream` is NULL on CPUs. */
+QATTN_API qattn_status qattn_run(const qattn_plan* plan, const qattn_attention_tensors* tensors,
+                                 const qattn_attention_options* options, void* workspace,
+                                 size_t workspace_bytes, void* stream);
+
+/* qattn::explain(): writes at most `capacity` bytes with the closing 0; *needed (may be NULL) is
+ * what the whole text takes. */
+QATTN_API qattn_status qattn_explain(const qattn_attention_tensors* tensors,
+                                     const qattn_attention_options* options, char* text,
+                                     size_t capacity, size_t* needed);
+
+/* qattn::quantize_shapes(): fills codes, scale, global and mean of `tensors` (no data pointers). */
+QATTN_API qattn_status qattn_quantize_shapes(qattn_quantize_tensors* tensors,
+                                             const qattn_quantize_options* options);
+/* qattn::quantize(); *saturated (may be NULL) counts codes that a static scale clipped. */
+QATTN_API qattn_status qattn_quantize(const qattn_quantize_tensors* tensors,
+                                      const qattn_quantize_options* options, int64_t* saturated);
+QATTN_API qattn_status qattn_dequantize(const qattn_quantize_tensors* tensors,
+                                        const qattn_quantize_options* options);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* QATTN_QATTN_H */
