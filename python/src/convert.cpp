@@ -1,0 +1,218 @@
+#include "convert.hpp"
+
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace qattn::python {
+namespace {
+
+[[noreturn]] void invalid(std::string message) {
+  throw StatusError(Status(Code::invalid_argument, std::move(message)));
+}
+
+const char* class_name(Code code) {
+  switch (code) {
+    case Code::invalid_argument: return "InvalidArgument";
+    case Code::unsupported: return "Unsupported";
+    case Code::out_of_memory: return "OutOfMemory";
+    default: return "InternalError";
+  }
+}
+
+/// Shape and strides of an array of bytes that hold packed codes, in elements.
+void widen(TensorView& view, int bits) {
+  const int per_byte = 8 / bits;
+  for (int i = 0; i + 1 < view.rank; ++i) view.stride[i] *= per_byte;
+  if (view.rank > 0) view.shape[view.rank - 1] *= per_byte;
+}
+
+void check_rank(const char* name, std::size_t rank) {
+  if (rank > max_rank) {
+    invalid(std::string(name) + ": rank " + std::to_string(rank) + " is over " +
+            std::to_string(max_rank));
+  }
+}
+
+template <class Array>
+TensorView view_of(const char* name, const Array& array, Format format) {
+  const int bits = info(format).bits;
+  if (array.itemsize() * 8 != static_cast<std::size_t>(std::max(bits, 8))) {
+    invalid(std::string(name) + ": elements of " + std::to_string(array.itemsize()) +
+            " bytes cannot hold format " + std::string(info(format).name));
+  }
+  if (array.device_type() != nb::device::cpu::value) {
+    throw StatusError(Status(Code::unsupported,
+                             std::string(name) + ": does not lie in the memory of the CPU"));
+  }
+  check_rank(name, array.ndim());
+  TensorView view;
+  view.data = const_cast<void*>(static_cast<const void*>(array.data()));
+  view.format = format;
+  view.rank = static_cast<std::int32_t>(array.ndim());
+  for (int i = 0; i < view.rank; ++i) {
+    view.shape[i] = static_cast<std::int64_t>(array.shape(i));
+    view.stride[i] = array.stride(i);
+  }
+  if (bits < 8 && 8 % bits == 0) widen(view, bits);
+  return view;
+}
+
+struct Field {
+  const char* name;
+  TensorView AttentionTensors::*member;
+  bool output;
+};
+
+constexpr Field fields[] = {
+    {"q", &AttentionTensors::q, false},
+    {"k", &AttentionTensors::k, false},
+    {"v", &AttentionTensors::v, false},
+    {"out", &AttentionTensors::out, true},
+    {"lse", &AttentionTensors::lse, true},
+    {"q_scale", &AttentionTensors::q_scale, false},
+    {"k_scale", &AttentionTensors::k_scale, false},
+    {"v_scale", &AttentionTensors::v_scale, false},
+    {"q_global", &AttentionTensors::q_global, false},
+    {"k_global", &AttentionTensors::k_global, false},
+    {"v_global", &AttentionTensors::v_global, false},
+    {"k_mean", &AttentionTensors::k_mean, false},
+    {"v_mean", &AttentionTensors::v_mean, false},
+    {"saturated", &AttentionTensors::saturated, true},
+    {"sinks", &AttentionTensors::sinks, false},
+    {"mask", &AttentionTensors::mask, false},
+    {"alibi_slopes", &AttentionTensors::alibi_slopes, false},
+    {"cu_seqlens_q", &AttentionTensors::cu_seqlens_q, false},
+    {"cu_seqlens_k", &AttentionTensors::cu_seqlens_k, false},
+    {"seqused_q", &AttentionTensors::seqused_q, false},
+    {"seqused_k", &AttentionTensors::seqused_k, false},
+    {"page_table", &AttentionTensors::page_table, false},
+};
+
+std::int32_t narrow(const std::string& what, std::int64_t value) {
+  if (value < 0 || value > std::numeric_limits<std::int32_t>::max()) {
+    invalid(what + ": " + std::to_string(value) + " is not in [0, 2147483647]");
+  }
+  return static_cast<std::int32_t>(value);
+}
+
+}  // namespace
+
+void register_errors() {
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const StatusError& error) {
+      const nb::object type =
+          nb::module_::import_("qattn._errors").attr(class_name(error.code()));
+      PyErr_SetString(type.ptr(), error.what());
+    }
+  });
+}
+
+void check(Status status) {
+  if (!status.ok()) throw StatusError(std::move(status));
+}
+
+TensorView Views::add(const char* name, nb::handle entry, bool writable) {
+  const nb::tuple tuple = nb::cast<nb::tuple>(entry);
+  const Format format = format_from(name, nb::cast<std::string>(tuple[1]));
+  if (tuple[0].is_none()) {
+    const nb::tuple shape = nb::cast<nb::tuple>(tuple[2]);
+    check_rank(name, shape.size());
+    TensorView view;
+    view.format = format;
+    view.rank = static_cast<std::int32_t>(shape.size());
+    std::int64_t step = 1;
+    for (int i = view.rank - 1; i >= 0; --i) {
+      view.shape[i] = nb::cast<std::int64_t>(shape[i]);
+      view.stride[i] = step;
+      step *= view.shape[i];
+    }
+    return view;
+  }
+  if (writable) {
+    nb::ndarray<> array;
+    if (!nb::try_cast(tuple[0], array, false)) {
+      invalid(std::string(name) + ": cannot be written in place (read-only, or not an array)");
+    }
+    outputs_.push_back(std::move(array));
+    return view_of(name, outputs_.back(), format);
+  }
+  nb::ndarray<nb::ro> array;
+  if (!nb::try_cast(tuple[0], array, false)) {
+    invalid(std::string(name) + ": cannot be viewed without a copy");
+  }
+  inputs_.push_back(std::move(array));
+  return view_of(name, inputs_.back(), format);
+}
+
+AttentionTensors attention_tensors(const nb::dict& entries, Views& views) {
+  AttentionTensors tensors;
+  std::size_t known = 0;
+  for (const Field& field : fields) {
+    if (!entries.contains(field.name)) continue;
+    tensors.*field.member = views.add(field.name, entries[field.name], field.output);
+    ++known;
+  }
+  if (known != entries.size()) {
+    throw StatusError(Status(Code::internal, "a tensor has a name that attention() does not know"));
+  }
+  return tensors;
+}
+
+Format format_from(const char* what, const std::string& name) {
+  if (name == "none") return Format::none;
+  const std::optional<Format> format = format_named(name);
+  if (format) return *format;
+  std::string known;
+  for (const FormatInfo& row : all_formats()) {
+    known += (known.empty() ? "" : ", ") + std::string(row.name);
+  }
+  invalid(std::string(what) + ": format \"" + name + "\" is not one of " + known);
+}
+
+Layout layout_from(const std::string& name) {
+  if (name == "bshd") return Layout::bshd;
+  if (name == "bhsd") return Layout::bhsd;
+  invalid("layout: \"" + name + "\" is neither \"bshd\" nor \"bhsd\"");
+}
+
+Role role_from(const std::string& wanted) {
+  for (const Role role : {Role::q, Role::k, Role::v}) {
+    if (name(role) == wanted) return role;
+  }
+  invalid("role: \"" + wanted + "\" is none of \"q\", \"k\", \"v\"");
+}
+
+Scaling scaling_from(const char* operand, const ScalingTuple& tuple) {
+  const auto& [granularity, block, warp] = tuple;
+  const std::optional<Granularity> found = granularity_named(granularity);
+  if (!found) {
+    std::string known;
+    for (int i = 0; name(static_cast<Granularity>(i)) != "unknown"; ++i) {
+      known += (i ? ", " : "") + std::string(name(static_cast<Granularity>(i)));
+    }
+    invalid(std::string(operand) + "granularity: \"" + granularity + "\" is not one of " + known);
+  }
+  Scaling scaling;
+  scaling.granularity = *found;
+  scaling.block = narrow(std::string(operand) + "granularity: block", block);
+  scaling.warp = narrow(std::string(operand) + "granularity: warp", warp);
+  return scaling;
+}
+
+Toggle toggle_from(std::optional<bool> value) {
+  if (!value) return Toggle::automatic;
+  return *value ? Toggle::on : Toggle::off;
+}
+
+RecipeTuple to_tuple(const Recipe& recipe) {
+  const auto text = [](Format format) { return std::string(info(format).name); };
+  return {recipe.name, text(recipe.qk), text(recipe.p), text(recipe.v)};
+}
+
+int threads_from(std::int64_t threads) { return narrow("threads", threads); }
+
+}  // namespace qattn::python

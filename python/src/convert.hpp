@@ -1,0 +1,73 @@
+// Python objects to the types of include/qattn and back. Nothing here computes or decides.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "qattn/qattn.hpp"
+
+namespace qattn::python {
+
+namespace nb = nanobind;
+
+/// A Status on its way to Python, where it becomes the class of qattn._errors for its code.
+class StatusError : public std::exception {
+ public:
+  explicit StatusError(Status status) : status_(std::move(status)) {}
+  const char* what() const noexcept override { return status_.message().c_str(); }
+  Code code() const { return status_.code(); }
+
+ private:
+  Status status_;
+};
+
+void register_errors();
+
+/// Throws StatusError unless the status is ok.
+void check(Status status);
+
+template <class T>
+T check(Result<T> result) {
+  if (!result.ok()) throw StatusError(result.status());
+  return std::move(*result);
+}
+
+/// Views of Python arrays, which stay referenced as long as this object lives. Must be destroyed
+/// with the GIL held.
+class Views {
+ public:
+  /// `entry` is (array, format name), or (None, format name, shape) for a tensor without memory.
+  /// Arrays of packed formats hold bytes; their last dimension and strides are widened to elements.
+  /// Throws StatusError (invalid_argument) if the array cannot be viewed without a copy.
+  TensorView add(const char* name, nb::handle entry, bool writable);
+
+ private:
+  std::vector<nb::ndarray<nb::ro>> inputs_;
+  std::vector<nb::ndarray<>> outputs_;
+};
+
+/// The tensors of attention() from {field name: entry}; unknown names are refused.
+AttentionTensors attention_tensors(const nb::dict& entries, Views& views);
+
+/// (granularity, block, warp); granularity "automatic" and sizes 0 are the defaults.
+using ScalingTuple = std::tuple<std::string, std::int64_t, std::int64_t>;
+/// (name, format of Q and K, of P, of V); "none" as in Recipe.
+using RecipeTuple = std::tuple<std::string, std::string, std::string, std::string>;
+
+Format format_from(const char* what, const std::string& name);
+Layout layout_from(const std::string& name);
+Role role_from(const std::string& name);
+Scaling scaling_from(const char* operand, const ScalingTuple& tuple);
+Toggle toggle_from(std::optional<bool> value);
+RecipeTuple to_tuple(const Recipe& recipe);
+int threads_from(std::int64_t threads);
+
+}  // namespace qattn::python

@@ -1,0 +1,207 @@
+// The extension module: one function a public function of include/qattn, with plain arguments. The
+// package python/qattn gives them their Python face. The GIL is released while qattn works.
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+
+#include "convert.hpp"
+
+namespace qattn::python {
+namespace {
+
+using nb::literals::operator""_a;
+using Doubles = nb::ndarray<double, nb::c_contig, nb::device::cpu>;
+
+std::span<double> span_of(const std::optional<Doubles>& array) {
+  if (!array) return {};
+  return {array->data(), array->size()};
+}
+
+AttentionOptions make_options(const RecipeTuple& recipe, const std::string& layout, bool causal,
+                              std::pair<std::int64_t, std::int64_t> window, double softcap,
+                              std::optional<double> scale,
+                              const std::array<ScalingTuple, 3>& scalings,
+                              const std::array<std::optional<bool>, 4>& toggles,
+                              std::int64_t threads) {
+  AttentionOptions o;
+  o.recipe.name = std::get<0>(recipe);
+  o.recipe.qk = format_from("recipe", std::get<1>(recipe));
+  o.recipe.p = format_from("recipe", std::get<2>(recipe));
+  o.recipe.v = format_from("recipe", std::get<3>(recipe));
+  o.recipe.q_scale = scaling_from("q_", scalings[0]);
+  o.recipe.k_scale = scaling_from("k_", scalings[1]);
+  o.recipe.v_scale = scaling_from("v_", scalings[2]);
+  o.recipe.smooth_k = toggle_from(toggles[0]);
+  o.recipe.smooth_q = toggle_from(toggles[1]);
+  o.recipe.smooth_v = toggle_from(toggles[2]);
+  o.recipe.rotate = toggle_from(toggles[3]);
+  o.layout = layout_from(layout);
+  if (scale) o.softmax_scale = static_cast<float>(*scale);
+  o.causal = causal;
+  o.window_left = window.first;
+  o.window_right = window.second;
+  o.softcap = static_cast<float>(softcap);
+  o.threads = threads_from(threads);
+  return o;
+}
+
+void run_attention(const nb::dict& entries, const AttentionOptions& options) {
+  Views views;
+  const AttentionTensors tensors = attention_tensors(entries, views);
+  Status status;
+  {
+    const nb::gil_scoped_release unlocked;
+    status = attention(tensors, options);
+  }
+  check(std::move(status));
+}
+
+std::string run_explain(const nb::dict& entries, const AttentionOptions& options) {
+  Views views;
+  return explain(attention_tensors(entries, views), options);
+}
+
+void run_reference(const nb::dict& entries, const AttentionOptions& options, const Doubles& out,
+                   const std::optional<Doubles>& lse, const std::vector<std::int64_t>& rows) {
+  Views views;
+  const AttentionTensors tensors = attention_tensors(entries, views);
+  ReferenceOptions reference;
+  reference.rows = rows;
+  reference.threads = options.threads;
+  Status status;
+  {
+    const nb::gil_scoped_release unlocked;
+    status = reference_attention(tensors, options, {out.data(), out.size()}, span_of(lse),
+                                 reference);
+  }
+  check(std::move(status));
+}
+
+/// Options of quantize() in one tuple: format, role, layout, scaling, smooth, rotate, threads.
+QuantizeOptions make_quantize_options(const std::string& format, const std::string& role,
+                                      const std::string& layout, const ScalingTuple& scaling,
+                                      bool smooth, bool rotate, std::int64_t threads) {
+  QuantizeOptions o;
+  o.format = format_from("format", format);
+  o.role = role_from(role);
+  o.layout = layout_from(layout);
+  o.scaling = scaling_from("", scaling);
+  o.smooth = smooth;
+  o.rotate = rotate;
+  o.threads = threads_from(threads);
+  return o;
+}
+
+QuantizeTensors quantize_tensors(const nb::dict& entries, bool decode, Views& views) {
+  QuantizeTensors t;
+  const struct {
+    const char* name;
+    TensorView& view;
+    bool output;
+  } list[] = {{"x", t.x, decode},
+              {"codes", t.codes, !decode},
+              {"scale", t.scale, !decode},
+              {"global", t.global, !decode},
+              {"mean", t.mean, !decode},
+              {"static_scale", t.static_scale, false},
+              {"cu_seqlens", t.cu_seqlens, false}};
+  for (const auto& item : list) {
+    if (entries.contains(item.name)) {
+      item.view = views.add(item.name, entries[item.name], item.output);
+    }
+  }
+  return t;
+}
+
+/// {name: (format, shape in elements)} of what quantize() writes.
+nb::dict run_quantize_shapes(const nb::dict& entries, const QuantizeOptions& options) {
+  Views views;
+  const QuantizeTensors t = quantize_tensors(entries, false, views);
+  const QuantizeShapes shapes = check(quantize_shapes(t.x, options, t.cu_seqlens));
+  nb::dict result;
+  for (const auto& [name, view] : {std::pair{"codes", &shapes.codes},
+                                   std::pair{"scale", &shapes.scale},
+                                   std::pair{"global", &shapes.global},
+                                   std::pair{"mean", &shapes.mean}}) {
+    if (!view->present()) continue;
+    nb::list extents;
+    for (int i = 0; i < view->rank; ++i) extents.append(view->shape[i]);
+    result[name] = nb::make_tuple(std::string(info(view->format).name), nb::tuple(extents));
+  }
+  return result;
+}
+
+std::int64_t run_quantize(const nb::dict& entries, const QuantizeOptions& options) {
+  Views views;
+  const QuantizeTensors tensors = quantize_tensors(entries, false, views);
+  Result<QuantizeReport> report = Status();
+  {
+    const nb::gil_scoped_release unlocked;
+    report = quantize(tensors, options);
+  }
+  return check(std::move(report)).saturated;
+}
+
+void run_dequantize(const nb::dict& entries, const QuantizeOptions& options) {
+  Views views;
+  const QuantizeTensors tensors = quantize_tensors(entries, true, views);
+  Status status;
+  {
+    const nb::gil_scoped_release unlocked;
+    status = dequantize(tensors, options);
+  }
+  check(std::move(status));
+}
+
+std::vector<RecipeTuple> recipe_table() {
+  std::vector<RecipeTuple> table;
+  for (const Recipe& recipe : recipes()) table.push_back(to_tuple(recipe));
+  return table;
+}
+
+/// {name: (bits, group, format of one scale)} of every row of formats.def.
+nb::dict format_table() {
+  nb::dict table;
+  for (const FormatInfo& row : all_formats()) {
+    table[std::string(row.name).c_str()] =
+        nb::make_tuple(row.bits, row.group, std::string(info(row.scale).name));
+  }
+  return table;
+}
+
+}  // namespace
+}  // namespace qattn::python
+
+NB_MODULE(_qattn, m) {
+  using namespace qattn::python;
+  register_errors();
+  nb::class_<qattn::AttentionOptions>(m, "Options");
+  nb::class_<qattn::QuantizeOptions>(m, "QuantizeOptions");
+  m.def("options", &make_options, nb::kw_only(), "recipe"_a, "layout"_a, "causal"_a, "window"_a,
+        "softcap"_a, "scale"_a.none(), "scalings"_a, "toggles"_a, "threads"_a);
+  m.def("attention", &run_attention, "tensors"_a, "options"_a);
+  m.def("explain", &run_explain, "tensors"_a, "options"_a);
+  m.def("reference_attention", &run_reference, "tensors"_a, "options"_a, "out"_a, "lse"_a.none(),
+        "rows"_a);
+  m.def("quantize_options", &make_quantize_options, nb::kw_only(), "format"_a, "role"_a,
+        "layout"_a, "scaling"_a, "smooth"_a, "rotate"_a, "threads"_a);
+  m.def("quantize_shapes", &run_quantize_shapes, "tensors"_a, "options"_a);
+  m.def("quantize", &run_quantize, "tensors"_a, "options"_a);
+  m.def("dequantize", &run_dequantize, "tensors"_a, "options"_a);
+  m.def("scheduled_scale",
+        [](double scale, const std::vector<float>& sigma, std::int64_t ref, std::int64_t step) {
+          return check(qattn::scheduled_scale(static_cast<float>(scale), sigma, ref, step));
+        },
+        "scale_at_ref"_a, "sigma"_a, "ref"_a, "step"_a);
+  m.def("recipe", [](const std::string& name) { return to_tuple(check(qattn::recipe_named(name))); },
+        "name"_a);
+  m.def("recipes", &recipe_table);
+  m.def("formats", &format_table);
+  m.def("cpu_isa", [] { return check(qattn::cpu_isa()); });
+  m.def("version", [] { return std::string(qattn::version()); });
+}
