@@ -360,7 +360,7 @@ class Maker {
     const bool packed = q ? p_.varlen_q : p_.varlen_k;
     const std::int64_t tokens = paged ? p_.page_size : q ? p_.max_q : p_.max_k;
     ScaleShape want =
-        scale_shape(scaling, role, info(target).group, paged, outer, heads, tokens, channels);
+        ScaleMap{scaling, role, info(target).group, paged}.shape(outer, heads, tokens, channels);
     // Packed sequences: the longest one is known from the contents only; check_contents() looks.
     if (packed && want.rank >= 3 && scale.rank == want.rank) want.extent[2] = scale.shape[2];
     if (packed && scaling.granularity == Granularity::per_channel) want.extent[2] = channels;

@@ -50,14 +50,25 @@ struct Problem {
   std::string describe() const;
 };
 
-/// Shape that a scale tensor must have: (B, H, ...) as listed at Granularity. `outer` is B, or the
-/// number of pages; `tokens` the longest sequence, or the page size.
 struct ScaleShape {
   int rank = 0;
   std::array<std::int64_t, max_rank> extent{};
 };
-ScaleShape scale_shape(const Scaling& scaling, Role role, int group, bool paged, std::int64_t outer,
-                       std::int64_t heads, std::int64_t tokens, std::int64_t channels);
+
+/// Layout of a scale tensor as listed at Granularity: the one home of its shape and its addresses.
+/// `outer` is the batch entry, or the page of paged K and V; `token` counts inside that.
+struct ScaleMap {
+  Scaling scaling;
+  Role role = Role::q;
+  int group = 0;  ///< of the format; 0: free granularity
+  bool paged = false;
+
+  ScaleShape shape(std::int64_t outer, std::int64_t heads, std::int64_t tokens,
+                   std::int64_t channels) const;
+  /// Element offset of the scale that serves (token, channel).
+  std::int64_t offset(const TensorView& scale, std::int64_t outer, std::int64_t head,
+                      std::int64_t token, int channel) const;
+};
 
 std::string shape_text(const std::int64_t* extent, int rank);
 

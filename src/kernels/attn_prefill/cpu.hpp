@@ -113,18 +113,16 @@ struct Job {
 /// Scales that the caller gave for one operand.
 struct GivenScale {
   TensorView view;
-  Scaling scaling;
-  Role role = Role::q;
-  int group = 0;
-  bool paged = false;
+  ScaleMap map;
 
   /// Of token `s` (inside its sequence, or its page if paged) and channel `c`; `outer` is the batch
   /// entry or the page.
-  float at(std::int64_t outer, std::int64_t head, std::int64_t s, int c) const;
-  std::uint8_t code_at(std::int64_t outer, std::int64_t head, std::int64_t s, int c) const;
-
- private:
-  std::int64_t offset(std::int64_t outer, std::int64_t head, std::int64_t s, int c) const;
+  float at(std::int64_t outer, std::int64_t head, std::int64_t s, int c) const {
+    return static_cast<const float*>(view.data)[map.offset(view, outer, head, s, c)];
+  }
+  std::uint8_t code_at(std::int64_t outer, std::int64_t head, std::int64_t s, int c) const {
+    return static_cast<const std::uint8_t*>(view.data)[map.offset(view, outer, head, s, c)];
+  }
 };
 GivenScale given_scale(const Job& job, Role role);
 

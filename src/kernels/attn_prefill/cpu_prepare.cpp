@@ -308,41 +308,10 @@ void pack_v_float(const Job& job, const VScales& scales, std::int64_t first, int
 
 }  // namespace
 
-std::int64_t GivenScale::offset(std::int64_t outer, std::int64_t head, std::int64_t s,
-                                int c) const {
-  const auto& st = view.stride;
-  switch (scaling.granularity) {
-    case Granularity::per_tensor:
-      return 0;
-    case Granularity::per_head:
-      return paged ? head * st[0] : outer * st[0] + head * st[1];
-    case Granularity::per_channel:
-      return paged ? head * st[0] + c * st[1] : outer * st[0] + head * st[1] + c * st[2];
-    case Granularity::per_block_channel:
-      return outer * st[0] + head * st[1] + scale_index(scaling, role, s) * st[2] + c * st[3];
-    case Granularity::group:
-      return outer * st[0] + head * st[1] + (role == Role::v ? s / group : s) * st[2] +
-             (role == Role::v ? c : c / group) * st[3];
-    default:
-      return outer * st[0] + head * st[1] + scale_index(scaling, role, s) * st[2];
-  }
-}
-float GivenScale::at(std::int64_t outer, std::int64_t head, std::int64_t s, int c) const {
-  return static_cast<const float*>(view.data)[offset(outer, head, s, c)];
-}
-std::uint8_t GivenScale::code_at(std::int64_t outer, std::int64_t head, std::int64_t s,
-                                 int c) const {
-  return static_cast<const std::uint8_t*>(view.data)[offset(outer, head, s, c)];
-}
-
 GivenScale given_scale(const Job& job, Role role) {
-  GivenScale g;
-  g.view = scale_view(job, role);
-  g.scaling = scaling_of(job, role);
-  g.role = role;
-  g.group = info(format_of(job, role)).group;
-  g.paged = job.problem.paged && role != Role::q;
-  return g;
+  return {scale_view(job, role),
+          {scaling_of(job, role), role, info(format_of(job, role)).group,
+           job.problem.paged && role != Role::q}};
 }
 
 void decode_codes(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,

@@ -52,8 +52,8 @@ std::int64_t scale_count(const Scaling& scaling, Role role, std::int64_t tokens)
   return tokens;
 }
 
-ScaleShape scale_shape(const Scaling& scaling, Role role, int group, bool paged, std::int64_t outer,
-                       std::int64_t heads, std::int64_t tokens, std::int64_t channels) {
+ScaleShape ScaleMap::shape(std::int64_t outer, std::int64_t heads, std::int64_t tokens,
+                           std::int64_t channels) const {
   const std::int64_t count = scale_count(scaling, role, tokens);
   switch (scaling.granularity) {
     case Granularity::per_tensor:
@@ -69,6 +69,27 @@ ScaleShape scale_shape(const Scaling& scaling, Role role, int group, bool paged,
       return {4, {outer, heads, tokens, (channels + group - 1) / group}};
     default:
       return {3, {outer, heads, count}};
+  }
+}
+
+std::int64_t ScaleMap::offset(const TensorView& scale, std::int64_t outer, std::int64_t head,
+                              std::int64_t token, int channel) const {
+  const auto& st = scale.stride;
+  const std::int64_t base = outer * st[0] + head * st[1];
+  switch (scaling.granularity) {
+    case Granularity::per_tensor:
+      return 0;
+    case Granularity::per_head:
+      return paged ? head * st[0] : base;
+    case Granularity::per_channel:
+      return paged ? head * st[0] + channel * st[1] : base + channel * st[2];
+    case Granularity::per_block_channel:
+      return base + scale_index(scaling, role, token) * st[2] + channel * st[3];
+    case Granularity::group:
+      return role == Role::v ? base + token / group * st[2] + channel * st[3]
+                             : base + token * st[2] + channel / group * st[3];
+    default:
+      return base + scale_index(scaling, role, token) * st[2];
   }
 }
 

@@ -10,9 +10,9 @@
 #include <limits>
 #include <vector>
 
-#include "core/problem.hpp"
 #include "formats/hadamard.hpp"
 #include "formats/scale.hpp"
+#include "kernels/quantize/quantize_check.hpp"
 #include "kernels/quantize/rows.hpp"
 
 namespace qattn {
@@ -21,197 +21,15 @@ namespace {
 using cpu::padded;
 using cpu::Sequence;
 
-Status invalid(std::string message) { return Status(Code::invalid_argument, std::move(message)); }
-
-/// A validated call.
-struct Facts {
-  std::int64_t batch = 0, heads = 0, tokens = 0, longest = 0;
-  int channels = 0;
-  bool packed = false;
-  std::int64_t stride_batch = 0, stride_token = 0, stride_head = 0;  // of x
-  Scaling scaling;
-  QuantizeShapes shapes;
-};
-
 std::int64_t entry(const TensorView& view, std::int64_t i) {
   return static_cast<const std::int32_t*>(view.data)[i * view.stride[0]];
-}
-
-Status check_format(const QuantizeOptions& o) {
-  using enum Format;
-  for (Format f : {s8, e4m3, e4m3fnuz, e5m2, mxfp8, mxfp4, nvfp4}) {
-    if (o.format == f) return {};
-  }
-  return invalid("format: " + std::string(info(o.format).name) +
-                 " is not one of s8, e4m3, e4m3fnuz, e5m2, mxfp8, mxfp4, nvfp4");
-}
-
-/// Longest sequence of packed tokens; checks that cu_seqlens is monotone and covers them.
-Result<std::int64_t> longest_of(const TensorView& cu, std::int64_t tokens) {
-  if (cu.format != Format::s32 || cu.rank != 1 || cu.shape[0] < 1 || cu.data == nullptr) {
-    return invalid("cu_seqlens: should be s32 of shape (B + 1)");
-  }
-  std::int64_t longest = 0;
-  for (std::int64_t i = 0; i < cu.shape[0]; ++i) {
-    const std::int64_t before = i > 0 ? entry(cu, i - 1) : 0;
-    if (entry(cu, i) < before || (i == 0 && entry(cu, 0) != 0)) {
-      return invalid("cu_seqlens: entry " + std::to_string(i) + " is " +
-                     std::to_string(entry(cu, i)) + ", not monotone from 0");
-    }
-    longest = std::max(longest, entry(cu, i) - before);
-  }
-  if (entry(cu, cu.shape[0] - 1) != tokens) {
-    return invalid("cu_seqlens: last entry " + std::to_string(entry(cu, cu.shape[0] - 1)) +
-                   " should be the number of packed tokens, " + std::to_string(tokens));
-  }
-  return longest;
-}
-
-TensorView dense(Format format, const ScaleShape& shape) {
-  TensorView v;
-  v.format = format;
-  v.rank = shape.rank;
-  v.shape = shape.extent;
-  std::int64_t step = 1;
-  for (int i = v.rank - 1; i >= 0; --i) {
-    v.stride[i] = step;
-    step *= v.shape[i];
-  }
-  return v;
-}
-
-Result<Facts> check(const TensorView& x, const QuantizeOptions& o, const TensorView& cu) {
-  if (Status s = check_format(o); !s.ok()) return s;
-  if (o.role != Role::q && o.role != Role::k && o.role != Role::v) {
-    return invalid("role: is none of q, k, v");
-  }
-  if (o.layout != Layout::bshd && o.layout != Layout::bhsd) {
-    return invalid("layout: is neither bshd nor bhsd");
-  }
-  if (o.threads < 0 || o.threads > 4096) {
-    return invalid("threads: " + std::to_string(o.threads) + " is not in [0, 4096]");
-  }
-  if (o.rotate && o.role == Role::v) return invalid("rotate: is for Q and K only");
-  Facts f;
-  f.packed = cu.present();
-  if (!x.present()) return invalid("x: is missing");
-  if (Status s = check_view("x", x, f.packed ? 3 : 4); !s.ok()) return s;
-  if (!is_float(x.format)) {
-    return invalid("x: format " + std::string(info(x.format).name) + " is not f32, f16 or bf16");
-  }
-  const int last = x.rank - 1;
-  if (x.stride[last] != 1) {
-    return invalid("x: stride " + std::to_string(x.stride[last]) +
-                   " of the last dimension should be 1");
-  }
-  if (x.shape[last] < 8 || x.shape[last] > 256 || x.shape[last] % 8 != 0) {
-    return invalid("x: head_dim " + std::to_string(x.shape[last]) +
-                   " is not a multiple of 8 from 8 to 256");
-  }
-  const int token = (f.packed ? 0 : 1) + (o.layout == Layout::bshd ? 0 : 1);
-  const int head = (f.packed ? 0 : 1) + (o.layout == Layout::bshd ? 1 : 0);
-  f.channels = static_cast<int>(x.shape[last]);
-  f.tokens = f.longest = x.shape[token];
-  f.heads = x.shape[head];
-  f.stride_token = x.stride[token];
-  f.stride_head = x.stride[head];
-  if (f.packed) {
-    Result<std::int64_t> longest = longest_of(cu, f.tokens);
-    if (!longest.ok()) return longest.status();
-    f.longest = *longest;
-    f.batch = cu.shape[0] - 1;
-  } else {
-    f.batch = x.shape[0];
-    f.stride_batch = x.stride[0];
-  }
-  if (Status s = check_scaling(std::string(name(o.role)).c_str(), o.scaling, o.role, o.format);
-      !s.ok()) {
-    return s;
-  }
-  f.scaling = resolve_scaling(o.scaling, o.role, o.format);
-  const int group = info(o.format).group;
-  f.shapes.codes = dense(o.format, {x.rank, x.shape});
-  f.shapes.scale = dense(info(o.format).scale, scale_shape(f.scaling, o.role, group, false, f.batch,
-                                                           f.heads, f.longest, f.channels));
-  if (o.format == Format::nvfp4) f.shapes.global = dense(Format::f32, {2, {f.batch, f.heads}});
-  if (o.smooth) {
-    const std::int64_t blocks = (f.longest + f.scaling.block - 1) / f.scaling.block;
-    f.shapes.mean = o.role == Role::q
-                        ? dense(Format::f32, {4, {f.batch, f.heads, blocks, f.channels}})
-                        : dense(Format::f32, {3, {f.batch, f.heads, f.channels}});
-  }
-  return f;
-}
-
-Status check_like(const char* name, const TensorView& view, const TensorView& want) {
-  if (!want.present()) {
-    if (!view.present()) return {};
-    return invalid(std::string(name) + ": is given, but the options produce none");
-  }
-  if (!view.present()) return invalid(std::string(name) + ": is missing");
-  if (Status s = check_view(name, view, -1); !s.ok()) return s;
-  if (view.format != want.format) {
-    return invalid(std::string(name) + ": format " + std::string(info(view.format).name) +
-                   " should be " + std::string(info(want.format).name));
-  }
-  if (view.rank != want.rank || view.shape != want.shape) {
-    return invalid(std::string(name) + ": shape " + shape_text(view.shape.data(), view.rank) +
-                   " should be " + shape_text(want.shape.data(), want.rank));
-  }
-  bool empty = false;
-  for (int i = 0; i < view.rank; ++i) empty |= view.shape[i] == 0;
-  if (view.data == nullptr && !empty) return invalid(std::string(name) + ": data pointer is null");
-  return {};
-}
-
-Status check_tensors(const QuantizeTensors& t, const Facts& f, const QuantizeOptions& o) {
-  const struct {
-    const char* name;
-    const TensorView* view;
-    const TensorView* want;
-  } list[] = {{"codes", &t.codes, &f.shapes.codes},
-              {"scale", &t.scale, &f.shapes.scale},
-              {"global", &t.global, &f.shapes.global},
-              {"mean", &t.mean, &f.shapes.mean}};
-  for (const auto& item : list) {
-    if (Status s = check_like(item.name, *item.view, *item.want); !s.ok()) return s;
-  }
-  if (t.codes.stride[t.codes.rank - 1] != 1) {
-    return invalid("codes: stride of the last dimension should be 1");
-  }
-  if (t.x.data == nullptr && f.tokens * f.batch * f.heads > 0) {
-    return invalid("x: data pointer is null");
-  }
-  if (t.static_scale.present()) {
-    if (info(o.format).group > 0) {
-      return invalid("static_scale: format " + std::string(info(o.format).name) + " takes none");
-    }
-    if (Status s = check_like("static_scale", t.static_scale, f.shapes.scale); !s.ok()) return s;
-  }
-  const std::pair<const char*, const TensorView*> all[] = {{"codes", &t.codes},
-                                                           {"scale", &t.scale},
-                                                           {"global", &t.global},
-                                                           {"mean", &t.mean},
-                                                           {"x", &t.x},
-                                                           {"static_scale", &t.static_scale},
-                                                           {"cu_seqlens", &t.cu_seqlens}};
-  for (int i = 0; i < 4; ++i) {
-    for (int j = 0; j < 7; ++j) {
-      if (i == j || !all[i].second->present() || !all[j].second->present()) continue;
-      const ByteRange a = byte_range(*all[i].second), b = byte_range(*all[j].second);
-      if (a.begin < b.end && b.begin < a.end) {
-        return invalid(std::string(all[i].first) + ": overlaps the memory of " + all[j].first);
-      }
-    }
-  }
-  return {};
 }
 
 /// One (sequence, head) of a call.
 struct Unit {
   const QuantizeTensors& t;
   const QuantizeOptions& o;
-  const Facts& f;
+  const QuantizeFacts& f;
   const cpu::Words& words;
   std::int64_t b, head, begin, length;
   std::vector<float> means;  ///< one padded row per mean
@@ -240,27 +58,8 @@ struct Unit {
     return (f.packed ? 0 : b * view.stride[0]) + (begin + token) * view.stride[st] +
            head * view.stride[sh];
   }
-  /// Element offset of the scale of (token, channel).
-  std::int64_t scale_offset(const TensorView& v, std::int64_t token, int c) const {
-    const int group = info(o.format).group;
-    switch (f.scaling.granularity) {
-      case Granularity::per_tensor:
-        return 0;
-      case Granularity::per_head:
-        return b * v.stride[0] + head * v.stride[1];
-      case Granularity::per_channel:
-        return b * v.stride[0] + head * v.stride[1] + c * v.stride[2];
-      case Granularity::per_block_channel:
-        return b * v.stride[0] + head * v.stride[1] +
-               scale_index(f.scaling, o.role, token) * v.stride[2] + c * v.stride[3];
-      case Granularity::group:
-        return b * v.stride[0] + head * v.stride[1] +
-               (o.role == Role::v ? token / group : token) * v.stride[2] +
-               (o.role == Role::v ? c : c / group) * v.stride[3];
-      default:
-        return b * v.stride[0] + head * v.stride[1] +
-               scale_index(f.scaling, o.role, token) * v.stride[2];
-    }
+  std::int64_t scale_offset(const TensorView& scale, std::int64_t token, int c) const {
+    return ScaleMap{f.scaling, o.role, info(o.format).group}.offset(scale, b, head, token, c);
   }
 };
 
@@ -455,7 +254,7 @@ void quantize_grouped(const Unit& u) {
 
 /// Runs f(unit) over every (sequence, head), in parallel.
 template <class Function>
-void each_unit(const QuantizeTensors& t, const QuantizeOptions& o, const Facts& f,
+void each_unit(const QuantizeTensors& t, const QuantizeOptions& o, const QuantizeFacts& f,
                const cpu::Words& words, Function body) {
   const int threads = o.threads > 0 ? o.threads : omp_get_max_threads();
   std::atomic<bool> failed = false;
@@ -475,7 +274,7 @@ void each_unit(const QuantizeTensors& t, const QuantizeOptions& o, const Facts& 
 }
 
 Result<QuantizeReport> quantize_checked(const QuantizeTensors& t, const QuantizeOptions& o,
-                                        const Facts& f) {
+                                        const QuantizeFacts& f) {
   const cpu::Selection selection = cpu::select_words();
   if (!selection.words) {
     return Status(selection.unknown_name ? Code::invalid_argument : Code::unsupported,
@@ -553,25 +352,25 @@ Value guarded(Function f) {
 
 Result<QuantizeShapes> quantize_shapes(const TensorView& x, const QuantizeOptions& options,
                                        const TensorView& cu_seqlens) {
-  Result<Facts> facts = check(x, options, cu_seqlens);
+  Result<QuantizeFacts> facts = quantize_facts(x, options, cu_seqlens);
   if (!facts.ok()) return facts.status();
   return facts->shapes;
 }
 
 Result<QuantizeReport> quantize(const QuantizeTensors& tensors, const QuantizeOptions& options) {
   return guarded<Result<QuantizeReport>>([&]() -> Result<QuantizeReport> {
-    Result<Facts> facts = check(tensors.x, options, tensors.cu_seqlens);
+    Result<QuantizeFacts> facts = quantize_facts(tensors.x, options, tensors.cu_seqlens);
     if (!facts.ok()) return facts.status();
-    if (Status s = check_tensors(tensors, *facts, options); !s.ok()) return s;
+    if (Status s = check_quantize_tensors(tensors, *facts, options); !s.ok()) return s;
     return quantize_checked(tensors, options, *facts);
   });
 }
 
 Status dequantize(const QuantizeTensors& tensors, const QuantizeOptions& options) {
   return guarded<Status>([&]() -> Status {
-    Result<Facts> facts = check(tensors.x, options, tensors.cu_seqlens);
+    Result<QuantizeFacts> facts = quantize_facts(tensors.x, options, tensors.cu_seqlens);
     if (!facts.ok()) return facts.status();
-    if (Status s = check_tensors(tensors, *facts, options); !s.ok()) return s;
+    if (Status s = check_quantize_tensors(tensors, *facts, options); !s.ok()) return s;
     each_unit(tensors, options, *facts, *cpu::words_scalar(), [](Unit& u) { dequantize_unit(u); });
     return {};
   });

@@ -1,0 +1,48 @@
+"""qattn: attention with low-precision operands, on numpy arrays and CPU torch tensors.
+
+    import numpy as np, qattn
+    q, k, v = (np.random.randn(1, 1024, 8, 64).astype(np.float32) for _ in range(3))
+    out = qattn.attention(q, k, v, recipe="int8_full", causal=True)   # (1, 1024, 8, 64)
+
+attention() computes, quantize() and dequantize() convert operands ahead, explain() says what would
+run, reference_attention() is the float64 judge. qattn.torch.sdpa is torch's
+scaled_dot_product_attention. Formulas, recipes and their errors: docs/NUMERICS.md.
+"""
+
+from . import _qattn
+from ._attention import attention, explain, reference_attention
+from ._errors import InternalError, InvalidArgument, OutOfMemory, QattnError, Unsupported
+from ._quantize import Quantized, dequantize, quantize, scheduled_scale
+from ._recipe import Granularity, Recipe, recipe, recipes
+
+__version__: str = _qattn.version()
+
+
+def cpu_isa() -> str:
+    """The CPU instruction set in use ("avx512vnni", "scalar"); QATTN_CPU_ISA forces one.
+
+    Raises InvalidArgument for an unknown name, Unsupported where this CPU lacks it.
+    """
+    return _qattn.cpu_isa()
+
+
+__all__ = [
+    "Granularity",
+    "InternalError",
+    "InvalidArgument",
+    "OutOfMemory",
+    "QattnError",
+    "Quantized",
+    "Recipe",
+    "Unsupported",
+    "__version__",
+    "attention",
+    "cpu_isa",
+    "dequantize",
+    "explain",
+    "quantize",
+    "recipe",
+    "recipes",
+    "reference_attention",
+    "scheduled_scale",
+]

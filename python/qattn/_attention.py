@@ -1,0 +1,295 @@
+"""attention(), explain() and reference_attention(): arguments in, one call of the extension."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Sequence
+
+import numpy as np
+
+from . import _qattn
+from ._errors import InvalidArgument
+from ._interop import FORMATS, check_array, element_shape, entry, float_format, format_of, is_torch
+from ._interop import output_entry, shape_entry, small_entry, zeros
+from ._quantize import Quantized
+from ._recipe import Granularity, Recipe, as_recipe, boolean, integer, real, scaling, toggle
+from ._recipe import window_pair
+
+_ROLES = ("q", "k", "v")
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    recipe: str | Recipe = "auto",
+    layout: str = "bshd",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    scale: float | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    page_table: Any = None,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    q_global: Any = None,
+    k_global: Any = None,
+    v_global: Any = None,
+    k_mean: Any = None,
+    v_mean: Any = None,
+    saturated: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    out_dtype: Any = None,
+    smooth_k: bool | None = None,
+    smooth_q: bool | None = None,
+    smooth_v: bool | None = None,
+    rotate: bool | None = None,
+    q_granularity: Granularity | None = None,
+    k_granularity: Granularity | None = None,
+    v_granularity: Granularity | None = None,
+    threads: int = 0,
+) -> Any:
+    """softmax(scale * q k^T + ...) v with low-precision operands; nothing is copied or ignored.
+
+    q: (B, Sq, Hq, D), k: (B, Sk, Hkv, D), v: (B, Sk, Hkv, Dv) with layout "bshd", dimensions 1 and
+    2 swapped with "bhsd"; numpy arrays or CPU torch tensors of float32, float16 or bfloat16, any
+    strides whose last one is 1; Hq a multiple of Hkv; D and Dv multiples of 8 from 8 to 256.
+    Each may be a Quantized instead, or an array of codes in the recipe's format (int8, uint8 or a
+    float8 dtype; packed 4-bit codes (..., D / 2)) with its scales in q_scale, q_global, k_mean, ...
+    With float inputs, q_scale, k_scale and v_scale are static scales.
+
+    recipe: a name of recipes(), a Recipe, or "auto". q_granularity and the like: a name, (name,
+    block) or (name, block, warp). smooth_k, smooth_q, smooth_v, rotate: None is the recipe's choice.
+    scale: softmax scale, default 1 / sqrt(D). softcap: s = c tanh(s / c).
+    causal: query i sees keys j <= i + Sk - Sq (bottom right). window: (left, right), keys from
+    i + Sk - Sq - left to i + Sk - Sq + right; -1 is unlimited.
+    mask: bool (True = may look) or float (added), broadcasts to (B, Hq, Sq, Sk).
+    sinks: (Hq) logits that join the denominator only. alibi_slopes: (Hq) or (B, Hq) float32.
+    cu_seqlens_q, cu_seqlens_k: (B + 1) int32, tensors are packed (T, H, D) or (H, T, D).
+    seqused_q, seqused_k: (B) int32, tokens that exist. page_table: (B, pages) int32, k and v are
+    (pages, page_size, Hkv, D); needs seqused_k. Lists of integers will do for these.
+    saturated: (3) int64 output, codes of q, k, v that a static scale clipped.
+    threads: 0 is the OpenMP default.
+
+    Returns out of q's shape with Dv channels, framework and dtype of q (codes: float32) unless `out`
+    or `out_dtype` says otherwise; with return_lse also the natural-log LSE, float32, (B, Hq, Sq) or
+    packed (Hq, T). A row that sees no key gives 0 and -inf.
+    Raises InvalidArgument, Unsupported, OutOfMemory; outputs are untouched then.
+    """
+    call = _Call(dict(locals()))
+    out, lse = call.outputs()
+    _qattn.attention(call.tensors, call.options)
+    return (out, lse) if return_lse else out
+
+
+_SIGNATURE = inspect.signature(attention)
+
+
+def explain(q: Any, k: Any, v: Any, **options: Any) -> str:
+    """Which kernel attention() would run for these arguments and why, or why they are refused."""
+    call = _Call(_arguments(q, k, v, options))
+    call.shapes_of_outputs()
+    return _qattn.explain(call.tensors, call.options)
+
+
+def reference_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    rows: Sequence[int] | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """Attention in float64 on float32, float16 or bfloat16 inputs: the judge, slow and obvious.
+
+    Takes attention()'s options; the recipe is ignored because nothing is quantised. rows: only
+    these queries (index inside the sequence) are computed, the others are NaN.
+    Returns float64 of attention()'s shape, and with return_lse the LSE in float64.
+    """
+    arguments = _arguments(q, k, v, options)
+    for name in ("out", "out_dtype", "saturated", "q_scale", "k_scale", "v_scale", "q_global",
+                 "k_global", "v_global", "k_mean", "v_mean"):
+        if arguments[name] is not None:
+            raise InvalidArgument(f"{name}: reference_attention() takes none")
+    call = _Call(arguments)
+    shape, lse_shape = call.out_shape(), call.lse_shape()
+    swapped = layout_swaps(arguments["layout"], len(shape))
+    out = _filled(q, tuple(shape[i] for i in swapped), np.nan)
+    lse = _filled(q, lse_shape, np.nan) if return_lse else None
+    chosen = [] if rows is None else [integer("rows", row) for row in rows]
+    if rows is not None and not chosen:
+        raise InvalidArgument("rows: is empty; leave it out to compute all rows")
+    _qattn.reference_attention(call.tensors, call.options, out, lse, chosen)
+    out = out.permute(*swapped) if is_torch(out) else out.transpose(swapped)
+    return (out, lse) if return_lse else out
+
+
+def layout_swaps(layout: str, rank: int) -> tuple[int, ...]:
+    """Order of dimensions between a layout and (B, H, S, D) or (H, T, D); its own inverse."""
+    order = list(range(rank))
+    if layout == "bshd" and rank >= 3:
+        order[rank - 3], order[rank - 2] = order[rank - 2], order[rank - 3]
+    return tuple(order)
+
+
+def _filled(like: Any, shape: tuple[int, ...], value: float) -> Any:
+    array = zeros(like, "f64", shape)
+    array[...] = value
+    return array
+
+
+def _arguments(q: Any, k: Any, v: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Every argument of attention() by name; TypeError for names that it does not have."""
+    bound = _SIGNATURE.bind(q, k, v, **options)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+class _Call:
+    """Tensors and options of one call in the extension's terms."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._given = arguments
+        self._recipe = as_recipe(arguments["recipe"])
+        self._scalings: list[tuple[str, int, int]] = []
+        self.tensors: dict[str, tuple] = {}
+        for role in _ROLES:
+            self._add_operand(role)
+        self._check_rotation()
+        self._add_extras()
+        self.options = self._options()
+
+    def _add_operand(self, role: str) -> None:
+        x = self._given[role]
+        if isinstance(x, Quantized):
+            self._unwrap(role, x)
+            x = x.codes
+        scales = scaling(f"{role}_granularity", self._given[f"{role}_granularity"])
+        self._scalings.append(scales)
+        codes = self._recipe.v if role == "v" else self._recipe.qk
+        original = self._quantized(role)
+        self.tensors[role] = entry(role, x, original.format if original else codes)
+        scale_format = FORMATS[codes][2] if codes in FORMATS else None
+        for name, raw in ((f"{role}_scale", scale_format), (f"{role}_global", None),
+                          (f"{role}_mean", None)):
+            if self._given.get(name) is not None:
+                self.tensors[name] = entry(name, self._given[name], raw)
+
+    def _quantized(self, role: str) -> Quantized | None:
+        x = self._given[role]
+        return x if isinstance(x, Quantized) else None
+
+    def _unwrap(self, role: str, x: Quantized) -> None:
+        """Takes scales, mean and granularity from a Quantized; refuses a second source of them."""
+        if x.role != role:
+            raise InvalidArgument(f"{role}: was quantised for role {x.role!r}")
+        if x.layout != self._given["layout"]:
+            raise InvalidArgument(
+                f"{role}: was quantised in layout {x.layout!r}, the call says {self._given['layout']!r}"
+            )
+        if role == "q" and x.mean is not None:
+            raise InvalidArgument(
+                "q: was quantised with smooth=True, which only smooth_q inside attention() corrects"
+            )
+        own = {f"{role}_scale": x.scale, f"{role}_global": x.global_scale, f"{role}_mean": x.mean,
+               f"{role}_granularity": x.scaling}
+        for name, value in own.items():
+            if self._given.get(name) is not None:
+                raise InvalidArgument(f"{name}: is given, but {role} is a Quantized with its own")
+            self._given[name] = value
+        name = "cu_seqlens_q" if role == "q" else "cu_seqlens_k"
+        packed = self._given[name]
+        if (x.cu_seqlens is None) != (packed is None) or (
+            packed is not None and not np.array_equal(np.asarray(packed), np.asarray(x.cu_seqlens))
+        ):
+            raise InvalidArgument(f"{role}: was quantised with other {name} than the call's")
+
+    def _check_rotation(self) -> None:
+        q, k = self._quantized("q"), self._quantized("k")
+        for role, one, other in (("q", q, k), ("k", k, q)):
+            if one is not None and one.rotate and (other is None or not other.rotate):
+                raise InvalidArgument(
+                    f"{role}: was quantised with rotate=True; q and k must both be, or neither"
+                )
+
+    def _add_extras(self) -> None:
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table"):
+            if self._given[name] is not None:
+                self.tensors[name] = small_entry(name, self._given[name], np.int32)
+        for name in ("sinks", "alibi_slopes"):
+            if self._given[name] is not None:
+                self.tensors[name] = small_entry(name, self._given[name], np.float32)
+        if self._given["mask"] is not None:
+            self.tensors["mask"] = entry("mask", self._given["mask"])
+        if self._given["saturated"] is not None:
+            self.tensors["saturated"] = output_entry("saturated", self._given["saturated"])
+
+    def _options(self) -> Any:
+        given, r = self._given, self._recipe
+        if not isinstance(given["layout"], str):
+            raise InvalidArgument(f"layout: {given['layout']!r} is not a name")
+        return _qattn.options(
+            recipe=(r.name, r.qk, r.p, r.v),
+            layout=given["layout"],
+            causal=boolean("causal", given["causal"]),
+            window=window_pair(given["window"]),
+            softcap=0.0 if given["softcap"] is None else real("softcap", given["softcap"]),
+            scale=None if given["scale"] is None else real("scale", given["scale"]),
+            scalings=self._scalings,
+            toggles=[toggle(n, given[n]) for n in ("smooth_k", "smooth_q", "smooth_v", "rotate")],
+            threads=integer("threads", given["threads"]),
+        )
+
+    def _element_shape(self, role: str) -> tuple[int, ...]:
+        array, format_name = self.tensors[role]
+        return element_shape(format_name, tuple(array.shape))
+
+    def out_shape(self) -> tuple[int, ...]:
+        """q's shape with v's channels; wrong ranks are left to the validator."""
+        return (*self._element_shape("q")[:-1], *self._element_shape("v")[-1:])
+
+    def lse_shape(self) -> tuple[int, ...]:
+        shape = self._element_shape("q")
+        order = layout_swaps(self._given["layout"], len(shape))
+        return tuple(shape[i] for i in order)[:-1]
+
+    def _out_format(self) -> str:
+        given, q = self._given, self.tensors["q"][1]
+        if given["out"] is not None:
+            check_array("out", given["out"])
+            own = format_of("out", given["out"])
+            if given["out_dtype"] is not None and float_format(given["out_dtype"]) != own:
+                raise InvalidArgument(f"out_dtype: {given['out_dtype']} differs from out's {own}")
+            return own
+        if given["out_dtype"] is not None:
+            return float_format(given["out_dtype"])
+        return q if q in ("f32", "f16", "bf16") else "f32"
+
+    def outputs(self) -> tuple[Any, Any]:
+        """Adds out and lse to the tensors, new ones where the caller gave none; returns both."""
+        return_lse = boolean("return_lse", self._given["return_lse"])
+        original = self._quantized("q")
+        like = original.codes if original else self._given["q"]
+        out_format, out, lse = self._out_format(), self._given["out"], None
+        if out is None:
+            out = zeros(like, out_format, self.out_shape())
+        self.tensors["out"] = output_entry("out", out)
+        if return_lse:
+            lse = zeros(like, "f32", self.lse_shape())
+            self.tensors["lse"] = output_entry("lse", lse)
+        return out, lse
+
+    def shapes_of_outputs(self) -> None:
+        self.tensors["out"] = shape_entry(self._out_format(), self.out_shape())
+        if boolean("return_lse", self._given["return_lse"]):
+            self.tensors["lse"] = shape_entry("f32", self.lse_shape())
