@@ -222,28 +222,28 @@ void pack_v_integer(const Job& job, const VScales& scales, std::int64_t first, i
   const Config& c = job.config;
   const int dv = job.dv(), channels = job.problem.dv;
   std::int8_t* panel = job.arrays.v_codes + (scales.head * job.arrays.slots + slot) * dv;
+  const bool by_token = c.v_token_scale || scales.token_form;
+  float inverse[256];
   for (int j = 0; j < count; ++j) {
     const float* row = scratch.rows + j * dv;
     const std::int64_t s = first + j;
     auto* codes = reinterpret_cast<std::int8_t*>(scratch.bytes);
     if (job.problem.v_codes) {
       for (int i = 0; i < channels; ++i) codes[i] = static_cast<std::int8_t>(row[i]);
-    } else if (c.v_token_scale || scales.token_form) {
+    } else if (by_token) {
       scratch.saturated[2] +=
           job.words().encode_s8(row, channels, formats::reciprocal(scales.at(s, 0)), codes);
     } else {
-      for (int i = 0; i < channels; ++i) {
-        const float y = row[i] * formats::reciprocal(scales.at(s, i));
-        const float r = std::nearbyint(y);
-        scratch.saturated[2] += std::fabs(r) > 127.0f;
-        codes[i] = static_cast<std::int8_t>(std::fmax(-127.0f, std::fmin(127.0f, r)));
+      for (int i = 0; i < dv && j % c.v_block == 0; ++i) {
+        inverse[i] = i < channels ? formats::reciprocal(scales.at(s, i)) : 0.0f;
       }
+      scratch.saturated[2] += job.words().encode_s8_channels(row, channels, inverse, codes);
     }
     for (int i = 0; i < channels; ++i) panel[(j / 4 * dv + i) * 4 + j % 4] = codes[i];
   }
   if (c.v_token_scale) {
     float* scale = job.arrays.v_scale + scales.head * job.arrays.slots + slot;
-    float* inverse = job.arrays.v_inverse + scales.head * job.arrays.slots + slot;
+    float* unscale = job.arrays.v_inverse + scales.head * job.arrays.slots + slot;
     float* plain = job.arrays.v_plain + scales.head * job.arrays.slots + slot;
     float top = 0.0f;
     for (int j = 0; j < count; ++j) {
@@ -255,7 +255,7 @@ void pack_v_integer(const Job& job, const VScales& scales, std::int64_t first, i
     const float least = std::fmax(top * (1.0f / 64.0f), 0x1p-90f);
     for (int j = 0; j < count; ++j) {
       plain[j] = scale[j] >= least ? 0.0f : 1.0f;
-      inverse[j] = scale[j] >= least ? 1.0f / scale[j] : 0.0f;
+      unscale[j] = scale[j] >= least ? 1.0f / scale[j] : 0.0f;
     }
     return;
   }

@@ -1,7 +1,8 @@
 // Online softmax of one tile, one function a rounding of P. Continues words.inl.
 
 /// Nearest value of a small float format, ties to even: `drop` mantissa bits go, values under
-/// `min_normal` round to multiples of its smallest subnormal by way of `magic` = 1.5 * 2^23 of those.
+/// `min_normal` round to multiples of its smallest subnormal by way of `magic` = 1.5 * 2^23 of
+/// those.
 static inline F round_small(F x, int drop, float min_normal, float magic) {
   const F tiny = v::sub(v::add(x, v::set(magic)), v::set(magic));
   return v::select_less(x, v::set(min_normal), tiny, v::round_mantissa(x, drop));
@@ -161,7 +162,9 @@ void softmax(const SoftmaxTile& tile) {
           return v::mul(round_e4m3(v::mul(x, v::set(256.0f))), v::set(1.0f / 256.0f));
         });
         break;
-      case Rounding::mxfp8: sum = p_mxfp8(s, tile.keys, now, p); break;
+      case Rounding::mxfp8:
+        sum = p_mxfp8(s, tile.keys, now, p);
+        break;
       case Rounding::nvfp4:
         local = exp_one(top - now);
         sum = p_nvfp4(s, tile.keys, top, p);
@@ -199,8 +202,8 @@ void softcap(float* s, int n, float c) {
   }
 }
 
-const Words table = {v::name,  load_row, amax,    encode_s8, accumulate, accumulate_amax,
-                     qk_s8,    qk_f32,   softmax, pv_u8s8,   pv_f32,     softcap,
-                     exp_one};
+const Words table = {v::name,    load_row,        amax,    encode_s8, encode_s8_channels,
+                     accumulate, accumulate_amax, qk_s8,   qk_f32,    softmax,
+                     pv_u8s8,    pv_f32,          softcap, exp_one};
 
 }  // namespace

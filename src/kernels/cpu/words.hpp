@@ -45,6 +45,8 @@ struct Words {
   /// codes[0, n padded to 16) = clamp(round(x * inverse), -127, 127); returns how many were
   /// clipped. A NaN inverse gives zeros.
   int (*encode_s8)(const float* x, int n, float inverse, std::int8_t* codes);
+  /// The same with a factor for every channel, all finite.
+  int (*encode_s8_channels)(const float* x, int n, const float* inverse, std::int8_t* codes);
   /// sum += x, element by element.
   void (*accumulate)(const float* x, int n, float* sum);
   /// acc[i] = max(acc[i], |x[i]|), NaN wins.

@@ -68,18 +68,30 @@ float amax(const float* x, int n) {
   return v::any(nan) ? __builtin_nanf("") : v::reduce_max(m);
 }
 
+/// Sixteen codes; NaN becomes 0 (its token's scale carries it), and the clamp keeps the conversion
+/// in range. Returns how many rounded beyond 127.
+static inline int encode_s8_lanes(F y, std::int8_t* codes) {
+  const F magnitude = v::abs(y);
+  y = v::select_less(magnitude, v::set(__builtin_inff()), y, v::set(0.0f));
+  const F rounded = v::round_even(v::min(magnitude, v::set(1e6f)));
+  y = v::max(v::min(y, v::set(127.0f)), v::set(-127.0f));
+  v::store_bytes(codes, v::round_to_int(y));
+  return v::count_greater(rounded, v::set(127.0f));
+}
+
 int encode_s8(const float* x, int n, float inverse, std::int8_t* codes) {
   int clipped = 0;
-  const bool valid = inverse == inverse;
-  const F factor = v::set(valid ? inverse : 0.0f);
+  const F factor = v::set(inverse);
   for (int i = 0; i < n; i += v::lanes) {
-    F y = valid ? v::mul(v::load(x + i), factor) : v::set(0.0f);
-    // NaN becomes 0 (its token's scale carries it); the clamp keeps the conversion in range.
-    y = v::select_less(v::abs(y), v::set(__builtin_inff()), y, v::set(0.0f));
-    clipped += v::count_greater(v::abs(v::round_even(v::min(v::abs(y), v::set(1e6f)))),
-                                v::set(127.0f));
-    y = v::max(v::min(y, v::set(127.0f)), v::set(-127.0f));
-    v::store_bytes(codes + i, v::round_to_int(y));
+    clipped += encode_s8_lanes(v::mul(v::load(x + i), factor), codes + i);
+  }
+  return clipped;
+}
+
+int encode_s8_channels(const float* x, int n, const float* inverse, std::int8_t* codes) {
+  int clipped = 0;
+  for (int i = 0; i < n; i += v::lanes) {
+    clipped += encode_s8_lanes(v::mul(v::load(x + i), v::load(inverse + i)), codes + i);
   }
   return clipped;
 }
@@ -92,8 +104,8 @@ void accumulate_amax(const float* x, int n, float* acc) {
   for (int i = 0; i < n; i += v::lanes) {
     const F a = v::abs(v::load(x + i));
     const F old = v::load(acc + i);
-    F m = v::max(old, a);                             // a where either is NaN ...
-    m = v::add(m, v::sub(old, old));                  // ... so NaN of `old` is put back
+    F m = v::max(old, a);             // a where either is NaN ...
+    m = v::add(m, v::sub(old, old));  // ... so NaN of `old` is put back
     v::store(acc + i, m);
   }
 }
