@@ -68,7 +68,8 @@ def sdpa(
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     options = {"recipe": recipe, "layout": "bhsd", "window": window,
                "scale": None if scale is None else real("scale", scale)}
-    _run(query, key, value, mask, out, options)
+    if out.numel() > 0:
+        _run(query, key, value, mask, out, options)
     return out
 
 

@@ -28,6 +28,14 @@ void widen(TensorView& view, int bits) {
   if (view.rank > 0) view.shape[view.rank - 1] *= per_byte;
 }
 
+void set_dense(TensorView& view) {
+  std::int64_t step = 1;
+  for (int i = view.rank - 1; i >= 0; --i) {
+    view.stride[i] = step;
+    step *= view.shape[i];
+  }
+}
+
 void check_rank(const char* name, std::size_t rank) {
   if (rank > max_rank) {
     invalid(std::string(name) + ": rank " + std::to_string(rank) + " is over " +
@@ -56,6 +64,8 @@ TensorView view_of(const char* name, const Array& array, Format format) {
     view.stride[i] = array.stride(i);
   }
   if (bits < 8 && 8 % bits == 0) widen(view, bits);
+  const auto end = view.shape.begin() + view.rank;
+  if (std::find(view.shape.begin(), end, 0) != end) set_dense(view);  // numpy gives strides of 0
   return view;
 }
 
@@ -124,12 +134,8 @@ TensorView Views::add(const char* name, nb::handle entry, bool writable) {
     TensorView view;
     view.format = format;
     view.rank = static_cast<std::int32_t>(shape.size());
-    std::int64_t step = 1;
-    for (int i = view.rank - 1; i >= 0; --i) {
-      view.shape[i] = nb::cast<std::int64_t>(shape[i]);
-      view.stride[i] = step;
-      step *= view.shape[i];
-    }
+    for (int i = 0; i < view.rank; ++i) view.shape[i] = nb::cast<std::int64_t>(shape[i]);
+    set_dense(view);
     return view;
   }
   if (writable) {

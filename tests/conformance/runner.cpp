@@ -66,7 +66,8 @@ Outcome run_call(const Call& call, Laid& laid, const Recipe& recipe) {
   constexpr std::size_t alignment = 64;
   const std::size_t bytes = planned->workspace_bytes();
   // Garbage in the workspace must not matter, and nothing may be written past its end.
-  std::vector<std::uint8_t> workspace(bytes + 2 * alignment, 0xFF);
+  constexpr std::size_t guard = 4096;
+  std::vector<std::uint8_t> workspace(bytes + alignment + guard, 0xFF);
   const auto address = reinterpret_cast<std::uintptr_t>(workspace.data());
   std::uint8_t* begin = workspace.data() + (alignment - address % alignment) % alignment;
   outcome.status = run(*planned, tensors, options, bytes ? begin : nullptr, bytes);

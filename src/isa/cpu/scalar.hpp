@@ -142,9 +142,9 @@ static inline float reduce_add(F a) {
   return a.x[0];
 }
 static inline std::int32_t reduce_add(I a) {
-  std::int32_t sum = 0;
-  for (int i = 0; i < lanes; ++i) sum += a.x[i];
-  return sum;
+  std::uint32_t sum = 0;  // wraps, as the instruction does
+  for (int i = 0; i < lanes; ++i) sum += static_cast<std::uint32_t>(a.x[i]);
+  return static_cast<std::int32_t>(sum);
 }
 /// A set of lanes, collected with or_nan().
 using Mask = std::uint32_t;

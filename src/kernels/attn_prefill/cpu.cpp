@@ -274,7 +274,8 @@ void layout_thread(Arena& arena, const Problem& p, const Config& c, Scratch& s) 
   }
   if (is_scaled(r.v) && r.v_scale.granularity != Granularity::group) {
     const int width = r.v_scale.granularity == Granularity::per_token ? 1 : padded(p.dv);
-    groups = std::max(groups, scale_count(r.v_scale, Role::v, p.max_k) * width);
+    const std::int64_t keys = std::max<std::int64_t>(p.max_k, 1);  // channel_scales() fills >= 1
+    groups = std::max(groups, scale_count(r.v_scale, Role::v, keys) * width);
   }
   s.group_amax = arena.take<float>(groups);
 }

@@ -42,7 +42,8 @@ void set_window(const Problem& p, const SequenceInfo& s, Row& row) {
   row.end = row.i < s.q_length ? s.k_length : 0;  // rows past seqused_q see nothing
   // A window wider than everything cannot overflow the sum: both terms are below 2^62.
   if (p.window_left >= 0 && p.window_left < diagonal) row.begin = diagonal - p.window_left;
-  if (p.window_right >= 0 && p.window_right < s.k_length) {
+  // With Sq > Sk the diagonal starts below 0, so only a right side of Sq + Sk hides nothing for sure.
+  if (p.window_right >= 0 && p.window_right < s.q_length + s.k_length) {
     row.end = std::min(row.end, diagonal + p.window_right + 1);
   }
   row.begin = std::max<std::int64_t>(row.begin, 0);

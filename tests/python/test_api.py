@@ -1,0 +1,254 @@
+"""attention(), explain() and reference_attention() on numpy and torch."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from cases import RECIPES, TOLERANCE, array, normal, nrmse, qkv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import qattn
+
+NUMPY = [np.float32, np.float16, ml_dtypes.bfloat16]
+TORCH = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def test_import_needs_no_torch():
+    code = "import sys, qattn; assert 'torch' not in sys.modules; print(qattn.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == qattn.__version__
+
+
+def test_names():
+    assert qattn.cpu_isa() in ("avx512vnni", "scalar")
+    assert set(RECIPES) == set(TOLERANCE)
+    assert qattn.recipe("auto").qk == "none"
+    assert qattn.recipe("int8_full") in qattn.recipes()
+    assert issubclass(qattn.InvalidArgument, ValueError)
+    assert issubclass(qattn.Unsupported, RuntimeError)
+
+
+@pytest.mark.parametrize("dtype", NUMPY, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("recipe", [*RECIPES, "auto"])
+def test_numpy(recipe, dtype):
+    q, k, v = (x.astype(dtype) for x in qkv())
+    ref, ref_lse = qattn.reference_attention(q, k, v, causal=True, return_lse=True)
+    out, lse = qattn.attention(q, k, v, recipe=recipe, causal=True, return_lse=True)
+    assert type(out) is np.ndarray and out.dtype == q.dtype and out.shape == q.shape
+    assert lse.dtype == np.float32 and lse.shape == (2, 4, 70) == ref_lse.shape
+    unit = {"float32": 0, "float16": 4e-4, "bfloat16": 3e-3}[np.dtype(dtype).name]
+    bound = TOLERANCE["int8_full" if recipe == "auto" else recipe]
+    if np.dtype(dtype).name == "bfloat16":
+        bound = max(bound, TOLERANCE["bf16"])  # "16-bit" is the input's own format
+    assert nrmse(out, ref) < np.hypot(bound, unit) * 1.05
+    assert np.abs(lse - ref_lse).max() < (0.3 if "nvfp4" in recipe else 0.1)
+
+
+@pytest.mark.parametrize("dtype", TORCH, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torch_equals_numpy(recipe, dtype):
+    tensors = [torch.from_numpy(x).to(dtype) for x in qkv()]
+    names = {torch.float32: np.float32, torch.float16: np.float16}
+    arrays = [
+        x.numpy() if dtype in names else x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+        for x in tensors
+    ]
+    out, lse = qattn.attention(*tensors, recipe=recipe, return_lse=True)
+    expected, expected_lse = qattn.attention(*arrays, recipe=recipe, return_lse=True)
+    assert isinstance(out, torch.Tensor) and out.dtype == dtype and lse.dtype == torch.float32
+    np.testing.assert_array_equal(array(out), array(expected))
+    np.testing.assert_array_equal(lse.numpy(), expected_lse)
+
+
+def test_lse_is_torch_logsumexp():
+    q, k, v = (torch.from_numpy(x) for x in qkv(heads=2))
+    _, lse = qattn.attention(q, k, v, recipe="f32", return_lse=True)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 32**0.5
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=2e-6, rtol=0)
+    assert qattn.attention(q, k, v, recipe="int8", return_lse=True)[1].shape == lse.shape
+
+
+@pytest.mark.parametrize("recipe", ["f32", "int8_full"])
+def test_layouts_and_strides_are_equal(recipe):
+    q, k, v = qkv()
+    expected = qattn.attention(q, k, v, recipe=recipe, causal=True)
+    swapped = [x.transpose(0, 2, 1, 3) for x in (q, k, v)]
+    out = qattn.attention(*swapped, recipe=recipe, causal=True, layout="bhsd")
+    np.testing.assert_array_equal(out, expected.transpose(0, 2, 1, 3))
+    # one buffer (B, S, H, 3, D): every operand is a view with gaps
+    packed = np.full((2, 150, 2, 3, 32), np.nan, np.float32)
+    packed[:, :, :, 1], packed[:, :, :, 2] = k, v
+    out = qattn.attention(q, packed[:, :, :, 1], packed[:, :, :, 2], recipe=recipe, causal=True)
+    np.testing.assert_array_equal(out, expected)
+    # tokens backwards in memory
+    reverse = [np.ascontiguousarray(x[:, ::-1])[:, ::-1] for x in (q, k, v)]
+    assert reverse[0].strides[1] < 0
+    np.testing.assert_array_equal(qattn.attention(*reverse, recipe=recipe, causal=True), expected)
+    # stride 0: one batch entry for both
+    same = [torch.from_numpy(x[:1]).expand(2, -1, -1, -1) for x in (q, k, v)]
+    out = qattn.attention(*same, recipe=recipe, causal=True)
+    np.testing.assert_array_equal(out[0], out[1])
+    np.testing.assert_array_equal(out[0], expected[0])
+
+
+def test_read_only_inputs_and_given_output():
+    arrays = qkv()
+    expected = qattn.attention(*arrays, recipe="int8")
+    for x in arrays:
+        x.flags.writeable = False
+    assert np.array_equal(qattn.attention(*arrays, recipe="int8"), expected)
+    wide = np.full((2, 70, 4, 40), 7, np.float32)
+    out = wide[..., :32]
+    assert qattn.attention(*arrays, recipe="int8", out=out) is out
+    np.testing.assert_array_equal(out, expected)
+    assert (wide[..., 32:] == 7).all()
+    half = torch.empty(2, 70, 4, 32, dtype=torch.float16)
+    assert qattn.attention(*arrays, recipe="int8", out=half) is half
+    np.testing.assert_array_equal(half.numpy(), expected.astype(np.float16))
+
+
+@pytest.mark.parametrize(
+    "asked", ["float16", np.float16, np.dtype(np.float16), torch.float16, "f16"], ids=str
+)
+def test_out_dtype(asked):
+    arrays = qkv()
+    out = qattn.attention(*arrays, recipe="f32", out_dtype=asked)
+    assert out.dtype == np.float16
+    bf16 = qattn.attention(*map(torch.from_numpy, arrays), recipe="f32", out_dtype=torch.bfloat16)
+    assert bf16.dtype == torch.bfloat16
+    assert qattn.attention(*arrays, out_dtype="bfloat16").dtype == ml_dtypes.bfloat16
+
+
+FEATURES = {
+    "causal": {"causal": True},
+    "window": {"window": (40, 10)},
+    "softcap": {"softcap": 2.0},
+    "scale": {"scale": 0.3},
+    "sinks": {"sinks": [2.5, -1.0, 4.0, 3.0]},
+    "alibi": {"alibi_slopes": [0.1, 0.02, 0.3, 0.0]},
+    "boolean mask": {"mask": normal(2, 1, 70, 150) > 0},
+    "additive mask": {"mask": normal(4, 1, 150)},
+    "bf16 mask": {"mask": normal(4, 70, 150).astype(ml_dtypes.bfloat16)},
+    "used": {"seqused_q": [70, 3], "seqused_k": [5, 150]},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("recipe", ["f32", "int8_full"])
+def test_features(recipe, feature):
+    q, k, v = qkv()
+    ref, ref_lse = qattn.reference_attention(q, k, v, return_lse=True, **FEATURES[feature])
+    plain = qattn.reference_attention(q, k, v)
+    out, lse = qattn.attention(q, k, v, recipe=recipe, return_lse=True, **FEATURES[feature])
+    assert nrmse(ref, plain) > 3 * TOLERANCE[recipe], "the feature changes too little to be tested"
+    assert nrmse(out, ref) < 2 * TOLERANCE[recipe]
+    finite = np.isfinite(ref_lse)
+    np.testing.assert_array_equal(np.isfinite(lse), finite)
+    assert np.abs(lse[finite] - ref_lse[finite]).max() < (1e-5 if recipe == "f32" else 5e-2)
+
+
+@pytest.mark.parametrize(
+    "option", [{"smooth_k": False}, {"smooth_q": True}, {"smooth_v": True}, {"rotate": True}], ids=str
+)
+def test_toggles_act(option):
+    q, k, v = qkv()
+    out = qattn.attention(q, k, v, recipe="int8_full", **option)
+    assert not np.array_equal(out, qattn.attention(q, k, v, recipe="int8_full"))
+    assert nrmse(out, qattn.reference_attention(q, k, v)) < TOLERANCE["int8_full"]
+
+
+@pytest.mark.parametrize(
+    "granularity", ["per_tensor", "per_head", ("per_block", 16), ("per_warp", 64, 16), "per_token"],
+    ids=str,
+)
+def test_granularities_act(granularity):
+    q, k, v = qkv()
+    q[:, ::3] *= 4  # tokens of different size, so that granularity matters
+    options = {"q_granularity": granularity}
+    assert f"q_scale={granularity if isinstance(granularity, str) else granularity[0]}" in (
+        qattn.explain(q, k, v, recipe="int8", **options)
+    )
+    out = qattn.attention(q, k, v, recipe="int8", **options)
+    same = np.array_equal(out, qattn.attention(q, k, v, recipe="int8"))
+    assert same == (granularity == "per_token")
+    assert nrmse(out, qattn.reference_attention(q, k, v)) < 0.05
+
+
+def test_recipe_objects():
+    import dataclasses
+
+    q, k, v = qkv()
+    fnuz = dataclasses.replace(
+        qattn.recipe("fp8"), name="fp8_fnuz", qk="e4m3fnuz", p="f16", v="e4m3fnuz"
+    )
+    out = qattn.attention(q, k, v, recipe=fnuz)
+    assert nrmse(out, qattn.reference_attention(q, k, v)) < 0.08
+    assert "qk=e4m3fnuz" in qattn.explain(q, k, v, recipe=fnuz)
+
+
+def test_explain():
+    q, k, v = qkv()
+    text = qattn.explain(q, k, v, recipe="int8_full", causal=True, return_lse=True)
+    assert "int8_full" in text and "chosen" in text
+    assert qattn.explain(q[..., :31], k, v).startswith("refused: k: head_dim 32")
+    with pytest.raises(TypeError, match="casual"):
+        qattn.explain(q, k, v, casual=True)
+
+
+def test_reference_rows():
+    q, k, v = qkv()
+    ref = qattn.reference_attention(q, k, v)
+    some = qattn.reference_attention(q, k, v, rows=[0, 69])
+    np.testing.assert_array_equal(some[:, [0, 69]], ref[:, [0, 69]])
+    assert np.isnan(some[:, 1:69]).all()
+    scores = np.einsum("bqhd,bkhd->bhqk", q[:, :, ::2], k, dtype=np.float64) / 32**0.5
+    p = np.exp(scores)
+    expected = np.einsum("bhqk,bkhd->bqhd", p / p.sum(-1, keepdims=True), v.astype(np.float64))
+    np.testing.assert_allclose(
+        qattn.reference_attention(q[:, :, ::2], k, v), expected, rtol=1e-12, atol=1e-13
+    )
+
+
+def test_threads_do_not_change_the_result_and_the_gil_is_free():
+    q, k, v = qkv(queries=700, keys=1500)
+    expected = qattn.attention(q, k, v, recipe="fp8", threads=1)
+    assert np.array_equal(qattn.attention(q, k, v, recipe="fp8", threads=3), expected)
+    ticks, results = [], []
+    worker = threading.Thread(
+        target=lambda: results.append(qattn.reference_attention(q, k, v, threads=1))
+    )
+    worker.start()
+    while worker.is_alive():
+        ticks.append(time.perf_counter())
+        time.sleep(0.002)
+    worker.join()
+    assert len(results) == 1 and len(ticks) > 5, "no other thread ran while qattn computed"
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    batch=st.integers(0, 3),
+    queries=st.integers(0, 40),
+    keys=st.integers(0, 140),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    dim=st.integers(1, 6).map(lambda n: 8 * n),
+    dim_v=st.integers(1, 6).map(lambda n: 8 * n),
+    causal=st.booleans(),
+    recipe=st.sampled_from(["f32", "int8_full", "mxfp8"]),
+)
+def test_any_shape(batch, queries, keys, kv_heads, group, dim, dim_v, causal, recipe):
+    q, k, v = qkv(batch, queries, keys, kv_heads * group, kv_heads, dim, dim_v)
+    out, lse = qattn.attention(q, k, v, recipe=recipe, causal=causal, return_lse=True)
+    ref, ref_lse = qattn.reference_attention(q, k, v, causal=causal, return_lse=True)
+    assert out.shape == ref.shape == (batch, queries, kv_heads * group, dim_v)
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(ref_lse))
+    if out.size and np.abs(ref).max() > 0:
+        # few keys average little of the error away
+        assert nrmse(out, ref) < 2.5 * TOLERANCE[recipe] + 1e-6

@@ -1,0 +1,218 @@
+"""quantize(), dequantize(), Quantized operands, static scales."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from cases import TOLERANCE, array, normal, nrmse, qkv
+
+import qattn
+
+# Relative RMS error of a round trip on N(0,1): half a step over sqrt(3), step from the format.
+ROUND_TRIP = {
+    "s8": 0.01,
+    "e4m3": 0.03,
+    "e4m3fnuz": 0.03,
+    "e5m2": 0.06,
+    "mxfp8": 0.035,
+    "mxfp4": 0.15,
+    "nvfp4": 0.12,
+}
+GRANULARITIES = ["per_tensor", "per_head", "per_block", "per_token"]
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("role", ["q", "k", "v"])
+@pytest.mark.parametrize("format", ROUND_TRIP)
+def test_round_trip(format, role, framework):
+    x = normal(2, 70, 3, 64)
+    given = torch.from_numpy(x) if framework == "torch" else x
+    coded = qattn.quantize(given, format=format, role=role)
+    back = qattn.dequantize(coded)
+    assert type(coded.codes) is type(given) and type(back) is type(given)
+    assert coded.shape == x.shape and coded.role == role and coded.saturated == 0
+    assert tuple(coded.codes.shape) == (2, 70, 3, 32 if format.endswith("fp4") else 64)
+    assert nrmse(back, x) < ROUND_TRIP[format]
+
+
+@pytest.mark.parametrize("options", [{"smooth": True}, {"rotate": True}, {"layout": "bhsd"}], ids=str)
+@pytest.mark.parametrize("role", ["q", "k"])
+def test_round_trip_options(role, options):
+    x = normal(2, 64, 64, 32) + 3
+    coded = qattn.quantize(x, format="nvfp4", role=role, **options)
+    assert (coded.mean is not None) == ("smooth" in options)
+    error = nrmse(qattn.dequantize(coded), x)
+    assert error < (0.04 if "smooth" in options else 0.13)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_scales_and_codes_by_the_formula(granularity):
+    x = normal(2, 70, 3, 16)
+    coded = qattn.quantize(x, granularity=granularity, block=32, layout="bshd")
+    groups = {"per_tensor": (0, 1, 2, 3), "per_head": (1, 3), "per_token": (3,)}
+    t = x.transpose(0, 2, 1, 3)  # (B, H, S, D), the order of scales
+    if granularity == "per_block":
+        amax = np.stack([np.abs(t[:, :, i : i + 32]).max((2, 3)) for i in (0, 32, 64)], -1)
+    else:
+        axes = {"per_tensor": None, "per_head": (2, 3), "per_token": 3}[granularity]
+        amax = np.abs(t).max(axes)
+        assert granularity in groups
+    scale = (amax * np.float32(1 / np.float32(127))).astype(np.float32)
+    np.testing.assert_array_equal(coded.scale.reshape(scale.shape), scale)
+    wide = {"per_block": lambda s: np.repeat(s, 32, -1)[:, :, :70, None],
+            "per_token": lambda s: s[..., None], "per_head": lambda s: s[:, :, None, None],
+            "per_tensor": lambda s: s}[granularity](scale)
+    codes = np.rint(t * (np.float32(1) / wide)).clip(-127, 127)
+    np.testing.assert_array_equal(coded.codes.transpose(0, 2, 1, 3), codes)
+
+
+@pytest.mark.parametrize("format, code", [("e4m3", ml_dtypes.float8_e4m3fn),
+                                          ("e4m3fnuz", ml_dtypes.float8_e4m3fnuz),
+                                          ("e5m2", ml_dtypes.float8_e5m2)])
+def test_float8_codes_against_ml_dtypes(format, code):
+    x = normal(1, 33, 2, 24)
+    coded = qattn.quantize(x, format=format, role="k", granularity="per_head")
+    inverse = (np.float32(1) / coded.scale)[0, :, None]
+    expected = (x[0] * inverse).astype(code).view(np.uint8)
+    np.testing.assert_array_equal(coded.codes[0], expected)
+
+
+# format of Q and K, of V; V of the recipes with a 16-bit V stays as it is
+CODED = {
+    "int8": ("s8", None),
+    "int8_fp8": ("s8", "e4m3"),
+    "int8_full": ("s8", "s8"),
+    "fp8": ("e4m3", "e4m3"),
+    "fp8_p16": ("e4m3", "e4m3"),
+    "mxfp8": ("mxfp8", "mxfp8"),
+    "nvfp4_qk": ("nvfp4", None),
+    "nvfp4": ("nvfp4", "nvfp4"),
+}
+
+
+def coded_operands(recipe, q, k, v, **options):
+    qk, pv = CODED[recipe]
+    return (
+        qattn.quantize(q, format=qk, role="q", **options),
+        qattn.quantize(k, format=qk, role="k", **options),
+        v if pv is None else qattn.quantize(v, format=pv, role="v", **options),
+    )
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("recipe", CODED)
+def test_attention_on_quantized_operands(recipe, framework):
+    arrays = qkv()
+    if framework == "torch":
+        arrays = [torch.from_numpy(x) for x in arrays]
+    inside = qattn.attention(*arrays, recipe=recipe, smooth_k=False, causal=True)
+    coded = coded_operands(recipe, *arrays)
+    out = qattn.attention(*coded, recipe=recipe, causal=True)
+    assert type(out) is type(arrays[0]) and array(out).dtype == np.float64
+    # the same codes and scales: only the order of float32 sums may differ
+    assert nrmse(out, inside) < 2e-6 if recipe != "nvfp4" else nrmse(out, inside) < 1e-3
+    assert nrmse(out, qattn.reference_attention(*arrays, causal=True)) < TOLERANCE[recipe] * 1.2
+    half = qattn.attention(*coded, recipe=recipe, causal=True, out_dtype="float16")
+    np.testing.assert_array_equal(array(half), array(out).astype(np.float16).astype(np.float64))
+
+
+def test_only_k_and_v_quantized():
+    q, k, v = qkv()
+    _, kq, vq = coded_operands("int8_full", q, k, v)
+    out = qattn.attention(q, kq, vq, recipe="int8_full")
+    assert nrmse(out, qattn.attention(q, k, v, recipe="int8_full", smooth_k=False)) < 2e-6
+
+
+def test_smoothed_k_and_v_carry_their_means():
+    q, k, v = qkv()
+    k, v = k + 5, v + 3
+    coded = (
+        q,
+        qattn.quantize(k, role="k", smooth=True),
+        qattn.quantize(v, role="v", smooth=True),
+    )
+    ref, ref_lse = qattn.reference_attention(q, k, v, return_lse=True)
+    out, lse = qattn.attention(*coded, recipe="int8_full", return_lse=True)
+    assert nrmse(out, ref) < 6e-3
+    assert np.abs(lse - ref_lse).max() < 5e-2
+    inside = qattn.attention(q, k, v, recipe="int8_full", smooth_v=True)
+    assert nrmse(out, inside) < 2e-6
+
+
+def test_rotated_operands():
+    q, k, v = qkv()
+    coded = [qattn.quantize(x, role=r, rotate=True) for x, r in ((q, "q"), (k, "k"))]
+    out = qattn.attention(*coded, v, recipe="int8")
+    inside = qattn.attention(q, k, v, recipe="int8", rotate=True, smooth_k=False)
+    assert nrmse(out, inside) < 2e-6
+    assert nrmse(out, qattn.reference_attention(q, k, v)) < TOLERANCE["int8"]
+
+
+def test_raw_codes_with_their_scales():
+    q, k, v = qkv()
+    kq = qattn.quantize(k, role="k", granularity="per_block", block=64)
+    expected = qattn.attention(q, kq, v, recipe="int8")
+    out = qattn.attention(
+        q, kq.codes, v, recipe="int8", k_scale=kq.scale, k_granularity=("per_block", 64)
+    )
+    np.testing.assert_array_equal(out, expected)
+    f8 = [torch.from_numpy(x) for x in (q, k, v)]
+    coded = coded_operands("fp8", *f8)
+    expected = qattn.attention(*coded, recipe="fp8")
+    out = qattn.attention(
+        *(x.codes.view(torch.float8_e4m3fn) for x in coded), recipe="fp8",
+        q_scale=coded[0].scale, k_scale=coded[1].scale, v_scale=coded[2].scale,
+    )
+    np.testing.assert_array_equal(out.numpy(), expected.numpy())
+    coded = coded_operands("nvfp4", q, k, v)
+    out = qattn.attention(
+        *(x.codes for x in coded), recipe="nvfp4", **{
+            f"{r}_{what}": getattr(x, field) for r, x in zip("qkv", coded, strict=True)
+            for what, field in (("scale", "scale"), ("global", "global_scale"))
+        },
+    )
+    np.testing.assert_array_equal(out, qattn.attention(*coded, recipe="nvfp4"))
+
+
+def test_static_scales_and_saturation():
+    q, k, v = qkv()
+    scale = np.full((2, 2), 2.0 / 127, np.float32)  # clips beyond 2
+    coded = qattn.quantize(k, role="k", granularity="per_head", static_scale=scale)
+    clipped = int((np.abs(k) > 2.0 * 127.5 / 127).sum())
+    assert coded.saturated == clipped > 100
+    np.testing.assert_array_equal(coded.scale, scale)
+    saturated = np.full(3, -1, np.int64)
+    out = qattn.attention(q, k, v, recipe="int8", k_scale=scale, k_granularity="per_head",
+                          smooth_k=False, saturated=saturated)
+    assert saturated.tolist() == [0, clipped, 0]
+    np.testing.assert_array_equal(out, qattn.attention(q, coded, v, recipe="int8"))
+    counts = torch.empty(3, dtype=torch.int64)
+    qattn.attention(q, k, v, recipe="int8", saturated=counts)
+    assert counts.tolist() == [0, 0, 0]
+
+
+def test_packed_and_paged_quantized():
+    q, k, v = normal(37, 4, 32), normal(50, 2, 32, seed=1), normal(50, 2, 32, seed=2)
+    cu_q, cu_k = np.array([0, 30, 37], np.int32), np.array([0, 9, 50], np.int32)
+    options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "recipe": "mxfp8"}
+    kq = qattn.quantize(k, role="k", format="mxfp8", cu_seqlens=cu_k)
+    vq = qattn.quantize(v, role="v", format="mxfp8", cu_seqlens=cu_k)
+    np.testing.assert_allclose(qattn.dequantize(kq), k, atol=0.3)
+    out = qattn.attention(q, kq, vq, **options)
+    assert nrmse(out, qattn.attention(q, k, v, smooth_k=False, **options)) < 2e-6
+    pages = normal(6, 16, 2, 32, seed=3)  # scales live with the page: quantise the pool as a batch
+    kq = qattn.quantize(pages, role="k", format="s8")
+    vq = qattn.quantize(pages, role="v", format="s8", granularity="per_token")
+    used = {"page_table": [[4, 1, 0], [2, 5, 3]], "seqused_k": [40, 17]}
+    out = qattn.attention(normal(2, 3, 4, 32), kq, vq, recipe="int8_full", **used)
+    ref = qattn.reference_attention(normal(2, 3, 4, 32), pages, pages, **used)
+    assert nrmse(out, ref) < 2e-2
+
+
+def test_scheduled_scale():
+    sigma = [14.6, 5.0, 1.0, 0.1]
+    assert qattn.scheduled_scale(0.5, sigma, 1, 2) == pytest.approx(0.1, rel=1e-6)
+    for arguments, word in (((0.5, sigma, 1, 4), "step"), ((0.5, [1.0, -1.0], 0, 1), "sigma"),
+                            ((0.5, sigma, 1.5, 2), "ref"), ((0.5, ["a"], 0, 0), "sigma")):
+        with pytest.raises(qattn.InvalidArgument, match=word):
+            qattn.scheduled_scale(*arguments)
