@@ -26,8 +26,7 @@ std::string scaling_text(const Scaling& s) {
 }  // namespace
 
 std::span<const Kernel> registry() {
-  static const Kernel kernels[] = {cpu::attention_kernel_avx512vnni(),
-                                   cpu::attention_kernel_scalar()};
+  static const auto kernels = cpu::attention_kernels();
   return kernels;
 }
 

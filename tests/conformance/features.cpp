@@ -106,6 +106,10 @@ void sequences(Rows& rows) {
     f.how.page_size = 32, f.how.input = Format::f16;
   });
   add(rows, "decode_long", [](Feature& f) { f.sq = {1}, f.sk = {2100}, f.heads_q = 2; });
+  add(rows, "varlen_split", [](Feature& f) {
+    f.sq = {1, 60, 3}, f.sk = {1500, 1100, 2500}, f.how.packed_q = f.how.packed_k = true;
+    f.dim = f.dim_v = 32, f.options.causal = f.sinks = true;
+  });
   for (const std::int64_t s : {1, 63, 64, 65, 127, 128, 129, 256}) {
     add(rows, "keys_" + std::to_string(s), [s](Feature& f) { f.sq = {17}, f.sk = {s}; });
   }

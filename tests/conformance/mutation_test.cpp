@@ -11,6 +11,8 @@ struct Plant {
   Mutation mutation;
 };
 
+void PrintTo(const Plant& plant, std::ostream* out) { *out << plant.name; }
+
 std::vector<Plant> plants() {
   std::vector<Plant> all;
   const auto add = [&all](std::string name, std::string recipe, std::string feature,
@@ -78,8 +80,7 @@ TEST_P(Mutations, AreSeen) {
   ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
   const std::int64_t spared = spared_rows(outcome.resolved, call.total_rows());
   const auto apart = [&](Mutation mutation) {
-    const ModelOutput model =
-        model_attention(call, {outcome.resolved, outcome.split_keys, mutation});
+    const ModelOutput model = model_attention(call, outcome.model_options(mutation));
     return distance(outcome.out, model.out, call.dim_v, spared).trimmed;
   };
   EXPECT_LE(apart(Mutation::none), tight_bound(Format::f32));

@@ -43,10 +43,14 @@ std::span<const std::string> isas() {
   return all;
 }
 
-std::int64_t split_keys(const Plan& plan) {
-  const std::string text = plan.to_string(), key = "split_keys: ";
+std::int64_t plan_number(const Plan& plan, const std::string& field) {
+  const std::string text = plan.to_string(), key = field + ": ";
   const std::size_t at = text.find(key);
   return at == std::string::npos ? 0 : std::atoll(text.c_str() + at + key.size());
+}
+
+ModelOptions Outcome::model_options(Mutation mutation) const {
+  return {resolved, split_keys, split_rows, mutation};
 }
 
 Outcome run_call(const Call& call, Laid& laid, const Recipe& recipe) {
@@ -61,7 +65,8 @@ Outcome run_call(const Call& call, Laid& laid, const Recipe& recipe) {
   outcome.status = planned.status();
   if (!planned.ok()) return outcome;
   outcome.resolved = planned->recipe();
-  outcome.split_keys = split_keys(*planned);
+  outcome.split_keys = plan_number(*planned, "split_keys");
+  outcome.split_rows = plan_number(*planned, "split_rows");
 
   constexpr std::size_t alignment = 64;
   const std::size_t bytes = planned->workspace_bytes();

@@ -3,11 +3,19 @@
 
 #include <gtest/gtest.h>
 
+#include <ostream>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "conformance/feature.hpp"
+
+namespace qattn {
+
+/// How GoogleTest shows a recipe.
+inline void PrintTo(const Recipe& recipe, std::ostream* out) { *out << recipe.name; }
+
+}  // namespace qattn
 
 namespace qattn::test {
 
@@ -35,15 +43,17 @@ struct Outcome {
   std::vector<float> out, lse;  ///< rows in Call::row() order
   std::vector<double> saturated;
   Recipe resolved;
-  std::int64_t split_keys = 0;
+  std::int64_t split_keys = 0, split_rows = 0;  ///< as the plan prints them
   std::string violation;  ///< an input or a byte outside the outputs that was written
+
+  ModelOptions model_options(Mutation mutation = Mutation::none) const;
 };
 
 /// plan() and run(); outputs start as sentinels.
 Outcome run_call(const Call& call, Laid& laid, const Recipe& recipe);
 
-/// `split_keys: N` of a plan's text, 0 if it has none.
-std::int64_t split_keys(const Plan& plan);
+/// The number in the line `field: N` of a plan's text, 0 if it has none.
+std::int64_t plan_number(const Plan& plan, const std::string& field);
 
 /// |out - want| / |want| over everything, and the same without the `spared` worst rows. A NaN in
 /// either makes both NaN.

@@ -154,6 +154,7 @@ double finish(State& state, std::optional<double> sink, const Values& v_mean, do
 void attend_head(const Call& call, const ModelOptions& model, const Head& x, ModelOutput& output) {
   const PRule rule{model.recipe.p, model.recipe.p == Format::u8 && !x.v.token_scale.empty()};
   const std::int64_t room = call.sequences[x.b].room_q;
+  const bool split = room * (call.heads_q / call.heads_k) <= model.split_rows;
 #pragma omp parallel for schedule(dynamic, 4)
   for (std::int64_t i = 0; i < room; ++i) {
     const std::int64_t row = call.row(x.b, x.h, i);
@@ -163,7 +164,7 @@ void attend_head(const Call& call, const ModelOptions& model, const Head& x, Mod
     if (i >= x.len_q) continue;
     Values s(static_cast<std::size_t>(x.len_k));
     for (std::int64_t j = 0; j < x.len_k; ++j) s[j] = score(call, model, x, i, j);
-    State state = attend_splits(rule, s, x.v, call.dim_v, model.split_keys);
+    State state = attend_splits(rule, s, x.v, call.dim_v, split ? model.split_keys : 0);
     std::optional<double> sink;
     if (!call.sinks.empty()) sink = call.sinks[x.h];
     output.lse[row] = finish(state, sink, x.v.mean, out, call.dim_v);

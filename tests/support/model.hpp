@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -24,6 +25,8 @@ enum class Mutation {
 struct ModelOptions {
   Recipe recipe;                ///< as resolved by the plan
   std::int64_t split_keys = 0;  ///< keys per split; 0: none
+  /// Only sequences with at most so many rows a KV head (group times queries) are split.
+  std::int64_t split_rows = std::numeric_limits<std::int64_t>::max();
   Mutation mutation = Mutation::none;
 };
 

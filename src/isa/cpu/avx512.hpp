@@ -11,7 +11,10 @@
 namespace qattn::isa::avx512vnni {
 
 inline constexpr int lanes = 16;
-inline constexpr const char* name = "avx512vnni";
+#if !defined(QATTN_ISA_NAME)
+#define QATTN_ISA_NAME "avx512vnni"
+#endif
+inline constexpr const char* name = QATTN_ISA_NAME;
 
 using F = __m512;
 using I = __m512i;
@@ -83,6 +86,17 @@ static inline I dot4(I c, I a, I b) { return _mm512_dpbusd_epi32(c, a, b); }
 static inline void store_bytes(void* p, I a) {
   _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
 }
+
+static inline void store_bf16(std::uint16_t* p, F a) {
+  const I upper = _mm512_srli_epi32(_mm512_castps_si512(a), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
+}
+#if defined(__AVX512BF16__)
+/// Per lane: c + a.lo * b.lo + a.hi * b.hi over pairs of bf16 (subnormals count as 0).
+static inline F dot2(F c, I a, I b) {
+  return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+#endif
 
 static inline F load_f16_n(const std::uint16_t* p, int n) {
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));

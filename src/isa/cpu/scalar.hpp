@@ -179,6 +179,15 @@ static inline void store_bytes(void* p, I a) {
   for (int i = 0; i < lanes; ++i) out[i] = static_cast<std::uint8_t>(a.x[i]);
 }
 
+/// The upper halves: exact for values that bf16 holds.
+static inline void store_bf16(std::uint16_t* p, F a) {
+  for (int i = 0; i < lanes; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &a.x[i], sizeof bits);
+    p[i] = static_cast<std::uint16_t>(bits >> 16);
+  }
+}
+
 static inline float float_of_half(std::uint16_t h) {
   const std::uint32_t sign = static_cast<std::uint32_t>(h & 0x8000u) << 16;
   const std::uint32_t magnitude = h & 0x7FFFu;

@@ -3,10 +3,12 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <string>
 
+#include "kernels/attn_prefill/cpu_operand.hpp"
 #include "qattn/quantize.hpp"
 
 namespace qattn::cpu {
@@ -15,7 +17,7 @@ namespace {
 using detail::Kernel;
 using detail::PlanData;
 
-bool is_scaled(Format format) { return info(format).scale != Format::none; }
+bool is_scaled(Format format) { return free_scale(format) || grouped(format); }
 
 /// "16-bit" of a recipe: the input's own format, f16 for f32 inputs and codes (11 significant bits
 /// against bf16's 8; a V beyond f16's range gives NaN rows, never wrong numbers).
@@ -105,17 +107,30 @@ Rounding rounding_of(const Recipe& r, bool v_token_scale) {
   }
 }
 
+/// bf16 holds every value of the 8- and 4-bit floats exactly (at most 6 significant bits with an
+/// e4m3 group scale), so the bf16 engine serves them all where it is native.
+bool bf16_values(Format format) {
+  using enum Format;
+  return format != f32 && format != f16 && format != s8;
+}
+
 std::shared_ptr<PlanData> tune(const Problem& problem) {
   auto c = std::make_shared<Config>();
   c->words = select_words().words;
-  c->recipe = resolve(problem, c->words == words_avx512vnni());
+  c->recipe = resolve(problem, c->words != words_scalar());
   const Recipe& r = c->recipe;
-  c->integer_qk = r.qk == Format::s8;
-  c->integer_pv = r.v == Format::s8;
-  c->v_token_scale = c->integer_pv && r.v_scale.granularity == Granularity::per_token;
-  if (r.v_scale.granularity == Granularity::per_block_channel) {
-    c->v_block = std::min<int>(r.v_scale.block, tile_keys);
-  }
+  const bool native = c->words->qk_bf16 != nullptr;
+  const Granularity g = r.v_scale.granularity;
+  const bool token = free_scale(r.v) && g == Granularity::per_token;
+  c->qk = r.qk == Format::s8            ? Engine::integer
+          : native && bf16_values(r.qk) ? Engine::bf16
+                                        : Engine::f32;
+  c->pv = r.v == Format::s8                                          ? Engine::integer
+          : native && bf16_values(r.v) && bf16_values(r.p) && !token ? Engine::bf16
+                                                                     : Engine::f32;
+  c->v_token_scale = c->pv == Engine::integer && token;
+  c->v_channel_scale = (free_scale(r.v) && !token) || r.v == Format::nvfp4;
+  if (g == Granularity::per_block_channel) c->v_block = std::min<int>(r.v_scale.block, tile_keys);
   c->rounding = rounding_of(r, c->v_token_scale);
   c->smooth_k = r.smooth_k == Toggle::on;
   c->smooth_q = r.smooth_q == Toggle::on;
@@ -124,10 +139,17 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
   c->threads = problem.threads > 0 ? problem.threads : omp_get_max_threads();
   Arrays unused;
   c->workspace = layout(problem, *c, nullptr, unused);
-  const bool split = problem.group() * problem.max_q <= tile_rows && problem.max_k > c->split_keys;
-  c->text = std::string("isa: ") + c->words->isa + "\ntile: " + std::to_string(tile_rows) +
-            " rows x " + std::to_string(tile_keys) +
+  // Packed queries: which sequences are short enough to be split is known from the contents only.
+  const bool short_queries = problem.varlen_q || problem.group() * problem.max_q <= tile_rows;
+  const bool split = short_queries && problem.max_k > c->split_keys;
+  const auto engine = [](Engine e) {
+    return e == Engine::integer ? "integer" : e == Engine::bf16 ? "bf16" : "f32";
+  };
+  c->text = std::string("isa: ") + c->words->isa + "\nengines: " + engine(c->qk) + " " +
+            engine(c->pv) + "\ntile: " + std::to_string(tile_rows) + " rows x " +
+            std::to_string(tile_keys) +
             " keys\nsplit_keys: " + std::to_string(split ? c->split_keys : 0) +
+            "\nsplit_rows: " + std::to_string(split ? tile_rows : 0) +
             "\nthreads: " + std::to_string(c->threads) + "\n";
   return c;
 }
@@ -173,6 +195,19 @@ std::int64_t plan_sequences(const Problem& p, const Config& c, SequenceInfo* tab
   return task;
 }
 
+/// Packs the tile whose first slot is `slot`, unless it belongs to nobody or its task packs it.
+void prepare_tile(const Job& job, std::int64_t slot, std::int64_t head, Scratch& scratch) {
+  const SequenceInfo* first = job.arrays.sequences;
+  const SequenceInfo* last = first + job.problem.batch;
+  const SequenceInfo* found = std::upper_bound(
+      first, last, slot, [](std::int64_t x, const SequenceInfo& s) { return x < s.slot; });
+  if (found == first) return;
+  const SequenceInfo& s = *--found;
+  const std::int64_t key = slot - s.slot, b = found - first;
+  if (key >= s.k_length || packs_itself(job.problem, s)) return;
+  pack_tile(job, b, head, key, job.prepared_tile(b, head, key), scratch);
+}
+
 Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream stream) {
   if (stream != nullptr) {
     return Status(Code::invalid_argument, "stream: a CPU plan takes none");
@@ -184,11 +219,11 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
   Arrays& a = job.arrays;
   const std::int64_t tasks = plan_sequences(problem, config, a.sequences);
   const std::int64_t kv_units = problem.batch * problem.heads_kv;
-  const std::int64_t q_units = problem.batch * problem.heads_q;
   const Problem& p = problem;
   for (int t = 0; t < config.threads; ++t) {
     for (std::int64_t& count : a.scratch[t].saturated) count = 0;
   }
+  const std::int64_t tiles = a.slots / tile_keys;
 #pragma omp parallel num_threads(config.threads)
   {
     Scratch& mine = a.scratch[omp_get_thread_num()];
@@ -196,23 +231,20 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
     for (std::int64_t i = 0; i < kv_units; ++i) {
       prepare_means(job, i / p.heads_kv, i % p.heads_kv, mine);
     }
+    for (const Role role : {Role::q, Role::k, Role::v}) {
+      const std::int64_t heads = role == Role::q ? p.heads_q : p.heads_kv;
 #pragma omp for schedule(dynamic)
-    for (std::int64_t i = 0; i < q_units; ++i) {
-      prepare_head_amax(job, Role::q, i / p.heads_q, i % p.heads_q, mine);
+      for (std::int64_t i = 0; i < p.batch * heads; ++i) {
+        prepare_head_amax(job, role, i / heads, i % heads, mine);
+      }
+#pragma omp for schedule(dynamic)
+      for (std::int64_t i = 0; i < p.batch * heads; ++i) {
+        prepare_scales(job, role, i / heads, i % heads, mine);
+      }
     }
 #pragma omp for schedule(dynamic)
-    for (std::int64_t i = 0; i < kv_units; ++i) {
-      prepare_head_amax(job, Role::k, i / p.heads_kv, i % p.heads_kv, mine);
-      prepare_head_amax(job, Role::v, i / p.heads_kv, i % p.heads_kv, mine);
-    }
-#pragma omp for schedule(dynamic) nowait
-    for (std::int64_t i = 0; i < q_units; ++i) {
-      prepare_q(job, i / p.heads_q, i % p.heads_q, mine);
-    }
-#pragma omp for schedule(dynamic)
-    for (std::int64_t i = 0; i < 2 * kv_units; ++i) {
-      const auto prepare = i < kv_units ? prepare_k : prepare_v;
-      prepare(job, i % kv_units / p.heads_kv, i % p.heads_kv, mine);
+    for (std::int64_t i = 0; i < p.heads_kv * tiles; ++i) {
+      prepare_tile(job, i % tiles * tile_keys, i / tiles, mine);
     }
 #pragma omp for schedule(dynamic)
     for (std::int64_t i = 0; i < tasks; ++i) run_task(job, i, mine);
@@ -250,74 +282,101 @@ class Arena {
   std::size_t used_ = 0;
 };
 
-void layout_thread(Arena& arena, const Problem& p, const Config& c, Scratch& s) {
-  s.q = arena.take<float>(tile_rows * p.d);
-  s.q_codes = arena.take<std::int8_t>(tile_rows * p.d);
-  s.scores = arena.take<float>(tile_rows * tile_keys);
-  s.p = arena.take<float>(tile_rows * tile_keys);
-  s.codes = arena.take<std::uint8_t>(tile_rows * tile_keys);
-  s.out = arena.take<float>(tile_rows * padded(p.dv));
-  for (float** f : {&s.max, &s.sum, &s.alpha, &s.beta, &s.q_scale, &s.offset}) {
-    *f = arena.take<float>(tile_rows);
-  }
-  s.correction = arena.take<std::int32_t>(tile_rows);
-  s.rows = arena.take<float>(tile_keys * 256);
-  s.row = arena.take<float>(3 * 256);
-  s.bytes = arena.take<std::uint8_t>(tile_keys * 256);
-  const std::int64_t longest = std::max(p.max_q, p.max_k);
-  s.token_amax = arena.take<float>(longest);
+/// Entries that the coarse granularities of one thread's sequence need.
+std::int64_t most_groups(const Problem& p, const Config& c) {
   std::int64_t groups = 0;
-  const Recipe& r = c.recipe;
-  if (is_scaled(r.qk)) {
-    groups = std::max(scale_count(r.q_scale, Role::q, p.max_q),
-                      scale_count(r.k_scale, Role::k, p.max_k));
+  for (const Role role : {Role::q, Role::k}) {
+    if (!needs_scale_pass(p, c, role)) continue;
+    groups = std::max(groups,
+                      scale_count(scaling_of(c, role), role, role == Role::q ? p.max_q : p.max_k));
   }
-  if (is_scaled(r.v) && r.v_scale.granularity != Granularity::group) {
-    const int width = r.v_scale.granularity == Granularity::per_token ? 1 : padded(p.dv);
-    const std::int64_t keys = std::max<std::int64_t>(p.max_k, 1);  // channel_scales() fills >= 1
-    groups = std::max(groups, scale_count(r.v_scale, Role::v, keys) * width);
+  return groups;
+}
+
+void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t tile_bytes,
+                   Scratch& s) {
+  const int rows = tile_rows;
+  s.q = arena.take<float>(c.qk == Engine::f32 ? rows * p.d : 0);
+  s.q_bf16 = arena.take<std::uint16_t>(c.qk == Engine::bf16 ? rows * p.d : 0);
+  s.q_codes = arena.take<std::int8_t>(c.qk == Engine::integer ? rows * p.d : 0);
+  s.scores = arena.take<float>(rows * tile_keys);
+  s.p = arena.take<float>(c.pv == Engine::f32 ? rows * tile_keys : 0);
+  s.p_bf16 = arena.take<std::uint16_t>(c.pv == Engine::bf16 ? rows * tile_keys : 0);
+  s.codes = arena.take<std::uint8_t>(c.pv == Engine::integer ? rows * tile_keys : 0);
+  s.out = arena.take<float>(rows * padded(p.dv));
+  for (float** f : {&s.max, &s.sum, &s.alpha, &s.beta, &s.q_scale, &s.offset}) {
+    *f = arena.take<float>(rows);
   }
+  s.correction = arena.take<std::int32_t>(rows);
+  s.rows = arena.take<float>(tile_keys * padded(p.dv));
+  s.row = arena.take<float>(3 * 256);
+  s.bytes = arena.take<std::uint8_t>(256);
+  const std::int64_t groups = most_groups(p, c);
+  s.token_amax = arena.take<float>(groups > 0 ? std::max(p.max_q, p.max_k) : 0);
   s.group_amax = arena.take<float>(groups);
+  s.tile = arena.take<std::byte>(static_cast<std::int64_t>(tile_bytes));
 }
 
 }  // namespace
 
+TileLayout tile_layout(const Problem& p, const Config& c) {
+  const auto width = [](Engine e) { return e == Engine::integer ? 1 : e == Engine::bf16 ? 2 : 4; };
+  const int dv = padded(p.dv);
+  Arena arena(nullptr);
+  TileLayout t{};
+  const auto part = [&arena](std::size_t& offset, std::int64_t bytes) {
+    offset = arena.used();
+    arena.take<std::byte>(bytes);
+  };
+  part(t.k, std::int64_t{tile_keys} * p.d * width(c.qk));
+  part(t.k_scale, tile_keys * 4);
+  part(t.v, std::int64_t{tile_keys} * dv * width(c.pv));
+  part(t.v_scale, c.v_token_scale     ? tile_keys * 4
+                  : c.v_channel_scale ? std::int64_t{tile_keys} / c.v_block * dv * 4
+                                      : 0);
+  part(t.v_inverse, c.v_token_scale ? tile_keys * 4 : 0);
+  part(t.v_plain, c.v_token_scale ? tile_keys * 4 : 0);
+  part(t.v_bad, tile_keys);
+  part(t.any_bad, 1);
+  t.bytes = arena.used();
+  return t;
+}
+
 std::size_t layout(const Problem& p, const Config& c, void* base, Arrays& a) {
   Arena arena(base);
-  const int d = p.d, d16 = padded(p.d), dv = padded(p.dv);
+  const int d16 = padded(p.d), dv = padded(p.dv);
   const std::int64_t heads = p.heads_kv, units = p.batch * heads;
+  a.tile = tile_layout(p, c);
   a.sequences = arena.take<SequenceInfo>(p.batch);
   a.slots = p.varlen_k ? p.tokens_k + tile_keys * p.batch
                        : p.batch * ceil_div(p.max_k, tile_keys) * tile_keys;
   a.slots = ceil_div(a.slots, tile_keys) * tile_keys;
   a.k_mean = arena.take<float>(units * d16);
   a.v_mean = arena.take<float>(units * dv);
-  a.q_scale = arena.take<float>(p.heads_q * p.tokens_q);
-  a.q_global = arena.take<float>(p.batch * p.heads_q);
+  a.q_scale = arena.take<float>(needs_scale_pass(p, c, Role::q) ? p.heads_q * p.tokens_q : 0);
+  a.k_scale = arena.take<float>(needs_scale_pass(p, c, Role::k) ? heads * a.slots : 0);
+  a.v_groups = 0;
+  if (needs_scale_pass(p, c, Role::v)) {
+    const Scaling& s = c.recipe.v_scale;
+    a.v_groups = p.batch + (s.granularity == Granularity::per_channel ? 0 : a.slots / s.block);
+  }
+  a.v_channel = arena.take<float>(heads * a.v_groups * dv);
   a.q_blocks = c.smooth_q ? ceil_div(p.max_q, c.recipe.q_scale.block) : 0;
   a.q_mean = arena.take<float>(p.batch * p.heads_q * a.q_blocks * d16);
   a.head_amax[0] = arena.take<float>(p.batch * p.heads_q);
   a.head_amax[1] = arena.take<float>(units);
   a.head_amax[2] = arena.take<float>(units);
-  a.k_codes = arena.take<std::uint8_t>(c.integer_qk ? heads * a.slots * d : 0);
-  a.k_panels = arena.take<float>(c.integer_qk ? 0 : heads * a.slots * d);
-  a.k_scale = arena.take<float>(heads * a.slots);
-  a.v_codes = arena.take<std::int8_t>(c.integer_pv ? heads * a.slots * dv : 0);
-  a.v_panels = arena.take<float>(c.integer_pv ? 0 : heads * a.slots * dv);
-  a.v_scale = arena.take<float>(!c.integer_pv     ? 0
-                                : c.v_token_scale ? heads * a.slots
-                                                  : heads * (a.slots / c.v_block) * dv);
-  a.v_inverse = arena.take<float>(c.v_token_scale ? heads * a.slots : 0);
-  a.v_plain = arena.take<float>(c.v_token_scale ? heads * a.slots : 0);
-  a.v_bad = arena.take<std::uint8_t>(heads * a.slots);
-  a.v_bad_tile = arena.take<std::uint8_t>(heads * (a.slots / tile_keys));
+  // Decode calls need no prepared tiles at all; packed queries may mix long and short sequences.
+  const bool prepared = p.varlen_q || p.group() * p.max_q > tile_rows;
+  const std::int64_t stores = prepared ? heads * (a.slots / tile_keys) : 0;
+  a.tiles = arena.take<std::byte>(stores * static_cast<std::int64_t>(a.tile.bytes));
   const std::int64_t split_rows = std::min(p.batch * tile_rows, p.group() * p.tokens_q);
   const std::int64_t splits = p.max_k > c.split_keys ? ceil_div(p.max_k, c.split_keys) : 0;
   a.partials = arena.take<float>(split_rows * heads * splits * (dv + 2));
   a.scratch = arena.take<Scratch>(c.threads);
   for (int t = 0; t < c.threads; ++t) {
     Scratch unused;
-    layout_thread(arena, p, c, base ? a.scratch[t] : unused);
+    layout_thread(arena, p, c, a.tile.bytes, base ? a.scratch[t] : unused);
   }
   return arena.used();
 }
@@ -362,13 +421,13 @@ Sequence Job::v_sequence(std::int64_t b, std::int64_t head) const {
   return sequence(*this, problem.v, s.k_begin, s.k_length, b, head, problem.dv, problem.paged);
 }
 
-Kernel attention_kernel_scalar() {
-  return {"attn.cpu.scalar", [](const Problem& p) { return supports(p, words_scalar()); }, tune,
-          run};
-}
-Kernel attention_kernel_avx512vnni() {
-  return {"attn.cpu.avx512vnni", [](const Problem& p) { return supports(p, words_avx512vnni()); },
-          tune, run};
+std::array<Kernel, 4> attention_kernels() {
+  return {{{"attn.cpu.amx", [](const Problem& p) { return supports(p, words_amx()); }, tune, run},
+           {"attn.cpu.avx512vnni", [](const Problem& p) { return supports(p, words_avx512vnni()); },
+            tune, run},
+           {"attn.cpu.avx2", [](const Problem& p) { return supports(p, words_avx2()); }, tune, run},
+           {"attn.cpu.scalar", [](const Problem& p) { return supports(p, words_scalar()); }, tune,
+            run}}};
 }
 
 }  // namespace qattn::cpu

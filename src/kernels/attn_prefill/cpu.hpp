@@ -2,6 +2,7 @@
 // tasks of up to 32 query rows walk the keys in tiles of 128, from last to first.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -11,23 +12,46 @@
 
 namespace qattn::cpu {
 
-detail::Kernel attention_kernel_scalar();
-detail::Kernel attention_kernel_avx512vnni();
+/// One entry of the registry per instruction set, best first.
+std::array<detail::Kernel, 4> attention_kernels();
 
 /// Everything that selects code. Derived from the problem alone, so results do not depend on the
 /// number of threads or on the rest of the batch.
 struct Config : detail::PlanData {
   const Words* words = nullptr;
-  bool integer_qk = false;     ///< s8 panels and dot4, else float panels
-  bool integer_pv = false;     ///< u8 P times s8 V
-  bool v_token_scale = false;  ///< V's scale per token is folded into P
-  int v_block = tile_keys;     ///< keys under one V scale inside a tile (divides tile_keys)
+  Engine qk = Engine::f32, pv = Engine::f32;
+  bool v_token_scale = false;    ///< V's scale per token is folded into P (Rounding::u8_token)
+  bool v_channel_scale = false;  ///< the product with V is multiplied by a scale per channel
+  int v_block = tile_keys;       ///< keys under one such scale inside a tile (divides tile_keys)
   Rounding rounding = Rounding::f32;
   bool smooth_k = false, smooth_q = false, smooth_v = false, rotate = false;
   /// Sequences of at most tile_rows rows (query heads of a group times queries) are split into runs
   /// of this many keys, which are merged by (O, LSE).
   std::int64_t split_keys = 1024;
   int threads = 1;
+};
+
+/// 128 keys of one head, quantised and in the engines' panels: byte offsets into its store.
+struct TileLayout {
+  std::size_t k;  ///< integer [8][d / 4][16][4] codes + 128; bf16 [8][d / 2][16][2]; f32 [8][d][16]
+  std::size_t k_scale;  ///< [tile_keys] f32
+  std::size_t v;        ///< integer [32][dv][4]; bf16 [64][dv][2]; f32 [128][dv]; dv padded
+  std::size_t v_scale;  ///< [tile_keys / v_block][dv padded], or [tile_keys] with v_token_scale
+  std::size_t v_inverse, v_plain;  ///< [tile_keys] with v_token_scale
+  std::size_t v_bad;               ///< [tile_keys] bytes: the token holds NaN or Inf in V
+  std::size_t any_bad;             ///< one byte
+  std::size_t bytes;               ///< of the whole store
+};
+TileLayout tile_layout(const Problem& problem, const Config& config);
+
+struct Tile {
+  std::byte* store;
+  const TileLayout* layout;
+
+  template <class T>
+  T* at(std::size_t TileLayout::*part) const {
+    return reinterpret_cast<T*>(store + layout->*part);
+  }
 };
 
 /// One sequence of the batch, as the contents of the index tensors say.
@@ -41,42 +65,40 @@ struct SequenceInfo {
 
 /// Scratch of one thread.
 struct Scratch {
-  float* q;                                            ///< [tile_rows][d] float engine
+  float* q;                                            ///< [tile_rows][d] f32 engine
+  std::uint16_t* q_bf16;                               ///< [tile_rows][d] bf16 engine
   std::int8_t* q_codes;                                ///< [tile_rows][d] integer engine
   float *scores, *p;                                   ///< [tile_rows][tile_keys]
+  std::uint16_t* p_bf16;                               ///< [tile_rows][tile_keys]
   std::uint8_t* codes;                                 ///< [tile_rows][tile_keys]
   float* out;                                          ///< [tile_rows][dv padded]
   float *max, *sum, *alpha, *beta, *q_scale, *offset;  ///< [tile_rows]
   std::int32_t* correction;                            ///< [tile_rows]
-  float* rows;          ///< [tile_keys][256] a tile of V, or rows of Q and K
-  float* row;           ///< [3][256]
-  std::uint8_t* bytes;  ///< [tile_keys][256]
-  float* token_amax;    ///< [longest sequence]
-  float* group_amax;    ///< [longest sequence rounded up to blocks], or [groups][dv padded]
+  float* rows;                                         ///< [tile_keys][256] a tile of V
+  float* row;                                          ///< [3][256]
+  std::uint8_t* bytes;                                 ///< [256]
+  float* token_amax;  ///< [longest sequence] where a coarse granularity needs it
+  float* group_amax;  ///< [most groups of a sequence], likewise
+  std::byte* tile;    ///< store of a tile that only this thread's task uses
   std::int64_t saturated[3];
 };
 
 /// Everything that lives in the workspace.
 struct Arrays {
-  SequenceInfo* sequences;     ///< [batch]
-  float *k_mean, *v_mean;      ///< [batch * heads_kv][padded]
-  float* q_scale;              ///< [heads_q][tokens_q] scale of every query row
-  float* q_global;             ///< [batch * heads_q]
-  float* q_mean;               ///< [batch * heads_q][blocks][d padded]
-  float* head_amax[3];         ///< [batch * heads] for per_tensor and the global scales
-  std::uint8_t* k_codes;       ///< integer panels [heads_kv][slots / 16][d / 4][16][4]
-  float* k_panels;             ///< float panels [heads_kv][slots / 16][d][16]
-  float* k_scale;              ///< [heads_kv][slots]
-  std::int8_t* v_codes;        ///< [heads_kv][slots / 4][dv padded][4]
-  float* v_panels;             ///< [heads_kv][slots][dv padded]
-  float* v_scale;              ///< [heads_kv][slots / v_block][dv padded], or [heads_kv][slots]
-  float *v_inverse, *v_plain;  ///< [heads_kv][slots] with v_token_scale
-  std::uint8_t* v_bad;         ///< [heads_kv][slots] token holds NaN or Inf in V
-  std::uint8_t* v_bad_tile;    ///< [heads_kv][slots / tile_keys]
-  float* partials;             ///< [rows][dv padded + 2] of split sequences
-  Scratch* scratch;            ///< [threads]
-  std::int64_t slots;          ///< key slots per head, all sequences
-  std::int64_t q_blocks;       ///< smooth_q blocks per head
+  SequenceInfo* sequences;  ///< [batch]
+  float *k_mean, *v_mean;   ///< [batch * heads_kv][padded]
+  float* q_scale;           ///< [heads_q][tokens_q]; only where scales need a pass of their own
+  float* k_scale;           ///< [heads_kv][slots]; likewise
+  float* v_channel;         ///< [heads_kv][v_groups][dv padded]; likewise
+  float* q_mean;            ///< [batch * heads_q][blocks][d padded]
+  float* head_amax[3];      ///< [batch * heads] of Q, K, V
+  std::byte* tiles;         ///< [heads_kv][slots / tile_keys] stores
+  float* partials;          ///< [rows][dv padded + 2] of split sequences
+  Scratch* scratch;         ///< [threads]
+  TileLayout tile;
+  std::int64_t slots;     ///< key slots per head, all sequences
+  std::int64_t v_groups;  ///< rows of v_channel per head
+  std::int64_t q_blocks;  ///< smooth_q blocks per head
 };
 
 struct Job {
@@ -88,7 +110,14 @@ struct Job {
   int d() const { return problem.d; }
   int dv() const { return padded(problem.dv); }
   std::int64_t unit(std::int64_t b, std::int64_t head) const { return b * problem.heads_kv + head; }
-  /// Place of a query row in q_scale.
+  /// Place of a query row in q_scale, of a key in k_scale.
+  std::int64_t k_place(std::int64_t b, std::int64_t head, std::int64_t s) const {
+    return head * arrays.slots + arrays.sequences[b].slot + s;
+  }
+  Tile prepared_tile(std::int64_t b, std::int64_t head, std::int64_t first) const {
+    const std::int64_t index = k_place(b, head, first) / tile_keys;
+    return {arrays.tiles + index * static_cast<std::int64_t>(arrays.tile.bytes), &arrays.tile};
+  }
   std::int64_t q_place(std::int64_t b, std::int64_t head, std::int64_t i) const {
     const std::int64_t first = problem.varlen_q ? arrays.sequences[b].q_begin : b * problem.max_q;
     return head * problem.tokens_q + first + i;
@@ -126,24 +155,35 @@ struct GivenScale {
 };
 GivenScale given_scale(const Job& job, Role role);
 
-/// Row `token` of pre-quantised Q or K in the float engine's terms: values without a free scale.
-void decode_codes(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
-                  std::int64_t token, float* row);
-
 /// Lays the arrays out from `base`; with base null only counts. Returns bytes.
 std::size_t layout(const Problem& problem, const Config& config, void* base, Arrays& arrays);
 
-// cpu_prepare.cpp: one (sequence, head) each; called from a parallel loop.
+// cpu_scales.cpp: what must be known before any tile. One (sequence, head) each.
 void prepare_means(const Job& job, std::int64_t b, std::int64_t head, Scratch& scratch);
 void prepare_head_amax(const Job& job, Role role, std::int64_t b, std::int64_t head,
                        Scratch& scratch);
-void prepare_q(const Job& job, std::int64_t b, std::int64_t head, Scratch& scratch);
-void prepare_k(const Job& job, std::int64_t b, std::int64_t head, Scratch& scratch);
-void prepare_v(const Job& job, std::int64_t b, std::int64_t head, Scratch& scratch);
-/// Does the operand need a maximum over everything before its scales are known?
-bool needs_head_amax(const Config& config, Role role);
+void prepare_scales(const Job& job, Role role, std::int64_t b, std::int64_t head, Scratch& scratch);
+/// Does the operand need a maximum over a whole head before its scales are known?
+bool needs_head_amax(const Problem& problem, const Config& config, Role role);
+/// Does it need prepare_scales()? Scales per token and per block of V inside a tile do not.
+bool needs_scale_pass(const Problem& problem, const Config& config, Role role);
+/// First row of a sequence in Arrays::v_channel.
+std::int64_t v_group_base(const Job& job, std::int64_t b);
+/// One scale of a head or tensor, from head_amax.
+float head_scale(const Job& job, Role role, std::int64_t b, std::int64_t head);
+
+// cpu_pack.cpp
+/// A row of Q or K as the recipe holds it: `codes` for formats with a free scale, `row` (padded)
+/// the values without their outermost scale, which is returned (NaN for a bad row).
+float quantized_row(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
+                    std::int64_t token, Scratch& scratch, float* row, std::uint8_t* codes);
+/// Quantises keys [first, first + 128) of one head and lays them out.
+void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
+               const Tile& tile, Scratch& scratch);
 
 // cpu_tile.cpp
+/// Are the tiles of this sequence packed by its only task rather than beforehand?
+bool packs_itself(const Problem& problem, const SequenceInfo& sequence);
 void run_task(const Job& job, std::int64_t task, Scratch& scratch);
 /// Merges the splits of one (sequence, KV head) and writes its rows.
 void merge_splits(const Job& job, std::int64_t b, std::int64_t head, Scratch& scratch);

@@ -63,7 +63,7 @@ Task make_task(const Job& job, std::int64_t index) {
   t.key_end = seq.k_length;
   t.partial = -1;
   const std::int64_t group = p.group();
-  if (group * seq.q_rows <= tile_rows) {  // every head of the group in one block
+  if (packs_itself(p, seq)) {  // every head of the group in one block
     const std::int64_t splits = std::max<std::int64_t>(seq.splits, 1);
     t.kv_head = local / splits;
     if (seq.splits > 0) {
@@ -103,64 +103,41 @@ float mean_offset(const Job& job, const Task& t, const float* q) {
 /// Quantises the task's query rows into the engine's form.
 void load_queries(const Job& job, const Task& t, Scratch& s) {
   const Problem& p = job.problem;
-  const Config& c = job.config;
   const int d = job.d();
-  const Format format = c.recipe.qk;
-  const bool scaled = info(format).scale != Format::none;
-  const bool group = info(format).group > 0;
-  const bool offset = c.smooth_k || p.tensors.k_mean.present();
+  const bool offset = job.config.smooth_k || p.tensors.k_mean.present();
+  // Every split of a sequence quantises the same rows; the first one counts what was clipped.
+  const std::int64_t clipped_before = s.saturated[0];
   for (int r = 0; r < t.count; ++r) {
     const Row& row = t.rows[r];
     float* q = s.row;
+    std::uint8_t* codes = s.bytes;
     s.offset[r] = 0.0f;
     s.q_scale[r] = p.softmax_scale;
-    s.correction[r] = 0;
-    if (row.i >= job.arrays.sequences[t.b].q_length) {  // does not exist: nothing may be read
-      std::memset(s.q + r * d, 0, sizeof(float) * static_cast<std::size_t>(d));
-      std::memset(s.q_codes + r * d, 0, static_cast<std::size_t>(d));
-      continue;
-    }
-    const Sequence x = job.q_sequence(t.b, row.head);
-    const float scale =
-        scaled && !group ? job.arrays.q_scale[job.q_place(t.b, row.head, row.i)] : 1.0f;
-    s.q_scale[r] = scale * p.softmax_scale;
-    std::uint8_t* codes = s.bytes;
-    if (p.q_codes) {
-      decode_codes(job, Role::q, x, t.b, row.head, row.i, q);
-      if (!group) std::memcpy(codes, x.row(row.i), static_cast<std::size_t>(d));
-      if (offset) s.offset[r] = mean_offset(job, t, q) * scale;
-    } else {
-      load_row(job.words(), x, row.i, {}, q);
-      if (offset) s.offset[r] = mean_offset(job, t, q);
-      const float* mean = c.smooth_q ? job.q_mean(t.b, row.head, row.i) : nullptr;
-      if (mean || c.rotate) load_row(job.words(), x, row.i, {mean, c.rotate}, q);
-      if (group) {
-        const float global =
-            format == Format::nvfp4 ? job.arrays.q_global[t.b * p.heads_q + row.head] : 1.0f;
-        std::uint8_t scales[32];
-        encode_groups(format, q, d, global, codes, scales);
-        for (int i = 0; i < d; ++i) {
-          q[i] = decode_group_code(format, codes[i], scales[i / info(format).group], global);
-        }
-      } else if (scaled) {
-        const int clipped =
-            encode_row(job.words(), format, q, d, formats::reciprocal(scale), codes);
-        // Split tasks see the same rows; the first one counts.
-        if (t.key_begin == 0) s.saturated[0] += clipped;
-        if (!c.integer_qk) decode_row(format, codes, d, q);
-      } else {
-        round_row(format, q, d);
+    if (row.i < job.arrays.sequences[t.b].q_length) {
+      const Sequence x = job.q_sequence(t.b, row.head);
+      if (offset && !p.q_codes) {
+        load_row(job.words(), x, row.i, {}, q);
+        s.offset[r] = mean_offset(job, t, q);
       }
+      const float scale = quantized_row(job, Role::q, x, t.b, row.head, row.i, s, q, codes);
+      s.q_scale[r] = scale * p.softmax_scale;
+      if (offset && p.q_codes) s.offset[r] = mean_offset(job, t, q) * scale;
+    } else {  // does not exist: nothing may be read
+      std::memset(q, 0, sizeof(float) * static_cast<std::size_t>(padded(d)));
+      std::memset(codes, 0, static_cast<std::size_t>(d));
     }
-    if (c.integer_qk) {
+    if (job.config.qk == Engine::integer) {
       std::int32_t sum = 0;
       for (int i = 0; i < d; ++i) sum += static_cast<std::int8_t>(codes[i]);
       std::memcpy(s.q_codes + r * d, codes, static_cast<std::size_t>(d));
-      s.correction[r] = -128 * sum;
+      s.correction[r] = -128 * sum;  // panels hold code + 128
+    } else if (job.config.qk == Engine::bf16) {
+      store_row(q, d, Format::bf16, reinterpret_cast<std::byte*>(s.q_bf16 + r * d));
     } else {
       std::memcpy(s.q + r * d, q, sizeof(float) * static_cast<std::size_t>(d));
     }
   }
+  if (t.key_begin > 0) s.saturated[0] = clipped_before;
 }
 
 /// smooth_q: adds softmax_scale * (block mean of q) . (k - mu), exactly, to the scores of a tile.
@@ -204,13 +181,13 @@ void apply_mask(const Problem& p, std::int64_t b, const Row& row, std::int64_t f
 }
 
 /// Everything between the product and the softmax that the plain case does without.
-void finish_scores(const Job& job, const Task& t, std::int64_t first, int keys, Scratch& s) {
+void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t first, int keys,
+                   Scratch& s) {
   const Problem& p = job.problem;
   const SequenceInfo& seq = job.arrays.sequences[t.b];
   if (job.config.smooth_q) add_query_mean(job, t, first, keys, s);
-  const std::uint8_t* bad = job.arrays.v_bad + t.kv_head * job.arrays.slots + seq.slot + first;
-  const bool any_bad =
-      job.arrays.v_bad_tile[(t.kv_head * job.arrays.slots + seq.slot + first) / tile_keys] != 0;
+  const auto* bad = tile.at<std::uint8_t>(&TileLayout::v_bad);
+  const bool any_bad = *tile.at<std::uint8_t>(&TileLayout::any_bad) != 0;
   for (int r = 0; r < t.count; ++r) {
     const Row& row = t.rows[r];
     float* scores = s.scores + r * tile_keys;
@@ -244,67 +221,89 @@ void finish_scores(const Job& job, const Task& t, std::int64_t first, int keys, 
 }
 
 /// May the tile skip finish_scores()? Every row sees every key of it and nothing is added.
-bool is_plain(const Job& job, const Task& t, std::int64_t first) {
+bool is_plain(const Job& job, const Task& t, const Tile& tile, std::int64_t first) {
   const Problem& p = job.problem;
   if (p.softcap > 0 || p.mask != MaskKind::none || p.tensors.alibi_slopes.present() ||
       job.config.smooth_q) {
     return false;
   }
-  const SequenceInfo& seq = job.arrays.sequences[t.b];
-  if (job.arrays.v_bad_tile[(t.kv_head * job.arrays.slots + seq.slot + first) / tile_keys]) {
-    return false;
-  }
+  if (*tile.at<std::uint8_t>(&TileLayout::any_bad)) return false;
   for (int r = 0; r < t.count; ++r) {
     if (t.rows[r].begin > first || t.rows[r].end < first + tile_keys) return false;
   }
   return true;
 }
 
+void multiply_queries(const Job& job, const Task& t, const Tile& tile, int keys, Scratch& s) {
+  const Words& w = job.words();
+  const auto* scale = tile.at<float>(&TileLayout::k_scale);
+  if (job.config.qk == Engine::integer) {
+    w.qk_s8(s.q_codes, t.count, tile.at<std::uint8_t>(&TileLayout::k), keys, job.d() / 4, s.q_scale,
+            s.correction, scale, s.scores);
+  } else if (job.config.qk == Engine::bf16) {
+    w.qk_bf16(s.q_bf16, t.count, tile.at<std::uint16_t>(&TileLayout::k), keys, job.d() / 2,
+              s.q_scale, scale, s.scores);
+  } else {
+    w.qk_f32(s.q, t.count, tile.at<float>(&TileLayout::k), keys, job.d(), s.q_scale, scale,
+             s.scores);
+  }
+}
+
+/// Multiplies P with V, sub-block by sub-block of V's scales.
+void multiply_values(const Job& job, const Task& t, const Tile& tile, int keys, Scratch& s) {
+  const Words& w = job.words();
+  const Config& c = job.config;
+  const int dv = job.dv();
+  const int block = c.v_channel_scale ? c.v_block : tile_keys;
+  for (int j = 0; j < keys; j += block) {
+    if (j > 0) std::fill(s.alpha, s.alpha + t.count, 1.0f);  // applied once
+    const int count = std::min(block, keys - j);
+    const float* scale =
+        c.v_channel_scale ? tile.at<float>(&TileLayout::v_scale) + j / block * dv : nullptr;
+    if (c.pv == Engine::integer) {
+      w.pv_u8s8(s.codes + j, t.count, tile.at<std::int8_t>(&TileLayout::v) + j * dv, count, dv,
+                s.alpha, s.beta, scale, s.out);
+    } else if (c.pv == Engine::bf16) {
+      w.pv_bf16(s.p_bf16 + j, t.count, tile.at<std::uint16_t>(&TileLayout::v) + j * dv, count, dv,
+                s.alpha, s.beta, scale, s.out);
+    } else {
+      w.pv_f32(s.p + j, t.count, tile.at<float>(&TileLayout::v) + j * dv, count, dv, s.alpha,
+               s.beta, scale, s.out);
+    }
+  }
+}
+
 void run_tile(const Job& job, const Task& t, std::int64_t first, Scratch& s) {
   const Config& c = job.config;
-  const Arrays& a = job.arrays;
-  const Words& w = job.words();
-  const int d = job.d(), dv = job.dv();
   const int keys = static_cast<int>(std::min<std::int64_t>(tile_keys, t.key_end - first));
   const int keys16 = padded(keys);
-  const std::int64_t slot = t.kv_head * a.slots + a.sequences[t.b].slot + first;
-  if (c.integer_qk) {
-    w.qk_s8(s.q_codes, t.count, a.k_codes + slot * d, keys16, d / 4, s.q_scale, s.correction,
-            a.k_scale + slot, s.scores);
+  Tile tile{s.tile, &job.arrays.tile};
+  if (packs_itself(job.problem, job.arrays.sequences[t.b])) {
+    pack_tile(job, t.b, t.kv_head, first, tile, s);
   } else {
-    w.qk_f32(s.q, t.count, a.k_panels + slot * d, keys16, d, s.q_scale, a.k_scale + slot, s.scores);
+    tile = job.prepared_tile(t.b, t.kv_head, first);
   }
-  if (!is_plain(job, t, first)) finish_scores(job, t, first, keys, s);
-  SoftmaxTile tile{};
-  tile.scores = s.scores;
-  tile.rows = t.count;
-  tile.keys = keys16;
-  tile.rounding = c.rounding;
-  tile.max = s.max;
-  tile.sum = s.sum;
-  tile.alpha = s.alpha;
-  tile.beta = s.beta;
-  tile.p = c.integer_pv ? nullptr : s.p;
-  tile.codes = c.integer_pv ? s.codes : nullptr;
+  multiply_queries(job, t, tile, keys16, s);
+  if (!is_plain(job, t, tile, first)) finish_scores(job, t, tile, first, keys, s);
+  SoftmaxTile x{};
+  x.scores = s.scores;
+  x.rows = t.count;
+  x.keys = keys16;
+  x.rounding = c.rounding;
+  x.max = s.max;
+  x.sum = s.sum;
+  x.alpha = s.alpha;
+  x.beta = s.beta;
+  x.p = c.pv == Engine::f32 ? s.p : nullptr;
+  x.p_bf16 = c.pv == Engine::bf16 ? s.p_bf16 : nullptr;
+  x.codes = c.pv == Engine::integer ? s.codes : nullptr;
   if (c.v_token_scale) {
-    tile.v_scale = a.v_scale + slot;
-    tile.v_inverse = a.v_inverse + slot;
-    tile.v_plain = a.v_plain + slot;
+    x.v_scale = tile.at<float>(&TileLayout::v_scale);
+    x.v_inverse = tile.at<float>(&TileLayout::v_inverse);
+    x.v_plain = tile.at<float>(&TileLayout::v_plain);
   }
-  w.softmax(tile);
-  if (!c.integer_pv) {
-    w.pv_f32(s.p, t.count, a.v_panels + slot * dv, keys16, dv, s.alpha, s.beta, s.out);
-    return;
-  }
-  if (c.v_token_scale) {
-    w.pv_u8s8(s.codes, t.count, a.v_codes + slot * dv, keys16, dv, s.alpha, s.beta, nullptr, s.out);
-    return;
-  }
-  for (int j = 0; j < keys16; j += c.v_block) {  // later blocks only add: alpha was applied
-    if (j > 0) std::fill(s.alpha, s.alpha + t.count, 1.0f);
-    w.pv_u8s8(s.codes + j, t.count, a.v_codes + (slot + j) * dv, std::min(c.v_block, keys16 - j),
-              dv, s.alpha, s.beta, a.v_scale + (slot + j) / c.v_block * dv, s.out);
-  }
+  job.words().softmax(x);
+  multiply_values(job, t, tile, keys16, s);
 }
 
 /// Normalises one row and writes it and its LSE. `max`, `sum`, `out` as the tiles left them.
@@ -363,6 +362,10 @@ std::byte* output_row(const Job& job, std::int64_t b, const Row& row) {
 }
 
 }  // namespace
+
+bool packs_itself(const Problem& problem, const SequenceInfo& sequence) {
+  return problem.group() * sequence.q_rows <= tile_rows;
+}
 
 void run_task(const Job& job, std::int64_t index, Scratch& s) {
   const Task t = make_task(job, index);

@@ -1,36 +1,81 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "kernels/cpu/words.hpp"
 
 namespace qattn::cpu {
 namespace {
 
-bool runs_avx512vnni() {
 #if defined(__x86_64__)
+
+bool runs_avx2() {
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+
+bool runs_avx512vnni() {
+  return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512vnni");
+}
+
+/// Tiles need the CPU's word (CPUID leaf 7: EDX bits 22, 24, 25) and the kernel's: Linux hands out
+/// the tile state on request, once per process (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA).
+bool runs_amx() {
+#if defined(__linux__)
+  if (!runs_avx512vnni()) return false;
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  constexpr unsigned tiles = 1u << 22 | 1u << 24 | 1u << 25;
+  if ((edx & tiles) != tiles) return false;
+  constexpr long request_permission = 0x1023, tile_data = 18;
+  static const bool granted = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+  return granted;
 #else
   return false;
 #endif
 }
 
+#else
+
+bool runs_avx2() { return false; }
+bool runs_avx512vnni() { return false; }
+bool runs_amx() { return false; }
+
+#endif
+
+struct Candidate {
+  const char* name;
+  const Words* (*words)();
+  bool (*runs)();
+};
+
+// Best first.
+constexpr Candidate candidates[] = {{"amx", words_amx, runs_amx},
+                                    {"avx512vnni", words_avx512vnni, runs_avx512vnni},
+                                    {"avx2", words_avx2, runs_avx2},
+                                    {"scalar", words_scalar, [] { return true; }}};
+
 }  // namespace
 
 Selection select_words() {
-  const bool fast = words_avx512vnni() != nullptr && runs_avx512vnni();
   const char* forced = std::getenv("QATTN_CPU_ISA");
-  if (forced == nullptr || *forced == '\0') {
-    return {fast ? words_avx512vnni() : words_scalar(), nullptr, false};
+  const bool any = forced == nullptr || *forced == '\0';
+  for (const Candidate& c : candidates) {
+    if (!any && std::strcmp(forced, c.name) != 0) continue;
+    if (c.words() != nullptr && c.runs()) return {c.words(), nullptr, false};
+    if (!any) return {nullptr, "is not available on this CPU or in this build", false};
   }
-  if (std::strcmp(forced, "scalar") == 0) return {words_scalar(), nullptr, false};
-  if (std::strcmp(forced, "avx512vnni") == 0) {
-    if (fast) return {words_avx512vnni(), nullptr, false};
-    return {nullptr, "this CPU or build has no AVX-512 VNNI", false};
-  }
-  return {nullptr, "is not one of scalar, avx512vnni", true};
+  return {nullptr, "is not one of amx, avx512vnni, avx2, scalar", true};
 }
 
 }  // namespace qattn::cpu

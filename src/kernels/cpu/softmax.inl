@@ -28,13 +28,27 @@ static inline float row_max(const float* s, int keys) {
   return v::any(nan) ? __builtin_nanf("") : v::reduce_max(m);
 }
 
+/// Where one row's P goes: floats, or bf16 where every value that the rounding leaves is one.
+struct Destination {
+  float* f32;
+  std::uint16_t* bf16;
+
+  void store(int j, F x) const {
+    if (bf16) {
+      v::store_bf16(bf16 + j, x);
+    } else {
+      v::store(f32 + j, x);
+    }
+  }
+};
+
 /// P as floats, rounded to an element format; returns their sum.
 template <class Round>
-static inline float p_elementwise(const float* s, int keys, float ref, float* p, Round round) {
+static inline float p_elementwise(const float* s, int keys, float ref, Destination p, Round round) {
   F sum = v::set(0.0f);
   for (int j = 0; j < keys; j += v::lanes) {
     const F x = round(exp_minus(v::load(s + j), v::set(ref)));
-    v::store(p + j, x);
+    p.store(j, x);
     sum = v::add(sum, x);
   }
   return v::reduce_add(sum);
@@ -51,7 +65,7 @@ static inline float mx_scale(float amax) {
   return scale;
 }
 
-static inline float p_mxfp8(const float* s, int keys, float ref, float* p) {
+static inline float p_mxfp8(const float* s, int keys, float ref, Destination p) {
   F sum = v::set(0.0f);
   for (int j = 0; j < keys; j += 32) {
     const bool pair = j + v::lanes < keys;
@@ -62,23 +76,24 @@ static inline float p_mxfp8(const float* s, int keys, float ref, float* p) {
     const F down = v::set(1.0f / scale), up = v::set(scale);
     const F ra = v::mul(round_e4m3(v::mul(a, down)), up);
     const F rb = v::mul(round_e4m3(v::mul(b, down)), up);
-    v::store(p + j, ra);
-    if (pair) v::store(p + j + v::lanes, rb);
+    p.store(j, ra);
+    if (pair) p.store(j + v::lanes, rb);
     sum = v::add(sum, v::add(ra, rb));
   }
   return v::reduce_add(sum);
 }
 
-/// Two levels: the row's own maximum (1 by the choice of `ref`) and UE4M3 per 16 keys.
-static inline float p_nvfp4(const float* s, int keys, float ref, float* p) {
+/// Two levels: the row's own maximum (1 by the choice of `ref`) and UE4M3 per 16 keys. Stored as
+/// element * group scale in units of 1 / (6 * 448), which six significant bits hold exactly.
+constexpr float nvfp4_unit = 1.0f / (6.0f * 448.0f);
+static inline float p_nvfp4(const float* s, int keys, float ref, Destination p) {
   F sum = v::set(0.0f);
   for (int j = 0; j < keys; j += v::lanes) {
     const F a = exp_minus(v::load(s + j), v::set(ref));
-    const float code = first_lane(round_e4m3(v::set(v::reduce_max(a) * 448.0f)));
-    const float scale = code * (1.0f / (6.0f * 448.0f));
-    const F down = v::set(code > 0.0f ? 1.0f / scale : 0.0f);
+    const float scale = first_lane(round_e4m3(v::set(v::reduce_max(a) * 448.0f)));
+    const F down = v::set(scale > 0.0f ? 1.0f / (scale * nvfp4_unit) : 0.0f);
     const F x = v::mul(round_e2m1(v::mul(a, down)), v::set(scale));
-    v::store(p + j, x);
+    p.store(j, x);
     sum = v::add(sum, x);
   }
   return v::reduce_add(sum);
@@ -128,6 +143,7 @@ static void clear_row(const SoftmaxTile& tile, int r) {
   for (int j = 0; j < tile.keys; j += v::lanes) {
     if (tile.codes) v::store_bytes(tile.codes + r * tile_keys + j, v::set_i(0));
     if (tile.p) v::store(tile.p + r * tile_keys + j, v::set(0.0f));
+    if (tile.p_bf16) v::store_bf16(tile.p_bf16 + r * tile_keys + j, v::set(0.0f));
   }
   tile.alpha[r] = 1.0f;
   tile.beta[r] = 0.0f;
@@ -136,7 +152,8 @@ static void clear_row(const SoftmaxTile& tile, int r) {
 void softmax(const SoftmaxTile& tile) {
   for (int r = 0; r < tile.rows; ++r) {
     const float* s = tile.scores + r * tile_keys;
-    float* p = tile.p ? tile.p + r * tile_keys : nullptr;
+    const Destination p{tile.p ? tile.p + r * tile_keys : nullptr,
+                        tile.p_bf16 ? tile.p_bf16 + r * tile_keys : nullptr};
     std::uint8_t* codes = tile.codes ? tile.codes + r * tile_keys : nullptr;
     const float top = row_max(s, tile.keys);
     if (top == minus_infinity) {
@@ -167,7 +184,8 @@ void softmax(const SoftmaxTile& tile) {
         break;
       case Rounding::nvfp4:
         local = exp_one(top - now);
-        sum = p_nvfp4(s, tile.keys, top, p);
+        unit = nvfp4_unit;
+        sum = p_nvfp4(s, tile.keys, top, p) * unit;
         break;
       case Rounding::u8:
         local = exp_one(top - now);
@@ -202,8 +220,9 @@ void softcap(float* s, int n, float c) {
   }
 }
 
-const Words table = {v::name,    load_row,        amax,    encode_s8, encode_s8_channels,
-                     accumulate, accumulate_amax, qk_s8,   qk_f32,    softmax,
-                     pv_u8s8,    pv_f32,          softcap, exp_one};
+const Words table = {v::name,    load_row,        amax,   encode_s8, encode_s8_channels,
+                     accumulate, accumulate_amax, qk_s8,  qk_f32,    qk_bf16,
+                     softmax,    pv_u8s8,         pv_f32, pv_bf16,   softcap,
+                     exp_one};
 
 }  // namespace

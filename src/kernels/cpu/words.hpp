@@ -11,6 +11,10 @@ inline constexpr int tile_rows = 32;   ///< query rows of one task
 inline constexpr int tile_keys = 128;  ///< keys of one softmax tile; the unit of tile-local scales
 inline constexpr int lanes = 16;       ///< keys (K panels) or channels (V panels) side by side
 
+/// What multiplies: the panels' element type. bf16 panels hold bf16 values and, exactly, every
+/// value of the 8- and 4-bit floats without their outermost scale.
+enum class Engine : std::int32_t { f32, bf16, integer };
+
 /// Element types that load_row() reads.
 enum class Element : std::int32_t { f32, f16, bf16 };
 
@@ -27,8 +31,9 @@ struct SoftmaxTile {
   float* sum;              ///< [rows] running sum of rounded P
   float* alpha;            ///< [rows] factor of what O held before
   float* beta;             ///< [rows] factor of this tile's product
-  float* p;                ///< [rows][tile_keys] for the float engine (may be `scores`)
-  std::uint8_t* codes;     ///< [rows][tile_keys] for the integer engine
+  float* p;                ///< [rows][tile_keys] for the f32 engine, or null
+  std::uint16_t* p_bf16;   ///< [rows][tile_keys] for the bf16 engine, or null
+  std::uint8_t* codes;     ///< [rows][tile_keys] for the integer engine, or null
   const float* v_scale;    ///< [keys] u8_token: V's scale per token
   const float* v_inverse;  ///< [keys] 1 / v_scale, or 0 where the sum takes P unrounded
   const float* v_plain;    ///< [keys] 1 where the sum takes P unrounded, else 0
@@ -58,26 +63,35 @@ struct Words {
   void (*qk_s8)(const std::int8_t* q, int rows, const std::uint8_t* k, int keys, int d4,
                 const float* q_scale, const std::int32_t* correction, const float* k_scale,
                 float* scores);
-  /// The same for float operands: q rows of `d`, k panels [d][16]. k_scale may be null.
+  /// The same for float operands: q rows of `d`, k panels [d][16].
   void (*qk_f32)(const float* q, int rows, const float* k, int keys, int d, const float* q_scale,
                  const float* k_scale, float* scores);
+  /// The same for bf16: q rows of `d2` pairs, k panels [d2][16][2]. Null where not native.
+  void (*qk_bf16)(const std::uint16_t* q, int rows, const std::uint16_t* k, int keys, int d2,
+                  const float* q_scale, const float* k_scale, float* scores);
   void (*softmax)(const SoftmaxTile& tile);
   /// out[r][c] = out * alpha[r] + beta[r] * v_scale[c] * sum_j codes[r][j] v[j][c]. v: [keys/4]
   /// [channels][4] s8; keys a multiple of 4, channels of 16; v_scale may be null (1).
   void (*pv_u8s8)(const std::uint8_t* codes, int rows, const std::int8_t* v, int keys, int channels,
                   const float* alpha, const float* beta, const float* v_scale, float* out);
-  /// out[r][c] = out * alpha[r] + beta[r] * sum_j p[r][j] v[j][c]. v: [keys][channels].
+  /// The same with p for codes and v: [keys][channels].
   void (*pv_f32)(const float* p, int rows, const float* v, int keys, int channels,
-                 const float* alpha, const float* beta, float* out);
+                 const float* alpha, const float* beta, const float* v_scale, float* out);
+  /// The same for bf16; v: [keys / 2][channels][2], keys even. Null where not native.
+  void (*pv_bf16)(const std::uint16_t* p, int rows, const std::uint16_t* v, int keys, int channels,
+                  const float* alpha, const float* beta, const float* v_scale, float* out);
   /// s = c * tanh(s / c) over n floats, n a multiple of 16.
   void (*softcap)(float* s, int n, float c);
   /// exp(x) of one value, the same arithmetic as inside softmax.
   float (*exp_one)(float x);
 };
 
-/// Null where this build has no such unit; the caller has checked that the CPU can run it.
+/// One table an instruction set; null where this build has no such unit. Only select_words() may
+/// hand one out: it has asked the CPU.
 const Words* words_scalar();
+const Words* words_avx2();
 const Words* words_avx512vnni();
+const Words* words_amx();
 
 /// The table in force: QATTN_CPU_ISA if set, else the best that this CPU runs.
 struct Selection {

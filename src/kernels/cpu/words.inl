@@ -110,207 +110,197 @@ void accumulate_amax(const float* x, int n, float* acc) {
   }
 }
 
-// --- Q K^T -------------------------------------------------------------------------------------
+// --- The two products, once for all engines ------------------------------------------------------
+//
+// An engine multiplies `pack` elements of the contraction at a time: four codes, two bf16 values or
+// one float stand side by side for each of sixteen columns (keys in Q K^T, channels in P V).
 
-template <int R, int N>
-static inline void qk_s8_block(const std::int8_t* q, const std::uint8_t* k, int d4,
-                               const float* q_scale, const std::int32_t* correction,
-                               const float* k_scale, float* scores) {
-  I acc[R][N];
-  for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < N; ++n) acc[r][n] = v::set_i(correction[r]);
+struct Integer {
+  using Row = std::int8_t;  // or u8: the sign is the order of dot4's operands
+  using Panel = std::uint8_t;
+  using Sum = I;
+  static constexpr int pack = 4;
+  static Sum zero() { return v::set_i(0); }
+  static F to_float(Sum x) { return v::to_float(x); }
+  static I panel(const Panel* p) { return v::load_i(p); }
+};
+struct IntegerQK : Integer {
+  static Sum step(Sum c, const Row* row, I keys) { return v::dot4(c, keys, v::broadcast4(row)); }
+};
+struct IntegerPV : Integer {
+  static Sum step(Sum c, const Row* row, I values) {
+    return v::dot4(c, v::broadcast4(row), values);
   }
-  for (int t = 0; t < d4; ++t) {
-    I keys[N];
-    for (int n = 0; n < N; ++n) keys[n] = v::load_i(k + (n * d4 + t) * 64);
+};
+struct Single {
+  using Row = float;
+  using Panel = float;
+  using Sum = F;
+  static constexpr int pack = 1;
+  static Sum zero() { return v::set(0.0f); }
+  static F to_float(Sum x) { return x; }
+  static F panel(const Panel* p) { return v::load(p); }
+  static Sum step(Sum c, const Row* row, F column) { return v::fma(v::set(*row), column, c); }
+};
+#if defined(QATTN_NATIVE_BF16)
+struct Brain {
+  using Row = std::uint16_t;
+  using Panel = std::uint16_t;
+  using Sum = F;
+  static constexpr int pack = 2;
+  static Sum zero() { return v::set(0.0f); }
+  static F to_float(Sum x) { return x; }
+  static I panel(const Panel* p) { return v::load_i(p); }
+  static Sum step(Sum c, const Row* row, I column) {
+    return v::dot2(c, v::broadcast4(row), column);
+  }
+};
+#endif
+
+/// One R x (16 N) block. `steps` packs of the contraction; the panel of column group n begins at
+/// n * group_stride, and one step advances it by step_stride (both in elements).
+template <class E, int R, int N>
+static inline void block(const typename E::Row* row, std::int64_t row_stride,
+                         const typename E::Panel* panel, std::int64_t group_stride,
+                         std::int64_t step_stride, int steps, typename E::Sum (&acc)[R][N]) {
+  for (int t = 0; t < steps; ++t) {
+    decltype(E::panel(panel)) columns[N];
+    for (int n = 0; n < N; ++n) columns[n] = E::panel(panel + n * group_stride + t * step_stride);
     for (int r = 0; r < R; ++r) {
-      const I row = v::broadcast4(q + (r * d4 + t) * 4);
-      for (int n = 0; n < N; ++n) acc[r][n] = v::dot4(acc[r][n], keys[n], row);
+      for (int n = 0; n < N; ++n) {
+        acc[r][n] = E::step(acc[r][n], row + r * row_stride + t * E::pack, columns[n]);
+      }
     }
   }
+}
+
+/// Operands of one Q K^T call; `correction` is null for the float engines.
+template <class E>
+struct QK {
+  const typename E::Row* q;
+  const typename E::Panel* k;
+  int steps;
+  const float* q_scale;
+  const std::int32_t* correction;
+  const float* k_scale;
+  float* scores;
+};
+
+template <class E, int R, int N>
+static inline void qk_block(const QK<E>& x, int r0, int j0) {
+  const std::int64_t width = std::int64_t{x.steps} * E::pack;
+  typename E::Sum acc[R][N];
   for (int r = 0; r < R; ++r) {
-    const F scale = v::set(q_scale[r]);
     for (int n = 0; n < N; ++n) {
-      const F s = v::mul(v::mul(v::to_float(acc[r][n]), scale), v::load(k_scale + n * v::lanes));
-      v::store(scores + r * tile_keys + n * v::lanes, s);
+      if constexpr (E::pack == 4) {
+        acc[r][n] = v::set_i(x.correction[r0 + r]);
+      } else {
+        acc[r][n] = E::zero();
+      }
+    }
+  }
+  block<E, R, N>(x.q + r0 * width, width, x.k + j0 * width, width * v::lanes, E::pack * v::lanes,
+                 x.steps, acc);
+  for (int r = 0; r < R; ++r) {
+    const F scale = v::set(x.q_scale[r0 + r]);
+    for (int n = 0; n < N; ++n) {
+      const int j = j0 + n * v::lanes;
+      const F s = v::mul(v::mul(E::to_float(acc[r][n]), scale), v::load(x.k_scale + j));
+      v::store(x.scores + (r0 + r) * tile_keys + j, s);
     }
   }
 }
 
-template <int R>
-static inline void qk_s8_rows(const std::int8_t* q, const std::uint8_t* k, int keys, int d4,
-                              const float* q_scale, const std::int32_t* correction,
-                              const float* k_scale, float* scores) {
+template <class E, int R>
+static inline void qk_rows(const QK<E>& x, int r0, int keys) {
   int j = 0;
-  for (; j + 64 <= keys; j += 64) {
-    qk_s8_block<R, 4>(q, k + j * d4 * 4, d4, q_scale, correction, k_scale + j, scores + j);
+  for (; j + 64 <= keys; j += 64) qk_block<E, R, 4>(x, r0, j);
+  for (; j < keys; j += v::lanes) qk_block<E, R, 1>(x, r0, j);
+}
+
+template <class E>
+static inline void qk(const QK<E>& x, int rows, int keys) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) qk_rows<E, 4>(x, r, keys);
+  for (; r < rows; ++r) qk_rows<E, 1>(x, r, keys);
+}
+
+/// Operands of one P V call.
+template <class E>
+struct PV {
+  const typename E::Row* p;
+  const typename E::Panel* values;
+  int steps, channels;
+  const float *alpha, *beta, *v_scale;
+  float* out;
+};
+
+template <class E, int R, int N>
+static inline void pv_block(const PV<E>& x, int r0, int c0) {
+  typename E::Sum acc[R][N];
+  for (int r = 0; r < R; ++r) {
+    for (int n = 0; n < N; ++n) acc[r][n] = E::zero();
   }
-  for (; j < keys; j += v::lanes) {
-    qk_s8_block<R, 1>(q, k + j * d4 * 4, d4, q_scale, correction, k_scale + j, scores + j);
+  block<E, R, N>(x.p + r0 * tile_keys, tile_keys, x.values + c0 * E::pack, E::pack * v::lanes,
+                 std::int64_t{x.channels} * E::pack, x.steps, acc);
+  for (int r = 0; r < R; ++r) {
+    for (int n = 0; n < N; ++n) {
+      F t = E::to_float(acc[r][n]);
+      if (x.v_scale) t = v::mul(t, v::load(x.v_scale + c0 + n * v::lanes));
+      float* o = x.out + (r0 + r) * x.channels + c0 + n * v::lanes;
+      const F kept = v::mul(v::load(o), v::set(x.alpha[r0 + r]));
+      v::store(o, v::fma(t, v::set(x.beta[r0 + r]), kept));
+    }
   }
 }
 
+template <class E, int R>
+static inline void pv_rows(const PV<E>& x, int r0) {
+  int c = 0;
+  for (; c + 64 <= x.channels; c += 64) pv_block<E, R, 4>(x, r0, c);
+  for (; c < x.channels; c += v::lanes) pv_block<E, R, 1>(x, r0, c);
+}
+
+template <class E>
+static inline void pv(const PV<E>& x, int rows) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) pv_rows<E, 4>(x, r);
+  for (; r < rows; ++r) pv_rows<E, 1>(x, r);
+}
+
+#if !defined(QATTN_TILE_PRODUCTS)
 void qk_s8(const std::int8_t* q, int rows, const std::uint8_t* k, int keys, int d4,
            const float* q_scale, const std::int32_t* correction, const float* k_scale,
            float* scores) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4) {
-    qk_s8_rows<4>(q + r * d4 * 4, k, keys, d4, q_scale + r, correction + r, k_scale,
-                  scores + r * tile_keys);
-  }
-  for (; r < rows; ++r) {
-    qk_s8_rows<1>(q + r * d4 * 4, k, keys, d4, q_scale + r, correction + r, k_scale,
-                  scores + r * tile_keys);
-  }
+  qk<IntegerQK>({q, k, d4, q_scale, correction, k_scale, scores}, rows, keys);
 }
-
-template <int R, int N>
-static inline void qk_f32_block(const float* q, const float* k, int d, const float* q_scale,
-                                const float* k_scale, float* scores) {
-  F acc[R][N];
-  for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < N; ++n) acc[r][n] = v::set(0.0f);
-  }
-  for (int t = 0; t < d; ++t) {
-    F keys[N];
-    for (int n = 0; n < N; ++n) keys[n] = v::load(k + (n * d + t) * v::lanes);
-    for (int r = 0; r < R; ++r) {
-      const F row = v::set(q[r * d + t]);
-      for (int n = 0; n < N; ++n) acc[r][n] = v::fma(row, keys[n], acc[r][n]);
-    }
-  }
-  for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < N; ++n) {
-      F s = v::mul(acc[r][n], v::set(q_scale[r]));
-      if (k_scale) s = v::mul(s, v::load(k_scale + n * v::lanes));
-      v::store(scores + r * tile_keys + n * v::lanes, s);
-    }
-  }
+void pv_u8s8(const std::uint8_t* codes, int rows, const std::int8_t* value, int keys, int channels,
+             const float* alpha, const float* beta, const float* v_scale, float* out) {
+  pv<IntegerPV>(
+      {reinterpret_cast<const std::int8_t*>(codes), reinterpret_cast<const std::uint8_t*>(value),
+       keys / 4, channels, alpha, beta, v_scale, out},
+      rows);
 }
-
-template <int R>
-static inline void qk_f32_rows(const float* q, const float* k, int keys, int d,
-                               const float* q_scale, const float* k_scale, float* scores) {
-  int j = 0;
-  for (; j + 64 <= keys; j += 64) {
-    qk_f32_block<R, 4>(q, k + j * d, d, q_scale, k_scale ? k_scale + j : nullptr, scores + j);
-  }
-  for (; j < keys; j += v::lanes) {
-    qk_f32_block<R, 1>(q, k + j * d, d, q_scale, k_scale ? k_scale + j : nullptr, scores + j);
-  }
+#if defined(QATTN_NATIVE_BF16)
+void qk_bf16(const std::uint16_t* q, int rows, const std::uint16_t* k, int keys, int d2,
+             const float* q_scale, const float* k_scale, float* scores) {
+  qk<Brain>({q, k, d2, q_scale, nullptr, k_scale, scores}, rows, keys);
 }
+void pv_bf16(const std::uint16_t* p, int rows, const std::uint16_t* value, int keys, int channels,
+             const float* alpha, const float* beta, const float* v_scale, float* out) {
+  pv<Brain>({p, value, keys / 2, channels, alpha, beta, v_scale, out}, rows);
+}
+#else
+constexpr auto qk_bf16 = nullptr;
+constexpr auto pv_bf16 = nullptr;
+#endif
+#endif
 
 void qk_f32(const float* q, int rows, const float* k, int keys, int d, const float* q_scale,
             const float* k_scale, float* scores) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4) {
-    qk_f32_rows<4>(q + r * d, k, keys, d, q_scale + r, k_scale, scores + r * tile_keys);
-  }
-  for (; r < rows; ++r) {
-    qk_f32_rows<1>(q + r * d, k, keys, d, q_scale + r, k_scale, scores + r * tile_keys);
-  }
+  qk<Single>({q, k, d, q_scale, nullptr, k_scale, scores}, rows, keys);
 }
-
-// --- P V ---------------------------------------------------------------------------------------
-
-template <int R, int N>
-static inline void pv_u8s8_block(const std::uint8_t* codes, const std::int8_t* value, int keys,
-                                 int channels, const float* alpha, const float* beta,
-                                 const float* v_scale, float* out) {
-  I acc[R][N];
-  for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < N; ++n) acc[r][n] = v::set_i(0);
-  }
-  for (int j = 0; j < keys; j += 4) {
-    I values[N];
-    for (int n = 0; n < N; ++n) values[n] = v::load_i(value + j * channels + n * 64);
-    for (int r = 0; r < R; ++r) {
-      const I row = v::broadcast4(codes + r * tile_keys + j);
-      for (int n = 0; n < N; ++n) acc[r][n] = v::dot4(acc[r][n], row, values[n]);
-    }
-  }
-  for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < N; ++n) {
-      F t = v::to_float(acc[r][n]);
-      if (v_scale) t = v::mul(t, v::load(v_scale + n * v::lanes));
-      float* o = out + r * channels + n * v::lanes;
-      v::store(o, v::fma(t, v::set(beta[r]), v::mul(v::load(o), v::set(alpha[r]))));
-    }
-  }
-}
-
-template <int R>
-static inline void pv_u8s8_rows(const std::uint8_t* codes, const std::int8_t* value, int keys,
-                                int channels, const float* alpha, const float* beta,
-                                const float* v_scale, float* out) {
-  int c = 0;
-  for (; c + 64 <= channels; c += 64) {
-    pv_u8s8_block<R, 4>(codes, value + c * 4, keys, channels, alpha, beta,
-                        v_scale ? v_scale + c : nullptr, out + c);
-  }
-  for (; c < channels; c += v::lanes) {
-    pv_u8s8_block<R, 1>(codes, value + c * 4, keys, channels, alpha, beta,
-                        v_scale ? v_scale + c : nullptr, out + c);
-  }
-}
-
-void pv_u8s8(const std::uint8_t* codes, int rows, const std::int8_t* value, int keys, int channels,
-             const float* alpha, const float* beta, const float* v_scale, float* out) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4) {
-    pv_u8s8_rows<4>(codes + r * tile_keys, value, keys, channels, alpha + r, beta + r, v_scale,
-                    out + r * channels);
-  }
-  for (; r < rows; ++r) {
-    pv_u8s8_rows<1>(codes + r * tile_keys, value, keys, channels, alpha + r, beta + r, v_scale,
-                    out + r * channels);
-  }
-}
-
-template <int R, int N>
-static inline void pv_f32_block(const float* p, const float* value, int keys, int channels,
-                                const float* alpha, const float* beta, float* out) {
-  F acc[R][N];
-  for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < N; ++n) acc[r][n] = v::set(0.0f);
-  }
-  for (int j = 0; j < keys; ++j) {
-    F values[N];
-    for (int n = 0; n < N; ++n) values[n] = v::load(value + j * channels + n * v::lanes);
-    for (int r = 0; r < R; ++r) {
-      const F row = v::set(p[r * tile_keys + j]);
-      for (int n = 0; n < N; ++n) acc[r][n] = v::fma(row, values[n], acc[r][n]);
-    }
-  }
-  for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < N; ++n) {
-      float* o = out + r * channels + n * v::lanes;
-      v::store(o, v::fma(acc[r][n], v::set(beta[r]), v::mul(v::load(o), v::set(alpha[r]))));
-    }
-  }
-}
-
-template <int R>
-static inline void pv_f32_rows(const float* p, const float* value, int keys, int channels,
-                               const float* alpha, const float* beta, float* out) {
-  int c = 0;
-  for (; c + 64 <= channels; c += 64) {
-    pv_f32_block<R, 4>(p, value + c, keys, channels, alpha, beta, out + c);
-  }
-  for (; c < channels; c += v::lanes) {
-    pv_f32_block<R, 1>(p, value + c, keys, channels, alpha, beta, out + c);
-  }
-}
-
 void pv_f32(const float* p, int rows, const float* value, int keys, int channels,
-            const float* alpha, const float* beta, float* out) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4) {
-    pv_f32_rows<4>(p + r * tile_keys, value, keys, channels, alpha + r, beta + r,
-                   out + r * channels);
-  }
-  for (; r < rows; ++r) {
-    pv_f32_rows<1>(p + r * tile_keys, value, keys, channels, alpha + r, beta + r,
-                   out + r * channels);
-  }
+            const float* alpha, const float* beta, const float* v_scale, float* out) {
+  pv<Single>({p, value, keys, channels, alpha, beta, v_scale, out}, rows);
 }

@@ -1,0 +1,196 @@
+// Q K^T and P V on AMX tiles. Continues words.inl.
+//
+// A tile is 16 rows of 64 bytes. A (rows of Q or P) is read from memory as it lies; B (K and V
+// panels) has the contraction in rows, four bytes or one bf16 pair a column: just how the panels
+// are laid out. Two by two accumulators of 16 x 16 let every loaded tile serve twice: one product
+// takes 16 clocks (8-bit: 16384 multiply-adds), one load about 8.
+
+/// LDTILECFG's memory operand.
+struct alignas(64) TileConfig {
+  std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  std::uint16_t row_bytes[16] = {};
+  std::uint8_t rows[16] = {};
+};
+
+/// Tiles 0 to 3: C[i][j] at 2 i + j. 4, 5: A of the rows' halves. 6, 7: B of the columns' halves.
+/// The contraction comes in steps of 64 bytes of A; `tail` is what is left for the last one.
+static inline void configure(int rows, int step_bytes) {
+  TileConfig c;
+  const int half[2] = {rows < 16 ? rows : 16, rows > 16 ? rows - 16 : 0};
+  for (int i = 0; i < 2; ++i) {
+    const int r = half[i] ? half[i] : 1;  // an unused tile still needs a shape
+    for (int j = 0; j < 2; ++j) {
+      c.rows[2 * i + j] = static_cast<std::uint8_t>(r);
+      c.row_bytes[2 * i + j] = 64;
+    }
+    c.rows[4 + i] = static_cast<std::uint8_t>(r);
+    c.row_bytes[4 + i] = static_cast<std::uint16_t>(step_bytes);
+    c.rows[6 + i] = static_cast<std::uint8_t>(step_bytes / 4);
+    c.row_bytes[6 + i] = 64;
+  }
+  _tile_loadconfig(&c);
+}
+
+enum class Product { s8u8, u8s8, bf16 };
+
+template <Product P>
+static inline void multiply(bool two_rows, bool two_columns) {
+#define QATTN_TILES(op)                       \
+  do {                                        \
+    op(0, 4, 6);                              \
+    if (two_columns) op(1, 4, 7);             \
+    if (two_rows) op(2, 5, 6);                \
+    if (two_rows && two_columns) op(3, 5, 7); \
+  } while (0)
+  if constexpr (P == Product::s8u8) {
+    QATTN_TILES(_tile_dpbsud);
+  } else if constexpr (P == Product::u8s8) {
+    QATTN_TILES(_tile_dpbusd);
+  } else {
+    QATTN_TILES(_tile_dpbf16ps);
+  }
+#undef QATTN_TILES
+}
+
+/// Byte addresses of one product: A rows every a_stride; B's step t begins at b + t * b_step (its
+/// rows every b_stride), the second column group b_group further on.
+struct TileOperands {
+  const char* a;
+  std::int64_t a_stride;
+  const char* b;
+  std::int64_t b_stride, b_group, b_step;
+};
+
+template <Product P>
+static inline void accumulate_steps(const TileOperands& x, int first, int steps, bool two_rows,
+                                    bool two_columns) {
+  for (int t = first; t < first + steps; ++t) {
+    _tile_loadd(4, x.a + t * 64, x.a_stride);
+    if (two_rows) _tile_loadd(5, x.a + 16 * x.a_stride + t * 64, x.a_stride);
+    _tile_loadd(6, x.b + t * x.b_step, x.b_stride);
+    if (two_columns) _tile_loadd(7, x.b + t * x.b_step + x.b_group, x.b_stride);
+    multiply<P>(two_rows, two_columns);
+  }
+}
+
+/// C = A B for up to 32 rows and 32 columns, into buffer[32][32] of 32-bit sums. `bytes` of A's
+/// rows are contracted. A rest under 64 bytes runs first, under a shape of its own: C survives a
+/// change of configuration only in memory.
+template <Product P>
+static inline void tile_block(const TileOperands& x, int rows, int bytes, bool two_columns,
+                              std::int32_t* buffer) {
+  const bool two_rows = rows > 16;
+  const int steps = bytes / 64, tail = bytes % 64;
+  const auto clear = [&] {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  };
+  const auto put = [&] {
+    _tile_stored(0, buffer, 128);
+    if (two_columns) _tile_stored(1, buffer + 16, 128);
+    if (two_rows) _tile_stored(2, buffer + 16 * 32, 128);
+    if (two_rows && two_columns) _tile_stored(3, buffer + 16 * 32 + 16, 128);
+  };
+  if (tail == 0) {
+    clear();
+    accumulate_steps<P>(x, 0, steps, two_rows, two_columns);
+    put();
+    return;
+  }
+  configure(rows, tail);
+  clear();
+  accumulate_steps<P>(x, steps, 1, two_rows, two_columns);
+  put();
+  if (steps > 0) {
+    configure(rows, 64);
+    _tile_loadd(0, buffer, 128);
+    if (two_columns) _tile_loadd(1, buffer + 16, 128);
+    if (two_rows) _tile_loadd(2, buffer + 16 * 32, 128);
+    if (two_rows && two_columns) _tile_loadd(3, buffer + 16 * 32 + 16, 128);
+    accumulate_steps<P>(x, 0, steps, two_rows, two_columns);
+    put();
+  }
+}
+
+static inline F sums(const std::int32_t* buffer, std::int32_t correction, Product p) {
+  if (p == Product::bf16) return v::load(reinterpret_cast<const float*>(buffer));
+  return v::to_float(v::add_i(v::load_i(buffer), v::set_i(correction)));
+}
+
+template <Product P>
+static inline void tile_qk(const void* q, int rows, const void* k, int keys, int width_bytes,
+                           const float* q_scale, const std::int32_t* correction,
+                           const float* k_scale, float* scores) {
+  alignas(64) std::int32_t buffer[32 * 32];
+  if (width_bytes % 64 == 0) configure(rows, 64);
+  for (int j = 0; j < keys; j += 32) {
+    const bool two = j + 16 < keys;
+    // A panel of 16 keys is width_bytes / 4 rows of 64 bytes; 16 of them are one step.
+    const TileOperands x{static_cast<const char*>(q),
+                         width_bytes,
+                         static_cast<const char*>(k) + std::int64_t{j} * width_bytes,
+                         64,
+                         std::int64_t{16} * width_bytes,
+                         1024};
+    tile_block<P>(x, rows, width_bytes, two, buffer);
+    for (int r = 0; r < rows; ++r) {
+      const std::int32_t start = P == Product::bf16 ? 0 : correction[r];
+      const F scale = v::set(q_scale[r]);
+      for (int n = 0; n < (two ? 32 : 16); n += 16) {
+        const F s =
+            v::mul(v::mul(sums(buffer + r * 32 + n, start, P), scale), v::load(k_scale + j + n));
+        v::store(scores + r * tile_keys + j + n, s);
+      }
+    }
+  }
+  _tile_release();
+}
+
+template <Product P>
+static inline void tile_pv(const void* p, int rows, const void* values, int width_bytes,
+                           int row_bytes, int channels, const float* alpha, const float* beta,
+                           const float* v_scale, float* out) {
+  alignas(64) std::int32_t buffer[32 * 32];
+  if (width_bytes % 64 == 0) configure(rows, 64);
+  for (int c = 0; c < channels; c += 32) {
+    const bool two = c + 16 < channels;
+    const std::int64_t stride = std::int64_t{channels} * 4;
+    const TileOperands x{static_cast<const char*>(p),
+                         row_bytes,
+                         static_cast<const char*>(values) + c * 4,
+                         stride,
+                         64,
+                         16 * stride};
+    tile_block<P>(x, rows, width_bytes, two, buffer);
+    for (int r = 0; r < rows; ++r) {
+      for (int n = 0; n < (two ? 32 : 16); n += 16) {
+        F t = sums(buffer + r * 32 + n, 0, P);
+        if (v_scale) t = v::mul(t, v::load(v_scale + c + n));
+        float* o = out + r * channels + c + n;
+        v::store(o, v::fma(t, v::set(beta[r]), v::mul(v::load(o), v::set(alpha[r]))));
+      }
+    }
+  }
+  _tile_release();
+}
+
+void qk_s8(const std::int8_t* q, int rows, const std::uint8_t* k, int keys, int d4,
+           const float* q_scale, const std::int32_t* correction, const float* k_scale,
+           float* scores) {
+  tile_qk<Product::s8u8>(q, rows, k, keys, d4 * 4, q_scale, correction, k_scale, scores);
+}
+void qk_bf16(const std::uint16_t* q, int rows, const std::uint16_t* k, int keys, int d2,
+             const float* q_scale, const float* k_scale, float* scores) {
+  tile_qk<Product::bf16>(q, rows, k, keys, d2 * 4, q_scale, nullptr, k_scale, scores);
+}
+void pv_u8s8(const std::uint8_t* codes, int rows, const std::int8_t* value, int keys, int channels,
+             const float* alpha, const float* beta, const float* v_scale, float* out) {
+  tile_pv<Product::u8s8>(codes, rows, value, keys, tile_keys, channels, alpha, beta, v_scale, out);
+}
+void pv_bf16(const std::uint16_t* p, int rows, const std::uint16_t* value, int keys, int channels,
+             const float* alpha, const float* beta, const float* v_scale, float* out) {
+  tile_pv<Product::bf16>(p, rows, value, keys * 2, tile_keys * 2, channels, alpha, beta, v_scale,
+                         out);
+}
