@@ -17,7 +17,7 @@ struct QuantizeOptions {
   Format format = Format::s8;
   Role role = Role::k;
   Layout layout = Layout::bshd;
-  Scaling scaling;  ///< automatic: per_token (per_channel for e4m3, e5m2 V; group where built in)
+  Scaling scaling;  ///< automatic: per_token (V in 8-bit floats: per_channel; group where built in)
   bool smooth = false;  ///< subtract a mean first and return it (Q: per block; K, V: per sequence)
   bool rotate = false;  ///< Hadamard rotation of the rows (after the mean); Q and K only
   int threads = 0;      ///< 0: the OpenMP default

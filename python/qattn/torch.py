@@ -68,7 +68,7 @@ def sdpa(
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     options = {"recipe": recipe, "layout": "bhsd", "window": window,
                "scale": None if scale is None else real("scale", scale)}
-    if out.numel() > 0:
+    if query.dim() < 3 or query.shape[-3] > 0:  # without heads there is nothing to attend with
         _run(query, key, value, mask, out, options)
     return out
 

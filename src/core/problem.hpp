@@ -86,7 +86,7 @@ struct ByteRange {
 ByteRange byte_range(const TensorView& view);
 
 /// The scaling with automatic fields replaced by the defaults that every backend shares: per_token
-/// (V: per_channel, or per_block_channel for s8), blocks of 128 tokens, warps of 16 rows.
+/// (V: per_channel, or per_token for s8), blocks of 128 tokens, warps of 16 rows.
 Scaling resolve_scaling(const Scaling& scaling, Role role, Format format);
 
 bool is_float(Format format);  ///< f32, f16 or bf16

@@ -64,6 +64,7 @@ TEST_P(RecipeFeature, MatchesModelAndReference) {
     if (!forced.available()) continue;
     const Outcome outcome = run_call(call, laid, recipe);
     ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+    EXPECT_NE(outcome.plan.find("isa: " + isa + "\n"), std::string::npos) << outcome.plan;
     if (model.out.empty()) {
       model = model_attention(call, outcome.model_options());
     }

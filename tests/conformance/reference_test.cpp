@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <numbers>
 
@@ -113,6 +114,18 @@ TEST(Reference, RowsAndProgress) {
     const bool asked = i == 0 || i == 17 || i == 32;
     EXPECT_EQ(some[n], asked ? all[n] : -7.0);
   }
+}
+
+TEST(CpuIsa, UnknownNameIsRefused) {
+  ASSERT_EQ(setenv("QATTN_CPU_ISA", "abacus", 1), 0);
+  const Hand hand;
+  const Status named = cpu_isa().status();
+  const Status planned = plan(hand.tensors, hand.options).status();
+  unsetenv("QATTN_CPU_ISA");
+  EXPECT_EQ(named.code(), Code::invalid_argument);
+  EXPECT_NE(named.message().find("abacus"), std::string::npos) << named.message();
+  EXPECT_EQ(planned.code(), Code::invalid_argument);
+  EXPECT_TRUE(cpu_isa().ok());
 }
 
 TEST(Compare, Metrics) {

@@ -39,7 +39,7 @@ ForceIsa::~ForceIsa() {
 }
 
 std::span<const std::string> isas() {
-  static const std::vector<std::string> all = {"scalar", "avx512vnni"};
+  static const std::vector<std::string> all = {"scalar", "avx2", "avx512vnni", "amx"};
   return all;
 }
 
@@ -65,6 +65,7 @@ Outcome run_call(const Call& call, Laid& laid, const Recipe& recipe) {
   outcome.status = planned.status();
   if (!planned.ok()) return outcome;
   outcome.resolved = planned->recipe();
+  outcome.plan = planned->to_string();
   outcome.split_keys = plan_number(*planned, "split_keys");
   outcome.split_rows = plan_number(*planned, "split_rows");
 

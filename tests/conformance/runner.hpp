@@ -44,6 +44,7 @@ struct Outcome {
   std::vector<double> saturated;
   Recipe resolved;
   std::int64_t split_keys = 0, split_rows = 0;  ///< as the plan prints them
+  std::string plan;                             ///< Plan::to_string()
   std::string violation;  ///< an input or a byte outside the outputs that was written
 
   ModelOptions model_options(Mutation mutation = Mutation::none) const;

@@ -231,7 +231,7 @@ def test_threads_do_not_change_the_result_and_the_gil_is_free():
     assert len(results) == 1 and len(ticks) > 5, "no other thread ran while qattn computed"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     batch=st.integers(0, 3),
     queries=st.integers(0, 40),
@@ -240,13 +240,16 @@ def test_threads_do_not_change_the_result_and_the_gil_is_free():
     group=st.integers(1, 3),
     dim=st.integers(1, 6).map(lambda n: 8 * n),
     dim_v=st.integers(1, 6).map(lambda n: 8 * n),
-    causal=st.booleans(),
+    window=st.one_of(
+        st.sampled_from([{}, {"causal": True}]),
+        st.tuples(st.integers(-1, 60), st.integers(-1, 60)).map(lambda w: {"window": w}),
+    ),
     recipe=st.sampled_from(["f32", "int8_full", "mxfp8"]),
 )
-def test_any_shape(batch, queries, keys, kv_heads, group, dim, dim_v, causal, recipe):
+def test_any_shape(batch, queries, keys, kv_heads, group, dim, dim_v, window, recipe):
     q, k, v = qkv(batch, queries, keys, kv_heads * group, kv_heads, dim, dim_v)
-    out, lse = qattn.attention(q, k, v, recipe=recipe, causal=causal, return_lse=True)
-    ref, ref_lse = qattn.reference_attention(q, k, v, causal=causal, return_lse=True)
+    out, lse = qattn.attention(q, k, v, recipe=recipe, return_lse=True, **window)
+    ref, ref_lse = qattn.reference_attention(q, k, v, return_lse=True, **window)
     assert out.shape == ref.shape == (batch, queries, kv_heads * group, dim_v)
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(ref_lse))
     if out.size and np.abs(ref).max() > 0:

@@ -58,7 +58,7 @@ TEST(Plan, TextNamesKernelRecipeAndSplits) {
   AttentionOptions o;
   o.recipe = *recipe_named("int8_full");
   const std::string text = plan(shapes(1, 4096, 64), o)->to_string();
-  for (const char* word : {"kernel: attn.cpu.", "int8_full", "p=u8", "per_block_channel/128",
+  for (const char* word : {"kernel: attn.cpu.", "int8_full", "p=u8", "v_scale=per_token",
                            "split_keys: 1024", "workspace_bytes: "}) {
     EXPECT_NE(text.find(word), std::string::npos) << text;
   }

@@ -331,12 +331,12 @@ TileLayout tile_layout(const Problem& p, const Config& c) {
   part(t.k, std::int64_t{tile_keys} * p.d * width(c.qk));
   part(t.k_scale, tile_keys * 4);
   part(t.v, std::int64_t{tile_keys} * dv * width(c.pv));
-  part(t.v_scale, c.v_token_scale     ? tile_keys * 4
-                  : c.v_channel_scale ? std::int64_t{tile_keys} / c.v_block * dv * 4
-                                      : 0);
+  part(t.v_scale, c.v_channel_scale ? std::int64_t{tile_keys} / c.v_block * dv * 4 : 0);
+  part(t.v_log, c.v_token_scale ? tile_keys * 4 : 0);
   part(t.v_inverse, c.v_token_scale ? tile_keys * 4 : 0);
   part(t.v_plain, c.v_token_scale ? tile_keys * 4 : 0);
   part(t.v_bad, tile_keys);
+  part(t.any_plain, 1);
   part(t.any_bad, 1);
   t.bytes = arena.used();
   return t;

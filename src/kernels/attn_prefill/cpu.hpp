@@ -36,9 +36,11 @@ struct TileLayout {
   std::size_t k;  ///< integer [8][d / 4][16][4] codes + 128; bf16 [8][d / 2][16][2]; f32 [8][d][16]
   std::size_t k_scale;  ///< [tile_keys] f32
   std::size_t v;        ///< integer [32][dv][4]; bf16 [64][dv][2]; f32 [128][dv]; dv padded
-  std::size_t v_scale;  ///< [tile_keys / v_block][dv padded], or [tile_keys] with v_token_scale
+  std::size_t v_scale;  ///< [tile_keys / v_block][dv padded] with v_channel_scale
+  std::size_t v_log;    ///< [tile_keys] log of the scale, with v_token_scale
   std::size_t v_inverse, v_plain;  ///< [tile_keys] with v_token_scale
   std::size_t v_bad;               ///< [tile_keys] bytes: the token holds NaN or Inf in V
+  std::size_t any_plain;           ///< one byte
   std::size_t any_bad;             ///< one byte
   std::size_t bytes;               ///< of the whole store
 };

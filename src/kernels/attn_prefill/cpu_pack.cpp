@@ -148,32 +148,34 @@ void channel_scales(const Job& job, const Sequence& x, std::int64_t b, std::int6
   }
 }
 
-/// Scales per token, and what the normaliser needs of them (docs/NUMERICS.md, "Why int8_full").
-void token_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
-                  std::int64_t first, int count, const Tile& tile, const Scratch& scratch) {
-  auto* scale = tile.at<float>(&TileLayout::v_scale);
+/// One scale per token, given or from its row. A flagged row counts as zeros.
+float token_scale(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                  std::int64_t token, const float* row) {
+  if (scale_view(job.problem, Role::v).present()) {
+    return given_scale(job, Role::v, x, b, head, token, 0);
+  }
+  return formats::amax_scale(job.words().amax(row, x.channels), code_max(job.config.recipe.v));
+}
+
+/// What P and its normaliser need of the scales per token (docs/NUMERICS.md, "The normaliser").
+void put_token_scales(const float* scale, int count, const Tile& tile) {
+  auto* log = tile.at<float>(&TileLayout::v_log);
   auto* inverse = tile.at<float>(&TileLayout::v_inverse);
   auto* plain = tile.at<float>(&TileLayout::v_plain);
-  const auto* bad = tile.at<std::uint8_t>(&TileLayout::v_bad);
-  const float qmax = code_max(job.config.recipe.v);
+  // Below 2^-90 a scale could overflow the sums; such values of V are zeros for all purposes.
+  constexpr float smallest = 0x1p-90f;
   float top = 0.0f;
+  for (int j = 0; j < count; ++j) top = std::max(top, scale[j]);
+  const float least = std::max(top * (1.0f / 64.0f), smallest);
+  std::uint8_t any = 0;
   for (int j = 0; j < tile_keys; ++j) {
-    scale[j] = 0.0f;
-    if (j < count && !bad[j]) {
-      scale[j] = scale_view(job.problem, Role::v).present()
-                     ? given_scale(job, Role::v, x, b, head, first + j, 0)
-                     : formats::amax_scale(
-                           job.words().amax(scratch.rows + j * job.dv(), x.channels), qmax);
-    }
-    top = std::max(top, scale[j]);
+    const bool small = j < count && scale[j] < least;
+    log[j] = j < count ? std::log(std::max(scale[j], smallest)) : 0.0f;
+    inverse[j] = j < count && !small ? 1.0f / scale[j] : 0.0f;
+    plain[j] = small ? 1.0f : 0.0f;
+    any |= small;
   }
-  // A token whose V is far smaller than its neighbours' leaves no code; the normaliser then takes
-  // its probability unrounded.
-  const float least = std::max(top * (1.0f / 64.0f), 0x1p-90f);
-  for (int j = 0; j < tile_keys; ++j) {
-    plain[j] = scale[j] >= least ? 0.0f : 1.0f;
-    inverse[j] = scale[j] >= least ? 1.0f / scale[j] : 0.0f;
-  }
+  *tile.at<std::uint8_t>(&TileLayout::any_plain) = any;
 }
 
 /// Quantises one row of scratch.rows in place (free scales), leaving code values; `inverse` holds
@@ -246,38 +248,28 @@ void pack_values(const Job& job, std::int64_t b, std::int64_t head, std::int64_t
   const int dv = job.dv(), channels = x.channels;
   const int count = static_cast<int>(std::min<std::int64_t>(tile_keys, x.length - first));
   load_values(job, x, b, head, first, count, tile, scratch);
-  if (c.v_token_scale) {
-    token_scales(job, x, b, head, first, count, tile, scratch);
-  } else if (c.v_channel_scale) {
-    channel_scales(job, x, b, head, first, count, tile, scratch);
-  }
+  if (c.v_channel_scale) channel_scales(job, x, b, head, first, count, tile, scratch);
   if (grouped(c.recipe.v)) {
     if (!job.problem.v_codes) encode_groups_of_tile(job, b, head, count, scratch);
   } else if (free_scale(c.recipe.v)) {
-    float inverse[256] = {};
+    float inverse[256] = {}, scale[tile_keys];
     for (int j = 0; j < count; ++j) {
       float* row = scratch.rows + j * dv;
-      // Per token: in the integer engine the scale joins P; in the float engines the value.
-      const bool by_token = !c.v_channel_scale;
-      float scale = 1.0f;
-      if (by_token) {
-        scale = c.v_token_scale ? tile.at<float>(&TileLayout::v_scale)[j]
-                : scale_view(job.problem, Role::v).present()
-                    ? given_scale(job, Role::v, x, b, head, first + j, 0)
-                    : formats::amax_scale(job.words().amax(row, channels), code_max(c.recipe.v));
-      }
+      const float* by_channel = tile.at<float>(&TileLayout::v_scale) + j / c.v_block * dv;
+      if (!c.v_channel_scale) scale[j] = token_scale(job, x, b, head, first + j, row);
       if (!job.problem.v_codes) {
-        const float* scales = tile.at<float>(&TileLayout::v_scale) + j / c.v_block * dv;
-        for (int i = 0; i < channels && (by_token || j % c.v_block == 0); ++i) {
-          const float s = by_token ? scale : scales[i];
-          inverse[i] = s > 0.0f ? formats::reciprocal(s) : 0.0f;  // 0: a flagged row of zeros
+        if (!c.v_channel_scale) {
+          std::fill(inverse, inverse + channels, formats::reciprocal(scale[j]));
+        } else if (j % c.v_block == 0) {
+          for (int i = 0; i < channels; ++i) inverse[i] = formats::reciprocal(by_channel[i]);
         }
         encode_values(job, row, channels, inverse, scratch);
       }
-      if (by_token && !c.v_token_scale) {
-        for (int i = 0; i < channels; ++i) row[i] *= scale;
-      }
+      // Scales per token join P in the integer engine, and the values in the float engines.
+      for (int i = 0; !c.v_channel_scale && !c.v_token_scale && i < channels; ++i)
+        row[i] *= scale[j];
     }
+    if (c.v_token_scale) put_token_scales(scale, count, tile);
   }
   put_values(job, count, tile, scratch);
 }

@@ -42,7 +42,8 @@ void set_window(const Problem& p, const SequenceInfo& s, Row& row) {
   row.end = row.i < s.q_length ? s.k_length : 0;  // rows past seqused_q see nothing
   // A window wider than everything cannot overflow the sum: both terms are below 2^62.
   if (p.window_left >= 0 && p.window_left < diagonal) row.begin = diagonal - p.window_left;
-  // With Sq > Sk the diagonal starts below 0, so only a right side of Sq + Sk hides nothing for sure.
+  // With Sq > Sk the diagonal starts below 0, so only a right side of Sq + Sk hides nothing for
+  // sure.
   if (p.window_right >= 0 && p.window_right < s.q_length + s.k_length) {
     row.end = std::min(row.end, diagonal + p.window_right + 1);
   }
@@ -298,9 +299,10 @@ void run_tile(const Job& job, const Task& t, std::int64_t first, Scratch& s) {
   x.p_bf16 = c.pv == Engine::bf16 ? s.p_bf16 : nullptr;
   x.codes = c.pv == Engine::integer ? s.codes : nullptr;
   if (c.v_token_scale) {
-    x.v_scale = tile.at<float>(&TileLayout::v_scale);
+    x.v_log = tile.at<float>(&TileLayout::v_log);
     x.v_inverse = tile.at<float>(&TileLayout::v_inverse);
-    x.v_plain = tile.at<float>(&TileLayout::v_plain);
+    const bool any = *tile.at<std::uint8_t>(&TileLayout::any_plain) != 0;
+    x.v_plain = any ? tile.at<float>(&TileLayout::v_plain) : nullptr;
   }
   job.words().softmax(x);
   multiply_values(job, t, tile, keys16, s);

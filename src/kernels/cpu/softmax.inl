@@ -16,12 +16,14 @@ static inline F round_e2m1(F x) {
   return v::min(round_small(x, 22, 1.0f, 0x1.8p22f), v::set(6.0f));
 }
 
-/// The row's maximum; NaN if any score is.
-static inline float row_max(const float* s, int keys) {
+/// The row's maximum of s, or of s + bias; NaN if any score is.
+template <bool Biased = false>
+static inline float row_max(const float* s, int keys, const float* bias = nullptr) {
   F m = v::set(minus_infinity);
   v::Mask nan = v::no_lanes();
   for (int j = 0; j < keys; j += v::lanes) {
-    const F x = v::load(s + j);
+    F x = v::load(s + j);
+    if constexpr (Biased) x = v::add(x, v::load(bias + j));
     m = v::max(x, m);
     nan = v::or_nan(nan, x);
   }
@@ -111,30 +113,25 @@ static inline float p_u8(const float* s, int keys, float ref, std::uint8_t* code
   return static_cast<float>(v::reduce_add(sum));
 }
 
-/// u8 of P times V's scale per token; beta becomes the value of one code. Returns the sum in units
-/// of P: rounded codes divided by the token's scale, or P itself where that scale is too small to
-/// leave a code (docs/NUMERICS.md, "Why int8_full").
+/// u8 of P times V's scale per token: exp(s + log scale) against its own maximum `ref`, one
+/// exponential a key as without scales. Returns the sum of P in units of exp(ref): rounded codes
+/// divided by the token's scale, or P itself where that scale is too small to leave a code
+/// (docs/NUMERICS.md, "The normaliser").
 static inline float p_u8_token(const SoftmaxTile& tile, const float* s, float ref,
-                               std::uint8_t* codes, float* unit) {
-  float weighted[tile_keys], plain[tile_keys];
-  F top = v::set(0.0f);
-  for (int j = 0; j < tile.keys; j += v::lanes) {
-    const F x = exp_minus(v::load(s + j), v::set(ref));
-    const F w = v::mul(x, v::load(tile.v_scale + j));
-    v::store(plain + j, x);
-    v::store(weighted + j, w);
-    top = v::max(w, top);
-  }
-  float peak = v::reduce_max(top);
-  peak = peak > 0x1p-100f ? peak : 0x1p-100f;
-  *unit = peak * (1.0f / 255.0f);
-  const F factor = v::set(255.0f / peak);
+                               std::uint8_t* codes) {
   F sum = v::set(0.0f);
   for (int j = 0; j < tile.keys; j += v::lanes) {
-    const I code = v::round_to_int(v::mul(v::load(weighted + j), factor));
+    const F t = v::add(v::load(s + j), v::load(tile.v_log + j));
+    const F x = v::mul(exp_minus(t, v::set(ref)), v::set(255.0f));
+    const I code = v::round_to_int(x);
     v::store_bytes(codes + j, code);
-    const F rounded = v::mul(v::mul(v::to_float(code), v::set(*unit)), v::load(tile.v_inverse + j));
-    sum = v::add(sum, v::fma(v::load(plain + j), v::load(tile.v_plain + j), rounded));
+    sum = v::fma(v::to_float(code), v::load(tile.v_inverse + j), sum);
+  }
+  sum = v::mul(sum, v::set(1.0f / 255.0f));
+  for (int j = 0; tile.v_plain && j < tile.keys; j += v::lanes) {
+    const F x =
+        exp_minus(v::load(s + j), v::set(ref));  // at most 2^90, the smallest scale's inverse
+    sum = v::fma(x, v::load(tile.v_plain + j), sum);
   }
   return v::reduce_add(sum);
 }
@@ -155,7 +152,10 @@ void softmax(const SoftmaxTile& tile) {
     const Destination p{tile.p ? tile.p + r * tile_keys : nullptr,
                         tile.p_bf16 ? tile.p_bf16 + r * tile_keys : nullptr};
     std::uint8_t* codes = tile.codes ? tile.codes + r * tile_keys : nullptr;
-    const float top = row_max(s, tile.keys);
+    // The reference may be any number that keeps exponentials in range; per-token scales of V move
+    // it from the largest P to the largest P times scale.
+    const float top = tile.rounding == Rounding::u8_token ? row_max<true>(s, tile.keys, tile.v_log)
+                                                          : row_max(s, tile.keys);
     if (top == minus_infinity) {
       clear_row(tile, r);
       continue;
@@ -194,7 +194,8 @@ void softmax(const SoftmaxTile& tile) {
         break;
       case Rounding::u8_token:
         local = exp_one(top - now);
-        sum = p_u8_token(tile, s, top, codes, &unit);
+        unit = 1.0f / 255.0f;
+        sum = p_u8_token(tile, s, top, codes);
         break;
     }
     tile.max[r] = now;

@@ -27,16 +27,16 @@ struct SoftmaxTile {
   int rows;
   int keys;  ///< multiple of 16; keys behind hold -inf
   Rounding rounding;
-  float* max;              ///< [rows] running maximum
-  float* sum;              ///< [rows] running sum of rounded P
-  float* alpha;            ///< [rows] factor of what O held before
-  float* beta;             ///< [rows] factor of this tile's product
-  float* p;                ///< [rows][tile_keys] for the f32 engine, or null
-  std::uint16_t* p_bf16;   ///< [rows][tile_keys] for the bf16 engine, or null
-  std::uint8_t* codes;     ///< [rows][tile_keys] for the integer engine, or null
-  const float* v_scale;    ///< [keys] u8_token: V's scale per token
-  const float* v_inverse;  ///< [keys] 1 / v_scale, or 0 where the sum takes P unrounded
-  const float* v_plain;    ///< [keys] 1 where the sum takes P unrounded, else 0
+  float* max;             ///< [rows] running maximum
+  float* sum;             ///< [rows] running sum of rounded P
+  float* alpha;           ///< [rows] factor of what O held before
+  float* beta;            ///< [rows] factor of this tile's product
+  float* p;               ///< [rows][tile_keys] for the f32 engine, or null
+  std::uint16_t* p_bf16;  ///< [rows][tile_keys] for the bf16 engine, or null
+  std::uint8_t* codes;    ///< [rows][tile_keys] for the integer engine, or null
+  /// u8_token, per key: log of V's scale; 1 / scale, or 0 where the sum takes P unrounded; and 1
+  /// there (null where no key of the tile is such a one).
+  const float *v_log, *v_inverse, *v_plain;
 };
 
 struct Words {

@@ -99,8 +99,8 @@ Scaling resolve_scaling(const Scaling& asked, Role role, Format format) {
     if (info(format).group > 0) {
       s.granularity = Granularity::group;
     } else if (role == Role::v) {
-      s.granularity =
-          format == Format::s8 ? Granularity::per_block_channel : Granularity::per_channel;
+      // docs/NUMERICS.md, "Which V scales": per token keeps rows alive that a sink dominates.
+      s.granularity = format == Format::s8 ? Granularity::per_token : Granularity::per_channel;
     } else {
       s.granularity = Granularity::per_token;
     }

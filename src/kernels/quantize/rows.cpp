@@ -18,8 +18,8 @@ namespace {
 
 template <class Codec>
 int encode_fp8(const float* row, int n, float inverse, std::uint8_t* codes) {
-  // Up to half a step beyond the largest code is rounding, not clipping: x * (1 / scale) of the very
-  // amax that gave the scale may land an ulp above max.
+  // Up to half a step beyond the largest code is rounding, not clipping: x * (1 / scale) of the
+  // very amax that gave the scale may land an ulp above max.
   const std::uint8_t top = Codec::encode(Codec::max);
   const float limit =
       Codec::max + 0.5f * (Codec::max - Codec::decode(static_cast<std::uint8_t>(top - 1)));
