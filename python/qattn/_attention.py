@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from . import _qattn
 from ._errors import InvalidArgument
-from ._interop import FORMATS, check_array, element_shape, entry, float_format, format_of, is_torch
-from ._interop import output_entry, shape_entry, small_entry, zeros
+from ._interop import (
+    FORMATS,
+    check_array,
+    element_shape,
+    entry,
+    float_format,
+    format_of,
+    is_torch,
+    output_entry,
+    shape_entry,
+    small_entry,
+    zeros,
+)
 from ._quantize import Quantized
-from ._recipe import Granularity, Recipe, as_recipe, boolean, integer, real, scaling, toggle
-from ._recipe import window_pair
+from ._recipe import (
+    Granularity,
+    Recipe,
+    as_recipe,
+    boolean,
+    integer,
+    real,
+    scaling,
+    toggle,
+    window_pair,
+)
 
 _ROLES = ("q", "k", "v")
 
@@ -68,7 +89,8 @@ def attention(
     With float inputs, q_scale, k_scale and v_scale are static scales.
 
     recipe: a name of recipes(), a Recipe, or "auto". q_granularity and the like: a name, (name,
-    block) or (name, block, warp). smooth_k, smooth_q, smooth_v, rotate: None is the recipe's choice.
+    block) or (name, block, warp). smooth_k, smooth_q, smooth_v, rotate: None leaves the choice to
+    the recipe.
     scale: softmax scale, default 1 / sqrt(D). softcap: s = c tanh(s / c).
     causal: query i sees keys j <= i + Sk - Sq (bottom right). window: (left, right), keys from
     i + Sk - Sq - left to i + Sk - Sq + right; -1 is unlimited.
@@ -80,9 +102,9 @@ def attention(
     saturated: (3) int64 output, codes of q, k, v that a static scale clipped.
     threads: 0 is the OpenMP default.
 
-    Returns out of q's shape with Dv channels, framework and dtype of q (codes: float32) unless `out`
-    or `out_dtype` says otherwise; with return_lse also the natural-log LSE, float32, (B, Hq, Sq) or
-    packed (Hq, T). A row that sees no key gives 0 and -inf.
+    Returns out of q's shape with Dv channels, framework and dtype of q (codes: float32) unless
+    `out` or `out_dtype` says otherwise; with return_lse also the natural-log LSE, float32,
+    (B, Hq, Sq) or packed (Hq, T). A row that sees no key gives 0 and -inf.
     Raises InvalidArgument, Unsupported, OutOfMemory; outputs are untouched then.
     """
     call = _Call(dict(locals()))
@@ -117,8 +139,19 @@ def reference_attention(
     Returns float64 of attention()'s shape, and with return_lse the LSE in float64.
     """
     arguments = _arguments(q, k, v, options)
-    for name in ("out", "out_dtype", "saturated", "q_scale", "k_scale", "v_scale", "q_global",
-                 "k_global", "v_global", "k_mean", "v_mean"):
+    for name in (
+        "out",
+        "out_dtype",
+        "saturated",
+        "q_scale",
+        "k_scale",
+        "v_scale",
+        "q_global",
+        "k_global",
+        "v_global",
+        "k_mean",
+        "v_mean",
+    ):
         if arguments[name] is not None:
             raise InvalidArgument(f"{name}: reference_attention() takes none")
     call = _Call(arguments)
@@ -180,8 +213,11 @@ class _Call:
         original = self._quantized(role)
         self.tensors[role] = entry(role, x, original.format if original else codes)
         scale_format = FORMATS[codes][2] if codes in FORMATS else None
-        for name, raw in ((f"{role}_scale", scale_format), (f"{role}_global", None),
-                          (f"{role}_mean", None)):
+        for name, raw in (
+            (f"{role}_scale", scale_format),
+            (f"{role}_global", None),
+            (f"{role}_mean", None),
+        ):
             if self._given.get(name) is not None:
                 self.tensors[name] = entry(name, self._given[name], raw)
 
@@ -195,14 +231,19 @@ class _Call:
             raise InvalidArgument(f"{role}: was quantised for role {x.role!r}")
         if x.layout != self._given["layout"]:
             raise InvalidArgument(
-                f"{role}: was quantised in layout {x.layout!r}, the call says {self._given['layout']!r}"
+                f"{role}: was quantised in layout {x.layout!r}, "
+                f"the call says {self._given['layout']!r}"
             )
         if role == "q" and x.mean is not None:
             raise InvalidArgument(
                 "q: was quantised with smooth=True, which only smooth_q inside attention() corrects"
             )
-        own = {f"{role}_scale": x.scale, f"{role}_global": x.global_scale, f"{role}_mean": x.mean,
-               f"{role}_granularity": x.scaling}
+        own = {
+            f"{role}_scale": x.scale,
+            f"{role}_global": x.global_scale,
+            f"{role}_mean": x.mean,
+            f"{role}_granularity": x.scaling,
+        }
         for name, value in own.items():
             if self._given.get(name) is not None:
                 raise InvalidArgument(f"{name}: is given, but {role} is a Quantized with its own")

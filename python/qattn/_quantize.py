@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from . import _qattn
 from ._errors import InvalidArgument
-from ._interop import FORMATS, element_shape, entry, float_format, output_entry
-from ._interop import packed_shape, small_entry, zeros
+from ._interop import (
+    FORMATS,
+    element_shape,
+    entry,
+    float_format,
+    output_entry,
+    packed_shape,
+    small_entry,
+    zeros,
+)
 from ._recipe import Granularity, boolean, integer, real, scaling
 
 
@@ -21,8 +30,10 @@ class Quantized:
     The value of an element is code * scale (* global_scale), rotated back, plus the mean.
     """
 
-    codes: Any  #: x's shape; int8 for s8, else uint8; packed formats: (..., D / 2), low nibble first
-    scale: Any  #: float32, or uint8 codes for grouped formats; shape by granularity (docs/NUMERICS.md)
+    #: x's shape; int8 for s8, else uint8; packed formats: (..., D / 2), low nibble first
+    codes: Any
+    #: float32, or uint8 codes for grouped formats; shape by granularity (docs/NUMERICS.md)
+    scale: Any
     format: str
     role: str  #: "q", "k" or "v"
     global_scale: Any = None  #: (B, H) float32, nvfp4 only
@@ -77,8 +88,15 @@ def quantize(
         if own and sizes[what] and own != sizes[what]:
             raise InvalidArgument(f"{what}: {sizes[what]} contradicts granularity {granularity!r}")
         sizes[what] = sizes[what] or own
-    options = _options(format, role, layout, (name, sizes["block"], sizes["warp"]),
-                       boolean("smooth", smooth), boolean("rotate", rotate), threads)
+    options = _options(
+        format,
+        role,
+        layout,
+        (name, sizes["block"], sizes["warp"]),
+        boolean("smooth", smooth),
+        boolean("rotate", rotate),
+        threads,
+    )
     tensors = {"x": entry("x", x)}
     if cu_seqlens is not None:
         tensors["cu_seqlens"] = small_entry("cu_seqlens", cu_seqlens, np.int32)
@@ -90,9 +108,19 @@ def quantize(
         tensors[output] = (made[output], output_format)
     saturated = _qattn.quantize(tensors, options)
     return Quantized(
-        made["codes"], made["scale"], format, role, made.get("global"), made.get("mean"),
-        None if name == "automatic" else name, sizes["block"], sizes["warp"], layout, rotate,
-        cu_seqlens, saturated,
+        made["codes"],
+        made["scale"],
+        format,
+        role,
+        made.get("global"),
+        made.get("mean"),
+        None if name == "automatic" else name,
+        sizes["block"],
+        sizes["warp"],
+        layout,
+        rotate,
+        cu_seqlens,
+        saturated,
     )
 
 
@@ -105,8 +133,15 @@ def dequantize(x: Quantized, dtype: Any = "float32", *, threads: int = 0) -> Any
         raise InvalidArgument(f"x: is a {type(x).__name__}, not a qattn.Quantized")
     if x.format not in FORMATS:
         raise InvalidArgument(f"format: {x.format!r} is not one of {', '.join(FORMATS)}")
-    options = _options(x.format, x.role, x.layout, x.scaling, x.mean is not None,
-                       boolean("rotate", x.rotate), threads)
+    options = _options(
+        x.format,
+        x.role,
+        x.layout,
+        x.scaling,
+        x.mean is not None,
+        boolean("rotate", x.rotate),
+        threads,
+    )
     out = zeros(x.codes, float_format(dtype), x.shape)
     tensors = {
         "x": output_entry("x", out),
@@ -123,13 +158,25 @@ def dequantize(x: Quantized, dtype: Any = "float32", *, threads: int = 0) -> Any
     return out
 
 
-def _options(format: Any, role: Any, layout: Any, scales: tuple[str, int, int], smooth: bool,
-             rotate: bool, threads: Any) -> Any:
+def _options(
+    format: Any,
+    role: Any,
+    layout: Any,
+    scales: tuple[str, int, int],
+    smooth: bool,
+    rotate: bool,
+    threads: Any,
+) -> Any:
     for name, value in (("format", format), ("role", role), ("layout", layout)):
         if not isinstance(value, str):
             raise InvalidArgument(f"{name}: {value!r} is not a name")
     return _qattn.quantize_options(
-        format=format, role=role, layout=layout, scaling=scales, smooth=smooth, rotate=rotate,
+        format=format,
+        role=role,
+        layout=layout,
+        scaling=scales,
+        smooth=smooth,
+        rotate=rotate,
         threads=integer("threads", threads),
     )
 
@@ -141,5 +188,6 @@ def scheduled_scale(scale_at_ref: float, sigma: Sequence[float], ref: int, step:
     for a step out of range or a sigma that is not positive and finite.
     """
     levels = [real("sigma", level) for level in sigma]
-    return _qattn.scheduled_scale(real("scale_at_ref", scale_at_ref), levels, integer("ref", ref),
-                                  integer("step", step))
+    return _qattn.scheduled_scale(
+        real("scale_at_ref", scale_at_ref), levels, integer("ref", ref), integer("step", step)
+    )

@@ -84,7 +84,9 @@ def scaling(name: str, value: Granularity | None) -> tuple[str, int, int]:
     if parts is None:
         return "automatic", 0, 0
     if not isinstance(parts, tuple) or not 1 <= len(parts) <= 3 or not isinstance(parts[0], str):
-        raise InvalidArgument(f"{name}: {value!r} is not a name, (name, block) or (name, block, warp)")
+        raise InvalidArgument(
+            f"{name}: {value!r} is not a name, (name, block) or (name, block, warp)"
+        )
     sizes = [integer(name, part) for part in parts[1:]] + [0, 0]
     return parts[0], sizes[0], sizes[1]
 

@@ -37,17 +37,17 @@ def sdpa(
     and value divide those of query. attn_mask: bool (True = may look), float32 or query's dtype
     (added), rank 2 and up, broadcasts to (..., H, L, S). is_causal: query i sees keys j <= i, also
     where L != S. A row that sees no key gives 0, as in torch.
-    Inside torch.autocast the operands are cast as torch does. Tensors whose last stride is not 1 are
-    copied; others are not.
+    Inside torch.autocast the operands are cast as torch does. Tensors whose last stride is not 1
+    are copied; others are not.
 
     Raises InvalidArgument: attn_mask together with is_causal, mixed dtypes, shapes that do not fit,
     E or Ev not a multiple of 8 up to 256, inputs that require gradients while grad mode is enabled.
     Raises Unsupported: dropout_p > 0, devices other than the CPU, enable_gqa with key and value of
     different numbers of heads.
     """
-    tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
-    if attn_mask is None:
-        del tensors["attn_mask"]
+    tensors = {"query": query, "key": key, "value": value}
+    if attn_mask is not None:
+        tensors["attn_mask"] = attn_mask
     tensors = _prepared(tensors)
     _check_dropout(dropout_p)
     is_causal, enable_gqa = boolean("is_causal", is_causal), boolean("enable_gqa", enable_gqa)
@@ -66,8 +66,12 @@ def sdpa(
         key, value = key[..., :length, :], value[..., :length, :]
         window = (-1, length - key.shape[-2])
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    options = {"recipe": recipe, "layout": "bhsd", "window": window,
-               "scale": None if scale is None else real("scale", scale)}
+    options = {
+        "recipe": recipe,
+        "layout": "bhsd",
+        "window": window,
+        "scale": None if scale is None else real("scale", scale),
+    }
     if query.dim() < 3 or query.shape[-3] > 0:  # without heads there is nothing to attend with
         _run(query, key, value, mask, out, options)
     return out

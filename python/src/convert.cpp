@@ -14,10 +14,14 @@ namespace {
 
 const char* class_name(Code code) {
   switch (code) {
-    case Code::invalid_argument: return "InvalidArgument";
-    case Code::unsupported: return "Unsupported";
-    case Code::out_of_memory: return "OutOfMemory";
-    default: return "InternalError";
+    case Code::invalid_argument:
+      return "InvalidArgument";
+    case Code::unsupported:
+      return "Unsupported";
+    case Code::out_of_memory:
+      return "OutOfMemory";
+    default:
+      return "InternalError";
   }
 }
 
@@ -51,8 +55,8 @@ TensorView view_of(const char* name, const Array& array, Format format) {
             " bytes cannot hold format " + std::string(info(format).name));
   }
   if (array.device_type() != nb::device::cpu::value) {
-    throw StatusError(Status(Code::unsupported,
-                             std::string(name) + ": does not lie in the memory of the CPU"));
+    throw StatusError(
+        Status(Code::unsupported, std::string(name) + ": does not lie in the memory of the CPU"));
   }
   check_rank(name, array.ndim());
   TensorView view;
@@ -114,8 +118,7 @@ void register_errors() {
     try {
       std::rethrow_exception(pointer);
     } catch (const StatusError& error) {
-      const nb::object type =
-          nb::module_::import_("qattn._errors").attr(class_name(error.code()));
+      const nb::object type = nb::module_::import_("qattn._errors").attr(class_name(error.code()));
       PyErr_SetString(type.ptr(), error.what());
     }
   });

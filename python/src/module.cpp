@@ -76,8 +76,8 @@ void run_reference(const nb::dict& entries, const AttentionOptions& options, con
   Status status;
   {
     const nb::gil_scoped_release unlocked;
-    status = reference_attention(tensors, options, {out.data(), out.size()}, span_of(lse),
-                                 reference);
+    status =
+        reference_attention(tensors, options, {out.data(), out.size()}, span_of(lse), reference);
   }
   check(std::move(status));
 }
@@ -124,10 +124,9 @@ nb::dict run_quantize_shapes(const nb::dict& entries, const QuantizeOptions& opt
   const QuantizeTensors t = quantize_tensors(entries, false, views);
   const QuantizeShapes shapes = check(quantize_shapes(t.x, options, t.cu_seqlens));
   nb::dict result;
-  for (const auto& [name, view] : {std::pair{"codes", &shapes.codes},
-                                   std::pair{"scale", &shapes.scale},
-                                   std::pair{"global", &shapes.global},
-                                   std::pair{"mean", &shapes.mean}}) {
+  for (const auto& [name, view] :
+       {std::pair{"codes", &shapes.codes}, std::pair{"scale", &shapes.scale},
+        std::pair{"global", &shapes.global}, std::pair{"mean", &shapes.mean}}) {
     if (!view->present()) continue;
     nb::list extents;
     for (int i = 0; i < view->rank; ++i) extents.append(view->shape[i]);
@@ -188,18 +187,20 @@ NB_MODULE(_qattn, m) {
   m.def("explain", &run_explain, "tensors"_a, "options"_a);
   m.def("reference_attention", &run_reference, "tensors"_a, "options"_a, "out"_a, "lse"_a.none(),
         "rows"_a);
-  m.def("quantize_options", &make_quantize_options, nb::kw_only(), "format"_a, "role"_a,
-        "layout"_a, "scaling"_a, "smooth"_a, "rotate"_a, "threads"_a);
+  m.def("quantize_options", &make_quantize_options, nb::kw_only(), "format"_a, "role"_a, "layout"_a,
+        "scaling"_a, "smooth"_a, "rotate"_a, "threads"_a);
   m.def("quantize_shapes", &run_quantize_shapes, "tensors"_a, "options"_a);
   m.def("quantize", &run_quantize, "tensors"_a, "options"_a);
   m.def("dequantize", &run_dequantize, "tensors"_a, "options"_a);
-  m.def("scheduled_scale",
-        [](double scale, const std::vector<float>& sigma, std::int64_t ref, std::int64_t step) {
-          return check(qattn::scheduled_scale(static_cast<float>(scale), sigma, ref, step));
-        },
-        "scale_at_ref"_a, "sigma"_a, "ref"_a, "step"_a);
-  m.def("recipe", [](const std::string& name) { return to_tuple(check(qattn::recipe_named(name))); },
-        "name"_a);
+  m.def(
+      "scheduled_scale",
+      [](double scale, const std::vector<float>& sigma, std::int64_t ref, std::int64_t step) {
+        return check(qattn::scheduled_scale(static_cast<float>(scale), sigma, ref, step));
+      },
+      "scale_at_ref"_a, "sigma"_a, "ref"_a, "step"_a);
+  m.def(
+      "recipe", [](const std::string& name) { return to_tuple(check(qattn::recipe_named(name))); },
+      "name"_a);
   m.def("recipes", &recipe_table);
   m.def("formats", &format_table);
   m.def("cpu_isa", [] { return check(qattn::cpu_isa()); });

@@ -22,10 +22,12 @@ KEYS, QUERIES = 2048, 256
 RULE = 1.10
 BLOCKS = {"q_granularity": ("per_block", 16), "k_granularity": ("per_block", 128)}
 HEAD = {"q_granularity": "per_head", "k_granularity": "per_head"}
+V_TILE = {"v_granularity": ("per_block_channel", 128)}
+V_CHANNEL = {"v_granularity": "per_channel"}
 TENSOR = {"q_granularity": "per_tensor", "k_granularity": "per_tensor"}
 
-# (name, recipe, options, the simulation's row). The CPU's default for Q and K is per token; inputs
-# are float32, whose "16-bit" is f16.
+# (name, recipe, options, the simulation's row). The CPU's default for Q, K and s8 V is per token;
+# inputs are float32, whose "16-bit" is f16.
 CASES = [
     ("f32", "f32", {}, ("f32", "f32")),
     ("f16", "f16", {}, ("f16", "f16")),
@@ -35,9 +37,10 @@ CASES = [
     ("int8 blocks", "int8", BLOCKS, ("s8", "f16")),
     ("int8_fp8", "int8_fp8", {}, ("s8 tok", "e4m3")),
     ("int8_fp8 blocks", "int8_fp8", BLOCKS, ("s8", "e4m3")),
-    ("int8_full", "int8_full", {}, ("s8 tok", "u8 / V tile-channel")),
-    ("int8_full blocks", "int8_full", BLOCKS, ("s8", "u8 / V tile-channel")),
-    ("int8_full V token", "int8_full", {"v_granularity": "per_token"}, ("s8 tok", "u8 / V token")),
+    ("int8_full", "int8_full", {}, ("s8 tok", "u8 / V token")),
+    ("int8_full blocks", "int8_full", BLOCKS, ("s8", "u8 / V token")),
+    ("int8_full V tile", "int8_full", V_TILE, ("s8 tok", "u8 / V tile-channel")),
+    ("int8_full V channel", "int8_full", V_CHANNEL, ("s8 tok", "u8 / V channel")),
     ("fp8", "fp8", {}, ("e4m3 tok", "e4m3")),
     ("fp8 tensor", "fp8", TENSOR, ("e4m3", "e4m3")),
     ("fp8_p16", "fp8_p16", {}, ("e4m3 tok", "f16 / V e4m3")),
@@ -88,13 +91,13 @@ def test_rule(name, recipe, options, row, dim):
         ratio = measured / simulated
         assert ratio <= RULE, f"{family}: {measured:.3e} is {ratio:.2f} x the simulation's"
         # Far below would mean that something else ran than the recipe that was asked for.
-        assert ratio >= 1 / RULE, f"{family}: {ratio:.2f} x; the simulation describes another recipe"
+        assert ratio >= 1 / RULE, f"{family}: {ratio:.2f} x; is this another recipe?"
 
 
 @pytest.mark.parametrize("family", recipe_sim.FAMILIES)
 def test_rule_on_other_seeds(family):
     for seed in (1, 2):
-        for recipe, row in (("int8_full", ("s8 tok", "u8 / V tile-channel")),
+        for recipe, row in (("int8_full", ("s8 tok", "u8 / V token")),
                             ("fp8", ("e4m3 tok", "e4m3"))):  # fmt: skip
             measured, simulated = errors(recipe, {}, row, family, 64, seed)
             assert measured <= RULE * simulated, f"{recipe}: {measured / simulated:.2f} x"
@@ -104,9 +107,10 @@ def test_rule_on_other_seeds(family):
 def test_default_fp8_is_no_worse_than_the_published_row(dim):
     """docs/NUMERICS.md lists e4m3 per tensor; the CPU's default is per token.
 
-    Not on the zero sink, where the error is how one key happens to be rounded (0.8 to 1.2 x).
+    Not on the sinks of the last two families, where the error is how one key happens to be rounded
+    (0.8 to 1.2 x).
     """
-    for family in recipe_sim.FAMILIES[:-1]:
+    for family in recipe_sim.FAMILIES[:6]:
         measured, simulated = errors("fp8", {}, ("e4m3", "e4m3"), family, dim)
         assert measured <= RULE * simulated, f"{family}: {measured / simulated:.2f} x"
 
@@ -133,7 +137,7 @@ def test_worst_row_and_lse_of_eight_bits(recipe, dim):
     assert ((out * ref).sum(1) / norms).min() >= 0.99
     bound = 2e-2
     if recipe == "mxfp8":
-        # OCP's floor rule for scales saturates amax in (448, 512): 3 to 4e-2 in the simulation, too.
+        # OCP's floor rule for scales saturates amax in (448, 512): 3 to 4e-2 when simulated, too.
         exact = (x.astype(np.float64) for x in (q, k, v))
         simulated = recipe_sim.attention(*exact, "mxfp8", "mxfp8", lse=True)[1]
         bound = RULE * np.abs(simulated - ref_lse).max()
@@ -143,11 +147,10 @@ def test_worst_row_and_lse_of_eight_bits(recipe, dim):
 
 def test_zero_sink_needs_unrounded_mass():
     """A sink token with V = 0 has code 0 in the V-per-token form; its mass must not be lost."""
-    options = {"v_granularity": "per_token"}
     q, k, v, ref, _ = inputs("zero sink", 128, 0)
     p0 = np.exp((q.astype(np.float64) @ k[0]) / 128**0.5)
     assert (p0 / np.exp((q.astype(np.float64) @ k.T) / 128**0.5).sum(1)).mean() > 0.5
-    assert relative(library("int8_full", options, q, k, v)[0], ref) < 0.02
+    assert relative(library("int8_full", {}, q, k, v)[0], ref) < 0.02
 
 
 def table(dim):

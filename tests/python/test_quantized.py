@@ -35,7 +35,9 @@ def test_round_trip(format, role, framework):
     assert nrmse(back, x) < ROUND_TRIP[format]
 
 
-@pytest.mark.parametrize("options", [{"smooth": True}, {"rotate": True}, {"layout": "bhsd"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"smooth": True}, {"rotate": True}, {"layout": "bhsd"}], ids=str
+)
 @pytest.mark.parametrize("role", ["q", "k"])
 def test_round_trip_options(role, options):
     x = normal(2, 64, 64, 32) + 3
@@ -59,16 +61,24 @@ def test_scales_and_codes_by_the_formula(granularity):
         assert granularity in groups
     scale = (amax * np.float32(1 / np.float32(127))).astype(np.float32)
     np.testing.assert_array_equal(coded.scale.reshape(scale.shape), scale)
-    wide = {"per_block": lambda s: np.repeat(s, 32, -1)[:, :, :70, None],
-            "per_token": lambda s: s[..., None], "per_head": lambda s: s[:, :, None, None],
-            "per_tensor": lambda s: s}[granularity](scale)
+    wide = {
+        "per_block": lambda s: np.repeat(s, 32, -1)[:, :, :70, None],
+        "per_token": lambda s: s[..., None],
+        "per_head": lambda s: s[:, :, None, None],
+        "per_tensor": lambda s: s,
+    }[granularity](scale)
     codes = np.rint(t * (np.float32(1) / wide)).clip(-127, 127)
     np.testing.assert_array_equal(coded.codes.transpose(0, 2, 1, 3), codes)
 
 
-@pytest.mark.parametrize("format, code", [("e4m3", ml_dtypes.float8_e4m3fn),
-                                          ("e4m3fnuz", ml_dtypes.float8_e4m3fnuz),
-                                          ("e5m2", ml_dtypes.float8_e5m2)])
+@pytest.mark.parametrize(
+    "format, code",
+    [
+        ("e4m3", ml_dtypes.float8_e4m3fn),
+        ("e4m3fnuz", ml_dtypes.float8_e4m3fnuz),
+        ("e5m2", ml_dtypes.float8_e5m2),
+    ],
+)
 def test_float8_codes_against_ml_dtypes(format, code):
     x = normal(1, 33, 2, 24)
     coded = qattn.quantize(x, format=format, role="k", granularity="per_head")
@@ -160,14 +170,20 @@ def test_raw_codes_with_their_scales():
     coded = coded_operands("fp8", *f8)
     expected = qattn.attention(*coded, recipe="fp8")
     out = qattn.attention(
-        *(x.codes.view(torch.float8_e4m3fn) for x in coded), recipe="fp8",
-        q_scale=coded[0].scale, k_scale=coded[1].scale, v_scale=coded[2].scale,
+        *(x.codes.view(torch.float8_e4m3fn) for x in coded),
+        recipe="fp8",
+        q_scale=coded[0].scale,
+        k_scale=coded[1].scale,
+        v_scale=coded[2].scale,
     )
     np.testing.assert_array_equal(out.numpy(), expected.numpy())
     coded = coded_operands("nvfp4", q, k, v)
     out = qattn.attention(
-        *(x.codes for x in coded), recipe="nvfp4", **{
-            f"{r}_{what}": getattr(x, field) for r, x in zip("qkv", coded, strict=True)
+        *(x.codes for x in coded),
+        recipe="nvfp4",
+        **{
+            f"{r}_{what}": getattr(x, field)
+            for r, x in zip("qkv", coded, strict=True)
             for what, field in (("scale", "scale"), ("global", "global_scale"))
         },
     )
@@ -182,8 +198,16 @@ def test_static_scales_and_saturation():
     assert coded.saturated == clipped > 100
     np.testing.assert_array_equal(coded.scale, scale)
     saturated = np.full(3, -1, np.int64)
-    out = qattn.attention(q, k, v, recipe="int8", k_scale=scale, k_granularity="per_head",
-                          smooth_k=False, saturated=saturated)
+    out = qattn.attention(
+        q,
+        k,
+        v,
+        recipe="int8",
+        k_scale=scale,
+        k_granularity="per_head",
+        smooth_k=False,
+        saturated=saturated,
+    )
     assert saturated.tolist() == [0, clipped, 0]
     np.testing.assert_array_equal(out, qattn.attention(q, coded, v, recipe="int8"))
     counts = torch.empty(3, dtype=torch.int64)
@@ -212,7 +236,11 @@ def test_packed_and_paged_quantized():
 def test_scheduled_scale():
     sigma = [14.6, 5.0, 1.0, 0.1]
     assert qattn.scheduled_scale(0.5, sigma, 1, 2) == pytest.approx(0.1, rel=1e-6)
-    for arguments, word in (((0.5, sigma, 1, 4), "step"), ((0.5, [1.0, -1.0], 0, 1), "sigma"),
-                            ((0.5, sigma, 1.5, 2), "ref"), ((0.5, ["a"], 0, 0), "sigma")):
+    for arguments, word in (
+        ((0.5, sigma, 1, 4), "step"),
+        ((0.5, [1.0, -1.0], 0, 1), "sigma"),
+        ((0.5, sigma, 1.5, 2), "ref"),
+        ((0.5, ["a"], 0, 0), "sigma"),
+    ):
         with pytest.raises(qattn.InvalidArgument, match=word):
             qattn.scheduled_scale(*arguments)

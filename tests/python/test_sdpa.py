@@ -15,8 +15,11 @@ def normal(*shape, dtype=torch.float32, seed=0):
 
 
 def operands(q, k, v=None, dtype=torch.float32):
-    return (normal(*q, dtype=dtype), normal(*k, dtype=dtype, seed=1),
-            normal(*(v or k), dtype=dtype, seed=2))
+    return (
+        normal(*q, dtype=dtype),
+        normal(*k, dtype=dtype, seed=1),
+        normal(*(v or k), dtype=dtype, seed=2),
+    )
 
 
 def agree(*args, recipe="f32", tolerance=3e-6, **kwargs):

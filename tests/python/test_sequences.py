@@ -18,8 +18,13 @@ def test_packed_equals_one_by_one(recipe, layout):
     q, k, v = normal(37, 4, 32), normal(250, 2, 32, seed=1), normal(250, 2, 32, seed=2)
     given = (q, k, v) if layout == "bshd" else [x.transpose(1, 0, 2) for x in (q, k, v)]
     out, lse = qattn.attention(
-        *given, recipe=recipe, causal=True, layout=layout, return_lse=True,
-        cu_seqlens_q=torch.from_numpy(CU_Q), cu_seqlens_k=CU_K,
+        *given,
+        recipe=recipe,
+        causal=True,
+        layout=layout,
+        return_lse=True,
+        cu_seqlens_q=torch.from_numpy(CU_Q),
+        cu_seqlens_k=CU_K,
     )
     assert lse.shape == (4, 37)
     out = out if layout == "bshd" else out.transpose(1, 0, 2)

@@ -438,7 +438,7 @@ TEST_P(Refusal, NamesItAndTouchesNothing) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Attention, Refusal, testing::ValuesIn(cases()),
-                         [](const auto& info) { return info.param.name; });
+                         [](const auto& row) { return row.param.name; });
 
 TEST(RefusalBase, TheUnbrokenCallsWork) {
   for (void (Call::*change)() : {&Call::pack_q, &Call::page_k, &Call::code_k}) {
