@@ -55,25 +55,28 @@ def dtype_name(x: Any) -> str:
 def check_array(name: str, x: object) -> None:
     """Refuses what is neither a numpy array nor a strided torch tensor in host memory."""
     if is_torch(x):
-        _check_torch(name, x)
+        check_tensor(name, x)
+        if x.is_neg() or x.is_conj():
+            raise InvalidArgument(f"{name}: is a lazy negative; call resolve_neg() first")
     elif isinstance(x, np.ma.MaskedArray):
         raise InvalidArgument(f"{name}: is a masked array, whose mask would be ignored")
     elif not isinstance(x, np.ndarray):
         raise InvalidArgument(f"{name}: is a {type(x).__name__}, not a numpy array or torch tensor")
 
 
-def _check_torch(name: str, x: Any) -> None:
+def check_tensor(name: str, x: Any) -> None:
+    """Refuses a torch tensor that is not a strided one in host memory."""
+    import torch  # in sys.modules, since x is its tensor; torch.compile follows an import
+
     if x.device.type != "cpu":
         raise Unsupported(f"{name}: lies on device {x.device}; this build computes on the CPU only")
-    if x.layout != _torch().strided:
+    if x.layout != torch.strided:
         raise InvalidArgument(f"{name}: layout {x.layout} should be strided (dense)")
-    if x.requires_grad and _torch().is_grad_enabled():
+    if x.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
             f"{name}: requires a gradient, which qattn does not compute; detach it, or call inside "
             "torch.no_grad()"
         )
-    if x.is_neg() or x.is_conj():
-        raise InvalidArgument(f"{name}: is a lazy negative; call resolve_neg() first")
 
 
 def format_of(name: str, x: Any, codes: str | None = None) -> str:

@@ -1,0 +1,47 @@
+"""The README's examples, compiled and run; their printed output is compared with the README's."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def block(language):
+    return re.search(rf"```{language}\n(.*?)```", README, re.S).group(1)
+
+
+EXPECTED = [float(x) for x in block("output").split()]
+
+
+def numbers(text):
+    return [float(x) for x in re.findall(r"-?\d+\.?\d*", text)]
+
+
+def test_cpp_quickstart(tmp_path):
+    library = os.environ.get("QATTN_LIBRARY")
+    if not library:
+        pytest.fail("QATTN_LIBRARY should name libqattn.a")
+    source = tmp_path / "quickstart.cpp"
+    source.write_text(block("cpp"))
+    program = tmp_path / "quickstart"
+    subprocess.run(["g++", "-std=c++20", f"-I{ROOT / 'include'}", source, library, "-fopenmp",
+                    "-o", program], check=True)
+    run = subprocess.run([program], check=True, capture_output=True, text=True)
+    assert numbers(run.stdout) == EXPECTED
+
+
+def test_python_quickstart():
+    run = subprocess.run([sys.executable, "-c", block("python")], check=True, capture_output=True,
+                         text=True)
+    assert numbers(run.stdout) == pytest.approx(EXPECTED)
+
+
+def test_named_files_exist():
+    for name in re.findall(r"`((?:docs/)?[A-Z]+\.md)`", README):
+        assert (ROOT / name).is_file(), name
