@@ -48,6 +48,7 @@ static inline F mul(F a, F b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps
 static inline F fma(F a, F b, F c) {
   return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
 }
+static inline F div(F a, F b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
 static inline F max(F a, F b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 static inline F min(F a, F b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 static inline F abs(F a) {
@@ -87,6 +88,16 @@ static inline __m256 round_mantissa_half(__m256 a, int bits) {
 static inline F round_mantissa(F a, int bits) {
   return {round_mantissa_half(a.lo, bits), round_mantissa_half(a.hi, bits)};
 }
+static inline __m256 exponent_half(__m256 a) {
+  const __m256i e = _mm256_srli_epi32(_mm256_castps_si256(a), 23);
+  return _mm256_cvtepi32_ps(_mm256_sub_epi32(e, _mm256_set1_epi32(127)));
+}
+static inline F exponent(F a) { return {exponent_half(a.lo), exponent_half(a.hi)}; }
+static inline __m256 mantissa_half(__m256 a) {
+  const __m256i fraction = _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0x7FFFFF));
+  return _mm256_castsi256_ps(_mm256_or_si256(fraction, _mm256_set1_epi32(0x3F800000)));
+}
+static inline F mantissa(F a) { return {mantissa_half(a.lo), mantissa_half(a.hi)}; }
 static inline F select_less(F a, F limit, F yes, F no) {
   return {_mm256_blendv_ps(no.lo, yes.lo, _mm256_cmp_ps(a.lo, limit.lo, _CMP_LT_OQ)),
           _mm256_blendv_ps(no.hi, yes.hi, _mm256_cmp_ps(a.hi, limit.hi, _CMP_LT_OQ))};
@@ -152,6 +163,31 @@ static inline void store_bytes(void* p, I a) {
   };
   quads(a.lo, static_cast<char*>(p));
   quads(a.hi, static_cast<char*>(p) + 8);
+}
+static inline void transpose_packs(const std::uint8_t* const* rows, int bytes, std::uint32_t flip,
+                                   std::uint8_t* out) {
+  for (int t = 0; t < bytes / 4; ++t) {
+    for (int i = 0; i < lanes; ++i) {
+      std::uint32_t pack;
+      std::memcpy(&pack, rows[i] + 4 * t, sizeof pack);
+      pack ^= flip;
+      std::memcpy(out + (t * lanes + i) * 4, &pack, sizeof pack);
+    }
+  }
+}
+static inline void interleave_bytes(const std::uint8_t* const* rows, int n, std::uint8_t* out) {
+  for (int i = 0; i < n; i += 16) {
+    __m128i r[4];
+    for (int k = 0; k < 4; ++k)
+      r[k] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[k] + i));
+    const __m128i a = _mm_unpacklo_epi8(r[0], r[1]), b = _mm_unpackhi_epi8(r[0], r[1]);
+    const __m128i c = _mm_unpacklo_epi8(r[2], r[3]), d = _mm_unpackhi_epi8(r[2], r[3]);
+    auto* o = reinterpret_cast<__m128i*>(out + 4 * i);
+    _mm_storeu_si128(o, _mm_unpacklo_epi16(a, c));
+    _mm_storeu_si128(o + 1, _mm_unpackhi_epi16(a, c));
+    _mm_storeu_si128(o + 2, _mm_unpacklo_epi16(b, d));
+    _mm_storeu_si128(o + 3, _mm_unpackhi_epi16(b, d));
+  }
 }
 static inline void store_bf16(std::uint16_t* p, F a) {
   const __m256i lo = _mm256_srli_epi32(_mm256_castps_si256(a.lo), 16);

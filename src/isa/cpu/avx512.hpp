@@ -39,6 +39,7 @@ static inline F add(F a, F b) { return _mm512_add_ps(a, b); }
 static inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
 static inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+static inline F div(F a, F b) { return _mm512_div_ps(a, b); }
 static inline F max(F a, F b) { return _mm512_max_ps(a, b); }
 static inline F min(F a, F b) { return _mm512_min_ps(a, b); }
 static inline F abs(F a) { return _mm512_abs_ps(a); }
@@ -59,6 +60,10 @@ static inline F round_mantissa(F a, int bits) {
   const I half = set_i((1 << (bits - 1)) - 1);
   const I up = _mm512_add_epi32(u, _mm512_add_epi32(half, odd));
   return _mm512_castsi512_ps(_mm512_and_si512(up, set_i(~((1 << bits) - 1))));
+}
+static inline F exponent(F a) { return _mm512_getexp_ps(a); }
+static inline F mantissa(F a) {
+  return _mm512_getmant_ps(a, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
 }
 static inline F select_less(F a, F limit, F yes, F no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, limit, _CMP_LT_OQ), no, yes);
@@ -87,6 +92,69 @@ static inline void store_bytes(void* p, I a) {
   _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
 }
 
+/// Up to 16 packs of 16 rows: a 16 x 16 transpose of 32-bit values, 64 shuffles (unpack within
+/// 128-bit lanes, then lanes among registers). Stores the first `packs` of its rows.
+static inline void transpose_block(const std::uint8_t* const* rows, int offset, int packs, I mask,
+                                   std::uint8_t* out) {
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; ++i) {
+    r[i] = packs == 16 ? _mm512_loadu_si512(rows[i] + offset)
+                       : _mm512_maskz_loadu_epi32(first(packs), rows[i] + offset);
+  }
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  // r[4 g + c], lane L: packs 4 L + c of rows 4 g to 4 g + 3.
+  const auto put = [&](int pack, __m512i x) {
+    if (pack < packs) _mm512_storeu_si512(out + pack * 64, _mm512_xor_si512(x, mask));
+  };
+  for (int c = 0; c < 4; ++c) {
+    const __m512i a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);
+    const __m512i b = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xDD);
+    const __m512i d = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+    const __m512i e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xDD);
+    put(c, _mm512_shuffle_i32x4(a, d, 0x88));
+    put(8 + c, _mm512_shuffle_i32x4(a, d, 0xDD));
+    put(4 + c, _mm512_shuffle_i32x4(b, e, 0x88));
+    put(12 + c, _mm512_shuffle_i32x4(b, e, 0xDD));
+  }
+}
+static inline void transpose_packs(const std::uint8_t* const* rows, int bytes, std::uint32_t flip,
+                                   std::uint8_t* out) {
+  const I mask = set_i(static_cast<std::int32_t>(flip));
+  int t = 0;
+  for (; t + 64 <= bytes; t += 64) transpose_block(rows, t, 16, mask, out + t * 16);
+  if (t < bytes) transpose_block(rows, t, (bytes - t) / 4, mask, out + t * 16);
+}
+static inline void interleave_bytes(const std::uint8_t* const* rows, int n, std::uint8_t* out) {
+  int i = 0;
+  for (; i + 64 <= n; i += 64) {
+    __m512i r[4];
+    for (int k = 0; k < 4; ++k) r[k] = _mm512_loadu_si512(rows[k] + i);
+    const __m512i a = _mm512_unpacklo_epi8(r[0], r[1]), b = _mm512_unpackhi_epi8(r[0], r[1]);
+    const __m512i c = _mm512_unpacklo_epi8(r[2], r[3]), d = _mm512_unpackhi_epi8(r[2], r[3]);
+    // Lane L of these holds channels 16 L + 0..3, 4..7, 8..11, 12..15.
+    const __m512i w = _mm512_unpacklo_epi16(a, c), x = _mm512_unpackhi_epi16(a, c);
+    const __m512i y = _mm512_unpacklo_epi16(b, d), z = _mm512_unpackhi_epi16(b, d);
+    const __m512i wx0 = _mm512_shuffle_i32x4(w, x, 0x44), wx1 = _mm512_shuffle_i32x4(w, x, 0xEE);
+    const __m512i yz0 = _mm512_shuffle_i32x4(y, z, 0x44), yz1 = _mm512_shuffle_i32x4(y, z, 0xEE);
+    std::uint8_t* o = out + 4 * i;
+    _mm512_storeu_si512(o, _mm512_shuffle_i32x4(wx0, yz0, 0x88));
+    _mm512_storeu_si512(o + 64, _mm512_shuffle_i32x4(wx0, yz0, 0xDD));
+    _mm512_storeu_si512(o + 128, _mm512_shuffle_i32x4(wx1, yz1, 0x88));
+    _mm512_storeu_si512(o + 192, _mm512_shuffle_i32x4(wx1, yz1, 0xDD));
+  }
+  for (; i < n; ++i) {
+    for (int k = 0; k < 4; ++k) out[4 * i + k] = rows[k][i];
+  }
+}
 static inline void store_bf16(std::uint16_t* p, F a) {
   const I upper = _mm512_srli_epi32(_mm512_castps_si512(a), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));

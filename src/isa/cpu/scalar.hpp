@@ -60,6 +60,9 @@ static inline F sub(F a, F b) {
 static inline F mul(F a, F b) {
   return each<F>([&](int i) { return a.x[i] * b.x[i]; });
 }
+static inline F div(F a, F b) {
+  return each<F>([&](int i) { return a.x[i] / b.x[i]; });
+}
 /// a * b + c; one or two roundings, as the instruction set has it.
 static inline F fma(F a, F b, F c) {
   return each<F>([&](int i) { return a.x[i] * b.x[i] + c.x[i]; });
@@ -123,6 +126,24 @@ static inline F round_mantissa(F a, int bits) {
     return r;
   });
 }
+/// floor(log2 a) and a / 2^that, in [1, 2); a positive and normal.
+static inline F exponent(F a) {
+  return each<F>([&](int i) {
+    std::int32_t u;
+    std::memcpy(&u, &a.x[i], sizeof u);
+    return static_cast<float>((u >> 23) - 127);
+  });
+}
+static inline F mantissa(F a) {
+  return each<F>([&](int i) {
+    std::uint32_t u;
+    std::memcpy(&u, &a.x[i], sizeof u);
+    u = (u & 0x7FFFFFu) | 0x3F800000u;
+    float r;
+    std::memcpy(&r, &u, sizeof r);
+    return r;
+  });
+}
 /// Per lane: a < limit ? yes : no.
 static inline F select_less(F a, F limit, F yes, F no) {
   return each<F>([&](int i) { return a.x[i] < limit.x[i] ? yes.x[i] : no.x[i]; });
@@ -179,6 +200,24 @@ static inline void store_bytes(void* p, I a) {
   for (int i = 0; i < lanes; ++i) out[i] = static_cast<std::uint8_t>(a.x[i]);
 }
 
+/// 16 rows of `bytes` (a multiple of 4) to [bytes / 4][16][4]; every byte xor `flip`'s.
+static inline void transpose_packs(const std::uint8_t* const* rows, int bytes, std::uint32_t flip,
+                                   std::uint8_t* out) {
+  for (int t = 0; t < bytes / 4; ++t) {
+    for (int i = 0; i < lanes; ++i) {
+      std::uint32_t pack;
+      std::memcpy(&pack, rows[i] + 4 * t, sizeof pack);
+      pack ^= flip;
+      std::memcpy(out + (t * lanes + i) * 4, &pack, sizeof pack);
+    }
+  }
+}
+/// 4 rows of n bytes (a multiple of 16) to [n][4].
+static inline void interleave_bytes(const std::uint8_t* const* rows, int n, std::uint8_t* out) {
+  for (int i = 0; i < n; ++i) {
+    for (int r = 0; r < 4; ++r) out[4 * i + r] = rows[r][i];
+  }
+}
 /// The upper halves: exact for values that bf16 holds.
 static inline void store_bf16(std::uint16_t* p, F a) {
   for (int i = 0; i < lanes; ++i) {

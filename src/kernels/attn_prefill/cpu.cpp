@@ -310,7 +310,8 @@ void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t 
   s.correction = arena.take<std::int32_t>(rows);
   s.rows = arena.take<float>(tile_keys * padded(p.dv));
   s.row = arena.take<float>(3 * 256);
-  s.bytes = arena.take<std::uint8_t>(256);
+  s.bytes = arena.take<std::uint8_t>(tile_keys * 256);
+  s.codes_row = arena.take<std::uint8_t>(256);
   const std::int64_t groups = most_groups(p, c);
   s.token_amax = arena.take<float>(groups > 0 ? std::max(p.max_q, p.max_k) : 0);
   s.group_amax = arena.take<float>(groups);

@@ -78,10 +78,11 @@ struct Scratch {
   std::int32_t* correction;                            ///< [tile_rows]
   float* rows;                                         ///< [tile_keys][256] a tile of V
   float* row;                                          ///< [3][256]
-  std::uint8_t* bytes;                                 ///< [256]
-  float* token_amax;  ///< [longest sequence] where a coarse granularity needs it
-  float* group_amax;  ///< [most groups of a sequence], likewise
-  std::byte* tile;    ///< store of a tile that only this thread's task uses
+  std::uint8_t* bytes;      ///< [tile_keys][256] codes of a tile, or [16][1024] rows of K
+  std::uint8_t* codes_row;  ///< [256]
+  float* token_amax;        ///< [longest sequence] where a coarse granularity needs it
+  float* group_amax;        ///< [most groups of a sequence], likewise
+  std::byte* tile;          ///< store of a tile that only this thread's task uses
   std::int64_t saturated[3];
 };
 

@@ -1,4 +1,8 @@
 // Rows to codes, and codes to the panels of a tile.
+//
+// A panel puts four bytes of the contraction of sixteen columns side by side, whatever the engine:
+// four codes, two bf16 values or one float. K's panels are rows of four-byte packs transposed; V's
+// contraction runs over keys, so four (integer) or two (bf16) rows are interleaved.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -13,6 +17,10 @@ namespace qattn::cpu {
 namespace {
 
 constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
+
+int tile_count(const Sequence& x, std::int64_t first) {
+  return static_cast<int>(std::min<std::int64_t>(tile_keys, x.length - first));
+}
 
 /// Scale of one row of a float operand in a format with a free scale.
 float row_scale(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
@@ -29,55 +37,55 @@ float row_scale(const Job& job, Role role, const Sequence& x, std::int64_t b, st
   return formats::amax_scale(job.words().amax(row, x.channels), qmax);
 }
 
-std::uint16_t upper_half(float x) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return static_cast<std::uint16_t>(bits >> 16);
+/// Given scales of tokens [first, first + count) of one head, channel granularities aside.
+void given_token_scales(const Job& job, Role role, const Sequence& x, std::int64_t b,
+                        std::int64_t head, std::int64_t first, int count, float* scale) {
+  const Scaling& scaling = scaling_of(job.config, role);
+  if (scaling.granularity == Granularity::per_token && x.pages == nullptr) {
+    const TensorView& view = scale_view(job.problem, role);
+    const std::int64_t at = scale_map(job, role).offset(view, b, head, first, 0);
+    const float* from = static_cast<const float*>(view.data) + at;
+    for (int j = 0; j < count; ++j) scale[j] = from[j * view.stride[2]];
+    return;
+  }
+  for (int j = 0; j < count; ++j) scale[j] = given_scale(job, role, x, b, head, first + j, 0);
 }
 
 // --- K -----------------------------------------------------------------------------------------
 
-/// One key into its panel of 16: packs of four codes, two bf16 or one float, 16 keys apart.
-void put_key(Engine engine, const float* row, const std::uint8_t* codes, int d, int key,
-             std::byte* panels) {
-  const int lane = key % lanes;
-  if (engine == Engine::integer) {
-    auto* panel = reinterpret_cast<std::uint8_t*>(panels) + (key - lane) * d + lane * 4;
-    for (int t = 0; t < d; t += 4) {
-      std::uint32_t pack;
-      std::memcpy(&pack, codes + t, sizeof pack);
-      pack ^= 0x80808080u;  // s8 to code + 128
-      std::memcpy(panel + t * lanes, &pack, sizeof pack);
-    }
-  } else if (engine == Engine::bf16) {
-    auto* panel = reinterpret_cast<std::uint16_t*>(panels) + (key - lane) * d + lane * 2;
-    for (int t = 0; t < d; t += 2) {
-      panel[t * lanes] = upper_half(row[t]);
-      panel[t * lanes + 1] = upper_half(row[t + 1]);
-    }
-  } else {
-    auto* panel = reinterpret_cast<float*>(panels) + (key - lane) * d + lane;
-    for (int t = 0; t < d; ++t) panel[t * lanes] = row[t];
-  }
-}
-
 void pack_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
                const Tile& tile, Scratch& scratch) {
+  static constexpr std::uint8_t zeros[256 * 4] = {};
   const Sequence x = job.k_sequence(b, head);
-  const int d = job.d();
-  const int count = static_cast<int>(std::min<std::int64_t>(tile_keys, x.length - first));
-  auto* panels = tile.at<std::byte>(&TileLayout::k);
+  const int d = job.d(), count = tile_count(x, first);
+  const Engine engine = job.config.qk;
+  const int width = d * (engine == Engine::integer ? 1 : engine == Engine::bf16 ? 2 : 4);
   auto* scale = tile.at<float>(&TileLayout::k_scale);
-  for (int j = 0; j < padded(count); ++j) {
-    if (j < count) {
-      scale[j] =
-          quantized_row(job, Role::k, x, b, head, first + j, scratch, scratch.row, scratch.bytes);
-    } else {  // up to whole panels: codes 0, masked later
-      scale[j] = 0.0f;
-      std::memset(scratch.row, 0, sizeof(float) * static_cast<std::size_t>(padded(d)));
-      std::memset(scratch.bytes, 0, static_cast<std::size_t>(d));
+  const bool as_given = job.problem.k_codes && engine == Engine::integer;
+  if (as_given) given_token_scales(job, Role::k, x, b, head, first, count, scale);
+  for (int j0 = 0; j0 < padded(count); j0 += lanes) {
+    const std::uint8_t* rows[lanes];
+    for (int lane = 0; lane < lanes; ++lane) {
+      const int j = j0 + lane;
+      rows[lane] = zeros;  // up to whole panels: codes 0, masked later
+      if (j >= count) {
+        scale[j] = 0.0f;
+      } else if (as_given) {
+        rows[lane] = reinterpret_cast<const std::uint8_t*>(x.row(first + j));
+      } else {
+        std::uint8_t* bytes = scratch.bytes + lane * 1024;
+        float* values = engine == Engine::f32 ? reinterpret_cast<float*>(bytes) : scratch.row;
+        std::uint8_t* codes = engine == Engine::integer ? bytes : scratch.codes_row;
+        scale[j] = quantized_row(job, Role::k, x, b, head, first + j, scratch, values, codes);
+        if (engine == Engine::bf16) {
+          job.words().narrow_bf16(values, d, reinterpret_cast<std::uint16_t*>(bytes));
+        }
+        rows[lane] = bytes;
+      }
     }
-    put_key(job.config.qk, scratch.row, scratch.bytes, d, j, panels);
+    // Integer panels hold code + 128: the sign bits flip.
+    job.words().transpose_packs(rows, width, engine == Engine::integer ? 0x80808080u : 0u,
+                                tile.at<std::uint8_t>(&TileLayout::k) + j0 * width);
   }
 }
 
@@ -134,8 +142,8 @@ void channel_scales(const Job& job, const Sequence& x, std::int64_t b, std::int6
     } else if (needs_scale_pass(job.problem, c, Role::v)) {
       const std::int64_t row = head * job.arrays.v_groups + v_group_base(job, b) +
                                scale_index(c.recipe.v_scale, Role::v, first + j0);
-      std::memcpy(scale, job.arrays.v_channel + row * dv,
-                  sizeof(float) * static_cast<std::size_t>(dv));
+      const float* from = job.arrays.v_channel + row * dv;
+      std::copy(from, from + dv, scale);
     } else if (g == Granularity::per_head || g == Granularity::per_tensor) {
       std::fill(scale, scale + dv, head_scale(job, Role::v, b, head));
     } else {
@@ -148,50 +156,65 @@ void channel_scales(const Job& job, const Sequence& x, std::int64_t b, std::int6
   }
 }
 
-/// One scale per token, given or from its row. A flagged row counts as zeros.
-float token_scale(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
-                  std::int64_t token, const float* row) {
+/// One scale per token, given or from its row (flagged rows are zeros by now).
+void token_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                  std::int64_t first, int count, const Scratch& scratch, float* scale) {
   if (scale_view(job.problem, Role::v).present()) {
-    return given_scale(job, Role::v, x, b, head, token, 0);
+    given_token_scales(job, Role::v, x, b, head, first, count, scale);
+    return;
   }
-  return formats::amax_scale(job.words().amax(row, x.channels), code_max(job.config.recipe.v));
+  const float qmax = code_max(job.config.recipe.v);
+  for (int j = 0; j < count; ++j) {
+    const float* row = scratch.rows + j * job.dv();
+    scale[j] = formats::amax_scale(job.words().amax(row, x.channels), qmax);
+  }
 }
 
-/// What P and its normaliser need of the scales per token (docs/NUMERICS.md, "The normaliser").
-void put_token_scales(const float* scale, int count, const Tile& tile) {
-  auto* log = tile.at<float>(&TileLayout::v_log);
-  auto* inverse = tile.at<float>(&TileLayout::v_inverse);
-  auto* plain = tile.at<float>(&TileLayout::v_plain);
-  // Below 2^-90 a scale could overflow the sums; such values of V are zeros for all purposes.
-  constexpr float smallest = 0x1p-90f;
-  float top = 0.0f;
-  for (int j = 0; j < count; ++j) top = std::max(top, scale[j]);
-  const float least = std::max(top * (1.0f / 64.0f), smallest);
-  std::uint8_t any = 0;
-  for (int j = 0; j < tile_keys; ++j) {
-    const bool small = j < count && scale[j] < least;
-    log[j] = j < count ? std::log(std::max(scale[j], smallest)) : 0.0f;
-    inverse[j] = j < count && !small ? 1.0f / scale[j] : 0.0f;
-    plain[j] = small ? 1.0f : 0.0f;
-    any |= small;
-  }
-  *tile.at<std::uint8_t>(&TileLayout::any_plain) = any;
+void put_token_scales(const Job& job, const float* scale, int count, const Tile& tile) {
+  *tile.at<std::uint8_t>(&TileLayout::any_plain) = job.words().token_scale_tables(
+      scale, count, tile.at<float>(&TileLayout::v_log), tile.at<float>(&TileLayout::v_inverse),
+      tile.at<float>(&TileLayout::v_plain));
 }
 
-/// Quantises one row of scratch.rows in place (free scales), leaving code values; `inverse` holds
-/// 1 / scale of every channel.
-void encode_values(const Job& job, float* row, int channels, const float* inverse,
-                   Scratch& scratch) {
-  std::uint8_t* codes = scratch.bytes;
+/// Codes of one float row of V under 1 / scale per channel.
+void encode_values(const Job& job, float* row, int channels, const float* inverse, Scratch& scratch,
+                   std::uint8_t* codes) {
   if (job.config.recipe.v == Format::s8) {
     scratch.saturated[2] += job.words().encode_s8_channels(row, channels, inverse,
                                                            reinterpret_cast<std::int8_t*>(codes));
-  } else {
-    for (int i = 0; i < channels; ++i) row[i] *= inverse[i];
-    scratch.saturated[2] +=
-        encode_row(job.words(), job.config.recipe.v, row, channels, 1.0f, codes);
+    return;
   }
+  for (int i = 0; i < channels; ++i) row[i] *= inverse[i];
+  scratch.saturated[2] += encode_row(job.words(), job.config.recipe.v, row, channels, 1.0f, codes);
   decode_row(job.config.recipe.v, codes, channels, row);
+}
+
+/// Free scales: finds them and leaves codes in scratch.bytes (integer engine, [tile_keys][dv]) or
+/// what the codes stand for in scratch.rows.
+void scale_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                  std::int64_t first, int count, const Tile& tile, Scratch& scratch) {
+  const Config& c = job.config;
+  const int dv = job.dv();
+  const bool by_token = !c.v_channel_scale;
+  float inverse[256] = {}, scale[tile_keys];
+  if (by_token) token_scales(job, x, b, head, first, count, scratch, scale);
+  for (int j = 0; j < count; ++j) {
+    float* row = scratch.rows + j * dv;
+    const float* by_channel = tile.at<float>(&TileLayout::v_scale) + j / c.v_block * dv;
+    if (!job.problem.v_codes) {
+      if (by_token) {
+        std::fill(inverse, inverse + x.channels, formats::reciprocal(scale[j]));
+      } else if (j % c.v_block == 0) {
+        for (int i = 0; i < x.channels; ++i) inverse[i] = formats::reciprocal(by_channel[i]);
+      }
+      const bool integer = c.pv == Engine::integer;
+      encode_values(job, row, x.channels, inverse, scratch,
+                    integer ? scratch.bytes + j * dv : scratch.codes_row);
+    }
+    // Scales per token join P in the integer engine, and the values in the float engines.
+    for (int i = 0; by_token && !c.v_token_scale && i < x.channels; ++i) row[i] *= scale[j];
+  }
+  if (c.v_token_scale) put_token_scales(job, scale, count, tile);
 }
 
 /// Groups along the keys (mxfp8, mxfp4, nvfp4), in place.
@@ -211,67 +234,83 @@ void encode_groups_of_tile(const Job& job, std::int64_t b, std::int64_t head, in
   }
 }
 
-/// scratch.rows, which hold what the panels shall hold, into the panels of the P V engine.
-void put_values(const Job& job, int count, const Tile& tile, const Scratch& scratch) {
+/// Integer panels [keys / 4][dv][4] of `count` rows of codes. Rows are padded to dv channels.
+template <class RowOf>
+void put_integer_values(const Job& job, int count, const Tile& tile, RowOf row_of) {
+  static constexpr std::uint8_t zeros[256] = {};
   const int dv = job.dv();
-  const int keys = padded(count);
-  const auto value = [&](int j, int i) { return j < count ? scratch.rows[j * dv + i] : 0.0f; };
-  if (job.config.pv == Engine::integer) {
-    auto* panel = tile.at<std::int8_t>(&TileLayout::v);
-    for (int j = 0; j < keys; j += 4) {
-      for (int i = 0; i < dv; ++i) {
-        for (int n = 0; n < 4; ++n) {
-          panel[j * dv + i * 4 + n] = static_cast<std::int8_t>(value(j + n, i));
-        }
-      }
-    }
-  } else if (job.config.pv == Engine::bf16) {
-    auto* panel = tile.at<std::uint16_t>(&TileLayout::v);
-    for (int j = 0; j < keys; j += 2) {
-      for (int i = 0; i < dv; ++i) {
-        panel[j * dv + i * 2] = upper_half(value(j, i));
-        panel[j * dv + i * 2 + 1] = upper_half(value(j + 1, i));
-      }
-    }
-  } else {
-    auto* panel = tile.at<float>(&TileLayout::v);
-    const auto bytes = [&](int n) { return sizeof(float) * static_cast<std::size_t>(n * dv); };
-    std::memcpy(panel, scratch.rows, bytes(count));
-    std::memset(panel + count * dv, 0, bytes(keys - count));
+  for (int j = 0; j < padded(count); j += 4) {
+    const std::uint8_t* rows[4];
+    for (int n = 0; n < 4; ++n) rows[n] = j + n < count ? row_of(j + n) : zeros;
+    job.words().interleave_bytes(rows, dv, tile.at<std::uint8_t>(&TileLayout::v) + j * dv);
   }
+}
+
+/// scratch.rows into the panels of a float engine: [keys / 2][dv][2] bf16, or [keys][dv] f32.
+void put_float_values(const Job& job, int count, const Tile& tile, Scratch& scratch) {
+  const int dv = job.dv();
+  float* end = scratch.rows + count * dv;
+  std::fill(end, scratch.rows + padded(count) * dv, 0.0f);
+  if (job.config.pv == Engine::f32) {
+    std::copy(scratch.rows, scratch.rows + padded(count) * dv, tile.at<float>(&TileLayout::v));
+    return;
+  }
+  auto* panel = tile.at<std::uint16_t>(&TileLayout::v);
+  std::uint16_t low[256], high[256];
+  for (int j = 0; j < padded(count); j += 2) {
+    job.words().narrow_bf16(scratch.rows + j * dv, dv, low);
+    job.words().narrow_bf16(scratch.rows + (j + 1) * dv, dv, high);
+    for (int i = 0; i < dv; ++i) {
+      panel[j * dv + 2 * i] = low[i];
+      panel[j * dv + 2 * i + 1] = high[i];
+    }
+  }
+}
+
+/// s8 codes under one scale a token, as a cache holds them: straight from memory to the panels.
+void pack_given_codes(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                      std::int64_t first, int count, const Tile& tile, Scratch& scratch) {
+  const int dv = job.dv();
+  if (job.config.v_token_scale) {
+    float scale[tile_keys];
+    given_token_scales(job, Role::v, x, b, head, first, count, scale);
+    put_token_scales(job, scale, count, tile);
+  } else {
+    channel_scales(job, x, b, head, first, count, tile, scratch);
+  }
+  *tile.at<std::uint8_t>(&TileLayout::any_bad) = 0;
+  std::memset(tile.at<std::uint8_t>(&TileLayout::v_bad), 0, tile_keys);
+  put_integer_values(job, count, tile, [&](int j) {
+    const auto* row = reinterpret_cast<const std::uint8_t*>(x.row(first + j));
+    if (x.channels == dv) return row;
+    std::uint8_t* padded_row = scratch.bytes + j * dv;  // the tensor ends where its channels end
+    std::memcpy(padded_row, row, static_cast<std::size_t>(x.channels));
+    std::memset(padded_row + x.channels, 0, static_cast<std::size_t>(dv - x.channels));
+    return static_cast<const std::uint8_t*>(padded_row);
+  });
 }
 
 void pack_values(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
                  const Tile& tile, Scratch& scratch) {
   const Config& c = job.config;
   const Sequence x = job.v_sequence(b, head);
-  const int dv = job.dv(), channels = x.channels;
-  const int count = static_cast<int>(std::min<std::int64_t>(tile_keys, x.length - first));
+  const int dv = job.dv(), count = tile_count(x, first);
+  if (job.problem.v_codes && c.pv == Engine::integer) {
+    pack_given_codes(job, x, b, head, first, count, tile, scratch);
+    return;
+  }
   load_values(job, x, b, head, first, count, tile, scratch);
   if (c.v_channel_scale) channel_scales(job, x, b, head, first, count, tile, scratch);
   if (grouped(c.recipe.v)) {
     if (!job.problem.v_codes) encode_groups_of_tile(job, b, head, count, scratch);
   } else if (free_scale(c.recipe.v)) {
-    float inverse[256] = {}, scale[tile_keys];
-    for (int j = 0; j < count; ++j) {
-      float* row = scratch.rows + j * dv;
-      const float* by_channel = tile.at<float>(&TileLayout::v_scale) + j / c.v_block * dv;
-      if (!c.v_channel_scale) scale[j] = token_scale(job, x, b, head, first + j, row);
-      if (!job.problem.v_codes) {
-        if (!c.v_channel_scale) {
-          std::fill(inverse, inverse + channels, formats::reciprocal(scale[j]));
-        } else if (j % c.v_block == 0) {
-          for (int i = 0; i < channels; ++i) inverse[i] = formats::reciprocal(by_channel[i]);
-        }
-        encode_values(job, row, channels, inverse, scratch);
-      }
-      // Scales per token join P in the integer engine, and the values in the float engines.
-      for (int i = 0; !c.v_channel_scale && !c.v_token_scale && i < channels; ++i)
-        row[i] *= scale[j];
-    }
-    if (c.v_token_scale) put_token_scales(scale, count, tile);
+    scale_values(job, x, b, head, first, count, tile, scratch);
   }
-  put_values(job, count, tile, scratch);
+  if (c.pv == Engine::integer) {
+    put_integer_values(job, count, tile, [&](int j) { return scratch.bytes + j * dv; });
+  } else {
+    put_float_values(job, count, tile, scratch);
+  }
 }
 
 }  // namespace

@@ -111,7 +111,7 @@ void load_queries(const Job& job, const Task& t, Scratch& s) {
   for (int r = 0; r < t.count; ++r) {
     const Row& row = t.rows[r];
     float* q = s.row;
-    std::uint8_t* codes = s.bytes;
+    std::uint8_t* codes = s.codes_row;
     s.offset[r] = 0.0f;
     s.q_scale[r] = p.softmax_scale;
     if (row.i < job.arrays.sequences[t.b].q_length) {

@@ -221,9 +221,39 @@ void softcap(float* s, int n, float c) {
   }
 }
 
-const Words table = {v::name,    load_row,        amax,   encode_s8, encode_s8_channels,
-                     accumulate, accumulate_amax, qk_s8,  qk_f32,    qk_bf16,
-                     softmax,    pv_u8s8,         pv_f32, pv_bf16,   softcap,
-                     exp_one};
+#if !defined(QATTN_TILE_PRODUCTS)
+constexpr auto qk_s8 = qk_s8_lanes;
+constexpr auto pv_u8s8 = pv_u8s8_lanes;
+#if defined(QATTN_NATIVE_BF16)
+constexpr auto qk_bf16 = qk_bf16_lanes;
+constexpr auto pv_bf16 = pv_bf16_lanes;
+#else
+constexpr auto qk_bf16 = nullptr;
+constexpr auto pv_bf16 = nullptr;
+#endif
+#endif
+
+const Words table = {
+    .isa = v::name,
+    .load_row = load_row,
+    .amax = amax,
+    .encode_s8 = encode_s8,
+    .encode_s8_channels = encode_s8_channels,
+    .accumulate = accumulate,
+    .accumulate_amax = accumulate_amax,
+    .narrow_bf16 = narrow_bf16,
+    .token_scale_tables = token_scale_tables,
+    .transpose_packs = v::transpose_packs,
+    .interleave_bytes = v::interleave_bytes,
+    .qk_s8 = qk_s8,
+    .qk_f32 = qk_f32,
+    .qk_bf16 = qk_bf16,
+    .softmax = softmax,
+    .pv_u8s8 = pv_u8s8,
+    .pv_f32 = pv_f32,
+    .pv_bf16 = pv_bf16,
+    .softcap = softcap,
+    .exp_one = exp_one,
+};
 
 }  // namespace

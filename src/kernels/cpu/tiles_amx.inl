@@ -176,21 +176,40 @@ static inline void tile_pv(const void* p, int rows, const void* values, int widt
   _tile_release();
 }
 
+/// Fewer rows leave most of a tile idle, and its configuration costs as much as their products.
+constexpr int least_tile_rows = 8;
+
 void qk_s8(const std::int8_t* q, int rows, const std::uint8_t* k, int keys, int d4,
            const float* q_scale, const std::int32_t* correction, const float* k_scale,
            float* scores) {
+  if (rows < least_tile_rows) {
+    qk_s8_lanes(q, rows, k, keys, d4, q_scale, correction, k_scale, scores);
+    return;
+  }
   tile_qk<Product::s8u8>(q, rows, k, keys, d4 * 4, q_scale, correction, k_scale, scores);
 }
 void qk_bf16(const std::uint16_t* q, int rows, const std::uint16_t* k, int keys, int d2,
              const float* q_scale, const float* k_scale, float* scores) {
+  if (rows < least_tile_rows) {
+    qk_bf16_lanes(q, rows, k, keys, d2, q_scale, k_scale, scores);
+    return;
+  }
   tile_qk<Product::bf16>(q, rows, k, keys, d2 * 4, q_scale, nullptr, k_scale, scores);
 }
 void pv_u8s8(const std::uint8_t* codes, int rows, const std::int8_t* value, int keys, int channels,
              const float* alpha, const float* beta, const float* v_scale, float* out) {
+  if (rows < least_tile_rows) {
+    pv_u8s8_lanes(codes, rows, value, keys, channels, alpha, beta, v_scale, out);
+    return;
+  }
   tile_pv<Product::u8s8>(codes, rows, value, keys, tile_keys, channels, alpha, beta, v_scale, out);
 }
 void pv_bf16(const std::uint16_t* p, int rows, const std::uint16_t* value, int keys, int channels,
              const float* alpha, const float* beta, const float* v_scale, float* out) {
+  if (rows < least_tile_rows) {
+    pv_bf16_lanes(p, rows, value, keys, channels, alpha, beta, v_scale, out);
+    return;
+  }
   tile_pv<Product::bf16>(p, rows, value, keys * 2, tile_keys * 2, channels, alpha, beta, v_scale,
                          out);
 }

@@ -57,6 +57,18 @@ struct Words {
   /// acc[i] = max(acc[i], |x[i]|), NaN wins.
   void (*accumulate_amax)(const float* x, int n, float* acc);
 
+  /// bf16 values as such: the upper halves of n floats (padded to a multiple of 16).
+  void (*narrow_bf16)(const float* x, int n, std::uint16_t* out);
+  /// What softmax() needs of V's scales per token (SoftmaxTile): fills tile_keys entries of each
+  /// table, those behind `count` neutrally; returns whether any key is a plain one.
+  bool (*token_scale_tables)(const float* scale, int count, float* log, float* inverse,
+                             float* plain);
+  /// 16 rows of `bytes` to a panel [bytes / 4][16][4], every byte xor flip's.
+  void (*transpose_packs)(const std::uint8_t* const* rows, int bytes, std::uint32_t flip,
+                          std::uint8_t* panel);
+  /// 4 rows of n bytes (a multiple of 16) to [n][4].
+  void (*interleave_bytes)(const std::uint8_t* const* rows, int n, std::uint8_t* panel);
+
   /// scores[r][j] = (q_r . k_j) * q_scale[r] * k_scale[j] for keys in [0, keys), keys a multiple of
   /// 16. q: rows of `d4` groups of four s8; k: panels of 16 keys [d4][16][4] holding code + 128;
   /// correction[r] = -128 * sum of q_r's codes.

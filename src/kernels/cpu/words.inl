@@ -12,6 +12,7 @@ using v::I;
 
 constexpr float log2_e = 1.44269504088896340736f;
 constexpr float minus_infinity = -__builtin_inff();
+constexpr float ones[v::lanes] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 /// 2^t for t <= 128. Relative error 1e-7: a minimax polynomial of degree 6 on [-0.5, 0.5] with the
 /// constant fixed at 1, so that 2^0 is exact. -inf and results below 2^-126 give 0, NaN stays NaN.
@@ -108,6 +109,49 @@ void accumulate_amax(const float* x, int n, float* acc) {
     m = v::add(m, v::sub(old, old));  // ... so NaN of `old` is put back
     v::store(acc + i, m);
   }
+}
+
+void narrow_bf16(const float* x, int n, std::uint16_t* out) {
+  for (int i = 0; i < n; i += v::lanes) v::store_bf16(out + i, v::load(x + i));
+}
+
+/// Natural logarithm of positive normal floats, absolute error 1e-7: with x = 2^e m and
+/// t = (m - 1) / (m + 1) in [0, 1/3], log m = 2 atanh t.
+static inline F natural_log(F x) {
+  const F m = v::mantissa(x);
+  const F t = v::div(v::sub(m, v::set(1.0f)), v::add(m, v::set(1.0f)));
+  const F y = v::mul(t, t);
+  F p = v::set(2.0f / 15);
+  p = v::fma(p, y, v::set(2.0f / 13));
+  p = v::fma(p, y, v::set(2.0f / 11));
+  p = v::fma(p, y, v::set(2.0f / 9));
+  p = v::fma(p, y, v::set(2.0f / 7));
+  p = v::fma(p, y, v::set(2.0f / 5));
+  p = v::fma(p, y, v::set(2.0f / 3));
+  p = v::fma(p, y, v::set(2.0f));
+  return v::fma(v::exponent(x), v::set(0.69314718056f), v::mul(p, t));
+}
+
+bool token_scale_tables(const float* scale, int count, float* log, float* inverse, float* plain) {
+  // Below 2^-90 a scale could overflow the sums; such values of V are zeros for all purposes.
+  constexpr float smallest = 0x1p-90f;
+  float top = 0.0f;
+  for (int j = 0; j < count; ++j) top = scale[j] > top ? scale[j] : top;
+  const float least = top * (1.0f / 64.0f) > smallest ? top * (1.0f / 64.0f) : smallest;
+  bool any = false;
+  for (int j = 0; j < tile_keys; j += v::lanes) {
+    const int left = count - j < 0 ? 0 : count - j;
+    const F s = v::load_n(scale + (left ? j : 0), left);
+    const F exists = v::load_n(ones + 0, left);
+    const F floored = v::max(s, v::set(smallest));
+    const F small = v::select_less(s, v::set(least), exists, v::set(0.0f));
+    v::store(log + j, v::mul(natural_log(floored), exists));
+    const F unscale = v::mul(v::div(v::set(1.0f), floored), exists);
+    v::store(inverse + j, v::select_less(s, v::set(least), v::set(0.0f), unscale));
+    v::store(plain + j, small);
+    any |= v::reduce_max(small) > 0.0f;
+  }
+  return any;
 }
 
 // --- The two products, once for all engines ------------------------------------------------------
@@ -268,32 +312,29 @@ static inline void pv(const PV<E>& x, int rows) {
   for (; r < rows; ++r) pv_rows<E, 1>(x, r);
 }
 
-#if !defined(QATTN_TILE_PRODUCTS)
-void qk_s8(const std::int8_t* q, int rows, const std::uint8_t* k, int keys, int d4,
-           const float* q_scale, const std::int32_t* correction, const float* k_scale,
-           float* scores) {
+void qk_s8_lanes(const std::int8_t* q, int rows, const std::uint8_t* k, int keys, int d4,
+                 const float* q_scale, const std::int32_t* correction, const float* k_scale,
+                 float* scores) {
   qk<IntegerQK>({q, k, d4, q_scale, correction, k_scale, scores}, rows, keys);
 }
-void pv_u8s8(const std::uint8_t* codes, int rows, const std::int8_t* value, int keys, int channels,
-             const float* alpha, const float* beta, const float* v_scale, float* out) {
+void pv_u8s8_lanes(const std::uint8_t* codes, int rows, const std::int8_t* value, int keys,
+                   int channels, const float* alpha, const float* beta, const float* v_scale,
+                   float* out) {
   pv<IntegerPV>(
       {reinterpret_cast<const std::int8_t*>(codes), reinterpret_cast<const std::uint8_t*>(value),
        keys / 4, channels, alpha, beta, v_scale, out},
       rows);
 }
 #if defined(QATTN_NATIVE_BF16)
-void qk_bf16(const std::uint16_t* q, int rows, const std::uint16_t* k, int keys, int d2,
-             const float* q_scale, const float* k_scale, float* scores) {
+void qk_bf16_lanes(const std::uint16_t* q, int rows, const std::uint16_t* k, int keys, int d2,
+                   const float* q_scale, const float* k_scale, float* scores) {
   qk<Brain>({q, k, d2, q_scale, nullptr, k_scale, scores}, rows, keys);
 }
-void pv_bf16(const std::uint16_t* p, int rows, const std::uint16_t* value, int keys, int channels,
-             const float* alpha, const float* beta, const float* v_scale, float* out) {
+void pv_bf16_lanes(const std::uint16_t* p, int rows, const std::uint16_t* value, int keys,
+                   int channels, const float* alpha, const float* beta, const float* v_scale,
+                   float* out) {
   pv<Brain>({p, value, keys / 2, channels, alpha, beta, v_scale, out}, rows);
 }
-#else
-constexpr auto qk_bf16 = nullptr;
-constexpr auto pv_bf16 = nullptr;
-#endif
 #endif
 
 void qk_f32(const float* q, int rows, const float* k, int keys, int d, const float* q_scale,
