@@ -8,7 +8,7 @@ JOBS ?= $(shell nproc)
 APT := g++ cmake ninja-build python3-dev python3-venv libgtest-dev libfmt-dev libcli11-dev \
        nlohmann-json3-dev
 
-.PHONY: all setup build demo test sanitize format clean
+.PHONY: all setup build demo test sanitize wheel format clean
 all: build
 
 $(BUILD)/.apt: Makefile
@@ -43,7 +43,8 @@ demo: build
 
 test: build sanitize
 	ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
-	QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_FORMATS_DUMP=$(CURDIR)/$(BUILD)/bin/formats_dump \
+	QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_LIBRARY=$(CURDIR)/$(BUILD)/src/libqattn.a \
+	  QATTN_FORMATS_DUMP=$(CURDIR)/$(BUILD)/bin/formats_dump \
 	  PYTHONPATH=$(BUILD)/python $(PY) -m pytest -q -p no:cacheprovider tests
 
 # Everything in C++ under AddressSanitizer and UndefinedBehaviorSanitizer (conformance: a sample).
@@ -52,6 +53,10 @@ sanitize: setup
 	  { cat $(BUILD)/configure-sanitize.log; exit 1; }
 	cmake --build $(BUILD)/sanitize -j $(JOBS)
 	ctest --test-dir $(BUILD)/sanitize --output-on-failure -j $(JOBS)
+
+# The wheel in $(BUILD)/wheel, tested in an environment that has numpy and nothing else.
+wheel: setup
+	tests/packaging/wheel_test.sh $(PY) $(BUILD)/wheel
 
 format:
 	clang-format -i $$(git ls-files '*.cpp' '*.hpp' '*.h' '*.inl')

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "qattn/recipe.hpp"
+#include "qattn/score_function.hpp"
 #include "qattn/status.hpp"
 #include "qattn/tensor_view.hpp"
 
@@ -64,6 +65,8 @@ struct AttentionOptions {
   std::int64_t window_right = -1;      ///< keys j <= i + Sk - Sq + right; -1: unlimited
   float softcap = 0.0f;                ///< s = c * tanh(s / c); 0: off
   int threads = 0;                     ///< CPU threads; 0: the OpenMP default
+  ScoreFunction score_function;        ///< CPU only; changes scores before masks
+  MaskFunction mask_function;          ///< CPU only; one more mask
 };
 
 namespace detail {

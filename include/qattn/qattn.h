@@ -87,6 +87,17 @@ typedef struct qattn_attention_tensors {
   qattn_tensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table;
 } qattn_attention_tensors;
 
+/* qattn::ScoreRun: a run of keys of one query row. */
+typedef struct qattn_score_run {
+  int64_t batch, head, query, key, count, queries, keys;
+} qattn_score_run;
+/* Changes run->count scores in place / writes 0 where a key is hidden. Pure, callable from several
+ * threads. */
+typedef void (*qattn_score_function)(const void* context, const qattn_score_run* run,
+                                     float* scores);
+typedef void (*qattn_mask_function)(const void* context, const qattn_score_run* run,
+                                    uint8_t* visible);
+
 /* qattn::AttentionOptions with its Recipe. */
 typedef struct qattn_attention_options {
   size_t struct_size;
@@ -100,6 +111,10 @@ typedef struct qattn_attention_options {
   int32_t threads;                   /* 0: the OpenMP default */
   qattn_scaling q_scaling, k_scaling, v_scaling;
   int32_t smooth_k, smooth_q, smooth_v, rotate; /* QATTN_TOGGLE_* */
+  qattn_score_function score_function;          /* NULL: none */
+  const void* score_context;
+  qattn_mask_function mask_function; /* NULL: none */
+  const void* mask_context;
 } qattn_attention_options;
 
 /* qattn::QuantizeOptions. */

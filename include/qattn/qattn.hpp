@@ -6,5 +6,6 @@
 #include "qattn/quantize.hpp"
 #include "qattn/recipe.hpp"
 #include "qattn/reference.hpp"
+#include "qattn/score_function.hpp"
 #include "qattn/status.hpp"
 #include "qattn/tensor_view.hpp"

@@ -228,6 +228,8 @@ def _aligned(
         grouped = key.shape[-3] == 1 and value.shape[-3] == 1
     operands = {"query": query, "key": key, "value": value}
     cut = -3 if grouped else -2  # the dimensions from here on are not broadcast
+    if query.shape[:cut] == key.shape[:cut] == value.shape[:cut]:
+        return query, key, value  # torch.broadcast_shapes takes longer than a small attention
     lead: tuple[int, ...] = ()
     for name, x in operands.items():
         try:

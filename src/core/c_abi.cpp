@@ -88,10 +88,47 @@ Scaling scaling(const qattn_scaling& s) {
   return {static_cast<Granularity>(s.granularity), s.block, s.warp};
 }
 
+/// A call in C++ terms. Not copied: the options point at the functions that it holds.
 struct AttentionCall {
   AttentionTensors tensors;
   AttentionOptions options;
+  qattn_score_function score = nullptr;
+  qattn_mask_function mask = nullptr;
+  const void* score_context = nullptr;
+  const void* mask_context = nullptr;
+
+  AttentionCall() = default;
+  AttentionCall(const AttentionCall&) = delete;
+  AttentionCall& operator=(const AttentionCall&) = delete;
 };
+
+qattn_score_run c_run(const ScoreRun& r) {
+  return {r.batch, r.head, r.query, r.key, r.count, r.queries, r.keys};
+}
+
+void read_functions(const qattn_attention_options& o, AttentionCall& call) {
+  call.score = o.score_function;
+  call.mask = o.mask_function;
+  call.score_context = o.score_context;
+  call.mask_context = o.mask_context;
+  if (call.score) {
+    call.options.score_function = {[](const void* context, const ScoreRun& run, float* scores) {
+                                     const auto& c = *static_cast<const AttentionCall*>(context);
+                                     const qattn_score_run r = c_run(run);
+                                     c.score(c.score_context, &r, scores);
+                                   },
+                                   &call};
+  }
+  if (call.mask) {
+    call.options.mask_function = {
+        [](const void* context, const ScoreRun& run, std::uint8_t* visible) {
+          const auto& c = *static_cast<const AttentionCall*>(context);
+          const qattn_score_run r = c_run(run);
+          c.mask(c.mask_context, &r, visible);
+        },
+        &call};
+  }
+}
 
 Status read_flag(const char* name, int32_t value) {
   if (value == 0 || value == 1) return {};
@@ -149,6 +186,7 @@ Status read_call(const qattn_attention_tensors* given, const qattn_attention_opt
   call.options.window_right = o.window_right;
   call.options.softcap = o.softcap;
   call.options.threads = o.threads;
+  read_functions(o, call);
   return {};
 }
 

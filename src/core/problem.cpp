@@ -80,25 +80,6 @@ Status check_small(const char* name, const TensorView& view,
   return check_shape(name, view, extent);
 }
 
-/// An output must give every element its own place.
-Status check_no_overlap(const char* name, const TensorView& view) {
-  std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // |stride|, extent
-  for (int i = 0; i < view.rank; ++i) {
-    if (view.shape[i] == 0) return {};  // nothing to overlap; numpy gives such arrays stride 0
-    if (view.shape[i] > 1) dims.emplace_back(std::abs(view.stride[i]), view.shape[i]);
-  }
-  std::sort(dims.begin(), dims.end());
-  std::int64_t reach = 1;
-  for (const auto& [stride, extent] : dims) {
-    if (stride < reach) {
-      return invalid(std::string(name) + ": stride " + text(stride) +
-                     " makes elements overlap; an output needs distinct elements");
-    }
-    reach = stride * (extent - 1) + reach;
-  }
-  return {};
-}
-
 Status check_aliasing(const std::vector<Named>& views) {
   for (const Named& a : views) {
     if (!a.output || !a.view->present() || a.view->data == nullptr) continue;
@@ -144,6 +125,8 @@ class Maker {
     p_.recipe = o_.recipe;
     p_.tensors = t_;
     p_.threads = o_.threads;
+    p_.score_function = o_.score_function;
+    p_.mask_function = o_.mask_function;
     for (auto step : {&Maker::views, &Maker::operands, &Maker::dimensions, &Maker::sequences,
                       &Maker::scales, &Maker::extras, &Maker::options, &Maker::recipe}) {
       if (Status s = (this->*step)(); !s.ok()) return s;
@@ -308,7 +291,7 @@ class Maker {
          {std::pair{"seqused_q", &t_.seqused_q}, std::pair{"seqused_k", &t_.seqused_k}}) {
       if (Status s = check_small(name, *view, {p_.batch}, {Format::s32}); !s.ok()) return s;
     }
-    return {};
+    return check_size("q", p_.batch, p_.heads_q, std::max(p_.max_q, p_.max_k));
   }
 
   /// One operand's scale tensors against its granularity.
@@ -496,7 +479,13 @@ class Maker {
                     {"k", &r.k_scale, Role::k, r.qk},
                     {"v", &r.v_scale, Role::v, r.v}};
     for (const auto& item : scalings) {
-      if (item.format == Format::none) continue;
+      if (item.format == Format::none) {
+        if (*item.scaling == Scaling{}) continue;
+        return invalid(std::string(item.name) + "_scale: granularity " +
+                       std::string(name(item.scaling->granularity)) + " is given, but " +
+                       (r.qk == Format::none ? "recipe auto chooses its own"
+                                             : "a 16-bit operand has no scales"));
+      }
       if (Status s = check_scaling(item.name, *item.scaling, item.role, item.format); !s.ok()) {
         return s;
       }
@@ -585,6 +574,36 @@ Status check_view(const char* name, const TensorView& view, int rank) {
   return {};
 }
 
+Status check_no_overlap(const char* name, const TensorView& view) {
+  std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // |stride|, extent
+  for (int i = 0; i < view.rank; ++i) {
+    if (view.shape[i] == 0) return {};  // nothing to overlap; numpy gives such arrays stride 0
+    if (view.shape[i] > 1) dims.emplace_back(std::abs(view.stride[i]), view.shape[i]);
+  }
+  std::sort(dims.begin(), dims.end());
+  std::int64_t reach = 1;
+  for (const auto& [stride, extent] : dims) {
+    if (stride < reach) {
+      return invalid(std::string(name) + ": stride " + text(stride) +
+                     " makes elements overlap; an output needs distinct elements");
+    }
+    reach = stride * (extent - 1) + reach;
+  }
+  return {};
+}
+
+Status check_size(const char* name, std::int64_t batch, std::int64_t heads, std::int64_t tokens) {
+  constexpr std::int64_t most = std::int64_t{1} << 48, tile = 128;
+  std::int64_t rows = 0;
+  if (__builtin_add_overflow(tokens, tile, &rows) ||
+      __builtin_mul_overflow(rows, std::max<std::int64_t>(batch, 1), &rows) ||
+      __builtin_mul_overflow(rows, std::max<std::int64_t>(heads, 1), &rows) || rows > most) {
+    return invalid(std::string(name) + ": batch " + text(batch) + " x heads " + text(heads) +
+                   " x tokens " + text(tokens) + " is over 2^48 rows");
+  }
+  return {};
+}
+
 Result<Problem> Problem::make(const AttentionTensors& tensors, const AttentionOptions& options) {
   return Maker(tensors, options).make();
 }
@@ -610,6 +629,8 @@ std::string Problem::describe() const {
   if (mask == MaskKind::additive) extras += " additive-mask";
   if (tensors.sinks.present()) extras += " sinks";
   if (tensors.alibi_slopes.present()) extras += " alibi";
+  if (score_function) extras += " score-function";
+  if (mask_function) extras += " mask-function";
   if (tensors.lse.present()) extras += " lse";
   if (tensors.seqused_q.present()) extras += " seqused_q";
   if (tensors.seqused_k.present()) extras += " seqused_k";

@@ -37,6 +37,8 @@ struct Problem {
   std::array<std::int64_t, 4> mask_shape{},
       mask_stride{};  ///< (B, Hq, Sq, Sk); stride 0: broadcast
   int threads = 0;
+  ScoreFunction score_function;
+  MaskFunction mask_function;
 
   TokenTensor q, k, v, out;
   AttentionTensors tensors;  ///< the views as given
@@ -75,6 +77,13 @@ std::string shape_text(const std::int64_t* extent, int rank);
 /// Checks a view by itself: rank, extents, overflow of offsets and bytes, alignment, packed
 /// strides.
 Status check_view(const char* name, const TensorView& view, int rank);
+
+/// An output must give every element its own place.
+Status check_no_overlap(const char* name, const TensorView& view);
+
+/// Views with stride 0 have any extent without memory, but workspaces and scales are of all rows:
+/// up to this bound their sizes, a few KiB a row, cannot overflow 64 bits.
+Status check_size(const char* name, std::int64_t batch, std::int64_t heads, std::int64_t tokens);
 
 /// Is the granularity possible for this operand and format, with sane block sizes?
 Status check_scaling(const char* name, const Scaling& scaling, Role role, Format format);

@@ -78,7 +78,19 @@ std::optional<double> score(const AttentionTensors& tensors, const AttentionOpti
   if (!std::isfinite(product)) return nan;
   double s = softmax_scale * product;
   if (options.softcap > 0) s = options.softcap * std::tanh(s / options.softcap);
-  return s + bias;
+  s += bias;
+  const ScoreRun one{row.b, row.h, row.i, j, 1, row.sq, row.sk};
+  if (options.score_function && !std::isnan(s)) {
+    float changed = static_cast<float>(s);  // the caller's function is one of floats
+    options.score_function.apply(options.score_function.context, one, &changed);
+    s = static_cast<double>(changed);
+  }
+  if (options.mask_function) {
+    std::uint8_t visible = 1;
+    options.mask_function.apply(options.mask_function.context, one, &visible);
+    if (visible == 0) return std::nullopt;
+  }
+  return s;
 }
 
 /// K and V of one sequence and KV head as float64, token after token.

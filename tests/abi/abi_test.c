@@ -102,6 +102,42 @@ static void attention_and_plan(void) {
   free(workspace);
 }
 
+static void relative_bias(const void* context, const qattn_score_run* run, float* scores) {
+  int64_t j;
+  for (j = 0; j < run->count; ++j) {
+    scores[j] += *(const float*)context * (float)(run->key + j - run->query);
+  }
+}
+
+static void causal_mask(const void* context, const qattn_score_run* run, uint8_t* visible) {
+  int64_t j;
+  (void)context;
+  for (j = 0; j < run->count; ++j) visible[j] = run->key + j <= run->query;
+}
+
+/* The caller's functions against the features they spell out: ALiBi and causal. */
+static void functions(void) {
+  static const float slope[H] = {0.25f, 0.25f};
+  const int64_t heads[1] = {H};
+  qattn_attention_tensors t = tensors();
+  qattn_attention_options o;
+  int i;
+  qattn_attention_options_init(&o);
+  o.recipe = "f32";
+  o.layout = QATTN_LAYOUT_BHSD;
+  o.score_function = relative_bias;
+  o.score_context = slope;
+  o.mask_function = causal_mask;
+  CHECK(qattn_attention(&t, &o) == QATTN_OK);
+  memcpy(again, out, sizeof out);
+  o.score_function = NULL;
+  o.mask_function = NULL;
+  o.causal = 1;
+  t.alibi_slopes = qattn_tensor_dense((void*)slope, QATTN_FORMAT_f32, 1, heads);
+  CHECK(qattn_attention(&t, &o) == QATTN_OK);
+  for (i = 0; i < COUNT; ++i) CHECK(fabsf(out[i] - again[i]) < 1e-5f);
+}
+
 static void quantize_and_back(void) {
   static int8_t codes[COUNT];
   static float scale[B * H * S], back[COUNT];
@@ -172,6 +208,7 @@ int main(void) {
   }
   CHECK(strlen(qattn_version()) >= 5);
   attention_and_plan();
+  functions();
   quantize_and_back();
   refusals();
   printf(failures ? "%d checks failed\n" : "all checks passed\n", failures);

@@ -34,6 +34,9 @@ void heads_and_masks(Rows& rows) {
   add(rows, "window_both", [](Feature& f) {
     f.options.window_left = 20, f.options.window_right = 5, f.sq = {200}, f.sk = {260};
   });
+  // A right side beyond Sk still hides keys from the first queries when Sq > Sk.
+  add(rows, "window_right_beyond_sk",
+      [](Feature& f) { f.options.window_right = 70, f.sq = {150}, f.sk = {65}; });
   add(rows, "window_self",
       [](Feature& f) { f.options.window_left = f.options.window_right = 0, f.sq = f.sk = {130}; });
   add(rows, "softcap", [](Feature& f) { f.options.softcap = 2.5f; });

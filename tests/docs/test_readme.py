@@ -45,3 +45,7 @@ def test_python_quickstart():
 def test_named_files_exist():
     for name in re.findall(r"`((?:docs/)?[A-Z]+\.md)`", README):
         assert (ROOT / name).is_file(), name
+
+
+def test_performance_page_is_what_the_records_say():
+    subprocess.run([sys.executable, ROOT / "bench" / "render.py", "--check"], check=True)

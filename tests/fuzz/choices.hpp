@@ -30,11 +30,36 @@ class Choices {
   /// A number that some limit may have been forgotten for.
   std::int64_t wild() {
     constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
-    constexpr std::int64_t corners[] = {-1,   0,    1,     2,           3,           7,
-                                        8,    16,   127,   128,         129,         256,
-                                        1024, 4096, 65536, 1LL << 31,   1LL << 32,   (1LL << 31) - 1,
-                                        -8,   -16,  -4096, -1LL << 31,  1LL << 40,   1LL << 50,
-                                        most, -most, most / 2, most / 64, most / 64 + 1, -most - 1};
+    constexpr std::int64_t corners[] = {-1,
+                                        0,
+                                        1,
+                                        2,
+                                        3,
+                                        7,
+                                        8,
+                                        16,
+                                        127,
+                                        128,
+                                        129,
+                                        256,
+                                        1024,
+                                        4096,
+                                        65536,
+                                        1LL << 31,
+                                        1LL << 32,
+                                        (1LL << 31) - 1,
+                                        -8,
+                                        -16,
+                                        -4096,
+                                        -1LL << 31,
+                                        1LL << 40,
+                                        1LL << 50,
+                                        most,
+                                        -most,
+                                        most / 2,
+                                        most / 64,
+                                        most / 64 + 1,
+                                        -most - 1};
     constexpr int count = sizeof corners / sizeof *corners;
     const int which = below(count + 2);
     if (which < count) return corners[which];

@@ -9,7 +9,6 @@ namespace {
 
 constexpr Format floats[] = {Format::f32, Format::f16, Format::bf16};
 
-
 /// Dense with `gap` elements after every row; packed formats need gaps of whole bytes.
 TensorView laid_out(Format format, std::initializer_list<std::int64_t> shape, std::int64_t gap) {
   TensorView view = TensorView::dense(static_cast<void*>(nullptr), format, shape);
@@ -78,7 +77,8 @@ void WildCall::operands(Choices& c) {
   const bool tokens_first = options.layout == Layout::bshd;
   const auto shaped = [&](Format f, bool packed, std::int64_t outer, std::int64_t tokens,
                           std::int64_t heads, std::int64_t channels) {
-    const std::int64_t first = tokens_first ? tokens : heads, second = tokens_first ? heads : tokens;
+    const std::int64_t first = tokens_first ? tokens : heads,
+                       second = tokens_first ? heads : tokens;
     return packed ? laid_out(f, {first, second, channels}, gap)
                   : laid_out(f, {outer, first, second, channels}, gap);
   };
@@ -163,8 +163,7 @@ void WildCall::extras(Choices& c) {
                                  : TensorView::dense(none, Format::f32, {heads_q_});
   }
   if (c.chance(4)) {
-    const std::int64_t keys =
-        t.page_table.present() ? t.page_table.shape[1] * page_size_ : keys_;
+    const std::int64_t keys = t.page_table.present() ? t.page_table.shape[1] * page_size_ : keys_;
     const auto one = [&](std::int64_t extent) { return c.chance(4) ? 1 : extent; };
     const int format = c.below(4);
     t.mask = TensorView::dense(none, format == 3 ? Format::b8 : floats[format],
@@ -219,6 +218,9 @@ void WildCall::break_view(Choices& c) {
     view = {};
   } else if (how == 1) {
     view = tensors.*members[c.below(count)].view;
+  } else if (how == 2) {
+    const auto type = static_cast<DeviceType>(c.below(12));
+    for (const Member& m : members) (tensors.*m.view).device.type = type;
   } else {
     if (!view.present()) {  // one that does not belong here
       view = TensorView::dense(static_cast<void*>(nullptr), static_cast<Format>(c.below(20)),
@@ -226,7 +228,7 @@ void WildCall::break_view(Choices& c) {
     }
     break_field(c, view);
     // The same defect on several tensors passes checks that only compare them.
-    if (how == 2) {
+    if (how == 3) {
       const int dim = c.below(max_rank);
       const std::int64_t extent = c.wild(), stride = c.chance(2) ? 0 : 1;
       for (TensorView* x : {&tensors.q, &tensors.k, &tensors.v, &tensors.out, &tensors.lse}) {
@@ -382,6 +384,9 @@ WildQuantize::WildQuantize(Choices c, bool real) {
       options.format = static_cast<Format>(c.wild());
     } else if (c.chance(4)) {
       options.role = static_cast<Role>(c.wild());
+    } else if (c.chance(8)) {
+      const auto type = static_cast<DeviceType>(c.below(12));
+      for (const auto& item : list) item.view->device.type = type;
     } else {
       break_field(c, *list[c.below(7)].view);
     }
@@ -398,9 +403,8 @@ WildQuantize::WildQuantize(Choices c, bool real) {
 bool names_something(const std::string& message) {
   const std::size_t colon = message.find(": ");
   if (colon == std::string::npos || colon == 0 || colon + 2 >= message.size()) return false;
-  return std::all_of(message.begin(), message.end(), [](unsigned char x) {
-    return x == '\n' || std::isprint(x);
-  });
+  return std::all_of(message.begin(), message.end(),
+                     [](unsigned char x) { return x == '\n' || std::isprint(x); });
 }
 
 }  // namespace qattn::fuzz

@@ -1,5 +1,5 @@
-// Calls that are right, nearly right or absurd, built from bytes: no bytes at all give a plain valid
-// call, and every byte that is not zero turns something on or breaks something.
+// Calls that are right, nearly right or absurd, built from bytes: no bytes at all give a plain
+// valid call, and every byte that is not zero turns something on or breaks something.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ namespace qattn::fuzz {
 /// Every tensor of a call by name.
 struct Member {
   const char* name;
-  TensorView AttentionTensors::* view;
+  TensorView AttentionTensors::*view;
   bool output;
 };
 inline constexpr Member members[] = {
@@ -48,7 +48,7 @@ struct WildCall {
   AttentionTensors tensors;
   AttentionOptions options;
   Memory memory;
-  int defects = 0;  ///< deliberate ones; a call with none must be accepted or unsupported
+  int defects = 0;  ///< deliberate ones
 
  private:
   void operands(Choices& c);

@@ -45,6 +45,10 @@ Recipe resolve(const Problem& problem, bool fast_integers) {
   for (Toggle* t : {&r.smooth_q, &r.smooth_v, &r.rotate}) {
     if (*t == Toggle::automatic) *t = Toggle::off;
   }
+  // Q's means are of blocks, also where no scales are.
+  if (r.smooth_q == Toggle::on && r.q_scale.block == 0) {
+    r.q_scale.block = resolve_scaling({}, Role::q, r.qk).block;
+  }
   return r;
 }
 

@@ -181,6 +181,31 @@ void apply_mask(const Problem& p, std::int64_t b, const Row& row, std::int64_t f
   }
 }
 
+/// The caller's functions on keys [first, first + keys) of one row.
+void apply_functions(const Problem& p, const SequenceInfo& seq, std::int64_t b, const Row& row,
+                     std::int64_t first, int keys, float* scores) {
+  const ScoreRun run{b, row.head, row.i, first, keys, seq.q_length, seq.k_length};
+  if (p.score_function) {
+    float before[tile_keys];
+    std::copy(scores, scores + keys, before);
+    p.score_function.apply(p.score_function.context, run, scores);
+    for (int j = 0; j < keys; ++j) {  // bad values stay bad, masked keys stay masked
+      if (std::isnan(before[j]) || before[j] == -infinity) scores[j] = before[j];
+    }
+  }
+  if (p.mask_function) {
+    std::uint8_t visible[tile_keys];
+    std::memset(visible, 1, sizeof visible);
+    p.mask_function.apply(p.mask_function.context, run, visible);
+    for (int j = 0; j < keys; ++j) {
+      if (visible[j] == 0) scores[j] = -infinity;
+    }
+  }
+}
+
+/// Are the scores passed through a function for which K's mean must be back in place?
+bool needs_true_scores(const Problem& p) { return p.softcap > 0 || p.score_function; }
+
 /// Everything between the product and the softmax that the plain case does without.
 void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t first, int keys,
                    Scratch& s) {
@@ -192,11 +217,8 @@ void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t
   for (int r = 0; r < t.count; ++r) {
     const Row& row = t.rows[r];
     float* scores = s.scores + r * tile_keys;
-    if (p.softcap > 0) {
-      // K's mean must be back before a function that is not linear.
-      for (int j = 0; j < keys; ++j) scores[j] += s.offset[r];
-      job.words().softcap(scores, keys, p.softcap);
-    }
+    for (int j = 0; needs_true_scores(p) && j < keys; ++j) scores[j] += s.offset[r];
+    if (p.softcap > 0) job.words().softcap(scores, keys, p.softcap);
     if (p.tensors.alibi_slopes.present()) {
       const TensorView& v = p.tensors.alibi_slopes;
       const std::int64_t at =
@@ -212,6 +234,9 @@ void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t
     if (p.mask != MaskKind::none && begin < end) {
       apply_mask(p, t.b, row, first + begin, end - begin, scores + begin);
     }
+    if ((p.score_function || p.mask_function) && begin < end) {
+      apply_functions(p, seq, t.b, row, first + begin, end - begin, scores + begin);
+    }
     std::fill(scores, scores + begin, -infinity);
     std::fill(scores + end, scores + tile_keys, -infinity);
     if (!any_bad) continue;
@@ -225,7 +250,7 @@ void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t
 bool is_plain(const Job& job, const Task& t, const Tile& tile, std::int64_t first) {
   const Problem& p = job.problem;
   if (p.softcap > 0 || p.mask != MaskKind::none || p.tensors.alibi_slopes.present() ||
-      job.config.smooth_q) {
+      job.config.smooth_q || p.score_function || p.mask_function) {
     return false;
   }
   if (*tile.at<std::uint8_t>(&TileLayout::any_bad)) return false;
@@ -390,8 +415,8 @@ void run_task(const Job& job, std::int64_t index, Scratch& s) {
     }
   }
   for (int r = 0; r < t.count; ++r) {
-    // With softcap the offset is inside the scores already.
-    const float offset = job.problem.softcap > 0 ? 0.0f : s.offset[r];
+    // Where scores were made true, the offset is inside them already.
+    const float offset = needs_true_scores(job.problem) ? 0.0f : s.offset[r];
     if (t.partial < 0) {
       write_row(job, t.b, t.rows[r], s.max[r], s.sum[r], offset, s.out + r * dv,
                 output_row(job, t.b, t.rows[r]));

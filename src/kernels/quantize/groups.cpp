@@ -119,7 +119,7 @@ Status check_scaling(const char* operand, const Scaling& asked, Role role, Forma
   const FormatInfo& f = info(format);
   if (name(s.granularity) == "unknown") return refuse("is not a known one");
   if (f.scale == Format::none) {
-    if (asked.granularity == Granularity::automatic) return {};
+    if (asked == Scaling{}) return {};
     return refuse("is given, but format " + std::string(f.name) + " has no scales");
   }
   if ((f.group > 0) != (s.granularity == Granularity::group)) {

@@ -361,7 +361,7 @@ Result<QuantizeReport> quantize(const QuantizeTensors& tensors, const QuantizeOp
   return guarded<Result<QuantizeReport>>([&]() -> Result<QuantizeReport> {
     Result<QuantizeFacts> facts = quantize_facts(tensors.x, options, tensors.cu_seqlens);
     if (!facts.ok()) return facts.status();
-    if (Status s = check_quantize_tensors(tensors, *facts, options); !s.ok()) return s;
+    if (Status s = check_quantize_tensors(tensors, *facts, options, false); !s.ok()) return s;
     return quantize_checked(tensors, options, *facts);
   });
 }
@@ -370,7 +370,7 @@ Status dequantize(const QuantizeTensors& tensors, const QuantizeOptions& options
   return guarded<Status>([&]() -> Status {
     Result<QuantizeFacts> facts = quantize_facts(tensors.x, options, tensors.cu_seqlens);
     if (!facts.ok()) return facts.status();
-    if (Status s = check_quantize_tensors(tensors, *facts, options); !s.ok()) return s;
+    if (Status s = check_quantize_tensors(tensors, *facts, options, true); !s.ok()) return s;
     each_unit(tensors, options, *facts, *cpu::words_scalar(), [](Unit& u) { dequantize_unit(u); });
     return {};
   });

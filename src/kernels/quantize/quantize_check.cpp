@@ -24,6 +24,7 @@ Status check_format(const QuantizeOptions& o) {
 
 /// Longest sequence of packed tokens; checks that cu_seqlens is monotone and covers them.
 Result<std::int64_t> longest_of(const TensorView& cu, std::int64_t tokens) {
+  if (Status s = check_view("cu_seqlens", cu, -1); !s.ok()) return s;
   if (cu.format != Format::s32 || cu.rank != 1 || cu.shape[0] < 1 || cu.data == nullptr) {
     return invalid("cu_seqlens: should be s32 of shape (B + 1)");
   }
@@ -96,6 +97,9 @@ Result<QuantizeFacts> quantize_facts(const TensorView& x, const QuantizeOptions&
   f.packed = cu.present();
   if (!x.present()) return invalid("x: is missing");
   if (Status s = check_view("x", x, f.packed ? 3 : 4); !s.ok()) return s;
+  if (x.device.type != DeviceType::cpu) {
+    return Status(Code::unsupported, "x: lies on a device, and this quantises on the CPU only");
+  }
   if (!is_float(x.format)) {
     return invalid("x: format " + std::string(info(x.format).name) + " is not f32, f16 or bf16");
   }
@@ -128,6 +132,9 @@ Result<QuantizeFacts> quantize_facts(const TensorView& x, const QuantizeOptions&
       !s.ok()) {
     return s;
   }
+  if (Status s = check_size("x", f.batch, f.heads, f.longest + o.scaling.block); !s.ok()) {
+    return s;
+  }
   f.scaling = resolve_scaling(o.scaling, o.role, o.format);
   f.shapes.codes = dense(o.format, {x.rank, x.shape});
   f.shapes.scale =
@@ -144,7 +151,7 @@ Result<QuantizeFacts> quantize_facts(const TensorView& x, const QuantizeOptions&
 }
 
 Status check_quantize_tensors(const QuantizeTensors& t, const QuantizeFacts& f,
-                              const QuantizeOptions& o) {
+                              const QuantizeOptions& o, bool writes_x) {
   const struct {
     const char* name;
     const TensorView* view;
@@ -175,6 +182,15 @@ Status check_quantize_tensors(const QuantizeTensors& t, const QuantizeFacts& f,
                                                            {"x", &t.x},
                                                            {"static_scale", &t.static_scale},
                                                            {"cu_seqlens", &t.cu_seqlens}};
+  for (const auto& [name, view] : all) {
+    const bool output = writes_x ? view == &t.x : view != &t.x && view != &t.cu_seqlens;
+    if (!view->present()) continue;
+    if (view->device != t.x.device) {
+      return invalid(std::string(name) + ": lies on another device than x");
+    }
+    if (!output || view == &t.static_scale) continue;
+    if (Status s = check_no_overlap(name, *view); !s.ok()) return s;
+  }
   for (int i = 0; i < 4; ++i) {
     for (int j = 0; j < 7; ++j) {
       if (i == j || !all[i].second->present() || !all[j].second->present()) continue;

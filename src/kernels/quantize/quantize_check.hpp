@@ -22,8 +22,9 @@ struct QuantizeFacts {
 Result<QuantizeFacts> quantize_facts(const TensorView& x, const QuantizeOptions& o,
                                      const TensorView& cu);
 
-/// The other tensors against the facts: shapes, formats, pointers, aliasing.
+/// The other tensors against the facts: shapes, formats, pointers, aliasing. `writes_x`: x is the
+/// output (dequantize), else codes, scale, global and mean are.
 Status check_quantize_tensors(const QuantizeTensors& t, const QuantizeFacts& f,
-                              const QuantizeOptions& o);
+                              const QuantizeOptions& o, bool writes_x);
 
 }  // namespace qattn

@@ -1,0 +1,236 @@
+// Thousands of random calls through the C interface: each either succeeds on memory that is exactly
+// as large as its views, or refuses with a message that names something and writes nothing.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstring>
+#include <random>
+
+#include "fuzz/wild_call.hpp"
+#include "qattn/qattn.h"
+
+namespace qattn::test {
+namespace {
+
+using fuzz::Choices;
+using fuzz::WildCall;
+using fuzz::WildQuantize;
+
+constexpr int calls = 20000;
+
+/// Bytes of one call; many zeros, so that most calls differ from a plain one in a few places.
+std::vector<std::uint8_t> draw(std::mt19937_64& random, int n) {
+  std::vector<std::uint8_t> bytes(160);
+  const unsigned density = 1 + static_cast<unsigned>(n % 8);
+  for (std::uint8_t& b : bytes) {
+    const std::uint64_t x = random();
+    b = x % 8 < density ? static_cast<std::uint8_t>(x >> 8) : std::uint8_t{0};
+  }
+  return bytes;
+}
+
+qattn_tensor c_tensor(const TensorView& v) {
+  qattn_tensor t;
+  t.data = v.data;
+  t.format = static_cast<std::int32_t>(v.format);
+  t.rank = v.rank;
+  std::copy(v.shape.begin(), v.shape.end(), t.shape);
+  std::copy(v.stride.begin(), v.stride.end(), t.stride);
+  t.device_type = static_cast<std::int32_t>(v.device.type);
+  t.device_index = v.device.index;
+  return t;
+}
+
+qattn_scaling c_scaling(const Scaling& s) {
+  return {static_cast<std::int32_t>(s.granularity), s.block, s.warp};
+}
+
+struct CCall {
+  qattn_attention_tensors tensors;
+  qattn_attention_options options;
+};
+
+CCall c_call(const WildCall& call) {
+  CCall c;
+  qattn_attention_tensors_init(&c.tensors);
+  qattn_attention_options_init(&c.options);
+  qattn_attention_tensors& t = c.tensors;
+  qattn_tensor* const list[] = {&t.q,
+                                &t.k,
+                                &t.v,
+                                &t.out,
+                                &t.lse,
+                                &t.saturated,
+                                &t.q_scale,
+                                &t.k_scale,
+                                &t.v_scale,
+                                &t.q_global,
+                                &t.k_global,
+                                &t.v_global,
+                                &t.k_mean,
+                                &t.v_mean,
+                                &t.sinks,
+                                &t.mask,
+                                &t.alibi_slopes,
+                                &t.cu_seqlens_q,
+                                &t.cu_seqlens_k,
+                                &t.seqused_q,
+                                &t.seqused_k,
+                                &t.page_table};
+  static_assert(sizeof list / sizeof *list == sizeof fuzz::members / sizeof *fuzz::members);
+  for (std::size_t i = 0; i < std::size(list); ++i) {
+    *list[i] = c_tensor(call.tensors.*fuzz::members[i].view);
+  }
+  const AttentionOptions& from = call.options;
+  qattn_attention_options& o = c.options;
+  o.recipe = from.recipe.name.c_str();
+  o.layout = static_cast<std::int32_t>(from.layout);
+  o.causal = from.causal;
+  o.has_softmax_scale = from.softmax_scale.has_value();
+  o.softmax_scale = from.softmax_scale.value_or(0);
+  o.window_left = from.window_left;
+  o.window_right = from.window_right;
+  o.softcap = from.softcap;
+  o.threads = from.threads;
+  o.q_scaling = c_scaling(from.recipe.q_scale);
+  o.k_scaling = c_scaling(from.recipe.k_scale);
+  o.v_scaling = c_scaling(from.recipe.v_scale);
+  o.smooth_k = static_cast<std::int32_t>(from.recipe.smooth_k);
+  o.smooth_q = static_cast<std::int32_t>(from.recipe.smooth_q);
+  o.smooth_v = static_cast<std::int32_t>(from.recipe.smooth_v);
+  o.rotate = static_cast<std::int32_t>(from.recipe.rotate);
+  return c;
+}
+
+void break_struct(std::mt19937_64& random, CCall& c) {
+  switch (random() % 6) {
+    case 0:
+      c.tensors.struct_size = random() % 4 ? random() % 4096 : random();
+      break;
+    case 1:
+      c.options.struct_size = random() % 4 ? random() % 256 : random();
+      break;
+    case 2:
+      c.options.recipe = random() % 2 ? "int8_fulll" : "";
+      break;
+    case 3:
+      c.options.causal = static_cast<std::int32_t>(random());
+      break;
+    case 4:
+      c.options.has_softmax_scale = static_cast<std::int32_t>(random());
+      break;
+    default:
+      c.options.recipe = nullptr;
+  }
+}
+
+testing::AssertionResult refused_well(qattn_status status) {
+  const std::string message = qattn_last_error();
+  if (status != QATTN_INVALID_ARGUMENT && status != QATTN_UNSUPPORTED &&
+      status != QATTN_OUT_OF_MEMORY) {
+    return testing::AssertionFailure() << "status " << status << ": " << message;
+  }
+  if (fuzz::names_something(message)) return testing::AssertionSuccess();
+  return testing::AssertionFailure() << "names nothing: " << message;
+}
+
+TEST(BadInput, AttentionThroughC) {
+  std::mt19937_64 random(2026);
+  std::array<int, 5> seen{};
+  for (int n = 0; n < calls; ++n) {
+    SCOPED_TRACE("call " + std::to_string(n));
+    const std::vector<std::uint8_t> bytes = draw(random, n);
+    WildCall call(Choices(bytes), n % 4 != 0);
+    CCall c = c_call(call);
+    if (random() % 16 == 0) break_struct(random, c);
+    const qattn_status status = qattn_attention(&c.tensors, &c.options);
+    ASSERT_TRUE(status >= 0 && status < 5);
+    ++seen[static_cast<std::size_t>(status)];
+    if (status != QATTN_OK) {
+      ASSERT_TRUE(refused_well(status));
+    }
+    ASSERT_EQ(call.memory.violation(status != QATTN_OK), "") << qattn_last_error();
+  }
+  // A generator that only makes nonsense, or only good calls, would test half of this.
+  EXPECT_GT(seen[QATTN_OK], calls / 20);
+  EXPECT_GT(seen[QATTN_INVALID_ARGUMENT], calls / 10);
+  EXPECT_GT(seen[QATTN_UNSUPPORTED], 0);
+}
+
+TEST(BadInput, PlansThroughC) {
+  std::mt19937_64 random(2027);
+  std::vector<char> text(1 << 15);
+  for (int n = 0; n < calls; ++n) {
+    SCOPED_TRACE("call " + std::to_string(n));
+    const std::vector<std::uint8_t> bytes = draw(random, n);
+    WildCall call(Choices(bytes), false);
+    CCall c = c_call(call);
+    qattn_plan* plan = nullptr;
+    const qattn_status status = qattn_plan_create(&c.tensors, &c.options, &plan);
+    ASSERT_EQ(status == QATTN_OK, plan != nullptr);
+    if (status != QATTN_OK) {
+      ASSERT_TRUE(refused_well(status));
+    }
+    const std::size_t capacity = random() % text.size();
+    text[capacity] = 'x';
+    std::size_t needed = 0;
+    ASSERT_EQ(qattn_explain(&c.tensors, &c.options, text.data(), capacity, &needed), QATTN_OK);
+    ASSERT_GT(needed, 1u);
+    ASSERT_EQ(text[capacity], 'x');
+    if (plan != nullptr) {
+      // A plan never runs with less than it asked for, nor on other tensors.
+      alignas(64) char workspace[64];
+      const std::size_t bytes_needed = qattn_plan_workspace_bytes(plan);
+      ASSERT_GT(bytes_needed, sizeof workspace);
+      const qattn_status ran =
+          qattn_run(plan, &c.tensors, &c.options, workspace, sizeof workspace, nullptr);
+      ASSERT_EQ(ran, QATTN_OUT_OF_MEMORY) << qattn_last_error();
+    }
+    qattn_plan_destroy(plan);
+  }
+}
+
+TEST(BadInput, QuantizeThroughC) {
+  std::mt19937_64 random(2028);
+  int good = 0;
+  for (int n = 0; n < calls; ++n) {
+    SCOPED_TRACE("call " + std::to_string(n));
+    const std::vector<std::uint8_t> bytes = draw(random, n);
+    WildQuantize call(Choices(bytes), n % 4 != 0);
+    qattn_quantize_tensors t;
+    qattn_quantize_options o;
+    qattn_quantize_tensors_init(&t);
+    qattn_quantize_options_init(&o);
+    t.x = c_tensor(call.tensors.x);
+    t.codes = c_tensor(call.tensors.codes);
+    t.scale = c_tensor(call.tensors.scale);
+    t.global = c_tensor(call.tensors.global);
+    t.mean = c_tensor(call.tensors.mean);
+    t.static_scale = c_tensor(call.tensors.static_scale);
+    t.cu_seqlens = c_tensor(call.tensors.cu_seqlens);
+    o.format = static_cast<std::int32_t>(call.options.format);
+    o.role = static_cast<std::int32_t>(call.options.role);
+    o.layout = static_cast<std::int32_t>(call.options.layout);
+    o.scaling = c_scaling(call.options.scaling);
+    o.smooth = call.options.smooth;
+    o.rotate = call.options.rotate;
+    o.threads = call.options.threads;
+    std::int64_t saturated = 0;
+    const qattn_status status =
+        call.backwards ? qattn_dequantize(&t, &o) : qattn_quantize(&t, &o, &saturated);
+    if (status == QATTN_OK) {
+      ++good;
+    } else {
+      ASSERT_TRUE(refused_well(status));
+    }
+    ASSERT_EQ(call.memory.violation(status != QATTN_OK), "") << qattn_last_error();
+    qattn_quantize_tensors shapes = t;
+    if (qattn_quantize_shapes(&shapes, &o) != QATTN_OK) {
+      ASSERT_EQ(std::memcmp(&shapes, &t, sizeof t), 0) << "a refused call wrote its output";
+    }
+  }
+  EXPECT_GT(good, calls / 20);
+}
+
+}  // namespace
+}  // namespace qattn::test

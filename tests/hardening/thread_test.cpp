@@ -1,0 +1,118 @@
+// Concurrent calls: shared inputs and shared plans from many threads, each call with one OpenMP
+// thread of its own (ThreadSanitizer then judges qattn's code and not the OpenMP runtime's) or two.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <thread>
+
+#include "hardening/small_call.hpp"
+
+namespace qattn::test {
+namespace {
+
+/// Runs `work(thread)` on `count` threads that start together.
+template <class Work>
+void at_once(int count, Work work) {
+  std::atomic<int> ready{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < count; ++i) {
+    threads.emplace_back([&, i] {
+      ++ready;
+      while (ready < count) std::this_thread::yield();
+      work(i);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void attention_at_once(int omp_threads) {
+  const SmallCall call;
+  for (const char* recipe : {"f32", "int8_full", "int8", "fp8", "nvfp4", "auto"}) {
+    SCOPED_TRACE(recipe);
+    std::vector<float> expected = call.output();
+    ASSERT_TRUE(attention(call.tensors(expected), options_of(recipe, omp_threads)).ok());
+    std::atomic<int> wrong{0};
+    at_once(8, [&](int) {
+      for (int n = 0; n < 4; ++n) {
+        std::vector<float> out = call.output();
+        const Status s = attention(call.tensors(out), options_of(recipe, omp_threads));
+        if (!s.ok() || out != expected) ++wrong;
+      }
+    });
+    EXPECT_EQ(wrong, 0);
+  }
+}
+
+// Must be the first test of the process: what is initialised on first use is so here, at once.
+TEST(Threads, FirstUse) {
+  const SmallCall call;
+  std::vector<std::vector<float>> outs(8, call.output());
+  at_once(8, [&](int i) {
+    auto& out = outs[static_cast<std::size_t>(i)];
+    if (!attention(call.tensors(out), options_of("int8_full", 1)).ok()) out.clear();
+  });
+  for (const auto& out : outs) EXPECT_EQ(out, outs[0]);
+  EXPECT_EQ(outs[0].size(), call.q.size());
+}
+
+TEST(Threads, SharedInputs) { attention_at_once(1); }
+
+TEST(Threads, SharedPlan) {
+  const SmallCall call(1, 5000);  // decode: keys are split
+  const AttentionOptions options = options_of("int8_full", 1);
+  std::vector<float> expected = call.output();
+  const Result<Plan> made = plan(call.tensors(expected), options);
+  ASSERT_TRUE(made.ok());
+  ASSERT_TRUE(attention(call.tensors(expected), options).ok());
+  std::atomic<int> wrong{0};
+  at_once(8, [&](int) {
+    const Plan mine = *made;
+    const std::size_t bytes = (mine.workspace_bytes() + 63) / 64 * 64;
+    const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(64, bytes),
+                                                             &std::free);
+    for (int n = 0; n < 8; ++n) {
+      std::vector<float> out = call.output();
+      const Status s = run(mine, call.tensors(out), options, memory.get(), bytes);
+      if (!s.ok() || out != expected || mine.hash() != made->hash()) ++wrong;
+    }
+  });
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST(Threads, EverythingElse) {
+  const SmallCall call;
+  std::atomic<int> wrong{0};
+  at_once(8, [&](int i) {
+    for (int n = 0; n < 8; ++n) {
+      std::vector<float> out = call.output();
+      AttentionTensors t = call.tensors(out);
+      if (explain(t, options_of("fp8", 1)).find("chosen") == std::string::npos) ++wrong;
+      if (!cpu_isa().ok() || recipes().empty() || all_formats().empty()) ++wrong;
+      t.q.shape[3] = 24 + i;  // every thread has a refusal of its own
+      if (attention(t, options_of("f32", 1)).ok()) ++wrong;
+      std::vector<std::int8_t> codes(call.k.size());
+      std::vector<float> scale(static_cast<std::size_t>(call.keys * SmallCall::heads));
+      QuantizeTensors qt;
+      qt.x = t.k;
+      qt.codes = TensorView::dense(static_cast<void*>(codes.data()), Format::s8,
+                                   {1, call.keys, SmallCall::heads, SmallCall::dim});
+      qt.scale = TensorView::dense(static_cast<void*>(scale.data()), Format::f32,
+                                   {1, SmallCall::heads, call.keys});
+      QuantizeOptions o;
+      o.threads = 1;
+      if (!quantize(qt, o).ok()) ++wrong;
+    }
+  });
+  EXPECT_EQ(wrong, 0);
+}
+
+#if !defined(__SANITIZE_THREAD__)
+// Nested OpenMP teams, two threads a call. libgomp synchronises by futexes that ThreadSanitizer
+// does not see.
+TEST(Threads, TeamsOfTwo) { attention_at_once(2); }
+#endif
+
+}  // namespace
+}  // namespace qattn::test

@@ -1,0 +1,60 @@
+"""Tests an installed qattn in an environment that has numpy and nothing else."""
+
+import importlib.metadata
+import importlib.util
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+
+import qattn
+
+LIMIT = 0.3  #: seconds that `import qattn` may take, numpy included
+RUNS = 15
+
+
+def seconds(module: str) -> float:
+    """Median time of an import in a new interpreter."""
+    code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+    runs = [subprocess.check_output([sys.executable, "-c", code]) for _ in range(RUNS)]
+    return statistics.median(float(run) for run in runs)
+
+
+def check_environment() -> None:
+    for name in ("torch", "ml_dtypes", "transformers"):
+        assert importlib.util.find_spec(name) is None, f"{name} is installed; this proves nothing"
+    assert importlib.metadata.version("qattn") == qattn.__version__
+    installed = {file.name for file in importlib.metadata.files("qattn") or []}
+    assert {"py.typed", "_qattn.pyi", "torch.py", "LICENSE"} <= installed
+    assert not any(name.endswith((".a", ".h", ".hpp", ".cmake", ".pc")) for name in installed)
+
+
+def check_attention() -> None:
+    random = np.random.default_rng(0)
+    q, k, v = (random.standard_normal((2, 100, 4, 64), np.float32) for _ in range(3))
+    exact = qattn.reference_attention(q, k, v, causal=True)
+    for recipe, limit in (("f32", 1e-6), ("int8_full", 0.03), ("nvfp4", 0.3)):
+        out = qattn.attention(q, k, v, causal=True, recipe=recipe)
+        nrmse = np.linalg.norm(out - exact) / np.linalg.norm(exact)
+        assert nrmse < limit, (recipe, nrmse)
+    codes = qattn.quantize(k, format="s8", role="k")
+    assert np.abs(qattn.dequantize(codes) - k).max() < 0.05
+    try:
+        qattn.attention(q, k[..., :8], v)
+    except qattn.InvalidArgument:
+        return
+    raise AssertionError("operands that do not fit were accepted")
+
+
+def check_import_time() -> None:
+    total, numpy = seconds("qattn"), seconds("numpy")
+    print(f"import qattn: {total:.3f} s, of which numpy {numpy:.3f} s, qattn {total - numpy:.3f} s")
+    assert total < LIMIT, f"import qattn takes {total:.3f} s, more than {LIMIT} s"
+
+
+if __name__ == "__main__":
+    check_environment()
+    check_attention()
+    check_import_time()
+    print(f"qattn {qattn.__version__} on Python {sys.version.split()[0]}, {qattn.cpu_isa()}: ok")

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# wheel_test.sh PYTHON FOLDER: builds the wheel into FOLDER as `pip install .` does, installs it with
+# numpy and nothing else into a new virtual environment, and tests it there, outside of the sources.
+set -euo pipefail
+python=$1
+source=$(cd "$(dirname "$0")/../.." && pwd)
+mkdir -p "$2"
+folder=$(cd "$2" && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+unset PYTHONPATH
+
+rm -f "$folder"/qattn-*.whl
+"$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$folder" "$source"
+wheel=$(echo "$folder"/qattn-*.whl)
+"$python" -m venv "$work/venv"
+"$work/venv/bin/python" -m pip install -q --disable-pip-version-check "$wheel"
+cd "$work"
+"$work/venv/bin/python" "$source/tests/packaging/check_wheel.py"
+echo "$(basename "$wheel"): $(($(stat -c %s "$wheel") / 1024)) KiB"
