@@ -6,7 +6,7 @@ BUILD := build
 PY := .venv/bin/python
 JOBS ?= $(shell nproc)
 APT := g++ cmake ninja-build python3-dev python3-venv libgtest-dev libfmt-dev libcli11-dev \
-       nlohmann-json3-dev
+       nlohmann-json3-dev g++-aarch64-linux-gnu qemu-user
 
 .PHONY: all setup build demo test sanitize wheel format clean
 all: build
@@ -41,7 +41,7 @@ demo: build
 	PYTHONPATH=$(BUILD)/python $(PY) tools/capture/embed_minilm.py -o $(BUILD)/embeddings.json
 	$(BUILD)/bin/qattn demo --report report.html --embeddings $(BUILD)/embeddings.json
 
-test: build sanitize
+test: build sanitize arm
 	ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 	QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_LIBRARY=$(CURDIR)/$(BUILD)/src/libqattn.a \
 	  QATTN_FORMATS_DUMP=$(CURDIR)/$(BUILD)/bin/formats_dump \
@@ -57,6 +57,12 @@ sanitize: setup
 # The wheel in $(BUILD)/wheel, tested in an environment that has numpy and nothing else.
 wheel: setup
 	tests/packaging/wheel_test.sh $(PY) $(BUILD)/wheel
+
+# The NEON units, cross-compiled and run under qemu-user.
+arm: setup
+	cmake --preset arm >$(BUILD)/configure-arm.log || { cat $(BUILD)/configure-arm.log; exit 1; }
+	cmake --build $(BUILD)/arm -j $(JOBS)
+	ctest --test-dir $(BUILD)/arm --output-on-failure -j $(JOBS)
 
 format:
 	clang-format -i $$(git ls-files '*.cpp' '*.hpp' '*.h' '*.inl')

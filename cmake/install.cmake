@@ -1,5 +1,5 @@
-# `cmake --install`: library, headers, find_package(qattn) and pkg-config. Everything finds its parts
-# from where it lies, so that the prefix may be chosen at installation and moved afterwards.
+# `cmake --install`: library, headers, find_package(qattn) and pkg-config. Everything finds its
+# parts from where it lies, so that the prefix may be chosen at installation and moved afterwards.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 

@@ -52,7 +52,7 @@ def dtype_name(x: Any) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def check_array(name: str, x: object) -> None:
+def check_array(name: str, x: Any) -> None:
     """Refuses what is neither a numpy array nor a strided torch tensor in host memory."""
     if is_torch(x):
         check_tensor(name, x)

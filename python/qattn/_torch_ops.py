@@ -66,7 +66,7 @@ def attention(
 
 
 def _recipe_text(recipe: str | Recipe) -> str:
-    """A recipe as an operator's argument: its name, or "name,qk,p,v" of a recipe of the caller's."""
+    """A recipe as an operator's argument: its name, or "name,qk,p,v" of the caller's own."""
     if isinstance(recipe, Recipe):
         return f"{recipe.name},{recipe.qk},{recipe.p},{recipe.v}"
     if not isinstance(recipe, str):
@@ -166,7 +166,7 @@ def _refuse_gradients(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
     )
 
 
-# Called only where a gradient is wanted: attention() names the tensor, callers of torch.ops end here.
+# Called only where a gradient is wanted: attention() names the tensor, torch.ops' callers end here.
 torch.library.register_autograd(
     "qattn::attention", lambda ctx, grad: None, setup_context=_refuse_gradients, lib=_library
 )

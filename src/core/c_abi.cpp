@@ -52,7 +52,9 @@ qattn_status guarded(Function f) noexcept {
 template <class T>
 Status read_struct(const char* name, const T* given, T& copy) {
   if (given == nullptr) return invalid(std::string(name) + ": is NULL");
-  if (given->struct_size < sizeof given->struct_size || given->struct_size > sizeof(T)) {
+  // No version of a struct ends inside a field: half a pointer would be worse than none.
+  if (given->struct_size < sizeof given->struct_size || given->struct_size > sizeof(T) ||
+      given->struct_size % alignof(T) != 0) {
     return invalid(std::string(name) + ": struct_size " + std::to_string(given->struct_size) +
                    " is not that of a known version (this library: " + std::to_string(sizeof(T)) +
                    "); call the struct's init function first");

@@ -39,7 +39,7 @@ ForceIsa::~ForceIsa() {
 }
 
 std::span<const std::string> isas() {
-  static const std::vector<std::string> all = {"scalar", "avx2", "avx512vnni", "amx"};
+  static const std::vector<std::string> all = {"scalar", "avx2", "avx512vnni", "amx", "neon_dotprod", "neon_i8mm"};
   return all;
 }
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# wheel_test.sh PYTHON FOLDER: builds the wheel into FOLDER as `pip install .` does, installs it with
-# numpy and nothing else into a new virtual environment, and tests it there, outside of the sources.
+# wheel_test.sh PYTHON FOLDER: builds the wheel into FOLDER as `pip install .` does, installs it
+# with numpy and nothing else into a new virtual environment, and tests it there.
 set -euo pipefail
 python=$1
 source=$(cd "$(dirname "$0")/../.." && pwd)

@@ -1,4 +1,4 @@
-"""torch.ops.qattn.attention: torch.compile, torch.export, autocast, and the operator's own checks."""
+"""torch.ops.qattn.attention: torch.compile, torch.export, autocast and its own checks."""
 
 import dataclasses
 
@@ -171,7 +171,8 @@ def expected(query, key, value, *, visible=None, softcap=None, sinks=None):
     scores = scores if visible is None else scores.masked_fill(~visible, -torch.inf)
     weights = scores.exp()
     denominator = weights.sum(-1, keepdim=True)
-    denominator = denominator if sinks is None else denominator + sinks.double().exp()[:, None, None]
+    if sinks is not None:
+        denominator = denominator + sinks.double().exp()[:, None, None]
     return weights / denominator @ value
 
 

@@ -28,6 +28,8 @@ import qattn.transformers
 
 RECIPES = {"qattn_f32": "f32", "qattn": "int8_full"}
 TIGHT = 2e-6
+# Bounds of int8_full: two to three times what was measured. Random weights keep it small, because
+# the residual stream outweighs the attention.
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 128}  # fmt: skip
 TEXT = {**SMALL, "vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
@@ -87,24 +89,24 @@ def padding(side, lengths=(40, 25)):
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("kind, config", [
-    (LlamaForCausalLM, LlamaConfig(**GROUPED)), (BertModel, BertConfig(**TEXT)),
+@pytest.mark.parametrize("kind, config, bound", [
+    (LlamaForCausalLM, LlamaConfig(**GROUPED), 8e-3), (BertModel, BertConfig(**TEXT), 1e-4),
 ], ids=["llama", "bert"])  # fmt: skip
-def test_text_models(kind, config, side):
+def test_text_models(kind, config, bound, side):
     inputs = {"input_ids": tokens()}
     keep = None
     if side is not None:
         inputs["attention_mask"] = padding(side)
         keep = inputs["attention_mask"].bool()
     tight, loose = compare(kind, config, inputs, keep)
-    assert tight < TIGHT and 1e-5 < loose < 0.02
+    assert tight < TIGHT and 1e-6 < loose < bound
 
 
 def test_vit():
     config = ViTConfig(**SMALL, image_size=32, patch_size=8)
     pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
     tight, loose = compare(ViTModel, config, {"pixel_values": pixels})
-    assert tight < TIGHT and 1e-5 < loose < 0.02
+    assert tight < TIGHT and 1e-6 < loose < 1e-3
 
 
 @pytest.mark.parametrize("kind, config", [
@@ -116,21 +118,22 @@ def test_vit():
 ], ids=["window", "window, softcap, scaling", "window, sinks"])  # fmt: skip
 def test_window_softcap_scaling_and_sinks(kind, config):
     tight, loose = compare(kind, config, {"input_ids": tokens()})
-    assert tight < TIGHT and 1e-5 < loose < 0.03
+    assert tight < TIGHT and 1e-6 < loose < 0.02
 
 
 def test_position_bias():
     config = T5Config(vocab_size=128, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4)
     inputs = {"input_ids": tokens(), "attention_mask": padding("right")}
     tight, loose = compare(T5EncoderModel, config, inputs, padding("right").bool())
-    assert tight < TIGHT and 1e-5 < loose < 0.02
+    assert tight < TIGHT and 1e-6 < loose < 0.04
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("config", [LlamaConfig(**GROUPED), MistralConfig(**GROUPED, sliding_window=8)],
-                         ids=["llama", "mistral"])  # fmt: skip
-def test_generate_gives_the_tokens_of_eager(config, padded):
-    kind = LlamaForCausalLM if isinstance(config, LlamaConfig) else MistralForCausalLM
+@pytest.mark.parametrize("kind, config", [
+    (LlamaForCausalLM, LlamaConfig(**GROUPED)),
+    (MistralForCausalLM, MistralConfig(**GROUPED, sliding_window=8)),
+], ids=["llama", "mistral"])  # fmt: skip
+def test_generate_gives_the_tokens_of_eager(kind, config, padded):
     eager, own = models(kind, config, "qattn_f32")
     sharpen(eager)
     own.load_state_dict(eager.state_dict())
@@ -167,7 +170,7 @@ def layer(name="qattn_f32", **options):
     module.is_causal = False
     q, k, v = (torch.randn(1, 2, n, 16, generator=torch.Generator().manual_seed(n))
                for n in (10, 20, 20))  # fmt: skip
-    given = {"query": q, "key": k, "value": v, "attention_mask": None, **options}
+    given = {"query": q, "key": k, "value": v, "attention_mask": None} | options
     return AttentionInterface()[name](module, **given)[0]
 
 
@@ -194,6 +197,18 @@ def test_no_argument_is_ignored():
         mask = causal if kind is torch.bool else torch.where(causal, 0.0, -torch.inf)
         torch.testing.assert_close(layer(attention_mask=mask), layer(is_causal=True))
     assert torch.equal(layer(sliding_window=20), plain)
+
+
+def test_window_of_a_layer_without_a_mask():
+    q, k, v = (torch.randn(1, 2, 20, 16, generator=torch.Generator().manual_seed(n))
+               for n in range(3))  # fmt: skip
+    behind = torch.arange(20)[:, None] - torch.arange(20)
+    visible = (behind >= 0) & (behind < 5)
+    tensors = {"query": q, "key": k, "value": v}
+    whole = layer(**tensors, is_causal=True, sliding_window=5)
+    torch.testing.assert_close(whole, layer(**tensors, attention_mask=visible))
+    tensors["query"] = q[:, :, -1:]
+    torch.testing.assert_close(layer(**tensors, is_causal=True, sliding_window=5), whole[:, -1:])
 
 
 @pytest.mark.parametrize("options, words", [

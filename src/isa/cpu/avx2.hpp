@@ -118,9 +118,9 @@ static inline float reduce_add(F a) {
 static inline std::int32_t reduce_add(I a) {
   std::int32_t x[8];
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm256_add_epi32(a.lo, a.hi));
-  std::int32_t sum = 0;
-  for (const std::int32_t y : x) sum += y;
-  return sum;
+  std::uint32_t sum = 0;  // wraps, as the instruction does
+  for (const std::int32_t y : x) sum += static_cast<std::uint32_t>(y);
+  return static_cast<std::int32_t>(sum);
 }
 using Mask = std::uint32_t;
 static inline Mask no_lanes() { return 0; }

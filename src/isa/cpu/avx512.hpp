@@ -76,7 +76,14 @@ static inline float reduce_add(F a) {
   const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(d, _mm_shuffle_ps(d, d, 1)));
 }
-static inline std::int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a); }
+// Not _mm512_reduce_add_epi32: GCC adds its last lanes as C++ ints, and the codes of a NaN row,
+// each the smallest int, may overflow those.
+static inline std::int32_t reduce_add(I a) {
+  const __m256i h = _mm256_add_epi32(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
+  const __m128i q = _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+  const __m128i d = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4E));
+  return _mm_cvtsi128_si32(_mm_add_epi32(d, _mm_shuffle_epi32(d, 0xB1)));
+}
 using Mask = __mmask16;
 static inline Mask no_lanes() { return 0; }
 static inline Mask or_nan(Mask m, F a) {

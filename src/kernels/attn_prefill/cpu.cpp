@@ -407,7 +407,8 @@ Sequence sequence(const Job& job, const TokenTensor& x, std::int64_t begin, std:
   } else {
     element += b * x.batch;
   }
-  s.base = static_cast<const std::byte*>(x.data) + element * s.bits / 8;
+  // An empty tensor may have no memory, and null takes no offset.
+  if (x.data != nullptr) s.base = static_cast<const std::byte*>(x.data) + element * s.bits / 8;
   return s;
 }
 
@@ -426,13 +427,23 @@ Sequence Job::v_sequence(std::int64_t b, std::int64_t head) const {
   return sequence(*this, problem.v, s.k_begin, s.k_length, b, head, problem.dv, problem.paged);
 }
 
-std::array<Kernel, 4> attention_kernels() {
-  return {{{"attn.cpu.amx", [](const Problem& p) { return supports(p, words_amx()); }, tune, run},
-           {"attn.cpu.avx512vnni", [](const Problem& p) { return supports(p, words_avx512vnni()); },
-            tune, run},
-           {"attn.cpu.avx2", [](const Problem& p) { return supports(p, words_avx2()); }, tune, run},
-           {"attn.cpu.scalar", [](const Problem& p) { return supports(p, words_scalar()); }, tune,
-            run}}};
+namespace {
+
+/// A registry entry of one instruction set: `supports` differs, the rest is the same text.
+template <const Words* (*words)()>
+Kernel kernel(const char* name) {
+  return {name, [](const Problem& p) { return supports(p, words()); }, tune, run};
+}
+
+}  // namespace
+
+std::array<Kernel, 6> attention_kernels() {
+  return {kernel<words_amx>("attn.cpu.amx"),
+          kernel<words_avx512vnni>("attn.cpu.avx512vnni"),
+          kernel<words_avx2>("attn.cpu.avx2"),
+          kernel<words_neon_i8mm>("attn.cpu.neon_i8mm"),
+          kernel<words_neon_dotprod>("attn.cpu.neon_dotprod"),
+          kernel<words_scalar>("attn.cpu.scalar")};
 }
 
 }  // namespace qattn::cpu

@@ -4,6 +4,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -53,6 +57,14 @@ bool runs_amx() { return false; }
 
 #endif
 
+#if defined(__aarch64__) && defined(__linux__)
+bool runs_dotprod() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
+bool runs_i8mm() { return runs_dotprod() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0; }
+#else
+bool runs_dotprod() { return false; }
+bool runs_i8mm() { return false; }
+#endif
+
 struct Candidate {
   const char* name;
   const Words* (*words)();
@@ -63,6 +75,8 @@ struct Candidate {
 constexpr Candidate candidates[] = {{"amx", words_amx, runs_amx},
                                     {"avx512vnni", words_avx512vnni, runs_avx512vnni},
                                     {"avx2", words_avx2, runs_avx2},
+                                    {"neon_i8mm", words_neon_i8mm, runs_i8mm},
+                                    {"neon_dotprod", words_neon_dotprod, runs_dotprod},
                                     {"scalar", words_scalar, [] { return true; }}};
 
 }  // namespace
@@ -75,7 +89,7 @@ Selection select_words() {
     if (c.words() != nullptr && c.runs()) return {c.words(), nullptr, false};
     if (!any) return {nullptr, "is not available on this CPU or in this build", false};
   }
-  return {nullptr, "is not one of amx, avx512vnni, avx2, scalar", true};
+  return {nullptr, "is not one of amx, avx512vnni, avx2, neon_i8mm, neon_dotprod, scalar", true};
 }
 
 }  // namespace qattn::cpu

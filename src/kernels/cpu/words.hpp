@@ -104,6 +104,8 @@ const Words* words_scalar();
 const Words* words_avx2();
 const Words* words_avx512vnni();
 const Words* words_amx();
+const Words* words_neon_dotprod();
+const Words* words_neon_i8mm();
 
 /// The table in force: QATTN_CPU_ISA if set, else the best that this CPU runs.
 struct Selection {

@@ -42,7 +42,10 @@ struct Unit {
     s.length = length;
     s.channels = f.channels;
     const std::int64_t element = b * f.stride_batch + head * f.stride_head + begin * f.stride_token;
-    s.base = static_cast<const std::byte*>(t.x.data) + element * s.bits / 8;
+    // An empty tensor may have no memory, and null takes no offset.
+    if (t.x.data != nullptr) {
+      s.base = static_cast<const std::byte*>(t.x.data) + element * s.bits / 8;
+    }
     return s;
   }
   std::int64_t mean_index(std::int64_t token) const {

@@ -1,0 +1,21 @@
+#include "kernels/cpu/words.hpp"
+
+#if defined(__ARM_FEATURE_DOTPROD)
+
+#define QATTN_ISA_NAME "neon_dotprod"
+#include "isa/cpu/neon.hpp"
+
+#define QATTN_ISA neon
+#include "kernels/cpu/words.inl"
+// Second half: softmax.
+#include "kernels/cpu/softmax.inl"
+
+const Words* words_neon_dotprod() { return &table; }
+
+}  // namespace qattn::cpu
+
+#else
+
+const qattn::cpu::Words* qattn::cpu::words_neon_dotprod() { return nullptr; }
+
+#endif
