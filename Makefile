@@ -8,7 +8,7 @@ JOBS ?= $(shell nproc)
 APT := g++ cmake ninja-build python3-dev python3-venv libgtest-dev libfmt-dev libcli11-dev \
        nlohmann-json3-dev g++-aarch64-linux-gnu qemu-user
 
-.PHONY: all setup build demo test sanitize wheel format clean
+.PHONY: all setup build demo test sanitize arm wheel format clean
 all: build
 
 $(BUILD)/.apt: Makefile

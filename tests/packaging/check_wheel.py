@@ -16,7 +16,13 @@ RUNS = 15
 
 def seconds(before: str = "") -> float:
     """Median time of `import qattn` in a new interpreter, after the statement `before`."""
-    code = f"from time import perf_counter as now; {before}\nt = now(); import qattn; print(now() - t)"
+    code = f"""
+from time import perf_counter
+{before}
+start = perf_counter()
+import qattn
+print(perf_counter() - start)
+"""
     runs = [subprocess.check_output([sys.executable, "-c", code]) for _ in range(RUNS)]
     return statistics.median(float(run) for run in runs)
 
