@@ -5,7 +5,7 @@ export OMP_WAIT_POLICY ?= passive
 BUILD := build
 PY := .venv/bin/python
 JOBS ?= $(shell nproc)
-APT := g++ cmake ninja-build python3-dev python3-venv libgtest-dev libfmt-dev libcli11-dev \
+APT := g++ cmake pkg-config ninja-build python3-dev python3-venv libgtest-dev libfmt-dev libcli11-dev \
        nlohmann-json3-dev g++-aarch64-linux-gnu qemu-user
 
 .PHONY: all setup build demo test sanitize arm wheel format clean
