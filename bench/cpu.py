@@ -140,8 +140,8 @@ def main():
             continue
         base = rows["torch bf16"]["median_ms"]
         for name, row in rows.items():
-            print(f"{section:15} {name:30} {row['median_ms']:9.2f} ms  {base / row['median_ms']:5.2f}x"
-                  f" torch bf16")
+            ms = row["median_ms"]
+            print(f"{section:15} {name:30} {ms:9.2f} ms  {base / ms:5.2f}x torch bf16")
 
 
 if __name__ == "__main__":

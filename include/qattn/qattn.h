@@ -3,7 +3,7 @@
  * Every struct begins with its own size, set by the *_init function of that struct; a library that
  * is newer than its caller fills the rest with defaults, and one that is older refuses what it does
  * not know. Every function returns a qattn_status; the message of the last failure in this thread
- * is qattn_last_error(). Nothing throws, prints or aborts, and a refused call leaves outputs as they
+ * is qattn_last_error(). Nothing throws, prints or aborts; a refused call leaves outputs as they
  * were. Meanings, shapes and formulas: see the C++ headers named at each struct. */
 #ifndef QATTN_QATTN_H
 #define QATTN_QATTN_H

@@ -39,7 +39,8 @@ ForceIsa::~ForceIsa() {
 }
 
 std::span<const std::string> isas() {
-  static const std::vector<std::string> all = {"scalar", "avx2", "avx512vnni", "amx", "neon_dotprod", "neon_i8mm"};
+  static const std::vector<std::string> all = {"scalar", "avx2",         "avx512vnni",
+                                               "amx",    "neon_dotprod", "neon_i8mm"};
   return all;
 }
 
