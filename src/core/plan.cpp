@@ -184,7 +184,9 @@ Status attention(const AttentionTensors& tensors, const AttentionOptions& option
   });
 }
 
-std::string explain(const AttentionTensors& tensors, const AttentionOptions& options) {
+namespace {
+
+std::string explained(const AttentionTensors& tensors, const AttentionOptions& options) {
   Result<Problem> problem = Problem::make(tensors, options);
   if (!problem.ok()) return "refused: " + problem.status().message() + "\n";
   const Walk w = walk(*problem);
@@ -192,6 +194,16 @@ std::string explain(const AttentionTensors& tensors, const AttentionOptions& opt
   if (problem->recipe.qk == Format::none) text += auto_reason;
   if (w.plan) text += Plan(w.plan).to_string();
   return text;
+}
+
+}  // namespace
+
+std::string explain(const AttentionTensors& tensors, const AttentionOptions& options) {
+  try {
+    return explained(tensors, options);
+  } catch (const std::bad_alloc&) {
+    return {};  // no memory for a text
+  }
 }
 
 Result<std::string> cpu_isa() {
