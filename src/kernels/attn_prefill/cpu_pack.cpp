@@ -63,20 +63,24 @@ void pack_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
   auto* scale = tile.at<float>(&TileLayout::k_scale);
   const bool as_given = job.problem.k_codes && engine == Engine::integer;
   if (as_given) given_token_scales(job, Role::k, x, b, head, first, count, scale);
+  std::fill(scale + count, scale + tile_keys, 0.0f);
   for (int j0 = 0; j0 < padded(count); j0 += lanes) {
     const std::uint8_t* rows[lanes];
     for (int lane = 0; lane < lanes; ++lane) {
       const int j = j0 + lane;
       rows[lane] = zeros;  // up to whole panels: codes 0, masked later
-      if (j >= count) {
-        scale[j] = 0.0f;
-      } else if (as_given) {
+      if (j >= count) continue;
+      if (as_given) {
         rows[lane] = reinterpret_cast<const std::uint8_t*>(x.row(first + j));
       } else {
         std::uint8_t* bytes = scratch.bytes + lane * 1024;
         float* values = engine == Engine::f32 ? reinterpret_cast<float*>(bytes) : scratch.row;
         std::uint8_t* codes = engine == Engine::integer ? bytes : scratch.codes_row;
         scale[j] = quantized_row(job, Role::k, x, b, head, first + j, scratch, values, codes);
+        // A bad key of the float engines: its scale says so, as an integer key's does.
+        if (engine != Engine::integer && std::isnan(job.words().amax(values, d))) {
+          scale[j] = nan_value;
+        }
         if (engine == Engine::bf16) {
           job.words().narrow_bf16(values, d, reinterpret_cast<std::uint16_t*>(bytes));
         }
@@ -355,6 +359,11 @@ void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
                const Tile& tile, Scratch& scratch) {
   pack_keys(job, b, head, first, tile, scratch);
   pack_values(job, b, head, first, tile, scratch);
+  // Only the general path looks for NaN among scores; a bad key shows in its scale.
+  const auto* scale = tile.at<float>(&TileLayout::k_scale);
+  std::uint8_t bad = 0;
+  for (int j = 0; j < tile_keys; ++j) bad |= static_cast<std::uint8_t>(std::isnan(scale[j]));
+  *tile.at<std::uint8_t>(&TileLayout::any_bad) |= bad;
 }
 
 }  // namespace qattn::cpu

@@ -299,6 +299,17 @@ void multiply_values(const Job& job, const Task& t, const Tile& tile, int keys, 
   }
 }
 
+/// Product and softmax in one word, where the instruction set has it.
+bool fused(const Job& job, const Task& t, const Tile& tile, const SoftmaxTile& x, Scratch& s) {
+  if (job.words().qk_softmax == nullptr || job.config.qk == Engine::f32) return false;
+  const bool integer = job.config.qk == Engine::integer;
+  const void* q = integer ? static_cast<const void*>(s.q_codes) : s.q_bf16;
+  return job.words().qk_softmax(
+      {job.config.qk, q, t.count, tile.at<void>(&TileLayout::k), job.d() * (integer ? 1 : 2),
+       s.q_scale, s.correction, tile.at<float>(&TileLayout::k_scale)},
+      x);
+}
+
 void run_tile(const Job& job, const Task& t, std::int64_t first, Scratch& s) {
   const Config& c = job.config;
   const int keys = static_cast<int>(std::min<std::int64_t>(tile_keys, t.key_end - first));
@@ -309,8 +320,6 @@ void run_tile(const Job& job, const Task& t, std::int64_t first, Scratch& s) {
   } else {
     tile = job.prepared_tile(t.b, t.kv_head, first);
   }
-  multiply_queries(job, t, tile, keys16, s);
-  if (!is_plain(job, t, tile, first)) finish_scores(job, t, tile, first, keys, s);
   SoftmaxTile x{};
   x.scores = s.scores;
   x.rows = t.count;
@@ -329,7 +338,12 @@ void run_tile(const Job& job, const Task& t, std::int64_t first, Scratch& s) {
     const bool any = *tile.at<std::uint8_t>(&TileLayout::any_plain) != 0;
     x.v_plain = any ? tile.at<float>(&TileLayout::v_plain) : nullptr;
   }
-  job.words().softmax(x);
+  const bool plain = is_plain(job, t, tile, first);
+  if (!(plain && fused(job, t, tile, x, s))) {
+    multiply_queries(job, t, tile, keys16, s);
+    if (!plain) finish_scores(job, t, tile, first, keys, s);
+    job.words().softmax(x);
+  }
   multiply_values(job, t, tile, keys16, s);
 }
 

@@ -39,6 +39,18 @@ struct SoftmaxTile {
   const float *v_log, *v_inverse, *v_plain;
 };
 
+/// Operands of a product with keys, for qk_softmax().
+struct QueryOperands {
+  Engine engine;
+  const void* q;  ///< rows of width_bytes
+  int rows;
+  const void* k;  ///< panels, as qk_s8() and qk_bf16() take them
+  int width_bytes;
+  const float* q_scale;
+  const std::int32_t* correction;
+  const float* k_scale;
+};
+
 struct Words {
   const char* isa;
 
@@ -82,6 +94,9 @@ struct Words {
   void (*qk_bf16)(const std::uint16_t* q, int rows, const std::uint16_t* k, int keys, int d2,
                   const float* q_scale, const float* k_scale, float* scores);
   void (*softmax)(const SoftmaxTile& tile);
+  /// Product and softmax of a tile of tile_keys keys that every row sees and nothing is added to;
+  /// `tile.scores` stays unused. False: not served, take the two steps. Null where there is none.
+  bool (*qk_softmax)(const QueryOperands& queries, const SoftmaxTile& tile);
   /// out[r][c] = out * alpha[r] + beta[r] * v_scale[c] * sum_j codes[r][j] v[j][c]. v: [keys/4]
   /// [channels][4] s8; keys a multiple of 4, channels of 16; v_scale may be null (1).
   void (*pv_u8s8)(const std::uint8_t* codes, int rows, const std::int8_t* v, int keys, int channels,
