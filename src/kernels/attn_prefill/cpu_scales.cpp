@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "formats/scale.hpp"
 #include "kernels/attn_prefill/cpu.hpp"
@@ -12,8 +11,6 @@
 
 namespace qattn::cpu {
 namespace {
-
-constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
 
 /// Scale of every token of a coarse granularity, expanded. NaN in a group makes its scale NaN.
 void token_scales(const Job& job, Role role, std::int64_t b, std::int64_t head, Scratch& scratch,
