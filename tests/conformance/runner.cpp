@@ -39,7 +39,7 @@ ForceIsa::~ForceIsa() {
 }
 
 std::span<const std::string> isas() {
-  static const std::vector<std::string> all = {"scalar", "avx2",         "avx512vnni",
+  static const std::vector<std::string> all = {"scalar", "avx2",         "avx512vnni", "avx512bf16",
                                                "amx",    "neon_dotprod", "neon_i8mm"};
   return all;
 }

@@ -437,8 +437,9 @@ Kernel kernel(const char* name) {
 
 }  // namespace
 
-std::array<Kernel, 6> attention_kernels() {
+std::array<Kernel, 7> attention_kernels() {
   return {kernel<words_amx>("attn.cpu.amx"),
+          kernel<words_avx512bf16>("attn.cpu.avx512bf16"),
           kernel<words_avx512vnni>("attn.cpu.avx512vnni"),
           kernel<words_avx2>("attn.cpu.avx2"),
           kernel<words_neon_i8mm>("attn.cpu.neon_i8mm"),

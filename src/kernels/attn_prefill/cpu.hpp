@@ -13,7 +13,7 @@
 namespace qattn::cpu {
 
 /// One entry of the registry per instruction set, best first.
-std::array<detail::Kernel, 6> attention_kernels();
+std::array<detail::Kernel, 7> attention_kernels();
 
 /// Everything that selects code. Derived from the problem alone, so results do not depend on the
 /// number of threads or on the rest of the batch.

@@ -34,11 +34,18 @@ bool runs_avx512vnni() {
          __builtin_cpu_supports("avx512vnni");
 }
 
+/// CPUID leaf 7, subleaf 1: EAX bit 5.
+bool runs_avx512bf16() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return runs_avx512vnni() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 &&
+         (eax & 1u << 5) != 0;
+}
+
 /// Tiles need the CPU's word (CPUID leaf 7: EDX bits 22, 24, 25) and the kernel's: Linux hands out
 /// the tile state on request, once per process (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA).
 bool runs_amx() {
 #if defined(__linux__)
-  if (!runs_avx512vnni()) return false;
+  if (!runs_avx512bf16()) return false;
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
   constexpr unsigned tiles = 1u << 22 | 1u << 24 | 1u << 25;
@@ -55,6 +62,7 @@ bool runs_amx() {
 
 bool runs_avx2() { return false; }
 bool runs_avx512vnni() { return false; }
+bool runs_avx512bf16() { return false; }
 bool runs_amx() { return false; }
 
 #endif
@@ -75,6 +83,7 @@ struct Candidate {
 
 // Best first.
 constexpr Candidate candidates[] = {{"amx", words_amx, runs_amx},
+                                    {"avx512bf16", words_avx512bf16, runs_avx512bf16},
                                     {"avx512vnni", words_avx512vnni, runs_avx512vnni},
                                     {"avx2", words_avx2, runs_avx2},
                                     {"neon_i8mm", words_neon_i8mm, runs_i8mm},
@@ -91,7 +100,8 @@ Selection select_words() {
     if (c.words() != nullptr && c.runs()) return {c.words(), nullptr, false};
     if (!any) return {nullptr, "is not available on this CPU or in this build", false};
   }
-  return {nullptr, "is not one of amx, avx512vnni, avx2, neon_i8mm, neon_dotprod, scalar", true};
+  return {nullptr,
+          "is not one of amx, avx512bf16, avx512vnni, avx2, neon_i8mm, neon_dotprod, scalar", true};
 }
 
 }  // namespace qattn::cpu

@@ -118,6 +118,7 @@ struct Words {
 const Words* words_scalar();
 const Words* words_avx2();
 const Words* words_avx512vnni();
+const Words* words_avx512bf16();
 const Words* words_amx();
 const Words* words_neon_dotprod();
 const Words* words_neon_i8mm();
