@@ -109,7 +109,7 @@ Status attention(const AttentionTensors& tensors, const AttentionOptions& option
 /// Which kernel a call would get and why every other kernel was refused; or why the call is wrong.
 std::string explain(const AttentionTensors& tensors, const AttentionOptions& options);
 
-/// The CPU instruction set in use ("avx512vnni", "scalar"); QATTN_CPU_ISA forces one.
+/// The CPU instruction set in use ("amx", "avx2", "scalar", ...); QATTN_CPU_ISA forces one.
 /// Errors: invalid_argument for an unknown name, unsupported where this CPU lacks it.
 Result<std::string> cpu_isa();
 

@@ -5,6 +5,7 @@
 #include <new>
 #include <utility>
 
+#include "core/guarded.hpp"
 #include "kernels/attn_prefill/cpu.hpp"
 #include "kernels/cpu/words.hpp"
 
@@ -100,18 +101,6 @@ Result<Plan> plan_for(const Problem& problem) {
   return Plan(std::move(w.plan));
 }
 
-/// Nothing may escape as an exception: an allocation failure becomes a Status.
-template <class Value, class Function>
-Value guarded(Function f) {
-  try {
-    return f();
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, "host memory: an allocation failed");
-  } catch (const std::exception& e) {
-    return Status(Code::internal, e.what());
-  }
-}
-
 }  // namespace
 
 Result<Plan> plan(const AttentionTensors& tensors, const AttentionOptions& options) {
@@ -158,7 +147,8 @@ Status run(const Plan& plan, const AttentionTensors& tensors, const AttentionOpt
     // The tensors' shapes, formats and options decide the plan; a mismatch means the wrong plan.
     if (problem->describe() != planned.describe() ||
         detail::recipe_text(problem->recipe) != detail::recipe_text(planned.recipe) ||
-        problem->tokens_q != planned.tokens_q || problem->tokens_k != planned.tokens_k) {
+        problem->threads != planned.threads || problem->tokens_q != planned.tokens_q ||
+        problem->tokens_k != planned.tokens_k) {
       return Status(Code::invalid_argument,
                     "plan: was made for other shapes, formats or options:\n" + planned.describe() +
                         "but this call has\n" + problem->describe());

@@ -104,6 +104,9 @@ TEST(Plan, RunRefusesAnotherCall) {
   AttentionOptions other = o;
   other.softcap = 5;
   EXPECT_EQ(run(*p, t, other, memory, bytes).code(), Code::invalid_argument);
+  AttentionOptions crowded = o;
+  crowded.threads = 3;  // the plan's workspace holds scratch for its own number of threads
+  EXPECT_EQ(run(*p, t, crowded, memory, bytes).code(), Code::invalid_argument);
   for (const float x : out) ASSERT_EQ(x, -7.0f);
   EXPECT_TRUE(run(*p, t, o, memory, bytes).ok());
   std::free(memory);

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "isa/cpu/packs.hpp"
+
 namespace qattn::isa::avx2 {
 
 inline constexpr int lanes = 16;
@@ -164,17 +166,7 @@ static inline void store_bytes(void* p, I a) {
   quads(a.lo, static_cast<char*>(p));
   quads(a.hi, static_cast<char*>(p) + 8);
 }
-static inline void transpose_packs(const std::uint8_t* const* rows, int bytes, std::uint32_t flip,
-                                   std::uint8_t* out) {
-  for (int t = 0; t < bytes / 4; ++t) {
-    for (int i = 0; i < lanes; ++i) {
-      std::uint32_t pack;
-      std::memcpy(&pack, rows[i] + 4 * t, sizeof pack);
-      pack ^= flip;
-      std::memcpy(out + (t * lanes + i) * 4, &pack, sizeof pack);
-    }
-  }
-}
+using isa::transpose_packs;
 static inline void interleave_bytes(const std::uint8_t* const* rows, int n, std::uint8_t* out) {
   for (int i = 0; i < n; i += 16) {
     __m128i r[4];

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "isa/cpu/packs.hpp"
+
 namespace qattn::isa::neon {
 
 inline constexpr int lanes = 16;
@@ -178,18 +180,7 @@ static inline void store_bytes(void* p, I a) {
   const int16x8_t hi = vcombine_s16(vmovn_s32(a.x[2]), vmovn_s32(a.x[3]));
   vst1q_s8(static_cast<std::int8_t*>(p), vcombine_s8(vmovn_s16(lo), vmovn_s16(hi)));
 }
-/// Loads and stores of whole packs; the core is bound by memory here, not by shuffles.
-static inline void transpose_packs(const std::uint8_t* const* rows, int bytes, std::uint32_t flip,
-                                   std::uint8_t* out) {
-  for (int t = 0; t < bytes / 4; ++t) {
-    std::uint32_t packs[lanes];
-    for (int i = 0; i < lanes; ++i) {
-      std::memcpy(&packs[i], rows[i] + 4 * t, sizeof packs[i]);
-      packs[i] ^= flip;
-    }
-    std::memcpy(out + t * 64, packs, sizeof packs);
-  }
-}
+using isa::transpose_packs;
 static inline void interleave_bytes(const std::uint8_t* const* rows, int n, std::uint8_t* out) {
   for (int i = 0; i < n; i += 16) {
     const uint8x16x4_t r = {vld1q_u8(rows[0] + i), vld1q_u8(rows[1] + i), vld1q_u8(rows[2] + i),

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "isa/cpu/packs.hpp"
+
 namespace qattn::isa::scalar {
 
 inline constexpr int lanes = 16;
@@ -200,18 +202,7 @@ static inline void store_bytes(void* p, I a) {
   for (int i = 0; i < lanes; ++i) out[i] = static_cast<std::uint8_t>(a.x[i]);
 }
 
-/// 16 rows of `bytes` (a multiple of 4) to [bytes / 4][16][4]; every byte xor `flip`'s.
-static inline void transpose_packs(const std::uint8_t* const* rows, int bytes, std::uint32_t flip,
-                                   std::uint8_t* out) {
-  for (int t = 0; t < bytes / 4; ++t) {
-    for (int i = 0; i < lanes; ++i) {
-      std::uint32_t pack;
-      std::memcpy(&pack, rows[i] + 4 * t, sizeof pack);
-      pack ^= flip;
-      std::memcpy(out + (t * lanes + i) * 4, &pack, sizeof pack);
-    }
-  }
-}
+using isa::transpose_packs;
 /// 4 rows of n bytes (a multiple of 16) to [n][4].
 static inline void interleave_bytes(const std::uint8_t* const* rows, int n, std::uint8_t* out) {
   for (int i = 0; i < n; ++i) {

@@ -10,6 +10,7 @@
 #include <limits>
 #include <vector>
 
+#include "core/guarded.hpp"
 #include "formats/hadamard.hpp"
 #include "formats/scale.hpp"
 #include "kernels/quantize/quantize_check.hpp"
@@ -339,15 +340,6 @@ void dequantize_unit(Unit& u) {
     cpu::store_row(row.data(), u.f.channels, u.t.x.format,
                    static_cast<std::byte*>(u.t.x.data) +
                        u.token_offset(u.t.x, s) * (info(u.t.x.format).bits / 8));
-  }
-}
-
-template <class Value, class Function>
-Value guarded(Function f) {
-  try {
-    return f();
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, "host memory: an allocation failed");
   }
 }
 
