@@ -1,0 +1,264 @@
+// Bulk copies and TMA.
+#include "isa/emu/async_engine.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "isa/isa.hpp"
+
+namespace qattn::emu {
+
+std::uint32_t swizzled(std::uint32_t address, isa::Swizzle swizzle) {
+  switch (swizzle) {
+    case isa::Swizzle::bytes32:
+      return address ^ (address >> 3 & 0x10u);
+    case isa::Swizzle::bytes64:
+      return address ^ (address >> 3 & 0x30u);
+    case isa::Swizzle::bytes128:
+      return address ^ (address >> 3 & 0x70u);
+    default:
+      return address;
+  }
+}
+
+int swizzle_span(isa::Swizzle swizzle) {
+  return swizzle == isa::Swizzle::none ? 16 : 16 << static_cast<int>(swizzle);
+}
+
+std::uint32_t TensorMap::box_bytes() const {
+  std::uint32_t bytes = static_cast<std::uint32_t>(element_bytes);
+  for (int i = 0; i < rank; ++i) bytes *= box[i];
+  return bytes;
+}
+
+/// visit(shared address, global address, bytes): pieces of at most 16 bytes; a null global address
+/// stands for what lies outside of the tensor.
+template <class Visit>
+void AsyncEngine::visit_chunks(const Transfer& t, Visit visit) {
+  if (t.map.rank == 0) return visit(t.shared, t.map.address, t.bytes);
+  const TensorMap& map = t.map;
+  const std::int64_t size = map.element_bytes;
+  const std::int64_t row_bytes = map.box[0] * size, rows = t.bytes / row_bytes;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    bool inside = true;
+    char* line = map.address;
+    for (std::int64_t d = 1, rest = row; d < map.rank; rest /= map.box[d], ++d) {
+      const std::int64_t c = t.corner[d] + rest % map.box[d];
+      inside = inside && c >= 0 && static_cast<std::uint64_t>(c) < map.sizes[d];
+      line += c * static_cast<std::int64_t>(map.strides[d]);
+    }
+    const std::int64_t end = static_cast<std::int64_t>(map.sizes[0]) * size;
+    for (std::int64_t b = 0; b < row_bytes; b += 16) {
+      const std::uint32_t at = swizzled(t.shared + static_cast<std::uint32_t>(row * row_bytes + b),
+                                        static_cast<isa::Swizzle>(map.swizzle));
+      const std::int64_t x = t.corner[0] * size + b;
+      // Of these 16 bytes, [first, last) lie inside of the row.
+      const std::int64_t first = inside ? std::clamp<std::int64_t>(-x, 0, 16) : 16;
+      const std::int64_t last = inside ? std::clamp<std::int64_t>(end - x, first, 16) : 16;
+      const auto piece = [&](std::int64_t from, std::int64_t to, bool there) {
+        if (from < to) {
+          visit(at + static_cast<std::uint32_t>(from), there ? line + x + from : nullptr,
+                static_cast<std::uint32_t>(to - from));
+        }
+      };
+      piece(0, first, false);
+      piece(first, last, true);
+      piece(last, 16, false);
+    }
+  }
+}
+
+// ---- Loads
+// -----------------------------------------------------------------------------------------
+
+void AsyncEngine::issue_load(Transfer load, const char* what) {
+  Mbarrier& barrier = find(load.mbarrier, what, load.where);
+  if (!barrier.fenced) {
+    throw Error(text("%s: mbarrier +0x%x was initialised without fence_mbarrier_init, at %s", what,
+                     SharedMemory::offset(load.mbarrier), describe(load.where).c_str()));
+  }
+  SharedMemory& shared = block_.shared();
+  shared.check_writable(load.shared, load.bytes, what, load.where);
+  shared.mark(load.shared, load.bytes, ByteState::in_flight);
+  block_.stats.shared_written += load.bytes;
+  if (block_.options().races) {
+    Races& races = block_.races();
+    load.agent = races.barrier_agent(barrier.index);
+    load.time = races.begin(load.agent, current_lane->thread);
+    races.write(SharedMemory::offset(load.shared), load.bytes, load.agent, Proxy::async,
+                load.where);
+  }
+  if (block_.takes_effect_now()) {
+    complete_load(load);
+  } else {
+    loads_.push_back(load);
+  }
+}
+
+void AsyncEngine::complete_load(const Transfer& load) {
+  visit_chunks(load, [&](std::uint32_t to, const char* from, std::uint32_t bytes) {
+    if (from) {
+      std::memcpy(block_.shared().at(to), from, bytes);
+      block_.stats.global_read += bytes;
+    } else {
+      std::memset(block_.shared().at(to), 0, bytes);
+    }
+  });
+  block_.shared().mark(load.shared, load.bytes, ByteState::ready);
+  Mbarrier& barrier = mbarriers_.at(load.mbarrier);
+  if (block_.options().races) {
+    if (barrier.arriving.empty()) barrier.arriving = block_.races().empty_clock();
+    Races::observe(barrier.arriving, load.agent, load.time);
+  }
+  barrier.missing_bytes -= load.bytes;
+  complete_phase(load.mbarrier, barrier, load.where);
+}
+
+bool AsyncEngine::advance() {
+  if (loads_.empty()) return false;
+  // Nothing orders loads among each other: late ones complete youngest first.
+  const std::size_t i = block_.options().schedule == Schedule::random
+                            ? static_cast<std::size_t>(block_.random() % loads_.size())
+                            : loads_.size() - 1;
+  const Transfer load = loads_[i];
+  loads_.erase(loads_.begin() + static_cast<std::ptrdiff_t>(i));
+  complete_load(load);
+  return true;
+}
+
+void AsyncEngine::bulk_load(std::uint32_t to, const void* from, std::uint32_t bytes,
+                            std::uint32_t mbarrier, const Where& where) {
+  block_.count(Word::bulk_load);
+  if (bytes == 0 || bytes % 16 || reinterpret_cast<std::uintptr_t>(from) % 16) {
+    throw Error(text("bulk_load: %u bytes from %p: both must be multiples of 16, at %s", bytes,
+                     from, describe(where).c_str()));
+  }
+  block_.shared().check_place(to, bytes, 16, "bulk_load", where);
+  Transfer load;
+  load.map.rank = 0;
+  load.map.address = static_cast<char*>(const_cast<void*>(from));
+  load.shared = to;
+  load.bytes = bytes;
+  load.mbarrier = mbarrier;
+  load.where = where;
+  issue_load(load, "bulk_load");
+}
+
+void AsyncEngine::tma_load(std::uint32_t to, const TensorMap& map, const int* corner,
+                           std::uint32_t mbarrier, const Where& where) {
+  block_.count(Word::tma_load);
+  Transfer load;
+  load.map = map;
+  std::copy_n(corner, map.rank, load.corner);
+  load.shared = to;
+  load.bytes = map.box_bytes();
+  load.mbarrier = mbarrier;
+  load.where = where;
+  block_.shared().check_place(to, load.bytes, 128, "tma_load", where);
+  issue_load(load, "tma_load");
+}
+
+// ---- Stores
+// ----------------------------------------------------------------------------------------
+
+void AsyncEngine::issue_store(Transfer store, const char* what) {
+  SharedMemory& shared = block_.shared();
+  shared.check_readable(store.shared, store.bytes, what, store.where);
+  block_.stats.shared_read += store.bytes;
+  if (block_.options().races) {
+    Races& races = block_.races();
+    store.agent = races.store_agent(current_lane->warp);
+    store.time = races.begin(store.agent, current_lane->thread);
+    races.read(SharedMemory::offset(store.shared), store.bytes, store.agent, Proxy::async,
+               store.where);
+  }
+  Store pending{store, {}, false, false};
+  if (block_.takes_effect_now()) {
+    read_store(pending);
+    write_store(pending);
+    pending.read = false;  // nobody may count on it before the wait
+  }
+  stores_[static_cast<std::size_t>(current_lane->thread)].stores.push_back(std::move(pending));
+}
+
+void AsyncEngine::read_store(Store& store) {
+  if (!store.written && store.data.empty()) {
+    visit_chunks(store.transfer, [&](std::uint32_t from, const char*, std::uint32_t bytes) {
+      const std::uint8_t* data = block_.shared().at(from);
+      store.data.insert(store.data.end(), data, data + bytes);
+    });
+  }
+  store.read = true;
+}
+
+void AsyncEngine::write_store(Store& store) {
+  if (store.written) return;
+  const std::uint8_t* data = store.data.data();
+  visit_chunks(store.transfer, [&](std::uint32_t, char* to, std::uint32_t bytes) {
+    if (to) {
+      std::memcpy(to, data, bytes);
+      block_.stats.global_written += bytes;
+    }
+    data += bytes;
+  });
+  store.written = true;
+}
+
+void AsyncEngine::bulk_store(void* to, std::uint32_t from, std::uint32_t bytes,
+                             const Where& where) {
+  block_.count(Word::bulk_store);
+  if (bytes == 0 || bytes % 16 || reinterpret_cast<std::uintptr_t>(to) % 16) {
+    throw Error(text("bulk_store: %u bytes to %p: both must be multiples of 16, at %s", bytes, to,
+                     describe(where).c_str()));
+  }
+  block_.shared().check_place(from, bytes, 16, "bulk_store", where);
+  Transfer store;
+  store.map.rank = 0;
+  store.map.address = static_cast<char*>(to);
+  store.shared = from;
+  store.bytes = bytes;
+  store.where = where;
+  issue_store(store, "bulk_store");
+}
+
+void AsyncEngine::tma_store(const TensorMap& map, const int* corner, std::uint32_t from,
+                            const Where& where) {
+  block_.count(Word::tma_store);
+  Transfer store;
+  store.map = map;
+  std::copy_n(corner, map.rank, store.corner);
+  store.shared = from;
+  store.bytes = map.box_bytes();
+  store.where = where;
+  block_.shared().check_place(from, store.bytes, 128, "tma_store", where);
+  issue_store(store, "tma_store");
+}
+
+void AsyncEngine::commit_stores() {
+  block_.count(Word::bulk_commit);
+  StoreGroups& mine = stores_[static_cast<std::size_t>(current_lane->thread)];
+  int committed = 0;
+  for (int n : mine.groups) committed += n;
+  mine.groups.push_back(static_cast<int>(mine.stores.size()) - committed);
+}
+
+void AsyncEngine::wait_stores(int groups, bool reads_only) {
+  block_.count(Word::bulk_wait);
+  StoreGroups& mine = stores_[static_cast<std::size_t>(current_lane->thread)];
+  const int finished = static_cast<int>(mine.groups.size()) - groups;
+  int count = 0;
+  for (int i = 0; i < finished; ++i) count += mine.groups[static_cast<std::size_t>(i)];
+  for (int i = 0; i < count; ++i) {
+    Store& store = mine.stores[static_cast<std::size_t>(i)];
+    read_store(store);
+    if (!reads_only) write_store(store);
+    if (block_.options().races) {
+      block_.races().observe(current_lane->thread, store.transfer.agent, store.transfer.time);
+    }
+  }
+  if (reads_only || finished <= 0) return;
+  mine.stores.erase(mine.stores.begin(), mine.stores.begin() + count);
+  mine.groups.erase(mine.groups.begin(), mine.groups.begin() + finished);
+}
+
+}  // namespace qattn::emu

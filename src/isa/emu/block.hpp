@@ -1,0 +1,196 @@
+// One block of a grid: its lanes as coroutines on one thread, their collectives and barriers, its
+// shared memory. Blocks are reused from launch to launch for their stacks.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "isa/emu/error.hpp"
+#include "isa/emu/fiber.hpp"
+#include "isa/emu/options.hpp"
+#include "isa/emu/races.hpp"
+#include "isa/emu/shared_memory.hpp"
+
+namespace qattn::emu {
+
+class Block;
+class AsyncEngine;
+class WgmmaUnit;
+
+struct Position {
+  int x = 0, y = 0, z = 0;
+};
+
+/// What a lane waits for.
+enum class Waiting : std::uint8_t { nothing, warp, warpgroup, barrier, mbarrier, poll, finished };
+
+/// A copy_async16 that has been issued; `done`: its bytes were written already.
+struct Copy {
+  std::uint32_t to;
+  const void* from;
+  int bytes;
+  bool done;
+  Where where;
+};
+
+struct Lane {
+  Fiber fiber;
+  Block* block = nullptr;
+  int thread = 0, lane = 0, warp = 0;
+  Waiting waiting = Waiting::nothing;
+  std::uint32_t address = 0, parity = 0;  ///< of the barrier it waits at
+  Where where;
+  std::vector<Copy> copies;      ///< committed groups first, then the open one
+  std::vector<int> copy_groups;  ///< copies in each committed group
+};
+
+/// The lane that runs on this thread; null outside of kernels.
+constinit inline thread_local Lane* current_lane = nullptr;
+
+/// The arguments that the lanes of a collective brought.
+template <class T>
+struct Arguments {
+  void* const* all;
+  T& operator[](int i) const { return *static_cast<T*>(all[i]); }
+};
+
+class Block {
+ public:
+  Block(int threads);
+  ~Block();
+
+  void prepare(std::uint32_t shared_bytes, const Options& options);
+  /// Runs all threads of block `index` to their end. Throws Error.
+  void run(Position index, Position grid, const std::function<void()>& body);
+
+  int threads() const { return threads_; }
+  int warps() const { return threads_ / 32; }
+  Position index() const { return index_; }
+  Position grid() const { return grid_; }
+  const Options& options() const { return options_; }
+  SharedMemory& shared() { return shared_; }
+  Races& races() { return races_; }
+  AsyncEngine& async() { return *async_; }
+  WgmmaUnit& wgmma() { return *wgmma_; }
+  int elected_lane() const { return elected_lane_; }
+  Lane& lane(int thread) { return lanes_[static_cast<std::size_t>(thread)]; }
+  Stats stats;
+
+  void count(Word word, std::uint64_t lanes = 1) {
+    stats.lanes[static_cast<std::size_t>(word)] += lanes;
+  }
+  std::uint64_t random();
+  /// Whether an asynchronous operation that is issued now takes effect at once.
+  bool takes_effect_now();
+
+  // ---- Shared memory, for the current lane or, in a collective, on behalf of `thread` ----
+  void load(std::uint32_t address, std::uint32_t bytes, void* to, const Where& where);
+  void store(std::uint32_t address, std::uint32_t bytes, const void* from, const Where& where);
+  const std::uint8_t* read_as(int thread, std::uint32_t address, std::uint32_t bytes,
+                              const char* what, const Where& where);
+  std::uint8_t* write_as(int thread, std::uint32_t address, std::uint32_t bytes, const char* what,
+                         const Where& where);
+  std::uint32_t* atomic_shared(std::uint32_t address, const Where& where);
+
+  void copy_async(std::uint32_t to, const void* from, int bytes, const Where& where);
+  void copy_async_commit();
+  void copy_async_wait(int groups_in_flight);
+
+  // ---- Collectives: the arguments for the last lane to arrive, null for the others, afterwards
+  // ----
+  void* const* gather_warp(Word word, void* argument, const Where& where);
+  void release_warp();
+  void* const* gather_warpgroup(Word word, void* argument, const Where& where);
+  void release_warpgroup();
+  void sync_warp(const Where& where);
+  void barrier(int id, int threads, bool wait, const Where& where);
+
+  // ---- Scheduling ----
+  void wait(Waiting why, const Where& where, std::uint32_t address = 0, std::uint32_t parity = 0);
+  void wake(Lane& lane) { runnable_[lane.warp] |= 1u << lane.lane; }
+  /// Lets the others run; the lane comes back when something has changed.
+  void poll(const Where& where);
+
+ private:
+  struct Group {
+    int arrived = 0;
+    Word word = Word::none;
+    Where where;
+    std::array<void*, 128> arguments;
+  };
+  struct Barrier {
+    int arrived = 0, expected = 0;
+    std::vector<Lane*> waiting;
+    std::array<Where, 32> sites;  ///< where each warp's first lane arrived
+    std::uint32_t warps = 0;
+    Clock clock;
+  };
+
+  static void enter(boost::context::detail::transfer_t transfer);
+  void reset(Position index);
+  Lane* pick();
+  Lane* next_runnable();
+  Lane* take(int warp, int lane);
+  bool wake_pollers();
+  void resume(Fiber& from, Lane& to, bool last);
+  void leave(Fiber& from, bool last);
+  bool gather(Group& group, int size, int slot, Word word, void* argument, const Where& where);
+  void check_barrier_site(int id, Barrier& barrier, const Where& where);
+  void land(const Copy& copy);
+  void write_copy(const Copy& copy);
+  std::string deadlock_report();
+  std::string describe_waiting(const Lane& lane);
+
+  const int threads_;
+  Stacks stacks_;
+  std::vector<Lane> lanes_;
+  Fiber host_;
+  Options options_;
+  Position index_, grid_;
+  const std::function<void()>* body_ = nullptr;
+  std::string error_;
+
+  std::array<std::uint32_t, 32> runnable_{};
+  std::vector<Lane*> pollers_;
+  int idle_polls_ = 0;
+  int warp_ = 0, alive_ = 0;
+  std::uint64_t random_state_ = 0;
+
+  SharedMemory shared_;
+  Races races_;
+  std::array<Group, 32> warp_groups_;
+  std::array<Group, 8> warpgroups_;
+  std::array<Barrier, 17> barriers_;  ///< the last is cluster_sync's
+  std::unique_ptr<AsyncEngine> async_;
+  std::unique_ptr<WgmmaUnit> wgmma_;
+  int elected_lane_ = 0;
+};
+
+inline constexpr int kClusterBarrier = 16;
+
+inline Block& current_block() { return *current_lane->block; }
+
+/// Runs `execute(block, arguments)` once, when all 32 lanes of the warp have come.
+template <class T, class Execute>
+void warp_collective(Word word, T& argument, const Where& where, Execute execute) {
+  Block& block = current_block();
+  if (void* const* all = block.gather_warp(word, &argument, where)) {
+    execute(block, Arguments<T>{all});
+    block.release_warp();
+  }
+}
+
+/// The same for the 128 lanes of a warpgroup.
+template <class T, class Execute>
+void warpgroup_collective(Word word, T& argument, const Where& where, Execute execute) {
+  Block& block = current_block();
+  if (void* const* all = block.gather_warpgroup(word, &argument, where)) {
+    execute(block, Arguments<T>{all});
+    block.release_warpgroup();
+  }
+}
+
+}  // namespace qattn::emu

@@ -1,0 +1,106 @@
+// Shared-memory accesses of lanes and copy_async.
+#include <cstring>
+
+#include "isa/emu/block.hpp"
+
+namespace qattn::emu {
+
+const std::uint8_t* Block::read_as(int thread, std::uint32_t address, std::uint32_t bytes,
+                                   const char* what, const Where& where) {
+  shared_.check_place(address, bytes, bytes, what, where);
+  shared_.check_readable(address, bytes, what, where);
+  if (options_.races) {
+    races_.read(SharedMemory::offset(address), bytes, thread, Proxy::generic, where);
+  }
+  stats.shared_read += bytes;
+  return shared_.at(address);
+}
+
+std::uint8_t* Block::write_as(int thread, std::uint32_t address, std::uint32_t bytes,
+                              const char* what, const Where& where) {
+  shared_.check_place(address, bytes, bytes, what, where);
+  shared_.check_writable(address, bytes, what, where);
+  if (options_.races) {
+    races_.write(SharedMemory::offset(address), bytes, thread, Proxy::generic, where);
+  }
+  shared_.mark(address, bytes, ByteState::ready);
+  stats.shared_written += bytes;
+  return shared_.at(address);
+}
+
+void Block::load(std::uint32_t address, std::uint32_t bytes, void* to, const Where& where) {
+  count(Word::load_shared);
+  std::memcpy(to, read_as(current_lane->thread, address, bytes, "load_shared", where), bytes);
+}
+
+void Block::store(std::uint32_t address, std::uint32_t bytes, const void* from,
+                  const Where& where) {
+  count(Word::store_shared);
+  std::memcpy(write_as(current_lane->thread, address, bytes, "store_shared", where), from, bytes);
+}
+
+std::uint32_t* Block::atomic_shared(std::uint32_t address, const Where& where) {
+  count(Word::atomic_shared);
+  shared_.check_place(address, 4, 4, "atomic", where);
+  shared_.check_readable(address, 4, "atomic", where);
+  if (options_.races) {
+    races_.atomic(SharedMemory::offset(address), 4, current_lane->thread, where);
+  }
+  stats.shared_read += 4;
+  stats.shared_written += 4;
+  return reinterpret_cast<std::uint32_t*>(shared_.at(address));
+}
+
+void Block::copy_async(std::uint32_t to, const void* from, int bytes, const Where& where) {
+  count(Word::copy_async);
+  if (bytes < 0 || bytes > 16) {
+    throw Error(text("copy_async16: %d bytes, at %s", bytes, describe(where).c_str()));
+  }
+  if (reinterpret_cast<std::uintptr_t>(from) % 16 != 0) {
+    throw Error(text("copy_async16: misaligned source %p, at %s", from, describe(where).c_str()));
+  }
+  write_as(current_lane->thread, to, 16, "copy_async16", where);
+  stats.global_read += static_cast<std::uint64_t>(bytes);
+  shared_.mark(to, 16, ByteState::in_flight);
+  const Copy copy{to, from, bytes, takes_effect_now(), where};
+  if (copy.done) write_copy(copy);
+  current_lane->copies.push_back(copy);
+}
+
+void Block::write_copy(const Copy& copy) {
+  std::uint8_t* to = shared_.at(copy.to);
+  if (copy.bytes) std::memcpy(to, copy.from, static_cast<std::size_t>(copy.bytes));
+  std::memset(to + copy.bytes, 0, static_cast<std::size_t>(16 - copy.bytes));
+}
+
+void Block::land(const Copy& copy) {
+  if (!copy.done) write_copy(copy);
+  shared_.mark(copy.to, 16, ByteState::ready);
+  // The write happens here: a barrier between issue and wait orders nothing.
+  if (options_.races) {
+    races_.write(SharedMemory::offset(copy.to), 16, current_lane->thread, Proxy::generic,
+                 copy.where);
+  }
+}
+
+void Block::copy_async_commit() {
+  count(Word::copy_async_commit);
+  Lane& me = *current_lane;
+  int committed = 0;
+  for (int n : me.copy_groups) committed += n;
+  me.copy_groups.push_back(static_cast<int>(me.copies.size()) - committed);
+}
+
+void Block::copy_async_wait(int groups_in_flight) {
+  count(Word::copy_async_wait);
+  Lane& me = *current_lane;
+  const int finished = static_cast<int>(me.copy_groups.size()) - groups_in_flight;
+  if (finished <= 0) return;
+  int copies = 0;
+  for (int i = 0; i < finished; ++i) copies += me.copy_groups[static_cast<std::size_t>(i)];
+  for (int i = 0; i < copies; ++i) land(me.copies[static_cast<std::size_t>(i)]);
+  me.copies.erase(me.copies.begin(), me.copies.begin() + copies);
+  me.copy_groups.erase(me.copy_groups.begin(), me.copy_groups.begin() + finished);
+}
+
+}  // namespace qattn::emu

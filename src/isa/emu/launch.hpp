@@ -1,0 +1,38 @@
+// Launches in the emulator, with emu::options(). Included by isa/launch.hpp.
+#pragma once
+
+#include "isa/emu/options.hpp"
+#include "isa/launch.hpp"
+
+namespace qattn::isa {
+inline namespace QATTN_TARGET {
+
+/// Runs to the end before it returns; `stream` means nothing here. emu::last_stats() tells what the
+/// kernel did.
+template <class K>
+LaunchError launch(const typename K::Params& params, Index3 grid, void* /*stream*/) {
+  const typename K::Params copy = params;
+  try {
+    emu::run(grid, K::threads, K::shared_bytes, emu::options(), [&copy] { K::run(copy); });
+  } catch (const emu::Error& e) {
+    return e.what();
+  }
+  return {};
+}
+
+/// The emulator has every word up to sm_90.
+inline int architecture(int /*device*/) { return 90; }
+
+/// The sticky error word of the one emulated device.
+inline std::uint32_t* error_word() {
+  static std::uint32_t word = 0;
+  return &word;
+}
+
+template <class K>
+KernelResources resources() {
+  return {};
+}
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::isa

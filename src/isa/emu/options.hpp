@@ -1,0 +1,121 @@
+// How a launch is emulated, and what it counted.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+namespace qattn::isa {
+struct Index3;
+}
+
+namespace qattn::emu {
+
+/// When an asynchronous operation takes effect: as soon as it is issued, at the last moment that
+/// the kernel's waits allow, or at a seeded random moment between. A correct kernel gives the same
+/// bits under all three.
+enum class Schedule : std::uint8_t { early, late, random };
+
+/// Which lane runs next when one blocks.
+enum class LaneOrder : std::uint8_t { forward, reverse, random };
+
+struct Options {
+  Schedule schedule = Schedule::late;
+  LaneOrder order = LaneOrder::forward;
+  std::uint64_t seed = 1;
+  bool races = true;  ///< track happens-before between lanes (about +50% time)
+  int workers = 1;    ///< threads that run blocks of the grid
+};
+
+/// What isa::launch uses.
+Options& options();
+
+/// Instructions as the counters name them.
+enum class Word : std::uint8_t {
+  none,
+  load_shared,
+  store_shared,
+  load_global,
+  store_global,
+  atomic_shared,
+  atomic_global,
+  sync_threads,
+  barrier_sync,
+  barrier_arrive,
+  sync_warp,
+  shuffle,
+  vote,
+  copy_async,
+  copy_async_commit,
+  copy_async_wait,
+  load_matrix,
+  store_matrix,
+  mma_f16,
+  mma_bf16,
+  mma_int8,
+  mma_fp8,
+  exp2,
+  log2,
+  reciprocal,
+  convert,
+  byte_permute,
+  lop3,
+  dot4,
+  max3,
+  mbarrier_init,
+  mbarrier_arrive,
+  mbarrier_wait,
+  fence_async_proxy,
+  bulk_load,
+  bulk_store,
+  tma_load,
+  tma_store,
+  bulk_commit,
+  bulk_wait,
+  wgmma_fence,
+  wgmma,
+  wgmma_commit,
+  wgmma_wait,
+  registers,
+  elect,
+  cluster_sync,
+  count
+};
+
+/// Execution units, as far as a bound on a kernel's speed needs them.
+enum class Pipe : std::uint8_t { control, memory, tensor, special, convert, integer, count };
+
+const char* name(Word word);
+Pipe pipe(Word word);
+
+/// Counted over all blocks of a launch.
+struct Stats {
+  /// Executions by single lanes: a warp's collective counts 32, a warpgroup's 128.
+  std::array<std::uint64_t, static_cast<std::size_t>(Word::count)> lanes{};
+  std::uint64_t shared_read = 0, shared_written = 0;  ///< bytes
+  std::uint64_t global_read = 0, global_written = 0;  ///< bytes, copies and TMA included
+  std::uint64_t matrix_rows = 0;   ///< 8-row matrices that load_matrix and store_matrix moved
+  std::uint64_t matrix_waves = 0;  ///< shared-memory cycles they took: equal without conflicts
+  std::uint64_t tensor_macs = 0;   ///< multiply-accumulates of mma and wgmma
+  std::uint64_t switches = 0;      ///< of the emulator, between lanes
+  std::uint64_t blocks = 0;
+
+  double warp_instructions(Word word) const {
+    return static_cast<double>(lanes[static_cast<std::size_t>(word)]) / 32;
+  }
+  double warp_instructions(Pipe which) const;
+  Stats& operator+=(const Stats& other);
+  /// One line a word that was executed, then the bytes.
+  std::string report() const;
+};
+
+/// Of the latest launch that ended on this thread.
+const Stats& last_stats();
+
+/// Runs `body` once per thread of the grid. Throws Error.
+Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& options,
+          const std::function<void()>& body);
+
+}  // namespace qattn::emu

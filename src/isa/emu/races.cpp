@@ -1,0 +1,332 @@
+#include "isa/emu/races.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+namespace qattn::emu {
+namespace {
+
+constexpr std::uint32_t kPageWords = 64;
+
+// Clocks are joined at every barrier, so this is most of the race checker's time. GCC and clang
+// lower these eight numbers to whatever vectors the target has.
+using Times8 [[gnu::vector_size(32)]] = std::uint32_t;
+
+[[gnu::always_inline]] inline void raise_all(std::uint32_t* to, const std::uint32_t* from,
+                                             std::size_t count) {
+  std::size_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    Times8 x, y;
+    std::memcpy(&x, to + i, sizeof x);
+    std::memcpy(&y, from + i, sizeof y);
+    x = x > y ? x : y;
+    std::memcpy(to + i, &x, sizeof x);
+  }
+  for (; i < count; ++i) to[i] = std::max(to[i], from[i]);
+}
+
+#if defined(__x86_64__)
+[[gnu::target("avx2")]] void raise_avx2(std::uint32_t* to, const std::uint32_t* from,
+                                        std::size_t count) {
+  raise_all(to, from, count);
+}
+#endif
+
+/// to = max(to, from)
+void raise(std::uint32_t* to, const std::uint32_t* from, std::size_t count) {
+#if defined(__x86_64__)
+  static const bool avx2 = __builtin_cpu_supports("avx2");
+  if (avx2) return raise_avx2(to, from, count);
+#endif
+  raise_all(to, from, count);
+}
+
+}  // namespace
+
+void Races::prepare(int lanes, std::uint32_t bytes) {
+  const std::uint32_t words = (bytes + 3) / 4;
+  lanes_ = lanes;
+  agents_ = barrier_agent(kBarrierAgents - 1) + 1;
+  stride_ = 2 * static_cast<std::size_t>(agents_);
+  fences_ = false;
+  clocks_.assign(static_cast<std::size_t>(agents_) * stride_, 0);
+  for (int a = 0; a < agents_; ++a) seen(a, a) = 1;
+  const int groups = (agents_ + 31) / 32;
+  if (words != words_ || groups != groups_) {
+    words_ = words;
+    groups_ = groups;
+    writes_.assign(words, {});
+    reads_.assign(words * static_cast<std::size_t>(groups), {});
+    split_.assign(words, 0);
+    page_generation_.assign(words / kPageWords + 1, 0);
+    generation_ = 0;
+  }
+  ++generation_;
+  more_reads_.clear();
+  atomics_.clear();
+}
+
+// ---- Order
+// ---------------------------------------------------------------------------------------
+
+void Races::release(int agent, Clock& clock) {
+  if (clock.empty()) clock.assign(stride_, 0);
+  raise(clock.data(), &seen(agent, 0), width());
+  ++seen(agent, agent);
+}
+
+void Races::acquire(int agent, const Clock& clock) {
+  if (!clock.empty()) raise(&seen(agent, 0), clock.data(), width());
+}
+
+void Races::meet(int first, int count) {
+  thread_local Clock all;
+  all.assign(stride_, 0);
+  for (int a = first; a < first + count; ++a) raise(all.data(), &seen(a, 0), width());
+  for (int a = first; a < first + count; ++a) {
+    std::copy(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(width()), &seen(a, 0));
+    ++seen(a, a);
+  }
+}
+
+void Races::fence_async(int agent) {
+  fences_ = true;
+  raise(&visible(agent, 0), &seen(agent, 0), static_cast<std::size_t>(agents_));
+  ++seen(agent, agent);
+}
+
+std::uint32_t Races::begin(int agent, int issuer) {
+  const std::uint32_t time = seen(agent, agent) + 1;
+  std::copy_n(&seen(issuer, 0), width(), &seen(agent, 0));
+  return seen(agent, agent) = time;
+}
+
+std::uint32_t Races::begin_for_all(int agent, int first) {
+  const std::uint32_t time = seen(agent, agent) + 1;
+  std::uint32_t* common = &seen(agent, 0);
+  std::copy_n(&seen(first, 0), width(), common);
+  for (int lane = first + 1; lane < first + 128; ++lane) {
+    const std::uint32_t* known = &seen(lane, 0);
+    for (std::size_t i = 0; i < width(); ++i) common[i] = std::min(common[i], known[i]);
+  }
+  return seen(agent, agent) = time;
+}
+
+void Races::observe(int agent, int other, std::uint32_t until) {
+  std::uint32_t& time = seen(agent, other);
+  time = std::max(time, until);
+}
+
+void Races::observe(Clock& clock, int other, std::uint32_t until) {
+  std::uint32_t& time = clock[static_cast<std::size_t>(other)];
+  time = std::max(time, until);
+}
+
+// ---- Granules
+// ------------------------------------------------------------------------------------
+
+void Races::touch(std::uint32_t word) {
+  std::uint32_t& generation = page_generation_[word / kPageWords];
+  if (generation == generation_) return;
+  generation = generation_;
+  const std::uint32_t first = word / kPageWords * kPageWords;
+  const std::uint32_t end = std::min(first + kPageWords, words_);
+  std::fill(writes_.begin() + first, writes_.begin() + end, Write{});
+  std::fill(split_.begin() + first, split_.begin() + end, std::uint8_t{0});
+  std::fill(reads_of(first), reads_of(first) + (end - first) * static_cast<std::size_t>(groups_),
+            Reads{});
+}
+
+void Races::split(std::uint32_t word) {
+  if (split_[word]) return;
+  split_[word] = 1;
+  // The bytes' granules follow the words'; most kernels never need them.
+  if (writes_.size() == words_) {
+    writes_.resize(std::size_t{5} * words_);
+    reads_.resize(std::size_t{5} * words_ * static_cast<std::size_t>(groups_));
+  }
+  for (std::uint32_t g = words_ + 4 * word; g < words_ + 4 * word + 4; ++g) {
+    writes_[g] = writes_[word];
+    std::copy_n(reads_of(word), groups_, reads_of(g));
+    more_reads_.erase(g);
+    atomics_.erase(g);
+    if (const auto it = more_reads_.find(word); it != more_reads_.end()) {
+      more_reads_[g] = std::vector<Access>(it->second);
+    }
+    if (const auto it = atomics_.find(word); it != atomics_.end()) {
+      atomics_[g] = std::vector<Access>(it->second);
+    }
+  }
+}
+
+template <class Visit>
+void Races::visit_granules(std::uint32_t offset, std::uint32_t bytes, Visit visit) {
+  const std::uint32_t first = offset / 4, last = (offset + bytes - 1) / 4;
+  for (std::uint32_t word = first; word <= last; ++word) {
+    touch(word);
+    if (bytes < 4) split(word);
+    if (!split_[word]) {
+      visit(word);
+      continue;
+    }
+    const std::uint32_t begin = std::max(offset, 4 * word);
+    const std::uint32_t end = std::min(offset + bytes, 4 * word + 4);
+    for (std::uint32_t byte = begin; byte < end; ++byte) visit(words_ + byte);
+  }
+}
+
+std::uint32_t Races::offset_of(std::uint32_t granule) const {
+  return granule < words_ ? 4 * granule : granule - words_;
+}
+
+// ---- Accesses
+// ------------------------------------------------------------------------------------
+
+std::string Races::agent_name(int agent) const {
+  if (agent < lanes_) return text("thread %d", agent);
+  if (agent < store_agent(0)) return text("wgmma of warpgroup %d", agent - lanes_);
+  if (agent < barrier_agent(0)) return text("a bulk store of warp %d", agent - store_agent(0));
+  return "a bulk load";
+}
+
+void Races::fail(std::uint32_t granule, const Access& by, const char* verb, int other,
+                 const char* earlier, const Where* place) const {
+  std::string message = text("race: %s %s shared memory +0x%x at %s, not ordered after %s of %s",
+                             agent_name(by.agent).c_str(), verb, offset_of(granule),
+                             describe(by.where).c_str(), earlier, agent_name(other).c_str());
+  if (place) message += " at " + describe(*place);
+  throw Error(message);
+}
+
+void Races::check_writers(std::uint32_t granule, const Access& by, Proxy proxy, const char* verb) {
+  const Write& last = writes_[granule];
+  if (last.time == 0) return;
+  if (last.agent != by.agent && seen(by.agent, last.agent) < last.time) {
+    fail(granule, by, verb, last.agent, "the write", &last.where);
+  }
+  if (proxy == Proxy::async && last.proxy == Proxy::generic &&
+      visible(by.agent, last.agent) < last.time) {
+    throw Error(
+        text("%s %s shared memory +0x%x at %s, written by thread %d at %s without "
+             "fence_async_proxy between",
+             agent_name(by.agent).c_str(), verb, offset_of(granule), describe(by.where).c_str(),
+             last.agent, describe(last.where).c_str()));
+  }
+}
+
+void Races::check_atomics(std::uint32_t granule, const Access& by, const char* verb) {
+  if (!writes_[granule].atomic) return;
+  for (const Access& a : atomics_[granule]) {
+    if (a.agent != by.agent && seen(by.agent, a.agent) < a.time) {
+      fail(granule, by, verb, a.agent, "the atomic operation", &a.where);
+    }
+  }
+}
+
+void Races::check_readers(std::uint32_t granule, const Access& by) {
+  Reads* groups = reads_of(granule);
+  for (int group = 0; group < groups_; ++group) {
+    std::uint32_t lanes = groups[group].lanes;
+    for (; lanes; lanes &= lanes - 1) {
+      const int reader = 32 * group + std::countr_zero(lanes);
+      if (reader != by.agent && seen(by.agent, reader) < groups[group].time) {
+        fail(granule, by, "writes", reader, "the read", nullptr);
+      }
+    }
+    groups[group] = {};
+  }
+  if (more_reads_.empty()) return;
+  const auto more = more_reads_.find(granule);
+  if (more == more_reads_.end()) return;
+  for (const Access& reader : more->second) {
+    if (reader.agent != by.agent && seen(by.agent, reader.agent) < reader.time) {
+      fail(granule, by, "writes", reader.agent, "the read", &reader.where);
+    }
+  }
+  more_reads_.erase(more);
+}
+
+void Races::record_read(std::uint32_t granule, const Access& by) {
+  Reads& slot = reads_of(granule)[by.agent / 32];
+  const std::uint32_t lane = 1u << (by.agent % 32);
+  if (slot.lanes == 0 || slot.lanes == lane) {
+    slot = {by.time, lane};
+    return;
+  }
+  if (slot.time == by.time) {
+    slot.lanes |= lane;
+    return;
+  }
+  // Readers that come before this one need no memory: who is ordered after it, is after them.
+  bool ordered = true;
+  for (std::uint32_t lanes = slot.lanes & ~lane; lanes; lanes &= lanes - 1) {
+    const int reader = by.agent / 32 * 32 + std::countr_zero(lanes);
+    ordered = ordered && seen(by.agent, reader) >= slot.time;
+  }
+  if (ordered) {
+    slot = {by.time, lane};
+    return;
+  }
+  auto& more = more_reads_[granule];
+  const auto mine =
+      std::find_if(more.begin(), more.end(), [&](const Access& a) { return a.agent == by.agent; });
+  if (mine == more.end()) {
+    more.push_back(by);
+  } else {
+    *mine = by;
+  }
+}
+
+void Races::read(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy,
+                 const Where& where) {
+  const Access by{agent, seen(agent, agent), where};
+  visit_granules(offset, bytes, [&](std::uint32_t granule) {
+    check_writers(granule, by, proxy, "reads");
+    check_atomics(granule, by, "reads");
+    record_read(granule, by);
+  });
+}
+
+void Races::write(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy,
+                  const Where& where) {
+  const Access by{agent, seen(agent, agent), where};
+  const Write now{where, by.time, static_cast<std::uint16_t>(agent), proxy, false};
+  visit_granules(offset, bytes, [&](std::uint32_t granule) {
+    check_writers(granule, by, proxy, "writes");
+    check_atomics(granule, by, "writes");
+    check_readers(granule, by);
+    writes_[granule] = now;
+  });
+  if (bytes < 4) return;
+  for (std::uint32_t word = offset / 4; word < (offset + bytes) / 4; ++word) {
+    if (!split_[word]) continue;
+    split_[word] = 0;  // one writer again
+    writes_[word] = now;
+    std::fill_n(reads_of(word), groups_, Reads{});
+    more_reads_.erase(word);
+    atomics_.erase(word);
+  }
+}
+
+void Races::atomic(std::uint32_t offset, std::uint32_t bytes, int agent, const Where& where) {
+  const Access by{agent, seen(agent, agent), where};
+  visit_granules(offset, bytes, [&](std::uint32_t granule) {
+    check_writers(granule, by, Proxy::generic, "updates");
+    check_readers(granule, by);
+    // Atomic operations do not race with each other: the plain write before them stays the last.
+    Write& last = writes_[granule];
+    auto& all = atomics_[granule];
+    if (!last.atomic) all.clear();
+    last.atomic = true;
+    const auto mine =
+        std::find_if(all.begin(), all.end(), [&](const Access& a) { return a.agent == agent; });
+    if (mine == all.end()) {
+      all.push_back(by);
+    } else {
+      *mine = by;
+    }
+  });
+}
+
+}  // namespace qattn::emu

@@ -1,0 +1,114 @@
+// Happens-before between the lanes of a block, in the manner of FastTrack: every agent has a vector
+// clock; every word of shared memory knows its last writer and its readers since then. Values and
+// schedules alone miss most races; the clocks show them in every schedule.
+//
+// Agents are the lanes and the hardware that reads and writes on their behalf: wgmma of each
+// warpgroup, bulk copies of each mbarrier, bulk stores of each warp.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "isa/emu/error.hpp"
+
+namespace qattn::emu {
+
+/// Ordinary loads and stores, or TMA and wgmma: a fence orders the first before the second.
+enum class Proxy : std::uint8_t { generic, async };
+
+/// What an agent has seen of every other one; the second half: what of it the async proxy sees.
+using Clock = std::vector<std::uint32_t>;
+
+class Races {
+ public:
+  static constexpr int kBarrierAgents = 16;
+
+  void prepare(int lanes, std::uint32_t bytes);
+
+  int wgmma_agent(int warpgroup) const { return lanes_ + warpgroup; }
+  int store_agent(int warp) const { return lanes_ + lanes_ / 128 + 1 + warp; }
+  int barrier_agent(int index) const {
+    return lanes_ + lanes_ / 128 + 1 + lanes_ / 32 + index % kBarrierAgents;
+  }
+
+  // ---- Order ----
+  /// Everything that `agent` did so far becomes known to those who acquire `clock`.
+  void release(int agent, Clock& clock);
+  void acquire(int agent, const Clock& clock);
+  /// Lanes first..first+count-1 see each other's past (sync_warp).
+  void meet(int first, int count);
+  /// Generic accesses that `agent` has seen come before async ones ordered after this.
+  void fence_async(int agent);
+  /// `agent` begins an operation on behalf of `issuer`; the operation's time.
+  std::uint32_t begin(int agent, int issuer);
+  /// The same for the 128 lanes from `first`: it knows what all of them know.
+  std::uint32_t begin_for_all(int agent, int first);
+  /// `agent` has seen the operations of `other` up to time `until`.
+  void observe(int agent, int other, std::uint32_t until);
+  static void observe(Clock& clock, int other, std::uint32_t until);
+  Clock empty_clock() const { return Clock(2 * static_cast<std::size_t>(agents_), 0); }
+
+  // ---- Accesses: throw Error at a race ----
+  void read(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy, const Where& where);
+  void write(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy, const Where& where);
+  void atomic(std::uint32_t offset, std::uint32_t bytes, int agent, const Where& where);
+
+ private:
+  struct Write {
+    Where where;
+    std::uint32_t time = 0;
+    std::uint16_t agent = 0;
+    Proxy proxy = Proxy::generic;
+    bool atomic = false;
+  };
+  /// Lanes of one group of 32 agents that read at the same time of their own clocks.
+  struct Reads {
+    std::uint32_t time = 0, lanes = 0;
+  };
+  struct Access {
+    int agent;
+    std::uint32_t time;
+    Where where;
+  };
+
+  std::uint32_t& seen(int agent, int other) {
+    return clocks_[static_cast<std::size_t>(agent) * stride_ + static_cast<std::size_t>(other)];
+  }
+  std::uint32_t& visible(int agent, int other) { return seen(agent, agents_ + other); }
+  std::size_t width() const { return fences_ ? stride_ : static_cast<std::size_t>(agents_); }
+  std::string agent_name(int agent) const;
+
+  // A granule is a 4-byte word, or one byte of a word that narrower accesses have split.
+  template <class Visit>
+  void visit_granules(std::uint32_t offset, std::uint32_t bytes, Visit visit);
+  void touch(std::uint32_t word);
+  void split(std::uint32_t word);
+  std::uint32_t offset_of(std::uint32_t granule) const;
+  Reads* reads_of(std::uint32_t granule) {
+    return &reads_[granule * static_cast<std::size_t>(groups_)];
+  }
+  void check_writers(std::uint32_t granule, const Access& by, Proxy proxy, const char* verb);
+  void check_atomics(std::uint32_t granule, const Access& by, const char* verb);
+  void check_readers(std::uint32_t granule, const Access& by);
+  void record_read(std::uint32_t granule, const Access& by);
+  [[noreturn]] void fail(std::uint32_t granule, const Access& by, const char* verb, int other,
+                         const char* earlier, const Where* place) const;
+
+  int lanes_ = 0, agents_ = 0, groups_ = 0;
+  std::size_t stride_ = 0;
+  bool fences_ = false;  ///< whether the second halves of the clocks are in use
+  std::uint32_t words_ = 0;
+  Clock clocks_;
+  std::vector<Write> writes_;
+  std::vector<Reads> reads_;
+  std::vector<std::uint8_t> split_;
+  // Cells are cleared when a block first touches their page.
+  std::uint32_t generation_ = 0;
+  std::vector<std::uint32_t> page_generation_;
+  // Rare: readers that found their group's slot taken, and atomic writers.
+  std::unordered_map<std::uint32_t, std::vector<Access>> more_reads_, atomics_;
+};
+
+}  // namespace qattn::emu

@@ -1,0 +1,431 @@
+// Words that every supported architecture has, emulated. Meanings: isa.hpp.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "formats/bf16.hpp"
+#include "formats/e4m3.hpp"
+#include "formats/e5m2.hpp"
+#include "formats/f16.hpp"
+#include "isa/emu/block.hpp"
+#include "isa/emu/matrix.hpp"
+#include "isa/isa.hpp"
+
+namespace qattn::isa {
+inline namespace QATTN_TARGET {
+
+using emu::Where;
+using emu::Word;
+
+inline constexpr bool is_emulated = true;
+
+// ---- Places ------------------------------------------------------------------------------------
+
+inline int thread() { return emu::current_lane->thread; }
+inline int lane() { return emu::current_lane->lane; }
+inline int warp() { return emu::current_lane->warp; }
+inline Index3 block() {
+  const emu::Position p = emu::current_block().index();
+  return {p.x, p.y, p.z};
+}
+inline Index3 grid() {
+  const emu::Position p = emu::current_block().grid();
+  return {p.x, p.y, p.z};
+}
+inline SharedAddress shared_base() { return emu::SharedMemory::kBase; }
+
+// ---- Memory ------------------------------------------------------------------------------------
+
+template <class T>
+inline constexpr bool is_memory_type = std::is_trivially_copyable_v<T> &&
+                                       (sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 ||
+                                        sizeof(T) == 8 || sizeof(T) == 16);
+
+template <class T>
+T load_shared(SharedAddress a, Where where = Where::current()) {
+  static_assert(is_memory_type<T>);
+  T value;
+  emu::current_block().load(a, sizeof(T), &value, where);
+  return value;
+}
+template <class T>
+void store_shared(SharedAddress a, T value, Where where = Where::current()) {
+  static_assert(is_memory_type<T>);
+  emu::current_block().store(a, sizeof(T), &value, where);
+}
+
+template <class T>
+void check_global(const T* p, const char* what, const Where& where) {
+  static_assert(is_memory_type<T>);
+  if (reinterpret_cast<std::uintptr_t>(p) % sizeof(T) != 0) {
+    throw emu::Error(emu::text("%s: misaligned address %p of %zu bytes, at %s", what,
+                               static_cast<const void*>(p), sizeof(T),
+                               emu::describe(where).c_str()));
+  }
+}
+template <class T>
+T load_global(const T* p, Where where = Where::current()) {
+  check_global(p, "load_global", where);
+  emu::current_block().count(Word::load_global);
+  emu::current_block().stats.global_read += sizeof(T);
+  return *p;
+}
+template <class T>
+void store_global(T* p, T value, Where where = Where::current()) {
+  check_global(p, "store_global", where);
+  emu::current_block().count(Word::store_global);
+  emu::current_block().stats.global_written += sizeof(T);
+  *p = value;
+}
+template <class T>
+T load_once(const T* p, Where where = Where::current()) {
+  return load_global(p, where);
+}
+template <class T>
+void store_once(T* p, T value, Where where = Where::current()) {
+  store_global(p, value, where);
+}
+
+inline std::uint32_t atomic_max_shared(SharedAddress a, std::uint32_t v,
+                                       Where where = Where::current()) {
+  std::uint32_t* p = emu::current_block().atomic_shared(a, where);
+  const std::uint32_t old = *p;
+  *p = old > v ? old : v;
+  return old;
+}
+inline std::uint32_t atomic_add_shared(SharedAddress a, std::uint32_t v,
+                                       Where where = Where::current()) {
+  std::uint32_t* p = emu::current_block().atomic_shared(a, where);
+  const std::uint32_t old = *p;
+  *p = old + v;
+  return old;
+}
+
+// Blocks run on several threads.
+template <class T>
+std::atomic_ref<T> global_atomic(T* p, const Where& where) {
+  check_global(p, "atomic", where);
+  emu::current_block().count(Word::atomic_global);
+  emu::current_block().stats.global_read += sizeof(T);
+  emu::current_block().stats.global_written += sizeof(T);
+  return std::atomic_ref<T>(*p);
+}
+inline std::uint32_t atomic_max_global(std::uint32_t* p, std::uint32_t v,
+                                       Where where = Where::current()) {
+  const std::atomic_ref<std::uint32_t> target = global_atomic(p, where);
+  std::uint32_t old = target.load();
+  while (old < v && !target.compare_exchange_weak(old, v)) {
+  }
+  return old;
+}
+inline std::uint32_t atomic_or_global(std::uint32_t* p, std::uint32_t v,
+                                      Where where = Where::current()) {
+  return global_atomic(p, where).fetch_or(v);
+}
+inline std::uint32_t atomic_add_global(std::uint32_t* p, std::uint32_t v,
+                                       Where where = Where::current()) {
+  return global_atomic(p, where).fetch_add(v);
+}
+inline std::uint64_t atomic_add_global(std::uint64_t* p, std::uint64_t v,
+                                       Where where = Where::current()) {
+  return global_atomic(p, where).fetch_add(v);
+}
+
+// ---- Order -------------------------------------------------------------------------------------
+
+inline void sync_threads(Where where = Where::current()) {
+  emu::Block& block = emu::current_block();
+  block.count(Word::sync_threads);
+  block.barrier(0, block.threads(), true, where);
+}
+inline void barrier_sync(int id, int threads, Where where = Where::current()) {
+  emu::current_block().count(Word::barrier_sync);
+  emu::current_block().barrier(id, threads, true, where);
+}
+inline void barrier_arrive(int id, int threads, Where where = Where::current()) {
+  emu::current_block().count(Word::barrier_arrive);
+  emu::current_block().barrier(id, threads, false, where);
+}
+inline void sync_warp(Where where = Where::current()) { emu::current_block().sync_warp(where); }
+
+template <class T>
+struct Shuffled {
+  T value;
+  int source;  ///< outside 0..31: keep one's own
+  T result;
+};
+template <class T>
+T shuffle_from(T value, int source, const Where& where) {
+  static_assert(is_memory_type<T>);
+  Shuffled<T> mine{value, source, value};
+  emu::warp_collective(Word::shuffle, mine, where,
+                       [](emu::Block&, emu::Arguments<Shuffled<T>> lanes) {
+                         for (int i = 0; i < 32; ++i) {
+                           const int from = lanes[i].source;
+                           if (from >= 0 && from < 32) lanes[i].result = lanes[from].value;
+                         }
+                       });
+  return mine.result;
+}
+template <class T>
+T shuffle_xor(T v, int mask, Where where = Where::current()) {
+  return shuffle_from(v, lane() ^ mask, where);
+}
+template <class T>
+T shuffle(T v, int source, Where where = Where::current()) {
+  return shuffle_from(v, source & 31, where);
+}
+template <class T>
+T shuffle_up(T v, int delta, Where where = Where::current()) {
+  return shuffle_from(v, lane() - delta, where);
+}
+template <class T>
+T shuffle_down(T v, int delta, Where where = Where::current()) {
+  return shuffle_from(v, lane() + delta, where);
+}
+
+struct Vote {
+  bool yes;
+  std::uint32_t result;
+};
+inline std::uint32_t ballot(bool p, Where where = Where::current()) {
+  Vote mine{p, 0};
+  emu::warp_collective(Word::vote, mine, where, [](emu::Block&, emu::Arguments<Vote> lanes) {
+    std::uint32_t all = 0;
+    for (int i = 0; i < 32; ++i) all |= static_cast<std::uint32_t>(lanes[i].yes) << i;
+    for (int i = 0; i < 32; ++i) lanes[i].result = all;
+  });
+  return mine.result;
+}
+inline bool any(bool p, Where where = Where::current()) { return ballot(p, where) != 0; }
+inline bool all(bool p, Where where = Where::current()) { return ballot(p, where) == ~0u; }
+
+// ---- Asynchronous copies -----------------------------------------------------------------------
+
+inline void copy_async16(SharedAddress to, const void* from, int bytes,
+                         Where where = Where::current()) {
+  emu::current_block().copy_async(to, from, bytes, where);
+}
+inline void copy_async_commit() { emu::current_block().copy_async_commit(); }
+template <int N>
+void copy_async_wait() {
+  emu::current_block().copy_async_wait(N);
+}
+
+// ---- Matrices ----------------------------------------------------------------------------------
+
+template <bool Transposed, int Matrices, int N>
+void load_matrices(std::uint32_t (&r)[N][Matrices], const SharedAddress (&row)[N],
+                   const Where& where) {
+  emu::MatrixRows mine{&r[0][0], row, N, Matrices, where};
+  emu::warp_collective(Word::load_matrix, mine, where,
+                       [](emu::Block& block, emu::Arguments<emu::MatrixRows> lanes) {
+                         emu::load_matrix(block, lanes, Transposed);
+                       });
+}
+template <int N>
+void load_matrix(std::uint32_t (&r)[N][4], const SharedAddress (&row)[N],
+                 Where where = Where::current()) {
+  load_matrices<false>(r, row, where);
+}
+template <int N>
+void load_matrix_transposed(std::uint32_t (&r)[N][4], const SharedAddress (&row)[N],
+                            Where where = Where::current()) {
+  load_matrices<true>(r, row, where);
+}
+template <int N>
+void load_matrix2(std::uint32_t (&r)[N][2], const SharedAddress (&row)[N],
+                  Where where = Where::current()) {
+  load_matrices<false>(r, row, where);
+}
+template <int N>
+void load_matrix2_transposed(std::uint32_t (&r)[N][2], const SharedAddress (&row)[N],
+                             Where where = Where::current()) {
+  load_matrices<true>(r, row, where);
+}
+template <int N>
+void load_matrix1(std::uint32_t (&r)[N][1], const SharedAddress (&row)[N],
+                  Where where = Where::current()) {
+  load_matrices<false>(r, row, where);
+}
+template <int N>
+void load_matrix1_transposed(std::uint32_t (&r)[N][1], const SharedAddress (&row)[N],
+                             Where where = Where::current()) {
+  load_matrices<true>(r, row, where);
+}
+
+template <Element A, Element B>
+constexpr bool can_multiply() {
+  if (is_16bit(A) || is_16bit(B)) return A == B;
+  return is_integer(A) == is_integer(B);
+}
+template <Element A, Element B, int M, int N>
+void mma(Accumulator<A> (&d)[M][N][4], const std::uint32_t (&a)[M][4],
+         const std::uint32_t (&b)[N][2], Where where = Where::current()) {
+  static_assert(can_multiply<A, B>(), "no such product");
+  emu::Product mine{&d[0][0][0], &a[0][0], &b[0][0], M, N};
+  emu::warp_collective(
+      emu::mma_word(A), mine, where, [](emu::Block& block, emu::Arguments<emu::Product> lanes) {
+        constexpr auto kind =
+            is_integer(A) ? emu::AccumulatorKind::int32 : emu::AccumulatorKind::float32;
+        emu::multiply_accumulate(block, lanes, A, B, kind);
+      });
+}
+template <Element A, Element B, int M, int N>
+void mma_zero(Accumulator<A> (&d)[M][N][4], const std::uint32_t (&a)[M][4],
+              const std::uint32_t (&b)[N][2], Where where = Where::current()) {
+  for (auto& row : d) {
+    for (auto& tile : row) std::fill(std::begin(tile), std::end(tile), Accumulator<A>{});
+  }
+  mma<A, B, M, N>(d, a, b, where);
+}
+template <Element A, Element B, int M, int N, int Total>
+void mma_at(Accumulator<A> (&d)[M][Total][4], int first, const std::uint32_t (&a)[M][4],
+            const std::uint32_t (&b)[N][2], Where where = Where::current()) {
+  Accumulator<A> part[M][N][4];
+  for (int m = 0; m < M; ++m) std::copy_n(&d[m][first][0], 4 * N, &part[m][0][0]);
+  mma<A, B, M, N>(part, a, b, where);
+  for (int m = 0; m < M; ++m) std::copy_n(&part[m][0][0], 4 * N, &d[m][first][0]);
+}
+template <int M, int N>
+void mma_f16(std::uint32_t (&d)[M][N][2], const std::uint32_t (&a)[M][4],
+             const std::uint32_t (&b)[N][2], Where where = Where::current()) {
+  emu::Product mine{&d[0][0][0], &a[0][0], &b[0][0], M, N};
+  emu::warp_collective(Word::mma_f16, mine, where,
+                       [](emu::Block& block, emu::Arguments<emu::Product> lanes) {
+                         emu::multiply_accumulate(block, lanes, Element::f16, Element::f16,
+                                                  emu::AccumulatorKind::float16);
+                       });
+}
+
+// ---- Arithmetic --------------------------------------------------------------------------------
+
+// These also work outside of kernels, where nobody counts them.
+inline void count_word(Word word) {
+  if (emu::current_lane) emu::current_block().count(word);
+}
+inline float flush_subnormal(float x) {
+  return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
+}
+
+inline float exp2(float x) {
+  count_word(Word::exp2);
+  return flush_subnormal(std::exp2(flush_subnormal(x)));
+}
+inline float log2(float x) {
+  count_word(Word::log2);
+  return flush_subnormal(std::log2(flush_subnormal(x)));
+}
+inline float reciprocal(float x) {
+  count_word(Word::reciprocal);
+  return flush_subnormal(1.0f / flush_subnormal(x));
+}
+/// As maxima of the hardware: NaN only if all are.
+inline float max3(float a, float b, float c) {
+  count_word(Word::max3);
+  return std::fmax(std::fmax(a, b), c);
+}
+inline std::int32_t max3(std::int32_t a, std::int32_t b, std::int32_t c) {
+  return std::max({a, b, c});
+}
+inline std::uint32_t max3(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  return std::max({a, b, c});
+}
+inline std::uint32_t min3(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  return std::min({a, b, c});
+}
+
+/// The hardware's conversions give one NaN.
+inline std::uint32_t pack_f16(float lo, float hi) {
+  count_word(Word::convert);
+  const auto code = [](float x) -> std::uint32_t {
+    return std::isnan(x) ? 0x7fffu : formats::F16::encode(x);
+  };
+  return code(lo) | code(hi) << 16;
+}
+inline std::uint32_t pack_bf16(float lo, float hi) {
+  count_word(Word::convert);
+  const auto code = [](float x) -> std::uint32_t {
+    return std::isnan(x) ? 0x7fffu : formats::Bf16::encode(x);
+  };
+  return code(lo) | code(hi) << 16;
+}
+inline Pair unpack_f16(std::uint32_t v) {
+  count_word(Word::convert);
+  return {formats::F16::decode(static_cast<std::uint16_t>(v)),
+          formats::F16::decode(static_cast<std::uint16_t>(v >> 16))};
+}
+inline Pair unpack_bf16(std::uint32_t v) {
+  count_word(Word::convert);
+  return {std::bit_cast<float>(v << 16), std::bit_cast<float>(v & 0xffff0000u)};
+}
+inline std::uint32_t pack_u8(float x0, float x1, float x2, float x3) {
+  count_word(Word::convert);
+  const auto code = [](float x) -> std::uint32_t {
+    if (!(x > 0)) return 0;  // NaN too
+    // Adding 2^23 leaves no fraction bits: the sum rounds half to even in every rounding library.
+    return x >= 255 ? 255 : std::bit_cast<std::uint32_t>(x + 0x1p23f) & 0xffu;
+  };
+  return code(x0) | code(x1) << 8 | code(x2) << 16 | code(x3) << 24;
+}
+/// Infinities saturate here, as the instruction has it; formats:: makes them NaN.
+template <class Codec>
+std::uint16_t pack_fp8(float lo, float hi) {
+  count_word(Word::convert);
+  const auto code = [](float x) -> std::uint32_t {
+    if (std::isnan(x)) return 0x7fu;
+    return Codec::encode(std::isinf(x) ? std::copysign(Codec::max, x) : x);
+  };
+  return static_cast<std::uint16_t>(code(lo) | code(hi) << 8);
+}
+inline std::uint16_t pack_e4m3(float lo, float hi) { return pack_fp8<formats::E4m3>(lo, hi); }
+inline std::uint16_t pack_e5m2(float lo, float hi) { return pack_fp8<formats::E5m2>(lo, hi); }
+
+inline std::uint32_t byte_permute(std::uint32_t a, std::uint32_t b, std::uint32_t selector,
+                                  Where where = Where::current()) {
+  count_word(Word::byte_permute);
+  if (selector & 0xffff8888u) {
+    throw emu::Error(emu::text("byte_permute: selector 0x%x has a nibble above 7, at %s", selector,
+                               emu::describe(where).c_str()));
+  }
+  const std::uint64_t bytes = a | static_cast<std::uint64_t>(b) << 32;
+  std::uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const std::uint32_t from = selector >> (4 * i) & 7u;
+    result |= static_cast<std::uint32_t>(bytes >> (8 * from) & 0xffu) << (8 * i);
+  }
+  return result;
+}
+template <int Table>
+std::uint32_t lop3(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  static_assert(Table >= 0 && Table < 256);
+  count_word(Word::lop3);
+  std::uint32_t result = 0;
+  for (int i = 0; i < 8; ++i) {
+    if (Table >> i & 1) result |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+  }
+  return result;
+}
+inline std::int32_t dot4_s8(std::uint32_t a, std::uint32_t b, std::int32_t c) {
+  count_word(Word::dot4);
+  std::uint32_t sum = static_cast<std::uint32_t>(c);
+  for (int i = 0; i < 4; ++i) {
+    const int x = static_cast<std::int8_t>(a >> (8 * i)),
+              y = static_cast<std::int8_t>(b >> (8 * i));
+    sum += static_cast<std::uint32_t>(x * y);
+  }
+  return static_cast<std::int32_t>(sum);
+}
+inline std::uint32_t dot4_u8(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  count_word(Word::dot4);
+  for (int i = 0; i < 4; ++i) c += (a >> (8 * i) & 0xffu) * (b >> (8 * i) & 0xffu);
+  return c;
+}
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::isa

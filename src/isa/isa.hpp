@@ -1,0 +1,154 @@
+// The vocabulary of GPU kernels: what each word means. A kernel is written once over these words and
+// runs in two places: on a GPU they are single instructions (cuda/), in tests on a CPU they are
+// emulated (emu/), with the same signatures. The emulated words take one more, defaulted argument,
+// the caller's source location, for their error messages.
+//
+// A kernel never touches shared memory through a pointer, only through these words and 32-bit
+// addresses, so that the emulator sees every access. Words marked (warp) and (warpgroup) are
+// collective: every lane of the warp, or of four consecutive warps, calls them at the same place.
+// Layouts are the PTX ISA's; g = lane / 4 and t = lane % 4 throughout.
+//
+//   Places
+//     Index3 {x, y, z}
+//     int thread(), lane(), warp()       within the block; warp() is uniform to the compiler
+//     Index3 block(), grid()             this block's index; how many there are
+//     SharedAddress shared_base()        first byte of the block's shared memory, 1024-byte aligned
+//
+//   Memory: T is 1, 2, 4, 8 or 16 bytes (Words2, Words4), the address a multiple of its size
+//     T load_shared<T>(SharedAddress)                 void store_shared(SharedAddress, T)
+//     T load_global(const T*)                         void store_global(T*, T)
+//     T load_once(const T*)                           read-only data used once: not kept in L1
+//     void store_once(T*, T)                          likewise
+//     uint32 atomic_max_shared(SharedAddress, uint32), atomic_add_shared: the old value
+//     uint32 atomic_max_global(uint32*, uint32), atomic_or_global, atomic_add_global
+//     uint64 atomic_add_global(uint64*, uint64)
+//
+//   Order
+//     void sync_threads()                             all threads of the block
+//     void barrier_sync(id, threads), barrier_arrive(id, threads)      named, id 0 to 15
+//     void sync_warp()                                (warp)
+//     T shuffle_xor(T, mask), shuffle(T, source_lane), shuffle_up(T, delta), shuffle_down  (warp)
+//     bool any(bool), all(bool); uint32 ballot(bool)  (warp)
+//
+//   Copies from global to shared memory, sm_80
+//     void copy_async16(SharedAddress, const void*, int bytes)   16 bytes, those past `bytes` zero
+//     void copy_async_commit(); void copy_async_wait<N>()        at most N groups still in flight
+//
+//   Matrices (warp). Arrays of N: one call for N instructions of the same kind.
+//     void load_matrix<N>(uint32 (&r)[N][4], SharedAddress (&row)[N])       ldmatrix.x4.b16:
+//        lane i gives the address of row i % 8 of matrix i / 8 (16 bytes each); r[.][m] of a lane
+//        is bytes 4t..4t+3 of row g of matrix m
+//     void load_matrix_transposed<N>(...)      .trans: the lane gets rows 2t, 2t+1 of column g
+//     void load_matrix2 / load_matrix1 (and _transposed)         two and one matrices
+//     void store_matrix<N>(SharedAddress (&row)[N], uint32 (&r)[N][4])       sm_90
+//     void mma<A, B, M, N>(Acc (&d)[M][N][4], uint32 (&a)[M][4], uint32 (&b)[N][2])
+//        d[m][n] += a[m] * b[n]; 16 x 8 x 16 for f16, bf16 (Acc float, or uint32 [2] halves: see
+//        mma_f16), 16 x 8 x 32 for s8, u8 (Acc int32) and e4m3, e5m2 (Acc float)
+//          accumulator i of a lane: row g + 8 (i / 2), column 2t + i % 2
+//          16-bit A register r, half e: row g + 8 (r % 2), k = 2t + e + 8 (r / 2)
+//          16-bit B register r, half e: k = 2t + e + 8r, column g
+//          8-bit A register r, byte b: row g + 8 (r % 2), k = 4t + b + 16 (r / 2)
+//          8-bit B register r, byte b: k = 4t + b + 16r, column g
+//     void mma_zero<A, B, M, N>(d, a, b)                          d = a b
+//     void mma_at<A, B, M, N, Total>(Acc (&d)[M][Total][4], first, a, b)   d[m][first + n] += a b
+//     void mma_f16<M, N>(uint32 (&d)[M][N][2], a, b)             f16 accumulators
+//
+//   Arithmetic
+//     float exp2(float), log2(float)           approximate (2 ulp); subnormals flushed
+//     float reciprocal(float)                  approximate (1 ulp)
+//     uint32 pack_f16(float lo, float hi), pack_bf16: round to nearest even
+//     Pair {lo, hi} unpack_f16(uint32), unpack_bf16
+//     uint32 pack_u8(float, float, float, float)   round to nearest even, saturate to 0..255, first
+//                                                  in the low byte; NaN gives 0
+//     uint16 pack_e4m3(lo, hi), pack_e5m2          round to nearest even, saturate; NaN stays NaN
+//     uint32 byte_permute(a, b, selector)          prmt: bytes 0-3 of a, 4-7 of b
+//     uint32 lop3<table>(a, b, c)
+//     int32 dot4_s8(a, b, c), dot4_u8(a, b, c)     c + sum of four products of bytes
+//     float max3(a, b, c); int32 max3(a, b, c); uint32 max3(a, b, c), min3(a, b, c)
+//
+//   sm_90
+//     void mbarrier_init(SharedAddress, arrivals); void fence_mbarrier_init()
+//     void mbarrier_arrive(SharedAddress); void mbarrier_expect(SharedAddress, bytes): no arrival
+//     void mbarrier_arrive_expect(SharedAddress, bytes)
+//     void mbarrier_wait(SharedAddress, parity)    until the phase of that parity has completed
+//     bool mbarrier_test(SharedAddress, parity)
+//     void fence_async_proxy()                     orders this thread's shared-memory accesses
+//                                                  before later ones of TMA and wgmma
+//     void bulk_load(SharedAddress, const void*, bytes, SharedAddress mbarrier)   16-byte multiples
+//     void bulk_store(void*, SharedAddress, bytes)                    joins the bulk group
+//     void tma_load<Rank>(SharedAddress, const TensorMap&, int (&c)[Rank], SharedAddress mbarrier)
+//     void tma_store<Rank>(const TensorMap&, int (&c)[Rank], SharedAddress)
+//     void bulk_commit(); void bulk_wait<N>(); void bulk_wait_read<N>()    groups of stores
+//     void tma_prefetch(const TensorMap&)
+//     void wgmma_fence(), wgmma_commit(); void wgmma_wait<N>()             (warpgroup)
+//     void wgmma<A, B, N, TransposeA, TransposeB>(Acc (&d)[N / 2], uint64 a, uint64 b, bool add)
+//     void wgmma<A, B, N, TransposeB>(Acc (&d)[N / 2], uint32 (&a)[4], uint64 b, bool add)
+//        64 x N x 32 bytes; d += or = a * b; a and b are matrix_descriptor()s of shared memory or
+//        A's fragments in registers; lane layout as four stacked mma, warp w % 4 rows 16 w ...
+//     uint64 matrix_descriptor(SharedAddress, leading_bytes, stride_bytes, Swizzle)
+//     void registers_increase<N>(), registers_decrease<N>()                (warpgroup)
+//     bool elect()                                 (warp) true in one lane
+//     void cluster_sync()
+//     void grid_dependency_wait(), grid_dependency_launch()    programmatic dependent launch
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define QATTN_CONSTEXPR __host__ __device__ constexpr
+#else
+#define QATTN_CONSTEXPR constexpr
+#endif
+
+namespace qattn::isa {
+
+using SharedAddress = std::uint32_t;
+
+struct Index3 {
+  int x = 1, y = 1, z = 1;
+};
+
+/// 8 and 16 bytes that move as one.
+struct alignas(8) Words2 {
+  std::uint32_t w[2];
+};
+struct alignas(16) Words4 {
+  std::uint32_t w[4];
+};
+
+struct Pair {
+  float lo, hi;
+};
+
+/// Element formats of matrix instructions.
+enum class Element { f16, bf16, s8, u8, e4m3, e5m2 };
+QATTN_CONSTEXPR bool is_integer(Element e) { return e == Element::s8 || e == Element::u8; }
+QATTN_CONSTEXPR bool is_16bit(Element e) { return e == Element::f16 || e == Element::bf16; }
+
+template <bool Integer>
+struct AccumulatorOf {
+  using type = float;
+};
+template <>
+struct AccumulatorOf<true> {
+  using type = std::int32_t;
+};
+template <Element A>
+using Accumulator = typename AccumulatorOf<is_integer(A)>::type;
+
+/// Shared-memory swizzles of TMA and wgmma: XOR of address bits 4.. with bits 7..
+enum class Swizzle { none, bytes32, bytes64, bytes128 };
+
+}  // namespace qattn::isa
+
+// Native and emulated words live in different inline namespaces, and so must every kernel
+// (QATTN_TARGET), because the linker would silently merge equal names.
+#if defined(__CUDACC__)
+#define QATTN_DEVICE __device__ __forceinline__
+#define QATTN_TARGET cuda_target
+#include "isa/cuda/words.cuh"
+#else
+#define QATTN_DEVICE inline
+#define QATTN_TARGET emulated_target
+#include "isa/emu/words.hpp"
+#endif

@@ -1,0 +1,98 @@
+// Every word of sm_90 as device code; compiling is the test (for sm_80 the bodies are empty).
+#include "isa/launch.hpp"
+#include "isa/tensor_map.hpp"
+
+namespace qattn::isa_test {
+inline namespace QATTN_TARGET {
+
+using namespace isa;
+
+struct AllWords {
+  struct Params {
+    TensorMap map;
+    float* out;
+    int* integers;
+  };
+  static constexpr int threads = 128, min_blocks = 1, shared_bytes = 65536;
+
+  template <Element A, Element B, int N>
+  static QATTN_DEVICE void both(std::uint64_t a, std::uint64_t b, float* out) {
+    Accumulator<A> d[N / 2];
+    const std::uint32_t fragments[4] = {1, 2, 3, 4};
+    wgmma_fence();
+    wgmma<A, B, N>(d, a, b, false);
+    wgmma<A, B, N>(d, fragments, b, true);
+    if constexpr (has_transposes<A>) {
+      wgmma<A, B, N, true, true>(d, a, b, true);
+      wgmma<A, B, N, true>(d, fragments, b, true);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    for (int i = 0; i < N / 2; ++i) out[i] += static_cast<float>(d[i]);
+  }
+  template <int N>
+  static QATTN_DEVICE void all_formats(std::uint64_t a, std::uint64_t b, float* out) {
+    using enum Element;
+    both<f16, f16, N>(a, b, out);
+    both<bf16, bf16, N>(a, b, out);
+    both<s8, s8, N>(a, b, out);
+    both<s8, u8, N>(a, b, out);
+    both<u8, s8, N>(a, b, out);
+    both<u8, u8, N>(a, b, out);
+    both<e4m3, e4m3, N>(a, b, out);
+    both<e4m3, e5m2, N>(a, b, out);
+    both<e5m2, e4m3, N>(a, b, out);
+    both<e5m2, e5m2, N>(a, b, out);
+  }
+
+  static QATTN_DEVICE void run(const Params& p) {
+    const SharedAddress s = shared_base(), barrier = s + 60000;
+    if (warp() == 0 && elect()) {
+      mbarrier_init(barrier, 2);
+      fence_mbarrier_init();
+      tma_prefetch(p.map);
+      mbarrier_expect(barrier, 64);
+      mbarrier_arrive_expect(barrier, 32);
+      bulk_load(s, p.out, 64, barrier);
+      tma_load<2>(s, p.map, {1, 2}, barrier);
+      tma_load<3>(s, p.map, {1, 2, 3}, barrier);
+      tma_load<4>(s, p.map, {1, 2, 3, 4}, barrier);
+      tma_load<5>(s, p.map, {1, 2, 3, 4, 5}, barrier);
+      mbarrier_arrive(barrier);
+    }
+    cluster_sync();
+    grid_dependency_wait();
+    registers_decrease<40>();
+    registers_increase<232>();
+    mbarrier_wait(barrier, 0);
+    if (!mbarrier_test(barrier, 0)) return;
+    const std::uint64_t a = matrix_descriptor(s, 16, 1024, Swizzle::bytes128);
+    const std::uint64_t b = matrix_descriptor(s + 16384, 16, 512, Swizzle::bytes64);
+    all_formats<8>(a, b, p.out);
+    all_formats<16>(a, b, p.out);
+    all_formats<32>(a, b, p.out);
+    all_formats<64>(a, b, p.out);
+    all_formats<96>(a, b, p.out);
+    all_formats<128>(a, b, p.out);
+    all_formats<192>(a, b, p.out);
+    all_formats<256>(a, b, p.out);
+    store_matrix<1>({s}, {{1, 2, 3, 4}});
+    fence_async_proxy();
+    bulk_store(p.out, s, 64);
+    tma_store<2>(p.map, {1, 2}, s);
+    tma_store<3>(p.map, {1, 2, 3}, s);
+    bulk_commit();
+    bulk_wait_read<1>();
+    bulk_wait<0>();
+    grid_dependency_launch();
+  }
+};
+
+std::string use(const AllWords::Params& p) {
+  TensorMap map;
+  const std::string error = make_tensor_map({}, map);
+  return error.empty() ? launch<AllWords>(p, {1, 1, 1}, nullptr) : error;
+}
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::isa_test

@@ -1,0 +1,350 @@
+// Every word of sm_80 against its definition in isa.hpp, written here a second time.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+
+#include "emulate.hpp"
+#include "operands.hpp"
+
+namespace qattn::isa_test {
+namespace {
+
+using namespace isa;
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// ---- Places, memory
+// ------------------------------------------------------------------------------
+
+TEST(Places, TellThreadAndBlock) {
+  std::vector<int> seen(2 * 3 * 64);
+  emu::run({3, 2, 1}, 64, 0, Options{}, [&] {
+    const Index3 b = block(), g = grid();
+    ASSERT_EQ(g.x, 3);
+    ASSERT_EQ(g.y, 2);
+    ASSERT_EQ(thread(), 32 * warp() + lane());
+    seen[static_cast<std::size_t>((b.y * 3 + b.x) * 64 + thread())] += 1;
+  });
+  for (int n : seen) EXPECT_EQ(n, 1);
+}
+
+TEST(Memory, EverySizeGoesThroughSharedMemory) {
+  run_block(32, 4096, [] {
+    const SharedAddress s = shared_base() + static_cast<SharedAddress>(lane()) * 64;
+    store_shared(s, std::uint8_t{0x12});
+    store_shared(s + 2, std::uint16_t{0x3456});
+    store_shared(s + 4, 0x789abcdeu);
+    store_shared(s + 8, Words2{{1, 2}});
+    store_shared(s + 16, Words4{{3, 4, 5, 6}});
+    ASSERT_EQ(load_shared<std::uint8_t>(s), 0x12);
+    ASSERT_EQ(load_shared<std::uint16_t>(s + 2), 0x3456);
+    ASSERT_EQ(load_shared<std::uint32_t>(s + 4), 0x789abcdeu);
+    ASSERT_EQ(load_shared<Words2>(s + 8).w[1], 2u);
+    ASSERT_EQ(load_shared<Words4>(s + 16).w[2], 5u);
+    ASSERT_EQ(load_shared<std::uint32_t>(s + 20), 4u);
+  });
+}
+
+TEST(Memory, AtomicsGiveTheOldValue) {
+  run_block(64, 64, [] {
+    const SharedAddress sum = shared_base(), top = sum + 4;
+    if (thread() == 0) {
+      store_shared(sum, 0u);
+      store_shared(top, 7u);
+    }
+    sync_threads();
+    ASSERT_LT(atomic_add_shared(sum, 2), 128u);
+    ASSERT_GE(atomic_max_shared(top, static_cast<std::uint32_t>(thread())), 7u);
+    sync_threads();
+    ASSERT_EQ(load_shared<std::uint32_t>(sum), 128u);
+    ASSERT_EQ(load_shared<std::uint32_t>(top), 63u);
+  });
+}
+
+TEST(Memory, GlobalAtomicsOfBlocksOnSeveralThreads) {
+  std::uint32_t sum = 0, bits = 0, top = 0;
+  std::uint64_t wide = 0;
+  emu::run({200, 1, 1}, 32, 0, Options{.workers = 4}, [&] {
+    atomic_add_global(&sum, 1);
+    atomic_add_global(&wide, std::uint64_t{1} << 32);
+    atomic_or_global(&bits, 1u << lane());
+    atomic_max_global(&top, static_cast<std::uint32_t>(block().x));
+  });
+  EXPECT_EQ(sum, 6400u);
+  EXPECT_EQ(wide, std::uint64_t{6400} << 32);
+  EXPECT_EQ(bits, ~0u);
+  EXPECT_EQ(top, 199u);
+}
+
+// ---- Shuffles, votes
+// -------------------------------------------------------------------------------
+
+TEST(Shuffles, TakeTheNamedLanesValue) {
+  run_block(64, 0, [] {
+    const int l = lane(), v = 100 * warp() + l;
+    ASSERT_EQ(shuffle_xor(v, 5), 100 * warp() + (l ^ 5));
+    ASSERT_EQ(shuffle(v, 9), 100 * warp() + 9);
+    ASSERT_EQ(shuffle(v, l + 1), 100 * warp() + (l + 1) % 32);
+    ASSERT_EQ(shuffle_up(v, 3), l < 3 ? v : v - 3);
+    ASSERT_EQ(shuffle_down(v, 3), l > 28 ? v : v + 3);
+    ASSERT_EQ(shuffle_xor(0.5f * static_cast<float>(l), 1), 0.5f * static_cast<float>(l ^ 1));
+    ASSERT_EQ(shuffle_xor(std::uint64_t{1} << l, 1), std::uint64_t{1} << (l ^ 1));
+    ASSERT_EQ(ballot(l % 3 == 0), 0x49249249u);
+    ASSERT_TRUE(any(l == 31));
+    ASSERT_FALSE(any(l == 32));
+    ASSERT_TRUE(all(l < 32));
+    ASSERT_FALSE(all(l != 7));
+  });
+}
+
+// ---- Asynchronous copies
+// ---------------------------------------------------------------------------
+
+TEST(CopyAsync, FillsThePastWithZeros) {
+  alignas(16) const std::uint32_t source[4] = {0x04030201, 0x08070605, 0x0c0b0a09, 0x100f0e0d};
+  for (const Options& options : all_schedules()) {
+    for (int bytes = 0; bytes <= 16; ++bytes) {
+      EXPECT_EQ(error_of(32, 512, options,
+                         [&] {
+                           const SharedAddress to =
+                               shared_base() + static_cast<SharedAddress>(16 * lane());
+                           copy_async16(to, bytes ? source : nullptr, bytes);
+                           copy_async_commit();
+                           copy_async_wait<0>();
+                           for (int i = 0; i < 16; ++i) {
+                             const int got =
+                                 load_shared<std::uint8_t>(to + static_cast<SharedAddress>(i));
+                             ASSERT_EQ(got, i < bytes ? i + 1 : 0);
+                           }
+                         }),
+                "");
+    }
+  }
+}
+
+TEST(CopyAsync, WaitLeavesTheYoungestGroupsInFlight) {
+  alignas(16) const std::uint32_t source[12] = {1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+  for (const int read : {0, 1, 2}) {
+    for (const Options& options : all_schedules()) {
+      const std::string error = error_of(32, 2048, options, [&] {
+        const SharedAddress to = shared_base() + static_cast<SharedAddress>(64 * lane());
+        for (int group = 0; group < 3; ++group) {
+          copy_async16(to + static_cast<SharedAddress>(16 * group), source + 4 * group, 16);
+          copy_async_commit();
+        }
+        copy_async_wait<1>();
+        const auto at = to + static_cast<SharedAddress>(16 * read);
+        ASSERT_EQ(load_shared<std::uint32_t>(at), static_cast<std::uint32_t>(read + 1));
+      });
+      if (read < 2) {
+        EXPECT_EQ(error, "");
+      } else {
+        EXPECT_NE(error.find("read of bytes with a copy in flight"), std::string::npos) << error;
+      }
+    }
+  }
+}
+
+// ---- Matrices
+// ----------------------------------------------------------------------------------------
+
+TEST(LoadMatrix, GivesRowsOrColumns) {
+  // Byte b of row r of matrix m is 64 m + 8 r + b, except that b counts pairs twice.
+  const auto halves = [](int m, int r, int c) { return 256 * m + 16 * r + c; };
+  run_block(32, 1024, [&] {
+    const int l = lane(), g = l / 4, t = l % 4;
+    // Matrices lie in reverse order, so that the addresses matter.
+    for (int c = 0; c < 8; ++c) {
+      store_shared(shared_base() + static_cast<SharedAddress>((31 - l) * 16 + 2 * c),
+                   static_cast<std::uint16_t>(halves(l / 8, l % 8, c)));
+    }
+    sync_warp();
+    const auto pair = [](int low, int high) {
+      return static_cast<std::uint32_t>(low) | static_cast<std::uint32_t>(high) << 16;
+    };
+    const auto row = shared_base() + static_cast<SharedAddress>((31 - l) * 16);
+    std::uint32_t r4[1][4], t4[1][4], r2[1][2], t2[1][2], r1[1][1], t1[1][1];
+    load_matrix<1>(r4, {row});
+    load_matrix_transposed<1>(t4, {row});
+    load_matrix2<1>(r2, {row});
+    load_matrix2_transposed<1>(t2, {row});
+    load_matrix1<1>(r1, {row});
+    load_matrix1_transposed<1>(t1, {row});
+    for (int m = 0; m < 4; ++m) {
+      const std::uint32_t rows = pair(halves(m, g, 2 * t), halves(m, g, 2 * t + 1));
+      const std::uint32_t columns = pair(halves(m, 2 * t, g), halves(m, 2 * t + 1, g));
+      ASSERT_EQ(r4[0][m], rows);
+      ASSERT_EQ(t4[0][m], columns);
+      if (m < 2) {
+        ASSERT_EQ(r2[0][m], rows);
+        ASSERT_EQ(t2[0][m], columns);
+      }
+      if (m < 1) {
+        ASSERT_EQ(r1[0][m], rows);
+        ASSERT_EQ(t1[0][m], columns);
+      }
+    }
+  });
+}
+
+TEST(LoadMatrix, CountsBankConflicts) {
+  const auto waves = [](SharedAddress stride) {
+    return emu::run({1, 1, 1}, 32, 8192, Options{},
+                    [=] {
+                      const auto row = shared_base() + static_cast<SharedAddress>(lane()) * stride;
+                      store_shared(row, Words4{});
+                      std::uint32_t r[2][4];
+                      load_matrix<2>(r, {row, row});
+                    })
+        .matrix_waves;
+  };
+  EXPECT_EQ(waves(16), 8u);    // 2 instructions of 4 matrices, without conflicts
+  EXPECT_EQ(waves(128), 64u);  // all rows in the same banks
+  EXPECT_EQ(waves(144), 8u);   // padded
+}
+
+template <Element A, Element B>
+void expect_mma() {
+  constexpr int M = 2, N = 3;
+  static const Operands<M, N> operands(A, B, 7);
+  run_block(32, 0, [] {
+    const int l = lane(), g = l / 4, t = l % 4;
+    std::uint32_t a[M][4], b[N][2];
+    operands.fragments(l, a, b);
+    Accumulator<A> d[M][N][4];
+    for (auto& tile : d) {
+      for (auto& x : tile) {
+        for (int i = 0; i < 4; ++i) x[i] = static_cast<Accumulator<A>>(10 * l + i);
+      }
+    }
+    mma<A, B>(d, a, b);
+    for (int m = 0; m < M; ++m) {
+      for (int n = 0; n < N; ++n) {
+        for (int i = 0; i < 4; ++i) {
+          const double sum = operands.product(16 * m + g + 8 * (i / 2), 8 * n + 2 * t + i % 2);
+          ASSERT_EQ(static_cast<double>(d[m][n][i]), 10 * l + i + sum) << m << n << i;
+        }
+      }
+    }
+  });
+}
+
+TEST(Mma, MultipliesEveryPairOfFormats) {
+  using enum Element;
+  expect_mma<f16, f16>();
+  expect_mma<bf16, bf16>();
+  expect_mma<s8, s8>();
+  expect_mma<s8, u8>();
+  expect_mma<u8, s8>();
+  expect_mma<u8, u8>();
+  expect_mma<e4m3, e4m3>();
+  expect_mma<e4m3, e5m2>();
+  expect_mma<e5m2, e4m3>();
+  expect_mma<e5m2, e5m2>();
+}
+
+TEST(Mma, HalfAccumulators) {
+  static const Operands<1, 2> operands(Element::f16, Element::f16, 9);
+  run_block(32, 0, [] {
+    const int l = lane(), g = l / 4, t = l % 4;
+    std::uint32_t a[1][4], b[2][2], d[1][2][2] = {};
+    operands.fragments(l, a, b);
+    for (auto& n : d[0]) n[0] = n[1] = pack_f16(1, 2);
+    mma_f16(d, a, b);
+    for (int n = 0; n < 2; ++n) {
+      for (int r = 0; r < 2; ++r) {
+        const Pair got = unpack_f16(d[0][n][r]);
+        ASSERT_EQ(got.lo, 1 + operands.product(g + 8 * r, 8 * n + 2 * t));
+        ASSERT_EQ(got.hi, 2 + operands.product(g + 8 * r, 8 * n + 2 * t + 1));
+      }
+    }
+  });
+}
+
+TEST(Mma, ExtremesOfIntegersAreExact) {
+  run_block(32, 0, [] {
+    const std::uint32_t a[1][4] = {{~0u, ~0u, ~0u, ~0u}}, b[1][2] = {{~0u, ~0u}};
+    std::int32_t d[1][1][4] = {};
+    mma<Element::u8, Element::u8>(d, a, b);
+    ASSERT_EQ(d[0][0][0], 32 * 255 * 255);
+    d[0][0][0] = std::numeric_limits<std::int32_t>::max();
+    mma<Element::s8, Element::s8>(d, a, b);
+    ASSERT_EQ(d[0][0][0], std::numeric_limits<std::int32_t>::min() + 31);  // wraps
+  });
+}
+
+// ---- Arithmetic
+// ----------------------------------------------------------------------------------------
+
+TEST(Arithmetic, ApproximationsFlushSubnormals) {
+  EXPECT_EQ(isa::exp2(3.0f), 8.0f);
+  EXPECT_EQ(isa::exp2(-kInf), 0.0f);
+  EXPECT_EQ(isa::exp2(-127.0f), 0.0f);  // the result is subnormal
+  EXPECT_EQ(isa::exp2(1e-40f), 1.0f);
+  EXPECT_EQ(isa::log2(8.0f), 3.0f);
+  EXPECT_EQ(isa::log2(1e-40f), -kInf);
+  EXPECT_TRUE(std::isnan(isa::log2(-1.0f)));
+  EXPECT_EQ(reciprocal(4.0f), 0.25f);
+  EXPECT_EQ(reciprocal(0.0f), kInf);
+  EXPECT_EQ(reciprocal(-1e-40f), -kInf);
+  EXPECT_EQ(reciprocal(0x1p127f), 0.0f);
+  EXPECT_EQ(max3(1.0f, kNan, 3.0f), 3.0f);
+  EXPECT_TRUE(std::isnan(max3(kNan, kNan, kNan)));
+}
+
+TEST(Arithmetic, ConversionsRoundAndSaturate) {
+  EXPECT_EQ(pack_u8(0.5f, 1.5f, 2.5f, -3.0f), 0x00020200u);
+  EXPECT_EQ(pack_u8(kNan, 254.5f, 255.5f, kInf), 0xfffffe00u);
+  EXPECT_EQ(pack_u8(-kInf, -0.4f, 0.50001f, 127.4f), 0x7f010000u);
+  EXPECT_EQ(pack_f16(1.0f, -2.0f), 0xc0003c00u);
+  EXPECT_EQ(pack_f16(65519.0f, 65520.0f), 0x7c007bffu);
+  EXPECT_EQ(pack_f16(kNan, 1.0f + 0x1p-11f), 0x3c007fffu);
+  EXPECT_EQ(pack_bf16(1.0f + 0x1p-8f, -kNan), 0x7fff3f80u);
+  EXPECT_EQ(pack_e4m3(448.0f, 1e9f), 0x7e7e);
+  EXPECT_EQ(pack_e4m3(kNan, -kInf), 0xfe7f);
+  EXPECT_EQ(pack_e5m2(57344.0f, kInf), 0x7b7b);
+  EXPECT_EQ(pack_e5m2(-1.0f, kNan), 0x7fbc);
+  EXPECT_EQ(unpack_f16(0xc0003c00u).lo, 1.0f);
+  EXPECT_EQ(unpack_f16(0xc0003c00u).hi, -2.0f);
+  EXPECT_EQ(unpack_bf16(0xc0003f80u).lo, 1.0f);
+  EXPECT_EQ(unpack_bf16(0xc0003f80u).hi, -2.0f);
+}
+
+TEST(Arithmetic, BitsAndDots) {
+  EXPECT_EQ(byte_permute(0x33221100u, 0x77665544u, 0x7520u), 0x77552200u);
+  EXPECT_THROW(byte_permute(0, 0, 0x8000u), emu::Error);
+  EXPECT_EQ(lop3<(0xf0 & 0xcc) | 0xaa>(0xff00ff00u, 0xf0f0f0f0u, 0x0000000fu),
+            (0xff00ff00u & 0xf0f0f0f0u) | 0xfu);
+  EXPECT_EQ(lop3<0xf0 ^ 0xcc ^ 0xaa>(1u, 3u, 7u), 1u ^ 3u ^ 7u);
+  EXPECT_EQ(dot4_s8(0x80ff0102u, 0x80020304u, 5), 5 + 2 * 4 + 1 * 3 + -1 * 2 + 128 * 128);
+  EXPECT_EQ(dot4_u8(0x80ff0102u, 0x80020304u, 5u), 5u + 2 * 4 + 1 * 3 + 255 * 2 + 128 * 128);
+}
+
+// ---- Counters
+// ------------------------------------------------------------------------------------------
+
+TEST(Counters, CountWarpInstructionsAndBytes) {
+  std::vector<std::uint32_t> data(64);
+  const emu::Stats stats = emu::run({2, 1, 1}, 64, 256, Options{}, [&] {
+    store_shared(shared_base() + static_cast<SharedAddress>(4 * thread()),
+                 load_global(&data[static_cast<std::size_t>(thread())]));
+    const std::uint32_t a[2][4] = {}, b[3][2] = {};
+    std::int32_t d[2][3][4] = {};
+    mma<Element::s8, Element::s8>(d, a, b);
+    sync_threads();
+  });
+  EXPECT_EQ(stats.blocks, 2u);
+  EXPECT_EQ(stats.warp_instructions(emu::Word::mma_int8), 4 * 6);
+  EXPECT_EQ(stats.warp_instructions(emu::Word::sync_threads), 4);
+  EXPECT_EQ(stats.warp_instructions(emu::Pipe::tensor), 24);
+  EXPECT_EQ(stats.tensor_macs, 24u * 16 * 8 * 32);
+  EXPECT_EQ(stats.shared_written, 512u);
+  EXPECT_EQ(stats.global_read, 512u);
+  EXPECT_NE(stats.report().find("mma int8"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace qattn::isa_test
