@@ -10,6 +10,7 @@
 #include <limits>
 #include <vector>
 
+#include "core/backend.hpp"
 #include "core/guarded.hpp"
 #include "formats/hadamard.hpp"
 #include "formats/scale.hpp"
@@ -343,17 +344,64 @@ void dequantize_unit(Unit& u) {
   }
 }
 
+/// The facts of a call whose cu_seqlens may lie on a device, from which it is copied.
+Result<QuantizeFacts> facts_of(const TensorView& x, const QuantizeOptions& o, TensorView cu,
+                               Stream stream) {
+  if (!cu.present() || cu.device.type == DeviceType::cpu) return quantize_facts(x, o, cu);
+  if (cu.device != x.device) {
+    return Status(Code::invalid_argument, "cu_seqlens: lies on another device than x");
+  }
+  if (Status s = check_view("cu_seqlens", cu, 1); !s.ok()) return s;
+  const Result<const detail::Backend*> backend = detail::backend_of(x.device);
+  if (!backend.ok()) return backend.status();
+  const detail::DeviceGuard guard(**backend, x.device);
+  if (!guard.status().ok()) return guard.status();
+  detail::HostCopy copy;
+  if (cu.data != nullptr) {
+    if (Status s = copy.take(**backend, cu, stream); !s.ok()) return s;
+  }
+  return quantize_facts(x, o, cu);
+}
+
+Result<QuantizeReport> quantize_on_device(const QuantizeTensors& t, const QuantizeOptions& o,
+                                          Stream stream) {
+  const Result<const detail::Backend*> backend = detail::backend_of(t.x.device);
+  if (!backend.ok()) {
+    return Status(Code::unsupported,
+                  "x: lies on " + device_text(t.x.device) + "; " + backend.status().message());
+  }
+  if ((*backend)->quantize == nullptr) {
+    return Status(Code::unsupported,
+                  "x: lies on " + device_text(t.x.device) + ", where there is no quantize() yet");
+  }
+  Result<QuantizeFacts> facts = facts_of(t.x, o, t.cu_seqlens, stream);
+  if (!facts.ok()) return facts.status();
+  if (Status s = check_quantize_tensors(t, *facts, o, false); !s.ok()) return s;
+  const detail::DeviceGuard guard(**backend, t.x.device);
+  if (!guard.status().ok()) return guard.status();
+  return (*backend)->quantize(t, o, *facts, stream);
+}
+
 }  // namespace
 
 Result<QuantizeShapes> quantize_shapes(const TensorView& x, const QuantizeOptions& options,
                                        const TensorView& cu_seqlens) {
-  Result<QuantizeFacts> facts = quantize_facts(x, options, cu_seqlens);
-  if (!facts.ok()) return facts.status();
-  return facts->shapes;
+  return guarded<Result<QuantizeShapes>>([&]() -> Result<QuantizeShapes> {
+    Result<QuantizeFacts> facts = facts_of(x, options, cu_seqlens, nullptr);
+    if (!facts.ok()) return facts.status();
+    return facts->shapes;
+  });
 }
 
-Result<QuantizeReport> quantize(const QuantizeTensors& tensors, const QuantizeOptions& options) {
+Result<QuantizeReport> quantize(const QuantizeTensors& tensors, const QuantizeOptions& options,
+                                Stream stream) {
   return guarded<Result<QuantizeReport>>([&]() -> Result<QuantizeReport> {
+    if (tensors.x.device.type != DeviceType::cpu) {
+      return quantize_on_device(tensors, options, stream);
+    }
+    if (stream != nullptr) {
+      return Status(Code::invalid_argument, "stream: tensors on the CPU take none");
+    }
     Result<QuantizeFacts> facts = quantize_facts(tensors.x, options, tensors.cu_seqlens);
     if (!facts.ok()) return facts.status();
     if (Status s = check_quantize_tensors(tensors, *facts, options, false); !s.ok()) return s;
@@ -363,6 +411,10 @@ Result<QuantizeReport> quantize(const QuantizeTensors& tensors, const QuantizeOp
 
 Status dequantize(const QuantizeTensors& tensors, const QuantizeOptions& options) {
   return guarded<Status>([&]() -> Status {
+    if (tensors.x.device.type != DeviceType::cpu) {
+      return Status(Code::unsupported, "x: lies on " + device_text(tensors.x.device) +
+                                           ", and dequantize() runs on the CPU only");
+    }
     Result<QuantizeFacts> facts = quantize_facts(tensors.x, options, tensors.cu_seqlens);
     if (!facts.ok()) return facts.status();
     if (Status s = check_quantize_tensors(tensors, *facts, options, true); !s.ok()) return s;

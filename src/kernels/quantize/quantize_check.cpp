@@ -97,9 +97,7 @@ Result<QuantizeFacts> quantize_facts(const TensorView& x, const QuantizeOptions&
   f.packed = cu.present();
   if (!x.present()) return invalid("x: is missing");
   if (Status s = check_view("x", x, f.packed ? 3 : 4); !s.ok()) return s;
-  if (x.device.type != DeviceType::cpu) {
-    return Status(Code::unsupported, "x: lies on a device, and this quantises on the CPU only");
-  }
+  if (Status s = check_device("x", x.device, o.threads); !s.ok()) return s;
   if (!is_float(x.format)) {
     return invalid("x: format " + std::string(info(x.format).name) + " is not f32, f16 or bf16");
   }

@@ -1,0 +1,35 @@
+// Zeros for what later launches count or take maxima into.
+#pragma once
+
+#include "isa/isa.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+struct ClearParams {
+  std::uint32_t* words[3] = {};
+  std::int64_t counts[3] = {};
+  std::uint64_t* saturated = nullptr;  ///< three counters
+  std::int64_t saturated_stride = 0;
+};
+
+struct ClearWords {
+  using Params = ClearParams;
+  static constexpr int threads = 256, min_blocks = 1, shared_bytes = 0;
+
+  static QATTN_DEVICE void run(const Params& p) {
+    const std::int64_t step = std::int64_t{isa::grid().x} * threads;
+    const std::int64_t mine = std::int64_t{isa::block().x} * threads + isa::thread();
+    for (int n = 0; n < 3; ++n) {
+      for (std::int64_t i = mine; i < p.counts[n]; i += step) {
+        isa::store_global(p.words[n] + i, 0u);
+      }
+    }
+    if (p.saturated != nullptr && mine < 3) {
+      isa::store_global(p.saturated + mine * p.saturated_stride, std::uint64_t{0});
+    }
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,262 @@
+// What the encode kernels share: which tile a block serves, and the small steps on its rows.
+#pragma once
+
+#include "formats/int8.hpp"
+#include "formats/scale.hpp"
+#include "isa/isa.hpp"
+#include "kernels/quantize/prepared.hpp"
+#include "tile/sequence.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+using isa::SharedAddress;
+using isa::Words2;
+using isa::Words4;
+
+/// 16 bytes of 16-bit channels: what a thread loads of a row.
+inline constexpr int chunk_channels = 8;
+
+/// Padded head dimensions for which kernels exist.
+constexpr int padded_channels(int channels) {
+  return channels <= 64 ? 64 : channels <= 96 ? 96 : channels <= 128 ? 128 : 256;
+}
+
+/// Quotient of numbers below 2^31, which block numbers are: 64-bit divisions are ten times as slow.
+QATTN_DEVICE int divide(std::int64_t a, std::int64_t b) {
+  return static_cast<int>(static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b));
+}
+
+/// Sequence of a slot tile where every sequence has the same room.
+QATTN_DEVICE int sequence_of_tile(const tile::Rows& r, std::int64_t tile) {
+  return divide(tile, (r.max_length + 63) / 64);
+}
+
+/// One tile of 64 slots of one head.
+struct TilePlace {
+  int b = 0, head = 0;
+  std::int64_t tile = 0;   ///< among the head's slot tiles
+  std::int64_t first = 0;  ///< its first token inside its sequence
+  tile::Span span;
+  bool used = false;  ///< does any token of it exist?
+
+  QATTN_DEVICE int count() const {
+    const std::int64_t left = span.length - first;
+    return left < slot_tile ? static_cast<int>(left) : slot_tile;
+  }
+};
+
+QATTN_DEVICE void place_in_sequence(const tile::Rows& r, int b, TilePlace& p) {
+  p.b = b;
+  p.span = tile::span_of(r, b);
+  p.first = (p.tile - tile::first_slot(r, p.span, b) / slot_tile) * slot_tile;
+  p.used = !p.span.bad && p.first < p.span.length;
+}
+
+/// Is slot tile `tile` one of packed sequence b?
+QATTN_DEVICE bool owns_tile(const tile::Rows& r, int b, std::int64_t tile) {
+  const tile::Span span = tile::span_of(r, b);
+  const std::int64_t at = tile - tile::first_slot(r, span, b) / slot_tile;
+  return at >= 0 && at * slot_tile < span.rows;  // none of a wrong sequence, which has no rows
+}
+
+/// Called by all threads of the block. Packed sequences are searched one by one, not by bisection,
+/// so that a wrong entry of cu_seqlens spoils nobody else's tiles.
+QATTN_DEVICE TilePlace find_tile(const tile::Rows& r, std::int64_t tile, int head, int threads,
+                                 SharedAddress word) {
+  TilePlace p;
+  p.tile = tile;
+  p.head = head;
+  int b = 0;
+  if (r.cu_seqlens == nullptr) {
+    b = sequence_of_tile(r, tile);
+  } else {
+    if (isa::thread() == 0) isa::store_shared(word, 0u);
+    isa::sync_threads();
+    for (int i = isa::thread(); i < r.batches; i += threads) {
+      if (owns_tile(r, i, tile)) {
+        isa::atomic_max_shared(word, static_cast<std::uint32_t>(r.batches - i));
+      }
+    }
+    isa::sync_threads();
+    const auto found = static_cast<int>(isa::load_shared<std::uint32_t>(word));
+    if (found == 0) return p;
+    b = r.batches - found;
+  }
+  place_in_sequence(r, b, p);
+  return p;
+}
+
+/// Blocks are numbered over roles, then tiles, then heads: neighbours read neighbouring memory of a
+/// (B, S, H, D) tensor. K comes first and from its end, which the pass for its mean left in the L2.
+QATTN_DEVICE int role_of_block(std::int64_t& block, const std::int64_t (&blocks)[3]) {
+  constexpr int order[3] = {1, 0, 2};
+  for (int i = 0; i < 2; ++i) {
+    if (block < blocks[order[i]]) return order[i];
+    block -= blocks[order[i]];
+  }
+  return 2;
+}
+
+/// Element offsets of the tile's rows in paged memory, -1 for pages that do not exist, to 64 words
+/// of 8 bytes; divisions are slow, so that no row is looked up twice. Called by all threads.
+QATTN_DEVICE void store_row_offsets(const tile::Rows& r, const TilePlace& p, SharedAddress words) {
+  if (isa::thread() < slot_tile) {
+    const int j = isa::thread();
+    const std::int64_t at =
+        j < p.count() ? tile::row_offset(r, p.span, p.b, p.head, p.first + j) : -1;
+    isa::store_shared(words + 8 * j, at);
+  }
+  isa::sync_threads();
+}
+
+/// Key of a tile to its position in V's contraction order.
+QATTN_DEVICE int p_position(int key) {
+  const int k = key % 16;
+  return key - k + 4 * (k % 8 / 2) + 2 * (k / 8) + k % 2;
+}
+
+/// Low bytes of four words.
+QATTN_DEVICE std::uint32_t low_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t c,
+                                     std::uint32_t d) {
+  return isa::byte_permute(isa::byte_permute(a, b, 0x0040), isa::byte_permute(c, d, 0x0040),
+                           0x5410);
+}
+
+QATTN_DEVICE std::uint32_t warp_max(std::uint32_t v) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const std::uint32_t other = isa::shuffle_xor(v, mask);
+    v = v > other ? v : other;
+  }
+  return v;
+}
+
+/// Words between the rows of a table of one word per (row, chunk): rows start in different banks
+/// for reads of 16 bytes, too.
+constexpr int partial_stride(int chunks) { return chunks / 4 % 2 == 1 ? chunks : chunks + 4; }
+
+/// Bytes between the channel octets of V's image in shared memory: 16 more than they need, so that
+/// neighbouring octets lie in different banks.
+inline constexpr int image_stride = chunk_channels * slot_tile + 16;
+
+/// Two rows of the tile per lane of the first warp: lane and lane + 32.
+struct RowPair {
+  bool exists[2];
+  bool bad[2];
+  float scale[2];
+};
+
+/// 1 / scale for codes; 0 where there are none.
+QATTN_DEVICE float code_factor(bool usable, float scale) {
+  return usable && formats::is_finite(scale) ? formats::reciprocal(scale) : 0.0f;
+}
+
+/// Scales and flags of 64 rows of Q or K, by one warp.
+QATTN_DEVICE void store_row_scales(const PreparedRows& out, const TilePlace& p, const RowPair& r) {
+  const std::int64_t slot = p.head * out.slots + p.tile * slot_tile;
+  bool bad = false;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    isa::store_global(out.scale + slot + isa::lane() + 32 * i, r.exists[i] ? r.scale[i] : 0.0f);
+    bad |= r.exists[i] && r.bad[i];
+  }
+  const bool any = isa::any(bad);
+  if (isa::lane() == 0) {
+    isa::store_global(out.flags + slot / slot_tile, any ? std::uint32_t{tile_has_bad} : 0u);
+  }
+}
+
+/// How a tile's keys are weighed.
+enum class ValueScales : std::int32_t {
+  integer_token,    ///< s8 with a scale per token
+  integer_channel,  ///< s8 with any other scale
+  floating,         ///< 8-bit floats
+  floating_token,   ///< with a scale per token, whose logarithm goes to the table
+};
+
+/// Everything of a V tile but its codes: tables to global memory, the eight extra rows to `extra`
+/// (8 x 64 bytes of shared memory). By one warp. `one` is the code of 1.
+QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedAddress extra,
+                                     const RowPair& r, ValueScales kind, std::uint32_t one) {
+  constexpr float smallest = 0x1p-90f;  // below it scales could overflow sums of weights
+  constexpr float heaviest = 127.0f * 256.0f;
+  const TileOffsets at = tile_offsets(channels);
+  const int lane = isa::lane();
+  const bool token = kind == ValueScales::integer_token;
+  const bool integer = token || kind == ValueScales::integer_channel;
+  isa::store_shared(extra + 16 * lane, Words4{{0, 0, 0, 0}});
+  std::uint32_t top = 0;
+  bool usable[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    usable[i] = r.exists[i] && !r.bad[i];
+    if (usable[i] && formats::bits_of(r.scale[i]) > top) top = formats::bits_of(r.scale[i]);
+  }
+  const float share = formats::mul_rn(formats::float_of(warp_max(top)), 1.0f / 64.0f);
+  const float least = share > smallest ? share : smallest;
+  // Largest 1 / scale, that is the smallest scale, of the keys that are weighed.
+  std::uint32_t low = 0;
+  bool plain[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    plain[i] = token && usable[i] && r.scale[i] < least;
+    const std::uint32_t inverted = ~formats::bits_of(r.scale[i]);
+    if (usable[i] && !plain[i] && inverted > low) low = inverted;
+  }
+  low = warp_max(low);
+  const float floor = token && low != 0 ? formats::float_of(~low) : 1.0f;
+  const float unit = formats::mul_rn(floor, heaviest);
+  isa::sync_warp();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int key = lane + 32 * i;
+    const bool weighed = usable[i] && !plain[i];
+    float log = 0.0f;
+    if ((token || kind == ValueScales::floating_token) && usable[i])
+      log = isa::log2(r.scale[i] > smallest ? r.scale[i] : smallest);
+    const float mark = r.exists[i] && r.bad[i] ? formats::quiet_nan() : plain[i] ? 1.0f : 0.0f;
+    isa::store_global(reinterpret_cast<float*>(record + at.log) + key, log);
+    isa::store_global(reinterpret_cast<float*>(record + at.plain) + key, mark);
+    std::uint32_t high = 0, rest = 0;
+    if (!integer) {
+      high = r.exists[i] ? one : 0;
+    } else if (weighed) {
+      const float inverse = token ? formats::reciprocal(r.scale[i]) : 1.0f;
+      // The magic number of S8's rounding: integers up to 2^22.
+      const float w = formats::add_rn(formats::mul_rn(unit, inverse), 12582912.0f);
+      const std::uint32_t weight = formats::bits_of(w) - formats::bits_of(12582912.0f);
+      high = (weight + 128) >> 8;
+      rest = weight - 256 * high;
+    }
+    const SharedAddress byte = extra + p_position(key);
+    isa::store_shared(byte, static_cast<std::uint8_t>(high));
+    isa::store_shared(byte + slot_tile, static_cast<std::uint8_t>(rest));
+  }
+  const bool any_bad = isa::any((r.exists[0] && r.bad[0]) || (r.exists[1] && r.bad[1]));
+  const bool any_plain = isa::any(plain[0] || plain[1]);
+  if (lane == 0) {
+    const float scale_unit = !integer ? 1.0f : token && low == 0 ? 0.0f : formats::reciprocal(unit);
+    const std::uint32_t flags = (any_bad ? std::uint32_t{tile_has_bad} : 0u) |
+                                (any_plain ? std::uint32_t{tile_has_plain} : 0u);
+    isa::store_global(reinterpret_cast<Words4*>(record + at.unit),
+                      Words4{{formats::bits_of(scale_unit), flags, 0, 0}});
+  }
+}
+
+/// The image of a tile's codes and extra rows from shared memory to its record, by all threads.
+template <int Channels, int Threads>
+QATTN_DEVICE void store_value_image(std::uint8_t* record, SharedAddress image) {
+  constexpr int pieces = (Channels + 8) * slot_tile / 16, octet = chunk_channels * slot_tile / 16;
+#pragma unroll
+  for (int i = 0; i < (pieces + Threads - 1) / Threads; ++i) {
+    const int n = isa::thread() + i * Threads;
+    if (pieces % Threads == 0 || n < pieces) {
+      const Words4 v = isa::load_shared<Words4>(image + n / octet * image_stride + n % octet * 16);
+      isa::store_global(reinterpret_cast<Words4*>(record) + n, v);
+    }
+  }
+}
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

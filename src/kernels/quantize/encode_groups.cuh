@@ -1,0 +1,148 @@
+// Which tokens share a scale, on the device: the index maps of groups.cpp, and where given scales
+// and the maxima of large groups lie.
+#pragma once
+
+#include "kernels/quantize/encode_means.cuh"
+#include "qattn/recipe.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+enum class CodeKind : std::int32_t { s8, e4m3, e5m2, e4m3fnuz };
+
+/// Largest magnitude of a code.
+QATTN_DEVICE float code_limit(CodeKind kind) {
+  return kind == CodeKind::s8     ? 127.0f
+         : kind == CodeKind::e4m3 ? 448.0f
+         : kind == CodeKind::e5m2 ? 57344.0f
+                                  : 240.0f;
+}
+
+/// Where a row's scale comes from.
+enum class ScaleSource : std::int32_t {
+  row,      ///< its own maximum
+  tile,     ///< the maximum of a group that lies inside the tile
+  maxima,   ///< of a larger group: an earlier pass found it
+  given,    ///< by the caller
+  channel,  ///< V: PreparedTiles::channel_scale
+};
+
+struct Grouping {
+  Role role = Role::q;
+  Granularity granularity = Granularity::per_token;
+  std::int32_t block = 64, warp = 16;
+  // Maxima: [heads][groups], by_channel [heads][groups][padded]; per_tensor: one.
+  std::uint32_t* maxima = nullptr;
+  std::int64_t groups = 0;           ///< per head, all sequences
+  std::int64_t sequence_groups = 1;  ///< of a sequence that is not packed
+  std::int32_t block_groups = 1;     ///< in a block
+  // Given scales with their strides (ScaleMap).
+  const float* given = nullptr;
+  std::int64_t given_stride[4] = {};
+
+  QATTN_DEVICE bool by_channel() const {
+    return granularity == Granularity::per_channel || granularity == Granularity::per_block_channel;
+  }
+  QATTN_DEVICE bool one_per_sequence() const {
+    return granularity == Granularity::per_head || granularity == Granularity::per_channel;
+  }
+
+  /// scale_index() of groups.cpp.
+  QATTN_DEVICE std::int64_t index(std::int64_t s) const {
+    switch (granularity) {
+      case Granularity::per_tensor:
+      case Granularity::per_head:
+      case Granularity::per_channel:
+        return 0;
+      case Granularity::per_block:
+      case Granularity::per_block_channel:
+        return s / block;
+      case Granularity::per_warp:
+        return s / warp;
+      case Granularity::per_thread:
+        return role == Role::q ? s / warp * 8 + s % 8 : s / block * 4 + s % 8 / 2;
+      default:
+        return s;
+    }
+  }
+
+  /// Place of a sequence's group 0 in `maxima`, in groups.
+  QATTN_DEVICE std::int64_t base(const tile::Rows& r, const tile::Span& span, int b,
+                                 int head) const {
+    if (granularity == Granularity::per_tensor) return 0;
+    const std::int64_t first = head * groups;
+    if (one_per_sequence()) return first + b;
+    if (r.cu_seqlens != nullptr) return first + (span.begin / block + b) * block_groups;
+    return first + b * sequence_groups;
+  }
+
+  /// The scale that the caller gave for (token, channel).
+  QATTN_DEVICE float given_scale(const tile::Rows& r, int b, int head, std::int64_t s,
+                                 int channel) const {
+    const bool paged = r.page_table != nullptr;
+    std::int64_t outer = b, token = s;
+    if (paged) {
+      outer = isa::load_global(r.page_table + b * r.page_table_stride + s / r.page_size);
+      if (outer < 0 || outer >= r.total) return formats::quiet_nan();
+      token = s % r.page_size;
+    }
+    return isa::load_global(given + offset(given_stride, paged, outer, head, token, channel));
+  }
+
+  /// ScaleMap::offset() of problem.cpp for free scales.
+  QATTN_DEVICE std::int64_t offset(const std::int64_t (&st)[4], bool paged, std::int64_t outer,
+                                   int head, std::int64_t token, int channel) const {
+    const std::int64_t start = outer * st[0] + head * st[1];
+    switch (granularity) {
+      case Granularity::per_tensor:
+        return 0;
+      case Granularity::per_head:
+        return paged ? head * st[0] : start;
+      case Granularity::per_channel:
+        return paged ? head * st[0] + channel * st[1] : start + channel * st[2];
+      case Granularity::per_block_channel:
+        return start + index(token) * st[2] + channel * st[3];
+      default:
+        return start + index(token) * st[2];
+    }
+  }
+};
+
+/// V's scales per channel, from maxima or as given: one block a (sequence, head, group).
+struct ChannelScaleParams {
+  tile::Rows rows;
+  Grouping grouping;
+  CodeKind kind = CodeKind::s8;
+  PreparedTiles out;
+};
+
+struct FinishChannelScales {
+  using Params = ChannelScaleParams;
+  static constexpr int threads = 256, min_blocks = 1, shared_bytes = 0;
+
+  static QATTN_DEVICE void run(const Params& p) {
+    const tile::Rows& r = p.rows;
+    const std::int64_t place = isa::block().x, unit = place / p.out.groups;
+    const int b = static_cast<int>(unit / r.heads), head = static_cast<int>(unit % r.heads);
+    const int c = isa::thread();
+    if (c >= p.out.channels) return;
+    const tile::Span span = tile::span_of(r, b);
+    const std::int64_t s = place % p.out.groups * p.out.channel_block;
+    if (s > 0 && s >= span.length) return;
+    float scale = 0.0f;
+    if (c < r.channels && s < span.length && !span.bad) {
+      if (p.grouping.given != nullptr) {
+        scale = p.grouping.given_scale(r, b, head, s, c);
+      } else {
+        std::int64_t at = p.grouping.base(r, span, b, head) + p.grouping.index(s);
+        if (p.grouping.by_channel()) at = at * p.out.channels + c;
+        const std::uint32_t amax = isa::load_global(p.grouping.maxima + at);
+        scale = formats::amax_scale(formats::float_of(amax), code_limit(p.kind));
+      }
+    }
+    isa::store_global(p.out.channel_scale + place * p.out.channels + c, scale);
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

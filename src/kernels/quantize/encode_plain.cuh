@@ -1,0 +1,335 @@
+// Encoding without detours: 16-bit rows in 16-byte pieces to s8 (Q and K also e4m3) with a scale
+// per token or per tile of 64, V per token, K less its mean. One block a tile; Q, K and V in one
+// launch.
+#pragma once
+
+#include "kernels/quantize/encode_common.cuh"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+struct PlainRows {
+  tile::Rows rows;
+  PreparedRows out;
+  const float* mean = nullptr;  ///< [batches][heads][padded]: K: subtracted; Q: for dot_mean
+  std::int32_t heads_per_mean = 1;
+  bool per_tile = false;  ///< one scale a tile instead of one a token
+};
+
+struct PlainParams {
+  PlainRows row[2];  ///< Q, K
+  tile::Rows v;
+  PreparedTiles v_out;
+  std::int64_t blocks[3] = {};  ///< of Q, K, V
+  bool e4m3 = false;            ///< codes of Q and K
+};
+
+/// A thread holds 8 rows x 8 channels: two groups of four keys that lie side by side in V's
+/// contraction order, so that four codes of one channel make a word without any transposition.
+template <isa::Element Input, int Channels>
+struct EncodePlain {
+  using Params = PlainParams;
+  static constexpr int chunks = Channels / chunk_channels;
+  static constexpr int threads = 8 * chunks;
+  static constexpr int min_blocks = 768 / threads;
+  static constexpr int stride = partial_stride(chunks);
+  // Shared memory: maxima [64][stride], then 1 / scale [64], a word, row offsets [64], V's image
+  // (or Q's dot products [64][stride]).
+  static constexpr int factor_at = 4 * slot_tile * stride;
+  static constexpr int word_at = factor_at + 4 * slot_tile;
+  static constexpr int offsets_at = word_at + 16;
+  static constexpr int image_at = offsets_at + 8 * slot_tile;
+  static constexpr int shared_bytes = image_at + (chunks + 1) * image_stride;
+
+  static QATTN_DEVICE isa::Pair unpack(std::uint32_t w) {
+    if constexpr (Input == isa::Element::bf16) {
+      return isa::unpack_bf16(w);
+    } else {
+      return isa::unpack_f16(w);
+    }
+  }
+
+  /// Where a thread works: pair `p` of groups of four keys, chunk `c` of channels.
+  static QATTN_DEVICE int pair() { return isa::thread() / (2 * chunks) * 2 + isa::thread() % 2; }
+  static QATTN_DEVICE int chunk() { return isa::thread() / 2 % chunks; }
+  static QATTN_DEVICE int first_key() { return pair() / 2 * 16 + pair() % 2 * 4; }
+  static constexpr int key_step(int i) { return 8 * (i % 4 / 2) + 2 * (i / 4) + i % 2; }
+
+  static QATTN_DEVICE void load(const tile::Rows& r, const TilePlace& p, SharedAddress shared,
+                                Words4 (&raw)[8]) {
+    const int c = chunk(), count = p.count(), first = first_key();
+    const bool inside = c * chunk_channels < r.channels;
+    const auto* data = static_cast<const std::uint16_t*>(r.data) + c * chunk_channels;
+    if (r.page_table != nullptr) {
+      store_row_offsets(r, p, shared + offsets_at);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const auto at =
+            isa::load_shared<std::int64_t>(shared + offsets_at + 8 * (first + key_step(i)));
+        // A page that does not exist makes its tokens bad ones: NaN in either format.
+        const std::uint32_t fill = first + key_step(i) < count && at == -1 ? 0x7fff7fffu : 0u;
+        raw[i] = Words4{{fill, fill, fill, fill}};
+        if (inside && at != -1) raw[i] = isa::load_once(reinterpret_cast<const Words4*>(data + at));
+      }
+      return;
+    }
+    data += tile::row_offset(r, p.span, p.b, p.head, p.first + first);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      raw[i] = Words4{{0, 0, 0, 0}};
+      if (inside && first + key_step(i) < count) {
+        raw[i] = isa::load_once(reinterpret_cast<const Words4*>(data + key_step(i) * r.token));
+      }
+    }
+  }
+
+  /// Bits of max |x|: sixteen-bit magnitudes are ordered like their patterns, Inf and NaN on top.
+  static QATTN_DEVICE std::uint32_t magnitude(const Words4& raw) {
+    std::uint32_t high = 0, low = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t both = raw.w[i] & 0x7fff7fffu;
+      high = high > both ? high : both;
+      low = low > both << 16 ? low : both << 16;
+    }
+    high = (high > low ? high : low) & 0xffff0000u;
+    return formats::bits_of(unpack(high).hi);
+  }
+  static QATTN_DEVICE std::uint32_t magnitude(const Words4& raw, const float (&mean)[8]) {
+    std::uint32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const isa::Pair x = unpack(raw.w[i]);
+      const std::uint32_t lo = formats::magnitude_bits(formats::add_rn(x.lo, -mean[2 * i]));
+      const std::uint32_t hi = formats::magnitude_bits(formats::add_rn(x.hi, -mean[2 * i + 1]));
+      top = top > lo ? top : lo;
+      top = top > hi ? top : hi;
+    }
+    return top;
+  }
+
+  static QATTN_DEVICE void load_mean(const float* mean, int b, int heads, int head, float (&m)[8]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float* at =
+          mean + (std::int64_t{b} * heads + head) * Channels + chunk() * chunk_channels + 4 * i;
+      const Words4 w = isa::load_global(reinterpret_cast<const Words4*>(at));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) m[4 * i + j] = formats::float_of(w.w[j]);
+    }
+  }
+
+  /// max |x| of row `row` over its chunks.
+  static QATTN_DEVICE float row_amax(SharedAddress shared, int row) {
+    std::uint32_t top = 0;
+#pragma unroll
+    for (int c = 0; c < chunks; c += 4) {
+      const Words4 w = isa::load_shared<Words4>(shared + 4 * (row * stride + c));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) top = top > w.w[i] ? top : w.w[i];
+    }
+    return formats::float_of(top);
+  }
+
+  static QATTN_DEVICE void store_dots(const PlainRows& q, const TilePlace& p,
+                                      SharedAddress shared) {
+    for (int row = isa::thread(); row < slot_tile; row += threads) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int c = 0; c < chunks; c += 4) {
+        const Words4 w = isa::load_shared<Words4>(shared + image_at + 4 * (row * stride + c));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum = formats::add_rn(sum, formats::float_of(w.w[i]));
+      }
+      isa::store_global(q.out.dot_mean + p.head * q.out.slots + p.tile * slot_tile + row, sum);
+    }
+  }
+
+  /// Scales of the rows, by the first warp; 1 / scale goes to shared memory.
+  static QATTN_DEVICE RowPair find_scales(SharedAddress shared, int count, bool per_tile,
+                                          float qmax) {
+    RowPair r;
+    float amax[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      r.exists[i] = isa::lane() + 32 * i < count;
+      // Rows behind the end hold zeros, or what is left of them less the mean.
+      amax[i] = r.exists[i] ? row_amax(shared, isa::lane() + 32 * i) : 0.0f;
+    }
+    if (per_tile) {
+      const float both = formats::fold_amax(amax[0], amax[1]);
+      amax[0] = amax[1] = formats::float_of(warp_max(formats::bits_of(both)));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      r.scale[i] = formats::amax_scale(amax[i], qmax);
+      r.bad[i] = !formats::is_finite(r.scale[i]);
+      isa::store_shared(shared + factor_at + 4 * (isa::lane() + 32 * i),
+                        code_factor(r.exists[i], r.scale[i]));
+    }
+    return r;
+  }
+
+  /// Rounded value as the low byte of a word. |x * factor| is at most 127 and some ulps, so nothing
+  /// needs clamping.
+  static QATTN_DEVICE std::uint32_t rounded(float x, float factor) {
+    return formats::bits_of(formats::add_rn(formats::mul_rn(x, factor), 12582912.0f));
+  }
+
+  static QATTN_DEVICE float factor_of(SharedAddress shared, int row) {
+    return isa::load_shared<float>(shared + factor_at + 4 * row);
+  }
+
+  template <bool E4m3>
+  static QATTN_DEVICE void encode_rows(const PlainRows& row, const TilePlace& p,
+                                       SharedAddress shared, const Words4 (&raw)[8],
+                                       const float (&mean)[8]) {
+    const std::int64_t slot = p.head * row.out.slots + p.tile * slot_tile + first_key();
+    std::uint8_t* out = row.out.codes + slot * Channels + chunk() * chunk_channels;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float factor = factor_of(shared, first_key() + key_step(i));
+      Words2 code;
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const isa::Pair a = unpack(raw[i].w[2 * n]), b = unpack(raw[i].w[2 * n + 1]);
+        float x[4] = {a.lo, a.hi, b.lo, b.hi};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if constexpr (E4m3) x[j] = formats::add_rn(x[j], 0.0f);  // -0 becomes +0, as on the CPU
+          x[j] = formats::add_rn(x[j], -mean[4 * n + j]);
+        }
+        if constexpr (E4m3) {
+          const std::uint32_t lo =
+              isa::pack_e4m3(formats::mul_rn(x[0], factor), formats::mul_rn(x[1], factor));
+          const std::uint32_t hi =
+              isa::pack_e4m3(formats::mul_rn(x[2], factor), formats::mul_rn(x[3], factor));
+          code.w[n] = lo | hi << 16;
+        } else {
+          code.w[n] = low_bytes(rounded(x[0], factor), rounded(x[1], factor), rounded(x[2], factor),
+                                rounded(x[3], factor));
+        }
+      }
+      if (factor == 0.0f) code = Words2{{0, 0}};  // 0 times a bad value is NaN
+      isa::store_global(reinterpret_cast<Words2*>(out + key_step(i) * Channels), code);
+    }
+  }
+
+  static QATTN_DEVICE void run_rows(const PlainRows& row, const TilePlace& p, bool e4m3, bool dots,
+                                    SharedAddress shared) {
+    Words4 raw[8];
+    load(row.rows, p, shared, raw);
+    float mean[8] = {};
+    const bool has_mean = row.mean != nullptr;
+    if (has_mean) {
+      const int head = p.head / row.heads_per_mean;
+      load_mean(row.mean, p.b, row.rows.heads / row.heads_per_mean, head, mean);
+    }
+    const SharedAddress mine = shared + 4 * (first_key() * stride + chunk());
+    if (has_mean && !dots) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        isa::store_shared(mine + 4 * key_step(i) * stride, magnitude(raw[i], mean));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        isa::store_shared(mine + 4 * key_step(i) * stride, magnitude(raw[i]));
+        if (dots) {
+          float sum = 0.0f;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const isa::Pair x = unpack(raw[i].w[j]);
+            sum = formats::add_rn(sum, formats::mul_rn(x.lo, mean[2 * j]));
+            sum = formats::add_rn(sum, formats::mul_rn(x.hi, mean[2 * j + 1]));
+          }
+          isa::store_shared(mine + image_at + 4 * key_step(i) * stride, sum);
+        }
+      }
+    }
+    isa::sync_threads();
+    if (isa::warp() == 0) {
+      const RowPair r = find_scales(shared, p.count(), row.per_tile,
+                                    e4m3 ? formats::E4m3::max : formats::S8::max);
+      store_row_scales(row.out, p, r);
+    }
+    if (dots) store_dots(row, p, shared);
+    isa::sync_threads();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (dots) mean[i] = 0.0f;  // Q's is not subtracted
+    }
+    if (e4m3) {
+      encode_rows<true>(row, p, shared, raw, mean);
+    } else {
+      encode_rows<false>(row, p, shared, raw, mean);
+    }
+  }
+
+  static QATTN_DEVICE void run_values(const Params& params, const TilePlace& p,
+                                      SharedAddress shared) {
+    const TileOffsets at = tile_offsets(Channels);
+    const std::int64_t index = p.head * (params.v_out.slots / slot_tile) + p.tile;
+    std::uint8_t* record = params.v_out.tiles + index * at.bytes;
+    Words4 raw[8];
+    load(params.v, p, shared, raw);
+    const SharedAddress mine = shared + 4 * (first_key() * stride + chunk());
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      isa::store_shared(mine + 4 * key_step(i) * stride, magnitude(raw[i]));
+    }
+    isa::sync_threads();
+    const SharedAddress image = shared + image_at;
+    if (isa::warp() == 0) {
+      const RowPair r = find_scales(shared, p.count(), false, formats::S8::max);
+      store_value_tables(record, Channels, image + chunks * image_stride, r,
+                         ValueScales::integer_token, 0);
+    }
+    isa::sync_threads();
+    float factor[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      factor[i] = factor_of(shared, first_key() + key_step(i));
+      if (factor[i] == 0.0f) raw[i] = Words4{{0, 0, 0, 0}};
+    }
+    const SharedAddress to = image + chunk() * image_stride + pair() / 2 * 16 + pair() % 2 * 8;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      std::uint32_t even[8], odd[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const isa::Pair x = unpack(raw[i].w[j]);
+        even[i] = rounded(x.lo, factor[i]);
+        odd[i] = rounded(x.hi, factor[i]);
+      }
+      isa::store_shared(to + 2 * j * slot_tile,
+                        Words2{{low_bytes(even[0], even[1], even[2], even[3]),
+                                low_bytes(even[4], even[5], even[6], even[7])}});
+      isa::store_shared(to + (2 * j + 1) * slot_tile,
+                        Words2{{low_bytes(odd[0], odd[1], odd[2], odd[3]),
+                                low_bytes(odd[4], odd[5], odd[6], odd[7])}});
+    }
+    isa::sync_threads();
+    store_value_image<Channels, threads>(record, image);
+  }
+
+  static QATTN_DEVICE void run(const Params& params) {
+    const SharedAddress shared = isa::shared_base();
+    std::int64_t block = isa::block().x;
+    const int role = role_of_block(block, params.blocks);
+    const tile::Rows& rows = role == 2 ? params.v : params.row[role].rows;
+    if (role == 1) block = params.blocks[1] - 1 - block;
+    const int tile = divide(block, rows.heads), head = static_cast<int>(block) - tile * rows.heads;
+    const TilePlace p = find_tile(rows, tile, head, threads, shared + word_at);
+    if (!p.used) return;
+    if (role == 2) {
+      run_values(params, p, shared);
+    } else {
+      const bool dots = role == 0 && params.row[0].out.dot_mean != nullptr;
+      run_rows(params.row[role], p, params.e4m3, dots, shared);
+    }
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

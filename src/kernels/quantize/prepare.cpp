@@ -1,0 +1,416 @@
+#include "kernels/quantize/prepare.hpp"
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <string>
+
+#include "kernels/quantize/prepare_facts.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+namespace {
+
+using isa::LaunchError;
+
+class Allocator {
+ public:
+  std::size_t take(std::int64_t bytes) {
+    const std::size_t at = total_;
+    total_ += (static_cast<std::size_t>(bytes) + 255) / 256 * 256;
+    return at;
+  }
+  std::size_t total() const { return total_; }
+
+ private:
+  std::size_t total_ = 0;
+};
+
+template <class T>
+T* at(void* workspace, std::size_t offset) {
+  if (offset == PrepareLayout::none) return nullptr;
+  return reinterpret_cast<T*>(static_cast<std::uint8_t*>(workspace) + offset);
+}
+
+/// The call as its launches see it.
+struct Call {
+  const Problem& problem;
+  const Recipe& recipe;
+  const PrepareLayout& layout;
+  void* workspace;
+  void* stream;
+  std::array<Facts, 3> facts;
+  tile::Rows rows[3];
+
+  const PrepareLayout::Part& part(Role role) const { return layout.part[static_cast<int>(role)]; }
+  const float* mean(Role role) const { return at<const float>(workspace, part(role).mean); }
+
+  PreparedRows prepared_rows(Role role) const {
+    const PrepareLayout::Part& p = part(role);
+    return {at<std::uint8_t>(workspace, p.codes),
+            at<float>(workspace, p.scale),
+            at<std::uint32_t>(workspace, p.flags),
+            at<float>(workspace, p.dot_mean),
+            p.slots,
+            facts[static_cast<std::size_t>(role)].padded};
+  }
+  PreparedTiles prepared_tiles() const {
+    const PrepareLayout::Part& p = part(Role::v);
+    return {at<std::uint8_t>(workspace, p.codes),
+            at<float>(workspace, layout.channel_scale),
+            layout.channel_groups,
+            layout.channel_block,
+            p.slots,
+            facts[2].padded};
+  }
+  std::int64_t blocks(Role role) const {
+    return part(role).slots / slot_tile * facts[static_cast<std::size_t>(role)].heads;
+  }
+};
+
+/// A grid of one dimension; kernels take more blocks than it has from nobody.
+template <class K>
+LaunchError launch_blocks(const typename K::Params& params, std::int64_t blocks, void* stream) {
+  if (blocks == 0) return {};
+  if (blocks > 0x7fffffff) return "prepare: " + std::to_string(blocks) + " tiles are over 2^31";
+  return isa::launch<K>(params, {static_cast<int>(blocks), 1, 1}, stream);
+}
+
+LaunchError clear(const Call& call) {
+  ClearParams c;
+  std::int64_t words = 0;
+  for (int i = 0; i < 3; ++i) {
+    const PrepareLayout::Part& p = call.layout.part[i];
+    if (p.maxima == PrepareLayout::none) continue;
+    c.words[i] = at<std::uint32_t>(call.workspace, p.maxima);
+    std::int64_t groups = 0;
+    c.counts[i] = maxima_words(call.facts[static_cast<std::size_t>(i)], call.rows[i], groups);
+    words += c.counts[i];
+  }
+  const TensorView& s = call.problem.tensors.saturated;
+  if (s.present()) {
+    c.saturated = static_cast<std::uint64_t*>(s.data);
+    c.saturated_stride = s.stride[0];
+  }
+  if (words == 0 && !s.present()) return {};
+  const std::int64_t blocks = std::clamp<std::int64_t>(words / 1024, 1, 1024);
+  return launch_blocks<ClearWords>(c, blocks, call.stream);
+}
+
+LaunchError means(const Call& call) {
+  MeanParams params;
+  std::int64_t pairs = 0, blocks = 0;
+  for (int i = 0; i < 2; ++i) {
+    const Facts& f = call.facts[static_cast<std::size_t>(i + 1)];
+    const PrepareLayout::Part& p = call.part(f.role);
+    if (p.mean == PrepareLayout::none) continue;
+    MeanRole& m = params.role[i];
+    m.rows = call.rows[i + 1];
+    m.mean = at<float>(call.workspace, p.mean);
+    m.padded = f.padded;
+    m.tiles = p.slots / slot_tile;
+    pairs = std::max<std::int64_t>(pairs, std::int64_t{m.rows.batches} * m.rows.heads);
+    const TensorView& given = given_mean(call.problem, f.role);
+    if (given.present()) {
+      m.given = static_cast<const float*>(given.data);
+      std::copy_n(given.stride.begin(), 3, m.given_stride);
+      continue;
+    }
+    m.input = input_kind(f.tensor.format);
+    m.aligned = aligned_rows(f, m.rows);
+    m.sums = at<float>(call.workspace, p.sums);
+    params.blocks[i] = SumRows::blocks(m.tiles, f.heads, f.padded);
+    blocks += params.blocks[i];
+  }
+  if (pairs == 0) return {};
+  if (LaunchError e = launch_blocks<SumRows>(params, blocks, call.stream); !e.empty()) return e;
+  return isa::launch<FinishMeans>(params, {static_cast<int>(pairs), 2, 1}, call.stream);
+}
+
+template <isa::Element Input>
+LaunchError launch_plain(const PlainParams& params, int padded, std::int64_t blocks, void* stream) {
+  switch (padded) {
+    case 64:
+      return launch_blocks<EncodePlain<Input, 64>>(params, blocks, stream);
+    case 96:
+      return launch_blocks<EncodePlain<Input, 96>>(params, blocks, stream);
+    case 128:
+      return launch_blocks<EncodePlain<Input, 128>>(params, blocks, stream);
+    default:
+      return launch_blocks<EncodePlain<Input, 256>>(params, blocks, stream);
+  }
+}
+
+/// The plain operands among `mask` (bits by Role), which share input format and padded size.
+LaunchError plain(const Call& call, unsigned mask) {
+  PlainParams params;
+  std::int64_t blocks = 0;
+  const Facts* any = nullptr;
+  for (const Facts& f : call.facts) {
+    const int i = static_cast<int>(f.role);
+    if ((mask >> i & 1) == 0) continue;
+    any = &f;
+    params.blocks[i] = call.blocks(f.role);
+    blocks += params.blocks[i];
+    if (f.role == Role::v) {
+      params.v = call.rows[i];
+      params.v_out = call.prepared_tiles();
+      continue;
+    }
+    PlainRows& r = params.row[i];
+    r.rows = call.rows[i];
+    r.out = call.prepared_rows(f.role);
+    r.per_tile = f.scaling.granularity == Granularity::per_block;
+    params.e4m3 = f.format == Format::e4m3;
+    if (f.role == Role::k) r.mean = call.mean(Role::k);
+    if (f.role == Role::q && r.out.dot_mean != nullptr) {
+      r.mean = call.mean(Role::k);
+      r.heads_per_mean = static_cast<std::int32_t>(call.problem.group());
+    }
+  }
+  if (any == nullptr) return {};
+  return any->tensor.format == Format::bf16
+             ? launch_plain<isa::Element::bf16>(params, any->padded, blocks, call.stream)
+             : launch_plain<isa::Element::f16>(params, any->padded, blocks, call.stream);
+}
+
+Grouping grouping_of(const Call& call, const Facts& f) {
+  const tile::Rows& r = call.rows[static_cast<int>(f.role)];
+  Grouping g;
+  g.role = f.role;
+  g.granularity = f.scaling.granularity;
+  g.block = f.scaling.block;
+  g.warp = f.scaling.warp;
+  g.maxima = at<std::uint32_t>(call.workspace, call.part(f.role).maxima);
+  maxima_words(f, r, g.groups);
+  g.block_groups = block_groups(f);
+  g.sequence_groups = scale_count(f.scaling, f.role, r.max_length);
+  if (f.scale.present()) {
+    g.given = static_cast<const float*>(f.scale.data);
+    std::copy_n(f.scale.stride.begin(), 4, g.given_stride);
+  }
+  return g;
+}
+
+GeneralRole general_role(const Call& call, const Facts& f) {
+  const int i = static_cast<int>(f.role);
+  GeneralRole r;
+  r.rows = call.rows[i];
+  r.grouping = grouping_of(call, f);
+  r.source = source_of(f);
+  r.kind = code_kind(f.format);
+  r.input = input_kind(f.tensor.format);
+  r.codes = f.codes;
+  r.aligned = aligned_rows(f, call.rows[i]);
+  r.rotate = call.recipe.rotate == Toggle::on && f.role != Role::v && !f.codes;
+  if (subtracts_mean(call.recipe, f)) r.mean = call.mean(f.role);
+  if (f.role != Role::v) r.out = call.prepared_rows(f.role);
+  if (f.role == Role::q && r.out.dot_mean != nullptr) {
+    r.dot = call.mean(Role::k);
+    r.heads_per_mean = static_cast<std::int32_t>(call.problem.group());
+  }
+  const TensorView& s = call.problem.tensors.saturated;
+  if (s.present() && !f.codes) {
+    r.saturated = static_cast<std::uint64_t*>(s.data) + i * s.stride[0];
+  }
+  return r;
+}
+
+/// The operands among `mask` (bits by Role), which share a padded size.
+LaunchError general(const Call& call, unsigned mask, bool maxima_pass) {
+  GeneralParams params;
+  params.maxima_pass = maxima_pass;
+  params.v_out = call.prepared_tiles();
+  std::int64_t blocks = 0;
+  int padded = 0;
+  for (const Facts& f : call.facts) {
+    const int i = static_cast<int>(f.role);
+    if ((mask >> i & 1) == 0 || (maxima_pass && !needs_maxima(f))) continue;
+    params.role[i] = general_role(call, f);
+    params.blocks[i] = call.blocks(f.role);
+    blocks += params.blocks[i];
+    padded = f.padded;
+  }
+  switch (padded) {
+    case 0:
+      return {};
+    case 64:
+      return launch_blocks<EncodeGeneral<64>>(params, blocks, call.stream);
+    case 96:
+      return launch_blocks<EncodeGeneral<96>>(params, blocks, call.stream);
+    case 128:
+      return launch_blocks<EncodeGeneral<128>>(params, blocks, call.stream);
+    default:
+      return launch_blocks<EncodeGeneral<256>>(params, blocks, call.stream);
+  }
+}
+
+LaunchError channel_scales(const Call& call) {
+  const Facts& f = call.facts[2];
+  if (!f.wanted || source_of(f) != ScaleSource::channel) return {};
+  ChannelScaleParams params;
+  params.rows = call.rows[2];
+  params.grouping = grouping_of(call, f);
+  params.kind = code_kind(f.format);
+  params.out = call.prepared_tiles();
+  return launch_blocks<FinishChannelScales>(
+      params, call.problem.batch * f.heads * call.layout.channel_groups, call.stream);
+}
+
+LaunchError encode(const Call& call) {
+  unsigned plain_mask = 0, general_mask = 0;
+  for (const Facts& f : call.facts) {
+    const int i = static_cast<int>(f.role);
+    if (!f.wanted) continue;
+    (is_plain(call.recipe, f, call.rows[i]) ? plain_mask : general_mask) |= 1u << i;
+  }
+  // Launches are of one padded size, and V's may differ from that of Q and K.
+  const bool together = call.facts[0].padded == call.facts[2].padded;
+  const unsigned runs[2] = {together ? 7u : 3u, together ? 0u : 4u};
+  for (const unsigned run : runs) {
+    if (LaunchError e = general(call, general_mask & run, true); !e.empty()) return e;
+  }
+  if (LaunchError e = channel_scales(call); !e.empty()) return e;
+  for (const unsigned run : runs) {
+    if (LaunchError e = plain(call, plain_mask & run); !e.empty()) return e;
+    if (LaunchError e = general(call, general_mask & run, false); !e.empty()) return e;
+  }
+  return {};
+}
+
+}  // namespace
+
+tile::Rows rows_of(const Problem& p, Role role) {
+  const bool q = role == Role::q;
+  const TokenTensor& t = q ? p.q : role == Role::k ? p.k : p.v;
+  tile::Rows r;
+  r.data = t.data;
+  r.batch = t.batch;
+  r.token = t.token;
+  r.head = t.head;
+  r.max_length = q ? p.max_q : p.max_k;
+  r.batches = static_cast<std::int32_t>(p.batch);
+  r.heads = static_cast<std::int32_t>(q ? p.heads_q : p.heads_kv);
+  r.channels = role == Role::v ? p.dv : p.d;
+  const auto index = [](const TensorView& v) { return static_cast<const std::int32_t*>(v.data); };
+  const AttentionTensors& x = p.tensors;
+  r.used = index(q ? x.seqused_q : x.seqused_k);
+  if (q ? p.varlen_q : p.varlen_k) {
+    r.cu_seqlens = index(q ? x.cu_seqlens_q : x.cu_seqlens_k);
+    r.total = q ? p.tokens_q : p.tokens_k;
+  }
+  if (!q && p.paged) {
+    r.page_table = index(x.page_table);
+    r.page_table_stride = x.page_table.stride[0];
+    r.page_size = static_cast<std::int32_t>(p.page_size);
+    r.total = p.pages;
+  }
+  return r;
+}
+
+std::string prepare_refusal(const Problem& p, const Recipe& recipe, const PrepareNeeds& needs) {
+  for (const Facts& f : all_facts(p, recipe, needs)) {
+    if (!f.wanted) continue;
+    const std::string who(name(f.role));
+    if (!free_scale(f.format)) {
+      return who + ": format " + std::string(info(f.format).name) + " has built-in scales or none";
+    }
+  }
+  if (recipe.smooth_q == Toggle::on) return "smooth_q is not prepared on GPUs";
+  const AttentionTensors& t = p.tensors;
+  for (const TensorView* v : {&t.cu_seqlens_q, &t.cu_seqlens_k, &t.seqused_q, &t.seqused_k}) {
+    if (v->present() && v->shape[0] > 1 && v->stride[0] != 1) {
+      return "an index tensor's stride is not 1";
+    }
+  }
+  if (t.page_table.present() && t.page_table.shape[1] > 1 && t.page_table.stride[1] != 1) {
+    return "page_table's last stride is not 1";
+  }
+  return {};
+}
+
+/// Which keys share V's scales per channel. Given scales of paged V belong to pages, so that a
+/// group must end where its page ends.
+void channel_layout(const Problem& p, const Facts& f, const tile::Rows& r, PrepareLayout& layout) {
+  const bool blocks = f.scaling.granularity == Granularity::per_block_channel;
+  const bool pages = p.paged && f.scale.present();
+  layout.channel_block = !blocks ? std::max<std::int64_t>(r.max_length, 1)
+                         : pages ? std::gcd<std::int64_t>(f.scaling.block, p.page_size)
+                                 : f.scaling.block;
+  layout.channel_groups =
+      std::max<std::int64_t>((r.max_length + layout.channel_block - 1) / layout.channel_block, 1);
+}
+
+PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const PrepareNeeds& needs) {
+  PrepareLayout layout;
+  layout.needs = needs;
+  Allocator memory;
+  for (const Facts& f : all_facts(p, recipe, needs)) {
+    PrepareLayout::Part& part = layout.part[static_cast<int>(f.role)];
+    tile::Rows r = rows_of(p, f.role);
+    // slot_count() and others look whether the sequence is packed; at planning there may be no
+    // address yet.
+    static constexpr std::int32_t somewhere = 0;
+    if (f.role == Role::q ? p.varlen_q : p.varlen_k) r.cu_seqlens = &somewhere;
+    part.slots = tile::slot_count(r);
+    const std::int64_t rows = f.heads * part.slots, tiles = rows / slot_tile;
+    if (f.wanted && f.role == Role::v) {
+      part.codes = memory.take(tiles * tile_offsets(f.padded).bytes);
+    } else if (f.wanted) {
+      part.codes = memory.take(rows * f.padded);
+      part.scale = memory.take(rows * 4);
+      part.flags = memory.take(tiles * 4);
+      if (f.role == Role::q && needs.dot_mean) part.dot_mean = memory.take(rows * 4);
+    }
+    const bool mean = has_mean(p, recipe, f) && (f.wanted || (f.role == Role::k && needs.dot_mean));
+    if (f.wanted && needs_maxima(f)) {
+      part.maxima = memory.take(maxima_words(f, r, part.groups) * 4);
+    }
+    if (f.wanted && f.role == Role::v && source_of(f) == ScaleSource::channel) {
+      channel_layout(p, f, r, layout);
+      layout.channel_scale = memory.take(p.batch * f.heads * layout.channel_groups * f.padded * 4);
+    }
+    if (mean) {
+      part.mean = memory.take(p.batch * f.heads * f.padded * 4);
+      if (!given_mean(p, f.role).present()) part.sums = memory.take(tiles * f.padded * 4);
+    }
+  }
+  layout.bytes = memory.total();
+  return layout;
+}
+
+namespace {
+
+Call make_call(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
+               void* workspace, void* stream) {
+  Call call{problem, recipe, layout, workspace, stream, all_facts(problem, recipe, layout.needs),
+            {}};
+  for (int i = 0; i < 3; ++i) call.rows[i] = rows_of(problem, static_cast<Role>(i));
+  return call;
+}
+
+}  // namespace
+
+LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
+                    void* workspace, void* stream) {
+  Call call = make_call(problem, recipe, layout, workspace, stream);
+  for (auto step : {&clear, &means, &encode}) {
+    if (LaunchError e = step(call); !e.empty()) return e;
+  }
+  return {};
+}
+
+Prepared prepared_in(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
+                     void* workspace) {
+  const Call call = make_call(problem, recipe, layout, workspace, nullptr);
+  Prepared out;
+  out.q = call.prepared_rows(Role::q);
+  out.k = call.prepared_rows(Role::k);
+  out.v = call.prepared_tiles();
+  out.k_mean = call.mean(Role::k);
+  out.v_mean = call.mean(Role::v);
+  return out;
+}
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

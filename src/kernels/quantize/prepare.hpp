@@ -1,0 +1,73 @@
+// Quantises Q, K and V of an attention call into the workspace (prepared.hpp) with kernels that run
+// on the caller's stream. Compiled twice: by nvcc for GPUs, by the host compiler for the emulator.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/problem.hpp"
+#include "isa/launch.hpp"
+#include "kernels/quantize/prepared.hpp"
+
+namespace qattn::kernels {
+
+/// What an attention kernel wants prepared. Operands that stay in 16 bits are read in place.
+struct PrepareNeeds {
+  bool q_rows = false, k_rows = false, v_tiles = false;
+  bool dot_mean = false;  ///< PreparedRows::dot_mean of Q; needs smooth_k or a given k_mean
+};
+
+/// Where everything lies in the workspace, in bytes from its start; `none` for what is not there.
+struct PrepareLayout {
+  static constexpr std::size_t none = ~std::size_t{0};
+  struct Part {
+    std::size_t codes = none, scale = none, flags = none, dot_mean = none;
+    std::size_t mean = none, sums = none;  ///< sums: of 64 rows, for the mean
+    std::size_t maxima = none;             ///< bits of max |x| of groups larger than a tile
+    std::int64_t slots = 0;
+    std::int64_t groups = 0;  ///< maxima: groups per head, all sequences
+  };
+  PrepareNeeds needs;
+  Part part[3];                      ///< by Role; V's `codes` are its tiles
+  std::size_t channel_scale = none;  ///< of V
+  std::int64_t channel_groups = 0, channel_block = 0;
+  std::size_t bytes = 0;
+};
+
+/// What prepare() made. Means: [batch][heads_kv][padded channels], null where none is subtracted.
+struct Prepared {
+  PreparedRows q, k;
+  PreparedTiles v;
+  const float* k_mean = nullptr;
+  const float* v_mean = nullptr;
+};
+
+/// Head dimension that prepared rows and tiles are padded to: 64, 96, 128 or 256.
+constexpr int prepared_channels(int channels) {
+  return channels <= 64 ? 64 : channels <= 96 ? 96 : channels <= 128 ? 128 : 256;
+}
+
+inline namespace QATTN_TARGET {
+
+/// The tokens of an operand for kernels. Index tensors must have unit stride in their last
+/// dimension.
+tile::Rows rows_of(const Problem& problem, Role role);
+
+/// Why these kernels cannot prepare what is asked for; empty: they can. `recipe` as resolved:
+/// nothing automatic left in it.
+std::string prepare_refusal(const Problem& problem, const Recipe& recipe,
+                            const PrepareNeeds& needs);
+
+PrepareLayout plan_prepare(const Problem& problem, const Recipe& recipe, const PrepareNeeds& needs);
+
+/// Enqueues everything on the stream; allocates nothing and waits for nothing. `workspace` has
+/// layout.bytes bytes, 64-byte aligned.
+isa::LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
+                         void* workspace, void* stream);
+
+/// Where prepare() puts its results.
+Prepared prepared_in(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
+                     void* workspace);
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

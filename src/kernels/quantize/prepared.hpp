@@ -1,0 +1,70 @@
+// Operands as GPU attention kernels read them: quantised, and V transposed, in the workspace. The
+// encode kernels write this, the attention kernels of every NVIDIA architecture read it.
+#pragma once
+
+#include <cstdint>
+
+#include "tile/sequence.hpp"
+
+namespace qattn::kernels {
+
+/// Tiles of V hold this many keys; slots come in multiples of it.
+inline constexpr int slot_tile = 64;
+
+/// Bits of PreparedRows::flags and of a V tile's `flags`: what a tile's keys need beyond the plain
+/// path.
+enum TileFlag : std::uint32_t {
+  tile_has_bad = 1,    ///< a token holds NaN or Inf
+  tile_has_plain = 2,  ///< a token of V joins the sum unrounded (docs/NUMERICS.md)
+};
+
+/// Q or K: codes [heads][slots][row_bytes], channels past the head dimension are zero, and so are
+/// the slots behind a sequence's end in its last tile of 64.
+struct PreparedRows {
+  std::uint8_t* codes = nullptr;
+  float* scale = nullptr;          ///< [heads][slots]; NaN for a bad token (or its scale's group)
+  std::uint32_t* flags = nullptr;  ///< [heads][slots / 64]
+  /// Q only, where asked for: q . (K's mean) of the unquantised row, [heads][slots].
+  float* dot_mean = nullptr;
+  std::int64_t slots = 0;
+  std::int32_t row_bytes = 0;
+};
+
+/// V in tiles of 64 keys, [heads][slots / 64] records of `tile_bytes`, 16-byte aligned:
+///   codes   [channels padded + 8][64] bytes: channel-major, keys in the order of the P fragments:
+///           position p of a run of 16 holds key p_key(p). The 8 extra rows weigh P for the row sum:
+///             s8:   row 0 and row 1 hold high and low byte of w = round(2^8 * 127 / f * 1 / scale)
+///                   with w = 256 * high + low, |low| <= 128, f such that the largest w of the tile
+///                   is 127 * 256; 0 for bad and for plain tokens and behind the end
+///             e4m3: row 0 is 1 for keys that exist, else 0
+///           codes of bad tokens are 0 in all channels
+///   log     [64] float: log2 of the token's scale (s8 per token), else 0
+///   plain   [64] float: 0 normally, 1 for a token that joins the sum unrounded, NaN for a bad one
+///   unit    float: 1 / scale = w * unit; then flags (TileFlag), then 8 bytes unused
+struct PreparedTiles {
+  std::uint8_t* tiles = nullptr;
+  /// Scales per channel: [batches][heads][groups][channels padded]; group g holds the keys
+  /// [g * channel_block, (g + 1) * channel_block). Null where scales are per token.
+  float* channel_scale = nullptr;
+  std::int64_t groups = 0, channel_block = 0;
+  std::int64_t slots = 0;
+  std::int32_t channels = 0;  ///< padded
+};
+
+struct TileOffsets {
+  int codes, log, plain, unit, flags, bytes;
+};
+constexpr TileOffsets tile_offsets(int channels) {
+  const int log = (channels + 8) * slot_tile;
+  return {0, log, log + 4 * slot_tile, log + 8 * slot_tile, log + 8 * slot_tile + 4,
+          log + 8 * slot_tile + 16};
+}
+
+/// Key (within 16) at position p of V's contraction order: the order in which the accumulators of
+/// Q K^T become the 8-bit A operand of P V without any exchange between lanes.
+constexpr int p_key(int p) {
+  const int t = p / 4, b = p % 4;
+  return 8 * (b / 2) + 2 * t + b % 2;
+}
+
+}  // namespace qattn::kernels

@@ -1,0 +1,314 @@
+#include "encode_check.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "formats/e4m3.hpp"
+#include "formats/e4m3fnuz.hpp"
+#include "formats/e5m2.hpp"
+#include "formats/int8.hpp"
+#include "formats/scale.hpp"
+
+namespace qattn::encode_test {
+namespace {
+
+/// Counts differences and reports the first.
+class Differences {
+ public:
+  explicit Differences(std::string what) : what_(std::move(what)) {}
+  ~Differences() { EXPECT_EQ(count_, 0) << what_ << ": first " << first_; }
+  void add(bool equal, const std::string& where) {
+    if (equal) return;
+    if (count_++ == 0) first_ = where;
+  }
+
+ private:
+  std::string what_, first_;
+  std::int64_t count_ = 0;
+};
+
+std::string text(const char* what, std::int64_t b, std::int64_t h, std::int64_t s, double got,
+                 double want) {
+  return std::string(what) + " of sequence " + std::to_string(b) + " head " + std::to_string(h) +
+         " token " + std::to_string(s) + ": " + std::to_string(got) + " should be " +
+         std::to_string(want);
+}
+
+bool same(float a, float b) {
+  return (std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, sizeof a) == 0;
+}
+
+template <class T>
+T at(const std::uint8_t* bytes) {
+  T value;
+  std::memcpy(&value, bytes, sizeof value);
+  return value;
+}
+
+std::uint8_t encode(Format f, float y) {
+  switch (f) {
+    case Format::s8:
+      return static_cast<std::uint8_t>(formats::S8::encode(y));
+    case Format::e4m3:
+      return formats::E4m3::encode(y);
+    case Format::e5m2:
+      return formats::E5m2::encode(y);
+    default:
+      return formats::E4m3Fnuz::encode(y);
+  }
+}
+
+/// What a token's code and scale should be: quantize()'s, or from the scales as given. Given scales
+/// are tested without mean and rotation, so that the codec itself is the judge.
+class Truth {
+ public:
+  Truth(const Case& c, Role r) : case_(c), role_(r) {
+    const int i = static_cast<int>(r);
+    codes_ = c.options().given_codes[i];
+    given_ = codes_ || c.options().given_scales[i];
+    format_ = r == Role::v ? c.options().recipe.v : c.options().recipe.qk;
+    if (!given_) {
+      expected_ = expect(c, r);
+      EXPECT_EQ(expected_.error, "");
+    }
+  }
+  bool bad(std::int64_t s) const { return case_.is_bad(role_, s); }
+  float scale(std::int64_t b, std::int64_t h, std::int64_t s, int c) const {
+    return given_ ? case_.given_scale(role_, b, h, s, c)
+                  : expected_.scale_of(case_, role_, b, h, s, c);
+  }
+  std::uint8_t code(std::int64_t b, std::int64_t h, std::int64_t s, int c) const {
+    if (codes_) return case_.code(role_, b, h, s, c);
+    if (!given_) return expected_.code(case_, role_, b, h, s, c);
+    const float x = case_.value(role_, b, h, s, c) + 0.0f;
+    return encode(format_, x * (1.0f / scale(b, h, s, c)));
+  }
+  const Expected& expected() const { return expected_; }
+
+ private:
+  const Case& case_;
+  Role role_;
+  Format format_;
+  bool codes_ = false, given_ = false;
+  Expected expected_;
+};
+
+/// Position of a key of a tile in the contraction order, found in prepared.hpp's own function.
+int position(int key) {
+  for (int p = 0; p < 16; ++p) {
+    if (kernels::p_key(p) == key % 16) return key / 16 * 16 + p;
+  }
+  return -1;
+}
+
+bool by_token(const Case& c) {
+  return c.options().recipe.v_scale.granularity == Granularity::per_token;
+}
+
+/// The tables of one tile of V: log, plain, unit, flags and the extra rows.
+void check_tables(const Case& c, const Truth& truth, const std::uint8_t* record, std::int64_t b,
+                  std::int64_t h, std::int64_t first, int count) {
+  const kernels::TileOffsets o = kernels::tile_offsets(kernels::prepared_channels(c.options().dv));
+  const std::uint8_t* extra = record + o.codes + 64 * kernels::prepared_channels(c.options().dv);
+  const bool integer = c.options().recipe.v == Format::s8, token = by_token(c);
+  double top = 0, least_scale = INFINITY;
+  for (int j = 0; j < count; ++j) {
+    if (!truth.bad(first + j) && token) {
+      top = std::max<double>(top, truth.scale(b, h, first + j, 0));
+    }
+  }
+  const double least = std::max(top / 64, std::ldexp(1.0, -90));
+  const auto plain = [&](int j) {
+    return integer && token && !truth.bad(first + j) && truth.scale(b, h, first + j, 0) < least;
+  };
+  for (int j = 0; j < count; ++j) {
+    if (truth.bad(first + j) || plain(j)) continue;
+    least_scale = std::min<double>(least_scale, token ? truth.scale(b, h, first + j, 0) : 1.0);
+  }
+  bool any_bad = false, any_plain = false;
+  Differences wrong("tables of V");
+  const float unit = at<float>(record + o.unit);
+  for (int j = 0; j < 64; ++j) {
+    const std::int64_t s = first + j;
+    const bool exists = j < count, bad = exists && truth.bad(s);
+    const bool is_plain = exists && plain(j);
+    const float log = at<float>(record + o.log + 4 * j), mark = at<float>(record + o.plain + 4 * j);
+    const int p = position(j);
+    any_bad |= bad;
+    any_plain |= is_plain;
+    double want_log = 0;
+    if (exists && !bad && token) {
+      want_log = std::log2(std::max<double>(truth.scale(b, h, s, 0), std::ldexp(1.0, -90)));
+    }
+    wrong.add(std::abs(log - want_log) <= 1e-5 * std::max(1.0, std::abs(want_log)),
+              text("log", b, h, s, log, want_log));
+    wrong.add(same(mark, bad        ? NAN
+                         : is_plain ? 1.0f
+                                    : 0.0f),
+              text("plain", b, h, s, mark, is_plain));
+    if (integer) {
+      const int w =
+          256 * static_cast<std::int8_t>(extra[p]) + static_cast<std::int8_t>(extra[64 + p]);
+      if (!exists || bad || is_plain) {
+        wrong.add(w == 0, text("weight", b, h, s, w, 0));
+      } else {
+        const double scale = token ? truth.scale(b, h, s, 0) : 1.0;
+        const double want = 127.0 * 256.0 * least_scale / scale;
+        // Rounded in float32: beside a tie one off.
+        wrong.add(std::abs(w - want) <= 0.51, text("weight", b, h, s, w, want));
+        wrong.add(scale != least_scale || w == 127 * 256, text("largest", b, h, s, w, want));
+        wrong.add(std::abs(unit * 127 * 256 * least_scale - 1) < 1e-6,
+                  text("unit", b, h, s, unit, 0));
+      }
+    } else {
+      const std::uint8_t one = encode(c.options().recipe.v, 1.0f);
+      wrong.add(extra[p] == (exists ? one : 0) && extra[64 + p] == 0,
+                text("one", b, h, s, extra[p], one));
+    }
+  }
+  for (int i = 128; i < 512; ++i) wrong.add(extra[i] == 0, "extra rows 2 to 7 are not zero");
+  const std::uint32_t want_flags = (any_bad ? 1u : 0u) | (any_plain ? 2u : 0u);
+  wrong.add(at<std::uint32_t>(record + o.flags) == want_flags,
+            text("flags", b, h, first, at<std::uint32_t>(record + o.flags), want_flags));
+}
+
+void check_channel_scales(const Case& c, const Truth& truth) {
+  const kernels::PreparedTiles& v = c.out.v;
+  ASSERT_EQ(v.channel_scale == nullptr, by_token(c));
+  if (by_token(c)) return;
+  Differences wrong("scales of V's channels");
+  const int heads = c.heads(Role::v);
+  for (std::int64_t b = 0; b < c.batch(); ++b) {
+    for (int h = 0; h < heads; ++h) {
+      for (std::int64_t s = 0; s < c.length(b); ++s) {
+        const float* scale =
+            v.channel_scale + ((b * heads + h) * v.groups + s / v.channel_block) * v.channels;
+        for (int k = 0; k < v.channels; ++k) {
+          const float want = k < c.options().dv ? truth.scale(b, h, s, k) : 0.0f;
+          wrong.add(same(scale[k], want), text("scale", b, h, s, scale[k], want));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void check_rows(const Case& c, Role r) {
+  const Truth truth(c, r);
+  const kernels::PreparedRows& out = r == Role::q ? c.out.q : c.out.k;
+  const int n = c.channels(r);
+  ASSERT_EQ(out.row_bytes, kernels::prepared_channels(n));
+  Differences codes(std::string(name(r)) + " codes"), scales(std::string(name(r)) + " scales");
+  Differences flags(std::string(name(r)) + " flags");
+  for (std::int64_t b = 0; b < c.batch(); ++b) {
+    for (int h = 0; h < c.heads(r); ++h) {
+      bool any_bad = false;
+      for (std::int64_t s = 0; s < (c.length(b) + 63) / 64 * 64; ++s) {
+        const std::int64_t slot = h * out.slots + c.first_slot(r, b) + s;
+        const bool exists = s < c.length(b);
+        if (s % 64 == 0) any_bad = false;
+        float scale = exists ? truth.scale(b, h, s, 0) : 0.0f;
+        if (exists && truth.bad(s)) scale = NAN;
+        any_bad |= std::isnan(scale);
+        scales.add(same(out.scale[slot], scale), text("scale", b, h, s, out.scale[slot], scale));
+        for (int k = 0; k < out.row_bytes; ++k) {
+          const std::uint8_t got = out.codes[slot * out.row_bytes + k];
+          const bool zero = !exists || k >= n || std::isnan(scale);
+          const std::uint8_t want = zero ? 0 : truth.code(b, h, s, k);
+          codes.add(got == want, text("code", b, h, s, got, want));
+        }
+        if (s % 64 == 63) {
+          flags.add(out.flags[slot / 64] == (any_bad ? 1u : 0u),
+                    text("flags", b, h, s, out.flags[slot / 64], any_bad));
+        }
+      }
+    }
+  }
+}
+
+void check_tiles(const Case& c) {
+  const Truth truth(c, Role::v);
+  const kernels::PreparedTiles& v = c.out.v;
+  const int padded = kernels::prepared_channels(c.options().dv);
+  ASSERT_EQ(v.channels, padded);
+  const kernels::TileOffsets o = kernels::tile_offsets(padded);
+  Differences codes("v codes");
+  for (std::int64_t b = 0; b < c.batch(); ++b) {
+    for (int h = 0; h < c.heads(Role::v); ++h) {
+      for (std::int64_t first = 0; first < c.length(b); first += 64) {
+        const std::int64_t tile = h * (v.slots / 64) + (c.first_slot(Role::v, b) + first) / 64;
+        const std::uint8_t* record = v.tiles + tile * o.bytes;
+        const int count = static_cast<int>(std::min<std::int64_t>(64, c.length(b) - first));
+        check_tables(c, truth, record, b, h, first, count);
+        for (int k = 0; k < padded; ++k) {
+          for (int j = 0; j < 64; ++j) {
+            const bool zero = j >= count || k >= c.options().dv || truth.bad(first + j);
+            const std::uint8_t want = zero ? 0 : truth.code(b, h, first + j, k);
+            const std::uint8_t got = record[k * 64 + position(j)];
+            codes.add(got == want, text("code", b, h, first + j, got, want));
+          }
+        }
+      }
+    }
+  }
+  check_channel_scales(c, truth);
+}
+
+void check_means(const Case& c, Role r) {
+  const float* mean = r == Role::k ? c.out.k_mean : c.out.v_mean;
+  const Toggle wanted = r == Role::k ? c.options().recipe.smooth_k : c.options().recipe.smooth_v;
+  ASSERT_EQ(mean != nullptr, wanted == Toggle::on);
+  if (mean == nullptr) return;
+  const Expected e = expect(c, r);
+  const int n = c.channels(r), padded = kernels::prepared_channels(n);
+  Differences wrong(std::string(name(r)) + " mean");
+  for (std::int64_t i = 0; i < c.batch() * c.heads(r); ++i) {
+    for (int k = 0; k < padded; ++k) {
+      const float want = k < n ? e.mean[static_cast<std::size_t>(i * n + k)] : 0.0f;
+      // The sums have the CPU's order, so they are not merely close.
+      wrong.add(same(mean[i * padded + k], want),
+                text("mean", i, 0, k, mean[i * padded + k], want));
+    }
+  }
+}
+
+void check_dots(const Case& c) {
+  ASSERT_EQ(c.out.q.dot_mean != nullptr, c.options().dot_mean);
+  if (!c.options().dot_mean) return;
+  Differences wrong("q . mean of k");
+  const int d = c.options().d, padded = kernels::prepared_channels(d);
+  const int group = c.options().heads_q / c.options().heads_kv;
+  for (std::int64_t b = 0; b < c.batch(); ++b) {
+    for (int h = 0; h < c.options().heads_q; ++h) {
+      const float* mean = c.out.k_mean + (b * c.options().heads_kv + h / group) * padded;
+      for (std::int64_t s = 0; s < c.length(b); ++s) {
+        double sum = 0, size = 0;
+        for (int k = 0; k < d; ++k) {
+          const double term = static_cast<double>(c.value(Role::q, b, h, s, k)) * mean[k];
+          sum += term;
+          size += std::abs(term);
+        }
+        const float got = c.out.q.dot_mean[h * c.out.q.slots + c.first_slot(Role::q, b) + s];
+        wrong.add(std::abs(got - sum) <= 1e-5 * size || (std::isnan(got) && std::isnan(sum)),
+                  text("dot", b, h, s, got, sum));
+      }
+    }
+  }
+}
+
+void check_case(const CaseOptions& options) {
+  Case c(options);
+  ASSERT_EQ(c.prepare(), "");
+  check_rows(c, Role::q);
+  check_rows(c, Role::k);
+  check_tiles(c);
+  check_means(c, Role::k);
+  check_means(c, Role::v);
+  check_dots(c);
+}
+
+}  // namespace qattn::encode_test

@@ -1,0 +1,17 @@
+// Every byte that prepare() writes, against what it should be.
+#pragma once
+
+#include "encode_case.hpp"
+
+namespace qattn::encode_test {
+
+/// Q or K: codes, scales, flags, padding. Fails the current test with the first differences.
+void check_rows(const Case& c, Role r);
+/// V's tiles, built slowly from the text of prepared.hpp, and its scales per channel.
+void check_tiles(const Case& c);
+void check_means(const Case& c, Role r);
+void check_dots(const Case& c);
+/// All of these, after running the kernels.
+void check_case(const CaseOptions& options);
+
+}  // namespace qattn::encode_test
