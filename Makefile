@@ -6,9 +6,9 @@ BUILD := build
 PY := .venv/bin/python
 JOBS ?= $(shell nproc)
 APT := g++ cmake pkg-config ninja-build python3-dev python3-venv libgtest-dev libfmt-dev libcli11-dev \
-       nlohmann-json3-dev g++-aarch64-linux-gnu qemu-user
+       nlohmann-json3-dev libboost-context-dev g++-aarch64-linux-gnu qemu-user
 
-.PHONY: all setup build demo test sanitize arm wheel format clean
+.PHONY: all setup build demo test sanitize arm wheel gpu-build gpu-test gpu-bench format clean
 all: build
 
 $(BUILD)/.apt: Makefile
@@ -45,6 +45,7 @@ test: build sanitize arm
 	ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 	QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_LIBRARY=$(CURDIR)/$(BUILD)/src/libqattn.a \
 	  QATTN_FORMATS_DUMP=$(CURDIR)/$(BUILD)/bin/formats_dump \
+	  QATTN_FAKE_CUDA=$(CURDIR)/$(BUILD)/tests/validation/libqattn_fake_cuda.so \
 	  PYTHONPATH=$(BUILD)/python $(PY) -m pytest -q -p no:cacheprovider tests
 
 # Everything in C++ under AddressSanitizer and UndefinedBehaviorSanitizer (conformance: a sample).
@@ -64,8 +65,28 @@ arm: setup
 	cmake --build $(BUILD)/arm -j $(JOBS)
 	ctest --test-dir $(BUILD)/arm --output-on-failure -j $(JOBS)
 
+# On a machine with an NVIDIA GPU, which may have no network: needs nvcc, cmake, ninja and a python3
+# with torch, numpy, nanobind and pytest. Only the present GPU's machine code is built.
+GPU_BUILD := $(BUILD)/gpu
+GPU_ARCH ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | \
+              sed -E 's/[. ]//g; s/^(9|1[0-9])([0-9])$$/\1\2a/')
+gpu-build:
+	@test -n "$(GPU_ARCH)" || { echo "no NVIDIA GPU here"; exit 1; }
+	@mkdir -p $(GPU_BUILD)
+	cmake -G Ninja -S . -B $(GPU_BUILD) -DCMAKE_BUILD_TYPE=Release -DQATTN_TESTS=OFF -DQATTN_CLI=OFF \
+	  -DQATTN_INSTALL=OFF -DQATTN_PYTHON=ON -DQATTN_CUDA=ON -DQATTN_CUDA_ARCHITECTURES=$(GPU_ARCH) \
+	  -DPython_EXECUTABLE=$$(command -v python3) >$(GPU_BUILD)/configure.log || \
+	  { cat $(GPU_BUILD)/configure.log; exit 1; }
+	cmake --build $(GPU_BUILD) -j $(JOBS)
+
+gpu-test: gpu-build
+	PYTHONPATH=$(GPU_BUILD)/python python3 -m pytest -q -p no:cacheprovider tests/gpu
+
+gpu-bench: gpu-build
+	PYTHONPATH=$(GPU_BUILD)/python python3 bench/gpu.py -o $(GPU_BUILD)/bench.json
+
 format:
-	clang-format -i $$(git ls-files '*.cpp' '*.hpp' '*.h' '*.inl')
+	clang-format -i $$(git ls-files '*.cpp' '*.hpp' '*.h' '*.inl' '*.cu' '*.cuh')
 
 clean:
 	rm -rf $(BUILD) report.html

@@ -25,10 +25,12 @@ namespace qattn {
 enum class Layout : std::int32_t { bshd, bhsd };
 
 /// A stream of the device (cudaStream_t, hipStream_t); ignored by nothing: CPU plans require null.
+/// On CUDA null is the legacy default stream. Work is only enqueued: results are there when the
+/// stream has reached this point.
 using Stream = void*;
 
-/// The tensors of one call. Required: q, k, v, out. Everything else is optional (leave it
-/// default-constructed). Shapes are in elements; "f" means f32, f16 or bf16.
+/// The tensors of one call, all on q's device. Required: q, k, v, out. Everything else is optional
+/// (leave it default-constructed). Shapes are in elements; "f" means f32, f16 or bf16.
 struct AttentionTensors {
   TensorView q;    ///< (B, Sq, Hq, D), f, or codes in the recipe's Q/K format with q_scale
   TensorView k;    ///< (B, Sk, Hkv, D), f, or codes with k_scale; Hq is a multiple of Hkv
@@ -64,9 +66,13 @@ struct AttentionOptions {
   std::int64_t window_left = -1;       ///< keys j >= i + Sk - Sq - left; -1: unlimited
   std::int64_t window_right = -1;      ///< keys j <= i + Sk - Sq + right; -1: unlimited
   float softcap = 0.0f;                ///< s = c * tanh(s / c); 0: off
-  int threads = 0;                     ///< CPU threads; 0: the OpenMP default
+  int threads = 0;                     ///< CPU threads; 0: the OpenMP default; 0 on a GPU
   ScoreFunction score_function;        ///< CPU only; changes scores before masks
   MaskFunction mask_function;          ///< CPU only; one more mask
+  /// Look at the contents of index tensors and given scales before the kernel starts, and name the
+  /// bad entry. On a GPU this copies them to the host and waits for the stream; without it a bad
+  /// index makes its rows NaN and is reported by device_errors(). CPUs always look.
+  bool validate = false;
 };
 
 namespace detail {
@@ -98,13 +104,22 @@ class Plan {
 Result<Plan> plan(const AttentionTensors& tensors, const AttentionOptions& options);
 
 /// Runs a plan on tensors of the same shapes, formats and options. Allocates nothing and writes
-/// only `out`, `lse`, `saturated` and the workspace. On CPUs the contents of index tensors and of
-/// given scales are checked first. Errors: invalid_argument, out_of_memory (workspace too small).
+/// only `out`, `lse`, `saturated` and the workspace. On CPUs, and with `validate`, the contents of
+/// index tensors and of given scales are checked first. On a GPU the work is enqueued on `stream`,
+/// a stream of the tensors' device, which also decides when workspace and tensors may be reused.
+/// Errors: invalid_argument, out_of_memory (workspace too small), internal (a launch failed).
 Status run(const Plan& plan, const AttentionTensors& tensors, const AttentionOptions& options,
            void* workspace, std::size_t workspace_bytes, Stream stream = nullptr);
 
-/// plan() and run() with a workspace of its own.
-Status attention(const AttentionTensors& tensors, const AttentionOptions& options);
+/// plan() and run() with a workspace of its own (on CUDA of the stream's own memory pool).
+Status attention(const AttentionTensors& tensors, const AttentionOptions& options,
+                 Stream stream = nullptr);
+
+/// What kernels found wrong on a device since the last call: Ok, or invalid_argument that says what
+/// (an index tensor held nonsense and its rows became NaN). Waits for the whole device, reads and
+/// clears. CPU calls report everything at once, so there it is always Ok. Errors besides:
+/// unsupported (no such device or no library for it), internal (an earlier launch crashed).
+Status device_errors(Device device);
 
 /// Which kernel a call would get and why every other kernel was refused; or why the call is wrong.
 std::string explain(const AttentionTensors& tensors, const AttentionOptions& options);

@@ -115,6 +115,8 @@ typedef struct qattn_attention_options {
   const void* score_context;
   qattn_mask_function mask_function; /* NULL: none */
   const void* mask_context;
+  int32_t validate; /* 0 or 1: look at contents on a GPU too, which waits for the stream */
+  int32_t reserved; /* 0 */
 } qattn_attention_options;
 
 /* qattn::QuantizeOptions. */
@@ -150,9 +152,14 @@ QATTN_API void qattn_attention_options_init(qattn_attention_options* options);
 QATTN_API void qattn_quantize_tensors_init(qattn_quantize_tensors* tensors);
 QATTN_API void qattn_quantize_options_init(qattn_quantize_options* options);
 
-/* qattn::attention(). */
+/* qattn::attention() without a stream. */
 QATTN_API qattn_status qattn_attention(const qattn_attention_tensors* tensors,
                                        const qattn_attention_options* options);
+/* qattn::attention(). `stream` is a cudaStream_t of the tensors' device, NULL on CPUs. */
+QATTN_API qattn_status qattn_attention_on(const qattn_attention_tensors* tensors,
+                                          const qattn_attention_options* options, void* stream);
+/* qattn::device_errors(). */
+QATTN_API qattn_status qattn_device_errors(int32_t device_type, int32_t device_index);
 
 /* qattn::plan(); release the plan with qattn_plan_destroy(). */
 QATTN_API qattn_status qattn_plan_create(const qattn_attention_tensors* tensors,
@@ -180,6 +187,10 @@ QATTN_API qattn_status qattn_quantize_shapes(qattn_quantize_tensors* tensors,
 /* qattn::quantize(); *saturated (may be NULL) counts codes that a static scale clipped. */
 QATTN_API qattn_status qattn_quantize(const qattn_quantize_tensors* tensors,
                                       const qattn_quantize_options* options, int64_t* saturated);
+/* The same on a stream of x's device. */
+QATTN_API qattn_status qattn_quantize_on(const qattn_quantize_tensors* tensors,
+                                         const qattn_quantize_options* options, void* stream,
+                                         int64_t* saturated);
 QATTN_API qattn_status qattn_dequantize(const qattn_quantize_tensors* tensors,
                                         const qattn_quantize_options* options);
 

@@ -20,7 +20,7 @@ struct QuantizeOptions {
   Scaling scaling;  ///< automatic: per_token (V in 8-bit floats: per_channel; group where built in)
   bool smooth = false;  ///< subtract a mean first and return it (Q: per block; K, V: per sequence)
   bool rotate = false;  ///< Hadamard rotation of the rows (after the mean); Q and K only
-  int threads = 0;      ///< 0: the OpenMP default
+  int threads = 0;      ///< CPU threads; 0: the OpenMP default; 0 on a GPU
 };
 
 /// Shapes and formats that quantize() needs for its outputs (data pointers null, dense strides).
@@ -45,16 +45,20 @@ struct QuantizeReport {
   std::int64_t saturated = 0;  ///< codes clipped to the format's range by a static scale
 };
 
-/// Errors: invalid_argument if x or the options are wrong (nothing is read but cu_seqlens).
+/// Errors: invalid_argument if x or the options are wrong (nothing is read but cu_seqlens, which is
+/// copied to the host from a GPU).
 Result<QuantizeShapes> quantize_shapes(const TensorView& x, const QuantizeOptions& options,
                                        const TensorView& cu_seqlens = {});
 
 /// NaN or Inf in x makes its scale NaN (or, in formats with NaN codes and a static scale, the
 /// code). Errors: invalid_argument names the tensor, the value and the rule; outputs stay
-/// untouched.
-Result<QuantizeReport> quantize(const QuantizeTensors& tensors, const QuantizeOptions& options);
+/// untouched. On a GPU the work is enqueued on `stream`; with cu_seqlens or static_scale the call
+/// waits for it, because one decides the shapes and the other is counted.
+Result<QuantizeReport> quantize(const QuantizeTensors& tensors, const QuantizeOptions& options,
+                                Stream stream = nullptr);
 
-/// x = code * scale (* global), then the rotation undone, then + mean. Writes tensors.x (f).
+/// x = code * scale (* global), then the rotation undone, then + mean. Writes tensors.x (f). CPU
+/// only.
 Status dequantize(const QuantizeTensors& tensors, const QuantizeOptions& options);
 
 /// Which scale serves token `s` (and, for V's channel granularities, where channel d's begins): the

@@ -9,18 +9,23 @@ from typing import Any
 import numpy as np
 
 from . import _qattn
-from ._errors import InvalidArgument
+from ._errors import InvalidArgument, Unsupported
 from ._interop import (
+    CPU,
     FORMATS,
     check_array,
-    element_shape,
+    device_of,
     entry,
+    entry_shape,
     float_format,
     format_of,
     is_torch,
     output_entry,
     shape_entry,
     small_entry,
+    stream_of,
+    unit_stride,
+    workspace_of,
     zeros,
 )
 from ._quantize import Quantized
@@ -78,11 +83,12 @@ def attention(
     k_granularity: Granularity | None = None,
     v_granularity: Granularity | None = None,
     threads: int = 0,
+    validate: bool = False,
 ) -> Any:
     """softmax(scale * q k^T + ...) v with low-precision operands; nothing is copied or ignored.
 
     q: (B, Sq, Hq, D), k: (B, Sk, Hkv, D), v: (B, Sk, Hkv, Dv) with layout "bshd", dimensions 1 and
-    2 swapped with "bhsd"; numpy arrays or CPU torch tensors of float32, float16 or bfloat16, any
+    2 swapped with "bhsd"; numpy arrays or torch tensors of float32, float16 or bfloat16, with any
     strides whose last one is 1; Hq a multiple of Hkv; D and Dv multiples of 8 from 8 to 256.
     Each may be a Quantized instead, or an array of codes in the recipe's format (int8, uint8 or a
     float8 dtype; packed 4-bit codes (..., D / 2)) with its scales in q_scale, q_global, k_mean, ...
@@ -102,6 +108,13 @@ def attention(
     saturated: (3) int64 output, codes of q, k, v that a static scale clipped.
     threads: 0 is the OpenMP default.
 
+    CUDA tensors: all tensors lie on q's device (lists will not do there), and the work is enqueued
+    on torch's current stream of that device with memory of torch's allocator, without waiting: it
+    can be captured in a CUDA graph once the same call has run before. Arrays with a
+    __cuda_array_interface__ run on the stream that q names, and need `out`. Contents of index
+    tensors are looked at only with validate=True, which waits for the stream; without it a bad
+    entry makes its rows NaN and device_errors() tells.
+
     Returns out of q's shape with Dv channels, framework and dtype of q (codes: float32) unless
     `out` or `out_dtype` says otherwise; with return_lse also the natural-log LSE, float32,
     (B, Hq, Sq) or packed (Hq, T). A row that sees no key gives 0 and -inf.
@@ -109,7 +122,7 @@ def attention(
     """
     call = _Call(dict(locals()))
     out, lse = call.outputs()
-    _qattn.attention(call.tensors, call.options)
+    _qattn.attention(call.tensors, call.options, stream_of(call.q), workspace_of(call.q))
     return (out, lse) if return_lse else out
 
 
@@ -155,6 +168,8 @@ def reference_attention(
         if arguments[name] is not None:
             raise InvalidArgument(f"{name}: reference_attention() takes none")
     call = _Call(arguments)
+    if call.device != CPU:
+        raise Unsupported("q: lies on a GPU, and reference_attention() computes on the CPU")
     shape, lse_shape = call.out_shape(), call.lse_shape()
     swapped = layout_swaps(arguments["layout"], len(shape))
     out = _filled(q, tuple(shape[i] for i in swapped), np.nan)
@@ -188,6 +203,17 @@ def _arguments(q: Any, k: Any, v: Any, options: dict[str, Any]) -> dict[str, Any
     return dict(bound.arguments)
 
 
+def _same_numbers(a: Any, b: Any) -> bool:
+    """Do two index tensors or lists hold the same? On a GPU this waits, unless they are one."""
+    if a is b:
+        return True
+    if is_torch(a) and is_torch(b):
+        return a.device == b.device and bool(a.shape == b.shape and (a == b).all())
+    if is_torch(a) or is_torch(b):
+        a, b = (x.cpu() if is_torch(x) else x for x in (a, b))
+    return np.array_equal(np.asarray(a), np.asarray(b))
+
+
 class _Call:
     """Tensors and options of one call in the extension's terms."""
 
@@ -196,6 +222,11 @@ class _Call:
         self._recipe = as_recipe(arguments["recipe"])
         self._scalings: list[tuple[str, int, int]] = []
         self.tensors: dict[str, tuple] = {}
+        q = self._quantized("q")
+        #: the array of q, which decides device, stream and framework of everything new
+        self.q = q.codes if q else arguments["q"]
+        check_array("q", self.q)
+        self.device = device_of(self.q)
         for role in _ROLES:
             self._add_operand(role)
         self._check_rotation()
@@ -212,6 +243,7 @@ class _Call:
         codes = self._recipe.v if role == "v" else self._recipe.qk
         original = self._quantized(role)
         self.tensors[role] = entry(role, x, original.format if original else codes)
+        unit_stride(role, x)
         scale_format = FORMATS[codes][2] if codes in FORMATS else None
         for name, raw in (
             (f"{role}_scale", scale_format),
@@ -251,7 +283,7 @@ class _Call:
         name = "cu_seqlens_q" if role == "q" else "cu_seqlens_k"
         packed = self._given[name]
         if (x.cu_seqlens is None) != (packed is None) or (
-            packed is not None and not np.array_equal(np.asarray(packed), np.asarray(x.cu_seqlens))
+            packed is not None and not _same_numbers(packed, x.cu_seqlens)
         ):
             raise InvalidArgument(f"{role}: was quantised with other {name} than the call's")
 
@@ -266,10 +298,10 @@ class _Call:
     def _add_extras(self) -> None:
         for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table"):
             if self._given[name] is not None:
-                self.tensors[name] = small_entry(name, self._given[name], np.int32)
+                self.tensors[name] = small_entry(name, self._given[name], np.int32, self.device)
         for name in ("sinks", "alibi_slopes"):
             if self._given[name] is not None:
-                self.tensors[name] = small_entry(name, self._given[name], np.float32)
+                self.tensors[name] = small_entry(name, self._given[name], np.float32, self.device)
         if self._given["mask"] is not None:
             self.tensors["mask"] = entry("mask", self._given["mask"])
         if self._given["saturated"] is not None:
@@ -289,18 +321,15 @@ class _Call:
             scalings=self._scalings,
             toggles=[toggle(n, given[n]) for n in ("smooth_k", "smooth_q", "smooth_v", "rotate")],
             threads=integer("threads", given["threads"]),
+            validate=boolean("validate", given["validate"]),
         )
-
-    def _element_shape(self, role: str) -> tuple[int, ...]:
-        array, format_name = self.tensors[role]
-        return element_shape(format_name, tuple(array.shape))
 
     def out_shape(self) -> tuple[int, ...]:
         """q's shape with v's channels; wrong ranks are left to the validator."""
-        return (*self._element_shape("q")[:-1], *self._element_shape("v")[-1:])
+        return (*entry_shape(self.tensors["q"])[:-1], *entry_shape(self.tensors["v"])[-1:])
 
     def lse_shape(self) -> tuple[int, ...]:
-        shape = self._element_shape("q")
+        shape = entry_shape(self.tensors["q"])
         order = layout_swaps(self._given["layout"], len(shape))
         return tuple(shape[i] for i in order)[:-1]
 
@@ -319,18 +348,17 @@ class _Call:
     def outputs(self) -> tuple[Any, Any]:
         """Adds out and lse to the tensors, new ones where the caller gave none; returns both."""
         return_lse = boolean("return_lse", self._given["return_lse"])
-        original = self._quantized("q")
-        like = original.codes if original else self._given["q"]
         out_format, out, lse = self._out_format(), self._given["out"], None
         if out is None:
-            out = zeros(like, out_format, self.out_shape())
+            out = zeros(self.q, out_format, self.out_shape(), filled=True)
         self.tensors["out"] = output_entry("out", out)
+        unit_stride("out", out)
         if return_lse:
-            lse = zeros(like, "f32", self.lse_shape())
+            lse = zeros(self.q, "f32", self.lse_shape(), filled=True)
             self.tensors["lse"] = output_entry("lse", lse)
         return out, lse
 
     def shapes_of_outputs(self) -> None:
-        self.tensors["out"] = shape_entry(self._out_format(), self.out_shape())
+        self.tensors["out"] = shape_entry(self._out_format(), self.out_shape(), self.device)
         if boolean("return_lse", self._given["return_lse"]):
-            self.tensors["lse"] = shape_entry("f32", self.lse_shape())
+            self.tensors["lse"] = shape_entry("f32", self.lse_shape(), self.device)

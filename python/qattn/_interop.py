@@ -1,11 +1,15 @@
-"""numpy arrays and torch tensors as the extension takes them: (array, format name), never a copy.
+"""Arrays and tensors as the extension takes them, never a copy.
 
-torch is looked up among the imported modules only, so that `import qattn` does not need it.
+In host memory: numpy arrays and torch tensors. On a GPU: torch tensors, and whatever has a
+__cuda_array_interface__ (CuPy, Numba). torch is looked up among the imported modules only, so that
+`import qattn` does not need it.
 """
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +17,14 @@ import numpy as np
 from . import _qattn
 from ._errors import InvalidArgument, Unsupported
 
-#: (array, format name), or (None, format name, shape) for a tensor without memory
+#: (array, format name); on a device (address, format name, shape, strides, device type, index);
+#: without memory (None, format name, shape, device type, index)
 Entry = tuple
+
+#: DLPack's numbers: (device type, index)
+Device = tuple[int, int]
+CPU: Device = (1, 0)
+_CUDA, _HIP = 2, 10
 
 # The name of a dtype, which numpy (with ml_dtypes) and torch share, to the name of a format.
 _FORMATS = {
@@ -52,24 +62,70 @@ def dtype_name(x: Any) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
+def is_cuda_array(x: object) -> bool:
+    """Is it an array on a GPU that is not torch's?"""
+    return not is_torch(x) and hasattr(x, "__cuda_array_interface__")
+
+
+def device_of(x: Any) -> Device:
+    """Where an array lies that check_array() has accepted."""
+    if is_torch(x):
+        if x.device.type == "cpu":
+            return CPU
+        return (_HIP if _torch().version.hip else _CUDA), x.device.index
+    if is_cuda_array(x):
+        own = getattr(x, "__dlpack_device__", None)
+        return (_CUDA, int(own()[1])) if own else (_CUDA, 0)
+    return CPU
+
+
+def stream_of(x: Any) -> int:
+    """The stream on which x's library works now; 0 on CPUs."""
+    if is_torch(x) and x.device.type != "cpu":
+        return _torch().cuda.current_stream(x.device).cuda_stream
+    if is_cuda_array(x):
+        return int(x.__cuda_array_interface__.get("stream") or 0)
+    return 0
+
+
+def workspace_of(x: Any) -> Callable[[int], Any] | None:
+    """torch's own allocator for x's device; None: qattn allocates by itself."""
+    if not is_torch(x) or x.device.type == "cpu":
+        return None
+    torch, device = _torch(), x.device
+    return lambda size: torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def device_named(device: Any) -> Device:
+    """A device from "cuda", "cuda:1", an index or a torch.device."""
+    text = f"cuda:{device}" if type(device) is int else str(device)
+    kind, _, index = text.partition(":")
+    kinds = {"cpu": CPU[0], "cuda": _CUDA}
+    if kind not in kinds or (index and not index.isdecimal()):
+        raise InvalidArgument(f"device: {device!r} is not like 'cpu', 'cuda' or 'cuda:1'")
+    if index or kind == "cpu" or _torch() is None:
+        return kinds[kind], int(index or 0)
+    return kinds[kind], _torch().cuda.current_device()
+
+
 def check_array(name: str, x: Any) -> None:
-    """Refuses what is neither a numpy array nor a strided torch tensor in host memory."""
+    """Refuses what is neither an array nor a strided torch tensor on a device that qattn knows."""
     if is_torch(x):
         check_tensor(name, x)
         if x.is_neg() or x.is_conj():
             raise InvalidArgument(f"{name}: is a lazy negative; call resolve_neg() first")
     elif isinstance(x, np.ma.MaskedArray):
         raise InvalidArgument(f"{name}: is a masked array, whose mask would be ignored")
-    elif not isinstance(x, np.ndarray):
+    elif not isinstance(x, np.ndarray) and not is_cuda_array(x):
         raise InvalidArgument(f"{name}: is a {type(x).__name__}, not a numpy array or torch tensor")
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Refuses a torch tensor that is not a strided one in host memory."""
+    """Refuses a torch tensor that is not a strided one on a CPU or a CUDA GPU."""
     import torch  # in sys.modules, since x is its tensor; torch.compile follows an import
 
-    if x.device.type != "cpu":
-        raise Unsupported(f"{name}: lies on device {x.device}; this build computes on the CPU only")
+    if x.device.type not in ("cpu", "cuda"):
+        raise Unsupported(f"{name}: lies on device {x.device}; qattn knows cpu and cuda")
     if x.layout != torch.strided:
         raise InvalidArgument(f"{name}: layout {x.layout} should be strided (dense)")
     if x.requires_grad and torch.is_grad_enabled():
@@ -101,6 +157,9 @@ def entry(name: str, x: Any, codes: str | None = None) -> Entry:
     """An input as the extension takes it."""
     check_array(name, x)
     format_name = format_of(name, x, codes)
+    device = device_of(x)
+    if device != CPU:
+        return (*_memory(name, x, format_name), *device)
     if is_torch(x):
         torch = _torch()
         x = x.detach()
@@ -113,21 +172,54 @@ def entry(name: str, x: Any, codes: str | None = None) -> Entry:
     return x, format_name
 
 
-def output_entry(name: str, x: Any) -> Entry:
+def _memory(name: str, x: Any, format_name: str) -> tuple:
+    """Address, format, shape and strides (in elements) of an array on a device."""
+    if is_torch(x):
+        # Not DLPack: its exchange makes the default stream wait, which no graph capture survives.
+        return x.data_ptr(), format_name, tuple(x.shape), tuple(x.stride())
+    own = x.__cuda_array_interface__
+    if own.get("mask") is not None:
+        raise InvalidArgument(f"{name}: has a mask, which would be ignored")
+    shape, size = tuple(own["shape"]), np.dtype(own["typestr"]).itemsize
+    if own.get("strides") is None:
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    else:
+        strides = tuple(stride // size for stride in own["strides"])
+    return own["data"][0], format_name, shape, strides
+
+
+def unit_stride(name: str, x: Any) -> None:
+    """Refuses a torch tensor whose rows are not dense: nothing is copied unasked."""
+    if is_torch(x) and x.dim() > 0 and x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise InvalidArgument(
+            f"{name}: stride {x.stride(-1)} of the last dimension should be 1; "
+            "call .contiguous() first"
+        )
+
+
+def output_entry(name: str, x: Any, codes: str | None = None) -> Entry:
     """An output as the extension takes it: writable memory."""
-    if isinstance(x, np.ndarray) and not x.flags.writeable:
+    read_only = isinstance(x, np.ndarray) and not x.flags.writeable
+    if read_only or (is_cuda_array(x) and x.__cuda_array_interface__["data"][1]):
         raise InvalidArgument(f"{name}: is read-only")
-    return entry(name, x)
+    return entry(name, x, codes)
 
 
-def shape_entry(format_name: str, shape: tuple[int, ...]) -> Entry:
+def shape_entry(format_name: str, shape: tuple[int, ...], device: Device) -> Entry:
     """A tensor without memory, for explain()."""
-    return None, format_name, shape
+    return None, format_name, shape, *device
 
 
-def small_entry(name: str, x: Any, dtype: type) -> Entry:
-    """A small input, for which a list of numbers is good enough."""
+def entry_shape(made: Entry) -> tuple[int, ...]:
+    """Shape in elements of what entry() gave."""
+    return element_shape(made[1], tuple(made[2] if len(made) > 2 else made[0].shape))
+
+
+def small_entry(name: str, x: Any, dtype: type, device: Device = CPU) -> Entry:
+    """A small input, for which in host memory a list of numbers is good enough."""
     if isinstance(x, (list, tuple)):
+        if device != CPU:
+            raise InvalidArgument(f"{name}: is a {type(x).__name__}; on a GPU give a tensor there")
         try:
             x = np.asarray(x, dtype)
         except (ValueError, TypeError, OverflowError) as error:
@@ -149,11 +241,20 @@ def float_format(dtype: object) -> str:
     return name
 
 
-def zeros(like: Any, format_name: str, shape: tuple[int, ...]) -> Any:
-    """New memory for an output, of the framework of `like`: floats, codes or counters."""
+def zeros(like: Any, format_name: str, shape: tuple[int, ...], *, filled: bool = False) -> Any:
+    """New memory for an output, of framework and device of `like`: floats, codes or counters.
+
+    filled: the call writes every element, so that a GPU need not clear it first.
+    """
     dtype = _FLOATS.get(format_name) or {"s8": "int8", "f64": "float64"}.get(format_name, "uint8")
     if is_torch(like):
-        return _torch().zeros(shape, dtype=getattr(_torch(), dtype))
+        torch = _torch()
+        make = torch.empty if filled and like.device.type != "cpu" else torch.zeros
+        return make(shape, dtype=getattr(torch, dtype), device=like.device)
+    if is_cuda_array(like):
+        raise Unsupported(
+            f"out: qattn cannot allocate a {type(like).__name__}; attention() takes one as `out`"
+        )
     if dtype == "bfloat16":
         import ml_dtypes
 

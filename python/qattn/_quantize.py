@@ -9,15 +9,19 @@ from typing import Any
 import numpy as np
 
 from . import _qattn
-from ._errors import InvalidArgument
+from ._errors import InvalidArgument, Unsupported
 from ._interop import (
+    CPU,
     FORMATS,
+    device_of,
     element_shape,
     entry,
     float_format,
     output_entry,
     packed_shape,
     small_entry,
+    stream_of,
+    unit_stride,
     zeros,
 )
 from ._recipe import Granularity, boolean, integer, real, scaling
@@ -80,7 +84,8 @@ def quantize(
     the defaults are the CPU's. smooth subtracts the mean over the sequence (q: over each block)
     and returns it; rotate applies a Hadamard rotation to the rows of q or k.
     static_scale: scales to use instead of the maxima; codes that they clip are counted in
-    `saturated`. Raises InvalidArgument.
+    `saturated`. On CUDA tensors the work is enqueued on torch's current stream; with cu_seqlens or
+    static_scale the call waits for it. Raises InvalidArgument, Unsupported.
     """
     name, own_block, own_warp = scaling("granularity", granularity)
     sizes = {"block": integer("block", block), "warp": integer("warp", warp)}
@@ -98,15 +103,17 @@ def quantize(
         threads,
     )
     tensors = {"x": entry("x", x)}
+    unit_stride("x", x)
+    device = device_of(x)
     if cu_seqlens is not None:
-        tensors["cu_seqlens"] = small_entry("cu_seqlens", cu_seqlens, np.int32)
+        tensors["cu_seqlens"] = small_entry("cu_seqlens", cu_seqlens, np.int32, device)
     if static_scale is not None:
-        tensors["static_scale"] = small_entry("static_scale", static_scale, np.float32)
+        tensors["static_scale"] = small_entry("static_scale", static_scale, np.float32, device)
     made = {}
     for output, (output_format, shape) in _qattn.quantize_shapes(tensors, options).items():
         made[output] = zeros(x, output_format, packed_shape(output_format, shape))
-        tensors[output] = (made[output], output_format)
-    saturated = _qattn.quantize(tensors, options)
+        tensors[output] = _output(output, made[output], output_format)
+    saturated = _qattn.quantize(tensors, options, stream_of(x))
     return Quantized(
         made["codes"],
         made["scale"],
@@ -133,6 +140,8 @@ def dequantize(x: Quantized, dtype: Any = "float32", *, threads: int = 0) -> Any
         raise InvalidArgument(f"x: is a {type(x).__name__}, not a qattn.Quantized")
     if x.format not in FORMATS:
         raise InvalidArgument(f"format: {x.format!r} is not one of {', '.join(FORMATS)}")
+    if device_of(x.codes) != CPU:
+        raise Unsupported("codes: lie on a GPU, and dequantize() computes on the CPU")
     options = _options(
         x.format,
         x.role,
@@ -156,6 +165,12 @@ def dequantize(x: Quantized, dtype: Any = "float32", *, threads: int = 0) -> Any
         tensors["cu_seqlens"] = small_entry("cu_seqlens", x.cu_seqlens, np.int32)
     _qattn.dequantize(tensors, options)
     return out
+
+
+def _output(name: str, x: Any, format_name: str) -> tuple:
+    """An output of known format: raw codes' and scales' dtypes do not tell it."""
+    made = output_entry(name, x, format_name)
+    return (made[0], format_name, *made[2:])
 
 
 def _options(

@@ -12,7 +12,7 @@ import torch
 
 from . import _attention
 from ._errors import InvalidArgument, Unsupported
-from ._interop import check_tensor
+from ._interop import check_tensor, unit_stride
 from ._recipe import Recipe
 
 _library = torch.library.Library("qattn", "DEF")
@@ -80,7 +80,8 @@ def _recipe_of(text: str) -> str | Recipe:
 
 
 @torch.library.impl(_library, "attention", "CPU")
-def _cpu(
+@torch.library.impl(_library, "attention", "CUDA")
+def _compute(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -94,7 +95,9 @@ def _cpu(
     window_left: int = -1,
 ) -> torch.Tensor:
     query, key, value, mask, out = _operands(query, key, value, attn_mask, enable_gqa)
-    query, key, value = (_unit_stride(x) for x in (query, key, value))
+    query, key, value = (
+        _unit_stride(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
     length, keys = query.shape[-2], key.shape[-2]
     window = None if window_left == -1 else (window_left, -1)
     if is_causal:
@@ -138,25 +141,30 @@ def _fake(
     return _operands(query, key, value, attn_mask, enable_gqa)[-1]
 
 
-@torch.library.impl(_library, "attention", "AutocastCPU")
-def _autocast(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    *options: Any,
-) -> torch.Tensor:
-    """Casts what torch casts for its own attention: everything but float64, to autocast's dtype."""
-    dtype = torch.get_autocast_dtype("cpu")
+def _register_autocast(device: str, key: str) -> None:
+    @torch.library.impl(_library, "attention", key)
+    def autocast(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        *options: Any,
+    ) -> torch.Tensor:
+        """Casts what torch casts for its own attention: all but float64, to autocast's dtype."""
+        dtype = torch.get_autocast_dtype(device)
 
-    def cast(x: torch.Tensor | None) -> torch.Tensor | None:
-        if x is None or not x.is_floating_point() or x.dtype == torch.float64:
-            return x
-        return x.to(dtype)
+        def cast(x: torch.Tensor | None) -> torch.Tensor | None:
+            if x is None or not x.is_floating_point() or x.dtype == torch.float64:
+                return x
+            return x.to(dtype)
 
-    with torch.autocast("cpu", enabled=False):
-        tensors = (cast(x) for x in (query, key, value, attn_mask))
-        return torch.ops.qattn.attention(*tensors, *options)
+        with torch.autocast(device, enabled=False):
+            tensors = (cast(x) for x in (query, key, value, attn_mask))
+            return torch.ops.qattn.attention(*tensors, *options)
+
+
+_register_autocast("cpu", "AutocastCPU")
+_register_autocast("cuda", "AutocastCUDA")
 
 
 def _refuse_gradients(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
@@ -210,7 +218,11 @@ def _check_tensors(
         )
 
 
-def _unit_stride(x: torch.Tensor) -> torch.Tensor:
+def _unit_stride(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Rows that are dense: on the CPU by a copy, on a GPU the caller is told."""
+    if x.device.type != "cpu":
+        unit_stride(name, x)
+        return x
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

@@ -31,7 +31,7 @@ def sdpa(
     *,
     recipe: str | Recipe = "auto",
 ) -> torch.Tensor:
-    """torch.nn.functional.scaled_dot_product_attention, computed by qattn on the CPU.
+    """torch.nn.functional.scaled_dot_product_attention, computed by qattn, on CPUs and CUDA GPUs.
 
     query: (..., H, L, E), key: (..., H, S, E), value: (..., H, S, Ev), rank 2 and up, of one dtype
     (float32, float16 or bfloat16). Leading dimensions broadcast; with enable_gqa the heads of key
@@ -39,12 +39,13 @@ def sdpa(
     (added), rank 2 and up, broadcasts to (..., H, L, S). is_causal: query i sees keys j <= i, also
     where L != S. A row that sees no key gives 0, as in torch.
     Inside torch.autocast the operands are cast as torch does. Tensors whose last stride is not 1
-    are copied; others are not.
+    are copied on CPUs and refused on GPUs; others are taken as they are. On a GPU the call only
+    enqueues work on the current stream and can be captured in a CUDA graph.
 
     Raises InvalidArgument: attn_mask together with is_causal, mixed dtypes, shapes that do not fit,
     E or Ev not a multiple of 8 up to 256, inputs that require gradients while grad mode is enabled.
-    Raises Unsupported: dropout_p > 0, devices other than the CPU, enable_gqa with key and value of
-    different numbers of heads.
+    Raises Unsupported: dropout_p > 0, devices other than CPUs and CUDA GPUs, enable_gqa with key
+    and value of different numbers of heads.
     """
     _check_dropout(dropout_p)
     if boolean("is_causal", is_causal) and attn_mask is not None:

@@ -6,7 +6,7 @@
     with torch.no_grad():
         model.generate(**inputs)
 
-For inference on CPUs, in eval mode and without gradients. Needs transformers 5.
+For inference on CPUs and CUDA GPUs, in eval mode and without gradients. Needs transformers 5.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _biased(
 ) -> torch.Tensor:
     """An additive mask of a model's position bias and what the layer's mask or is_causal hides."""
     if causal:
-        mask = torch.ones(length, keys, dtype=torch.bool).tril()
+        mask = torch.ones(length, keys, dtype=torch.bool, device=bias.device).tril()
     if mask is None:
         return bias
     if mask.dtype == torch.bool:

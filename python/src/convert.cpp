@@ -73,6 +73,29 @@ TensorView view_of(const char* name, const Array& array, Format format) {
   return view;
 }
 
+/// The two kinds of entry that are no array: addresses on a device, and shapes alone.
+TensorView plain_view(const char* name, const nb::tuple& tuple, Format format) {
+  const bool memory = !tuple[0].is_none();
+  const nb::tuple shape = nb::cast<nb::tuple>(tuple[2]);
+  check_rank(name, shape.size());
+  TensorView view;
+  view.format = format;
+  view.rank = static_cast<std::int32_t>(shape.size());
+  for (int i = 0; i < view.rank; ++i) view.shape[i] = nb::cast<std::int64_t>(shape[i]);
+  const int at = memory ? 4 : 3;
+  view.device = {static_cast<DeviceType>(nb::cast<std::int32_t>(tuple[at])),
+                 nb::cast<std::int32_t>(tuple[at + 1])};
+  if (!memory) {
+    set_dense(view);
+    return view;
+  }
+  view.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tuple[0]));
+  const nb::tuple strides = nb::cast<nb::tuple>(tuple[3]);
+  for (int i = 0; i < view.rank; ++i) view.stride[i] = nb::cast<std::int64_t>(strides[i]);
+  if (const int bits = info(format).bits; bits < 8 && 8 % bits == 0) widen(view, bits);
+  return view;
+}
+
 struct Field {
   const char* name;
   TensorView AttentionTensors::*member;
@@ -131,16 +154,7 @@ void check(Status status) {
 TensorView Views::add(const char* name, nb::handle entry, bool writable) {
   const nb::tuple tuple = nb::cast<nb::tuple>(entry);
   const Format format = format_from(name, nb::cast<std::string>(tuple[1]));
-  if (tuple[0].is_none()) {
-    const nb::tuple shape = nb::cast<nb::tuple>(tuple[2]);
-    check_rank(name, shape.size());
-    TensorView view;
-    view.format = format;
-    view.rank = static_cast<std::int32_t>(shape.size());
-    for (int i = 0; i < view.rank; ++i) view.shape[i] = nb::cast<std::int64_t>(shape[i]);
-    set_dense(view);
-    return view;
-  }
+  if (tuple.size() > 2) return plain_view(name, tuple, format);
   if (writable) {
     nb::ndarray<> array;
     if (!nb::try_cast(tuple[0], array, false)) {

@@ -44,8 +44,10 @@ T check(Result<T> result) {
 /// with the GIL held.
 class Views {
  public:
-  /// `entry` is (array, format name), or (None, format name, shape) for a tensor without memory.
-  /// Arrays of packed formats hold bytes; their last dimension and strides are widened to elements.
+  /// `entry` is (array, format name) for host memory; (address, format name, shape, strides, device
+  /// type, device index) for memory of a device, which the caller keeps; (None, format name, shape,
+  /// device type, device index) for a tensor without memory. Arrays of packed formats hold bytes;
+  /// their last dimension and strides are widened to elements.
   /// Throws StatusError (invalid_argument) if the array cannot be viewed without a copy.
   TensorView add(const char* name, nb::handle entry, bool writable);
 

@@ -27,7 +27,7 @@ AttentionOptions make_options(const RecipeTuple& recipe, const std::string& layo
                               std::optional<double> scale,
                               const std::array<ScalingTuple, 3>& scalings,
                               const std::array<std::optional<bool>, 4>& toggles,
-                              std::int64_t threads) {
+                              std::int64_t threads, bool validate) {
   AttentionOptions o;
   o.recipe.name = std::get<0>(recipe);
   o.recipe.qk = format_from("recipe", std::get<1>(recipe));
@@ -47,16 +47,30 @@ AttentionOptions make_options(const RecipeTuple& recipe, const std::string& layo
   o.window_right = window.second;
   o.softcap = static_cast<float>(softcap);
   o.threads = threads_from(threads);
+  o.validate = validate;
   return o;
 }
 
-void run_attention(const nb::dict& entries, const AttentionOptions& options) {
+Stream stream_from(std::uintptr_t handle) { return reinterpret_cast<Stream>(handle); }
+
+/// `allocate`: None, or a function of bytes that gives a torch tensor: the workspace. It is
+/// released once everything is enqueued, which is right for an allocator that knows the stream.
+void run_attention(const nb::dict& entries, const AttentionOptions& options, std::uintptr_t stream,
+                   const nb::object& allocate) {
   Views views;
   const AttentionTensors tensors = attention_tensors(entries, views);
   Status status;
-  {
+  if (allocate.is_none()) {
     const nb::gil_scoped_release unlocked;
-    status = attention(tensors, options);
+    status = attention(tensors, options, stream_from(stream));
+  } else {
+    const Plan chosen = check(plan(tensors, options));
+    const std::size_t bytes = chosen.workspace_bytes();
+    const nb::object memory = allocate(bytes);
+    const auto address = nb::cast<std::uintptr_t>(memory.attr("data_ptr")());
+    const nb::gil_scoped_release unlocked;
+    status =
+        run(chosen, tensors, options, reinterpret_cast<void*>(address), bytes, stream_from(stream));
   }
   check(std::move(status));
 }
@@ -135,13 +149,14 @@ nb::dict run_quantize_shapes(const nb::dict& entries, const QuantizeOptions& opt
   return result;
 }
 
-std::int64_t run_quantize(const nb::dict& entries, const QuantizeOptions& options) {
+std::int64_t run_quantize(const nb::dict& entries, const QuantizeOptions& options,
+                          std::uintptr_t stream) {
   Views views;
   const QuantizeTensors tensors = quantize_tensors(entries, false, views);
   Result<QuantizeReport> report = Status();
   {
     const nb::gil_scoped_release unlocked;
-    report = quantize(tensors, options);
+    report = quantize(tensors, options, stream_from(stream));
   }
   return check(std::move(report)).saturated;
 }
@@ -182,15 +197,23 @@ NB_MODULE(_qattn, m) {
   nb::class_<qattn::AttentionOptions>(m, "Options");
   nb::class_<qattn::QuantizeOptions>(m, "QuantizeOptions");
   m.def("options", &make_options, nb::kw_only(), "recipe"_a, "layout"_a, "causal"_a, "window"_a,
-        "softcap"_a, "scale"_a.none(), "scalings"_a, "toggles"_a, "threads"_a);
-  m.def("attention", &run_attention, "tensors"_a, "options"_a);
+        "softcap"_a, "scale"_a.none(), "scalings"_a, "toggles"_a, "threads"_a, "validate"_a);
+  m.def("attention", &run_attention, "tensors"_a, "options"_a, "stream"_a, "allocate"_a.none());
+  m.def("device_errors", [](std::int32_t type, std::int32_t index) {
+    qattn::Status status;
+    {
+      const nb::gil_scoped_release unlocked;
+      status = qattn::device_errors({static_cast<qattn::DeviceType>(type), index});
+    }
+    check(std::move(status));
+  });
   m.def("explain", &run_explain, "tensors"_a, "options"_a);
   m.def("reference_attention", &run_reference, "tensors"_a, "options"_a, "out"_a, "lse"_a.none(),
         "rows"_a);
   m.def("quantize_options", &make_quantize_options, nb::kw_only(), "format"_a, "role"_a, "layout"_a,
         "scaling"_a, "smooth"_a, "rotate"_a, "threads"_a);
   m.def("quantize_shapes", &run_quantize_shapes, "tensors"_a, "options"_a);
-  m.def("quantize", &run_quantize, "tensors"_a, "options"_a);
+  m.def("quantize", &run_quantize, "tensors"_a, "options"_a, "stream"_a);
   m.def("dequantize", &run_dequantize, "tensors"_a, "options"_a);
   m.def(
       "scheduled_scale",

@@ -173,6 +173,8 @@ Status read_call(const qattn_attention_tensors* given, const qattn_attention_opt
   if (!recipe.ok()) return recipe.status();
   if (Status s = read_flag("causal", o.causal); !s.ok()) return s;
   if (Status s = read_flag("has_softmax_scale", o.has_softmax_scale); !s.ok()) return s;
+  if (Status s = read_flag("validate", o.validate); !s.ok()) return s;
+  if (o.reserved != 0) return invalid("reserved: " + std::to_string(o.reserved) + " is not 0");
   call.options.recipe = *recipe;
   call.options.recipe.q_scale = scaling(o.q_scaling);
   call.options.recipe.k_scale = scaling(o.k_scaling);
@@ -188,6 +190,7 @@ Status read_call(const qattn_attention_tensors* given, const qattn_attention_opt
   call.options.window_right = o.window_right;
   call.options.softcap = o.softcap;
   call.options.threads = o.threads;
+  call.options.validate = o.validate != 0;
   read_functions(o, call);
   return {};
 }
@@ -261,10 +264,21 @@ void qattn_quantize_options_init(qattn_quantize_options* o) {
 
 qattn_status qattn_attention(const qattn_attention_tensors* tensors,
                              const qattn_attention_options* options) {
+  return qattn_attention_on(tensors, options, nullptr);
+}
+
+qattn_status qattn_attention_on(const qattn_attention_tensors* tensors,
+                                const qattn_attention_options* options, void* stream) {
   return guarded([&]() -> Status {
     AttentionCall call;
     if (Status s = read_call(tensors, options, call); !s.ok()) return s;
-    return attention(call.tensors, call.options);
+    return attention(call.tensors, call.options, stream);
+  });
+}
+
+qattn_status qattn_device_errors(int32_t device_type, int32_t device_index) {
+  return guarded([&]() -> Status {
+    return device_errors({static_cast<DeviceType>(device_type), device_index});
   });
 }
 
@@ -336,11 +350,17 @@ qattn_status qattn_quantize_shapes(qattn_quantize_tensors* tensors,
 
 qattn_status qattn_quantize(const qattn_quantize_tensors* tensors,
                             const qattn_quantize_options* options, int64_t* saturated) {
+  return qattn_quantize_on(tensors, options, nullptr, saturated);
+}
+
+qattn_status qattn_quantize_on(const qattn_quantize_tensors* tensors,
+                               const qattn_quantize_options* options, void* stream,
+                               int64_t* saturated) {
   return guarded([&]() -> Status {
     QuantizeTensors t;
     QuantizeOptions o;
     if (Status s = read_quantize(tensors, options, t, o); !s.ok()) return s;
-    Result<QuantizeReport> report = quantize(t, o);
+    Result<QuantizeReport> report = quantize(t, o, stream);
     if (!report.ok()) return report.status();
     if (saturated) *saturated = report->saturated;
     return {};

@@ -1,5 +1,5 @@
 // Checks of what index tensors and given scales contain. Only host memory can be looked at without
-// a synchronisation, so only CPU backends call this.
+// a synchronisation, so plan.cpp calls this for CPUs, and elsewhere on copies if asked to.
 #include <cmath>
 #include <limits>
 #include <string>
@@ -148,24 +148,42 @@ Status check_packed_scale(const char* name, const TensorView& scale, const Scali
 
 }  // namespace
 
-Status check_contents(const Problem& p) {
+Status check_pointers(const Problem& p) {
   const AttentionTensors& t = p.tensors;
-  for (const auto& [name, view] :
-       {std::pair{"lse", &t.lse}, std::pair{"saturated", &t.saturated},
-        std::pair{"q_scale", &t.q_scale}, std::pair{"k_scale", &t.k_scale},
-        std::pair{"v_scale", &t.v_scale}, std::pair{"q_global", &t.q_global},
-        std::pair{"k_global", &t.k_global}, std::pair{"v_global", &t.v_global},
-        std::pair{"k_mean", &t.k_mean}, std::pair{"v_mean", &t.v_mean},
-        std::pair{"sinks", &t.sinks}, std::pair{"mask", &t.mask},
-        std::pair{"alibi_slopes", &t.alibi_slopes}, std::pair{"cu_seqlens_q", &t.cu_seqlens_q},
-        std::pair{"cu_seqlens_k", &t.cu_seqlens_k}, std::pair{"seqused_q", &t.seqused_q},
-        std::pair{"seqused_k", &t.seqused_k}, std::pair{"page_table", &t.page_table}}) {
+  for (const auto& [name, view] : {std::pair{"q", &t.q},
+                                   std::pair{"k", &t.k},
+                                   std::pair{"v", &t.v},
+                                   std::pair{"out", &t.out},
+                                   std::pair{"lse", &t.lse},
+                                   std::pair{"saturated", &t.saturated},
+                                   std::pair{"q_scale", &t.q_scale},
+                                   std::pair{"k_scale", &t.k_scale},
+                                   std::pair{"v_scale", &t.v_scale},
+                                   std::pair{"q_global", &t.q_global},
+                                   std::pair{"k_global", &t.k_global},
+                                   std::pair{"v_global", &t.v_global},
+                                   std::pair{"k_mean", &t.k_mean},
+                                   std::pair{"v_mean", &t.v_mean},
+                                   std::pair{"sinks", &t.sinks},
+                                   std::pair{"mask", &t.mask},
+                                   std::pair{"alibi_slopes", &t.alibi_slopes},
+                                   std::pair{"cu_seqlens_q", &t.cu_seqlens_q},
+                                   std::pair{"cu_seqlens_k", &t.cu_seqlens_k},
+                                   std::pair{"seqused_q", &t.seqused_q},
+                                   std::pair{"seqused_k", &t.seqused_k},
+                                   std::pair{"page_table", &t.page_table}}) {
     bool empty = false;
     for (int i = 0; i < view->rank; ++i) empty |= view->shape[i] == 0;
     if (view->present() && view->data == nullptr && !empty) {
       return invalid(std::string(name) + ": data pointer is null");
     }
   }
+  return {};
+}
+
+Status check_contents(const Problem& p) {
+  const AttentionTensors& t = p.tensors;
+  if (Status s = check_pointers(p); !s.ok()) return s;
   std::int64_t longest_q = p.max_q, longest_k = p.max_k;
   if (Status s = check_cumulative("cu_seqlens_q", t.cu_seqlens_q, p.tokens_q, &longest_q);
       !s.ok()) {

@@ -4,9 +4,10 @@
 #include <cstdlib>
 #include <new>
 #include <utility>
+#include <vector>
 
+#include "core/backend.hpp"
 #include "core/guarded.hpp"
-#include "kernels/attn_prefill/cpu.hpp"
 #include "kernels/cpu/words.hpp"
 
 namespace qattn {
@@ -26,11 +27,6 @@ std::string scaling_text(const Scaling& s) {
 
 }  // namespace
 
-std::span<const Kernel> registry() {
-  static const auto kernels = cpu::attention_kernels();
-  return kernels;
-}
-
 std::string recipe_text(const Recipe& r) {
   const auto on = [](Toggle t) {
     return t == Toggle::on ? "on" : t == Toggle::off ? "off" : "auto";
@@ -48,8 +44,10 @@ std::string recipe_text(const Recipe& r) {
 }  // namespace detail
 
 std::string Plan::to_string() const {
+  const int sm = data_->architecture;
   return "kernel: " + data_->kernel + "\nrecipe: " + detail::recipe_text(data_->recipe) + "\n" +
-         data_->problem.describe() + data_->text +
+         data_->problem.describe() +
+         (sm > 0 ? "architecture: sm_" + std::to_string(sm) + "\n" : "") + data_->text +
          "workspace_bytes: " + std::to_string(data_->workspace) + "\n";
 }
 std::uint64_t Plan::hash() const { return data_->hash; }
@@ -69,29 +67,55 @@ struct Walk {
   std::string log;  ///< one line a kernel: its reason, or "chosen"
 };
 
+/// Shows the problem to one kernel.
+void try_kernel(const detail::Backend& backend, const detail::Kernel& kernel,
+                const Problem& problem, Walk& w) {
+  const std::string name = kernel.name;
+  const bool elsewhere = backend.device != problem.device().type;
+  if (w.plan || elsewhere) {
+    w.log += name + (w.plan ? ": not tried, a better one was chosen\n"
+                     : backend.device == DeviceType::cpu
+                         ? ": tensors are not on the CPU\n"
+                         : ": tensors are not on a device of " + std::string(backend.name) + "\n");
+    return;
+  }
+  if (const Status s = kernel.supports(problem); !s.ok()) {
+    w.log += name + ": " + s.message() + "\n";
+    return;
+  }
+  w.plan = kernel.tune(problem);
+  w.plan->problem = problem;
+  w.plan->kernel = kernel.name;
+  w.plan->owner = &kernel;
+  w.plan->backend = &backend;
+  w.plan->architecture = backend.architecture();
+  w.plan->hash = detail::fnv1a(Plan(w.plan).to_string());
+  w.log += name + ": chosen\n";
+}
+
 Walk walk(const Problem& problem) {
   Walk w;
-  for (const detail::Kernel& kernel : detail::registry()) {
-    const Status s = w.plan ? Status() : kernel.supports(problem);
-    if (w.plan) {
-      w.log += std::string(kernel.name) + ": not tried, a better one was chosen\n";
-    } else if (!s.ok()) {
-      w.log += std::string(kernel.name) + ": " + s.message() + "\n";
-    } else {
-      w.plan = kernel.tune(problem);
-      w.plan->problem = problem;
-      w.plan->kernel = kernel.name;
-      w.plan->owner = &kernel;
-      w.plan->hash = detail::fnv1a(Plan(w.plan).to_string());
-      w.log += std::string(kernel.name) + ": chosen\n";
+  const detail::Backends backends = detail::backends_for(problem.device().type);
+  if (!backends.missing.ok()) w.log += backends.missing.message() + "\n";
+  for (const detail::Backend* backend : backends.list) {
+    if (backend->device != problem.device().type) {
+      for (const detail::Kernel& kernel : backend->kernels)
+        try_kernel(*backend, kernel, problem, w);
+      continue;
     }
+    const detail::DeviceGuard guard(*backend, problem.device());
+    if (!guard.status().ok()) {
+      w.log += std::string(backend->name) + ": " + guard.status().message() + "\n";
+      continue;
+    }
+    for (const detail::Kernel& kernel : backend->kernels) try_kernel(*backend, kernel, problem, w);
   }
   return w;
 }
 
 Result<Plan> plan_for(const Problem& problem) {
-  const cpu::Selection selection = cpu::select_words();
-  if (selection.unknown_name) {
+  const bool cpu = problem.device().type == DeviceType::cpu;
+  if (const cpu::Selection selection = cpu::select_words(); cpu && selection.unknown_name) {
     return Status(
         Code::invalid_argument,
         std::string("QATTN_CPU_ISA: \"") + std::getenv("QATTN_CPU_ISA") + "\" " + selection.error);
@@ -113,6 +137,26 @@ Result<Plan> plan(const AttentionTensors& tensors, const AttentionOptions& optio
 
 namespace {
 
+/// What only the contents of index tensors and scales tell, where the host can read them or the
+/// caller asked for it.
+Status check_what_is_readable(const detail::Backend& backend, const Problem& problem,
+                              Stream stream) {
+  if (backend.host_memory) return check_contents(problem);
+  if (Status s = check_pointers(problem); !s.ok() || !problem.validate) return s;
+  Problem read = problem;
+  AttentionTensors& t = read.tensors;
+  std::vector<detail::HostCopy> copies;
+  for (TensorView* view :
+       {&t.cu_seqlens_q, &t.cu_seqlens_k, &t.seqused_q, &t.seqused_k, &t.page_table, &t.q_scale,
+        &t.k_scale, &t.v_scale, &t.q_global, &t.k_global, &t.v_global}) {
+    if (!view->present()) continue;
+    copies.emplace_back();
+    if (Status s = copies.back().take(backend, *view, stream); !s.ok()) return s;
+  }
+  return check_contents(read);
+}
+
+/// With the device current.
 Status run_problem(const Plan& plan, const Problem& problem, void* workspace, std::size_t bytes,
                    Stream stream) {
   if (bytes < plan.workspace_bytes()) {
@@ -123,16 +167,11 @@ Status run_problem(const Plan& plan, const Problem& problem, void* workspace, st
   if (reinterpret_cast<std::uintptr_t>(workspace) % 64 != 0) {
     return Status(Code::invalid_argument, "workspace: address is not aligned to 64 bytes");
   }
-  for (const auto& [name, view] :
-       {std::pair{"q", &problem.tensors.q}, std::pair{"k", &problem.tensors.k},
-        std::pair{"v", &problem.tensors.v}, std::pair{"out", &problem.tensors.out}}) {
-    bool empty = false;
-    for (int i = 0; i < view->rank; ++i) empty |= view->shape[i] == 0;
-    if (view->data == nullptr && !empty) {
-      return Status(Code::invalid_argument, std::string(name) + ": data pointer is null");
-    }
-  }
   const detail::PlanData& data = plan.data();
+  if (problem.device().type == DeviceType::cpu && stream != nullptr) {
+    return Status(Code::invalid_argument, "stream: a CPU plan takes none");
+  }
+  if (Status s = check_what_is_readable(*data.backend, problem, stream); !s.ok()) return s;
   return data.owner->run(data, problem, workspace, stream);
 }
 
@@ -153,24 +192,26 @@ Status run(const Plan& plan, const AttentionTensors& tensors, const AttentionOpt
                     "plan: was made for other shapes, formats or options:\n" + planned.describe() +
                         "but this call has\n" + problem->describe());
     }
+    const detail::DeviceGuard guard(*plan.data().backend, problem->device());
+    if (!guard.status().ok()) return guard.status();
     return run_problem(plan, *problem, workspace, workspace_bytes, stream);
   });
 }
 
-Status attention(const AttentionTensors& tensors, const AttentionOptions& options) {
+Status attention(const AttentionTensors& tensors, const AttentionOptions& options, Stream stream) {
   return guarded<Status>([&]() -> Status {
     Result<Problem> problem = Problem::make(tensors, options);
     if (!problem.ok()) return problem.status();
     Result<Plan> plan = plan_for(*problem);
     if (!plan.ok()) return plan.status();
-    const std::size_t bytes = (plan->workspace_bytes() + 63) / 64 * 64;
-    std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(64, bytes ? bytes : 64),
-                                                       &std::free);
-    if (!memory) {
-      return Status(Code::out_of_memory,
-                    "workspace: allocation of " + std::to_string(bytes) + " bytes failed");
-    }
-    return run_problem(*plan, *problem, memory.get(), bytes, nullptr);
+    const detail::Backend& backend = *plan->data().backend;
+    const detail::DeviceGuard guard(backend, problem->device());
+    if (!guard.status().ok()) return guard.status();
+    const Result<void*> memory = backend.allocate(plan->workspace_bytes(), stream);
+    if (!memory.ok()) return memory.status();
+    const Status status = run_problem(*plan, *problem, *memory, plan->workspace_bytes(), stream);
+    backend.release(*memory, stream);
+    return status;
   });
 }
 

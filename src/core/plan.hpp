@@ -1,10 +1,10 @@
-// Plans and the registry of kernels that can serve one.
+// Plans and the kernels that can serve one. The registry is the list of backends: backend.hpp.
 #pragma once
 
 #include <cstddef>
 #include <memory>
-#include <span>
 #include <string>
+#include <string_view>
 
 #include "core/problem.hpp"
 
@@ -20,20 +20,25 @@ struct PlanData {
   std::size_t workspace = 0;
   std::uint64_t hash = 0;
   const struct Kernel* owner = nullptr;
+  const struct Backend* backend = nullptr;
+  int architecture = 0;  ///< of the device as planned; 0: a CPU
 };
 
-/// One entry of the registry.
+/// One kernel of a backend. All three are called with the problem's device current.
 struct Kernel {
   const char* name;
-  /// Ok, or the reason why this kernel cannot serve the problem here. The only such predicate.
+  /// Ok, or the reason why this kernel cannot serve the problem here. The only such predicate; the
+  /// type of the device is the backend's.
   Status (*supports)(const Problem& problem);
   /// Configuration and workspace of a supported problem.
   std::shared_ptr<PlanData> (*tune)(const Problem& problem);
   Status (*run)(const PlanData& plan, const Problem& problem, void* workspace, Stream stream);
 };
 
-/// Kernels in the order in which they are tried.
-std::span<const Kernel> registry();
+/// The problem's recipe with nothing automatic left in it: `automatic` names what "auto" means here,
+/// `k_default` is the scaling of K where the caller leaves it open (and gives no codes).
+Recipe resolve_recipe(const Problem& problem, std::string_view automatic,
+                      const Scaling& k_default = {});
 
 /// The recipe as text, one line, every field.
 std::string recipe_text(const Recipe& recipe);

@@ -125,6 +125,7 @@ class Maker {
     p_.recipe = o_.recipe;
     p_.tensors = t_;
     p_.threads = o_.threads;
+    p_.validate = o_.validate;
     p_.score_function = o_.score_function;
     p_.mask_function = o_.mask_function;
     for (auto step : {&Maker::views, &Maker::operands, &Maker::dimensions, &Maker::sequences,
@@ -141,7 +142,8 @@ class Maker {
       if (!n.view->present()) continue;
       if (Status s = check_view(n.name, *n.view, -1); !s.ok()) return s;
       if (n.view->device != t_.q.device) {
-        return invalid(std::string(n.name) + ": lies on another device than q");
+        return invalid(std::string(n.name) + ": lies on another device than q (" +
+                       device_text(n.view->device) + ", q on " + device_text(t_.q.device) + ")");
       }
       if (n.output) {
         if (Status s = check_no_overlap(n.name, *n.view); !s.ok()) return s;
@@ -444,6 +446,16 @@ class Maker {
     if (o_.threads < 0 || o_.threads > 4096) {
       return invalid("threads: " + text(o_.threads) + " is not in [0, 4096]");
     }
+    const Device device = t_.q.device;
+    if (Status s = check_device("q", device, o_.threads); !s.ok()) return s;
+    for (const auto& [name, given] :
+         {std::pair{"score_function", static_cast<bool>(o_.score_function)},
+          std::pair{"mask_function", static_cast<bool>(o_.mask_function)}}) {
+      if (given && device.type != DeviceType::cpu) {
+        return invalid(std::string(name) + ": runs on CPUs only, and q lies on " +
+                       device_text(device));
+      }
+    }
     return {};
   }
 
@@ -635,6 +647,7 @@ std::string Problem::describe() const {
   if (tensors.seqused_q.present()) extras += " seqused_q";
   if (tensors.seqused_k.present()) extras += " seqused_k";
   line("extras", extras.empty() ? "none" : extras.substr(1));
+  if (device().type != DeviceType::cpu) line("device", device_text(device()));
   return s;
 }
 

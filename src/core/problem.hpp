@@ -37,6 +37,7 @@ struct Problem {
   std::array<std::int64_t, 4> mask_shape{},
       mask_stride{};  ///< (B, Hq, Sq, Sk); stride 0: broadcast
   int threads = 0;
+  bool validate = false;
   ScoreFunction score_function;
   MaskFunction mask_function;
 
@@ -44,6 +45,7 @@ struct Problem {
   AttentionTensors tensors;  ///< the views as given
 
   std::int64_t group() const { return heads_q / heads_kv; }
+  Device device() const { return tensors.q.device; }
 
   /// Checks shapes, strides, formats, devices, aliasing and options; never the contents.
   static Result<Problem> make(const AttentionTensors& tensors, const AttentionOptions& options);
@@ -73,6 +75,10 @@ struct ScaleMap {
 };
 
 std::string shape_text(const std::int64_t* extent, int rank);
+std::string device_text(Device device);  ///< "cpu", "cuda:0"
+
+/// Is it a device that qattn knows, and are the options that only CPUs have left alone there?
+Status check_device(const char* name, Device device, int threads);
 
 /// Checks a view by itself: rank, extents, overflow of offsets and bytes, alignment, packed
 /// strides.
@@ -100,7 +106,11 @@ Scaling resolve_scaling(const Scaling& scaling, Role role, Format format);
 
 bool is_float(Format format);  ///< f32, f16 or bf16
 
-/// Contents of index tensors and of given scales, checked on the host (CPU backends always do).
+/// No tensor that is there and has elements may lack memory.
+Status check_pointers(const Problem& problem);
+
+/// check_pointers(), and the contents of index tensors and given scales, which must lie in host
+/// memory.
 Status check_contents(const Problem& problem);
 
 }  // namespace qattn

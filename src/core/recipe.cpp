@@ -1,5 +1,7 @@
 #include "qattn/recipe.hpp"
 
+#include "core/plan.hpp"
+
 #include <array>
 #include <utility>
 #include <vector>
@@ -67,4 +69,48 @@ Result<Recipe> recipe_named(std::string_view wanted) {
                 "recipe: \"" + std::string(wanted) + "\" is not one of " + known);
 }
 
+namespace detail {
+namespace {
+
+bool is_scaled(Format format) { return info(format).scale != Format::none; }
+
+/// "16-bit" of a recipe: the input's own format, f16 for f32 inputs and codes (11 significant bits
+/// against bf16's 8; a V beyond f16's range gives NaN rows, never wrong numbers).
+Format sixteen_bits(Format input) { return input == Format::bf16 ? Format::bf16 : Format::f16; }
+
+}  // namespace
+
+Recipe resolve_recipe(const Problem& problem, std::string_view automatic,
+                      const Scaling& k_default) {
+  Recipe r = problem.recipe;
+  if (r.qk == Format::none) {
+    Recipe chosen = *recipe_named(automatic);
+    chosen.smooth_k = r.smooth_k;
+    chosen.smooth_q = r.smooth_q;
+    chosen.smooth_v = r.smooth_v;
+    chosen.rotate = r.rotate;
+    r = chosen;
+  }
+  if (r.v == Format::none) r.v = sixteen_bits(problem.v.format);
+  if (r.p == Format::none) r.p = sixteen_bits(is_float(r.v) ? r.v : problem.out.format);
+  const bool free = is_scaled(r.qk) && info(r.qk).group == 0;
+  if (free && r.k_scale == Scaling{} && !problem.k_codes) r.k_scale = k_default;
+  r.q_scale = is_scaled(r.qk) ? resolve_scaling(r.q_scale, Role::q, r.qk) : Scaling{};
+  r.k_scale = is_scaled(r.qk) ? resolve_scaling(r.k_scale, Role::k, r.qk) : Scaling{};
+  r.v_scale = is_scaled(r.v) ? resolve_scaling(r.v_scale, Role::v, r.v) : Scaling{};
+  // K's mean costs one pass and is exact; 16- and 32-bit operands gain nothing from it.
+  if (r.smooth_k == Toggle::automatic) {
+    r.smooth_k = is_scaled(r.qk) && !problem.k_codes ? Toggle::on : Toggle::off;
+  }
+  for (Toggle* t : {&r.smooth_q, &r.smooth_v, &r.rotate}) {
+    if (*t == Toggle::automatic) *t = Toggle::off;
+  }
+  // Q's means are of blocks, also where no scales are.
+  if (r.smooth_q == Toggle::on && r.q_scale.block == 0) {
+    r.q_scale.block = resolve_scaling({}, Role::q, r.qk).block;
+  }
+  return r;
+}
+
+}  // namespace detail
 }  // namespace qattn

@@ -221,6 +221,7 @@ void WildCall::break_view(Choices& c) {
   } else if (how == 2) {
     const auto type = static_cast<DeviceType>(c.below(12));
     for (const Member& m : members) (tensors.*m.view).device.type = type;
+    if (type != DeviceType::cpu) options.threads = 0;  // or that alone would be refused
   } else {
     if (!view.present()) {  // one that does not belong here
       view = TensorView::dense(static_cast<void*>(nullptr), static_cast<Format>(c.below(20)),

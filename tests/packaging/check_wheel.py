@@ -53,6 +53,18 @@ def check_attention() -> None:
     raise AssertionError("operands that do not fit were accepted")
 
 
+def check_cuda_library() -> None:
+    """A wheel with libqattn_cuda finds it beside the extension; without a driver it says so."""
+    built = any(file.name == "libqattn_cuda.so" for file in importlib.metadata.files("qattn") or [])
+    try:
+        qattn.device_errors("cuda:0")
+    except qattn.Unsupported as error:
+        assert ("libqattn_cuda.so: is neither in" in str(error)) != built, error
+    else:
+        assert built
+    print("with" if built else "without", "libqattn_cuda.so")
+
+
 def check_import_time() -> None:
     total, own = seconds(), seconds("import numpy")
     print(f"import qattn: {total:.3f} s; where numpy is imported already: {own:.3f} s")
@@ -62,5 +74,6 @@ def check_import_time() -> None:
 if __name__ == "__main__":
     check_environment()
     check_attention()
+    check_cuda_library()
     check_import_time()
     print(f"qattn {qattn.__version__} on Python {sys.version.split()[0]}, {qattn.cpu_isa()}: ok")

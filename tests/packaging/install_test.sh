@@ -13,7 +13,7 @@ quietly() { "$@" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }; }
 if [[ ! -e $build/qattn-config.cmake || -e $build/packaging-own ]]; then
   mkdir -p "$build" && touch "$build/packaging-own"
   quietly "$cmake" -S "$source" -B "$build" -DCMAKE_BUILD_TYPE=Debug -DQATTN_TESTS=OFF \
-    -DQATTN_CLI=OFF -DBUILD_SHARED_LIBS="$([[ $kind == shared ]] && echo ON || echo OFF)"
+    -DQATTN_CLI=OFF -DQATTN_CUDA=OFF -DBUILD_SHARED_LIBS="$([[ $kind == shared ]] && echo ON || echo OFF)"
   quietly "$cmake" --build "$build" -j "$(nproc)"
 fi
 quietly "$cmake" --install "$build" --prefix "$work/first" --component library

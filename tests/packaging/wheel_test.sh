@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # wheel_test.sh PYTHON FOLDER: builds the wheel into FOLDER as `pip install .` does, installs it
-# with numpy and nothing else into a new virtual environment, and tests it there.
+# with numpy and nothing else into a new virtual environment, and tests it there. QATTN_CUDA=ON in the
+# environment puts libqattn_cuda into it.
 set -euo pipefail
 python=$1
 source=$(cd "$(dirname "$0")/../.." && pwd)
@@ -11,7 +12,8 @@ trap 'rm -rf "$work"' EXIT
 unset PYTHONPATH
 
 rm -f "$folder"/qattn-*.whl
-"$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$folder" "$source"
+"$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$folder" \
+  -C cmake.define.QATTN_CUDA="${QATTN_CUDA:-OFF}" "$source"
 wheel=$(echo "$folder"/qattn-*.whl)
 "$python" -m venv "$work/venv"
 "$work/venv/bin/python" -m pip install -q --disable-pip-version-check "$wheel"

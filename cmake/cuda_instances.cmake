@@ -1,0 +1,26 @@
+# qattn_cuda_instances(OUT TEMPLATE file LIST file GROUP n): one source in the build tree for every
+# n lines `QATTN_INSTANCE(...)` of LIST; @INSTANCE@ in TEMPLATE stands for the lines. OUT gets the
+# names. Every kernel is a few seconds to minutes of nvcc, and sources compile in parallel.
+function(qattn_cuda_instances out)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "TEMPLATE;LIST;GROUP" "")
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${arg_LIST})
+  # Not file(STRINGS) alone: brackets and semicolons in a line would confuse CMake's lists.
+  file(STRINGS ${arg_LIST} lines REGEX "^QATTN_INSTANCE\\(")
+  get_filename_component(stem ${arg_LIST} NAME_WE)
+  set(sources "")
+  set(INSTANCE "")
+  set(count 0)
+  list(LENGTH lines total)
+  foreach(line IN LISTS lines)
+    string(APPEND INSTANCE "${line}\n")
+    math(EXPR count "${count} + 1")
+    math(EXPR rest "${count} % ${arg_GROUP}")
+    if(rest EQUAL 0 OR count EQUAL total)
+      set(source ${CMAKE_CURRENT_BINARY_DIR}/${stem}_${count}.cu)
+      configure_file(${arg_TEMPLATE} ${source} @ONLY)
+      list(APPEND sources ${source})
+      set(INSTANCE "")
+    endif()
+  endforeach()
+  set(${out} "${sources}" PARENT_SCOPE)
+endfunction()

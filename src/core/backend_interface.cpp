@@ -1,0 +1,18 @@
+// Part of libqattn and of every backend's library: the two compare their texts.
+#include "core/backend.hpp"
+#include "kernels/quantize/quantize_check.hpp"
+
+namespace qattn::detail {
+
+std::string backend_interface() {
+  std::string s = QATTN_VERSION;
+  for (const std::size_t size :
+       {sizeof(Backend), sizeof(Kernel), sizeof(PlanData), sizeof(Problem), sizeof(QuantizeTensors),
+        sizeof(QuantizeOptions), sizeof(QuantizeFacts), sizeof(Status)}) {
+    s += '.';
+    s += std::to_string(size);
+  }
+  return s;
+}
+
+}  // namespace qattn::detail
