@@ -17,39 +17,8 @@ namespace {
 using detail::Kernel;
 using detail::PlanData;
 
-bool is_scaled(Format format) { return free_scale(format) || grouped(format); }
-
-/// "16-bit" of a recipe: the input's own format, f16 for f32 inputs and codes (11 significant bits
-/// against bf16's 8; a V beyond f16's range gives NaN rows, never wrong numbers).
-Format sixteen_bits(Format input) { return input == Format::bf16 ? Format::bf16 : Format::f16; }
-
 Recipe resolve(const Problem& problem, bool fast_integers) {
-  Recipe r = problem.recipe;
-  if (r.qk == Format::none) {
-    Recipe chosen = *recipe_named(fast_integers ? "int8_full" : "f32");
-    chosen.smooth_k = r.smooth_k;
-    chosen.smooth_q = r.smooth_q;
-    chosen.smooth_v = r.smooth_v;
-    chosen.rotate = r.rotate;
-    r = chosen;
-  }
-  if (r.v == Format::none) r.v = sixteen_bits(problem.v.format);
-  if (r.p == Format::none) r.p = sixteen_bits(is_float(r.v) ? r.v : problem.out.format);
-  r.q_scale = is_scaled(r.qk) ? resolve_scaling(r.q_scale, Role::q, r.qk) : Scaling{};
-  r.k_scale = is_scaled(r.qk) ? resolve_scaling(r.k_scale, Role::k, r.qk) : Scaling{};
-  r.v_scale = is_scaled(r.v) ? resolve_scaling(r.v_scale, Role::v, r.v) : Scaling{};
-  // K's mean costs one pass and is exact; 16- and 32-bit operands gain nothing from it.
-  if (r.smooth_k == Toggle::automatic) {
-    r.smooth_k = is_scaled(r.qk) && !problem.k_codes ? Toggle::on : Toggle::off;
-  }
-  for (Toggle* t : {&r.smooth_q, &r.smooth_v, &r.rotate}) {
-    if (*t == Toggle::automatic) *t = Toggle::off;
-  }
-  // Q's means are of blocks, also where no scales are.
-  if (r.smooth_q == Toggle::on && r.q_scale.block == 0) {
-    r.q_scale.block = resolve_scaling({}, Role::q, r.qk).block;
-  }
-  return r;
+  return detail::resolve_recipe(problem, fast_integers ? "int8_full" : "f32");
 }
 
 bool v_block_fits(const Scaling& s) {
@@ -62,7 +31,6 @@ Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
 Status supports(const Problem& problem, const Words* wanted) {
   using enum Format;
   const Selection selection = select_words();
-  if (problem.tensors.q.device.type != DeviceType::cpu) return refuse("tensors are not on the CPU");
   if (selection.words == nullptr) {
     return refuse(std::string("QATTN_CPU_ISA asks for what this machine lacks: ") +
                   selection.error);
@@ -212,11 +180,7 @@ void prepare_tile(const Job& job, std::int64_t slot, std::int64_t head, Scratch&
   pack_tile(job, b, head, key, job.prepared_tile(b, head, key), scratch);
 }
 
-Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream stream) {
-  if (stream != nullptr) {
-    return Status(Code::invalid_argument, "stream: a CPU plan takes none");
-  }
-  if (Status s = check_contents(problem); !s.ok()) return s;
+Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream) {
   const auto& config = static_cast<const Config&>(plan);
   Job job{problem, config, {}};
   layout(problem, config, workspace, job.arrays);

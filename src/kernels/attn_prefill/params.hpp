@@ -1,0 +1,66 @@
+// What a GPU prefill kernel is told: addresses, strides and the uniform choices of one launch. Only
+// facts that Problem::make has checked; contents of index tensors are guarded in the kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/quantize/prepared.hpp"
+#include "qattn/format.hpp"
+#include "tile/sequence.hpp"
+
+namespace qattn::kernels {
+
+/// Where results go. Strides in elements.
+struct OutputView {
+  void* data = nullptr;
+  Format format = Format::none;
+  std::int64_t batch = 0, token = 0, head = 0;
+  bool vectors = false;  ///< 16-bit rows that start and step at multiples of 16 bytes
+  std::int32_t channels = 0;
+  float* lse = nullptr;
+  std::int64_t lse_batch = 0, lse_token = 0, lse_head = 0;
+};
+
+/// A tensor that broadcasts to (batch, head, query, key), or fewer of these.
+struct BroadcastView {
+  const void* data = nullptr;
+  Format format = Format::none;
+  std::int64_t stride[4] = {0, 0, 0, 0};
+};
+
+struct PrefillParams {
+  /// Operands in place: 16-bit tensors, or codes (whose scales are in q8, k8). `data` null: the
+  /// prepared form is read instead.
+  tile::Rows q, k, v;
+  bool q_vectors = true, k_vectors = true, v_vectors = true;  ///< rows allow 16-byte accesses
+  PreparedRows q8, k8;
+  PreparedTiles v8;
+  const float* v_mean = nullptr;  ///< [batches][heads_kv][v_mean_channels] to add to the output
+  std::int32_t v_mean_channels = 0;
+
+  OutputView out;
+  float scale = 1;                                   ///< softmax_scale
+  float softcap = 0;                                 ///< 0: none
+  std::int32_t window_left = -1, window_right = -1;  ///< -1: unlimited
+  BroadcastView mask;                                ///< b8 or float
+  BroadcastView block_mask;  ///< b8 per (batch, head, query block, key block)
+  std::int32_t block_mask_q = 0, block_mask_k = 0;  ///< tokens per block
+  BroadcastView alibi, sinks;                       ///< (batch, head)
+  std::int32_t group = 1;                           ///< query heads per KV head
+  std::int32_t q_blocks = 0;                        ///< of the longest sequence
+  bool heads_first = false;  ///< order of the grid: longest query blocks of all heads first
+  std::uint32_t* error = nullptr;  ///< sticky error word of the device
+};
+
+/// Everything that selects code of the portable kernel.
+struct PrefillConfig {
+  int d = 128;                            ///< padded head dimension of Q, K and V
+  isa::Element qk = isa::Element::bf16;   ///< Q and K
+  isa::Element pv = isa::Element::bf16;   ///< P; V has the same, or s8 beside u8
+  /// false: dense or packed sequences, causal or none, scale > 0, one K scale a tile, V's scale per
+  /// token. true: everything.
+  bool general = false;
+  bool operator==(const PrefillConfig&) const = default;
+};
+
+}  // namespace qattn::kernels

@@ -1,0 +1,337 @@
+// First half of the portable prefill kernel (sm80.cuh): what a block of threads holds, its loads, the
+// product of Q and K, and what happens to scores before the softmax.
+#pragma once
+
+#include "kernels/attn_prefill/params.hpp"
+#include "tile/copy.hpp"
+#include "tile/score.hpp"
+
+namespace qattn::kernels {
+
+using isa::Element;
+using isa::SharedAddress;
+
+template <PrefillConfig C>
+struct PrefillShape {
+  static constexpr bool integer = isa::is_integer(C.qk);
+  static constexpr bool wide_qk = isa::is_16bit(C.qk), wide_pv = isa::is_16bit(C.pv);
+  static constexpr bool u8 = C.pv == Element::u8;
+  static constexpr int keys = 64, rows = C.d > 128 ? 64 : 128;
+  static constexpr int m_tiles = C.d > 128 ? 1 : 2, warp_rows = 16 * m_tiles;
+  static constexpr int warps = rows / warp_rows, threads = 32 * warps;
+  static constexpr int thread_rows = 2 * m_tiles;  ///< query rows that a thread holds parts of
+  static constexpr int n_tiles = keys / 8, d_tiles = C.d / 8;
+
+  static constexpr int qk_bytes = C.d * (wide_qk ? 2 : 1), qk_row = tile::padded_row(qk_bytes);
+  static constexpr int v_bytes = wide_pv ? 2 * C.d : keys, v_row = tile::padded_row(v_bytes);
+  static constexpr int v_rows = wide_pv ? keys : C.d + 8;
+  static constexpr int k_at = rows * qk_row, v_at = k_at + keys * qk_row;
+  static constexpr int tail_at = v_at + v_rows * v_row;  ///< log, plain, unit, flags of a V tile
+  static constexpr int tail_bytes = wide_pv ? 0 : 8 * keys + 16;
+  static constexpr int k_scale_at = tail_at + tail_bytes;
+  static constexpr int used_bytes = k_scale_at + (C.general && !wide_qk ? 4 * keys : 0);
+  static constexpr int out_row = tile::padded_row(2 * C.d);
+  static constexpr int shared_bytes =
+      used_bytes > rows * out_row ? used_bytes : (rows * out_row + 15) / 16 * 16;
+};
+
+inline namespace QATTN_TARGET {
+
+/// The part of the problem that a block works on.
+struct PrefillWork {
+  int b, head, kv_head, first_row;
+  tile::Span q, k;
+  int key_begin, key_end;  ///< that any of the rows can see
+  int shift;               ///< Sk - Sq
+  std::int64_t q_slot, k_slot;
+};
+
+template <PrefillConfig C>
+struct PrefillScores : PrefillShape<C> {
+  using S = PrefillShape<C>;
+  static constexpr int M = S::m_tiles, R = S::thread_rows;
+  using Scores = float[M][S::n_tiles][4];
+
+  const PrefillParams& p;
+  const PrefillWork& work;
+  SharedAddress base = isa::shared_base();
+  int lane = isa::lane(), warp = isa::thread() / 32;
+  tile::RowSource k_source, v_source;
+  float out[M][S::d_tiles][4] = {};
+  float max[R], sum[R] = {};
+  float row_scale[R];       // from a row's products to scores: Q's scale times softmax_scale (plain:
+                            // times log2 e)
+  unsigned bad_rows = 0;    // bit r: row r of this thread is NaN
+
+  QATTN_DEVICE PrefillScores(const PrefillParams& params, const PrefillWork& w) : p(params), work(w) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) max[r] = -tile::infinity();
+  }
+
+  // ---- Where things are --------------------------------------------------------------------------
+
+  /// Row r of this thread inside the block; C/D fragments hold rows g and g + 8 of 16.
+  QATTN_DEVICE int local_row(int r) const {
+    return warp * S::warp_rows + r / 2 * 16 + lane / 4 + r % 2 * 8;
+  }
+  /// Key of accumulator i of score tile n, inside its tile.
+  QATTN_DEVICE int local_key(int n, int i) const { return 8 * n + lane % 4 * 2 + i % 2; }
+
+  QATTN_DEVICE static std::int64_t unit(const PreparedRows& x, int head, std::int64_t slot) {
+    return head * x.slots + slot;
+  }
+
+  QATTN_DEVICE static tile::RowSource prepared_source(const PreparedRows& x, int head,
+                                                      std::int64_t slot, std::int64_t length) {
+    tile::RowSource s;
+    s.base = reinterpret_cast<const std::byte*>(x.codes) + unit(x, head, slot) * x.row_bytes;
+    s.stride = s.row_bytes = x.row_bytes;
+    s.length = static_cast<std::int32_t>(length);
+    return s;
+  }
+
+  // ---- Loads -------------------------------------------------------------------------------------
+
+  QATTN_DEVICE void set_sources() {
+    k_source = p.k.data == nullptr
+                   ? prepared_source(p.k8, work.kv_head, work.k_slot, work.k.length)
+                   : tile::row_source(p.k, work.k, work.b, work.kv_head, S::wide_qk ? 2 : 1,
+                                      p.k_vectors);
+    if constexpr (S::wide_pv) {
+      v_source = tile::row_source(p.v, work.k, work.b, work.kv_head, 2, p.v_vectors);
+    }
+  }
+
+  QATTN_DEVICE void start_queries() {
+    const tile::RowSource source =
+        p.q.data == nullptr
+            ? prepared_source(p.q8, work.head, work.q_slot, work.q.length)
+            : tile::row_source(p.q, work.q, work.b, work.head, S::wide_qk ? 2 : 1, p.q_vectors);
+    tile::copy_rows<S::qk_bytes, S::rows, S::threads, C.general>(base, source, work.first_row,
+                                                                 p.error);
+  }
+
+  QATTN_DEVICE void start_keys(int tile) {
+    tile::copy_rows<S::qk_bytes, S::keys, S::threads, C.general>(base + S::k_at, k_source, tile,
+                                                                 p.error);
+    if constexpr (C.general && !S::wide_qk) {
+      const float* scales = p.k8.scale + unit(p.k8, work.kv_head, work.k_slot + tile);
+      tile::copy_linear<S::threads>(base + S::k_scale_at,
+                                    reinterpret_cast<const std::byte*>(scales), 4 * S::keys);
+    }
+  }
+
+  QATTN_DEVICE void start_values(int tile) {
+    if constexpr (S::wide_pv) {
+      tile::copy_rows<S::v_bytes, S::keys, S::threads, C.general>(base + S::v_at, v_source, tile,
+                                                                  p.error);
+    } else {
+      const TileOffsets at = tile_offsets(p.v8.channels);
+      const std::int64_t index = (work.kv_head * p.v8.slots + work.k_slot + tile) / S::keys;
+      const auto* record = reinterpret_cast<const std::byte*>(p.v8.tiles) + index * at.bytes;
+      if (!C.general || p.v8.channels == C.d) {
+        tile::copy_packed64<S::v_rows, S::threads>(base + S::v_at, record);
+      } else {  // the weights go behind the padded channels
+        tile::copy_packed64<S::threads>(base + S::v_at, record, p.v8.channels);
+        tile::copy_packed64<S::threads>(base + S::v_at + C.d * S::v_row,
+                                        record + p.v8.channels * S::keys, 8);
+      }
+      static_assert(S::tail_bytes <= 16 * S::threads);
+      if (isa::thread() < S::tail_bytes / 16) {
+        isa::copy_async16(base + S::tail_at + 16 * isa::thread(),
+                          record + at.log + 16 * isa::thread(), 16);
+      }
+    }
+  }
+
+  /// V's padded channels, which no copy writes.
+  QATTN_DEVICE void clear_missing_channels() {
+    if constexpr (!S::wide_pv && C.general) {
+      for (int n = p.v8.channels * 4 + isa::thread(); n < C.d * 4; n += S::threads) {
+        isa::store_shared(base + S::v_at + n / 4 * S::v_row + n % 4 * 16, isa::Words4{});
+      }
+    }
+  }
+
+  // ---- Product of Q and K ------------------------------------------------------------------------
+
+  QATTN_DEVICE void multiply_queries(Scores& scores) {
+    isa::Accumulator<C.qk> acc[M][S::n_tiles][4];
+    const SharedAddress q = base + (warp * S::warp_rows + lane % 16) * S::qk_row + lane / 16 * 16;
+    const SharedAddress k =
+        base + S::k_at + (lane % 8 + lane / 16 * 8) * S::qk_row + lane / 8 % 2 * 16;
+#pragma unroll
+    for (int step = 0; step < S::qk_bytes / 32; ++step) {
+      std::uint32_t a[M][4], pair[S::n_tiles / 2][4], b[S::n_tiles][2];
+      SharedAddress a_row[M], b_row[S::n_tiles / 2];
+#pragma unroll
+      for (int m = 0; m < M; ++m) a_row[m] = q + m * 16 * S::qk_row + step * 32;
+#pragma unroll
+      for (int n = 0; n < S::n_tiles / 2; ++n) b_row[n] = k + n * 16 * S::qk_row + step * 32;
+      isa::load_matrix<M>(a, a_row);
+      isa::load_matrix<S::n_tiles / 2>(pair, b_row);
+#pragma unroll
+      for (int n = 0; n < S::n_tiles; ++n) {
+        b[n][0] = pair[n / 2][n % 2 * 2], b[n][1] = pair[n / 2][n % 2 * 2 + 1];
+      }
+      if (step == 0) {
+        isa::mma_zero<C.qk, C.qk, M, S::n_tiles>(acc, a, b);
+      } else {
+        isa::mma<C.qk, C.qk, M, S::n_tiles>(acc, a, b);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int n = 0; n < S::n_tiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[m][n][i] = static_cast<float>(acc[m][n][i]);
+      }
+    }
+  }
+
+  // ---- From scores to units of log2 --------------------------------------------------------------
+
+  QATTN_DEVICE tile::ScoreRow score_row(int r) const {
+    tile::ScoreRow row;
+    row.i = work.first_row + local_row(r);
+    row.diagonal = row.i + work.shift;
+    const int length = static_cast<int>(work.k.length);
+    const int end = p.window_right < 0 ? length : row.diagonal + p.window_right + 1;
+    row.end = end < length ? end : length;
+    row.begin = p.window_left < 0 ? 0 : row.diagonal - p.window_left;
+    return row;
+  }
+
+  /// Is V's token at this key of the tile flagged by clean_values()?
+  QATTN_DEVICE bool bad_value(int key) const {
+    return isa::load_shared<std::uint32_t>(flag_address(key)) != 0;
+  }
+  QATTN_DEVICE SharedAddress flag_address(int key) const {
+    return base + S::v_at + key * S::v_row + S::v_bytes;  // in the padding of V's row
+  }
+
+  /// The bounds of a tile that not every row sees whole. `bad_values`: flagged tokens of V turn the
+  /// rows that see them into NaN.
+  QATTN_DEVICE void mask_edge(Scores& s, int tile, bool bad_values) {
+    tile::ScoreRow rows[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) rows[r] = score_row(r);
+    tile::each_score(s, [&](int r, int key, float& x) {
+      const bool visible = tile + key < rows[r].end;
+      // An infinity of a 16-bit product must not look like a masked score.
+      if (S::wide_qk && x == -tile::infinity()) x = tile::quiet_nan();
+      if (!visible) x = -tile::infinity();
+      if (S::wide_pv && visible && bad_values && bad_value(key)) x = tile::quiet_nan();
+    });
+  }
+
+  /// The same of a tile that every row sees whole, where a reduction costs less.
+  QATTN_DEVICE void find_infinities(const Scores& s) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) bad_rows |= tile::has_minus_infinity(s, r) ? 1u << r : 0u;
+  }
+
+  /// Everything that may happen to a score; leaves units of log2 and scale[] = 1.
+  QATTN_DEVICE void finish_scores(Scores& s, int tile, bool bad_values) {
+    tile::ScoreRow rows[R];
+    float factor[R], offset[R] = {};
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      rows[r] = score_row(r);
+      factor[r] = row_scale[r];
+      if (p.q8.dot_mean != nullptr) offset[r] = mean_dot(r);
+    }
+    tile::each_score(s, [&](int r, int key, float& x) {
+      x *= factor[r];
+      if constexpr (!S::wide_qk) {
+        x *= isa::load_shared<float>(base + S::k_scale_at + 4 * key);
+      }
+      if (!tile::is_finite(x)) x = tile::quiet_nan();
+    });
+    if (p.softcap > 0) {
+      const float inverse = 1.0f / p.softcap;
+      tile::each_score(s, [&](int r, int, float& x) {
+        x = tile::soft_cap(x + offset[r], p.softcap, inverse);
+      });
+    }
+    if (p.alibi.data != nullptr) {
+      const float slope =
+          tile::load_number(p.alibi.data, p.alibi.format,
+                            work.b * p.alibi.stride[0] + work.head * p.alibi.stride[1]);
+      tile::each_score(s, [&](int r, int key, float& x) {
+        x += slope * static_cast<float>(tile + key - rows[r].diagonal);
+      });
+    }
+    if (p.mask.data != nullptr) tile::apply_mask(p.mask, work.b, work.head, rows, tile, s);
+    tile::each_score(s, [&](int r, int key, float& x) {
+      x *= tile::log2_e;
+      const int j = tile + key;
+      if (j < rows[r].begin || j >= rows[r].end) x = -tile::infinity();
+      if (S::wide_pv && bad_values && x != -tile::infinity() && bad_value(key)) {
+        x = tile::quiet_nan();
+      }
+    });
+  }
+
+  /// softmax_scale q . mu, what smooth_k took from every score of the row.
+  QATTN_DEVICE float mean_dot(int r) const {
+    const int i = work.first_row + local_row(r);
+    if (i >= work.q.length) return 0.0f;
+    return p.scale * isa::load_global(p.q8.dot_mean + unit(p.q8, work.head, work.q_slot + i));
+  }
+
+  /// Q's scale of the row, 1 for one that is bad (bad_rows) or does not exist.
+  QATTN_DEVICE float query_scale(int r) {
+    if constexpr (S::wide_qk) return 1.0f;
+    const int i = work.first_row + local_row(r);
+    if (i >= work.q.length) return 1.0f;
+    const float s = isa::load_global(p.q8.scale + unit(p.q8, work.head, work.q_slot + i));
+    if (tile::is_nan(s)) bad_rows |= 1u << r;
+    return tile::is_nan(s) ? 1.0f : s;
+  }
+
+  /// One K scale for the whole tile (plain variant).
+  QATTN_DEVICE float key_scale(int tile) const {
+    if constexpr (S::wide_qk || C.general) return 1.0f;
+    return isa::load_global(p.k8.scale + unit(p.k8, work.kv_head, work.k_slot + tile));
+  }
+
+  // ---- Values that are not numbers ---------------------------------------------------------------
+
+  /// 16-bit V: zeros in the place of tokens that hold NaN or Inf, and a flag in each row's padding.
+  /// Needed only where some row must not see such a token. Returns whether there was one.
+  QATTN_DEVICE bool clean_values() {
+    const std::uint32_t exponent = C.pv == Element::f16 ? 0x7c00u : 0x7f80u;
+    const SharedAddress any = base + S::k_at + S::qk_bytes;  // in the padding of K's first row
+    if (isa::thread() < S::keys) isa::store_shared(flag_address(isa::thread()), 0u);
+    if (isa::thread() == 0) isa::store_shared(any, 0u);
+    isa::sync_threads();
+    constexpr int chunks = S::v_bytes / 16;
+    for (int n = isa::thread(); n < S::keys * chunks; n += S::threads) {
+      const auto v = isa::load_shared<isa::Words4>(base + S::v_at + n / chunks * S::v_row +
+                                                   n % chunks * 16);
+      bool bad = false;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        bad |= (v.w[i] & exponent) == exponent || (v.w[i] >> 16 & exponent) == exponent;
+      }
+      if (bad) {
+        isa::atomic_max_shared(flag_address(n / chunks), 1u);
+        isa::atomic_max_shared(any, 1u);
+      }
+    }
+    isa::sync_threads();
+    if (isa::load_shared<std::uint32_t>(any) == 0) return false;
+    for (int n = isa::thread(); n < S::keys * chunks; n += S::threads) {
+      if (bad_value(n / chunks)) {
+        isa::store_shared(base + S::v_at + n / chunks * S::v_row + n % chunks * 16, isa::Words4{});
+      }
+    }
+    isa::sync_threads();
+    return true;
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,255 @@
+// Second half of the portable prefill kernel (sm80.cuh): online softmax, rounding of P, product with V.
+#pragma once
+
+#include "kernels/attn_prefill/sm80_scores.cuh"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+inline constexpr float log2_255 = 7.99435343685885793f;
+
+template <PrefillConfig C>
+struct PrefillValues : PrefillScores<C> {
+  using S = PrefillShape<C>;
+  using Base = PrefillScores<C>;
+  using typename Base::Scores;
+  using Base::M, Base::R, Base::base, Base::lane, Base::max, Base::out, Base::p, Base::sum;
+
+  const float* channels = nullptr;  // V's scales of the tile, where they are per channel
+
+  using Base::Base;
+
+  // ---- Softmax and product with V ----------------------------------------------------------------
+
+  /// Maximum of scale[r] * score over the tile's keys, of all four lanes that share a row.
+  QATTN_DEVICE void row_maxima(Scores& s, const float (&scale)[R], float (&top)[R]) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) top[r] = tile::largest(s, r);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      top[r] = fmaxf(top[r], isa::shuffle_xor(top[r], 1));
+      top[r] = fmaxf(top[r], isa::shuffle_xor(top[r], 2)) * scale[r];
+    }
+  }
+
+  /// Takes the tile's maxima into the references; what was accumulated shrinks accordingly. With u8
+  /// P, relative to its own tile, any reference serves that keeps exponentials in range: it moves
+  /// only when a maximum is far above it, which is rare.
+  QATTN_DEVICE void raise_maxima(const float (&top)[R]) {
+    constexpr float slack = S::u8 ? 32.0f : 0.0f;
+    float shrink[R];
+    bool changed = false;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const float next = top[r] > max[r] + slack ? top[r] : max[r];
+      shrink[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - next);
+      changed |= next != max[r];
+      max[r] = next;
+      sum[r] *= shrink[r];
+    }
+    if (!isa::any(changed)) return;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int n = 0; n < S::d_tiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[m][n][i] *= shrink[2 * m + i / 2];
+      }
+    }
+  }
+
+  /// The reference that is subtracted in exponents: 0 where nothing was seen, so that masked scores
+  /// give 0 and not NaN.
+  QATTN_DEVICE static float reference(float top) { return top == -tile::infinity() ? 0.0f : top; }
+
+  /// 16-bit P, relative to the running maximum.
+  QATTN_DEVICE void attend_wide(Scores& s, const float (&scale)[R]) {
+    float top[R];
+    row_maxima(s, scale, top);
+    raise_maxima(top);
+#pragma unroll
+    for (int step = 0; step < S::keys / 16; ++step) {
+      std::uint32_t a[M][4];
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // register i: row half i % 2, score tile 2 step + i / 2
+          const int r = 2 * m + i % 2;
+          const float ref = reference(max[r]);
+          const float* x = s[m][2 * step + i / 2] + i % 2 * 2;
+          const float lo = isa::exp2(fmaf(x[0], scale[r], -ref));
+          const float hi = isa::exp2(fmaf(x[1], scale[r], -ref));
+          a[m][i] = C.pv == Element::f16 ? isa::pack_f16(lo, hi) : isa::pack_bf16(lo, hi);
+          const isa::Pair rounded =
+              C.pv == Element::f16 ? isa::unpack_f16(a[m][i]) : isa::unpack_bf16(a[m][i]);
+          sum[r] += rounded.lo + rounded.hi;
+        }
+      }
+      multiply_wide(step, a);
+    }
+  }
+
+  /// out += P V for 16 keys.
+  QATTN_DEVICE void multiply_wide(int step, const std::uint32_t (&a)[M][4]) {
+    constexpr int pairs = S::d_tiles / 2, chunk = pairs % 4 == 0 ? 4 : 3;
+    const SharedAddress v =
+        base + S::v_at + (step * 16 + lane % 16) * S::v_row + lane / 16 * 16;
+#pragma unroll
+    for (int first = 0; first < pairs; first += chunk) multiply_channels<chunk>(first, v, a);
+  }
+
+  template <int Pairs>
+  QATTN_DEVICE void multiply_channels(int first, SharedAddress v, const std::uint32_t (&a)[M][4]) {
+    std::uint32_t r[Pairs][4], b[2 * Pairs][2];
+    SharedAddress row[Pairs];
+#pragma unroll
+    for (int n = 0; n < Pairs; ++n) row[n] = v + (first + n) * 32;
+    isa::load_matrix_transposed<Pairs>(r, row);
+#pragma unroll
+    for (int n = 0; n < 2 * Pairs; ++n) {
+      b[n][0] = r[n / 2][n % 2 * 2], b[n][1] = r[n / 2][n % 2 * 2 + 1];
+    }
+    isa::mma_at<C.pv, C.pv, M, 2 * Pairs>(out, 2 * first, a, b);
+  }
+
+  /// TileFlags of the V tile in shared memory.
+  QATTN_DEVICE std::uint32_t value_flags() const {
+    if constexpr (S::wide_pv) return 0;
+    return isa::load_shared<std::uint32_t>(base + S::tail_at + 8 * S::keys + 4);
+  }
+
+  /// u8 P, relative to its own row's maximum in this tile. `log`: log2 of V's token scales.
+  template <bool Special>
+  QATTN_DEVICE void attend_u8(Scores& s, const float (&scale)[R], bool bad_keys) {
+    const SharedAddress tail = base + S::tail_at;
+    const int column = lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < S::n_tiles; ++n) {
+      const auto log = isa::load_shared<isa::Words2>(tail + 4 * (8 * n + column));
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& x = s[m][n][i];
+          x = fmaf(x, scale[2 * m + i / 2], __builtin_bit_cast(float, log.w[i % 2]));
+        }
+      }
+    }
+    float top[R], share[R], one[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) one[r] = 1.0f;
+    row_maxima(s, one, top);
+    raise_maxima(top);
+    std::uint32_t a[S::keys / 32][M][4];
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int r = 2 * m + h;
+        const float ref = reference(top[r]) - log2_255;
+        share[r] = isa::exp2(top[r] - reference(max[r])) * (1.0f / 255);
+#pragma unroll
+        for (int n = 0; n < S::n_tiles; n += 2) {
+          a[n / 4][m][h + n / 2 % 2 * 2] =
+              isa::pack_u8(isa::exp2(s[m][n][2 * h] - ref), isa::exp2(s[m][n][2 * h + 1] - ref),
+                           isa::exp2(s[m][n + 1][2 * h] - ref),
+                           isa::exp2(s[m][n + 1][2 * h + 1] - ref));
+        }
+      }
+    }
+    add_weights(a, share, isa::load_shared<float>(tail + 8 * S::keys));
+    if (Special && (C.general || bad_keys || value_flags() != 0)) add_unrounded(s);
+    multiply_bytes(a, share);
+  }
+
+  /// Row sums of the rounded P: two rows of V hold the high and low byte of each key's weight.
+  QATTN_DEVICE void add_weights(const std::uint32_t (&a)[S::keys / 32][M][4],
+                                const float (&share)[R], float unit_weight) {
+    std::uint32_t r[1][4];
+    const SharedAddress row[1] = {base + S::v_at + (C.d + lane % 8) * S::v_row + lane / 8 * 16};
+    isa::load_matrix<1>(r, row);
+    std::int32_t acc[M][1][4];
+    const std::uint32_t b0[1][2] = {{r[0][0], r[0][1]}}, b1[1][2] = {{r[0][2], r[0][3]}};
+    isa::mma_zero<Element::u8, Element::s8, M, 1>(acc, a[0], b0);
+    isa::mma<Element::u8, Element::s8, M, 1>(acc, a[1], b1);
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {  // columns 0 and 1 lie in lane t = 0, the others hold zeros
+        const std::int32_t weighted = 256 * acc[m][0][2 * h] + acc[m][0][2 * h + 1];
+        sum[2 * m + h] += static_cast<float>(weighted) * unit_weight * share[2 * m + h];
+      }
+    }
+  }
+
+  /// Keys that the integer sums leave out: tokens whose V is nearly zero join with their unrounded
+  /// P, bad ones make the rows that see them NaN.
+  QATTN_DEVICE void add_unrounded(Scores& s) {
+    const SharedAddress tail = base + S::tail_at;
+    tile::each_score(s, [&](int r, int key, float& x) {
+      if (x == -tile::infinity()) return;
+      const float plain = isa::load_shared<float>(tail + 4 * (S::keys + key));
+      const float log = isa::load_shared<float>(tail + 4 * key);
+      if (tile::is_nan(x) || plain != 0.0f) {
+        sum[r] += plain == 0.0f ? x : plain * isa::exp2(x - log - reference(max[r]));
+      }
+    });
+  }
+
+  static constexpr int value_chunk = 2;  // channel tiles a step of multiply_bytes
+  using Products = std::int32_t[M][value_chunk][4];
+
+  /// acc = P V of channel tiles [first, first + value_chunk).
+  QATTN_DEVICE void multiply_chunk(const std::uint32_t (&a)[S::keys / 32][M][4], int first,
+                                   Products& acc) {
+    const SharedAddress v = base + S::v_at + lane % 8 * S::v_row + lane / 8 * 16;
+    std::uint32_t r[value_chunk][4], b0[value_chunk][2], b1[value_chunk][2];
+    SharedAddress row[value_chunk];
+#pragma unroll
+    for (int n = 0; n < value_chunk; ++n) row[n] = v + (first + n) * 8 * S::v_row;
+    isa::load_matrix<value_chunk>(r, row);
+#pragma unroll
+    for (int n = 0; n < value_chunk; ++n) {
+      b0[n][0] = r[n][0], b0[n][1] = r[n][1], b1[n][0] = r[n][2], b1[n][1] = r[n][3];
+    }
+    isa::mma_zero<Element::u8, Element::s8, M, value_chunk>(acc, a[0], b0);
+    isa::mma<Element::u8, Element::s8, M, value_chunk>(acc, a[1], b1);
+  }
+
+  /// out += share * (P V), exact in int32 inside the tile. The products of the next channels are
+  /// under way while these are added.
+  QATTN_DEVICE void multiply_bytes(const std::uint32_t (&a)[S::keys / 32][M][4],
+                                   const float (&share)[R]) {
+    Products acc[2];
+    multiply_chunk(a, 0, acc[0]);
+#pragma unroll
+    for (int first = 0; first < S::d_tiles; first += value_chunk) {
+      const int at = first / value_chunk % 2;
+      if (first + value_chunk < S::d_tiles) multiply_chunk(a, first + value_chunk, acc[1 - at]);
+#pragma unroll
+      for (int n = 0; n < value_chunk; ++n) {
+        const isa::Pair by = channel_scale(8 * (first + n));
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float x = static_cast<float>(acc[at][m][n][i]);
+            if constexpr (C.general) x *= i % 2 == 0 ? by.lo : by.hi;
+            out[m][first + n][i] = fmaf(x, share[2 * m + i / 2], out[m][first + n][i]);
+          }
+        }
+      }
+    }
+  }
+
+  /// V's scales of this thread's two channels behind `first`; 1 where scales are per token.
+  QATTN_DEVICE isa::Pair channel_scale(int first) const {
+    if (!C.general || channels == nullptr) return {1.0f, 1.0f};
+    const int c = first + lane % 4 * 2;
+    if (c >= p.v8.channels) return {0.0f, 0.0f};
+    return {isa::load_global(channels + c), isa::load_global(channels + c + 1)};
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels
