@@ -67,8 +67,8 @@ QATTN_DEVICE isa::Words4 gather16(const std::byte* from, int bytes) {
   return v;
 }
 
-/// Copies rows that the plain way cannot: scattered over pages, or not aligned to 16 bytes. The rows
-/// of a page that does not exist become NaN (of either 16-bit format) and set `error`.
+/// Copies rows that the plain way cannot: scattered over pages, or not aligned to 16 bytes. The
+/// rows of a page that does not exist become NaN (of either 16-bit format) and set `error`.
 template <int RowBytes, int Rows, int Threads>
 QATTN_DEVICE void copy_scattered_rows(isa::SharedAddress to, const RowSource& s, int first,
                                       std::uint32_t* error) {
@@ -91,7 +91,8 @@ QATTN_DEVICE void copy_scattered_rows(isa::SharedAddress to, const RowSource& s,
   }
 }
 
-/// Starts copying tokens [first, first + Rows) to padded rows at `to`; the caller commits and waits.
+/// Starts copying tokens [first, first + Rows) to padded rows at `to`; the caller commits and
+/// waits.
 template <int RowBytes, int Rows, int Threads, bool General>
 QATTN_DEVICE void copy_rows(isa::SharedAddress to, const RowSource& s, int first,
                             std::uint32_t* error) {
@@ -121,7 +122,9 @@ QATTN_DEVICE void copy_rows(isa::SharedAddress to, const RowSource& s, int first
     }
     const int left = first + row < s.length ? s.row_bytes - chunk : 0;
     isa::copy_async16(to + row * padded_row(RowBytes) + chunk, from,
-                      left < 0 ? 0 : left > 16 ? 16 : left);
+                      left < 0    ? 0
+                      : left > 16 ? 16
+                                  : left);
   }
 }
 

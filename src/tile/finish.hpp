@@ -25,9 +25,8 @@ QATTN_DEVICE RowEnd finish_row(const kernels::PrefillParams& p, int b, int head,
   float factor = 1.0f, sink_share = 0.0f;
   bool spoiled = bad;
   if (p.sinks.data != nullptr && exists) {
-    const float sink =
-        log2_e * load_number(p.sinks.data, p.sinks.format,
-                             b * p.sinks.stride[0] + head * p.sinks.stride[1]);
+    const float sink = log2_e * load_number(p.sinks.data, p.sinks.format,
+                                            b * p.sinks.stride[0] + head * p.sinks.stride[1]);
     const float joint = sink > top || is_nan(sink) ? sink : top;
     if (joint != -infinity()) {
       factor = top == -infinity() ? 0.0f : isa::exp2(top - joint);

@@ -1,5 +1,5 @@
-// Between the product of Q and K and the softmax: softcap, biases and masks of single scores, in the
-// order of docs/NUMERICS.md. Used by the general variants of the kernels.
+// Between the product of Q and K and the softmax: softcap, biases and masks of single scores, in
+// the order of docs/NUMERICS.md. Used by the general variants of the kernels.
 #pragma once
 
 #include <cmath>
@@ -32,8 +32,7 @@ QATTN_DEVICE float soft_cap(float x, float c, float inverse) {
   const float y = x * inverse;
   const float a = fminf(fabsf(y), 44.0f), s = a * a;
   const float series = a * fmaf(s, fmaf(s, fmaf(s, -17.0f / 315, 2.0f / 15), -1.0f / 3), 1.0f);
-  const float exponential =
-      fmaf(-2.0f, isa::reciprocal(isa::exp2(2.0f * log2_e * a) + 1.0f), 1.0f);
+  const float exponential = fmaf(-2.0f, isa::reciprocal(isa::exp2(2.0f * log2_e * a) + 1.0f), 1.0f);
   const float t = c * (a < 0.0625f ? series : exponential);
   return is_nan(x) ? x : y < 0 ? -t : t;
 }
@@ -61,44 +60,15 @@ QATTN_DEVICE void each_score(float (&x)[M][N][4], Function f) {
   }
 }
 
-/// Reduces row r of a lane's scores, as bits, with f(a, b, c); `start` joins in.
-template <class Bits, int M, int N, class Function>
-QATTN_DEVICE Bits reduce_row(const float (&x)[M][N][4], int r, Bits start, Function f) {
-  Bits part[4];  // independent chains: one would wait for itself
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    part[k] = start;
-#pragma unroll
-    for (int n = k; n < N; n += 4) {
-      part[k] = f(part[k], __builtin_bit_cast(Bits, x[r / 2][n][r % 2 * 2]),
-                  __builtin_bit_cast(Bits, x[r / 2][n][r % 2 * 2 + 1]));
-    }
-  }
-  return f(f(part[0], part[1], part[2]), part[3], start);
-}
-
-/// The largest score of a row in a lane.
-template <int M, int N>
-QATTN_DEVICE float largest(const float (&x)[M][N][4], int r) {
-  return reduce_row(x, r, -infinity(),
-                    [](float a, float b, float c) { return isa::max3(a, b, c); });
-}
-
-/// Does a row of a lane hold -infinity or a negative NaN? Their bits are the largest of all.
-template <int M, int N>
-QATTN_DEVICE bool has_minus_infinity(const float (&x)[M][N][4], int r) {
-  return reduce_row(x, r, 0u, [](std::uint32_t a, std::uint32_t b, std::uint32_t c) {
-           return isa::max3(a, b, c);
-         }) >= 0xff800000u;
-}
-
 /// Adds a mask tensor, or turns what it forbids into -infinity. Keys outside a row's bounds are not
 /// looked up: the tensor need not have them.
 template <int M, int N>
 QATTN_DEVICE void apply_mask(const kernels::BroadcastView& mask, int b, int head,
                              const ScoreRow (&rows)[2 * M], int tile, float (&x)[M][N][4]) {
   const std::int64_t base = b * mask.stride[0] + head * mask.stride[1];
-  const auto at = [&](int r, int j) { return base + rows[r].i * mask.stride[2] + j * mask.stride[3]; };
+  const auto at = [&](int r, int j) {
+    return base + rows[r].i * mask.stride[2] + j * mask.stride[3];
+  };
   const auto inside = [&](int r, int j) { return j >= rows[r].begin && j < rows[r].end; };
   if (mask.format == Format::b8) {
     const auto* data = static_cast<const std::uint8_t*>(mask.data);

@@ -9,9 +9,9 @@
 
 namespace qattn::tile {
 
-/// Tokens of one operand of every sequence. Element (b, s, h, c) lies at data + offset(...); strides
-/// are in elements. Dense: batch stride; packed (cu_seqlens): token counts over all sequences;
-/// paged: `batch` is the stride of a page.
+/// Tokens of one operand of every sequence. Element (b, s, h, c) lies at data + offset(...);
+/// strides are in elements. Dense: batch stride; packed (cu_seqlens): token counts over all
+/// sequences; paged: `batch` is the stride of a page.
 struct Rows {
   const void* data = nullptr;
   std::int64_t batch = 0, token = 0, head = 0;
@@ -83,7 +83,7 @@ QATTN_DEVICE std::int64_t first_slot(const Rows& r, const Span& span, int b) {
 }  // namespace QATTN_TARGET
 
 /// Slots a head needs for all sequences.
-inline std::int64_t slot_count(const Rows& r) {
+QATTN_CONSTEXPR std::int64_t slot_count(const Rows& r) {
   if (r.cu_seqlens != nullptr) return (r.total / 64 + r.batches + 1) * 64;
   return r.batches * ((r.max_length + 63) / 64 * 64);
 }

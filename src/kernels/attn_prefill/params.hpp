@@ -48,15 +48,20 @@ struct PrefillParams {
   BroadcastView alibi, sinks;                       ///< (batch, head)
   std::int32_t group = 1;                           ///< query heads per KV head
   std::int32_t q_blocks = 0;                        ///< of the longest sequence
-  bool heads_first = false;  ///< order of the grid: longest query blocks of all heads first
+  bool heads_first = false;        ///< order of the grid: longest query blocks of all heads first
   std::uint32_t* error = nullptr;  ///< sticky error word of the device
+  /// 16-bit Q and K, plain variant: the first key of a tile that holds NaN or Inf (else no_key),
+  /// one number a warp, [heads_kv][slots / 64][4].
+  std::int32_t* bad_keys = nullptr;
 };
+
+inline constexpr std::int32_t no_key = 0x7fffffff;
 
 /// Everything that selects code of the portable kernel.
 struct PrefillConfig {
-  int d = 128;                            ///< padded head dimension of Q, K and V
-  isa::Element qk = isa::Element::bf16;   ///< Q and K
-  isa::Element pv = isa::Element::bf16;   ///< P; V has the same, or s8 beside u8
+  int d = 128;                           ///< padded head dimension of Q, K and V
+  isa::Element qk = isa::Element::bf16;  ///< Q and K
+  isa::Element pv = isa::Element::bf16;  ///< P; V has the same, or s8 beside u8
   /// false: dense or packed sequences, causal or none, scale > 0, one K scale a tile, V's scale per
   /// token. true: everything.
   bool general = false;

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "kernels/attn_prefill/sm80_spoil.cuh"
 #include "kernels/quantize/prepare.hpp"
 
 namespace qattn::kernels {
@@ -42,16 +43,21 @@ const Instance* find(const PrefillConfig& config) {
   return nullptr;
 }
 
+/// Does a kernel note bad keys, for SpoilRows?
+bool notes_bad_keys(const PrefillConfig& c) { return isa::is_16bit(c.qk) && !c.general; }
+
 struct PrefillPlan : PlanData {
   const Instance* instance = nullptr;
   PrepareLayout prepared;
+  std::size_t bad_keys = 0;  ///< offset in the workspace
   std::uint32_t* error = nullptr;
 };
 
 constexpr int tile_keys = 64;
 constexpr int tile_rows(const PrefillConfig& c) { return c.d > 128 ? 64 : 128; }
 
-// ---- What the problem asks for -------------------------------------------------------------------
+// ---- What the problem asks for
+// -------------------------------------------------------------------
 
 Recipe resolve(const Problem& problem) {
   // One scale for a tile of K costs nothing in the kernel, one per token a multiplication a score.
@@ -59,7 +65,9 @@ Recipe resolve(const Problem& problem) {
 }
 
 Element element_of(Format format) {
-  return format == Format::f16 ? Element::f16 : format == Format::bf16 ? Element::bf16 : Element::s8;
+  return format == Format::f16    ? Element::f16
+         : format == Format::bf16 ? Element::bf16
+                                  : Element::s8;
 }
 
 bool aligned(const TokenTensor& t) {
@@ -103,8 +111,8 @@ PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
   n.q_rows = n.k_rows = r.qk == Format::s8;
   n.v_tiles = r.v == Format::s8;
   const bool mean = r.smooth_k == Toggle::on || p.tensors.k_mean.present();
-  n.dot_mean = n.q_rows && mean &&
-               (p.tensors.lse.present() || p.softcap > 0 || p.tensors.sinks.present());
+  n.dot_mean =
+      n.q_rows && mean && (p.tensors.lse.present() || p.softcap > 0 || p.tensors.sinks.present());
   return n;
 }
 
@@ -120,9 +128,9 @@ Status check_formats(const Problem& p, const Recipe& r) {
     return refuse("the recipe multiplies Q and K in " + text(r.qk) + ", but q is " +
                   text(p.q.format) + " and k " + text(p.k.format));
   }
-  for (const auto& [name, t, codes] : {std::tuple{"q", &p.q, p.q_codes},
-                                       std::tuple{"k", &p.k, p.k_codes},
-                                       std::tuple{"v", &p.v, p.v_codes}}) {
+  for (const auto& [name, t, codes] :
+       {std::tuple{"q", &p.q, p.q_codes}, std::tuple{"k", &p.k, p.k_codes},
+        std::tuple{"v", &p.v, p.v_codes}}) {
     if (!codes && t->format == Format::f32) {
       return refuse(std::string(name) + ": is f32; GPU kernels take f16 and bf16");
     }
@@ -149,7 +157,8 @@ Status supports(const Problem& p) {
   if (r.smooth_v == Toggle::on && r.v != Format::s8) {
     return refuse("smooth_v is for quantised V");
   }
-  if (r.rotate == Toggle::on && r.qk != Format::s8) return refuse("rotate is for quantised Q and K");
+  if (r.rotate == Toggle::on && r.qk != Format::s8)
+    return refuse("rotate is for quantised Q and K");
   constexpr std::int64_t longest = std::int64_t{1} << 30;
   if (p.max_q > longest || p.max_k > longest) return refuse("sequences longer than 2^30 tokens");
   const PrefillConfig c = config_of(p, r);
@@ -171,6 +180,12 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
   plan->instance = find(c);
   plan->prepared = plan_prepare(p, plan->recipe, needs_of(p, plan->recipe));
   plan->workspace = plan->prepared.bytes;
+  if (notes_bad_keys(c)) {
+    plan->bad_keys = plan->workspace;
+    plan->workspace += static_cast<std::size_t>(p.heads_kv * tile::slot_count(rows_of(p, Role::k)) /
+                                                tile_keys * 4) *
+                       sizeof(std::int32_t);
+  }
   plan->error = isa::error_word();
   plan->text = "variant: " + std::string(c.general ? "general" : "plain") + " d" +
                std::to_string(c.d) + "\ntile: " + std::to_string(tile_rows(c)) + " rows x " +
@@ -178,7 +193,8 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
   return plan;
 }
 
-// ---- Parameters of a launch ----------------------------------------------------------------------
+// ---- Parameters of a launch
+// ----------------------------------------------------------------------
 
 /// Strides of a tensor that broadcasts over leading dimensions it lacks.
 BroadcastView per_head(const TensorView& t) {
@@ -264,12 +280,18 @@ Status quantize_operands(const PlanData& data, const Problem& p, void* workspace
 
 Status attend(const PlanData& data, const Problem& p, void* workspace, Stream stream) {
   const auto& plan = static_cast<const PrefillPlan&>(data);
-  const PrefillParams params =
-      params_of(p, plan, prepared_in(p, plan.recipe, plan.prepared, workspace));
-  const std::int64_t blocks = params.q_blocks * p.batch * p.heads_q;
+  PrefillParams params = params_of(p, plan, prepared_in(p, plan.recipe, plan.prepared, workspace));
+  const std::int64_t units = p.batch * p.heads_q, blocks = params.q_blocks * units;
   if (blocks == 0) return {};
-  const isa::LaunchError e =
-      plan.instance->launch(params, {static_cast<int>(blocks), 1, 1}, stream);
+  const bool notes = notes_bad_keys(plan.instance->config);
+  if (notes) {
+    params.bad_keys =
+        reinterpret_cast<std::int32_t*>(static_cast<std::byte*>(workspace) + plan.bad_keys);
+  }
+  isa::LaunchError e = plan.instance->launch(params, {static_cast<int>(blocks), 1, 1}, stream);
+  if (e.empty() && notes) {
+    e = isa::launch<SpoilRows>(params, {static_cast<int>(units), 1, 1}, stream);
+  }
   return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);
 }
 

@@ -1,14 +1,15 @@
 // Portable prefill attention: mma.sync and cp.async, for every NVIDIA GPU from sm_80 on.
 //
-// A block of four warps owns 128 query rows of one head (64 where D = 256), 32 (16) a warp, and walks
-// the keys in tiles of 64 from last to first. K and V have one buffer each: V of a tile arrives under
-// the product of Q and K, K of the next under softmax and the product with V; the second block on the
-// multiprocessor fills what is left. 32 rows a warp halve the reads of K and V from shared memory,
-// which otherwise bind 8-bit products (an ldmatrix.x4 takes 4 clocks, two mma of 8 bits take 3.2).
+// A block of four warps owns 128 query rows of one head (64 where D = 256), 32 (16) a warp, and
+// walks the keys in tiles of 64 from last to first. K and V have one buffer each: V of a tile
+// arrives under the product of Q and K, K of the next under softmax and the product with V; the
+// second block on the multiprocessor fills what is left. 32 rows a warp halve the reads of K and V
+// from shared memory, which otherwise bind 8-bit products (an ldmatrix.x4 takes 4 clocks, two mma
+// of 8 bits take 3.2).
 //
 // u8 P (int8_full) is scaled to the maximum of its own tile and row; products with V are exact in
-// int32 and join O in float32 tile by tile. The row sum of the rounded P comes from eight extra rows of
-// V that weigh each code by 1 / scale of its token (kernels/quantize/prepared.hpp).
+// int32 and join O in float32 tile by tile. The row sum of the rounded P comes from eight extra
+// rows of V that weigh each code by 1 / scale of its token (kernels/quantize/prepared.hpp).
 #pragma once
 
 #include "kernels/attn_prefill/sm80_values.cuh"
@@ -22,15 +23,16 @@ struct Prefill : PrefillValues<C> {
   using Params = PrefillParams;
   using S = PrefillShape<C>;
   using Base = PrefillValues<C>;
+  using Base::M, Base::R, Base::base, Base::channels, Base::lane, Base::max, Base::out, Base::p,
+      Base::row_scale, Base::sum, Base::warp, Base::work;
   using typename Base::Scores;
-  using Base::M, Base::R, Base::base, Base::channels, Base::lane,
-      Base::max, Base::out, Base::p, Base::row_scale, Base::sum, Base::warp, Base::work;
   /// 255 registers hold 32 rows of D = 128; with D = 64 three blocks of 168 hide more latency.
   static constexpr int min_blocks = C.d == 64 ? 3 : 2;
 
   using Base::Base;
 
-  // ---- The tiles ---------------------------------------------------------------------------------
+  // ---- The tiles
+  // ---------------------------------------------------------------------------------
 
   /// The next tile at or below `tile` that the block mask does not forbid; negative: none is left.
   QATTN_DEVICE int visible_tile(int tile) const {
@@ -70,13 +72,10 @@ struct Prefill : PrefillValues<C> {
       } else {
         this->mask_edge(s, tile, bad_values);
         if (bad_keys) {
-          tile::each_score(s, [&](int, int, float& x) {
-            x = x == -tile::infinity() ? x : tile::quiet_nan();
-          });
+          tile::each_score(
+              s, [&](int, int, float& x) { x = x == -tile::infinity() ? x : tile::quiet_nan(); });
         }
       }
-    } else if constexpr (S::wide_qk) {
-      this->find_infinities(s);
     }
     float scale[R];  // from what `s` holds to units of log2
 #pragma unroll
@@ -105,8 +104,7 @@ struct Prefill : PrefillValues<C> {
     if constexpr (C.general) {
       if (!S::wide_pv && p.v8.channel_scale != nullptr) {
         channels = p.v8.channel_scale +
-                   ((work.b * p.k.heads + work.kv_head) * p.v8.groups +
-                    tile / p.v8.channel_block) *
+                   ((work.b * p.k.heads + work.kv_head) * p.v8.groups + tile / p.v8.channel_block) *
                        p.v8.channels;
       }
       attend<true>(s, tile, k_scale);
@@ -140,7 +138,8 @@ struct Prefill : PrefillValues<C> {
     isa::copy_async_wait<0>();
   }
 
-  // ---- Output ------------------------------------------------------------------------------------
+  // ---- Output
+  // ------------------------------------------------------------------------------------
 
   // Short code matters here: with few tiles a block, fetching a long epilogue costs more than
   // running it (10 tiles' worth at S = 1024 on an H200, before this was a loop).
@@ -175,20 +174,11 @@ struct Prefill : PrefillValues<C> {
     const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
     const float offset =
         p.q8.dot_mean != nullptr && p.softcap <= 0 ? this->mean_dot(r) * tile::log2_e : 0.0f;
-    tile::RowEnd end = tile::finish_row(p, work.b, work.head, i < work.q.length, bad, max[r], total,
-                                        offset);
+    tile::RowEnd end =
+        tile::finish_row(p, work.b, work.head, i < work.q.length, bad, max[r], total, offset);
     // An index tensor that holds nonsense makes the whole row NaN; so does, in all channels, a bad
     // token of 16-bit V in one.
-    float poison = work.k.bad || work.q.bad ? tile::quiet_nan() : 0.0f;
-    if constexpr (S::wide_pv) {
-#pragma unroll
-      for (int n = 0; n < S::d_tiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) poison = fmaf(out[r / 2][n][r % 2 * 2 + e], 0.0f, poison);
-      }
-      poison += isa::shuffle_xor(poison, 1);
-      poison += isa::shuffle_xor(poison, 2);
-    }
+    const float poison = work.k.bad || work.q.bad ? tile::quiet_nan() : row_poison(r);
     const bool empty = end.factor == 0.0f;
     if (lane % 4 == 0 && p.out.lse != nullptr && i < work.q.rows) {
       isa::store_global(p.out.lse + work.b * p.out.lse_batch +
@@ -204,6 +194,19 @@ struct Prefill : PrefillValues<C> {
       }
     }
     return end.mean_weight;
+  }
+
+  /// NaN if a channel of row r is not finite, else 0.
+  QATTN_DEVICE float row_poison(int r) const {
+    if constexpr (!S::wide_pv) return 0.0f;
+    float poison = 0.0f;
+#pragma unroll
+    for (int n = 0; n < S::d_tiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) poison = fmaf(out[r / 2][n][r % 2 * 2 + e], 0.0f, poison);
+    }
+    poison += isa::shuffle_xor(poison, 1);
+    return poison + isa::shuffle_xor(poison, 2);
   }
 
   QATTN_DEVICE void add_mean(const float (&weight)[R]) {
@@ -275,7 +278,8 @@ struct Prefill : PrefillValues<C> {
            work.head * p.out.head;
   }
 
-  // ---- Entry -------------------------------------------------------------------------------------
+  // ---- Entry
+  // -------------------------------------------------------------------------------------
 
   /// The block's rows and the keys that they can see.
   QATTN_DEVICE static PrefillWork locate(const Params& p) {
@@ -293,7 +297,8 @@ struct Prefill : PrefillValues<C> {
     w.first_row = block * S::rows;
     w.q = tile::span_of(p.q, w.b);
     w.k = tile::span_of(p.k, w.b);
-    if ((w.q.bad || w.k.bad) && isa::thread() == 0) isa::atomic_or_global(p.error, tile::error_sequence);
+    if ((w.q.bad || w.k.bad) && isa::thread() == 0)
+      isa::atomic_or_global(p.error, tile::error_sequence);
     w.q_slot = tile::first_slot(p.q, w.q, w.b);
     w.k_slot = tile::first_slot(p.k, w.k, w.b);
     w.shift = static_cast<int>(w.k.length - w.q.length);
@@ -314,6 +319,9 @@ struct Prefill : PrefillValues<C> {
     if (work.first_row >= work.q.rows) return;
     Prefill self(p, work);
     self.run_tiles();
+    if constexpr (S::wide_qk && !C.general) {
+      if (work.key_begin < work.key_end) self.check_operands();
+    }
     self.write();
   }
 };

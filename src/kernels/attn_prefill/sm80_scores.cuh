@@ -1,5 +1,5 @@
-// First half of the portable prefill kernel (sm80.cuh): what a block of threads holds, its loads, the
-// product of Q and K, and what happens to scores before the softmax.
+// First half of the portable prefill kernel (sm80.cuh): what a block of threads holds, its loads,
+// the product of Q and K, and what happens to scores before the softmax.
 #pragma once
 
 #include "kernels/attn_prefill/params.hpp"
@@ -31,8 +31,8 @@ struct PrefillShape {
   static constexpr int k_scale_at = tail_at + tail_bytes;
   static constexpr int used_bytes = k_scale_at + (C.general && !wide_qk ? 4 * keys : 0);
   static constexpr int out_row = tile::padded_row(2 * C.d);
-  static constexpr int shared_bytes =
-      used_bytes > rows * out_row ? used_bytes : (rows * out_row + 15) / 16 * 16;
+  static constexpr int shared_bytes = used_bytes > rows* out_row ? used_bytes
+                                                                 : (rows* out_row + 15) / 16 * 16;
 };
 
 inline namespace QATTN_TARGET {
@@ -59,16 +59,18 @@ struct PrefillScores : PrefillShape<C> {
   tile::RowSource k_source, v_source;
   float out[M][S::d_tiles][4] = {};
   float max[R], sum[R] = {};
-  float row_scale[R];       // from a row's products to scores: Q's scale times softmax_scale (plain:
-                            // times log2 e)
-  unsigned bad_rows = 0;    // bit r: row r of this thread is NaN
+  float row_scale[R];     // from a row's products to scores: Q's scale times softmax_scale (plain:
+                          // times log2 e)
+  unsigned bad_rows = 0;  // bit r: row r of this thread is NaN
 
-  QATTN_DEVICE PrefillScores(const PrefillParams& params, const PrefillWork& w) : p(params), work(w) {
+  QATTN_DEVICE PrefillScores(const PrefillParams& params, const PrefillWork& w)
+      : p(params), work(w) {
 #pragma unroll
     for (int r = 0; r < R; ++r) max[r] = -tile::infinity();
   }
 
-  // ---- Where things are --------------------------------------------------------------------------
+  // ---- Where things are
+  // --------------------------------------------------------------------------
 
   /// Row r of this thread inside the block; C/D fragments hold rows g and g + 8 of 16.
   QATTN_DEVICE int local_row(int r) const {
@@ -90,13 +92,13 @@ struct PrefillScores : PrefillShape<C> {
     return s;
   }
 
-  // ---- Loads -------------------------------------------------------------------------------------
+  // ---- Loads
+  // -------------------------------------------------------------------------------------
 
   QATTN_DEVICE void set_sources() {
-    k_source = p.k.data == nullptr
-                   ? prepared_source(p.k8, work.kv_head, work.k_slot, work.k.length)
-                   : tile::row_source(p.k, work.k, work.b, work.kv_head, S::wide_qk ? 2 : 1,
-                                      p.k_vectors);
+    k_source = p.k.data == nullptr ? prepared_source(p.k8, work.kv_head, work.k_slot, work.k.length)
+                                   : tile::row_source(p.k, work.k, work.b, work.kv_head,
+                                                      S::wide_qk ? 2 : 1, p.k_vectors);
     if constexpr (S::wide_pv) {
       v_source = tile::row_source(p.v, work.k, work.b, work.kv_head, 2, p.v_vectors);
     }
@@ -153,7 +155,8 @@ struct PrefillScores : PrefillShape<C> {
     }
   }
 
-  // ---- Product of Q and K ------------------------------------------------------------------------
+  // ---- Product of Q and K
+  // ------------------------------------------------------------------------
 
   QATTN_DEVICE void multiply_queries(Scores& scores) {
     isa::Accumulator<C.qk> acc[M][S::n_tiles][4];
@@ -190,7 +193,8 @@ struct PrefillScores : PrefillShape<C> {
     }
   }
 
-  // ---- From scores to units of log2 --------------------------------------------------------------
+  // ---- From scores to units of log2
+  // --------------------------------------------------------------
 
   QATTN_DEVICE tile::ScoreRow score_row(int r) const {
     tile::ScoreRow row;
@@ -226,12 +230,6 @@ struct PrefillScores : PrefillShape<C> {
     });
   }
 
-  /// The same of a tile that every row sees whole, where a reduction costs less.
-  QATTN_DEVICE void find_infinities(const Scores& s) {
-#pragma unroll
-    for (int r = 0; r < R; ++r) bad_rows |= tile::has_minus_infinity(s, r) ? 1u << r : 0u;
-  }
-
   /// Everything that may happen to a score; leaves units of log2 and scale[] = 1.
   QATTN_DEVICE void finish_scores(Scores& s, int tile, bool bad_values) {
     tile::ScoreRow rows[R];
@@ -251,14 +249,12 @@ struct PrefillScores : PrefillShape<C> {
     });
     if (p.softcap > 0) {
       const float inverse = 1.0f / p.softcap;
-      tile::each_score(s, [&](int r, int, float& x) {
-        x = tile::soft_cap(x + offset[r], p.softcap, inverse);
-      });
+      tile::each_score(
+          s, [&](int r, int, float& x) { x = tile::soft_cap(x + offset[r], p.softcap, inverse); });
     }
     if (p.alibi.data != nullptr) {
-      const float slope =
-          tile::load_number(p.alibi.data, p.alibi.format,
-                            work.b * p.alibi.stride[0] + work.head * p.alibi.stride[1]);
+      const float slope = tile::load_number(
+          p.alibi.data, p.alibi.format, work.b * p.alibi.stride[0] + work.head * p.alibi.stride[1]);
       tile::each_score(s, [&](int r, int key, float& x) {
         x += slope * static_cast<float>(tile + key - rows[r].diagonal);
       });
@@ -297,7 +293,81 @@ struct PrefillScores : PrefillShape<C> {
     return isa::load_global(p.k8.scale + unit(p.k8, work.kv_head, work.k_slot + tile));
   }
 
-  // ---- Values that are not numbers ---------------------------------------------------------------
+  // ---- Values that are not numbers
+  // ---------------------------------------------------------------
+
+  // An infinity in Q or K gives scores of +-infinity, and minus infinity looks like a masked key.
+  // To test every score costs 6 to 10 % on an H200 (D 128, S 4096), so the operands are tested
+  // instead: each block its own queries, and each tile of K by one of the blocks that read it. What
+  // that finds is too late for the others; SpoilRows (sm80_spoil.cuh) sees to the rows after the
+  // kernel.
+
+  QATTN_DEVICE static bool not_finite(const isa::Words4& v) {
+    constexpr std::uint32_t exponent = C.qk == Element::f16 ? 0x7c00u : 0x7f80u;
+    bool bad = false;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      bad |= (v.w[i] & exponent) == exponent || (v.w[i] >> 16 & exponent) == exponent;
+    }
+    return bad;
+  }
+
+  /// Marks this warp's rows of Q that are not finite.
+  QATTN_DEVICE void check_queries() {
+    bool bad = false;
+    const SharedAddress row = base + (warp * S::warp_rows + lane % S::warp_rows) * S::qk_row;
+#pragma unroll 4
+    for (int c = 0; c < S::qk_bytes; c += 16) {
+      bad |= not_finite(isa::load_shared<isa::Words4>(row + c));
+    }
+    const std::uint32_t rows = isa::ballot(bad);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      bad_rows |= (rows >> (local_row(r) - warp * S::warp_rows) & 1) != 0 ? 1u << r : 0u;
+    }
+  }
+
+  /// Notes the first key of a tile that is not finite. Reads K once more, from L2: the same test in
+  /// the loop over the tiles cost registers there, and 3 to 12 %.
+  QATTN_DEVICE void check_keys(int tile) {
+    std::int32_t first = no_key;
+    constexpr int chunks = S::qk_bytes / 16;
+#pragma unroll 4
+    for (int n = isa::thread(); n < S::keys * chunks; n += S::threads) {
+      const int key = tile + n / chunks, c = n % chunks * 16;
+      if (key >= k_source.length || c >= k_source.row_bytes) continue;
+      const auto* at =
+          reinterpret_cast<const isa::Words4*>(k_source.base + key * k_source.stride + c);
+      if (not_finite(isa::load_global(at)) && key < first) first = key;
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      const std::int32_t other = isa::shuffle_xor(first, step);
+      first = other < first ? other : first;
+    }
+    if (lane == 0) {
+      const std::int64_t index =
+          (work.kv_head * tile::slot_count(p.k) + work.k_slot + tile) / S::keys;
+      isa::store_global(p.bad_keys + index * S::warps + warp, first);
+    }
+  }
+
+  /// This block's share of the tests. Of all blocks that read a tile exactly one tests it: with
+  /// causal masks the first that sees it, else they take turns.
+  QATTN_DEVICE void check_operands() {
+    check_queries();
+    if (p.bad_keys == nullptr || work.head % p.group != 0) return;
+    int first, step = S::keys;
+    if (p.window_right >= 0) {
+      const int before = work.first_row + work.shift + p.window_right;  // seen by the block before
+      first = work.first_row == 0 || before < 0 ? 0 : (before + S::keys - 1) / S::keys * S::keys;
+    } else {
+      const int blocks = (static_cast<int>(work.q.length) + S::rows - 1) / S::rows;
+      first = work.first_row / S::rows * S::keys;
+      step = blocks * S::keys;
+    }
+    for (int tile = first; tile < work.key_end; tile += step) check_keys(tile);
+  }
 
   /// 16-bit V: zeros in the place of tokens that hold NaN or Inf, and a flag in each row's padding.
   /// Needed only where some row must not see such a token. Returns whether there was one.
@@ -309,8 +379,8 @@ struct PrefillScores : PrefillShape<C> {
     isa::sync_threads();
     constexpr int chunks = S::v_bytes / 16;
     for (int n = isa::thread(); n < S::keys * chunks; n += S::threads) {
-      const auto v = isa::load_shared<isa::Words4>(base + S::v_at + n / chunks * S::v_row +
-                                                   n % chunks * 16);
+      const auto v =
+          isa::load_shared<isa::Words4>(base + S::v_at + n / chunks * S::v_row + n % chunks * 16);
       bool bad = false;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -1,4 +1,5 @@
-// Second half of the portable prefill kernel (sm80.cuh): online softmax, rounding of P, product with V.
+// Second half of the portable prefill kernel (sm80.cuh): online softmax, rounding of P, product
+// with V.
 #pragma once
 
 #include "kernels/attn_prefill/sm80_scores.cuh"
@@ -12,19 +13,22 @@ template <PrefillConfig C>
 struct PrefillValues : PrefillScores<C> {
   using S = PrefillShape<C>;
   using Base = PrefillScores<C>;
-  using typename Base::Scores;
   using Base::M, Base::R, Base::base, Base::lane, Base::max, Base::out, Base::p, Base::sum;
+  using typename Base::Scores;
 
   const float* channels = nullptr;  // V's scales of the tile, where they are per channel
 
   using Base::Base;
 
-  // ---- Softmax and product with V ----------------------------------------------------------------
+  // ---- Softmax and product with V
+  // ----------------------------------------------------------------
 
   /// Maximum of scale[r] * score over the tile's keys, of all four lanes that share a row.
   QATTN_DEVICE void row_maxima(Scores& s, const float (&scale)[R], float (&top)[R]) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) top[r] = tile::largest(s, r);
+    for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
+    // In the order in which the products end: a tree of maxima was 2 % slower on an H200.
+    tile::each_score(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       top[r] = fmaxf(top[r], isa::shuffle_xor(top[r], 1));
@@ -92,8 +96,7 @@ struct PrefillValues : PrefillScores<C> {
   /// out += P V for 16 keys.
   QATTN_DEVICE void multiply_wide(int step, const std::uint32_t (&a)[M][4]) {
     constexpr int pairs = S::d_tiles / 2, chunk = pairs % 4 == 0 ? 4 : 3;
-    const SharedAddress v =
-        base + S::v_at + (step * 16 + lane % 16) * S::v_row + lane / 16 * 16;
+    const SharedAddress v = base + S::v_at + (step * 16 + lane % 16) * S::v_row + lane / 16 * 16;
 #pragma unroll
     for (int first = 0; first < pairs; first += chunk) multiply_channels<chunk>(first, v, a);
   }
@@ -150,10 +153,9 @@ struct PrefillValues : PrefillScores<C> {
         share[r] = isa::exp2(top[r] - reference(max[r])) * (1.0f / 255);
 #pragma unroll
         for (int n = 0; n < S::n_tiles; n += 2) {
-          a[n / 4][m][h + n / 2 % 2 * 2] =
-              isa::pack_u8(isa::exp2(s[m][n][2 * h] - ref), isa::exp2(s[m][n][2 * h + 1] - ref),
-                           isa::exp2(s[m][n + 1][2 * h] - ref),
-                           isa::exp2(s[m][n + 1][2 * h + 1] - ref));
+          a[n / 4][m][h + n / 2 % 2 * 2] = isa::pack_u8(
+              isa::exp2(s[m][n][2 * h] - ref), isa::exp2(s[m][n][2 * h + 1] - ref),
+              isa::exp2(s[m][n + 1][2 * h] - ref), isa::exp2(s[m][n + 1][2 * h + 1] - ref));
         }
       }
     }
