@@ -1,5 +1,5 @@
 // The steps of a GPU attention call as C functions, so that a Python driver can time them beside
-// torch in one process (bench/gpu.py). Not part of the library.
+// torch in one process (bench/gpu_prefill.py). Not part of the library.
 #include <cuda_runtime.h>
 
 #include <cmath>
