@@ -8,7 +8,8 @@ JOBS ?= $(shell nproc)
 APT := g++ cmake pkg-config ninja-build python3-dev python3-venv libgtest-dev libfmt-dev libcli11-dev \
        nlohmann-json3-dev libboost-context-dev g++-aarch64-linux-gnu qemu-user
 
-.PHONY: all setup build demo test sanitize arm wheel gpu-build gpu-test gpu-bench format clean
+.PHONY: all setup build demo test sanitize arm wheel gpu-build gpu-test gpu-sanitize gpu-bench \
+        format clean
 all: build
 
 $(BUILD)/.apt: Makefile
@@ -74,13 +75,27 @@ gpu-build:
 	@test -n "$(GPU_ARCH)" || { echo "no NVIDIA GPU here"; exit 1; }
 	@mkdir -p $(GPU_BUILD)
 	cmake -G Ninja -S . -B $(GPU_BUILD) -DCMAKE_BUILD_TYPE=Release -DQATTN_TESTS=OFF -DQATTN_CLI=OFF \
-	  -DQATTN_INSTALL=OFF -DQATTN_PYTHON=ON -DQATTN_CUDA=ON -DQATTN_CUDA_ARCHITECTURES=$(GPU_ARCH) \
-	  -DPython_EXECUTABLE=$$(command -v python3) >$(GPU_BUILD)/configure.log || \
+	  -DQATTN_INSTALL=OFF -DQATTN_PYTHON=ON -DQATTN_CUDA=ON -DQATTN_GPU_TESTS=ON \
+	  -DQATTN_CUDA_ARCHITECTURES=$(GPU_ARCH) -DPython_EXECUTABLE=$$(command -v python3) \
+	  >$(GPU_BUILD)/configure.log || \
 	  { cat $(GPU_BUILD)/configure.log; exit 1; }
 	cmake --build $(GPU_BUILD) -j $(JOBS)
 
+# ISA_EXPECTED names what the emulator's isa_conformance_emulated wrote on any machine (tests/isa).
+GPU_LIBRARY := QATTN_CUDA_LIBRARY=$(CURDIR)/$(GPU_BUILD)/python/qattn/libqattn_cuda.so
 gpu-test: gpu-build
-	PYTHONPATH=$(GPU_BUILD)/python python3 -m pytest -q -p no:cacheprovider tests/gpu
+	if [ -n "$(ISA_EXPECTED)" ]; then \
+	  $(GPU_BUILD)/bin/conformance_gpu $(ISA_EXPECTED) $(GPU_BUILD)/isa.json; fi
+	$(GPU_LIBRARY) $(GPU_BUILD)/bin/sanitize_kernels
+	PYTHONPATH=$(GPU_BUILD)/python python3 -m pytest -q -p no:cacheprovider $(GPU_PYTEST) tests/gpu
+
+# Every kernel under the four tools of compute-sanitizer; racecheck is the slow one.
+GPU_TOOLS ?= memcheck synccheck initcheck racecheck
+gpu-sanitize: gpu-build
+	for tool in $(GPU_TOOLS); do \
+	  $(GPU_LIBRARY) compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(GPU_BUILD)/bin/sanitize_kernels --exact --run-only || exit 1; \
+	done
 
 gpu-bench: gpu-build
 	PYTHONPATH=$(GPU_BUILD)/python python3 bench/gpu.py -o $(GPU_BUILD)/bench.json

@@ -56,6 +56,12 @@ struct AttentionTensors {
   TensorView seqused_q;     ///< (B) s32: only the first seqused_q[b] queries exist; others give 0
   TensorView seqused_k;     ///< (B) s32: only the first seqused_k[b] keys exist
   TensorView page_table;    ///< (B, pages per sequence) s32: k, v are paged; needs seqused_k
+
+  /// b8, one for every block of `block_mask_q` queries and `block_mask_k` keys of a sequence: true
+  /// = may look; false = these queries see none of these keys, which are skipped where a kernel
+  /// can. Broadcasts to (B, Hq, ceil(Sq / block_mask_q), ceil(Sk / block_mask_k)); one more mask.
+  /// Packed sequences: Sq and Sk are the longest one's, on a GPU all tokens in memory.
+  TensorView block_mask;
 };
 
 struct AttentionOptions {
@@ -66,9 +72,12 @@ struct AttentionOptions {
   std::int64_t window_left = -1;       ///< keys j >= i + Sk - Sq - left; -1: unlimited
   std::int64_t window_right = -1;      ///< keys j <= i + Sk - Sq + right; -1: unlimited
   float softcap = 0.0f;                ///< s = c * tanh(s / c); 0: off
-  int threads = 0;                     ///< CPU threads; 0: the OpenMP default; 0 on a GPU
-  ScoreFunction score_function;        ///< CPU only; changes scores before masks
-  MaskFunction mask_function;          ///< CPU only; one more mask
+  /// Tokens a block of `block_mask`, multiples of 64 up to 2^20 (GPUs: block_mask_q also of the
+  /// kernel's tile of queries, 128, or 64 where D > 128); 0 without one.
+  std::int64_t block_mask_q = 0, block_mask_k = 0;
+  int threads = 0;               ///< CPU threads; 0: the OpenMP default; 0 on a GPU
+  ScoreFunction score_function;  ///< CPU only; changes scores before masks
+  MaskFunction mask_function;    ///< CPU only; one more mask
   /// Look at the contents of index tensors and given scales before the kernel starts, and name the
   /// bad entry. On a GPU this copies them to the host and waits for the stream; without it a bad
   /// index makes its rows NaN and is reported by device_errors(). CPUs always look.

@@ -85,6 +85,7 @@ typedef struct qattn_attention_tensors {
   qattn_tensor k_mean, v_mean, saturated;
   qattn_tensor sinks, mask, alibi_slopes;
   qattn_tensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table;
+  qattn_tensor block_mask; /* sizes of its blocks: qattn_attention_options */
 } qattn_attention_tensors;
 
 /* qattn::ScoreRun: a run of keys of one query row. */
@@ -117,6 +118,7 @@ typedef struct qattn_attention_options {
   const void* mask_context;
   int32_t validate; /* 0 or 1: look at contents on a GPU too, which waits for the stream */
   int32_t reserved; /* 0 */
+  int64_t block_mask_q, block_mask_k; /* tokens a block of block_mask; 0 without one */
 } qattn_attention_options;
 
 /* qattn::QuantizeOptions. */

@@ -33,6 +33,7 @@ from ._recipe import (
     Granularity,
     Recipe,
     as_recipe,
+    block_pair,
     boolean,
     integer,
     real,
@@ -56,6 +57,8 @@ def attention(
     softcap: float | None = None,
     sinks: Any = None,
     mask: Any = None,
+    block_mask: Any = None,
+    block_mask_size: tuple[int, int] | None = None,
     alibi_slopes: Any = None,
     scale: float | None = None,
     cu_seqlens_q: Any = None,
@@ -101,6 +104,8 @@ def attention(
     causal: query i sees keys j <= i + Sk - Sq (bottom right). window: (left, right), keys from
     i + Sk - Sq - left to i + Sk - Sq + right; -1 is unlimited.
     mask: bool (True = may look) or float (added), broadcasts to (B, Hq, Sq, Sk).
+    block_mask: bool, one for each block of block_mask_size = (queries, keys) tokens, multiples of
+    64; broadcasts to (B, Hq, blocks of queries, blocks of keys). Kernels skip what it forbids.
     sinks: (Hq) logits that join the denominator only. alibi_slopes: (Hq) or (B, Hq) float32.
     cu_seqlens_q, cu_seqlens_k: (B + 1) int32, tensors are packed (T, H, D) or (H, T, D).
     seqused_q, seqused_k: (B) int32, tokens that exist. page_table: (B, pages) int32, k and v are
@@ -304,6 +309,8 @@ class _Call:
                 self.tensors[name] = small_entry(name, self._given[name], np.float32, self.device)
         if self._given["mask"] is not None:
             self.tensors["mask"] = entry("mask", self._given["mask"])
+        if self._given["block_mask"] is not None:
+            self.tensors["block_mask"] = entry("block_mask", self._given["block_mask"])
         if self._given["saturated"] is not None:
             self.tensors["saturated"] = output_entry("saturated", self._given["saturated"])
 
@@ -322,6 +329,7 @@ class _Call:
             toggles=[toggle(n, given[n]) for n in ("smooth_k", "smooth_q", "smooth_v", "rotate")],
             threads=integer("threads", given["threads"]),
             validate=boolean("validate", given["validate"]),
+            block_mask_size=block_pair(given["block_mask_size"]),
         )
 
     def out_shape(self) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ def options(
     toggles: Sequence[bool | None],
     threads: int,
     validate: bool,
+    block_mask_size: tuple[int, int],
 ) -> Options: ...
 def attention(
     tensors: _Tensors, options: Options, stream: int, allocate: Callable[[int], Any] | None

@@ -91,6 +91,15 @@ def scaling(name: str, value: Granularity | None) -> tuple[str, int, int]:
     return parts[0], sizes[0], sizes[1]
 
 
+def block_pair(value: Any) -> tuple[int, int]:
+    """Tokens a block of the block mask: (queries, keys); None: there is no such mask."""
+    if value is None:
+        return 0, 0
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise InvalidArgument(f"block_mask_size: {value!r} is not a pair (queries, keys)")
+    return integer("block_mask_size", value[0]), integer("block_mask_size", value[1])
+
+
 def window_pair(value: Any) -> tuple[int, int]:
     """(left, right); -1 is unlimited."""
     if value is None:

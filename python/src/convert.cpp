@@ -125,6 +125,7 @@ constexpr Field fields[] = {
     {"seqused_q", &AttentionTensors::seqused_q, false},
     {"seqused_k", &AttentionTensors::seqused_k, false},
     {"page_table", &AttentionTensors::page_table, false},
+    {"block_mask", &AttentionTensors::block_mask, false},
 };
 
 std::int32_t narrow(const std::string& what, std::int64_t value) {

@@ -27,7 +27,8 @@ AttentionOptions make_options(const RecipeTuple& recipe, const std::string& layo
                               std::optional<double> scale,
                               const std::array<ScalingTuple, 3>& scalings,
                               const std::array<std::optional<bool>, 4>& toggles,
-                              std::int64_t threads, bool validate) {
+                              std::int64_t threads, bool validate,
+                              std::pair<std::int64_t, std::int64_t> block_mask_size) {
   AttentionOptions o;
   o.recipe.name = std::get<0>(recipe);
   o.recipe.qk = format_from("recipe", std::get<1>(recipe));
@@ -48,6 +49,8 @@ AttentionOptions make_options(const RecipeTuple& recipe, const std::string& layo
   o.softcap = static_cast<float>(softcap);
   o.threads = threads_from(threads);
   o.validate = validate;
+  o.block_mask_q = block_mask_size.first;
+  o.block_mask_k = block_mask_size.second;
   return o;
 }
 
@@ -197,7 +200,8 @@ NB_MODULE(_qattn, m) {
   nb::class_<qattn::AttentionOptions>(m, "Options");
   nb::class_<qattn::QuantizeOptions>(m, "QuantizeOptions");
   m.def("options", &make_options, nb::kw_only(), "recipe"_a, "layout"_a, "causal"_a, "window"_a,
-        "softcap"_a, "scale"_a.none(), "scalings"_a, "toggles"_a, "threads"_a, "validate"_a);
+        "softcap"_a, "scale"_a.none(), "scalings"_a, "toggles"_a, "threads"_a, "validate"_a,
+        "block_mask_size"_a);
   m.def("attention", &run_attention, "tensors"_a, "options"_a, "stream"_a, "allocate"_a.none());
   m.def("device_errors", [](std::int32_t type, std::int32_t index) {
     qattn::Status status;

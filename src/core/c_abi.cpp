@@ -167,7 +167,8 @@ Status read_call(const qattn_attention_tensors* given, const qattn_attention_opt
       {&call.tensors.cu_seqlens_k, &t.cu_seqlens_k},
       {&call.tensors.seqused_q, &t.seqused_q},
       {&call.tensors.seqused_k, &t.seqused_k},
-      {&call.tensors.page_table, &t.page_table}};
+      {&call.tensors.page_table, &t.page_table},
+      {&call.tensors.block_mask, &t.block_mask}};
   for (const auto& [to, from] : list) *to = view(*from);
   Result<Recipe> recipe = recipe_named(o.recipe ? o.recipe : "auto");
   if (!recipe.ok()) return recipe.status();
@@ -190,6 +191,8 @@ Status read_call(const qattn_attention_tensors* given, const qattn_attention_opt
   call.options.window_right = o.window_right;
   call.options.softcap = o.softcap;
   call.options.threads = o.threads;
+  call.options.block_mask_q = o.block_mask_q;
+  call.options.block_mask_k = o.block_mask_k;
   call.options.validate = o.validate != 0;
   read_functions(o, call);
   return {};

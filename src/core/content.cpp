@@ -171,7 +171,8 @@ Status check_pointers(const Problem& p) {
                                    std::pair{"cu_seqlens_k", &t.cu_seqlens_k},
                                    std::pair{"seqused_q", &t.seqused_q},
                                    std::pair{"seqused_k", &t.seqused_k},
-                                   std::pair{"page_table", &t.page_table}}) {
+                                   std::pair{"page_table", &t.page_table},
+                                   std::pair{"block_mask", &t.block_mask}}) {
     bool empty = false;
     for (int i = 0; i < view->rank; ++i) empty |= view->shape[i] == 0;
     if (view->present() && view->data == nullptr && !empty) {
@@ -200,6 +201,14 @@ Status check_contents(const Problem& p) {
     if (p.mask != MaskKind::none && p.mask_shape[i] != 1 && p.mask_shape[i] < longest) {
       return invalid("mask: extent " + text(p.mask_shape[i]) + " is below the longest sequence, " +
                      text(longest));
+    }
+  }
+  for (const auto& [i, longest, block] :
+       {std::tuple{2, longest_q, p.block_mask_q}, std::tuple{3, longest_k, p.block_mask_k}}) {
+    const std::int64_t extent = p.block_mask_shape[i];
+    if (block > 0 && extent != 1 && extent < (longest + block - 1) / block) {
+      return invalid("block_mask: extent " + text(extent) + " of blocks of " + text(block) +
+                     " tokens is below the longest sequence, " + text(longest));
     }
   }
   for (const auto& [name, view] :

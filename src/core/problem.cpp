@@ -45,7 +45,8 @@ std::vector<Named> all_views(const AttentionTensors& t) {
           {"cu_seqlens_k", &t.cu_seqlens_k, false},
           {"seqused_q", &t.seqused_q, false},
           {"seqused_k", &t.seqused_k, false},
-          {"page_table", &t.page_table, false}};
+          {"page_table", &t.page_table, false},
+          {"block_mask", &t.block_mask, false}};
 }
 
 Status check_format(const char* name, const TensorView& view,
@@ -397,7 +398,57 @@ class Maker {
                      : check_shape("alibi_slopes", t_.alibi_slopes, {p_.batch, p_.heads_q});
       if (!s.ok()) return s;
     }
-    return mask();
+    if (Status s = mask(); !s.ok()) return s;
+    return block_mask();
+  }
+
+  /// Extents and strides of a mask that broadcasts to `full`, aligned right; where `open`, contents
+  /// alone tell the extent.
+  static Status broadcast(const char* name, const TensorView& view, const std::int64_t (&full)[4],
+                          const bool (&open)[4], std::array<std::int64_t, 4>& shape,
+                          std::array<std::int64_t, 4>& stride) {
+    if (view.rank > 4) {
+      return invalid(std::string(name) + ": rank " + text(view.rank) + " is over 4");
+    }
+    for (int i = 0; i < 4; ++i) {
+      const int from = i - (4 - view.rank);
+      const std::int64_t extent = from < 0 ? 1 : view.shape[from];
+      if (extent != 1 && extent != full[i] && !open[i]) {
+        return invalid(std::string(name) + ": shape " + shape_text(view.shape.data(), view.rank) +
+                       " does not broadcast to " + shape_text(full, 4));
+      }
+      shape[i] = extent;
+      stride[i] = extent == 1 ? 0 : view.stride[from];
+    }
+    return {};
+  }
+
+  Status block_mask() {
+    const struct {
+      const char* name;
+      std::int64_t tokens;
+    } sizes[] = {{"block_mask_q", o_.block_mask_q}, {"block_mask_k", o_.block_mask_k}};
+    for (const auto& [name, tokens] : sizes) {
+      if (!t_.block_mask.present() && tokens != 0) {
+        return invalid(std::string(name) + ": " + text(tokens) + " is given without block_mask");
+      }
+      if (t_.block_mask.present() && (tokens < 64 || tokens % 64 != 0 || tokens > 1 << 20)) {
+        return invalid(std::string(name) + ": " + text(tokens) +
+                       " is not a multiple of 64 from 64 to 2^20");
+      }
+    }
+    if (!t_.block_mask.present()) return {};
+    if (Status s = check_format("block_mask", t_.block_mask, {Format::b8}); !s.ok()) return s;
+    p_.block_mask_q = o_.block_mask_q;
+    p_.block_mask_k = o_.block_mask_k;
+    const std::int64_t full[4] = {p_.batch, p_.heads_q,
+                                  (p_.max_q + p_.block_mask_q - 1) / p_.block_mask_q,
+                                  (p_.max_k + p_.block_mask_k - 1) / p_.block_mask_k};
+    // Sequences that are packed may be shorter than what is in memory; check_contents() looks.
+    const bool host = t_.q.device.type == DeviceType::cpu;
+    const bool open[4] = {false, false, p_.varlen_q && host, p_.varlen_k && host};
+    return broadcast("block_mask", t_.block_mask, full, open, p_.block_mask_shape,
+                     p_.block_mask_stride);
   }
 
   Status mask() {
@@ -410,18 +461,7 @@ class Maker {
     p_.mask = t_.mask.format == Format::b8 ? MaskKind::boolean : MaskKind::additive;
     const std::int64_t full[4] = {p_.batch, p_.heads_q, p_.max_q, p_.max_k};
     const bool open[4] = {false, false, p_.varlen_q, p_.varlen_k};  // extent known from contents
-    if (t_.mask.rank > 4) return invalid("mask: rank " + text(t_.mask.rank) + " is over 4");
-    for (int i = 0; i < 4; ++i) {
-      const int from = i - (4 - t_.mask.rank);
-      const std::int64_t extent = from < 0 ? 1 : t_.mask.shape[from];
-      if (extent != 1 && extent != full[i] && !open[i]) {
-        return invalid("mask: shape " + shape_text(t_.mask.shape.data(), t_.mask.rank) +
-                       " does not broadcast to " + shape_text(full, 4));
-      }
-      p_.mask_shape[i] = extent;
-      p_.mask_stride[i] = extent == 1 ? 0 : t_.mask.stride[from];
-    }
-    return {};
+    return broadcast("mask", t_.mask, full, open, p_.mask_shape, p_.mask_stride);
   }
 
   Status options() {
@@ -639,6 +679,9 @@ std::string Problem::describe() const {
   if (softcap > 0) extras += " softcap";
   if (mask == MaskKind::boolean) extras += " boolean-mask";
   if (mask == MaskKind::additive) extras += " additive-mask";
+  if (block_mask_q > 0) {
+    extras += " block-mask-" + text(block_mask_q) + "x" + text(block_mask_k);
+  }
   if (tensors.sinks.present()) extras += " sinks";
   if (tensors.alibi_slopes.present()) extras += " alibi";
   if (score_function) extras += " score-function";
@@ -646,6 +689,13 @@ std::string Problem::describe() const {
   if (tensors.lse.present()) extras += " lse";
   if (tensors.seqused_q.present()) extras += " seqused_q";
   if (tensors.seqused_k.present()) extras += " seqused_k";
+  // Workspaces differ with what need not be computed.
+  for (const auto& [name, view] :
+       {std::pair{" q_scale", &tensors.q_scale}, std::pair{" k_scale", &tensors.k_scale},
+        std::pair{" v_scale", &tensors.v_scale}, std::pair{" k_mean", &tensors.k_mean},
+        std::pair{" v_mean", &tensors.v_mean}, std::pair{" saturated", &tensors.saturated}}) {
+    if (view->present()) extras += name;
+  }
   line("extras", extras.empty() ? "none" : extras.substr(1));
   if (device().type != DeviceType::cpu) line("device", device_text(device()));
   return s;

@@ -35,7 +35,10 @@ struct Problem {
   float softcap = 0;
   MaskKind mask = MaskKind::none;
   std::array<std::int64_t, 4> mask_shape{},
-      mask_stride{};  ///< (B, Hq, Sq, Sk); stride 0: broadcast
+      mask_stride{};                                ///< (B, Hq, Sq, Sk); stride 0: broadcast
+  std::int64_t block_mask_q = 0, block_mask_k = 0;  ///< tokens a block; 0: no block mask
+  std::array<std::int64_t, 4> block_mask_shape{},
+      block_mask_stride{};  ///< (B, Hq, query block, key block)
   int threads = 0;
   bool validate = false;
   ScoreFunction score_function;
@@ -43,6 +46,14 @@ struct Problem {
 
   TokenTensor q, k, v, out;
   AttentionTensors tensors;  ///< the views as given
+
+  /// May query i of the head see key j at all? Only with a block mask in host memory.
+  bool block_visible(std::int64_t b, std::int64_t head, std::int64_t i, std::int64_t j) const {
+    const auto& st = block_mask_stride;
+    return static_cast<const std::uint8_t*>(
+               tensors.block_mask.data)[b * st[0] + head * st[1] + i / block_mask_q * st[2] +
+                                        j / block_mask_k * st[3]] != 0;
+  }
 
   std::int64_t group() const { return heads_q / heads_kv; }
   Device device() const { return tensors.q.device; }

@@ -1,10 +1,10 @@
 #include "qattn/recipe.hpp"
 
-#include "core/plan.hpp"
-
 #include <array>
 #include <utility>
 #include <vector>
+
+#include "core/plan.hpp"
 
 namespace qattn {
 namespace {
@@ -94,7 +94,9 @@ Recipe resolve_recipe(const Problem& problem, std::string_view automatic,
   if (r.v == Format::none) r.v = sixteen_bits(problem.v.format);
   if (r.p == Format::none) r.p = sixteen_bits(is_float(r.v) ? r.v : problem.out.format);
   const bool free = is_scaled(r.qk) && info(r.qk).group == 0;
-  if (free && r.k_scale == Scaling{} && !problem.k_codes) r.k_scale = k_default;
+  // Scales that the caller gives have the shape that resolve_scaling() tells everybody.
+  const bool given = problem.k_codes || problem.tensors.k_scale.present();
+  if (free && r.k_scale == Scaling{} && !given) r.k_scale = k_default;
   r.q_scale = is_scaled(r.qk) ? resolve_scaling(r.q_scale, Role::q, r.qk) : Scaling{};
   r.k_scale = is_scaled(r.qk) ? resolve_scaling(r.k_scale, Role::k, r.qk) : Scaling{};
   r.v_scale = is_scaled(r.v) ? resolve_scaling(r.v_scale, Role::v, r.v) : Scaling{};

@@ -78,6 +78,8 @@
 //     void bulk_store(void*, SharedAddress, bytes)                    joins the bulk group
 //     void tma_load<Rank>(SharedAddress, const TensorMap&, int (&c)[Rank], SharedAddress mbarrier)
 //     void tma_store<Rank>(const TensorMap&, int (&c)[Rank], SharedAddress)
+//                                                  c[0] at a multiple of 16 bytes, even outside;
+//                                                  stores: no c negative, rows of n * 16 bytes
 //     void bulk_commit(); void bulk_wait<N>(); void bulk_wait_read<N>()    groups of stores
 //     void tma_prefetch(const TensorMap&)
 //     void wgmma_fence(), wgmma_commit(); void wgmma_wait<N>()             (warpgroup)
@@ -85,6 +87,8 @@
 //     void wgmma<A, B, N, TransposeB>(Acc (&d)[N / 2], uint32 (&a)[4], uint64 b, bool add)
 //        64 x N x 32 bytes; d += or = a * b; a and b are matrix_descriptor()s of shared memory or
 //        A's fragments in registers; lane layout as four stacked mma, warp w % 4 rows 16 w ...
+//        8-bit floats: the accumulator keeps 13 fraction bits beside the largest addend, truncated
+//        (docs/ISA_CONFORMANCE.md); the emulator adds exactly
 //     uint64 matrix_descriptor(SharedAddress, leading_bytes, stride_bytes, Swizzle)
 //     void registers_increase<N>(), registers_decrease<N>()                (warpgroup)
 //     bool elect()                                 (warp) true in one lane

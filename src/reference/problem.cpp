@@ -99,6 +99,24 @@ Status check_mask(const Problem& problem, const TensorView& mask) {
   return {};
 }
 
+/// The same of a block mask, whose extents count blocks.
+Status check_block_mask(const Problem& problem, const TensorView& mask,
+                        const AttentionOptions& options) {
+  if (!mask.present()) return {};
+  for (int side = 0; side < 2; ++side) {
+    const int dim = mask.rank - 2 + side;
+    if (dim < 0 || mask.shape[dim] == 1) continue;
+    const std::int64_t block = side == 0 ? options.block_mask_q : options.block_mask_k;
+    for (const std::int64_t length : side == 0 ? problem.len_q : problem.len_k) {
+      if (length > mask.shape[dim] * block) {
+        return wrong("block_mask.shape", dim, mask.shape[dim],
+                     "a sequence has " + std::to_string(length) + " tokens");
+      }
+    }
+  }
+  return {};
+}
+
 Status read_queries(const AttentionTensors& tensors, const AttentionOptions& options,
                     Problem& problem) {
   problem.packed_q = tensors.cu_seqlens_q.present();
@@ -157,6 +175,7 @@ Result<Problem> make_problem(const AttentionTensors& tensors, const AttentionOpt
   Status status = read_queries(tensors, options, problem);
   if (status.ok()) status = read_keys(tensors, options, problem);
   if (status.ok()) status = check_mask(problem, tensors.mask);
+  if (status.ok()) status = check_block_mask(problem, tensors.block_mask, options);
   if (!status.ok()) return status;
   problem.softmax_scale = options.softmax_scale
                               ? static_cast<double>(*options.softmax_scale)

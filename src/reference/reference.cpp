@@ -58,6 +58,12 @@ std::optional<double> score(const AttentionTensors& tensors, const AttentionOpti
   if (options.window_left >= 0 && j < diagonal - options.window_left) return std::nullopt;
   if (options.window_right >= 0 && j > diagonal + options.window_right) return std::nullopt;
 
+  if (tensors.block_mask.present()) {
+    Row block = row;
+    block.i /= options.block_mask_q;
+    const std::int64_t at = mask_offset(tensors.block_mask, block, j / options.block_mask_k);
+    if (load<std::uint8_t>(tensors.block_mask, at) == 0) return std::nullopt;
+  }
   double bias = 0;
   if (tensors.mask.present()) {
     const std::int64_t at = mask_offset(tensors.mask, row, j);

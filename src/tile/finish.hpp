@@ -21,7 +21,13 @@ inline namespace QATTN_TARGET {
 QATTN_DEVICE RowEnd finish_row(const kernels::PrefillParams& p, int b, int head, bool exists,
                                bool bad, float max, float sum, float offset) {
   RowEnd end;
+  if (exists && is_nan(sum)) {  // maxima skip NaN: `max` may look as if the row saw no key
+    end.factor = end.lse = quiet_nan();
+    return end;
+  }
   float top = max == -infinity() ? max : max + offset;
+  // An infinite offset comes of a bad row of Q; it must not look like a row that sees no key.
+  if (max != -infinity() && top == -infinity()) top = quiet_nan();
   float factor = 1.0f, sink_share = 0.0f;
   bool spoiled = bad;
   if (p.sinks.data != nullptr && exists) {

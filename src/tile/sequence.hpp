@@ -23,6 +23,7 @@ struct Rows {
   std::int64_t page_table_stride = 0;
   std::int32_t page_size = 0;
   std::int32_t batches = 0, heads = 0, channels = 0;
+  std::uint32_t* error = nullptr;  ///< the device's error word, for preparing kernels
 };
 
 /// One sequence: tokens [begin, begin + length) of a packed tensor, or of its batch entry.

@@ -22,6 +22,7 @@ struct Feature {
   AttentionOptions options;
   MaskShape mask = MaskShape::none;
   bool boolean_mask = true;
+  MaskShape block_mask = MaskShape::none;  ///< of options.block_mask_q x block_mask_k tokens
   bool sinks = false, alibi = false;
   bool static_scales = false;
   Family family = Family::normal;

@@ -122,6 +122,29 @@ void sequences(Rows& rows) {
   }
 }
 
+void block_masks(Rows& rows) {
+  const auto blocks = [](Feature& f, MaskShape shape, std::int64_t q, std::int64_t k) {
+    f.block_mask = shape, f.options.block_mask_q = q, f.options.block_mask_k = k;
+    f.sq = {270, 270}, f.sk = {330, 330};
+  };
+  add(rows, "block_mask", [=](Feature& f) { blocks(f, MaskShape::full, 128, 64); });
+  add(rows, "block_mask_causal_sinks", [=](Feature& f) {
+    blocks(f, MaskShape::heads, 128, 128), f.options.causal = f.sinks = true;
+  });
+  add(rows, "block_mask_rows_and_mask", [=](Feature& f) {
+    blocks(f, MaskShape::rows_keys, 128, 192), f.mask = MaskShape::full, f.options.window_left = 99;
+    f.how.strides = Strides::odd;
+  });
+  add(rows, "block_mask_paged", [=](Feature& f) {
+    blocks(f, MaskShape::full, 256, 64), f.how.page_size = 48, f.used_k = {330, 130};
+    f.sk = {336, 336};
+  });
+  add(rows, "block_mask_varlen", [=](Feature& f) {
+    blocks(f, MaskShape::full, 128, 64), f.how.packed_q = f.how.packed_k = true;
+    f.sq = {200, 3, 129}, f.sk = {70, 300, 129}, f.options.causal = true;
+  });
+}
+
 void shapes(Rows& rows) {
   const std::pair<std::int64_t, std::int64_t> dims[] = {{8, 8},    {24, 24},   {32, 32}, {72, 72},
                                                         {96, 96},  {128, 128}, {32, 64}, {64, 24},
@@ -252,6 +275,7 @@ const std::vector<Feature>& features() {
     Rows all;
     heads_and_masks(all);
     sequences(all);
+    block_masks(all);
     shapes(all);
     granularities(all);
     recipe_options(all);

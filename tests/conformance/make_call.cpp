@@ -57,6 +57,28 @@ void make_mask(const Feature& feature, Call& call, std::mt19937_64& engine) {
   }
 }
 
+/// 4 of 10 blocks are forbidden, and every third row of blocks sees nothing, if rows there are.
+void make_block_mask(const Feature& feature, Call& call, std::mt19937_64& engine) {
+  if (feature.block_mask == MaskShape::none) return;
+  Feature as_mask = feature;
+  as_mask.mask = feature.block_mask;
+  std::vector<std::int64_t> shape = mask_extents(as_mask, call);
+  const auto blocks = [](std::int64_t tokens, std::int64_t block) {
+    return tokens == 1 ? 1 : (tokens + block - 1) / block;
+  };
+  shape.back() = blocks(shape.back(), call.options.block_mask_k);
+  std::int64_t& rows = shape[shape.size() - 2];
+  rows = blocks(rows, call.options.block_mask_q);
+  std::int64_t count = 1;
+  for (const std::int64_t extent : shape) count *= extent;
+  for (std::int64_t n = 0; n < count; ++n) {
+    const bool blind = rows > 1 && n / shape.back() % rows % 3 == 1;
+    call.block_mask.values.push_back(blind || engine() % 10 < 4 ? 0.0f : 1.0f);
+  }
+  call.block_mask.boolean = true;
+  call.block_mask.shape = shape;
+}
+
 /// Keys that tensors share between sequences must be the same numbers.
 void share_keys(const Feature& feature, Call& call) {
   const std::int64_t tokens = feature.how.zero_stride_kv
@@ -140,6 +162,7 @@ Call make_call(const Feature& feature, std::uint64_t seed) {
     call.alibi.push_back(static_cast<float>(std::exp2(-1.0 - static_cast<double>(n % 8))));
   }
   make_mask(feature, call, engine);
+  make_block_mask(feature, call, engine);
   return call;
 }
 

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include "conformance/runner.hpp"
-#include "qattn/reference.hpp"
 
 namespace qattn::test {
 namespace {
@@ -28,19 +27,6 @@ std::vector<Cell> cells() {
     }
   }
   return all;
-}
-
-struct Exact {
-  std::vector<double> out, lse;
-};
-
-Exact reference(const Call& call, const Laid& laid) {
-  Exact exact;
-  exact.out.resize(static_cast<std::size_t>(call.total_rows() * call.dim_v));
-  exact.lse.resize(static_cast<std::size_t>(call.total_rows()));
-  const Status status = reference_attention(laid.tensors(), call.options, exact.out, exact.lse);
-  EXPECT_TRUE(status.ok()) << status.message();
-  return exact;
 }
 
 class RecipeFeature : public testing::TestWithParam<Cell> {};

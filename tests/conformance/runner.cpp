@@ -1,16 +1,14 @@
 #include "conformance/runner.hpp"
 
-#include <algorithm>
-#include <cmath>
 #include <cstdlib>
-#include <limits>
-#include <numeric>
+#include <cstring>
+
+#include "qattn/reference.hpp"
 
 namespace qattn::test {
 namespace {
 
 constexpr const char* isa_variable = "QATTN_CPU_ISA";
-constexpr double nan = std::numeric_limits<double>::quiet_NaN();
 
 }  // namespace
 
@@ -44,14 +42,25 @@ std::span<const std::string> isas() {
   return all;
 }
 
-std::int64_t plan_number(const Plan& plan, const std::string& field) {
-  const std::string text = plan.to_string(), key = field + ": ";
-  const std::size_t at = text.find(key);
-  return at == std::string::npos ? 0 : std::atoll(text.c_str() + at + key.size());
+ModelOptions Outcome::model_options(Mutation mutation) const {
+  return {resolved, split_keys, split_rows, mutation, tile_keys};
 }
 
-ModelOptions Outcome::model_options(Mutation mutation) const {
-  return {resolved, split_keys, split_rows, mutation};
+bool same_bits(const Outcome& a, const Outcome& b) {
+  const auto same = [](const auto& x, const auto& y) {
+    return x.size() == y.size() &&
+           (x.empty() || std::memcmp(x.data(), y.data(), x.size() * sizeof x[0]) == 0);
+  };
+  return same(a.out, b.out) && same(a.lse, b.lse) && same(a.saturated, b.saturated);
+}
+
+Exact reference(const Call& call, const Laid& laid) {
+  Exact exact;
+  exact.out.resize(static_cast<std::size_t>(call.total_rows() * call.dim_v));
+  exact.lse.resize(static_cast<std::size_t>(call.total_rows()));
+  const Status status = reference_attention(laid.tensors(), call.options, exact.out, exact.lse);
+  EXPECT_TRUE(status.ok()) << status.message();
+  return exact;
 }
 
 Outcome run_call(const Call& call, Laid& laid, const Recipe& recipe) {
@@ -69,6 +78,7 @@ Outcome run_call(const Call& call, Laid& laid, const Recipe& recipe) {
   outcome.plan = planned->to_string();
   outcome.split_keys = plan_number(*planned, "split_keys");
   outcome.split_rows = plan_number(*planned, "split_rows");
+  if (const std::int64_t keys = plan_number(*planned, "tile_keys")) outcome.tile_keys = keys;
 
   constexpr std::size_t alignment = 64;
   const std::size_t bytes = planned->workspace_bytes();
@@ -89,74 +99,6 @@ Outcome run_call(const Call& call, Laid& laid, const Recipe& recipe) {
     outcome.saturated.push_back(laid.saturated.get({n}));
   }
   return outcome;
-}
-
-Distance distance(std::span<const float> out, std::span<const double> want, std::int64_t row,
-                  std::int64_t spared) {
-  const auto rows = static_cast<std::int64_t>(want.size()) / row;
-  if (out.size() != want.size()) return {nan, nan, nan, 0};
-  std::vector<double> error(static_cast<std::size_t>(rows), 0.0);
-  double norm = 0;
-  for (std::int64_t r = 0; r < rows; ++r) {
-    for (std::int64_t n = r * row; n < (r + 1) * row; ++n) {
-      const double delta = out[n] - want[n];
-      if (std::isnan(delta)) return {nan, nan, nan, r};
-      error[r] += delta * delta;
-      norm += want[n] * want[n];
-    }
-  }
-  Distance d;
-  if (rows == 0) return d;
-  d.worst_at = std::max_element(error.begin(), error.end()) - error.begin();
-  const double worst = error[d.worst_at];
-  const auto ratio = [norm](double e) { return e == 0 ? 0.0 : std::sqrt(e / norm); };
-  d.nrmse = ratio(std::accumulate(error.begin(), error.end(), 0.0));
-  d.worst_row = ratio(worst * static_cast<double>(rows));
-  std::sort(error.begin(), error.end());
-  const auto kept = std::max<std::int64_t>(rows - spared, 0);
-  d.trimmed = ratio(std::accumulate(error.begin(), error.begin() + kept, 0.0));
-  return d;
-}
-
-double lse_distance(std::span<const float> lse, std::span<const double> want, std::int64_t spared) {
-  if (lse.size() != want.size()) return nan;
-  std::vector<double> error;
-  for (std::size_t n = 0; n < lse.size(); ++n) {
-    if (static_cast<double>(lse[n]) == want[n]) continue;  // infinities too
-    const double delta = std::abs(lse[n] - want[n]);
-    if (std::isnan(delta)) return nan;
-    error.push_back(delta);
-  }
-  std::sort(error.begin(), error.end(), std::greater<>());
-  const auto skip = static_cast<std::size_t>(spared);
-  return error.size() > skip ? error[skip] : 0.0;
-}
-
-std::int64_t spared_rows(const Recipe& resolved, std::int64_t rows) {
-  return resolved.p == Format::f32 ? 0 : 1 + rows / 200;
-}
-
-double tight_bound(Format output) { return output == Format::f32 ? 1e-4 : 2e-3; }
-
-double loose_bound(const Recipe& resolved, Format output) {
-  const auto of = [](Format format) {
-    switch (format) {
-      case Format::f32:
-        return 1e-5;
-      case Format::f16:
-        return 2e-3;
-      case Format::bf16:
-        return 1e-2;
-      case Format::s8:
-      case Format::u8:
-        return 2e-2;
-      case Format::nvfp4:
-        return 2e-1;
-      default:
-        return 5e-2;
-    }
-  };
-  return of(resolved.qk) + of(resolved.p) + of(resolved.v) + of(output);
 }
 
 void expect_matches_model(const Outcome& outcome, const Call& call, Format output,

@@ -70,8 +70,9 @@ struct ConformanceKernel {
     for (int i = 0; i < Op::inputs; ++i) in[i] = load_global(p.in + index * Op::inputs + i);
     for (int i = 0; i < Op::outputs; ++i) out[i] = 0;
     Op::apply(p, in, out);
-    if (Op::mapped == Mapped::outputs) return;
-    for (int i = 0; i < Op::outputs; ++i) store_global(p.out + index * Op::outputs + i, out[i]);
+    if constexpr (Op::mapped != Mapped::outputs) {
+      for (int i = 0; i < Op::outputs; ++i) store_global(p.out + index * Op::outputs + i, out[i]);
+    }
   }
 };
 

@@ -53,7 +53,8 @@ Row run(Op op, const Results& expected) {
   const cudaError_t e = cudaDeviceSynchronize();
   if (row.error.empty() && e != cudaSuccess) row.error = cudaGetErrorString(e);
   if (!row.error.empty()) return row;
-  row.verdict = judge(Op::compare, out.read(), want->second, std::size_t{128} * Op::outputs);
+  row.verdict =
+      judge(Op::compare, Op::operand, out.read(), want->second, std::size_t{128} * Op::outputs);
   return row;
 }
 

@@ -70,7 +70,7 @@ struct TmaLoad : Defaults {
       mbarrier_init(barrier, 1);
       fence_mbarrier_init();
       mbarrier_arrive_expect(barrier, 8 * width);
-      tma_load<2>(shared_base(), p.map, {7 * block().x - 40, 5 * block().x - 3}, barrier);
+      tma_load<2>(shared_base(), p.map, {16 * (block().x % 6) - 32, 5 * block().x - 3}, barrier);
     }
     sync_threads();
     mbarrier_wait(barrier, 0);
@@ -91,7 +91,7 @@ struct TmaStore : Defaults {
     fence_async_proxy();
     sync_threads();
     if (thread() != 0) return;
-    tma_store<2>(p.map, {16 * (block().x % 3) - 16, 8 * block().x}, shared_base());
+    tma_store<2>(p.map, {16 * (block().x % 3), 8 * block().x}, shared_base());
     bulk_commit();
     bulk_wait<0>();
   }
@@ -163,9 +163,6 @@ void for_each_sm90_operation(Visit visit) {
   visit(TmaLoad<Swizzle::bytes32>());
   visit(TmaLoad<Swizzle::bytes64>());
   visit(TmaLoad<Swizzle::bytes128>());
-  visit(TmaStore<Swizzle::bytes32>());
-  visit(TmaStore<Swizzle::bytes64>());
-  visit(TmaStore<Swizzle::bytes128>());
   visit_k_major<f16, f16, Operand::small_f16>(visit);
   visit_k_major<bf16, bf16, Operand::small_bf16>(visit);
   visit_k_major<s8, s8, Operand::raw>(visit);
@@ -181,6 +178,9 @@ void for_each_sm90_operation(Visit visit) {
   visit(Wgmma<e4m3, e4m3, Source::k_major, Swizzle::bytes128, Operand::wide_e4m3>());
   visit(Wgmma<e4m3, e4m3, Source::registers, Swizzle::bytes128, Operand::wide_e4m3>());
   visit(Wgmma<e5m2, e5m2, Source::k_major, Swizzle::bytes128, Operand::wide_e5m2>());
+  visit(TmaStore<Swizzle::bytes32>());
+  visit(TmaStore<Swizzle::bytes64>());
+  visit(TmaStore<Swizzle::bytes128>());
 }
 
 }  // namespace QATTN_TARGET

@@ -270,8 +270,12 @@ void check_tma(Swizzle swizzle, int element_bytes, const int (&corner)[Rank]) {
   shape.address = source.data();
   ASSERT_EQ(make_tensor_map(shape, load_map), "");
   shape.address = target.data();
-  ASSERT_EQ(make_tensor_map(shape, store_map), "");
+  TensorShape store_shape = shape;  // its rows are multiples of 16 bytes
+  store_shape.sizes[0] = number(width + 16 / element_bytes);
+  ASSERT_EQ(make_tensor_map(store_shape, store_map), "");
   const int row_bytes = width * element_bytes;
+  int store_corner[Rank];  // no coordinate of a store is negative
+  for (int i = 0; i < Rank; ++i) store_corner[i] = std::max(corner[i], 0);
   for (const Options& options : all_schedules()) {
     seen.assign(static_cast<std::size_t>(row_bytes * box_rows), 0);
     std::fill(target.begin(), target.end(), Line{});
@@ -288,7 +292,7 @@ void check_tma(Swizzle swizzle, int element_bytes, const int (&corner)[Rank]) {
                            seen[static_cast<std::size_t>(i)] =
                                load_shared<std::uint8_t>(shared_base() + number(i));
                          }
-                         tma_store<Rank>(store_map, corner, shared_base());
+                         tma_store<Rank>(store_map, store_corner, shared_base());
                          bulk_commit();
                          bulk_wait<0>();
                        }),
@@ -296,20 +300,26 @@ void check_tma(Swizzle swizzle, int element_bytes, const int (&corner)[Rank]) {
         << describe(options);
     for (int row = 0; row < box_rows; ++row) {
       for (int byte = 0; byte < row_bytes; ++byte) {
-        int rest = row, x[Rank] = {corner[0] + byte / element_bytes};
-        bool inside = x[0] >= 0 && x[0] < static_cast<int>(shape.sizes[0]);
-        std::size_t at = static_cast<std::size_t>(x[0] * element_bytes + byte % element_bytes);
-        for (int d = 1; d < Rank; ++d) {
-          x[d] = corner[d] + rest % static_cast<int>(shape.box[d]);
-          rest /= static_cast<int>(shape.box[d]);
-          inside = inside && x[d] >= 0 && x[d] < static_cast<int>(shape.sizes[d]);
-          at += static_cast<std::size_t>(x[d]) * shape.stride_bytes[d];
-        }
         const int place =
             row * row_bytes + 16 * swizzled_chunk(swizzle, row, byte / 16) + byte % 16;
-        ASSERT_EQ(seen[static_cast<std::size_t>(place)], inside ? from[at] : 0) << row << byte;
-        if (inside) {
-          ASSERT_EQ(target.data()->bytes[at], from[at]) << row << byte;
+        for (const bool store : {false, true}) {
+          const int(&from_corner)[Rank] = store ? store_corner : corner;
+          const TensorShape& of = store ? store_shape : shape;
+          int rest = row, x[Rank] = {from_corner[0] + byte / element_bytes};
+          bool inside = x[0] >= 0 && x[0] < static_cast<int>(of.sizes[0]);
+          std::size_t at = static_cast<std::size_t>(x[0] * element_bytes + byte % element_bytes);
+          for (int d = 1; d < Rank; ++d) {
+            x[d] = from_corner[d] + rest % static_cast<int>(of.box[d]);
+            rest /= static_cast<int>(of.box[d]);
+            inside = inside && x[d] >= 0 && x[d] < static_cast<int>(of.sizes[d]);
+            at += static_cast<std::size_t>(x[d]) * of.stride_bytes[d];
+          }
+          const std::uint8_t loaded = seen[static_cast<std::size_t>(place)];
+          if (!store) {
+            ASSERT_EQ(loaded, inside ? from[at] : 0) << row << byte;
+          } else if (inside) {
+            ASSERT_EQ(target.data()->bytes[at], loaded) << row << byte;
+          }
         }
       }
     }
@@ -318,13 +328,57 @@ void check_tma(Swizzle swizzle, int element_bytes, const int (&corner)[Rank]) {
 
 TEST(Tma, CopiesBoxesOfEveryRankAndSwizzle) {
   check_tma<2>(Swizzle::none, 1, {0, 0});
-  check_tma<2>(Swizzle::none, 4, {-2, 3});
-  check_tma<2>(Swizzle::bytes32, 1, {3, -1});
-  check_tma<2>(Swizzle::bytes64, 2, {5, 1});
-  check_tma<3>(Swizzle::bytes128, 1, {1, 2, -1});
+  check_tma<2>(Swizzle::none, 4, {-4, 3});
+  check_tma<2>(Swizzle::bytes32, 1, {16, -1});
+  check_tma<2>(Swizzle::bytes64, 2, {8, 1});
+  check_tma<3>(Swizzle::bytes128, 1, {16, 2, -1});
   check_tma<4>(Swizzle::bytes128, 2, {0, 0, 1, 1});
-  check_tma<5>(Swizzle::bytes128, 1, {-3, 1, 0, 1, -1});
+  check_tma<5>(Swizzle::bytes128, 1, {-16, 1, 0, 1, -1});
   check_tma<5>(Swizzle::none, 2, {200, 0, 0, 0, 0});  // wholly outside
+}
+
+TEST(Tma, CoordinatesThatTheHardwareRefusesAreErrors) {
+  struct alignas(16) Rows {
+    std::uint8_t bytes[8 * 64];
+  } rows{};
+  TensorMap map;
+  ASSERT_EQ(make_tensor_map({.address = &rows,
+                             .element_bytes = 2,
+                             .sizes = {32, 8},
+                             .stride_bytes = {0, 64},
+                             .box = {16, 8}},
+                            map),
+            "");
+  for (const bool load : {true, false}) {
+    const std::string error = error_of(32, 1024, Options{}, [&] {
+      if (!elect()) return;
+      for (int i = 0; i < 64; ++i) {
+        store_shared(shared_base() + number(4 * i), std::uint32_t{1});
+      }
+      fence_async_proxy();
+      mbarrier_init(shared_base() + 512, 1);
+      if (load) tma_load<2>(shared_base(), map, {4, 0}, shared_base() + 512);
+      if (!load) tma_store<2>(map, {4, 0}, shared_base());
+    });
+    EXPECT_NE(error.find("coordinate 4 of 2-byte elements is no multiple of 16 bytes"),
+              std::string::npos)
+        << error;
+  }
+  const auto store_error = [](const TensorMap& to, const int(&corner)[2]) {
+    return error_of(32, 1024, Options{}, [&] {
+      if (elect()) tma_store<2>(to, corner, shared_base());
+    });
+  };
+  EXPECT_NE(store_error(map, {-8, 0}).find("coordinate -8 is negative"), std::string::npos);
+  EXPECT_NE(store_error(map, {0, -1}).find("coordinate -1 is negative"), std::string::npos);
+  ASSERT_EQ(make_tensor_map({.address = &rows,
+                             .element_bytes = 2,
+                             .sizes = {31, 8},
+                             .stride_bytes = {0, 64},
+                             .box = {16, 8}},
+                            map),
+            "");
+  EXPECT_NE(store_error(map, {0, 0}).find("rows of 62 bytes"), std::string::npos);
 }
 
 TEST(Tma, MapsOfImpossibleTensorsAreRefused) {

@@ -259,3 +259,20 @@ def test_any_shape(batch, queries, keys, kv_heads, group, dim, dim_v, window, re
     if out.size and np.abs(ref).max() > 0:
         # few keys average little of the error away
         assert nrmse(out, ref) < 2.5 * TOLERANCE[recipe] + 1e-6
+
+
+@pytest.mark.parametrize("recipe", ["f32", "int8_full"])
+def test_block_mask(recipe):
+    q, k, v = (normal(2, 200, 4, 64, seed=n) for n in range(3))
+    blocks = np.random.default_rng(4).random((2, 4, 2, 4)) < 0.6
+    blocks[:, :, 1] = False  # queries from 128 on see nothing
+    dense = np.repeat(np.repeat(blocks, 128, 2), 64, 3)[:, :, :200, :200]
+    size = {"block_mask": blocks, "block_mask_size": (128, 64)}
+    out, lse = qattn.attention(q, k, v, recipe=recipe, return_lse=True, **size)
+    same = qattn.attention(q, k, v, recipe=recipe, mask=np.ascontiguousarray(dense))
+    np.testing.assert_array_equal(out, same)
+    assert (out[:, 128:] == 0).all() and np.isneginf(lse[:, :, 128:]).all()
+    ref = qattn.reference_attention(q, k, v, **size)
+    assert nrmse(out, ref) <= TOLERANCE[recipe]
+    with pytest.raises(qattn.InvalidArgument, match="block_mask_q"):
+        qattn.attention(q, k, v, block_mask=blocks)

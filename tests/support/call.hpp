@@ -37,6 +37,7 @@ struct Call {
   std::vector<float> sinks;  ///< [head] or empty
   std::vector<float> alibi;  ///< [sequence][head] or empty
   Mask mask;
+  Mask block_mask;  ///< boolean, of blocks of options.block_mask_q x block_mask_k tokens
   /// Static scales as the tensors hold them, (B, H, ...) flattened, or empty.
   std::vector<float> static_q, static_k, static_v;
 

@@ -164,6 +164,10 @@ void make_extras(Laid& laid, const Call& call) {
     const Format format = call.mask.boolean ? Format::b8 : how.bias;
     laid.mask = filled(format, call.mask.shape, how.strides, call.mask.values);
   }
+  if (!call.block_mask.shape.empty()) {
+    laid.block_mask =
+        filled(Format::b8, call.block_mask.shape, how.strides, call.block_mask.values);
+  }
   if (call.packed_q) laid.cu_q = cumulated(call, &Sequence::room_q);
   if (how.packed_k) laid.cu_k = cumulated(call, &Sequence::room_k);
   if (how.seqused_q) laid.used_q = lengths(call, &Sequence::len_q);
@@ -204,6 +208,7 @@ AttentionTensors Laid::tensors() const {
   if (q_scale.present() || k_scale.present() || v_scale.present()) t.saturated = saturated.view();
   t.sinks = sinks.view();
   t.mask = mask.view();
+  t.block_mask = block_mask.view();
   t.alibi_slopes = alibi.view();
   t.cu_seqlens_q = cu_q.view();
   t.cu_seqlens_k = cu_k.view();
@@ -248,12 +253,20 @@ std::vector<float> Laid::read_lse(const Call& call) const {
   return rows;
 }
 
+void Laid::freeze() {
+  for (Tensor* tensor : {&q, &k, &v, &sinks, &mask, &block_mask, &alibi, &cu_q, &cu_k, &used_q,
+                         &used_k, &pages, &q_scale, &k_scale, &v_scale}) {
+    tensor->freeze();
+  }
+}
+
 std::string Laid::violation() const {
   const std::pair<const char*, const Tensor*> inputs[] = {{"q", &q},
                                                           {"k", &k},
                                                           {"v", &v},
                                                           {"sinks", &sinks},
                                                           {"mask", &mask},
+                                                          {"block_mask", &block_mask},
                                                           {"alibi", &alibi},
                                                           {"cu_q", &cu_q},
                                                           {"cu_k", &cu_k},
@@ -283,10 +296,7 @@ Laid lay_out(const Call& call, const LayoutOptions& how) {
   make_operands(laid, call);
   write_operands(laid, call);
   make_extras(laid, call);
-  for (Tensor* tensor : {&laid.q, &laid.k, &laid.v, &laid.sinks, &laid.mask, &laid.alibi,
-                         &laid.cu_q, &laid.cu_k, &laid.used_q, &laid.used_k, &laid.pages}) {
-    tensor->freeze();
-  }
+  laid.freeze();
   return laid;
 }
 

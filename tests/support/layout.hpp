@@ -26,13 +26,15 @@ struct LayoutOptions {
 /// The tensors of one call and their views. Everything that no token owns is NaN.
 struct Laid {
   Tensor q, k, v, out, lse, saturated;
-  Tensor sinks, mask, alibi;
+  Tensor sinks, mask, block_mask, alibi;
   Tensor cu_q, cu_k, used_q, used_k, pages;
   Tensor q_scale, k_scale, v_scale;
   LayoutOptions how;
   bool packed_q = false;
 
   AttentionTensors tensors() const;
+  /// The inputs as they are now are what violation() compares with.
+  void freeze();
   /// Rows in Call::row() order.
   std::vector<float> read_out(const Call& call) const;
   std::vector<float> read_lse(const Call& call) const;

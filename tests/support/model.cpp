@@ -10,7 +10,6 @@ namespace {
 
 using Values = std::vector<double>;
 constexpr double infinity = std::numeric_limits<double>::infinity();
-constexpr std::int64_t tile_keys = 128;
 
 double dot(const double* a, const double* b, std::int64_t n) {
   double sum = 0;
@@ -56,6 +55,10 @@ double score(const Call& call, const ModelOptions& model, const Head& x, std::in
   if (o.causal && j > bound) return -infinity;
   if (o.window_left >= 0 && j < bound - o.window_left) return -infinity;
   if (o.window_right >= 0 && j > bound + o.window_right) return -infinity;
+  if (!call.block_mask.shape.empty() &&
+      call.block_mask.at(x.b, x.h, i / o.block_mask_q, j / o.block_mask_k) == 0) {
+    return -infinity;
+  }
   double bias = 0;
   if (!call.mask.shape.empty()) {
     const double value = call.mask.at(x.b, x.h, i, j);
@@ -95,7 +98,7 @@ struct State {
 
 /// Keys [begin, end) of one row, tile by tile from the last to the first.
 State attend_keys(const PRule& rule, std::span<const double> s, const Coded& v, std::int64_t dim_v,
-                  std::int64_t begin, std::int64_t end) {
+                  std::int64_t tile_keys, std::int64_t begin, std::int64_t end) {
   State state;
   state.o.assign(static_cast<std::size_t>(dim_v), 0.0);
   for (std::int64_t tile = (end - 1) / tile_keys; tile * tile_keys + tile_keys > begin; --tile) {
@@ -115,13 +118,13 @@ State attend_keys(const PRule& rule, std::span<const double> s, const Coded& v, 
 
 /// All keys of a row: splits merged by (O, LSE).
 State attend_splits(const PRule& rule, std::span<const double> s, const Coded& v,
-                    std::int64_t dim_v, std::int64_t split) {
+                    std::int64_t dim_v, std::int64_t tile_keys, std::int64_t split) {
   const auto keys = static_cast<std::int64_t>(s.size());
   if (split <= 0) split = std::max<std::int64_t>(keys, 1);
   State all;
   all.o.assign(static_cast<std::size_t>(dim_v), 0.0);
   for (std::int64_t begin = 0; begin < keys; begin += split) {
-    State part = attend_keys(rule, s, v, dim_v, begin, std::min(begin + split, keys));
+    State part = attend_keys(rule, s, v, dim_v, tile_keys, begin, std::min(begin + split, keys));
     if (part.m == -infinity) continue;
     const double m = std::max(all.m, part.m);
     all.rescale(m);
@@ -164,7 +167,8 @@ void attend_head(const Call& call, const ModelOptions& model, const Head& x, Mod
     if (i >= x.len_q) continue;
     Values s(static_cast<std::size_t>(x.len_k));
     for (std::int64_t j = 0; j < x.len_k; ++j) s[j] = score(call, model, x, i, j);
-    State state = attend_splits(rule, s, x.v, call.dim_v, split ? model.split_keys : 0);
+    State state =
+        attend_splits(rule, s, x.v, call.dim_v, model.tile_keys, split ? model.split_keys : 0);
     std::optional<double> sink;
     if (!call.sinks.empty()) sink = call.sinks[x.h];
     output.lse[row] = finish(state, sink, x.v.mean, out, call.dim_v);

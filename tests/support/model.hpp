@@ -28,6 +28,7 @@ struct ModelOptions {
   /// Only sequences with at most so many rows a KV head (group times queries) are split.
   std::int64_t split_rows = std::numeric_limits<std::int64_t>::max();
   Mutation mutation = Mutation::none;
+  std::int64_t tile_keys = 128;
 };
 
 struct ModelOutput {

@@ -43,6 +43,7 @@ class Tensor {
   /// Do all bytes outside the view's elements still hold the sentinel?
   bool guards_intact() const;
   const std::vector<std::uint8_t>& bytes() const { return bytes_; }
+  std::vector<std::uint8_t>& bytes() { return bytes_; }
 
  private:
   void allocate(std::int64_t elements);

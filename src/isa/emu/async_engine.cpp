@@ -144,9 +144,34 @@ void AsyncEngine::bulk_load(std::uint32_t to, const void* from, std::uint32_t by
   issue_load(load, "bulk_load");
 }
 
+/// What an H200 answers with "illegal instruction": a box that does not begin at a multiple of 16
+/// bytes within its row, be that inside the tensor or not, and a store to negative coordinates. It
+/// also stores whole pieces of 16 bytes, over the end of a row that is no multiple of them.
+void AsyncEngine::check_corner(const TensorMap& map, const int* corner, bool store,
+                               const Where& where) {
+  const char* what = store ? "tma_store" : "tma_load";
+  if (corner[0] * map.element_bytes % 16 != 0) {
+    throw Error(text("%s: coordinate %d of %d-byte elements is no multiple of 16 bytes, at %s",
+                     what, corner[0], map.element_bytes, describe(where).c_str()));
+  }
+  if (!store) return;
+  for (int i = 0; i < map.rank; ++i) {
+    if (corner[i] < 0) {
+      throw Error(
+          text("%s: coordinate %d is negative, at %s", what, corner[i], describe(where).c_str()));
+    }
+  }
+  const auto row = static_cast<std::uint64_t>(map.element_bytes) * map.sizes[0];
+  if (row % 16 != 0) {
+    throw Error(text("%s: rows of %llu bytes are no multiple of 16, at %s", what,
+                     static_cast<unsigned long long>(row), describe(where).c_str()));
+  }
+}
+
 void AsyncEngine::tma_load(std::uint32_t to, const TensorMap& map, const int* corner,
                            std::uint32_t mbarrier, const Where& where) {
   block_.count(Word::tma_load);
+  check_corner(map, corner, false, where);
   Transfer load;
   load.map = map;
   std::copy_n(corner, map.rank, load.corner);
@@ -224,6 +249,7 @@ void AsyncEngine::bulk_store(void* to, std::uint32_t from, std::uint32_t bytes,
 void AsyncEngine::tma_store(const TensorMap& map, const int* corner, std::uint32_t from,
                             const Where& where) {
   block_.count(Word::tma_store);
+  check_corner(map, corner, true, where);
   Transfer store;
   store.map = map;
   std::copy_n(corner, map.rank, store.corner);

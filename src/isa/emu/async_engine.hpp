@@ -87,6 +87,7 @@ class AsyncEngine {
 
   Mbarrier& find(std::uint32_t address, const char* what, const Where& where);
   void complete_phase(std::uint32_t address, Mbarrier& barrier, const Where& where);
+  static void check_corner(const TensorMap& map, const int* corner, bool store, const Where& where);
   void issue_load(Transfer load, const char* what);
   void complete_load(const Transfer& load);
   void issue_store(Transfer store, const char* what);

@@ -325,10 +325,16 @@ inline float reciprocal(float x) {
   count_word(Word::reciprocal);
   return flush_subnormal(1.0f / flush_subnormal(x));
 }
-/// As maxima of the hardware: NaN only if all are.
+/// As maxima of the hardware: NaN (signalling ones too) only if all are, and +0 is larger than -0.
+/// std::fmax leaves both open.
 inline float max3(float a, float b, float c) {
   count_word(Word::max3);
-  return std::fmax(std::fmax(a, b), c);
+  const auto larger = [](float x, float y) {
+    if (std::isnan(x) || std::isnan(y)) return std::isnan(x) ? y : x;
+    if (x == y) return std::signbit(x) ? y : x;
+    return x > y ? x : y;
+  };
+  return larger(larger(a, b), c);
 }
 inline std::int32_t max3(std::int32_t a, std::int32_t b, std::int32_t c) {
   return std::max({a, b, c});

@@ -165,6 +165,17 @@ void add_query_mean(const Job& job, const Task& t, std::int64_t first, int keys,
   }
 }
 
+/// Block mask of one row's keys [first, first + keys).
+void apply_block_mask(const Problem& p, std::int64_t b, const Row& row, std::int64_t first,
+                      int keys, float* scores) {
+  for (int j = 0; j < keys;) {
+    const std::int64_t key = first + j, next = (key / p.block_mask_k + 1) * p.block_mask_k;
+    const int end = static_cast<int>(std::min<std::int64_t>(next - first, keys));
+    if (!p.block_visible(b, row.head, row.i, key)) std::fill(scores + j, scores + end, -infinity);
+    j = end;
+  }
+}
+
 /// Additive mask or boolean mask of one row's keys [first, first + keys).
 void apply_mask(const Problem& p, std::int64_t b, const Row& row, std::int64_t first, int keys,
                 float* scores) {
@@ -234,6 +245,7 @@ void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t
     if (p.mask != MaskKind::none && begin < end) {
       apply_mask(p, t.b, row, first + begin, end - begin, scores + begin);
     }
+    if (p.block_mask_q > 0) apply_block_mask(p, t.b, row, first, keys, scores);
     if ((p.score_function || p.mask_function) && begin < end) {
       apply_functions(p, seq, t.b, row, first + begin, end - begin, scores + begin);
     }
@@ -249,8 +261,9 @@ void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t
 /// May the tile skip finish_scores()? Every row sees every key of it and nothing is added.
 bool is_plain(const Job& job, const Task& t, const Tile& tile, std::int64_t first) {
   const Problem& p = job.problem;
-  if (p.softcap > 0 || p.mask != MaskKind::none || p.tensors.alibi_slopes.present() ||
-      job.config.smooth_q || p.score_function || p.mask_function) {
+  if (p.softcap > 0 || p.mask != MaskKind::none || p.block_mask_q > 0 ||
+      p.tensors.alibi_slopes.present() || job.config.smooth_q || p.score_function ||
+      p.mask_function) {
     return false;
   }
   if (*tile.at<std::uint8_t>(&TileLayout::any_bad)) return false;
@@ -308,6 +321,22 @@ bool fused(const Job& job, const Task& t, const Tile& tile, const SoftmaxTile& x
       {job.config.qk, q, t.count, tile.at<void>(&TileLayout::k), job.d() * (integer ? 1 : 2),
        s.q_scale, s.correction, tile.at<float>(&TileLayout::k_scale)},
       x);
+}
+
+/// Does the block mask forbid every row every key of the tile?
+bool wholly_forbidden(const Problem& p, const Task& t, std::int64_t first) {
+  if (p.block_mask_q == 0) return false;
+  const std::int64_t end = std::min(first + tile_keys, t.key_end);
+  for (int r = 0; r < t.count; ++r) {
+    if (r > 0 && t.rows[r].head == t.rows[r - 1].head &&
+        t.rows[r].i / p.block_mask_q == t.rows[r - 1].i / p.block_mask_q) {
+      continue;  // the same block of the mask
+    }
+    for (std::int64_t j = first; j < end; j = (j / p.block_mask_k + 1) * p.block_mask_k) {
+      if (p.block_visible(t.b, t.rows[r].head, t.rows[r].i, j)) return false;
+    }
+  }
+  return true;
 }
 
 void run_tile(const Job& job, const Task& t, std::int64_t first, Scratch& s) {
@@ -425,7 +454,7 @@ void run_task(const Job& job, std::int64_t index, Scratch& s) {
     const std::int64_t lowest = begin / tile_keys * tile_keys;
     for (std::int64_t first = (end - 1) / tile_keys * tile_keys; first >= lowest;
          first -= tile_keys) {
-      run_tile(job, t, first, s);
+      if (!wholly_forbidden(job.problem, t, first)) run_tile(job, t, first, s);
     }
   }
   for (int r = 0; r < t.count; ++r) {

@@ -47,7 +47,9 @@ const Instance* find(const PrefillConfig& config) {
 bool notes_bad_keys(const PrefillConfig& c) { return isa::is_16bit(c.qk) && !c.general; }
 
 struct PrefillPlan : PlanData {
-  const Instance* instance = nullptr;
+  /// Both have the same tiles. run() takes the plain one, if there is one, where is_plain() says so
+  /// of the call at hand: a plan knows neither its addresses nor its strides.
+  const Instance *plain = nullptr, *general = nullptr;
   PrepareLayout prepared;
   std::size_t bad_keys = 0;  ///< offset in the workspace
   std::uint32_t* error = nullptr;
@@ -56,8 +58,7 @@ struct PrefillPlan : PlanData {
 constexpr int tile_keys = 64;
 constexpr int tile_rows(const PrefillConfig& c) { return c.d > 128 ? 64 : 128; }
 
-// ---- What the problem asks for
-// -------------------------------------------------------------------
+// ---- What the problem asks for ------------------------------------------------------------------
 
 Recipe resolve(const Problem& problem) {
   // One scale for a tile of K costs nothing in the kernel, one per token a multiplication a score.
@@ -86,24 +87,32 @@ bool tile_scaled(const Problem& p, const Recipe& r) {
          (s.granularity == per_block && s.block % tile_keys == 0);
 }
 
-PrefillConfig config_of(const Problem& p, const Recipe& r) {
+PrefillConfig config_of(const Problem& p, const Recipe& r, bool general) {
   PrefillConfig c;
   c.d = prepared_channels(std::max(p.d, p.dv));
   c.qk = element_of(r.qk);
   c.pv = r.v == Format::s8 ? Element::u8 : element_of(r.v);
-  const bool q_in_place = c.qk != Element::s8 || p.q_codes;
-  const bool k_in_place = c.qk != Element::s8 || p.k_codes;
-  const bool v_in_place = c.pv != Element::u8;
-  const bool plain = p.window_left < 0 && p.softcap <= 0 && p.mask == MaskKind::none &&
-                     !p.tensors.alibi_slopes.present() && p.softmax_scale > 0 &&
-                     !(p.paged && (k_in_place || v_in_place)) && (!q_in_place || aligned(p.q)) &&
-                     (!k_in_place || aligned(p.k)) && (!v_in_place || aligned(p.v)) &&
-                     (c.qk != Element::s8 || tile_scaled(p, r)) &&
-                     (c.pv != Element::u8 || (r.v_scale.granularity == Granularity::per_token &&
-                                              prepared_channels(p.dv) == c.d));
-  c.general = !plain;
-  if (find(c) == nullptr) c.general = true;  // 96 and 256 have the general variant only
+  c.general = general;
   return c;
+}
+
+/// Does the plain variant serve the call with these addresses, strides and values?
+bool is_plain(const Problem& p, const Recipe& r) {
+  const bool codes = r.qk == Format::s8, v_codes = r.v == Format::s8;
+  const bool q_in_place = !codes || p.q_codes, k_in_place = !codes || p.k_codes;
+  const bool v_in_place = !v_codes;
+  return p.window_left < 0 && p.softcap <= 0 && p.mask == MaskKind::none && p.block_mask_q == 0 &&
+         !p.tensors.alibi_slopes.present() && p.softmax_scale > 0 &&
+         !(p.paged && (k_in_place || v_in_place)) && (!q_in_place || aligned(p.q)) &&
+         (!k_in_place || aligned(p.k)) && (!v_in_place || aligned(p.v)) &&
+         (!codes || tile_scaled(p, r)) &&
+         (!v_codes || (r.v_scale.granularity == Granularity::per_token &&
+                       prepared_channels(p.dv) == prepared_channels(std::max(p.d, p.dv))));
+}
+
+/// What will run, as far as a plan can tell.
+const Instance& instance_of(const Problem& p, const PrefillPlan& plan) {
+  return plan.plain != nullptr && is_plain(p, plan.recipe) ? *plan.plain : *plan.general;
 }
 
 PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
@@ -161,8 +170,18 @@ Status supports(const Problem& p) {
     return refuse("rotate is for quantised Q and K");
   constexpr std::int64_t longest = std::int64_t{1} << 30;
   if (p.max_q > longest || p.max_k > longest) return refuse("sequences longer than 2^30 tokens");
-  const PrefillConfig c = config_of(p, r);
+  const PrefillConfig c = config_of(p, r, true);
   if (find(c) == nullptr) return refuse("no instance for head dimension " + std::to_string(c.d));
+  // A tile of V has one scale a channel.
+  const std::int64_t v_block = channel_block(p, r, needs_of(p, r));
+  if (v_block % tile_keys != 0 && v_block < p.max_k) {
+    return refuse("v: scales per channel change every " + std::to_string(v_block) +
+                  " keys; GPU kernels have one for " + std::to_string(tile_keys));
+  }
+  if (p.block_mask_q % tile_rows(c) != 0) {  // blocks of keys are multiples of 64 anyway
+    return refuse("block_mask_q: " + std::to_string(p.block_mask_q) + " is not a multiple of " +
+                  std::to_string(tile_rows(c)) + ", the rows of a tile");
+  }
   const std::int64_t blocks = (p.max_q + tile_rows(c) - 1) / tile_rows(c);
   if (p.batch * p.heads_q > 0x7fffffff / std::max<std::int64_t>(blocks, 1)) {
     return refuse("more than 2^31 blocks of rows");
@@ -176,16 +195,17 @@ Status supports(const Problem& p) {
 std::shared_ptr<PlanData> tune(const Problem& p) {
   auto plan = std::make_shared<PrefillPlan>();
   plan->recipe = resolve(p);
-  const PrefillConfig c = config_of(p, plan->recipe);
-  plan->instance = find(c);
+  plan->plain = find(config_of(p, plan->recipe, false));  // 96 and 256 have none
+  plan->general = find(config_of(p, plan->recipe, true));
   plan->prepared = plan_prepare(p, plan->recipe, needs_of(p, plan->recipe));
   plan->workspace = plan->prepared.bytes;
-  if (notes_bad_keys(c)) {
+  if (plan->plain != nullptr && notes_bad_keys(plan->plain->config)) {
     plan->bad_keys = plan->workspace;
-    plan->workspace += static_cast<std::size_t>(p.heads_kv * tile::slot_count(rows_of(p, Role::k)) /
-                                                tile_keys * 4) *
-                       sizeof(std::int32_t);
+    const std::int64_t slots = plan->prepared.part[static_cast<int>(Role::k)].slots;
+    plan->workspace +=
+        static_cast<std::size_t>(p.heads_kv * slots / tile_keys * 4) * sizeof(std::int32_t);
   }
+  const PrefillConfig& c = instance_of(p, *plan).config;
   plan->error = isa::error_word();
   plan->text = "variant: " + std::string(c.general ? "general" : "plain") + " d" +
                std::to_string(c.d) + "\ntile: " + std::to_string(tile_rows(c)) + " rows x " +
@@ -193,8 +213,7 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
   return plan;
 }
 
-// ---- Parameters of a launch
-// ----------------------------------------------------------------------
+// ---- Parameters of a launch ---------------------------------------------------------------------
 
 /// Strides of a tensor that broadcasts over leading dimensions it lacks.
 BroadcastView per_head(const TensorView& t) {
@@ -225,7 +244,8 @@ OutputView output_of(const Problem& p) {
   return o;
 }
 
-PrefillParams params_of(const Problem& p, const PrefillPlan& plan, const Prepared& prepared) {
+PrefillParams params_of(const Problem& p, const PrefillPlan& plan, const PrefillConfig& config,
+                        const Prepared& prepared) {
   PrefillParams a;
   a.q = rows_of(p, Role::q);
   a.k = rows_of(p, Role::k);
@@ -253,10 +273,17 @@ PrefillParams params_of(const Problem& p, const PrefillPlan& plan, const Prepare
     a.mask.format = p.tensors.mask.format;
     std::copy(p.mask_stride.begin(), p.mask_stride.end(), a.mask.stride);
   }
+  if (p.block_mask_q > 0) {
+    a.block_mask.data = p.tensors.block_mask.data;
+    a.block_mask.format = Format::b8;
+    std::copy(p.block_mask_stride.begin(), p.block_mask_stride.end(), a.block_mask.stride);
+    a.block_mask_q = static_cast<std::int32_t>(p.block_mask_q);
+    a.block_mask_k = static_cast<std::int32_t>(p.block_mask_k);
+  }
   a.alibi = per_head(p.tensors.alibi_slopes);
   a.sinks = per_head(p.tensors.sinks);
   a.group = static_cast<std::int32_t>(p.group());
-  const int rows = tile_rows(plan.instance->config);
+  const int rows = tile_rows(config);
   a.q_blocks = static_cast<std::int32_t>((p.max_q + rows - 1) / rows);
   a.heads_first = p.window_right >= 0;
   a.error = plan.error;
@@ -280,15 +307,17 @@ Status quantize_operands(const PlanData& data, const Problem& p, void* workspace
 
 Status attend(const PlanData& data, const Problem& p, void* workspace, Stream stream) {
   const auto& plan = static_cast<const PrefillPlan&>(data);
-  PrefillParams params = params_of(p, plan, prepared_in(p, plan.recipe, plan.prepared, workspace));
+  const Instance& instance = instance_of(p, plan);
+  PrefillParams params = params_of(p, plan, instance.config,
+                                   prepared_in(p, plan.recipe, plan.prepared, workspace));
   const std::int64_t units = p.batch * p.heads_q, blocks = params.q_blocks * units;
   if (blocks == 0) return {};
-  const bool notes = notes_bad_keys(plan.instance->config);
+  const bool notes = notes_bad_keys(instance.config);
   if (notes) {
     params.bad_keys =
         reinterpret_cast<std::int32_t*>(static_cast<std::byte*>(workspace) + plan.bad_keys);
   }
-  isa::LaunchError e = plan.instance->launch(params, {static_cast<int>(blocks), 1, 1}, stream);
+  isa::LaunchError e = instance.launch(params, {static_cast<int>(blocks), 1, 1}, stream);
   if (e.empty() && notes) {
     e = isa::launch<SpoilRows>(params, {static_cast<int>(units), 1, 1}, stream);
   }

@@ -93,6 +93,7 @@ struct Prefill : PrefillValues<C> {
 
   QATTN_DEVICE void run_tile(int tile, int next) {
     this->start_values(tile);
+    this->start_key_scales(tile);
     isa::copy_async_commit();
     const float k_scale = this->key_scale(tile);
     Scores s;

@@ -116,6 +116,10 @@ struct PrefillScores : PrefillShape<C> {
   QATTN_DEVICE void start_keys(int tile) {
     tile::copy_rows<S::qk_bytes, S::keys, S::threads, C.general>(base + S::k_at, k_source, tile,
                                                                  p.error);
+  }
+
+  /// K's scales of a tile come with its V: softmax reads them when K of the next tile is on its way.
+  QATTN_DEVICE void start_key_scales(int tile) {
     if constexpr (C.general && !S::wide_qk) {
       const float* scales = p.k8.scale + unit(p.k8, work.kv_head, work.k_slot + tile);
       tile::copy_linear<S::threads>(base + S::k_scale_at,
@@ -237,6 +241,7 @@ struct PrefillScores : PrefillShape<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       rows[r] = score_row(r);
+      if (rows[r].i >= work.q.length) rows[r].end = 0;  // masks have no row for it
       factor[r] = row_scale[r];
       if (p.q8.dot_mean != nullptr) offset[r] = mean_dot(r);
     }

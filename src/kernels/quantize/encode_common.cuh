@@ -106,6 +106,8 @@ QATTN_DEVICE void store_row_offsets(const tile::Rows& r, const TilePlace& p, Sha
     const std::int64_t at =
         j < p.count() ? tile::row_offset(r, p.span, p.b, p.head, p.first + j) : -1;
     isa::store_shared(words + 8 * j, at);
+    // Kernels that read the codes see no page table.
+    if (j < p.count() && at == -1) isa::atomic_or_global(r.error, tile::error_page);
   }
   isa::sync_threads();
 }

@@ -329,21 +329,19 @@ std::string prepare_refusal(const Problem& p, const Recipe& recipe, const Prepar
   return {};
 }
 
-/// Which keys share V's scales per channel. Given scales of paged V belong to pages, so that a
-/// group must end where its page ends.
-void channel_layout(const Problem& p, const Facts& f, const tile::Rows& r, PrepareLayout& layout) {
-  const bool blocks = f.scaling.granularity == Granularity::per_block_channel;
+std::int64_t channel_block(const Problem& p, const Recipe& recipe, const PrepareNeeds& needs) {
+  const Facts f = facts_of(p, recipe, needs, Role::v);
+  const std::int64_t all = std::max<std::int64_t>(p.max_k, 1);
+  if (!f.wanted || f.scaling.granularity != Granularity::per_block_channel) return all;
+  // Given scales of paged V belong to pages, so that a group must end where its page ends.
   const bool pages = p.paged && f.scale.present();
-  layout.channel_block = !blocks ? std::max<std::int64_t>(r.max_length, 1)
-                         : pages ? std::gcd<std::int64_t>(f.scaling.block, p.page_size)
-                                 : f.scaling.block;
-  layout.channel_groups =
-      std::max<std::int64_t>((r.max_length + layout.channel_block - 1) / layout.channel_block, 1);
+  return pages ? std::gcd<std::int64_t>(f.scaling.block, p.page_size) : f.scaling.block;
 }
 
 PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const PrepareNeeds& needs) {
   PrepareLayout layout;
   layout.needs = needs;
+  layout.error = isa::error_word();
   Allocator memory;
   for (const Facts& f : all_facts(p, recipe, needs)) {
     PrepareLayout::Part& part = layout.part[static_cast<int>(f.role)];
@@ -367,7 +365,9 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
       part.maxima = memory.take(maxima_words(f, r, part.groups) * 4);
     }
     if (f.wanted && f.role == Role::v && source_of(f) == ScaleSource::channel) {
-      channel_layout(p, f, r, layout);
+      layout.channel_block = channel_block(p, recipe, needs);
+      layout.channel_groups = std::max<std::int64_t>(
+          (p.max_k + layout.channel_block - 1) / layout.channel_block, 1);
       layout.channel_scale = memory.take(p.batch * f.heads * layout.channel_groups * f.padded * 4);
     }
     if (mean) {
@@ -385,7 +385,10 @@ Call make_call(const Problem& problem, const Recipe& recipe, const PrepareLayout
                void* workspace, void* stream) {
   Call call{problem, recipe, layout, workspace, stream, all_facts(problem, recipe, layout.needs),
             {}};
-  for (int i = 0; i < 3; ++i) call.rows[i] = rows_of(problem, static_cast<Role>(i));
+  for (int i = 0; i < 3; ++i) {
+    call.rows[i] = rows_of(problem, static_cast<Role>(i));
+    call.rows[i].error = layout.error;
+  }
   return call;
 }
 

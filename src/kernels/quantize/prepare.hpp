@@ -32,6 +32,7 @@ struct PrepareLayout {
   std::size_t channel_scale = none;  ///< of V
   std::int64_t channel_groups = 0, channel_block = 0;
   std::size_t bytes = 0;
+  std::uint32_t* error = nullptr;  ///< of the device; asked for when a plan is made
 };
 
 /// What prepare() made. Means: [batch][heads_kv][padded channels], null where none is subtracted.
@@ -57,6 +58,9 @@ tile::Rows rows_of(const Problem& problem, Role role);
 /// nothing automatic left in it.
 std::string prepare_refusal(const Problem& problem, const Recipe& recipe,
                             const PrepareNeeds& needs);
+
+/// How many keys of a sequence share V's scales per channel; all of them where it has none.
+std::int64_t channel_block(const Problem& problem, const Recipe& recipe, const PrepareNeeds& needs);
 
 PrepareLayout plan_prepare(const Problem& problem, const Recipe& recipe, const PrepareNeeds& needs);
 

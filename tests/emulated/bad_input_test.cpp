@@ -1,0 +1,216 @@
+// What nobody has looked at before a GPU does: NaN and Inf in operands, and index tensors that hold
+// nonsense.
+#include "conformance/bad_input.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "emulated/emulated_backend.hpp"
+#include "emulated/matrix.hpp"
+
+namespace qattn::test {
+namespace {
+
+/// One timing a call, in turn: there are dozens of calls.
+RunCall in_turn(const Recipe& recipe) {
+  return [recipe, n = std::size_t{0}](const Call& call, Laid& laid) mutable {
+    return run_emulated(call, laid, recipe, every_timing().subspan(n++ % every_timing().size(), 1));
+  };
+}
+
+class EmulatedBadInput : public testing::TestWithParam<Recipe> {
+ protected:
+  Feature feature(Format wanted = Format::bf16) const {
+    return with_inputs(bad_input_feature(), GetParam(), wanted);
+  }
+};
+
+TEST_P(EmulatedBadInput, StaysInItsPlace) {
+  expect_bad_input_stays(feature(), in_turn(GetParam()));
+}
+
+TEST_P(EmulatedBadInput, SoftcapDoesNotHideIt) {
+  Feature f = feature(Format::f16);
+  f.options.softcap = 2.0f;
+  expect_bad_input_stays(f, in_turn(GetParam()));
+}
+
+TEST_P(EmulatedBadInput, StaysInItsPlaceWithoutSharedScales) {
+  Recipe recipe = GetParam();
+  recipe.smooth_k = Toggle::off;
+  if (free_scales(recipe.v)) recipe.v_scale.granularity = Granularity::per_token;
+  Feature f = feature(Format::f16);
+  f.how.strides = Strides::odd;
+  expect_bad_input_stays(f, in_turn(recipe));
+}
+
+TEST_P(EmulatedBadInput, ChannelScales) {
+  Recipe recipe = GetParam();
+  if (!free_scales(recipe.v)) GTEST_SKIP() << "V has no scales";
+  recipe.v_scale.granularity = Granularity::per_channel;
+  expect_bad_input_stays(feature(), in_turn(recipe));
+}
+
+TEST_P(EmulatedBadInput, WithoutCausalMask) {
+  // Every row sees the bad key: nothing but the sequence and the head tells rows apart.
+  Feature f = feature();
+  f.options.causal = false;
+  f.sq = {100, 100};
+  const Call call = make_call(f, 5);
+  for (const Operand operand : {Operand::k, Operand::v}) {
+    Laid laid = lay_out(call, f.how);
+    const RunCall run = in_turn(GetParam());
+    const Outcome clean = run(call, laid);
+    poke(laid, call, operand, bad_b, bad_h, bad_key, bad_d, -INFINITY);
+    const Outcome now = run(call, laid);
+    ASSERT_FALSE(HasFailure());
+    for (std::int64_t row = 0; row < call.total_rows(); ++row) {
+      const bool bad = row / 400 == bad_b && row / 100 % 4 / 2 == bad_h;
+      const float* out = &now.out[row * call.dim_v];
+      ASSERT_EQ(std::isnan(out[0]), bad) << "row " << row;
+      ASSERT_TRUE(bad || std::memcmp(out, &clean.out[row * call.dim_v], 32 * sizeof(float)) == 0);
+    }
+  }
+}
+
+TEST_P(EmulatedBadInput, NanBiasAndSink) {
+  expect_bad_bias_and_sink_stay(feature(), in_turn(GetParam()));
+}
+
+// ---- Index tensors
+// -------------------------------------------------------------------------------
+
+struct Unchecked {
+  Status status, errors;
+  std::vector<float> out, lse;
+  std::string violation;
+};
+
+/// Without the host's checks; the inputs as they are now.
+Unchecked run_unchecked(const Call& call, Laid& laid, const Recipe& recipe) {
+  const EmulatedBackend backend(false);
+  laid.out.clear();
+  laid.lse.clear();
+  laid.freeze();
+  AttentionOptions options = call.options;
+  options.recipe = recipe;
+  Unchecked run;
+  run.status = attention(laid.tensors(), options);
+  run.errors = device_errors({});
+  run.out = laid.read_out(call);
+  run.lse = laid.read_lse(call);
+  run.violation = laid.violation();
+  return run;
+}
+
+/// Sequence `bad` alone becomes NaN (or nothing is written: `unknown`), and the device says `what`.
+void expect_one_bad(const Call& call, const Unchecked& now, const Unchecked& clean,
+                    std::int64_t bad, bool unknown, const std::string& what) {
+  ASSERT_TRUE(now.status.ok()) << now.status.message();
+  EXPECT_EQ(now.violation, "");
+  EXPECT_NE(now.errors.message().find(what), std::string::npos) << now.errors.message();
+  for (std::size_t n = 0; n < call.sequences.size(); ++n) {
+    const auto b = static_cast<std::int64_t>(n);
+    for (std::int64_t h = 0; h < call.heads_q; ++h) {
+      for (std::int64_t i = 0; i < call.sequences[n].room_q; ++i) {
+        const std::int64_t row = call.row(b, h, i);
+        for (std::int64_t c = 0; c < call.dim_v; ++c) {
+          const float x = now.out[row * call.dim_v + c];
+          // What nobody writes is NaN, too: the outputs' sentinel.
+          ASSERT_TRUE(b == bad ? std::isnan(x) : x == clean.out[row * call.dim_v + c])
+              << "sequence " << b << " head " << h << " row " << i << " channel " << c << ": " << x;
+        }
+        ASSERT_TRUE(b == bad ? std::isnan(now.lse[row]) : now.lse[row] == clean.lse[row])
+            << "LSE of sequence " << b << " row " << i << (unknown ? " (unknown rows)" : "");
+      }
+    }
+  }
+}
+
+struct BadIndex {
+  const char* name;
+  Tensor Laid::*tensor;
+  Index at;
+  double value;
+  const char* what;
+  bool unknown = false;  ///< where the rows lie is what the entry says
+};
+
+class EmulatedBadIndex : public testing::TestWithParam<Recipe> {
+ protected:
+  void sweep(const Feature& row, std::int64_t bad, std::initializer_list<BadIndex> entries) {
+    for (const bool softcap : {false, true}) {  // both variants of the kernels
+      Feature f = with_inputs(row, GetParam(), Format::f16);
+      f.options.softcap = softcap ? 3.0f : 0.0f;
+      const Call call = make_call(f, 5);
+      for (const BadIndex& entry : entries) {
+        SCOPED_TRACE(std::string(entry.name) + " = " + std::to_string(entry.value));
+        Laid laid = lay_out(call, f.how);
+        const Unchecked clean = run_unchecked(call, laid, GetParam());
+        ASSERT_TRUE(clean.status.ok()) << clean.status.message();
+        ASSERT_TRUE(clean.errors.ok()) << clean.errors.message();
+        (laid.*entry.tensor).set(entry.at, entry.value);
+        const Unchecked now = run_unchecked(call, laid, GetParam());
+        expect_one_bad(call, now, clean, bad, entry.unknown, entry.what);
+        if (HasFailure()) return;
+        // With validate the entry is named before anything runs.
+        const EmulatedBackend backend(false);
+        AttentionOptions options = call.options;
+        options.recipe = GetParam();
+        options.validate = true;
+        EXPECT_EQ(attention(laid.tensors(), options).code(), Code::invalid_argument);
+      }
+    }
+  }
+};
+
+constexpr const char* length_error = "cu_seqlens or seqused";
+
+TEST_P(EmulatedBadIndex, PackedSequences) {
+  Feature f;
+  f.heads_q = 2, f.heads_k = 1, f.options.causal = true;
+  f.sq = {40, 70, 20}, f.sk = {130, 90, 65};
+  f.how.packed_q = f.how.packed_k = true;
+  // The last entry belongs to the last sequence alone.
+  sweep(f, 2,
+        {{"cu_seqlens_k", &Laid::cu_k, {3}, 1e9, length_error},
+         {"cu_seqlens_k", &Laid::cu_k, {3}, -5, length_error},
+         {"cu_seqlens_k", &Laid::cu_k, {3}, 286, length_error},
+         {"cu_seqlens_k", &Laid::cu_k, {3}, 219, length_error},
+         {"cu_seqlens_q", &Laid::cu_q, {3}, 1e9, length_error, true},
+         {"cu_seqlens_q", &Laid::cu_q, {3}, 109, length_error, true}});
+}
+
+TEST_P(EmulatedBadIndex, UsedLengths) {
+  Feature f;
+  f.heads_q = 2, f.heads_k = 1;
+  f.sq = {70, 70}, f.sk = {150, 150}, f.used_q = {70, 66}, f.used_k = {150, 90};
+  f.how.seqused_q = f.how.seqused_k = true;
+  sweep(f, 1,
+        {{"seqused_k", &Laid::used_k, {1}, 151, length_error},
+         {"seqused_k", &Laid::used_k, {1}, -1, length_error},
+         {"seqused_q", &Laid::used_q, {1}, 71, length_error},
+         {"seqused_q", &Laid::used_q, {1}, -2e9, length_error}});
+}
+
+TEST_P(EmulatedBadIndex, Pages) {
+  for (const std::int64_t size : {16, 64}) {
+    Feature f;
+    f.heads_q = 2, f.heads_k = 1, f.how.page_size = size;
+    f.sq = {40, 40}, f.sk = {192, 192}, f.used_k = {150, 130};
+    sweep(f, 1,
+          {{"page_table", &Laid::pages, {1, 0}, -1, "page_table"},
+           {"page_table", &Laid::pages, {1, 1}, 1e9, "page_table"},
+           {"seqused_k", &Laid::used_k, {1}, 193, length_error}});
+  }
+}
+
+const auto recipe_name = [](const auto& recipe) { return recipe.param.name; };
+
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadInput, testing::ValuesIn(gpu_recipes()), recipe_name);
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadIndex, testing::ValuesIn(gpu_recipes()), recipe_name);
+
+}  // namespace
+}  // namespace qattn::test

@@ -1,0 +1,89 @@
+// Block masks on the emulated GPU kernels: what is forbidden is skipped, and nothing else changes.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "emulated/emulated_backend.hpp"
+#include "emulated/matrix.hpp"
+
+namespace qattn::test {
+namespace {
+
+Feature masked(const Recipe& recipe) {
+  Feature f = feature_named("block_mask");
+  f.heads_q = 2, f.heads_k = 1;
+  return with_inputs(f, recipe, Format::bf16);
+}
+
+class EmulatedBlockMask : public testing::TestWithParam<Recipe> {};
+
+TEST_P(EmulatedBlockMask, IsAMaskOfWholeBlocks) {
+  const Feature f = masked(GetParam());
+  const Call call = make_call(f, 4);
+  Laid laid = lay_out(call, f.how);
+  const Outcome blocks = run_emulated(call, laid, GetParam());
+  Call dense = call;
+  dense.block_mask = {};
+  dense.options.block_mask_q = dense.options.block_mask_k = 0;
+  dense.mask.boolean = true;
+  dense.mask.shape = {2, 2, 270, 330};
+  for (std::int64_t n = 0; n < 2 * 2 * 270 * 330; ++n) {
+    const std::int64_t j = n % 330, i = n / 330 % 270, h = n / (330 * 270) % 2, b = n / (660 * 270);
+    dense.mask.values.push_back(call.block_mask.at(b, h, i / 128, j / 64));
+  }
+  Laid dense_laid = lay_out(dense, f.how);
+  EXPECT_TRUE(same_bits(blocks, run_emulated(dense, dense_laid, GetParam())));
+}
+
+TEST_P(EmulatedBlockMask, RowsThatSeeNothingAreEmpty) {
+  const Feature f = masked(GetParam());
+  const Call call = make_call(f, 4);
+  Laid laid = lay_out(call, f.how);
+  const Outcome outcome = run_emulated(call, laid, GetParam());
+  for (std::int64_t i = 128; i < 256; ++i) {  // the second row of blocks is blind
+    const std::int64_t row = call.row(1, 1, i);
+    ASSERT_EQ(outcome.lse[row], -std::numeric_limits<float>::infinity());
+    ASSERT_EQ(outcome.out[row * call.dim_v], 0.0f);
+  }
+}
+
+/// Keys of forbidden blocks are not read: NaN there stays there.
+TEST_P(EmulatedBlockMask, ForbiddenKeysAreNotRead) {
+  Recipe recipe = GetParam();
+  recipe.smooth_k = Toggle::off;
+  const Feature f = masked(recipe);
+  Call call = make_call(f, 4);
+  for (std::size_t n = 0; n < call.block_mask.values.size(); ++n) {
+    if (n % 6 == 2) call.block_mask.values[n] = 0;  // keys 128 to 191, for everybody
+  }
+  Laid laid = lay_out(call, f.how);
+  const Outcome clean = run_emulated(call, laid, recipe);
+  for (std::int64_t b = 0; b < 2; ++b) {
+    poke(laid, call, Operand::k, b, 0, 150, 3, NAN);
+    poke(laid, call, Operand::v, b, 0, 160, 3, INFINITY);
+  }
+  EXPECT_TRUE(same_bits(clean, run_emulated(call, laid, recipe)));
+}
+
+TEST_P(EmulatedBlockMask, BlocksSmallerThanATileOfRowsAreRefused) {
+  for (const std::int64_t dim : {64, 256}) {
+    Feature f = masked(GetParam());
+    f.dim = f.dim_v = dim;
+    f.options.block_mask_q = 64;
+    const Call call = make_call(f, 4);
+    const Laid laid = lay_out(call, f.how);
+    const EmulatedBackend backend;
+    AttentionOptions options = call.options;
+    options.recipe = GetParam();
+    const std::string text = explain(laid.tensors(), options);
+    const std::string refusal = "block_mask_q: 64 is not a multiple of 128, the rows of a tile";
+    EXPECT_EQ(text.find(refusal) != std::string::npos, dim == 64) << text;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBlockMask, testing::ValuesIn(gpu_recipes()),
+                         [](const auto& recipe) { return recipe.param.name; });
+
+}  // namespace
+}  // namespace qattn::test

@@ -1,0 +1,68 @@
+// Features x recipes on the emulated GPU kernels: tight against the semantic model, loosely against
+// float64, with the same bits under every schedule.
+#include <gtest/gtest.h>
+
+#include "emulated/emulated_backend.hpp"
+#include "emulated/matrix.hpp"
+
+namespace qattn::test {
+
+void PrintTo(const Cell& cell, std::ostream* out) { *out << cell.name; }
+void PrintTo(const InstanceCell& cell, std::ostream* out) { *out << cell.cell.name; }
+
+namespace {
+
+std::string name_of(const testing::TestParamInfo<Cell>& cell) { return cell.param.name; }
+
+Result<Plan> plan_emulated(const Call& call, const Laid& laid, const Recipe& recipe) {
+  const EmulatedBackend backend;
+  AttentionOptions options = call.options;
+  options.recipe = recipe;
+  return plan(laid.tensors(), options);
+}
+
+/// Runs the cell and compares; returns what ran.
+Outcome expect_conforms(const Cell& cell) {
+  const auto& [name, recipe, feature, refused] = cell;
+  Call call = make_call(feature, 1);
+  Laid laid = lay_out(call, feature.how);
+  const Result<Plan> planned = plan_emulated(call, laid, recipe);
+  EXPECT_TRUE(planned.ok()) << planned.status().message();
+  if (!planned.ok()) return {};
+  EXPECT_EQ(planned->kernel() == emulated_kernel, !refused) << planned->to_string();
+  if (refused || testing::Test::HasFailure()) return {};
+  Recipe run = recipe;
+  if (feature.static_scales) {
+    add_static_scales(call, laid, planned->recipe(), 0.6);
+    run.k_scale = planned->recipe().k_scale;  // with given scales, automatic is one a token
+  }
+  const Outcome outcome = run_emulated(call, laid, run);
+  if (testing::Test::HasFailure()) return outcome;
+  const ModelOutput model = model_attention(call, outcome.model_options());
+  expect_matches_model(outcome, call, feature.how.output, model);
+  const Exact exact = reference(call, laid);
+  EXPECT_LE(distance(outcome.out, exact.out, call.dim_v).nrmse,
+            feature.loose * loose_bound(outcome.resolved, feature.how.output))
+      << "against float64";
+  return outcome;
+}
+
+class Emulated : public testing::TestWithParam<Cell> {};
+
+TEST_P(Emulated, MatchesModelAndReference) { expect_conforms(GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(Cover, Emulated, testing::ValuesIn(covering_cells()), name_of);
+INSTANTIATE_TEST_SUITE_P(Full, Emulated, testing::ValuesIn(all_cells()), name_of);
+
+class Instance : public testing::TestWithParam<InstanceCell> {};
+
+TEST_P(Instance, IsChosenAndConforms) {
+  const Outcome outcome = expect_conforms(GetParam().cell);
+  EXPECT_NE(outcome.plan.find("variant: " + GetParam().variant), std::string::npos) << outcome.plan;
+}
+
+INSTANTIATE_TEST_SUITE_P(Cover, Instance, testing::ValuesIn(instance_cells()),
+                         [](const auto& cell) { return cell.param.cell.name; });
+
+}  // namespace
+}  // namespace qattn::test

@@ -1,0 +1,94 @@
+#include "emulated/emulated_backend.hpp"
+
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "isa/launch.hpp"
+#include "kernels/attn_prefill/sm80.hpp"
+
+namespace qattn::test {
+namespace {
+
+Result<void*> allocate(std::size_t bytes, Stream) {
+  // Garbage, as on a GPU.
+  const std::size_t room = (bytes + 127) / 64 * 64;
+  void* memory = std::aligned_alloc(64, room);
+  std::memset(memory, 0xFF, room);
+  return memory;
+}
+
+/// Sets the emulator's options for as long as it lives.
+class ForceTiming {
+ public:
+  explicit ForceTiming(const Timing& t) : before_(emu::options()) {
+    emu::options().schedule = t.schedule;
+    emu::options().order = t.order;
+    emu::options().seed = t.seed;
+  }
+  ~ForceTiming() { emu::options() = before_; }
+  ForceTiming(const ForceTiming&) = delete;
+  ForceTiming& operator=(const ForceTiming&) = delete;
+
+ private:
+  emu::Options before_;
+};
+
+}  // namespace
+
+EmulatedBackend::EmulatedBackend(bool host_memory) {
+  backend_.name = "emulated";
+  backend_.device = DeviceType::cpu;
+  backend_.kernels = kernels::gpu_attention_kernels();
+  backend_.host_memory = host_memory;
+  backend_.enter = [](int, int*) { return Status(); };
+  backend_.leave = [](int) {};
+  backend_.architecture = [] { return isa::architecture(0); };
+  backend_.allocate = allocate;
+  backend_.release = [](void* memory, Stream) { std::free(memory); };
+  backend_.copy_to_host = [](void* to, const void* from, std::size_t bytes, Stream) {
+    std::memcpy(to, from, bytes);
+    return Status();
+  };
+  backend_.take_errors = []() -> Result<std::uint32_t> {
+    return std::exchange(*isa::error_word(), 0u);
+  };
+  detail::use_backend(&backend_);
+}
+
+EmulatedBackend::~EmulatedBackend() { detail::use_backend(nullptr); }
+
+std::span<const Timing> every_timing() {
+  static const Timing all[] = {{emu::Schedule::late, emu::LaneOrder::forward, 1},
+                               {emu::Schedule::early, emu::LaneOrder::reverse, 1},
+                               {emu::Schedule::random, emu::LaneOrder::random, 7}};
+  return all;
+}
+
+Outcome run_emulated(const Call& call, Laid& laid, const Recipe& recipe,
+                     std::span<const Timing> timings) {
+  const EmulatedBackend backend;
+  laid.freeze();
+  Outcome first;
+  for (const Timing& timing : timings) {
+    const ForceTiming forced(timing);
+    Outcome outcome = run_call(call, laid, recipe);
+    EXPECT_TRUE(outcome.status.ok()) << outcome.status.message();
+    EXPECT_EQ(outcome.violation, "");
+    EXPECT_EQ(device_errors({}).message(), "");
+    if (outcome.plan.find(std::string("kernel: ") + emulated_kernel + "\n") == std::string::npos) {
+      ADD_FAILURE() << "another kernel serves this call:\n"
+                    << outcome.plan << explain(laid.tensors(), call.options);
+    }
+    if (&timing == timings.data()) {
+      first = std::move(outcome);
+    } else {
+      EXPECT_TRUE(same_bits(first, outcome))
+          << "schedule " << static_cast<int>(timing.schedule) << " changes the result";
+    }
+    if (testing::Test::HasFailure()) break;
+  }
+  return first;
+}
+
+}  // namespace qattn::test

@@ -1,0 +1,43 @@
+// The GPU kernels in the emulator, in front of the CPU's: ordinary plan() and run() get them.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "conformance/runner.hpp"
+#include "core/backend.hpp"
+#include "isa/emu/options.hpp"
+
+namespace qattn::test {
+
+/// In front for as long as it lives. quantize() has no kernels there: the semantic model and the
+/// reference run without it. `host_memory` false: index tensors are checked by the kernels alone.
+class EmulatedBackend {
+ public:
+  explicit EmulatedBackend(bool host_memory = true);
+  ~EmulatedBackend();
+  EmulatedBackend(const EmulatedBackend&) = delete;
+  EmulatedBackend& operator=(const EmulatedBackend&) = delete;
+
+ private:
+  detail::Backend backend_;
+};
+
+/// When asynchronous copies land and which lanes run first.
+struct Timing {
+  emu::Schedule schedule = emu::Schedule::late;
+  emu::LaneOrder order = emu::LaneOrder::forward;
+  std::uint64_t seed = 1;
+};
+
+/// Early, late and one random schedule, each with another order of lanes.
+std::span<const Timing> every_timing();
+
+/// run_call() on the emulated kernels once per timing. Records a failure where results differ in a
+/// bit, or where another kernel served the call.
+Outcome run_emulated(const Call& call, Laid& laid, const Recipe& recipe,
+                     std::span<const Timing> timings = every_timing());
+
+inline constexpr const char* emulated_kernel = "sm80_prefill";
+
+}  // namespace qattn::test

@@ -1,0 +1,162 @@
+#include "emulated/matrix.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace qattn::test {
+namespace {
+
+struct Heads {
+  std::int64_t dim, dim_v;
+};
+
+// Often the cheap ones: D = 256 takes four times the emulator's time of D = 64.
+constexpr Heads rotation[] = {{64, 64},  {128, 128}, {64, 64}, {80, 80},
+                              {128, 64}, {64, 128},  {64, 64}, {96, 96}};
+constexpr Heads every_shape[] = {{64, 64},   {80, 80},  {96, 96},  {128, 128}, {200, 200},
+                                 {256, 256}, {64, 128}, {128, 64}, {96, 200}};
+
+template <class Edit>
+void add(std::vector<Feature>& rows, const std::string& name, Edit edit) {
+  Feature feature;
+  feature.name = name;
+  feature.sq = {65};
+  feature.sk = {130};
+  edit(feature);
+  rows.push_back(std::move(feature));
+}
+
+/// What GPUs' tiles and paths ask beyond the table: 64 keys, 64 or 128 rows, 16-byte rows.
+std::vector<Feature> gpu_features() {
+  std::vector<Feature> rows;
+  for (const std::int64_t s : {1, 63, 64, 65, 127, 129, 300}) {
+    add(rows, "queries_" + std::to_string(s), [s](Feature& f) { f.sq = {s}; });
+    add(rows, "queries_causal_" + std::to_string(s),
+        [s](Feature& f) { f.sq = {s}, f.sk = {129}, f.options.causal = true; });
+    add(rows, "square_window_" + std::to_string(s), [s](Feature& f) {
+      f.sq = f.sk = {s}, f.options.window_left = 70, f.options.window_right = 1;
+    });
+  }
+  add(rows, "negative_scale", [](Feature& f) { f.options.softmax_scale = -0.1f; });
+  add(rows, "gqa_causal_300",
+      [](Feature& f) { f.heads_q = 6, f.sq = f.sk = {300}, f.options.causal = true; });
+  add(rows, "paged_64_causal", [](Feature& f) {
+    f.sq = {129, 129}, f.sk = {320, 320}, f.used_k = {300, 64};
+    f.how.page_size = 64, f.options.causal = true;
+  });
+  add(rows, "strides_odd_causal", [](Feature& f) {
+    f.how.strides = Strides::odd, f.sq = f.sk = {130}, f.options.causal = true;
+  });
+  add(rows, "varlen_tiles", [](Feature& f) {
+    f.sq = {64, 1, 129, 65}, f.sk = {64, 129, 63, 65}, f.options.causal = true;
+    f.how.packed_q = f.how.packed_k = true;
+  });
+  return rows;
+}
+
+bool resized(const Feature& f) { return f.dim != 64 || f.dim_v != 64; }
+
+Cell cell_of(const Recipe& recipe, const Feature& feature, std::string tail) {
+  Cell cell{recipe.name + "_" + feature.name + std::move(tail), recipe, feature};
+  feature.tweak(cell.recipe);
+  const Scaling& v = cell.recipe.v_scale;
+  cell.refused = cell.recipe.smooth_q == Toggle::on ||
+                 (v.granularity == Granularity::per_block_channel && v.block % 64 != 0);
+  return cell;
+}
+
+/// Recipe and feature of every cell that means something.
+std::vector<std::pair<Recipe, Feature>> pairs() {
+  std::vector<Feature> rows = features();
+  for (Feature& f : gpu_features()) rows.push_back(std::move(f));
+  std::vector<std::pair<Recipe, Feature>> all;
+  for (const Recipe& recipe : gpu_recipes()) {
+    for (const Feature& feature : rows) {
+      if (feature.applies(recipe)) all.emplace_back(recipe, feature);
+    }
+  }
+  return all;
+}
+
+}  // namespace
+
+std::vector<Recipe> gpu_recipes() {
+  std::vector<Recipe> all;
+  for (const char* name : {"f16", "bf16", "int8", "int8_full"}) all.push_back(*recipe_named(name));
+  return all;
+}
+
+Feature with_inputs(Feature feature, const Recipe& recipe, Format wanted) {
+  const bool fixed = recipe.qk == Format::f16 || recipe.qk == Format::bf16;
+  Format& input = feature.how.input;
+  input = fixed ? recipe.qk : input == Format::f32 ? wanted : input;
+  return feature;
+}
+
+std::vector<Cell> covering_cells() {
+  std::vector<Cell> all;
+  std::size_t n = 0;
+  for (const auto& [recipe, row] : pairs()) {
+    Feature f = with_inputs(row, recipe, n % 2 ? Format::f16 : Format::bf16);
+    const Heads heads = rotation[n / 2 % std::size(rotation)];
+    if (!resized(f)) f.dim = heads.dim, f.dim_v = heads.dim_v;
+    if (n % 3 == 1 && f.how.output == Format::f32) f.how.output = f.how.input;
+    if (n % 7 == 3 && f.how.strides == Strides::dense) f.how.layout = Layout::bhsd;
+    if (n % 7 == 5 && f.how.strides == Strides::dense) f.how.strides = Strides::odd;
+    all.push_back(cell_of(recipe, f, ""));
+    ++n;
+  }
+  return all;
+}
+
+std::vector<Cell> all_cells() {
+  std::vector<Cell> all;
+  std::size_t n = 0;
+  for (const auto& [recipe, row] : pairs()) {
+    for (const Format format : {Format::f16, Format::bf16}) {
+      if (recipe.qk == Format::f16 || recipe.qk == Format::bf16 ? recipe.qk != format
+                                                                : recipe.v == Format::s8 && n % 2) {
+        ++n;
+        continue;
+      }
+      for (const Heads heads : every_shape) {
+        Feature f = with_inputs(row, recipe, format);
+        const bool own = resized(f);
+        if (!own) f.dim = heads.dim, f.dim_v = heads.dim_v;
+        if (n % 2 && f.how.output == Format::f32) f.how.output = f.how.input;
+        all.push_back(cell_of(recipe, f,
+                              "_" + std::string(info(format).name) + "_" + std::to_string(f.dim) +
+                                  "_" + std::to_string(f.dim_v)));
+        ++n;
+        if (own) break;
+      }
+    }
+  }
+  return all;
+}
+
+std::vector<InstanceCell> instance_cells() {
+  std::vector<InstanceCell> all;
+  const auto instance = [&](int d, const char* qk, const char* pv, bool general) {
+    Feature f;
+    const bool half = std::string(pv) == "f16" || std::string(qk) == "f16";
+    const std::string v = pv;
+    f.name = "d" + std::to_string(d) + (general ? "_general" : "_plain") + "_" + pv;
+    f.sq = {130}, f.sk = {190}, f.heads_q = 2, f.heads_k = 1;
+    f.dim = f.dim_v = d == 96 ? 80 : d == 256 ? 200 : d;
+    f.options.causal = true;
+    if (general) f.options.softcap = 3;
+    f.how.input = half ? Format::f16 : Format::bf16;
+    const Recipe recipe = *recipe_named(std::string(qk) != "s8" ? qk
+                                        : v == "u8"             ? "int8_full"
+                                                                : "int8");
+    all.push_back({cell_of(recipe, f, ""),
+                   std::string(general ? "general" : "plain") + " d" + std::to_string(d)});
+  };
+#define QATTN_INSTANCE(D, QK, PV, GENERAL) instance(D, #QK, #PV, GENERAL);
+#include "kernels/attn_prefill/sm80_instances.inc"
+#undef QATTN_INSTANCE
+  return all;
+}
+
+}  // namespace qattn::test

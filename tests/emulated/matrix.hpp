@@ -1,0 +1,38 @@
+// What is run on the emulated kernels: features of the conformance table and some of GPUs' own,
+// with recipes, shapes of heads, formats and layouts.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "conformance/feature.hpp"
+
+namespace qattn::test {
+
+struct Cell {
+  std::string name;
+  Recipe recipe;
+  Feature feature;
+  bool refused = false;  ///< no GPU kernel: another one must serve it
+};
+
+/// Every feature with every recipe that GPUs have, once: what else there is to choose rotates.
+std::vector<Cell> covering_cells();
+
+/// Every feature with every recipe, every shape of heads and every 16-bit format.
+std::vector<Cell> all_cells();
+
+/// One call for every line of sm80_instances.inc; the plan's text must begin its variant so.
+struct InstanceCell {
+  Cell cell;
+  std::string variant;
+};
+std::vector<InstanceCell> instance_cells();
+
+/// Recipes of the table that have GPU kernels.
+std::vector<Recipe> gpu_recipes();
+
+/// The feature with inputs that the recipe takes on GPUs: 16 bits.
+Feature with_inputs(Feature feature, const Recipe& recipe, Format wanted);
+
+}  // namespace qattn::test

@@ -1,0 +1,166 @@
+// A plan knows shapes, formats and options; addresses, strides and numbers come with run().
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "emulated/emulated_backend.hpp"
+#include "emulated/matrix.hpp"
+
+namespace qattn::test {
+namespace {
+
+/// A workspace between bytes that nobody may write.
+class Workspace {
+ public:
+  explicit Workspace(std::size_t bytes) : bytes_(bytes), memory_(bytes + 64 + guard, 0xFF) {
+    const auto address = reinterpret_cast<std::uintptr_t>(memory_.data());
+    begin_ = memory_.data() + (64 - address % 64) % 64;
+  }
+  void* data() { return begin_; }
+  bool intact() const {
+    for (const std::uint8_t* at = begin_ + bytes_; at < memory_.data() + memory_.size(); ++at) {
+      if (*at != 0xFF) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr std::size_t guard = 4096;
+  std::size_t bytes_;
+  std::vector<std::uint8_t> memory_;
+  std::uint8_t* begin_ = nullptr;
+};
+
+/// The views of a planning call: shapes without memory.
+AttentionTensors without_addresses(AttentionTensors t) {
+  for (TensorView* view : {&t.q, &t.k, &t.v, &t.out, &t.lse, &t.cu_seqlens_q, &t.cu_seqlens_k,
+                           &t.seqused_q, &t.seqused_k, &t.page_table, &t.mask, &t.sinks}) {
+    view->data = nullptr;
+  }
+  return t;
+}
+
+class EmulatedPlan : public testing::TestWithParam<Recipe> {
+ protected:
+  /// Plans on `planned`, runs on `laid`, and expects what a plan of its own gives.
+  void expect_same(const Call& call, const AttentionTensors& planned, const AttentionOptions& asked,
+                   Laid& laid) {
+    const Outcome want = run_emulated(call, laid, GetParam());
+    ASSERT_FALSE(HasFailure());
+    const EmulatedBackend backend;
+    AttentionOptions options = asked;
+    options.recipe = GetParam();
+    const Result<Plan> made = plan(planned, options);
+    ASSERT_TRUE(made.ok()) << made.status().message();
+    ASSERT_EQ(made->kernel(), emulated_kernel);
+    laid.out.clear();
+    laid.lse.clear();
+    options = call.options;
+    options.recipe = GetParam();
+    Workspace workspace(made->workspace_bytes());
+    const Status ran =
+        run(*made, laid.tensors(), options, workspace.data(), made->workspace_bytes());
+    ASSERT_TRUE(ran.ok()) << ran.message();
+    EXPECT_EQ(laid.violation(), "");
+    EXPECT_TRUE(workspace.intact()) << "a byte past the workspace was written";
+    const std::vector<float> out = laid.read_out(call), lse = laid.read_lse(call);
+    EXPECT_EQ(std::memcmp(out.data(), want.out.data(), out.size() * sizeof(float)), 0);
+    EXPECT_EQ(std::memcmp(lse.data(), want.lse.data(), lse.size() * sizeof(float)), 0);
+  }
+  Feature feature() const {
+    Feature f;
+    f.sq = {130, 130}, f.sk = {150, 150}, f.options.causal = true;
+    return with_inputs(f, GetParam(), Format::bf16);
+  }
+};
+
+TEST_P(EmulatedPlan, ServesUnalignedAddressesAfterNone) {
+  Feature f = feature();
+  f.how.strides = Strides::odd;
+  const Call call = make_call(f, 3);
+  Laid laid = lay_out(call, f.how);
+  AttentionTensors planned = without_addresses(laid.tensors());
+  for (TensorView* view : {&planned.q, &planned.k, &planned.v, &planned.out}) {
+    *view = TensorView::dense(static_cast<void*>(nullptr), view->format,
+                              {view->shape[0], view->shape[1], view->shape[2], view->shape[3]});
+  }
+  expect_same(call, planned, call.options, laid);
+}
+
+TEST_P(EmulatedPlan, ServesAlignedAddressesAfterOthers) {
+  const Feature f = feature();
+  const Call call = make_call(f, 3);
+  Laid laid = lay_out(call, f.how);
+  LayoutOptions odd = f.how;
+  odd.strides = Strides::odd;
+  const Laid other = lay_out(call, odd);
+  expect_same(call, other.tensors(), call.options, laid);
+}
+
+TEST_P(EmulatedPlan, ServesAnotherSignOfTheScale) {
+  const Feature f = feature();
+  Call call = make_call(f, 3);
+  Laid laid = lay_out(call, f.how);
+  AttentionOptions planned = call.options;
+  planned.softmax_scale = 0.125f;
+  call.options.softmax_scale = -0.125f;
+  expect_same(call, laid.tensors(), planned, laid);
+}
+
+TEST_P(EmulatedPlan, PackedSequencesNeedNoAddressesToPlan) {
+  Feature f = feature();
+  f.sq = {40, 64, 3, 129, 1}, f.sk = {40, 64, 65, 129, 200};
+  f.how.packed_q = f.how.packed_k = true;
+  const Call call = make_call(f, 3);
+  Laid laid = lay_out(call, f.how);
+  expect_same(call, without_addresses(laid.tensors()), call.options, laid);
+}
+
+/// What run() would have to compute that the plan has no memory for.
+TEST_P(EmulatedPlan, OtherGivenScalesNeedAnotherPlan) {
+  if (!free_scales(GetParam().qk)) GTEST_SKIP() << "no scales";
+  const Feature f = feature();
+  Recipe recipe = GetParam();
+  recipe.k_scale = {Granularity::per_head, 0, 0};
+  recipe.smooth_k = Toggle::off;
+  Call call = make_call(f, 3);
+  Laid laid = lay_out(call, f.how);
+  const AttentionTensors plain = laid.tensors();
+  AttentionOptions options = call.options;
+  options.recipe = recipe;
+  add_static_scales(call, laid, plan(plain, options)->recipe(), 1);
+  const EmulatedBackend backend;
+  AttentionTensors given = plain;
+  given.k_scale = laid.k_scale.view();
+  const Result<Plan> made = plan(given, options);
+  ASSERT_TRUE(made.ok()) << made.status().message();
+  Workspace workspace(made->workspace_bytes());
+  const Status ran = run(*made, plain, options, workspace.data(), made->workspace_bytes());
+  EXPECT_EQ(ran.code(), Code::invalid_argument) << ran.message();
+  EXPECT_NE(made->hash(), plan(plain, options)->hash());
+}
+
+/// Given scales of automatic granularity are one a token on every device.
+TEST_P(EmulatedPlan, GivenScalesKeepTheirShape) {
+  if (!free_scales(GetParam().qk)) GTEST_SKIP() << "no scales";
+  const Feature f = feature();
+  Recipe recipe = GetParam();
+  recipe.smooth_k = Toggle::off;
+  recipe.q_scale = recipe.k_scale = {Granularity::per_token, 0, 0};
+  Call call = make_call(f, 3);
+  Laid laid = lay_out(call, f.how);
+  Recipe resolved = recipe;
+  resolved.v = Format::none;  // no scales of V
+  add_static_scales(call, laid, resolved, 0.8);
+  const Outcome named = run_emulated(call, laid, recipe);
+  recipe.q_scale = recipe.k_scale = {};
+  const Outcome automatic = run_emulated(call, laid, recipe);
+  EXPECT_EQ(automatic.resolved.k_scale.granularity, Granularity::per_token);
+  EXPECT_TRUE(same_bits(named, automatic));
+}
+
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedPlan, testing::ValuesIn(gpu_recipes()),
+                         [](const auto& recipe) { return recipe.param.name; });
+
+}  // namespace
+}  // namespace qattn::test
