@@ -1,5 +1,5 @@
-// The vocabulary of GPU kernels: what each word means. A kernel is written once over these words and
-// runs in two places: on a GPU they are single instructions (cuda/), in tests on a CPU they are
+// The vocabulary of GPU kernels: what each word means. A kernel is written once over these words
+// and runs in two places: on a GPU they are single instructions (cuda/), in tests on a CPU they are
 // emulated (emu/), with the same signatures. The emulated words take one more, defaulted argument,
 // the caller's source location, for their error messages.
 //

@@ -325,18 +325,17 @@ bool fused(const Job& job, const Task& t, const Tile& tile, const SoftmaxTile& x
 
 /// Does the block mask forbid every row every key of the tile?
 bool wholly_forbidden(const Problem& p, const Task& t, std::int64_t first) {
-  if (p.block_mask_q == 0) return false;
-  const std::int64_t end = std::min(first + tile_keys, t.key_end);
-  for (int r = 0; r < t.count; ++r) {
+  for (int r = 0; r < t.count && p.block_mask_q > 0; ++r) {
     if (r > 0 && t.rows[r].head == t.rows[r - 1].head &&
         t.rows[r].i / p.block_mask_q == t.rows[r - 1].i / p.block_mask_q) {
       continue;  // the same block of the mask
     }
-    for (std::int64_t j = first; j < end; j = (j / p.block_mask_k + 1) * p.block_mask_k) {
+    for (std::int64_t j = first; j < std::min(first + tile_keys, t.key_end);
+         j = (j / p.block_mask_k + 1) * p.block_mask_k) {
       if (p.block_visible(t.b, t.rows[r].head, t.rows[r].i, j)) return false;
     }
   }
-  return true;
+  return p.block_mask_q > 0;
 }
 
 void run_tile(const Job& job, const Task& t, std::int64_t first, Scratch& s) {

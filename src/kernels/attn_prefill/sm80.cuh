@@ -31,8 +31,7 @@ struct Prefill : PrefillValues<C> {
 
   using Base::Base;
 
-  // ---- The tiles
-  // ---------------------------------------------------------------------------------
+  // ---- The tiles ------------------------------------------------------------------------------
 
   /// The next tile at or below `tile` that the block mask does not forbid; negative: none is left.
   QATTN_DEVICE int visible_tile(int tile) const {
@@ -139,8 +138,7 @@ struct Prefill : PrefillValues<C> {
     isa::copy_async_wait<0>();
   }
 
-  // ---- Output
-  // ------------------------------------------------------------------------------------
+  // ---- Output ---------------------------------------------------------------------------------
 
   // Short code matters here: with few tiles a block, fetching a long epilogue costs more than
   // running it (10 tiles' worth at S = 1024 on an H200, before this was a loop).
@@ -279,8 +277,7 @@ struct Prefill : PrefillValues<C> {
            work.head * p.out.head;
   }
 
-  // ---- Entry
-  // -------------------------------------------------------------------------------------
+  // ---- Entry ----------------------------------------------------------------------------------
 
   /// The block's rows and the keys that they can see.
   QATTN_DEVICE static PrefillWork locate(const Params& p) {

@@ -1,4 +1,4 @@
-// Host side of the portable prefill kernel: the registry's entry and the launchers of its instances.
+// Host side of the portable prefill kernel: the registry's entry, the launchers of its instances.
 // Compiled by nvcc for GPUs and by the host compiler for the emulator.
 #pragma once
 

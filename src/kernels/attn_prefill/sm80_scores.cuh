@@ -69,8 +69,7 @@ struct PrefillScores : PrefillShape<C> {
     for (int r = 0; r < R; ++r) max[r] = -tile::infinity();
   }
 
-  // ---- Where things are
-  // --------------------------------------------------------------------------
+  // ---- Where things are -----------------------------------------------------------------------
 
   /// Row r of this thread inside the block; C/D fragments hold rows g and g + 8 of 16.
   QATTN_DEVICE int local_row(int r) const {
@@ -92,8 +91,7 @@ struct PrefillScores : PrefillShape<C> {
     return s;
   }
 
-  // ---- Loads
-  // -------------------------------------------------------------------------------------
+  // ---- Loads ----------------------------------------------------------------------------------
 
   QATTN_DEVICE void set_sources() {
     k_source = p.k.data == nullptr ? prepared_source(p.k8, work.kv_head, work.k_slot, work.k.length)
@@ -159,8 +157,7 @@ struct PrefillScores : PrefillShape<C> {
     }
   }
 
-  // ---- Product of Q and K
-  // ------------------------------------------------------------------------
+  // ---- Product of Q and K ---------------------------------------------------------------------
 
   QATTN_DEVICE void multiply_queries(Scores& scores) {
     isa::Accumulator<C.qk> acc[M][S::n_tiles][4];
@@ -197,8 +194,7 @@ struct PrefillScores : PrefillShape<C> {
     }
   }
 
-  // ---- From scores to units of log2
-  // --------------------------------------------------------------
+  // ---- From scores to units of log2 -----------------------------------------------------------
 
   QATTN_DEVICE tile::ScoreRow score_row(int r) const {
     tile::ScoreRow row;
@@ -298,8 +294,7 @@ struct PrefillScores : PrefillShape<C> {
     return isa::load_global(p.k8.scale + unit(p.k8, work.kv_head, work.k_slot + tile));
   }
 
-  // ---- Values that are not numbers
-  // ---------------------------------------------------------------
+  // ---- Values that are not numbers ------------------------------------------------------------
 
   // An infinity in Q or K gives scores of +-infinity, and minus infinity looks like a masked key.
   // To test every score costs 6 to 10 % on an H200 (D 128, S 4096), so the operands are tested

@@ -20,8 +20,7 @@ struct PrefillValues : PrefillScores<C> {
 
   using Base::Base;
 
-  // ---- Softmax and product with V
-  // ----------------------------------------------------------------
+  // ---- Softmax and product with V -------------------------------------------------------------
 
   /// Maximum of scale[r] * score over the tile's keys, of all four lanes that share a row.
   QATTN_DEVICE void row_maxima(Scores& s, const float (&scale)[R], float (&top)[R]) {
