@@ -35,7 +35,7 @@ struct Kernel {
   Status (*run)(const PlanData& plan, const Problem& problem, void* workspace, Stream stream);
 };
 
-/// The problem's recipe with nothing automatic left in it: `automatic` names what "auto" means here,
+/// The problem's recipe with nothing automatic left in it: `automatic` names what "auto" means,
 /// `k_default` is the scaling of K where the caller leaves it open (and gives no codes).
 Recipe resolve_recipe(const Problem& problem, std::string_view automatic,
                       const Scaling& k_default = {});

@@ -140,7 +140,7 @@ int Check::report() const {
 /// queries. Output `none` stands for the inputs' format.
 std::vector<Feature> table() {
   std::vector<Feature> all = features();
-  // Its block mask is as large as the longest sequence. On a GPU the host cannot read cu_seqlens, so
+  // Its block mask is as large as the longest sequence. The host cannot read a GPU's cu_seqlens, so
   // there a block mask covers all tokens in memory, and this one is refused.
   std::erase_if(all, [](const Feature& f) { return f.name == "block_mask_varlen"; });
   for (const std::int64_t dim : {64, 96, 128, 256}) {

@@ -116,7 +116,7 @@ struct PrefillScores : PrefillShape<C> {
                                                                  p.error);
   }
 
-  /// K's scales of a tile come with its V: softmax reads them when K of the next tile is on its way.
+  /// K's scales of a tile come with its V: softmax reads them when the next tile's K is on its way.
   QATTN_DEVICE void start_key_scales(int tile) {
     if constexpr (C.general && !S::wide_qk) {
       const float* scales = p.k8.scale + unit(p.k8, work.kv_head, work.k_slot + tile);

@@ -32,7 +32,7 @@ struct PreparedRows {
 
 /// V in tiles of 64 keys, [heads][slots / 64] records of `tile_bytes`, 16-byte aligned:
 ///   codes   [channels padded + 8][64] bytes: channel-major, keys in the order of the P fragments:
-///           position p of a run of 16 holds key p_key(p). The 8 extra rows weigh P for the row sum:
+///           position p of a run of 16 holds key p_key(p). The 8 extra rows weigh P for row sums:
 ///             s8:   row 0 and row 1 hold high and low byte of w = round(2^8 * 127 / f * 1 / scale)
 ///                   with w = 256 * high + low, |low| <= 128, f such that the largest w of the tile
 ///                   is 127 * 256; 0 for bad and for plain tokens and behind the end
