@@ -72,8 +72,8 @@ def gpu_section(record, name):
 def page():
     lines = ["# Performance", "",
              "Written by `bench/render.py` from `bench/results/*.json`; do not edit by hand.",
-             "`bench/cpu.py` and `bench/gpu_prefill.py` make the records: candidates interleaved in "
-             "one run, medians."]
+             "`bench/cpu.py` and `bench/gpu_prefill.py` make the records: candidates interleaved "
+             "in one run, medians."]
     for path in sorted((ROOT / "bench" / "results").glob("cpu-*.json")):
         record = json.loads(path.read_text())
         p = record["provenance"]
