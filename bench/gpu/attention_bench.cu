@@ -7,7 +7,7 @@
 #include <cstring>
 #include <string>
 
-#include "kernels/attn_prefill/sm80.hpp"
+#include "kernels/attn_prefill/gpu.hpp"
 
 using namespace qattn;
 

@@ -36,9 +36,10 @@ struct Kernel {
 };
 
 /// The problem's recipe with nothing automatic left in it: `automatic` names what "auto" means,
-/// `k_default` is the scaling of K where the caller leaves it open (and gives no codes).
+/// `k_default` and `v_default` (of s8) are scalings where the caller leaves them open and
+/// gives no codes.
 Recipe resolve_recipe(const Problem& problem, std::string_view automatic,
-                      const Scaling& k_default = {});
+                      const Scaling& k_default = {}, const Scaling& v_default = {});
 
 /// The recipe as text, one line, every field.
 std::string recipe_text(const Recipe& recipe);

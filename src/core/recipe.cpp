@@ -81,7 +81,7 @@ Format sixteen_bits(Format input) { return input == Format::bf16 ? Format::bf16 
 }  // namespace
 
 Recipe resolve_recipe(const Problem& problem, std::string_view automatic,
-                      const Scaling& k_default) {
+                      const Scaling& k_default, const Scaling& v_default) {
   Recipe r = problem.recipe;
   if (r.qk == Format::none) {
     Recipe chosen = *recipe_named(automatic);
@@ -97,6 +97,8 @@ Recipe resolve_recipe(const Problem& problem, std::string_view automatic,
   // Scales that the caller gives have the shape that resolve_scaling() tells everybody.
   const bool given = problem.k_codes || problem.tensors.k_scale.present();
   if (free && r.k_scale == Scaling{} && !given) r.k_scale = k_default;
+  const bool v_given = problem.v_codes || problem.tensors.v_scale.present();
+  if (r.v == Format::s8 && r.v_scale == Scaling{} && !v_given) r.v_scale = v_default;
   r.q_scale = is_scaled(r.qk) ? resolve_scaling(r.q_scale, Role::q, r.qk) : Scaling{};
   r.k_scale = is_scaled(r.qk) ? resolve_scaling(r.k_scale, Role::k, r.qk) : Scaling{};
   r.v_scale = is_scaled(r.v) ? resolve_scaling(r.v_scale, Role::v, r.v) : Scaling{};

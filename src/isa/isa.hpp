@@ -27,6 +27,7 @@
 //     void sync_threads()                             all threads of the block
 //     void barrier_sync(id, threads), barrier_arrive(id, threads)      named, id 0 to 15
 //     void sync_warp()                                (warp)
+//     void schedule_fence()                           compilers move nothing across it
 //     T shuffle_xor(T, mask), shuffle(T, source_lane), shuffle_up(T, delta), shuffle_down  (warp)
 //     bool any(bool), all(bool); uint32 ballot(bool)  (warp)
 //
@@ -82,6 +83,7 @@
 //                                                  stores: no c negative, rows of n * 16 bytes
 //     void bulk_commit(); void bulk_wait<N>(); void bulk_wait_read<N>()    groups of stores
 //     void tma_prefetch(const TensorMap&)
+//     bool has_wgmma                               constant: this target has the next words
 //     void wgmma_fence(), wgmma_commit(); void wgmma_wait<N>()             (warpgroup)
 //     void wgmma<A, B, N, TransposeA, TransposeB>(Acc (&d)[N / 2], uint64 a, uint64 b, bool add)
 //     void wgmma<A, B, N, TransposeB>(Acc (&d)[N / 2], uint32 (&a)[4], uint64 b, bool add)

@@ -22,6 +22,7 @@ using LaunchError = std::string;
 /// KernelResources resources<K>();
 ///
 /// int architecture(int device): 90 for sm_90, 0 if there is no such device.
+/// int multiprocessors(): of the current device.
 /// std::uint32_t* error_word(): the current device's sticky error word, which kernels get in their
 /// Params; null where there is none. Asked for when a plan is made: the first time takes a while.
 

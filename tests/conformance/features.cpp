@@ -178,6 +178,7 @@ void shapes(Rows& rows) {
 bool coded_qk(const Recipe& r) { return has_codes(r.qk); }
 bool free_qk(const Recipe& r) { return free_scales(r.qk); }
 bool free_v(const Recipe& r) { return free_scales(r.v); }
+bool integer_v(const Recipe& r) { return r.v == Format::s8; }
 
 void granularities(Rows& rows) {
   using enum Granularity;
@@ -208,16 +209,18 @@ void granularities(Rows& rows) {
     });
   }
   const Scaling v_scalings[] = {{per_tensor, 0, 0},          {per_head, 0, 0},
-                                {per_token, 0, 0},           {per_channel, 0, 0},
+                                {per_token, 0, 0},           {per_thread, 64, 0},
+                                {per_channel, 0, 0},
                                 {per_block_channel, 64, 0},  {per_block_channel, 128, 0},
                                 {per_block_channel, 256, 0}, {per_block_channel, 8, 0}};
   for (const Scaling& scaling : v_scalings) {
     const std::string tail =
         std::string(name(scaling.granularity)) + "_" + std::to_string(scaling.block);
     const auto tweak = [scaling](Recipe& r) { r.v_scale = scaling; };
-    add(rows, "v_" + tail, [tweak](Feature& f) { f.applies = free_v, f.tweak = tweak; });
-    add(rows, "v_" + tail + "_zero_sink", [tweak](Feature& f) {
-      f.applies = free_v, f.tweak = tweak, f.family = Family::zero_sink, f.loose = 6;
+    const auto applies = scaling.granularity == per_thread ? integer_v : free_v;
+    add(rows, "v_" + tail, [=](Feature& f) { f.applies = applies, f.tweak = tweak; });
+    add(rows, "v_" + tail + "_zero_sink", [=](Feature& f) {
+      f.applies = applies, f.tweak = tweak, f.family = Family::zero_sink, f.loose = 6;
       f.options.causal = f.sinks = true;
     });
   }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string_view>
 
 #include "conformance/runner.hpp"
 #include "core/backend.hpp"
@@ -38,6 +39,7 @@ std::span<const Timing> every_timing();
 Outcome run_emulated(const Call& call, Laid& laid, const Recipe& recipe,
                      std::span<const Timing> timings = every_timing());
 
-inline constexpr const char* emulated_kernel = "sm80_prefill";
+/// Is this a name of one of the emulated kernels?
+inline bool is_emulated(std::string_view kernel) { return kernel.starts_with("sm"); }
 
 }  // namespace qattn::test

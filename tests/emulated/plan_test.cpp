@@ -52,7 +52,7 @@ class EmulatedPlan : public testing::TestWithParam<Recipe> {
     options.recipe = GetParam();
     const Result<Plan> made = plan(planned, options);
     ASSERT_TRUE(made.ok()) << made.status().message();
-    ASSERT_EQ(made->kernel(), emulated_kernel);
+    ASSERT_TRUE(is_emulated(made->kernel())) << made->kernel();
     laid.out.clear();
     laid.lse.clear();
     options = call.options;

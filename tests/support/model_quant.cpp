@@ -31,8 +31,9 @@ std::int64_t scale_slot(const CodeRequest& request, std::int64_t dim, std::int64
     case Granularity::per_warp:
       return s / scaling.warp;
     case Granularity::per_thread:
-      return request.role == Role::q ? s / scaling.warp * 8 + s % 8
-                                     : s / scaling.block * 4 + s % 8 / 2;
+      return request.role == Role::q   ? s / scaling.warp * 8 + s % 8
+             : request.role == Role::k ? s / scaling.block * 4 + s % 8 / 2
+                                       : s;
     case Granularity::per_token:
       return s;
     case Granularity::per_channel:
@@ -135,7 +136,8 @@ Coded code_operand(std::span<const float> x, std::int64_t dim, const CodeRequest
       coded.value.push_back(storage.codes.flat(s * dim + d) * coded.scale.at(slot) * coded.global);
     }
   }
-  if (request.role == Role::v && request.scaling.granularity == Granularity::per_token) {
+  const Granularity g = request.scaling.granularity;
+  if (request.role == Role::v && (g == Granularity::per_token || g == Granularity::per_thread)) {
     coded.token_scale = coded.scale;
   }
   return coded;

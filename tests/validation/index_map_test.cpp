@@ -28,6 +28,7 @@ TEST(IndexMaps, AreWhatTheHeaderSays) {
       {Granularity::per_warp, Role::q, {0, 0, 0, 0, 0, 0, 0, 1, 3, 4, 6}, 8},
       {Granularity::per_thread, Role::q, {0, 1, 7, 0, 7, 0, 7, 8, 31, 32, 48}, 64},
       {Granularity::per_thread, Role::k, {0, 0, 3, 0, 3, 0, 3, 0, 3, 4, 4}, 8},
+      {Granularity::per_thread, Role::v, {0, 1, 7, 8, 15, 16, 31, 32, 127, 128, 200}, 201},
       {Granularity::per_token, Role::q, {0, 1, 7, 8, 15, 16, 31, 32, 127, 128, 200}, 201},
       {Granularity::per_channel, Role::v, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, 1},
       {Granularity::per_block_channel, Role::v, {0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1}, 2},

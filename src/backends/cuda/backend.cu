@@ -6,7 +6,7 @@
 
 #include "core/backend.hpp"
 #include "isa/launch.hpp"
-#include "kernels/attn_prefill/sm80.hpp"
+#include "kernels/attn_prefill/gpu.hpp"
 #include "kernels/quantize/quantize_check.hpp"
 #include "kernels/quantize/quantize_device.hpp"
 #include "tile/sequence.hpp"

@@ -32,6 +32,13 @@ std::uint32_t* error_word() {
   return word;
 }
 
+int multiprocessors() {
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 1;
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count > 0 ? count : 1;
+}
+
 int architecture(int device) {
   static std::array<std::atomic<int>, most_devices> known{};
   if (device < 0 || device >= most_devices) return 0;

@@ -12,6 +12,12 @@
 namespace qattn::isa {
 inline namespace QATTN_TARGET {
 
+#if defined(QATTN_HAS_WGMMA)
+inline constexpr bool has_wgmma = true;
+#else
+inline constexpr bool has_wgmma = false;
+#endif
+
 /// Only 16-bit operands come in both majors. (is_16bit() is a host function to nvcc.)
 template <Element A>
 inline constexpr bool has_transposes = A == Element::f16 || A == Element::bf16;

@@ -23,6 +23,9 @@ LaunchError launch(const typename K::Params& params, Index3 grid, void* /*stream
 /// The emulator has every word up to sm_90.
 inline int architecture(int /*device*/) { return 90; }
 
+/// Few, so that persistent blocks have more than one piece of work.
+inline int multiprocessors() { return 3; }
+
 /// The sticky error word of the one emulated device.
 inline std::uint32_t* error_word() {
   static std::uint32_t word = 0;

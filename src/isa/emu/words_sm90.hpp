@@ -108,6 +108,8 @@ inline std::uint64_t matrix_descriptor(SharedAddress a, std::uint32_t leading_by
   return emu::make_descriptor(a, leading_bytes, stride_bytes, static_cast<int>(swizzle));
 }
 
+inline constexpr bool has_wgmma = true;
+
 inline void wgmma_fence(Where where = Where::current()) {
   char none = 0;
   emu::warpgroup_collective(Word::wgmma_fence, none, where,

@@ -93,7 +93,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
   const Recipe& r = c->recipe;
   const bool native = c->words->qk_bf16 != nullptr;
   const Granularity g = r.v_scale.granularity;
-  const bool token = free_scale(r.v) && g == Granularity::per_token;
+  const bool token = free_scale(r.v) && scaled_by_token(r.v_scale, Role::v);
   c->qk = r.qk == Format::s8            ? Engine::integer
           : native && bf16_values(r.qk) ? Engine::bf16
                                         : Engine::f32;

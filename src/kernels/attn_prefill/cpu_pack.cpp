@@ -41,7 +41,7 @@ float row_scale(const Job& job, Role role, const Sequence& x, std::int64_t b, st
 void given_token_scales(const Job& job, Role role, const Sequence& x, std::int64_t b,
                         std::int64_t head, std::int64_t first, int count, float* scale) {
   const Scaling& scaling = scaling_of(job.config, role);
-  if (scaling.granularity == Granularity::per_token && x.pages == nullptr) {
+  if (scaled_by_token(scaling, role) && x.pages == nullptr) {
     const TensorView& view = scale_view(job.problem, role);
     const std::int64_t at = scale_map(job, role).offset(view, b, head, first, 0);
     const float* from = static_cast<const float*>(view.data) + at;
@@ -169,9 +169,10 @@ void token_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_
   }
   const float qmax = code_max(job.config.recipe.v);
   for (int j = 0; j < count; ++j) {
-    const float* row = scratch.rows + j * job.dv();
-    scale[j] = formats::amax_scale(job.words().amax(row, x.channels), qmax);
+    scale[j] = job.words().amax(scratch.rows + j * job.dv(), x.channels);
   }
+  if (steps_from_group(job.config.recipe.v_scale, Role::v)) step_amax(scale, count);
+  for (int j = 0; j < count; ++j) scale[j] = formats::amax_scale(scale[j], qmax);
 }
 
 void put_token_scales(const Job& job, const float* scale, int count, const Tile& tile) {

@@ -5,14 +5,14 @@
 #include <memory>
 #include <string>
 
+#include "kernels/attn_prefill/call_params.hpp"
+#include "kernels/attn_prefill/gpu.hpp"
 #include "kernels/attn_prefill/sm80_spoil.cuh"
-#include "kernels/quantize/prepare.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 namespace {
 
-using detail::Kernel;
 using detail::PlanData;
 using isa::Element;
 
@@ -46,13 +46,11 @@ const Instance* find(const PrefillConfig& config) {
 /// Does a kernel note bad keys, for SpoilRows?
 bool notes_bad_keys(const PrefillConfig& c) { return isa::is_16bit(c.qk) && !c.general; }
 
-struct PrefillPlan : PlanData {
+struct PrefillPlan : GpuPlan {
   /// Both have the same tiles. run() takes the plain one, if there is one, where is_plain() says so
   /// of the call at hand: a plan knows neither its addresses nor its strides.
   const Instance *plain = nullptr, *general = nullptr;
-  PrepareLayout prepared;
   std::size_t bad_keys = 0;  ///< offset in the workspace
-  std::uint32_t* error = nullptr;
 };
 
 constexpr int tile_keys = 64;
@@ -69,13 +67,6 @@ Element element_of(Format format) {
   return format == Format::f16    ? Element::f16
          : format == Format::bf16 ? Element::bf16
                                   : Element::s8;
-}
-
-bool aligned(const TokenTensor& t) {
-  const std::int64_t bytes = info(t.format).bits / 8;
-  const auto fits = [&](std::int64_t n) { return n * bytes % 16 == 0; };
-  return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && fits(t.batch) && fits(t.token) &&
-         fits(t.head);
 }
 
 /// Is K's scale the same for all keys of a tile?
@@ -192,8 +183,11 @@ Status supports(const Problem& p) {
   return {};
 }
 
+Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Stream stream);
+
 std::shared_ptr<PlanData> tune(const Problem& p) {
   auto plan = std::make_shared<PrefillPlan>();
+  plan->attend = attend_sm80;
   plan->recipe = resolve(p);
   plan->plain = find(config_of(p, plan->recipe, false));  // 96 and 256 have none
   plan->general = find(config_of(p, plan->recipe, true));
@@ -213,103 +207,12 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
   return plan;
 }
 
-// ---- Parameters of a launch ---------------------------------------------------------------------
-
-/// Strides of a tensor that broadcasts over leading dimensions it lacks.
-BroadcastView per_head(const TensorView& t) {
-  BroadcastView v;
-  if (!t.present()) return v;
-  v.data = t.data;
-  v.format = t.format;
-  v.stride[0] = t.rank == 2 ? t.stride[0] : 0;
-  v.stride[1] = t.stride[t.rank - 1];
-  return v;
-}
-
-OutputView output_of(const Problem& p) {
-  OutputView o;
-  o.data = p.out.data;
-  o.format = p.out.format;
-  o.batch = p.out.batch;
-  o.token = p.out.token;
-  o.head = p.out.head;
-  o.channels = p.dv;
-  o.vectors = p.out.format != Format::f32 && aligned(p.out) && p.dv % 8 == 0;
-  if (const TensorView& lse = p.tensors.lse; lse.present()) {
-    o.lse = static_cast<float*>(lse.data);
-    o.lse_batch = p.varlen_q ? 0 : lse.stride[0];
-    o.lse_head = lse.stride[p.varlen_q ? 0 : 1];
-    o.lse_token = lse.stride[p.varlen_q ? 1 : 2];
-  }
-  return o;
-}
-
-PrefillParams params_of(const Problem& p, const PrefillPlan& plan, const PrefillConfig& config,
-                        const Prepared& prepared) {
-  PrefillParams a;
-  a.q = rows_of(p, Role::q);
-  a.k = rows_of(p, Role::k);
-  a.v = rows_of(p, Role::v);
-  a.q_vectors = aligned(p.q);
-  a.k_vectors = aligned(p.k);
-  a.v_vectors = aligned(p.v);
-  a.q8 = prepared.q;
-  a.k8 = prepared.k;
-  a.v8 = prepared.v;
-  if (prepared.q.codes != nullptr) a.q.data = nullptr;
-  if (prepared.k.codes != nullptr) a.k.data = nullptr;
-  a.v_mean = prepared.v_mean;
-  a.v_mean_channels = prepared_channels(p.dv);
-  a.out = output_of(p);
-  a.scale = p.softmax_scale;
-  a.softcap = p.softcap;
-  const auto window = [](std::int64_t w) {
-    return static_cast<std::int32_t>(std::min<std::int64_t>(w, 0x3fffffff));
-  };
-  a.window_left = window(p.window_left);
-  a.window_right = window(p.window_right);
-  if (p.mask != MaskKind::none) {
-    a.mask.data = p.tensors.mask.data;
-    a.mask.format = p.tensors.mask.format;
-    std::copy(p.mask_stride.begin(), p.mask_stride.end(), a.mask.stride);
-  }
-  if (p.block_mask_q > 0) {
-    a.block_mask.data = p.tensors.block_mask.data;
-    a.block_mask.format = Format::b8;
-    std::copy(p.block_mask_stride.begin(), p.block_mask_stride.end(), a.block_mask.stride);
-    a.block_mask_q = static_cast<std::int32_t>(p.block_mask_q);
-    a.block_mask_k = static_cast<std::int32_t>(p.block_mask_k);
-  }
-  a.alibi = per_head(p.tensors.alibi_slopes);
-  a.sinks = per_head(p.tensors.sinks);
-  a.group = static_cast<std::int32_t>(p.group());
-  const int rows = tile_rows(config);
-  a.q_blocks = static_cast<std::int32_t>((p.max_q + rows - 1) / rows);
-  a.heads_first = p.window_right >= 0;
-  a.error = plan.error;
-  return a;
-}
-
-Status run(const PlanData& data, const Problem& p, void* workspace, Stream stream) {
-  if (Status s = quantize_operands(data, p, workspace, stream); !s.ok()) return s;
-  return attend(data, p, workspace, stream);
-}
-
-constexpr Kernel kernels[] = {{"sm80_prefill", supports, tune, run}};
-
-}  // namespace
-
-Status quantize_operands(const PlanData& data, const Problem& p, void* workspace, Stream stream) {
-  const auto& plan = static_cast<const PrefillPlan&>(data);
-  const isa::LaunchError e = prepare(p, plan.recipe, plan.prepared, workspace, stream);
-  return e.empty() ? Status() : Status(Code::internal, "quantisation: " + e);
-}
-
-Status attend(const PlanData& data, const Problem& p, void* workspace, Stream stream) {
+Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Stream stream) {
   const auto& plan = static_cast<const PrefillPlan&>(data);
   const Instance& instance = instance_of(p, plan);
-  PrefillParams params = params_of(p, plan, instance.config,
-                                   prepared_in(p, plan.recipe, plan.prepared, workspace));
+  PrefillParams params =
+      params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace),
+                tile_rows(instance.config), plan.error);
   const std::int64_t units = p.batch * p.heads_q, blocks = params.q_blocks * units;
   if (blocks == 0) return {};
   const bool notes = notes_bad_keys(instance.config);
@@ -324,7 +227,9 @@ Status attend(const PlanData& data, const Problem& p, void* workspace, Stream st
   return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);
 }
 
-std::span<const detail::Kernel> gpu_attention_kernels() { return kernels; }
+}  // namespace
+
+detail::Kernel sm80_prefill() { return {"sm80_prefill", supports, tune, run_steps}; }
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

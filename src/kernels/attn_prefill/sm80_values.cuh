@@ -114,10 +114,11 @@ struct PrefillValues : PrefillScores<C> {
     isa::mma_at<C.pv, C.pv, M, 2 * Pairs>(out, 2 * first, a, b);
   }
 
-  /// TileFlags of the V tile in shared memory.
+  /// TileFlags of the V tile in shared memory, as far as they matter here.
   QATTN_DEVICE std::uint32_t value_flags() const {
     if constexpr (S::wide_pv) return 0;
-    return isa::load_shared<std::uint32_t>(base + S::tail_at + 8 * S::keys + 4);
+    return isa::load_shared<std::uint32_t>(base + S::tail_at + 8 * S::keys + 4) &
+           (tile_has_bad | tile_has_plain);
   }
 
   /// u8 P, relative to its own row's maximum in this tile. `log`: log2 of V's token scales.

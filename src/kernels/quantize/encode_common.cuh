@@ -149,6 +149,23 @@ struct RowPair {
   float scale[2];
 };
 
+/// Maxima of a tile's rows, two a lane, to those that V's per_thread scales are for (step_amax() of
+/// rows.cpp). Rows that do not exist have 0.
+QATTN_DEVICE void step_maxima(float (&amax)[2], const bool (&bad)[2]) {
+  // Lanes that differ in bits 0, 3 and 4 hold keys of the same group; so do both of a lane.
+  const float a = bad[0] ? 0.0f : amax[0], b = bad[1] ? 0.0f : amax[1];
+  float top = a > b ? a : b;
+#pragma unroll
+  for (const int mask : {1, 8, 16}) {
+    const float other = isa::shuffle_xor(top, mask);
+    top = other > top ? other : top;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (!bad[i]) amax[i] = formats::stepped_amax(amax[i], top);
+  }
+}
+
 /// 1 / scale for codes; 0 where there are none.
 QATTN_DEVICE float code_factor(bool usable, float scale) {
   return usable && formats::is_finite(scale) ? formats::reciprocal(scale) : 0.0f;
@@ -237,10 +254,15 @@ QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedA
   }
   const bool any_bad = isa::any((r.exists[0] && r.bad[0]) || (r.exists[1] && r.bad[1]));
   const bool any_plain = isa::any(plain[0] || plain[1]);
+  // Key 2t stands for the keys that lanes t of a product of Q and K hold.
+  const float shared = isa::shuffle(r.scale[0], lane & 6);
+  const bool mixed = isa::any((r.exists[0] && r.scale[0] != shared) ||
+                              (r.exists[1] && r.scale[1] != shared));
   if (lane == 0) {
     const float scale_unit = !integer ? 1.0f : token && low == 0 ? 0.0f : formats::reciprocal(unit);
     const std::uint32_t flags = (any_bad ? std::uint32_t{tile_has_bad} : 0u) |
-                                (any_plain ? std::uint32_t{tile_has_plain} : 0u);
+                                (any_plain ? std::uint32_t{tile_has_plain} : 0u) |
+                                (mixed ? std::uint32_t{tile_is_mixed} : 0u);
     isa::store_global(reinterpret_cast<Words4*>(record + at.unit),
                       Words4{{formats::bits_of(scale_unit), flags, 0, 0}});
   }

@@ -98,6 +98,7 @@ struct EncodeGeneral : GeneralTile<Channels> {
         isa::atomic_max_global(grouping.maxima + at, formats::bits_of(amax[i]));
       }
     }
+    if (role.source == ScaleSource::row && grouping.steps()) step_maxima(amax, r.bad);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = isa::lane() + 32 * i;
@@ -245,7 +246,7 @@ struct EncodeGeneral : GeneralTile<Channels> {
       store_row_scales(w.role.out, w.place, r);
       return;
     }
-    const bool token = w.role.grouping.granularity == Granularity::per_token;
+    const bool token = w.role.grouping.by_token();
     const bool integer = w.role.kind == CodeKind::s8;
     const ValueScales kind =
         integer ? (token ? ValueScales::integer_token : ValueScales::integer_channel)

@@ -47,6 +47,12 @@ struct Grouping {
     return granularity == Granularity::per_head || granularity == Granularity::per_channel;
   }
 
+  /// steps_from_group() and scaled_by_token() of core/problem.hpp.
+  QATTN_DEVICE bool steps() const {
+    return role == Role::v && granularity == Granularity::per_thread;
+  }
+  QATTN_DEVICE bool by_token() const { return granularity == Granularity::per_token || steps(); }
+
   /// scale_index() of groups.cpp.
   QATTN_DEVICE std::int64_t index(std::int64_t s) const {
     switch (granularity) {
@@ -60,7 +66,7 @@ struct Grouping {
       case Granularity::per_warp:
         return s / warp;
       case Granularity::per_thread:
-        return role == Role::q ? s / warp * 8 + s % 8 : s / block * 4 + s % 8 / 2;
+        return role == Role::q ? s / warp * 8 + s % 8 : role == Role::k ? s / block * 4 + s % 8 / 2 : s;
       default:
         return s;
     }

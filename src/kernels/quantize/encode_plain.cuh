@@ -20,6 +20,7 @@ struct PlainParams {
   PlainRows row[2];  ///< Q, K
   tile::Rows v;
   PreparedTiles v_out;
+  bool v_steps = false;         ///< V's scales: per_thread instead of per_token
   std::int64_t blocks[3] = {};  ///< of Q, K, V
   bool e4m3 = false;            ///< codes of Q and K
 };
@@ -147,7 +148,7 @@ struct EncodePlain {
 
   /// Scales of the rows, by the first warp; 1 / scale goes to shared memory.
   static QATTN_DEVICE RowPair find_scales(SharedAddress shared, int count, bool per_tile,
-                                          float qmax) {
+                                          float qmax, bool steps = false) {
     RowPair r;
     float amax[2];
 #pragma unroll
@@ -159,6 +160,10 @@ struct EncodePlain {
     if (per_tile) {
       const float both = formats::fold_amax(amax[0], amax[1]);
       amax[0] = amax[1] = formats::float_of(warp_max(formats::bits_of(both)));
+    }
+    if (steps) {
+      const bool bad[2] = {!formats::is_finite(amax[0]), !formats::is_finite(amax[1])};
+      step_maxima(amax, bad);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -281,7 +286,7 @@ struct EncodePlain {
     isa::sync_threads();
     const SharedAddress image = shared + image_at;
     if (isa::warp() == 0) {
-      const RowPair r = find_scales(shared, p.count(), false, formats::S8::max);
+      const RowPair r = find_scales(shared, p.count(), false, formats::S8::max, params.v_steps);
       store_value_tables(record, Channels, image + chunks * image_stride, r,
                          ValueScales::integer_token, 0);
     }

@@ -20,7 +20,11 @@ std::int64_t scale_index(const Scaling& scaling, Role role, std::int64_t s) {
     case Granularity::per_thread:
       // Q: rows g, g + 8, ... of a warp's m16n8 fragments belong to lanes of group g.
       // K: columns 2t, 2t + 1 of every n8 fragment belong to lanes t (ISA: mma C fragment).
-      return role == Role::q ? s / scaling.warp * 8 + s % 8 : s / scaling.block * 4 + s % 8 / 2;
+      // V: as K, but tokens take steps from their group's scale (stepped_amax), so each has its
+      // own.
+      return role == Role::q   ? s / scaling.warp * 8 + s % 8
+             : role == Role::k ? s / scaling.block * 4 + s % 8 / 2
+                               : s;
     case Granularity::per_token:
     case Granularity::group:
     case Granularity::automatic:
@@ -42,8 +46,9 @@ std::int64_t scale_count(const Scaling& scaling, Role role, std::int64_t tokens)
     case Granularity::per_warp:
       return blocks(scaling.block) * (scaling.block / scaling.warp);
     case Granularity::per_thread:
-      return role == Role::q ? blocks(scaling.block) * (scaling.block / scaling.warp) * 8
-                             : blocks(scaling.block) * 4;
+      return role == Role::q   ? blocks(scaling.block) * (scaling.block / scaling.warp) * 8
+             : role == Role::k ? blocks(scaling.block) * 4
+                               : tokens;
     case Granularity::per_token:
     case Granularity::group:
     case Granularity::automatic:
@@ -105,7 +110,8 @@ Scaling resolve_scaling(const Scaling& asked, Role role, Format format) {
       s.granularity = Granularity::per_token;
     }
   }
-  if (s.block == 0) s.block = 128;
+  if (s.block == 0)
+    s.block = role == Role::v && s.granularity == Granularity::per_thread ? 64 : 128;
   if (s.warp == 0) s.warp = 16;
   return s;
 }
@@ -132,10 +138,16 @@ Status check_scaling(const char* operand, const Scaling& asked, Role role, Forma
   const bool warps = s.granularity == Granularity::per_warp ||
                      (s.granularity == Granularity::per_thread && role == Role::q);
   if (s.granularity == Granularity::per_warp && role != Role::q) return refuse("is for Q only");
-  if (role == Role::v && s.granularity != Granularity::per_token && !channels &&
+  const bool steps = role == Role::v && s.granularity == Granularity::per_thread;
+  if (steps && (format != Format::s8 || s.block != 64)) {
+    return refuse("of V is for s8 in blocks of 64 tokens");
+  }
+  if (role == Role::v && s.granularity != Granularity::per_token && !channels && !steps &&
       s.granularity != Granularity::group && s.granularity != Granularity::per_head &&
       s.granularity != Granularity::per_tensor) {
-    return refuse("is not for V (per_tensor, per_head, per_token, per_channel, per_block_channel)");
+    return refuse(
+        "is not for V (per_tensor, per_head, per_thread, per_token, per_channel, "
+        "per_block_channel)");
   }
   if (s.block < 8 || s.block > 1 << 20 || s.block % 8 != 0) {
     return refuse("has block " + std::to_string(s.block) + ", not a multiple of 8 from 8 to 2^20");

@@ -155,6 +155,7 @@ LaunchError plain(const Call& call, unsigned mask) {
     if (f.role == Role::v) {
       params.v = call.rows[i];
       params.v_out = call.prepared_tiles();
+      params.v_steps = steps_from_group(f.scaling, f.role);
       continue;
     }
     PlainRows& r = params.row[i];
@@ -353,10 +354,11 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
     part.slots = tile::slot_count(r);
     const std::int64_t rows = f.heads * part.slots, tiles = rows / slot_tile;
     if (f.wanted && f.role == Role::v) {
-      part.codes = memory.take(tiles * tile_offsets(f.padded).bytes);
+      // Kernels with tiles of 128 keys read a tile behind the last, and ignore it.
+      part.codes = memory.take((tiles + 1) * tile_offsets(f.padded).bytes);
     } else if (f.wanted) {
       part.codes = memory.take(rows * f.padded);
-      part.scale = memory.take(rows * 4);
+      part.scale = memory.take((rows + slot_tile) * 4);
       part.flags = memory.take(tiles * 4);
       if (f.role == Role::q && needs.dot_mean) part.dot_mean = memory.take(rows * 4);
     }

@@ -80,7 +80,7 @@ inline bool is_plain(const Recipe& r, const Facts& f, const tile::Rows& rows) {
   if (!two_bytes || f.codes || f.scale.present() || !aligned_rows(f, rows)) return false;
   const Granularity g = f.scaling.granularity;
   if (f.role == Role::v) {
-    return f.format == Format::s8 && g == Granularity::per_token && !subtracts_mean(r, f);
+    return f.format == Format::s8 && scaled_by_token(f.scaling, f.role) && !subtracts_mean(r, f);
   }
   if (r.rotate == Toggle::on || (f.format != Format::s8 && f.format != Format::e4m3)) return false;
   return g == Granularity::per_token ||
@@ -89,7 +89,7 @@ inline bool is_plain(const Recipe& r, const Facts& f, const tile::Rows& rows) {
 
 inline ScaleSource source_of(const Facts& f) {
   const Scaling& s = f.scaling;
-  const bool token = s.granularity == Granularity::per_token;
+  const bool token = scaled_by_token(s, f.role);
   if (f.role == Role::v && !token) return ScaleSource::channel;
   if (f.scale.present()) return ScaleSource::given;
   if (token) return ScaleSource::row;

@@ -16,6 +16,7 @@ inline constexpr int slot_tile = 64;
 enum TileFlag : std::uint32_t {
   tile_has_bad = 1,    ///< a token holds NaN or Inf
   tile_has_plain = 2,  ///< a token of V joins the sum unrounded (docs/NUMERICS.md)
+  tile_is_mixed = 4,   ///< V's scale differs among keys of the same (key % 8) / 2
 };
 
 /// Q or K: codes [heads][slots][row_bytes], channels past the head dimension are zero, and so are

@@ -59,6 +59,21 @@ struct TokenParams {
     return micro == Micro::nvfp4 ? formats::nvfp4_global(formats::float_of(amax)) : 1.0f;
   }
   /// Scale of a token (and channel) in a format with a free scale.
+  /// Of the finite tokens of V that share a scale but for steps.
+  QATTN_DEVICE float group_maximum(int b, int head, std::int64_t s) const {
+    const std::int64_t first = s / slot_tile * slot_tile + s % 8 / 2 * 2;
+    float top = 0.0f;
+    for (std::int64_t n = first; n < first + slot_tile && n < longest; n += 8) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (n + e >= longest) continue;
+        const float m = formats::float_of(isa::load_global(maximum(b, head, n + e, 0)));
+        if (formats::is_finite(m) && m > top) top = m;
+      }
+    }
+    return top;
+  }
+
   QATTN_DEVICE float scale_of(int b, int head, std::int64_t s, int channel) const {
     const float own = formats::float_of(isa::load_global(maximum(b, head, s, channel)));
     if (grouping.given != nullptr) {
@@ -67,6 +82,7 @@ struct TokenParams {
                               grouping.offset(grouping.given_stride, false, b, head, s, channel));
     }
     float amax = own;
+    if (grouping.steps()) amax = formats::stepped_amax(own, group_maximum(b, head, s));
     if (grouping.granularity == Granularity::per_tensor) {
       amax = formats::float_of(isa::load_global(grouping.maxima + words - 1));
     }
@@ -248,8 +264,9 @@ struct TokenScales {
       case Granularity::per_warp:
         return group * g.warp;
       case Granularity::per_thread:
-        return g.role == Role::q ? group / 8 * g.warp + group % 8
-                                 : group / 4 * g.block + group % 4 * 2;
+        return g.role == Role::q   ? group / 8 * g.warp + group % 8
+               : g.role == Role::k ? group / 4 * g.block + group % 4 * 2
+                                   : group;
       default:
         return group;
     }

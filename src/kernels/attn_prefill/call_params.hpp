@@ -1,0 +1,98 @@
+// From a call to PrefillParams: what every GPU prefill kernel is told of it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/problem.hpp"
+#include "kernels/attn_prefill/params.hpp"
+#include "kernels/quantize/prepare.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+/// Do rows start and step at multiples of 16 bytes?
+inline bool aligned(const TokenTensor& t) {
+  const std::int64_t bytes = info(t.format).bits / 8;
+  const auto fits = [&](std::int64_t n) { return n * bytes % 16 == 0; };
+  return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && fits(t.batch) && fits(t.token) &&
+         fits(t.head);
+}
+
+/// Strides of a tensor that broadcasts over leading dimensions it lacks.
+inline BroadcastView per_head(const TensorView& t) {
+  BroadcastView v;
+  if (!t.present()) return v;
+  v.data = t.data;
+  v.format = t.format;
+  v.stride[0] = t.rank == 2 ? t.stride[0] : 0;
+  v.stride[1] = t.stride[t.rank - 1];
+  return v;
+}
+
+inline OutputView output_of(const Problem& p) {
+  OutputView o;
+  o.data = p.out.data;
+  o.format = p.out.format;
+  o.batch = p.out.batch;
+  o.token = p.out.token;
+  o.head = p.out.head;
+  o.channels = p.dv;
+  o.vectors = p.out.format != Format::f32 && aligned(p.out) && p.dv % 8 == 0;
+  if (const TensorView& lse = p.tensors.lse; lse.present()) {
+    o.lse = static_cast<float*>(lse.data);
+    o.lse_batch = p.varlen_q ? 0 : lse.stride[0];
+    o.lse_head = lse.stride[p.varlen_q ? 0 : 1];
+    o.lse_token = lse.stride[p.varlen_q ? 1 : 2];
+  }
+  return o;
+}
+
+/// Blocks of `rows` query rows.
+inline PrefillParams params_of(const Problem& p, const Prepared& prepared, int rows,
+                               std::uint32_t* error) {
+  PrefillParams a;
+  a.q = rows_of(p, Role::q);
+  a.k = rows_of(p, Role::k);
+  a.v = rows_of(p, Role::v);
+  a.q_vectors = aligned(p.q);
+  a.k_vectors = aligned(p.k);
+  a.v_vectors = aligned(p.v);
+  a.q8 = prepared.q;
+  a.k8 = prepared.k;
+  a.v8 = prepared.v;
+  if (prepared.q.codes != nullptr) a.q.data = nullptr;
+  if (prepared.k.codes != nullptr) a.k.data = nullptr;
+  a.v_mean = prepared.v_mean;
+  a.v_mean_channels = prepared_channels(p.dv);
+  a.out = output_of(p);
+  a.scale = p.softmax_scale;
+  a.softcap = p.softcap;
+  const auto window = [](std::int64_t w) {
+    return static_cast<std::int32_t>(std::min<std::int64_t>(w, 0x3fffffff));
+  };
+  a.window_left = window(p.window_left);
+  a.window_right = window(p.window_right);
+  if (p.mask != MaskKind::none) {
+    a.mask.data = p.tensors.mask.data;
+    a.mask.format = p.tensors.mask.format;
+    std::copy(p.mask_stride.begin(), p.mask_stride.end(), a.mask.stride);
+  }
+  if (p.block_mask_q > 0) {
+    a.block_mask.data = p.tensors.block_mask.data;
+    a.block_mask.format = Format::b8;
+    std::copy(p.block_mask_stride.begin(), p.block_mask_stride.end(), a.block_mask.stride);
+    a.block_mask_q = static_cast<std::int32_t>(p.block_mask_q);
+    a.block_mask_k = static_cast<std::int32_t>(p.block_mask_k);
+  }
+  a.alibi = per_head(p.tensors.alibi_slopes);
+  a.sinks = per_head(p.tensors.sinks);
+  a.group = static_cast<std::int32_t>(p.group());
+  a.q_blocks = static_cast<std::int32_t>((p.max_q + rows - 1) / rows);
+  a.heads_first = p.window_right >= 0;
+  a.error = error;
+  return a;
+}
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

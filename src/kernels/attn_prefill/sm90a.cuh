@@ -1,0 +1,236 @@
+// Prefill attention for Hopper: wgmma and TMA, warp-specialised, persistent.
+//
+// A block is one producer thread and two consumer warpgroups that own 64 query rows each and take
+// turns: while one multiplies, the other is in its softmax. In a step a consumer multiplies P of
+// the tile before with its V, then Q with K of the tile at hand; P V joins the float32 output while
+// Q K^T still runs. P and V are 8-bit integers: P is relative to the maximum of its own row and
+// tile, so products are exact in int32 and no running maximum lies on the critical path.
+#pragma once
+
+#include "kernels/attn_prefill/sm90a_load.cuh"
+#include "kernels/attn_prefill/sm90a_softmax.cuh"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+template <Sm90Config C>
+struct Sm90Consumer : Sm90Softmax<C> {
+  using S = Sm90Shape<C>;
+  using Base = Sm90Softmax<C>;
+  using Base::R, Base::codes, Base::lane, Base::out, Base::params, Base::share, Base::sum,
+      Base::work;
+  using typename Base::Products, typename Base::Scales;
+  /// P V of a tile.
+  using Values = std::int32_t[S::d / 2];
+
+  SharedAddress base;
+  int group;  ///< this warpgroup among the consumers
+  RingPlace<S::stages>& place;
+  std::uint64_t q_descriptor, k_descriptor, v_descriptor;  ///< the ring's: of stage 0
+
+  QATTN_DEVICE Sm90Consumer(const Sm90Params& a, const PrefillWork& w, int consumer,
+                            RingPlace<S::stages>& ring)
+      : Base(a, w, isa::thread() / 32 - 4),
+        base(isa::shared_base()),
+        group(consumer),
+        place(ring),
+        q_descriptor(isa::matrix_descriptor(base + S::q_at + group * S::q_bytes, 16, S::qk_stride,
+                                            S::qk_swizzle)),
+        k_descriptor(
+            isa::matrix_descriptor(base + S::ring_at + S::k_at, 16, S::qk_stride, S::qk_swizzle)),
+        v_descriptor(isa::matrix_descriptor(base + S::ring_at + S::v_at, 16, S::v_stride,
+                                            isa::Swizzle::bytes64)),
+        walk(a, w, S::keys) {}
+
+  // ---- The ring -------------------------------------------------------------------------------
+
+  QATTN_DEVICE SharedAddress stage() const {
+    return base + S::ring_at + place.stage * S::stage_bytes;
+  }
+  QATTN_DEVICE void wait_full() {
+    isa::mbarrier_wait(base + S::full + 8 * place.stage, place.parity);
+  }
+  /// This warp reads the stage no more.
+  QATTN_DEVICE void release() {
+    isa::sync_warp();
+    if (lane == 0) isa::mbarrier_arrive(base + S::empty + 8 * place.stage);
+    place.advance();
+  }
+
+  // ---- Products -------------------------------------------------------------------------------
+
+  QATTN_DEVICE void multiply_keys(Products& s) {
+    const std::uint64_t k = k_descriptor + place.stage * (S::stage_bytes / 16);
+#pragma unroll
+    for (int step = 0; step < S::qk_row / 32; ++step) {
+      isa::wgmma<C.qk, C.qk, S::keys>(s, q_descriptor + 2 * step, k + 2 * step, step > 0);
+    }
+    isa::wgmma_commit();
+  }
+
+  /// V of the tile before, which lies in this stage.
+  QATTN_DEVICE void multiply_values(Values& pv) {
+    const std::uint64_t v = v_descriptor + place.stage * (S::stage_bytes / 16);
+#pragma unroll
+    for (int step = 0; step < S::keys / 32; ++step) {
+      const int at = step / 2 * S::v_bytes + step % 2 * 32;
+      isa::wgmma<Element::u8, Element::s8, S::d>(pv, codes[step], v + at / 16, step > 0);
+    }
+    isa::wgmma_commit();
+  }
+
+  /// out += share * P V.
+  QATTN_DEVICE void add_values(const Values& pv) {
+#pragma unroll
+    for (int n = 0; n < S::d_tiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        out[0][n][i] = fmaf(static_cast<float>(pv[4 * n + i]), share[i / 2], out[0][n][i]);
+      }
+    }
+  }
+
+  // ---- Turns ----------------------------------------------------------------------------------
+
+  QATTN_DEVICE void take_turn() { isa::barrier_sync(1 + group, 128 * S::consumers); }
+  QATTN_DEVICE void give_turn() { isa::barrier_arrive(2 - group, 128 * S::consumers); }
+
+  // ---- The tiles ------------------------------------------------------------------------------
+
+  /// One step: P V of the tile before (unless this is the first), Q K^T and softmax of this one.
+  /// `Special`: two copies, so that the common one is free of branches.
+  template <bool First, bool Special>
+  QATTN_DEVICE void step(Products& s, Values& pv) {
+    take_turn();
+    isa::wgmma_fence();
+    if constexpr (!First) multiply_values(pv);
+    multiply_keys(s);
+    if constexpr (!First) {
+      isa::wgmma_wait<1>();
+      add_values(pv);
+      isa::sync_warp();  // or ptxas moves the additions behind the next wait
+    }
+    isa::wgmma_wait<0>();
+    give_turn();
+    isa::schedule_fence();
+    const Scales now = scales;
+    if constexpr (Special) {
+      this->attend_special(s, walk.tile, stage());
+      release();
+      next_tile();
+    } else {
+      release();
+      // What the next step must know arrives under the exponentials.
+      this->attend(s, now, [&] { next_tile(); });
+    }
+  }
+
+  /// What the next step must know of its tile, if that is there already.
+  QATTN_DEVICE void next_tile() {
+    walk.advance(S::keys);
+    ready = isa::mbarrier_test(base + S::full + 8 * place.stage, place.parity);
+    if (ready && walk.tile >= 0) scales = this->load_scales(stage());
+  }
+
+  QATTN_DEVICE void run_tiles() {
+    isa::mbarrier_wait(base + S::q_full + 8 * group, queries_parity);
+    this->start_rows();
+    Products s;
+    Values pv;
+    wait_full();
+    scales = this->load_scales(stage());
+    if (this->special(walk.tile, scales)) {
+      step<true, true>(s, pv);
+    } else {
+      step<true, false>(s, pv);
+    }
+    while (walk.tile >= 0) {
+      if (!ready) {
+        wait_full();
+        scales = this->load_scales(stage());
+      }
+      if (this->special(walk.tile, scales)) {
+        step<false, true>(s, pv);
+      } else {
+        step<false, false>(s, pv);
+      }
+    }
+    isa::sync_warp();
+    if (lane == 0) isa::mbarrier_arrive(base + S::q_empty + 8 * group);
+    wait_full();
+    take_turn();
+    isa::wgmma_fence();
+    multiply_values(pv);
+    isa::wgmma_wait<0>();
+    give_turn();
+    release();
+    add_values(pv);
+#pragma unroll
+    for (int r = 0; r < R; ++r) sum[r] += this->poison;
+  }
+
+  std::uint32_t queries_parity = 0;
+  TileWalk walk;
+  Scales scales;       ///< of walk.tile
+  bool ready = false;  ///< ... if they are there
+};
+
+template <Sm90Config C>
+struct Sm90Prefill {
+  using Params = Sm90Params;
+  using S = Sm90Shape<C>;
+  static constexpr int threads = S::threads, min_blocks = 1, shared_bytes = S::shared_bytes;
+
+  static QATTN_DEVICE void init_barriers(SharedAddress base) {
+    if (isa::thread() == 0) {
+      for (int w = 0; w < S::consumers; ++w) {
+        isa::mbarrier_init(base + S::q_full + 8 * w, 1);
+        isa::mbarrier_init(base + S::q_empty + 8 * w, 4);
+      }
+      for (int n = 0; n < S::stages; ++n) {
+        isa::mbarrier_init(base + S::full + 8 * n, 1);
+        isa::mbarrier_init(base + S::empty + 8 * n, S::row_warps);
+      }
+      isa::fence_mbarrier_init();
+    }
+    isa::sync_threads();
+  }
+
+  static QATTN_DEVICE void consume(const Params& p) {
+    const int group = isa::warp() / 4 - 1;
+    RingPlace<S::stages> place;
+    std::uint32_t queries = 0;
+    // The first consumer's first turn is nobody's gift.
+    if (group == 1) isa::barrier_arrive(1, 128 * S::consumers);
+    for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
+      const PrefillWork work = locate_work(p, index, S::rows, S::keys);
+      if (work.first_row >= work.q.rows) continue;
+      if ((work.q.bad || work.k.bad) && isa::thread() == 128) {
+        isa::atomic_or_global(p.error, tile::error_sequence);
+      }
+      Sm90Consumer<C> self(p, work, group, place);
+      self.queries_parity = queries;
+      if (self.walk.tile >= 0) {
+        self.run_tiles();
+        queries ^= 1;
+      }
+      self.write(isa::shared_base() + S::out_at);
+    }
+    if (group == 0) isa::barrier_sync(1, 128 * S::consumers);
+  }
+
+  static QATTN_DEVICE void run(const Params& p) {
+    if constexpr (!isa::has_wgmma) return;  // sm_90a alone runs it, others need not compile it
+    init_barriers(isa::shared_base());
+    if (isa::thread() < 128) {
+      isa::registers_decrease<24>();
+      if (isa::warp() == 0 && isa::elect()) Sm90Producer<C>{p}.run();
+    } else {
+      isa::registers_increase<240>();
+      consume(p);
+    }
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

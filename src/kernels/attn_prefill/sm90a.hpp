@@ -1,0 +1,15 @@
+// Launchers of the Hopper prefill kernel's instances.
+#pragma once
+
+#include "isa/launch.hpp"
+#include "kernels/attn_prefill/sm90a_params.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+/// Launches one instance; defined in the units that instantiate kernels (sm90a_launch.cuh).
+template <Sm90Config C>
+isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* stream);
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

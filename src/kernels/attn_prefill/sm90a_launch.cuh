@@ -1,0 +1,21 @@
+// Makes the launchers that sm90a.hpp declares. QATTN_INSTANCE(...) instantiates one kernel.
+#pragma once
+
+#include "kernels/attn_prefill/sm90a.cuh"
+#include "kernels/attn_prefill/sm90a.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+template <Sm90Config C>
+isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* stream) {
+  return isa::launch<Sm90Prefill<C>>(params, grid, stream);
+}
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels
+
+#define QATTN_INSTANCE(D, QK, PV)                                                              \
+  template qattn::isa::LaunchError qattn::kernels::launch_sm90a<qattn::kernels::Sm90Config{    \
+      D, qattn::isa::Element::QK, qattn::isa::Element::PV}>(const qattn::kernels::Sm90Params&, \
+                                                            qattn::isa::Index3, void*);

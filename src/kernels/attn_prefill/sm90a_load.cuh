@@ -1,0 +1,129 @@
+// The Hopper prefill kernel's producer: one thread that keeps TMA busy.
+#pragma once
+
+#include "kernels/attn_prefill/rows.cuh"
+#include "kernels/attn_prefill/sm90a_params.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+/// A place in a ring of N buffers, and the parity of its current round.
+template <int N>
+struct RingPlace {
+  int stage = 0;
+  std::uint32_t parity = 0;
+
+  QATTN_DEVICE void advance() {
+    if (++stage == N) stage = 0, parity ^= 1;
+  }
+};
+
+/// The tiles of a work item, from the last to the first. Producer and consumers walk the same.
+struct TileWalk {
+  int tile;       ///< first key of the tile; negative: none is left
+  int begin;      ///< first key that is visible
+  int mask_keys;  ///< keys of a block of the block mask
+  std::int64_t mask_stride;
+  const std::uint8_t* mask = nullptr;  ///< the block mask's row; null: none
+
+  QATTN_DEVICE TileWalk(const PrefillParams& p, const PrefillWork& work, int keys)
+      : tile(-1), begin(work.key_begin), mask_keys(p.block_mask_k), mask_stride(0) {
+    if (work.key_end <= work.key_begin) return;
+    if (p.block_mask.data != nullptr) {
+      mask = static_cast<const std::uint8_t*>(p.block_mask.data) + work.b * p.block_mask.stride[0] +
+             work.head * p.block_mask.stride[1] +
+             work.first_row / p.block_mask_q * p.block_mask.stride[2];
+      mask_stride = p.block_mask.stride[3];
+    }
+    tile = (work.key_end - 1) / keys * keys;
+    skip(keys);
+  }
+  QATTN_DEVICE void advance(int keys) {
+    tile -= keys;
+    skip(keys);
+  }
+
+ private:
+  QATTN_DEVICE void skip(int keys) {
+    if (mask != nullptr) {
+      while (tile >= begin && isa::load_global(mask + tile / mask_keys * mask_stride) == 0) {
+        tile -= keys;
+      }
+    }
+    if (tile < begin) tile = -1;
+  }
+};
+
+template <Sm90Config C>
+struct Sm90Producer {
+  using S = Sm90Shape<C>;
+
+  const Sm90Params& p;
+  SharedAddress base = isa::shared_base();
+  RingPlace<S::stages> place{};
+  RingPlace<1> q_place{};
+
+  /// K of `tile`, with what else softmax reads; negative: none.
+  QATTN_DEVICE void load_keys(const PrefillWork& work, int tile, SharedAddress stage,
+                              SharedAddress full) {
+    if (tile < 0) return;
+    const std::int64_t slot = work.k_slot + tile, row = work.kv_head * p.k8.slots + slot;
+    isa::tma_load<2>(stage + S::k_at, p.k_map, {0, static_cast<int>(row)}, full);
+    isa::bulk_load(stage + S::scale_at, p.k8.scale + row, S::scale_bytes, full);
+    const int bytes = tile_offsets(p.v8.channels).bytes;
+    const std::uint8_t* tail =
+        p.v8.tiles + row / slot_tile * bytes + p.v8.channels * std::int64_t{slot_tile};
+    for (int h = 0; h < S::halves; ++h) {
+      isa::bulk_load(stage + S::tail_at + h * S::tail_bytes, tail + h * bytes, S::tail_bytes, full);
+    }
+  }
+  QATTN_DEVICE void load_values(const PrefillWork& work, int tile, SharedAddress stage,
+                                SharedAddress full) {
+    if (tile < 0) return;
+    const std::int64_t row = work.kv_head * p.v8.slots + work.k_slot + tile;
+    for (int h = 0; h < S::halves; ++h) {
+      isa::tma_load<3>(stage + S::v_at + h * S::v_bytes, p.v_map,
+                       {0, 0, static_cast<int>(row / slot_tile) + h}, full);
+    }
+  }
+
+  QATTN_DEVICE void load_queries(const PrefillWork& work) {
+    const std::int64_t row = work.head * p.q8.slots + work.q_slot + work.first_row;
+    for (int w = 0; w < S::consumers; ++w) {
+      const SharedAddress full = base + S::q_full + 8 * w;
+      isa::mbarrier_wait(base + S::q_empty + 8 * w, q_place.parity ^ 1);
+      isa::mbarrier_arrive_expect(full, S::q_bytes);
+      isa::tma_load<2>(base + S::q_at + w * S::q_bytes, p.q_map,
+                       {0, static_cast<int>(row) + 64 * w}, full);
+    }
+    q_place.advance();
+  }
+
+  QATTN_DEVICE void load(const PrefillWork& work) {
+    TileWalk walk(p, work, S::keys);
+    if (walk.tile < 0) return;
+    load_queries(work);
+    int before = -1;
+    while (walk.tile >= 0 || before >= 0) {
+      const SharedAddress stage = base + S::ring_at + place.stage * S::stage_bytes;
+      const SharedAddress full = base + S::full + 8 * place.stage;
+      isa::mbarrier_wait(base + S::empty + 8 * place.stage, place.parity ^ 1);
+      isa::mbarrier_arrive_expect(
+          full, (walk.tile < 0 ? 0 : S::key_bytes) + (before < 0 ? 0 : S::halves * S::v_bytes));
+      load_keys(work, walk.tile, stage, full);
+      load_values(work, before, stage, full);
+      place.advance();
+      before = walk.tile;
+      if (walk.tile >= 0) walk.advance(S::keys);
+    }
+  }
+
+  QATTN_DEVICE void run() {
+    for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
+      load(locate_work(p, index, S::rows, S::keys));
+    }
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

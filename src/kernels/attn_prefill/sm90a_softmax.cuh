@@ -1,0 +1,245 @@
+// Softmax of the Hopper prefill kernel: from a tile's integer scores to u8 P, relative to the
+// maximum of its own row and tile.
+#pragma once
+
+#include "kernels/attn_prefill/rows.cuh"
+#include "kernels/attn_prefill/sm90a_params.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+template <Sm90Config C>
+struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
+  using S = Sm90Shape<C>;
+  using Base = PrefillRows<S>;
+  using Base::R, Base::lane, Base::max, Base::out, Base::p, Base::sum, Base::work;
+  using typename Base::Scores;
+  /// S and P V as wgmma leaves them: element 4n + i is element i of score tile n.
+  using Products = std::int32_t[S::keys / 2];
+
+  const Sm90Params& params;
+  std::uint32_t codes[S::keys / 32][4];  ///< P: A fragments of the products with V
+  float share[R];       ///< weight of the tile in the row's sums, for each unit of P
+  float poison = 0.0f;  ///< NaN once a scale of K was
+
+  QATTN_DEVICE Sm90Softmax(const Sm90Params& a, const PrefillWork& w, int row_warp)
+      : Base(a, w, row_warp), params(a) {}
+
+  int plain_first, plain_last;  ///< bounds of the tiles that every row sees whole
+
+  QATTN_DEVICE void start_rows() {
+    const int first = work.first_row + work.shift, length = static_cast<int>(work.k.length);
+    const int end = p.window_right < 0 ? length : first + p.window_right + 1;
+    plain_first = p.window_left < 0 ? 0 : first + S::rows - 1 - p.window_left;
+    plain_last = params.general ? -1 : (end < length ? end : length) - S::keys;
+    const float scale = p.scale * tile::log2_e;
+#pragma unroll
+    for (int r = 0; r < R; ++r) this->row_scale[r] = this->query_scale(r) * scale;
+  }
+
+  /// What a thread needs of a plain tile's scales: K's and V's are the same for all keys with the
+  /// same (key % 8) / 2 in 64, and those are the keys that the thread's accumulators belong to.
+  struct Scales {
+    float k[S::halves], v_log[S::halves];
+    std::uint32_t flags;  ///< TileFlags of V; the same in all lanes
+  };
+  QATTN_DEVICE Scales load_scales(SharedAddress stage) const {
+    Scales x;
+    x.flags = 0;
+#pragma unroll
+    for (int h = 0; h < S::halves; ++h) {
+      const SharedAddress tail = stage + S::tail_at + h * S::tail_bytes;
+      const int key = lane % 4 * 2;
+      x.k[h] = isa::load_shared<float>(stage + S::scale_at + 4 * (h * slot_tile + key));
+      x.v_log[h] = isa::load_shared<float>(tail + S::log_at + 4 * key);
+      x.flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at);
+    }
+    return x;
+  }
+
+  /// Must the tile take the long way?
+  QATTN_DEVICE bool special(int tile, const Scales& x) const {
+    return x.flags != 0 || tile < plain_first || tile > plain_last;
+  }
+
+  // ---- The plain tile -------------------------------------------------------------------------
+
+  /// Calls meanwhile() among the exponentials, in the middle: ptxas schedules nothing across it,
+  /// and leaves the second half's exponentials where they are (H200, D 128, S 8192: after 7 of 16
+  /// groups 770 TFLOP/s, after 3 751, after 13 688, before the first 755).
+  template <class Meanwhile>
+  QATTN_DEVICE void attend(const Products& s, const Scales& x, Meanwhile meanwhile) {
+    float scale[S::halves][R], offset[S::halves][R], top[R];
+    plain_maxima(s, x, scale, top);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int h = 0; h < S::halves; ++h) offset[h][r] = log2_255 - top[r] + x.v_log[h];
+    }
+    // Groups of four scores that make a word of P: of one row, from two neighbouring score tiles.
+    constexpr int groups = S::n_tiles;
+    float e[groups][4];
+    std::uint32_t count[S::halves][R] = {};
+    const auto exponent = [&](int g) {
+      const int r = g % 2, n = g / 2 * 2, h = 8 * n / slot_tile;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const auto score = static_cast<float>(s[4 * (n + i / 2) + 2 * r + i % 2]);
+        e[g][i] = fmaf(score, scale[h][r], offset[h][r]);
+      }
+    };
+    const auto pack = [&](int g) {
+      const int r = g % 2, n = g / 2 * 2, h = 8 * n / slot_tile;
+      std::uint32_t& word = codes[n / 4][r + n / 2 % 2 * 2];
+      word = isa::pack_u8(e[g][0], e[g][1], e[g][2], e[g][3]);
+      count[h][r] = isa::dot4_u8(word, 0x01010101u, count[h][r]);
+    };
+    exponent(0);
+#pragma unroll
+    for (int g = 0; g < groups; ++g) {
+      if (g + 1 < groups) exponent(g + 1);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) e[g][i] = isa::exp2(e[g][i]);
+      if (g > 0) pack(g - 1);
+      if (g == groups / 2 - 1) meanwhile();
+    }
+    pack(groups - 1);
+    add_tile(x, top, count);
+  }
+
+  /// The tile's weight, and its part of the row sums.
+  QATTN_DEVICE void add_tile(const Scales& x, const float (&top)[R],
+                             const std::uint32_t (&count)[S::halves][R]) {
+    // The reference moves only when a maximum is far above it, which is rare.
+    bool far = false;
+#pragma unroll
+    for (int r = 0; r < R; ++r) far |= top[r] > max[r] + Base::slack;
+    if (isa::any(far)) this->raise_maxima(top);
+#pragma unroll
+    for (int r = 0; r < R; ++r) share[r] = isa::exp2(top[r] - max[r]) * (1.0f / 255);
+#pragma unroll
+    for (int h = 0; h < S::halves; ++h) {
+      const float weight = isa::exp2(-x.v_log[h]);
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        const auto n = static_cast<float>(static_cast<std::int32_t>(count[h][r]));
+        sum[r] = fmaf(n, weight * share[r], sum[r]);
+      }
+      poison = fmaf(x.k[h], 0.0f, poison);
+    }
+  }
+
+  /// Maximum of score + log of V's scale over the tile's keys, in units of log2.
+  QATTN_DEVICE void plain_maxima(const Products& s, const Scales& x, float (&scale)[S::halves][R],
+                                 float (&top)[R]) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      top[r] = -tile::infinity();
+#pragma unroll
+      for (int h = 0; h < S::halves; ++h) {
+        constexpr int tiles = slot_tile / 8;
+        const std::int32_t* first = s + 4 * tiles * h + 2 * r;
+        std::int32_t largest = first[0] > first[1] ? first[0] : first[1];
+#pragma unroll
+        for (int n = 1; n < tiles; ++n)
+          largest = isa::max3(largest, first[4 * n], first[4 * n + 1]);
+        scale[h][r] = this->row_scale[r] * x.k[h];
+        top[r] = fmaxf(top[r], fmaf(static_cast<float>(largest), scale[h][r], x.v_log[h]));
+      }
+      top[r] = this->row_max(top[r]);
+    }
+  }
+
+  // ---- Any tile -------------------------------------------------------------------------------
+
+  /// Masks, biases, keys that are not numbers, V scales of single tokens.
+  QATTN_DEVICE void attend_special(const Products& products, int tile, SharedAddress stage) {
+    const SharedAddress tails = stage + S::tail_at;
+    const auto table = [&](int at, int key) {
+      return isa::load_shared<float>(tails + key / slot_tile * S::tail_bytes + at +
+                                     4 * (key % slot_tile));
+    };
+    Scores s;
+#pragma unroll
+    for (int n = 0; n < S::n_tiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[0][n][i] = static_cast<float>(products[4 * n + i]);
+    }
+    // Tables hold nothing behind the last tile of a sequence: the bounds come after them.
+    const auto key_scale = [&](int key) {
+      return isa::load_shared<float>(stage + S::scale_at + 4 * key);
+    };
+    this->finish_scores(s, tile, key_scale, [](int) { return false; });
+    tile::each_score(s, [&](int, int key, float& x) {
+      if (x != -tile::infinity()) x += table(S::log_at, key);
+    });
+    float top[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
+    tile::each_score(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
+#pragma unroll
+    for (int r = 0; r < R; ++r) top[r] = this->row_max(top[r]);
+    this->raise_maxima(top);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const float ref = this->reference(top[r]) - log2_255;
+      share[r] = isa::exp2(top[r] - this->reference(max[r])) * (1.0f / 255);
+#pragma unroll
+      for (int n = 0; n < S::n_tiles; n += 2) {
+        const float *a = s[0][n] + 2 * r, *b = s[0][n + 1] + 2 * r;
+        codes[n / 4][r + n / 2 % 2 * 2] =
+            isa::pack_u8(isa::exp2(a[0] - ref), isa::exp2(a[1] - ref), isa::exp2(b[0] - ref),
+                         isa::exp2(b[1] - ref));
+      }
+    }
+    add_weights(tails, static_cast<int>(work.k.length) - tile);
+    // Tokens whose V is nearly zero join with their unrounded P, bad ones make the rows that see
+    // them NaN.
+    tile::each_score(s, [&](int r, int key, float& x) {
+      if (x == -tile::infinity()) return;
+      const float plain = table(S::plain_at, key);
+      if (tile::is_nan(x) || plain != 0.0f) {
+        sum[r] += plain == 0.0f
+                      ? x
+                      : plain * isa::exp2(x - table(S::log_at, key) - this->reference(max[r]));
+      }
+    });
+  }
+
+  /// Row sums of the rounded P: two rows of V hold the high and low byte of each key's weight, in
+  /// the order of P's fragments. `length`: keys of the tile that exist.
+  QATTN_DEVICE void add_weights(SharedAddress tails, int length) {
+#pragma unroll
+    for (int h = 0; h < S::halves; ++h) {
+      if (h * slot_tile >= length) break;  // there are no tables
+      const SharedAddress tail = tails + h * S::tail_bytes;
+      std::int32_t high[R] = {}, low[R] = {};
+#pragma unroll
+      for (int b = 0; b < slot_tile / 16; ++b) {  // 16 keys: a lane holds four of them
+        const SharedAddress at = tail + S::weights_at + 16 * b + lane % 4 * 4;
+        const auto w_high = isa::load_shared<std::uint32_t>(at);
+        const auto w_low = isa::load_shared<std::uint32_t>(at + slot_tile);
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          const std::uint32_t word = codes[2 * h + b / 2][r + b % 2 * 2];
+          high[r] = dot4_mixed(word, w_high, high[r]);
+          low[r] = dot4_mixed(word, w_low, low[r]);
+        }
+      }
+      const float unit = isa::load_shared<float>(tail + S::unit_at);
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        sum[r] += static_cast<float>(256 * high[r] + low[r]) * unit * share[r];
+      }
+    }
+  }
+
+  /// c + the sum of four products of an unsigned and a signed byte.
+  QATTN_DEVICE static std::int32_t dot4_mixed(std::uint32_t a, std::uint32_t b, std::int32_t c) {
+    // a = 128 + (a ^ 0x80) as signed bytes.
+    return isa::dot4_s8(a ^ 0x80808080u, b, c) + 128 * isa::dot4_s8(0x01010101u, b, 0);
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels
