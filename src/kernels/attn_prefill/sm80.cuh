@@ -108,7 +108,7 @@ struct Prefill : PrefillValues<C> {
     if (next >= 0) this->start_keys(next);
     isa::copy_async_commit();
     if constexpr (C.general) {
-      if constexpr (!S::wide_pv) channels = this->channel_scales(tile);
+      if (!S::wide_pv && p.v8.channel_scale != nullptr) channels = this->channel_scales(tile);
       attend<true>(s, tile, k_scale);
     } else if (!whole(tile) || tile::is_nan(k_scale) || this->value_flags() != 0) {
       attend<true>(s, tile, k_scale);

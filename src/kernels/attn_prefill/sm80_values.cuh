@@ -208,6 +208,7 @@ struct PrefillValues : PrefillScores<C> {
   /// (s8), or ones (e4m3).
   QATTN_DEVICE void add_weights(const std::uint32_t (&a)[S::keys / 32][M][4],
                                 const float (&share)[R]) {
+    const float unit = S::u8 ? isa::load_shared<float>(base + S::tail_at + 8 * S::keys) : 1.0f;
     std::uint32_t r[1][4];
     const SharedAddress row[1] = {base + S::v_at + (C.d + lane % 8) * S::v_row + lane / 8 * 16};
     isa::load_matrix<1>(r, row);
@@ -215,7 +216,6 @@ struct PrefillValues : PrefillScores<C> {
     const std::uint32_t b0[1][2] = {{r[0][0], r[0][1]}}, b1[1][2] = {{r[0][2], r[0][3]}};
     isa::mma_zero<C.pv, S::v_element, M, 1>(acc, a[0], b0);
     isa::mma<C.pv, S::v_element, M, 1>(acc, a[1], b1);
-    const float unit = S::u8 ? isa::load_shared<float>(base + S::tail_at + 8 * S::keys) : 1.0f;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -288,11 +288,11 @@ struct PrefillValues : PrefillScores<C> {
     }
   }
 
-  /// The scales per channel of a tile of V; null where they are per token.
+  /// The scales per channel of a tile of V, where there are any.
   QATTN_DEVICE const float* channel_scales(int tile) const {
-    if (p.v8.channel_scale == nullptr) return nullptr;
-    const std::int64_t unit = work.b * p.k.heads + work.kv_head;
-    return p.v8.channel_scale + (unit * p.v8.groups + tile / p.v8.channel_block) * p.v8.channels;
+    return p.v8.channel_scale +
+           ((work.b * p.k.heads + work.kv_head) * p.v8.groups + tile / p.v8.channel_block) *
+               p.v8.channels;
   }
 
   /// out *= V's scales, where one a channel serves all tiles.
