@@ -19,6 +19,8 @@ if(QATTN_CUDA STREQUAL "AUTO")
 endif()
 
 # "80" means machine code for sm_80; the first also goes in as PTX, for GPUs that are not listed.
+# "a" is one GPU with all its instructions, "f" a family with those that it shares: 100f runs on
+# sm_100 and sm_103 (B200, GB300), 120f on sm_120 and sm_121, in the time and size of one.
 set(QATTN_CUDA_REAL_ARCHITECTURES "")
 foreach(architecture IN LISTS QATTN_CUDA_ARCHITECTURES)
   if(NOT architecture MATCHES "^[0-9]+[af]?$")

@@ -10,6 +10,8 @@
 //
 //   Places
 //     Index3 {x, y, z}
+//     int target_architecture            a constant: of the GPU that this is compiled for, 89 for
+//                                        sm_89; the emulator, which has every word, says 120
 //     int thread(), lane(), warp()       within the block; warp() is uniform to the compiler
 //     Index3 block(), grid()             this block's index; how many there are
 //     SharedAddress shared_base()        first byte of the block's shared memory, 1024-byte aligned
@@ -44,7 +46,7 @@
 //     void store_matrix<N>(SharedAddress (&row)[N], uint32 (&r)[N][4])       sm_90
 //     void mma<A, B, M, N>(Acc (&d)[M][N][4], uint32 (&a)[M][4], uint32 (&b)[N][2])
 //        d[m][n] += a[m] * b[n]; 16 x 8 x 16 for f16, bf16 (Acc float, or uint32 [2] halves: see
-//        mma_f16), 16 x 8 x 32 for s8, u8 (Acc int32) and e4m3, e5m2 (Acc float)
+//        mma_f16), 16 x 8 x 32 for s8, u8 (Acc int32) and e4m3, e5m2 (Acc float; has_mma())
 //          accumulator i of a lane: row g + 8 (i / 2), column 2t + i % 2
 //          16-bit A register r, half e: row g + 8 (r % 2), k = 2t + e + 8 (r / 2)
 //          16-bit B register r, half e: k = 2t + e + 8r, column g
@@ -130,6 +132,13 @@ struct Pair {
 enum class Element { f16, bf16, s8, u8, e4m3, e5m2 };
 QATTN_CONSTEXPR bool is_integer(Element e) { return e == Element::s8 || e == Element::u8; }
 QATTN_CONSTEXPR bool is_16bit(Element e) { return e == Element::f16 || e == Element::bf16; }
+
+/// Is mma of the element one instruction there? FP8 products begin with sm_89; sm_90 and sm_100
+/// have theirs in wgmma and tcgen05, and ptxas makes mma of conversions and 16-bit products.
+QATTN_CONSTEXPR bool has_mma(Element e, int architecture) {
+  const bool fp8 = e == Element::e4m3 || e == Element::e5m2;
+  return fp8 ? architecture == 89 || architecture >= 120 : architecture >= 80;
+}
 
 template <bool Integer>
 struct AccumulatorOf {

@@ -40,7 +40,8 @@ TEST_P(EmulatedBadInput, SoftcapDoesNotHideIt) {
 TEST_P(EmulatedBadInput, StaysInItsPlaceWithoutSharedScales) {
   Recipe recipe = GetParam();
   recipe.smooth_k = Toggle::off;
-  if (free_scales(recipe.v)) recipe.v_scale.granularity = Granularity::per_token;
+  // e4m3 P has no room for V's scales; per channel they leave bad tokens out.
+  if (recipe.v == Format::s8) recipe.v_scale.granularity = Granularity::per_token;
   Feature f = feature(Format::f16);
   f.how.strides = Strides::odd;
   expect_bad_input_stays(f, in_turn(recipe));
@@ -90,7 +91,7 @@ struct Unchecked {
 
 /// Without the host's checks; the inputs as they are now.
 Unchecked run_unchecked(const Call& call, Laid& laid, const Recipe& recipe) {
-  const EmulatedBackend backend(false);
+  const EmulatedBackend backend(architecture_for(recipe), false);
   laid.out.clear();
   laid.lse.clear();
   laid.freeze();
@@ -156,7 +157,7 @@ class EmulatedBadIndex : public testing::TestWithParam<Recipe> {
         expect_one_bad(call, now, clean, bad, entry.unknown, entry.what);
         if (HasFailure()) return;
         // With validate the entry is named before anything runs.
-        const EmulatedBackend backend(false);
+        const EmulatedBackend backend(architecture_for(GetParam()), false);
         AttentionOptions options = call.options;
         options.recipe = GetParam();
         options.validate = true;

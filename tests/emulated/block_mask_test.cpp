@@ -52,6 +52,8 @@ TEST_P(EmulatedBlockMask, RowsThatSeeNothingAreEmpty) {
 TEST_P(EmulatedBlockMask, ForbiddenKeysAreNotRead) {
   Recipe recipe = GetParam();
   recipe.smooth_k = Toggle::off;
+  // A scale of V that the poked key shares with others would change with it.
+  if (recipe.v == Format::e4m3) recipe.v_scale = {Granularity::per_block_channel, 64, 0};
   const Feature f = masked(recipe);
   Call call = make_call(f, 4);
   for (std::size_t n = 0; n < call.block_mask.values.size(); ++n) {
@@ -73,7 +75,7 @@ TEST_P(EmulatedBlockMask, BlocksSmallerThanATileOfRowsAreRefused) {
     f.options.block_mask_q = 64;
     const Call call = make_call(f, 4);
     const Laid laid = lay_out(call, f.how);
-    const EmulatedBackend backend;
+    const EmulatedBackend backend(architecture_for(GetParam()));
     AttentionOptions options = call.options;
     options.recipe = GetParam();
     const std::string text = explain(laid.tensors(), options);

@@ -15,7 +15,7 @@ namespace {
 std::string name_of(const testing::TestParamInfo<Cell>& cell) { return cell.param.name; }
 
 Result<Plan> plan_emulated(const Call& call, const Laid& laid, const Recipe& recipe) {
-  const EmulatedBackend backend;
+  const EmulatedBackend backend(architecture_for(recipe));
   AttentionOptions options = call.options;
   options.recipe = recipe;
   return plan(laid.tensors(), options);

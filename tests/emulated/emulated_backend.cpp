@@ -36,7 +36,12 @@ class ForceTiming {
 
 }  // namespace
 
-EmulatedBackend::EmulatedBackend(bool host_memory) {
+int architecture_for(const Recipe& recipe) {
+  return recipe.qk == Format::e4m3 || recipe.v == Format::e4m3 ? 89 : 90;
+}
+
+EmulatedBackend::EmulatedBackend(int architecture, bool host_memory)
+    : architecture_before_(std::exchange(emu::options().architecture, architecture)) {
   backend_.name = "emulated";
   backend_.device = DeviceType::cpu;
   backend_.kernels = kernels::gpu_attention_kernels();
@@ -56,7 +61,10 @@ EmulatedBackend::EmulatedBackend(bool host_memory) {
   detail::use_backend(&backend_);
 }
 
-EmulatedBackend::~EmulatedBackend() { detail::use_backend(nullptr); }
+EmulatedBackend::~EmulatedBackend() {
+  detail::use_backend(nullptr);
+  emu::options().architecture = architecture_before_;
+}
 
 std::span<const Timing> every_timing() {
   static const Timing all[] = {{emu::Schedule::late, emu::LaneOrder::forward, 1},
@@ -67,7 +75,7 @@ std::span<const Timing> every_timing() {
 
 Outcome run_emulated(const Call& call, Laid& laid, const Recipe& recipe,
                      std::span<const Timing> timings) {
-  const EmulatedBackend backend;
+  const EmulatedBackend backend(architecture_for(recipe));
   laid.freeze();
   Outcome first;
   for (const Timing& timing : timings) {

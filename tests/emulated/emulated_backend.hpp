@@ -11,17 +11,21 @@
 
 namespace qattn::test {
 
+/// The GPU that a recipe is emulated on: 89 where the portable kernel needs FP8 products, else 90.
+int architecture_for(const Recipe& recipe);
+
 /// In front for as long as it lives. quantize() has no kernels there: the semantic model and the
 /// reference run without it. `host_memory` false: index tensors are checked by the kernels alone.
 class EmulatedBackend {
  public:
-  explicit EmulatedBackend(bool host_memory = true);
+  explicit EmulatedBackend(int architecture, bool host_memory = true);
   ~EmulatedBackend();
   EmulatedBackend(const EmulatedBackend&) = delete;
   EmulatedBackend& operator=(const EmulatedBackend&) = delete;
 
  private:
   detail::Backend backend_;
+  int architecture_before_;
 };
 
 /// When asynchronous copies land and which lanes run first.

@@ -61,7 +61,8 @@ Cell cell_of(const Recipe& recipe, const Feature& feature, std::string tail) {
   feature.tweak(cell.recipe);
   const Scaling& v = cell.recipe.v_scale;
   cell.refused = cell.recipe.smooth_q == Toggle::on ||
-                 (v.granularity == Granularity::per_block_channel && v.block % 64 != 0);
+                 (v.granularity == Granularity::per_block_channel && v.block % 64 != 0) ||
+                 (v.granularity == Granularity::per_token && cell.recipe.v == Format::e4m3);
   return cell;
 }
 
@@ -82,7 +83,9 @@ std::vector<std::pair<Recipe, Feature>> pairs() {
 
 std::vector<Recipe> gpu_recipes() {
   std::vector<Recipe> all;
-  for (const char* name : {"f16", "bf16", "int8", "int8_full"}) all.push_back(*recipe_named(name));
+  for (const char* name : {"f16", "bf16", "int8", "int8_full", "int8_fp8", "fp8"}) {
+    all.push_back(*recipe_named(name));
+  }
   return all;
 }
 
@@ -115,7 +118,7 @@ std::vector<Cell> all_cells() {
   for (const auto& [recipe, row] : pairs()) {
     for (const Format format : {Format::f16, Format::bf16}) {
       if (recipe.qk == Format::f16 || recipe.qk == Format::bf16 ? recipe.qk != format
-                                                                : recipe.v == Format::s8 && n % 2) {
+                                                                : has_codes(recipe.v) && n % 2) {
         ++n;
         continue;
       }
@@ -147,9 +150,12 @@ std::vector<InstanceCell> instance_cells() {
     f.options.causal = true;
     if (general) f.options.softcap = 3;
     f.how.input = half ? Format::f16 : Format::bf16;
-    const Recipe recipe = *recipe_named(std::string(qk) != "s8" ? qk
-                                        : v == "u8"             ? "int8_full"
-                                                                : "int8");
+    const std::string product = qk;
+    const Recipe recipe = *recipe_named(product == "e4m3" ? "fp8"
+                                        : product != "s8" ? qk
+                                        : v == "u8"       ? "int8_full"
+                                        : v == "e4m3"     ? "int8_fp8"
+                                                          : "int8");
     all.push_back({cell_of(recipe, f, ""),
                    std::string(general ? "general" : "plain") + " d" + std::to_string(d)});
   };

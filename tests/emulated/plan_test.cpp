@@ -47,7 +47,7 @@ class EmulatedPlan : public testing::TestWithParam<Recipe> {
                    Laid& laid) {
     const Outcome want = run_emulated(call, laid, GetParam());
     ASSERT_FALSE(HasFailure());
-    const EmulatedBackend backend;
+    const EmulatedBackend backend(architecture_for(GetParam()));
     AttentionOptions options = asked;
     options.recipe = GetParam();
     const Result<Plan> made = plan(planned, options);
@@ -129,7 +129,7 @@ TEST_P(EmulatedPlan, OtherGivenScalesNeedAnotherPlan) {
   AttentionOptions options = call.options;
   options.recipe = recipe;
   add_static_scales(call, laid, plan(plain, options)->recipe(), 1);
-  const EmulatedBackend backend;
+  const EmulatedBackend backend(architecture_for(GetParam()));
   AttentionTensors given = plain;
   given.k_scale = laid.k_scale.view();
   const Result<Plan> made = plan(given, options);

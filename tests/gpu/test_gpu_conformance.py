@@ -55,11 +55,17 @@ recipe_sim.QK["s8 row, 64 keys"] = lambda q, k: (
     recipe_sim.s8(q, -1),
     recipe_sim.blocks(k, 64, lambda t: recipe_sim.s8(t, None)),
 )
+recipe_sim.QK["e4m3 row, 64 keys"] = lambda q, k: (
+    recipe_sim.fp8(q, -1),
+    recipe_sim.blocks(k, 64, recipe_sim.fp8),
+)
 ROWS = {
     "f16": ("f16", "f16"),
     "bf16": ("bf16", "bf16"),
     "int8": ("s8 row, 64 keys", "f16"),
     "int8_full": ("s8 row, 64 keys", "u8 / V token"),
+    "int8_fp8": ("s8 row, 64 keys", "e4m3"),
+    "fp8": ("e4m3 row, 64 keys", "e4m3"),
 }
 # 16-bit products leave nothing of 16-bit inputs to round but P, so sums show: the matrix units
 # truncate (bench/results/isa-h200.json), which adds up where V has a mean (1.2e-5 on an H200).

@@ -16,6 +16,9 @@ __device__ std::uint32_t sticky_errors;
 
 constexpr int most_devices = 64;
 
+/// Every unit of the library is compiled for the same architectures.
+__global__ void any_kernel() {}
+
 }  // namespace
 
 std::uint32_t* error_word() {
@@ -50,6 +53,19 @@ int architecture(int device) {
       return 0;
     }
     slot = 10 * major + minor;
+  }
+  return slot;
+}
+
+int code_architecture() {
+  static std::array<std::atomic<int>, most_devices> known{};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= most_devices) return 0;
+  std::atomic<int>& slot = known[static_cast<std::size_t>(device)];
+  if (slot == 0) {
+    cudaFuncAttributes attributes{};
+    if (cudaFuncGetAttributes(&attributes, any_kernel) != cudaSuccess) return 0;
+    slot = attributes.ptxVersion;  // also of machine code: what it was compiled from
   }
   return slot;
 }

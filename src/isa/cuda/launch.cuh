@@ -17,6 +17,7 @@ __global__ void __launch_bounds__(K::threads, K::min_blocks)
 
 int architecture(int device);  // backends/cuda/device.cu
 int multiprocessors();
+int code_architecture();
 std::uint32_t* error_word();
 
 template <class K>

@@ -12,6 +12,11 @@ namespace qattn::isa {
 inline namespace QATTN_TARGET {
 
 inline constexpr bool is_emulated = false;
+#if defined(__CUDA_ARCH__)
+inline constexpr int target_architecture = __CUDA_ARCH__ / 10;
+#else
+inline constexpr int target_architecture = 120;  // the host's pass, which looks at every kernel
+#endif
 
 // ---- Places ------------------------------------------------------------------------------------
 

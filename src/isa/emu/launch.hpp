@@ -20,8 +20,11 @@ LaunchError launch(const typename K::Params& params, Index3 grid, void* /*stream
   return {};
 }
 
-/// The emulator has every word up to sm_90.
-inline int architecture(int /*device*/) { return 90; }
+inline int architecture(int /*device*/) { return emu::options().architecture; }
+inline int code_architecture() {
+  const emu::Options& o = emu::options();
+  return o.code_architecture > 0 ? o.code_architecture : o.architecture;
+}
 
 /// Few, so that persistent blocks have more than one piece of work.
 inline int multiprocessors() { return 3; }

@@ -23,6 +23,7 @@ using emu::Where;
 using emu::Word;
 
 inline constexpr bool is_emulated = true;
+inline constexpr int target_architecture = 120;
 
 // ---- Places ------------------------------------------------------------------------------------
 

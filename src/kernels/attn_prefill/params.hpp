@@ -63,7 +63,7 @@ struct PrefillConfig {
   isa::Element qk = isa::Element::bf16;  ///< Q and K
   isa::Element pv = isa::Element::bf16;  ///< P; V has the same, or s8 beside u8
   /// false: dense or packed sequences, causal or none, scale > 0, one K scale a tile, V's scale per
-  /// token. true: everything.
+  /// token (s8) or one a channel (e4m3). true: everything.
   bool general = false;
   bool operator==(const PrefillConfig&) const = default;
 };

@@ -66,8 +66,12 @@ Recipe resolve(const Problem& problem) {
 Element element_of(Format format) {
   return format == Format::f16    ? Element::f16
          : format == Format::bf16 ? Element::bf16
+         : format == Format::e4m3 ? Element::e4m3
                                   : Element::s8;
 }
+
+/// Is an operand of the format quantised?
+bool coded(Format format) { return format == Format::s8 || format == Format::e4m3; }
 
 /// Is K's scale the same for all keys of a tile?
 bool tile_scaled(const Problem& p, const Recipe& r) {
@@ -83,22 +87,30 @@ PrefillConfig config_of(const Problem& p, const Recipe& r, bool general) {
   c.d = prepared_channels(std::max(p.d, p.dv));
   c.qk = element_of(r.qk);
   c.pv = r.v == Format::s8 ? Element::u8 : element_of(r.v);
+  if (c.pv == Element::e4m3 && c.d == 96) c.d = 128;  // no instances of 96: zeros fill the rest
   c.general = general;
   return c;
 }
 
+/// Are V's scales nothing that the loop over the tiles must see? s8: of tokens, which P carries;
+/// e4m3: one a channel in a sequence, at the end. And does its tile fill the plain variant's?
+bool plain_values(const Problem& p, const Recipe& r) {
+  const Granularity g = r.v_scale.granularity;
+  const bool scales =
+      r.v == Format::s8 ? g == Granularity::per_token : g != Granularity::per_block_channel;
+  return scales && prepared_channels(p.dv) == config_of(p, r, false).d;
+}
+
 /// Does the plain variant serve the call with these addresses, strides and values?
 bool is_plain(const Problem& p, const Recipe& r) {
-  const bool codes = r.qk == Format::s8, v_codes = r.v == Format::s8;
+  const bool codes = coded(r.qk), v_codes = coded(r.v);
   const bool q_in_place = !codes || p.q_codes, k_in_place = !codes || p.k_codes;
   const bool v_in_place = !v_codes;
   return p.window_left < 0 && p.softcap <= 0 && p.mask == MaskKind::none && p.block_mask_q == 0 &&
          !p.tensors.alibi_slopes.present() && p.softmax_scale > 0 &&
          !(p.paged && (k_in_place || v_in_place)) && (!q_in_place || aligned(p.q)) &&
          (!k_in_place || aligned(p.k)) && (!v_in_place || aligned(p.v)) &&
-         (!codes || tile_scaled(p, r)) &&
-         (!v_codes || (r.v_scale.granularity == Granularity::per_token &&
-                       prepared_channels(p.dv) == prepared_channels(std::max(p.d, p.dv))));
+         (!codes || tile_scaled(p, r)) && (!v_codes || plain_values(p, r));
 }
 
 /// What will run, as far as a plan can tell.
@@ -108,8 +120,8 @@ const Instance& instance_of(const Problem& p, const PrefillPlan& plan) {
 
 PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
   PrepareNeeds n;
-  n.q_rows = n.k_rows = r.qk == Format::s8;
-  n.v_tiles = r.v == Format::s8;
+  n.q_rows = n.k_rows = coded(r.qk);
+  n.v_tiles = coded(r.v);
   const bool mean = r.smooth_k == Toggle::on || p.tensors.k_mean.present();
   n.dot_mean =
       n.q_rows && mean && (p.tensors.lse.present() || p.softcap > 0 || p.tensors.sinks.present());
@@ -123,7 +135,7 @@ std::string text(Format f) { return std::string(info(f).name); }
 /// The formats that have kernels, and how inputs must come for them.
 Status check_formats(const Problem& p, const Recipe& r) {
   const bool wide = r.qk == Format::f16 || r.qk == Format::bf16;
-  if (!wide && r.qk != Format::s8) return refuse("no GPU path for Q and K in " + text(r.qk));
+  if (!wide && !coded(r.qk)) return refuse("no GPU path for Q and K in " + text(r.qk));
   if (wide && (p.q.format != r.qk || p.k.format != r.qk)) {
     return refuse("the recipe multiplies Q and K in " + text(r.qk) + ", but q is " +
                   text(p.q.format) + " and k " + text(p.k.format));
@@ -138,6 +150,12 @@ Status check_formats(const Problem& p, const Recipe& r) {
   if (r.v == Format::s8) {
     return r.p == Format::u8 ? Status() : refuse("s8 V goes with u8 P");
   }
+  if (r.v == Format::e4m3) {
+    if (r.p != Format::e4m3) return refuse("e4m3 V goes with e4m3 P");
+    return r.v_scale.granularity != Granularity::per_token
+               ? Status()
+               : refuse("v: scales per token do not fit e4m3 P, which is rounded without them");
+  }
   if (r.v != Format::f16 && r.v != Format::bf16) return refuse("no GPU path for V in " + text(r.v));
   if (p.v.format != r.v || r.p != r.v) {
     return refuse("the recipe multiplies P and V in " + text(r.p) + " and " + text(r.v) +
@@ -146,23 +164,45 @@ Status check_formats(const Problem& p, const Recipe& r) {
   return {};
 }
 
+/// The products that this GPU has, and that this library has code of for it.
+Status check_products(const Problem& p, const PrefillConfig& c) {
+  const int gpu = isa::architecture(p.device().index);
+  const std::string sm = "sm_" + std::to_string(gpu);
+  if (gpu < 80) return refuse("needs sm_80 or newer");
+  const auto missing = [&](int architecture) {
+    return !isa::has_mma(c.qk, architecture) || !isa::has_mma(c.pv, architecture);
+  };
+  if (missing(gpu)) {
+    return refuse(gpu < 89 ? sm + " has no FP8 products, which begin with sm_89"
+                           : sm + " emulates mma.sync of FP8 with 16-bit products; this kernel's "
+                                  "FP8 is for sm_89 and sm_120");
+  }
+  const int code = isa::code_architecture();
+  if (code == 0) return refuse("the library has no code that runs on " + sm);
+  if (missing(code)) {
+    return refuse("the library has no machine code for " + sm + ", and its code for sm_" +
+                  std::to_string(code) + " has no FP8 products");
+  }
+  return {};
+}
+
 Status supports(const Problem& p) {
-  if (isa::architecture(p.device().index) < 80) return refuse("needs sm_80 or newer");
   const Recipe r = resolve(p);
   if (Status s = check_formats(p, r); !s.ok()) return s;
+  const PrefillConfig c = config_of(p, r, true);
+  if (Status s = check_products(p, c); !s.ok()) return s;
   if (r.smooth_q == Toggle::on) return refuse("smooth_q has no GPU kernel");
-  if (r.smooth_k == Toggle::on && r.qk != Format::s8) {
+  if (r.smooth_k == Toggle::on && !coded(r.qk)) {
     return refuse("smooth_k has no effect on 16-bit products");
   }
-  if (r.smooth_v == Toggle::on && r.v != Format::s8) {
-    return refuse("smooth_v is for quantised V");
-  }
-  if (r.rotate == Toggle::on && r.qk != Format::s8)
-    return refuse("rotate is for quantised Q and K");
+  if (r.smooth_v == Toggle::on && !coded(r.v)) return refuse("smooth_v is for quantised V");
+  if (r.rotate == Toggle::on && !coded(r.qk)) return refuse("rotate is for quantised Q and K");
   constexpr std::int64_t longest = std::int64_t{1} << 30;
   if (p.max_q > longest || p.max_k > longest) return refuse("sequences longer than 2^30 tokens");
-  const PrefillConfig c = config_of(p, r, true);
-  if (find(c) == nullptr) return refuse("no instance for head dimension " + std::to_string(c.d));
+  if (find(c) == nullptr) {
+    return refuse("no instance for Q and K in " + text(r.qk) + ", P in " + text(r.p) +
+                  " and head dimension " + std::to_string(c.d));
+  }
   // A tile of V has one scale a channel.
   const std::int64_t v_block = channel_block(p, r, needs_of(p, r));
   if (v_block % tile_keys != 0 && v_block < p.max_k) {
@@ -189,7 +229,7 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
   auto plan = std::make_shared<PrefillPlan>();
   plan->attend = attend_sm80;
   plan->recipe = resolve(p);
-  plan->plain = find(config_of(p, plan->recipe, false));  // 96 and 256 have none
+  plan->plain = find(config_of(p, plan->recipe, false));  // d96 and d256 have none
   plan->general = find(config_of(p, plan->recipe, true));
   plan->prepared = plan_prepare(p, plan->recipe, needs_of(p, plan->recipe));
   plan->workspace = plan->prepared.bytes;

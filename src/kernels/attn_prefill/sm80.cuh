@@ -10,6 +10,10 @@
 // u8 P (int8_full) is scaled to the maximum of its own tile and row; products with V are exact in
 // int32 and join O in float32 tile by tile. The row sum of the rounded P comes from eight extra
 // rows of V that weigh each code by 1 / scale of its token (kernels/quantize/prepared.hpp).
+//
+// e4m3 P (int8_fp8, fp8) is relative to the running maximum, and 2^8 times that; products and row
+// sums take the same way. GPUs whose mma.sync of FP8 is not one instruction get empty kernels, and
+// supports() refuses them.
 #pragma once
 
 #include "kernels/attn_prefill/sm80_values.cuh"
@@ -85,8 +89,10 @@ struct Prefill : PrefillValues<C> {
     }
     if constexpr (S::wide_pv) {
       this->attend_wide(s, scale);
-    } else {
+    } else if constexpr (S::u8) {
       this->template attend_u8<Special>(s, scale, bad_keys);
+    } else {
+      this->template attend_e4m3<Special>(s, scale);
     }
   }
 
@@ -102,11 +108,7 @@ struct Prefill : PrefillValues<C> {
     if (next >= 0) this->start_keys(next);
     isa::copy_async_commit();
     if constexpr (C.general) {
-      if (!S::wide_pv && p.v8.channel_scale != nullptr) {
-        channels = p.v8.channel_scale +
-                   ((work.b * p.k.heads + work.kv_head) * p.v8.groups + tile / p.v8.channel_block) *
-                       p.v8.channels;
-      }
+      if (!S::wide_pv && p.v8.channel_scale != nullptr) channels = this->channel_scales(tile);
       attend<true>(s, tile, k_scale);
     } else if (!whole(tile) || tile::is_nan(k_scale) || this->value_flags() != 0) {
       attend<true>(s, tile, k_scale);
@@ -173,8 +175,8 @@ struct Prefill : PrefillValues<C> {
     const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
     const float offset =
         p.q8.dot_mean != nullptr && p.softcap <= 0 ? this->mean_dot(r) * tile::log2_e : 0.0f;
-    tile::RowEnd end =
-        tile::finish_row(p, work.b, work.head, i < work.q.length, bad, max[r], total, offset);
+    tile::RowEnd end = tile::finish_row(p, work.b, work.head, i < work.q.length, bad,
+                                        max[r] - S::p_log2, total, offset);
     // An index tensor that holds nonsense makes the whole row NaN; so does, in all channels, a bad
     // token of 16-bit V in one.
     const float poison = work.k.bad || work.q.bad ? tile::quiet_nan() : row_poison(r);
@@ -313,14 +315,18 @@ struct Prefill : PrefillValues<C> {
   }
 
   static QATTN_DEVICE void run(const Params& p) {
-    const PrefillWork work = locate(p);
-    if (work.first_row >= work.q.rows) return;
-    Prefill self(p, work);
-    self.run_tiles();
-    if constexpr (S::wide_qk && !C.general) {
-      if (work.key_begin < work.key_end) self.check_operands();
+    if constexpr (isa::has_mma(C.qk, isa::target_architecture) &&
+                  isa::has_mma(C.pv, isa::target_architecture)) {
+      const PrefillWork work = locate(p);
+      if (work.first_row >= work.q.rows) return;
+      Prefill self(p, work);
+      self.run_tiles();
+      if constexpr (S::wide_qk && !C.general) {
+        if (work.key_begin < work.key_end) self.check_operands();
+      }
+      if constexpr (S::e4m3_pv && !C.general) self.scale_channels();
+      self.write();
     }
-    self.write();
   }
 };
 

@@ -13,9 +13,11 @@ using isa::SharedAddress;
 
 template <PrefillConfig C>
 struct PrefillShape {
-  static constexpr bool integer = isa::is_integer(C.qk);
   static constexpr bool wide_qk = isa::is_16bit(C.qk), wide_pv = isa::is_16bit(C.pv);
-  static constexpr bool u8 = C.pv == Element::u8;
+  static constexpr bool u8 = C.pv == Element::u8, e4m3_pv = C.pv == Element::e4m3;
+  static constexpr Element v_element = u8 ? Element::s8 : C.pv;
+  /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
+  static constexpr float p_log2 = e4m3_pv ? 8.0f : 0.0f;
   static constexpr int keys = 64, rows = C.d > 128 ? 64 : 128;
   static constexpr int m_tiles = C.d > 128 ? 1 : 2, warp_rows = 16 * m_tiles;
   static constexpr int warps = rows / warp_rows, threads = 32 * warps;

@@ -13,7 +13,8 @@ template <PrefillConfig C>
 struct PrefillValues : PrefillScores<C> {
   using S = PrefillShape<C>;
   using Base = PrefillScores<C>;
-  using Base::M, Base::R, Base::base, Base::lane, Base::max, Base::out, Base::p, Base::sum;
+  using Base::M, Base::R, Base::base, Base::lane, Base::max, Base::out, Base::p, Base::sum,
+      Base::work;
   using typename Base::Scores;
 
   const float* channels = nullptr;  // V's scales of the tile, where they are per channel
@@ -159,27 +160,69 @@ struct PrefillValues : PrefillScores<C> {
         }
       }
     }
-    add_weights(a, share, isa::load_shared<float>(tail + 8 * S::keys));
+    add_weights(a, share);
     if (Special && (C.general || bad_keys || value_flags() != 0)) add_unrounded(s);
     multiply_bytes(a, share);
   }
 
-  /// Row sums of the rounded P: two rows of V hold the high and low byte of each key's weight.
+  /// e4m3 P, 2^8 times itself relative to the running maximum.
+  template <bool Special>
+  QATTN_DEVICE void attend_e4m3(Scores& s, const float (&scale)[R]) {
+    float top[R];
+    row_maxima(s, scale, top);
+    raise_maxima(top);
+    if (Special && value_flags() != 0) spoil_rows(s);
+    float one[R];
+    std::uint32_t a[S::keys / 32][M][4];
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int r = 2 * m + h;
+        const float offset = S::p_log2 - reference(max[r]);
+        one[r] = 1.0f;
+        const auto pack = [&](const float* x) {
+          return std::uint32_t{isa::pack_e4m3(isa::exp2(fmaf(x[0], scale[r], offset)),
+                                              isa::exp2(fmaf(x[1], scale[r], offset)))};
+        };
+#pragma unroll
+        for (int n = 0; n < S::n_tiles; n += 2) {
+          a[n / 4][m][h + n / 2 % 2 * 2] = pack(s[m][n] + 2 * h) | pack(s[m][n + 1] + 2 * h) << 16;
+        }
+      }
+    }
+    add_weights(a, one);
+    multiply_bytes(a, one);
+  }
+
+  /// e4m3: NaN in the place of what rows see of bad tokens of V, whose codes are zeros.
+  QATTN_DEVICE void spoil_rows(Scores& s) {
+    const SharedAddress plain = base + S::tail_at + 4 * S::keys;
+    tile::each_score(s, [&](int, int key, float& x) {
+      if (x != -tile::infinity() && tile::is_nan(isa::load_shared<float>(plain + 4 * key))) {
+        x = tile::quiet_nan();
+      }
+    });
+  }
+
+  /// Row sums of the rounded P: extra rows of V hold the high and low byte of each key's weight
+  /// (s8), or ones (e4m3).
   QATTN_DEVICE void add_weights(const std::uint32_t (&a)[S::keys / 32][M][4],
-                                const float (&share)[R], float unit_weight) {
+                                const float (&share)[R]) {
+    const float unit = S::u8 ? isa::load_shared<float>(base + S::tail_at + 8 * S::keys) : 1.0f;
     std::uint32_t r[1][4];
     const SharedAddress row[1] = {base + S::v_at + (C.d + lane % 8) * S::v_row + lane / 8 * 16};
     isa::load_matrix<1>(r, row);
-    std::int32_t acc[M][1][4];
+    isa::Accumulator<C.pv> acc[M][1][4];
     const std::uint32_t b0[1][2] = {{r[0][0], r[0][1]}}, b1[1][2] = {{r[0][2], r[0][3]}};
-    isa::mma_zero<Element::u8, Element::s8, M, 1>(acc, a[0], b0);
-    isa::mma<Element::u8, Element::s8, M, 1>(acc, a[1], b1);
+    isa::mma_zero<C.pv, S::v_element, M, 1>(acc, a[0], b0);
+    isa::mma<C.pv, S::v_element, M, 1>(acc, a[1], b1);
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // columns 0 and 1 lie in lane t = 0, the others hold zeros
-        const std::int32_t weighted = 256 * acc[m][0][2 * h] + acc[m][0][2 * h + 1];
-        sum[2 * m + h] += static_cast<float>(weighted) * unit_weight * share[2 * m + h];
+        const auto weighted = (S::u8 ? 256 : 1) * acc[m][0][2 * h] + acc[m][0][2 * h + 1];
+        sum[2 * m + h] += static_cast<float>(weighted) * unit * share[2 * m + h];
       }
     }
   }
@@ -199,7 +242,7 @@ struct PrefillValues : PrefillScores<C> {
   }
 
   static constexpr int value_chunk = 2;  // channel tiles a step of multiply_bytes
-  using Products = std::int32_t[M][value_chunk][4];
+  using Products = isa::Accumulator<C.pv>[M][value_chunk][4];
 
   /// acc = P V of channel tiles [first, first + value_chunk).
   QATTN_DEVICE void multiply_chunk(const std::uint32_t (&a)[S::keys / 32][M][4], int first,
@@ -214,12 +257,14 @@ struct PrefillValues : PrefillScores<C> {
     for (int n = 0; n < value_chunk; ++n) {
       b0[n][0] = r[n][0], b0[n][1] = r[n][1], b1[n][0] = r[n][2], b1[n][1] = r[n][3];
     }
-    isa::mma_zero<Element::u8, Element::s8, M, value_chunk>(acc, a[0], b0);
-    isa::mma<Element::u8, Element::s8, M, value_chunk>(acc, a[1], b1);
+    isa::mma_zero<C.pv, S::v_element, M, value_chunk>(acc, a[0], b0);
+    isa::mma<C.pv, S::v_element, M, value_chunk>(acc, a[1], b1);
   }
 
-  /// out += share * (P V), exact in int32 inside the tile. The products of the next channels are
-  /// under way while these are added.
+  /// out += share * (P V). Inside the tile int32 is exact; e4m3 starts from zero in each, so that
+  /// only sums of 64 keys see the matrix unit's accumulator, which is narrow for FP8 (Hopper's
+  /// wgmma keeps 13 fraction bits; the same is reported of Ada). The products of the next channels
+  /// are under way while these are added.
   QATTN_DEVICE void multiply_bytes(const std::uint32_t (&a)[S::keys / 32][M][4],
                                    const float (&share)[R]) {
     Products acc[2];
@@ -230,7 +275,7 @@ struct PrefillValues : PrefillScores<C> {
       if (first + value_chunk < S::d_tiles) multiply_chunk(a, first + value_chunk, acc[1 - at]);
 #pragma unroll
       for (int n = 0; n < value_chunk; ++n) {
-        const isa::Pair by = channel_scale(8 * (first + n));
+        const isa::Pair by = C.general ? channel_scale(8 * (first + n)) : isa::Pair{1.0f, 1.0f};
 #pragma unroll
         for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -244,9 +289,30 @@ struct PrefillValues : PrefillScores<C> {
     }
   }
 
+  /// The scales per channel of a tile of V, where there are any.
+  QATTN_DEVICE const float* channel_scales(int tile) const {
+    return p.v8.channel_scale +
+           ((work.b * p.k.heads + work.kv_head) * p.v8.groups + tile / p.v8.channel_block) *
+               p.v8.channels;
+  }
+
+  /// out *= V's scales, where one a channel serves all tiles.
+  QATTN_DEVICE void scale_channels() {
+    channels = channel_scales(0);
+#pragma unroll
+    for (int n = 0; n < S::d_tiles; ++n) {
+      const isa::Pair by = channel_scale(8 * n);
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[m][n][i] *= i % 2 == 0 ? by.lo : by.hi;
+      }
+    }
+  }
+
   /// V's scales of this thread's two channels behind `first`; 1 where scales are per token.
   QATTN_DEVICE isa::Pair channel_scale(int first) const {
-    if (!C.general || channels == nullptr) return {1.0f, 1.0f};
+    if (channels == nullptr) return {1.0f, 1.0f};
     const int c = first + lane % 4 * 2;
     if (c >= p.v8.channels) return {0.0f, 0.0f};
     return {isa::load_global(channels + c), isa::load_global(channels + c + 1)};

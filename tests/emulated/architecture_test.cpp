@@ -1,0 +1,67 @@
+// Which GPUs the kernels say that they serve, and why not the others.
+#include <gtest/gtest.h>
+
+#include "emulated/emulated_backend.hpp"
+#include "emulated/matrix.hpp"
+
+namespace qattn::test {
+namespace {
+
+bool has_fp8(const Recipe& recipe) { return architecture_for(recipe) == 89; }
+
+/// explain() of a small call on that GPU.
+std::string explained(const Recipe& recipe, int architecture) {
+  const Feature feature = with_inputs(feature_named("plain"), recipe, Format::bf16);
+  const Call call = make_call(feature, 1);
+  const Laid laid = lay_out(call, feature.how);
+  const EmulatedBackend backend(architecture);
+  AttentionOptions options = call.options;
+  options.recipe = recipe;
+  return explain(laid.tensors(), options);
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+const std::string chosen = std::string(emulated_kernel) + ": chosen";
+
+class EmulatedArchitecture : public testing::TestWithParam<Recipe> {};
+
+TEST_P(EmulatedArchitecture, ServesWhatHasTheInstructions) {
+  for (const int architecture : {80, 86, 87, 89, 90, 100, 103, 110, 120, 121}) {
+    const bool native = architecture == 89 || architecture >= 120;
+    const std::string text = explained(GetParam(), architecture);
+    EXPECT_EQ(contains(text, chosen), native || !has_fp8(GetParam())) << text;
+  }
+  const std::string text = explained(GetParam(), 75);
+  EXPECT_TRUE(contains(text, std::string(emulated_kernel) + ": needs sm_80 or newer")) << text;
+}
+
+TEST_P(EmulatedArchitecture, SaysWhyFp8IsRefused) {
+  if (!has_fp8(GetParam())) GTEST_SKIP() << "no FP8";
+  EXPECT_TRUE(
+      contains(explained(GetParam(), 86), ": sm_86 has no FP8 products, which begin with sm_89"));
+  EXPECT_TRUE(contains(explained(GetParam(), 90),
+                       ": sm_90 emulates mma.sync of FP8 with 16-bit products; this kernel's FP8 "
+                       "is for sm_89 and sm_120"));
+}
+
+/// A library for sm_80 alone runs on sm_89, where its FP8 kernels would be empty.
+TEST_P(EmulatedArchitecture, AsksWhatTheCodeWasCompiledFor) {
+  emu::options().code_architecture = 80;
+  const std::string text = explained(GetParam(), 89);
+  emu::options().code_architecture = 0;
+  EXPECT_EQ(contains(text, chosen), !has_fp8(GetParam())) << text;
+  EXPECT_EQ(contains(text,
+                     ": the library has no machine code for sm_89, and its code for sm_80 has "
+                     "no FP8 products"),
+            has_fp8(GetParam()))
+      << text;
+}
+
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedArchitecture, testing::ValuesIn(gpu_recipes()),
+                         [](const auto& recipe) { return recipe.param.name; });
+
+}  // namespace
+}  // namespace qattn::test

@@ -1,0 +1,99 @@
+// Operands that come quantised must give, bit by bit, what quantising them in the call gives.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "conformance/coded.hpp"
+#include "emulated/emulated_backend.hpp"
+#include "emulated/matrix.hpp"
+
+namespace qattn::test {
+namespace {
+
+struct Results {
+  std::vector<float> out, lse;
+};
+
+Results attend(const AttentionTensors& tensors, const Call& call, const Recipe& recipe,
+               Laid& laid) {
+  const EmulatedBackend backend(architecture_for(recipe));
+  laid.out.clear();
+  laid.lse.clear();
+  AttentionOptions options = call.options;
+  options.recipe = recipe;
+  const Result<Plan> made = plan(tensors, options);
+  EXPECT_TRUE(made.ok()) << made.status().message();
+  EXPECT_EQ(made.ok() ? made->kernel() : "none", emulated_kernel);
+  const Status status = attention(tensors, options);
+  EXPECT_TRUE(status.ok()) << status.message();
+  return {laid.read_out(call), laid.read_lse(call)};
+}
+
+bool same(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+class EmulatedCodedInput : public testing::TestWithParam<Recipe> {
+ protected:
+  /// Every mixture of coded and plain operands.
+  void compare(const Feature& feature) {
+    if (!has_codes(GetParam().qk)) GTEST_SKIP() << "no operand has codes";
+    Recipe recipe = GetParam();
+    recipe.smooth_k = Toggle::off;
+    recipe.q_scale.granularity = Granularity::per_token;
+    recipe.k_scale = {Granularity::per_block, 64, 0};
+    const bool pv = has_codes(recipe.v);
+    if (pv) {
+      recipe.v_scale.granularity =
+          recipe.v == Format::s8 ? Granularity::per_token : Granularity::per_channel;
+    }
+    const Feature f = with_inputs(feature, recipe, Format::bf16);
+    const Call call = make_call(f, 21);
+    Laid laid = lay_out(call, f.how);
+    const AttentionTensors plain = laid.tensors();
+    const auto coded = [&](Role role, const TensorView& x, Format format, const Scaling& scaling,
+                           const TensorView& cu) {
+      return quantised(x, options_for(role, format, scaling, call.options.layout), cu);
+    };
+    const TensorView& cu_k = plain.cu_seqlens_k;
+    CodedTensor q = coded(Role::q, plain.q, recipe.qk, recipe.q_scale, plain.cu_seqlens_q), v;
+    CodedTensor k = coded(Role::k, plain.k, recipe.qk, recipe.k_scale, cu_k);
+    if (pv) v = coded(Role::v, plain.v, recipe.v, recipe.v_scale, cu_k);
+    const Results want = attend(plain, call, recipe, laid);
+    ASSERT_FALSE(HasFailure());
+    for (int which = 1; which < (pv ? 8 : 4); ++which) {
+      AttentionTensors t = plain;
+      if (which & 1) t.q = q.codes.view(), t.q_scale = q.scale.view();
+      if (which & 2) t.k = k.codes.view(), t.k_scale = k.scale.view();
+      if (which & 4) t.v = v.codes.view(), t.v_scale = v.scale.view();
+      const Results got = attend(t, call, recipe, laid);
+      EXPECT_TRUE(same(got.out, want.out) && same(got.lse, want.lse))
+          << (which & 1 ? "q" : "") << (which & 2 ? "k" : "") << (which & 4 ? "v" : "")
+          << " as codes";
+      if (HasFailure()) return;
+    }
+  }
+};
+
+Feature small() {
+  Feature f;
+  f.heads_q = 2, f.heads_k = 1;
+  f.sq = {40, 66}, f.sk = {150, 130}, f.options.causal = true;
+  f.how.packed_q = f.how.packed_k = true;
+  return f;
+}
+
+TEST_P(EmulatedCodedInput, Packed) { compare(small()); }
+
+TEST_P(EmulatedCodedInput, DenseWithOddDimsAndSoftcap) {
+  Feature f = small();
+  f.how.packed_q = f.how.packed_k = false;
+  f.sq = {40, 40}, f.sk = {150, 150}, f.dim = 72, f.dim_v = 24, f.options.softcap = 3;
+  compare(f);
+}
+
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedCodedInput, testing::ValuesIn(gpu_recipes()),
+                         [](const auto& recipe) { return recipe.param.name; });
+
+}  // namespace
+}  // namespace qattn::test
