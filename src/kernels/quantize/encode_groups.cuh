@@ -119,8 +119,11 @@ struct ChannelScaleParams {
 struct FinishChannelScales {
   using Params = ChannelScaleParams;
   static constexpr int threads = 256, min_blocks = 1, shared_bytes = 0;
+  static constexpr bool dependent = true;
 
   static QATTN_DEVICE void run(const Params& p) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
     const tile::Rows& r = p.rows;
     const std::int64_t place = isa::block().x, unit = place / p.out.groups;
     const int b = static_cast<int>(unit / r.heads), head = static_cast<int>(unit % r.heads);
