@@ -98,6 +98,11 @@ Recipe fp8_recipe() {
   r.smooth_q = r.smooth_v = r.rotate = Toggle::off;
   return r;
 }
+Recipe smooth_q_recipe() {
+  Recipe r = default_recipe(true);
+  r.smooth_q = Toggle::on;
+  return r;
+}
 Recipe coarse_recipe() {
   Recipe r = default_recipe(true);
   r.k_scale = {Granularity::per_block, 128, 16};
@@ -179,7 +184,8 @@ struct Judge {
     o.role = role;
     o.format = role == Role::v ? r.v : r.qk;
     o.scaling = scaling = role == Role::q ? r.q_scale : role == Role::k ? r.k_scale : r.v_scale;
-    o.smooth = role == Role::k && r.smooth_k == Toggle::on;
+    o.smooth = (role == Role::q && r.smooth_q == Toggle::on) ||
+               (role == Role::k && r.smooth_k == Toggle::on);
     const Shape& s = x.shape;
     QuantizeTensors t;
     t.x = TensorView::dense(x.host[static_cast<int>(role)].data(), Format::bf16,
@@ -319,6 +325,7 @@ void measure(std::vector<Line>& lines, std::int64_t d) {
   time("Q alone", default_recipe(false), {true, false, false, false}, 3 * n);
   time("K alone, smooth_k", default_recipe(true), {false, true, false, false}, 5 * n);
   time("V alone", default_recipe(false), {false, false, true, false}, 3 * n);
+  time("int8_full with smooth_q", smooth_q_recipe(), {true, true, true, false}, 13 * n);
   time("fp8, V per channel", fp8_recipe(), {true, true, true, false}, 13 * n);
   time("Q per warp, K per 128 tokens", coarse_recipe(), {true, true, true, false}, 13 * n);
   void* copy = nullptr;
@@ -340,7 +347,8 @@ int main(int argc, char** argv) {
   std::int64_t wrong = 0;
   for (const std::int64_t d : {64, 80, 128, 256}) {
     for (const Recipe& r :
-         {default_recipe(true), default_recipe(false), fp8_recipe(), coarse_recipe()}) {
+         {default_recipe(true), default_recipe(false), smooth_q_recipe(), fp8_recipe(),
+          coarse_recipe()}) {
       const std::int64_t count = differences(r, d);
       wrong += count;
       if (count > 0) {

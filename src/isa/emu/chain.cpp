@@ -30,7 +30,9 @@ void Footprint::add(const Footprint& other) {
   for (const auto& [number, from] : other.pages_) {
     Page& to = pages_[number];
     for (std::size_t kind = 0; kind < to.touched.size(); ++kind) {
-      for (std::size_t i = 0; i < page_bytes / 64; ++i) to.touched[kind][i] |= from.touched[kind][i];
+      for (std::size_t i = 0; i < from.touched[kind].size(); ++i) {
+        to.touched[kind][i] |= from.touched[kind][i];
+      }
     }
   }
 }

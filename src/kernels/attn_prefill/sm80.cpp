@@ -102,7 +102,7 @@ bool is_plain(const Problem& p, const Recipe& r) {
   const bool q_in_place = !codes || p.q_codes, k_in_place = !codes || p.k_codes;
   const bool v_in_place = !v_codes;
   return p.window_left < 0 && p.softcap <= 0 && p.mask == MaskKind::none && p.block_mask_q == 0 &&
-         !p.tensors.alibi_slopes.present() && p.softmax_scale > 0 &&
+         !p.tensors.alibi_slopes.present() && p.softmax_scale > 0 && r.smooth_q != Toggle::on &&
          !(p.paged && (k_in_place || v_in_place)) && (!q_in_place || aligned(p.q)) &&
          (!k_in_place || aligned(p.k)) && (!v_in_place || aligned(p.v)) &&
          (!codes || tile_scaled(p, r)) &&
@@ -159,7 +159,9 @@ Status supports(const Problem& p) {
   if (isa::architecture(p.device().index) < 80) return refuse("needs sm_80 or newer");
   const Recipe r = resolve(p);
   if (Status s = check_formats(p, r); !s.ok()) return s;
-  if (r.smooth_q == Toggle::on) return refuse("smooth_q has no GPU kernel");
+  if (r.smooth_q == Toggle::on && r.qk != Format::s8) {
+    return refuse("smooth_q has no effect on 16-bit products");
+  }
   if (r.smooth_k == Toggle::on && r.qk != Format::s8) {
     return refuse("smooth_k has no effect on 16-bit products");
   }
@@ -258,6 +260,12 @@ PrefillParams params_of(const Problem& p, const PrefillPlan& plan, const Prefill
   a.v8 = prepared.v;
   if (prepared.q.codes != nullptr) a.q.data = nullptr;
   if (prepared.k.codes != nullptr) a.k.data = nullptr;
+  a.q_mean = prepared.q_mean;
+  if (a.q_mean.data != nullptr) {
+    a.k_input = rows_of(p, Role::k);
+    a.k_format = p.k.format;
+    a.k_mean = prepared.k_mean;
+  }
   a.v_mean = prepared.v_mean;
   a.v_mean_channels = prepared_channels(p.dv);
   a.out = output_of(p);

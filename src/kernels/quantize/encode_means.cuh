@@ -270,5 +270,80 @@ struct FinishMeans {
   }
 };
 
+struct BlockMeanParams {
+  MeanRole role;  ///< Q: rows and how to read them
+  PreparedMeans out;
+};
+
+/// Means of Q's blocks, in the order of the CPU's sums: pieces of 64 rows from the block's first
+/// on. One block a mean; a thread adds up eight channels of a piece, then all pieces of a channel.
+struct BlockMeans {
+  using Params = BlockMeanParams;
+  static constexpr int threads = 256, min_blocks = 3;
+  static constexpr int shared_bytes = 4 * chunk_channels * threads;  ///< sums: [piece][channel]
+  static constexpr bool dependent = true;
+
+  /// Finds the sequence that block number `index` is of, and the block's first token. False: none.
+  static QATTN_DEVICE bool find(const tile::Rows& r, int size, int index, TilePlace& p) {
+    const bool packed = r.cu_seqlens != nullptr;
+    p.b = packed ? 0 : divide(index, (r.max_length + size - 1) / size);
+    do {
+      p.span = tile::span_of(r, p.b);
+      p.first = (index - tile::first_block(r, p.span, p.b, size)) * size;
+      if (p.first >= 0 && p.first < p.span.length && !p.span.bad) return true;
+    } while (packed && ++p.b < r.batches);
+    return false;
+  }
+
+  static QATTN_DEVICE double add_up(const MeanRole& role, TilePlace p, std::int64_t end) {
+    const int chunks = role.padded / chunk_channels, pieces = threads / chunks;
+    const int chunk = isa::thread() % chunks, piece = isa::thread() / chunks;
+    const SharedAddress shared = isa::shared_base();
+    double total = 0.0;
+    for (std::int64_t first = p.first; first < end; first += slot_tile * pieces) {
+      p.first = first + slot_tile * piece;
+      if (piece < pieces && p.first < end) {
+        float sum[8] = {};
+        with_input(role.input, role.aligned, [&](auto kind, auto aligned) {
+          SumRows::add_rows<decltype(kind)::value, decltype(aligned)::value>(role, p, chunk, sum);
+        });
+        const SharedAddress to = shared + 4 * (piece * role.padded + chunk * chunk_channels);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) isa::store_shared(to + 4 * i, sum[i]);
+      }
+      isa::sync_threads();
+      for (int n = 0; n < pieces && first + slot_tile * n < end; ++n) {
+        if (isa::thread() >= role.padded) break;
+        const auto sum = isa::load_shared<float>(shared + 4 * (n * role.padded + isa::thread()));
+        total += static_cast<double>(sum);
+      }
+      isa::sync_threads();
+    }
+    return total;
+  }
+
+  static QATTN_DEVICE void run(const Params& params) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
+    const MeanRole& role = params.role;
+    const tile::Rows& r = role.rows;
+    const int index = isa::block().x / r.heads, size = params.out.block;
+    TilePlace p;
+    p.head = isa::block().x % r.heads;
+    if (!find(r, size, index, p)) return;
+    const std::int64_t left = p.span.length - p.first, count = left < size ? left : size;
+    p.span.length = p.first + count;
+    const double total = add_up(role, p, p.span.length);
+    const int c = isa::thread();
+    if (c >= role.padded) return;
+    float mean = static_cast<float>(total / static_cast<double>(count));
+    if (!formats::is_finite(mean)) mean = formats::quiet_nan();
+    if (c >= r.channels) mean = 0.0f;
+    isa::store_global(
+        params.out.data + (p.head * params.out.blocks + index) * std::int64_t{role.padded} + c,
+        mean);
+  }
+};
+
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

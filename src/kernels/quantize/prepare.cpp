@@ -82,6 +82,11 @@ struct Call {
             p.slots,
             facts[2].padded};
   }
+  PreparedMeans query_means() const {
+    const PrepareLayout::Part& p = part(Role::q);
+    return {p.mean_blocks > 0 ? at<float>(workspace, p.mean) : nullptr, p.mean_blocks,
+            recipe.q_scale.block, facts[0].padded};
+  }
   std::int64_t blocks(Role role) const {
     return part(role).slots / slot_tile * facts[static_cast<std::size_t>(role)].heads;
   }
@@ -136,6 +141,18 @@ LaunchError means(const Call& call, Launches& launches) {
   }
   if (LaunchError e = launches.launch<SumRows>(params, blocks); !e.empty()) return e;
   return launches.launch<FinishMeans>(params, finishing, 2);
+}
+
+LaunchError block_means(const Call& call, Launches& launches) {
+  const Facts& f = call.facts[0];
+  BlockMeanParams params;
+  params.role.rows = call.rows[0];
+  params.role.padded = f.padded;
+  params.role.input = input_kind(f.tensor.format);
+  params.role.aligned = aligned_rows(f, call.rows[0]);
+  params.out = call.query_means();
+  if (params.out.data == nullptr) return {};
+  return launches.launch<BlockMeans>(params, params.out.blocks * f.heads);
 }
 
 template <isa::Element Input>
@@ -222,7 +239,11 @@ GeneralRole general_role(const Call& call, const Facts& f) {
   r.codes = f.codes;
   r.aligned = aligned_rows(f, call.rows[i]);
   r.rotate = call.recipe.rotate == Toggle::on && f.role != Role::v && !f.codes;
-  if (subtracts_mean(call.recipe, f)) r.mean = call.mean(f.role);
+  if (f.role == Role::q) {
+    r.block_mean = call.query_means();
+  } else if (subtracts_mean(call.recipe, f)) {
+    r.mean = call.mean(f.role);
+  }
   if (f.role != Role::v) r.out = call.prepared_rows(f.role);
   if (f.role == Role::q && r.out.dot_mean != nullptr) {
     r.dot = call.mean(Role::k);
@@ -335,7 +356,6 @@ std::string prepare_refusal(const Problem& p, const Recipe& recipe, const Prepar
       return who + ": format " + std::string(info(f.format).name) + " has built-in scales or none";
     }
   }
-  if (recipe.smooth_q == Toggle::on) return "smooth_q is not prepared on GPUs";
   const AttentionTensors& t = p.tensors;
   for (const TensorView* v : {&t.cu_seqlens_q, &t.cu_seqlens_k, &t.seqused_q, &t.seqused_k}) {
     if (v->present() && v->shape[0] > 1 && v->stride[0] != 1) {
@@ -389,6 +409,10 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
           (p.max_k + layout.channel_block - 1) / layout.channel_block, 1);
       layout.channel_scale = memory.take(p.batch * f.heads * layout.channel_groups * f.padded * 4);
     }
+    if (f.wanted && f.role == Role::q && subtracts_mean(recipe, f)) {
+      part.mean_blocks = tile::block_count(r, recipe.q_scale.block);
+      part.mean = memory.take(f.heads * part.mean_blocks * f.padded * 4);
+    }
     if (mean) {
       part.mean = memory.take(p.batch * f.heads * f.padded * 4);
       if (!given_mean(p, f.role).present()) part.sums = memory.take(tiles * f.padded * 4);
@@ -417,7 +441,7 @@ LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareL
                     void* workspace, void* stream) {
   const Call call = make_call(problem, recipe, layout, workspace);
   Launches launches(stream);
-  for (auto step : {&clear, &means, &encode}) {
+  for (auto step : {&clear, &means, &block_means, &encode}) {
     if (LaunchError e = step(call, launches); !e.empty()) return e;
   }
   return {};
@@ -430,6 +454,7 @@ Prepared prepared_in(const Problem& problem, const Recipe& recipe, const Prepare
   out.q = call.prepared_rows(Role::q);
   out.k = call.prepared_rows(Role::k);
   out.v = call.prepared_tiles();
+  out.q_mean = call.query_means();
   out.k_mean = call.mean(Role::k);
   out.v_mean = call.mean(Role::v);
   return out;
