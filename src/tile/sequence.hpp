@@ -36,7 +36,7 @@ struct Span {
 
 /// Bits of the device's sticky error word.
 enum ErrorBit : std::uint32_t {
-  error_sequence = 1,  ///< cu_seqlens or seqused is out of range
+  error_sequence = 1,  ///< cu_seqlens or seqused is out of range, or beyond what a mask has
   error_page = 2,      ///< a page number is out of range
 };
 

@@ -97,16 +97,19 @@ struct Unchecked {
   std::string violation;
 };
 
-/// Without the host's checks; the inputs as they are now.
-Unchecked run_unchecked(const Call& call, Laid& laid, const Recipe& recipe) {
+/// Without the host's checks; the inputs as they are now, the mask perhaps smaller.
+Unchecked run_unchecked(const Call& call, Laid& laid, const Recipe& recipe,
+                        const TensorView* mask = nullptr) {
   const EmulatedBackend backend(false);
   laid.out.clear();
   laid.lse.clear();
   laid.freeze();
   AttentionOptions options = call.options;
   options.recipe = recipe;
+  AttentionTensors tensors = laid.tensors();
+  if (mask != nullptr) tensors.mask = *mask;
   Unchecked run;
-  run.status = attention(laid.tensors(), options);
+  run.status = attention(tensors, options);
   run.errors = device_errors({});
   run.out = laid.read_out(call);
   run.lse = laid.read_lse(call);
@@ -190,6 +193,28 @@ TEST_P(EmulatedBadIndex, PackedSequences) {
          {"cu_seqlens_k", &Laid::cu_k, {3}, 219, length_error},
          {"cu_seqlens_q", &Laid::cu_q, {3}, 1e9, length_error, true},
          {"cu_seqlens_q", &Laid::cu_q, {3}, 109, length_error, true}});
+}
+
+TEST_P(EmulatedBadIndex, AMaskThatEndsBeforeASequenceDoes) {
+  Feature f = with_inputs(Feature(), GetParam(), Format::bf16);
+  f.heads_q = 2, f.heads_k = 1, f.mask = MaskShape::full;
+  f.sq = {40, 70, 20}, f.sk = {65, 90, 64};
+  f.how.packed_q = f.how.packed_k = true;
+  for (const bool boolean : {false, true}) {
+    f.boolean_mask = boolean;
+    const Call call = make_call(f, 5);
+    Laid laid = lay_out(call, f.how);
+    const Unchecked clean = run_unchecked(call, laid, GetParam());
+    ASSERT_TRUE(clean.errors.ok()) << clean.errors.message();
+    for (const int dimension : {2, 3}) {
+      TensorView mask = laid.tensors().mask;
+      ASSERT_EQ(mask.shape[dimension], dimension == 2 ? 70 : 90);
+      --mask.shape[dimension];
+      expect_one_bad(call, run_unchecked(call, laid, GetParam(), &mask), clean, 1, false,
+                     length_error);
+      if (HasFailure()) return;
+    }
+  }
 }
 
 TEST_P(EmulatedBadIndex, UsedLengths) {

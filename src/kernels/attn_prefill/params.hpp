@@ -28,6 +28,8 @@ struct BroadcastView {
   std::int64_t stride[4] = {0, 0, 0, 0};
 };
 
+inline constexpr std::int64_t no_limit = std::int64_t{1} << 62;
+
 struct PrefillParams {
   /// Operands in place: 16-bit tensors, or codes (whose scales are in q8, k8). `data` null: the
   /// prepared form is read instead.
@@ -50,6 +52,8 @@ struct PrefillParams {
   float softcap = 0;                                 ///< 0: none
   std::int32_t window_left = -1, window_right = -1;  ///< -1: unlimited
   BroadcastView mask;                                ///< b8 or float
+  /// Queries and keys that the mask has. cu_seqlens may name longer sequences.
+  std::int64_t mask_queries = no_limit, mask_keys = no_limit;
   BroadcastView block_mask;  ///< b8 per (batch, head, query block, key block)
   std::int32_t block_mask_q = 0, block_mask_k = 0;  ///< tokens per block
   BroadcastView alibi, sinks;                       ///< (batch, head)

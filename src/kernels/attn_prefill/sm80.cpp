@@ -280,6 +280,8 @@ PrefillParams params_of(const Problem& p, const PrefillPlan& plan, const Prefill
     a.mask.data = p.tensors.mask.data;
     a.mask.format = p.tensors.mask.format;
     std::copy(p.mask_stride.begin(), p.mask_stride.end(), a.mask.stride);
+    if (p.mask_stride[2] != 0) a.mask_queries = p.mask_shape[2];
+    if (p.mask_stride[3] != 0) a.mask_keys = p.mask_shape[3];
   }
   if (p.block_mask_q > 0) {
     a.block_mask.data = p.tensors.block_mask.data;
