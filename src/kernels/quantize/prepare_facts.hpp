@@ -129,7 +129,7 @@ inline CodeKind code_kind(Format f) {
                              : CodeKind::e4m3fnuz;
 }
 
-/// Groups in one block of the index maps of groups.cpp.
+/// Groups in one block of the index maps.
 inline std::int32_t block_groups(const Facts& f) {
   const Scaling& s = f.scaling;
   if (s.granularity == Granularity::per_warp) return s.block / s.warp;
