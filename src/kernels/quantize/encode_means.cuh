@@ -279,7 +279,7 @@ struct BlockMeanParams {
 /// on. One block a mean; a thread adds up eight channels of a piece, then all pieces of a channel.
 struct BlockMeans {
   using Params = BlockMeanParams;
-  static constexpr int threads = 256, min_blocks = 3;
+  static constexpr int threads = 256, min_blocks = 2;
   static constexpr int shared_bytes = 4 * chunk_channels * threads;  ///< sums: [piece][channel]
   static constexpr bool dependent = true;
 
