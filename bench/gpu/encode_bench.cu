@@ -1,4 +1,5 @@
-// Times the encode kernels (means, codes of Q, K and V) and checks their codes against the CPU's.
+// Times the encode kernels, the whole pass (whose kernels overlap) and each alone, and checks their
+// codes against the CPU's.
 //   encode_bench [result.json]
 // Build: nvcc -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr -cudart static -Isrc -Iinclude
 //   -gencode arch=compute_90a,code=sm_90a bench/gpu/encode_bench.cu -x cu
@@ -97,6 +98,11 @@ Recipe fp8_recipe() {
   r.smooth_q = r.smooth_v = r.rotate = Toggle::off;
   return r;
 }
+Recipe smooth_q_recipe() {
+  Recipe r = default_recipe(true);
+  r.smooth_q = Toggle::on;
+  return r;
+}
 Recipe coarse_recipe() {
   Recipe r = default_recipe(true);
   r.k_scale = {Granularity::per_block, 128, 16};
@@ -178,7 +184,8 @@ struct Judge {
     o.role = role;
     o.format = role == Role::v ? r.v : r.qk;
     o.scaling = scaling = role == Role::q ? r.q_scale : role == Role::k ? r.k_scale : r.v_scale;
-    o.smooth = role == Role::k && r.smooth_k == Toggle::on;
+    o.smooth = (role == Role::q && r.smooth_q == Toggle::on) ||
+               (role == Role::k && r.smooth_k == Toggle::on);
     const Shape& s = x.shape;
     QuantizeTensors t;
     t.x = TensorView::dense(x.host[static_cast<int>(role)].data(), Format::bf16,
@@ -256,6 +263,38 @@ std::int64_t differences(const Recipe& recipe, std::int64_t d) {
   return wrong;
 }
 
+/// The launches that make the mean of K, each on its own.
+struct MeanKernels {
+  kernels::MeanParams params;
+  std::int64_t sum_blocks, finish_blocks;
+
+  explicit MeanKernels(const Call& call) {
+    const kernels::PrepareLayout::Part& part = call.layout.part[static_cast<int>(Role::k)];
+    const auto at = [&](std::size_t offset) {
+      return reinterpret_cast<float*>(static_cast<char*>(call.workspace) + offset);
+    };
+    kernels::MeanRole& m = params.role[0];
+    m.rows = kernels::rows_of(call.problem, Role::k);
+    m.aligned = true;
+    m.sums = at(part.sums);
+    m.mean = at(part.mean);
+    m.tiles = part.slots / kernels::slot_tile;
+    m.padded = kernels::prepared_channels(m.rows.channels);
+    sum_blocks = kernels::SumRows::blocks(m.tiles, m.rows.heads, m.padded);
+    finish_blocks =
+        kernels::FinishMeans::blocks(std::int64_t{m.rows.batches} * m.rows.heads, m.padded);
+    params.blocks[0] = sum_blocks;
+  }
+
+  template <class K>
+  void run(std::int64_t blocks) const {
+    const isa::LaunchError e = isa::launch<K>(params, {static_cast<int>(blocks), 1, 1}, nullptr);
+    if (e.empty()) return;
+    std::fprintf(stderr, "launch: %s\n", e.c_str());
+    std::exit(1);
+  }
+};
+
 struct Line {
   std::string name;
   std::int64_t d;
@@ -272,10 +311,21 @@ void measure(std::vector<Line>& lines, std::int64_t d) {
   };
   time("int8_full: mean of K and codes of Q, K, V", default_recipe(true), {true, true, true, false},
        2 * n + 9 * n);
-  time("int8_full without smooth_k", default_recipe(false), {true, true, true, false}, 9 * n);
+  {
+    const Call call(x, default_recipe(true), {true, true, true, false});
+    const MeanKernels mean(call);
+    lines.push_back({"SumRows alone", d,
+                     median_ms([&] { mean.run<kernels::SumRows>(mean.sum_blocks); }), 2 * n});
+    lines.push_back({"FinishMeans alone", d,
+                     median_ms([&] { mean.run<kernels::FinishMeans>(mean.finish_blocks); }),
+                     n / 16});
+  }
+  time("EncodePlain alone: int8_full without smooth_k", default_recipe(false),
+       {true, true, true, false}, 9 * n);
   time("Q alone", default_recipe(false), {true, false, false, false}, 3 * n);
   time("K alone, smooth_k", default_recipe(true), {false, true, false, false}, 5 * n);
   time("V alone", default_recipe(false), {false, false, true, false}, 3 * n);
+  time("int8_full with smooth_q", smooth_q_recipe(), {true, true, true, false}, 13 * n);
   time("fp8, V per channel", fp8_recipe(), {true, true, true, false}, 13 * n);
   time("Q per warp, K per 128 tokens", coarse_recipe(), {true, true, true, false}, 13 * n);
   void* copy = nullptr;
@@ -297,7 +347,8 @@ int main(int argc, char** argv) {
   std::int64_t wrong = 0;
   for (const std::int64_t d : {64, 80, 128, 256}) {
     for (const Recipe& r :
-         {default_recipe(true), default_recipe(false), fp8_recipe(), coarse_recipe()}) {
+         {default_recipe(true), default_recipe(false), smooth_q_recipe(), fp8_recipe(),
+          coarse_recipe()}) {
       const std::int64_t count = differences(r, d);
       wrong += count;
       if (count > 0) {
@@ -313,7 +364,7 @@ int main(int argc, char** argv) {
                      "\", \"differences\": " + std::to_string(wrong) + ", \"rows\": [";
   for (const Line& l : lines) {
     const double rate = l.bytes / l.ms * 1e-6;
-    std::printf("D %3lld  %-44s %8.4f ms  %7.0f GB/s\n", static_cast<long long>(l.d),
+    std::printf("D %3lld  %-46s %8.4f ms  %7.0f GB/s\n", static_cast<long long>(l.d),
                 l.name.c_str(), l.ms, rate);
     json += std::string(json.back() == '[' ? "" : ",") + "\n  {\"name\": \"" + l.name +
             "\", \"d\": " + std::to_string(l.d) + ", \"ms\": " + std::to_string(l.ms) +

@@ -111,14 +111,9 @@ struct ByteRange {
 };
 ByteRange byte_range(const TensorView& view);
 
-/// V's per_thread: tokens whose scales are steps from their group's.
-inline bool steps_from_group(const Scaling& s, Role role) {
-  return role == Role::v && s.granularity == Granularity::per_thread;
-}
-/// Has every token its own entry in the scale tensor?
-inline bool scaled_by_token(const Scaling& s, Role role) {
-  return s.granularity == Granularity::per_token || steps_from_group(s, role);
-}
+/// ScaleGroups::steps() and by_token() of a scaling.
+bool steps_from_group(const Scaling& s, Role role);
+bool scaled_by_token(const Scaling& s, Role role);
 
 /// The scaling with automatic fields replaced by the defaults that every backend shares: per_token
 /// (V: per_channel, or per_token for s8), blocks of 128 tokens, warps of 16 rows.

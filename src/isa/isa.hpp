@@ -97,7 +97,9 @@
 //     void registers_increase<N>(), registers_decrease<N>()                (warpgroup)
 //     bool elect()                                 (warp) true in one lane
 //     void cluster_sync()
-//     void grid_dependency_wait(), grid_dependency_launch()    programmatic dependent launch
+//     void grid_dependency_wait()      until the kernels before have ended
+//     void grid_dependency_launch()    the next kernel may start when all blocks have said so or
+//                                      ended; both for Start::early (launch.hpp)
 #pragma once
 
 #include <cstdint>

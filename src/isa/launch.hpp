@@ -5,6 +5,7 @@
 //     using Params = ...;                          // trivially copyable, passed by value
 //     static constexpr int threads, min_blocks;    // per block; blocks per multiprocessor
 //     static constexpr int shared_bytes;
+//     static constexpr bool dependent = true;      // optional: it may start early, see Start
 //     static QATTN_DEVICE void run(const Params&);
 //   };
 #pragma once
@@ -18,7 +19,31 @@ namespace qattn::isa {
 /// What went wrong with a launch; empty: nothing.
 using LaunchError = std::string;
 
-/// LaunchError launch<K>(const typename K::Params&, Index3 grid, void* stream);
+/// When a kernel starts.
+///   after_all  when everything before it in the stream is complete
+///   early      programmatic dependent launch: as soon as every block of the kernel before it has
+///              called grid_dependency_launch() or ended. Kernels without `dependent`, and GPUs
+///              before sm_90, take it for after_all.
+/// A kernel that starts after_all and those that start early behind it are a chain. The rules of a
+/// chain, which the emulator enforces:
+///  1. Before grid_dependency_wait() a thread touches nothing that an earlier kernel of the chain
+///     writes and writes nothing that one reads: of all of them, because the one just before may
+///     have started early, too, and have triggered before it waited itself.
+///  2. Every thread of a kernel that starts early waits, at the latest before it ends. The wait is
+///     for the completion of the kernel just before, all its writes included; as that one cannot
+///     end before its own wait is over, it is for the whole chain.
+///  3. The kernel before one that starts early is `dependent`, too.
+/// What came before the chain is complete when any of its kernels runs, because the first starts
+/// after_all. So whoever enqueues several kernels on a caller's stream starts the first after_all:
+/// it then may overwrite a workspace that the call before still read, and need not know whether a
+/// stranger's kernel keeps rule 2.
+enum class Start { after_all, early };
+
+template <class K>
+concept Dependent = requires { requires K::dependent; };
+
+/// LaunchError launch<K>(const typename K::Params&, Index3 grid, void* stream,
+///                       Start = Start::after_all);
 /// KernelResources resources<K>();
 ///
 /// int architecture(int device): 90 for sm_90, 0 if there is no such device.

@@ -36,7 +36,7 @@ struct Span {
 
 /// Bits of the device's sticky error word.
 enum ErrorBit : std::uint32_t {
-  error_sequence = 1,  ///< cu_seqlens or seqused is out of range
+  error_sequence = 1,  ///< cu_seqlens or seqused is out of range, or beyond what a mask has
   error_page = 2,      ///< a page number is out of range
 };
 
@@ -74,19 +74,27 @@ QATTN_DEVICE std::int64_t row_offset(const Rows& r, const Span& span, int b, int
   return b * r.batch + (span.begin + s) * r.token + head * r.head;
 }
 
-/// Prepared operands lie in slots, a multiple of 64 per sequence: [head][slots]. First slot of a
-/// sequence; needs nothing but the sequence's own entry of cu_seqlens.
+/// Tables have an entry for every `size` tokens of a sequence. Number of a sequence's first entry;
+/// needs nothing but the sequence's own entry of cu_seqlens.
+QATTN_DEVICE std::int64_t first_block(const Rows& r, const Span& span, int b, std::int64_t size) {
+  if (r.cu_seqlens != nullptr) return span.begin / size + b;
+  return b * ((r.max_length + size - 1) / size);
+}
+
+/// Prepared operands lie in slots, a multiple of 64 per sequence: [head][slots].
 QATTN_DEVICE std::int64_t first_slot(const Rows& r, const Span& span, int b) {
-  if (r.cu_seqlens != nullptr) return (span.begin / 64 + b) * 64;
-  return b * ((r.max_length + 63) / 64 * 64);
+  return first_block(r, span, b, 64) * 64;
 }
 
 }  // namespace QATTN_TARGET
 
-/// Slots a head needs for all sequences.
-QATTN_CONSTEXPR std::int64_t slot_count(const Rows& r) {
-  if (r.cu_seqlens != nullptr) return (r.total / 64 + r.batches + 1) * 64;
-  return r.batches * ((r.max_length + 63) / 64 * 64);
+/// Entries of such a table for all sequences.
+QATTN_CONSTEXPR std::int64_t block_count(const Rows& r, std::int64_t size) {
+  if (r.cu_seqlens != nullptr) return r.total / size + r.batches + 1;
+  return r.batches * ((r.max_length + size - 1) / size);
 }
+
+/// Slots a head needs for all sequences.
+QATTN_CONSTEXPR std::int64_t slot_count(const Rows& r) { return block_count(r, 64) * 64; }
 
 }  // namespace qattn::tile

@@ -99,6 +99,8 @@ Fate fate(const Recipe& r, Operand operand, std::int64_t b, std::int64_t h, std:
     // level, which a sequence and head has in common.
     if (b != bad_b || h != bad_h) return Fate::untouched;
     if (i == bad_query) return Fate::is_nan;
+    const std::int64_t block = r.smooth_q == Toggle::on ? r.q_scale.block : 1;
+    if (i / block == bad_query / block) return Fate::may_be_nan;  // a mean in common
     return r.qk == Format::nvfp4 ? Fate::may_be_nan : Fate::untouched;
   }
   if (b != bad_b || h / 2 != bad_h) return Fate::untouched;

@@ -54,6 +54,15 @@ TEST_P(EmulatedBadInput, ChannelScales) {
   expect_bad_input_stays(feature(), in_turn(recipe));
 }
 
+TEST_P(EmulatedBadInput, SmoothedQueries) {
+  Recipe recipe = GetParam();
+  if (recipe.qk != Format::s8) GTEST_SKIP() << "smooth_q is for quantised Q";
+  recipe.smooth_q = Toggle::on, recipe.smooth_k = Toggle::off;
+  recipe.q_scale = {Granularity::per_token, 24, 8};
+  if (free_scales(recipe.v)) recipe.v_scale.granularity = Granularity::per_token;
+  expect_bad_input_stays(feature(), in_turn(recipe));
+}
+
 TEST_P(EmulatedBadInput, WithoutCausalMask) {
   // Every row sees the bad key: nothing but the sequence and the head tells rows apart.
   Feature f = feature();
@@ -89,16 +98,19 @@ struct Unchecked {
   std::string violation;
 };
 
-/// Without the host's checks; the inputs as they are now.
-Unchecked run_unchecked(const Call& call, Laid& laid, const Recipe& recipe) {
+/// Without the host's checks; the inputs as they are now, the mask perhaps smaller.
+Unchecked run_unchecked(const Call& call, Laid& laid, const Recipe& recipe,
+                        const TensorView* mask = nullptr) {
   const EmulatedBackend backend(architecture_for(recipe), false);
   laid.out.clear();
   laid.lse.clear();
   laid.freeze();
   AttentionOptions options = call.options;
   options.recipe = recipe;
+  AttentionTensors tensors = laid.tensors();
+  if (mask != nullptr) tensors.mask = *mask;
   Unchecked run;
-  run.status = attention(laid.tensors(), options);
+  run.status = attention(tensors, options);
   run.errors = device_errors({});
   run.out = laid.read_out(call);
   run.lse = laid.read_lse(call);
@@ -182,6 +194,28 @@ TEST_P(EmulatedBadIndex, PackedSequences) {
          {"cu_seqlens_k", &Laid::cu_k, {3}, 219, length_error},
          {"cu_seqlens_q", &Laid::cu_q, {3}, 1e9, length_error, true},
          {"cu_seqlens_q", &Laid::cu_q, {3}, 109, length_error, true}});
+}
+
+TEST_P(EmulatedBadIndex, AMaskThatEndsBeforeASequenceDoes) {
+  Feature f = with_inputs(Feature(), GetParam(), Format::bf16);
+  f.heads_q = 2, f.heads_k = 1, f.mask = MaskShape::full;
+  f.sq = {40, 70, 20}, f.sk = {65, 90, 64};
+  f.how.packed_q = f.how.packed_k = true;
+  for (const bool boolean : {false, true}) {
+    f.boolean_mask = boolean;
+    const Call call = make_call(f, 5);
+    Laid laid = lay_out(call, f.how);
+    const Unchecked clean = run_unchecked(call, laid, GetParam());
+    ASSERT_TRUE(clean.errors.ok()) << clean.errors.message();
+    for (const int dimension : {2, 3}) {
+      TensorView mask = laid.tensors().mask;
+      ASSERT_EQ(mask.shape[dimension], dimension == 2 ? 70 : 90);
+      --mask.shape[dimension];
+      expect_one_bad(call, run_unchecked(call, laid, GetParam(), &mask), clean, 1, false,
+                     length_error);
+      if (HasFailure()) return;
+    }
+  }
 }
 
 TEST_P(EmulatedBadIndex, UsedLengths) {

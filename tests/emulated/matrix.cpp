@@ -51,6 +51,24 @@ std::vector<Feature> gpu_features() {
     f.sq = {64, 1, 129, 65}, f.sk = {64, 129, 63, 65}, f.options.causal = true;
     f.how.packed_q = f.how.packed_k = true;
   });
+  // Blocks of Q's means and the rows of a tile or warp: inside, across, over all storages.
+  const auto smooth_q = [&rows](const std::string& name, std::int32_t block, auto edit) {
+    add(rows, "smooth_q_" + name, [&](Feature& f) {
+      f.applies = [](const Recipe& r) { return r.qk == Format::s8; };
+      f.sq = {150, 150}, f.sk = {200, 200}, f.heads_q = 4, f.loose = 12;
+      f.tweak = [block](Recipe& r) {
+        r.smooth_q = Toggle::on, r.q_scale = {Granularity::per_token, block, 8};
+      };
+      edit(f);
+    });
+  };
+  smooth_q("8_causal", 8, [](Feature& f) { f.options.causal = true; });
+  smooth_q("24_paged", 24, [](Feature& f) { f.how.page_size = 16, f.used_k = {131, 200}; });
+  smooth_q("48_odd", 48, [](Feature& f) { f.how.strides = Strides::odd; });
+  smooth_q("64_varlen", 64, [](Feature& f) {
+    f.sq = {70, 1, 150}, f.sk = {64, 129, 200}, f.how.packed_q = f.how.packed_k = true;
+  });
+  smooth_q("256_dim_72", 256, [](Feature& f) { f.dim = 72, f.sq = {300}, f.sk = {100}; });
   return rows;
 }
 
@@ -60,8 +78,7 @@ Cell cell_of(const Recipe& recipe, const Feature& feature, std::string tail) {
   Cell cell{recipe.name + "_" + feature.name + std::move(tail), recipe, feature};
   feature.tweak(cell.recipe);
   const Scaling& v = cell.recipe.v_scale;
-  cell.refused = cell.recipe.smooth_q == Toggle::on ||
-                 (v.granularity == Granularity::per_block_channel && v.block % 64 != 0) ||
+  cell.refused = (v.granularity == Granularity::per_block_channel && v.block % 64 != 0) ||
                  (v.granularity == Granularity::per_token && cell.recipe.v == Format::e4m3);
   return cell;
 }

@@ -239,13 +239,11 @@ bool Case::is_bad(Role r, std::int64_t s) const {
   return std::find(list.begin(), list.end(), s) != list.end();
 }
 
-std::int64_t Case::first_slot(Role r, std::int64_t b) const {
-  if (o_.storage == Storage::packed) {
-    return (cu_[static_cast<std::size_t>(b)] / 64 + b) * 64;
-  }
+std::int64_t Case::first_block(Role r, std::int64_t b, std::int64_t size) const {
+  if (o_.storage == Storage::packed) return cu_[static_cast<std::size_t>(b)] / size + b;
   const std::int64_t rows =
       o_.storage == Storage::paged && r != Role::q ? pages_per_sequence_ * o_.page_size : longest_;
-  return b * ((rows + 63) / 64 * 64);
+  return b * ((rows + size - 1) / size);
 }
 
 std::string Case::prepare() {
@@ -291,8 +289,9 @@ Expected expect(const Case& c, Role r) {
   q.format = code_format(o.recipe, r);
   q.role = r;
   q.scaling = scaling_of(o.recipe, r);
-  q.smooth = (r == Role::k && o.recipe.smooth_k == Toggle::on) ||
-             (r == Role::v && o.recipe.smooth_v == Toggle::on);
+  q.smooth = (r == Role::q   ? o.recipe.smooth_q
+              : r == Role::k ? o.recipe.smooth_k
+                             : o.recipe.smooth_v) == Toggle::on;
   q.rotate = r != Role::v && o.recipe.rotate == Toggle::on;
   QuantizeTensors t;
   t.x = TensorView::dense(x.data(), Format::f32, {tokens, heads, n});

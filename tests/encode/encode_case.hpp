@@ -64,8 +64,9 @@ class Case {
   std::vector<std::int32_t>& cu_seqlens() { return cu_; }
   std::vector<std::int32_t>& seqused() { return used_; }
 
-  /// First slot of a sequence.
-  std::int64_t first_slot(Role r, std::int64_t b) const;
+  /// Number of a sequence's first block of `size` tokens, in tables of all sequences.
+  std::int64_t first_block(Role r, std::int64_t b, std::int64_t size) const;
+  std::int64_t first_slot(Role r, std::int64_t b) const { return 64 * first_block(r, b, 64); }
 
  private:
   struct Operand {

@@ -276,6 +276,29 @@ void check_means(const Case& c, Role r) {
   }
 }
 
+void check_block_means(const Case& c) {
+  const kernels::PreparedMeans& out = c.out.q_mean;
+  ASSERT_EQ(out.data != nullptr, c.options().recipe.smooth_q == Toggle::on);
+  if (out.data == nullptr) return;
+  const Expected e = expect(c, Role::q);
+  const std::int64_t d = c.options().d, blocks = e.shapes.mean.shape[2];
+  ASSERT_EQ(out.channels, kernels::prepared_channels(c.options().d));
+  Differences wrong("means of q's blocks");
+  for (std::int64_t b = 0; b < c.batch(); ++b) {
+    for (int h = 0; h < c.options().heads_q; ++h) {
+      const std::int64_t first = h * out.blocks + c.first_block(Role::q, b, out.block);
+      for (std::int64_t n = 0; n * out.block < c.length(b); ++n) {
+        for (std::int64_t k = 0; k < out.channels; ++k) {
+          const std::int64_t at = ((b * c.options().heads_q + h) * blocks + n) * d + k;
+          const float want = k < d ? e.mean[static_cast<std::size_t>(at)] : 0.0f;
+          const float got = out.data[(first + n) * out.channels + k];
+          wrong.add(same(got, want), text("mean of block", b, h, n, got, want));
+        }
+      }
+    }
+  }
+}
+
 void check_dots(const Case& c) {
   ASSERT_EQ(c.out.q.dot_mean != nullptr, c.options().dot_mean);
   if (!c.options().dot_mean) return;
@@ -308,6 +331,7 @@ void check_case(const CaseOptions& options) {
   check_tiles(c);
   check_means(c, Role::k);
   check_means(c, Role::v);
+  check_block_means(c);
   check_dots(c);
 }
 

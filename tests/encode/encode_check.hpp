@@ -10,6 +10,7 @@ void check_rows(const Case& c, Role r);
 /// V's tiles, built slowly from the text of prepared.hpp, and its scales per channel.
 void check_tiles(const Case& c);
 void check_means(const Case& c, Role r);
+void check_block_means(const Case& c);
 void check_dots(const Case& c);
 /// All of these, after running the kernels.
 void check_case(const CaseOptions& options);

@@ -103,6 +103,45 @@ TEST(Encode, GranularitiesAndFormats) {
   }
 }
 
+/// Q less the mean of its blocks, whose size is that of the scales' blocks.
+TEST(Encode, MeansOfQueryBlocks) {
+  const Scaling scalings[] = {{per_token, 128, 16}, {per_block, 64, 16}, {per_token, 24, 8},
+                              {per_warp, 96, 24},   {per_block, 8, 8},   {per_thread, 128, 32},
+                              {per_head, 512, 16}};
+  for (unsigned i = 0; i < 42; ++i) {
+    SCOPED_TRACE(i);
+    CaseOptions o = shaped(i * 5 + i / 7);
+    o.recipe = default_recipe();
+    o.recipe.q_scale = scalings[i % 7];
+    o.recipe.smooth_q = Toggle::on;
+    o.recipe.smooth_k = i % 3 ? Toggle::on : Toggle::off;
+    o.recipe.rotate = i % 4 == 1 ? Toggle::on : Toggle::off;
+    o.dot_mean = i % 3 == 1;
+    if (i % 7 == 5) o.lengths[0] = 2300;  // more pieces of 64 rows than a block adds up at once
+    if (i % 7 == 5 && !o.used && o.storage != Storage::packed) o.lengths[1] = o.lengths[0];
+    if (i % 7 == 5) o.recipe.q_scale.block = 2048;
+    check_case(o);
+    if (HasFailure()) return;
+  }
+}
+
+TEST(Encode, ABadQuerySpoilsItsBlockWithSmoothing) {
+  for (const std::int64_t bad : {3, 65, 127}) {
+    CaseOptions o = shaped(0);
+    o.lengths = {300, 300};
+    o.used = false;
+    o.recipe = default_recipe();
+    o.recipe.q_scale = {per_token, 64, 16};
+    o.recipe.smooth_q = Toggle::on;
+    o.bad[0] = {bad};
+    Case c(o);
+    ASSERT_EQ(c.prepare(), "");
+    for (std::int64_t s = 0; s < 300; ++s) {
+      EXPECT_EQ(std::isnan(c.out.q.scale[s]), s / 64 == bad / 64) << bad << " " << s;
+    }
+  }
+}
+
 TEST(Encode, SchedulesAndLaneOrdersGiveTheSameBits) {
   const emu::Options before = emu::options();
   for (const auto schedule : {emu::Schedule::early, emu::Schedule::late, emu::Schedule::random}) {

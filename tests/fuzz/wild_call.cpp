@@ -65,7 +65,7 @@ WildCall::WildCall(Choices c, bool real) {
 void WildCall::operands(Choices& c) {
   batch_ = 1 + c.below(3) - (c.chance(32) ? 1 : 0);
   queries_ = c.chance(32) ? 0 : 1 + c.below(9);
-  keys_ = c.chance(32) ? 0 : 1 + c.below(40);
+  keys_ = c.chance(32) ? 0 : 1 + c.below(40) + (c.chance(16) ? c.below(160) : 0);
   heads_kv_ = 1 + c.below(2);
   heads_q_ = heads_kv_ * (1 + c.below(3));
   const std::int64_t d = 8 * (1 + c.below(3)), dv = c.chance(4) ? 8 * (1 + c.below(4)) : d;
@@ -162,9 +162,16 @@ void WildCall::extras(Choices& c) {
     t.alibi_slopes = c.chance(2) ? TensorView::dense(none, Format::f32, {batch_, heads_q_})
                                  : TensorView::dense(none, Format::f32, {heads_q_});
   }
+  const std::int64_t keys = t.page_table.present() ? t.page_table.shape[1] * page_size_ : keys_;
+  const auto one = [&](std::int64_t extent) { return c.chance(4) ? 1 : extent; };
+  if (c.chance(8)) {
+    const std::int64_t rows = options.block_mask_q = 64 * (1 + c.below(2));
+    const std::int64_t columns = options.block_mask_k = 64 * (1 + c.below(3));
+    t.block_mask = TensorView::dense(none, Format::b8,
+                                     {one(batch_), one(heads_q_), one((queries_ + rows - 1) / rows),
+                                      one((keys + columns - 1) / columns)});
+  }
   if (c.chance(4)) {
-    const std::int64_t keys = t.page_table.present() ? t.page_table.shape[1] * page_size_ : keys_;
-    const auto one = [&](std::int64_t extent) { return c.chance(4) ? 1 : extent; };
     const int format = c.below(4);
     t.mask = TensorView::dense(none, format == 3 ? Format::b8 : floats[format],
                                {one(batch_), one(heads_q_), one(queries_), one(keys)});
@@ -246,7 +253,7 @@ void WildCall::break_option(Choices& c) {
   Recipe& r = o.recipe;
   Scaling* const scalings[] = {&r.q_scale, &r.k_scale, &r.v_scale};
   Toggle* const toggles[] = {&r.smooth_k, &r.smooth_q, &r.smooth_v, &r.rotate};
-  switch (c.below(9)) {
+  switch (c.below(10)) {
     case 0:
       o.layout = static_cast<Layout>(c.wild());
       break;
@@ -274,6 +281,9 @@ void WildCall::break_option(Choices& c) {
       (c.chance(2) ? s.block : s.warp) = static_cast<std::int32_t>(c.wild());
       break;
     }
+    case 8:
+      (c.chance(2) ? o.block_mask_q : o.block_mask_k) = c.wild();
+      break;
     default:
       *toggles[c.below(4)] = static_cast<Toggle>(c.wild());
   }

@@ -33,6 +33,7 @@ inline constexpr Member members[] = {
     {"v_mean", &AttentionTensors::v_mean, false},
     {"sinks", &AttentionTensors::sinks, false},
     {"mask", &AttentionTensors::mask, false},
+    {"block_mask", &AttentionTensors::block_mask, false},
     {"alibi_slopes", &AttentionTensors::alibi_slopes, false},
     {"cu_seqlens_q", &AttentionTensors::cu_seqlens_q, false},
     {"cu_seqlens_k", &AttentionTensors::cu_seqlens_k, false},

@@ -71,6 +71,7 @@ CCall c_call(const WildCall& call) {
                                 &t.v_mean,
                                 &t.sinks,
                                 &t.mask,
+                                &t.block_mask,
                                 &t.alibi_slopes,
                                 &t.cu_seqlens_q,
                                 &t.cu_seqlens_k,
@@ -92,6 +93,8 @@ CCall c_call(const WildCall& call) {
   o.window_right = from.window_right;
   o.softcap = from.softcap;
   o.threads = from.threads;
+  o.block_mask_q = from.block_mask_q;
+  o.block_mask_k = from.block_mask_k;
   o.q_scaling = c_scaling(from.recipe.q_scale);
   o.k_scaling = c_scaling(from.recipe.k_scale);
   o.v_scaling = c_scaling(from.recipe.v_scale);

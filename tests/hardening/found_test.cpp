@@ -49,6 +49,15 @@ TEST(Found, RowsBeyondAnyWorkspace) {
   EXPECT_TRUE(refused(quantize_shapes(t.k, o).status(), Code::invalid_argument, "x"));
 }
 
+TEST(Found, AnAbsentTensorOfAnyRank) {
+  // Its extents were looked at before its presence.
+  const SmallCall call;
+  std::vector<float> out = call.output();
+  AttentionTensors t = call.tensors(out);
+  t.block_mask.rank = t.sinks.rank = 1 << 30;
+  EXPECT_TRUE(attention(t, options_of("f32", 1)).ok());
+}
+
 TEST(Found, GranularityThatNothingUses) {
   const SmallCall call;
   std::vector<float> out = call.output();

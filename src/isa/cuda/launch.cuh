@@ -4,6 +4,9 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
+#include <atomic>
+
 #include "isa/launch.hpp"
 
 namespace qattn::isa {
@@ -20,16 +23,52 @@ int multiprocessors();
 int code_architecture();
 std::uint32_t* error_word();
 
+/// Does the current device run the kernel from code that has grid_dependency_wait()? In code for
+/// older GPUs, also where PTX of it serves a newer one, the word is empty.
 template <class K>
-LaunchError launch(const typename K::Params& params, Index3 grid, void* stream) {
+bool can_wait() {
+  constexpr int most_devices = 64;
+  enum : int { unknown, no, yes };
+  static std::array<std::atomic<int>, most_devices> known{};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= most_devices) return false;
+  std::atomic<int>& slot = known[static_cast<std::size_t>(device)];
+  if (slot == unknown) {
+    cudaFuncAttributes a{};
+    if (cudaFuncGetAttributes(&a, entry<K>) != cudaSuccess) return false;
+    slot = a.ptxVersion >= 90 && a.binaryVersion >= 90 ? yes : no;
+  }
+  return slot == yes;
+}
+
+template <class K>
+LaunchError launch(const typename K::Params& params, Index3 grid, void* stream,
+                   Start start = Start::after_all) {
   // At every launch: the limit belongs to the function on the current device. It is a host call.
   if constexpr (K::shared_bytes > 48 * 1024) {
     const cudaError_t e = cudaFuncSetAttribute(
         entry<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, K::shared_bytes);
     if (e != cudaSuccess) return std::string("shared memory: ") + cudaGetErrorString(e);
   }
-  entry<K><<<dim3(grid.x, grid.y, grid.z), K::threads, K::shared_bytes,
-             static_cast<cudaStream_t>(stream)>>>(params);
+  const dim3 blocks(grid.x, grid.y, grid.z);
+  const auto to = static_cast<cudaStream_t>(stream);
+  if constexpr (Dependent<K>) {
+    if (start == Start::early && can_wait<K>()) {
+      cudaLaunchAttribute attribute{};
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+      cudaLaunchConfig_t config{};
+      config.gridDim = blocks;
+      config.blockDim = dim3(K::threads);
+      config.dynamicSmemBytes = K::shared_bytes;
+      config.stream = to;
+      config.attrs = &attribute;
+      config.numAttrs = 1;
+      const cudaError_t e = cudaLaunchKernelEx(&config, entry<K>, params);
+      return e == cudaSuccess ? LaunchError() : LaunchError(cudaGetErrorString(e));
+    }
+  }
+  entry<K><<<blocks, K::threads, K::shared_bytes, to>>>(params);
   const cudaError_t e = cudaGetLastError();
   return e == cudaSuccess ? LaunchError() : LaunchError(cudaGetErrorString(e));
 }

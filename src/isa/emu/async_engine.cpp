@@ -72,6 +72,7 @@ void AsyncEngine::visit_chunks(const Transfer& t, Visit visit) {
 // -----------------------------------------------------------------------------------------
 
 void AsyncEngine::issue_load(Transfer load, const char* what) {
+  load.waited = current_lane->waited;
   Mbarrier& barrier = find(load.mbarrier, what, load.where);
   if (!barrier.fenced) {
     throw Error(text("%s: mbarrier +0x%x was initialised without fence_mbarrier_init, at %s", what,
@@ -99,7 +100,7 @@ void AsyncEngine::complete_load(const Transfer& load) {
   visit_chunks(load, [&](std::uint32_t to, const char* from, std::uint32_t bytes) {
     if (from) {
       std::memcpy(block_.shared().at(to), from, bytes);
-      block_.stats.global_read += bytes;
+      block_.touch_global(from, bytes, Touch::read, load.waited, load.where);
     } else {
       std::memset(block_.shared().at(to), 0, bytes);
     }
@@ -187,6 +188,7 @@ void AsyncEngine::tma_load(std::uint32_t to, const TensorMap& map, const int* co
 // ----------------------------------------------------------------------------------------
 
 void AsyncEngine::issue_store(Transfer store, const char* what) {
+  store.waited = current_lane->waited;
   SharedMemory& shared = block_.shared();
   shared.check_readable(store.shared, store.bytes, what, store.where);
   block_.stats.shared_read += store.bytes;
@@ -222,7 +224,7 @@ void AsyncEngine::write_store(Store& store) {
   visit_chunks(store.transfer, [&](std::uint32_t, char* to, std::uint32_t bytes) {
     if (to) {
       std::memcpy(to, data, bytes);
-      block_.stats.global_written += bytes;
+      block_.touch_global(to, bytes, Touch::write, store.transfer.waited, store.transfer.where);
     }
     data += bytes;
   });

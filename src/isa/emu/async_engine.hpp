@@ -73,6 +73,7 @@ class AsyncEngine {
     std::uint32_t mbarrier = 0;
     int agent = 0;
     std::uint32_t time = 0;
+    bool waited = false;  ///< had the lane that issued it, for the kernels before this one?
     Where where;
   };
   struct Store {

@@ -33,6 +33,13 @@ void Block::prepare(std::uint32_t shared_bytes, const Options& options) {
   options_ = options;
   shared_.prepare(shared_bytes);
   stats = {};
+  prepare_chain(Chain::none, nullptr);
+}
+
+void Block::prepare_chain(Chain chain, const Footprint* earlier) {
+  chain_ = chain;
+  earlier_ = earlier;
+  touched_.clear();
 }
 
 void Block::reset(Position index) {
@@ -60,6 +67,7 @@ void Block::reset(Position index) {
     l.waiting = Waiting::nothing;
     l.copies.clear();
     l.copy_groups.clear();
+    l.waited = false;
     restart(l.fiber, enter);
     wake(l);
   }
@@ -100,6 +108,9 @@ void Block::enter(boost::context::detail::transfer_t transfer) {
   arrived(me.fiber, transfer);
   try {
     (*block.body_)();
+    if (block.chain_ == Chain::early && !me.waited) {
+      throw Error("ends without grid_dependency_wait(), and the kernel started early");
+    }
   } catch (const std::exception& e) {
     block.error_ = text("thread %d (warp %d lane %d): ", me.thread, me.warp, me.lane) + e.what();
   }

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "isa/emu/chain.hpp"
 #include "isa/emu/error.hpp"
 #include "isa/emu/fiber.hpp"
 #include "isa/emu/options.hpp"
@@ -45,6 +46,7 @@ struct Lane {
   Where where;
   std::vector<Copy> copies;      ///< committed groups first, then the open one
   std::vector<int> copy_groups;  ///< copies in each committed group
+  bool waited = false;           ///< for the kernels before this one (grid_dependency_wait)
 };
 
 /// The lane that runs on this thread; null outside of kernels.
@@ -63,6 +65,9 @@ class Block {
   ~Block();
 
   void prepare(std::uint32_t shared_bytes, const Options& options);
+  /// This kernel's place in a chain; `earlier`: what the kernels before it touched.
+  void prepare_chain(Chain chain, const Footprint* earlier);
+  const Footprint& touched() const { return touched_; }
   /// Runs all threads of block `index` to their end. Throws Error.
   void run(Position index, Position grid, const std::function<void()>& body);
 
@@ -94,6 +99,14 @@ class Block {
   std::uint8_t* write_as(int thread, std::uint32_t address, std::uint32_t bytes, const char* what,
                          const Where& where);
   std::uint32_t* atomic_shared(std::uint32_t address, const Where& where);
+
+  // ---- Global memory ----
+  /// Counts an access. `waited`: has the lane that asked for it waited for the kernels before?
+  void touch_global(const void* at, std::size_t bytes, Touch touch, bool waited,
+                    const Where& where);
+  void touch_global(const void* at, std::size_t bytes, Touch touch, const Where& where) {
+    touch_global(at, bytes, touch, current_lane->waited, where);
+  }
 
   void copy_async(std::uint32_t to, const void* from, int bytes, const Where& where);
   void copy_async_commit();
@@ -167,6 +180,9 @@ class Block {
   std::unique_ptr<AsyncEngine> async_;
   std::unique_ptr<WgmmaUnit> wgmma_;
   int elected_lane_ = 0;
+  Chain chain_ = Chain::none;
+  const Footprint* earlier_ = nullptr;
+  Footprint touched_;
 };
 
 inline constexpr int kClusterBarrier = 16;

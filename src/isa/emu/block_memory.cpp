@@ -51,6 +51,19 @@ std::uint32_t* Block::atomic_shared(std::uint32_t address, const Where& where) {
   return reinterpret_cast<std::uint32_t*>(shared_.at(address));
 }
 
+void Block::touch_global(const void* at, std::size_t bytes, Touch touch, bool waited,
+                         const Where& where) {
+  if (touch != Touch::write) stats.global_read += bytes;
+  if (touch != Touch::read) stats.global_written += bytes;
+  if (chain_ == Chain::none) return;
+  if (chain_ == Chain::early && !waited && earlier_->conflicts(at, bytes, touch)) {
+    throw Error(text("global memory %p: %s before grid_dependency_wait(), and an earlier kernel of "
+                     "the chain touches it, at %s",
+                     at, touch == Touch::read ? "read" : "written", describe(where).c_str()));
+  }
+  touched_.add(at, bytes, touch);
+}
+
 void Block::copy_async(std::uint32_t to, const void* from, int bytes, const Where& where) {
   count(Word::copy_async);
   if (bytes < 0 || bytes > 16) {
@@ -60,7 +73,7 @@ void Block::copy_async(std::uint32_t to, const void* from, int bytes, const Wher
     throw Error(text("copy_async16: misaligned source %p, at %s", from, describe(where).c_str()));
   }
   write_as(current_lane->thread, to, 16, "copy_async16", where);
-  stats.global_read += static_cast<std::uint64_t>(bytes);
+  touch_global(from, static_cast<std::size_t>(bytes), Touch::read, where);
   shared_.mark(to, 16, ByteState::in_flight);
   const Copy copy{to, from, bytes, takes_effect_now(), where};
   if (copy.done) write_copy(copy);

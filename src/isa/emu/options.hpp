@@ -7,6 +7,8 @@
 #include <functional>
 #include <string>
 
+#include "isa/emu/chain.hpp"
+
 namespace qattn::isa {
 struct Index3;
 }
@@ -117,8 +119,8 @@ struct Stats {
 /// Of the latest launch that ended on this thread.
 const Stats& last_stats();
 
-/// Runs `body` once per thread of the grid. Throws Error.
+/// Runs `body` once per thread of the grid. Throws Error. A chain is of launches by one thread.
 Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& options,
-          const std::function<void()>& body);
+          const std::function<void()>& body, Chain chain = Chain::none);
 
 }  // namespace qattn::emu

@@ -82,6 +82,8 @@ constexpr bool in_order() {
 static_assert(in_order(), "one row per Word, in its order");
 
 thread_local Stats latest;
+thread_local Footprint chain_so_far;
+thread_local bool in_chain = false;  ///< was the launch before this one part of a chain?
 
 /// Blocks that no launch uses: making their stacks costs more than running a small kernel.
 class Pool {
@@ -179,7 +181,7 @@ std::string Stats::report() const {
 const Stats& last_stats() { return latest; }
 
 Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& options,
-          const std::function<void()>& body) {
+          const std::function<void()>& body, Chain chain) {
   if (threads <= 0 || threads % 32 || threads > 1024 || shared_bytes < 0) {
     throw Error(text("launch of %d threads with %d bytes of shared memory", threads, shared_bytes));
   }
@@ -189,9 +191,17 @@ Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& option
   std::mutex mutex;
   std::string error;
   Stats total;
+  if (chain == Chain::early && !in_chain) {
+    throw Error("starts early behind a kernel that is not of a chain");
+  }
+  in_chain = chain != Chain::none;
+  if (chain != Chain::early) chain_so_far.clear();
+  const Footprint& earlier = chain_so_far;  // of this thread, not of the workers
+  Footprint touched;
   const auto work = [&] {
     std::unique_ptr<Block> block = pool().take(threads);
     block->prepare(static_cast<std::uint32_t>(shared_bytes), options);
+    block->prepare_chain(chain, &earlier);
     try {
       for (std::int64_t i; !failed && (i = next.fetch_add(1)) < blocks;) {
         const auto at = [&](std::int64_t n) { return static_cast<int>(n); };
@@ -205,6 +215,7 @@ Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& option
     }
     const std::lock_guard lock(mutex);
     total += block->stats;
+    touched.add(block->touched());
     pool().give_back(std::move(block));
   };
   if (options.workers <= 1) {
@@ -215,6 +226,7 @@ Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& option
     for (std::thread& w : workers) w.join();
   }
   latest = total;
+  chain_so_far.add(touched);
   if (!error.empty()) throw Error(error);
   return total;
 }

@@ -73,14 +73,14 @@ template <class T>
 T load_global(const T* p, Where where = Where::current()) {
   check_global(p, "load_global", where);
   emu::current_block().count(Word::load_global);
-  emu::current_block().stats.global_read += sizeof(T);
+  emu::current_block().touch_global(p, sizeof(T), emu::Touch::read, where);
   return *p;
 }
 template <class T>
 void store_global(T* p, T value, Where where = Where::current()) {
   check_global(p, "store_global", where);
   emu::current_block().count(Word::store_global);
-  emu::current_block().stats.global_written += sizeof(T);
+  emu::current_block().touch_global(p, sizeof(T), emu::Touch::write, where);
   *p = value;
 }
 template <class T>
@@ -112,8 +112,7 @@ template <class T>
 std::atomic_ref<T> global_atomic(T* p, const Where& where) {
   check_global(p, "atomic", where);
   emu::current_block().count(Word::atomic_global);
-  emu::current_block().stats.global_read += sizeof(T);
-  emu::current_block().stats.global_written += sizeof(T);
+  emu::current_block().touch_global(p, sizeof(T), emu::Touch::atomic, where);
   return std::atomic_ref<T>(*p);
 }
 inline std::uint32_t atomic_max_global(std::uint32_t* p, std::uint32_t v,

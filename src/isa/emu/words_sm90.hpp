@@ -191,7 +191,7 @@ inline void cluster_sync(Where where = Where::current()) {  // clusters of one b
   block.count(Word::cluster_sync);
   block.barrier(emu::kClusterBarrier, block.threads(), true, where);
 }
-inline void grid_dependency_wait() {}
+inline void grid_dependency_wait() { emu::current_lane->waited = true; }
 inline void grid_dependency_launch() {}
 
 }  // namespace QATTN_TARGET

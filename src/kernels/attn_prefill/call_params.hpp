@@ -63,6 +63,12 @@ inline PrefillParams params_of(const Problem& p, const Prepared& prepared, int r
   a.v8 = prepared.v;
   if (prepared.q.codes != nullptr) a.q.data = nullptr;
   if (prepared.k.codes != nullptr) a.k.data = nullptr;
+  a.q_mean = prepared.q_mean;
+  if (a.q_mean.data != nullptr) {
+    a.k_input = rows_of(p, Role::k);
+    a.k_format = p.k.format;
+    a.k_mean = prepared.k_mean;
+  }
   a.v_mean = prepared.v_mean;
   a.v_mean_channels = prepared_channels(p.dv);
   a.out = output_of(p);
@@ -77,6 +83,8 @@ inline PrefillParams params_of(const Problem& p, const Prepared& prepared, int r
     a.mask.data = p.tensors.mask.data;
     a.mask.format = p.tensors.mask.format;
     std::copy(p.mask_stride.begin(), p.mask_stride.end(), a.mask.stride);
+    if (p.mask_stride[2] != 0) a.mask_queries = p.mask_shape[2];
+    if (p.mask_stride[3] != 0) a.mask_keys = p.mask_shape[3];
   }
   if (p.block_mask_q > 0) {
     a.block_mask.data = p.tensors.block_mask.data;

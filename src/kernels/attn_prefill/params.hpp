@@ -28,6 +28,8 @@ struct BroadcastView {
   std::int64_t stride[4] = {0, 0, 0, 0};
 };
 
+inline constexpr std::int64_t no_limit = std::int64_t{1} << 62;
+
 struct PrefillParams {
   /// Operands in place: 16-bit tensors, or codes (whose scales are in q8, k8). `data` null: the
   /// prepared form is read instead.
@@ -38,11 +40,20 @@ struct PrefillParams {
   const float* v_mean = nullptr;  ///< [batches][heads_kv][v_mean_channels] to add to the output
   std::int32_t v_mean_channels = 0;
 
+  /// smooth_q: the means of Q's blocks, whose products with K, as it came less its mean, join the
+  /// scores.
+  PreparedMeans q_mean;
+  tile::Rows k_input;
+  Format k_format = Format::none;
+  const float* k_mean = nullptr;  ///< [batches][heads_kv][q_mean.channels], or none
+
   OutputView out;
   float scale = 1;                                   ///< softmax_scale
   float softcap = 0;                                 ///< 0: none
   std::int32_t window_left = -1, window_right = -1;  ///< -1: unlimited
   BroadcastView mask;                                ///< b8 or float
+  /// Queries and keys that the mask has. cu_seqlens may name longer sequences.
+  std::int64_t mask_queries = no_limit, mask_keys = no_limit;
   BroadcastView block_mask;  ///< b8 per (batch, head, query block, key block)
   std::int32_t block_mask_q = 0, block_mask_k = 0;  ///< tokens per block
   BroadcastView alibi, sinks;                       ///< (batch, head)

@@ -107,7 +107,7 @@ bool is_plain(const Problem& p, const Recipe& r) {
   const bool q_in_place = !codes || p.q_codes, k_in_place = !codes || p.k_codes;
   const bool v_in_place = !v_codes;
   return p.window_left < 0 && p.softcap <= 0 && p.mask == MaskKind::none && p.block_mask_q == 0 &&
-         !p.tensors.alibi_slopes.present() && p.softmax_scale > 0 &&
+         !p.tensors.alibi_slopes.present() && p.softmax_scale > 0 && r.smooth_q != Toggle::on &&
          !(p.paged && (k_in_place || v_in_place)) && (!q_in_place || aligned(p.q)) &&
          (!k_in_place || aligned(p.k)) && (!v_in_place || aligned(p.v)) &&
          (!codes || tile_scaled(p, r)) && (!v_codes || plain_values(p, r));
@@ -191,7 +191,9 @@ Status supports(const Problem& p) {
   if (Status s = check_formats(p, r); !s.ok()) return s;
   const PrefillConfig c = config_of(p, r, true);
   if (Status s = check_products(p, c); !s.ok()) return s;
-  if (r.smooth_q == Toggle::on) return refuse("smooth_q has no GPU kernel");
+  if (r.smooth_q == Toggle::on && !coded(r.qk)) {
+    return refuse("smooth_q has no effect on 16-bit products");
+  }
   if (r.smooth_k == Toggle::on && !coded(r.qk)) {
     return refuse("smooth_k has no effect on 16-bit products");
   }

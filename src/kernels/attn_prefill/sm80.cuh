@@ -297,6 +297,7 @@ struct Prefill : PrefillValues<C> {
     w.first_row = block * S::rows;
     w.q = tile::span_of(p.q, w.b);
     w.k = tile::span_of(p.k, w.b);
+    w.k.bad |= w.q.length > p.mask_queries || w.k.length > p.mask_keys;
     if ((w.q.bad || w.k.bad) && isa::thread() == 0)
       isa::atomic_or_global(p.error, tile::error_sequence);
     w.q_slot = tile::first_slot(p.q, w.q, w.b);

@@ -4,6 +4,7 @@
 
 #include "kernels/attn_prefill/params.hpp"
 #include "tile/copy.hpp"
+#include "tile/query_mean.hpp"
 #include "tile/score.hpp"
 
 namespace qattn::kernels {
@@ -31,7 +32,9 @@ struct PrefillShape {
   static constexpr int tail_at = v_at + v_rows * v_row;  ///< log, plain, unit, flags of a V tile
   static constexpr int tail_bytes = wide_pv ? 0 : 8 * keys + 16;
   static constexpr int k_scale_at = tail_at + tail_bytes;
-  static constexpr int used_bytes = k_scale_at + (C.general && !wide_qk ? 4 * keys : 0);
+  static constexpr int mean_at = k_scale_at + 4 * keys;  ///< smooth_q: 64 floats a block of Q
+  static constexpr int used_bytes = C.general && !wide_qk ? mean_at + 4 * keys * thread_rows * warps
+                                                       : k_scale_at;
   static constexpr int out_row = tile::padded_row(2 * C.d);
   static constexpr int shared_bytes = used_bytes > rows* out_row ? used_bytes
                                                                  : (rows* out_row + 15) / 16 * 16;
@@ -250,6 +253,7 @@ struct PrefillScores : PrefillShape<C> {
       }
       if (!tile::is_finite(x)) x = tile::quiet_nan();
     });
+    if (!S::wide_qk && p.q_mean.data != nullptr) add_query_mean(s, tile);
     if (p.softcap > 0) {
       const float inverse = 1.0f / p.softcap;
       tile::each_score(
@@ -271,6 +275,37 @@ struct PrefillScores : PrefillShape<C> {
         x = tile::quiet_nan();
       }
     });
+  }
+
+  /// smooth_q: what Q's means took from the scores. Rows that share r are eight in a row of the
+  /// sequence, and blocks are multiples of eight.
+  QATTN_DEVICE void add_query_mean(Scores& s, int tile) {
+    const SharedAddress mine = base + S::mean_at + warp * R * 4 * S::keys;
+    const int first_row = work.first_row + warp * S::warp_rows, size = p.q_mean.block;
+    const int length = static_cast<int>(work.q.length), past = first_row + S::warp_rows;
+    const int first = first_row / size, last = ((past < length ? past : length) - 1) / size;
+    if (first_row >= length) return;
+    const std::int64_t table =
+        work.head * p.q_mean.blocks + tile::first_block(p.q, work.q, work.b, size);
+    isa::sync_warp();  // the tile before is read
+#pragma unroll 1
+    for (int block = first; block <= last; ++block) {
+      tile::store_mean_scores<S::keys>(p, work.k, work.b, work.kv_head, table + block, tile,
+                                       mine + (block - first) * 4 * S::keys);
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int block = (first_row + r / 2 * 16 + r % 2 * 8) / size;
+      const SharedAddress scores = mine + ((block < last ? block : last) - first) * 4 * S::keys;
+#pragma unroll
+      for (int n = 0; n < S::n_tiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          s[r / 2][n][r % 2 * 2 + e] +=
+              isa::load_shared<float>(scores + 4 * (8 * n + lane % 4 * 2 + e));
+        }
+      }
+    }
   }
 
   /// softmax_scale q . mu, what smooth_k took from every score of the row.

@@ -16,8 +16,11 @@ struct ClearParams {
 struct ClearWords {
   using Params = ClearParams;
   static constexpr int threads = 256, min_blocks = 1, shared_bytes = 0;
+  static constexpr bool dependent = true;
 
   static QATTN_DEVICE void run(const Params& p) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
     const std::int64_t step = std::int64_t{isa::grid().x} * threads;
     const std::int64_t mine = std::int64_t{isa::block().x} * threads + isa::thread();
     for (int n = 0; n < 3; ++n) {

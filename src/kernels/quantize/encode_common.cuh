@@ -87,17 +87,6 @@ QATTN_DEVICE TilePlace find_tile(const tile::Rows& r, std::int64_t tile, int hea
   return p;
 }
 
-/// Blocks are numbered over roles, then tiles, then heads: neighbours read neighbouring memory of a
-/// (B, S, H, D) tensor. K comes first and from its end, which the pass for its mean left in the L2.
-QATTN_DEVICE int role_of_block(std::int64_t& block, const std::int64_t (&blocks)[3]) {
-  constexpr int order[3] = {1, 0, 2};
-  for (int i = 0; i < 2; ++i) {
-    if (block < blocks[order[i]]) return order[i];
-    block -= blocks[order[i]];
-  }
-  return 2;
-}
-
 /// Element offsets of the tile's rows in paged memory, -1 for pages that do not exist, to 64 words
 /// of 8 bytes; divisions are slow, so that no row is looked up twice. Called by all threads.
 QATTN_DEVICE void store_row_offsets(const tile::Rows& r, const TilePlace& p, SharedAddress words) {

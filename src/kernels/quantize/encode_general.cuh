@@ -17,6 +17,7 @@ struct EncodeGeneral : GeneralTile<Channels> {
   using Tile::key_step, Tile::load, Tile::transform;
   using typename Tile::Values;
   using typename Tile::Work;
+  static constexpr bool dependent = true;
 
   static QATTN_DEVICE float row_amax(SharedAddress shared, int row) {
     std::uint32_t top = 0;
@@ -308,10 +309,16 @@ struct EncodeGeneral : GeneralTile<Channels> {
     }
   }
 
+  /// Blocks are numbered over roles, then tiles, then heads: neighbours read neighbouring memory of
+  /// a (B, S, H, D) tensor.
   static QATTN_DEVICE void run(const Params& params) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
     const SharedAddress shared = isa::shared_base();
     std::int64_t block = isa::block().x;
-    const GeneralRole& role = params.role[role_of_block(block, params.blocks)];
+    int i = 0;
+    for (; i < 2 && block >= params.blocks[i]; ++i) block -= params.blocks[i];
+    const GeneralRole& role = params.role[i];
     const int tile = divide(block, role.rows.heads);
     const int head = static_cast<int>(block) - tile * role.rows.heads;
     const TilePlace p = find_tile(role.rows, tile, head, threads, shared + word_at);

@@ -17,6 +17,7 @@ struct GeneralRole {
   bool aligned = false;  ///< rows can be read in pieces of eight channels
   bool rotate = false;
   const float* mean = nullptr;  ///< K, V: [batches][heads][padded], subtracted
+  PreparedMeans block_mean;     ///< Q: instead
   const float* dot = nullptr;   ///< Q: K's mean, for dot_mean
   std::int32_t heads_per_mean = 1;
   PreparedRows out;                    ///< Q, K
@@ -165,13 +166,45 @@ struct GeneralTile {
     }
   }
 
-  static QATTN_DEVICE void load_mean(const Work& w, const float* mean, float (&m)[8]) {
-    const GeneralRole& role = w.role;
-    const std::int64_t unit = std::int64_t{w.place.b} * (role.rows.heads / role.heads_per_mean) +
-                              w.place.head / role.heads_per_mean;
+  static QATTN_DEVICE void load_mean(const Work& w, const float* mean, std::int64_t index,
+                                     float (&m)[8]) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      m[j] = isa::load_global(mean + unit * Channels + w.chunk() * chunk_channels + j);
+      m[j] = isa::load_global(mean + index * Channels + w.chunk() * chunk_channels + j);
+    }
+  }
+
+  /// Number of the mean of K or V that belongs to the tile's head.
+  static QATTN_DEVICE std::int64_t head_mean(const Work& w) {
+    const GeneralRole& role = w.role;
+    return std::int64_t{w.place.b} * (role.rows.heads / role.heads_per_mean) +
+           w.place.head / role.heads_per_mean;
+  }
+
+  static QATTN_DEVICE void subtract(const float (&mean)[8], float (&x)[8]) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = formats::add_rn(x[j], -mean[j]);
+  }
+
+  static QATTN_DEVICE void subtract_mean(const Work& w, Values& v) {
+    const PreparedMeans& of = w.role.block_mean;
+    float mean[8];
+    if (w.role.mean != nullptr) {
+      load_mean(w, w.role.mean, head_mean(w), mean);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) subtract(mean, v.x[i]);
+    } else if (of.data != nullptr) {
+      const TilePlace& p = w.place;
+      const std::int64_t first =
+          p.head * of.blocks + tile::first_block(w.role.rows, p.span, p.b, of.block);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {  // blocks are multiples of 8
+        const int key = w.first_key() + 8 * half;
+        if (key >= p.count()) continue;
+        load_mean(w, of.data, first + (p.first + key) / of.block, mean);
+        subtract(mean, v.x[2 * half]);
+        subtract(mean, v.x[2 * half + 1]);
+      }
     }
   }
 
@@ -215,7 +248,7 @@ struct GeneralTile {
     const SharedAddress mine = w.shared + 4 * (w.first_key() * stride + w.chunk());
     if (role.dot != nullptr) {
       float mean[8];
-      load_mean(w, role.dot, mean);
+      load_mean(w, role.dot, head_mean(w), mean);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float sum = 0.0f;
@@ -226,15 +259,7 @@ struct GeneralTile {
         isa::store_shared(mine + image_at + 4 * key_step(i) * stride, sum);
       }
     }
-    if (role.mean != nullptr) {
-      float mean[8];
-      load_mean(w, role.mean, mean);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) v.x[i][j] = formats::add_rn(v.x[i][j], -mean[j]);
-      }
-    }
+    subtract_mean(w, v);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (role.rotate) rotate(w.chunk(), role.rows.channels, v.x[i]);

@@ -1,9 +1,8 @@
-// Which tokens share a scale, on the device: the index maps of groups.cpp, and where given scales
-// and the maxima of large groups lie.
+// Where the given scales of tokens and the maxima of large groups lie, on the device.
 #pragma once
 
 #include "kernels/quantize/encode_means.cuh"
-#include "qattn/recipe.hpp"
+#include "kernels/quantize/scale_groups.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -27,10 +26,7 @@ enum class ScaleSource : std::int32_t {
   channel,  ///< V: PreparedTiles::channel_scale
 };
 
-struct Grouping {
-  Role role = Role::q;
-  Granularity granularity = Granularity::per_token;
-  std::int32_t block = 64, warp = 16;
+struct Grouping : ScaleGroups {
   // Maxima: [heads][groups], by_channel [heads][groups][padded]; per_tensor: one.
   std::uint32_t* maxima = nullptr;
   std::int64_t groups = 0;           ///< per head, all sequences
@@ -45,31 +41,6 @@ struct Grouping {
   }
   QATTN_DEVICE bool one_per_sequence() const {
     return granularity == Granularity::per_head || granularity == Granularity::per_channel;
-  }
-
-  /// steps_from_group() and scaled_by_token() of core/problem.hpp.
-  QATTN_DEVICE bool steps() const {
-    return role == Role::v && granularity == Granularity::per_thread;
-  }
-  QATTN_DEVICE bool by_token() const { return granularity == Granularity::per_token || steps(); }
-
-  /// scale_index() of groups.cpp.
-  QATTN_DEVICE std::int64_t index(std::int64_t s) const {
-    switch (granularity) {
-      case Granularity::per_tensor:
-      case Granularity::per_head:
-      case Granularity::per_channel:
-        return 0;
-      case Granularity::per_block:
-      case Granularity::per_block_channel:
-        return s / block;
-      case Granularity::per_warp:
-        return s / warp;
-      case Granularity::per_thread:
-        return role == Role::q ? s / warp * 8 + s % 8 : role == Role::k ? s / block * 4 + s % 8 / 2 : s;
-      default:
-        return s;
-    }
   }
 
   /// Place of a sequence's group 0 in `maxima`, in groups.
@@ -94,24 +65,6 @@ struct Grouping {
     }
     return isa::load_global(given + offset(given_stride, paged, outer, head, token, channel));
   }
-
-  /// ScaleMap::offset() of problem.cpp for free scales.
-  QATTN_DEVICE std::int64_t offset(const std::int64_t (&st)[4], bool paged, std::int64_t outer,
-                                   int head, std::int64_t token, int channel) const {
-    const std::int64_t start = outer * st[0] + head * st[1];
-    switch (granularity) {
-      case Granularity::per_tensor:
-        return 0;
-      case Granularity::per_head:
-        return paged ? head * st[0] : start;
-      case Granularity::per_channel:
-        return paged ? head * st[0] + channel * st[1] : start + channel * st[2];
-      case Granularity::per_block_channel:
-        return start + index(token) * st[2] + channel * st[3];
-      default:
-        return start + index(token) * st[2];
-    }
-  }
 };
 
 /// V's scales per channel, from maxima or as given: one block a (sequence, head, group).
@@ -125,8 +78,11 @@ struct ChannelScaleParams {
 struct FinishChannelScales {
   using Params = ChannelScaleParams;
   static constexpr int threads = 256, min_blocks = 1, shared_bytes = 0;
+  static constexpr bool dependent = true;
 
   static QATTN_DEVICE void run(const Params& p) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
     const tile::Rows& r = p.rows;
     const std::int64_t place = isa::block().x, unit = place / p.out.groups;
     const int b = static_cast<int>(unit / r.heads), head = static_cast<int>(unit % r.heads);

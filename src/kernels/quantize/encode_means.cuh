@@ -106,6 +106,7 @@ QATTN_DEVICE void with_input(InputKind kind, bool aligned, Body body) {
 struct SumRows {
   using Params = MeanParams;
   static constexpr int threads = 128, min_blocks = 6, shared_bytes = 0;
+  static constexpr bool dependent = true;
 
   /// Blocks that a role needs.
   static constexpr std::int64_t blocks(std::int64_t tiles, std::int64_t heads, int padded) {
@@ -146,6 +147,8 @@ struct SumRows {
   }
 
   static QATTN_DEVICE void run(const Params& params) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
     std::int64_t block = isa::block().x;
     const bool second = block >= params.blocks[0];
     if (second) block -= params.blocks[0];
@@ -182,43 +185,163 @@ struct SumRows {
   }
 };
 
-/// Sums to means, or given means to their place. One block a (sequence, head), x; role y.
+/// Sums to means, or given means to their place. One block 32 channels of a (sequence, head), x;
+/// role y. The additions are a chain of one a slot tile, so that everything else happens beside
+/// them: sums come into shared memory a stage ahead.
 struct FinishMeans {
   using Params = MeanParams;
-  static constexpr int threads = 256, min_blocks = 1, shared_bytes = 0;
+  static constexpr int columns = 32, stage = 128;  ///< channels of a block, slot tiles of a stage
+  static constexpr int threads = 256, min_blocks = 1;
+  static constexpr int row_bytes = 4 * columns, stage_bytes = stage * row_bytes;
+  static constexpr int shared_bytes = 2 * stage_bytes;
+  static constexpr bool dependent = true;
+
+  /// Blocks that a role needs.
+  static constexpr std::int64_t blocks(std::int64_t units, int padded) {
+    return units * (padded / columns);
+  }
+
+  /// Starts copying the sums of slot tiles [first, first + stage) of those before `tiles`.
+  static QATTN_DEVICE void start(const float* from, int padded, std::int64_t first,
+                                 std::int64_t tiles) {
+    constexpr int chunks = row_bytes / 16;
+    const SharedAddress to =
+        isa::shared_base() + static_cast<SharedAddress>(first / stage % 2 * stage_bytes);
+#pragma unroll
+    for (int n = isa::thread(); n < stage * chunks; n += threads) {
+      const std::int64_t t = first + n / chunks;
+      if (t < tiles) isa::copy_async16(to + 16 * n, from + t * padded + n % chunks * 4, 16);
+    }
+    isa::copy_async_commit();
+  }
+
+  /// The sum over all tiles of channel thread() of the block; of the first warp.
+  static QATTN_DEVICE double add_up(const float* from, int padded, std::int64_t tiles) {
+    double total = 0.0;
+    start(from, padded, 0, tiles);
+    for (std::int64_t first = 0; first < tiles; first += stage) {
+      start(from, padded, first + stage, tiles);
+      isa::copy_async_wait<1>();
+      isa::sync_threads();
+      if (isa::warp() == 0) {
+        const SharedAddress mine = isa::shared_base() + 4 * isa::lane() +
+                                   static_cast<SharedAddress>(first / stage % 2 * stage_bytes);
+        const int count = tiles - first < stage ? static_cast<int>(tiles - first) : stage;
+#pragma unroll 16
+        for (int t = 0; t < count; ++t) {
+          total += static_cast<double>(isa::load_shared<float>(mine + t * row_bytes));
+        }
+      }
+      isa::sync_threads();
+    }
+    isa::copy_async_wait<0>();
+    return total;
+  }
 
   static QATTN_DEVICE void run(const Params& params) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
     const MeanRole& role = params.role[isa::block().y];
     const tile::Rows& r = role.rows;
-    const int c = isa::thread();
-    if (role.mean == nullptr || isa::block().x >= r.batches * r.heads || c >= role.padded) return;
-    const int b = isa::block().x / r.heads, head = isa::block().x % r.heads;
+    const int groups = role.padded / columns;
+    if (role.mean == nullptr || isa::block().x >= blocks(r.batches * r.heads, role.padded)) return;
+    const int unit = isa::block().x / groups, b = unit / r.heads, head = unit % r.heads;
+    const int c0 = isa::block().x % groups * columns, c = c0 + isa::lane();
     float mean = 0.0f;
     if (role.given != nullptr) {
       if (c < r.channels) {
         mean = isa::load_global(role.given + b * role.given_stride[0] +
                                 head * role.given_stride[1] + c * role.given_stride[2]);
       }
-    } else if (c < r.channels) {
+    } else {
       const tile::Span span = tile::span_of(r, b);
       const std::int64_t first = tile::first_slot(r, span, b) / slot_tile;
       const std::int64_t tiles = span.bad ? 0 : (span.length + slot_tile - 1) / slot_tile;
-      const float* from = role.sums + (head * role.tiles + first) * role.padded + c;
-      double total = 0.0;
-      constexpr int step = 32;  // loads in flight
-      for (std::int64_t t = 0; t < tiles; t += step) {
-        float x[step];
-#pragma unroll
-        for (int i = 0; i < step; ++i) {
-          x[i] = t + i < tiles ? isa::load_global(from + (t + i) * role.padded) : 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < step; ++i) total += static_cast<double>(x[i]);
-      }
+      const float* from = role.sums + (head * role.tiles + first) * role.padded + c0;
+      const double total = add_up(from, role.padded, tiles);
       mean = static_cast<float>(total / static_cast<double>(span.length > 0 ? span.length : 1));
-      if (!formats::is_finite(mean)) mean = formats::quiet_nan();
+      if (c >= r.channels) {
+        mean = 0.0f;
+      } else if (!formats::is_finite(mean)) {
+        mean = formats::quiet_nan();
+      }
     }
-    isa::store_global(role.mean + isa::block().x * std::int64_t{role.padded} + c, mean);
+    if (isa::warp() == 0) isa::store_global(role.mean + std::int64_t{unit} * role.padded + c, mean);
+  }
+};
+
+struct BlockMeanParams {
+  MeanRole role;  ///< Q: rows and how to read them
+  PreparedMeans out;
+};
+
+/// Means of Q's blocks, in the order of the CPU's sums: pieces of 64 rows from the block's first
+/// on. One block a mean; a thread adds up eight channels of a piece, then all pieces of a channel.
+struct BlockMeans {
+  using Params = BlockMeanParams;
+  static constexpr int threads = 256, min_blocks = 2;
+  static constexpr int shared_bytes = 4 * chunk_channels * threads;  ///< sums: [piece][channel]
+  static constexpr bool dependent = true;
+
+  /// Finds the sequence that block number `index` is of, and the block's first token. False: none.
+  static QATTN_DEVICE bool find(const tile::Rows& r, int size, int index, TilePlace& p) {
+    const bool packed = r.cu_seqlens != nullptr;
+    p.b = packed ? 0 : divide(index, (r.max_length + size - 1) / size);
+    do {
+      p.span = tile::span_of(r, p.b);
+      p.first = (index - tile::first_block(r, p.span, p.b, size)) * size;
+      if (p.first >= 0 && p.first < p.span.length && !p.span.bad) return true;
+    } while (packed && ++p.b < r.batches);
+    return false;
+  }
+
+  static QATTN_DEVICE double add_up(const MeanRole& role, TilePlace p, std::int64_t end) {
+    const int chunks = role.padded / chunk_channels, pieces = threads / chunks;
+    const int chunk = isa::thread() % chunks, piece = isa::thread() / chunks;
+    const SharedAddress shared = isa::shared_base();
+    double total = 0.0;
+    for (std::int64_t first = p.first; first < end; first += slot_tile * pieces) {
+      p.first = first + slot_tile * piece;
+      if (piece < pieces && p.first < end) {
+        float sum[8] = {};
+        with_input(role.input, role.aligned, [&](auto kind, auto aligned) {
+          SumRows::add_rows<decltype(kind)::value, decltype(aligned)::value>(role, p, chunk, sum);
+        });
+        const SharedAddress to = shared + 4 * (piece * role.padded + chunk * chunk_channels);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) isa::store_shared(to + 4 * i, sum[i]);
+      }
+      isa::sync_threads();
+      for (int n = 0; n < pieces && first + slot_tile * n < end; ++n) {
+        if (isa::thread() >= role.padded) break;
+        const auto sum = isa::load_shared<float>(shared + 4 * (n * role.padded + isa::thread()));
+        total += static_cast<double>(sum);
+      }
+      isa::sync_threads();
+    }
+    return total;
+  }
+
+  static QATTN_DEVICE void run(const Params& params) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
+    const MeanRole& role = params.role;
+    const tile::Rows& r = role.rows;
+    const int index = isa::block().x / r.heads, size = params.out.block;
+    TilePlace p;
+    p.head = isa::block().x % r.heads;
+    if (!find(r, size, index, p)) return;
+    const std::int64_t left = p.span.length - p.first, count = left < size ? left : size;
+    p.span.length = p.first + count;
+    const double total = add_up(role, p, p.span.length);
+    const int c = isa::thread();
+    if (c >= role.padded) return;
+    float mean = static_cast<float>(total / static_cast<double>(count));
+    if (!formats::is_finite(mean)) mean = formats::quiet_nan();
+    if (c >= r.channels) mean = 0.0f;
+    isa::store_global(
+        params.out.data + (p.head * params.out.blocks + index) * std::int64_t{role.padded} + c,
+        mean);
   }
 };
 

@@ -21,7 +21,8 @@ struct PlainParams {
   tile::Rows v;
   PreparedTiles v_out;
   bool v_steps = false;         ///< V's scales: per_thread instead of per_token
-  std::int64_t blocks[3] = {};  ///< of Q, K, V
+  std::int32_t blocks[3] = {};  ///< of Q, K, V
+  std::int32_t lead = 0;        ///< of the blocks of Q and V, how many come before K's
   bool e4m3 = false;            ///< codes of Q and K
 };
 
@@ -41,6 +42,7 @@ struct EncodePlain {
   static constexpr int offsets_at = word_at + 16;
   static constexpr int image_at = offsets_at + 8 * slot_tile;
   static constexpr int shared_bytes = image_at + (chunks + 1) * image_stride;
+  static constexpr bool dependent = true;
 
   static QATTN_DEVICE isa::Pair unpack(std::uint32_t w) {
     if constexpr (Input == isa::Element::bf16) {
@@ -318,13 +320,25 @@ struct EncodePlain {
     store_value_image<Channels, threads>(record, image);
   }
 
-  static QATTN_DEVICE void run(const Params& params) {
+  /// Operand of a block, whose number becomes the one within its operand. K comes from its end,
+  /// which the pass for its mean left in the L2, behind so many blocks of Q and V as fill the GPU
+  /// while that pass ends.
+  static QATTN_DEVICE int role_of_block(const Params& params, int& block) {
+    const int keys = params.blocks[1], behind = block - params.lead;
+    if (behind >= 0 && behind < keys) {
+      block = keys - 1 - behind;
+      return 1;
+    }
+    if (behind >= 0) block -= keys;
+    if (block < params.blocks[0]) return 0;
+    block -= params.blocks[0];
+    return 2;
+  }
+
+  static QATTN_DEVICE void run_tile(const Params& params, int role, int block) {
     const SharedAddress shared = isa::shared_base();
-    std::int64_t block = isa::block().x;
-    const int role = role_of_block(block, params.blocks);
     const tile::Rows& rows = role == 2 ? params.v : params.row[role].rows;
-    if (role == 1) block = params.blocks[1] - 1 - block;
-    const int tile = divide(block, rows.heads), head = static_cast<int>(block) - tile * rows.heads;
+    const int tile = divide(block, rows.heads), head = block - tile * rows.heads;
     const TilePlace p = find_tile(rows, tile, head, threads, shared + word_at);
     if (!p.used) return;
     if (role == 2) {
@@ -333,6 +347,17 @@ struct EncodePlain {
       const bool dots = role == 0 && params.row[0].out.dot_mean != nullptr;
       run_rows(params.row[role], p, params.e4m3, dots, shared);
     }
+  }
+
+  static QATTN_DEVICE void run(const Params& params) {
+    isa::grid_dependency_launch();
+    int block = isa::block().x;
+    const int role = role_of_block(params, block);
+    // Only who reads a mean needs the kernels before. The others read and write what those do not
+    // touch, and wait when they are done, so that this kernel's end is that of the chain.
+    if (role < 2 && params.row[role].mean != nullptr) isa::grid_dependency_wait();
+    run_tile(params, role, block);
+    isa::grid_dependency_wait();  // also behind the first: to remember it costs a register too many
   }
 };
 

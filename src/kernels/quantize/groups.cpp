@@ -1,36 +1,26 @@
-// Which tokens share a scale: the one home of the index maps and shapes of Granularity.
+// Counts and shapes of scales by Granularity, and what may be asked for.
 #include <cmath>
 
 #include "core/problem.hpp"
+#include "kernels/quantize/scale_groups.hpp"
 #include "qattn/quantize.hpp"
 
 namespace qattn {
 
+namespace {
+
+ScaleGroups groups_of(const Scaling& s, Role role, int group = 0) {
+  return {role, s.granularity, s.block, s.warp, group};
+}
+
+}  // namespace
+
+bool steps_from_group(const Scaling& s, Role role) { return groups_of(s, role).steps(); }
+
+bool scaled_by_token(const Scaling& s, Role role) { return groups_of(s, role).by_token(); }
+
 std::int64_t scale_index(const Scaling& scaling, Role role, std::int64_t s) {
-  switch (scaling.granularity) {
-    case Granularity::per_tensor:
-    case Granularity::per_head:
-    case Granularity::per_channel:
-      return 0;
-    case Granularity::per_block:
-    case Granularity::per_block_channel:
-      return s / scaling.block;
-    case Granularity::per_warp:
-      return s / scaling.warp;
-    case Granularity::per_thread:
-      // Q: rows g, g + 8, ... of a warp's m16n8 fragments belong to lanes of group g.
-      // K: columns 2t, 2t + 1 of every n8 fragment belong to lanes t (ISA: mma C fragment).
-      // V: as K, but tokens take steps from their group's scale (stepped_amax), so each has its
-      // own.
-      return role == Role::q   ? s / scaling.warp * 8 + s % 8
-             : role == Role::k ? s / scaling.block * 4 + s % 8 / 2
-                               : s;
-    case Granularity::per_token:
-    case Granularity::group:
-    case Granularity::automatic:
-      return s;
-  }
-  return s;
+  return groups_of(scaling, role).index(s);
 }
 
 std::int64_t scale_count(const Scaling& scaling, Role role, std::int64_t tokens) {
@@ -79,23 +69,8 @@ ScaleShape ScaleMap::shape(std::int64_t outer, std::int64_t heads, std::int64_t 
 
 std::int64_t ScaleMap::offset(const TensorView& scale, std::int64_t outer, std::int64_t head,
                               std::int64_t token, int channel) const {
-  const auto& st = scale.stride;
-  const std::int64_t base = outer * st[0] + head * st[1];
-  switch (scaling.granularity) {
-    case Granularity::per_tensor:
-      return 0;
-    case Granularity::per_head:
-      return paged ? head * st[0] : base;
-    case Granularity::per_channel:
-      return paged ? head * st[0] + channel * st[1] : base + channel * st[2];
-    case Granularity::per_block_channel:
-      return base + scale_index(scaling, role, token) * st[2] + channel * st[3];
-    case Granularity::group:
-      return role == Role::v ? base + token / group * st[2] + channel * st[3]
-                             : base + token * st[2] + channel / group * st[3];
-    default:
-      return base + scale_index(scaling, role, token) * st[2];
-  }
+  return groups_of(scaling, role, group)
+      .offset(scale.stride.data(), paged, outer, head, token, channel);
 }
 
 Scaling resolve_scaling(const Scaling& asked, Role role, Format format) {

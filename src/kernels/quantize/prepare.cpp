@@ -32,13 +32,32 @@ T* at(void* workspace, std::size_t offset) {
   return reinterpret_cast<T*>(static_cast<std::uint8_t*>(workspace) + offset);
 }
 
+/// The launches of a pass, a chain (isa/launch.hpp).
+class Launches {
+ public:
+  explicit Launches(void* stream) : stream_(stream) {}
+
+  /// A grid of one dimension; kernels take more blocks than it has from nobody.
+  template <class K>
+  LaunchError launch(const typename K::Params& params, std::int64_t blocks, int rows = 1) {
+    if (blocks == 0) return {};
+    if (blocks > 0x7fffffff) return "prepare: " + std::to_string(blocks) + " tiles are over 2^31";
+    const isa::Start start = any_ ? isa::Start::early : isa::Start::after_all;
+    any_ = true;
+    return isa::launch<K>(params, {static_cast<int>(blocks), rows, 1}, stream_, start);
+  }
+
+ private:
+  void* stream_;
+  bool any_ = false;
+};
+
 /// The call as its launches see it.
 struct Call {
   const Problem& problem;
   const Recipe& recipe;
   const PrepareLayout& layout;
   void* workspace;
-  void* stream;
   std::array<Facts, 3> facts;
   tile::Rows rows[3];
 
@@ -63,20 +82,17 @@ struct Call {
             p.slots,
             facts[2].padded};
   }
+  PreparedMeans query_means() const {
+    const PrepareLayout::Part& p = part(Role::q);
+    return {p.mean_blocks > 0 ? at<float>(workspace, p.mean) : nullptr, p.mean_blocks,
+            recipe.q_scale.block, facts[0].padded};
+  }
   std::int64_t blocks(Role role) const {
     return part(role).slots / slot_tile * facts[static_cast<std::size_t>(role)].heads;
   }
 };
 
-/// A grid of one dimension; kernels take more blocks than it has from nobody.
-template <class K>
-LaunchError launch_blocks(const typename K::Params& params, std::int64_t blocks, void* stream) {
-  if (blocks == 0) return {};
-  if (blocks > 0x7fffffff) return "prepare: " + std::to_string(blocks) + " tiles are over 2^31";
-  return isa::launch<K>(params, {static_cast<int>(blocks), 1, 1}, stream);
-}
-
-LaunchError clear(const Call& call) {
+LaunchError clear(const Call& call, Launches& launches) {
   ClearParams c;
   std::int64_t words = 0;
   for (int i = 0; i < 3; ++i) {
@@ -94,12 +110,12 @@ LaunchError clear(const Call& call) {
   }
   if (words == 0 && !s.present()) return {};
   const std::int64_t blocks = std::clamp<std::int64_t>(words / 1024, 1, 1024);
-  return launch_blocks<ClearWords>(c, blocks, call.stream);
+  return launches.launch<ClearWords>(c, blocks);
 }
 
-LaunchError means(const Call& call) {
+LaunchError means(const Call& call, Launches& launches) {
   MeanParams params;
-  std::int64_t pairs = 0, blocks = 0;
+  std::int64_t finishing = 0, blocks = 0;
   for (int i = 0; i < 2; ++i) {
     const Facts& f = call.facts[static_cast<std::size_t>(i + 1)];
     const PrepareLayout::Part& p = call.part(f.role);
@@ -109,7 +125,8 @@ LaunchError means(const Call& call) {
     m.mean = at<float>(call.workspace, p.mean);
     m.padded = f.padded;
     m.tiles = p.slots / slot_tile;
-    pairs = std::max<std::int64_t>(pairs, std::int64_t{m.rows.batches} * m.rows.heads);
+    const std::int64_t units = std::int64_t{m.rows.batches} * m.rows.heads;
+    finishing = std::max(finishing, FinishMeans::blocks(units, m.padded));
     const TensorView& given = given_mean(call.problem, f.role);
     if (given.present()) {
       m.given = static_cast<const float*>(given.data);
@@ -122,27 +139,39 @@ LaunchError means(const Call& call) {
     params.blocks[i] = SumRows::blocks(m.tiles, f.heads, f.padded);
     blocks += params.blocks[i];
   }
-  if (pairs == 0) return {};
-  if (LaunchError e = launch_blocks<SumRows>(params, blocks, call.stream); !e.empty()) return e;
-  return isa::launch<FinishMeans>(params, {static_cast<int>(pairs), 2, 1}, call.stream);
+  if (LaunchError e = launches.launch<SumRows>(params, blocks); !e.empty()) return e;
+  return launches.launch<FinishMeans>(params, finishing, 2);
+}
+
+LaunchError block_means(const Call& call, Launches& launches) {
+  const Facts& f = call.facts[0];
+  BlockMeanParams params;
+  params.role.rows = call.rows[0];
+  params.role.padded = f.padded;
+  params.role.input = input_kind(f.tensor.format);
+  params.role.aligned = aligned_rows(f, call.rows[0]);
+  params.out = call.query_means();
+  if (params.out.data == nullptr) return {};
+  return launches.launch<BlockMeans>(params, params.out.blocks * f.heads);
 }
 
 template <isa::Element Input>
-LaunchError launch_plain(const PlainParams& params, int padded, std::int64_t blocks, void* stream) {
+LaunchError launch_plain(const PlainParams& params, int padded, std::int64_t blocks,
+                         Launches& launches) {
   switch (padded) {
     case 64:
-      return launch_blocks<EncodePlain<Input, 64>>(params, blocks, stream);
+      return launches.launch<EncodePlain<Input, 64>>(params, blocks);
     case 96:
-      return launch_blocks<EncodePlain<Input, 96>>(params, blocks, stream);
+      return launches.launch<EncodePlain<Input, 96>>(params, blocks);
     case 128:
-      return launch_blocks<EncodePlain<Input, 128>>(params, blocks, stream);
+      return launches.launch<EncodePlain<Input, 128>>(params, blocks);
     default:
-      return launch_blocks<EncodePlain<Input, 256>>(params, blocks, stream);
+      return launches.launch<EncodePlain<Input, 256>>(params, blocks);
   }
 }
 
 /// The plain operands among `mask` (bits by Role), which share input format and padded size.
-LaunchError plain(const Call& call, unsigned mask) {
+LaunchError plain(const Call& call, unsigned mask, Launches& launches) {
   PlainParams params;
   std::int64_t blocks = 0;
   const Facts* any = nullptr;
@@ -150,8 +179,8 @@ LaunchError plain(const Call& call, unsigned mask) {
     const int i = static_cast<int>(f.role);
     if ((mask >> i & 1) == 0) continue;
     any = &f;
-    params.blocks[i] = call.blocks(f.role);
-    blocks += params.blocks[i];
+    blocks += call.blocks(f.role);  // launch() sees to it that this is below 2^31
+    params.blocks[i] = static_cast<std::int32_t>(call.blocks(f.role));
     if (f.role == Role::v) {
       params.v = call.rows[i];
       params.v_out = call.prepared_tiles();
@@ -170,9 +199,16 @@ LaunchError plain(const Call& call, unsigned mask) {
     }
   }
   if (any == nullptr) return {};
+  // Blocks that run while the means are finished: about a wave of an H200. More would take from the
+  // L2 what of K is there. Those that need the mean, too, could only wait.
+  constexpr std::int32_t wave = 1024;
+  const bool waits = params.row[0].mean != nullptr;
+  if (params.row[1].mean != nullptr && !waits) {
+    params.lead = std::min(wave, std::max(params.blocks[0], params.blocks[2]));
+  }
   return any->tensor.format == Format::bf16
-             ? launch_plain<isa::Element::bf16>(params, any->padded, blocks, call.stream)
-             : launch_plain<isa::Element::f16>(params, any->padded, blocks, call.stream);
+             ? launch_plain<isa::Element::bf16>(params, any->padded, blocks, launches)
+             : launch_plain<isa::Element::f16>(params, any->padded, blocks, launches);
 }
 
 Grouping grouping_of(const Call& call, const Facts& f) {
@@ -204,7 +240,11 @@ GeneralRole general_role(const Call& call, const Facts& f) {
   r.codes = f.codes;
   r.aligned = aligned_rows(f, call.rows[i]);
   r.rotate = call.recipe.rotate == Toggle::on && f.role != Role::v && !f.codes;
-  if (subtracts_mean(call.recipe, f)) r.mean = call.mean(f.role);
+  if (f.role == Role::q) {
+    r.block_mean = call.query_means();
+  } else if (subtracts_mean(call.recipe, f)) {
+    r.mean = call.mean(f.role);
+  }
   if (f.role != Role::v) r.out = call.prepared_rows(f.role);
   if (f.role == Role::q && r.out.dot_mean != nullptr) {
     r.dot = call.mean(Role::k);
@@ -218,7 +258,7 @@ GeneralRole general_role(const Call& call, const Facts& f) {
 }
 
 /// The operands among `mask` (bits by Role), which share a padded size.
-LaunchError general(const Call& call, unsigned mask, bool maxima_pass) {
+LaunchError general(const Call& call, unsigned mask, bool maxima_pass, Launches& launches) {
   GeneralParams params;
   params.maxima_pass = maxima_pass;
   params.v_out = call.prepared_tiles();
@@ -236,17 +276,17 @@ LaunchError general(const Call& call, unsigned mask, bool maxima_pass) {
     case 0:
       return {};
     case 64:
-      return launch_blocks<EncodeGeneral<64>>(params, blocks, call.stream);
+      return launches.launch<EncodeGeneral<64>>(params, blocks);
     case 96:
-      return launch_blocks<EncodeGeneral<96>>(params, blocks, call.stream);
+      return launches.launch<EncodeGeneral<96>>(params, blocks);
     case 128:
-      return launch_blocks<EncodeGeneral<128>>(params, blocks, call.stream);
+      return launches.launch<EncodeGeneral<128>>(params, blocks);
     default:
-      return launch_blocks<EncodeGeneral<256>>(params, blocks, call.stream);
+      return launches.launch<EncodeGeneral<256>>(params, blocks);
   }
 }
 
-LaunchError channel_scales(const Call& call) {
+LaunchError channel_scales(const Call& call, Launches& launches) {
   const Facts& f = call.facts[2];
   if (!f.wanted || source_of(f) != ScaleSource::channel) return {};
   ChannelScaleParams params;
@@ -254,11 +294,11 @@ LaunchError channel_scales(const Call& call) {
   params.grouping = grouping_of(call, f);
   params.kind = code_kind(f.format);
   params.out = call.prepared_tiles();
-  return launch_blocks<FinishChannelScales>(
-      params, call.problem.batch * f.heads * call.layout.channel_groups, call.stream);
+  return launches.launch<FinishChannelScales>(
+      params, call.problem.batch * f.heads * call.layout.channel_groups);
 }
 
-LaunchError encode(const Call& call) {
+LaunchError encode(const Call& call, Launches& launches) {
   unsigned plain_mask = 0, general_mask = 0;
   for (const Facts& f : call.facts) {
     const int i = static_cast<int>(f.role);
@@ -269,12 +309,12 @@ LaunchError encode(const Call& call) {
   const bool together = call.facts[0].padded == call.facts[2].padded;
   const unsigned runs[2] = {together ? 7u : 3u, together ? 0u : 4u};
   for (const unsigned run : runs) {
-    if (LaunchError e = general(call, general_mask & run, true); !e.empty()) return e;
+    if (LaunchError e = general(call, general_mask & run, true, launches); !e.empty()) return e;
   }
-  if (LaunchError e = channel_scales(call); !e.empty()) return e;
+  if (LaunchError e = channel_scales(call, launches); !e.empty()) return e;
   for (const unsigned run : runs) {
-    if (LaunchError e = plain(call, plain_mask & run); !e.empty()) return e;
-    if (LaunchError e = general(call, general_mask & run, false); !e.empty()) return e;
+    if (LaunchError e = plain(call, plain_mask & run, launches); !e.empty()) return e;
+    if (LaunchError e = general(call, general_mask & run, false, launches); !e.empty()) return e;
   }
   return {};
 }
@@ -317,7 +357,6 @@ std::string prepare_refusal(const Problem& p, const Recipe& recipe, const Prepar
       return who + ": format " + std::string(info(f.format).name) + " has built-in scales or none";
     }
   }
-  if (recipe.smooth_q == Toggle::on) return "smooth_q is not prepared on GPUs";
   const AttentionTensors& t = p.tensors;
   for (const TensorView* v : {&t.cu_seqlens_q, &t.cu_seqlens_k, &t.seqused_q, &t.seqused_k}) {
     if (v->present() && v->shape[0] > 1 && v->stride[0] != 1) {
@@ -372,6 +411,10 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
           (p.max_k + layout.channel_block - 1) / layout.channel_block, 1);
       layout.channel_scale = memory.take(p.batch * f.heads * layout.channel_groups * f.padded * 4);
     }
+    if (f.wanted && f.role == Role::q && subtracts_mean(recipe, f)) {
+      part.mean_blocks = tile::block_count(r, recipe.q_scale.block);
+      part.mean = memory.take(f.heads * part.mean_blocks * f.padded * 4);
+    }
     if (mean) {
       part.mean = memory.take(p.batch * f.heads * f.padded * 4);
       if (!given_mean(p, f.role).present()) part.sums = memory.take(tiles * f.padded * 4);
@@ -384,8 +427,8 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
 namespace {
 
 Call make_call(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
-               void* workspace, void* stream) {
-  Call call{problem, recipe, layout, workspace, stream, all_facts(problem, recipe, layout.needs),
+               void* workspace) {
+  Call call{problem, recipe, layout, workspace, all_facts(problem, recipe, layout.needs),
             {}};
   for (int i = 0; i < 3; ++i) {
     call.rows[i] = rows_of(problem, static_cast<Role>(i));
@@ -398,20 +441,22 @@ Call make_call(const Problem& problem, const Recipe& recipe, const PrepareLayout
 
 LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
                     void* workspace, void* stream) {
-  Call call = make_call(problem, recipe, layout, workspace, stream);
-  for (auto step : {&clear, &means, &encode}) {
-    if (LaunchError e = step(call); !e.empty()) return e;
+  const Call call = make_call(problem, recipe, layout, workspace);
+  Launches launches(stream);
+  for (auto step : {&clear, &means, &block_means, &encode}) {
+    if (LaunchError e = step(call, launches); !e.empty()) return e;
   }
   return {};
 }
 
 Prepared prepared_in(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
                      void* workspace) {
-  const Call call = make_call(problem, recipe, layout, workspace, nullptr);
+  const Call call = make_call(problem, recipe, layout, workspace);
   Prepared out;
   out.q = call.prepared_rows(Role::q);
   out.k = call.prepared_rows(Role::k);
   out.v = call.prepared_tiles();
+  out.q_mean = call.query_means();
   out.k_mean = call.mean(Role::k);
   out.v_mean = call.mean(Role::v);
   return out;

@@ -22,10 +22,12 @@ struct PrepareLayout {
   static constexpr std::size_t none = ~std::size_t{0};
   struct Part {
     std::size_t codes = none, scale = none, flags = none, dot_mean = none;
-    std::size_t mean = none, sums = none;  ///< sums: of 64 rows, for the mean
-    std::size_t maxima = none;             ///< bits of max |x| of groups larger than a tile
+    std::size_t mean = none;
+    std::size_t sums = none;    ///< of 64 rows, for the mean of K or V
+    std::size_t maxima = none;  ///< bits of max |x| of groups larger than a tile
     std::int64_t slots = 0;
-    std::int64_t groups = 0;  ///< maxima: groups per head, all sequences
+    std::int64_t groups = 0;       ///< maxima: groups per head, all sequences
+    std::int64_t mean_blocks = 0;  ///< means of Q per head, all sequences
   };
   PrepareNeeds needs;
   Part part[3];                      ///< by Role; V's `codes` are its tiles
@@ -35,10 +37,12 @@ struct PrepareLayout {
   std::uint32_t* error = nullptr;  ///< of the device; asked for when a plan is made
 };
 
-/// What prepare() made. Means: [batch][heads_kv][padded channels], null where none is subtracted.
+/// What prepare() made. Means of K and V: [batch][heads_kv][padded channels], null where none is
+/// subtracted.
 struct Prepared {
   PreparedRows q, k;
   PreparedTiles v;
+  PreparedMeans q_mean;
   const float* k_mean = nullptr;
   const float* v_mean = nullptr;
 };

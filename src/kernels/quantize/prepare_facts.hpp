@@ -61,15 +61,19 @@ inline bool aligned_rows(const Facts& f, const tile::Rows& r) {
          strides * size % unit == 0 && f.channels % chunk_channels == 0;
 }
 
+/// Q's are of blocks, K's and V's of sequences.
 inline bool subtracts_mean(const Recipe& r, const Facts& f) {
-  if (f.codes || f.role == Role::q) return false;
-  return (f.role == Role::k ? r.smooth_k : r.smooth_v) == Toggle::on;
+  const Toggle toggle = f.role == Role::q   ? r.smooth_q
+                        : f.role == Role::k ? r.smooth_k
+                                            : r.smooth_v;
+  return !f.codes && toggle == Toggle::on;
 }
 
 inline const TensorView& given_mean(const Problem& p, Role role) {
   return role == Role::k ? p.tensors.k_mean : p.tensors.v_mean;
 }
 
+/// Is there a mean of K's or V's sequences?
 inline bool has_mean(const Problem& p, const Recipe& r, const Facts& f) {
   return f.role != Role::q && (subtracts_mean(r, f) || given_mean(p, f.role).present());
 }
@@ -82,6 +86,7 @@ inline bool is_plain(const Recipe& r, const Facts& f, const tile::Rows& rows) {
   if (f.role == Role::v) {
     return f.format == Format::s8 && scaled_by_token(f.scaling, f.role) && !subtracts_mean(r, f);
   }
+  if (f.role == Role::q && subtracts_mean(r, f)) return false;
   if (r.rotate == Toggle::on || (f.format != Format::s8 && f.format != Format::e4m3)) return false;
   return g == Granularity::per_token ||
          (g == Granularity::per_block && f.scaling.block == slot_tile);
@@ -124,7 +129,7 @@ inline CodeKind code_kind(Format f) {
                              : CodeKind::e4m3fnuz;
 }
 
-/// Groups in one block of the index maps of groups.cpp.
+/// Groups in one block of the index maps.
 inline std::int32_t block_groups(const Facts& f) {
   const Scaling& s = f.scaling;
   if (s.granularity == Granularity::per_warp) return s.block / s.warp;

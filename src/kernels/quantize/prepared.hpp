@@ -52,6 +52,14 @@ struct PreparedTiles {
   std::int32_t channels = 0;  ///< padded
 };
 
+/// Q's means (smooth_q), one for `block` tokens of a sequence, tile::first_block():
+/// [heads][blocks][channels padded].
+struct PreparedMeans {
+  float* data = nullptr;
+  std::int64_t blocks = 0;
+  std::int32_t block = 0, channels = 0;
+};
+
 struct TileOffsets {
   int codes, log, plain, unit, flags, bytes;
 };

@@ -1,0 +1,71 @@
+// Which tokens share a scale, and where a tensor of scales has it: the one home of the index maps
+// of Granularity, for the host and for kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "formats/hd.hpp"
+#include "qattn/recipe.hpp"
+
+namespace qattn {
+
+struct ScaleGroups {
+  Role role = Role::q;
+  Granularity granularity = Granularity::per_token;
+  std::int32_t block = 64, warp = 16;
+  std::int32_t group = 0;  ///< elements of a built-in scale
+
+  /// V's per_thread: tokens whose scales are steps from their group's.
+  QATTN_HD bool steps() const {
+    return role == Role::v && granularity == Granularity::per_thread;
+  }
+  /// Has every token its own entry in the scale tensor?
+  QATTN_HD bool by_token() const { return granularity == Granularity::per_token || steps(); }
+
+  /// Group of a token among those of its sequence and head.
+  QATTN_HD std::int64_t index(std::int64_t s) const {
+    switch (granularity) {
+      case Granularity::per_tensor:
+      case Granularity::per_head:
+      case Granularity::per_channel:
+        return 0;
+      case Granularity::per_block:
+      case Granularity::per_block_channel:
+        return s / block;
+      case Granularity::per_warp:
+        return s / warp;
+      case Granularity::per_thread:
+        // Q: rows g, g + 8, ... of a warp's m16n8 fragments belong to lanes of group g.
+        // K: columns 2t, 2t + 1 of every n8 fragment belong to lanes t (ISA: mma C fragment).
+        // V: as K, but tokens take steps from their group's scale (stepped_amax): each has its own.
+        if (role == Role::v) return s;
+        return role == Role::q ? s / warp * 8 + s % 8 : s / block * 4 + s % 8 / 2;
+      default:
+        return s;
+    }
+  }
+
+  /// Element of a scale tensor with these strides. `token` is the one inside its sequence, or, with
+  /// `paged` scales, inside page `outer`.
+  QATTN_HD std::int64_t offset(const std::int64_t* stride, bool paged, std::int64_t outer,
+                               std::int64_t head, std::int64_t token, int channel) const {
+    const std::int64_t start = outer * stride[0] + head * stride[1];
+    switch (granularity) {
+      case Granularity::per_tensor:
+        return 0;
+      case Granularity::per_head:
+        return paged ? head * stride[0] : start;
+      case Granularity::per_channel:
+        return paged ? head * stride[0] + channel * stride[1] : start + channel * stride[2];
+      case Granularity::per_block_channel:
+        return start + index(token) * stride[2] + channel * stride[3];
+      case Granularity::group:
+        return role == Role::v ? start + token / group * stride[2] + channel * stride[3]
+                               : start + token * stride[2] + channel / group * stride[3];
+      default:
+        return start + index(token) * stride[2];
+    }
+  }
+};
+
+}  // namespace qattn
