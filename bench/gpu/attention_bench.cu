@@ -48,12 +48,17 @@ Handle* bench_create(const char* recipe, const BenchShape* s, void* q, void* k, 
     error = problem.status().message();
     return nullptr;
   }
-  const detail::Kernel& kernel = kernels::gpu_attention_kernels()[0];
-  if (const Status status = kernel.supports(*problem); !status.ok()) {
+  const detail::Kernel* kernel = nullptr;
+  for (const detail::Kernel& k : kernels::gpu_attention_kernels()) {
+    const Status status = k.supports(*problem);
+    if (status.ok()) {
+      kernel = &k;
+      break;
+    }
     error = status.message();
-    return nullptr;
   }
-  auto* h = new Handle{*problem, kernel.tune(*problem), nullptr};
+  if (kernel == nullptr) return nullptr;
+  auto* h = new Handle{*problem, kernel->tune(*problem), nullptr};
   if (cudaMalloc(&h->workspace, h->plan->workspace + 64) != cudaSuccess) {
     error = "cudaMalloc";
     delete h;

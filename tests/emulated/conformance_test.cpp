@@ -23,7 +23,8 @@ Result<Plan> plan_emulated(const Call& call, const Laid& laid, const Recipe& rec
 
 /// Runs the cell and compares; returns what ran.
 Outcome expect_conforms(const Cell& cell) {
-  const auto& [name, recipe, feature, refused] = cell;
+  const auto& [name, recipe, feature, refused, architecture] = cell;
+  const OnArchitecture on(architecture);
   Call call = make_call(feature, 1);
   Laid laid = lay_out(call, feature.how);
   const Result<Plan> planned = plan_emulated(call, laid, recipe);

@@ -36,7 +36,16 @@ class ForceTiming {
 
 }  // namespace
 
+namespace {
+int chosen_architecture = 0;
+}
+
+OnArchitecture::OnArchitecture(int architecture)
+    : before_(std::exchange(chosen_architecture, architecture)) {}
+OnArchitecture::~OnArchitecture() { chosen_architecture = before_; }
+
 int architecture_for(const Recipe& recipe) {
+  if (chosen_architecture != 0) return chosen_architecture;
   return recipe.qk == Format::e4m3 || recipe.v == Format::e4m3 ? 89 : 90;
 }
 

@@ -14,6 +14,18 @@ namespace qattn::test {
 /// The GPU that a recipe is emulated on: 89 where the portable kernel needs FP8 products, else 90.
 int architecture_for(const Recipe& recipe);
 
+/// Another GPU instead, for as long as it lives; 0: none.
+class OnArchitecture {
+ public:
+  explicit OnArchitecture(int architecture);
+  ~OnArchitecture();
+  OnArchitecture(const OnArchitecture&) = delete;
+  OnArchitecture& operator=(const OnArchitecture&) = delete;
+
+ private:
+  int before_;
+};
+
 /// In front for as long as it lives. quantize() has no kernels there: the semantic model and the
 /// reference run without it. `host_memory` false: index tensors are checked by the kernels alone.
 class EmulatedBackend {

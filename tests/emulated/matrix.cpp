@@ -83,6 +83,17 @@ Cell cell_of(const Recipe& recipe, const Feature& feature, std::string tail) {
   return cell;
 }
 
+/// What Hopper's own kernels serve there, once more for the portable kernel.
+void add_portable(std::vector<Cell>& cells) {
+  for (std::size_t n = 0, count = cells.size(); n < count; ++n) {
+    if (cells[n].recipe.v != Format::s8) continue;
+    Cell cell = cells[n];
+    cell.name += "_sm89";
+    cell.architecture = 89;
+    cells.push_back(std::move(cell));
+  }
+}
+
 /// Recipe and feature of every cell that means something.
 std::vector<std::pair<Recipe, Feature>> pairs() {
   std::vector<Feature> rows = features();
@@ -126,6 +137,7 @@ std::vector<Cell> covering_cells() {
     all.push_back(cell_of(recipe, f, ""));
     ++n;
   }
+  add_portable(all);
   return all;
 }
 
@@ -152,6 +164,7 @@ std::vector<Cell> all_cells() {
       }
     }
   }
+  add_portable(all);
   return all;
 }
 
@@ -173,7 +186,9 @@ std::vector<InstanceCell> instance_cells() {
                                         : v == "u8"       ? "int8_full"
                                         : v == "e4m3"     ? "int8_fp8"
                                                           : "int8");
-    all.push_back({cell_of(recipe, f, ""),
+    Cell cell = cell_of(recipe, f, "");
+    if (recipe.v == Format::s8) cell.architecture = 89;  // Hopper has a kernel of its own
+    all.push_back({std::move(cell),
                    std::string(general ? "general" : "plain") + " d" + std::to_string(d)});
   };
 #define QATTN_INSTANCE(D, QK, PV, GENERAL) instance(D, #QK, #PV, GENERAL);

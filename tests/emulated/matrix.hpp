@@ -14,6 +14,7 @@ struct Cell {
   Recipe recipe;
   Feature feature;
   bool refused = false;  ///< no GPU kernel: another one must serve it
+  int architecture = 0;  ///< of the GPU; 0: architecture_for() the recipe
 };
 
 /// Every feature with every recipe that GPUs have, once: what else there is to choose rotates.

@@ -67,7 +67,9 @@ TEST(Encode, PlainPathOverStoragesAndSizes) {
     if (o.input == Format::f32) o.input = Format::bf16;
     if (o.storage == Storage::unaligned) o.storage = Storage::dense;
     o.recipe = default_recipe();
-    if (i % 2) o.recipe.k_scale.granularity = per_token;
+    if (i % 3 == 1) o.recipe.k_scale.granularity = per_token;
+    if (i % 3 == 2) o.recipe.k_scale = {per_thread, 64, 16};
+    if (i % 4 > 1) o.recipe.v_scale = {per_thread, 64, 16};
     if (i % 5 == 0) o.recipe.qk = Format::e4m3;
     o.dot_mean = i % 3 == 1;
     check_case(o);

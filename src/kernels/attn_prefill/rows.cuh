@@ -44,6 +44,7 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   w.first_row = block * rows;
   w.q = tile::span_of(p.q, w.b);
   w.k = tile::span_of(p.k, w.b);
+  w.k.bad |= w.q.length > p.mask_queries || w.k.length > p.mask_keys;
   w.q_slot = tile::first_slot(p.q, w.q, w.b);
   w.k_slot = tile::first_slot(p.k, w.k, w.b);
   w.shift = static_cast<int>(w.k.length - w.q.length);
@@ -58,7 +59,8 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   return w;
 }
 
-/// `S` gives rows, keys, d, m_tiles, warp_rows, n_tiles, d_tiles, out_row, wide_qk, wide_pv, u8.
+/// `S` gives rows, keys, d, m_tiles, warp_rows, n_tiles, d_tiles, out_row, p_log2, wide_qk, wide_pv
+/// and u8.
 template <class S>
 struct PrefillRows {
   static constexpr int M = S::m_tiles, R = 2 * M;
@@ -145,9 +147,11 @@ struct PrefillRows {
     });
   }
 
-  /// Everything that may happen to a score; leaves units of log2. `key_scale(key)`: K's scale.
-  template <class KeyScale, class BadValue>
-  QATTN_DEVICE void finish_scores(Scores& s, int tile, KeyScale key_scale, BadValue bad_value) {
+  /// Everything that may happen to a score; leaves units of log2. `key_scale(key)`: K's scale;
+  /// `add(scores)`: what else belongs to them, in natural units.
+  template <class KeyScale, class Add, class BadValue>
+  QATTN_DEVICE void finish_scores(Scores& s, int tile, KeyScale key_scale, Add add,
+                                  BadValue bad_value) {
     tile::ScoreRow rows[R];
     float factor[R], offset[R] = {};
 #pragma unroll
@@ -161,6 +165,7 @@ struct PrefillRows {
       x *= factor[r] * key_scale(key);
       if (!tile::is_finite(x)) x = tile::quiet_nan();
     });
+    add(s);
     if (p.softcap > 0) {
       const float inverse = 1.0f / p.softcap;
       tile::each_score(
@@ -258,8 +263,8 @@ struct PrefillRows {
     const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
     const float offset =
         p.q8.dot_mean != nullptr && p.softcap <= 0 ? mean_dot(r) * tile::log2_e : 0.0f;
-    tile::RowEnd end =
-        tile::finish_row(p, work.b, work.head, i < work.q.length, bad, max[r], total, offset);
+    tile::RowEnd end = tile::finish_row(p, work.b, work.head, i < work.q.length, bad,
+                                        max[r] - S::p_log2, total, offset);
     // An index tensor that holds nonsense makes the whole row NaN; so does, in all channels, a bad
     // token of 16-bit V in one.
     const float poison = work.k.bad || work.q.bad ? tile::quiet_nan() : row_poison(r);

@@ -17,7 +17,6 @@
 #pragma once
 
 #include "kernels/attn_prefill/sm80_values.cuh"
-#include "tile/finish.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -32,6 +31,8 @@ struct Prefill : PrefillValues<C> {
   using typename Base::Scores;
   /// 255 registers hold 32 rows of D = 128; with D = 64 three blocks of 168 hide more latency.
   static constexpr int min_blocks = C.d == 64 ? 3 : 2;
+
+  static constexpr int threads = S::threads, shared_bytes = S::shared_bytes;
 
   using Base::Base;
 
@@ -52,14 +53,6 @@ struct Prefill : PrefillValues<C> {
     return tile < work.key_begin ? -1 : tile;
   }
 
-  /// Does every row of the block see every key of the tile?
-  QATTN_DEVICE bool whole(int tile) const {
-    const int first = work.first_row + work.shift, last = first + S::rows - 1;
-    return tile + S::keys <= work.k.length &&
-           (p.window_right < 0 || tile + S::keys <= first + p.window_right + 1) &&
-           (p.window_left < 0 || tile >= last - p.window_left);
-  }
-
   /// Softmax and product with V. `Special`: some rows do not see all keys, or some values are not
   /// numbers. Two copies of this code, so that the common one has no branches: they keep ptxas from
   /// mixing what can be mixed.
@@ -67,7 +60,7 @@ struct Prefill : PrefillValues<C> {
   QATTN_DEVICE void attend(Scores& s, int tile, float k_scale) {
     const bool bad_keys = Special && tile::is_nan(k_scale);
     if constexpr (Special) {
-      const bool edge = !whole(tile);
+      const bool edge = !this->whole(tile);
       const bool bad_values =
           S::wide_pv && (edge || p.mask.data != nullptr) && this->clean_values();
       if constexpr (C.general) {
@@ -110,7 +103,7 @@ struct Prefill : PrefillValues<C> {
     if constexpr (C.general) {
       if (!S::wide_pv && p.v8.channel_scale != nullptr) channels = this->channel_scales(tile);
       attend<true>(s, tile, k_scale);
-    } else if (!whole(tile) || tile::is_nan(k_scale) || this->value_flags() != 0) {
+    } else if (!this->whole(tile) || tile::is_nan(k_scale) || this->value_flags() != 0) {
       attend<true>(s, tile, k_scale);
     } else {
       attend<false>(s, tile, k_scale);
@@ -128,7 +121,7 @@ struct Prefill : PrefillValues<C> {
     this->clear_missing_channels();
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      row_scale[r] = this->query_scale(r) * p.scale * (C.general ? 1.0f : tile::log2_e);
+      row_scale[r] = this->query_scale(r) * p.scale * tile::log2_e;
     }
     while (tile >= 0) {
       const int next = visible_tile(tile - S::keys);
@@ -140,185 +133,15 @@ struct Prefill : PrefillValues<C> {
     isa::copy_async_wait<0>();
   }
 
-  // ---- Output ---------------------------------------------------------------------------------
-
-  // Short code matters here: with few tiles a block, fetching a long epilogue costs more than
-  // running it (10 tiles' worth at S = 1024 on an H200, before this was a loop).
-  QATTN_DEVICE void write() {
-    isa::sync_threads();  // the rows leave through the same shared memory
-    float mean_weight[R];
-#pragma unroll
-    for (int r = 0; r < R; ++r) mean_weight[r] = normalise(r);
-    if (p.v_mean != nullptr) add_mean(mean_weight);
-    if (p.out.format == Format::f32) {
-      store_floats();
-    } else {
-      stage();
-      isa::sync_warp();
-      if (p.out.vectors) {
-        store_rows<isa::Words4>();
-      } else {
-        store_rows<std::uint16_t>();
-      }
-    }
-  }
-
-  /// Ends row r: turns its accumulators into the output and writes its LSE. Returns the weight of
-  /// V's mean.
-  QATTN_DEVICE float normalise(int r) {
-    float total = sum[r];
-    total += isa::shuffle_xor(total, 1);
-    total += isa::shuffle_xor(total, 2);
-    const int i = work.first_row + this->local_row(r);
-    // Any of the four lanes that share the row may have found it bad.
-    const unsigned bad_lanes = isa::ballot((this->bad_rows >> r & 1) != 0);
-    const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
-    const float offset =
-        p.q8.dot_mean != nullptr && p.softcap <= 0 ? this->mean_dot(r) * tile::log2_e : 0.0f;
-    tile::RowEnd end = tile::finish_row(p, work.b, work.head, i < work.q.length, bad,
-                                        max[r] - S::p_log2, total, offset);
-    // An index tensor that holds nonsense makes the whole row NaN; so does, in all channels, a bad
-    // token of 16-bit V in one.
-    const float poison = work.k.bad || work.q.bad ? tile::quiet_nan() : row_poison(r);
-    const bool empty = end.factor == 0.0f;
-    if (lane % 4 == 0 && p.out.lse != nullptr && i < work.q.rows) {
-      isa::store_global(p.out.lse + work.b * p.out.lse_batch +
-                            (work.q.begin + i) * p.out.lse_token + work.head * p.out.lse_head,
-                        end.lse + poison);
-    }
-#pragma unroll
-    for (int n = 0; n < S::d_tiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& x = out[r / 2][n][r % 2 * 2 + e];
-        x = (empty ? 0.0f : x * end.factor) + poison;
-      }
-    }
-    return end.mean_weight;
-  }
-
-  /// NaN if a channel of row r is not finite, else 0.
-  QATTN_DEVICE float row_poison(int r) const {
-    if constexpr (!S::wide_pv) return 0.0f;
-    float poison = 0.0f;
-#pragma unroll
-    for (int n = 0; n < S::d_tiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) poison = fmaf(out[r / 2][n][r % 2 * 2 + e], 0.0f, poison);
-    }
-    poison += isa::shuffle_xor(poison, 1);
-    return poison + isa::shuffle_xor(poison, 2);
-  }
-
-  QATTN_DEVICE void add_mean(const float (&weight)[R]) {
-    const float* mean =
-        p.v_mean + (work.b * p.k.heads + work.kv_head) * std::int64_t{p.v_mean_channels};
-#pragma unroll
-    for (int n = 0; n < S::d_tiles; ++n) {
-      const int c = 8 * n + lane % 4 * 2;
-      if (c >= p.v_mean_channels) break;
-      const float m[2] = {isa::load_global(mean + c), isa::load_global(mean + c + 1)};
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (weight[r] != 0.0f) out[r / 2][n][r % 2 * 2 + e] += weight[r] * m[e];
-        }
-      }
-    }
-  }
-
-  /// The warp's rows in the output's 16 bits to shared memory.
-  QATTN_DEVICE void stage() {
-    const bool half = p.out.format == Format::f16;
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const SharedAddress row = base + this->local_row(r) * S::out_row + lane % 4 * 4;
-#pragma unroll
-      for (int n = 0; n < S::d_tiles; ++n) {
-        const float lo = out[r / 2][n][r % 2 * 2], hi = out[r / 2][n][r % 2 * 2 + 1];
-        isa::store_shared(row + 16 * n, half ? isa::pack_f16(lo, hi) : isa::pack_bf16(lo, hi));
-      }
-    }
-  }
-
-  /// From shared memory to the output, in pieces of one type.
-  template <class Piece>
-  QATTN_DEVICE void store_rows() {
-    constexpr int width = sizeof(Piece) / 2, pieces = C.d / width;
-#pragma unroll 4
-    for (int n = lane; n < S::warp_rows * pieces; n += 32) {
-      const int row = warp * S::warp_rows + n / pieces, c = n % pieces * width;
-      if (work.first_row + row >= work.q.rows || c >= p.out.channels) continue;
-      const auto v = isa::load_shared<Piece>(base + row * S::out_row + 2 * c);
-      auto* to = static_cast<std::uint16_t*>(p.out.data) + out_offset(row) + c;
-      isa::store_global(reinterpret_cast<Piece*>(to), v);
-    }
-  }
-
-  QATTN_DEVICE void store_floats() {
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const int row = this->local_row(r), c = lane % 4 * 2;
-      if (work.first_row + row >= work.q.rows) continue;
-      float* to = static_cast<float*>(p.out.data) + out_offset(row) + c;
-#pragma unroll
-      for (int n = 0; n < S::d_tiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (8 * n + c + e < p.out.channels) {
-            isa::store_global(to + 8 * n + e, out[r / 2][n][r % 2 * 2 + e]);
-          }
-        }
-      }
-    }
-  }
-
-  QATTN_DEVICE std::int64_t out_offset(int row) const {
-    return work.b * p.out.batch + (work.q.begin + work.first_row + row) * p.out.token +
-           work.head * p.out.head;
-  }
-
   // ---- Entry ----------------------------------------------------------------------------------
-
-  /// The block's rows and the keys that they can see.
-  QATTN_DEVICE static PrefillWork locate(const Params& p) {
-    PrefillWork w;
-    int index = isa::block().x, block;
-    const int heads = p.q.heads;
-    if (p.heads_first) {  // causal: the longest blocks of all heads start first
-      w.head = index % heads, index /= heads;
-      w.b = index % p.q.batches, block = p.q_blocks - 1 - index / p.q.batches;
-    } else {  // neighbours share K and V in L2
-      block = index % p.q_blocks, index /= p.q_blocks;
-      w.head = index % heads, w.b = index / heads;
-    }
-    w.kv_head = w.head / p.group;
-    w.first_row = block * S::rows;
-    w.q = tile::span_of(p.q, w.b);
-    w.k = tile::span_of(p.k, w.b);
-    w.k.bad |= w.q.length > p.mask_queries || w.k.length > p.mask_keys;
-    if ((w.q.bad || w.k.bad) && isa::thread() == 0)
-      isa::atomic_or_global(p.error, tile::error_sequence);
-    w.q_slot = tile::first_slot(p.q, w.q, w.b);
-    w.k_slot = tile::first_slot(p.k, w.k, w.b);
-    w.shift = static_cast<int>(w.k.length - w.q.length);
-    const int length = static_cast<int>(w.k.length);
-    const int past = static_cast<int>(w.q.length) < w.first_row + S::rows
-                         ? static_cast<int>(w.q.length)
-                         : w.first_row + S::rows;
-    const int end = p.window_right < 0 ? length : past + w.shift + p.window_right;
-    const int begin = p.window_left < 0 ? 0 : w.first_row + w.shift - p.window_left;
-    const bool none = past <= w.first_row || w.q.bad || w.k.bad;
-    w.key_end = none ? 0 : end < length ? end : length;
-    w.key_begin = begin < 0 ? 0 : begin / S::keys * S::keys;
-    return w;
-  }
 
   static QATTN_DEVICE void run(const Params& p) {
     if constexpr (isa::has_mma(C.qk, isa::target_architecture) &&
                   isa::has_mma(C.pv, isa::target_architecture)) {
-      const PrefillWork work = locate(p);
+      const PrefillWork work = locate_work(p, isa::block().x, S::rows, S::keys);
+      if ((work.q.bad || work.k.bad) && isa::thread() == 0) {
+        isa::atomic_or_global(p.error, tile::error_sequence);
+      }
       if (work.first_row >= work.q.rows) return;
       Prefill self(p, work);
       self.run_tiles();
@@ -326,7 +149,8 @@ struct Prefill : PrefillValues<C> {
         if (work.key_begin < work.key_end) self.check_operands();
       }
       if constexpr (S::e4m3_pv && !C.general) self.scale_channels();
-      self.write();
+      isa::sync_threads();  // the rows leave through the same shared memory
+      self.write(self.base);
     }
   }
 };

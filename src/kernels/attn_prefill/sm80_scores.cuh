@@ -2,15 +2,10 @@
 // the product of Q and K, and what happens to scores before the softmax.
 #pragma once
 
-#include "kernels/attn_prefill/params.hpp"
-#include "tile/copy.hpp"
+#include "kernels/attn_prefill/rows.cuh"
 #include "tile/query_mean.hpp"
-#include "tile/score.hpp"
 
 namespace qattn::kernels {
-
-using isa::Element;
-using isa::SharedAddress;
 
 template <PrefillConfig C>
 struct PrefillShape {
@@ -19,7 +14,7 @@ struct PrefillShape {
   static constexpr Element v_element = u8 ? Element::s8 : C.pv;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
   static constexpr float p_log2 = e4m3_pv ? 8.0f : 0.0f;
-  static constexpr int keys = 64, rows = C.d > 128 ? 64 : 128;
+  static constexpr int d = C.d, keys = 64, rows = C.d > 128 ? 64 : 128;
   static constexpr int m_tiles = C.d > 128 ? 1 : 2, warp_rows = 16 * m_tiles;
   static constexpr int warps = rows / warp_rows, threads = 32 * warps;
   static constexpr int thread_rows = 2 * m_tiles;  ///< query rows that a thread holds parts of
@@ -42,50 +37,19 @@ struct PrefillShape {
 
 inline namespace QATTN_TARGET {
 
-/// The part of the problem that a block works on.
-struct PrefillWork {
-  int b, head, kv_head, first_row;
-  tile::Span q, k;
-  int key_begin, key_end;  ///< that any of the rows can see
-  int shift;               ///< Sk - Sq
-  std::int64_t q_slot, k_slot;
-};
-
 template <PrefillConfig C>
-struct PrefillScores : PrefillShape<C> {
+struct PrefillScores : PrefillRows<PrefillShape<C>> {
   using S = PrefillShape<C>;
-  static constexpr int M = S::m_tiles, R = S::thread_rows;
-  using Scores = float[M][S::n_tiles][4];
+  using Base = PrefillRows<S>;
+  using Base::M, Base::R, Base::bad_rows, Base::lane, Base::local_row, Base::p, Base::unit,
+      Base::warp, Base::work;
+  using typename Base::Scores;
 
-  const PrefillParams& p;
-  const PrefillWork& work;
   SharedAddress base = isa::shared_base();
-  int lane = isa::lane(), warp = isa::thread() / 32;
   tile::RowSource k_source, v_source;
-  float out[M][S::d_tiles][4] = {};
-  float max[R], sum[R] = {};
-  float row_scale[R];     // from a row's products to scores: Q's scale times softmax_scale (plain:
-                          // times log2 e)
-  unsigned bad_rows = 0;  // bit r: row r of this thread is NaN
 
   QATTN_DEVICE PrefillScores(const PrefillParams& params, const PrefillWork& w)
-      : p(params), work(w) {
-#pragma unroll
-    for (int r = 0; r < R; ++r) max[r] = -tile::infinity();
-  }
-
-  // ---- Where things are -----------------------------------------------------------------------
-
-  /// Row r of this thread inside the block; C/D fragments hold rows g and g + 8 of 16.
-  QATTN_DEVICE int local_row(int r) const {
-    return warp * S::warp_rows + r / 2 * 16 + lane / 4 + r % 2 * 8;
-  }
-  /// Key of accumulator i of score tile n, inside its tile.
-  QATTN_DEVICE int local_key(int n, int i) const { return 8 * n + lane % 4 * 2 + i % 2; }
-
-  QATTN_DEVICE static std::int64_t unit(const PreparedRows& x, int head, std::int64_t slot) {
-    return head * x.slots + slot;
-  }
+      : Base(params, w, isa::thread() / 32) {}
 
   QATTN_DEVICE static tile::RowSource prepared_source(const PreparedRows& x, int head,
                                                       std::int64_t slot, std::int64_t length) {
@@ -201,17 +165,6 @@ struct PrefillScores : PrefillShape<C> {
 
   // ---- From scores to units of log2 -----------------------------------------------------------
 
-  QATTN_DEVICE tile::ScoreRow score_row(int r) const {
-    tile::ScoreRow row;
-    row.i = work.first_row + local_row(r);
-    row.diagonal = row.i + work.shift;
-    const int length = static_cast<int>(work.k.length);
-    const int end = p.window_right < 0 ? length : row.diagonal + p.window_right + 1;
-    row.end = end < length ? end : length;
-    row.begin = p.window_left < 0 ? 0 : row.diagonal - p.window_left;
-    return row;
-  }
-
   /// Is V's token at this key of the tile flagged by clean_values()?
   QATTN_DEVICE bool bad_value(int key) const {
     return isa::load_shared<std::uint32_t>(flag_address(key)) != 0;
@@ -223,57 +176,19 @@ struct PrefillScores : PrefillShape<C> {
   /// The bounds of a tile that not every row sees whole. `bad_values`: flagged tokens of V turn the
   /// rows that see them into NaN.
   QATTN_DEVICE void mask_edge(Scores& s, int tile, bool bad_values) {
-    tile::ScoreRow rows[R];
-#pragma unroll
-    for (int r = 0; r < R; ++r) rows[r] = score_row(r);
-    tile::each_score(s, [&](int r, int key, float& x) {
-      const bool visible = tile + key < rows[r].end;
-      // An infinity of a 16-bit product must not look like a masked score.
-      if (S::wide_qk && x == -tile::infinity()) x = tile::quiet_nan();
-      if (!visible) x = -tile::infinity();
-      if (S::wide_pv && visible && bad_values && bad_value(key)) x = tile::quiet_nan();
-    });
+    Base::mask_edge(s, tile, [&](int key) { return S::wide_pv && bad_values && bad_value(key); });
   }
 
-  /// Everything that may happen to a score; leaves units of log2 and scale[] = 1.
+  /// Everything that may happen to a score; leaves units of log2.
   QATTN_DEVICE void finish_scores(Scores& s, int tile, bool bad_values) {
-    tile::ScoreRow rows[R];
-    float factor[R], offset[R] = {};
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      rows[r] = score_row(r);
-      if (rows[r].i >= work.q.length) rows[r].end = 0;  // masks have no row for it
-      factor[r] = row_scale[r];
-      if (p.q8.dot_mean != nullptr) offset[r] = mean_dot(r);
-    }
-    tile::each_score(s, [&](int r, int key, float& x) {
-      x *= factor[r];
-      if constexpr (!S::wide_qk) {
-        x *= isa::load_shared<float>(base + S::k_scale_at + 4 * key);
-      }
-      if (!tile::is_finite(x)) x = tile::quiet_nan();
-    });
-    if (!S::wide_qk && p.q_mean.data != nullptr) add_query_mean(s, tile);
-    if (p.softcap > 0) {
-      const float inverse = 1.0f / p.softcap;
-      tile::each_score(
-          s, [&](int r, int, float& x) { x = tile::soft_cap(x + offset[r], p.softcap, inverse); });
-    }
-    if (p.alibi.data != nullptr) {
-      const float slope = tile::load_number(
-          p.alibi.data, p.alibi.format, work.b * p.alibi.stride[0] + work.head * p.alibi.stride[1]);
-      tile::each_score(s, [&](int r, int key, float& x) {
-        x += slope * static_cast<float>(tile + key - rows[r].diagonal);
-      });
-    }
-    if (p.mask.data != nullptr) tile::apply_mask(p.mask, work.b, work.head, rows, tile, s);
-    tile::each_score(s, [&](int r, int key, float& x) {
-      x *= tile::log2_e;
-      const int j = tile + key;
-      if (j < rows[r].begin || j >= rows[r].end) x = -tile::infinity();
-      if (S::wide_pv && bad_values && x != -tile::infinity() && bad_value(key)) {
-        x = tile::quiet_nan();
-      }
+    const auto key_scale = [&](int key) {
+      return S::wide_qk ? 1.0f : isa::load_shared<float>(base + S::k_scale_at + 4 * key);
+    };
+    const auto add = [&](Scores& scores) {
+      if (!S::wide_qk && p.q_mean.data != nullptr) add_query_mean(scores, tile);
+    };
+    Base::finish_scores(s, tile, key_scale, add, [&](int key) {
+      return S::wide_pv && bad_values && bad_value(key);
     });
   }
 
@@ -306,23 +221,6 @@ struct PrefillScores : PrefillShape<C> {
         }
       }
     }
-  }
-
-  /// softmax_scale q . mu, what smooth_k took from every score of the row.
-  QATTN_DEVICE float mean_dot(int r) const {
-    const int i = work.first_row + local_row(r);
-    if (i >= work.q.length) return 0.0f;
-    return p.scale * isa::load_global(p.q8.dot_mean + unit(p.q8, work.head, work.q_slot + i));
-  }
-
-  /// Q's scale of the row, 1 for one that is bad (bad_rows) or does not exist.
-  QATTN_DEVICE float query_scale(int r) {
-    if constexpr (S::wide_qk) return 1.0f;
-    const int i = work.first_row + local_row(r);
-    if (i >= work.q.length) return 1.0f;
-    const float s = isa::load_global(p.q8.scale + unit(p.q8, work.head, work.q_slot + i));
-    if (tile::is_nan(s)) bad_rows |= 1u << r;
-    return tile::is_nan(s) ? 1.0f : s;
   }
 
   /// One K scale for the whole tile (plain variant).

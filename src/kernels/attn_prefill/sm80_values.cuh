@@ -7,8 +7,6 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-inline constexpr float log2_255 = 7.99435343685885793f;
-
 template <PrefillConfig C>
 struct PrefillValues : PrefillScores<C> {
   using S = PrefillShape<C>;
@@ -31,46 +29,15 @@ struct PrefillValues : PrefillScores<C> {
     tile::each_score(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      top[r] = fmaxf(top[r], isa::shuffle_xor(top[r], 1));
-      top[r] = fmaxf(top[r], isa::shuffle_xor(top[r], 2)) * scale[r];
+      top[r] = this->row_max(top[r]) * scale[r];
     }
   }
-
-  /// Takes the tile's maxima into the references; what was accumulated shrinks accordingly. With u8
-  /// P, relative to its own tile, any reference serves that keeps exponentials in range: it moves
-  /// only when a maximum is far above it, which is rare.
-  QATTN_DEVICE void raise_maxima(const float (&top)[R]) {
-    constexpr float slack = S::u8 ? 32.0f : 0.0f;
-    float shrink[R];
-    bool changed = false;
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const float next = top[r] > max[r] + slack ? top[r] : max[r];
-      shrink[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - next);
-      changed |= next != max[r];
-      max[r] = next;
-      sum[r] *= shrink[r];
-    }
-    if (!isa::any(changed)) return;
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-#pragma unroll
-      for (int n = 0; n < S::d_tiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out[m][n][i] *= shrink[2 * m + i / 2];
-      }
-    }
-  }
-
-  /// The reference that is subtracted in exponents: 0 where nothing was seen, so that masked scores
-  /// give 0 and not NaN.
-  QATTN_DEVICE static float reference(float top) { return top == -tile::infinity() ? 0.0f : top; }
 
   /// 16-bit P, relative to the running maximum.
   QATTN_DEVICE void attend_wide(Scores& s, const float (&scale)[R]) {
     float top[R];
     row_maxima(s, scale, top);
-    raise_maxima(top);
+    this->raise_maxima(top);
 #pragma unroll
     for (int step = 0; step < S::keys / 16; ++step) {
       std::uint32_t a[M][4];
@@ -79,7 +46,7 @@ struct PrefillValues : PrefillScores<C> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // register i: row half i % 2, score tile 2 step + i / 2
           const int r = 2 * m + i % 2;
-          const float ref = reference(max[r]);
+          const float ref = this->reference(max[r]);
           const float* x = s[m][2 * step + i / 2] + i % 2 * 2;
           const float lo = isa::exp2(fmaf(x[0], scale[r], -ref));
           const float hi = isa::exp2(fmaf(x[1], scale[r], -ref));
@@ -143,15 +110,15 @@ struct PrefillValues : PrefillScores<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) one[r] = 1.0f;
     row_maxima(s, one, top);
-    raise_maxima(top);
+    this->raise_maxima(top);
     std::uint32_t a[S::keys / 32][M][4];
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int r = 2 * m + h;
-        const float ref = reference(top[r]) - log2_255;
-        share[r] = isa::exp2(top[r] - reference(max[r])) * (1.0f / 255);
+        const float ref = this->reference(top[r]) - log2_255;
+        share[r] = isa::exp2(top[r] - this->reference(max[r])) * (1.0f / 255);
 #pragma unroll
         for (int n = 0; n < S::n_tiles; n += 2) {
           a[n / 4][m][h + n / 2 % 2 * 2] = isa::pack_u8(
@@ -170,7 +137,7 @@ struct PrefillValues : PrefillScores<C> {
   QATTN_DEVICE void attend_e4m3(Scores& s, const float (&scale)[R]) {
     float top[R];
     row_maxima(s, scale, top);
-    raise_maxima(top);
+    this->raise_maxima(top);
     if (Special && value_flags() != 0) spoil_rows(s);
     float one[R];
     std::uint32_t a[S::keys / 32][M][4];
@@ -179,7 +146,7 @@ struct PrefillValues : PrefillScores<C> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int r = 2 * m + h;
-        const float offset = S::p_log2 - reference(max[r]);
+        const float offset = S::p_log2 - this->reference(max[r]);
         one[r] = 1.0f;
         const auto pack = [&](const float* x) {
           return std::uint32_t{isa::pack_e4m3(isa::exp2(fmaf(x[0], scale[r], offset)),
@@ -236,7 +203,7 @@ struct PrefillValues : PrefillScores<C> {
       const float plain = isa::load_shared<float>(tail + 4 * (S::keys + key));
       const float log = isa::load_shared<float>(tail + 4 * key);
       if (tile::is_nan(x) || plain != 0.0f) {
-        sum[r] += plain == 0.0f ? x : plain * isa::exp2(x - log - reference(max[r]));
+        sum[r] += plain == 0.0f ? x : plain * isa::exp2(x - log - this->reference(max[r]));
       }
     });
   }

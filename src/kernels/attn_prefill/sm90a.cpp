@@ -20,11 +20,14 @@ using Launcher = isa::LaunchError (*)(const Sm90Params&, isa::Index3, void*);
 struct Instance {
   Sm90Config config;
   Launcher launch;
+  bool (*compiled)();
 };
 
 constexpr Instance instances[] = {
-#define QATTN_INSTANCE(D, QK, PV) \
-  {Sm90Config{D, Element::QK, Element::PV}, &launch_sm90a<Sm90Config{D, Element::QK, Element::PV}>},
+#define QATTN_INSTANCE(D, QK, PV)                           \
+  {Sm90Config{D, Element::QK, Element::PV},                 \
+   &launch_sm90a<Sm90Config{D, Element::QK, Element::PV}>,  \
+   &compiled_sm90a<Sm90Config{D, Element::QK, Element::PV}>},
 #include "kernels/attn_prefill/sm90a_instances.inc"
 #undef QATTN_INSTANCE
 };
@@ -70,16 +73,20 @@ PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
 Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
 
 Status supports(const Problem& p) {
-  if (isa::architecture(p.device().index) != 90) return refuse("needs sm_90");
+  if (isa::architecture(p.device().index) != 90) return refuse("is for sm_90");
   const Recipe r = resolve(p);
   if (r.qk != Format::s8 || r.v != Format::s8 || r.p != Format::u8) {
     return refuse("multiplies s8 Q and K, u8 P and s8 V only");
   }
+  if (r.smooth_q == Toggle::on) return refuse("smooth_q: the portable kernel has it");
   if (std::max(p.d, p.dv) > 128) return refuse("head dimensions above 128");
   if (!scaled_by_token(r.v_scale, Role::v)) return refuse("v: its scales are not per token");
   if (p.block_mask_q % tile_rows != 0 || p.block_mask_k % tile_keys != 0) {
     return refuse("block_mask: blocks are not multiples of " + std::to_string(tile_rows) +
                   " rows and " + std::to_string(tile_keys) + " keys");
+  }
+  if (!find(p)->compiled()) {
+    return refuse("the library has no machine code for sm_90a, or GPUs run another's");
   }
   const PrepareNeeds needs = needs_of(p, r);
   if (const std::string why = prepare_refusal(p, r, needs); !why.empty()) return refuse(why);

@@ -204,10 +204,10 @@ struct Sm90Prefill {
     if (group == 1) isa::barrier_arrive(1, 128 * S::consumers);
     for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
       const PrefillWork work = locate_work(p, index, S::rows, S::keys);
-      if (work.first_row >= work.q.rows) continue;
       if ((work.q.bad || work.k.bad) && isa::thread() == 128) {
         isa::atomic_or_global(p.error, tile::error_sequence);
       }
+      if (work.first_row >= work.q.rows) continue;
       Sm90Consumer<C> self(p, work, group, place);
       self.queries_parity = queries;
       if (self.walk.tile >= 0) {

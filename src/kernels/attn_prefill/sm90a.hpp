@@ -11,5 +11,9 @@ inline namespace QATTN_TARGET {
 template <Sm90Config C>
 isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* stream);
 
+/// Is the code that would run on the current device that of sm_90a? Others have an empty kernel.
+template <Sm90Config C>
+bool compiled_sm90a();
+
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

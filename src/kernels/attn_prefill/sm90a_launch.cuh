@@ -12,10 +12,20 @@ isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* 
   return isa::launch<Sm90Prefill<C>>(params, grid, stream);
 }
 
+template <Sm90Config C>
+bool compiled_sm90a() {
+  // An empty kernel uses a handful of registers; the emulator has none to count.
+  const int registers = isa::resources<Sm90Prefill<C>>().registers;
+  return registers == 0 || registers > 40;
+}
+
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels
 
-#define QATTN_INSTANCE(D, QK, PV)                                                              \
-  template qattn::isa::LaunchError qattn::kernels::launch_sm90a<qattn::kernels::Sm90Config{    \
-      D, qattn::isa::Element::QK, qattn::isa::Element::PV}>(const qattn::kernels::Sm90Params&, \
-                                                            qattn::isa::Index3, void*);
+#define QATTN_SM90A_CONFIG(D, QK, PV) \
+  qattn::kernels::Sm90Config { D, qattn::isa::Element::QK, qattn::isa::Element::PV }
+#define QATTN_INSTANCE(D, QK, PV)                                                          \
+  template qattn::isa::LaunchError                                                         \
+  qattn::kernels::launch_sm90a<QATTN_SM90A_CONFIG(D, QK, PV)>(                             \
+      const qattn::kernels::Sm90Params&, qattn::isa::Index3, void*);                       \
+  template bool qattn::kernels::compiled_sm90a<QATTN_SM90A_CONFIG(D, QK, PV)>();

@@ -32,6 +32,7 @@ struct Sm90Params : PrefillParams {
 template <Sm90Config C>
 struct Sm90Shape {
   static constexpr bool wide_qk = false, wide_pv = false, u8 = true;
+  static constexpr float p_log2 = 0.0f;
   static constexpr int d = C.d, keys = 128, consumers = 2, rows = 64 * consumers;
   static constexpr int m_tiles = 1, warp_rows = 16, n_tiles = keys / 8, d_tiles = d / 8;
   static constexpr int threads = 128 * (consumers + 1), row_warps = 4 * consumers;

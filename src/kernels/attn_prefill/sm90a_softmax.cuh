@@ -169,7 +169,8 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
     const auto key_scale = [&](int key) {
       return isa::load_shared<float>(stage + S::scale_at + 4 * key);
     };
-    this->finish_scores(s, tile, key_scale, [](int) { return false; });
+    this->finish_scores(
+        s, tile, key_scale, [](Scores&) {}, [](int) { return false; });
     tile::each_score(s, [&](int, int key, float& x) {
       if (x != -tile::infinity()) x += table(S::log_at, key);
     });

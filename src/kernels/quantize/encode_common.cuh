@@ -138,17 +138,22 @@ struct RowPair {
   float scale[2];
 };
 
+/// The maximum of bits over rows with the same (row % 8) / 2, of which lanes hold numbers `lane` and
+/// `lane` + 32: lanes that differ in bits 0, 3 and 4.
+QATTN_DEVICE std::uint32_t thread_max(std::uint32_t v) {
+#pragma unroll
+  for (const int mask : {1, 8, 16}) {
+    const std::uint32_t other = isa::shuffle_xor(v, mask);
+    v = v > other ? v : other;
+  }
+  return v;
+}
+
 /// Maxima of a tile's rows, two a lane, to those that V's per_thread scales are for (step_amax() of
 /// rows.cpp). Rows that do not exist have 0.
 QATTN_DEVICE void step_maxima(float (&amax)[2], const bool (&bad)[2]) {
-  // Lanes that differ in bits 0, 3 and 4 hold keys of the same group; so do both of a lane.
   const float a = bad[0] ? 0.0f : amax[0], b = bad[1] ? 0.0f : amax[1];
-  float top = a > b ? a : b;
-#pragma unroll
-  for (const int mask : {1, 8, 16}) {
-    const float other = isa::shuffle_xor(top, mask);
-    top = other > top ? other : top;
-  }
+  const float top = formats::float_of(thread_max(formats::bits_of(a > b ? a : b)));
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (!bad[i]) amax[i] = formats::stepped_amax(amax[i], top);

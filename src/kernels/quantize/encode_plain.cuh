@@ -8,19 +8,27 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
+/// Which tokens of a tile share a scale.
+enum class SharedScales : std::int32_t {
+  none,
+  tile,    ///< all of them
+  thread,  ///< those of the same (key % 8) / 2: K's per_thread
+  steps,   ///< the same but for steps: V's per_thread
+};
+
 struct PlainRows {
   tile::Rows rows;
   PreparedRows out;
   const float* mean = nullptr;  ///< [batches][heads][padded]: K: subtracted; Q: for dot_mean
   std::int32_t heads_per_mean = 1;
-  bool per_tile = false;  ///< one scale a tile instead of one a token
+  SharedScales shared = SharedScales::none;
 };
 
 struct PlainParams {
   PlainRows row[2];  ///< Q, K
   tile::Rows v;
   PreparedTiles v_out;
-  bool v_steps = false;         ///< V's scales: per_thread instead of per_token
+  SharedScales v_shared = SharedScales::none;
   std::int32_t blocks[3] = {};  ///< of Q, K, V
   std::int32_t lead = 0;        ///< of the blocks of Q and V, how many come before K's
   bool e4m3 = false;            ///< codes of Q and K
@@ -149,8 +157,8 @@ struct EncodePlain {
   }
 
   /// Scales of the rows, by the first warp; 1 / scale goes to shared memory.
-  static QATTN_DEVICE RowPair find_scales(SharedAddress shared, int count, bool per_tile,
-                                          float qmax, bool steps = false) {
+  static QATTN_DEVICE RowPair find_scales(SharedAddress shared, int count, SharedScales scales,
+                                          float qmax) {
     RowPair r;
     float amax[2];
 #pragma unroll
@@ -159,11 +167,12 @@ struct EncodePlain {
       // Rows behind the end hold zeros, or what is left of them less the mean.
       amax[i] = r.exists[i] ? row_amax(shared, isa::lane() + 32 * i) : 0.0f;
     }
-    if (per_tile) {
-      const float both = formats::fold_amax(amax[0], amax[1]);
+    const float both = formats::fold_amax(amax[0], amax[1]);
+    if (scales == SharedScales::tile) {
       amax[0] = amax[1] = formats::float_of(warp_max(formats::bits_of(both)));
-    }
-    if (steps) {
+    } else if (scales == SharedScales::thread) {
+      amax[0] = amax[1] = formats::float_of(thread_max(formats::bits_of(both)));
+    } else if (scales == SharedScales::steps) {
       const bool bad[2] = {!formats::is_finite(amax[0]), !formats::is_finite(amax[1])};
       step_maxima(amax, bad);
     }
@@ -256,7 +265,7 @@ struct EncodePlain {
     }
     isa::sync_threads();
     if (isa::warp() == 0) {
-      const RowPair r = find_scales(shared, p.count(), row.per_tile,
+      const RowPair r = find_scales(shared, p.count(), row.shared,
                                     e4m3 ? formats::E4m3::max : formats::S8::max);
       store_row_scales(row.out, p, r);
     }
@@ -288,7 +297,7 @@ struct EncodePlain {
     isa::sync_threads();
     const SharedAddress image = shared + image_at;
     if (isa::warp() == 0) {
-      const RowPair r = find_scales(shared, p.count(), false, formats::S8::max, params.v_steps);
+      const RowPair r = find_scales(shared, p.count(), params.v_shared, formats::S8::max);
       store_value_tables(record, Channels, image + chunks * image_stride, r,
                          ValueScales::integer_token, 0);
     }

@@ -184,13 +184,16 @@ LaunchError plain(const Call& call, unsigned mask, Launches& launches) {
     if (f.role == Role::v) {
       params.v = call.rows[i];
       params.v_out = call.prepared_tiles();
-      params.v_steps = steps_from_group(f.scaling, f.role);
+      params.v_shared =
+          steps_from_group(f.scaling, f.role) ? SharedScales::steps : SharedScales::none;
       continue;
     }
     PlainRows& r = params.row[i];
     r.rows = call.rows[i];
     r.out = call.prepared_rows(f.role);
-    r.per_tile = f.scaling.granularity == Granularity::per_block;
+    r.shared = f.scaling.granularity == Granularity::per_block    ? SharedScales::tile
+               : f.scaling.granularity == Granularity::per_thread ? SharedScales::thread
+                                                                  : SharedScales::none;
     params.e4m3 = f.format == Format::e4m3;
     if (f.role == Role::k) r.mean = call.mean(Role::k);
     if (f.role == Role::q && r.out.dot_mean != nullptr) {
