@@ -111,8 +111,8 @@ struct ByteRange {
 };
 ByteRange byte_range(const TensorView& view);
 
-/// ScaleGroups::steps() and by_token() of a scaling.
-bool steps_from_group(const Scaling& s, Role role);
+/// ScaleGroups::joins() and by_token() of a scaling.
+bool joins_groups(const Scaling& s, Role role);
 bool scaled_by_token(const Scaling& s, Role role);
 
 /// The scaling with automatic fields replaced by the defaults that every backend shares: per_token

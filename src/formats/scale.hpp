@@ -29,15 +29,9 @@ QATTN_HD float amax_scale(float amax, float qmax) {
 }
 
 /// Granularity per_thread of V: the maximum that a token is coded for, from its own and that of the
-/// finite tokens of its group: the group's, divided by the largest power of 4 that leaves room.
-/// Zeros take the group's, and NaN stays.
-QATTN_HD float stepped_amax(float amax, float group) {
-  if (!is_finite(amax) || amax == 0.0f || !(amax < group)) return is_finite(amax) ? group : amax;
-  const std::uint32_t top = bits_of(group) >> 23, own = bits_of(amax) >> 23;
-  const std::uint32_t steps = (top - (own > 1 ? own : 1)) / 2;
-  if (top == 0) return group;
-  const float stepped = float_of(bits_of(group) - (2 * steps << 23));
-  return steps > 0 && stepped < amax ? mul_rn(stepped, 4.0f) : stepped;
+/// finite tokens of its group. The group's, unless that is more than four times its own; NaN stays.
+QATTN_HD float joint_amax(float amax, float group) {
+  return mul_rn(amax, 4.0f) >= group ? group : amax;
 }
 
 /// Scale code of an MXFP8 or MXFP4 group; element_emax is E4m3::emax, E2m1::emax, ...

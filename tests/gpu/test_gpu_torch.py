@@ -207,7 +207,8 @@ def test_refusals():
         (invalid, "q: dtype float64", lambda: qattn.attention(q.double(), k, v)),
         (invalid, "overlaps", lambda: qattn.attention(q, k, v, out=q)),
         (invalid, "k: head_dim", lambda: qattn.attention(q, k[..., :64], v)),
-        (unsupported, "q: is f32", lambda: qattn.attention(*(x.float() for x in (q, k, v)))),
+        (unsupported, "v: is f32|but v is f32",
+             lambda: qattn.attention(*(x.float() for x in (q, k, v)), recipe="int8")),
         (unsupported, "reference_attention", lambda: qattn.reference_attention(q, k, v)),
     ]  # fmt: skip
     for error, words, call in cases:

@@ -21,6 +21,7 @@ import qattn
 KEYS, QUERIES = 2048, 256
 RULE = 1.10
 BLOCKS = {"q_granularity": ("per_block", 16), "k_granularity": ("per_block", 128)}
+THREADS = {"k_granularity": ("per_thread", 64, 0), "v_granularity": "per_thread"}
 HEAD = {"q_granularity": "per_head", "k_granularity": "per_head"}
 V_TILE = {"v_granularity": ("per_block_channel", 128)}
 V_CHANNEL = {"v_granularity": "per_channel"}
@@ -39,6 +40,7 @@ CASES = [
     ("int8_fp8 blocks", "int8_fp8", BLOCKS, ("s8", "e4m3")),
     ("int8_full", "int8_full", {}, ("s8 tok", "u8 / V token")),
     ("int8_full blocks", "int8_full", BLOCKS, ("s8", "u8 / V token")),
+    ("int8_full threads", "int8_full", THREADS, ("s8 thread", "u8 / V thread")),
     ("int8_full V tile", "int8_full", V_TILE, ("s8 tok", "u8 / V tile-channel")),
     ("int8_full V channel", "int8_full", V_CHANNEL, ("s8 tok", "u8 / V channel")),
     ("fp8", "fp8", {}, ("e4m3 tok", "e4m3")),

@@ -171,7 +171,7 @@ void token_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_
   for (int j = 0; j < count; ++j) {
     scale[j] = job.words().amax(scratch.rows + j * job.dv(), x.channels);
   }
-  if (steps_from_group(job.config.recipe.v_scale, Role::v)) step_amax(scale, count);
+  if (joins_groups(job.config.recipe.v_scale, Role::v)) join_amax(scale, count);
   for (int j = 0; j < count; ++j) scale[j] = formats::amax_scale(scale[j], qmax);
 }
 

@@ -140,11 +140,11 @@ Status check_formats(const Problem& p, const Recipe& r) {
     return refuse("the recipe multiplies Q and K in " + text(r.qk) + ", but q is " +
                   text(p.q.format) + " and k " + text(p.k.format));
   }
-  for (const auto& [name, t, codes] :
-       {std::tuple{"q", &p.q, p.q_codes}, std::tuple{"k", &p.k, p.k_codes},
-        std::tuple{"v", &p.v, p.v_codes}}) {
-    if (!codes && t->format == Format::f32) {
-      return refuse(std::string(name) + ": is f32; GPU kernels take f16 and bf16");
+  for (const auto& [name, t, quantised] :
+       {std::tuple{"q", &p.q, coded(r.qk)}, std::tuple{"k", &p.k, coded(r.qk)},
+        std::tuple{"v", &p.v, coded(r.v)}}) {
+    if (!quantised && t->format == Format::f32) {
+      return refuse(std::string(name) + ": is f32; GPU kernels multiply f16, bf16 and codes");
     }
   }
   if (r.v == Format::s8) {

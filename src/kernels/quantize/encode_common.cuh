@@ -149,14 +149,14 @@ QATTN_DEVICE std::uint32_t thread_max(std::uint32_t v) {
   return v;
 }
 
-/// Maxima of a tile's rows, two a lane, to those that V's per_thread scales are for (step_amax() of
+/// Maxima of a tile's rows, two a lane, to those that V's per_thread scales are for (join_amax() of
 /// rows.cpp). Rows that do not exist have 0.
-QATTN_DEVICE void step_maxima(float (&amax)[2], const bool (&bad)[2]) {
+QATTN_DEVICE void join_maxima(float (&amax)[2], const bool (&bad)[2]) {
   const float a = bad[0] ? 0.0f : amax[0], b = bad[1] ? 0.0f : amax[1];
   const float top = formats::float_of(thread_max(formats::bits_of(a > b ? a : b)));
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (!bad[i]) amax[i] = formats::stepped_amax(amax[i], top);
+    if (!bad[i]) amax[i] = formats::joint_amax(amax[i], top);
   }
 }
 

@@ -99,7 +99,7 @@ struct EncodeGeneral : GeneralTile<Channels> {
         isa::atomic_max_global(grouping.maxima + at, formats::bits_of(amax[i]));
       }
     }
-    if (role.source == ScaleSource::row && grouping.steps()) step_maxima(amax, r.bad);
+    if (role.source == ScaleSource::row && grouping.joins()) join_maxima(amax, r.bad);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = isa::lane() + 32 * i;

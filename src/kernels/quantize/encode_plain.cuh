@@ -13,7 +13,7 @@ enum class SharedScales : std::int32_t {
   none,
   tile,    ///< all of them
   thread,  ///< those of the same (key % 8) / 2: K's per_thread
-  steps,   ///< the same but for steps: V's per_thread
+  joint,   ///< the same but for tokens that are far smaller: V's per_thread
 };
 
 struct PlainRows {
@@ -172,9 +172,9 @@ struct EncodePlain {
       amax[0] = amax[1] = formats::float_of(warp_max(formats::bits_of(both)));
     } else if (scales == SharedScales::thread) {
       amax[0] = amax[1] = formats::float_of(thread_max(formats::bits_of(both)));
-    } else if (scales == SharedScales::steps) {
+    } else if (scales == SharedScales::joint) {
       const bool bad[2] = {!formats::is_finite(amax[0]), !formats::is_finite(amax[1])};
-      step_maxima(amax, bad);
+      join_maxima(amax, bad);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

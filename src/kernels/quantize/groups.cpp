@@ -15,7 +15,7 @@ ScaleGroups groups_of(const Scaling& s, Role role, int group = 0) {
 
 }  // namespace
 
-bool steps_from_group(const Scaling& s, Role role) { return groups_of(s, role).steps(); }
+bool joins_groups(const Scaling& s, Role role) { return groups_of(s, role).joins(); }
 
 bool scaled_by_token(const Scaling& s, Role role) { return groups_of(s, role).by_token(); }
 
@@ -113,11 +113,11 @@ Status check_scaling(const char* operand, const Scaling& asked, Role role, Forma
   const bool warps = s.granularity == Granularity::per_warp ||
                      (s.granularity == Granularity::per_thread && role == Role::q);
   if (s.granularity == Granularity::per_warp && role != Role::q) return refuse("is for Q only");
-  const bool steps = role == Role::v && s.granularity == Granularity::per_thread;
-  if (steps && (format != Format::s8 || s.block != 64)) {
+  const bool joint = role == Role::v && s.granularity == Granularity::per_thread;
+  if (joint && (format != Format::s8 || s.block != 64)) {
     return refuse("of V is for s8 in blocks of 64 tokens");
   }
-  if (role == Role::v && s.granularity != Granularity::per_token && !channels && !steps &&
+  if (role == Role::v && s.granularity != Granularity::per_token && !channels && !joint &&
       s.granularity != Granularity::group && s.granularity != Granularity::per_head &&
       s.granularity != Granularity::per_tensor) {
     return refuse(

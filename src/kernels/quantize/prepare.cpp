@@ -185,7 +185,7 @@ LaunchError plain(const Call& call, unsigned mask, Launches& launches) {
       params.v = call.rows[i];
       params.v_out = call.prepared_tiles();
       params.v_shared =
-          steps_from_group(f.scaling, f.role) ? SharedScales::steps : SharedScales::none;
+          joins_groups(f.scaling, f.role) ? SharedScales::joint : SharedScales::none;
       continue;
     }
     PlainRows& r = params.row[i];

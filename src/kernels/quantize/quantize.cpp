@@ -137,7 +137,7 @@ std::int64_t quantize_scaled(const Unit& u, float common) {
   const bool channels = channel_form(u.f.scaling);
   const float qmax = cpu::code_max(u.o.format);
   std::vector<float> scale = group_maxima(u);
-  if (steps_from_group(u.f.scaling, u.o.role)) cpu::step_amax(scale.data(), u.length);
+  if (joins_groups(u.f.scaling, u.o.role)) cpu::join_amax(scale.data(), u.length);
   const bool tensor = u.f.scaling.granularity == Granularity::per_tensor;
   const auto groups = static_cast<std::int64_t>(scale.size()) / (channels ? n : 1);
   // The first token of every group, to address given and written scales.

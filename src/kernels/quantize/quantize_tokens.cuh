@@ -59,7 +59,7 @@ struct TokenParams {
     return micro == Micro::nvfp4 ? formats::nvfp4_global(formats::float_of(amax)) : 1.0f;
   }
   /// Scale of a token (and channel) in a format with a free scale.
-  /// Of the finite tokens of V that share a scale but for steps.
+  /// Of the finite tokens of V in a group of per_thread.
   QATTN_DEVICE float group_maximum(int b, int head, std::int64_t s) const {
     const std::int64_t first = s / slot_tile * slot_tile + s % 8 / 2 * 2;
     float top = 0.0f;
@@ -82,7 +82,7 @@ struct TokenParams {
                               grouping.offset(grouping.given_stride, false, b, head, s, channel));
     }
     float amax = own;
-    if (grouping.steps()) amax = formats::stepped_amax(own, group_maximum(b, head, s));
+    if (grouping.joins()) amax = formats::joint_amax(own, group_maximum(b, head, s));
     if (grouping.granularity == Granularity::per_tensor) {
       amax = formats::float_of(isa::load_global(grouping.maxima + words - 1));
     }

@@ -96,7 +96,7 @@ void fold_groups(const Scaling& scaling, Role role, const float* token_amax, std
   }
 }
 
-void step_amax(float* amax, std::int64_t tokens) {
+void join_amax(float* amax, std::int64_t tokens) {
   constexpr std::int64_t block = 64;
   for (std::int64_t first = 0; first < tokens; first += block) {
     const std::int64_t end = std::min(first + block, tokens);
@@ -105,7 +105,7 @@ void step_amax(float* amax, std::int64_t tokens) {
       if (formats::is_finite(amax[s])) top[s % 8 / 2] = std::max(top[s % 8 / 2], amax[s]);
     }
     for (std::int64_t s = first; s < end; ++s) {
-      amax[s] = formats::stepped_amax(amax[s], top[s % 8 / 2]);
+      amax[s] = formats::joint_amax(amax[s], top[s % 8 / 2]);
     }
   }
 }

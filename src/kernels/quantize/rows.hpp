@@ -60,7 +60,7 @@ void fold_groups(const Scaling& scaling, Role role, const float* token_amax, std
 /// Largest magnitude of a code with a free scale: 127, 448, 240 or 57344.
 /// Maxima of consecutive tokens of V, the first at the beginning of a block, to those that
 /// Granularity::per_thread codes them for.
-void step_amax(float* amax, std::int64_t tokens);
+void join_amax(float* amax, std::int64_t tokens);
 
 float code_max(Format format);
 

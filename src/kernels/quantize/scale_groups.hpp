@@ -15,12 +15,12 @@ struct ScaleGroups {
   std::int32_t block = 64, warp = 16;
   std::int32_t group = 0;  ///< elements of a built-in scale
 
-  /// V's per_thread: tokens whose scales are steps from their group's.
-  QATTN_HD bool steps() const {
+  /// V's per_thread: tokens join their group's scale unless they are far smaller.
+  QATTN_HD bool joins() const {
     return role == Role::v && granularity == Granularity::per_thread;
   }
   /// Has every token its own entry in the scale tensor?
-  QATTN_HD bool by_token() const { return granularity == Granularity::per_token || steps(); }
+  QATTN_HD bool by_token() const { return granularity == Granularity::per_token || joins(); }
 
   /// Group of a token among those of its sequence and head.
   QATTN_HD std::int64_t index(std::int64_t s) const {
@@ -37,7 +37,7 @@ struct ScaleGroups {
       case Granularity::per_thread:
         // Q: rows g, g + 8, ... of a warp's m16n8 fragments belong to lanes of group g.
         // K: columns 2t, 2t + 1 of every n8 fragment belong to lanes t (ISA: mma C fragment).
-        // V: as K, but tokens take steps from their group's scale (stepped_amax): each has its own.
+        // V: as K, but not every token joins its group (joint_amax), so each has its entry.
         if (role == Role::v) return s;
         return role == Role::q ? s / warp * 8 + s % 8 : s / block * 4 + s % 8 / 2;
       default:
