@@ -97,9 +97,12 @@ struct Sm90Consumer : Sm90Softmax<C> {
 
   // ---- The tiles ------------------------------------------------------------------------------
 
+  /// How softmax treats a tile. The code of a step comes once for each, so that the common one is
+  /// free of branches.
+  enum class Way { plain, edge, special };
+
   /// One step: P V of the tile before (unless this is the first), Q K^T and softmax of this one.
-  /// `Special`: two copies, so that the common one is free of branches.
-  template <bool First, bool Special>
+  template <bool First, Way W>
   QATTN_DEVICE void step(Products& s, Values& pv) {
     take_turn();
     isa::wgmma_fence();
@@ -114,14 +117,25 @@ struct Sm90Consumer : Sm90Softmax<C> {
     give_turn();
     isa::schedule_fence();
     const Scales now = scales;
-    if constexpr (Special) {
+    if constexpr (W == Way::special) {
       this->attend_special(s, walk.tile, stage());
       release();
       next_tile();
     } else {
       release();
       // What the next step must know arrives under the exponentials.
-      this->attend(s, now, [&] { next_tile(); });
+      this->template attend<W == Way::edge>(s, now, walk.tile, [&] { next_tile(); });
+    }
+  }
+
+  template <bool First>
+  QATTN_DEVICE void step(Products& s, Values& pv) {
+    if (this->is_plain(walk.tile, scales)) {
+      step<First, Way::plain>(s, pv);
+    } else if (this->is_edge(walk.tile, scales)) {
+      step<First, Way::edge>(s, pv);
+    } else {
+      step<First, Way::special>(s, pv);
     }
   }
 
@@ -139,21 +153,13 @@ struct Sm90Consumer : Sm90Softmax<C> {
     Values pv;
     wait_full();
     scales = this->load_scales(stage());
-    if (this->special(walk.tile, scales)) {
-      step<true, true>(s, pv);
-    } else {
-      step<true, false>(s, pv);
-    }
+    step<true>(s, pv);
     while (walk.tile >= 0) {
       if (!ready) {
         wait_full();
         scales = this->load_scales(stage());
       }
-      if (this->special(walk.tile, scales)) {
-        step<false, true>(s, pv);
-      } else {
-        step<false, false>(s, pv);
-      }
+      step<false>(s, pv);
     }
     isa::sync_warp();
     if (lane == 0) isa::mbarrier_arrive(base + S::q_empty + 8 * group);

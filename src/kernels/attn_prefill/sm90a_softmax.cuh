@@ -37,29 +37,48 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
     for (int r = 0; r < R; ++r) this->row_scale[r] = this->query_scale(r) * scale;
   }
 
-  /// What a thread needs of a plain tile's scales: K's and V's are the same for all keys with the
-  /// same (key % 8) / 2 in 64, and those are the keys that the thread's accumulators belong to.
+  /// What a thread needs of a tile's scales, unless that is special: K's and V's are the same for
+  /// all keys with the same (key % 8) / 2 in 64, and those are the keys that the thread's
+  /// accumulators belong to.
   struct Scales {
     float k[S::halves], v_log[S::halves];
-    std::uint32_t flags;  ///< TileFlags of V; the same in all lanes
+    std::uint32_t flags[S::halves];  ///< TileFlags of V; the same in all lanes
   };
   QATTN_DEVICE Scales load_scales(SharedAddress stage) const {
     Scales x;
-    x.flags = 0;
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       const SharedAddress tail = stage + S::tail_at + h * S::tail_bytes;
       const int key = lane % 4 * 2;
       x.k[h] = isa::load_shared<float>(stage + S::scale_at + 4 * (h * slot_tile + key));
       x.v_log[h] = isa::load_shared<float>(tail + S::log_at + 4 * key);
-      x.flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at);
+      x.flags[h] = isa::load_shared<std::uint32_t>(tail + S::flags_at);
     }
     return x;
   }
 
-  /// Must the tile take the long way?
-  QATTN_DEVICE bool special(int tile, const Scales& x) const {
-    return x.flags != 0 || tile < plain_first || tile > plain_last;
+  /// Does every row see every key, with constant scales? The same answer in the whole warpgroup.
+  QATTN_DEVICE bool is_plain(int tile, const Scales& x) const {
+    std::uint32_t flags = 0;
+#pragma unroll
+    for (int h = 0; h < S::halves; ++h) flags |= x.flags[h];
+    return flags == 0 && tile >= plain_first && tile <= plain_last;
+  }
+
+  /// Is the tile plain but for the bounds of what its rows see? Forgets the tables of keys behind
+  /// the end, which hold anything.
+  QATTN_DEVICE bool is_edge(int tile, Scales& x) const {
+    std::uint32_t flags = 0;
+    bool bad = false;
+#pragma unroll
+    for (int h = 0; h < S::halves; ++h) {
+      const bool exists = tile + h * slot_tile < work.k.length;
+      x.k[h] = exists ? x.k[h] : 0.0f;
+      x.v_log[h] = exists ? x.v_log[h] : 0.0f;
+      flags |= exists ? x.flags[h] : 0;
+      bad |= tile::is_nan(x.k[h]);
+    }
+    return flags == 0 && !params.general && !isa::any(bad);
   }
 
   // ---- The plain tile -------------------------------------------------------------------------
@@ -67,14 +86,20 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
   /// Calls meanwhile() among the exponentials, in the middle: ptxas schedules nothing across it,
   /// and leaves the second half's exponentials where they are (H200, D 128, S 8192: after 7 of 16
   /// groups 770 TFLOP/s, after 3 751, after 13 688, before the first 755).
-  template <class Meanwhile>
-  QATTN_DEVICE void attend(const Products& s, const Scales& x, Meanwhile meanwhile) {
+  template <bool Edge, class Meanwhile>
+  QATTN_DEVICE void attend(const Products& s, const Scales& x, int tile, Meanwhile meanwhile) {
     float scale[S::halves][R], offset[S::halves][R], top[R];
-    plain_maxima(s, x, scale, top);
+    Scores y;
+    if constexpr (Edge) {
+      edge_scores(s, x, tile, y, top);
+    } else {
+      plain_maxima(s, x, scale, top);
+    }
 #pragma unroll
     for (int r = 0; r < R; ++r) {
+      const float ref = log2_255 - (Edge ? this->reference(top[r]) : top[r]);
 #pragma unroll
-      for (int h = 0; h < S::halves; ++h) offset[h][r] = log2_255 - top[r] + x.v_log[h];
+      for (int h = 0; h < S::halves; ++h) offset[h][r] = Edge ? ref : ref + x.v_log[h];
     }
     // Groups of four scores that make a word of P: of one row, from two neighbouring score tiles.
     constexpr int groups = S::n_tiles;
@@ -84,8 +109,9 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
       const int r = g % 2, n = g / 2 * 2, h = 8 * n / slot_tile;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const auto score = static_cast<float>(s[4 * (n + i / 2) + 2 * r + i % 2]);
-        e[g][i] = fmaf(score, scale[h][r], offset[h][r]);
+        const int at = 4 * (n + i / 2) + 2 * r + i % 2;
+        e[g][i] = Edge ? y[0][at / 4][at % 4] + offset[h][r]
+                       : fmaf(static_cast<float>(s[at]), scale[h][r], offset[h][r]);
       }
     };
     const auto pack = [&](int g) {
@@ -116,7 +142,7 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
     for (int r = 0; r < R; ++r) far |= top[r] > max[r] + Base::slack;
     if (isa::any(far)) this->raise_maxima(top);
 #pragma unroll
-    for (int r = 0; r < R; ++r) share[r] = isa::exp2(top[r] - max[r]) * (1.0f / 255);
+    for (int r = 0; r < R; ++r) share[r] = isa::exp2(top[r] - this->reference(max[r])) * (1.0f / 255);
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       const float weight = isa::exp2(-x.v_log[h]);
@@ -127,6 +153,32 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
       }
       poison = fmaf(x.k[h], 0.0f, poison);
     }
+  }
+
+  /// score + log of V's scale in units of log2, -infinity where a row does not see the key.
+  QATTN_DEVICE void edge_scores(const Products& s, const Scales& x, int tile, Scores& y,
+                                float (&top)[R]) {
+    tile::ScoreRow rows[R];
+    float scale[S::halves][R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      rows[r] = this->score_row(r);
+      top[r] = -tile::infinity();
+#pragma unroll
+      for (int h = 0; h < S::halves; ++h) scale[h][r] = this->row_scale[r] * x.k[h];
+    }
+#pragma unroll
+    for (int n = 0; n < S::n_tiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = i / 2, h = 8 * n / slot_tile, j = tile + 8 * n + lane % 4 * 2 + i % 2;
+        const float score = fmaf(static_cast<float>(s[4 * n + i]), scale[h][r], x.v_log[h]);
+        y[0][n][i] = j >= rows[r].begin && j < rows[r].end ? score : -tile::infinity();
+        top[r] = fmaxf(top[r], y[0][n][i]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) top[r] = this->row_max(top[r]);
   }
 
   /// Maximum of score + log of V's scale over the tile's keys, in units of log2.
