@@ -24,8 +24,7 @@ bool compiled_sm90a() {
 
 #define QATTN_SM90A_CONFIG(D, QK, PV) \
   qattn::kernels::Sm90Config { D, qattn::isa::Element::QK, qattn::isa::Element::PV }
-#define QATTN_INSTANCE(D, QK, PV)                                                          \
-  template qattn::isa::LaunchError                                                         \
-  qattn::kernels::launch_sm90a<QATTN_SM90A_CONFIG(D, QK, PV)>(                             \
-      const qattn::kernels::Sm90Params&, qattn::isa::Index3, void*);                       \
+#define QATTN_INSTANCE(D, QK, PV)                                                               \
+  template qattn::isa::LaunchError qattn::kernels::launch_sm90a<QATTN_SM90A_CONFIG(D, QK, PV)>( \
+      const qattn::kernels::Sm90Params&, qattn::isa::Index3, void*);                            \
   template bool qattn::kernels::compiled_sm90a<QATTN_SM90A_CONFIG(D, QK, PV)>();

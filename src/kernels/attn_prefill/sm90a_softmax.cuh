@@ -42,32 +42,30 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
   /// accumulators belong to.
   struct Scales {
     float k[S::halves], v_log[S::halves];
-    std::uint32_t flags[S::halves];  ///< TileFlags of V; the same in all lanes
+    std::uint32_t flags;  ///< TileFlags of V; the same in all lanes
   };
   QATTN_DEVICE Scales load_scales(SharedAddress stage) const {
     Scales x;
+    x.flags = 0;
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       const SharedAddress tail = stage + S::tail_at + h * S::tail_bytes;
       const int key = lane % 4 * 2;
       x.k[h] = isa::load_shared<float>(stage + S::scale_at + 4 * (h * slot_tile + key));
       x.v_log[h] = isa::load_shared<float>(tail + S::log_at + 4 * key);
-      x.flags[h] = isa::load_shared<std::uint32_t>(tail + S::flags_at);
+      x.flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at);
     }
     return x;
   }
 
   /// Does every row see every key, with constant scales? The same answer in the whole warpgroup.
   QATTN_DEVICE bool is_plain(int tile, const Scales& x) const {
-    std::uint32_t flags = 0;
-#pragma unroll
-    for (int h = 0; h < S::halves; ++h) flags |= x.flags[h];
-    return flags == 0 && tile >= plain_first && tile <= plain_last;
+    return x.flags == 0 && tile >= plain_first && tile <= plain_last;
   }
 
   /// Is the tile plain but for the bounds of what its rows see? Forgets the tables of keys behind
   /// the end, which hold anything.
-  QATTN_DEVICE bool is_edge(int tile, Scales& x) const {
+  QATTN_DEVICE bool is_edge(int tile, SharedAddress stage, Scales& x) const {
     std::uint32_t flags = 0;
     bool bad = false;
 #pragma unroll
@@ -75,7 +73,8 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
       const bool exists = tile + h * slot_tile < work.k.length;
       x.k[h] = exists ? x.k[h] : 0.0f;
       x.v_log[h] = exists ? x.v_log[h] : 0.0f;
-      flags |= exists ? x.flags[h] : 0;
+      const SharedAddress tail = stage + S::tail_at + h * S::tail_bytes;
+      if (exists) flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at);
       bad |= tile::is_nan(x.k[h]);
     }
     return flags == 0 && !params.general && !isa::any(bad);
@@ -130,10 +129,11 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
       if (g == groups / 2 - 1) meanwhile();
     }
     pack(groups - 1);
-    add_tile(x, top, count);
+    add_tile<Edge>(x, top, count);
   }
 
   /// The tile's weight, and its part of the row sums.
+  template <bool Edge>
   QATTN_DEVICE void add_tile(const Scales& x, const float (&top)[R],
                              const std::uint32_t (&count)[S::halves][R]) {
     // The reference moves only when a maximum is far above it, which is rare.
@@ -142,7 +142,10 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
     for (int r = 0; r < R; ++r) far |= top[r] > max[r] + Base::slack;
     if (isa::any(far)) this->raise_maxima(top);
 #pragma unroll
-    for (int r = 0; r < R; ++r) share[r] = isa::exp2(top[r] - this->reference(max[r])) * (1.0f / 255);
+    for (int r = 0; r < R; ++r) {
+      const float ref = Edge ? this->reference(max[r]) : max[r];
+      share[r] = isa::exp2(top[r] - ref) * (1.0f / 255);
+    }
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       const float weight = isa::exp2(-x.v_log[h]);
