@@ -265,12 +265,12 @@ void run_bad_values(Check& check, const Kind& kind, std::int64_t dim, bool causa
       const std::string what =
           name + ", " + "qkv"[static_cast<int>(operand)] + " is " + std::to_string(bad);
       if (!check.run(what, kind, call, laid, recipe, now)) return check.fail(what, "did not run");
-      // K's mean; V's scales per channel, which leave bad tokens out.
-      const bool shares =
-          operand == Operand::k
-              ? has_codes(clean.resolved.qk)
-              : operand == Operand::v &&
-                    clean.resolved.v_scale.granularity == Granularity::per_channel;
+      // K's mean; V's scales per channel or group, which leave bad tokens out.
+      const Granularity v = clean.resolved.v_scale.granularity;
+      const bool shares = operand == Operand::k
+                              ? has_codes(clean.resolved.qk)
+                              : operand == Operand::v && (v == Granularity::per_channel ||
+                                                          v == Granularity::per_thread);
       const std::string why = check_rows(call, operand, shares, now, clean);
       if (!why.empty()) check.fail(what, why);
     }
