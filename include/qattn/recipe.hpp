@@ -22,7 +22,8 @@ namespace qattn {
 ///   per_thread         Q: (B, H, ceil(S / block) * block / warp * 8), index (s / warp) * 8 + s % 8
 ///                      K: (B, H, ceil(S / block) * 4), index (s / block) * 4 + s % 8 / 2
 ///                      V (s8, block 64): (B, H, S): the tokens of a block with the same s % 8 / 2
-///                      share the scale of their largest; those below a quarter of it have their own
+///                      share the scale of their largest; tokens below a quarter of it have their
+///                      own
 ///   per_token          (B, H, S)
 ///   per_channel        (B, H, D)
 ///   per_block_channel  (B, H, ceil(S / block), D)

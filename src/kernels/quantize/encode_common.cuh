@@ -138,8 +138,8 @@ struct RowPair {
   float scale[2];
 };
 
-/// The maximum of bits over rows with the same (row % 8) / 2, of which lanes hold numbers `lane` and
-/// `lane` + 32: lanes that differ in bits 0, 3 and 4.
+/// The maximum of bits over rows with the same (row % 8) / 2, of which lanes hold numbers `lane`
+/// and `lane` + 32: lanes that differ in bits 0, 3 and 4.
 QATTN_DEVICE std::uint32_t thread_max(std::uint32_t v) {
 #pragma unroll
   for (const int mask : {1, 8, 16}) {
