@@ -11,6 +11,17 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
+/// Sequences that kernels can index with 32 bits, a tile behind the end included.
+inline bool too_long(const Problem& p) {
+  return std::max(p.max_q, p.max_k) > std::int64_t{1} << 30;
+}
+
+/// Must q . (K's mean) be prepared? Scores lack it; what is not relative to them needs it.
+inline bool needs_dot_mean(const Problem& p, const Recipe& r) {
+  const bool mean = r.smooth_k == Toggle::on || p.tensors.k_mean.present();
+  return mean && (p.tensors.lse.present() || p.softcap > 0 || p.tensors.sinks.present());
+}
+
 /// Do rows start and step at multiples of 16 bytes?
 inline bool aligned(const TokenTensor& t) {
   const std::int64_t bytes = info(t.format).bits / 8;

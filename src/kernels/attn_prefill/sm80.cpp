@@ -122,9 +122,7 @@ PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
   PrepareNeeds n;
   n.q_rows = n.k_rows = coded(r.qk);
   n.v_tiles = coded(r.v);
-  const bool mean = r.smooth_k == Toggle::on || p.tensors.k_mean.present();
-  n.dot_mean =
-      n.q_rows && mean && (p.tensors.lse.present() || p.softcap > 0 || p.tensors.sinks.present());
+  n.dot_mean = n.q_rows && needs_dot_mean(p, r);
   return n;
 }
 
@@ -199,8 +197,7 @@ Status supports(const Problem& p) {
   }
   if (r.smooth_v == Toggle::on && !coded(r.v)) return refuse("smooth_v is for quantised V");
   if (r.rotate == Toggle::on && !coded(r.qk)) return refuse("rotate is for quantised Q and K");
-  constexpr std::int64_t longest = std::int64_t{1} << 30;
-  if (p.max_q > longest || p.max_k > longest) return refuse("sequences longer than 2^30 tokens");
+  if (too_long(p)) return refuse("sequences longer than 2^30 tokens");
   if (find(c) == nullptr) {
     return refuse("no instance for Q and K in " + text(r.qk) + ", P in " + text(r.p) +
                   " and head dimension " + std::to_string(c.d));

@@ -65,8 +65,7 @@ bool thread_scaled(const Problem& p, const Recipe& r) {
 PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
   PrepareNeeds n;
   n.q_rows = n.k_rows = n.v_tiles = true;
-  const bool mean = r.smooth_k == Toggle::on || p.tensors.k_mean.present();
-  n.dot_mean = mean && (p.tensors.lse.present() || p.softcap > 0 || p.tensors.sinks.present());
+  n.dot_mean = needs_dot_mean(p, r);
   return n;
 }
 
@@ -90,12 +89,13 @@ Status supports(const Problem& p) {
   }
   const PrepareNeeds needs = needs_of(p, r);
   if (const std::string why = prepare_refusal(p, r, needs); !why.empty()) return refuse(why);
+  if (too_long(p)) return refuse("sequences longer than 2^30 tokens");
   const PrepareLayout layout = plan_prepare(p, r, needs);
-  constexpr std::int64_t limit = 0x7fffffff;
+  // TMA's coordinates and the loop over works are 32-bit and run a little past the end.
+  constexpr std::int64_t limit = 0x7fffffff - 4096;
   const std::int64_t blocks = (p.max_q + tile_rows - 1) / tile_rows;
   if (p.heads_q * layout.part[0].slots > limit || p.heads_kv * layout.part[1].slots > limit ||
-      p.batch * p.heads_q > limit / std::max<std::int64_t>(blocks, 1) ||
-      std::max(p.max_q, p.max_k) > std::int64_t{1} << 30) {
+      p.batch * p.heads_q > limit / std::max<std::int64_t>(blocks, 1)) {
     return refuse("more than 2^31 rows");
   }
   return {};

@@ -128,12 +128,10 @@ struct Sm90Consumer : Sm90Softmax<C> {
     this->template attend<false>(s, now, walk.tile, [&] { next_tile(); });
   }
 
-  /// Softmax of any tile.
-  QATTN_DEVICE void softmax(const Products& s) {
+  /// Softmax of any other tile.
+  QATTN_DEVICE void softmax_other(const Products& s) {
     Scales now = scales;
-    if (this->is_plain(walk.tile, now)) {
-      softmax_plain(s);
-    } else if (this->is_edge(walk.tile, stage(), now)) {
+    if (this->is_edge(walk.tile, stage(), now)) {
       release();
       this->template attend<true>(s, now, walk.tile, [&] { next_tile(); });
     } else {
@@ -158,7 +156,11 @@ struct Sm90Consumer : Sm90Softmax<C> {
     wait_full();
     scales = this->load_scales(stage());
     start(s);
-    softmax(s);
+    if (this->is_plain(walk.tile, scales)) {
+      softmax_plain(s);
+    } else {
+      softmax_other(s);
+    }
     while (walk.tile >= 0) {
       if (!ready) {
         wait_full();
@@ -171,7 +173,7 @@ struct Sm90Consumer : Sm90Softmax<C> {
         softmax_plain(s);
       } else {
         multiply(s, pv);
-        softmax(s);
+        softmax_other(s);
       }
     }
     isa::sync_warp();

@@ -31,6 +31,7 @@ struct Sm90Params : PrefillParams {
 /// is multiplied in the same step.
 template <Sm90Config C>
 struct Sm90Shape {
+  static_assert(C.qk == isa::Element::s8 && C.pv == isa::Element::u8, "no other products yet");
   static constexpr bool wide_qk = false, wide_pv = false, u8 = true;
   static constexpr float p_log2 = 0.0f;
   static constexpr int d = C.d, keys = 128, consumers = 2, rows = 64 * consumers;

@@ -238,7 +238,7 @@ struct TokenScales {
     const int b = static_cast<int>(unit / p.rows.heads),
               head = static_cast<int>(unit % p.rows.heads);
     if (g.granularity == Granularity::per_tensor && unit != 0) return;
-    const std::int64_t token = first_token(g, group);
+    const std::int64_t token = g.first_token(group);
     auto* out = static_cast<float*>(p.scale);
     if (token < p.longest) {
       isa::store_global(out + g.offset(p.scale_stride, false, b, head, token, channel),
@@ -248,27 +248,6 @@ struct TokenScales {
       isa::store_global(
           out + b * p.scale_stride[0] + head * p.scale_stride[1] + group * p.scale_stride[2],
           formats::amax_scale(0.0f, code_limit(p.kind)));
-    }
-  }
-
-  /// The first token of a group: the inverse of scale_index().
-  static QATTN_DEVICE std::int64_t first_token(const Grouping& g, std::int64_t group) {
-    switch (g.granularity) {
-      case Granularity::per_tensor:
-      case Granularity::per_head:
-      case Granularity::per_channel:
-        return 0;
-      case Granularity::per_block:
-      case Granularity::per_block_channel:
-        return group * g.block;
-      case Granularity::per_warp:
-        return group * g.warp;
-      case Granularity::per_thread:
-        return g.role == Role::q   ? group / 8 * g.warp + group % 8
-               : g.role == Role::k ? group / 4 * g.block + group % 4 * 2
-                                   : group;
-      default:
-        return group;
     }
   }
 };

@@ -45,6 +45,26 @@ struct ScaleGroups {
     }
   }
 
+  /// The first token of a group: the inverse of index().
+  QATTN_HD std::int64_t first_token(std::int64_t at) const {
+    switch (granularity) {
+      case Granularity::per_tensor:
+      case Granularity::per_head:
+      case Granularity::per_channel:
+        return 0;
+      case Granularity::per_block:
+      case Granularity::per_block_channel:
+        return at * block;
+      case Granularity::per_warp:
+        return at * warp;
+      case Granularity::per_thread:
+        if (role == Role::v) return at;
+        return role == Role::q ? at / 8 * warp + at % 8 : at / 4 * block + at % 4 * 2;
+      default:
+        return at;
+    }
+  }
+
   /// Element of a scale tensor with these strides. `token` is the one inside its sequence, or, with
   /// `paged` scales, inside page `outer`.
   QATTN_HD std::int64_t offset(const std::int64_t* stride, bool paged, std::int64_t outer,
