@@ -46,6 +46,7 @@ test: build sanitize arm
 	ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 	QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_LIBRARY=$(CURDIR)/$(BUILD)/src/libqattn.a \
 	  QATTN_FORMATS_DUMP=$(CURDIR)/$(BUILD)/bin/formats_dump \
+	  QATTN_BENCH_LIBRARY=$(CURDIR)/$(BUILD)/tests/emulated/libattention_bench_emulated.so \
 	  QATTN_FAKE_CUDA=$(CURDIR)/$(BUILD)/tests/validation/libqattn_fake_cuda.so \
 	  PYTHONPATH=$(BUILD)/python $(PY) -m pytest -q -p no:cacheprovider tests
 
@@ -97,8 +98,11 @@ gpu-sanitize: gpu-build
 	    $(GPU_BUILD)/bin/sanitize_kernels --exact --run-only || exit 1; \
 	done
 
+# What to measure is in GPU_BENCH: make gpu-bench GPU_BENCH="--shapes mha --recipes int8_full"
 gpu-bench: gpu-build
-	PYTHONPATH=$(GPU_BUILD)/python python3 bench/gpu.py -o $(GPU_BUILD)/bench.json
+	cmake --build $(GPU_BUILD) -j $(JOBS) --target attention_bench
+	python3 bench/bench.py run --library $(GPU_BUILD)/cuda/libattention_bench.so \
+	  -o $(GPU_BUILD)/bench.json $(GPU_BENCH)
 
 format:
 	clang-format -i $$(git ls-files '*.cpp' '*.hpp' '*.h' '*.inl' '*.cu' '*.cuh')

@@ -1,0 +1,106 @@
+// The steps of a GPU attention call as C functions, so that bench/bench.py can time them beside
+// torch in one process. Not part of the library. Compiled by nvcc for GPUs, and by the host
+// compiler for the emulator, where the driver's own tests call it.
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "kernels/attn_prefill/gpu.hpp"
+
+using namespace qattn;
+
+/// Opaque to the driver. Not in an unnamed namespace: that would hide the functions that take it.
+struct Handle {
+  Problem problem;
+  std::shared_ptr<detail::PlanData> plan;
+  std::string kernel;
+};
+
+static std::string error;
+
+/// Bits that one element of an operand takes where the attention step reads it.
+static std::int64_t bits_read(Format of_recipe, const TensorView& given) {
+  return info(of_recipe == Format::none ? given.format : of_recipe).bits;
+}
+
+static bool is_code(Format f) {
+  return f != Format::none && f != Format::f16 && f != Format::bf16 && f != Format::f32;
+}
+
+#define BENCH_EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+struct BenchShape {
+  std::int64_t batch, heads_q, heads_kv, tokens_q, tokens_k, d;
+  std::int32_t causal, f16;
+};
+
+/// Why the last call failed.
+BENCH_EXPORT const char* bench_error() { return error.c_str(); }
+
+/// Q, K, V, out: dense (B, S, H, D) in 16 bits. Null on failure: no kernel takes it.
+BENCH_EXPORT Handle* bench_create(const char* recipe, const BenchShape* s, void* q, void* k,
+                                  void* v, void* out) {
+  const Format f = s->f16 ? Format::f16 : Format::bf16;
+  AttentionTensors t;
+  t.q = TensorView::dense(q, f, {s->batch, s->tokens_q, s->heads_q, s->d});
+  t.k = TensorView::dense(k, f, {s->batch, s->tokens_k, s->heads_kv, s->d});
+  t.v = TensorView::dense(v, f, {s->batch, s->tokens_k, s->heads_kv, s->d});
+  t.out = TensorView::dense(out, f, {s->batch, s->tokens_q, s->heads_q, s->d});
+  for (TensorView* x : {&t.q, &t.k, &t.v, &t.out}) x->device = {DeviceType::cuda, 0};
+  AttentionOptions o;
+  const Result<Recipe> named = recipe_named(recipe);
+  if (!named.ok()) {
+    error = named.status().message();
+    return nullptr;
+  }
+  o.recipe = *named;
+  o.causal = s->causal != 0;
+  Result<Problem> problem = Problem::make(t, o);
+  if (!problem.ok()) {
+    error = problem.status().message();
+    return nullptr;
+  }
+  error.clear();
+  for (const detail::Kernel& kernel : kernels::gpu_attention_kernels()) {
+    const Status status = kernel.supports(*problem);
+    if (status.ok()) {
+      return new Handle{*problem, kernel.tune(*problem), std::string(kernel.name)};
+    }
+    error += (error.empty() ? "" : "; ") + std::string(kernel.name) + ": " + status.message();
+  }
+  return nullptr;
+}
+
+BENCH_EXPORT const char* bench_kernel(const Handle* h) { return h->kernel.c_str(); }
+
+/// Bytes of device memory that bench_run() needs, at a multiple of 64.
+BENCH_EXPORT std::int64_t bench_workspace(const Handle* h) {
+  return static_cast<std::int64_t>(h->plan->workspace);
+}
+
+/// Is there a step of quantisation?
+BENCH_EXPORT int bench_quantises(const Handle* h) {
+  return is_code(h->plan->recipe.qk) || is_code(h->plan->recipe.v);
+}
+
+/// Bytes of K and V as the attention step reads them, each once and without scales.
+BENCH_EXPORT std::int64_t bench_kv_bytes(const Handle* h) {
+  const Problem& p = h->problem;
+  const Recipe& r = h->plan->recipe;
+  return p.batch * p.max_k * p.heads_kv *
+         (p.d * bits_read(r.qk, p.tensors.k) + p.dv * bits_read(r.v, p.tensors.v)) / 8;
+}
+
+/// step 0: quantise and attend, 1: quantise, 2: attend. 0 on success.
+BENCH_EXPORT int bench_run(Handle* h, int step, void* workspace, void* stream) {
+  Status s;
+  if (step != 2) s = kernels::quantize_operands(*h->plan, h->problem, workspace, stream);
+  if (s.ok() && step != 1) s = kernels::attend(*h->plan, h->problem, workspace, stream);
+  if (!s.ok()) error = s.message();
+  return s.ok() ? 0 : 1;
+}
+
+BENCH_EXPORT void bench_destroy(Handle* h) { delete h; }
+}
