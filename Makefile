@@ -9,7 +9,7 @@ APT := g++ cmake pkg-config ninja-build python3-dev python3-venv libgtest-dev li
        nlohmann-json3-dev libboost-context-dev g++-aarch64-linux-gnu qemu-user
 
 .PHONY: all setup build demo test sanitize arm wheel gpu-build gpu-test gpu-sanitize gpu-bench \
-        format clean
+        model format clean
 all: build
 
 $(BUILD)/.apt: Makefile
@@ -103,6 +103,11 @@ gpu-bench: gpu-build
 	cmake --build $(GPU_BUILD) -j $(JOBS) --target attention_bench
 	python3 bench/bench.py run --library $(GPU_BUILD)/cuda/libattention_bench.so \
 	  -o $(GPU_BUILD)/bench.json $(GPU_BENCH)
+
+# Bounds on the GPU kernels' time, from the emulator: after a change of a kernel.
+model: build
+	$(BUILD)/bin/qattn model --json >bench/results/model-h200.json
+	$(PY) bench/bench.py render
 
 format:
 	clang-format -i $$(git ls-files '*.cpp' '*.hpp' '*.h' '*.inl' '*.cu' '*.cuh')

@@ -1,6 +1,6 @@
-// The steps of a GPU attention call as C functions, so that bench/bench.py can time them beside
-// torch in one process. Not part of the library. Compiled by nvcc for GPUs, and by the host
-// compiler for the emulator, where the driver's own tests call it.
+// Compiled by nvcc for GPUs, and by the host compiler for the emulator.
+#include "gpu/attention_bench.hpp"
+
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -9,8 +9,7 @@
 
 using namespace qattn;
 
-/// Opaque to the driver. Not in an unnamed namespace: that would hide the functions that take it.
-struct Handle {
+struct BenchHandle {
   Problem problem;
   std::shared_ptr<detail::PlanData> plan;
   std::string kernel;
@@ -31,17 +30,10 @@ static bool is_code(Format f) {
 
 extern "C" {
 
-struct BenchShape {
-  std::int64_t batch, heads_q, heads_kv, tokens_q, tokens_k, d;
-  std::int32_t causal, f16;
-};
-
-/// Why the last call failed.
 BENCH_EXPORT const char* bench_error() { return error.c_str(); }
 
-/// Q, K, V, out: dense (B, S, H, D) in 16 bits. Null on failure: no kernel takes it.
-BENCH_EXPORT Handle* bench_create(const char* recipe, const BenchShape* s, void* q, void* k,
-                                  void* v, void* out) {
+BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, void* q, void* k,
+                                       void* v, void* out) {
   const Format f = s->f16 ? Format::f16 : Format::bf16;
   AttentionTensors t;
   t.q = TensorView::dense(q, f, {s->batch, s->tokens_q, s->heads_q, s->d});
@@ -66,35 +58,36 @@ BENCH_EXPORT Handle* bench_create(const char* recipe, const BenchShape* s, void*
   for (const detail::Kernel& kernel : kernels::gpu_attention_kernels()) {
     const Status status = kernel.supports(*problem);
     if (status.ok()) {
-      return new Handle{*problem, kernel.tune(*problem), std::string(kernel.name)};
+      return new BenchHandle{*problem, kernel.tune(*problem), std::string(kernel.name)};
     }
     error += (error.empty() ? "" : "; ") + std::string(kernel.name) + ": " + status.message();
   }
   return nullptr;
 }
 
-BENCH_EXPORT const char* bench_kernel(const Handle* h) { return h->kernel.c_str(); }
+BENCH_EXPORT const char* bench_kernel(const BenchHandle* h) { return h->kernel.c_str(); }
 
-/// Bytes of device memory that bench_run() needs, at a multiple of 64.
-BENCH_EXPORT std::int64_t bench_workspace(const Handle* h) {
+BENCH_EXPORT std::int64_t bench_workspace(const BenchHandle* h) {
   return static_cast<std::int64_t>(h->plan->workspace);
 }
 
-/// Is there a step of quantisation?
-BENCH_EXPORT int bench_quantises(const Handle* h) {
+BENCH_EXPORT int bench_quantises(const BenchHandle* h) {
   return is_code(h->plan->recipe.qk) || is_code(h->plan->recipe.v);
 }
 
-/// Bytes of K and V as the attention step reads them, each once and without scales.
-BENCH_EXPORT std::int64_t bench_kv_bytes(const Handle* h) {
+BENCH_EXPORT std::int64_t bench_kv_bytes(const BenchHandle* h) {
   const Problem& p = h->problem;
   const Recipe& r = h->plan->recipe;
   return p.batch * p.max_k * p.heads_kv *
          (p.d * bits_read(r.qk, p.tensors.k) + p.dv * bits_read(r.v, p.tensors.v)) / 8;
 }
 
-/// step 0: quantise and attend, 1: quantise, 2: attend. 0 on success.
-BENCH_EXPORT int bench_run(Handle* h, int step, void* workspace, void* stream) {
+BENCH_EXPORT std::int64_t bench_q_bytes(const BenchHandle* h) {
+  const Problem& p = h->problem;
+  return p.batch * p.max_q * p.heads_q * p.d * bits_read(h->plan->recipe.qk, p.tensors.q) / 8;
+}
+
+BENCH_EXPORT int bench_run(BenchHandle* h, int step, void* workspace, void* stream) {
   Status s;
   if (step != 2) s = kernels::quantize_operands(*h->plan, h->problem, workspace, stream);
   if (s.ok() && step != 1) s = kernels::attend(*h->plan, h->problem, workspace, stream);
@@ -102,5 +95,5 @@ BENCH_EXPORT int bench_run(Handle* h, int step, void* workspace, void* stream) {
   return s.ok() ? 0 : 1;
 }
 
-BENCH_EXPORT void bench_destroy(Handle* h) { delete h; }
+BENCH_EXPORT void bench_destroy(BenchHandle* h) { delete h; }
 }

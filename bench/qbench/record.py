@@ -94,10 +94,19 @@ def lines(items):
     return "[\n" + ",\n".join("  " + json.dumps(x) for x in items) + "\n ]"
 
 
+def markdown(header, rows):
+    """A table."""
+    return [
+        "| " + " | ".join(header) + " |",
+        "|---" * len(header) + "|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+
+
 def committed():
-    """The records in the repository: CPUs first."""
-    paths = sorted(RESULTS.glob("cpu-*.json")) + sorted(RESULTS.glob("gpu-*-prefill.json"))
-    return [Record.load(path) for path in paths]
+    """The records in the repository, CPUs first; the folder holds files of other tools, too."""
+    paths = [*sorted(RESULTS.glob("cpu-*.json")), *sorted(RESULTS.glob("gpu-*.json"))]
+    return [Record.load(path) for path in paths if "schema" in json.loads(path.read_text())]
 
 
 def baselines(cells, baseline):

@@ -1,7 +1,7 @@
 """docs/PERFORMANCE.md from bench/results: a section a record, a table a family of shapes."""
 
 from . import model, plot
-from .record import ROOT, baselines, committed
+from .record import ROOT, baselines, committed, markdown
 
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
 TITLES = {
@@ -62,14 +62,6 @@ def text_of(cell, base):
         return f"{cell['median_ms'] * 1e3:.0f} us"
     ratio = f" ({base / cell['median_ms']:.2f}x)" if base else ""
     return speed(cell) + ratio
-
-
-def markdown(header, rows):
-    return [
-        "| " + " | ".join(header) + " |",
-        "|---" * len(header) + "|",
-        *("| " + " | ".join(row) + " |" for row in rows),
-    ]
 
 
 def speed_table(cells, baseline):

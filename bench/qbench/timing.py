@@ -15,7 +15,10 @@ class WallClock:
 
 
 class CudaClock:
-    """Between CUDA events. Before each, L2 is filled with something else by reading it."""
+    """Between CUDA events. Before each, L2 is filled with something else by reading it.
+
+    While the GPU does that, the host enqueues the call: its time is not measured.
+    """
 
     def __init__(self, torch):
         self.torch = torch

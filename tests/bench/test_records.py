@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from qbench import plot, render  # noqa: E402
+from qbench import model, plot, render  # noqa: E402
 from qbench.compare import compare  # noqa: E402
 from qbench.record import Record, committed, make_cell  # noqa: E402
 from qbench.shapes import parse_custom  # noqa: E402
@@ -179,3 +179,38 @@ def test_every_picture_of_the_page_is_there_twice():
     for path in named:
         assert path.is_file() and path.with_suffix(".png").is_file(), path
     assert {p.stem for p in plot.PLOTS.iterdir()} == {p.stem for p in named}
+
+
+# ---- model ---------------------------------------------------------------------------------------
+
+
+def predicted(**changes):
+    shape = {k: v for k, v in vars(SHAPE).items() if k != "group"}
+    row = {"shape": shape, "recipe": "int8", "kernel": "sm80_prefill", "step": "kernel",
+           "predicted_ms": 0.5, "limit": "special", "clocks_a_tile": {"tensor": 1, "special": 2}}
+    return row | changes  # fmt: skip
+
+
+def test_predictions_meet_their_own_measurement():
+    x = record()
+    for step, ms in (("e2e", 3.0), ("kernel", 1.0)):
+        x.cells.append(make_cell(SHAPE, "int8", "bf16", step, median_ms=ms, kernel="sm80_prefill"))
+    assert model.find(predicted(), x) == 1.0
+    assert model.text_of(predicted(), x) == "500 us special; 2.00x"
+    other_shape = predicted()["shape"] | {"causal": True}
+    for other in ({"kernel": "sm90a_prefill"}, {"recipe": "fp8"}, {"shape": other_shape}):
+        assert model.find(predicted(**other), x) is None
+    assert model.text_of(predicted(recipe="fp8"), x) == "500 us special"
+    del x.cells[1]["kernel"]  # of before kernels were named
+    assert model.find(predicted(), x) == 1.0
+
+
+def test_the_committed_model_has_measurements():
+    ((name, data),) = model.models()
+    gpu = sweep_record()
+    assert name == "model-h200.json" and data["machine"]["name"] == gpu.machine
+    found = [model.find(row, gpu) for row in data["rows"]]
+    assert any(found)
+    # A bound that a measurement undercuts is none: the counts or the rates would be wrong.
+    for row, ms in zip(data["rows"], found):
+        assert ms is None or ms >= row["predicted_ms"], row
