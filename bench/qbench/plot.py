@@ -22,9 +22,11 @@ COLOURS = {
     "fp8": "#009E73",
     "fp8_p16": "#F0E442",
 }
+MARKERS = {"e2e": "o", "kernel": "^", "cached": "s"}
 DASHES = {"e2e": "-", "kernel": "--", "cached": ":"}
 SWEEP = "mha"  # the group with a length on its axis
 MEASURES = {"speed": "TFLOP/s", "speedup": "times as fast as torch cudnn"}
+OTHERS = "times as fast as the faster of torch's back ends"
 RIVAL = ("torch cudnn", "bf16")
 STYLE = {
     "svg.hashsalt": "qattn",
@@ -99,6 +101,41 @@ def sweep_figure(cells, kind):
     return figure
 
 
+def others_figure(cells):
+    """Shapes of models, one a line: speed-ups over the faster of torch's back ends there."""
+    plt = pyplot()
+    base = best_torch(cells)
+    shapes = [s for s in dict.fromkeys(c.shape for c in cells) if s.name in base]
+    figure, axis = plt.subplots(figsize=(8, 1.6 + 0.24 * len(shapes)))
+    for label in dict.fromkeys(c.label for c in cells):
+        line = [c for c in cells if c.label == label and c.shape.name in base]
+        if line:
+            axis.plot(
+                [base[c.shape.name] / c["median_ms"] for c in line],
+                [shapes.index(c.shape) for c in line],
+                MARKERS[line[0]["step"]],
+                color=COLOURS[line[0]["candidate"]],
+                label=label,
+            )
+    axis.set_yticks(range(len(shapes)), [s.name for s in shapes], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(left=0)
+    axis.axvline(1, color="#bbbbbb", zorder=0)
+    axis.set_xlabel(OTHERS)
+    figure.legend(*axis.get_legend_handles_labels(), loc="lower center", ncols=5, frameon=False)
+    figure.tight_layout(rect=(0, 0.9 / figure.get_figheight(), 1, 1))
+    return figure
+
+
+def best_torch(cells):
+    """Milliseconds of the faster back end by shape."""
+    best = {}
+    for c in cells:
+        if c["candidate"].startswith("torch "):
+            best[c.shape.name] = min(c["median_ms"], best.get(c.shape.name, c["median_ms"]))
+    return best
+
+
 def pareto_points(record):
     """{panel: [(candidate, step, speed-up, error)]}; a panel is a family of inputs.
 
@@ -152,8 +189,7 @@ def pareto_figure(record):
         best = front(points)
         axis.plot([p[2] for p in best], [p[3] for p in best], color="#bbbbbb", zorder=0)
         for candidate, step, ratio, error in points:
-            marker = "o" if step == "e2e" else "^"
-            axis.plot(ratio, error, marker, color=COLOURS[candidate])
+            axis.plot(ratio, error, MARKERS[step], color=COLOURS[candidate])
             axis.annotate(
                 candidate, (ratio, error), xytext=(4, 4), textcoords="offset points", fontsize=7
             )
@@ -170,14 +206,17 @@ def pareto_figure(record):
 def figures(record):
     """{file name without its end: (caption, function that draws)}."""
     cells = speeds(record.groups().get(SWEEP, []))
-    if not baselines(cells, RIVAL):
-        return {}
+    others = [c for c in speeds(record.cells) if c.shape.group != SWEEP]
     stem = record.name.removesuffix(".json")
-    machine = record.machine
-    drawn = {
-        f"{stem}-{kind}": (f"{machine}: {measure}", lambda kind=kind: sweep_figure(cells, kind))
-        for kind, measure in MEASURES.items()
-    }
+    machine, drawn = record.machine, {}
+    if baselines(cells, RIVAL):
+        for kind, measure in MEASURES.items():
+            drawn[f"{stem}-{kind}"] = (
+                f"{machine}: {measure}",
+                lambda kind=kind: sweep_figure(cells, kind),
+            )
+    if best_torch(others):
+        drawn[f"{stem}-models"] = (f"{machine}: {OTHERS}", lambda: others_figure(others))
     if any(pareto_points(record).values()):
         caption = f"{machine}: error against speed"
         drawn[f"{stem}-pareto"] = (caption, lambda: pareto_figure(record))

@@ -10,10 +10,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from qbench import model, plot, render  # noqa: E402
+from qbench import model, plot, render, shapes  # noqa: E402
 from qbench.compare import compare  # noqa: E402
 from qbench.record import Record, committed, make_cell  # noqa: E402
 from qbench.shapes import parse_custom  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "tools" / "sim"))
+import recipe_sim  # noqa: E402
 
 BENCH = [sys.executable, str(ROOT / "bench" / "bench.py")]
 SHAPE = parse_custom("1,1,1,1024,1024,64")
@@ -173,6 +176,44 @@ def test_points_of_the_pareto_plot_by_hand():
     assert plot.pareto_points(x) == {"sink": [("bf16", "e2e", 0.5, 0.5)]}
 
 
+def whole_record():
+    """The committed sweep, with made-up numbers for what it lacks."""
+    x = sweep_record()
+    x.errors = [
+        {"family": family, "dim": 128, "candidate": name, "io": "bf16", "nrmse": e * (i + 1)}
+        for i, family in enumerate(recipe_sim.FAMILIES)
+        for name, e in (("torch cudnn", 2e-3), ("bf16", 2e-3), ("int8_full", 1e-2))
+    ]
+    for group in ("gqa", "llm", "video", "decode"):
+        for n, shape in enumerate(shapes.GROUPS[group]):
+            times = {"torch flash": 2.0, "torch cudnn": 1.0 + n, "int8_full": 0.8, "bf16": 2.5}
+            x.cells += [
+                make_cell(shape, name, "bf16", "e2e", median_ms=ms, tflops=1 / ms)
+                for name, ms in times.items()
+            ]
+    return x
+
+
+def test_plots_of_a_whole_record():
+    pytest.importorskip("matplotlib")
+    x = whole_record()
+    figures = plot.figures(x)
+    drawn = {name.rsplit("-", 1)[1]: draw() for name, (_, draw) in figures.items()}
+    assert set(drawn) == {"speed", "speedup", "models", "pareto"}
+    titles = [a.get_title() for a in drawn["pareto"].axes if a.get_visible()]
+    assert titles == recipe_sim.FAMILIES
+    # Over the faster back end: flash where cuDNN takes longer.
+    lines = {line.get_label(): line for line in drawn["models"].axes[0].lines}
+    n = len(shapes.GROUPS["gqa"])
+    assert list(lines["int8_full e2e"].get_xdata()[:n]) == pytest.approx(
+        [min(2.0, 1.0 + i) / 0.8 for i in range(n)]
+    )
+    text = "\n".join(render.record_section(x))
+    for group in ("gqa", "llm", "video", "decode"):
+        assert f"### {render.TITLES[group]}" in text
+    assert "512 of 16K" in text and "| int8_full, bf16 | 1.0e-02 | 2.0e-02 |" in text
+
+
 def test_every_picture_of_the_page_is_there_twice():
     named = [p for r in committed() for p, _ in plot.pictures(r)]
     assert named
@@ -186,9 +227,9 @@ def test_every_picture_of_the_page_is_there_twice():
 
 def predicted(**changes):
     shape = {k: v for k, v in vars(SHAPE).items() if k != "group"}
-    row = {"shape": shape, "recipe": "int8", "kernel": "sm80_prefill", "step": "kernel",
-           "predicted_ms": 0.5, "limit": "special", "clocks_a_tile": {"tensor": 1, "special": 2}}
-    return row | changes  # fmt: skip
+    row = {"shape": shape, "recipe": "int8", "kernel": "sm80_prefill", "step": "kernel"}
+    row |= {"predicted_ms": 0.5, "limit": "special", "clocks_a_tile": {"tensor": 1, "special": 2}}
+    return row | changes
 
 
 def test_predictions_meet_their_own_measurement():

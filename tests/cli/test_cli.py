@@ -330,7 +330,7 @@ def test_model(tmp_path):
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"cells": [cell | {"step": "e2e", "median_ms": 9}, cell]}))
     call = ("model", "--shape", "4,8,2,1024,1024,128", "--causal", "--measured", record,
-            "--recipe", "int8_full,bf16,fp8")
+            "--recipe", "int8_full,bf16,f32")
     report = result_json(*call)
     full, wide = report["rows"]
     assert full["shape"] == shape and full["kernel"] == "sm90a_prefill"
@@ -343,7 +343,7 @@ def test_model(tmp_path):
     assert full["bound_us"][full["limit"]] == max(full["bound_us"].values())
     assert full["measured_ms"] == 0.25 and "measured_ms" not in wide
     assert full["measured_over_predicted"] == pytest.approx(0.25 / full["predicted_ms"])
-    assert any("fp8" in why and "sm_90" in why for why in report["refused"])
+    assert any("f32: " in why and "sm90a_prefill" in why for why in report["refused"])
     # The record's time is not the portable kernel's.
     (portable,) = result_json(*call[:-1], "int8_full", "--portable")["rows"]
     assert portable["kernel"] == "sm80_prefill" and "measured_ms" not in portable
@@ -367,7 +367,7 @@ def test_the_committed_model_is_what_the_kernels_do():
 def test_model_refusals(tmp_path):
     refused("model", "--shape", "1,2", says=["--shape 1,2"])
     refused("model", "--shape", "1,1,1,128,128,64", "--recipe", "nope", says=["nope"])
-    refused("model", "--shape", "1,1,1,128,128,64", "--recipe", "fp8", status=3, says=["sm_90"])
+    refused("model", "--shape", "1,1,1,128,128,64", "--recipe", "f32", status=3, says=["_prefill"])
     refused("model", "--shape", "1,1,1,128,1073741952,64", status=3, says=["2^30"])
     refused("model", "--measured", tmp_path / "absent.json", says=["absent.json"])
     for text in ("{", "[]", '{"cells": 1}', '{"cells": [{"candidate": 1}]}'):

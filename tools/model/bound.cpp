@@ -17,6 +17,7 @@ constexpr UnitText texts[units] = {
     {"issue", "warp instructions of the vocabulary"},
     {"shared", "bytes of shared memory"},
     {"l2", "bytes between L2 and multiprocessors"},
+    {"tma", "bytes of them by TMA and bulk copies"},
     {"dram", "bytes of Q, K, V and O, each once"},
 };
 
@@ -60,6 +61,7 @@ Amounts amounts_of(const emu::Stats& s) {
   const double conflicts = 128 * (number(s.matrix_waves) - number(s.matrix_rows));
   a[Unit::shared] = number(s.shared_read + s.shared_written) + conflicts;
   a[Unit::l2] = number(s.global_read + s.global_written);
+  a[Unit::tma] = number(s.bulk_bytes);
   return a;
 }
 
@@ -73,11 +75,11 @@ const Machine& h200() {
   // Lanes a clock: microbenchmarks on an H200 (EX2 16; F2IP, F2FP, PRMT, FMNMX 64; FFMA 128).
   // Products: the data sheet's 1979 TOP/s are 4096 multiply-accumulates of 8 bits at 1.83 GHz; the
   // 1870 to 1917 that a microbenchmark of wgmma sustains are that at 1.73 to 1.77. Shared memory is
-  // 32 banks of 4 bytes, the port to L2 64 bytes, the schedulers four, by the architecture. Clock:
-  // what runs of these kernels sustain. Memory: the data sheet's.
+  // 32 banks of 4 bytes, the port to L2, which TMA uses too, 64 bytes, the schedulers four, by the
+  // architecture. Clock: what runs of these kernels sustain. Memory: the data sheet's.
   static const Machine machine{
       "NVIDIA H200", 132,
-      1.755e9,       {4096, 16, 64, 64, 128, 4, 128, 64, 0},
+      1.755e9,       {4096, 16, 64, 64, 128, 4, 128, 64, 64, 0},
       4.8e12,        "microbenchmarks and data sheet of the H200; clock sustained under load"};
   return machine;
 }

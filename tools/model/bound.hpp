@@ -19,8 +19,19 @@ namespace qattn::model {
 inline constexpr std::int64_t tile = 128;  ///< queries and keys of one
 
 /// One unit of the machine and how much of it a kernel needs.
-enum class Unit : std::uint8_t { tensor, special, convert, integer, fma, issue, shared, l2, dram };
-inline constexpr int units = 9;
+enum class Unit : std::uint8_t {
+  tensor,
+  special,
+  convert,
+  integer,
+  fma,
+  issue,
+  shared,
+  l2,
+  tma,
+  dram
+};
+inline constexpr int units = 10;
 const char* name(Unit unit);
 const char* quantity(Unit unit);  ///< what is counted
 
