@@ -26,6 +26,11 @@ static bool is_code(Format f) {
   return f != Format::none && f != Format::f16 && f != Format::bf16 && f != Format::f32;
 }
 
+static int failed(const Status& status) {
+  error = status.message();
+  return 1;
+}
+
 #define BENCH_EXPORT __attribute__((visibility("default")))
 
 extern "C" {
@@ -88,11 +93,16 @@ BENCH_EXPORT std::int64_t bench_q_bytes(const BenchHandle* h) {
 }
 
 BENCH_EXPORT int bench_run(BenchHandle* h, int step, void* workspace, void* stream) {
-  Status s;
-  if (step != 2) s = kernels::quantize_operands(*h->plan, h->problem, workspace, stream);
-  if (s.ok() && step != 1) s = kernels::attend(*h->plan, h->problem, workspace, stream);
-  if (!s.ok()) error = s.message();
-  return s.ok() ? 0 : 1;
+  if (step < 0 || step > 2) return failed(Status(Code::invalid_argument, "no such step"));
+  if (step != 2) {
+    const Status s = kernels::quantize_operands(*h->plan, h->problem, workspace, stream);
+    if (!s.ok()) return failed(s);
+  }
+  if (step != 1) {
+    const Status s = kernels::attend(*h->plan, h->problem, workspace, stream);
+    if (!s.ok()) return failed(s);
+  }
+  return 0;
 }
 
 BENCH_EXPORT void bench_destroy(BenchHandle* h) { delete h; }
