@@ -4,10 +4,11 @@
   bench.py compare A.json B.json      what became slower or worse from A to B
   bench.py render [--check]           docs/PERFORMANCE.md from bench/results
   bench.py plot [--check]             docs/plots from bench/results
+  bench.py roofline -o RECORD.json    a CPU's peaks, and attention beside them
 
 Candidates take turns, round by round, and medians are compared; results are compared with float64.
 `run` needs torch; on GPUs libattention_bench (target attention_bench), on CPUs the Python package.
-`compare` and `render` need nothing, `plot` needs matplotlib.
+`compare` and `render` need nothing, `plot` needs matplotlib, `roofline` the target cpu_roofline.
 """
 
 import argparse
@@ -20,6 +21,7 @@ COMMANDS = {
     "compare": "two records, worst first",
     "render": "docs/PERFORMANCE.md from bench/results",
     "plot": "docs/plots from bench/results",
+    "roofline": "peaks of a CPU's units, and attention beside them",
 }
 
 

@@ -1,6 +1,6 @@
 """docs/PERFORMANCE.md from bench/results: a section a record, a table a family of shapes."""
 
-from . import model, plot
+from . import model, plot, roofline
 from .record import ROOT, baselines, committed, markdown
 
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
@@ -200,6 +200,7 @@ def page():
     records = committed()
     for record in records:
         lines += record_section(record)
+    lines += roofline.section()
     lines += model.section(records)
     return "\n".join(lines) + "\n"
 

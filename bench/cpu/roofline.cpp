@@ -1,0 +1,326 @@
+// Peaks of this CPU's units, and what attention makes of them, as JSON on standard output:
+//   cpu_roofline [threads [scale]]   (scale: of the work, 1; a smoke test takes less)
+// Peaks come from loops of independent instructions on registers; softmax from the library's own
+// function on a tile in cache; attention from whole calls on every instruction set that runs here.
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/words.hpp"
+#include "qattn/attention.hpp"
+
+namespace {
+
+using nlohmann::json;
+using namespace qattn;
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double scale = 1;  ///< of the work
+
+/// Median seconds of a call, of several after one that warms up.
+double seconds(const std::function<void()>& call, int repeats = 7) {
+  call();
+  std::vector<double> t;
+  for (int i = 0; i < repeats; ++i) {
+    const double start = now();
+    call();
+    t.push_back(now() - start);
+  }
+  std::nth_element(t.begin(), t.begin() + repeats / 2, t.end());
+  return t[static_cast<std::size_t>(repeats / 2)];
+}
+
+/// Operations a second of `loop`, which does `operations` of them a call, on all threads at once.
+double rate(int threads, double operations, void (*loop)(long), long steps) {
+  steps = std::max(1L, static_cast<long>(static_cast<double>(steps) * scale));
+  const double t = seconds([&] {
+#pragma omp parallel num_threads(threads)
+    loop(steps);
+  });
+  return threads * operations * static_cast<double>(steps) / t;
+}
+
+// ---- Loops --------------------------------------------------------------------------------------
+// Twelve accumulators hide the latency of two units with six clocks. The empty asm statements keep
+// the compiler from joining steps.
+
+constexpr int chains = 12;
+
+#define QATTN_KEEP(x) asm volatile("" : "+x"(x))
+
+[[gnu::target("avx2,fma")]] void fma_avx2(long steps) {
+  __m256 c[chains] = {}, a = _mm256_set1_ps(1.0f), b = _mm256_set1_ps(0.5f);
+  for (long s = 0; s < steps; ++s) {
+    for (auto& x : c) x = _mm256_fmadd_ps(a, b, x);
+    QATTN_KEEP(a);
+  }
+  for (auto& x : c) QATTN_KEEP(x);
+}
+
+// Products of bytes as pairs of 16-bit words, as the AVX2 unit computes them.
+[[gnu::target("avx2")]] void madd_avx2(long steps) {
+  __m256i c[chains] = {}, a = _mm256_set1_epi16(3), b = _mm256_set1_epi16(2);
+  for (long s = 0; s < steps; ++s) {
+    for (auto& x : c) x = _mm256_add_epi32(x, _mm256_madd_epi16(a, b));
+    QATTN_KEEP(a);
+  }
+  for (auto& x : c) QATTN_KEEP(x);
+}
+
+[[gnu::target("avx512f")]] void fma_avx512(long steps) {
+  __m512 c[chains] = {}, a = _mm512_set1_ps(1.0f), b = _mm512_set1_ps(0.5f);
+  for (long s = 0; s < steps; ++s) {
+    for (auto& x : c) x = _mm512_fmadd_ps(a, b, x);
+    QATTN_KEEP(a);
+  }
+  for (auto& x : c) QATTN_KEEP(x);
+}
+
+[[gnu::target("avx512f,avx512vnni")]] void dot_vnni(long steps) {
+  __m512i c[chains] = {}, a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(2);
+  for (long s = 0; s < steps; ++s) {
+    for (auto& x : c) x = _mm512_dpbusd_epi32(x, a, b);
+    QATTN_KEEP(a);
+  }
+  for (auto& x : c) QATTN_KEEP(x);
+}
+
+[[gnu::target("avx512f,avx512bf16")]] void dot_bf16(long steps) {
+  __m512 c[chains] = {};
+  __m512i ones = _mm512_set1_epi16(0x3f80);
+  for (long s = 0; s < steps; ++s) {
+    const auto a = reinterpret_cast<__m512bh>(ones);
+    for (auto& x : c) x = _mm512_dpbf16_ps(x, a, a);
+    QATTN_KEEP(ones);
+  }
+  for (auto& x : c) QATTN_KEEP(x);
+}
+
+struct alignas(64) TileConfig {
+  std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  std::uint16_t row_bytes[16] = {};
+  std::uint8_t rows[16] = {};
+  constexpr TileConfig() {
+    for (int i = 0; i < 8; ++i) row_bytes[i] = 64, rows[i] = 16;
+  }
+};
+
+// Four accumulators from two tiles each of A and B, all in registers.
+[[gnu::target("amx-tile,amx-int8")]] void tiles_s8(long steps) {
+  static constexpr TileConfig config;  // in memory as a whole: the intrinsic names 8 bytes of it
+  _tile_loadconfig(&config);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_zero(6);
+  _tile_zero(7);
+  for (long s = 0; s < steps; ++s) {
+    _tile_dpbusd(0, 4, 6);
+    _tile_dpbusd(1, 4, 7);
+    _tile_dpbusd(2, 5, 6);
+    _tile_dpbusd(3, 5, 7);
+  }
+  _tile_release();
+}
+
+[[gnu::target("amx-tile,amx-bf16")]] void tiles_bf16(long steps) {
+  static constexpr TileConfig config;  // in memory as a whole: the intrinsic names 8 bytes of it
+  _tile_loadconfig(&config);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_zero(6);
+  _tile_zero(7);
+  for (long s = 0; s < steps; ++s) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+}
+
+// ---- Peaks of an instruction set ----------------------------------------------------------------
+
+/// Multiply-adds count as two operations.
+json peaks(const std::string& isa, int threads) {
+  constexpr long steps = 2'000'000;
+  json p;
+  const bool wide = isa == "avx512vnni" || isa == "avx512bf16" || isa == "amx";
+  if (wide) {
+    p["f32"] = rate(threads, 2.0 * 16 * chains, fma_avx512, steps);
+    p["integer"] = rate(threads, 2.0 * 64 * chains, dot_vnni, steps);
+  }
+  if (isa == "avx512bf16") p["bf16"] = rate(threads, 2.0 * 32 * chains, dot_bf16, steps);
+  if (isa == "avx2") {
+    p["f32"] = rate(threads, 2.0 * 8 * chains, fma_avx2, steps);
+    p["integer"] = rate(threads, 2.0 * 16 * chains, madd_avx2, steps);
+  }
+  if (isa == "amx") {
+    p["integer"] = rate(threads, 4 * 2.0 * 16 * 16 * 64, tiles_s8, steps / 10);
+    p["bf16"] = rate(threads, 4 * 2.0 * 16 * 16 * 32, tiles_bf16, steps / 10);
+  }
+  return p;
+}
+
+/// Scores a second that the softmax of a tile in cache turns into rounded P.
+double softmax_rate(const cpu::Words& words, cpu::Rounding rounding, int threads) {
+  constexpr int rows = cpu::tile_rows, keys = cpu::tile_keys;
+  const int calls = std::max(1, static_cast<int>(2000 * scale));
+  const double t = seconds([&] {
+#pragma omp parallel num_threads(threads)
+    {
+      const std::size_t n = std::size_t{rows} * keys;
+      std::vector<float> source(n), scores(n), p(n), log(keys), inverse(keys, 1.0f);
+      std::vector<std::uint16_t> p_bf16(n);
+      std::vector<std::uint8_t> codes(n);
+      std::vector<float> max(rows, -INFINITY), sum(rows), alpha(rows), beta(rows);
+      for (std::size_t i = 0; i < n; ++i) source[i] = static_cast<float>(i * 37 % 101) * 0.1f;
+      for (int call = 0; call < calls; ++call) {
+        scores = source;
+        words.softmax({scores.data(), rows, keys, rounding, max.data(), sum.data(), alpha.data(),
+                       beta.data(), p.data(), p_bf16.data(), codes.data(), log.data(),
+                       inverse.data(), nullptr});
+      }
+    }
+  });
+  return static_cast<double>(threads) * calls * rows * keys / t;
+}
+
+/// Bytes a second of a sum over memory that no cache holds.
+double read_rate(int threads) {
+  const auto n = static_cast<std::size_t>(scale * (1 << 28));  // floats: 1 GiB
+  std::vector<float> x(n, 1.0f);
+  volatile float sink = 0;
+  const double t = seconds(
+      [&] {
+        float sum = 0;
+#pragma omp parallel for simd num_threads(threads) reduction(+ : sum)
+        for (std::size_t i = 0; i < n; ++i) sum += x[i];
+        sink = sum;
+      },
+      5);
+  return 4.0 * static_cast<double>(n) / t;
+}
+
+// ---- Attention ----------------------------------------------------------------------------------
+
+struct Shape {
+  std::int64_t heads_q, heads_kv, queries, keys, d;
+  double flop() const { return 4.0 * static_cast<double>(heads_q * queries * keys * d); }
+  double bytes_kv() const { return 4.0 * static_cast<double>(heads_kv * keys * d); }  ///< bf16
+  double scores() const { return static_cast<double>(heads_q * queries * keys); }
+};
+
+/// Seconds of attention, bf16 in and out; negative: refused.
+double attention_seconds(const Shape& s, const std::string& recipe, int threads) {
+  const auto tensor = [](std::int64_t tokens, std::int64_t heads, std::int64_t d, unsigned seed) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    std::vector<std::uint16_t> x(static_cast<std::size_t>(tokens * heads * d));
+    for (auto& v : x) {
+      const float f = normal(random);
+      std::uint32_t bits;
+      static_assert(sizeof bits == sizeof f);
+      std::copy_n(reinterpret_cast<const char*>(&f), 4, reinterpret_cast<char*>(&bits));
+      v = static_cast<std::uint16_t>(bits >> 16);
+    }
+    return x;
+  };
+  auto q = tensor(s.queries, s.heads_q, s.d, 1), k = tensor(s.keys, s.heads_kv, s.d, 2);
+  auto v = tensor(s.keys, s.heads_kv, s.d, 3), out = q;
+  AttentionTensors t;
+  t.q = TensorView::dense(q.data(), Format::bf16, {1, s.queries, s.heads_q, s.d});
+  t.k = TensorView::dense(k.data(), Format::bf16, {1, s.keys, s.heads_kv, s.d});
+  t.v = TensorView::dense(v.data(), Format::bf16, {1, s.keys, s.heads_kv, s.d});
+  t.out = TensorView::dense(out.data(), Format::bf16, {1, s.queries, s.heads_q, s.d});
+  AttentionOptions options;
+  options.recipe = *recipe_named(recipe);
+  options.threads = threads;
+  if (!plan(t, options).ok()) return -1;
+  return seconds([&] {
+    if (const Status e = attention(t, options); !e.ok()) {
+      std::cerr << e.message() << "\n";
+      std::exit(1);
+    }
+  });
+}
+
+/// The unit that multiplies Q, K and P, V of a recipe.
+std::string engine(const std::string& recipe, const cpu::Words& words) {
+  if (recipe == "int8_full") return "integer";
+  return recipe == "bf16" && words.qk_bf16 != nullptr ? "bf16" : "f32";
+}
+
+/// Attention on the instruction set in force: seconds, and what they would be with products at
+/// their peak, with the softmax alone, and with K and V alone.
+json paths(const cpu::Words& words, const json& peak, double read, int threads) {
+  const std::int64_t length = std::max<std::int64_t>(256, static_cast<std::int64_t>(4096 * scale));
+  const Shape shapes[] = {{8, 8, length, length, 128}, {32, 8, 1, 8 * length, 128}};
+  json all = json::array();
+  for (const char* recipe : {"int8_full", "bf16", "f32"}) {
+    const std::string unit = engine(recipe, words);
+    if (!peak.contains(unit)) continue;
+    const double softmax = softmax_rate(words,
+                                        unit == "integer" ? cpu::Rounding::u8_token
+                                        : unit == "bf16"  ? cpu::Rounding::bf16
+                                                          : cpu::Rounding::f32,
+                                        threads);
+    for (const Shape& s : shapes) {
+      const double t = attention_seconds(s, recipe, threads);
+      if (t < 0) continue;
+      all.push_back({{"recipe", recipe},
+                     {"unit", unit},
+                     {"heads_q", s.heads_q},
+                     {"heads_kv", s.heads_kv},
+                     {"queries", s.queries},
+                     {"keys", s.keys},
+                     {"d", s.d},
+                     {"seconds", t},
+                     {"products", s.flop() / peak[unit].get<double>()},
+                     {"softmax", s.scores() / softmax},
+                     {"memory", s.bytes_kv() / read}});
+    }
+  }
+  return all;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int threads = argc > 1 ? std::atoi(argv[1]) : omp_get_max_threads();
+  if (argc > 2) scale = std::atof(argv[2]);
+  if (threads < 1 || !(scale > 0 && scale <= 1)) {
+    std::cerr << "cpu_roofline [threads >= 1 [0 < scale <= 1]]\n";
+    return 2;
+  }
+  json result = {{"threads", threads}, {"read", read_rate(threads)}};
+  for (const char* isa : {"amx", "avx512bf16", "avx512vnni", "avx2"}) {
+    setenv("QATTN_CPU_ISA", isa, 1);
+    const cpu::Selection selected = cpu::select_words();
+    if (selected.words == nullptr) continue;
+    json peak = peaks(isa, threads);
+    json measured = paths(*selected.words, peak, result["read"].get<double>(), threads);
+    result["isas"].push_back({{"isa", isa}, {"peaks", peak}, {"attention", measured}});
+  }
+  std::cout << result.dump(1) << "\n";
+}
