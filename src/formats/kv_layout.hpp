@@ -60,17 +60,22 @@ QATTN_HD KvBits kv_high_bit(int n, int x) {
   return {n / 4 + x % plane, x / plane, 1};
 }
 
-/// A panel of n codes, one a byte, to kv_code_bytes() bytes; n is a multiple of 64.
+/// A panel of n codes, one a byte, to kv_code_bytes() bytes; n is a multiple of 64. Plane by plane:
+/// what kv_bits() and kv_high_bit() say of every place.
 QATTN_HD void kv_pack(const std::uint8_t* panel, int n, int bits, std::uint8_t* packed) {
+  const int width = bits == 3 ? 2 : bits;
+  const int plane = n / 8 * width;
   for (int y = 0; y < kv_code_bytes(n, bits); ++y) packed[y] = 0;
-  for (int x = 0; x < n; ++x) {
-    const KvBits low = kv_bits(n, bits, x);
-    const int part = panel[x] & ((1 << low.width) - 1);
-    packed[low.byte] = static_cast<std::uint8_t>(packed[low.byte] | part << low.shift);
-    if (bits == 3) {
-      const KvBits high = kv_high_bit(n, x);
-      const int top = (panel[x] >> 2 & 1) << high.shift;
-      packed[high.byte] = static_cast<std::uint8_t>(packed[high.byte] | top);
+  for (int i = 0; i < 8 / width; ++i) {
+    for (int y = 0; y < plane; ++y) {
+      const int part = panel[i * plane + y] & ((1 << width) - 1);
+      packed[y] = static_cast<std::uint8_t>(packed[y] | part << (i * width));
+    }
+  }
+  for (int i = 0; bits == 3 && i < 8; ++i) {
+    for (int y = 0; y < n / 8; ++y) {
+      std::uint8_t& byte = packed[n / 4 + y];
+      byte = static_cast<std::uint8_t>(byte | (panel[i * (n / 8) + y] >> 2 & 1) << i);
     }
   }
 }
