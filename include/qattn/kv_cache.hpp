@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -147,5 +148,35 @@ class KvCache {
   explicit KvCache(std::unique_ptr<detail::KvCacheData> data);
   std::unique_ptr<detail::KvCacheData> data_;
 };
+
+/// Queries of B sequences against one layer of their caches. They are the newest Sq tokens: query i
+/// is at position length - Sq + i, and its own K and V were appended before.
+struct KvDecodeTensors {
+  TensorView q;          ///< (B, Sq, Hq, D) or (B, Hq, Sq, D), f; Sq 1 to 8, Hq / Hkv 1 to 16
+  TensorView out;        ///< (B, Sq, Hq, Dv) or (B, Hq, Sq, Dv), f
+  TensorView lse;        ///< optional (B, Hq, Sq) f32
+  TensorView sinks;      ///< optional (Hq) f32: logits that only join the denominator
+  TensorView tree_mask;  ///< optional (B, Sq, Sq) b8: may query i look at the j-th newest token?
+  /// Optional (B, Hq, ceil(S / 16)) f32, S the longest sequence: the probability that lies on each
+  /// block of 16 tokens, averaged over the Sq queries; what observe() takes.
+  TensorView mass;
+};
+
+struct KvDecodeOptions {
+  Layout layout = Layout::bshd;
+  std::optional<float> softmax_scale;  ///< default 1 / sqrt(D); finite
+  bool causal = true;                  ///< a query sees no token behind its own
+  std::int64_t window_left = -1;       ///< keys at or behind position - left; -1: unlimited
+  float softcap = 0.0f;                ///< s = c * tanh(s / c); 0: off
+  int threads = 0;                     ///< 0: the cache's
+};
+
+/// Attention over window, sinks and every tier in one call. The order of operations is
+/// attention()'s (softmax scale, softcap, masks, sink); evicted tokens count as masked. A query
+/// that sees no key gives O = 0 and LSE = -inf (with a sink: its logit). NaN or Inf in a token
+/// makes the queries NaN that see it. Errors: invalid_argument names the tensor, the value and the
+/// rule; outputs stay untouched.
+Status decode(const KvCache& cache, std::int64_t layer, std::span<const std::int64_t> sequences,
+              const KvDecodeTensors& tensors, const KvDecodeOptions& options = {});
 
 }  // namespace qattn
