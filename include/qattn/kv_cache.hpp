@@ -82,6 +82,10 @@ struct KvAppendTensors {
   TensorView k;  ///< (B, S, Hkv, D) or (B, Hkv, S, D); packed (T, Hkv, D) or (Hkv, T, D); f
   TensorView v;  ///< the same with Dv
   TensorView cu_seqlens;  ///< (B + 1) s32: k and v are packed
+  /// Optional (B, Hkv, ceil(S' / 16)) f32, S' the longest length after the call: importance of
+  /// blocks by position, for the pages that this call fills or quantises. From a prefill's own
+  /// attention, say, since what is quantised without it weighs the same everywhere.
+  TensorView importance;
 };
 
 namespace detail {

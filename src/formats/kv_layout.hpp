@@ -34,6 +34,10 @@
 namespace qattn::formats {
 
 inline constexpr int kv_block_tokens = 16;
+/// Blocks that `tokens` tokens from the first on lie in.
+QATTN_HD std::int64_t kv_blocks(std::int64_t tokens) {
+  return (tokens + kv_block_tokens - 1) / kv_block_tokens;
+}
 inline constexpr int kv_window_bits = 16;  ///< "bits" of the tier that keeps rows as they came
 
 /// Element of a K panel that holds channel c of a block's token.

@@ -124,12 +124,9 @@ Status AppendPlan::assign_tiers() {
     Job& job = jobs_[j];
     job_of[static_cast<std::size_t>(job.head)][static_cast<std::size_t>(job.index)] =
         static_cast<std::int64_t>(j);
-    if (o.importance == KvImportance::key_norm && job.to.importance < 0 &&
-        !cache_.in_window(job.to.first, end)) {
-      job.to.importance = key_importance(job);
-      tables_[static_cast<std::size_t>(job.head)][static_cast<std::size_t>(job.index)].importance =
-          job.to.importance;
-    }
+    job.to.importance = importance(job);
+    tables_[static_cast<std::size_t>(job.head)][static_cast<std::size_t>(job.index)].importance =
+        job.to.importance;
   }
   std::vector<Candidate> candidates;
   std::int64_t fixed = mean_bytes(o);
@@ -247,6 +244,16 @@ void AppendPlan::sum_keys(std::int64_t head, float* mean) const {
   for (int c = 0; count > 0 && c < cache_.d(); ++c) {
     mean[c] = static_cast<float>(sum[c] / static_cast<double>(count));
   }
+}
+
+float AppendPlan::importance(const Job& job) const {
+  if (rows_.importance != nullptr) {
+    return page_weight(cache_, job.to.first, rows_.importance + job.head * rows_.blocks,
+                       rows_.blocks);
+  }
+  const bool leaves = !cache_.in_window(job.to.first, new_length());
+  const bool asked = cache_.options.importance == KvImportance::key_norm;
+  return asked && leaves && job.to.importance < 0 ? key_importance(job) : job.to.importance;
 }
 
 float AppendPlan::key_importance(const Job& job) const {

@@ -15,6 +15,8 @@ struct Rows {
   std::int64_t k_token = 0, k_head = 0, v_token = 0, v_head = 0;  ///< strides in bytes
   Format format = Format::none;
   std::int64_t count = 0;
+  const float* importance = nullptr;  ///< [heads_kv][blocks] or null
+  std::int64_t blocks = 0;
 
   const std::byte* k_row(std::int64_t head, std::int64_t token) const {
     return k + head * k_head + token * k_token;
@@ -57,6 +59,8 @@ class AppendPlan {
   void take_pages();
   void make_mean();
   void sum_keys(std::int64_t head, float* mean) const;
+  /// What is known of a page that is new, grows or leaves the window; negative: nothing.
+  float importance(const Job& job) const;
   float key_importance(const Job& job) const;
   void load_new_k(std::int64_t head, std::int64_t position, float* row) const;
   void store_new_rows(const Job& job, std::byte* page) const;

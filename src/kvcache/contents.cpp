@@ -4,14 +4,12 @@
 #include <limits>
 
 #include "core/guarded.hpp"
-#include "formats/bits.hpp"
 #include "kvcache/data.hpp"
 #include "kvcache/pages.hpp"
 #include "kvcache/tensors.hpp"
 
 namespace qattn {
 
-using detail::KvCacheData;
 using kv::Entry;
 using kv::invalid;
 using kv::Layer;
@@ -20,35 +18,6 @@ using kv::Table;
 namespace {
 
 constexpr int most_channels = 256;
-constexpr std::int64_t block = formats::kv_block_tokens;
-
-std::int64_t blocks_of(std::int64_t length) { return (length + block - 1) / block; }
-
-/// Weights of a page from a value a block; `at` gives that of a block of the sequence.
-template <class F>
-double of_page(const KvCacheData& cache, const Entry& e, std::int64_t blocks, F at) {
-  double sum = 0;
-  std::int64_t count = 0;
-  for (std::int64_t i = 0; i < cache.blocks_per_page(); ++i) {
-    if (e.first / block + i >= blocks) break;
-    sum += at(e.first / block + i);
-    ++count;
-  }
-  return count > 0 ? sum / static_cast<double>(count) : 0.0;
-}
-
-Status check_weights(const std::string& name, const TensorView& view) {
-  const auto* x = static_cast<const float*>(view.data);
-  std::int64_t count = 1;
-  for (int i = 0; i < view.rank; ++i) count *= view.shape[i];
-  for (std::int64_t i = 0; i < count; ++i) {
-    if (!(x[i] >= 0.0f) || !formats::is_finite(x[i]) || x[i] > 1e15f) {
-      return invalid(name + ": element " + std::to_string(i) + " is " + std::to_string(x[i]) +
-                     ", should be from 0 to 1e15");
-    }
-  }
-  return {};
-}
 
 }  // namespace
 
@@ -69,28 +38,27 @@ Status KvCache::observe(std::int64_t layer, std::span<const std::int64_t> sequen
     }
     std::int64_t longest = 0;
     for (const std::int64_t id : sequences) longest = std::max(longest, *length(id, layer));
-    if (blocks != blocks_of(longest)) {
+    if (blocks != formats::kv_blocks(longest)) {
       return invalid("mass: " + std::to_string(blocks) + " blocks should be " +
-                     std::to_string(blocks_of(longest)) + " of the longest sequence");
+                     std::to_string(formats::kv_blocks(longest)) + " of the longest sequence");
     }
-    if (Status s = check_weights("mass", mass); !s.ok()) return s;
+    if (Status s = kv::check_weights("mass", mass); !s.ok()) return s;
     const float decay = data_->options.importance_decay;
     for (std::int64_t b = 0; b < batch; ++b) {
       kv::Layer& l = data_->find(sequences[static_cast<std::size_t>(b)])
                          ->layers[static_cast<std::size_t>(layer)];
+      std::vector<float> square(static_cast<std::size_t>(blocks));
       for (std::size_t h = 0; h < l.tables.size(); ++h) {
         const float* rows = static_cast<const float*>(mass.data) +
                             (b * heads + static_cast<std::int64_t>(h) * group) * blocks;
+        for (std::int64_t i = 0; i < blocks; ++i) {
+          float sum = 0;
+          for (std::int64_t g = 0; g < group; ++g)
+            sum += rows[g * blocks + i] * rows[g * blocks + i];
+          square[static_cast<std::size_t>(i)] = sum / static_cast<float>(group);
+        }
         for (Entry& e : l.tables[h]) {
-          const double square = of_page(*data_, e, blocks, [&](std::int64_t i) {
-            double sum = 0;
-            for (std::int64_t g = 0; g < group; ++g) {
-              const auto m = static_cast<double>(rows[g * blocks + i]);
-              sum += m * m;
-            }
-            return sum / static_cast<double>(group);
-          });
-          const auto now = static_cast<float>(std::sqrt(square));
+          const float now = std::sqrt(kv::page_weight(*data_, e.first, square.data(), blocks));
           e.importance = e.importance < 0 ? now : decay * e.importance + (1 - decay) * now;
         }
       }
@@ -104,17 +72,16 @@ Status KvCache::set_importance(std::int64_t sequence, std::int64_t layer,
   return guarded<Status>([&]() -> Status {
     if (Status s = kv::check_place(*data_, sequence, layer); !s.ok()) return s;
     Layer& l = data_->find(sequence)->layers[static_cast<std::size_t>(layer)];
-    const std::int64_t blocks = blocks_of(l.length);
+    const std::int64_t blocks = formats::kv_blocks(l.length);
     Status s = kv::check_tensor("importance", importance, Format::f32,
                                 {data_->options.heads_kv, blocks}, false);
     if (!s.ok()) return s;
-    if (s = check_weights("importance", importance); !s.ok()) return s;
+    if (s = kv::check_weights("importance", importance); !s.ok()) return s;
     for (std::size_t h = 0; h < l.tables.size(); ++h) {
       const float* row =
           static_cast<const float*>(importance.data) + static_cast<std::int64_t>(h) * blocks;
       for (Entry& e : l.tables[h]) {
-        e.importance = static_cast<float>(of_page(
-            *data_, e, blocks, [&](std::int64_t i) { return static_cast<double>(row[i]); }));
+        e.importance = kv::page_weight(*data_, e.first, row, blocks);
       }
     }
     return {};

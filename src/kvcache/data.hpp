@@ -2,7 +2,7 @@
 // in either points anywhere, so that both can lie on a device.
 #pragma once
 
-#include <array>
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <string>
@@ -103,6 +103,17 @@ struct KvCacheData {
 }  // namespace qattn::detail
 
 namespace qattn::kv {
+
+/// Mean over a page's blocks of a row of values a block; blocks at and behind `blocks` do not
+/// count.
+inline float page_weight(const detail::KvCacheData& cache, std::int64_t first, const float* row,
+                         std::int64_t blocks) {
+  const std::int64_t begin = first / formats::kv_block_tokens;
+  const std::int64_t end = std::min(begin + cache.blocks_per_page(), blocks);
+  float sum = 0;
+  for (std::int64_t i = begin; i < end; ++i) sum += row[i];
+  return end > begin ? sum / static_cast<float>(end - begin) : 0.0f;
+}
 
 inline Status invalid(std::string message) {
   return Status(Code::invalid_argument, std::move(message));

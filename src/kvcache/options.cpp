@@ -121,7 +121,7 @@ Status check_options(const KvCacheOptions& o) {
     return invalid("hysteresis: " + text(static_cast<double>(o.hysteresis)) +
                    " is not from 0 to 100");
   }
-  return check_device("threads", Device{}, o.threads);
+  return check_threads(o.threads);
 }
 
 Status check_place(const detail::KvCacheData& cache, std::int64_t sequence, std::int64_t layer,

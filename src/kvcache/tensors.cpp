@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "core/problem.hpp"
+#include "formats/bits.hpp"
 
 namespace qattn::kv {
 namespace {
@@ -86,6 +87,19 @@ Status check_tensor(const std::string& name, const TensorView& view, Format form
   return {};
 }
 
+Status check_weights(const std::string& name, const TensorView& view) {
+  const auto* x = static_cast<const float*>(view.data);
+  std::int64_t count = 1;
+  for (int i = 0; i < view.rank; ++i) count *= view.shape[i];
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (!(x[i] >= 0.0f) || !formats::is_finite(x[i]) || x[i] > most_importance) {
+      return invalid(name + ": element " + std::to_string(i) + " is " + std::to_string(x[i]) +
+                     ", should be from 0 to 1e15");
+    }
+  }
+  return {};
+}
+
 Status check_sequences(const detail::KvCacheData& cache, std::int64_t layer,
                        std::span<const std::int64_t> sequences) {
   if (sequences.empty()) return invalid("sequences: is empty");
@@ -130,6 +144,7 @@ Status check_append(const detail::KvCacheData& cache, std::int64_t layer,
     if (Status s = check_cu_seqlens(t.cu_seqlens, batch, tokens); !s.ok()) return s;
   }
   const std::int64_t bytes = info(t.k.format).bits / 8;
+  std::int64_t longest = 0;
   for (std::int64_t b = 0; b < batch; ++b) {
     std::int64_t begin = 0, end = tokens;
     if (packed) {
@@ -153,8 +168,22 @@ Status check_append(const detail::KvCacheData& cache, std::int64_t layer,
     r.v_token = t.v.stride[a.token] * bytes;
     r.v_head = t.v.stride[a.head] * bytes;
     rows.push_back(r);
+    const Sequence& s = *cache.find(sequences[static_cast<std::size_t>(b)]);
+    longest = std::max(longest, s.layers[static_cast<std::size_t>(layer)].length + r.count);
   }
-  return check_lengths(cache, layer, sequences, rows);
+  if (Status s = check_lengths(cache, layer, sequences, rows); !s.ok()) return s;
+  if (!t.importance.present()) return {};
+  const std::int64_t blocks = formats::kv_blocks(longest);
+  Status s =
+      check_tensor("importance", t.importance, Format::f32, {batch, o.heads_kv, blocks}, false);
+  if (!s.ok()) return s;
+  if (s = check_weights("importance", t.importance); !s.ok()) return s;
+  for (std::int64_t b = 0; b < batch; ++b) {
+    rows[static_cast<std::size_t>(b)].importance =
+        static_cast<const float*>(t.importance.data) + b * o.heads_kv * blocks;
+    rows[static_cast<std::size_t>(b)].blocks = blocks;
+  }
+  return {};
 }
 
 }  // namespace qattn::kv

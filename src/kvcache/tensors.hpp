@@ -18,6 +18,10 @@ int thread_index();
 Status check_tensor(const std::string& name, const TensorView& view, Format format,
                     std::initializer_list<std::int64_t> extent, bool strided);
 
+/// Importance or mass: every element from 0 to most_importance. Its square is a float, too.
+inline constexpr float most_importance = 1e15f;
+Status check_weights(const std::string& name, const TensorView& view);
+
 /// The sequences are of this cache and differ from each other, the layer exists.
 Status check_sequences(const detail::KvCacheData& cache, std::int64_t layer,
                        std::span<const std::int64_t> sequences);

@@ -221,6 +221,17 @@ class Walk {
       t.k = TensorView::dense(k.data(), Format::f32, {batch, usual, o_.heads_kv, o_.d});
       t.v = TensorView::dense(v.data(), Format::f32, {batch, usual, o_.heads_kv, o_.dv});
     }
+    std::int64_t longest = 0;
+    for (std::size_t b = 0; b < ids.size(); ++b) {
+      longest = std::max(longest, length(ids[b], layer) + counts[b]);
+    }
+    std::vector<float> weights(
+        static_cast<std::size_t>(batch * o_.heads_kv * ((longest + 15) / 16)));
+    for (float& w : weights) w = static_cast<float>(below(100));
+    if (one_in(4)) {
+      t.importance =
+          TensorView::dense(weights.data(), Format::f32, {batch, o_.heads_kv, (longest + 15) / 16});
+    }
     Status s = [&] {
       const Counted counted;
       return cache_->append(layer, ids, t);

@@ -97,7 +97,7 @@ Status check_numbers(const KvDecodeOptions& o) {
   if (!(o.softcap >= 0) || !std::isfinite(o.softcap)) {
     return invalid("softcap: " + std::to_string(o.softcap) + " should be finite and at least 0");
   }
-  return check_device("threads", Device{}, o.threads);
+  return check_threads(o.threads);
 }
 
 }  // namespace
@@ -121,7 +121,7 @@ Status make_call(const detail::KvCacheData& cache, std::int64_t layer,
                      text(length) + " tokens; append their K and V first");
     }
   }
-  call.blocks = (longest + formats::kv_block_tokens - 1) / formats::kv_block_tokens;
+  call.blocks = formats::kv_blocks(longest);
   if (Status s = check_optional(tensors, call); !s.ok()) return s;
   if (Status s = check_overlap(tensors); !s.ok()) return s;
   call.softmax_scale =
