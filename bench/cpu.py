@@ -8,6 +8,7 @@ neighbours hit all of them alike.
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -105,11 +106,32 @@ def decode(threads, repeats, keys):
         "int8_full, s8 K and V": lambda: qattn.attention(
             q, kq, vq, recipe="int8_full", layout="bhsd", threads=threads, out=out),
     }
+    caches, used = kv_caches(q, k, v, threads)
+    candidates.update(caches)
+    used["int8_full, s8 K and V"] = 2 * 8 * keys * (128 + 4)
     result = interleaved(candidates, 5 * repeats)
-    row = result["int8_full, s8 K and V"]
-    row["bytes_read"] = 2 * 8 * keys * (128 + 4)
-    row["gb_per_s"] = row["bytes_read"] / row["median_ms"] / 1e6
+    for name, read in used.items():
+        row = result[name]
+        row["bytes_read"] = read
+        row["gb_per_s"] = read / row["median_ms"] / 1e6
     return result
+
+
+def kv_caches(q, k, v, threads):
+    """{name: decode} of one sequence in caches of one tier, and of a budget, and with the mass."""
+    settings = {f"KvCache {b} bits": {"tiers": [b]} for b in (8, 4, 3, 2)}
+    settings["KvCache 3.0 bits in all"] = {"average_bits": 3.0}
+    candidates, used = {}, {}
+    for name, options in settings.items():
+        cache = qattn.KvCache(kv_heads=k.shape[1], head_dim=k.shape[3], threads=threads, **options)
+        sequence = cache.add_sequence()
+        cache.append(0, sequence, k, v, layout="bhsd")
+        call = functools.partial(cache.decode, q, 0, sequence, layout="bhsd")
+        candidates[name], used[name] = call, cache.usage(sequence).bytes
+        if options == {"tiers": [4]}:
+            candidates[f"{name}, with mass"] = functools.partial(call, return_mass=True)
+            used[f"{name}, with mass"] = used[name]
+    return candidates, used
 
 
 def main():

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "qattn/attention.hpp"
@@ -142,6 +143,13 @@ class KvCache {
   /// Evicted tokens read as NaN. Any of the three may be absent.
   Status read(std::int64_t sequence, std::int64_t layer, const TensorView& k, const TensorView& v,
               const TensorView& tiers) const;
+
+  /// Writes everything to a .safetensors file, shared pages once: beside `path` first, then under
+  /// its name. Errors: invalid_argument names the file.
+  Status save(const std::string& path) const;
+  /// The cache that save() wrote; sequences keep their numbers. Errors: invalid_argument says what
+  /// is wrong with the file, whatever it holds.
+  static Result<KvCache> load(const std::string& path, int threads = 0);
 
   KvBytes bytes() const;
   Result<KvUsage> usage(std::int64_t sequence, std::int64_t layer) const;

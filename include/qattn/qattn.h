@@ -299,6 +299,8 @@ QATTN_API qattn_status qattn_kv_read(const qattn_kv_cache* cache, int64_t sequen
 QATTN_API qattn_status qattn_kv_get_bytes(const qattn_kv_cache* cache, qattn_kv_bytes* bytes);
 QATTN_API qattn_status qattn_kv_get_usage(const qattn_kv_cache* cache, int64_t sequence,
                                           int64_t layer, qattn_kv_usage* usage);
+QATTN_API qattn_status qattn_kv_save(const qattn_kv_cache* cache, const char* path);
+QATTN_API qattn_status qattn_kv_load(const char* path, int32_t threads, qattn_kv_cache** cache);
 /* qattn::decode(). */
 QATTN_API qattn_status qattn_kv_decode(const qattn_kv_cache* cache, int64_t layer,
                                        const int64_t* sequences, int64_t count,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -96,7 +97,7 @@ class KvCache:
             tiers = (4,) if average_bits is None else (8, 4, 3, 2)
         if not isinstance(importance, str):
             raise InvalidArgument(f"importance: {importance!r} is not a name")
-        self._options = _qattn.kv_options(
+        options = _qattn.kv_options(
             layers=integer("layers", layers),
             heads_kv=integer("kv_heads", kv_heads),
             d=integer("head_dim", head_dim),
@@ -115,12 +116,25 @@ class KvCache:
             hysteresis=real("hysteresis", hysteresis),
             threads=integer("threads", threads),
         )
-        self._cache = _qattn.kv_create(self._options)
+        self._hold(_qattn.kv_create(options))
+
+    def _hold(self, cache: _qattn.KvCache) -> None:
+        self._cache = cache
         self._lock = threading.Lock()
-        self.layers = layers
-        self.kv_heads = kv_heads
-        self.head_dim = head_dim
-        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        shape = cache.shape()
+        self.layers, self.kv_heads, self.head_dim, self.v_head_dim, self._options = shape
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, threads: int = 0) -> KvCache:
+        """The cache that save() wrote; sequences keep their numbers."""
+        cache = cls.__new__(cls)
+        cache._hold(_qattn.kv_load(os.fspath(path), integer("threads", threads)))
+        return cache
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes everything to a .safetensors file, pages that sequences share once."""
+        with self._lock:
+            self._cache.save(os.fspath(path))
 
     @property
     def shortest_length(self) -> int:

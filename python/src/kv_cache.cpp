@@ -20,8 +20,8 @@ TensorView view_in(const nb::dict& entries, const char* name, bool writable, Vie
 KvImportance importance_from(const std::string& name) {
   if (name == "uniform") return KvImportance::uniform;
   if (name == "key_norm") return KvImportance::key_norm;
-  throw StatusError(Status(Code::invalid_argument,
-                           "importance: '" + name + "' is neither uniform nor key_norm"));
+  throw StatusError(
+      Status(Code::invalid_argument, "importance: '" + name + "' is neither uniform nor key_norm"));
 }
 
 /// As an int, or one that no tier has: create() says what is wrong.
@@ -30,10 +30,10 @@ int bits_from(std::int64_t bits) { return bits > 0 && bits < 64 ? static_cast<in
 KvCacheOptions make_options(std::int64_t layers, std::int64_t heads_kv, std::int64_t d,
                             std::int64_t dv, const std::string& window_format,
                             std::int64_t page_size, std::int64_t window, std::int64_t sinks,
-                            const std::vector<std::pair<std::int64_t, std::int64_t>>& tiers, double average_bits,
-                            std::int64_t budget_from, bool smooth_k, bool rotate,
-                            const std::string& importance, double decay, double hysteresis,
-                            std::int64_t threads) {
+                            const std::vector<std::pair<std::int64_t, std::int64_t>>& tiers,
+                            double average_bits, std::int64_t budget_from, bool smooth_k,
+                            bool rotate, const std::string& importance, double decay,
+                            double hysteresis, std::int64_t threads) {
   KvCacheOptions o;
   o.layers = layers;
   o.heads_kv = heads_kv;
@@ -119,6 +119,12 @@ void run_decode(const KvCache& cache, std::int64_t layer, const Ids& sequences,
   check(std::move(status));
 }
 
+/// (layers, heads_kv, d, dv), and the options as KvCache has them.
+nb::tuple shape(const KvCache& cache) {
+  const KvCacheOptions& o = cache.options();
+  return nb::make_tuple(o.layers, o.heads_kv, o.d, o.dv, o);
+}
+
 nb::dict bytes(const KvCache& cache) {
   const KvBytes b = cache.bytes();
   nb::dict d;
@@ -155,6 +161,9 @@ void add_kv_cache(nb::module_& m) {
   m.def("kv_shortest_length",
         [](const KvCacheOptions& o) { return check(KvCache::shortest_length(o)); });
   m.def("kv_create", [](const KvCacheOptions& o) { return check(KvCache::create(o)); });
+  m.def("kv_load", [](const std::string& path, std::int64_t threads) {
+    return check(KvCache::load(path, threads_from(threads)));
+  });
   nb::class_<KvCache>(m, "KvCache")
       .def("add_sequence", [](KvCache& c) { return check(c.add_sequence()); })
       .def("fork", [](KvCache& c, std::int64_t id) { return check(c.fork(id)); })
@@ -170,6 +179,8 @@ void add_kv_cache(nb::module_& m) {
       .def("observe", &observe)
       .def("set_importance", &set_importance)
       .def("read", &read)
+      .def("shape", &shape)
+      .def("save", [](const KvCache& c, const std::string& path) { check(c.save(path)); })
       .def("bytes", &bytes)
       .def("usage", &usage)
       .def("decode", &run_decode, "layer"_a, "sequences"_a, "tensors"_a, nb::kw_only(), "layout"_a,

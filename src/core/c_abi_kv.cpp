@@ -225,6 +225,24 @@ qattn_status qattn_kv_get_usage(const qattn_kv_cache* cache, int64_t sequence, i
   });
 }
 
+qattn_status qattn_kv_save(const qattn_kv_cache* cache, const char* path) {
+  return with(cache, [&](const KvCache& c) -> Status {
+    if (Status s = check_pointer("path", path); !s.ok()) return s;
+    return c.save(path);
+  });
+}
+
+qattn_status qattn_kv_load(const char* path, int32_t threads, qattn_kv_cache** cache) {
+  return guarded([&]() -> Status {
+    if (Status s = check_pointer("path", path); !s.ok()) return s;
+    if (Status s = check_pointer("cache", cache); !s.ok()) return s;
+    Result<KvCache> loaded = KvCache::load(path, threads);
+    if (!loaded.ok()) return loaded.status();
+    *cache = new qattn_kv_cache{std::move(*loaded)};
+    return {};
+  });
+}
+
 qattn_status qattn_kv_decode(const qattn_kv_cache* cache, int64_t layer, const int64_t* sequences,
                              int64_t count, const qattn_kv_decode_tensors* tensors,
                              const qattn_kv_decode_options* options) {

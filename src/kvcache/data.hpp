@@ -31,6 +31,15 @@ struct Entry {
 };
 static_assert(sizeof(Entry) == 24);
 
+/// Blocks of a page that have a token alive.
+inline int live_blocks(const Entry& e) {
+  int blocks = 0;
+  for (std::uint64_t live = e.live; live != 0; live >>= formats::kv_block_tokens) {
+    blocks += (live & 0xffffu) != 0 ? 1 : 0;
+  }
+  return blocks;
+}
+
 using Table = std::vector<Entry>;
 
 struct Layer {

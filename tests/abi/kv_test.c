@@ -66,6 +66,7 @@ static void use(qattn_kv_cache* cache) {
   qattn_tensor tk = qattn_tensor_dense(read_k, QATTN_FORMAT_f32, 3, shape);
   qattn_tensor tv = qattn_tensor_dense(read_v, QATTN_FORMAT_f32, 3, shape);
   qattn_tensor tm = qattn_tensor_dense(mass, QATTN_FORMAT_f32, 3, mass_shape);
+  qattn_kv_cache* loaded = NULL;
   int64_t id = -1, copy = -1, length = 0;
   double total = 0;
   int h, c;
@@ -91,6 +92,12 @@ static void use(qattn_kv_cache* cache) {
   CHECK(qattn_kv_get_bytes(cache, &bytes) == QATTN_OK);
   CHECK(bytes.total ==
         bytes.codes + bytes.scales + bytes.window + bytes.tables + bytes.means + bytes.spare);
+  CHECK(qattn_kv_save(cache, "qattn_abi_kv_test.safetensors") == QATTN_OK);
+  CHECK(qattn_kv_load("qattn_abi_kv_test.safetensors", 0, &loaded) == QATTN_OK);
+  CHECK(qattn_kv_length(loaded, copy, 0, &length) == QATTN_OK && length == 100);
+  qattn_kv_destroy(loaded);
+  CHECK(remove("qattn_abi_kv_test.safetensors") == 0);
+  CHECK(qattn_kv_load("qattn_abi_kv_test.safetensors", 0, &loaded) == QATTN_INVALID_ARGUMENT);
   CHECK(qattn_kv_release(cache, id) == QATTN_OK);
   CHECK(qattn_kv_release(cache, id) == QATTN_INVALID_ARGUMENT);
   CHECK(strcmp(qattn_last_error(), "sequence: 0 is not one of this cache") == 0);

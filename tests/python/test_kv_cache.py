@@ -1,6 +1,8 @@
 """qattn.KvCache from Python: decode loops against numpy in float64, forks, packed sequences, torch
 tensors, refusals."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -144,6 +146,31 @@ def test_torch_tensors(rng):
     assert nrmse(out[0].permute(1, 0, 2).float().numpy(), want) <= 5e-3
     with pytest.raises(qattn.InvalidArgument, match="stride"):
         cache.append(0, s, k.transpose(2, 3), v)
+
+
+def test_save_and_load(rng, tmp_path):
+    cache = qattn.KvCache(kv_heads=2, head_dim=32, v_head_dim=64, layers=2, tiers=[(4, 3)])
+    s = cache.add_sequence()
+    cache.append(1, s, rows(rng, 1, 300, 2, 32), rows(rng, 1, 300, 2, 64))
+    path = tmp_path / "cache.safetensors"
+    cache.save(path)
+    loaded = qattn.KvCache.load(path)
+    assert (loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.v_head_dim) == (2, 2, 32, 64)
+    for x, y in zip(cache.read(s, 1), loaded.read(s, 1), strict=True):
+        np.testing.assert_array_equal(x, y)
+    q = rows(rng, 1, 1, 4, 32)
+    np.testing.assert_array_equal(cache.decode(q, 1, s), loaded.decode(q, 1, s))
+    # The header as the format wants it.
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    ends = [header[name]["data_offsets"] for name in header if name != "__metadata__"]
+    assert ends[0][0] == 0 and ends[-1][1] == len(data) - 8 - size
+    assert all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
+    assert header["lengths"] == {"dtype": "I64", "shape": [1, 2], "data_offsets": ends[1]}
+    path.write_bytes(data[:-1])
+    with pytest.raises(qattn.InvalidArgument, match="its header asks for"):
+        qattn.KvCache.load(path)
 
 
 def test_importance_of_a_prefill_decides_tiers(rng):

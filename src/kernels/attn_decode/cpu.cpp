@@ -72,24 +72,25 @@ void Decode::split_tier(std::int64_t b, std::int64_t h, int tier) {
   const Table& table =
       call_.layers[static_cast<std::size_t>(b)]->tables[static_cast<std::size_t>(h)];
   const auto end = static_cast<std::int64_t>(table.size());
-  const auto add = [&](std::int64_t first, std::int64_t last) {
+  std::int64_t begin = 0, bytes = 0, blocks = 0;
+  const auto add = [&](std::int64_t last) {
     const auto place = static_cast<std::int64_t>(tasks_.size());
-    const Task task{b, h, tier, first, last, place, static_cast<std::int64_t>(mass_.size())};
+    tasks_.push_back({b, h, tier, begin, last, place, static_cast<std::int64_t>(mass_.size())});
     if (call_.tensors.mass.present()) {
-      mass_.resize(mass_.size() + static_cast<std::size_t>(count_tiles(call_, task)));
+      mass_.resize(mass_.size() +
+                   static_cast<std::size_t>((blocks + tile_blocks - 1) / tile_blocks));
     }
-    tasks_.push_back(task);
+    begin = last;
+    bytes = blocks = 0;
   };
-  std::int64_t begin = 0, bytes = 0;
   for (std::int64_t i = 0; i < end; ++i) {
-    if (table[static_cast<std::size_t>(i)].tier != tier) continue;
+    const Entry& e = table[static_cast<std::size_t>(i)];
+    if (e.tier != tier) continue;
     bytes += call_.cache->page_bytes(tier);
-    if (bytes < task_bytes) continue;
-    add(begin, i + 1);
-    begin = i + 1;
-    bytes = 0;
+    blocks += kv::live_blocks(e);
+    if (bytes >= task_bytes) add(i + 1);
   }
-  if (bytes > 0) add(begin, end);
+  if (bytes > 0) add(end);
 }
 
 void Decode::allocate() {

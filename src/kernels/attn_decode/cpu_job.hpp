@@ -61,7 +61,4 @@ void run_codes_task(const kv::DecodeCall& call, const Task& task, const Queries&
 void run_window_task(const kv::DecodeCall& call, const Task& task, const Queries& queries,
                      const Partial& partial, TileMass* mass, Scratch& scratch);
 
-/// Tiles of a task: blocks with tokens that are alive, tile_blocks at a time.
-std::int64_t count_tiles(const kv::DecodeCall& call, const Task& task);
-
 }  // namespace qattn::cpu

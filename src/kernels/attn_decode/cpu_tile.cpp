@@ -147,14 +147,6 @@ void unpack_block(const DecodeCall& call, const Block& block, int i, Scratch& sc
 
 }  // namespace
 
-std::int64_t count_tiles(const DecodeCall& call, const Task& task) {
-  Blocks walk(call, task);
-  Block blocks[tile_blocks];
-  std::int64_t tiles = 0;
-  while (walk.next(blocks) > 0) ++tiles;
-  return tiles;
-}
-
 Scratch::Scratch(const DecodeCall& call) {
   const auto rows = static_cast<std::size_t>(call.rows());
   const auto d = static_cast<std::size_t>(call.cache->d());
