@@ -15,6 +15,12 @@
 namespace qattn {
 namespace {
 
+#if defined(QATTN_KV_SEQUENCES)
+constexpr int default_sequences = QATTN_KV_SEQUENCES;
+#else
+constexpr int default_sequences = 10000;
+#endif
+
 using test::Counted;
 using test::PlainCache;
 
@@ -342,7 +348,7 @@ class KvCacheProperty : public testing::TestWithParam<int> {};
 
 TEST_P(KvCacheProperty, RandomOperationsEqualThePlainModel) {
   const char* asked = std::getenv("QATTN_KV_SEQUENCES");
-  const int count = asked ? std::atoi(asked) : 10000;
+  const int count = asked ? std::atoi(asked) : default_sequences;
   for (int i = GetParam(); i < count; i += 4) {
     const std::string wrong = Walk(static_cast<unsigned>(i) + 1).run();
     ASSERT_EQ(wrong, "") << "sequence of operations " << i + 1;
