@@ -144,7 +144,8 @@ Status KvCache::append(std::int64_t layer, std::span<const std::int64_t> sequenc
     }
     const auto count = static_cast<std::int64_t>(jobs.size());
     const auto page = static_cast<std::size_t>(data_->page_bytes(0));
-    const int threads = std::min<int>(data_->threads(), count < 2 ? 1 : 1 << 10);
+    const auto threads = static_cast<int>(
+        std::clamp<std::int64_t>(count, 1, static_cast<std::int64_t>(data_->threads())));
     std::vector<std::byte> scratch(page * static_cast<std::size_t>(threads));
 #pragma omp parallel num_threads(threads)
     {

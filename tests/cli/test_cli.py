@@ -392,7 +392,8 @@ def test_kv_prints_tiers_bytes_and_errors(kv_files):
     pair = result_json(*kv_arguments(kv_files, "--tiers", "8/2"))
     assert pair["k_relative_rms_error"] < 0.007 and pair["v_relative_rms_error"] > 0.3
     probed = result_json(
-        *kv_arguments(kv_files, "--budget", 3.2, "--probe", kv_files / "q.npy", "--q", kv_files / "q.npy")
+        *kv_arguments(kv_files, "--budget", 3.2, "--probe", kv_files / "q.npy"),
+        "--q", kv_files / "q.npy",
     )
     assert probed["nrmse"] < budget["nrmse"]
     assert "average bits" in qattn(*kv_arguments(kv_files, "--budget", 3.2)).stdout

@@ -66,7 +66,10 @@ def test_a_decode_loop(rng):
     assert usage.window_tokens + sum(usage.tier_tokens) == 2 * 650
 
 
-@pytest.mark.parametrize("bits, bound", [(8, 0.012), (4, 0.15), (3, 0.28), (2, 0.51), ((4, 2), 0.4)])
+BOUNDS = [(8, 0.012), (4, 0.15), (3, 0.28), (2, 0.51), ((4, 2), 0.4)]
+
+
+@pytest.mark.parametrize("bits, bound", BOUNDS)
 def test_error_by_tier(rng, bits, bound):
     cache = qattn.KvCache(kv_heads=2, head_dim=128, tiers=[bits])
     s = cache.add_sequence()

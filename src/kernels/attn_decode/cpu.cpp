@@ -241,9 +241,11 @@ void Decode::run() {
   allocate();
   const auto units = static_cast<std::int64_t>(first_task_.size()) - 1;
   const auto tasks = static_cast<std::int64_t>(tasks_.size());
+  const auto useful = std::max({units, tasks, std::int64_t{1}});
+  const auto threads = static_cast<int>(std::min<std::int64_t>(call_.threads, useful));
   std::vector<Scratch> scratch;
-  for (int t = 0; t < call_.threads; ++t) scratch.emplace_back(call_);
-#pragma omp parallel num_threads(call_.threads)
+  for (int t = 0; t < threads; ++t) scratch.emplace_back(call_);
+#pragma omp parallel num_threads(threads)
   {
     Scratch& mine = scratch[static_cast<std::size_t>(kv::thread_index())];
 #pragma omp for schedule(dynamic)

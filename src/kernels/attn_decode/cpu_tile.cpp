@@ -227,16 +227,16 @@ void run_window_task(const DecodeCall& call, const Task& task, const Queries& qu
   clear(call, partial);
   Blocks walk(call, task);
   Block blocks[tile_blocks];
-  float ones[tile_keys];
+  float ones[tile_keys];  // scales of keys, and of rows
+  static_assert(kv::most_queries * kv::most_group <= tile_keys);
   std::fill_n(ones, tile_keys, 1.0f);
-  const std::vector<float> unit(static_cast<std::size_t>(rows), 1.0f);
   while (const int count = walk.next(blocks)) {
     const int keys = count * kv_block_tokens;
     std::uint32_t bad[tile_blocks];
     for (int i = 0; i < count; ++i) bad[i] = load_window_block(call, blocks[i], i, scratch);
     float* scores = scratch.scores.data();
-    words.qk_f32(queries.raw, rows, scratch.k_floats.data(), keys, call.cache->d(), unit.data(),
-                 ones, scores);
+    words.qk_f32(queries.raw, rows, scratch.k_floats.data(), keys, call.cache->d(), ones, ones,
+                 scores);
     cap_scores(call, scores, keys);
     mask_tile(call, task, blocks, count, bad, scores, partial.bad);
     SoftmaxTile tile{};
