@@ -9,7 +9,7 @@ APT := g++ cmake pkg-config ninja-build python3-dev python3-venv libgtest-dev li
        nlohmann-json3-dev libboost-context-dev g++-aarch64-linux-gnu qemu-user
 
 .PHONY: all setup build demo test sanitize arm wheel gpu-build gpu-test gpu-sanitize gpu-bench \
-        format clean
+        model format clean
 all: build
 
 $(BUILD)/.apt: Makefile
@@ -46,6 +46,7 @@ test: build sanitize arm
 	ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 	QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_LIBRARY=$(CURDIR)/$(BUILD)/src/libqattn.a \
 	  QATTN_FORMATS_DUMP=$(CURDIR)/$(BUILD)/bin/formats_dump \
+	  QATTN_BENCH_LIBRARY=$(CURDIR)/$(BUILD)/tests/emulated/libattention_bench_emulated.so \
 	  QATTN_FAKE_CUDA=$(CURDIR)/$(BUILD)/tests/validation/libqattn_fake_cuda.so \
 	  PYTHONPATH=$(BUILD)/python $(PY) -m pytest -q -p no:cacheprovider tests
 
@@ -97,8 +98,16 @@ gpu-sanitize: gpu-build
 	    $(GPU_BUILD)/bin/sanitize_kernels --exact --run-only || exit 1; \
 	done
 
+# What to measure is in GPU_BENCH: make gpu-bench GPU_BENCH="--shapes mha --recipes int8_full"
 gpu-bench: gpu-build
-	PYTHONPATH=$(GPU_BUILD)/python python3 bench/gpu.py -o $(GPU_BUILD)/bench.json
+	cmake --build $(GPU_BUILD) -j $(JOBS) --target attention_bench
+	python3 bench/bench.py run --library $(GPU_BUILD)/cuda/libattention_bench.so \
+	  -o $(GPU_BUILD)/bench.json $(GPU_BENCH)
+
+# Bounds on the GPU kernels' time, from the emulator: after a change of a kernel.
+model: build
+	$(BUILD)/bin/qattn model --json >bench/results/model-h200.json
+	$(PY) bench/bench.py render
 
 format:
 	clang-format -i $$(git ls-files '*.cpp' '*.hpp' '*.h' '*.inl' '*.cu' '*.cuh')

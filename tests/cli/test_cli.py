@@ -322,6 +322,59 @@ def test_bench():
     refused("bench", "--shape", ",".join(["4611686018427387904"] * 6))
 
 
+def test_model(tmp_path):
+    shape = {"batch": 4, "heads_q": 8, "heads_kv": 2, "queries": 1024, "keys": 1024, "dim": 128,
+             "causal": True}
+    cell = {"shape": {"group": "llm", **shape}, "candidate": "int8_full", "io": "bf16",
+            "step": "kernel", "median_ms": 0.25}
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps({"cells": [cell | {"step": "e2e", "median_ms": 9}, cell]}))
+    call = ("model", "--shape", "4,8,2,1024,1024,128", "--causal", "--measured", record,
+            "--recipe", "int8_full,bf16,f32")
+    report = result_json(*call)
+    full, wide = report["rows"]
+    assert full["shape"] == shape and full["kernel"] == "sm90a_prefill"
+    # 4 x 8 heads, 1 + ... + 8 tiles of 1024 clocks of 8-bit products, on 132 multiprocessors.
+    microseconds = 4 * 8 * 36 * 1024 / 132 / 1.755e9 * 1e6
+    assert full["clocks_a_tile"]["tensor"] == pytest.approx(1024)
+    assert full["bound_us"]["tensor"] == pytest.approx(microseconds)
+    assert wide["bound_us"]["tensor"] == pytest.approx(2 * microseconds)
+    assert full["predicted_ms"] == pytest.approx(max(full["bound_us"].values()) / 1e3)
+    assert full["bound_us"][full["limit"]] == max(full["bound_us"].values())
+    assert full["measured_ms"] == 0.25 and "measured_ms" not in wide
+    assert full["measured_over_predicted"] == pytest.approx(0.25 / full["predicted_ms"])
+    assert any("f32: " in why and "sm90a_prefill" in why for why in report["refused"])
+    # The record's time is not the portable kernel's.
+    (portable,) = result_json(*call[:-1], "int8_full", "--portable")["rows"]
+    assert portable["kernel"] == "sm80_prefill" and "measured_ms" not in portable
+    table = qattn(*call)
+    assert table.returncode == 0 and "sm90a_prefill" in table.stdout and "0.25" not in table.stderr
+
+
+def test_the_committed_model_is_what_the_kernels_do():
+    """Approximately: how often a maximum rises depends on the last bits of the C library."""
+    path = Path(__file__).resolve().parents[2] / "bench" / "results" / "model-h200.json"
+    committed, now = json.loads(path.read_text()), result_json("model")
+    assert now["machine"] == committed["machine"]
+    assert len(now["rows"]) == len(committed["rows"])
+    for a, b in zip(now["rows"], committed["rows"], strict=True):
+        for key in ("clocks_a_tile", "bound_us"):
+            assert a[key] == pytest.approx(b[key], rel=2e-3, abs=1), "run `make model`"
+        for key in ("shape", "recipe", "kernel", "step"):
+            assert a[key] == b[key], "run `make model`"
+
+
+def test_model_refusals(tmp_path):
+    refused("model", "--shape", "1,2", says=["--shape 1,2"])
+    refused("model", "--shape", "1,1,1,128,128,64", "--recipe", "nope", says=["nope"])
+    refused("model", "--shape", "1,1,1,128,128,64", "--recipe", "f32", status=3, says=["_prefill"])
+    refused("model", "--shape", "1,1,1,128,1073741952,64", status=3, says=["2^30"])
+    refused("model", "--measured", tmp_path / "absent.json", says=["absent.json"])
+    for text in ("{", "[]", '{"cells": 1}', '{"cells": [{"candidate": 1}]}'):
+        (tmp_path / "bad.json").write_text(text)
+        refused("model", "--measured", tmp_path / "bad.json", says=["bad.json"])
+
+
 @pytest.mark.skipif(not DATA.exists(), reason="no captured data")
 def test_demo(tmp_path):
     embeddings = tmp_path / "embeddings.json"

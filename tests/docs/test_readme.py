@@ -56,4 +56,8 @@ def test_named_files_exist():
 
 
 def test_performance_page_is_what_the_records_say():
-    subprocess.run([sys.executable, ROOT / "bench" / "render.py", "--check"], check=True)
+    subprocess.run([sys.executable, ROOT / "bench" / "bench.py", "render", "--check"], check=True)
+
+
+def test_plots_are_what_the_records_say():
+    subprocess.run([sys.executable, ROOT / "bench" / "bench.py", "plot", "--check"], check=True)

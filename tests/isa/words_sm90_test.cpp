@@ -236,6 +236,37 @@ TEST(Mbarrier, ExpectAloneDoesNotArriveAndTestPolls) {
   }
 }
 
+TEST(Counters, CountBulkBytesAndWarpgroupProducts) {
+  alignas(16) static const std::uint32_t source[256] = {};
+  const emu::Stats stats = emu::run({2, 1, 1}, 128, 2048, Options{}, [] {
+    const SharedAddress barrier = shared_base() + 1024;
+    if (thread() == 0) {
+      mbarrier_init(barrier, 1);
+      fence_mbarrier_init();
+    }
+    sync_threads();
+    if (thread() == 0) {
+      mbarrier_arrive_expect(barrier, 1024);
+      bulk_load(shared_base(), source, 1024, barrier);
+    }
+    mbarrier_wait(barrier, 0);
+    const std::uint64_t m = matrix_descriptor(shared_base(), 16, 256, Swizzle::bytes32);
+    std::int32_t d[4] = {};
+    const std::uint32_t a[4] = {};
+    wgmma_fence();
+    wgmma<Element::s8, Element::s8, 8>(d, a, m, false);
+    wgmma_commit();
+    wgmma_wait<0>();
+  });
+  EXPECT_EQ(stats.bulk_bytes, 2u * 1024);
+  EXPECT_EQ(stats.global_read, 2u * 1024);
+  EXPECT_EQ(stats.shared_written, 2u * (1024 + 8));  // the mbarrier is initialised
+  EXPECT_EQ(stats.shared_read, 2u * 8 * 32);         // B once a warpgroup, A is in registers
+  EXPECT_EQ(stats.tensor_macs, 2u * 64 * 8 * 32);
+  EXPECT_EQ(stats.tensor_macs_16bit, 0u);
+  EXPECT_EQ(stats.warp_instructions(emu::Word::wgmma), 2 * 4);
+}
+
 // ---- TMA
 // -------------------------------------------------------------------------------------------
 

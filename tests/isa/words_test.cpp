@@ -341,9 +341,41 @@ TEST(Counters, CountWarpInstructionsAndBytes) {
   EXPECT_EQ(stats.warp_instructions(emu::Word::sync_threads), 4);
   EXPECT_EQ(stats.warp_instructions(emu::Pipe::tensor), 24);
   EXPECT_EQ(stats.tensor_macs, 24u * 16 * 8 * 32);
+  EXPECT_EQ(stats.tensor_macs_16bit, 0u);
+  EXPECT_EQ(stats.bulk_bytes, 0u);
   EXPECT_EQ(stats.shared_written, 512u);
   EXPECT_EQ(stats.global_read, 512u);
   EXPECT_NE(stats.report().find("mma int8"), std::string::npos);
+}
+
+TEST(Counters, CountWhatAWordIsOnTheMachine) {
+  float sink = 0;
+  const emu::Stats stats = emu::run({1, 1, 1}, 32, 0, Options{}, [&] {
+    const std::uint32_t a[1][4] = {}, b[1][2] = {};
+    float d[1][1][4] = {};
+    mma<Element::bf16, Element::bf16>(d, a, b);
+    float x = fmaf(exp2(1.0f), 2.0f, 3.0f);
+    x = fmaxf(max3(x, 1.0f, 2.0f), fminf(x, 5.0f));                                 // 2 + 1 + 1
+    x += static_cast<float>(max3(1, 2, 3) + pack_u8(x, x, x, x) + pack_f16(x, x));  // 1; 2 + 1
+    if (thread() == 0) sink = x;
+  });
+  EXPECT_GT(sink, 0);
+  EXPECT_EQ(stats.warp_instructions(emu::Pipe::fma), 1);
+  EXPECT_EQ(stats.warp_instructions(emu::Pipe::special), 1);
+  EXPECT_EQ(stats.warp_instructions(emu::Pipe::integer), 5);
+  EXPECT_EQ(stats.warp_instructions(emu::Pipe::convert), 3);
+  EXPECT_EQ(stats.tensor_macs, 16u * 8 * 16);
+  EXPECT_EQ(stats.tensor_macs_16bit, stats.tensor_macs);
+}
+
+TEST(Counters, AddUpUntilTaken) {
+  const auto once = [] { emu::run({3, 1, 1}, 32, 0, Options{}, [] {}); };
+  emu::take_stats();
+  once();
+  once();
+  EXPECT_EQ(emu::last_stats().blocks, 3u);
+  EXPECT_EQ(emu::take_stats().blocks, 6u);
+  EXPECT_EQ(emu::take_stats().blocks, 0u);
 }
 
 }  // namespace

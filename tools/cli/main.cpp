@@ -61,6 +61,9 @@ int main(int argc, char** argv) {
   cli::add_kv(program, action);
   cli::add_bench(program, action);
   cli::add_demo(program, action);
+#ifdef QATTN_HAS_MODEL
+  cli::add_model(program, action);
+#endif
   try {
     program.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

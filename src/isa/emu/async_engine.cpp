@@ -82,6 +82,7 @@ void AsyncEngine::issue_load(Transfer load, const char* what) {
   shared.check_writable(load.shared, load.bytes, what, load.where);
   shared.mark(load.shared, load.bytes, ByteState::in_flight);
   block_.stats.shared_written += load.bytes;
+  block_.stats.bulk_bytes += load.bytes;
   if (block_.options().races) {
     Races& races = block_.races();
     load.agent = races.barrier_agent(barrier.index);
@@ -192,6 +193,7 @@ void AsyncEngine::issue_store(Transfer store, const char* what) {
   SharedMemory& shared = block_.shared();
   shared.check_readable(store.shared, store.bytes, what, store.where);
   block_.stats.shared_read += store.bytes;
+  block_.stats.bulk_bytes += store.bytes;
   if (block_.options().races) {
     Races& races = block_.races();
     store.agent = races.store_agent(current_lane->warp);

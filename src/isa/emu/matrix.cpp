@@ -219,7 +219,9 @@ void multiply_accumulate(Block& block, Arguments<Product> lanes, Element a, Elem
   for (int lane = 0; lane < 32; ++lane) accumulate(lanes[lane], lane, sums.data(), kind);
   const std::uint64_t instructions = static_cast<std::uint64_t>(m_tiles) * n_tiles;
   block.count(mma_word(a), 32 * (instructions - 1));  // the collective itself counted one
-  block.stats.tensor_macs += static_cast<std::uint64_t>(rows) * columns * depth;
+  const std::uint64_t macs = static_cast<std::uint64_t>(rows) * columns * depth;
+  block.stats.tensor_macs += macs;
+  if (isa::is_16bit(a)) block.stats.tensor_macs_16bit += macs;
 }
 
 // ---- ldmatrix, stmatrix

@@ -68,7 +68,8 @@ enum class Word : std::uint8_t {
   byte_permute,
   lop3,
   dot4,
-  max3,
+  min_max,
+  fma,
   mbarrier_init,
   mbarrier_arrive,
   mbarrier_wait,
@@ -90,21 +91,25 @@ enum class Word : std::uint8_t {
 };
 
 /// Execution units, as far as a bound on a kernel's speed needs them.
-enum class Pipe : std::uint8_t { control, memory, tensor, special, convert, integer, count };
+enum class Pipe : std::uint8_t { control, memory, tensor, special, convert, integer, fma, count };
 
 const char* name(Word word);
 Pipe pipe(Word word);
 
-/// Counted over all blocks of a launch.
+/// Counted over all blocks of a launch. What kernels write as operators of C++ (a + b, casts)
+/// leaves no trace: sums over words are lower bounds.
 struct Stats {
-  /// Executions by single lanes: a warp's collective counts 32, a warpgroup's 128.
+  /// Executions by single lanes, of as many instructions as the word is on sm_90: a warp's
+  /// collective counts 32, a warpgroup's 128.
   std::array<std::uint64_t, static_cast<std::size_t>(Word::count)> lanes{};
   std::uint64_t shared_read = 0, shared_written = 0;  ///< bytes
   std::uint64_t global_read = 0, global_written = 0;  ///< bytes, copies and TMA included
-  std::uint64_t matrix_rows = 0;   ///< 8-row matrices that load_matrix and store_matrix moved
-  std::uint64_t matrix_waves = 0;  ///< shared-memory cycles they took: equal without conflicts
-  std::uint64_t tensor_macs = 0;   ///< multiply-accumulates of mma and wgmma
-  std::uint64_t switches = 0;      ///< of the emulator, between lanes
+  std::uint64_t bulk_bytes = 0;                       ///< moved by bulk copies and TMA, whole boxes
+  std::uint64_t matrix_rows = 0;        ///< 8-row matrices that load_matrix and store_matrix moved
+  std::uint64_t matrix_waves = 0;       ///< shared-memory cycles they took: equal without conflicts
+  std::uint64_t tensor_macs = 0;        ///< multiply-accumulates of mma and wgmma
+  std::uint64_t tensor_macs_16bit = 0;  ///< of them, on operands of 16 bits
+  std::uint64_t switches = 0;           ///< of the emulator, between lanes
   std::uint64_t blocks = 0;
 
   double warp_instructions(Word word) const {
@@ -118,6 +123,8 @@ struct Stats {
 
 /// Of the latest launch that ended on this thread.
 const Stats& last_stats();
+/// Of all launches that ended on this thread since the last call.
+Stats take_stats();
 
 /// Runs `body` once per thread of the grid. Throws Error. A chain is of launches by one thread.
 Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& options,

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "isa/isa.hpp"
 // The block after the words.
@@ -52,7 +53,8 @@ constexpr WordInfo kWords[] = {
     {Word::byte_permute, "byte_permute", Pipe::integer},
     {Word::lop3, "lop3", Pipe::integer},
     {Word::dot4, "dot4", Pipe::integer},
-    {Word::max3, "max3", Pipe::integer},
+    {Word::min_max, "min, max", Pipe::integer},
+    {Word::fma, "fma", Pipe::fma},
     {Word::mbarrier_init, "mbarrier_init", Pipe::control},
     {Word::mbarrier_arrive, "mbarrier_arrive", Pipe::control},
     {Word::mbarrier_wait, "mbarrier_wait", Pipe::control},
@@ -81,7 +83,7 @@ constexpr bool in_order() {
 }
 static_assert(in_order(), "one row per Word, in its order");
 
-thread_local Stats latest;
+thread_local Stats latest, untaken;
 thread_local Footprint chain_so_far;
 thread_local bool in_chain = false;  ///< was the launch before this one part of a chain?
 
@@ -154,9 +156,11 @@ Stats& Stats::operator+=(const Stats& other) {
   shared_written += other.shared_written;
   global_read += other.global_read;
   global_written += other.global_written;
+  bulk_bytes += other.bulk_bytes;
   matrix_rows += other.matrix_rows;
   matrix_waves += other.matrix_waves;
   tensor_macs += other.tensor_macs;
+  tensor_macs_16bit += other.tensor_macs_16bit;
   switches += other.switches;
   blocks += other.blocks;
   return *this;
@@ -172,13 +176,17 @@ std::string Stats::report() const {
   lines +=
       text("shared memory: %llu bytes read, %llu written; %llu matrices in %llu waves\n",
            number(shared_read), number(shared_written), number(matrix_rows), number(matrix_waves));
-  lines += text("global memory: %llu bytes read, %llu written\n", number(global_read),
-                number(global_written));
-  return lines + text("tensor: %llu multiply-accumulates; %llu switches in %llu blocks\n",
-                      number(tensor_macs), number(switches), number(blocks));
+  lines += text("global memory: %llu bytes read, %llu written; %llu by bulk copies and TMA\n",
+                number(global_read), number(global_written), number(bulk_bytes));
+  return lines + text(
+                     "tensor: %llu multiply-accumulates, %llu of 16 bits; "
+                     "%llu switches in %llu blocks\n",
+                     number(tensor_macs), number(tensor_macs_16bit), number(switches),
+                     number(blocks));
 }
 
 const Stats& last_stats() { return latest; }
+Stats take_stats() { return std::exchange(untaken, {}); }
 
 Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& options,
           const std::function<void()>& body, Chain chain) {
@@ -226,6 +234,7 @@ Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& option
     for (std::thread& w : workers) w.join();
   }
   latest = total;
+  untaken += total;
   chain_so_far.add(touched);
   if (!error.empty()) throw Error(error);
   return total;

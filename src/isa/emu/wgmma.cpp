@@ -265,7 +265,9 @@ void WgmmaUnit::execute(Warpgroup& group, Operation& operation) {
                             : std::bit_cast<std::uint32_t>(std::bit_cast<float>(old) + sum);
     }
   }
-  block_.stats.tensor_macs += static_cast<std::uint64_t>(64 * n) * static_cast<unsigned>(depth);
+  const std::uint64_t macs = static_cast<std::uint64_t>(64 * n) * static_cast<unsigned>(depth);
+  block_.stats.tensor_macs += macs;
+  if (isa::is_16bit(shape.a)) block_.stats.tensor_macs_16bit += macs;
 }
 
 void WgmmaUnit::commit() {

@@ -307,8 +307,8 @@ void mma_f16(std::uint32_t (&d)[M][N][2], const std::uint32_t (&a)[M][4],
 // ---- Arithmetic --------------------------------------------------------------------------------
 
 // These also work outside of kernels, where nobody counts them.
-inline void count_word(Word word) {
-  if (emu::current_lane) emu::current_block().count(word);
+inline void count_word(Word word, std::uint64_t instructions = 1) {
+  if (emu::current_lane) emu::current_block().count(word, instructions);
 }
 inline float flush_subnormal(float x) {
   return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
@@ -329,7 +329,7 @@ inline float reciprocal(float x) {
 /// As maxima of the hardware: NaN (signalling ones too) only if all are, and +0 is larger than -0.
 /// std::fmax leaves both open.
 inline float max3(float a, float b, float c) {
-  count_word(Word::max3);
+  count_word(Word::min_max, 2);  // sm_90 has the three-operand one for integers only
   const auto larger = [](float x, float y) {
     if (std::isnan(x) || std::isnan(y)) return std::isnan(x) ? y : x;
     if (x == y) return std::signbit(x) ? y : x;
@@ -338,12 +338,15 @@ inline float max3(float a, float b, float c) {
   return larger(larger(a, b), c);
 }
 inline std::int32_t max3(std::int32_t a, std::int32_t b, std::int32_t c) {
+  count_word(Word::min_max);
   return std::max({a, b, c});
 }
 inline std::uint32_t max3(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  count_word(Word::min_max);
   return std::max({a, b, c});
 }
 inline std::uint32_t min3(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  count_word(Word::min_max);
   return std::min({a, b, c});
 }
 
@@ -363,16 +366,16 @@ inline std::uint32_t pack_bf16(float lo, float hi) {
   return code(lo) | code(hi) << 16;
 }
 inline Pair unpack_f16(std::uint32_t v) {
-  count_word(Word::convert);
+  count_word(Word::convert, 2);
   return {formats::F16::decode(static_cast<std::uint16_t>(v)),
           formats::F16::decode(static_cast<std::uint16_t>(v >> 16))};
 }
 inline Pair unpack_bf16(std::uint32_t v) {
-  count_word(Word::convert);
+  count_word(Word::convert, 2);
   return {std::bit_cast<float>(v << 16), std::bit_cast<float>(v & 0xffff0000u)};
 }
 inline std::uint32_t pack_u8(float x0, float x1, float x2, float x3) {
-  count_word(Word::convert);
+  count_word(Word::convert, 2);
   const auto code = [](float x) -> std::uint32_t {
     if (!(x > 0)) return 0;  // NaN too
     // Adding 2^23 leaves no fraction bits: the sum rounds half to even in every rounding library.
@@ -434,5 +437,31 @@ inline std::uint32_t dot4_u8(std::uint32_t a, std::uint32_t b, std::uint32_t c) 
   return c;
 }
 
+// C's functions of one instruction each. Kernels call them by their plain names, as CUDA has them,
+// and find these, which count.
+inline float fmaf(float a, float b, float c) {
+  count_word(Word::fma);
+  return std::fmaf(a, b, c);
+}
+inline float fmaxf(float a, float b) {
+  count_word(Word::min_max);
+  return std::fmax(a, b);
+}
+inline float fminf(float a, float b) {
+  count_word(Word::min_max);
+  return std::fmin(a, b);
+}
+
 }  // namespace QATTN_TARGET
 }  // namespace qattn::isa
+
+namespace qattn::kernels {
+using isa::fmaf;
+using isa::fmaxf;
+using isa::fminf;
+}  // namespace qattn::kernels
+namespace qattn::tile {
+using isa::fmaf;
+using isa::fmaxf;
+using isa::fminf;
+}  // namespace qattn::tile

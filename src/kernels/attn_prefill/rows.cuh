@@ -220,10 +220,16 @@ struct PrefillRows {
   /// give 0 and not NaN.
   QATTN_DEVICE static float reference(float top) { return top == -tile::infinity() ? 0.0f : top; }
 
-  /// The maximum of all four lanes that share a row.
-  QATTN_DEVICE static float row_max(float x) {
-    x = fmaxf(x, isa::shuffle_xor(x, 1));
-    return fmaxf(x, isa::shuffle_xor(x, 2));
+  /// The maxima of all four lanes that share a row.
+  QATTN_DEVICE static void row_maxima(float (&x)[R]) {
+#pragma unroll
+    for (int mask = 1; mask <= 2; mask *= 2) {
+      float other[R];
+#pragma unroll
+      for (int r = 0; r < R; ++r) other[r] = isa::shuffle_xor(x[r], mask);
+#pragma unroll
+      for (int r = 0; r < R; ++r) x[r] = fmaxf(x[r], other[r]);
+    }
   }
 
   // ---- Output ---------------------------------------------------------------------------------

@@ -22,21 +22,20 @@ struct PrefillValues : PrefillScores<C> {
   // ---- Softmax and product with V -------------------------------------------------------------
 
   /// Maximum of scale[r] * score over the tile's keys, of all four lanes that share a row.
-  QATTN_DEVICE void row_maxima(Scores& s, const float (&scale)[R], float (&top)[R]) {
+  QATTN_DEVICE void scaled_maxima(Scores& s, const float (&scale)[R], float (&top)[R]) {
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
     // In the order in which the products end: a tree of maxima was 2 % slower on an H200.
     tile::each_score(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
+    this->row_maxima(top);
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      top[r] = this->row_max(top[r]) * scale[r];
-    }
+    for (int r = 0; r < R; ++r) top[r] *= scale[r];
   }
 
   /// 16-bit P, relative to the running maximum.
   QATTN_DEVICE void attend_wide(Scores& s, const float (&scale)[R]) {
     float top[R];
-    row_maxima(s, scale, top);
+    scaled_maxima(s, scale, top);
     this->raise_maxima(top);
 #pragma unroll
     for (int step = 0; step < S::keys / 16; ++step) {
@@ -109,7 +108,7 @@ struct PrefillValues : PrefillScores<C> {
     float top[R], share[R], one[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) one[r] = 1.0f;
-    row_maxima(s, one, top);
+    scaled_maxima(s, one, top);
     this->raise_maxima(top);
     std::uint32_t a[S::keys / 32][M][4];
 #pragma unroll
@@ -136,7 +135,7 @@ struct PrefillValues : PrefillScores<C> {
   template <bool Special>
   QATTN_DEVICE void attend_e4m3(Scores& s, const float (&scale)[R]) {
     float top[R];
-    row_maxima(s, scale, top);
+    scaled_maxima(s, scale, top);
     this->raise_maxima(top);
     if (Special && value_flags() != 0) spoil_rows(s);
     float one[R];

@@ -19,7 +19,7 @@ struct Sm90Consumer : Sm90Softmax<C> {
   using Base = Sm90Softmax<C>;
   using Base::R, Base::codes, Base::lane, Base::out, Base::params, Base::share, Base::sum,
       Base::work;
-  using typename Base::Products, typename Base::Scales;
+  using typename Base::Plain, typename Base::Products, typename Base::Scales;
   /// P V of a tile.
   using Values = std::int32_t[S::d / 2];
 
@@ -97,88 +97,100 @@ struct Sm90Consumer : Sm90Softmax<C> {
 
   // ---- The tiles ------------------------------------------------------------------------------
 
-  /// Products of the first tile.
-  QATTN_DEVICE void start(Products& s) {
+  /// What the next step must know of its tile, if that is there already. Without a branch, because
+  /// ptxas moves nothing across one and so would bunch the exponentials in front of it; at worst a
+  /// piece of Q is read instead, and forgotten.
+  QATTN_DEVICE void foresee() {
+    static_assert(S::q_bytes >= S::stage_bytes - S::tail_at);
+    ready = walk.mask == nullptr && walk.tile - S::keys >= walk.begin &&
+            isa::mbarrier_test(base + S::full + 8 * place.stage, place.parity);
+    const SharedAddress harmless = base + S::q_at + group * S::q_bytes - S::tail_at;
+    scales = this->load_scales(ready ? stage() : harmless);
+  }
+  QATTN_DEVICE void next_tile() {
+    walk.advance(S::keys);
+    if (ready) return;
+    wait_full();
+    if (walk.tile >= 0) scales = this->load_scales(stage());
+  }
+
+  /// P V of the tile before, if there is one, and Q K^T of this tile. P V joins the output while
+  /// Q K^T still runs. The turn is still ours then.
+  template <bool First>
+  QATTN_DEVICE void multiply(Products& s) {
+    Values pv;
     take_turn();
     isa::wgmma_fence();
+    if constexpr (!First) multiply_values(pv);
     multiply_keys(s);
+    if constexpr (!First) {
+      isa::wgmma_wait<1>();
+      add_values(pv);
+      isa::sync_warp();  // or ptxas moves the additions behind the next wait
+    }
     isa::wgmma_wait<0>();
-    give_turn();
   }
 
-  /// Products of a tile: P V of the one before, and Q K^T.
-  QATTN_DEVICE void multiply(Products& s, Values& pv) {
-    take_turn();
-    isa::wgmma_fence();
-    multiply_values(pv);
-    multiply_keys(s);
-    isa::wgmma_wait<1>();
-    add_values(pv);
-    isa::sync_warp();  // or ptxas moves the additions behind the next wait
-    isa::wgmma_wait<0>();
-    give_turn();
-    isa::schedule_fence();
-  }
-
-  /// Softmax of a tile whose keys every row sees; leaves its stage.
-  QATTN_DEVICE void softmax_plain(const Products& s) {
-    const Scales now = scales;
-    release();
-    // What the next step must know arrives under the exponentials.
-    this->template attend<false>(s, now, walk.tile, [&] { next_tile(); });
-  }
-
-  /// Softmax of any other tile.
-  QATTN_DEVICE void softmax_other(const Products& s) {
-    Scales now = scales;
-    if (this->is_edge(walk.tile, stage(), now)) {
+  /// This tile and all that follow it up to one that is not plain. From the products to the end of
+  /// the exponentials there is no branch.
+  QATTN_DEVICE void attend_plain_tiles(Products& s) {
+    while (true) {
+      Plain t;
+      t.x = scales;
       release();
-      this->template attend<true>(s, now, walk.tile, [&] { next_tile(); });
-    } else {
-      this->attend_special(s, walk.tile, stage());
-      release();
+      this->take_maxima(s, 0, t);
+      this->take_maxima(s, 1, t);
+      this->row_maxima(t.top);
+      const auto meanwhile = [&](int g) {
+        // Where ptxas puts the rest depends on where these stand (H200, D 128, S 8192, TFLOP/s):
+        // the turn after group 3, 5, 7, 9 gives 843, 840, 835, 684; the look ahead after group
+        // 3, 5, 7, 9, 11 gives 685, 684, 835, 816, 824 with the turn after 5 or 7.
+        if (g == 3) give_turn();
+        if (g == 7) foresee();
+      };
+      this->attend_plain(s, 0, t, meanwhile);
+      this->attend_plain(s, 1, t, meanwhile);
+      this->end_plain(t);
       next_tile();
+      if (walk.tile < 0 || !this->is_plain(walk.tile, scales)) return;
+      multiply<false>(s);
     }
   }
 
-  /// What the next step must know of its tile, if that is there already.
-  QATTN_DEVICE void next_tile() {
-    walk.advance(S::keys);
-    ready = isa::mbarrier_test(base + S::full + 8 * place.stage, place.parity);
-    if (ready && walk.tile >= 0) scales = this->load_scales(stage());
+  /// Any other tile.
+  QATTN_DEVICE void attend_other_tile(const Products& s) {
+    give_turn();
+    Scales now = scales;
+    if (this->is_edge(walk.tile, stage(), now)) {
+      release();
+      this->attend_edge(s, now, walk.tile);
+    } else {
+      this->attend_special(s, walk.tile, stage());
+      release();
+    }
+    ready = false;
+    next_tile();
   }
 
   QATTN_DEVICE void run_tiles() {
     isa::mbarrier_wait(base + S::q_full + 8 * group, queries_parity);
     this->start_rows();
     Products s;
-    Values pv;
     wait_full();
     scales = this->load_scales(stage());
-    start(s);
-    if (this->is_plain(walk.tile, scales)) {
-      softmax_plain(s);
-    } else {
-      softmax_other(s);
-    }
-    while (walk.tile >= 0) {
-      if (!ready) {
-        wait_full();
-        scales = this->load_scales(stage());
-      }
-      // Two copies: whether a tile is plain is known before its products, and a branch behind them
-      // costs 3 % (H200, D 128, S 8192).
+    multiply<true>(s);
+    while (true) {
       if (this->is_plain(walk.tile, scales)) {
-        multiply(s, pv);
-        softmax_plain(s);
+        attend_plain_tiles(s);
       } else {
-        multiply(s, pv);
-        softmax_other(s);
+        attend_other_tile(s);
       }
+      if (walk.tile < 0) break;
+      multiply<false>(s);
     }
     isa::sync_warp();
     if (lane == 0) isa::mbarrier_arrive(base + S::q_empty + 8 * group);
-    wait_full();
+    Values pv;
     take_turn();
     isa::wgmma_fence();
     multiply_values(pv);
@@ -193,7 +205,7 @@ struct Sm90Consumer : Sm90Softmax<C> {
   std::uint32_t queries_parity = 0;
   TileWalk walk;
   Scales scales;       ///< of walk.tile
-  bool ready = false;  ///< ... if they are there
+  bool ready = false;  ///< foreseen
 };
 
 template <Sm90Config C>

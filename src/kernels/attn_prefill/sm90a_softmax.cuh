@@ -14,8 +14,9 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
   using Base = PrefillRows<S>;
   using Base::R, Base::lane, Base::max, Base::out, Base::p, Base::sum, Base::work;
   using typename Base::Scores;
-  /// S and P V as wgmma leaves them: element 4n + i is element i of score tile n.
+  /// S as wgmma leaves it: element 4n + i is element i of score tile n.
   using Products = std::int32_t[S::keys / 2];
+  static constexpr int half_tiles = slot_tile / 8;  ///< score tiles in 64 keys
 
   const Sm90Params& params;
   std::uint32_t codes[S::keys / 32][4];  ///< P: A fragments of the products with V
@@ -82,70 +83,93 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
 
   // ---- The plain tile -------------------------------------------------------------------------
 
-  /// Calls meanwhile() among the exponentials, in the middle: ptxas schedules nothing across it,
-  /// and leaves the second half's exponentials where they are (H200, D 128, S 8192: after 7 of 16
-  /// groups 770 TFLOP/s, after 3 751, after 13 688, before the first 755).
-  template <bool Edge, class Meanwhile>
-  QATTN_DEVICE void attend(const Products& s, const Scales& x, int tile, Meanwhile meanwhile) {
-    float scale[S::halves][R], offset[S::halves][R], top[R];
-    Scores y;
-    if constexpr (Edge) {
-      edge_scores(s, x, tile, y, top);
-    } else {
-      plain_maxima(s, x, scale, top);
-    }
+  /// A tile that needs one factor for all keys of a half that a thread holds.
+  struct Plain {
+    Scales x;
+    float scale[S::halves][R];          ///< of scores, in units of log2
+    float top[R];                       ///< maximum of score + log of V's scale, in units of log2
+    std::uint32_t count[S::halves][R];  ///< sums of P
+  };
+
+  /// Takes the maxima of the keys of half `h`.
+  QATTN_DEVICE void take_maxima(const Products& s, int h, Plain& t) const {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float ref = log2_255 - (Edge ? this->reference(top[r]) : top[r]);
+      const std::int32_t* first = s + 4 * half_tiles * h + 2 * r;
+      std::int32_t largest = first[0] > first[1] ? first[0] : first[1];
 #pragma unroll
-      for (int h = 0; h < S::halves; ++h) offset[h][r] = Edge ? ref : ref + x.v_log[h];
-    }
-    // Groups of four scores that make a word of P: of one row, from two neighbouring score tiles.
-    constexpr int groups = S::n_tiles;
-    float e[groups][4];
-    std::uint32_t count[S::halves][R] = {};
-    const auto exponent = [&](int g) {
-      const int r = g % 2, n = g / 2 * 2, h = 8 * n / slot_tile;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 4 * (n + i / 2) + 2 * r + i % 2;
-        e[g][i] = Edge ? y[0][at / 4][at % 4] + offset[h][r]
-                       : fmaf(static_cast<float>(s[at]), scale[h][r], offset[h][r]);
+      for (int n = 1; n < half_tiles; ++n) {
+        largest = isa::max3(largest, first[4 * n], first[4 * n + 1]);
       }
-    };
-    const auto pack = [&](int g) {
-      const int r = g % 2, n = g / 2 * 2, h = 8 * n / slot_tile;
-      std::uint32_t& word = codes[n / 4][r + n / 2 % 2 * 2];
-      word = isa::pack_u8(e[g][0], e[g][1], e[g][2], e[g][3]);
-      count[h][r] = isa::dot4_u8(word, 0x01010101u, count[h][r]);
-    };
-    exponent(0);
-#pragma unroll
-    for (int g = 0; g < groups; ++g) {
-      if (g + 1 < groups) exponent(g + 1);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) e[g][i] = isa::exp2(e[g][i]);
-      if (g > 0) pack(g - 1);
-      if (g == groups / 2 - 1) meanwhile();
+      t.scale[h][r] = this->row_scale[r] * t.x.k[h];
+      const float top = fmaf(static_cast<float>(largest), t.scale[h][r], t.x.v_log[h]);
+      t.top[r] = h == 0 ? top : fmaxf(t.top[r], top);
     }
-    pack(groups - 1);
-    add_tile<Edge>(x, top, count);
+  }
+
+  /// P of the keys of half `h`.
+  template <class Meanwhile>
+  QATTN_DEVICE void attend_plain(const Products& s, int h, Plain& t, Meanwhile meanwhile) {
+    float offset[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) offset[r] = log2_255 - t.top[r] + t.x.v_log[h];
+    const auto exponent = [&](int n, int i) {
+      return fmaf(static_cast<float>(s[4 * n + i]), t.scale[h][i / 2], offset[i / 2]);
+    };
+    exponentiate(h, exponent, t.count[h], meanwhile);
   }
 
   /// The tile's weight, and its part of the row sums.
-  template <bool Edge>
-  QATTN_DEVICE void add_tile(const Scales& x, const float (&top)[R],
-                             const std::uint32_t (&count)[S::halves][R]) {
-    // The reference moves only when a maximum is far above it, which is rare.
+  QATTN_DEVICE void end_plain(const Plain& t) {
+    isa::sync_warp();
+    raise(t.top);
+#pragma unroll
+    for (int r = 0; r < R; ++r) share[r] = isa::exp2(t.top[r] - max[r]) * (1.0f / 255);
+    add_sums(t.x, t.count);
+  }
+
+  /// P of the keys of half `h` from their exponents. Calls meanwhile(g) among the exponentials,
+  /// after each group g of S::n_tiles of four scores that make a word of P: of one row, from two
+  /// neighbouring score tiles.
+  template <class Exponent, class Meanwhile>
+  QATTN_DEVICE void exponentiate(int h, Exponent exponent, std::uint32_t (&count)[R],
+                                 Meanwhile meanwhile) {
+    float e[half_tiles][4];
+#pragma unroll
+    for (int r = 0; r < R; ++r) count[r] = 0;
+    const auto start = [&](int g) {
+      const int r = g % 2, n = h * half_tiles + g / 2 * 2;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) e[g][i] = exponent(n + i / 2, 2 * r + i % 2);
+    };
+    const auto pack = [&](int g) {
+      const int r = g % 2, n = h * half_tiles + g / 2 * 2;
+      std::uint32_t& word = codes[n / 4][r + n / 2 % 2 * 2];
+      word = isa::pack_u8(e[g][0], e[g][1], e[g][2], e[g][3]);
+      count[r] = isa::dot4_u8(word, 0x01010101u, count[r]);
+    };
+    start(0);
+#pragma unroll
+    for (int g = 0; g < half_tiles; ++g) {
+      if (g + 1 < half_tiles) start(g + 1);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) e[g][i] = isa::exp2(e[g][i]);
+      if (g > 0) pack(g - 1);
+      meanwhile(h * half_tiles + g);
+    }
+    pack(half_tiles - 1);
+  }
+
+  /// The reference moves only when a maximum is far above it, which is rare.
+  QATTN_DEVICE void raise(const float (&top)[R]) {
     bool far = false;
 #pragma unroll
     for (int r = 0; r < R; ++r) far |= top[r] > max[r] + Base::slack;
     if (isa::any(far)) this->raise_maxima(top);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const float ref = Edge ? this->reference(max[r]) : max[r];
-      share[r] = isa::exp2(top[r] - ref) * (1.0f / 255);
-    }
+  }
+
+  /// A tile's part of the row sums.
+  QATTN_DEVICE void add_sums(const Scales& x, const std::uint32_t (&count)[S::halves][R]) {
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       const float weight = isa::exp2(-x.v_log[h]);
@@ -156,6 +180,28 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
       }
       poison = fmaf(x.k[h], 0.0f, poison);
     }
+  }
+
+  // ---- The edge tile --------------------------------------------------------------------------
+
+  /// A tile that is plain but for bounds.
+  QATTN_DEVICE void attend_edge(const Products& s, const Scales& x, int tile) {
+    Scores y;
+    float top[R], ref[R];
+    std::uint32_t count[S::halves][R];
+    edge_scores(s, x, tile, y, top);
+    raise(top);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      share[r] = isa::exp2(top[r] - this->reference(max[r])) * (1.0f / 255);
+      ref[r] = log2_255 - this->reference(top[r]);
+    }
+#pragma unroll
+    for (int h = 0; h < S::halves; ++h) {
+      exponentiate(
+          h, [&](int n, int i) { return y[0][n][i] + ref[i / 2]; }, count[h], [](int) {});
+    }
+    add_sums(x, count);
   }
 
   /// score + log of V's scale in units of log2, -infinity where a row does not see the key.
@@ -180,29 +226,7 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
         top[r] = fmaxf(top[r], y[0][n][i]);
       }
     }
-#pragma unroll
-    for (int r = 0; r < R; ++r) top[r] = this->row_max(top[r]);
-  }
-
-  /// Maximum of score + log of V's scale over the tile's keys, in units of log2.
-  QATTN_DEVICE void plain_maxima(const Products& s, const Scales& x, float (&scale)[S::halves][R],
-                                 float (&top)[R]) {
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      top[r] = -tile::infinity();
-#pragma unroll
-      for (int h = 0; h < S::halves; ++h) {
-        constexpr int tiles = slot_tile / 8;
-        const std::int32_t* first = s + 4 * tiles * h + 2 * r;
-        std::int32_t largest = first[0] > first[1] ? first[0] : first[1];
-#pragma unroll
-        for (int n = 1; n < tiles; ++n)
-          largest = isa::max3(largest, first[4 * n], first[4 * n + 1]);
-        scale[h][r] = this->row_scale[r] * x.k[h];
-        top[r] = fmaxf(top[r], fmaf(static_cast<float>(largest), scale[h][r], x.v_log[h]));
-      }
-      top[r] = this->row_max(top[r]);
-    }
+    this->row_maxima(top);
   }
 
   // ---- Any tile -------------------------------------------------------------------------------
@@ -233,8 +257,7 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
     tile::each_score(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
-#pragma unroll
-    for (int r = 0; r < R; ++r) top[r] = this->row_max(top[r]);
+    this->row_maxima(top);
     this->raise_maxima(top);
 #pragma unroll
     for (int r = 0; r < R; ++r) {

@@ -1,0 +1,48 @@
+"""Speed and errors of qattn beside torch's attention, from the run to the page.
+
+  bench.py run -o RECORD.json         measure: --device, --shapes, --recipes, ...
+  bench.py compare A.json B.json      what became slower or worse from A to B
+  bench.py render [--check]           docs/PERFORMANCE.md from bench/results
+  bench.py plot [--check]             docs/plots from bench/results
+
+Candidates take turns, round by round, and medians are compared; results are compared with float64.
+`run` needs torch; on GPUs libattention_bench (target attention_bench), on CPUs the Python package.
+`compare` and `render` need nothing, `plot` needs matplotlib.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+
+COMMANDS = {
+    "run": "measure",
+    "compare": "two records, worst first",
+    "render": "docs/PERFORMANCE.md from bench/results",
+    "plot": "docs/plots from bench/results",
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=COMMANDS)
+    # Each command is a module of its own, imported alone: only `run` needs torch.
+    command = sys.argv[1] if sys.argv[1:] and sys.argv[1] in COMMANDS else None
+    if command is None:
+        parser.parse_args()
+    # torch brings an OpenMP runtime of its own. Where both runtimes' idle threads spin for work, they
+    # take the cores from each other. Read when a runtime is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    module = importlib.import_module(f"qbench.{command}")
+    options = argparse.ArgumentParser(prog=f"bench.py {command}", description=COMMANDS[command])
+    module.add_arguments(options)
+    try:
+        return module.run(options.parse_args(sys.argv[2:]))
+    except ValueError as error:
+        sys.exit(f"bench.py {command}: {error}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+// Compiled by nvcc for GPUs, and by the host compiler for the emulator.
+#include "gpu/attention_bench.hpp"
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "kernels/attn_prefill/gpu.hpp"
+
+using namespace qattn;
+
+struct BenchHandle {
+  Problem problem;
+  std::shared_ptr<detail::PlanData> plan;
+  std::string kernel;
+};
+
+static std::string error;
+
+/// Bits that one element of an operand takes where the attention step reads it.
+static std::int64_t bits_read(Format of_recipe, const TensorView& given) {
+  return info(of_recipe == Format::none ? given.format : of_recipe).bits;
+}
+
+static bool is_code(Format f) {
+  return f != Format::none && f != Format::f16 && f != Format::bf16 && f != Format::f32;
+}
+
+static int failed(const Status& status) {
+  error = status.message();
+  return 1;
+}
+
+#define BENCH_EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+BENCH_EXPORT const char* bench_error() { return error.c_str(); }
+
+BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, void* q, void* k,
+                                       void* v, void* out) {
+  const Format f = s->f16 ? Format::f16 : Format::bf16;
+  AttentionTensors t;
+  t.q = TensorView::dense(q, f, {s->batch, s->tokens_q, s->heads_q, s->d});
+  t.k = TensorView::dense(k, f, {s->batch, s->tokens_k, s->heads_kv, s->d});
+  t.v = TensorView::dense(v, f, {s->batch, s->tokens_k, s->heads_kv, s->d});
+  t.out = TensorView::dense(out, f, {s->batch, s->tokens_q, s->heads_q, s->d});
+  for (TensorView* x : {&t.q, &t.k, &t.v, &t.out}) x->device = {DeviceType::cuda, 0};
+  AttentionOptions o;
+  const Result<Recipe> named = recipe_named(recipe);
+  if (!named.ok()) {
+    error = named.status().message();
+    return nullptr;
+  }
+  o.recipe = *named;
+  o.causal = s->causal != 0;
+  Result<Problem> problem = Problem::make(t, o);
+  if (!problem.ok()) {
+    error = problem.status().message();
+    return nullptr;
+  }
+  error.clear();
+  for (const detail::Kernel& kernel : kernels::gpu_attention_kernels()) {
+    const Status status = kernel.supports(*problem);
+    if (status.ok()) {
+      return new BenchHandle{*problem, kernel.tune(*problem), std::string(kernel.name)};
+    }
+    error += (error.empty() ? "" : "; ") + std::string(kernel.name) + ": " + status.message();
+  }
+  return nullptr;
+}
+
+BENCH_EXPORT const char* bench_kernel(const BenchHandle* h) { return h->kernel.c_str(); }
+
+BENCH_EXPORT std::int64_t bench_workspace(const BenchHandle* h) {
+  return static_cast<std::int64_t>(h->plan->workspace);
+}
+
+BENCH_EXPORT int bench_quantises(const BenchHandle* h) {
+  return is_code(h->plan->recipe.qk) || is_code(h->plan->recipe.v);
+}
+
+BENCH_EXPORT std::int64_t bench_kv_bytes(const BenchHandle* h) {
+  const Problem& p = h->problem;
+  const Recipe& r = h->plan->recipe;
+  return p.batch * p.max_k * p.heads_kv *
+         (p.d * bits_read(r.qk, p.tensors.k) + p.dv * bits_read(r.v, p.tensors.v)) / 8;
+}
+
+BENCH_EXPORT std::int64_t bench_q_bytes(const BenchHandle* h) {
+  const Problem& p = h->problem;
+  return p.batch * p.max_q * p.heads_q * p.d * bits_read(h->plan->recipe.qk, p.tensors.q) / 8;
+}
+
+BENCH_EXPORT int bench_run(BenchHandle* h, int step, void* workspace, void* stream) {
+  if (step < 0 || step > 2) return failed(Status(Code::invalid_argument, "no such step"));
+  if (step != 2) {
+    const Status s = kernels::quantize_operands(*h->plan, h->problem, workspace, stream);
+    if (!s.ok()) return failed(s);
+  }
+  if (step != 1) {
+    const Status s = kernels::attend(*h->plan, h->problem, workspace, stream);
+    if (!s.ok()) return failed(s);
+  }
+  return 0;
+}
+
+BENCH_EXPORT void bench_destroy(BenchHandle* h) { delete h; }
+}

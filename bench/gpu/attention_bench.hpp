@@ -1,0 +1,34 @@
+// The steps of a GPU attention call as C functions: for bench/bench.py, which times them beside
+// torch in one process, and for tools/model, which counts what they do in the emulator. Not part of
+// the library.
+#pragma once
+
+#include <cstdint>
+
+struct BenchHandle;  ///< opaque
+
+extern "C" {
+
+struct BenchShape {
+  std::int64_t batch, heads_q, heads_kv, tokens_q, tokens_k, d;
+  std::int32_t causal, f16;
+};
+
+/// Why the last call failed.
+const char* bench_error();
+/// Q, K, V, out: dense (B, S, H, D) in 16 bits. Null on failure: no kernel takes it.
+BenchHandle* bench_create(const char* recipe, const BenchShape* s, void* q, void* k, void* v,
+                          void* out);
+const char* bench_kernel(const BenchHandle* h);
+/// Bytes of device memory that bench_run() needs, at a multiple of 64.
+std::int64_t bench_workspace(const BenchHandle* h);
+/// Is there a step of quantisation?
+int bench_quantises(const BenchHandle* h);
+/// Bytes of K and V as the attention step reads them, each once and without scales.
+std::int64_t bench_kv_bytes(const BenchHandle* h);
+/// Of Q likewise.
+std::int64_t bench_q_bytes(const BenchHandle* h);
+/// step 0: quantise and attend, 1: quantise, 2: attend. 0 on success.
+int bench_run(BenchHandle* h, int step, void* workspace, void* stream);
+void bench_destroy(BenchHandle* h);
+}

@@ -1,0 +1,302 @@
+"""What is measured: qattn's recipes and torch's attention, as callables on one shape's tensors.
+
+A machine makes them: Cuda, Cpu, or Emulated, which is Cuda's path with the GPU kernels in the
+emulator: it serves the driver's tests and no record.
+"""
+
+import ctypes
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, bias, sdpa_kernel
+
+from . import provenance, timing
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+
+class Refused(Exception):
+    """This candidate cannot do this shape; the text says why."""
+
+
+@dataclasses.dataclass
+class Candidate:
+    name: str
+    io: str
+    steps: dict[str, Callable]  #: by name; "e2e" leaves the result in out() and comes first
+    out: Callable  #: the result of the last call, (B, S, H, D)
+    facts: dict = dataclasses.field(default_factory=dict)  #: for every cell
+    step_facts: dict = dataclasses.field(default_factory=dict)  #: by step
+    close: Callable = lambda: None
+
+
+def one_line(text):
+    return " ".join(str(text).split())[:300]
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+
+def torch_candidate(name, io, backend, shape, tensors):
+    """scaled_dot_product_attention; `backend` None: torch's choice."""
+    q, k, v = (x.transpose(1, 2) for x in tensors)
+    options = {"enable_gqa": shape.heads_q != shape.heads_kv, "is_causal": shape.causal}
+    if shape.causal and shape.queries != shape.keys:
+        # is_causal is aligned to the top left, qattn and caches to the bottom right.
+        if backend == SDPBackend.CUDNN_ATTENTION:
+            raise Refused("torch gives cuDNN a dense mask for causality from the bottom right")
+        options |= {
+            "is_causal": False,
+            "attn_mask": bias.causal_lower_right(shape.queries, shape.keys),
+        }
+    last = []
+
+    def call():
+        if backend is None:
+            out = F.scaled_dot_product_attention(q, k, v, **options)
+        else:
+            with sdpa_kernel(backend):
+                out = F.scaled_dot_product_attention(q, k, v, **options)
+        last[:] = [out]
+
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise Refused(one_line(error)) from None
+    facts = {"quantises": False, "bytes_kv": shape.elements_kv() * k.element_size()}
+    return Candidate(name, io, {"e2e": call}, lambda: last[0].transpose(1, 2), facts)
+
+
+# ---- qattn on GPUs -------------------------------------------------------------------------------
+
+
+class BenchShape(ctypes.Structure):
+    _fields_ = [
+        (n, ctypes.c_int64) for n in ("batch", "heads_q", "heads_kv", "tokens_q", "tokens_k", "d")
+    ] + [("causal", ctypes.c_int32), ("f16", ctypes.c_int32)]
+
+
+def load_library(path):
+    """libattention_bench (bench/gpu/attention_bench.cpp)."""
+    lib, pointer = ctypes.CDLL(str(path)), ctypes.c_void_p
+    for name, result, arguments in (
+        ("error", ctypes.c_char_p, []),
+        ("create", pointer, [ctypes.c_char_p, ctypes.POINTER(BenchShape)] + [pointer] * 4),
+        ("kernel", ctypes.c_char_p, [pointer]),
+        ("workspace", ctypes.c_int64, [pointer]),
+        ("quantises", ctypes.c_int, [pointer]),
+        ("kv_bytes", ctypes.c_int64, [pointer]),
+        ("run", ctypes.c_int, [pointer, ctypes.c_int, pointer, pointer]),
+        ("destroy", None, [pointer]),
+    ):
+        function = getattr(lib, f"bench_{name}")
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+#: of bench_run()
+STEPS = {"e2e": 0, "quantise": 1, "kernel": 2}
+
+
+def library_candidate(lib, recipe, io, shape, tensors, stream):
+    q, k, v = tensors
+    out = torch.full_like(q, math.nan)
+    sizes = (shape.batch, shape.heads_q, shape.heads_kv, shape.queries, shape.keys, shape.dim)
+    described = BenchShape(*sizes, shape.causal, io == "f16")
+    handle = lib.bench_create(
+        recipe.encode(), described, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+    )
+    if not handle:
+        raise Refused(one_line(lib.bench_error().decode()))
+    needed = lib.bench_workspace(handle)
+    workspace = torch.empty(needed + 64, dtype=torch.uint8, device=q.device)
+    address = (workspace.data_ptr() + 63) // 64 * 64
+
+    def step(which):
+        def call():
+            if lib.bench_run(handle, which, address, stream()):
+                raise RuntimeError(lib.bench_error().decode())
+
+        return call
+
+    quantises = bool(lib.bench_quantises(handle))
+    kv_bytes = lib.bench_kv_bytes(handle)
+    return Candidate(
+        recipe,
+        io,
+        {name: step(n) for name, n in STEPS.items() if quantises or name == "e2e"},
+        # The workspace lives as long as the candidate does.
+        lambda _=workspace: out,
+        {
+            "quantises": quantises,
+            "kernel": lib.bench_kernel(handle).decode(),
+            "bytes_workspace": needed,
+        },
+        {
+            "kernel": {"bytes_kv": kv_bytes},
+            "e2e": {"bytes_kv": shape.elements_kv() * k.element_size()},
+        },
+        lambda: lib.bench_destroy(handle),
+    )
+
+
+def gpu_io(recipe):
+    """Format of the tensors: a recipe of 16-bit products takes its own only."""
+    return "f16" if recipe == "f16" else "bf16"
+
+
+class Cuda:
+    device = "cuda"
+    torch_names = (("torch flash", SDPBackend.FLASH_ATTENTION),
+                   ("torch cudnn", SDPBackend.CUDNN_ATTENTION))  # fmt: skip
+    default_recipes = "bf16,f16,int8,int8_full,int8_fp8,fp8,fp8_p16"
+
+    def __init__(self, library):
+        if not torch.cuda.is_available():
+            raise ValueError("device: torch sees no CUDA device")
+        if library is None:
+            raise ValueError("library: --library names libattention_bench.so on GPUs")
+        self.lib = load_library(library)
+        self.clock = timing.CudaClock(torch)
+
+    def names(self, recipes):
+        """(candidate, io) of everything that is to be measured."""
+        return [(name, "bf16") for name, _ in self.torch_names] + [(r, gpu_io(r)) for r in recipes]
+
+    def candidate(self, name, io, shape, tensors):
+        backends = dict(self.torch_names)
+        if name in backends:
+            return torch_candidate(name, io, backends[name], shape, tensors)
+        return library_candidate(self.lib, name, io, shape, tensors, self.stream)
+
+    def stream(self):
+        return torch.cuda.current_stream().cuda_stream
+
+    def synchronize(self):
+        torch.cuda.synchronize()
+
+    def facts(self):
+        return provenance.gpu_facts(torch)
+
+    def facts_at_the_end(self):
+        return {}
+
+    def sampler(self):
+        return provenance.Sampler(provenance.smi_id(torch))
+
+
+# ---- qattn on CPUs -------------------------------------------------------------------------------
+
+
+class Cpu:
+    device = "cpu"
+    default_recipes = "f32,bf16,int8,int8_full"
+
+    def __init__(self, threads):
+        import qattn
+
+        self.qattn, self.threads = qattn, threads
+        torch.set_num_threads(threads)
+        self.clock = timing.WallClock()
+
+    def names(self, recipes):
+        """Both formats of tensors; the f32 recipe is there to show what low precision gains."""
+        found = [("torch", "f32"), ("torch", "bf16")]
+        for recipe in recipes:
+            ios = {"f32": ("f32",), "f16": ("f16",), "bf16": ("bf16",)}.get(recipe, ("f32", "bf16"))
+            found += [(recipe, io) for io in ios]
+        return found
+
+    def candidate(self, name, io, shape, tensors):
+        if name == "torch":
+            return torch_candidate(name, io, None, shape, tensors)
+        q, k, v = tensors
+        out = torch.full_like(q, math.nan)
+        options = {"recipe": name, "causal": shape.causal, "threads": self.threads, "out": out}
+        recipe = self.qattn.recipe(name)
+        steps = {"e2e": lambda: self.qattn.attention(q, k, v, **options)}
+        facts = {"quantises": recipe.qk not in DTYPES or recipe.v not in (*DTYPES, "none")}
+        step_facts = {"e2e": {"bytes_kv": shape.elements_kv() * k.element_size()}}
+        try:
+            steps["e2e"]()
+            if shape.queries == 1:  # a decode step finds its keys and values as codes
+                cached = self.cached(recipe, k, v)
+                if cached is not None:
+                    steps["cached"] = lambda: self.qattn.attention(q, *cached, **options)
+                    step_facts["cached"] = {"bytes_kv": sum(bytes_of(x) for x in cached)}
+                    steps["cached"]()
+        except self.qattn.QattnError as error:
+            raise Refused(one_line(error)) from None
+        return Candidate(name, io, steps, lambda: out, facts, step_facts)
+
+    def cached(self, recipe, k, v):
+        """K and V as codes with a scale per token; None where the recipe has no codes of both."""
+        if recipe.qk != "s8" or recipe.v != "s8":
+            return None
+        return [
+            self.qattn.quantize(x, format="s8", role=role, granularity="per_token")
+            for x, role in ((k, "k"), (v, "v"))
+        ]
+
+    def synchronize(self):
+        pass
+
+    def facts(self):
+        self.bandwidth = read_bandwidth(self.threads)
+        return provenance.cpu_facts(torch, self.qattn, self.threads)
+
+    def facts_at_the_end(self):
+        return {"read_gb_per_s": max(self.bandwidth, read_bandwidth(self.threads))}
+
+    def sampler(self):
+        return provenance.NoSampler()
+
+
+def bytes_of(quantized):
+    return sum(x.numel() * x.element_size() for x in (quantized.codes, quantized.scale))
+
+
+def read_bandwidth(threads, elements=1 << 27):
+    """GB/s of reading float32 from memory, the best of five."""
+    data = torch.ones(elements)
+    clock, before = timing.WallClock(), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    best = min(clock.milliseconds(data.max) for _ in range(5))
+    torch.set_num_threads(before)
+    return data.numel() * 4 / best / 1e6
+
+
+class Emulated(Cuda):
+    """The GPU kernels in the emulator: the driver's path without a GPU. Times mean nothing."""
+
+    device = "cpu"
+    torch_names = (("torch", None),)
+
+    def __init__(self, library):
+        if library is None:
+            raise ValueError("library: --library names libattention_bench_emulated.so")
+        self.lib = load_library(library)
+        self.clock = timing.WallClock()
+
+    def stream(self):
+        return None
+
+    def synchronize(self):
+        pass
+
+    def facts(self):
+        return {"gpu": "emulator", "torch": torch.__version__}
+
+    def sampler(self):
+        return provenance.NoSampler()
+
+
+def machine(device, library, threads):
+    if device == "cpu":
+        if library is not None:
+            raise ValueError("library: CPUs are measured through the Python package")
+        return Cpu(threads)
+    return Cuda(library) if device == "cuda" else Emulated(library)

@@ -1,0 +1,100 @@
+"""`qattn model` beside what was measured: bench/results/model-*.json and the machine's records.
+
+The times come from the records, not from the model's file: a new record needs no new model.
+"""
+
+import json
+
+from .record import RESULTS, markdown
+from .shapes import Shape
+
+
+def models():
+    return [
+        (path.name, json.loads(path.read_text())) for path in sorted(RESULTS.glob("model-*.json"))
+    ]
+
+
+def find(row, record):
+    """Milliseconds of what the row predicts; None if the record does not have it."""
+    for cell in record.cells:
+        shape = {k: v for k, v in cell["shape"].items() if k != "group"}
+        if (
+            cell.measured
+            and shape == row["shape"]
+            and (cell["candidate"], cell["step"]) == (row["recipe"], row["step"])
+            # Records of before kernels were named are of the best, as the model's rows.
+            and cell.get("kernel", row["kernel"]) == row["kernel"]
+        ):
+            return cell["median_ms"]
+    return None
+
+
+def row_name(row):
+    shape = row["shape"]
+    mask = "causal" if shape["causal"] else "full"
+    return f"{row['recipe']} ({row['kernel']}), D {shape['dim']}, {mask}"
+
+
+def text_of(row, record):
+    microseconds, measured = row["predicted_ms"] * 1e3, find(row, record)
+    text = f"{microseconds:.0f} us {row['limit']}"
+    return text if measured is None else f"{text}; {measured / row['predicted_ms']:.2f}x"
+
+
+def column(row):
+    shape = Shape("model", **row["shape"])
+    return f"S {shape.keys}" if shape.queries == shape.keys else shape.name
+
+
+def clocks_table(rows):
+    """A line a recipe, kernel and head dimension: the mask changes no whole tile."""
+    units = list(rows[0]["clocks_a_tile"])
+    lines = {}
+    for row in rows:
+        name = f"{row['recipe']} ({row['kernel']}), D {row['shape']['dim']}"
+        lines.setdefault(name, [f"{row['clocks_a_tile'][unit]:.0f}" for unit in units])
+    return markdown(["", *units], [[name, *cells] for name, cells in lines.items()])
+
+
+def bounds_table(rows, record):
+    columns = list(dict.fromkeys(column(row) for row in rows))
+    lines = {}
+    for row in rows:
+        lines.setdefault(row_name(row), {})[column(row)] = text_of(row, record)
+    cells = [[name, *(line.get(c, "") for c in columns)] for name, line in lines.items()]
+    return markdown(["", *columns], cells)
+
+
+def section(records):
+    """Lines of docs/PERFORMANCE.md."""
+    lines = []
+    for name, model in models():
+        machine = model["machine"]
+        record = next((r for r in records if r.machine == machine["name"]), None)
+        if record is None:
+            raise ValueError(f"{name}: no record of {machine['name']} to compare with")
+        rates = ", ".join(
+            f"{unit} {x['a_clock']:g}" for unit, x in machine["a_clock_and_multiprocessor"].items()
+        )
+        lines += [
+            "",
+            f"## Predicted against measured, {machine['name']}",
+            "",
+            f"`qattn model` counts what a kernel does in the emulator and divides by what the "
+            f"machine does: {machine['multiprocessors']:g} multiprocessors at "
+            f"{machine['hertz'] / 1e9:g} GHz, a clock of one: {rates}; memory "
+            f"{machine['dram_bytes_per_second'] / 1e12:g} TB/s ({machine['source']}). The longest "
+            "unit bounds the time from below: units overlap at best, and additions, "
+            "multiplications and casts that kernels write as operators of C++ are not counted. "
+            f"`{name}`, beside `{record.name}`.",
+            "",
+            "Clocks of one multiprocessor for a tile of 128 x 128 scores:",
+            "",
+            *clocks_table(model["rows"]),
+            "",
+            "The bound, its unit, and how many times as long the kernel took:",
+            "",
+            *bounds_table(model["rows"], record),
+        ]
+    return lines

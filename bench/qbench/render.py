@@ -1,0 +1,213 @@
+"""docs/PERFORMANCE.md from bench/results: a section a record, a table a family of shapes."""
+
+from . import model, plot
+from .record import ROOT, baselines, committed, markdown
+
+PAGE = ROOT / "docs" / "PERFORMANCE.md"
+TITLES = {
+    "mha": "Multi-head attention, B S = 16384",
+    "gqa": "Grouped queries, B S = 16384",
+    "llm": "Prefill of language models",
+    "video": "Video diffusion",
+    "decode": "Decode, one query a sequence",
+    "cpu": "Attention on CPUs",
+    "custom": "Other shapes",
+}
+STEPS = (
+    "e2e: 16-bit (or float32) tensors in and out, quantisation included; kernel: operands already "
+    "quantised; cached: K and V are codes from the start."
+)
+
+
+def add_arguments(parser):
+    parser.add_argument("--check", action="store_true", help="fail if the page differs")
+
+
+def count(x):
+    return f"{x // 1024}K" if x % 1024 == 0 else str(x)
+
+
+def column_name(shape):
+    length = (
+        f"S {shape.keys}"
+        if shape.queries == shape.keys
+        else f"{count(shape.queries)} of {count(shape.keys)}"
+    )
+    return length if shape.group == "mha" else f"B {shape.batch}, {length}"
+
+
+def table_name(shape):
+    heads = f"{shape.heads_q} heads"
+    if shape.heads_q != shape.heads_kv:
+        heads = f"{shape.heads_q} query heads over {shape.heads_kv}"
+    return f"D {shape.dim}, {'causal' if shape.causal else 'full'}, {heads}"
+
+
+def speed(cell):
+    """TFLOP/s, or where K and V are read for one query, the speed of reading them."""
+    if cell.shape.queries == 1:
+        rate = cell.get("kv_gb_per_s")
+        return f"{cell['median_ms']:.3g} ms" + (f", {rate:.3g} GB/s" if rate else "")
+    if cell["tflops"] < 10:
+        return f"{cell['tflops'] * 1e3:.0f} GFLOP/s"
+    return f"{cell['tflops']:.0f}"
+
+
+def text_of(cell, base):
+    if cell is None:
+        return ""
+    if not cell.measured:
+        return "failed" if "failed" in cell else "-"
+    if cell["step"] == "quantise":
+        return f"{cell['median_ms'] * 1e3:.0f} us"
+    ratio = f" ({base / cell['median_ms']:.2f}x)" if base else ""
+    return speed(cell) + ratio
+
+
+def speed_table(cells, baseline):
+    """Rows: candidates and steps; columns: shapes."""
+    shapes = list(dict.fromkeys(c.shape for c in cells))
+    by_place = {(c.label, c.shape): c for c in cells}
+    base = baselines(cells, baseline)
+    rows = []
+    for label in dict.fromkeys(c.label for c in cells):
+        row = [by_place.get((label, s)) for s in shapes]
+        if any(c is not None and c.measured for c in row):
+            rows.append([label, *(text_of(c, base.get(s.name)) for c, s in zip(row, shapes))])
+    return markdown(["", *map(column_name, shapes)], rows)
+
+
+def reasons(items, word):
+    """One line a candidate and reason."""
+    found = {}
+    for x in items:
+        if word in x:
+            found.setdefault((x["candidate"], x[word]), []).append(x)
+    return [
+        f"- {word}: {candidate} ({len(xs)} of them): {reason}"
+        for (candidate, reason), xs in found.items()
+    ]
+
+
+def group_section(group, cells, baseline):
+    lines = ["", f"### {TITLES.get(group, group)}"]
+    tables = {}
+    for cell in cells:
+        tables.setdefault(table_name(cell.shape), []).append(cell)
+    for name, members in tables.items():
+        lines += ["", f"{name}:", "", *speed_table(members, baseline)]
+    told = reasons(cells, "refused") + reasons(cells, "failed")
+    return lines + (["", *told] if told else [])
+
+
+def error_section(errors):
+    """NRMSE by family; candidates down, families across."""
+    lines = []
+    for dim in dict.fromkeys(x["dim"] for x in errors):
+        members = [x for x in errors if x["dim"] == dim]
+        families = list(dict.fromkeys(x["family"] for x in members))
+        rows = []
+        for key in dict.fromkeys((x["candidate"], x["io"]) for x in members):
+            row = {x["family"]: x for x in members if (x["candidate"], x["io"]) == key}
+            cells = [row.get(f, {}) for f in families]
+            if any("nrmse" in x for x in cells):
+                texts = (f"{x['nrmse']:.1e}" if "nrmse" in x else "-" for x in cells)
+                rows.append([f"{key[0]}, {key[1]}", *texts])
+        lines += ["", f"D {dim}:", "", *markdown(["", *families], rows)]
+    told = reasons(errors, "failed")
+    intro = ["", "### NRMSE against float64, by family of inputs", ""]
+    intro += ["Two heads, 512 queries, 2048 keys; the families: tools/sim/recipe_sim.py."]
+    return intro + lines + (["", *told] if told else [])
+
+
+def sampled_errors(record):
+    """The largest error beside a speed, by candidate: N(0,1) inputs."""
+    worst = {}
+    for cell in record.cells:
+        if cell.get("nrmse") is not None:
+            label = f"{cell['candidate']} ({cell['io']})"
+            worst[label] = max(worst.get(label, 0), cell["nrmse"])
+    if not worst:
+        return []
+    text = ", ".join(f"{label} {error:.1e}" for label, error in worst.items())
+    return ["", f"NRMSE against float64 of what was timed, N(0,1), the largest: {text}."]
+
+
+def workspaces(record):
+    """Of the first shape, beside the bytes of its tensors."""
+    first = record.cells[0].shape
+    known = {
+        c["candidate"]: c["bytes_workspace"]
+        for c in record.cells
+        if c.shape == first and "bytes_workspace" in c
+    }
+    if not known:
+        return []
+    tensors = first.elements_kv() + 2 * first.batch * first.heads_q * first.queries * first.dim
+    sizes = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in known.items())
+    return [
+        "",
+        f"Bytes at S {first.keys}, D {first.dim}: Q, K, V and O in 16 bits "
+        f"{2 * tensors / 2**20:.0f} MiB; workspace (codes and scales) {sizes}.",
+    ]
+
+
+def clocks_text(provenance):
+    told = [
+        f"{name} {x['median']:.0f} ({x['min']:.0f} to {x['max']:.0f})"
+        for name, x in provenance.get("clocks", {}).items()
+    ]
+    at_end = provenance.get("nvidia-smi at the end")
+    if at_end:
+        told.append(f"nvidia-smi at the end: {at_end}")
+    return f" Clocks: {', '.join(told)}." if told else ""
+
+
+def record_section(record):
+    p = record.provenance
+    on = f", {p['threads']} threads, {p['isa']}" if "cpu" in p else ""
+    candidate, io = record.baseline
+    over = f"{candidate} {io}" if candidate == "torch" else candidate
+    bandwidth = p.get("read_gb_per_s")
+    lines = [
+        "",
+        f"## {record.machine}{on}",
+        "",
+        f"{p['date']}, commit {p['commit']}, torch {p['torch']}, `{record.name}`."
+        + (f" Memory reads {bandwidth:.1f} GB/s in the same run." if bandwidth else "")
+        + clocks_text(p),
+        "",
+        f"TFLOP/s unless another unit is given, and how many times as fast as {over} in the same "
+        f"run. {STEPS}",
+    ]
+    for group, cells in record.groups().items():
+        lines += group_section(group, cells, record.baseline)
+    lines += sampled_errors(record) + workspaces(record)
+    if record.errors:
+        lines += error_section(record.errors)
+    for path, caption in plot.pictures(record):
+        lines += ["", f"![{caption}]({path.relative_to(PAGE.parent)})"]
+    return lines
+
+
+def page():
+    lines = [
+        "# Performance",
+        "",
+        "Written by `bench/bench.py render` from `bench/results/*.json`; do not edit by hand. "
+        "`bench/bench.py run` makes the records: candidates take turns in one run, medians.",
+    ]
+    records = committed()
+    for record in records:
+        lines += record_section(record)
+    lines += model.section(records)
+    return "\n".join(lines) + "\n"
+
+
+def run(args):
+    if not args.check:
+        PAGE.write_text(page())
+    elif PAGE.read_text() != page():
+        print("docs/PERFORMANCE.md differs from bench/results: run python bench/bench.py render")
+        return 1
+    return 0

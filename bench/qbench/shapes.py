@@ -1,0 +1,98 @@
+"""The shapes that are measured, in groups: what models ask of attention."""
+
+import dataclasses
+
+TOKENS = 16384  # of a batch, in the sweeps over the sequence's length
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    group: str
+    batch: int
+    heads_q: int
+    heads_kv: int
+    queries: int
+    keys: int
+    dim: int
+    causal: bool
+
+    @property
+    def name(self):
+        return (
+            f"{self.group} B{self.batch} H{self.heads_q}/{self.heads_kv} Q{self.queries} "
+            f"K{self.keys} D{self.dim} {'causal' if self.causal else 'full'}"
+        )
+
+    def flop(self):
+        """Of both products, two for a multiply-add; pairs that causality hides do not count.
+
+        A square causal shape counts as half of the full one (docs/NUMERICS.md, "Metrics").
+        """
+        pairs = self.queries * self.keys - (self.queries**2 / 2 if self.causal else 0)
+        return 4 * self.batch * self.heads_q * self.dim * pairs
+
+    def elements_kv(self):
+        """Of K and V together."""
+        return 2 * self.batch * self.heads_kv * self.keys * self.dim
+
+
+def sweep(group, heads_q, heads_kv, dim, lengths):
+    return [
+        Shape(group, max(1, TOKENS // s), heads_q, heads_kv, s, s, dim, causal)
+        for s in lengths
+        for causal in (False, True)
+    ]
+
+
+def chunk(queries, keys):
+    """The last tokens of a long prompt: prefill in pieces."""
+    return Shape("llm", 1, 32, 8, queries, keys, 128, True)
+
+
+GROUPS = {
+    "mha": [
+        s for dim in (128, 64) for s in sweep("mha", 32, 32, dim, [2**n for n in range(10, 16)])
+    ],
+    "gqa": [s for heads in (32, 64) for s in sweep("gqa", heads, 8, 128, [4096, 16384])],
+    "llm": [chunk(s, s) for s in (4096, 16384, 65536)] + [chunk(512, 16384), chunk(2048, 32768)],
+    # Tokens of CogVideoX-5B, and of Wan 2.1 at 480p (1.3B) and 720p (14B).
+    "video": [
+        Shape("video", 1, heads, heads, s, s, dim, False)
+        for s, heads, dim in ((17776, 48, 64), (32760, 12, 128), (75600, 40, 128))
+    ],
+    "decode": [
+        Shape("decode", batch, 32, 8, 1, keys, 128, False)
+        for batch, keys in ((16, 8192), (16, 32768), (1, 32768))
+    ],
+    # What two cores do in a second.
+    "cpu": [Shape("cpu", 1, 8, 8, 4096, 4096, 128, causal) for causal in (False, True)]
+    + [Shape("cpu", 1, 32, 8, 1, keys, 128, False) for keys in (4096, 32768)],
+}
+DEFAULT = {"cuda": "mha,gqa,llm,video,decode", "cpu": "cpu", "emulated": ""}
+
+
+def parse_custom(text):
+    """A shape from "B,Hq,Hkv,Sq,Sk,D" or "...,causal"."""
+    parts = text.split(",")
+    causal = parts[-1] == "causal"
+    sizes = parts[:-1] if causal else parts
+    if len(sizes) != 6 or not all(x.isdecimal() and int(x) > 0 for x in sizes):
+        raise ValueError(f"shape {text!r}: not B,Hq,Hkv,Sq,Sk,D of positive integers[,causal]")
+    shape = Shape("custom", *map(int, sizes), causal)
+    if shape.heads_q % shape.heads_kv:
+        raise ValueError(f"shape {text!r}: Hq is no multiple of Hkv")
+    if causal and shape.queries > shape.keys:
+        raise ValueError(f"shape {text!r}: causal with more queries than keys has empty rows")
+    return shape
+
+
+def select(groups, only=(), custom=()):
+    """The shapes of the groups whose names contain every text of `only`, then the custom ones."""
+    unknown = [g for g in groups if g not in GROUPS]
+    if unknown:
+        raise ValueError(f"shapes: {unknown[0]!r} is not one of {', '.join(GROUPS)}")
+    chosen = [s for g in groups for s in GROUPS[g] if all(text in s.name for text in only)]
+    chosen += [parse_custom(text) for text in custom]
+    if not chosen:
+        raise ValueError("no shape is selected")
+    return chosen

@@ -1,0 +1,272 @@
+"""bench/bench.py run: on the CPU, and on the GPU kernels in the emulator (QATTN_BENCH_LIBRARY)."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+from qbench import candidates, errors, provenance, run, shapes, timing  # noqa: E402
+from qbench.record import Record  # noqa: E402
+
+BENCH = [sys.executable, str(ROOT / "bench" / "bench.py")]
+
+
+def bench(*arguments):
+    command = [*BENCH, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def library():
+    path = os.environ.get("QATTN_BENCH_LIBRARY")
+    if not path:
+        pytest.fail("QATTN_BENCH_LIBRARY should name libattention_bench_emulated.so")
+    return path
+
+
+# ---- Shapes --------------------------------------------------------------------------------------
+
+
+def test_flop_by_hand():
+    assert shapes.parse_custom("2,4,2,3,5,8").flop() == 4 * 2 * 4 * 8 * 15
+    # Two queries over four keys see 3 and 4 of 8 pairs; by the rule of halves 8 - 2.
+    assert shapes.parse_custom("1,1,1,2,4,8,causal").flop() == 4 * 8 * 6
+    assert shapes.parse_custom("1,1,1,6,6,8,causal").flop() == 4 * 8 * 18
+
+
+def test_groups_are_what_they_say():
+    every = [s for group in shapes.GROUPS.values() for s in group]
+    assert len({s.name for s in every}) == len(every)
+    for group, members in shapes.GROUPS.items():
+        assert all(s.group == group for s in members)
+    mha = shapes.GROUPS["mha"]
+    assert sorted({s.keys for s in mha}) == [1024 << n for n in range(6)]
+    assert all(s.batch * s.keys == 16384 for s in mha if s.keys <= 16384)
+    assert {(s.heads_q, s.heads_kv) for s in shapes.GROUPS["gqa"]} == {(32, 8), (64, 8)}
+    assert [s.keys for s in shapes.GROUPS["video"]] == [17776, 32760, 75600]
+    assert all(s.queries == 1 for s in shapes.GROUPS["decode"])
+
+
+@pytest.mark.parametrize("text", ["1,2,3", "1,3,2,4,4,8", "1,1,1,8,4,8,causal", "1,1,1,4,4,x", ""])
+def test_bad_shapes_are_refused(text):
+    with pytest.raises(ValueError, match="shape"):
+        shapes.parse_custom(text)
+
+
+def test_selection():
+    assert [s.keys for s in shapes.select(["mha"], ["D64", "causal", "Q1024 "])] == [1024]
+    for groups, only in ((["nothing"], []), (["mha"], ["D13"]), ([], [])):
+        with pytest.raises(ValueError):
+            shapes.select(groups, only)
+
+
+# ---- Timing --------------------------------------------------------------------------------------
+
+
+class CountingClock:
+    def __init__(self):
+        self.order = []
+
+    def milliseconds(self, call):
+        self.order.append(call)
+        return float(len(self.order))
+
+
+def test_candidates_take_turns():
+    clock = CountingClock()
+    times = timing.interleaved(clock, {"a": "first", "b": "second"}, seconds=1e9, rounds=4)
+    assert clock.order == ["first", "second"] * 5  # the first round warms up
+    assert times == {"a": [3.0, 5.0, 7.0, 9.0], "b": [4.0, 6.0, 8.0, 10.0]}
+
+
+def test_rounds_fit_into_the_time():
+    class Slow(CountingClock):
+        def milliseconds(self, call):
+            time.sleep(0.02)
+            return 20.0
+
+    assert len(timing.interleaved(Slow(), {"a": 0}, seconds=0.15, rounds=50)["a"]) in (4, 5, 6)
+    assert len(timing.interleaved(Slow(), {"a": 0}, 0, 50)["a"]) == timing.MIN_ROUNDS
+
+
+def test_summary_by_hand():
+    assert timing.summary([4.0, 1.0, 2.0, 3.0, 10.0]) == {
+        "median_ms": 3.0, "min_ms": 1.0, "spread": pytest.approx(2 / 3), "rounds": 5,
+    }  # fmt: skip
+
+
+# ---- Provenance ----------------------------------------------------------------------------------
+
+
+def test_clocks_are_sampled():
+    lines = r"printf '1980, 3201, 600.5, 51\n1755, 3201, [N/A], 53\n'"
+    with provenance.Sampler("0", ["sh", "-c", lines + "; exec sleep 60"]) as sampler:
+        deadline = time.monotonic() + 20
+        while len(sampler.samples) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sampler.summary() == {
+            "sm_mhz": {"median": 1867.5, "min": 1755, "max": 1980},
+            "memory_mhz": {"median": 3201, "min": 3201, "max": 3201},
+            "power_w": {"median": 600.5, "min": 600.5, "max": 600.5},
+            "celsius": {"median": 52, "min": 51, "max": 53},
+        }
+        assert sampler.summary(time.monotonic()) == {}
+    assert sampler.process.returncode is not None
+    with provenance.Sampler("0", ["/no/such/program"]) as sampler:
+        assert sampler.summary() == {}
+
+
+# ---- Whole runs ----------------------------------------------------------------------------------
+
+
+def test_a_run_on_the_emulated_gpu(library, tmp_path):
+    path = tmp_path / "record.json"
+    done = bench(
+        "run", "--device", "emulated", "--library", library, "--no-errors", "-o", path,
+        "--shape", "1,2,1,130,200,64,causal", "--recipes", "f16,int8_full,f32", "--rounds", 3,
+        "--commit", "abc",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = Record.load(path)
+    assert record.provenance["commit"] == "abc"
+    cells = {(c["candidate"], c["step"]): c for c in record.cells}
+    assert set(cells) == {
+        ("torch", "e2e"), ("f16", "e2e"), ("f32", "e2e"),
+        *(("int8_full", step) for step in ("e2e", "quantise", "kernel")),
+    }  # fmt: skip
+    # The reasons of every kernel.
+    assert cells["f32", "e2e"]["refused"].count("_prefill: ") == 2
+    full = cells["int8_full", "kernel"]
+    assert full["kernel"] == "sm90a_prefill" and "kernel" not in cells["torch", "e2e"]
+    assert full["rounds"] == 3 and full["min_ms"] <= full["median_ms"]
+    assert 5e-3 < full["nrmse"] < 3e-2 and cells["f16", "e2e"]["nrmse"] < 1.5e-3
+    assert cells["f16", "e2e"]["io"] == "f16" and full["io"] == "bf16"
+    # One byte an element of K and V as codes, two as they came.
+    assert full["bytes_kv"] == 2 * 200 * 64 and cells["int8_full", "e2e"]["bytes_kv"] == 51200
+    flop = 4 * 2 * 64 * (130 * 200 - 130 * 130 / 2)
+    assert full["tflops"] == pytest.approx(flop / full["median_ms"] / 1e9)
+
+
+def test_a_run_on_the_cpu(tmp_path):
+    path = tmp_path / "record.json"
+    done = bench(
+        "run", "--device", "cpu", "--threads", 1, "--no-errors", "-o", path, "--rounds", 3,
+        "--shape", "1,4,2,1,300,64", "--recipes", "f32,int8_full,mxfp8",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = Record.load(path)
+    cells = {(c["candidate"], c["io"], c["step"]): c for c in record.cells}
+    assert cells["f32", "f32", "e2e"]["nrmse"] < 1e-6
+    assert 1e-3 < cells["int8_full", "f32", "cached"]["nrmse"] < 3e-2
+    # Codes and one float32 scale a token.
+    assert cells["int8_full", "bf16", "cached"]["bytes_kv"] == 2 * 2 * 300 * (64 + 4)
+    assert ("mxfp8", "bf16", "cached") not in cells
+    assert record.provenance["read_gb_per_s"] > 0 and record.provenance["threads"] == 1
+
+
+def test_what_the_time_limit_leaves_out_is_told(tmp_path):
+    path = tmp_path / "record.json"
+    done = bench(
+        "run", "--device", "cpu", "--threads", 1, "--no-errors", "-o", path, "--seconds", 1e-6,
+        "--shape", "1,1,1,8,8,64", "--recipes", "f32",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    cells = Record.load(path).cells
+    assert len(cells) == 3 and all("time limit" in c["refused"] for c in cells)
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("--device", "emulated"), "no shape"),
+    (("--device", "emulated", "--shape", "1,1,1,8,8,64"), "library"),
+    (("--device", "cpu", "--library", "x.so"), "library"),
+    (("--device", "emulated", "--threads", "2", "--library", "x.so"), "threads"),
+    (("--device", "cpu", "--shapes", "cpux"), "shapes"),
+    (("--device", "cpu", "--only", "D13"), "no shape"),
+    (("--device", "cpu", "--rounds", "1"), "rounds"),
+])  # fmt: skip
+def test_bad_calls_are_refused(arguments, says, tmp_path):
+    done = bench("run", "-o", tmp_path / "record.json", *arguments)
+    assert done.returncode == 1 and says in done.stderr, done.stderr
+    assert not (tmp_path / "record.json").exists()
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+class Fake:
+    """A machine of one candidate that returns what `make(tensors, call number)` says."""
+
+    device = "cpu"
+
+    def __init__(self, make):
+        self.make, self.clock, self.calls = make, timing.WallClock(), 0
+
+    def candidate(self, name, io, shape, tensors):
+        def call():
+            self.calls += 1
+            self.out = self.make(tensors, self.calls)
+
+        return candidates.Candidate(name, io, {"e2e": call}, lambda: self.out)
+
+    def synchronize(self):
+        pass
+
+
+def attend(tensors, _):
+    return torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in tensors)
+    ).transpose(1, 2)
+
+
+WRONG = {
+    "NaN": lambda t, n: torch.full_like(t[0], float("nan")),
+    "NRMSE": lambda t, n: torch.zeros_like(t[0]),
+    "differ": lambda t, n: attend(t, n) * (1 + 0.01 * n),
+    "broken": lambda t, n: (_ for _ in ()).throw(RuntimeError("broken")),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_wrong_results_have_no_speed(fault):
+    shape = shapes.parse_custom("2,2,2,16,16,8")
+    (cell,) = run.measure_shape(Fake(WRONG[fault]), shape, [("int8", "f32")], 1, 3)
+    assert fault in cell["failed"] and not cell.measured
+    assert Record({}, [cell]).failures()
+
+
+def test_right_results_have_one():
+    shape = shapes.parse_custom("2,4,4,16,16,8")
+    (cell,) = run.measure_shape(Fake(attend), shape, [("int8", "f32")], 1, 3)
+    assert cell.measured and cell["nrmse"] < 1e-6
+
+
+def test_errors_on_every_family(library):
+    machine = candidates.Emulated(library)
+    names = machine.names(["f16", "int8_full", "f32"])
+    found = errors.family_errors(machine, names, (64,), lambda d: errors.error_shape(d, 48, 160))
+    assert len(found) == len(errors.FAMILIES) * len(names)
+    error = {(x["family"], x["candidate"]): x.get("nrmse") for x in found}
+    for family in errors.FAMILIES:
+        assert error[family, "torch"] < 5e-2 and error[family, "f32"] is None
+        assert error[family, "f16"] < error[family, "int8_full"] < 0.4
+    assert all("f32" in x["refused"] for x in found if x["candidate"] == "f32")
+    # The same distribution, only hard or easy: families are not all one.
+    assert len({round(x, 4) for (_, c), x in error.items() if c == "int8_full"}) > 5
+
+
+def test_exact_rows_against_torch():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, 16, dtype=torch.float64) for n in (5, 9, 9))
+    rows = torch.tensor([0, 3, 4])
+    mask = torch.ones(5, 9, dtype=torch.bool).tril(4)
+    for causal in (False, True):
+        want = torch.nn.functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=mask if causal else None
+        )[0, rows]
+        assert torch.allclose(errors.exact_rows(q, k, v, rows, causal), want, atol=1e-12)

@@ -1,0 +1,257 @@
+"""bench/bench.py compare, render and plot: what is made of records."""
+
+import copy
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+from qbench import model, plot, render, shapes  # noqa: E402
+from qbench.compare import compare  # noqa: E402
+from qbench.record import Record, committed, make_cell  # noqa: E402
+from qbench.shapes import parse_custom  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "tools" / "sim"))
+import recipe_sim  # noqa: E402
+
+BENCH = [sys.executable, str(ROOT / "bench" / "bench.py")]
+SHAPE = parse_custom("1,1,1,1024,1024,64")
+PROVENANCE = {"gpu": "G", "date": "today", "commit": "abc", "torch": "2"}
+
+
+def record(name="record", errors=(), **times):
+    """Times in ms by candidate; a text is why there is none."""
+    cells = []
+    for candidate, x in times.items():
+        facts = {"refused": x} if isinstance(x, str) else {"median_ms": x, "tflops": 1 / x}
+        facts["quantises"] = "int8" in candidate
+        cells.append(make_cell(SHAPE, candidate.replace("_", " "), "bf16", "e2e", **facts))
+    made = Record(dict(PROVENANCE), cells, errors)
+    made.name = name
+    return made
+
+
+def error(nrmse, family="sink"):
+    return {"family": family, "dim": 64, "candidate": "int8", "io": "bf16", "nrmse": nrmse}
+
+
+def compared(tmp_path, a, b, *options):
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, x in zip(paths, (a, b)):
+        x.save(path)
+    command = [*BENCH, "compare", *map(str, paths), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_a_record_survives_its_file(tmp_path):
+    before = committed()[-1]
+    before.save(tmp_path / before.name)
+    after = Record.load(tmp_path / before.name)
+    assert after.cells == before.cells and after.provenance == before.provenance
+    (tmp_path / "other.json").write_text('{"schema": 1}')
+    with pytest.raises(ValueError, match="no record"):
+        Record.load(tmp_path / "other.json")
+
+
+# ---- compare -------------------------------------------------------------------------------------
+
+
+def test_changes_are_sorted_worst_first():
+    a = record(x=1.0, y=2.0, z=1.0, gone=1.0, left=1.0, errors=[error(1e-2)])
+    b = record(x=1.5, y=1.0, z=1.0, gone="no kernel", new=1.0, errors=[error(1.2e-2)])
+    changes, missing = compare(a, b)
+    assert [c.what.split(" | ")[1] for c in changes] == ["gone", "x", "int8", "z", "y"]
+    assert [c.ratio for c in changes] == [math.inf, 1.5, pytest.approx(1.2), 1.0, 0.5]
+    assert "no kernel" in str(changes[0])
+    assert len(missing) == 2 and "left" in missing[0] and "new" in missing[1]
+
+
+def test_times_relative_to_a_candidate():
+    """Everything 20 % slower, for clocks, is no change; x alone is."""
+    a = record(torch_cudnn=1.0, x=2.0, y=4.0)
+    b = record(torch_cudnn=1.2, x=3.0, y=4.8)
+    changes, _ = compare(a, b, "torch cudnn")
+    assert [c.ratio for c in changes] == [pytest.approx(1.25), 1.0, pytest.approx(1.0)]
+    with pytest.raises(ValueError, match="relative-to"):
+        compare(a, b, "torch flash")
+
+
+@pytest.mark.parametrize(("after", "options", "status"), [
+    (1.0, (), 0),
+    (1.05, (), 0),
+    (1.2, (), 1),
+    (1.2, ("--fail", "0.3"), 0),
+    (1.05, ("--fail", "0.04", "--noise", "0.01"), 1),
+    (0.2, (), 0),
+    ("no kernel", ("--fail", "1000"), 1),
+])  # fmt: skip
+def test_exit_status_of_compare(after, options, status, tmp_path):
+    done = compared(tmp_path, record(x=1.0), record(x=after), *options)
+    assert done.returncode == status, done.stdout + done.stderr
+
+
+def test_noise_is_not_printed(tmp_path):
+    done = compared(tmp_path, record(aa=1.0, bb=1.0), record(aa=1.02, bb=1.05))
+    assert "bb" in done.stdout and "aa" not in done.stdout and "1 of 2 within" in done.stdout
+    everything = compared(tmp_path, record(aa=1.0, bb=1.0), record(aa=1.02, bb=1.05), "--all")
+    assert "aa" in everything.stdout
+    bad = compared(tmp_path, record(x=1.0), record(x=1.0), "--noise", "0.5")
+    assert bad.returncode == 1 and "noise" in bad.stderr
+    assert compared(tmp_path, record(x=1.0), record(y=1.0)).returncode == 1
+
+
+# ---- render --------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_every_outcome():
+    x = record(torch_flash=2.0, int8=1.0, fp8="no FP8 here", errors=[error(1.25e-2)])
+    x.cells.append(make_cell(SHAPE, "f16", "f16", "e2e", failed="the result has NaN"))
+    text = "\n".join(render.record_section(x))
+    assert "| torch flash | 500 GFLOP/s (1.00x) |" in text
+    assert "| int8 e2e | 1000 GFLOP/s (2.00x) |" in text
+    assert "refused: fp8 (1 of them): no FP8 here" in text
+    assert "failed: f16 (1 of them): the result has NaN" in text
+    assert "| int8, bf16 | 1.2e-02 |" in text or "| int8, bf16 | 1.3e-02 |" in text
+
+
+def test_check_notices_another_record(monkeypatch, tmp_path):
+    stale = tmp_path / "PERFORMANCE.md"
+    stale.write_text(render.page().replace("(1.00x)", "(1.01x)", 1))
+    monkeypatch.setattr(render, "PAGE", stale)
+    monkeypatch.setattr(plot, "PLOTS", tmp_path / "plots")
+    assert render.run(type("Args", (), {"check": True})) == 1
+    render.run(type("Args", (), {"check": False}))
+    assert render.run(type("Args", (), {"check": True})) == 0
+
+
+# ---- plot ----------------------------------------------------------------------------------------
+
+
+def sweep_record():
+    return next(r for r in committed() if "gpu" in r.provenance)
+
+
+def test_plots_are_the_same_twice_and_differ_with_the_record():
+    pytest.importorskip("matplotlib")
+    first = sweep_record()
+    other = copy.deepcopy(first)
+    for cell in other.cells:
+        if cell["candidate"] == "int8_full" and "tflops" in cell:
+            cell["tflops"] *= 1.01
+            cell["median_ms"] /= 1.01
+    drawn = [
+        {name: plot.encode(draw(), "svg") for name, (_, draw) in plot.figures(x).items()}
+        for x in (first, first, other)
+    ]
+    assert len(drawn[0]) == 3 and drawn[0] == drawn[1]
+    for name, svg in drawn[0].items():
+        assert drawn[2][name] != svg, name
+        assert b"<dc:date>" not in svg
+
+
+def test_points_of_the_pareto_plot_by_hand():
+    shape = parse_custom("1,1,1,1024,1024,64")
+    shape = type(shape)(**{**vars(shape), "group": "mha"})
+    cells = [
+        make_cell(shape, name, "bf16", "e2e", median_ms=ms, tflops=1, nrmse=e)
+        for name, ms, e in (
+            ("torch cudnn", 1.0, 2e-3),
+            ("bf16", 2.0, 2e-3),
+            ("int8_full", 0.5, 1e-2),
+        )
+    ]
+    x = Record(dict(PROVENANCE), cells, name="r.json")
+    (points,) = plot.pareto_points(x).values()
+    assert points == [
+        ("torch cudnn", "e2e", 1.0, 2e-3),
+        ("bf16", "e2e", 0.5, 2e-3),
+        ("int8_full", "e2e", 2.0, 1e-2),
+    ]
+    assert [p[0] for p in plot.front(points)] == ["torch cudnn", "int8_full"]
+    x.errors = [error(0.5, "sink") | {"candidate": "bf16"}]
+    assert plot.pareto_points(x) == {"sink": [("bf16", "e2e", 0.5, 0.5)]}
+
+
+def whole_record():
+    """The committed sweep, with made-up numbers for what it lacks."""
+    x = sweep_record()
+    x.errors = [
+        {"family": family, "dim": 128, "candidate": name, "io": "bf16", "nrmse": e * (i + 1)}
+        for i, family in enumerate(recipe_sim.FAMILIES)
+        for name, e in (("torch cudnn", 2e-3), ("bf16", 2e-3), ("int8_full", 1e-2))
+    ]
+    for group in ("gqa", "llm", "video", "decode"):
+        for n, shape in enumerate(shapes.GROUPS[group]):
+            times = {"torch flash": 2.0, "torch cudnn": 1.0 + n, "int8_full": 0.8, "bf16": 2.5}
+            x.cells += [
+                make_cell(shape, name, "bf16", "e2e", median_ms=ms, tflops=1 / ms)
+                for name, ms in times.items()
+            ]
+    return x
+
+
+def test_plots_of_a_whole_record():
+    pytest.importorskip("matplotlib")
+    x = whole_record()
+    figures = plot.figures(x)
+    drawn = {name.rsplit("-", 1)[1]: draw() for name, (_, draw) in figures.items()}
+    assert set(drawn) == {"speed", "speedup", "models", "pareto"}
+    titles = [a.get_title() for a in drawn["pareto"].axes if a.get_visible()]
+    assert titles == recipe_sim.FAMILIES
+    # Over the faster back end: flash where cuDNN takes longer.
+    lines = {line.get_label(): line for line in drawn["models"].axes[0].lines}
+    n = len(shapes.GROUPS["gqa"])
+    assert list(lines["int8_full e2e"].get_xdata()[:n]) == pytest.approx(
+        [min(2.0, 1.0 + i) / 0.8 for i in range(n)]
+    )
+    text = "\n".join(render.record_section(x))
+    for group in ("gqa", "llm", "video", "decode"):
+        assert f"### {render.TITLES[group]}" in text
+    assert "512 of 16K" in text and "| int8_full, bf16 | 1.0e-02 | 2.0e-02 |" in text
+
+
+def test_every_picture_of_the_page_is_there_twice():
+    named = [p for r in committed() for p, _ in plot.pictures(r)]
+    assert named
+    for path in named:
+        assert path.is_file() and path.with_suffix(".png").is_file(), path
+    assert {p.stem for p in plot.PLOTS.iterdir()} == {p.stem for p in named}
+
+
+# ---- model ---------------------------------------------------------------------------------------
+
+
+def predicted(**changes):
+    shape = {k: v for k, v in vars(SHAPE).items() if k != "group"}
+    row = {"shape": shape, "recipe": "int8", "kernel": "sm80_prefill", "step": "kernel"}
+    row |= {"predicted_ms": 0.5, "limit": "special", "clocks_a_tile": {"tensor": 1, "special": 2}}
+    return row | changes
+
+
+def test_predictions_meet_their_own_measurement():
+    x = record()
+    for step, ms in (("e2e", 3.0), ("kernel", 1.0)):
+        x.cells.append(make_cell(SHAPE, "int8", "bf16", step, median_ms=ms, kernel="sm80_prefill"))
+    assert model.find(predicted(), x) == 1.0
+    assert model.text_of(predicted(), x) == "500 us special; 2.00x"
+    other_shape = predicted()["shape"] | {"causal": True}
+    for other in ({"kernel": "sm90a_prefill"}, {"recipe": "fp8"}, {"shape": other_shape}):
+        assert model.find(predicted(**other), x) is None
+    assert model.text_of(predicted(recipe="fp8"), x) == "500 us special"
+    del x.cells[1]["kernel"]  # of before kernels were named
+    assert model.find(predicted(), x) == 1.0
+
+
+def test_the_committed_model_has_measurements():
+    ((name, data),) = model.models()
+    gpu = sweep_record()
+    assert name == "model-h200.json" and data["machine"]["name"] == gpu.machine
+    found = [model.find(row, gpu) for row in data["rows"]]
+    assert any(found)
+    # A bound that a measurement undercuts is none: the counts or the rates would be wrong.
+    for row, ms in zip(data["rows"], found):
+        assert ms is None or ms >= row["predicted_ms"], row

@@ -1,0 +1,191 @@
+// The bounds of tools/model: their arithmetic by hand, and the scaling against more emulation.
+#include <gtest/gtest.h>
+
+#include "model/emulate.hpp"
+
+namespace qattn::model {
+namespace {
+
+constexpr double clock_rate = 1.755e9;
+
+TEST(Bound, AnEightBitTileByHand) {
+  // 128 x 128 scores at D 128: two products of 128^3, one EX2 a score.
+  Amounts a;
+  a[Unit::tensor] = 2.0 * 128 * 128 * 128;
+  a[Unit::special] = 128.0 * 128;
+  const Machine& gpu = h200();
+  // On one of its multiprocessors both take 1024 clocks.
+  EXPECT_DOUBLE_EQ(gpu.seconds(Unit::tensor, a[Unit::tensor], 1) * clock_rate, 1024);
+  EXPECT_DOUBLE_EQ(gpu.seconds(Unit::special, a[Unit::special], 1) * clock_rate, 1024);
+  EXPECT_DOUBLE_EQ(gpu.seconds(Unit::tensor, a[Unit::tensor], 2) * clock_rate, 512);
+  // 64 x 1000 tiles on all of them, with one EX2 more.
+  Amounts many = 64000 * a;
+  many[Unit::special] += 16;
+  const Bound b = bound_of(many, gpu, 1000);
+  EXPECT_EQ(b.limit, Unit::special);
+  EXPECT_DOUBLE_EQ(b.predicted(), (64000.0 * 1024 + 1) / (132 * clock_rate));
+  EXPECT_DOUBLE_EQ(b.seconds[0], 64000.0 * 1024 / (132 * clock_rate));
+  many[Unit::dram] = 4.8e12;
+  EXPECT_EQ(bound_of(many, gpu, 1000).limit, Unit::dram);
+  EXPECT_DOUBLE_EQ(bound_of(many, gpu, 1000).predicted(), 1);
+}
+
+TEST(Bound, AmountsOfCounters) {
+  emu::Stats s;
+  const auto lanes = [&](emu::Word word, std::uint64_t n) {
+    s.lanes[static_cast<std::size_t>(word)] = n;
+  };
+  lanes(emu::Word::exp2, 320);
+  lanes(emu::Word::reciprocal, 32);
+  lanes(emu::Word::convert, 64);
+  lanes(emu::Word::min_max, 96);
+  lanes(emu::Word::fma, 128);
+  lanes(emu::Word::load_shared, 32);
+  s.tensor_macs = 1000;
+  s.tensor_macs_16bit = 400;
+  s.shared_read = 70;
+  s.shared_written = 30;
+  s.matrix_rows = 5;
+  s.matrix_waves = 7;
+  s.bulk_bytes = 9;
+  s.global_read = 11;
+  s.global_written = 22;
+  const Amounts a = amounts_of(s);
+  EXPECT_EQ(a[Unit::tensor], 1400);
+  EXPECT_EQ(a[Unit::special], 352);
+  EXPECT_EQ(a[Unit::convert], 64);
+  EXPECT_EQ(a[Unit::integer], 96);
+  EXPECT_EQ(a[Unit::fma], 128);
+  EXPECT_EQ(a[Unit::issue], 21);
+  EXPECT_EQ(a[Unit::shared], 100 + 2 * 128);
+  EXPECT_EQ(a[Unit::l2], 33);
+  EXPECT_EQ(a[Unit::tma], 9);
+}
+
+TEST(Bound, TilesOfShapes) {
+  const auto expect = [](const Shape& s, double blocks, double tiles, double keys) {
+    EXPECT_EQ(tiles_of(s).blocks, blocks);
+    EXPECT_EQ(tiles_of(s).tiles, tiles);
+    EXPECT_EQ(tiles_of(s).keys, keys);
+  };
+  expect({2, 3, 1, 256, 512, 64, false}, 12, 48, 8);
+  expect({1, 1, 1, 512, 512, 64, true}, 4, 1 + 2 + 3 + 4, 4);
+  expect({1, 1, 1, 1, 1000, 64, false}, 1, 8, 8);   // whole tiles
+  expect({1, 1, 1, 128, 1024, 64, true}, 1, 8, 8);  // the end of a long prompt
+  expect({1, 1, 1, 300, 100, 64, true}, 3, 2, 1);   // 200 queries see no key
+}
+
+TEST(Bound, FitsBlockTileAndKeys) {
+  Amounts block, one, keys;
+  block[Unit::issue] = 7;
+  one[Unit::issue] = 3;
+  one[Unit::tensor] = 10;
+  keys[Unit::issue] = 2;
+  const auto run = [&](const Tiles& t) { return t.blocks * block + t.tiles * one + t.keys * keys; };
+  for (const double both : {12.0, 11.0}) {  // full, causal
+    const PerTile p = PerTile::fit({run({1, 2, 2}), run({1, 6, 6}), run({2, both, 6}), 2, 6, both});
+    EXPECT_DOUBLE_EQ(p.tile[Unit::issue], 3);
+    EXPECT_DOUBLE_EQ(p.block[Unit::issue], 7);
+    EXPECT_DOUBLE_EQ(p.keys[Unit::issue], 2);
+    EXPECT_DOUBLE_EQ(p.scaled({4, 10, 5})[Unit::issue], 68);
+    EXPECT_DOUBLE_EQ(p.scaled({4, 10, 5})[Unit::tensor], 100);
+  }
+}
+
+struct Case {
+  const char *recipe, *kernel;
+  std::int64_t dim;
+  Choice choice;
+};
+class Emulated : public testing::TestWithParam<Case> {};
+
+/// A tile of the emulated kernels needs what the algorithm says.
+TEST_P(Emulated, ATileIsWhatTheAlgorithmSays) {
+  const Case& c = GetParam();
+  const Result<Prediction> p =
+      predict(c.recipe, {1, 1, 1, 1024, 1024, c.dim, false}, c.choice, h200());
+  ASSERT_TRUE(p.ok()) << p.status().message();
+  EXPECT_EQ(p->kernel, c.kernel);
+  const bool wide_qk = std::string(c.recipe) == "bf16",
+             wide_pv = c.recipe != std::string("int8_full");
+  const double product = 128.0 * 128 * static_cast<double>(c.dim);
+  // The portable kernel sums rows of u8 P as products, too: eight columns beside V's.
+  const bool sums = std::string(c.kernel) == "sm80_prefill" && !wide_pv;
+  EXPECT_DOUBLE_EQ(
+      p->per_tile.tile[Unit::tensor],
+      product * (wide_qk ? 2 : 1) + product * (wide_pv ? 2 : 1) + (sums ? 128.0 * 128 * 8 : 0));
+  // One EX2 a score, and a few a row and tile.
+  EXPECT_GE(p->per_tile.tile[Unit::special], 128.0 * 128);
+  EXPECT_LE(p->per_tile.tile[Unit::special], 128.0 * 128 * 1.15);
+  // K and V of the tile, each once, with their scales.
+  const double bytes = 128.0 * static_cast<double>(c.dim) * (wide_qk ? 2 : 1) +
+                       128.0 * static_cast<double>(c.dim) * (wide_pv ? 2 : 1);
+  EXPECT_GE(p->per_tile.tile[Unit::l2], bytes);
+  EXPECT_LE(p->per_tile.tile[Unit::l2], bytes * 1.25);
+}
+
+/// What is scaled from two lengths of one block is what a larger call does.
+TEST_P(Emulated, ScalesToOtherShapes) {
+  const Case& c = GetParam();
+  for (const Shape& shape :
+       {Shape{1, 2, 1, 256, 384, c.dim, false}, Shape{2, 1, 1, 384, 384, c.dim, true}}) {
+    const Result<Prediction> p = predict(c.recipe, shape, c.choice, h200());
+    ASSERT_TRUE(p.ok()) << p.status().message();
+    const Result<Emulation> run = emulate(c.recipe, shape, c.choice);
+    ASSERT_TRUE(run.ok()) << run.status().message();
+    EXPECT_EQ(p->bound.amounts[Unit::tensor], run->amounts[Unit::tensor]);
+    for (const Unit unit : {Unit::special, Unit::convert, Unit::integer, Unit::fma, Unit::issue,
+                            Unit::shared, Unit::l2, Unit::tma}) {
+      const double counted = run->amounts[unit];
+      EXPECT_NEAR(p->bound.amounts[unit], counted, 0.03 * counted)
+          << name(unit) << (shape.causal ? ", causal" : ", full");
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kernels, Emulated,
+                         testing::Values(Case{"int8_full", "sm90a_prefill", 128, Choice::best},
+                                         Case{"int8_full", "sm90a_prefill", 64, Choice::best},
+                                         Case{"int8_full", "sm80_prefill", 128, Choice::portable},
+                                         Case{"int8", "sm80_prefill", 64, Choice::portable},
+                                         Case{"bf16", "sm80_prefill", 128, Choice::portable}),
+                         [](const auto& it) {
+                           return std::string(it.param.recipe) + "_" + it.param.kernel + "_" +
+                                  std::to_string(it.param.dim);
+                         });
+
+TEST(Predict, FewBlocksLeaveMultiprocessorsIdle) {
+  const Result<Prediction> one =
+      predict("int8_full", {1, 1, 1, 1, 8192, 128, false}, Choice::best, h200());
+  const Result<Prediction> many =
+      predict("int8_full", {4, 33, 1, 1, 8192, 128, false}, Choice::best, h200());
+  const Result<Prediction> more =
+      predict("int8_full", {8, 33, 1, 1, 8192, 128, false}, Choice::best, h200());
+  ASSERT_TRUE(one.ok() && many.ok() && more.ok());
+  const int special = static_cast<int>(Unit::special);
+  EXPECT_NEAR(one->bound.seconds[special], many->bound.seconds[special],
+              1e-9 * many->bound.seconds[special]);
+  EXPECT_NEAR(more->bound.seconds[special], 2 * many->bound.seconds[special],
+              1e-9 * many->bound.seconds[special]);
+}
+
+TEST(Predict, MemoryIsEachOperandOnce) {
+  const Shape s{2, 8, 2, 100, 1000, 64, false};
+  const Result<Prediction> full = predict("int8_full", s, Choice::best, h200());
+  const Result<Prediction> wide = predict("bf16", s, Choice::portable, h200());
+  ASSERT_TRUE(full.ok() && wide.ok());
+  const double q = 2 * 8 * 100 * 64, kv = 2.0 * 2 * 2 * 1000 * 64, out = 2 * q;
+  EXPECT_EQ(full->bound.amounts[Unit::dram], q + kv + out);
+  EXPECT_EQ(wide->bound.amounts[Unit::dram], 2 * q + 2 * kv + out);
+}
+
+TEST(Predict, RefusesWhatNoKernelServes) {
+  const Result<Prediction> p = predict("f32", {1, 1, 1, 128, 128, 64, false}, Choice::best, h200());
+  ASSERT_FALSE(p.ok());
+  EXPECT_EQ(p.status().code(), Code::unsupported);
+  EXPECT_NE(p.status().message().find("sm80_prefill"), std::string::npos);
+  EXPECT_FALSE(predict("bf16", {1, 1, 1, 128, 128, 12, false}, Choice::best, h200()).ok());
+}
+
+}  // namespace
+}  // namespace qattn::model

@@ -1,0 +1,123 @@
+#include "model/bound.hpp"
+
+#include <algorithm>
+
+namespace qattn::model {
+namespace {
+
+struct UnitText {
+  const char *name, *quantity;
+};
+constexpr UnitText texts[units] = {
+    {"tensor", "8-bit multiply-accumulates (16-bit ones twice)"},
+    {"special", "EX2, LG2, RCP"},
+    {"convert", "conversions between formats"},
+    {"integer", "PRMT, LOP3, minima and maxima, byte dot products"},
+    {"fma", "FFMA by name"},
+    {"issue", "warp instructions of the vocabulary"},
+    {"shared", "bytes of shared memory"},
+    {"l2", "bytes between L2 and multiprocessors"},
+    {"tma", "bytes of them by TMA and bulk copies"},
+    {"dram", "bytes of Q, K, V and O, each once"},
+};
+
+template <class Operation>
+Amounts each(const Amounts& a, const Amounts& b, Operation operation) {
+  Amounts c;
+  for (int i = 0; i < units; ++i) c.of[i] = operation(a.of[i], b.of[i]);
+  return c;
+}
+
+double ceil_div(std::int64_t a, std::int64_t b) { return static_cast<double>((a + b - 1) / b); }
+
+}  // namespace
+
+const char* name(Unit unit) { return texts[static_cast<int>(unit)].name; }
+const char* quantity(Unit unit) { return texts[static_cast<int>(unit)].quantity; }
+
+Amounts operator+(const Amounts& a, const Amounts& b) {
+  return each(a, b, [](double x, double y) { return x + y; });
+}
+Amounts operator-(const Amounts& a, const Amounts& b) {
+  return each(a, b, [](double x, double y) { return x - y; });
+}
+Amounts operator*(double factor, const Amounts& a) {
+  return each(a, a, [&](double x, double) { return factor * x; });
+}
+
+Amounts amounts_of(const emu::Stats& s) {
+  const auto number = [](std::uint64_t n) { return static_cast<double>(n); };
+  const auto lanes = [&](emu::Pipe pipe) { return 32 * s.warp_instructions(pipe); };
+  Amounts a;
+  a[Unit::tensor] = number(s.tensor_macs + s.tensor_macs_16bit);
+  a[Unit::special] = lanes(emu::Pipe::special);
+  a[Unit::convert] = lanes(emu::Pipe::convert);
+  a[Unit::integer] = lanes(emu::Pipe::integer);
+  a[Unit::fma] = lanes(emu::Pipe::fma);
+  for (int p = 0; p < static_cast<int>(emu::Pipe::count); ++p) {
+    a[Unit::issue] += s.warp_instructions(static_cast<emu::Pipe>(p));
+  }
+  // A matrix is eight rows of 16 bytes, one clock; rows that share banks take more.
+  const double conflicts = 128 * (number(s.matrix_waves) - number(s.matrix_rows));
+  a[Unit::shared] = number(s.shared_read + s.shared_written) + conflicts;
+  a[Unit::l2] = number(s.global_read + s.global_written);
+  a[Unit::tma] = number(s.bulk_bytes);
+  return a;
+}
+
+double Machine::seconds(Unit unit, double amount, double blocks) const {
+  if (unit == Unit::dram) return amount / dram_bytes_per_second;
+  const double busy = std::min(multiprocessors, blocks);
+  return amount / (per_clock[static_cast<int>(unit)] * busy * hertz);
+}
+
+const Machine& h200() {
+  // Lanes a clock: microbenchmarks on an H200 (EX2 16; F2IP, F2FP, PRMT, FMNMX 64; FFMA 128).
+  // Products: the data sheet's 1979 TOP/s are 4096 multiply-accumulates of 8 bits at 1.83 GHz; the
+  // 1870 to 1917 that a microbenchmark of wgmma sustains are that at 1.73 to 1.77. Shared memory is
+  // 32 banks of 4 bytes, the port to L2, which TMA uses too, 64 bytes, the schedulers four, by the
+  // architecture. Clock: what runs of these kernels sustain. Memory: the data sheet's.
+  static const Machine machine{
+      "NVIDIA H200", 132,
+      1.755e9,       {4096, 16, 64, 64, 128, 4, 128, 64, 64, 0},
+      4.8e12,        "microbenchmarks and data sheet of the H200; clock sustained under load"};
+  return machine;
+}
+
+Tiles tiles_of(const Shape& s) {
+  const double heads = static_cast<double>(s.batch * s.heads_q);
+  const auto blocks = static_cast<std::int64_t>(ceil_div(s.queries, tile));
+  Tiles t{heads * static_cast<double>(blocks), 0,
+          static_cast<double>(s.batch * s.heads_kv) * ceil_div(s.keys, tile)};
+  for (std::int64_t i = 0; i < blocks; ++i) {
+    const std::int64_t last = std::min((i + 1) * tile, s.queries);
+    const std::int64_t seen =
+        s.causal ? std::max<std::int64_t>(last + s.keys - s.queries, 0) : s.keys;
+    t.tiles += heads * ceil_div(seen, tile);
+  }
+  return t;
+}
+
+PerTile PerTile::fit(const Runs& r) {
+  PerTile p;
+  // A tile of one block is one of scores and one of keys.
+  const Amounts slope = 1 / (r.more - r.few) * (r.one_more - r.one_few);
+  p.block = r.one_few - r.few * slope;
+  // With keys apart from it, two_more = 2 block + both (slope - keys) + more keys.
+  p.keys = 1 / (r.both - r.more) * (2 * p.block + r.both * slope - r.two_more);
+  p.tile = slope - p.keys;
+  return p;
+}
+
+Bound bound_of(const Amounts& amounts, const Machine& machine, double blocks) {
+  Bound b;
+  b.amounts = amounts;
+  for (int i = 0; i < units; ++i) {
+    const auto unit = static_cast<Unit>(i);
+    b.seconds[i] = machine.seconds(unit, amounts[unit], blocks);
+    if (b.seconds[i] > b.predicted()) b.limit = unit;
+  }
+  return b;
+}
+
+}  // namespace qattn::model

@@ -1,0 +1,151 @@
+#include "model/emulate.hpp"
+
+#include <cmath>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <random>
+#include <tuple>
+#include <vector>
+
+#include "formats/bf16.hpp"
+#include "formats/f16.hpp"
+#include "gpu/attention_bench.hpp"
+
+namespace qattn::model {
+namespace {
+
+/// The emulator's options for as long as it lives. No race checks: tests do those, and they cost.
+class Hopper {
+ public:
+  explicit Hopper(Choice choice) : before_(emu::options()) {
+    emu::options().architecture = choice == Choice::best ? 90 : 80;
+    emu::options().races = false;
+  }
+  ~Hopper() { emu::options() = before_; }
+  Hopper(const Hopper&) = delete;
+  Hopper& operator=(const Hopper&) = delete;
+
+ private:
+  emu::Options before_;
+};
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+using Memory = std::unique_ptr<void, Free>;
+
+Memory memory(std::size_t bytes) { return Memory(std::aligned_alloc(64, (bytes + 127) / 64 * 64)); }
+
+/// 16-bit codes of numbers that are distributed normally.
+Memory normal(std::int64_t count, bool f16, unsigned seed) {
+  Memory made = memory(static_cast<std::size_t>(count) * 2);
+  auto* codes = static_cast<std::uint16_t*>(made.get());
+  std::mt19937 random(seed);
+  std::normal_distribution<float> distribution;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float x = distribution(random);
+    codes[i] = static_cast<std::uint16_t>(f16 ? formats::F16::encode(x) : formats::Bf16::encode(x));
+  }
+  return made;
+}
+
+struct Destroy {
+  void operator()(BenchHandle* h) const { bench_destroy(h); }
+};
+using Call = std::unique_ptr<BenchHandle, Destroy>;
+
+/// A recipe of 16-bit products takes tensors of its own format only.
+bool takes_f16(const std::string& recipe) { return recipe == "f16"; }
+
+BenchShape bench_shape(const std::string& recipe, const Shape& s) {
+  return {s.batch, s.heads_q, s.heads_kv, s.queries, s.keys, s.dim, s.causal, takes_f16(recipe)};
+}
+
+Status no_kernel(const std::string& recipe) {
+  return Status(Code::unsupported, recipe + ": " + bench_error());
+}
+
+/// Bytes that must come from memory and go to it.
+Result<double> dram_bytes(const std::string& recipe, const Shape& s, Choice choice) {
+  const Hopper hopper(choice);
+  const BenchShape shape = bench_shape(recipe, s);
+  // Nothing is read while a call is planned: any addresses will do that are far apart.
+  const auto place = [](std::uintptr_t n) { return reinterpret_cast<void*>(n << 44); };
+  const Call call(bench_create(recipe.c_str(), &shape, place(1), place(2), place(3), place(4)));
+  if (!call) return no_kernel(recipe);
+  const double out = 2.0 * static_cast<double>(s.batch * s.heads_q * s.queries * s.dim);
+  return static_cast<double>(bench_q_bytes(call.get()) + bench_kv_bytes(call.get())) + out;
+}
+
+struct Fitted {
+  Emulation emulation;  ///< of one block of queries
+  PerTile per_tile;
+};
+
+/// Emulates one block of queries over a few tiles, over more, and two blocks. Once a process: the
+/// shapes of a sweep share it.
+Result<Fitted> fitted(const std::string& recipe, std::int64_t dim, bool causal, Choice choice) {
+  using Key = std::tuple<std::string, std::int64_t, bool, Choice>;
+  static std::map<Key, Fitted> known;
+  const Key key{recipe, dim, causal, choice};
+  if (const auto it = known.find(key); it != known.end()) return it->second;
+  // Pipelines of a few stages are full after two tiles.
+  constexpr std::int64_t few = 2, more = 6;
+  const Shape shapes[] = {{1, 1, 1, tile, few * tile, dim, causal},
+                          {1, 1, 1, tile, more * tile, dim, causal},
+                          {1, 1, 1, 2 * tile, more * tile, dim, causal}};
+  Fitted f;
+  std::vector<Emulation> runs;
+  for (const Shape& shape : shapes) {
+    const Result<Emulation> e = emulate(recipe, shape, choice);
+    if (!e.ok()) return e.status();
+    runs.push_back(*e);
+  }
+  f.emulation = runs[0];
+  f.per_tile = PerTile::fit(
+      {runs[0].amounts, runs[1].amounts, runs[2].amounts, few, more, tiles_of(shapes[2]).tiles});
+  return known.emplace(key, f).first->second;
+}
+
+}  // namespace
+
+Result<Emulation> emulate(const std::string& recipe, const Shape& s, Choice choice) {
+  const Hopper hopper(choice);
+  const bool f16 = takes_f16(recipe);
+  const std::int64_t q_count = s.batch * s.queries * s.heads_q * s.dim;
+  const std::int64_t kv_count = s.batch * s.keys * s.heads_kv * s.dim;
+  const Memory q = normal(q_count, f16, 1), k = normal(kv_count, f16, 2),
+               v = normal(kv_count, f16, 3), out = memory(static_cast<std::size_t>(q_count) * 2);
+  const BenchShape shape = bench_shape(recipe, s);
+  const Call call(bench_create(recipe.c_str(), &shape, q.get(), k.get(), v.get(), out.get()));
+  if (!call) return no_kernel(recipe);
+  const Memory workspace = memory(static_cast<std::size_t>(bench_workspace(call.get())));
+  const auto step = [&](int which) {
+    return bench_run(call.get(), which, workspace.get(), nullptr);
+  };
+  Emulation run{bench_kernel(call.get()), bench_quantises(call.get()) != 0, {}, 0};
+  if (step(1) != 0) return Status(Code::internal, bench_error());
+  emu::take_stats();
+  if (step(2) != 0) return Status(Code::internal, bench_error());
+  const emu::Stats stats = emu::take_stats();
+  run.amounts = amounts_of(stats);
+  run.blocks = static_cast<double>(stats.blocks);
+  return run;
+}
+
+Result<Prediction> predict(const std::string& recipe, const Shape& shape, Choice choice,
+                           const Machine& machine) {
+  const Result<Fitted> f = fitted(recipe, shape.dim, shape.causal, choice);
+  if (!f.ok()) return f.status();
+  const Result<double> dram = dram_bytes(recipe, shape, choice);
+  if (!dram.ok()) return dram.status();
+  Prediction p{recipe, f->emulation.kernel, f->emulation.quantises, shape, f->per_tile, {}};
+  const Tiles tiles = tiles_of(shape);
+  Amounts amounts = p.per_tile.scaled(tiles);
+  amounts[Unit::dram] = *dram;
+  p.bound = bound_of(amounts, machine, tiles.blocks * f->emulation.blocks);
+  return p;
+}
+
+}  // namespace qattn::model
