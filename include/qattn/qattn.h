@@ -1,4 +1,4 @@
-/* qattn's C interface: the same calls as qattn/attention.hpp and qattn/quantize.hpp.
+/* qattn's C interface: the calls of qattn/attention.hpp, quantize.hpp and kv_cache.hpp.
  *
  * Every struct begins with its own size, set by the *_init function of that struct; a library that
  * is newer than its caller fills the rest with defaults, and one that is older refuses what it does
@@ -195,6 +195,117 @@ QATTN_API qattn_status qattn_quantize_on(const qattn_quantize_tensors* tensors,
                                          int64_t* saturated);
 QATTN_API qattn_status qattn_dequantize(const qattn_quantize_tensors* tensors,
                                         const qattn_quantize_options* options);
+
+/* --- The KV cache: qattn/kv_cache.hpp ----------------------------------------------------------
+ */
+
+#define QATTN_KV_MAX_TIERS 7
+
+enum { QATTN_KV_IMPORTANCE_UNIFORM = 0, QATTN_KV_IMPORTANCE_KEY_NORM = 1 };
+
+typedef struct qattn_kv_cache qattn_kv_cache; /* opaque */
+
+/* qattn::KvTier. */
+typedef struct qattn_kv_tier {
+  int32_t k_bits, v_bits;
+} qattn_kv_tier;
+
+/* qattn::KvCacheOptions. */
+typedef struct qattn_kv_options {
+  size_t struct_size;
+  int64_t layers, heads_kv, d, dv, page_size, window, sinks;
+  int32_t window_format; /* QATTN_FORMAT_f16 or QATTN_FORMAT_bf16 */
+  int32_t tier_count;
+  qattn_kv_tier tiers[QATTN_KV_MAX_TIERS]; /* best first */
+  double average_bits;                     /* 0: no budget */
+  int64_t budget_from;                     /* 0: twice the shortest length */
+  int32_t smooth_k, rotate;                /* 0 or 1 */
+  int32_t importance;                      /* QATTN_KV_IMPORTANCE_* */
+  int32_t threads;
+  float importance_decay, hysteresis;
+} qattn_kv_options;
+
+/* qattn::KvAppendTensors. */
+typedef struct qattn_kv_append_tensors {
+  size_t struct_size;
+  qattn_tensor k, v, cu_seqlens, importance;
+} qattn_kv_append_tensors;
+
+/* qattn::KvDecodeTensors. */
+typedef struct qattn_kv_decode_tensors {
+  size_t struct_size;
+  qattn_tensor q, out, lse, sinks, tree_mask, mass;
+} qattn_kv_decode_tensors;
+
+/* qattn::KvDecodeOptions. */
+typedef struct qattn_kv_decode_options {
+  size_t struct_size;
+  int32_t layout;
+  int32_t causal;            /* 0 or 1 */
+  int32_t has_softmax_scale; /* 0: 1 / sqrt(D) */
+  float softmax_scale;
+  int64_t window_left; /* -1: unlimited */
+  float softcap;       /* 0: off */
+  int32_t threads;
+} qattn_kv_decode_options;
+
+/* qattn::KvBytes. */
+typedef struct qattn_kv_bytes {
+  size_t struct_size;
+  int64_t codes, scales, window, tables, means, spare, total;
+} qattn_kv_bytes;
+
+/* qattn::KvUsage. */
+typedef struct qattn_kv_usage {
+  size_t struct_size;
+  int64_t length, bytes, allowed_bytes;
+  double average_bits;
+  int64_t window_tokens;
+  int64_t tier_tokens[QATTN_KV_MAX_TIERS];
+} qattn_kv_usage;
+
+QATTN_API void qattn_kv_options_init(qattn_kv_options* options);
+QATTN_API void qattn_kv_append_tensors_init(qattn_kv_append_tensors* tensors);
+QATTN_API void qattn_kv_decode_tensors_init(qattn_kv_decode_tensors* tensors);
+QATTN_API void qattn_kv_decode_options_init(qattn_kv_decode_options* options);
+QATTN_API void qattn_kv_bytes_init(qattn_kv_bytes* bytes);
+QATTN_API void qattn_kv_usage_init(qattn_kv_usage* usage);
+
+/* qattn::KvCache::create(); release the cache with qattn_kv_destroy(). */
+QATTN_API qattn_status qattn_kv_create(const qattn_kv_options* options, qattn_kv_cache** cache);
+QATTN_API void qattn_kv_destroy(qattn_kv_cache* cache); /* NULL is allowed */
+/* Each of these is the method of that name of qattn::KvCache. */
+QATTN_API qattn_status qattn_kv_shortest_length(const qattn_kv_options* options, int64_t* length);
+QATTN_API qattn_status qattn_kv_add_sequence(qattn_kv_cache* cache, int64_t* sequence);
+QATTN_API qattn_status qattn_kv_fork(qattn_kv_cache* cache, int64_t sequence, int64_t* copy);
+QATTN_API qattn_status qattn_kv_release(qattn_kv_cache* cache, int64_t sequence);
+QATTN_API qattn_status qattn_kv_length(const qattn_kv_cache* cache, int64_t sequence, int64_t layer,
+                                       int64_t* length);
+QATTN_API qattn_status qattn_kv_append(qattn_kv_cache* cache, int64_t layer,
+                                       const int64_t* sequences, int64_t count,
+                                       const qattn_kv_append_tensors* tensors, int32_t layout);
+QATTN_API qattn_status qattn_kv_truncate(qattn_kv_cache* cache, int64_t sequence, int64_t length);
+QATTN_API qattn_status qattn_kv_evict(qattn_kv_cache* cache, int64_t sequence, int64_t layer,
+                                      int64_t head, int64_t begin, int64_t end);
+QATTN_API qattn_status qattn_kv_observe(qattn_kv_cache* cache, int64_t layer,
+                                        const int64_t* sequences, int64_t count,
+                                        const qattn_tensor* mass);
+QATTN_API qattn_status qattn_kv_set_importance(qattn_kv_cache* cache, int64_t sequence,
+                                               int64_t layer, const qattn_tensor* importance);
+/* k, v and tiers: NULL where they are not asked for. */
+QATTN_API qattn_status qattn_kv_read(const qattn_kv_cache* cache, int64_t sequence, int64_t layer,
+                                     const qattn_tensor* k, const qattn_tensor* v,
+                                     const qattn_tensor* tiers);
+QATTN_API qattn_status qattn_kv_get_bytes(const qattn_kv_cache* cache, qattn_kv_bytes* bytes);
+QATTN_API qattn_status qattn_kv_get_usage(const qattn_kv_cache* cache, int64_t sequence,
+                                          int64_t layer, qattn_kv_usage* usage);
+QATTN_API qattn_status qattn_kv_save(const qattn_kv_cache* cache, const char* path);
+QATTN_API qattn_status qattn_kv_load(const char* path, int32_t threads, qattn_kv_cache** cache);
+/* qattn::decode(). */
+QATTN_API qattn_status qattn_kv_decode(const qattn_kv_cache* cache, int64_t layer,
+                                       const int64_t* sequences, int64_t count,
+                                       const qattn_kv_decode_tensors* tensors,
+                                       const qattn_kv_decode_options* options);
 
 #ifdef __cplusplus
 }

@@ -3,6 +3,7 @@
 
 #include "qattn/attention.hpp"
 #include "qattn/format.hpp"
+#include "qattn/kv_cache.hpp"
 #include "qattn/quantize.hpp"
 #include "qattn/recipe.hpp"
 #include "qattn/reference.hpp"

@@ -227,8 +227,8 @@ def small_entry(name: str, x: Any, dtype: type, device: Device = CPU) -> Entry:
     return entry(name, x)
 
 
-def float_format(dtype: object) -> str:
-    """Format of an `out_dtype`: a name, a numpy dtype or type, or a torch dtype."""
+def float_format(dtype: object, what: str = "out_dtype") -> str:
+    """Format of an argument that is a dtype: a name, a numpy dtype or type, or a torch dtype."""
     text = str(dtype).removeprefix("torch.")
     if not isinstance(dtype, str) and "torch." not in str(dtype):
         try:
@@ -237,7 +237,7 @@ def float_format(dtype: object) -> str:
             pass
     name = _FORMATS.get(text, text)
     if name not in _FLOATS:
-        raise InvalidArgument(f"out_dtype: {dtype} is not one of float32, float16, bfloat16")
+        raise InvalidArgument(f"{what}: {dtype} is not one of float32, float16, bfloat16")
     return name
 
 

@@ -72,4 +72,7 @@ Toggle toggle_from(std::optional<bool> value);
 RecipeTuple to_tuple(const Recipe& recipe);
 int threads_from(std::int64_t threads);
 
+/// kv_cache.cpp: adds the class KvCache and its options to the module.
+void add_kv_cache(nb::module_& m);
+
 }  // namespace qattn::python

@@ -231,5 +231,6 @@ NB_MODULE(_qattn, m) {
   m.def("recipes", &recipe_table);
   m.def("formats", &format_table);
   m.def("cpu_isa", [] { return check(qattn::cpu_isa()); });
+  add_kv_cache(m);
   m.def("version", [] { return std::string(qattn::version()); });
 }

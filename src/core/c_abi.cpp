@@ -1,12 +1,9 @@
 // The C interface: translation only. Every entry catches what could be thrown by an allocation.
 #include <algorithm>
 #include <cstring>
-#include <exception>
-#include <new>
 #include <string>
 
-#include "qattn/qattn.h"
-#include "qattn/qattn.hpp"
+#include "core/c_translate.hpp"
 
 struct qattn_plan {
   qattn::Plan plan;
@@ -14,6 +11,7 @@ struct qattn_plan {
 };
 
 using namespace qattn;  // a translation unit of nothing but translation
+using namespace qattn::c;
 
 namespace {
 
@@ -25,54 +23,6 @@ static_assert(static_cast<int>(Granularity::group) == QATTN_GROUP);
 static_assert(static_cast<int>(Toggle::on) == QATTN_TOGGLE_ON);
 static_assert(static_cast<int>(Role::v) == QATTN_ROLE_V);
 static_assert(max_rank == QATTN_MAX_RANK);
-
-thread_local std::string last_error;
-
-qattn_status fail(const Status& status) {
-  last_error = status.message();
-  return static_cast<qattn_status>(status.code());
-}
-
-Status invalid(std::string message) { return Status(Code::invalid_argument, std::move(message)); }
-
-template <class Function>
-qattn_status guarded(Function f) noexcept {
-  try {
-    const Status status = f();
-    return status.ok() ? QATTN_OK : fail(status);
-  } catch (const std::bad_alloc&) {
-    return QATTN_OUT_OF_MEMORY;  // no message: it might need memory too
-  } catch (const std::exception& e) {
-    last_error.assign(e.what());
-    return QATTN_INTERNAL;
-  }
-}
-
-/// A copy of a sized struct: what an older caller does not have keeps its default.
-template <class T>
-Status read_struct(const char* name, const T* given, T& copy) {
-  if (given == nullptr) return invalid(std::string(name) + ": is NULL");
-  // No version of a struct ends inside a field: half a pointer would be worse than none.
-  if (given->struct_size < sizeof given->struct_size || given->struct_size > sizeof(T) ||
-      given->struct_size % alignof(T) != 0) {
-    return invalid(std::string(name) + ": struct_size " + std::to_string(given->struct_size) +
-                   " is not that of a known version (this library: " + std::to_string(sizeof(T)) +
-                   "); call the struct's init function first");
-  }
-  std::memcpy(&copy, given, given->struct_size);
-  return {};
-}
-
-TensorView view(const qattn_tensor& t) {
-  TensorView v;
-  v.data = t.data;
-  v.format = static_cast<Format>(t.format);
-  v.rank = t.rank;
-  std::copy(t.shape, t.shape + max_rank, v.shape.begin());
-  std::copy(t.stride, t.stride + max_rank, v.stride.begin());
-  v.device = {static_cast<DeviceType>(t.device_type), t.device_index};
-  return v;
-}
 
 qattn_tensor tensor(const TensorView& v) {
   qattn_tensor t{};
@@ -130,11 +80,6 @@ void read_functions(const qattn_attention_options& o, AttentionCall& call) {
         },
         &call};
   }
-}
-
-Status read_flag(const char* name, int32_t value) {
-  if (value == 0 || value == 1) return {};
-  return invalid(std::string(name) + ": " + std::to_string(value) + " is neither 0 nor 1");
 }
 
 Status read_call(const qattn_attention_tensors* given, const qattn_attention_options* asked,
@@ -220,19 +165,14 @@ Status read_quantize(const qattn_quantize_tensors* given, const qattn_quantize_o
   return {};
 }
 
-template <class T>
-void init(T* s) {
-  if (s == nullptr) return;
-  *s = T{};
-  s->struct_size = sizeof(T);
-}
-
 }  // namespace
 
 const char* qattn_version(void) {
   static const std::string text(qattn::version());
   return text.c_str();
 }
+
+thread_local std::string qattn::c::last_error;
 
 const char* qattn_last_error(void) { return last_error.c_str(); }
 

@@ -15,6 +15,12 @@ std::string device_text(Device device) {
   return "device type " + std::to_string(static_cast<std::int32_t>(device.type));
 }
 
+Status check_threads(int threads) {
+  if (threads >= 0 && threads <= 4096) return {};
+  return Status(Code::invalid_argument,
+                "threads: " + std::to_string(threads) + " is not in [0, 4096]");
+}
+
 Status check_device(const char* name, Device device, int threads) {
   if (device.type == DeviceType::cpu) return {};
   if (device.type != DeviceType::cuda && device.type != DeviceType::hip) {

@@ -483,9 +483,7 @@ class Maker {
     }
     p_.window_left = o_.window_left;
     p_.window_right = o_.causal ? 0 : o_.window_right;
-    if (o_.threads < 0 || o_.threads > 4096) {
-      return invalid("threads: " + text(o_.threads) + " is not in [0, 4096]");
-    }
+    if (Status s = check_threads(o_.threads); !s.ok()) return s;
     const Device device = t_.q.device;
     if (Status s = check_device("q", device, o_.threads); !s.ok()) return s;
     for (const auto& [name, given] :

@@ -91,6 +91,9 @@ std::string device_text(Device device);  ///< "cpu", "cuda:0"
 /// Is it a device that qattn knows, and are the options that only CPUs have left alone there?
 Status check_device(const char* name, Device device, int threads);
 
+/// CPU threads of any call: 0 (the default) to 4096.
+Status check_threads(int threads);
+
 /// Checks a view by itself: rank, extents, overflow of offsets and bytes, alignment, packed
 /// strides.
 Status check_view(const char* name, const TensorView& view, int rank);

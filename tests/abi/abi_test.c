@@ -8,13 +8,12 @@
 
 static int failures = 0;
 
-#define CHECK(condition)                                                        \
-  do {                                                                          \
-    if (!(condition)) {                                                         \
-      printf("%s:%d: %s is false (%s)\n", __FILE__, __LINE__, #condition,       \
-             qattn_last_error());                                               \
-      ++failures;                                                               \
-    }                                                                           \
+#define CHECK(condition)                                                                       \
+  do {                                                                                         \
+    if (!(condition)) {                                                                        \
+      printf("%s:%d: %s is false (%s)\n", __FILE__, __LINE__, #condition, qattn_last_error()); \
+      ++failures;                                                                              \
+    }                                                                                          \
   } while (0)
 
 enum { B = 1, H = 2, S = 70, D = 32, COUNT = B * H * S * D };

@@ -418,3 +418,45 @@ def test_full_standard_output_is_an_error():
     with open("/dev/full", "w") as full:
         done = subprocess.run([PROGRAM, "info"], stdout=full, stderr=subprocess.PIPE, timeout=60)
     assert done.returncode != 0
+
+
+@pytest.fixture
+def kv_files(tmp_path):
+    rng = np.random.default_rng(3)
+    shapes = {"k": (1, 2, 6000, 64), "v": (1, 2, 6000, 64), "q": (1, 4, 9, 64)}
+    for name, shape in shapes.items():
+        np.save(tmp_path / f"{name}.npy", rng.standard_normal(shape).astype(np.float32))
+    return tmp_path
+
+
+def kv_arguments(files, *more):
+    return ["kv", "--k", files / "k.npy", "--v", files / "v.npy", *more]
+
+
+def test_kv_prints_tiers_bytes_and_errors(kv_files):
+    budget = result_json(*kv_arguments(kv_files, "--budget", 3.2, "--q", kv_files / "q.npy"))
+    assert budget["average_bits"] <= 3.2 and budget["bytes"] <= budget["allowed_bytes"]
+    assert sum(tier["tokens"] for tier in budget["tiers"]) == 2 * 6000
+    parts = budget["allocated"]
+    assert parts["total"] == sum(n for name, n in parts.items() if name != "total")
+    four = result_json(*kv_arguments(kv_files, "--tiers", "4", "--q", kv_files / "q.npy"))
+    assert 0.09 < four["k_relative_rms_error"] < 0.101
+    assert 0.1 < four["nrmse"] < 0.16 and four["nrmse"] < budget["nrmse"]
+    pair = result_json(*kv_arguments(kv_files, "--tiers", "8/2"))
+    assert pair["k_relative_rms_error"] < 0.007 and pair["v_relative_rms_error"] > 0.3
+    probed = result_json(
+        *kv_arguments(kv_files, "--budget", 3.2, "--probe", kv_files / "q.npy"),
+        "--q", kv_files / "q.npy",
+    )
+    assert probed["nrmse"] < budget["nrmse"]
+    assert "average bits" in qattn(*kv_arguments(kv_files, "--budget", 3.2)).stdout
+
+
+def test_kv_refusals(kv_files):
+    refused(*kv_arguments(kv_files, "--budget", 2.0), says=["average_bits: 2.0 hold at no length"])
+    refused(*kv_arguments(kv_files, "--budget", 3, "--budget-from", 50), says=["it holds from"])
+    refused(*kv_arguments(kv_files, "--tiers", "4,x"), says=["--tiers 4,x"])
+    refused(*kv_arguments(kv_files, "--tiers", "5"), says=["tiers[0]: 5 bits"])
+    refused(*kv_arguments(kv_files, "--tiers", "4,2"), says=["more than one without average_bits"])
+    refused(*kv_arguments(kv_files, "--q", kv_files / "none.npy"), says=["q:", "none.npy"])
+    refused("kv", "--k", kv_files / "k.npy", "--v", kv_files / "q.npy", says=["v: shape"])

@@ -42,6 +42,14 @@ def test_python_quickstart():
     assert numbers(run.stdout) == pytest.approx(EXPECTED)
 
 
+def test_kv_cache_example():
+    first, second = re.findall(r"```python\n(.*?)```", README, re.S)
+    run = subprocess.run([sys.executable, "-c", first + second], check=True, capture_output=True,
+                         text=True)
+    said = re.search(r"prints (\d+\.\d+) again", README).group(1)
+    assert numbers(run.stdout)[-1] == pytest.approx(float(said))
+
+
 def test_named_files_exist():
     for name in re.findall(r"`((?:docs/)?[A-Z]+\.md)`", README):
         assert (ROOT / name).is_file(), name

@@ -10,6 +10,8 @@
 #include "formats/hadamard.hpp"
 #include "formats/int8.hpp"
 #include "formats/kv.hpp"
+#include "formats/kv_layout.hpp"
+#include "formats/kv_quantize.hpp"
 #include "formats/micro.hpp"
 #include "formats/pack.hpp"
 #include "formats/scale.hpp"
@@ -30,7 +32,22 @@ __device__ void packed_round_trip(std::uint8_t* codes, std::uint8_t* bytes) {
   formats::unpack<Bits>(bytes, 16, codes);
 }
 
+__device__ void kv_round_trip(float* values, std::uint8_t* codes, std::uint8_t* bytes) {
+  const std::uint16_t scale = formats::kv_row_scale(values, 128, 3);
+  const formats::KvBlock block{128, 128, 3, 2};
+  for (int c = 0; c < 128; ++c) {
+    codes[formats::kv_place_k(5, c)] = formats::kv_encode(values[c], formats::kv_inverse(scale), 3);
+  }
+  formats::kv_pack(codes, 16 * 128, 3, bytes + block.k_codes());
+  const int place = formats::kv_place_v(128, 5, 7);
+  values[7] = formats::kv_decode(formats::kv_code_at(bytes, 16 * 128, 3, place), scale, 3);
+}
+
 }  // namespace
+
+__global__ void kv_codecs(float* values, std::uint8_t* codes, std::uint8_t* bytes) {
+  kv_round_trip(values, codes, bytes);
+}
 
 __global__ void codecs(float* values) {
   round_trip<formats::F16>(values, 0);

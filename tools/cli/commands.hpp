@@ -16,6 +16,7 @@ void add_explain(CLI::App& program, Action& chosen);
 void add_compare(CLI::App& program, Action& chosen);
 void add_attention(CLI::App& program, Action& chosen);
 void add_quantize(CLI::App& program, Action& chosen);
+void add_kv(CLI::App& program, Action& chosen);
 void add_bench(CLI::App& program, Action& chosen);
 void add_demo(CLI::App& program, Action& chosen);
 /// Only in builds with tests (QATTN_HAS_MODEL): it runs the kernels in their emulator, which would

@@ -58,6 +58,7 @@ int main(int argc, char** argv) {
   cli::add_compare(program, action);
   cli::add_attention(program, action);
   cli::add_quantize(program, action);
+  cli::add_kv(program, action);
   cli::add_bench(program, action);
   cli::add_demo(program, action);
 #ifdef QATTN_HAS_MODEL

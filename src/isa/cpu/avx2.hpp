@@ -38,6 +38,17 @@ static inline I load_i(const void* p) {
   const auto* q = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
 }
+static inline void store_i(void* p, I a) {
+  auto* q = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(q, a.lo);
+  _mm256_storeu_si256(q + 1, a.hi);
+}
+static inline I field(I a, int shift, std::uint32_t mask) {
+  const __m128i count = _mm_cvtsi32_si128(shift);
+  const __m256i m = _mm256_set1_epi32(static_cast<std::int32_t>(mask));
+  return {_mm256_and_si256(_mm256_srl_epi32(a.lo, count), m),
+          _mm256_and_si256(_mm256_srl_epi32(a.hi, count), m)};
+}
 static inline I broadcast4(const void* p) {
   std::int32_t v;
   std::memcpy(&v, p, sizeof v);

@@ -29,6 +29,11 @@ static inline F load(const float* p) { return _mm512_loadu_ps(p); }
 static inline F load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
 static inline void store(float* p, F a) { _mm512_storeu_ps(p, a); }
 static inline I load_i(const void* p) { return _mm512_loadu_si512(p); }
+static inline void store_i(void* p, I a) { _mm512_storeu_si512(p, a); }
+static inline I field(I a, int shift, std::uint32_t mask) {
+  return _mm512_and_si512(_mm512_srl_epi32(a, _mm_cvtsi32_si128(shift)),
+                          _mm512_set1_epi32(static_cast<std::int32_t>(mask)));
+}
 static inline I broadcast4(const void* p) {
   std::int32_t v;
   std::memcpy(&v, p, sizeof v);

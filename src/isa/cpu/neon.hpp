@@ -53,6 +53,17 @@ static inline I load_i(const void* p) {
   const auto* q = static_cast<const std::int8_t*>(p);
   return quarters<I>([&](int i) { return vreinterpretq_s32_s8(vld1q_s8(q + 16 * i)); });
 }
+static inline void store_i(void* p, I a) {
+  auto* q = static_cast<std::int8_t*>(p);
+  for (int i = 0; i < 4; ++i) vst1q_s8(q + 16 * i, vreinterpretq_s8_s32(a.x[i]));
+}
+static inline I field(I a, int shift, std::uint32_t mask) {
+  const int32x4_t right = vdupq_n_s32(-shift);
+  return quarters<I>([&](int i) {
+    const uint32x4_t moved = vshlq_u32(vreinterpretq_u32_s32(a.x[i]), right);
+    return vreinterpretq_s32_u32(vandq_u32(moved, vdupq_n_u32(mask)));
+  });
+}
 static inline I broadcast4(const void* p) {
   std::int32_t v;
   std::memcpy(&v, p, sizeof v);

@@ -46,6 +46,13 @@ static inline I load_i(const void* p) {
   std::memcpy(r.x, p, sizeof r.x);
   return r;
 }
+static inline void store_i(void* p, I a) { std::memcpy(p, a.x, sizeof a.x); }
+/// (a >> shift) & mask, bits coming in as zeros.
+static inline I field(I a, int shift, std::uint32_t mask) {
+  return each<I>([&](int i) {
+    return static_cast<std::int32_t>((static_cast<std::uint32_t>(a.x[i]) >> shift) & mask);
+  });
+}
 /// The same four bytes in every lane.
 static inline I broadcast4(const void* p) {
   std::int32_t v;

@@ -221,6 +221,8 @@ void softcap(float* s, int n, float c) {
   }
 }
 
+#include "kernels/cpu/kv.inl"
+
 #if defined(QATTN_TILE_PRODUCTS)
 // Product and softmax together.
 #include "kernels/cpu/fused_amx.inl"
@@ -257,6 +259,13 @@ const Words table = {
     .pv_u8s8 = pv_u8s8,
     .pv_f32 = pv_f32,
     .pv_bf16 = pv_bf16,
+    .kv_errors = kv_errors,
+    .kv_codes = kv_codes,
+    .kv_unpack = kv_unpack,
+    .kv_planes = kv_planes,
+    .kv_scores = kv_scores,
+    .kv_softmax = kv_softmax,
+    .kv_values = kv_values,
     .softcap = softcap,
     .exp_one = exp_one,
 };

@@ -51,6 +51,38 @@ struct QueryOperands {
   const float* k_scale;
 };
 
+// --- The KV cache's codes (formats/kv_layout.hpp, formats/kv_quantize.hpp) -----------------------
+
+/// Rows of sixteen-bit fixed point as two planes of s8: x = scale * (128 * high + low), row r's
+/// high plane in row 2 r of an s8 array, its low plane in row 2 r + 1.
+inline constexpr float kv_plane_max = 127.0f * 128.0f;
+
+/// Scores of a tile of codes: (sum over channels of q's planes times codes - centre[j] * sum[r])
+/// * scale[r] * k_scale[j] + offset[r].
+struct KvScores {
+  const std::int8_t* planes;  ///< [2 rows][d]
+  int rows;
+  int d;
+  const std::uint8_t* panels;         ///< [keys / 16][d / 4][16][4] codes
+  int keys;                           ///< multiple of 16
+  const float *sum, *scale, *offset;  ///< [rows]; sum: of the planes, in units of `scale`
+  const float *centre, *k_scale;      ///< [keys]
+  float* scores;                      ///< [rows][tile_keys]
+};
+
+/// One tile of online softmax for V codes: V's scales are folded into P, which becomes planes.
+struct KvSoftmax {
+  float* scores;  ///< [rows][tile_keys], natural logarithm domain; -inf: masked; overwritten
+  int rows, keys;
+  const float *v_scale, *centre;  ///< [keys]; scales finite
+  float *max, *sum, *alpha;       ///< [rows] running maximum, sum of P, factor of what O held
+  float* beta;                    ///< [rows] factor of this tile's product
+  float* shift;                   ///< [rows] what the product exceeds by the codes' centre
+  std::int8_t* planes;            ///< [2 rows][tile_keys]
+  float* mass;                    ///< null, or [rows][tile_keys / 16] sums of exp(s - top)
+  float* top;                     ///< [rows] maximum of this tile, with `mass`
+};
+
 struct Words {
   const char* isa;
 
@@ -107,6 +139,22 @@ struct Words {
   /// The same for bf16; v: [keys / 2][channels][2], keys even. Null where not native.
   void (*pv_bf16)(const std::uint16_t* p, int rows, const std::uint16_t* v, int keys, int channels,
                   const float* alpha, const float* beta, const float* v_scale, float* out);
+  /// kv_error() of a row under `count` positive scales.
+  void (*kv_errors)(const float* x, int n, int bits, const float* scales, int count, float* errors);
+  /// codes[i] = kv_encode(x[i], inverse); x * inverse is no NaN. n is a multiple of 16.
+  void (*kv_codes)(const float* x, int n, float inverse, int bits, std::uint8_t* codes);
+  /// The inverse of kv_pack(): n codes, one a byte; n is a multiple of 512.
+  void (*kv_unpack)(const std::uint8_t* packed, int n, int bits, std::uint8_t* panel);
+  /// A row as planes; returns the scale, and the planes' sum in its units. NaN gives a NaN scale.
+  float (*kv_planes)(const float* x, int n, std::int8_t* high, std::int8_t* low, float* sum);
+  void (*kv_scores)(const KvScores& tile);
+  void (*kv_softmax)(const KvSoftmax& tile);
+  /// out[r][c] = out * alpha[r] + beta[r] * (sum_j planes[r][j] codes[j][c] - shift[r]). panels:
+  /// [keys / 4][channels][4] codes; planes: [2 rows][tile_keys].
+  void (*kv_values)(const std::int8_t* planes, int rows, const std::uint8_t* panels, int keys,
+                    int channels, const float* alpha, const float* beta, const float* shift,
+                    float* out);
+
   /// s = c * tanh(s / c) over n floats, n a multiple of 16.
   void (*softcap)(float* s, int n, float c);
   /// exp(x) of one value, the same arithmetic as inside softmax.

@@ -89,9 +89,7 @@ Result<QuantizeFacts> quantize_facts(const TensorView& x, const QuantizeOptions&
   if (o.layout != Layout::bshd && o.layout != Layout::bhsd) {
     return invalid("layout: is neither bshd nor bhsd");
   }
-  if (o.threads < 0 || o.threads > 4096) {
-    return invalid("threads: " + std::to_string(o.threads) + " is not in [0, 4096]");
-  }
+  if (Status s = check_threads(o.threads); !s.ok()) return s;
   if (o.rotate && o.role == Role::v) return invalid("rotate: is for Q and K only");
   QuantizeFacts f;
   f.packed = cu.present();

@@ -1,0 +1,344 @@
+"""KvCache: a paged KV cache in mixed precision, and decode attention over it (CPU)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import _qattn
+from ._errors import InvalidArgument
+from ._interop import (
+    entry,
+    entry_shape,
+    float_format,
+    format_of,
+    output_entry,
+    small_entry,
+    unit_stride,
+    zeros,
+)
+from ._recipe import boolean, integer, real
+
+#: bits of K and of V, or one number for both
+Tier = int | tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class KvBytes:
+    """Memory of a cache in bytes. total is what is allocated, and the sum of the others."""
+
+    codes: int  #: of pages in tiers; a page that several sequences share counts once
+    scales: int
+    window: int  #: pages in 16 bits
+    tables: int  #: page tables
+    means: int  #: of K's channels
+    spare: int  #: free pages of the pools, room to grow, bookkeeping
+    total: int
+
+
+@dataclasses.dataclass(frozen=True)
+class KvUsage:
+    """One (sequence, layer)."""
+
+    length: int  #: tokens appended and not truncated
+    bytes: int  #: what the budget counts; shared pages count in full
+    allowed_bytes: int  #: by the budget; 0: there is none
+    average_bits: float  #: 8 bytes / elements of K and V of `length` tokens
+    window_tokens: int  #: alive in 16 bits, summed over heads
+    tier_tokens: tuple[int, ...]  #: alive in each tier, summed over heads
+
+
+class KvCache:
+    """Keys and values of sequences: the newest and the first tokens in 16 bits, the others in
+    tiers of 2, 3, 4 or 8 bits so that the average stays within a budget.
+
+        cache = qattn.KvCache(layers=32, kv_heads=8, head_dim=128, average_bits=3.0)
+        s = cache.add_sequence()
+        cache.append(layer, s, k, v)             # (1, S, 8, 128): a prefill or a decode step
+        out = cache.decode(q, layer, s)          # (1, 1, 32, 128), its K and V appended before
+
+    tiers: best first, numbers of bits or pairs (K, V). average_bits: bits an element of K and V,
+    window, scales and tables counted, in every (sequence, layer), from budget_from tokens on
+    (None: twice shortest_length); None: no budget, one tier. window, sinks: newest and first tokens
+    in 16 bits, multiples of page_size (16, 32 or 64). window_dtype: float16 or bfloat16, what rows
+    are rounded to first. importance: "uniform" or "key_norm", what a page weighs until observe() or
+    set_importance() says better. Where a method takes sequences, one number will do for one
+    sequence. Several threads may use one cache; calls wait for each other.
+    Raises InvalidArgument, which names the argument, the value and the rule.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int = 1,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        tiers: Iterable[Tier] | None = None,
+        average_bits: float | None = None,
+        budget_from: int | None = None,
+        window: int = 128,
+        sinks: int = 16,
+        page_size: int = 16,
+        window_dtype: Any = "float16",
+        smooth_k: bool = True,
+        rotate: bool = True,
+        importance: str = "uniform",
+        importance_decay: float = 0.9,
+        hysteresis: float = 0.25,
+        threads: int = 0,
+    ) -> None:
+        if tiers is None:
+            tiers = (4,) if average_bits is None else (8, 4, 3, 2)
+        if not isinstance(importance, str):
+            raise InvalidArgument(f"importance: {importance!r} is not a name")
+        options = _qattn.kv_options(
+            layers=integer("layers", layers),
+            heads_kv=integer("kv_heads", kv_heads),
+            d=integer("head_dim", head_dim),
+            dv=integer("v_head_dim", head_dim if v_head_dim is None else v_head_dim),
+            window_format=float_format(window_dtype, "window_dtype"),
+            page_size=integer("page_size", page_size),
+            window=integer("window", window),
+            sinks=integer("sinks", sinks),
+            tiers=[_tier(tier) for tier in tiers],
+            average_bits=0.0 if average_bits is None else real("average_bits", average_bits),
+            budget_from=0 if budget_from is None else integer("budget_from", budget_from),
+            smooth_k=boolean("smooth_k", smooth_k),
+            rotate=boolean("rotate", rotate),
+            importance=importance,
+            decay=real("importance_decay", importance_decay),
+            hysteresis=real("hysteresis", hysteresis),
+            threads=integer("threads", threads),
+        )
+        self._hold(_qattn.kv_create(options))
+
+    def _hold(self, cache: _qattn.KvCache) -> None:
+        self._cache = cache
+        self._lock = threading.Lock()
+        shape = cache.shape()
+        self.layers, self.kv_heads, self.head_dim, self.v_head_dim, self._options = shape
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, threads: int = 0) -> KvCache:
+        """The cache that save() wrote; sequences keep their numbers."""
+        cache = cls.__new__(cls)
+        cache._hold(_qattn.kv_load(os.fspath(path), integer("threads", threads)))
+        return cache
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes everything to a .safetensors file, pages that sequences share once."""
+        with self._lock:
+            self._cache.save(os.fspath(path))
+
+    @property
+    def shortest_length(self) -> int:
+        """The length from which on the budget holds with every page in the last tier; 0: none."""
+        return _qattn.kv_shortest_length(self._options)
+
+    def add_sequence(self) -> int:
+        """An empty sequence; its number is never given twice."""
+        with self._lock:
+            return self._cache.add_sequence()
+
+    def fork(self, sequence: int) -> int:
+        """A sequence with the same contents; pages are shared until one of the two changes them."""
+        with self._lock:
+            return self._cache.fork(integer("sequence", sequence))
+
+    def release(self, sequence: int) -> None:
+        """Forgets a sequence."""
+        with self._lock:
+            self._cache.release(integer("sequence", sequence))
+
+    def length(self, sequence: int, layer: int = 0) -> int:
+        with self._lock:
+            return self._cache.length(integer("sequence", sequence), integer("layer", layer))
+
+    def append(
+        self,
+        layer: int,
+        sequences: int | Sequence[int],
+        k: Any,
+        v: Any,
+        *,
+        layout: str = "bshd",
+        cu_seqlens: Any = None,
+        importance: Any = None,
+    ) -> None:
+        """Appends S tokens to each of B different sequences in one layer.
+
+        k: (B, S, kv_heads, head_dim), v: likewise with v_head_dim, dimensions 1 and 2 swapped with
+        "bhsd"; packed by cu_seqlens (B + 1): (T, kv_heads, head_dim) or (kv_heads, T, head_dim).
+        float32, float16 or bfloat16, last stride 1. importance: (B, kv_heads, ceil(S' / 16))
+        float32, S' the longest length after the call: of the pages that this call fills or
+        quantises, by position. Tokens that leave the window are quantised, and pages demoted as far
+        as the budget asks. Raises OutOfMemory where the budget cannot hold (after many truncations
+        into quantised pages); the cache is as it was then.
+        """
+        tensors = {"k": _rows("k", k), "v": _rows("v", v)}
+        if cu_seqlens is not None:
+            tensors["cu_seqlens"] = small_entry("cu_seqlens", cu_seqlens, np.int32)
+        if importance is not None:
+            tensors["importance"] = entry("importance", importance)
+        layer, ids = integer("layer", layer), _ids(sequences)
+        with self._lock:
+            self._cache.append(layer, ids, tensors, _layout(layout))
+
+    def decode(
+        self,
+        q: Any,
+        layer: int,
+        sequences: int | Sequence[int],
+        *,
+        layout: str = "bshd",
+        scale: float | None = None,
+        causal: bool = True,
+        window_left: int | None = None,
+        softcap: float | None = None,
+        sinks: Any = None,
+        tree_mask: Any = None,
+        return_lse: bool = False,
+        return_mass: bool = False,
+        out: Any = None,
+        threads: int = 0,
+    ) -> Any:
+        """Attention of the newest Sq tokens over window, sinks and every tier of their sequences.
+
+        q: (B, Sq, Hq, head_dim), or (B, Hq, Sq, head_dim) with "bhsd"; Sq 1 to 8, Hq 1 to 16 times
+        kv_heads; query i is at position length - Sq + i. scale: default 1 / sqrt(head_dim).
+        window_left: keys at or behind position - window_left. sinks: (Hq) float32 logits that join
+        the denominator only. tree_mask: (B, Sq, Sq) bool, may query i look at the j-th newest
+        token. Returns out, of q's framework and dtype unless `out` is given; then, if asked for,
+        the LSE (B, Hq, Sq) float32, and the probability mass by block of 16 tokens (B, Hq,
+        ceil(S / 16)) float32, averaged over the queries, which observe() takes.
+        """
+        tensors = {"q": _rows("q", q)}
+        ids, layer = _ids(sequences), integer("layer", layer)
+        shape = entry_shape(tensors["q"])
+        if len(shape) != 4:
+            raise InvalidArgument(f"q: rank {len(shape)} should be 4")
+        heads, queries = (shape[1], shape[2]) if _layout(layout) == "bhsd" else (shape[2], shape[1])
+        if out is None:
+            out = zeros(q, format_of("q", q), (*shape[:3], self.v_head_dim))
+        tensors["out"] = output_entry("out", out)
+        unit_stride("out", out)
+        if sinks is not None:
+            tensors["sinks"] = small_entry("sinks", sinks, np.float32)
+        if tree_mask is not None:
+            tensors["tree_mask"] = small_entry("tree_mask", tree_mask, np.bool_)
+        results = [out]
+        with self._lock:
+            if return_lse:
+                results.append(zeros(q, "f32", (shape[0], heads, queries)))
+                tensors["lse"] = output_entry("lse", results[-1])
+            if return_mass:
+                longest = max((self._cache.length(i, layer) for i in ids), default=0)
+                results.append(zeros(q, "f32", (shape[0], heads, (longest + 15) // 16)))
+                tensors["mass"] = output_entry("mass", results[-1])
+            self._cache.decode(
+                layer,
+                ids,
+                tensors,
+                layout=layout,
+                scale=None if scale is None else real("scale", scale),
+                causal=boolean("causal", causal),
+                window_left=-1 if window_left is None else integer("window_left", window_left),
+                softcap=0.0 if softcap is None else real("softcap", softcap),
+                threads=integer("threads", threads),
+            )
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forgets tokens from `length` on in every layer that has them."""
+        with self._lock:
+            self._cache.truncate(integer("sequence", sequence), integer("length", length))
+
+    def evict(
+        self,
+        sequence: int,
+        begin: int,
+        end: int,
+        *,
+        layer: int | None = None,
+        head: int | None = None,
+    ) -> None:
+        """Forgets tokens [begin, end) of one KV head or all, in one layer or all; the others keep
+        their positions."""
+        with self._lock:
+            self._cache.evict(
+                integer("sequence", sequence),
+                -1 if layer is None else integer("layer", layer),
+                -1 if head is None else integer("head", head),
+                integer("begin", begin),
+                integer("end", end),
+            )
+
+    def observe(self, layer: int, sequences: int | Sequence[int], mass: Any) -> None:
+        """Folds decode()'s probability mass into importance: the root of the mean square over a KV
+        head's query heads, importance_decay of the old value kept."""
+        layer, ids = integer("layer", layer), _ids(sequences)
+        with self._lock:
+            self._cache.observe(layer, ids, {"mass": entry("mass", mass)})
+
+    def set_importance(self, sequence: int, layer: int, importance: Any) -> None:
+        """importance: (kv_heads, ceil(length / 16)) float32, finite and not negative."""
+        sequence, layer = integer("sequence", sequence), integer("layer", layer)
+        with self._lock:
+            self._cache.set_importance(
+                sequence, layer, {"importance": entry("importance", importance)}
+            )
+
+    def read(self, sequence: int, layer: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The decoded contents: k (kv_heads, S, head_dim) and v float32, and the tier of each token
+        (kv_heads, S) int32: -1 evicted (reads as NaN), 0 16 bits, 1 the first tier, and so on."""
+        sequence, layer = integer("sequence", sequence), integer("layer", layer)
+        with self._lock:
+            n = self._cache.length(sequence, layer)
+            k = np.empty((self.kv_heads, n, self.head_dim), np.float32)
+            v = np.empty((self.kv_heads, n, self.v_head_dim), np.float32)
+            tiers = np.empty((self.kv_heads, n), np.int32)
+            tensors = {"k": entry("k", k), "v": entry("v", v), "tiers": entry("tiers", tiers)}
+            self._cache.read(sequence, layer, tensors)
+        return k, v, tiers
+
+    def bytes(self) -> KvBytes:
+        """Memory of the whole cache."""
+        with self._lock:
+            return KvBytes(**self._cache.bytes())
+
+    def usage(self, sequence: int, layer: int = 0) -> KvUsage:
+        """Bytes and tiers of one sequence and layer."""
+        with self._lock:
+            used = self._cache.usage(integer("sequence", sequence), integer("layer", layer))
+        return KvUsage(**used)
+
+
+def _tier(value: Any) -> tuple[int, int]:
+    pair = value if isinstance(value, (tuple, list)) else (value, value)
+    if len(pair) != 2:
+        raise InvalidArgument(f"tiers: {value!r} is neither a number of bits nor a pair (K, V)")
+    return integer("tiers", pair[0]), integer("tiers", pair[1])
+
+
+def _ids(sequences: Any) -> list[int]:
+    if isinstance(sequences, (list, tuple)) or hasattr(sequences, "__len__"):
+        return [integer("sequences", s) for s in sequences]
+    return [integer("sequences", sequences)]
+
+
+def _layout(layout: Any) -> str:
+    if not isinstance(layout, str):
+        raise InvalidArgument(f"layout: {layout!r} is not a name")
+    return layout
+
+
+def _rows(name: str, x: Any) -> tuple:
+    made = entry(name, x)
+    unit_stride(name, x)
+    return made

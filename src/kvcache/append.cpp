@@ -1,0 +1,330 @@
+#include "kvcache/append.hpp"
+
+#include <cmath>
+#include <cstring>
+
+#include "formats/bits.hpp"
+#include "kernels/quantize/rows.hpp"
+#include "kvcache/allocator.hpp"
+#include "kvcache/pages.hpp"
+
+namespace qattn::kv {
+namespace {
+
+constexpr int most_channels = 256;
+
+template <class F>
+void for_tokens(std::uint64_t live, F f) {
+  for (; live != 0; live &= live - 1) f(std::countr_zero(live));
+}
+
+}  // namespace
+
+AppendPlan::AppendPlan(AppendPlan&& other) noexcept
+    : cache_(other.cache_),
+      layer_(other.layer_),
+      rows_(other.rows_),
+      fast_(other.fast_),
+      tables_(std::move(other.tables_)),
+      mean_(std::move(other.mean_)),
+      jobs_(std::move(other.jobs_)),
+      taken_(std::move(other.taken_)),
+      replaced_(std::move(other.replaced_)) {
+  other.taken_.clear();
+}
+
+AppendPlan::~AppendPlan() {
+  for (const Entry& e : taken_) cache_.drop(e);
+}
+
+Status AppendPlan::make() {
+  if (rows_.count == 0) return {};
+  fast_ = only_fills_tails();
+  if (fast_) {
+    for (std::size_t h = 0; h < layer_.tables.size(); ++h) {
+      const Entry& tail = layer_.tables[h].back();
+      Job job{static_cast<std::int64_t>(h),
+              static_cast<std::int64_t>(layer_.tables[h].size()) - 1,
+              tail,
+              tail,
+              true,
+              layer_.length,
+              new_length()};
+      job.to.live |= live_bits(job.begin, job.end, tail.first, cache_.options.page_size);
+      jobs_.push_back(job);
+    }
+  } else {
+    tables_ = {};
+    tables_.resize(layer_.tables.size());
+    for (std::size_t h = 0; h < tables_.size(); ++h) extend(static_cast<std::int64_t>(h));
+    if (Status s = assign_tiers(); !s.ok()) return s;
+    make_mean();
+  }
+  take_pages();
+  return {};
+}
+
+bool AppendPlan::only_fills_tails() const {
+  const std::int64_t page = cache_.options.page_size, old = layer_.length;
+  if (old % page == 0 || new_length() > (old / page + 1) * page) return false;
+  if (cache_.window_begin(new_length()) != cache_.window_begin(old)) return false;
+  for (const Table& t : layer_.tables) {
+    if (t.empty() || t.back().tier != 0 || t.back().first != old / page * page) return false;
+  }
+  return true;
+}
+
+/// The table with the new tokens' pages, and a job for each page that is new, grows or leaves the
+/// window.
+void AppendPlan::extend(std::int64_t head) {
+  const std::int64_t size = cache_.options.page_size, end = new_length();
+  const Table& old = layer_.tables[static_cast<std::size_t>(head)];
+  Table& table = tables_[static_cast<std::size_t>(head)];
+  const std::size_t first_job = jobs_.size();
+  table.reserve(old.size() + static_cast<std::size_t>((end - 1) / size - layer_.length / size) + 1);
+  table = old;
+  for (std::size_t i = 0; i < old.size(); ++i) {
+    const Entry& e = old[i];
+    const bool grows = i + 1 == old.size() && layer_.length % size != 0 && e.tier == 0 &&
+                       e.first == layer_.length / size * size;
+    if (grows || (e.tier == 0 && !cache_.in_window(e.first, end))) {
+      jobs_.push_back({head, static_cast<std::int64_t>(i), e, e, true, 0, 0});
+    }
+  }
+  for (std::int64_t at = layer_.length; at < end;) {
+    const std::int64_t first = at / size * size, stop = std::min(end, first + size);
+    const bool grows =
+        at > first && !table.empty() && table.back().tier == 0 && table.back().first == first;
+    if (!grows) {
+      Entry e;
+      e.first = static_cast<std::int32_t>(first);
+      e.importance = -1.0f;
+      table.push_back(e);
+      jobs_.push_back({head, static_cast<std::int64_t>(table.size()) - 1, {}, e, false, 0, 0});
+    }
+    table.back().live |= live_bits(at, stop, first, size);
+    jobs_.back().begin = at;
+    jobs_.back().end = stop;
+    at = stop;
+  }
+  for (std::size_t j = first_job; j < jobs_.size(); ++j) {
+    jobs_[j].to.live = table[static_cast<std::size_t>(jobs_[j].index)].live;
+  }
+}
+
+/// Tiers of all pages that are not in 16 bits any more: sets `to` of their jobs, adds jobs for
+/// demotions.
+Status AppendPlan::assign_tiers() {
+  const KvCacheOptions& o = cache_.options;
+  const std::int64_t end = new_length();
+  const auto entry_bytes = static_cast<std::int64_t>(sizeof(Entry));
+  std::vector<std::vector<std::int64_t>> job_of(tables_.size());
+  for (std::size_t h = 0; h < tables_.size(); ++h) job_of[h].assign(tables_[h].size(), -1);
+  for (std::size_t j = 0; j < jobs_.size(); ++j) {
+    Job& job = jobs_[j];
+    job_of[static_cast<std::size_t>(job.head)][static_cast<std::size_t>(job.index)] =
+        static_cast<std::int64_t>(j);
+    job.to.importance = importance(job);
+    tables_[static_cast<std::size_t>(job.head)][static_cast<std::size_t>(job.index)].importance =
+        job.to.importance;
+  }
+  std::vector<Candidate> candidates;
+  std::int64_t fixed = mean_bytes(o);
+  double told = 0;
+  std::int64_t tellers = 0;
+  for (const Table& t : tables_) {
+    for (const Entry& e : t) {
+      if (e.tier == 0 && cache_.in_window(e.first, end)) {
+        fixed += cache_.page_bytes(0) + entry_bytes;
+        continue;
+      }
+      candidates.push_back({e.importance, e.tier, e.path});
+      told += e.importance >= 0 ? static_cast<double>(e.importance) : 0.0;
+      tellers += e.importance >= 0 ? 1 : 0;
+    }
+  }
+  // A page of which nothing is known weighs as much as the others on average.
+  const float average =
+      tellers > 0 ? static_cast<float>(told / static_cast<double>(tellers)) : 1.0f;
+  for (Candidate& c : candidates) c.importance = c.importance >= 0 ? c.importance : average;
+  std::vector<std::int64_t> page_bytes;
+  for (std::size_t t = 1; t <= o.tiers.size(); ++t) {
+    page_bytes.push_back(cache_.page_bytes(static_cast<int>(t)) + entry_bytes);
+  }
+  const std::int64_t allowed = cache_.allowed_bytes(end);
+  const Allocation a =
+      allocate(candidates, o.tiers, page_bytes,
+               allowed < 0 ? -1 : std::max<std::int64_t>(allowed - fixed, 0), o.hysteresis);
+  if (!a.fits) {
+    return Status(Code::out_of_memory,
+                  "average_bits: " + std::to_string(o.average_bits) + " at length " +
+                      std::to_string(end) + " allow " + std::to_string(allowed) +
+                      " bytes, but the last tier takes " + std::to_string(a.bytes + fixed) +
+                      "; evict tokens or fork before truncating into quantised pages");
+  }
+  std::size_t next = 0;
+  for (std::size_t h = 0; h < tables_.size(); ++h) {
+    for (std::size_t i = 0; i < tables_[h].size(); ++i) {
+      Entry& e = tables_[h][i];
+      if (e.tier == 0 && cache_.in_window(e.first, end)) continue;
+      const std::uint8_t tier = a.tier[next++];
+      if (tier == e.tier) continue;
+      if (job_of[h][i] < 0) {
+        job_of[h][i] = static_cast<std::int64_t>(jobs_.size());
+        jobs_.push_back(
+            {static_cast<std::int64_t>(h), static_cast<std::int64_t>(i), e, e, true, 0, 0});
+      }
+      e.tier = tier;
+      e.path = static_cast<std::uint8_t>(e.path | 1u << (tier - 1));
+      jobs_[static_cast<std::size_t>(job_of[h][i])].to = e;
+    }
+  }
+  return {};
+}
+
+void AppendPlan::take_pages() {
+  taken_.reserve(jobs_.size());
+  replaced_.reserve(jobs_.size());
+  for (Job& job : jobs_) {
+    const bool in_place =
+        job.has_from && job.to.tier == 0 && cache_.pool(0).references(job.from.page) == 1;
+    if (!in_place) {
+      job.to.page = cache_.pool(job.to.tier).allocate();
+      taken_.push_back(job.to);
+      if (job.has_from) replaced_.push_back(job.from);
+    }
+    if (!fast_) {
+      tables_[static_cast<std::size_t>(job.head)][static_cast<std::size_t>(job.index)].page =
+          job.to.page;
+    }
+  }
+}
+
+void AppendPlan::load_new_k(std::int64_t head, std::int64_t position, float* row) const {
+  const Format format = cache_.options.window_format;
+  cache_.words->load_row(rows_.k_row(head, position - layer_.length), cpu::element_of(rows_.format),
+                         cache_.d(), nullptr, row);
+  if (rows_.format != format) cpu::round_row(format, row, cache_.d());
+}
+
+/// Means of the keys behind the sinks that are in 16 bits or new. Rows with NaN or Inf are left
+/// out: they spoil themselves, not the sequence.
+void AppendPlan::make_mean() {
+  if (!cache_.options.smooth_k || !layer_.k_mean.empty()) return;
+  bool quantises = false;
+  for (const Job& job : jobs_) quantises |= job.to.tier > 0;
+  if (!quantises) return;
+  mean_.assign(static_cast<std::size_t>(cache_.options.heads_kv * cache_.d()), 0.0f);
+#pragma omp parallel for num_threads(cache_.threads())
+  for (std::int64_t h = 0; h < cache_.options.heads_kv; ++h) {
+    sum_keys(h, mean_.data() + h * cache_.d());
+  }
+}
+
+void AppendPlan::sum_keys(std::int64_t head, float* mean) const {
+  double sum[most_channels] = {};
+  std::int64_t count = 0;
+  float row[most_channels];
+  const auto add = [&] {
+    if (!formats::is_finite(cache_.words->amax(row, cache_.d()))) return;
+    for (int c = 0; c < cache_.d(); ++c) sum[c] += static_cast<double>(row[c]);
+    ++count;
+  };
+  for (const Entry& e : layer_.tables[static_cast<std::size_t>(head)]) {
+    if (e.tier != 0 || e.first < cache_.options.sinks) continue;
+    for_tokens(e.live, [&](int token) {
+      load_page_row(cache_, 0, cache_.page(e), Part::k, token, nullptr, false, row);
+      add();
+    });
+  }
+  for (std::int64_t at = std::max(layer_.length, cache_.options.sinks); at < new_length(); ++at) {
+    load_new_k(head, at, row);
+    add();
+  }
+  for (int c = 0; count > 0 && c < cache_.d(); ++c) {
+    mean[c] = static_cast<float>(sum[c] / static_cast<double>(count));
+  }
+}
+
+float AppendPlan::importance(const Job& job) const {
+  if (rows_.importance != nullptr) {
+    return page_weight(cache_, job.to.first, rows_.importance + job.head * rows_.blocks,
+                       rows_.blocks);
+  }
+  const bool leaves = !cache_.in_window(job.to.first, new_length());
+  const bool asked = cache_.options.importance == KvImportance::key_norm;
+  return asked && leaves && job.to.importance < 0 ? key_importance(job) : job.to.importance;
+}
+
+float AppendPlan::key_importance(const Job& job) const {
+  double sum = 0;
+  std::int64_t count = 0;
+  float row[most_channels];
+  const auto add = [&] {
+    for (int c = 0; c < cache_.d(); ++c) sum += static_cast<double>(row[c]) * row[c];
+    ++count;
+  };
+  if (job.has_from) {
+    for_tokens(job.from.live, [&](int token) {
+      load_page_row(cache_, 0, cache_.page(job.from), Part::k, token, nullptr, false, row);
+      add();
+    });
+  }
+  for (std::int64_t at = job.begin; at < job.end; ++at) {
+    load_new_k(job.head, at, row);
+    add();
+  }
+  const double norm = sum / (static_cast<double>(count) * cache_.d());
+  // NaN and zeros: as important as can be told in a float whose square is one, too.
+  return norm > 1e-15 ? static_cast<float>(1.0 / norm) : 1e15f;
+}
+
+const float* AppendPlan::mean(std::int64_t head) const {
+  const std::vector<float>& all = mean_.empty() ? layer_.k_mean : mean_;
+  return all.empty() ? nullptr : all.data() + head * cache_.d();
+}
+
+void AppendPlan::store_new_rows(const Job& job, std::byte* page) const {
+  for (std::int64_t at = job.begin; at < job.end; ++at) {
+    const auto token = static_cast<int>(at - job.to.first);
+    const std::int64_t row = at - layer_.length;
+    store_window_row(cache_, page, Part::k, token, rows_.k_row(job.head, row), rows_.format);
+    store_window_row(cache_, page, Part::v, token, rows_.v_row(job.head, row), rows_.format);
+  }
+}
+
+void AppendPlan::run(const Job& job, std::byte* scratch) const {
+  const auto bytes = static_cast<std::size_t>(cache_.page_bytes(0));
+  std::byte* to = cache_.page(job.to);
+  if (job.to.tier > 0 && job.begin == job.end) {
+    recode_page(cache_, job.from.tier, cache_.page(job.from), job.to.live, mean(job.head),
+                job.to.tier, to);
+    return;
+  }
+  std::byte* rows = job.to.tier == 0 ? to : scratch;
+  if (!job.has_from) {
+    std::memset(rows, 0, bytes);
+  } else if (const std::byte* from = cache_.page(job.from); from != rows) {
+    std::memcpy(rows, from, bytes);
+  }
+  store_new_rows(job, rows);
+  if (job.to.tier > 0) {
+    recode_page(cache_, 0, rows, job.to.live, mean(job.head), job.to.tier, to);
+  }
+}
+
+void AppendPlan::commit() noexcept {
+  if (rows_.count == 0) return;
+  if (fast_) {
+    for (const Job& job : jobs_) layer_.tables[static_cast<std::size_t>(job.head)].back() = job.to;
+  } else {
+    layer_.tables.swap(tables_);
+    if (!mean_.empty()) layer_.k_mean.swap(mean_);
+  }
+  layer_.length += rows_.count;
+  for (const Entry& e : replaced_) cache_.drop(e);
+  taken_.clear();
+  rows_.count = 0;
+}
+
+}  // namespace qattn::kv

@@ -1,0 +1,80 @@
+// New tokens: which pages they make, which pages leave the window, which tiers that asks for. A
+// plan is made for every sequence of a call before anything is changed.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kvcache/data.hpp"
+
+namespace qattn::kv {
+
+/// The new rows of one sequence.
+struct Rows {
+  const std::byte *k = nullptr, *v = nullptr;                     ///< token 0 of head 0
+  std::int64_t k_token = 0, k_head = 0, v_token = 0, v_head = 0;  ///< strides in bytes
+  Format format = Format::none;
+  std::int64_t count = 0;
+  const float* importance = nullptr;  ///< [heads_kv][blocks] or null
+  std::int64_t blocks = 0;
+
+  const std::byte* k_row(std::int64_t head, std::int64_t token) const {
+    return k + head * k_head + token * k_token;
+  }
+  const std::byte* v_row(std::int64_t head, std::int64_t token) const {
+    return v + head * v_head + token * v_token;
+  }
+};
+
+/// One page to be made: what `from` holds (if any), then new tokens [begin, end), in `to`'s tier.
+/// In place where both are the same page.
+struct Job {
+  std::int64_t head = 0, index = 0;  ///< of the page's entry in its table
+  Entry from, to;
+  bool has_from = false;
+  std::int64_t begin = 0, end = 0;  ///< positions in the sequence
+};
+
+class AppendPlan {
+ public:
+  /// Pages are taken from the pools but nothing else changes; without commit() they go back.
+  AppendPlan(detail::KvCacheData& cache, Sequence& sequence, std::int64_t layer, const Rows& rows)
+      : cache_(cache), layer_(sequence.layers[static_cast<std::size_t>(layer)]), rows_(rows) {}
+  AppendPlan(AppendPlan&& other) noexcept;
+  AppendPlan(const AppendPlan&) = delete;
+  AppendPlan& operator=(const AppendPlan&) = delete;
+  ~AppendPlan();
+
+  /// Errors: out_of_memory where the budget cannot hold. Throws std::bad_alloc.
+  Status make();
+  const std::vector<Job>& jobs() const { return jobs_; }
+  void run(const Job& job, std::byte* scratch) const;  ///< scratch: one page of 16 bits
+  void commit() noexcept;
+
+ private:
+  std::int64_t new_length() const { return layer_.length + rows_.count; }
+  bool only_fills_tails() const;
+  void extend(std::int64_t head);
+  Status assign_tiers();
+  void take_pages();
+  void make_mean();
+  void sum_keys(std::int64_t head, float* mean) const;
+  /// What is known of a page that is new, grows or leaves the window; negative: nothing.
+  float importance(const Job& job) const;
+  float key_importance(const Job& job) const;
+  void load_new_k(std::int64_t head, std::int64_t position, float* row) const;
+  void store_new_rows(const Job& job, std::byte* page) const;
+  const float* mean(std::int64_t head) const;
+
+  detail::KvCacheData& cache_;
+  Layer& layer_;
+  Rows rows_;
+  bool fast_ = false;  ///< the last page of every table takes it all; tables_ is not used
+  std::vector<Table> tables_;
+  std::vector<float> mean_;
+  std::vector<Job> jobs_;
+  std::vector<Entry> taken_;     ///< pages of this plan
+  std::vector<Entry> replaced_;  ///< pages that the tables give up
+};
+
+}  // namespace qattn::kv

@@ -1,0 +1,256 @@
+// The KV cache's interface: sequences, and what may happen to them.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "core/guarded.hpp"
+#include "core/problem.hpp"
+#include "kvcache/append.hpp"
+#include "kvcache/data.hpp"
+#include "kvcache/tensors.hpp"
+
+namespace qattn {
+
+using detail::KvCacheData;
+using kv::Entry;
+using kv::invalid;
+using kv::Layer;
+using kv::Sequence;
+using kv::Table;
+
+namespace {
+
+std::string text(std::int64_t value) { return std::to_string(value); }
+
+/// Takes tokens off a table: f(entry) returns the bits that stay.
+template <class F>
+void keep(KvCacheData& cache, Table& table, F f) {
+  std::size_t out = 0;
+  for (Entry e : table) {
+    e.live &= f(e);
+    if (e.live == 0) {
+      cache.drop(e);
+    } else {
+      table[out++] = e;
+    }
+  }
+  table.resize(out);
+}
+
+}  // namespace
+
+Sequence* KvCacheData::find(std::int64_t id) {
+  const auto at = std::lower_bound(sequences.begin(), sequences.end(), id,
+                                   [](const Sequence& s, std::int64_t key) { return s.id < key; });
+  return at != sequences.end() && at->id == id ? &*at : nullptr;
+}
+
+KvCache::KvCache(std::unique_ptr<KvCacheData> data) : data_(std::move(data)) {}
+KvCache::KvCache(KvCache&&) noexcept = default;
+KvCache& KvCache::operator=(KvCache&&) noexcept = default;
+KvCache::~KvCache() = default;
+
+const KvCacheOptions& KvCache::options() const { return data_->options; }
+
+Result<KvCache> KvCache::create(const KvCacheOptions& options) {
+  return guarded<Result<KvCache>>([&]() -> Result<KvCache> {
+    const Result<std::int64_t> shortest = shortest_length(options);
+    if (!shortest.ok()) return shortest.status();
+    const cpu::Selection selection = cpu::select_words();
+    if (selection.words == nullptr) {
+      return Status(Code::unsupported,
+                    std::string("QATTN_CPU_ISA: what it names ") + selection.error);
+    }
+    auto data = std::make_unique<KvCacheData>();
+    data->options = options;
+    data->words = selection.words;
+    data->budget_from = options.budget_from == 0 ? 2 * *shortest : options.budget_from;
+    if (data->budget_from < *shortest) {
+      return invalid("budget_from: the budget cannot hold from " + text(options.budget_from) +
+                     " tokens on; with a window of " + text(options.window) + " and " +
+                     text(options.sinks) + " sinks in 16 bits it holds from " + text(*shortest));
+    }
+    data->pools.reserve(options.tiers.size() + 1);
+    for (std::size_t t = 0; t <= options.tiers.size(); ++t) {
+      data->pools.emplace_back(data->page_bytes(static_cast<int>(t)));
+    }
+    return KvCache(std::move(data));
+  });
+}
+
+Result<std::int64_t> KvCache::add_sequence() {
+  return guarded<Result<std::int64_t>>([&]() -> Result<std::int64_t> {
+    Sequence s;
+    s.id = data_->next_id;
+    s.layers.resize(static_cast<std::size_t>(data_->options.layers));
+    for (Layer& layer : s.layers) {
+      layer.tables.resize(static_cast<std::size_t>(data_->options.heads_kv));
+    }
+    data_->sequences.push_back(std::move(s));
+    return data_->next_id++;
+  });
+}
+
+Result<std::int64_t> KvCache::fork(std::int64_t sequence) {
+  return guarded<Result<std::int64_t>>([&]() -> Result<std::int64_t> {
+    if (Status s = kv::check_place(*data_, sequence, 0); !s.ok()) return s;
+    Sequence copy = *data_->find(sequence);
+    copy.id = data_->next_id;
+    data_->sequences.push_back(std::move(copy));
+    for (const Layer& layer : data_->sequences.back().layers) {
+      for (const Table& table : layer.tables) {
+        for (const Entry& e : table) data_->pool(e.tier).retain(e.page);
+      }
+    }
+    return data_->next_id++;
+  });
+}
+
+Status KvCache::release(std::int64_t sequence) {
+  if (Status s = kv::check_place(*data_, sequence, 0); !s.ok()) return s;
+  Sequence* const s = data_->find(sequence);
+  for (const Layer& layer : s->layers) {
+    for (const Table& table : layer.tables) {
+      for (const Entry& e : table) data_->drop(e);
+    }
+  }
+  data_->sequences.erase(data_->sequences.begin() + (s - data_->sequences.data()));
+  return {};
+}
+
+Result<std::int64_t> KvCache::length(std::int64_t sequence, std::int64_t layer) const {
+  if (Status s = kv::check_place(*data_, sequence, layer); !s.ok()) return s;
+  return data_->find(sequence)->layers[static_cast<std::size_t>(layer)].length;
+}
+
+Status KvCache::append(std::int64_t layer, std::span<const std::int64_t> sequences,
+                       const KvAppendTensors& tensors, Layout layout) {
+  return guarded<Status>([&]() -> Status {
+    std::vector<kv::Rows> rows;
+    if (Status s = kv::check_append(*data_, layer, sequences, tensors, layout, rows); !s.ok()) {
+      return s;
+    }
+    std::vector<kv::AppendPlan> plans;
+    plans.reserve(sequences.size());
+    std::vector<std::pair<const kv::AppendPlan*, const kv::Job*>> jobs;
+    for (std::size_t b = 0; b < sequences.size(); ++b) {
+      plans.emplace_back(*data_, *data_->find(sequences[b]), layer, rows[b]);
+      if (Status s = plans.back().make(); !s.ok()) {
+        return Status(s.code(), "sequence " + text(sequences[b]) + ": " + s.message());
+      }
+    }
+    for (const kv::AppendPlan& plan : plans) {
+      for (const kv::Job& job : plan.jobs()) jobs.emplace_back(&plan, &job);
+    }
+    const auto count = static_cast<std::int64_t>(jobs.size());
+    const auto page = static_cast<std::size_t>(data_->page_bytes(0));
+    const auto threads = static_cast<int>(
+        std::clamp<std::int64_t>(count, 1, static_cast<std::int64_t>(data_->threads())));
+    std::vector<std::byte> scratch(page * static_cast<std::size_t>(threads));
+#pragma omp parallel num_threads(threads)
+    {
+      std::byte* mine = scratch.data() + page * static_cast<std::size_t>(kv::thread_index());
+#pragma omp for schedule(dynamic, 4)
+      for (std::int64_t i = 0; i < count; ++i) {
+        const auto& [plan, job] = jobs[static_cast<std::size_t>(i)];
+        plan->run(*job, mine);
+      }
+    }
+    for (kv::AppendPlan& plan : plans) plan.commit();
+    return {};
+  });
+}
+
+Status KvCache::truncate(std::int64_t sequence, std::int64_t length) {
+  if (Status s = kv::check_place(*data_, sequence, 0); !s.ok()) return s;
+  if (length < 0) return invalid("length: " + text(length) + " is below 0");
+  const std::int64_t page = data_->options.page_size;
+  for (Layer& layer : data_->find(sequence)->layers) {
+    if (layer.length <= length) continue;
+    layer.length = length;
+    for (Table& table : layer.tables) {
+      keep(*data_, table, [&](const Entry& e) { return kv::live_bits(0, length, e.first, page); });
+    }
+  }
+  return {};
+}
+
+Status KvCache::evict(std::int64_t sequence, std::int64_t layer, std::int64_t head,
+                      std::int64_t begin, std::int64_t end) {
+  if (Status s = kv::check_place(*data_, sequence, layer, true); !s.ok()) return s;
+  const std::int64_t heads = data_->options.heads_kv;
+  if (head < -1 || head >= heads) {
+    return invalid("head: " + text(head) + " is not from -1 to " + text(heads - 1));
+  }
+  if (begin < 0 || end < begin) {
+    return invalid("begin: tokens " + text(begin) + " to " + text(end) + " are no range");
+  }
+  Sequence& s = *data_->find(sequence);
+  for (std::size_t l = 0; l < s.layers.size(); ++l) {
+    if (layer >= 0 && static_cast<std::int64_t>(l) != layer) continue;
+    for (std::size_t h = 0; h < s.layers[l].tables.size(); ++h) {
+      if (head >= 0 && static_cast<std::int64_t>(h) != head) continue;
+      keep(*data_, s.layers[l].tables[h], [&](const Entry& e) {
+        return ~kv::live_bits(begin, end, e.first, data_->options.page_size);
+      });
+    }
+  }
+  return {};
+}
+
+KvBytes KvCache::bytes() const {
+  const KvCacheData& c = *data_;
+  KvBytes b;
+  std::int64_t held = static_cast<std::int64_t>(sizeof(KvCacheData)) +
+                      static_cast<std::int64_t>(c.options.tiers.capacity() * sizeof(KvTier)) +
+                      static_cast<std::int64_t>(c.pools.capacity() * sizeof(kv::PagePool)) +
+                      static_cast<std::int64_t>(c.sequences.capacity() * sizeof(Sequence));
+  for (std::size_t t = 0; t < c.pools.size(); ++t) {
+    const kv::PagePool& pool = c.pools[t];
+    const formats::KvBlock block = c.block(static_cast<int>(t));
+    const std::int64_t blocks = pool.pages_used() * c.blocks_per_page();
+    held += pool.allocated_bytes();
+    (t == 0 ? b.window : b.codes) += blocks * block.code_bytes();
+    b.scales += blocks * block.scale_bytes();
+  }
+  for (const Sequence& s : c.sequences) {
+    held += static_cast<std::int64_t>(s.layers.capacity() * sizeof(Layer));
+    for (const Layer& layer : s.layers) {
+      held += static_cast<std::int64_t>(layer.tables.capacity() * sizeof(Table) +
+                                        layer.k_mean.capacity() * sizeof(float));
+      b.means += static_cast<std::int64_t>(layer.k_mean.size() * sizeof(float));
+      for (const Table& table : layer.tables) {
+        held += static_cast<std::int64_t>(table.capacity() * sizeof(Entry));
+        b.tables += static_cast<std::int64_t>(table.size() * sizeof(Entry));
+      }
+    }
+  }
+  b.total = held;
+  b.spare = held - b.codes - b.scales - b.window - b.tables - b.means;
+  return b;
+}
+
+Result<KvUsage> KvCache::usage(std::int64_t sequence, std::int64_t layer) const {
+  return guarded<Result<KvUsage>>([&]() -> Result<KvUsage> {
+    if (Status s = kv::check_place(*data_, sequence, layer); !s.ok()) return s;
+    const Layer& l = data_->find(sequence)->layers[static_cast<std::size_t>(layer)];
+    KvUsage u;
+    u.length = l.length;
+    u.tier_tokens.resize(data_->options.tiers.size());
+    u.bytes = kv::mean_bytes(data_->options);
+    for (const Table& table : l.tables) {
+      for (const Entry& e : table) {
+        u.bytes += data_->page_bytes(e.tier) + static_cast<std::int64_t>(sizeof(Entry));
+        (e.tier == 0 ? u.window_tokens : u.tier_tokens[e.tier - std::size_t{1}]) += e.tokens();
+      }
+    }
+    u.allowed_bytes = std::max<std::int64_t>(data_->allowed_bytes(l.length), 0);
+    const std::int64_t values =
+        l.length * data_->options.heads_kv * (data_->options.d + data_->options.dv);
+    if (values > 0)
+      u.average_bits = 8.0 * static_cast<double>(u.bytes) / static_cast<double>(values);
+    return u;
+  });
+}
+
+}  // namespace qattn

@@ -1,0 +1,135 @@
+// Reading a cache's contents, and what its pages are worth.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/guarded.hpp"
+#include "kvcache/data.hpp"
+#include "kvcache/pages.hpp"
+#include "kvcache/tensors.hpp"
+
+namespace qattn {
+
+using kv::Entry;
+using kv::invalid;
+using kv::Layer;
+using kv::Table;
+
+namespace {
+
+constexpr int most_channels = 256;
+
+}  // namespace
+
+Status KvCache::observe(std::int64_t layer, std::span<const std::int64_t> sequences,
+                        const TensorView& mass) {
+  return guarded<Status>([&]() -> Status {
+    if (Status s = kv::check_sequences(*data_, layer, sequences); !s.ok()) return s;
+    const auto batch = static_cast<std::int64_t>(sequences.size());
+    if (Status s = kv::check_tensor("mass", mass, Format::f32, {batch, -1, -1}, false); !s.ok()) {
+      return s;
+    }
+    const std::int64_t heads = mass.shape[1], blocks = mass.shape[2];
+    const std::int64_t group = heads / data_->options.heads_kv;
+    if (heads == 0 || heads % data_->options.heads_kv != 0) {
+      return invalid("mass: " + std::to_string(heads) +
+                     " query heads are no multiple of heads_kv " +
+                     std::to_string(data_->options.heads_kv));
+    }
+    std::int64_t longest = 0;
+    for (const std::int64_t id : sequences) longest = std::max(longest, *length(id, layer));
+    if (blocks != formats::kv_blocks(longest)) {
+      return invalid("mass: " + std::to_string(blocks) + " blocks should be " +
+                     std::to_string(formats::kv_blocks(longest)) + " of the longest sequence");
+    }
+    if (Status s = kv::check_weights("mass", mass); !s.ok()) return s;
+    const float decay = data_->options.importance_decay;
+    for (std::int64_t b = 0; b < batch; ++b) {
+      kv::Layer& l = data_->find(sequences[static_cast<std::size_t>(b)])
+                         ->layers[static_cast<std::size_t>(layer)];
+      std::vector<float> square(static_cast<std::size_t>(blocks));
+      for (std::size_t h = 0; h < l.tables.size(); ++h) {
+        const float* rows = static_cast<const float*>(mass.data) +
+                            (b * heads + static_cast<std::int64_t>(h) * group) * blocks;
+        for (std::int64_t i = 0; i < blocks; ++i) {
+          float sum = 0;
+          for (std::int64_t g = 0; g < group; ++g)
+            sum += rows[g * blocks + i] * rows[g * blocks + i];
+          square[static_cast<std::size_t>(i)] = sum / static_cast<float>(group);
+        }
+        for (Entry& e : l.tables[h]) {
+          const float now = std::sqrt(kv::page_weight(*data_, e.first, square.data(), blocks));
+          e.importance = e.importance < 0 ? now : decay * e.importance + (1 - decay) * now;
+        }
+      }
+    }
+    return {};
+  });
+}
+
+Status KvCache::set_importance(std::int64_t sequence, std::int64_t layer,
+                               const TensorView& importance) {
+  return guarded<Status>([&]() -> Status {
+    if (Status s = kv::check_place(*data_, sequence, layer); !s.ok()) return s;
+    Layer& l = data_->find(sequence)->layers[static_cast<std::size_t>(layer)];
+    const std::int64_t blocks = formats::kv_blocks(l.length);
+    Status s = kv::check_tensor("importance", importance, Format::f32,
+                                {data_->options.heads_kv, blocks}, false);
+    if (!s.ok()) return s;
+    if (s = kv::check_weights("importance", importance); !s.ok()) return s;
+    for (std::size_t h = 0; h < l.tables.size(); ++h) {
+      const float* row =
+          static_cast<const float*>(importance.data) + static_cast<std::int64_t>(h) * blocks;
+      for (Entry& e : l.tables[h]) {
+        e.importance = kv::page_weight(*data_, e.first, row, blocks);
+      }
+    }
+    return {};
+  });
+}
+
+Status KvCache::read(std::int64_t sequence, std::int64_t layer, const TensorView& k,
+                     const TensorView& v, const TensorView& tiers) const {
+  return guarded<Status>([&]() -> Status {
+    if (Status s = kv::check_place(*data_, sequence, layer); !s.ok()) return s;
+    const Layer& l = data_->find(sequence)->layers[static_cast<std::size_t>(layer)];
+    const std::int64_t heads = data_->options.heads_kv, length = l.length;
+    for (const auto& [name, view, channels] :
+         {std::tuple{"k", &k, data_->options.d}, std::tuple{"v", &v, data_->options.dv}}) {
+      if (!view->present()) continue;
+      Status s = kv::check_tensor(name, *view, Format::f32, {heads, length, channels}, false);
+      if (!s.ok()) return s;
+    }
+    if (tiers.present()) {
+      Status s = kv::check_tensor("tiers", tiers, Format::s32, {heads, length}, false);
+      if (!s.ok()) return s;
+    }
+    const auto fill = [](const TensorView& view, auto value, std::int64_t count) {
+      if (view.present()) std::fill_n(static_cast<decltype(value)*>(view.data), count, value);
+    };
+    constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+    fill(k, nan, heads * length * data_->options.d);
+    fill(v, nan, heads * length * data_->options.dv);
+    fill(tiers, std::int32_t{-1}, heads * length);
+    float row[most_channels];
+    for (std::int64_t h = 0; h < heads; ++h) {
+      const float* mean = l.k_mean.empty() ? nullptr : l.k_mean.data() + h * data_->d();
+      for (const Entry& e : l.tables[static_cast<std::size_t>(h)]) {
+        for (std::uint64_t live = e.live; live != 0; live &= live - 1) {
+          const int token = std::countr_zero(live);
+          const std::int64_t at = h * length + e.first + token;
+          if (tiers.present()) static_cast<std::int32_t*>(tiers.data)[at] = e.tier;
+          for (const auto& [part, view, channels] : {std::tuple{kv::Part::k, &k, data_->d()},
+                                                     std::tuple{kv::Part::v, &v, data_->dv()}}) {
+            if (!view->present()) continue;
+            kv::load_page_row(*data_, e.tier, data_->page(e), part, token, mean, false, row);
+            std::copy_n(row, channels, static_cast<float*>(view->data) + at * channels);
+          }
+        }
+      }
+    }
+    return {};
+  });
+}
+
+}  // namespace qattn

@@ -1,0 +1,141 @@
+// What a KV cache is made of. Page tables are arrays of numbers, pools are arrays of pages: nothing
+// in either points anywhere, so that both can lie on a device.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "formats/kv_layout.hpp"
+#include "kernels/cpu/words.hpp"
+#include "kvcache/pool.hpp"
+#include "qattn/kv_cache.hpp"
+
+namespace qattn::kv {
+
+/// One page of one (sequence, layer, KV head). Entries are ordered by `first`; two may share it
+/// after a sequence was truncated inside a quantised page and grew again (their live bits differ).
+struct Entry {
+  std::int32_t page = 0;   ///< in its tier's pool
+  std::int32_t first = 0;  ///< position of its first token, a multiple of page_size
+  std::uint64_t live = 0;  ///< bit i: token first + i is here and not evicted
+  float importance = 0;    ///< mass per block; negative: never told
+  std::uint8_t tier = 0;   ///< 0: 16 bits; i: options.tiers[i - 1]
+  std::uint8_t path = 0;   ///< bit i - 1: its codes went through tier i
+  std::uint16_t reserved = 0;
+
+  int tokens() const { return std::popcount(live); }
+};
+static_assert(sizeof(Entry) == 24);
+
+/// Blocks of a page that have a token alive.
+inline int live_blocks(const Entry& e) {
+  int blocks = 0;
+  for (std::uint64_t live = e.live; live != 0; live >>= formats::kv_block_tokens) {
+    blocks += (live & 0xffffu) != 0 ? 1 : 0;
+  }
+  return blocks;
+}
+
+using Table = std::vector<Entry>;
+
+struct Layer {
+  std::int64_t length = 0;
+  std::vector<Table> tables;  ///< [heads_kv]
+  std::vector<float> k_mean;  ///< [heads_kv][d]; empty until a page is quantised
+};
+
+struct Sequence {
+  std::int64_t id = 0;
+  std::vector<Layer> layers;
+};
+
+/// Tokens [begin, end) of the page whose first token is page_first, as live bits.
+inline std::uint64_t live_bits(std::int64_t begin, std::int64_t end, std::int64_t page_first,
+                               std::int64_t page_size) {
+  const std::int64_t low = begin > page_first ? begin - page_first : 0;
+  const std::int64_t high = end - page_first < page_size ? end - page_first : page_size;
+  if (high <= low) return 0;
+  const std::uint64_t below = low == 0 ? 0 : ~std::uint64_t{0} >> (64 - low);
+  return (~std::uint64_t{0} >> (64 - high)) & ~below;
+}
+
+}  // namespace qattn::kv
+
+namespace qattn::detail {
+
+struct KvCacheData {
+  KvCacheOptions options;
+  std::int64_t budget_from = 0;
+  const cpu::Words* words = nullptr;
+  std::vector<kv::PagePool> pools;      ///< [1 + tiers]; pools[0]: 16 bits
+  std::vector<kv::Sequence> sequences;  ///< by ascending id
+  std::int64_t next_id = 0;
+
+  int d() const { return static_cast<int>(options.d); }
+  int dv() const { return static_cast<int>(options.dv); }
+  std::int64_t blocks_per_page() const { return options.page_size / formats::kv_block_tokens; }
+  /// Layout of a block of tier 0 (16 bits), 1, ...
+  formats::KvBlock block(int tier) const {
+    if (tier == 0) return {d(), dv(), formats::kv_window_bits, formats::kv_window_bits};
+    const KvTier& t = options.tiers[static_cast<std::size_t>(tier) - 1];
+    return {d(), dv(), t.k_bits, t.v_bits};
+  }
+  std::int64_t page_bytes(int tier) const { return block(tier).bytes() * blocks_per_page(); }
+  kv::PagePool& pool(int tier) { return pools[static_cast<std::size_t>(tier)]; }
+  const kv::PagePool& pool(int tier) const { return pools[static_cast<std::size_t>(tier)]; }
+  std::byte* page(const kv::Entry& e) const { return pool(e.tier).page(e.page); }
+
+  /// First token behind the sinks that is still in 16 bits when a sequence has `length` tokens.
+  std::int64_t window_begin(std::int64_t length) const {
+    const std::int64_t old = length > options.window ? length - options.window : 0;
+    return old / options.page_size * options.page_size;
+  }
+  /// Does a page that begins at `first` lie in 16 bits at that length?
+  bool in_window(std::int64_t first, std::int64_t length) const {
+    return first < options.sinks || first >= window_begin(length);
+  }
+  /// Bytes that the budget allows one (sequence, layer) of that length; -1: there is none.
+  std::int64_t allowed_bytes(std::int64_t length) const;
+
+  int threads() const;
+  kv::Sequence* find(std::int64_t id);
+  const kv::Sequence* find(std::int64_t id) const {
+    return const_cast<KvCacheData*>(this)->find(id);
+  }
+  void drop(const kv::Entry& e) { pool(e.tier).release(e.page); }
+};
+
+}  // namespace qattn::detail
+
+namespace qattn::kv {
+
+/// Mean over a page's blocks of a row of values a block; blocks at and behind `blocks` do not
+/// count.
+inline float page_weight(const detail::KvCacheData& cache, std::int64_t first, const float* row,
+                         std::int64_t blocks) {
+  const std::int64_t begin = first / formats::kv_block_tokens;
+  const std::int64_t end = std::min(begin + cache.blocks_per_page(), blocks);
+  float sum = 0;
+  for (std::int64_t i = begin; i < end; ++i) sum += row[i];
+  return end > begin ? sum / static_cast<float>(end - begin) : 0.0f;
+}
+
+inline Status invalid(std::string message) {
+  return Status(Code::invalid_argument, std::move(message));
+}
+
+/// Bytes that the budget counts beside pages and their entries: K's means.
+std::int64_t mean_bytes(const KvCacheOptions& options);
+
+/// What is wrong with the options by themselves, the budget apart.
+Status check_options(const KvCacheOptions& options);
+
+/// A sequence of this cache and a layer of it (-1 where `any` allows it), or why not.
+Status check_place(const detail::KvCacheData& cache, std::int64_t sequence, std::int64_t layer,
+                   bool any = false);
+
+}  // namespace qattn::kv

@@ -1,0 +1,177 @@
+// Options of a KV cache: their checks, and what a budget means.
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/guarded.hpp"
+#include "core/problem.hpp"
+#include "kvcache/data.hpp"
+
+namespace qattn::kv {
+namespace {
+
+std::string text(std::int64_t value) { return std::to_string(value); }
+
+std::string text(double value) {
+  std::string s = std::to_string(value);
+  s.erase(s.find_last_not_of('0') + 1);
+  return s.ends_with('.') ? s + "0" : s;
+}
+
+Status check_dimensions(const KvCacheOptions& o) {
+  for (const auto& [name, value, most] :
+       {std::tuple{"layers", o.layers, std::int64_t{1} << 16},
+        std::tuple{"heads_kv", o.heads_kv, std::int64_t{1} << 16}}) {
+    if (value < 1 || value > most) {
+      return invalid(std::string(name) + ": " + text(value) + " is not from 1 to " + text(most));
+    }
+  }
+  for (const auto& [name, value] : {std::pair{"d", o.d}, std::pair{"dv", o.dv}}) {
+    if (value < 32 || value > 256 || value % 32 != 0) {
+      return invalid(std::string(name) + ": " + text(value) +
+                     " is not a multiple of 32 from 32 to 256");
+    }
+  }
+  if (o.page_size != 16 && o.page_size != 32 && o.page_size != 64) {
+    return invalid("page_size: " + text(o.page_size) + " is not 16, 32 or 64");
+  }
+  constexpr std::int64_t most = std::int64_t{1} << 30;
+  for (const auto& [name, value, least] : {std::tuple{"window", o.window, o.page_size},
+                                           std::tuple{"sinks", o.sinks, std::int64_t{0}}}) {
+    if (value < least || value > most || value % o.page_size != 0) {
+      return invalid(std::string(name) + ": " + text(value) + " is not a multiple of page_size " +
+                     text(o.page_size) + " from " + text(least) + " to " + text(most));
+    }
+  }
+  return {};
+}
+
+Status check_tiers(const std::vector<KvTier>& tiers) {
+  if (tiers.empty() || tiers.size() > 7) {
+    return invalid("tiers: there are " + text(static_cast<std::int64_t>(tiers.size())) +
+                   ", should be 1 to 7");
+  }
+  const auto known = [](int bits) { return bits == 2 || bits == 3 || bits == 4 || bits == 8; };
+  for (std::size_t i = 0; i < tiers.size(); ++i) {
+    const KvTier& t = tiers[i];
+    const std::string name = "tiers[" + text(static_cast<std::int64_t>(i)) + "]";
+    if (!known(t.k_bits) || !known(t.v_bits)) {
+      return invalid(name + ": " + text(std::int64_t{t.k_bits}) + " bits of K and " +
+                     text(std::int64_t{t.v_bits}) + " of V; each should be 2, 3, 4 or 8");
+    }
+    if (i == 0) continue;
+    const KvTier& better = tiers[i - 1];
+    if (t == better || t.k_bits > better.k_bits || t.v_bits > better.v_bits) {
+      return invalid(name +
+                     ": should have fewer bits than the tier before it, and more of neither");
+    }
+  }
+  return {};
+}
+
+/// Bytes that K and V of one token and layer may take on average.
+double budget_per_token(const KvCacheOptions& o) {
+  return o.average_bits / 8 * static_cast<double>(o.heads_kv * (o.d + o.dv));
+}
+
+/// What a layer of `pages` pages takes at the worst of its lengths, all in the last tier but the
+/// window. Just after a page was opened the window has a page more than it is long.
+double least_bytes(const KvCacheOptions& o, std::int64_t pages) {
+  detail::KvCacheData sizes;
+  sizes.options = o;
+  const auto entry = static_cast<std::int64_t>(sizeof(Entry));
+  const std::int64_t most_in_window = (o.window + o.sinks) / o.page_size + 1;
+  const std::int64_t in_window = std::min(pages, most_in_window);
+  const std::int64_t bytes =
+      in_window * (sizes.page_bytes(0) + entry) +
+      (pages - in_window) * (sizes.page_bytes(static_cast<int>(o.tiers.size())) + entry);
+  return static_cast<double>(o.heads_kv * bytes + mean_bytes(o));
+}
+
+}  // namespace
+
+std::int64_t mean_bytes(const KvCacheOptions& o) { return o.smooth_k ? o.heads_kv * o.d * 4 : 0; }
+
+Status check_options(const KvCacheOptions& o) {
+  if (Status s = check_dimensions(o); !s.ok()) return s;
+  if (o.window_format != Format::f16 && o.window_format != Format::bf16) {
+    return invalid("window_format: " + std::string(info(o.window_format).name) +
+                   " is neither f16 nor bf16");
+  }
+  if (Status s = check_tiers(o.tiers); !s.ok()) return s;
+  if (!(o.average_bits >= 0 && o.average_bits <= 64)) {
+    return invalid("average_bits: " + text(o.average_bits) + " is not from 0 to 64");
+  }
+  if (o.average_bits == 0 && o.budget_from != 0) {
+    return invalid("budget_from: " + text(o.budget_from) + " without average_bits has no effect");
+  }
+  if (o.average_bits == 0 && o.tiers.size() > 1) {
+    return invalid("tiers: more than one without average_bits; no page would leave the first");
+  }
+  if (o.importance != KvImportance::uniform && o.importance != KvImportance::key_norm) {
+    return invalid("importance: " + text(std::int64_t{static_cast<int>(o.importance)}) +
+                   " is neither uniform nor key_norm");
+  }
+  if (!(o.importance_decay >= 0 && o.importance_decay < 1)) {
+    return invalid("importance_decay: " + text(static_cast<double>(o.importance_decay)) +
+                   " is not in [0, 1)");
+  }
+  if (!(o.hysteresis >= 0 && o.hysteresis <= 100)) {
+    return invalid("hysteresis: " + text(static_cast<double>(o.hysteresis)) +
+                   " is not from 0 to 100");
+  }
+  return check_threads(o.threads);
+}
+
+Status check_place(const detail::KvCacheData& cache, std::int64_t sequence, std::int64_t layer,
+                   bool any) {
+  if (cache.find(sequence) == nullptr) {
+    return invalid("sequence: " + text(sequence) + " is not one of this cache");
+  }
+  if (layer >= (any ? -1 : 0) && layer < cache.options.layers) return {};
+  return invalid("layer: " + text(layer) + " is not from " + (any ? "-1" : "0") + " to " +
+                 text(cache.options.layers - 1));
+}
+
+}  // namespace qattn::kv
+
+namespace qattn {
+
+std::int64_t detail::KvCacheData::allowed_bytes(std::int64_t length) const {
+  if (options.average_bits == 0) return -1;
+  const auto tokens = static_cast<double>(std::max(length, budget_from));
+  return static_cast<std::int64_t>(tokens * kv::budget_per_token(options));
+}
+
+int detail::KvCacheData::threads() const {
+  return options.threads > 0 ? options.threads : omp_get_max_threads();
+}
+
+Result<std::int64_t> KvCache::shortest_length(const KvCacheOptions& o) {
+  return guarded<Result<std::int64_t>>([&]() -> Result<std::int64_t> {
+    if (Status s = kv::check_options(o); !s.ok()) return s;
+    if (o.average_bits == 0) return std::int64_t{0};
+    const double page = static_cast<double>(o.page_size) * kv::budget_per_token(o);
+    constexpr std::int64_t many = 1 << 20;
+    const double last = (kv::least_bytes(o, 2 * many) - kv::least_bytes(o, many)) / many;
+    const double first = kv::least_bytes(o, many) - last * many;
+    if (page <= last || (first + page) / (page - last) > 0x1p30) {
+      return kv::invalid(
+          "average_bits: " + kv::text(o.average_bits) +
+          " hold at no length: a page of the last tier takes " +
+          kv::text(last * 8 / static_cast<double>(o.page_size * o.heads_kv * (o.d + o.dv))) +
+          " with its scales and table entry");
+    }
+    // Beyond this number of pages the line through the last tier's pages is below the budget.
+    auto pages = static_cast<std::int64_t>((first + page) / (page - last)) + 2;
+    const auto holds = [&](std::int64_t n) {
+      const double tokens = static_cast<double>((n - 1) * o.page_size + 1);
+      return kv::least_bytes(o, n) <= tokens * kv::budget_per_token(o);
+    };
+    while (pages > 1 && holds(pages - 1)) --pages;
+    return (pages - 1) * o.page_size + 1;
+  });
+}
+
+}  // namespace qattn

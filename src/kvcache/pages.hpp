@@ -1,0 +1,28 @@
+// What is in a page: rows of 16 bits in, codes out, and back.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kvcache/data.hpp"
+
+namespace qattn::kv {
+
+/// K or V of one page.
+enum class Part : std::int32_t { k, v };
+
+/// Copies one row (f32, f16 or bf16) into a page of 16 bits, rounding once.
+void store_window_row(const detail::KvCacheData& cache, std::byte* page, Part part, int token,
+                      const void* row, Format format);
+
+/// Quantises the live tokens of a page of a better tier (0: the 16-bit window) for `tier`. A part
+/// that keeps its bits keeps its codes. Codes of tokens that are not alive are zeros or old.
+void recode_page(const detail::KvCacheData& cache, int from, const std::byte* page,
+                 std::uint64_t live, const float* k_mean, int tier, std::byte* to);
+
+/// The row of a token, as it is or, with `stored`, as the codes have it (mean and rotation not
+/// undone). `row` has 256 floats.
+void load_page_row(const detail::KvCacheData& cache, int tier, const std::byte* page, Part part,
+                   int token, const float* k_mean, bool stored, float* row);
+
+}  // namespace qattn::kv

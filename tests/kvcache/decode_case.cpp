@@ -1,0 +1,193 @@
+#include "kvcache/decode_case.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+
+namespace qattn::test {
+
+std::vector<float> normal_values(std::int64_t count, unsigned seed, float sigma) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0.0f, sigma);
+  std::vector<float> x(static_cast<std::size_t>(count));
+  for (float& v : x) v = normal(random);
+  return x;
+}
+
+KvRows normal_rows(std::int64_t count, std::int64_t heads, std::int64_t d, std::int64_t dv,
+                   unsigned seed, float key_shift) {
+  KvRows rows{count, normal_values(count * heads * d, seed),
+              normal_values(count * heads * dv, seed + 1000)};
+  for (std::size_t i = 0; i < rows.k.size(); ++i) {
+    if (i % static_cast<std::size_t>(d) % 21 == 5) rows.k[i] += key_shift;
+  }
+  return rows;
+}
+
+void append_rows(KvCache& cache, std::int64_t sequence, std::int64_t layer, const KvRows& rows) {
+  const KvCacheOptions& o = cache.options();
+  KvAppendTensors t;
+  t.k = TensorView::dense(rows.k.data(), Format::f32, {1, rows.count, o.heads_kv, o.d});
+  t.v = TensorView::dense(rows.v.data(), Format::f32, {1, rows.count, o.heads_kv, o.dv});
+  const Status s = cache.append(layer, {&sequence, 1}, t);
+  ASSERT_TRUE(s.ok()) << s.message();
+}
+
+KvRows slice(const KvRows& rows, std::int64_t begin, std::int64_t end) {
+  const auto part = [&](const std::vector<float>& x) {
+    const auto row = static_cast<std::ptrdiff_t>(x.size()) / rows.count;
+    return std::vector<float>(x.begin() + begin * row, x.begin() + end * row);
+  };
+  return {end - begin, part(rows.k), part(rows.v)};
+}
+
+Status DecodeCase::run(const KvCache& cache, const std::vector<std::int64_t>& sequences,
+                       std::int64_t layer) {
+  const KvCacheOptions& o = cache.options();
+  const auto batch = static_cast<std::int64_t>(sequences.size());
+  std::int64_t longest = 0;
+  for (const std::int64_t id : sequences) longest = std::max(longest, *cache.length(id, layer));
+  const std::int64_t blocks = (longest + 15) / 16;
+  out.assign(static_cast<std::size_t>(batch * queries * heads_q * o.dv), 7.0f);
+  lse.assign(static_cast<std::size_t>(batch * heads_q * queries), 7.0f);
+  mass.assign(static_cast<std::size_t>(with_mass ? batch * heads_q * blocks : 0), 7.0f);
+  KvDecodeTensors t;
+  t.q = TensorView::dense(q.data(), Format::f32, {batch, queries, heads_q, o.d});
+  t.out = TensorView::dense(out.data(), Format::f32, {batch, queries, heads_q, o.dv});
+  t.lse = TensorView::dense(lse.data(), Format::f32, {batch, heads_q, queries});
+  if (!sinks.empty()) t.sinks = TensorView::dense(sinks.data(), Format::f32, {heads_q});
+  if (!tree.empty()) {
+    t.tree_mask = TensorView::dense(tree.data(), Format::b8, {batch, queries, queries});
+  }
+  if (with_mass) t.mass = TensorView::dense(mass.data(), Format::f32, {batch, heads_q, blocks});
+  return decode(cache, layer, sequences, t, options);
+}
+
+namespace {
+
+/// Scores of one row, -inf where it may not look.
+std::vector<double> scores_of(const DecodeCase& c, const KvCacheOptions& o, const Contents& x,
+                              std::int64_t b, std::int64_t i, std::int64_t head) {
+  const std::int64_t kv = head / (c.heads_q / o.heads_kv), n = x.length;
+  const float* q = c.q.data() + ((b * c.queries + i) * c.heads_q + head) * o.d;
+  const double scale = c.options.softmax_scale ? static_cast<double>(*c.options.softmax_scale)
+                                               : 1 / std::sqrt(static_cast<double>(o.d));
+  std::vector<double> s(static_cast<std::size_t>(n), -std::numeric_limits<double>::infinity());
+  const std::int64_t position = n - c.queries + i;
+  for (std::int64_t j = 0; j < n; ++j) {
+    const float* k = x.k.data() + (kv * n + j) * o.d;
+    const std::int64_t newest = j - (n - c.queries);
+    if (std::isnan(k[0])) continue;
+    if (c.options.causal && j > position) continue;
+    if (c.options.window_left >= 0 && j < position - c.options.window_left) continue;
+    if (!c.tree.empty() && newest >= 0 &&
+        c.tree[static_cast<std::size_t>((b * c.queries + i) * c.queries + newest)] == 0) {
+      continue;
+    }
+    double dot = 0;
+    for (std::int64_t e = 0; e < o.d; ++e) dot += static_cast<double>(q[e]) * k[e];
+    dot *= scale;
+    const double cap = static_cast<double>(c.options.softcap);
+    s[static_cast<std::size_t>(j)] = cap > 0 ? cap * std::tanh(dot / cap) : dot;
+  }
+  return s;
+}
+
+}  // namespace
+
+DecodeTruth attend(const DecodeCase& c, const KvCacheOptions& o,
+                   const std::vector<Contents>& contents) {
+  const auto batch = static_cast<std::int64_t>(contents.size());
+  std::int64_t longest = 0;
+  for (const Contents& x : contents) longest = std::max(longest, x.length);
+  const std::int64_t blocks = (longest + 15) / 16;
+  DecodeTruth truth;
+  truth.out.assign(static_cast<std::size_t>(batch * c.queries * c.heads_q * o.dv), 0.0);
+  truth.lse.assign(static_cast<std::size_t>(batch * c.heads_q * c.queries), 0.0);
+  truth.mass.assign(static_cast<std::size_t>(batch * c.heads_q * blocks), 0.0);
+  for (std::int64_t b = 0; b < batch; ++b) {
+    const Contents& x = contents[static_cast<std::size_t>(b)];
+    for (std::int64_t i = 0; i < c.queries; ++i) {
+      for (std::int64_t head = 0; head < c.heads_q; ++head) {
+        const std::vector<double> s = scores_of(c, o, x, b, i, head);
+        const double sink = c.sinks.empty()
+                                ? -std::numeric_limits<double>::infinity()
+                                : static_cast<double>(c.sinks[static_cast<std::size_t>(head)]);
+        double top = sink;
+        for (const double v : s) top = std::max(top, v);
+        double sum = std::isinf(sink) ? 0 : std::exp(sink - top);
+        for (const double v : s) sum += std::isinf(v) ? 0 : std::exp(v - top);
+        truth.lse[static_cast<std::size_t>((b * c.heads_q + head) * c.queries + i)] =
+            sum > 0 ? top + std::log(sum) : top;
+        double* out = truth.out.data() + ((b * c.queries + i) * c.heads_q + head) * o.dv;
+        const std::int64_t kv = head / (c.heads_q / o.heads_kv);
+        for (std::int64_t j = 0; j < x.length; ++j) {
+          const double v = s[static_cast<std::size_t>(j)];
+          if (std::isinf(v)) continue;
+          const double p = std::exp(v - top) / sum;
+          truth.mass[static_cast<std::size_t>((b * c.heads_q + head) * blocks + j / 16)] +=
+              p / static_cast<double>(c.queries);
+          const float* value = x.v.data() + (kv * x.length + j) * o.dv;
+          for (std::int64_t e = 0; e < o.dv; ++e) out[e] += p * static_cast<double>(value[e]);
+        }
+      }
+    }
+  }
+  return truth;
+}
+
+Contents read_contents(const KvCache& cache, std::int64_t sequence, std::int64_t layer) {
+  const KvCacheOptions& o = cache.options();
+  Contents x;
+  x.length = *cache.length(sequence, layer);
+  x.k.resize(static_cast<std::size_t>(o.heads_kv * x.length * o.d));
+  x.v.resize(static_cast<std::size_t>(o.heads_kv * x.length * o.dv));
+  const Status s = cache.read(
+      sequence, layer, TensorView::dense(x.k.data(), Format::f32, {o.heads_kv, x.length, o.d}),
+      TensorView::dense(x.v.data(), Format::f32, {o.heads_kv, x.length, o.dv}), {});
+  EXPECT_TRUE(s.ok()) << s.message();
+  return x;
+}
+
+Contents contents_of(const KvRows& rows, std::int64_t heads, std::int64_t d, std::int64_t dv) {
+  Contents x;
+  x.length = rows.count;
+  for (std::int64_t h = 0; h < heads; ++h) {
+    for (std::int64_t j = 0; j < rows.count; ++j) {
+      const auto copy = [&](const std::vector<float>& from, std::int64_t n,
+                            std::vector<float>& to) {
+        const float* row = from.data() + (j * heads + h) * n;
+        to.insert(to.end(), row, row + n);
+      };
+      copy(rows.k, d, x.k);
+      copy(rows.v, dv, x.v);
+    }
+  }
+  return x;
+}
+
+double nrmse(const std::vector<float>& a, const std::vector<double>& b) {
+  double error = 0, norm = 0;
+  for (std::size_t i = 0; i < b.size(); ++i) {
+    const double e = static_cast<double>(a[i]) - b[i];
+    error += e * e;
+    norm += b[i] * b[i];
+  }
+  return std::sqrt(error / norm);
+}
+
+double largest_difference(const std::vector<float>& a, const std::vector<double>& b) {
+  double most = 0;
+  for (std::size_t i = 0; i < b.size(); ++i) {
+    const double x = static_cast<double>(a[i]);
+    if (std::isinf(b[i]) && x == b[i]) continue;
+    const double e = std::abs(x - b[i]);
+    most = e == e ? std::max(most, e) : std::numeric_limits<double>::infinity();
+  }
+  return most;
+}
+
+}  // namespace qattn::test

@@ -1,0 +1,195 @@
+// save() and load(): the same cache comes back and goes on the same way; no file, however damaged,
+// does anything but load or be refused by name.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <random>
+
+#include "kvcache/decode_case.hpp"
+
+namespace qattn {
+namespace {
+
+using test::append_rows;
+using test::DecodeCase;
+using test::normal_rows;
+using test::normal_values;
+
+class KvFile : public testing::Test {
+ protected:
+  void SetUp() override {
+    path_ = testing::TempDir() + "qattn_kv_" +
+            testing::UnitTest::GetInstance()->current_test_info()->name() + ".safetensors";
+  }
+  void TearDown() override { std::remove(path_.c_str()); }
+
+  std::string bytes() const {
+    std::ifstream in(path_, std::ios::binary);
+    return {std::istreambuf_iterator<char>(in), {}};
+  }
+  void write(const std::string& bytes) const {
+    std::ofstream(path_, std::ios::binary).write(bytes.data(), static_cast<long>(bytes.size()));
+  }
+
+  std::string path_;
+};
+
+KvCacheOptions options() {
+  KvCacheOptions o;
+  o.layers = 2;
+  o.heads_kv = 2;
+  o.d = 64;
+  o.dv = 32;
+  o.window = 32;
+  o.tiers = {{8, 8}, {4, 3}, {2, 2}};
+  o.average_bits = 4.7;
+  o.budget_from = *KvCache::shortest_length(o);
+  o.importance = KvImportance::key_norm;
+  o.importance_decay = 0.7f;
+  return o;
+}
+
+/// Two sequences that share pages, one empty layer, evicted and truncated tokens.
+KvCache filled() {
+  KvCache cache = std::move(*KvCache::create(options()));
+  const std::int64_t gone = *cache.add_sequence(), a = *cache.add_sequence();
+  append_rows(cache, a, 0, normal_rows(500, 2, 64, 32, 1));
+  const std::int64_t b = *cache.fork(a);
+  append_rows(cache, b, 0, normal_rows(90, 2, 64, 32, 2));
+  append_rows(cache, b, 1, normal_rows(20, 2, 64, 32, 3));
+  EXPECT_TRUE(cache.evict(b, 0, 1, 30, 70).ok());
+  EXPECT_TRUE(cache.truncate(a, 450).ok());
+  EXPECT_TRUE(cache.release(gone).ok());
+  return cache;
+}
+
+void expect_same(const KvCache& a, const KvCache& b, std::int64_t id, std::int64_t layer) {
+  ASSERT_EQ(*a.length(id, layer), *b.length(id, layer));
+  const auto x = test::read_contents(a, id, layer), y = test::read_contents(b, id, layer);
+  const auto same = [](const std::vector<float>& p, const std::vector<float>& q) {
+    return std::equal(p.begin(), p.end(), q.begin(), q.end(),
+                      [](float u, float v) { return u == v || (u != u && v != v); });
+  };
+  EXPECT_TRUE(same(x.k, y.k) && same(x.v, y.v)) << id << " " << layer;
+  EXPECT_EQ(a.usage(id, layer)->bytes, b.usage(id, layer)->bytes);
+  EXPECT_EQ(a.usage(id, layer)->allowed_bytes, b.usage(id, layer)->allowed_bytes);
+  EXPECT_EQ(a.usage(id, layer)->tier_tokens, b.usage(id, layer)->tier_tokens);
+}
+
+TEST_F(KvFile, TheSameCacheComesBackAndGoesOnTheSameWay) {
+  KvCache cache = filled();
+  ASSERT_TRUE(cache.save(path_).ok());
+  Result<KvCache> loaded = KvCache::load(path_);
+  ASSERT_TRUE(loaded.ok()) << loaded.status().message();
+  const KvBytes was = cache.bytes(), is = loaded->bytes();
+  EXPECT_EQ(std::tie(was.codes, was.scales, was.window, was.tables, was.means),
+            std::tie(is.codes, is.scales, is.window, is.tables, is.means))
+      << "shared pages stay shared";
+  for (int step = 0; step < 60; ++step) {
+    for (const std::int64_t id : {1, 2}) {
+      for (const std::int64_t layer : {0, 1}) expect_same(cache, *loaded, id, layer);
+      const auto rows = normal_rows(7, 2, 64, 32, 10u + static_cast<unsigned>(step));
+      append_rows(cache, id, 0, rows);
+      append_rows(*loaded, id, 0, rows);
+    }
+  }
+  EXPECT_EQ(*cache.add_sequence(), *loaded->add_sequence()) << "numbers are never given twice";
+  ASSERT_TRUE(cache.save(path_).ok());
+  const std::string first = bytes();
+  ASSERT_TRUE(loaded->save(path_).ok());
+  EXPECT_EQ(first, bytes());
+}
+
+TEST_F(KvFile, AnEmptyCache) {
+  KvCache cache = std::move(*KvCache::create(options()));
+  ASSERT_TRUE(cache.save(path_).ok());
+  const Result<KvCache> loaded = KvCache::load(path_, 3);
+  ASSERT_TRUE(loaded.ok()) << loaded.status().message();
+  EXPECT_EQ(loaded->options().threads, 3);
+  EXPECT_EQ(loaded->bytes().codes, 0);
+}
+
+TEST_F(KvFile, RefusalsNameTheFile) {
+  const auto refused = [&](const std::string& words) {
+    const Result<KvCache> loaded = KvCache::load(path_);
+    ASSERT_FALSE(loaded.ok()) << words;
+    EXPECT_NE(loaded.status().message().find("path: " + path_), std::string::npos);
+    EXPECT_NE(loaded.status().message().find(words), std::string::npos)
+        << loaded.status().message();
+  };
+  refused("cannot be read");
+  write("");
+  refused("is shorter than a header");
+  write(std::string("\x10\0\0\0\0\0\0\0{}              ", 24));
+  refused("has no header of a KV cache");
+  const KvCache cache = filled();
+  ASSERT_TRUE(cache.save(path_).ok());
+  const std::string good = bytes();
+  write(good + "x");
+  refused("its header asks for");
+  std::string bad = good;
+  bad.replace(bad.find("window=32"), 9, "window=33");
+  write(bad);
+  refused("window: 33 is not a multiple");
+  bad = good;
+  bad.replace(bad.find("\"tables\""), 8, "\"TABLES\"");
+  write(bad);
+  refused("has a header that is not its metadata's");
+  EXPECT_FALSE(cache.save("/nonexistent/place/x.safetensors").ok());
+}
+
+/// Every call on whatever was loaded.
+void use(KvCache& cache) {
+  for (const std::int64_t id : {1, 2}) {
+    for (std::int64_t layer = 0; layer < cache.options().layers; ++layer) {
+      if (!cache.length(id, layer).ok() || *cache.length(id, layer) > 100000) continue;
+      if (cache.options().d != 64 || cache.options().dv != 32) continue;
+      test::read_contents(cache, id, layer);
+      DecodeCase c;
+      c.heads_q = cache.options().heads_kv;
+      c.q = normal_values(c.heads_q * 64, 1);
+      c.with_mass = true;
+      (void)c.run(cache, {id}, layer);
+      const auto rows = normal_rows(40, cache.options().heads_kv, 64, 32, 1);
+      KvAppendTensors t;
+      t.k = TensorView::dense(rows.k.data(), Format::f32, {1, 40, cache.options().heads_kv, 64});
+      t.v = TensorView::dense(rows.v.data(), Format::f32, {1, 40, cache.options().heads_kv, 32});
+      (void)cache.append(layer, {&id, 1}, t);
+    }
+    (void)cache.fork(id);
+    (void)cache.truncate(id, 100);
+    (void)cache.release(id);
+  }
+}
+
+TEST_F(KvFile, DamagedFilesAreRefusedOrHarmless) {
+  const KvCache cache = filled();
+  ASSERT_TRUE(cache.save(path_).ok());
+  const std::string good = bytes();
+  const std::size_t data = good.find("}   ") != std::string::npos ? good.find("]}}") : 0;
+  std::mt19937 random(1);
+  int loaded = 0, refused = 0;
+  for (int i = 0; i < 600; ++i) {
+    std::string bad = good;
+    if (i % 5 == 0) {
+      bad.resize(random() % good.size());
+    } else {
+      // Half of the damage to the header and the tables, which decide everything.
+      const std::size_t range = i % 2 == 0 ? std::min(good.size(), data + 6000) : good.size();
+      for (int n = 1 + static_cast<int>(random() % 3); n > 0; --n) {
+        bad[random() % range] = static_cast<char>(random());
+      }
+    }
+    write(bad);
+    Result<KvCache> result = KvCache::load(path_);
+    result.ok() ? ++loaded : ++refused;
+    if (result.ok()) use(*result);
+  }
+  EXPECT_GT(refused, 120);
+  EXPECT_GT(loaded, 40) << "what is damaged in codes only cannot be told";
+}
+
+}  // namespace
+}  // namespace qattn

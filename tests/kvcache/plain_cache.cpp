@@ -1,0 +1,226 @@
+#include "kvcache/plain_cache.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "formats/hadamard.hpp"
+
+namespace qattn::test {
+namespace {
+
+constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+
+std::string text(std::int64_t value) { return std::to_string(value); }
+
+void quantise_part(PlainPart& part, int bits) {
+  if (part.bits == bits) return;
+  const PlainRow row = quantize_plainly(part.stored, bits);
+  for (std::size_t i = 0; i < part.stored.size(); ++i) {
+    part.stored[i] = static_cast<float>(row.value(i));
+  }
+  part.bits = bits;
+}
+
+}  // namespace
+
+void PlainCache::add(std::int64_t id) {
+  PlainLayer layer;
+  layer.heads.resize(static_cast<std::size_t>(o_.heads_kv));
+  sequences_[id].assign(static_cast<std::size_t>(o_.layers), layer);
+}
+
+bool PlainCache::in_window(std::int64_t first, std::int64_t length) const {
+  // The newest `window` tokens, rounded up to whole pages.
+  const std::int64_t oldest = std::max<std::int64_t>(length - o_.window, 0);
+  return first + o_.page_size <= o_.sinks || first + o_.page_size > oldest;
+}
+
+std::string PlainCache::append(std::int64_t id, std::int64_t layer_index, std::int64_t count,
+                               const std::vector<float>& k, const std::vector<float>& v,
+                               const std::vector<std::int32_t>& tiers) {
+  PlainLayer& layer = sequences_.at(id)[static_cast<std::size_t>(layer_index)];
+  const std::int64_t begin = layer.length, end = begin + count;
+  if (count == 0) return "";
+  layer.length = end;
+  bool quantises = false;
+  for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+    std::vector<PlainPage>& pages = layer.heads[h];
+    for (std::int64_t at = begin; at < end; ++at) {
+      const std::int64_t first = at - at % o_.page_size;
+      const auto row = [&](const std::vector<float>& x, std::int64_t n) {
+        const std::int64_t place = ((at - begin) * o_.heads_kv + static_cast<std::int64_t>(h)) * n;
+        return std::vector<float>(x.begin() + place, x.begin() + place + n);
+      };
+      const bool joins = !pages.empty() && pages.back().first == first && pages.back().tier == 0;
+      if (!joins) {
+        pages.emplace_back();
+        pages.back().first = first;
+      } else if (at == begin && pages.back().identity.use_count() > 1) {
+        pages.back().identity = std::make_shared<int>(0);
+      }
+      pages.back().tokens[at] = {row(k, o_.d), row(v, o_.dv), {}, {}};
+    }
+    for (const PlainPage& page : pages) quantises |= page.tier == 0 && !in_window(page.first, end);
+  }
+  if (quantises && o_.smooth_k && layer.mean.empty()) freeze_mean(layer);
+  for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+    for (PlainPage& page : layer.heads[h]) {
+      const std::int64_t some = page.tokens.begin()->first;
+      const int tier = tiers[h * static_cast<std::size_t>(end) + static_cast<std::size_t>(some)];
+      const std::string where = "head " + text(static_cast<std::int64_t>(h)) + " page " +
+                                text(page.first) + " tier " + text(tier) + ": ";
+      if (page.tier == 0 && in_window(page.first, end) != (tier == 0)) {
+        return where + "16 bits exactly inside the window and the sinks";
+      }
+      if (tier < page.tier) return where + "was promoted from " + text(page.tier);
+      if (tier > static_cast<int>(o_.tiers.size())) return where + "does not exist";
+      if (tier != page.tier) requantise(layer, h, page, tier);
+    }
+  }
+  return "";
+}
+
+void PlainCache::freeze_mean(PlainLayer& layer) const {
+  for (const std::vector<PlainPage>& pages : layer.heads) {
+    std::vector<double> sum(static_cast<std::size_t>(o_.d), 0.0);
+    double count = 0;
+    for (const PlainPage& page : pages) {
+      if (page.tier != 0 || page.first < o_.sinks) continue;
+      for (const auto& [at, token] : page.tokens) {
+        const bool finite = std::all_of(token.k16.begin(), token.k16.end(),
+                                        [](float x) { return std::isfinite(x); });
+        if (!finite) continue;
+        for (std::size_t c = 0; c < sum.size(); ++c) sum[c] += static_cast<double>(token.k16[c]);
+        ++count;
+      }
+    }
+    layer.mean.emplace_back();
+    for (const double s : sum) {
+      layer.mean.back().push_back(count > 0 ? static_cast<float>(s / count) : 0.0f);
+    }
+  }
+}
+
+void PlainCache::requantise(const PlainLayer& layer, std::size_t head, PlainPage& page,
+                            int tier) const {
+  const KvTier& bits = o_.tiers[static_cast<std::size_t>(tier) - 1];
+  for (auto& [at, token] : page.tokens) {
+    if (page.tier == 0) {
+      token.k = {token.k16, 16};
+      token.v = {token.v16, 16};
+      for (std::size_t c = 0; !layer.mean.empty() && c < token.k.stored.size(); ++c) {
+        token.k.stored[c] -= layer.mean[head][c];
+      }
+      if (o_.rotate) {
+        formats::rotate(token.k.stored.data(), static_cast<int>(o_.d));
+        formats::rotate(token.v.stored.data(), static_cast<int>(o_.dv));
+      }
+    }
+    quantise_part(token.k, bits.k_bits);
+    quantise_part(token.v, bits.v_bits);
+  }
+  page.tier = tier;
+  page.identity = std::make_shared<int>(0);
+}
+
+namespace {
+
+template <class Keep>
+void keep_tokens(PlainLayer& layer, std::size_t head, Keep keep) {
+  std::vector<PlainPage>& pages = layer.heads[head];
+  for (PlainPage& page : pages) {
+    std::erase_if(page.tokens, [&](const auto& item) { return !keep(item.first); });
+  }
+  std::erase_if(pages, [](const PlainPage& page) { return page.tokens.empty(); });
+}
+
+}  // namespace
+
+void PlainCache::truncate(std::int64_t id, std::int64_t length) {
+  for (PlainLayer& layer : sequences_.at(id)) {
+    layer.length = std::min(layer.length, length);
+    for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+      keep_tokens(layer, h, [&](std::int64_t at) { return at < length; });
+    }
+  }
+}
+
+void PlainCache::evict(std::int64_t id, std::int64_t layer_index, std::int64_t head,
+                       std::int64_t begin, std::int64_t end) {
+  PlainSequence& s = sequences_.at(id);
+  for (std::size_t l = 0; l < s.size(); ++l) {
+    if (layer_index >= 0 && l != static_cast<std::size_t>(layer_index)) continue;
+    for (std::size_t h = 0; h < s[l].heads.size(); ++h) {
+      if (head >= 0 && h != static_cast<std::size_t>(head)) continue;
+      keep_tokens(s[l], h, [&](std::int64_t at) { return at < begin || at >= end; });
+    }
+  }
+}
+
+void PlainCache::contents(std::int64_t id, std::int64_t layer_index, std::vector<float>& k,
+                          std::vector<float>& v, std::vector<std::int32_t>& tiers) const {
+  const PlainLayer& layer = sequences_.at(id)[static_cast<std::size_t>(layer_index)];
+  const auto rows = static_cast<std::size_t>(layer.length * o_.heads_kv);
+  k.assign(rows * static_cast<std::size_t>(o_.d), nan);
+  v.assign(rows * static_cast<std::size_t>(o_.dv), nan);
+  tiers.assign(rows, -1);
+  for (std::size_t h = 0; h < layer.heads.size(); ++h) {
+    for (const PlainPage& page : layer.heads[h]) {
+      for (const auto& [at, token] : page.tokens) {
+        const std::size_t row =
+            h * static_cast<std::size_t>(layer.length) + static_cast<std::size_t>(at);
+        tiers[row] = page.tier;
+        std::vector<float> ks = page.tier == 0 ? token.k16 : token.k.stored;
+        std::vector<float> vs = page.tier == 0 ? token.v16 : token.v.stored;
+        if (page.tier > 0 && o_.rotate) {
+          formats::unrotate(ks.data(), static_cast<int>(o_.d));
+          formats::unrotate(vs.data(), static_cast<int>(o_.dv));
+        }
+        if (page.tier > 0 && !layer.mean.empty()) {
+          for (std::size_t c = 0; c < ks.size(); ++c) ks[c] += layer.mean[h][c];
+        }
+        std::copy(ks.begin(), ks.end(), k.begin() + static_cast<std::ptrdiff_t>(row * ks.size()));
+        std::copy(vs.begin(), vs.end(), v.begin() + static_cast<std::ptrdiff_t>(row * vs.size()));
+      }
+    }
+  }
+}
+
+std::int64_t PlainCache::code_bytes(int tier) const {
+  if (tier == 0) return o_.page_size * (o_.d + o_.dv) * 2;
+  const KvTier& bits = o_.tiers[static_cast<std::size_t>(tier) - 1];
+  return o_.page_size * (o_.d * bits.k_bits + o_.dv * bits.v_bits) / 8;
+}
+
+std::int64_t PlainCache::scale_bytes(int tier) const { return tier == 0 ? 0 : o_.page_size * 4; }
+
+std::int64_t PlainCache::layer_bytes(std::int64_t id, std::int64_t layer_index) const {
+  const PlainLayer& layer = sequences_.at(id)[static_cast<std::size_t>(layer_index)];
+  std::int64_t bytes = o_.smooth_k ? o_.heads_kv * o_.d * 4 : 0;
+  for (const auto& pages : layer.heads) {
+    for (const PlainPage& page : pages) bytes += page_bytes(page.tier) + 24;
+  }
+  return bytes;
+}
+
+KvBytes PlainCache::bytes() const {
+  KvBytes b;
+  std::set<const int*> seen;
+  for (const auto& [id, sequence] : sequences_) {
+    for (const PlainLayer& layer : sequence) {
+      for (const auto& mean : layer.mean) b.means += static_cast<std::int64_t>(mean.size()) * 4;
+      for (const auto& pages : layer.heads) {
+        b.tables += static_cast<std::int64_t>(pages.size()) * 24;
+        for (const PlainPage& page : pages) {
+          if (!seen.insert(page.identity.get()).second) continue;
+          (page.tier == 0 ? b.window : b.codes) += code_bytes(page.tier);
+          b.scales += scale_bytes(page.tier);
+        }
+      }
+    }
+  }
+  return b;
+}
+
+}  // namespace qattn::test

@@ -1,0 +1,227 @@
+"""qattn.KvCache from Python: decode loops against numpy in float64, forks, packed sequences, torch
+tensors, refusals."""
+
+import json
+
+import numpy as np
+import pytest
+
+import qattn
+
+
+def rows(rng, batch, tokens, heads, dim):
+    return rng.standard_normal((batch, tokens, heads, dim)).astype(np.float32)
+
+
+def reference(q, k, v, scale=None):
+    """q (Sq, Hq, D) against k, v (Hkv, S, D) in float64, causal; NaN rows are evicted."""
+    queries, heads, dim = q.shape
+    length = k.shape[1]
+    out = np.zeros((queries, heads, v.shape[2]))
+    mass = np.zeros((heads, -(-length // 16)))
+    for i in range(queries):
+        for h in range(heads):
+            kv = h // (heads // k.shape[0])
+            s = k[kv].astype(np.float64) @ q[i, h].astype(np.float64)
+            s *= dim**-0.5 if scale is None else scale
+            s[length - queries + i + 1 :] = -np.inf
+            s[np.isnan(k[kv][:, 0])] = -np.inf
+            p = np.exp(s - s.max())
+            p /= p.sum()
+            out[i, h] = p @ np.nan_to_num(v[kv].astype(np.float64))
+            np.add.at(mass[h], np.arange(length) // 16, p / queries)
+    return out, mass
+
+
+def nrmse(a, b):
+    return np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(5)
+
+
+def test_a_decode_loop(rng):
+    """Prefill, then token by token with what decode saw as importance; the budget holds."""
+    cache = qattn.KvCache(kv_heads=2, head_dim=64, average_bits=4.0, window=32, budget_from=600)
+    s = cache.add_sequence()
+    cache.append(0, s, rows(rng, 1, 500, 2, 64), rows(rng, 1, 500, 2, 64))
+    for step in range(150):
+        cache.append(0, s, rows(rng, 1, 1, 2, 64), rows(rng, 1, 1, 2, 64))
+        q = rows(rng, 1, 1, 8, 64)
+        out, lse, mass = cache.decode(q, 0, s, return_lse=True, return_mass=True)
+        assert out.shape == (1, 1, 8, 64) and out.dtype == np.float32
+        assert lse.shape == (1, 8, 1) and mass.shape == (1, 8, -(-(501 + step) // 16))
+        cache.observe(0, s, mass)
+        usage = cache.usage(s)
+        assert usage.bytes <= usage.allowed_bytes
+        if step % 50 == 0:
+            k, v, tiers = cache.read(s)
+            want, want_mass = reference(q[0], k, v)
+            assert nrmse(out[0], want) <= 2e-3
+            np.testing.assert_allclose(mass[0], want_mass, atol=1e-4)
+    assert cache.length(s) == 650
+    assert set(np.unique(tiers)) > {0}
+    assert usage.window_tokens + sum(usage.tier_tokens) == 2 * 650
+
+
+BOUNDS = [(8, 0.012), (4, 0.15), (3, 0.28), (2, 0.51), ((4, 2), 0.4)]
+
+
+@pytest.mark.parametrize("bits, bound", BOUNDS)
+def test_error_by_tier(rng, bits, bound):
+    cache = qattn.KvCache(kv_heads=2, head_dim=128, tiers=[bits])
+    s = cache.add_sequence()
+    k, v = rows(rng, 1, 4096, 2, 128), rows(rng, 1, 4096, 2, 128)
+    cache.append(0, s, k, v)
+    q = rows(rng, 1, 1, 8, 128)
+    want, _ = reference(q[0], k[0].transpose(1, 0, 2), v[0].transpose(1, 0, 2))
+    assert nrmse(cache.decode(q, 0, s)[0], want) <= bound
+
+
+def test_several_queries_and_a_tree(rng):
+    cache = qattn.KvCache(kv_heads=1, head_dim=32)
+    s = cache.add_sequence()
+    cache.append(0, s, rows(rng, 1, 300, 1, 32), rows(rng, 1, 300, 1, 32))
+    q = rows(rng, 1, 4, 3, 32)
+    k, v, _ = cache.read(s)
+    want, _ = reference(q[0], k, v)
+    assert nrmse(cache.decode(q, 0, s)[0], want) <= 2e-3
+    bhsd = cache.decode(np.ascontiguousarray(q.transpose(0, 2, 1, 3)), 0, s, layout="bhsd")
+    np.testing.assert_array_equal(bhsd.transpose(0, 2, 1, 3), cache.decode(q, 0, s))
+    line = np.tril(np.ones((1, 4, 4), bool))
+    np.testing.assert_array_equal(cache.decode(q, 0, s, tree_mask=line), cache.decode(q, 0, s))
+    line[0, 3, 1] = False
+    assert np.any(cache.decode(q, 0, s, tree_mask=line) != cache.decode(q, 0, s))
+
+
+def test_fork_truncate_evict_release(rng):
+    cache = qattn.KvCache(kv_heads=2, head_dim=32, layers=2)
+    a = cache.add_sequence()
+    for layer in range(2):
+        cache.append(layer, a, rows(rng, 1, 400, 2, 32), rows(rng, 1, 400, 2, 32))
+    one = cache.bytes()
+    b = cache.fork(a)
+    assert cache.bytes().codes == one.codes and cache.bytes().tables == 2 * one.tables
+    before = cache.read(a, 1)
+    cache.append(1, b, rows(rng, 1, 50, 2, 32), rows(rng, 1, 50, 2, 32))
+    cache.truncate(b, 420)
+    assert (cache.length(b, 0), cache.length(b, 1)) == (400, 420)
+    cache.evict(b, 10, 30, layer=1, head=0)
+    k, _, tiers = cache.read(b, 1)
+    assert (tiers[0, 10:30] == -1).all() and np.isnan(k[0, 10:30]).all()
+    assert (tiers[1] >= 0).all() and (tiers[0, 30:] >= 0).all()
+    for was, now in zip(before, cache.read(a, 1), strict=True):
+        np.testing.assert_array_equal(was, now)
+    cache.release(a)
+    cache.release(b)
+    assert cache.bytes().codes == cache.bytes().window == cache.bytes().tables == 0
+
+
+def test_packed_append_equals_one_by_one(rng):
+    counts = [3, 0, 200, 17]
+    k, v = rows(rng, 1, sum(counts), 2, 32)[0], rows(rng, 1, sum(counts), 2, 32)[0]
+    cu = np.cumsum([0, *counts])
+    together, alone = (qattn.KvCache(kv_heads=2, head_dim=32) for _ in range(2))
+    ids = [together.add_sequence() for _ in counts]
+    together.append(0, ids, k, v, cu_seqlens=cu.tolist())
+    for count, begin, i in zip(counts, cu, ids, strict=False):
+        j = alone.add_sequence()
+        alone.append(0, j, k[None, begin : begin + count], v[None, begin : begin + count])
+        for x, y in zip(together.read(i), alone.read(j), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_torch_tensors(rng):
+    torch = pytest.importorskip("torch")
+    cache = qattn.KvCache(kv_heads=2, head_dim=64, window_dtype=torch.bfloat16)
+    s = cache.add_sequence()
+    k = torch.randn(1, 2, 300, 64, dtype=torch.bfloat16)
+    v = torch.randn(1, 2, 300, 64, dtype=torch.bfloat16)
+    cache.append(0, s, k, v, layout="bhsd")
+    q = torch.randn(1, 4, 1, 64, dtype=torch.bfloat16)
+    out, mass = cache.decode(q, 0, s, layout="bhsd", return_mass=True)
+    assert out.dtype == torch.bfloat16 and out.shape == q.shape
+    cache.observe(0, [s], mass)
+    dk, dv, _ = cache.read(s)
+    want, _ = reference(q[0].permute(1, 0, 2).float().numpy(), dk, dv)
+    assert nrmse(out[0].permute(1, 0, 2).float().numpy(), want) <= 5e-3
+    with pytest.raises(qattn.InvalidArgument, match="stride"):
+        cache.append(0, s, k.transpose(2, 3), v)
+
+
+def test_save_and_load(rng, tmp_path):
+    cache = qattn.KvCache(kv_heads=2, head_dim=32, v_head_dim=64, layers=2, tiers=[(4, 3)])
+    s = cache.add_sequence()
+    cache.append(1, s, rows(rng, 1, 300, 2, 32), rows(rng, 1, 300, 2, 64))
+    path = tmp_path / "cache.safetensors"
+    cache.save(path)
+    loaded = qattn.KvCache.load(path)
+    assert (loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.v_head_dim) == (2, 2, 32, 64)
+    for x, y in zip(cache.read(s, 1), loaded.read(s, 1), strict=True):
+        np.testing.assert_array_equal(x, y)
+    q = rows(rng, 1, 1, 4, 32)
+    np.testing.assert_array_equal(cache.decode(q, 1, s), loaded.decode(q, 1, s))
+    # The header as the format wants it.
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    ends = [header[name]["data_offsets"] for name in header if name != "__metadata__"]
+    assert ends[0][0] == 0 and ends[-1][1] == len(data) - 8 - size
+    assert all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
+    assert header["lengths"] == {"dtype": "I64", "shape": [1, 2], "data_offsets": ends[1]}
+    path.write_bytes(data[:-1])
+    with pytest.raises(qattn.InvalidArgument, match="its header asks for"):
+        qattn.KvCache.load(path)
+
+
+def test_importance_of_a_prefill_decides_tiers(rng):
+    cache = qattn.KvCache(kv_heads=1, head_dim=64, average_bits=3.5, window=16, sinks=0)
+    s = cache.add_sequence()
+    weights = np.full((1, 1, 128), 0.01, np.float32)
+    weights[0, 0, 20:30] = 1
+    cache.append(0, s, rows(rng, 1, 2048, 1, 64), rows(rng, 1, 2048, 1, 64), importance=weights)
+    tiers = cache.read(s)[2][0]
+    assert (tiers[320:480] == 1).all(), "eight bits where it matters"
+    assert tiers[480:2000].max() == 4
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"head_dim": 40}, "d: 40 is not a multiple of 32"),
+        ({"tiers": [4, 2]}, "tiers: more than one without average_bits"),
+        ({"tiers": [(4, 4, 4)]}, "tiers: "),
+        ({"tiers": [2**40]}, r"tiers\[0\]"),
+        ({"average_bits": 3.0, "budget_from": 100}, "it holds from 2[0-9]+"),
+        ({"window": 100}, "window: 100 is not a multiple of page_size 16"),
+        ({"window_dtype": "float32"}, "window_format: f32"),
+        ({"window_dtype": "int8"}, "window_dtype: int8"),
+        ({"importance": "none"}, "importance: 'none'"),
+        ({"smooth_k": 1}, "smooth_k: 1 is neither True nor False"),
+    ],
+)
+def test_refused_options(arguments, words):
+    with pytest.raises(qattn.InvalidArgument, match=words):
+        qattn.KvCache(**{"kv_heads": 2, "head_dim": 128, **arguments})
+
+
+def test_refused_calls(rng):
+    cache = qattn.KvCache(kv_heads=2, head_dim=32)
+    s = cache.add_sequence()
+    good = rows(rng, 1, 4, 2, 32)
+    with pytest.raises(qattn.InvalidArgument, match="k: shape"):
+        cache.append(0, s, good[..., :16], good)
+    with pytest.raises(qattn.InvalidArgument, match="sequence: 9"):
+        cache.append(0, 9, good, good)
+    with pytest.raises(qattn.InvalidArgument, match="q: 1 queries, but sequence 0 has 0 tokens"):
+        cache.decode(rows(rng, 1, 1, 2, 32), 0, s)
+    cache.append(0, s, good, good)
+    with pytest.raises(qattn.InvalidArgument, match="q: 3 heads"):
+        cache.decode(rows(rng, 1, 1, 3, 32), 0, s)
+    with pytest.raises(qattn.InvalidArgument, match="mass: "):
+        cache.observe(0, s, np.zeros((1, 2, 9), np.float32))
+    with pytest.raises(qattn.InvalidArgument, match="layer: 1"):
+        cache.length(s, 1)
+    assert cache.length(s) == 4
