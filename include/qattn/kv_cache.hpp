@@ -24,7 +24,8 @@ struct KvTier {
   bool operator==(const KvTier&) const = default;
 };
 
-/// Where a page's importance comes from until observe() or set_importance() says better.
+/// What a page's importance is until it is told: append(), observe() and set_importance() do.
+/// observe() averages into it, as into what was observed before.
 enum class KvImportance : std::int32_t {
   uniform,   ///< every page weighs the same
   key_norm,  ///< inverse of the mean squared norm of its keys: small keys draw attention

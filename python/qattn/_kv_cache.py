@@ -66,9 +66,10 @@ class KvCache:
     window, scales and tables counted, in every (sequence, layer), from budget_from tokens on
     (None: twice shortest_length); None: no budget, one tier. window, sinks: newest and first tokens
     in 16 bits, multiples of page_size (16, 32 or 64). window_dtype: float16 or bfloat16, what rows
-    are rounded to first. importance: "uniform" or "key_norm", what a page weighs until observe() or
-    set_importance() says better. Where a method takes sequences, one number will do for one
-    sequence. Several threads may use one cache; calls wait for each other.
+    are rounded to first. importance: "uniform" or "key_norm", what a page weighs until it is told;
+    observe() averages into it, as into what was observed before. Where a method takes sequences,
+    one number will do for one sequence. Several threads may use one cache; calls wait for each
+    other.
     Raises InvalidArgument, which names the argument, the value and the rule.
     """
 

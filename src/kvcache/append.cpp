@@ -51,6 +51,7 @@ Status AppendPlan::make() {
               layer_.length,
               new_length()};
       job.to.live |= live_bits(job.begin, job.end, tail.first, cache_.options.page_size);
+      job.to.importance = importance(job);
       jobs_.push_back(job);
     }
   } else {
@@ -248,8 +249,9 @@ void AppendPlan::sum_keys(std::int64_t head, float* mean) const {
 
 float AppendPlan::importance(const Job& job) const {
   if (rows_.importance != nullptr) {
+    // A row is as long as the batch's longest sequence; only this one's blocks count.
     return page_weight(cache_, job.to.first, rows_.importance + job.head * rows_.blocks,
-                       rows_.blocks);
+                       std::min(rows_.blocks, formats::kv_blocks(new_length())));
   }
   const bool leaves = !cache_.in_window(job.to.first, new_length());
   const bool asked = cache_.options.importance == KvImportance::key_norm;
@@ -275,8 +277,8 @@ float AppendPlan::key_importance(const Job& job) const {
     add();
   }
   const double norm = sum / (static_cast<double>(count) * cache_.d());
-  // NaN and zeros: as important as can be told in a float whose square is one, too.
-  return norm > 1e-15 ? static_cast<float>(1.0 / norm) : 1e15f;
+  // NaN, Inf and zeros: as important as can be told in a float whose square is one, too.
+  return std::isfinite(norm) && norm > 1e-15 ? static_cast<float>(1.0 / norm) : 1e15f;
 }
 
 const float* AppendPlan::mean(std::int64_t head) const {

@@ -64,7 +64,8 @@ Result<KvCache> KvCache::create(const KvCacheOptions& options) {
     auto data = std::make_unique<KvCacheData>();
     data->options = options;
     data->words = selection.words;
-    data->budget_from = options.budget_from == 0 ? 2 * *shortest : options.budget_from;
+    data->budget_from =
+        options.budget_from == 0 ? std::min(2 * *shortest, kv::most_tokens) : options.budget_from;
     if (data->budget_from < *shortest) {
       return invalid("budget_from: the budget cannot hold from " + text(options.budget_from) +
                      " tokens on; with a window of " + text(options.window) + " and " +

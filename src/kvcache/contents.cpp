@@ -44,21 +44,22 @@ Status KvCache::observe(std::int64_t layer, std::span<const std::int64_t> sequen
     }
     if (Status s = kv::check_weights("mass", mass); !s.ok()) return s;
     const float decay = data_->options.importance_decay;
+    std::vector<float> square(static_cast<std::size_t>(blocks));  // allocated before any change
     for (std::int64_t b = 0; b < batch; ++b) {
       kv::Layer& l = data_->find(sequences[static_cast<std::size_t>(b)])
                          ->layers[static_cast<std::size_t>(layer)];
-      std::vector<float> square(static_cast<std::size_t>(blocks));
+      const std::int64_t own = formats::kv_blocks(l.length);
       for (std::size_t h = 0; h < l.tables.size(); ++h) {
         const float* rows = static_cast<const float*>(mass.data) +
                             (b * heads + static_cast<std::int64_t>(h) * group) * blocks;
-        for (std::int64_t i = 0; i < blocks; ++i) {
+        for (std::int64_t i = 0; i < own; ++i) {
           float sum = 0;
           for (std::int64_t g = 0; g < group; ++g)
             sum += rows[g * blocks + i] * rows[g * blocks + i];
           square[static_cast<std::size_t>(i)] = sum / static_cast<float>(group);
         }
         for (Entry& e : l.tables[h]) {
-          const float now = std::sqrt(kv::page_weight(*data_, e.first, square.data(), blocks));
+          const float now = std::sqrt(kv::page_weight(*data_, e.first, square.data(), own));
           e.importance = e.importance < 0 ? now : decay * e.importance + (1 - decay) * now;
         }
       }
@@ -104,6 +105,8 @@ Status KvCache::read(std::int64_t sequence, std::int64_t layer, const TensorView
       Status s = kv::check_tensor("tiers", tiers, Format::s32, {heads, length}, false);
       if (!s.ok()) return s;
     }
+    const kv::NamedTensor all[] = {{"k", &k}, {"v", &v}, {"tiers", &tiers}};
+    if (Status s = kv::check_overlap(all, 3); !s.ok()) return s;
     const auto fill = [](const TensorView& view, auto value, std::int64_t count) {
       if (view.present()) std::fill_n(static_cast<decltype(value)*>(view.data), count, value);
     };

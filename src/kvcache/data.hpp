@@ -16,8 +16,11 @@
 
 namespace qattn::kv {
 
-/// One page of one (sequence, layer, KV head). Entries are ordered by `first`; two may share it
-/// after a sequence was truncated inside a quantised page and grew again (their live bits differ).
+/// The longest sequence.
+inline constexpr std::int64_t most_tokens = std::int64_t{1} << 30;
+
+/// One page of one (sequence, layer, KV head). Entries are ordered by `first`; several may share it
+/// after a sequence was truncated inside a quantised page and grew again (no live bit is in two).
 struct Entry {
   std::int32_t page = 0;   ///< in its tier's pool
   std::int32_t first = 0;  ///< position of its first token, a multiple of page_size

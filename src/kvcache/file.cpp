@@ -11,10 +11,9 @@
 // Everything that the header says follows from the options and counts in its one line of metadata,
 // so load() reads that line, writes the header again and compares: there is no parser to trust.
 #include <algorithm>
-#include <cinttypes>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <sstream>
 
 #include "core/guarded.hpp"
@@ -66,9 +65,9 @@ void each_number(C& c, F f) {
 }
 
 std::string hexadecimal(double value) {
-  char buffer[64];
-  std::snprintf(buffer, sizeof buffer, "%a", value);
-  return buffer;
+  char buffer[64];  // to_chars: printf would write the locale's decimal point
+  const auto end = std::to_chars(buffer, buffer + sizeof buffer, value, std::chars_format::hex);
+  return {buffer, end.ptr};
 }
 
 std::string Counts::line() const {
@@ -106,9 +105,10 @@ class Fields {
   std::int64_t integer(const std::string& name) { return number(take(name)); }
   double real(const std::string& name) {
     const std::string s = take(name);
-    char* end = nullptr;
-    const double value = std::strtod(s.c_str(), &end);
-    wrong_ |= s.empty() || *end != '\0' || !std::isfinite(value);
+    double value = 0;
+    const char* last = s.data() + s.size();
+    const auto end = std::from_chars(s.data(), last, value, std::chars_format::hex);
+    wrong_ |= end.ec != std::errc() || end.ptr != last || !std::isfinite(value);
     return value;
   }
   /// Digits up to 2^53.
@@ -333,7 +333,7 @@ class Reader {
 Status read_header(Reader& file, std::string& header, Counts& c) {
   std::uint64_t length = 0;
   if (!file.read(&length, sizeof length)) return invalid("is shorter than a header");
-  const std::size_t least = std::strlen(opening);
+  const std::size_t least = std::string_view(opening).size();
   if (length < least || length > longest_line * 4 ||
       static_cast<std::int64_t>(length) > file.size() - 8) {
     return invalid("has no header of a KV cache");
@@ -369,8 +369,8 @@ Status check_size(const Reader& file, const std::string& header, const Counts& c
   return invalid("has " + text(all) + " bytes, its header asks for " + text(bytes));
 }
 
-/// What a table's entry must be, whoever wrote it; `before` is the one before it or null.
-bool is_valid(const Entry& e, const Entry* before, const Counts& c, std::int64_t length) {
+/// What an entry must be, whoever wrote it; `table`: those before it.
+bool is_valid(const Entry& e, const Table& table, const Counts& c, std::int64_t length) {
   const std::int64_t size = c.options.page_size;
   const auto tiers = c.options.tiers.size();
   if (e.tier > tiers || e.page < 0 || e.page >= c.pages[e.tier] || e.reserved != 0) return false;
@@ -382,8 +382,9 @@ bool is_valid(const Entry& e, const Entry* before, const Counts& c, std::int64_t
   if (!(e.importance == -1.0f || (e.importance >= 0 && e.importance <= kv::most_importance))) {
     return false;
   }
-  if (before == nullptr || before->first < e.first) return true;
-  return before->first == e.first && (before->live & e.live) == 0;
+  std::uint64_t taken = 0;
+  for (auto i = table.rbegin(); i != table.rend() && i->first == e.first; ++i) taken |= i->live;
+  return (taken & e.live) == 0 && (table.empty() || table.back().first <= e.first);
 }
 
 /// Sequences and tables from the image; counts each page's references.
@@ -403,7 +404,7 @@ Status build(const Image& image, const Counts& c, KvCacheData& data,
     for (std::size_t l = i * layers; l < (i + 1) * layers; ++l) {
       Layer layer;
       layer.length = image.lengths[l];
-      if (layer.length < 0 || layer.length > (std::int64_t{1} << 30)) {
+      if (layer.length < 0 || layer.length > kv::most_tokens) {
         return invalid("lengths: " + text(layer.length) + " is not from 0 to 2^30");
       }
       if (image.flags[l] > 1 || (image.flags[l] == 1 && (mean + 1) * width > image.means.size())) {
@@ -422,7 +423,7 @@ Status build(const Image& image, const Counts& c, KvCacheData& data,
         table.reserve(static_cast<std::size_t>(size));
         for (std::int64_t k = 0; k < size; ++k) {
           const Entry& e = image.entries[entry++];
-          if (!is_valid(e, table.empty() ? nullptr : &table.back(), c, layer.length)) {
+          if (!is_valid(e, table, c, layer.length)) {
             return invalid("tables: entry " + text(static_cast<std::int64_t>(entry) - 1) +
                            " is not that of a page");
           }

@@ -36,12 +36,11 @@ Status check_dimensions(const KvCacheOptions& o) {
   if (o.page_size != 16 && o.page_size != 32 && o.page_size != 64) {
     return invalid("page_size: " + text(o.page_size) + " is not 16, 32 or 64");
   }
-  constexpr std::int64_t most = std::int64_t{1} << 30;
   for (const auto& [name, value, least] : {std::tuple{"window", o.window, o.page_size},
                                            std::tuple{"sinks", o.sinks, std::int64_t{0}}}) {
-    if (value < least || value > most || value % o.page_size != 0) {
+    if (value < least || value > most_tokens || value % o.page_size != 0) {
       return invalid(std::string(name) + ": " + text(value) + " is not a multiple of page_size " +
-                     text(o.page_size) + " from " + text(least) + " to " + text(most));
+                     text(o.page_size) + " from " + text(least) + " to " + text(most_tokens));
     }
   }
   return {};
@@ -103,6 +102,9 @@ Status check_options(const KvCacheOptions& o) {
   if (!(o.average_bits >= 0 && o.average_bits <= 64)) {
     return invalid("average_bits: " + text(o.average_bits) + " is not from 0 to 64");
   }
+  if (o.budget_from < 0 || o.budget_from > most_tokens) {
+    return invalid("budget_from: " + text(o.budget_from) + " is not from 0 to 2^30 tokens");
+  }
   if (o.average_bits == 0 && o.budget_from != 0) {
     return invalid("budget_from: " + text(o.budget_from) + " without average_bits has no effect");
   }
@@ -153,24 +155,30 @@ Result<std::int64_t> KvCache::shortest_length(const KvCacheOptions& o) {
     if (Status s = kv::check_options(o); !s.ok()) return s;
     if (o.average_bits == 0) return std::int64_t{0};
     const double page = static_cast<double>(o.page_size) * kv::budget_per_token(o);
-    constexpr std::int64_t many = 1 << 20;
-    const double last = (kv::least_bytes(o, 2 * many) - kv::least_bytes(o, many)) / many;
-    const double first = kv::least_bytes(o, many) - last * many;
-    if (page <= last || (first + page) / (page - last) > 0x1p30) {
+    // From `many` pages on the window is full and every page is one of the last tier.
+    const std::int64_t many = (o.window + o.sinks) / o.page_size + 1;
+    const double last = kv::least_bytes(o, many + 1) - kv::least_bytes(o, many);
+    const double first = kv::least_bytes(o, many) - last * static_cast<double>(many);
+    const double most_pages = static_cast<double>(kv::most_tokens / o.page_size);
+    if (page <= last || (first + page) / (page - last) > most_pages) {
       return kv::invalid(
           "average_bits: " + kv::text(o.average_bits) +
-          " hold at no length: a page of the last tier takes " +
+          " hold at no length up to 2^30 tokens: a page of the last tier takes " +
           kv::text(last * 8 / static_cast<double>(o.page_size * o.heads_kv * (o.d + o.dv))) +
           " with its scales and table entry");
     }
-    // Beyond this number of pages the line through the last tier's pages is below the budget.
-    auto pages = static_cast<std::int64_t>((first + page) / (page - last)) + 2;
+    // At `enough` pages the line through the last tier's pages is below the budget; where the
+    // window fills it is above, so the budget holds from one number on.
+    std::int64_t enough = static_cast<std::int64_t>((first + page) / (page - last)) + 2, few = 0;
     const auto holds = [&](std::int64_t n) {
       const double tokens = static_cast<double>((n - 1) * o.page_size + 1);
       return kv::least_bytes(o, n) <= tokens * kv::budget_per_token(o);
     };
-    while (pages > 1 && holds(pages - 1)) --pages;
-    return (pages - 1) * o.page_size + 1;
+    while (enough - few > 1) {
+      const std::int64_t middle = few + (enough - few) / 2;
+      (holds(middle) ? enough : few) = middle;
+    }
+    return (enough - 1) * o.page_size + 1;
   });
 }
 

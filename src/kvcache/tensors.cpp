@@ -43,7 +43,7 @@ Status check_lengths(const detail::KvCacheData& cache, std::int64_t layer,
                      std::span<const std::int64_t> sequences, const std::vector<Rows>& rows) {
   for (std::size_t b = 0; b < rows.size(); ++b) {
     const Layer& l = cache.find(sequences[b])->layers[static_cast<std::size_t>(layer)];
-    if (l.length + rows[b].count > (std::int64_t{1} << 30)) {
+    if (l.length + rows[b].count > most_tokens) {
       return invalid("k: sequence " + text(sequences[b]) + " would have " +
                      text(l.length + rows[b].count) + " tokens, should have at most 2^30");
     }
@@ -84,6 +84,22 @@ Status check_tensor(const std::string& name, const TensorView& view, Format form
     empty |= view.shape[i] == 0;
   }
   if (!empty && view.data == nullptr) return invalid(name + ": data pointer is null");
+  return {};
+}
+
+Status check_overlap(std::span<const NamedTensor> tensors, std::size_t outputs) {
+  for (std::size_t a = 0; a < outputs; ++a) {
+    if (!tensors[a].view->present()) continue;
+    const ByteRange ra = byte_range(*tensors[a].view);
+    for (std::size_t b = a + 1; b < tensors.size(); ++b) {
+      if (!tensors[b].view->present()) continue;
+      const ByteRange rb = byte_range(*tensors[b].view);
+      if (ra.begin < rb.end && rb.begin < ra.end) {
+        return invalid(std::string(tensors[a].name) + ": overlaps the memory of " +
+                       tensors[b].name + "; an output must not share memory with any other tensor");
+      }
+    }
+  }
   return {};
 }
 

@@ -18,6 +18,13 @@ int thread_index();
 Status check_tensor(const std::string& name, const TensorView& view, Format format,
                     std::initializer_list<std::int64_t> extent, bool strided);
 
+struct NamedTensor {
+  const char* name;
+  const TensorView* view;
+};
+/// The first `outputs` of these share no memory with any other of them.
+Status check_overlap(std::span<const NamedTensor> tensors, std::size_t outputs);
+
 /// Importance or mass: every element from 0 to most_importance. Its square is a float, too.
 inline constexpr float most_importance = 1e15f;
 Status check_weights(const std::string& name, const TensorView& view);

@@ -49,8 +49,11 @@ TEST(KvRefusal, Options) {
       {[](KvCacheOptions& o) { o.average_bits = -1; }, "average_bits: -1.0 is not from 0 to 64"},
       {[](KvCacheOptions& o) { o.average_bits = NAN; }, "average_bits: nan"},
       {[](KvCacheOptions& o) { o.average_bits = 2.1; },
-       "average_bits: 2.1 hold at no length: a page of the last tier takes 2.171875 with its "
+       "average_bits: 2.1 hold at no length up to 2^30 tokens: a page of the last tier takes "
+       "2.171875 with its "
        "scales"},
+      {[](KvCacheOptions& o) { o.budget_from = std::int64_t{1} << 31; },
+       "budget_from: 2147483648 is not from 0 to 2^30 tokens"},
       {[](KvCacheOptions& o) { o.average_bits = 0; }, "tiers: more than one without average_bits"},
       {[](KvCacheOptions& o) { o.importance_decay = 1; }, "importance_decay: 1.0 is not in [0, 1)"},
       {[](KvCacheOptions& o) { o.hysteresis = -1; }, "hysteresis: -1.0"},
@@ -66,6 +69,21 @@ TEST(KvRefusal, Options) {
     const Result<KvCache> cache = KvCache::create(o);
     expect_refusal(cache.status(), row.words);
   }
+}
+
+TEST(KvRefusal, TheShortestLengthOfLargeWindowsAndScarceBudgets) {
+  KvCacheOptions o;
+  o.average_bits = 8;
+  o.window = 1 << 25;
+  Result<std::int64_t> large = KvCache::shortest_length(o);
+  ASSERT_TRUE(large.ok()) << large.status().message();
+  EXPECT_GT(*large, o.window);
+  EXPECT_LT(*large, 4 * o.window);
+  o.window = 128;
+  o.average_bits = 2.173;  // hardly above the last tier's
+  const Result<std::int64_t> scarce = KvCache::shortest_length(o);
+  ASSERT_TRUE(scarce.ok()) << scarce.status().message();
+  EXPECT_GT(*scarce, 1 << 20);
 }
 
 TEST(KvRefusal, TheShortestLengthIsTheFirstThatHolds) {
