@@ -34,8 +34,8 @@ def main():
     command = sys.argv[1] if sys.argv[1:] and sys.argv[1] in COMMANDS else None
     if command is None:
         parser.parse_args()
-    # torch brings an OpenMP runtime of its own. Where both runtimes' idle threads spin for work, they
-    # take the cores from each other. Read when a runtime is loaded.
+    # torch brings an OpenMP runtime of its own. Where both runtimes' idle threads spin for work,
+    # they take the cores from each other. Read when a runtime is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     module = importlib.import_module(f"qbench.{command}")
     options = argparse.ArgumentParser(prog=f"bench.py {command}", description=COMMANDS[command])

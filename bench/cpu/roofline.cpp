@@ -119,8 +119,7 @@ struct alignas(64) TileConfig {
   }
 };
 
-// Four accumulators from two tiles each of A and B, all in registers.
-[[gnu::target("amx-tile,amx-int8")]] void tiles_s8(long steps) {
+[[gnu::target("amx-tile")]] void start_tiles() {
   static constexpr TileConfig config;  // in memory as a whole: the intrinsic names 8 bytes of it
   _tile_loadconfig(&config);
   _tile_zero(0);
@@ -131,6 +130,11 @@ struct alignas(64) TileConfig {
   _tile_zero(5);
   _tile_zero(6);
   _tile_zero(7);
+}
+
+// Four accumulators from two tiles each of A and B, all in registers.
+[[gnu::target("amx-tile,amx-int8")]] void tiles_s8(long steps) {
+  start_tiles();
   for (long s = 0; s < steps; ++s) {
     _tile_dpbusd(0, 4, 6);
     _tile_dpbusd(1, 4, 7);
@@ -141,16 +145,7 @@ struct alignas(64) TileConfig {
 }
 
 [[gnu::target("amx-tile,amx-bf16")]] void tiles_bf16(long steps) {
-  static constexpr TileConfig config;  // in memory as a whole: the intrinsic names 8 bytes of it
-  _tile_loadconfig(&config);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  _tile_zero(4);
-  _tile_zero(5);
-  _tile_zero(6);
-  _tile_zero(7);
+  start_tiles();
   for (long s = 0; s < steps; ++s) {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);

@@ -78,9 +78,9 @@ def lines_of(name, record):
         *peaks_table(record),
         "",
         "Whole calls, bf16 in and out, D 128, quantisation included. The shares: the time of both "
-        "products at their unit's peak, of the softmax of all scores on a tile in cache, of reading "
-        "K and V once, each of the whole; the largest is the path's roof, and a core computes "
-        "products and softmax one after the other but for what it overlaps.",
+        "products at their unit's peak, of the softmax of all scores on a tile in cache, of "
+        "reading K and V once, each of the whole; the largest is the path's roof, and a core "
+        "computes products and softmax one after the other but for what it overlaps.",
         "",
         *paths_table(record),
     ]
