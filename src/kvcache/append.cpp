@@ -1,5 +1,6 @@
 #include "kvcache/append.hpp"
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 

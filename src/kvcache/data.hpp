@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -11,6 +10,7 @@
 
 #include "formats/kv_layout.hpp"
 #include "kernels/cpu/words.hpp"
+#include "kvcache/entry.hpp"
 #include "kvcache/pool.hpp"
 #include "qattn/kv_cache.hpp"
 
@@ -18,30 +18,6 @@ namespace qattn::kv {
 
 /// The longest sequence.
 inline constexpr std::int64_t most_tokens = std::int64_t{1} << 30;
-
-/// One page of one (sequence, layer, KV head). Entries are ordered by `first`; several may share it
-/// after a sequence was truncated inside a quantised page and grew again (no live bit is in two).
-struct Entry {
-  std::int32_t page = 0;   ///< in its tier's pool
-  std::int32_t first = 0;  ///< position of its first token, a multiple of page_size
-  std::uint64_t live = 0;  ///< bit i: token first + i is here and not evicted
-  float importance = 0;    ///< mass per block; negative: never told
-  std::uint8_t tier = 0;   ///< 0: 16 bits; i: options.tiers[i - 1]
-  std::uint8_t path = 0;   ///< bit i - 1: its codes went through tier i
-  std::uint16_t reserved = 0;
-
-  int tokens() const { return std::popcount(live); }
-};
-static_assert(sizeof(Entry) == 24);
-
-/// Blocks of a page that have a token alive.
-inline int live_blocks(const Entry& e) {
-  int blocks = 0;
-  for (std::uint64_t live = e.live; live != 0; live >>= formats::kv_block_tokens) {
-    blocks += (live & 0xffffu) != 0 ? 1 : 0;
-  }
-  return blocks;
-}
 
 using Table = std::vector<Entry>;
 
@@ -55,16 +31,6 @@ struct Sequence {
   std::int64_t id = 0;
   std::vector<Layer> layers;
 };
-
-/// Tokens [begin, end) of the page whose first token is page_first, as live bits.
-inline std::uint64_t live_bits(std::int64_t begin, std::int64_t end, std::int64_t page_first,
-                               std::int64_t page_size) {
-  const std::int64_t low = begin > page_first ? begin - page_first : 0;
-  const std::int64_t high = end - page_first < page_size ? end - page_first : page_size;
-  if (high <= low) return 0;
-  const std::uint64_t below = low == 0 ? 0 : ~std::uint64_t{0} >> (64 - low);
-  return (~std::uint64_t{0} >> (64 - high)) & ~below;
-}
 
 }  // namespace qattn::kv
 

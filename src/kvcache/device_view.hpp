@@ -1,0 +1,59 @@
+// A KV cache on a device as kernels see it: plain pointers to memory whose addresses never change,
+// with everything that changes from step to step (tables, lengths, free pages) in that memory, so
+// that a captured graph replays on the cache as it then is.
+#pragma once
+
+#include <cstdint>
+
+#include "formats/kv_layout.hpp"
+#include "kvcache/entry.hpp"
+
+namespace qattn::kv {
+
+inline constexpr int most_tiers = 8;  ///< the 16-bit window's included
+
+/// One pool: pages of one tier, one behind the other.
+struct DevicePool {
+  std::uint8_t* pages = nullptr;
+  formats::KvBlock block{};
+  std::int32_t capacity = 0;  ///< pages
+
+  QATTN_HD std::uint8_t* page(std::int32_t number, std::int32_t blocks_per_page) const {
+    return pages + static_cast<std::int64_t>(number) * blocks_per_page * block.bytes();
+  }
+};
+
+struct DeviceCache {
+  std::int32_t d = 0, dv = 0;
+  std::int32_t page_size = 0;                 ///< tokens
+  std::int32_t window_tokens = 0, sinks = 0;  ///< options.window and options.sinks
+  std::int32_t layers = 0, heads_kv = 0;
+  std::int32_t slots = 0;       ///< sequences that it has room for
+  std::int32_t most_pages = 0;  ///< entries of a page table
+  std::int32_t pools = 0;       ///< 1 + tiers; pool 0 keeps rows in 16 bits
+  std::int32_t bf16 = 0;        ///< those rows are bf16, not f16
+  std::int32_t rotate = 0, smooth_k = 0;
+  DevicePool pool[most_tiers];
+
+  Entry* entries = nullptr;          ///< [slots][layers][heads_kv][most_pages], by `first`
+  std::int32_t* counts = nullptr;    ///< [slots][layers][heads_kv] entries in use
+  std::int32_t* lengths = nullptr;   ///< [slots][layers] tokens
+  float* k_means = nullptr;          ///< [slots][layers][heads_kv][d]; zeros until they are frozen
+  std::int32_t* has_mean = nullptr;  ///< [slots][layers]
+
+  QATTN_HD std::int32_t blocks_per_page() const { return page_size / formats::kv_block_tokens; }
+  QATTN_HD std::int64_t layer_index(std::int64_t slot, std::int64_t layer) const {
+    return slot * layers + layer;
+  }
+  QATTN_HD std::int64_t head_index(std::int64_t slot, std::int64_t layer, std::int64_t head) const {
+    return layer_index(slot, layer) * heads_kv + head;
+  }
+  QATTN_HD Entry* table(std::int64_t slot, std::int64_t layer, std::int64_t head) const {
+    return entries + head_index(slot, layer, head) * most_pages;
+  }
+  QATTN_HD float* k_mean(std::int64_t slot, std::int64_t layer, std::int64_t head) const {
+    return k_means + head_index(slot, layer, head) * d;
+  }
+};
+
+}  // namespace qattn::kv
