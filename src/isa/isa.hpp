@@ -12,7 +12,8 @@
 //     Index3 {x, y, z}
 //     int target_architecture            a constant: of the GPU that this is compiled for, 89 for
 //                                        sm_89; the emulator, which has every word, says 120
-//     int thread(), lane(), warp()       within the block; warp() is uniform to the compiler
+//     int thread(), lane()               within the block
+//     int warp()                         (warp) of the block; uniform to the compiler
 //     Index3 block(), grid()             this block's index; how many there are
 //     SharedAddress shared_base()        first byte of the block's shared memory, 1024-byte aligned
 //

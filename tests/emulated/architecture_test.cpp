@@ -7,7 +7,7 @@
 namespace qattn::test {
 namespace {
 
-bool has_fp8(const Recipe& recipe) { return architecture_for(recipe) == 89; }
+bool has_fp8(const Recipe& recipe) { return recipe.qk == Format::e4m3 || recipe.v == Format::e4m3; }
 
 /// explain() of a small call on that GPU.
 std::string explained(const Recipe& recipe, int architecture) {
@@ -30,7 +30,7 @@ class EmulatedArchitecture : public testing::TestWithParam<Recipe> {};
 
 TEST_P(EmulatedArchitecture, ServesWhatHasTheInstructions) {
   for (const int architecture : {80, 86, 87, 89, 90, 100, 103, 110, 120, 121}) {
-    const bool native = architecture == 89 || architecture >= 120;
+    const bool native = architecture == 89 || architecture == 90 || architecture >= 120;
     const std::string text = explained(GetParam(), architecture);
     EXPECT_EQ(contains(text, chosen), native || !has_fp8(GetParam())) << text;
   }
@@ -42,9 +42,17 @@ TEST_P(EmulatedArchitecture, SaysWhyFp8IsRefused) {
   if (!has_fp8(GetParam())) GTEST_SKIP() << "no FP8";
   EXPECT_TRUE(
       contains(explained(GetParam(), 86), ": sm_86 has no FP8 products, which begin with sm_89"));
-  EXPECT_TRUE(contains(explained(GetParam(), 90),
-                       ": sm_90 emulates mma.sync of FP8 with 16-bit products; this kernel's FP8 "
+  EXPECT_TRUE(contains(explained(GetParam(), 100),
+                       ": sm_100 emulates mma.sync of FP8 with 16-bit products; this kernel's FP8 "
                        "is for sm_89 and sm_120"));
+}
+
+/// Hopper has kernels of its own for every recipe, up to head dimension 128.
+TEST_P(EmulatedArchitecture, HopperTakesItsOwn) {
+  const std::string text = explained(GetParam(), 90);
+  const bool wide = !free_scales(GetParam().v);
+  EXPECT_TRUE(contains(text, wide ? "sm90a_wide_prefill: chosen" : "sm90a_prefill: chosen"))
+      << text;
 }
 
 /// A library for sm_80 alone runs on sm_89, where its FP8 kernels would be empty.

@@ -83,14 +83,42 @@ Cell cell_of(const Recipe& recipe, const Feature& feature, std::string tail) {
   return cell;
 }
 
-/// What Hopper's own kernels serve there, once more for the portable kernel.
-void add_portable(std::vector<Cell>& cells) {
+/// A GPU on which another kernel serves the cell; 0: there is none. Hopper has kernels of its own,
+/// the portable one serves sm_89.
+int other_architecture(const Cell& cell) {
+  const Recipe& r = cell.recipe;
+  if (r.qk != Format::e4m3 && r.v != Format::e4m3) return 89;
+  const bool hopper = std::max(cell.feature.dim, cell.feature.dim_v) <= 128 &&
+                      r.smooth_q != Toggle::on && cell.feature.options.block_mask_q % 128 == 0 &&
+                      cell.feature.options.block_mask_k % 128 == 0 &&
+                      r.v_scale.granularity != Granularity::per_block_channel;
+  return hopper && !cell.refused ? 90 : 0;
+}
+
+void move(Cell& cell) {
+  cell.architecture = other_architecture(cell);
+  cell.name += "_sm" + std::to_string(cell.architecture);
+}
+
+/// Every cell once more on its other GPU.
+void add_others(std::vector<Cell>& cells) {
   for (std::size_t n = 0, count = cells.size(); n < count; ++n) {
-    if (cells[n].recipe.v != Format::s8) continue;
-    Cell cell = cells[n];
-    cell.name += "_sm89";
-    cell.architecture = 89;
-    cells.push_back(std::move(cell));
+    if (other_architecture(cells[n]) == 0) continue;
+    cells.push_back(cells[n]);
+    move(cells.back());
+  }
+}
+
+/// The same for s8 V; every second cell of other recipes moves.
+void share_with_others(std::vector<Cell>& cells) {
+  for (std::size_t n = 0, count = cells.size(); n < count; ++n) {
+    if (other_architecture(cells[n]) == 0) continue;
+    if (cells[n].recipe.v == Format::s8) {
+      cells.push_back(cells[n]);
+      move(cells.back());
+    } else if (n % 2 != 0) {
+      move(cells[n]);
+    }
   }
 }
 
@@ -137,7 +165,7 @@ std::vector<Cell> covering_cells() {
     all.push_back(cell_of(recipe, f, ""));
     ++n;
   }
-  add_portable(all);
+  share_with_others(all);
   return all;
 }
 
@@ -164,7 +192,7 @@ std::vector<Cell> all_cells() {
       }
     }
   }
-  add_portable(all);
+  add_others(all);
   return all;
 }
 
@@ -187,9 +215,9 @@ std::vector<InstanceCell> instance_cells() {
                                         : v == "e4m3"     ? "int8_fp8"
                                                           : "int8");
     Cell cell = cell_of(recipe, f, "");
-    if (recipe.v == Format::s8) cell.architecture = 89;  // Hopper has a kernel of its own
-    all.push_back({std::move(cell),
-                   std::string(general ? "general" : "plain") + " d" + std::to_string(d)});
+    cell.architecture = d > 128 ? 0 : 89;  // Hopper has kernels of its own
+    all.push_back(
+        {std::move(cell), std::string(general ? "general" : "plain") + " d" + std::to_string(d)});
   };
 #define QATTN_INSTANCE(D, QK, PV, GENERAL) instance(D, #QK, #PV, GENERAL);
 #include "kernels/attn_prefill/sm80_instances.inc"

@@ -9,9 +9,9 @@ import recipe_sim
 import torch
 from gpu import (
     CAPABILITY,
-    CAPABILITY,
     DEVICE,
     KINDS,
+    MOST_FP8,
     RECIPES,
     SINCE,
     attention,
@@ -70,7 +70,8 @@ ROWS = {
 }
 if CAPABILITY == (9, 0):  # Hopper's own kernel
     ROWS["int8_full"] = ("s8 thread", "u8 / V thread")
-TILE = {"int8_full": 128 if CAPABILITY == (9, 0) else 64}
+    ROWS["int8_fp8"] = ("s8 thread", "e4m3")
+TILE = dict.fromkeys(ROWS, 128 if CAPABILITY == (9, 0) else 64)
 # 16-bit products leave nothing of 16-bit inputs to round but P, so sums show: the matrix units
 # truncate (bench/results/isa-h200.json), which adds up where V has a mean (1.2e-5 on an H200).
 SUMS = 1.5e-5
@@ -90,7 +91,7 @@ def test_error_rule(recipe, family):
     operands = [x.double().cpu().numpy() for x in (q, k, v)]
     ref, ref_lse = recipe_sim.exact(*operands)
     simulated = recipe_sim.attention(*operands, *ROWS[recipe],
-                                      tile=TILE.get(recipe, 64))
+                                      tile=TILE[recipe])
     ours = nrmse(out[0, :, 0].cpu(), torch.from_numpy(ref))
     bound = nrmse(torch.from_numpy(simulated), torch.from_numpy(ref))
     assert ours <= 1.10 * bound + SUMS, f"{ours:.3e} against {bound:.3e}"
@@ -107,6 +108,11 @@ def test_error_rule(recipe, family):
 ])  # fmt: skip
 @every_recipe
 def test_head_dimensions(recipe, dim, dim_v):
+    if "fp8" in recipe and max(dim, dim_v) > MOST_FP8:
+        q, k, v = qkv(dim=dim, dim_v=dim_v, dtype=dtype_of(recipe))
+        with pytest.raises(qattn.Unsupported, match="head dimensions above 128"):
+            attention(q, k, v, recipe)
+        return
     q, k, v = qkv(dim=dim, dim_v=dim_v, dtype=dtype_of(recipe))
     check(recipe, attention(q, k, v, recipe), reference(q, k, v))
 

@@ -277,6 +277,18 @@ TEST(Broken, DivergentCollective) {
                 "divergent collective: shuffle at broken_test.cpp:");
 }
 
+// warp() is a shuffle on GPUs, and hangs where one lane asks alone.
+TEST(Broken, DivergentWarpNumber) {
+  expect_caught({32, 0,
+                 [](bool broken, Words& out) {
+                   int number_of_warp = broken ? 0 : warp();
+                   if (lane() == 0 && broken) number_of_warp = warp();
+                   sync_warp();
+                   out[number(lane())] = number(number_of_warp);
+                 }},
+                "divergent collective: warp at broken_test.cpp:");
+}
+
 TEST(Broken, DifferentCollectives) {
   expect_caught({32, 0,
                  [](bool broken, Words&) {

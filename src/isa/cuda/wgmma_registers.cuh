@@ -10,10 +10,12 @@
 #define QATTN_D16 QATTN_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define QATTN_D32 \
   QATTN_D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define QATTN_D36 QATTN_D32 ", %32, %33, %34, %35"
 #define QATTN_D48 \
   QATTN_D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define QATTN_D64 \
   QATTN_D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define QATTN_D68 QATTN_D64 ", %64, %65, %66, %67"
 #define QATTN_D96                                                                        \
   QATTN_D64                                                                              \
       ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
@@ -29,8 +31,10 @@
 #define QATTN_O8(c, i) QATTN_O4(c, i), QATTN_O4(c, i + 4)
 #define QATTN_O16(c, i) QATTN_O8(c, i), QATTN_O8(c, i + 8)
 #define QATTN_O32(c, i) QATTN_O16(c, i), QATTN_O16(c, i + 16)
+#define QATTN_O36(c, i) QATTN_O32(c, i), QATTN_O4(c, i + 32)
 #define QATTN_O48(c, i) QATTN_O32(c, i), QATTN_O16(c, i + 32)
 #define QATTN_O64(c, i) QATTN_O32(c, i), QATTN_O32(c, i + 32)
+#define QATTN_O68(c, i) QATTN_O64(c, i), QATTN_O4(c, i + 64)
 #define QATTN_O96(c, i) QATTN_O64(c, i), QATTN_O32(c, i + 64)
 #define QATTN_O128(c, i) QATTN_O64(c, i), QATTN_O64(c, i + 64)
 

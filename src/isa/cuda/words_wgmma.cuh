@@ -75,6 +75,18 @@ struct WgmmaOf;
 #define QATTN_P6 "%38"
 #include "isa/cuda/wgmma_shape.inl"
 
+#define QATTN_N 72
+#define QATTN_D QATTN_D36
+#define QATTN_OUT QATTN_O36
+#define QATTN_P0 "%36"
+#define QATTN_P1 "%37"
+#define QATTN_P2 "%38"
+#define QATTN_P3 "%39"
+#define QATTN_P4 "%40"
+#define QATTN_P5 "%41"
+#define QATTN_P6 "%42"
+#include "isa/cuda/wgmma_shape.inl"
+
 #define QATTN_N 96
 #define QATTN_D QATTN_D48
 #define QATTN_OUT QATTN_O48
@@ -97,6 +109,18 @@ struct WgmmaOf;
 #define QATTN_P4 "%68"
 #define QATTN_P5 "%69"
 #define QATTN_P6 "%70"
+#include "isa/cuda/wgmma_shape.inl"
+
+#define QATTN_N 136
+#define QATTN_D QATTN_D68
+#define QATTN_OUT QATTN_O68
+#define QATTN_P0 "%68"
+#define QATTN_P1 "%69"
+#define QATTN_P2 "%70"
+#define QATTN_P3 "%71"
+#define QATTN_P4 "%72"
+#define QATTN_P5 "%73"
+#define QATTN_P6 "%74"
 #include "isa/cuda/wgmma_shape.inl"
 
 #define QATTN_N 192

@@ -51,6 +51,7 @@ enum class Word : std::uint8_t {
   barrier_arrive,
   sync_warp,
   shuffle,
+  warp,
   vote,
   copy_async,
   copy_async_commit,

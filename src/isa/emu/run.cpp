@@ -36,6 +36,7 @@ constexpr WordInfo kWords[] = {
     {Word::barrier_arrive, "barrier_arrive", Pipe::control},
     {Word::sync_warp, "sync_warp", Pipe::control},
     {Word::shuffle, "shuffle", Pipe::memory},
+    {Word::warp, "warp", Pipe::control},
     {Word::vote, "vote", Pipe::control},
     {Word::copy_async, "copy_async16", Pipe::memory},
     {Word::copy_async_commit, "copy_async_commit", Pipe::control},

@@ -29,7 +29,6 @@ inline constexpr int target_architecture = 120;
 
 inline int thread() { return emu::current_lane->thread; }
 inline int lane() { return emu::current_lane->lane; }
-inline int warp() { return emu::current_lane->warp; }
 inline Index3 block() {
   const emu::Position p = emu::current_block().index();
   return {p.x, p.y, p.z};
@@ -188,6 +187,13 @@ T shuffle_up(T v, int delta, Where where = Where::current()) {
 template <class T>
 T shuffle_down(T v, int delta, Where where = Where::current()) {
   return shuffle_from(v, lane() + delta, where);
+}
+
+/// A shuffle on GPUs, which is what makes it uniform.
+inline int warp(Where where = Where::current()) {
+  int mine = emu::current_lane->warp;
+  emu::warp_collective(Word::warp, mine, where, [](emu::Block&, emu::Arguments<int>) {});
+  return mine;
 }
 
 struct Vote {

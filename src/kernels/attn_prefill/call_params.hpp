@@ -108,6 +108,7 @@ inline PrefillParams params_of(const Problem& p, const Prepared& prepared, int r
   a.sinks = per_head(p.tensors.sinks);
   a.group = static_cast<std::int32_t>(p.group());
   a.q_blocks = static_cast<std::int32_t>((p.max_q + rows - 1) / rows);
+  a.works = static_cast<std::int32_t>(a.q_blocks * p.batch * p.heads_q);
   a.heads_first = p.window_right >= 0;
   a.error = error;
   return a;

@@ -29,6 +29,7 @@ Status run_steps(const detail::PlanData& plan, const Problem& problem, void* wor
 
 detail::Kernel sm80_prefill();
 detail::Kernel sm90a_prefill();
+detail::Kernel sm90a_wide_prefill();
 
 /// All of them, best first.
 std::span<const detail::Kernel> gpu_attention_kernels();

@@ -64,7 +64,12 @@ struct PrefillParams {
   /// 16-bit Q and K, plain variant: the first key of a tile that holds NaN or Inf (else no_key),
   /// one number a warp, [heads_kv][slots / 64][4].
   std::int32_t* bad_keys = nullptr;
+  std::int32_t works = 0;  ///< blocks of rows: q_blocks, heads and sequences multiplied
+  /// Not 0 where a warp of the Hopper kernel met numbers that are not finite, [works][8]: the
+  /// portable kernel does these blocks again, and these alone.
+  std::uint32_t* doubts = nullptr;
 };
+inline constexpr int doubt_warps = 8;
 
 inline constexpr std::int32_t no_key = 0x7fffffff;
 

@@ -75,6 +75,7 @@ struct PrefillRows {
   float row_scale[R];     ///< from a row's products to scores in units of log2: Q's scale and
                           ///< softmax_scale * log2 e
   unsigned bad_rows = 0;  ///< bit r: row r of this thread is NaN
+  bool doubtful = false;  ///< 16-bit V: a row has met NaN or Inf in V, and may not have seen it
 
   QATTN_DEVICE PrefillRows(const PrefillParams& params, const PrefillWork& w, int row_warp)
       : p(params), work(w), warp(row_warp) {
@@ -273,7 +274,11 @@ struct PrefillRows {
                                         max[r] - S::p_log2, total, offset);
     // An index tensor that holds nonsense makes the whole row NaN; so does, in all channels, a bad
     // token of 16-bit V in one.
-    const float poison = work.k.bad || work.q.bad ? tile::quiet_nan() : row_poison(r);
+    const float channels = row_poison(r);
+    const bool exists = i < work.q.length;  // Q of a row that does not may hold anything
+    const float poison = work.k.bad || work.q.bad ? tile::quiet_nan() : exists ? channels : 0.0f;
+    // With NaN or Inf in Q or K the sum is none either, and rightly so.
+    if constexpr (S::wide_pv) doubtful |= tile::is_nan(poison) && !bad && tile::is_finite(total);
     const bool empty = end.factor == 0.0f;
     if (lane % 4 == 0 && p.out.lse != nullptr && i < work.q.rows) {
       isa::store_global(p.out.lse + work.b * p.out.lse_batch +

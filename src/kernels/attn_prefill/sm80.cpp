@@ -6,7 +6,7 @@
 #include <string>
 
 #include "kernels/attn_prefill/call_params.hpp"
-#include "kernels/attn_prefill/gpu.hpp"
+#include "kernels/attn_prefill/sm80_plan.hpp"
 #include "kernels/attn_prefill/sm80_spoil.cuh"
 
 namespace qattn::kernels {
@@ -16,12 +16,7 @@ namespace {
 using detail::PlanData;
 using isa::Element;
 
-using Launcher = isa::LaunchError (*)(const PrefillParams&, isa::Index3, void*);
-
-struct Instance {
-  PrefillConfig config;
-  Launcher launch;
-};
+using Instance = PrefillInstance;
 
 template <PrefillConfig C>
 constexpr Instance instance() {
@@ -46,13 +41,6 @@ const Instance* find(const PrefillConfig& config) {
 /// Does a kernel note bad keys, for SpoilRows?
 bool notes_bad_keys(const PrefillConfig& c) { return isa::is_16bit(c.qk) && !c.general; }
 
-struct PrefillPlan : GpuPlan {
-  /// Both have the same tiles. run() takes the plain one, if there is one, where is_plain() says so
-  /// of the call at hand: a plan knows neither its addresses nor its strides.
-  const Instance *plain = nullptr, *general = nullptr;
-  std::size_t bad_keys = 0;  ///< offset in the workspace
-};
-
 constexpr int tile_keys = 64;
 constexpr int tile_rows(const PrefillConfig& c) { return c.d > 128 ? 64 : 128; }
 
@@ -69,9 +57,6 @@ Element element_of(Format format) {
          : format == Format::e4m3 ? Element::e4m3
                                   : Element::s8;
 }
-
-/// Is an operand of the format quantised?
-bool coded(Format format) { return format == Format::s8 || format == Format::e4m3; }
 
 /// Is K's scale the same for all keys of a tile?
 bool tile_scaled(const Problem& p, const Recipe& r) {
@@ -101,7 +86,8 @@ bool plain_values(const Problem& p, const Recipe& r) {
   return scales && prepared_channels(p.dv) == config_of(p, r, false).d;
 }
 
-/// Does the plain variant serve the call with these addresses, strides and values?
+}  // namespace
+
 bool is_plain(const Problem& p, const Recipe& r) {
   const bool codes = coded(r.qk), v_codes = coded(r.v);
   const bool q_in_place = !codes || p.q_codes, k_in_place = !codes || p.k_codes;
@@ -112,6 +98,18 @@ bool is_plain(const Problem& p, const Recipe& r) {
          (!k_in_place || aligned(p.k)) && (!v_in_place || aligned(p.v)) &&
          (!codes || tile_scaled(p, r)) && (!v_codes || plain_values(p, r));
 }
+
+std::size_t bad_keys_bytes(const Problem& p, const PrepareLayout& prepared) {
+  const std::int64_t slots = prepared.part[static_cast<int>(Role::k)].slots;
+  return static_cast<std::size_t>(p.heads_kv * slots / note_keys * note_warps) *
+         sizeof(std::int32_t);
+}
+
+isa::LaunchError spoil_rows(const Problem& p, const PrefillParams& params, Stream stream) {
+  return isa::launch<SpoilRows>(params, {static_cast<int>(p.batch * p.heads_q), 1, 1}, stream);
+}
+
+namespace {
 
 /// What will run, as far as a plan can tell.
 const Instance& instance_of(const Problem& p, const PrefillPlan& plan) {
@@ -234,9 +232,7 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
   plan->workspace = plan->prepared.bytes;
   if (plan->plain != nullptr && notes_bad_keys(plan->plain->config)) {
     plan->bad_keys = plan->workspace;
-    const std::int64_t slots = plan->prepared.part[static_cast<int>(Role::k)].slots;
-    plan->workspace +=
-        static_cast<std::size_t>(p.heads_kv * slots / tile_keys * 4) * sizeof(std::int32_t);
+    plan->workspace += bad_keys_bytes(p, plan->prepared);
   }
   const PrefillConfig& c = instance_of(p, *plan).config;
   plan->error = isa::error_word();
@@ -249,20 +245,16 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
 Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Stream stream) {
   const auto& plan = static_cast<const PrefillPlan&>(data);
   const Instance& instance = instance_of(p, plan);
-  PrefillParams params =
-      params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace),
-                tile_rows(instance.config), plan.error);
-  const std::int64_t units = p.batch * p.heads_q, blocks = params.q_blocks * units;
-  if (blocks == 0) return {};
+  PrefillParams params = params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace),
+                                   tile_rows(instance.config), plan.error);
+  if (params.works == 0) return {};
   const bool notes = notes_bad_keys(instance.config);
   if (notes) {
     params.bad_keys =
         reinterpret_cast<std::int32_t*>(static_cast<std::byte*>(workspace) + plan.bad_keys);
   }
-  isa::LaunchError e = instance.launch(params, {static_cast<int>(blocks), 1, 1}, stream);
-  if (e.empty() && notes) {
-    e = isa::launch<SpoilRows>(params, {static_cast<int>(units), 1, 1}, stream);
-  }
+  isa::LaunchError e = instance.launch(params, {params.works, 1, 1}, stream);
+  if (e.empty() && notes) e = spoil_rows(p, params, stream);
   return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);
 }
 

@@ -135,22 +135,44 @@ struct Prefill : PrefillValues<C> {
 
   // ---- Entry ----------------------------------------------------------------------------------
 
+  static QATTN_DEVICE void run_block(const Params& p, int index) {
+    const PrefillWork work = locate_work(p, index, S::rows, S::keys);
+    if ((work.q.bad || work.k.bad) && isa::thread() == 0) {
+      isa::atomic_or_global(p.error, tile::error_sequence);
+    }
+    if (work.first_row >= work.q.rows) return;
+    Prefill self(p, work);
+    self.run_tiles();
+    if constexpr (S::wide_qk && !C.general) {
+      if (work.key_begin < work.key_end) self.check_operands();
+    }
+    if constexpr (S::e4m3_pv && !C.general) self.scale_channels();
+    isa::sync_threads();  // the rows leave through the same shared memory
+    self.write(self.base);
+  }
+
+  /// Did a warp of the Hopper kernel meet numbers in block `index` that are not finite?
+  static QATTN_DEVICE bool is_doubtful(const Params& p, int index) {
+    std::uint32_t any = 0;
+#pragma unroll
+    for (int w = 0; w < doubt_warps; ++w) {
+      any |= isa::load_global(p.doubts + index * std::int64_t{doubt_warps} + w);
+    }
+    return any != 0;
+  }
+
   static QATTN_DEVICE void run(const Params& p) {
     if constexpr (isa::has_mma(C.qk, isa::target_architecture) &&
                   isa::has_mma(C.pv, isa::target_architecture)) {
-      const PrefillWork work = locate_work(p, isa::block().x, S::rows, S::keys);
-      if ((work.q.bad || work.k.bad) && isa::thread() == 0) {
-        isa::atomic_or_global(p.error, tile::error_sequence);
+      if (!C.general || p.doubts == nullptr) {
+        run_block(p, isa::block().x);
+        return;
       }
-      if (work.first_row >= work.q.rows) return;
-      Prefill self(p, work);
-      self.run_tiles();
-      if constexpr (S::wide_qk && !C.general) {
-        if (work.key_begin < work.key_end) self.check_operands();
+      for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
+        if (!is_doubtful(p, index)) continue;
+        isa::sync_threads();  // the block before has left shared memory
+        run_block(p, index);
       }
-      if constexpr (S::e4m3_pv && !C.general) self.scale_channels();
-      isa::sync_threads();  // the rows leave through the same shared memory
-      self.write(self.base);
     }
   }
 };

@@ -16,8 +16,7 @@ isa::LaunchError launch_prefill(const PrefillParams& params, isa::Index3 grid, v
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels
 
-#define QATTN_INSTANCE(D, QK, PV, GENERAL)                                                     \
-  template qattn::isa::LaunchError                                                             \
-  qattn::kernels::launch_prefill<qattn::kernels::PrefillConfig{                                \
-      D, qattn::isa::Element::QK, qattn::isa::Element::PV, GENERAL}>(                          \
+#define QATTN_INSTANCE(D, QK, PV, GENERAL)                                                       \
+  template qattn::isa::LaunchError qattn::kernels::launch_prefill<qattn::kernels::PrefillConfig{ \
+      D, qattn::isa::Element::QK, qattn::isa::Element::PV, GENERAL}>(                            \
       const qattn::kernels::PrefillParams&, qattn::isa::Index3, void*);

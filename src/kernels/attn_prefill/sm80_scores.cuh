@@ -2,7 +2,7 @@
 // the product of Q and K, and what happens to scores before the softmax.
 #pragma once
 
-#include "kernels/attn_prefill/rows.cuh"
+#include "kernels/attn_prefill/check.cuh"
 #include "tile/query_mean.hpp"
 
 namespace qattn::kernels {
@@ -28,8 +28,8 @@ struct PrefillShape {
   static constexpr int tail_bytes = wide_pv ? 0 : 8 * keys + 16;
   static constexpr int k_scale_at = tail_at + tail_bytes;
   static constexpr int mean_at = k_scale_at + 4 * keys;  ///< smooth_q: 64 floats a block of Q
-  static constexpr int used_bytes = C.general && !wide_qk ? mean_at + 4 * keys * thread_rows * warps
-                                                       : k_scale_at;
+  static constexpr int used_bytes =
+      C.general && !wide_qk ? mean_at + 4 * keys * thread_rows * warps : k_scale_at;
   static constexpr int out_row = tile::padded_row(2 * C.d);
   static constexpr int shared_bytes = used_bytes > rows* out_row ? used_bytes
                                                                  : (rows* out_row + 15) / 16 * 16;
@@ -187,9 +187,8 @@ struct PrefillScores : PrefillRows<PrefillShape<C>> {
     const auto add = [&](Scores& scores) {
       if (!S::wide_qk && p.q_mean.data != nullptr) add_query_mean(scores, tile);
     };
-    Base::finish_scores(s, tile, key_scale, add, [&](int key) {
-      return S::wide_pv && bad_values && bad_value(key);
-    });
+    Base::finish_scores(s, tile, key_scale, add,
+                        [&](int key) { return S::wide_pv && bad_values && bad_value(key); });
   }
 
   /// smooth_q: what Q's means took from the scores. Rows that share r are eight in a row of the
@@ -231,29 +230,13 @@ struct PrefillScores : PrefillRows<PrefillShape<C>> {
 
   // ---- Values that are not numbers ------------------------------------------------------------
 
-  // An infinity in Q or K gives scores of +-infinity, and minus infinity looks like a masked key.
-  // To test every score costs 6 to 10 % on an H200 (D 128, S 4096), so the operands are tested
-  // instead: each block its own queries, and each tile of K by one of the blocks that read it. What
-  // that finds is too late for the others; SpoilRows (sm80_spoil.cuh) sees to the rows after the
-  // kernel.
-
-  QATTN_DEVICE static bool not_finite(const isa::Words4& v) {
-    constexpr std::uint32_t exponent = C.qk == Element::f16 ? 0x7c00u : 0x7f80u;
-    bool bad = false;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      bad |= (v.w[i] & exponent) == exponent || (v.w[i] >> 16 & exponent) == exponent;
-    }
-    return bad;
-  }
-
   /// Marks this warp's rows of Q that are not finite.
   QATTN_DEVICE void check_queries() {
     bool bad = false;
     const SharedAddress row = base + (warp * S::warp_rows + lane % S::warp_rows) * S::qk_row;
 #pragma unroll 4
     for (int c = 0; c < S::qk_bytes; c += 16) {
-      bad |= not_finite(isa::load_shared<isa::Words4>(row + c));
+      bad |= not_finite<C.qk>(isa::load_shared<isa::Words4>(row + c));
     }
     const std::uint32_t rows = isa::ballot(bad);
 #pragma unroll
@@ -262,55 +245,16 @@ struct PrefillScores : PrefillRows<PrefillShape<C>> {
     }
   }
 
-  /// Notes the first key of a tile that is not finite. Reads K once more, from L2: the same test in
-  /// the loop over the tiles cost registers there, and 3 to 12 %.
-  QATTN_DEVICE void check_keys(int tile) {
-    std::int32_t first = no_key;
-    constexpr int chunks = S::qk_bytes / 16;
-#pragma unroll 4
-    for (int n = isa::thread(); n < S::keys * chunks; n += S::threads) {
-      const int key = tile + n / chunks, c = n % chunks * 16;
-      if (key >= k_source.length || c >= k_source.row_bytes) continue;
-      const auto* at =
-          reinterpret_cast<const isa::Words4*>(k_source.base + key * k_source.stride + c);
-      if (not_finite(isa::load_global(at)) && key < first) first = key;
-    }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      const std::int32_t other = isa::shuffle_xor(first, step);
-      first = other < first ? other : first;
-    }
-    if (lane == 0) {
-      const std::int64_t index =
-          (work.kv_head * tile::slot_count(p.k) + work.k_slot + tile) / S::keys;
-      isa::store_global(p.bad_keys + index * S::warps + warp, first);
-    }
-  }
-
-  /// This block's share of the tests: each tile is tested by one of the blocks that read it. Those
-  /// that every block sees are dealt out in turn, one that causal masks hide from the blocks before
-  /// is tested by the first that sees it.
+  /// This block's share of the tests of Q and K.
   QATTN_DEVICE void check_operands() {
     check_queries();
-    if (p.bad_keys == nullptr || work.head % p.group != 0) return;
-    const int length = static_cast<int>(work.q.length), blocks = (length + S::rows - 1) / S::rows;
-    const int block = work.first_row / S::rows;
-    int common = work.key_end;  // seen by the first block, so by all
-    if (p.window_right >= 0) {
-      const int end = (length < S::rows ? length : S::rows) + work.shift + p.window_right;
-      common = end < common ? end : common;
-    }
-    for (int tile = block * S::keys; tile < common; tile += blocks * S::keys) check_keys(tile);
-    if (p.window_right < 0 || block == 0) return;
-    const int before = work.first_row + work.shift + p.window_right;  // seen by the block before
-    const int first = before < 0 ? 0 : (before + S::keys - 1) / S::keys * S::keys;
-    for (int tile = first; tile < work.key_end; tile += S::keys) check_keys(tile);
+    if (p.bad_keys == nullptr) return;
+    KeyCheck<C.qk, S::qk_bytes, S::threads>{p, work, k_source, isa::thread()}.run(S::rows);
   }
 
   /// 16-bit V: zeros in the place of tokens that hold NaN or Inf, and a flag in each row's padding.
   /// Needed only where some row must not see such a token. Returns whether there was one.
   QATTN_DEVICE bool clean_values() {
-    const std::uint32_t exponent = C.pv == Element::f16 ? 0x7c00u : 0x7f80u;
     const SharedAddress any = base + S::k_at + S::qk_bytes;  // in the padding of K's first row
     if (isa::thread() < S::keys) isa::store_shared(flag_address(isa::thread()), 0u);
     if (isa::thread() == 0) isa::store_shared(any, 0u);
@@ -319,12 +263,7 @@ struct PrefillScores : PrefillRows<PrefillShape<C>> {
     for (int n = isa::thread(); n < S::keys * chunks; n += S::threads) {
       const auto v =
           isa::load_shared<isa::Words4>(base + S::v_at + n / chunks * S::v_row + n % chunks * 16);
-      bool bad = false;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        bad |= (v.w[i] & exponent) == exponent || (v.w[i] >> 16 & exponent) == exponent;
-      }
-      if (bad) {
+      if (not_finite<C.pv>(v)) {
         isa::atomic_max_shared(flag_address(n / chunks), 1u);
         isa::atomic_max_shared(any, 1u);
       }

@@ -1,9 +1,9 @@
 // After the plain 16-bit kernel: turns the rows that see a key with NaN or Inf into NaN. Blocks of
-// that kernel note such keys in passing (sm80_scores.cuh); this one reads the notes, 3 us on an
+// that kernel note such keys in passing (check.cuh); this one reads the notes, 3 us on an
 // H200.
 #pragma once
 
-#include "kernels/attn_prefill/params.hpp"
+#include "kernels/attn_prefill/check.cuh"
 #include "tile/finish.hpp"
 
 namespace qattn::kernels {
@@ -11,7 +11,7 @@ inline namespace QATTN_TARGET {
 
 struct SpoilRows {
   using Params = PrefillParams;
-  static constexpr int threads = 128, min_blocks = 1, shared_bytes = 16, keys = 64, warps = 4;
+  static constexpr int threads = 128, min_blocks = 1, shared_bytes = 16;
 
   /// One block a (query head, sequence).
   static QATTN_DEVICE void run(const Params& p) {
@@ -24,9 +24,10 @@ struct SpoilRows {
     // notes.
     const std::int64_t slot = tile::first_slot(p.k, k, b);
     const std::int32_t* notes =
-        p.bad_keys + (head / p.group * tile::slot_count(p.k) + slot) / keys * warps;
+        p.bad_keys + (head / p.group * tile::slot_count(p.k) + slot) / note_keys * note_warps;
     std::int32_t first = no_key;
-    for (int n = isa::thread(); n < (length + keys - 1) / keys * warps; n += threads) {
+    for (int n = isa::thread(); n < (length + note_keys - 1) / note_keys * note_warps;
+         n += threads) {
       const std::int32_t key = isa::load_global(notes + n);
       first = key < first ? key : first;
     }

@@ -15,27 +15,20 @@ namespace {
 
 using isa::Element;
 
-using Launcher = isa::LaunchError (*)(const Sm90Params&, isa::Index3, void*);
-
-struct Instance {
-  Sm90Config config;
-  Launcher launch;
-  bool (*compiled)();
-};
-
-constexpr Instance instances[] = {
-#define QATTN_INSTANCE(D, QK, PV)                           \
-  {Sm90Config{D, Element::QK, Element::PV},                 \
-   &launch_sm90a<Sm90Config{D, Element::QK, Element::PV}>,  \
+constexpr Sm90Instance instances[] = {
+#define QATTN_INSTANCE(D, QK, PV)                          \
+  {Sm90Config{D, Element::QK, Element::PV},                \
+   &launch_sm90a<Sm90Config{D, Element::QK, Element::PV}>, \
    &compiled_sm90a<Sm90Config{D, Element::QK, Element::PV}>},
 #include "kernels/attn_prefill/sm90a_instances.inc"
 #undef QATTN_INSTANCE
 };
 
-constexpr int tile_rows = Sm90Shape<Sm90Config{}>::rows, tile_keys = Sm90Shape<Sm90Config{}>::keys;
+using Shape = Sm90Shape<Sm90Config{}>;
+static_assert(Shape::rows == sm90a_rows && Shape::keys == sm90a_keys);
 
 struct Sm90Plan : GpuPlan {
-  const Instance* instance = nullptr;
+  const Sm90Instance* instance = nullptr;
   int multiprocessors = 1;
 };
 
@@ -45,12 +38,10 @@ Recipe resolve(const Problem& problem) {
   return detail::resolve_recipe(problem, "int8_full", thread, thread);
 }
 
-const Instance* find(const Problem& p) {
+const Sm90Instance* find(const Problem& p, const Recipe& r) {
   const int d = std::max<int>(p.d, p.dv) <= 64 ? 64 : 128;
-  for (const Instance& i : instances) {
-    if (i.config == Sm90Config{d, Element::s8, Element::u8}) return &i;
-  }
-  return nullptr;
+  return find_sm90a({d, r.qk == Format::s8 ? Element::s8 : Element::e4m3,
+                     r.v == Format::s8 ? Element::u8 : Element::e4m3});
 }
 
 /// Is K's scale the same for all keys of 64 with the same (key % 8) / 2?
@@ -71,54 +62,45 @@ PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
 
 Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
 
-Status supports(const Problem& p) {
-  if (isa::architecture(p.device().index) != 90) return refuse("is for sm_90");
-  const Recipe r = resolve(p);
-  if (r.qk != Format::s8 || r.v != Format::s8 || r.p != Format::u8) {
-    return refuse("multiplies s8 Q and K, u8 P and s8 V only");
+/// Products of this kernel: s8 or e4m3 Q and K with u8 P and s8 V, or e4m3 both.
+Status check_formats(const Problem& p, const Recipe& r) {
+  const bool s8 = r.qk == Format::s8 && r.p == Format::u8 && r.v == Format::s8;
+  const bool e4m3 =
+      (r.qk == Format::s8 || r.qk == Format::e4m3) && r.p == Format::e4m3 && r.v == Format::e4m3;
+  if (!s8 && !e4m3) {
+    return refuse("multiplies s8 Q and K, u8 P and s8 V, or e4m3 P and V with s8 or e4m3 Q and K");
   }
+  if (s8 && !scaled_by_token(r.v_scale, Role::v)) {
+    return refuse("v: its scales are not per token");
+  }
+  if (e4m3 && r.v_scale.granularity == Granularity::per_token) {
+    return refuse("v: scales per token do not fit e4m3 P, which is rounded without them");
+  }
+  if (e4m3 && channel_block(p, r, needs_of(p, r)) < p.max_k) {
+    return refuse("v: scales per channel change along the keys");
+  }
+  return {};
+}
+
+Status supports(const Problem& p) {
+  const Recipe r = resolve(p);
+  if (Status s = check_formats(p, r); !s.ok()) return s;
   if (r.smooth_q == Toggle::on) return refuse("smooth_q: the portable kernel has it");
   if (std::max(p.d, p.dv) > 128) return refuse("head dimensions above 128");
-  if (!scaled_by_token(r.v_scale, Role::v)) return refuse("v: its scales are not per token");
-  if (p.block_mask_q % tile_rows != 0 || p.block_mask_k % tile_keys != 0) {
-    return refuse("block_mask: blocks are not multiples of " + std::to_string(tile_rows) +
-                  " rows and " + std::to_string(tile_keys) + " keys");
-  }
-  if (!find(p)->compiled()) {
-    return refuse("the library has no machine code for sm_90a, or GPUs run another's");
+  if (p.block_mask_q % sm90a_rows != 0 || p.block_mask_k % sm90a_keys != 0) {
+    return refuse("block_mask: blocks are not multiples of " + std::to_string(sm90a_rows) +
+                  " rows and " + std::to_string(sm90a_keys) + " keys");
   }
   const PrepareNeeds needs = needs_of(p, r);
   if (const std::string why = prepare_refusal(p, r, needs); !why.empty()) return refuse(why);
   if (too_long(p)) return refuse("sequences longer than 2^30 tokens");
-  const PrepareLayout layout = plan_prepare(p, r, needs);
-  // TMA's coordinates and the loop over works are 32-bit and run a little past the end.
-  constexpr std::int64_t limit = 0x7fffffff - 4096;
-  const std::int64_t blocks = (p.max_q + tile_rows - 1) / tile_rows;
-  if (p.heads_q * layout.part[0].slots > limit || p.heads_kv * layout.part[1].slots > limit ||
-      p.batch * p.heads_q > limit / std::max<std::int64_t>(blocks, 1)) {
-    return refuse("more than 2^31 rows");
-  }
-  return {};
+  return check_sm90a(p, find(p, r), plan_prepare(p, r, needs));
 }
 
 // ---- Launch -------------------------------------------------------------------------------------
 
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
-  const auto rows_shape = [&](const PreparedRows& x, std::int64_t heads, std::uint32_t rows) {
-    isa::TensorShape t;
-    t.address = x.codes;
-    t.sizes[0] = static_cast<std::uint64_t>(x.row_bytes);
-    t.sizes[1] = static_cast<std::uint64_t>(heads * x.slots);
-    t.stride_bytes[1] = static_cast<std::uint64_t>(x.row_bytes);
-    t.box[0] = static_cast<std::uint32_t>(c.d);
-    t.box[1] = rows;
-    t.swizzle = c.d == 64 ? isa::Swizzle::bytes64 : isa::Swizzle::bytes128;
-    return t;
-  };
-  if (auto e = isa::make_tensor_map(rows_shape(a.q8, p.heads_q, 64), a.q_map); !e.empty()) return e;
-  if (auto e = isa::make_tensor_map(rows_shape(a.k8, p.heads_kv, tile_keys), a.k_map); !e.empty()) {
-    return e;
-  }
+  if (std::string e = map_codes(c, p, a); !e.empty()) return e;
   isa::TensorShape t;
   t.address = a.v8.tiles;
   t.rank = 3;
@@ -131,15 +113,17 @@ std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
   t.box[1] = static_cast<std::uint32_t>(c.d);
   t.box[2] = 1;
   t.swizzle = isa::Swizzle::bytes64;
-  return isa::make_tensor_map(t, a.v_map);
+  if (std::string e = isa::make_tensor_map(t, a.v_map); !e.empty()) return e;
+  t.sizes[1] += 8;
+  t.box[1] = 8;
+  return isa::make_tensor_map(t, a.weight_map);
 }
 
 Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stream stream) {
   const auto& plan = static_cast<const Sm90Plan&>(data);
   Sm90Params params;
   static_cast<PrefillParams&>(params) =
-      params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), tile_rows, plan.error);
-  params.works = static_cast<std::int32_t>(params.q_blocks * p.batch * p.heads_q);
+      params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), sm90a_rows, plan.error);
   params.general = p.softcap > 0 || p.tensors.alibi_slopes.present() || p.mask != MaskKind::none ||
                    !(p.softmax_scale > 0) || !thread_scaled(p, plan.recipe);
   if (params.works == 0) return {};
@@ -153,18 +137,62 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   auto plan = std::make_shared<Sm90Plan>();
   plan->attend = attend_sm90a;
   plan->recipe = resolve(p);
-  plan->instance = find(p);
+  plan->instance = find(p, plan->recipe);
   plan->prepared = plan_prepare(p, plan->recipe, needs_of(p, plan->recipe));
   plan->workspace = plan->prepared.bytes;
   plan->error = isa::error_word();
   plan->multiprocessors = isa::multiprocessors();
-  plan->text = "variant: d" + std::to_string(plan->instance->config.d) +
-               "\ntile: " + std::to_string(tile_rows) + " rows x " + std::to_string(tile_keys) +
-               " keys\ntile_keys: " + std::to_string(tile_keys) + "\n";
+  plan->text = sm90a_text(plan->instance->config);
   return plan;
 }
 
 }  // namespace
+
+const Sm90Instance* find_sm90a(const Sm90Config& config) {
+  for (const Sm90Instance& i : instances) {
+    if (i.config == config) return &i;
+  }
+  return nullptr;
+}
+
+Status check_sm90a(const Problem& p, const Sm90Instance* instance, const PrepareLayout& layout) {
+  if (isa::architecture(p.device().index) != 90) return refuse("is for sm_90");
+  if (instance == nullptr) return refuse("no instance for these formats");
+  if (!instance->compiled()) {
+    return refuse("the library has no machine code for sm_90a, or GPUs run another's");
+  }
+  // TMA's coordinates and the loop over works are 32-bit and run a little past the end.
+  constexpr std::int64_t limit = 0x7fffffff - 4096;
+  const std::int64_t blocks = (p.max_q + sm90a_rows - 1) / sm90a_rows;
+  if (p.heads_q * layout.part[0].slots > limit || p.heads_kv * layout.part[1].slots > limit ||
+      p.tokens_q > limit || p.tokens_k > limit ||
+      p.batch * p.heads_q > limit / std::max<std::int64_t>(blocks, 1)) {
+    return refuse("more than 2^31 rows");
+  }
+  return {};
+}
+
+std::string map_codes(const Sm90Config& c, const Problem& p, Sm90Params& a) {
+  const auto shape = [&](const PreparedRows& x, std::int64_t heads, std::uint32_t rows) {
+    isa::TensorShape t;
+    t.address = x.codes;
+    t.sizes[0] = static_cast<std::uint64_t>(x.row_bytes);
+    t.sizes[1] = static_cast<std::uint64_t>(heads * x.slots);
+    t.stride_bytes[1] = static_cast<std::uint64_t>(x.row_bytes);
+    t.box[0] = static_cast<std::uint32_t>(c.d);
+    t.box[1] = rows;
+    t.swizzle = c.d == 64 ? isa::Swizzle::bytes64 : isa::Swizzle::bytes128;
+    return t;
+  };
+  if (auto e = isa::make_tensor_map(shape(a.q8, p.heads_q, 64), a.q_map); !e.empty()) return e;
+  return isa::make_tensor_map(shape(a.k8, p.heads_kv, sm90a_keys), a.k_map);
+}
+
+std::string sm90a_text(const Sm90Config& config) {
+  const std::string keys = std::to_string(sm90a_keys);
+  return "variant: d" + std::to_string(config.d) + "\ntile: " + std::to_string(sm90a_rows) +
+         " rows x " + keys + " keys\ntile_keys: " + keys + "\n";
+}
 
 detail::Kernel sm90a_prefill() { return {"sm90a_prefill", supports, tune, run_steps}; }
 

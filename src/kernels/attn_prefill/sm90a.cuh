@@ -2,26 +2,35 @@
 //
 // A block is one producer thread and two consumer warpgroups that own 64 query rows each and take
 // turns: while one multiplies, the other is in its softmax. In a step a consumer multiplies P of
-// the tile before with its V, then Q with K of the tile at hand; P V joins the float32 output while
-// Q K^T still runs. P and V are 8-bit integers: P is relative to the maximum of its own row and
-// tile, so products are exact in int32 and no running maximum lies on the critical path.
+// the tile before with its V, then Q with K of the tile at hand.
+//
+// u8 P is relative to the maximum of its own row and tile, so products with s8 V are exact in int32
+// and no running maximum lies on the critical path. e4m3 P is relative to the running maximum. Both
+// products start from zero in each tile and join the float32 output while Q K^T still runs: FP8
+// accumulators are narrow (docs/ISA_CONFORMANCE.md). 16-bit P accumulates in the output itself.
 #pragma once
 
+#include <type_traits>
+
+#include "kernels/attn_prefill/sm90a_check.cuh"
 #include "kernels/attn_prefill/sm90a_load.cuh"
+#include "kernels/attn_prefill/sm90a_online.cuh"
 #include "kernels/attn_prefill/sm90a_softmax.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <Sm90Config C>
-struct Sm90Consumer : Sm90Softmax<C> {
+using Sm90AnySoftmax = std::conditional_t<C.pv == isa::Element::u8, Sm90Softmax<C>, Sm90Online<C>>;
+
+template <Sm90Config C>
+struct Sm90Consumer : Sm90AnySoftmax<C> {
   using S = Sm90Shape<C>;
-  using Base = Sm90Softmax<C>;
-  using Base::R, Base::codes, Base::lane, Base::out, Base::params, Base::share, Base::sum,
-      Base::work;
+  using Base = Sm90AnySoftmax<C>;
+  using Base::R, Base::codes, Base::lane, Base::out, Base::params, Base::sum, Base::work;
   using typename Base::Plain, typename Base::Products, typename Base::Scales;
-  /// P V of a tile.
-  using Values = std::int32_t[S::d / 2];
+  /// P V of a tile that does not go straight to the output.
+  using Values = isa::Accumulator<C.pv>[S::wide_pv ? 1 : S::v_channels / 2];
 
   SharedAddress base;
   int group;  ///< this warpgroup among the consumers
@@ -38,8 +47,8 @@ struct Sm90Consumer : Sm90Softmax<C> {
                                             S::qk_swizzle)),
         k_descriptor(
             isa::matrix_descriptor(base + S::ring_at + S::k_at, 16, S::qk_stride, S::qk_swizzle)),
-        v_descriptor(isa::matrix_descriptor(base + S::ring_at + S::v_at, 16, S::v_stride,
-                                            isa::Swizzle::bytes64)),
+        v_descriptor(isa::matrix_descriptor(
+            base + S::ring_at + S::v_at, S::wide_pv ? S::v_bytes : 16, S::v_stride, S::v_swizzle)),
         walk(a, w, S::keys) {}
 
   // ---- The ring -------------------------------------------------------------------------------
@@ -63,7 +72,9 @@ struct Sm90Consumer : Sm90Softmax<C> {
     const std::uint64_t k = k_descriptor + place.stage * (S::stage_bytes / 16);
 #pragma unroll
     for (int step = 0; step < S::qk_row / 32; ++step) {
-      isa::wgmma<C.qk, C.qk, S::keys>(s, q_descriptor + 2 * step, k + 2 * step, step > 0);
+      const int panel = 32 * step / S::qk_panel, in_panel = 2 * step - panel * S::qk_panel / 16;
+      isa::wgmma<C.qk, C.qk, S::keys>(s, q_descriptor + panel * S::q_panel_bytes / 16 + in_panel,
+                                      k + panel * S::k_panel_bytes / 16 + in_panel, step > 0);
     }
     isa::wgmma_commit();
   }
@@ -71,21 +82,53 @@ struct Sm90Consumer : Sm90Softmax<C> {
   /// V of the tile before, which lies in this stage.
   QATTN_DEVICE void multiply_values(Values& pv) {
     const std::uint64_t v = v_descriptor + place.stage * (S::stage_bytes / 16);
+    if constexpr (S::wide_pv) {
+      auto& sums = reinterpret_cast<float(&)[S::d / 2]>(out);
 #pragma unroll
-    for (int step = 0; step < S::keys / 32; ++step) {
-      const int at = step / 2 * S::v_bytes + step % 2 * 32;
-      isa::wgmma<Element::u8, Element::s8, S::d>(pv, codes[step], v + at / 16, step > 0);
+      for (int step = 0; step < S::keys / 16; ++step) {
+        isa::wgmma<C.pv, C.pv, S::d, true>(sums, codes[step], v + step * 16 * S::v_row / 16, true);
+      }
+    } else {
+#pragma unroll
+      for (int step = 0; step < S::keys / 32; ++step) {
+        const int at = step / 2 * S::v_bytes + step % 2 * 32;
+        isa::wgmma<C.pv, S::v_element, S::v_channels>(pv, codes[step], v + at / 16, step > 0);
+      }
     }
     isa::wgmma_commit();
   }
 
-  /// out += share * P V.
+  /// What must happen to the output before P V joins it in the matrix unit.
+  QATTN_DEVICE void shrink_output() {
+    if constexpr (S::wide_pv) {
+#pragma unroll
+      for (int n = 0; n < S::d_tiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[0][n][i] *= this->shrink[i / 2];
+      }
+    }
+  }
+
+  /// Joins P V to the output, and to the row sums what its product has of them.
   QATTN_DEVICE void add_values(const Values& pv) {
+    static_assert(!S::wide_pv);
 #pragma unroll
     for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        out[0][n][i] = fmaf(static_cast<float>(pv[4 * n + i]), share[i / 2], out[0][n][i]);
+        float& x = out[0][n][i];
+        const auto product = static_cast<float>(pv[4 * n + i]);
+        if constexpr (S::u8) {
+          x = fmaf(product, this->share[i / 2], x);
+        } else {
+          x = fmaf(x, this->shrink[i / 2], product);
+        }
+      }
+    }
+    if constexpr (S::e4m3_pv) {  // columns 0 and 1 lie in lane t = 0; only 0 is not zero
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        sum[r] = fmaf(sum[r], this->shrink[r], pv[S::d / 2 + 2 * r] + pv[S::d / 2 + 2 * r + 1]);
       }
     }
   }
@@ -101,9 +144,10 @@ struct Sm90Consumer : Sm90Softmax<C> {
   /// ptxas moves nothing across one and so would bunch the exponentials in front of it; at worst a
   /// piece of Q is read instead, and forgotten.
   QATTN_DEVICE void foresee() {
-    static_assert(S::q_bytes >= S::stage_bytes - S::tail_at);
     ready = walk.mask == nullptr && walk.tile - S::keys >= walk.begin &&
             isa::mbarrier_test(base + S::full + 8 * place.stage, place.parity);
+    constexpr int tables = S::stage_bytes - S::tail_at;
+    static_assert(tables == 0 || S::q_bytes >= tables);
     const SharedAddress harmless = base + S::q_at + group * S::q_bytes - S::tail_at;
     scales = this->load_scales(ready ? stage() : harmless);
   }
@@ -119,11 +163,12 @@ struct Sm90Consumer : Sm90Softmax<C> {
   template <bool First>
   QATTN_DEVICE void multiply(Products& s) {
     Values pv;
+    if constexpr (!First) shrink_output();
     take_turn();
     isa::wgmma_fence();
     if constexpr (!First) multiply_values(pv);
     multiply_keys(s);
-    if constexpr (!First) {
+    if constexpr (!First && !S::wide_pv) {
       isa::wgmma_wait<1>();
       add_values(pv);
       isa::sync_warp();  // or ptxas moves the additions behind the next wait
@@ -141,6 +186,7 @@ struct Sm90Consumer : Sm90Softmax<C> {
       this->take_maxima(s, 0, t);
       this->take_maxima(s, 1, t);
       this->row_maxima(t.top);
+      if constexpr (!S::u8) this->begin_plain(t);
       const auto meanwhile = [&](int g) {
         // Where ptxas puts the rest depends on where these stand (H200, D 128, S 8192, TFLOP/s):
         // the turn after group 3, 5, 7, 9 gives 843, 840, 835, 684; the look ahead after group
@@ -161,10 +207,10 @@ struct Sm90Consumer : Sm90Softmax<C> {
   QATTN_DEVICE void attend_other_tile(const Products& s) {
     give_turn();
     Scales now = scales;
-    if (this->is_edge(walk.tile, stage(), now)) {
+    if (S::wide_pv || this->is_edge(walk.tile, stage(), now)) {
       release();
       this->attend_edge(s, now, walk.tile);
-    } else {
+    } else if constexpr (!S::wide_pv) {  // such calls with 16-bit V go to the portable kernel
       this->attend_special(s, walk.tile, stage());
       release();
     }
@@ -172,8 +218,29 @@ struct Sm90Consumer : Sm90Softmax<C> {
     next_tile();
   }
 
+  /// Marks this warp's rows of 16-bit Q that are not finite. Two lanes share a row.
+  QATTN_DEVICE void check_queries() {
+    const SharedAddress row = base + S::q_at + group * S::q_bytes +
+                              (this->warp % 4 * S::warp_rows + lane % 16) * S::qk_panel;
+    bool bad = false;
+    for (int n = 0; n < S::qk_panels; ++n) {
+#pragma unroll
+      for (int c = 0; c < S::qk_panel / 2; c += 16) {
+        bad |= not_finite<C.qk>(isa::load_shared<isa::Words4>(row + n * S::q_panel_bytes +
+                                                              lane / 16 * (S::qk_panel / 2) + c));
+      }
+    }
+    const std::uint32_t rows = isa::ballot(bad);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int at = lane / 4 + 8 * r;
+      if (((rows | rows >> 16) >> at & 1) != 0) this->bad_rows |= 1u << r;
+    }
+  }
+
   QATTN_DEVICE void run_tiles() {
     isa::mbarrier_wait(base + S::q_full + 8 * group, queries_parity);
+    if constexpr (S::wide_qk) check_queries();
     this->start_rows();
     Products s;
     wait_full();
@@ -191,15 +258,19 @@ struct Sm90Consumer : Sm90Softmax<C> {
     isa::sync_warp();
     if (lane == 0) isa::mbarrier_arrive(base + S::q_empty + 8 * group);
     Values pv;
+    shrink_output();
     take_turn();
     isa::wgmma_fence();
     multiply_values(pv);
     isa::wgmma_wait<0>();
     give_turn();
     release();
-    add_values(pv);
+    if constexpr (!S::wide_pv) add_values(pv);
+    if constexpr (S::u8) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) sum[r] += this->poison;
+      for (int r = 0; r < R; ++r) sum[r] += this->poison;
+    }
+    if constexpr (S::e4m3_pv) this->scale_channels();
   }
 
   std::uint32_t queries_parity = 0;
@@ -221,16 +292,29 @@ struct Sm90Prefill {
         isa::mbarrier_init(base + S::q_empty + 8 * w, 4);
       }
       for (int n = 0; n < S::stages; ++n) {
-        isa::mbarrier_init(base + S::full + 8 * n, 1);
+        isa::mbarrier_init(base + S::full + 8 * n, S::wide_pv ? 2 : 1);
         isa::mbarrier_init(base + S::empty + 8 * n, S::row_warps);
       }
+      isa::mbarrier_init(base + S::unclean, 1);
       isa::fence_mbarrier_init();
     }
     isa::sync_threads();
   }
 
+  /// Does the portable kernel have to look at this warp's rows? A token of V that is not finite
+  /// spoils rows that must not see it, since 0 times that is NaN.
+  static QATTN_DEVICE void report(const Params& p, int index, int row_warp, bool doubtful) {
+    if constexpr (S::wide_pv) {
+      static_assert(S::row_warps == doubt_warps);
+      const bool any = isa::any(doubtful);
+      if (isa::lane() == 0) {
+        isa::store_global(p.doubts + index * std::int64_t{doubt_warps} + row_warp, any ? 1u : 0u);
+      }
+    }
+  }
+
   static QATTN_DEVICE void consume(const Params& p) {
-    const int group = isa::warp() / 4 - 1;
+    const int row_warp = isa::warp() - 4, group = row_warp / 4;
     RingPlace<S::stages> place;
     std::uint32_t queries = 0;
     // The first consumer's first turn is nobody's gift.
@@ -240,7 +324,10 @@ struct Sm90Prefill {
       if ((work.q.bad || work.k.bad) && isa::thread() == 128) {
         isa::atomic_or_global(p.error, tile::error_sequence);
       }
-      if (work.first_row >= work.q.rows) continue;
+      if (work.first_row >= work.q.rows) {
+        report(p, index, row_warp, false);
+        continue;
+      }
       Sm90Consumer<C> self(p, work, group, place);
       self.queries_parity = queries;
       if (self.walk.tile >= 0) {
@@ -248,6 +335,7 @@ struct Sm90Prefill {
         queries ^= 1;
       }
       self.write(isa::shared_base() + S::out_at);
+      report(p, index, row_warp, self.doubtful);
     }
     if (group == 0) isa::barrier_sync(1, 128 * S::consumers);
   }
@@ -256,10 +344,17 @@ struct Sm90Prefill {
     if constexpr (!isa::has_wgmma) return;  // sm_90a alone runs it, others need not compile it
     init_barriers(isa::shared_base());
     if (isa::thread() < 128) {
-      isa::registers_decrease<24>();
-      if (isa::warp() == 0 && isa::elect()) Sm90Producer<C>{p}.run();
+      isa::registers_decrease<S::wide_pv ? 40 : 24>();
+      const int warp = isa::warp();
+      if (warp == 0) {
+        if (isa::elect()) Sm90Producer<C>{p}.run();
+      } else if (warp == 1) {
+        Sm90Cleaner<C>{p}.run();
+      } else {
+        Sm90Checker<C>{p}.run();
+      }
     } else {
-      isa::registers_increase<240>();
+      isa::registers_increase<S::wide_pv ? 232 : 240>();
       consume(p);
     }
   }

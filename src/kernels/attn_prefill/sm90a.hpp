@@ -1,7 +1,10 @@
 // Launchers of the Hopper prefill kernel's instances.
 #pragma once
 
+#include <string>
+
 #include "isa/launch.hpp"
+#include "kernels/attn_prefill/gpu.hpp"
 #include "kernels/attn_prefill/sm90a_params.hpp"
 
 namespace qattn::kernels {
@@ -14,6 +17,25 @@ isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* 
 /// Is the code that would run on the current device that of sm_90a? Others have an empty kernel.
 template <Sm90Config C>
 bool compiled_sm90a();
+
+struct Sm90Instance {
+  Sm90Config config;
+  isa::LaunchError (*launch)(const Sm90Params&, isa::Index3, void*);
+  bool (*compiled)();
+};
+/// Null: there is none.
+const Sm90Instance* find_sm90a(const Sm90Config& config);
+
+/// Whether the current device can run the instance, and index what the problem has.
+Status check_sm90a(const Problem& problem, const Sm90Instance* instance,
+                   const PrepareLayout& layout);
+
+/// The maps of Q's and K's codes in the workspace. Empty, or why there are none.
+std::string map_codes(const Sm90Config& config, const Problem& problem, Sm90Params& params);
+
+inline constexpr int sm90a_rows = 128, sm90a_keys = 128;  ///< of a tile
+/// The kernel's part of a plan's text.
+std::string sm90a_text(const Sm90Config& config);
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

@@ -54,6 +54,14 @@ struct TileWalk {
   }
 };
 
+/// May 16-bit V of a tile hold rows behind the sequence's end that are in memory? What they hold
+/// must not meet P, even though that is zero there. TMA itself fills rows behind the tensor's end.
+QATTN_DEVICE bool needs_cleaning(const PrefillParams& p, const PrefillWork& work, int tile,
+                                 int keys) {
+  return tile + keys > work.k.length &&
+         (p.v.cu_seqlens != nullptr || work.k.length < p.v.max_length);
+}
+
 template <Sm90Config C>
 struct Sm90Producer {
   using S = Sm90Shape<C>;
@@ -63,38 +71,75 @@ struct Sm90Producer {
   RingPlace<S::stages> place{};
   RingPlace<1> q_place{};
 
+  /// Panel `n` of rows of 16 bits in place: `token` counts from the sequence's first.
+  QATTN_DEVICE void load_panel(SharedAddress to, const isa::TensorMap& map, const tile::Rows& rows,
+                               const PrefillWork& work, const tile::Span& span, int head, int token,
+                               int n, SharedAddress full) {
+    const int b = rows.cu_seqlens != nullptr ? 0 : work.b;
+    isa::tma_load<4>(to, map, {n * sm90_panel / 2, static_cast<int>(span.begin) + token, head, b},
+                     full);
+  }
+
   /// K of `tile`, with what else softmax reads; negative: none.
   QATTN_DEVICE void load_keys(const PrefillWork& work, int tile, SharedAddress stage,
                               SharedAddress full) {
     if (tile < 0) return;
     const std::int64_t slot = work.k_slot + tile, row = work.kv_head * p.k8.slots + slot;
-    isa::tma_load<2>(stage + S::k_at, p.k_map, {0, static_cast<int>(row)}, full);
-    isa::bulk_load(stage + S::scale_at, p.k8.scale + row, S::scale_bytes, full);
-    const int bytes = tile_offsets(p.v8.channels).bytes;
-    const std::uint8_t* tail =
-        p.v8.tiles + row / slot_tile * bytes + p.v8.channels * std::int64_t{slot_tile};
-    for (int h = 0; h < S::halves; ++h) {
-      isa::bulk_load(stage + S::tail_at + h * S::tail_bytes, tail + h * bytes, S::tail_bytes, full);
+    if constexpr (S::wide_qk) {
+      for (int n = 0; n < S::qk_panels; ++n) {
+        load_panel(stage + S::k_at + n * S::k_panel_bytes, p.k_map, p.k, work, work.k, work.kv_head,
+                   tile, n, full);
+      }
+    } else {
+      isa::tma_load<2>(stage + S::k_at, p.k_map, {0, static_cast<int>(row)}, full);
+      isa::bulk_load(stage + S::scale_at, p.k8.scale + row, S::scale_bytes, full);
+    }
+    if constexpr (!S::wide_pv) {
+      const int bytes = tile_offsets(p.v8.channels).bytes;
+      const std::uint8_t* tail = p.v8.tiles + row / slot_tile * bytes + bytes - S::tail_bytes;
+      for (int h = 0; h < S::halves; ++h) {
+        isa::bulk_load(stage + S::tail_at + h * S::tail_bytes, tail + h * bytes, S::tail_bytes,
+                       full);
+      }
     }
   }
   QATTN_DEVICE void load_values(const PrefillWork& work, int tile, SharedAddress stage,
                                 SharedAddress full) {
     if (tile < 0) return;
-    const std::int64_t row = work.kv_head * p.v8.slots + work.k_slot + tile;
-    for (int h = 0; h < S::halves; ++h) {
-      isa::tma_load<3>(stage + S::v_at + h * S::v_bytes, p.v_map,
-                       {0, 0, static_cast<int>(row / slot_tile) + h}, full);
+    const SharedAddress to = stage + S::v_at;
+    if constexpr (S::wide_pv) {
+      for (int n = 0; n < S::v_panels; ++n) {
+        load_panel(to + n * S::v_bytes, p.v_map, p.v, work, work.k, work.kv_head, tile, n, full);
+      }
+    } else {
+      const std::int64_t row = work.kv_head * p.v8.slots + work.k_slot + tile;
+      for (int h = 0; h < S::halves; ++h) {
+        // Nobody writes the record of keys that do not exist; behind the tensor TMA gives zeros.
+        const bool exists = tile + h * slot_tile < work.k.length;
+        const int record = exists ? static_cast<int>(row / slot_tile) + h : -1;
+        isa::tma_load<3>(to + h * S::v_bytes, p.v_map, {0, 0, record}, full);
+        if constexpr (S::e4m3_pv) {
+          isa::tma_load<3>(to + h * S::v_bytes + S::d * slot_tile, p.weight_map,
+                           {0, p.v8.channels, record}, full);
+        }
+      }
     }
   }
 
   QATTN_DEVICE void load_queries(const PrefillWork& work) {
     const std::int64_t row = work.head * p.q8.slots + work.q_slot + work.first_row;
     for (int w = 0; w < S::consumers; ++w) {
-      const SharedAddress full = base + S::q_full + 8 * w;
+      const SharedAddress full = base + S::q_full + 8 * w, to = base + S::q_at + w * S::q_bytes;
       isa::mbarrier_wait(base + S::q_empty + 8 * w, q_place.parity ^ 1);
       isa::mbarrier_arrive_expect(full, S::q_bytes);
-      isa::tma_load<2>(base + S::q_at + w * S::q_bytes, p.q_map,
-                       {0, static_cast<int>(row) + 64 * w}, full);
+      if constexpr (S::wide_qk) {
+        for (int n = 0; n < S::qk_panels; ++n) {
+          load_panel(to + n * S::q_panel_bytes, p.q_map, p.q, work, work.q, work.head,
+                     work.first_row + 64 * w, n, full);
+        }
+      } else {
+        isa::tma_load<2>(to, p.q_map, {0, static_cast<int>(row) + 64 * w}, full);
+      }
     }
     q_place.advance();
   }
@@ -108,10 +153,16 @@ struct Sm90Producer {
       const SharedAddress stage = base + S::ring_at + place.stage * S::stage_bytes;
       const SharedAddress full = base + S::full + 8 * place.stage;
       isa::mbarrier_wait(base + S::empty + 8 * place.stage, place.parity ^ 1);
+      const int value_bytes = before < 0 ? 0 : S::v_panels * S::v_bytes;
+      SharedAddress v_full = full;
+      if (S::wide_pv && before >= 0 && needs_cleaning(p, work, before, S::keys)) {
+        v_full = base + S::unclean;
+        isa::mbarrier_arrive_expect(v_full, value_bytes);
+      }
       isa::mbarrier_arrive_expect(
-          full, (walk.tile < 0 ? 0 : S::key_bytes) + (before < 0 ? 0 : S::halves * S::v_bytes));
+          full, (walk.tile < 0 ? 0 : S::key_bytes) + (v_full == full ? value_bytes : 0));
       load_keys(work, walk.tile, stage, full);
-      load_values(work, before, stage, full);
+      load_values(work, before, stage, v_full);
       place.advance();
       before = walk.tile;
       if (walk.tile >= 0) walk.advance(S::keys);

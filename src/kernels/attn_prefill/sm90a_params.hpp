@@ -12,66 +12,91 @@ using isa::SharedAddress;
 /// Everything that selects code of the Hopper kernel.
 struct Sm90Config {
   int d = 128;                         ///< padded head dimension of Q, K and V: 64 or 128
-  isa::Element qk = isa::Element::s8;  ///< Q and K
-  isa::Element pv = isa::Element::u8;  ///< P; V is s8 beside u8
+  isa::Element qk = isa::Element::s8;  ///< Q and K: s8, e4m3, f16 or bf16
+  isa::Element pv = isa::Element::u8;  ///< P; V has the same, or s8 beside u8
   bool operator==(const Sm90Config&) const = default;
 };
 
+/// A row of 128 bytes is the widest that TMA swizzles and wgmma reads; wider ones lie in panels.
+inline constexpr int sm90_panel = 128;
+
 struct Sm90Params : PrefillParams {
-  isa::TensorMap q_map;  ///< prepared Q: (row bytes, heads * slots), boxes of 64 rows
-  isa::TensorMap k_map;  ///< prepared K, boxes of 128 rows
-  isa::TensorMap v_map;  ///< prepared V: (64 keys, channels, tiles), boxes of one tile
-  std::int32_t works = 0;
+  /// Codes: (row bytes, heads * slots). 16 bits, in place: (channels, tokens, heads, sequences).
+  /// Boxes of 64 rows of Q and 128 of K, one panel wide.
+  isa::TensorMap q_map, k_map;
+  /// Codes: (64 keys, channels, tiles), boxes of one tile. 16 bits: as K.
+  isa::TensorMap v_map;
+  isa::TensorMap weight_map;  ///< e4m3 V: the eight rows behind the channels
   /// Some feature touches single scores: every tile takes the long way.
   bool general = false;
 };
 
 /// Two consumer warpgroups of 64 rows each, one producer; tiles of 128 keys. A stage of the ring
-/// holds K of a tile with its scales and V's tables, and the codes of V of the tile before, which
-/// is multiplied in the same step.
+/// holds K of a tile with its scales and V's tables, and V of the tile before, which is multiplied
+/// in the same step.
 template <Sm90Config C>
 struct Sm90Shape {
-  static_assert(C.qk == isa::Element::s8 && C.pv == isa::Element::u8, "no other products yet");
-  static constexpr bool wide_qk = false, wide_pv = false, u8 = true;
-  static constexpr float p_log2 = 0.0f;
+  static constexpr bool wide_qk = isa::is_16bit(C.qk), wide_pv = isa::is_16bit(C.pv);
+  static constexpr bool u8 = C.pv == isa::Element::u8, e4m3_pv = C.pv == isa::Element::e4m3;
+  static constexpr isa::Element v_element = u8 ? isa::Element::s8 : C.pv;
+  /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
+  static constexpr float p_log2 = e4m3_pv ? 8.0f : 0.0f;
   static constexpr int d = C.d, keys = 128, consumers = 2, rows = 64 * consumers;
   static constexpr int m_tiles = 1, warp_rows = 16, n_tiles = keys / 8, d_tiles = d / 8;
   static constexpr int threads = 128 * (consumers + 1), row_warps = 4 * consumers;
+  static constexpr int halves = keys / slot_tile;  ///< prepared V tiles in one of ours
 
+  // A row of Q or K.
+  static constexpr int qk_row = d * (wide_qk ? 2 : 1);
+  static constexpr int qk_panel = qk_row < sm90_panel ? qk_row : sm90_panel;
+  static constexpr int qk_panels = qk_row / qk_panel;
   static constexpr isa::Swizzle qk_swizzle =
-      d == 64 ? isa::Swizzle::bytes64 : isa::Swizzle::bytes128;
-  static constexpr int qk_row = d, qk_stride = 8 * qk_row;  ///< bytes of a row and of 8
-  static constexpr int v_stride = 8 * slot_tile;            ///< of 8 channels
-  static constexpr int halves = keys / slot_tile;           ///< prepared V tiles in one of ours
+      qk_panel == 64 ? isa::Swizzle::bytes64 : isa::Swizzle::bytes128;
+  static constexpr int qk_stride = 8 * qk_panel;  ///< bytes of 8 rows
+
+  // V. Codes: channels are rows of 64 keys; e4m3 has eight more, whose product is the sum of P.
+  // 16 bits: keys are rows, in panels of 64 channels.
+  static constexpr int v_channels = d + (e4m3_pv ? 8 : 0);
+  static constexpr int v_row = wide_pv ? sm90_panel : slot_tile;
+  static constexpr int v_panels = wide_pv ? 2 * d / sm90_panel : halves;
+  static constexpr int v_stride = 8 * v_row;
+  static constexpr isa::Swizzle v_swizzle =
+      wide_pv ? isa::Swizzle::bytes128 : isa::Swizzle::bytes64;
 
   // Bytes of one copy.
   static constexpr TileOffsets record = tile_offsets(d);
-  static constexpr int q_bytes = 64 * qk_row, k_bytes = keys * qk_row;
-  static constexpr int v_bytes = d * slot_tile;              ///< codes of 64 keys
-  static constexpr int tail_bytes = record.bytes - v_bytes;  ///< the other tables of 64 keys
-  static constexpr int scale_bytes = 4 * keys;
+  static constexpr int q_panel_bytes = 64 * qk_panel, q_bytes = qk_panels * q_panel_bytes;
+  static constexpr int k_panel_bytes = keys * qk_panel, k_bytes = qk_panels * k_panel_bytes;
+  static constexpr int v_bytes = wide_pv ? keys * v_row : v_channels * slot_tile;  ///< a panel
+  /// The tables behind V's codes of 64 keys.
+  static constexpr int tail_from = v_channels * slot_tile;
+  static constexpr int tail_bytes = wide_pv ? 0 : record.bytes - tail_from;
+  static constexpr int scale_bytes = wide_qk ? 0 : 4 * keys;
   static constexpr int key_bytes = k_bytes + scale_bytes + halves * tail_bytes;
 
   // Inside a stage.
-  static constexpr int k_at = 0, v_at = k_bytes, tail_at = v_at + halves * v_bytes;
+  static constexpr int k_at = 0, v_at = k_bytes, tail_at = v_at + v_panels * v_bytes;
   static constexpr int scale_at = tail_at + halves * tail_bytes;
   static constexpr int stage_bytes = (scale_at + scale_bytes + 1023) / 1024 * 1024;
   // Inside a tail.
-  static constexpr int weights_at = 0, log_at = record.log - v_bytes;
-  static constexpr int plain_at = record.plain - v_bytes, unit_at = record.unit - v_bytes;
-  static constexpr int flags_at = record.flags - v_bytes;
+  static constexpr int weights_at = 0, log_at = record.log - tail_from;
+  static constexpr int plain_at = record.plain - tail_from, unit_at = record.unit - tail_from;
+  static constexpr int flags_at = record.flags - tail_from;
 
-  static constexpr int stages = 4;
   static constexpr int out_row = tile::padded_row(2 * d);
   static constexpr int q_at = 0, ring_at = q_at + consumers * q_bytes;
+  static constexpr int limit = 232448;  ///< sm_90 has 227 KiB a block
+  static constexpr int room = limit - ring_at - rows * out_row - 256;
+  static constexpr int stages = room / stage_bytes < 4 ? room / stage_bytes : 4;
   static constexpr int out_at = ring_at + stages * stage_bytes;
   static constexpr int barriers_at = out_at + rows * out_row;
-  // Barriers: Q full and empty per consumer, stage full and empty.
+  // Barriers: Q full and empty per consumer, stage full and empty, V that must be cleaned.
   static constexpr int q_full = barriers_at, q_empty = q_full + 8 * consumers;
   static constexpr int full = q_empty + 8 * consumers, empty = full + 8 * stages;
-  static constexpr int shared_bytes = empty + 8 * stages;
-  static_assert(shared_bytes <= 232448, "sm_90 has 227 KiB a block");
-  static_assert(q_bytes % 1024 == 0 && k_bytes % 1024 == 0 && v_bytes % 512 == 0);
+  static constexpr int unclean = empty + 8 * stages;
+  static constexpr int shared_bytes = unclean + 8;
+  static_assert(shared_bytes <= limit && stages >= 2);
+  static_assert(q_panel_bytes % 1024 == 0 && k_panel_bytes % 1024 == 0 && v_bytes % 512 == 0);
 };
 
 }  // namespace qattn::kernels

@@ -1,0 +1,36 @@
+// What the portable prefill kernel's plans hold, for kernels that leave some calls or blocks to it.
+#pragma once
+
+#include "core/problem.hpp"
+#include "kernels/attn_prefill/gpu.hpp"
+#include "kernels/attn_prefill/params.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+struct PrefillInstance {
+  PrefillConfig config;
+  isa::LaunchError (*launch)(const PrefillParams&, isa::Index3, void*);
+};
+
+struct PrefillPlan : GpuPlan {
+  /// Both have the same tiles. run() takes the plain one, if there is one, where is_plain() says so
+  /// of the call at hand: a plan knows neither its addresses nor its strides.
+  const PrefillInstance *plain = nullptr, *general = nullptr;
+  std::size_t bad_keys = 0;  ///< offset in the workspace
+};
+
+/// Is an operand of the format quantised?
+inline bool coded(Format format) { return format == Format::s8 || format == Format::e4m3; }
+
+/// Does the plain variant serve the call with these addresses, strides and values?
+bool is_plain(const Problem& problem, const Recipe& recipe);
+
+/// Bytes of PrefillParams::bad_keys.
+std::size_t bad_keys_bytes(const Problem& problem, const PrepareLayout& prepared);
+
+/// Turns the rows that see what PrefillParams::bad_keys notes into NaN.
+isa::LaunchError spoil_rows(const Problem& problem, const PrefillParams& params, Stream stream);
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,270 @@
+// Softmax of the Hopper prefill kernel for P in e4m3 or 16 bits: relative to the running maximum of
+// its row.
+#pragma once
+
+#include "kernels/attn_prefill/rows.cuh"
+#include "kernels/attn_prefill/sm90a_params.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+template <Sm90Config C>
+struct Sm90Online : PrefillRows<Sm90Shape<C>> {
+  using S = Sm90Shape<C>;
+  using Base = PrefillRows<S>;
+  using Base::R, Base::lane, Base::max, Base::out, Base::p, Base::sum, Base::work;
+  using typename Base::Scores;
+  /// S as wgmma leaves it: element 4n + i is element i of score tile n.
+  using Products = isa::Accumulator<C.qk>[S::keys / 2];
+  static constexpr int half_tiles = slot_tile / 8;        ///< score tiles in 64 keys
+  static constexpr int step_keys = S::wide_pv ? 16 : 32;  ///< of one wgmma
+  static constexpr int step_tiles = step_keys / 8;
+
+  const Sm90Params& params;
+  std::uint32_t codes[S::keys / step_keys][4];  ///< P: A fragments of the products with V
+  float shrink[R];  ///< what `out` is multiplied with before P V of this tile joins it
+
+  QATTN_DEVICE Sm90Online(const Sm90Params& a, const PrefillWork& w, int row_warp)
+      : Base(a, w, row_warp), params(a) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) shrink[r] = 1.0f;
+  }
+
+  int plain_first, plain_last;  ///< bounds of the tiles that every row sees whole
+
+  QATTN_DEVICE void start_rows() {
+    const int first = work.first_row + work.shift, length = static_cast<int>(work.k.length);
+    const int end = p.window_right < 0 ? length : first + p.window_right + 1;
+    plain_first = p.window_left < 0 ? 0 : first + S::rows - 1 - p.window_left;
+    plain_last = params.general ? -1 : (end < length ? end : length) - S::keys;
+    const float scale = p.scale * tile::log2_e;
+#pragma unroll
+    for (int r = 0; r < R; ++r) this->row_scale[r] = this->query_scale(r) * scale;
+  }
+
+  /// K's scales as far as a thread needs them: the same for all keys with the same (key % 8) / 2 in
+  /// 64, and those are the keys that the thread's accumulators belong to.
+  struct Scales {
+    float k[S::halves];
+    std::uint32_t flags;  ///< TileFlags of e4m3 V; the same in all lanes
+  };
+  QATTN_DEVICE Scales load_scales(SharedAddress stage) const {
+    Scales x;
+    x.flags = 0;
+#pragma unroll
+    for (int h = 0; h < S::halves; ++h) {
+      x.k[h] = 1.0f;
+      if constexpr (!S::wide_qk) {
+        const int key = h * slot_tile + lane % 4 * 2;
+        x.k[h] = isa::load_shared<float>(stage + S::scale_at + 4 * key);
+      }
+      if constexpr (S::e4m3_pv) {
+        x.flags |=
+            isa::load_shared<std::uint32_t>(stage + S::tail_at + h * S::tail_bytes + S::flags_at);
+      }
+    }
+    x.flags &= tile_has_bad;
+    return x;
+  }
+
+  /// Does every row see every key, and can V be multiplied as it is? The same answer in the whole
+  /// warpgroup.
+  QATTN_DEVICE bool is_plain(int tile, const Scales& x) const {
+    return x.flags == 0 && tile >= plain_first && tile <= plain_last;
+  }
+
+  /// Is the tile plain but for the bounds of what its rows see? Forgets the tables of keys behind
+  /// the end, which hold anything.
+  QATTN_DEVICE bool is_edge(int tile, SharedAddress stage, Scales& x) const {
+    std::uint32_t flags = 0;
+#pragma unroll
+    for (int h = 0; h < S::halves; ++h) {
+      const bool exists = tile + h * slot_tile < work.k.length;
+      x.k[h] = exists ? x.k[h] : 0.0f;
+      if constexpr (S::e4m3_pv) {
+        const SharedAddress tail = stage + S::tail_at + h * S::tail_bytes;
+        if (exists) flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at) & tile_has_bad;
+      }
+    }
+    return flags == 0 && !params.general;
+  }
+
+  // ---- The plain tile -------------------------------------------------------------------------
+
+  struct Plain {
+    Scales x;
+    float scale[S::halves][R];  ///< of scores, in units of log2
+    float top[R];               ///< maximum of the scores, in units of log2
+    float offset[R];
+  };
+
+  /// Takes the maxima of the keys of half `h`. Scales are positive or NaN.
+  QATTN_DEVICE void take_maxima(const Products& s, int h, Plain& t) const {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const auto* first = s + 4 * half_tiles * h + 2 * r;
+      auto largest = first[0] > first[1] ? first[0] : first[1];
+#pragma unroll
+      for (int n = 1; n < half_tiles; ++n) {
+        largest = isa::max3(largest, first[4 * n], first[4 * n + 1]);
+      }
+      t.scale[h][r] = this->row_scale[r] * t.x.k[h];
+      const float top = static_cast<float>(largest) * t.scale[h][r];
+      t.top[r] = h == 0 ? top : fmaxf(t.top[r], top);
+    }
+  }
+
+  /// Moves the references to the tile's maxima.
+  QATTN_DEVICE void begin_plain(Plain& t) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const float next = fmaxf(max[r], t.top[r]);
+      shrink[r] = isa::exp2(max[r] - next);
+      max[r] = next;
+      t.offset[r] = S::p_log2 - next;
+      if constexpr (S::wide_pv) sum[r] *= shrink[r];
+    }
+  }
+
+  /// P of the keys of half `h`.
+  template <class Meanwhile>
+  QATTN_DEVICE void attend_plain(const Products& s, int h, Plain& t, Meanwhile meanwhile) {
+    exponentiate(
+        h,
+        [&](int n, int i) {
+          return fmaf(static_cast<float>(s[4 * n + i]), t.scale[h][i / 2], t.offset[i / 2]);
+        },
+        meanwhile);
+  }
+
+  QATTN_DEVICE void end_plain(const Plain&) {}
+
+  /// P of the keys of half `h` from their exponents, in groups of four scores of one row, from two
+  /// neighbouring score tiles. Calls meanwhile(g) after each group g of S::n_tiles.
+  template <class Exponent, class Meanwhile>
+  QATTN_DEVICE void exponentiate(int h, Exponent exponent, Meanwhile meanwhile) {
+    float e[half_tiles][4];
+    const auto start = [&](int g) {
+      const int r = g % 2, n = h * half_tiles + g / 2 * 2;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) e[g][i] = exponent(n + i / 2, 2 * r + i % 2);
+    };
+    start(0);
+#pragma unroll
+    for (int g = 0; g < half_tiles; ++g) {
+      if (g + 1 < half_tiles) start(g + 1);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) e[g][i] = isa::exp2(e[g][i]);
+      if (g > 0) pack(h * half_tiles + g - 1, e[g - 1]);
+      meanwhile(h * half_tiles + g);
+    }
+    pack(h * half_tiles + half_tiles - 1, e[half_tiles - 1]);
+  }
+
+  /// Rounds group `g` of P; 16 bits: adds up what that gives.
+  QATTN_DEVICE void pack(int g, const float (&e)[4]) {
+    const int r = g % 2, n = g / 2 * 2;
+    if constexpr (S::wide_pv) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        std::uint32_t& word = codes[n / 2][r + 2 * i];
+        constexpr bool half = C.pv == isa::Element::f16;
+        word =
+            half ? isa::pack_f16(e[2 * i], e[2 * i + 1]) : isa::pack_bf16(e[2 * i], e[2 * i + 1]);
+        const isa::Pair rounded = half ? isa::unpack_f16(word) : isa::unpack_bf16(word);
+        sum[r] += rounded.lo + rounded.hi;
+      }
+    } else {
+      codes[n / 4][r + n / 2 % 2 * 2] = std::uint32_t{isa::pack_e4m3(e[0], e[1])} |
+                                        std::uint32_t{isa::pack_e4m3(e[2], e[3])} << 16;
+    }
+  }
+
+  // ---- Other tiles ----------------------------------------------------------------------------
+
+  /// P from scores in units of log2, -infinity where a row does not see the key.
+  QATTN_DEVICE void attend_scores(Scores& y) {
+    float top[R], offset[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
+    tile::each_score(y, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
+    this->row_maxima(top);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const float next = fmaxf(max[r], top[r]), ref = this->reference(next);
+      shrink[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - ref);
+      max[r] = next;
+      offset[r] = S::p_log2 - ref;
+      if constexpr (S::wide_pv) sum[r] *= shrink[r];
+    }
+#pragma unroll
+    for (int h = 0; h < S::halves; ++h) {
+      exponentiate(
+          h, [&](int n, int i) { return y[0][n][i] + offset[i / 2]; }, [](int) {});
+    }
+  }
+
+  /// A tile that is plain but for bounds.
+  QATTN_DEVICE void attend_edge(const Products& s, const Scales& x, int tile) {
+    Scores y;
+    tile::ScoreRow rows[R];
+    float scale[S::halves][R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      rows[r] = this->score_row(r);
+#pragma unroll
+      for (int h = 0; h < S::halves; ++h) scale[h][r] = this->row_scale[r] * x.k[h];
+    }
+#pragma unroll
+    for (int n = 0; n < S::n_tiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = i / 2, h = 8 * n / slot_tile, j = tile + 8 * n + lane % 4 * 2 + i % 2;
+        float score = static_cast<float>(s[4 * n + i]) * scale[h][r];
+        // An infinity of a 16-bit product must not look like a masked score.
+        if (S::wide_qk && score == -tile::infinity()) score = tile::quiet_nan();
+        y[0][n][i] = j >= rows[r].begin && j < rows[r].end ? score : -tile::infinity();
+      }
+    }
+    attend_scores(y);
+  }
+
+  /// Masks, biases, tokens of V that are not numbers.
+  QATTN_DEVICE void attend_special(const Products& products, int tile, SharedAddress stage) {
+    static_assert(!S::wide_pv);
+    Scores s;
+#pragma unroll
+    for (int n = 0; n < S::n_tiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[0][n][i] = static_cast<float>(products[4 * n + i]);
+    }
+    const auto key_scale = [&](int key) {
+      return isa::load_shared<float>(stage + S::scale_at + 4 * key);
+    };
+    const auto bad_value = [&](int key) {
+      return tile::is_nan(isa::load_shared<float>(stage + S::tail_at +
+                                                  key / slot_tile * S::tail_bytes + S::plain_at +
+                                                  4 * (key % slot_tile)));
+    };
+    this->finish_scores(
+        s, tile, key_scale, [](Scores&) {}, bad_value);
+    attend_scores(s);
+  }
+
+  /// out *= V's scales, of which there is one a channel.
+  QATTN_DEVICE void scale_channels() {
+    const float* scale =
+        p.v8.channel_scale + (work.b * p.k.heads + work.kv_head) * p.v8.groups * p.v8.channels;
+#pragma unroll
+    for (int n = 0; n < S::d_tiles; ++n) {
+      const int c = 8 * n + lane % 4 * 2;
+      if (c >= p.v8.channels) break;
+      const float by[2] = {isa::load_global(scale + c), isa::load_global(scale + c + 1)};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[0][n][i] *= by[i % 2];
+    }
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,140 @@
+// Host side of the Hopper prefill kernel for 16-bit V, whose 16-bit operands TMA reads in place.
+// What it cannot do (masks, pages, rows at odd addresses) the portable kernel does, which also
+// looks again at blocks that met numbers that are not finite.
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "kernels/attn_prefill/call_params.hpp"
+#include "kernels/attn_prefill/sm80_plan.hpp"
+#include "kernels/attn_prefill/sm90a.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+namespace {
+
+using isa::Element;
+
+struct WidePlan : GpuPlan {
+  std::shared_ptr<detail::PlanData> portable;
+  const Sm90Instance* instance = nullptr;
+  int multiprocessors = 1;
+  std::size_t bad_keys = 0, doubts = 0;  ///< offsets in the workspace
+
+  const PrefillPlan& other() const { return static_cast<const PrefillPlan&>(*portable); }
+};
+
+Recipe resolve(const Problem& p) {
+  // As the portable kernel's, so that both take the same codes.
+  return detail::resolve_recipe(p, "int8_full", {Granularity::per_block, slot_tile, 0});
+}
+
+Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
+
+const Sm90Instance* find(const Problem& p, const Recipe& r) {
+  const int d = std::max<int>(p.d, p.dv) <= 64 ? 64 : 128;
+  const Element pv = r.v == Format::f16 ? Element::f16 : Element::bf16;
+  return find_sm90a({d, r.qk == Format::s8 ? Element::s8 : pv, pv});
+}
+
+Status supports(const Problem& p) {
+  const Recipe r = resolve(p);
+  const bool wide = r.v == Format::f16 || r.v == Format::bf16;
+  if (!wide || (r.qk != Format::s8 && r.qk != r.v)) {
+    return refuse("multiplies 16-bit P and V, with Q and K of the same format or s8");
+  }
+  if (std::max(p.d, p.dv) > 128) return refuse("head dimensions above 128");
+  if (Status s = sm80_prefill().supports(p); !s.ok()) return s;
+  PrepareNeeds needs;
+  needs.q_rows = needs.k_rows = coded(r.qk);
+  return check_sm90a(p, find(p, r), plan_prepare(p, r, needs));
+}
+
+// ---- Launch -------------------------------------------------------------------------------------
+
+/// 16-bit rows in place: boxes of `rows` tokens, a panel wide.
+std::string map_rows(const tile::Rows& x, int d, std::uint32_t rows, isa::TensorMap& map) {
+  isa::TensorShape t;
+  t.address = x.data;
+  t.element_bytes = 2;
+  t.rank = 4;
+  const bool packed = x.cu_seqlens != nullptr;
+  const std::int64_t sizes[4] = {x.channels, packed ? x.total : x.max_length, x.heads,
+                                 packed ? 1 : x.batches};
+  const std::int64_t strides[4] = {1, x.token, x.head, x.batch};
+  for (int i = 0; i < 4; ++i) {
+    if (sizes[i] > 1 && strides[i] <= 0) return "tensor map: a stride is not positive";
+    t.sizes[i] = static_cast<std::uint64_t>(sizes[i]);
+    // A dimension of one element has any stride; this one is a multiple of 16 bytes.
+    t.stride_bytes[i] = static_cast<std::uint64_t>(sizes[i] > 1 ? 2 * strides[i] : 16);
+    t.box[i] = 1;
+  }
+  t.box[0] = static_cast<std::uint32_t>(std::min(d, sm90_panel / 2));
+  t.box[1] = rows;
+  t.swizzle = isa::Swizzle::bytes128;
+  return isa::make_tensor_map(t, map);
+}
+
+/// Empty, or why TMA cannot read the operands as they lie.
+std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
+  if (isa::is_16bit(c.qk)) {
+    if (std::string e = map_rows(a.q, c.d, 64, a.q_map); !e.empty()) return e;
+    if (std::string e = map_rows(a.k, c.d, sm90a_keys, a.k_map); !e.empty()) return e;
+  } else {
+    if (a.q8.codes == nullptr || a.k8.codes == nullptr) return "codes in place";
+    if (std::string e = map_codes(c, p, a); !e.empty()) return e;
+  }
+  return map_rows(a.v, c.d, sm90a_keys, a.v_map);
+}
+
+Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Stream stream) {
+  const auto& plan = static_cast<const WidePlan&>(data);
+  const PrefillPlan& other = plan.other();
+  Sm90Params params;
+  static_cast<PrefillParams&>(params) =
+      params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), sm90a_rows, plan.error);
+  if (params.works == 0) return {};
+  const Sm90Config& c = plan.instance->config;
+  if (p.max_k == 0 || !is_plain(p, plan.recipe) || !make_maps(c, p, params).empty()) {
+    return other.attend(other, p, workspace, stream);
+  }
+  auto* bytes = static_cast<std::byte*>(workspace);
+  params.doubts = reinterpret_cast<std::uint32_t*>(bytes + plan.doubts);
+  const bool notes = isa::is_16bit(c.qk);
+  if (notes) params.bad_keys = reinterpret_cast<std::int32_t*>(bytes + plan.bad_keys);
+  const int blocks = std::min(params.works, plan.multiprocessors);
+  isa::LaunchError e = plan.instance->launch(params, {blocks, 1, 1}, stream);
+  const int again = std::min(params.works, 2 * plan.multiprocessors);
+  if (e.empty()) e = other.general->launch(params, {again, 1, 1}, stream);
+  if (e.empty() && notes) e = spoil_rows(p, params, stream);
+  return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);
+}
+
+std::shared_ptr<detail::PlanData> tune(const Problem& p) {
+  auto plan = std::make_shared<WidePlan>();
+  plan->attend = attend_wide;
+  plan->recipe = resolve(p);
+  plan->portable = sm80_prefill().tune(p);
+  const PrefillPlan& other = plan->other();
+  plan->instance = find(p, plan->recipe);
+  plan->prepared = other.prepared;
+  plan->error = other.error;
+  plan->multiprocessors = isa::multiprocessors();
+  plan->bad_keys = plan->portable->workspace;
+  plan->doubts = plan->bad_keys + bad_keys_bytes(p, plan->prepared);
+  const std::int64_t works = (p.max_q + sm90a_rows - 1) / sm90a_rows * p.batch * p.heads_q;
+  plan->workspace =
+      plan->doubts + static_cast<std::size_t>(works) * doubt_warps * sizeof(std::uint32_t);
+  // What will run, as far as a plan can tell.
+  plan->text = is_plain(p, plan->recipe) ? sm90a_text(plan->instance->config)
+                                         : "by the portable kernel\n" + plan->portable->text;
+  return plan;
+}
+
+}  // namespace
+
+detail::Kernel sm90a_wide_prefill() { return {"sm90a_wide_prefill", supports, tune, run_steps}; }
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels
