@@ -21,6 +21,8 @@ from ._recipe import integer
 #: KvCache.decode() takes so many queries of a sequence at once
 QUERIES = 8
 _BLOCK = 16  # tokens that share an importance
+# What models hand to update() in earlier releases of transformers 5; caches that grow ignore it.
+_WITHOUT_EFFECT = frozenset({"cache_kwargs", "cache_position", "cos", "sin"})
 
 
 class InCache(torch.Tensor):
@@ -112,7 +114,8 @@ class QattnCache(Cache):
     options are KvCache's (tiers, average_bits, budget_from, window, ...). window_dtype: bfloat16
     where the model's keys are, else float16. observe: with a budget, attention of that many of a
     prompt's last queries gives its tokens their importance, and decode steps go on with what they
-    see; 0: neither. Default: 32 with a budget and importance "uniform", else 0.
+    see; 0: neither. Default: 32 with a budget and importance "uniform", else 0. A budget holds from
+    budget_from tokens on, by default thousands; for shorter texts name it, and a smaller window.
 
     The first call of an empty cache, a prompt, attends to K and V as they come, with the registered
     recipe; their rows are quantised afterwards. All later calls append and then attend to the cache
@@ -163,11 +166,12 @@ class QattnCache(Cache):
         Returns two stand-ins (InCache) of the whole keys and values.
         """
         if torch.compiler.is_compiling():
-            raise Unsupported("QattnCache: does not work inside torch.compile")
-        if args or any(x is not None for x in kwargs.values()):
-            raise Unsupported(
-                f"QattnCache: update() with {[*args, *kwargs]}, which it does not know"
-            )
+            raise Unsupported("QattnCache: torch.compile(fullgraph=True) cannot take it in")
+        given = {**kwargs, **(kwargs.get("cache_kwargs") or {})}
+        for x in args:
+            given.update(x if isinstance(x, dict) else {} if x is None else {str(x): x})
+        if unknown := sorted(given.keys() - _WITHOUT_EFFECT):
+            raise Unsupported(f"QattnCache: update() with {unknown}, which it does not know")
         if not 0 <= layer_idx < len(self.layers):
             raise InvalidArgument(
                 f"layer_idx: {layer_idx}, but there are {len(self.layers)} layers"
@@ -184,8 +188,8 @@ class QattnCache(Cache):
             )
         if layer.pending is not None:
             raise Unsupported(
-                f"QattnCache: layer {layer_idx} was given keys whose attention never ran, or failed; "
-                "reset() empties the cache"
+                f"QattnCache: layer {layer_idx} was given keys whose attention never ran, or "
+                "failed; reset() empties the cache"
             )
         layer.pending = (key_states, value_states)
         length = layer.columns + new
@@ -352,8 +356,8 @@ class QattnCache(Cache):
         pending = self.layers[layer_idx].pending
         if pending is None:
             raise Unsupported(
-                f"QattnCache: attention of layer {layer_idx} ran twice after one update(), or after "
-                "reset(); models whose layers share keys are not supported"
+                f"QattnCache: attention of layer {layer_idx} ran twice after one update(), or "
+                "after reset(); models whose layers share keys are not supported"
             )
         return pending
 

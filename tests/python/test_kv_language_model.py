@@ -20,9 +20,20 @@ import kv_language_model as tool  # noqa: E402
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
+    """A model that was trained where nothing but torch can be imported."""
     folder = tmp_path_factory.mktemp("model")
-    options = ["--preset", "tiny", "--steps", "20", "--device", "cpu"]
-    assert tool.main(["train", "-o", str(folder), *options]) == 0
+    options = ["--preset", "tiny", "--steps", "20", "--device", "cpu", "--commit", "abc"]
+    script = (
+        "import sys\n"
+        "for name in ('numpy', 'safetensors', 'transformers', 'qattn'): sys.modules[name] = None\n"
+        f"sys.path.insert(0, {str(ROOT / 'tools' / 'eval')!r})\n"
+        f"import kv_language_model\n"
+        f"sys.exit(kv_language_model.main(['train', '-o', {str(folder)!r}, *{options!r}]))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
     return folder
 
 
@@ -47,9 +58,10 @@ def test_training_writes_what_it_says(trained):
     assert facts["weights_sha256"] == hashlib.sha256(weights).hexdigest()
     assert facts["text"]["held_out_sha256"] == hashlib.sha256(held_out).hexdigest()
     assert len(held_out) == facts["text"]["held_out_bytes"] == 1 << 13
-    assert facts["text"]["train_bytes"] == 1 << 18 and facts["text"]["files"] > 300
+    assert facts["text"]["train_bytes"] == 1 << 18 and facts["text"]["train_files"] > 3
     step, training, held_out_loss = facts["curve"][-1]
     assert step == 20 and max(training, held_out_loss) < facts["curve"][0][2] - 0.7
+    assert facts["commit"] == "abc" and facts["seed"] == 0
     assert str(ROOT) not in json.dumps(facts) and facts["text"]["source"].startswith("standard")
 
 
@@ -65,9 +77,12 @@ def test_text_by_hand(tmp_path):
     text = byte_model.collect([tmp_path])
     assert 1 < len(held_out) < 10
     assert text.held_out == "\0".join(held_out).encode() and text.train == "\0".join(rest).encode()
-    assert text.facts["files"] == 60 and text.facts["source"] == [tmp_path.name]
+    assert text.facts["train_files"] + text.facts["held_out_files"] == 60
+    assert text.facts["source"] == [tmp_path.name]
     assert text.facts["train_sha256"] == hashlib.sha256(text.train).hexdigest()
-    assert byte_model.collect([tmp_path], 50, 10).train == text.train[:50]
+    for most in (1, 8, 9, 50):
+        cut = byte_model.collect([tmp_path], most, 10)
+        assert cut.train == text.train[:most] and cut.held_out == text.held_out[:10]
     with pytest.raises(ValueError, match="0 held out"):
         byte_model.collect([tmp_path / "site-packages"])
 

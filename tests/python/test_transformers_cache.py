@@ -1,4 +1,4 @@
-"""qattn.transformers.QattnCache in small models with random weights, against transformers' caches."""
+"""qattn.transformers.QattnCache in small models with random weights, against DynamicCache."""
 
 import copy
 
@@ -326,6 +326,11 @@ def test_crop_and_reset(llama):
     given = {"attention_mask": mask, "position_ids": mask.cumsum(1)[:, 40:] - 1}
     again = llama(ids[:, 40:], past_key_values=cache, **given).logits
     assert nrmse(again, want[:, 10:]) < DECODE
+    other = cache.fork()
+    other.layers[1].alive = ~other.layers[1].alive  # as masks of one layer's own would make it
+    with pytest.raises(qattn.Unsupported, match="layers hide different tokens"):
+        other.crop(-1)
+    del other
     for count in (1, -61):
         with pytest.raises(qattn.InvalidArgument, match="tokens_to_remove"):
             cache.crop(count)
@@ -342,7 +347,10 @@ def test_rows_are_selected(llama):
     ids = tokens(3, 30)
     cache = QattnCache(llama.config)
     llama(ids, past_key_values=cache)
+    dropped = cache.sequences[0]
     cache.batch_select_indices(torch.tensor([False, True, True]))
+    with pytest.raises(qattn.InvalidArgument, match="sequence"):
+        cache.kv.length(dropped)
     cache.reorder_cache(torch.tensor([1, 1, 0]))
     order = torch.tensor([2, 2, 1])
     out = llama(tokens(3, 4, seed=5), past_key_values=cache).logits
@@ -380,9 +388,28 @@ def test_budget_goes_where_queries_look(llama):
         assert cache.told[2:] == [None] * 80
 
 
-def test_importance_of_a_prompt_is_its_mass(llama):
+def test_decode_steps_are_observed(llama, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        qattn.KvCache, "observe", lambda _, layer, rows, mass: seen.append((layer, rows, mass))
+    )
+    ids = tokens(2, 60)
+    cache = QattnCache(llama.config, average_bits=8.0)
+    logits(llama, ids, cache, 40, step=10)
+    assert [(layer, rows) for layer, rows, _ in seen] == [
+        (layer, cache.sequences) for layer in (0, 0, 1, 1, 0, 0, 1, 1)
+    ]  # ten tokens at once are eight and two
+    for _, _, mass in seen:
+        torch.testing.assert_close(mass.sum(-1), torch.ones(2, 4), atol=1e-3, rtol=0)
+    seen.clear()
+    logits(llama, ids, QattnCache(llama.config, average_bits=8.0, observe=0), 40)
+    assert not seen
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_importance_of_a_prompt_is_its_mass(llama, softcap):
     cache = QattnCache(llama.config, average_bits=8.0, observe=3)
-    asked = Features(0.5, None, None, None)
+    asked = Features(0.5, softcap, None, None)
     q, k = torch.randn(1, 4, 40, 64), torch.randn(1, 2, 40, 64)
     got = cache._importance(q, k, asked)
     assert got.shape == (1, 2, 3)
@@ -390,7 +417,8 @@ def test_importance_of_a_prompt_is_its_mass(llama):
         squares = torch.zeros(3)
         for row in range(37, 40):
             for h in (2 * head, 2 * head + 1):
-                p = (k[0, head, : row + 1] @ q[0, h, row] * 0.5).softmax(0)
+                s = k[0, head, : row + 1] @ q[0, h, row] * 0.5
+                p = (softcap * (s / softcap).tanh() if softcap else s).softmax(0)
                 p = torch.nn.functional.pad(p, (0, 48 - len(p))).reshape(3, 16).sum(1)
                 squares += p**2 / 6
         torch.testing.assert_close(got[0, head], squares.sqrt())
@@ -445,8 +473,13 @@ def test_refused_calls(llama):
         fresh = cache.fork()
         with pytest.raises(qattn.Unsupported, match=f"attention_mask: .*{words}"):
             llama(one, past_key_values=fresh, attention_mask=mask)
-        with pytest.raises(qattn.Unsupported, match="a forward pass is under way, or failed"):
-            fresh.fork()
+        for call in (
+            fresh.fork,
+            lambda c=fresh: c.crop(-1),
+            lambda c=fresh: c.reorder_cache([0, 0]),
+        ):
+            with pytest.raises(qattn.Unsupported, match="a forward pass is under way, or failed"):
+                call()
         with pytest.raises(qattn.Unsupported, match="never ran, or failed"):
             llama(one, past_key_values=fresh)
     with pytest.raises(qattn.Unsupported, match="torch.float32"):
@@ -457,12 +490,20 @@ def test_refused_calls(llama):
         llama(one, past_key_values=padded)
     with pytest.raises(qattn.Unsupported, match="pickled"):
         copy.copy(cache).__reduce_ex__(4)
-    with pytest.raises(qattn.InvalidArgument, match="requires a gradient"), torch.enable_grad():
-        llama(one, past_key_values=cache)
     with pytest.raises(qattn.Unsupported, match="meta"):
         QattnCache(llama.config).update(torch.zeros(1, 2, 1, 64, device="meta"), None, 0)
+    some = torch.zeros(2, 2, 1, 64)
+    for given in ({"window": 3}, {"cache_kwargs": {"window": 3}}):
+        with pytest.raises(qattn.Unsupported, match="'window'"):
+            cache.fork().update(some, some, 0, **given)
+    with pytest.raises(qattn.Unsupported, match="'7'"):
+        cache.fork().update(some, some, 0, 7)
+    for given in ((None,), ({"sin": some, "cos": some, "cache_position": None},)):
+        assert cache.fork().update(some, some, 0, *given)[0].shape == (2, 2, 41, 64)
     with pytest.raises(qattn.InvalidArgument, match="layer_idx: 2"):
-        cache.update(torch.zeros(2, 2, 1, 64), torch.zeros(2, 2, 1, 64), 2)
+        cache.update(some, some, 2)
+    with pytest.raises(qattn.InvalidArgument, match="requires a gradient"), torch.enable_grad():
+        llama(one, past_key_values=cache)
 
 
 def test_two_heads_that_do_not_fit(llama):
@@ -471,8 +512,9 @@ def test_two_heads_that_do_not_fit(llama):
         llama(tokens(), past_key_values=cache)
 
 
-def test_compiled_models_are_refused(llama):
+def test_whole_graphs_are_refused(llama):
+    """Where graphs may break, torch.compile leaves the cache out; slowly, so not tested here."""
     torch._dynamo.reset()
     compiled = torch.compile(llama, fullgraph=True, backend="eager")
-    with pytest.raises((qattn.Unsupported, torch._dynamo.exc.TorchDynamoException)):
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
         compiled(tokens(), past_key_values=QattnCache(llama.config))

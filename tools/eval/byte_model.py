@@ -7,6 +7,7 @@ logits against each other.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -47,34 +48,44 @@ def collect(roots: list[Path] | None = None, most_train: int = 0, most_held_out:
     order of those hashes, which mixes what they are about. most_*: bytes after which a side is cut,
     0: none. Raises ValueError where a side is empty."""
     named = roots is not None
-    parts: dict[bool, list[tuple[bytes, bytes]]] = {False: [], True: []}
+    found: dict[bool, list[tuple[bytes, Path]]] = {False: [], True: []}
     for root in roots or [Path(sysconfig.get_path("stdlib"))]:
         for path in root.rglob("*"):
             name = path.relative_to(root).as_posix()
             if path.suffix not in SUFFIXES or _SKIPPED & set(name.split("/")):
                 continue
-            if not path.is_file():
-                continue
-            digest = hashlib.sha256(name.encode()).digest()
-            parts[digest[0] % _HELD_OUT == 0].append((digest, path.read_bytes()))
-    train, held_out = (
-        _SEPARATOR.join(data for _, data in sorted(parts[side])) for side in (False, True)
+            if path.is_file():
+                digest = hashlib.sha256(name.encode()).digest()
+                found[digest[0] % _HELD_OUT == 0].append((digest, path))
+    (train, train_files), (held_out, held_out_files) = (
+        _joined(sorted(found[side]), most)
+        for side, most in ((False, most_train), (True, most_held_out))
     )
-    train, held_out = (x[: most or None] for x, most in ((train, most_train),
-                                                         (held_out, most_held_out)))  # fmt: skip
     if not train or not held_out:
         raise ValueError(f"text: {len(train)} bytes to train on, {len(held_out)} held out")
     facts = {
         "source": [p.name for p in roots or []]
         if named
         else f"standard library of {platform.python_implementation()} {platform.python_version()}",
-        "files": sum(map(len, parts.values())),
+        "train_files": train_files,
+        "held_out_files": held_out_files,
         "train_bytes": len(train),
         "train_sha256": hashlib.sha256(train).hexdigest(),
         "held_out_bytes": len(held_out),
         "held_out_sha256": hashlib.sha256(held_out).hexdigest(),
     }
     return Text(train, held_out, facts)
+
+
+def _joined(files: list[tuple[bytes, Path]], most: int) -> tuple[bytes, int]:
+    """The files' bytes up to `most` (0: all), and how many files they come from."""
+    parts, size = [], 0
+    for _, path in files:
+        if most and size > most:  # with the separator behind the last
+            break
+        parts.append(path.read_bytes())
+        size += len(parts[-1]) + len(_SEPARATOR)
+    return _SEPARATOR.join(parts)[: most or None], len(parts)
 
 
 # ---- Model ---------------------------------------------------------------------------------------
@@ -206,7 +217,8 @@ def save_weights(model: ByteModel, path: Path) -> str:
     tensors = {f"model.{name}": x.detach() for name, x in model.named_parameters()}
     header, payload, at = {"__metadata__": {"format": "pt"}}, [], 0
     for name, x in sorted(tensors.items()):
-        data = x.to("cpu", torch.float16).contiguous().numpy().tobytes()
+        half = x.to("cpu", torch.float16).contiguous()
+        data = ctypes.string_at(half.data_ptr(), half.nbytes)  # numpy need not be there either
         header[name] = {
             "dtype": "F16",
             "shape": list(x.shape),
@@ -255,10 +267,18 @@ def rate_at(step: int, shape: Shape) -> float:
 
 
 def train(
-    preset: str, out: Path, *, seed: int, steps: int | None, device: str, roots: list[Path] | None
+    preset: str,
+    out: Path,
+    *,
+    seed: int,
+    steps: int | None,
+    device: str,
+    roots: list[Path] | None,
+    commit: str,
 ) -> dict:
-    """Trains a preset and writes config.json, model.safetensors, held_out.bin and training.json to
-    `out`, the last three again at every report. Returns what training.json says."""
+    """Trains a preset and writes config.json, held_out.bin, and at every report model.safetensors
+    and training.json to `out`. Returns what training.json says. Raises ValueError for text that is
+    shorter than the context. commit: of this program, for training.json."""
     shape = PRESETS[preset]
     if steps is not None:
         shape = dataclasses.replace(shape, steps=steps)
@@ -287,6 +307,7 @@ def train(
         "shape": dataclasses.asdict(shape),
         "parameters": sum(x.numel() for x in model.parameters()),
         "seed": seed,
+        "commit": commit,
         "text": text.facts,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),

@@ -236,8 +236,9 @@ def table(result: dict) -> str:
     """Markdown, the rows by their bits."""
     e = result["evaluated"]
     lines = [
-        f"{e['sequences']} sequences, {e['prefill']} bytes of prompt and {e['positions']} positions "
-        f"each; window {e['window']}, sinks {e['sinks']}; +- is a standard error over sequences.",
+        f"{e['sequences']} sequences, {e['prefill']} bytes of prompt and {e['positions']} "
+        f"positions each; window {e['window']}, sinks {e['sinks']}; +- is a standard error over "
+        "sequences.",
         "",
         "| cache | bits in all | perplexity a byte | loss over 16 bits, millinats a byte "
         "| KL, millinats | same first byte |",
@@ -288,7 +289,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=[2.5, 3.0, 3.5, 4.0],
         help="average bits, e.g. 2.5,3,4",
     )
-    run.add_argument("--commit", help="what is evaluated, where the tree is no git checkout")
+    for command in (train, run):
+        command.add_argument("--commit", help="what runs, where the tree is no git checkout")
     show = commands.add_parser("table", help="print a result")
     show.add_argument("result", type=Path)
     return parser.parse_args(arguments)
@@ -300,6 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
         if asked.command == "train":
             import byte_model
             import torch
+            from qbench import provenance
 
             device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
             byte_model.train(
@@ -309,6 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
                 steps=asked.steps,
                 device=device,
                 roots=asked.text,
+                commit=provenance.commit(asked.commit),
             )
         elif asked.command == "evaluate":
             result = evaluate(asked)
