@@ -7,6 +7,7 @@
         model.generate(**inputs)
 
 For inference on CPUs and CUDA GPUs, in eval mode and without gradients. Needs transformers 5.
+QattnCache keeps keys and values in 2 to 16 bits, and decode steps read them as they lie.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from transformers.masking_utils import sdpa_mask
 from ._errors import InvalidArgument, Unsupported
 from ._recipe import Recipe, as_recipe, real
 from ._torch_ops import attention
+from ._transformers_cache import InCache, QattnCache, Features
 
-__all__ = ["register"]
+__all__ = ["QattnCache", "register"]
 
 # Models hand down whatever their forward() was given. These say nothing about the attention.
 _WITHOUT_EFFECT = frozenset({
@@ -72,6 +74,16 @@ def _forward(recipe: Recipe) -> Callable[..., tuple[torch.Tensor, None]]:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         # As for "sdpa": a mask says everything, and one query sees all keys of the cache.
         causal = bool(causal) and attention_mask is None and length > 1
+        cached = key if isinstance(key, InCache) else None
+        if cached is not None:
+            asked = _cache_features(
+                scaling, softcap, sliding_window, s_aux, position_bias,
+                hidden=causal or attention_mask is not None or length == 1,
+            )  # fmt: skip
+            if not cached.cache.is_prompt(cached.layer):
+                out = cached.cache.attend(cached.layer, query, attention_mask, asked)
+                return out.transpose(1, 2).contiguous(), None
+            key, value = cached.cache.take_prompt(cached.layer)
         window = -1
         if sliding_window is not None and attention_mask is None:
             window = _window_left(int(sliding_window), length, key.shape[2], causal)
@@ -91,6 +103,8 @@ def _forward(recipe: Recipe) -> Callable[..., tuple[torch.Tensor, None]]:
             softcap=0.0 if softcap is None else real("softcap", softcap),
             window_left=window,
         )
+        if cached is not None:
+            cached.cache.store_prompt(cached.layer, query, attention_mask, asked)
         return out.transpose(1, 2).contiguous(), None
 
     forward.qattn_recipe = recipe  # type: ignore[attr-defined]
@@ -111,6 +125,28 @@ def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) ->
             raise Unsupported("output_attentions: qattn never has the probabilities; use 'eager'")
         else:
             raise Unsupported(f"{name}: qattn does not know this argument of an attention layer")
+
+
+def _cache_features(
+    scaling: float | None,
+    softcap: float | None,
+    sliding_window: int | None,
+    sinks: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    *,
+    hidden: bool,
+) -> Features:
+    """What a QattnCache is asked for. hidden: the mask or causality says what a query sees."""
+    if position_bias is not None:
+        raise Unsupported("position_bias: decode over a QattnCache takes no bias")
+    if not hidden:
+        raise Unsupported("is_causal: several queries that see each other, with a QattnCache")
+    return Features(
+        None if scaling is None else real("scaling", scaling),
+        None if softcap is None else real("softcap", softcap),
+        None if sliding_window is None else int(sliding_window),
+        sinks,
+    )
 
 
 def _window_left(window: int, length: int, keys: int, causal: bool) -> int:

@@ -36,6 +36,26 @@ def test_cpp_quickstart(tmp_path):
     assert numbers(run.stdout) == EXPECTED
 
 
+def python_blocks():
+    return re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def test_transformers_example(tmp_path):
+    """With a small model of random weights as `name` and a batch of tokens as `ids`."""
+    prelude = (
+        "import torch, transformers\n"
+        f"name = {str(tmp_path)!r}\n"
+        "config = transformers.LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2,\n"
+        "    num_attention_heads=2, num_key_value_heads=1, head_dim=64, intermediate_size=64,\n"
+        "    bos_token_id=None, eos_token_id=None, dtype='bfloat16')\n"
+        "transformers.LlamaForCausalLM(config).save_pretrained(name)\n"
+        "ids = torch.arange(20).reshape(2, 10)\n"
+    )
+    script = prelude + python_blocks()[2] + "print(text.shape[1], cache.get_seq_length())\n"
+    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert numbers(run.stdout) == [110, 109]
+
+
 def test_python_quickstart():
     run = subprocess.run([sys.executable, "-c", block("python")], check=True, capture_output=True,
                          text=True)
@@ -43,7 +63,7 @@ def test_python_quickstart():
 
 
 def test_kv_cache_example():
-    first, second = re.findall(r"```python\n(.*?)```", README, re.S)
+    first, second = python_blocks()[:2]
     run = subprocess.run([sys.executable, "-c", first + second], check=True, capture_output=True,
                          text=True)
     said = re.search(r"prints (\d+\.\d+) again", README).group(1)
