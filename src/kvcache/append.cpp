@@ -132,22 +132,25 @@ Status AppendPlan::assign_tiers() {
   }
   std::vector<Candidate> candidates;
   std::int64_t fixed = mean_bytes(o);
-  double told = 0;
+  double told[importance_lanes] = {};
   std::int64_t tellers = 0;
   for (const Table& t : tables_) {
-    for (const Entry& e : t) {
+    for (std::size_t i = 0; i < t.size(); ++i) {
+      const Entry& e = t[i];
       if (e.tier == 0 && cache_.in_window(e.first, end)) {
         fixed += cache_.page_bytes(0) + entry_bytes;
         continue;
       }
       candidates.push_back({e.importance, e.tier, e.path});
-      told += e.importance >= 0 ? static_cast<double>(e.importance) : 0.0;
-      tellers += e.importance >= 0 ? 1 : 0;
+      if (e.importance < 0) continue;
+      told[i % importance_lanes] += static_cast<double>(e.importance);
+      ++tellers;
     }
   }
   // A page of which nothing is known weighs as much as the others on average.
+  add_in_halves<importance_lanes>(told, 1);
   const float average =
-      tellers > 0 ? static_cast<float>(told / static_cast<double>(tellers)) : 1.0f;
+      tellers > 0 ? static_cast<float>(told[0] / static_cast<double>(tellers)) : 1.0f;
   for (Candidate& c : candidates) c.importance = c.importance >= 0 ? c.importance : average;
   std::vector<std::int64_t> page_bytes;
   for (std::size_t t = 1; t <= o.tiers.size(); ++t) {
@@ -224,27 +227,29 @@ void AppendPlan::make_mean() {
 }
 
 void AppendPlan::sum_keys(std::int64_t head, float* mean) const {
-  double sum[most_channels] = {};
+  double sum[mean_lanes][most_channels] = {};
   std::int64_t count = 0;
   float row[most_channels];
-  const auto add = [&] {
+  const auto add = [&](std::int64_t position) {
     if (!formats::is_finite(cache_.words->amax(row, cache_.d()))) return;
-    for (int c = 0; c < cache_.d(); ++c) sum[c] += static_cast<double>(row[c]);
+    double* lane = sum[position / formats::kv_block_tokens % mean_lanes];
+    for (int c = 0; c < cache_.d(); ++c) lane[c] += static_cast<double>(row[c]);
     ++count;
   };
   for (const Entry& e : layer_.tables[static_cast<std::size_t>(head)]) {
     if (e.tier != 0 || e.first < cache_.options.sinks) continue;
     for_tokens(e.live, [&](int token) {
       load_page_row(cache_, 0, cache_.page(e), Part::k, token, nullptr, false, row);
-      add();
+      add(e.first + token);
     });
   }
   for (std::int64_t at = std::max(layer_.length, cache_.options.sinks); at < new_length(); ++at) {
     load_new_k(head, at, row);
-    add();
+    add(at);
   }
   for (int c = 0; count > 0 && c < cache_.d(); ++c) {
-    mean[c] = static_cast<float>(sum[c] / static_cast<double>(count));
+    add_in_halves<mean_lanes>(&sum[0][c], most_channels);
+    mean[c] = static_cast<float>(sum[0][c] / static_cast<double>(count));
   }
 }
 
