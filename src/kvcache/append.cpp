@@ -265,11 +265,14 @@ float AppendPlan::importance(const Job& job) const {
 }
 
 float AppendPlan::key_importance(const Job& job) const {
-  double sum = 0;
+  double sum[norm_lanes] = {};
   std::int64_t count = 0;
   float row[most_channels];
   const auto add = [&] {
-    for (int c = 0; c < cache_.d(); ++c) sum += static_cast<double>(row[c]) * row[c];
+    for (int c = 0; c < cache_.d(); ++c) {
+      const auto x = static_cast<double>(row[c]);
+      sum[c % norm_lanes] += x * x;
+    }
     ++count;
   };
   if (job.has_from) {
@@ -282,7 +285,8 @@ float AppendPlan::key_importance(const Job& job) const {
     load_new_k(job.head, at, row);
     add();
   }
-  const double norm = sum / (static_cast<double>(count) * cache_.d());
+  add_in_halves<norm_lanes>(sum, 1);
+  const double norm = sum[0] / (static_cast<double>(count) * cache_.d());
   // NaN, Inf and zeros: as important as can be told in a float whose square is one, too.
   return std::isfinite(norm) && norm > 1e-15 ? static_cast<float>(1.0 / norm) : 1e15f;
 }

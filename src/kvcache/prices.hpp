@@ -64,6 +64,9 @@ inline constexpr int importance_lanes = 512;
 /// Keys that a mean is of, in lanes by their position's block of 16 tokens; likewise.
 inline constexpr int mean_lanes = 16;
 
+/// Squares of a page's keys, in lanes by their channel; likewise.
+inline constexpr int norm_lanes = 16;
+
 /// lane[i * step] for all i, added in halves into lane[0].
 template <int Lanes>
 QATTN_HD void add_in_halves(double* lane, int step) {
