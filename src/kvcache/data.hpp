@@ -100,6 +100,9 @@ inline Status invalid(std::string message) {
 /// Bytes that the budget counts beside pages and their entries: K's means.
 std::int64_t mean_bytes(const KvCacheOptions& options);
 
+/// Bytes that K and V of one token and layer may take on average.
+double budget_per_token(const KvCacheOptions& options);
+
 /// What is wrong with the options by themselves, the budget apart.
 Status check_options(const KvCacheOptions& options);
 

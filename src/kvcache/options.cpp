@@ -69,11 +69,6 @@ Status check_tiers(const std::vector<KvTier>& tiers) {
   return {};
 }
 
-/// Bytes that K and V of one token and layer may take on average.
-double budget_per_token(const KvCacheOptions& o) {
-  return o.average_bits / 8 * static_cast<double>(o.heads_kv * (o.d + o.dv));
-}
-
 /// What a layer of `pages` pages takes at the worst of its lengths, all in the last tier but the
 /// window. Just after a page was opened the window has a page more than it is long.
 double least_bytes(const KvCacheOptions& o, std::int64_t pages) {
@@ -89,6 +84,10 @@ double least_bytes(const KvCacheOptions& o, std::int64_t pages) {
 }
 
 }  // namespace
+
+double budget_per_token(const KvCacheOptions& o) {
+  return o.average_bits / 8 * static_cast<double>(o.heads_kv * (o.d + o.dv));
+}
 
 std::int64_t mean_bytes(const KvCacheOptions& o) { return o.smooth_k ? o.heads_kv * o.d * 4 : 0; }
 

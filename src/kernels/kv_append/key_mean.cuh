@@ -113,7 +113,9 @@ struct FreezeMean {
 #pragma unroll
     for (int half = lanes / 2; half > 0; half /= 2) {
 #pragma unroll
-      for (int n = 0; n < half; ++n) sum[n] = formats::add_rn(sum[n], sum[n + half]);
+      for (int n = 0; n < lanes / 2; ++n) {
+        if (n < half) sum[n] = formats::add_rn(sum[n], sum[n + half]);
+      }
     }
     const float mean = count > 0 ? static_cast<float>(sum[0] / static_cast<double>(count)) : 0.0f;
     isa::store_global(cache.k_mean(isa::load_global(&plan->slot), p.layer, h) + c, mean);
