@@ -59,8 +59,13 @@ struct PlanAppend {
   }
   static QATTN_DEVICE PageList pages(const Params& p, const Facts& f) {
     const kv::DeviceCache& cache = p.state.cache;
-    return {p.state.pages + p.state.plan_head(f.b, 0) * cache.most_pages,
-            p.state.heads + p.state.plan_head(f.b, 0), cache.heads_kv, cache.most_pages};
+    const std::int64_t head = p.state.plan_head(f.b, 0), page = head * cache.most_pages;
+    return {p.state.pages + page,
+            p.state.steps + page,
+            p.state.step_prices + page * (p.state.prices.tiers - 1),
+            p.state.heads + head,
+            cache.heads_kv,
+            cache.most_pages};
   }
   static QATTN_DEVICE kv::Entry entry(const Params& p, const Facts& f, std::int32_t h,
                                       std::int32_t i) {
@@ -283,7 +288,7 @@ struct PlanAppend {
   static QATTN_DEVICE std::uint32_t make(const Params& p, const Facts& f, bool& freezes) {
     bool fast = false;
     if (count_pages(p, f, fast)) return kv::slot_capacity;
-    Allocator allocator{p.state.prices};
+    Allocator allocator{p.state.prices, pages(p, f)};
     isa::sync_threads();  // other threads read what count_pages() wrote
     if (fast) {
       if (any(bad_tails(p, f))) return kv::slot_weight;
@@ -298,11 +303,11 @@ struct PlanAppend {
                 isa::load_global(p.state.cache.has_mean +
                                  p.state.cache.layer_index(f.slot, p.layer)) == 0;
       if (p.state.has_budget != 0) {
-        allocator.weigh(pages(p, f));
+        allocator.weigh();
         const std::int64_t fixed = p.state.mean_bytes + staged.window_bytes;
         const std::int64_t rest = p.state.allowed_bytes(f.new_length) - fixed;
-        const std::int64_t need = allocator.bytes(pages(p, f)) - (rest > 0 ? rest : 0);
-        if (!allocator.find(pages(p, f), need)) return kv::slot_budget;
+        const std::int64_t need = allocator.bytes() - (rest > 0 ? rest : 0);
+        if (!allocator.find(need)) return kv::slot_budget;
       }
     }
     for (std::int32_t h = isa::warp(); h < p.state.cache.heads_kv; h += threads / 32) {

@@ -24,6 +24,15 @@ enum PageKind : std::uint16_t {
   page_leaves = 8,  ///< was in 16 bits
 };
 
+/// The tiers that a page's hull leads through, worse ones in order.
+struct PageSteps {
+  std::uint32_t ends = 0;  ///< three bits a step, 0 behind the last
+
+  QATTN_HD int end(int n) const { return static_cast<int>(ends >> (3 * n) & 7u); }
+  QATTN_HD void push(int n, int tier) { ends |= static_cast<std::uint32_t>(tier) << (3 * n); }
+};
+static_assert(Prices::most_tiers < 8);
+
 /// One page to be made: what `from_page` holds (if any), then new tokens [begin, end) of the page,
 /// in to.tier. to.page is a rank among the pages of that tier that the head takes, or, in place,
 /// the page.
@@ -62,6 +71,8 @@ struct AppendState {
   SlotPlan* plans = nullptr;    ///< [slots]
   HeadPlan* heads = nullptr;    ///< [slots][heads_kv]
   Candidate* pages = nullptr;   ///< [slots][heads_kv][most_pages]
+  PageSteps* steps = nullptr;   ///< likewise
+  std::uint64_t* step_prices = nullptr;  ///< [slots][tiers - 1][heads_kv][most_pages]
   AppendJob* jobs = nullptr;    ///< [slots][heads_kv][most_pages]
   std::uint32_t* device_error = nullptr;  ///< the device's sticky error word
 

@@ -128,6 +128,8 @@ std::size_t lay_out(const detail::KvCacheData& host, const KvGpuCapacity& capaci
   room.take(s.plans, capacity.sequences);
   room.take(s.heads, plans);
   room.take(s.pages, plans * c.most_pages);
+  room.take(s.steps, plans * c.most_pages);
+  room.take(s.step_prices, plans * c.most_pages * (c.pools - 2));
   room.take(s.jobs, plans * c.most_pages);
 
   std::vector<std::int64_t> bytes;
