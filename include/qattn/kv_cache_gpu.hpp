@@ -58,6 +58,12 @@ class GpuKvCache {
   /// makes its queries NaN, until it is released.
   Status append(std::int64_t layer, const KvGpuAppendTensors& tensors,
                 Layout layout = Layout::bshd, Stream stream = nullptr);
+  /// Enqueue what KvCache's do. Every truncation into a quantised page may cost an entry of the
+  /// page tables, which have sixteen more than the capacity's tokens need.
+  Status truncate(std::int64_t slot, std::int64_t length, Stream stream = nullptr);
+  Status evict(std::int64_t slot, std::int64_t layer, std::int64_t head, std::int64_t begin,
+               std::int64_t end, Stream stream = nullptr);
+
   /// Enqueues KvCache::observe() of slots (B) s32: mass (B, Hq, N) f32, N at least ceil(S / 16). A
   /// mass that is negative, not finite or beyond 1e15 leaves its slot as it was and sets the
   /// device's error word.

@@ -135,6 +135,17 @@ Status check_place(const detail::KvCacheData& cache, std::int64_t sequence, std:
                  text(cache.options.layers - 1));
 }
 
+Status check_eviction(const KvCacheOptions& o, std::int64_t head, std::int64_t begin,
+                      std::int64_t end) {
+  if (head < -1 || head >= o.heads_kv) {
+    return invalid("head: " + text(head) + " is not from -1 to " + text(o.heads_kv - 1));
+  }
+  if (begin < 0 || end < begin) {
+    return invalid("begin: tokens " + text(begin) + " to " + text(end) + " are no range");
+  }
+  return {};
+}
+
 }  // namespace qattn::kv
 
 namespace qattn {

@@ -72,6 +72,17 @@ void run_sequence(unsigned i, int steps) {
     pair.append(step);
     if (testing::Test::HasFatalFailure()) return;
     if (random() % 4 == 0) pair.observe(step.layer, step.slots, random() % 2 ? 0.5f : 4.0f);
+    const auto slot = static_cast<std::int64_t>(random() % 3);
+    const std::int64_t length = pair.length(slot, 0);
+    if (random() % 10 == 0 && length > 0) {
+      const std::int64_t off = random() % 3 ? random() % 20 : random() % length;
+      pair.truncate(slot, length > off ? length - off : 0);
+    }
+    if (random() % 8 == 0 && length > 0) {
+      const std::int64_t begin = random() % length;
+      pair.evict(slot, random() % 3 ? -1 : 0, random() % 3 ? -1 : 0, begin,
+                 begin + random() % (random() % 2 ? 20 : 200));
+    }
     if (random() % 25 == 0) pair.renew(static_cast<std::int64_t>(random() % 3));
     if (testing::Test::HasFatalFailure()) return;
     pair.compare();

@@ -48,6 +48,17 @@ void Pair::renew(std::int64_t slot) {
   ids_[slot] = *host_->add_sequence();
 }
 
+void Pair::truncate(std::int64_t slot, std::int64_t length) {
+  ASSERT_TRUE(device_->truncate(slot, length).ok());
+  ASSERT_TRUE(host_->truncate(ids_[slot], length).ok());
+}
+
+void Pair::evict(std::int64_t slot, std::int64_t layer, std::int64_t head, std::int64_t begin,
+                 std::int64_t end) {
+  ASSERT_TRUE(device_->evict(slot, layer, head, begin, end).ok());
+  ASSERT_TRUE(host_->evict(ids_[slot], layer, head, begin, end).ok());
+}
+
 std::int64_t Pair::length(std::int64_t slot, std::int64_t layer) const {
   return *host_->length(ids_[slot], layer);
 }

@@ -39,6 +39,9 @@ class Pair {
   void add();
   /// Both give a slot up and take it anew.
   void renew(std::int64_t slot);
+  void truncate(std::int64_t slot, std::int64_t length);
+  void evict(std::int64_t slot, std::int64_t layer, std::int64_t head, std::int64_t begin,
+             std::int64_t end);
   void append(const Step& step);
   void observe(std::int64_t layer, const std::vector<std::int64_t>& slots, float spread);
   /// Tables, pages, means and lengths are the same, and every page of the device has one owner.

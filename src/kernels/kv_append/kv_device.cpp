@@ -87,19 +87,26 @@ LaunchError init(const kv::AppendState& state, Stream stream) {
   return isa::launch<InitCache>(p, {2 * isa::multiprocessors(), 1, 1}, stream);
 }
 
-LaunchError reset(const kv::AppendState& state, std::int32_t slot, std::uint32_t error,
-                  Stream stream) {
+LaunchError forget(const kv::AppendState& state, const kv::ForgetCall& call, Stream stream) {
   ResetParams p;
   p.state = state;
-  p.slot = slot;
-  p.error = error;
-  return isa::launch<ResetSlot>(p, {1, 1, 1}, stream);
+  p.slot = call.slot;
+  p.first_layer = call.first_layer;
+  p.end_layer = call.end_layer;
+  p.first_head = call.first_head;
+  p.end_head = call.end_head;
+  p.begin = call.begin;
+  p.end = call.end;
+  p.truncates = call.truncates ? 1 : 0;
+  p.resets = call.resets ? 1 : 0;
+  p.error = call.error;
+  return isa::launch<ForgetTokens>(p, {1, 1, 1}, stream);
 }
 
 }  // namespace
 
 const kv::DeviceOps& kv_device_ops() {
-  static const kv::DeviceOps ops{isa::error_word, init, reset, append, observe};
+  static const kv::DeviceOps ops{isa::error_word, init, forget, append, observe};
   return ops;
 }
 

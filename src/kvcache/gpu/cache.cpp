@@ -114,6 +114,31 @@ Status check_append(const GpuKvCache::Data& d, std::int64_t layer, const KvGpuAp
   return {};
 }
 
+/// All tokens of a slot from `begin` on, in every layer.
+kv::ForgetCall forget_from(const GpuKvCache::Data& d, std::int64_t slot, std::int64_t begin) {
+  kv::ForgetCall call;
+  call.slot = static_cast<std::int32_t>(slot);
+  call.end_layer = d.state.cache.layers;
+  call.end_head = d.state.cache.heads_kv;
+  call.begin = begin;
+  call.end = kv::most_tokens;
+  call.truncates = true;
+  return call;
+}
+kv::ForgetCall forget_all(const GpuKvCache::Data& d, std::int64_t slot, std::uint32_t error) {
+  kv::ForgetCall call = forget_from(d, slot, 0);
+  call.resets = true;
+  call.error = error;
+  return call;
+}
+
+Status forget(const char* what, const GpuKvCache::Data& d, const kv::ForgetCall& call,
+              Stream stream) {
+  const detail::DeviceGuard guard(*d.backend, d.device);
+  if (!guard.status().ok()) return guard.status();
+  return launched(what, d.backend->kv->forget(d.state, call, stream));
+}
+
 std::string slot_error_text(std::uint32_t word) {
   std::string what;
   for (const auto& [bit, why] : {
@@ -188,13 +213,10 @@ Result<std::int64_t> GpuKvCache::add_sequence(Stream stream) {
       return Status(Code::out_of_memory, "capacity.sequences: all " +
                                              text(d.capacity.sequences) + " slots are in use");
     }
-    const auto slot = static_cast<std::int32_t>(at - d.used.begin());
-    const detail::DeviceGuard guard(*d.backend, d.device);
-    if (!guard.status().ok()) return guard.status();
-    Status s = launched("add_sequence", d.backend->kv->reset(d.state, slot, 0, stream));
-    if (!s.ok()) return s;
+    const std::int64_t slot = at - d.used.begin();
+    if (Status s = forget("add_sequence", d, forget_all(d, slot, 0), stream); !s.ok()) return s;
     *at = true;
-    return std::int64_t{slot};
+    return slot;
   });
 }
 
@@ -202,12 +224,43 @@ Status GpuKvCache::release(std::int64_t slot, Stream stream) {
   return guarded<Status>([&]() -> Status {
     Data& d = *data_;
     if (Status s = check_slot(d, slot); !s.ok()) return s;
-    const detail::DeviceGuard guard(*d.backend, d.device);
-    if (!guard.status().ok()) return guard.status();
-    Status s = launched("release", d.backend->kv->reset(d.state, static_cast<std::int32_t>(slot),
-                                                        kv::slot_unused, stream));
+    Status s = forget("release", d, forget_all(d, slot, kv::slot_unused), stream);
     if (s.ok()) d.used[static_cast<std::size_t>(slot)] = false;
     return s;
+  });
+}
+
+Status GpuKvCache::truncate(std::int64_t slot, std::int64_t length, Stream stream) {
+  return guarded<Status>([&]() -> Status {
+    if (Status s = check_slot(*data_, slot); !s.ok()) return s;
+    if (length < 0) return invalid("length: " + text(length) + " is below 0");
+    if (length >= data_->capacity.tokens) return {};
+    return forget("truncate", *data_, forget_from(*data_, slot, length), stream);
+  });
+}
+
+Status GpuKvCache::evict(std::int64_t slot, std::int64_t layer, std::int64_t head,
+                         std::int64_t begin, std::int64_t end, Stream stream) {
+  return guarded<Status>([&]() -> Status {
+    const KvCacheOptions& o = options();
+    if (Status s = check_slot(*data_, slot); !s.ok()) return s;
+    if (layer != -1) {
+      if (Status s = check_layer(o, layer); !s.ok()) return s;
+    }
+    if (Status s = kv::check_eviction(o, head, begin, end); !s.ok()) return s;
+    kv::ForgetCall call = forget_from(*data_, slot, begin);
+    call.truncates = false;
+    call.end = std::min(end, kv::most_tokens);
+    call.begin = std::min(begin, call.end);
+    if (layer != -1) {
+      call.first_layer = static_cast<std::int32_t>(layer);
+      call.end_layer = call.first_layer + 1;
+    }
+    if (head != -1) {
+      call.first_head = static_cast<std::int32_t>(head);
+      call.end_head = call.first_head + 1;
+    }
+    return forget("evict", *data_, call, stream);
   });
 }
 

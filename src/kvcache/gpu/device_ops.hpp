@@ -33,14 +33,22 @@ struct ObserveCall {
   std::int32_t batch = 0, heads_q = 0, layer = 0;
 };
 
+/// Forgets tokens [begin, end) of some layers and heads of one slot.
+struct ForgetCall {
+  std::int32_t slot = 0;
+  std::int32_t first_layer = 0, end_layer = 0, first_head = 0, end_head = 0;
+  std::int64_t begin = 0, end = 0;
+  bool truncates = false;  ///< `begin` becomes the length of layers that are longer
+  bool resets = false;     ///< the slot is as good as new, its error word is `error`
+  std::uint32_t error = 0;
+};
+
 /// Each returns what went wrong with a launch; empty: nothing.
 struct DeviceOps {
   /// The current device's sticky error word.
   std::uint32_t* (*error_word)() = nullptr;
   std::string (*init)(const AppendState& state, Stream stream) = nullptr;
-  /// Empties a slot and sets its error word.
-  std::string (*reset)(const AppendState& state, std::int32_t slot, std::uint32_t error,
-                       Stream stream) = nullptr;
+  std::string (*forget)(const AppendState& state, const ForgetCall& call, Stream stream) = nullptr;
   std::string (*append)(const AppendState& state, const AppendCall& call, Stream stream) = nullptr;
   std::string (*observe)(const AppendState& state, const ObserveCall& call,
                          Stream stream) = nullptr;

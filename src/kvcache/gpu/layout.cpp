@@ -14,6 +14,11 @@ std::int64_t pages_of(const KvCacheOptions& o, std::int64_t tokens) {
   return (tokens + o.page_size - 1) / o.page_size;
 }
 
+/// Entries of a page table: some share their first token after truncations into quantised pages.
+std::int64_t most_entries(const KvCacheOptions& o, std::int64_t tokens) {
+  return pages_of(o, tokens) + 16;
+}
+
 /// Places in one allocation, each 256-byte aligned.
 class Room {
  public:
@@ -70,7 +75,7 @@ Status check_capacity(const detail::KvCacheData& host, const KvGpuCapacity& c) {
     return invalid("heads_kv: " + text(o.heads_kv) + " is above 65535, the most on a GPU");
   }
   // Pages of a layer and the bytes that they can free are counted in 32 bits, in units of 8.
-  const std::int64_t pages = pages_of(o, c.tokens) * o.heads_kv;
+  const std::int64_t pages = most_entries(o, c.tokens) * o.heads_kv;
   if (pages > 0x7fffffff || pages > (std::int64_t{1} << 35) / (host.page_bytes(1) + entry_bytes)) {
     return invalid("capacity.tokens: " + text(c.tokens) + " tokens of " + text(o.heads_kv) +
                    " heads take over 32 GiB in the first tier, the most of a layer");
@@ -103,7 +108,7 @@ std::size_t lay_out(const detail::KvCacheData& host, const KvGpuCapacity& capaci
   c.layers = static_cast<std::int32_t>(o.layers);
   c.heads_kv = static_cast<std::int32_t>(o.heads_kv);
   c.slots = static_cast<std::int32_t>(capacity.sequences);
-  c.most_pages = static_cast<std::int32_t>(pages_of(o, capacity.tokens));
+  c.most_pages = static_cast<std::int32_t>(most_entries(o, capacity.tokens));
   c.pools = static_cast<std::int32_t>(o.tiers.size() + 1);
   c.bf16 = o.window_format == Format::bf16 ? 1 : 0;
   c.rotate = o.rotate ? 1 : 0;
