@@ -187,20 +187,35 @@ TierList level_tiers(std::mt19937& random) {
   return t;
 }
 
+/// An importance whose second step is cheaper than its first one, if one is found.
+float inverted_weight(const kv::Prices& prices, std::mt19937& random) {
+  std::lognormal_distribution<float> weight(0.0f, 1.0f);
+  kv::Candidate c;  // in 16 bits: its steps begin in tier 1
+  for (int n = 0; n < 8000; ++n) {
+    c.importance = weight(random);
+    double first = 0, second = 0;
+    if (prices.next(c, 1, first) == 2 && prices.next(c, 2, second) == 3 && second < first) break;
+  }
+  return c.importance;
+}
+
 TEST(KvDeviceAllocator, TakesStepsOfOnePriceInTheHostsOrder) {
-  for (unsigned round = 0; round < 300; ++round) {
+  for (unsigned round = 0; round < 400; ++round) {
     SCOPED_TRACE(round);
     std::mt19937 random(round);
     std::lognormal_distribution<float> weight(0.0f, 1.0f);
     Pages pages;
     pages.heads.resize(1);
     pages.heads[0].resize(1 + random() % 5);
-    const float all = weight(random);
+    const TierList t = level_tiers(random);
+    const kv::Prices prices = kv::make_prices(t.tiers, t.bytes, 0.0f);
+    const float all = round % 2 ? weight(random) : inverted_weight(prices, random);
     for (kv::Candidate& c : pages.heads[0]) {
       c = {random() % 2 ? all : weight(random), 0, 0, kv::page_candidate};
-      if (random() % 3 == 0) c.tier = c.path = 1;
+      if (random() % 4 == 0) c.tier = c.path = 1;
+      if (round % 2 == 0 && random() % 2) c.importance = inverted_weight(prices, random);
     }
-    check_round(round, level_tiers(random), pages, random);
+    check_round(round, t, pages, random);
     if (HasFatalFailure()) return;
   }
 }

@@ -179,8 +179,8 @@ struct WritePages {
                                 : std::uint8_t{0});
       }
       if (row_lane() == 0) {
-        isa::store_shared(panel + static_cast<isa::SharedAddress>(scales_at + 2 * token),
-                          u.alive(token) ? scale : std::uint16_t{0});
+        // Tokens that are not there are zeros here and get the scale 0, as on the host.
+        isa::store_shared(panel + static_cast<isa::SharedAddress>(scales_at + 2 * token), scale);
       }
     }
     isa::sync_threads();
