@@ -56,8 +56,8 @@ class GpuKvCache {
   /// capacity, bad slots, counts or importance) leave that slot as it was and set its error word
   /// and the device's (device_errors()): nothing is appended to that slot any more, and decode
   /// makes its queries NaN, until it is released.
-  Status append(std::int64_t layer, const KvGpuAppendTensors& tensors,
-                Layout layout = Layout::bshd, Stream stream = nullptr);
+  Status append(std::int64_t layer, const KvGpuAppendTensors& tensors, Layout layout = Layout::bshd,
+                Stream stream = nullptr);
   /// Enqueue what KvCache's do. Every truncation into a quantised page may cost an entry of the
   /// page tables, which have sixteen more than the capacity's tokens need.
   Status truncate(std::int64_t slot, std::int64_t length, Stream stream = nullptr);
@@ -74,8 +74,7 @@ class GpuKvCache {
 
   /// Ok, or what went wrong in a slot since it was added.
   Status status(std::int64_t slot, Stream stream = nullptr) const;
-  Result<std::int64_t> length(std::int64_t slot, std::int64_t layer,
-                              Stream stream = nullptr) const;
+  Result<std::int64_t> length(std::int64_t slot, std::int64_t layer, Stream stream = nullptr) const;
   /// KvCache::read() into tensors in host memory. For tests: it copies page by page.
   Status read(std::int64_t slot, std::int64_t layer, const TensorView& k, const TensorView& v,
               const TensorView& tiers, Stream stream = nullptr) const;

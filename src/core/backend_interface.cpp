@@ -10,8 +10,8 @@ std::string backend_interface() {
   for (const std::size_t size :
        {sizeof(Backend), sizeof(Kernel), sizeof(PlanData), sizeof(Problem), sizeof(QuantizeTensors),
         sizeof(QuantizeOptions), sizeof(QuantizeFacts), sizeof(Status), sizeof(kv::AppendState),
-        sizeof(kv::DeviceOps), sizeof(kv::AppendCall),
-        sizeof(kv::ObserveCall), sizeof(kv::ForgetCall)}) {
+        sizeof(kv::DeviceOps), sizeof(kv::AppendCall), sizeof(kv::ObserveCall),
+        sizeof(kv::ForgetCall)}) {
     s += '.';
     s += std::to_string(size);
   }

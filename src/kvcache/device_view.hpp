@@ -23,7 +23,8 @@ enum SlotError : std::uint32_t {
   slot_twice = 64,    ///< a call named it twice
 };
 
-/// Bit of the device's sticky error word that says: some slot's word is not 0, or observe() refused.
+/// Bit of the device's sticky error word that says: some slot's word is not 0, or observe()
+/// refused.
 inline constexpr std::uint32_t device_error_bit = 4;
 
 /// One pool: pages of one tier, one behind the other.

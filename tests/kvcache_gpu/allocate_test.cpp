@@ -1,4 +1,6 @@
 // The allocator for a block of threads against the host's: the same tiers, page for page.
+#include "kernels/kv_append/allocate.cuh"
+
 #include <gtest/gtest.h>
 
 #include <random>
@@ -6,7 +8,6 @@
 #include <vector>
 
 #include "isa/launch.hpp"
-#include "kernels/kv_append/allocate.cuh"
 #include "kv_backend.hpp"
 #include "kvcache/allocator.hpp"
 
@@ -137,8 +138,8 @@ void check_round(unsigned round, const TierList& t, const Pages& pages, std::mt1
   std::uint32_t fits = 99;
   std::vector<kv::PageSteps> steps(flat.size());
   std::vector<std::uint64_t> prices(flat.size() * (t.tiers.size() - 1) + 1);
-  AllocateParams p{{flat.data(), steps.data(), prices.data(), heads.data(), static_cast<std::int32_t>(heads.size()),
-                    static_cast<std::int64_t>(stride)},
+  AllocateParams p{{flat.data(), steps.data(), prices.data(), heads.data(),
+                    static_cast<std::int32_t>(heads.size()), static_cast<std::int64_t>(stride)},
                    kv::make_prices(t.tiers, t.bytes, hysteresis),
                    std::max<std::int64_t>(allowed, 0),
                    tiers.data(),

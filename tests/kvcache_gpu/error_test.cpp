@@ -43,8 +43,7 @@ struct Call {
     t.v = t.k;
     if (!counts.empty()) t.counts = TensorView::dense(counts.data(), Format::s32, {batch});
     if (!importance.empty()) {
-      t.importance =
-          TensorView::dense(importance.data(), Format::f32, {batch, o.heads_kv, blocks});
+      t.importance = TensorView::dense(importance.data(), Format::f32, {batch, o.heads_kv, blocks});
     }
     return cache.append(0, t);
   }
@@ -197,8 +196,8 @@ TEST(KvDeviceErrors, AMassOutOfRangeChangesNothing) {
   for (const float bad : {-1.0f, NAN, INFINITY, 2e15f}) {
     std::vector<float> mass(4 * 7, 0.5f);
     mass[3 * 7 + 6] = bad;
-    const Status s = pair.device().observe(
-        0, slots, TensorView::dense(mass.data(), Format::f32, {1, 4, 7}));
+    const Status s =
+        pair.device().observe(0, slots, TensorView::dense(mass.data(), Format::f32, {1, 4, 7}));
     ASSERT_TRUE(s.ok()) << s.message();
     EXPECT_EQ(before, memory_of(pair.device()));
     EXPECT_FALSE(device_errors({}).ok());

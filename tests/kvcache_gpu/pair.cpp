@@ -102,8 +102,8 @@ void Pair::append(const Step& step) {
   const bool bshd = o_.layout == Layout::bshd;
   const auto view = [&](std::vector<std::uint8_t>& data, std::int64_t pitch,
                         std::int64_t channels) {
-    TensorView t = TensorView::dense(
-        data.data(), o_.input, {batch, bshd ? tokens : heads, bshd ? heads : tokens, pitch});
+    TensorView t = TensorView::dense(data.data(), o_.input,
+                                     {batch, bshd ? tokens : heads, bshd ? heads : tokens, pitch});
     t.shape[3] = channels;
     return t;
   };
@@ -132,8 +132,7 @@ void Pair::append(const Step& step) {
     };
     one.k = alone(t.k);
     one.v = alone(t.v);
-    const std::int64_t own =
-        formats::kv_blocks(length(step.slots[b], step.layer) + step.counts[b]);
+    const std::int64_t own = formats::kv_blocks(length(step.slots[b], step.layer) + step.counts[b]);
     std::vector<float> row;
     for (std::int64_t h = 0; h < heads; ++h) {
       const auto* from = importance.data() + (b * heads + h) * blocks;
@@ -170,8 +169,8 @@ void Pair::observe(std::int64_t layer, const std::vector<std::int64_t>& slots, f
       row.insert(row.end(), from, from + own);
     }
     const std::int64_t id = ids_[slots[b]];
-    const Status host = host_->observe(
-        layer, {&id, 1}, TensorView::dense(row.data(), Format::f32, {1, heads, own}));
+    const Status host = host_->observe(layer, {&id, 1},
+                                       TensorView::dense(row.data(), Format::f32, {1, heads, own}));
     ASSERT_TRUE(host.ok()) << host.message();
   }
 }
@@ -184,7 +183,8 @@ void Pair::compare_page(const kv::Entry& host, const kv::Entry& device) const {
   const std::int64_t bytes = h.page_bytes(host.tier);
   if (host.tier > 0) {
     for (std::int64_t i = 0; i < bytes; ++i) {
-      ASSERT_EQ(a[i], b[i]) << "tier " << int{host.tier} << " first " << host.first << " byte " << i;
+      ASSERT_EQ(a[i], b[i]) << "tier " << int{host.tier} << " first " << host.first << " byte "
+                            << i;
     }
     return;
   }

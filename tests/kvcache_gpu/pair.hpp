@@ -27,7 +27,7 @@ struct Step {
   std::vector<std::int64_t> slots;   ///< the host's sequences have the same numbers
   std::vector<std::int32_t> counts;  ///< of each; all equal: no tensor of counts
   bool with_importance = false;
-  float spread = 1.0f;  ///< of importance, as the power of ten
+  float spread = 1.0f;    ///< of importance, as the power of ten
   bool bad_rows = false;  ///< some rows hold NaN or infinities
 };
 

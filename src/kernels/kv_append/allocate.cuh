@@ -1,9 +1,9 @@
-// The allocator of tiers (kvcache/allocator.hpp) for a block of threads. The host takes steps of the
-// pages' hulls from a queue, cheapest first, of equal prices the first page's, until the bytes fit.
-// The steps of a page come in order, so one that is cheaper than the one before it is taken right
-// after: the queue gives steps in the order of (largest price so far, page, step). What fits is
-// therefore the shortest prefix in that order, and its end is found by digits of the key, without a
-// sort.
+// The allocator of tiers (kvcache/allocator.hpp) for a block of threads. The host takes steps of
+// the pages' hulls from a queue, cheapest first, of equal prices the first page's, until the bytes
+// fit. The steps of a page come in order, so one that is cheaper than the one before it is taken
+// right after: the queue gives steps in the order of (largest price so far, page, step). What fits
+// is therefore the shortest prefix in that order, and its end is found by digits of the key,
+// without a sort.
 #pragma once
 
 #include "kernels/kv_append/block.cuh"
@@ -101,9 +101,8 @@ struct Allocator {
   /// Bytes of the pages where they are, those in 16 bits in the first tier. Collective.
   QATTN_DEVICE std::int64_t bytes() const {
     std::int64_t sum = 0;
-    list.candidates<threads>([&](const kv::Candidate& c, std::int64_t) {
-      sum += prices.bytes_of(start(c.tier));
-    });
+    list.candidates<threads>(
+        [&](const kv::Candidate& c, std::int64_t) { sum += prices.bytes_of(start(c.tier)); });
     return block_sum<threads>(sum, shared(scratch_at));
   }
 

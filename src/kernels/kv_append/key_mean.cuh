@@ -52,7 +52,8 @@ struct FreezeMean {
     const std::int64_t slot = isa::load_global(&plan->slot);
     const std::int64_t old_length = isa::load_global(&plan->old_length);
     const std::int64_t new_length = isa::load_global(&plan->new_length);
-    const std::int32_t entries = isa::load_global(&p.state.heads[p.state.plan_head(b, h)].old_count);
+    const std::int32_t entries =
+        isa::load_global(&p.state.heads[p.state.plan_head(b, h)].old_count);
     const kv::DevicePool& pool = cache.pool[0];
     const bool bf16 = cache.bf16 != 0;
     Sums s;
@@ -63,10 +64,10 @@ struct FreezeMean {
         const int block = token / formats::kv_block_tokens;
         if ((e.first / formats::kv_block_tokens + block) % lanes != isa::warp()) continue;
         if ((e.live >> token & 1) == 0) continue;
-        const auto* row = reinterpret_cast<const std::uint16_t*>(
-                              pool.page(e.page, cache.blocks_per_page()) +
-                              block * pool.block.bytes()) +
-                          token % formats::kv_block_tokens * cache.d;
+        const auto* row =
+            reinterpret_cast<const std::uint16_t*>(pool.page(e.page, cache.blocks_per_page()) +
+                                                   block * pool.block.bytes()) +
+            token % formats::kv_block_tokens * cache.d;
         add(s, cache.d, bf16, [&](int c) { return isa::load_global(row + c); });
       }
     }

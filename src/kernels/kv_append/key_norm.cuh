@@ -30,8 +30,8 @@ QATTN_DEVICE float key_weight(const AppendParams& p, std::int64_t b, std::int32_
     if ((e.live >> token & 1) == 0) continue;
     const std::uint8_t* block = pool.page(e.page, cache.blocks_per_page()) +
                                 token / formats::kv_block_tokens * pool.block.bytes();
-    const auto* row = reinterpret_cast<const std::uint16_t*>(block) +
-                      token % formats::kv_block_tokens * cache.d;
+    const auto* row =
+        reinterpret_cast<const std::uint16_t*>(block) + token % formats::kv_block_tokens * cache.d;
     add([&](int c) { return isa::load_global(row + c); });
   }
   for (std::int64_t at = begin; at < end; ++at) {

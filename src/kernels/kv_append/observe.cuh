@@ -66,9 +66,9 @@ struct ObserveMass {
       for (std::int32_t i = isa::thread(); i < count; i += threads) {
         kv::Entry* e = cache.table(slot, p.layer, h) + i;
         bool bad = false;
-        const float now = formats::sqrt_rn(
-            page_weight(cache, isa::load_global(&e->first), own, bad,
-                        [&](std::int64_t n) { return square(p, row, group, n); }));
+        const float now =
+            formats::sqrt_rn(page_weight(cache, isa::load_global(&e->first), own, bad,
+                                         [&](std::int64_t n) { return square(p, row, group, n); }));
         const float old = isa::load_global(&e->importance), decay = p.state.decay;
         const float kept = formats::mul_rn(decay, old);
         const float added = formats::mul_rn(formats::add_rn(1.0f, -decay), now);

@@ -75,8 +75,7 @@ struct PlanAppend {
   /// Does a table's last page take the next tokens in 16 bits?
   static QATTN_DEVICE bool grows(const Params& p, const Facts& f, const kv::Entry& last) {
     const std::int64_t size = p.state.cache.page_size;
-    return f.old_length % size != 0 && last.tier == 0 &&
-           last.first == f.old_length / size * size;
+    return f.old_length % size != 0 && last.tier == 0 && last.first == f.old_length / size * size;
   }
 
   /// How many pages there are and will be in every table. Returns whether some table has no room;
@@ -107,8 +106,7 @@ struct PlanAppend {
 
   /// The entry of a page of the table to be, without what this call changes in old ones.
   static QATTN_DEVICE kv::Entry entry_to_be(const Params& p, const Facts& f, std::int32_t h,
-                                            std::int32_t i, std::int32_t old,
-                                            std::int32_t count) {
+                                            std::int32_t i, std::int32_t old, std::int32_t count) {
     if (i < old) return entry(p, f, h, i);
     const std::int64_t size = p.state.cache.page_size;
     kv::Entry e;
@@ -120,8 +118,8 @@ struct PlanAppend {
 
   /// What becomes of a page, and what is known of its importance; `bad`: it is out of range.
   static QATTN_DEVICE kv::Candidate classify(const Params& p, const Facts& f, std::int32_t h,
-                                             std::int32_t i, std::int32_t old,
-                                             std::int32_t count, bool& bad) {
+                                             std::int32_t i, std::int32_t old, std::int32_t count,
+                                             bool& bad) {
     const kv::Entry e = entry_to_be(p, f, h, i, old, count);
     const bool inside = p.state.in_window(e.first, f.new_length);
     kv::Candidate c{e.importance, e.tier, e.path, 0};
@@ -180,8 +178,7 @@ struct PlanAppend {
         const std::int32_t i = first + isa::thread() / row_lanes;
         kv::Candidate c{};
         if (i < count) c = load_struct(out + i);
-        const bool asked =
-            (c.kind & kv::page_candidate) != 0 && c.tier == 0 && c.importance < 0;
+        const bool asked = (c.kind & kv::page_candidate) != 0 && c.tier == 0 && c.importance < 0;
         if (!isa::any(asked)) continue;
         kv::Entry e;
         if (asked) e = entry_to_be(p, f, h, i, old, count);
@@ -236,8 +233,8 @@ struct PlanAppend {
       kv::AppendJob job{};
       bool has = false, bad = false;
       if (i < count) {
-        const kv::Candidate c = fast ? classify(p, f, h, i, old, count, bad)
-                                     : load_struct(p.state.pages + base + i);
+        const kv::Candidate c =
+            fast ? classify(p, f, h, i, old, count, bad) : load_struct(p.state.pages + base + i);
         const bool free = (c.kind & kv::page_candidate) != 0;
         const int tier = free ? allocator.tier(c, h * std::int64_t{cache.most_pages} + i) : 0;
         has = make_job(p, f, i, entry_to_be(p, f, h, i, old, count), c, tier, job);

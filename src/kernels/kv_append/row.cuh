@@ -123,8 +123,8 @@ struct LaneRow {
 #pragma unroll 4
     for (int i = 0; i < formats::kv_candidates; ++i) {
       const std::uint32_t code = isa::shuffle(mine, first + i);
-      const float e = error(channels, bits, isa::shuffle(scale, first + i),
-                            isa::shuffle(inverse, first + i));
+      const float e =
+          error(channels, bits, isa::shuffle(scale, first + i), isa::shuffle(inverse, first + i));
       const bool better = code != 0 && e < least;
       least = better ? e : least;
       best = better ? code : best;

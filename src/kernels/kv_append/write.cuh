@@ -40,8 +40,8 @@ QATTN_DEVICE std::uint32_t pack_word(isa::SharedAddress panel, int n, int bits, 
   if (y < plane) {
     const std::uint32_t mask = ((1u << width) - 1) * 0x01010101u;
     for (int i = 0; i < 8 / width; ++i) {
-      const auto part = isa::load_shared<std::uint32_t>(
-          panel + static_cast<isa::SharedAddress>(i * plane + y));
+      const auto part =
+          isa::load_shared<std::uint32_t>(panel + static_cast<isa::SharedAddress>(i * plane + y));
       packed |= (part & mask) << (i * width);
     }
     return packed;
@@ -90,9 +90,8 @@ struct WritePages {
   static QATTN_DEVICE BlockPart part_of(const Params& p, int tier, std::int32_t page,
                                         const Unit& u) {
     const kv::DevicePool& pool = p.state.cache.pool[tier];
-    std::uint8_t* block =
-        pool.page(page, p.state.cache.blocks_per_page()) +
-        static_cast<std::int64_t>(u.block) * pool.block.bytes();
+    std::uint8_t* block = pool.page(page, p.state.cache.blocks_per_page()) +
+                          static_cast<std::int64_t>(u.block) * pool.block.bytes();
     return BlockPart(pool.block, block, u.value);
   }
 
@@ -121,13 +120,13 @@ struct WritePages {
     const kv::DeviceCache& cache = p.state.cache;
     const bool bf16 = cache.bf16 != 0, is_new = u.is_new(token);
     const bool alive = u.alive(token);
-    const BlockPart from = part_of(p, u.job.from_tier, u.job.from_page < 0 ? 0 : u.job.from_page, u);
+    const BlockPart from =
+        part_of(p, u.job.from_tier, u.job.from_page < 0 ? 0 : u.job.from_page, u);
     const bool window = u.job.from_tier == 0;
     const int channels = from.channels;
     const std::int64_t at = alive && is_new ? u.element(token) : 0;
-    const float* mean = !u.value && window && cache.smooth_k != 0
-                            ? cache.k_mean(u.slot, p.layer, u.head)
-                            : nullptr;
+    const float* mean =
+        !u.value && window && cache.smooth_k != 0 ? cache.k_mean(u.slot, p.layer, u.head) : nullptr;
     const std::uint16_t scale =
         alive && !window ? isa::load_global(from.scales + token) : std::uint16_t{0};
 #pragma unroll
@@ -175,8 +174,7 @@ struct WritePages {
         const int c = LaneRow<N>::channel(j);
         if (c >= to.channels) continue;
         isa::store_shared(panel + static_cast<isa::SharedAddress>(to.place(token, c)),
-                          coded ? formats::kv_encode(row.x[j], inverse, to.bits)
-                                : std::uint8_t{0});
+                          coded ? formats::kv_encode(row.x[j], inverse, to.bits) : std::uint8_t{0});
       }
       if (row_lane() == 0) {
         // Tokens that are not there are zeros here and get the scale 0, as on the host.
@@ -223,10 +221,8 @@ struct WritePages {
     if (job.in_place != 0) return job.to.page;
     const int tier = job.to.tier;
     const std::int32_t slot = isa::load_global(p.state.plans[b].takes + tier);
-    const std::int32_t head =
-        isa::load_global(p.state.heads[p.state.plan_head(b, h)].takes + tier);
-    const std::int64_t place =
-        p.state.ring_place(tier, std::int64_t{slot} + head + job.to.page);
+    const std::int32_t head = isa::load_global(p.state.heads[p.state.plan_head(b, h)].takes + tier);
+    const std::int64_t place = p.state.ring_place(tier, std::int64_t{slot} + head + job.to.page);
     return isa::load_global(p.state.free_pages[tier] + place);
   }
   /// The page's entry, and the page before it back to its pool.
@@ -239,8 +235,7 @@ struct WritePages {
     const std::int32_t slot = isa::load_global(p.state.plans[u.b].gives + tier);
     const std::int32_t head =
         isa::load_global(p.state.heads[p.state.plan_head(u.b, u.head)].gives + tier);
-    const std::int64_t place =
-        p.state.ring_place(tier, std::int64_t{slot} + head + u.job.given);
+    const std::int64_t place = p.state.ring_place(tier, std::int64_t{slot} + head + u.job.given);
     isa::store_global(p.state.free_pages[tier] + place, u.job.from_page);
   }
 
@@ -261,13 +256,20 @@ struct WritePages {
       const kv::AppendJob job = load_struct(jobs + i / units);
       const int part = static_cast<int>(i % units);
       const bool value = part % 2 != 0;
-      const Unit u{job, b, h, slot, part / 2, value, value ? p.v : p.k,
-                   job.to.first - old_length, resolve(p, b, h, job)};
+      const Unit u{job,
+                   b,
+                   h,
+                   slot,
+                   part / 2,
+                   value,
+                   value ? p.v : p.k,
+                   job.to.first - old_length,
+                   resolve(p, b, h, job)};
       if (part == 0 && isa::thread() == 0) enter(p, u);
       if (job.to.tier == 0) {
         store_rows(p, u);
-      } else if (job.from_page >= 0 && bits_of(p, job.from_tier, value) ==
-                                           bits_of(p, job.to.tier, value)) {
+      } else if (job.from_page >= 0 &&
+                 bits_of(p, job.from_tier, value) == bits_of(p, job.to.tier, value)) {
         copy(p, u);
       } else {
         encode(p, u);

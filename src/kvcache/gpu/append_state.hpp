@@ -57,8 +57,8 @@ struct SlotPlan {
   std::int32_t slot = -1;
   std::uint32_t error = 0;
   std::int32_t old_length = 0, new_length = 0;
-  std::int32_t freezes = 0;  ///< K's mean is taken now
-  std::int32_t granted = 0;  ///< it is carried out
+  std::int32_t freezes = 0;             ///< K's mean is taken now
+  std::int32_t granted = 0;             ///< it is carried out
   std::int32_t takes[most_tiers] = {};  ///< of all heads; later: place in the ring of the first
   std::int32_t gives[most_tiers] = {};
 };
@@ -68,20 +68,20 @@ struct AppendState {
   std::int32_t* free_pages[most_tiers] = {};
   Ring* rings = nullptr;  ///< [pools]
   // Of the append under way; its b-th slot comes first.
-  SlotPlan* plans = nullptr;    ///< [slots]
-  HeadPlan* heads = nullptr;    ///< [slots][heads_kv]
-  Candidate* pages = nullptr;   ///< [slots][heads_kv][most_pages]
-  PageSteps* steps = nullptr;   ///< likewise
-  std::uint64_t* step_prices = nullptr;  ///< [slots][tiers - 1][heads_kv][most_pages]
-  AppendJob* jobs = nullptr;    ///< [slots][heads_kv][most_pages]
+  SlotPlan* plans = nullptr;              ///< [slots]
+  HeadPlan* heads = nullptr;              ///< [slots][heads_kv]
+  Candidate* pages = nullptr;             ///< [slots][heads_kv][most_pages]
+  PageSteps* steps = nullptr;             ///< likewise
+  std::uint64_t* step_prices = nullptr;   ///< [slots][tiers - 1][heads_kv][most_pages]
+  AppendJob* jobs = nullptr;              ///< [slots][heads_kv][most_pages]
   std::uint32_t* device_error = nullptr;  ///< the device's sticky error word
 
   Prices prices;
   std::int32_t has_budget = 0, key_norm = 0;
   std::int64_t budget_from = 0;
-  double budget_per_token = 0;   ///< bytes
-  std::int64_t mean_bytes = 0;   ///< that the budget counts
-  std::int64_t window_bytes = 0; ///< of a page in 16 bits with its entry
+  double budget_per_token = 0;    ///< bytes
+  std::int64_t mean_bytes = 0;    ///< that the budget counts
+  std::int64_t window_bytes = 0;  ///< of a page in 16 bits with its entry
   float decay = 0;
   std::int64_t most_tokens = 0;  ///< of a sequence
 

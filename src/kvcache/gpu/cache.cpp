@@ -141,15 +141,15 @@ Status forget(const char* what, const GpuKvCache::Data& d, const kv::ForgetCall&
 
 std::string slot_error_text(std::uint32_t word) {
   std::string what;
-  for (const auto& [bit, why] : {
-           std::pair{kv::slot_unused, "it held no sequence"},
-           std::pair{kv::slot_budget, "even the last tier is too much for the budget"},
-           std::pair{kv::slot_pool, "a pool had no page left"},
-           std::pair{kv::slot_capacity, "more tokens than its capacity"},
-           std::pair{kv::slot_count, "an entry of counts was below 0 or above S"},
-           std::pair{kv::slot_weight,
-                     "an importance was not from 0 to 1e15, or there were too few blocks of them"},
-           std::pair{kv::slot_twice, "a call named it twice"}}) {
+  for (const auto& [bit, why] :
+       {std::pair{kv::slot_unused, "it held no sequence"},
+        std::pair{kv::slot_budget, "even the last tier is too much for the budget"},
+        std::pair{kv::slot_pool, "a pool had no page left"},
+        std::pair{kv::slot_capacity, "more tokens than its capacity"},
+        std::pair{kv::slot_count, "an entry of counts was below 0 or above S"},
+        std::pair{kv::slot_weight,
+                  "an importance was not from 0 to 1e15, or there were too few blocks of them"},
+        std::pair{kv::slot_twice, "a call named it twice"}}) {
     if ((word & bit) != 0) what += (what.empty() ? "" : ", ") + std::string(why);
   }
   return what.empty() ? "error " + std::to_string(word) : what;
@@ -210,8 +210,8 @@ Result<std::int64_t> GpuKvCache::add_sequence(Stream stream) {
     Data& d = *data_;
     const auto at = std::find(d.used.begin(), d.used.end(), false);
     if (at == d.used.end()) {
-      return Status(Code::out_of_memory, "capacity.sequences: all " +
-                                             text(d.capacity.sequences) + " slots are in use");
+      return Status(Code::out_of_memory,
+                    "capacity.sequences: all " + text(d.capacity.sequences) + " slots are in use");
     }
     const std::int64_t slot = at - d.used.begin();
     if (Status s = forget("add_sequence", d, forget_all(d, slot, 0), stream); !s.ok()) return s;
@@ -363,13 +363,13 @@ Status GpuKvCache::read(std::int64_t slot, std::int64_t layer, const TensorView&
     std::vector<kv::Entry> table;
     std::vector<std::byte> page;
     for (std::int64_t h = 0; h < heads; ++h) {
-      Status s = fetch(d, c.table(slot, layer, h), counts[static_cast<std::size_t>(h)], stream,
-                       table);
+      Status s =
+          fetch(d, c.table(slot, layer, h), counts[static_cast<std::size_t>(h)], stream, table);
       if (!s.ok()) return s;
       const float* mean = has_mean[0] != 0 ? means.data() + h * c.d : nullptr;
       for (const kv::Entry& e : table) {
-        const auto* from = reinterpret_cast<const std::byte*>(
-            c.pool[e.tier].page(e.page, c.blocks_per_page()));
+        const auto* from =
+            reinterpret_cast<const std::byte*>(c.pool[e.tier].page(e.page, c.blocks_per_page()));
         s = fetch(d, from, d.host().page_bytes(e.tier), stream, page);
         if (!s.ok()) return s;
         out.page(h, e, page.data(), mean);

@@ -43,7 +43,7 @@ std::vector<std::int64_t> default_pages(const detail::KvCacheData& host,
 Status check_capacity(const detail::KvCacheData& host, const KvGpuCapacity& capacity);
 
 /// Everything in `state` but prices' inputs; places in memory from `base` on. Returns the bytes.
-std::size_t lay_out(const detail::KvCacheData& host, const KvGpuCapacity& capacity,
-                    std::byte* base, AppendState& state);
+std::size_t lay_out(const detail::KvCacheData& host, const KvGpuCapacity& capacity, std::byte* base,
+                    AppendState& state);
 
 }  // namespace qattn::kv

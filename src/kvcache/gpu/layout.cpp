@@ -63,9 +63,8 @@ std::vector<std::int64_t> default_pages(const detail::KvCacheData& host,
 
 Status check_capacity(const detail::KvCacheData& host, const KvGpuCapacity& c) {
   const KvCacheOptions& o = host.options;
-  for (const auto& [name, value, most] :
-       {std::tuple{"sequences", c.sequences, std::int64_t{65535}},
-        std::tuple{"tokens", c.tokens, most_tokens}}) {
+  for (const auto& [name, value, most] : {std::tuple{"sequences", c.sequences, std::int64_t{65535}},
+                                          std::tuple{"tokens", c.tokens, most_tokens}}) {
     if (value < 1 || value > most) {
       return invalid(std::string("capacity.") + name + ": " + text(value) + " is not from 1 to " +
                      text(most));
@@ -89,15 +88,15 @@ Status check_capacity(const detail::KvCacheData& host, const KvGpuCapacity& c) {
   const std::vector<std::int64_t> most = c.pages.empty() ? default_pages(host, c) : c.pages;
   for (std::size_t t = 0; t < most.size(); ++t) {
     if (most[t] < 0 || most[t] > (std::int64_t{1} << 30)) {
-      return invalid("capacity.pages[" + text(static_cast<std::int64_t>(t)) + "]: " +
-                     text(most[t]) + " is not from 0 to 2^30");
+      return invalid("capacity.pages[" + text(static_cast<std::int64_t>(t)) +
+                     "]: " + text(most[t]) + " is not from 0 to 2^30");
     }
   }
   return {};
 }
 
-std::size_t lay_out(const detail::KvCacheData& host, const KvGpuCapacity& capacity,
-                    std::byte* base, AppendState& s) {
+std::size_t lay_out(const detail::KvCacheData& host, const KvGpuCapacity& capacity, std::byte* base,
+                    AppendState& s) {
   const KvCacheOptions& o = host.options;
   DeviceCache& c = s.cache;
   c.d = host.d();
