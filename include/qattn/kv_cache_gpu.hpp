@@ -30,7 +30,7 @@ struct KvGpuAppendTensors {
   TensorView v;       ///< the same with Dv
   TensorView counts;  ///< optional (B) s32: only the first counts[b] of the S tokens are there
   /// Optional (B, Hkv, N) f32, N at least ceil(S' / 16), S' the longest length after the call: as
-  /// KvAppendTensors::importance.
+  /// KvAppendTensors::importance. Only values of pages that the call fills or quantises are read.
   TensorView importance;
 };
 

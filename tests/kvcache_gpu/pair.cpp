@@ -5,23 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <set>
 
 #include "formats/bf16.hpp"
 #include "formats/f16.hpp"
+#include "same_cache.hpp"
 
 namespace qattn::test {
-namespace {
-
-std::uint32_t bits(float x) { return __builtin_bit_cast(std::uint32_t, x); }
-
-bool same_16bit(std::uint16_t a, std::uint16_t b, bool bf16) {
-  const auto nan = [bf16](std::uint16_t x) { return (x & 0x7fff) > (bf16 ? 0x7f80 : 0x7c00); };
-  return a == b || (nan(a) && nan(b));
-}
-
-}  // namespace
-
 Pair::Pair(const PairOptions& options) : o_(options), random_(options.seed) {
   Result<KvCache> host = KvCache::create(o_.cache);
   EXPECT_TRUE(host.ok()) << host.status().message();
@@ -175,80 +164,6 @@ void Pair::observe(std::int64_t layer, const std::vector<std::int64_t>& slots, f
   }
 }
 
-void Pair::compare_page(const kv::Entry& host, const kv::Entry& device) const {
-  const detail::KvCacheData& h = host_->data();
-  const kv::DeviceCache& c = device_->data().state.cache;
-  const auto* a = reinterpret_cast<const std::uint8_t*>(h.page(host));
-  const std::uint8_t* b = c.pool[device.tier].page(device.page, c.blocks_per_page());
-  const std::int64_t bytes = h.page_bytes(host.tier);
-  if (host.tier > 0) {
-    for (std::int64_t i = 0; i < bytes; ++i) {
-      ASSERT_EQ(a[i], b[i]) << "tier " << int{host.tier} << " first " << host.first << " byte "
-                            << i;
-    }
-    return;
-  }
-  for (std::int64_t i = 0; i < bytes / 2; ++i) {
-    std::uint16_t x, y;
-    std::memcpy(&x, a + 2 * i, 2);
-    std::memcpy(&y, b + 2 * i, 2);
-    ASSERT_TRUE(same_16bit(x, y, c.bf16 != 0)) << "first " << host.first << " element " << i;
-  }
-}
-
-void Pair::compare_layer(std::int64_t slot, std::int64_t layer) const {
-  const kv::Layer& host = host_->data().find(ids_[slot])->layers[layer];
-  const kv::DeviceCache& c = device_->data().state.cache;
-  ASSERT_EQ(host.length, c.lengths[c.layer_index(slot, layer)]);
-  ASSERT_EQ(host.k_mean.empty(), c.has_mean[c.layer_index(slot, layer)] == 0);
-  for (std::int64_t h = 0; h < c.heads_kv; ++h) {
-    SCOPED_TRACE("head " + std::to_string(h));
-    for (std::int64_t i = 0; i < c.d; ++i) {
-      const float mean = host.k_mean.empty() ? 0.0f : host.k_mean[h * c.d + i];
-      ASSERT_EQ(bits(mean), bits(c.k_mean(slot, layer, h)[i])) << "mean of channel " << i;
-    }
-    const kv::Table& table = host.tables[h];
-    ASSERT_EQ(table.size(), static_cast<std::size_t>(c.counts[c.head_index(slot, layer, h)]));
-    for (std::size_t i = 0; i < table.size(); ++i) {
-      const kv::Entry &a = table[i], &b = c.table(slot, layer, h)[i];
-      SCOPED_TRACE("entry " + std::to_string(i));
-      ASSERT_EQ(a.first, b.first);
-      ASSERT_EQ(a.live, b.live);
-      ASSERT_EQ(bits(a.importance), bits(b.importance)) << a.importance << " " << b.importance;
-      ASSERT_EQ(a.tier, b.tier);
-      ASSERT_EQ(a.path, b.path);
-      compare_page(a, b);
-      if (testing::Test::HasFatalFailure()) return;
-    }
-  }
-}
-
-void Pair::compare() const {
-  const kv::AppendState& s = device_->data().state;
-  const kv::DeviceCache& c = s.cache;
-  for (std::size_t slot = 0; slot < ids_.size(); ++slot) {
-    for (std::int64_t layer = 0; layer < c.layers; ++layer) {
-      SCOPED_TRACE("slot " + std::to_string(slot) + " layer " + std::to_string(layer));
-      compare_layer(static_cast<std::int64_t>(slot), layer);
-      if (testing::Test::HasFatalFailure()) return;
-    }
-  }
-  std::vector<std::set<std::int32_t>> seen(static_cast<std::size_t>(c.pools));
-  for (std::int64_t n = 0; n < c.head_index(c.slots, 0, 0); ++n) {
-    for (std::int32_t i = 0; i < c.counts[n]; ++i) {
-      const kv::Entry& e = c.entries[n * c.most_pages + i];
-      ASSERT_TRUE(seen[e.tier].insert(e.page).second) << "a page with two owners";
-    }
-  }
-  for (int t = 0; t < c.pools; ++t) {
-    const kv::Ring ring = s.rings[t];
-    for (std::int32_t i = 0; i < ring.count; ++i) {
-      const std::int32_t page = s.free_pages[t][s.ring_place(t, std::int64_t{ring.head} + i)];
-      ASSERT_TRUE(page >= 0 && page < c.pool[t].capacity);
-      ASSERT_TRUE(seen[t].insert(page).second) << "a free page with an owner";
-    }
-    ASSERT_EQ(seen[t].size(), static_cast<std::size_t>(c.pool[t].capacity)) << "a page is lost";
-  }
-}
+void Pair::compare() const { ASSERT_EQ(difference(*host_, ids_, *device_), ""); }
 
 }  // namespace qattn::test

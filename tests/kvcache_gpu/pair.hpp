@@ -53,8 +53,6 @@ class Pair {
   std::mt19937& random() { return random_; }
 
  private:
-  void compare_layer(std::int64_t slot, std::int64_t layer) const;
-  void compare_page(const kv::Entry& host, const kv::Entry& device) const;
   std::vector<std::uint8_t> random_rows(std::int64_t rows, std::int64_t channels, bool bad);
 
   PairOptions o_;
