@@ -120,6 +120,34 @@ TEST(KvDevice, DecodeStepsUnderSwingingImportance) {
   }
 }
 
+/// More slots than are granted pages at once, more heads than a block has warps.
+TEST(KvDevice, ManySlotsAndManyHeads) {
+  for (const bool slots : {true, false}) {
+    const test::Timing timing(slots ? 2 : 1);
+    PairOptions o = shaped(1);
+    o.cache.layers = 1;
+    o.cache.heads_kv = slots ? 1 : 19;
+    o.cache.d = o.cache.dv = 32;
+    o.cache.page_size = o.cache.window = 16;
+    o.cache.average_bits = 6;
+    o.capacity.sequences = slots ? 70 : 1;
+    o.capacity.tokens = 200;
+    Pair pair(o);
+    Step step;
+    for (std::int64_t n = 0; n < o.capacity.sequences; ++n) {
+      pair.add();
+      step.slots.push_back(n);
+    }
+    for (const std::int32_t count : {90, 1, 60}) {
+      step.counts.assign(step.slots.size(), count);
+      step.with_importance = count == 60;
+      pair.append(step);
+      pair.compare();
+      if (testing::Test::HasFatalFailure()) return;
+    }
+  }
+}
+
 TEST(KvDevice, ReadsAsTheHost) {
   PairOptions o = shaped(1);
   Pair pair(o);
