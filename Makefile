@@ -88,6 +88,7 @@ gpu-test: gpu-build
 	if [ -n "$(ISA_EXPECTED)" ]; then \
 	  $(GPU_BUILD)/bin/conformance_gpu $(ISA_EXPECTED) $(GPU_BUILD)/isa.json; fi
 	$(GPU_LIBRARY) $(GPU_BUILD)/bin/sanitize_kernels
+	$(GPU_LIBRARY) $(GPU_BUILD)/bin/kv_cache_on_gpu
 	PYTHONPATH=$(GPU_BUILD)/python python3 -m pytest -q -p no:cacheprovider $(GPU_PYTEST) tests/gpu
 
 # Every kernel under the four tools of compute-sanitizer; racecheck is the slow one.

@@ -4,6 +4,7 @@
 #include "qattn/attention.hpp"
 #include "qattn/format.hpp"
 #include "qattn/kv_cache.hpp"
+#include "qattn/kv_cache_gpu.hpp"
 #include "qattn/quantize.hpp"
 #include "qattn/recipe.hpp"
 #include "qattn/reference.hpp"

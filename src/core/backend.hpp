@@ -15,6 +15,9 @@
 namespace qattn {
 struct QuantizeFacts;
 }
+namespace qattn::kv {
+struct DeviceOps;
+}
 
 namespace qattn::detail {
 
@@ -22,6 +25,7 @@ namespace qattn::detail {
 enum DeviceError : std::uint32_t {
   error_length = 1,  ///< cu_seqlens or seqused out of range
   error_page = 2,    ///< page_table out of range
+  error_cache = 4,   ///< a slot of a KV cache could not be appended to or observed
 };
 
 struct Backend {
@@ -49,6 +53,8 @@ struct Backend {
   /// A validated call of qattn::quantize(); null: this backend has none.
   Result<QuantizeReport> (*quantize)(const QuantizeTensors& tensors, const QuantizeOptions& options,
                                      const QuantizeFacts& facts, Stream stream) = nullptr;
+  /// Kernels of a KV cache in this memory; null: there are none.
+  const kv::DeviceOps* kv = nullptr;
 };
 
 /// Makes a device current as long as this object lives.

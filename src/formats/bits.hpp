@@ -48,6 +48,44 @@ QATTN_HD float mul_rn(float a, float b) {
 #endif
 }
 
+QATTN_HD double add_rn(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __dadd_rn(a, b);
+#elif defined(__clang__)
+#pragma clang fp contract(off)
+  return a + b;
+#else
+  return a + b;
+#endif
+}
+
+QATTN_HD double mul_rn(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __dmul_rn(a, b);
+#elif defined(__clang__)
+#pragma clang fp contract(off)
+  return a * b;
+#else
+  return a * b;
+#endif
+}
+
+QATTN_HD float div_rn(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fdiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+
+QATTN_HD float sqrt_rn(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(x);
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
 /// 1 / x, correctly rounded also where the compiler is allowed a fast division.
 QATTN_HD float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)

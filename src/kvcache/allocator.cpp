@@ -1,6 +1,5 @@
 #include "kvcache/allocator.hpp"
 
-#include <bit>
 #include <queue>
 
 namespace qattn::kv {
@@ -8,58 +7,14 @@ namespace {
 
 /// One demotion on the hull of a page.
 struct Step {
-  double price;  ///< error a byte freed
-  std::int64_t page;
-  std::uint8_t to;
+  double price = 0;  ///< error a byte freed
+  std::int64_t page = 0;
+  std::uint8_t to = 0;
 
   /// priority_queue puts the largest first; here that is the cheapest, then the first page.
   bool operator<(const Step& other) const {
     return price != other.price ? price > other.price : page > other.page;
   }
-};
-
-class Prices {
- public:
-  Prices(std::span<const KvTier> tiers, std::span<const std::int64_t> bytes, float hysteresis)
-      : bytes_(bytes), anchored_(1.0 + static_cast<double>(hysteresis)) {
-    for (const KvTier& t : tiers) distortion_.push_back(distortion(t));
-  }
-
-  std::int64_t bytes(std::uint8_t tier) const { return bytes_[tier - std::size_t{1}]; }
-
-  /// The hull's next step of a page that would lie in tier `at`; false: there is none.
-  bool next(const Candidate& page, std::uint8_t at, Step& step) const {
-    bool any = false;
-    for (std::size_t to = at + std::size_t{1}; to <= bytes_.size(); ++to) {
-      const auto tier = static_cast<std::uint8_t>(to);
-      const auto freed = static_cast<double>(bytes(at) - bytes(tier));
-      if (freed <= 0) continue;
-      const double price = (error(page, tier) - error(page, at)) / freed;
-      if (any && price > step.price) continue;
-      step.price = price;
-      step.to = tier;
-      any = true;
-    }
-    return any;
-  }
-
- private:
-  /// Expected squared error with the page in `tier`. Codes that went through other tiers carry
-  /// those errors too; a page that was demoted before is held where it is by the hysteresis.
-  double error(const Candidate& page, std::uint8_t tier) const {
-    double d = 0;
-    for (std::size_t i = 0; i < distortion_.size(); ++i) {
-      const bool passed = (page.path >> i & 1) != 0;
-      if (passed || i + 1 == tier) d += distortion_[i];
-    }
-    const bool anchored = std::popcount(page.path) > 1;
-    const auto w = static_cast<double>(page.importance);
-    return w * w * d * (anchored ? anchored_ : 1.0);
-  }
-
-  std::span<const std::int64_t> bytes_;
-  std::vector<double> distortion_;
-  double anchored_;
 };
 
 }  // namespace
@@ -73,31 +28,48 @@ double distortion(const KvTier& tier) {
   return of(tier.k_bits) + of(tier.v_bits);
 }
 
+Prices make_prices(std::span<const KvTier> tiers, std::span<const std::int64_t> page_bytes,
+                   float hysteresis) {
+  Prices p;
+  p.anchored = 1.0 + static_cast<double>(hysteresis);
+  for (std::size_t i = 0; i < tiers.size(); ++i) {
+    p.bytes[i] = page_bytes[i];
+    p.distortion[i] = distortion(tiers[i]);
+  }
+  p.tiers = static_cast<std::int32_t>(tiers.size());
+  return p;
+}
+
 Allocation allocate(std::span<const Candidate> pages, std::span<const KvTier> tiers,
                     std::span<const std::int64_t> page_bytes, std::int64_t allowed,
                     float hysteresis) {
-  const Prices prices(tiers, page_bytes, hysteresis);
+  const Prices prices = make_prices(tiers, page_bytes, hysteresis);
+  const auto next = [&](std::size_t i, int at, Step& step) {
+    step.page = static_cast<std::int64_t>(i);
+    step.to = static_cast<std::uint8_t>(prices.next(pages[i], at, step.price));
+    return step.to != 0;
+  };
   Allocation a;
   a.tier.reserve(pages.size());
   for (const Candidate& p : pages) {
     a.tier.push_back(p.tier == 0 ? std::uint8_t{1} : p.tier);
-    a.bytes += prices.bytes(a.tier.back());
+    a.bytes += prices.bytes_of(a.tier.back());
   }
   a.fits = allowed < 0 || a.bytes <= allowed;
   if (a.fits) return a;
   std::vector<Step> first;
   for (std::size_t i = 0; i < pages.size(); ++i) {
-    Step step{0, static_cast<std::int64_t>(i), 0};
-    if (prices.next(pages[i], a.tier[i], step)) first.push_back(step);
+    Step step;
+    if (next(i, a.tier[i], step)) first.push_back(step);
   }
   std::priority_queue<Step> steps({}, std::move(first));
   while (a.bytes > allowed && !steps.empty()) {
     Step step = steps.top();
     steps.pop();
     const auto i = static_cast<std::size_t>(step.page);
-    a.bytes -= prices.bytes(a.tier[i]) - prices.bytes(step.to);
+    a.bytes -= prices.bytes_of(a.tier[i]) - prices.bytes_of(step.to);
     a.tier[i] = step.to;
-    if (prices.next(pages[i], a.tier[i], step)) steps.push(step);
+    if (next(i, a.tier[i], step)) steps.push(step);
   }
   a.fits = a.bytes <= allowed;
   return a;

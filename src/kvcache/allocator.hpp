@@ -12,6 +12,7 @@
 #include <span>
 #include <vector>
 
+#include "kvcache/prices.hpp"
 #include "qattn/kv_cache.hpp"
 
 namespace qattn::kv {
@@ -19,11 +20,9 @@ namespace qattn::kv {
 /// Mean squared error of a tier on N(0,1) values, K's and V's added (docs/NUMERICS.md).
 double distortion(const KvTier& tier);
 
-struct Candidate {
-  float importance = 0;
-  std::uint8_t tier = 0;  ///< 0: still in 16 bits and about to be quantised
-  std::uint8_t path = 0;  ///< tiers that its codes went through, bit i - 1 for tier i
-};
+/// page_bytes[i]: of a page of tier i + 1, what its table entry takes included; descending.
+Prices make_prices(std::span<const KvTier> tiers, std::span<const std::int64_t> page_bytes,
+                   float hysteresis);
 
 struct Allocation {
   std::vector<std::uint8_t> tier;  ///< for every candidate; never below its own
@@ -31,8 +30,7 @@ struct Allocation {
   bool fits = false;
 };
 
-/// page_bytes[i]: of a page of tier i + 1, what its table entry takes included; descending. With
-/// `allowed` < 0 there is no budget. Candidates of tier 0 move to tier 1 at least.
+/// With `allowed` < 0 there is no budget. Candidates of tier 0 move to tier 1 at least.
 Allocation allocate(std::span<const Candidate> pages, std::span<const KvTier> tiers,
                     std::span<const std::int64_t> page_bytes, std::int64_t allowed,
                     float hysteresis);

@@ -132,22 +132,25 @@ Status AppendPlan::assign_tiers() {
   }
   std::vector<Candidate> candidates;
   std::int64_t fixed = mean_bytes(o);
-  double told = 0;
+  double told[importance_lanes] = {};
   std::int64_t tellers = 0;
   for (const Table& t : tables_) {
-    for (const Entry& e : t) {
+    for (std::size_t i = 0; i < t.size(); ++i) {
+      const Entry& e = t[i];
       if (e.tier == 0 && cache_.in_window(e.first, end)) {
         fixed += cache_.page_bytes(0) + entry_bytes;
         continue;
       }
       candidates.push_back({e.importance, e.tier, e.path});
-      told += e.importance >= 0 ? static_cast<double>(e.importance) : 0.0;
-      tellers += e.importance >= 0 ? 1 : 0;
+      if (e.importance < 0) continue;
+      told[i % importance_lanes] += static_cast<double>(e.importance);
+      ++tellers;
     }
   }
   // A page of which nothing is known weighs as much as the others on average.
+  add_in_halves<importance_lanes>(told, 1);
   const float average =
-      tellers > 0 ? static_cast<float>(told / static_cast<double>(tellers)) : 1.0f;
+      tellers > 0 ? static_cast<float>(told[0] / static_cast<double>(tellers)) : 1.0f;
   for (Candidate& c : candidates) c.importance = c.importance >= 0 ? c.importance : average;
   std::vector<std::int64_t> page_bytes;
   for (std::size_t t = 1; t <= o.tiers.size(); ++t) {
@@ -224,27 +227,29 @@ void AppendPlan::make_mean() {
 }
 
 void AppendPlan::sum_keys(std::int64_t head, float* mean) const {
-  double sum[most_channels] = {};
+  double sum[mean_lanes][most_channels] = {};
   std::int64_t count = 0;
   float row[most_channels];
-  const auto add = [&] {
+  const auto add = [&](std::int64_t position) {
     if (!formats::is_finite(cache_.words->amax(row, cache_.d()))) return;
-    for (int c = 0; c < cache_.d(); ++c) sum[c] += static_cast<double>(row[c]);
+    double* lane = sum[position / formats::kv_block_tokens % mean_lanes];
+    for (int c = 0; c < cache_.d(); ++c) lane[c] += static_cast<double>(row[c]);
     ++count;
   };
   for (const Entry& e : layer_.tables[static_cast<std::size_t>(head)]) {
     if (e.tier != 0 || e.first < cache_.options.sinks) continue;
     for_tokens(e.live, [&](int token) {
       load_page_row(cache_, 0, cache_.page(e), Part::k, token, nullptr, false, row);
-      add();
+      add(e.first + token);
     });
   }
   for (std::int64_t at = std::max(layer_.length, cache_.options.sinks); at < new_length(); ++at) {
     load_new_k(head, at, row);
-    add();
+    add(at);
   }
   for (int c = 0; count > 0 && c < cache_.d(); ++c) {
-    mean[c] = static_cast<float>(sum[c] / static_cast<double>(count));
+    add_in_halves<mean_lanes>(&sum[0][c], most_channels);
+    mean[c] = static_cast<float>(sum[0][c] / static_cast<double>(count));
   }
 }
 
@@ -260,11 +265,14 @@ float AppendPlan::importance(const Job& job) const {
 }
 
 float AppendPlan::key_importance(const Job& job) const {
-  double sum = 0;
+  double sum[norm_lanes] = {};
   std::int64_t count = 0;
   float row[most_channels];
   const auto add = [&] {
-    for (int c = 0; c < cache_.d(); ++c) sum += static_cast<double>(row[c]) * row[c];
+    for (int c = 0; c < cache_.d(); ++c) {
+      const auto x = static_cast<double>(row[c]);
+      sum[c % norm_lanes] += x * x;
+    }
     ++count;
   };
   if (job.has_from) {
@@ -277,7 +285,8 @@ float AppendPlan::key_importance(const Job& job) const {
     load_new_k(job.head, at, row);
     add();
   }
-  const double norm = sum / (static_cast<double>(count) * cache_.d());
+  add_in_halves<norm_lanes>(sum, 1);
+  const double norm = sum[0] / (static_cast<double>(count) * cache_.d());
   // NaN, Inf and zeros: as important as can be told in a float whose square is one, too.
   return std::isfinite(norm) && norm > 1e-15 ? static_cast<float>(1.0 / norm) : 1e15f;
 }

@@ -179,13 +179,7 @@ Status KvCache::truncate(std::int64_t sequence, std::int64_t length) {
 Status KvCache::evict(std::int64_t sequence, std::int64_t layer, std::int64_t head,
                       std::int64_t begin, std::int64_t end) {
   if (Status s = kv::check_place(*data_, sequence, layer, true); !s.ok()) return s;
-  const std::int64_t heads = data_->options.heads_kv;
-  if (head < -1 || head >= heads) {
-    return invalid("head: " + text(head) + " is not from -1 to " + text(heads - 1));
-  }
-  if (begin < 0 || end < begin) {
-    return invalid("begin: tokens " + text(begin) + " to " + text(end) + " are no range");
-  }
+  if (Status s = kv::check_eviction(data_->options, head, begin, end); !s.ok()) return s;
   Sequence& s = *data_->find(sequence);
   for (std::size_t l = 0; l < s.layers.size(); ++l) {
     if (layer >= 0 && static_cast<std::int64_t>(l) != layer) continue;

@@ -1,5 +1,8 @@
 // Reading a cache's contents, and what its pages are worth.
+#include "kvcache/contents.hpp"
+
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -15,11 +18,49 @@ using kv::invalid;
 using kv::Layer;
 using kv::Table;
 
-namespace {
+Status kv::Contents::check() const {
+  const KvCacheOptions& o = cache_.options;
+  for (const auto& [name, view, channels] :
+       {std::tuple{"k", &k_, o.d}, std::tuple{"v", &v_, o.dv}}) {
+    if (!view->present()) continue;
+    Status s = check_tensor(name, *view, Format::f32, {o.heads_kv, length_, channels}, false);
+    if (!s.ok()) return s;
+  }
+  if (tiers_.present()) {
+    Status s = check_tensor("tiers", tiers_, Format::s32, {o.heads_kv, length_}, false);
+    if (!s.ok()) return s;
+  }
+  const NamedTensor all[] = {{"k", &k_}, {"v", &v_}, {"tiers", &tiers_}};
+  return check_overlap(all, 3);
+}
 
-constexpr int most_channels = 256;
+void kv::Contents::clear() const {
+  const auto fill = [](const TensorView& view, auto value, std::int64_t count) {
+    if (view.present()) std::fill_n(static_cast<decltype(value)*>(view.data), count, value);
+  };
+  constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+  const KvCacheOptions& o = cache_.options;
+  fill(k_, nan, o.heads_kv * length_ * o.d);
+  fill(v_, nan, o.heads_kv * length_ * o.dv);
+  fill(tiers_, std::int32_t{-1}, o.heads_kv * length_);
+}
 
-}  // namespace
+void kv::Contents::page(std::int64_t head, const Entry& e, const std::byte* page,
+                        const float* mean) const {
+  constexpr int most_channels = 256;
+  float row[most_channels];
+  for (std::uint64_t live = e.live; live != 0; live &= live - 1) {
+    const int token = std::countr_zero(live);
+    const std::int64_t at = head * length_ + e.first + token;
+    if (tiers_.present()) static_cast<std::int32_t*>(tiers_.data)[at] = e.tier;
+    for (const auto& [part, view, channels] :
+         {std::tuple{Part::k, &k_, cache_.d()}, std::tuple{Part::v, &v_, cache_.dv()}}) {
+      if (!view->present()) continue;
+      load_page_row(cache_, e.tier, page, part, token, mean, false, row);
+      std::copy_n(row, channels, static_cast<float*>(view->data) + at * channels);
+    }
+  }
+}
 
 Status KvCache::observe(std::int64_t layer, std::span<const std::int64_t> sequences,
                         const TensorView& mass) {
@@ -94,41 +135,13 @@ Status KvCache::read(std::int64_t sequence, std::int64_t layer, const TensorView
   return guarded<Status>([&]() -> Status {
     if (Status s = kv::check_place(*data_, sequence, layer); !s.ok()) return s;
     const Layer& l = data_->find(sequence)->layers[static_cast<std::size_t>(layer)];
-    const std::int64_t heads = data_->options.heads_kv, length = l.length;
-    for (const auto& [name, view, channels] :
-         {std::tuple{"k", &k, data_->options.d}, std::tuple{"v", &v, data_->options.dv}}) {
-      if (!view->present()) continue;
-      Status s = kv::check_tensor(name, *view, Format::f32, {heads, length, channels}, false);
-      if (!s.ok()) return s;
-    }
-    if (tiers.present()) {
-      Status s = kv::check_tensor("tiers", tiers, Format::s32, {heads, length}, false);
-      if (!s.ok()) return s;
-    }
-    const kv::NamedTensor all[] = {{"k", &k}, {"v", &v}, {"tiers", &tiers}};
-    if (Status s = kv::check_overlap(all, 3); !s.ok()) return s;
-    const auto fill = [](const TensorView& view, auto value, std::int64_t count) {
-      if (view.present()) std::fill_n(static_cast<decltype(value)*>(view.data), count, value);
-    };
-    constexpr float nan = std::numeric_limits<float>::quiet_NaN();
-    fill(k, nan, heads * length * data_->options.d);
-    fill(v, nan, heads * length * data_->options.dv);
-    fill(tiers, std::int32_t{-1}, heads * length);
-    float row[most_channels];
-    for (std::int64_t h = 0; h < heads; ++h) {
+    const kv::Contents out(*data_, k, v, tiers, l.length);
+    if (Status s = out.check(); !s.ok()) return s;
+    out.clear();
+    for (std::int64_t h = 0; h < data_->options.heads_kv; ++h) {
       const float* mean = l.k_mean.empty() ? nullptr : l.k_mean.data() + h * data_->d();
       for (const Entry& e : l.tables[static_cast<std::size_t>(h)]) {
-        for (std::uint64_t live = e.live; live != 0; live &= live - 1) {
-          const int token = std::countr_zero(live);
-          const std::int64_t at = h * length + e.first + token;
-          if (tiers.present()) static_cast<std::int32_t*>(tiers.data)[at] = e.tier;
-          for (const auto& [part, view, channels] : {std::tuple{kv::Part::k, &k, data_->d()},
-                                                     std::tuple{kv::Part::v, &v, data_->dv()}}) {
-            if (!view->present()) continue;
-            kv::load_page_row(*data_, e.tier, data_->page(e), part, token, mean, false, row);
-            std::copy_n(row, channels, static_cast<float*>(view->data) + at * channels);
-          }
-        }
+        out.page(h, e, data_->page(e), mean);
       }
     }
     return {};

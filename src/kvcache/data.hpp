@@ -100,8 +100,15 @@ inline Status invalid(std::string message) {
 /// Bytes that the budget counts beside pages and their entries: K's means.
 std::int64_t mean_bytes(const KvCacheOptions& options);
 
+/// Bytes that K and V of one token and layer may take on average.
+double budget_per_token(const KvCacheOptions& options);
+
 /// What is wrong with the options by themselves, the budget apart.
 Status check_options(const KvCacheOptions& options);
+
+/// A head (-1: all) and a range of tokens to be evicted.
+Status check_eviction(const KvCacheOptions& options, std::int64_t head, std::int64_t begin,
+                      std::int64_t end);
 
 /// A sequence of this cache and a layer of it (-1 where `any` allows it), or why not.
 Status check_place(const detail::KvCacheData& cache, std::int64_t sequence, std::int64_t layer,

@@ -12,6 +12,21 @@ namespace qattn::kv {
 
 inline constexpr int most_tiers = 8;  ///< the 16-bit window's included
 
+/// Bits of a slot's error word.
+enum SlotError : std::uint32_t {
+  slot_unused = 1,    ///< no sequence has it
+  slot_budget = 2,    ///< even the last tier is too much for the budget
+  slot_pool = 4,      ///< a pool has no page left
+  slot_capacity = 8,  ///< more tokens, or more pages of a table, than there is room for
+  slot_count = 16,    ///< a number of new tokens below 0 or above S
+  slot_weight = 32,   ///< an importance that is not from 0 to 1e15, or too few blocks of them
+  slot_twice = 64,    ///< a call named it twice
+};
+
+/// Bit of the device's sticky error word that says: some slot's word is not 0, or observe()
+/// refused.
+inline constexpr std::uint32_t device_error_bit = 4;
+
 /// One pool: pages of one tier, one behind the other.
 struct DevicePool {
   std::uint8_t* pages = nullptr;
@@ -40,6 +55,10 @@ struct DeviceCache {
   std::int32_t* lengths = nullptr;   ///< [slots][layers] tokens
   float* k_means = nullptr;          ///< [slots][layers][heads_kv][d]; zeros until they are frozen
   std::int32_t* has_mean = nullptr;  ///< [slots][layers]
+
+  /// [slots] SlotError: not 0 where a slot is in no use, or where its contents are not what was
+  /// asked for. Nothing is appended to it then, and decode gives its queries NaN.
+  std::uint32_t* errors = nullptr;
 
   QATTN_HD std::int32_t blocks_per_page() const { return page_size / formats::kv_block_tokens; }
   QATTN_HD std::int64_t layer_index(std::int64_t slot, std::int64_t layer) const {

@@ -69,11 +69,6 @@ Status check_tiers(const std::vector<KvTier>& tiers) {
   return {};
 }
 
-/// Bytes that K and V of one token and layer may take on average.
-double budget_per_token(const KvCacheOptions& o) {
-  return o.average_bits / 8 * static_cast<double>(o.heads_kv * (o.d + o.dv));
-}
-
 /// What a layer of `pages` pages takes at the worst of its lengths, all in the last tier but the
 /// window. Just after a page was opened the window has a page more than it is long.
 double least_bytes(const KvCacheOptions& o, std::int64_t pages) {
@@ -89,6 +84,10 @@ double least_bytes(const KvCacheOptions& o, std::int64_t pages) {
 }
 
 }  // namespace
+
+double budget_per_token(const KvCacheOptions& o) {
+  return o.average_bits / 8 * static_cast<double>(o.heads_kv * (o.d + o.dv));
+}
 
 std::int64_t mean_bytes(const KvCacheOptions& o) { return o.smooth_k ? o.heads_kv * o.d * 4 : 0; }
 
@@ -134,6 +133,17 @@ Status check_place(const detail::KvCacheData& cache, std::int64_t sequence, std:
   if (layer >= (any ? -1 : 0) && layer < cache.options.layers) return {};
   return invalid("layer: " + text(layer) + " is not from " + (any ? "-1" : "0") + " to " +
                  text(cache.options.layers - 1));
+}
+
+Status check_eviction(const KvCacheOptions& o, std::int64_t head, std::int64_t begin,
+                      std::int64_t end) {
+  if (head < -1 || head >= o.heads_kv) {
+    return invalid("head: " + text(head) + " is not from -1 to " + text(o.heads_kv - 1));
+  }
+  if (begin < 0 || end < begin) {
+    return invalid("begin: tokens " + text(begin) + " to " + text(end) + " are no range");
+  }
+  return {};
 }
 
 }  // namespace qattn::kv

@@ -56,13 +56,14 @@ Status check_lengths(const detail::KvCacheData& cache, std::int64_t layer,
 int thread_index() { return omp_get_thread_num(); }
 
 Status check_tensor(const std::string& name, const TensorView& view, Format format,
-                    std::initializer_list<std::int64_t> extent, bool strided) {
+                    std::initializer_list<std::int64_t> extent, bool strided, Device device) {
   if (!view.present()) return invalid(name + ": is missing");
   const auto rank = static_cast<int>(extent.size());
   if (Status s = check_view(name.c_str(), view, rank); !s.ok()) return s;
-  if (view.device != Device{}) {
-    return Status(Code::unsupported, name + ": lies on " + device_text(view.device) +
-                                         ", and the KV cache lies in host memory");
+  if (view.device != device) {
+    return Status(Code::unsupported,
+                  name + ": lies on " + device_text(view.device) + ", and the KV cache lies " +
+                      (device == Device{} ? "in host memory" : "on " + device_text(device)));
   }
   if (format == Format::none ? !is_float(view.format) : view.format != format) {
     return invalid(name + ": format " + std::string(info(view.format).name) + " is not " +

@@ -13,10 +13,11 @@ namespace qattn::kv {
 /// Index of the calling thread in its team.
 int thread_index();
 
-/// A tensor in host memory of this format (Format::none: f32, f16 or bf16), shape and unit last
-/// stride; extents of -1 are free. Strides may be any where `strided`, else the tensor is dense.
+/// A tensor in the cache's memory (the host's unless `device` says another) of this format
+/// (Format::none: f32, f16 or bf16), shape and unit last stride; extents of -1 are free. Strides
+/// may be any where `strided`, else the tensor is dense.
 Status check_tensor(const std::string& name, const TensorView& view, Format format,
-                    std::initializer_list<std::int64_t> extent, bool strided);
+                    std::initializer_list<std::int64_t> extent, bool strided, Device device = {});
 
 struct NamedTensor {
   const char* name;

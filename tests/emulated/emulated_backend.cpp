@@ -6,6 +6,7 @@
 
 #include "isa/launch.hpp"
 #include "kernels/attn_prefill/gpu.hpp"
+#include "kernels/kv_append/kv_device.hpp"
 
 namespace qattn::test {
 namespace {
@@ -67,6 +68,7 @@ EmulatedBackend::EmulatedBackend(int architecture, bool host_memory)
   backend_.take_errors = []() -> Result<std::uint32_t> {
     return std::exchange(*isa::error_word(), 0u);
   };
+  backend_.kv = &kernels::kv_device_ops();
   detail::use_backend(&backend_);
 }
 

@@ -83,7 +83,8 @@ std::string PlainCache::append(std::int64_t id, std::int64_t layer_index, std::i
 
 void PlainCache::freeze_mean(PlainLayer& layer) const {
   for (const std::vector<PlainPage>& pages : layer.heads) {
-    std::vector<double> sum(static_cast<std::size_t>(o_.d), 0.0);
+    // Sixteen sums, by block of 16 tokens; then those, added in halves.
+    std::vector<std::vector<double>> sums(16, std::vector<double>(static_cast<std::size_t>(o_.d)));
     double count = 0;
     for (const PlainPage& page : pages) {
       if (page.tier != 0 || page.first < o_.sinks) continue;
@@ -91,12 +92,18 @@ void PlainCache::freeze_mean(PlainLayer& layer) const {
         const bool finite = std::all_of(token.k16.begin(), token.k16.end(),
                                         [](float x) { return std::isfinite(x); });
         if (!finite) continue;
+        std::vector<double>& sum = sums[static_cast<std::size_t>(at / 16 % 16)];
         for (std::size_t c = 0; c < sum.size(); ++c) sum[c] += static_cast<double>(token.k16[c]);
         ++count;
       }
     }
+    for (std::size_t half = 8; half > 0; half /= 2) {
+      for (std::size_t i = 0; i < half; ++i) {
+        for (std::size_t c = 0; c < sums[i].size(); ++c) sums[i][c] += sums[i + half][c];
+      }
+    }
     layer.mean.emplace_back();
-    for (const double s : sum) {
+    for (const double s : sums[0]) {
       layer.mean.back().push_back(count > 0 ? static_cast<float>(s / count) : 0.0f);
     }
   }

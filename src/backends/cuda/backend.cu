@@ -7,6 +7,7 @@
 #include "core/backend.hpp"
 #include "isa/launch.hpp"
 #include "kernels/attn_prefill/gpu.hpp"
+#include "kernels/kv_append/kv_device.hpp"
 #include "kernels/quantize/quantize_check.hpp"
 #include "kernels/quantize/quantize_device.hpp"
 #include "tile/sequence.hpp"
@@ -111,6 +112,7 @@ Result<QuantizeReport> quantize(const QuantizeTensors& t, const QuantizeOptions&
 // The kernels know nothing of core/backend.hpp.
 static_assert(static_cast<int>(tile::error_sequence) == static_cast<int>(detail::error_length));
 static_assert(static_cast<int>(tile::error_page) == static_cast<int>(detail::error_page));
+static_assert(kv::device_error_bit == static_cast<std::uint32_t>(detail::error_cache));
 
 detail::Backend make_backend() {
   detail::Backend b;
@@ -125,6 +127,7 @@ detail::Backend make_backend() {
   b.copy_to_host = copy_to_host;
   b.take_errors = take_errors;
   b.quantize = quantize;
+  b.kv = &kernels::kv_device_ops();
   return b;
 }
 

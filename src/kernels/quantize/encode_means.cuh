@@ -5,12 +5,10 @@
 #include <type_traits>
 
 #include "kernels/quantize/encode_common.cuh"
+#include "kernels/quantize/input_kind.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
-
-/// How the elements of a float tensor lie in memory.
-enum class InputKind : std::int32_t { f32, f16, bf16 };
 
 /// Means of one operand.
 struct MeanRole {

@@ -1,0 +1,94 @@
+// The mixed-precision KV cache (kv_cache.hpp) in the memory of a GPU. It holds what KvCache holds
+// for the same calls, bit for bit, and decides the same; but everything that changes lies on the
+// device, and append() and observe() only enqueue kernels: they do not allocate, do not wait and
+// can be captured in a graph, which then replays on the cache as it is. Meaning and errors:
+// docs/NUMERICS.md, "Mixed-precision KV cache"; what a GPU cannot tell at once: "On a GPU" there.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "qattn/kv_cache.hpp"
+
+namespace qattn {
+
+/// What memory is there for. All of it is taken by create().
+struct KvGpuCapacity {
+  std::int64_t sequences = 1;  ///< at a time
+  std::int64_t tokens = 0;     ///< of each
+  /// Pages in 16 bits, then of each tier, shared by all sequences, layers and heads; a page that
+  /// changes its tier needs its new place before the old one is free. Empty: as many as are ever
+  /// needed, which with several tiers is more than the budget's bytes.
+  std::vector<std::int64_t> pages;
+};
+
+/// New tokens, in the cache's device memory.
+struct KvGpuAppendTensors {
+  TensorView slots;   ///< (B) s32: the sequences, each once
+  TensorView k;       ///< (B, S, Hkv, D) or (B, Hkv, S, D); f
+  TensorView v;       ///< the same with Dv
+  TensorView counts;  ///< optional (B) s32: only the first counts[b] of the S tokens are there
+  /// Optional (B, Hkv, N) f32, N at least ceil(S' / 16), S' the longest length after the call: as
+  /// KvAppendTensors::importance. Only values of pages that the call fills or quantises are read.
+  TensorView importance;
+};
+
+/// Not thread-safe, and one stream at a time: calls that share a cache are ordered by the caller.
+class GpuKvCache {
+ public:
+  /// Errors: invalid_argument names the option, its value and the rule; out_of_memory; unsupported
+  /// where the device has no such kernels.
+  static Result<GpuKvCache> create(const KvCacheOptions& options, const KvGpuCapacity& capacity,
+                                   Device device, Stream stream = nullptr);
+  GpuKvCache(GpuKvCache&&) noexcept;
+  GpuKvCache& operator=(GpuKvCache&&) noexcept;
+  ~GpuKvCache();  ///< on the stream of create()
+
+  const KvCacheOptions& options() const;
+
+  /// The slot of an empty sequence, the lowest that is free: what `slots` tensors hold.
+  Result<std::int64_t> add_sequence(Stream stream = nullptr);
+  Status release(std::int64_t slot, Stream stream = nullptr);
+
+  /// Enqueues the append of S tokens (or counts[b]) to each of B slots in one layer. Errors that
+  /// only the device can see (a pool without pages, a budget that cannot hold, more tokens than
+  /// capacity, bad slots, counts or importance) leave that slot as it was and set its error word
+  /// and the device's (device_errors()): nothing is appended to that slot any more, and decode
+  /// makes its queries NaN, until it is released.
+  Status append(std::int64_t layer, const KvGpuAppendTensors& tensors, Layout layout = Layout::bshd,
+                Stream stream = nullptr);
+  /// Enqueue what KvCache's do. Every truncation into a quantised page may cost an entry of the
+  /// page tables, which have sixteen more than the capacity's tokens need.
+  Status truncate(std::int64_t slot, std::int64_t length, Stream stream = nullptr);
+  Status evict(std::int64_t slot, std::int64_t layer, std::int64_t head, std::int64_t begin,
+               std::int64_t end, Stream stream = nullptr);
+
+  /// Enqueues KvCache::observe() of slots (B) s32: mass (B, Hq, N) f32, N at least ceil(S / 16). A
+  /// mass that is negative, not finite or beyond 1e15 leaves its slot as it was and sets the
+  /// device's error word.
+  Status observe(std::int64_t layer, const TensorView& slots, const TensorView& mass,
+                 Stream stream = nullptr);
+
+  // These wait for the stream.
+
+  /// Ok, or what went wrong in a slot since it was added.
+  Status status(std::int64_t slot, Stream stream = nullptr) const;
+  Result<std::int64_t> length(std::int64_t slot, std::int64_t layer, Stream stream = nullptr) const;
+  /// KvCache::read() into tensors in host memory. For tests: it copies page by page.
+  Status read(std::int64_t slot, std::int64_t layer, const TensorView& k, const TensorView& v,
+              const TensorView& tiers, Stream stream = nullptr) const;
+
+  /// What is allocated, used or not: pools in `codes`, `scales` and `window`; free lists and the
+  /// plan of the append under way in `spare`.
+  KvBytes bytes() const;
+
+  struct Data;
+  const Data& data() const { return *data_; }
+
+ private:
+  explicit GpuKvCache(std::unique_ptr<Data> data);
+  std::unique_ptr<Data> data_;
+};
+
+}  // namespace qattn

@@ -1,0 +1,82 @@
+// Folds decode's probability mass into the importance of pages, one block of threads a slot: either
+// all of its pages or, where a mass is not from 0 to 1e15, none.
+#pragma once
+
+#include "kernels/kv_append/block.cuh"
+#include "kernels/kv_append/weights.cuh"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+struct ObserveMass {
+  using Params = ObserveParams;
+  static constexpr int threads = 512, min_blocks = 1;
+  static constexpr int shared_bytes = 8 * (threads / 32);
+
+  /// Mean square over the query heads of a KV head.
+  static QATTN_DEVICE float square(const Params& p, std::int64_t row, int group, std::int64_t n) {
+    float sum = 0.0f;
+    for (int g = 0; g < group; ++g) {
+      const float x = isa::load_global(p.mass + (row + g) * p.blocks + n);
+      sum = formats::add_rn(sum, formats::mul_rn(x, x));
+    }
+    return formats::div_rn(sum, static_cast<float>(group));
+  }
+
+  static QATTN_DEVICE bool all_fit(const Params& p, std::int64_t b, std::int64_t own) {
+    bool bad = own > p.blocks;
+    for (std::int64_t row = 0; !bad && row < p.heads_q; ++row) {
+      for (std::int64_t n = isa::thread(); n < own; n += threads) {
+        const float x = isa::load_global(p.mass + (b * p.heads_q + row) * p.blocks + n);
+        bad |= !(x >= 0.0f && x <= most_importance);
+      }
+    }
+    return !block_any<threads>(bad, isa::shared_base());
+  }
+
+  static QATTN_DEVICE bool named_twice(const std::int32_t* slots, std::int32_t batch,
+                                       std::int64_t b) {
+    return block_any<threads>(kernels::named_twice<threads>(slots, batch, b), isa::shared_base());
+  }
+
+  static QATTN_DEVICE void run(const Params& p) {
+    const kv::DeviceCache& cache = p.state.cache;
+    const std::int64_t b = isa::block().x, slot = isa::load_global(p.slots + b);
+    std::uint32_t error = 0;
+    std::int64_t own = 0;
+    bool good = slot >= 0 && slot < cache.slots;
+    if (good) {
+      error = isa::load_global(cache.errors + slot);
+      own = formats::kv_blocks(isa::load_global(cache.lengths + cache.layer_index(slot, p.layer)));
+      if (error == 0 && named_twice(p.slots, p.batch, b)) error = kv::slot_twice;
+      if (error == 0 && !all_fit(p, b, own)) error = kv::slot_weight;
+      good = error == 0;
+    }
+    if (!good) {
+      if (isa::thread() == 0 && p.state.device_error != nullptr) {
+        isa::atomic_or_global(p.state.device_error, std::uint32_t{kv::device_error_bit});
+      }
+      return;
+    }
+    const int group = p.heads_q / cache.heads_kv;
+    for (std::int32_t h = 0; h < cache.heads_kv; ++h) {
+      const std::int64_t row = b * p.heads_q + std::int64_t{h} * group;
+      const std::int32_t count =
+          isa::load_global(cache.counts + cache.head_index(slot, p.layer, h));
+      for (std::int32_t i = isa::thread(); i < count; i += threads) {
+        kv::Entry* e = cache.table(slot, p.layer, h) + i;
+        bool bad = false;
+        const float now =
+            formats::sqrt_rn(page_weight(cache, isa::load_global(&e->first), own, bad,
+                                         [&](std::int64_t n) { return square(p, row, group, n); }));
+        const float old = isa::load_global(&e->importance), decay = p.state.decay;
+        const float kept = formats::mul_rn(decay, old);
+        const float added = formats::mul_rn(formats::add_rn(1.0f, -decay), now);
+        isa::store_global(&e->importance, old < 0 ? now : formats::add_rn(kept, added));
+      }
+    }
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,152 @@
+// A cache without sequences, and slots with fewer tokens.
+#pragma once
+
+#include "kernels/kv_append/params.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+struct ResetParams {
+  kv::AppendState state;
+  std::int32_t slot = 0;
+  std::int32_t first_layer = 0, end_layer = 0, first_head = 0, end_head = 0;
+  std::int64_t begin = 0, end = 0;  ///< tokens to be forgotten
+  std::int32_t truncates = 0;       ///< `begin` becomes the length of layers that are longer
+  std::int32_t resets = 0;          ///< the mean goes, too, and the error word becomes `error`
+  std::uint32_t error = 0;
+};
+
+/// Empties every slot and fills the rings. Any grid.
+struct InitCache {
+  using Params = ResetParams;
+  static constexpr int threads = 256, min_blocks = 1, shared_bytes = 0;
+
+  template <class T>
+  static QATTN_DEVICE void fill(T* to, std::int64_t count, T value) {
+    const std::int64_t step = std::int64_t{isa::grid().x} * threads;
+    for (std::int64_t i = std::int64_t{isa::block().x} * threads + isa::thread(); i < count;
+         i += step) {
+      isa::store_global(to + i, value);
+    }
+  }
+
+  static QATTN_DEVICE void run(const Params& p) {
+    const kv::DeviceCache& cache = p.state.cache;
+    const std::int64_t layers = std::int64_t{cache.slots} * cache.layers;
+    const std::int64_t heads = layers * cache.heads_kv;
+    fill(cache.counts, heads, 0);
+    fill(cache.lengths, layers, 0);
+    fill(cache.has_mean, layers, 0);
+    fill(cache.k_means, heads * cache.d, 0.0f);
+    fill(cache.errors, cache.slots, std::uint32_t{kv::slot_unused});
+    const std::int64_t step = std::int64_t{isa::grid().x} * threads;
+    const std::int64_t mine = std::int64_t{isa::block().x} * threads + isa::thread();
+    for (int t = 0; t < cache.pools; ++t) {
+      for (std::int64_t i = mine; i < cache.pool[t].capacity; i += step) {
+        isa::store_global(p.state.free_pages[t] + i, static_cast<std::int32_t>(i));
+      }
+      if (mine == 0) store_struct(p.state.rings + t, kv::Ring{0, cache.pool[t].capacity});
+    }
+  }
+};
+
+/// Forgets tokens of a slot. Pages without tokens go back, one warp a pool, in the order of the
+/// tables; then the tables close up, one warp a table. One block.
+struct ForgetTokens {
+  using Params = ResetParams;
+  static constexpr int threads = 32 * kv::most_tiers, min_blocks = 1, shared_bytes = 0;
+
+  /// What stays of a page; a layer that is short enough is left alone.
+  static QATTN_DEVICE std::uint64_t kept(const Params& p, const kv::Entry& e) {
+    return e.live & ~kv::live_bits(p.begin, p.end, e.first, p.state.cache.page_size);
+  }
+  template <class F>
+  static QATTN_DEVICE void tables(const Params& p, F f) {
+    const kv::DeviceCache& cache = p.state.cache;
+    for (std::int32_t layer = p.first_layer; layer < p.end_layer; ++layer) {
+      const std::int64_t length =
+          isa::load_global(cache.lengths + cache.layer_index(p.slot, layer));
+      if (p.truncates != 0 && length <= p.begin) continue;
+      for (std::int32_t h = p.first_head; h < p.end_head; ++h) {
+        f(cache.head_index(p.slot, layer, h));
+      }
+    }
+  }
+
+  static QATTN_DEVICE void give_back(const Params& p, int tier) {
+    const kv::DeviceCache& cache = p.state.cache;
+    kv::Ring ring = load_struct(p.state.rings + tier);
+    tables(p, [&](std::int64_t table) {
+      const std::int32_t count = isa::load_global(cache.counts + table);
+      for (std::int32_t first = 0; first < count; first += 32) {
+        const std::int32_t i = first + isa::lane();
+        kv::Entry e;
+        if (i < count) e = load_struct(cache.entries + table * cache.most_pages + i);
+        const bool mine = i < count && e.tier == tier && kept(p, e) == 0;
+        const std::uint32_t all = isa::ballot(mine);
+        if (mine) {
+          const int rank = __builtin_popcount(all & ((1u << isa::lane()) - 1));
+          const std::int64_t place =
+              p.state.ring_place(tier, std::int64_t{ring.head} + ring.count + rank);
+          isa::store_global(p.state.free_pages[tier] + place, e.page);
+        }
+        ring.count += __builtin_popcount(all);
+      }
+    });
+    if (isa::lane() == 0) store_struct(p.state.rings + tier, ring);
+  }
+
+  static QATTN_DEVICE void close_up(const Params& p, std::int64_t table) {
+    const kv::DeviceCache& cache = p.state.cache;
+    const std::int32_t count = isa::load_global(cache.counts + table);
+    kv::Entry* entries = cache.entries + table * cache.most_pages;
+    std::int32_t out = 0;
+    for (std::int32_t first = 0; first < count; first += 32) {
+      const std::int32_t i = first + isa::lane();
+      kv::Entry e;
+      if (i < count) e = load_struct(entries + i);
+      e.live = i < count ? kept(p, e) : 0;
+      const std::uint32_t all = isa::ballot(e.live != 0);  // all have read: out <= first
+      const int rank = __builtin_popcount(all & ((1u << isa::lane()) - 1));
+      if (e.live != 0) store_struct(entries + out + rank, e);
+      out += __builtin_popcount(all);
+    }
+    if (isa::lane() == 0) isa::store_global(cache.counts + table, out);
+  }
+
+  /// A slot that is as good as new.
+  static QATTN_DEVICE void reset(const Params& p) {
+    const kv::DeviceCache& cache = p.state.cache;
+    const std::int64_t means = std::int64_t{cache.layers} * cache.heads_kv * cache.d;
+    for (std::int64_t i = isa::thread(); i < cache.layers; i += threads) {
+      isa::store_global(cache.has_mean + cache.layer_index(p.slot, i), 0);
+    }
+    for (std::int64_t i = isa::thread(); i < means; i += threads) {
+      isa::store_global(cache.k_means + p.slot * means + i, 0.0f);
+    }
+    if (isa::thread() == 0) isa::store_global(cache.errors + p.slot, p.error);
+  }
+
+  static QATTN_DEVICE void run(const Params& p) {
+    const kv::DeviceCache& cache = p.state.cache;
+    if (isa::warp() < cache.pools) give_back(p, isa::warp());
+    isa::sync_threads();
+    int turn = 0;
+    tables(p, [&](std::int64_t table) {
+      if (turn++ % kv::most_tiers == isa::warp()) close_up(p, table);
+    });
+    isa::sync_threads();
+    if (p.truncates != 0) {
+      for (std::int64_t layer = isa::thread(); layer < cache.layers; layer += threads) {
+        std::int32_t* length = cache.lengths + cache.layer_index(p.slot, layer);
+        if (isa::load_global(length) > p.begin) {
+          isa::store_global(length, static_cast<std::int32_t>(p.begin));
+        }
+      }
+    }
+    if (p.resets != 0) reset(p);
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

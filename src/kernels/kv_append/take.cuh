@@ -1,0 +1,131 @@
+// Grants the plans of a call, slot by slot in the call's order, as long as every pool has pages,
+// and makes lengths, counts and free pages what they are afterwards. One block of threads.
+#pragma once
+
+#include "kernels/kv_append/params.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+struct TakePages {
+  using Params = AppendParams;
+  static constexpr int threads = 256, min_blocks = 1;
+  static constexpr int at_once = threads / kv::most_tiers;  ///< slots whose plans are read together
+  // Shared memory: what slots take, what they give back, their errors.
+  static constexpr int gives_at = 4 * threads, errors_at = 2 * gives_at;
+  static constexpr int shared_bytes = errors_at + 4 * at_once;
+  static constexpr bool dependent = true;
+
+  static QATTN_DEVICE isa::SharedAddress at(int offset, int index) {
+    return isa::shared_base() + static_cast<isa::SharedAddress>(offset + 4 * index);
+  }
+
+  /// By warp 0, a lane a pool: places in the rings for `count` slots from `first` on.
+  static QATTN_DEVICE void grant(const Params& p, std::int32_t first, std::int32_t count,
+                                 std::int64_t& taken, std::int64_t& given, kv::Ring ring) {
+    const int t = isa::lane();
+    const bool mine = t < p.state.cache.pools;
+    for (std::int32_t n = 0; n < count; ++n) {
+      kv::SlotPlan* plan = p.state.plans + first + n;
+      const int index = n * kv::most_tiers + t;
+      const std::int64_t takes = mine ? isa::load_shared<std::int32_t>(at(0, index)) : 0;
+      const std::int64_t gives = mine ? isa::load_shared<std::int32_t>(at(gives_at, index)) : 0;
+      const auto error = isa::load_shared<std::uint32_t>(at(errors_at, n));
+      const bool enough = isa::all(taken + takes <= ring.count);
+      const bool granted = error == 0 && enough;
+      if (granted && mine) {
+        isa::store_global(plan->takes + t, wrapped(p, t, ring.head + taken));
+        isa::store_global(plan->gives + t, wrapped(p, t, ring.head + ring.count + given));
+        taken += takes;
+        given += gives;
+      }
+      if (t == 0) {
+        isa::store_global(&plan->granted, granted ? 1 : 0);
+        if (error == 0 && !enough) {
+          isa::store_global(&plan->error, std::uint32_t{kv::slot_pool});
+        }
+      }
+    }
+  }
+  /// A place in a ring from one that is less than twice round.
+  static QATTN_DEVICE std::int32_t wrapped(const Params& p, int pool, std::int64_t place) {
+    place = p.state.ring_place(pool, place);
+    return static_cast<std::int32_t>(p.state.ring_place(pool, place));
+  }
+
+  /// Rings after the call.
+  static QATTN_DEVICE void share_out(const Params& p) {
+    const int pools = p.state.cache.pools, t = isa::thread() % kv::most_tiers;
+    std::int64_t taken = 0, given = 0;
+    kv::Ring ring;
+    if (isa::warp() == 0 && isa::lane() < pools) ring = load_struct(p.state.rings + isa::lane());
+    for (std::int32_t first = 0; first < p.batch; first += at_once) {
+      const std::int32_t b = first + isa::thread() / kv::most_tiers;
+      std::uint32_t error = 1;
+      std::int32_t takes = 0, gives = 0;
+      if (b < p.batch) {
+        const kv::SlotPlan* plan = p.state.plans + b;
+        error = isa::load_global(&plan->error);
+        // A plan with an error, or without jobs, has not written these.
+        if (error == 0 && changes(plan) && t < pools) {
+          takes = isa::load_global(plan->takes + t);
+          gives = isa::load_global(plan->gives + t);
+        }
+      }
+      isa::sync_threads();
+      isa::store_shared(at(0, isa::thread()), takes);
+      isa::store_shared(at(gives_at, isa::thread()), gives);
+      if (t == 0) isa::store_shared(at(errors_at, isa::thread() / kv::most_tiers), error);
+      isa::sync_threads();
+      const std::int32_t left = p.batch - first;
+      if (isa::warp() == 0) grant(p, first, left < at_once ? left : at_once, taken, given, ring);
+    }
+    if (isa::warp() == 0 && isa::lane() < pools) {
+      ring.head = wrapped(p, isa::lane(), ring.head + taken);
+      ring.count = static_cast<std::int32_t>(ring.count - taken + given);
+      store_struct(p.state.rings + isa::lane(), ring);
+    }
+  }
+  static QATTN_DEVICE bool changes(const kv::SlotPlan* plan) {
+    return isa::load_global(&plan->new_length) != isa::load_global(&plan->old_length);
+  }
+
+  static QATTN_DEVICE void run(const Params& p) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
+    const kv::DeviceCache& cache = p.state.cache;
+    share_out(p);
+    isa::sync_threads();
+    for (std::int32_t b = isa::thread(); b < p.batch; b += threads) {
+      kv::SlotPlan* plan = p.state.plans + b;
+      const std::int64_t slot = isa::load_global(&plan->slot);
+      const std::uint32_t error = isa::load_global(&plan->error);
+      if (error != 0) {
+        if (slot >= 0) isa::atomic_or_global(cache.errors + slot, error);
+        if (p.state.device_error != nullptr) {
+          isa::atomic_or_global(p.state.device_error, std::uint32_t{kv::device_error_bit});
+        }
+        continue;
+      }
+      if (!changes(plan)) {
+        isa::store_global(&plan->granted, 0);
+        continue;
+      }
+      const std::int64_t layer = cache.layer_index(slot, p.layer);
+      isa::store_global(cache.lengths + layer, isa::load_global(&plan->new_length));
+      if (isa::load_global(&plan->freezes) != 0) isa::store_global(cache.has_mean + layer, 1);
+    }
+    isa::sync_threads();
+    const std::int64_t heads = std::int64_t{p.batch} * cache.heads_kv;
+    for (std::int64_t i = isa::thread(); i < heads; i += threads) {
+      const kv::SlotPlan* plan = p.state.plans + i / cache.heads_kv;
+      if (isa::load_global(&plan->granted) == 0) continue;
+      const std::int64_t slot = isa::load_global(&plan->slot);
+      isa::store_global(cache.counts + cache.head_index(slot, p.layer, i % cache.heads_kv),
+                        isa::load_global(&p.state.heads[i].new_count));
+    }
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,282 @@
+// Carries out an append: every page that its plan makes, one block of 16 tokens of K or of V at a
+// time, and the page's entry in its table. What the page was before is read from the pool (its
+// place is in the job, for the entry may be new by then), new tokens from the call's tensors.
+#pragma once
+
+#include "kernels/kv_append/params.hpp"
+#include "kernels/kv_append/row.cuh"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+/// K or V of one block of 16 tokens in one pool.
+struct BlockPart {
+  std::uint8_t* codes;  ///< or rows of 16 bits
+  std::uint16_t* scales;
+  int channels, bits;
+  bool value;
+
+  QATTN_DEVICE BlockPart(const formats::KvBlock& b, std::uint8_t* block, bool is_value)
+      : codes(block + (is_value ? b.v_codes() : b.k_codes())),
+        scales(reinterpret_cast<std::uint16_t*>(block + (is_value ? b.v_scales() : b.k_scales()))),
+        channels(is_value ? b.dv : b.d),
+        bits(is_value ? b.v_bits : b.k_bits),
+        value(is_value) {}
+
+  QATTN_DEVICE int count() const { return formats::kv_block_tokens * channels; }
+  QATTN_DEVICE int place(int token, int c) const {
+    return value ? formats::kv_place_v(channels, token, c) : formats::kv_place_k(token, c);
+  }
+  QATTN_DEVICE std::uint16_t* row(int token) const {
+    return reinterpret_cast<std::uint16_t*>(codes) + token * channels;
+  }
+};
+
+/// One word of packed codes: what formats::kv_pack() makes of the bytes of four places a plane.
+QATTN_DEVICE std::uint32_t pack_word(isa::SharedAddress panel, int n, int bits, int word) {
+  const int width = bits == 3 ? 2 : bits, plane = n / 8 * width;
+  const int y = 4 * word;
+  std::uint32_t packed = 0;
+  if (y < plane) {
+    const std::uint32_t mask = ((1u << width) - 1) * 0x01010101u;
+    for (int i = 0; i < 8 / width; ++i) {
+      const auto part =
+          isa::load_shared<std::uint32_t>(panel + static_cast<isa::SharedAddress>(i * plane + y));
+      packed |= (part & mask) << (i * width);
+    }
+    return packed;
+  }
+  for (int i = 0; i < 8; ++i) {  // the plane of high bits
+    const auto part = isa::load_shared<std::uint32_t>(
+        panel + static_cast<isa::SharedAddress>(i * (n / 8) + y - plane));
+    packed |= (part >> 2 & 0x01010101u) << i;
+  }
+  return packed;
+}
+
+/// Rows of up to 16 N channels.
+template <int N>
+struct WritePages {
+  using Params = AppendParams;
+  static constexpr int threads = 128, min_blocks = N > 8 ? 4 : 8;
+  static constexpr int rows_at_once = threads / row_lanes;
+  static constexpr int scales_at = formats::kv_block_tokens * row_lanes * N;
+  static constexpr int shared_bytes = scales_at + formats::kv_block_tokens * 2;
+  static constexpr bool dependent = true;
+
+  /// Where a unit of work is.
+  struct Unit {
+    kv::AppendJob job;
+    std::int64_t b, head, slot;
+    int block;  ///< of the page
+    bool value;
+    const NewRows& rows;
+    std::int64_t new_row;  ///< of the call, at the page's first token
+    std::int32_t page;     ///< where it goes
+
+    /// A token of this block that the call brings.
+    QATTN_DEVICE bool is_new(int token) const {
+      const int at = block * formats::kv_block_tokens + token;
+      return at >= job.begin && at < job.end;
+    }
+    QATTN_DEVICE bool alive(int token) const {
+      return (job.to.live >> (block * formats::kv_block_tokens + token) & 1) != 0;
+    }
+    QATTN_DEVICE std::int64_t element(int token) const {
+      return rows.row(b, head, new_row + block * formats::kv_block_tokens + token);
+    }
+  };
+
+  static QATTN_DEVICE BlockPart part_of(const Params& p, int tier, std::int32_t page,
+                                        const Unit& u) {
+    const kv::DevicePool& pool = p.state.cache.pool[tier];
+    std::uint8_t* block = pool.page(page, p.state.cache.blocks_per_page()) +
+                          static_cast<std::int64_t>(u.block) * pool.block.bytes();
+    return BlockPart(pool.block, block, u.value);
+  }
+
+  /// Rows that stay in 16 bits. A page that is new is cleared.
+  static QATTN_DEVICE void store_rows(const Params& p, const Unit& u) {
+    const BlockPart to = part_of(p, 0, u.page, u);
+    const bool bf16 = p.state.cache.bf16 != 0;
+    const int first = isa::thread() / row_lanes;
+    for (int token = first; token < formats::kv_block_tokens; token += rows_at_once) {
+      const bool is_new = u.is_new(token);
+      if (!is_new && u.job.in_place != 0) continue;
+      const std::int64_t at = is_new ? u.element(token) : 0;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const int c = LaneRow<N>::channel(j);
+        if (c >= to.channels) continue;
+        const std::uint16_t bits =
+            is_new ? window_bits(u.rows.data, u.rows.kind, at + c, bf16) : std::uint16_t{0};
+        isa::store_global(to.row(token) + c, bits);
+      }
+    }
+  }
+
+  /// The row of a token as its codes are to have it, from 16 bits or from other codes.
+  static QATTN_DEVICE void load_row(const Params& p, const Unit& u, int token, LaneRow<N>& row) {
+    const kv::DeviceCache& cache = p.state.cache;
+    const bool bf16 = cache.bf16 != 0, is_new = u.is_new(token);
+    const bool alive = u.alive(token);
+    const BlockPart from =
+        part_of(p, u.job.from_tier, u.job.from_page < 0 ? 0 : u.job.from_page, u);
+    const bool window = u.job.from_tier == 0;
+    const int channels = from.channels;
+    const std::int64_t at = alive && is_new ? u.element(token) : 0;
+    const float* mean =
+        !u.value && window && cache.smooth_k != 0 ? cache.k_mean(u.slot, p.layer, u.head) : nullptr;
+    const std::uint16_t scale =
+        alive && !window ? isa::load_global(from.scales + token) : std::uint16_t{0};
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const int c = LaneRow<N>::channel(j);
+      row.x[j] = 0.0f;
+      if (c >= channels || !alive) continue;
+      if (window) {
+        const std::uint16_t bits = is_new ? window_bits(u.rows.data, u.rows.kind, at + c, bf16)
+                                          : isa::load_global(from.row(token) + c);
+        row.x[j] = clean(widen(bits, bf16));
+        if (mean != nullptr) {
+          row.x[j] = formats::add_rn(row.x[j], -isa::load_global(mean + c));
+        }
+      } else {
+        row.x[j] = formats::kv_decode(code_at(from, from.place(token, c)), scale, from.bits);
+      }
+    }
+    if (window && cache.rotate != 0) row.rotate(channels);
+  }
+
+  static QATTN_DEVICE std::uint8_t code_at(const BlockPart& from, int place) {
+    const formats::KvBits low = formats::kv_bits(from.count(), from.bits, place);
+    int code = isa::load_global(from.codes + low.byte) >> low.shift & ((1 << low.width) - 1);
+    if (from.bits == 3) {
+      const formats::KvBits high = formats::kv_high_bit(from.count(), place);
+      code |= (isa::load_global(from.codes + high.byte) >> high.shift & 1) << 2;
+    }
+    return static_cast<std::uint8_t>(code);
+  }
+
+  /// Sixteen rows to codes: a panel in shared memory, packed from there.
+  static QATTN_DEVICE void encode(const Params& p, const Unit& u) {
+    const BlockPart to = part_of(p, u.job.to.tier, u.page, u);
+    const isa::SharedAddress panel = isa::shared_base();
+    const int first = isa::thread() / row_lanes;
+    for (int token = first; token < formats::kv_block_tokens; token += rows_at_once) {
+      LaneRow<N> row;
+      load_row(p, u, token, row);
+      const std::uint16_t scale = row.scale_code(to.channels, to.bits);
+      const float inverse = formats::kv_inverse(scale);
+      const bool coded = u.alive(token) && scale != formats::kv_nan_scale;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const int c = LaneRow<N>::channel(j);
+        if (c >= to.channels) continue;
+        isa::store_shared(panel + static_cast<isa::SharedAddress>(to.place(token, c)),
+                          coded ? formats::kv_encode(row.x[j], inverse, to.bits) : std::uint8_t{0});
+      }
+      if (row_lane() == 0) {
+        // Tokens that are not there are zeros here and get the scale 0, as on the host.
+        isa::store_shared(panel + static_cast<isa::SharedAddress>(scales_at + 2 * token), scale);
+      }
+    }
+    isa::sync_threads();
+    const int words = formats::kv_code_bytes(to.count(), to.bits) / 4;
+    for (int w = isa::thread(); w < words; w += threads) {
+      isa::store_global(reinterpret_cast<std::uint32_t*>(to.codes) + w,
+                        pack_word(panel, to.count(), to.bits, w));
+    }
+    if (isa::thread() < formats::kv_block_tokens) {
+      const int token = isa::thread();
+      isa::store_global(to.scales + token,
+                        isa::load_shared<std::uint16_t>(
+                            panel + static_cast<isa::SharedAddress>(scales_at + 2 * token)));
+    }
+    isa::sync_threads();
+  }
+
+  /// A part that keeps its bits keeps its codes.
+  static QATTN_DEVICE void copy(const Params& p, const Unit& u) {
+    const BlockPart from = part_of(p, u.job.from_tier, u.job.from_page, u);
+    const BlockPart to = part_of(p, u.job.to.tier, u.page, u);
+    const auto move = [](const void* source, void* target, int bytes) {
+      for (int w = isa::thread(); w < bytes / 4; w += threads) {
+        isa::store_global(static_cast<std::uint32_t*>(target) + w,
+                          isa::load_global(static_cast<const std::uint32_t*>(source) + w));
+      }
+    };
+    move(from.codes, to.codes, formats::kv_code_bytes(to.count(), to.bits));
+    move(from.scales, to.scales, formats::kv_block_tokens * 2);
+  }
+
+  static QATTN_DEVICE int bits_of(const Params& p, int tier, bool value) {
+    const formats::KvBlock& b = p.state.cache.pool[tier].block;
+    return value ? b.v_bits : b.k_bits;
+  }
+
+  /// The number of the page that a job makes.
+  static QATTN_DEVICE std::int32_t resolve(const Params& p, std::int64_t b, std::int64_t h,
+                                           const kv::AppendJob& job) {
+    if (job.in_place != 0) return job.to.page;
+    const int tier = job.to.tier;
+    const std::int32_t slot = isa::load_global(p.state.plans[b].takes + tier);
+    const std::int32_t head = isa::load_global(p.state.heads[p.state.plan_head(b, h)].takes + tier);
+    const std::int64_t place = p.state.ring_place(tier, std::int64_t{slot} + head + job.to.page);
+    return isa::load_global(p.state.free_pages[tier] + place);
+  }
+  /// The page's entry, and the page before it back to its pool.
+  static QATTN_DEVICE void enter(const Params& p, const Unit& u) {
+    kv::Entry e = u.job.to;
+    e.page = u.page;
+    store_struct(p.state.cache.table(u.slot, p.layer, u.head) + u.job.index, e);
+    if (u.job.in_place != 0 || u.job.from_page < 0) return;
+    const int tier = u.job.from_tier;
+    const std::int32_t slot = isa::load_global(p.state.plans[u.b].gives + tier);
+    const std::int32_t head =
+        isa::load_global(p.state.heads[p.state.plan_head(u.b, u.head)].gives + tier);
+    const std::int64_t place = p.state.ring_place(tier, std::int64_t{slot} + head + u.job.given);
+    isa::store_global(p.state.free_pages[tier] + place, u.job.from_page);
+  }
+
+  static QATTN_DEVICE void run(const Params& p) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
+    const kv::DeviceCache& cache = p.state.cache;
+    const std::int64_t b = isa::block().z, h = isa::block().y;
+    const kv::SlotPlan* plan = p.state.plans + b;
+    if (isa::load_global(&plan->granted) == 0) return;
+    const std::int64_t slot = isa::load_global(&plan->slot);
+    const std::int64_t old_length = isa::load_global(&plan->old_length);
+    const int units = 2 * cache.blocks_per_page();
+    const kv::AppendJob* jobs = p.state.jobs + p.state.plan_head(b, h) * cache.most_pages;
+    const std::int64_t total =
+        std::int64_t{isa::load_global(&p.state.heads[p.state.plan_head(b, h)].jobs)} * units;
+    for (std::int64_t i = isa::block().x; i < total; i += isa::grid().x) {
+      const kv::AppendJob job = load_struct(jobs + i / units);
+      const int part = static_cast<int>(i % units);
+      const bool value = part % 2 != 0;
+      const Unit u{job,
+                   b,
+                   h,
+                   slot,
+                   part / 2,
+                   value,
+                   value ? p.v : p.k,
+                   job.to.first - old_length,
+                   resolve(p, b, h, job)};
+      if (part == 0 && isa::thread() == 0) enter(p, u);
+      if (job.to.tier == 0) {
+        store_rows(p, u);
+      } else if (job.from_page >= 0 &&
+                 bits_of(p, job.from_tier, value) == bits_of(p, job.to.tier, value)) {
+        copy(p, u);
+      } else {
+        encode(p, u);
+      }
+    }
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

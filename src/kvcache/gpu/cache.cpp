@@ -1,0 +1,399 @@
+// The interface of a KV cache on a device: checks on the host, launches, and what waits.
+#include <algorithm>
+#include <string>
+
+#include "core/guarded.hpp"
+#include "core/problem.hpp"
+#include "kvcache/contents.hpp"
+#include "kvcache/gpu/data.hpp"
+#include "kvcache/tensors.hpp"
+
+namespace qattn {
+
+using kv::invalid;
+
+namespace {
+
+std::string text(std::int64_t value) { return std::to_string(value); }
+
+Status launched(const char* what, const std::string& error) {
+  return error.empty() ? Status() : Status(Code::internal, std::string(what) + ": " + error);
+}
+
+Status check_layer(const KvCacheOptions& o, std::int64_t layer) {
+  if (layer >= 0 && layer < o.layers) return {};
+  return invalid("layer: " + text(layer) + " is not from 0 to " + text(o.layers - 1));
+}
+
+Status check_slot(const GpuKvCache::Data& d, std::int64_t slot) {
+  if (slot >= 0 && slot < static_cast<std::int64_t>(d.used.size()) &&
+      d.used[static_cast<std::size_t>(slot)]) {
+    return {};
+  }
+  return invalid("slot: " + text(slot) + " holds no sequence of this cache");
+}
+
+/// A dense (B) s32 tensor of slots.
+Status check_slots(const GpuKvCache::Data& d, const TensorView& slots) {
+  if (Status s = kv::check_tensor("slots", slots, Format::s32, {-1}, false, d.device); !s.ok()) {
+    return s;
+  }
+  if (slots.shape[0] >= 1 && slots.shape[0] <= d.capacity.sequences) return {};
+  return invalid("slots: there are " + text(slots.shape[0]) + ", should be 1 to the capacity of " +
+                 text(d.capacity.sequences) + " sequences");
+}
+
+/// A dense (B, heads, N) f32 tensor of values a block.
+Status check_blocks(const GpuKvCache::Data& d, const char* name, const TensorView& view,
+                    std::int64_t batch, std::int64_t heads) {
+  return kv::check_tensor(name, view, Format::f32, {batch, heads, -1}, false, d.device);
+}
+
+template <class T>
+Status fetch(const GpuKvCache::Data& d, const T* from, std::int64_t count, Stream stream,
+             std::vector<T>& to) {
+  to.resize(static_cast<std::size_t>(count));
+  if (count == 0) return {};
+  return d.backend->copy_to_host(to.data(), from, to.size() * sizeof(T), stream);
+}
+
+/// k or v: (B, S, heads, channels) in the layout's order.
+Status take_rows(const GpuKvCache::Data& d, const char* name, const TensorView& view,
+                 std::int64_t batch, std::int64_t tokens, std::int64_t channels, Layout layout,
+                 kv::DeviceRows& rows) {
+  const std::int64_t heads = d.options().heads_kv;
+  const bool bshd = layout == Layout::bshd;
+  Status s = kv::check_tensor(name, view, Format::none,
+                              {batch, bshd ? tokens : heads, bshd ? heads : tokens, channels}, true,
+                              d.device);
+  if (!s.ok()) return s;
+  rows.data = view.data;
+  rows.format = view.format;
+  rows.batch = view.stride[0];
+  rows.token = view.stride[bshd ? 1 : 2];
+  rows.head = view.stride[bshd ? 2 : 1];
+  return {};
+}
+
+Status check_append(const GpuKvCache::Data& d, std::int64_t layer, const KvGpuAppendTensors& t,
+                    Layout layout, kv::AppendCall& call) {
+  const KvCacheOptions& o = d.options();
+  if (Status s = check_layer(o, layer); !s.ok()) return s;
+  if (layout != Layout::bshd && layout != Layout::bhsd) {
+    return invalid("layout: " + text(static_cast<int>(layout)) + " is neither bshd nor bhsd");
+  }
+  if (Status s = check_slots(d, t.slots); !s.ok()) return s;
+  const std::int64_t batch = t.slots.shape[0];
+  Status s = take_rows(d, "k", t.k, batch, -1, o.d, layout, call.k);
+  if (!s.ok()) return s;
+  const std::int64_t tokens = t.k.shape[layout == Layout::bshd ? 1 : 2];
+  if (s = take_rows(d, "v", t.v, batch, tokens, o.dv, layout, call.v); !s.ok()) return s;
+  if (t.k.format != t.v.format) {
+    return invalid("v: format " + std::string(info(t.v.format).name) + " differs from k's " +
+                   std::string(info(t.k.format).name));
+  }
+  if (tokens > d.capacity.tokens) {
+    return invalid("k: " + text(tokens) + " tokens are more than the capacity of " +
+                   text(d.capacity.tokens));
+  }
+  if (t.counts.present()) {
+    s = kv::check_tensor("counts", t.counts, Format::s32, {batch}, false, d.device);
+    if (!s.ok()) return s;
+    call.counts = static_cast<const std::int32_t*>(t.counts.data);
+  }
+  if (t.importance.present()) {
+    s = check_blocks(d, "importance", t.importance, batch, o.heads_kv);
+    if (!s.ok()) return s;
+    call.importance = static_cast<const float*>(t.importance.data);
+    call.blocks = t.importance.shape[2];
+  }
+  call.slots = static_cast<const std::int32_t*>(t.slots.data);
+  call.batch = static_cast<std::int32_t>(batch);
+  call.tokens = static_cast<std::int32_t>(tokens);
+  call.layer = static_cast<std::int32_t>(layer);
+  return {};
+}
+
+/// All tokens of a slot from `begin` on, in every layer.
+kv::ForgetCall forget_from(const GpuKvCache::Data& d, std::int64_t slot, std::int64_t begin) {
+  kv::ForgetCall call;
+  call.slot = static_cast<std::int32_t>(slot);
+  call.end_layer = d.state.cache.layers;
+  call.end_head = d.state.cache.heads_kv;
+  call.begin = begin;
+  call.end = kv::most_tokens;
+  call.truncates = true;
+  return call;
+}
+kv::ForgetCall forget_all(const GpuKvCache::Data& d, std::int64_t slot, std::uint32_t error) {
+  kv::ForgetCall call = forget_from(d, slot, 0);
+  call.resets = true;
+  call.error = error;
+  return call;
+}
+
+Status forget(const char* what, const GpuKvCache::Data& d, const kv::ForgetCall& call,
+              Stream stream) {
+  const detail::DeviceGuard guard(*d.backend, d.device);
+  if (!guard.status().ok()) return guard.status();
+  return launched(what, d.backend->kv->forget(d.state, call, stream));
+}
+
+std::string slot_error_text(std::uint32_t word) {
+  std::string what;
+  for (const auto& [bit, why] :
+       {std::pair{kv::slot_unused, "it held no sequence"},
+        std::pair{kv::slot_budget, "even the last tier is too much for the budget"},
+        std::pair{kv::slot_pool, "a pool had no page left"},
+        std::pair{kv::slot_capacity, "more tokens than its capacity"},
+        std::pair{kv::slot_count, "an entry of counts was below 0 or above S"},
+        std::pair{kv::slot_weight,
+                  "an importance was not from 0 to 1e15, or there were too few blocks of them"},
+        std::pair{kv::slot_twice, "a call named it twice"}}) {
+    if ((word & bit) != 0) what += (what.empty() ? "" : ", ") + std::string(why);
+  }
+  return what.empty() ? "error " + std::to_string(word) : what;
+}
+
+}  // namespace
+
+GpuKvCache::Data::~Data() {
+  if (memory == nullptr) return;
+  const detail::DeviceGuard guard(*backend, device);
+  if (guard.status().ok()) backend->release(memory, stream);
+}
+
+GpuKvCache::GpuKvCache(std::unique_ptr<Data> data) : data_(std::move(data)) {}
+GpuKvCache::GpuKvCache(GpuKvCache&&) noexcept = default;
+GpuKvCache& GpuKvCache::operator=(GpuKvCache&&) noexcept = default;
+GpuKvCache::~GpuKvCache() = default;
+
+const KvCacheOptions& GpuKvCache::options() const { return data_->options(); }
+
+Result<GpuKvCache> GpuKvCache::create(const KvCacheOptions& options, const KvGpuCapacity& capacity,
+                                      Device device, Stream stream) {
+  return guarded<Result<GpuKvCache>>([&]() -> Result<GpuKvCache> {
+    if (Status s = check_device("device", device, options.threads); !s.ok()) return s;
+    Result<KvCache> facts = KvCache::create(options);
+    if (!facts.ok()) return facts.status();
+    auto d = std::make_unique<Data>(std::move(*facts));
+    if (Status s = kv::check_capacity(d->host(), capacity); !s.ok()) return s;
+    const Result<const detail::Backend*> backend = detail::backend_of(device);
+    if (!backend.ok()) return backend.status();
+    if ((*backend)->kv == nullptr) {
+      return Status(Code::unsupported, std::string("device: the backend \"") + (*backend)->name +
+                                           "\" has no kernels for a KV cache in its memory");
+    }
+    d->backend = *backend;
+    d->device = device;
+    d->stream = stream;
+    d->capacity = capacity;
+    if (capacity.pages.empty()) d->capacity.pages = kv::default_pages(d->host(), capacity);
+    d->used.resize(static_cast<std::size_t>(capacity.sequences));
+    d->memory_bytes = kv::lay_out(d->host(), d->capacity, nullptr, d->state);
+    const detail::DeviceGuard guard(*d->backend, device);
+    if (!guard.status().ok()) return guard.status();
+    const Result<void*> memory = d->backend->allocate(d->memory_bytes, stream);
+    if (!memory.ok()) {
+      return Status(memory.status().code(), "capacity: " + memory.status().message());
+    }
+    d->memory = *memory;
+    kv::lay_out(d->host(), d->capacity, static_cast<std::byte*>(d->memory), d->state);
+    d->state.device_error = d->backend->kv->error_word();
+    if (Status s = launched("create", d->backend->kv->init(d->state, stream)); !s.ok()) return s;
+    return GpuKvCache(std::move(d));
+  });
+}
+
+Result<std::int64_t> GpuKvCache::add_sequence(Stream stream) {
+  return guarded<Result<std::int64_t>>([&]() -> Result<std::int64_t> {
+    Data& d = *data_;
+    const auto at = std::find(d.used.begin(), d.used.end(), false);
+    if (at == d.used.end()) {
+      return Status(Code::out_of_memory,
+                    "capacity.sequences: all " + text(d.capacity.sequences) + " slots are in use");
+    }
+    const std::int64_t slot = at - d.used.begin();
+    if (Status s = forget("add_sequence", d, forget_all(d, slot, 0), stream); !s.ok()) return s;
+    *at = true;
+    return slot;
+  });
+}
+
+Status GpuKvCache::release(std::int64_t slot, Stream stream) {
+  return guarded<Status>([&]() -> Status {
+    Data& d = *data_;
+    if (Status s = check_slot(d, slot); !s.ok()) return s;
+    Status s = forget("release", d, forget_all(d, slot, kv::slot_unused), stream);
+    if (s.ok()) d.used[static_cast<std::size_t>(slot)] = false;
+    return s;
+  });
+}
+
+Status GpuKvCache::truncate(std::int64_t slot, std::int64_t length, Stream stream) {
+  return guarded<Status>([&]() -> Status {
+    if (Status s = check_slot(*data_, slot); !s.ok()) return s;
+    if (length < 0) return invalid("length: " + text(length) + " is below 0");
+    if (length >= data_->capacity.tokens) return {};
+    return forget("truncate", *data_, forget_from(*data_, slot, length), stream);
+  });
+}
+
+Status GpuKvCache::evict(std::int64_t slot, std::int64_t layer, std::int64_t head,
+                         std::int64_t begin, std::int64_t end, Stream stream) {
+  return guarded<Status>([&]() -> Status {
+    const KvCacheOptions& o = options();
+    if (Status s = check_slot(*data_, slot); !s.ok()) return s;
+    if (layer != -1) {
+      if (Status s = check_layer(o, layer); !s.ok()) return s;
+    }
+    if (Status s = kv::check_eviction(o, head, begin, end); !s.ok()) return s;
+    kv::ForgetCall call = forget_from(*data_, slot, begin);
+    call.truncates = false;
+    call.end = std::min(end, kv::most_tokens);
+    call.begin = std::min(begin, call.end);
+    if (layer != -1) {
+      call.first_layer = static_cast<std::int32_t>(layer);
+      call.end_layer = call.first_layer + 1;
+    }
+    if (head != -1) {
+      call.first_head = static_cast<std::int32_t>(head);
+      call.end_head = call.first_head + 1;
+    }
+    return forget("evict", *data_, call, stream);
+  });
+}
+
+Status GpuKvCache::append(std::int64_t layer, const KvGpuAppendTensors& tensors, Layout layout,
+                          Stream stream) {
+  return guarded<Status>([&]() -> Status {
+    const Data& d = *data_;
+    kv::AppendCall call;
+    if (Status s = check_append(d, layer, tensors, layout, call); !s.ok()) return s;
+    if (call.tokens == 0) return {};
+    const detail::DeviceGuard guard(*d.backend, d.device);
+    if (!guard.status().ok()) return guard.status();
+    return launched("append", d.backend->kv->append(d.state, call, stream));
+  });
+}
+
+Status GpuKvCache::observe(std::int64_t layer, const TensorView& slots, const TensorView& mass,
+                           Stream stream) {
+  return guarded<Status>([&]() -> Status {
+    const Data& d = *data_;
+    const KvCacheOptions& o = d.options();
+    if (Status s = check_layer(o, layer); !s.ok()) return s;
+    if (Status s = check_slots(d, slots); !s.ok()) return s;
+    Status s = check_blocks(d, "mass", mass, slots.shape[0], -1);
+    if (!s.ok()) return s;
+    const std::int64_t heads = mass.shape[1];
+    if (heads == 0 || heads % o.heads_kv != 0 || heads > (std::int64_t{1} << 20)) {
+      return invalid("mass: " + text(heads) + " query heads are no multiple of heads_kv " +
+                     text(o.heads_kv) + " up to 2^20");
+    }
+    kv::ObserveCall call;
+    call.mass = static_cast<const float*>(mass.data);
+    call.slots = static_cast<const std::int32_t*>(slots.data);
+    call.blocks = mass.shape[2];
+    call.batch = static_cast<std::int32_t>(slots.shape[0]);
+    call.heads_q = static_cast<std::int32_t>(heads);
+    call.layer = static_cast<std::int32_t>(layer);
+    const detail::DeviceGuard guard(*d.backend, d.device);
+    if (!guard.status().ok()) return guard.status();
+    return launched("observe", d.backend->kv->observe(d.state, call, stream));
+  });
+}
+
+Status GpuKvCache::status(std::int64_t slot, Stream stream) const {
+  return guarded<Status>([&]() -> Status {
+    const Data& d = *data_;
+    if (Status s = check_slot(d, slot); !s.ok()) return s;
+    const detail::DeviceGuard guard(*d.backend, d.device);
+    if (!guard.status().ok()) return guard.status();
+    std::vector<std::uint32_t> word;
+    if (Status s = fetch(d, d.state.cache.errors + slot, 1, stream, word); !s.ok()) return s;
+    if (word[0] == 0) return {};
+    constexpr std::uint32_t room = kv::slot_budget | kv::slot_pool | kv::slot_capacity;
+    return Status((word[0] & room) != 0 ? Code::out_of_memory : Code::invalid_argument,
+                  "slot " + text(slot) + ": " + slot_error_text(word[0]) +
+                      "; it is as it was before that append, and nothing is appended any more");
+  });
+}
+
+Result<std::int64_t> GpuKvCache::length(std::int64_t slot, std::int64_t layer,
+                                        Stream stream) const {
+  return guarded<Result<std::int64_t>>([&]() -> Result<std::int64_t> {
+    const Data& d = *data_;
+    if (Status s = check_slot(d, slot); !s.ok()) return s;
+    if (Status s = check_layer(d.options(), layer); !s.ok()) return s;
+    const detail::DeviceGuard guard(*d.backend, d.device);
+    if (!guard.status().ok()) return guard.status();
+    std::vector<std::int32_t> value;
+    const kv::DeviceCache& c = d.state.cache;
+    Status s = fetch(d, c.lengths + c.layer_index(slot, layer), 1, stream, value);
+    if (!s.ok()) return s;
+    return std::int64_t{value[0]};
+  });
+}
+
+Status GpuKvCache::read(std::int64_t slot, std::int64_t layer, const TensorView& k,
+                        const TensorView& v, const TensorView& tiers, Stream stream) const {
+  return guarded<Status>([&]() -> Status {
+    const Data& d = *data_;
+    const kv::DeviceCache& c = d.state.cache;
+    const Result<std::int64_t> length = this->length(slot, layer, stream);
+    if (!length.ok()) return length.status();
+    const std::int64_t heads = c.heads_kv;
+    const kv::Contents out(d.host(), k, v, tiers, *length);
+    if (Status s = out.check(); !s.ok()) return s;
+    const detail::DeviceGuard guard(*d.backend, d.device);
+    if (!guard.status().ok()) return guard.status();
+    std::vector<std::int32_t> counts, has_mean;
+    std::vector<float> means;
+    const std::int64_t first = c.head_index(slot, layer, 0);
+    if (Status s = fetch(d, c.counts + first, heads, stream, counts); !s.ok()) return s;
+    if (Status s = fetch(d, c.has_mean + c.layer_index(slot, layer), 1, stream, has_mean);
+        !s.ok()) {
+      return s;
+    }
+    if (Status s = fetch(d, c.k_means + first * c.d, heads * c.d, stream, means); !s.ok()) {
+      return s;
+    }
+    out.clear();
+    std::vector<kv::Entry> table;
+    std::vector<std::byte> page;
+    for (std::int64_t h = 0; h < heads; ++h) {
+      Status s =
+          fetch(d, c.table(slot, layer, h), counts[static_cast<std::size_t>(h)], stream, table);
+      if (!s.ok()) return s;
+      const float* mean = has_mean[0] != 0 ? means.data() + h * c.d : nullptr;
+      for (const kv::Entry& e : table) {
+        const auto* from =
+            reinterpret_cast<const std::byte*>(c.pool[e.tier].page(e.page, c.blocks_per_page()));
+        s = fetch(d, from, d.host().page_bytes(e.tier), stream, page);
+        if (!s.ok()) return s;
+        out.page(h, e, page.data(), mean);
+      }
+    }
+    return {};
+  });
+}
+
+KvBytes GpuKvCache::bytes() const {
+  const Data& d = *data_;
+  const kv::DeviceCache& c = d.state.cache;
+  KvBytes b;
+  for (int t = 0; t < c.pools; ++t) {
+    const std::int64_t blocks = std::int64_t{c.pool[t].capacity} * c.blocks_per_page();
+    (t == 0 ? b.window : b.codes) += blocks * c.pool[t].block.code_bytes();
+    b.scales += blocks * c.pool[t].block.scale_bytes();
+  }
+  const std::int64_t heads = c.head_index(c.slots, 0, 0);
+  b.tables = heads * c.most_pages * static_cast<std::int64_t>(sizeof(kv::Entry));
+  b.means = heads * c.d * static_cast<std::int64_t>(sizeof(float));
+  b.total = static_cast<std::int64_t>(d.memory_bytes);
+  b.spare = b.total - b.codes - b.scales - b.window - b.tables - b.means;
+  return b;
+}
+
+}  // namespace qattn

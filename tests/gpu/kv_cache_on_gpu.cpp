@@ -1,0 +1,255 @@
+// GpuKvCache on a GPU against KvCache on the host, bit for bit: random appends, a decode step that
+// is captured in a graph and replayed, and how long steps take.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "formats/f16.hpp"
+#include "kvcache_gpu/same_cache.hpp"
+
+namespace qattn {
+namespace {
+
+[[noreturn]] void fail(const std::string& what) {
+  std::printf("FAILED: %s\n", what.c_str());
+  std::exit(1);
+}
+void need(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) fail(std::string(what) + ": " + cudaGetErrorString(error));
+}
+void need(const Status& status, const char* what) {
+  if (!status.ok()) fail(std::string(what) + ": " + status.message());
+}
+
+constexpr Device gpu{DeviceType::cuda, 0};
+
+template <class T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(std::size_t count) : count_(count) {
+    need(cudaMalloc(&data_, std::max<std::size_t>(count, 1) * sizeof(T)), "cudaMalloc");
+  }
+  ~DeviceArray() { cudaFree(data_); }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+  void put(const std::vector<T>& from) {
+    need(cudaMemcpy(data_, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice), "put");
+  }
+  TensorView view(Format format, std::initializer_list<std::int64_t> shape) const {
+    TensorView v = TensorView::dense(data_, format, shape);
+    v.device = gpu;
+    return v;
+  }
+
+ private:
+  T* data_ = nullptr;
+  std::size_t count_;
+};
+
+struct Shape {
+  std::int64_t batch = 4, heads = 4, d = 128, tokens = 4096;
+  double average_bits = 4;
+  std::int64_t page = 16;
+};
+
+/// Both caches, and the tensors of calls.
+class Pair {
+ public:
+  Pair(const Shape& s, std::int64_t longest_append)
+      : s_(s),
+        host_(make_host(s)),
+        device_(make_device(s)),
+        k_(size(longest_append)),
+        v_(size(longest_append)),
+        slots_(static_cast<std::size_t>(s.batch)) {
+    std::vector<std::int32_t> numbers;
+    for (std::int64_t b = 0; b < s.batch; ++b) {
+      ids_.push_back(*host_.add_sequence());
+      numbers.push_back(static_cast<std::int32_t>(*device_.add_sequence()));
+    }
+    slots_.put(numbers);
+  }
+
+  /// New rows in the tensors of a call of `count` tokens.
+  void fill(std::int64_t count) {
+    std::normal_distribution<float> normal;
+    for (auto* rows : {&host_k_, &host_v_}) {
+      rows->resize(size(count));
+      constexpr std::size_t period = 1000003;  // drawing all of a long prefill takes a minute
+      for (std::size_t i = 0; i < rows->size(); ++i) {
+        (*rows)[i] = i < period ? formats::F16::encode(normal(random_)) : (*rows)[i - period];
+      }
+    }
+    k_.put(host_k_);
+    v_.put(host_v_);
+  }
+  void append_on_host(std::int64_t count) {
+    KvAppendTensors t;
+    t.k = TensorView::dense(host_k_.data(), Format::f16, {s_.batch, count, s_.heads, s_.d});
+    t.v = TensorView::dense(host_v_.data(), Format::f16, {s_.batch, count, s_.heads, s_.d});
+    need(host_.append(0, ids_, t), "append on the host");
+  }
+  Status append(std::int64_t count, Stream stream = nullptr) {
+    KvGpuAppendTensors t;
+    t.slots = slots_.view(Format::s32, {s_.batch});
+    t.k = k_.view(Format::f16, {s_.batch, count, s_.heads, s_.d});
+    t.v = v_.view(Format::f16, {s_.batch, count, s_.heads, s_.d});
+    return device_.append(0, t, Layout::bshd, stream);
+  }
+  void observe() {
+    const std::int64_t blocks = (*host_.length(ids_[0], 0) + 15) / 16;
+    std::lognormal_distribution<float> weight(0.0f, 2.0f);
+    std::vector<float> mass(static_cast<std::size_t>(s_.batch * 2 * s_.heads * blocks));
+    for (float& x : mass) x = weight(random_);
+    DeviceArray<float> copy(mass.size());
+    copy.put(mass);
+    need(device_.observe(0, slots_.view(Format::s32, {s_.batch}),
+                         copy.view(Format::f32, {s_.batch, 2 * s_.heads, blocks})),
+         "observe");
+    need(cudaDeviceSynchronize(), "observe");
+    need(
+        host_.observe(
+            0, ids_, TensorView::dense(mass.data(), Format::f32, {s_.batch, 2 * s_.heads, blocks})),
+        "observe on the host");
+  }
+  void compare(const char* when) {
+    need(cudaDeviceSynchronize(), when);
+    const std::string what = test::difference(host_, ids_, device_);
+    if (!what.empty()) fail(std::string(when) + ": " + what);
+    need(device_errors(gpu), when);
+  }
+  std::mt19937& random() { return random_; }
+
+ private:
+  static KvCacheOptions options(const Shape& s) {
+    KvCacheOptions o;
+    o.heads_kv = s.heads;
+    o.d = o.dv = s.d;
+    o.page_size = s.page;
+    o.average_bits = s.average_bits;
+    o.window = 128;
+    o.sinks = 64;
+    return o;
+  }
+  static KvCache make_host(const Shape& s) {
+    Result<KvCache> host = KvCache::create(options(s));
+    need(host.status(), "create on the host");
+    return std::move(*host);
+  }
+  static GpuKvCache make_device(const Shape& s) {
+    Result<GpuKvCache> device = GpuKvCache::create(options(s), {s.batch, s.tokens, {}}, gpu);
+    need(device.status(), "create");
+    return std::move(*device);
+  }
+  std::size_t size(std::int64_t tokens) const {
+    return static_cast<std::size_t>(s_.batch * tokens * s_.heads * s_.d);
+  }
+
+  Shape s_;
+  KvCache host_;
+  GpuKvCache device_;
+  DeviceArray<std::uint16_t> k_, v_;
+  DeviceArray<std::int32_t> slots_;
+  std::vector<std::uint16_t> host_k_, host_v_;
+  std::vector<std::int64_t> ids_;
+  std::mt19937 random_{7};
+};
+
+void random_appends(const Shape& s) {
+  Pair pair(s, 600);
+  std::int64_t length = 0;
+  for (int n = 0; n < 60; ++n) {
+    const std::int64_t count = n % 10 == 0 ? 1 + pair.random()() % 600 : 1 + pair.random()() % 9;
+    if (length + count > s.tokens) break;
+    pair.fill(count);
+    pair.append_on_host(count);
+    need(pair.append(count), "append");
+    length += count;
+    if (n % 4 == 1) pair.observe();
+    pair.compare("random appends");
+  }
+  std::printf("random appends, D %d, pages of %d: equal\n", static_cast<int>(s.d),
+              static_cast<int>(s.page));
+}
+
+void captured_steps() {
+  Pair pair({}, 1000);
+  pair.fill(1000);
+  pair.append_on_host(1000);
+  need(pair.append(1000), "append");
+  cudaStream_t stream;
+  need(cudaStreamCreate(&stream), "stream");
+  need(cudaDeviceSynchronize(), "prefill");
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  need(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+  need(pair.append(1, stream), "captured append");
+  need(cudaStreamEndCapture(stream, &graph), "end of the capture");
+  need(cudaGraphInstantiate(&replay, graph, 0), "instantiate");
+  for (int n = 0; n < 50; ++n) {
+    pair.fill(1);
+    pair.append_on_host(1);
+    need(cudaGraphLaunch(replay, stream), "replay");
+    need(cudaStreamSynchronize(stream), "replay");
+    if (n % 7 == 0) pair.observe();
+    pair.compare("replayed steps");
+  }
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+  std::printf("a captured decode step, replayed 50 times: equal\n");
+}
+
+/// Microseconds of every one of `steps` appends of one token after a prefill.
+void time_steps(std::int64_t prefill) {
+  Shape s;
+  s.batch = 16;
+  s.heads = 8;
+  s.tokens = prefill + 600;
+  s.average_bits = 3;
+  Pair pair(s, prefill);
+  cudaEvent_t begin, end;
+  need(cudaEventCreate(&begin), "event");
+  need(cudaEventCreate(&end), "event");
+  const auto timed = [&](std::int64_t count) {
+    need(cudaEventRecord(begin), "record");
+    need(pair.append(count), "append");
+    need(cudaEventRecord(end), "record");
+    need(cudaEventSynchronize(end), "append");
+    float ms = 0;
+    need(cudaEventElapsedTime(&ms, begin, end), "time");
+    return 1000 * ms;
+  };
+  pair.fill(prefill);
+  const float first = timed(prefill);
+  std::vector<float> steps;
+  for (int n = 0; n < 512; ++n) steps.push_back(timed(1));
+  std::sort(steps.begin(), steps.end());
+  need(device_errors(gpu), "timed steps");
+  std::printf(
+      "B 16, 8 heads, D 128, 3 bits: prefill of %d tokens %.0f us; a step: median %.1f us, "
+      "one in 16 up to %.1f us\n",
+      static_cast<int>(prefill), first, steps[256], steps[507]);
+}
+
+}  // namespace
+}  // namespace qattn
+
+int main() {
+  for (const std::int64_t d : {64, 128, 256}) {
+    for (const std::int64_t page : {16, 64}) {
+      qattn::Shape s;
+      s.d = d;
+      s.page = page;
+      qattn::random_appends(s);
+    }
+  }
+  qattn::captured_steps();
+  for (const std::int64_t tokens : {1000, 8000, 32000}) qattn::time_steps(tokens);
+  return 0;
+}

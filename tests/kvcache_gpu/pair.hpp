@@ -1,0 +1,66 @@
+// A cache on the host and one on the emulated device that are given the same calls.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kv_backend.hpp"
+#include "kvcache/gpu/data.hpp"
+#include "qattn/kv_cache_gpu.hpp"
+
+namespace qattn::test {
+
+struct PairOptions {
+  KvCacheOptions cache;
+  KvGpuCapacity capacity;
+  Format input = Format::f16;
+  Layout layout = Layout::bshd;
+  unsigned seed = 1;
+};
+
+/// What an append is given.
+struct Step {
+  std::int64_t layer = 0;
+  std::vector<std::int64_t> slots;   ///< the host's sequences have the same numbers
+  std::vector<std::int32_t> counts;  ///< of each; all equal: no tensor of counts
+  bool with_importance = false;
+  float spread = 1.0f;    ///< of importance, as the power of ten
+  bool bad_rows = false;  ///< some rows hold NaN or infinities
+};
+
+class Pair {
+ public:
+  explicit Pair(const PairOptions& options);
+
+  /// One slot more in both.
+  void add();
+  /// Both give a slot up and take it anew.
+  void renew(std::int64_t slot);
+  void truncate(std::int64_t slot, std::int64_t length);
+  void evict(std::int64_t slot, std::int64_t layer, std::int64_t head, std::int64_t begin,
+             std::int64_t end);
+  void append(const Step& step);
+  void observe(std::int64_t layer, const std::vector<std::int64_t>& slots, float spread);
+  /// Tables, pages, means and lengths are the same, and every page of the device has one owner.
+  void compare() const;
+
+  GpuKvCache& device() { return *device_; }
+  KvCache& host() { return *host_; }
+  std::int64_t length(std::int64_t slot, std::int64_t layer) const;
+  std::mt19937& random() { return random_; }
+
+ private:
+  std::vector<std::uint8_t> random_rows(std::int64_t rows, std::int64_t channels, bool bad);
+
+  PairOptions o_;
+  KvBackend backend_;
+  std::unique_ptr<KvCache> host_;
+  std::unique_ptr<GpuKvCache> device_;
+  std::vector<std::int64_t> ids_;  ///< the host's sequence of every slot
+  std::mt19937 random_;
+};
+
+}  // namespace qattn::test

@@ -1,0 +1,139 @@
+#include "same_cache.hpp"
+
+#include <cstddef>
+#include <cstring>
+#include <set>
+
+#include "kvcache/gpu/data.hpp"
+
+namespace qattn::test {
+namespace {
+
+std::string text(std::int64_t value) { return std::to_string(value); }
+std::uint32_t bits(float x) { return __builtin_bit_cast(std::uint32_t, x); }
+
+bool same_16bit(std::uint16_t a, std::uint16_t b, bool bf16) {
+  const auto nan = [bf16](std::uint16_t x) { return (x & 0x7fff) > (bf16 ? 0x7f80 : 0x7c00); };
+  return a == b || (nan(a) && nan(b));
+}
+
+/// A copy of the device's memory with its pointers into the copy.
+class Image {
+ public:
+  explicit Image(const GpuKvCache::Data& d) : bytes_(d.memory_bytes) {
+    const detail::DeviceGuard guard(*d.backend, d.device);
+    const Status s = d.backend->copy_to_host(bytes_.data(), d.memory, bytes_.size(), nullptr);
+    error = s.ok() ? "" : s.message();
+    kv::lay_out(d.host(), d.capacity, bytes_.data(), state);
+  }
+  kv::AppendState state;
+  std::string error;
+
+ private:
+  std::vector<std::byte> bytes_;
+};
+
+std::string page_difference(const detail::KvCacheData& host, const kv::Entry& mine,
+                            const kv::DeviceCache& c, const kv::Entry& other) {
+  const auto* a = reinterpret_cast<const std::uint8_t*>(host.page(mine));
+  const std::uint8_t* b = c.pool[other.tier].page(other.page, c.blocks_per_page());
+  const std::int64_t bytes = host.page_bytes(mine.tier);
+  for (std::int64_t i = 0; i < bytes; i += 2) {
+    std::uint16_t x, y;
+    std::memcpy(&x, a + i, 2);
+    std::memcpy(&y, b + i, 2);
+    if (mine.tier == 0 ? same_16bit(x, y, c.bf16 != 0) : x == y) continue;
+    return "tier " + text(mine.tier) + ", byte " + text(i) + ": " + text(x) + " and " + text(y);
+  }
+  return "";
+}
+
+std::string entry_difference(const kv::Entry& a, const kv::Entry& b) {
+  if (a.first != b.first) return "first token " + text(a.first) + " and " + text(b.first);
+  if (a.live != b.live) return "tokens alive differ";
+  if (a.tier != b.tier) return "tier " + text(a.tier) + " and " + text(b.tier);
+  if (a.path != b.path) return "path " + text(a.path) + " and " + text(b.path);
+  if (bits(a.importance) == bits(b.importance)) return "";
+  return "importance " + std::to_string(a.importance) + " and " + std::to_string(b.importance);
+}
+
+std::string layer_difference(const detail::KvCacheData& host, const kv::Layer& layer,
+                             const kv::DeviceCache& c, std::int64_t slot, std::int64_t number) {
+  const std::int64_t at = c.layer_index(slot, number);
+  if (layer.length != c.lengths[at]) {
+    return "length " + text(layer.length) + " and " + text(c.lengths[at]);
+  }
+  if (layer.k_mean.empty() != (c.has_mean[at] == 0)) return "only one has a mean";
+  for (std::int64_t h = 0; h < c.heads_kv; ++h) {
+    const std::string head = "head " + text(h) + ": ";
+    for (std::int64_t i = 0; i < c.d; ++i) {
+      const auto k = static_cast<std::size_t>(h * c.d + i);
+      const float mean = layer.k_mean.empty() ? 0.0f : layer.k_mean[k];
+      if (bits(mean) != bits(c.k_mean(slot, number, h)[i])) {
+        return head + "mean of channel " + text(i) + " differs";
+      }
+    }
+    const kv::Table& table = layer.tables[static_cast<std::size_t>(h)];
+    const std::int32_t count = c.counts[c.head_index(slot, number, h)];
+    if (static_cast<std::int64_t>(table.size()) != count) {
+      return head + text(static_cast<std::int64_t>(table.size())) + " and " + text(count) +
+             " entries";
+    }
+    for (std::size_t i = 0; i < table.size(); ++i) {
+      const kv::Entry& other = c.table(slot, number, h)[i];
+      std::string what = entry_difference(table[i], other);
+      if (what.empty()) what = page_difference(host, table[i], c, other);
+      if (!what.empty()) return head + "entry " + text(static_cast<std::int64_t>(i)) + ": " + what;
+    }
+  }
+  return "";
+}
+
+/// Every page has one owner: a table or the ring of free ones.
+std::string lost_pages(const kv::AppendState& s) {
+  const kv::DeviceCache& c = s.cache;
+  std::vector<std::set<std::int32_t>> seen(static_cast<std::size_t>(c.pools));
+  for (std::int64_t n = 0; n < c.head_index(c.slots, 0, 0); ++n) {
+    for (std::int32_t i = 0; i < c.counts[n]; ++i) {
+      const kv::Entry& e = c.entries[n * c.most_pages + i];
+      if (!seen[e.tier].insert(e.page).second) return "page " + text(e.page) + " is in two tables";
+    }
+  }
+  for (int t = 0; t < c.pools; ++t) {
+    const kv::Ring ring = s.rings[t];
+    std::set<std::int32_t>& pages = seen[static_cast<std::size_t>(t)];
+    for (std::int32_t i = 0; i < ring.count; ++i) {
+      const std::int32_t page = s.free_pages[t][s.ring_place(t, std::int64_t{ring.head} + i)];
+      if (page < 0 || page >= c.pool[t].capacity || !pages.insert(page).second) {
+        return "pool " + text(t) + ": page " + text(page) + " is free, and in a table or no page";
+      }
+    }
+    if (static_cast<std::int32_t>(pages.size()) != c.pool[t].capacity) {
+      return "pool " + text(t) + ": a page is lost";
+    }
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string difference(const KvCache& host, const std::vector<std::int64_t>& ids,
+                       const GpuKvCache& device) {
+  const Image image(device.data());
+  if (!image.error.empty()) return image.error;
+  const kv::DeviceCache& c = image.state.cache;
+  for (std::size_t slot = 0; slot < ids.size(); ++slot) {
+    const kv::Sequence& sequence = *host.data().find(ids[slot]);
+    for (std::size_t layer = 0; layer < sequence.layers.size(); ++layer) {
+      const std::string what =
+          layer_difference(host.data(), sequence.layers[layer], c, static_cast<std::int64_t>(slot),
+                           static_cast<std::int64_t>(layer));
+      if (what.empty()) continue;
+      return "slot " + text(static_cast<std::int64_t>(slot)) + ", layer " +
+             text(static_cast<std::int64_t>(layer)) + ", " + what;
+    }
+  }
+  return lost_pages(image.state);
+}
+
+}  // namespace qattn::test

@@ -1,0 +1,18 @@
+// Does a cache on a device hold what one on the host holds? Without GoogleTest: programs that run
+// on GPUs have none.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "qattn/kv_cache_gpu.hpp"
+
+namespace qattn::test {
+
+/// The first difference between tables (but for pages' numbers), pages, means and lengths of slot i
+/// and of the host's sequence ids[i], or a page that has two owners or none; empty: there is none.
+std::string difference(const KvCache& host, const std::vector<std::int64_t>& ids,
+                       const GpuKvCache& device);
+
+}  // namespace qattn::test
