@@ -69,6 +69,13 @@ struct PackE5m2 : OfFloats {
     out[0] = pack_e5m2(as_float(in[0]), as_float(in[1]));
   }
 };
+struct MultiplyF16 : Defaults {
+  static constexpr const char* name = "multiply_f16";
+  static constexpr int inputs = 2, cases = 64;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[2], Word32 (&out)[1]) {
+    out[0] = multiply_f16(in[0], in[1]);
+  }
+};
 struct PackU8 : OfFloats {
   static constexpr const char* name = "pack_u8";
   static constexpr int inputs = 4;
@@ -123,6 +130,13 @@ struct Shuffles : Defaults {
     out[5] = any(v % 31 == 0);
     out[6] = all(v % 31 != 0);
     out[7] = static_cast<Word32>(1000 * warp() + lane());
+  }
+};
+
+struct TransposeMatrix : Defaults {
+  static constexpr const char* name = "transpose_matrix";
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[1], Word32 (&out)[1]) {
+    out[0] = transpose_matrix(in[0]);
   }
 };
 
@@ -237,10 +251,12 @@ void for_each_sm80_operation(Visit visit) {
   visit(PackE4m3());
   visit(PackE5m2());
   visit(PackU8());
+  visit(MultiplyF16());
   visit(UnpackF16());
   visit(UnpackBf16());
   visit(Bits());
   visit(Shuffles());
+  visit(TransposeMatrix());
   visit(LoadMatrix());
   visit(CopyAsync());
   visit(Atomics());
