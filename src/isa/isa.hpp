@@ -29,6 +29,8 @@
 //     void sync_threads()                             all threads of the block
 //     void barrier_sync(id, threads), barrier_arrive(id, threads)      named, id 0 to 15
 //     void sync_warp()                                (warp)
+//     int opaque(int)                                 its argument; what follows from it is not
+//                                                     known outside of a loop, nor kept from there
 //     void schedule_fence()                           compilers move nothing across it
 //     T shuffle_xor(T, mask), shuffle(T, source_lane), shuffle_up(T, delta), shuffle_down  (warp)
 //     bool any(bool), all(bool); uint32 ballot(bool)  (warp)

@@ -151,6 +151,7 @@ inline void barrier_arrive(int id, int threads, Where where = Where::current()) 
   emu::current_block().count(Word::barrier_arrive);
   emu::current_block().barrier(id, threads, false, where);
 }
+inline int opaque(int v) { return v; }
 inline void schedule_fence() {}
 inline void sync_warp(Where where = Where::current()) { emu::current_block().sync_warp(where); }
 

@@ -114,8 +114,8 @@ struct DecodeUnit : DecodeLoad<C> {
   // ---- Tiles of a pass ------------------------------------------------------------------------
 
   QATTN_DEVICE int tiles_of(int tier) const {
-    const int each = tile_blocks(p.cache.pool[tier].block.v_bits);
-    return (this->blocks_of(tier) + each - 1) / each;
+    const int shift = tile_shift(p.cache.pool[tier].block.v_bits);
+    return (this->blocks_of(tier) + (1 << shift) - 1) >> shift;
   }
   /// Tile `index`, counted from the first of `tier`; tier == pools: there is none.
   QATTN_DEVICE TileWork locate(int tier, int& index) const {
@@ -178,6 +178,7 @@ struct DecodeUnit : DecodeLoad<C> {
     isa::copy_async_commit();
     this->forget_unit();
     while (tile.tier < p.cache.pools) {
+      this->forget_lane();
       index += S::warps;
       const TileWork next = locate(tile.tier, index);
       const bool more = next.tier < p.cache.pools;
@@ -215,6 +216,7 @@ struct DecodeUnit : DecodeLoad<C> {
     this->unrotate();
     this->forget_unit();
     for (int i = warp; i < blocks; i += S::warps) {
+      this->forget_lane();
       const TileWork tile{0, i, 1};
       const std::uint8_t* block = this->address(0, this->list_place(tile, 0));
       const bool special = this->is_special(this->tokens_of(tile, 0));

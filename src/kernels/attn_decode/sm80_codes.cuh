@@ -90,16 +90,25 @@ struct DecodeCodes : DecodeState<C> {
   template <int Bits>
   static constexpr int planes = Bits == 8 ? 1 : Bits == 4 ? 2 : 4;
 
-  /// The words of one row of K's panel: this lane's two tokens in every block row.
+  /// Where this lane's two tokens of every block row are, in row `row` of K's panel. Four rows on
+  /// are 256 bytes on: k_chunk() leaves the chunk's higher bits alone.
   template <int V, int M>
-  QATTN_DEVICE void load_keys(isa::SharedAddress stage, const TileLayout& layout, int row,
-                              std::uint32_t (&w)[M][2]) const {
+  QATTN_DEVICE void locate_keys(isa::SharedAddress stage, const TileLayout& layout, int row,
+                                isa::SharedAddress (&at)[M]) const {
 #pragma unroll
     for (int m = 0; m < M; ++m) {
       const int block = this->template block_of<V>();
       const int chunk = k_chunk(row * 4 + this->template quad_of<V>(m), block);
-      const auto words = isa::load_shared<isa::Words2>(
-          stage + static_cast<isa::SharedAddress>(layout.k(block) + chunk * 16 + g % 2 * 8));
+      at[m] = stage + static_cast<isa::SharedAddress>(layout.k(block) + chunk * 16 + g % 2 * 8);
+    }
+  }
+  template <int M>
+  static QATTN_DEVICE void load_keys(const isa::SharedAddress (&at)[M], int rows_on,
+                                     std::uint32_t (&w)[M][2]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      const auto words =
+          isa::load_shared<isa::Words2>(at[m] + static_cast<isa::SharedAddress>(rows_on * 64));
       w[m][0] = words.w[0], w[m][1] = words.w[1];
     }
   }
@@ -137,16 +146,24 @@ struct DecodeCodes : DecodeState<C> {
     // Bit i of row r of the plane of high bits is that of channels 4 (r + D / 32 i) and on.
     constexpr int high_rows = C.d >= 128 ? C.d / 128 : 1, low_rows = C.d / 16;
     std::uint32_t high[high_rows][M][2];
+    isa::SharedAddress keys[M];
+    locate_keys<V>(stage, layout, t, keys);
     if constexpr (K == 3) {
+      isa::SharedAddress high_keys[M];
+      if constexpr (C.d == 64) locate_keys<V>(stage, layout, low_rows + t % 2, high_keys);
 #pragma unroll
       for (int j = 0; j < high_rows; ++j) {
-        load_keys<V, M>(stage, layout, low_rows + (C.d == 64 ? t % 2 : t + 4 * j), high[j]);
+        if constexpr (C.d == 64) {
+          load_keys(high_keys, 0, high[j]);
+        } else {
+          load_keys(keys, low_rows + 4 * j, high[j]);
+        }
       }
     }
 #pragma unroll
     for (int j = 0; j < rows; ++j) {
       std::uint32_t w[M][2], h[M][2], h8[M][2];
-      load_keys<V, M>(stage, layout, t + 4 * j, w);
+      load_keys(keys, 4 * j, w);
       if constexpr (K == 3) {
         const int left = C.d == 64 ? 2 - t / 2 : 2 - j / high_rows;
 #pragma unroll
@@ -173,13 +190,13 @@ struct DecodeCodes : DecodeState<C> {
     return V == 8 ? 0 : V == 4 ? t / 2 : t;
   }
 
+  /// Where this lane's chunk is, of the first 32 channels of row `row`. Eight chunks on are 128 bytes
+  /// on: v_chunk() leaves the chunk's higher bits alone.
   template <int V>
-  QATTN_DEVICE isa::Words4 load_values(isa::SharedAddress stage, const TileLayout& layout,
-                                       int chunk) const {
-    const int block = value_block<V>();
-    return isa::load_shared<isa::Words4>(
-        stage + static_cast<isa::SharedAddress>(layout.v(block) +
-                                                v_chunk(chunk, block, V, C.dv) * 16));
+  QATTN_DEVICE isa::SharedAddress locate_values(isa::SharedAddress stage, const TileLayout& layout,
+                                                int row) const {
+    const int block = value_block<V>(), chunk = v_chunk(row * (C.dv / 4) + g, block, V, C.dv);
+    return stage + static_cast<isa::SharedAddress>(layout.v(block) + chunk * 16);
   }
 
   template <int V, int Plane, int M>
@@ -205,21 +222,21 @@ struct DecodeCodes : DecodeState<C> {
       const std::uint32_t a[1][4] = {{one, one, one, one}};
       isa::mma<f16, f16, 1, N>(ones, a, x[m]);
     }
-    const int row = V == 8 ? t : V == 4 ? t % 2 : 0;
-    constexpr int chunks = C.dv / 4;  // of a row
+    const isa::SharedAddress values =
+        locate_values<V>(stage, layout, V == 8 ? t : V == 4 ? t % 2 : 0);
     std::uint32_t high[S::groups / 2][4];
     if constexpr (V == 3) {
       // Bit i of word w of the plane of high bits: channel w + dv / 2 (i % 2), quad i / 2.
 #pragma unroll
       for (int j = 0; j < S::groups / 2; ++j) {
-        const isa::Words4 words = load_values<V>(stage, layout, chunks + j * 8 + g);
+        const auto words = isa::load_shared<isa::Words4>(values + (C.dv / 4 + j * 8) * 16);
 #pragma unroll
         for (int i = 0; i < 4; ++i) high[j][i] = words.w[i];
       }
     }
 #pragma unroll
     for (int group = 0; group < S::groups; ++group) {
-      const isa::Words4 w = load_values<V>(stage, layout, row * chunks + group * 8 + g);
+      const auto w = isa::load_shared<isa::Words4>(values + group * 128);
       std::uint32_t h[4], h8[4];
       if constexpr (V == 3) {
         const int left = group < S::groups / 2 ? 2 : 1;

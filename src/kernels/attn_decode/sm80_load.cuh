@@ -23,7 +23,6 @@ struct DecodeLoad : DecodeRowTiles<C> {
   const isa::SharedAddress shared = isa::shared_base();
   int pass_begin = 0;               ///< its first entry
   std::int32_t sure_begin, sure_end;  ///< all rows see what is alive between
-  int first_of[kv::most_tiers + 1];   ///< in the list's order
 
   QATTN_DEVICE isa::SharedAddress at(int place) const {
     return shared + static_cast<isa::SharedAddress>(place);
@@ -72,15 +71,14 @@ struct DecodeLoad : DecodeRowTiles<C> {
     }
     if (lane == 0) isa::store_shared(at(S::counts + warp * 4), mine);
     isa::sync_threads();
-    first_of[0] = 0;
-#pragma unroll
-    for (int tier = 0; tier < kv::most_tiers; ++tier) {
-      first_of[tier + 1] =
-          first_of[tier] + isa::load_shared<std::int32_t>(at(S::counts + tier * 4));
-    }
     int to = 0;
-#pragma unroll
-    for (int tier = 0; tier < kv::most_tiers; ++tier) to = tier == warp ? first_of[tier] : to;
+    for (int tier = 0; tier < warp; ++tier) {
+      to += isa::load_shared<std::int32_t>(at(S::counts + tier * 4));
+    }
+    if (lane == 0) {
+      isa::store_shared(at(S::starts + warp * 4), to);
+      if (warp == S::warps - 1) isa::store_shared(at(S::starts + S::warps * 4), to + mine);
+    }
     for (int k = 0; k < blocks; k += 32) {
       const bool take = is_mine(k + lane);
       const std::uint32_t all = isa::ballot(take);
@@ -93,12 +91,8 @@ struct DecodeLoad : DecodeRowTiles<C> {
   }
 
   QATTN_DEVICE int first_block(int tier) const {
-    int first = 0;
-#pragma unroll
-    for (int i = 1; i <= kv::most_tiers; ++i) first = i == tier ? first_of[i] : first;
-    return first;
+    return isa::load_shared<std::int32_t>(at(S::starts + tier * 4));
   }
-
   QATTN_DEVICE int blocks_of(int tier) const { return first_block(tier + 1) - first_block(tier); }
 
   // ---- Tiles ----------------------------------------------------------------------------------
@@ -123,40 +117,91 @@ struct DecodeLoad : DecodeRowTiles<C> {
     return pool.pages + static_cast<std::int64_t>(number) * pool.block.bytes();
   }
 
+  /// Starts to copy this lane's chunks of `Bytes` bytes; `flips(i)`: what is XORed into the address
+  /// of chunk lane + 32 i beside `to`, which has the lane.
+  template <int Bytes, class Flips>
+  QATTN_DEVICE void copy_area(isa::SharedAddress to, const std::uint8_t* from, Flips flips) const {
+#pragma unroll
+    for (int i = 0; i < (Bytes + 511) / 512; ++i) {
+      if ((i + 1) * 512 <= Bytes || lane * 16 < Bytes - i * 512) {
+        isa::copy_async16((to ^ static_cast<isa::SharedAddress>(flips(i))) +
+                              static_cast<isa::SharedAddress>(i * 512),
+                          from + i * 512, 16);
+      }
+    }
+  }
+
+  /// K's codes of block b to `to`: k_chunk() of chunk lane + 32 i is 32 i on from that of the lane.
+  QATTN_DEVICE void copy_keys(int k_bits, isa::SharedAddress to, const std::uint8_t* from,
+                              int b) const {
+    const isa::SharedAddress at = to + static_cast<isa::SharedAddress>(k_chunk(lane, b) * 16);
+    const auto none = [](int) { return 0; };
+    switch (k_bits) {
+      case 8:
+        return copy_area<16 * C.d>(at, from, none);
+      case 4:
+        return copy_area<8 * C.d>(at, from, none);
+      case 3:
+        return copy_area<6 * C.d>(at, from, none);
+      default:
+        return copy_area<4 * C.d>(at, from, none);
+    }
+  }
+  /// V's: v_chunk() XORs the chunk's row of dv / 4 besides, which is the lane's and (32 i)'s.
+  template <int V>
+  QATTN_DEVICE void copy_values(isa::SharedAddress to, const std::uint8_t* from, int b) const {
+    const isa::SharedAddress at =
+        to + static_cast<isa::SharedAddress>(v_chunk(lane, b, V, C.dv) * 16);
+    copy_area<2 * C.dv * V>(at, from, [](int i) {
+      return V == 3 ? 0 : (32 * i / (C.dv / 4) & 3) << 5;
+    });
+  }
+
+  template <int V>
+  QATTN_DEVICE void copy_tile(int k_bits, isa::SharedAddress to, std::uint64_t mine) const {
+    constexpr int blocks = tile_blocks(V);
+    const TileLayout layout = tile_layout(C.d, C.dv, k_bits, V, blocks);
+    const auto source = [&](int i, int offset_in) {
+      return reinterpret_cast<const std::uint8_t*>(
+                 static_cast<std::uintptr_t>(isa::shuffle(mine, i))) +
+             offset_in;
+    };
+#pragma unroll 1
+    for (int b = 0; b < blocks; ++b) {
+      const std::uint8_t* from = source(b, lane * 16);
+      copy_keys(k_bits, to + static_cast<isa::SharedAddress>(layout.k(b)), from, b);
+      copy_values<V>(to + static_cast<isa::SharedAddress>(layout.v(b)), from + layout.k_bytes, b);
+    }
+    const std::uint8_t* scales =
+        source(lane / 4, lane % 4 * 16 + layout.k_bytes + layout.v_bytes);
+    if (lane < 4 * blocks) {
+      isa::copy_async16(to + static_cast<isa::SharedAddress>(layout.scales(0) + lane * 16), scales,
+                        16);
+    }
+  }
+
   /// Starts to copy a tile; returns whether it needs masks. A block that it lacks is its last one
   /// once more, so that everything there is is defined.
   QATTN_DEVICE bool start_tile(const TileWork& tile, int to_stage) const {
     const formats::KvBlock block = p.cache.pool[tile.tier].block;
-    const int blocks = tile_blocks(block.v_bits);
-    const TileLayout layout =
-        tile_layout(C.d, C.dv, block.k_bits, block.v_bits, blocks);
     const isa::SharedAddress to = stage(to_stage);
-    const int mine = lane & 3;  // every lane knows one block, four lanes all of them
-    const auto from = reinterpret_cast<std::uintptr_t>(address(tile.tier, list_place(tile, mine)));
-    const bool special = isa::any(mine < blocks && is_special(tokens_of(tile, mine)));
-    const auto source = [&](int i) {
-      return reinterpret_cast<const std::uint8_t*>(
-          static_cast<std::uintptr_t>(isa::shuffle(static_cast<std::uint64_t>(from), i)));
-    };
-    for (int b = 0; b < blocks; ++b) {
-      const std::uint8_t* codes = source(b);
-      const auto k = to + static_cast<isa::SharedAddress>(layout.k(b));
-      for (int chunk = lane; chunk < layout.k_bytes / 16; chunk += 32) {
-        isa::copy_async16(k + static_cast<isa::SharedAddress>(k_chunk(chunk, b) * 16),
-                          codes + chunk * 16, 16);
-      }
-      codes += layout.k_bytes;
-      const auto v = to + static_cast<isa::SharedAddress>(layout.v(b));
-      for (int chunk = lane; chunk < layout.v_bytes / 16; chunk += 32) {
-        isa::copy_async16(
-            v + static_cast<isa::SharedAddress>(v_chunk(chunk, b, block.v_bits, C.dv) * 16),
-            codes + chunk * 16, 16);
-      }
-    }
-    const std::uint8_t* scales = source(lane / 4) + layout.k_bytes + layout.v_bytes;
-    if (lane < 4 * blocks) {
-      isa::copy_async16(to + static_cast<isa::SharedAddress>(layout.scales(0) + lane * 16),
-                        scales + lane % 4 * 16, 16);
+    const int one = lane & 3;  // every lane knows one block, four lanes all of them
+    const auto from = reinterpret_cast<std::uintptr_t>(address(tile.tier, list_place(tile, one)));
+    const bool special =
+        isa::any(one < tile_blocks(block.v_bits) && is_special(tokens_of(tile, one)));
+    switch (block.v_bits) {
+      case 8:
+        copy_tile<8>(block.k_bits, to, from);
+        break;
+      case 4:
+        copy_tile<4>(block.k_bits, to, from);
+        break;
+      case 3:
+        copy_tile<3>(block.k_bits, to, from);
+        break;
+      default:
+        copy_tile<2>(block.k_bits, to, from);
+        break;
     }
     return special;
   }

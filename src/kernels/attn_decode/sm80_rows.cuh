@@ -88,11 +88,13 @@ struct DecodeRowTiles : DecodeCodes<C> {
   /// O so far is of rotated V; rows are not. They differ by this.
   QATTN_DEVICE void unrotate() {
     if (p.cache.rotate == 0) return;
+    this->forget_lane();  // signs and all
     hadamard();
     multiply_signs();
   }
   QATTN_DEVICE void rotate() {
     if (p.cache.rotate == 0) return;
+    this->forget_lane();
     multiply_signs();
     hadamard();
   }

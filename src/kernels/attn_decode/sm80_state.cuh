@@ -44,8 +44,9 @@ struct DecodeShape {
   static constexpr int order = place + list_blocks * 4;
   static constexpr int live = order + list_blocks * 2;
   static constexpr int tier = live + list_blocks * 2;
-  static constexpr int counts = tier + list_blocks;  ///< [most_tiers] words
-  static constexpr int scratch = counts + kv::most_tiers * 4;
+  static constexpr int counts = tier + list_blocks;            ///< [most_tiers] blocks of a tier
+  static constexpr int starts = counts + kv::most_tiers * 4;   ///< [most_tiers + 1] in `order`
+  static constexpr int scratch = starts + kv::most_tiers * 4 + 8;
   static constexpr int ring = (scratch + 128 + 127) / 128 * 128;
   static constexpr int shared_bytes = ring + warps * ring_bytes;
   static_assert(warps == kv::most_tiers, "a warp lists the blocks of one tier");
@@ -56,8 +57,9 @@ struct DecodeShape {
 
 inline namespace QATTN_TARGET {
 
-/// Blocks in a tile.
-QATTN_CONSTEXPR int tile_blocks(int v_bits) { return v_bits >= 8 ? 1 : v_bits == 4 ? 2 : 4; }
+/// Blocks in a tile: 1, 2 or 4.
+QATTN_CONSTEXPR int tile_shift(int v_bits) { return v_bits >= 8 ? 0 : v_bits == 4 ? 1 : 2; }
+QATTN_CONSTEXPR int tile_blocks(int v_bits) { return 1 << tile_shift(v_bits); }
 
 /// What V's codes of k step m are worth in an f16 register, in units of 2^-24: codes are masked,
 /// not shifted, and subnormal f16 are 2^-24 times their bits.
@@ -72,8 +74,8 @@ struct DecodeState {
   static constexpr float headroom = 14.0f, start = 8.0f;  ///< of P in f16, as powers of two
 
   const DecodeParams& p;
-  const DecodePair& pair;
-  const int lane = isa::lane(), g = lane / 4, t = lane % 4;
+  const DecodePair pair;
+  int lane = isa::lane(), g = lane / 4, t = lane % 4;
   std::int64_t unit;
   int first_row;
 
@@ -109,6 +111,14 @@ struct DecodeState {
         for (int m = 0; m < 2 * S::groups; ++m) o[m / 2][m % 2][n][i] = 0;
       }
     }
+  }
+
+  /// At the start of a tile. Compilers would keep every lane's addresses of every pair of bits
+  /// through the loop over tiles, in local memory.
+  QATTN_DEVICE void forget_lane() {
+    lane = isa::opaque(isa::lane());
+    g = lane / 4;
+    t = lane % 4;
   }
 
   /// Row of the unit of accumulator column c.
