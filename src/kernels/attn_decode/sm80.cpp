@@ -222,14 +222,9 @@ std::size_t workspace_bytes(const DeviceDecodeCall& call) {
   return decode_workspace(params_of(call)).bytes;
 }
 
-Status run(const DeviceDecodeCall& call, void* workspace, void* stream) {
-  if (Status s = supports(call); !s.ok()) return s;
-  if (call.slots.shape[0] == 0) return {};
+DecodeParams params_in(const DeviceDecodeCall& call, void* workspace) {
   DecodeParams p = params_of(call);
   const DecodeWorkspace w = decode_workspace(p);
-  if (reinterpret_cast<std::uintptr_t>(workspace) % 256 != 0 || workspace == nullptr) {
-    return invalid("workspace: address is no multiple of 256 bytes");
-  }
   const auto set = [&](auto*& pointer, std::size_t offset) {
     pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(
         static_cast<std::byte*>(workspace) + offset);
@@ -247,6 +242,16 @@ Status run(const DeviceDecodeCall& call, void* workspace, void* stream) {
   set(p.row_lse, w.row_lse);
   set(p.mass_log, w.mass_log);
   p.error = isa::error_word();
+  return p;
+}
+
+Status run(const DeviceDecodeCall& call, void* workspace, void* stream) {
+  if (Status s = supports(call); !s.ok()) return s;
+  if (call.slots.shape[0] == 0) return {};
+  if (reinterpret_cast<std::uintptr_t>(workspace) % 256 != 0 || workspace == nullptr) {
+    return invalid("workspace: address is no multiple of 256 bytes");
+  }
+  const DecodeParams p = params_in(call, workspace);
   const isa::LaunchError e = find(p.cache.d, p.cache.dv, p.rows())->launch(p, stream);
   return e.empty() ? Status() : Status(Code::internal, "decode kernels: " + e);
 }

@@ -246,7 +246,8 @@ struct DecodeUnit : DecodeLoad<C> {
   // ---- The unit -------------------------------------------------------------------------------
 
   QATTN_DEVICE void load_queries() const {
-    const std::uint32_t* from = p.query_words + unit * query_planes * p.unit_rows * (C.d / 2);
+    const std::uint32_t* from =
+        p.query_words + std::int64_t{unit} * query_planes * p.unit_rows * (C.d / 2);
     for (int i = isa::thread(); i < S::k_steps * N * 16; i += S::threads) {
       isa::store_shared(at(S::queries + i * 16),
                         isa::load_global(reinterpret_cast<const isa::Words4*>(from) + i));
@@ -323,6 +324,7 @@ struct DecodeUnit : DecodeLoad<C> {
   QATTN_DEVICE void run(int begin, int end, std::int64_t slot) {
     this->set_bounds();
     load_queries();
+    this->store_facts();
     const int step = S::list_blocks / p.cache.blocks_per_page();
     for (int from = begin; from < end; from += step) {
       run_pass(from, from + step < end ? from + step : end);
@@ -338,6 +340,7 @@ struct Decode {
   using S = DecodeShape<C>;
   static constexpr int threads = S::threads, shared_bytes = S::shared_bytes;
   static constexpr int min_blocks = C.d + C.dv > 256 || C.n > 1 ? 1 : 2;
+  static constexpr bool dependent = true;
 
   static QATTN_DEVICE DecodeShare find_share(const Params& p) {
     const FindSegment<threads> segments(p, isa::shared_base() + S::scratch);
@@ -361,6 +364,8 @@ struct Decode {
   }
 
   static QATTN_DEVICE void run(const Params& p) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
     const DecodeShare share = find_share(p);
     for (std::int64_t unit = share.unit; unit <= share.end_unit && unit < p.units(); ++unit) {
       const DecodePair pair(p, unit % p.pairs());

@@ -34,6 +34,9 @@ Status supports(const DeviceDecodeCall& call);
 /// Bytes that run() wants, aligned to 256; the call was found good.
 std::size_t workspace_bytes(const DeviceDecodeCall& call);
 
+/// What run() gives the kernels: for those who launch one of them alone.
+DecodeParams params_in(const DeviceDecodeCall& call, void* workspace);
+
 /// Enqueues the call; allocates nothing and waits for nothing.
 Status run(const DeviceDecodeCall& call, void* workspace, void* stream);
 

@@ -45,7 +45,7 @@ template <DecodeConfig C>
 struct DecodeCodes : DecodeState<C> {
   using S = DecodeShape<C>;
   using Base = DecodeState<C>;
-  using Base::N, Base::g, Base::lane, Base::o, Base::ones, Base::q_sum, Base::t;
+  using Base::N, Base::g, Base::lane, Base::o, Base::ones, Base::t;
   using Base::Base;
   using enum isa::Element;
 
@@ -135,11 +135,12 @@ struct DecodeCodes : DecodeState<C> {
                                   float (&acc)[M][N][4]) const {
     constexpr float centre = 0.5f * static_cast<float>((1 << K) - 1);
 #pragma unroll
-    for (int m = 0; m < M; ++m) {
+    for (int n = 0; n < N; ++n) {
+      const isa::Pair sum = this->load_facts(n, 1);
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[m][n][i] = centre * q_sum[n][i % 2];
+      for (int m = 0; m < M; ++m) {
+        acc[m][n][0] = acc[m][n][2] = centre * sum.lo;
+        acc[m][n][1] = acc[m][n][3] = centre * sum.hi;
       }
     }
     constexpr int rows = S::k_steps / planes<K>;  // of four words, in a quarter of the panel
@@ -259,6 +260,7 @@ struct DecodeCodes : DecodeState<C> {
   template <int V, int M>
   QATTN_DEVICE void load_scales(isa::SharedAddress stage, const TileLayout& layout,
                                 float (&k)[M][2], float (&v)[M][2]) const {
+    const float factor = this->rows_factor * 0x1p24f;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
       const int block = this->template block_of<V>();
@@ -267,7 +269,7 @@ struct DecodeCodes : DecodeState<C> {
           stage + static_cast<isa::SharedAddress>(layout.scales(block) + token * 2);
       const isa::Pair keys = isa::unpack_f16(isa::load_shared<std::uint32_t>(at));
       const isa::Pair values = isa::unpack_f16(isa::load_shared<std::uint32_t>(at + 32));
-      k[m][0] = keys.lo * this->code_factor, k[m][1] = keys.hi * this->code_factor;
+      k[m][0] = keys.lo * factor, k[m][1] = keys.hi * factor;
       v[m][0] = values.lo, v[m][1] = values.hi;
     }
   }

@@ -12,6 +12,7 @@ struct DecodeCombine {
   using Params = DecodeParams;
   static constexpr int threads = 256, min_blocks = 2, shared_bytes = 0;
   static constexpr int warps = threads / 32;
+  static constexpr bool dependent = true;
 
   /// Did this block of Decode take segments of the unit?
   static QATTN_DEVICE bool takes(const Params& p, int block, std::int64_t unit, int segments) {
@@ -64,7 +65,7 @@ struct DecodeCombine {
   static QATTN_DEVICE void write(const Params& p, const DecodePair& pair, std::int64_t unit,
                                  int row, Row& x) {
     const int r = static_cast<int>(unit / p.pairs()) * p.unit_rows + row;
-    const std::int64_t head = pair.head * p.group + r / p.queries, query = r % p.queries;
+    const std::int64_t head = std::int64_t{pair.head} * p.group + r / p.queries, query = r % p.queries;
     if (p.sinks != nullptr) x.add_sink(isa::load_global(p.sinks + head));
     if (p.cache.rotate != 0) x.out.unrotate();
     const float inverse = x.total > 0 ? formats::reciprocal(x.total) : 0.0f;
@@ -80,12 +81,14 @@ struct DecodeCombine {
     if (isa::lane() != 0) return;
     isa::store_global(p.row_lse + unit * p.unit_rows + row, lse);
     if (p.lse != nullptr) {
-      isa::store_global(p.lse + (pair.batch * p.heads_q + head) * p.queries + query,
+      isa::store_global(p.lse + (std::int64_t{pair.batch} * p.heads_q + head) * p.queries + query,
                         lse * tile::ln_2);
     }
   }
 
   static QATTN_DEVICE void run(const Params& p) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
     const std::int64_t unit = isa::block().x;
     const DecodePair pair(p, unit % p.pairs());
     const int segments = pair.segments();
@@ -112,6 +115,7 @@ struct DecodeCombine {
 struct DecodeMass {
   using Params = DecodeParams;
   static constexpr int threads = 256, min_blocks = 2, shared_bytes = 0;
+  static constexpr bool dependent = true;
 
   static QATTN_DEVICE float of_block(const Params& p, const DecodePair& pair, int group_head,
                                      std::int64_t place) {
@@ -119,7 +123,7 @@ struct DecodeMass {
     for (int query = 0; query < p.queries; ++query) {
       const int r = group_head * p.queries + query;
       const std::int64_t unit =
-          pair.batch * p.cache.heads_kv + pair.head + r / p.unit_rows * p.pairs();
+          std::int64_t{pair.batch} * p.cache.heads_kv + pair.head + r / p.unit_rows * p.pairs();
       const std::int64_t row = unit * p.unit_rows + r % p.unit_rows;
       const float log = isa::load_global(p.mass_log + row * p.mass_row() + place);
       if (log != -tile::infinity()) mass += isa::exp2(log - isa::load_global(p.row_lse + row));
@@ -128,6 +132,7 @@ struct DecodeMass {
   }
 
   static QATTN_DEVICE void run(const Params& p) {
+    isa::grid_dependency_wait();
     const std::int64_t batch = isa::block().x / p.heads_q, head = isa::block().x % p.heads_q;
     const DecodePair pair(p, batch * p.cache.heads_kv + head / p.group);
     const auto group_head = static_cast<int>(head % p.group);

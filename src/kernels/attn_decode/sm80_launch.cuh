@@ -16,16 +16,14 @@ isa::LaunchError launch_decode(const DecodeParams& p, void* stream) {
   const auto grid = [](std::int64_t blocks) { return isa::Index3{static_cast<int>(blocks), 1, 1}; };
   isa::LaunchError e =
       isa::launch<DecodePrepare<C.d>>(p, grid(p.units() + p.pairs() * p.parts()), stream);
-  if (e.empty()) e = isa::launch<Decode<C>>(p, grid(p.blocks), stream);
-  if (e.empty()) e = isa::launch<DecodeCombine<C.dv>>(p, grid(p.units()), stream);
+  constexpr isa::Start early = isa::Start::early;
+  if (e.empty()) e = isa::launch<Decode<C>>(p, grid(p.blocks), stream, early);
+  if (e.empty()) e = isa::launch<DecodeCombine<C.dv>>(p, grid(p.units()), stream, early);
   if (e.empty() && p.mass != nullptr) {
-    e = isa::launch<DecodeMass>(p, grid(std::int64_t{p.batch} * p.heads_q), stream);
+    e = isa::launch<DecodeMass>(p, grid(std::int64_t{p.batch} * p.heads_q), stream, early);
   }
   return e;
 }
-
-template <DecodeConfig C>
-constexpr int decode_blocks_per_multiprocessor = Decode<C>::min_blocks;
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

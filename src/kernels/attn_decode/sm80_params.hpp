@@ -121,13 +121,12 @@ inline namespace QATTN_TARGET {
 
 /// One (sequence, KV head), as the device finds it.
 struct DecodePair {
-  std::int64_t batch = 0, head = 0, slot = 0;
-  std::int32_t length = 0, entries = 0;
+  std::int32_t batch = 0, head = 0, slot = 0, length = 0, entries = 0;
   bool bad = false;  ///< no such sequence, or fewer tokens than queries
 
   QATTN_DEVICE DecodePair(const DecodeParams& p, std::int64_t pair) {
-    batch = pair / p.cache.heads_kv;
-    head = pair % p.cache.heads_kv;
+    batch = static_cast<std::int32_t>(pair / p.cache.heads_kv);
+    head = static_cast<std::int32_t>(pair % p.cache.heads_kv);
     slot = isa::load_global(p.slots + batch);
     bad = slot < 0 || slot >= p.cache.slots;
     if (bad) return;

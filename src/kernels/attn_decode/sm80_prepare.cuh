@@ -75,6 +75,7 @@ struct DecodePrepare {
   static constexpr int threads = 256, min_blocks = 2;
   static constexpr int warps = threads / 32;
   static constexpr int shared_bytes = 256;
+  static constexpr bool dependent = true;
 
   // ---- Queries --------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ struct DecodePrepare {
   }
 
   static QATTN_DEVICE LaneRow<D> load_row(const Params& p, const DecodePair& pair, int r) {
-    const std::int64_t head = pair.head * p.group + r / p.queries;
+    const std::int64_t head = std::int64_t{pair.head} * p.group + r / p.queries;
     const std::int64_t at =
         pair.batch * p.q.batch + r % p.queries * p.q.query + head * p.q.head;
     LaneRow<D> row;
@@ -237,6 +238,8 @@ struct DecodePrepare {
   }
 
   static QATTN_DEVICE void run(const Params& p) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
     const std::int64_t block = isa::block().x;
     if (block < p.units()) {
       prepare_unit(p, block);

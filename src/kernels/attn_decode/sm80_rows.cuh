@@ -104,7 +104,8 @@ struct DecodeRowTiles : DecodeCodes<C> {
   template <isa::Element E>
   QATTN_DEVICE void multiply_row_keys(const std::uint8_t* keys, float (&acc)[1][N][4]) const {
     const std::uint32_t* queries =
-        p.query_words + (unit * query_planes + query_high) * p.unit_rows * (C.d / 2);
+        p.query_words +
+        (std::int64_t{unit} * query_planes + query_high) * p.unit_rows * (C.d / 2);
     const std::int64_t to_low = std::int64_t{p.unit_rows} * (C.d / 2);
 #pragma unroll
     for (int n = 0; n < N; ++n) {

@@ -39,7 +39,8 @@ struct DecodeShape {
   static constexpr int list_blocks = 640;  ///< of a pass
 
   static constexpr int queries = 0;
-  static constexpr int number = queries + k_steps * n * 256;
+  static constexpr int facts = queries + k_steps * n * 256;  ///< [n][4] x {offset, offset, sum, sum}
+  static constexpr int number = facts + n * 64;
   static constexpr int place = number + list_blocks * 4;
   static constexpr int order = place + list_blocks * 4;
   static constexpr int live = order + list_blocks * 2;
@@ -76,31 +77,24 @@ struct DecodeState {
   const DecodeParams& p;
   const DecodePair pair;
   int lane = isa::lane(), g = lane / 4, t = lane % 4;
-  std::int64_t unit;
-  int first_row;
+  int unit, first_row;
 
   float o[S::groups][2][N][4];
   float ones[1][N][4];             ///< sums of P, by a row of codes that are 1
   float base[N][2], sum[N][2];     ///< sum: of this lane's tokens
-  float offset[N][2];              ///< softmax scale * q.mean, in units of log2
-  float q_sum[N][2];               ///< -2^-24 times the sum of Q's f16 values
-  float code_factor, rows_factor;  ///< from products with codes, and with rows, to log2
+  float rows_factor;               ///< from products with rows to units of log2
   float v_unit = 1, v_inverse = 0;
 
   QATTN_DEVICE DecodeState(const DecodeParams& params, const DecodePair& the_pair,
                            std::int64_t the_unit)
-      : p(params), pair(the_pair), unit(the_unit) {
-    first_row = static_cast<int>(unit / p.pairs()) * p.unit_rows;
+      : p(params), pair(the_pair), unit(static_cast<int>(the_unit)) {
+    first_row = unit / static_cast<int>(p.pairs()) * p.unit_rows;
     const float to_log2 = p.softmax_scale * tile::log2_e;
     rows_factor = to_log2 * formats::reciprocal(isa::load_global(p.query_scale + unit));
-    code_factor = rows_factor * 0x1p24f;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float* facts = p.query_facts + (unit * p.unit_rows + row(n, c)) * 2;
-        offset[n][c] = isa::load_global(facts) * to_log2;
-        q_sum[n][c] = isa::load_global(facts + 1) * -0x1p-24f;
         base[n][c] = -tile::infinity();
         sum[n][c] = 0;
       }
@@ -136,6 +130,26 @@ struct DecodeState {
     return V >= 8 ? h : V == 4 ? h % 2 + 2 * m : m;
   }
 
+  /// What rows are to have: softmax scale * q.mean in units of log2 (which = 0), and -2^-24 times
+  /// the sum of Q's f16 values (1). In shared memory: registers are short.
+  QATTN_DEVICE isa::SharedAddress fact(int n, int column, int which) const {
+    return isa::shared_base() +
+           static_cast<isa::SharedAddress>(S::facts + (n * 4 + column) * 16 + which * 8);
+  }
+  QATTN_DEVICE isa::Pair load_facts(int n, int which) const {
+    const auto words = isa::load_shared<isa::Words2>(fact(n, t, which));
+    return {formats::float_of(words.w[0]), formats::float_of(words.w[1])};
+  }
+  QATTN_DEVICE void store_facts() const {
+    for (int r = isa::thread(); r < 8 * N; r += S::threads) {
+      const float* facts = p.query_facts + (std::int64_t{unit} * p.unit_rows + r) * 2;
+      const auto at = static_cast<isa::SharedAddress>(r % 2 * 4);
+      isa::store_shared(fact(r / 8, r % 8 / 2, 0) + at,
+                        isa::load_global(facts) * (p.softmax_scale * tile::log2_e));
+      isa::store_shared(fact(r / 8, r % 8 / 2, 1) + at, isa::load_global(facts + 1) * -0x1p-24f);
+    }
+  }
+
   // ---- Masks ----------------------------------------------------------------------------------
 
   /// Where the blocks of a tile begin and which tokens live, for tiles that need a mask. Blocks that
@@ -152,7 +166,7 @@ struct DecodeState {
     if (at < pair.visible_begin(p, query) || at >= pair.visible_end(p, query)) return false;
     const std::int32_t newest = at - pair.position(p, 0);
     if (p.tree == nullptr || newest < 0) return true;
-    return isa::load_global(p.tree + pair.batch * p.tree_stride[0] + query * p.tree_stride[1] +
+    return isa::load_global(p.tree + std::int64_t{pair.batch} * p.tree_stride[0] + query * p.tree_stride[1] +
                             newest * p.tree_stride[2]) != 0;
   }
 
@@ -235,8 +249,8 @@ struct DecodeState {
     for (int m = 0; m < M; ++m) k[m][0] = k_factor[m][0], k[m][1] = k_factor[m][1];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) added[n][c] = Codes ? offset[n][c] : 0.0f;
+      const isa::Pair offset = Codes ? load_facts(n, 0) : isa::Pair{0, 0};
+      added[n][0] = offset.lo, added[n][1] = offset.hi;
     }
     if (p.softcap > 0) cap(acc, k, added);
     bool fine = !special;
@@ -353,7 +367,7 @@ struct DecodeState {
 #pragma unroll
         for (int mask = 4; mask < lanes; mask *= 2) total += isa::shuffle_xor(total, mask);
         if (at >= 0 && lane % lanes < 4) {
-          isa::store_global(p.mass_log + (unit * p.unit_rows + row(n, c)) * p.mass_row() + at,
+          isa::store_global(p.mass_log + (std::int64_t{unit} * p.unit_rows + row(n, c)) * p.mass_row() + at,
                             total > 0 || tile::is_nan(total) ? isa::log2(total) + base[n][c]
                                                              : -tile::infinity());
         }
