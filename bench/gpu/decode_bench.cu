@@ -23,9 +23,8 @@
 #include "formats/f16.hpp"
 #include "formats/hadamard.hpp"
 #include "formats/kv.hpp"
-#include "kernels/attn_decode/sm80_launch.cuh"
-
 #include "kernels/attn_decode/sm80_decode_instances.inc"
+#include "kernels/attn_decode/sm80_launch.cuh"
 
 namespace {
 
@@ -212,8 +211,8 @@ class Cache {
       bytes += std::int64_t{view.pool[e.tier].block.bytes()} * kv::live_blocks(e);
     }
     entries_.emplace_back(table);
-    counts_.emplace_back(std::vector<std::int32_t>(static_cast<std::size_t>(s.batch * s.heads_kv),
-                                                   view.most_pages));
+    counts_.emplace_back(
+        std::vector<std::int32_t>(static_cast<std::size_t>(s.batch * s.heads_kv), view.most_pages));
     view.entries = entries_[0].get();
     view.counts = counts_[0].get();
   }
@@ -285,11 +284,11 @@ std::vector<double> reference(const Shape& s, const Cache& cache, const std::vec
         if (k.window()) {
           plain[at] += p * half(k.v_codes() + (t * v.dv + c) * 2);
         } else {
-          turned[at] += p * vs *
-                        formats::kv_value(formats::kv_code_at(block + k.v_codes(), 16 * v.dv,
-                                                              k.v_bits,
-                                                              formats::kv_place_v(v.dv, t, c)),
-                                          k.v_bits);
+          turned[at] +=
+              p * vs *
+              formats::kv_value(formats::kv_code_at(block + k.v_codes(), 16 * v.dv, k.v_bits,
+                                                    formats::kv_place_v(v.dv, t, c)),
+                                k.v_bits);
         }
       }
     }
@@ -332,10 +331,10 @@ struct Line {
 };
 
 /// The main kernel alone: its neighbours' work has been done.
-template <kernels::DecodeConfig C>
+template <int D, int N>
 void launch_alone(const kernels::DecodeParams& p) {
-  const isa::LaunchError e =
-      isa::launch<kernels::Decode<C>>(p, {static_cast<int>(p.blocks), 1, 1}, nullptr);
+  const isa::LaunchError e = isa::launch<kernels::Decode<kernels::DecodeConfig{D, D, N}>>(
+      p, {static_cast<int>(p.blocks), 1, 1}, nullptr);
   if (!e.empty()) check(Status(Code::internal, e));
 }
 
@@ -352,8 +351,7 @@ Line measure(const Shape& s, const Case& c, const DeviceArray<uint4>& other) {
   kernels::DeviceDecodeCall call;
   call.cache = &cache.view;
   call.slots = TensorView::dense(slots_device.get(), Format::s32, {s.batch});
-  call.tensors.q =
-      TensorView::dense(q_device.get(), Format::f32, {s.batch, 1, s.heads_q, s.d});
+  call.tensors.q = TensorView::dense(q_device.get(), Format::f32, {s.batch, 1, s.heads_q, s.d});
   call.tensors.out = TensorView::dense(out.get(), Format::f32, {s.batch, 1, s.heads_q, s.d});
   check(kernels::supports(call));
   const DeviceArray<std::uint8_t> workspace(kernels::workspace_bytes(call));
@@ -386,13 +384,10 @@ Line measure(const Shape& s, const Case& c, const DeviceArray<uint4>& other) {
   const kernels::DecodeParams p = kernels::params_in(call, workspace.get());
   line.decode_us = median_us(
       [&] {
-        if (s.d == 64) {
-          p.unit_rows == 8 ? launch_alone<{64, 64, 1}>(p) : launch_alone<{64, 64, 2}>(p);
-        } else if (s.d == 128) {
-          p.unit_rows == 8 ? launch_alone<{128, 128, 1}>(p) : launch_alone<{128, 128, 2}>(p);
-        } else {
-          launch_alone<{256, 256, 1}>(p);
-        }
+        const bool narrow = p.unit_rows == 8;
+        if (s.d == 64) return narrow ? launch_alone<64, 1>(p) : launch_alone<64, 2>(p);
+        if (s.d == 128) return narrow ? launch_alone<128, 1>(p) : launch_alone<128, 2>(p);
+        launch_alone<256, 1>(p);
       },
       other);
   cudaGraphExecDestroy(exec);
@@ -473,8 +468,8 @@ int main(int argc, char** argv) {
               ", \"page\": " + std::to_string(shape.page) + ", \"us\": " + std::to_string(l.us) +
               ", \"decode_us\": " + std::to_string(l.decode_us) +
               ", \"bytes\": " + std::to_string(static_cast<long long>(l.bytes)) +
-              ", \"gb_per_s\": " + std::to_string(rate) + ", \"nrmse\": " +
-              std::to_string(l.error) + "}";
+              ", \"gb_per_s\": " + std::to_string(rate) +
+              ", \"nrmse\": " + std::to_string(l.error) + "}";
     }
   }
   json += "\n]}\n";

@@ -75,7 +75,10 @@ class DeviceCall {
     emu::options().schedule = timing.schedule;
     emu::options().order = timing.order;
     const Status s = kernels::supports(call_);
-    if (!s.ok()) return s;
+    if (!s.ok()) {
+      emu::options() = before;
+      return s;
+    }
     const std::size_t bytes = kernels::workspace_bytes(call_);
     const std::unique_ptr<void, Free> workspace(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
     std::memset(workspace.get(), 0xff, bytes);
@@ -124,8 +127,8 @@ void expect_same(DecodeCase& c, const KvCache& cache, const std::vector<std::int
   MirroredCache mirror(cache, ids);
   std::vector<std::int32_t> slots;
   for (std::size_t i = 0; i < ids.size(); ++i) slots.push_back(static_cast<std::int32_t>(i));
-  const auto blocks = static_cast<std::int64_t>(
-      c.mass.size() / (ids.size() * static_cast<std::size_t>(c.heads_q)));
+  const auto blocks =
+      static_cast<std::int64_t>(c.mass.size() / (ids.size() * static_cast<std::size_t>(c.heads_q)));
   Results first;
   bool is_first = true;
   for (int i = 0; i < 3; ++i) {
@@ -229,10 +232,10 @@ TEST(DeviceDecode, EveryPairOfBitsAtTheOtherHeadDimensions) {
                                          std::pair{8, 8}, std::pair{3, 8}, std::pair{8, 3}}) {
       const Filled f = fill(uniform(k_bits, v_bits, 1, d), 400);
       DecodeCase c = queries_for(f.cache.options(), 4, 1);
-      expect_same(c, f.cache, {f.id},
-                  std::to_string(d) + " " + std::to_string(k_bits) + "/" + std::to_string(v_bits) +
-                      ": ",
-                  turn++);
+      expect_same(
+          c, f.cache, {f.id},
+          std::to_string(d) + " " + std::to_string(k_bits) + "/" + std::to_string(v_bits) + ": ",
+          turn++);
     }
   }
 }
@@ -287,10 +290,10 @@ TEST(DeviceDecode, SeveralQueriesWindowsSoftcapSinksAndTrees) {
         c.tree.push_back(static_cast<std::uint8_t>(random() % 2));
       }
     }
-    expect_same(c, f.cache, {f.id},
-                "queries " + std::to_string(queries) + " features " + std::to_string(features) +
-                    ": ",
-                turn++);
+    expect_same(
+        c, f.cache, {f.id},
+        "queries " + std::to_string(queries) + " features " + std::to_string(features) + ": ",
+        turn++);
   }
 }
 
@@ -436,7 +439,8 @@ TEST(DeviceDecode, RefusalsNameTheTensorTheValueAndTheRule) {
   expect([](Call& x) { x.layer = 1; }, "layer: 1 should be 0 to 0");
   expect([](Call& x) { x.tensors.q.shape[1] = 9; }, "q: 9 queries of a sequence, should be 1 to 8");
   expect([](Call& x) { x.tensors.q.shape[2] = 17; }, "q: 17 heads should be 1 to 16 times");
-  expect([](Call& x) { x.tensors.out.shape[3] = 64; }, "out: extent 64 of dimension 3 should be 128");
+  expect([](Call& x) { x.tensors.out.shape[3] = 64; },
+         "out: extent 64 of dimension 3 should be 128");
   expect([](Call& x) { x.options.softcap = -1; }, "softcap: -1");
   expect([](Call& x) { x.slots.format = Format::f32; }, "slots: format should be s32");
   kv::DeviceCache odd = mirror.view();
@@ -447,6 +451,11 @@ TEST(DeviceDecode, RefusalsNameTheTensorTheValueAndTheRule) {
         x.tensors.q.shape[3] = 96;
       },
       "no GPU kernel for K of head dimension 96 and V of 128; there are 64/64 128/128 256/256");
+  emu::options().architecture = 89;
+  expect([](Call&) {}, "bytes of shared memory a block; sm_89 has 101376");
+  emu::options().architecture = 75;
+  expect([](Call&) {}, "needs sm_80 or newer, not sm_75");
+  emu::options().architecture = 90;
 }
 
 }  // namespace

@@ -72,8 +72,9 @@ class MirroredCache {
     counts_.assign(sequences_.size() * heads, 0);
     pages_.resize(data_.pools.size());
     each_table([&](std::size_t s, std::size_t l, std::size_t h, const kv::Table& table) {
-      const auto index = static_cast<std::size_t>(view_.head_index(
-          static_cast<std::int64_t>(s), static_cast<std::int64_t>(l), static_cast<std::int64_t>(h)));
+      const auto index = static_cast<std::size_t>(view_.head_index(static_cast<std::int64_t>(s),
+                                                                   static_cast<std::int64_t>(l),
+                                                                   static_cast<std::int64_t>(h)));
       counts_[index] = static_cast<std::int32_t>(table.size());
       for (std::size_t i = 0; i < table.size(); ++i) {
         kv::Entry e = table[i];

@@ -1,9 +1,9 @@
 #include "kernels/attn_decode/sm80.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <type_traits>
-
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -15,10 +15,11 @@ using Launcher = isa::LaunchError (*)(const DecodeParams&, void*);
 struct Instance {
   DecodeConfig config;
   Launcher launch;
+  int shared_bytes, min_blocks;
 };
 template <DecodeConfig C>
 constexpr Instance instance() {
-  return {C, &launch_decode<C>};
+  return {C, &launch_decode<C>, DecodeShape<C>::shared_bytes, DecodeShape<C>::min_blocks};
 }
 constexpr Instance instances[] = {
 #define QATTN_INSTANCE(D, DV, N) instance<DecodeConfig{D, DV, N}>(),
@@ -31,11 +32,19 @@ const Instance* find(std::int64_t d, std::int64_t dv, std::int64_t rows) {
   const Instance* found = nullptr;
   for (const Instance& i : instances) {
     if (i.config.d != d || i.config.dv != dv) continue;
-    const bool better = found == nullptr || (rows > 8 ? i.config.n > found->config.n
-                                                      : i.config.n < found->config.n);
+    const bool better = found == nullptr ||
+                        (rows > 8 ? i.config.n > found->config.n : i.config.n < found->config.n);
     if (better) found = &i;
   }
   return found;
+}
+
+/// Shared memory that a block may have (CUDA C++ Programming Guide, Technical Specifications per
+/// Compute Capability); a multiprocessor has 1 KiB more, and 1 KiB of every block is the system's.
+int shared_limit(int architecture) {
+  const bool large = architecture == 90 || (architecture >= 100 && architecture < 120);
+  const bool middle = architecture == 80 || architecture == 87;
+  return (large ? 227 : middle ? 163 : 99) * 1024;
 }
 
 std::string text(std::int64_t value) { return std::to_string(value); }
@@ -124,7 +133,8 @@ Status check_optional(const DeviceDecodeCall& call) {
                            {batch, queries, queries}, false);
     if (!s.ok()) return s;
   }
-  if (t.mass.present()) return check("mass", t.mass, floats(t.mass), "f32", {batch, heads, -1}, true);
+  if (t.mass.present())
+    return check("mass", t.mass, floats(t.mass), "f32", {batch, heads, -1}, true);
   return {};
 }
 
@@ -182,7 +192,9 @@ DecodeParams params_of(const DeviceDecodeCall& call) {
   p.causal = o.causal ? 1 : 0;
   // A window longer than any sequence is none.
   p.window_left = o.window_left > 0x3fffffff ? -1 : static_cast<std::int32_t>(o.window_left);
-  p.blocks = isa::multiprocessors() * (i.config.n == 1 && p.cache.d + p.cache.dv <= 256 ? 2 : 1);
+  const int fit =
+      (shared_limit(isa::architecture(t.q.device.index)) + 1024) / (i.shared_bytes + 1024);
+  p.blocks = isa::multiprocessors() * std::max(1, std::min(fit, i.min_blocks));
   return p;
 }
 
@@ -190,9 +202,8 @@ DecodeParams params_of(const DeviceDecodeCall& call) {
 
 Status supports(const DeviceDecodeCall& call) {
   const kv::DeviceCache& c = *call.cache;
-  if (const int gpu = isa::architecture(call.tensors.q.device.index); gpu < 80) {
-    return refuse("needs sm_80 or newer, not sm_" + text(gpu));
-  }
+  const int gpu = isa::architecture(call.tensors.q.device.index);
+  if (gpu < 80) return refuse("needs sm_80 or newer, not sm_" + text(gpu));
   Status s = check("slots", call.slots, call.slots.format == Format::s32, "s32", {-1}, true);
   if (s.ok()) s = check_numbers(call);
   if (s.ok()) s = check_queries(call);
@@ -210,6 +221,11 @@ Status supports(const DeviceDecodeCall& call) {
     return refuse("pools: " + text(c.pools) + " should be 1 to " + text(kv::most_tiers));
   }
   const DecodeParams p = params_of(call);
+  const Instance& instance = *find(c.d, c.dv, p.rows());
+  if (const int limit = shared_limit(gpu); instance.shared_bytes > limit) {
+    return refuse("head dimension " + text(c.d) + " needs " + text(instance.shared_bytes) +
+                  " bytes of shared memory a block; sm_" + text(gpu) + " has " + text(limit));
+  }
   constexpr std::int64_t most = 0x7fffffff;
   if (p.units() + p.pairs() * p.parts() > most || std::int64_t{p.batch} * p.heads_q > most ||
       p.units() * p.parts() > most) {

@@ -2,12 +2,13 @@
 // tiers and the 16-bit window in one launch, then one combination (sm80_combine.cuh).
 //
 // A fixed grid of blocks of eight warps. A block takes a share of all bytes (sm80_params.hpp): some
-// units, or a part of one, in passes of at most 640 blocks of 16 tokens. A pass reads its entries of
-// the page table once and sorts them by tier into a list in shared memory; warps take tiles of it in
-// turn, each on its own: two stages of a private ring filled by cp.async, no barrier of the block
-// until the pass ends. A tile has one tier and about 4 KiB (one block in 8 bits, two in 4, four in
-// 3 and 2), so that what a tile costs beside its bytes is the same for all, and so that each word of
-// V holds what one lane's mma wants (sm80_state.cuh). K's and V's bits are switched at run time.
+// units, or a part of one, in passes of at most 640 blocks of 16 tokens. A pass reads its entries
+// of the page table once and sorts them by tier into a list in shared memory; warps take tiles of
+// it in turn, each on its own: two stages of a private ring filled by cp.async, no barrier of the
+// block until the pass ends. A tile has one tier and about 4 KiB (one block in 8 bits, two in 4,
+// four in 3 and 2), so that what a tile costs beside its bytes is the same for all, and so that
+// each word of V holds what one lane's mma wants (sm80_state.cuh). K's and V's bits are switched at
+// run time.
 //
 // Bytes on their way at any moment: 16 warps of 4 KiB, 64 KiB a multiprocessor.
 //
@@ -53,9 +54,7 @@ struct FindSegment {
     isa::sync_threads();
   }
   QATTN_DEVICE std::int64_t first() const { return isa::thread() * each; }
-  QATTN_DEVICE std::int64_t last() const {
-    return first() + each < count ? first() + each : count;
-  }
+  QATTN_DEVICE std::int64_t last() const { return first() + each < count ? first() + each : count; }
   /// Chunks of rows share their pair's table.
   QATTN_DEVICE std::uint64_t bytes(std::int64_t i) const {
     return isa::load_global(p.part_bytes + i % (p.pairs() * p.parts()));
@@ -136,8 +135,8 @@ struct DecodeUnit : DecodeLoad<C> {
   QATTN_DEVICE void note(const TileWork& tile, const float (&mass)[N][2]) {
     if (p.mass == nullptr) return;
     const int block = this->template block_of<V>();
-    const std::int64_t place = std::int64_t{this->pass_begin} * p.cache.blocks_per_page() +
-                               this->list_place(tile, block);
+    const std::int64_t place =
+        std::int64_t{this->pass_begin} * p.cache.blocks_per_page() + this->list_place(tile, block);
     this->template note_mass<V>(mass, block < tile.count ? place : -1);
   }
 
@@ -265,8 +264,8 @@ struct DecodeUnit : DecodeLoad<C> {
         float total = sum[n][c];
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) total += isa::shuffle_xor(total, mask);
-        const isa::SharedAddress row = this->stage(0) +
-                                       static_cast<isa::SharedAddress>(this->row(n, c) * row_bytes);
+        const isa::SharedAddress row =
+            this->stage(0) + static_cast<isa::SharedAddress>(this->row(n, c) * row_bytes);
 #pragma unroll
         for (int group = 0; group < S::groups; ++group) {
           const auto word = [&](int i) {
@@ -276,17 +275,15 @@ struct DecodeUnit : DecodeLoad<C> {
                             isa::Words4{{word(0), word(1), word(2), word(3)}});
         }
         if (g == 0) {
-          isa::store_shared(row + C.dv * 4, isa::Words2{{formats::bits_of(base[n][c]),
-                                                         formats::bits_of(total)}});
+          isa::store_shared(row + C.dv * 4,
+                            isa::Words2{{formats::bits_of(base[n][c]), formats::bits_of(total)}});
         }
       }
     }
     isa::sync_threads();
     for (int i = isa::thread(); i < 8 * N * (C.dv / 4); i += S::threads) {
       const int row = i / (C.dv / 4), channel = i % (C.dv / 4) * 4;
-      const auto of_warp = [&](int w) {
-        return at(S::ring + w * S::ring_bytes + row * row_bytes);
-      };
+      const auto of_warp = [&](int w) { return at(S::ring + w * S::ring_bytes + row * row_bytes); };
       float bases[S::warps], sums[S::warps], top = -tile::infinity();
 #pragma unroll
       for (int w = 0; w < S::warps; ++w) {
@@ -308,9 +305,9 @@ struct DecodeUnit : DecodeLoad<C> {
       isa::Words4 words;
 #pragma unroll
       for (int k = 0; k < 4; ++k) words.w[k] = formats::bits_of(out[k]);
-      isa::store_global(
-          reinterpret_cast<isa::Words4*>(p.partial_out + (slot * p.unit_rows + row) * C.dv + channel),
-          words);
+      isa::store_global(reinterpret_cast<isa::Words4*>(p.partial_out +
+                                                       (slot * p.unit_rows + row) * C.dv + channel),
+                        words);
       if (channel == 0) {
         isa::store_global(
             reinterpret_cast<isa::Words2*>(p.partial_sum + (slot * p.unit_rows + row) * 2),
@@ -339,7 +336,7 @@ struct Decode {
   using Params = DecodeParams;
   using S = DecodeShape<C>;
   static constexpr int threads = S::threads, shared_bytes = S::shared_bytes;
-  static constexpr int min_blocks = C.d + C.dv > 256 || C.n > 1 ? 1 : 2;
+  static constexpr int min_blocks = S::min_blocks;
   static constexpr bool dependent = true;
 
   static QATTN_DEVICE DecodeShare find_share(const Params& p) {
@@ -356,9 +353,9 @@ struct Decode {
                     share.end_segment);
     }
     if (isa::thread() == 0) {
-      isa::store_global(reinterpret_cast<isa::Words4*>(p.shares + block),
-                        isa::Words4{{share.unit, share.segment, share.end_unit,
-                                     share.end_segment}});
+      isa::store_global(
+          reinterpret_cast<isa::Words4*>(p.shares + block),
+          isa::Words4{{share.unit, share.segment, share.end_unit, share.end_segment}});
     }
     return share;
   }
@@ -370,8 +367,7 @@ struct Decode {
     for (std::int64_t unit = share.unit; unit <= share.end_unit && unit < p.units(); ++unit) {
       const DecodePair pair(p, unit % p.pairs());
       const std::int32_t all = pair.segments();
-      const std::int32_t begin =
-          unit == share.unit ? static_cast<std::int32_t>(share.segment) : 0;
+      const std::int32_t begin = unit == share.unit ? static_cast<std::int32_t>(share.segment) : 0;
       const auto limit = static_cast<std::int32_t>(share.end_segment);
       const std::int32_t end = unit < share.end_unit || limit > all ? all : limit;
       if (end <= begin) continue;

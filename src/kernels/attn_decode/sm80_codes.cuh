@@ -36,7 +36,7 @@ QATTN_HD int k_chunk(int chunk, int block) { return chunk ^ (chunk >> 2 & 2) ^ (
 /// are of one block, two or four.
 QATTN_HD int v_chunk(int chunk, int block, int v_bits, int dv) {
   const int row = v_bits == 3 ? 0 : chunk / (dv / 4);
-  return chunk ^ ((block * (v_bits / 2) ^ row) & 3) << 1;
+  return chunk ^ ((block * (v_bits >> 1) ^ row) & 3) << 1;
 }
 
 inline namespace QATTN_TARGET {
@@ -45,8 +45,8 @@ template <DecodeConfig C>
 struct DecodeCodes : DecodeState<C> {
   using S = DecodeShape<C>;
   using Base = DecodeState<C>;
-  using Base::N, Base::g, Base::lane, Base::o, Base::ones, Base::t;
   using Base::Base;
+  using Base::N, Base::g, Base::lane, Base::o, Base::ones, Base::t;
   using enum isa::Element;
 
   /// Q's fragment of a k step, for codes that are 2^shift times what they are worth.
@@ -54,14 +54,14 @@ struct DecodeCodes : DecodeState<C> {
   QATTN_DEVICE void load_query(std::uint32_t (&b)[N][2], int step) const {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const isa::SharedAddress at = isa::shared_base() + S::queries +
-                                    static_cast<isa::SharedAddress>(((step * N + n) * 32 + lane) * 8);
+      const isa::SharedAddress at =
+          isa::shared_base() + S::queries +
+          static_cast<isa::SharedAddress>(((step * N + n) * 32 + lane) * 8);
       const auto words = isa::load_shared<isa::Words2>(at);
       constexpr std::uint32_t factor = (15u - Shift) << 10;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        b[n][i] = Shift == 0 ? words.w[i]
-                             : isa::multiply_f16(words.w[i], factor | factor << 16);
+        b[n][i] = Shift == 0 ? words.w[i] : isa::multiply_f16(words.w[i], factor | factor << 16);
       }
     }
   }
@@ -88,7 +88,9 @@ struct DecodeCodes : DecodeState<C> {
   }
 
   template <int Bits>
-  static constexpr int planes = Bits == 8 ? 1 : Bits == 4 ? 2 : 4;
+  static constexpr int planes = Bits == 8   ? 1
+                                : Bits == 4 ? 2
+                                            : 4;
 
   /// Where this lane's two tokens of every block row are, in row `row` of K's panel. Four rows on
   /// are 256 bytes on: k_chunk() leaves the chunk's higher bits alone.
@@ -99,7 +101,7 @@ struct DecodeCodes : DecodeState<C> {
     for (int m = 0; m < M; ++m) {
       const int block = this->template block_of<V>();
       const int chunk = k_chunk(row * 4 + this->template quad_of<V>(m), block);
-      at[m] = stage + static_cast<isa::SharedAddress>(layout.k(block) + chunk * 16 + g % 2 * 8);
+      at[m] = stage + static_cast<isa::SharedAddress>(layout.k(block) + chunk * 16 + (g & 1) * 8);
     }
   }
   template <int M>
@@ -118,7 +120,7 @@ struct DecodeCodes : DecodeState<C> {
                                    const std::uint32_t (&h8)[M][2], int step,
                                    float (&acc)[M][N][4]) const {
     std::uint32_t b[N][2], a[M][4];
-    load_query<Plane * (K == 4 ? 4 : 2)>(b, step);
+    load_query<Plane*(K == 4 ? 4 : 2)>(b, step);
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -151,7 +153,7 @@ struct DecodeCodes : DecodeState<C> {
     locate_keys<V>(stage, layout, t, keys);
     if constexpr (K == 3) {
       isa::SharedAddress high_keys[M];
-      if constexpr (C.d == 64) locate_keys<V>(stage, layout, low_rows + t % 2, high_keys);
+      if constexpr (C.d == 64) locate_keys<V>(stage, layout, low_rows + (t & 1), high_keys);
 #pragma unroll
       for (int j = 0; j < high_rows; ++j) {
         if constexpr (C.d == 64) {
@@ -166,7 +168,7 @@ struct DecodeCodes : DecodeState<C> {
       std::uint32_t w[M][2], h[M][2], h8[M][2];
       load_keys(keys, 4 * j, w);
       if constexpr (K == 3) {
-        const int left = C.d == 64 ? 2 - t / 2 : 2 - j / high_rows;
+        const int left = C.d == 64 ? 2 - (t >> 1) : 2 - j / high_rows;
 #pragma unroll
         for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -177,8 +179,8 @@ struct DecodeCodes : DecodeState<C> {
         }
       }
       multiply_plane<K, M, 0>(w, h, h8, j, acc);
-      if constexpr (planes<K> > 1) multiply_plane<K, M, 1>(w, h, h8, j + rows, acc);
-      if constexpr (planes<K> > 2) {
+      if constexpr (planes < K >> 1) multiply_plane<K, M, 1>(w, h, h8, j + rows, acc);
+      if constexpr (planes < K >> 2) {
         multiply_plane<K, M, 2>(w, h, h8, j + 2 * rows, acc);
         multiply_plane<K, M, 3>(w, h, h8, j + 3 * rows, acc);
       }
@@ -188,11 +190,11 @@ struct DecodeCodes : DecodeState<C> {
   /// Which row of V's panels this lane reads, and of which block.
   template <int V>
   QATTN_DEVICE int value_block() const {
-    return V == 8 ? 0 : V == 4 ? t / 2 : t;
+    return V == 8 ? 0 : V == 4 ? t >> 1 : t;
   }
 
-  /// Where this lane's chunk is, of the first 32 channels of row `row`. Eight chunks on are 128 bytes
-  /// on: v_chunk() leaves the chunk's higher bits alone.
+  /// Where this lane's chunk is, of the first 32 channels of row `row`. Eight chunks on are 128
+  /// bytes on: v_chunk() leaves the chunk's higher bits alone.
   template <int V>
   QATTN_DEVICE isa::SharedAddress locate_values(isa::SharedAddress stage, const TileLayout& layout,
                                                 int row) const {
@@ -223,8 +225,10 @@ struct DecodeCodes : DecodeState<C> {
       const std::uint32_t a[1][4] = {{one, one, one, one}};
       isa::mma<f16, f16, 1, N>(ones, a, x[m]);
     }
-    const isa::SharedAddress values =
-        locate_values<V>(stage, layout, V == 8 ? t : V == 4 ? t % 2 : 0);
+    const isa::SharedAddress values = locate_values<V>(stage, layout,
+                                                       V == 8   ? t
+                                                       : V == 4 ? t & 1
+                                                                : 0);
     std::uint32_t high[S::groups / 2][4];
     if constexpr (V == 3) {
       // Bit i of word w of the plane of high bits: channel w + dv / 2 (i % 2), quad i / 2.

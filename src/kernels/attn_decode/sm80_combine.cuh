@@ -58,14 +58,16 @@ struct DecodeCombine {
 
   static QATTN_DEVICE void store_number(void* data, Format format, std::int64_t at, float x) {
     if (format == Format::f32) return isa::store_global(static_cast<float*>(data) + at, x);
-    const std::uint32_t bits = format == Format::f16 ? isa::pack_f16(x, 0.0f) : isa::pack_bf16(x, 0.0f);
+    const std::uint32_t bits =
+        format == Format::f16 ? isa::pack_f16(x, 0.0f) : isa::pack_bf16(x, 0.0f);
     isa::store_global(static_cast<std::uint16_t*>(data) + at, static_cast<std::uint16_t>(bits));
   }
 
   static QATTN_DEVICE void write(const Params& p, const DecodePair& pair, std::int64_t unit,
                                  int row, Row& x) {
     const int r = static_cast<int>(unit / p.pairs()) * p.unit_rows + row;
-    const std::int64_t head = std::int64_t{pair.head} * p.group + r / p.queries, query = r % p.queries;
+    const std::int64_t head = std::int64_t{pair.head} * p.group + r / p.queries,
+                       query = r % p.queries;
     if (p.sinks != nullptr) x.add_sink(isa::load_global(p.sinks + head));
     if (p.cache.rotate != 0) x.out.unrotate();
     const float inverse = x.total > 0 ? formats::reciprocal(x.total) : 0.0f;

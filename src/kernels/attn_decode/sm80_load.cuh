@@ -15,13 +15,13 @@ template <DecodeConfig C>
 struct DecodeLoad : DecodeRowTiles<C> {
   using S = DecodeShape<C>;
   using Base = DecodeRowTiles<C>;
-  using typename Base::TileTokens;
   using Base::Base, Base::lane, Base::p, Base::pair;
+  using typename Base::TileTokens;
 
   static constexpr std::uint32_t no_tier = 255;
   const int warp = isa::warp();
   const isa::SharedAddress shared = isa::shared_base();
-  int pass_begin = 0;               ///< its first entry
+  int pass_begin = 0;                 ///< its first entry
   std::int32_t sure_begin, sure_end;  ///< all rows see what is alive between
 
   QATTN_DEVICE isa::SharedAddress at(int place) const {
@@ -152,9 +152,8 @@ struct DecodeLoad : DecodeRowTiles<C> {
   QATTN_DEVICE void copy_values(isa::SharedAddress to, const std::uint8_t* from, int b) const {
     const isa::SharedAddress at =
         to + static_cast<isa::SharedAddress>(v_chunk(lane, b, V, C.dv) * 16);
-    copy_area<2 * C.dv * V>(at, from, [](int i) {
-      return V == 3 ? 0 : (32 * i / (C.dv / 4) & 3) << 5;
-    });
+    copy_area<2 * C.dv * V>(at, from,
+                            [](int i) { return V == 3 ? 0 : (32 * i / (C.dv / 4) & 3) << 5; });
   }
 
   template <int V>
@@ -173,7 +172,7 @@ struct DecodeLoad : DecodeRowTiles<C> {
       copy_values<V>(to + static_cast<isa::SharedAddress>(layout.v(b)), from + layout.k_bytes, b);
     }
     const std::uint8_t* scales =
-        source(lane / 4, lane % 4 * 16 + layout.k_bytes + layout.v_bytes);
+        source(lane >> 2, (lane & 3) * 16 + layout.k_bytes + layout.v_bytes);
     if (lane < 4 * blocks) {
       isa::copy_async16(to + static_cast<isa::SharedAddress>(layout.scales(0) + lane * 16), scales,
                         16);

@@ -25,6 +25,39 @@ struct DecodeConfig {
   constexpr bool operator==(const DecodeConfig&) const = default;
 };
 
+/// Shared memory of a block, in bytes.
+template <DecodeConfig C>
+struct DecodeShape {
+  static constexpr int warps = 8, threads = 32 * warps;
+  static constexpr int k_steps = C.d / 16, n = C.n;
+  static constexpr int groups = C.dv / 32;  ///< of channels: two rows of tiles of O^T
+  /// Two stages a warp. A tile of equal bits of K and V fits into one, and so does 8/4, 4/2, 3/2;
+  /// where K has even more bits (8/3, 8/2, 4/3) it takes both.
+  static constexpr int stage_bytes = 25 * (C.d + C.dv);
+  static constexpr int ring_bytes = 2 * stage_bytes;
+  static constexpr int list_blocks = 640;  ///< of a pass
+  /// Blocks on a multiprocessor that registers allow.
+  static constexpr int min_blocks = C.d + C.dv > 256 || C.n > 1 ? 1 : 2;
+
+  static constexpr int queries = 0;
+  static constexpr int facts =
+      queries + k_steps * n * 256;  ///< [n][4] x {offset, offset, sum, sum}
+  static constexpr int number = facts + n * 64;
+  static constexpr int place = number + list_blocks * 4;
+  static constexpr int order = place + list_blocks * 4;
+  static constexpr int live = order + list_blocks * 2;
+  static constexpr int tier = live + list_blocks * 2;
+  static constexpr int counts = tier + list_blocks;           ///< [most_tiers] blocks of a tier
+  static constexpr int starts = counts + kv::most_tiers * 4;  ///< [most_tiers + 1] in `order`
+  static constexpr int scratch = starts + kv::most_tiers * 4 + 8;
+  static constexpr int ring = (scratch + 128 + 127) / 128 * 128;
+  static constexpr int shared_bytes = ring + warps * ring_bytes;
+  static_assert(warps == kv::most_tiers, "a warp lists the blocks of one tier");
+  static_assert(stage_bytes % 128 == 0);
+  /// The merge of warps goes through the rings.
+  static_assert(ring_bytes >= 8 * n * (C.dv + 4) * 4);
+};
+
 /// Rows of Q or O. Strides in elements.
 struct DecodeRows {
   void* data = nullptr;
@@ -73,7 +106,9 @@ struct DecodeParams {
   QATTN_HD std::int32_t rows() const { return group * queries; }
   QATTN_HD std::int64_t pairs() const { return std::int64_t{batch} * cache.heads_kv; }
   QATTN_HD std::int64_t units() const { return pairs() * chunks; }
-  QATTN_HD std::int64_t parts() const { return (cache.most_pages + part_entries - 1) / part_entries; }
+  QATTN_HD std::int64_t parts() const {
+    return (cache.most_pages + part_entries - 1) / part_entries;
+  }
   QATTN_HD std::int64_t mass_row() const {
     return std::int64_t{cache.most_pages} * cache.blocks_per_page();
   }

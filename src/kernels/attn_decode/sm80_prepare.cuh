@@ -94,8 +94,7 @@ struct DecodePrepare {
 
   static QATTN_DEVICE LaneRow<D> load_row(const Params& p, const DecodePair& pair, int r) {
     const std::int64_t head = std::int64_t{pair.head} * p.group + r / p.queries;
-    const std::int64_t at =
-        pair.batch * p.q.batch + r % p.queries * p.q.query + head * p.q.head;
+    const std::int64_t at = pair.batch * p.q.batch + r % p.queries * p.q.query + head * p.q.head;
     LaneRow<D> row;
 #pragma unroll
     for (int i = 0; i < LaneRow<D>::count; ++i) {
@@ -144,8 +143,8 @@ struct DecodePrepare {
     }
     LaneRow<D> rotated = raw;
     if (p.cache.rotate != 0) rotated.rotate();
-    auto* to = reinterpret_cast<std::uint16_t*>(p.query_words + unit * query_planes *
-                                                                    p.unit_rows * (D / 2));
+    auto* to = reinterpret_cast<std::uint16_t*>(p.query_words +
+                                                unit * query_planes * p.unit_rows * (D / 2));
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < LaneRow<D>::count; ++i) {
@@ -198,8 +197,7 @@ struct DecodePrepare {
   static QATTN_DEVICE std::uint32_t entry_bytes(const Params& p, const DecodePair& pair,
                                                 std::int32_t index) {
     if (index >= pair.entries) return 0;
-    const kv::Entry e =
-        load_entry(p.cache.table(pair.slot, p.layer, pair.head) + index);
+    const kv::Entry e = load_entry(p.cache.table(pair.slot, p.layer, pair.head) + index);
     if (!valid_entry(p.cache, e)) {
       if (p.error != nullptr) isa::atomic_or_global(p.error, tile::error_page);
       return 0;

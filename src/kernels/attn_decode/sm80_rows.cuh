@@ -12,8 +12,8 @@ template <DecodeConfig C>
 struct DecodeRowTiles : DecodeCodes<C> {
   using S = DecodeShape<C>;
   using Base = DecodeCodes<C>;
-  using Base::N, Base::g, Base::lane, Base::o, Base::p, Base::t, Base::unit;
   using Base::Base;
+  using Base::N, Base::g, Base::lane, Base::o, Base::p, Base::t, Base::unit;
   using enum isa::Element;
 
   // ---- Rotation -------------------------------------------------------------------------------
@@ -104,8 +104,7 @@ struct DecodeRowTiles : DecodeCodes<C> {
   template <isa::Element E>
   QATTN_DEVICE void multiply_row_keys(const std::uint8_t* keys, float (&acc)[1][N][4]) const {
     const std::uint32_t* queries =
-        p.query_words +
-        (std::int64_t{unit} * query_planes + query_high) * p.unit_rows * (C.d / 2);
+        p.query_words + (std::int64_t{unit} * query_planes + query_high) * p.unit_rows * (C.d / 2);
     const std::int64_t to_low = std::int64_t{p.unit_rows} * (C.d / 2);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -122,8 +121,8 @@ struct DecodeRowTiles : DecodeCodes<C> {
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const std::uint32_t a[1][4] = {{w[0].w[2 * half], w[1].w[2 * half], w[0].w[2 * half + 1],
-                                        w[1].w[2 * half + 1]}};
+        const std::uint32_t a[1][4] = {
+            {w[0].w[2 * half], w[1].w[2 * half], w[0].w[2 * half + 1], w[1].w[2 * half + 1]}};
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
           std::uint32_t b[N][2];
@@ -239,7 +238,8 @@ struct DecodeRowTiles : DecodeCodes<C> {
     const float k[1][2] = {{this->rows_factor, this->rows_factor}};
     float v[1][2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) v[0][h] = (bad >> (2 * g + h) & 1) != 0 ? tile::quiet_nan() : 0x1p-24f;
+    for (int h = 0; h < 2; ++h)
+      v[0][h] = (bad >> (2 * g + h) & 1) != 0 ? tile::quiet_nan() : 0x1p-24f;
     std::uint32_t x[1][N][2];
     this->template softmax<16, 1, false>(acc, k, v, special, tokens_of, x, mass);
     if constexpr (E == f16) {

@@ -25,37 +25,6 @@
 
 namespace qattn::kernels {
 
-
-/// Shared memory of a block, in bytes.
-template <DecodeConfig C>
-struct DecodeShape {
-  static constexpr int warps = 8, threads = 32 * warps;
-  static constexpr int k_steps = C.d / 16, n = C.n;
-  static constexpr int groups = C.dv / 32;  ///< of channels: two rows of tiles of O^T
-  /// Two stages a warp. A tile of equal bits of K and V fits into one, and so does 8/4, 4/2, 3/2;
-  /// where K has even more bits than V it takes both (docs: 8/3, 8/2, 4/3).
-  static constexpr int stage_bytes = 25 * (C.d + C.dv);
-  static constexpr int ring_bytes = 2 * stage_bytes;
-  static constexpr int list_blocks = 640;  ///< of a pass
-
-  static constexpr int queries = 0;
-  static constexpr int facts = queries + k_steps * n * 256;  ///< [n][4] x {offset, offset, sum, sum}
-  static constexpr int number = facts + n * 64;
-  static constexpr int place = number + list_blocks * 4;
-  static constexpr int order = place + list_blocks * 4;
-  static constexpr int live = order + list_blocks * 2;
-  static constexpr int tier = live + list_blocks * 2;
-  static constexpr int counts = tier + list_blocks;            ///< [most_tiers] blocks of a tier
-  static constexpr int starts = counts + kv::most_tiers * 4;   ///< [most_tiers + 1] in `order`
-  static constexpr int scratch = starts + kv::most_tiers * 4 + 8;
-  static constexpr int ring = (scratch + 128 + 127) / 128 * 128;
-  static constexpr int shared_bytes = ring + warps * ring_bytes;
-  static_assert(warps == kv::most_tiers, "a warp lists the blocks of one tier");
-  static_assert(stage_bytes % 128 == 0);
-  /// The merge of warps goes through the rings.
-  static_assert(ring_bytes >= 8 * n * (C.dv + 4) * 4);
-};
-
 inline namespace QATTN_TARGET {
 
 /// Blocks in a tile: 1, 2 or 4.
@@ -76,13 +45,13 @@ struct DecodeState {
 
   const DecodeParams& p;
   const DecodePair pair;
-  int lane = isa::lane(), g = lane / 4, t = lane % 4;
+  int lane = isa::lane(), g = lane >> 2, t = lane & 3;
   int unit, first_row;
 
   float o[S::groups][2][N][4];
-  float ones[1][N][4];             ///< sums of P, by a row of codes that are 1
-  float base[N][2], sum[N][2];     ///< sum: of this lane's tokens
-  float rows_factor;               ///< from products with rows to units of log2
+  float ones[1][N][4];          ///< sums of P, by a row of codes that are 1
+  float base[N][2], sum[N][2];  ///< sum: of this lane's tokens
+  float rows_factor;            ///< from products with rows to units of log2
   float v_unit = 1, v_inverse = 0;
 
   QATTN_DEVICE DecodeState(const DecodeParams& params, const DecodePair& the_pair,
@@ -110,9 +79,9 @@ struct DecodeState {
   /// At the start of a tile. Compilers would keep every lane's addresses of every pair of bits
   /// through the loop over tiles, in local memory.
   QATTN_DEVICE void forget_lane() {
-    lane = isa::opaque(isa::lane());
-    g = lane / 4;
-    t = lane % 4;
+    lane = isa::opaque(isa::lane()) & 31;
+    g = lane >> 2;
+    t = lane & 3;
   }
 
   /// Row of the unit of accumulator column c.
@@ -121,13 +90,13 @@ struct DecodeState {
   /// Block and first token of what this lane holds in row m of tiles; V's bits.
   template <int V>
   QATTN_DEVICE int block_of() const {
-    const int h = g / 2;
-    return V >= 8 ? 0 : V == 4 ? h / 2 : h;
+    const int h = g >> 1;
+    return V >= 8 ? 0 : V == 4 ? h >> 1 : h;
   }
   template <int V>
   QATTN_DEVICE int quad_of(int m) const {
-    const int h = g / 2;
-    return V >= 8 ? h : V == 4 ? h % 2 + 2 * m : m;
+    const int h = g >> 1;
+    return V >= 8 ? h : V == 4 ? (h & 1) + 2 * m : m;
   }
 
   /// What rows are to have: softmax scale * q.mean in units of log2 (which = 0), and -2^-24 times
@@ -152,8 +121,8 @@ struct DecodeState {
 
   // ---- Masks ----------------------------------------------------------------------------------
 
-  /// Where the blocks of a tile begin and which tokens live, for tiles that need a mask. Blocks that
-  /// the tile lacks have none.
+  /// Where the blocks of a tile begin and which tokens live, for tiles that need a mask. Blocks
+  /// that the tile lacks have none.
   struct TileTokens {
     std::int32_t first;   ///< position of the lane's block
     std::uint32_t alive;  ///< its tokens
@@ -166,8 +135,8 @@ struct DecodeState {
     if (at < pair.visible_begin(p, query) || at >= pair.visible_end(p, query)) return false;
     const std::int32_t newest = at - pair.position(p, 0);
     if (p.tree == nullptr || newest < 0) return true;
-    return isa::load_global(p.tree + std::int64_t{pair.batch} * p.tree_stride[0] + query * p.tree_stride[1] +
-                            newest * p.tree_stride[2]) != 0;
+    return isa::load_global(p.tree + std::int64_t{pair.batch} * p.tree_stride[0] +
+                            query * p.tree_stride[1] + newest * p.tree_stride[2]) != 0;
   }
 
   // ---- Softmax --------------------------------------------------------------------------------
@@ -294,9 +263,8 @@ struct DecodeState {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float b = base[n][i % 2];
-            s[m][n][i] = b == -tile::infinity() && !tile::is_nan(s[m][n][i])
-                             ? -tile::infinity()
-                             : s[m][n][i] - b;
+            s[m][n][i] = b == -tile::infinity() && !tile::is_nan(s[m][n][i]) ? -tile::infinity()
+                                                                             : s[m][n][i] - b;
           }
         }
       }
@@ -354,7 +322,8 @@ struct DecodeState {
     for (int n = 0; n < N; ++n) added[n][0] = added[n][1] = 0;
   }
 
-  /// Notes what each row gave to the tile's blocks; `at` the block's place in mass_log, or negative.
+  /// Notes what each row gave to the tile's blocks; `at` the block's place in mass_log, or
+  /// negative.
   template <int V>
   QATTN_DEVICE void note_mass(const float (&mass)[N][2], std::int64_t at) {
     // The lanes that share a block: g / 2 / (blocks of a tile) apart.
@@ -367,9 +336,9 @@ struct DecodeState {
 #pragma unroll
         for (int mask = 4; mask < lanes; mask *= 2) total += isa::shuffle_xor(total, mask);
         if (at >= 0 && lane % lanes < 4) {
-          isa::store_global(p.mass_log + (std::int64_t{unit} * p.unit_rows + row(n, c)) * p.mass_row() + at,
-                            total > 0 || tile::is_nan(total) ? isa::log2(total) + base[n][c]
-                                                             : -tile::infinity());
+          isa::store_global(
+              p.mass_log + (std::int64_t{unit} * p.unit_rows + row(n, c)) * p.mass_row() + at,
+              total > 0 || tile::is_nan(total) ? isa::log2(total) + base[n][c] : -tile::infinity());
         }
       }
     }
