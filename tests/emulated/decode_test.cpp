@@ -325,6 +325,13 @@ TEST(DeviceDecode, ABatchOfDifferentLengths) {
   expect_same(c, *cache, ids, "batch: ", -1);
 }
 
+/// So long that a block's share is more than one pass, the last with codes before rows.
+TEST(DeviceDecode, SeveralPasses) {
+  const Filled f = fill(uniform(2, 2, 1, 64), 70000);
+  DecodeCase c = queries_for(f.cache.options(), 1, 1);
+  expect_same(c, f.cache, {f.id}, "70000 tokens: ", -1);
+}
+
 TEST(DeviceDecode, OptionsOfTheCache) {
   int turn = 0;
   for (const bool rotate : {false, true}) {

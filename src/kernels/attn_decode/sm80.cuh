@@ -339,7 +339,8 @@ struct Decode {
   static constexpr int min_blocks = S::min_blocks;
   static constexpr bool dependent = true;
 
-  static QATTN_DEVICE DecodeShare find_share(const Params& p) {
+  /// To shared memory: registers are short where units run.
+  static QATTN_DEVICE void find_share(const Params& p, isa::SharedAddress to) {
     const FindSegment<threads> segments(p, isa::shared_base() + S::scratch);
     const auto block = static_cast<std::uint64_t>(isa::block().x);
     const auto blocks = static_cast<std::uint64_t>(p.blocks);
@@ -353,31 +354,40 @@ struct Decode {
                     share.end_segment);
     }
     if (isa::thread() == 0) {
-      isa::store_global(
-          reinterpret_cast<isa::Words4*>(p.shares + block),
-          isa::Words4{{share.unit, share.segment, share.end_unit, share.end_segment}});
+      const isa::Words4 words{{share.unit, share.segment, share.end_unit, share.end_segment}};
+      isa::store_global(reinterpret_cast<isa::Words4*>(p.shares + block), words);
+      isa::store_shared(to, words);
     }
-    return share;
+    isa::sync_threads();
+  }
+
+  /// What of a unit this block takes.
+  static QATTN_DEVICE void run_unit(const Params& p, std::int64_t unit, const isa::Words4& share) {
+    const DecodePair pair(p, unit % p.pairs());
+    const std::int32_t all = pair.segments();
+    const std::int32_t begin = unit == share.w[0] ? static_cast<std::int32_t>(share.w[1]) : 0;
+    const auto limit = static_cast<std::int32_t>(share.w[3]);
+    const std::int32_t end = unit < share.w[2] || limit > all ? all : limit;
+    if (end <= begin) return;
+    if (isa::thread() == 0) {
+      if (begin == 0) isa::store_global(p.first_block + unit, isa::block().x);
+      if (end == all) isa::store_global(p.last_block + unit, isa::block().x);
+    }
+    const std::int32_t last =
+        end * segment_entries < pair.entries ? end * segment_entries : pair.entries;
+    DecodeUnit<C>(p, pair, unit).run(begin * segment_entries, last, isa::block().x + unit);
   }
 
   static QATTN_DEVICE void run(const Params& p) {
     isa::grid_dependency_launch();
     isa::grid_dependency_wait();
-    const DecodeShare share = find_share(p);
-    for (std::int64_t unit = share.unit; unit <= share.end_unit && unit < p.units(); ++unit) {
-      const DecodePair pair(p, unit % p.pairs());
-      const std::int32_t all = pair.segments();
-      const std::int32_t begin = unit == share.unit ? static_cast<std::int32_t>(share.segment) : 0;
-      const auto limit = static_cast<std::int32_t>(share.end_segment);
-      const std::int32_t end = unit < share.end_unit || limit > all ? all : limit;
-      if (end <= begin) continue;
-      if (isa::thread() == 0) {
-        if (begin == 0) isa::store_global(p.first_block + unit, isa::block().x);
-        if (end == all) isa::store_global(p.last_block + unit, isa::block().x);
-      }
-      const std::int32_t last =
-          end * segment_entries < pair.entries ? end * segment_entries : pair.entries;
-      DecodeUnit<C>(p, pair, unit).run(begin * segment_entries, last, isa::block().x + unit);
+    const isa::SharedAddress share = isa::shared_base() + S::share;
+    find_share(p, share);
+    std::int64_t unit = isa::load_shared<isa::Words4>(share).w[0];
+    for (; unit < p.units(); ++unit) {
+      const auto words = isa::load_shared<isa::Words4>(share);
+      if (unit > words.w[2]) return;
+      run_unit(p, unit, words);
     }
   }
 };

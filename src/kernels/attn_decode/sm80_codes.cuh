@@ -2,7 +2,7 @@
 //
 // A code stays where its word has it: masked with 0x000f000f << 4 i, a word gives a pair of f16
 // that are subnormal, 2^-24 times code * 2^(4 i), exactly, and tensor cores take subnormal
-// operands as they are (PTX ISA, mma: subnormals are supported). So a pair costs one LOP3, without
+// operands as they are (tests/isa/conformance_sm80.hpp asks them). So a pair costs one LOP3, without
 // the bias of 1024 that 0x6400 brings, nor a subtraction; Q's fragments for plane i are 2^(-4 i)
 // times smaller, and for V P is. 3-bit codes take a second LOP3 for their high bit; bytes, which
 // hold one code each, one PRMT.
