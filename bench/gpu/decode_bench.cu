@@ -23,8 +23,10 @@
 #include "formats/f16.hpp"
 #include "formats/hadamard.hpp"
 #include "formats/kv.hpp"
-#include "kernels/attn_decode/sm80_decode_instances.inc"
 #include "kernels/attn_decode/sm80_launch.cuh"
+// clang-format off: the kernels, behind what makes them
+#include "kernels/attn_decode/sm80_decode_instances.inc"
+// clang-format on
 
 namespace {
 

@@ -253,7 +253,7 @@ struct DecodeUnit : DecodeLoad<C> {
     }
   }
 
-  /// Warps' results into one, through the rings: [row][dv + 4] of each warp, and base and sum.
+  /// Warps' results into one, each through its own ring: [row][dv + 4], the last base and sum.
   QATTN_DEVICE void merge(std::int64_t slot) {
     constexpr int row_bytes = (C.dv + 4) * 4;
     const float back = this->v_unit * 0x1p24f;  // from products with codes in place
@@ -326,7 +326,6 @@ struct DecodeUnit : DecodeLoad<C> {
     for (int from = begin; from < end; from += step) {
       run_pass(from, from + step < end ? from + step : end);
     }
-    isa::sync_threads();  // all rings are free
     merge(slot);
   }
 };
@@ -364,7 +363,7 @@ struct Decode {
   /// What of a unit this block takes.
   static QATTN_DEVICE void run_unit(const Params& p, std::int64_t unit, const isa::Words4& share) {
     const DecodePair pair(p, unit % p.pairs());
-    const std::int32_t all = pair.segments();
+    const std::int32_t all = pair.segments(p);
     const std::int32_t begin = unit == share.w[0] ? static_cast<std::int32_t>(share.w[1]) : 0;
     const auto limit = static_cast<std::int32_t>(share.w[3]);
     const std::int32_t end = unit < share.w[2] || limit > all ? all : limit;
@@ -373,9 +372,9 @@ struct Decode {
       if (begin == 0) isa::store_global(p.first_block + unit, isa::block().x);
       if (end == all) isa::store_global(p.last_block + unit, isa::block().x);
     }
-    const std::int32_t last =
-        end * segment_entries < pair.entries ? end * segment_entries : pair.entries;
-    DecodeUnit<C>(p, pair, unit).run(begin * segment_entries, last, isa::block().x + unit);
+    const std::int32_t each = p.segment_entries();
+    const std::int32_t last = end * each < pair.entries ? end * each : pair.entries;
+    DecodeUnit<C>(p, pair, unit).run(begin * each, last, isa::block().x + unit);
   }
 
   static QATTN_DEVICE void run(const Params& p) {

@@ -2,10 +2,10 @@
 //
 // A code stays where its word has it: masked with 0x000f000f << 4 i, a word gives a pair of f16
 // that are subnormal, 2^-24 times code * 2^(4 i), exactly, and tensor cores take subnormal
-// operands as they are (tests/isa/conformance_sm80.hpp asks them). So a pair costs one LOP3, without
-// the bias of 1024 that 0x6400 brings, nor a subtraction; Q's fragments for plane i are 2^(-4 i)
-// times smaller, and for V P is. 3-bit codes take a second LOP3 for their high bit; bytes, which
-// hold one code each, one PRMT.
+// operands as they are (tests/isa/conformance_sm80.hpp asks them). So a pair costs one LOP3,
+// without the bias of 1024 that 0x6400 brings, nor a subtraction; Q's fragments for plane i are
+// 2^(-4 i) times smaller, and for V P is. 3-bit codes take a second LOP3 for their high bit; bytes,
+// which hold one code each, one PRMT.
 //
 // Chunks of 16 bytes are permuted inside lines of 128 bytes so that no load has a bank conflict:
 // see k_chunk() and v_chunk().

@@ -93,7 +93,7 @@ struct DecodeCombine {
     isa::grid_dependency_wait();
     const std::int64_t unit = isa::block().x;
     const DecodePair pair(p, unit % p.pairs());
-    const int segments = pair.segments();
+    const int segments = pair.segments(p);
     int first = 0, last = -1;
     if (segments > 0) {
       first = isa::load_global(p.first_block + unit);

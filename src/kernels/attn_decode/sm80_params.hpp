@@ -2,7 +2,7 @@
 //
 // A unit is up to 16 query rows of one (sequence, KV head), row r being query r % queries of head
 // r / queries of its group; chunks of more rows follow one another. The tables of a unit are cut
-// into segments of 16 entries, whose bytes DecodePrepare adds up; block c of Decode takes the
+// into segments of 256 tokens, whose bytes DecodePrepare adds up; block c of Decode takes the
 // segments that begin in its share of all bytes, [c T / G, (c + 1) T / G). So nothing that the host
 // does depends on lengths or tiers, and a captured launch balances what it finds.
 #pragma once
@@ -15,9 +15,8 @@
 
 namespace qattn::kernels {
 
-inline constexpr int segment_entries = 16;
-inline constexpr int part_segments = 64;  ///< of one block of DecodePrepare
-inline constexpr int part_entries = segment_entries * part_segments;
+inline constexpr int segment_blocks = 16;  ///< of 16 tokens: 16, 8 or 4 entries of a table
+inline constexpr int part_segments = 64;   ///< of one block of DecodePrepare
 
 /// One kernel: D, Dv, query rows of a unit / 8.
 struct DecodeConfig {
@@ -107,8 +106,10 @@ struct DecodeParams {
   QATTN_HD std::int32_t rows() const { return group * queries; }
   QATTN_HD std::int64_t pairs() const { return std::int64_t{batch} * cache.heads_kv; }
   QATTN_HD std::int64_t units() const { return pairs() * chunks; }
+  QATTN_HD std::int32_t segment_entries() const { return segment_blocks / cache.blocks_per_page(); }
+  QATTN_HD std::int32_t part_entries() const { return part_segments * segment_entries(); }
   QATTN_HD std::int64_t parts() const {
-    return (cache.most_pages + part_entries - 1) / part_entries;
+    return (cache.most_pages + part_entries() - 1) / part_entries();
   }
   QATTN_HD std::int64_t mass_row() const {
     return std::int64_t{cache.most_pages} * cache.blocks_per_page();
@@ -171,8 +172,8 @@ struct DecodePair {
     bad = length < p.queries || entries < 0 || entries > p.cache.most_pages;
     if (bad) entries = 0;
   }
-  QATTN_DEVICE std::int32_t segments() const {
-    return (entries + segment_entries - 1) / segment_entries;
+  QATTN_DEVICE std::int32_t segments(const DecodeParams& p) const {
+    return (entries + p.segment_entries() - 1) / p.segment_entries();
   }
   QATTN_DEVICE std::int32_t position(const DecodeParams& p, int query) const {
     return length - p.queries + query;

@@ -211,8 +211,9 @@ struct DecodePrepare {
   static QATTN_DEVICE void prepare_part(const Params& p, std::int64_t index) {
     const std::int64_t pair_index = index / p.parts(), part = index % p.parts();
     const DecodePair pair(p, pair_index);
-    constexpr int each = part_entries / threads, lanes = segment_entries / each;
-    const auto first = static_cast<std::int32_t>(part * part_entries) + isa::thread() * each;
+    constexpr int lanes = threads / part_segments;  // of a segment
+    const int each = p.segment_entries() / lanes;
+    const auto first = static_cast<std::int32_t>(part * p.part_entries()) + isa::thread() * each;
     std::uint32_t bytes = 0;
     for (int i = 0; i < each; ++i) bytes += entry_bytes(p, pair, first + i);
 #pragma unroll
