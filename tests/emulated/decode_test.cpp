@@ -11,6 +11,7 @@
 #include <string>
 
 #include "emulated/device_cache.hpp"
+#include "formats/f16.hpp"
 #include "isa/emu/options.hpp"
 #include "kernels/attn_decode/sm80.hpp"
 #include "kvcache/decode_case.hpp"
@@ -404,6 +405,51 @@ TEST(DeviceDecode, RowsThatSeeNothing) {
   for (const float x : c.out) ASSERT_EQ(x, 0.0f);
   c.sinks = {0.5f, -1, 2, 3};
   expect_same(c, *cache, {id}, "a sink: ", 1);
+}
+
+TEST(DeviceDecode, SixteenBitOperandsInEitherLayout) {
+  const Filled f = fill(uniform(4, 4, 2), 200);
+  MirroredCache mirror(f.cache, {f.id});
+  const std::int64_t queries = 3, heads = 8, d = 128;
+  const DecodeCase c = queries_for(f.cache.options(), heads / 2, queries);
+  std::vector<std::uint16_t> q;
+  for (const float x : c.q) q.push_back(formats::F16::encode(x));
+  for (const Layout layout : {Layout::bshd, Layout::bhsd}) {
+    const bool bshd = layout == Layout::bshd;
+    // Rows of q are 8 elements apart, those of the output 4.
+    const auto view = [&](std::vector<std::uint16_t>& memory, Format format, std::int64_t gap) {
+      const std::int64_t outer = bshd ? queries : heads, inner = bshd ? heads : queries;
+      memory.resize(static_cast<std::size_t>(outer * inner * (d + gap)), 0x7e01);
+      TensorView v = TensorView::dense(memory.data(), format, {1, outer, inner, d});
+      v.stride = {outer * inner * (d + gap), inner * (d + gap), d + gap, 1};
+      return v;
+    };
+    std::vector<std::uint16_t> q_memory, want, got;
+    KvDecodeTensors t;
+    t.q = view(q_memory, Format::f16, 8);
+    for (std::size_t i = 0; i < q.size(); ++i) q_memory[i / 128 * 136 + i % 128] = q[i];
+    t.out = view(want, Format::f16, 4);
+    KvDecodeOptions options;
+    options.layout = layout;
+    ASSERT_TRUE(decode(f.cache, 0, std::vector{f.id}, t, options).ok());
+    DeviceCall device(c, mirror.view(), {0}, 13);
+    t.out = view(got, Format::f16, 4);
+    device.call().tensors = t;
+    device.call().options = options;
+    ASSERT_TRUE(device.run(timings[0]).ok());
+    double error = 0, norm = 0;
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      if (i % 132 >= 128) {
+        ASSERT_EQ(got[i], 0x7e01) << "something else was written";
+        continue;
+      }
+      const double x = static_cast<double>(formats::F16::decode(want[i]));
+      const double e = x - static_cast<double>(formats::F16::decode(got[i]));
+      error += e * e;
+      norm += x * x;
+    }
+    EXPECT_LE(std::sqrt(error / norm), tight);
+  }
 }
 
 /// What the host cannot see: NaN and the error word, and the rest of the batch unharmed.
