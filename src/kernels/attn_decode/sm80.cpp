@@ -95,8 +95,11 @@ Status check_queries(const DeviceDecodeCall& call) {
   const KvDecodeTensors& t = call.tensors;
   const bool bshd = call.options.layout == Layout::bshd;
   const std::int64_t batch = call.slots.shape[0];
-  Status s = check("q", t.q, is_float(t.q.format), "f32, f16 or bf16", {batch, -1, -1, c.d}, false);
-  if (!s.ok()) return s;
+  if (Status s =
+          check("q", t.q, is_float(t.q.format), "f32, f16 or bf16", {batch, -1, -1, c.d}, false);
+      !s.ok()) {
+    return s;
+  }
   const std::int64_t queries = t.q.shape[bshd ? 1 : 2], heads = t.q.shape[bshd ? 2 : 1];
   if (queries < 1 || queries > most_queries) {
     return invalid("q: " + text(queries) + " queries of a sequence, should be 1 to " +
@@ -106,9 +109,11 @@ Status check_queries(const DeviceDecodeCall& call) {
     return invalid("q: " + text(heads) + " heads should be 1 to " + text(most_group) +
                    " times heads_kv " + text(c.heads_kv));
   }
-  s = check("out", t.out, is_float(t.out.format), "f32, f16 or bf16",
-            {batch, t.q.shape[1], t.q.shape[2], c.dv}, false);
-  if (!s.ok()) return s;
+  if (Status s = check("out", t.out, is_float(t.out.format), "f32, f16 or bf16",
+                       {batch, t.q.shape[1], t.q.shape[2], c.dv}, false);
+      !s.ok()) {
+    return s;
+  }
   if (t.q.stride[3] != 1) return invalid("q: stride of the last dimension should be 1");
   if (t.out.stride[3] != 1) return invalid("out: stride of the last dimension should be 1");
   return {};
@@ -204,18 +209,22 @@ Status supports(const DeviceDecodeCall& call) {
   const kv::DeviceCache& c = *call.cache;
   const int gpu = isa::architecture(call.tensors.q.device.index);
   if (gpu < 80) return refuse("needs sm_80 or newer, not sm_" + text(gpu));
-  Status s = check("slots", call.slots, call.slots.format == Format::s32, "s32", {-1}, true);
-  if (s.ok()) s = check_numbers(call);
-  if (s.ok()) s = check_queries(call);
-  if (s.ok()) s = check_optional(call);
-  if (!s.ok()) return s;
+  const TensorView& slots = call.slots;
+  if (Status s = check("slots", slots, slots.format == Format::s32, "s32", {-1}, true); !s.ok()) {
+    return s;
+  }
+  if (Status s = check_numbers(call); !s.ok()) return s;
+  if (Status s = check_queries(call); !s.ok()) return s;
+  if (Status s = check_optional(call); !s.ok()) return s;
   if (find(c.d, c.dv, 1) == nullptr) {
     std::string known;
     for (const Instance& i : instances) {
-      if (i.config.n == 1) known += " " + text(i.config.d) + "/" + text(i.config.dv);
+      if (i.config.n != 1) continue;
+      known.append(known.empty() ? "" : " ").append(text(i.config.d));
+      known.append("/").append(text(i.config.dv));
     }
     return refuse("no GPU kernel for K of head dimension " + text(c.d) + " and V of " + text(c.dv) +
-                  "; there are" + known);
+                  "; there are " + known);
   }
   if (c.pools < 1 || c.pools > kv::most_tiers) {
     return refuse("pools: " + text(c.pools) + " should be 1 to " + text(kv::most_tiers));
