@@ -122,6 +122,7 @@ class MirroredCache {
                                                 data_.page_bytes(static_cast<int>(i)));
       // 16 bytes are what copies want.
       words_.emplace_back(pages_[i].size() / 16);
+      if (pages_[i].empty()) continue;
       std::memcpy(words_.back().data(), pages_[i].data(), pages_[i].size());
       pool.pages = reinterpret_cast<std::uint8_t*>(words_.back().data());
     }
