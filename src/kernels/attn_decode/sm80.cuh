@@ -255,7 +255,8 @@ struct DecodeUnit : DecodeLoad<C> {
   }
 
   /// Warps' results into one, each through its own ring: [row][dv + 4], the last base and sum.
-  QATTN_DEVICE void merge(std::int64_t slot) {
+  QATTN_DEVICE void merge() {
+    const std::int64_t slot = std::int64_t{isa::block().x} + unit;
     constexpr int row_bytes = (C.dv + 4) * 4;
     const float back = this->v_unit * 0x1p24f;  // from products with codes in place
 #pragma unroll
@@ -319,7 +320,7 @@ struct DecodeUnit : DecodeLoad<C> {
   }
 
   /// Entries [begin, end) of the unit.
-  QATTN_DEVICE void run(int begin, int end, std::int64_t slot) {
+  QATTN_DEVICE void run(int begin, int end) {
     this->set_bounds();
     load_queries();
     this->store_facts();
@@ -327,7 +328,7 @@ struct DecodeUnit : DecodeLoad<C> {
     for (int from = begin; from < end; from += step) {
       run_pass(from, from + step < end ? from + step : end);
     }
-    merge(slot);
+    merge();
   }
 };
 
@@ -362,7 +363,7 @@ struct Decode {
   }
 
   /// What of a unit this block takes.
-  static QATTN_DEVICE void run_unit(const Params& p, std::int64_t unit, const isa::Words4& share) {
+  static QATTN_DEVICE void run_unit(const Params& p, std::uint32_t unit, const isa::Words4& share) {
     const DecodePair pair(p, unit % p.pairs());
     const std::int32_t all = pair.segments(p);
     const std::int32_t begin = unit == share.w[0] ? static_cast<std::int32_t>(share.w[1]) : 0;
@@ -375,7 +376,7 @@ struct Decode {
     }
     const std::int32_t each = p.segment_entries();
     const std::int32_t last = end * each < pair.entries ? end * each : pair.entries;
-    DecodeUnit<C>(p, pair, unit).run(begin * each, last, isa::block().x + unit);
+    DecodeUnit<C>(p, pair, unit).run(begin * each, last);
   }
 
   static QATTN_DEVICE void run(const Params& p) {
@@ -383,7 +384,7 @@ struct Decode {
     isa::grid_dependency_wait();
     const isa::SharedAddress share = isa::shared_base() + S::share;
     find_share(p, share);
-    std::int64_t unit = isa::load_shared<isa::Words4>(share).w[0];
+    std::uint32_t unit = isa::load_shared<isa::Words4>(share).w[0];
     for (; unit < p.units(); ++unit) {
       const auto words = isa::load_shared<isa::Words4>(share);
       if (unit > words.w[2]) return;
