@@ -137,7 +137,8 @@ struct DecodeUnit : DecodeLoad<C> {
     if (p.mass == nullptr) return;
     const int block = this->template block_of<V>();
     const std::int64_t place =
-        std::int64_t{this->pass_begin} * p.cache.blocks_per_page() + this->list_place(tile, block);
+        std::int64_t{isa::load_shared<std::int32_t>(at(S::pass))} * p.cache.blocks_per_page() +
+        this->list_place(tile, block);
     this->template note_mass<V>(mass, block < tile.count ? place : -1);
   }
 
@@ -321,7 +322,6 @@ struct DecodeUnit : DecodeLoad<C> {
 
   /// Entries [begin, end) of the unit.
   QATTN_DEVICE void run(int begin, int end) {
-    this->set_bounds();
     load_queries();
     this->store_facts();
     const int step = S::list_blocks / p.cache.blocks_per_page();

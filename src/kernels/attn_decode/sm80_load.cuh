@@ -21,8 +21,6 @@ struct DecodeLoad : DecodeRowTiles<C> {
   static constexpr std::uint32_t no_tier = 255;
   const int warp = isa::warp();
   const isa::SharedAddress shared = isa::shared_base();
-  int pass_begin = 0;                 ///< its first entry
-  std::int32_t sure_begin, sure_end;  ///< all rows see what is alive between
 
   QATTN_DEVICE isa::SharedAddress at(int place) const {
     return shared + static_cast<isa::SharedAddress>(place);
@@ -31,10 +29,11 @@ struct DecodeLoad : DecodeRowTiles<C> {
     return at(S::ring + warp * S::ring_bytes + n * S::stage_bytes);
   }
 
-  QATTN_DEVICE void set_bounds() {
-    sure_begin = pair.visible_begin(p, p.queries - 1);
-    // Of the newest tokens a tree may hide any.
-    sure_end = p.tree != nullptr ? pair.position(p, 0) : pair.visible_end(p, 0);
+  /// All rows see what is alive from here on ...
+  QATTN_DEVICE std::int32_t sure_begin() const { return pair.visible_begin(p, p.queries - 1); }
+  /// ... to here: of the newest tokens a tree may hide any.
+  QATTN_DEVICE std::int32_t sure_end() const {
+    return p.tree != nullptr ? pair.position(p, 0) : pair.visible_end(p, 0);
   }
 
   // ---- The list -------------------------------------------------------------------------------
@@ -45,7 +44,7 @@ struct DecodeLoad : DecodeRowTiles<C> {
     const int per_page = p.cache.blocks_per_page();
     const kv::Entry* table = p.cache.table(pair.slot, p.layer, pair.head);
     const std::int32_t seen = pair.visible_begin(p, 0);
-    pass_begin = begin;
+    if (isa::thread() == 0) isa::store_shared(at(S::pass), begin);
     for (int k = isa::thread(); k < (end - begin) * per_page; k += S::threads) {
       const int block = k % per_page;
       const kv::Entry e = load_entry(table + begin + k / per_page);
@@ -108,8 +107,8 @@ struct DecodeLoad : DecodeRowTiles<C> {
     return {isa::load_shared<std::int32_t>(at(S::place + k * 4)), block < tile.count ? live : 0};
   }
   QATTN_DEVICE bool is_special(const TileTokens& tokens) const {
-    return tokens.alive != 0xffffu || tokens.first < sure_begin ||
-           tokens.first + formats::kv_block_tokens > sure_end;
+    return tokens.alive != 0xffffu || tokens.first < sure_begin() ||
+           tokens.first + formats::kv_block_tokens > sure_end();
   }
   QATTN_DEVICE const std::uint8_t* address(int tier, int k) const {
     const kv::DevicePool& pool = p.cache.pool[tier];

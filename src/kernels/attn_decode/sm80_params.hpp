@@ -46,9 +46,10 @@ struct DecodeShape {
   static constexpr int order = place + list_blocks * 4;
   static constexpr int live = order + list_blocks * 2;
   static constexpr int tier = live + list_blocks * 2;
-  static constexpr int counts = tier + list_blocks;               ///< [most_tiers] blocks of a tier
-  static constexpr int starts = counts + kv::most_tiers * 4;      ///< [most_tiers + 1] in `order`
-  static constexpr int share = starts + kv::most_tiers * 4 + 16;  ///< DecodeShare
+  static constexpr int counts = tier + list_blocks;             ///< [most_tiers] blocks of a tier
+  static constexpr int starts = counts + kv::most_tiers * 4;    ///< [most_tiers + 1] in `order`
+  static constexpr int pass = starts + kv::most_tiers * 4 + 4;  ///< its first entry
+  static constexpr int share = pass + 12;                       ///< DecodeShare
   static constexpr int scratch = share + 16;
   static constexpr int ring = (scratch + 128 + 127) / 128 * 128;
   static constexpr int shared_bytes = ring + warps * ring_bytes;
