@@ -5,12 +5,15 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
-#include <memory>
 #include <random>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "emulated/device_cache.hpp"
+#include "emulated/device_call.hpp"
 #include "formats/f16.hpp"
 #include "isa/emu/options.hpp"
 #include "kernels/attn_decode/sm80.hpp"
@@ -21,79 +24,13 @@ namespace {
 
 using test::append_rows;
 using test::DecodeCase;
+using test::DeviceCall;
 using test::MirroredCache;
 using test::normal_rows;
 using test::normal_values;
+using test::timings;
 
 constexpr double tight = 2e-3;  // docs/NUMERICS.md
-
-struct Timing {
-  emu::Schedule schedule;
-  emu::LaneOrder order;
-};
-constexpr Timing timings[] = {{emu::Schedule::late, emu::LaneOrder::forward},
-                              {emu::Schedule::early, emu::LaneOrder::reverse},
-                              {emu::Schedule::random, emu::LaneOrder::random}};
-
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-
-struct Results {
-  std::vector<float> out, lse, mass;
-  bool operator==(const Results&) const = default;
-};
-
-/// One call on the emulated device.
-class DeviceCall {
- public:
-  DeviceCall(const DecodeCase& c, const kv::DeviceCache& cache, std::vector<std::int32_t> slots,
-             std::int64_t mass_blocks)
-      : slots_(std::move(slots)) {
-    const auto batch = static_cast<std::int64_t>(slots_.size());
-    call_.cache = &cache;
-    call_.slots = TensorView::dense(slots_.data(), Format::s32, {batch});
-    call_.options = c.options;
-    r_.out.assign(static_cast<std::size_t>(batch * c.queries * c.heads_q * cache.dv), 7.0f);
-    r_.lse.assign(static_cast<std::size_t>(batch * c.heads_q * c.queries), 7.0f);
-    KvDecodeTensors& t = call_.tensors;
-    t.q = TensorView::dense(c.q.data(), Format::f32, {batch, c.queries, c.heads_q, cache.d});
-    t.out = TensorView::dense(r_.out.data(), Format::f32, {batch, c.queries, c.heads_q, cache.dv});
-    t.lse = TensorView::dense(r_.lse.data(), Format::f32, {batch, c.heads_q, c.queries});
-    if (!c.sinks.empty()) t.sinks = TensorView::dense(c.sinks.data(), Format::f32, {c.heads_q});
-    if (!c.tree.empty()) {
-      t.tree_mask = TensorView::dense(c.tree.data(), Format::b8, {batch, c.queries, c.queries});
-    }
-    if (c.with_mass) {
-      r_.mass.assign(static_cast<std::size_t>(batch * c.heads_q * mass_blocks), 7.0f);
-      t.mass = TensorView::dense(r_.mass.data(), Format::f32, {batch, c.heads_q, mass_blocks});
-    }
-  }
-  kernels::DeviceDecodeCall& call() { return call_; }
-
-  Status run(const Timing& timing) {
-    const emu::Options before = emu::options();
-    emu::options().schedule = timing.schedule;
-    emu::options().order = timing.order;
-    const Status s = kernels::supports(call_);
-    if (!s.ok()) {
-      emu::options() = before;
-      return s;
-    }
-    const std::size_t bytes = kernels::workspace_bytes(call_);
-    const std::unique_ptr<void, Free> workspace(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
-    std::memset(workspace.get(), 0xff, bytes);
-    const Status ran = kernels::run(call_, workspace.get(), nullptr);
-    emu::options() = before;
-    return ran;
-  }
-  const Results& results() const { return r_; }
-
- private:
-  std::vector<std::int32_t> slots_;
-  kernels::DeviceDecodeCall call_;
-  Results r_;
-};
 
 /// How near f16 Q and P must come to the CPU's fixed point.
 void expect_near(const std::vector<float>& got, const std::vector<float>& want, double most,
@@ -130,7 +67,7 @@ void expect_same(DecodeCase& c, const KvCache& cache, const std::vector<std::int
   for (std::size_t i = 0; i < ids.size(); ++i) slots.push_back(static_cast<std::int32_t>(i));
   const auto blocks =
       static_cast<std::int64_t>(c.mass.size() / (ids.size() * static_cast<std::size_t>(c.heads_q)));
-  Results first;
+  test::DecodeResults first;
   bool is_first = true;
   for (int i = 0; i < 3; ++i) {
     if (turn >= 0 && i != turn % 3) continue;

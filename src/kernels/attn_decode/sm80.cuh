@@ -14,8 +14,8 @@
 //
 // Warp instructions of a block of 16 tokens, D = 128, 8 rows (SASS of sm_90a, bits fixed at compile
 // time, all that a tile costs included), beside what the four schedulers of an H200 issue while its
-// bytes come at 85 % (2 and 3 bits: 72 %) of 4.3 TB/s: 8 bits 307 of 1053, 4 bits 265 of 534, 3
-// bits 296 of 477, 2 bits 203 of 325.
+// bytes come at 85 % (2 and 3 bits: 72 %) of 4.3 TB/s: 8 bits 326 of 1053, 4 bits 269 of 534,
+// 3 bits 302 of 477, 2 bits 210 of 325.
 #pragma once
 
 #include "kernels/attn_decode/sm80_load.cuh"
