@@ -30,6 +30,8 @@
 //     void sync_threads()                             all threads of the block
 //     void barrier_sync(id, threads), barrier_arrive(id, threads)      named, id 0 to 15
 //     void sync_warp()                                (warp)
+//     int opaque(int)                                 its argument; what follows from it is not
+//                                                     known outside of a loop, nor kept from there
 //     void schedule_fence()                           compilers move nothing across it
 //     T shuffle_xor(T, mask), shuffle(T, source_lane), shuffle_up(T, delta), shuffle_down  (warp)
 //     bool any(bool), all(bool); uint32 ballot(bool)  (warp)
@@ -45,6 +47,8 @@
 //     void load_matrix_transposed<N>(...)      .trans: the lane gets rows 2t, 2t+1 of column g
 //     void load_matrix2 / load_matrix1 (and _transposed)         two and one matrices
 //     void store_matrix<N>(SharedAddress (&row)[N], uint32 (&r)[N][4])       sm_90
+//     uint32 transpose_matrix(uint32)          movmatrix: 8 x 8 elements of 16 bits, a lane with
+//        2t, 2t + 1 of row g before, with 2t, 2t + 1 of column g after
 //     void mma<A, B, M, N>(Acc (&d)[M][N][4], uint32 (&a)[M][4], uint32 (&b)[N][2])
 //        d[m][n] += a[m] * b[n]; 16 x 8 x 16 for f16, bf16 (Acc float, or uint32 [2] halves: see
 //        mma_f16), 16 x 8 x 32 for s8, u8 (Acc int32) and e4m3, e5m2 (Acc float; has_mma())
@@ -62,6 +66,7 @@
 //     float reciprocal(float)                  approximate (1 ulp)
 //     uint32 pack_f16(float lo, float hi), pack_bf16: round to nearest even
 //     Pair {lo, hi} unpack_f16(uint32), unpack_bf16
+//     uint32 multiply_f16(a, b)                two products, round to nearest even, subnormals kept
 //     uint32 pack_u8(float, float, float, float)   round to nearest even, saturate to 0..255, first
 //                                                  in the low byte; NaN gives 0
 //     uint16 pack_e4m3(lo, hi), pack_e5m2          round to nearest even, saturate; NaN stays NaN

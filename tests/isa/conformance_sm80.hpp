@@ -69,6 +69,13 @@ struct PackE5m2 : OfFloats {
     out[0] = pack_e5m2(as_float(in[0]), as_float(in[1]));
   }
 };
+struct MultiplyF16 : Defaults {
+  static constexpr const char* name = "multiply_f16";
+  static constexpr int inputs = 2, cases = 64;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[2], Word32 (&out)[1]) {
+    out[0] = multiply_f16(in[0], in[1]);
+  }
+};
 struct PackU8 : OfFloats {
   static constexpr const char* name = "pack_u8";
   static constexpr int inputs = 4;
@@ -123,6 +130,13 @@ struct Shuffles : Defaults {
     out[5] = any(v % 31 == 0);
     out[6] = all(v % 31 != 0);
     out[7] = static_cast<Word32>(1000 * warp() + lane());
+  }
+};
+
+struct TransposeMatrix : Defaults {
+  static constexpr const char* name = "transpose_matrix";
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[1], Word32 (&out)[1]) {
+    out[0] = transpose_matrix(in[0]);
   }
 };
 
@@ -212,6 +226,21 @@ struct Mma : MmaOf<A, B> {
   static constexpr Compare compare = Name >= 10 ? Compare::accumulator : Compare::bits;
 };
 
+/// Subnormal operands are worth what their bits say; every sum is exact.
+struct MmaSubnormal : Defaults {
+  static constexpr const char* name = "mma f16 subnormal";
+  static constexpr int inputs = 8, outputs = 8;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[8], Word32 (&out)[8]) {
+    const auto code = [](Word32 x) { return x & 0x00ff00ffu; };
+    const auto number = [](Word32 x) { return 0x3c003c00u | (x & 0x80388038u); };
+    const Word32 a[1][4] = {{code(in[0]), code(in[1]), code(in[2]), code(in[3])}};
+    const Word32 b[2][2] = {{number(in[4]), number(in[5])}, {number(in[6]), number(in[7])}};
+    float d[1][2][4] = {};
+    mma<Element::f16, Element::f16>(d, a, b);
+    for (int i = 0; i < 8; ++i) out[i] = as_word(d[0][i / 4][i % 4]);
+  }
+};
+
 struct MmaHalf : Defaults {
   static constexpr const char* name = "mma_f16 small";
   static constexpr int inputs = 10, outputs = 4;
@@ -237,13 +266,16 @@ void for_each_sm80_operation(Visit visit) {
   visit(PackE4m3());
   visit(PackE5m2());
   visit(PackU8());
+  visit(MultiplyF16());
   visit(UnpackF16());
   visit(UnpackBf16());
   visit(Bits());
   visit(Shuffles());
+  visit(TransposeMatrix());
   visit(LoadMatrix());
   visit(CopyAsync());
   visit(Atomics());
+  visit(MmaSubnormal());
   visit(Mma<f16, f16, Operand::small_f16, 0>());
   visit(Mma<bf16, bf16, Operand::small_bf16, 1>());
   visit(Mma<s8, s8, Operand::raw, 2>());

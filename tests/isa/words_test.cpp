@@ -48,6 +48,17 @@ TEST(Memory, EverySizeGoesThroughSharedMemory) {
   });
 }
 
+TEST(Matrices, TransposesEightByEight) {
+  run_block(32, 0, [] {
+    const auto element = [](int row, int column) -> std::uint32_t {
+      return static_cast<std::uint32_t>(100 * row + column);
+    };
+    const int g = lane() / 4, c = lane() % 4 * 2;
+    const std::uint32_t before = element(g, c) | element(g, c + 1) << 16;
+    ASSERT_EQ(transpose_matrix(before), element(c, g) | element(c + 1, g) << 16);
+  });
+}
+
 TEST(Memory, AtomicsGiveTheOldValue) {
   run_block(64, 64, [] {
     const SharedAddress sum = shared_base(), top = sum + 4;
@@ -314,6 +325,8 @@ TEST(Arithmetic, ConversionsRoundAndSaturate) {
 }
 
 TEST(Arithmetic, BitsAndDots) {
+  EXPECT_EQ(multiply_f16(0x3c004000u, 0xc0003555u), 0xc0003955u);  // 1 * -2, 2 * 0.333
+  EXPECT_EQ(multiply_f16(0x00033c01u, 0x38003c01u), 0x00023c02u);  // a subnormal's tie, (1 + u)^2
   EXPECT_EQ(byte_permute(0x33221100u, 0x77665544u, 0x7520u), 0x77552200u);
   EXPECT_THROW(byte_permute(0, 0, 0x8000u), emu::Error);
   EXPECT_EQ(lop3<(0xf0 & 0xcc) | 0xaa>(0xff00ff00u, 0xf0f0f0f0u, 0x0000000fu),

@@ -94,6 +94,10 @@ QATTN_DEVICE void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 QATTN_DEVICE void sync_warp() { __syncwarp(); }
+QATTN_DEVICE int opaque(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
 // ptxas moves nothing across a branch: here an exit that no thread takes, because no grid is empty.
 QATTN_DEVICE void schedule_fence() {
   asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0;\n@p exit;\n}" ::"r"(gridDim.x) : "memory");
@@ -192,6 +196,12 @@ QATTN_DEVICE void load_matrix1_transposed(std::uint32_t (&r)[N][1], const Shared
                  : "r"(row[i])
                  : "memory");
   }
+}
+
+QATTN_DEVICE std::uint32_t transpose_matrix(std::uint32_t v) {
+  std::uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
 }
 
 // One instruction string a pair of element formats; the operand lists are the same for all.
@@ -342,6 +352,11 @@ QATTN_DEVICE Pair unpack_f16(std::uint32_t v) {
 }
 QATTN_DEVICE Pair unpack_bf16(std::uint32_t v) {
   return {__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u)};
+}
+QATTN_DEVICE std::uint32_t multiply_f16(std::uint32_t a, std::uint32_t b) {
+  const __half2 p =
+      __hmul2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+  return reinterpret_cast<const std::uint32_t&>(p);
 }
 /// Two cvt.rni and one cvt.pack.sat become F2IP.U8.F32 (62 lanes a clock on an H200); a single
 /// value's conversion runs at 16.

@@ -150,6 +150,7 @@ inline void barrier_arrive(int id, int threads, Where where = Where::current()) 
   emu::current_block().count(Word::barrier_arrive);
   emu::current_block().barrier(id, threads, false, where);
 }
+inline int opaque(int v) { return v; }
 inline void schedule_fence() {}
 inline void sync_warp(Where where = Where::current()) { emu::current_block().sync_warp(where); }
 
@@ -266,6 +267,24 @@ void load_matrix1_transposed(std::uint32_t (&r)[N][1], const SharedAddress (&row
   load_matrices<true>(r, row, where);
 }
 
+struct Transposed {
+  std::uint32_t value, result;
+};
+inline std::uint32_t transpose_matrix(std::uint32_t v, Where where = Where::current()) {
+  Transposed mine{v, 0};
+  emu::warp_collective(Word::shuffle, mine, where,
+                       [](emu::Block&, emu::Arguments<Transposed> lanes) {
+                         for (int i = 0; i < 32; ++i) {
+                           const int g = i / 4, t = i % 4, shift = g % 2 * 16;
+                           const auto half = [&](int row) {
+                             return lanes[row * 4 + g / 2].value >> shift & 0xffffu;
+                           };
+                           lanes[i].result = half(2 * t) | half(2 * t + 1) << 16;
+                         }
+                       });
+  return mine.result;
+}
+
 template <Element A, Element B>
 constexpr bool can_multiply() {
   if (is_16bit(A) || is_16bit(B)) return A == B;
@@ -379,6 +398,16 @@ inline Pair unpack_f16(std::uint32_t v) {
 inline Pair unpack_bf16(std::uint32_t v) {
   count_word(Word::convert, 2);
   return {std::bit_cast<float>(v << 16), std::bit_cast<float>(v & 0xffff0000u)};
+}
+inline std::uint32_t multiply_f16(std::uint32_t a, std::uint32_t b) {
+  count_word(Word::fma);
+  const auto half = [&](int shift) -> std::uint32_t {
+    // 22 bits of product are exact in float32, so it is rounded once.
+    const float x = formats::F16::decode(static_cast<std::uint16_t>(a >> shift));
+    const float product = x * formats::F16::decode(static_cast<std::uint16_t>(b >> shift));
+    return std::isnan(product) ? 0x7fffu : formats::F16::encode(product);
+  };
+  return half(0) | half(16) << 16;
 }
 inline std::uint32_t pack_u8(float x0, float x1, float x2, float x3) {
   count_word(Word::convert, 2);

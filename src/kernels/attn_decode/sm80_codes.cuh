@@ -1,0 +1,309 @@
+// Products with packed codes as a stage of shared memory holds them.
+//
+// A code stays where its word has it: masked with 0x000f000f << 4 i, a word gives a pair of f16
+// that are subnormal, 2^-24 times code * 2^(4 i), exactly, and tensor cores take subnormal
+// operands as they are (tests/isa/conformance_sm80.hpp asks them). So a pair costs one LOP3,
+// without the bias of 1024 that 0x6400 brings, nor a subtraction; Q's fragments for plane i are
+// 2^(-4 i) times smaller, and for V P is. 3-bit codes take a second LOP3 for their high bit; bytes,
+// which hold one code each, one PRMT.
+//
+// Chunks of 16 bytes are permuted inside lines of 128 bytes so that no load has a bank conflict:
+// see k_chunk() and v_chunk().
+#pragma once
+
+#include "kernels/attn_decode/sm80_state.cuh"
+
+namespace qattn::kernels {
+
+/// A tile in its stage: K codes of all blocks, V codes of all, scales of all (64 bytes a block).
+struct TileLayout {
+  int blocks, k_bytes, v_bytes;  ///< bytes: of a block
+
+  QATTN_HD int k(int block) const { return block * k_bytes; }
+  QATTN_HD int v(int block) const { return blocks * k_bytes + block * v_bytes; }
+  QATTN_HD int scales(int block) const { return blocks * (k_bytes + v_bytes) + block * 64; }
+  QATTN_HD int bytes() const { return scales(blocks); }
+};
+/// `blocks`: tile_blocks(v_bits).
+QATTN_HD TileLayout tile_layout(int d, int dv, int k_bits, int v_bits, int blocks) {
+  return {blocks, 2 * d * k_bits, 2 * dv * v_bits};
+}
+
+/// Where a chunk of a block's K codes goes: 8-byte loads take, in half a warp, two quads of one
+/// block (V in 4 or 8 bits) or one quad of two blocks, of four rows of 64 bytes.
+QATTN_HD int k_chunk(int chunk, int block) { return chunk ^ (chunk >> 2 & 2) ^ (block & 1); }
+/// And of its V codes: 16-byte loads take, in a quarter of a warp, two chunks of four rows, which
+/// are of one block, two or four.
+QATTN_HD int v_chunk(int chunk, int block, int v_bits, int dv) {
+  const int row = v_bits == 3 ? 0 : chunk / (dv / 4);
+  return chunk ^ ((block * (v_bits >> 1) ^ row) & 3) << 1;
+}
+
+inline namespace QATTN_TARGET {
+
+template <DecodeConfig C>
+struct DecodeCodes : DecodeState<C> {
+  using S = DecodeShape<C>;
+  using Base = DecodeState<C>;
+  using Base::Base;
+  using Base::N, Base::g, Base::lane, Base::o, Base::ones, Base::t;
+  using enum isa::Element;
+
+  /// Q's fragment of a k step, for codes that are 2^shift times what they are worth.
+  template <int Shift>
+  QATTN_DEVICE void load_query(std::uint32_t (&b)[N][2], int step) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const isa::SharedAddress at =
+          isa::shared_base() + S::queries +
+          static_cast<isa::SharedAddress>(((step * N + n) * 32 + lane) * 8);
+      const auto words = isa::load_shared<isa::Words2>(at);
+      constexpr std::uint32_t factor = (15u - Shift) << 10;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        b[n][i] = Shift == 0 ? words.w[i] : isa::multiply_f16(words.w[i], factor | factor << 16);
+      }
+    }
+  }
+
+  /// Two registers of a fragment, elements {0, 2} and {1, 3} of a word of codes, in plane `Plane`.
+  /// 3 bits: `high` holds the high bits, and high8 those of bytes 1 and 3, in place.
+  template <int Bits, int Plane>
+  static QATTN_DEVICE void unpack(std::uint32_t word, std::uint32_t word8, std::uint32_t high,
+                                  std::uint32_t high8, std::uint32_t& even, std::uint32_t& odd) {
+    if constexpr (Bits == 8) {
+      even = isa::byte_permute(word, 0u, 0x4240u);
+      odd = isa::byte_permute(word, 0u, 0x4341u);
+    } else {
+      constexpr std::uint32_t one = Bits == 4 ? 0x000f000fu : 0x00030003u;
+      constexpr int shift = Plane * (Bits == 4 ? 4 : 2);
+      even = word & one << shift;
+      odd = word8 & one << shift;
+      if constexpr (Bits == 3) {
+        constexpr std::uint32_t mask = 0x00040004u << shift;
+        even |= high & mask;
+        odd |= high8 & mask;
+      }
+    }
+  }
+
+  template <int Bits>
+  static constexpr int planes = Bits == 8   ? 1
+                                : Bits == 4 ? 2
+                                            : 4;
+
+  /// Where this lane's two tokens of every block row are, in row `row` of K's panel. Four rows on
+  /// are 256 bytes on: k_chunk() leaves the chunk's higher bits alone.
+  template <int V, int M>
+  QATTN_DEVICE void locate_keys(isa::SharedAddress stage, const TileLayout& layout, int row,
+                                isa::SharedAddress (&at)[M]) const {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      const int block = this->template block_of<V>();
+      const int chunk = k_chunk(row * 4 + this->template quad_of<V>(m), block);
+      at[m] = stage + static_cast<isa::SharedAddress>(layout.k(block) + chunk * 16 + (g & 1) * 8);
+    }
+  }
+  template <int M>
+  static QATTN_DEVICE void load_keys(const isa::SharedAddress (&at)[M], int rows_on,
+                                     std::uint32_t (&w)[M][2]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      const auto words =
+          isa::load_shared<isa::Words2>(at[m] + static_cast<isa::SharedAddress>(rows_on * 64));
+      w[m][0] = words.w[0], w[m][1] = words.w[1];
+    }
+  }
+
+  template <int K, int M, int Plane>
+  QATTN_DEVICE void multiply_plane(const std::uint32_t (&w)[M][2], const std::uint32_t (&h)[M][2],
+                                   const std::uint32_t (&h8)[M][2], int step,
+                                   float (&acc)[M][N][4]) const {
+    std::uint32_t b[N][2], a[M][4];
+    load_query<Plane*(K == 4 ? 4 : 2)>(b, step);
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        unpack<K, Plane>(w[m][i], w[m][i] >> 8, h[m][i], h8[m][i], a[m][i], a[m][i + 2]);
+      }
+    }
+    isa::mma<f16, f16, M, N>(acc, a, b);
+  }
+
+  /// S^T of a tile without its scales.
+  template <int K, int V, int M>
+  QATTN_DEVICE void multiply_keys(isa::SharedAddress stage, const TileLayout& layout,
+                                  float (&acc)[M][N][4]) const {
+    constexpr float centre = 0.5f * static_cast<float>((1 << K) - 1);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const isa::Pair sum = this->load_facts(n, 1);
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        acc[m][n][0] = acc[m][n][2] = centre * sum.lo;
+        acc[m][n][1] = acc[m][n][3] = centre * sum.hi;
+      }
+    }
+    constexpr int rows = S::k_steps / planes<K>;  // of four words, in a quarter of the panel
+    // Bit i of row r of the plane of high bits is that of channels 4 (r + D / 32 i) and on.
+    constexpr int high_rows = C.d >= 128 ? C.d / 128 : 1, low_rows = C.d / 16;
+    std::uint32_t high[high_rows][M][2];
+    isa::SharedAddress keys[M];
+    locate_keys<V>(stage, layout, t, keys);
+    if constexpr (K == 3) {
+      isa::SharedAddress high_keys[M];
+      if constexpr (C.d == 64) locate_keys<V>(stage, layout, low_rows + (t & 1), high_keys);
+#pragma unroll
+      for (int j = 0; j < high_rows; ++j) {
+        if constexpr (C.d == 64) {
+          load_keys(high_keys, 0, high[j]);
+        } else {
+          load_keys(keys, low_rows + 4 * j, high[j]);
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < rows; ++j) {
+      std::uint32_t w[M][2], h[M][2], h8[M][2];
+      load_keys(keys, 4 * j, w);
+      if constexpr (K == 3) {
+        const int left = C.d == 64 ? 2 - (t >> 1) : 2 - j / high_rows;
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            h[m][i] = high[j % high_rows][m][i] << left;
+            h8[m][i] = high[j % high_rows][m][i] >> (8 - left);
+          }
+        }
+      }
+      multiply_plane<K, M, 0>(w, h, h8, j, acc);
+      if constexpr (planes < K >> 1) multiply_plane<K, M, 1>(w, h, h8, j + rows, acc);
+      if constexpr (planes < K >> 2) {
+        multiply_plane<K, M, 2>(w, h, h8, j + 2 * rows, acc);
+        multiply_plane<K, M, 3>(w, h, h8, j + 3 * rows, acc);
+      }
+    }
+  }
+
+  /// Which row of V's panels this lane reads, and of which block.
+  template <int V>
+  QATTN_DEVICE int value_block() const {
+    return V == 8 ? 0 : V == 4 ? t >> 1 : t;
+  }
+
+  /// Where this lane's chunk is, of the first 32 channels of row `row`. Eight chunks on are 128
+  /// bytes on: v_chunk() leaves the chunk's higher bits alone.
+  template <int V>
+  QATTN_DEVICE isa::SharedAddress locate_values(isa::SharedAddress stage, const TileLayout& layout,
+                                                int row) const {
+    const int block = value_block<V>(), chunk = v_chunk(row * (C.dv / 4) + g, block, V, C.dv);
+    return stage + static_cast<isa::SharedAddress>(layout.v(block) + chunk * 16);
+  }
+
+  template <int V, int Plane, int M>
+  QATTN_DEVICE void multiply_values_plane(const isa::Words4& w, const std::uint32_t (&h)[4],
+                                          const std::uint32_t (&h8)[4], int group,
+                                          const std::uint32_t (&x)[M][N][2]) {
+    std::uint32_t a[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      unpack<V, Plane>(w.w[i], w.w[i] >> 8, h[i], h8[i], a[i / 2][i % 2], a[i / 2][i % 2 + 2]);
+    }
+    isa::mma<f16, f16, 2, N>(o[group], a, x[Plane]);
+  }
+
+  /// O^T += V^T P^T, and the sums of P.
+  template <int V, int M>
+  QATTN_DEVICE void multiply_values(isa::SharedAddress stage, const TileLayout& layout,
+                                    const std::uint32_t (&x)[M][N][2]) {
+    static_assert(planes<V> == M, "a k step takes one plane of every word");
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      const std::uint32_t one = 0x00010001u << plane_shift(V, m);
+      const std::uint32_t a[1][4] = {{one, one, one, one}};
+      isa::mma<f16, f16, 1, N>(ones, a, x[m]);
+    }
+    const isa::SharedAddress values = locate_values<V>(stage, layout,
+                                                       V == 8   ? t
+                                                       : V == 4 ? t & 1
+                                                                : 0);
+    std::uint32_t high[S::groups / 2][4];
+    if constexpr (V == 3) {
+      // Bit i of word w of the plane of high bits: channel w + dv / 2 (i % 2), quad i / 2.
+#pragma unroll
+      for (int j = 0; j < S::groups / 2; ++j) {
+        const auto words = isa::load_shared<isa::Words4>(values + (C.dv / 4 + j * 8) * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) high[j][i] = words.w[i];
+      }
+    }
+#pragma unroll
+    for (int group = 0; group < S::groups; ++group) {
+      const auto w = isa::load_shared<isa::Words4>(values + group * 128);
+      std::uint32_t h[4], h8[4];
+      if constexpr (V == 3) {
+        const int left = group < S::groups / 2 ? 2 : 1;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          h[i] = high[group % (S::groups / 2)][i] << left;
+          h8[i] = high[group % (S::groups / 2)][i] >> (8 - left);
+        }
+      }
+      multiply_values_plane<V, 0>(w, h, h8, group, x);
+      if constexpr (M > 1) multiply_values_plane<V, 1>(w, h, h8, group, x);
+      if constexpr (M > 2) {
+        multiply_values_plane<V, 2>(w, h, h8, group, x);
+        multiply_values_plane<V, 3>(w, h, h8, group, x);
+      }
+    }
+  }
+
+  /// Scales of this lane's tokens: K's times the factor to units of log2, and V's.
+  template <int V, int M>
+  QATTN_DEVICE void load_scales(isa::SharedAddress stage, const TileLayout& layout,
+                                float (&k)[M][2], float (&v)[M][2]) const {
+    const float factor = this->rows_factor * 0x1p24f;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      const int block = this->template block_of<V>();
+      const int token = 4 * this->template quad_of<V>(m) + 2 * (g & 1);
+      const isa::SharedAddress at =
+          stage + static_cast<isa::SharedAddress>(layout.scales(block) + token * 2);
+      const isa::Pair keys = isa::unpack_f16(isa::load_shared<std::uint32_t>(at));
+      const isa::Pair values = isa::unpack_f16(isa::load_shared<std::uint32_t>(at + 32));
+      k[m][0] = keys.lo * factor, k[m][1] = keys.hi * factor;
+      v[m][0] = values.lo, v[m][1] = values.hi;
+    }
+  }
+
+  template <int V, class TokensOf>
+  QATTN_DEVICE void run_codes(int k_bits, isa::SharedAddress stage, bool special,
+                              TokensOf tokens_of, float (&mass)[N][2]) {
+    constexpr int M = tile_blocks(V);
+    const TileLayout layout = tile_layout(C.d, C.dv, k_bits, V, M);
+    float acc[M][N][4], k[M][2], v[M][2];
+    switch (k_bits) {
+      case 8:
+        multiply_keys<8, V, M>(stage, tile_layout(C.d, C.dv, 8, V, M), acc);
+        break;
+      case 4:
+        multiply_keys<4, V, M>(stage, tile_layout(C.d, C.dv, 4, V, M), acc);
+        break;
+      case 3:
+        multiply_keys<3, V, M>(stage, tile_layout(C.d, C.dv, 3, V, M), acc);
+        break;
+      default:
+        multiply_keys<2, V, M>(stage, tile_layout(C.d, C.dv, 2, V, M), acc);
+        break;
+    }
+    load_scales<V, M>(stage, layout, k, v);
+    std::uint32_t x[M][N][2];
+    this->template softmax<V, M, true>(acc, k, v, special, tokens_of, x, mass);
+    multiply_values<V, M>(stage, layout, x);
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

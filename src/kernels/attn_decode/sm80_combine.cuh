@@ -1,0 +1,170 @@
+// After Decode: partial results into O and LSE, and what each block of 16 tokens got.
+#pragma once
+
+#include "kernels/attn_decode/sm80_prepare.cuh"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+/// A block of the grid is a unit, a warp a row of it.
+template <int Dv>
+struct DecodeCombine {
+  using Params = DecodeParams;
+  static constexpr int threads = 256, min_blocks = 2, shared_bytes = 0;
+  static constexpr int warps = threads / 32;
+  static constexpr bool dependent = true;
+
+  /// Did this block of Decode take segments of the unit?
+  static QATTN_DEVICE bool takes(const Params& p, int block, std::int64_t unit, int segments) {
+    const auto share = isa::load_global(reinterpret_cast<const isa::Words4*>(p.shares + block));
+    const std::int64_t from = share.w[0], to = share.w[2];
+    const int begin = unit == from ? static_cast<int>(share.w[1]) : 0;
+    const int limit = static_cast<int>(share.w[3]);
+    const int end = unit < to || limit > segments ? segments : limit;
+    return unit >= from && unit <= to && end > begin;
+  }
+
+  struct Row {
+    LaneRow<Dv> out;
+    float top = -tile::infinity(), total = 0;
+
+    QATTN_DEVICE void add(const Params& p, std::int64_t slot, int row) {
+      const std::int64_t at = slot * p.unit_rows + row;
+      const auto words =
+          isa::load_global(reinterpret_cast<const isa::Words2*>(p.partial_sum + at * 2));
+      const float base = formats::float_of(words.w[0]), sum = formats::float_of(words.w[1]);
+      if (base == -tile::infinity() && !tile::is_nan(sum)) return;
+      const float next = fmaxf(top, base);
+      const float keep = top == -tile::infinity() ? 0.0f : isa::exp2(top - next);
+      const float weight = isa::exp2(base - next);
+      top = next;
+      total = fmaf(total, keep, weight * sum);
+#pragma unroll
+      for (int i = 0; i < LaneRow<Dv>::count; ++i) {
+        const float x = isa::load_global(p.partial_out + at * Dv + out.channel(i));
+        out.x[i] = fmaf(out.x[i], keep, weight * x);
+      }
+    }
+    QATTN_DEVICE void add_sink(float sink) {
+      if (sink == -tile::infinity()) return;
+      const float logit = sink * tile::log2_e, next = fmaxf(top, logit);
+      const float keep = top == -tile::infinity() ? 0.0f : isa::exp2(top - next);
+      top = next;
+      total = fmaf(total, keep, isa::exp2(logit - next));
+#pragma unroll
+      for (int i = 0; i < LaneRow<Dv>::count; ++i) out.x[i] *= keep;
+    }
+  };
+
+  static QATTN_DEVICE void store_number(void* data, Format format, std::int64_t at, float x) {
+    if (format == Format::f32) return isa::store_global(static_cast<float*>(data) + at, x);
+    const std::uint32_t bits =
+        format == Format::f16 ? isa::pack_f16(x, 0.0f) : isa::pack_bf16(x, 0.0f);
+    isa::store_global(static_cast<std::uint16_t*>(data) + at, static_cast<std::uint16_t>(bits));
+  }
+
+  static QATTN_DEVICE void write(const Params& p, const DecodePair& pair, std::int64_t unit,
+                                 int row, Row& x) {
+    const int r = static_cast<int>(unit / p.pairs()) * p.unit_rows + row;
+    const std::int64_t head = std::int64_t{pair.head} * p.group + r / p.queries,
+                       query = r % p.queries;
+    if (p.sinks != nullptr) x.add_sink(isa::load_global(p.sinks + head));
+    if (p.cache.rotate != 0) x.out.unrotate();
+    const float inverse = x.total > 0 ? formats::reciprocal(x.total) : 0.0f;
+    const bool bad = pair.bad || tile::is_nan(x.total);
+    float lse = x.total > 0 ? x.top + isa::log2(x.total) : -tile::infinity();
+    lse = bad ? tile::quiet_nan() : lse;
+    const std::int64_t to = pair.batch * p.out.batch + query * p.out.query + head * p.out.head;
+#pragma unroll
+    for (int i = 0; i < LaneRow<Dv>::count; ++i) {
+      store_number(p.out.data, p.out.format, to + x.out.channel(i),
+                   bad ? tile::quiet_nan() : x.out.x[i] * inverse);
+    }
+    if (isa::lane() != 0) return;
+    isa::store_global(p.row_lse + unit * p.unit_rows + row, lse);
+    if (p.lse != nullptr) {
+      isa::store_global(p.lse + (std::int64_t{pair.batch} * p.heads_q + head) * p.queries + query,
+                        lse * tile::ln_2);
+    }
+  }
+
+  static QATTN_DEVICE void run(const Params& p) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
+    const std::int64_t unit = isa::block().x;
+    const DecodePair pair(p, unit % p.pairs());
+    const int segments = pair.segments(p);
+    int first = 0, last = -1;
+    if (segments > 0) {
+      first = isa::load_global(p.first_block + unit);
+      last = isa::load_global(p.last_block + unit);
+    }
+    const int first_row = static_cast<int>(unit / p.pairs()) * p.unit_rows;
+    for (int row = isa::warp(); row < p.unit_rows && first_row + row < p.rows(); row += warps) {
+      Row x;
+#pragma unroll
+      for (int i = 0; i < LaneRow<Dv>::count; ++i) x.out.x[i] = 0;
+      for (int block = first; block <= last; ++block) {
+        if (takes(p, block, unit, segments)) x.add(p, block + unit, row);
+      }
+      write(p, pair, unit, row, x);
+    }
+  }
+};
+
+/// A block of the grid is a query head: the probability on each block of 16 tokens, averaged over
+/// its queries.
+struct DecodeMass {
+  using Params = DecodeParams;
+  static constexpr int threads = 256, min_blocks = 2, shared_bytes = 0;
+  static constexpr bool dependent = true;
+
+  static QATTN_DEVICE float of_block(const Params& p, const DecodePair& pair, int group_head,
+                                     std::int64_t place) {
+    float mass = 0;
+    for (int query = 0; query < p.queries; ++query) {
+      const int r = group_head * p.queries + query;
+      const std::int64_t unit =
+          std::int64_t{pair.batch} * p.cache.heads_kv + pair.head + r / p.unit_rows * p.pairs();
+      const std::int64_t row = unit * p.unit_rows + r % p.unit_rows;
+      const float log = isa::load_global(p.mass_log + row * p.mass_row() + place);
+      if (log != -tile::infinity()) mass += isa::exp2(log - isa::load_global(p.row_lse + row));
+    }
+    return mass / static_cast<float>(p.queries);
+  }
+
+  static QATTN_DEVICE void run(const Params& p) {
+    isa::grid_dependency_wait();
+    const std::int64_t batch = isa::block().x / p.heads_q, head = isa::block().x % p.heads_q;
+    const DecodePair pair(p, batch * p.cache.heads_kv + head / p.group);
+    const auto group_head = static_cast<int>(head % p.group);
+    float* to = p.mass + isa::block().x * p.mass_blocks;
+    for (std::int64_t i = isa::thread(); i < p.mass_blocks; i += threads) {
+      isa::store_global(to + i, pair.bad ? tile::quiet_nan() : 0.0f);
+    }
+    isa::sync_threads();
+    if (pair.bad) return;
+    const int per_page = p.cache.blocks_per_page();
+    const kv::Entry* table = p.cache.table(pair.slot, p.layer, pair.head);
+    const std::int32_t seen = pair.visible_begin(p, 0);
+    for (int i = isa::thread(); i < pair.entries; i += threads) {
+      const kv::Entry e = load_entry(table + i);
+      // Entries of one position follow one another; the first adds up for all.
+      if (i > 0 && load_entry(table + i - 1).first == e.first) continue;
+      for (int block = 0; block < per_page; ++block) {
+        float mass = 0;
+        for (int j = i; j < pair.entries; ++j) {
+          const kv::Entry other = load_entry(table + j);
+          if (other.first != e.first) break;
+          if (!valid_entry(p.cache, other) || !reads_block(other, block, seen)) continue;
+          mass += of_block(p, pair, group_head, std::int64_t{j} * per_page + block);
+        }
+        const std::int64_t at = e.first / formats::kv_block_tokens + block;
+        if (at >= 0 && at < p.mass_blocks) isa::store_global(to + at, mass);
+      }
+    }
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

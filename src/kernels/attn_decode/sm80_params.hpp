@@ -1,0 +1,218 @@
+// What the portable decode kernels are told, and where they keep what between them.
+//
+// A unit is up to 16 query rows of one (sequence, KV head), row r being query r % queries of head
+// r / queries of its group; chunks of more rows follow one another. The tables of a unit are cut
+// into segments of 256 tokens, whose bytes DecodePrepare adds up; block c of Decode takes the
+// segments that begin in its share of all bytes, [c T / G, (c + 1) T / G). So nothing that the host
+// does depends on lengths or tiers, and a captured launch balances what it finds.
+#pragma once
+
+#include <cstdint>
+
+#include "isa/isa.hpp"
+#include "kvcache/device_view.hpp"
+#include "qattn/format.hpp"
+
+namespace qattn::kernels {
+
+inline constexpr int segment_blocks = 16;  ///< of 16 tokens: 16, 8 or 4 entries of a table
+inline constexpr int part_segments = 64;   ///< of one block of DecodePrepare
+
+/// One kernel: D, Dv, query rows of a unit / 8.
+struct DecodeConfig {
+  int d, dv, n;
+  constexpr bool operator==(const DecodeConfig&) const = default;
+};
+
+/// Shared memory of a block, in bytes.
+template <DecodeConfig C>
+struct DecodeShape {
+  static constexpr int warps = 8, threads = 32 * warps;
+  static constexpr int k_steps = C.d / 16, n = C.n;
+  static constexpr int groups = C.dv / 32;  ///< of channels: two rows of tiles of O^T
+  /// Two stages a warp. A tile of equal bits of K and V fits into one, and so does 8/4, 4/2, 3/2;
+  /// where K has even more bits (8/3, 8/2, 4/3) it takes both.
+  static constexpr int stage_bytes = 25 * (C.d + C.dv);
+  static constexpr int ring_bytes = 2 * stage_bytes;
+  static constexpr int list_blocks = 640;  ///< of a pass
+  /// Blocks on a multiprocessor that registers allow.
+  static constexpr int min_blocks = C.d + C.dv > 256 || C.n > 1 ? 1 : 2;
+
+  static constexpr int queries = 0;
+  static constexpr int facts =
+      queries + k_steps * n * 256;  ///< [n][4] x {offset, offset, sum, sum}
+  static constexpr int number = facts + n * 64;
+  static constexpr int place = number + list_blocks * 4;
+  static constexpr int order = place + list_blocks * 4;
+  static constexpr int live = order + list_blocks * 2;
+  static constexpr int tier = live + list_blocks * 2;
+  static constexpr int counts = tier + list_blocks;             ///< [most_tiers] blocks of a tier
+  static constexpr int starts = counts + kv::most_tiers * 4;    ///< [most_tiers + 1] in `order`
+  static constexpr int pass = starts + kv::most_tiers * 4 + 4;  ///< its first entry
+  static constexpr int share = pass + 12;                       ///< DecodeShare
+  static constexpr int scratch = share + 16;
+  static constexpr int ring = (scratch + 128 + 127) / 128 * 128;
+  static constexpr int shared_bytes = ring + warps * ring_bytes;
+  static_assert(warps == kv::most_tiers, "a warp lists the blocks of one tier");
+  static_assert(stage_bytes % 128 == 0);
+  /// The merge of warps goes through the rings.
+  static_assert(ring_bytes >= 8 * n * (C.dv + 4) * 4);
+};
+
+/// Rows of Q or O. Strides in elements.
+struct DecodeRows {
+  void* data = nullptr;
+  Format format = Format::none;
+  std::int64_t batch = 0, query = 0, head = 0;
+};
+
+/// What a block of Decode takes: segments from (unit, segment) up to, not with, (unit, segment).
+struct alignas(16) DecodeShare {
+  std::uint32_t unit, segment, end_unit, end_segment;
+};
+
+struct DecodeParams {
+  kv::DeviceCache cache;
+  const std::int32_t* slots = nullptr;  ///< [batch]: which sequences of the cache
+  std::int32_t layer = 0, batch = 0;
+  std::int32_t heads_q = 0, group = 0, queries = 0;
+  std::int32_t unit_rows = 8;  ///< 8 or 16
+  std::int32_t chunks = 1;     ///< units of one (sequence, KV head)
+  DecodeRows q, out;
+  float* lse = nullptr;          ///< optional [batch][heads_q][queries]
+  const float* sinks = nullptr;  ///< optional [heads_q]
+  const std::uint8_t* tree = nullptr;
+  std::int64_t tree_stride[3] = {0, 0, 0};
+  float* mass = nullptr;         ///< optional [batch][heads_q][mass_blocks]
+  std::int64_t mass_blocks = 0;  ///< blocks behind it are left out
+  float softmax_scale = 0, softcap = 0;
+  std::int32_t causal = 1, window_left = -1;  ///< -1: no window
+  std::int32_t blocks = 0;                    ///< the grid of Decode
+  std::uint32_t* error = nullptr;             ///< the device's sticky error word; may be null
+
+  // The workspace.
+  std::uint32_t* query_words = nullptr;    ///< [units][3][unit_rows * d / 2]: QueryPlane
+  float* query_facts = nullptr;            ///< [units][unit_rows][2]: q.mean, sum of f16 codes
+  float* query_scale = nullptr;            ///< [units]: what Q was multiplied by, a power of two
+  std::uint32_t* part_bytes = nullptr;     ///< [pairs][parts]
+  std::uint32_t* segment_start = nullptr;  ///< [pairs][parts * part_segments], from its part on
+  DecodeShare* shares = nullptr;           ///< [blocks]
+  std::int32_t* first_block = nullptr;     ///< [units] of Decode that takes a segment of it
+  std::int32_t* last_block = nullptr;      ///< [units]
+  float* partial_out = nullptr;            ///< [blocks + units][unit_rows][dv], rotated
+  float* partial_sum = nullptr;            ///< [blocks + units][unit_rows][2]: base, sum
+  float* row_lse = nullptr;                ///< [units][unit_rows], in units of log2; for mass
+  float* mass_log = nullptr;               ///< [units][unit_rows][most_pages * blocks a page]
+
+  QATTN_HD std::int32_t rows() const { return group * queries; }
+  QATTN_HD std::int64_t pairs() const { return std::int64_t{batch} * cache.heads_kv; }
+  QATTN_HD std::int64_t units() const { return pairs() * chunks; }
+  QATTN_HD std::int32_t segment_entries() const { return segment_blocks / cache.blocks_per_page(); }
+  QATTN_HD std::int32_t part_entries() const { return part_segments * segment_entries(); }
+  QATTN_HD std::int64_t parts() const {
+    return (cache.most_pages + part_entries() - 1) / part_entries();
+  }
+  QATTN_HD std::int64_t mass_row() const {
+    return std::int64_t{cache.most_pages} * cache.blocks_per_page();
+  }
+};
+
+/// Forms of Q that products read, as fragments of the B operand of mma.m16n8k16:
+/// [k step][8 rows][lane][2 words].
+///   codes   f16, rotated. k step j of lane t holds channels 16 j + 4 t + {0, 2} and + {1, 3}
+///   high    of the window's element, as it came: channels 32 (j / 2) + 8 t + 4 (j % 2) + {0, 1}
+///           and + {2, 3}
+///   low     what `high` left
+enum QueryPlane { query_codes, query_high, query_low, query_planes };
+
+/// Where the workspace keeps what; offsets in bytes.
+struct DecodeWorkspace {
+  std::size_t query_words, query_facts, query_scale, part_bytes, segment_start, shares, first_block,
+      last_block, partial_out, partial_sum, row_lse, mass_log, bytes;
+};
+inline DecodeWorkspace decode_workspace(const DecodeParams& p) {
+  DecodeWorkspace w{};
+  std::size_t end = 0;
+  const auto take = [&](std::int64_t count, std::size_t size) {
+    const std::size_t at = end;
+    end += (static_cast<std::size_t>(count) * size + 255) / 256 * 256;
+    return at;
+  };
+  const std::int64_t rows = p.units() * p.unit_rows, slots = p.blocks + p.units();
+  w.query_words = take(rows * p.cache.d / 2 * query_planes, 4);
+  w.query_facts = take(rows * 2, 4);
+  w.query_scale = take(p.units(), 4);
+  w.part_bytes = take(p.pairs() * p.parts(), 4);
+  w.segment_start = take(p.pairs() * p.parts() * part_segments, 4);
+  w.shares = take(p.blocks, sizeof(DecodeShare));
+  w.first_block = take(p.units(), 4);
+  w.last_block = take(p.units(), 4);
+  w.partial_out = take(slots * p.unit_rows * p.cache.dv, 4);
+  w.partial_sum = take(slots * p.unit_rows * 2, 4);
+  w.row_lse = take(rows, 4);
+  w.mass_log = take(p.mass != nullptr ? rows * p.mass_row() : 0, 4);
+  w.bytes = end;
+  return w;
+}
+
+inline namespace QATTN_TARGET {
+
+/// One (sequence, KV head), as the device finds it.
+struct DecodePair {
+  std::int32_t batch = 0, head = 0, slot = 0, length = 0, entries = 0;
+  bool bad = false;  ///< no such sequence, or fewer tokens than queries
+
+  QATTN_DEVICE DecodePair(const DecodeParams& p, std::int64_t pair) {
+    batch = static_cast<std::int32_t>(pair / p.cache.heads_kv);
+    head = static_cast<std::int32_t>(pair % p.cache.heads_kv);
+    slot = isa::load_global(p.slots + batch);
+    bad = slot < 0 || slot >= p.cache.slots;
+    if (bad) return;
+    length = isa::load_global(p.cache.lengths + p.cache.layer_index(slot, p.layer));
+    entries = isa::load_global(p.cache.counts + p.cache.head_index(slot, p.layer, head));
+    bad = length < p.queries || entries < 0 || entries > p.cache.most_pages;
+    if (bad) entries = 0;
+  }
+  QATTN_DEVICE std::int32_t segments(const DecodeParams& p) const {
+    return (entries + p.segment_entries() - 1) / p.segment_entries();
+  }
+  QATTN_DEVICE std::int32_t position(const DecodeParams& p, int query) const {
+    return length - p.queries + query;
+  }
+  /// Tokens [begin, end) that a query may see, the tree apart.
+  QATTN_DEVICE std::int32_t visible_begin(const DecodeParams& p, int query) const {
+    const std::int32_t at = position(p, query);
+    return p.window_left < 0 || at < p.window_left ? 0 : at - p.window_left;
+  }
+  QATTN_DEVICE std::int32_t visible_end(const DecodeParams& p, int query) const {
+    return p.causal != 0 ? position(p, query) + 1 : length;
+  }
+};
+
+/// A page table's entry in three loads.
+QATTN_DEVICE kv::Entry load_entry(const kv::Entry* from) {
+  const auto* words = reinterpret_cast<const isa::Words2*>(from);
+  const isa::Words2 place = isa::load_global(words), live = isa::load_global(words + 1);
+  const isa::Words2 rest = isa::load_global(words + 2);
+  kv::Entry e;
+  e.page = static_cast<std::int32_t>(place.w[0]);
+  e.first = static_cast<std::int32_t>(place.w[1]);
+  e.live = live.w[0] | static_cast<std::uint64_t>(live.w[1]) << 32;
+  e.tier = static_cast<std::uint8_t>(rest.w[1]);
+  return e;
+}
+
+/// Does any row look at this block of an entry? `begin`: the first token that query 0 may see.
+QATTN_DEVICE bool reads_block(const kv::Entry& e, int block, std::int32_t begin) {
+  constexpr int tokens = formats::kv_block_tokens;
+  return (e.live >> (block * tokens) & 0xffffu) != 0 && e.first + (block + 1) * tokens > begin;
+}
+
+/// Is the entry's page one that exists? Tables are written on the device; a wild page must not
+/// become a wild address.
+QATTN_DEVICE bool valid_entry(const kv::DeviceCache& c, const kv::Entry& e) {
+  return e.tier < c.pools && e.page >= 0 && e.page < c.pool[e.tier].capacity;
+}
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,452 @@
+// The GPU's decode kernels in the emulator against the CPU's decode() of the same cache: every
+// schedule gives the same bits, and those are the CPU's up to f16 Q and P.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "emulated/device_cache.hpp"
+#include "emulated/device_call.hpp"
+#include "formats/f16.hpp"
+#include "isa/emu/options.hpp"
+#include "kernels/attn_decode/sm80.hpp"
+#include "kvcache/decode_case.hpp"
+
+namespace qattn {
+namespace {
+
+using test::append_rows;
+using test::DecodeCase;
+using test::DeviceCall;
+using test::MirroredCache;
+using test::normal_rows;
+using test::normal_values;
+using test::timings;
+
+constexpr double tight = 2e-3;  // docs/NUMERICS.md
+
+/// How near f16 Q and P must come to the CPU's fixed point.
+void expect_near(const std::vector<float>& got, const std::vector<float>& want, double most,
+                 const std::string& what) {
+  ASSERT_EQ(got.size(), want.size());
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    if (std::isnan(want[i]) || std::isinf(want[i])) {
+      ASSERT_TRUE(got[i] == want[i] || (std::isnan(want[i]) && std::isnan(got[i])))
+          << what << i << ": " << got[i] << " is not " << want[i];
+    } else {
+      ASSERT_LE(std::abs(got[i] - want[i]), most) << what << i << ": " << got[i] << ", " << want[i];
+    }
+  }
+}
+
+/// Of what is a number in both; NaN must be in the same places.
+double nrmse(const std::vector<float>& got, const std::vector<float>& want) {
+  double error = 0, norm = 0;
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    if (std::isnan(want[i]) && std::isnan(got[i])) continue;
+    const double e = static_cast<double>(got[i]) - static_cast<double>(want[i]);
+    error += e * e;
+    norm += static_cast<double>(want[i]) * static_cast<double>(want[i]);
+  }
+  return norm == 0 && error == 0 ? 0 : std::sqrt(error / norm);
+}
+
+/// Runs both; `turn` chooses the schedule, negative: all.
+void expect_same(DecodeCase& c, const KvCache& cache, const std::vector<std::int64_t>& ids,
+                 const std::string& what, int turn) {
+  ASSERT_TRUE(c.run(cache, ids).ok()) << what;
+  MirroredCache mirror(cache, ids);
+  std::vector<std::int32_t> slots;
+  for (std::size_t i = 0; i < ids.size(); ++i) slots.push_back(static_cast<std::int32_t>(i));
+  const auto blocks =
+      static_cast<std::int64_t>(c.mass.size() / (ids.size() * static_cast<std::size_t>(c.heads_q)));
+  test::DecodeResults first;
+  bool is_first = true;
+  for (int i = 0; i < 3; ++i) {
+    if (turn >= 0 && i != turn % 3) continue;
+    DeviceCall device(c, mirror.view(), slots, blocks);
+    const Status s = device.run(timings[i]);
+    ASSERT_TRUE(s.ok()) << what << s.message();
+    if (is_first) first = device.results();
+    is_first = false;
+    ASSERT_TRUE(std::memcmp(first.out.data(), device.results().out.data(),
+                            first.out.size() * sizeof(float)) == 0)
+        << what << "schedule " << i << " changes the result";
+  }
+  if (std::getenv("QATTN_PRINT_ERRORS") != nullptr) {
+    std::printf("%snrmse %.2e\n", what.c_str(), nrmse(first.out, c.out));
+  }
+  EXPECT_LE(nrmse(first.out, c.out), tight) << what;
+  expect_near(first.lse, c.lse, 4e-3, what + "lse ");
+  expect_near(first.mass, c.mass, 1e-3, what + "mass ");
+  for (std::size_t i = 0; i < c.out.size(); ++i) {
+    ASSERT_EQ(std::isnan(c.out[i]), std::isnan(first.out[i])) << what << "out " << i;
+  }
+}
+
+KvCacheOptions uniform(int k_bits, int v_bits, std::int64_t heads = 1, std::int64_t d = 128) {
+  KvCacheOptions o;
+  o.heads_kv = heads;
+  o.d = o.dv = d;
+  o.window = 32;
+  o.tiers = {{k_bits, v_bits}};
+  return o;
+}
+
+KvCacheOptions mixed(std::int64_t heads = 2, std::int64_t d = 128) {
+  KvCacheOptions o;
+  o.heads_kv = heads;
+  o.d = o.dv = d;
+  o.window = 32;
+  o.average_bits = 5;
+  o.budget_from = *KvCache::shortest_length(o);
+  return o;
+}
+
+struct Filled {
+  KvCache cache;
+  std::int64_t id;
+};
+
+/// One sequence; importance at random so that every tier is used.
+Filled fill(const KvCacheOptions& o, std::int64_t length, float key_shift = 3.0f) {
+  Result<KvCache> made = KvCache::create(o);
+  if (!made.ok()) ADD_FAILURE() << made.status().message();
+  Filled f{std::move(*made), 0};
+  f.id = *f.cache.add_sequence();
+  const test::KvRows rows = normal_rows(length, o.heads_kv, o.d, o.dv, 7, key_shift);
+  const std::int64_t first = (length + 1) / 2;
+  append_rows(f.cache, f.id, 0, test::slice(rows, 0, first));
+  std::vector<float> weights = normal_values(o.heads_kv * ((first + 15) / 16), 3);
+  for (float& w : weights) w = std::exp(2 * w);
+  const Status s = f.cache.set_importance(
+      f.id, 0, TensorView::dense(weights.data(), Format::f32, {o.heads_kv, (first + 15) / 16}));
+  EXPECT_TRUE(s.ok()) << s.message();
+  if (first < length) append_rows(f.cache, f.id, 0, test::slice(rows, first, length));
+  return f;
+}
+
+DecodeCase queries_for(const KvCacheOptions& o, std::int64_t group, std::int64_t queries,
+                       std::int64_t batch = 1) {
+  DecodeCase c;
+  c.queries = queries;
+  c.heads_q = o.heads_kv * group;
+  c.q = normal_values(batch * queries * c.heads_q * o.d, 11, 1.5f);
+  c.with_mass = true;
+  return c;
+}
+
+// ---- Tests --------------------------------------------------------------------------------------
+
+TEST(DeviceDecode, FourBits) {
+  const Filled f = fill(uniform(4, 4), 300);
+  DecodeCase c = queries_for(f.cache.options(), 4, 1);
+  expect_same(c, f.cache, {f.id}, "4/4: ", -1);
+}
+
+TEST(DeviceDecode, EveryPairOfBits) {
+  int turn = 0;
+  for (const int k_bits : {2, 3, 4, 8}) {
+    for (const int v_bits : {2, 3, 4, 8}) {
+      const Filled f = fill(uniform(k_bits, v_bits), 500);
+      DecodeCase c = queries_for(f.cache.options(), 4, 1);
+      expect_same(c, f.cache, {f.id}, std::to_string(k_bits) + "/" + std::to_string(v_bits) + ": ",
+                  turn++);
+    }
+  }
+}
+
+TEST(DeviceDecode, EveryPairOfBitsAtTheOtherHeadDimensions) {
+  int turn = 0;
+  for (const int d : {64, 256}) {
+    for (const auto& [k_bits, v_bits] : {std::pair{2, 2}, std::pair{3, 3}, std::pair{4, 4},
+                                         std::pair{8, 8}, std::pair{3, 8}, std::pair{8, 3}}) {
+      const Filled f = fill(uniform(k_bits, v_bits, 1, d), 400);
+      DecodeCase c = queries_for(f.cache.options(), 4, 1);
+      expect_same(
+          c, f.cache, {f.id},
+          std::to_string(d) + " " + std::to_string(k_bits) + "/" + std::to_string(v_bits) + ": ",
+          turn++);
+    }
+  }
+}
+
+TEST(DeviceDecode, LengthsAcrossPagesAndTiles) {
+  int turn = 0;
+  for (const std::int64_t page : {16, 32, 64}) {
+    KvCacheOptions o = uniform(4, 2);
+    o.page_size = o.window = o.sinks = page;
+    for (const std::int64_t length : {1, 15, 16, 17, 63, 64, 65, 129, 257}) {
+      const Filled f = fill(o, length);
+      DecodeCase c = queries_for(o, 2, 1);
+      expect_same(c, f.cache, {f.id},
+                  "page " + std::to_string(page) + " length " + std::to_string(length) + ": ",
+                  turn++);
+    }
+  }
+}
+
+TEST(DeviceDecode, MixedTiersAtEveryHeadDimensionAndGroup) {
+  int turn = 0;
+  for (const std::int64_t d : {64, 128, 256}) {
+    const Filled f = fill(mixed(2, d), 1200);
+    const Result<KvUsage> usage = f.cache.usage(f.id, 0);
+    for (const std::int64_t tokens : usage->tier_tokens) {
+      EXPECT_GT(tokens, 0) << "a tier is not tested";
+    }
+    for (const std::int64_t group : {1, 4, 8, 16}) {
+      DecodeCase c = queries_for(f.cache.options(), group, 1);
+      expect_same(c, f.cache, {f.id},
+                  "d " + std::to_string(d) + " group " + std::to_string(group) + ": ", turn++);
+    }
+  }
+}
+
+TEST(DeviceDecode, SeveralQueriesWindowsSoftcapSinksAndTrees) {
+  Filled f = fill(mixed(), 700);
+  ASSERT_TRUE(f.cache.evict(f.id, 0, -1, 100, 133).ok());
+  ASSERT_TRUE(f.cache.evict(f.id, 0, 1, 401, 402).ok());
+  ASSERT_TRUE(f.cache.evict(f.id, 0, 0, 680, 683).ok());
+  int turn = 0;
+  for (int features = 0; features < 32; ++features) {
+    const std::int64_t queries = std::array<std::int64_t, 4>{1, 3, 8, 2}[features % 4];
+    DecodeCase c = queries_for(f.cache.options(), features % 3 == 0 ? 1 : 4, queries);
+    c.options.causal = (features & 1) == 0;
+    if (features & 2) c.options.window_left = queries == 2 ? 3 : 317;
+    if (features & 4) c.options.softcap = 2.5f;
+    if (features & 8) c.sinks = normal_values(c.heads_q, 5, 3.0f);
+    if (features & 16) {
+      std::mt19937 random(static_cast<unsigned>(features));
+      for (std::int64_t i = 0; i < queries * queries; ++i) {
+        c.tree.push_back(static_cast<std::uint8_t>(random() % 2));
+      }
+    }
+    expect_same(
+        c, f.cache, {f.id},
+        "queries " + std::to_string(queries) + " features " + std::to_string(features) + ": ",
+        turn++);
+  }
+}
+
+TEST(DeviceDecode, MostRowsAndTruncatedPages) {
+  Filled f = fill(mixed(1), 600);
+  for (const std::int64_t length : {333, 301}) {
+    ASSERT_TRUE(f.cache.truncate(f.id, length).ok());
+    append_rows(f.cache, f.id, 0, normal_rows(150, 1, 128, 128, static_cast<unsigned>(length)));
+  }
+  for (const std::int64_t queries : {1, 8}) {
+    DecodeCase c = queries_for(f.cache.options(), 16, queries);
+    expect_same(c, f.cache, {f.id}, "queries " + std::to_string(queries) + ": ",
+                static_cast<int>(queries));
+  }
+}
+
+TEST(DeviceDecode, ABatchOfDifferentLengths) {
+  KvCacheOptions o = mixed();
+  o.layers = 2;
+  Result<KvCache> cache = KvCache::create(o);
+  ASSERT_TRUE(cache.ok());
+  std::vector<std::int64_t> ids;
+  for (const std::int64_t length : {1, 16, 17, 144, 600, 1333}) {
+    ids.push_back(*cache->add_sequence());
+    append_rows(*cache, ids.back(), 0,
+                normal_rows(length, o.heads_kv, o.d, o.dv, static_cast<unsigned>(length)));
+  }
+  DecodeCase c = queries_for(o, 4, 1, static_cast<std::int64_t>(ids.size()));
+  expect_same(c, *cache, ids, "batch: ", -1);
+}
+
+/// So long that a block's share is more than one pass, the last with codes before rows.
+TEST(DeviceDecode, SeveralPasses) {
+  const Filled f = fill(uniform(2, 2, 1, 64), 70000);
+  DecodeCase c = queries_for(f.cache.options(), 1, 1);
+  expect_same(c, f.cache, {f.id}, "70000 tokens: ", -1);
+}
+
+TEST(DeviceDecode, OptionsOfTheCache) {
+  int turn = 0;
+  for (const bool rotate : {false, true}) {
+    for (const bool smooth : {false, true}) {
+      for (const Format format : {Format::f16, Format::bf16}) {
+        KvCacheOptions o = mixed(1);
+        o.rotate = rotate;
+        o.smooth_k = smooth;
+        o.window_format = format;
+        o.window = 128;
+        o.budget_from = *KvCache::shortest_length(o);
+        const Filled f = fill(o, 800, 8.0f);
+        DecodeCase c = queries_for(o, 2, 3);
+        c.options.softmax_scale = 0.05f;
+        expect_same(c, f.cache, {f.id}, "turn " + std::to_string(turn) + ": ", turn);
+        ++turn;
+      }
+    }
+  }
+}
+
+/// Values so small or so large that f16 alone could not hold P times their scale.
+TEST(DeviceDecode, ValuesOfAnySize) {
+  for (const float size : {1e-4f, 1.0f, 3000.0f}) {
+    KvCacheOptions o = uniform(4, 4);
+    Result<KvCache> cache = KvCache::create(o);
+    const std::int64_t id = *cache->add_sequence();
+    test::KvRows rows = normal_rows(300, 1, 128, 128, 1);
+    for (float& v : rows.v) v *= size;
+    append_rows(*cache, id, 0, rows);
+    DecodeCase c = queries_for(o, 4, 1);
+    expect_same(c, *cache, {id}, "size " + std::to_string(size) + ": ", 0);
+  }
+}
+
+TEST(DeviceDecode, BadTokensSpoilExactlyTheRowsThatSeeThem) {
+  constexpr float inf = std::numeric_limits<float>::infinity();
+  int turn = 0;
+  for (const Format format : {Format::f16, Format::bf16}) {
+    for (const bool in_v : {false, true}) {
+      for (const std::int64_t bad : {5, 200, 397}) {  // a sink, a quantised token, the window
+        KvCacheOptions o = uniform(4, 4, 2);
+        o.window_format = format;
+        Result<KvCache> cache = KvCache::create(o);
+        const std::int64_t id = *cache->add_sequence();
+        test::KvRows rows = normal_rows(400, 2, 128, 128, 1);
+        std::vector<float>& x = in_v ? rows.v : rows.k;
+        x[static_cast<std::size_t>((bad * 2 + 1) * 128 + 17)] = bad == 200 ? -inf : NAN;  // head 1
+        append_rows(*cache, id, 0, rows);
+        DecodeCase c = queries_for(o, 2, 8);  // at 392 to 399
+        expect_same(c, *cache, {id}, "bad " + std::to_string(bad) + ": ", turn++);
+        std::int64_t spoilt = 0;
+        for (const float v : c.out) spoilt += std::isnan(v) ? 1 : 0;
+        EXPECT_EQ(spoilt, 2 * 128 * (bad == 397 ? 3 : 8));
+        ASSERT_TRUE(cache->evict(id, 0, -1, bad, bad + 1).ok());
+        expect_same(c, *cache, {id}, "after its eviction ", turn++);
+      }
+    }
+  }
+}
+
+TEST(DeviceDecode, RowsThatSeeNothing) {
+  KvCacheOptions o = uniform(4, 4, 2);
+  Result<KvCache> cache = KvCache::create(o);
+  const std::int64_t id = *cache->add_sequence();
+  append_rows(*cache, id, 0, normal_rows(100, 2, 128, 128, 1));
+  ASSERT_TRUE(cache->evict(id, 0, -1, 0, 100).ok());
+  DecodeCase c = queries_for(o, 2, 2);
+  expect_same(c, *cache, {id}, "nothing: ", 0);
+  for (const float x : c.out) ASSERT_EQ(x, 0.0f);
+  c.sinks = {0.5f, -1, 2, 3};
+  expect_same(c, *cache, {id}, "a sink: ", 1);
+}
+
+TEST(DeviceDecode, SixteenBitOperandsInEitherLayout) {
+  const Filled f = fill(uniform(4, 4, 2), 200);
+  MirroredCache mirror(f.cache, {f.id});
+  const std::int64_t queries = 3, heads = 8, d = 128;
+  const DecodeCase c = queries_for(f.cache.options(), heads / 2, queries);
+  std::vector<std::uint16_t> q;
+  for (const float x : c.q) q.push_back(formats::F16::encode(x));
+  for (const Layout layout : {Layout::bshd, Layout::bhsd}) {
+    const bool bshd = layout == Layout::bshd;
+    // Rows of q are 8 elements apart, those of the output 4.
+    const auto view = [&](std::vector<std::uint16_t>& memory, Format format, std::int64_t gap) {
+      const std::int64_t outer = bshd ? queries : heads, inner = bshd ? heads : queries;
+      memory.resize(static_cast<std::size_t>(outer * inner * (d + gap)), 0x7e01);
+      TensorView v = TensorView::dense(memory.data(), format, {1, outer, inner, d});
+      v.stride = {outer * inner * (d + gap), inner * (d + gap), d + gap, 1};
+      return v;
+    };
+    std::vector<std::uint16_t> q_memory, want, got;
+    KvDecodeTensors t;
+    t.q = view(q_memory, Format::f16, 8);
+    for (std::size_t i = 0; i < q.size(); ++i) q_memory[i / 128 * 136 + i % 128] = q[i];
+    t.out = view(want, Format::f16, 4);
+    KvDecodeOptions options;
+    options.layout = layout;
+    ASSERT_TRUE(decode(f.cache, 0, std::vector{f.id}, t, options).ok());
+    DeviceCall device(c, mirror.view(), {0}, 13);
+    t.out = view(got, Format::f16, 4);
+    device.call().tensors = t;
+    device.call().options = options;
+    ASSERT_TRUE(device.run(timings[0]).ok());
+    double error = 0, norm = 0;
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      if (i % 132 >= 128) {
+        ASSERT_EQ(got[i], 0x7e01) << "something else was written";
+        continue;
+      }
+      const double x = static_cast<double>(formats::F16::decode(want[i]));
+      const double e = x - static_cast<double>(formats::F16::decode(got[i]));
+      error += e * e;
+      norm += x * x;
+    }
+    EXPECT_LE(std::sqrt(error / norm), tight);
+  }
+}
+
+/// What the host cannot see: NaN and the error word, and the rest of the batch unharmed.
+TEST(DeviceDecode, UnknownSlotsAndWildPages) {
+  const Filled f = fill(uniform(4, 4), 300);
+  DecodeCase c = queries_for(f.cache.options(), 4, 1, 2);
+  DecodeCase alone = c;
+  alone.q.resize(c.q.size() / 2);
+  ASSERT_TRUE(alone.run(f.cache, {f.id}).ok());
+  MirroredCache mirror(f.cache, {f.id});
+  *isa::error_word() = 0;
+  DeviceCall device(c, mirror.view(), {0, 5}, 19);
+  ASSERT_TRUE(device.run(timings[0]).ok());
+  EXPECT_NE(std::exchange(*isa::error_word(), 0u), 0u);
+  const std::vector<float>& out = device.results().out;
+  const std::size_t half = out.size() / 2;
+  EXPECT_LE(nrmse({out.begin(), out.begin() + static_cast<std::ptrdiff_t>(half)}, alone.out),
+            tight);
+  for (std::size_t i = half; i < out.size(); ++i) ASSERT_TRUE(std::isnan(out[i]));
+
+  mirror.entries()[3].page = 1 << 20;
+  DeviceCall wild(alone, mirror.view(), {0}, 19);
+  ASSERT_TRUE(wild.run(timings[0]).ok());
+  EXPECT_NE(std::exchange(*isa::error_word(), 0u), 0u);
+}
+
+TEST(DeviceDecode, RefusalsNameTheTensorTheValueAndTheRule) {
+  const Filled f = fill(uniform(4, 4), 40);
+  const DecodeCase c = queries_for(f.cache.options(), 4, 1);
+  MirroredCache mirror(f.cache, {f.id});
+  const auto refusal = [&](auto change) {
+    DeviceCall device(c, mirror.view(), {0}, 3);
+    change(device.call());
+    return device.run(timings[0]).message();
+  };
+  using Call = kernels::DeviceDecodeCall;
+  const auto expect = [&](auto change, const char* message) {
+    EXPECT_NE(refusal(change).find(message), std::string::npos) << refusal(change);
+  };
+  expect([](Call& x) { x.layer = 1; }, "layer: 1 should be 0 to 0");
+  expect([](Call& x) { x.tensors.q.shape[1] = 9; }, "q: 9 queries of a sequence, should be 1 to 8");
+  expect([](Call& x) { x.tensors.q.shape[2] = 17; }, "q: 17 heads should be 1 to 16 times");
+  expect([](Call& x) { x.tensors.out.shape[3] = 64; },
+         "out: extent 64 of dimension 3 should be 128");
+  expect([](Call& x) { x.options.softcap = -1; }, "softcap: -1");
+  expect([](Call& x) { x.slots.format = Format::f32; }, "slots: format should be s32");
+  kv::DeviceCache odd = mirror.view();
+  odd.d = 96;
+  expect(
+      [&](Call& x) {
+        x.cache = &odd;
+        x.tensors.q.shape[3] = 96;
+      },
+      "no GPU kernel for K of head dimension 96 and V of 128; there are 64/64 128/128 256/256");
+  emu::options().architecture = 89;
+  expect([](Call&) {}, "bytes of shared memory a block; sm_89 has 101376");
+  emu::options().architecture = 75;
+  expect([](Call&) {}, "needs sm_80 or newer, not sm_75");
+  emu::options().architecture = 90;
+}
+
+}  // namespace
+}  // namespace qattn
