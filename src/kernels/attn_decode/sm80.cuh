@@ -44,11 +44,12 @@ struct FindSegment {
       const std::uint64_t other = isa::shuffle_up(through, delta);
       through += isa::lane() >= delta ? other : 0;
     }
-    if (isa::lane() == 31) isa::store_shared(scratch + isa::warp() * 8, through);
+    const int warp = isa::warp();
+    if (isa::lane() == 31) isa::store_shared(scratch + warp * 8, through);
     isa::sync_threads();
     for (int w = 0; w < Threads / 32; ++w) {
       const auto of_warp = isa::load_shared<std::uint64_t>(scratch + w * 8);
-      before += w < isa::warp() ? of_warp : 0;
+      before += w < warp ? of_warp : 0;
       total += of_warp;
     }
     before += through - mine;

@@ -226,9 +226,10 @@ struct DecodePrepare {
       through += isa::lane() >= delta ? before : 0;
     }
     const isa::SharedAddress sums = isa::shared_base();
-    if (isa::lane() == 31) isa::store_shared(sums + isa::warp() * 4, through);
+    const int warp = isa::warp();
+    if (isa::lane() == 31) isa::store_shared(sums + warp * 4, through);
     isa::sync_threads();
-    for (int w = 0; w < isa::warp(); ++w) through += isa::load_shared<std::uint32_t>(sums + w * 4);
+    for (int w = 0; w < warp; ++w) through += isa::load_shared<std::uint32_t>(sums + w * 4);
     if (isa::lane() % lanes == 0) {
       isa::store_global(p.segment_start + index * part_segments + isa::thread() / lanes,
                         through - bytes);

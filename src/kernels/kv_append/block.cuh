@@ -13,8 +13,9 @@ QATTN_DEVICE T block_reduce(T value, isa::SharedAddress scratch, Op op) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) value = op(value, isa::shuffle_xor(value, mask));
   isa::sync_threads();  // whoever used the scratch before is done
+  const int warp = isa::warp();
   if (isa::lane() == 0) {
-    isa::store_shared(scratch + static_cast<isa::SharedAddress>(8 * isa::warp()), value);
+    isa::store_shared(scratch + static_cast<isa::SharedAddress>(8 * warp), value);
   }
   isa::sync_threads();
   T all = isa::load_shared<T>(scratch);

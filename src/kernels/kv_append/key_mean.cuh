@@ -96,11 +96,12 @@ struct FreezeMean {
     const kv::SlotPlan* plan = p.state.plans + b;
     if (isa::load_global(&plan->granted) == 0 || isa::load_global(&plan->freezes) == 0) return;
     const Sums s = add_lane(p, b, h);
+    const int warp = isa::warp();
 #pragma unroll
     for (int j = 0; j < per_lane; ++j) {
-      isa::store_shared(at(isa::warp(), isa::lane() + 32 * j), s.sum[j]);
+      isa::store_shared(at(warp, isa::lane() + 32 * j), s.sum[j]);
     }
-    if (isa::lane() == 0) isa::store_shared(at(lanes, isa::warp()), s.count);
+    if (isa::lane() == 0) isa::store_shared(at(lanes, warp), s.count);
     isa::sync_threads();
     const int c = isa::thread();
     if (c >= cache.d) return;
