@@ -161,18 +161,24 @@ struct Prefill : PrefillValues<C> {
     return any != 0;
   }
 
+  static QATTN_DEVICE void run_doubtful(const Params& p) {
+    for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
+      if (!is_doubtful(p, index)) continue;
+      isa::sync_threads();  // the block before has left shared memory
+      run_block(p, index);
+    }
+  }
+
   static QATTN_DEVICE void run(const Params& p) {
     if constexpr (isa::has_mma(C.qk, isa::target_architecture) &&
                   isa::has_mma(C.pv, isa::target_architecture)) {
-      if (!C.general || p.doubts == nullptr) {
-        run_block(p, isa::block().x);
-        return;
+      if constexpr (C.general) {
+        if (p.doubts != nullptr) {
+          run_doubtful(p);
+          return;
+        }
       }
-      for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
-        if (!is_doubtful(p, index)) continue;
-        isa::sync_threads();  // the block before has left shared memory
-        run_block(p, index);
-      }
+      run_block(p, isa::block().x);
     }
   }
 };
