@@ -59,10 +59,10 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
   QATTN_DEVICE void wait_full() {
     isa::mbarrier_wait(base + S::full + 8 * place.stage, place.parity);
   }
-  /// This warp reads the stage no more.
+  /// This thread reads the stage no more. One arrival a warp behind its barrier is no faster
+  /// (H200), and compute-sanitizer does not follow it.
   QATTN_DEVICE void release() {
-    isa::sync_warp();
-    if (lane == 0) isa::mbarrier_arrive(base + S::empty + 8 * place.stage);
+    isa::mbarrier_arrive(base + S::empty + 8 * place.stage);
     place.advance();
   }
 
@@ -293,7 +293,7 @@ struct Sm90Prefill {
       }
       for (int n = 0; n < S::stages; ++n) {
         isa::mbarrier_init(base + S::full + 8 * n, S::wide_pv ? 2 : 1);
-        isa::mbarrier_init(base + S::empty + 8 * n, S::row_warps);
+        isa::mbarrier_init(base + S::empty + 8 * n, 32 * S::row_warps);
       }
       isa::mbarrier_init(base + S::unclean, 1);
       isa::fence_mbarrier_init();
