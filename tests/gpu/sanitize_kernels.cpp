@@ -50,6 +50,10 @@ struct Worst {
   double nrmse = 0, row = 0, lse = 0;
 };
 
+bool runs_on(const DeviceOutcome& outcome, const std::string& kernel) {
+  return outcome.plan.find("kernel: " + kernel + "\n") != std::string::npos;
+}
+
 class Check {
  public:
   explicit Check(Settings settings) : settings_(std::move(settings)) {}
@@ -113,11 +117,14 @@ void Check::matches_model(const std::string& name, const Kind& kind, const Call&
   worst.row = std::max(worst.row, d.worst_row);
   worst.lse = std::max(worst.lse, lse);
   // Scores are added up and 2^x taken in other units than the CPU's, so more P lie on the other
-  // side of a rounding boundary: the 16-bit bound serves float32 outputs too.
+  // side of a rounding boundary: the 16-bit bound serves float32 outputs too. FP8 sums of wgmma
+  // keep 13 bits of fraction, of which the model knows nothing (docs/ISA_CONFORMANCE.md).
+  const bool narrow = outcome.resolved.v == Format::e4m3 && runs_on(outcome, "sm90a_prefill");
+  const double bound = narrow ? 4e-3 : tight_bound(Format::f16), lse_bound = narrow ? 8e-3 : 1e-3;
   char text[160];
   std::snprintf(text, sizeof text, "NRMSE %.2e (%.2e), worst row %lld with %.2e, LSE %.2e", d.nrmse,
                 d.trimmed, static_cast<long long>(d.worst_at), d.worst_row, lse);
-  if (!(d.trimmed <= tight_bound(Format::f16) && d.worst_row <= 0.1 && lse <= 1e-3)) {
+  if (!(d.trimmed <= bound && d.worst_row <= 0.1 && lse <= lse_bound)) {
     fail(name, text);
   }
 }
@@ -204,6 +211,16 @@ bool same_bits(const float* a, const float* b, std::int64_t n) {
   return std::memcmp(a, b, static_cast<std::size_t>(n) * sizeof(float)) == 0;
 }
 
+/// The same but for the rounding of P in 16 bits; false for NaN.
+bool same_but_rounded(const float* a, const float* b, std::int64_t n) {
+  double error = 0, square = 0;
+  for (std::int64_t d = 0; d < n; ++d) {
+    const double x = b[d], e = static_cast<double>(a[d]) - x;
+    error += e * e, square += x * x;
+  }
+  return error <= 1e-4 * square;
+}
+
 /// Empty, or the first row that is not NaN where it must be or changed where it must not.
 std::string check_rows(const Call& call, Operand operand, bool shares, const DeviceOutcome& now,
                        const DeviceOutcome& clean) {
@@ -224,8 +241,11 @@ std::string check_rows(const Call& call, Operand operand, bool shares, const Dev
         }
         if (depends && operand != Operand::v) good = good && std::isnan(now.lse[row]);
         if (!depends) {
-          good = same_bits(&now.out[at], &clean.out[at], call.dim_v) &&
-                 same_bits(&now.lse[row], &clean.lse[row], 1);
+          // Blocks that meet such a V leave Hopper's kernel for one with other tiles.
+          const bool again = place && operand == Operand::v && runs_on(clean, "sm90a_wide_prefill");
+          const auto same = again ? same_but_rounded : same_bits;
+          good = same(&now.out[at], &clean.out[at], call.dim_v) &&
+                 same(&now.lse[row], &clean.lse[row], 1);
         }
         if (good) continue;
         return "sequence " + std::to_string(b) + " head " + std::to_string(h) + " row " +
@@ -269,8 +289,8 @@ void run_bad_values(Check& check, const Kind& kind, std::int64_t dim, bool causa
       const Granularity v = clean.resolved.v_scale.granularity;
       const bool shares = operand == Operand::k
                               ? has_codes(clean.resolved.qk)
-                              : operand == Operand::v && (v == Granularity::per_channel ||
-                                                          v == Granularity::per_thread);
+                              : operand == Operand::v &&
+                                    (v == Granularity::per_channel || v == Granularity::per_thread);
       const std::string why = check_rows(call, operand, shares, now, clean);
       if (!why.empty()) check.fail(what, why);
     }

@@ -64,7 +64,7 @@ std::string map_rows(const tile::Rows& x, int d, std::uint32_t rows, isa::Tensor
                                  packed ? 1 : x.batches};
   const std::int64_t strides[4] = {1, x.token, x.head, x.batch};
   for (int i = 0; i < 4; ++i) {
-    if (sizes[i] > 1 && strides[i] <= 0) return "tensor map: a stride is not positive";
+    if (sizes[i] > 1 && strides[i] < 0) return "tensor map: a stride is negative";
     t.sizes[i] = static_cast<std::uint64_t>(sizes[i]);
     // A dimension of one element has any stride; this one is a multiple of 16 bytes.
     t.stride_bytes[i] = static_cast<std::uint64_t>(sizes[i] > 1 ? 2 * strides[i] : 16);
