@@ -120,11 +120,11 @@ void Check::matches_model(const std::string& name, const Kind& kind, const Call&
   // side of a rounding boundary: the 16-bit bound serves float32 outputs too. FP8 sums of wgmma
   // keep 13 bits of fraction, of which the model knows nothing (docs/ISA_CONFORMANCE.md).
   const bool narrow = outcome.resolved.v == Format::e4m3 && runs_on(outcome, "sm90a_prefill");
-  const double bound = narrow ? 4e-3 : tight_bound(Format::f16), lse_bound = narrow ? 8e-3 : 1e-3;
+  const double bound = narrow ? 6e-3 : tight_bound(Format::f16), lse_bound = narrow ? 8e-3 : 1e-3;
   char text[160];
   std::snprintf(text, sizeof text, "NRMSE %.2e (%.2e), worst row %lld with %.2e, LSE %.2e", d.nrmse,
                 d.trimmed, static_cast<long long>(d.worst_at), d.worst_row, lse);
-  if (!(d.trimmed <= bound && d.worst_row <= 0.1 && lse <= lse_bound)) {
+  if (!(d.trimmed <= bound && d.worst_row <= (narrow ? 0.15 : 0.1) && lse <= lse_bound)) {
     fail(name, text);
   }
 }
