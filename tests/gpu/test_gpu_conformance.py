@@ -94,7 +94,8 @@ def test_error_rule(recipe, family):
                                       tile=TILE[recipe])
     ours = nrmse(out[0, :, 0].cpu(), torch.from_numpy(ref))
     bound = nrmse(torch.from_numpy(simulated), torch.from_numpy(ref))
-    # wgmma keeps 13 fraction bits of FP8 sums (docs/ISA_CONFORMANCE.md): where V has a mean this shows.
+    # wgmma keeps 13 fraction bits of FP8 sums (docs/ISA_CONFORMANCE.md): it shows where V has a
+    # mean.
     narrow = CAPABILITY == (9, 0) and "fp8" in recipe and family == "V mean"
     rule = 1.25 if narrow else 1.10
     assert ours <= rule * bound + SUMS, f"{ours:.3e} against {bound:.3e}"
