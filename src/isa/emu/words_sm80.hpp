@@ -267,13 +267,10 @@ void load_matrix1_transposed(std::uint32_t (&r)[N][1], const SharedAddress (&row
   load_matrices<true>(r, row, where);
 }
 
-struct Transposed {
-  std::uint32_t value, result;
-};
 inline std::uint32_t transpose_matrix(std::uint32_t v, Where where = Where::current()) {
-  Transposed mine{v, 0};
+  Shuffled<std::uint32_t> mine{v, 0, v};
   emu::warp_collective(Word::shuffle, mine, where,
-                       [](emu::Block&, emu::Arguments<Transposed> lanes) {
+                       [](emu::Block&, emu::Arguments<Shuffled<std::uint32_t>> lanes) {
                          for (int i = 0; i < 32; ++i) {
                            const int g = i / 4, t = i % 4, shift = g % 2 * 16;
                            const auto half = [&](int row) {
