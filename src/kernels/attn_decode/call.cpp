@@ -70,29 +70,14 @@ Status check_outputs(const KvDecodeTensors& t) {
   return check_overlap(all, 3);
 }
 
-Status check_numbers(const KvDecodeOptions& o) {
-  if (o.layout != Layout::bshd && o.layout != Layout::bhsd) {
-    return invalid("layout: " + text(static_cast<int>(o.layout)) + " is neither bshd nor bhsd");
-  }
-  if (o.softmax_scale && !std::isfinite(*o.softmax_scale)) {
-    return invalid("softmax_scale: " + std::to_string(*o.softmax_scale) + " is not finite");
-  }
-  if (o.window_left < -1) {
-    return invalid("window_left: " + text(o.window_left) + " is below -1");
-  }
-  if (!(o.softcap >= 0) || !std::isfinite(o.softcap)) {
-    return invalid("softcap: " + std::to_string(o.softcap) + " should be finite and at least 0");
-  }
-  return check_threads(o.threads);
-}
-
 }  // namespace
 
 Status make_call(const detail::KvCacheData& cache, std::int64_t layer,
                  std::span<const std::int64_t> sequences, const KvDecodeTensors& tensors,
                  const KvDecodeOptions& options, DecodeCall& call) {
   if (Status s = check_sequences(cache, layer, sequences); !s.ok()) return s;
-  if (Status s = check_numbers(options); !s.ok()) return s;
+  if (Status s = check_decode_options(options); !s.ok()) return s;
+  if (Status s = check_threads(options.threads); !s.ok()) return s;
   call.cache = &cache;
   call.tensors = tensors;
   call.batch = static_cast<std::int64_t>(sequences.size());

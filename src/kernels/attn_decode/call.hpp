@@ -5,12 +5,10 @@
 #include <span>
 #include <vector>
 
+#include "kernels/attn_decode/options.hpp"
 #include "kvcache/data.hpp"
 
 namespace qattn::kv {
-
-inline constexpr std::int64_t most_queries = 8;  ///< of a sequence in one call
-inline constexpr std::int64_t most_group = 16;   ///< query heads of a KV head
 
 struct DecodeCall {
   const detail::KvCacheData* cache = nullptr;

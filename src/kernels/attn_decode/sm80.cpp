@@ -5,11 +5,13 @@
 #include <string>
 #include <type_traits>
 
+#include "kernels/attn_decode/options.hpp"
+
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 namespace {
 
-constexpr std::int64_t most_queries = 8, most_group = 16;
+using kv::most_group, kv::most_queries;
 
 using Launcher = isa::LaunchError (*)(const DecodeParams&, void*);
 struct Instance {
@@ -144,24 +146,11 @@ Status check_optional(const DeviceDecodeCall& call) {
 }
 
 Status check_numbers(const DeviceDecodeCall& call) {
-  const KvDecodeOptions& o = call.options;
   if (call.layer < 0 || call.layer >= call.cache->layers) {
     return invalid("layer: " + text(call.layer) + " should be 0 to " +
                    text(call.cache->layers - 1));
   }
-  if (o.layout != Layout::bshd && o.layout != Layout::bhsd) {
-    return invalid("layout: " + text(static_cast<int>(o.layout)) + " is neither bshd nor bhsd");
-  }
-  if (o.softmax_scale && !std::isfinite(*o.softmax_scale)) {
-    return invalid("softmax_scale: " + std::to_string(*o.softmax_scale) + " is not finite");
-  }
-  if (o.window_left < -1) {
-    return invalid("window_left: " + text(o.window_left) + " is below -1");
-  }
-  if (!(o.softcap >= 0) || !std::isfinite(o.softcap)) {
-    return invalid("softcap: " + std::to_string(o.softcap) + " should be finite and at least 0");
-  }
-  return {};
+  return kv::check_decode_options(call.options);
 }
 
 DecodeParams params_of(const DeviceDecodeCall& call) {
