@@ -27,6 +27,46 @@ QATTN_DEVICE bool not_finite(const isa::Words4& v) {
   return bad;
 }
 
+/// Which tiles of K a block of `rows` query rows tests. Tiles that every block sees are dealt out
+/// in turn, one that causal masks hide from the blocks before is tested by the first that sees it.
+struct KeyShare {
+  int block, blocks;
+  int common;  ///< end of the keys that the first block sees, and so every block
+  int before;  ///< end of those that the block before sees
+
+  QATTN_DEVICE KeyShare(const PrefillParams& p, const PrefillWork& work, int rows) {
+    const int length = static_cast<int>(work.q.length);
+    blocks = (length + rows - 1) / rows, block = work.first_row / rows;
+    const int first = (length < rows ? length : rows) + work.shift + p.window_right;
+    common = p.window_right >= 0 && first < work.key_end ? first : work.key_end;
+    before = work.first_row + work.shift + p.window_right;
+    if (p.window_right < 0 || block == 0) before = no_key;
+    if (work.head % p.group != 0) common = 0, before = no_key;
+  }
+
+  /// The tile from key `tile` on, a multiple of `step` that the block sees?
+  QATTN_DEVICE bool has(int tile, int step) const {
+    return tile < common ? tile / step % blocks == block : tile >= before;
+  }
+};
+
+/// Notes the smallest of the warps' `first`, the first key that a thread found bad in the 64 keys
+/// from `tile` on. `warp`: among `warps` that test.
+QATTN_DEVICE void note_keys_of(const PrefillParams& p, const PrefillWork& work, int tile,
+                               std::int32_t first, int warp, int warps) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const std::int32_t other = isa::shuffle_xor(first, step);
+    first = other < first ? other : first;
+  }
+  const std::int64_t index =
+      (work.kv_head * tile::slot_count(p.k) + work.k_slot + tile) / note_keys;
+  std::int32_t* note = p.bad_keys + index * note_warps;
+  const int lane = isa::lane();
+  if (lane == 0) isa::store_global(note + warp, first);
+  if (warp == 0 && lane >= warps && lane < note_warps) isa::store_global(note + lane, no_key);
+}
+
 /// A block's tests of K by `Threads` of its threads, in rows of RowBytes.
 template <Element E, int RowBytes, int Threads>
 struct KeyCheck {
@@ -36,8 +76,8 @@ struct KeyCheck {
   const tile::RowSource& source;  ///< of K
   int thread;                     ///< among those that test
 
-  /// Notes the first key of a tile that is not finite. Reads K once more, from L2: the same test in
-  /// the loop over the tiles cost registers there, and 3 to 12 % (portable kernel, H200).
+  /// Reads K once more, from L2: the same test in the loop over the tiles cost registers there, and
+  /// 3 to 12 % (H200).
   QATTN_DEVICE void check(int tile) const {
     std::int32_t first = no_key;
     constexpr int chunks = RowBytes / 16;
@@ -48,37 +88,15 @@ struct KeyCheck {
       const auto* at = reinterpret_cast<const isa::Words4*>(source.base + key * source.stride + c);
       if (not_finite<E>(isa::load_global(at)) && key < first) first = key;
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      const std::int32_t other = isa::shuffle_xor(first, step);
-      first = other < first ? other : first;
-    }
-    const std::int64_t index =
-        (work.kv_head * tile::slot_count(p.k) + work.k_slot + tile) / note_keys;
-    std::int32_t* note = p.bad_keys + index * note_warps;
-    const int warp = thread / 32, lane = thread % 32;
-    if (lane == 0) isa::store_global(note + warp, first);
-    if (warp == 0 && lane >= Threads / 32 && lane < note_warps) {
-      isa::store_global(note + lane, no_key);
-    }
+    note_keys_of(p, work, tile, first, thread / 32, Threads / 32);
   }
 
-  /// The share of a block of `rows` query rows. Tiles that every block sees are dealt out in turn,
-  /// one that causal masks hide from the blocks before is tested by the first that sees it.
+  /// The share of a block of `rows` query rows.
   QATTN_DEVICE void run(int rows) const {
-    if (work.head % p.group != 0) return;
-    const int length = static_cast<int>(work.q.length), blocks = (length + rows - 1) / rows;
-    const int block = work.first_row / rows;
-    int common = work.key_end;  // seen by the first block, so by all
-    if (p.window_right >= 0) {
-      const int end = (length < rows ? length : rows) + work.shift + p.window_right;
-      common = end < common ? end : common;
+    const KeyShare share(p, work, rows);
+    for (int tile = 0; tile < work.key_end; tile += note_keys) {
+      if (share.has(tile, note_keys)) check(tile);
     }
-    for (int tile = block * note_keys; tile < common; tile += blocks * note_keys) check(tile);
-    if (p.window_right < 0 || block == 0) return;
-    const int before = work.first_row + work.shift + p.window_right;  // seen by the block before
-    const int first = before < 0 ? 0 : (before + note_keys - 1) / note_keys * note_keys;
-    for (int tile = first; tile < work.key_end; tile += note_keys) check(tile);
   }
 };
 

@@ -20,7 +20,7 @@ inline constexpr float log2_255 = 7.99435343685885793f;
 inline namespace QATTN_TARGET {
 
 /// The part of the problem that a block works on.
-struct PrefillWork {
+struct alignas(16) PrefillWork {
   int b, head, kv_head, first_row;
   tile::Span q, k;
   int key_begin, key_end;  ///< that any of the rows can see
@@ -59,8 +59,8 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   return w;
 }
 
-/// `S` gives rows, keys, d, m_tiles, warp_rows, n_tiles, d_tiles, out_row, p_log2, wide_qk, wide_pv
-/// and u8.
+/// `S` gives rows, keys, d, m_tiles, warp_rows, n_tiles, d_tiles, out_row, p_log2, wide_qk,
+/// wide_pv, u8 and staged_rows: has a producer put what belongs to Q's rows into shared memory?
 template <class S>
 struct PrefillRows {
   static constexpr int M = S::m_tiles, R = 2 * M;
@@ -72,8 +72,11 @@ struct PrefillRows {
   int warp;  ///< among those that own rows
   float out[M][S::d_tiles][4] = {};
   float max[R], sum[R] = {};
-  float row_scale[R];     ///< from a row's products to scores in units of log2: Q's scale and
-                          ///< softmax_scale * log2 e
+  float row_scale[R];        ///< from a row's products to scores in units of log2: Q's scale and
+                             ///< softmax_scale * log2 e
+  float lse_offset[R] = {};  ///< what smooth_k took from all scores, in units of log2
+  /// Staged rows: this warp's part of Q's scales, and of q . mu.
+  SharedAddress scales_at = 0, dots_at = 0;
   unsigned bad_rows = 0;  ///< bit r: row r of this thread is NaN
   bool doubtful = false;  ///< 16-bit V: a row has met NaN or Inf in V, and may not have seen it
 
@@ -115,11 +118,27 @@ struct PrefillRows {
 
   // ---- Scores ---------------------------------------------------------------------------------
 
+  /// A number that belongs to row r, which exists.
+  QATTN_DEVICE float row_fact(int r, const float* table, SharedAddress staged) const {
+    if constexpr (S::staged_rows) {
+      return isa::load_shared<float>(staged + 4 * (local_row(r) - warp * S::warp_rows));
+    } else {
+      return isa::load_global(table +
+                              unit(p.q8, work.head, work.q_slot + work.first_row + local_row(r)));
+    }
+  }
+
   /// softmax_scale q . mu, what smooth_k took from every score of the row.
   QATTN_DEVICE float mean_dot(int r) const {
-    const int i = work.first_row + local_row(r);
-    if (i >= work.q.length) return 0.0f;
-    return p.scale * isa::load_global(p.q8.dot_mean + unit(p.q8, work.head, work.q_slot + i));
+    if (work.first_row + local_row(r) >= work.q.length) return 0.0f;
+    return p.scale * row_fact(r, p.q8.dot_mean, dots_at);
+  }
+
+  /// Before write(), and before staged rows go.
+  QATTN_DEVICE void take_offsets() {
+    if (p.q8.dot_mean == nullptr || p.softcap > 0) return;
+#pragma unroll
+    for (int r = 0; r < R; ++r) lse_offset[r] = mean_dot(r) * tile::log2_e;
   }
 
   /// Q's scale of the row, 1 for one that is bad (bad_rows) or does not exist.
@@ -127,7 +146,7 @@ struct PrefillRows {
     if constexpr (S::wide_qk) return 1.0f;
     const int i = work.first_row + local_row(r);
     if (i >= work.q.length) return 1.0f;
-    const float s = isa::load_global(p.q8.scale + unit(p.q8, work.head, work.q_slot + i));
+    const float s = row_fact(r, p.q8.scale, scales_at);
     if (tile::is_nan(s)) bad_rows |= 1u << r;
     return tile::is_nan(s) ? 1.0f : s;
   }
@@ -237,19 +256,32 @@ struct PrefillRows {
 
   /// Ends all rows and writes them. `rows`: shared memory for S::out_row bytes a row of the block,
   /// of which a warp touches its own rows only.
-  // Short code matters here: with few tiles a block, fetching a long epilogue costs more than
-  // running it (10 tiles' worth at S = 1024 on an H200, before this was a loop).
+  // What runs once a block counts where a block has few tiles. At S = 1024 (H200, D 128, 22000
+  // clocks a block) rows that end one after the other took 600 clocks each, and bulk copies of 16
+  // rows, which their lanes start one after the other, 1400.
   QATTN_DEVICE void write(SharedAddress rows) {
-    float mean_weight[R];
+    RowEnds ends;
+    bool usual = p.sinks.data == nullptr;
 #pragma unroll
-    for (int r = 0; r < R; ++r) mean_weight[r] = normalise(r);
-    if (p.v_mean != nullptr) add_mean(mean_weight);
+    for (int r = 0; r < R; ++r) {
+      sum[r] += isa::shuffle_xor(sum[r], 1);
+      sum[r] += isa::shuffle_xor(sum[r], 2);
+      ends.poison[r] = row_poison(r);
+      usual &= end_usual_row(r, ends);
+    }
+    if (!isa::all(usual)) end_rows(ends);
+    scale_rows(ends);
+    if (p.v_mean != nullptr) add_mean(ends.mean_weight);
     if (p.out.format == Format::f32) {
       store_floats();
       return;
     }
     isa::sync_warp();  // rows of earlier work have left
-    stage(rows);
+    if (p.out.format == Format::f16) {
+      stage(rows, [](float lo, float hi) { return isa::pack_f16(lo, hi); });
+    } else {
+      stage(rows, [](float lo, float hi) { return isa::pack_bf16(lo, hi); });
+    }
     isa::sync_warp();
     if (p.out.vectors) {
       store_rows<isa::Words4>(rows);
@@ -258,42 +290,98 @@ struct PrefillRows {
     }
   }
 
-  /// Ends row r: turns its accumulators into the output and writes its LSE. Returns the weight of
-  /// V's mean.
-  QATTN_DEVICE float normalise(int r) {
-    float total = sum[r];
-    total += isa::shuffle_xor(total, 1);
-    total += isa::shuffle_xor(total, 2);
-    const int i = work.first_row + local_row(r);
-    // Any of the four lanes that share the row may have found it bad.
-    const unsigned bad_lanes = isa::ballot((bad_rows >> r & 1) != 0);
-    const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
-    const float offset =
-        p.q8.dot_mean != nullptr && p.softcap <= 0 ? mean_dot(r) * tile::log2_e : 0.0f;
-    tile::RowEnd end = tile::finish_row(p, work.b, work.head, i < work.q.length, bad,
-                                        max[r] - S::p_log2, total, offset);
-    // An index tensor that holds nonsense makes the whole row NaN; so does, in all channels, a bad
-    // token of 16-bit V in one.
-    const float channels = row_poison(r);
-    const bool exists = i < work.q.length;  // Q of a row that does not may hold anything
-    const float poison = work.k.bad || work.q.bad ? tile::quiet_nan() : exists ? channels : 0.0f;
-    // With NaN or Inf in Q or K the sum is none either, and rightly so.
-    if constexpr (S::wide_pv) doubtful |= tile::is_nan(poison) && !bad && tile::is_finite(total);
-    const bool empty = end.factor == 0.0f;
+  /// What becomes of the rows' accumulators x: x * factor + poison + the mean's share.
+  struct RowEnds {
+    float factor[R], poison[R], mean_weight[R];
+  };
+
+  /// x[r], for an index that only a run of the loop knows.
+  template <class T>
+  QATTN_DEVICE static T pick(const T (&x)[R], int r) {
+    T value = x[0];
+#pragma unroll
+    for (int n = 1; n < R; ++n) value = r == n ? x[n] : value;
+    return value;
+  }
+  template <class T>
+  QATTN_DEVICE static void put(T (&x)[R], int r, T value) {
+#pragma unroll
+    for (int n = 0; n < R; ++n) x[n] = r == n ? value : x[n];
+  }
+
+  QATTN_DEVICE void store_lse(int i, float lse) {
     if (lane % 4 == 0 && p.out.lse != nullptr && i < work.q.rows) {
       isa::store_global(p.out.lse + work.b * p.out.lse_batch +
                             (work.q.begin + i) * p.out.lse_token + work.head * p.out.lse_head,
-                        end.lse + poison);
+                        lse);
     }
+  }
+
+  /// Ends row r as tile::finish_row() does if nothing is special about it. Else returns false.
+  QATTN_DEVICE bool end_usual_row(int r, RowEnds& ends) {
+    const int i = work.first_row + local_row(r);
+    const float top = max[r] - S::p_log2 + lse_offset[r];
+    const bool usual = i < work.q.length && tile::is_finite(top) && sum[r] > 0.0f &&
+                       sum[r] < tile::infinity() && (bad_rows >> r & 1) == 0 &&
+                       ends.poison[r] == 0.0f;
+    ends.factor[r] = 1.0f / sum[r];
+    ends.mean_weight[r] = 1.0f;
+    if (usual) store_lse(i, (top + isa::log2(sum[r])) * tile::ln_2);
+    return usual && !work.k.bad && !work.q.bad;
+  }
+
+  /// Ends any rows.
+  QATTN_DEVICE void end_rows(RowEnds& ends) {
+#pragma unroll 1
+    for (int r = 0; r < R; ++r) {
+      const int i = work.first_row + local_row(r);
+      // Any of the four lanes that share the row may have found it bad.
+      const unsigned bad_lanes = isa::ballot((bad_rows >> r & 1) != 0);
+      const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
+      const float total = pick(sum, r);
+      const tile::RowEnd end =
+          tile::finish_row(p, work.b, work.head, i < work.q.length, bad, pick(max, r) - S::p_log2,
+                           total, pick(lse_offset, r));
+      // An index tensor that holds nonsense makes the whole row NaN; so does, in all channels, a
+      // bad token of 16-bit V in one.
+      const bool exists = i < work.q.length;  // Q of a row that does not may hold anything
+      const float poison = work.k.bad || work.q.bad ? tile::quiet_nan()
+                           : exists                 ? pick(ends.poison, r)
+                                                    : 0.0f;
+      // With NaN or Inf in Q or K the sum is none either, and rightly so.
+      if constexpr (S::wide_pv) doubtful |= tile::is_nan(poison) && !bad && tile::is_finite(total);
+      store_lse(i, end.lse + poison);
+      put(ends.factor, r, end.factor);
+      put(ends.poison, r, poison);
+      put(ends.mean_weight, r, end.mean_weight);
+    }
+  }
+
+  QATTN_DEVICE void scale_rows(const RowEnds& ends) {
+    bool odd = false;  // a row that saw nothing, or is NaN
 #pragma unroll
-    for (int n = 0; n < S::d_tiles; ++n) {
+    for (int r = 0; r < R; ++r) odd |= ends.factor[r] == 0.0f || ends.poison[r] != 0.0f;
+    const bool any = isa::any(odd);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& x = out[r / 2][n][r % 2 * 2 + e];
-        x = (empty ? 0.0f : x * end.factor) + poison;
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int n = 0; n < S::d_tiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) out[r / 2][n][r % 2 * 2 + e] *= ends.factor[r];
       }
     }
-    return end.mean_weight;
+    if (!any) return;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int n = 0; n < S::d_tiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = out[r / 2][n][r % 2 * 2 + e];
+          x = (ends.factor[r] == 0.0f ? 0.0f : x) + ends.poison[r];
+        }
+      }
+    }
   }
 
   /// NaN if a channel of row r is not finite, else 0.
@@ -309,34 +397,45 @@ struct PrefillRows {
     return poison + isa::shuffle_xor(poison, 2);
   }
 
-  QATTN_DEVICE void add_mean(const float (&weight)[R]) {
-    const float* mean =
-        p.v_mean + (work.b * p.k.heads + work.kv_head) * std::int64_t{p.v_mean_channels};
+  /// The numbers of this thread's channels from a table of `channels`; behind its end, the first.
+  /// All are on their way before any is used: one after the other they took 4 us (H200, D 128).
+  QATTN_DEVICE void load_channels(const float* table, int channels,
+                                  float (&x)[S::d_tiles][2]) const {
 #pragma unroll
     for (int n = 0; n < S::d_tiles; ++n) {
       const int c = 8 * n + lane % 4 * 2;
-      if (c >= p.v_mean_channels) break;
-      const float m[2] = {isa::load_global(mean + c), isa::load_global(mean + c + 1)};
+      const float* at = table + (c < channels ? c : 0);
+      x[n][0] = isa::load_global(at);
+      x[n][1] = isa::load_global(at + 1);
+    }
+  }
+
+  QATTN_DEVICE void add_mean(const float (&weight)[R]) {
+    float mean[S::d_tiles][2];
+    load_channels(p.v_mean + (work.b * p.k.heads + work.kv_head) * std::int64_t{p.v_mean_channels},
+                  p.v_mean_channels, mean);
+#pragma unroll
+    for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
       for (int r = 0; r < R; ++r) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (weight[r] != 0.0f) out[r / 2][n][r % 2 * 2 + e] += weight[r] * m[e];
+          if (weight[r] != 0.0f) out[r / 2][n][r % 2 * 2 + e] += weight[r] * mean[n][e];
         }
       }
     }
   }
 
   /// The warp's rows in the output's 16 bits to shared memory.
-  QATTN_DEVICE void stage(SharedAddress rows) {
-    const bool half = p.out.format == Format::f16;
+  template <class Pack>
+  QATTN_DEVICE void stage(SharedAddress rows, Pack pack) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const SharedAddress row = rows + local_row(r) * S::out_row + lane % 4 * 4;
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
-        const float lo = out[r / 2][n][r % 2 * 2], hi = out[r / 2][n][r % 2 * 2 + 1];
-        isa::store_shared(row + 16 * n, half ? isa::pack_f16(lo, hi) : isa::pack_bf16(lo, hi));
+        isa::store_shared(row + 16 * n,
+                          pack(out[r / 2][n][r % 2 * 2], out[r / 2][n][r % 2 * 2 + 1]));
       }
     }
   }
@@ -345,13 +444,22 @@ struct PrefillRows {
   template <class Piece>
   QATTN_DEVICE void store_rows(SharedAddress rows) {
     constexpr int width = sizeof(Piece) / 2, pieces = S::d / width;
-#pragma unroll 4
-    for (int n = lane; n < S::warp_rows * pieces; n += 32) {
-      const int row = warp * S::warp_rows + n / pieces, c = n % pieces * width;
-      if (work.first_row + row >= work.q.rows || c >= p.out.channels) continue;
-      const auto v = isa::load_shared<Piece>(rows + row * S::out_row + 2 * c);
-      auto* to = static_cast<std::uint16_t*>(p.out.data) + out_offset(row) + c;
-      isa::store_global(reinterpret_cast<Piece*>(to), v);
+    constexpr int lanes = pieces < 32 ? pieces : 32, step = 32 / lanes;
+    if (lane >= lanes * step) return;
+    const int first = warp * S::warp_rows + lane / lanes, left = work.q.rows - work.first_row;
+    const std::int64_t stride = step * p.out.token;
+#pragma unroll
+    for (int c = lane % lanes * width; c < S::d; c += lanes * width) {
+      if (c >= p.out.channels) break;
+      std::uint16_t* to = static_cast<std::uint16_t*>(p.out.data) + out_offset(first) + c;
+      SharedAddress from = rows + first * S::out_row + 2 * c;
+#pragma unroll 8
+      for (int row = first; row < (warp + 1) * S::warp_rows; row += step) {
+        if (row < left) {
+          isa::store_global(reinterpret_cast<Piece*>(to), isa::load_shared<Piece>(from));
+        }
+        to += stride, from += step * S::out_row;
+      }
     }
   }
 

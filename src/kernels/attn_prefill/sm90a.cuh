@@ -27,23 +27,25 @@ template <Sm90Config C>
 struct Sm90Consumer : Sm90AnySoftmax<C> {
   using S = Sm90Shape<C>;
   using Base = Sm90AnySoftmax<C>;
-  using Base::R, Base::codes, Base::lane, Base::out, Base::params, Base::sum, Base::work;
+  using Base::R, Base::codes, Base::lane, Base::out, Base::sum, Base::work;
   using typename Base::Plain, typename Base::Products, typename Base::Scales;
   /// P V of a tile that does not go straight to the output.
   using Values = isa::Accumulator<C.pv>[S::wide_pv ? 1 : S::v_channels / 2];
 
   SharedAddress base;
-  int group;  ///< this warpgroup among the consumers
+  int group;   ///< this warpgroup among the consumers
+  int buffer;  ///< Q's
   RingPlace<S::stages>& place;
   std::uint64_t q_descriptor, k_descriptor, v_descriptor;  ///< the ring's: of stage 0
 
-  QATTN_DEVICE Sm90Consumer(const Sm90Params& a, const PrefillWork& w, int consumer,
+  QATTN_DEVICE Sm90Consumer(const Sm90Params& a, const PrefillWork& w, int q_buffer,
                             RingPlace<S::stages>& ring)
-      : Base(a, w, isa::thread() / 32 - 4),
+      : Base(a, w, isa::thread() / 32 - 4, q_buffer),
         base(isa::shared_base()),
-        group(consumer),
+        group(q_buffer % S::consumers),
+        buffer(q_buffer),
         place(ring),
-        q_descriptor(isa::matrix_descriptor(base + S::q_at + group * S::q_bytes, 16, S::qk_stride,
+        q_descriptor(isa::matrix_descriptor(base + S::q_at + buffer * S::q_bytes, 16, S::qk_stride,
                                             S::qk_swizzle)),
         k_descriptor(
             isa::matrix_descriptor(base + S::ring_at + S::k_at, 16, S::qk_stride, S::qk_swizzle)),
@@ -148,7 +150,7 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
             isa::mbarrier_test(base + S::full + 8 * place.stage, place.parity);
     constexpr int tables = S::stage_bytes - S::tail_at;
     static_assert(tables == 0 || S::q_bytes >= tables);
-    const SharedAddress harmless = base + S::q_at + group * S::q_bytes - S::tail_at;
+    const SharedAddress harmless = base + S::q_at + buffer * S::q_bytes - S::tail_at;
     scales = this->load_scales(ready ? stage() : harmless);
   }
   QATTN_DEVICE void next_tile() {
@@ -218,28 +220,31 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
     next_tile();
   }
 
-  /// Marks this warp's rows of 16-bit Q that are not finite. Two lanes share a row.
+  /// Marks this warp's rows of 16-bit Q that are not finite. Two lanes share a row, and take its
+  /// chunks in turns that spare banks.
   QATTN_DEVICE void check_queries() {
-    const SharedAddress row = base + S::q_at + group * S::q_bytes +
-                              (this->warp % 4 * S::warp_rows + lane % 16) * S::qk_panel;
+    const SharedAddress row = base + S::q_at + buffer * S::q_bytes +
+                              (this->warp % 4 * S::warp_rows + lane / 2) * S::qk_panel;
+    constexpr int chunks = S::qk_panel / 32;
     bool bad = false;
+#pragma unroll
     for (int n = 0; n < S::qk_panels; ++n) {
 #pragma unroll
-      for (int c = 0; c < S::qk_panel / 2; c += 16) {
-        bad |= not_finite<C.qk>(isa::load_shared<isa::Words4>(row + n * S::q_panel_bytes +
-                                                              lane / 16 * (S::qk_panel / 2) + c));
+      for (int c = 0; c < chunks; ++c) {
+        const int chunk = lane % 2 * chunks + (c + lane / 2) % chunks;
+        bad |= not_finite<C.qk>(
+            isa::load_shared<isa::Words4>(row + n * S::q_panel_bytes + 16 * chunk));
       }
     }
     const std::uint32_t rows = isa::ballot(bad);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const int at = lane / 4 + 8 * r;
-      if (((rows | rows >> 16) >> at & 1) != 0) this->bad_rows |= 1u << r;
+      if ((rows >> 2 * at & 3) != 0) this->bad_rows |= 1u << r;
     }
   }
 
   QATTN_DEVICE void run_tiles() {
-    isa::mbarrier_wait(base + S::q_full + 8 * group, queries_parity);
     if constexpr (S::wide_qk) check_queries();
     this->start_rows();
     Products s;
@@ -255,25 +260,43 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
       if (walk.tile < 0) break;
       multiply<false>(s);
     }
-    isa::sync_warp();
-    if (lane == 0) isa::mbarrier_arrive(base + S::q_empty + 8 * group);
+    if constexpr (!S::wide_qk) this->take_offsets();
+    return_queries(buffer);
+    multiply_last();
+  }
+
+  /// P V of the last tile.
+  QATTN_DEVICE void multiply_last() {
     Values pv;
     shrink_output();
     take_turn();
     isa::wgmma_fence();
     multiply_values(pv);
-    isa::wgmma_wait<0>();
-    give_turn();
-    release();
-    if constexpr (!S::wide_pv) add_values(pv);
+    if constexpr (S::e4m3_pv) {
+      typename Base::ChannelScales scale;  // they arrive meanwhile
+      this->load_channel_scales(scale);
+      isa::wgmma_wait<0>();
+      give_turn();
+      release();
+      add_values(pv);
+      this->scale_channels(scale);
+    } else {
+      isa::wgmma_wait<0>();
+      give_turn();
+      release();
+    }
     if constexpr (S::u8) {
+      add_values(pv);
 #pragma unroll
       for (int r = 0; r < R; ++r) sum[r] += this->poison;
     }
-    if constexpr (S::e4m3_pv) this->scale_channels();
   }
 
-  std::uint32_t queries_parity = 0;
+  /// Q and the work that came with it are read no more.
+  QATTN_DEVICE static void return_queries(int buffer) {
+    isa::mbarrier_arrive(isa::shared_base() + S::q_empty + 8 * buffer);
+  }
+
   TileWalk walk;
   Scales scales;       ///< of walk.tile
   bool ready = false;  ///< foreseen
@@ -287,15 +310,15 @@ struct Sm90Prefill {
 
   static QATTN_DEVICE void init_barriers(SharedAddress base) {
     if (isa::thread() == 0) {
-      for (int w = 0; w < S::consumers; ++w) {
-        isa::mbarrier_init(base + S::q_full + 8 * w, 1);
-        isa::mbarrier_init(base + S::q_empty + 8 * w, 4);
+      for (int n = 0; n < S::q_buffers; ++n) {
+        isa::mbarrier_init(base + S::q_full + 8 * n, 1);
+        isa::mbarrier_init(base + S::q_empty + 8 * n, 128);
       }
       for (int n = 0; n < S::stages; ++n) {
         isa::mbarrier_init(base + S::full + 8 * n, S::wide_pv ? 2 : 1);
-        isa::mbarrier_init(base + S::empty + 8 * n, 32 * S::row_warps);
+        isa::mbarrier_init(base + S::empty + 8 * n, 32 * S::row_warps + S::checkers);
+        isa::mbarrier_init(base + S::unclean + 8 * n, 1);
       }
-      isa::mbarrier_init(base + S::unclean, 1);
       isa::fence_mbarrier_init();
     }
     isa::sync_threads();
@@ -316,25 +339,31 @@ struct Sm90Prefill {
   static QATTN_DEVICE void consume(const Params& p) {
     const int row_warp = isa::warp() - 4, group = row_warp / 4;
     RingPlace<S::stages> place;
-    std::uint32_t queries = 0;
+    RingPlace<S::q_stages> queries;
+    const SharedAddress base = isa::shared_base();
+    static_assert(sizeof(PrefillWork) <= S::work_bytes);
     // The first consumer's first turn is nobody's gift.
     if (group == 1) isa::barrier_arrive(1, 128 * S::consumers);
     for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
-      const PrefillWork work = locate_work(p, index, S::rows, S::keys);
+      const int buffer = queries.stage * S::consumers + group;
+      isa::mbarrier_wait(base + S::q_full + 8 * buffer, queries.parity);
+      queries.advance();
+      const PrefillWork work = take_work(base + S::work_at + buffer * S::work_bytes);
       if ((work.q.bad || work.k.bad) && isa::thread() == 128) {
         isa::atomic_or_global(p.error, tile::error_sequence);
       }
       if (work.first_row >= work.q.rows) {
+        Sm90Consumer<C>::return_queries(buffer);
         report(p, index, row_warp, false);
         continue;
       }
-      Sm90Consumer<C> self(p, work, group, place);
-      self.queries_parity = queries;
+      Sm90Consumer<C> self(p, work, buffer, place);
       if (self.walk.tile >= 0) {
         self.run_tiles();
-        queries ^= 1;
+      } else {
+        Sm90Consumer<C>::return_queries(buffer);
       }
-      self.write(isa::shared_base() + S::out_at);
+      self.write(base + S::out_at);
       report(p, index, row_warp, self.doubtful);
     }
     if (group == 0) isa::barrier_sync(1, 128 * S::consumers);
@@ -344,7 +373,7 @@ struct Sm90Prefill {
     if constexpr (!isa::has_wgmma) return;  // sm_90a alone runs it, others need not compile it
     init_barriers(isa::shared_base());
     if (isa::thread() < 128) {
-      isa::registers_decrease<S::wide_pv ? 40 : 24>();
+      isa::registers_decrease<S::wide_pv ? 56 : 24>();
       const int warp = isa::warp();
       if (warp == 0) {
         if (isa::elect()) Sm90Producer<C>{p}.run();
@@ -354,7 +383,7 @@ struct Sm90Prefill {
         Sm90Checker<C>{p}.run();
       }
     } else {
-      isa::registers_increase<S::wide_pv ? 232 : 240>();
+      isa::registers_increase<S::wide_pv ? 224 : 240>();
       consume(p);
     }
   }

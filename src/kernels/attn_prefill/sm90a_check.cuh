@@ -17,11 +17,11 @@ struct Sm90Cleaner {
   const Sm90Params& p;
   SharedAddress base = isa::shared_base();
   RingPlace<S::stages> place{};
-  RingPlace<1> unclean{};
+  std::uint32_t parities = 0;  ///< of the stages' unclean barriers, which few rounds use
 
   QATTN_DEVICE void clean(SharedAddress values, int first_row) {
-    isa::mbarrier_wait(base + S::unclean, unclean.parity);
-    unclean.advance();
+    isa::mbarrier_wait(base + S::unclean + 8 * place.stage, parities >> place.stage & 1);
+    parities ^= 1u << place.stage;
     constexpr int chunks = S::v_row / 16;
     for (int n = first_row * chunks + isa::lane(); n < S::keys * chunks; n += 32) {
 #pragma unroll
@@ -32,47 +32,70 @@ struct Sm90Cleaner {
     isa::fence_async_proxy();
   }
 
-  QATTN_DEVICE void walk_tiles(const PrefillWork& work) {
-    TileWalk walk(p, work, S::keys);
-    int before = -1;
-    while (walk.tile >= 0 || before >= 0) {
-      isa::mbarrier_wait(base + S::empty + 8 * place.stage, place.parity ^ 1);
-      if (before >= 0 && needs_cleaning(p, work, before, S::keys)) {
-        clean(base + S::ring_at + place.stage * S::stage_bytes + S::v_at,
-              static_cast<int>(work.k.length) - before);
-      }
-      isa::sync_warp();
-      if (isa::lane() == 0) isa::mbarrier_arrive(base + S::full + 8 * place.stage);
-      place.advance();
-      before = walk.tile;
-      if (walk.tile >= 0) walk.advance(S::keys);
-    }
-  }
-
   QATTN_DEVICE void run() {
     if constexpr (S::wide_pv) {
       for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
-        walk_tiles(locate_work(p, index, S::rows, S::keys));
+        const PrefillWork work = locate_work(p, index, S::rows, S::keys);
+        each_stage(p, work, S::keys, [&](int, int before) {
+          isa::mbarrier_wait(base + S::empty + 8 * place.stage, place.parity ^ 1);
+          if (before >= 0 && needs_cleaning(p, work, before, S::keys)) {
+            clean(base + S::ring_at + place.stage * S::stage_bytes + S::v_at,
+                  static_cast<int>(work.k.length) - before);
+          }
+          isa::sync_warp();
+          if (isa::lane() == 0) isa::mbarrier_arrive(base + S::full + 8 * place.stage);
+          place.advance();
+        });
       }
     }
   }
 };
 
-/// Two warps: tests of K.
+/// Two warps: tests of K of 16 bits where TMA has put it. From global memory, by the same 64
+/// threads, they took 12 us a block of rows (H200, D 128), more than the block's products.
 template <Sm90Config C>
 struct Sm90Checker {
   using S = Sm90Shape<C>;
-  static constexpr int threads = 64;
+  static constexpr int warps = S::checkers / 32;
 
   const Sm90Params& p;
+  SharedAddress base = isa::shared_base();
+  RingPlace<S::stages> place{};
 
-  QATTN_DEVICE void run() const {
+  /// A thread tests a row in 64. Lanes take a row's chunks in turns that spare banks.
+  QATTN_DEVICE void test(const PrefillWork& work, int tile, SharedAddress keys) const {
+    const int thread = isa::thread() % S::checkers, length = static_cast<int>(work.k.length);
+    for (int row = thread; row < S::keys; row += note_keys) {
+      if (tile + row - thread >= length) break;
+      bool bad = false;
+#pragma unroll
+      for (int n = 0; n < S::qk_panels; ++n) {
+#pragma unroll
+        for (int c = 0; c < S::qk_panel / 16; ++c) {
+          const int chunk = (c + thread) % (S::qk_panel / 16);
+          bad |= not_finite<C.qk>(isa::load_shared<isa::Words4>(keys + n * S::k_panel_bytes +
+                                                                row * S::qk_panel + 16 * chunk));
+        }
+      }
+      const std::int32_t first = bad && tile + row < length ? tile + row : no_key;
+      note_keys_of(p, work, tile + row - thread, first, thread / 32, warps);
+    }
+  }
+
+  QATTN_DEVICE void run() {
     if constexpr (S::wide_qk) {
+      static_assert(S::checkers == note_keys);
       for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
         const PrefillWork work = locate_work(p, index, S::rows, S::keys);
-        if (work.key_begin >= work.key_end) continue;
-        const tile::RowSource source = tile::row_source(p.k, work.k, work.b, work.kv_head, 2, true);
-        KeyCheck<C.qk, S::qk_row, threads>{p, work, source, isa::thread() - 64}.run(S::rows);
+        const KeyShare share(p, work, S::rows);
+        each_stage(p, work, S::keys, [&](int tile, int) {
+          isa::mbarrier_wait(base + S::full + 8 * place.stage, place.parity);
+          if (tile >= 0 && share.has(tile, S::keys)) {
+            test(work, tile, base + S::ring_at + place.stage * S::stage_bytes + S::k_at);
+          }
+          isa::mbarrier_arrive(base + S::empty + 8 * place.stage);
+          place.advance();
+        });
       }
     }
   }

@@ -1,6 +1,8 @@
 // The Hopper prefill kernel's producer: one thread that keeps TMA busy.
 #pragma once
 
+#include <cstring>
+
 #include "kernels/attn_prefill/rows.cuh"
 #include "kernels/attn_prefill/sm90a_params.hpp"
 
@@ -54,12 +56,45 @@ struct TileWalk {
   }
 };
 
+/// Calls stage(tile, before) for every stage of the ring that a work item fills: with K of `tile`
+/// and V of `before`, the tile before; negative: none.
+template <class Stage>
+QATTN_DEVICE void each_stage(const PrefillParams& p, const PrefillWork& work, int keys,
+                             Stage stage) {
+  TileWalk walk(p, work, keys);
+  int before = -1;
+  while (walk.tile >= 0 || before >= 0) {
+    stage(walk.tile, before);
+    before = walk.tile;
+    if (walk.tile >= 0) walk.advance(keys);
+  }
+}
+
 /// May 16-bit V of a tile hold rows behind the sequence's end that are in memory? What they hold
 /// must not meet P, even though that is zero there. TMA itself fills rows behind the tensor's end.
 QATTN_DEVICE bool needs_cleaning(const PrefillParams& p, const PrefillWork& work, int tile,
                                  int keys) {
   return tile + keys > work.k.length &&
          (p.v.cu_seqlens != nullptr || work.k.length < p.v.max_length);
+}
+
+// The producer locates work, and tells the consumers with Q: they would do it at 5 clocks an
+// instruction (rows.cuh) between two blocks of rows, 1000 clocks of 23700 at S = 1024 (H200).
+QATTN_DEVICE void put_work(SharedAddress to, const PrefillWork& work) {
+  isa::Words4 words[sizeof work / 16];
+  std::memcpy(words, &work, sizeof work);
+#pragma unroll
+  for (unsigned n = 0; n < sizeof work / 16; ++n) isa::store_shared(to + 16 * n, words[n]);
+}
+QATTN_DEVICE PrefillWork take_work(SharedAddress from) {
+  PrefillWork work;
+  isa::Words4 words[sizeof work / 16];
+#pragma unroll
+  for (unsigned n = 0; n < sizeof work / 16; ++n) {
+    words[n] = isa::load_shared<isa::Words4>(from + 16 * n);
+  }
+  std::memcpy(&work, words, sizeof work);
+  return work;
 }
 
 template <Sm90Config C>
@@ -69,7 +104,7 @@ struct Sm90Producer {
   const Sm90Params& p;
   SharedAddress base = isa::shared_base();
   RingPlace<S::stages> place{};
-  RingPlace<1> q_place{};
+  RingPlace<S::q_stages> q_place{};
 
   /// Panel `n` of rows of 16 bits in place: `token` counts from the sequence's first.
   QATTN_DEVICE void load_panel(SharedAddress to, const isa::TensorMap& map, const tile::Rows& rows,
@@ -126,12 +161,26 @@ struct Sm90Producer {
     }
   }
 
-  QATTN_DEVICE void load_queries(const PrefillWork& work) {
+  /// Work for the consumers, with its Q if it has tiles.
+  QATTN_DEVICE void hand_out(const PrefillWork& work, bool has_tiles) {
     const std::int64_t row = work.head * p.q8.slots + work.q_slot + work.first_row;
     for (int w = 0; w < S::consumers; ++w) {
-      const SharedAddress full = base + S::q_full + 8 * w, to = base + S::q_at + w * S::q_bytes;
-      isa::mbarrier_wait(base + S::q_empty + 8 * w, q_place.parity ^ 1);
-      isa::mbarrier_arrive_expect(full, S::q_bytes);
+      const int buffer = q_place.stage * S::consumers + w;
+      const SharedAddress full = base + S::q_full + 8 * buffer;
+      const SharedAddress to = base + S::q_at + buffer * S::q_bytes;
+      isa::mbarrier_wait(base + S::q_empty + 8 * buffer, q_place.parity ^ 1);
+      put_work(base + S::work_at + buffer * S::work_bytes, work);
+      if (!has_tiles) {
+        isa::mbarrier_arrive(full);
+        continue;
+      }
+      // Tables end with the slots; TMA knows that of the codes.
+      const bool tables = !S::wide_qk && work.first_row + 64 * w < work.q.length;
+      const bool dots = tables && p.q8.dot_mean != nullptr;
+      isa::mbarrier_arrive_expect(full, S::q_bytes + 64 * 4 * (tables + dots));
+      const SharedAddress facts = base + S::facts_at + buffer * S::fact_bytes;
+      if (tables) isa::bulk_load(facts, p.q8.scale + row + 64 * w, 64 * 4, full);
+      if (dots) isa::bulk_load(facts + S::dots_at, p.q8.dot_mean + row + 64 * w, 64 * 4, full);
       if constexpr (S::wide_qk) {
         for (int n = 0; n < S::qk_panels; ++n) {
           load_panel(to + n * S::q_panel_bytes, p.q_map, p.q, work, work.q, work.head,
@@ -145,28 +194,23 @@ struct Sm90Producer {
   }
 
   QATTN_DEVICE void load(const PrefillWork& work) {
-    TileWalk walk(p, work, S::keys);
-    if (walk.tile < 0) return;
-    load_queries(work);
-    int before = -1;
-    while (walk.tile >= 0 || before >= 0) {
+    hand_out(work, TileWalk(p, work, S::keys).tile >= 0);
+    each_stage(p, work, S::keys, [&](int tile, int before) {
       const SharedAddress stage = base + S::ring_at + place.stage * S::stage_bytes;
       const SharedAddress full = base + S::full + 8 * place.stage;
       isa::mbarrier_wait(base + S::empty + 8 * place.stage, place.parity ^ 1);
       const int value_bytes = before < 0 ? 0 : S::v_panels * S::v_bytes;
       SharedAddress v_full = full;
       if (S::wide_pv && before >= 0 && needs_cleaning(p, work, before, S::keys)) {
-        v_full = base + S::unclean;
+        v_full = base + S::unclean + 8 * place.stage;
         isa::mbarrier_arrive_expect(v_full, value_bytes);
       }
       isa::mbarrier_arrive_expect(
-          full, (walk.tile < 0 ? 0 : S::key_bytes) + (v_full == full ? value_bytes : 0));
-      load_keys(work, walk.tile, stage, full);
+          full, (tile < 0 ? 0 : S::key_bytes) + (v_full == full ? value_bytes : 0));
+      load_keys(work, tile, stage, full);
       load_values(work, before, stage, v_full);
       place.advance();
-      before = walk.tile;
-      if (walk.tile >= 0) walk.advance(S::keys);
-    }
+    });
   }
 
   QATTN_DEVICE void run() {

@@ -2,16 +2,15 @@
 // its row.
 #pragma once
 
-#include "kernels/attn_prefill/rows.cuh"
-#include "kernels/attn_prefill/sm90a_params.hpp"
+#include "kernels/attn_prefill/sm90a_rows.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <Sm90Config C>
-struct Sm90Online : PrefillRows<Sm90Shape<C>> {
+struct Sm90Online : Sm90Rows<C> {
   using S = Sm90Shape<C>;
-  using Base = PrefillRows<S>;
+  using Base = Sm90Rows<C>;
   using Base::R, Base::lane, Base::max, Base::out, Base::p, Base::sum, Base::work;
   using typename Base::Scores;
   /// S as wgmma leaves it: element 4n + i is element i of score tile n.
@@ -20,26 +19,13 @@ struct Sm90Online : PrefillRows<Sm90Shape<C>> {
   static constexpr int step_keys = S::wide_pv ? 16 : 32;  ///< of one wgmma
   static constexpr int step_tiles = step_keys / 8;
 
-  const Sm90Params& params;
   std::uint32_t codes[S::keys / step_keys][4];  ///< P: A fragments of the products with V
   float shrink[R];  ///< what `out` is multiplied with before P V of this tile joins it
 
-  QATTN_DEVICE Sm90Online(const Sm90Params& a, const PrefillWork& w, int row_warp)
-      : Base(a, w, row_warp), params(a) {
+  QATTN_DEVICE Sm90Online(const Sm90Params& a, const PrefillWork& w, int row_warp, int buffer)
+      : Base(a, w, row_warp, buffer) {
 #pragma unroll
     for (int r = 0; r < R; ++r) shrink[r] = 1.0f;
-  }
-
-  int plain_first, plain_last;  ///< bounds of the tiles that every row sees whole
-
-  QATTN_DEVICE void start_rows() {
-    const int first = work.first_row + work.shift, length = static_cast<int>(work.k.length);
-    const int end = p.window_right < 0 ? length : first + p.window_right + 1;
-    plain_first = p.window_left < 0 ? 0 : first + S::rows - 1 - p.window_left;
-    plain_last = params.general ? -1 : (end < length ? end : length) - S::keys;
-    const float scale = p.scale * tile::log2_e;
-#pragma unroll
-    for (int r = 0; r < R; ++r) this->row_scale[r] = this->query_scale(r) * scale;
   }
 
   /// K's scales as far as a thread needs them: the same for all keys with the same (key % 8) / 2 in
@@ -70,7 +56,7 @@ struct Sm90Online : PrefillRows<Sm90Shape<C>> {
   /// Does every row see every key, and can V be multiplied as it is? The same answer in the whole
   /// warpgroup.
   QATTN_DEVICE bool is_plain(int tile, const Scales& x) const {
-    return x.flags == 0 && tile >= plain_first && tile <= plain_last;
+    return x.flags == 0 && this->sees_whole(tile);
   }
 
   /// Is the tile plain but for the bounds of what its rows see? Forgets the tables of keys behind
@@ -86,7 +72,7 @@ struct Sm90Online : PrefillRows<Sm90Shape<C>> {
         if (exists) flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at) & tile_has_bad;
       }
     }
-    return flags == 0 && !params.general;
+    return flags == 0 && !this->params.general;
   }
 
   // ---- The plain tile -------------------------------------------------------------------------
@@ -251,17 +237,18 @@ struct Sm90Online : PrefillRows<Sm90Shape<C>> {
     attend_scores(s);
   }
 
-  /// out *= V's scales, of which there is one a channel.
-  QATTN_DEVICE void scale_channels() {
-    const float* scale =
-        p.v8.channel_scale + (work.b * p.k.heads + work.kv_head) * p.v8.groups * p.v8.channels;
+  /// V's scales, of which there is one a channel.
+  using ChannelScales = float[S::d_tiles][2];
+  QATTN_DEVICE void load_channel_scales(ChannelScales& scale) const {
+    const std::int64_t head = work.b * p.k.heads + work.kv_head;
+    this->load_channels(p.v8.channel_scale + head * p.v8.groups * p.v8.channels, p.v8.channels,
+                        scale);
+  }
+  QATTN_DEVICE void scale_channels(const ChannelScales& by) {
 #pragma unroll
     for (int n = 0; n < S::d_tiles; ++n) {
-      const int c = 8 * n + lane % 4 * 2;
-      if (c >= p.v8.channels) break;
-      const float by[2] = {isa::load_global(scale + c), isa::load_global(scale + c + 1)};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) out[0][n][i] *= by[i % 2];
+      for (int i = 0; i < 4; ++i) out[0][n][i] *= by[n][i % 2];
     }
   }
 };

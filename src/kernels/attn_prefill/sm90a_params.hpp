@@ -37,6 +37,7 @@ struct Sm90Params : PrefillParams {
 template <Sm90Config C>
 struct Sm90Shape {
   static constexpr bool wide_qk = isa::is_16bit(C.qk), wide_pv = isa::is_16bit(C.pv);
+  static constexpr bool staged_rows = !wide_qk;  ///< Q's scales come with Q
   static constexpr bool u8 = C.pv == isa::Element::u8, e4m3_pv = C.pv == isa::Element::e4m3;
   static constexpr isa::Element v_element = u8 ? isa::Element::s8 : C.pv;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
@@ -44,7 +45,8 @@ struct Sm90Shape {
   static constexpr int d = C.d, keys = 128, consumers = 2, rows = 64 * consumers;
   static constexpr int m_tiles = 1, warp_rows = 16, n_tiles = keys / 8, d_tiles = d / 8;
   static constexpr int threads = 128 * (consumers + 1), row_warps = 4 * consumers;
-  static constexpr int halves = keys / slot_tile;  ///< prepared V tiles in one of ours
+  static constexpr int checkers = wide_qk ? 64 : 0;  ///< threads that test K
+  static constexpr int halves = keys / slot_tile;    ///< prepared V tiles in one of ours
 
   // A row of Q or K.
   static constexpr int qk_row = d * (wide_qk ? 2 : 1);
@@ -84,17 +86,26 @@ struct Sm90Shape {
   static constexpr int flags_at = record.flags - tail_from;
 
   static constexpr int out_row = tile::padded_row(2 * d);
-  static constexpr int q_at = 0, ring_at = q_at + consumers * q_bytes;
+  /// Q of the next block of rows arrives while this one's last tiles are at work: with one buffer
+  /// the consumers waited 2000 clocks for it (H200). Buffer n is consumer n % consumers's.
+  static constexpr int q_stages = 2, q_buffers = q_stages * consumers;
+  static constexpr int dots_at = 64 * 4;                        ///< in facts: q . mu
+  static constexpr int fact_bytes = wide_qk ? 0 : 2 * dots_at;  ///< of a buffer: Q's scales first
+  static constexpr int work_bytes = 128;                        ///< room for a PrefillWork
+  static constexpr int q_at = 0, ring_at = q_at + q_buffers * q_bytes;
   static constexpr int limit = 232448;  ///< sm_90 has 227 KiB a block
-  static constexpr int room = limit - ring_at - rows * out_row - 256;
+  static constexpr int room =
+      limit - ring_at - rows * out_row - q_buffers * (fact_bytes + work_bytes) - 256;
   static constexpr int stages = room / stage_bytes < 4 ? room / stage_bytes : 4;
   static constexpr int out_at = ring_at + stages * stage_bytes;
-  static constexpr int barriers_at = out_at + rows * out_row;
-  // Barriers: Q full and empty per consumer, stage full and empty, V that must be cleaned.
-  static constexpr int q_full = barriers_at, q_empty = q_full + 8 * consumers;
-  static constexpr int full = q_empty + 8 * consumers, empty = full + 8 * stages;
+  static constexpr int facts_at = out_at + rows * out_row;
+  static constexpr int work_at = facts_at + q_buffers * fact_bytes;
+  static constexpr int barriers_at = work_at + q_buffers * work_bytes;
+  // Barriers: Q full and empty per buffer; per stage full, empty, V that must be cleaned is there.
+  static constexpr int q_full = barriers_at, q_empty = q_full + 8 * q_buffers;
+  static constexpr int full = q_empty + 8 * q_buffers, empty = full + 8 * stages;
   static constexpr int unclean = empty + 8 * stages;
-  static constexpr int shared_bytes = unclean + 8;
+  static constexpr int shared_bytes = unclean + 8 * stages;
   static_assert(shared_bytes <= limit && stages >= 2);
   static_assert(q_panel_bytes % 1024 == 0 && k_panel_bytes % 1024 == 0 && v_bytes % 512 == 0);
 };

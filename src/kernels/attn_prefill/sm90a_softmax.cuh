@@ -2,41 +2,27 @@
 // maximum of its own row and tile.
 #pragma once
 
-#include "kernels/attn_prefill/rows.cuh"
-#include "kernels/attn_prefill/sm90a_params.hpp"
+#include "kernels/attn_prefill/sm90a_rows.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <Sm90Config C>
-struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
+struct Sm90Softmax : Sm90Rows<C> {
   using S = Sm90Shape<C>;
-  using Base = PrefillRows<S>;
+  using Base = Sm90Rows<C>;
   using Base::R, Base::lane, Base::max, Base::out, Base::p, Base::sum, Base::work;
   using typename Base::Scores;
   /// S as wgmma leaves it: element 4n + i is element i of score tile n.
   using Products = std::int32_t[S::keys / 2];
   static constexpr int half_tiles = slot_tile / 8;  ///< score tiles in 64 keys
 
-  const Sm90Params& params;
   std::uint32_t codes[S::keys / 32][4];  ///< P: A fragments of the products with V
   float share[R];       ///< weight of the tile in the row's sums, for each unit of P
   float poison = 0.0f;  ///< NaN once a scale of K was
 
-  QATTN_DEVICE Sm90Softmax(const Sm90Params& a, const PrefillWork& w, int row_warp)
-      : Base(a, w, row_warp), params(a) {}
-
-  int plain_first, plain_last;  ///< bounds of the tiles that every row sees whole
-
-  QATTN_DEVICE void start_rows() {
-    const int first = work.first_row + work.shift, length = static_cast<int>(work.k.length);
-    const int end = p.window_right < 0 ? length : first + p.window_right + 1;
-    plain_first = p.window_left < 0 ? 0 : first + S::rows - 1 - p.window_left;
-    plain_last = params.general ? -1 : (end < length ? end : length) - S::keys;
-    const float scale = p.scale * tile::log2_e;
-#pragma unroll
-    for (int r = 0; r < R; ++r) this->row_scale[r] = this->query_scale(r) * scale;
-  }
+  QATTN_DEVICE Sm90Softmax(const Sm90Params& a, const PrefillWork& w, int row_warp, int buffer)
+      : Base(a, w, row_warp, buffer) {}
 
   /// What a thread needs of a tile's scales, unless that is special: K's and V's are the same for
   /// all keys with the same (key % 8) / 2 in 64, and those are the keys that the thread's
@@ -61,7 +47,7 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
 
   /// Does every row see every key, with constant scales? The same answer in the whole warpgroup.
   QATTN_DEVICE bool is_plain(int tile, const Scales& x) const {
-    return x.flags == 0 && tile >= plain_first && tile <= plain_last;
+    return x.flags == 0 && this->sees_whole(tile);
   }
 
   /// Is the tile plain but for the bounds of what its rows see? Forgets the tables of keys behind
@@ -78,7 +64,7 @@ struct Sm90Softmax : PrefillRows<Sm90Shape<C>> {
       if (exists) flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at);
       bad |= tile::is_nan(x.k[h]);
     }
-    return flags == 0 && !params.general && !isa::any(bad);
+    return flags == 0 && !this->params.general && !isa::any(bad);
   }
 
   // ---- The plain tile -------------------------------------------------------------------------
