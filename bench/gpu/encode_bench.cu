@@ -90,9 +90,16 @@ Recipe default_recipe(bool smooth) {
   r.smooth_q = r.smooth_v = r.rotate = Toggle::off;
   return r;
 }
-Recipe fp8_recipe() {
-  Recipe r = *recipe_named("fp8");
-  r.q_scale = r.k_scale = {Granularity::per_token, 128, 16};
+/// As the Hopper kernel asks for them.
+Recipe thread_recipe() {
+  Recipe r = default_recipe(true);
+  r.k_scale = r.v_scale = {Granularity::per_thread, 64, 16};
+  return r;
+}
+Recipe floating_recipe(const char* name) {
+  Recipe r = *recipe_named(name);
+  r.q_scale = {Granularity::per_token, 128, 16};
+  r.k_scale = {Granularity::per_thread, 64, 16};
   r.v_scale = {Granularity::per_channel, 128, 16};
   r.smooth_k = Toggle::on;
   r.smooth_q = r.smooth_v = r.rotate = Toggle::off;

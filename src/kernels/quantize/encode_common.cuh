@@ -32,6 +32,11 @@ QATTN_DEVICE int sequence_of_tile(const tile::Rows& r, std::int64_t tile) {
   return divide(tile, (r.max_length + 63) / 64);
 }
 
+/// Heads that a launch serves.
+struct HeadRange {
+  std::int32_t first = 0, count = 0;
+};
+
 /// One tile of 64 slots of one head.
 struct TilePlace {
   int b = 0, head = 0;
@@ -250,8 +255,8 @@ QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedA
   const bool any_plain = isa::any(plain[0] || plain[1]);
   // Key 2t stands for the keys that lanes t of a product of Q and K hold.
   const float shared = isa::shuffle(r.scale[0], lane & 6);
-  const bool mixed = isa::any((r.exists[0] && r.scale[0] != shared) ||
-                              (r.exists[1] && r.scale[1] != shared));
+  const bool mixed =
+      isa::any((r.exists[0] && r.scale[0] != shared) || (r.exists[1] && r.scale[1] != shared));
   if (lane == 0) {
     const float scale_unit = !integer ? 1.0f : token && low == 0 ? 0.0f : formats::reciprocal(unit);
     const std::uint32_t flags = (any_bad ? std::uint32_t{tile_has_bad} : 0u) |
