@@ -282,6 +282,7 @@ struct MeanKernels {
     };
     kernels::MeanRole& m = params.role[0];
     m.rows = kernels::rows_of(call.problem, Role::k);
+    m.heads = {0, m.rows.heads};
     m.aligned = true;
     m.sums = at(part.sums);
     m.mean = at(part.mean);
@@ -310,6 +311,16 @@ struct Line {
 
 void measure(std::vector<Line>& lines, std::int64_t d) {
   const Operands x({1, 16384, 32, d});
+  for (const std::int64_t tokens : {1024, 4096}) {
+    const Operands few({1, tokens, 32, d});
+    for (const char* name : {"int8_full", "fp8"}) {
+      const bool integer = name == std::string("int8_full");
+      Call call(few, integer ? thread_recipe() : floating_recipe(name), {true, true, true, false});
+      lines.push_back({std::string(name) + ", " + std::to_string(tokens) + " tokens", d,
+                       median_ms([&] { call.run(); }),
+                       (integer ? 11.0 : 13.0) * static_cast<double>(few.shape.elements())});
+    }
+  }
   const auto n = static_cast<double>(x.shape.elements());
   const auto time = [&](const char* name, const Recipe& r, kernels::PrepareNeeds needs,
                         double bytes) {
@@ -333,8 +344,21 @@ void measure(std::vector<Line>& lines, std::int64_t d) {
   time("K alone, smooth_k", default_recipe(true), {false, true, false, false}, 5 * n);
   time("V alone", default_recipe(false), {false, false, true, false}, 3 * n);
   time("int8_full with smooth_q", smooth_q_recipe(), {true, true, true, false}, 13 * n);
-  time("fp8, V per channel", fp8_recipe(), {true, true, true, false}, 13 * n);
   time("Q per warp, K per 128 tokens", coarse_recipe(), {true, true, true, false}, 13 * n);
+  // What the Hopper kernel asks for, and how many heads a first and a second pass are made over.
+  for (const char* name : {"int8_full", "int8_fp8", "fp8"}) {
+    const bool integer = name == std::string("int8_full");
+    const Recipe r = integer ? thread_recipe() : floating_recipe(name);
+    Call call(x, r, {true, true, true, false});
+    const std::int32_t planned = call.layout.heads_at_once;
+    for (const std::int32_t heads : {planned, 32, 16, 8, 6, 4, 3, 2, 1}) {
+      call.layout.heads_at_once = heads;
+      lines.push_back({std::string("scales for Hopper, ") + name + ", " +
+                           (heads == planned ? "planned: " : "") + std::to_string(heads) +
+                           " heads at once",
+                       d, median_ms([&] { call.run(); }), (integer ? 11 : 13) * n});
+    }
+  }
   void* copy = nullptr;
   check(cudaMalloc(&copy, static_cast<std::size_t>(x.shape.elements()) * 2), "cudaMalloc");
   lines.push_back({"cudaMemcpy of Q", d, median_ms([&] {
@@ -354,8 +378,8 @@ int main(int argc, char** argv) {
   std::int64_t wrong = 0;
   for (const std::int64_t d : {64, 80, 128, 256}) {
     for (const Recipe& r :
-         {default_recipe(true), default_recipe(false), smooth_q_recipe(), fp8_recipe(),
-          coarse_recipe()}) {
+         {default_recipe(true), default_recipe(false), thread_recipe(), smooth_q_recipe(),
+          floating_recipe("fp8"), floating_recipe("int8_fp8"), coarse_recipe()}) {
       const std::int64_t count = differences(r, d);
       wrong += count;
       if (count > 0) {

@@ -8,6 +8,7 @@
 
 #include "formats/bf16.hpp"
 #include "formats/f16.hpp"
+#include "kernels/quantize/prepare_facts.hpp"
 
 namespace qattn::encode_test {
 namespace {
@@ -246,6 +247,14 @@ std::int64_t Case::first_block(Role r, std::int64_t b, std::int64_t size) const 
   return b * ((rows + size - 1) / size);
 }
 
+bool Case::is_plain(Role r) const {
+  const Result<Problem> problem = Problem::make(tensors, attention);
+  if (!problem.ok()) return false;
+  const kernels::Facts f =
+      kernels::facts_of(*problem, o_.recipe, {true, true, true, o_.dot_mean}, r);
+  return kernels::is_plain(o_.recipe, f, kernels::rows_of(*problem, r));
+}
+
 std::string Case::prepare() {
   const Result<Problem> problem = Problem::make(tensors, attention);
   if (!problem.ok()) return problem.status().message();
@@ -254,6 +263,7 @@ std::string Case::prepare() {
     return why;
   }
   layout = kernels::plan_prepare(*problem, o_.recipe, needs);
+  if (o_.heads_at_once > 0) layout.heads_at_once = o_.heads_at_once;
   workspace_.assign(layout.bytes + 64, 0xcd);  // what nobody writes shows
   const auto base = reinterpret_cast<std::uintptr_t>(workspace_.data());
   void* workspace = workspace_.data() + (64 - base % 64) % 64;

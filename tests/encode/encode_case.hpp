@@ -25,6 +25,7 @@ struct CaseOptions {
   float shift = 0.5f;  ///< mean of the values
   Recipe recipe;       ///< resolved
   bool dot_mean = false;
+  int heads_at_once = 0;  ///< of two passes; 0: as planned
   std::uint32_t seed = 1;
   /// Tokens of all sequences and heads that hold NaN (even) or Inf (odd), by role.
   std::array<std::vector<std::int64_t>, 3> bad;
@@ -51,6 +52,8 @@ class Case {
   float given_scale(Role r, std::int64_t b, std::int64_t h, std::int64_t s, int c) const;
   bool is_bad(Role r, std::int64_t s) const;
 
+  /// Does the kernel without detours serve the operand?
+  bool is_plain(Role r) const;
   /// Runs the emulated kernels; empty, or what went wrong.
   std::string prepare();
 

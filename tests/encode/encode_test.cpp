@@ -77,6 +77,64 @@ TEST(Encode, PlainPathOverStoragesAndSizes) {
   }
 }
 
+/// What the Hopper kernels ask for, with V in e4m3, in 16 bits of any storage that is aligned, with
+/// grouped heads and so few of them at once that the two passes alternate.
+CaseOptions floating(unsigned i) {
+  CaseOptions o = shaped(i);
+  if (o.input == Format::f32) o.input = i % 2 ? Format::f16 : Format::bf16;
+  if (o.storage == Storage::unaligned) o.storage = Storage::dense;
+  o.recipe = recipe_of(i % 2 ? Format::s8 : Format::e4m3, Format::e4m3, {per_token, 128, 16},
+                       {per_thread, 64, 16}, {per_channel, 128, 16});
+  o.recipe.smooth_k = i % 4 ? Toggle::on : Toggle::off;
+  o.heads_kv = 1 + static_cast<int>(i % 3);
+  o.heads_q = o.heads_kv * (1 + static_cast<int>(i % 2));
+  o.heads_at_once = 1 + static_cast<int>(i / 2 % 2);
+  o.dot_mean = o.recipe.smooth_k == Toggle::on && i % 3 == 1;
+  return o;
+}
+
+TEST(Encode, FloatingValuesTakeThePlainPath) {
+  for (unsigned i = 0; i < 42; ++i) {
+    SCOPED_TRACE(i);
+    CaseOptions o = floating(i);
+    for (const Role r : {Role::q, Role::k, Role::v}) EXPECT_TRUE(Case(o).is_plain(r)) << name(r);
+    check_case(o);
+    if (HasFailure()) return;
+  }
+}
+
+TEST(Encode, FloatingValuesWithNanAndInf) {
+  for (unsigned i = 0; i < 14; ++i) {
+    SCOPED_TRACE(i);
+    CaseOptions o = floating(i);
+    o.recipe.smooth_k = Toggle::off;
+    o.dot_mean = false;
+    o.bad[0] = {3, 62, 64};
+    o.bad[1] = {0, 126};
+    o.bad[2] = {1, 2, 63, 64, 100};
+    check_case(o);
+    if (HasFailure()) return;
+  }
+}
+
+/// Heads a few at a time, of which those of the last turn are fewer.
+TEST(Encode, TwoPassesOverAFewHeadsAtATime) {
+  for (unsigned i = 0; i < 12; ++i) {
+    SCOPED_TRACE(i);
+    CaseOptions o = shaped(i);
+    if (o.input == Format::f32) o.input = Format::f16;
+    if (o.storage == Storage::unaligned) o.storage = Storage::dense;
+    o.recipe = default_recipe();
+    o.recipe.k_scale = o.recipe.v_scale = {per_thread, 64, 16};
+    o.heads_kv = 3;
+    o.heads_q = i % 2 ? 6 : 3;
+    o.heads_at_once = 2;
+    o.dot_mean = i % 3 == 1;
+    check_case(o);
+    if (HasFailure()) return;
+  }
+}
+
 /// Every granularity of Q, K and V with every format, over the shapes.
 TEST(Encode, GranularitiesAndFormats) {
   const Scaling q_scales[] = {{per_tensor, 128, 16}, {per_head, 128, 16},    {per_block, 64, 16},
@@ -151,11 +209,11 @@ TEST(Encode, SchedulesAndLaneOrdersGiveTheSameBits) {
          {emu::LaneOrder::forward, emu::LaneOrder::reverse, emu::LaneOrder::random}) {
       emu::options().schedule = schedule;
       emu::options().order = order;
-      for (unsigned i = 0; i < 6; ++i) {
+      for (unsigned i = 0; i < 10; ++i) {
         SCOPED_TRACE(i);
-        CaseOptions o = shaped(i * 3);
-        o.recipe = default_recipe();
-        if (i % 2) {
+        CaseOptions o = i < 6 ? shaped(i * 3) : floating(i * 3);
+        if (i < 6) o.recipe = default_recipe();
+        if (i < 6 && i % 2) {
           o.recipe.v_scale = {per_block_channel, 24, 16};
           o.recipe.k_scale = {per_thread, 128, 16};
         }
