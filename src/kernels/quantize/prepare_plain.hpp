@@ -128,7 +128,7 @@ class PlainRun {
       m.padded = f.padded;
       if (role == Role::v) {
         m.mean = at<float>(call_.workspace, call_.layout.channel_scale);
-        m.limit = code_limit(code_kind(f.format));
+        m.limit = formats::E4m3::max;  // two_passes() knows no other
       } else {
         m.mean = at<float>(call_.workspace, call_.part(role).mean);
       }
