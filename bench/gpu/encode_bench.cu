@@ -282,7 +282,6 @@ struct MeanKernels {
     };
     kernels::MeanRole& m = params.role[0];
     m.rows = kernels::rows_of(call.problem, Role::k);
-    m.heads = {0, m.rows.heads};
     m.aligned = true;
     m.sums = at(part.sums);
     m.mean = at(part.mean);
@@ -351,7 +350,7 @@ void measure(std::vector<Line>& lines, std::int64_t d) {
     const Recipe r = integer ? thread_recipe() : floating_recipe(name);
     Call call(x, r, {true, true, true, false});
     const std::int32_t planned = call.layout.heads_at_once;
-    for (const std::int32_t heads : {planned, 32, 16, 8, 6, 4, 3, 2, 1}) {
+    for (const std::int32_t heads : {planned, 32, 16, 8, 4, 2, 1}) {
       call.layout.heads_at_once = heads;
       lines.push_back({std::string("scales for Hopper, ") + name + ", " +
                            (heads == planned ? "planned: " : "") + std::to_string(heads) +

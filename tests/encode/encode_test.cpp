@@ -1,6 +1,7 @@
 // The encode kernels, emulated, against quantize() and the text of prepared.hpp.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -86,9 +87,9 @@ CaseOptions floating(unsigned i) {
   o.recipe = recipe_of(i % 2 ? Format::s8 : Format::e4m3, Format::e4m3, {per_token, 128, 16},
                        {per_thread, 64, 16}, {per_channel, 128, 16});
   o.recipe.smooth_k = i % 4 ? Toggle::on : Toggle::off;
-  o.heads_kv = 1 + static_cast<int>(i % 3);
+  o.heads_kv = 1 << i % 3;
   o.heads_q = o.heads_kv * (1 + static_cast<int>(i % 2));
-  o.heads_at_once = 1 + static_cast<int>(i / 2 % 2);
+  o.heads_at_once = i / 2 % 2 ? std::max(o.heads_kv / 2, 1) : 1;
   o.dot_mean = o.recipe.smooth_k == Toggle::on && i % 3 == 1;
   return o;
 }
@@ -117,7 +118,6 @@ TEST(Encode, FloatingValuesWithNanAndInf) {
   }
 }
 
-/// Heads a few at a time, of which those of the last turn are fewer.
 TEST(Encode, TwoPassesOverAFewHeadsAtATime) {
   for (unsigned i = 0; i < 12; ++i) {
     SCOPED_TRACE(i);
@@ -126,9 +126,9 @@ TEST(Encode, TwoPassesOverAFewHeadsAtATime) {
     if (o.storage == Storage::unaligned) o.storage = Storage::dense;
     o.recipe = default_recipe();
     o.recipe.k_scale = o.recipe.v_scale = {per_thread, 64, 16};
-    o.heads_kv = 3;
-    o.heads_q = i % 2 ? 6 : 3;
-    o.heads_at_once = 2;
+    o.heads_kv = 4;
+    o.heads_q = i % 2 ? 8 : 4;
+    o.heads_at_once = i % 4 > 1 ? 1 : 2;
     o.dot_mean = i % 3 == 1;
     check_case(o);
     if (HasFailure()) return;

@@ -32,11 +32,6 @@ QATTN_DEVICE int sequence_of_tile(const tile::Rows& r, std::int64_t tile) {
   return divide(tile, (r.max_length + 63) / 64);
 }
 
-/// Heads that a launch serves.
-struct HeadRange {
-  std::int32_t first = 0, count = 0;
-};
-
 /// One tile of 64 slots of one head.
 struct TilePlace {
   int b = 0, head = 0;

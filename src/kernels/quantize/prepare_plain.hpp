@@ -1,5 +1,4 @@
-// The launches of the plain path: where tokens of K or V are read twice, so many heads at a time as
-// the L2 keeps from the first time to the second.
+// The launch of the plain path.
 #pragma once
 
 #include <algorithm>
@@ -42,16 +41,22 @@ class PlainRun {
     if (any_ == nullptr) return {};
     const bool twice = reads_twice(Role::k) || reads_twice(Role::v);
     const auto all = static_cast<std::int32_t>(call_.problem.heads_kv);
-    const std::int32_t step = twice ? call_.layout.heads_at_once : all;
-    for (std::int32_t first = 0; first < all; first += step) {
-      const HeadRange heads{first, std::min(step, all - first)};
-      if (twice) {
-        if (LaunchError e = first_pass(heads); !e.empty()) return e;
-        if (LaunchError e = finish(heads); !e.empty()) return e;
-      }
-      if (LaunchError e = encode(heads); !e.empty()) return e;
+    const std::int32_t heads = twice ? call_.layout.heads_at_once : all;
+    params_.turns = all / heads;
+    std::int64_t blocks = 0;
+    for (const Role role : {Role::q, Role::k, Role::v}) {
+      const int i = static_cast<int>(role);
+      if (!has_[i]) continue;
+      params_.heads[i] = role == Role::q ? heads * static_cast<int>(call_.problem.group()) : heads;
+      const std::int64_t count = call_.part(role).slots / slot_tile * params_.heads[i];
+      params_.blocks[i] = static_cast<std::int32_t>(count);
+      if (reads_twice(role)) add_first_pass(role);
+      blocks += params_.turns * count * (reads_twice(role) ? 2 : 1);
     }
-    return {};
+    // launch() sees to it that there are fewer than 2^31.
+    return any_->tensor.format == Format::bf16
+               ? launch_plain<isa::Element::bf16>(params_, any_->padded, blocks, launches_)
+               : launch_plain<isa::Element::f16>(params_, any_->padded, blocks, launches_);
   }
 
  private:
@@ -82,75 +87,12 @@ class PlainRun {
     }
   }
 
-  /// Heads of K and V, and those of Q that belong to them.
-  std::int64_t select(HeadRange heads, bool (&wanted)[3], PlainParams& params) const {
-    std::int64_t blocks = 0;
-    for (const Role role : {Role::q, Role::k, Role::v}) {
-      const int i = static_cast<int>(role);
-      const auto group = role == Role::q ? static_cast<std::int32_t>(call_.problem.group()) : 1;
-      params.heads[i] = {heads.first * group, heads.count * group};
-      const std::int64_t count =
-          wanted[i] ? call_.part(role).slots / slot_tile * params.heads[i].count : 0;
-      params.blocks[i] = static_cast<std::int32_t>(count);
-      blocks += count;  // launch() sees to it that this is below 2^31
-    }
-    return blocks;
-  }
-
-  LaunchError launch(const PlainParams& params, std::int64_t blocks) {
-    return any_->tensor.format == Format::bf16
-               ? launch_plain<isa::Element::bf16>(params, any_->padded, blocks, launches_)
-               : launch_plain<isa::Element::f16>(params, any_->padded, blocks, launches_);
-  }
-
-  LaunchError first_pass(HeadRange heads) {
-    PlainParams params = params_;
-    params.first_pass = true;
-    bool wanted[3] = {false, reads_twice(Role::k), reads_twice(Role::v)};
-    for (const Role role : {Role::k, Role::v}) {
-      params.sums[static_cast<int>(role)] = at<float>(call_.workspace, call_.part(role).sums);
-    }
-    const std::int64_t blocks = select(heads, wanted, params);
-    return launch(params, blocks);
-  }
-
-  LaunchError finish(HeadRange heads) {
-    MeanParams params;
-    std::int64_t blocks = 0;
-    for (const Role role : {Role::k, Role::v}) {
-      if (!reads_twice(role)) continue;
-      const Facts& f = call_.facts[static_cast<std::size_t>(role)];
-      MeanRole& m = params.role[role == Role::v ? 1 : 0];
-      m.rows = call_.rows[static_cast<int>(role)];
-      m.heads = heads;
-      m.sums = at<float>(call_.workspace, call_.part(role).sums);
-      m.tiles = call_.part(role).slots / slot_tile;
-      m.padded = f.padded;
-      if (role == Role::v) {
-        m.mean = at<float>(call_.workspace, call_.layout.channel_scale);
-        m.limit = formats::E4m3::max;  // two_passes() knows no other
-      } else {
-        m.mean = at<float>(call_.workspace, call_.part(role).mean);
-      }
-      const std::int64_t units = std::int64_t{m.rows.batches} * heads.count;
-      blocks = std::max(blocks, FinishMeans::blocks(units, m.padded));
-    }
-    return launches_.launch<FinishMeans>(params, blocks, 2);
-  }
-
-  LaunchError encode(HeadRange heads) {
-    PlainParams params = params_;
-    const std::int64_t blocks = select(heads, has_, params);
-    // Blocks that run while the first pass is finished: about a wave of an H200. More would take
-    // from the L2 what that pass left there. Those that need its results could only wait.
-    constexpr std::int32_t wave = 1024;
-    const bool waits = params.row[0].mean != nullptr;
-    if ((params.row[1].mean != nullptr || reads_twice(Role::v)) && !waits) {
-      const std::int32_t free =
-          reads_twice(Role::v) ? params.blocks[0] : std::max(params.blocks[0], params.blocks[2]);
-      params.lead = std::min(wave, free);
-    }
-    return launch(params, blocks);
+  void add_first_pass(Role role) {
+    const int i = static_cast<int>(role);
+    params_.twice[i] = true;
+    params_.sums[i] = at<float>(call_.workspace, call_.part(role).sums);
+    params_.result[i] = call_.first_pass_result(role);
+    params_.done[i] = at<std::uint32_t>(call_.workspace, call_.part(role).done);
   }
 
   const Call& call_;
