@@ -344,19 +344,11 @@ void measure(std::vector<Line>& lines, std::int64_t d) {
   time("V alone", default_recipe(false), {false, false, true, false}, 3 * n);
   time("int8_full with smooth_q", smooth_q_recipe(), {true, true, true, false}, 13 * n);
   time("Q per warp, K per 128 tokens", coarse_recipe(), {true, true, true, false}, 13 * n);
-  // What the Hopper kernel asks for, and how many heads a first and a second pass are made over.
   for (const char* name : {"int8_full", "int8_fp8", "fp8"}) {
     const bool integer = name == std::string("int8_full");
     const Recipe r = integer ? thread_recipe() : floating_recipe(name);
-    Call call(x, r, {true, true, true, false});
-    const std::int32_t planned = call.layout.heads_at_once;
-    for (const std::int32_t heads : {planned, 32, 16, 8, 4, 2, 1}) {
-      call.layout.heads_at_once = heads;
-      lines.push_back({std::string("scales for Hopper, ") + name + ", " +
-                           (heads == planned ? "planned: " : "") + std::to_string(heads) +
-                           " heads at once",
-                       d, median_ms([&] { call.run(); }), (integer ? 11 : 13) * n});
-    }
+    time((std::string("scales for Hopper: ") + name).c_str(), r, {true, true, true, false},
+         (integer ? 11 : 13) * n);
   }
   void* copy = nullptr;
   check(cudaMalloc(&copy, static_cast<std::size_t>(x.shape.elements()) * 2), "cudaMalloc");

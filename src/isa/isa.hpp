@@ -25,12 +25,6 @@
 //     uint32 atomic_max_shared(SharedAddress, uint32), atomic_add_shared: the old value
 //     uint32 atomic_max_global(uint32*, uint32), atomic_or_global, atomic_add_global
 //     uint64 atomic_add_global(uint64*, uint64)
-//     uint32 signal_global(uint32*, uint32)   adds, and gives the old value. Between blocks: what
-//        the thread, and before a sync_threads() its block, did comes before it; what others did
-//        before their signals to that word comes before what the thread does next
-//     void await_global(const uint32*, uint32)   until signals have made the word that value; what
-//        came before them comes before what follows. Only for signals of blocks with lower x in a
-//        grid of one dimension, which GPUs start earlier
 //
 //   Order
 //     void sync_threads()                             all threads of the block

@@ -263,7 +263,6 @@ std::string Case::prepare() {
     return why;
   }
   layout = kernels::plan_prepare(*problem, o_.recipe, needs);
-  if (o_.heads_at_once > 0) layout.heads_at_once = o_.heads_at_once;
   workspace_.assign(layout.bytes + 64, 0xcd);  // what nobody writes shows
   const auto base = reinterpret_cast<std::uintptr_t>(workspace_.data());
   void* workspace = workspace_.data() + (64 - base % 64) % 64;

@@ -25,7 +25,6 @@ struct CaseOptions {
   float shift = 0.5f;  ///< mean of the values
   Recipe recipe;       ///< resolved
   bool dot_mean = false;
-  int heads_at_once = 0;  ///< of two passes; 0: as planned
   std::uint32_t seed = 1;
   /// Tokens of all sequences and heads that hold NaN (even) or Inf (odd), by role.
   std::array<std::vector<std::int64_t>, 3> bad;

@@ -83,20 +83,6 @@ QATTN_DEVICE std::uint32_t atomic_add_global(std::uint32_t* p, std::uint32_t v) 
 QATTN_DEVICE std::uint64_t atomic_add_global(std::uint64_t* p, std::uint64_t v) {
   return atomicAdd(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(v));
 }
-QATTN_DEVICE std::uint32_t signal_global(std::uint32_t* p, std::uint32_t v) {
-  __threadfence();
-  const std::uint32_t old = atomicAdd(p, v);
-  __threadfence();
-  return old;
-}
-QATTN_DEVICE void await_global(const std::uint32_t* p, std::uint32_t value) {
-  for (;;) {
-    std::uint32_t seen;
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(seen) : "l"(p) : "memory");
-    if (seen == value) return;
-    __nanosleep(64);
-  }
-}
 
 // ---- Order -------------------------------------------------------------------------------------
 

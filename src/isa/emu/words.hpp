@@ -1,6 +1,5 @@
 // The vocabulary, emulated. Meanings: isa.hpp.
 #pragma once
 
-#include "isa/emu/words_grid.hpp"
 #include "isa/emu/words_sm80.hpp"
 #include "isa/emu/words_sm90.hpp"

@@ -7,9 +7,8 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 struct ClearParams {
-  static constexpr int areas = 7;  ///< maxima by Role; of K and V what ends their first pass
-  std::uint32_t* words[areas] = {};
-  std::int64_t counts[areas] = {};
+  std::uint32_t* words[3] = {};
+  std::int64_t counts[3] = {};
   std::uint64_t* saturated = nullptr;  ///< three counters
   std::int64_t saturated_stride = 0;
 };
@@ -24,7 +23,7 @@ struct ClearWords {
     isa::grid_dependency_wait();
     const std::int64_t step = std::int64_t{isa::grid().x} * threads;
     const std::int64_t mine = std::int64_t{isa::block().x} * threads + isa::thread();
-    for (int n = 0; n < Params::areas; ++n) {
+    for (int n = 0; n < 3; ++n) {
       for (std::int64_t i = mine; i < p.counts[n]; i += step) {
         isa::store_global(p.words[n] + i, 0u);
       }

@@ -165,9 +165,13 @@ QATTN_DEVICE float code_factor(bool usable, float scale) {
   return usable && formats::is_finite(scale) ? formats::reciprocal(scale) : 0.0f;
 }
 
-/// Scales and flags of 64 rows of Q or K, by one warp.
-QATTN_DEVICE void store_row_scales(const PreparedRows& out, const TilePlace& p, const RowPair& r) {
-  const std::int64_t slot = p.head * out.slots + p.tile * slot_tile;
+/// Slot of a tile's first row.
+QATTN_DEVICE std::int64_t slot_of(const PreparedRows& out, int head, std::int64_t tile) {
+  return head * out.slots + tile * slot_tile;
+}
+
+/// Scales and flags of 64 rows of Q or K, the first in this slot, by one warp.
+QATTN_DEVICE void store_row_scales(const PreparedRows& out, std::int64_t slot, const RowPair& r) {
   bool bad = false;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

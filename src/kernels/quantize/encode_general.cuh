@@ -244,7 +244,7 @@ struct EncodeGeneral : GeneralTile<Channels> {
 
   static QATTN_DEVICE void store_tables(const Work& w, const RowPair& r) {
     if (!w.is_value()) {
-      store_row_scales(w.role.out, w.place, r);
+      store_row_scales(w.role.out, slot_of(w.role.out, w.place.head, w.place.tile), r);
       return;
     }
     const bool token = w.role.grouping.by_token();

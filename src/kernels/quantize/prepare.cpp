@@ -35,18 +35,6 @@ LaunchError clear(const Call& call, Launches& launches) {
     c.counts[i] = maxima_words(call.facts[static_cast<std::size_t>(i)], call.rows[i], groups);
     words += c.counts[i];
   }
-  int area = 3;
-  const std::int64_t units = call.problem.batch * call.problem.heads_kv;
-  for (const Role role : {Role::k, Role::v}) {
-    if (!call.reads_twice(role)) continue;
-    // Of sequences without tokens nobody makes them.
-    c.words[area] = reinterpret_cast<std::uint32_t*>(call.first_pass_result(role));
-    c.counts[area] = units * call.facts[static_cast<std::size_t>(role)].padded;
-    words += c.counts[area++];
-    c.words[area] = at<std::uint32_t>(call.workspace, call.part(role).done);
-    c.counts[area] = units;
-    words += c.counts[area++];
-  }
   const TensorView& s = call.problem.tensors.saturated;
   if (s.present()) {
     c.saturated = static_cast<std::uint64_t*>(s.data);
@@ -266,26 +254,6 @@ std::int64_t channel_block(const Problem& p, const Recipe& recipe, const Prepare
   return pages ? std::gcd<std::int64_t>(f.scaling.block, p.page_size) : f.scaling.block;
 }
 
-namespace {
-
-/// How many heads of K and V the plain path reads for the second time while they are in the L2.
-std::int32_t heads_at_once(const Problem& p, const Recipe& recipe, const PrepareNeeds& needs) {
-  // Beside them the codes of all three and the tokens of Q pass through that L2, of 50 MB.
-  constexpr std::int64_t resident = 16 << 20;
-  const auto all = std::max(static_cast<std::int32_t>(p.heads_kv), 1);
-  std::int64_t head = 0;
-  for (const Facts& f : all_facts(p, recipe, needs)) {
-    if (f.role == Role::q || !f.wanted || !two_passes(p, recipe, f)) continue;
-    head += (p.varlen_k ? p.tokens_k : p.batch * p.max_k) * f.channels * 2;
-  }
-  if (head * all <= 2 * resident) return all;
-  std::int32_t heads = std::clamp(static_cast<std::int32_t>(resident / head), 1, all);
-  while (all % heads != 0) --heads;
-  return heads;
-}
-
-}  // namespace
-
 PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const PrepareNeeds& needs) {
   PrepareLayout layout;
   layout.needs = needs;
@@ -323,16 +291,15 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
       part.mean_blocks = tile::block_count(r, recipe.q_scale.block);
       part.mean = memory.take(f.heads * part.mean_blocks * f.padded * 4);
     }
-    if (f.wanted && f.role != Role::q && two_passes(p, recipe, f)) {
-      part.done = memory.take(p.batch * f.heads * 4);
-      if (f.role == Role::v) part.sums = memory.take(tiles * f.padded * 4);
+    if (f.wanted && f.role == Role::v && scales_channels(recipe, f)) {
+      part.sums = memory.take(tiles * f.padded * 4);
     }
     if (mean) {
       part.mean = memory.take(p.batch * f.heads * f.padded * 4);
       if (!given_mean(p, f.role).present()) part.sums = memory.take(tiles * f.padded * 4);
     }
   }
-  layout.heads_at_once = heads_at_once(p, recipe, needs);
+  layout.multiprocessors = isa::multiprocessors();
   layout.bytes = memory.total();
   return layout;
 }

@@ -24,7 +24,6 @@ struct PrepareLayout {
     std::size_t codes = none, scale = none, flags = none, dot_mean = none;
     std::size_t mean = none;
     std::size_t sums = none;    ///< of 64 rows, for the mean of K or V; or maxima of V
-    std::size_t done = none;    ///< tiles of a sequence's head that have been read once
     std::size_t maxima = none;  ///< bits of max |x| of groups larger than a tile
     std::int64_t slots = 0;
     std::int64_t groups = 0;       ///< maxima: groups per head, all sequences
@@ -34,7 +33,7 @@ struct PrepareLayout {
   Part part[3];                      ///< by Role; V's `codes` are its tiles
   std::size_t channel_scale = none;  ///< of V
   std::int64_t channel_groups = 0, channel_block = 0;
-  std::int32_t heads_at_once = 1;  ///< a divisor of those of K; where tokens are read twice
+  std::int32_t multiprocessors = 1;
   std::size_t bytes = 0;
   std::uint32_t* error = nullptr;  ///< of the device; asked for when a plan is made
 };

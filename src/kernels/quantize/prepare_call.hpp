@@ -59,11 +59,6 @@ struct Call {
   }
   const float* mean(Role role) const { return at<const float>(workspace, part(role).mean); }
 
-  /// Where the first pass over K or V puts K's mean or V's scales.
-  float* first_pass_result(Role role) const {
-    return at<float>(workspace, role == Role::v ? layout.channel_scale : part(role).mean);
-  }
-
   PreparedRows prepared_rows(Role role) const {
     const PrepareLayout::Part& p = part(role);
     return {at<std::uint8_t>(workspace, p.codes),

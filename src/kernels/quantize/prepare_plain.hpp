@@ -1,26 +1,35 @@
-// The launch of the plain path.
+// The launches of the plain path.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 
 #include "kernels/quantize/prepare_call.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
+/// As many blocks as run at a time: each serves many tiles.
+template <isa::Element Input, int Channels>
+LaunchError launch_plain(const PlainParams& params, int multiprocessors, Launches& launches) {
+  using Kernel = EncodePlain<Input, Channels>;
+  const int most = multiprocessors * Kernel::min_blocks;
+  return launches.launch<Kernel>(params, std::min(params.tiles, most));
+}
+
 template <isa::Element Input>
-LaunchError launch_plain(const PlainParams& params, int padded, std::int64_t blocks,
+LaunchError launch_plain(const PlainParams& params, int padded, int multiprocessors,
                          Launches& launches) {
   switch (padded) {
     case 64:
-      return launches.launch<EncodePlain<Input, 64>>(params, blocks);
+      return launch_plain<Input, 64>(params, multiprocessors, launches);
     case 96:
-      return launches.launch<EncodePlain<Input, 96>>(params, blocks);
+      return launch_plain<Input, 96>(params, multiprocessors, launches);
     case 128:
-      return launches.launch<EncodePlain<Input, 128>>(params, blocks);
+      return launch_plain<Input, 128>(params, multiprocessors, launches);
     default:
-      return launches.launch<EncodePlain<Input, 256>>(params, blocks);
+      return launch_plain<Input, 256>(params, multiprocessors, launches);
   }
 }
 
@@ -39,24 +48,11 @@ class PlainRun {
 
   LaunchError run() {
     if (any_ == nullptr) return {};
-    const bool twice = reads_twice(Role::k) || reads_twice(Role::v);
-    const auto all = static_cast<std::int32_t>(call_.problem.heads_kv);
-    const std::int32_t heads = twice ? call_.layout.heads_at_once : all;
-    params_.turns = all / heads;
-    std::int64_t blocks = 0;
-    for (const Role role : {Role::q, Role::k, Role::v}) {
-      const int i = static_cast<int>(role);
-      if (!has_[i]) continue;
-      params_.heads[i] = role == Role::q ? heads * static_cast<int>(call_.problem.group()) : heads;
-      const std::int64_t count = call_.part(role).slots / slot_tile * params_.heads[i];
-      params_.blocks[i] = static_cast<std::int32_t>(count);
-      if (reads_twice(role)) add_first_pass(role);
-      blocks += params_.turns * count * (reads_twice(role) ? 2 : 1);
+    if (reads_twice(Role::k) || reads_twice(Role::v)) {
+      if (LaunchError e = first_pass(); !e.empty()) return e;
+      if (LaunchError e = finish(); !e.empty()) return e;
     }
-    // launch() sees to it that there are fewer than 2^31.
-    return any_->tensor.format == Format::bf16
-               ? launch_plain<isa::Element::bf16>(params_, any_->padded, blocks, launches_)
-               : launch_plain<isa::Element::f16>(params_, any_->padded, blocks, launches_);
+    return encode();
   }
 
  private:
@@ -87,12 +83,65 @@ class PlainRun {
     }
   }
 
-  void add_first_pass(Role role) {
-    const int i = static_cast<int>(role);
-    params_.twice[i] = true;
-    params_.sums[i] = at<float>(call_.workspace, call_.part(role).sums);
-    params_.result[i] = call_.first_pass_result(role);
-    params_.done[i] = at<std::uint32_t>(call_.workspace, call_.part(role).done);
+  LaunchError launch(PlainParams& params, const bool (&wanted)[3]) {
+    std::int64_t tiles = 0;
+    for (const Role role : {Role::q, Role::k, Role::v}) {
+      const int i = static_cast<int>(role);
+      if (!wanted[i]) continue;
+      params.count[i] = static_cast<std::int32_t>(call_.blocks(role));
+      tiles += call_.blocks(role);
+    }
+    if (tiles > 0x7fffffff) return "prepare: " + std::to_string(tiles) + " tiles are over 2^31";
+    params.tiles = static_cast<std::int32_t>(tiles);
+    // Blocks that run while the first pass is finished. More would take from the L2 what that pass
+    // left there. Those that need its results could only wait.
+    constexpr std::int32_t meanwhile = 1024;
+    const bool twice = reads_twice(Role::k) || reads_twice(Role::v);
+    if (twice && !params.first_pass && params.row[0].mean == nullptr) {
+      params.lead = std::min(meanwhile, params.count[0]);
+    }
+    const int multiprocessors = call_.layout.multiprocessors;
+    return any_->tensor.format == Format::bf16
+               ? launch_plain<isa::Element::bf16>(params, any_->padded, multiprocessors, launches_)
+               : launch_plain<isa::Element::f16>(params, any_->padded, multiprocessors, launches_);
+  }
+
+  LaunchError first_pass() {
+    PlainParams params = params_;
+    params.first_pass = true;
+    const bool wanted[3] = {false, reads_twice(Role::k), reads_twice(Role::v)};
+    for (const Role role : {Role::k, Role::v}) {
+      params.sums[static_cast<int>(role)] = at<float>(call_.workspace, call_.part(role).sums);
+    }
+    return launch(params, wanted);
+  }
+
+  LaunchError finish() {
+    MeanParams params;
+    std::int64_t blocks = 0;
+    for (const Role role : {Role::k, Role::v}) {
+      if (!reads_twice(role)) continue;
+      const Facts& f = call_.facts[static_cast<std::size_t>(role)];
+      MeanRole& m = params.role[role == Role::v ? 1 : 0];
+      m.rows = call_.rows[static_cast<int>(role)];
+      m.sums = at<float>(call_.workspace, call_.part(role).sums);
+      m.tiles = call_.part(role).slots / slot_tile;
+      m.padded = f.padded;
+      if (role == Role::v) {
+        m.mean = at<float>(call_.workspace, call_.layout.channel_scale);
+        m.limit = formats::E4m3::max;  // two_passes() knows no other
+      } else {
+        m.mean = at<float>(call_.workspace, call_.part(role).mean);
+      }
+      const std::int64_t units = std::int64_t{m.rows.batches} * m.rows.heads;
+      blocks = std::max(blocks, FinishMeans::blocks(units, m.padded));
+    }
+    return launches_.launch<FinishMeans>(params, blocks, 2);
+  }
+
+  LaunchError encode() {
+    PlainParams params = params_;
+    return launch(params, has_);
   }
 
   const Call& call_;
