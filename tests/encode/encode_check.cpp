@@ -110,8 +110,8 @@ bool by_token(const Case& c) {
 }
 
 /// Do tokens with the same (key % 8) / 2 of the tile have different scales? `count`: at least 7.
-bool is_mixed(const Case& c, const Truth& truth, std::int64_t b, std::int64_t h, std::int64_t first,
-              int count) {
+bool is_mixed(const Case& c, const Truth& truth, std::int64_t b, std::int64_t h,
+              std::int64_t first, int count) {
   for (int j = 0; j < count; ++j) {
     const std::int64_t s = first + j, shared = first + j % 8 / 2 * 2;
     if (truth.bad(s) || truth.bad(shared)) continue;

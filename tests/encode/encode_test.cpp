@@ -78,7 +78,7 @@ TEST(Encode, PlainPathOverStoragesAndSizes) {
 }
 
 /// What the Hopper kernels ask for, with V in e4m3, in 16 bits of any storage that is aligned, with
-/// grouped heads; with more tiles, too, than blocks run at a time.
+/// grouped heads.
 CaseOptions floating(unsigned i) {
   CaseOptions o = shaped(i);
   if (o.input == Format::f32) o.input = i % 2 ? Format::f16 : Format::bf16;
@@ -295,6 +295,30 @@ TEST(Encode, GivenCodes) {
     if (i % 3 == 1 && o.input == Format::f32) o.input = Format::f16;
     check_case(o);
     if (HasFailure()) return;
+  }
+}
+
+/// Attention kernels load, and forget, what lies in the 64 slots behind a sequence's last tile.
+TEST(Encode, SlotsWithoutTokensHaveScalesAndTables) {
+  for (const bool plain : {true, false}) {
+    CaseOptions o = shaped(0);
+    o.storage = Storage::dense;
+    o.input = plain ? Format::bf16 : Format::f32;
+    o.lengths = {1, 300, 64};
+    o.used = true;
+    o.recipe = default_recipe();
+    Case c(o);
+    ASSERT_EQ(c.is_plain(Role::v), plain);
+    ASSERT_EQ(c.prepare(), "");
+    const kernels::TileOffsets at = kernels::tile_offsets(c.out.v.channels);
+    const std::int64_t tiles = c.out.k.slots / 64, each = tiles / 3;
+    for (std::int64_t tile = 0; tile <= o.heads_kv * tiles; ++tile) {
+      const std::int64_t in = tile % tiles;
+      if (tile < o.heads_kv * tiles && in % each * 64 < c.length(in / each)) continue;
+      const std::uint8_t* record = c.out.v.tiles + tile * at.bytes;
+      for (int i = 0; i < 64; ++i) EXPECT_EQ(c.out.k.scale[tile * 64 + i], 0.0f) << tile;
+      for (int i = c.out.v.channels * 64; i < at.bytes; ++i) EXPECT_EQ(record[i], 0) << tile;
+    }
   }
 }
 

@@ -11,12 +11,14 @@ template <isa::Element Input, int Channels>
 struct FirstPass : PlainTile<Input, Channels> {
   using Tile = PlainTile<Input, Channels>;
   using Tile::chunk, Tile::clean_values, Tile::first_key, Tile::image_at, Tile::key_step;
-  using Tile::find_value_scales, Tile::pair, Tile::row_stride, Tile::threads, Tile::unpack;
+  using Tile::load, Tile::load_values, Tile::pair, Tile::row_stride, Tile::threads, Tile::unpack;
   static_assert(threads == Channels);
 
-  /// Sums of K's channels over a tile, row by row; rows behind the end are zeros, which change
-  /// nothing. A thread adds up two channels.
-  static QATTN_DEVICE void sum_rows(float* sums, SharedAddress shared, const Words4 (&raw)[8]) {
+  /// Sums of K's channels over a tile, row by row. A thread adds up two channels.
+  static QATTN_DEVICE void sum_rows(const tile::Rows& r, const TilePlace& p, float* sums,
+                                    SharedAddress shared) {
+    Words4 raw[8];
+    load(r, p, shared, raw);  // rows behind the end are zeros, which change no sum
     const SharedAddress rows = shared + image_at;
     const SharedAddress mine = rows + first_key() * row_stride + chunk() * 16;
 #pragma unroll
@@ -36,9 +38,10 @@ struct FirstPass : PlainTile<Input, Channels> {
   }
 
   /// Maxima of V's channels over a tile, bad tokens left out.
-  static QATTN_DEVICE void find_maxima(const PlainParams& params, const PlainPlace& p,
-                                       float* maxima, SharedAddress shared, Words4 (&raw)[8]) {
-    find_value_scales(params, p, shared, raw);
+  static QATTN_DEVICE void find_maxima(const PlainParams& params, const TilePlace& p, float* maxima,
+                                       SharedAddress shared) {
+    Words4 raw[8];
+    load_values(params, p, shared, raw);
     isa::sync_threads();
     float factor[8];
     clean_values(shared, raw, factor);
@@ -70,14 +73,15 @@ struct FirstPass : PlainTile<Input, Channels> {
     isa::store_global(maxima + isa::thread(), formats::float_of(top));
   }
 
-  static QATTN_DEVICE void run(const PlainParams& params, const PlainPlace& p, SharedAddress shared,
-                               Words4 (&raw)[8]) {
-    const std::int64_t tiles = params.count[p.role] / params.rows(p.role).heads;
-    float* sums = params.sums[p.role] + (p.head * tiles + p.tile) * Channels;
-    if (p.role == 1) {
-      sum_rows(sums, shared, raw);
+  static QATTN_DEVICE void run(const PlainParams& params, int role, const TilePlace& p,
+                               SharedAddress shared) {
+    const tile::Rows& r = params.rows(role);
+    const std::int64_t tiles = params.blocks[role] / r.heads;
+    float* sums = params.sums[role] + (p.head * tiles + p.tile) * Channels;
+    if (role == 1) {
+      sum_rows(r, p, sums, shared);
     } else {
-      find_maxima(params, p, sums, shared, raw);
+      find_maxima(params, p, sums, shared);
     }
   }
 };

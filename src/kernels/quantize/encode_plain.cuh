@@ -1,7 +1,6 @@
 // Encoding without detours: 16-bit rows in 16-byte pieces to s8 or e4m3 with a scale per token or
-// per tile of 64, V in s8 per token and in e4m3 per channel, K less its mean; Q, K and V in one
-// launch. The same kernel makes the pass before it for K's mean and V's scales. A block serves many
-// tiles and loads the next one while it encodes one.
+// per tile of 64, V in s8 per token and in e4m3 per channel, K less its mean. One block a tile; Q,
+// K and V in one launch. The same kernel makes the pass before it for K's mean and V's scales.
 #pragma once
 
 #include "kernels/quantize/encode_first.cuh"
@@ -15,12 +14,12 @@ struct EncodePlain : FirstPass<Input, Channels> {
   using Tile = PlainTile<Input, Channels>;
   using First = FirstPass<Input, Channels>;
   using Tile::chunk, Tile::chunks, Tile::clean_values, Tile::factor_of, Tile::find_scales;
-  using Tile::find_value_scales, Tile::first_key, Tile::image_at, Tile::key_step, Tile::load_mean;
-  using Tile::magnitude, Tile::pair, Tile::start, Tile::stride, Tile::take, Tile::threads;
+  using Tile::first_key, Tile::image_at, Tile::key_step, Tile::load, Tile::load_mean;
+  using Tile::load_values, Tile::magnitude, Tile::pair, Tile::stride, Tile::threads;
   using Tile::unpack, Tile::word_at;
   static constexpr bool dependent = true;
 
-  static QATTN_DEVICE void store_dots(const PlainRows& q, const PlainPlace& p,
+  static QATTN_DEVICE void store_dots(const PlainRows& q, const TilePlace& p,
                                       SharedAddress shared) {
     for (int row = isa::thread(); row < slot_tile; row += threads) {
       float sum = 0.0f;
@@ -30,7 +29,7 @@ struct EncodePlain : FirstPass<Input, Channels> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum = formats::add_rn(sum, formats::float_of(w.w[i]));
       }
-      isa::store_global(q.out.dot_mean + slot_of(q.out, p.head, p.tile) + row, sum);
+      isa::store_global(q.out.dot_mean + slot_of(q.out, p) + row, sum);
     }
   }
 
@@ -41,10 +40,10 @@ struct EncodePlain : FirstPass<Input, Channels> {
   }
 
   template <bool E4m3>
-  static QATTN_DEVICE void encode_rows(const PlainRows& row, const PlainPlace& p,
+  static QATTN_DEVICE void encode_rows(const PlainRows& row, const TilePlace& p,
                                        SharedAddress shared, const Words4 (&raw)[8],
                                        const float (&mean)[8]) {
-    const std::int64_t slot = slot_of(row.out, p.head, p.tile) + first_key();
+    const std::int64_t slot = slot_of(row.out, p) + first_key();
     std::uint8_t* out = row.out.codes + slot * Channels + chunk() * chunk_channels;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -75,8 +74,10 @@ struct EncodePlain : FirstPass<Input, Channels> {
     }
   }
 
-  static QATTN_DEVICE void run_rows(const PlainRows& row, const PlainPlace& p, bool e4m3, bool dots,
-                                    SharedAddress shared, const Words4 (&raw)[8]) {
+  static QATTN_DEVICE void run_rows(const PlainRows& row, const TilePlace& p, bool e4m3, bool dots,
+                                    SharedAddress shared) {
+    Words4 raw[8];
+    load(row.rows, p, shared, raw);
     float mean[8] = {};
     const bool has_mean = row.mean != nullptr;
     if (has_mean) {
@@ -108,8 +109,8 @@ struct EncodePlain : FirstPass<Input, Channels> {
     isa::sync_threads();
     if (isa::warp() == 0) {
       const RowPair r =
-          find_scales(shared, p.count, row.shared, e4m3 ? formats::E4m3::max : formats::S8::max);
-      store_row_scales(row.out, slot_of(row.out, p.head, p.tile), r);
+          find_scales(shared, p.count(), row.shared, e4m3 ? formats::E4m3::max : formats::S8::max);
+      store_row_scales(row.out, p, r);
     }
     if (dots) store_dots(row, p, shared);
     isa::sync_threads();
@@ -143,12 +144,11 @@ struct EncodePlain : FirstPass<Input, Channels> {
   }
 
   template <bool E4m3>
-  static QATTN_DEVICE void run_values(const PlainParams& params, const PlainPlace& p,
-                                      SharedAddress shared, Words4 (&raw)[8]) {
-    const TileOffsets at = tile_offsets(Channels);
-    const std::int64_t index = p.head * (params.v_out.slots / slot_tile) + p.tile;
-    std::uint8_t* record = params.v_out.tiles + index * at.bytes;
-    const RowPair r = find_value_scales(params, p, shared, raw);
+  static QATTN_DEVICE void run_values(const PlainParams& params, const TilePlace& p,
+                                      SharedAddress shared) {
+    std::uint8_t* record = record_of(params.v_out, p, Channels);
+    Words4 raw[8];
+    const RowPair r = load_values(params, p, shared, raw);
     const SharedAddress image = shared + image_at;
     if (isa::warp() == 0) {
       constexpr auto kind = E4m3 ? ValueScales::floating : ValueScales::integer_token;
@@ -186,82 +186,63 @@ struct EncodePlain : FirstPass<Input, Channels> {
     store_value_image<Channels, threads>(record, image);
   }
 
-  /// Operand of a tile among those of the launch, whose number becomes the one within its operand.
-  /// What the first pass read comes from its end, which that pass left in the L2, behind so many
-  /// tiles of Q as take the time in which that pass ends.
-  static QATTN_DEVICE int role_of_tile(const Params& params, int& number) {
-    const int keys = params.count[1];
-    const int values = params.v_shared == SharedScales::channel ? params.count[2] : 0;
-    const int behind = number - params.lead, again = keys + values;
+  /// Operand of a block, whose number becomes the one within its operand. What the first pass read
+  /// comes from its end, which that pass left in the L2, behind so many blocks of Q and V as fill
+  /// the GPU while that pass ends.
+  static QATTN_DEVICE int role_of_block(const Params& params, int& block) {
+    const int keys = params.blocks[1];
+    const int values = params.v_shared == SharedScales::channel ? params.blocks[2] : 0;
+    const int behind = block - params.lead, again = keys + values;
     if (behind >= 0 && behind < again) {
-      const bool key = params.first_pass ? behind < keys : behind >= values;
-      const int before = key == params.first_pass ? 0 : params.first_pass ? keys : values;
-      const int at = behind - before;
-      number = params.first_pass ? at : (key ? keys : values) - 1 - at;
-      return key ? 1 : 2;
+      if (params.first_pass) {
+        const bool key = behind < keys;
+        block = key ? behind : behind - keys;
+        return key ? 1 : 2;
+      }
+      block = behind < values ? values - 1 - behind : again - 1 - behind;
+      return behind < values ? 2 : 1;
     }
-    if (behind >= 0) number -= again;
-    if (number < params.count[0]) return 0;
-    number -= params.count[0];
+    if (behind >= 0) block -= again;
+    if (block < params.blocks[0]) return 0;
+    block -= params.blocks[0];
     return 2;
   }
 
-  /// Finds a tile and starts loading its rows. Called by all threads.
-  static QATTN_DEVICE PlainPlace start_tile(const Params& params, int number,
-                                            SharedAddress shared) {
-    PlainPlace to;
-    to.role = role_of_tile(params, number);
-    const tile::Rows& rows = params.rows(to.role);
-    to.tile = divide(number, rows.heads);
-    to.head = number - to.tile * rows.heads;
-    const TilePlace p = find_tile(rows, to.tile, to.head, threads, shared + word_at);
-    to.b = p.b;
-    if (p.used) {
-      to.count = p.count();
-      start(rows, p, shared);
-    }
-    isa::copy_async_commit();
-    return to;
-  }
-
-  static QATTN_DEVICE void run_tile(const Params& params, const PlainPlace& p, SharedAddress shared,
-                                    Words4 (&raw)[8]) {
-    if (params.first_pass) {
-      First::run(params, p, shared, raw);
-      return;
-    }
-    const bool channels = params.v_shared == SharedScales::channel;
-    const bool reads = p.role < 2 ? params.row[p.role].mean != nullptr : channels;
-    // Only who reads a mean or V's scales needs the kernels before. The others read and write what
-    // those do not touch.
-    if (reads) isa::grid_dependency_wait();
-    if (p.role < 2) {
-      const bool dots = p.role == 0 && params.row[0].out.dot_mean != nullptr;
-      run_rows(params.row[p.role], p, params.e4m3, dots, shared, raw);
-    } else if (channels) {
-      run_values<true>(params, p, shared, raw);
+  static QATTN_DEVICE void encode(const Params& params, int role, const TilePlace& p,
+                                  SharedAddress shared) {
+    if (role < 2) {
+      const bool dots = role == 0 && params.row[0].out.dot_mean != nullptr;
+      run_rows(params.row[role], p, params.e4m3, dots, shared);
+    } else if (params.v_shared == SharedScales::channel) {
+      run_values<true>(params, p, shared);
     } else {
-      run_values<false>(params, p, shared, raw);
+      run_values<false>(params, p, shared);
     }
   }
 
   static QATTN_DEVICE void run(const Params& params) {
     isa::grid_dependency_launch();
     const SharedAddress shared = isa::shared_base();
-    int number = isa::block().x;  // there are no more blocks than tiles
-    PlainPlace next = start_tile(params, number, shared);
-    while (number < params.tiles) {
-      const PlainPlace p = next;
-      Words4 raw[8];
-      if (p.count > 0) take(shared, raw);
-      isa::sync_threads();  // the tile before and what was found out for this one share memory
-      // Behind the last there may be less than a grid to 2^31.
-      const bool more = params.tiles - number > isa::grid().x;
-      number = more ? number + isa::grid().x : params.tiles;
-      if (more) next = start_tile(params, number, shared);
-      if (p.count > 0) run_tile(params, p, shared, raw);
+    int block = isa::block().x;
+    const int role = role_of_block(params, block);
+    // Only who reads a mean or V's scales needs the kernels before. The others read and write what
+    // those do not touch, and wait when they are done, so that this kernel's end is that of the
+    // chain.
+    const bool reads =
+        role < 2 ? params.row[role].mean != nullptr : params.v_shared == SharedScales::channel;
+    if (reads && !params.first_pass) isa::grid_dependency_wait();
+    const tile::Rows& rows = params.rows(role);
+    const int tile = divide(block, rows.heads), head = block - tile * rows.heads;
+    const TilePlace p = find_tile(rows, tile, head, threads, shared + word_at);
+    if (!params.first_pass) {
+      const bool last = block == params.blocks[role] - 1;
+      role < 2 ? store_no_rows(params.row[role].out, p, last)
+               : store_no_values<Channels>(params.v_out, p, last);
     }
-    isa::grid_dependency_wait();  // so that this kernel's end is that of the chain
+    if (p.used) {
+      params.first_pass ? First::run(params, role, p, shared) : encode(params, role, p, shared);
+    }
+    isa::grid_dependency_wait();  // also behind the first: to remember it costs a register too many
   }
 };
 

@@ -28,21 +28,14 @@ struct PlainParams {
   tile::Rows v;
   PreparedTiles v_out;
   SharedScales v_shared = SharedScales::none;
-  std::int32_t count[3] = {};  ///< slot tiles of all heads, of Q, K, V
-  std::int32_t tiles = 0;      ///< their sum
-  std::int32_t lead = 0;       ///< how many of Q come before the others
-  bool e4m3 = false;           ///< codes of Q and K
+  std::int32_t blocks[3] = {};  ///< slot tiles of all heads, of Q, K, V
+  std::int32_t lead = 0;        ///< of the blocks of Q and V, how many come before the others
+  bool e4m3 = false;            ///< codes of Q and K
   /// The first of two passes: no codes, but what FinishMeans reads.
   bool first_pass = false;
   float* sums[3] = {};  ///< of K's rows; of V maxima: [heads][slot tiles][Channels]
 
   QATTN_DEVICE const tile::Rows& rows(int role) const { return role == 2 ? v : row[role].rows; }
-};
-
-/// A tile that a block works on, and what it needs to know of it behind the loads.
-struct PlainPlace {
-  int role = 0, b = 0, head = 0, tile = 0;
-  int count = 0;  ///< rows that exist
 };
 
 /// A thread holds 8 rows x 8 channels: two groups of four keys that lie side by side in V's
@@ -51,11 +44,10 @@ template <isa::Element Input, int Channels>
 struct PlainTile {
   static constexpr int chunks = Channels / chunk_channels;
   static constexpr int threads = 8 * chunks;
-  static constexpr int min_blocks = 640 / threads;
+  static constexpr int min_blocks = 768 / threads;
   static constexpr int stride = partial_stride(chunks);
   // Shared memory: maxima [64][stride], then 1 / scale [64], a word, row offsets [64], V's image
-  // (or Q's dot products [64][stride]; in the first pass K's rows, or maxima of V [8][Channels]),
-  // the rows of the tile that comes next.
+  // (or Q's dot products [64][stride]; in the first pass K's rows, or maxima of V [8][Channels]).
   static constexpr int factor_at = 4 * slot_tile * stride;
   static constexpr int word_at = factor_at + 4 * slot_tile;
   static constexpr int offsets_at = word_at + 16;
@@ -63,8 +55,8 @@ struct PlainTile {
   /// Of K's rows: four rows on, 64 bytes further in the banks.
   static constexpr int row_stride = 2 * Channels + 16;
   static constexpr int image_bytes = (chunks + 1) * image_stride, rows_bytes = 64 * row_stride;
-  static constexpr int next_at = image_at + (image_bytes > rows_bytes ? image_bytes : rows_bytes);
-  static constexpr int shared_bytes = next_at + 8 * 16 * threads;
+  static constexpr int shared_bytes =
+      image_at + (image_bytes > rows_bytes ? image_bytes : rows_bytes);
 
   static QATTN_DEVICE isa::Pair unpack(std::uint32_t w) {
     if constexpr (Input == isa::Element::bf16) {
@@ -80,42 +72,32 @@ struct PlainTile {
   static QATTN_DEVICE int first_key() { return pair() / 2 * 16 + pair() % 2 * 4; }
   static constexpr int key_step(int i) { return 8 * (i % 4 / 2) + 2 * (i / 4) + i % 2; }
 
-  /// Where a thread's rows of the next tile lie: only it reads them.
-  static QATTN_DEVICE SharedAddress next_piece(SharedAddress shared, int i) {
-    return shared + next_at + 16 * (i * threads + isa::thread());
-  }
-
-  /// Starts loading a tile's rows.
-  static QATTN_DEVICE void start(const tile::Rows& r, const TilePlace& p, SharedAddress shared) {
+  static QATTN_DEVICE void load(const tile::Rows& r, const TilePlace& p, SharedAddress shared,
+                                Words4 (&raw)[8]) {
     const int c = chunk(), count = p.count(), first = first_key();
-    const bool inside = c * chunk_channels < r.channels, paged = r.page_table != nullptr;
+    const bool inside = c * chunk_channels < r.channels;
     const auto* data = static_cast<const std::uint16_t*>(r.data) + c * chunk_channels;
-    if (paged) {
+    if (r.page_table != nullptr) {
       store_row_offsets(r, p, shared + offsets_at);
-    } else {
-      data += tile::row_offset(r, p.span, p.b, p.head, p.first + first);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const auto at =
+            isa::load_shared<std::int64_t>(shared + offsets_at + 8 * (first + key_step(i)));
+        // A page that does not exist makes its tokens bad ones: NaN in either format.
+        const std::uint32_t fill = first + key_step(i) < count && at == -1 ? 0x7fff7fffu : 0u;
+        raw[i] = Words4{{fill, fill, fill, fill}};
+        if (inside && at != -1) raw[i] = isa::load_once(reinterpret_cast<const Words4*>(data + at));
+      }
+      return;
     }
+    data += tile::row_offset(r, p.span, p.b, p.head, p.first + first);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int key = first + key_step(i);
-      std::int64_t at = key_step(i) * r.token;
-      if (paged) at = isa::load_shared<std::int64_t>(shared + offsets_at + 8 * key);
-      const bool missing = paged && at == -1;
-      const SharedAddress to = next_piece(shared, i);
-      if (inside && key < count && !missing) {
-        isa::copy_async16(to, data + at, 16);
-      } else {
-        // A page that does not exist makes its tokens bad ones: NaN in either format.
-        const std::uint32_t fill = key < count && missing ? 0x7fff7fffu : 0u;
-        isa::store_shared(to, Words4{{fill, fill, fill, fill}});
+      raw[i] = Words4{{0, 0, 0, 0}};
+      if (inside && first + key_step(i) < count) {
+        raw[i] = isa::load_once(reinterpret_cast<const Words4*>(data + key_step(i) * r.token));
       }
     }
-  }
-
-  static QATTN_DEVICE void take(SharedAddress shared, Words4 (&raw)[8]) {
-    isa::copy_async_wait<0>();
-#pragma unroll
-    for (int i = 0; i < 8; ++i) raw[i] = isa::load_shared<Words4>(next_piece(shared, i));
   }
 
   /// Bits of max |x|: sixteen-bit magnitudes are ordered like their patterns, Inf and NaN on top.
@@ -201,10 +183,11 @@ struct PlainTile {
     return isa::load_shared<float>(shared + factor_at + 4 * row);
   }
 
-  /// V's scales or whether its tokens are bad. When it returns, the first warp has them, and the
-  /// factors are in shared memory but for a barrier.
-  static QATTN_DEVICE RowPair find_value_scales(const PlainParams& params, const PlainPlace& p,
-                                                SharedAddress shared, const Words4 (&raw)[8]) {
+  /// V's rows. When it returns, the first warp has their scales, and their factors are in shared
+  /// memory but for a barrier.
+  static QATTN_DEVICE RowPair load_values(const PlainParams& params, const TilePlace& p,
+                                          SharedAddress shared, Words4 (&raw)[8]) {
+    load(params.v, p, shared, raw);
     const SharedAddress mine = shared + 4 * (first_key() * stride + chunk());
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -212,7 +195,7 @@ struct PlainTile {
     }
     isa::sync_threads();
     RowPair r{};
-    if (isa::warp() == 0) r = find_scales(shared, p.count, params.v_shared, formats::S8::max);
+    if (isa::warp() == 0) r = find_scales(shared, p.count(), params.v_shared, formats::S8::max);
     return r;
   }
 

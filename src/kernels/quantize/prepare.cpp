@@ -299,7 +299,6 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
       if (!given_mean(p, f.role).present()) part.sums = memory.take(tiles * f.padded * 4);
     }
   }
-  layout.multiprocessors = isa::multiprocessors();
   layout.bytes = memory.total();
   return layout;
 }

@@ -33,7 +33,6 @@ struct PrepareLayout {
   Part part[3];                      ///< by Role; V's `codes` are its tiles
   std::size_t channel_scale = none;  ///< of V
   std::int64_t channel_groups = 0, channel_block = 0;
-  std::int32_t multiprocessors = 1;
   std::size_t bytes = 0;
   std::uint32_t* error = nullptr;  ///< of the device; asked for when a plan is made
 };

@@ -10,26 +10,18 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// As many blocks as run at a time: each serves many tiles.
-template <isa::Element Input, int Channels>
-LaunchError launch_plain(const PlainParams& params, int multiprocessors, Launches& launches) {
-  using Kernel = EncodePlain<Input, Channels>;
-  const int most = multiprocessors * Kernel::min_blocks;
-  return launches.launch<Kernel>(params, std::min(params.tiles, most));
-}
-
 template <isa::Element Input>
-LaunchError launch_plain(const PlainParams& params, int padded, int multiprocessors,
+LaunchError launch_plain(const PlainParams& params, int padded, std::int64_t blocks,
                          Launches& launches) {
   switch (padded) {
     case 64:
-      return launch_plain<Input, 64>(params, multiprocessors, launches);
+      return launches.launch<EncodePlain<Input, 64>>(params, blocks);
     case 96:
-      return launch_plain<Input, 96>(params, multiprocessors, launches);
+      return launches.launch<EncodePlain<Input, 96>>(params, blocks);
     case 128:
-      return launch_plain<Input, 128>(params, multiprocessors, launches);
+      return launches.launch<EncodePlain<Input, 128>>(params, blocks);
     default:
-      return launch_plain<Input, 256>(params, multiprocessors, launches);
+      return launches.launch<EncodePlain<Input, 256>>(params, blocks);
   }
 }
 
@@ -84,26 +76,25 @@ class PlainRun {
   }
 
   LaunchError launch(PlainParams& params, const bool (&wanted)[3]) {
-    std::int64_t tiles = 0;
+    std::int64_t blocks = 0;
     for (const Role role : {Role::q, Role::k, Role::v}) {
       const int i = static_cast<int>(role);
       if (!wanted[i]) continue;
-      params.count[i] = static_cast<std::int32_t>(call_.blocks(role));
-      tiles += call_.blocks(role);
+      params.blocks[i] = static_cast<std::int32_t>(call_.blocks(role));
+      blocks += call_.blocks(role);  // launch() sees to it that this is below 2^31
     }
-    if (tiles > 0x7fffffff) return "prepare: " + std::to_string(tiles) + " tiles are over 2^31";
-    params.tiles = static_cast<std::int32_t>(tiles);
-    // Blocks that run while the first pass is finished. More would take from the L2 what that pass
-    // left there. Those that need its results could only wait.
-    constexpr std::int32_t meanwhile = 1024;
-    const bool twice = reads_twice(Role::k) || reads_twice(Role::v);
-    if (twice && !params.first_pass && params.row[0].mean == nullptr) {
-      params.lead = std::min(meanwhile, params.count[0]);
+    // Blocks that run while the means are finished: about a wave of an H200. More would take from
+    // the L2 what the first pass left there. Those that need its results could only wait.
+    constexpr std::int32_t wave = 1024;
+    const bool values = reads_twice(Role::v);
+    if ((params.row[1].mean != nullptr || values) && params.row[0].mean == nullptr &&
+        !params.first_pass) {
+      const std::int32_t others = values ? 0 : params.blocks[2];
+      params.lead = std::min(wave, std::max(params.blocks[0], others));
     }
-    const int multiprocessors = call_.layout.multiprocessors;
     return any_->tensor.format == Format::bf16
-               ? launch_plain<isa::Element::bf16>(params, any_->padded, multiprocessors, launches_)
-               : launch_plain<isa::Element::f16>(params, any_->padded, multiprocessors, launches_);
+               ? launch_plain<isa::Element::bf16>(params, any_->padded, blocks, launches_)
+               : launch_plain<isa::Element::f16>(params, any_->padded, blocks, launches_);
   }
 
   LaunchError first_pass() {
