@@ -3,7 +3,8 @@
 //   encode_bench [result.json]
 // Build: nvcc -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr -cudart static -Isrc -Iinclude
 //   -gencode arch=compute_90a,code=sm_90a bench/gpu/encode_bench.cu -x cu
-//   src/kernels/quantize/prepare.cpp src/backends/cuda/device.cu libqattn.a -lgomp -ldl -o encode_bench
+//   src/kernels/quantize/prepare.cpp src/backends/cuda/device.cu libqattn.a -lgomp -ldl
+//   -o encode_bench
 #include <cuda_runtime.h>
 
 #include <algorithm>
