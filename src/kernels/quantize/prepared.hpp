@@ -67,7 +67,11 @@ struct TileOffsets {
 };
 constexpr TileOffsets tile_offsets(int channels) {
   const int log = (channels + 8) * slot_tile;
-  return {0, log, log + 4 * slot_tile, log + 8 * slot_tile, log + 8 * slot_tile + 4,
+  return {0,
+          log,
+          log + 4 * slot_tile,
+          log + 8 * slot_tile,
+          log + 8 * slot_tile + 4,
           log + 8 * slot_tile + 16};
 }
 
