@@ -3,7 +3,8 @@
 //   encode_bench [result.json]
 // Build: nvcc -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr -cudart static -Isrc -Iinclude
 //   -gencode arch=compute_90a,code=sm_90a bench/gpu/encode_bench.cu -x cu
-//   src/kernels/quantize/prepare.cpp libqattn.a -lgomp -ldl -o encode_bench
+//   src/kernels/quantize/prepare.cpp src/backends/cuda/device.cu libqattn.a -lgomp -ldl
+//   -o encode_bench
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -90,9 +91,16 @@ Recipe default_recipe(bool smooth) {
   r.smooth_q = r.smooth_v = r.rotate = Toggle::off;
   return r;
 }
-Recipe fp8_recipe() {
-  Recipe r = *recipe_named("fp8");
-  r.q_scale = r.k_scale = {Granularity::per_token, 128, 16};
+/// As the Hopper kernel asks for them.
+Recipe thread_recipe() {
+  Recipe r = default_recipe(true);
+  r.k_scale = r.v_scale = {Granularity::per_thread, 64, 16};
+  return r;
+}
+Recipe floating_recipe(const char* name) {
+  Recipe r = *recipe_named(name);
+  r.q_scale = {Granularity::per_token, 128, 16};
+  r.k_scale = {Granularity::per_thread, 64, 16};
   r.v_scale = {Granularity::per_channel, 128, 16};
   r.smooth_k = Toggle::on;
   r.smooth_q = r.smooth_v = r.rotate = Toggle::off;
@@ -303,6 +311,16 @@ struct Line {
 
 void measure(std::vector<Line>& lines, std::int64_t d) {
   const Operands x({1, 16384, 32, d});
+  for (const std::int64_t tokens : {1024, 4096}) {
+    const Operands few({1, tokens, 32, d});
+    for (const char* name : {"int8_full", "fp8"}) {
+      const bool integer = name == std::string("int8_full");
+      Call call(few, integer ? thread_recipe() : floating_recipe(name), {true, true, true, false});
+      lines.push_back({std::string(name) + ", " + std::to_string(tokens) + " tokens", d,
+                       median_ms([&] { call.run(); }),
+                       (integer ? 11.0 : 13.0) * static_cast<double>(few.shape.elements())});
+    }
+  }
   const auto n = static_cast<double>(x.shape.elements());
   const auto time = [&](const char* name, const Recipe& r, kernels::PrepareNeeds needs,
                         double bytes) {
@@ -326,8 +344,13 @@ void measure(std::vector<Line>& lines, std::int64_t d) {
   time("K alone, smooth_k", default_recipe(true), {false, true, false, false}, 5 * n);
   time("V alone", default_recipe(false), {false, false, true, false}, 3 * n);
   time("int8_full with smooth_q", smooth_q_recipe(), {true, true, true, false}, 13 * n);
-  time("fp8, V per channel", fp8_recipe(), {true, true, true, false}, 13 * n);
   time("Q per warp, K per 128 tokens", coarse_recipe(), {true, true, true, false}, 13 * n);
+  for (const char* name : {"int8_full", "int8_fp8", "fp8"}) {
+    const bool integer = name == std::string("int8_full");
+    const Recipe r = integer ? thread_recipe() : floating_recipe(name);
+    time((std::string("scales for Hopper: ") + name).c_str(), r, {true, true, true, false},
+         (integer ? 11 : 13) * n);
+  }
   void* copy = nullptr;
   check(cudaMalloc(&copy, static_cast<std::size_t>(x.shape.elements()) * 2), "cudaMalloc");
   lines.push_back({"cudaMemcpy of Q", d, median_ms([&] {
@@ -347,8 +370,8 @@ int main(int argc, char** argv) {
   std::int64_t wrong = 0;
   for (const std::int64_t d : {64, 80, 128, 256}) {
     for (const Recipe& r :
-         {default_recipe(true), default_recipe(false), smooth_q_recipe(), fp8_recipe(),
-          coarse_recipe()}) {
+         {default_recipe(true), default_recipe(false), thread_recipe(), smooth_q_recipe(),
+          floating_recipe("fp8"), floating_recipe("int8_fp8"), coarse_recipe()}) {
       const std::int64_t count = differences(r, d);
       wrong += count;
       if (count > 0) {

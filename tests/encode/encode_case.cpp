@@ -8,6 +8,7 @@
 
 #include "formats/bf16.hpp"
 #include "formats/f16.hpp"
+#include "kernels/quantize/prepare_facts.hpp"
 
 namespace qattn::encode_test {
 namespace {
@@ -244,6 +245,14 @@ std::int64_t Case::first_block(Role r, std::int64_t b, std::int64_t size) const 
   const std::int64_t rows =
       o_.storage == Storage::paged && r != Role::q ? pages_per_sequence_ * o_.page_size : longest_;
   return b * ((rows + size - 1) / size);
+}
+
+bool Case::is_plain(Role r) const {
+  const Result<Problem> problem = Problem::make(tensors, attention);
+  if (!problem.ok()) return false;
+  const kernels::Facts f =
+      kernels::facts_of(*problem, o_.recipe, {true, true, true, o_.dot_mean}, r);
+  return kernels::is_plain(o_.recipe, f, kernels::rows_of(*problem, r));
 }
 
 std::string Case::prepare() {

@@ -51,6 +51,8 @@ class Case {
   float given_scale(Role r, std::int64_t b, std::int64_t h, std::int64_t s, int c) const;
   bool is_bad(Role r, std::int64_t s) const;
 
+  /// Does the kernel without detours serve the operand?
+  bool is_plain(Role r) const;
   /// Runs the emulated kernels; empty, or what went wrong.
   std::string prepare();
 

@@ -77,6 +77,45 @@ TEST(Encode, PlainPathOverStoragesAndSizes) {
   }
 }
 
+/// What the Hopper kernels ask for, with V in e4m3, in 16 bits of any storage that is aligned, with
+/// grouped heads.
+CaseOptions floating(unsigned i) {
+  CaseOptions o = shaped(i);
+  if (o.input == Format::f32) o.input = i % 2 ? Format::f16 : Format::bf16;
+  if (o.storage == Storage::unaligned) o.storage = Storage::dense;
+  o.recipe = recipe_of(i % 2 ? Format::s8 : Format::e4m3, Format::e4m3, {per_token, 128, 16},
+                       {per_thread, 64, 16}, {per_channel, 128, 16});
+  o.recipe.smooth_k = i % 4 ? Toggle::on : Toggle::off;
+  o.heads_kv = 1 << i % 3;
+  o.heads_q = o.heads_kv * (1 + static_cast<int>(i % 2));
+  o.dot_mean = o.recipe.smooth_k == Toggle::on && i % 3 == 1;
+  return o;
+}
+
+TEST(Encode, FloatingValuesTakeThePlainPath) {
+  for (unsigned i = 0; i < 42; ++i) {
+    SCOPED_TRACE(i);
+    CaseOptions o = floating(i);
+    for (const Role r : {Role::q, Role::k, Role::v}) EXPECT_TRUE(Case(o).is_plain(r)) << name(r);
+    check_case(o);
+    if (HasFailure()) return;
+  }
+}
+
+TEST(Encode, FloatingValuesWithNanAndInf) {
+  for (unsigned i = 0; i < 14; ++i) {
+    SCOPED_TRACE(i);
+    CaseOptions o = floating(i);
+    o.recipe.smooth_k = Toggle::off;
+    o.dot_mean = false;
+    o.bad[0] = {3, 62, 64};
+    o.bad[1] = {0, 126};
+    o.bad[2] = {1, 2, 63, 64, 100};
+    check_case(o);
+    if (HasFailure()) return;
+  }
+}
+
 /// Every granularity of Q, K and V with every format, over the shapes.
 TEST(Encode, GranularitiesAndFormats) {
   const Scaling q_scales[] = {{per_tensor, 128, 16}, {per_head, 128, 16},    {per_block, 64, 16},
@@ -151,11 +190,11 @@ TEST(Encode, SchedulesAndLaneOrdersGiveTheSameBits) {
          {emu::LaneOrder::forward, emu::LaneOrder::reverse, emu::LaneOrder::random}) {
       emu::options().schedule = schedule;
       emu::options().order = order;
-      for (unsigned i = 0; i < 6; ++i) {
+      for (unsigned i = 0; i < 10; ++i) {
         SCOPED_TRACE(i);
-        CaseOptions o = shaped(i * 3);
-        o.recipe = default_recipe();
-        if (i % 2) {
+        CaseOptions o = i < 6 ? shaped(i * 3) : floating(i * 3);
+        if (i < 6) o.recipe = default_recipe();
+        if (i < 6 && i % 2) {
           o.recipe.v_scale = {per_block_channel, 24, 16};
           o.recipe.k_scale = {per_thread, 128, 16};
         }
@@ -256,6 +295,30 @@ TEST(Encode, GivenCodes) {
     if (i % 3 == 1 && o.input == Format::f32) o.input = Format::f16;
     check_case(o);
     if (HasFailure()) return;
+  }
+}
+
+/// Attention kernels load, and forget, what lies in the 64 slots behind a sequence's last tile.
+TEST(Encode, SlotsWithoutTokensHaveScalesAndTables) {
+  for (const bool plain : {true, false}) {
+    CaseOptions o = shaped(0);
+    o.storage = Storage::dense;
+    o.input = plain ? Format::bf16 : Format::f32;
+    o.lengths = {1, 300, 64};
+    o.used = true;
+    o.recipe = default_recipe();
+    Case c(o);
+    ASSERT_EQ(c.is_plain(Role::v), plain);
+    ASSERT_EQ(c.prepare(), "");
+    const kernels::TileOffsets at = kernels::tile_offsets(c.out.v.channels);
+    const std::int64_t tiles = c.out.k.slots / 64, each = tiles / 3;
+    for (std::int64_t tile = 0; tile <= o.heads_kv * tiles; ++tile) {
+      const std::int64_t in = tile % tiles;
+      if (tile < o.heads_kv * tiles && in % each * 64 < c.length(in / each)) continue;
+      const std::uint8_t* record = c.out.v.tiles + tile * at.bytes;
+      for (int i = 0; i < 64; ++i) EXPECT_EQ(c.out.k.scale[tile * 64 + i], 0.0f) << tile;
+      for (int i = c.out.v.channels * 64; i < at.bytes; ++i) EXPECT_EQ(record[i], 0) << tile;
+    }
   }
 }
 

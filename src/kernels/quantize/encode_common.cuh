@@ -165,9 +165,44 @@ QATTN_DEVICE float code_factor(bool usable, float scale) {
   return usable && formats::is_finite(scale) ? formats::reciprocal(scale) : 0.0f;
 }
 
+/// Slot of a tile's first row.
+QATTN_DEVICE std::int64_t slot_of(const PreparedRows& out, const TilePlace& p) {
+  return p.head * out.slots + p.tile * slot_tile;
+}
+
+/// V's tile.
+QATTN_DEVICE std::uint8_t* record_of(const PreparedTiles& out, const TilePlace& p, int channels) {
+  return out.tiles + (p.head * (out.slots / slot_tile) + p.tile) * tile_offsets(channels).bytes;
+}
+
+/// Attention kernels with tiles of 128 also load what belongs to the 64 slots behind a sequence's
+/// last tile, and forget it: scales of tiles without tokens and of the one behind all are zeros, so
+/// that nobody reads what nobody wrote. By 64 threads or more.
+QATTN_DEVICE void store_no_rows(const PreparedRows& out, const TilePlace& p, bool last) {
+  if (isa::thread() >= slot_tile || (p.used && !last)) return;
+  const std::int64_t slot = slot_of(out, p) + isa::thread();
+  if (!p.used) isa::store_global(out.scale + slot, 0.0f);
+  if (!p.used && isa::thread() == 0) isa::store_global(out.flags + slot / slot_tile, 0u);
+  if (last) isa::store_global(out.scale + slot + slot_tile, 0.0f);
+}
+/// The same of V: the rows that weigh P, and the tables.
+template <int Channels>
+QATTN_DEVICE void store_no_values(const PreparedTiles& out, const TilePlace& p, bool last) {
+  constexpr TileOffsets at = tile_offsets(Channels);
+  constexpr int from = Channels * slot_tile, pieces = (at.bytes - from) / 16;
+  std::uint8_t* record = record_of(out, p, Channels);
+  const bool here[2] = {!p.used, last};
+  for (int tile = 0; tile < 2; ++tile, record += at.bytes) {
+    for (int n = isa::thread(); here[tile] && n < pieces; n += slot_tile) {
+      if (isa::thread() >= slot_tile) break;
+      isa::store_global(reinterpret_cast<Words4*>(record + from) + n, Words4{{0, 0, 0, 0}});
+    }
+  }
+}
+
 /// Scales and flags of 64 rows of Q or K, by one warp.
 QATTN_DEVICE void store_row_scales(const PreparedRows& out, const TilePlace& p, const RowPair& r) {
-  const std::int64_t slot = p.head * out.slots + p.tile * slot_tile;
+  const std::int64_t slot = slot_of(out, p);
   bool bad = false;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -250,8 +285,8 @@ QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedA
   const bool any_plain = isa::any(plain[0] || plain[1]);
   // Key 2t stands for the keys that lanes t of a product of Q and K hold.
   const float shared = isa::shuffle(r.scale[0], lane & 6);
-  const bool mixed = isa::any((r.exists[0] && r.scale[0] != shared) ||
-                              (r.exists[1] && r.scale[1] != shared));
+  const bool mixed =
+      isa::any((r.exists[0] && r.scale[0] != shared) || (r.exists[1] && r.scale[1] != shared));
   if (lane == 0) {
     const float scale_unit = !integer ? 1.0f : token && low == 0 ? 0.0f : formats::reciprocal(unit);
     const std::uint32_t flags = (any_bad ? std::uint32_t{tile_has_bad} : 0u) |

@@ -322,6 +322,10 @@ struct EncodeGeneral : GeneralTile<Channels> {
     const int tile = divide(block, role.rows.heads);
     const int head = static_cast<int>(block) - tile * role.rows.heads;
     const TilePlace p = find_tile(role.rows, tile, head, threads, shared + word_at);
+    if (!params.maxima_pass) {
+      const bool last = block == params.blocks[i] - 1;
+      i < 2 ? store_no_rows(role.out, p, last) : store_no_values<Channels>(params.v_out, p, last);
+    }
     if (!p.used) return;
     run_tile(Work{role, params.v_out, p, shared}, params.maxima_pass);
   }

@@ -62,10 +62,7 @@ struct GeneralTile {
       const int quad = isa::thread() / chunks;
       return quad / 4 * 16 + quad % 4 * 2;
     }
-    QATTN_DEVICE std::uint8_t* record() const {
-      const std::int64_t index = place.head * (v_out.slots / slot_tile) + place.tile;
-      return v_out.tiles + index * tile_offsets(Channels).bytes;
-    }
+    QATTN_DEVICE std::uint8_t* record() const { return record_of(v_out, place, Channels); }
   };
   /// Rows of a thread: x as float, or codes as they came.
   struct Values {

@@ -10,13 +10,15 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// Means of one operand.
+/// Means of one operand; or, where `limit` is not 0, V's scales per channel, from maxima of tiles
+/// instead of sums, for codes up to it.
 struct MeanRole {
   tile::Rows rows;
+  float limit = 0.0f;
   InputKind input = InputKind::bf16;
   bool aligned = false;          ///< 16-byte loads are possible
   float* sums = nullptr;         ///< [heads][slot tiles][padded]
-  float* mean = nullptr;         ///< [batches][heads][padded]
+  float* mean = nullptr;         ///< [batches][heads][padded]; or scales
   const float* given = nullptr;  ///< instead of sums: a mean to copy, with these strides
   std::int64_t given_stride[3] = {};
   std::int64_t tiles = 0;  ///< slot tiles a head
@@ -213,8 +215,10 @@ struct FinishMeans {
     isa::copy_async_commit();
   }
 
-  /// The sum over all tiles of channel thread() of the block; of the first warp.
-  static QATTN_DEVICE double add_up(const float* from, int padded, std::int64_t tiles) {
+  /// Sum, or with `largest` maximum, over all tiles of channel thread() of the block; of the first
+  /// warp.
+  static QATTN_DEVICE double add_up(const float* from, int padded, std::int64_t tiles,
+                                    bool largest) {
     double total = 0.0;
     start(from, padded, 0, tiles);
     for (std::int64_t first = 0; first < tiles; first += stage) {
@@ -225,9 +229,19 @@ struct FinishMeans {
         const SharedAddress mine = isa::shared_base() + 4 * isa::lane() +
                                    static_cast<SharedAddress>(first / stage % 2 * stage_bytes);
         const int count = tiles - first < stage ? static_cast<int>(tiles - first) : stage;
+        if (largest) {
+          auto top = static_cast<float>(total);
 #pragma unroll 16
-        for (int t = 0; t < count; ++t) {
-          total += static_cast<double>(isa::load_shared<float>(mine + t * row_bytes));
+          for (int t = 0; t < count; ++t) {
+            const auto x = isa::load_shared<float>(mine + t * row_bytes);
+            top = top > x ? top : x;
+          }
+          total = static_cast<double>(top);
+        } else {
+#pragma unroll 16
+          for (int t = 0; t < count; ++t) {
+            total += static_cast<double>(isa::load_shared<float>(mine + t * row_bytes));
+          }
         }
       }
       isa::sync_threads();
@@ -256,12 +270,14 @@ struct FinishMeans {
       const std::int64_t first = tile::first_slot(r, span, b) / slot_tile;
       const std::int64_t tiles = span.bad ? 0 : (span.length + slot_tile - 1) / slot_tile;
       const float* from = role.sums + (head * role.tiles + first) * role.padded + c0;
-      const double total = add_up(from, role.padded, tiles);
-      mean = static_cast<float>(total / static_cast<double>(span.length > 0 ? span.length : 1));
+      const double total = add_up(from, role.padded, tiles, role.limit > 0.0f);
       if (c >= r.channels) {
         mean = 0.0f;
-      } else if (!formats::is_finite(mean)) {
-        mean = formats::quiet_nan();
+      } else if (role.limit > 0.0f) {
+        mean = tiles > 0 ? formats::amax_scale(static_cast<float>(total), role.limit) : 0.0f;
+      } else {
+        mean = static_cast<float>(total / static_cast<double>(span.length > 0 ? span.length : 1));
+        if (!formats::is_finite(mean)) mean = formats::quiet_nan();
       }
     }
     if (isa::warp() == 0) isa::store_global(role.mean + std::int64_t{unit} * role.padded + c, mean);

@@ -1,146 +1,23 @@
-// Encoding without detours: 16-bit rows in 16-byte pieces to s8 (Q and K also e4m3) with a scale
-// per token or per tile of 64, V per token, K less its mean. One block a tile; Q, K and V in one
-// launch.
+// Encoding without detours: 16-bit rows in 16-byte pieces to s8 or e4m3 with a scale per token or
+// per tile of 64, V in s8 per token and in e4m3 per channel, K less its mean. One block a tile; Q,
+// K and V in one launch. The same kernel makes the pass before it for K's mean and V's scales.
 #pragma once
 
-#include "kernels/quantize/encode_common.cuh"
+#include "kernels/quantize/encode_first.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// Which tokens of a tile share a scale.
-enum class SharedScales : std::int32_t {
-  none,
-  tile,    ///< all of them
-  thread,  ///< those of the same (key % 8) / 2: K's per_thread
-  joint,   ///< the same but for tokens that are far smaller: V's per_thread
-};
-
-struct PlainRows {
-  tile::Rows rows;
-  PreparedRows out;
-  const float* mean = nullptr;  ///< [batches][heads][padded]: K: subtracted; Q: for dot_mean
-  std::int32_t heads_per_mean = 1;
-  SharedScales shared = SharedScales::none;
-};
-
-struct PlainParams {
-  PlainRows row[2];  ///< Q, K
-  tile::Rows v;
-  PreparedTiles v_out;
-  SharedScales v_shared = SharedScales::none;
-  std::int32_t blocks[3] = {};  ///< of Q, K, V
-  std::int32_t lead = 0;        ///< of the blocks of Q and V, how many come before K's
-  bool e4m3 = false;            ///< codes of Q and K
-};
-
-/// A thread holds 8 rows x 8 channels: two groups of four keys that lie side by side in V's
-/// contraction order, so that four codes of one channel make a word without any transposition.
 template <isa::Element Input, int Channels>
-struct EncodePlain {
+struct EncodePlain : FirstPass<Input, Channels> {
   using Params = PlainParams;
-  static constexpr int chunks = Channels / chunk_channels;
-  static constexpr int threads = 8 * chunks;
-  static constexpr int min_blocks = 768 / threads;
-  static constexpr int stride = partial_stride(chunks);
-  // Shared memory: maxima [64][stride], then 1 / scale [64], a word, row offsets [64], V's image
-  // (or Q's dot products [64][stride]).
-  static constexpr int factor_at = 4 * slot_tile * stride;
-  static constexpr int word_at = factor_at + 4 * slot_tile;
-  static constexpr int offsets_at = word_at + 16;
-  static constexpr int image_at = offsets_at + 8 * slot_tile;
-  static constexpr int shared_bytes = image_at + (chunks + 1) * image_stride;
+  using Tile = PlainTile<Input, Channels>;
+  using First = FirstPass<Input, Channels>;
+  using Tile::chunk, Tile::chunks, Tile::clean_values, Tile::factor_of, Tile::find_scales;
+  using Tile::first_key, Tile::image_at, Tile::key_step, Tile::load, Tile::load_mean;
+  using Tile::load_values, Tile::magnitude, Tile::pair, Tile::stride, Tile::threads;
+  using Tile::unpack, Tile::word_at;
   static constexpr bool dependent = true;
-
-  static QATTN_DEVICE isa::Pair unpack(std::uint32_t w) {
-    if constexpr (Input == isa::Element::bf16) {
-      return isa::unpack_bf16(w);
-    } else {
-      return isa::unpack_f16(w);
-    }
-  }
-
-  /// Where a thread works: pair `p` of groups of four keys, chunk `c` of channels.
-  static QATTN_DEVICE int pair() { return isa::thread() / (2 * chunks) * 2 + isa::thread() % 2; }
-  static QATTN_DEVICE int chunk() { return isa::thread() / 2 % chunks; }
-  static QATTN_DEVICE int first_key() { return pair() / 2 * 16 + pair() % 2 * 4; }
-  static constexpr int key_step(int i) { return 8 * (i % 4 / 2) + 2 * (i / 4) + i % 2; }
-
-  static QATTN_DEVICE void load(const tile::Rows& r, const TilePlace& p, SharedAddress shared,
-                                Words4 (&raw)[8]) {
-    const int c = chunk(), count = p.count(), first = first_key();
-    const bool inside = c * chunk_channels < r.channels;
-    const auto* data = static_cast<const std::uint16_t*>(r.data) + c * chunk_channels;
-    if (r.page_table != nullptr) {
-      store_row_offsets(r, p, shared + offsets_at);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const auto at =
-            isa::load_shared<std::int64_t>(shared + offsets_at + 8 * (first + key_step(i)));
-        // A page that does not exist makes its tokens bad ones: NaN in either format.
-        const std::uint32_t fill = first + key_step(i) < count && at == -1 ? 0x7fff7fffu : 0u;
-        raw[i] = Words4{{fill, fill, fill, fill}};
-        if (inside && at != -1) raw[i] = isa::load_once(reinterpret_cast<const Words4*>(data + at));
-      }
-      return;
-    }
-    data += tile::row_offset(r, p.span, p.b, p.head, p.first + first);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      raw[i] = Words4{{0, 0, 0, 0}};
-      if (inside && first + key_step(i) < count) {
-        raw[i] = isa::load_once(reinterpret_cast<const Words4*>(data + key_step(i) * r.token));
-      }
-    }
-  }
-
-  /// Bits of max |x|: sixteen-bit magnitudes are ordered like their patterns, Inf and NaN on top.
-  static QATTN_DEVICE std::uint32_t magnitude(const Words4& raw) {
-    std::uint32_t high = 0, low = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const std::uint32_t both = raw.w[i] & 0x7fff7fffu;
-      high = high > both ? high : both;
-      low = low > both << 16 ? low : both << 16;
-    }
-    high = (high > low ? high : low) & 0xffff0000u;
-    return formats::bits_of(unpack(high).hi);
-  }
-  static QATTN_DEVICE std::uint32_t magnitude(const Words4& raw, const float (&mean)[8]) {
-    std::uint32_t top = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const isa::Pair x = unpack(raw.w[i]);
-      const std::uint32_t lo = formats::magnitude_bits(formats::add_rn(x.lo, -mean[2 * i]));
-      const std::uint32_t hi = formats::magnitude_bits(formats::add_rn(x.hi, -mean[2 * i + 1]));
-      top = top > lo ? top : lo;
-      top = top > hi ? top : hi;
-    }
-    return top;
-  }
-
-  static QATTN_DEVICE void load_mean(const float* mean, int b, int heads, int head, float (&m)[8]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float* at =
-          mean + (std::int64_t{b} * heads + head) * Channels + chunk() * chunk_channels + 4 * i;
-      const Words4 w = isa::load_global(reinterpret_cast<const Words4*>(at));
-#pragma unroll
-      for (int j = 0; j < 4; ++j) m[4 * i + j] = formats::float_of(w.w[j]);
-    }
-  }
-
-  /// max |x| of row `row` over its chunks.
-  static QATTN_DEVICE float row_amax(SharedAddress shared, int row) {
-    std::uint32_t top = 0;
-#pragma unroll
-    for (int c = 0; c < chunks; c += 4) {
-      const Words4 w = isa::load_shared<Words4>(shared + 4 * (row * stride + c));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) top = top > w.w[i] ? top : w.w[i];
-    }
-    return formats::float_of(top);
-  }
 
   static QATTN_DEVICE void store_dots(const PlainRows& q, const TilePlace& p,
                                       SharedAddress shared) {
@@ -152,38 +29,8 @@ struct EncodePlain {
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum = formats::add_rn(sum, formats::float_of(w.w[i]));
       }
-      isa::store_global(q.out.dot_mean + p.head * q.out.slots + p.tile * slot_tile + row, sum);
+      isa::store_global(q.out.dot_mean + slot_of(q.out, p) + row, sum);
     }
-  }
-
-  /// Scales of the rows, by the first warp; 1 / scale goes to shared memory.
-  static QATTN_DEVICE RowPair find_scales(SharedAddress shared, int count, SharedScales scales,
-                                          float qmax) {
-    RowPair r;
-    float amax[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      r.exists[i] = isa::lane() + 32 * i < count;
-      // Rows behind the end hold zeros, or what is left of them less the mean.
-      amax[i] = r.exists[i] ? row_amax(shared, isa::lane() + 32 * i) : 0.0f;
-    }
-    const float both = formats::fold_amax(amax[0], amax[1]);
-    if (scales == SharedScales::tile) {
-      amax[0] = amax[1] = formats::float_of(warp_max(formats::bits_of(both)));
-    } else if (scales == SharedScales::thread) {
-      amax[0] = amax[1] = formats::float_of(thread_max(formats::bits_of(both)));
-    } else if (scales == SharedScales::joint) {
-      const bool bad[2] = {!formats::is_finite(amax[0]), !formats::is_finite(amax[1])};
-      join_maxima(amax, bad);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      r.scale[i] = formats::amax_scale(amax[i], qmax);
-      r.bad[i] = !formats::is_finite(r.scale[i]);
-      isa::store_shared(shared + factor_at + 4 * (isa::lane() + 32 * i),
-                        code_factor(r.exists[i], r.scale[i]));
-    }
-    return r;
   }
 
   /// Rounded value as the low byte of a word. |x * factor| is at most 127 and some ulps, so nothing
@@ -192,15 +39,11 @@ struct EncodePlain {
     return formats::bits_of(formats::add_rn(formats::mul_rn(x, factor), 12582912.0f));
   }
 
-  static QATTN_DEVICE float factor_of(SharedAddress shared, int row) {
-    return isa::load_shared<float>(shared + factor_at + 4 * row);
-  }
-
   template <bool E4m3>
   static QATTN_DEVICE void encode_rows(const PlainRows& row, const TilePlace& p,
                                        SharedAddress shared, const Words4 (&raw)[8],
                                        const float (&mean)[8]) {
-    const std::int64_t slot = p.head * row.out.slots + p.tile * slot_tile + first_key();
+    const std::int64_t slot = slot_of(row.out, p) + first_key();
     std::uint8_t* out = row.out.codes + slot * Channels + chunk() * chunk_channels;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -265,8 +108,8 @@ struct EncodePlain {
     }
     isa::sync_threads();
     if (isa::warp() == 0) {
-      const RowPair r = find_scales(shared, p.count(), row.shared,
-                                    e4m3 ? formats::E4m3::max : formats::S8::max);
+      const RowPair r =
+          find_scales(shared, p.count(), row.shared, e4m3 ? formats::E4m3::max : formats::S8::max);
       store_row_scales(row.out, p, r);
     }
     if (dots) store_dots(row, p, shared);
@@ -282,90 +125,123 @@ struct EncodePlain {
     }
   }
 
-  static QATTN_DEVICE void run_values(const Params& params, const TilePlace& p,
-                                      SharedAddress shared) {
-    const TileOffsets at = tile_offsets(Channels);
-    const std::int64_t index = p.head * (params.v_out.slots / slot_tile) + p.tile;
-    std::uint8_t* record = params.v_out.tiles + index * at.bytes;
-    Words4 raw[8];
-    load(params.v, p, shared, raw);
-    const SharedAddress mine = shared + 4 * (first_key() * stride + chunk());
+  /// Codes of a thread's eight keys, in the low bytes or four to a word as they come.
+  static QATTN_DEVICE Words2 token_codes(const float (&x)[8], const float (&factor)[8]) {
+    std::uint32_t code[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      isa::store_shared(mine + 4 * key_step(i) * stride, magnitude(raw[i]));
+    for (int i = 0; i < 8; ++i) code[i] = rounded(x[i], factor[i]);
+    return {{low_bytes(code[0], code[1], code[2], code[3]),
+             low_bytes(code[4], code[5], code[6], code[7])}};
+  }
+  static QATTN_DEVICE Words2 channel_codes(const float (&x)[8], float factor) {
+    std::uint32_t pair[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // -0 becomes +0, as on the CPU
+      pair[i] = isa::pack_e4m3(formats::mul_rn(formats::add_rn(x[2 * i], 0.0f), factor),
+                               formats::mul_rn(formats::add_rn(x[2 * i + 1], 0.0f), factor));
     }
-    isa::sync_threads();
+    return {{pair[0] | pair[1] << 16, pair[2] | pair[3] << 16}};
+  }
+
+  template <bool E4m3>
+  static QATTN_DEVICE void run_values(const PlainParams& params, const TilePlace& p,
+                                      SharedAddress shared) {
+    std::uint8_t* record = record_of(params.v_out, p, Channels);
+    Words4 raw[8];
+    const RowPair r = load_values(params, p, shared, raw);
     const SharedAddress image = shared + image_at;
     if (isa::warp() == 0) {
-      const RowPair r = find_scales(shared, p.count(), params.v_shared, formats::S8::max);
-      store_value_tables(record, Channels, image + chunks * image_stride, r,
-                         ValueScales::integer_token, 0);
+      constexpr auto kind = E4m3 ? ValueScales::floating : ValueScales::integer_token;
+      constexpr std::uint32_t one = 0x38;  // in e4m3
+      store_value_tables(record, Channels, image + chunks * image_stride, r, kind, one);
     }
     isa::sync_threads();
-    float factor[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      factor[i] = factor_of(shared, first_key() + key_step(i));
-      if (factor[i] == 0.0f) raw[i] = Words4{{0, 0, 0, 0}};
+    float factor[8], scale[8];
+    clean_values(shared, raw, factor);
+    if constexpr (E4m3) {
+      load_mean(params.v_out.channel_scale, p.b, params.v.heads, p.head, scale);
     }
     const SharedAddress to = image + chunk() * image_stride + pair() / 2 * 16 + pair() % 2 * 8;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      std::uint32_t even[8], odd[8];
+      float even[8], odd[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const isa::Pair x = unpack(raw[i].w[j]);
-        even[i] = rounded(x.lo, factor[i]);
-        odd[i] = rounded(x.hi, factor[i]);
+        even[i] = x.lo;
+        odd[i] = x.hi;
       }
-      isa::store_shared(to + 2 * j * slot_tile,
-                        Words2{{low_bytes(even[0], even[1], even[2], even[3]),
-                                low_bytes(even[4], even[5], even[6], even[7])}});
-      isa::store_shared(to + (2 * j + 1) * slot_tile,
-                        Words2{{low_bytes(odd[0], odd[1], odd[2], odd[3]),
-                                low_bytes(odd[4], odd[5], odd[6], odd[7])}});
+      Words2 code[2];
+      if constexpr (E4m3) {
+        code[0] = channel_codes(even, code_factor(scale[2 * j] > 0.0f, scale[2 * j]));
+        code[1] = channel_codes(odd, code_factor(scale[2 * j + 1] > 0.0f, scale[2 * j + 1]));
+      } else {
+        code[0] = token_codes(even, factor);
+        code[1] = token_codes(odd, factor);
+      }
+      isa::store_shared(to + 2 * j * slot_tile, code[0]);
+      isa::store_shared(to + (2 * j + 1) * slot_tile, code[1]);
     }
     isa::sync_threads();
     store_value_image<Channels, threads>(record, image);
   }
 
-  /// Operand of a block, whose number becomes the one within its operand. K comes from its end,
-  /// which the pass for its mean left in the L2, behind so many blocks of Q and V as fill the GPU
-  /// while that pass ends.
+  /// Operand of a block, whose number becomes the one within its operand. What the first pass read
+  /// comes from its end, which that pass left in the L2, behind so many blocks of Q and V as fill
+  /// the GPU while that pass ends.
   static QATTN_DEVICE int role_of_block(const Params& params, int& block) {
-    const int keys = params.blocks[1], behind = block - params.lead;
-    if (behind >= 0 && behind < keys) {
-      block = keys - 1 - behind;
-      return 1;
+    const int keys = params.blocks[1];
+    const int values = params.v_shared == SharedScales::channel ? params.blocks[2] : 0;
+    const int behind = block - params.lead, again = keys + values;
+    if (behind >= 0 && behind < again) {
+      if (params.first_pass) {
+        const bool key = behind < keys;
+        block = key ? behind : behind - keys;
+        return key ? 1 : 2;
+      }
+      block = behind < values ? values - 1 - behind : again - 1 - behind;
+      return behind < values ? 2 : 1;
     }
-    if (behind >= 0) block -= keys;
+    if (behind >= 0) block -= again;
     if (block < params.blocks[0]) return 0;
     block -= params.blocks[0];
     return 2;
   }
 
-  static QATTN_DEVICE void run_tile(const Params& params, int role, int block) {
-    const SharedAddress shared = isa::shared_base();
-    const tile::Rows& rows = role == 2 ? params.v : params.row[role].rows;
-    const int tile = divide(block, rows.heads), head = block - tile * rows.heads;
-    const TilePlace p = find_tile(rows, tile, head, threads, shared + word_at);
-    if (!p.used) return;
-    if (role == 2) {
-      run_values(params, p, shared);
-    } else {
+  static QATTN_DEVICE void encode(const Params& params, int role, const TilePlace& p,
+                                  SharedAddress shared) {
+    if (role < 2) {
       const bool dots = role == 0 && params.row[0].out.dot_mean != nullptr;
       run_rows(params.row[role], p, params.e4m3, dots, shared);
+    } else if (params.v_shared == SharedScales::channel) {
+      run_values<true>(params, p, shared);
+    } else {
+      run_values<false>(params, p, shared);
     }
   }
 
   static QATTN_DEVICE void run(const Params& params) {
     isa::grid_dependency_launch();
+    const SharedAddress shared = isa::shared_base();
     int block = isa::block().x;
     const int role = role_of_block(params, block);
-    // Only who reads a mean needs the kernels before. The others read and write what those do not
-    // touch, and wait when they are done, so that this kernel's end is that of the chain.
-    if (role < 2 && params.row[role].mean != nullptr) isa::grid_dependency_wait();
-    run_tile(params, role, block);
+    // Only who reads a mean or V's scales needs the kernels before. The others read and write what
+    // those do not touch, and wait when they are done, so that this kernel's end is that of the
+    // chain.
+    const bool reads =
+        role < 2 ? params.row[role].mean != nullptr : params.v_shared == SharedScales::channel;
+    if (reads && !params.first_pass) isa::grid_dependency_wait();
+    const tile::Rows& rows = params.rows(role);
+    const int tile = divide(block, rows.heads), head = block - tile * rows.heads;
+    const TilePlace p = find_tile(rows, tile, head, threads, shared + word_at);
+    if (!params.first_pass) {
+      const bool last = block == params.blocks[role] - 1;
+      role < 2 ? store_no_rows(params.row[role].out, p, last)
+               : store_no_values<Channels>(params.v_out, p, last);
+    }
+    if (p.used) {
+      params.first_pass ? First::run(params, role, p, shared) : encode(params, role, p, shared);
+    }
     isa::grid_dependency_wait();  // also behind the first: to remember it costs a register too many
   }
 };

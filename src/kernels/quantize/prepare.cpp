@@ -5,13 +5,11 @@
 #include <numeric>
 #include <string>
 
-#include "kernels/quantize/prepare_facts.hpp"
+#include "kernels/quantize/prepare_plain.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 namespace {
-
-using isa::LaunchError;
 
 class Allocator {
  public:
@@ -26,78 +24,12 @@ class Allocator {
   std::size_t total_ = 0;
 };
 
-template <class T>
-T* at(void* workspace, std::size_t offset) {
-  if (offset == PrepareLayout::none) return nullptr;
-  return reinterpret_cast<T*>(static_cast<std::uint8_t*>(workspace) + offset);
-}
-
-/// The launches of a pass, a chain (isa/launch.hpp).
-class Launches {
- public:
-  explicit Launches(void* stream) : stream_(stream) {}
-
-  /// A grid of one dimension; kernels take more blocks than it has from nobody.
-  template <class K>
-  LaunchError launch(const typename K::Params& params, std::int64_t blocks, int rows = 1) {
-    if (blocks == 0) return {};
-    if (blocks > 0x7fffffff) return "prepare: " + std::to_string(blocks) + " tiles are over 2^31";
-    const isa::Start start = any_ ? isa::Start::early : isa::Start::after_all;
-    any_ = true;
-    return isa::launch<K>(params, {static_cast<int>(blocks), rows, 1}, stream_, start);
-  }
-
- private:
-  void* stream_;
-  bool any_ = false;
-};
-
-/// The call as its launches see it.
-struct Call {
-  const Problem& problem;
-  const Recipe& recipe;
-  const PrepareLayout& layout;
-  void* workspace;
-  std::array<Facts, 3> facts;
-  tile::Rows rows[3];
-
-  const PrepareLayout::Part& part(Role role) const { return layout.part[static_cast<int>(role)]; }
-  const float* mean(Role role) const { return at<const float>(workspace, part(role).mean); }
-
-  PreparedRows prepared_rows(Role role) const {
-    const PrepareLayout::Part& p = part(role);
-    return {at<std::uint8_t>(workspace, p.codes),
-            at<float>(workspace, p.scale),
-            at<std::uint32_t>(workspace, p.flags),
-            at<float>(workspace, p.dot_mean),
-            p.slots,
-            facts[static_cast<std::size_t>(role)].padded};
-  }
-  PreparedTiles prepared_tiles() const {
-    const PrepareLayout::Part& p = part(Role::v);
-    return {at<std::uint8_t>(workspace, p.codes),
-            at<float>(workspace, layout.channel_scale),
-            layout.channel_groups,
-            layout.channel_block,
-            p.slots,
-            facts[2].padded};
-  }
-  PreparedMeans query_means() const {
-    const PrepareLayout::Part& p = part(Role::q);
-    return {p.mean_blocks > 0 ? at<float>(workspace, p.mean) : nullptr, p.mean_blocks,
-            recipe.q_scale.block, facts[0].padded};
-  }
-  std::int64_t blocks(Role role) const {
-    return part(role).slots / slot_tile * facts[static_cast<std::size_t>(role)].heads;
-  }
-};
-
 LaunchError clear(const Call& call, Launches& launches) {
   ClearParams c;
   std::int64_t words = 0;
   for (int i = 0; i < 3; ++i) {
     const PrepareLayout::Part& p = call.layout.part[i];
-    if (p.maxima == PrepareLayout::none) continue;
+    if (p.maxima == PrepareLayout::none || call.plain(static_cast<Role>(i))) continue;
     c.words[i] = at<std::uint32_t>(call.workspace, p.maxima);
     std::int64_t groups = 0;
     c.counts[i] = maxima_words(call.facts[static_cast<std::size_t>(i)], call.rows[i], groups);
@@ -113,13 +45,14 @@ LaunchError clear(const Call& call, Launches& launches) {
   return launches.launch<ClearWords>(c, blocks);
 }
 
+/// Those that the plain path does not make.
 LaunchError means(const Call& call, Launches& launches) {
   MeanParams params;
   std::int64_t finishing = 0, blocks = 0;
   for (int i = 0; i < 2; ++i) {
     const Facts& f = call.facts[static_cast<std::size_t>(i + 1)];
     const PrepareLayout::Part& p = call.part(f.role);
-    if (p.mean == PrepareLayout::none) continue;
+    if (p.mean == PrepareLayout::none || call.reads_twice(f.role)) continue;
     MeanRole& m = params.role[i];
     m.rows = call.rows[i + 1];
     m.mean = at<float>(call.workspace, p.mean);
@@ -155,65 +88,6 @@ LaunchError block_means(const Call& call, Launches& launches) {
   return launches.launch<BlockMeans>(params, params.out.blocks * f.heads);
 }
 
-template <isa::Element Input>
-LaunchError launch_plain(const PlainParams& params, int padded, std::int64_t blocks,
-                         Launches& launches) {
-  switch (padded) {
-    case 64:
-      return launches.launch<EncodePlain<Input, 64>>(params, blocks);
-    case 96:
-      return launches.launch<EncodePlain<Input, 96>>(params, blocks);
-    case 128:
-      return launches.launch<EncodePlain<Input, 128>>(params, blocks);
-    default:
-      return launches.launch<EncodePlain<Input, 256>>(params, blocks);
-  }
-}
-
-/// The plain operands among `mask` (bits by Role), which share input format and padded size.
-LaunchError plain(const Call& call, unsigned mask, Launches& launches) {
-  PlainParams params;
-  std::int64_t blocks = 0;
-  const Facts* any = nullptr;
-  for (const Facts& f : call.facts) {
-    const int i = static_cast<int>(f.role);
-    if ((mask >> i & 1) == 0) continue;
-    any = &f;
-    blocks += call.blocks(f.role);  // launch() sees to it that this is below 2^31
-    params.blocks[i] = static_cast<std::int32_t>(call.blocks(f.role));
-    if (f.role == Role::v) {
-      params.v = call.rows[i];
-      params.v_out = call.prepared_tiles();
-      params.v_shared =
-          joins_groups(f.scaling, f.role) ? SharedScales::joint : SharedScales::none;
-      continue;
-    }
-    PlainRows& r = params.row[i];
-    r.rows = call.rows[i];
-    r.out = call.prepared_rows(f.role);
-    r.shared = f.scaling.granularity == Granularity::per_block    ? SharedScales::tile
-               : f.scaling.granularity == Granularity::per_thread ? SharedScales::thread
-                                                                  : SharedScales::none;
-    params.e4m3 = f.format == Format::e4m3;
-    if (f.role == Role::k) r.mean = call.mean(Role::k);
-    if (f.role == Role::q && r.out.dot_mean != nullptr) {
-      r.mean = call.mean(Role::k);
-      r.heads_per_mean = static_cast<std::int32_t>(call.problem.group());
-    }
-  }
-  if (any == nullptr) return {};
-  // Blocks that run while the means are finished: about a wave of an H200. More would take from the
-  // L2 what of K is there. Those that need the mean, too, could only wait.
-  constexpr std::int32_t wave = 1024;
-  const bool waits = params.row[0].mean != nullptr;
-  if (params.row[1].mean != nullptr && !waits) {
-    params.lead = std::min(wave, std::max(params.blocks[0], params.blocks[2]));
-  }
-  return any->tensor.format == Format::bf16
-             ? launch_plain<isa::Element::bf16>(params, any->padded, blocks, launches)
-             : launch_plain<isa::Element::f16>(params, any->padded, blocks, launches);
-}
-
 Grouping grouping_of(const Call& call, const Facts& f) {
   const tile::Rows& r = call.rows[static_cast<int>(f.role)];
   Grouping g;
@@ -232,7 +106,7 @@ Grouping grouping_of(const Call& call, const Facts& f) {
   return g;
 }
 
-GeneralRole general_role(const Call& call, const Facts& f) {
+GeneralRole general_role(const Call& call, const Facts& f, bool maxima_pass) {
   const int i = static_cast<int>(f.role);
   GeneralRole r;
   r.rows = call.rows[i];
@@ -249,7 +123,8 @@ GeneralRole general_role(const Call& call, const Facts& f) {
     r.mean = call.mean(f.role);
   }
   if (f.role != Role::v) r.out = call.prepared_rows(f.role);
-  if (f.role == Role::q && r.out.dot_mean != nullptr) {
+  // K's mean may come after the pass for maxima, which does not need it.
+  if (f.role == Role::q && r.out.dot_mean != nullptr && !maxima_pass) {
     r.dot = call.mean(Role::k);
     r.heads_per_mean = static_cast<std::int32_t>(call.problem.group());
   }
@@ -270,7 +145,7 @@ LaunchError general(const Call& call, unsigned mask, bool maxima_pass, Launches&
   for (const Facts& f : call.facts) {
     const int i = static_cast<int>(f.role);
     if ((mask >> i & 1) == 0 || (maxima_pass && !needs_maxima(f))) continue;
-    params.role[i] = general_role(call, f);
+    params.role[i] = general_role(call, f, maxima_pass);
     params.blocks[i] = call.blocks(f.role);
     blocks += params.blocks[i];
     padded = f.padded;
@@ -291,7 +166,7 @@ LaunchError general(const Call& call, unsigned mask, bool maxima_pass, Launches&
 
 LaunchError channel_scales(const Call& call, Launches& launches) {
   const Facts& f = call.facts[2];
-  if (!f.wanted || source_of(f) != ScaleSource::channel) return {};
+  if (!f.wanted || source_of(f) != ScaleSource::channel || call.plain(f.role)) return {};
   ChannelScaleParams params;
   params.rows = call.rows[2];
   params.grouping = grouping_of(call, f);
@@ -302,11 +177,9 @@ LaunchError channel_scales(const Call& call, Launches& launches) {
 }
 
 LaunchError encode(const Call& call, Launches& launches) {
-  unsigned plain_mask = 0, general_mask = 0;
+  unsigned general_mask = 0;
   for (const Facts& f : call.facts) {
-    const int i = static_cast<int>(f.role);
-    if (!f.wanted) continue;
-    (is_plain(call.recipe, f, call.rows[i]) ? plain_mask : general_mask) |= 1u << i;
+    if (f.wanted && !call.plain(f.role)) general_mask |= 1u << static_cast<int>(f.role);
   }
   // Launches are of one padded size, and V's may differ from that of Q and K.
   const bool together = call.facts[0].padded == call.facts[2].padded;
@@ -316,7 +189,7 @@ LaunchError encode(const Call& call, Launches& launches) {
   }
   if (LaunchError e = channel_scales(call, launches); !e.empty()) return e;
   for (const unsigned run : runs) {
-    if (LaunchError e = plain(call, plain_mask & run, launches); !e.empty()) return e;
+    if (LaunchError e = PlainRun(call, run, launches).run(); !e.empty()) return e;
     if (LaunchError e = general(call, general_mask & run, false, launches); !e.empty()) return e;
   }
   return {};
@@ -410,13 +283,16 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
     }
     if (f.wanted && f.role == Role::v && source_of(f) == ScaleSource::channel) {
       layout.channel_block = channel_block(p, recipe, needs);
-      layout.channel_groups = std::max<std::int64_t>(
-          (p.max_k + layout.channel_block - 1) / layout.channel_block, 1);
+      layout.channel_groups =
+          std::max<std::int64_t>((p.max_k + layout.channel_block - 1) / layout.channel_block, 1);
       layout.channel_scale = memory.take(p.batch * f.heads * layout.channel_groups * f.padded * 4);
     }
     if (f.wanted && f.role == Role::q && subtracts_mean(recipe, f)) {
       part.mean_blocks = tile::block_count(r, recipe.q_scale.block);
       part.mean = memory.take(f.heads * part.mean_blocks * f.padded * 4);
+    }
+    if (f.wanted && f.role == Role::v && scales_channels(recipe, f)) {
+      part.sums = memory.take(tiles * f.padded * 4);
     }
     if (mean) {
       part.mean = memory.take(p.batch * f.heads * f.padded * 4);
@@ -431,8 +307,7 @@ namespace {
 
 Call make_call(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
                void* workspace) {
-  Call call{problem, recipe, layout, workspace, all_facts(problem, recipe, layout.needs),
-            {}};
+  Call call{problem, recipe, layout, workspace, all_facts(problem, recipe, layout.needs), {}};
   for (int i = 0; i < 3; ++i) {
     call.rows[i] = rows_of(problem, static_cast<Role>(i));
     call.rows[i].error = layout.error;

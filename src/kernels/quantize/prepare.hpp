@@ -23,7 +23,7 @@ struct PrepareLayout {
   struct Part {
     std::size_t codes = none, scale = none, flags = none, dot_mean = none;
     std::size_t mean = none;
-    std::size_t sums = none;    ///< of 64 rows, for the mean of K or V
+    std::size_t sums = none;    ///< of 64 rows, for the mean of K or V; or maxima of V
     std::size_t maxima = none;  ///< bits of max |x| of groups larger than a tile
     std::int64_t slots = 0;
     std::int64_t groups = 0;       ///< maxima: groups per head, all sequences

@@ -78,12 +78,23 @@ inline bool has_mean(const Problem& p, const Recipe& r, const Facts& f) {
   return f.role != Role::q && (subtracts_mean(r, f) || given_mean(p, f.role).present());
 }
 
+inline bool two_bytes(const Facts& f) {
+  return f.tensor.format == Format::f16 || f.tensor.format == Format::bf16;
+}
+
+/// V in e4m3 with a scale per channel of the sequence, from 16 bits.
+inline bool scales_channels(const Recipe& r, const Facts& f) {
+  return f.role == Role::v && two_bytes(f) && f.format == Format::e4m3 &&
+         f.scaling.granularity == Granularity::per_channel && !f.scale.present() &&
+         !subtracts_mean(r, f);
+}
+
 /// Does the variant without detours serve this operand? Depends on its address, too.
 inline bool is_plain(const Recipe& r, const Facts& f, const tile::Rows& rows) {
-  const bool two_bytes = f.tensor.format == Format::f16 || f.tensor.format == Format::bf16;
-  if (!two_bytes || f.codes || f.scale.present() || !aligned_rows(f, rows)) return false;
+  if (!two_bytes(f) || f.codes || f.scale.present() || !aligned_rows(f, rows)) return false;
   const Granularity g = f.scaling.granularity;
   if (f.role == Role::v) {
+    if (scales_channels(r, f)) return true;
     return f.format == Format::s8 && scaled_by_token(f.scaling, f.role) && !subtracts_mean(r, f);
   }
   if (f.role == Role::q && subtracts_mean(r, f)) return false;
@@ -91,6 +102,12 @@ inline bool is_plain(const Recipe& r, const Facts& f, const tile::Rows& rows) {
   return g == Granularity::per_token ||
          (g == Granularity::per_block && f.scaling.block == slot_tile) ||
          (g == Granularity::per_thread && f.role == Role::k && f.scaling.block == slot_tile);
+}
+
+/// Must that variant read the operand twice: K for its mean, V for the maxima of its channels?
+inline bool two_passes(const Problem& p, const Recipe& r, const Facts& f) {
+  return f.role == Role::k ? has_mean(p, r, f) && !given_mean(p, f.role).present()
+                           : scales_channels(r, f);
 }
 
 inline ScaleSource source_of(const Facts& f) {

@@ -21,6 +21,7 @@ enum TileFlag : std::uint32_t {
 
 /// Q or K: codes [heads][slots][row_bytes], channels past the head dimension are zero, and so are
 /// the slots behind a sequence's end in its last tile of 64.
+/// Tiles without tokens, and one behind all tiles, have scales of zero; their codes are unwritten.
 struct PreparedRows {
   std::uint8_t* codes = nullptr;
   float* scale = nullptr;          ///< [heads][slots]; NaN for a bad token (or its scale's group)
@@ -42,6 +43,7 @@ struct PreparedRows {
 ///   log     [64] float: log2 of the token's scale (s8 per token), else 0
 ///   plain   [64] float: 0 normally, 1 for a token that joins the sum unrounded, NaN for a bad one
 ///   unit    float: 1 / scale = w * unit; then flags (TileFlag), then 8 bytes unused
+/// Tiles without tokens, and one behind all tiles, have zeros behind their codes.
 struct PreparedTiles {
   std::uint8_t* tiles = nullptr;
   /// Scales per channel: [batches][heads][groups][channels padded]; group g holds the keys
@@ -65,7 +67,11 @@ struct TileOffsets {
 };
 constexpr TileOffsets tile_offsets(int channels) {
   const int log = (channels + 8) * slot_tile;
-  return {0, log, log + 4 * slot_tile, log + 8 * slot_tile, log + 8 * slot_tile + 4,
+  return {0,
+          log,
+          log + 4 * slot_tile,
+          log + 8 * slot_tile,
+          log + 8 * slot_tile + 4,
           log + 8 * slot_tile + 16};
 }
 
