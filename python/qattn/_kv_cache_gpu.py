@@ -100,16 +100,19 @@ class GpuKvCache:
         if len(set(ids)) != len(ids):
             raise InvalidArgument(f"sequences: {list(ids)} names one twice")
         if ids not in self._known:
-            torch = sys.modules.get("torch")
-            if torch is None:
-                raise InvalidArgument(
-                    "sequences: are numbers; without torch give an int32 array on the device"
-                )
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            device = torch.device("cuda", self._device[1])
-            self._known[ids] = torch.tensor(ids, dtype=torch.int32, device=device)
+            self._known[ids] = self._tensor(ids)
         return entry("sequences", self._known[ids])
+
+    def _tensor(self, ids: tuple[int, ...]) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None:
+            raise InvalidArgument(
+                "sequences: are numbers; without torch give an int32 array on the device"
+            )
+        device = torch.device("cuda", self._device[1])
+        return torch.tensor(ids, dtype=torch.int32, device=device)
 
     def _check(self, sequence: int) -> int:
         if sequence not in self._used:
