@@ -183,3 +183,81 @@ out = cache.decode(rows(2, 1, 8), 0, [s, other])
 assert out[0].isnan().all() and out[1].isfinite().all()
 refused("", lambda: qattn.device_errors("cuda:0"))
 """)
+
+
+def test_qattn_cache_on_a_gpu(emulated):
+    """QattnCache over the emulated GPU's cache gives the logits and tokens of the host's."""
+    emulated("""
+import types
+from transformers import LlamaConfig, LlamaForCausalLM
+import qattn.transformers
+from qattn import _transformers_cache
+from qattn.transformers import QattnCache
+
+on_gpu = False
+def there(name):
+    method = getattr(qattn.GpuKvCache, name)
+    def call(self, *given, **options):
+        global on_gpu
+        on_gpu = True
+        try:
+            return method(self, *given, **options)
+        finally:
+            on_gpu = False
+    return call
+for name in ("append", "decode", "observe"):
+    setattr(Cache, name, there(name))
+_transformers_cache.GpuKvCache = Cache
+
+class OnGpu(QattnCache):
+    '''Takes keys for CUDA's.'''
+    def _open(self, batch, key):
+        there = torch.device("cuda:0")
+        super()._open(batch, types.SimpleNamespace(dtype=key.dtype, device=there))
+
+qattn.transformers.register("qattn_f32", "f32")
+config = LlamaConfig(vocab_size=128, hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, intermediate_size=128, head_dim=64, pad_token_id=0,
+                     bos_token_id=1, eos_token_id=None, attn_implementation="qattn_f32")
+model = LlamaForCausalLM(config).eval()
+for name, weight in model.named_parameters():
+    if "q_proj.weight" in name:
+        weight.data.mul_(6)
+torch.set_grad_enabled(False)
+ids = torch.randint(2, 128, (2, 120))
+mask = torch.ones(2, 120, dtype=torch.long)
+mask[1, :30] = 0
+narrow = dict(window=16, sinks=0, average_bits=7.0, budget_from=120)
+
+def logits(cache):
+    model(ids[:, :100], past_key_values=cache, attention_mask=mask[:, :100])
+    return torch.cat([model(ids[:, n : n + 4], past_key_values=cache,
+                            attention_mask=mask[:, : n + 4]).logits for n in range(100, 120, 4)], 1)
+
+cache = OnGpu(config, tokens=120, **narrow)
+out, want = logits(cache), logits(QattnCache(config, **narrow))
+assert nrmse(out, want) < 2e-3, nrmse(out, want)
+assert cache.kv.length(cache.sequences[1], 1) == 90 and cache.kv.sequences == 2
+refused("tokens: a row would have 121",
+        lambda: model(ids[:, :1], past_key_values=cache), qattn.OutOfMemory)
+cache.reset()
+refused("tokens: is missing", lambda: model(ids, past_key_values=OnGpu(config)))
+
+def generate(cache, **options):
+    return model.generate(ids[:, :40], past_key_values=cache, max_new_tokens=16, do_sample=False,
+                          **options)
+want = generate(None)
+assert torch.equal(generate(OnGpu(config, tokens=64)), want)
+beams = dict(num_beams=3)
+assert torch.equal(generate(OnGpu(config, tokens=64), **beams), generate(None, **beams))
+prefix = OnGpu(config, tokens=64, sequences=6)
+model(ids[:, :30], past_key_values=prefix)
+for _ in range(3):
+    assert torch.equal(generate(prefix.fork()), want)
+kept = prefix.fork()
+refused("sequences: 4 more rows, but the cache on the GPU has room for 2 of 6",
+        lambda: kept.batch_repeat_interleave(3), qattn.OutOfMemory)
+kept.crop(-10)
+assert kept.get_seq_length() == 20 and kept.kv.length(kept.sequences[0]) == 20
+qattn.device_errors("cuda:0")
+""")
