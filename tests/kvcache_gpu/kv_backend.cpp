@@ -41,9 +41,7 @@ detail::Backend emulated_kv_backend() {
     std::memcpy(to, from, bytes);
     return Status();
   };
-  b.take_errors = []() -> Result<std::uint32_t> {
-    return std::exchange(*isa::error_word(), 0u);
-  };
+  b.take_errors = []() -> Result<std::uint32_t> { return std::exchange(*isa::error_word(), 0u); };
   b.kv = &kernels::kv_device_ops();
   return b;
 }
