@@ -48,6 +48,7 @@ test: build sanitize arm
 	  QATTN_FORMATS_DUMP=$(CURDIR)/$(BUILD)/bin/formats_dump \
 	  QATTN_BENCH_LIBRARY=$(CURDIR)/$(BUILD)/tests/emulated/libattention_bench_emulated.so \
 	  QATTN_FAKE_CUDA=$(CURDIR)/$(BUILD)/tests/validation/libqattn_fake_cuda.so \
+	  QATTN_EMULATED_CUDA=$(CURDIR)/$(BUILD)/tests/kvcache_gpu/libqattn_emulated_cuda.so \
 	  PYTHONPATH=$(BUILD)/python $(PY) -m pytest -q -p no:cacheprovider tests
 
 # Everything in C++ under AddressSanitizer and UndefinedBehaviorSanitizer (conformance: a sample).

@@ -1,10 +1,12 @@
 // The mixed-precision KV cache (kv_cache.hpp) in the memory of a GPU. It holds what KvCache holds
 // for the same calls, bit for bit, and decides the same; but everything that changes lies on the
-// device, and append() and observe() only enqueue kernels: they do not allocate, do not wait and
-// can be captured in a graph, which then replays on the cache as it is. Meaning and errors:
-// docs/NUMERICS.md, "Mixed-precision KV cache"; what a GPU cannot tell at once: "On a GPU" there.
+// device, and append(), decode() and observe() only enqueue kernels: they do not allocate, do not
+// wait and can be captured in a graph, which then replays on the cache as it is. Meaning and
+// errors: docs/NUMERICS.md, "Mixed-precision KV cache"; what a GPU cannot tell at once: "On a GPU"
+// there.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -49,6 +51,10 @@ class GpuKvCache {
 
   /// The slot of an empty sequence, the lowest that is free: what `slots` tensors hold.
   Result<std::int64_t> add_sequence(Stream stream = nullptr);
+  /// A slot with the same contents. Pages are copied, not shared: bytes() counts them twice. A pool
+  /// that has too few leaves the new slot empty and sets its error word and the device's, as a
+  /// failed append does; a slot whose word is set hands it on.
+  Result<std::int64_t> fork(std::int64_t slot, Stream stream = nullptr);
   Status release(std::int64_t slot, Stream stream = nullptr);
 
   /// Enqueues the append of S tokens (or counts[b]) to each of B slots in one layer. Errors that
@@ -90,5 +96,22 @@ class GpuKvCache {
   explicit GpuKvCache(std::unique_ptr<Data> data);
   std::unique_ptr<Data> data_;
 };
+
+/// Bytes of decode()'s workspace for a call of such shapes, whatever the cache holds. Errors: as
+/// decode()'s.
+Result<std::size_t> decode_workspace(const GpuKvCache& cache, std::int64_t layer,
+                                     const TensorView& slots, const KvDecodeTensors& tensors,
+                                     const KvDecodeOptions& options = {});
+
+/// Enqueues KvCache's decode() of slots (B) s32, with tensors in the cache's device memory; mass
+/// may have any number of blocks: those behind the sequence are zeros, those that it lacks are left
+/// out. `workspace`: decode_workspace() bytes of the device, aligned to 256, in use until the
+/// kernels have run. Nothing is allocated and nothing waits. A slot that is in no use, whose error
+/// word is set or that has fewer than Sq tokens makes its queries and their mass NaN and sets the
+/// device's error word. Errors: invalid_argument, and unsupported where the device has no kernel
+/// for D and Dv, name the tensor or option, its value and the rule; outputs stay untouched.
+Status decode(const GpuKvCache& cache, std::int64_t layer, const TensorView& slots,
+              const KvDecodeTensors& tensors, const KvDecodeOptions& options, void* workspace,
+              std::size_t workspace_bytes, Stream stream = nullptr);
 
 }  // namespace qattn

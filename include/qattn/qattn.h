@@ -1,4 +1,5 @@
-/* qattn's C interface: the calls of qattn/attention.hpp, quantize.hpp and kv_cache.hpp.
+/* qattn's C interface: the calls of qattn/attention.hpp, quantize.hpp, kv_cache.hpp and
+ * kv_cache_gpu.hpp.
  *
  * Every struct begins with its own size, set by the *_init function of that struct; a library that
  * is newer than its caller fills the rest with defaults, and one that is older refuses what it does
@@ -306,6 +307,76 @@ QATTN_API qattn_status qattn_kv_decode(const qattn_kv_cache* cache, int64_t laye
                                        const int64_t* sequences, int64_t count,
                                        const qattn_kv_decode_tensors* tensors,
                                        const qattn_kv_decode_options* options);
+
+/* --- The KV cache in a GPU's memory: qattn/kv_cache_gpu.hpp ------------------------------------
+ * `stream` is a cudaStream_t of the cache's device. Calls enqueue kernels and do not wait, but for
+ * the last group. */
+
+typedef struct qattn_kv_gpu_cache qattn_kv_gpu_cache; /* opaque */
+
+/* qattn::KvGpuCapacity. */
+typedef struct qattn_kv_gpu_capacity {
+  size_t struct_size;
+  int64_t sequences, tokens;
+  int32_t pool_count; /* entries of pages: 0 (as many as are ever needed) or 1 + tiers */
+  int32_t reserved;   /* 0 */
+  int64_t pages[QATTN_KV_MAX_TIERS + 1];
+} qattn_kv_gpu_capacity;
+
+/* qattn::KvGpuAppendTensors. */
+typedef struct qattn_kv_gpu_append_tensors {
+  size_t struct_size;
+  qattn_tensor slots, k, v, counts, importance;
+} qattn_kv_gpu_append_tensors;
+
+QATTN_API void qattn_kv_gpu_capacity_init(qattn_kv_gpu_capacity* capacity);
+QATTN_API void qattn_kv_gpu_append_tensors_init(qattn_kv_gpu_append_tensors* tensors);
+
+/* qattn::GpuKvCache::create(); release the cache with qattn_kv_gpu_destroy(). */
+QATTN_API qattn_status qattn_kv_gpu_create(const qattn_kv_options* options,
+                                           const qattn_kv_gpu_capacity* capacity,
+                                           int32_t device_type, int32_t device_index, void* stream,
+                                           qattn_kv_gpu_cache** cache);
+QATTN_API void qattn_kv_gpu_destroy(qattn_kv_gpu_cache* cache); /* NULL is allowed */
+
+QATTN_API qattn_status qattn_kv_gpu_add_sequence(qattn_kv_gpu_cache* cache, void* stream,
+                                                 int64_t* slot);
+QATTN_API qattn_status qattn_kv_gpu_fork(qattn_kv_gpu_cache* cache, int64_t slot, void* stream,
+                                         int64_t* copy);
+QATTN_API qattn_status qattn_kv_gpu_release(qattn_kv_gpu_cache* cache, int64_t slot, void* stream);
+QATTN_API qattn_status qattn_kv_gpu_append(qattn_kv_gpu_cache* cache, int64_t layer,
+                                           const qattn_kv_gpu_append_tensors* tensors,
+                                           int32_t layout, void* stream);
+QATTN_API qattn_status qattn_kv_gpu_truncate(qattn_kv_gpu_cache* cache, int64_t slot,
+                                             int64_t length, void* stream);
+QATTN_API qattn_status qattn_kv_gpu_evict(qattn_kv_gpu_cache* cache, int64_t slot, int64_t layer,
+                                          int64_t head, int64_t begin, int64_t end, void* stream);
+QATTN_API qattn_status qattn_kv_gpu_observe(qattn_kv_gpu_cache* cache, int64_t layer,
+                                            const qattn_tensor* slots, const qattn_tensor* mass,
+                                            void* stream);
+/* qattn::decode_workspace() and qattn::decode() of a GpuKvCache. */
+QATTN_API qattn_status qattn_kv_gpu_decode_workspace(const qattn_kv_gpu_cache* cache, int64_t layer,
+                                                     const qattn_tensor* slots,
+                                                     const qattn_kv_decode_tensors* tensors,
+                                                     const qattn_kv_decode_options* options,
+                                                     size_t* bytes);
+QATTN_API qattn_status qattn_kv_gpu_decode(const qattn_kv_gpu_cache* cache, int64_t layer,
+                                           const qattn_tensor* slots,
+                                           const qattn_kv_decode_tensors* tensors,
+                                           const qattn_kv_decode_options* options, void* workspace,
+                                           size_t workspace_bytes, void* stream);
+QATTN_API qattn_status qattn_kv_gpu_get_bytes(const qattn_kv_gpu_cache* cache,
+                                              qattn_kv_bytes* bytes);
+
+/* These wait for the stream. qattn_kv_gpu_slot_status(): qattn::GpuKvCache::status(). */
+QATTN_API qattn_status qattn_kv_gpu_slot_status(const qattn_kv_gpu_cache* cache, int64_t slot,
+                                                void* stream);
+QATTN_API qattn_status qattn_kv_gpu_length(const qattn_kv_gpu_cache* cache, int64_t slot,
+                                           int64_t layer, void* stream, int64_t* length);
+QATTN_API qattn_status qattn_kv_gpu_read(const qattn_kv_gpu_cache* cache, int64_t slot,
+                                         int64_t layer, const qattn_tensor* k,
+                                         const qattn_tensor* v, const qattn_tensor* tiers,
+                                         void* stream);
 
 #ifdef __cplusplus
 }

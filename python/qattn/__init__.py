@@ -5,8 +5,8 @@
     out = qattn.attention(q, k, v, recipe="int8_full", causal=True)   # (1, 1024, 8, 64)
 
 attention() computes, quantize() and dequantize() convert operands ahead, explain() says what would
-run, reference_attention() is the float64 judge. KvCache holds keys and values in 2 to 16 bits and
-decodes over them. qattn.torch.sdpa is torch's
+run, reference_attention() is the float64 judge. KvCache and, on GPUs, GpuKvCache hold keys and
+values in 2 to 16 bits and decode over them. qattn.torch.sdpa is torch's
 scaled_dot_product_attention. Formulas, recipes and their errors: docs/NUMERICS.md.
 """
 
@@ -17,6 +17,7 @@ from ._attention import attention, explain, reference_attention
 from ._errors import InternalError, InvalidArgument, OutOfMemory, QattnError, Unsupported
 from ._interop import device_named as _device_named
 from ._kv_cache import KvBytes, KvCache, KvUsage
+from ._kv_cache_gpu import GpuKvCache
 from ._quantize import Quantized, dequantize, quantize, scheduled_scale
 from ._recipe import Granularity, Recipe, recipe, recipes
 
@@ -41,6 +42,7 @@ def device_errors(device: Any = "cuda") -> None:
 
 
 __all__ = [
+    "GpuKvCache",
     "Granularity",
     "InternalError",
     "InvalidArgument",

@@ -13,6 +13,7 @@ import numpy as np
 from . import _qattn
 from ._errors import InvalidArgument
 from ._interop import (
+    device_of,
     entry,
     entry_shape,
     float_format,
@@ -182,14 +183,14 @@ class KvCache:
         as the budget asks. Raises OutOfMemory where the budget cannot hold (after many truncations
         into quantised pages); the cache is as it was then.
         """
-        tensors = {"k": _rows("k", k), "v": _rows("v", v)}
+        tensors = {"k": rows("k", k), "v": rows("v", v)}
         if cu_seqlens is not None:
             tensors["cu_seqlens"] = small_entry("cu_seqlens", cu_seqlens, np.int32)
         if importance is not None:
             tensors["importance"] = entry("importance", importance)
-        layer, ids = integer("layer", layer), _ids(sequences)
+        layer, ids = integer("layer", layer), sequence_ids(sequences)
         with self._lock:
-            self._cache.append(layer, ids, tensors, _layout(layout))
+            self._cache.append(layer, ids, tensors, layout_name(layout))
 
     def decode(
         self,
@@ -219,41 +220,19 @@ class KvCache:
         the LSE (B, Hq, Sq) float32, and the probability mass by block of 16 tokens (B, Hq,
         ceil(S / 16)) float32, averaged over the queries, which observe() takes.
         """
-        tensors = {"q": _rows("q", q)}
-        ids, layer = _ids(sequences), integer("layer", layer)
-        shape = entry_shape(tensors["q"])
-        if len(shape) != 4:
-            raise InvalidArgument(f"q: rank {len(shape)} should be 4")
-        heads, queries = (shape[1], shape[2]) if _layout(layout) == "bhsd" else (shape[2], shape[1])
-        if out is None:
-            out = zeros(q, format_of("q", q), (*shape[:3], self.v_head_dim))
-        tensors["out"] = output_entry("out", out)
-        unit_stride("out", out)
-        if sinks is not None:
-            tensors["sinks"] = small_entry("sinks", sinks, np.float32)
-        if tree_mask is not None:
-            tensors["tree_mask"] = small_entry("tree_mask", tree_mask, np.bool_)
-        results = [out]
+        ids, layer = sequence_ids(sequences), integer("layer", layer)
+        call = DecodeCall(q, layout, self.v_head_dim, out, sinks, tree_mask)
+        options = decode_options(layout, scale, causal, window_left, softcap)
         with self._lock:
             if return_lse:
-                results.append(zeros(q, "f32", (shape[0], heads, queries)))
-                tensors["lse"] = output_entry("lse", results[-1])
+                call.add_lse()
             if return_mass:
                 longest = max((self._cache.length(i, layer) for i in ids), default=0)
-                results.append(zeros(q, "f32", (shape[0], heads, (longest + 15) // 16)))
-                tensors["mass"] = output_entry("mass", results[-1])
+                call.add_mass((longest + 15) // 16)
             self._cache.decode(
-                layer,
-                ids,
-                tensors,
-                layout=layout,
-                scale=None if scale is None else real("scale", scale),
-                causal=boolean("causal", causal),
-                window_left=-1 if window_left is None else integer("window_left", window_left),
-                softcap=0.0 if softcap is None else real("softcap", softcap),
-                threads=integer("threads", threads),
+                layer, ids, call.tensors, **options, threads=integer("threads", threads)
             )
-        return results[0] if len(results) == 1 else tuple(results)
+        return call.returned()
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forgets tokens from `length` on in every layer that has them."""
@@ -283,7 +262,7 @@ class KvCache:
     def observe(self, layer: int, sequences: int | Sequence[int], mass: Any) -> None:
         """Folds decode()'s probability mass into importance: the root of the mean square over a KV
         head's query heads, importance_decay of the old value kept."""
-        layer, ids = integer("layer", layer), _ids(sequences)
+        layer, ids = integer("layer", layer), sequence_ids(sequences)
         with self._lock:
             self._cache.observe(layer, ids, {"mass": entry("mass", mass)})
 
@@ -320,6 +299,59 @@ class KvCache:
         return KvUsage(**used)
 
 
+class DecodeCall:
+    """The tensors of a decode() and what it returns."""
+
+    def __init__(
+        self, q: Any, layout: Any, v_head_dim: int, out: Any, sinks: Any, tree_mask: Any
+    ) -> None:
+        self.tensors = {"q": rows("q", q)}
+        shape = entry_shape(self.tensors["q"])
+        if len(shape) != 4:
+            raise InvalidArgument(f"q: rank {len(shape)} should be 4")
+        head, query = (1, 2) if layout_name(layout) == "bhsd" else (2, 1)
+        self._q, self._batch, self._heads, self._queries = q, shape[0], shape[head], shape[query]
+        if out is None:
+            out = zeros(q, format_of("q", q), (*shape[:3], v_head_dim), filled=True)
+        unit_stride("out", out)
+        self._results: list[Any] = []
+        self._add("out", out)
+        device = device_of(q)
+        if sinks is not None:
+            self.tensors["sinks"] = small_entry("sinks", sinks, np.float32, device)
+        if tree_mask is not None:
+            self.tensors["tree_mask"] = small_entry("tree_mask", tree_mask, np.bool_, device)
+
+    def _add(self, name: str, result: Any) -> None:
+        self._results.append(result)
+        self.tensors[name] = output_entry(name, result)
+
+    def _numbers(self, *shape: int) -> Any:
+        return zeros(self._q, "f32", shape, filled=True)
+
+    def add_lse(self) -> None:
+        self._add("lse", self._numbers(self._batch, self._heads, self._queries))
+
+    def add_mass(self, blocks: int) -> None:
+        self._add("mass", self._numbers(self._batch, self._heads, blocks))
+
+    def returned(self) -> Any:
+        return self._results[0] if len(self._results) == 1 else tuple(self._results)
+
+
+def decode_options(
+    layout: Any, scale: Any, causal: Any, window_left: Any, softcap: Any
+) -> dict[str, Any]:
+    """decode()'s options as the extension takes them."""
+    return {
+        "layout": layout_name(layout),
+        "scale": None if scale is None else real("scale", scale),
+        "causal": boolean("causal", causal),
+        "window_left": -1 if window_left is None else integer("window_left", window_left),
+        "softcap": 0.0 if softcap is None else real("softcap", softcap),
+    }
+
+
 def _tier(value: Any) -> tuple[int, int]:
     pair = value if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2:
@@ -327,19 +359,19 @@ def _tier(value: Any) -> tuple[int, int]:
     return integer("tiers", pair[0]), integer("tiers", pair[1])
 
 
-def _ids(sequences: Any) -> list[int]:
+def sequence_ids(sequences: Any) -> list[int]:
     if isinstance(sequences, (list, tuple)) or hasattr(sequences, "__len__"):
         return [integer("sequences", s) for s in sequences]
     return [integer("sequences", sequences)]
 
 
-def _layout(layout: Any) -> str:
+def layout_name(layout: Any) -> str:
     if not isinstance(layout, str):
         raise InvalidArgument(f"layout: {layout!r} is not a name")
     return layout
 
 
-def _rows(name: str, x: Any) -> tuple:
+def rows(name: str, x: Any) -> tuple:
     made = entry(name, x)
     unit_stride(name, x)
     return made

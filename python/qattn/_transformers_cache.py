@@ -1,4 +1,4 @@
-"""QattnCache: qattn.KvCache as a cache of transformers.
+"""QattnCache: qattn.KvCache or GpuKvCache as a cache of transformers.
 
 A model calls the cache's update() with new keys and values and hands what comes back to its
 attention function, beside queries and mask. update() keeps the new rows and returns InCache, a
@@ -9,53 +9,24 @@ prompt as they came, or attention over the cache as it lies. Any other use of a 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ._errors import InvalidArgument, Unsupported
+from ._errors import InvalidArgument, OutOfMemory, Unsupported
 from ._kv_cache import KvCache
+from ._kv_cache_gpu import GpuKvCache
 from ._recipe import integer
+from ._transformers_in_cache import InCache
+from ._transformers_masks import alive_of, check_mask, visible
 
 #: KvCache.decode() takes so many queries of a sequence at once
 QUERIES = 8
 _BLOCK = 16  # tokens that share an importance
 # What models hand to update() in earlier releases of transformers 5; caches that grow ignore it.
 _WITHOUT_EFFECT = frozenset({"cache_kwargs", "cache_position", "cos", "sin"})
-
-
-class InCache(torch.Tensor):
-    """Stands for the keys or values of one layer: shape (B, Hkv, past + new, D), no memory.
-
-    Attention functions other than qattn's would compute with it, so every operation on it raises
-    Unsupported; its shape, dtype and device can be asked for.
-    """
-
-    cache: QattnCache
-    layer: int
-
-    @staticmethod
-    def __new__(cls, cache: QattnCache, layer: int, new: torch.Tensor, length: int) -> InCache:
-        shape = (*new.shape[:2], length, new.shape[3])
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=new.dtype, device=new.device)
-        made.cache, made.layer = cache, layer
-        return made
-
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"InCache(layer={self.layer}, shape={tuple(self.shape)})"
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
-        raise Unsupported(
-            f"{func}: keys and values lie in a QattnCache, which only attention registered by "
-            "qattn.transformers.register() reads; set attn_implementation to its name"
-        )
 
 
 @dataclasses.dataclass
@@ -78,7 +49,8 @@ class _Layer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.columns = 0  #: tokens of each row, those that its mask hides included
-        self.alive = torch.ones(0, 0, dtype=torch.bool)  #: (B, columns): is the token in the cache?
+        #: (B, columns), in host memory: is the token in the cache?
+        self.alive = torch.ones(0, 0, dtype=torch.bool)
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  #: update()'s, not yet in it
 
     def copy(self) -> _Layer:
@@ -103,7 +75,8 @@ class _Layer(CacheLayerMixin):
 
 
 class QattnCache(Cache):
-    """A transformers cache over qattn.KvCache, for generate() and forward(past_key_values=...).
+    """A transformers cache over qattn.KvCache, or GpuKvCache where the model is on a GPU, for
+    generate() and forward(past_key_values=...).
 
         qattn.transformers.register(recipe="bf16")
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="qattn").eval()
@@ -116,6 +89,8 @@ class QattnCache(Cache):
     prompt's last queries gives its tokens their importance, and decode steps go on with what they
     see; 0: neither. Default: 32 with a budget and importance "uniform", else 0. A budget holds from
     budget_from tokens on, by default thousands; for shorter texts name it, and a smaller window.
+    tokens, sequences: on a GPU, whose memory is taken once, the most tokens of a row and the rows
+    held at a time, forks too (default: the first batch); in host memory they mean nothing.
 
     The first call of an empty cache, a prompt, attends to K and V as they come, with the registered
     recipe; their rows are quantised afterwards. All later calls append and then attend to the cache
@@ -123,17 +98,26 @@ class QattnCache(Cache):
     attention mask hides (padding) do not enter the cache. Layers with a sliding window keep all
     tokens; their queries look back as far as the window.
 
-    Rows of a batch are sequences of one KvCache (`kv`, numbers in `sequences`). fork() and
-    copy.deepcopy() give a cache with the same contents whose pages are shared, e.g. for a common
-    prefix; crop(), beam search, batch_repeat_interleave() and batch_select_indices() work.
+    Rows of a batch are sequences of one cache (`kv`, numbers in `sequences`). fork() and
+    copy.deepcopy() give a cache with the same contents, e.g. for a common prefix, whose pages are
+    shared in host memory and copied on a GPU; crop(), beam search, batch_repeat_interleave() and
+    batch_select_indices() work. On a GPU only a mask (copied to the host once a forward pass),
+    crop() and padding wait for it.
     Raises InvalidArgument for options, Unsupported for models, masks and devices that cannot be
-    right; host memory only.
+    right.
     """
 
     layers: list[_Layer]  # type: ignore[assignment]
 
     def __init__(
-        self, config: Any, *, observe: int | None = None, window_dtype: Any = None, **options: Any
+        self,
+        config: Any,
+        *,
+        observe: int | None = None,
+        window_dtype: Any = None,
+        tokens: int | None = None,
+        sequences: int | None = None,
+        **options: Any,
     ) -> None:
         options = _shape_of(config) | options
         guessed = options.get("importance", "uniform") != "uniform"
@@ -152,7 +136,14 @@ class QattnCache(Cache):
             )
         self._options = options
         self._given_dtype = window_dtype
-        self.kv = KvCache(**options, window_dtype=window_dtype or "float16")
+        self._tokens = None if tokens is None else integer("tokens", tokens)
+        self._rows = None if sequences is None else integer("sequences", sequences)
+        #: masks of this forward pass on a GPU by id, and they in host memory
+        self._masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._newest = -1  #: the layer that was last given keys
+        dtype = window_dtype or "float16"
+        self.kv: Any = KvCache(**options, window_dtype=dtype)
+        self._made = (dtype, torch.device("cpu"))  #: what kv was made for
         self.sequences: tuple[int, ...] = ()
         super().__init__(layers=[_Layer() for _ in range(self.kv.layers)])
 
@@ -180,7 +171,7 @@ class QattnCache(Cache):
         batch, _, new, _ = key_states.shape
         layer = self.layers[layer_idx]
         if not self.sequences:
-            self._open(batch, key_states.dtype)
+            self._open(batch, key_states)
         if batch != len(self.sequences):
             raise InvalidArgument(
                 f"key_states: a batch of {batch}, but the cache holds {len(self.sequences)} rows; "
@@ -191,8 +182,12 @@ class QattnCache(Cache):
                 f"QattnCache: layer {layer_idx} was given keys whose attention never ran, or "
                 "failed; reset() empties the cache"
             )
-        layer.pending = (key_states, value_states)
         length = layer.columns + new
+        self._check_tokens(layer, length)
+        if layer_idx <= self._newest:
+            self._masks = {}
+        self._newest = layer_idx
+        layer.pending = (key_states, value_states)
         return (
             InCache(self, layer_idx, key_states, length),
             InCache(self, layer_idx, value_states, length),
@@ -212,7 +207,7 @@ class QattnCache(Cache):
         """Appends a prompt after its attention. query: (B, Hq, S, D), mask: as attend()'s."""
         layer, (key, value) = self.layers[layer_idx], self._pending(layer_idx)
         batch, _, new, _ = key.shape
-        alive = _alive(mask, batch, new)
+        alive = alive_of(self._on_host(mask), batch, new)
         if bool(alive.all()):
             told = self._importance(query, key, asked)
             self._append(layer_idx, self.sequences, key, value, told)
@@ -234,8 +229,9 @@ class QattnCache(Cache):
         """
         layer, (key, value) = self.layers[layer_idx], self._pending(layer_idx)
         batch, heads, new, _ = query.shape
-        alive = torch.cat([layer.alive, _alive(mask, batch, new)], 1)
-        _check_mask(mask, alive, new, asked.sliding_window)
+        mask = self._on_host(mask)
+        alive = torch.cat([layer.alive, alive_of(mask, batch, new)], 1)
+        check_mask(mask, alive, new, asked.sliding_window)
         out = query.new_zeros(batch, new, heads, value.shape[3]).transpose(1, 2)
         for start in range(0, new, QUERIES):
             block = slice(start, min(start + QUERIES, new))
@@ -258,12 +254,14 @@ class QattnCache(Cache):
 
     def fork(self) -> QattnCache:
         """A cache with the same contents, whose pages are shared until one of the two changes
-        them."""
+        them; on a GPU they are copied."""
         self._settled()
         made = QattnCache.__new__(QattnCache)
         made.__dict__.update(self.__dict__)
         made.sequences = ()
+        made._masks = {}
         made.layers = [layer.copy() for layer in self.layers]
+        self._check_room(len(self.sequences))
         made.sequences = tuple(self.kv.fork(sequence) for sequence in self.sequences)
         return made
 
@@ -276,6 +274,8 @@ class QattnCache(Cache):
         raise Unsupported("QattnCache: cannot be pickled; kv.save() writes the KvCache to a file")
 
     def __del__(self) -> None:
+        if sys.is_finalizing():
+            return  # a GPU may be gone already
         for sequence in self.__dict__.get("sequences", ()):
             self.kv.release(sequence)
 
@@ -330,27 +330,71 @@ class QattnCache(Cache):
             return
         self._settled()
         chosen = torch.arange(len(self.sequences))[torch.as_tensor(indices).cpu()].tolist()
+        unused = set(range(len(self.sequences))) - set(chosen)
+        self._check_room(len(chosen) - len(self.sequences))
+        for row in unused:
+            self.kv.release(self.sequences[row])
         used: set[int] = set()
         made: list[int] = []
         for row in chosen:
             sequence = self.sequences[row]
             made.append(self.kv.fork(sequence) if row in used else sequence)
             used.add(row)
-        for row, sequence in enumerate(self.sequences):
-            if row not in used:
-                self.kv.release(sequence)
         self.sequences = tuple(made)
         for layer in self.layers:
             layer.alive = layer.alive[chosen] if layer.columns else layer.alive
 
     # ---- Parts -----------------------------------------------------------------------------------
 
-    def _open(self, batch: int, dtype: torch.dtype) -> None:
-        """Sequences of the first batch. Nobody has seen a dtype before, nor is anything stored."""
-        if self._given_dtype is None and dtype == torch.bfloat16:
-            self._given_dtype = dtype
-            self.kv = KvCache(**self._options, window_dtype=dtype)
+    def _open(self, batch: int, key: torch.Tensor) -> None:
+        """Sequences of the first batch, in a cache for its dtype, device and rows."""
+        dtype = self._given_dtype or ("bfloat16" if key.dtype == torch.bfloat16 else "float16")
+        made = (dtype, key.device)
+        if key.device.type == "cpu":
+            if made != self._made:
+                self.kv = KvCache(**self._options, window_dtype=dtype)
+        elif self._tokens is None:
+            raise InvalidArgument(
+                "tokens: is missing; a QattnCache takes a GPU's memory once and wants to know the "
+                "most tokens of a row"
+            )
+        elif made != self._made or (self._rows is None and batch > self.kv.free):
+            self.kv = GpuKvCache(
+                **self._options,
+                window_dtype=dtype,
+                sequences=self._rows or batch,
+                tokens=self._tokens,
+                device=key.device,
+            )
+        self._made = made
+        self._check_room(batch)
         self.sequences = tuple(self.kv.add_sequence() for _ in range(batch))
+
+    def _check_room(self, more: int) -> None:
+        """Refuses before anything is changed what a GPU's capacity does not hold."""
+        if isinstance(self.kv, GpuKvCache) and more > self.kv.free:
+            raise OutOfMemory(
+                f"sequences: {more} more rows, but the cache on the GPU has room for "
+                f"{self.kv.free} of {self.kv.sequences}; QattnCache(sequences=...) says how many"
+            )
+
+    def _check_tokens(self, layer: _Layer, length: int) -> None:
+        if not isinstance(self.kv, GpuKvCache) or length <= self.kv.tokens:
+            return
+        hidden = int((~layer.alive).sum(1).min()) if layer.columns else 0
+        if length - hidden > self.kv.tokens:
+            raise OutOfMemory(
+                f"tokens: a row would have {length - hidden}, and the cache on the GPU has room "
+                f"for {self.kv.tokens}; QattnCache(tokens=...) says how many"
+            )
+
+    def _on_host(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """A mask in host memory: layers of a forward pass share one copy."""
+        if mask is None or mask.device.type == "cpu":
+            return mask
+        if id(mask) not in self._masks:
+            self._masks[id(mask)] = (mask, mask.cpu())
+        return self._masks[id(mask)][1]
 
     def _pending(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         pending = self.layers[layer_idx].pending
@@ -405,7 +449,7 @@ class QattnCache(Cache):
         if asked.softcap:
             scores = asked.softcap * torch.tanh(scores / asked.softcap)
         scores = scores.reshape(batch, heads_kv, heads // heads_kv, count, length)
-        hidden = ~_visible(length, count, asked.sliding_window)
+        hidden = ~visible(length, count, asked.sliding_window).to(scores.device)
         mass = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         mass = torch.nn.functional.pad(mass, (0, -length % _BLOCK)).unflatten(-1, (-1, _BLOCK))
         return mass.sum(-1).square().mean((2, 3)).sqrt()
@@ -432,58 +476,8 @@ def _shape_of(config: Any) -> dict[str, int]:
 
 
 def _check_device(x: torch.Tensor) -> None:
-    """The one place that says where a KvCache lies."""
-    if x.device.type != "cpu":
-        raise Unsupported(f"key_states: lie on {x.device}; a QattnCache lies in host memory")
-
-
-def _alive(mask: torch.Tensor | None, batch: int, new: int) -> torch.Tensor:
-    """(B, new): which of the newest tokens any query sees."""
-    if mask is None:
-        return torch.ones(batch, new, dtype=torch.bool)
-    if mask.dtype != torch.bool:
-        raise Unsupported(f"attention_mask: {mask.dtype}; with a QattnCache it should be bool")
-    return mask[..., mask.shape[-1] - new :].flatten(1, -2).any(1).expand(batch, new)
-
-
-def _visible(length: int, queries: int, sliding_window: int | None) -> torch.Tensor:
-    """(queries, length): what causality and a window let the newest queries see."""
-    behind = torch.arange(length - queries, length)[:, None] - torch.arange(length)
-    return (behind >= 0) & (behind < (sliding_window or length))
-
-
-def _check_mask(
-    mask: torch.Tensor | None, alive: torch.Tensor, new: int, sliding_window: int | None
-) -> None:
-    """Refuses a mask that says something else than the cache will do.
-
-    mask: bool (B or 1, any, new, length) or None, alive: (B, length).
-    """
-    length = alive.shape[1]
-    if mask is None:
-        if not bool(alive.all()):
-            raise Unsupported(
-                "attention_mask: absent, but an earlier one hid tokens from the cache"
-            )
-        return
-    if sliding_window is not None and sliding_window < length:
-        ranks = alive.cumsum(1)
-        first = alive.to(torch.uint8).argmax(1, keepdim=True)
-        holes = alive & (ranks != torch.arange(1, length + 1) - first)
-        if bool(holes.any()):
-            raise Unsupported(
-                f"attention_mask: hides tokens between others, and the window of {sliding_window} "
-                "counts them; a QattnCache does not hold them"
-            )
-    expected = _visible(length, new, sliding_window) & alive[:, None, None]
-    own = alive[:, None, length - new :, None]
-    if mask.shape[-2:] != (new, length) or bool(((mask != expected) & own).any()):
+    """The one place that says where a cache may lie."""
+    if x.device.type not in ("cpu", "cuda"):
         raise Unsupported(
-            "attention_mask: is not causal with tokens hidden and a sliding window as before; "
-            "a QattnCache cannot attend by it"
-        )
-    if bool((mask & ~own).any()):
-        raise Unsupported(
-            "attention_mask: hides a token behind the prompt that itself sees others; padding of "
-            "a QattnCache stands on the left"
+            f"key_states: lie on {x.device}; a QattnCache lies in host memory or on a CUDA GPU"
         )

@@ -22,7 +22,8 @@ from transformers.masking_utils import sdpa_mask
 from ._errors import InvalidArgument, Unsupported
 from ._recipe import Recipe, as_recipe, real
 from ._torch_ops import attention
-from ._transformers_cache import InCache, QattnCache, Features
+from ._transformers_cache import Features, QattnCache
+from ._transformers_in_cache import InCache
 
 __all__ = ["QattnCache", "register"]
 

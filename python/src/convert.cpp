@@ -237,6 +237,8 @@ RecipeTuple to_tuple(const Recipe& recipe) {
   return {recipe.name, text(recipe.qk), text(recipe.p), text(recipe.v)};
 }
 
+Stream stream_from(std::uintptr_t handle) { return reinterpret_cast<Stream>(handle); }
+
 int threads_from(std::int64_t threads) { return narrow("threads", threads); }
 
 }  // namespace qattn::python

@@ -72,7 +72,11 @@ Toggle toggle_from(std::optional<bool> value);
 RecipeTuple to_tuple(const Recipe& recipe);
 int threads_from(std::int64_t threads);
 
+Stream stream_from(std::uintptr_t handle);
+
 /// kv_cache.cpp: adds the class KvCache and its options to the module.
 void add_kv_cache(nb::module_& m);
+/// kv_cache_gpu.cpp: the class GpuKvCache.
+void add_gpu_kv_cache(nb::module_& m);
 
 }  // namespace qattn::python

@@ -4,18 +4,13 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "convert.hpp"
+#include "kv_convert.hpp"
 
 namespace qattn::python {
 namespace {
 
 using nb::literals::operator""_a;
 using Ids = std::vector<std::int64_t>;
-
-/// A view of the entry of that name, or none.
-TensorView view_in(const nb::dict& entries, const char* name, bool writable, Views& views) {
-  return entries.contains(name) ? views.add(name, entries[name], writable) : TensorView{};
-}
 
 KvImportance importance_from(const std::string& name) {
   if (name == "uniform") return KvImportance::uniform;
@@ -97,19 +92,8 @@ void run_decode(const KvCache& cache, std::int64_t layer, const Ids& sequences,
                 const nb::dict& entries, const std::string& layout, std::optional<double> scale,
                 bool causal, std::int64_t window_left, double softcap, std::int64_t threads) {
   Views views;
-  KvDecodeTensors t;
-  t.q = view_in(entries, "q", false, views);
-  t.out = view_in(entries, "out", true, views);
-  t.lse = view_in(entries, "lse", true, views);
-  t.sinks = view_in(entries, "sinks", false, views);
-  t.tree_mask = view_in(entries, "tree_mask", false, views);
-  t.mass = view_in(entries, "mass", true, views);
-  KvDecodeOptions o;
-  o.layout = layout_from(layout);
-  if (scale) o.softmax_scale = static_cast<float>(*scale);
-  o.causal = causal;
-  o.window_left = window_left;
-  o.softcap = static_cast<float>(softcap);
+  const KvDecodeTensors t = kv_decode_tensors(entries, views);
+  KvDecodeOptions o = kv_decode_options(layout, scale, causal, window_left, softcap);
   o.threads = threads_from(threads);
   Status status;
   {
@@ -123,19 +107,6 @@ void run_decode(const KvCache& cache, std::int64_t layer, const Ids& sequences,
 nb::tuple shape(const KvCache& cache) {
   const KvCacheOptions& o = cache.options();
   return nb::make_tuple(o.layers, o.heads_kv, o.d, o.dv, o);
-}
-
-nb::dict bytes(const KvCache& cache) {
-  const KvBytes b = cache.bytes();
-  nb::dict d;
-  d["codes"] = b.codes;
-  d["scales"] = b.scales;
-  d["window"] = b.window;
-  d["tables"] = b.tables;
-  d["means"] = b.means;
-  d["spare"] = b.spare;
-  d["total"] = b.total;
-  return d;
 }
 
 nb::dict usage(const KvCache& cache, std::int64_t sequence, std::int64_t layer) {
@@ -181,7 +152,7 @@ void add_kv_cache(nb::module_& m) {
       .def("read", &read)
       .def("shape", &shape)
       .def("save", [](const KvCache& c, const std::string& path) { check(c.save(path)); })
-      .def("bytes", &bytes)
+      .def("bytes", [](const KvCache& c) { return kv_bytes(c.bytes()); })
       .def("usage", &usage)
       .def("decode", &run_decode, "layer"_a, "sequences"_a, "tensors"_a, nb::kw_only(), "layout"_a,
            "scale"_a.none(), "causal"_a, "window_left"_a, "softcap"_a, "threads"_a);

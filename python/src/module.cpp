@@ -54,8 +54,6 @@ AttentionOptions make_options(const RecipeTuple& recipe, const std::string& layo
   return o;
 }
 
-Stream stream_from(std::uintptr_t handle) { return reinterpret_cast<Stream>(handle); }
-
 /// `allocate`: None, or a function of bytes that gives a torch tensor: the workspace. It is
 /// released once everything is enqueued, which is right for an allocator that knows the stream.
 void run_attention(const nb::dict& entries, const AttentionOptions& options, std::uintptr_t stream,
@@ -232,5 +230,6 @@ NB_MODULE(_qattn, m) {
   m.def("formats", &format_table);
   m.def("cpu_isa", [] { return check(qattn::cpu_isa()); });
   add_kv_cache(m);
+  add_gpu_kv_cache(m);
   m.def("version", [] { return std::string(qattn::version()); });
 }

@@ -1,5 +1,5 @@
 // The C interface of the KV cache: translation only.
-#include "core/c_translate.hpp"
+#include "core/c_translate_kv.hpp"
 
 struct qattn_kv_cache {
   qattn::KvCache cache;
@@ -10,60 +10,6 @@ using namespace qattn::c;
 
 namespace {
 
-Status read_options(const qattn_kv_options* given, KvCacheOptions& options) {
-  qattn_kv_options o;
-  qattn_kv_options_init(&o);
-  if (Status s = read_struct("options", given, o); !s.ok()) return s;
-  if (Status s = read_flag("smooth_k", o.smooth_k); !s.ok()) return s;
-  if (Status s = read_flag("rotate", o.rotate); !s.ok()) return s;
-  if (o.tier_count < 0 || o.tier_count > QATTN_KV_MAX_TIERS) {
-    return invalid("tier_count: " + std::to_string(o.tier_count) + " is not from 0 to 7");
-  }
-  options.layers = o.layers;
-  options.heads_kv = o.heads_kv;
-  options.d = o.d;
-  options.dv = o.dv;
-  options.page_size = o.page_size;
-  options.window = o.window;
-  options.sinks = o.sinks;
-  options.window_format = static_cast<Format>(o.window_format);
-  options.tiers.clear();
-  for (int i = 0; i < o.tier_count; ++i) {
-    options.tiers.push_back({o.tiers[i].k_bits, o.tiers[i].v_bits});
-  }
-  options.average_bits = o.average_bits;
-  options.budget_from = o.budget_from;
-  options.smooth_k = o.smooth_k != 0;
-  options.rotate = o.rotate != 0;
-  options.importance = static_cast<KvImportance>(o.importance);
-  options.threads = o.threads;
-  options.importance_decay = o.importance_decay;
-  options.hysteresis = o.hysteresis;
-  return {};
-}
-
-/// f(cache), where there is one.
-template <class Cache, class Function>
-qattn_status with(Cache* cache, Function f) noexcept {
-  return guarded([&]() -> Status {
-    if (cache == nullptr) return invalid("cache: is NULL");
-    return f(cache->cache);
-  });
-}
-
-/// Stores a Result through a pointer of the caller.
-template <class T>
-Status store(const char* name, const Result<T>& result, T* to) {
-  if (!result.ok()) return result.status();
-  if (to == nullptr) return invalid(std::string(name) + ": is NULL");
-  *to = *result;
-  return {};
-}
-
-Status check_pointer(const char* name, const void* pointer) {
-  return pointer == nullptr ? invalid(std::string(name) + ": is NULL") : Status();
-}
-
 Status read_sequences(const int64_t* sequences, int64_t count, std::span<const int64_t>& span) {
   if (count < 0 || (count > 0 && sequences == nullptr)) {
     return invalid("sequences: " + std::to_string(count) + " at " +
@@ -71,10 +17,6 @@ Status read_sequences(const int64_t* sequences, int64_t count, std::span<const i
   }
   span = {sequences, static_cast<std::size_t>(count)};
   return {};
-}
-
-TensorView optional_view(const qattn_tensor* tensor) {
-  return tensor == nullptr ? TensorView{} : view(*tensor);
 }
 
 }  // namespace
@@ -206,11 +148,7 @@ qattn_status qattn_kv_read(const qattn_kv_cache* cache, int64_t sequence, int64_
 }
 
 qattn_status qattn_kv_get_bytes(const qattn_kv_cache* cache, qattn_kv_bytes* bytes) {
-  return with(cache, [&](const KvCache& c) {
-    const KvBytes b = c.bytes();
-    qattn_kv_bytes full{0, b.codes, b.scales, b.window, b.tables, b.means, b.spare, b.total};
-    return write_struct("bytes", full, bytes);
-  });
+  return with(cache, [&](const KvCache& c) { return store_bytes(c.bytes(), bytes); });
 }
 
 qattn_status qattn_kv_get_usage(const qattn_kv_cache* cache, int64_t sequence, int64_t layer,
@@ -249,23 +187,9 @@ qattn_status qattn_kv_decode(const qattn_kv_cache* cache, int64_t layer, const i
   return with(cache, [&](const KvCache& c) -> Status {
     std::span<const int64_t> ids;
     if (Status s = read_sequences(sequences, count, ids); !s.ok()) return s;
-    qattn_kv_decode_tensors t;
-    qattn_kv_decode_options o;
-    qattn_kv_decode_tensors_init(&t);
-    qattn_kv_decode_options_init(&o);
-    if (Status s = read_struct("tensors", tensors, t); !s.ok()) return s;
-    if (Status s = read_struct("options", options, o); !s.ok()) return s;
-    if (Status s = read_flag("causal", o.causal); !s.ok()) return s;
-    if (Status s = read_flag("has_softmax_scale", o.has_softmax_scale); !s.ok()) return s;
-    KvDecodeOptions own;
-    own.layout = static_cast<Layout>(o.layout);
-    if (o.has_softmax_scale) own.softmax_scale = o.softmax_scale;
-    own.causal = o.causal != 0;
-    own.window_left = o.window_left;
-    own.softcap = o.softcap;
-    own.threads = o.threads;
-    return decode(
-        c, layer, ids,
-        {view(t.q), view(t.out), view(t.lse), view(t.sinks), view(t.tree_mask), view(t.mass)}, own);
+    KvDecodeTensors t;
+    KvDecodeOptions o;
+    if (Status s = read_decode(tensors, options, t, o); !s.ok()) return s;
+    return decode(c, layer, ids, t, o);
   });
 }

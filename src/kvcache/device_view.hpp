@@ -57,7 +57,8 @@ struct DeviceCache {
   std::int32_t* has_mean = nullptr;  ///< [slots][layers]
 
   /// [slots] SlotError: not 0 where a slot is in no use, or where its contents are not what was
-  /// asked for. Nothing is appended to it then, and decode gives its queries NaN.
+  /// asked for. Nothing is appended to it then, and decode gives its queries NaN. Null: for decode
+  /// alone, no slot is like that.
   std::uint32_t* errors = nullptr;
 
   QATTN_HD std::int32_t blocks_per_page() const { return page_size / formats::kv_block_tokens; }

@@ -1,55 +1,23 @@
-// GpuKvCache on a GPU against KvCache on the host, bit for bit: random appends, a decode step that
-// is captured in a graph and replayed, and how long steps take.
-#include <cuda_runtime.h>
-
+// GpuKvCache on a GPU against KvCache on the host, bit for bit: random appends and forks, an append
+// that is captured in a graph and replayed, and how long steps take. decode():
+// kv_decode_on_gpu.cpp.
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "formats/f16.hpp"
+#include "gpu/kv_on_gpu.hpp"
 #include "kvcache_gpu/same_cache.hpp"
 
 namespace qattn {
 namespace {
 
-[[noreturn]] void fail(const std::string& what) {
-  std::printf("FAILED: %s\n", what.c_str());
-  std::exit(1);
-}
-void need(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) fail(std::string(what) + ": " + cudaGetErrorString(error));
-}
-void need(const Status& status, const char* what) {
-  if (!status.ok()) fail(std::string(what) + ": " + status.message());
-}
-
-constexpr Device gpu{DeviceType::cuda, 0};
-
-template <class T>
-class DeviceArray {
- public:
-  explicit DeviceArray(std::size_t count) : count_(count) {
-    need(cudaMalloc(&data_, std::max<std::size_t>(count, 1) * sizeof(T)), "cudaMalloc");
-  }
-  ~DeviceArray() { cudaFree(data_); }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-  void put(const std::vector<T>& from) {
-    need(cudaMemcpy(data_, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice), "put");
-  }
-  TensorView view(Format format, std::initializer_list<std::int64_t> shape) const {
-    TensorView v = TensorView::dense(data_, format, shape);
-    v.device = gpu;
-    return v;
-  }
-
- private:
-  T* data_ = nullptr;
-  std::size_t count_;
-};
+using test::DeviceArray;
+using test::fail;
+using test::gpu;
+using test::need;
 
 struct Shape {
   std::int64_t batch = 4, heads = 4, d = 128, tokens = 4096;
@@ -117,6 +85,15 @@ class Pair {
             0, ids_, TensorView::dense(mass.data(), Format::f32, {s_.batch, 2 * s_.heads, blocks})),
         "observe on the host");
   }
+  /// The last slot becomes a copy of the first.
+  void fork() {
+    need(host_.release(ids_.back()), "release on the host");
+    need(device_.release(s_.batch - 1), "release");
+    ids_.back() = *host_.fork(ids_[0]);
+    const Result<std::int64_t> copy = device_.fork(0);
+    need(copy.status(), "fork");
+    if (*copy != s_.batch - 1) fail("fork takes another slot than the one that is free");
+  }
   void compare(const char* when) {
     need(cudaDeviceSynchronize(), when);
     const std::string what = test::difference(host_, ids_, device_);
@@ -171,9 +148,10 @@ void random_appends(const Shape& s) {
     need(pair.append(count), "append");
     length += count;
     if (n % 4 == 1) pair.observe();
+    if (n % 16 == 9) pair.fork();
     pair.compare("random appends");
   }
-  std::printf("random appends, D %d, pages of %d: equal\n", static_cast<int>(s.d),
+  std::printf("random appends and forks, D %d, pages of %d: equal\n", static_cast<int>(s.d),
               static_cast<int>(s.page));
 }
 
@@ -202,7 +180,7 @@ void captured_steps() {
   cudaGraphExecDestroy(replay);
   cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);
-  std::printf("a captured decode step, replayed 50 times: equal\n");
+  std::printf("a captured append, replayed 50 times: equal\n");
 }
 
 /// Microseconds of every one of `steps` appends of one token after a prefill.
@@ -250,6 +228,7 @@ int main() {
     }
   }
   qattn::captured_steps();
+  qattn::test::decode_on_gpu();
   for (const std::int64_t tokens : {1000, 8000, 32000}) qattn::time_steps(tokens);
   return 0;
 }

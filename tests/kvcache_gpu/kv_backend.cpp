@@ -19,33 +19,36 @@ std::int64_t memory_calls = 0;
 
 }  // namespace
 
-KvBackend::KvBackend() {
-  backend_.name = "emulated";
-  backend_.device = DeviceType::cpu;
-  backend_.host_memory = true;
-  backend_.enter = [](int, int*) { return Status(); };
-  backend_.leave = [](int) {};
-  backend_.architecture = [] { return isa::architecture(0); };
-  backend_.allocate = [](std::size_t bytes, Stream) -> Result<void*> {
+detail::Backend emulated_kv_backend() {
+  detail::Backend b;
+  b.name = "emulated";
+  b.enter = [](int, int*) { return Status(); };
+  b.leave = [](int) {};
+  b.architecture = [] { return isa::architecture(0); };
+  b.allocate = [](std::size_t bytes, Stream) -> Result<void*> {
     void* memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
     std::memset(memory, 0xFF, bytes);  // garbage, as on a GPU
     sizes()[memory] = bytes;
     ++memory_calls;
     return memory;
   };
-  backend_.release = [](void* memory, Stream) {
+  b.release = [](void* memory, Stream) {
     sizes().erase(memory);
     ++memory_calls;
     std::free(memory);
   };
-  backend_.copy_to_host = [](void* to, const void* from, std::size_t bytes, Stream) {
+  b.copy_to_host = [](void* to, const void* from, std::size_t bytes, Stream) {
     std::memcpy(to, from, bytes);
     return Status();
   };
-  backend_.take_errors = []() -> Result<std::uint32_t> {
-    return std::exchange(*isa::error_word(), 0u);
-  };
-  backend_.kv = &kernels::kv_device_ops();
+  b.take_errors = []() -> Result<std::uint32_t> { return std::exchange(*isa::error_word(), 0u); };
+  b.kv = &kernels::kv_device_ops();
+  return b;
+}
+
+KvBackend::KvBackend() : backend_(emulated_kv_backend()) {
+  backend_.device = DeviceType::cpu;
+  backend_.host_memory = true;
   detail::use_backend(&backend_);
 }
 KvBackend::~KvBackend() { detail::use_backend(nullptr); }

@@ -9,6 +9,9 @@
 
 namespace qattn::test {
 
+/// Of no type of device yet.
+detail::Backend emulated_kv_backend();
+
 /// In front of all backends for as long as it lives.
 class KvBackend {
  public:

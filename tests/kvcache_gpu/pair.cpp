@@ -28,6 +28,15 @@ void Pair::add() {
   ids_[*slot] = *host_->add_sequence();
 }
 
+std::int64_t Pair::fork(std::int64_t slot) {
+  const Result<std::int64_t> copy = device_->fork(slot);
+  EXPECT_TRUE(copy.ok()) << copy.status().message();
+  if (!copy.ok()) return slot;
+  if (static_cast<std::size_t>(*copy) >= ids_.size()) ids_.resize(*copy + 1);
+  ids_[*copy] = *host_->fork(ids_[slot]);
+  return *copy;
+}
+
 void Pair::renew(std::int64_t slot) {
   ASSERT_TRUE(device_->release(slot).ok());
   ASSERT_TRUE(host_->release(ids_[slot]).ok());

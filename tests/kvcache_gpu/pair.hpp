@@ -37,6 +37,8 @@ class Pair {
 
   /// One slot more in both.
   void add();
+  /// A copy of a slot in both; its number.
+  std::int64_t fork(std::int64_t slot);
   /// Both give a slot up and take it anew.
   void renew(std::int64_t slot);
   void truncate(std::int64_t slot, std::int64_t length);
@@ -49,6 +51,8 @@ class Pair {
 
   GpuKvCache& device() { return *device_; }
   KvCache& host() { return *host_; }
+  /// The host's sequence of a slot.
+  std::int64_t id(std::int64_t slot) const { return ids_[static_cast<std::size_t>(slot)]; }
   std::int64_t length(std::int64_t slot, std::int64_t layer) const;
   std::mt19937& random() { return random_; }
 

@@ -13,11 +13,18 @@ namespace {
 
 std::string text(std::int64_t value) { return std::to_string(value); }
 
-Status check_operands(const KvCacheOptions& o, const KvDecodeTensors& t, Layout layout,
-                      DecodeCall& call) {
-  const bool bshd = layout == Layout::bshd;
-  const int query = bshd ? 1 : 2, head = bshd ? 2 : 1;
-  Status s = check_tensor("q", t.q, Format::none, {call.batch, -1, -1, o.d}, true);
+/// Where dimensions are in q and out.
+struct Axes {
+  int query, head;
+};
+Axes axes_of(Layout layout) { return layout == Layout::bshd ? Axes{1, 2} : Axes{2, 1}; }
+
+}  // namespace
+
+Status check_queries(const KvCacheOptions& o, const KvDecodeTensors& t, Layout layout,
+                     Device device, DecodeExtents& call) {
+  const auto [query, head] = axes_of(layout);
+  Status s = check_tensor("q", t.q, Format::none, {call.batch, -1, -1, o.d}, true, device);
   if (!s.ok()) return s;
   call.queries = t.q.shape[query];
   call.heads_q = t.q.shape[head];
@@ -30,47 +37,33 @@ Status check_operands(const KvCacheOptions& o, const KvDecodeTensors& t, Layout 
     return invalid("q: " + text(call.heads_q) + " heads should be 1 to " + text(most_group) +
                    " times heads_kv " + text(o.heads_kv));
   }
-  const std::int64_t outer = bshd ? call.queries : call.heads_q;
-  const std::int64_t inner = bshd ? call.heads_q : call.queries;
-  s = check_tensor("out", t.out, Format::none, {call.batch, outer, inner, o.dv}, true);
-  if (!s.ok()) return s;
-  if (s = check_no_overlap("out", t.out); !s.ok()) return s;
-  call.q = {t.q.stride[0], t.q.stride[query], t.q.stride[head]};
-  call.out = {t.out.stride[0], t.out.stride[query], t.out.stride[head]};
-  return {};
+  s = check_tensor("out", t.out, Format::none, {call.batch, t.q.shape[1], t.q.shape[2], o.dv}, true,
+                   device);
+  return s.ok() ? check_no_overlap("out", t.out) : s;
 }
 
-Status check_optional(const KvDecodeTensors& t, const DecodeCall& call) {
-  if (t.lse.present()) {
-    Status s =
-        check_tensor("lse", t.lse, Format::f32, {call.batch, call.heads_q, call.queries}, false);
-    if (!s.ok()) return s;
-  }
-  if (t.sinks.present()) {
-    if (Status s = check_tensor("sinks", t.sinks, Format::f32, {call.heads_q}, false); !s.ok()) {
+Status check_the_rest(const KvDecodeTensors& t, Device device, const DecodeExtents& call) {
+  const struct {
+    const char* name;
+    const TensorView& view;
+    Format format;
+    std::initializer_list<std::int64_t> extent;
+    bool strided;
+  } optional[] = {
+      {"lse", t.lse, Format::f32, {call.batch, call.heads_q, call.queries}, false},
+      {"sinks", t.sinks, Format::f32, {call.heads_q}, false},
+      {"tree_mask", t.tree_mask, Format::b8, {call.batch, call.queries, call.queries}, true},
+      {"mass", t.mass, Format::f32, {call.batch, call.heads_q, call.blocks}, false}};
+  for (const auto& x : optional) {
+    if (!x.view.present()) continue;
+    if (Status s = check_tensor(x.name, x.view, x.format, x.extent, x.strided, device); !s.ok()) {
       return s;
     }
   }
-  if (t.tree_mask.present()) {
-    Status s = check_tensor("tree_mask", t.tree_mask, Format::b8,
-                            {call.batch, call.queries, call.queries}, true);
-    if (!s.ok()) return s;
-  }
-  if (t.mass.present()) {
-    Status s =
-        check_tensor("mass", t.mass, Format::f32, {call.batch, call.heads_q, call.blocks}, false);
-    if (!s.ok()) return s;
-  }
-  return {};
-}
-
-Status check_outputs(const KvDecodeTensors& t) {
   const NamedTensor all[] = {{"out", &t.out}, {"lse", &t.lse},     {"mass", &t.mass},
                              {"q", &t.q},     {"sinks", &t.sinks}, {"tree_mask", &t.tree_mask}};
   return check_overlap(all, 3);
 }
-
-}  // namespace
 
 Status make_call(const detail::KvCacheData& cache, std::int64_t layer,
                  std::span<const std::int64_t> sequences, const KvDecodeTensors& tensors,
@@ -81,7 +74,7 @@ Status make_call(const detail::KvCacheData& cache, std::int64_t layer,
   call.cache = &cache;
   call.tensors = tensors;
   call.batch = static_cast<std::int64_t>(sequences.size());
-  if (Status s = check_operands(cache.options, tensors, options.layout, call); !s.ok()) return s;
+  if (Status s = check_queries(cache.options, tensors, options.layout, {}, call); !s.ok()) return s;
   std::int64_t longest = 0;
   for (const std::int64_t id : sequences) {
     call.layers.push_back(&cache.find(id)->layers[static_cast<std::size_t>(layer)]);
@@ -93,8 +86,10 @@ Status make_call(const detail::KvCacheData& cache, std::int64_t layer,
     }
   }
   call.blocks = formats::kv_blocks(longest);
-  if (Status s = check_optional(tensors, call); !s.ok()) return s;
-  if (Status s = check_outputs(tensors); !s.ok()) return s;
+  if (Status s = check_the_rest(tensors, {}, call); !s.ok()) return s;
+  const auto [query, head] = axes_of(options.layout);
+  call.q = {tensors.q.stride[0], tensors.q.stride[query], tensors.q.stride[head]};
+  call.out = {tensors.out.stride[0], tensors.out.stride[query], tensors.out.stride[head]};
   call.softmax_scale =
       options.softmax_scale.value_or(1.0f / std::sqrt(static_cast<float>(cache.options.d)));
   call.softcap = options.softcap;

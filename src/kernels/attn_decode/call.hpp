@@ -10,11 +10,22 @@
 
 namespace qattn::kv {
 
-struct DecodeCall {
+/// Of a call's tensors; blocks of -1: mass may have any number.
+struct DecodeExtents {
+  std::int64_t batch = 0, queries = 0, heads_q = 0, blocks = 0;
+};
+
+/// Shapes, formats, device and strides of q and out for a batch of extents.batch; sets queries and
+/// heads_q.
+Status check_queries(const KvCacheOptions& cache, const KvDecodeTensors& tensors, Layout layout,
+                     Device device, DecodeExtents& extents);
+/// Those of the other tensors, and that no output shares memory with any other tensor.
+Status check_the_rest(const KvDecodeTensors& tensors, Device device, const DecodeExtents& extents);
+
+struct DecodeCall : DecodeExtents {
   const detail::KvCacheData* cache = nullptr;
   std::vector<const Layer*> layers;  ///< [batch]
   KvDecodeTensors tensors;
-  std::int64_t batch = 0, queries = 0, heads_q = 0, blocks = 0;
   /// Strides in elements.
   struct Strides {
     std::int64_t batch = 0, query = 0, head = 0;

@@ -5,26 +5,15 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 
 #include "isa/launch.hpp"
 #include "kernels/attn_decode/sm80_params.hpp"
-#include "qattn/kv_cache.hpp"
+#include "kvcache/gpu/device_ops.hpp"
 #include "qattn/status.hpp"
 
 namespace qattn::kernels {
 
-/// What kv::DecodeCall is on a CPU. Tensors lie on the cache's device.
-struct DeviceDecodeCall {
-  const kv::DeviceCache* cache = nullptr;
-  std::int64_t layer = 0;
-  TensorView slots;  ///< (B) s32: which sequences of the cache; read on the device
-  /// q, out, lse, sinks, tree_mask and mass as decode() takes them; mass may have any number of
-  /// blocks. Positions come from the cache's lengths when the kernels run; a sequence that is
-  /// unknown or shorter than Sq gives NaN and sets the device's error word.
-  KvDecodeTensors tensors;
-  KvDecodeOptions options;  ///< threads means nothing here
-};
+using kv::DeviceDecodeCall;
 
 inline namespace QATTN_TARGET {
 

@@ -160,13 +160,14 @@ inline namespace QATTN_TARGET {
 /// One (sequence, KV head), as the device finds it.
 struct DecodePair {
   std::int32_t batch = 0, head = 0, slot = 0, length = 0, entries = 0;
-  bool bad = false;  ///< no such sequence, or fewer tokens than queries
+  bool bad = false;  ///< no such sequence, one in error, or fewer tokens than queries
 
   QATTN_DEVICE DecodePair(const DecodeParams& p, std::int64_t pair) {
     batch = static_cast<std::int32_t>(pair / p.cache.heads_kv);
     head = static_cast<std::int32_t>(pair % p.cache.heads_kv);
     slot = isa::load_global(p.slots + batch);
     bad = slot < 0 || slot >= p.cache.slots;
+    if (!bad && p.cache.errors != nullptr) bad = isa::load_global(p.cache.errors + slot) != 0;
     if (bad) return;
     length = isa::load_global(p.cache.lengths + p.cache.layer_index(slot, p.layer));
     entries = isa::load_global(p.cache.counts + p.cache.head_index(slot, p.layer, head));

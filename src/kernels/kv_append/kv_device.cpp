@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "isa/launch.hpp"
+#include "kernels/attn_decode/sm80.hpp"
+#include "kernels/kv_append/fork.cuh"
 #include "kernels/kv_append/key_mean.cuh"
 #include "kernels/kv_append/observe.cuh"
 #include "kernels/kv_append/plan.cuh"
@@ -103,10 +105,24 @@ LaunchError forget(const kv::AppendState& state, const kv::ForgetCall& call, Str
   return isa::launch<ForgetTokens>(p, {1, 1, 1}, stream);
 }
 
+LaunchError fork(const kv::AppendState& state, const kv::ForkCall& call, Stream stream) {
+  ForkParams p;
+  p.state = state;
+  p.from = call.from;
+  p.to = call.to;
+  if (LaunchError e = isa::launch<ForkTables>(p, {1, 1, 1}, stream); !e.empty()) return e;
+  constexpr int most_blocks = 64, most_layers = 1024;  // of a table, and at once
+  const kv::DeviceCache& cache = state.cache;
+  const isa::Index3 grid{std::min(cache.most_pages, most_blocks), cache.heads_kv,
+                         std::min(cache.layers, most_layers)};
+  return isa::launch<ForkPages>(p, grid, stream);
+}
+
 }  // namespace
 
 const kv::DeviceOps& kv_device_ops() {
-  static const kv::DeviceOps ops{isa::error_word, init, forget, append, observe};
+  static const kv::DeviceOps ops{isa::error_word, init, forget, append, observe, fork, supports,
+                                 workspace_bytes, run};
   return ops;
 }
 

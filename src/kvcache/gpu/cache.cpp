@@ -5,25 +5,19 @@
 #include "core/guarded.hpp"
 #include "core/problem.hpp"
 #include "kvcache/contents.hpp"
-#include "kvcache/gpu/data.hpp"
+#include "kvcache/gpu/checks.hpp"
 #include "kvcache/tensors.hpp"
 
 namespace qattn {
 
+using kv::check_layer;
+using kv::check_slots;
 using kv::invalid;
+using kv::launched;
 
 namespace {
 
 std::string text(std::int64_t value) { return std::to_string(value); }
-
-Status launched(const char* what, const std::string& error) {
-  return error.empty() ? Status() : Status(Code::internal, std::string(what) + ": " + error);
-}
-
-Status check_layer(const KvCacheOptions& o, std::int64_t layer) {
-  if (layer >= 0 && layer < o.layers) return {};
-  return invalid("layer: " + text(layer) + " is not from 0 to " + text(o.layers - 1));
-}
 
 Status check_slot(const GpuKvCache::Data& d, std::int64_t slot) {
   if (slot >= 0 && slot < static_cast<std::int64_t>(d.used.size()) &&
@@ -31,16 +25,6 @@ Status check_slot(const GpuKvCache::Data& d, std::int64_t slot) {
     return {};
   }
   return invalid("slot: " + text(slot) + " holds no sequence of this cache");
-}
-
-/// A dense (B) s32 tensor of slots.
-Status check_slots(const GpuKvCache::Data& d, const TensorView& slots) {
-  if (Status s = kv::check_tensor("slots", slots, Format::s32, {-1}, false, d.device); !s.ok()) {
-    return s;
-  }
-  if (slots.shape[0] >= 1 && slots.shape[0] <= d.capacity.sequences) return {};
-  return invalid("slots: there are " + text(slots.shape[0]) + ", should be 1 to the capacity of " +
-                 text(d.capacity.sequences) + " sequences");
 }
 
 /// A dense (B, heads, N) f32 tensor of values a block.
@@ -155,7 +139,33 @@ std::string slot_error_text(std::uint32_t word) {
   return what.empty() ? "error " + std::to_string(word) : what;
 }
 
+/// The lowest free slot, emptied on the device; not yet in use.
+Result<std::int64_t> empty_slot(const char* what, const GpuKvCache::Data& d, Stream stream) {
+  const auto at = std::find(d.used.begin(), d.used.end(), false);
+  if (at == d.used.end()) {
+    return Status(Code::out_of_memory,
+                  "capacity.sequences: all " + text(d.capacity.sequences) + " slots are in use");
+  }
+  const std::int64_t slot = at - d.used.begin();
+  const Status s = forget(what, d, forget_all(d, slot, 0), stream);
+  return s.ok() ? Result<std::int64_t>(slot) : Result<std::int64_t>(s);
+}
+
 }  // namespace
+
+Status kv::check_layer(const KvCacheOptions& o, std::int64_t layer) {
+  if (layer >= 0 && layer < o.layers) return {};
+  return invalid("layer: " + text(layer) + " is not from 0 to " + text(o.layers - 1));
+}
+
+Status kv::check_slots(const GpuKvCache::Data& d, const TensorView& slots) {
+  if (Status s = check_tensor("slots", slots, Format::s32, {-1}, false, d.device); !s.ok()) {
+    return s;
+  }
+  if (slots.shape[0] >= 1 && slots.shape[0] <= d.capacity.sequences) return {};
+  return invalid("slots: there are " + text(slots.shape[0]) + ", should be 1 to the capacity of " +
+                 text(d.capacity.sequences) + " sequences");
+}
 
 GpuKvCache::Data::~Data() {
   if (memory == nullptr) return;
@@ -207,16 +217,24 @@ Result<GpuKvCache> GpuKvCache::create(const KvCacheOptions& options, const KvGpu
 
 Result<std::int64_t> GpuKvCache::add_sequence(Stream stream) {
   return guarded<Result<std::int64_t>>([&]() -> Result<std::int64_t> {
-    Data& d = *data_;
-    const auto at = std::find(d.used.begin(), d.used.end(), false);
-    if (at == d.used.end()) {
-      return Status(Code::out_of_memory,
-                    "capacity.sequences: all " + text(d.capacity.sequences) + " slots are in use");
-    }
-    const std::int64_t slot = at - d.used.begin();
-    if (Status s = forget("add_sequence", d, forget_all(d, slot, 0), stream); !s.ok()) return s;
-    *at = true;
+    Result<std::int64_t> slot = empty_slot("add_sequence", *data_, stream);
+    if (slot.ok()) data_->used[static_cast<std::size_t>(*slot)] = true;
     return slot;
+  });
+}
+
+Result<std::int64_t> GpuKvCache::fork(std::int64_t slot, Stream stream) {
+  return guarded<Result<std::int64_t>>([&]() -> Result<std::int64_t> {
+    Data& d = *data_;
+    if (Status s = check_slot(d, slot); !s.ok()) return s;
+    Result<std::int64_t> copy = empty_slot("fork", d, stream);
+    if (!copy.ok()) return copy;
+    const detail::DeviceGuard guard(*d.backend, d.device);
+    if (!guard.status().ok()) return guard.status();
+    const kv::ForkCall call{static_cast<std::int32_t>(slot), static_cast<std::int32_t>(*copy)};
+    if (Status s = launched("fork", d.backend->kv->fork(d.state, call, stream)); !s.ok()) return s;
+    d.used[static_cast<std::size_t>(*copy)] = true;
+    return copy;
   });
 }
 

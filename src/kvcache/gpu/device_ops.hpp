@@ -2,11 +2,13 @@
 // allocate nor wait.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
 #include "kvcache/gpu/append_state.hpp"
 #include "qattn/attention.hpp"
+#include "qattn/kv_cache.hpp"
 
 namespace qattn::kv {
 
@@ -33,6 +35,23 @@ struct ObserveCall {
   std::int32_t batch = 0, heads_q = 0, layer = 0;
 };
 
+/// What DecodeCall is on a CPU. Tensors lie on the cache's device.
+struct DeviceDecodeCall {
+  const DeviceCache* cache = nullptr;
+  std::int64_t layer = 0;
+  TensorView slots;  ///< (B) s32: which sequences of the cache; read on the device
+  /// q, out, lse, sinks, tree_mask and mass as decode() takes them; mass may have any number of
+  /// blocks. Positions come from the cache's lengths when the kernels run; a sequence that is
+  /// unknown, in error or shorter than Sq gives NaN and sets the device's error word.
+  KvDecodeTensors tensors;
+  KvDecodeOptions options;  ///< threads means nothing here
+};
+
+/// Copies all that slot `from` holds to `to`, which is empty.
+struct ForkCall {
+  std::int32_t from = 0, to = 0;
+};
+
 /// Forgets tokens [begin, end) of some layers and heads of one slot.
 struct ForgetCall {
   std::int32_t slot = 0;
@@ -43,7 +62,7 @@ struct ForgetCall {
   std::uint32_t error = 0;
 };
 
-/// Each returns what went wrong with a launch; empty: nothing.
+/// Those that return a text say what went wrong with a launch; empty: nothing.
 struct DeviceOps {
   /// The current device's sticky error word.
   std::uint32_t* (*error_word)() = nullptr;
@@ -52,6 +71,12 @@ struct DeviceOps {
   std::string (*append)(const AppendState& state, const AppendCall& call, Stream stream) = nullptr;
   std::string (*observe)(const AppendState& state, const ObserveCall& call,
                          Stream stream) = nullptr;
+  std::string (*fork)(const AppendState& state, const ForkCall& call, Stream stream) = nullptr;
+  /// What the kernels cannot do.
+  Status (*decode_supports)(const DeviceDecodeCall& call) = nullptr;
+  /// Of a supported call, in bytes.
+  std::size_t (*decode_workspace)(const DeviceDecodeCall& call) = nullptr;
+  Status (*decode)(const DeviceDecodeCall& call, void* workspace, Stream stream) = nullptr;
 };
 
 }  // namespace qattn::kv

@@ -1,0 +1,287 @@
+"""GpuKvCache: the KV cache in mixed precision in the memory of a GPU, and decode over it there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import _qattn
+from ._errors import InvalidArgument
+from ._interop import (
+    check_array,
+    device_named,
+    entry,
+    is_cuda_array,
+    is_torch,
+    stream_of,
+    workspace_of,
+)
+from ._kv_cache import (
+    DecodeCall,
+    KvBytes,
+    KvCache,
+    decode_options,
+    layout_name,
+    rows,
+    sequence_ids,
+)
+from ._recipe import integer
+
+_MOST_KNOWN = 64  # lists of sequences whose tensors are kept
+
+
+class GpuKvCache:
+    """KvCache on a GPU: the same contents and choices, in memory that is taken once.
+
+        cache = qattn.GpuKvCache(sequences=16, tokens=32768, kv_heads=8, head_dim=128,
+                                 average_bits=3.0)
+        s = cache.add_sequence()
+        cache.append(layer, s, k, v)             # (1, S, 8, 128) on the GPU
+        out = cache.decode(q, layer, s)          # (1, 1, 32, 128), its K and V appended before
+
+    sequences: at a time; tokens: of each; pages: in 16 bits, then of each tier (None: as many as
+    are ever needed); device: "cuda", "cuda:1", an index or a torch.device; the other options are
+    KvCache's, but for `threads`. Calls are on the stream on which torch works on that device (or
+    that an array names) and only enqueue kernels: append(), decode() and observe() neither allocate
+    outside torch nor wait, and a CUDA graph that captured them replays on the cache as it then is.
+    length(), read() and status() wait. Sequences are numbers from add_sequence() or an int32 tensor
+    (B) on the device; lists of numbers become tensors, which are kept, so that a capture wants a
+    call with the same list before it.
+
+    What only the device can see (a pool without pages, a budget that cannot hold, more than
+    `tokens`, bad numbers in a tensor of sequences) leaves the sequence as it was; decode gives NaN
+    for it from then on, status() says why and qattn.device_errors() that it happened.
+    Raises InvalidArgument, Unsupported where the GPU has no kernels (decode: head dimensions 64,
+    128 and 256), OutOfMemory.
+    """
+
+    def __init__(
+        self,
+        *,
+        sequences: int,
+        tokens: int,
+        pages: Sequence[int] | None = None,
+        device: Any = "cuda",
+        **options: Any,
+    ) -> None:
+        facts = KvCache(**options)
+        self.layers, self.kv_heads = facts.layers, facts.kv_heads
+        self.head_dim, self.v_head_dim = facts.head_dim, facts.v_head_dim
+        self.sequences, self.tokens = integer("sequences", sequences), integer("tokens", tokens)
+        self._device = device_named(device)
+        self._known: dict[tuple[int, ...], Any] = {}
+        self._used: set[int] = set()
+        self._cache = _qattn.kv_gpu_create(
+            facts._options,
+            self.sequences,
+            self.tokens,
+            [] if pages is None else [integer("pages", count) for count in pages],
+            *self._device,
+            self._stream(),
+        )
+
+    def _stream(self) -> int:
+        """Where torch works on the cache's device."""
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_available():
+            return 0
+        return torch.cuda.current_stream(self._device[1]).cuda_stream
+
+    def _slots(self, sequences: Any) -> tuple:
+        """A tensor of sequences, from numbers if need be."""
+        if is_torch(sequences) or is_cuda_array(sequences):
+            return entry("sequences", sequences)
+        ids = tuple(sequence_ids(sequences))
+        for number in ids:
+            self._check(number)
+        if len(set(ids)) != len(ids):
+            raise InvalidArgument(f"sequences: {list(ids)} names one twice")
+        if ids not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[ids] = self._tensor(ids)
+        return entry("sequences", self._known[ids])
+
+    def _tensor(self, ids: tuple[int, ...]) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None:
+            raise InvalidArgument(
+                "sequences: are numbers; without torch give an int32 array on the device"
+            )
+        device = torch.device("cuda", self._device[1])
+        return torch.tensor(ids, dtype=torch.int32, device=device)
+
+    def _check(self, sequence: int) -> int:
+        if sequence not in self._used:
+            raise InvalidArgument(f"sequence: {sequence} is not one of this cache")
+        return sequence
+
+    @property
+    def free(self) -> int:
+        """Sequences that can still be added."""
+        return self.sequences - len(self._used)
+
+    def add_sequence(self) -> int:
+        """An empty sequence; a number may come again after release()."""
+        slot = self._cache.add_sequence(self._stream())
+        self._used.add(slot)
+        return slot
+
+    def fork(self, sequence: int) -> int:
+        """A sequence with the same contents in pages of its own: unlike KvCache's, a full copy."""
+        copy = self._cache.fork(integer("sequence", sequence), self._stream())
+        self._used.add(copy)
+        return copy
+
+    def release(self, sequence: int) -> None:
+        """Forgets a sequence."""
+        number = integer("sequence", sequence)
+        self._cache.release(number, self._stream())
+        self._used.discard(number)
+
+    def length(self, sequence: int, layer: int = 0) -> int:
+        number, layer = integer("sequence", sequence), integer("layer", layer)
+        return self._cache.length(number, layer, self._stream())
+
+    def status(self, sequence: int) -> None:
+        """Raises what went wrong on the device with a sequence since it was added."""
+        self._cache.status(integer("sequence", sequence), self._stream())
+
+    def append(
+        self,
+        layer: int,
+        sequences: Any,
+        k: Any,
+        v: Any,
+        *,
+        layout: str = "bshd",
+        counts: Any = None,
+        importance: Any = None,
+    ) -> None:
+        """Appends S tokens to each of B different sequences in one layer.
+
+        k: (B, S, kv_heads, head_dim), v: likewise with v_head_dim, dimensions 1 and 2 swapped with
+        "bhsd"; float32, float16 or bfloat16, last stride 1. counts: (B) int32, how many of the S
+        tokens are there. importance: (B, kv_heads, N) float32, as KvCache's, N at least ceil(S' /
+        16). All on the cache's device.
+        """
+        tensors = {"slots": self._slots(sequences), "k": rows("k", k), "v": rows("v", v)}
+        if counts is not None:
+            tensors["counts"] = entry("counts", counts)
+        if importance is not None:
+            tensors["importance"] = entry("importance", importance)
+        self._cache.append(integer("layer", layer), tensors, layout_name(layout), stream_of(k))
+
+    def decode(
+        self,
+        q: Any,
+        layer: int,
+        sequences: Any,
+        *,
+        layout: str = "bshd",
+        scale: float | None = None,
+        causal: bool = True,
+        window_left: int | None = None,
+        softcap: float | None = None,
+        sinks: Any = None,
+        tree_mask: Any = None,
+        return_lse: bool = False,
+        return_mass: bool = False,
+        out: Any = None,
+        workspace: Any = None,
+    ) -> Any:
+        """Attention of the newest Sq tokens: KvCache.decode() with tensors on the cache's device.
+
+        The mass has a place for every block of 16 tokens that the cache has room for, (B, Hq,
+        ceil(tokens / 16)): zeros behind the sequence. workspace: contiguous memory of the device
+        that nothing else uses meanwhile; default: torch's allocator gives it.
+        """
+        call = DecodeCall(q, layout, self.v_head_dim, out, sinks, tree_mask)
+        call.tensors["slots"] = self._slots(sequences)
+        if return_lse:
+            call.add_lse()
+        if return_mass:
+            call.add_mass((self.tokens + 15) // 16)
+        self._cache.decode(
+            integer("layer", layer),
+            call.tensors,
+            **decode_options(layout, scale, causal, window_left, softcap),
+            memory=_memory(q, workspace),
+            stream=stream_of(q),
+        )
+        return call.returned()
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forgets tokens from `length` on in every layer that has them."""
+        number, length = integer("sequence", sequence), integer("length", length)
+        self._cache.truncate(number, length, self._stream())
+
+    def evict(
+        self,
+        sequence: int,
+        begin: int,
+        end: int,
+        *,
+        layer: int | None = None,
+        head: int | None = None,
+    ) -> None:
+        """Forgets tokens [begin, end) of one KV head or all, in one layer or all; the others keep
+        their positions."""
+        self._cache.evict(
+            integer("sequence", sequence),
+            -1 if layer is None else integer("layer", layer),
+            -1 if head is None else integer("head", head),
+            integer("begin", begin),
+            integer("end", end),
+            self._stream(),
+        )
+
+    def observe(self, layer: int, sequences: Any, mass: Any) -> None:
+        """Folds decode()'s probability mass into importance, as KvCache's."""
+        tensors = {"slots": self._slots(sequences), "mass": entry("mass", mass)}
+        self._cache.observe(integer("layer", layer), tensors, stream_of(mass))
+
+    def read(self, sequence: int, layer: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """KvCache.read(), in host memory. For tests: it copies page by page."""
+        number, layer = integer("sequence", sequence), integer("layer", layer)
+        n = self.length(number, layer)
+        k = np.empty((self.kv_heads, n, self.head_dim), np.float32)
+        v = np.empty((self.kv_heads, n, self.v_head_dim), np.float32)
+        tiers = np.empty((self.kv_heads, n), np.int32)
+        tensors = {"k": entry("k", k), "v": entry("v", v), "tiers": entry("tiers", tiers)}
+        self._cache.read(number, layer, tensors, self._stream())
+        return k, v, tiers
+
+    def bytes(self) -> KvBytes:
+        """What is allocated on the device, used or not; copies of forks count like any page."""
+        return KvBytes(**self._cache.bytes())
+
+
+def _memory(q: Any, workspace: Any) -> Any:
+    """A function of bytes that gives (address, bytes, owner)."""
+    if workspace is not None:
+        check_array("workspace", workspace)
+        if is_torch(workspace):
+            if not workspace.is_contiguous():
+                raise InvalidArgument("workspace: is not contiguous")
+            size = workspace.numel() * workspace.element_size()
+            return lambda needed: (workspace.data_ptr(), size, workspace)
+        if is_cuda_array(workspace):
+            own = workspace.__cuda_array_interface__
+            if own.get("strides") is not None:
+                raise InvalidArgument("workspace: is not contiguous")
+            size = int(np.prod(own["shape"])) * np.dtype(own["typestr"]).itemsize
+            return lambda needed: (own["data"][0], size, workspace)
+        raise InvalidArgument("workspace: lies in host memory")
+    allocate = workspace_of(q)
+    if allocate is None:
+        raise InvalidArgument("workspace: is missing; only torch's tensors bring an allocator")
+
+    def take(needed: int) -> tuple[int, int, Any]:
+        memory = allocate(needed)
+        return memory.data_ptr(), needed, memory
+
+    return take

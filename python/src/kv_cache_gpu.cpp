@@ -1,0 +1,103 @@
+// qattn::GpuKvCache as a class of the extension; python/qattn/_kv_cache_gpu.py gives it its face.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "kv_convert.hpp"
+
+namespace qattn::python {
+namespace {
+
+using nb::literals::operator""_a;
+using Handle = std::uintptr_t;  ///< of a stream
+
+GpuKvCache create(const KvCacheOptions& options, std::int64_t sequences, std::int64_t tokens,
+                  const std::vector<std::int64_t>& pages, std::int32_t device_type,
+                  std::int32_t device_index, Handle stream) {
+  const Device device{static_cast<DeviceType>(device_type), device_index};
+  return check(
+      GpuKvCache::create(options, {sequences, tokens, pages}, device, stream_from(stream)));
+}
+
+void append(GpuKvCache& cache, std::int64_t layer, const nb::dict& entries,
+            const std::string& layout, Handle stream) {
+  Views views;
+  KvGpuAppendTensors t;
+  t.slots = view_in(entries, "slots", false, views);
+  t.k = view_in(entries, "k", false, views);
+  t.v = view_in(entries, "v", false, views);
+  t.counts = view_in(entries, "counts", false, views);
+  t.importance = view_in(entries, "importance", false, views);
+  check(cache.append(layer, t, layout_from(layout), stream_from(stream)));
+}
+
+void observe(GpuKvCache& cache, std::int64_t layer, const nb::dict& entries, Handle stream) {
+  Views views;
+  const TensorView slots = view_in(entries, "slots", false, views);
+  check(cache.observe(layer, slots, view_in(entries, "mass", false, views), stream_from(stream)));
+}
+
+void read(const GpuKvCache& cache, std::int64_t slot, std::int64_t layer, const nb::dict& entries,
+          Handle stream) {
+  Views views;
+  const TensorView k = view_in(entries, "k", true, views), v = view_in(entries, "v", true, views);
+  const TensorView tiers = view_in(entries, "tiers", true, views);
+  Status status;
+  {
+    const nb::gil_scoped_release unlocked;
+    status = cache.read(slot, layer, k, v, tiers, stream_from(stream));
+  }
+  check(std::move(status));
+}
+
+/// `memory`: a function of the bytes that gives (address, bytes, its owner). It is released once
+/// everything is enqueued, which is right for an allocator that knows the stream.
+void run_decode(const GpuKvCache& cache, std::int64_t layer, const nb::dict& entries,
+                const std::string& layout, std::optional<double> scale, bool causal,
+                std::int64_t window_left, double softcap, const nb::object& memory, Handle stream) {
+  Views views;
+  const TensorView slots = view_in(entries, "slots", false, views);
+  const KvDecodeTensors t = kv_decode_tensors(entries, views);
+  const KvDecodeOptions o = kv_decode_options(layout, scale, causal, window_left, softcap);
+  const std::size_t needed = check(decode_workspace(cache, layer, slots, t, o));
+  const nb::tuple given = nb::cast<nb::tuple>(memory(needed));
+  void* const address = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(given[0]));
+  check(decode(cache, layer, slots, t, o, address, nb::cast<std::size_t>(given[1]),
+               stream_from(stream)));
+}
+
+}  // namespace
+
+void add_gpu_kv_cache(nb::module_& m) {
+  m.def("kv_gpu_create", &create, "options"_a, "sequences"_a, "tokens"_a, "pages"_a,
+        "device_type"_a, "device_index"_a, "stream"_a);
+  nb::class_<GpuKvCache>(m, "GpuKvCache")
+      .def("add_sequence",
+           [](GpuKvCache& c, Handle stream) { return check(c.add_sequence(stream_from(stream))); })
+      .def("fork", [](GpuKvCache& c, std::int64_t slot,
+                      Handle stream) { return check(c.fork(slot, stream_from(stream))); })
+      .def("release", [](GpuKvCache& c, std::int64_t slot,
+                         Handle stream) { check(c.release(slot, stream_from(stream))); })
+      .def("length",
+           [](const GpuKvCache& c, std::int64_t slot, std::int64_t layer, Handle stream) {
+             return check(c.length(slot, layer, stream_from(stream)));
+           })
+      .def("status", [](const GpuKvCache& c, std::int64_t slot,
+                        Handle stream) { check(c.status(slot, stream_from(stream))); })
+      .def("append", &append)
+      .def("truncate", [](GpuKvCache& c, std::int64_t slot, std::int64_t n,
+                          Handle stream) { check(c.truncate(slot, n, stream_from(stream))); })
+      .def("evict",
+           [](GpuKvCache& c, std::int64_t slot, std::int64_t layer, std::int64_t head,
+              std::int64_t begin, std::int64_t end, Handle stream) {
+             check(c.evict(slot, layer, head, begin, end, stream_from(stream)));
+           })
+      .def("observe", &observe)
+      .def("read", &read)
+      .def("bytes", [](const GpuKvCache& c) { return kv_bytes(c.bytes()); })
+      .def("decode", &run_decode, "layer"_a, "tensors"_a, nb::kw_only(), "layout"_a,
+           "scale"_a.none(), "causal"_a, "window_left"_a, "softcap"_a, "memory"_a, "stream"_a);
+}
+
+}  // namespace qattn::python

@@ -1,0 +1,161 @@
+// The C interface of the cache on a device against the C++ one, with the kernels in the emulator.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kv_backend.hpp"
+#include "kvcache/decode_case.hpp"
+#include "qattn/qattn.h"
+#include "qattn/qattn.hpp"
+
+namespace qattn {
+namespace {
+
+constexpr std::int64_t S = 300, H = 2, D = 64, HQ = 4, N = 25;  // blocks of 400 tokens
+
+qattn_tensor dense(const void* data, std::int32_t format, const std::vector<std::int64_t>& shape) {
+  return qattn_tensor_dense(const_cast<void*>(data), format,
+                            static_cast<std::int32_t>(shape.size()), shape.data());
+}
+
+class KvDeviceC : public ::testing::Test {
+ protected:
+  KvDeviceC()
+      : rows_(test::normal_rows(S, H, D, D, 3)), q_(test::normal_values(HQ * D, 4)), slots_{0} {
+    qattn_kv_options_init(&options_);
+    options_.heads_kv = H;
+    options_.d = options_.dv = D;
+    options_.window = 32;
+    options_.tier_count = 1;
+    options_.tiers[0] = {4, 4};
+    qattn_kv_gpu_capacity_init(&capacity_);
+    capacity_.sequences = 2;
+    capacity_.tokens = 400;
+    qattn_kv_gpu_append_tensors_init(&append_);
+    append_.k = dense(rows_.k.data(), QATTN_FORMAT_f32, {1, S, H, D});
+    append_.v = dense(rows_.v.data(), QATTN_FORMAT_f32, {1, S, H, D});
+    append_.slots = slot_tensor();
+    qattn_kv_decode_tensors_init(&tensors_);
+    tensors_.q = dense(q_.data(), QATTN_FORMAT_f32, {1, 1, HQ, D});
+    tensors_.out = dense(out_.data(), QATTN_FORMAT_f32, {1, 1, HQ, D});
+    tensors_.mass = dense(mass_.data(), QATTN_FORMAT_f32, {1, HQ, N});
+    qattn_kv_decode_options_init(&decode_);
+  }
+  qattn_tensor slot_tensor() const { return dense(slots_.data(), QATTN_FORMAT_s32, {1}); }
+  static std::string error() { return qattn_last_error(); }
+
+  test::KvBackend backend_;
+  test::KvRows rows_;
+  std::vector<float> q_;
+  std::vector<std::int32_t> slots_;
+  std::vector<float> out_ = std::vector<float>(HQ * D), mass_ = std::vector<float>(HQ * N);
+  qattn_kv_options options_;
+  qattn_kv_gpu_capacity capacity_;
+  qattn_kv_gpu_append_tensors append_;
+  qattn_kv_decode_tensors tensors_;
+  qattn_kv_decode_options decode_;
+};
+
+TEST_F(KvDeviceC, DoesWhatTheCppInterfaceDoes) {
+  qattn_kv_gpu_cache* cache = nullptr;
+  ASSERT_EQ(qattn_kv_gpu_create(&options_, &capacity_, QATTN_DEVICE_CPU, 0, nullptr, &cache), 0)
+      << error();
+  const std::unique_ptr<qattn_kv_gpu_cache, decltype(&qattn_kv_gpu_destroy)> owner(
+      cache, &qattn_kv_gpu_destroy);
+  std::int64_t slot = -1, copy = -1, length = 0;
+  ASSERT_EQ(qattn_kv_gpu_add_sequence(cache, nullptr, &slot), 0) << error();
+  EXPECT_EQ(slot, 0);
+  ASSERT_EQ(qattn_kv_gpu_append(cache, 0, &append_, QATTN_LAYOUT_BSHD, nullptr), 0) << error();
+  const qattn_tensor slots = slot_tensor();
+  std::size_t bytes = 0;
+  ASSERT_EQ(qattn_kv_gpu_decode_workspace(cache, 0, &slots, &tensors_, &decode_, &bytes), 0)
+      << error();
+  const std::unique_ptr<void, decltype(&std::free)> memory(
+      std::aligned_alloc(256, (bytes + 255) / 256 * 256), &std::free);
+  ASSERT_EQ(
+      qattn_kv_gpu_decode(cache, 0, &slots, &tensors_, &decode_, memory.get(), bytes, nullptr), 0)
+      << error();
+  ASSERT_EQ(qattn_kv_gpu_observe(cache, 0, &slots, &tensors_.mass, nullptr), 0) << error();
+  const std::vector<float> out = out_;
+
+  KvCacheOptions o;
+  o.heads_kv = H;
+  o.d = o.dv = D;
+  o.window = 32;
+  o.tiers = {{4, 4}};
+  Result<GpuKvCache> same = GpuKvCache::create(o, {2, 400, {}}, {});
+  ASSERT_TRUE(same.ok() && same->add_sequence().ok());
+  const TensorView slot_view = TensorView::dense(slots_.data(), Format::s32, {1});
+  KvGpuAppendTensors a;
+  a.slots = slot_view;
+  a.k = TensorView::dense(rows_.k.data(), Format::f32, {1, S, H, D});
+  a.v = TensorView::dense(rows_.v.data(), Format::f32, {1, S, H, D});
+  ASSERT_TRUE(same->append(0, a).ok());
+  KvDecodeTensors t;
+  t.q = TensorView::dense(q_.data(), Format::f32, {1, 1, HQ, D});
+  t.out = TensorView::dense(out_.data(), Format::f32, {1, 1, HQ, D});
+  t.mass = TensorView::dense(mass_.data(), Format::f32, {1, HQ, N});
+  const std::vector<float> mass = mass_;
+  ASSERT_TRUE(decode(*same, 0, slot_view, t, {}, memory.get(), bytes).ok());
+  EXPECT_EQ(out, out_);
+  EXPECT_EQ(mass, mass_);
+
+  ASSERT_EQ(qattn_kv_gpu_fork(cache, 0, nullptr, &copy), 0) << error();
+  EXPECT_EQ(copy, 1);
+  ASSERT_EQ(qattn_kv_gpu_truncate(cache, copy, 100, nullptr), 0) << error();
+  ASSERT_EQ(qattn_kv_gpu_evict(cache, copy, -1, 1, 3, 9, nullptr), 0) << error();
+  ASSERT_EQ(qattn_kv_gpu_length(cache, copy, 0, nullptr, &length), 0) << error();
+  EXPECT_EQ(length, 100);
+  std::vector<float> k(H * 100 * D);
+  const qattn_tensor read_k = dense(k.data(), QATTN_FORMAT_f32, {H, 100, D});
+  ASSERT_EQ(qattn_kv_gpu_read(cache, copy, 0, &read_k, nullptr, nullptr, nullptr), 0) << error();
+  EXPECT_TRUE(std::isnan(k[(100 + 5) * D]));
+  EXPECT_FALSE(std::isnan(k[5 * D]));
+  EXPECT_EQ(qattn_kv_gpu_slot_status(cache, copy, nullptr), 0);
+  qattn_kv_bytes b;
+  qattn_kv_bytes_init(&b);
+  ASSERT_EQ(qattn_kv_gpu_get_bytes(cache, &b), 0) << error();
+  EXPECT_EQ(b.total, same->bytes().total);
+  ASSERT_EQ(qattn_kv_gpu_release(cache, copy, nullptr), 0);
+  EXPECT_EQ(qattn_kv_gpu_release(cache, copy, nullptr), QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(error(), "slot: 1 holds no sequence of this cache");
+}
+
+TEST_F(KvDeviceC, Refusals) {
+  qattn_kv_gpu_cache* cache = nullptr;
+  const auto create = [&] {
+    return qattn_kv_gpu_create(&options_, &capacity_, QATTN_DEVICE_CPU, 0, nullptr, &cache);
+  };
+  capacity_.pool_count = 9;
+  EXPECT_EQ(create(), QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(error(), "pool_count: 9 is not from 0 to 8");
+  capacity_.pool_count = 1;
+  EXPECT_EQ(create(), QATTN_INVALID_ARGUMENT);
+  EXPECT_NE(error().find("capacity.pages: there are 1 numbers"), std::string::npos) << error();
+  capacity_.struct_size = 12;
+  EXPECT_EQ(create(), QATTN_INVALID_ARGUMENT);
+  EXPECT_NE(error().find("capacity: struct_size 12"), std::string::npos) << error();
+  EXPECT_EQ(cache, nullptr);
+  std::size_t bytes = 7;
+  EXPECT_EQ(qattn_kv_gpu_decode_workspace(nullptr, 0, nullptr, &tensors_, &decode_, &bytes),
+            QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(error(), "cache: is NULL");
+  qattn_kv_gpu_capacity_init(&capacity_);
+  capacity_.tokens = 400;
+  ASSERT_EQ(create(), 0) << error();
+  EXPECT_EQ(qattn_kv_gpu_decode_workspace(cache, 0, nullptr, &tensors_, &decode_, &bytes),
+            QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(error(), "slots: is missing");
+  EXPECT_EQ(bytes, 7u);
+  EXPECT_EQ(qattn_kv_gpu_add_sequence(cache, nullptr, nullptr), QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(error(), "slot: is NULL");
+  qattn_kv_gpu_destroy(cache);
+  qattn_kv_gpu_destroy(nullptr);
+}
+
+}  // namespace
+}  // namespace qattn

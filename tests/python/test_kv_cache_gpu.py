@@ -1,0 +1,263 @@
+"""GpuKvCache from Python without a GPU: tests/kvcache_gpu/emulated_cuda.cpp stands in for
+libqattn_cuda, torch's CPU tensors for CUDA ones. What needs a real GPU is in tests/gpu."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PREPARED = """
+import numpy as np, torch, qattn
+from qattn import _interop, _kv_cache, _kv_cache_gpu
+
+torch.manual_seed(1)
+for module in (_interop, _kv_cache):
+    module.device_of = lambda x: (2, 0) if _interop.is_torch(x) and on_gpu else (1, 0)
+on_gpu = True
+workspaces = []
+def workspace_of(x):
+    def allocate(size):
+        raw = torch.empty(size + 256, dtype=torch.uint8)
+        workspaces.append(raw[-raw.data_ptr() % 256:][:size])
+        return workspaces[-1]
+    return allocate
+_kv_cache_gpu.workspace_of = workspace_of
+
+class Cache(qattn.GpuKvCache):
+    def __init__(self, **options):
+        super().__init__(**{"device": "cuda:0"} | options)
+    def _tensor(self, ids):
+        return torch.tensor(ids, dtype=torch.int32)
+
+def on_host(call):
+    global on_gpu
+    on_gpu = False
+    try:
+        return call()
+    finally:
+        on_gpu = True
+
+def refused(words, call, error=qattn.InvalidArgument):
+    try:
+        call()
+    except error as caught:
+        assert words in str(caught), caught
+    else:
+        raise AssertionError("not refused: " + words)
+
+def rows(batch, tokens, heads=2, dim=64):
+    return torch.randn(batch, tokens, heads, dim)
+
+def nrmse(a, b):
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+options = dict(kv_heads=2, head_dim=64, window=32, tiers=[4])
+cache = Cache(**options, sequences=3, tokens=400, layers=2)
+host = qattn.KvCache(**options, layers=2)
+"""
+
+
+@pytest.fixture
+def emulated():
+    library = os.environ.get("QATTN_EMULATED_CUDA")
+    if not library:
+        pytest.fail("QATTN_EMULATED_CUDA should name libqattn_emulated_cuda.so")
+
+    def run(code):
+        env = dict(os.environ, QATTN_CUDA_LIBRARY=library)
+        process = subprocess.run([sys.executable, "-c", PREPARED + code], env=env, text=True,
+                                 capture_output=True, check=False)  # fmt: skip
+        assert process.returncode == 0, process.stderr
+
+    return run
+
+
+def test_does_what_the_hosts_cache_does(emulated):
+    emulated("""
+ids = [cache.add_sequence(), cache.add_sequence()]
+assert ids == [host.add_sequence(), host.add_sequence()] == [0, 1] and cache.free == 1
+for count in (150, 1, 40):
+    k, v, told = rows(2, count), rows(2, count), torch.rand(2, 2, 25)
+    cache.append(1, ids, k, v, importance=told)
+    own = told[:, :, : -(-(host.length(0, 1) + count) // 16)].contiguous()
+    on_host(lambda: host.append(1, ids, k, v, importance=own))
+def same():
+    for s in ids:
+        for a, b in zip(cache.read(s, 1), host.read(s, 1)):
+            np.testing.assert_array_equal(a, b)
+same()
+q = rows(2, 3, 8)
+asked = dict(return_lse=True, return_mass=True, softcap=5.0, window_left=150,
+             sinks=torch.ones(8), tree_mask=torch.ones(2, 3, 3, dtype=torch.bool).tril())
+out, lse, mass = cache.decode(q, 1, ids, **asked)
+want, want_lse, want_mass = on_host(lambda: host.decode(q, 1, ids, **asked))
+assert nrmse(out, want) < 2e-3 and mass.shape == (2, 8, 25) and len(workspaces) == 1
+torch.testing.assert_close(lse, want_lse, atol=4e-3, rtol=0)
+torch.testing.assert_close(mass[..., :12], want_mass, atol=1e-3, rtol=0)
+assert (mass[..., 12:] == 0).all()
+bhsd = cache.decode(q.transpose(1, 2), 1, torch.tensor(ids, dtype=torch.int32), layout="bhsd")
+torch.testing.assert_close(bhsd.transpose(1, 2), cache.decode(q, 1, ids), rtol=0, atol=0)
+cache.observe(1, ids, mass)
+on_host(lambda: host.observe(1, ids, mass[..., :12].contiguous()))
+for c in (cache, host):
+    assert c.fork(1) == 2
+    c.truncate(1, 99)
+    c.evict(0, 20, 40, layer=1, head=1)
+ids.append(2)
+same()
+assert cache.free == 0 and cache.length(1, 1) == 99 and cache.length(2, 1) == 191
+refused("all 3 slots are in use", cache.add_sequence, qattn.OutOfMemory)
+cache.append(0, 2, rows(1, 5), rows(1, 5), counts=torch.tensor([3], dtype=torch.int32))
+assert cache.length(2) == 3
+cache.release(1)
+assert cache.free == 1
+held = cache.bytes()
+assert held.total == (held.codes + held.scales + held.window + held.tables + held.means
+                      + held.spare)
+memory = torch.zeros(1 << 20, dtype=torch.uint8)
+memory = memory[-memory.data_ptr() % 256:]
+again = torch.empty(1, 1, 8, 64, dtype=torch.float16)
+assert cache.decode(rows(1, 1, 8).half(), 1, 2, out=again, workspace=memory) is again
+assert again.isfinite().all() and len(workspaces) == 3
+qattn.device_errors("cuda:0")
+""")
+
+
+def test_refusals(emulated):
+    emulated("""
+s = cache.add_sequence()
+k = rows(1, 20)
+cache.append(0, s, k, k)
+q = rows(1, 1, 8)
+refused("sequence: 2 is not one of this cache", lambda: cache.append(0, [s, 2], k, k))
+refused("sequences: [0, 0] names one twice", lambda: cache.decode(q, 0, [s, s]))
+refused("slot: 1 holds no sequence", lambda: cache.truncate(1, 3))
+refused("slot: 2 holds no sequence", lambda: cache.fork(2))
+refused("layer: 2 is not from 0 to 1", lambda: cache.append(2, s, k, k))
+refused("k: shape", lambda: cache.append(0, s, rows(1, 2, 3), rows(1, 2, 3)))
+refused("v: shape", lambda: cache.append(0, s, k, rows(1, 19)))
+refused("k: 401 tokens are more than the capacity of 400",
+        lambda: cache.append(0, s, rows(1, 401), rows(1, 401)))
+refused("counts: format s64 is not s32",
+        lambda: cache.append(0, s, k, k, counts=torch.tensor([3])))
+refused("k: lies on cpu, and the KV cache lies on cuda:0",
+        lambda: cache.append(0, torch.tensor([s], dtype=torch.int32), k.numpy(), k),
+        qattn.Unsupported)
+refused("q: rank 3 should be 4", lambda: cache.decode(q[0], 0, s))
+refused("q: 9 queries", lambda: cache.decode(rows(1, 9, 8), 0, s))
+refused("q: stride 2", lambda: cache.decode(rows(1, 1, 8, 128)[..., ::2], 0, s))
+refused("sinks: is a list", lambda: cache.decode(q, 0, s, sinks=[1.0] * 8))
+refused("layout: \\"abc\\"", lambda: cache.decode(q, 0, s, layout="abc"))
+refused("should be at least", lambda: cache.decode(q, 0, s, workspace=torch.zeros(256)))
+refused("workspace: lies in host memory",
+        lambda: cache.decode(q, 0, s, workspace=np.zeros(256)))
+refused("workspace: is not contiguous",
+        lambda: cache.decode(q, 0, s, workspace=torch.zeros(4, 4)[:, :2]))
+refused("mass: shape", lambda: cache.observe(0, s, torch.zeros(2, 8, 25)))
+refused("threads: 2 is for CPUs", lambda: Cache(**options, sequences=1, tokens=9, threads=2))
+refused("capacity.tokens: 0", lambda: Cache(**options, sequences=1, tokens=0))
+refused("capacity.pages: there are 1 numbers",
+        lambda: Cache(**options, sequences=1, tokens=9, pages=[3]))
+refused("invalid device ordinal",
+        lambda: Cache(**options, sequences=1, tokens=9, device="cuda:1"), qattn.Unsupported)
+odd = Cache(kv_heads=1, head_dim=32, sequences=1, tokens=64)
+odd.append(0, odd.add_sequence(), rows(1, 4, 1, 32), rows(1, 4, 1, 32))
+refused("no GPU kernel for K of head dimension 32",
+        lambda: odd.decode(rows(1, 1, 1, 32), 0, 0), qattn.Unsupported)
+""")
+
+
+def test_what_only_the_device_sees(emulated):
+    emulated("""
+s, other = cache.add_sequence(), cache.add_sequence()
+k = rows(1, 300)
+for _ in range(2):
+    cache.append(0, s, k, k)
+cache.append(0, other, k, k)
+refused("KV cache", lambda: qattn.device_errors("cuda:0"))
+refused("more tokens than its capacity", lambda: cache.status(s), qattn.OutOfMemory)
+cache.status(other)
+assert cache.length(s) == 300
+out = cache.decode(rows(2, 1, 8), 0, [s, other])
+assert out[0].isnan().all() and out[1].isfinite().all()
+refused("", lambda: qattn.device_errors("cuda:0"))
+""")
+
+
+def test_qattn_cache_on_a_gpu(emulated):
+    """QattnCache over the emulated GPU's cache gives the logits and tokens of the host's."""
+    emulated("""
+import types
+from transformers import LlamaConfig, LlamaForCausalLM
+import qattn.transformers
+from qattn import _transformers_cache
+from qattn.transformers import QattnCache
+
+on_gpu = False
+def there(name):
+    method = getattr(qattn.GpuKvCache, name)
+    def call(self, *given, **options):
+        global on_gpu
+        on_gpu = True
+        try:
+            return method(self, *given, **options)
+        finally:
+            on_gpu = False
+    return call
+for name in ("append", "decode", "observe"):
+    setattr(Cache, name, there(name))
+_transformers_cache.GpuKvCache = Cache
+
+class OnGpu(QattnCache):
+    '''Takes keys for CUDA's.'''
+    def _open(self, batch, key):
+        there = torch.device("cuda:0")
+        super()._open(batch, types.SimpleNamespace(dtype=key.dtype, device=there))
+
+qattn.transformers.register("qattn_f32", "f32")
+config = LlamaConfig(vocab_size=128, hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, intermediate_size=128, head_dim=64, pad_token_id=0,
+                     bos_token_id=1, eos_token_id=None, attn_implementation="qattn_f32")
+model = LlamaForCausalLM(config).eval()
+for name, weight in model.named_parameters():
+    if "q_proj.weight" in name:
+        weight.data.mul_(6)
+torch.set_grad_enabled(False)
+ids = torch.randint(2, 128, (2, 120))
+mask = torch.ones(2, 120, dtype=torch.long)
+mask[1, :30] = 0
+narrow = dict(window=16, sinks=0, average_bits=7.0, budget_from=120)
+
+def logits(cache):
+    model(ids[:, :100], past_key_values=cache, attention_mask=mask[:, :100])
+    return torch.cat([model(ids[:, n : n + 4], past_key_values=cache,
+                            attention_mask=mask[:, : n + 4]).logits for n in range(100, 120, 4)], 1)
+
+cache = OnGpu(config, tokens=120, **narrow)
+out, want = logits(cache), logits(QattnCache(config, **narrow))
+assert nrmse(out, want) < 2e-3, nrmse(out, want)
+assert cache.kv.length(cache.sequences[1], 1) == 90 and cache.kv.sequences == 2
+refused("tokens: a row would have 121",
+        lambda: model(ids[:, :1], past_key_values=cache), qattn.OutOfMemory)
+cache.reset()
+refused("tokens: is missing", lambda: model(ids, past_key_values=OnGpu(config)))
+
+def generate(cache, **options):
+    return model.generate(ids[:, :40], past_key_values=cache, max_new_tokens=16, do_sample=False,
+                          **options)
+want = generate(None)
+assert torch.equal(generate(OnGpu(config, tokens=64)), want)
+beams = dict(num_beams=3)
+assert torch.equal(generate(OnGpu(config, tokens=64), **beams), generate(None, **beams))
+prefix = OnGpu(config, tokens=64, sequences=6)
+model(ids[:, :30], past_key_values=prefix)
+for _ in range(3):
+    assert torch.equal(generate(prefix.fork()), want)
+kept = prefix.fork()
+refused("sequences: 4 more rows, but the cache on the GPU has room for 2 of 6",
+        lambda: kept.batch_repeat_interleave(3), qattn.OutOfMemory)
+kept.crop(-10)
+assert kept.get_seq_length() == 20 and kept.kv.length(kept.sequences[0]) == 20
+qattn.device_errors("cuda:0")
+""")
