@@ -219,7 +219,14 @@ void scale_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_
     // Scales per token join P in the integer engine, and the values in the float engines.
     for (int i = 0; by_token && !c.v_token_scale && i < x.channels; ++i) row[i] *= scale[j];
   }
-  if (c.v_token_scale) put_token_scales(job, scale, count, tile);
+  if (!c.v_token_scale) return;
+  // A bad token's zeros must not make the tile a special one: nobody finite sees it.
+  const auto* bad = tile.at<std::uint8_t>(&TileLayout::v_bad);
+  const float top = *std::max_element(scale, scale + count);
+  for (int j = 0; j < count; ++j) {
+    if (bad[j] != 0) scale[j] = top;
+  }
+  put_token_scales(job, scale, count, tile);
 }
 
 /// Groups along the keys (mxfp8, mxfp4, nvfp4), in place.
@@ -254,15 +261,16 @@ void put_integer_values(const Job& job, int count, const Tile& tile, RowOf row_o
 /// scratch.rows into the panels of a float engine: [keys / 2][dv][2] bf16, or [keys][dv] f32.
 void put_float_values(const Job& job, int count, const Tile& tile, Scratch& scratch) {
   const int dv = job.dv();
-  float* end = scratch.rows + count * dv;
-  std::fill(end, scratch.rows + padded(count) * dv, 0.0f);
+  // Fused tiles take P in steps of 32 keys: behind the last one there must be no NaN.
+  const int filled = (count + 31) / 32 * 32;
+  std::fill(scratch.rows + count * dv, scratch.rows + filled * dv, 0.0f);
   if (job.config.pv == Engine::f32) {
     std::copy(scratch.rows, scratch.rows + padded(count) * dv, tile.at<float>(&TileLayout::v));
     return;
   }
   auto* panel = tile.at<std::uint16_t>(&TileLayout::v);
   std::uint16_t low[256], high[256];
-  for (int j = 0; j < padded(count); j += 2) {
+  for (int j = 0; j < filled; j += 2) {
     job.words().narrow_bf16(scratch.rows + j * dv, dv, low);
     job.words().narrow_bf16(scratch.rows + (j + 1) * dv, dv, high);
     for (int i = 0; i < dv; ++i) {
@@ -360,8 +368,13 @@ void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
                const Tile& tile, Scratch& scratch) {
   pack_keys(job, b, head, first, tile, scratch);
   pack_values(job, b, head, first, tile, scratch);
-  // Only the general path looks for NaN among scores; a bad key shows in its scale.
-  const auto* scale = tile.at<float>(&TileLayout::k_scale);
+  // A bad key shows in its scale, and so does a key whose V is bad.
+  auto* scale = tile.at<float>(&TileLayout::k_scale);
+  const auto* bad_value = tile.at<std::uint8_t>(&TileLayout::v_bad);
+  const int count = tile_count(job.k_sequence(b, head), first);
+  for (int j = 0; j < count; ++j) {
+    if (bad_value[j] != 0) scale[j] = nan_value;
+  }
   std::uint8_t bad = 0;
   for (int j = 0; j < tile_keys; ++j) bad |= static_cast<std::uint8_t>(std::isnan(scale[j]));
   *tile.at<std::uint8_t>(&TileLayout::any_bad) |= bad;

@@ -2,38 +2,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
-#include "formats/bf16.hpp"
-#include "formats/f16.hpp"
 #include "formats/scale.hpp"
-#include "kernels/attn_prefill/cpu.hpp"
+#include "kernels/attn_prefill/cpu_task.hpp"
 #include "qattn/quantize.hpp"
 
 namespace qattn::cpu {
 namespace {
-
-constexpr float infinity = std::numeric_limits<float>::infinity();
-constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
-
-/// A query row: head and index inside the sequence, and the keys [begin, end) that windows leave.
-struct Row {
-  std::int64_t head, i, begin, end;
-};
-
-struct Task {
-  std::int64_t b, kv_head;
-  std::int64_t key_begin, key_end;  ///< the split's keys
-  std::int64_t partial;             ///< first row in the partials, or -1
-  int count;
-  Row rows[tile_rows];
-};
-
-float read_float(const TensorView& view, std::int64_t offset) {
-  if (view.format == Format::f32) return static_cast<const float*>(view.data)[offset];
-  const std::uint16_t code = static_cast<const std::uint16_t*>(view.data)[offset];
-  return view.format == Format::f16 ? formats::F16::decode(code) : formats::Bf16::decode(code);
-}
 
 /// Keys that causal and window masks leave to query i (bottom-right alignment).
 void set_window(const Problem& p, const SequenceInfo& s, Row& row) {
@@ -258,19 +233,25 @@ void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t
   }
 }
 
-/// May the tile skip finish_scores()? Every row sees every key of it and nothing is added.
-bool is_plain(const Job& job, const Task& t, const Tile& tile, std::int64_t first) {
+/// Is nothing added to scores but windows, and nothing else of theirs changed?
+bool adds_nothing(const Job& job) {
   const Problem& p = job.problem;
-  if (p.softcap > 0 || p.mask != MaskKind::none || p.block_mask_q > 0 ||
-      p.tensors.alibi_slopes.present() || job.config.smooth_q || p.score_function ||
-      p.mask_function) {
-    return false;
-  }
-  if (*tile.at<std::uint8_t>(&TileLayout::any_bad)) return false;
+  return p.softcap <= 0 && p.mask == MaskKind::none && p.block_mask_q == 0 &&
+         !p.tensors.alibi_slopes.present() && !job.config.smooth_q && !p.score_function &&
+         !p.mask_function;
+}
+
+bool sees_all(const Task& t, std::int64_t first) {
   for (int r = 0; r < t.count; ++r) {
     if (t.rows[r].begin > first || t.rows[r].end < first + tile_keys) return false;
   }
   return true;
+}
+
+/// May the tile skip finish_scores()? Every row sees every key of it and nothing is added.
+bool is_plain(const Job& job, const Task& t, const Tile& tile, std::int64_t first) {
+  return adds_nothing(job) && *tile.at<std::uint8_t>(&TileLayout::any_bad) == 0 &&
+         sees_all(t, first);
 }
 
 void multiply_queries(const Job& job, const Task& t, const Tile& tile, int keys, Scratch& s) {
@@ -312,17 +293,6 @@ void multiply_values(const Job& job, const Task& t, const Tile& tile, int keys, 
   }
 }
 
-/// Product and softmax in one word, where the instruction set has it.
-bool fused(const Job& job, const Task& t, const Tile& tile, const SoftmaxTile& x, Scratch& s) {
-  if (job.words().qk_softmax == nullptr || job.config.qk == Engine::f32) return false;
-  const bool integer = job.config.qk == Engine::integer;
-  const void* q = integer ? static_cast<const void*>(s.q_codes) : s.q_bf16;
-  return job.words().qk_softmax(
-      {job.config.qk, q, t.count, tile.at<void>(&TileLayout::k), job.d() * (integer ? 1 : 2),
-       s.q_scale, s.correction, tile.at<float>(&TileLayout::k_scale)},
-      x);
-}
-
 /// Does the block mask forbid every row every key of the tile?
 bool wholly_forbidden(const Problem& p, const Task& t, std::int64_t first) {
   for (int r = 0; r < t.count && p.block_mask_q > 0; ++r) {
@@ -338,16 +308,20 @@ bool wholly_forbidden(const Problem& p, const Task& t, std::int64_t first) {
   return p.block_mask_q > 0;
 }
 
-void run_tile(const Job& job, const Task& t, std::int64_t first, Scratch& s) {
+Tile tile_of(const Job& job, const Task& t, std::int64_t first, Scratch& s) {
+  if (!packs_itself(job.problem, job.arrays.sequences[t.b])) {
+    return job.prepared_tile(t.b, t.kv_head, first);
+  }
+  const Tile tile{s.tile, &job.arrays.tile};
+  pack_tile(job, t.b, t.kv_head, first, tile, s);
+  return tile;
+}
+
+/// One tile, step by step.
+void run_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t first, Scratch& s) {
   const Config& c = job.config;
   const int keys = static_cast<int>(std::min<std::int64_t>(tile_keys, t.key_end - first));
   const int keys16 = padded(keys);
-  Tile tile{s.tile, &job.arrays.tile};
-  if (packs_itself(job.problem, job.arrays.sequences[t.b])) {
-    pack_tile(job, t.b, t.kv_head, first, tile, s);
-  } else {
-    tile = job.prepared_tile(t.b, t.kv_head, first);
-  }
   SoftmaxTile x{};
   x.scores = s.scores;
   x.rows = t.count;
@@ -367,68 +341,83 @@ void run_tile(const Job& job, const Task& t, std::int64_t first, Scratch& s) {
     x.v_plain = any ? tile.at<float>(&TileLayout::v_plain) : nullptr;
   }
   const bool plain = is_plain(job, t, tile, first);
-  if (!(plain && fused(job, t, tile, x, s))) {
-    multiply_queries(job, t, tile, keys16, s);
-    if (!plain) finish_scores(job, t, tile, first, keys, s);
-    job.words().softmax(x);
-  }
+  multiply_queries(job, t, tile, keys16, s);
+  if (!plain) finish_scores(job, t, tile, first, keys, s);
+  job.words().softmax(x);
   multiply_values(job, t, tile, keys16, s);
 }
 
-/// Normalises one row and writes it and its LSE. `max`, `sum`, `out` as the tiles left them.
-void write_row(const Job& job, std::int64_t b, const Row& row, float max, float sum, float offset,
-               float* out, std::byte* row_out) {
-  const Problem& p = job.problem;
-  const std::int64_t kv_head = row.head / p.group();
-  float top = max == -infinity ? max : max + offset;
-  float p_sink = 0.0f;
-  float factor = 1.0f;  // of everything accumulated so far
-  const bool exists = row.i < job.arrays.sequences[b].q_length;
-  if (p.tensors.sinks.present() && exists) {
-    const TensorView& v = p.tensors.sinks;
-    const float sink = read_float(v, row.head * v.stride[0]);
-    const float joint = sink > top || std::isnan(sink) ? sink : top;
-    if (joint != -infinity) {
-      factor = top == -infinity ? 0.0f : std::exp(top - joint);
-      const float weight = std::exp(sink - joint);
-      sum = sum * factor + weight;
-      p_sink = weight / sum;
-      top = joint;
+/// Tiles that go through Words::attend() together: all but those whose scores or V need a look.
+class FusedTiles {
+ public:
+  FusedTiles(const Job& job, const Task& t, Scratch& s) : job_(job), task_(t), scratch_(s) {
+    const Config& c = job.config;
+    const int width = job.d() * (c.qk == Engine::integer ? 1 : 2);
+    open_ = job.words().attend != nullptr &&
+            job.words().attends(c.qk, c.rounding, t.count, width) && adds_nothing(job) &&
+            c.v_block == tile_keys && (c.pv == Engine::integer || !c.v_channel_scale);
+    for (int r = 0; r < t.count; ++r) {
+      begin_[r] = t.rows[r].begin;
+      end_[r] = t.rows[r].end;
     }
   }
-  float lse = -infinity;
-  if (top == -infinity) {
-    std::fill(out, out + p.dv, 0.0f);
-  } else if (max == -infinity) {  // the sink alone
-    std::fill(out, out + p.dv, 0.0f);
-    lse = top;
-  } else if (!(std::fabs(top) < infinity) || !(sum > 0.0f && sum < infinity)) {
-    std::fill(out, out + p.dv, nan_value);
-    lse = nan_value;
-  } else {
-    const float* mean = job.config.smooth_v || p.tensors.v_mean.present()
-                            ? job.arrays.v_mean + job.unit(b, kv_head) * job.dv()
-                            : nullptr;
-    for (int c = 0; c < p.dv; ++c) {
-      out[c] = out[c] * factor / sum + (mean ? (1.0f - p_sink) * mean[c] : 0.0f);
-    }
-    lse = top + std::log(sum);
-  }
-  store_row(out, p.dv, p.out.format, row_out);
-  if (!p.tensors.lse.present()) return;
-  const auto& st = p.tensors.lse.stride;
-  const std::int64_t token = job.arrays.sequences[b].q_begin + row.i;
-  const std::int64_t at =
-      p.varlen_q ? row.head * st[0] + token * st[1] : b * st[0] + row.head * st[1] + row.i * st[2];
-  static_cast<float*>(p.tensors.lse.data)[at] = lse;
-}
 
-std::byte* output_row(const Job& job, std::int64_t b, const Row& row) {
-  const TokenTensor& o = job.problem.out;
-  const std::int64_t token = job.arrays.sequences[b].q_begin + row.i;
-  const std::int64_t element = b * o.batch + token * o.token + row.head * o.head;
-  return static_cast<std::byte*>(o.data) + element * (info(o.format).bits / 8);
-}
+  /// False: run it step by step.
+  bool add(const Tile& tile, std::int64_t first) {
+    const Config& c = job_.config;
+    if (!open_) return false;
+    if (c.v_token_scale && *tile.at<std::uint8_t>(&TileLayout::any_plain) != 0) return false;
+    if (count_ == most) run();
+    AttentionTile& x = tiles_[count_++];
+    const bool bad = *tile.at<std::uint8_t>(&TileLayout::any_bad) != 0;
+    x = {first,
+         bad || !sees_all(task_, first),
+         bad,
+         tile.at<void>(&TileLayout::k),
+         tile.at<void>(&TileLayout::v),
+         tile.at<float>(&TileLayout::k_scale),
+         nullptr,
+         nullptr,
+         nullptr};
+    if (c.v_token_scale) {
+      x.v_log = tile.at<float>(&TileLayout::v_log);
+      x.v_inverse = tile.at<float>(&TileLayout::v_inverse);
+    }
+    if (c.v_channel_scale) x.v_scale = tile.at<float>(&TileLayout::v_scale);
+    return true;
+  }
+
+  void run() {
+    const Job& job = job_;
+    const Scratch& s = scratch_;
+    const bool integer = job.config.qk == Engine::integer;
+    const AttentionRows rows{job.config.qk,
+                             job.config.rounding,
+                             integer ? static_cast<const void*>(s.q_codes) : s.q_bf16,
+                             task_.count,
+                             job.d() * (integer ? 1 : 2),
+                             s.q_scale,
+                             s.correction,
+                             begin_,
+                             end_,
+                             s.max,
+                             s.sum,
+                             s.out,
+                             job.dv()};
+    if (count_ > 0) job.words().attend(rows, tiles_, count_);
+    count_ = 0;
+  }
+
+ private:
+  static constexpr int most = 32;
+  const Job& job_;
+  const Task& task_;
+  Scratch& scratch_;
+  bool open_;
+  int count_ = 0;
+  std::int64_t begin_[tile_rows], end_[tile_rows];
+  AttentionTile tiles_[most];
+};
 
 }  // namespace
 
@@ -450,50 +439,32 @@ void run_task(const Job& job, std::int64_t index, Scratch& s) {
     end = std::max(end, t.rows[r].end);
   }
   if (begin < end) {
+    FusedTiles fused(job, t, s);
     const std::int64_t lowest = begin / tile_keys * tile_keys;
     for (std::int64_t first = (end - 1) / tile_keys * tile_keys; first >= lowest;
          first -= tile_keys) {
-      if (!wholly_forbidden(job.problem, t, first)) run_tile(job, t, first, s);
+      if (wholly_forbidden(job.problem, t, first)) continue;
+      const Tile tile = tile_of(job, t, first, s);
+      if (fused.add(tile, first)) {
+        if (tile.store == s.tile) fused.run();  // the next one takes its place
+        continue;
+      }
+      fused.run();
+      run_tile(job, t, tile, first, s);
     }
+    fused.run();
   }
   for (int r = 0; r < t.count; ++r) {
     // Where scores were made true, the offset is inside them already.
     const float offset = needs_true_scores(job.problem) ? 0.0f : s.offset[r];
     if (t.partial < 0) {
-      write_row(job, t.b, t.rows[r], s.max[r], s.sum[r], offset, s.out + r * dv,
-                output_row(job, t.b, t.rows[r]));
+      write_row(job, t.b, t.rows[r], s.max[r], s.sum[r], offset, s.out + r * dv);
       continue;
     }
     float* partial = job.arrays.partials + (t.partial + r) * (dv + 2);
     std::memcpy(partial, s.out + r * dv, sizeof(float) * static_cast<std::size_t>(dv));
     partial[dv] = s.max[r] == -infinity ? -infinity : s.max[r] + offset;
     partial[dv + 1] = s.sum[r];
-  }
-}
-
-void merge_splits(const Job& job, std::int64_t b, std::int64_t head, Scratch& s) {
-  const SequenceInfo& seq = job.arrays.sequences[b];
-  if (seq.splits == 0) return;
-  const int dv = job.dv();
-  const std::int64_t rows = job.problem.group() * seq.q_rows;
-  const float* first =
-      job.arrays.partials + (seq.first_partial + head * seq.splits * rows) * (dv + 2);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    float top = -infinity, sum = 0.0f;
-    for (std::int64_t k = 0; k < seq.splits; ++k) {
-      const float max = first[(k * rows + r) * (dv + 2) + dv];
-      if (!std::isnan(top) && (std::isnan(max) || max > top)) top = max;
-    }
-    std::fill(s.out, s.out + dv, 0.0f);
-    for (std::int64_t k = seq.splits - 1; k >= 0; --k) {
-      const float* partial = first + (k * rows + r) * (dv + 2);
-      if (partial[dv] == -infinity) continue;
-      const float weight = job.words().exp_one(partial[dv] - top);
-      for (int c = 0; c < dv; ++c) s.out[c] += weight * partial[c];
-      sum += weight * partial[dv + 1];
-    }
-    const Row row{head * job.problem.group() + r / seq.q_rows, r % seq.q_rows, 0, 0};
-    write_row(job, b, row, top, sum, 0.0f, s.out, output_row(job, b, row));
   }
 }
 

@@ -1,188 +1,266 @@
-// Q K^T and softmax of a plain tile in one go: 128 keys that every row sees, nothing added. The
-// sums go from the tiles through one buffer into the exponentials; running state is kept for
-// sixteen rows at a time. Continues tiles_amx.inl; the same arithmetic as softmax.inl up to
-// rounding.
+// Plain and windowed tiles of attention in one go: Q K^T, softmax and P V of 32 query rows. The
+// same arithmetic as softmax.inl up to rounding. Continues probabilities_amx.inl.
+//
+// While one tile of keys is in its softmax, the tiles multiply the last one's values and the next
+// one's keys. Vector arithmetic runs at half its rate while tile instructions are about and for
+// some hundred nanoseconds after them (measured), so taking turns would gain nothing.
 
-constexpr int fused_rows = tile_rows;
+/// Nothing that the compiler holds in registers may cross: GCC's tile loads do not say that they
+/// read memory.
+static inline void memory_is_read() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 
-/// Sixteen vectors to one: lane i is the reduction of vector i. 15 operations and 30 shuffles where
-/// sixteen reductions of their own take 128.
-template <class Op>
-static inline F reduce_rows(F (&r)[16], Op op) {
-  const auto lo32 = [](F a, F b) { return _mm512_unpacklo_ps(a, b); };
-  const auto hi32 = [](F a, F b) { return _mm512_unpackhi_ps(a, b); };
-  const auto lo64 = [](F a, F b) {
-    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
-  };
-  const auto hi64 = [](F a, F b) {
-    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
-  };
-  F p[8], q[4];
-  for (int i = 0; i < 8; ++i) p[i] = op(lo32(r[2 * i], r[2 * i + 1]), hi32(r[2 * i], r[2 * i + 1]));
-  for (int i = 0; i < 4; ++i) q[i] = op(lo64(p[2 * i], p[2 * i + 1]), hi64(p[2 * i], p[2 * i + 1]));
-  // q[g], 128-bit lane L: rows 4 g to 4 g + 3, reduced over the lane.
-  const F a = op(_mm512_shuffle_f32x4(q[0], q[1], 0x88), _mm512_shuffle_f32x4(q[0], q[1], 0xDD));
-  const F b = op(_mm512_shuffle_f32x4(q[2], q[3], 0x88), _mm512_shuffle_f32x4(q[2], q[3], 0xDD));
-  return op(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
-}
+template <Product QK, bool Codes>
+class Attention {
+ public:
+  explicit Attention(const AttentionRows& rows) : x_(rows), two_rows_(rows.rows > 16) {}
 
-/// The products into sums[rows][128]. An integer product starts at the row's correction.
-template <Product P>
-static inline void fused_products(const QueryOperands& x, std::int32_t* sums) {
-  alignas(64) std::int32_t start[fused_rows][16];
-  for (int r = 0; r < fused_rows; ++r) {
-    const bool integer = P != Product::bf16 && r < x.rows;
-    _mm512_store_si512(start[r], v::set_i(integer ? x.correction[r] : 0));
+  void run(const AttentionTile* tiles, int count) {
+    const AttentionTile* end = tiles + count;
+    const AttentionTile* now = next_seen(tiles, end);
+    if (now == end) return;
+    configure(tile_rows, 64);
+    for (int j = 0; j < seen_keys(*now); j += 32) multiply_keys(*now, j, slots_[0].sums);
+    const AttentionTile* last = nullptr;
+    for (int i = 0; now != end; i ^= 1) {
+      const AttentionTile* next = next_seen(now + 1, end);
+      softmax(*now, slots_[i], next == end ? nullptr : next, last, slots_[i ^ 1]);
+      last = now;
+      now = next;
+      last_slot_ = i;
+    }
+    Slot& slot = slots_[last_slot_];
+    begin_values(slot);
+    for (int c = 0; c < x_.channels; c += 32) multiply_values(*last, slot, c);
+    fold_values(*last, slot);
+    _tile_release();
   }
-  configure(x.rows, 64);
-  const bool two_rows = x.rows > 16;
-  constexpr int stride = tile_keys * 4;
-  for (int j = 0; j < tile_keys; j += 32) {
-    const TileOperands operands{static_cast<const char*>(x.q),
-                                x.width_bytes,
-                                static_cast<const char*>(x.k) + std::int64_t{j} * x.width_bytes,
+
+ private:
+  static constexpr int p_bytes = Codes ? 1 : 2;
+
+  /// A tile of keys under way. Two take turns: the next one's sums may be written while the last
+  /// one's P is still read.
+  struct Slot {
+    alignas(64) std::int32_t sums[tile_rows * tile_keys];  ///< then scores
+    alignas(64) std::uint8_t p[tile_rows * tile_keys * p_bytes];
+    alignas(64) float alpha[tile_rows], beta[tile_rows];
+  };
+
+  const AttentionTile* next_seen(const AttentionTile* t, const AttentionTile* end) const {
+    while (t != end && seen_keys(*t) == 0) ++t;
+    return t;
+  }
+
+  /// The first key, a multiple of 32, from which on no row sees one.
+  int seen_keys(const AttentionTile& t) const {
+    if (!t.windowed) return tile_keys;
+    std::int64_t seen = 0;
+    for (int r = 0; r < x_.rows; ++r) {
+      const std::int64_t end = x_.end[r] - t.first;
+      if (x_.begin[r] < x_.end[r] && end > seen) seen = end;
+    }
+    return seen >= tile_keys ? tile_keys : static_cast<int>((seen + 31) / 32 * 32);
+  }
+
+  void fill_tables(const AttentionTile& t) {
+    tables_.scale = t.k_scale;
+    if constexpr (Codes) {
+      for (int j = 0; j < tile_keys; j += v::lanes) {
+        const F bias = t.v_log ? v::load(t.v_log + j) : v::set(0.0f);
+        v::store(tables_.bias + j, v::mul(bias, v::set(log2_e)));
+      }
+    }
+  }
+
+  void put_sums(void* to, std::int64_t stride, bool two_columns) const {
+    auto* p = static_cast<char*>(to);
+    _tile_stored(0, p, stride);
+    if (two_columns) _tile_stored(1, p + 64, stride);
+    if (two_rows_) _tile_stored(2, p + 16 * stride, stride);
+    if (two_rows_ && two_columns) _tile_stored(3, p + 16 * stride + 64, stride);
+  }
+  static void clear_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+
+  /// Keys [j, j + 32) of a tile times Q.
+  void multiply_keys(const AttentionTile& t, int j, std::int32_t* sums) const {
+    const int width = x_.width_bytes;
+    const TileOperands operands{static_cast<const char*>(x_.q),
+                                width,
+                                static_cast<const char*>(t.k) + std::int64_t{j} * width,
                                 64,
-                                std::int64_t{16} * x.width_bytes,
+                                std::int64_t{16} * width,
                                 1024};
-    _tile_loadd(0, start[0], 64);
-    _tile_loadd(1, start[0], 64);
-    if (two_rows) {
-      _tile_loadd(2, start[16], 64);
-      _tile_loadd(3, start[16], 64);
-    }
-    accumulate_steps<P>(operands, 0, x.width_bytes / 64, two_rows, true);
-    _tile_stored(0, sums + j, stride);
-    _tile_stored(1, sums + j + 16, stride);
-    if (two_rows) {
-      _tile_stored(2, sums + 16 * tile_keys + j, stride);
-      _tile_stored(3, sums + 16 * tile_keys + j + 16, stride);
-    }
+    memory_is_read();
+    clear_sums();
+    accumulate_steps<QK>(operands, 0, width / 64, two_rows_, true);
+    put_sums(sums + j, tile_keys * 4, true);
   }
-  _tile_release();
-}
 
-/// Scores of sixteen rows in place of their sums; returns every row's maximum.
-template <Product P>
-static inline F fused_scores(const QueryOperands& x, const float* bias, int first, void* sums) {
-  F top[16];
-  for (int i = 0; i < 16; ++i) {
-    top[i] = v::set(minus_infinity);
-    if (first + i >= x.rows) continue;
-    auto* row = static_cast<float*>(sums) + (first + i) * tile_keys;
-    const F scale = v::set(x.q_scale[first + i]);
-    for (int j = 0; j < tile_keys; j += v::lanes) {
-      F s = P == Product::bf16 ? v::load(row + j) : v::to_float(v::load_i(row + j));
-      s = v::mul(v::mul(s, scale), v::load(x.k_scale + j));
-      if (bias) s = v::add(s, v::load(bias + j));
-      v::store(row + j, s);
-      top[i] = v::max(top[i], s);  // a bad query makes every score NaN, the last one too
-    }
-  }
-  return reduce_rows(top, [](F a, F b) { return v::max(a, b); });
-}
-
-/// 2^t, relative error 3e-7: one degree less than exp2(), which is what its rounding hides.
-static inline F fused_exp2(F t) {
-  t = v::max(v::set(-200.0f), t);
-  const F n = v::round_even(t);
-  const F f = v::sub(t, n);
-  F p = v::set(1.33813025e-3f);
-  p = v::fma(p, f, v::set(9.66636852e-3f));
-  p = v::fma(p, f, v::set(5.55038101e-2f));
-  p = v::fma(p, f, v::set(2.4022349e-1f));
-  p = v::fma(p, f, v::set(6.93147181e-1f));
-  p = v::fma(p, f, v::set(1.0f));
-  return v::scale_by_power(p, n);
-}
-
-/// One row of P as u8 codes in units of exp(reference) / 255; returns their sum over the scales.
-static inline F fused_row_u8(const float* scores, float reference, const float* inverse,
-                             std::uint8_t* codes) {
-  // 255 exp(s - reference) = 2^(s log2 e + shift): the shift's rounding is common to the row.
-  const F shift = v::set(7.9943534f - reference * log2_e);
-  F sum = v::set(0.0f);
-  for (int j = 0; j < tile_keys; j += 64) {
-    I code[4];
-    for (int n = 0; n < 4; ++n) {
-      const int at = j + n * v::lanes;
-      code[n] = v::round_to_int(fused_exp2(v::fma(v::load(scores + at), v::set(log2_e), shift)));
-      const F value = v::to_float(code[n]);
-      sum = inverse ? v::fma(value, v::load(inverse + at), sum) : v::add(value, sum);
-    }
-    // Packs interleave 128-bit lanes; the permutation puts them back in order.
-    const I words = _mm512_packus_epi16(_mm512_packus_epi32(code[0], code[1]),
-                                        _mm512_packus_epi32(code[2], code[3]));
-    const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    _mm512_storeu_si512(codes + j, _mm512_permutexvar_epi32(order, words));
-  }
-  return sum;
-}
-
-/// One row of P in bf16; returns the sum of the rounded values.
-static inline F fused_row_bf16(const float* scores, float reference, std::uint16_t* p) {
-  const F shift = v::set(-reference * log2_e);
-  F sum = v::set(0.0f);
-  for (int j = 0; j < tile_keys; j += v::lanes) {
-    const F x = round_bf16(fused_exp2(v::fma(v::load(scores + j), v::set(log2_e), shift)));
-    v::store_bf16(p + j, x);
-    sum = v::add(sum, x);
-  }
-  return sum;
-}
-
-/// Rows [first, first + 16): running state and P.
-template <Product P>
-static inline void fused_block(const QueryOperands& x, const SoftmaxTile& tile, int first,
-                               void* sums) {
-  const bool integer = tile.rounding != Rounding::bf16;
-  const F top = fused_scores<P>(x, tile.v_log, first, sums);
-  const F old = v::load(tile.max + first);
-  // The larger one, and NaN once there is one.
-  F now = v::max(old, top);
-  now = _mm512_mask_mov_ps(now, _mm512_cmp_ps_mask(old, old, _CMP_UNORD_Q), old);
-  const F alpha = exp_minus(old, now);
-  const F local = integer ? exp_minus(top, now) : v::set(1.0f);
-  float reference[16];
-  v::store(reference, integer ? top : now);
-  F row_sum[16];
-  for (int i = 0; i < 16; ++i) {
-    const int r = first + i;
-    row_sum[i] = v::set(0.0f);
-    if (r >= x.rows) continue;
-    const float* scores = static_cast<const float*>(sums) + r * tile_keys;
-    row_sum[i] =
-        integer ? fused_row_u8(scores, reference[i], tile.v_inverse, tile.codes + r * tile_keys)
-                : fused_row_bf16(scores, reference[i], tile.p_bf16 + r * tile_keys);
-  }
-  const F added = reduce_rows(row_sum, [](F a, F b) { return v::add(a, b); });
-  const F unit = integer ? v::mul(local, v::set(1.0f / 255.0f)) : local;
-  v::store(tile.max + first, now);
-  v::store(tile.alpha + first, alpha);
-  v::store(tile.beta + first, unit);
-  v::store(tile.sum + first, v::fma(added, unit, v::mul(v::load(tile.sum + first), alpha)));
-}
-
-bool qk_softmax(const QueryOperands& x, const SoftmaxTile& tile) {
-  const bool codes =
-      (tile.rounding == Rounding::u8_token && !tile.v_plain) || tile.rounding == Rounding::u8;
-  const bool halves = tile.rounding == Rounding::bf16 && tile.p_bf16;
-  if (x.rows < least_tile_rows || x.width_bytes % 64 != 0 || tile.keys != tile_keys ||
-      !(codes || halves)) {
-    return false;
-  }
-  alignas(64) std::int32_t sums[fused_rows * tile_keys];
-  const bool bf16 = x.engine == Engine::bf16;
-  if (bf16) {
-    fused_products<Product::bf16>(x, sums);
-  } else {
-    fused_products<Product::s8u8>(x, sums);
-  }
-  for (int first = 0; first < x.rows; first += 16) {
-    if (bf16) {
-      fused_block<Product::bf16>(x, tile, first, sums);
+  /// P times channels [c, c + 32) of V: sums of codes by themselves, floats on top of `out`.
+  void multiply_values(const AttentionTile& t, const Slot& slot, int c) {
+    const std::int64_t stride = std::int64_t{x_.channels} * 4;
+    const TileOperands operands{reinterpret_cast<const char*>(slot.p),
+                                tile_keys * p_bytes,
+                                static_cast<const char*>(t.v) + c * 4,
+                                stride,
+                                64,
+                                16 * stride};
+    const bool two = c + 16 < x_.channels;
+    const int steps = (seen_keys(t) * p_bytes + 63) / 64;
+    memory_is_read();
+    if constexpr (Codes) {
+      clear_sums();
+      accumulate_steps<Product::u8s8>(operands, 0, steps, two_rows_, two);
+      put_sums(products_ + c, stride, two);
     } else {
-      fused_block<Product::s8u8>(x, tile, first, sums);
+      float* out = x_.out + c;
+      _tile_loadd(0, out, stride);
+      if (two) _tile_loadd(1, out + 16, stride);
+      if (two_rows_) _tile_loadd(2, out + 16 * x_.channels, stride);
+      if (two_rows_ && two) _tile_loadd(3, out + 16 * x_.channels + 16, stride);
+      accumulate_steps<Product::bf16>(operands, 0, steps, two_rows_, two);
+      put_sums(out, stride, two);
     }
   }
-  return true;
+
+  /// Softmax of a tile. Between its rows the tiles multiply the last one's values, then the next
+  /// one's keys.
+  void softmax(const AttentionTile& t, Slot& slot, const AttentionTile* next,
+               const AttentionTile* last, Slot& other) {
+    fill_tables(t);
+    if (last) begin_values(other);
+    const int channels = last ? x_.channels : 0, keys = next ? seen_keys(*next) : 0;
+    alignas(64) float tops[tile_rows];
+    int done = 0;
+    for (int first = 0; first < x_.rows; first += 16) {
+      F top[16];
+      for (int i = 0; i < 16; ++i) {
+        const int r = first + i;
+        top[i] = r < x_.rows ? scores(t, slot, r) : v::set(minus_infinity);
+        for (; done < channels && done * x_.rows < channels * (r + 1); done += 32)
+          multiply_values(*last, other, done);
+      }
+      v::store(tops + first, reduce_rows(top, [](F a, F b) {
+                 return _mm512_mask_mov_ps(v::max(a, b), _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a);
+               }));
+    }
+    if (last) fold_values(*last, other);
+    done = 0;
+    for (int first = 0; first < x_.rows; first += 16) {
+      alignas(64) float references[16];
+      const F top = v::load(tops + first);
+      const F old = v::mul(v::load(x_.max + first), v::set(log2_e));
+      const F reference = Codes ? top : v::max(old, top);
+      // A row that sees nothing: any reference makes its P zero.
+      const auto some = _mm512_cmp_ps_mask(reference, v::set(minus_infinity), _CMP_NEQ_UQ);
+      v::store(references, _mm512_maskz_mov_ps(some, reference));
+      F sums[16];
+      for (int i = 0; i < 16; ++i) {
+        const int r = first + i;
+        sums[i] = r < x_.rows ? probabilities(t, slot, r, references[i]) : v::set(0.0f);
+        for (; done < keys && done * x_.rows < keys * (r + 1); done += 32)
+          multiply_keys(*next, done, other.sums);
+      }
+      update_state(slot, first, top, reduce_rows(sums, [](F a, F b) { return v::add(a, b); }));
+    }
+  }
+
+  /// Scores of one row; returns the maxima by lane.
+  F scores(const AttentionTile& t, Slot& slot, int r) const {
+    auto* row = reinterpret_cast<float*>(slot.sums) + r * tile_keys;
+    const std::int32_t correction = QK == Product::bf16 ? 0 : x_.correction[r];
+    const F top = score_row<QK, Codes>(row, x_.q_scale[r], correction, tables_);
+    if (!t.windowed) return top;
+    const std::int64_t begin = x_.begin[r] - t.first, end = x_.end[r] - t.first;
+    return t.bad || begin > 0 || end < tile_keys ? hide_keys(row, begin, end) : top;
+  }
+
+  F probabilities(const AttentionTile& t, Slot& slot, int r, float reference) const {
+    const auto* row = reinterpret_cast<const float*>(slot.sums) + r * tile_keys;
+    if constexpr (Codes) {
+      return code_row(row, v::set(reference), t.v_inverse, slot.p + r * tile_keys);
+    } else {
+      return half_row(row, v::set(reference),
+                      reinterpret_cast<std::uint16_t*>(slot.p) + r * tile_keys);
+    }
+  }
+
+  void update_state(Slot& slot, int first, F top, F added) {
+    const __mmask16 none = _mm512_cmp_ps_mask(top, v::set(minus_infinity), _CMP_EQ_OQ);
+    const F old = v::load(x_.max + first), old_sum = v::load(x_.sum + first);
+    const F here = v::mul(top, v::set(1.0f / log2_e));
+    // The larger one, and NaN once there is one.
+    F now = v::max(old, here);
+    now = _mm512_mask_mov_ps(now, _mm512_cmp_ps_mask(old, old, _CMP_UNORD_Q), old);
+    const F local = Codes ? exp_minus(here, now) : v::set(1.0f);
+    const F beta = Codes ? v::mul(local, v::set(1.0f / 255.0f)) : local;
+    const F alpha = _mm512_mask_mov_ps(exp_minus(old, now), none, v::set(1.0f));
+    const F sum = v::fma(added, beta, v::mul(old_sum, alpha));
+    v::store(slot.alpha + first, alpha);
+    v::store(slot.beta + first, _mm512_mask_mov_ps(beta, none, v::set(0.0f)));
+    v::store(x_.max + first, now);
+    v::store(x_.sum + first, _mm512_mask_mov_ps(sum, none, old_sum));
+  }
+
+  /// Floats are added up in `out` itself, so what is there is scaled first.
+  void begin_values(const Slot& slot) {
+    if constexpr (!Codes) {
+      for (int r = 0; r < x_.rows; ++r) {
+        if (slot.alpha[r] == 1.0f) continue;
+        float* out = x_.out + std::int64_t{r} * x_.channels;
+        for (int c = 0; c < x_.channels; c += v::lanes) {
+          v::store(out + c, v::mul(v::load(out + c), v::set(slot.alpha[r])));
+        }
+      }
+    }
+  }
+
+  /// Sums of codes join `out`.
+  void fold_values(const AttentionTile& t, const Slot& slot) {
+    if constexpr (Codes) {
+      for (int r = 0; r < x_.rows; ++r) {
+        const std::int64_t at = std::int64_t{r} * x_.channels;
+        const F alpha = v::set(slot.alpha[r]), beta = v::set(slot.beta[r]);
+        for (int c = 0; c < x_.channels; c += v::lanes) {
+          F sum = v::to_float(v::load_i(products_ + at + c));
+          if (t.v_scale) sum = v::mul(sum, v::load(t.v_scale + c));
+          float* out = x_.out + at + c;
+          v::store(out, v::fma(sum, beta, v::mul(v::load(out), alpha)));
+        }
+      }
+    }
+  }
+
+  const AttentionRows& x_;
+  bool two_rows_;
+  ScoreTables tables_;
+  int last_slot_ = 0;
+  Slot slots_[2];
+  alignas(64) std::int32_t products_[Codes ? tile_rows * 256 : 1];  ///< [rows][channels]
+};
+
+bool attends(Engine engine, Rounding rounding, int rows, int width_bytes) {
+  const bool codes = rounding == Rounding::u8_token || rounding == Rounding::u8;
+  return rows >= least_tile_rows && width_bytes % 64 == 0 && engine != Engine::f32 &&
+         (codes || rounding == Rounding::bf16);
+}
+
+void attend(const AttentionRows& x, const AttentionTile* tiles, int count) {
+  const bool codes = x.rounding != Rounding::bf16;
+  if (x.engine == Engine::bf16) {
+    if (codes) {
+      Attention<Product::bf16, true>(x).run(tiles, count);
+    } else {
+      Attention<Product::bf16, false>(x).run(tiles, count);
+    }
+  } else if (codes) {
+    Attention<Product::s8u8, true>(x).run(tiles, count);
+  } else {
+    Attention<Product::s8u8, false>(x).run(tiles, count);
+  }
 }

@@ -224,10 +224,13 @@ void softcap(float* s, int n, float c) {
 #include "kernels/cpu/kv.inl"
 
 #if defined(QATTN_TILE_PRODUCTS)
-// Product and softmax together.
+// Products and softmax together.
+#include "kernels/cpu/probabilities_amx.inl"
+// Which needs them.
 #include "kernels/cpu/fused_amx.inl"
 #else
-constexpr auto qk_softmax = nullptr;
+constexpr auto attend = nullptr;
+constexpr auto attends = nullptr;
 constexpr auto qk_s8 = qk_s8_lanes;
 constexpr auto pv_u8s8 = pv_u8s8_lanes;
 #if defined(QATTN_NATIVE_BF16)
@@ -255,7 +258,8 @@ const Words table = {
     .qk_f32 = qk_f32,
     .qk_bf16 = qk_bf16,
     .softmax = softmax,
-    .qk_softmax = qk_softmax,
+    .attend = attend,
+    .attends = attends,
     .pv_u8s8 = pv_u8s8,
     .pv_f32 = pv_f32,
     .pv_bf16 = pv_bf16,

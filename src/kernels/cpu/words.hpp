@@ -39,16 +39,29 @@ struct SoftmaxTile {
   const float *v_log, *v_inverse, *v_plain;
 };
 
-/// Operands of a product with keys, for qk_softmax().
-struct QueryOperands {
-  Engine engine;
-  const void* q;  ///< rows of width_bytes
-  int rows;
-  const void* k;  ///< panels, as qk_s8() and qk_bf16() take them
-  int width_bytes;
+/// The query rows of attend(), and their state. Arrays of rows have room for tile_rows.
+struct AttentionRows {
+  Engine engine;      ///< of the product with K; V's follows from `rounding`
+  Rounding rounding;  ///< of P
+  const void* q;      ///< rows of width_bytes
+  int rows, width_bytes;
   const float* q_scale;
   const std::int32_t* correction;
+  const std::int64_t *begin, *end;  ///< keys that each row sees, where a tile is windowed
+  float *max, *sum;                 ///< running, as in SoftmaxTile
+  float* out;                       ///< [rows][channels] not yet divided
+  int channels;
+};
+
+/// One tile of keys of attend().
+struct AttentionTile {
+  std::int64_t first;  ///< its first key
+  bool windowed;       ///< some row does not see all of its tile_keys keys, or `bad`
+  bool bad;            ///< some key's scale is NaN: whoever sees it becomes NaN
+  const void *k, *v;   ///< panels, as the products take them
   const float* k_scale;
+  const float *v_log, *v_inverse;  ///< u8_token
+  const float* v_scale;            ///< per channel, or null; not with P in bf16
 };
 
 // --- The KV cache's codes (formats/kv_layout.hpp, formats/kv_quantize.hpp) -----------------------
@@ -126,9 +139,11 @@ struct Words {
   void (*qk_bf16)(const std::uint16_t* q, int rows, const std::uint16_t* k, int keys, int d2,
                   const float* q_scale, const float* k_scale, float* scores);
   void (*softmax)(const SoftmaxTile& tile);
-  /// Product and softmax of a tile of tile_keys keys that every row sees and nothing is added to;
-  /// `tile.scores` stays unused. False: not served, take the two steps. Null where there is none.
-  bool (*qk_softmax)(const QueryOperands& queries, const SoftmaxTile& tile);
+  /// Both products and softmax of several tiles, nothing added to scores. V's panels hold no NaN
+  /// within the last step of 64 bytes of P. Null where there is none.
+  void (*attend)(const AttentionRows& rows, const AttentionTile* tiles, int count);
+  /// Does it serve rows of these kinds? Else the single steps do.
+  bool (*attends)(Engine engine, Rounding rounding, int rows, int width_bytes);
   /// out[r][c] = out * alpha[r] + beta[r] * v_scale[c] * sum_j codes[r][j] v[j][c]. v: [keys/4]
   /// [channels][4] s8; keys a multiple of 4, channels of 16; v_scale may be null (1).
   void (*pv_u8s8)(const std::uint8_t* codes, int rows, const std::int8_t* v, int keys, int channels,

@@ -1,0 +1,41 @@
+// What the steps of one CPU task share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "formats/bf16.hpp"
+#include "formats/f16.hpp"
+#include "kernels/attn_prefill/cpu.hpp"
+
+namespace qattn::cpu {
+
+inline constexpr float infinity = std::numeric_limits<float>::infinity();
+inline constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
+
+/// A query row: head and index inside the sequence, and the keys [begin, end) that windows leave.
+struct Row {
+  std::int64_t head, i, begin, end;
+};
+
+struct Task {
+  std::int64_t b, kv_head;
+  std::int64_t key_begin, key_end;  ///< the split's keys
+  std::int64_t partial;             ///< first row in the partials, or -1
+  int count;
+  Row rows[tile_rows];
+};
+
+inline float read_float(const TensorView& view, std::int64_t offset) {
+  if (view.format == Format::f32) return static_cast<const float*>(view.data)[offset];
+  const std::uint16_t code = static_cast<const std::uint16_t*>(view.data)[offset];
+  return view.format == Format::f16 ? formats::F16::decode(code) : formats::Bf16::decode(code);
+}
+
+// cpu_write.cpp
+/// Normalises one row and writes it and its LSE. `max`, `sum`, `out` as the tiles left them.
+void write_row(const Job& job, std::int64_t b, const Row& row, float max, float sum, float offset,
+               float* out);
+
+}  // namespace qattn::cpu
