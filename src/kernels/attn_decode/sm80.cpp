@@ -246,8 +246,9 @@ DecodeParams params_in(const DeviceDecodeCall& call, void* workspace) {
   set(p.query_words, w.query_words);
   set(p.query_facts, w.query_facts);
   set(p.query_scale, w.query_scale);
-  set(p.part_bytes, w.part_bytes);
-  set(p.segment_start, w.segment_start);
+  set(p.lists, w.lists);
+  set(p.part_counts, w.part_counts);
+  set(p.part_costs, w.part_costs);
   set(p.shares, w.shares);
   set(p.first_block, w.first_block);
   set(p.last_block, w.last_block);

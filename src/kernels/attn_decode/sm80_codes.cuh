@@ -19,13 +19,13 @@ namespace qattn::kernels {
 struct TileLayout {
   int blocks, k_bytes, v_bytes;  ///< bytes: of a block
 
-  QATTN_HD int k(int block) const { return block * k_bytes; }
-  QATTN_HD int v(int block) const { return blocks * k_bytes + block * v_bytes; }
-  QATTN_HD int scales(int block) const { return blocks * (k_bytes + v_bytes) + block * 64; }
-  QATTN_HD int bytes() const { return scales(blocks); }
+  QATTN_CONSTEXPR int k(int block) const { return block * k_bytes; }
+  QATTN_CONSTEXPR int v(int block) const { return blocks * k_bytes + block * v_bytes; }
+  QATTN_CONSTEXPR int scales(int block) const { return blocks * (k_bytes + v_bytes) + block * 64; }
+  QATTN_CONSTEXPR int bytes() const { return scales(blocks); }
 };
 /// `blocks`: tile_blocks(v_bits).
-QATTN_HD TileLayout tile_layout(int d, int dv, int k_bits, int v_bits, int blocks) {
+QATTN_CONSTEXPR TileLayout tile_layout(int d, int dv, int k_bits, int v_bits, int blocks) {
   return {blocks, 2 * d * k_bits, 2 * dv * v_bits};
 }
 
@@ -278,26 +278,13 @@ struct DecodeCodes : DecodeState<C> {
     }
   }
 
-  template <int V, class TokensOf>
-  QATTN_DEVICE void run_codes(int k_bits, isa::SharedAddress stage, bool special,
-                              TokensOf tokens_of, float (&mass)[N][2]) {
+  template <int K, int V, class TokensOf>
+  QATTN_DEVICE void run_codes(isa::SharedAddress stage, bool special, TokensOf tokens_of,
+                              float (&mass)[N][2]) {
     constexpr int M = tile_blocks(V);
-    const TileLayout layout = tile_layout(C.d, C.dv, k_bits, V, M);
+    constexpr TileLayout layout = tile_layout(C.d, C.dv, K, V, M);
     float acc[M][N][4], k[M][2], v[M][2];
-    switch (k_bits) {
-      case 8:
-        multiply_keys<8, V, M>(stage, tile_layout(C.d, C.dv, 8, V, M), acc);
-        break;
-      case 4:
-        multiply_keys<4, V, M>(stage, tile_layout(C.d, C.dv, 4, V, M), acc);
-        break;
-      case 3:
-        multiply_keys<3, V, M>(stage, tile_layout(C.d, C.dv, 3, V, M), acc);
-        break;
-      default:
-        multiply_keys<2, V, M>(stage, tile_layout(C.d, C.dv, 2, V, M), acc);
-        break;
-    }
+    multiply_keys<K, V, M>(stage, layout, acc);
     load_scales<V, M>(stage, layout, k, v);
     std::uint32_t x[M][N][2];
     this->template softmax<V, M, true>(acc, k, v, special, tokens_of, x, mass);

@@ -14,13 +14,12 @@ struct DecodeCombine {
   static constexpr int warps = threads / 32;
   static constexpr bool dependent = true;
 
-  /// Did this block of Decode take segments of the unit?
-  static QATTN_DEVICE bool takes(const Params& p, int block, std::int64_t unit, int segments) {
+  /// Did this block of Decode take places of the unit?
+  static QATTN_DEVICE bool takes(const Params& p, int block, std::int64_t unit) {
     const auto share = isa::load_global(reinterpret_cast<const isa::Words4*>(p.shares + block));
     const std::int64_t from = share.w[0], to = share.w[2];
-    const int begin = unit == from ? static_cast<int>(share.w[1]) : 0;
-    const int limit = static_cast<int>(share.w[3]);
-    const int end = unit < to || limit > segments ? segments : limit;
+    const std::uint32_t begin = unit == from ? share.w[1] : 0;
+    const std::uint32_t end = unit < to ? p.places() : share.w[3];
     return unit >= from && unit <= to && end > begin;
   }
 
@@ -93,9 +92,8 @@ struct DecodeCombine {
     isa::grid_dependency_wait();
     const std::int64_t unit = isa::block().x;
     const DecodePair pair(p, unit % p.pairs());
-    const int segments = pair.segments(p);
     int first = 0, last = -1;
-    if (segments > 0) {
+    if (p.places() > 0) {
       first = isa::load_global(p.first_block + unit);
       last = isa::load_global(p.last_block + unit);
     }
@@ -105,7 +103,7 @@ struct DecodeCombine {
 #pragma unroll
       for (int i = 0; i < LaneRow<Dv>::count; ++i) x.out.x[i] = 0;
       for (int block = first; block <= last; ++block) {
-        if (takes(p, block, unit, segments)) x.add(p, block + unit, row);
+        if (takes(p, block, unit)) x.add(p, block + unit, row);
       }
       write(p, pair, unit, row, x);
     }

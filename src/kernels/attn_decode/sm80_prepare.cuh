@@ -1,4 +1,4 @@
-// The kernel before Decode: queries in the form that products read, and the bytes of segments.
+// The kernel before Decode: queries in the form that products read, and lists of blocks by tier.
 #pragma once
 
 #include "formats/bits.hpp"
@@ -74,7 +74,6 @@ struct DecodePrepare {
   using Params = DecodeParams;
   static constexpr int threads = 256, min_blocks = 2;
   static constexpr int warps = threads / 32;
-  static constexpr int shared_bytes = 256;
   static constexpr bool dependent = true;
 
   // ---- Queries --------------------------------------------------------------------------------
@@ -192,49 +191,137 @@ struct DecodePrepare {
     }
   }
 
-  // ---- Bytes ----------------------------------------------------------------------------------
+  // ---- Lists ----------------------------------------------------------------------------------
 
-  static QATTN_DEVICE std::uint32_t entry_bytes(const Params& p, const DecodePair& pair,
-                                                std::int32_t index) {
-    if (index >= pair.entries) return 0;
-    const kv::Entry e = load_entry(p.cache.table(pair.slot, p.layer, pair.head) + index);
-    if (!valid_entry(p.cache, e)) {
-      if (p.error != nullptr) isa::atomic_or_global(p.error, tile::error_page);
-      return 0;
+  static constexpr std::uint32_t no_tier = 255;
+  static constexpr int each = part_blocks / threads;  ///< blocks of a thread
+  /// [part_blocks] DecodeBlock, [part_blocks] bytes of tiers, [warps] TierCounts.
+  static constexpr int tiers_at = part_blocks * 8, sums_at = tiers_at + part_blocks;
+  static constexpr int shared_bytes = sums_at + warps * 16;
+
+  /// Eight numbers of 16 bits.
+  struct TierCounts {
+    std::uint64_t low = 0, high = 0;
+
+    QATTN_DEVICE std::uint32_t of(int tier) const {
+      return static_cast<std::uint32_t>((tier < 4 ? low : high) >> (tier & 3) * 16) & 0xffffu;
     }
-    const std::int32_t begin = pair.visible_begin(p, 0);
-    std::uint32_t blocks = 0;
-    for (int i = 0; i < p.cache.blocks_per_page(); ++i) blocks += reads_block(e, i, begin) ? 1 : 0;
-    return blocks * static_cast<std::uint32_t>(p.cache.pool[e.tier].block.bytes());
+    QATTN_DEVICE void count(int tier) {
+      (tier < 4 ? low : high) += std::uint64_t{1} << (tier & 3) * 16;
+    }
+    QATTN_DEVICE void add(const TierCounts& x) { low += x.low, high += x.high; }
+  };
+
+  /// Puts what block `i` of the part is into shared memory.
+  static QATTN_DEVICE void note_block(const Params& p, const DecodePair& pair, std::int64_t part,
+                                      int i, const kv::Entry& e) {
+    const int per_page = p.cache.blocks_per_page(), block = i % per_page;
+    const auto index = static_cast<std::uint32_t>(part * p.part_entries() + i / per_page);
+    std::uint32_t tier = no_tier;
+    if (static_cast<std::int32_t>(index) < pair.entries) {
+      if (!valid_entry(p.cache, e)) {
+        if (p.error != nullptr) isa::atomic_or_global(p.error, tile::error_page);
+      } else if (reads_block(e, block, pair.visible_begin(p, 0))) {
+        tier = e.tier;
+      }
+    }
+    const std::int32_t first = e.first + block * formats::kv_block_tokens;
+    const bool whole = (e.live >> (block * formats::kv_block_tokens) & 0xffffu) == 0xffffu &&
+                       first >= pair.sure_begin(p) &&
+                       first + formats::kv_block_tokens <= pair.sure_end(p);
+    const std::uint32_t number =
+        static_cast<std::uint32_t>(e.page) * static_cast<std::uint32_t>(per_page) +
+        static_cast<std::uint32_t>(block);
+    const isa::SharedAddress base = isa::shared_base();
+    isa::store_shared(base + static_cast<isa::SharedAddress>(i * 8),
+                      isa::Words2{{number, index << 3 | static_cast<std::uint32_t>(block) << 1 |
+                                               (whole ? 0u : 1u)}});
+    isa::store_shared(base + static_cast<isa::SharedAddress>(tiers_at + i),
+                      static_cast<std::uint8_t>(tier));
+  }
+
+  /// Counts of all tiers: in this thread's blocks, and in those of threads before it; returns those
+  /// of all. After a barrier of `mine`.
+  static QATTN_DEVICE TierCounts add_up(const TierCounts& mine, TierCounts& before) {
+    TierCounts through = mine;
+#pragma unroll
+    for (int delta = 1; delta < 32; delta *= 2) {
+      const TierCounts other{isa::shuffle_up(through.low, delta),
+                             isa::shuffle_up(through.high, delta)};
+      if (isa::lane() >= delta) through.add(other);
+    }
+    const isa::SharedAddress sums = isa::shared_base() + sums_at;
+    const int warp = isa::warp();
+    const auto words = [](std::uint64_t x) {
+      return isa::Words2{{static_cast<std::uint32_t>(x), static_cast<std::uint32_t>(x >> 32)}};
+    };
+    if (isa::lane() == 31) {
+      const auto at = sums + static_cast<isa::SharedAddress>(warp * 16);
+      isa::store_shared(at, words(through.low));
+      isa::store_shared(at + 8, words(through.high));
+    }
+    isa::sync_threads();
+    before = {through.low - mine.low, through.high - mine.high};
+    TierCounts all;
+    for (int w = 0; w < warps; ++w) {
+      const auto at = sums + static_cast<isa::SharedAddress>(w * 16);
+      const TierCounts of_warp{isa::load_shared<std::uint64_t>(at),
+                               isa::load_shared<std::uint64_t>(at + 8)};
+      if (w < warp) before.add(of_warp);
+      all.add(of_warp);
+    }
+    return all;
   }
 
   static QATTN_DEVICE void prepare_part(const Params& p, std::int64_t index) {
-    const std::int64_t pair_index = index / p.parts(), part = index % p.parts();
-    const DecodePair pair(p, pair_index);
-    constexpr int lanes = threads / part_segments;  // of a segment
-    const int each = p.segment_entries() / lanes;
-    const auto first = static_cast<std::int32_t>(part * p.part_entries()) + isa::thread() * each;
-    std::uint32_t bytes = 0;
-    for (int i = 0; i < each; ++i) bytes += entry_bytes(p, pair, first + i);
+    const std::int64_t part = index % p.parts();
+    const DecodePair pair(p, index / p.parts());
+    const int per_page = p.cache.blocks_per_page();
+    kv::Entry entries[each];  // all on their way before the first is looked at
 #pragma unroll
-    for (int mask = 1; mask < lanes; mask *= 2) bytes += isa::shuffle_xor(bytes, mask);
-    // Sums of the segments before: in the warp, then of whole warps.
-    std::uint32_t through = bytes;
-#pragma unroll
-    for (int delta = lanes; delta < 32; delta *= 2) {
-      const std::uint32_t before = isa::shuffle_up(through, delta);
-      through += isa::lane() >= delta ? before : 0;
+    for (int i = 0; i < each; ++i) {
+      const auto entry = static_cast<std::int32_t>(part * p.part_entries()) +
+                         (isa::thread() + i * threads) / per_page;
+      if (entry < pair.entries) {
+        entries[i] = load_entry(p.cache.table(pair.slot, p.layer, pair.head) + entry);
+      }
     }
-    const isa::SharedAddress sums = isa::shared_base();
-    const int warp = isa::warp();
-    if (isa::lane() == 31) isa::store_shared(sums + warp * 4, through);
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      note_block(p, pair, part, isa::thread() + i * threads, entries[i]);
+    }
     isa::sync_threads();
-    for (int w = 0; w < warp; ++w) through += isa::load_shared<std::uint32_t>(sums + w * 4);
-    if (isa::lane() % lanes == 0) {
-      isa::store_global(p.segment_start + index * part_segments + isa::thread() / lanes,
-                        through - bytes);
+    // Thread t has blocks [each t, each (t + 1)) in their order.
+    const auto own = static_cast<isa::SharedAddress>(isa::thread() * each);
+    const isa::SharedAddress base = isa::shared_base();
+    const auto tier_of = [&](int i) {
+      return static_cast<int>(isa::load_shared<std::uint8_t>(
+          base + tiers_at + own + static_cast<isa::SharedAddress>(i)));
+    };
+    TierCounts mine, before;
+    for (int i = 0; i < each; ++i) {
+      if (tier_of(i) != no_tier) mine.count(tier_of(i));
     }
-    if (isa::thread() == threads - 1) isa::store_global(p.part_bytes + index, through);
+    const TierCounts all = add_up(mine, before);
+    for (int i = 0; i < each; ++i) {
+      const int tier = tier_of(i);
+      if (tier == no_tier) continue;
+      std::uint32_t to = before.of(tier);
+      for (int t = 0; t < tier; ++t) to += all.of(t);
+      before.count(tier);
+      isa::store_global(
+          reinterpret_cast<isa::Words2*>(p.lists + index * part_blocks + to),
+          isa::load_shared<isa::Words2>(base + (own + static_cast<isa::SharedAddress>(i)) * 8));
+    }
+    if (isa::thread() < kv::most_tiers) {
+      isa::store_global(p.part_counts + index * kv::most_tiers + isa::thread(),
+                        all.of(isa::thread()));
+    }
+    if (isa::thread() == 0) {
+      std::uint32_t cost = 0;
+      for (int t = 0; t < p.cache.pools; ++t) cost += all.of(t) * block_cost(p.cache.pool[t].block);
+      isa::store_global(p.part_costs + index, cost);
+    }
   }
 
   static QATTN_DEVICE void run(const Params& p) {
