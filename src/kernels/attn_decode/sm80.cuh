@@ -226,15 +226,6 @@ struct DecodeUnit : DecodeLoad<C> {
 
   // ---- The unit -------------------------------------------------------------------------------
 
-  QATTN_DEVICE void load_queries() const {
-    const std::uint32_t* from =
-        p.query_words + std::int64_t{unit} * query_planes * p.unit_rows * (C.d / 2);
-    for (int i = isa::thread(); i < S::k_steps * N * 16; i += S::threads) {
-      isa::store_shared(at(S::queries + i * 16),
-                        isa::load_global(reinterpret_cast<const isa::Words4*>(from) + i));
-    }
-  }
-
   /// Warps' results into one, each through its own ring: [row][dv + 4], the last base and sum.
   QATTN_DEVICE void merge() {
     const std::int64_t slot = std::int64_t{isa::block().x} + unit;
@@ -302,7 +293,7 @@ struct DecodeUnit : DecodeLoad<C> {
 
   /// Places [begin, end) of the unit.
   QATTN_DEVICE void run(std::uint32_t begin, std::uint32_t end) {
-    load_queries();
+    this->store_queries();
     this->store_facts();
     isa::sync_threads();
     int turn = 0;

@@ -49,20 +49,45 @@ struct DecodeCodes : DecodeState<C> {
   using Base::N, Base::g, Base::lane, Base::o, Base::ones, Base::t;
   using enum isa::Element;
 
-  /// Q's fragment of a k step, for codes that are 2^shift times what they are worth.
-  template <int Shift>
+  template <int Bits>
+  static constexpr int planes = Bits == 8   ? 1
+                                : Bits == 4 ? 2
+                                            : 4;
+
+  /// Q's fragment of a k step, for K's codes in place.
+  template <int K>
   QATTN_DEVICE void load_query(std::uint32_t (&b)[N][2], int step) const {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const isa::SharedAddress at =
-          isa::shared_base() + S::queries +
-          static_cast<isa::SharedAddress>(((step * N + n) * 32 + lane) * 8);
-      const auto words = isa::load_shared<isa::Words2>(at);
-      constexpr std::uint32_t factor = (15u - Shift) << 10;
+      const auto words = isa::load_shared<isa::Words2>(
+          isa::shared_base() + S::queries_of(K) +
+          static_cast<isa::SharedAddress>(((step * N + n) * 32 + lane) * 8));
+      b[n][0] = words.w[0], b[n][1] = words.w[1];
+    }
+  }
+  /// The unit's queries: as they are for bytes, and divided by what codes in place are worth for 4
+  /// bits, and for 2 and 3.
+  QATTN_DEVICE void store_queries() const {
+    const std::uint32_t* from =
+        this->p.query_words +
+        std::int64_t{this->unit} * query_planes * this->p.unit_rows * (C.d / 2);
+    for (int i = isa::thread(); i < S::k_steps * N * 16; i += S::threads) {
+      const auto words = isa::load_global(reinterpret_cast<const isa::Words4*>(from) + i);
+      const int step = i / (16 * N);
+      const auto store = [&](int bits, int shift) {
+        const std::uint32_t factor = static_cast<std::uint32_t>(15 - shift) << 10;
+        isa::Words4 scaled;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        b[n][i] = Shift == 0 ? words.w[i] : isa::multiply_f16(words.w[i], factor | factor << 16);
-      }
+        for (int w = 0; w < 4; ++w) {
+          scaled.w[w] = isa::multiply_f16(words.w[w], factor | factor << 16);
+        }
+        isa::store_shared(isa::shared_base() + S::queries_of(bits) +
+                              static_cast<isa::SharedAddress>(i * 16),
+                          scaled);
+      };
+      store(8, 0);
+      store(4, step / (S::k_steps / planes<4>)*4);
+      store(2, step / (S::k_steps / planes<2>)*2);
     }
   }
 
@@ -86,11 +111,6 @@ struct DecodeCodes : DecodeState<C> {
       }
     }
   }
-
-  template <int Bits>
-  static constexpr int planes = Bits == 8   ? 1
-                                : Bits == 4 ? 2
-                                            : 4;
 
   /// Where this lane's two tokens of every block row are, in row `row` of K's panel. Four rows on
   /// are 256 bytes on: k_chunk() leaves the chunk's higher bits alone.
@@ -120,7 +140,7 @@ struct DecodeCodes : DecodeState<C> {
                                    const std::uint32_t (&h8)[M][2], int step,
                                    float (&acc)[M][N][4]) const {
     std::uint32_t b[N][2], a[M][4];
-    load_query<Plane*(K == 4 ? 4 : 2)>(b, step);
+    load_query<K>(b, step);
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -135,6 +155,9 @@ struct DecodeCodes : DecodeState<C> {
   template <int K, int V, int M>
   QATTN_DEVICE void multiply_keys(isa::SharedAddress stage, const TileLayout& layout,
                                   float (&acc)[M][N][4]) const {
+    // Products of one block would wait for each other: two sums of every other step.
+    constexpr int chains = M == 1 ? 2 : 1;
+    float other[M][N][4] = {};
     constexpr float centre = 0.5f * static_cast<float>((1 << K) - 1);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -178,12 +201,18 @@ struct DecodeCodes : DecodeState<C> {
           }
         }
       }
-      multiply_plane<K, M, 0>(w, h, h8, j, acc);
+      multiply_plane<K, M, 0>(w, h, h8, j, j % chains == 0 ? acc : other);
       if constexpr (planes < K >> 1) multiply_plane<K, M, 1>(w, h, h8, j + rows, acc);
       if constexpr (planes < K >> 2) {
         multiply_plane<K, M, 2>(w, h, h8, j + 2 * rows, acc);
         multiply_plane<K, M, 3>(w, h, h8, j + 3 * rows, acc);
       }
+    }
+    if constexpr (chains == 1) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[0][n][i] += other[0][n][i];
     }
   }
 

@@ -38,8 +38,12 @@ struct DecodeShape {
   static constexpr int min_blocks = C.d + C.dv > 256 || C.n > 1 ? 1 : 2;
 
   static constexpr int queries = 0;
-  static constexpr int facts =
-      queries + k_steps * n * 256;  ///< [n][4] x {offset, offset, sum, sum}
+  /// For K of that many bits: see DecodeCodes::store_queries().
+  static constexpr int queries_of(int k_bits) {
+    return queries + (k_bits == 8 ? 0 : k_bits == 4 ? 1 : 2) * k_steps * n * 256;
+  }
+  /// [n][4] x {offset, offset, sum, sum}
+  static constexpr int facts = queries + 3 * k_steps * n * 256;
   static constexpr int share = facts + n * 64;  ///< DecodeShare
   static constexpr int scratch = share + 16;
   static constexpr int ring = (scratch + 128 + 127) / 128 * 128;

@@ -139,7 +139,28 @@ struct DecodeState {
                             query * p.tree_stride[1] + newest * p.tree_stride[2]) != 0;
   }
 
+  /// Bit (m N + n) 4 + i: accumulator i of (m, n) is a token that its row sees. One loop: it divides.
+  template <int V, int M>
+  QATTN_DEVICE std::uint32_t look(const TileTokens& tokens, std::uint32_t (&alive)[M]) const {
+    std::uint32_t seen = 0;
+#pragma unroll 1
+    for (int bit = 0; bit < 4 * M * N; ++bit) {
+      const int m = bit / (4 * N), n = bit / 4 % N, i = bit % 4;
+      const int token = 4 * quad_of<V>(m) + 2 * (g & 1) + i / 2;
+      if (visible(tokens, token, n, i % 2)) seen |= 1u << bit;
+    }
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      alive[m] = tokens.alive >> (4 * quad_of<V>(m) + 2 * (g & 1)) & 3;
+    }
+    return seen;
+  }
+
   // ---- Softmax --------------------------------------------------------------------------------
+
+  static QATTN_DEVICE std::int32_t signed_bits(float x) {
+    return static_cast<std::int32_t>(formats::bits_of(x));
+  }
 
   /// Multiplies O, its sums of P, and the row sums.
   QATTN_DEVICE void rescale(const float (&alpha)[N][2], float v_factor) {
@@ -222,34 +243,41 @@ struct DecodeState {
       added[n][0] = offset.lo, added[n][1] = offset.hi;
     }
     if (p.softcap > 0) cap(acc, k, added);
-    bool fine = !special;
-    float s[M][N][4];
+    float s[M][N][4], v[M][2];
+    // Bits of floats from 0 on have their order as integers, and NaN is the largest: one instruction
+    // compares three of them, where a chain of comparisons would wait for each other's predicates.
+    std::int32_t top = 0, top_scale = 0;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-      const float unit_of_m = v_inverse;
-      fine = fine && v_scale[m][0] * unit_of_m <= 1.0f && v_scale[m][1] * unit_of_m <= 1.0f;
+      v[m][0] = v_scale[m][0] * v_inverse, v[m][1] = v_scale[m][1] * v_inverse;
+      top_scale = isa::max3(top_scale, signed_bits(v[m][0]), signed_bits(v[m][1]));
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           s[m][n][i] = fmaf(acc[m][n][i], k[m][i / 2], added[n][i % 2] - base[n][i % 2]);
-          fine = fine && s[m][n][i] <= headroom;  // not where it is NaN
         }
+        top = isa::max3(top, signed_bits(s[m][n][0]), signed_bits(s[m][n][1]));
+        top = isa::max3(top, signed_bits(s[m][n][2]), signed_bits(s[m][n][3]));
       }
     }
-    const bool careful = !isa::all(fine);
+    const bool careful = !isa::all(!special && top <= signed_bits(headroom) &&
+                                   top_scale <= signed_bits(1.0f));
     if (careful) {
-      std::uint32_t alive[M];
+      std::uint32_t seen = ~0u, alive[M];
+      if (special) {
+        seen = look<V, M>(tokens_of(block_of<V>()), alive);
+      } else {
+#pragma unroll
+        for (int m = 0; m < M; ++m) alive[m] = 3;
+      }
 #pragma unroll
       for (int m = 0; m < M; ++m) {
-        const TileTokens tokens = tokens_of(block_of<V>());
-        const int token = 4 * quad_of<V>(m) + 2 * (g & 1);
-        alive[m] = tokens.alive >> token & 3;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            s[m][n][i] = visible(tokens, token + i / 2, n, i % 2)
+            s[m][n][i] = (seen >> ((m * N + n) * 4 + i) & 1) != 0
                              ? fmaf(acc[m][n][i], k[m][i / 2], added[n][i % 2])
                              : -tile::infinity();
           }
@@ -267,14 +295,15 @@ struct DecodeState {
                                                                              : s[m][n][i] - b;
           }
         }
+        v[m][0] = v_scale[m][0] * v_inverse, v[m][1] = v_scale[m][1] * v_inverse;
       }
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) mass[n][0] = mass[n][1] = 0;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-      const float unit_of_m = v_inverse * (1.0f / static_cast<float>(1 << plane_shift(V, m)));
-      const float v[2] = {v_scale[m][0] * unit_of_m, v_scale[m][1] * unit_of_m};
+      const float plane = 1.0f / static_cast<float>(1 << plane_shift(V, m));
+      const float v_plane[2] = {v[m][0] * plane, v[m][1] * plane};
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         float scaled[4];
@@ -282,7 +311,7 @@ struct DecodeState {
         for (int i = 0; i < 4; ++i) {
           const float e = isa::exp2(s[m][n][i]);
           mass[n][i % 2] += e;
-          scaled[i] = e * v[i / 2];
+          scaled[i] = e * v_plane[i / 2];
         }
         if (careful) {
           // A token that a row does not see may have the scale NaN.
