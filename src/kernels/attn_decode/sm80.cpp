@@ -225,7 +225,7 @@ Status supports(const DeviceDecodeCall& call) {
                   " bytes of shared memory a block; sm_" + text(gpu) + " has " + text(limit));
   }
   constexpr std::int64_t most = 0x7fffffff;
-  if (p.units() + p.pairs() * p.parts() > most || std::int64_t{p.batch} * p.heads_q > most ||
+  if (p.units() * p.unit_rows > most || p.units() + p.pairs() * p.parts() > most || std::int64_t{p.batch} * p.heads_q > most ||
       p.units() * p.parts() > most) {
     return refuse("more than 2^31 blocks of kernels");
   }

@@ -80,10 +80,16 @@ struct FindPlace {
   /// The last place in list `i`, from its tier's first on a multiple of every tile's blocks, with a
   /// cost of at most `left` before it.
   QATTN_DEVICE std::uint32_t place_at(std::int64_t i, std::uint32_t left) const {
+    const auto* counts =
+        reinterpret_cast<const isa::Words4*>(p.part_counts + of_pair(i) * kv::most_tiers);
+    const isa::Words4 low = isa::load_global(counts), high = isa::load_global(counts + 1);
     std::uint32_t start = 0;
     for (int tier = 0; tier < p.cache.pools; ++tier) {
-      const std::uint32_t blocks =
-          isa::load_global(p.part_counts + of_pair(i) * kv::most_tiers + tier);
+      std::uint32_t blocks = 0;
+#pragma unroll
+      for (int t = 0; t < kv::most_tiers; ++t) {
+        if (t == tier) blocks = t < 4 ? low.w[t & 3] : high.w[t & 3];
+      }
       const std::uint32_t one = block_cost(p.cache.pool[tier].block);
       if (left < blocks * one) return start + left / one / 4 * 4;
       left -= blocks * one;
@@ -182,17 +188,17 @@ struct DecodeUnit : DecodeLoad<C> {
     for (; index < run.count; index += S::warps) {
       this->forget_lane();
       const DecodeBlock found = this->load_block(run, index);
-      const std::uint8_t* block =
-          pool.pages +
-          std::uint64_t{found.number} * static_cast<std::uint32_t>(pool.block.bytes());
+      const auto bytes = static_cast<std::uint32_t>(pool.block.bytes());
+      this->copy_rows(pool.pages + std::uint64_t{found.number} * bytes);
       const bool special = (found.where & 1) != 0;
       const auto tokens_of = [&](int) { return this->tokens_of(run, index, 0); };
       float mass[N][2];
       if (p.cache.bf16 != 0) {
-        this->template run_rows<isa::Element::bf16>(block, special, tokens_of, mass);
+        this->template run_rows<isa::Element::bf16>(this->ring(), special, tokens_of, mass);
       } else {
-        this->template run_rows<isa::Element::f16>(block, special, tokens_of, mass);
+        this->template run_rows<isa::Element::f16>(this->ring(), special, tokens_of, mass);
       }
+      isa::sync_warp();  // nobody reads the ring any more
       note<16>(run, index, mass);
     }
     this->rotate();

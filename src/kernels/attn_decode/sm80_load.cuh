@@ -75,6 +75,16 @@ struct DecodeLoad : DecodeRowTiles<C> {
     }
   }
 
+  /// Copies a block of the window to the ring, and waits for it.
+  QATTN_DEVICE void copy_rows(const std::uint8_t* block) const {
+    static_assert(S::ring_bytes >= 32 * (C.d + C.dv));
+    copy_area<32 * (C.d + C.dv)>(ring() + static_cast<isa::SharedAddress>(lane * 16),
+                                 block + lane * 16, [](int) { return 0; });
+    isa::copy_async_commit();
+    isa::copy_async_wait<0>();
+    isa::sync_warp();  // what other lanes copied is there
+  }
+
   /// Starts to copy a tile to `to`; lane l has block l % tile_blocks(V) of it. A block that it lacks
   /// is its last one once more, so that everything there is is defined.
   template <int K, int V>

@@ -40,7 +40,7 @@ struct DecodeShape {
   static constexpr int queries = 0;
   /// For K of that many bits: see DecodeCodes::store_queries().
   static constexpr int queries_of(int k_bits) {
-    return queries + (k_bits == 8 ? 0 : k_bits == 4 ? 1 : 2) * k_steps * n * 256;
+    return queries + (k_bits == 8 ? 0 : k_bits > 2 ? 1 : 2) * k_steps * n * 256;
   }
   /// [n][4] x {offset, offset, sum, sum}
   static constexpr int facts = queries + 3 * k_steps * n * 256;
@@ -74,7 +74,7 @@ struct alignas(8) DecodeBlock {
 
 /// What a block of 16 tokens costs, in clocks of a multiprocessor: measured on an H200.
 QATTN_HD std::uint32_t block_cost(const formats::KvBlock& b) {
-  if (b.window()) return 240;
+  if (b.window()) return 500;
   const int odd = (b.k_bits == 3 ? 1 : 0) + (b.v_bits == 3 ? 1 : 0);
   return static_cast<std::uint32_t>(40 + 10 * (b.k_bits + b.v_bits) + 12 * odd);
 }

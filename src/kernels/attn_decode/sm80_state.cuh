@@ -31,10 +31,10 @@ inline namespace QATTN_TARGET {
 QATTN_CONSTEXPR int tile_shift(int v_bits) { return v_bits >= 8 ? 0 : v_bits == 4 ? 1 : 2; }
 QATTN_CONSTEXPR int tile_blocks(int v_bits) { return 1 << tile_shift(v_bits); }
 
-/// What V's codes of k step m are worth in an f16 register, in units of 2^-24: codes are masked,
-/// not shifted, and subnormal f16 are 2^-24 times their bits.
-QATTN_CONSTEXPR int plane_shift(int v_bits, int m) {
-  return v_bits >= 8 ? 0 : v_bits == 4 ? 4 * m : 2 * m;
+/// What codes of plane `i` are worth in an f16 register, in units of 2^-24, as a power of two: codes
+/// are masked, not shifted, and subnormal f16 are 2^-24 times their bits.
+QATTN_CONSTEXPR int plane_shift(int bits, int i) {
+  return bits >= 8 ? 0 : bits == 4 ? 4 * i : bits == 3 ? i / 2 * 4 : 2 * i;
 }
 
 template <DecodeConfig C>
@@ -263,6 +263,7 @@ struct DecodeState {
     }
     const bool careful = !isa::all(!special && top <= signed_bits(headroom) &&
                                    top_scale <= signed_bits(1.0f));
+    std::uint32_t hidden = 0;  // bit (m N + n) 4 + i: P is 0 even where V's scale is NaN
     if (careful) {
       std::uint32_t seen = ~0u, alive[M];
       if (special) {
@@ -293,6 +294,7 @@ struct DecodeState {
             const float b = base[n][i % 2];
             s[m][n][i] = b == -tile::infinity() && !tile::is_nan(s[m][n][i]) ? -tile::infinity()
                                                                              : s[m][n][i] - b;
+            hidden |= s[m][n][i] == -tile::infinity() ? 1u << ((m * N + n) * 4 + i) : 0u;
           }
         }
         v[m][0] = v_scale[m][0] * v_inverse, v[m][1] = v_scale[m][1] * v_inverse;
@@ -306,22 +308,32 @@ struct DecodeState {
       const float v_plane[2] = {v[m][0] * plane, v[m][1] * plane};
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        float scaled[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float e = isa::exp2(s[m][n][i]);
           mass[n][i % 2] += e;
-          scaled[i] = e * v_plane[i / 2];
+          s[m][n][i] = e * v_plane[i / 2];
         }
-        if (careful) {
-          // A token that a row does not see may have the scale NaN.
+      }
+    }
+    if (hidden != 0) {
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            scaled[i] = s[m][n][i] == -tile::infinity() ? 0.0f : scaled[i];
+            if ((hidden >> ((m * N + n) * 4 + i) & 1) != 0) s[m][n][i] = 0;
           }
         }
-        x[m][n][0] = isa::transpose_matrix(isa::pack_f16(scaled[0], scaled[1]));
-        x[m][n][1] = isa::transpose_matrix(isa::pack_f16(scaled[2], scaled[3]));
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        x[m][n][0] = isa::transpose_matrix(isa::pack_f16(s[m][n][0], s[m][n][1]));
+        x[m][n][1] = isa::transpose_matrix(isa::pack_f16(s[m][n][2], s[m][n][3]));
       }
     }
 #pragma unroll
