@@ -153,6 +153,18 @@ Status check_numbers(const DeviceDecodeCall& call) {
   return kv::check_decode_options(call.options);
 }
 
+/// Blocks of Decode for that many units, where `most` fit: a few less if then every unit has as many
+/// or every block does. A block with parts of two units begins and merges twice: 5 us of an H200.
+std::int32_t block_count(std::int64_t units, std::int64_t most) {
+  std::int64_t even = most;
+  if (units > 0 && units <= most) even = most / units * units;
+  if (units > most) {
+    const std::int64_t each = (units + most - 1) / most;
+    even = (units + each - 1) / each;
+  }
+  return static_cast<std::int32_t>(16 * even >= 15 * most ? even : most);
+}
+
 DecodeParams params_of(const DeviceDecodeCall& call) {
   const KvDecodeTensors& t = call.tensors;
   const KvDecodeOptions& o = call.options;
@@ -188,7 +200,8 @@ DecodeParams params_of(const DeviceDecodeCall& call) {
   p.window_left = o.window_left > 0x3fffffff ? -1 : static_cast<std::int32_t>(o.window_left);
   const int fit =
       (shared_limit(isa::architecture(t.q.device.index)) + 1024) / (i.shared_bytes + 1024);
-  p.blocks = isa::multiprocessors() * std::max(1, std::min(fit, i.min_blocks));
+  p.blocks =
+      block_count(p.units(), isa::multiprocessors() * std::max(1, std::min(fit, i.min_blocks)));
   return p;
 }
 

@@ -1,21 +1,21 @@
 // Decode attention over a paged mixed-precision KV cache, for every NVIDIA GPU from sm_80 on: all
 // tiers and the 16-bit window in one launch, then one combination (sm80_combine.cuh).
 //
-// A fixed grid of blocks of eight warps. A block takes a share of all bytes (sm80_params.hpp): some
-// units, or a part of one, in passes of at most 640 blocks of 16 tokens. A pass reads its entries
-// of the page table once and sorts them by tier into a list in shared memory; warps take tiles of
-// it in turn, each on its own: two stages of a private ring filled by cp.async, no barrier of the
-// block until the pass ends. A tile has one tier and about 4 KiB (one block in 8 bits, two in 4,
-// four in 3 and 2), so that what a tile costs beside its bytes is the same for all, and so that
-// each word of V holds what one lane's mma wants (sm80_state.cuh). K's and V's bits are switched at
-// run time.
+// A fixed grid of blocks of eight warps. A block takes a share of the cost of all lists
+// (sm80_params.hpp): some units, or a part of one. Within a run of places of one tier its warps take
+// tiles in turn, each on its own: up to three stages of a private ring filled by cp.async, no barrier
+// of the block until the unit ends. A tile is about 4 KiB (one block in 8 bits, two in 4, four in 3
+// and 2), so that what a tile costs beside its bytes is the same for all, and so that each word of V
+// holds what one lane's mma wants (sm80_state.cuh). A loop over tiles has its bits fixed at compile
+// time: with all of them switched at each tile, an 8-bit block took 493 warp instructions, 250 now.
 //
-// Bytes on their way at any moment: 16 warps of 4 KiB, 64 KiB a multiprocessor.
+// Bytes on their way at any moment: 16 warps of 8 KiB, 128 KiB a multiprocessor.
 //
-// Warp instructions of a block of 16 tokens, D = 128, 8 rows (SASS of sm_90a, bits fixed at compile
-// time, all that a tile costs included), beside what the four schedulers of an H200 issue while its
-// bytes come at 85 % (2 and 3 bits: 72 %) of 4.3 TB/s: 8 bits 326 of 1053, 4 bits 269 of 534,
-// 3 bits 302 of 477, 2 bits 210 of 325.
+// Warp instructions of a block of 16 tokens, D = 128, 8 rows (counted by ncu on an H200, all that a
+// tile costs included): 8 bits 240, 4 bits 200, 3 bits 225, 2 bits 180. Its schedulers issue half of
+// the time in 2 and 3 bits: LOP3 takes two clocks of its pipe, and 4 warps a scheduler wait for fixed
+// latencies for 30 % of theirs. What a call takes beyond its slope in tokens, about 35 us, is code
+// that is not in any cache, rows of the window (5 us), the merge and three kernels' starts.
 #pragma once
 
 #include "kernels/attn_decode/sm80_load.cuh"
@@ -61,17 +61,26 @@ struct FindPlace {
   }
 
   /// Unit and place where share n of p.blocks begins, to shared memory: the thread that has its part
-  /// writes them. Nobody does where all shares before have everything.
+  /// writes them. Nobody does where all shares before have everything. A unit that begins or ends
+  /// within a sixteenth of a share is not cut: another unit costs a block more than some tiles.
   QATTN_DEVICE void find(int n, isa::SharedAddress to) const {
-    const std::uint64_t target =
-        static_cast<std::uint64_t>(n) * total / static_cast<std::uint64_t>(p.blocks);
+    const auto shares = static_cast<std::uint64_t>(p.blocks);
+    const std::uint64_t target = static_cast<std::uint64_t>(n) * total / shares;
+    const std::uint64_t near = total / (16 * shares);
+    const std::int64_t parts = p.parts();
     std::uint64_t begin = before;
     for (std::int64_t i = first(); i < last() && begin <= target; ++i) {
       const std::uint64_t end = begin + cost(i);
       if (target < end) {
-        const std::uint32_t place = static_cast<std::uint32_t>(i % p.parts()) * part_blocks +
-                                    place_at(i, static_cast<std::uint32_t>(target - begin));
-        isa::store_shared(to, isa::Words2{{static_cast<std::uint32_t>(i / p.parts()), place}});
+        std::int64_t unit = i / parts;
+        std::uint32_t place = 0;
+        if (i % parts == parts - 1 && end - target <= near) {
+          ++unit;
+        } else if (i % parts != 0 || target - begin > near) {
+          place = static_cast<std::uint32_t>(i % parts) * part_blocks +
+                  place_at(i, static_cast<std::uint32_t>(target - begin));
+        }
+        isa::store_shared(to, isa::Words2{{static_cast<std::uint32_t>(unit), place}});
       }
       begin = end;
     }
@@ -299,17 +308,22 @@ struct DecodeUnit : DecodeLoad<C> {
 
   /// Places [begin, end) of the unit.
   QATTN_DEVICE void run(std::uint32_t begin, std::uint32_t end) {
+    const std::int64_t first_list = std::int64_t{unit} % p.pairs() * p.parts();
+    const auto load_counts = [&](std::uint32_t part) {
+      return isa::load_global(p.part_counts + (first_list + part) * kv::most_tiers +
+                              (isa::lane() & 7));
+    };
+    std::uint32_t counts = load_counts(begin / part_blocks);  // on its way with the queries
     this->store_queries();
     this->store_facts();
     isa::sync_threads();
     int turn = 0;
     for (std::uint32_t part = begin / part_blocks; part * part_blocks < end; ++part) {
-      const std::int64_t list = (std::int64_t{unit} % p.pairs()) * p.parts() + part;
+      const std::int64_t list = first_list + part;
+      if (part > begin / part_blocks) counts = load_counts(part);
       const std::uint32_t from = part * part_blocks < begin ? begin % part_blocks : 0;
       const std::uint32_t to =
           end - part * part_blocks < part_blocks ? end - part * part_blocks : part_blocks;
-      const auto counts =
-          isa::load_global(p.part_counts + list * kv::most_tiers + (isa::lane() & 7));
       std::uint32_t tier_begin = 0;
       for (int tier = 0; tier < p.cache.pools; ++tier) {
         const std::uint32_t tier_end = tier_begin + isa::shuffle(counts, tier);

@@ -74,7 +74,7 @@ struct alignas(8) DecodeBlock {
 
 /// What a block of 16 tokens costs, in clocks of a multiprocessor: measured on an H200.
 QATTN_HD std::uint32_t block_cost(const formats::KvBlock& b) {
-  if (b.window()) return 500;
+  if (b.window()) return 400;
   const int odd = (b.k_bits == 3 ? 1 : 0) + (b.v_bits == 3 ? 1 : 0);
   return static_cast<std::uint32_t>(40 + 10 * (b.k_bits + b.v_bits) + 12 * odd);
 }
