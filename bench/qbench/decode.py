@@ -141,19 +141,26 @@ def tables(runs):
     return lines
 
 
+def clocks_text(facts):
+    sm = facts.get("clocks", {}).get("sm_mhz")
+    return f" SM clock {sm['median']:.0f} MHz ({sm['min']:.0f} to {sm['max']:.0f})." if sm else ""
+
+
 def section():
+    """Lines of docs/PERFORMANCE.md."""
     path = RESULTS / NAME
     if not path.exists():
         return []
     record = json.loads(path.read_text())
     p = record["provenance"]
+    driver = p["nvidia_smi"]["driver_version"]
     intro = [
         "",
         "## Decode over a mixed-precision KV cache",
         "",
-        f"{p['date']}, commit {p['commit']}, {p['gpu']}, driver {p['nvidia_smi']['driver_version']}, torch "
-        f"{p['torch']}, `bench/results/{NAME}`: one query a sequence, pages of 16 tokens, a window "
+        f"{p['date']}, commit {p['commit']}, {p['gpu']}, driver {driver}, torch {p['torch']}, "
+        f"`{NAME}` (`bench/bench.py decode`): one query a sequence, pages of 16 tokens, a window "
         "of 128 tokens and 16 sinks in 16 bits; all kernels of a call, as a graph. mixed: 5 % of "
-        "the pages in 8 bits, 25 % in 4, 40 % in 3 and 30 % in 2.",
+        "the pages in 8 bits, 25 % in 4, 40 % in 3 and 30 % in 2." + clocks_text(p),
     ]
     return intro + tables(record["runs"])

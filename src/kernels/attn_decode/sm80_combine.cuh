@@ -41,9 +41,9 @@ struct DecodeCombine {
         out.x[i] = fmaf(out.x[i], keep, weight * x.x[i]);
       }
     }
-    /// What a block of Decode had of it; everything is on its way before any of it is looked at.
-    QATTN_DEVICE void add_part(const Params& p, std::int64_t slot, int row) {
-      const std::int64_t at = slot * p.unit_rows + row;
+    /// What a block of Decode had of it, if anything; all is on its way before any is looked at.
+    QATTN_DEVICE void add_part(const Params& p, int block, std::int64_t unit, int row) {
+      const std::int64_t at = (block + unit) * p.unit_rows + row;
       const auto words =
           isa::load_global(reinterpret_cast<const isa::Words2*>(p.partial_sum + at * 2));
       LaneRow<Dv> x;
@@ -51,6 +51,7 @@ struct DecodeCombine {
       for (int i = 0; i < LaneRow<Dv>::count; ++i) {
         x.x[i] = isa::load_global(p.partial_out + at * Dv + out.channel(i));
       }
+      if (!takes(p, block, unit)) return;
       add(formats::float_of(words.w[0]), formats::float_of(words.w[1]), x);
     }
     QATTN_DEVICE void store(isa::SharedAddress to) const {
@@ -127,13 +128,12 @@ struct DecodeCombine {
       first = isa::load_global(p.first_block + unit);
       last = isa::load_global(p.last_block + unit);
     }
+    const DecodePair pair(p, unit % p.pairs());
     Row x;
 #pragma unroll
     for (int i = 0; i < LaneRow<Dv>::count; ++i) x.out.x[i] = 0;
     const int warp = isa::warp();
-    for (int block = first + warp; block <= last; block += warps) {
-      if (takes(p, block, unit)) x.add_part(p, block + unit, row);
-    }
+    for (int block = first + warp; block <= last; block += warps) x.add_part(p, block, unit, row);
     const isa::SharedAddress shared = isa::shared_base();
     if (warp > 0) x.store(shared + static_cast<isa::SharedAddress>(warp * row_bytes));
     isa::sync_threads();
@@ -141,7 +141,7 @@ struct DecodeCombine {
     for (int w = 1; w < warps && first + w <= last; ++w) {
       x.add_stored(shared + static_cast<isa::SharedAddress>(w * row_bytes));
     }
-    write(p, DecodePair(p, unit % p.pairs()), unit, row, x);
+    write(p, pair, unit, row, x);
   }
 };
 

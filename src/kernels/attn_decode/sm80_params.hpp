@@ -76,7 +76,7 @@ struct alignas(8) DecodeBlock {
 QATTN_HD std::uint32_t block_cost(const formats::KvBlock& b) {
   if (b.window()) return 400;
   const int odd = (b.k_bits == 3 ? 1 : 0) + (b.v_bits == 3 ? 1 : 0);
-  return static_cast<std::uint32_t>(40 + 10 * (b.k_bits + b.v_bits) + 12 * odd);
+  return static_cast<std::uint32_t>(40 + 10 * (b.k_bits + b.v_bits) + 6 * odd);
 }
 
 struct DecodeParams {

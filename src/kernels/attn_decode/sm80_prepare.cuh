@@ -74,6 +74,7 @@ struct DecodePrepare {
   using Params = DecodeParams;
   static constexpr int threads = 256, min_blocks = 2;
   static constexpr int warps = threads / 32;
+  static constexpr int most_rows = 16 / warps;  ///< of a unit, in a warp
   static constexpr bool dependent = true;
 
   // ---- Queries --------------------------------------------------------------------------------
@@ -91,9 +92,10 @@ struct DecodePrepare {
     return (std::int64_t{plane} * p.unit_rows * (D / 2) + word) * 2 + half;
   }
 
-  static QATTN_DEVICE LaneRow<D> load_row(const Params& p, const DecodePair& pair, int r) {
-    const std::int64_t head = std::int64_t{pair.head} * p.group + r / p.queries;
-    const std::int64_t at = pair.batch * p.q.batch + r % p.queries * p.q.query + head * p.q.head;
+  static QATTN_DEVICE LaneRow<D> load_row(const Params& p, std::int64_t pair, int r) {
+    const std::int64_t batch = pair / p.cache.heads_kv,
+                       head = pair % p.cache.heads_kv * p.group + r / p.queries;
+    const std::int64_t at = batch * p.q.batch + r % p.queries * p.q.query + head * p.q.head;
     LaneRow<D> row;
 #pragma unroll
     for (int i = 0; i < LaneRow<D>::count; ++i) {
@@ -128,20 +130,15 @@ struct DecodePrepare {
     put(query_low, narrow(raw - kept));
   }
 
-  static QATTN_DEVICE void prepare_row(const Params& p, const DecodePair& pair, std::int64_t unit,
-                                       int row, float factor) {
-    const int r = static_cast<int>(unit / p.pairs()) * p.unit_rows + row;
-    LaneRow<D> raw = load_row(p, pair, r);
+  /// A row as it came, rotated, and its product with K's mean.
+  struct QueryRow {
+    LaneRow<D> raw, rotated;
     float dot = 0;
-    if (p.cache.smooth_k != 0 && !pair.bad) {
-      const float* mean = p.cache.k_mean(pair.slot, p.layer, pair.head);
-#pragma unroll
-      for (int i = 0; i < LaneRow<D>::count; ++i) {
-        dot = fmaf(raw.x[i], isa::load_global(mean + raw.channel(i)), dot);
-      }
-    }
-    LaneRow<D> rotated = raw;
-    if (p.cache.rotate != 0) rotated.rotate();
+  };
+
+  static QATTN_DEVICE void store_row(const Params& p, const QueryRow& query, std::int64_t unit,
+                                     int row, float factor) {
+    const auto& [raw, rotated, dot] = query;
     auto* to = reinterpret_cast<std::uint16_t*>(p.query_words +
                                                 unit * query_planes * p.unit_rows * (D / 2));
     float sum = 0;
@@ -151,11 +148,11 @@ struct DecodePrepare {
       store_halves(p, to, row, raw.channel(i), x, raw.x[i] * factor);
       sum += isa::unpack_f16(isa::pack_f16(x, 0.0f)).lo;
     }
-    dot = warp_sum(dot);
+    const float offset = warp_sum(dot);
     sum = warp_sum(sum);
     if (isa::lane() == 0) {
       float* facts = p.query_facts + (unit * p.unit_rows + row) * 2;
-      isa::store_global(facts, dot);
+      isa::store_global(facts, offset);
       isa::store_global(facts + 1, sum);
     }
   }
@@ -163,20 +160,41 @@ struct DecodePrepare {
   /// One power of two for all rows of a unit brings the largest element of Q or of its rotation
   /// to [2^11, 2^12]: rows 2^19 times smaller still have all bits of f16, 1 / 64 of them included.
   static QATTN_DEVICE void prepare_unit(const Params& p, std::int64_t unit) {
-    const DecodePair pair(p, unit % p.pairs());
+    const std::int64_t pair_index = unit % p.pairs();
+    const int first = static_cast<int>(unit / p.pairs()) * p.unit_rows, warp = isa::warp();
+    // Loads that need not wait for the slot come first.
+    QueryRow queries[most_rows];
+#pragma unroll
+    for (int i = 0; i < most_rows; ++i) {
+      if (warp + i * warps < p.unit_rows) {
+        queries[i].raw = load_row(p, pair_index, first + warp + i * warps);
+      }
+    }
+    const DecodePair pair(p, pair_index);
     if (pair.bad && p.error != nullptr && isa::thread() == 0) {
       isa::atomic_or_global(p.error, tile::error_sequence);
     }
     const isa::SharedAddress top_at = isa::shared_base();
     if (isa::thread() == 0) isa::store_shared(top_at, 0u);
     isa::sync_threads();
-    const int first = static_cast<int>(unit / p.pairs()) * p.unit_rows;
-    for (int row = isa::warp(); row < p.unit_rows; row += warps) {
-      LaneRow<D> x = load_row(p, pair, first + row);
-      float top = amax(x);
+    const bool smooth = p.cache.smooth_k != 0 && !pair.bad;
+    const float* mean = smooth ? p.cache.k_mean(pair.slot, p.layer, pair.head) : nullptr;
+#pragma unroll
+    for (int i = 0; i < most_rows; ++i) {
+      if (warp + i * warps >= p.unit_rows) continue;
+      QueryRow& query = queries[i];
+      if (smooth) {
+#pragma unroll
+        for (int x = 0; x < LaneRow<D>::count; ++x) {
+          const float k = isa::load_global(mean + query.raw.channel(x));
+          query.dot = fmaf(query.raw.x[x], k, query.dot);
+        }
+      }
+      query.rotated = query.raw;
+      float top = amax(query.raw);
       if (p.cache.rotate != 0) {
-        x.rotate();
-        top = fmaxf(top, amax(x));
+        query.rotated.rotate();
+        top = fmaxf(top, amax(query.rotated));
       }
       if (isa::lane() == 0) isa::atomic_max_shared(top_at, formats::bits_of(top));
     }
@@ -186,8 +204,9 @@ struct DecodePrepare {
     const std::uint32_t bits = exponent < 12 ? 0x7e000000u : (265u - exponent) << 23;
     const float factor = formats::float_of(bits);
     if (isa::thread() == 0) isa::store_global(p.query_scale + unit, factor);
-    for (int row = isa::warp(); row < p.unit_rows; row += warps) {
-      prepare_row(p, pair, unit, row, factor);
+#pragma unroll
+    for (int i = 0; i < most_rows; ++i) {
+      if (warp + i * warps < p.unit_rows) store_row(p, queries[i], unit, warp + i * warps, factor);
     }
   }
 
@@ -275,17 +294,23 @@ struct DecodePrepare {
 
   static QATTN_DEVICE void prepare_part(const Params& p, std::int64_t index) {
     const std::int64_t part = index % p.parts();
-    const DecodePair pair(p, index / p.parts());
+    const std::int64_t pair_index = index / p.parts();
     const int per_page = p.cache.blocks_per_page();
-    kv::Entry entries[each];  // all on their way before the first is looked at
+    // All entries are on their way before the first is looked at, and before it is known how many
+    // the table has.
+    kv::Entry entries[each];
+    const std::int32_t slot = isa::load_global(p.slots + pair_index / p.cache.heads_kv);
+    if (slot >= 0 && slot < p.cache.slots) {
+      const kv::Entry* table =
+          p.cache.table(slot, p.layer, static_cast<std::int32_t>(pair_index % p.cache.heads_kv));
 #pragma unroll
-    for (int i = 0; i < each; ++i) {
-      const auto entry = static_cast<std::int32_t>(part * p.part_entries()) +
-                         (isa::thread() + i * threads) / per_page;
-      if (entry < pair.entries) {
-        entries[i] = load_entry(p.cache.table(pair.slot, p.layer, pair.head) + entry);
+      for (int i = 0; i < each; ++i) {
+        const auto entry = static_cast<std::int32_t>(part * p.part_entries()) +
+                           (isa::thread() + i * threads) / per_page;
+        if (entry < p.cache.most_pages) entries[i] = load_entry(table + entry);
       }
     }
+    const DecodePair pair(p, pair_index);
 #pragma unroll
     for (int i = 0; i < each; ++i) {
       note_block(p, pair, part, isa::thread() + i * threads, entries[i]);
