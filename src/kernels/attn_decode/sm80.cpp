@@ -153,8 +153,9 @@ Status check_numbers(const DeviceDecodeCall& call) {
   return kv::check_decode_options(call.options);
 }
 
-/// Blocks of Decode for that many units, where `most` fit: a few less if then every unit has as many
-/// or every block does. A block with parts of two units begins and merges twice: 5 us of an H200.
+/// Blocks of Decode for that many units, where `most` fit: a few less if then every unit has as
+/// many or every block does. A block with parts of two units begins and merges twice: 5 us of an
+/// H200.
 std::int32_t block_count(std::int64_t units, std::int64_t most) {
   std::int64_t even = most;
   if (units > 0 && units <= most) even = most / units * units;
@@ -238,8 +239,8 @@ Status supports(const DeviceDecodeCall& call) {
                   " bytes of shared memory a block; sm_" + text(gpu) + " has " + text(limit));
   }
   constexpr std::int64_t most = 0x7fffffff;
-  if (p.units() * p.unit_rows > most || p.units() + p.pairs() * p.parts() > most || std::int64_t{p.batch} * p.heads_q > most ||
-      p.units() * p.parts() > most) {
+  if (p.units() * p.unit_rows > most || p.units() + p.pairs() * p.parts() > most ||
+      std::int64_t{p.batch} * p.heads_q > most || p.units() * p.parts() > most) {
     return refuse("more than 2^31 blocks of kernels");
   }
   return {};

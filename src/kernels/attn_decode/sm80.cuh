@@ -2,20 +2,23 @@
 // tiers and the 16-bit window in one launch, then one combination (sm80_combine.cuh).
 //
 // A fixed grid of blocks of eight warps. A block takes a share of the cost of all lists
-// (sm80_params.hpp): some units, or a part of one. Within a run of places of one tier its warps take
-// tiles in turn, each on its own: up to three stages of a private ring filled by cp.async, no barrier
-// of the block until the unit ends. A tile is about 4 KiB (one block in 8 bits, two in 4, four in 3
-// and 2), so that what a tile costs beside its bytes is the same for all, and so that each word of V
-// holds what one lane's mma wants (sm80_state.cuh). A loop over tiles has its bits fixed at compile
-// time: with all of them switched at each tile, an 8-bit block took 493 warp instructions, 250 now.
+// (sm80_params.hpp): some units, or a part of one. Within a run of places of one tier its warps
+// take tiles in turn, each on its own: up to three stages of a private ring filled by cp.async, no
+// barrier of the block until the unit ends. A tile is about 4 KiB (one block in 8 bits, two in 4,
+// four in 3 and 2), so that what a tile costs beside its bytes is the same for all, and so that
+// each word of V holds what one lane's mma wants (sm80_state.cuh). A loop over tiles has its bits
+// fixed at compile time: with all of them switched at each tile, an 8-bit block took 493 warp
+// instructions, 250 now.
 //
 // Bytes on their way at any moment: 16 warps of 8 KiB, 128 KiB a multiprocessor.
 //
-// Warp instructions of a block of 16 tokens, D = 128, 8 rows (counted by ncu on an H200, all that a
-// tile costs included): 8 bits 240, 4 bits 200, 3 bits 225, 2 bits 180. Its schedulers issue half of
-// the time in 2 and 3 bits: LOP3 takes two clocks of its pipe, and 4 warps a scheduler wait for fixed
-// latencies for 30 % of theirs. What a call takes beyond its slope in tokens, about 35 us, is code
-// that is not in any cache, rows of the window (5 us), the merge and three kernels' starts.
+// Warp instructions of a block of 16 tokens, D = 128, 8 rows, all that a tile costs included (ncu
+// on an H200, 8192 tokens): 8 bits 257, 4 bits 215, 3 bits 255, 2 bits 187. What bounds an H200: 8
+// bits memory, at 94 % of a plain read as tokens are added; 2 and 3 bits, at 70 %, the pipe of
+// LOP3, two clocks each, and fixed latencies, with 4 warps a scheduler. A call takes 33 us (8 bits)
+// to 62 us (mixed) beyond its slope in tokens: instructions that are in no cache yet (11 to 27 % of
+// a warp's time at 8192 tokens), 15 us for the kernels before and behind, the merge and the first
+// loads.
 #pragma once
 
 #include "kernels/attn_decode/sm80_load.cuh"
@@ -60,9 +63,10 @@ struct FindPlace {
     return isa::load_global(p.part_costs + of_pair(i));
   }
 
-  /// Unit and place where share n of p.blocks begins, to shared memory: the thread that has its part
-  /// writes them. Nobody does where all shares before have everything. A unit that begins or ends
-  /// within a sixteenth of a share is not cut: another unit costs a block more than some tiles.
+  /// Unit and place where share n of p.blocks begins, to shared memory: the thread that has its
+  /// part writes them. Nobody does where all shares before have everything. A unit that begins or
+  /// ends within a sixteenth of a share is not cut: another unit costs a block more than some
+  /// tiles.
   QATTN_DEVICE void find(int n, isa::SharedAddress to) const {
     const auto shares = static_cast<std::uint64_t>(p.blocks);
     const std::uint64_t target = static_cast<std::uint64_t>(n) * total / shares;
@@ -126,8 +130,8 @@ struct DecodeUnit : DecodeLoad<C> {
     this->template note_mass<V>(mass, place < run.count ? this->mass_place(run, place) : -1);
   }
 
-  /// Tiles `index`, `index` + 8 and so on of a run of codes. Each warp has a ring of its own, filled
-  /// by cp.async; what is to be copied is read from the list one tile earlier.
+  /// Tiles `index`, `index` + 8 and so on of a run of codes. Each warp has a ring of its own,
+  /// filled by cp.async; what is to be copied is read from the list one tile earlier.
   template <int K, int V>
   QATTN_DEVICE void run_codes_tiles(const TierRun& run, int index) {
     constexpr int M = tile_blocks(V), stages = Base::template stages<K, V>;

@@ -68,9 +68,8 @@ struct DecodeCodes : DecodeState<C> {
   /// The unit's queries: as they are for bytes, and divided by what codes in place are worth for 3
   /// and 4 bits, whose later half of k steps is of planes 4 bits up, and for 2.
   QATTN_DEVICE void store_queries() const {
-    const std::uint32_t* from =
-        this->p.query_words +
-        std::int64_t{this->unit} * query_planes * this->p.unit_rows * (C.d / 2);
+    const std::uint32_t* from = this->p.query_words + std::int64_t{this->unit} * query_planes *
+                                                          this->p.unit_rows * (C.d / 2);
     for (int i = isa::thread(); i < S::k_steps * N * 16; i += S::threads) {
       const auto words = isa::load_global(reinterpret_cast<const isa::Words4*>(from) + i);
       const int step = i / (16 * N);
@@ -81,9 +80,9 @@ struct DecodeCodes : DecodeState<C> {
         for (int w = 0; w < 4; ++w) {
           scaled.w[w] = isa::multiply_f16(words.w[w], factor | factor << 16);
         }
-        isa::store_shared(isa::shared_base() + S::queries_of(bits) +
-                              static_cast<isa::SharedAddress>(i * 16),
-                          scaled);
+        isa::store_shared(
+            isa::shared_base() + S::queries_of(bits) + static_cast<isa::SharedAddress>(i * 16),
+            scaled);
       };
       store(8, 0);
       store(4, plane_shift(4, step / (S::k_steps / planes<4>)));
@@ -92,8 +91,8 @@ struct DecodeCodes : DecodeState<C> {
   }
 
   /// Words of codes as planes are masked out of them. 3 bits: a plane's two low bits and its high
-  /// bit become three side by side, of planes 0 and 2 in `a` and of 1 and 3 in `b`, with one LOP3 for
-  /// a pair of planes.
+  /// bit become three side by side, of planes 0 and 2 in `a` and of 1 and 3 in `b`, with one LOP3
+  /// for a pair of planes.
   struct Packed {
     std::uint32_t a, b;
   };
@@ -205,17 +204,18 @@ struct DecodeCodes : DecodeState<C> {
         for (int i = 0; i < 2; ++i) x[m][i] = merge_bits<K>(w[m][i], high[j % high_rows][m][i], at);
       }
       multiply_plane<K, M, 0>(x, j, j % chains == 0 ? acc : other);
-      if constexpr (planes<K> > 1) multiply_plane<K, M, 1>(x, j + rows, acc);
-      if constexpr (planes<K> > 2) {
+      if constexpr (planes < K >> 1) multiply_plane<K, M, 1>(x, j + rows, acc);
+      if constexpr (planes < K >> 2) {
         multiply_plane<K, M, 2>(x, j + 2 * rows, acc);
         multiply_plane<K, M, 3>(x, j + 3 * rows, acc);
       }
     }
-    if constexpr (chains == 1) return;
+    if constexpr (chains > 1) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
+      for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) acc[0][n][i] += other[0][n][i];
+        for (int i = 0; i < 4; ++i) acc[0][n][i] += other[0][n][i];
+      }
     }
   }
 
@@ -274,8 +274,8 @@ struct DecodeCodes : DecodeState<C> {
       Packed packed[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        packed[i] = merge_bits<V>(w.w[i], high[group % (S::groups / 2)][i],
-                                  group < S::groups / 2 ? 0 : 1);
+        packed[i] =
+            merge_bits<V>(w.w[i], high[group % (S::groups / 2)][i], group < S::groups / 2 ? 0 : 1);
       }
       multiply_values_plane<V, 0>(packed, group, x);
       if constexpr (M > 1) multiply_values_plane<V, 1>(packed, group, x);

@@ -6,7 +6,8 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// A block of the grid is a row of a unit; its warps share the blocks of Decode that had parts of it.
+/// A block of the grid is a row of a unit; its warps share the blocks of Decode that had parts of
+/// it.
 template <int Dv>
 struct DecodeCombine {
   using Params = DecodeParams;

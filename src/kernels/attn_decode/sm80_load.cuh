@@ -28,13 +28,12 @@ struct DecodeLoad : DecodeRowTiles<C> {
   QATTN_DEVICE isa::SharedAddress ring() const { return at(S::ring + warp * S::ring_bytes); }
 
   template <int K, int V>
-  static constexpr int stage_bytes =
-      (tile_layout(C.d, C.dv, K, V, tile_blocks(V)).bytes() + 127) / 128 * 128;
+  static constexpr int stage_bytes = (tile_layout(C.d, C.dv, K, V, tile_blocks(V)).bytes() + 127) /
+                                     128 * 128;
   /// At most three: another tile on its way did not pay for its share of shared memory.
   template <int K, int V>
-  static constexpr int stages = S::ring_bytes / stage_bytes<K, V> > 3
-                                    ? 3
-                                    : S::ring_bytes / stage_bytes<K, V>;
+  static constexpr int stages =
+      S::ring_bytes / stage_bytes<K, V> > 3 ? 3 : S::ring_bytes / stage_bytes<K, V>;
 
   // ---- Lists ----------------------------------------------------------------------------------
 
@@ -85,8 +84,8 @@ struct DecodeLoad : DecodeRowTiles<C> {
     isa::sync_warp();  // what other lanes copied is there
   }
 
-  /// Starts to copy a tile to `to`; lane l has block l % tile_blocks(V) of it. A block that it lacks
-  /// is its last one once more, so that everything there is is defined.
+  /// Starts to copy a tile to `to`; lane l has block l % tile_blocks(V) of it. A block that it
+  /// lacks is its last one once more, so that everything there is is defined.
   template <int K, int V>
   QATTN_DEVICE void copy_tile(const std::uint8_t* pages, const DecodeBlock& mine,
                               isa::SharedAddress to) const {
@@ -107,8 +106,7 @@ struct DecodeLoad : DecodeRowTiles<C> {
           [](int) { return 0; });
       copy_area<layout.v_bytes>(
           to + static_cast<isa::SharedAddress>(layout.v(b) + v_chunk(lane, b, V, C.dv) * 16),
-          from + layout.k_bytes,
-          [](int i) { return V == 3 ? 0 : (32 * i / (C.dv / 4) & 3) << 5; });
+          from + layout.k_bytes, [](int i) { return V == 3 ? 0 : (32 * i / (C.dv / 4) & 3) << 5; });
     }
     const std::uint8_t* scales = source(lane >> 2) + (lane & 3) * 16 + shape.k_scales();
     if (lane < 4 * blocks) {

@@ -99,19 +99,19 @@ struct DecodeParams {
   std::uint32_t* error = nullptr;             ///< the device's sticky error word; may be null
 
   // The workspace.
-  std::uint32_t* query_words = nullptr;    ///< [units][3][unit_rows * d / 2]: QueryPlane
-  float* query_facts = nullptr;            ///< [units][unit_rows][2]: q.mean, sum of f16 codes
-  float* query_scale = nullptr;            ///< [units]: what Q was multiplied by, a power of two
-  DecodeBlock* lists = nullptr;            ///< [pairs][parts][part_blocks], by tier
-  std::uint32_t* part_counts = nullptr;    ///< [pairs][parts][most_tiers] blocks of a tier
-  std::uint32_t* part_costs = nullptr;     ///< [pairs][parts]
-  DecodeShare* shares = nullptr;           ///< [blocks]
-  std::int32_t* first_block = nullptr;     ///< [units] of Decode that takes places of it
-  std::int32_t* last_block = nullptr;      ///< [units]
-  float* partial_out = nullptr;            ///< [blocks + units][unit_rows][dv], rotated
-  float* partial_sum = nullptr;            ///< [blocks + units][unit_rows][2]: base, sum
-  float* row_lse = nullptr;                ///< [units][unit_rows], in units of log2; for mass
-  float* mass_log = nullptr;               ///< [units][unit_rows][most_pages * blocks a page]
+  std::uint32_t* query_words = nullptr;  ///< [units][3][unit_rows * d / 2]: QueryPlane
+  float* query_facts = nullptr;          ///< [units][unit_rows][2]: q.mean, sum of f16 codes
+  float* query_scale = nullptr;          ///< [units]: what Q was multiplied by, a power of two
+  DecodeBlock* lists = nullptr;          ///< [pairs][parts][part_blocks], by tier
+  std::uint32_t* part_counts = nullptr;  ///< [pairs][parts][most_tiers] blocks of a tier
+  std::uint32_t* part_costs = nullptr;   ///< [pairs][parts]
+  DecodeShare* shares = nullptr;         ///< [blocks]
+  std::int32_t* first_block = nullptr;   ///< [units] of Decode that takes places of it
+  std::int32_t* last_block = nullptr;    ///< [units]
+  float* partial_out = nullptr;          ///< [blocks + units][unit_rows][dv], rotated
+  float* partial_sum = nullptr;          ///< [blocks + units][unit_rows][2]: base, sum
+  float* row_lse = nullptr;              ///< [units][unit_rows], in units of log2; for mass
+  float* mass_log = nullptr;             ///< [units][unit_rows][most_pages * blocks a page]
 
   QATTN_HD std::int32_t rows() const { return group * queries; }
   QATTN_HD std::int64_t pairs() const { return std::int64_t{batch} * cache.heads_kv; }
@@ -121,7 +121,9 @@ struct DecodeParams {
     return (cache.most_pages + part_entries() - 1) / part_entries();
   }
   /// Of a unit.
-  QATTN_HD std::uint32_t places() const { return static_cast<std::uint32_t>(parts()) * part_blocks; }
+  QATTN_HD std::uint32_t places() const {
+    return static_cast<std::uint32_t>(parts()) * part_blocks;
+  }
   QATTN_HD std::int64_t mass_row() const {
     return std::int64_t{cache.most_pages} * cache.blocks_per_page();
   }

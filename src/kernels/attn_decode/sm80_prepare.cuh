@@ -320,8 +320,8 @@ struct DecodePrepare {
     const auto own = static_cast<isa::SharedAddress>(isa::thread() * each);
     const isa::SharedAddress base = isa::shared_base();
     const auto tier_of = [&](int i) {
-      return static_cast<int>(isa::load_shared<std::uint8_t>(
-          base + tiers_at + own + static_cast<isa::SharedAddress>(i)));
+      return static_cast<int>(isa::load_shared<std::uint8_t>(base + tiers_at + own +
+                                                             static_cast<isa::SharedAddress>(i)));
     };
     TierCounts mine, before;
     for (int i = 0; i < each; ++i) {

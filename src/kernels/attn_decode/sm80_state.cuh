@@ -31,8 +31,8 @@ inline namespace QATTN_TARGET {
 QATTN_CONSTEXPR int tile_shift(int v_bits) { return v_bits >= 8 ? 0 : v_bits == 4 ? 1 : 2; }
 QATTN_CONSTEXPR int tile_blocks(int v_bits) { return 1 << tile_shift(v_bits); }
 
-/// What codes of plane `i` are worth in an f16 register, in units of 2^-24, as a power of two: codes
-/// are masked, not shifted, and subnormal f16 are 2^-24 times their bits.
+/// What codes of plane `i` are worth in an f16 register, in units of 2^-24, as a power of two:
+/// codes are masked, not shifted, and subnormal f16 are 2^-24 times their bits.
 QATTN_CONSTEXPR int plane_shift(int bits, int i) {
   return bits >= 8 ? 0 : bits == 4 ? 4 * i : bits == 3 ? i / 2 * 4 : 2 * i;
 }
@@ -139,7 +139,8 @@ struct DecodeState {
                             query * p.tree_stride[1] + newest * p.tree_stride[2]) != 0;
   }
 
-  /// Bit (m N + n) 4 + i: accumulator i of (m, n) is a token that its row sees. One loop: it divides.
+  /// Bit (m N + n) 4 + i: accumulator i of (m, n) is a token that its row sees. One loop: it
+  /// divides.
   template <int V, int M>
   QATTN_DEVICE std::uint32_t look(const TileTokens& tokens, std::uint32_t (&alive)[M]) const {
     std::uint32_t seen = 0;
@@ -244,8 +245,9 @@ struct DecodeState {
     }
     if (p.softcap > 0) cap(acc, k, added);
     float s[M][N][4], v[M][2];
-    // Bits of floats from 0 on have their order as integers, and NaN is the largest: one instruction
-    // compares three of them, where a chain of comparisons would wait for each other's predicates.
+    // Bits of floats from 0 on have their order as integers, and NaN is the largest: one
+    // instruction compares three of them, where a chain of comparisons would wait for each other's
+    // predicates.
     std::int32_t top = 0, top_scale = 0;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
@@ -261,8 +263,8 @@ struct DecodeState {
         top = isa::max3(top, signed_bits(s[m][n][2]), signed_bits(s[m][n][3]));
       }
     }
-    const bool careful = !isa::all(!special && top <= signed_bits(headroom) &&
-                                   top_scale <= signed_bits(1.0f));
+    const bool careful =
+        !isa::all(!special && top <= signed_bits(headroom) && top_scale <= signed_bits(1.0f));
     std::uint32_t hidden = 0;  // bit (m N + n) 4 + i: P is 0 even where V's scale is NaN
     if (careful) {
       std::uint32_t seen = ~0u, alive[M];
