@@ -232,6 +232,9 @@ Status supports(const DeviceDecodeCall& call) {
   if (c.pools < 1 || c.pools > kv::most_tiers) {
     return refuse("pools: " + text(c.pools) + " should be 1 to " + text(kv::most_tiers));
   }
+  if (c.most_pages >= 1 << 28) {
+    return refuse("most_pages: " + text(c.most_pages) + " should be below 2^28");
+  }
   const DecodeParams p = params_of(call);
   const Instance& instance = *find(c.d, c.dv, p.rows());
   if (const int limit = shared_limit(gpu); instance.shared_bytes > limit) {
