@@ -112,6 +112,14 @@ struct FindPlace {
   }
 };
 
+/// Which share this block takes. Even shares come before odd ones, so that a multiprocessor's two
+/// blocks are an early part of a unit's lists, in more bits, and a late one: one waits for memory
+/// where the other computes.
+QATTN_DEVICE int share_number(const DecodeParams& p) {
+  const int block = isa::block().x, half = (p.blocks + 1) / 2;
+  return block < half ? 2 * block : 2 * (block - half) + 1;
+}
+
 template <DecodeConfig C>
 struct DecodeUnit : DecodeLoad<C> {
   using S = DecodeShape<C>;
@@ -247,7 +255,7 @@ struct DecodeUnit : DecodeLoad<C> {
 
   /// Warps' results into one, each through its own ring: [row][dv + 4], the last base and sum.
   QATTN_DEVICE void merge() {
-    const std::int64_t slot = std::int64_t{isa::block().x} + unit;
+    const std::int64_t slot = std::int64_t{share_number(p)} + unit;
     constexpr int row_bytes = (C.dv + 4) * 4;
     const float back = this->v_unit * 0x1p24f;  // from products with codes in place
 #pragma unroll
@@ -355,7 +363,7 @@ struct Decode {
 
   /// To shared memory: registers are short where units run.
   static QATTN_DEVICE void find_share(const Params& p, isa::SharedAddress to) {
-    const int block = isa::block().x;
+    const int block = share_number(p);
     const auto units = static_cast<std::uint32_t>(p.units());
     if (isa::thread() == 0) {
       isa::store_shared(to, isa::Words4{{block == 0 ? 0 : units, 0u, units, 0u}});
@@ -377,8 +385,8 @@ struct Decode {
     const std::uint32_t end = unit < share.w[2] ? p.places() : share.w[3];
     if (end <= begin) return;
     if (isa::thread() == 0) {
-      if (begin == 0) isa::store_global(p.first_block + unit, isa::block().x);
-      if (end == p.places()) isa::store_global(p.last_block + unit, isa::block().x);
+      if (begin == 0) isa::store_global(p.first_block + unit, share_number(p));
+      if (end == p.places()) isa::store_global(p.last_block + unit, share_number(p));
     }
     DecodeUnit<C>(p, pair, unit).run(begin, end);
   }
