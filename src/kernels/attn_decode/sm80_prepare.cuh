@@ -229,13 +229,18 @@ struct DecodePrepare {
       (tier < 4 ? low : high) += std::uint64_t{1} << (tier & 3) * 16;
     }
     QATTN_DEVICE void add(const TierCounts& x) { low += x.low, high += x.high; }
+    /// How many there are of the tiers before each.
+    QATTN_DEVICE TierCounts starts() const {
+      constexpr std::uint64_t every = 0x0001000100010001u;
+      return {low * (every << 16), high * (every << 16) + (low * every >> 48) * every};
+    }
   };
 
   /// Puts what block `i` of the part is into shared memory.
   static QATTN_DEVICE void note_block(const Params& p, const DecodePair& pair, std::int64_t part,
                                       int i, const kv::Entry& e) {
-    const int per_page = p.cache.blocks_per_page(), block = i % per_page;
-    const auto index = static_cast<std::uint32_t>(part * p.part_entries() + i / per_page);
+    const int shift = p.cache.blocks_per_page() >> 1, block = i & ((1 << shift) - 1);
+    const auto index = static_cast<std::uint32_t>(part * p.part_entries() + (i >> shift));
     std::uint32_t tier = no_tier;
     if (static_cast<std::int32_t>(index) < pair.entries) {
       if (!valid_entry(p.cache, e)) {
@@ -249,8 +254,7 @@ struct DecodePrepare {
                        first >= pair.sure_begin(p) &&
                        first + formats::kv_block_tokens <= pair.sure_end(p);
     const std::uint32_t number =
-        static_cast<std::uint32_t>(e.page) * static_cast<std::uint32_t>(per_page) +
-        static_cast<std::uint32_t>(block);
+        (static_cast<std::uint32_t>(e.page) << shift) + static_cast<std::uint32_t>(block);
     const isa::SharedAddress base = isa::shared_base();
     isa::store_shared(base + static_cast<isa::SharedAddress>(i * 8),
                       isa::Words2{{number, index << 3 | static_cast<std::uint32_t>(block) << 1 |
@@ -295,7 +299,7 @@ struct DecodePrepare {
   static QATTN_DEVICE void prepare_part(const Params& p, std::int64_t index) {
     const std::int64_t part = index % p.parts();
     const std::int64_t pair_index = index / p.parts();
-    const int per_page = p.cache.blocks_per_page();
+    const int shift = p.cache.blocks_per_page() >> 1;  // 1, 2 or 4 of them: no divisions
     // All entries are on their way before the first is looked at, and before it is known how many
     // the table has.
     kv::Entry entries[each];
@@ -306,7 +310,7 @@ struct DecodePrepare {
 #pragma unroll
       for (int i = 0; i < each; ++i) {
         const auto entry = static_cast<std::int32_t>(part * p.part_entries()) +
-                           (isa::thread() + i * threads) / per_page;
+                           ((isa::thread() + i * threads) >> shift);
         if (entry < p.cache.most_pages) entries[i] = load_entry(table + entry);
       }
     }
@@ -328,11 +332,11 @@ struct DecodePrepare {
       if (tier_of(i) != no_tier) mine.count(tier_of(i));
     }
     const TierCounts all = add_up(mine, before);
+    before.add(all.starts());
     for (int i = 0; i < each; ++i) {
       const int tier = tier_of(i);
       if (tier == no_tier) continue;
-      std::uint32_t to = before.of(tier);
-      for (int t = 0; t < tier; ++t) to += all.of(t);
+      const std::uint32_t to = before.of(tier);
       before.count(tier);
       isa::store_global(
           reinterpret_cast<isa::Words2*>(p.lists + index * part_blocks + to),
