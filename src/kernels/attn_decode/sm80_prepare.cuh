@@ -354,7 +354,6 @@ struct DecodePrepare {
   }
 
   static QATTN_DEVICE void run(const Params& p) {
-    isa::grid_dependency_launch();
     isa::grid_dependency_wait();
     const std::int64_t block = isa::block().x;
     if (block < p.units()) {
@@ -362,6 +361,9 @@ struct DecodePrepare {
     } else {
       prepare_part(p, block - p.units());
     }
+    // Not before: blocks of Decode that come while some of these still run land on multiprocessors
+    // out of order, and share_number() wants an early and a late share on each.
+    isa::grid_dependency_launch();
   }
 };
 
