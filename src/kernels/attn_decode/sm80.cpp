@@ -233,7 +233,8 @@ Status supports(const DeviceDecodeCall& call) {
     return refuse("pools: " + text(c.pools) + " should be 1 to " + text(kv::most_tiers));
   }
   if (c.most_pages >= 1 << 28) {
-    return refuse("most_pages: " + text(c.most_pages) + " should be below 2^28");
+    return refuse("page table: room for " + text(c.most_pages) +
+                  " pages a sequence, should be below 2^28");
   }
   const DecodeParams p = params_of(call);
   const Instance& instance = *find(c.d, c.dv, p.rows());
@@ -244,7 +245,9 @@ Status supports(const DeviceDecodeCall& call) {
   constexpr std::int64_t most = 0x7fffffff;
   if (p.units() * p.unit_rows > most || p.units() + p.pairs() * p.parts() > most ||
       std::int64_t{p.batch} * p.heads_q > most || p.units() * p.parts() > most) {
-    return refuse("more than 2^31 blocks of kernels");
+    return refuse("q: " + text(p.batch) + " sequences x " + text(p.heads_q) + " heads x " +
+                  text(p.queries) + " queries over " + text(c.most_pages) +
+                  " pages make more than 2^31 blocks of kernels");
   }
   return {};
 }

@@ -65,8 +65,8 @@ struct FindPlace {
 
   /// Unit and place where share n of p.blocks begins, to shared memory: the thread that has its
   /// part writes them. Nobody does where all shares before have everything. A unit that begins or
-  /// ends within a sixteenth of a share is not cut: another unit costs a block more than some
-  /// tiles.
+  /// ends within a sixteenth of a share is not cut (where its last part has tokens): another unit
+  /// costs a block more than some tiles.
   QATTN_DEVICE void find(int n, isa::SharedAddress to) const {
     const auto shares = static_cast<std::uint64_t>(p.blocks);
     const std::uint64_t target = static_cast<std::uint64_t>(n) * total / shares;
