@@ -1,7 +1,8 @@
 // Times decode over a KV cache whose pools and tables are filled on the device: one layer, every
 // page in the tiers that a line names, the window of 128 and 16 sinks in 16 bits. Checks some rows
 // against float64 over the same codes, and measures what a plain read reaches for comparison.
-//   decode_bench [--b 16] [--hq 32] [--hkv 8] [--d 128] [--s 8192,32768] [--page 16] [-o out.json]
+//   decode_bench [--b 16] [--hq 32] [--hkv 8] [--d 128] [--s 8192,32768] [--page 16]
+//     [--cases kv8,mixed] [-o out.json]
 // Build, in the repository:
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -cudart static -Isrc -Iinclude
 //     -gencode arch=compute_90a,code=sm_90a -x cu bench/gpu/decode_bench.cu
@@ -412,6 +413,7 @@ std::vector<std::int64_t> numbers(const char* text) {
 int main(int argc, char** argv) {
   Shape shape{16, 32, 8, 128, 0, 16};
   std::vector<std::int64_t> lengths = {8192, 32768};
+  std::string wanted;  // names with a comma before and behind each; empty: all
   const char* file = nullptr;
   for (int i = 1; i < argc; i += 2) {
     const std::string option = argv[i];
@@ -419,6 +421,8 @@ int main(int argc, char** argv) {
     const char* value = argv[i + 1];
     if (option == "-o") {
       file = value;
+    } else if (option == "--cases") {
+      wanted = std::string(",") + value + ",";
     } else if (option == "--s") {
       lengths = numbers(value);
     } else if (std::int64_t* to = option == "--b"      ? &shape.batch
@@ -451,6 +455,9 @@ int main(int argc, char** argv) {
   bool wrong = false;
   for (const std::int64_t tokens : lengths) {
     for (const Case& c : all_cases()) {
+      if (!wanted.empty() && wanted.find("," + std::string(c.name) + ",") == std::string::npos) {
+        continue;
+      }
       shape.tokens = tokens;
       const Line l = measure(shape, c, other);
       const double rate = l.bytes / l.us * 1e-3, alone = l.bytes / l.decode_us * 1e-3;

@@ -1,6 +1,6 @@
 """docs/PERFORMANCE.md from bench/results: a section a record, a table a family of shapes."""
 
-from . import model, plot, roofline
+from . import decode, model, plot, roofline
 from .record import ROOT, baselines, committed, markdown
 
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
@@ -201,6 +201,7 @@ def page():
     for record in records:
         lines += record_section(record)
     lines += roofline.section()
+    lines += decode.section()
     lines += model.section(records)
     return "\n".join(lines) + "\n"
 

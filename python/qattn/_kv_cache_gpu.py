@@ -46,10 +46,11 @@ class GpuKvCache:
     are ever needed); device: "cuda", "cuda:1", an index or a torch.device; the other options are
     KvCache's, but for `threads`. Calls are on the stream on which torch works on that device (or
     that an array names) and only enqueue kernels: append(), decode() and observe() neither allocate
-    outside torch nor wait, and a CUDA graph that captured them replays on the cache as it then is.
-    length(), read() and status() wait. Sequences are numbers from add_sequence() or an int32 tensor
-    (B) on the device; lists of numbers become tensors, which are kept, so that a capture wants a
-    call with the same list before it.
+    outside torch nor wait, but for the first call with a list of numbers, and a CUDA graph that
+    captured them replays on the cache as it then is. length(), read() and status() wait. Sequences
+    are numbers from add_sequence() or an int32 tensor (B) on the device; lists of numbers become
+    tensors, the last 64 of which are kept (all that a graph captured), so that a capture wants a
+    call with the same list shortly before it.
 
     What only the device can see (a pool without pages, a budget that cannot hold, more than
     `tokens`, bad numbers in a tensor of sequences) leaves the sequence as it was; decode gives NaN
@@ -73,6 +74,7 @@ class GpuKvCache:
         self.sequences, self.tokens = integer("sequences", sequences), integer("tokens", tokens)
         self._device = device_named(device)
         self._known: dict[tuple[int, ...], Any] = {}
+        self._captured: dict[tuple[int, ...], Any] = {}  # by a CUDA graph
         self._used: set[int] = set()
         self._cache = _qattn.kv_gpu_create(
             facts._options,
@@ -99,11 +101,24 @@ class GpuKvCache:
             self._check(number)
         if len(set(ids)) != len(ids):
             raise InvalidArgument(f"sequences: {list(ids)} names one twice")
-        if ids not in self._known:
+        return entry("sequences", self._kept(ids))
+
+    def _kept(self, ids: tuple[int, ...]) -> Any:
+        """The tensor of a list. A graph that captures it reads it for as long as the cache lives,
+        so those are never dropped; of the others the oldest is, once the streams that read it are
+        done."""
+        held = self._captured.get(ids, self._known.get(ids))
+        if held is None:
             if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[ids] = self._tensor(ids)
-        return entry("sequences", self._known[ids])
+                self._known.pop(next(iter(self._known)))
+            held = self._known[ids] = self._tensor(ids)
+        if getattr(held, "is_cuda", False):
+            torch = sys.modules["torch"]
+            if torch.cuda.is_current_stream_capturing():
+                self._captured[ids] = held
+            else:
+                held.record_stream(torch.cuda.current_stream(self._device[1]))
+        return held
 
     def _tensor(self, ids: tuple[int, ...]) -> Any:
         torch = sys.modules.get("torch")

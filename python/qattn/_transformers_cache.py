@@ -101,8 +101,9 @@ class QattnCache(Cache):
     Rows of a batch are sequences of one cache (`kv`, numbers in `sequences`). fork() and
     copy.deepcopy() give a cache with the same contents, e.g. for a common prefix, whose pages are
     shared in host memory and copied on a GPU; crop(), beam search, batch_repeat_interleave() and
-    batch_select_indices() work. On a GPU only a mask (copied to the host once a forward pass),
-    crop() and padding wait for it.
+    batch_select_indices() work. On a GPU these wait for it: a mask (copied to the host once a
+    forward pass), crop(), padding, beam search and batch_select_indices() (their rows go to the
+    host), and the first call on a list of sequences.
     Raises InvalidArgument for options, Unsupported for models, masks and devices that cannot be
     right.
     """
@@ -262,7 +263,8 @@ class QattnCache(Cache):
         made._masks = {}
         made.layers = [layer.copy() for layer in self.layers]
         self._check_room(len(self.sequences))
-        made.sequences = tuple(self.kv.fork(sequence) for sequence in self.sequences)
+        for sequence in self.sequences:  # what is there goes with `made` if a fork fails
+            made.sequences += (self.kv.fork(sequence),)
         return made
 
     __copy__ = fork
@@ -449,7 +451,7 @@ class QattnCache(Cache):
         if asked.softcap:
             scores = asked.softcap * torch.tanh(scores / asked.softcap)
         scores = scores.reshape(batch, heads_kv, heads // heads_kv, count, length)
-        hidden = ~visible(length, count, asked.sliding_window).to(scores.device)
+        hidden = ~visible(length, count, asked.sliding_window, scores.device)
         mass = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         mass = torch.nn.functional.pad(mass, (0, -length % _BLOCK)).unflatten(-1, (-1, _BLOCK))
         return mass.sum(-1).square().mean((2, 3)).sqrt()

@@ -16,9 +16,12 @@ def alive_of(mask: torch.Tensor | None, batch: int, new: int) -> torch.Tensor:
     return mask[..., mask.shape[-1] - new :].flatten(1, -2).any(1).expand(batch, new)
 
 
-def visible(length: int, queries: int, sliding_window: int | None) -> torch.Tensor:
+def visible(
+    length: int, queries: int, sliding_window: int | None, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """(queries, length): what causality and a window let the newest queries see."""
-    behind = torch.arange(length - queries, length)[:, None] - torch.arange(length)
+    rows = torch.arange(length - queries, length, device=device)
+    behind = rows[:, None] - torch.arange(length, device=device)
     return (behind >= 0) & (behind < (sliding_window or length))
 
 

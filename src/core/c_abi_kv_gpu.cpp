@@ -17,6 +17,13 @@ Status read_capacity(const qattn_kv_gpu_capacity* given, KvGpuCapacity& capacity
   if (c.pool_count < 0 || c.pool_count > QATTN_KV_MAX_TIERS + 1) {
     return invalid("pool_count: " + std::to_string(c.pool_count) + " is not from 0 to 8");
   }
+  if (c.reserved != 0) return invalid("reserved: " + std::to_string(c.reserved) + " is not 0");
+  for (int i = c.pool_count; i < QATTN_KV_MAX_TIERS + 1; ++i) {
+    if (c.pages[i] != 0) {
+      return invalid("pages: entry " + std::to_string(i) + " is " + std::to_string(c.pages[i]) +
+                     ", but pool_count is " + std::to_string(c.pool_count));
+    }
+  }
   capacity = {c.sequences, c.tokens, {c.pages, c.pages + c.pool_count}};
   return {};
 }

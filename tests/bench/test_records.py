@@ -1,6 +1,7 @@
 """bench/bench.py compare, render and plot: what is made of records."""
 
 import copy
+import json
 import math
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from qbench import model, plot, render, shapes  # noqa: E402
+from qbench import decode, model, plot, render, shapes  # noqa: E402
 from qbench.compare import compare  # noqa: E402
 from qbench.record import Record, committed, make_cell  # noqa: E402
 from qbench.shapes import parse_custom  # noqa: E402
@@ -259,3 +260,22 @@ def test_the_committed_model_has_measurements():
     # A bound that a measurement undercuts is none: the counts or the rates would be wrong.
     for row, ms in zip(data["rows"], found):
         assert ms is None or ms >= row["predicted_ms"], row
+
+
+def test_decode_tables_by_hand():
+    shape = {"batch": 2, "heads_q": 8, "heads_kv": 2, "d": 64, "tokens": 1024}
+    row = shape | {"cache": "kv4", "us": 20.0, "gb_per_s": 1500.0}
+    run = {"read_gb_per_s": 3000.0, "torch_us": {"cudnn": 50.0}, "rows": [row]}
+    text = "\n".join(decode.tables([run]))
+    assert "B 2, 1024 tokens, heads 8/2, D 64; a plain read 3000 GB/s" in text
+    assert "| kv4 | 20 us | 50 % | 2.50x |" in text
+
+
+def test_the_committed_decode_record_is_consistent():
+    record = json.loads((decode.RESULTS / decode.NAME).read_text())
+    for run in record["runs"]:
+        assert run["torch_us"] or run["torch_refused"]
+        for row in run["rows"]:
+            assert row["nrmse"] <= 2e-3
+            assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["us"] * 1e-3)
+            assert row["gb_per_s"] <= run["read_gb_per_s"]

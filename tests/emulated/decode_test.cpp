@@ -264,7 +264,7 @@ TEST(DeviceDecode, ABatchOfDifferentLengths) {
 }
 
 /// So long that a block's share is more than one pass, the last with codes before rows.
-TEST(DeviceDecode, SeveralPasses) {
+TEST(DeviceDecode, SeveralPartsOfATable) {
   const Filled f = fill(uniform(2, 2, 1, 64), 70000);
   DecodeCase c = queries_for(f.cache.options(), 1, 1);
   expect_same(c, f.cache, {f.id}, "70000 tokens: ", -1);

@@ -133,6 +133,15 @@ TEST_F(KvDeviceC, Refusals) {
   capacity_.pool_count = 9;
   EXPECT_EQ(create(), QATTN_INVALID_ARGUMENT);
   EXPECT_EQ(error(), "pool_count: 9 is not from 0 to 8");
+  capacity_.pool_count = 0;
+  capacity_.reserved = 3;
+  EXPECT_EQ(create(), QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(error(), "reserved: 3 is not 0");
+  capacity_.reserved = 0;
+  capacity_.pages[1] = 64;
+  EXPECT_EQ(create(), QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(error(), "pages: entry 1 is 64, but pool_count is 0");
+  capacity_.pages[1] = 0;
   capacity_.pool_count = 1;
   EXPECT_EQ(create(), QATTN_INVALID_ARGUMENT);
   EXPECT_NE(error().find("capacity.pages: there are 1 numbers"), std::string::npos) << error();

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+qattn = pytest.importorskip("qattn")
+
 PREPARED = """
 import numpy as np, torch, qattn
 from qattn import _interop, _kv_cache, _kv_cache_gpu
@@ -261,3 +263,34 @@ kept.crop(-10)
 assert kept.get_seq_length() == 20 and kept.kv.length(kept.sequences[0]) == 20
 qattn.device_errors("cuda:0")
 """)
+
+
+class FakeTensor:
+    is_cuda = True
+
+    def __init__(self):
+        self.streams = 0
+
+    def record_stream(self, stream):
+        self.streams += 1
+
+
+def test_tensors_of_lists_outlive_graphs(monkeypatch):
+    """A graph reads the tensor that it captured, however many other lists come after it."""
+    torch = pytest.importorskip("torch")
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+    cache = qattn.GpuKvCache.__new__(qattn.GpuKvCache)
+    cache._device, cache._known, cache._captured = ("cuda", 0), {}, {}
+    monkeypatch.setattr(cache, "_tensor", lambda ids: FakeTensor())
+    eager, captured = cache._kept((0,)), cache._kept((0, 1))
+    assert (eager.streams, captured.streams) == (1, 1)
+    capturing = True
+    assert cache._kept((0, 1)) is captured
+    capturing = False
+    for other in range(2, 80):
+        assert cache._kept((other,)).streams == 1  # its memory waits for the stream that reads it
+    assert cache._kept((0, 1)) is captured
+    assert cache._kept((0,)) is not eager
+    assert len(cache._known) == 64

@@ -16,7 +16,8 @@ __device__ std::uint32_t sticky_errors;
 
 constexpr int most_devices = 64;
 
-/// Every unit of the library is compiled for the same architectures.
+/// This unit is compiled for every architecture of the library, as the kernels are whose supports()
+/// asks (CMakeLists.txt).
 __global__ void any_kernel() {}
 
 }  // namespace

@@ -153,6 +153,19 @@ Status check_numbers(const DeviceDecodeCall& call) {
   return kv::check_decode_options(call.options);
 }
 
+/// Blocks of Decode for that many units, where `most` fit: a few less if then every unit has as
+/// many or every block does. A block with parts of two units begins and merges twice: 5 us of an
+/// H200.
+std::int32_t block_count(std::int64_t units, std::int64_t most) {
+  std::int64_t even = most;
+  if (units > 0 && units <= most) even = most / units * units;
+  if (units > most) {
+    const std::int64_t each = (units + most - 1) / most;
+    even = (units + each - 1) / each;
+  }
+  return static_cast<std::int32_t>(16 * even >= 15 * most ? even : most);
+}
+
 DecodeParams params_of(const DeviceDecodeCall& call) {
   const KvDecodeTensors& t = call.tensors;
   const KvDecodeOptions& o = call.options;
@@ -188,7 +201,8 @@ DecodeParams params_of(const DeviceDecodeCall& call) {
   p.window_left = o.window_left > 0x3fffffff ? -1 : static_cast<std::int32_t>(o.window_left);
   const int fit =
       (shared_limit(isa::architecture(t.q.device.index)) + 1024) / (i.shared_bytes + 1024);
-  p.blocks = isa::multiprocessors() * std::max(1, std::min(fit, i.min_blocks));
+  p.blocks =
+      block_count(p.units(), isa::multiprocessors() * std::max(1, std::min(fit, i.min_blocks)));
   return p;
 }
 
@@ -218,6 +232,10 @@ Status supports(const DeviceDecodeCall& call) {
   if (c.pools < 1 || c.pools > kv::most_tiers) {
     return refuse("pools: " + text(c.pools) + " should be 1 to " + text(kv::most_tiers));
   }
+  if (c.most_pages >= 1 << 28) {
+    return refuse("page table: room for " + text(c.most_pages) +
+                  " pages a sequence, should be below 2^28");
+  }
   const DecodeParams p = params_of(call);
   const Instance& instance = *find(c.d, c.dv, p.rows());
   if (const int limit = shared_limit(gpu); instance.shared_bytes > limit) {
@@ -225,9 +243,11 @@ Status supports(const DeviceDecodeCall& call) {
                   " bytes of shared memory a block; sm_" + text(gpu) + " has " + text(limit));
   }
   constexpr std::int64_t most = 0x7fffffff;
-  if (p.units() + p.pairs() * p.parts() > most || std::int64_t{p.batch} * p.heads_q > most ||
-      p.units() * p.parts() > most) {
-    return refuse("more than 2^31 blocks of kernels");
+  if (p.units() * p.unit_rows > most || p.units() + p.pairs() * p.parts() > most ||
+      std::int64_t{p.batch} * p.heads_q > most || p.units() * p.parts() > most) {
+    return refuse("q: " + text(p.batch) + " sequences x " + text(p.heads_q) + " heads x " +
+                  text(p.queries) + " queries over " + text(c.most_pages) +
+                  " pages make more than 2^31 blocks of kernels");
   }
   return {};
 }
@@ -246,8 +266,9 @@ DecodeParams params_in(const DeviceDecodeCall& call, void* workspace) {
   set(p.query_words, w.query_words);
   set(p.query_facts, w.query_facts);
   set(p.query_scale, w.query_scale);
-  set(p.part_bytes, w.part_bytes);
-  set(p.segment_start, w.segment_start);
+  set(p.lists, w.lists);
+  set(p.part_counts, w.part_counts);
+  set(p.part_costs, w.part_costs);
   set(p.shares, w.shares);
   set(p.first_block, w.first_block);
   set(p.last_block, w.last_block);

@@ -1,21 +1,24 @@
 // Decode attention over a paged mixed-precision KV cache, for every NVIDIA GPU from sm_80 on: all
 // tiers and the 16-bit window in one launch, then one combination (sm80_combine.cuh).
 //
-// A fixed grid of blocks of eight warps. A block takes a share of all bytes (sm80_params.hpp): some
-// units, or a part of one, in passes of at most 640 blocks of 16 tokens. A pass reads its entries
-// of the page table once and sorts them by tier into a list in shared memory; warps take tiles of
-// it in turn, each on its own: two stages of a private ring filled by cp.async, no barrier of the
-// block until the pass ends. A tile has one tier and about 4 KiB (one block in 8 bits, two in 4,
+// A fixed grid of blocks of eight warps. A block takes a share of the cost of all lists
+// (sm80_params.hpp): some units, or a part of one. Within a run of places of one tier its warps
+// take tiles in turn, each on its own: up to three stages of a private ring filled by cp.async, no
+// barrier of the block until the unit ends. A tile is about 4 KiB (one block in 8 bits, two in 4,
 // four in 3 and 2), so that what a tile costs beside its bytes is the same for all, and so that
-// each word of V holds what one lane's mma wants (sm80_state.cuh). K's and V's bits are switched at
-// run time.
+// each word of V holds what one lane's mma wants (sm80_state.cuh). A loop over tiles has its bits
+// fixed at compile time: with all of them switched at each tile, an 8-bit block took 493 warp
+// instructions, 250 now.
 //
-// Bytes on their way at any moment: 16 warps of 4 KiB, 64 KiB a multiprocessor.
+// Bytes on their way at any moment: 16 warps of 8 KiB, 128 KiB a multiprocessor.
 //
-// Warp instructions of a block of 16 tokens, D = 128, 8 rows (SASS of sm_90a, bits fixed at compile
-// time, all that a tile costs included), beside what the four schedulers of an H200 issue while its
-// bytes come at 85 % (2 and 3 bits: 72 %) of 4.3 TB/s: 8 bits 326 of 1053, 4 bits 269 of 534,
-// 3 bits 302 of 477, 2 bits 210 of 325.
+// Warp instructions of a block of 16 tokens, D = 128, 8 rows, all that a tile costs included (ncu
+// on an H200, 8192 tokens): 8 bits 257, 4 bits 215, 3 bits 255, 2 bits 187. What bounds an H200: 8
+// bits memory, at 94 % of a plain read as tokens are added; 2 and 3 bits, at 70 %, the pipe of
+// LOP3, two clocks each, and fixed latencies, with 4 warps a scheduler. A call takes 33 us (8 bits)
+// to 62 us (mixed) beyond its slope in tokens: instructions that are in no cache yet (11 to 27 % of
+// a warp's time at 8192 tokens), 15 us for the kernels before and behind, the merge and the first
+// loads.
 #pragma once
 
 #include "kernels/attn_decode/sm80_load.cuh"
@@ -23,21 +26,19 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// The first segment that begins at or behind `bytes`, in the order of units; (units, 0): none.
-/// Called by all threads of a block; `scratch`: 64 bytes of shared memory, free on return.
+/// Where shares of the cost of all lists begin. All threads of a block construct it and find().
 template <int Threads>
-struct FindSegment {
+struct FindPlace {
   const DecodeParams& p;
-  isa::SharedAddress scratch;
   std::int64_t count, each;
-  std::uint64_t total = 0, before = 0;  ///< bytes of all parts; of those before this thread's
+  std::uint64_t total = 0, before = 0;  ///< cost of all parts; of those before this thread's
 
-  QATTN_DEVICE FindSegment(const DecodeParams& params, isa::SharedAddress at)
-      : p(params), scratch(at) {
+  /// `scratch`: 8 bytes a warp of shared memory.
+  QATTN_DEVICE FindPlace(const DecodeParams& params, isa::SharedAddress scratch) : p(params) {
     count = p.units() * p.parts();
     each = (count + Threads - 1) / Threads;
     std::uint64_t mine = 0;
-    for (std::int64_t i = first(); i < last(); ++i) mine += bytes(i);
+    for (std::int64_t i = first(); i < last(); ++i) mine += cost(i);
     std::uint64_t through = mine;
 #pragma unroll
     for (int delta = 1; delta < 32; delta *= 2) {
@@ -53,57 +54,71 @@ struct FindSegment {
       total += of_warp;
     }
     before += through - mine;
-    isa::sync_threads();
   }
   QATTN_DEVICE std::int64_t first() const { return isa::thread() * each; }
   QATTN_DEVICE std::int64_t last() const { return first() + each < count ? first() + each : count; }
-  /// Chunks of rows share their pair's table.
-  QATTN_DEVICE std::uint64_t bytes(std::int64_t i) const {
-    return isa::load_global(p.part_bytes + i % (p.pairs() * p.parts()));
+  /// Chunks of rows share their pair's lists.
+  QATTN_DEVICE std::int64_t of_pair(std::int64_t i) const { return i % (p.pairs() * p.parts()); }
+  QATTN_DEVICE std::uint64_t cost(std::int64_t i) const {
+    return isa::load_global(p.part_costs + of_pair(i));
   }
 
-  QATTN_DEVICE void find(std::uint64_t target, std::uint32_t& unit, std::uint32_t& segment) const {
-    // The last part that begins before the target, if any: one more than its number.
-    if (isa::thread() == 0) isa::store_shared(scratch, 0u);
-    isa::sync_threads();
+  /// Unit and place where share n of p.blocks begins, to shared memory: the thread that has its
+  /// part writes them. Nobody does where all shares before have everything. A unit that begins or
+  /// ends within a sixteenth of a share is not cut (where its last part has tokens): another unit
+  /// costs a block more than some tiles.
+  QATTN_DEVICE void find(int n, isa::SharedAddress to) const {
+    const auto shares = static_cast<std::uint64_t>(p.blocks);
+    const std::uint64_t target = static_cast<std::uint64_t>(n) * total / shares;
+    const std::uint64_t near = total / (16 * shares);
+    const std::int64_t parts = p.parts();
     std::uint64_t begin = before;
-    std::uint32_t found = 0;
-    for (std::int64_t i = first(); i < last(); ++i) {
-      if (begin < target) found = static_cast<std::uint32_t>(i + 1);
-      begin += bytes(i);
+    for (std::int64_t i = first(); i < last() && begin <= target; ++i) {
+      const std::uint64_t end = begin + cost(i);
+      if (target < end) {
+        std::int64_t unit = i / parts;
+        std::uint32_t place = 0;
+        if (i % parts == parts - 1 && end - target <= near) {
+          ++unit;
+        } else if (i % parts != 0 || target - begin > near) {
+          place = static_cast<std::uint32_t>(i % parts) * part_blocks +
+                  place_at(i, static_cast<std::uint32_t>(target - begin));
+        }
+        isa::store_shared(to, isa::Words2{{static_cast<std::uint32_t>(unit), place}});
+      }
+      begin = end;
     }
-    if (found != 0) isa::atomic_max_shared(scratch, found);
-    isa::sync_threads();
-    const std::uint32_t part = isa::load_shared<std::uint32_t>(scratch);
-    isa::sync_threads();
-    if (part == 0) {
-      unit = segment = 0;
-      return;
+  }
+
+  /// The last place in list `i`, from its tier's first on a multiple of every tile's blocks, with a
+  /// cost of at most `left` before it.
+  QATTN_DEVICE std::uint32_t place_at(std::int64_t i, std::uint32_t left) const {
+    const auto* counts =
+        reinterpret_cast<const isa::Words4*>(p.part_counts + of_pair(i) * kv::most_tiers);
+    const isa::Words4 low = isa::load_global(counts), high = isa::load_global(counts + 1);
+    std::uint32_t start = 0;
+    for (int tier = 0; tier < p.cache.pools; ++tier) {
+      std::uint32_t blocks = 0;
+#pragma unroll
+      for (int t = 0; t < kv::most_tiers; ++t) {
+        if (t == tier) blocks = t < 4 ? low.w[t & 3] : high.w[t & 3];
+      }
+      const std::uint32_t one = block_cost(p.cache.pool[tier].block);
+      if (left < blocks * one) return start + left / one / 4 * 4;
+      left -= blocks * one;
+      start += blocks;
     }
-    // Its begin from the thread that has it; then its first segment at or behind the target.
-    begin = before;
-    for (std::int64_t i = first(); i < last(); ++i) {
-      if (i + 1 == part) isa::store_shared(scratch, begin);
-      begin += bytes(i);
-    }
-    if (isa::thread() == 0) isa::store_shared(scratch + 8, 0u);
-    isa::sync_threads();
-    begin = isa::load_shared<std::uint64_t>(scratch);
-    const std::int64_t index = part - 1;
-    const std::int64_t of_pair = index % (p.pairs() * p.parts());
-    if (isa::thread() < part_segments) {
-      const std::uint32_t start =
-          isa::load_global(p.segment_start + of_pair * part_segments + isa::thread());
-      // Starts do not fall, so what begins before the target is a prefix.
-      if (begin + start < target) isa::atomic_add_shared(scratch + 8, 1u);
-    }
-    isa::sync_threads();
-    const std::uint32_t skipped = isa::load_shared<std::uint32_t>(scratch + 8);
-    isa::sync_threads();
-    unit = static_cast<std::uint32_t>(index / p.parts());
-    segment = static_cast<std::uint32_t>(index % p.parts()) * part_segments + skipped;
+    return start;
   }
 };
+
+/// Which share this block takes. Even shares come before odd ones, so that a multiprocessor's two
+/// blocks are an early part of a unit's lists, in more bits, and a late one: one waits for memory
+/// where the other computes.
+QATTN_DEVICE int share_number(const DecodeParams& p) {
+  const int block = isa::block().x, half = (p.blocks + 1) / 2;
+  return block < half ? 2 * block : 2 * (block - half) + 1;
+}
 
 template <DecodeConfig C>
 struct DecodeUnit : DecodeLoad<C> {
@@ -112,153 +127,135 @@ struct DecodeUnit : DecodeLoad<C> {
   using Base::Base, Base::N, Base::p, Base::pair, Base::lane, Base::warp, Base::at, Base::o,
       Base::sum, Base::base, Base::g, Base::t, Base::unit;
 
-  // ---- Tiles of a pass ------------------------------------------------------------------------
+  bool coded = false;  ///< this warp's O has parts of codes
 
-  QATTN_DEVICE int tiles_of(int tier) const {
-    const int shift = tile_shift(p.cache.pool[tier].block.v_bits);
-    return (this->blocks_of(tier) + (1 << shift) - 1) >> shift;
-  }
-  /// Tile `index`, counted from the first of `tier`; tier == pools: there is none.
-  QATTN_DEVICE TileWork locate(int tier, int& index) const {
-    while (tier < p.cache.pools && index >= tiles_of(tier)) index -= tiles_of(tier++);
-    if (tier == p.cache.pools) return {tier, 0, 0};
-    const int each = tile_blocks(p.cache.pool[tier].block.v_bits);
-    const int left = this->blocks_of(tier) - index * each;
-    return {tier, this->first_block(tier) + index * each, left < each ? left : each};
-  }
-  /// Does it take both stages?
-  QATTN_DEVICE bool is_large(const TileWork& tile) const {
-    const formats::KvBlock b = p.cache.pool[tile.tier].block;
-    return tile_layout(C.d, C.dv, b.k_bits, b.v_bits, tile_blocks(b.v_bits)).bytes() >
-           S::stage_bytes;
-  }
+  // ---- Tiles ----------------------------------------------------------------------------------
 
   template <int V>
-  QATTN_DEVICE void note(const TileWork& tile, const float (&mass)[N][2]) {
+  QATTN_DEVICE void note(const TierRun& run, int first, const float (&mass)[N][2]) {
     if (p.mass == nullptr) return;
-    const int block = this->template block_of<V>();
-    const std::int64_t place =
-        std::int64_t{isa::load_shared<std::int32_t>(at(S::pass))} * p.cache.blocks_per_page() +
-        this->list_place(tile, block);
-    this->template note_mass<V>(mass, block < tile.count ? place : -1);
+    const int place = first + this->template block_of<V>();
+    this->template note_mass<V>(mass, place < run.count ? this->mass_place(run, place) : -1);
+  }
+
+  /// Tiles `index`, `index` + 8 and so on of a run of codes. Each warp has a ring of its own,
+  /// filled by cp.async; what is to be copied is read from the list one tile earlier.
+  template <int K, int V>
+  QATTN_DEVICE void run_codes_tiles(const TierRun& run, int index) {
+    constexpr int M = tile_blocks(V), stages = Base::template stages<K, V>;
+    constexpr int stage_bytes = Base::template stage_bytes<K, V>;
+    static_assert(stages >= 1);
+    const int tiles = (run.count + M - 1) / M;
+    if (index >= tiles) return;
+    this->forget_lane();
+    this->forget_unit();
+    coded = true;
+    const std::uint8_t* pages = p.cache.pool[run.tier].pages;
+    const isa::SharedAddress ring = this->ring();
+    int ahead = index, put = 0, get = 0;
+    std::uint32_t special = 0;  // bit i: the tile i rounds on wants masks
+    DecodeBlock next = this->load_block(run, ahead * M + (lane & (M - 1)));
+    const auto start = [&](int later) {
+      if (ahead < tiles) {
+        this->template copy_tile<K, V>(pages, next,
+                                       ring + static_cast<isa::SharedAddress>(put * stage_bytes));
+        const bool masked = (next.where & 1) != 0 || ahead * M + M > run.count;
+        special |= isa::any(masked) ? 1u << later : 0u;
+        ahead += S::warps;
+        next = this->load_block(run, ahead * M + (lane & (M - 1)));
+        put = put + 1 == stages ? 0 : put + 1;
+      }
+      isa::copy_async_commit();
+    };
+#pragma unroll
+    for (int i = 0; i + 1 < stages; ++i) start(i);
+#pragma unroll 1
+    for (; index < tiles; index += S::warps) {
+      start(stages - 1);
+      isa::copy_async_wait<stages - 1>();
+      isa::sync_warp();  // what other lanes copied is there
+      float mass[N][2];
+      this->template run_codes<K, V>(
+          ring + static_cast<isa::SharedAddress>(get * stage_bytes), (special & 1) != 0,
+          [&](int block) { return this->tokens_of(run, index * M, block); }, mass);
+      note<V>(run, index * M, mass);
+      isa::sync_warp();  // nobody reads this stage any more
+      special >>= 1;
+      get = get + 1 == stages ? 0 : get + 1;
+    }
+    this->take_centre(0.5f * static_cast<float>((1 << V) - 1));
   }
 
   template <int V>
-  QATTN_DEVICE void run_tile(const TileWork& tile, int k_bits, int stage, bool special) {
-    float mass[N][2];
-    this->template run_codes<V>(
-        k_bits, this->stage(stage), special,
-        [&](int block) { return this->tokens_of(tile, block); }, mass);
-    note<V>(tile, mass);
-  }
-  QATTN_DEVICE void run_codes_tile(const TileWork& tile, int stage, bool special) {
-    const formats::KvBlock block = p.cache.pool[tile.tier].block;
-    switch (block.v_bits) {
+  QATTN_DEVICE void run_codes_tiles(const TierRun& run, int k_bits, int index) {
+    switch (k_bits) {
       case 8:
-        return run_tile<8>(tile, block.k_bits, stage, special);
+        return run_codes_tiles<8, V>(run, index);
       case 4:
-        return run_tile<4>(tile, block.k_bits, stage, special);
+        return run_codes_tiles<4, V>(run, index);
       case 3:
-        return run_tile<3>(tile, block.k_bits, stage, special);
+        return run_codes_tiles<3, V>(run, index);
       default:
-        return run_tile<2>(tile, block.k_bits, stage, special);
+        return run_codes_tiles<2, V>(run, index);
     }
   }
 
-  QATTN_DEVICE void end_tier(int tier) {
-    if (tier == 0) return;
-    const int v_bits = p.cache.pool[tier].block.v_bits;
-    this->take_centre(0.5f * static_cast<float>((1 << v_bits) - 1));
-  }
-
-  /// This warp's tiles of all tiers but the window's.
-  QATTN_DEVICE void run_codes_tiles(int index) {
-    TileWork tile = locate(1, index);
-    if (tile.tier == p.cache.pools) return;
-    int stage = 0;
-    bool special = this->start_tile(tile, stage);
-    isa::copy_async_commit();
+  /// Blocks `index`, `index` + 8 and so on of a run of the window.
+  QATTN_DEVICE void run_rows_tiles(const TierRun& run, int index) {
+    if (index >= run.count) return;
+    if (coded) this->unrotate();
     this->forget_unit();
-    while (tile.tier < p.cache.pools) {
+    const kv::DevicePool& pool = p.cache.pool[0];
+    for (; index < run.count; index += S::warps) {
       this->forget_lane();
-      index += S::warps;
-      const TileWork next = locate(tile.tier, index);
-      const bool more = next.tier < p.cache.pools;
-      const bool ahead = more && !is_large(tile) && !is_large(next);
-      bool next_special = false;
-      if (ahead) {
-        next_special = this->start_tile(next, stage ^ 1);
-        isa::copy_async_commit();
-        isa::copy_async_wait<1>();
-      } else {
-        isa::copy_async_wait<0>();
-      }
-      isa::sync_warp();  // what other lanes copied is there
-      run_codes_tile(tile, stage, special);
-      isa::sync_warp();  // nobody reads this stage any more
-      if (next.tier != tile.tier) {
-        end_tier(tile.tier);
-        this->forget_unit();
-      }
-      if (more && !ahead) {
-        stage = 1;
-        next_special = this->start_tile(next, 0);
-        isa::copy_async_commit();
-      }
-      stage ^= 1;
-      tile = next;
-      special = next_special;
-    }
-  }
-
-  /// This warp's blocks of the window.
-  QATTN_DEVICE void run_rows_tiles() {
-    const int blocks = this->blocks_of(0);
-    if (warp >= blocks) return;
-    this->unrotate();
-    this->forget_unit();
-    for (int i = warp; i < blocks; i += S::warps) {
-      this->forget_lane();
-      const TileWork tile{0, i, 1};
-      const std::uint8_t* block = this->address(0, this->list_place(tile, 0));
-      const bool special = this->is_special(this->tokens_of(tile, 0));
-      const auto tokens_of = [&](int) { return this->tokens_of(tile, 0); };
+      const DecodeBlock found = this->load_block(run, index);
+      const auto bytes = static_cast<std::uint32_t>(pool.block.bytes());
+      this->copy_rows(pool.pages + std::uint64_t{found.number} * bytes);
+      const bool special = (found.where & 1) != 0;
+      const auto tokens_of = [&](int) { return this->tokens_of(run, index, 0); };
       float mass[N][2];
       if (p.cache.bf16 != 0) {
-        this->template run_rows<isa::Element::bf16>(block, special, tokens_of, mass);
+        this->template run_rows<isa::Element::bf16>(this->ring(), special, tokens_of, mass);
       } else {
-        this->template run_rows<isa::Element::f16>(block, special, tokens_of, mass);
+        this->template run_rows<isa::Element::f16>(this->ring(), special, tokens_of, mass);
       }
-      note<16>(tile, mass);
+      isa::sync_warp();  // nobody reads the ring any more
+      note<16>(run, index, mass);
     }
     this->rotate();
+    coded = true;
   }
 
-  QATTN_DEVICE void run_pass(int begin, int end) {
-    isa::sync_threads();  // nobody reads the last list any more
-    this->note_blocks(begin, end);
-    isa::sync_threads();
-    this->sort_blocks((end - begin) * p.cache.blocks_per_page());
-    isa::sync_threads();
-    run_rows_tiles();
-    // The warps that had no window's block begin.
-    run_codes_tiles((warp + S::warps - this->blocks_of(0) % S::warps) % S::warps);
+  /// `turn`: which warp takes the first tile; returns the one after the last.
+  QATTN_DEVICE int run_tier(const TierRun& run, int turn) {
+    const formats::KvBlock block = p.cache.pool[run.tier].block;
+    const int index = (warp - turn) & (S::warps - 1), k_bits = block.k_bits;
+    switch (run.tier == 0 ? formats::kv_window_bits : block.v_bits) {
+      case formats::kv_window_bits:
+        run_rows_tiles(run, index);
+        break;
+      case 8:
+        run_codes_tiles<8>(run, k_bits, index);
+        break;
+      case 4:
+        run_codes_tiles<4>(run, k_bits, index);
+        break;
+      case 3:
+        run_codes_tiles<3>(run, k_bits, index);
+        break;
+      default:
+        run_codes_tiles<2>(run, k_bits, index);
+        break;
+    }
+    const int shift = tile_shift(block.v_bits);
+    return turn + ((run.count + (1 << shift) - 1) >> shift);
   }
 
   // ---- The unit -------------------------------------------------------------------------------
 
-  QATTN_DEVICE void load_queries() const {
-    const std::uint32_t* from =
-        p.query_words + std::int64_t{unit} * query_planes * p.unit_rows * (C.d / 2);
-    for (int i = isa::thread(); i < S::k_steps * N * 16; i += S::threads) {
-      isa::store_shared(at(S::queries + i * 16),
-                        isa::load_global(reinterpret_cast<const isa::Words4*>(from) + i));
-    }
-  }
-
   /// Warps' results into one, each through its own ring: [row][dv + 4], the last base and sum.
   QATTN_DEVICE void merge() {
-    const std::int64_t slot = std::int64_t{isa::block().x} + unit;
+    const std::int64_t slot = std::int64_t{share_number(p)} + unit;
     constexpr int row_bytes = (C.dv + 4) * 4;
     const float back = this->v_unit * 0x1p24f;  // from products with codes in place
 #pragma unroll
@@ -269,7 +266,7 @@ struct DecodeUnit : DecodeLoad<C> {
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) total += isa::shuffle_xor(total, mask);
         const isa::SharedAddress row =
-            this->stage(0) + static_cast<isa::SharedAddress>(this->row(n, c) * row_bytes);
+            this->ring() + static_cast<isa::SharedAddress>(this->row(n, c) * row_bytes);
 #pragma unroll
         for (int group = 0; group < S::groups; ++group) {
           const auto word = [&](int i) {
@@ -321,13 +318,36 @@ struct DecodeUnit : DecodeLoad<C> {
     isa::sync_threads();  // the rings are free again
   }
 
-  /// Entries [begin, end) of the unit.
-  QATTN_DEVICE void run(int begin, int end) {
-    load_queries();
+  /// Places [begin, end) of the unit.
+  QATTN_DEVICE void run(std::uint32_t begin, std::uint32_t end) {
+    const std::int64_t first_list = std::int64_t{unit} % p.pairs() * p.parts();
+    const auto load_counts = [&](std::uint32_t part) {
+      return isa::load_global(p.part_counts + (first_list + part) * kv::most_tiers +
+                              (isa::lane() & 7));
+    };
+    std::uint32_t counts = load_counts(begin / part_blocks);  // on its way with the queries
+    this->store_queries();
     this->store_facts();
-    const int step = S::list_blocks / p.cache.blocks_per_page();
-    for (int from = begin; from < end; from += step) {
-      run_pass(from, from + step < end ? from + step : end);
+    isa::sync_threads();
+    int turn = 0;
+    for (std::uint32_t part = begin / part_blocks; part * part_blocks < end; ++part) {
+      const std::int64_t list = first_list + part;
+      if (part > begin / part_blocks) counts = load_counts(part);
+      const std::uint32_t from = part * part_blocks < begin ? begin % part_blocks : 0;
+      const std::uint32_t to =
+          end - part * part_blocks < part_blocks ? end - part * part_blocks : part_blocks;
+      std::uint32_t tier_begin = 0;
+      for (int tier = 0; tier < p.cache.pools; ++tier) {
+        const std::uint32_t tier_end = tier_begin + isa::shuffle(counts, tier);
+        const std::uint32_t first = tier_begin > from ? tier_begin : from;
+        const std::uint32_t last = tier_end < to ? tier_end : to;
+        if (first < last) {
+          const TierRun run{tier, static_cast<int>(last - first),
+                            p.lists + list * part_blocks + first};
+          turn = run_tier(run, turn);
+        }
+        tier_begin = tier_end;
+      }
     }
     merge();
   }
@@ -343,41 +363,32 @@ struct Decode {
 
   /// To shared memory: registers are short where units run.
   static QATTN_DEVICE void find_share(const Params& p, isa::SharedAddress to) {
-    const FindSegment<threads> segments(p, isa::shared_base() + S::scratch);
-    const auto block = static_cast<std::uint64_t>(isa::block().x);
-    const auto blocks = static_cast<std::uint64_t>(p.blocks);
-    DecodeShare share{};
-    if (block > 0) {
-      segments.find((block * segments.total + blocks - 1) / blocks, share.unit, share.segment);
-    }
-    share.end_unit = static_cast<std::uint32_t>(p.units());
-    if (block + 1 < blocks) {
-      segments.find(((block + 1) * segments.total + blocks - 1) / blocks, share.end_unit,
-                    share.end_segment);
-    }
+    const int block = share_number(p);
+    const auto units = static_cast<std::uint32_t>(p.units());
     if (isa::thread() == 0) {
-      const isa::Words4 words{{share.unit, share.segment, share.end_unit, share.end_segment}};
-      isa::store_global(reinterpret_cast<isa::Words4*>(p.shares + block), words);
-      isa::store_shared(to, words);
+      isa::store_shared(to, isa::Words4{{block == 0 ? 0 : units, 0u, units, 0u}});
     }
+    const FindPlace<threads> places(p, isa::shared_base() + S::scratch);
+    if (block > 0) places.find(block, to);
+    if (block + 1 < p.blocks) places.find(block + 1, to + 8);
     isa::sync_threads();
+    if (isa::thread() == 0) {
+      isa::store_global(reinterpret_cast<isa::Words4*>(p.shares + block),
+                        isa::load_shared<isa::Words4>(to));
+    }
   }
 
   /// What of a unit this block takes.
   static QATTN_DEVICE void run_unit(const Params& p, std::uint32_t unit, const isa::Words4& share) {
     const DecodePair pair(p, unit % p.pairs());
-    const std::int32_t all = pair.segments(p);
-    const std::int32_t begin = unit == share.w[0] ? static_cast<std::int32_t>(share.w[1]) : 0;
-    const auto limit = static_cast<std::int32_t>(share.w[3]);
-    const std::int32_t end = unit < share.w[2] || limit > all ? all : limit;
+    const std::uint32_t begin = unit == share.w[0] ? share.w[1] : 0;
+    const std::uint32_t end = unit < share.w[2] ? p.places() : share.w[3];
     if (end <= begin) return;
     if (isa::thread() == 0) {
-      if (begin == 0) isa::store_global(p.first_block + unit, isa::block().x);
-      if (end == all) isa::store_global(p.last_block + unit, isa::block().x);
+      if (begin == 0) isa::store_global(p.first_block + unit, share_number(p));
+      if (end == p.places()) isa::store_global(p.last_block + unit, share_number(p));
     }
-    const std::int32_t each = p.segment_entries();
-    const std::int32_t last = end * each < pair.entries ? end * each : pair.entries;
-    DecodeUnit<C>(p, pair, unit).run(begin * each, last);
+    DecodeUnit<C>(p, pair, unit).run(begin, end);
   }
 
   static QATTN_DEVICE void run(const Params& p) {

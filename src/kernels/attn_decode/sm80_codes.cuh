@@ -4,8 +4,8 @@
 // that are subnormal, 2^-24 times code * 2^(4 i), exactly, and tensor cores take subnormal
 // operands as they are (tests/isa/conformance_sm80.hpp asks them). So a pair costs one LOP3,
 // without the bias of 1024 that 0x6400 brings, nor a subtraction; Q's fragments for plane i are
-// 2^(-4 i) times smaller, and for V P is. 3-bit codes take a second LOP3 for their high bit; bytes,
-// which hold one code each, one PRMT.
+// 2^(-4 i) times smaller, and for V P is. 3-bit codes take a LOP3 more for each pair of planes;
+// bytes, which hold one code each, one PRMT.
 //
 // Chunks of 16 bytes are permuted inside lines of 128 bytes so that no load has a bank conflict:
 // see k_chunk() and v_chunk().
@@ -19,13 +19,13 @@ namespace qattn::kernels {
 struct TileLayout {
   int blocks, k_bytes, v_bytes;  ///< bytes: of a block
 
-  QATTN_HD int k(int block) const { return block * k_bytes; }
-  QATTN_HD int v(int block) const { return blocks * k_bytes + block * v_bytes; }
-  QATTN_HD int scales(int block) const { return blocks * (k_bytes + v_bytes) + block * 64; }
-  QATTN_HD int bytes() const { return scales(blocks); }
+  QATTN_CONSTEXPR int k(int block) const { return block * k_bytes; }
+  QATTN_CONSTEXPR int v(int block) const { return blocks * k_bytes + block * v_bytes; }
+  QATTN_CONSTEXPR int scales(int block) const { return blocks * (k_bytes + v_bytes) + block * 64; }
+  QATTN_CONSTEXPR int bytes() const { return scales(blocks); }
 };
 /// `blocks`: tile_blocks(v_bits).
-QATTN_HD TileLayout tile_layout(int d, int dv, int k_bits, int v_bits, int blocks) {
+QATTN_CONSTEXPR TileLayout tile_layout(int d, int dv, int k_bits, int v_bits, int blocks) {
   return {blocks, 2 * d * k_bits, 2 * dv * v_bits};
 }
 
@@ -49,48 +49,78 @@ struct DecodeCodes : DecodeState<C> {
   using Base::N, Base::g, Base::lane, Base::o, Base::ones, Base::t;
   using enum isa::Element;
 
-  /// Q's fragment of a k step, for codes that are 2^shift times what they are worth.
-  template <int Shift>
-  QATTN_DEVICE void load_query(std::uint32_t (&b)[N][2], int step) const {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const isa::SharedAddress at =
-          isa::shared_base() + S::queries +
-          static_cast<isa::SharedAddress>(((step * N + n) * 32 + lane) * 8);
-      const auto words = isa::load_shared<isa::Words2>(at);
-      constexpr std::uint32_t factor = (15u - Shift) << 10;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        b[n][i] = Shift == 0 ? words.w[i] : isa::multiply_f16(words.w[i], factor | factor << 16);
-      }
-    }
-  }
-
-  /// Two registers of a fragment, elements {0, 2} and {1, 3} of a word of codes, in plane `Plane`.
-  /// 3 bits: `high` holds the high bits, and high8 those of bytes 1 and 3, in place.
-  template <int Bits, int Plane>
-  static QATTN_DEVICE void unpack(std::uint32_t word, std::uint32_t word8, std::uint32_t high,
-                                  std::uint32_t high8, std::uint32_t& even, std::uint32_t& odd) {
-    if constexpr (Bits == 8) {
-      even = isa::byte_permute(word, 0u, 0x4240u);
-      odd = isa::byte_permute(word, 0u, 0x4341u);
-    } else {
-      constexpr std::uint32_t one = Bits == 4 ? 0x000f000fu : 0x00030003u;
-      constexpr int shift = Plane * (Bits == 4 ? 4 : 2);
-      even = word & one << shift;
-      odd = word8 & one << shift;
-      if constexpr (Bits == 3) {
-        constexpr std::uint32_t mask = 0x00040004u << shift;
-        even |= high & mask;
-        odd |= high8 & mask;
-      }
-    }
-  }
-
   template <int Bits>
   static constexpr int planes = Bits == 8   ? 1
                                 : Bits == 4 ? 2
                                             : 4;
+
+  /// Q's fragment of a k step, for K's codes in place.
+  template <int K>
+  QATTN_DEVICE void load_query(std::uint32_t (&b)[N][2], int step) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const auto words = isa::load_shared<isa::Words2>(
+          isa::shared_base() + S::queries_of(K) +
+          static_cast<isa::SharedAddress>(((step * N + n) * 32 + lane) * 8));
+      b[n][0] = words.w[0], b[n][1] = words.w[1];
+    }
+  }
+  /// The unit's queries: as they are for bytes, and divided by what codes in place are worth for 3
+  /// and 4 bits, whose later half of k steps is of planes 4 bits up, and for 2.
+  QATTN_DEVICE void store_queries() const {
+    const std::uint32_t* from = this->p.query_words + std::int64_t{this->unit} * query_planes *
+                                                          this->p.unit_rows * (C.d / 2);
+    for (int i = isa::thread(); i < S::k_steps * N * 16; i += S::threads) {
+      const auto words = isa::load_global(reinterpret_cast<const isa::Words4*>(from) + i);
+      const int step = i / (16 * N);
+      const auto store = [&](int bits, int shift) {
+        const std::uint32_t factor = static_cast<std::uint32_t>(15 - shift) << 10;
+        isa::Words4 scaled;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          scaled.w[w] = isa::multiply_f16(words.w[w], factor | factor << 16);
+        }
+        isa::store_shared(
+            isa::shared_base() + S::queries_of(bits) + static_cast<isa::SharedAddress>(i * 16),
+            scaled);
+      };
+      store(8, 0);
+      store(4, plane_shift(4, step / (S::k_steps / planes<4>)));
+      store(2, plane_shift(2, step / (S::k_steps / planes<2>)));
+    }
+  }
+
+  /// Words of codes as planes are masked out of them. 3 bits: a plane's two low bits and its high
+  /// bit become three side by side, of planes 0 and 2 in `a` and of 1 and 3 in `b`, with one LOP3
+  /// for a pair of planes.
+  struct Packed {
+    std::uint32_t a, b;
+  };
+  /// 3 bits: `high` has plane i's high bit at bit 2 i + `at` of every byte, at 0 or 1.
+  template <int Bits>
+  static QATTN_DEVICE Packed merge_bits(std::uint32_t word, std::uint32_t high, int at) {
+    if constexpr (Bits == 3) {
+      constexpr std::uint32_t low = 0x33333333u;
+      return {(word & low) | (high << (2 - at) & ~low), (word >> 2 & low) | (high >> at & ~low)};
+    } else {
+      return {word, word};
+    }
+  }
+
+  /// Two registers of a fragment, elements {0, 2} and {1, 3} of a word of codes, in plane `Plane`.
+  template <int Bits, int Plane>
+  static QATTN_DEVICE void unpack(const Packed& x, std::uint32_t& even, std::uint32_t& odd) {
+    if constexpr (Bits == 8) {
+      even = isa::byte_permute(x.a, 0u, 0x4240u);
+      odd = isa::byte_permute(x.a, 0u, 0x4341u);
+    } else {
+      constexpr std::uint32_t one = Bits == 4 ? 0x000f000fu : Bits == 3 ? 0x00070007u : 0x00030003u;
+      constexpr std::uint32_t mask = one << plane_shift(Bits, Plane);
+      const std::uint32_t word = Bits == 3 && Plane % 2 == 1 ? x.b : x.a;
+      even = word & mask;
+      odd = word >> 8 & mask;
+    }
+  }
 
   /// Where this lane's two tokens of every block row are, in row `row` of K's panel. Four rows on
   /// are 256 bytes on: k_chunk() leaves the chunk's higher bits alone.
@@ -116,17 +146,13 @@ struct DecodeCodes : DecodeState<C> {
   }
 
   template <int K, int M, int Plane>
-  QATTN_DEVICE void multiply_plane(const std::uint32_t (&w)[M][2], const std::uint32_t (&h)[M][2],
-                                   const std::uint32_t (&h8)[M][2], int step,
-                                   float (&acc)[M][N][4]) const {
+  QATTN_DEVICE void multiply_plane(const Packed (&w)[M][2], int step, float (&acc)[M][N][4]) const {
     std::uint32_t b[N][2], a[M][4];
-    load_query<Plane*(K == 4 ? 4 : 2)>(b, step);
+    load_query<K>(b, step);
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        unpack<K, Plane>(w[m][i], w[m][i] >> 8, h[m][i], h8[m][i], a[m][i], a[m][i + 2]);
-      }
+      for (int i = 0; i < 2; ++i) unpack<K, Plane>(w[m][i], a[m][i], a[m][i + 2]);
     }
     isa::mma<f16, f16, M, N>(acc, a, b);
   }
@@ -135,6 +161,9 @@ struct DecodeCodes : DecodeState<C> {
   template <int K, int V, int M>
   QATTN_DEVICE void multiply_keys(isa::SharedAddress stage, const TileLayout& layout,
                                   float (&acc)[M][N][4]) const {
+    // Products of one block would wait for each other: two sums of every other step.
+    constexpr int chains = M == 1 ? 2 : 1;
+    float other[M][N][4] = {};
     constexpr float centre = 0.5f * static_cast<float>((1 << K) - 1);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -148,7 +177,7 @@ struct DecodeCodes : DecodeState<C> {
     constexpr int rows = S::k_steps / planes<K>;  // of four words, in a quarter of the panel
     // Bit i of row r of the plane of high bits is that of channels 4 (r + D / 32 i) and on.
     constexpr int high_rows = C.d >= 128 ? C.d / 128 : 1, low_rows = C.d / 16;
-    std::uint32_t high[high_rows][M][2];
+    std::uint32_t high[high_rows][M][2] = {};
     isa::SharedAddress keys[M];
     locate_keys<V>(stage, layout, t, keys);
     if constexpr (K == 3) {
@@ -165,24 +194,27 @@ struct DecodeCodes : DecodeState<C> {
     }
 #pragma unroll
     for (int j = 0; j < rows; ++j) {
-      std::uint32_t w[M][2], h[M][2], h8[M][2];
+      std::uint32_t w[M][2];
+      Packed x[M][2];
       load_keys(keys, 4 * j, w);
-      if constexpr (K == 3) {
-        const int left = C.d == 64 ? 2 - (t >> 1) : 2 - j / high_rows;
+      const int at = C.d == 64 ? t >> 1 : j / high_rows;
 #pragma unroll
-        for (int m = 0; m < M; ++m) {
+      for (int m = 0; m < M; ++m) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            h[m][i] = high[j % high_rows][m][i] << left;
-            h8[m][i] = high[j % high_rows][m][i] >> (8 - left);
-          }
-        }
+        for (int i = 0; i < 2; ++i) x[m][i] = merge_bits<K>(w[m][i], high[j % high_rows][m][i], at);
       }
-      multiply_plane<K, M, 0>(w, h, h8, j, acc);
-      if constexpr (planes < K >> 1) multiply_plane<K, M, 1>(w, h, h8, j + rows, acc);
+      multiply_plane<K, M, 0>(x, j, j % chains == 0 ? acc : other);
+      if constexpr (planes < K >> 1) multiply_plane<K, M, 1>(x, j + rows, acc);
       if constexpr (planes < K >> 2) {
-        multiply_plane<K, M, 2>(w, h, h8, j + 2 * rows, acc);
-        multiply_plane<K, M, 3>(w, h, h8, j + 3 * rows, acc);
+        multiply_plane<K, M, 2>(x, j + 2 * rows, acc);
+        multiply_plane<K, M, 3>(x, j + 3 * rows, acc);
+      }
+    }
+    if constexpr (chains > 1) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[0][n][i] += other[0][n][i];
       }
     }
   }
@@ -203,14 +235,11 @@ struct DecodeCodes : DecodeState<C> {
   }
 
   template <int V, int Plane, int M>
-  QATTN_DEVICE void multiply_values_plane(const isa::Words4& w, const std::uint32_t (&h)[4],
-                                          const std::uint32_t (&h8)[4], int group,
+  QATTN_DEVICE void multiply_values_plane(const Packed (&w)[4], int group,
                                           const std::uint32_t (&x)[M][N][2]) {
     std::uint32_t a[2][4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      unpack<V, Plane>(w.w[i], w.w[i] >> 8, h[i], h8[i], a[i / 2][i % 2], a[i / 2][i % 2 + 2]);
-    }
+    for (int i = 0; i < 4; ++i) unpack<V, Plane>(w[i], a[i / 2][i % 2], a[i / 2][i % 2 + 2]);
     isa::mma<f16, f16, 2, N>(o[group], a, x[Plane]);
   }
 
@@ -229,7 +258,7 @@ struct DecodeCodes : DecodeState<C> {
                                                        V == 8   ? t
                                                        : V == 4 ? t & 1
                                                                 : 0);
-    std::uint32_t high[S::groups / 2][4];
+    std::uint32_t high[S::groups / 2][4] = {};
     if constexpr (V == 3) {
       // Bit i of word w of the plane of high bits: channel w + dv / 2 (i % 2), quad i / 2.
 #pragma unroll
@@ -242,20 +271,17 @@ struct DecodeCodes : DecodeState<C> {
 #pragma unroll
     for (int group = 0; group < S::groups; ++group) {
       const auto w = isa::load_shared<isa::Words4>(values + group * 128);
-      std::uint32_t h[4], h8[4];
-      if constexpr (V == 3) {
-        const int left = group < S::groups / 2 ? 2 : 1;
+      Packed packed[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          h[i] = high[group % (S::groups / 2)][i] << left;
-          h8[i] = high[group % (S::groups / 2)][i] >> (8 - left);
-        }
+      for (int i = 0; i < 4; ++i) {
+        packed[i] =
+            merge_bits<V>(w.w[i], high[group % (S::groups / 2)][i], group < S::groups / 2 ? 0 : 1);
       }
-      multiply_values_plane<V, 0>(w, h, h8, group, x);
-      if constexpr (M > 1) multiply_values_plane<V, 1>(w, h, h8, group, x);
+      multiply_values_plane<V, 0>(packed, group, x);
+      if constexpr (M > 1) multiply_values_plane<V, 1>(packed, group, x);
       if constexpr (M > 2) {
-        multiply_values_plane<V, 2>(w, h, h8, group, x);
-        multiply_values_plane<V, 3>(w, h, h8, group, x);
+        multiply_values_plane<V, 2>(packed, group, x);
+        multiply_values_plane<V, 3>(packed, group, x);
       }
     }
   }
@@ -278,26 +304,13 @@ struct DecodeCodes : DecodeState<C> {
     }
   }
 
-  template <int V, class TokensOf>
-  QATTN_DEVICE void run_codes(int k_bits, isa::SharedAddress stage, bool special,
-                              TokensOf tokens_of, float (&mass)[N][2]) {
+  template <int K, int V, class TokensOf>
+  QATTN_DEVICE void run_codes(isa::SharedAddress stage, bool special, TokensOf tokens_of,
+                              float (&mass)[N][2]) {
     constexpr int M = tile_blocks(V);
-    const TileLayout layout = tile_layout(C.d, C.dv, k_bits, V, M);
+    constexpr TileLayout layout = tile_layout(C.d, C.dv, K, V, M);
     float acc[M][N][4], k[M][2], v[M][2];
-    switch (k_bits) {
-      case 8:
-        multiply_keys<8, V, M>(stage, tile_layout(C.d, C.dv, 8, V, M), acc);
-        break;
-      case 4:
-        multiply_keys<4, V, M>(stage, tile_layout(C.d, C.dv, 4, V, M), acc);
-        break;
-      case 3:
-        multiply_keys<3, V, M>(stage, tile_layout(C.d, C.dv, 3, V, M), acc);
-        break;
-      default:
-        multiply_keys<2, V, M>(stage, tile_layout(C.d, C.dv, 2, V, M), acc);
-        break;
-    }
+    multiply_keys<K, V, M>(stage, layout, acc);
     load_scales<V, M>(stage, layout, k, v);
     std::uint32_t x[M][N][2];
     this->template softmax<V, M, true>(acc, k, v, special, tokens_of, x, mass);

@@ -6,21 +6,23 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// A block of the grid is a unit, a warp a row of it.
+/// A block of the grid is a row of a unit; its warps share the blocks of Decode that had parts of
+/// it.
 template <int Dv>
 struct DecodeCombine {
   using Params = DecodeParams;
-  static constexpr int threads = 256, min_blocks = 2, shared_bytes = 0;
+  static constexpr int threads = 256, min_blocks = 2;
   static constexpr int warps = threads / 32;
+  static constexpr int row_bytes = (Dv + 4) * 4;  ///< of a warp: its sums, base and sum
+  static constexpr int shared_bytes = warps * row_bytes;
   static constexpr bool dependent = true;
 
-  /// Did this block of Decode take segments of the unit?
-  static QATTN_DEVICE bool takes(const Params& p, int block, std::int64_t unit, int segments) {
+  /// Did this block of Decode take places of the unit?
+  static QATTN_DEVICE bool takes(const Params& p, int block, std::int64_t unit) {
     const auto share = isa::load_global(reinterpret_cast<const isa::Words4*>(p.shares + block));
     const std::int64_t from = share.w[0], to = share.w[2];
-    const int begin = unit == from ? static_cast<int>(share.w[1]) : 0;
-    const int limit = static_cast<int>(share.w[3]);
-    const int end = unit < to || limit > segments ? segments : limit;
+    const std::uint32_t begin = unit == from ? share.w[1] : 0;
+    const std::uint32_t end = unit < to ? p.places() : share.w[3];
     return unit >= from && unit <= to && end > begin;
   }
 
@@ -28,11 +30,7 @@ struct DecodeCombine {
     LaneRow<Dv> out;
     float top = -tile::infinity(), total = 0;
 
-    QATTN_DEVICE void add(const Params& p, std::int64_t slot, int row) {
-      const std::int64_t at = slot * p.unit_rows + row;
-      const auto words =
-          isa::load_global(reinterpret_cast<const isa::Words2*>(p.partial_sum + at * 2));
-      const float base = formats::float_of(words.w[0]), sum = formats::float_of(words.w[1]);
+    QATTN_DEVICE void add(float base, float sum, const LaneRow<Dv>& x) {
       if (base == -tile::infinity() && !tile::is_nan(sum)) return;
       const float next = fmaxf(top, base);
       const float keep = top == -tile::infinity() ? 0.0f : isa::exp2(top - next);
@@ -41,9 +39,41 @@ struct DecodeCombine {
       total = fmaf(total, keep, weight * sum);
 #pragma unroll
       for (int i = 0; i < LaneRow<Dv>::count; ++i) {
-        const float x = isa::load_global(p.partial_out + at * Dv + out.channel(i));
-        out.x[i] = fmaf(out.x[i], keep, weight * x);
+        out.x[i] = fmaf(out.x[i], keep, weight * x.x[i]);
       }
+    }
+    /// What a block of Decode had of it, if anything; all is on its way before any is looked at.
+    QATTN_DEVICE void add_part(const Params& p, int block, std::int64_t unit, int row) {
+      const std::int64_t at = (block + unit) * p.unit_rows + row;
+      const auto words =
+          isa::load_global(reinterpret_cast<const isa::Words2*>(p.partial_sum + at * 2));
+      LaneRow<Dv> x;
+#pragma unroll
+      for (int i = 0; i < LaneRow<Dv>::count; ++i) {
+        x.x[i] = isa::load_global(p.partial_out + at * Dv + out.channel(i));
+      }
+      if (!takes(p, block, unit)) return;
+      add(formats::float_of(words.w[0]), formats::float_of(words.w[1]), x);
+    }
+    QATTN_DEVICE void store(isa::SharedAddress to) const {
+#pragma unroll
+      for (int i = 0; i < LaneRow<Dv>::count; ++i) {
+        isa::store_shared(to + static_cast<isa::SharedAddress>(out.channel(i) * 4), out.x[i]);
+      }
+      if (isa::lane() == 0) {
+        isa::store_shared(to + Dv * 4,
+                          isa::Words2{{formats::bits_of(top), formats::bits_of(total)}});
+      }
+    }
+    QATTN_DEVICE void add_stored(isa::SharedAddress from) {
+      LaneRow<Dv> x;
+#pragma unroll
+      for (int i = 0; i < LaneRow<Dv>::count; ++i) {
+        x.x[i] =
+            isa::load_shared<float>(from + static_cast<isa::SharedAddress>(out.channel(i) * 4));
+      }
+      const auto words = isa::load_shared<isa::Words2>(from + Dv * 4);
+      add(formats::float_of(words.w[0]), formats::float_of(words.w[1]), x);
     }
     QATTN_DEVICE void add_sink(float sink) {
       if (sink == -tile::infinity()) return;
@@ -91,24 +121,28 @@ struct DecodeCombine {
   static QATTN_DEVICE void run(const Params& p) {
     isa::grid_dependency_launch();
     isa::grid_dependency_wait();
-    const std::int64_t unit = isa::block().x;
-    const DecodePair pair(p, unit % p.pairs());
-    const int segments = pair.segments(p);
+    const std::int64_t unit = isa::block().x / p.unit_rows;
+    const int row = static_cast<int>(isa::block().x % p.unit_rows);
+    if (static_cast<int>(unit / p.pairs()) * p.unit_rows + row >= p.rows()) return;
     int first = 0, last = -1;
-    if (segments > 0) {
+    if (p.places() > 0) {
       first = isa::load_global(p.first_block + unit);
       last = isa::load_global(p.last_block + unit);
     }
-    const int first_row = static_cast<int>(unit / p.pairs()) * p.unit_rows;
-    for (int row = isa::warp(); row < p.unit_rows && first_row + row < p.rows(); row += warps) {
-      Row x;
+    const DecodePair pair(p, unit % p.pairs());
+    Row x;
 #pragma unroll
-      for (int i = 0; i < LaneRow<Dv>::count; ++i) x.out.x[i] = 0;
-      for (int block = first; block <= last; ++block) {
-        if (takes(p, block, unit, segments)) x.add(p, block + unit, row);
-      }
-      write(p, pair, unit, row, x);
+    for (int i = 0; i < LaneRow<Dv>::count; ++i) x.out.x[i] = 0;
+    const int warp = isa::warp();
+    for (int block = first + warp; block <= last; block += warps) x.add_part(p, block, unit, row);
+    const isa::SharedAddress shared = isa::shared_base();
+    if (warp > 0) x.store(shared + static_cast<isa::SharedAddress>(warp * row_bytes));
+    isa::sync_threads();
+    if (warp > 0) return;
+    for (int w = 1; w < warps && first + w <= last; ++w) {
+      x.add_stored(shared + static_cast<isa::SharedAddress>(w * row_bytes));
     }
+    write(p, pair, unit, row, x);
   }
 };
 

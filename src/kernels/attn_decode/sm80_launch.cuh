@@ -18,7 +18,8 @@ isa::LaunchError launch_decode(const DecodeParams& p, void* stream) {
       isa::launch<DecodePrepare<C.d>>(p, grid(p.units() + p.pairs() * p.parts()), stream);
   constexpr isa::Start early = isa::Start::early;
   if (e.empty()) e = isa::launch<Decode<C>>(p, grid(p.blocks), stream, early);
-  if (e.empty()) e = isa::launch<DecodeCombine<C.dv>>(p, grid(p.units()), stream, early);
+  if (e.empty())
+    e = isa::launch<DecodeCombine<C.dv>>(p, grid(p.units() * p.unit_rows), stream, early);
   if (e.empty() && p.mass != nullptr) {
     e = isa::launch<DecodeMass>(p, grid(std::int64_t{p.batch} * p.heads_q), stream, early);
   }

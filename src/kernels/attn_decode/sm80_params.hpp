@@ -1,10 +1,13 @@
 // What the portable decode kernels are told, and where they keep what between them.
 //
 // A unit is up to 16 query rows of one (sequence, KV head), row r being query r % queries of head
-// r / queries of its group; chunks of more rows follow one another. The tables of a unit are cut
-// into segments of 256 tokens, whose bytes DecodePrepare adds up; block c of Decode takes the
-// segments that begin in its share of all bytes, [c T / G, (c + 1) T / G). So nothing that the host
-// does depends on lengths or tiers, and a captured launch balances what it finds.
+// r / queries of its group; chunks of more rows follow one another. DecodePrepare sorts the blocks
+// of 16 tokens of every part of a page table (32768 tokens) by tier into a list, and counts them;
+// block c of Decode takes the places of all lists whose cost lies in its share, about [c T / G,
+// (c + 1) T / G) (FindPlace::find() moves the bounds a little). So nothing that the host does depends on lengths or tiers, a captured launch balances what
+// it finds, and warps stay in the code of one tier: with tiers as they come (in passes of 640
+// blocks, each sorted for itself) an H200 spent 43 % of a mixed cache's time on instructions that
+// were not in its instruction cache.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +18,7 @@
 
 namespace qattn::kernels {
 
-inline constexpr int segment_blocks = 16;  ///< of 16 tokens: 16, 8 or 4 entries of a table
-inline constexpr int part_segments = 64;   ///< of one block of DecodePrepare
+inline constexpr int part_blocks = 2048;  ///< of 16 tokens, in one block of DecodePrepare
 
 /// One kernel: D, Dv, query rows of a unit / 8.
 struct DecodeConfig {
@@ -30,31 +32,23 @@ struct DecodeShape {
   static constexpr int warps = 8, threads = 32 * warps;
   static constexpr int k_steps = C.d / 16, n = C.n;
   static constexpr int groups = C.dv / 32;  ///< of channels: two rows of tiles of O^T
-  /// Two stages a warp. A tile of equal bits of K and V fits into one, and so does 8/4, 4/2, 3/2;
-  /// where K has even more bits (8/3, 8/2, 4/3) it takes both.
-  static constexpr int stage_bytes = 25 * (C.d + C.dv);
-  static constexpr int ring_bytes = 2 * stage_bytes;
-  static constexpr int list_blocks = 640;  ///< of a pass
+  /// Of one warp: three tiles of equal bits of K and V, but two of 3 bits.
+  static constexpr int ring_bytes = 48 * (C.d + C.dv) + 768;
   /// Blocks on a multiprocessor that registers allow.
   static constexpr int min_blocks = C.d + C.dv > 256 || C.n > 1 ? 1 : 2;
 
   static constexpr int queries = 0;
-  static constexpr int facts =
-      queries + k_steps * n * 256;  ///< [n][4] x {offset, offset, sum, sum}
-  static constexpr int number = facts + n * 64;
-  static constexpr int place = number + list_blocks * 4;
-  static constexpr int order = place + list_blocks * 4;
-  static constexpr int live = order + list_blocks * 2;
-  static constexpr int tier = live + list_blocks * 2;
-  static constexpr int counts = tier + list_blocks;             ///< [most_tiers] blocks of a tier
-  static constexpr int starts = counts + kv::most_tiers * 4;    ///< [most_tiers + 1] in `order`
-  static constexpr int pass = starts + kv::most_tiers * 4 + 4;  ///< its first entry
-  static constexpr int share = pass + 12;                       ///< DecodeShare
+  /// For K of that many bits: see DecodeCodes::store_queries().
+  static constexpr int queries_of(int k_bits) {
+    return queries + (k_bits == 8 ? 0 : k_bits > 2 ? 1 : 2) * k_steps * n * 256;
+  }
+  /// [n][4] x {offset, offset, sum, sum}
+  static constexpr int facts = queries + 3 * k_steps * n * 256;
+  static constexpr int share = facts + n * 64;  ///< DecodeShare
   static constexpr int scratch = share + 16;
   static constexpr int ring = (scratch + 128 + 127) / 128 * 128;
   static constexpr int shared_bytes = ring + warps * ring_bytes;
-  static_assert(warps == kv::most_tiers, "a warp lists the blocks of one tier");
-  static_assert(stage_bytes % 128 == 0);
+  static_assert(ring_bytes % 128 == 0);
   /// The merge of warps goes through the rings.
   static_assert(ring_bytes >= 8 * n * (C.dv + 4) * 4);
 };
@@ -66,10 +60,24 @@ struct DecodeRows {
   std::int64_t batch = 0, query = 0, head = 0;
 };
 
-/// What a block of Decode takes: segments from (unit, segment) up to, not with, (unit, segment).
+/// What a block of Decode takes: places from (unit, place) up to, not with, (unit, place). Place k
+/// of a unit is place k % part_blocks in the list of part k / part_blocks.
 struct alignas(16) DecodeShare {
-  std::uint32_t unit, segment, end_unit, end_segment;
+  std::uint32_t unit, place, end_unit, end_place;
 };
+
+/// A block of 16 tokens in a list.
+struct alignas(8) DecodeBlock {
+  std::uint32_t number;  ///< of its pool, in blocks
+  std::uint32_t where;   ///< entry << 3 | block of the page << 1 | some row does not see all of it
+};
+
+/// What a block of 16 tokens costs, in clocks of a multiprocessor: measured on an H200.
+QATTN_HD std::uint32_t block_cost(const formats::KvBlock& b) {
+  if (b.window()) return 400;
+  const int odd = (b.k_bits == 3 ? 1 : 0) + (b.v_bits == 3 ? 1 : 0);
+  return static_cast<std::uint32_t>(40 + 10 * (b.k_bits + b.v_bits) + 6 * odd);
+}
 
 struct DecodeParams {
   kv::DeviceCache cache;
@@ -91,26 +99,30 @@ struct DecodeParams {
   std::uint32_t* error = nullptr;             ///< the device's sticky error word; may be null
 
   // The workspace.
-  std::uint32_t* query_words = nullptr;    ///< [units][3][unit_rows * d / 2]: QueryPlane
-  float* query_facts = nullptr;            ///< [units][unit_rows][2]: q.mean, sum of f16 codes
-  float* query_scale = nullptr;            ///< [units]: what Q was multiplied by, a power of two
-  std::uint32_t* part_bytes = nullptr;     ///< [pairs][parts]
-  std::uint32_t* segment_start = nullptr;  ///< [pairs][parts * part_segments], from its part on
-  DecodeShare* shares = nullptr;           ///< [blocks]
-  std::int32_t* first_block = nullptr;     ///< [units] of Decode that takes a segment of it
-  std::int32_t* last_block = nullptr;      ///< [units]
-  float* partial_out = nullptr;            ///< [blocks + units][unit_rows][dv], rotated
-  float* partial_sum = nullptr;            ///< [blocks + units][unit_rows][2]: base, sum
-  float* row_lse = nullptr;                ///< [units][unit_rows], in units of log2; for mass
-  float* mass_log = nullptr;               ///< [units][unit_rows][most_pages * blocks a page]
+  std::uint32_t* query_words = nullptr;  ///< [units][3][unit_rows * d / 2]: QueryPlane
+  float* query_facts = nullptr;          ///< [units][unit_rows][2]: q.mean, sum of f16 codes
+  float* query_scale = nullptr;          ///< [units]: what Q was multiplied by, a power of two
+  DecodeBlock* lists = nullptr;          ///< [pairs][parts][part_blocks], by tier
+  std::uint32_t* part_counts = nullptr;  ///< [pairs][parts][most_tiers] blocks of a tier
+  std::uint32_t* part_costs = nullptr;   ///< [pairs][parts]
+  DecodeShare* shares = nullptr;         ///< [blocks]
+  std::int32_t* first_block = nullptr;   ///< [units] of Decode that takes places of it
+  std::int32_t* last_block = nullptr;    ///< [units]
+  float* partial_out = nullptr;          ///< [blocks + units][unit_rows][dv], rotated
+  float* partial_sum = nullptr;          ///< [blocks + units][unit_rows][2]: base, sum
+  float* row_lse = nullptr;              ///< [units][unit_rows], in units of log2; for mass
+  float* mass_log = nullptr;             ///< [units][unit_rows][most_pages * blocks a page]
 
   QATTN_HD std::int32_t rows() const { return group * queries; }
   QATTN_HD std::int64_t pairs() const { return std::int64_t{batch} * cache.heads_kv; }
   QATTN_HD std::int64_t units() const { return pairs() * chunks; }
-  QATTN_HD std::int32_t segment_entries() const { return segment_blocks / cache.blocks_per_page(); }
-  QATTN_HD std::int32_t part_entries() const { return part_segments * segment_entries(); }
+  QATTN_HD std::int32_t part_entries() const { return part_blocks / cache.blocks_per_page(); }
   QATTN_HD std::int64_t parts() const {
     return (cache.most_pages + part_entries() - 1) / part_entries();
+  }
+  /// Of a unit.
+  QATTN_HD std::uint32_t places() const {
+    return static_cast<std::uint32_t>(parts()) * part_blocks;
   }
   QATTN_HD std::int64_t mass_row() const {
     return std::int64_t{cache.most_pages} * cache.blocks_per_page();
@@ -127,8 +139,8 @@ enum QueryPlane { query_codes, query_high, query_low, query_planes };
 
 /// Where the workspace keeps what; offsets in bytes.
 struct DecodeWorkspace {
-  std::size_t query_words, query_facts, query_scale, part_bytes, segment_start, shares, first_block,
-      last_block, partial_out, partial_sum, row_lse, mass_log, bytes;
+  std::size_t query_words, query_facts, query_scale, lists, part_counts, part_costs, shares,
+      first_block, last_block, partial_out, partial_sum, row_lse, mass_log, bytes;
 };
 inline DecodeWorkspace decode_workspace(const DecodeParams& p) {
   DecodeWorkspace w{};
@@ -142,8 +154,9 @@ inline DecodeWorkspace decode_workspace(const DecodeParams& p) {
   w.query_words = take(rows * p.cache.d / 2 * query_planes, 4);
   w.query_facts = take(rows * 2, 4);
   w.query_scale = take(p.units(), 4);
-  w.part_bytes = take(p.pairs() * p.parts(), 4);
-  w.segment_start = take(p.pairs() * p.parts() * part_segments, 4);
+  w.lists = take(p.pairs() * p.parts() * part_blocks, sizeof(DecodeBlock));
+  w.part_counts = take(p.pairs() * p.parts() * kv::most_tiers, 4);
+  w.part_costs = take(p.pairs() * p.parts(), 4);
   w.shares = take(p.blocks, sizeof(DecodeShare));
   w.first_block = take(p.units(), 4);
   w.last_block = take(p.units(), 4);
@@ -174,9 +187,6 @@ struct DecodePair {
     bad = length < p.queries || entries < 0 || entries > p.cache.most_pages;
     if (bad) entries = 0;
   }
-  QATTN_DEVICE std::int32_t segments(const DecodeParams& p) const {
-    return (entries + p.segment_entries() - 1) / p.segment_entries();
-  }
   QATTN_DEVICE std::int32_t position(const DecodeParams& p, int query) const {
     return length - p.queries + query;
   }
@@ -187,6 +197,14 @@ struct DecodePair {
   }
   QATTN_DEVICE std::int32_t visible_end(const DecodeParams& p, int query) const {
     return p.causal != 0 ? position(p, query) + 1 : length;
+  }
+  /// All rows see what is alive from here on ...
+  QATTN_DEVICE std::int32_t sure_begin(const DecodeParams& p) const {
+    return visible_begin(p, p.queries - 1);
+  }
+  /// ... to here: of the newest tokens a tree may hide any.
+  QATTN_DEVICE std::int32_t sure_end(const DecodeParams& p) const {
+    return p.tree != nullptr ? position(p, 0) : visible_end(p, 0);
   }
 };
 

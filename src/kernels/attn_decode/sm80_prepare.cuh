@@ -1,4 +1,4 @@
-// The kernel before Decode: queries in the form that products read, and the bytes of segments.
+// The kernel before Decode: queries in the form that products read, and lists of blocks by tier.
 #pragma once
 
 #include "formats/bits.hpp"
@@ -74,7 +74,7 @@ struct DecodePrepare {
   using Params = DecodeParams;
   static constexpr int threads = 256, min_blocks = 2;
   static constexpr int warps = threads / 32;
-  static constexpr int shared_bytes = 256;
+  static constexpr int most_rows = 16 / warps;  ///< of a unit, in a warp
   static constexpr bool dependent = true;
 
   // ---- Queries --------------------------------------------------------------------------------
@@ -92,9 +92,10 @@ struct DecodePrepare {
     return (std::int64_t{plane} * p.unit_rows * (D / 2) + word) * 2 + half;
   }
 
-  static QATTN_DEVICE LaneRow<D> load_row(const Params& p, const DecodePair& pair, int r) {
-    const std::int64_t head = std::int64_t{pair.head} * p.group + r / p.queries;
-    const std::int64_t at = pair.batch * p.q.batch + r % p.queries * p.q.query + head * p.q.head;
+  static QATTN_DEVICE LaneRow<D> load_row(const Params& p, std::int64_t pair, int r) {
+    const std::int64_t batch = pair / p.cache.heads_kv,
+                       head = pair % p.cache.heads_kv * p.group + r / p.queries;
+    const std::int64_t at = batch * p.q.batch + r % p.queries * p.q.query + head * p.q.head;
     LaneRow<D> row;
 #pragma unroll
     for (int i = 0; i < LaneRow<D>::count; ++i) {
@@ -129,20 +130,15 @@ struct DecodePrepare {
     put(query_low, narrow(raw - kept));
   }
 
-  static QATTN_DEVICE void prepare_row(const Params& p, const DecodePair& pair, std::int64_t unit,
-                                       int row, float factor) {
-    const int r = static_cast<int>(unit / p.pairs()) * p.unit_rows + row;
-    LaneRow<D> raw = load_row(p, pair, r);
+  /// A row as it came, rotated, and its product with K's mean.
+  struct QueryRow {
+    LaneRow<D> raw, rotated;
     float dot = 0;
-    if (p.cache.smooth_k != 0 && !pair.bad) {
-      const float* mean = p.cache.k_mean(pair.slot, p.layer, pair.head);
-#pragma unroll
-      for (int i = 0; i < LaneRow<D>::count; ++i) {
-        dot = fmaf(raw.x[i], isa::load_global(mean + raw.channel(i)), dot);
-      }
-    }
-    LaneRow<D> rotated = raw;
-    if (p.cache.rotate != 0) rotated.rotate();
+  };
+
+  static QATTN_DEVICE void store_row(const Params& p, const QueryRow& query, std::int64_t unit,
+                                     int row, float factor) {
+    const auto& [raw, rotated, dot] = query;
     auto* to = reinterpret_cast<std::uint16_t*>(p.query_words +
                                                 unit * query_planes * p.unit_rows * (D / 2));
     float sum = 0;
@@ -152,11 +148,11 @@ struct DecodePrepare {
       store_halves(p, to, row, raw.channel(i), x, raw.x[i] * factor);
       sum += isa::unpack_f16(isa::pack_f16(x, 0.0f)).lo;
     }
-    dot = warp_sum(dot);
+    const float offset = warp_sum(dot);
     sum = warp_sum(sum);
     if (isa::lane() == 0) {
       float* facts = p.query_facts + (unit * p.unit_rows + row) * 2;
-      isa::store_global(facts, dot);
+      isa::store_global(facts, offset);
       isa::store_global(facts + 1, sum);
     }
   }
@@ -164,20 +160,41 @@ struct DecodePrepare {
   /// One power of two for all rows of a unit brings the largest element of Q or of its rotation
   /// to [2^11, 2^12]: rows 2^19 times smaller still have all bits of f16, 1 / 64 of them included.
   static QATTN_DEVICE void prepare_unit(const Params& p, std::int64_t unit) {
-    const DecodePair pair(p, unit % p.pairs());
+    const std::int64_t pair_index = unit % p.pairs();
+    const int first = static_cast<int>(unit / p.pairs()) * p.unit_rows, warp = isa::warp();
+    // Loads that need not wait for the slot come first.
+    QueryRow queries[most_rows];
+#pragma unroll
+    for (int i = 0; i < most_rows; ++i) {
+      if (warp + i * warps < p.unit_rows) {
+        queries[i].raw = load_row(p, pair_index, first + warp + i * warps);
+      }
+    }
+    const DecodePair pair(p, pair_index);
     if (pair.bad && p.error != nullptr && isa::thread() == 0) {
       isa::atomic_or_global(p.error, tile::error_sequence);
     }
     const isa::SharedAddress top_at = isa::shared_base();
     if (isa::thread() == 0) isa::store_shared(top_at, 0u);
     isa::sync_threads();
-    const int first = static_cast<int>(unit / p.pairs()) * p.unit_rows;
-    for (int row = isa::warp(); row < p.unit_rows; row += warps) {
-      LaneRow<D> x = load_row(p, pair, first + row);
-      float top = amax(x);
+    const bool smooth = p.cache.smooth_k != 0 && !pair.bad;
+    const float* mean = smooth ? p.cache.k_mean(pair.slot, p.layer, pair.head) : nullptr;
+#pragma unroll
+    for (int i = 0; i < most_rows; ++i) {
+      if (warp + i * warps >= p.unit_rows) continue;
+      QueryRow& query = queries[i];
+      if (smooth) {
+#pragma unroll
+        for (int x = 0; x < LaneRow<D>::count; ++x) {
+          const float k = isa::load_global(mean + query.raw.channel(x));
+          query.dot = fmaf(query.raw.x[x], k, query.dot);
+        }
+      }
+      query.rotated = query.raw;
+      float top = amax(query.raw);
       if (p.cache.rotate != 0) {
-        x.rotate();
-        top = fmaxf(top, amax(x));
+        query.rotated.rotate();
+        top = fmaxf(top, amax(query.rotated));
       }
       if (isa::lane() == 0) isa::atomic_max_shared(top_at, formats::bits_of(top));
     }
@@ -187,58 +204,156 @@ struct DecodePrepare {
     const std::uint32_t bits = exponent < 12 ? 0x7e000000u : (265u - exponent) << 23;
     const float factor = formats::float_of(bits);
     if (isa::thread() == 0) isa::store_global(p.query_scale + unit, factor);
-    for (int row = isa::warp(); row < p.unit_rows; row += warps) {
-      prepare_row(p, pair, unit, row, factor);
+#pragma unroll
+    for (int i = 0; i < most_rows; ++i) {
+      if (warp + i * warps < p.unit_rows) store_row(p, queries[i], unit, warp + i * warps, factor);
     }
   }
 
-  // ---- Bytes ----------------------------------------------------------------------------------
+  // ---- Lists ----------------------------------------------------------------------------------
 
-  static QATTN_DEVICE std::uint32_t entry_bytes(const Params& p, const DecodePair& pair,
-                                                std::int32_t index) {
-    if (index >= pair.entries) return 0;
-    const kv::Entry e = load_entry(p.cache.table(pair.slot, p.layer, pair.head) + index);
-    if (!valid_entry(p.cache, e)) {
-      if (p.error != nullptr) isa::atomic_or_global(p.error, tile::error_page);
-      return 0;
+  static constexpr std::uint32_t no_tier = 255;
+  static constexpr int each = part_blocks / threads;  ///< blocks of a thread
+  /// [part_blocks] DecodeBlock, [part_blocks] bytes of tiers, [warps] TierCounts.
+  static constexpr int tiers_at = part_blocks * 8, sums_at = tiers_at + part_blocks;
+  static constexpr int shared_bytes = sums_at + warps * 16;
+
+  /// Eight numbers of 16 bits.
+  struct TierCounts {
+    std::uint64_t low = 0, high = 0;
+
+    QATTN_DEVICE std::uint32_t of(int tier) const {
+      return static_cast<std::uint32_t>((tier < 4 ? low : high) >> (tier & 3) * 16) & 0xffffu;
     }
-    const std::int32_t begin = pair.visible_begin(p, 0);
-    std::uint32_t blocks = 0;
-    for (int i = 0; i < p.cache.blocks_per_page(); ++i) blocks += reads_block(e, i, begin) ? 1 : 0;
-    return blocks * static_cast<std::uint32_t>(p.cache.pool[e.tier].block.bytes());
+    QATTN_DEVICE void count(int tier) {
+      (tier < 4 ? low : high) += std::uint64_t{1} << (tier & 3) * 16;
+    }
+    QATTN_DEVICE void add(const TierCounts& x) { low += x.low, high += x.high; }
+    /// How many there are of the tiers before each.
+    QATTN_DEVICE TierCounts starts() const {
+      constexpr std::uint64_t every = 0x0001000100010001u;
+      return {low * (every << 16), high * (every << 16) + (low * every >> 48) * every};
+    }
+  };
+
+  /// Puts what block `i` of the part is into shared memory.
+  static QATTN_DEVICE void note_block(const Params& p, const DecodePair& pair, std::int64_t part,
+                                      int i, const kv::Entry& e) {
+    const int shift = p.cache.blocks_per_page() >> 1, block = i & ((1 << shift) - 1);
+    const auto index = static_cast<std::uint32_t>(part * p.part_entries() + (i >> shift));
+    std::uint32_t tier = no_tier;
+    if (static_cast<std::int32_t>(index) < pair.entries) {
+      if (!valid_entry(p.cache, e)) {
+        if (p.error != nullptr) isa::atomic_or_global(p.error, tile::error_page);
+      } else if (reads_block(e, block, pair.visible_begin(p, 0))) {
+        tier = e.tier;
+      }
+    }
+    const std::int32_t first = e.first + block * formats::kv_block_tokens;
+    const bool whole = (e.live >> (block * formats::kv_block_tokens) & 0xffffu) == 0xffffu &&
+                       first >= pair.sure_begin(p) &&
+                       first + formats::kv_block_tokens <= pair.sure_end(p);
+    const std::uint32_t number =
+        (static_cast<std::uint32_t>(e.page) << shift) + static_cast<std::uint32_t>(block);
+    const isa::SharedAddress base = isa::shared_base();
+    isa::store_shared(base + static_cast<isa::SharedAddress>(i * 8),
+                      isa::Words2{{number, index << 3 | static_cast<std::uint32_t>(block) << 1 |
+                                               (whole ? 0u : 1u)}});
+    isa::store_shared(base + static_cast<isa::SharedAddress>(tiers_at + i),
+                      static_cast<std::uint8_t>(tier));
+  }
+
+  /// Counts of all tiers: in this thread's blocks, and in those of threads before it; returns those
+  /// of all. After a barrier of `mine`.
+  static QATTN_DEVICE TierCounts add_up(const TierCounts& mine, TierCounts& before) {
+    TierCounts through = mine;
+#pragma unroll
+    for (int delta = 1; delta < 32; delta *= 2) {
+      const TierCounts other{isa::shuffle_up(through.low, delta),
+                             isa::shuffle_up(through.high, delta)};
+      if (isa::lane() >= delta) through.add(other);
+    }
+    const isa::SharedAddress sums = isa::shared_base() + sums_at;
+    const int warp = isa::warp();
+    const auto words = [](std::uint64_t x) {
+      return isa::Words2{{static_cast<std::uint32_t>(x), static_cast<std::uint32_t>(x >> 32)}};
+    };
+    if (isa::lane() == 31) {
+      const auto at = sums + static_cast<isa::SharedAddress>(warp * 16);
+      isa::store_shared(at, words(through.low));
+      isa::store_shared(at + 8, words(through.high));
+    }
+    isa::sync_threads();
+    before = {through.low - mine.low, through.high - mine.high};
+    TierCounts all;
+    for (int w = 0; w < warps; ++w) {
+      const auto at = sums + static_cast<isa::SharedAddress>(w * 16);
+      const TierCounts of_warp{isa::load_shared<std::uint64_t>(at),
+                               isa::load_shared<std::uint64_t>(at + 8)};
+      if (w < warp) before.add(of_warp);
+      all.add(of_warp);
+    }
+    return all;
   }
 
   static QATTN_DEVICE void prepare_part(const Params& p, std::int64_t index) {
-    const std::int64_t pair_index = index / p.parts(), part = index % p.parts();
+    const std::int64_t part = index % p.parts();
+    const std::int64_t pair_index = index / p.parts();
+    const int shift = p.cache.blocks_per_page() >> 1;  // 1, 2 or 4 of them: no divisions
+    // All entries are on their way before the first is looked at, and before it is known how many
+    // the table has.
+    kv::Entry entries[each];
+    const std::int32_t slot = isa::load_global(p.slots + pair_index / p.cache.heads_kv);
+    if (slot >= 0 && slot < p.cache.slots) {
+      const kv::Entry* table =
+          p.cache.table(slot, p.layer, static_cast<std::int32_t>(pair_index % p.cache.heads_kv));
+#pragma unroll
+      for (int i = 0; i < each; ++i) {
+        const auto entry = static_cast<std::int32_t>(part * p.part_entries()) +
+                           ((isa::thread() + i * threads) >> shift);
+        if (entry < p.cache.most_pages) entries[i] = load_entry(table + entry);
+      }
+    }
     const DecodePair pair(p, pair_index);
-    constexpr int lanes = threads / part_segments;  // of a segment
-    const int each = p.segment_entries() / lanes;
-    const auto first = static_cast<std::int32_t>(part * p.part_entries()) + isa::thread() * each;
-    std::uint32_t bytes = 0;
-    for (int i = 0; i < each; ++i) bytes += entry_bytes(p, pair, first + i);
 #pragma unroll
-    for (int mask = 1; mask < lanes; mask *= 2) bytes += isa::shuffle_xor(bytes, mask);
-    // Sums of the segments before: in the warp, then of whole warps.
-    std::uint32_t through = bytes;
-#pragma unroll
-    for (int delta = lanes; delta < 32; delta *= 2) {
-      const std::uint32_t before = isa::shuffle_up(through, delta);
-      through += isa::lane() >= delta ? before : 0;
+    for (int i = 0; i < each; ++i) {
+      note_block(p, pair, part, isa::thread() + i * threads, entries[i]);
     }
-    const isa::SharedAddress sums = isa::shared_base();
-    const int warp = isa::warp();
-    if (isa::lane() == 31) isa::store_shared(sums + warp * 4, through);
     isa::sync_threads();
-    for (int w = 0; w < warp; ++w) through += isa::load_shared<std::uint32_t>(sums + w * 4);
-    if (isa::lane() % lanes == 0) {
-      isa::store_global(p.segment_start + index * part_segments + isa::thread() / lanes,
-                        through - bytes);
+    // Thread t has blocks [each t, each (t + 1)) in their order.
+    const auto own = static_cast<isa::SharedAddress>(isa::thread() * each);
+    const isa::SharedAddress base = isa::shared_base();
+    const auto tier_of = [&](int i) {
+      return static_cast<int>(isa::load_shared<std::uint8_t>(base + tiers_at + own +
+                                                             static_cast<isa::SharedAddress>(i)));
+    };
+    TierCounts mine, before;
+    for (int i = 0; i < each; ++i) {
+      if (tier_of(i) != no_tier) mine.count(tier_of(i));
     }
-    if (isa::thread() == threads - 1) isa::store_global(p.part_bytes + index, through);
+    const TierCounts all = add_up(mine, before);
+    before.add(all.starts());
+    for (int i = 0; i < each; ++i) {
+      const int tier = tier_of(i);
+      if (tier == no_tier) continue;
+      const std::uint32_t to = before.of(tier);
+      before.count(tier);
+      isa::store_global(
+          reinterpret_cast<isa::Words2*>(p.lists + index * part_blocks + to),
+          isa::load_shared<isa::Words2>(base + (own + static_cast<isa::SharedAddress>(i)) * 8));
+    }
+    if (isa::thread() < kv::most_tiers) {
+      isa::store_global(p.part_counts + index * kv::most_tiers + isa::thread(),
+                        all.of(isa::thread()));
+    }
+    if (isa::thread() == 0) {
+      std::uint32_t cost = 0;
+      for (int t = 0; t < p.cache.pools; ++t) cost += all.of(t) * block_cost(p.cache.pool[t].block);
+      isa::store_global(p.part_costs + index, cost);
+    }
   }
 
   static QATTN_DEVICE void run(const Params& p) {
-    isa::grid_dependency_launch();
     isa::grid_dependency_wait();
     const std::int64_t block = isa::block().x;
     if (block < p.units()) {
@@ -246,6 +361,9 @@ struct DecodePrepare {
     } else {
       prepare_part(p, block - p.units());
     }
+    // Not before: blocks of Decode that come while some of these still run land on multiprocessors
+    // out of order, and share_number() wants an early and a late share on each.
+    isa::grid_dependency_launch();
   }
 };
 

@@ -1,5 +1,5 @@
-// Tiles of the 16-bit window: one block, read from global memory as it lies. There are a dozen of
-// them beside thousands of tiles of codes.
+// Tiles of the 16-bit window: one block, in the warp's ring as it lies. There are a dozen of them
+// beside thousands of tiles of codes, but one whose loads wait for each other takes an H200 10 us.
 #pragma once
 
 #include "formats/hadamard.hpp"
@@ -102,7 +102,7 @@ struct DecodeRowTiles : DecodeCodes<C> {
   // ---- Products -------------------------------------------------------------------------------
 
   template <isa::Element E>
-  QATTN_DEVICE void multiply_row_keys(const std::uint8_t* keys, float (&acc)[1][N][4]) const {
+  QATTN_DEVICE void multiply_row_keys(isa::SharedAddress keys, float (&acc)[1][N][4]) const {
     const std::uint32_t* queries =
         p.query_words + (std::int64_t{unit} * query_planes + query_high) * p.unit_rows * (C.d / 2);
     const std::int64_t to_low = std::int64_t{p.unit_rows} * (C.d / 2);
@@ -116,8 +116,8 @@ struct DecodeRowTiles : DecodeCodes<C> {
       isa::Words4 w[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        w[h] = isa::load_once(reinterpret_cast<const isa::Words4*>(
-            keys + ((2 * g + h) * C.d + 32 * steps + 8 * t) * 2));
+        w[h] = isa::load_shared<isa::Words4>(
+            keys + static_cast<isa::SharedAddress>(((2 * g + h) * C.d + 32 * steps + 8 * t) * 2));
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -158,14 +158,15 @@ struct DecodeRowTiles : DecodeCodes<C> {
   /// The four tokens' rows of V at this lane's channels, zeros where a row has NaN or Inf. Returns
   /// those tokens as bits of the block.
   template <isa::Element E>
-  QATTN_DEVICE std::uint32_t load_row_values(const std::uint8_t* values,
+  QATTN_DEVICE std::uint32_t load_row_values(isa::SharedAddress values,
                                              isa::Words2 (&w)[S::groups][4]) const {
 #pragma unroll
     for (int group = 0; group < S::groups; ++group) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        w[group][i] = isa::load_global(reinterpret_cast<const isa::Words2*>(
-            values + ((4 * t + i) * C.dv + 32 * group + 4 * g) * 2));
+        w[group][i] = isa::load_shared<isa::Words2>(
+            values +
+            static_cast<isa::SharedAddress>(((4 * t + i) * C.dv + 32 * group + 4 * g) * 2));
       }
     }
     std::uint32_t bad = bad_rows<E>(w);
@@ -220,7 +221,7 @@ struct DecodeRowTiles : DecodeCodes<C> {
   }
 
   template <isa::Element E, class TokensOf>
-  QATTN_DEVICE void run_rows(const std::uint8_t* block, bool special, TokensOf tokens_of,
+  QATTN_DEVICE void run_rows(isa::SharedAddress block, bool special, TokensOf tokens_of,
                              float (&mass)[N][2]) {
     float acc[1][N][4];
     multiply_row_keys<E>(block, acc);

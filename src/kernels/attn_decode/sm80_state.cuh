@@ -31,10 +31,10 @@ inline namespace QATTN_TARGET {
 QATTN_CONSTEXPR int tile_shift(int v_bits) { return v_bits >= 8 ? 0 : v_bits == 4 ? 1 : 2; }
 QATTN_CONSTEXPR int tile_blocks(int v_bits) { return 1 << tile_shift(v_bits); }
 
-/// What V's codes of k step m are worth in an f16 register, in units of 2^-24: codes are masked,
-/// not shifted, and subnormal f16 are 2^-24 times their bits.
-QATTN_CONSTEXPR int plane_shift(int v_bits, int m) {
-  return v_bits >= 8 ? 0 : v_bits == 4 ? 4 * m : 2 * m;
+/// What codes of plane `i` are worth in an f16 register, in units of 2^-24, as a power of two:
+/// codes are masked, not shifted, and subnormal f16 are 2^-24 times their bits.
+QATTN_CONSTEXPR int plane_shift(int bits, int i) {
+  return bits >= 8 ? 0 : bits == 4 ? 4 * i : bits == 3 ? i / 2 * 4 : 2 * i;
 }
 
 template <DecodeConfig C>
@@ -139,7 +139,29 @@ struct DecodeState {
                             query * p.tree_stride[1] + newest * p.tree_stride[2]) != 0;
   }
 
+  /// Bit (m N + n) 4 + i: accumulator i of (m, n) is a token that its row sees. One loop: it
+  /// divides.
+  template <int V, int M>
+  QATTN_DEVICE std::uint32_t look(const TileTokens& tokens, std::uint32_t (&alive)[M]) const {
+    std::uint32_t seen = 0;
+#pragma unroll 1
+    for (int bit = 0; bit < 4 * M * N; ++bit) {
+      const int m = bit / (4 * N), n = bit / 4 % N, i = bit % 4;
+      const int token = 4 * quad_of<V>(m) + 2 * (g & 1) + i / 2;
+      if (visible(tokens, token, n, i % 2)) seen |= 1u << bit;
+    }
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      alive[m] = tokens.alive >> (4 * quad_of<V>(m) + 2 * (g & 1)) & 3;
+    }
+    return seen;
+  }
+
   // ---- Softmax --------------------------------------------------------------------------------
+
+  static QATTN_DEVICE std::int32_t signed_bits(float x) {
+    return static_cast<std::int32_t>(formats::bits_of(x));
+  }
 
   /// Multiplies O, its sums of P, and the row sums.
   QATTN_DEVICE void rescale(const float (&alpha)[N][2], float v_factor) {
@@ -222,34 +244,43 @@ struct DecodeState {
       added[n][0] = offset.lo, added[n][1] = offset.hi;
     }
     if (p.softcap > 0) cap(acc, k, added);
-    bool fine = !special;
-    float s[M][N][4];
+    float s[M][N][4], v[M][2];
+    // Bits of floats from 0 on have their order as integers, and NaN is the largest: one
+    // instruction compares three of them, where a chain of comparisons would wait for each other's
+    // predicates.
+    std::int32_t top = 0, top_scale = 0;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-      const float unit_of_m = v_inverse;
-      fine = fine && v_scale[m][0] * unit_of_m <= 1.0f && v_scale[m][1] * unit_of_m <= 1.0f;
+      v[m][0] = v_scale[m][0] * v_inverse, v[m][1] = v_scale[m][1] * v_inverse;
+      top_scale = isa::max3(top_scale, signed_bits(v[m][0]), signed_bits(v[m][1]));
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           s[m][n][i] = fmaf(acc[m][n][i], k[m][i / 2], added[n][i % 2] - base[n][i % 2]);
-          fine = fine && s[m][n][i] <= headroom;  // not where it is NaN
         }
+        top = isa::max3(top, signed_bits(s[m][n][0]), signed_bits(s[m][n][1]));
+        top = isa::max3(top, signed_bits(s[m][n][2]), signed_bits(s[m][n][3]));
       }
     }
-    const bool careful = !isa::all(fine);
+    const bool careful =
+        !isa::all(!special && top <= signed_bits(headroom) && top_scale <= signed_bits(1.0f));
+    std::uint32_t hidden = 0;  // bit (m N + n) 4 + i: P is 0 even where V's scale is NaN
     if (careful) {
-      std::uint32_t alive[M];
+      std::uint32_t seen = ~0u, alive[M];
+      if (special) {
+        seen = look<V, M>(tokens_of(block_of<V>()), alive);
+      } else {
+#pragma unroll
+        for (int m = 0; m < M; ++m) alive[m] = 3;
+      }
 #pragma unroll
       for (int m = 0; m < M; ++m) {
-        const TileTokens tokens = tokens_of(block_of<V>());
-        const int token = 4 * quad_of<V>(m) + 2 * (g & 1);
-        alive[m] = tokens.alive >> token & 3;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            s[m][n][i] = visible(tokens, token + i / 2, n, i % 2)
+            s[m][n][i] = (seen >> ((m * N + n) * 4 + i) & 1) != 0
                              ? fmaf(acc[m][n][i], k[m][i / 2], added[n][i % 2])
                              : -tile::infinity();
           }
@@ -265,34 +296,46 @@ struct DecodeState {
             const float b = base[n][i % 2];
             s[m][n][i] = b == -tile::infinity() && !tile::is_nan(s[m][n][i]) ? -tile::infinity()
                                                                              : s[m][n][i] - b;
+            hidden |= s[m][n][i] == -tile::infinity() ? 1u << ((m * N + n) * 4 + i) : 0u;
           }
         }
+        v[m][0] = v_scale[m][0] * v_inverse, v[m][1] = v_scale[m][1] * v_inverse;
       }
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) mass[n][0] = mass[n][1] = 0;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-      const float unit_of_m = v_inverse * (1.0f / static_cast<float>(1 << plane_shift(V, m)));
-      const float v[2] = {v_scale[m][0] * unit_of_m, v_scale[m][1] * unit_of_m};
+      const float plane = 1.0f / static_cast<float>(1 << plane_shift(V, m));
+      const float v_plane[2] = {v[m][0] * plane, v[m][1] * plane};
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        float scaled[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float e = isa::exp2(s[m][n][i]);
           mass[n][i % 2] += e;
-          scaled[i] = e * v[i / 2];
+          s[m][n][i] = e * v_plane[i / 2];
         }
-        if (careful) {
-          // A token that a row does not see may have the scale NaN.
+      }
+    }
+    if (hidden != 0) {
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            scaled[i] = s[m][n][i] == -tile::infinity() ? 0.0f : scaled[i];
+            if ((hidden >> ((m * N + n) * 4 + i) & 1) != 0) s[m][n][i] = 0;
           }
         }
-        x[m][n][0] = isa::transpose_matrix(isa::pack_f16(scaled[0], scaled[1]));
-        x[m][n][1] = isa::transpose_matrix(isa::pack_f16(scaled[2], scaled[3]));
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        x[m][n][0] = isa::transpose_matrix(isa::pack_f16(s[m][n][0], s[m][n][1]));
+        x[m][n][1] = isa::transpose_matrix(isa::pack_f16(s[m][n][2], s[m][n][3]));
       }
     }
 #pragma unroll
