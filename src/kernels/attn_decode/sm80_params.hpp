@@ -1,13 +1,13 @@
 // What the portable decode kernels are told, and where they keep what between them.
 //
-// A unit is up to 16 query rows of one (sequence, KV head), row r being query r % queries of head
-// r / queries of its group; chunks of more rows follow one another. DecodePrepare sorts the blocks
-// of 16 tokens of every part of a page table (32768 tokens) by tier into a list, and counts them;
-// block c of Decode takes the places of all lists whose cost lies in its share, about [c T / G,
-// (c + 1) T / G) (FindPlace::find() moves the bounds a little). So nothing that the host does depends on lengths or tiers, a captured launch balances what
-// it finds, and warps stay in the code of one tier: with tiers as they come (in passes of 640
-// blocks, each sorted for itself) an H200 spent 43 % of a mixed cache's time on instructions that
-// were not in its instruction cache.
+// A unit is up to 16 query rows of one (sequence, KV head), row r being query r % queries of head r
+// / queries of its group; chunks of more rows follow one another. DecodePrepare sorts the blocks of
+// 16 tokens of every part of a page table (32768 tokens) by tier into a list, and counts them;
+// block c of Decode takes the places of all lists whose cost lies in its share, about [c T / G, (c
+// + 1) T / G) (FindPlace::find() moves the bounds a little). So nothing that the host does depends
+// on lengths or tiers, a captured launch balances what it finds, and warps stay in the code of one
+// tier: with tiers as they come (in passes of 640 blocks, each sorted for itself) an H200 spent 43
+// % of a mixed cache's time on instructions that were not in its instruction cache.
 #pragma once
 
 #include <cstdint>

@@ -78,8 +78,8 @@ QATTN_DEVICE bool needs_cleaning(const PrefillParams& p, const PrefillWork& work
          (p.v.cu_seqlens != nullptr || work.k.length < p.v.max_length);
 }
 
-// The producer locates work, and tells the consumers with Q: they did it between two blocks of rows,
-// which took 1000 clocks of 23700 at S = 1024 (H200, int8_full, D 128).
+// The producer locates work, and tells the consumers with Q: they did it between two blocks of
+// rows, which took 1000 clocks of 23700 at S = 1024 (H200, int8_full, D 128).
 QATTN_DEVICE void put_work(SharedAddress to, const PrefillWork& work) {
   isa::Words4 words[sizeof work / 16];
   std::memcpy(words, &work, sizeof work);
