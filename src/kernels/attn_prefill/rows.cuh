@@ -397,13 +397,15 @@ struct PrefillRows {
     return poison + isa::shuffle_xor(poison, 2);
   }
 
-  /// The numbers of this thread's channels from a table of `channels`; behind its end, the first.
-  /// All are on their way before any is used: one after the other they took 4 us (H200, D 128).
-  QATTN_DEVICE void load_channels(const float* table, int channels,
-                                  float (&x)[S::d_tiles][2]) const {
+  /// The numbers of this thread's channels of N tiles from `first` on, from a table of `channels`;
+  /// behind its end, the first. All are on their way before any is used: one after the other those
+  /// of a row took 4 us (H200, D 128).
+  template <int N>
+  QATTN_DEVICE void load_channels(const float* table, int channels, int first,
+                                  float (&x)[N][2]) const {
 #pragma unroll
-    for (int n = 0; n < S::d_tiles; ++n) {
-      const int c = 8 * n + lane % 4 * 2;
+    for (int n = 0; n < N; ++n) {
+      const int c = 8 * (first + n) + lane % 4 * 2;
       const float* at = table + (c < channels ? c : 0);
       x[n][0] = isa::load_global(at);
       x[n][1] = isa::load_global(at + 1);
@@ -411,16 +413,22 @@ struct PrefillRows {
   }
 
   QATTN_DEVICE void add_mean(const float (&weight)[R]) {
-    float mean[S::d_tiles][2];
-    load_channels(p.v_mean + (work.b * p.k.heads + work.kv_head) * std::int64_t{p.v_mean_channels},
-                  p.v_mean_channels, mean);
+    const float* table =
+        p.v_mean + (work.b * p.k.heads + work.kv_head) * std::int64_t{p.v_mean_channels};
+    constexpr int together = 4;  // all at once have no room in registers beside the output
 #pragma unroll
-    for (int n = 0; n < S::d_tiles; ++n) {
+    for (int first = 0; first < S::d_tiles; first += together) {
+      float mean[together][2];
+      load_channels(table, p.v_mean_channels, first, mean);
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
+      for (int n = 0; n < together; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (weight[r] != 0.0f) out[r / 2][n][r % 2 * 2 + e] += weight[r] * mean[n][e];
+        for (int r = 0; r < R; ++r) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = out[r / 2][first + n][r % 2 * 2 + e];
+            if (weight[r] != 0.0f) x += weight[r] * mean[n][e];
+          }
         }
       }
     }

@@ -241,7 +241,7 @@ struct Sm90Online : Sm90Rows<C> {
   using ChannelScales = float[S::d_tiles][2];
   QATTN_DEVICE void load_channel_scales(ChannelScales& scale) const {
     const std::int64_t head = work.b * p.k.heads + work.kv_head;
-    this->load_channels(p.v8.channel_scale + head * p.v8.groups * p.v8.channels, p.v8.channels,
+    this->load_channels(p.v8.channel_scale + head * p.v8.groups * p.v8.channels, p.v8.channels, 0,
                         scale);
   }
   QATTN_DEVICE void scale_channels(const ChannelScales& by) {
