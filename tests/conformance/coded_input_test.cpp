@@ -105,6 +105,31 @@ TEST_P(CodedInput, Packed) {
   compare_with_codes(feature, GetParam());
 }
 
+/// Few queries: codes may be read where they lie (rows_in_place in the plan), in whole groups of
+/// 16 keys and 64 channels; what is left of either goes another way.
+TEST_P(CodedInput, FewQueries) {
+  struct Case {
+    std::int64_t queries, keys, heads_q, dim, dim_v;
+  };
+  const Case cases[] = {{1, 2064, 8, 128, 128}, {1, 1, 2, 64, 64},    {3, 130, 4, 192, 64},
+                        {1, 1168, 6, 256, 80},  {7, 144, 2, 64, 256}, {1, 1045, 10, 64, 24},
+                        {2, 160, 8, 128, 128}};
+  for (const Case& c : cases) {
+    SCOPED_TRACE(testing::Message() << c.queries << " of " << c.keys << ", heads " << c.heads_q
+                                    << ", D " << c.dim << " " << c.dim_v);
+    Feature feature = small(true);
+    feature.sq = {c.queries, c.queries};
+    feature.sk = {c.keys, c.keys};
+    feature.heads_q = c.heads_q;
+    feature.dim = c.dim;
+    feature.dim_v = c.dim_v;
+    feature.how.layout = c.keys % 2 == 0 ? Layout::bshd : Layout::bhsd;
+    feature.options.window_left = c.queries == 7 ? 37 : -1;
+    compare_with_codes(feature, GetParam());
+    if (HasFailure() || IsSkipped()) return;
+  }
+}
+
 TEST_P(CodedInput, Granularities) {
   if (!free_scales(GetParam().qk)) GTEST_SKIP() << "scales are built into the format";
   const Scaling scalings[] = {{Granularity::per_tensor, 0, 0},
@@ -137,14 +162,14 @@ TEST_P(CodedInput, GranularitiesOfV) {
 }
 
 /// Pages of codes: scales per token belong to the page, so they do not see the sequence at all.
-TEST_P(CodedInput, Pages) {
-  Recipe recipe = GetParam();
+void compare_pages(std::int64_t queries, std::int64_t page_size, Recipe recipe) {
   if (!has_codes(recipe.qk) || info(recipe.qk).bits < 8) GTEST_SKIP() << "no 8-bit K codes";
   if (has_codes(recipe.v) && !free_scales(recipe.v)) GTEST_SKIP() << "V groups span pages";
   recipe.smooth_k = Toggle::off;
   if (has_codes(recipe.v)) recipe.v_scale.granularity = Granularity::per_token;
   Feature feature = small(true);
-  feature.how.page_size = 48;
+  feature.sq = {queries, queries};
+  feature.how.page_size = page_size;
   feature.used_k = {150, 77};
   const Call call = make_call(feature, 22);
   Laid laid = lay_out(call, feature.how);
@@ -170,6 +195,10 @@ TEST_P(CodedInput, Pages) {
   }
   expect_same(attend(t, call.options, recipe, call, laid), want, "pages of codes");
 }
+
+TEST_P(CodedInput, Pages) { compare_pages(40, 48, GetParam()); }
+TEST_P(CodedInput, PagesOfWholeGroupsForFewQueries) { compare_pages(3, 48, GetParam()); }
+TEST_P(CodedInput, PagesOfOtherSizesForFewQueries) { compare_pages(1, 24, GetParam()); }
 
 /// K quantised after its mean, which comes along: scores, softcap and LSE see it again.
 TEST_P(CodedInput, KeyMean) {

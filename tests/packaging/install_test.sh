@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # install_test.sh static|shared SOURCE BUILD: installs the library of that kind from BUILD (built
 # first where it is none yet) into a temporary prefix, moves the prefix, and builds and runs an
-# outside project with it, through find_package and through pkg-config.
+# outside project with it, through find_package and through pkg-config. The program comes along
+# where the build has it.
 set -euo pipefail
 kind=$1 source=$2 build=$3
 cmake=${CMAKE:-cmake} cc=${CC:-cc} cxx=${CXX:-c++}
@@ -28,6 +29,18 @@ test -e "$prefix/include/qattn/formats.def"
 if grep -rqF -e "$source" -e "$build" "$libdir/cmake" "$libdir/pkgconfig"; then
   echo "the installed package names the source or build directory"
   exit 1
+fi
+
+# The program, where this build has one, reads the demo's tensors that were installed with it.
+if [[ -e $build/bin/qattn ]]; then
+  quietly "$cmake" --install "$build" --prefix "$prefix" --component program
+  "$prefix/bin/qattn" info >/dev/null
+  : >"$prefix/share/qattn/minilm_qkv.safetensors"
+  if "$prefix/bin/qattn" demo --report "$work/report.html" 2>"$work/log"; then
+    echo "the installed demo took other tensors than its own"
+    exit 1
+  fi
+  grep -qF "$prefix/share/qattn/minilm_qkv.safetensors" "$work/log"
 fi
 
 quietly "$cmake" -S "$source/tests/packaging/consumer" -B "$work/consumer" \

@@ -40,15 +40,19 @@ struct DemoFlags {
   }
 };
 
+/// Behind an installed program lie its data; else they are where it was built.
 Result<io::SafetensorsFile> open_data(const std::string& named) {
   if (!named.empty()) return io::SafetensorsFile::open(named);
-  const std::string path = (std::filesystem::path(QATTN_DATA_DIR) / data_file).string();
+  namespace fs = std::filesystem;
   std::error_code error;
-  if (!std::filesystem::exists(path, error)) {
-    return usage_error(
-        fmt::format("{}: no such file; name the captured tensors with --data", path));
+  const fs::path program = fs::read_symlink("/proc/self/exe", error);
+  const fs::path installed = program.parent_path().parent_path() / "share/qattn" / data_file;
+  const fs::path built = fs::path(QATTN_DATA_DIR) / data_file;
+  for (const fs::path& path : {installed, built}) {
+    if (fs::exists(path, error)) return io::SafetensorsFile::open(path.string());
   }
-  return io::SafetensorsFile::open(path);
+  return usage_error(fmt::format("{} and {}: no such file; name the captured tensors with --data",
+                                 installed.string(), built.string()));
 }
 
 /// layer0, layer1, ... up to the first that is missing.

@@ -142,9 +142,9 @@ struct DecodeUnit : DecodeLoad<C> {
   /// filled by cp.async; what is to be copied is read from the list one tile earlier.
   template <int K, int V>
   QATTN_DEVICE void run_codes_tiles(const TierRun& run, int index) {
-    constexpr int M = tile_blocks(V), stages = Base::template stages<K, V>;
-    constexpr int stage_bytes = Base::template stage_bytes<K, V>;
-    static_assert(stages >= 1);
+    constexpr int M = tile_blocks(V), depth = Base::template stages<K, V>;
+    constexpr int bytes = Base::template stage_bytes<K, V>;
+    static_assert(depth >= 1);
     const int tiles = (run.count + M - 1) / M;
     if (index >= tiles) return;
     this->forget_lane();
@@ -155,33 +155,33 @@ struct DecodeUnit : DecodeLoad<C> {
     int ahead = index, put = 0, get = 0;
     std::uint32_t special = 0;  // bit i: the tile i rounds on wants masks
     DecodeBlock next = this->load_block(run, ahead * M + (lane & (M - 1)));
-    const auto start = [&](int later) {
+    const auto begin = [&](int later) {
       if (ahead < tiles) {
         this->template copy_tile<K, V>(pages, next,
-                                       ring + static_cast<isa::SharedAddress>(put * stage_bytes));
+                                       ring + static_cast<isa::SharedAddress>(put * bytes));
         const bool masked = (next.where & 1) != 0 || ahead * M + M > run.count;
         special |= isa::any(masked) ? 1u << later : 0u;
         ahead += S::warps;
         next = this->load_block(run, ahead * M + (lane & (M - 1)));
-        put = put + 1 == stages ? 0 : put + 1;
+        put = put + 1 == depth ? 0 : put + 1;
       }
       isa::copy_async_commit();
     };
 #pragma unroll
-    for (int i = 0; i + 1 < stages; ++i) start(i);
+    for (int i = 0; i + 1 < depth; ++i) begin(i);
 #pragma unroll 1
     for (; index < tiles; index += S::warps) {
-      start(stages - 1);
-      isa::copy_async_wait<stages - 1>();
+      begin(depth - 1);
+      isa::copy_async_wait<depth - 1>();
       isa::sync_warp();  // what other lanes copied is there
       float mass[N][2];
       this->template run_codes<K, V>(
-          ring + static_cast<isa::SharedAddress>(get * stage_bytes), (special & 1) != 0,
+          ring + static_cast<isa::SharedAddress>(get * bytes), (special & 1) != 0,
           [&](int block) { return this->tokens_of(run, index * M, block); }, mass);
       note<V>(run, index * M, mass);
       isa::sync_warp();  // nobody reads this stage any more
       special >>= 1;
-      get = get + 1 == stages ? 0 : get + 1;
+      get = get + 1 == depth ? 0 : get + 1;
     }
     this->take_centre(0.5f * static_cast<float>((1 << V) - 1));
   }

@@ -167,11 +167,11 @@ struct DecodeCodes : DecodeState<C> {
     constexpr float centre = 0.5f * static_cast<float>((1 << K) - 1);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const isa::Pair sum = this->load_facts(n, 1);
+      const isa::Pair sums = this->load_facts(n, 1);
 #pragma unroll
       for (int m = 0; m < M; ++m) {
-        acc[m][n][0] = acc[m][n][2] = centre * sum.lo;
-        acc[m][n][1] = acc[m][n][3] = centre * sum.hi;
+        acc[m][n][0] = acc[m][n][2] = centre * sums.lo;
+        acc[m][n][1] = acc[m][n][3] = centre * sums.hi;
       }
     }
     constexpr int rows = S::k_steps / planes<K>;  // of four words, in a quarter of the panel

@@ -86,6 +86,28 @@ bool bf16_values(Format format) {
   return format != f32 && format != f16 && format != s8;
 }
 
+/// May a sequence's rows fit into one task? Of packed queries only the contents know.
+bool may_be_short(const Problem& p) { return p.varlen_q || p.group() * p.max_q <= tile_rows; }
+
+bool given_codes(const Problem& p, const Config& c) {
+  return p.k_codes && p.v_codes && c.qk == Engine::integer && c.pv == Engine::integer;
+}
+
+/// Config::rows_in_place.
+int rows_in_place(const Problem& p, const Config& c) {
+  if (!given_codes(p, c) || c.words->most_rows_in_place == nullptr) return 0;
+  if (p.paged && p.page_size % 16 != 0) return 0;
+  if (c.v_channel_scale && c.v_block % 16 != 0) return 0;
+  return c.words->most_rows_in_place(p.d, p.dv);
+}
+
+/// Config::heads_in_turn: where the heads of a token lie side by side, memory is read in long runs.
+int heads_in_turn(const Problem& p, const Config& c) {
+  const bool side_by_side = p.k.token > p.k.head && p.v.token > p.v.head;
+  if (!given_codes(p, c) || !may_be_short(p) || !side_by_side) return 1;
+  return static_cast<int>(std::min<std::int64_t>(p.heads_kv, most_heads_in_turn));
+}
+
 std::shared_ptr<PlanData> tune(const Problem& problem) {
   auto c = std::make_shared<Config>();
   c->words = select_words().words;
@@ -108,12 +130,12 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
   c->smooth_q = r.smooth_q == Toggle::on;
   c->smooth_v = r.smooth_v == Toggle::on;
   c->rotate = r.rotate == Toggle::on;
+  c->rows_in_place = rows_in_place(problem, *c);
+  c->heads_in_turn = heads_in_turn(problem, *c);
   c->threads = problem.threads > 0 ? problem.threads : omp_get_max_threads();
   Arrays unused;
   c->workspace = layout(problem, *c, nullptr, unused);
-  // Packed queries: which sequences are short enough to be split is known from the contents only.
-  const bool short_queries = problem.varlen_q || problem.group() * problem.max_q <= tile_rows;
-  const bool split = short_queries && problem.max_k > c->split_keys;
+  const bool split = may_be_short(problem) && problem.max_k > c->split_keys;
   const auto engine = [](Engine e) {
     return e == Engine::integer ? "integer" : e == Engine::bf16 ? "bf16" : "f32";
   };
@@ -122,6 +144,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
             std::to_string(tile_keys) +
             " keys\nsplit_keys: " + std::to_string(split ? c->split_keys : 0) +
             "\nsplit_rows: " + std::to_string(split ? tile_rows : 0) +
+            "\nrows_in_place: " + std::to_string(c->rows_in_place) +
             "\nthreads: " + std::to_string(c->threads) + "\n";
   return c;
 }
@@ -180,6 +203,18 @@ void prepare_tile(const Job& job, std::int64_t slot, std::int64_t head, Scratch&
   pack_tile(job, b, head, key, job.prepared_tile(b, head, key), scratch);
 }
 
+void run_tasks(const Job& job, std::int64_t begin, std::int64_t end, Scratch& scratch) {
+  while (begin < end) {
+    const int in_turn = tasks_in_turn(job, begin, end - begin);
+    if (in_turn > 0) {
+      run_in_turn(job, begin, in_turn, scratch);
+    } else {
+      run_task(job, begin, scratch);
+    }
+    begin += std::max(in_turn, 1);
+  }
+}
+
 Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream) {
   const auto& config = static_cast<const Config&>(plan);
   Job job{problem, config, {}};
@@ -192,6 +227,8 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
     for (std::int64_t& count : a.scratch[t].saturated) count = 0;
   }
   const std::int64_t tiles = a.slots / tile_keys;
+  const std::int64_t chunk =
+      std::clamp<std::int64_t>(tasks / (4 * config.threads), 1, config.heads_in_turn);
 #pragma omp parallel num_threads(config.threads)
   {
     Scratch& mine = a.scratch[omp_get_thread_num()];
@@ -215,7 +252,9 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
       prepare_tile(job, i % tiles * tile_keys, i / tiles, mine);
     }
 #pragma omp for schedule(dynamic)
-    for (std::int64_t i = 0; i < tasks; ++i) run_task(job, i, mine);
+    for (std::int64_t i = 0; i < tasks; i += chunk) {
+      run_tasks(job, i, std::min(i + chunk, tasks), mine);
+    }
 #pragma omp for schedule(dynamic)
     for (std::int64_t i = 0; i < kv_units; ++i) {
       merge_splits(job, i / p.heads_kv, i % p.heads_kv, mine);
@@ -263,19 +302,19 @@ std::int64_t most_groups(const Problem& p, const Config& c) {
 
 void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t tile_bytes,
                    Scratch& s) {
-  const int rows = tile_rows;
+  const int rows = tile_rows, own = tile_rows * c.heads_in_turn;
   s.q = arena.take<float>(c.qk == Engine::f32 ? rows * p.d : 0);
   s.q_bf16 = arena.take<std::uint16_t>(c.qk == Engine::bf16 ? rows * p.d : 0);
-  s.q_codes = arena.take<std::int8_t>(c.qk == Engine::integer ? rows * p.d : 0);
+  s.q_codes = arena.take<std::int8_t>(c.qk == Engine::integer ? own * p.d : 0);
   s.scores = arena.take<float>(rows * tile_keys);
   s.p = arena.take<float>(c.pv == Engine::f32 ? rows * tile_keys : 0);
   s.p_bf16 = arena.take<std::uint16_t>(c.pv == Engine::bf16 ? rows * tile_keys : 0);
   s.codes = arena.take<std::uint8_t>(c.pv == Engine::integer ? rows * tile_keys : 0);
-  s.out = arena.take<float>(rows * padded(p.dv));
+  s.out = arena.take<float>(own * padded(p.dv));
   for (float** f : {&s.max, &s.sum, &s.alpha, &s.beta, &s.q_scale, &s.offset}) {
-    *f = arena.take<float>(rows);
+    *f = arena.take<float>(own);
   }
-  s.correction = arena.take<std::int32_t>(rows);
+  s.correction = arena.take<std::int32_t>(own);
   s.rows = arena.take<float>(tile_keys * padded(p.dv));
   s.row = arena.take<float>(3 * 256);
   s.bytes = arena.take<std::uint8_t>(tile_keys * 256);
@@ -284,6 +323,7 @@ void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t 
   s.token_amax = arena.take<float>(groups > 0 ? std::max(p.max_q, p.max_k) : 0);
   s.group_amax = arena.take<float>(groups);
   s.tile = arena.take<std::byte>(static_cast<std::int64_t>(tile_bytes));
+  s.q_panels = arena.take<std::uint8_t>(c.rows_in_place > 0 ? own * p.d : 0);
 }
 
 }  // namespace
@@ -336,7 +376,7 @@ std::size_t layout(const Problem& p, const Config& c, void* base, Arrays& a) {
   a.head_amax[1] = arena.take<float>(units);
   a.head_amax[2] = arena.take<float>(units);
   // Decode calls need no prepared tiles at all; packed queries may mix long and short sequences.
-  const bool prepared = p.varlen_q || p.group() * p.max_q > tile_rows;
+  const bool prepared = p.varlen_q || !may_be_short(p);
   const std::int64_t stores = prepared ? heads * (a.slots / tile_keys) : 0;
   a.tiles = arena.take<std::byte>(stores * static_cast<std::int64_t>(a.tile.bytes));
   const std::int64_t split_rows = std::min(p.batch * tile_rows, p.group() * p.tokens_q);

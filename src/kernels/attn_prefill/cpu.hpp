@@ -15,6 +15,9 @@ namespace qattn::cpu {
 /// One entry of the registry per instruction set, best first.
 std::array<detail::Kernel, 7> attention_kernels();
 
+/// Enough for runs of a kilobyte or more, and a state that L1 and L2 hold.
+inline constexpr int most_heads_in_turn = 16;
+
 /// Everything that selects code. Derived from the problem alone, so results do not depend on the
 /// number of threads or on the rest of the batch.
 struct Config : detail::PlanData {
@@ -28,6 +31,10 @@ struct Config : detail::PlanData {
   /// Sequences of at most tile_rows rows (query heads of a group times queries) are split into runs
   /// of this many keys, which are merged by (O, LSE).
   std::int64_t split_keys = 1024;
+  /// Sequences of at most so many rows take given codes from where they lie.
+  int rows_in_place = 0;
+  /// Sequences of at most tile_rows rows take tiles of given codes from so many heads in turn.
+  int heads_in_turn = 1;
   int threads = 1;
 };
 
@@ -49,6 +56,8 @@ TileLayout tile_layout(const Problem& problem, const Config& config);
 struct Tile {
   std::byte* store;
   const TileLayout* layout;
+  /// Codes that are not in the store's panels but where the caller has them, or null.
+  const CodeRows *k_rows = nullptr, *v_rows = nullptr;
 
   template <class T>
   T* at(std::size_t TileLayout::*part) const {
@@ -65,7 +74,8 @@ struct SequenceInfo {
   std::int64_t first_task, first_partial;
 };
 
-/// Scratch of one thread.
+/// Scratch of one thread. A head in turn has its own q_codes, q_panels, q_scale, offset,
+/// correction, max, sum and out.
 struct Scratch {
   float* q;                                            ///< [tile_rows][d] f32 engine
   std::uint16_t* q_bf16;                               ///< [tile_rows][d] bf16 engine
@@ -83,6 +93,9 @@ struct Scratch {
   float* token_amax;        ///< [longest sequence] where a coarse granularity needs it
   float* group_amax;        ///< [most groups of a sequence], likewise
   std::byte* tile;          ///< store of a tile that only this thread's task uses
+  std::uint8_t* q_panels;   ///< [tile_rows / 16][d / 4][16][4] for products in place
+  CodeRows k_rows, v_rows;  ///< of that tile, in place
+  const std::uint8_t* groups[4][tile_keys / 16];  ///< theirs, and of the next tile
   std::int64_t saturated[3];
 };
 
@@ -180,7 +193,15 @@ float head_scale(const Job& job, Role role, std::int64_t b, std::int64_t head);
 /// the values without their outermost scale, which is returned (NaN for a bad row).
 float quantized_row(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
                     std::int64_t token, Scratch& scratch, float* row, std::uint8_t* codes);
-/// Quantises keys [first, first + 128) of one head and lays them out.
+/// A tile of one sequence: its keys begin at `first`.
+struct TilePlace {
+  std::int64_t head, first;
+};
+/// Finds a tile's codes where they lie, and their scales. `next` is read after it, unless null.
+/// Returns false if the number of keys is no multiple of 16: they must be packed then.
+bool find_tile(const Job& job, std::int64_t b, const TilePlace& place, const TilePlace* next,
+               const Tile& tile, Scratch& scratch);
+/// Quantises keys [first, first + 128) and lays them out.
 void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
                const Tile& tile, Scratch& scratch);
 
@@ -188,6 +209,13 @@ void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
 /// Are the tiles of this sequence packed by its only task rather than beforehand?
 bool packs_itself(const Problem& problem, const SequenceInfo& sequence);
 void run_task(const Job& job, std::int64_t task, Scratch& scratch);
+
+// cpu_in_place.cpp
+/// How many tasks from `task` on, at most `most`, are heads to be run in turn; 0: run_task()'s.
+int tasks_in_turn(const Job& job, std::int64_t task, std::int64_t most);
+void run_in_turn(const Job& job, std::int64_t task, int count, Scratch& scratch);
+
+// cpu_write.cpp
 /// Merges the splits of one (sequence, KV head) and writes its rows.
 void merge_splits(const Job& job, std::int64_t b, std::int64_t head, Scratch& scratch);
 

@@ -45,6 +45,10 @@ void given_token_scales(const Job& job, Role role, const Sequence& x, std::int64
     const TensorView& view = scale_view(job.problem, role);
     const std::int64_t at = scale_map(job, role).offset(view, b, head, first, 0);
     const float* from = static_cast<const float*>(view.data) + at;
+    if (view.stride[2] == 1) {
+      std::copy(from, from + count, scale);
+      return;
+    }
     for (int j = 0; j < count; ++j) scale[j] = from[j * view.stride[2]];
     return;
   }
@@ -280,10 +284,9 @@ void put_float_values(const Job& job, int count, const Tile& tile, Scratch& scra
   }
 }
 
-/// s8 codes under one scale a token, as a cache holds them: straight from memory to the panels.
-void pack_given_codes(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
-                      std::int64_t first, int count, const Tile& tile, Scratch& scratch) {
-  const int dv = job.dv();
+/// Scales of s8 codes of V for the integer engine.
+void given_value_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                        std::int64_t first, int count, const Tile& tile, Scratch& scratch) {
   if (job.config.v_token_scale) {
     float scale[tile_keys];
     given_token_scales(job, Role::v, x, b, head, first, count, scale);
@@ -293,6 +296,12 @@ void pack_given_codes(const Job& job, const Sequence& x, std::int64_t b, std::in
   }
   *tile.at<std::uint8_t>(&TileLayout::any_bad) = 0;
   std::memset(tile.at<std::uint8_t>(&TileLayout::v_bad), 0, tile_keys);
+}
+
+/// The codes as a cache holds them: straight from memory to the panels.
+void pack_given_codes(const Job& job, const Sequence& x, std::int64_t first, int count,
+                      const Tile& tile, Scratch& scratch) {
+  const int dv = job.dv();
   put_integer_values(job, count, tile, [&](int j) {
     const auto* row = reinterpret_cast<const std::uint8_t*>(x.row(first + j));
     if (x.channels == dv) return row;
@@ -309,7 +318,8 @@ void pack_values(const Job& job, std::int64_t b, std::int64_t head, std::int64_t
   const Sequence x = job.v_sequence(b, head);
   const int dv = job.dv(), count = tile_count(x, first);
   if (job.problem.v_codes && c.pv == Engine::integer) {
-    pack_given_codes(job, x, b, head, first, count, tile, scratch);
+    given_value_scales(job, x, b, head, first, count, tile, scratch);
+    pack_given_codes(job, x, first, count, tile, scratch);
     return;
   }
   load_values(job, x, b, head, first, count, tile, scratch);
@@ -364,11 +374,21 @@ float quantized_row(const Job& job, Role role, const Sequence& x, std::int64_t b
   return global;
 }
 
-void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
-               const Tile& tile, Scratch& scratch) {
-  pack_keys(job, b, head, first, tile, scratch);
-  pack_values(job, b, head, first, tile, scratch);
-  // A bad key shows in its scale, and so does a key whose V is bad.
+namespace {
+
+/// Rows of a tile by groups of 16. Those of a short tile's last group repeat the group before.
+const std::uint8_t** find_rows(const Sequence& x, std::int64_t first, const std::uint8_t** groups) {
+  const int count = tile_count(x, first);
+  for (int g = 0; g < tile_keys / 16; ++g) {
+    const int j = std::min(16 * g, (count - 1) / 16 * 16);
+    groups[g] = reinterpret_cast<const std::uint8_t*>(x.row(first + j));
+  }
+  return groups;
+}
+
+/// A bad key shows in its scale, and so does a key whose V is bad.
+void flag_bad_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
+                   const Tile& tile) {
   auto* scale = tile.at<float>(&TileLayout::k_scale);
   const auto* bad_value = tile.at<std::uint8_t>(&TileLayout::v_bad);
   const int count = tile_count(job.k_sequence(b, head), first);
@@ -378,6 +398,36 @@ void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
   std::uint8_t bad = 0;
   for (int j = 0; j < tile_keys; ++j) bad |= static_cast<std::uint8_t>(std::isnan(scale[j]));
   *tile.at<std::uint8_t>(&TileLayout::any_bad) |= bad;
+}
+
+}  // namespace
+
+void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
+               const Tile& tile, Scratch& scratch) {
+  pack_keys(job, b, head, first, tile, scratch);
+  pack_values(job, b, head, first, tile, scratch);
+  flag_bad_keys(job, b, head, first, tile);
+}
+
+bool find_tile(const Job& job, std::int64_t b, const TilePlace& place, const TilePlace* next,
+               const Tile& tile, Scratch& scratch) {
+  const auto [head, first] = place;
+  const Sequence k = job.k_sequence(b, head), v = job.v_sequence(b, head);
+  const int count = tile_count(k, first);
+  if (count % 16 != 0) return false;
+  auto* groups = scratch.groups;
+  scratch.k_rows = {find_rows(k, first, groups[0]), nullptr, k.token_stride};
+  scratch.v_rows = {find_rows(v, first, groups[1]), nullptr, v.token_stride};
+  if (next != nullptr) {
+    scratch.k_rows.next = find_rows(job.k_sequence(b, next->head), next->first, groups[2]);
+    scratch.v_rows.next = find_rows(job.v_sequence(b, next->head), next->first, groups[3]);
+  }
+  auto* k_scale = tile.at<float>(&TileLayout::k_scale);
+  given_token_scales(job, Role::k, k, b, head, first, count, k_scale);
+  std::fill(k_scale + count, k_scale + tile_keys, 0.0f);
+  given_value_scales(job, v, b, head, first, count, tile, scratch);
+  flag_bad_keys(job, b, head, first, tile);
+  return true;
 }
 
 }  // namespace qattn::cpu

@@ -33,6 +33,27 @@ inline float read_float(const TensorView& view, std::int64_t offset) {
   return view.format == Format::f16 ? formats::F16::decode(code) : formats::Bf16::decode(code);
 }
 
+// cpu_task.cpp
+Task make_task(const Job& job, std::int64_t index);
+/// Quantises the task's query rows into the engine's form.
+void load_queries(const Job& job, const Task& t, Scratch& s);
+
+// cpu_tile.cpp
+/// First keys of the lowest and the last tile of which some row sees a key; last < lowest: none.
+struct TileRange {
+  std::int64_t lowest, last;
+};
+TileRange tiles_of(const Task& t);
+/// Loads the queries; nothing is seen yet.
+void start_rows(const Job& job, const Task& t, Scratch& s);
+/// Does the block mask forbid every row every key of the tile?
+bool wholly_forbidden(const Problem& p, const Task& t, std::int64_t first);
+/// One tile of a task whose tiles do not exist at the same time.
+void run_single_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t first,
+                     Scratch& s);
+/// Writes rows that have seen everything, or the task's partial result.
+void finish_rows(const Job& job, const Task& t, const Scratch& s);
+
 // cpu_write.cpp
 /// Normalises one row and writes it and its LSE. `max`, `sum`, `out` as the tiles left them.
 void write_row(const Job& job, std::int64_t b, const Row& row, float max, float sum, float offset,

@@ -10,112 +10,6 @@
 namespace qattn::cpu {
 namespace {
 
-/// Keys that causal and window masks leave to query i (bottom-right alignment).
-void set_window(const Problem& p, const SequenceInfo& s, Row& row) {
-  const std::int64_t diagonal = row.i + s.k_length - s.q_length;
-  row.begin = 0;
-  row.end = row.i < s.q_length ? s.k_length : 0;  // rows past seqused_q see nothing
-  // A window wider than everything cannot overflow the sum: both terms are below 2^62.
-  if (p.window_left >= 0 && p.window_left < diagonal) row.begin = diagonal - p.window_left;
-  // With Sq > Sk the diagonal starts below 0, so only a right side of Sq + Sk hides nothing for
-  // sure.
-  if (p.window_right >= 0 && p.window_right < s.q_length + s.k_length) {
-    row.end = std::min(row.end, diagonal + p.window_right + 1);
-  }
-  row.begin = std::max<std::int64_t>(row.begin, 0);
-  row.end = std::max(row.end, row.begin);
-}
-
-Task make_task(const Job& job, std::int64_t index) {
-  const Problem& p = job.problem;
-  const SequenceInfo* s = job.arrays.sequences;
-  const SequenceInfo* found =
-      std::upper_bound(s, s + p.batch, index,
-                       [](std::int64_t i, const SequenceInfo& x) { return i < x.first_task; });
-  Task t{};
-  t.b = found - s - 1;
-  const SequenceInfo& seq = s[t.b];
-  std::int64_t local = index - seq.first_task;
-  t.key_end = seq.k_length;
-  t.partial = -1;
-  const std::int64_t group = p.group();
-  if (packs_itself(p, seq)) {  // every head of the group in one block
-    const std::int64_t splits = std::max<std::int64_t>(seq.splits, 1);
-    t.kv_head = local / splits;
-    if (seq.splits > 0) {
-      t.key_begin = local % splits * job.config.split_keys;
-      t.key_end = std::min(t.key_begin + job.config.split_keys, seq.k_length);
-      t.partial = seq.first_partial + local * group * seq.q_rows;
-    }
-    for (std::int64_t g = 0; g < group; ++g) {
-      for (std::int64_t i = 0; i < seq.q_rows; ++i) {
-        t.rows[t.count++] = {t.kv_head * group + g, i, 0, 0};
-      }
-    }
-  } else {
-    const std::int64_t blocks = (seq.q_rows + tile_rows - 1) / tile_rows;
-    const std::int64_t block = blocks - 1 - local % blocks;  // causal: the longest first
-    const std::int64_t head = local / blocks;
-    t.kv_head = head / group;
-    const std::int64_t stop = std::min((block + 1) * tile_rows, seq.q_rows);
-    for (std::int64_t i = block * tile_rows; i < stop; ++i) t.rows[t.count++] = {head, i, 0, 0};
-  }
-  for (int r = 0; r < t.count; ++r) {
-    set_window(p, seq, t.rows[r]);
-    t.rows[r].begin = std::max(t.rows[r].begin, t.key_begin);
-    t.rows[r].end = std::max(std::min(t.rows[r].end, t.key_end), t.rows[r].begin);
-  }
-  return t;
-}
-
-/// softmax_scale * q . mu, from q as it came (codes: as they dequantise, rotated like mu).
-float mean_offset(const Job& job, const Task& t, const float* q) {
-  const float* mean = job.arrays.k_mean + job.unit(t.b, t.kv_head) * padded(job.d());
-  double dot = 0;
-  for (int c = 0; c < job.d(); ++c) dot += static_cast<double>(q[c]) * static_cast<double>(mean[c]);
-  return static_cast<float>(dot) * job.problem.softmax_scale;
-}
-
-/// Quantises the task's query rows into the engine's form.
-void load_queries(const Job& job, const Task& t, Scratch& s) {
-  const Problem& p = job.problem;
-  const int d = job.d();
-  const bool offset = job.config.smooth_k || p.tensors.k_mean.present();
-  // Every split of a sequence quantises the same rows; the first one counts what was clipped.
-  const std::int64_t clipped_before = s.saturated[0];
-  for (int r = 0; r < t.count; ++r) {
-    const Row& row = t.rows[r];
-    float* q = s.row;
-    std::uint8_t* codes = s.codes_row;
-    s.offset[r] = 0.0f;
-    s.q_scale[r] = p.softmax_scale;
-    if (row.i < job.arrays.sequences[t.b].q_length) {
-      const Sequence x = job.q_sequence(t.b, row.head);
-      if (offset && !p.q_codes) {
-        load_row(job.words(), x, row.i, {}, q);
-        s.offset[r] = mean_offset(job, t, q);
-      }
-      const float scale = quantized_row(job, Role::q, x, t.b, row.head, row.i, s, q, codes);
-      s.q_scale[r] = scale * p.softmax_scale;
-      if (offset && p.q_codes) s.offset[r] = mean_offset(job, t, q) * scale;
-    } else {  // does not exist: nothing may be read
-      std::memset(q, 0, sizeof(float) * static_cast<std::size_t>(padded(d)));
-      std::memset(codes, 0, static_cast<std::size_t>(d));
-    }
-    if (job.config.qk == Engine::integer) {
-      std::int32_t sum = 0;
-      for (int i = 0; i < d; ++i) sum += static_cast<std::int8_t>(codes[i]);
-      std::memcpy(s.q_codes + r * d, codes, static_cast<std::size_t>(d));
-      s.correction[r] = -128 * sum;  // panels hold code + 128
-    } else if (job.config.qk == Engine::bf16) {
-      store_row(q, d, Format::bf16, reinterpret_cast<std::byte*>(s.q_bf16 + r * d));
-    } else {
-      std::memcpy(s.q + r * d, q, sizeof(float) * static_cast<std::size_t>(d));
-    }
-  }
-  if (t.key_begin > 0) s.saturated[0] = clipped_before;
-}
-
 /// smooth_q: adds softmax_scale * (block mean of q) . (k - mu), exactly, to the scores of a tile.
 void add_query_mean(const Job& job, const Task& t, std::int64_t first, int keys, Scratch& s) {
   const int d = job.d();
@@ -257,7 +151,9 @@ bool is_plain(const Job& job, const Task& t, const Tile& tile, std::int64_t firs
 void multiply_queries(const Job& job, const Task& t, const Tile& tile, int keys, Scratch& s) {
   const Words& w = job.words();
   const auto* scale = tile.at<float>(&TileLayout::k_scale);
-  if (job.config.qk == Engine::integer) {
+  if (tile.k_rows != nullptr) {
+    w.qk_s8_rows(s.q_panels, t.count, *tile.k_rows, keys, job.d(), s.q_scale, scale, s.scores);
+  } else if (job.config.qk == Engine::integer) {
     w.qk_s8(s.q_codes, t.count, tile.at<std::uint8_t>(&TileLayout::k), keys, job.d() / 4, s.q_scale,
             s.correction, scale, s.scores);
   } else if (job.config.qk == Engine::bf16) {
@@ -267,6 +163,10 @@ void multiply_queries(const Job& job, const Task& t, const Tile& tile, int keys,
     w.qk_f32(s.q, t.count, tile.at<float>(&TileLayout::k), keys, job.d(), s.q_scale, scale,
              s.scores);
   }
+}
+
+CodeRows from_group(const CodeRows& rows, int group) {
+  return {rows.group + group, rows.next ? rows.next + group : nullptr, rows.stride};
 }
 
 /// Multiplies P with V, sub-block by sub-block of V's scales.
@@ -280,7 +180,10 @@ void multiply_values(const Job& job, const Task& t, const Tile& tile, int keys, 
     const int count = std::min(block, keys - j);
     const float* scale =
         c.v_channel_scale ? tile.at<float>(&TileLayout::v_scale) + j / block * dv : nullptr;
-    if (c.pv == Engine::integer) {
+    if (tile.v_rows != nullptr) {
+      const CodeRows rows = from_group(*tile.v_rows, j / 16);
+      w.pv_u8s8_rows(s.codes + j, t.count, rows, count, dv, s.alpha, s.beta, scale, s.out);
+    } else if (c.pv == Engine::integer) {
       w.pv_u8s8(s.codes + j, t.count, tile.at<std::int8_t>(&TileLayout::v) + j * dv, count, dv,
                 s.alpha, s.beta, scale, s.out);
     } else if (c.pv == Engine::bf16) {
@@ -293,7 +196,8 @@ void multiply_values(const Job& job, const Task& t, const Tile& tile, int keys, 
   }
 }
 
-/// Does the block mask forbid every row every key of the tile?
+}  // namespace
+
 bool wholly_forbidden(const Problem& p, const Task& t, std::int64_t first) {
   for (int r = 0; r < t.count && p.block_mask_q > 0; ++r) {
     if (r > 0 && t.rows[r].head == t.rows[r - 1].head &&
@@ -307,6 +211,8 @@ bool wholly_forbidden(const Problem& p, const Task& t, std::int64_t first) {
   }
   return p.block_mask_q > 0;
 }
+
+namespace {
 
 Tile tile_of(const Job& job, const Task& t, std::int64_t first, Scratch& s) {
   if (!packs_itself(job.problem, job.arrays.sequences[t.b])) {
@@ -425,35 +331,33 @@ bool packs_itself(const Problem& problem, const SequenceInfo& sequence) {
   return problem.group() * sequence.q_rows <= tile_rows;
 }
 
-void run_task(const Job& job, std::int64_t index, Scratch& s) {
-  const Task t = make_task(job, index);
-  const int dv = job.dv();
-  load_queries(job, t, s);
-  std::fill(s.max, s.max + t.count, -infinity);
-  std::fill(s.sum, s.sum + t.count, 0.0f);
-  std::memset(s.out, 0, sizeof(float) * static_cast<std::size_t>(t.count * dv));
+void run_single_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t first,
+                     Scratch& s) {
+  FusedTiles fused(job, t, s);
+  if (!fused.add(tile, first)) run_tile(job, t, tile, first, s);
+  fused.run();
+}
+
+TileRange tiles_of(const Task& t) {
   std::int64_t begin = t.key_end, end = t.key_begin;
   for (int r = 0; r < t.count; ++r) {
     if (t.rows[r].begin == t.rows[r].end) continue;
     begin = std::min(begin, t.rows[r].begin);
     end = std::max(end, t.rows[r].end);
   }
-  if (begin < end) {
-    FusedTiles fused(job, t, s);
-    const std::int64_t lowest = begin / tile_keys * tile_keys;
-    for (std::int64_t first = (end - 1) / tile_keys * tile_keys; first >= lowest;
-         first -= tile_keys) {
-      if (wholly_forbidden(job.problem, t, first)) continue;
-      const Tile tile = tile_of(job, t, first, s);
-      if (fused.add(tile, first)) {
-        if (tile.store == s.tile) fused.run();  // the next one takes its place
-        continue;
-      }
-      fused.run();
-      run_tile(job, t, tile, first, s);
-    }
-    fused.run();
-  }
+  if (begin >= end) return {0, -1};
+  return {begin / tile_keys * tile_keys, (end - 1) / tile_keys * tile_keys};
+}
+
+void start_rows(const Job& job, const Task& t, Scratch& s) {
+  load_queries(job, t, s);
+  std::fill(s.max, s.max + t.count, -infinity);
+  std::fill(s.sum, s.sum + t.count, 0.0f);
+  std::memset(s.out, 0, sizeof(float) * static_cast<std::size_t>(t.count * job.dv()));
+}
+
+void finish_rows(const Job& job, const Task& t, const Scratch& s) {
+  const int dv = job.dv();
   for (int r = 0; r < t.count; ++r) {
     // Where scores were made true, the offset is inside them already.
     const float offset = needs_true_scores(job.problem) ? 0.0f : s.offset[r];
@@ -466,6 +370,25 @@ void run_task(const Job& job, std::int64_t index, Scratch& s) {
     partial[dv] = s.max[r] == -infinity ? -infinity : s.max[r] + offset;
     partial[dv + 1] = s.sum[r];
   }
+}
+
+void run_task(const Job& job, std::int64_t index, Scratch& s) {
+  const Task t = make_task(job, index);
+  start_rows(job, t, s);
+  const TileRange range = tiles_of(t);
+  FusedTiles fused(job, t, s);
+  for (std::int64_t first = range.last; first >= range.lowest; first -= tile_keys) {
+    if (wholly_forbidden(job.problem, t, first)) continue;
+    const Tile tile = tile_of(job, t, first, s);
+    if (fused.add(tile, first)) {
+      if (tile.store == s.tile) fused.run();  // the next one takes its place
+      continue;
+    }
+    fused.run();
+    run_tile(job, t, tile, first, s);
+  }
+  fused.run();
+  finish_rows(job, t, s);
 }
 
 }  // namespace qattn::cpu

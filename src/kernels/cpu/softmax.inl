@@ -228,7 +228,12 @@ void softcap(float* s, int n, float c) {
 #include "kernels/cpu/probabilities_amx.inl"
 // Which needs them.
 #include "kernels/cpu/fused_amx.inl"
+// For few query rows.
+#include "kernels/cpu/rows_amx.inl"
 #else
+constexpr auto qk_s8_rows = nullptr;
+constexpr auto most_rows_in_place = nullptr;
+constexpr auto pv_u8s8_rows = nullptr;
 constexpr auto attend = nullptr;
 constexpr auto attends = nullptr;
 constexpr auto qk_s8 = qk_s8_lanes;
@@ -260,7 +265,10 @@ const Words table = {
     .softmax = softmax,
     .attend = attend,
     .attends = attends,
+    .qk_s8_rows = qk_s8_rows,
+    .most_rows_in_place = most_rows_in_place,
     .pv_u8s8 = pv_u8s8,
+    .pv_u8s8_rows = pv_u8s8_rows,
     .pv_f32 = pv_f32,
     .pv_bf16 = pv_bf16,
     .kv_errors = kv_errors,

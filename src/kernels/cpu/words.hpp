@@ -64,6 +64,14 @@ struct AttentionTile {
   const float* v_scale;            ///< per channel, or null; not with P in bf16
 };
 
+/// s8 codes of a tile's keys where the caller has them: rows 16 g to 16 g + 15 begin at group[g]
+/// and lie `stride` bytes apart. `next`: the groups of the tile to fetch meanwhile, or null.
+struct CodeRows {
+  const std::uint8_t* const* group;
+  const std::uint8_t* const* next;
+  std::int64_t stride;
+};
+
 // --- The KV cache's codes (formats/kv_layout.hpp, formats/kv_quantize.hpp) -----------------------
 
 /// Rows of sixteen-bit fixed point as two planes of s8: x = scale * (128 * high + low), row r's
@@ -144,10 +152,21 @@ struct Words {
   void (*attend)(const AttentionRows& rows, const AttentionTile* tiles, int count);
   /// Does it serve rows of these kinds? Else the single steps do.
   bool (*attends)(Engine engine, Rounding rounding, int rows, int width_bytes);
+  /// qk_s8 with K as it lies. queries: [rows / 16][d / 4][16][4], as transpose_packs() makes them.
+  /// Null where there is none.
+  void (*qk_s8_rows)(const std::uint8_t* queries, int rows, const CodeRows& k, int keys, int d,
+                     const float* q_scale, const float* k_scale, float* scores);
+  /// The most query rows for which it and pv_u8s8_rows() are the faster way, 0 where they do not
+  /// serve the head dimensions.
+  int (*most_rows_in_place)(int d, int dv);
   /// out[r][c] = out * alpha[r] + beta[r] * v_scale[c] * sum_j codes[r][j] v[j][c]. v: [keys/4]
   /// [channels][4] s8; keys a multiple of 4, channels of 16; v_scale may be null (1).
   void (*pv_u8s8)(const std::uint8_t* codes, int rows, const std::int8_t* v, int keys, int channels,
                   const float* alpha, const float* beta, const float* v_scale, float* out);
+  /// The same with V as it lies.
+  void (*pv_u8s8_rows)(const std::uint8_t* codes, int rows, const CodeRows& v, int keys,
+                       int channels, const float* alpha, const float* beta, const float* v_scale,
+                       float* out);
   /// The same with p for codes and v: [keys][channels].
   void (*pv_f32)(const float* p, int rows, const float* v, int keys, int channels,
                  const float* alpha, const float* beta, const float* v_scale, float* out);

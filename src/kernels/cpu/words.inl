@@ -135,10 +135,14 @@ static inline F natural_log(F x) {
 bool token_scale_tables(const float* scale, int count, float* log, float* inverse, float* plain) {
   // Below 2^-90 a scale could overflow the sums; such values of V are zeros for all purposes.
   constexpr float smallest = 0x1p-90f;
-  float top = 0.0f;
-  for (int j = 0; j < count; ++j) top = scale[j] > top ? scale[j] : top;
+  F most = v::set(0.0f);
+  for (int j = 0; j < count; j += v::lanes) {
+    const int left = count - j;
+    most = v::max(v::load_n(scale + j, left < v::lanes ? left : v::lanes), most);  // NaN: not
+  }
+  const float top = v::reduce_max(most);
   const float least = top * (1.0f / 64.0f) > smallest ? top * (1.0f / 64.0f) : smallest;
-  bool any = false;
+  F any = v::set(0.0f);
   for (int j = 0; j < tile_keys; j += v::lanes) {
     const int left = count - j < 0 ? 0 : count - j;
     const F s = v::load_n(scale + (left ? j : 0), left);
@@ -149,9 +153,9 @@ bool token_scale_tables(const float* scale, int count, float* log, float* invers
     const F unscale = v::mul(v::div(v::set(1.0f), floored), exists);
     v::store(inverse + j, v::select_less(s, v::set(least), v::set(0.0f), unscale));
     v::store(plain + j, small);
-    any |= v::reduce_max(small) > 0.0f;
+    any = v::max(any, small);
   }
-  return any;
+  return v::reduce_max(any) > 0.0f;
 }
 
 // --- The two products, once for all engines ------------------------------------------------------
