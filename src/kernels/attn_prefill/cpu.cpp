@@ -102,9 +102,9 @@ int rows_in_place(const Problem& p, const Config& c) {
 }
 
 /// Config::heads_in_turn: where the heads of a token lie side by side, memory is read in long runs.
-int heads_in_turn(const Problem& p, const Config& c) {
+int heads_in_turn(const Problem& p) {
   const bool side_by_side = p.k.token > p.k.head && p.v.token > p.v.head;
-  if (!given_codes(p, c) || !may_be_short(p) || !side_by_side) return 1;
+  if (!may_be_short(p) || !side_by_side) return 1;
   return static_cast<int>(std::min<std::int64_t>(p.heads_kv, most_heads_in_turn));
 }
 
@@ -131,7 +131,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
   c->smooth_v = r.smooth_v == Toggle::on;
   c->rotate = r.rotate == Toggle::on;
   c->rows_in_place = rows_in_place(problem, *c);
-  c->heads_in_turn = heads_in_turn(problem, *c);
+  c->heads_in_turn = heads_in_turn(problem);
   c->threads = problem.threads > 0 ? problem.threads : omp_get_max_threads();
   Arrays unused;
   c->workspace = layout(problem, *c, nullptr, unused);
@@ -303,8 +303,8 @@ std::int64_t most_groups(const Problem& p, const Config& c) {
 void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t tile_bytes,
                    Scratch& s) {
   const int rows = tile_rows, own = tile_rows * c.heads_in_turn;
-  s.q = arena.take<float>(c.qk == Engine::f32 ? rows * p.d : 0);
-  s.q_bf16 = arena.take<std::uint16_t>(c.qk == Engine::bf16 ? rows * p.d : 0);
+  s.q = arena.take<float>(c.qk == Engine::f32 ? own * p.d : 0);
+  s.q_bf16 = arena.take<std::uint16_t>(c.qk == Engine::bf16 ? own * p.d : 0);
   s.q_codes = arena.take<std::int8_t>(c.qk == Engine::integer ? own * p.d : 0);
   s.scores = arena.take<float>(rows * tile_keys);
   s.p = arena.take<float>(c.pv == Engine::f32 ? rows * tile_keys : 0);

@@ -33,7 +33,7 @@ struct Config : detail::PlanData {
   std::int64_t split_keys = 1024;
   /// Sequences of at most so many rows take given codes from where they lie.
   int rows_in_place = 0;
-  /// Sequences of at most tile_rows rows take tiles of given codes from so many heads in turn.
+  /// Sequences of at most tile_rows rows take their tiles from so many heads in turn.
   int heads_in_turn = 1;
   int threads = 1;
 };
@@ -74,8 +74,8 @@ struct SequenceInfo {
   std::int64_t first_task, first_partial;
 };
 
-/// Scratch of one thread. A head in turn has its own q_codes, q_panels, q_scale, offset,
-/// correction, max, sum and out.
+/// Scratch of one thread. A head in turn has its own queries (q to q_codes and
+/// q_panels), q_scale, offset, correction, max, sum and out.
 struct Scratch {
   float* q;                                            ///< [tile_rows][d] f32 engine
   std::uint16_t* q_bf16;                               ///< [tile_rows][d] bf16 engine

@@ -1,4 +1,4 @@
-// Tasks of few query rows whose keys and values are codes: decode.
+// Tasks of few query rows: decode.
 //
 // Such a task does little with a byte, so memory decides. A head's rows of 128 bytes or so lie
 // between those of the other heads (bshd): read head by head, every line is waited for by itself
@@ -15,8 +15,10 @@ namespace {
 Scratch scratch_of(const Job& job, const Scratch& s, int n) {
   Scratch own = s;
   const int rows = n * tile_rows;
-  own.q_codes += rows * job.d();
-  if (own.q_panels != nullptr) own.q_panels += rows * job.d();
+  const auto shift = [&](auto*& queries) {
+    if (queries != nullptr) queries += rows * job.d();
+  };
+  shift(own.q), shift(own.q_bf16), shift(own.q_codes), shift(own.q_panels);
   own.out += rows * job.dv();
   for (float** x : {&own.q_scale, &own.offset, &own.max, &own.sum}) *x += rows;
   own.correction += rows;
@@ -34,9 +36,10 @@ struct Walk {
 void fetch(const Job& job, std::int64_t b, const TilePlace& place) {
   for (const Sequence& x : {job.k_sequence(b, place.head), job.v_sequence(b, place.head)}) {
     const std::int64_t end = std::min<std::int64_t>(place.first + tile_keys, x.length);
+    const int bytes = x.channels * x.bits / 8;
     for (std::int64_t j = place.first; j < end; ++j) {
       const std::byte* row = x.row(j);
-      for (int i = 0; i < x.channels; i += 64) __builtin_prefetch(row + i, 0, 2);
+      for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
     }
   }
 }
