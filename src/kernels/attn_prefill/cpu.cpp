@@ -145,6 +145,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
             " keys\nsplit_keys: " + std::to_string(split ? c->split_keys : 0) +
             "\nsplit_rows: " + std::to_string(split ? tile_rows : 0) +
             "\nrows_in_place: " + std::to_string(c->rows_in_place) +
+            "\nheads_in_turn: " + std::to_string(c->heads_in_turn) +
             "\nthreads: " + std::to_string(c->threads) + "\n";
   return c;
 }

@@ -60,7 +60,8 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
 }
 
 /// `S` gives rows, keys, d, m_tiles, warp_rows, n_tiles, d_tiles, out_row, p_log2, wide_qk,
-/// wide_pv, u8 and staged_rows: has a producer put what belongs to Q's rows into shared memory?
+/// wide_pv, u8, two_row_ends: is there a quick way to end usual rows? and staged_rows: has a
+/// producer put what belongs to Q's rows into shared memory?
 template <class S>
 struct PrefillRows {
   static constexpr int M = S::m_tiles, R = 2 * M;
@@ -256,9 +257,8 @@ struct PrefillRows {
 
   /// Ends all rows and writes them. `rows`: shared memory for S::out_row bytes a row of the block,
   /// of which a warp touches its own rows only.
-  // What runs once a block counts where a block has few tiles. At S = 1024 (H200, D 128, 22000
-  // clocks a block) rows that end one after the other took 600 clocks each, and bulk copies of 16
-  // rows, which their lanes start one after the other, 1400.
+  // This counts where blocks have few tiles. Of 22000 clocks at S = 1024 (H200, D 128) each row that
+  // ends by itself took 600, and bulk copies of 16 rows, which lanes start in turn, 1400.
   QATTN_DEVICE void write(SharedAddress rows) {
     RowEnds ends;
     bool usual = p.sinks.data == nullptr;
@@ -267,10 +267,9 @@ struct PrefillRows {
       sum[r] += isa::shuffle_xor(sum[r], 1);
       sum[r] += isa::shuffle_xor(sum[r], 2);
       ends.poison[r] = row_poison(r);
-      if constexpr (S::staged_rows) usual &= end_usual_row(r, ends);
+      if constexpr (S::two_row_ends) usual &= end_usual_row(r, ends);
     }
-    // Two ways to end rows cost the portable kernel registers (D 256 on sm_100: 1196 B spilled).
-    if (!S::staged_rows || !isa::all(usual)) end_rows(ends);
+    if (!S::two_row_ends || !isa::all(usual)) end_rows(ends);
     scale_rows(ends);
     if (p.v_mean != nullptr) add_mean(ends.mean_weight);
     if (p.out.format == Format::f32) {
@@ -304,6 +303,7 @@ struct PrefillRows {
     for (int n = 1; n < R; ++n) value = r == n ? x[n] : value;
     return value;
   }
+  /// Elements may have no value before: to give them one spills 992 bytes at D 256 on sm_100.
   template <class T>
   QATTN_DEVICE static void put(T (&x)[R], int r, T value) {
 #pragma unroll

@@ -37,6 +37,7 @@ struct Sm90Params : PrefillParams {
 template <Sm90Config C>
 struct Sm90Shape {
   static constexpr bool wide_qk = isa::is_16bit(C.qk), wide_pv = isa::is_16bit(C.pv);
+  static constexpr bool two_row_ends = true;
   static constexpr bool staged_rows = !wide_qk;  ///< Q's scales come with Q
   static constexpr bool u8 = C.pv == isa::Element::u8, e4m3_pv = C.pv == isa::Element::e4m3;
   static constexpr isa::Element v_element = u8 ? isa::Element::s8 : C.pv;
