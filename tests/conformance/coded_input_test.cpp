@@ -108,6 +108,7 @@ TEST_P(CodedInput, Packed) {
 /// Few queries: codes may be read where they lie (rows_in_place in the plan), in whole groups of
 /// 16 keys and 64 channels; what is left of either goes another way.
 TEST_P(CodedInput, FewQueries) {
+  if (GetParam().qk != Format::s8 || GetParam().v != Format::s8) GTEST_SKIP() << "not in place";
   struct Case {
     std::int64_t queries, keys, heads_q, dim, dim_v;
   };
@@ -130,6 +131,35 @@ TEST_P(CodedInput, FewQueries) {
   }
 }
 
+/// Heads whose tiles take turns on one thread give what each gives by itself: of one thread's tasks
+/// all go together, of 64 threads' none.
+TEST_P(CodedInput, HeadsInTurn) {
+  const std::pair<std::int64_t, MaskShape> cases[] = {
+      {3, MaskShape::none}, {3, MaskShape::heads}, {17, MaskShape::none}};
+  for (const auto& [heads, mask] : cases) {
+    SCOPED_TRACE(testing::Message() << heads << " heads, mask " << static_cast<int>(mask));
+    Feature feature = small(true);
+    feature.sq = {1};
+    feature.sk = {1100};
+    feature.heads_k = heads;
+    feature.heads_q = 2 * heads;
+    if (mask != MaskShape::none) {
+      feature.block_mask = mask;
+      feature.options.block_mask_q = feature.options.block_mask_k = 64;
+    }
+    feature.options.threads = 64;
+    const Call alone = make_call(feature, 24);
+    Laid laid = lay_out(alone, feature.how);
+    const Results want = attend(laid.tensors(), alone.options, GetParam(), alone, laid);
+    feature.options.threads = 1;
+    const Call call = make_call(feature, 24);
+    expect_same(attend(laid.tensors(), call.options, GetParam(), call, laid), want, "in turn");
+    if (HasFailure()) return;
+    if (heads == 3 && has_codes(GetParam().qk)) compare_with_codes(feature, GetParam());
+    if (HasFailure()) return;
+  }
+}
+
 TEST_P(CodedInput, Granularities) {
   if (!free_scales(GetParam().qk)) GTEST_SKIP() << "scales are built into the format";
   const Scaling scalings[] = {{Granularity::per_tensor, 0, 0},
@@ -147,16 +177,24 @@ TEST_P(CodedInput, Granularities) {
 
 TEST_P(CodedInput, GranularitiesOfV) {
   if (!free_scales(GetParam().v)) GTEST_SKIP() << "V has no free scales";
-  const Scaling scalings[] = {{Granularity::per_tensor, 0, 0},
-                              {Granularity::per_head, 0, 0},
-                              {Granularity::per_token, 0, 0},
-                              {Granularity::per_channel, 0, 0},
-                              {Granularity::per_block_channel, 64, 0}};
+  const Scaling scalings[] = {
+      {Granularity::per_tensor, 0, 0},         {Granularity::per_head, 0, 0},
+      {Granularity::per_token, 0, 0},          {Granularity::per_channel, 0, 0},
+      {Granularity::per_block_channel, 64, 0}, {Granularity::per_block_channel, 16, 0},
+      {Granularity::per_block_channel, 8, 0}};
   for (const Scaling& scaling : scalings) {
-    SCOPED_TRACE(std::string(name(scaling.granularity)));
+    SCOPED_TRACE(std::string(name(scaling.granularity)) + " " + std::to_string(scaling.block));
+    if (scaling.block > 0 && scaling.block < 64 && GetParam().v != Format::s8) continue;
     Recipe recipe = GetParam();
     recipe.v_scale = scaling;
     compare_with_codes(small(false), recipe);
+    if (HasFailure()) return;
+    if (GetParam().v != Format::s8) continue;
+    Feature few = small(false);
+    few.sq = {1, 2};
+    few.sk = {144, 144};
+    few.how.packed_q = true;
+    compare_with_codes(few, recipe);
     if (HasFailure()) return;
   }
 }
@@ -201,10 +239,11 @@ TEST_P(CodedInput, PagesOfWholeGroupsForFewQueries) { compare_pages(3, 48, GetPa
 TEST_P(CodedInput, PagesOfOtherSizesForFewQueries) { compare_pages(1, 24, GetParam()); }
 
 /// K quantised after its mean, which comes along: scores, softcap and LSE see it again.
-TEST_P(CodedInput, KeyMean) {
-  Recipe recipe = GetParam();
+void compare_key_means(std::int64_t queries, Recipe recipe) {
   if (!has_codes(recipe.qk)) GTEST_SKIP() << "K has no codes";
   Feature feature = small(true);
+  feature.sq = {queries, queries};
+  feature.sk = {160, 160};
   feature.family = Family::k_shift;
   feature.options.softcap = 6;
   feature.sinks = true;
@@ -229,6 +268,9 @@ TEST_P(CodedInput, KeyMean) {
   EXPECT_LE(distance(got.out, out, call.dim_v).nrmse, 1e-6);
   EXPECT_LE(lse_distance(got.lse, lse), 1e-5);
 }
+
+TEST_P(CodedInput, KeyMean) { compare_key_means(40, GetParam()); }
+TEST_P(CodedInput, KeyMeanOfFewQueries) { compare_key_means(2, GetParam()); }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, CodedInput, testing::ValuesIn(recipes().begin(), recipes().end()),
                          [](const auto& recipe) { return recipe.param.name; });

@@ -6,7 +6,7 @@
 set -euo pipefail
 kind=$1 source=$2 build=$3
 cmake=${CMAKE:-cmake} cc=${CC:-cc} cxx=${CXX:-c++}
-work=$(mktemp -d)
+work=$(realpath "$(mktemp -d)")
 trap 'rm -rf "$work"' EXIT
 
 quietly() { "$@" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }; }

@@ -46,8 +46,9 @@ Result<io::SafetensorsFile> open_data(const std::string& named) {
   namespace fs = std::filesystem;
   std::error_code error;
   const fs::path program = fs::read_symlink("/proc/self/exe", error);
-  const fs::path installed = program.parent_path().parent_path() / "share/qattn" / data_file;
+  fs::path installed = program.parent_path().parent_path() / "share/qattn" / data_file;
   const fs::path built = fs::path(QATTN_DATA_DIR) / data_file;
+  if (error) installed = built;  // this system does not say where the program lies
   for (const fs::path& path : {installed, built}) {
     if (fs::exists(path, error)) return io::SafetensorsFile::open(path.string());
   }

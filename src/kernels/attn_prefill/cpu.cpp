@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -103,7 +104,8 @@ int rows_in_place(const Problem& p, const Config& c) {
 
 /// Config::heads_in_turn: where the heads of a token lie side by side, memory is read in long runs.
 int heads_in_turn(const Problem& p) {
-  const bool side_by_side = p.k.token > p.k.head && p.v.token > p.v.head;
+  const auto inside = [](const TokenTensor& x) { return std::abs(x.head) < std::abs(x.token); };
+  const bool side_by_side = inside(p.k) && inside(p.v);
   if (!may_be_short(p) || !side_by_side) return 1;
   return static_cast<int>(std::min<std::int64_t>(p.heads_kv, most_heads_in_turn));
 }
@@ -204,6 +206,18 @@ void prepare_tile(const Job& job, std::int64_t slot, std::int64_t head, Scratch&
   pack_tile(job, b, head, key, job.prepared_tile(b, head, key), scratch);
 }
 
+/// Tasks that one thread takes at a time: heads to run in turn, as long as there are tasks enough.
+std::int64_t chunk_of_tasks(const Job& job, std::int64_t tasks) {
+  const Problem& p = job.problem;
+  for (std::int64_t b = 0; b < p.batch; ++b) {
+    if (!packs_itself(p, job.arrays.sequences[b])) return 1;  // long ones are better spread
+  }
+  const std::int64_t most = job.config.heads_in_turn;
+  std::int64_t chunk = std::clamp<std::int64_t>(tasks / (4 * job.config.threads), 1, most);
+  while (p.heads_kv % chunk != 0) --chunk;
+  return chunk;
+}
+
 void run_tasks(const Job& job, std::int64_t begin, std::int64_t end, Scratch& scratch) {
   while (begin < end) {
     const int in_turn = tasks_in_turn(job, begin, end - begin);
@@ -228,8 +242,7 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
     for (std::int64_t& count : a.scratch[t].saturated) count = 0;
   }
   const std::int64_t tiles = a.slots / tile_keys;
-  const std::int64_t chunk =
-      std::clamp<std::int64_t>(tasks / (4 * config.threads), 1, config.heads_in_turn);
+  const std::int64_t chunk = chunk_of_tasks(job, tasks);
 #pragma omp parallel num_threads(config.threads)
   {
     Scratch& mine = a.scratch[omp_get_thread_num()];
@@ -278,9 +291,9 @@ class Arena {
   explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
   template <class T>
   T* take(std::int64_t count) {
+    if (count <= 0) return nullptr;
     const std::size_t at = used_;
-    used_ +=
-        (static_cast<std::size_t>(std::max<std::int64_t>(count, 0)) * sizeof(T) + 63) / 64 * 64;
+    used_ += (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
     return base_ ? reinterpret_cast<T*>(base_ + at) : nullptr;
   }
   std::size_t used() const { return used_; }
@@ -312,9 +325,9 @@ void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t 
   s.p_bf16 = arena.take<std::uint16_t>(c.pv == Engine::bf16 ? rows * tile_keys : 0);
   s.codes = arena.take<std::uint8_t>(c.pv == Engine::integer ? rows * tile_keys : 0);
   s.out = arena.take<float>(own * padded(p.dv));
-  for (float** f : {&s.max, &s.sum, &s.alpha, &s.beta, &s.q_scale, &s.offset}) {
-    *f = arena.take<float>(own);
-  }
+  for (float** f : {&s.max, &s.sum, &s.q_scale, &s.offset}) *f = arena.take<float>(own);
+  s.alpha = arena.take<float>(rows);
+  s.beta = arena.take<float>(rows);
   s.correction = arena.take<std::int32_t>(own);
   s.rows = arena.take<float>(tile_keys * padded(p.dv));
   s.row = arena.take<float>(3 * 256);

@@ -15,7 +15,7 @@ namespace qattn::cpu {
 /// One entry of the registry per instruction set, best first.
 std::array<detail::Kernel, 7> attention_kernels();
 
-/// Enough for runs of a kilobyte or more, and a state that L1 and L2 hold.
+/// Enough for runs of a kilobyte or more; a head's state takes up to 64 KiB.
 inline constexpr int most_heads_in_turn = 16;
 
 /// Everything that selects code. Derived from the problem alone, so results do not depend on the
@@ -53,11 +53,17 @@ struct TileLayout {
 };
 TileLayout tile_layout(const Problem& problem, const Config& config);
 
+/// Where the codes of a tile lie. Its groups, and those of the tile to be read next.
+struct FoundRows {
+  CodeRows k, v;
+  const std::uint8_t* groups[4][tile_keys / 16];
+};
+
 struct Tile {
   std::byte* store;
   const TileLayout* layout;
   /// Codes that are not in the store's panels but where the caller has them, or null.
-  const CodeRows *k_rows = nullptr, *v_rows = nullptr;
+  const FoundRows* found = nullptr;
 
   template <class T>
   T* at(std::size_t TileLayout::*part) const {
@@ -94,8 +100,6 @@ struct Scratch {
   float* group_amax;        ///< [most groups of a sequence], likewise
   std::byte* tile;          ///< store of a tile that only this thread's task uses
   std::uint8_t* q_panels;   ///< [tile_rows / 16][d / 4][16][4] for products in place
-  CodeRows k_rows, v_rows;  ///< of that tile, in place
-  const std::uint8_t* groups[4][tile_keys / 16];  ///< theirs, and of the next tile
   std::int64_t saturated[3];
 };
 
@@ -197,21 +201,22 @@ float quantized_row(const Job& job, Role role, const Sequence& x, std::int64_t b
 struct TilePlace {
   std::int64_t head, first;
 };
-/// Finds a tile's codes where they lie, and their scales. `next` is read after it, unless null.
-/// Returns false if the number of keys is no multiple of 16: they must be packed then.
+/// Finds a tile's codes where they lie, and puts their scales into `tile`. `next` is read after it,
+/// unless null. Returns false if the number of keys is no multiple of 16: they must be packed then.
 bool find_tile(const Job& job, std::int64_t b, const TilePlace& place, const TilePlace* next,
-               const Tile& tile, Scratch& scratch);
+               const Tile& tile, FoundRows& found, Scratch& scratch);
 /// Quantises keys [first, first + 128) and lays them out.
 void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
                const Tile& tile, Scratch& scratch);
 
 // cpu_tile.cpp
-/// Are the tiles of this sequence packed by its only task rather than beforehand?
+/// Are the sequence's rows one task (of each head and split), which packs its tiles if they must
+/// be?
 bool packs_itself(const Problem& problem, const SequenceInfo& sequence);
 void run_task(const Job& job, std::int64_t task, Scratch& scratch);
 
 // cpu_in_place.cpp
-/// How many tasks from `task` on, at most `most`, are heads to be run in turn; 0: run_task()'s.
+/// How many tasks from `task` on, at most `most`, are heads that may run in turn; 0: run_task()'s.
 int tasks_in_turn(const Job& job, std::int64_t task, std::int64_t most);
 void run_in_turn(const Job& job, std::int64_t task, int count, Scratch& scratch);
 

@@ -44,44 +44,74 @@ void fetch(const Job& job, std::int64_t b, const TilePlace& place) {
   }
 }
 
-void run_place(const Job& job, Walk& w, std::int64_t first, const TilePlace* next) {
+/// One tile of one head; `next` is read after it, unless null.
+void run_place(const Job& job, Walk& w, const TilePlace& place, const TilePlace* next) {
   const Task& t = w.task;
-  if (wholly_forbidden(job.problem, t, first)) return;
   Scratch& s = w.scratch;
-  Tile tile{s.tile, &job.arrays.tile, &s.k_rows, &s.v_rows};
+  FoundRows found;
+  Tile tile{s.tile, &job.arrays.tile, &found};
   const bool in_place = t.count <= job.config.rows_in_place;
-  if (!in_place || !find_tile(job, t.b, {t.kv_head, first}, next, tile, s)) {
+  if (!in_place || !find_tile(job, t.b, place, next, tile, found, s)) {
     if (next != nullptr) fetch(job, t.b, *next);
-    tile = {s.tile, &job.arrays.tile};
-    pack_tile(job, t.b, t.kv_head, first, tile, s);
+    tile.found = nullptr;
+    pack_tile(job, t.b, place.head, place.first, tile, s);
   }
-  run_single_tile(job, t, tile, first, s);
+  run_single_tile(job, t, tile, place.first, s);
 }
+
+/// The tiles of heads in turn, from the last keys to the first.
+class Places {
+ public:
+  Places(const Job& job, const Walk* walks, int count)
+      : job_(job), walks_(walks), count_(count), range_(tiles_of(walks->task)) {}
+
+  struct Place {
+    int walk;
+    TilePlace tile;
+  };
+  Place first() const { return seen({0, {walks_[0].task.kv_head, range_.last}}); }
+  Place after(Place p) const { return seen(step(p)); }
+  bool exists(const Place& p) const { return p.tile.first >= range_.lowest; }
+
+ private:
+  Place step(Place p) const {
+    const bool last = p.walk + 1 == count_;
+    p.walk = last ? 0 : p.walk + 1;
+    return {p.walk, {walks_[p.walk].task.kv_head, p.tile.first - (last ? tile_keys : 0)}};
+  }
+  /// From `p` on the first that no block mask forbids.
+  Place seen(Place p) const {
+    while (exists(p) && wholly_forbidden(job_.problem, walks_[p.walk].task, p.tile.first)) {
+      p = step(p);
+    }
+    return p;
+  }
+
+  const Job& job_;
+  const Walk* walks_;
+  int count_;
+  TileRange range_;  ///< the same for every head
+};
 
 }  // namespace
 
 int tasks_in_turn(const Job& job, std::int64_t task, std::int64_t most) {
-  if (job.config.heads_in_turn == 1 && job.config.rows_in_place == 0) return 0;
   const Task t = make_task(job, task);
-  if (t.count == 0 || !packs_itself(job.problem, job.arrays.sequences[t.b])) return 0;
+  if (!packs_itself(job.problem, job.arrays.sequences[t.b])) return 0;
   return static_cast<int>(std::min(most, job.problem.heads_kv - t.kv_head));
 }
 
 void run_in_turn(const Job& job, std::int64_t task, int count, Scratch& scratch) {
   Walk walks[most_heads_in_turn];
-  TileRange range{0, -1};
   for (int n = 0; n < count; ++n) {
-    Walk& w = walks[n];
-    w = {make_task(job, task + n), scratch_of(job, scratch, n)};
-    start_rows(job, w.task, w.scratch);
-    if (n == 0) range = tiles_of(w.task);  // the same for every head
+    walks[n] = {make_task(job, task + n), scratch_of(job, scratch, n)};
+    start_rows(job, walks[n].task, walks[n].scratch);
   }
-  for (std::int64_t first = range.last; first >= range.lowest; first -= tile_keys) {
-    for (int n = 0; n < count; ++n) {
-      const bool last = n + 1 == count;
-      const TilePlace next{walks[last ? 0 : n + 1].task.kv_head, last ? first - tile_keys : first};
-      run_place(job, walks[n], first, next.first >= range.lowest ? &next : nullptr);
-    }
+  const Places places(job, walks, count);
+  for (Places::Place p = places.first(); places.exists(p);) {
+    const Places::Place next = places.after(p);
+    run_place(job, walks[p.walk], p.tile, places.exists(next) ? &next.tile : nullptr);
+    p = next;
   }
   for (int n = 0; n < count; ++n) {
     finish_rows(job, walks[n].task, walks[n].scratch);

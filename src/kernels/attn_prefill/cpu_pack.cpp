@@ -162,6 +162,10 @@ void channel_scales(const Job& job, const Sequence& x, std::int64_t b, std::int6
       for (int i = 0; i < dv; ++i) scale[i] = formats::amax_scale(scale[i], qmax);
     }
   }
+  // Products come in steps of 16 keys: blocks behind the last key are multiplied by codes of 0.
+  float* scales = tile.at<float>(&TileLayout::v_scale);
+  const auto blocks = [&c](int keys) { return (keys + c.v_block - 1) / c.v_block; };
+  std::fill(scales + blocks(count) * dv, scales + blocks(padded(count)) * dv, 0.0f);
 }
 
 /// One scale per token, given or from its row (flagged rows are zeros by now).
@@ -376,7 +380,7 @@ float quantized_row(const Job& job, Role role, const Sequence& x, std::int64_t b
 
 namespace {
 
-/// Rows of a tile by groups of 16. Those of a short tile's last group repeat the group before.
+/// Rows of a tile by groups of 16. Groups behind the last repeat it.
 const std::uint8_t** find_rows(const Sequence& x, std::int64_t first, const std::uint8_t** groups) {
   const int count = tile_count(x, first);
   for (int g = 0; g < tile_keys / 16; ++g) {
@@ -410,17 +414,17 @@ void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
 }
 
 bool find_tile(const Job& job, std::int64_t b, const TilePlace& place, const TilePlace* next,
-               const Tile& tile, Scratch& scratch) {
+               const Tile& tile, FoundRows& found, Scratch& scratch) {
   const auto [head, first] = place;
   const Sequence k = job.k_sequence(b, head), v = job.v_sequence(b, head);
   const int count = tile_count(k, first);
   if (count % 16 != 0) return false;
-  auto* groups = scratch.groups;
-  scratch.k_rows = {find_rows(k, first, groups[0]), nullptr, k.token_stride};
-  scratch.v_rows = {find_rows(v, first, groups[1]), nullptr, v.token_stride};
+  auto* groups = found.groups;
+  found.k = {find_rows(k, first, groups[0]), nullptr, k.token_stride};
+  found.v = {find_rows(v, first, groups[1]), nullptr, v.token_stride};
   if (next != nullptr) {
-    scratch.k_rows.next = find_rows(job.k_sequence(b, next->head), next->first, groups[2]);
-    scratch.v_rows.next = find_rows(job.v_sequence(b, next->head), next->first, groups[3]);
+    found.k.next = find_rows(job.k_sequence(b, next->head), next->first, groups[2]);
+    found.v.next = find_rows(job.v_sequence(b, next->head), next->first, groups[3]);
   }
   auto* k_scale = tile.at<float>(&TileLayout::k_scale);
   given_token_scales(job, Role::k, k, b, head, first, count, k_scale);

@@ -151,8 +151,8 @@ bool is_plain(const Job& job, const Task& t, const Tile& tile, std::int64_t firs
 void multiply_queries(const Job& job, const Task& t, const Tile& tile, int keys, Scratch& s) {
   const Words& w = job.words();
   const auto* scale = tile.at<float>(&TileLayout::k_scale);
-  if (tile.k_rows != nullptr) {
-    w.qk_s8_rows(s.q_panels, t.count, *tile.k_rows, keys, job.d(), s.q_scale, scale, s.scores);
+  if (tile.found != nullptr) {
+    w.qk_s8_rows(s.q_panels, t.count, tile.found->k, keys, job.d(), s.q_scale, scale, s.scores);
   } else if (job.config.qk == Engine::integer) {
     w.qk_s8(s.q_codes, t.count, tile.at<std::uint8_t>(&TileLayout::k), keys, job.d() / 4, s.q_scale,
             s.correction, scale, s.scores);
@@ -180,8 +180,8 @@ void multiply_values(const Job& job, const Task& t, const Tile& tile, int keys, 
     const int count = std::min(block, keys - j);
     const float* scale =
         c.v_channel_scale ? tile.at<float>(&TileLayout::v_scale) + j / block * dv : nullptr;
-    if (tile.v_rows != nullptr) {
-      const CodeRows rows = from_group(*tile.v_rows, j / 16);
+    if (tile.found != nullptr) {
+      const CodeRows rows = from_group(tile.found->v, j / 16);
       w.pv_u8s8_rows(s.codes + j, t.count, rows, count, dv, s.alpha, s.beta, scale, s.out);
     } else if (c.pv == Engine::integer) {
       w.pv_u8s8(s.codes + j, t.count, tile.at<std::int8_t>(&TileLayout::v) + j * dv, count, dv,
@@ -213,15 +213,6 @@ bool wholly_forbidden(const Problem& p, const Task& t, std::int64_t first) {
 }
 
 namespace {
-
-Tile tile_of(const Job& job, const Task& t, std::int64_t first, Scratch& s) {
-  if (!packs_itself(job.problem, job.arrays.sequences[t.b])) {
-    return job.prepared_tile(t.b, t.kv_head, first);
-  }
-  const Tile tile{s.tile, &job.arrays.tile};
-  pack_tile(job, t.b, t.kv_head, first, tile, s);
-  return tile;
-}
 
 /// One tile, step by step.
 void run_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t first, Scratch& s) {
@@ -379,11 +370,8 @@ void run_task(const Job& job, std::int64_t index, Scratch& s) {
   FusedTiles fused(job, t, s);
   for (std::int64_t first = range.last; first >= range.lowest; first -= tile_keys) {
     if (wholly_forbidden(job.problem, t, first)) continue;
-    const Tile tile = tile_of(job, t, first, s);
-    if (fused.add(tile, first)) {
-      if (tile.store == s.tile) fused.run();  // the next one takes its place
-      continue;
-    }
+    const Tile tile = job.prepared_tile(t.b, t.kv_head, first);
+    if (fused.add(tile, first)) continue;
     fused.run();
     run_tile(job, t, tile, first, s);
   }

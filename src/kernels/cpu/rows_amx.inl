@@ -145,7 +145,9 @@ void pv_u8s8_rows(const std::uint8_t* codes, int rows, const CodeRows& values, i
   for (int c = 0; c < channels; c += 64) {
     int r = 0;
     for (; r + 4 <= rows; r += 4) multiply_value_rows<4>(x, r, c);
-    for (; r < rows; ++r) multiply_value_rows<1>(x, r, c);
+    if (rows - r == 3) multiply_value_rows<3>(x, r, c);
+    if (rows - r == 2) multiply_value_rows<2>(x, r, c);
+    if (rows - r == 1) multiply_value_rows<1>(x, r, c);
   }
 }
 
