@@ -56,58 +56,67 @@ double rate(int threads, double operations, void (*loop)(long), long steps) {
 
 // ---- Loops --------------------------------------------------------------------------------------
 // Twelve accumulators hide the latency of two units with six clocks. The empty asm statements keep
-// the compiler from joining steps.
+// the compiler from joining steps, and accumulators that would hold the same.
 
 constexpr int chains = 12;
 
-#define QATTN_KEEP(x) asm volatile("" : "+x"(x))
+#define QATTN_KEEP(x) asm volatile("" : "+v"(x))
+#define QATTN_KEEP_ALL(c)            \
+  do {                               \
+    for (auto& x : c) QATTN_KEEP(x); \
+  } while (0)
 
 [[gnu::target("avx2,fma")]] void fma_avx2(long steps) {
   __m256 c[chains] = {}, a = _mm256_set1_ps(1.0f), b = _mm256_set1_ps(0.5f);
+  QATTN_KEEP_ALL(c);
   for (long s = 0; s < steps; ++s) {
     for (auto& x : c) x = _mm256_fmadd_ps(a, b, x);
     QATTN_KEEP(a);
   }
-  for (auto& x : c) QATTN_KEEP(x);
+  QATTN_KEEP_ALL(c);
 }
 
 // Products of bytes as pairs of 16-bit words, as the AVX2 unit computes them.
 [[gnu::target("avx2")]] void madd_avx2(long steps) {
   __m256i c[chains] = {}, a = _mm256_set1_epi16(3), b = _mm256_set1_epi16(2);
+  QATTN_KEEP_ALL(c);
   for (long s = 0; s < steps; ++s) {
     for (auto& x : c) x = _mm256_add_epi32(x, _mm256_madd_epi16(a, b));
     QATTN_KEEP(a);
   }
-  for (auto& x : c) QATTN_KEEP(x);
+  QATTN_KEEP_ALL(c);
 }
 
 [[gnu::target("avx512f")]] void fma_avx512(long steps) {
   __m512 c[chains] = {}, a = _mm512_set1_ps(1.0f), b = _mm512_set1_ps(0.5f);
+  QATTN_KEEP_ALL(c);
   for (long s = 0; s < steps; ++s) {
     for (auto& x : c) x = _mm512_fmadd_ps(a, b, x);
     QATTN_KEEP(a);
   }
-  for (auto& x : c) QATTN_KEEP(x);
+  QATTN_KEEP_ALL(c);
 }
 
 [[gnu::target("avx512f,avx512vnni")]] void dot_vnni(long steps) {
   __m512i c[chains] = {}, a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(2);
+  QATTN_KEEP_ALL(c);
   for (long s = 0; s < steps; ++s) {
     for (auto& x : c) x = _mm512_dpbusd_epi32(x, a, b);
     QATTN_KEEP(a);
   }
-  for (auto& x : c) QATTN_KEEP(x);
+  QATTN_KEEP_ALL(c);
 }
 
 [[gnu::target("avx512f,avx512bf16")]] void dot_bf16(long steps) {
   __m512 c[chains] = {};
   __m512i ones = _mm512_set1_epi16(0x3f80);
+  QATTN_KEEP_ALL(c);
   for (long s = 0; s < steps; ++s) {
     const auto a = reinterpret_cast<__m512bh>(ones);
     for (auto& x : c) x = _mm512_dpbf16_ps(x, a, a);
     QATTN_KEEP(ones);
   }
-  for (auto& x : c) QATTN_KEEP(x);
+  QATTN_KEEP_ALL(c);
 }
 
 struct alignas(64) TileConfig {
