@@ -257,8 +257,8 @@ struct PrefillRows {
 
   /// Ends all rows and writes them. `rows`: shared memory for S::out_row bytes a row of the block,
   /// of which a warp touches its own rows only.
-  // This counts where blocks have few tiles. Of 22000 clocks at S = 1024 (H200, D 128) each row that
-  // ends by itself took 600, and bulk copies of 16 rows, which lanes start in turn, 1400.
+  // This counts where blocks have few tiles. Of 22000 clocks at S = 1024 (H200, D 128) each row
+  // that ends by itself took 600, and bulk copies of 16 rows, which lanes start in turn, 1400.
   QATTN_DEVICE void write(SharedAddress rows) {
     RowEnds ends;
     bool usual = p.sinks.data == nullptr;
