@@ -210,8 +210,7 @@ void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
                const Tile& tile, Scratch& scratch);
 
 // cpu_tile.cpp
-/// Are the sequence's rows one task (of each head and split), which packs its tiles if they must
-/// be?
+/// Are the sequence's rows one task (of each KV head and split), which finds or packs its tiles?
 bool packs_itself(const Problem& problem, const SequenceInfo& sequence);
 void run_task(const Job& job, std::int64_t task, Scratch& scratch);
 

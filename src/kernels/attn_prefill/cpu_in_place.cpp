@@ -96,9 +96,10 @@ class Places {
 }  // namespace
 
 int tasks_in_turn(const Job& job, std::int64_t task, std::int64_t most) {
-  const Task t = make_task(job, task);
-  if (!packs_itself(job.problem, job.arrays.sequences[t.b])) return 0;
-  return static_cast<int>(std::min(most, job.problem.heads_kv - t.kv_head));
+  const Problem& p = job.problem;
+  const SequenceInfo& sequence = job.arrays.sequences[sequence_of_task(job, task)];
+  if (!packs_itself(p, sequence)) return 0;
+  return static_cast<int>(std::min(most, p.heads_kv - (task - sequence.first_task) % p.heads_kv));
 }
 
 void run_in_turn(const Job& job, std::int64_t task, int count, Scratch& scratch) {

@@ -27,15 +27,19 @@ void set_window(const Problem& p, const SequenceInfo& s, Row& row) {
 
 }  // namespace
 
-Task make_task(const Job& job, std::int64_t index) {
-  const Problem& p = job.problem;
+std::int64_t sequence_of_task(const Job& job, std::int64_t index) {
   const SequenceInfo* s = job.arrays.sequences;
   const SequenceInfo* found =
-      std::upper_bound(s, s + p.batch, index,
+      std::upper_bound(s, s + job.problem.batch, index,
                        [](std::int64_t i, const SequenceInfo& x) { return i < x.first_task; });
+  return found - s - 1;
+}
+
+Task make_task(const Job& job, std::int64_t index) {
+  const Problem& p = job.problem;
   Task t{};
-  t.b = found - s - 1;
-  const SequenceInfo& seq = s[t.b];
+  t.b = sequence_of_task(job, index);
+  const SequenceInfo& seq = job.arrays.sequences[t.b];
   std::int64_t local = index - seq.first_task;
   t.key_end = seq.k_length;
   t.partial = -1;

@@ -34,6 +34,8 @@ inline float read_float(const TensorView& view, std::int64_t offset) {
 }
 
 // cpu_task.cpp
+std::int64_t sequence_of_task(const Job& job, std::int64_t index);
+/// Of a sequence that packs itself, the KV heads of one split follow each other.
 Task make_task(const Job& job, std::int64_t index);
 /// Quantises the task's query rows into the engine's form.
 void load_queries(const Job& job, const Task& t, Scratch& s);
