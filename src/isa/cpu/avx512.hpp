@@ -104,15 +104,10 @@ static inline void store_bytes(void* p, I a) {
   _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
 }
 
-/// Up to 16 packs of 16 rows: a 16 x 16 transpose of 32-bit values, 64 shuffles (unpack within
-/// 128-bit lanes, then lanes among registers). Stores the first `packs` of its rows.
-static inline void transpose_block(const std::uint8_t* const* rows, int offset, int packs, I mask,
-                                   std::uint8_t* out) {
-  __m512i r[16], t[16];
-  for (int i = 0; i < 16; ++i) {
-    r[i] = packs == 16 ? _mm512_loadu_si512(rows[i] + offset)
-                       : _mm512_maskz_loadu_epi32(first(packs), rows[i] + offset);
-  }
+/// A 16 x 16 transpose of 32-bit values, 64 shuffles (unpack within 128-bit lanes, then lanes among
+/// registers): out[t], lane i = r[i], lane t. Uses r.
+static inline void transpose(I (&r)[16], I (&out)[16]) {
+  I t[16];
   for (int i = 0; i < 8; ++i) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
     t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
@@ -123,19 +118,30 @@ static inline void transpose_block(const std::uint8_t* const* rows, int offset, 
     r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
     r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
   }
-  // r[4 g + c], lane L: packs 4 L + c of rows 4 g to 4 g + 3.
-  const auto put = [&](int pack, __m512i x) {
-    if (pack < packs) _mm512_storeu_si512(out + pack * 64, _mm512_xor_si512(x, mask));
-  };
+  // r[4 g + c], lane L: values 4 L + c of rows 4 g to 4 g + 3.
   for (int c = 0; c < 4; ++c) {
-    const __m512i a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);
-    const __m512i b = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xDD);
-    const __m512i d = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
-    const __m512i e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xDD);
-    put(c, _mm512_shuffle_i32x4(a, d, 0x88));
-    put(8 + c, _mm512_shuffle_i32x4(a, d, 0xDD));
-    put(4 + c, _mm512_shuffle_i32x4(b, e, 0x88));
-    put(12 + c, _mm512_shuffle_i32x4(b, e, 0xDD));
+    const I a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);
+    const I b = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xDD);
+    const I d = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+    const I e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xDD);
+    out[c] = _mm512_shuffle_i32x4(a, d, 0x88);
+    out[8 + c] = _mm512_shuffle_i32x4(a, d, 0xDD);
+    out[4 + c] = _mm512_shuffle_i32x4(b, e, 0x88);
+    out[12 + c] = _mm512_shuffle_i32x4(b, e, 0xDD);
+  }
+}
+
+/// Up to 16 packs of 16 rows; stores the first `packs` of their transpose.
+static inline void transpose_block(const std::uint8_t* const* rows, int offset, int packs, I mask,
+                                   std::uint8_t* out) {
+  I r[16], turned[16];
+  for (int i = 0; i < 16; ++i) {
+    r[i] = packs == 16 ? _mm512_loadu_si512(rows[i] + offset)
+                       : _mm512_maskz_loadu_epi32(first(packs), rows[i] + offset);
+  }
+  transpose(r, turned);
+  for (int i = 0; i < 16; ++i) {
+    if (i < packs) _mm512_storeu_si512(out + i * 64, _mm512_xor_si512(turned[i], mask));
   }
 }
 static inline void transpose_packs(const std::uint8_t* const* rows, int bytes, std::uint32_t flip,

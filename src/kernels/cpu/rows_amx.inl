@@ -1,10 +1,5 @@
-// Products with s8 codes that stay where the caller has them, for few query rows: decode. K^T is
-// never formed, because tiles multiply K by Q^T as well as Q by K^T, and V's rows are interleaved
-// in registers. Packing would read, write and read again what is used once. Continues
-// tiles_amx.inl.
-
-/// Into L2: more lines than L1 can wait for, and its sets are few for rows that lie apart.
-static inline void fetch(const std::uint8_t* line) { _mm_prefetch(line, _MM_HINT_T1); }
+// Scores of s8 codes that stay where the caller has them, on tiles: K^T is never formed, because
+// tiles multiply K by Q^T as well as Q by K^T. Continues rows_avx512.inl.
 
 /// 16 keys a step: sums[key][query] = K Q^T.
 template <int Steps>
@@ -81,74 +76,6 @@ void qk_s8_rows(const std::uint8_t* queries, int rows, const CodeRows& k, int ke
     }
   }
   _tile_release();
-}
-
-/// Operands of one P V with rows of codes.
-struct RowValues {
-  const std::uint8_t* codes;
-  const CodeRows& v;
-  int keys, channels;
-  const float *alpha, *beta, *v_scale;
-  float* out;
-};
-
-/// R rows of P times up to 64 channels from c on.
-template <int R>
-static inline void multiply_value_rows(const RowValues& x, int r0, int c) {
-  const int left = x.channels - c;
-  const __mmask64 some = left >= 64 ? ~__mmask64{0} : (__mmask64{1} << left) - 1;
-  I acc[R][4];
-  for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < 4; ++i) acc[r][i] = v::set_i(0);
-  }
-  const std::uint8_t* codes = x.codes + r0 * tile_keys;
-  const bool first = x.v.next != nullptr && r0 == 0;
-  for (int j = 0; j < x.keys; j += 4) {
-    const std::uint8_t* row = x.v.group[j / 16] + j % 16 * x.v.stride + c;
-    for (int n = 0; first && n < 4; ++n) {
-      fetch(x.v.next[j / 16] + (j % 16 + n) * x.v.stride + c);
-    }
-    I k[4];
-    for (int n = 0; n < 4; ++n) k[n] = _mm512_maskz_loadu_epi8(some, row + n * x.v.stride);
-    const I a = _mm512_unpacklo_epi8(k[0], k[1]), b = _mm512_unpackhi_epi8(k[0], k[1]);
-    const I e = _mm512_unpacklo_epi8(k[2], k[3]), f = _mm512_unpackhi_epi8(k[2], k[3]);
-    // w[i], lane L: channels 16 L + 4 i to 16 L + 4 i + 3, four keys of each.
-    const I w[4] = {_mm512_unpacklo_epi16(a, e), _mm512_unpackhi_epi16(a, e),
-                    _mm512_unpacklo_epi16(b, f), _mm512_unpackhi_epi16(b, f)};
-    for (int r = 0; r < R; ++r) {
-      const I p = v::broadcast4(codes + r * tile_keys + j);
-      for (int i = 0; i < 4; ++i) acc[r][i] = v::dot4(acc[r][i], p, w[i]);
-    }
-  }
-  for (int r = 0; r < R; ++r) {
-    const I lo = _mm512_shuffle_i32x4(acc[r][0], acc[r][1], 0x44);
-    const I hi = _mm512_shuffle_i32x4(acc[r][0], acc[r][1], 0xEE);
-    const I lo2 = _mm512_shuffle_i32x4(acc[r][2], acc[r][3], 0x44);
-    const I hi2 = _mm512_shuffle_i32x4(acc[r][2], acc[r][3], 0xEE);
-    const I sums[4] = {_mm512_shuffle_i32x4(lo, lo2, 0x88), _mm512_shuffle_i32x4(lo, lo2, 0xDD),
-                       _mm512_shuffle_i32x4(hi, hi2, 0x88), _mm512_shuffle_i32x4(hi, hi2, 0xDD)};
-    const F alpha = v::set(x.alpha[r0 + r]), beta = v::set(x.beta[r0 + r]);
-    for (int i = 0; i < 4 && 16 * i < left; ++i) {
-      const int at = c + 16 * i;
-      F t = v::to_float(sums[i]);
-      if (x.v_scale) t = v::mul(t, v::load(x.v_scale + at));
-      float* out = x.out + (r0 + r) * x.channels + at;
-      v::store(out, v::fma(t, beta, v::mul(v::load(out), alpha)));
-    }
-  }
-}
-
-void pv_u8s8_rows(const std::uint8_t* codes, int rows, const CodeRows& values, int keys,
-                  int channels, const float* alpha, const float* beta, const float* v_scale,
-                  float* out) {
-  const RowValues x{codes, values, keys, channels, alpha, beta, v_scale, out};
-  for (int c = 0; c < channels; c += 64) {
-    int r = 0;
-    for (; r + 4 <= rows; r += 4) multiply_value_rows<4>(x, r, c);
-    if (rows - r == 3) multiply_value_rows<3>(x, r, c);
-    if (rows - r == 2) multiply_value_rows<2>(x, r, c);
-    if (rows - r == 1) multiply_value_rows<1>(x, r, c);
-  }
 }
 
 /// More rows are worth panels, and attend() takes them.

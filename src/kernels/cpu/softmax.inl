@@ -223,17 +223,23 @@ void softcap(float* s, int n, float c) {
 
 #include "kernels/cpu/kv.inl"
 
+#if defined(QATTN_CODES_IN_PLACE)
+// For few query rows.
+#include "kernels/cpu/rows_avx512.inl"
+#else
+constexpr auto qk_s8_rows = nullptr;
+constexpr auto most_rows_in_place = nullptr;
+constexpr auto pv_u8s8_rows = nullptr;
+#endif
+
 #if defined(QATTN_TILE_PRODUCTS)
 // Products and softmax together.
 #include "kernels/cpu/probabilities_amx.inl"
 // Which needs them.
 #include "kernels/cpu/fused_amx.inl"
-// For few query rows.
+// The same on tiles.
 #include "kernels/cpu/rows_amx.inl"
 #else
-constexpr auto qk_s8_rows = nullptr;
-constexpr auto most_rows_in_place = nullptr;
-constexpr auto pv_u8s8_rows = nullptr;
 constexpr auto attend = nullptr;
 constexpr auto attends = nullptr;
 constexpr auto qk_s8 = qk_s8_lanes;

@@ -7,6 +7,7 @@
 #include "isa/cpu/avx512.hpp"
 
 #define QATTN_ISA avx512vnni
+#define QATTN_CODES_IN_PLACE
 #define QATTN_NATIVE_BF16
 #include "kernels/cpu/words.inl"
 // Second half: softmax.

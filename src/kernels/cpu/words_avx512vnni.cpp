@@ -5,6 +5,7 @@
 #include "isa/cpu/avx512.hpp"
 
 #define QATTN_ISA avx512vnni
+#define QATTN_CODES_IN_PLACE
 #include "kernels/cpu/words.inl"
 // Second half: softmax.
 #include "kernels/cpu/softmax.inl"
