@@ -2,8 +2,22 @@
 // turned and V's rows are interleaved in registers. Packing would write and read again what is used
 // once. Continues softmax.inl.
 
-/// Into L2: more lines than L1 can wait for, and its sets are few for rows that lie apart.
-static inline void fetch(const std::uint8_t* line) { _mm_prefetch(line, _MM_HINT_T1); }
+/// The lines at `rows` and the 15 rows behind it into L2: more lines than L1 can wait for, and its
+/// sets are few for rows that lie apart.
+static inline void fetch(const std::uint8_t* rows, std::int64_t stride) {
+#pragma GCC unroll 1
+  for (int i = 0; i < 16; ++i) _mm_prefetch(rows + i * stride, _MM_HINT_T1);
+}
+
+/// f.operator()<0>() to f.operator()<N - 1>(). GCC 12 unrolls loops too late to keep the arrays
+/// that they index in registers: the accumulators would be stored at every step.
+template <int N, int I = 0, class F>
+[[gnu::always_inline]] static inline void unrolled(const F& f) {
+  if constexpr (I < N) {
+    f.template operator()<I>();
+    unrolled<N, I + 1>(f);
+  }
+}
 
 /// Operands of one P V with rows of codes.
 struct RowValues {
@@ -20,16 +34,12 @@ static inline void multiply_value_rows(const RowValues& x, int r0, int c) {
   const int left = x.channels - c;
   const __mmask64 some = left >= 64 ? ~__mmask64{0} : (__mmask64{1} << left) - 1;
   I acc[R][4];
-  for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < 4; ++i) acc[r][i] = v::set_i(0);
-  }
+  unrolled<4 * R>([&]<int N>() { acc[N / 4][N % 4] = v::set_i(0); });
   const std::uint8_t* codes = x.codes + r0 * tile_keys;
   const bool first = x.v.next != nullptr && r0 == 0;
   for (int j = 0; j < x.keys; j += 4) {
     const std::uint8_t* row = x.v.group[j / 16] + j % 16 * x.v.stride + c;
-    for (int n = 0; first && n < 4; ++n) {
-      fetch(x.v.next[j / 16] + (j % 16 + n) * x.v.stride + c);
-    }
+    if (first && j % 16 == 0) fetch(x.v.next[j / 16] + c, x.v.stride);
     I k[4];
     for (int n = 0; n < 4; ++n) k[n] = _mm512_maskz_loadu_epi8(some, row + n * x.v.stride);
     const I a = _mm512_unpacklo_epi8(k[0], k[1]), b = _mm512_unpackhi_epi8(k[0], k[1]);
@@ -37,29 +47,27 @@ static inline void multiply_value_rows(const RowValues& x, int r0, int c) {
     // w[i], lane L: channels 16 L + 4 i to 16 L + 4 i + 3, four keys of each.
     const I w[4] = {_mm512_unpacklo_epi16(a, e), _mm512_unpackhi_epi16(a, e),
                     _mm512_unpacklo_epi16(b, f), _mm512_unpackhi_epi16(b, f)};
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const I p = v::broadcast4(codes + r * tile_keys + j);
-      for (int i = 0; i < 4; ++i) acc[r][i] = v::dot4(acc[r][i], p, w[i]);
-    }
+    unrolled<4 * R>([&]<int N>() {
+      const I p = v::broadcast4(codes + N / 4 * tile_keys + j);
+      acc[N / 4][N % 4] = v::dot4(acc[N / 4][N % 4], p, w[N % 4]);
+    });
   }
-#pragma GCC unroll 4  // else `acc` is a place in memory, and every step stores it
-  for (int r = 0; r < R; ++r) {
-    const I lo = _mm512_shuffle_i32x4(acc[r][0], acc[r][1], 0x44);
-    const I hi = _mm512_shuffle_i32x4(acc[r][0], acc[r][1], 0xEE);
-    const I lo2 = _mm512_shuffle_i32x4(acc[r][2], acc[r][3], 0x44);
-    const I hi2 = _mm512_shuffle_i32x4(acc[r][2], acc[r][3], 0xEE);
+  unrolled<R>([&]<int N>() {
+    const I lo = _mm512_shuffle_i32x4(acc[N][0], acc[N][1], 0x44);
+    const I hi = _mm512_shuffle_i32x4(acc[N][0], acc[N][1], 0xEE);
+    const I lo2 = _mm512_shuffle_i32x4(acc[N][2], acc[N][3], 0x44);
+    const I hi2 = _mm512_shuffle_i32x4(acc[N][2], acc[N][3], 0xEE);
     const I sums[4] = {_mm512_shuffle_i32x4(lo, lo2, 0x88), _mm512_shuffle_i32x4(lo, lo2, 0xDD),
                        _mm512_shuffle_i32x4(hi, hi2, 0x88), _mm512_shuffle_i32x4(hi, hi2, 0xDD)};
-    const F alpha = v::set(x.alpha[r0 + r]), beta = v::set(x.beta[r0 + r]);
+    const F alpha = v::set(x.alpha[r0 + N]), beta = v::set(x.beta[r0 + N]);
     for (int i = 0; i < 4 && 16 * i < left; ++i) {
       const int at = c + 16 * i;
       F t = v::to_float(sums[i]);
       if (x.v_scale) t = v::mul(t, v::load(x.v_scale + at));
-      float* out = x.out + (r0 + r) * x.channels + at;
+      float* out = x.out + (r0 + N) * x.channels + at;
       v::store(out, v::fma(t, beta, v::mul(v::load(out), alpha)));
     }
-  }
+  });
 }
 
 void pv_u8s8_rows(const std::uint8_t* codes, int rows, const CodeRows& values, int keys,
@@ -92,30 +100,24 @@ static inline void multiply_turned_codes(const std::uint8_t* queries, int r0, co
   for (int j = 0; j < keys; j += 16) {
     const std::uint8_t* rows = k.group[j / 16];
     I acc[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) acc[r] = v::set_i(-excess[first + r]);
+    unrolled<R>([&]<int N>() { acc[N] = v::set_i(-excess[first + N]); });
     for (int c = 0; c < d; c += 64) {
       I loaded[16], turned[16];
-      for (int i = 0; i < 16; ++i) {
-        if (k.next != nullptr && r0 == 0) fetch(k.next[j / 16] + i * k.stride + c);
-        loaded[i] = _mm512_xor_si512(_mm512_loadu_si512(rows + i * k.stride + c), flip);
-      }
+      if (k.next != nullptr && r0 == 0) fetch(k.next[j / 16] + c, k.stride);
+      unrolled<16>([&]<int N>() {
+        loaded[N] = _mm512_xor_si512(_mm512_loadu_si512(rows + N * k.stride + c), flip);
+      });
       v::transpose(loaded, turned);
-#pragma GCC unroll 16
-      for (int t = 0; t < 16; ++t) {
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const I q = v::broadcast4(panel + (c / 4 + t) * 64 + (first + r) * 4);
-          acc[r] = v::dot4(acc[r], turned[t], q);
-        }
-      }
+      const std::uint8_t* q = panel + c * 16 + first * 4;
+      unrolled<16 * R>([&]<int N>() {
+        acc[N % R] = v::dot4(acc[N % R], turned[N / R], v::broadcast4(q + N / R * 64 + N % R * 4));
+      });
     }
     const F scale = v::load(k_scale + j);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const F s = v::mul(v::to_float(acc[r]), v::set(q_scale[r0 + r]));
-      v::store(scores + (r0 + r) * tile_keys + j, v::mul(s, scale));
-    }
+    unrolled<R>([&]<int N>() {
+      const F s = v::mul(v::to_float(acc[N]), v::set(q_scale[r0 + N]));
+      v::store(scores + (r0 + N) * tile_keys + j, v::mul(s, scale));
+    });
   }
 }
 
