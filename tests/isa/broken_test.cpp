@@ -58,8 +58,8 @@ TEST(Broken, BarrierBeforeTheWaitOrdersNothing) {
 }
 
 TEST(Broken, CopyIsReadAfterItsWaitButNotOrderedAfterIt) {
-  // Warp 1 copies, meets warp 0, and only then waits. In this order it has waited when warp 0
-  // reads.
+  // Warp 1 copies, meets warp 0, and only then waits. Whether it has waited when warp 0 reads is up
+  // to the lane order alone.
   const Kernel kernel = [](bool broken, Words& out) {
     if (thread() >= 32) {
       copy_async16(word_of(4 * lane()), kSource, 16);
@@ -71,11 +71,44 @@ TEST(Broken, CopyIsReadAfterItsWaitButNotOrderedAfterIt) {
     if (thread() < 32) out[number(lane())] = load_shared<std::uint32_t>(word_of(4 * lane()));
   };
   expect_twin_passes({64, 1024, kernel});
-  Words out(1024);
-  const std::string error =
-      error_of(64, 1024, {.order = LaneOrder::forward}, [&] { kernel(true, out); });
-  EXPECT_NE(error.find("thread 0 reads shared memory +0x0"), std::string::npos) << error;
-  EXPECT_NE(error.find("not ordered after the write of thread 32"), std::string::npos) << error;
+  const auto caught = [&](const Options& options) {
+    Words out(1024);
+    return error_of(64, 1024, options, [&] { kernel(true, out); });
+  };
+  const auto has = [](const std::string& error, const char* text) {
+    return error.find(text) != std::string::npos;
+  };
+  const auto is_race = [&](const std::string& error) {
+    return has(error, "race: thread ") && has(error, " reads shared memory +0x") &&
+           has(error, "not ordered after the write of thread ");
+  };
+  const auto is_early = [&](const std::string& error) {
+    return has(error, "load_shared: read of bytes with a copy in flight");
+  };
+  for (const Schedule schedule : {Schedule::early, Schedule::late, Schedule::random}) {
+    int races = 0;
+    for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+      // Warp 1 meets last, goes on at once and waits before warp 0 runs.
+      Options options{.schedule = schedule, .order = LaneOrder::forward, .seed = seed};
+      std::string error = caught(options);
+      EXPECT_TRUE(is_race(error)) << describe(options) << "\n" << error;
+      EXPECT_TRUE(has(error, "thread 0 reads shared memory +0x0 at broken_test.cpp:") &&
+                  has(error, "not ordered after the write of thread 32 at broken_test.cpp:"))
+          << describe(options) << "\n"
+          << error;
+      // Warp 0 meets last and reads before warp 1 has waited.
+      options.order = LaneOrder::reverse;
+      error = caught(options);
+      EXPECT_TRUE(is_early(error)) << describe(options) << "\n" << error;
+      // The two in any mixture, but one of them always.
+      options.order = LaneOrder::random;
+      error = caught(options);
+      EXPECT_TRUE(is_race(error) || is_early(error)) << describe(options) << "\n" << error;
+      races += is_race(error);
+    }
+    EXPECT_GT(races, 0) << "no random order in which a lane waits before its copy is read";
+    EXPECT_LT(races, 20) << "no random order in which a copy is read before its lane waits";
+  }
 }
 
 TEST(Broken, StageIsOverwrittenWhileOthersRead) {

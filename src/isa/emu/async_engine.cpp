@@ -81,6 +81,7 @@ void AsyncEngine::issue_load(Transfer load, const char* what) {
   SharedMemory& shared = block_.shared();
   shared.check_writable(load.shared, load.bytes, what, load.where);
   shared.mark(load.shared, load.bytes, ByteState::in_flight);
+  shared.mark_swizzle(load.shared, load.bytes, load.map.swizzle);
   block_.stats.shared_written += load.bytes;
   block_.stats.bulk_bytes += load.bytes;
   if (block_.options().races) {

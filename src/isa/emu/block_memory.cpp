@@ -24,6 +24,7 @@ std::uint8_t* Block::write_as(int thread, std::uint32_t address, std::uint32_t b
     races_.write(SharedMemory::offset(address), bytes, thread, Proxy::generic, where);
   }
   shared_.mark(address, bytes, ByteState::ready);
+  shared_.mark_swizzle(address, bytes, 0);
   stats.shared_written += bytes;
   return shared_.at(address);
 }

@@ -13,6 +13,7 @@ constexpr std::uint8_t kPoison = 0xA5;
 void SharedMemory::prepare(std::uint32_t bytes) {
   bytes_.assign(bytes, kPoison);
   states_.assign(bytes, 0);
+  swizzles_.assign(bytes / 16 + 1, 0);
 }
 
 void SharedMemory::fail_place(std::uint32_t address, std::uint32_t bytes, std::uint32_t alignment,

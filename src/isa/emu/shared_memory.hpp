@@ -43,11 +43,19 @@ class SharedMemory {
   void mark(std::uint32_t address, std::uint32_t bytes, ByteState state);
   ByteState state(std::uint32_t address) const { return ByteState{states_[address - kBase]}; }
 
+  /// The swizzle (isa::Swizzle, 0 for none) under which TMA wrote each 16 bytes. Whatever else
+  /// writes there says 0: lanes may keep any layout, and one that is not told cannot be checked.
+  void mark_swizzle(std::uint32_t address, std::uint32_t bytes, int swizzle) {
+    const std::uint32_t first = offset(address) / 16, last = (offset(address) + bytes - 1) / 16;
+    for (std::uint32_t i = first; i <= last; ++i) swizzles_[i] = static_cast<std::uint8_t>(swizzle);
+  }
+  int swizzle(std::uint32_t address) const { return swizzles_[offset(address) / 16]; }
+
  private:
   [[noreturn]] void fail_place(std::uint32_t address, std::uint32_t bytes, std::uint32_t alignment,
                                const char* what, const Where& where) const;
 
-  std::vector<std::uint8_t> bytes_, states_;
+  std::vector<std::uint8_t> bytes_, states_, swizzles_;
 };
 
 }  // namespace qattn::emu

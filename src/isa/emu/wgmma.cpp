@@ -129,9 +129,20 @@ int WgmmaUnit::find_tile(Warpgroup& group, const WgmmaShape& shape, Arguments<Wg
   return static_cast<int>(free - group.tiles.begin());
 }
 
-void WgmmaUnit::check_read(std::uint32_t address, std::uint32_t bytes, const Where& where) {
+/// `swizzle` is the descriptor's. Bytes that TMA put elsewhere are not the operand.
+void WgmmaUnit::check_read(std::uint32_t address, std::uint32_t bytes, isa::Swizzle swizzle,
+                           const Where& where) {
   block_.shared().check_place(address, bytes, bytes, "wgmma", where);
   block_.shared().check_readable(address, bytes, "wgmma", where);
+  const int written = block_.shared().swizzle(address);
+  if (written != 0 && written != static_cast<int>(swizzle)) {
+    constexpr const char* texts[] = {"no swizzle", "32 bytes", "64 bytes", "128 bytes"};
+    throw Error(
+        text("wgmma: the descriptor's swizzle is %s, but TMA wrote shared memory +0x%x "
+             "under one of %s, at %s",
+             texts[static_cast<int>(swizzle)], SharedMemory::offset(address), texts[written],
+             describe(where).c_str()));
+  }
   block_.stats.shared_read += bytes;
   if (block_.options().races) {
     block_.races().read(SharedMemory::offset(address), bytes,
@@ -153,13 +164,13 @@ void WgmmaUnit::check_operands(Operation& operation) {
     if (transposed) {  // 16 bytes hold 8 rows of one k
       for (int k = 0; k < 32; k += 2) {
         for (int row = 0; row < rows; row += 8) {
-          check_read(descriptor_address(descriptor, row, k, true), 16, operation.where);
+          check_read(descriptor_address(descriptor, row, k, true), 16, swizzle, operation.where);
         }
       }
     } else {
       for (int row = 0; row < rows; ++row) {
         for (int k = 0; k < 32; k += 16) {
-          check_read(descriptor_address(descriptor, row, k, false), 16, operation.where);
+          check_read(descriptor_address(descriptor, row, k, false), 16, swizzle, operation.where);
         }
       }
     }

@@ -10,7 +10,8 @@
 
 namespace qattn::isa {
 enum class Element;
-}
+enum class Swizzle;
+}  // namespace qattn::isa
 
 namespace qattn::emu {
 
@@ -79,7 +80,8 @@ class WgmmaUnit {
                 const Where& where);
   void check_poison(const Tile& tile, const Where& where) const;
   void check_operands(Operation& operation);
-  void check_read(std::uint32_t address, std::uint32_t bytes, const Where& where);
+  void check_read(std::uint32_t address, std::uint32_t bytes, isa::Swizzle swizzle,
+                  const Where& where);
   void gather_fragments(const Operation& operation, std::vector<float>& a) const;
   template <class Put>
   void gather_shared(isa::Element format, std::uint64_t descriptor, int rows, bool transposed,
