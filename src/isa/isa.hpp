@@ -38,6 +38,7 @@
 //
 //   Copies from global to shared memory, sm_80
 //     void copy_async16(SharedAddress, const void*, int bytes)   16 bytes, those past `bytes` zero
+//     void copy_async8(...), copy_async4(...)         8 and 4 bytes, which L1 keeps (.ca), likewise
 //     void copy_async_commit(); void copy_async_wait<N>()        at most N groups still in flight
 //
 //   Matrices (warp). Arrays of N: one call for N instructions of the same kind.
@@ -47,6 +48,8 @@
 //     void load_matrix_transposed<N>(...)      .trans: the lane gets rows 2t, 2t+1 of column g
 //     void load_matrix2 / load_matrix1 (and _transposed)         two and one matrices
 //     void store_matrix<N>(SharedAddress (&row)[N], uint32 (&r)[N][4])       sm_90
+//     void store_matrix_transposed; store_matrix2 / store_matrix1 (and _transposed): what the loads
+//        of these names would read back
 //     uint32 transpose_matrix(uint32)          movmatrix: 8 x 8 elements of 16 bits, a lane with
 //        2t, 2t + 1 of row g before, with 2t, 2t + 1 of column g after
 //     void mma<A, B, M, N>(Acc (&d)[M][N][4], uint32 (&a)[M][4], uint32 (&b)[N][2])

@@ -1,7 +1,6 @@
 // Every word of sm_90 against its definition.
 #include <gtest/gtest.h>
 
-#include <cstring>
 #include <numeric>
 
 #include "broken.hpp"
@@ -437,20 +436,6 @@ TEST(Tma, MapsOfImpossibleTensorsAreRefused) {
 
 // ---- The rest
 // --------------------------------------------------------------------------------------
-
-TEST(StoreMatrix, IsTheInverseOfLoadMatrix) {
-  run_block(32, 2048, [] {
-    std::uint32_t r[2][4], back[2][4];
-    const SharedAddress row[2] = {word_of(4 * (31 - lane())), word_of(128 + 4 * lane())};
-    for (int i = 0; i < 8; ++i) r[i / 4][i % 4] = number(1000 * i + lane());
-    store_matrix(row, r);
-    sync_warp();
-    load_matrix(back, row);
-    ASSERT_EQ(std::memcmp(r, back, sizeof r), 0);
-    // Lane 31 gave the address of row 7 of matrix 3, whose words lanes 28 to 31 held.
-    ASSERT_EQ(load_shared<std::uint32_t>(word_of(0)), 3028u);
-  });
-}
 
 TEST(Elect, ChoosesOneLaneAlways) {
   for (const Options& options : all_schedules()) {

@@ -48,17 +48,6 @@ TEST(Memory, EverySizeGoesThroughSharedMemory) {
   });
 }
 
-TEST(Matrices, TransposesEightByEight) {
-  run_block(32, 0, [] {
-    const auto element = [](int row, int column) -> std::uint32_t {
-      return static_cast<std::uint32_t>(100 * row + column);
-    };
-    const int g = lane() / 4, c = lane() % 4 * 2;
-    const std::uint32_t before = element(g, c) | element(g, c + 1) << 16;
-    ASSERT_EQ(transpose_matrix(before), element(c, g) | element(c + 1, g) << 16);
-  });
-}
-
 TEST(Memory, AtomicsGiveTheOldValue) {
   run_block(64, 64, [] {
     const SharedAddress sum = shared_base(), top = sum + 4;
@@ -136,6 +125,45 @@ TEST(CopyAsync, FillsThePastWithZeros) {
   }
 }
 
+/// Copies of 4 and 8 bytes lie as close as they may.
+TEST(CopyAsync, OfFourAndEightBytesFillThePastWithZeros) {
+  alignas(8) const std::uint32_t source[2] = {0x04030201, 0x08070605};
+  for (const Options& options : all_schedules()) {
+    for (const int size : {4, 8}) {
+      for (int bytes = 0; bytes <= size; ++bytes) {
+        const auto kernel = [&] {
+          const SharedAddress to = shared_base() + static_cast<SharedAddress>(size * lane());
+          if (size == 4) copy_async4(to, bytes ? source : nullptr, bytes);
+          if (size == 8) copy_async8(to, bytes ? source : nullptr, bytes);
+          copy_async_commit();
+          copy_async_wait<0>();
+          for (int i = 0; i < size; ++i) {
+            const int got = load_shared<std::uint8_t>(to + static_cast<SharedAddress>(i));
+            ASSERT_EQ(got, i < bytes ? i + 1 : 0);
+          }
+        };
+        EXPECT_EQ(error_of(32, 256, options, kernel), "");
+      }
+    }
+  }
+}
+
+TEST(CopyAsync, WantsItsOwnAlignmentAndNoMoreThanItsBytes) {
+  alignas(16) static const std::uint32_t source[8] = {};
+  const auto error = [](auto copy) { return error_of(32, 512, Options{}, copy); };
+  const auto expect = [](const std::string& got, const char* text) {
+    EXPECT_NE(got.find(text), std::string::npos) << got;
+  };
+  expect(error([] { copy_async8(shared_base(), source + 1, 8); }),
+         "copy_async8: misaligned source");
+  expect(error([] { copy_async8(shared_base() + 4, source, 8); }),
+         "copy_async8: misaligned shared address");
+  expect(error([] { copy_async4(shared_base() + 2, source, 4); }),
+         "copy_async4: misaligned shared address");
+  expect(error([] { copy_async4(shared_base(), source, 5); }), "copy_async4: 5 bytes");
+  expect(error([] { copy_async8(shared_base(), source, 9); }), "copy_async8: 9 bytes");
+}
+
 TEST(CopyAsync, WaitLeavesTheYoungestGroupsInFlight) {
   alignas(16) const std::uint32_t source[12] = {1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
   for (const int read : {0, 1, 2}) {
@@ -161,61 +189,6 @@ TEST(CopyAsync, WaitLeavesTheYoungestGroupsInFlight) {
 
 // ---- Matrices
 // ----------------------------------------------------------------------------------------
-
-TEST(LoadMatrix, GivesRowsOrColumns) {
-  // Byte b of row r of matrix m is 64 m + 8 r + b, except that b counts pairs twice.
-  const auto halves = [](int m, int r, int c) { return 256 * m + 16 * r + c; };
-  run_block(32, 1024, [&] {
-    const int l = lane(), g = l / 4, t = l % 4;
-    // Matrices lie in reverse order, so that the addresses matter.
-    for (int c = 0; c < 8; ++c) {
-      store_shared(shared_base() + static_cast<SharedAddress>((31 - l) * 16 + 2 * c),
-                   static_cast<std::uint16_t>(halves(l / 8, l % 8, c)));
-    }
-    sync_warp();
-    const auto pair = [](int low, int high) {
-      return static_cast<std::uint32_t>(low) | static_cast<std::uint32_t>(high) << 16;
-    };
-    const auto row = shared_base() + static_cast<SharedAddress>((31 - l) * 16);
-    std::uint32_t r4[1][4], t4[1][4], r2[1][2], t2[1][2], r1[1][1], t1[1][1];
-    load_matrix<1>(r4, {row});
-    load_matrix_transposed<1>(t4, {row});
-    load_matrix2<1>(r2, {row});
-    load_matrix2_transposed<1>(t2, {row});
-    load_matrix1<1>(r1, {row});
-    load_matrix1_transposed<1>(t1, {row});
-    for (int m = 0; m < 4; ++m) {
-      const std::uint32_t rows = pair(halves(m, g, 2 * t), halves(m, g, 2 * t + 1));
-      const std::uint32_t columns = pair(halves(m, 2 * t, g), halves(m, 2 * t + 1, g));
-      ASSERT_EQ(r4[0][m], rows);
-      ASSERT_EQ(t4[0][m], columns);
-      if (m < 2) {
-        ASSERT_EQ(r2[0][m], rows);
-        ASSERT_EQ(t2[0][m], columns);
-      }
-      if (m < 1) {
-        ASSERT_EQ(r1[0][m], rows);
-        ASSERT_EQ(t1[0][m], columns);
-      }
-    }
-  });
-}
-
-TEST(LoadMatrix, CountsBankConflicts) {
-  const auto waves = [](SharedAddress stride) {
-    return emu::run({1, 1, 1}, 32, 8192, Options{},
-                    [=] {
-                      const auto row = shared_base() + static_cast<SharedAddress>(lane()) * stride;
-                      store_shared(row, Words4{});
-                      std::uint32_t r[2][4];
-                      load_matrix<2>(r, {row, row});
-                    })
-        .matrix_waves;
-  };
-  EXPECT_EQ(waves(16), 8u);    // 2 instructions of 4 matrices, without conflicts
-  EXPECT_EQ(waves(128), 64u);  // all rows in the same banks
-  EXPECT_EQ(waves(144), 8u);   // padded
-}
 
 template <Element A, Element B>
 void expect_mma() {

@@ -129,6 +129,14 @@ QATTN_DEVICE void copy_async16(SharedAddress to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
 }
+QATTN_DEVICE void copy_async8(SharedAddress to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
+}
+QATTN_DEVICE void copy_async4(SharedAddress to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
+}
 QATTN_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 QATTN_DEVICE void copy_async_wait() {

@@ -28,6 +28,8 @@ QATTN_DEVICE T* shared_pointer(SharedAddress a) {
   return static_cast<T*>(__cvta_shared_to_generic(a));
 }
 
+// ---- Matrices ----------------------------------------------------------------------------------
+
 template <int N>
 QATTN_DEVICE void store_matrix(const SharedAddress (&row)[N], const std::uint32_t (&r)[N][4]) {
 #if defined(QATTN_HAS_SM90)
@@ -35,6 +37,64 @@ QATTN_DEVICE void store_matrix(const SharedAddress (&row)[N], const std::uint32_
   for (int i = 0; i < N; ++i) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row[i]),
                  "r"(r[i][0]), "r"(r[i][1]), "r"(r[i][2]), "r"(r[i][3])
+                 : "memory");
+  }
+#endif
+}
+template <int N>
+QATTN_DEVICE void store_matrix_transposed(const SharedAddress (&row)[N],
+                                          const std::uint32_t (&r)[N][4]) {
+#if defined(QATTN_HAS_SM90)
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row[i]),
+        "r"(r[i][0]), "r"(r[i][1]), "r"(r[i][2]), "r"(r[i][3])
+        : "memory");
+  }
+#endif
+}
+template <int N>
+QATTN_DEVICE void store_matrix2(const SharedAddress (&row)[N], const std::uint32_t (&r)[N][2]) {
+#if defined(QATTN_HAS_SM90)
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(row[i]),
+                 "r"(r[i][0]), "r"(r[i][1])
+                 : "memory");
+  }
+#endif
+}
+template <int N>
+QATTN_DEVICE void store_matrix2_transposed(const SharedAddress (&row)[N],
+                                           const std::uint32_t (&r)[N][2]) {
+#if defined(QATTN_HAS_SM90)
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row[i]),
+                 "r"(r[i][0]), "r"(r[i][1])
+                 : "memory");
+  }
+#endif
+}
+template <int N>
+QATTN_DEVICE void store_matrix1(const SharedAddress (&row)[N], const std::uint32_t (&r)[N][1]) {
+#if defined(QATTN_HAS_SM90)
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" ::"r"(row[i]), "r"(r[i][0])
+                 : "memory");
+  }
+#endif
+}
+template <int N>
+QATTN_DEVICE void store_matrix1_transposed(const SharedAddress (&row)[N],
+                                           const std::uint32_t (&r)[N][1]) {
+#if defined(QATTN_HAS_SM90)
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(row[i]),
+                 "r"(r[i][0])
                  : "memory");
   }
 #endif

@@ -28,11 +28,12 @@ struct Position {
 /// What a lane waits for.
 enum class Waiting : std::uint8_t { nothing, warp, warpgroup, barrier, mbarrier, poll, finished };
 
-/// A copy_async16 that has been issued; `done`: its bytes were written already.
+/// A copy_async of `size` bytes that has been issued, `bytes` of them from memory; `done`: it has
+/// been written already.
 struct Copy {
   std::uint32_t to;
   const void* from;
-  int bytes;
+  int size, bytes;
   bool done;
   Where where;
 };
@@ -108,7 +109,7 @@ class Block {
     touch_global(at, bytes, touch, current_lane->waited, where);
   }
 
-  void copy_async(std::uint32_t to, const void* from, int bytes, const Where& where);
+  void copy_async(int size, std::uint32_t to, const void* from, int bytes, const Where& where);
   void copy_async_commit();
   void copy_async_wait(int groups_in_flight);
 

@@ -58,25 +58,29 @@ void Block::touch_global(const void* at, std::size_t bytes, Touch touch, bool wa
   if (touch != Touch::read) stats.global_written += bytes;
   if (chain_ == Chain::none) return;
   if (chain_ == Chain::early && !waited && earlier_->conflicts(at, bytes, touch)) {
-    throw Error(text("global memory %p: %s before grid_dependency_wait(), and an earlier kernel of "
-                     "the chain touches it, at %s",
-                     at, touch == Touch::read ? "read" : "written", describe(where).c_str()));
+    throw Error(
+        text("global memory %p: %s before grid_dependency_wait(), and an earlier kernel of "
+             "the chain touches it, at %s",
+             at, touch == Touch::read ? "read" : "written", describe(where).c_str()));
   }
   touched_.add(at, bytes, touch);
 }
 
-void Block::copy_async(std::uint32_t to, const void* from, int bytes, const Where& where) {
+void Block::copy_async(int size, std::uint32_t to, const void* from, int bytes,
+                       const Where& where) {
   count(Word::copy_async);
-  if (bytes < 0 || bytes > 16) {
-    throw Error(text("copy_async16: %d bytes, at %s", bytes, describe(where).c_str()));
+  const char* what = size == 16 ? "copy_async16" : size == 8 ? "copy_async8" : "copy_async4";
+  if (bytes < 0 || bytes > size) {
+    throw Error(text("%s: %d bytes, at %s", what, bytes, describe(where).c_str()));
   }
-  if (reinterpret_cast<std::uintptr_t>(from) % 16 != 0) {
-    throw Error(text("copy_async16: misaligned source %p, at %s", from, describe(where).c_str()));
+  if (reinterpret_cast<std::uintptr_t>(from) % static_cast<unsigned>(size) != 0) {
+    throw Error(text("%s: misaligned source %p, at %s", what, from, describe(where).c_str()));
   }
-  write_as(current_lane->thread, to, 16, "copy_async16", where);
+  const auto width = static_cast<std::uint32_t>(size);
+  write_as(current_lane->thread, to, width, what, where);
   touch_global(from, static_cast<std::size_t>(bytes), Touch::read, where);
-  shared_.mark(to, 16, ByteState::in_flight);
-  const Copy copy{to, from, bytes, takes_effect_now(), where};
+  shared_.mark(to, width, ByteState::in_flight);
+  const Copy copy{to, from, size, bytes, takes_effect_now(), where};
   if (copy.done) write_copy(copy);
   current_lane->copies.push_back(copy);
 }
@@ -84,15 +88,16 @@ void Block::copy_async(std::uint32_t to, const void* from, int bytes, const Wher
 void Block::write_copy(const Copy& copy) {
   std::uint8_t* to = shared_.at(copy.to);
   if (copy.bytes) std::memcpy(to, copy.from, static_cast<std::size_t>(copy.bytes));
-  std::memset(to + copy.bytes, 0, static_cast<std::size_t>(16 - copy.bytes));
+  std::memset(to + copy.bytes, 0, static_cast<std::size_t>(copy.size - copy.bytes));
 }
 
 void Block::land(const Copy& copy) {
+  const auto width = static_cast<std::uint32_t>(copy.size);
   if (!copy.done) write_copy(copy);
-  shared_.mark(copy.to, 16, ByteState::ready);
+  shared_.mark(copy.to, width, ByteState::ready);
   // The write happens here: a barrier between issue and wait orders nothing.
   if (options_.races) {
-    races_.write(SharedMemory::offset(copy.to), 16, current_lane->thread, Proxy::generic,
+    races_.write(SharedMemory::offset(copy.to), width, current_lane->thread, Proxy::generic,
                  copy.where);
   }
 }

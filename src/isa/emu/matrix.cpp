@@ -275,7 +275,7 @@ void load_matrix(Block& block, Arguments<MatrixRows> lanes, bool transposed) {
   }
 }
 
-void store_matrix(Block& block, Arguments<MatrixRows> lanes) {
+void store_matrix(Block& block, Arguments<MatrixRows> lanes, bool transposed) {
   const int count = lanes[0].count, matrices = lanes[0].matrices;
   block.count(Word::store_matrix, 32 * static_cast<std::uint64_t>(count - 1));
   const int first_thread = 32 * current_lane->warp;
@@ -287,8 +287,13 @@ void store_matrix(Block& block, Arguments<MatrixRows> lanes) {
         rows[row] = lanes[giver].rows[n];
         std::uint8_t* to =
             block.write_as(first_thread + giver, rows[row], 16, "store_matrix", lanes[giver].where);
-        for (int t = 0; t < 4; ++t) {
-          std::memcpy(to + 4 * t, &lanes[4 * row + t].registers[n * matrices + m], 4);
+        const auto held = [&](int lane) { return lanes[lane].registers[n * matrices + m]; };
+        for (int column = 0; column < 8; ++column) {
+          const std::uint32_t pair =
+              transposed ? held(4 * column + row / 2) : held(4 * row + column / 2);
+          const int which = transposed ? row % 2 : column % 2;
+          const auto element = static_cast<std::uint16_t>(pair >> (16 * which));
+          std::memcpy(to + 2 * column, &element, 2);
         }
       }
       count_waves(block, rows);

@@ -20,7 +20,7 @@ struct MatrixRows {
   Where where;
 };
 void load_matrix(Block& block, Arguments<MatrixRows> lanes, bool transposed);
-void store_matrix(Block& block, Arguments<MatrixRows> lanes);
+void store_matrix(Block& block, Arguments<MatrixRows> lanes, bool transposed);
 
 /// One lane's part of an mma over m x n tiles.
 struct Product {

@@ -38,7 +38,7 @@ constexpr WordInfo kWords[] = {
     {Word::shuffle, "shuffle", Pipe::memory},
     {Word::warp, "warp", Pipe::control},
     {Word::vote, "vote", Pipe::control},
-    {Word::copy_async, "copy_async16", Pipe::memory},
+    {Word::copy_async, "copy_async", Pipe::memory},
     {Word::copy_async_commit, "copy_async_commit", Pipe::control},
     {Word::copy_async_wait, "copy_async_wait", Pipe::control},
     {Word::load_matrix, "load_matrix", Pipe::memory},

@@ -3,6 +3,7 @@
 
 #include "isa/emu/async_engine.hpp"
 #include "isa/emu/wgmma.hpp"
+#include "isa/emu/words_matrix.hpp"
 #include "isa/emu/words_sm80.hpp"
 #include "isa/isa.hpp"
 
@@ -10,16 +11,6 @@ namespace qattn::isa {
 inline namespace QATTN_TARGET {
 
 using emu::TensorMap;
-
-template <int N>
-void store_matrix(const SharedAddress (&row)[N], const std::uint32_t (&r)[N][4],
-                  Where where = Where::current()) {
-  emu::MatrixRows mine{const_cast<std::uint32_t*>(&r[0][0]), row, N, 4, where};
-  emu::warp_collective(Word::store_matrix, mine, where,
-                       [](emu::Block& block, emu::Arguments<emu::MatrixRows> lanes) {
-                         emu::store_matrix(block, lanes);
-                       });
-}
 
 // ---- mbarriers
 // -----------------------------------------------------------------------------------
