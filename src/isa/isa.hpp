@@ -20,8 +20,8 @@
 //   Memory: T is 1, 2, 4, 8 or 16 bytes (Words2, Words4), the address a multiple of its size
 //     T load_shared<T>(SharedAddress)                 void store_shared(SharedAddress, T)
 //     T load_global(const T*)                         void store_global(T*, T)
-//     T load_once(const T*)                           read-only data used once: not kept in L1
-//     void store_once(T*, T)                          likewise
+//     Words4 load_once(const Words4*)                 read-only data used once: not kept in L1
+//     void store_once(Words4*, Words4)                likewise
 //     uint32 atomic_max_shared(SharedAddress, uint32), atomic_add_shared: the old value
 //     uint32 atomic_max_global(uint32*, uint32), atomic_or_global, atomic_add_global
 //     uint64 atomic_add_global(uint64*, uint64)

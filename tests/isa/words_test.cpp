@@ -48,6 +48,15 @@ TEST(Memory, EverySizeGoesThroughSharedMemory) {
   });
 }
 
+TEST(Memory, WhatIsUsedOnceIsCopiedWhole) {
+  const Words4 from{{1, 2, 3, 4}};
+  Words4 to{};
+  run_block(32, 0, [&] {
+    if (lane() == 3) store_once(&to, load_once(&from));
+  });
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(to.w[i], from.w[i]);
+}
+
 TEST(Memory, AtomicsGiveTheOldValue) {
   run_block(64, 64, [] {
     const SharedAddress sum = shared_base(), top = sum + 4;

@@ -1,10 +1,15 @@
 // Words that every supported architecture has (sm_80 and later); FP8 products and conversions need
 // sm_89. Every word is declared on every architecture, only its body is guarded.
+//
+// Where libcu++ has the instruction (cuda/ptx), the word calls it. In CUDA 13.0 it has none of
+// those that are written as asm here and beside.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
+
+#include <cuda/ptx>
 
 #include "isa/isa.hpp"
 
@@ -55,11 +60,7 @@ QATTN_DEVICE void store_global(T* p, T value) {
   *p = value;
 }
 QATTN_DEVICE Words4 load_once(const Words4* p) {
-  Words4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
-               : "l"(p));
-  return v;
+  return ::cuda::ptx::ld_nc_L1_no_allocate(::cuda::ptx::space_global, p);
 }
 QATTN_DEVICE void store_once(Words4* p, Words4 v) {
   __stcs(reinterpret_cast<uint4*>(p), make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]));

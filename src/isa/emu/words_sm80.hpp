@@ -81,12 +81,10 @@ void store_global(T* p, T value, Where where = Where::current()) {
   emu::current_block().touch_global(p, sizeof(T), emu::Touch::write, where);
   *p = value;
 }
-template <class T>
-T load_once(const T* p, Where where = Where::current()) {
+inline Words4 load_once(const Words4* p, Where where = Where::current()) {
   return load_global(p, where);
 }
-template <class T>
-void store_once(T* p, T value, Where where = Where::current()) {
+inline void store_once(Words4* p, Words4 value, Where where = Where::current()) {
   store_global(p, value, where);
 }
 
