@@ -3,9 +3,11 @@
 // compares.
 //
 // An operation is a type:
-//   name; arch, the first that has it (wgmma: 90 alone); cases, blocks of 128 threads;
+//   name; arch, the first that has it (wgmma: 90 alone); cases, blocks of `threads`;
 //   inputs, outputs: words a thread; operand: what the inputs are; compare: how outputs are judged;
-//   static QATTN_DEVICE void apply(const Data&, in, out): reads its inputs, writes its outputs
+//   launches: how often it runs, one launch starting early behind the other (isa/launch.hpp);
+//   static QATTN_DEVICE void apply(const Data&, in, out): reads its inputs, writes its outputs, or
+//   those in memory where it `writes_itself`
 #pragma once
 
 #include <cstdint>
@@ -48,11 +50,14 @@ struct Data {
   const Word32* in;
   Word32* out;
   TensorMap map;
+  int step = 0;  ///< which of the operation's launches
 };
 
 /// What an operation leaves unsaid.
 struct Defaults {
   static constexpr int arch = 80, cases = 16, inputs = 1, outputs = 1, shared_bytes = 0;
+  static constexpr int threads = 128, launches = 1;
+  static constexpr bool writes_itself = false;
   static constexpr Operand operand = Operand::raw;
   static constexpr Compare compare = Compare::bits;
   static constexpr Mapped mapped = Mapped::nothing;
@@ -63,14 +68,15 @@ struct Defaults {
 template <class Op>
 struct ConformanceKernel {
   using Params = Data;
-  static constexpr int threads = 128, min_blocks = 1, shared_bytes = Op::shared_bytes;
+  static constexpr int threads = Op::threads, min_blocks = 1, shared_bytes = Op::shared_bytes;
+  static constexpr bool dependent = Op::launches > 1;
   static QATTN_DEVICE void run(const Params& p) {
     const int index = block().x * threads + thread();
     Word32 in[Op::inputs], out[Op::outputs];
     for (int i = 0; i < Op::inputs; ++i) in[i] = load_global(p.in + index * Op::inputs + i);
     for (int i = 0; i < Op::outputs; ++i) out[i] = 0;
     Op::apply(p, in, out);
-    if constexpr (Op::mapped != Mapped::outputs) {
+    if constexpr (!Op::writes_itself) {
       for (int i = 0; i < Op::outputs; ++i) store_global(p.out + index * Op::outputs + i, out[i]);
     }
   }
@@ -92,6 +98,17 @@ QATTN_DEVICE Word32 as_word(float f) {
 }
 QATTN_DEVICE Word32 as_word(std::int32_t i) { return static_cast<Word32>(i); }
 
+QATTN_DEVICE SharedAddress word_of(int index) {
+  return shared_base() + static_cast<SharedAddress>(4 * index);
+}
+
+/// What takes a GPU some thousand clocks, and no compiler knows a shorter way. Who writes it to
+/// shared memory is late, so that whoever does not wait for it finds something else.
+QATTN_DEVICE Word32 slow(Word32 v) {
+  for (Word32 i = 0; i < 256; ++i) v = (v ^ v >> 15) * 0x2c1b3c6du + i;
+  return v;
+}
+
 /// Puts a thread's words into shared memory, 128 words apart, and the block meets.
 template <int N>
 QATTN_DEVICE void fill_shared(const Word32 (&in)[N]) {
@@ -104,8 +121,10 @@ QATTN_DEVICE void fill_shared(const Word32 (&in)[N]) {
 }  // namespace QATTN_TARGET
 }  // namespace qattn::isa_test
 
+#include "conformance_order.hpp"
 #include "conformance_sm80.hpp"
 #include "conformance_sm90.hpp"
+#include "conformance_tma.hpp"
 
 namespace qattn::isa_test {
 inline namespace QATTN_TARGET {
@@ -115,6 +134,8 @@ template <class Visit>
 void for_each_operation(Visit visit) {
   for_each_sm80_operation(visit);
   for_each_sm90_operation(visit);
+  for_each_order_operation(visit);
+  for_each_tma_operation(visit);
 }
 
 }  // namespace QATTN_TARGET

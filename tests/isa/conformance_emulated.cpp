@@ -24,8 +24,12 @@ bool run(Op op, Results& results) {
   for (const auto schedule : {emu::Schedule::early, emu::Schedule::late, emu::Schedule::random}) {
     std::fill(out_lines.begin(), out_lines.end(), Line{});
     emu::options().schedule = schedule;
-    const auto error = launch<ConformanceKernel<Op>>(data, {Op::cases, 1, 1}, nullptr);
-    if (!error.empty()) return std::fprintf(stderr, "%s: %s\n", name.c_str(), error.c_str()), false;
+    for (data.step = 0; data.step < Op::launches; ++data.step) {
+      const std::string error = launch<ConformanceKernel<Op>>(
+          data, {Op::cases, 1, 1}, nullptr, data.step > 0 ? Start::early : Start::after_all);
+      if (error.empty()) continue;
+      return std::fprintf(stderr, "%s: %s\n", name.c_str(), error.c_str()), false;
+    }
     WordList words(out, out + output_words(op));
     if (const auto it = results.find(name); it != results.end() && it->second != words) {
       return std::fprintf(stderr, "%s: schedules disagree\n", name.c_str()), false;

@@ -104,14 +104,29 @@ template <Swizzle Z>
 std::string name_of(TmaStore<Z>) {
   return std::string("tma_store, swizzle ") + text_of(Z);
 }
-template <Element A, Element B, Source S, Swizzle Z, Operand O>
-std::string name_of(Wgmma<A, B, S, Z, O>) {
-  static const char* const sources[] = {"K-major", "registers", "transposed"};
+template <int Rank, int Bytes, Swizzle Z>
+std::string text_of(TmaTensor<Rank, Bytes, Z>) {
+  return " rank " + std::to_string(Rank) + " of " + std::to_string(Bytes) + "-byte elements" +
+         ", swizzle " + text_of(Z);
+}
+template <int Rank, int Bytes, Swizzle Z, bool Prefetch>
+std::string name_of(TmaBoxLoad<Rank, Bytes, Z, Prefetch> op) {
+  return (Prefetch ? "tma_prefetch, tma_load" : "tma_load") + text_of<Rank, Bytes, Z>(op);
+}
+template <int Rank, int Bytes, Swizzle Z>
+std::string name_of(TmaBoxStore<Rank, Bytes, Z> op) {
+  return "tma_store" + text_of<Rank, Bytes, Z>(op);
+}
+template <Element A, Element B, Source S, Swizzle Z, Operand O, int N>
+std::string name_of(Wgmma<A, B, S, Z, O, N>) {
+  static const char* const sources[] = {"K-major", "registers", "transposed",
+                                        "registers, transposed B"};
   return std::string("wgmma ") + text_of(A) + " " + text_of(B) +
          (O >= Operand::wide_f16 ? " wide "
           : O == Operand::raw    ? " "
                                  : " small ") +
-         sources[static_cast<int>(S)] + ", swizzle " + text_of(Z);
+         sources[static_cast<int>(S)] + ", swizzle " + text_of(Z) +
+         (N != 64 ? ", N " + std::to_string(N) : "");
 }
 
 template <class Op>
@@ -120,16 +135,17 @@ WordList inputs_of(Op op) {
   const std::string name = name_of(op);
   std::seed_seq seed(name.begin(), name.end());
   std::mt19937 random(seed);
-  WordList in(static_cast<std::size_t>(Op::cases * 128 * Op::inputs));
+  WordList in(static_cast<std::size_t>(Op::cases * Op::threads * Op::inputs));
   for (Word32& w : in) w = random_operand(Op::operand, random);
   return in;
 }
 template <class Op>
 std::size_t output_words(Op) {
-  return static_cast<std::size_t>(Op::cases * 128 * Op::outputs);
+  return static_cast<std::size_t>(Op::cases * Op::threads * Op::outputs);
 }
 
-/// The tensor that the operation's map describes: rows of bytes over the inputs or the outputs.
+/// The tensor that the operation's map describes, over the inputs or the outputs: rows of bytes, or
+/// what TmaTensor says.
 template <class Op>
 TensorShape shape_of(Op, const void* in, void* out) {
   const std::uint32_t span =
@@ -137,6 +153,27 @@ TensorShape shape_of(Op, const void* in, void* out) {
   const bool inputs = Op::mapped == Mapped::inputs;
   const std::uint64_t bytes =
       std::uint64_t{512} * static_cast<unsigned>(Op::cases * (inputs ? Op::inputs : Op::outputs));
+  if constexpr (requires { Op::rank; }) {
+    TensorShape shape;
+    shape.address = inputs ? in : out;
+    shape.element_bytes = Op::element_bytes;
+    shape.rank = Op::rank;
+    shape.swizzle = Op::swizzle;
+    std::uint64_t stride = Op::pitch;
+    for (int d = 0; d < Op::rank; ++d) {
+      const bool last = d == Op::rank - 1;
+      const int size = d == 0 ? Op::row_elements
+                       : last ? Op::last_size(static_cast<int>(bytes))
+                              : Op::size(d);
+      shape.sizes[d] = static_cast<std::uint64_t>(size);
+      shape.box[d] = static_cast<std::uint32_t>(Op::box(d));
+      if (d > 0) {
+        shape.stride_bytes[d] = stride;
+        stride *= shape.sizes[d];
+      }
+    }
+    return shape;
+  }
   return {.address = inputs ? in : out,
           .rank = 2,
           .sizes = {span - (inputs ? 12 : 16), bytes / (2 * span)},  // narrower than rows are apart

@@ -41,6 +41,16 @@ struct Max3 : OfFloats {
     out[0] = as_word(max3(as_float(in[0]), as_float(in[1]), as_float(in[2])));
   }
 };
+struct Extremes : Defaults {
+  static constexpr const char* name = "max3, min3 of integers";
+  static constexpr int inputs = 3, outputs = 3;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[3], Word32 (&out)[3]) {
+    const auto s = [](Word32 w) { return static_cast<std::int32_t>(w); };
+    out[0] = as_word(max3(s(in[0]), s(in[1]), s(in[2])));
+    out[1] = max3(in[0], in[1], in[2]);
+    out[2] = min3(in[0], in[1], in[2]);
+  }
+};
 struct PackF16 : OfFloats {
   static constexpr const char* name = "pack_f16";
   static constexpr int inputs = 2;
@@ -182,6 +192,44 @@ struct CopyAsync : Defaults {
   }
 };
 
+struct CopyAsyncSmall : Defaults {
+  static constexpr const char* name = "copy_async8, copy_async4";
+  static constexpr int inputs = 4, outputs = 3, shared_bytes = 2048;
+  static QATTN_DEVICE void apply(const Data& p, const Word32 (&in)[4], Word32 (&out)[3]) {
+    const SharedAddress at = word_of(4 * thread());
+    const Word32* from = p.in + 4 * (block().x * 128 + thread());
+    copy_async8(at, from, static_cast<int>(in[0] % 9));
+    copy_async4(at + 12, from + 3, static_cast<int>(in[1] % 5));
+    copy_async_commit();
+    copy_async_wait<0>();
+    const auto two = load_shared<Words2>(at);
+    out[0] = two.w[0];
+    out[1] = two.w[1];
+    out[2] = load_shared<Word32>(at + 12);
+  }
+};
+
+/// The first of two groups is read while the second may still be in flight.
+struct CopyAsyncGroups : Defaults {
+  static constexpr const char* name = "copy_async_wait, a group in flight";
+  static constexpr int inputs = 8, outputs = 8, shared_bytes = 4096;
+  static QATTN_DEVICE void apply(const Data& p, const Word32 (&)[8], Word32 (&out)[8]) {
+    const Word32* from = p.in + 8 * (block().x * 128 + thread());
+    for (int group = 0; group < 2; ++group) {
+      copy_async16(word_of(512 * group + 4 * thread()), from + 4 * group, 16);
+      copy_async_commit();
+    }
+    copy_async_wait<1>();
+    const auto first = load_shared<Words4>(word_of(4 * thread()));
+    copy_async_wait<0>();
+    const auto second = load_shared<Words4>(word_of(512 + 4 * thread()));
+    for (int i = 0; i < 4; ++i) {
+      out[i] = first.w[i];
+      out[4 + i] = second.w[i];
+    }
+  }
+};
+
 struct Atomics : Defaults {
   static constexpr const char* name = "shared atomics";
   static constexpr int outputs = 2, shared_bytes = 16;
@@ -214,16 +262,43 @@ struct MmaOf : Defaults {
     for (int i = 0; i < 8; ++i) out[i] = as_word(d[0][i / 4][i % 4]);
   }
 };
+/// Both operands of a mixed product are codes of the first one's format: small integers of one
+/// 8-bit float are small multiples of a half in the other, so that sums are exact there, too.
 template <Element A, Element B, Operand O, int Name>
 struct Mma : MmaOf<A, B> {
   static constexpr const char* names[] = {
-      "mma f16 small",       "mma bf16 small",      "mma s8 s8",      "mma s8 u8",
-      "mma u8 s8",           "mma u8 u8",           "mma e4m3 small", "mma e5m2 small",
-      "mma e4m3 e5m2 small", "mma e5m2 e4m3 small", "mma f16 wide",   "mma bf16 wide",
-      "mma e4m3 wide",       "mma e5m2 wide"};
+      "mma f16 small",       "mma bf16 small",      "mma s8 s8",          "mma s8 u8",
+      "mma u8 s8",           "mma u8 u8",           "mma e4m3 small",     "mma e5m2 small",
+      "mma e4m3 e5m2 small", "mma e5m2 e4m3 small", "mma f16 wide",       "mma bf16 wide",
+      "mma e4m3 wide",       "mma e5m2 wide",       "mma e4m3 e5m2 wide", "mma e5m2 e4m3 wide"};
   static constexpr const char* name = names[Name];
   static constexpr Operand operand = O;
   static constexpr Compare compare = Name >= 10 ? Compare::accumulator : Compare::bits;
+};
+
+/// Products that do not add to what was there, and those of a part of the columns.
+template <Element A, Element B, Operand O, int Name>
+struct MmaForms : Defaults {
+  static constexpr const char* names[] = {"mma_zero, mma_at f16", "mma_zero, mma_at bf16",
+                                          "mma_zero, mma_at s8 s8", "mma_zero, mma_at u8 s8",
+                                          "mma_zero, mma_at e4m3"};
+  static constexpr const char* name = names[Name];
+  static constexpr int arch = A == Element::e4m3 ? 89 : 80, inputs = 12, outputs = 24;
+  static constexpr Operand operand = O;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[12], Word32 (&out)[24]) {
+    const Word32 a[1][4] = {{in[0], in[1], in[2], in[3]}};
+    const Word32 b[2][2] = {{in[4], in[5]}, {in[6], in[7]}};
+    Accumulator<A> zeroed[1][2][4], part[1][4][4];
+    for (int i = 0; i < 16; ++i) {
+      const auto before = static_cast<Accumulator<A>>(static_cast<int>(in[8 + i % 4] & 255u) + i);
+      part[0][i / 4][i % 4] = before;
+      if (i < 8) zeroed[0][i / 4][i % 4] = before;
+    }
+    mma_zero<A, B>(zeroed, a, b);
+    mma_at<A, B>(part, 1, a, b);
+    for (int i = 0; i < 8; ++i) out[i] = as_word(zeroed[0][i / 4][i % 4]);
+    for (int i = 0; i < 16; ++i) out[8 + i] = as_word(part[0][i / 4][i % 4]);
+  }
 };
 
 /// Subnormal operands are worth what their bits say; every sum is exact.
@@ -261,6 +336,7 @@ void for_each_sm80_operation(Visit visit) {
   visit(Log2());
   visit(Reciprocal());
   visit(Max3());
+  visit(Extremes());
   visit(PackF16());
   visit(PackBf16());
   visit(PackE4m3());
@@ -274,6 +350,8 @@ void for_each_sm80_operation(Visit visit) {
   visit(TransposeMatrix());
   visit(LoadMatrix());
   visit(CopyAsync());
+  visit(CopyAsyncSmall());
+  visit(CopyAsyncGroups());
   visit(Atomics());
   visit(MmaSubnormal());
   visit(Mma<f16, f16, Operand::small_f16, 0>());
@@ -284,10 +362,19 @@ void for_each_sm80_operation(Visit visit) {
   visit(Mma<u8, u8, Operand::raw, 5>());
   visit(Mma<e4m3, e4m3, Operand::small_e4m3, 6>());
   visit(Mma<e5m2, e5m2, Operand::small_e5m2, 7>());
+  visit(Mma<e4m3, e5m2, Operand::small_e4m3, 8>());
+  visit(Mma<e5m2, e4m3, Operand::small_e5m2, 9>());
   visit(Mma<f16, f16, Operand::wide_f16, 10>());
   visit(Mma<bf16, bf16, Operand::wide_bf16, 11>());
   visit(Mma<e4m3, e4m3, Operand::wide_e4m3, 12>());
   visit(Mma<e5m2, e5m2, Operand::wide_e5m2, 13>());
+  visit(Mma<e4m3, e5m2, Operand::wide_e4m3, 14>());
+  visit(Mma<e5m2, e4m3, Operand::wide_e5m2, 15>());
+  visit(MmaForms<f16, f16, Operand::small_f16, 0>());
+  visit(MmaForms<bf16, bf16, Operand::small_bf16, 1>());
+  visit(MmaForms<s8, s8, Operand::raw, 2>());
+  visit(MmaForms<u8, s8, Operand::raw, 3>());
+  visit(MmaForms<e4m3, e4m3, Operand::small_e4m3, 4>());
   visit(MmaHalf());
 }
 

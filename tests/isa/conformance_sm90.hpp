@@ -8,24 +8,27 @@ inline namespace QATTN_TARGET {
 // ----------------------------------------------------------------------------------------- Shared
 // memory holds random codes; where an element lies is the descriptor's affair, on both sides.
 
-enum class Source { k_major, registers, transposed };
+enum class Source { k_major, registers, transposed, registers_transposed };
 
-template <Element A, Element B, Source S, Swizzle Z, Operand O>
+template <Element A, Element B, Source S, Swizzle Z, Operand O, int N = 64>
 struct Wgmma : Defaults {
-  static constexpr int arch = 90, cases = 4, inputs = 32, outputs = 32, shared_bytes = 16384;
+  /// A's tile of 8 KB, then 128 bytes for each of B's rows, of which narrower swizzles use a part.
+  static constexpr int shared_bytes = 8192 + 128 * N;
+  static constexpr int arch = 90, cases = 4, inputs = (shared_bytes + 511) / 512, outputs = N / 2;
   static constexpr bool hopper_only = true;
   static constexpr Operand operand = O;
   static constexpr Swizzle swizzle = Z;
   static constexpr Source source = S;
   static constexpr Element format_a = A, format_b = B;
   static constexpr Compare compare = O >= Operand::wide_f16 ? Compare::accumulator : Compare::bits;
+  static_assert(shared_bytes == 512 * inputs);
 
-  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[32], Word32 (&out)[32]) {
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[inputs], Word32 (&out)[outputs]) {
     fill_shared(in);
     fence_async_proxy();
     sync_threads();
-    // 64 rows of A and of B, each tile 8 KB: rows of one span, groups of 8 rows behind each other.
-    constexpr bool transposed = S == Source::transposed;
+    // Rows of one span, groups of 8 rows behind each other.
+    constexpr bool transposed = S == Source::transposed || S == Source::registers_transposed;
     constexpr SharedAddress span = 16u << static_cast<int>(Z);
     constexpr SharedAddress leading = Z == Swizzle::none ? 1024 : transposed ? 16 * span : 16;
     constexpr SharedAddress stride = Z == Swizzle::none ? 128 : 8 * span;
@@ -35,22 +38,45 @@ struct Wgmma : Defaults {
         shared_base() + 32 * (static_cast<SharedAddress>(block().x) % steps);
     const std::uint64_t a = matrix_descriptor(start, leading, stride, Z);
     const std::uint64_t b = matrix_descriptor(start + 8192, leading, stride, Z);
-    Accumulator<A> d[32];
-    for (int i = 0; i < 32; ++i) d[i] = static_cast<Accumulator<A>>(i);
+    Accumulator<A> d[N / 2];
+    for (int i = 0; i < N / 2; ++i) d[i] = static_cast<Accumulator<A>>(i);
     const Word32 fragments[4] = {in[0], in[1], in[2], in[3]};
     wgmma_fence();
     for (int i = 0; i < 2; ++i) {
-      if constexpr (S == Source::registers) {
-        wgmma<A, B, 64>(d, fragments, b, block().x % 2 == 0);
-      } else if constexpr (transposed) {
-        wgmma<A, B, 64, true, true>(d, a, b, block().x % 2 == 0);
+      if constexpr (S == Source::registers || S == Source::registers_transposed) {
+        wgmma<A, B, N, transposed>(d, fragments, b, block().x % 2 == 0);
       } else {
-        wgmma<A, B, 64>(d, a, b, block().x % 2 == 0);
+        wgmma<A, B, N, transposed, transposed>(d, a, b, block().x % 2 == 0);
       }
     }
     wgmma_commit();
     wgmma_wait<0>();
-    for (int i = 0; i < 32; ++i) out[i] = as_word(d[i]);
+    for (int i = 0; i < N / 2; ++i) out[i] = as_word(d[i]);
+  }
+};
+
+/// The first of two products is used while the second may still be in flight.
+struct WgmmaGroups : Defaults {
+  static constexpr const char* name = "wgmma_wait, a group in flight";
+  static constexpr int arch = 90, cases = 4, inputs = 32, outputs = 36, shared_bytes = 16384;
+  static constexpr bool hopper_only = true;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[32], Word32 (&out)[36]) {
+    fill_shared(in);
+    fence_async_proxy();
+    sync_threads();
+    const std::uint64_t a = matrix_descriptor(shared_base(), 16, 1024, Swizzle::bytes128);
+    const std::uint64_t b = matrix_descriptor(shared_base() + 8192, 16, 1024, Swizzle::bytes128);
+    std::int32_t first[4], second[32];
+    wgmma_fence();
+    wgmma<Element::s8, Element::s8, 8>(first, a, b, false);
+    wgmma_commit();
+    wgmma<Element::s8, Element::s8, 64>(second, a, b, false);
+    wgmma<Element::s8, Element::s8, 64>(second, a + 2, b + 2, true);
+    wgmma_commit();
+    wgmma_wait<1>();
+    for (int i = 0; i < 4; ++i) out[i] = as_word(first[i]) * 3;
+    wgmma_wait<0>();
+    for (int i = 0; i < 32; ++i) out[4 + i] = as_word(second[i]);
   }
 };
 
@@ -85,6 +111,7 @@ template <Swizzle Z>
 struct TmaStore : Defaults {
   static constexpr int arch = 90, inputs = 2, outputs = 2, shared_bytes = 1024;
   static constexpr Mapped mapped = Mapped::outputs;
+  static constexpr bool writes_itself = true;
   static constexpr Swizzle swizzle = Z;
   static QATTN_DEVICE void apply(const Data& p, const Word32 (&in)[2], Word32 (&)[2]) {
     fill_shared(in);
@@ -100,7 +127,7 @@ struct TmaStore : Defaults {
 struct BulkCopies : Defaults {
   static constexpr const char* name = "bulk_load, bulk_store, mbarrier";
   static constexpr int arch = 90, inputs = 4, outputs = 4, shared_bytes = 2048 + 8;
-  static constexpr Mapped mapped = Mapped::outputs;
+  static constexpr bool writes_itself = true;
   static QATTN_DEVICE void apply(const Data& p, const Word32 (&)[4], Word32 (&)[4]) {
     const SharedAddress barrier = shared_base() + 2048;
     if (thread() == 0) {
@@ -138,6 +165,28 @@ struct StoreMatrix : Defaults {
   }
 };
 
+/// One, two and four matrices, as rows and as columns; rows in an order of the block's making.
+struct StoreMatrixForms : Defaults {
+  static constexpr const char* name = "store_matrix, the other forms";
+  static constexpr int arch = 90, inputs = 10, outputs = 10, shared_bytes = 4 * 1280;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[10], Word32 (&out)[10]) {
+    const SharedAddress mine = shared_base() + static_cast<SharedAddress>(1280 * warp());
+    // Lanes without a row of their own repeat one.
+    const auto row = [&](int at, int rows) {
+      return mine + static_cast<SharedAddress>(16 * (at + (lane() * 5 + block().x) % rows));
+    };
+    store_matrix_transposed<1>({row(0, 32)}, {{in[0], in[1], in[2], in[3]}});
+    store_matrix2<1>({row(32, 16)}, {{in[4], in[5]}});
+    store_matrix2_transposed<1>({row(48, 16)}, {{in[6], in[7]}});
+    store_matrix1<1>({row(64, 8)}, {{in[8]}});
+    store_matrix1_transposed<1>({row(72, 8)}, {{in[9]}});
+    sync_warp();
+    for (int i = 0; i < 10; ++i) {
+      out[i] = load_shared<Word32>(mine + static_cast<SharedAddress>(4 * (32 * i + lane())));
+    }
+  }
+};
+
 template <Element A, Element B, Operand O, class Visit>
 void visit_k_major(Visit visit) {
   visit(Wgmma<A, B, Source::k_major, Swizzle::none, O>());
@@ -154,10 +203,57 @@ void visit_transposed(Visit visit) {
   visit(Wgmma<A, A, Source::transposed, Swizzle::bytes128, O>());
 }
 
+/// The shapes of the prefill kernels, and every other N that has a row in words_wgmma.cuh.
+template <class Visit>
+void visit_shapes(Visit visit) {
+  using enum Element;
+  using enum Source;
+  using enum Swizzle;
+  using enum Operand;
+  visit(Wgmma<s8, s8, k_major, bytes64, raw, 128>());
+  visit(Wgmma<s8, s8, k_major, bytes128, raw, 128>());
+  visit(Wgmma<e4m3, e4m3, k_major, bytes64, small_e4m3, 128>());
+  visit(Wgmma<e4m3, e4m3, k_major, bytes128, small_e4m3, 128>());
+  visit(Wgmma<f16, f16, k_major, bytes128, small_f16, 128>());
+  visit(Wgmma<bf16, bf16, k_major, bytes128, small_bf16, 128>());
+  visit(Wgmma<u8, s8, registers, bytes64, raw, 64>());
+  visit(Wgmma<u8, s8, registers, bytes64, raw, 128>());
+  visit(Wgmma<e4m3, e4m3, registers, bytes64, small_e4m3, 72>());
+  visit(Wgmma<e4m3, e4m3, registers, bytes64, small_e4m3, 136>());
+  visit(Wgmma<e4m3, e4m3, registers, bytes64, wide_e4m3, 136>());
+  visit(Wgmma<f16, f16, registers_transposed, bytes128, small_f16, 64>());
+  visit(Wgmma<f16, f16, registers_transposed, bytes128, small_f16, 128>());
+  visit(Wgmma<f16, f16, registers_transposed, bytes128, wide_f16, 128>());
+  visit(Wgmma<bf16, bf16, registers_transposed, bytes128, small_bf16, 64>());
+  visit(Wgmma<bf16, bf16, registers_transposed, bytes128, small_bf16, 128>());
+  visit(Wgmma<bf16, bf16, registers_transposed, bytes128, wide_bf16, 128>());
+  visit(Wgmma<s8, s8, k_major, bytes128, raw, 8>());
+  visit(Wgmma<s8, s8, k_major, bytes128, raw, 16>());
+  visit(Wgmma<s8, s8, k_major, bytes128, raw, 32>());
+  visit(Wgmma<f16, f16, k_major, bytes128, small_f16, 72>());
+  visit(Wgmma<s8, s8, k_major, bytes128, raw, 96>());
+  visit(Wgmma<f16, f16, k_major, bytes128, small_f16, 136>());
+  visit(Wgmma<s8, s8, k_major, bytes128, raw, 192>());
+  visit(Wgmma<s8, s8, k_major, bytes128, raw, 256>());
+}
+
+/// Codes of the first format on both sides (conformance_sm80.hpp, Mma).
+template <class Visit>
+void visit_mixed(Visit visit) {
+  using enum Element;
+  visit(Wgmma<e4m3, e5m2, Source::k_major, Swizzle::bytes128, Operand::small_e4m3>());
+  visit(Wgmma<e5m2, e4m3, Source::k_major, Swizzle::bytes128, Operand::small_e5m2>());
+  visit(Wgmma<e4m3, e5m2, Source::registers, Swizzle::bytes128, Operand::small_e4m3>());
+  visit(Wgmma<e5m2, e4m3, Source::registers, Swizzle::bytes128, Operand::small_e5m2>());
+  visit(Wgmma<e4m3, e5m2, Source::k_major, Swizzle::bytes128, Operand::wide_e4m3>());
+  visit(Wgmma<e5m2, e4m3, Source::k_major, Swizzle::bytes128, Operand::wide_e5m2>());
+}
+
 template <class Visit>
 void for_each_sm90_operation(Visit visit) {
   using enum Element;
   visit(StoreMatrix());
+  visit(StoreMatrixForms());
   visit(BulkCopies());
   visit(TmaLoad<Swizzle::none>());
   visit(TmaLoad<Swizzle::bytes32>());
@@ -178,6 +274,9 @@ void for_each_sm90_operation(Visit visit) {
   visit(Wgmma<e4m3, e4m3, Source::k_major, Swizzle::bytes128, Operand::wide_e4m3>());
   visit(Wgmma<e4m3, e4m3, Source::registers, Swizzle::bytes128, Operand::wide_e4m3>());
   visit(Wgmma<e5m2, e5m2, Source::k_major, Swizzle::bytes128, Operand::wide_e5m2>());
+  visit_shapes(visit);
+  visit(WgmmaGroups());
+  visit_mixed(visit);
   visit(TmaStore<Swizzle::bytes32>());
   visit(TmaStore<Swizzle::bytes64>());
   visit(TmaStore<Swizzle::bytes128>());

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <tuple>
 
 #include "emulate.hpp"
 #include "operands.hpp"
@@ -286,6 +287,16 @@ TEST(Arithmetic, ApproximationsFlushSubnormals) {
   EXPECT_EQ(reciprocal(0x1p127f), 0.0f);
   EXPECT_EQ(max3(1.0f, kNan, 3.0f), 3.0f);
   EXPECT_TRUE(std::isnan(max3(kNan, kNan, kNan)));
+}
+
+TEST(Arithmetic, ExtremesOfThreeIntegers) {
+  const std::uint32_t large = ~0u;  // -1 where signs count
+  for (const auto& [a, b, c] : {std::tuple{1u, 5u, large}, {5u, large, 1u}, {large, 1u, 5u}}) {
+    const auto s = [](std::uint32_t w) { return static_cast<std::int32_t>(w); };
+    EXPECT_EQ(max3(s(a), s(b), s(c)), 5);
+    EXPECT_EQ(max3(a, b, c), large);
+    EXPECT_EQ(min3(a, b, c), 1u);
+  }
 }
 
 TEST(Arithmetic, ConversionsRoundAndSaturate) {
