@@ -11,8 +11,8 @@
 
 namespace qattn::isa::avx2 {
 
-inline constexpr int lanes = 16;
-inline constexpr const char* name = "avx2";
+static constexpr int lanes = 16;
+static constexpr const char* name = "avx2";
 
 struct F {
   __m256 lo, hi;

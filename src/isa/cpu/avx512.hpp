@@ -1,6 +1,7 @@
 // The CPU vocabulary on AVX-512 (F, BW, DQ, VL) with VNNI. scalar.hpp says what each word means.
-// Only units compiled for this instruction set may include it, and nothing here is an inline
-// function with external linkage: the linker must never pick an AVX-512 copy for another unit.
+// Only units compiled for this instruction set may include it, and nothing here has external
+// linkage, no inline function and no inline variable: the linker must never pick an AVX-512 copy
+// for another unit, and three units give `name` three values.
 #pragma once
 
 #include <immintrin.h>
@@ -10,11 +11,11 @@
 
 namespace qattn::isa::avx512vnni {
 
-inline constexpr int lanes = 16;
+static constexpr int lanes = 16;
 #if !defined(QATTN_ISA_NAME)
 #define QATTN_ISA_NAME "avx512vnni"
 #endif
-inline constexpr const char* name = QATTN_ISA_NAME;
+static constexpr const char* name = QATTN_ISA_NAME;
 
 using F = __m512;
 using I = __m512i;

@@ -12,11 +12,11 @@
 
 namespace qattn::isa::neon {
 
-inline constexpr int lanes = 16;
+static constexpr int lanes = 16;
 #if !defined(QATTN_ISA_NAME)
 #define QATTN_ISA_NAME "neon"
 #endif
-inline constexpr const char* name = QATTN_ISA_NAME;
+static constexpr const char* name = QATTN_ISA_NAME;
 
 struct F {
   float32x4_t x[4];

@@ -2,7 +2,6 @@
 // definition of every word that the other files of this folder implement, and it serves any CPU.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -10,8 +9,8 @@
 
 namespace qattn::isa::scalar {
 
-inline constexpr int lanes = 16;
-inline constexpr const char* name = "scalar";
+static constexpr int lanes = 16;
+static constexpr const char* name = "scalar";
 
 struct F {
   float x[lanes];
@@ -84,7 +83,7 @@ static inline F min(F a, F b) {
   return each<F>([&](int i) { return a.x[i] < b.x[i] ? a.x[i] : b.x[i]; });
 }
 static inline F abs(F a) {
-  return each<F>([&](int i) { return std::fabs(a.x[i]); });
+  return each<F>([&](int i) { return __builtin_fabsf(a.x[i]); });
 }
 static inline I add_i(I a, I b) {  // wraps, as the instruction does
   return each<I>([&](int i) {
