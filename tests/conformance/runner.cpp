@@ -1,46 +1,10 @@
 #include "conformance/runner.hpp"
 
-#include <cstdlib>
 #include <cstring>
 
 #include "qattn/reference.hpp"
 
 namespace qattn::test {
-namespace {
-
-constexpr const char* isa_variable = "QATTN_CPU_ISA";
-
-}  // namespace
-
-ForceIsa::ForceIsa(const std::string& isa) {
-  if (const char* value = std::getenv(isa_variable)) {
-    had_ = true;
-    before_ = value;
-  }
-  setenv(isa_variable, isa.c_str(), 1);
-  const Result<std::string> used = cpu_isa();
-  available_ = used.ok();
-  if (used.ok()) {
-    EXPECT_EQ(*used, isa) << "forced by " << isa_variable;
-  } else {
-    EXPECT_EQ(used.status().code(), Code::unsupported) << used.status().message();
-    EXPECT_NE(isa, "scalar") << "scalar must run anywhere";
-  }
-}
-
-ForceIsa::~ForceIsa() {
-  if (had_) {
-    setenv(isa_variable, before_.c_str(), 1);
-  } else {
-    unsetenv(isa_variable);
-  }
-}
-
-std::span<const std::string> isas() {
-  static const std::vector<std::string> all = {"scalar", "avx2",         "avx512vnni", "avx512bf16",
-                                               "amx",    "neon_dotprod", "neon_i8mm"};
-  return all;
-}
 
 ModelOptions Outcome::model_options(Mutation mutation) const {
   return {resolved, split_keys, split_rows, mutation, tile_keys};

@@ -4,11 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <ostream>
-#include <span>
 #include <string>
 #include <vector>
 
 #include "conformance/feature.hpp"
+#include "support/isas.hpp"
 #include "support/measure.hpp"
 
 namespace qattn {
@@ -19,25 +19,6 @@ inline void PrintTo(const Recipe& recipe, std::ostream* out) { *out << recipe.na
 }  // namespace qattn
 
 namespace qattn::test {
-
-/// Forces an instruction set for as long as it lives.
-class ForceIsa {
- public:
-  explicit ForceIsa(const std::string& isa);
-  ~ForceIsa();
-  ForceIsa(const ForceIsa&) = delete;
-  ForceIsa& operator=(const ForceIsa&) = delete;
-
-  /// False where this CPU lacks it; a failure is recorded if the library then uses another one.
-  bool available() const { return available_; }
-
- private:
-  std::string before_;
-  bool had_ = false, available_ = false;
-};
-
-/// Every instruction set that the library knows; tests skip those that this CPU lacks.
-std::span<const std::string> isas();
 
 struct Outcome {
   Status status;

@@ -3,11 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <limits>
 #include <random>
 
 #include "kvcache/decode_case.hpp"
+#include "support/isas.hpp"
 
 namespace qattn {
 namespace {
@@ -183,17 +183,15 @@ TEST(KvDecode, ABatchOfDifferentLengthsEqualsEachAlone) {
 }
 
 TEST(KvDecode, EveryInstructionSet) {
-  for (const char* name :
-       {"amx", "avx512bf16", "avx512vnni", "avx2", "scalar", "neon_i8mm", "neon_dotprod"}) {
-    setenv("QATTN_CPU_ISA", name, 1);
-    if (!cpu_isa().ok()) continue;
+  for (const std::string& isa : test::isas()) {
+    const test::ForceIsa forced(isa);
+    if (!forced.available()) continue;
     const Filled f = fill(mixed(2, 96, 64), 800);
     for (const std::int64_t group : {1, 5}) {
       DecodeCase c = queries_for(f.cache.options(), group, 2);
-      expect_close(c, f.cache, {f.id}, std::string(name) + ": ");
+      expect_close(c, f.cache, {f.id}, isa + ": ");
     }
   }
-  unsetenv("QATTN_CPU_ISA");
 }
 
 TEST(KvDecode, BadTokensSpoilExactlyTheRowsThatSeeThem) {

@@ -11,6 +11,7 @@
 #include "formats/kv_quantize.hpp"
 #include "kernels/quantize/kv_rows.hpp"
 #include "kvcache/plain_quantizer.hpp"
+#include "support/isas.hpp"
 
 namespace qattn {
 namespace {
@@ -20,12 +21,10 @@ using test::quantize_plainly;
 
 std::vector<const cpu::Words*> all_words() {
   std::vector<const cpu::Words*> list;
-  for (const char* name :
-       {"amx", "avx512bf16", "avx512vnni", "avx2", "neon_i8mm", "neon_dotprod", "scalar"}) {
-    setenv("QATTN_CPU_ISA", name, 1);
-    if (const cpu::Words* words = cpu::select_words().words) list.push_back(words);
+  for (const std::string& isa : test::isas()) {
+    const test::ForceIsa forced(isa);
+    if (forced.available()) list.push_back(cpu::select_words().words);
   }
-  unsetenv("QATTN_CPU_ISA");
   return list;
 }
 

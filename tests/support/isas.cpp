@@ -1,0 +1,83 @@
+#include "support/isas.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <set>
+#include <vector>
+
+#include "qattn/attention.hpp"
+
+namespace qattn::test {
+namespace {
+
+constexpr const char* isa_variable = "QATTN_CPU_ISA";
+
+/// What ForceIsa was asked for in this process.
+struct Seen {
+  std::set<std::string> ran, lacking;
+};
+
+Seen& seen() {
+  static Seen all;
+  return all;
+}
+
+std::string listed(const std::set<std::string>& names) {
+  std::string text;
+  for (const std::string& isa : isas()) {
+    if (names.contains(isa)) text += (text.empty() ? "" : " ") + isa;
+  }
+  return text.empty() ? "none" : text;
+}
+
+class Say : public testing::Environment {
+ public:
+  void TearDown() override {
+    const auto& [ran, lacking] = seen();
+    if (ran.empty() && lacking.empty()) return;
+    std::printf("instruction sets that ran: %s; not on this CPU: %s\n", listed(ran).c_str(),
+                listed(lacking).c_str());
+    testing::Test::RecordProperty("instruction_sets", listed(ran));
+    testing::Test::RecordProperty("instruction_sets_lacking", listed(lacking));
+  }
+};
+
+// GoogleTest owns it.
+[[maybe_unused]] testing::Environment* const say = testing::AddGlobalTestEnvironment(new Say);
+
+}  // namespace
+
+ForceIsa::ForceIsa(const std::string& isa) {
+  if (const char* value = std::getenv(isa_variable)) {
+    had_ = true;
+    before_ = value;
+  }
+  setenv(isa_variable, isa.c_str(), 1);
+  const Result<std::string> used = cpu_isa();
+  available_ = used.ok();
+  (available_ ? seen().ran : seen().lacking).insert(isa);
+  if (used.ok()) {
+    EXPECT_EQ(*used, isa) << "forced by " << isa_variable;
+  } else {
+    EXPECT_EQ(used.status().code(), Code::unsupported) << used.status().message();
+    EXPECT_NE(isa, "scalar") << "scalar must run anywhere";
+  }
+}
+
+ForceIsa::~ForceIsa() {
+  if (had_) {
+    setenv(isa_variable, before_.c_str(), 1);
+  } else {
+    unsetenv(isa_variable);
+  }
+}
+
+std::span<const std::string> isas() {
+  static const std::vector<std::string> all = {"scalar", "avx2",         "avx512vnni", "avx512bf16",
+                                               "amx",    "neon_dotprod", "neon_i8mm"};
+  return all;
+}
+
+}  // namespace qattn::test

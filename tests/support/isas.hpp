@@ -1,0 +1,29 @@
+// The CPU's instruction sets in turn. A program whose tests use this says at its end, on one line,
+// which of them ran and which this CPU lacks: a green test of seven may have been one of three.
+#pragma once
+
+#include <span>
+#include <string>
+
+namespace qattn::test {
+
+/// Forces an instruction set for as long as it lives.
+class ForceIsa {
+ public:
+  explicit ForceIsa(const std::string& isa);
+  ~ForceIsa();
+  ForceIsa(const ForceIsa&) = delete;
+  ForceIsa& operator=(const ForceIsa&) = delete;
+
+  /// False where this CPU lacks it; a failure is recorded if the library then uses another one.
+  bool available() const { return available_; }
+
+ private:
+  std::string before_;
+  bool had_ = false, available_ = false;
+};
+
+/// Every instruction set that the library knows; tests skip those that this CPU lacks.
+std::span<const std::string> isas();
+
+}  // namespace qattn::test
