@@ -8,6 +8,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "qattn/qattn.hpp"
@@ -15,7 +16,9 @@
 namespace qattn::test {
 namespace {
 
-constexpr std::int64_t batch = 2, heads_q = 2, heads_kv = 2, queries = 5, keys = 150, dim = 32;
+constexpr std::int64_t batch = 2, heads_q = 2, heads_kv = 2, keys = 150, dim = 32;
+/// Tasks of up to 32 query rows pack the tiles that they use; more rows share packed panels.
+constexpr std::int64_t few = 5, many = 40;
 /// Just over 2^32, and no power of two: a cut one is not 0 and hits no token.
 constexpr std::int64_t far = (std::int64_t{1} << 32) + 4096 * 8;
 
@@ -46,41 +49,53 @@ class Reserve {
   std::size_t bytes_;
 };
 
-/// One tensor (B, S, H, D), dense and far apart.
+std::vector<float> draw(std::initializer_list<std::int64_t> shape, unsigned seed) {
+  std::int64_t count = 1;
+  for (const std::int64_t extent : shape) count *= extent;
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> x(static_cast<std::size_t>(count));
+  for (float& value : x) value = normal(random);
+  return x;
+}
+
+/// One tensor, dense and far apart: tokens (B, S, H, D), scales (B, H, S).
+template <class T = float>
 struct Pair {
-  std::vector<float> dense;
+  std::vector<T> dense;
   TensorView near, away;
   std::unique_ptr<Reserve> reserve;
 
   /// `axis`: the dimension whose stride is far; `sign` -1 walks backwards.
-  bool make(std::initializer_list<std::int64_t> shape, int axis, int sign, unsigned seed) {
-    const std::vector<std::int64_t> s(shape);
-    std::mt19937 random(seed);
-    std::normal_distribution<float> normal;
-    dense.resize(static_cast<std::size_t>(s[0] * s[1] * s[2] * s[3]));
-    for (float& x : dense) x = normal(random);
-    near = TensorView::dense(dense.data(), Format::f32, shape);
+  bool make(std::initializer_list<std::int64_t> shape, int axis, int sign, std::vector<T> values) {
+    dense = std::move(values);
+    near = TensorView::dense(static_cast<void*>(dense.data()),
+                             sizeof(T) == 1 ? Format::s8 : Format::f32, shape);
     away = near;
     away.stride[axis] = sign * far;
-    const std::size_t span = static_cast<std::size_t>(far * (s[axis] - 1)) * 4;
-    reserve = std::make_unique<Reserve>(span + dense.size() * 4 + (1 << 16));
+    const std::size_t span = static_cast<std::size_t>(far * (near.shape[axis] - 1)) * sizeof(T);
+    reserve = std::make_unique<Reserve>(span + dense.size() * sizeof(T) + (1 << 16));
     if (reserve->base() == nullptr) return false;
     away.data = reserve->base() + (sign < 0 ? span : 0);
     return copy(true);
   }
+  bool make(std::initializer_list<std::int64_t> shape, int axis, int sign, unsigned seed) {
+    return make(shape, axis, sign, draw(shape, seed));
+  }
 
   /// dense -> far with `out`, else back.
   bool copy(bool out) {
-    const std::int64_t row = near.shape[3];
+    const std::int64_t row = near.shape[near.rank - 1];
     for (std::int64_t n = 0; n * row < static_cast<std::int64_t>(dense.size()); ++n) {
       std::int64_t rest = n, offset = 0;
-      for (int d = 2; d >= 0; --d) {
+      for (int d = near.rank - 2; d >= 0; --d) {
         offset += rest % near.shape[d] * away.stride[d];
         rest /= near.shape[d];
       }
-      std::byte* at = static_cast<std::byte*>(away.data) + offset * 4;
-      float* from = dense.data() + n * row;
-      const auto bytes = static_cast<std::size_t>(row) * 4;
+      std::byte* at =
+          static_cast<std::byte*>(away.data) + offset * static_cast<std::int64_t>(sizeof(T));
+      T* from = dense.data() + n * row;
+      const auto bytes = static_cast<std::size_t>(row) * sizeof(T);
       if (out && !reserve->open(static_cast<std::size_t>(at - reserve->base()), bytes))
         return false;
       if (out) {
@@ -95,9 +110,24 @@ struct Pair {
 
 enum Axis { far_batch = 0, far_token = 1, far_head = 2 };
 
-void compare(const std::string& recipe, int axis, int sign) {
-  SCOPED_TRACE(recipe + ", axis " + std::to_string(axis) + (sign < 0 ? ", backwards" : ""));
-  Pair q, k, v, out;
+/// Both calls give the same bits; `out` is theirs in turn.
+void expect_equal(AttentionTensors near, AttentionTensors away, Pair<>& out,
+                  const AttentionOptions& options) {
+  near.out = out.near;
+  away.out = out.away;
+  const Status dense = attention(near, options);
+  ASSERT_TRUE(dense.ok()) << dense.message();
+  const std::vector<float> expected = out.dense;
+  const Status s = attention(away, options);
+  ASSERT_TRUE(s.ok()) << s.message();
+  ASSERT_TRUE(out.copy(false));
+  EXPECT_EQ(std::memcmp(expected.data(), out.dense.data(), expected.size() * 4), 0);
+}
+
+void compare(const std::string& recipe, std::int64_t queries, int axis, int sign) {
+  SCOPED_TRACE(testing::Message() << recipe << ", " << queries << " queries, axis " << axis
+                                  << (sign < 0 ? ", backwards" : ""));
+  Pair<> q, k, v, out;
   if (!q.make({batch, queries, heads_q, dim}, axis, sign, 1) ||
       !k.make({batch, keys, heads_kv, dim}, axis, sign, 2) ||
       !v.make({batch, keys, heads_kv, dim}, axis, sign, 3) ||
@@ -108,28 +138,70 @@ void compare(const std::string& recipe, int axis, int sign) {
   options.recipe = *recipe_named(recipe);
   options.causal = true;
   options.threads = 1;
-  AttentionTensors t;
-  t.q = q.near;
-  t.k = k.near;
-  t.v = v.near;
-  t.out = out.near;
-  const Status dense = attention(t, options);
-  ASSERT_TRUE(dense.ok()) << dense.message();
-  const std::vector<float> expected = out.dense;
-  t.q = q.away;
-  t.k = k.away;
-  t.v = v.away;
-  t.out = out.away;
-  const Status s = attention(t, options);
-  ASSERT_TRUE(s.ok()) << s.message();
-  ASSERT_TRUE(out.copy(false));
-  EXPECT_EQ(std::memcmp(expected.data(), out.dense.data(), expected.size() * 4), 0);
+  AttentionTensors near, away;
+  near.q = q.near, near.k = k.near, near.v = v.near;
+  away.q = q.away, away.k = k.away, away.v = v.away;
+  expect_equal(near, away, out, options);
 }
 
 TEST(FarStrides, EveryAxis) {
-  for (const char* recipe : {"f32", "int8_full", "fp8", "nvfp4"}) {
+  for (const char* recipe : {"f32", "bf16", "int8", "int8_full", "fp8", "nvfp4"}) {
+    for (const std::int64_t queries : {few, many}) {
+      for (const int axis : {far_batch, far_token, far_head}) {
+        for (const int sign : {1, -1}) compare(recipe, queries, axis, sign);
+      }
+    }
+  }
+}
+
+/// K or V as s8 codes with a scale a token.
+struct Coded {
+  Pair<std::int8_t> codes;
+  Pair<> scale;
+
+  bool make(int axis, int sign, unsigned seed) {
+    const std::initializer_list<std::int64_t> shape = {batch, keys, heads_kv, wide},
+                                              scales = {batch, heads_kv, keys};
+    std::vector<float> x = draw(shape, seed), s(batch * heads_kv * keys);
+    std::vector<std::int8_t> c(x.size());
+    QuantizeTensors t;
+    t.x = TensorView::dense(x.data(), Format::f32, shape);
+    t.codes = TensorView::dense(static_cast<void*>(c.data()), Format::s8, shape);
+    t.scale = TensorView::dense(static_cast<void*>(s.data()), Format::f32, scales);
+    EXPECT_TRUE(quantize(t, {}).ok());
+    return codes.make(shape, axis, sign, std::move(c)) &&
+           scale.make(scales, axis == far_head ? 1 : 0, sign, std::move(s));
+  }
+  /// K's and V's codes are what int8_full takes; 64 channels can be read in place.
+  static constexpr std::int64_t wide = 64;
+};
+
+TEST(FarStrides, Codes) {
+  AttentionOptions options;
+  options.recipe = *recipe_named("int8_full");
+  options.recipe.smooth_k = Toggle::off;
+  options.causal = true;
+  options.threads = 1;
+  for (const std::int64_t queries : {few, many}) {
     for (const int axis : {far_batch, far_token, far_head}) {
-      for (const int sign : {1, -1}) compare(recipe, axis, sign);
+      for (const int sign : {1, -1}) {
+        SCOPED_TRACE(testing::Message() << queries << " queries, axis " << axis << " " << sign);
+        Pair<> q, out;
+        Coded k, v;
+        if (!q.make({batch, queries, heads_q, Coded::wide}, far_batch, 1, 1) ||
+            !out.make({batch, queries, heads_q, Coded::wide}, far_batch, 1, 4) ||
+            !k.make(axis, sign, 2) || !v.make(axis, sign, 3)) {
+          GTEST_SKIP() << "the system lends too little address space";
+        }
+        AttentionTensors near, away;
+        near.q = q.near;
+        near.k = k.codes.near, near.k_scale = k.scale.near;
+        near.v = v.codes.near, near.v_scale = v.scale.near;
+        away.q = q.away;
+        away.k = k.codes.away, away.k_scale = k.scale.away;
+        away.v = v.codes.away, away.v_scale = v.scale.away;
+        expect_equal(near, away, out, options);
+      }
     }
   }
 }
@@ -137,41 +209,34 @@ TEST(FarStrides, EveryAxis) {
 TEST(FarStrides, Pages) {
   // Two pages of 80 keys a sequence, each page far from the next.
   constexpr std::int64_t size = 80, pages = 4;
-  Pair q, k, v, out;
-  if (!q.make({batch, queries, heads_q, dim}, far_batch, 1, 1) ||
-      !k.make({pages, size, heads_kv, dim}, far_batch, 1, 2) ||
-      !v.make({pages, size, heads_kv, dim}, far_batch, 1, 3) ||
-      !out.make({batch, queries, heads_q, dim}, far_batch, 1, 4)) {
-    GTEST_SKIP() << "the system lends too little address space";
-  }
   const std::int32_t table[] = {3, 0, 1, 2}, used[] = {150, 99};
-  for (const char* recipe : {"f32", "int8_full"}) {
-    SCOPED_TRACE(recipe);
-    AttentionOptions options;
-    options.recipe = *recipe_named(recipe);
-    options.threads = 1;
-    AttentionTensors t;
-    t.page_table = TensorView::dense(table, Format::s32, {batch, 2});
-    t.seqused_k = TensorView::dense(used, Format::s32, {batch});
-    t.q = q.near;
-    t.k = k.near;
-    t.v = v.near;
-    t.out = out.near;
-    const Status dense = attention(t, options);
-    ASSERT_TRUE(dense.ok()) << dense.message();
-    const std::vector<float> expected = out.dense;
-    t.k = k.away;
-    t.v = v.away;
-    t.out = out.away;
-    const Status s = attention(t, options);
-    ASSERT_TRUE(s.ok()) << s.message();
-    ASSERT_TRUE(out.copy(false));
-    EXPECT_EQ(std::memcmp(expected.data(), out.dense.data(), expected.size() * 4), 0);
+  for (const std::int64_t queries : {few, many}) {
+    Pair<> q, k, v, out;
+    if (!q.make({batch, queries, heads_q, dim}, far_batch, 1, 1) ||
+        !k.make({pages, size, heads_kv, dim}, far_batch, 1, 2) ||
+        !v.make({pages, size, heads_kv, dim}, far_batch, 1, 3) ||
+        !out.make({batch, queries, heads_q, dim}, far_batch, 1, 4)) {
+      GTEST_SKIP() << "the system lends too little address space";
+    }
+    for (const char* recipe : {"f32", "int8_full"}) {
+      SCOPED_TRACE(testing::Message() << recipe << ", " << queries << " queries");
+      AttentionOptions options;
+      options.recipe = *recipe_named(recipe);
+      options.threads = 1;
+      AttentionTensors near, away;
+      near.page_table = TensorView::dense(table, Format::s32, {batch, 2});
+      near.seqused_k = TensorView::dense(used, Format::s32, {batch});
+      near.q = q.near;
+      away = near;
+      near.k = k.near, near.v = v.near;
+      away.k = k.away, away.v = v.away;
+      expect_equal(near, away, out, options);
+    }
   }
 }
 
 TEST(FarStrides, Quantize) {
-  Pair x;
+  Pair<> x;
   if (!x.make({batch, keys, heads_kv, dim}, far_token, 1, 5)) {
     GTEST_SKIP() << "the system lends too little address space";
   }
@@ -194,28 +259,24 @@ TEST(FarStrides, Quantize) {
 }
 
 TEST(FarStrides, Mask) {
-  Pair mask, q, k, v, out;
-  if (!mask.make({batch, heads_q, queries, keys}, 2, 1, 6) ||
-      !q.make({batch, queries, heads_q, dim}, far_batch, 1, 1) ||
-      !k.make({batch, keys, heads_kv, dim}, far_batch, 1, 2) ||
-      !v.make({batch, keys, heads_kv, dim}, far_batch, 1, 3) ||
-      !out.make({batch, queries, heads_q, dim}, far_batch, 1, 4)) {
-    GTEST_SKIP() << "the system lends too little address space";
-  }
-  AttentionTensors t;
-  t.q = q.near;
-  t.k = k.near;
-  t.v = v.near;
-  t.out = out.near;
-  AttentionOptions options;
-  options.recipe = *recipe_named("f32");
-  std::vector<float> expected;
-  for (const TensorView& view : {mask.near, mask.away}) {
-    t.mask = view;
-    const Status s = attention(t, options);
-    ASSERT_TRUE(s.ok()) << s.message();
-    if (expected.empty()) expected = out.dense;
-    EXPECT_EQ(expected, out.dense);
+  for (const std::int64_t queries : {few, many}) {
+    SCOPED_TRACE(testing::Message() << queries << " queries");
+    Pair<> mask, q, k, v, out;
+    if (!mask.make({batch, heads_q, queries, keys}, 2, 1, 6) ||
+        !q.make({batch, queries, heads_q, dim}, far_batch, 1, 1) ||
+        !k.make({batch, keys, heads_kv, dim}, far_batch, 1, 2) ||
+        !v.make({batch, keys, heads_kv, dim}, far_batch, 1, 3) ||
+        !out.make({batch, queries, heads_q, dim}, far_batch, 1, 4)) {
+      GTEST_SKIP() << "the system lends too little address space";
+    }
+    AttentionOptions options;
+    options.recipe = *recipe_named("f32");
+    AttentionTensors near, away;
+    near.q = q.near, near.k = k.near, near.v = v.near;
+    away = near;
+    near.mask = mask.near;
+    away.mask = mask.away;
+    expect_equal(near, away, out, options);
   }
 }
 
