@@ -75,7 +75,10 @@ struct AttentionOptions {
   /// Tokens a block of `block_mask`, multiples of 64 up to 2^20 (GPUs: block_mask_q also of the
   /// kernel's tile of queries, 128, or 64 where D > 128); 0 without one.
   std::int64_t block_mask_q = 0, block_mask_k = 0;
-  int threads = 0;               ///< CPU threads; 0: the OpenMP default; 0 on a GPU
+  /// CPU threads, at most; 0: the OpenMP default; 0 on a GPU. Results do not depend on it. In a
+  /// child of fork() every call runs on one thread if the thread that forked had used several: they
+  /// do not exist there, and GNU's OpenMP runtime would wait for them.
+  int threads = 0;
   ScoreFunction score_function;  ///< CPU only; changes scores before masks
   MaskFunction mask_function;    ///< CPU only; one more mask
   /// Look at the contents of index tensors and given scales before the kernel starts, and name the

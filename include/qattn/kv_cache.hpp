@@ -55,7 +55,7 @@ struct KvCacheOptions {
   /// A page that was demoted before is demoted again only where that costs this much less than
   /// demoting another: 0.25 is a quarter.
   float hysteresis = 0.25f;
-  int threads = 0;  ///< CPU threads; 0: the OpenMP default
+  int threads = 0;  ///< CPU threads, at most: AttentionOptions::threads
 };
 
 /// Memory of a cache in bytes. total is what is allocated and the sum of the others.

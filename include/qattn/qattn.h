@@ -110,7 +110,7 @@ typedef struct qattn_attention_options {
   float softmax_scale;
   int64_t window_left, window_right; /* -1: unlimited */
   float softcap;                     /* 0: off */
-  int32_t threads;                   /* 0: the OpenMP default */
+  int32_t threads;                   /* at most (qattn/attention.hpp); 0: the OpenMP default */
   qattn_scaling q_scaling, k_scaling, v_scaling;
   int32_t smooth_k, smooth_q, smooth_v, rotate; /* QATTN_TOGGLE_* */
   qattn_score_function score_function;          /* NULL: none */

@@ -20,7 +20,7 @@ struct QuantizeOptions {
   Scaling scaling;  ///< automatic: per_token (V in 8-bit floats: per_channel; group where built in)
   bool smooth = false;  ///< subtract a mean first and return it (Q: per block; K, V: per sequence)
   bool rotate = false;  ///< Hadamard rotation of the rows (after the mean); Q and K only
-  int threads = 0;      ///< CPU threads; 0: the OpenMP default; 0 on a GPU
+  int threads = 0;      ///< CPU threads, at most: AttentionOptions::threads; 0 on a GPU
 };
 
 /// Shapes and formats that quantize() needs for its outputs (data pointers null, dense strides).

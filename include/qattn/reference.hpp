@@ -14,7 +14,7 @@ struct ReferenceOptions {
   /// Only these query rows (index inside the sequence) are computed, for every head and sequence;
   /// empty: all. The others are left untouched in `out`.
   std::span<const std::int64_t> rows;
-  int threads = 0;
+  int threads = 0;  ///< at most: AttentionOptions::threads; 0: the options'
   /// Called with the fraction done (0 to 1), from one thread; may be empty.
   std::function<void(double)> progress;
 };

@@ -111,7 +111,8 @@ def attention(
     seqused_q, seqused_k: (B) int32, tokens that exist. page_table: (B, pages) int32, k and v are
     (pages, page_size, Hkv, D); needs seqused_k. Lists of integers will do for these.
     saturated: (3) int64 output, codes of q, k, v that a static scale clipped.
-    threads: 0 is the OpenMP default.
+    threads: at most so many, 0 is the OpenMP default. One in a child of os.fork() if the thread
+    that forked had used several: GNU's OpenMP would wait for them for ever.
 
     CUDA tensors: all tensors lie on q's device (lists will not do there), and the work is enqueued
     on torch's current stream of that device with memory of torch's allocator, without waiting: it

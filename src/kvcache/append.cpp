@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/threads.hpp"
 #include "formats/bits.hpp"
 #include "kernels/quantize/rows.hpp"
 #include "kvcache/allocator.hpp"
@@ -220,7 +221,7 @@ void AppendPlan::make_mean() {
   for (const Job& job : jobs_) quantises |= job.to.tier > 0;
   if (!quantises) return;
   mean_.assign(static_cast<std::size_t>(cache_.options.heads_kv * cache_.d()), 0.0f);
-#pragma omp parallel for num_threads(cache_.threads())
+#pragma omp parallel for num_threads(team(cache_.threads()))
   for (std::int64_t h = 0; h < cache_.options.heads_kv; ++h) {
     sum_keys(h, mean_.data() + h * cache_.d());
   }

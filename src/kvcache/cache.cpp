@@ -5,6 +5,7 @@
 
 #include "core/guarded.hpp"
 #include "core/problem.hpp"
+#include "core/threads.hpp"
 #include "kvcache/append.hpp"
 #include "kvcache/data.hpp"
 #include "kvcache/tensors.hpp"
@@ -148,7 +149,7 @@ Status KvCache::append(std::int64_t layer, std::span<const std::int64_t> sequenc
     const auto threads = static_cast<int>(
         std::clamp<std::int64_t>(count, 1, static_cast<std::int64_t>(data_->threads())));
     std::vector<std::byte> scratch(page * static_cast<std::size_t>(threads));
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(team(threads))
     {
       std::byte* mine = scratch.data() + page * static_cast<std::size_t>(kv::thread_index());
 #pragma omp for schedule(dynamic, 4)

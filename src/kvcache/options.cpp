@@ -1,11 +1,10 @@
 // Options of a KV cache: their checks, and what a budget means.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 
 #include "core/guarded.hpp"
 #include "core/problem.hpp"
+#include "core/threads.hpp"
 #include "kvcache/data.hpp"
 
 namespace qattn::kv {
@@ -156,9 +155,7 @@ std::int64_t detail::KvCacheData::allowed_bytes(std::int64_t length) const {
   return static_cast<std::int64_t>(tokens * kv::budget_per_token(options));
 }
 
-int detail::KvCacheData::threads() const {
-  return options.threads > 0 ? options.threads : omp_get_max_threads();
-}
+int detail::KvCacheData::threads() const { return most_threads(options.threads); }
 
 Result<std::int64_t> KvCache::shortest_length(const KvCacheOptions& o) {
   return guarded<Result<std::int64_t>>([&]() -> Result<std::int64_t> {

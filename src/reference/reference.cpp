@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "core/threads.hpp"
 #include "reference/decode.hpp"
 #include "reference/problem.hpp"
 
@@ -200,9 +201,7 @@ void compute(const AttentionTensors& tensors, const AttentionOptions& options,
              const Problem& problem, std::span<double> out, std::span<double> lse,
              const ReferenceOptions& reference) {
   const std::int64_t group = problem.q.heads / problem.k.heads, dim_v = problem.v.dim;
-  const int threads = reference.threads > 0 ? reference.threads
-                      : options.threads > 0 ? options.threads
-                                            : omp_get_max_threads();
+  const int threads = most_threads(reference.threads > 0 ? reference.threads : options.threads);
   const double units = static_cast<double>(problem.batch * problem.k.heads);
   for (std::int64_t b = 0; b < problem.batch; ++b) {
     const std::vector<std::int64_t> rows = rows_of(reference, problem.room_q[b]);
@@ -215,7 +214,7 @@ void compute(const AttentionTensors& tensors, const AttentionOptions& options,
         one.s.resize(static_cast<std::size_t>(problem.len_k[b]));
       }
       std::int64_t done = 0;
-#pragma omp parallel for schedule(dynamic, 8) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, 8) num_threads(team(threads))
       for (std::int64_t n = 0; n < group * count; ++n) {
         const Row row{b, hk * group + n / count, rows[n % count], problem.len_q[b],
                       problem.len_k[b]};

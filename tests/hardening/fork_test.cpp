@@ -1,14 +1,18 @@
-// fork(): a child of a process that has used OpenMP can compute with threads = 1. With more threads
-// GNU's OpenMP runtime waits for workers that do not exist in the child; the last test records it.
+// fork(): a child computes what its parent does, whether or not the parent has used OpenMP. Where
+// the thread that forked had a team, GNU's OpenMP runtime would wait for workers that do not exist
+// in the child, so qattn runs on one thread there (core/threads.hpp).
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdlib>
+#include <memory>
 #include <thread>
 
 #include "hardening/small_call.hpp"
+#include "qattn/reference.hpp"
 
 namespace qattn::test {
 namespace {
@@ -56,7 +60,7 @@ TEST(Fork, OneThreadAfterATeam) {
     std::vector<float> expected = call.output();
     ASSERT_TRUE(attention(call.tensors(expected), options_of(recipe, 3)).ok());
     const auto work = [&] { return equals(call, recipe, 1, expected); };
-    EXPECT_EQ(in_child(work, std::chrono::seconds(30)), End::good) << recipe;
+    ASSERT_EQ(in_child(work, std::chrono::seconds(30)), End::good) << recipe;
     EXPECT_TRUE(equals(call, recipe, 3, expected)) << "the parent is as it was";
   }
 }
@@ -74,16 +78,127 @@ TEST(Fork, NewThreadOfTheChild) {
   EXPECT_EQ(in_child(work, std::chrono::seconds(30)), End::good);
 }
 
-TEST(Fork, TeamAfterATeamIsTheRuntimesAffair) {
+/// A plan's line "threads: N".
+int threads_of(const Plan& plan) {
+  const std::string text = plan.to_string(), key = "\nthreads: ";
+  return std::stoi(text.substr(text.find(key) + key.size()));
+}
+
+constexpr int counts[] = {0, 2, 3};  // 0: CTest sets OMP_NUM_THREADS=3
+
+TEST(Fork, AttentionAfterATeam) {
+  const SmallCall call;
+  for (const char* recipe : {"f32", "int8_full", "fp8"}) {
+    for (const int threads : counts) {
+      SCOPED_TRACE(testing::Message() << recipe << ", threads " << threads);
+      std::vector<float> expected = call.output();
+      ASSERT_TRUE(attention(call.tensors(expected), options_of(recipe, 3)).ok());
+      const auto work = [&] { return equals(call, recipe, threads, expected); };
+      ASSERT_EQ(in_child(work, std::chrono::seconds(30)), End::good);
+      EXPECT_TRUE(equals(call, recipe, threads, expected)) << "the parent is as it was";
+    }
+  }
+}
+
+TEST(Fork, APlanOfTheParent) {
+  const SmallCall call(1, 5000);  // keys are split
+  const AttentionOptions options = options_of("int8_full", 3);
+  std::vector<float> expected = call.output(), out = call.output();
+  ASSERT_TRUE(attention(call.tensors(expected), options).ok());
+  const Result<Plan> made = plan(call.tensors(out), options);
+  ASSERT_TRUE(made.ok());
+  EXPECT_EQ(threads_of(*made), 3);
+  const std::size_t bytes = (made->workspace_bytes() + 63) / 64 * 64;
+  const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(64, bytes),
+                                                           &std::free);
+  const auto work = [&] {
+    return run(*made, call.tensors(out), options, memory.get(), bytes).ok() && out == expected &&
+           threads_of(*plan(call.tensors(out), options)) == 1;  // the child's own plans say so
+  };
+  ASSERT_EQ(in_child(work, std::chrono::seconds(30)), End::good);
+  EXPECT_EQ(threads_of(*plan(call.tensors(out), options)), 3) << "the parent is as it was";
+}
+
+TEST(Fork, AGrandchild) {
   const SmallCall call;
   std::vector<float> expected = call.output();
   ASSERT_TRUE(attention(call.tensors(expected), options_of("int8_full", 3)).ok());
-  const auto work = [&] { return equals(call, "int8_full", 3, expected); };
-  const End end = in_child(work, std::chrono::seconds(3));
-  RecordProperty("end", static_cast<int>(end));
-  // Right or hanging, but never a wrong result. (libomp re-initialises itself in the child.)
-  EXPECT_NE(end, End::bad);
-  std::printf("a child's team after its parent's: %s\n", end == End::hung ? "hangs" : "works");
+  const auto work = [&] {
+    const auto again = [&] { return equals(call, "int8_full", 2, expected); };
+    return in_child(again, std::chrono::seconds(20)) == End::good;
+  };
+  ASSERT_EQ(in_child(work, std::chrono::seconds(30)), End::good);
+}
+
+/// A cache's answer after two appends, the second of which quantises.
+std::vector<float> decoded(const SmallCall& call, int threads) {
+  KvCacheOptions o;
+  o.heads_kv = SmallCall::heads;
+  o.d = o.dv = SmallCall::dim;
+  o.tiers = {{4, 4}};
+  o.threads = threads;
+  Result<KvCache> cache = KvCache::create(o);
+  const std::int64_t id = *cache->add_sequence(), half = call.keys / 2;
+  for (const std::int64_t first : {std::int64_t{0}, half}) {
+    const std::int64_t offset = first * SmallCall::heads * SmallCall::dim;
+    KvAppendTensors t;
+    t.k = TensorView::dense(call.k.data() + offset, Format::f32,
+                            {1, half, SmallCall::heads, SmallCall::dim});
+    t.v = TensorView::dense(call.v.data() + offset, Format::f32,
+                            {1, half, SmallCall::heads, SmallCall::dim});
+    if (!cache->append(0, {&id, 1}, t).ok()) return {};
+  }
+  std::vector<float> out(SmallCall::heads * SmallCall::dim);
+  KvDecodeTensors t;
+  t.q = TensorView::dense(call.q.data(), Format::f32, {1, 1, SmallCall::heads, SmallCall::dim});
+  t.out = TensorView::dense(static_cast<void*>(out.data()), Format::f32,
+                            {1, 1, SmallCall::heads, SmallCall::dim});
+  return decode(*cache, 0, {&id, 1}, t).ok() ? out : std::vector<float>{};
+}
+
+TEST(Fork, KvCacheAfterATeam) {
+  const SmallCall call(1, 2000);
+  const std::vector<float> expected = decoded(call, 3);
+  ASSERT_FALSE(expected.empty());
+  for (const int threads : counts) {
+    const auto work = [&] { return decoded(call, threads) == expected; };
+    ASSERT_EQ(in_child(work, std::chrono::seconds(30)), End::good) << threads;
+  }
+}
+
+/// quantize()'s codes of K.
+std::vector<std::int8_t> codes_of(const SmallCall& call, int threads) {
+  std::vector<std::int8_t> codes(call.k.size());
+  std::vector<float> scale(static_cast<std::size_t>(call.keys * SmallCall::heads)), out;
+  QuantizeTensors t;
+  t.x = call.tensors(out).k;
+  t.codes = TensorView::dense(static_cast<void*>(codes.data()), Format::s8,
+                              {1, call.keys, SmallCall::heads, SmallCall::dim});
+  t.scale = TensorView::dense(static_cast<void*>(scale.data()), Format::f32,
+                              {1, SmallCall::heads, call.keys});
+  QuantizeOptions o;
+  o.threads = threads;
+  return quantize(t, o).ok() ? codes : std::vector<std::int8_t>{};
+}
+
+std::vector<double> exact(const SmallCall& call, int threads) {
+  std::vector<float> unused = call.output();
+  std::vector<double> out(call.q.size());
+  const Status s = reference_attention(call.tensors(unused), options_of("f32", threads), out);
+  return s.ok() ? out : std::vector<double>{};
+}
+
+TEST(Fork, QuantizeAndReferenceAfterATeam) {
+  const SmallCall call;
+  const std::vector<std::int8_t> codes = codes_of(call, 3);
+  const std::vector<double> out = exact(call, 3);
+  ASSERT_FALSE(codes.empty() || out.empty());
+  for (const int threads : counts) {
+    const auto work = [&] {
+      return codes_of(call, threads) == codes && exact(call, threads) == out;
+    };
+    ASSERT_EQ(in_child(work, std::chrono::seconds(30)), End::good) << threads;
+  }
 }
 
 }  // namespace

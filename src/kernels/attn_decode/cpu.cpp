@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 
+#include "core/threads.hpp"
 #include "formats/hadamard.hpp"
 #include "kernels/attn_decode/cpu_job.hpp"
 #include "kernels/quantize/rows.hpp"
@@ -245,7 +246,7 @@ void Decode::run() {
   const auto threads = static_cast<int>(std::min<std::int64_t>(call_.threads, useful));
   std::vector<Scratch> scratch;
   for (int t = 0; t < threads; ++t) scratch.emplace_back(call_);
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(team(threads))
   {
     Scratch& mine = scratch[static_cast<std::size_t>(kv::thread_index())];
 #pragma omp for schedule(dynamic)

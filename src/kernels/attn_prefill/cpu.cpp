@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 
+#include "core/threads.hpp"
 #include "kernels/attn_prefill/cpu_operand.hpp"
 #include "qattn/quantize.hpp"
 
@@ -134,7 +135,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
   c->rotate = r.rotate == Toggle::on;
   c->rows_in_place = rows_in_place(problem, *c);
   c->heads_in_turn = heads_in_turn(problem);
-  c->threads = problem.threads > 0 ? problem.threads : omp_get_max_threads();
+  c->threads = most_threads(problem.threads);
   Arrays unused;
   c->workspace = layout(problem, *c, nullptr, unused);
   const bool split = may_be_short(problem) && problem.max_k > c->split_keys;
@@ -243,7 +244,7 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
   }
   const std::int64_t tiles = a.slots / tile_keys;
   const std::int64_t chunk = chunk_of_tasks(job, tasks);
-#pragma omp parallel num_threads(config.threads)
+#pragma omp parallel num_threads(team(config.threads))
   {
     Scratch& mine = a.scratch[omp_get_thread_num()];
 #pragma omp for schedule(dynamic)

@@ -1,8 +1,6 @@
 // quantize() and dequantize(): one operand of float tokens to codes and scales, and back.
 #include "qattn/quantize.hpp"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -12,6 +10,7 @@
 
 #include "core/backend.hpp"
 #include "core/guarded.hpp"
+#include "core/threads.hpp"
 #include "formats/hadamard.hpp"
 #include "formats/scale.hpp"
 #include "kernels/quantize/quantize_check.hpp"
@@ -262,9 +261,8 @@ void quantize_grouped(const Unit& u) {
 template <class Function>
 void each_unit(const QuantizeTensors& t, const QuantizeOptions& o, const QuantizeFacts& f,
                const cpu::Words& words, Function body) {
-  const int threads = o.threads > 0 ? o.threads : omp_get_max_threads();
   std::atomic<bool> failed = false;
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
+#pragma omp parallel for schedule(dynamic) num_threads(team(o.threads))
   for (std::int64_t i = 0; i < f.batch * f.heads; ++i) {
     try {
       const std::int64_t b = i / f.heads;
