@@ -8,7 +8,7 @@ JOBS ?= $(shell nproc)
 APT := g++ cmake pkg-config ninja-build python3-dev python3-venv libgtest-dev libfmt-dev libcli11-dev \
        nlohmann-json3-dev libboost-context-dev g++-aarch64-linux-gnu qemu-user
 
-.PHONY: all setup build demo test sanitize arm wheel gpu-build gpu-test gpu-sanitize gpu-bench \
+.PHONY: all setup build demo test sanitize tsan arm wheel gpu-build gpu-test gpu-sanitize gpu-bench \
         model format clean
 all: build
 
@@ -42,7 +42,7 @@ demo: build
 	PYTHONPATH=$(BUILD)/python $(PY) tools/capture/embed_minilm.py -o $(BUILD)/embeddings.json
 	$(BUILD)/bin/qattn demo --report report.html --embeddings $(BUILD)/embeddings.json
 
-test: build sanitize arm
+test: build sanitize tsan arm
 	ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 	QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_LIBRARY=$(CURDIR)/$(BUILD)/src/libqattn.a \
 	  QATTN_FORMATS_DUMP=$(CURDIR)/$(BUILD)/bin/formats_dump \
@@ -57,6 +57,12 @@ sanitize: setup
 	  { cat $(BUILD)/configure-sanitize.log; exit 1; }
 	cmake --build $(BUILD)/sanitize -j $(JOBS)
 	ctest --test-dir $(BUILD)/sanitize --output-on-failure -j $(JOBS)
+
+# Concurrent calls under ThreadSanitizer: the library and that one program.
+tsan: setup
+	cmake --preset tsan >$(BUILD)/configure-tsan.log || { cat $(BUILD)/configure-tsan.log; exit 1; }
+	cmake --build $(BUILD)/tsan -j $(JOBS) --target thread_test
+	ctest --test-dir $(BUILD)/tsan --output-on-failure --no-tests=error -R '^hardening[.]Threads$$'
 
 # The wheel in $(BUILD)/wheel, tested in an environment that has numpy and nothing else.
 wheel: setup

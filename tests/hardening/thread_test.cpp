@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <span>
 #include <thread>
 
 #include "hardening/small_call.hpp"
@@ -76,6 +77,64 @@ TEST(Threads, SharedPlan) {
       std::vector<float> out = call.output();
       const Status s = run(mine, call.tensors(out), options, memory.get(), bytes);
       if (!s.ok() || out != expected || mine.hash() != made->hash()) ++wrong;
+    }
+  });
+  EXPECT_EQ(wrong, 0);
+}
+
+/// One answer of a cache: queries `step` of every sequence.
+std::vector<float> decoded(const KvCache& cache, const SmallCall& call,
+                           std::span<const std::int64_t> sequences, std::int64_t step) {
+  constexpr std::int64_t heads = SmallCall::heads, dim = SmallCall::dim;
+  const auto batch = static_cast<std::int64_t>(sequences.size());
+  std::vector<float> out(static_cast<std::size_t>(batch * heads * dim));
+  std::vector<float> mass(static_cast<std::size_t>(batch * heads * ((call.keys + 15) / 16)));
+  KvDecodeTensors t;
+  t.q = TensorView::dense(call.q.data() + step * batch * heads * dim, Format::f32,
+                          {batch, 1, heads, dim});
+  t.out = TensorView::dense(static_cast<void*>(out.data()), Format::f32, {batch, 1, heads, dim});
+  t.mass = TensorView::dense(static_cast<void*>(mass.data()), Format::f32,
+                             {batch, heads, (call.keys + 15) / 16});
+  KvDecodeOptions options;
+  options.threads = 1;
+  if (!decode(cache, 0, sequences, t, options).ok()) return {};
+  out.insert(out.end(), mass.begin(), mass.end());
+  return out;
+}
+
+TEST(Threads, OneKvCache) {
+  // decode() of several threads may read one cache: pages of every tier, shared ones too.
+  const SmallCall call(64, 2600);
+  constexpr std::int64_t steps = 16;
+  KvCacheOptions o;
+  o.heads_kv = SmallCall::heads;
+  o.d = o.dv = SmallCall::dim;
+  o.average_bits = 5;
+  o.budget_from = *KvCache::shortest_length(o);
+  o.threads = 1;
+  Result<KvCache> made = KvCache::create(o);
+  ASSERT_TRUE(made.ok()) << made.status().message();
+  KvCache& cache = *made;
+  std::vector<std::int64_t> sequences = {*cache.add_sequence()};
+  KvAppendTensors t;
+  t.k = TensorView::dense(call.k.data(), Format::f32,
+                          {1, call.keys, SmallCall::heads, SmallCall::dim});
+  t.v = TensorView::dense(call.v.data(), Format::f32,
+                          {1, call.keys, SmallCall::heads, SmallCall::dim});
+  ASSERT_TRUE(cache.append(0, sequences, t).ok());
+  sequences.push_back(*cache.fork(sequences[0]));
+  ASSERT_TRUE(cache.evict(sequences[1], 0, 0, 100, 133).ok());
+  std::vector<std::vector<float>> expected;
+  for (std::int64_t step = 0; step < steps; ++step) {
+    expected.push_back(decoded(cache, call, sequences, step));
+    ASSERT_FALSE(expected.back().empty());
+  }
+  std::atomic<int> wrong{0};
+  at_once(8, [&](int i) {
+    for (std::int64_t n = 0; n < steps; ++n) {
+      const std::int64_t step = (n + i) % steps;
+      const auto& want = expected[static_cast<std::size_t>(step)];
+      if (decoded(cache, call, sequences, step) != want) ++wrong;
     }
   });
   EXPECT_EQ(wrong, 0);
