@@ -6,7 +6,7 @@ namespace qattn {
 std::string device_text(Device device) {
   switch (device.type) {
     case DeviceType::cpu:
-      return "cpu";
+      return device.index == 0 ? "cpu" : "cpu:" + std::to_string(device.index);
     case DeviceType::cuda:
       return "cuda:" + std::to_string(device.index);
     case DeviceType::hip:

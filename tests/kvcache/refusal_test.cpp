@@ -219,6 +219,9 @@ TEST_F(KvCalls, Decode) {
   d_.out.device.type = DeviceType::cuda;
   expect_refusal(decode(*cache_, 0, {&id_, 1}, d_, {}), "out: lies on cuda:0", Code::unsupported);
   d_ = good;
+  d_.out.device.index = 3;  // host memory has index 0
+  expect_refusal(decode(*cache_, 0, {&id_, 1}, d_, {}), "out: lies on cpu:3", Code::unsupported);
+  d_ = good;
   d_.mass = TensorView::dense(mass_.data(), Format::f32, {1, 4, 18});
   expect_decode("mass: shape (1, 4, 18) should be (1, 4, 19)");
   d_ = good;
