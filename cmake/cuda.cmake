@@ -19,19 +19,43 @@ if(QATTN_CUDA STREQUAL "AUTO")
 endif()
 
 # "80" means machine code for sm_80; the first also goes in as PTX, for GPUs that are not listed.
-# "a" is one GPU with all its instructions, "f" a family with those that it shares: 100f runs on
-# sm_100 and sm_103 (B200, GB300), 120f on sm_120 and sm_121, in the time and size of one.
-set(QATTN_CUDA_REAL_ARCHITECTURES "")
+# "a" is one GPU with all its instructions, "f" a family with those that it shares. Machine code of
+# 100 runs on sm_100 and sm_103 (B200, GB300), of 120 on sm_120 and sm_121.
 foreach(architecture IN LISTS QATTN_CUDA_ARCHITECTURES)
   if(NOT architecture MATCHES "^[0-9]+[af]?$")
     message(FATAL_ERROR "QATTN_CUDA_ARCHITECTURES: ${architecture} is no number like 80 or 90a")
   endif()
-  list(APPEND QATTN_CUDA_REAL_ARCHITECTURES ${architecture}-real)
 endforeach()
 list(GET QATTN_CUDA_ARCHITECTURES 0 first)
-if(first MATCHES "^[0-9]+$")
-  list(APPEND QATTN_CUDA_REAL_ARCHITECTURES ${first}-virtual)
-endif()
+
+# qattn_cuda_architectures(TARGET [BASES number...] ARCHITECTURES name...): the machine code that
+# TARGET gets, for each architecture in its own instructions, or with BASES in those of the highest
+# base that it has. The compiler proper runs once for each base, only the assembler for each
+# architecture.
+function(qattn_cuda_architectures target)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "BASES;ARCHITECTURES")
+  set(flags "")
+  foreach(architecture IN LISTS arg_ARCHITECTURES)
+    set(virtual ${architecture})
+    if(arg_BASES)
+      string(REGEX REPLACE "[af]$" "" architecture ${architecture})
+      set(virtual ${architecture})
+      foreach(base IN LISTS arg_BASES)  # from the lowest on
+        if(NOT base GREATER architecture)
+          set(virtual ${base})
+        endif()
+      endforeach()
+    endif()
+    list(APPEND flags "SHELL:-gencode arch=compute_${virtual},code=sm_${architecture}")
+  endforeach()
+  list(GET arg_ARCHITECTURES 0 ptx)
+  if(ptx STREQUAL first AND first MATCHES "^[0-9]+$")
+    list(APPEND flags "SHELL:-gencode arch=compute_${first},code=compute_${first}")
+  endif()
+  set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF)
+  target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${flags}>")
+endfunction()
+
 # CMake's own check of the compiler needs one that nvcc knows.
 set(CMAKE_CUDA_ARCHITECTURES ${first})
 enable_language(CUDA)

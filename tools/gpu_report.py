@@ -1,19 +1,23 @@
-"""Registers, spills, matrix instructions and sizes of the GPU kernels, against a committed record.
+"""Registers, memory, matrix instructions and sizes of the GPU kernels, against a committed record.
 
     python tools/gpu_report.py BUILD           prints what the build in folder BUILD contains
     python tools/gpu_report.py BUILD --write   and records it in bench/results/gpu-resources.json
-    python tools/gpu_report.py BUILD --check   fails where a kernel needs more registers than
-                                               recorded, spills more, lost its matrix instruction,
-                                               or is new
+    python tools/gpu_report.py BUILD --check   fails where a kernel needs more registers or shared
+                                               memory than recorded, spills more, has not the
+                                               instructions that it is about, or is new, and where
+                                               the library has grown by a tenth
 
 Registers, stack and spills are what ptxas said when each object was compiled (OBJECT.ptxas, written
-by src/backends/cuda/keep_ptxas_log.sh). Instructions and the sizes of cubins need cuobjdump, from
-the CUDA toolkit or from the `triton` wheel; without one they are left out. Another nvcc than the
-recorded one allocates registers differently, so nothing is compared then.
+by src/backends/cuda/keep_ptxas_log.sh); shared memory is that and what launches add, which is in
+the kernel's name. Instructions and the sizes of cubins need cuobjdump and nvdisasm, from the CUDA
+toolkit or from the wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm; without them they are
+left out. Another nvcc than the recorded one allocates registers differently, so nothing is compared
+then.
 """
 
 import argparse
 import collections
+import concurrent.futures
 import importlib.util
 import json
 import os
@@ -30,6 +34,12 @@ ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
 STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
+LAUNCHED = re.compile(r"(.*), (\d+)$")  # entry<KERNEL, DYNAMIC SHARED BYTES>
+OPCODE = re.compile(r"\s(?:@!?U?P\w+ )?([A-Z0-9]*MMA)(?:\.|\s)")
+# What multiplies elements of isa::Element's order: in Hopper's kernels, and in the portable ones.
+ELEMENTS = ("f16", "bf16", "s8", "u8", "e4m3")
+WARPGROUP = {"f16": "HGMMA", "bf16": "HGMMA", "s8": "IGMMA", "u8": "IGMMA", "e4m3": "QGMMA"}
+WARP = {"f16": "HMMA", "bf16": "HMMA", "s8": "IMMA", "u8": "IMMA", "e4m3": "QMMA"}
 
 
 def logged(text):
@@ -67,32 +77,66 @@ def demangled(names):
 
 
 def find_cuobjdump():
+    """cuobjdump with nvdisasm beside it, which it calls."""
     folders = [os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"]
     if nvcc := shutil.which("nvcc"):
         folders.append(os.path.dirname(os.path.realpath(nvcc)))
-    if (spec := importlib.util.find_spec("triton")) and spec.submodule_search_locations:
-        folders.append(spec.submodule_search_locations[0] + "/backends/nvidia/bin")
-    return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=os.pathsep.join(folders))
+    if spec := importlib.util.find_spec("nvidia"):
+        for parent in spec.submodule_search_locations or ():
+            folders += [str(folder) for folder in pathlib.Path(parent).glob("cu*/bin")]
+    for folder in folders:
+        if all(shutil.which(tool, path=folder) for tool in ("cuobjdump", "nvdisasm")):
+            return folder
+    return None
 
 
-def matrix_instructions(cuobjdump, library):
+def matrix_instructions(tools, objects):
     """{(architecture, mangled name): {opcode: count}} of IMMA, HMMA, QMMA, HGMMA, IGMMA, ..."""
-    run = subprocess.run([cuobjdump, "-sass", library], capture_output=True, text=True, check=True)
-    found, architecture, counts = {}, "", collections.Counter()
-    for line in run.stdout.splitlines():
-        if match := re.match(r"\s*arch = (sm_\w+)", line):
-            architecture = match[1]
-        elif match := re.match(r"\s*Function : (\S+)", line):
-            counts = found.setdefault((architecture, match[1]), collections.Counter())
-        elif match := re.search(r"\s(?:@!?U?P\w+ )?([A-Z0-9]*MMA)(?:\.|\s)", line):
-            counts[match[1]] += 1
+    environment = {**os.environ, "PATH": tools + os.pathsep + os.environ["PATH"]}
+
+    def disassembled(name):
+        # A file of machine code is a hundred times its size as text: grep reads it faster.
+        with subprocess.Popen([tools + "/cuobjdump", "-sass", name], env=environment,
+                              stdout=subprocess.PIPE) as dump:
+            run = subprocess.run(["grep", "-E", "MMA|Function : |arch = "], stdin=dump.stdout,
+                                 capture_output=True, text=True, check=False)
+        if dump.returncode != 0:
+            sys.exit(f"cuobjdump -sass {name}: failed")
+        return run.stdout
+
+    found = {}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for text in pool.map(disassembled, objects):
+            architecture, counts = "", collections.Counter()
+            for line in text.splitlines():
+                if match := re.match(r"\s*arch = (sm_\w+)", line):
+                    architecture = match[1]
+                elif match := re.match(r"\s*Function : (\S+)", line):
+                    counts = found.setdefault((architecture, match[1]), collections.Counter())
+                elif match := OPCODE.search(line):
+                    counts[match[1]] += 1
     return found
 
 
-def cubin_sizes(cuobjdump, library):
+def wanted_instructions(architecture, name):
+    """The matrix instructions that a kernel is about."""
+    if re.match(r"Decode<", name):
+        return {"HMMA"}
+    match = re.match(r"(Sm90)?Prefill<\w+\{\d+, \(Element\)(\d), \(Element\)(\d)", name)
+    if match is None:
+        return set()
+    elements = [ELEMENTS[int(match[i])] for i in (2, 3)]
+    if match[1] and not architecture.startswith("sm_90a"):
+        return set()  # empty there
+    if not match[1] and "e4m3" in elements and not re.match(r"sm_(89|12)", architecture):
+        return set()  # likewise
+    return {(WARPGROUP if match[1] else WARP)[element] for element in elements}
+
+
+def cubin_sizes(tools, library):
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([cuobjdump, "-xelf", "all", library], cwd=folder, capture_output=True,
-                       check=True)
+        subprocess.run([tools + "/cuobjdump", "-xelf", "all", library], cwd=folder,
+                       capture_output=True, check=True)
         sizes = collections.Counter()
         for file in pathlib.Path(folder).iterdir():
             if match := re.search(r"(sm_\w+)\.cubin$", file.name):
@@ -122,17 +166,24 @@ def report(build, wheel):
     sizes = {"library": pathlib.Path(library).stat().st_size}
     if wheel:
         sizes["wheel"] = pathlib.Path(wheel).stat().st_size
-    if cuobjdump := find_cuobjdump():
-        for key, counts in matrix_instructions(cuobjdump, library).items():
+    if tools := find_cuobjdump():
+        with_code = [name for name in objects if pathlib.Path(name + ".ptxas").exists()]
+        for key, counts in matrix_instructions(tools, with_code).items():
             if key in found:
                 found[key]["instructions"] = dict(sorted(counts.items()))
-        sizes["cubins"] = cubin_sizes(cuobjdump, library)
+        sizes["cubins"] = cubin_sizes(tools, library)
     else:
-        print("cuobjdump: neither in the CUDA toolkit nor in a triton wheel; instructions left out")
+        print("cuobjdump, nvdisasm: neither in the CUDA toolkit nor in Python's wheels; "
+              "instructions left out")
     names = demangled({mangled for _, mangled in found})
     kernels = collections.defaultdict(dict)
     for (architecture, mangled), row in sorted(found.items()):
-        kernels[architecture][names[mangled]] = row
+        name = names[mangled]
+        row["shared"] = row.pop("static_shared")
+        if match := LAUNCHED.match(name):
+            name = match[1]
+            row["shared"] += int(match[2])
+        kernels[architecture][name] = row
     return {"nvcc": nvcc_version(build), "sizes": sizes, "kernels": dict(kernels)}
 
 
@@ -149,12 +200,16 @@ def compare(now, then):
             if old is None:
                 worse.append(f"{where}: is not in the record; run with --write")
                 continue
-            for key in ("registers", "spill"):
+            for key in ("registers", "spill", "shared"):
                 if row[key] > old[key]:
                     worse.append(f"{where}: {key} {old[key]} -> {row[key]}")
             if "instructions" in row:
-                lost = set(old.get("instructions", {})) - set(row["instructions"])
-                worse += [f"{where}: has no {opcode} any more" for opcode in sorted(lost)]
+                lost = wanted_instructions(architecture, name) - set(row["instructions"])
+                worse += [f"{where}: has no {opcode}" for opcode in sorted(lost)]
+    if now["kernels"].keys() == then["kernels"].keys():
+        size, old = now["sizes"]["library"], then["sizes"]["library"]
+        if 10 * size > 11 * old:
+            worse.append(f"the library: {old} -> {size} bytes")
     return worse
 
 
@@ -164,7 +219,7 @@ def show(now):
         for name, row in rows.items():
             extra = " ".join(f"{n} {op}" for op, n in row.get("instructions", {}).items())
             print(f"  {row['registers']:3} registers, {row['spill']:4} B spilled, "
-                  f"{row['stack']:4} B stack, {row['static_shared']:5} B static shared"
+                  f"{row['stack']:4} B stack, {row['shared']:6} B shared"
                   f"{', ' + extra if extra else ''}: {name}")
     for what, size in now["sizes"].items():
         print(f"{what}: {json.dumps(size)} bytes")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from gpu import DEVICE, KINDS, attention, dtype_of, ints, normal, nrmse, qkv
+from gpu import DEVICE, KINDS, RECIPES, attention, dtype_of, ints, normal, nrmse, qkv
 
 import qattn
 from qattn.torch import sdpa
@@ -84,7 +84,12 @@ def test_workspace_is_torchs():
     before = torch.cuda.memory_allocated()
     qattn.attention(q, k, v, recipe="int8_full", out=out)
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() > before, "int8_full quantises into a workspace"
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken > 0, "int8_full quantises into a workspace"
+    # Codes of Q, K and V are half of their bytes, scales and the caller's LSE small; a copy in 16
+    # bits of any of the three, which nobody asked for, would be a third of them more.
+    inputs = sum(x.numel() * x.element_size() for x in (q, k, v))
+    assert taken < 0.7 * inputs, f"{taken} bytes for {inputs} of Q, K and V: a hidden copy?"
     assert torch.cuda.memory_allocated() == before
 
 
@@ -97,6 +102,36 @@ def test_out(recipe):
     assert qattn.attention(q, k, v, recipe=recipe, out=out) is out
     assert torch.equal(out, want)
     assert (memory[..., :16] == 7).all() and (memory[..., 144:] == 7).all()
+
+
+def far(x, axis, memory, at):
+    """x's values in `memory` from element `at` on, with `axis` reaching beyond 2^32 elements."""
+    shape, strides, inner = list(x.shape), [0] * x.dim(), 1
+    for i in reversed(range(x.dim())):
+        if i != axis:
+            strides[i], inner = inner, inner * shape[i]
+    strides[axis] = (2**32 // (shape[axis] - 1) + 15) // 8 * 8
+    assert inner < 2**20 <= strides[axis]
+    view = memory.view(x.dtype).as_strided(shape, strides, memory.storage_offset() + at)
+    view.copy_(x)
+    return view
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < 20 << 30, reason="takes 18 GB"
+)
+@pytest.mark.parametrize("axis", ["batch", "token", "head"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_offsets_beyond_32_bits(recipe, axis):
+    near = qkv(keys=200, dtype=dtype_of(recipe))
+    want = qattn.attention(*near, recipe=recipe, causal=True)
+    # The output may not lie within the extent of an input, even between its elements.
+    inputs, outputs = torch.zeros((2, 2**32 + 2**25), dtype=torch.float16, device=DEVICE)
+    number = ("batch", "token", "head").index(axis)
+    q, k, v = (far(x, number, inputs, 2**20 * i) for i, x in enumerate(near))
+    out = far(torch.full_like(want, math.nan), number, outputs, 0)
+    assert qattn.attention(q, k, v, recipe=recipe, causal=True, out=out) is out
+    assert torch.equal(out, want)
 
 
 # ---- sdpa ----------------------------------------------------------------------------------------

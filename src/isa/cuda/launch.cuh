@@ -12,7 +12,8 @@
 namespace qattn::isa {
 inline namespace QATTN_TARGET {
 
-template <class K>
+/// SharedBytes is in the name for tools/gpu_report.py: a cubin does not tell dynamic shared memory.
+template <class K, int SharedBytes = K::shared_bytes>
 __global__ void __launch_bounds__(K::threads, K::min_blocks)
     entry(const __grid_constant__ typename K::Params params) {
   K::run(params);
