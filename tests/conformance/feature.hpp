@@ -33,6 +33,8 @@ struct Feature {
 
 /// The whole table. Names are unique.
 const std::vector<Feature>& features();
+/// Without those that GPUs refuse: the caller's functions.
+std::vector<Feature> features_of_gpus();
 const Feature& feature_named(const std::string& name);
 
 /// Numbers for a feature; equal seeds give equal numbers.

@@ -1,5 +1,7 @@
 // The table of features. Keys are 300 unless a row is about lengths: two full tiles of 128 and a
 // short one.
+#include <cmath>
+#include <cstdlib>
 #include <stdexcept>
 
 #include "conformance/feature.hpp"
@@ -145,6 +147,60 @@ void block_masks(Rows& rows) {
   });
 }
 
+/// Score and mask functions that mistake no index for another and know the sequence's lengths.
+/// The bend's slope is at most 1: float32 scores do not drift from the model's.
+void score_of_run(const void* context, const ScoreRun& run, float* scores) {
+  const float bend = *static_cast<const float*>(context);
+  for (std::int64_t j = 0; j < run.count; ++j) {
+    const std::int64_t diagonal = run.query + run.keys - run.queries;
+    const auto behind = static_cast<float>(std::abs(diagonal - run.key - j) % 64);
+    const auto place = static_cast<float>((3 * run.batch + 2 * run.head + 5 * (run.key + j)) % 11);
+    scores[j] = scores[j] / (1 + bend * std::abs(scores[j])) - 0.02f * behind + 0.1f * place;
+  }
+}
+void mask_of_run(const void* /*context*/, const ScoreRun& run, std::uint8_t* visible) {
+  for (std::int64_t j = 0; j < run.count; ++j) {
+    // Every ninth query sees nothing at all.
+    const std::int64_t place = run.batch + 2 * run.head + 3 * run.query + run.key + j;
+    visible[j] = run.query % 9 != 4 && place % 5 != 0;
+  }
+}
+
+void functions(Rows& rows) {
+  const auto both = [](Feature& f) {
+    static constexpr float bend = 0.125f;
+    f.options.score_function = {score_of_run, &bend};
+    f.options.mask_function = {mask_of_run, nullptr};
+  };
+  add(rows, "functions", [=](Feature& f) { both(f); });
+  add(rows, "functions_gqa_8_2_causal",
+      [=](Feature& f) { both(f), f.heads_q = 8, f.sq = {33}, f.options.causal = true; });
+  add(rows, "functions_varlen_sinks", [=](Feature& f) {
+    both(f), f.sq = {65, 0, 1, 33}, f.sk = {130, 7, 0, 300}, f.sinks = f.options.causal = true;
+    f.how.packed_q = f.how.packed_k = true;
+  });
+  add(rows, "functions_seqused", [=](Feature& f) {
+    both(f), f.sq = {20, 20, 20}, f.sk = {200, 200, 200}, f.used_q = {20, 7, 0};
+    f.used_k = {150, 200, 130}, f.how.seqused_q = f.how.seqused_k = true;
+  });
+  add(rows, "functions_paged_sinks", [=](Feature& f) {
+    both(f), f.how.page_size = 16, f.sq = {20, 20, 20}, f.sk = {300, 300, 300};
+    f.used_k = {261, 0, 130}, f.options.causal = f.sinks = true;
+  });
+  add(rows, "functions_decode_paged", [=](Feature& f) {
+    both(f), f.how.page_size = 32, f.sq = {1, 1}, f.sk = {2112, 2112}, f.used_k = {2100, 77};
+    f.heads_q = 8, f.sinks = true;
+  });
+  add(rows, "functions_and_everything", [=](Feature& f) {
+    both(f), f.alibi = f.sinks = f.options.causal = true, f.options.softcap = 5;
+    f.options.window_left = 150, f.mask = MaskShape::full, f.boolean_mask = false;
+  });
+  add(rows, "function_of_scores", [=](Feature& f) { both(f), f.options.mask_function = {}; });
+  add(rows, "function_of_masks", [=](Feature& f) {
+    both(f), f.options.score_function = {}, f.options.causal = true, f.sq = {150}, f.sk = {300};
+  });
+}
+
 void shapes(Rows& rows) {
   const std::pair<std::int64_t, std::int64_t> dims[] = {{8, 8},    {24, 24},   {32, 32}, {72, 72},
                                                         {96, 96},  {128, 128}, {32, 64}, {64, 24},
@@ -210,9 +266,9 @@ void granularities(Rows& rows) {
   }
   const Scaling v_scalings[] = {{per_tensor, 0, 0},          {per_head, 0, 0},
                                 {per_token, 0, 0},           {per_thread, 64, 0},
-                                {per_channel, 0, 0},
-                                {per_block_channel, 64, 0},  {per_block_channel, 128, 0},
-                                {per_block_channel, 256, 0}, {per_block_channel, 8, 0}};
+                                {per_channel, 0, 0},         {per_block_channel, 64, 0},
+                                {per_block_channel, 128, 0}, {per_block_channel, 256, 0},
+                                {per_block_channel, 8, 0}};
   for (const Scaling& scaling : v_scalings) {
     const std::string tail =
         std::string(name(scaling.granularity)) + "_" + std::to_string(scaling.block);
@@ -279,11 +335,19 @@ const std::vector<Feature>& features() {
     heads_and_masks(all);
     sequences(all);
     block_masks(all);
+    functions(all);
     shapes(all);
     granularities(all);
     recipe_options(all);
     return all;
   }();
+  return rows;
+}
+
+std::vector<Feature> features_of_gpus() {
+  Rows rows = features();
+  std::erase_if(
+      rows, [](const Feature& f) { return f.options.score_function || f.options.mask_function; });
   return rows;
 }
 

@@ -79,7 +79,7 @@ TEST_P(Invariance, LongestNeighbour) {
 }
 
 TEST_P(Invariance, Threads) {
-  for (const char* name : {"everything", "decode_long", "varlen"}) {
+  for (const char* name : {"everything", "decode_long", "varlen", "functions_decode_paged"}) {
     SCOPED_TRACE(name);
     const Feature& feature = feature_named(name);
     Call call = make_call(feature, 8);

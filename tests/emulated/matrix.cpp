@@ -124,7 +124,7 @@ void share_with_others(std::vector<Cell>& cells) {
 
 /// Recipe and feature of every cell that means something.
 std::vector<std::pair<Recipe, Feature>> pairs() {
-  std::vector<Feature> rows = features();
+  std::vector<Feature> rows = features_of_gpus();
   for (Feature& f : gpu_features()) rows.push_back(std::move(f));
   std::vector<std::pair<Recipe, Feature>> all;
   for (const Recipe& recipe : gpu_recipes()) {

@@ -157,7 +157,7 @@ bool serves(Check& check, const Kind& kind) {
 /// What the table lacks: head dimensions with instances of their own, over several tiles of
 /// queries. Output `none` stands for the inputs' format.
 std::vector<Feature> table() {
-  std::vector<Feature> all = features();
+  std::vector<Feature> all = features_of_gpus();
   // Its block mask is as large as the longest sequence. The host cannot read a GPU's cu_seqlens, so
   // there a block mask covers all tokens in memory, and this one is refused.
   std::erase_if(all, [](const Feature& f) { return f.name == "block_mask_varlen"; });

@@ -46,6 +46,17 @@ double product(const Head& x, std::int64_t dim, std::int64_t i, std::int64_t j) 
   return s;
 }
 
+/// A score through the caller's functions, which are of float32.
+double through_functions(const AttentionOptions& o, const ScoreRun& one, double s) {
+  std::uint8_t visible = 1;
+  if (o.mask_function) o.mask_function.apply(o.mask_function.context, one, &visible);
+  if (visible == 0) return -infinity;
+  if (!o.score_function) return s;
+  auto changed = static_cast<float>(s);
+  o.score_function.apply(o.score_function.context, one, &changed);
+  return static_cast<double>(changed);
+}
+
 /// The score, or -inf where masked.
 double score(const Call& call, const ModelOptions& model, const Head& x, std::int64_t i,
              std::int64_t j) {
@@ -73,7 +84,7 @@ double score(const Call& call, const ModelOptions& model, const Head& x, std::in
                                        : 1 / std::sqrt(static_cast<double>(call.dim));
   double s = scale * product(x, call.dim, i, j);
   if (o.softcap > 0) s = o.softcap * std::tanh(s / o.softcap);
-  return s + bias;
+  return through_functions(o, {x.b, x.h, i, j, 1, x.len_q, x.len_k}, s + bias);
 }
 
 /// Running softmax of one row over some of its keys.
