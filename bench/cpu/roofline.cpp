@@ -19,6 +19,7 @@
 
 #include "kernels/cpu/words.hpp"
 #include "qattn/attention.hpp"
+#include "qattn/quantize.hpp"
 
 namespace {
 
@@ -243,12 +244,53 @@ double read_rate(int threads) {
 
 struct Shape {
   std::int64_t heads_q, heads_kv, queries, keys, d;
+  bool codes = false;  ///< K and V are s8 with a scale a token from the start; else bf16
   double flop() const { return 4.0 * static_cast<double>(heads_q * queries * keys * d); }
-  double bytes_kv() const { return 4.0 * static_cast<double>(heads_kv * keys * d); }  ///< bf16
+  double bytes_kv() const {
+    return 2.0 * static_cast<double>(heads_kv * keys * (codes ? d + 4 : 2 * d));
+  }
   double scores() const { return static_cast<double>(heads_q * queries * keys); }
 };
 
-/// Seconds of attention, bf16 in and out; negative: refused.
+void stop_unless(const Status& status) {
+  if (status.ok()) return;
+  std::cerr << status.message() << "\n";
+  std::exit(1);
+}
+
+/// Codes and scales of K or V.
+struct Coded {
+  std::vector<std::int8_t> codes;
+  std::vector<float> scales;
+};
+
+/// Quantises K or V as a cache of codes holds it; `x` and `x_scale` become views of that.
+Coded code(Role role, TensorView& x, TensorView& x_scale) {
+  QuantizeOptions options;
+  options.role = role;
+  options.scaling.granularity = Granularity::per_token;
+  const Result<QuantizeShapes> shapes = quantize_shapes(x, options);
+  stop_unless(shapes.status());
+  const auto count = [](const TensorView& view) {
+    std::int64_t n = 1;
+    for (int d = 0; d < view.rank; ++d) n *= view.shape[d];
+    return static_cast<std::size_t>(n);
+  };
+  Coded coded{std::vector<std::int8_t>(count(shapes->codes)),
+              std::vector<float>(count(shapes->scale))};
+  QuantizeTensors tensors;
+  tensors.x = x;
+  tensors.codes = shapes->codes;
+  tensors.codes.data = coded.codes.data();
+  tensors.scale = shapes->scale;
+  tensors.scale.data = coded.scales.data();
+  stop_unless(quantize(tensors, options).status());
+  x = tensors.codes;
+  x_scale = tensors.scale;
+  return coded;
+}
+
+/// Seconds of attention, bf16 in and out but for codes; negative: refused.
 double attention_seconds(const Shape& s, const std::string& recipe, int threads) {
   const auto tensor = [](std::int64_t tokens, std::int64_t heads, std::int64_t d, unsigned seed) {
     std::mt19937 random(seed);
@@ -270,6 +312,11 @@ double attention_seconds(const Shape& s, const std::string& recipe, int threads)
   t.k = TensorView::dense(k.data(), Format::bf16, {1, s.keys, s.heads_kv, s.d});
   t.v = TensorView::dense(v.data(), Format::bf16, {1, s.keys, s.heads_kv, s.d});
   t.out = TensorView::dense(out.data(), Format::bf16, {1, s.queries, s.heads_q, s.d});
+  Coded k_coded, v_coded;
+  if (s.codes) {
+    k_coded = code(Role::k, t.k, t.k_scale);
+    v_coded = code(Role::v, t.v, t.v_scale);
+  }
   AttentionOptions options;
   options.recipe = *recipe_named(recipe);
   options.threads = threads;
@@ -279,12 +326,7 @@ double attention_seconds(const Shape& s, const std::string& recipe, int threads)
   void* workspace = memory.data();
   std::size_t bytes = memory.size();
   std::align(64, made->workspace_bytes(), workspace, bytes);
-  return seconds([&] {
-    if (const Status e = run(*made, t, options, workspace, bytes); !e.ok()) {
-      std::cerr << e.message() << "\n";
-      std::exit(1);
-    }
-  });
+  return seconds([&] { stop_unless(run(*made, t, options, workspace, bytes)); });
 }
 
 /// The unit that multiplies Q, K and P, V of a recipe.
@@ -297,7 +339,11 @@ std::string engine(const std::string& recipe, const cpu::Words& words) {
 /// their peak, with the softmax alone, and with K and V alone.
 json paths(const cpu::Words& words, const json& peak, double read, int threads) {
   const std::int64_t length = std::max<std::int64_t>(256, static_cast<std::int64_t>(4096 * scale));
-  const Shape shapes[] = {{8, 8, length, length, 128}, {32, 8, 1, 8 * length, 128}};
+  // A decode that quantised its whole cache each time would be nobody's: integer units read codes.
+  const Shape shapes[] = {{8, 8, length, length, 128},
+                          {32, 8, 1, 8 * length, 128},
+                          {32, 8, 1, length, 128, true},
+                          {32, 8, 1, 8 * length, 128, true}};
   json all = json::array();
   for (const char* recipe : {"int8_full", "bf16", "f32"}) {
     const std::string unit = engine(recipe, words);
@@ -308,8 +354,7 @@ json paths(const cpu::Words& words, const json& peak, double read, int threads) 
                                                           : cpu::Rounding::f32,
                                         threads);
     for (const Shape& s : shapes) {
-      // A decode that quantises its whole cache each time is nobody's.
-      if (s.queries == 1 && unit == "integer") continue;
+      if (s.queries == 1 && s.codes != (unit == "integer")) continue;
       const double t = attention_seconds(s, recipe, threads);
       if (t < 0) continue;
       all.push_back({{"recipe", recipe},
@@ -319,6 +364,7 @@ json paths(const cpu::Words& words, const json& peak, double read, int threads) 
                      {"queries", s.queries},
                      {"keys", s.keys},
                      {"d", s.d},
+                     {"kv", s.codes ? "s8" : "bf16"},
                      {"seconds", t},
                      {"products", s.flop() / peak[unit].get<double>()},
                      {"softmax", s.scores() / softmax},

@@ -32,9 +32,15 @@ def run(args):
     return 0
 
 
+def has_codes(row):
+    """Are K and V codes from the start? Records before them say nothing of it."""
+    return row.get("kv", "bf16") != "bf16"
+
+
 def shape_name(row):
     if row["queries"] == 1:
-        return f"decode, {row['keys']} keys, heads {row['heads_q']}/{row['heads_kv']}"
+        codes = ", K and V in s8" if has_codes(row) else ""
+        return f"decode, {row['keys']} keys, heads {row['heads_q']}/{row['heads_kv']}{codes}"
     return f"prefill, S {row['keys']}, {row['heads_q']} heads"
 
 
@@ -67,6 +73,8 @@ def paths_table(record):
 
 def lines_of(name, record):
     p = record["provenance"]
+    coded = any(has_codes(row) for isa in record["isas"] for row in isa["attention"])
+    codes = " (K and V in s8: codes with a scale a token, quantised before)" if coded else ""
     return [
         "",
         f"## Roofline, {p['cpu']}, {record['threads']} threads",
@@ -77,9 +85,9 @@ def lines_of(name, record):
         "",
         *peaks_table(record),
         "",
-        "Whole calls, bf16 in and out, D 128, quantisation included. The shares: the time of both "
-        "products at their unit's peak, of the softmax of all scores on a tile in cache, of "
-        "reading K and V once, each of the whole; the largest is the path's roof, and a core "
+        f"Whole calls, bf16 in and out, D 128, quantisation included{codes}. The shares: the time "
+        "of both products at their unit's peak, of the softmax of all scores on a tile in cache, "
+        "of reading K and V once, each of the whole; the largest is the path's roof, and a core "
         "computes products and softmax one after the other but for what it overlaps.",
         "",
         *paths_table(record),

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from qbench import decode, model, plot, render, shapes  # noqa: E402
+from qbench import decode, model, plot, render, roofline, shapes  # noqa: E402
 from qbench.compare import compare  # noqa: E402
 from qbench.record import Record, committed, make_cell  # noqa: E402
 from qbench.shapes import parse_custom  # noqa: E402
@@ -127,6 +127,23 @@ def test_check_notices_another_record(monkeypatch, tmp_path):
     assert render.run(type("Args", (), {"check": True})) == 1
     render.run(type("Args", (), {"check": False}))
     assert render.run(type("Args", (), {"check": True})) == 0
+
+
+def test_roofline_shows_codes_and_records_before_them():
+    row = {"recipe": "bf16", "unit": "bf16", "heads_q": 32, "heads_kv": 8, "queries": 1}
+    row |= {"keys": 4096, "d": 128, "seconds": 1e-3, "products": 1e-4, "softmax": 1e-5}
+    row |= {"memory": 5e-4}
+    x = {"provenance": PROVENANCE | {"cpu": "C"}, "threads": 2, "read": 1e10}
+    x["isas"] = [{"isa": "amx", "peaks": {"bf16": 1e12}, "attention": [row]}]
+    before = "\n".join(roofline.lines_of("r.json", x))
+    assert "| amx, bf16 | decode, 4096 keys, heads 32/8 | 67 | 10 % | 1 % | 50 % | memory" in before
+    assert "s8:" not in before
+    x["isas"][0]["attention"] = [row | {"kv": "bf16"}]
+    assert "\n".join(roofline.lines_of("r.json", x)) == before
+    x["isas"][0]["attention"].append(row | {"recipe": "int8_full", "unit": "integer", "kv": "s8"})
+    after = "\n".join(roofline.lines_of("r.json", x))
+    assert "| amx, int8_full | decode, 4096 keys, heads 32/8, K and V in s8 | 67 |" in after
+    assert "(K and V in s8: codes" in after
 
 
 # ---- plot ----------------------------------------------------------------------------------------
