@@ -144,6 +144,31 @@ def test_generate_gives_the_tokens_of_eager(kind, config, padded):
     assert len(set(out[0, 40:].tolist())) > 3  # not one token over and over
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_generate_with_the_default_recipe(padded):
+    """int8_full: every step's logits beside eager's for the same tokens, and the tokens that are
+    eager's wherever its choice is clearer than the recipe's error."""
+    eager, own = models(LlamaForCausalLM, LlamaConfig(**GROUPED), "qattn")
+    sharpen(eager)
+    own.load_state_dict(eager.state_dict())
+    mask = padding("left") if padded else torch.ones(2, 40, dtype=torch.long)
+    out = own.generate(tokens(), attention_mask=mask, max_new_tokens=24, do_sample=False,
+                       output_logits=True, return_dict_in_generate=True)  # fmt: skip
+    new = out.sequences[:, 40:]
+    assert new.shape == (2, 24) and len(set(new[0].tolist())) > 3
+    longer = torch.cat([mask, torch.ones_like(new)], 1)
+    places = (longer.cumsum(1) - 1).clamp(min=0)  # as generate() counts them
+    with torch.no_grad():
+        expected = eager(out.sequences, attention_mask=longer, position_ids=places).logits
+    expected, logits = expected[:, 39:-1], torch.stack(out.logits, 1)
+    steps = [nrmse(logits[:, i], expected[:, i]) for i in range(24)]
+    assert 1e-6 < min(steps) and max(steps) < 8e-3  # test_text_models' bound
+    best = expected.topk(2).values
+    clear = best[..., 0] - best[..., 1] > 0.1 * expected.std()  # twelve times the largest error
+    assert clear.float().mean() > 0.6
+    assert torch.equal(new[clear], expected.argmax(-1)[clear])
+
+
 def test_prefill_in_pieces():
     """Several queries after a filled cache: the mask is not the one of is_causal."""
     eager, own = models(LlamaForCausalLM, LlamaConfig(**GROUPED), "qattn_f32")
