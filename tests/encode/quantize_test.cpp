@@ -199,6 +199,20 @@ TEST(QuantizeTokens, FreeFormats) {
   }
 }
 
+// One scale for all tokens of a sequence exists where there are none, too.
+TEST(QuantizeTokens, NoTokensAtAll) {
+  for (const Granularity granularity : {per_tensor, per_head, per_channel, per_token}) {
+    for (const bool packed : {false, true}) {
+      Call s;
+      s.lengths = {0, 0};
+      s.packed = packed;
+      s.options.role = Role::v;
+      s.options.scaling.granularity = granularity;
+      check(s);
+    }
+  }
+}
+
 TEST(QuantizeTokens, MicroFormats) {
   constexpr Format formats[] = {Format::mxfp8, Format::mxfp4, Format::nvfp4};
   for (unsigned i = 0; i < 90; ++i) {

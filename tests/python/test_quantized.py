@@ -233,6 +233,21 @@ def test_packed_and_paged_quantized():
     assert nrmse(out, ref) < 2e-2
 
 
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_head", "per_channel"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_scales_of_no_tokens(granularity, packed):
+    """One scale for all tokens exists where there are none, and attention() takes it."""
+    shape = (0, 3, 16) if packed else (2, 0, 3, 16)
+    cu = {"cu_seqlens": np.zeros(3, np.int32)} if packed else {}
+    x = np.zeros(shape, np.float32)
+    v = qattn.quantize(x, role="v", format="e4m3", granularity=granularity, **cu)
+    assert v.scale.size and (v.scale == np.float32(2.0**-126)).all()
+    k = qattn.quantize(x, role="k", format="e4m3", **cu)
+    q = normal(4, 3, 16) if packed else normal(2, 4, 3, 16)
+    options = {"cu_seqlens_q": [0, 1, 4], "cu_seqlens_k": [0, 0, 0]} if packed else {}
+    assert (qattn.attention(q, k, v, recipe="fp8", **options) == 0).all()
+
+
 def test_scheduled_scale():
     sigma = [14.6, 5.0, 1.0, 0.1]
     assert qattn.scheduled_scale(0.5, sigma, 1, 2) == pytest.approx(0.1, rel=1e-6)

@@ -139,8 +139,9 @@ std::int64_t quantize_scaled(const Unit& u, float common) {
   if (joins_groups(u.f.scaling, u.o.role)) cpu::join_amax(scale.data(), u.length);
   const bool tensor = u.f.scaling.granularity == Granularity::per_tensor;
   const auto groups = static_cast<std::int64_t>(scale.size()) / (channels ? n : 1);
-  // The first token of every group, to address given and written scales.
-  std::vector<std::int64_t> first(static_cast<std::size_t>(groups), -1);
+  // The first token of every group, to address given and written scales. One group for all tokens
+  // exists without any, too.
+  std::vector<std::int64_t> first(static_cast<std::size_t>(groups), u.f.longest > 0 ? -1 : 0);
   for (std::int64_t s = u.f.longest - 1; s >= 0; --s) {
     first[static_cast<std::size_t>(scale_index(u.f.scaling, u.o.role, s))] = s;
   }

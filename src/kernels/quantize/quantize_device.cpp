@@ -135,8 +135,10 @@ LaunchError quantize_tokens(const QuantizeTensors& t, const QuantizeOptions& o,
   if (!micro || p.micro == Micro::nvfp4) {
     if (LaunchError e = launch_blocks<TokenMaxima>(p, row_blocks, stream); !e.empty()) return e;
     constexpr std::int64_t threads = TokenScales::threads;
+    TokenParams scales = p;
+    scales.longest = std::max<std::int64_t>(p.longest, 1);  // a scale for all tokens needs none
     if (LaunchError e =
-            launch_blocks<TokenScales>(p, (p.words - 1 + threads - 1) / threads, stream);
+            launch_blocks<TokenScales>(scales, (p.words - 1 + threads - 1) / threads, stream);
         !e.empty()) {
       return e;
     }
