@@ -22,6 +22,18 @@ TOLERANCE = {
     "nvfp4": 0.27,
 }
 
+# format of Q and K, of V; V of the recipes with a 16-bit V stays as it is
+CODED = {
+    "int8": ("s8", None),
+    "int8_fp8": ("s8", "e4m3"),
+    "int8_full": ("s8", "s8"),
+    "fp8": ("e4m3", "e4m3"),
+    "fp8_p16": ("e4m3", "e4m3"),
+    "mxfp8": ("mxfp8", "mxfp8"),
+    "nvfp4_qk": ("nvfp4", None),
+    "nvfp4": ("nvfp4", "nvfp4"),
+}
+
 
 def normal(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(dtype)

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from cases import TOLERANCE, array, normal, nrmse, qkv
+from cases import CODED, TOLERANCE, array, normal, nrmse, qkv
 
 import qattn
 
@@ -85,19 +85,6 @@ def test_float8_codes_against_ml_dtypes(format, code):
     inverse = (np.float32(1) / coded.scale)[0, :, None]
     expected = (x[0] * inverse).astype(code).view(np.uint8)
     np.testing.assert_array_equal(coded.codes[0], expected)
-
-
-# format of Q and K, of V; V of the recipes with a 16-bit V stays as it is
-CODED = {
-    "int8": ("s8", None),
-    "int8_fp8": ("s8", "e4m3"),
-    "int8_full": ("s8", "s8"),
-    "fp8": ("e4m3", "e4m3"),
-    "fp8_p16": ("e4m3", "e4m3"),
-    "mxfp8": ("mxfp8", "mxfp8"),
-    "nvfp4_qk": ("nvfp4", None),
-    "nvfp4": ("nvfp4", "nvfp4"),
-}
 
 
 def coded_operands(recipe, q, k, v, **options):
