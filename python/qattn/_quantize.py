@@ -87,17 +87,12 @@ def quantize(
     `saturated`. On CUDA tensors the work is enqueued on torch's current stream; with cu_seqlens or
     static_scale the call waits for it. Raises InvalidArgument, Unsupported.
     """
-    name, own_block, own_warp = scaling("granularity", granularity)
-    sizes = {"block": integer("block", block), "warp": integer("warp", warp)}
-    for what, own in (("block", own_block), ("warp", own_warp)):
-        if own and sizes[what] and own != sizes[what]:
-            raise InvalidArgument(f"{what}: {sizes[what]} contradicts granularity {granularity!r}")
-        sizes[what] = sizes[what] or own
+    scales = sizes_of(granularity, block, warp)
     options = _options(
         format,
         role,
         layout,
-        (name, sizes["block"], sizes["warp"]),
+        scales,
         boolean("smooth", smooth),
         boolean("rotate", rotate),
         threads,
@@ -121,14 +116,24 @@ def quantize(
         role,
         made.get("global"),
         made.get("mean"),
-        None if name == "automatic" else name,
-        sizes["block"],
-        sizes["warp"],
+        None if scales[0] == "automatic" else scales[0],
+        scales[1],
+        scales[2],
         layout,
         rotate,
         cu_seqlens,
         saturated,
     )
+
+
+def sizes_of(granularity: Granularity | None, block: Any, warp: Any) -> tuple[str, int, int]:
+    """(granularity, block, warp) of the arguments of quantize(), which may say a size twice."""
+    name, *own = scaling("granularity", granularity)
+    sizes = integer("block", block), integer("warp", warp)
+    for what, mine, given in zip(("block", "warp"), own, sizes):
+        if mine and given and mine != given:
+            raise InvalidArgument(f"{what}: {given} contradicts granularity {granularity!r}")
+    return name, sizes[0] or own[0], sizes[1] or own[1]
 
 
 def dequantize(x: Quantized, dtype: Any = "float32", *, threads: int = 0) -> Any:

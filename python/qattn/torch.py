@@ -5,7 +5,8 @@
 
 The meaning is that of torch 2.13, not that of qattn.attention(): is_causal is aligned to the top
 left, and dimensions are (..., H, L, E). sdpa() is one operator, torch.ops.qattn.attention, so that
-torch.compile(fullgraph=True) and torch.export take it, with dynamic shapes too.
+torch.compile(fullgraph=True) and torch.export take it, with dynamic shapes too. quantize() is
+another, torch.ops.qattn.quantize: codes and scales of an operand, for qattn.attention().
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 from ._errors import InvalidArgument, Unsupported
 from ._recipe import Recipe, boolean, real
 from ._torch_ops import attention
+from ._torch_quantize import quantize
 
-__all__ = ["sdpa"]
+__all__ = ["quantize", "sdpa"]
 
 
 def sdpa(
