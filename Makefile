@@ -64,9 +64,10 @@ tsan: setup
 	cmake --build $(BUILD)/tsan -j $(JOBS) --target thread_test
 	ctest --test-dir $(BUILD)/tsan --output-on-failure --no-tests=error -R '^hardening[.]Threads$$'
 
-# The wheel in $(BUILD)/wheel, tested in an environment that has numpy and nothing else.
+# The wheel in $(BUILD)/wheel, tested in an environment that has numpy and nothing else. Its size and
+# import time as a record: make wheel WHEEL=--write
 wheel: setup
-	tests/packaging/wheel_test.sh $(PY) $(BUILD)/wheel
+	tests/packaging/wheel_test.sh $(PY) $(BUILD)/wheel $(WHEEL)
 
 # The NEON units, cross-compiled and run under qemu-user.
 arm: setup

@@ -1,6 +1,6 @@
 """docs/PERFORMANCE.md from bench/results: a section a record, a table a family of shapes."""
 
-from . import decode, model, plot, roofline
+from . import decode, model, plot, roofline, wheel
 from .record import ROOT, baselines, committed, markdown
 
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
@@ -219,6 +219,7 @@ def page():
     lines += roofline.section()
     lines += decode.section()
     lines += model.section(records)
+    lines += wheel.section()
     return "\n".join(lines) + "\n"
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from qbench import decode, model, plot, render, roofline, shapes  # noqa: E402
+from qbench import decode, model, plot, render, roofline, shapes, wheel  # noqa: E402
 from qbench.compare import compare  # noqa: E402
 from qbench.record import Record, committed, make_cell  # noqa: E402
 from qbench.shapes import parse_custom  # noqa: E402
@@ -144,6 +145,24 @@ def test_roofline_shows_codes_and_records_before_them():
     after = "\n".join(roofline.lines_of("r.json", x))
     assert "| amx, int8_full | decode, 4096 keys, heads 32/8, K and V in s8 | 67 |" in after
     assert "(K and V in s8: codes" in after
+
+
+def test_the_page_shows_the_wheel_if_there_is_a_record(monkeypatch, tmp_path):
+    monkeypatch.setattr(wheel, "RESULTS", tmp_path)
+    assert wheel.section() == [] and "## The wheel" not in render.page()
+    pytest.importorskip("qattn")
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "packaging"))
+    import check_wheel
+
+    monkeypatch.setattr(check_wheel, "has_cuda_library", lambda: False)  # asks for an installation
+    made = check_wheel.record(Path(__file__), "abc-dirty", (0.12345, 0.0204))
+    (tmp_path / wheel.NAME).write_text(json.dumps(made))
+    (line,) = (x for x in wheel.section() if x and not x.startswith("#"))
+    assert line in render.page().splitlines()
+    size = f"{Path(__file__).stat().st_size / 1e6:.2f} MB"
+    for told in ("commit abc-dirty", size, "without libqattn_cuda", "takes 0.123 s, 0.020 s where"):
+        assert told in line
+    assert f"Python {platform.python_version()}" in line
 
 
 # ---- plot ----------------------------------------------------------------------------------------

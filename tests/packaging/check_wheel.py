@@ -1,10 +1,19 @@
-"""Tests an installed qattn in an environment that has numpy and nothing else."""
+"""Tests an installed qattn in an environment that has numpy and nothing else.
 
+check_wheel.py [--write RECORD.json --wheel FILE --commit NAME]: besides writes a record of size and
+import time, which bench/qbench/wheel.py renders.
+"""
+
+import argparse
 import importlib.metadata
 import importlib.util
+import json
+import platform
 import statistics
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 
@@ -53,9 +62,13 @@ def check_attention() -> None:
     raise AssertionError("operands that do not fit were accepted")
 
 
+def has_cuda_library() -> bool:
+    return any(file.name == "libqattn_cuda.so" for file in importlib.metadata.files("qattn") or [])
+
+
 def check_cuda_library() -> None:
     """A wheel with libqattn_cuda finds it beside the extension; without a driver it says so."""
-    built = any(file.name == "libqattn_cuda.so" for file in importlib.metadata.files("qattn") or [])
+    built = has_cuda_library()
     try:
         qattn.device_errors("cuda:0")
     except qattn.Unsupported as error:
@@ -65,15 +78,52 @@ def check_cuda_library() -> None:
     print("with" if built else "without", "libqattn_cuda.so")
 
 
-def check_import_time() -> None:
+def check_import_time() -> tuple[float, float]:
     total, own = seconds(), seconds("import numpy")
     print(f"import qattn: {total:.3f} s; where numpy is imported already: {own:.3f} s")
     assert total < LIMIT, f"import qattn takes {total:.3f} s, more than {LIMIT} s"
+    return total, own
 
 
-if __name__ == "__main__":
+def cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def record(wheel: Path, commit: str, seconds: tuple[float, float]) -> dict:
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_model(),
+        "cuda": has_cuda_library(),
+        "bytes": wheel.stat().st_size,
+        "import_s": round(seconds[0], 4),
+        "import_after_numpy_s": round(seconds[1], 4),
+        "runs": RUNS,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--wheel", type=Path)
+    parser.add_argument("--commit")
+    options = parser.parse_args()
+    if options.write and not (options.wheel and options.commit):
+        parser.error("--write needs --wheel and --commit")
     check_environment()
     check_attention()
     check_cuda_library()
-    check_import_time()
+    seconds = check_import_time()
+    if options.write:
+        made = record(options.wheel, options.commit, seconds)
+        options.write.write_text(json.dumps(made, indent=1) + "\n")
     print(f"qattn {qattn.__version__} on Python {sys.version.split()[0]}, {qattn.cpu_isa()}: ok")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
-# wheel_test.sh PYTHON FOLDER: builds the wheel into FOLDER as `pip install .` does, installs it
-# with numpy and nothing else into a new virtual environment, and tests it there. QATTN_CUDA=ON in the
-# environment puts libqattn_cuda into it.
+# wheel_test.sh PYTHON FOLDER [--write]: builds the wheel into FOLDER as `pip install .` does, installs
+# it with numpy and nothing else into a new virtual environment, and tests it there. QATTN_CUDA=ON in
+# the environment puts libqattn_cuda into it. --write: its size and the time of its import become
+# bench/results/wheel.json, from a quiet machine; `bench/bench.py render` then puts them on the page.
 set -euo pipefail
 python=$1
+write=${3:-}
+if [[ -n "$write" && "$write" != --write ]]; then
+  echo "wheel_test.sh: $write is not --write" >&2
+  exit 2
+fi
 source=$(cd "$(dirname "$0")/../.." && pwd)
 mkdir -p "$2"
 folder=$(cd "$2" && pwd)
@@ -17,6 +23,11 @@ rm -f "$folder"/qattn-*.whl
 wheel=$(echo "$folder"/qattn-*.whl)
 "$python" -m venv "$work/venv"
 "$work/venv/bin/python" -m pip install -q --disable-pip-version-check "$wheel"
+record=()
+if [[ -n "$write" ]]; then
+  record=(--write "$source/bench/results/wheel.json" --wheel "$wheel"
+          --commit "$(git -C "$source" describe --always --dirty)")
+fi
 cd "$work"
-"$work/venv/bin/python" "$source/tests/packaging/check_wheel.py"
+"$work/venv/bin/python" "$source/tests/packaging/check_wheel.py" "${record[@]}"
 echo "$(basename "$wheel"): $(($(stat -c %s "$wheel") / 1024)) KiB"
