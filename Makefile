@@ -5,11 +5,12 @@ export OMP_WAIT_POLICY ?= passive
 BUILD := build
 PY := .venv/bin/python
 JOBS ?= $(shell nproc)
-APT := g++ cmake pkg-config ninja-build python3-dev python3-venv libgtest-dev libfmt-dev libcli11-dev \
-       nlohmann-json3-dev libboost-context-dev g++-aarch64-linux-gnu qemu-user
+APT := g++ cmake pkg-config ninja-build python3-dev python3-venv libgtest-dev libfmt-dev \
+       libcli11-dev nlohmann-json3-dev libboost-context-dev g++-aarch64-linux-gnu qemu-user \
+       clang libclang-rt-14-dev libomp-14-dev
 
-.PHONY: all setup build demo test sanitize tsan arm wheel gpu-build gpu-test gpu-sanitize gpu-bench \
-        model format clean
+.PHONY: all setup build demo test sanitize tsan fuzz arm wheel gpu-build gpu-test gpu-sanitize \
+        gpu-bench model format clean
 all: build
 
 $(BUILD)/.apt: Makefile
@@ -19,7 +20,8 @@ $(BUILD)/.apt: Makefile
 	done; \
 	if [ -n "$$missing" ]; then \
 	  echo "installing$$missing"; \
-	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing >/dev/null; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
 	fi
 	@touch $@
 
@@ -42,7 +44,7 @@ demo: build
 	PYTHONPATH=$(BUILD)/python $(PY) tools/capture/embed_minilm.py -o $(BUILD)/embeddings.json
 	$(BUILD)/bin/qattn demo --report report.html --embeddings $(BUILD)/embeddings.json
 
-test: build sanitize tsan arm
+test: build sanitize tsan fuzz arm
 	ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 	QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_LIBRARY=$(CURDIR)/$(BUILD)/src/libqattn.a \
 	  QATTN_FORMATS_DUMP=$(CURDIR)/$(BUILD)/bin/formats_dump \
@@ -64,8 +66,16 @@ tsan: setup
 	cmake --build $(BUILD)/tsan -j $(JOBS) --target thread_test
 	ctest --test-dir $(BUILD)/tsan --output-on-failure --no-tests=error -R '^hardening[.]Threads$$'
 
-# The wheel in $(BUILD)/wheel, tested in an environment that has numpy and nothing else. Its size and
-# import time as a record: make wheel WHEEL=--write
+# Coverage-guided, by libFuzzer: the validator and both file readers, for ten seconds each. In the
+# other builds a driver without coverage runs the same targets.
+FUZZ := fuzz_seeds fuzz_validator fuzz_npy fuzz_safetensors
+fuzz: setup
+	cmake --preset fuzz >$(BUILD)/configure-fuzz.log || { cat $(BUILD)/configure-fuzz.log; exit 1; }
+	cmake --build $(BUILD)/fuzz -j $(JOBS) --target $(FUZZ)
+	ctest --test-dir $(BUILD)/fuzz --output-on-failure --no-tests=error -R '^fuzz[.]' -j $(JOBS)
+
+# The wheel in $(BUILD)/wheel, tested in an environment that has numpy and nothing else. Its size
+# and import time as a record: make wheel WHEEL=--write
 wheel: setup
 	tests/packaging/wheel_test.sh $(PY) $(BUILD)/wheel $(WHEEL)
 
