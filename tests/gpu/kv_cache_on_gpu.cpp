@@ -1,6 +1,7 @@
 // GpuKvCache on a GPU against KvCache on the host, bit for bit: random appends and forks, an append
 // that is captured in a graph and replayed, and how long steps take. decode():
 // kv_decode_on_gpu.cpp.
+//   kv_cache_on_gpu [--no-times]   --no-times: without the steps that are only timed
 #include <algorithm>
 #include <cstdio>
 #include <random>
@@ -218,7 +219,12 @@ void time_steps(std::int64_t prefill) {
 }  // namespace
 }  // namespace qattn
 
-int main() {
+int main(int argc, char** argv) {
+  const bool times = argc == 1;
+  if (!times && (argc > 2 || std::string(argv[1]) != "--no-times")) {
+    std::fprintf(stderr, "usage: kv_cache_on_gpu [--no-times]\n");
+    return 2;
+  }
   for (const std::int64_t d : {64, 128, 256}) {
     for (const std::int64_t page : {16, 64}) {
       qattn::Shape s;
@@ -229,6 +235,8 @@ int main() {
   }
   qattn::captured_steps();
   qattn::test::decode_on_gpu();
-  for (const std::int64_t tokens : {1000, 8000, 32000}) qattn::time_steps(tokens);
+  for (const std::int64_t tokens : {1000, 8000, 32000}) {
+    if (times) qattn::time_steps(tokens);
+  }
   return 0;
 }
