@@ -7,7 +7,7 @@ PY := .venv/bin/python
 JOBS ?= $(shell nproc)
 APT := g++ cmake pkg-config ninja-build python3-dev python3-venv libgtest-dev libfmt-dev \
        libcli11-dev nlohmann-json3-dev libboost-context-dev g++-aarch64-linux-gnu qemu-user \
-       clang libclang-rt-14-dev libomp-14-dev
+       clang libclang-rt-dev libomp-dev
 
 .PHONY: all setup build demo test sanitize tsan fuzz arm wheel gpu-build gpu-test gpu-sanitize \
         gpu-bench model format clean

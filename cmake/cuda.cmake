@@ -28,12 +28,12 @@ foreach(architecture IN LISTS QATTN_CUDA_ARCHITECTURES)
 endforeach()
 list(GET QATTN_CUDA_ARCHITECTURES 0 first)
 
-# qattn_cuda_architectures(TARGET [BASES number...] ARCHITECTURES name...): the machine code that
-# TARGET gets, for each architecture in its own instructions, or with BASES in those of the highest
-# base that it has. The compiler proper runs once for each base, only the assembler for each
-# architecture.
+# qattn_cuda_architectures(TARGET [PTX] [BASES number...] ARCHITECTURES name...): the machine code
+# that TARGET gets, for each architecture in its own instructions, or with BASES in those of the
+# highest base that it has: the compiler proper runs once for each base, only the assembler for each
+# architecture. With PTX also that of the first architecture of the build, if it has any.
 function(qattn_cuda_architectures target)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "BASES;ARCHITECTURES")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "PTX" "" "BASES;ARCHITECTURES")
   set(flags "")
   foreach(architecture IN LISTS arg_ARCHITECTURES)
     set(virtual ${architecture})
@@ -48,16 +48,15 @@ function(qattn_cuda_architectures target)
     endif()
     list(APPEND flags "SHELL:-gencode arch=compute_${virtual},code=sm_${architecture}")
   endforeach()
-  list(GET arg_ARCHITECTURES 0 ptx)
-  if(ptx STREQUAL first AND first MATCHES "^[0-9]+$")
+  if(arg_PTX AND first MATCHES "^[0-9]+$")
     list(APPEND flags "SHELL:-gencode arch=compute_${first},code=compute_${first}")
   endif()
   set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF)
   target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${flags}>")
 endfunction()
 
-# CMake's own check of the compiler needs one that nvcc knows.
-set(CMAKE_CUDA_ARCHITECTURES ${first})
+# CMake's own check of the compiler needs one that nvcc knows, and CMake 3.25 no families.
+string(REGEX REPLACE "f$" "" CMAKE_CUDA_ARCHITECTURES ${first})
 enable_language(CUDA)
 foreach(kind IN ITEMS STANDARD EXTENSION)  # CMake 3.25 does not know that nvcc 12 and 13 know C++20
   if(NOT CMAKE_CUDA20_${kind}_COMPILE_OPTION)

@@ -124,6 +124,8 @@ def wanted_instructions(architecture, name):
         return {"HMMA"}
     match = re.match(r"(Sm90)?Prefill<\w+\{\d+, \(Element\)(\d), \(Element\)(\d)", name)
     if match is None:
+        if re.match(r"(Sm90)?Prefill|Decode<", name):
+            sys.exit(f"{name}: what it multiplies is not known")
         return set()
     elements = [ELEMENTS[int(match[i])] for i in (2, 3)]
     if match[1] and not architecture.startswith("sm_90a"):
@@ -168,9 +170,9 @@ def report(build, wheel):
         sizes["wheel"] = pathlib.Path(wheel).stat().st_size
     if tools := find_cuobjdump():
         with_code = [name for name in objects if pathlib.Path(name + ".ptxas").exists()]
-        for key, counts in matrix_instructions(tools, with_code).items():
-            if key in found:
-                found[key]["instructions"] = dict(sorted(counts.items()))
+        counted = matrix_instructions(tools, with_code)
+        for key, row in found.items():
+            row["instructions"] = dict(sorted(counted.get(key, {}).items()))
         sizes["cubins"] = cubin_sizes(tools, library)
     else:
         print("cuobjdump, nvdisasm: neither in the CUDA toolkit nor in Python's wheels; "
@@ -190,15 +192,19 @@ def report(build, wheel):
 def compare(now, then):
     """What is worse than recorded, one line each."""
     worse = []
+    same = now["kernels"].keys() == then["kernels"].keys()
+    if not same:
+        print("built for other architectures than the record: kernels that both have are compared")
     for architecture, rows in now["kernels"].items():
-        recorded = then["kernels"].get(architecture)
-        if recorded is None:
-            print(f"{architecture}: not in the record, not compared")
-            continue
+        recorded = then["kernels"].get(architecture, {})
+        if same:
+            worse += [f"{architecture} {name}: is not built any more; run with --write"
+                      for name in sorted(recorded.keys() - rows.keys())]
         for name, row in rows.items():
             old, where = recorded.get(name), f"{architecture} {name}"
             if old is None:
-                worse.append(f"{where}: is not in the record; run with --write")
+                if same:
+                    worse.append(f"{where}: is not in the record; run with --write")
                 continue
             for key in ("registers", "spill", "shared"):
                 if row[key] > old[key]:
@@ -206,7 +212,7 @@ def compare(now, then):
             if "instructions" in row:
                 lost = wanted_instructions(architecture, name) - set(row["instructions"])
                 worse += [f"{where}: has no {opcode}" for opcode in sorted(lost)]
-    if now["kernels"].keys() == then["kernels"].keys():
+    if same:
         size, old = now["sizes"]["library"], then["sizes"]["library"]
         if 10 * size > 11 * old:
             worse.append(f"the library: {old} -> {size} bytes")
@@ -246,6 +252,10 @@ def main():
         else:
             print(f"nothing is worse than in {args.record.name}")
     if args.write:
+        if "cubins" not in now["sizes"]:
+            sys.exit("--write: without cuobjdump the record would lose its instructions")
+        if then and then["kernels"].keys() != now["kernels"].keys():
+            print(f"recorded architectures were {', '.join(then['kernels'])}")
         if then and "wheel" in then["sizes"]:
             now["sizes"].setdefault("wheel", then["sizes"]["wheel"])
         args.record.write_text(json.dumps(now, indent=1) + "\n")

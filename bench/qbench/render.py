@@ -155,7 +155,7 @@ def workspaces(record):
         f"{tensors / 2**20:.0f} MiB. A call on 16-bit tensors takes its workspace besides; where "
         "Q, K (and V) are codes from the start, the codes stand in place of the tensors.",
         "",
-        "|  | codes | scales, means, padding | 16-bit tensors and workspace | codes in their place |",
+        "|  | codes | scales, means, padding | tensors and workspace | codes in their place |",
         "|---|---|---|---|---|",
     ]
     for name, workspace in known.items():

@@ -76,8 +76,9 @@ struct AttentionOptions {
   /// kernel's tile of queries, 128, or 64 where D > 128); 0 without one.
   std::int64_t block_mask_q = 0, block_mask_k = 0;
   /// CPU threads, at most; 0: the OpenMP default; 0 on a GPU. Results do not depend on it. In a
-  /// child of fork() every call runs on one thread if the thread that forked had used several: they
-  /// do not exist there, and GNU's OpenMP runtime would wait for them.
+  /// child of fork() the thread that forked runs its calls alone if it had used qattn with several:
+  /// they do not exist there, and GNU's OpenMP runtime would wait for them. Threads that the child
+  /// starts have whole teams. Teams that only other code had made on that thread are not seen.
   int threads = 0;
   ScoreFunction score_function;  ///< CPU only; changes scores before masks
   MaskFunction mask_function;    ///< CPU only; one more mask

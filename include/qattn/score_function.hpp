@@ -13,8 +13,8 @@
 //   };
 // (or a lambda marked alike, which nvcc takes with --extended-lambda) that
 //   - is a class whose copy is its bytes (DeviceScoreFunction, DeviceMaskFunction): a kernel gets
-//     it by value, so no std::function, no virtual functions, no references; what its pointers
-//     point to must lie where the kernel can read it;
+//     it by value, so no std::function and no virtual functions; what its pointers and references
+//     (which C++ does not let a concept see) point to must lie where the kernel can read it;
 //   - returns exactly float or bool;
 //   - calls only functions that the device has: its own marked ones and <cmath>'s.
 // The two places agree bit by bit where the arithmetic does: operators of C++ without contraction

@@ -261,6 +261,12 @@ void compare_key_means(std::int64_t queries, Recipe recipe) {
   t.k_scale = k.scale.view();
   t.k_global = k.global.view();
   t.k_mean = k.mean.view();
+  CodedTensor v;
+  if (has_codes(recipe.v) && free_scales(recipe.v)) {  // of few queries both are read in place
+    v = quantised(plain.v, options_for(Role::v, recipe.v, recipe.v_scale, call.options.layout));
+    t.v = v.codes.view();
+    t.v_scale = v.scale.view();
+  }
   recipe.smooth_k = Toggle::automatic;
   const Results got = attend(t, call.options, recipe, call, laid);
   const std::vector<double> out(want.out.begin(), want.out.end());

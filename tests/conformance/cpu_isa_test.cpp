@@ -77,7 +77,8 @@ TEST(CpuIsa, ThoseThatTheKernelLists) {
     bool listed = true;
     for (const std::string& f : required) listed &= features.contains(f);
     if (isa == "amx") listed = listed && grants_tiles();
-    EXPECT_EQ(ForceIsa(isa).available(), listed) << isa;
+    // Not the other way: an older kernel or a sandbox may list less than the CPU has.
+    EXPECT_TRUE(!listed || ForceIsa(isa).available()) << isa;
     ++count;
   }
   EXPECT_EQ(count, isas().size()) << "an instruction set that this test does not know";

@@ -202,9 +202,10 @@ TEST(QuantizeTokens, FreeFormats) {
 // One scale for all tokens of a sequence exists where there are none, too.
 TEST(QuantizeTokens, NoTokensAtAll) {
   for (const Granularity granularity : {per_tensor, per_head, per_channel, per_token}) {
-    for (const bool packed : {false, true}) {
+    for (const int number : {0, 1, 2, 3}) {
+      const bool packed = number % 2 != 0;
       Call s;
-      s.lengths = {0, 0};
+      s.lengths.assign(number < 2 ? 2 : 0, 0);  // or no sequences: one scale exists even then
       s.packed = packed;
       s.options.role = Role::v;
       s.options.scaling.granularity = granularity;

@@ -3,6 +3,7 @@
 // another token, and the result differs from the dense one.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <memory>
@@ -38,7 +39,7 @@ class Reserve {
   std::size_t size() const { return bytes_; }
 
   bool open(std::size_t offset, std::size_t bytes) {
-    constexpr std::size_t page = 4096;
+    const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
     const std::size_t begin = offset / page * page;
     const std::size_t end = (offset + bytes + page - 1) / page * page;
     return ::mprotect(base_ + begin, end - begin, PROT_READ | PROT_WRITE) == 0;

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# wheel_test.sh PYTHON FOLDER [--write]: builds the wheel into FOLDER as `pip install .` does, installs
-# it with numpy and nothing else into a new virtual environment, and tests it there. QATTN_CUDA=ON in
-# the environment puts libqattn_cuda into it. --write: its size and the time of its import become
-# bench/results/wheel.json, from a quiet machine; `bench/bench.py render` then puts them on the page.
+# wheel_test.sh PYTHON FOLDER [--write]: builds the wheel into FOLDER as `pip install .` does,
+# installs it with numpy and nothing else into a new virtual environment, and tests it there.
+# QATTN_CUDA=ON in the environment puts libqattn_cuda into it. --write: its size and the time of its
+# import become bench/results/wheel.json, from a quiet machine; `bench/bench.py render` then puts
+# them on the page.
 set -euo pipefail
 python=$1
 write=${3:-}

@@ -235,6 +235,12 @@ def test_scales_of_no_tokens(granularity, packed):
     assert (qattn.attention(q, k, v, recipe="fp8", **options) == 0).all()
 
 
+def test_the_scale_of_no_sequences():
+    v = qattn.quantize(np.zeros((0, 5, 3, 16), np.float32), role="v", granularity="per_tensor",
+                       format="s8")
+    assert v.scale.size == 1 and v.scale.item() == np.float32(2.0**-126)
+
+
 def test_scheduled_scale():
     sigma = [14.6, 5.0, 1.0, 0.1]
     assert qattn.scheduled_scale(0.5, sigma, 1, 2) == pytest.approx(0.1, rel=1e-6)

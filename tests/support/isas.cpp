@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <set>
+#include <sstream>
 #include <vector>
 
 #include "qattn/attention.hpp"
@@ -41,6 +42,12 @@ class Say : public testing::Environment {
                 listed(lacking).c_str());
     testing::Test::RecordProperty("instruction_sets", listed(ran));
     testing::Test::RecordProperty("instruction_sets_lacking", listed(lacking));
+    // What must have run here: an emulated CPU that has it, say.
+    const char* expected = std::getenv("QATTN_EXPECT_ISAS");
+    std::istringstream names(expected != nullptr ? expected : "");
+    for (std::string isa; std::getline(names, isa, ',');) {
+      EXPECT_TRUE(ran.contains(isa)) << "FAILED: " << isa << " should have run";
+    }
   }
 };
 

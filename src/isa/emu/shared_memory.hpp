@@ -43,8 +43,9 @@ class SharedMemory {
   void mark(std::uint32_t address, std::uint32_t bytes, ByteState state);
   ByteState state(std::uint32_t address) const { return ByteState{states_[address - kBase]}; }
 
-  /// The swizzle (isa::Swizzle, 0 for none) under which TMA wrote each 16 bytes. Whatever else
-  /// writes there says 0: lanes may keep any layout, and one that is not told cannot be checked.
+  /// The swizzle (isa::Swizzle) under which TMA wrote each 16 bytes, 0 where under none. Whatever
+  /// else writes there says 0 too: lanes may keep any layout, and one that is not told cannot be
+  /// checked.
   void mark_swizzle(std::uint32_t address, std::uint32_t bytes, int swizzle) {
     const std::uint32_t first = offset(address) / 16, last = (offset(address) + bytes - 1) / 16;
     for (std::uint32_t i = first; i <= last; ++i) swizzles_[i] = static_cast<std::uint8_t>(swizzle);

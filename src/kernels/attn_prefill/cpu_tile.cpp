@@ -152,7 +152,8 @@ void multiply_queries(const Job& job, const Task& t, const Tile& tile, int keys,
   const Words& w = job.words();
   const auto* scale = tile.at<float>(&TileLayout::k_scale);
   if (tile.found != nullptr) {
-    w.qk_s8_rows(s.q_panels, t.count, tile.found->k, keys, job.d(), s.q_scale, scale, s.scores);
+    w.qk_s8_rows(s.q_panels, t.count, tile.found->k, keys, job.d(), s.q_scale, s.correction, scale,
+                 s.scores);
   } else if (job.config.qk == Engine::integer) {
     w.qk_s8(s.q_codes, t.count, tile.at<std::uint8_t>(&TileLayout::k), keys, job.d() / 4, s.q_scale,
             s.correction, scale, s.scores);

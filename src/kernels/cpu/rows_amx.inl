@@ -52,7 +52,8 @@ static inline void turn_sums(const std::int32_t (*sums)[16], int query, I (&turn
 }
 
 void qk_s8_rows(const std::uint8_t* queries, int rows, const CodeRows& k, int keys, int d,
-                const float* q_scale, const float* k_scale, float* scores) {
+                const float* q_scale, const std::int32_t* /*correction*/, const float* k_scale,
+                float* scores) {
   alignas(64) std::int32_t sums[tile_keys][16];
   configure(tile_rows, 64);
   for (int r0 = 0; r0 < rows; r0 += 16) {

@@ -85,22 +85,19 @@ void pv_u8s8_rows(const std::uint8_t* codes, int rows, const CodeRows& values, i
 
 #if !defined(QATTN_TILE_PRODUCTS)
 /// R rows of scores: K's codes with their signs flipped (code + 128) times queries, less what that
-/// adds.
+/// adds (correction).
 template <int R>
 static inline void multiply_turned_codes(const std::uint8_t* queries, int r0, const CodeRows& k,
                                          int keys, int d, const float* q_scale,
-                                         const float* k_scale, float* scores) {
+                                         const std::int32_t* correction, const float* k_scale,
+                                         float* scores) {
   const I flip = v::set_i(static_cast<std::int32_t>(0x80808080u));
   const std::uint8_t* panel = queries + r0 / 16 * 16 * d;
   const int first = r0 % 16;
-  alignas(64) std::int32_t excess[16];
-  I sums = v::set_i(0);
-  for (int c = 0; c < d; c += 4) sums = v::dot4(sums, flip, v::load_i(panel + c * 16));
-  v::store_i(excess, sums);
   for (int j = 0; j < keys; j += 16) {
     const std::uint8_t* rows = k.group[j / 16];
     I acc[R];
-    unrolled<R>([&]<int N>() { acc[N] = v::set_i(-excess[first + N]); });
+    unrolled<R>([&]<int N>() { acc[N] = v::set_i(correction[r0 + N]); });
     for (int c = 0; c < d; c += 64) {
       I loaded[16], turned[16];
       if (k.next != nullptr && r0 == 0) fetch(k.next[j / 16] + c, k.stride);
@@ -122,9 +119,10 @@ static inline void multiply_turned_codes(const std::uint8_t* queries, int r0, co
 }
 
 void qk_s8_rows(const std::uint8_t* queries, int rows, const CodeRows& k, int keys, int d,
-                const float* q_scale, const float* k_scale, float* scores) {
+                const float* q_scale, const std::int32_t* correction, const float* k_scale,
+                float* scores) {
   const auto multiply = [&]<int R>(int r0) {
-    multiply_turned_codes<R>(queries, r0, k, keys, d, q_scale, k_scale, scores);
+    multiply_turned_codes<R>(queries, r0, k, keys, d, q_scale, correction, k_scale, scores);
   };
   int r = 0;
   for (; r + 8 <= rows; r += 8) multiply.template operator()<8>(r);

@@ -11,9 +11,9 @@ inline constexpr int tile_rows = 32;   ///< query rows of one task
 inline constexpr int tile_keys = 128;  ///< keys of one softmax tile; the unit of tile-local scales
 inline constexpr int lanes = 16;       ///< keys (K panels) or channels (V panels) side by side
 
-// A tile's panels of K and V, its rows of Q and O, its scores and P stay in a core's L2, also where
-// all are float32 and 256 wide: 352 KiB, of 512 KiB in the smallest L2 that servers have (Zen 2 to
-// 3, Neoverse N1). With s8 codes and D = 128 it is 72 KiB.
+// A tile's panels of K and V, its rows of Q and O, its scores and P stay in a core's L2: 72 KiB
+// with s8 codes and D = 128, and 352 KiB where all are float32 and 256 wide, of 512 KiB in Zen 2
+// and 3 and Neoverse N1 and more in newer servers. (Intel's before 2017 have 256 KiB.)
 static_assert(4 * (2 * tile_keys * 256 + 2 * tile_rows * 256 + 2 * tile_rows * tile_keys) <=
               512 * 1024);
 
@@ -71,7 +71,8 @@ struct AttentionTile {
 };
 
 /// s8 codes of a tile's keys where the caller has them: rows 16 g to 16 g + 15 begin at group[g]
-/// and lie `stride` bytes apart. `next`: the groups of the tile to fetch meanwhile, or null.
+/// and lie `stride` bytes apart. `next`: the groups of the tile to fetch meanwhile, as many as this
+/// one has, or null.
 struct CodeRows {
   const std::uint8_t* const* group;
   const std::uint8_t* const* next;
@@ -161,7 +162,8 @@ struct Words {
   /// qk_s8 with K as it lies. queries: [rows / 16][d / 4][16][4], as transpose_packs() makes them.
   /// Null where there is none.
   void (*qk_s8_rows)(const std::uint8_t* queries, int rows, const CodeRows& k, int keys, int d,
-                     const float* q_scale, const float* k_scale, float* scores);
+                     const float* q_scale, const std::int32_t* correction, const float* k_scale,
+                     float* scores);
   /// The most query rows for which it and pv_u8s8_rows() are the faster way, 0 where they do not
   /// serve the head dimensions.
   int (*most_rows_in_place)(int d, int dv);

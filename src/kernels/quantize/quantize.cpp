@@ -294,6 +294,11 @@ Result<QuantizeReport> quantize_checked(const QuantizeTensors& t, const Quantize
       unit_amax[static_cast<std::size_t>(u.b * f.heads + u.head)] = group_maxima(u)[0];
     });
     for (const float a : unit_amax) common = formats::fold_amax(common, a);
+    if (unit_amax.empty()) {  // the one scale exists without any unit
+      *static_cast<float*>(t.scale.data) = t.static_scale.present()
+                                               ? *static_cast<const float*>(t.static_scale.data)
+                                               : formats::amax_scale(0.0f, cpu::code_max(o.format));
+    }
   }
   std::atomic<std::int64_t> clipped = 0;
   each_unit(t, o, f, words, [&](Unit& u) {

@@ -23,6 +23,7 @@ bool by_channel(const Scaling& s) {
 std::int64_t maxima_words(const QuantizeOptions& o, const QuantizeFacts& f) {
   const std::int64_t units = f.batch * f.heads;
   if (info(o.format).group > 0) return units + 1;
+  if (f.scaling.granularity == Granularity::per_tensor && units == 0) return 1 + 1;
   return units * scale_count(f.scaling, o.role, f.longest) *
              (by_channel(f.scaling) ? f.channels : 1) +
          1;
@@ -137,6 +138,7 @@ LaunchError quantize_tokens(const QuantizeTensors& t, const QuantizeOptions& o,
     constexpr std::int64_t threads = TokenScales::threads;
     TokenParams scales = p;
     scales.longest = std::max<std::int64_t>(p.longest, 1);  // a scale for all tokens needs none
+    scales.rows.heads = std::max(p.rows.heads, 1);          // nor any head
     if (LaunchError e =
             launch_blocks<TokenScales>(scales, (p.words - 1 + threads - 1) / threads, stream);
         !e.empty()) {
