@@ -190,11 +190,8 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
       this->row_maxima(t.top);
       if constexpr (!S::u8) this->begin_plain(t);
       const auto meanwhile = [&](int g) {
-        // Where ptxas puts the rest depends on where these stand (H200, D 128, S 8192, TFLOP/s):
-        // the turn after group 3, 5, 7, 9 gives 843, 840, 835, 684; the look ahead after group
-        // 3, 5, 7, 9, 11 gives 685, 684, 835, 816, 824 with the turn after 5 or 7.
-        if (g == 3) give_turn();
-        if (g == 7) foresee();
+        if (g == S::give_after) give_turn();
+        if (g == S::look_after) foresee();
       };
       this->attend_plain(s, 0, t, meanwhile);
       this->attend_plain(s, 1, t, meanwhile);
