@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/attn_prefill/check.cuh"
+#include "kernels/attn_prefill/rows_out.cuh"
 #include "tile/query_mean.hpp"
 
 namespace qattn::kernels {
@@ -40,9 +41,9 @@ struct PrefillShape {
 inline namespace QATTN_TARGET {
 
 template <PrefillConfig C>
-struct PrefillScores : PrefillRows<PrefillShape<C>> {
+struct PrefillScores : PrefillOutput<PrefillShape<C>> {
   using S = PrefillShape<C>;
-  using Base = PrefillRows<S>;
+  using Base = PrefillOutput<S>;
   using Base::M, Base::R, Base::bad_rows, Base::lane, Base::local_row, Base::p, Base::unit,
       Base::warp, Base::work;
   using typename Base::Scores;
