@@ -20,18 +20,44 @@ inline namespace QATTN_TARGET {
 
 /// The part of the problem that a block works on.
 struct alignas(16) PrefillWork {
-  int b, head, kv_head, first_row;
+  int b, head, kv_head, first_row;  ///< `head`: the first of p.pack
   tile::Span q, k;
   int key_begin, key_end;  ///< that any of the rows can see
   int shift;               ///< Sk - Sq
+  int split;               ///< of the keys
   std::int64_t q_slot, k_slot;
 };
 
-/// Work number `index` of p.q_blocks * heads * batches, in blocks of `rows`; tiles of `keys`.
+/// Q and K of sequence `b`.
+QATTN_DEVICE void locate_sequence(const PrefillParams& p, int b, tile::Span& q, tile::Span& k) {
+  q = tile::span_of(p.q, b);
+  k = tile::span_of(p.k, b);
+  k.bad |= q.length > p.mask_queries || k.length > p.mask_keys;
+}
+
+/// Where the part of (sequence, head, block of rows) lies, of its first split.
+QATTN_DEVICE std::int64_t part_index(const PrefillParams& p, int b, int head, int block) {
+  const std::int64_t pack = (std::int64_t{b} * p.q.heads + head) / p.pack;
+  return (pack * p.q_blocks + block) * p.splits;
+}
+
+/// Leaves the work its split's share of the keys: as many tiles each as the rows can see in all.
+QATTN_DEVICE void take_split(const PrefillParams& p, PrefillWork& w) {
+  const int keys = w.key_end > w.key_begin ? w.key_end - w.key_begin : 0;
+  const int tiles = (keys + split_tile - 1) / split_tile;
+  const int share = (tiles + p.splits - 1) / p.splits * split_tile;
+  w.key_begin += w.split * share;
+  const int end = w.key_begin + share;
+  w.key_end = end < w.key_end ? end : w.key_end;
+}
+
+/// Work number `index` of p.works, in blocks of `rows`; tiles of `keys`.
 QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows, int keys) {
   PrefillWork w;
   int block;
-  const int heads = p.q.heads;
+  w.split = 0;
+  if (p.splits > 1) w.split = index % p.splits, index /= p.splits;
+  const int heads = p.pack > 1 ? p.q.heads / p.pack : p.q.heads;
   if (p.heads_first) {  // causal: the longest blocks of all heads start first
     w.head = index % heads, index /= heads;
     w.b = index % p.q.batches, block = p.q_blocks - 1 - index / p.q.batches;
@@ -39,11 +65,10 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
     block = index % p.q_blocks, index /= p.q_blocks;
     w.head = index % heads, w.b = index / heads;
   }
+  w.head *= p.pack;
   w.kv_head = w.head / p.group;
   w.first_row = block * rows;
-  w.q = tile::span_of(p.q, w.b);
-  w.k = tile::span_of(p.k, w.b);
-  w.k.bad |= w.q.length > p.mask_queries || w.k.length > p.mask_keys;
+  locate_sequence(p, w.b, w.q, w.k);
   w.q_slot = tile::first_slot(p.q, w.q, w.b);
   w.k_slot = tile::first_slot(p.k, w.k, w.b);
   w.shift = static_cast<int>(w.k.length - w.q.length);
@@ -55,6 +80,7 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   const bool none = past <= w.first_row || w.q.bad || w.k.bad;
   w.key_end = none ? 0 : end < length ? end : length;
   w.key_begin = begin < 0 ? 0 : begin / keys * keys;
+  if (p.splits > 1) take_split(p, w);
   return w;
 }
 
@@ -93,13 +119,23 @@ struct PrefillRows {
     return warp * S::warp_rows + r / 2 * 16 + lane / 4 + r % 2 * 8;
   }
 
+  /// Which query row r is, and of which head.
+  QATTN_DEVICE int query(int r) const {
+    const int row = work.first_row + local_row(r);
+    return p.pack > 1 ? row * p.pack_inverse >> 16 : row;
+  }
+  QATTN_DEVICE int head(int r) const {
+    return p.pack > 1 ? work.head + local_row(r) - query(r) * p.pack : work.head;
+  }
+
   QATTN_DEVICE static std::int64_t unit(const PreparedRows& x, int head, std::int64_t slot) {
     return head * x.slots + slot;
   }
 
   QATTN_DEVICE tile::ScoreRow score_row(int r) const {
     tile::ScoreRow row;
-    row.i = work.first_row + local_row(r);
+    row.i = query(r);
+    row.head = head(r);
     row.diagonal = row.i + work.shift;
     const int length = static_cast<int>(work.k.length);
     const int end = p.window_right < 0 ? length : row.diagonal + p.window_right + 1;
@@ -120,17 +156,15 @@ struct PrefillRows {
 
   /// A number that belongs to row r, which exists.
   QATTN_DEVICE float row_fact(int r, const float* table, SharedAddress staged) const {
-    if constexpr (S::staged_rows) {
+    if (S::staged_rows && p.pack == 1) {
       return isa::load_shared<float>(staged + 4 * (local_row(r) - warp * S::warp_rows));
-    } else {
-      return isa::load_global(table +
-                              unit(p.q8, work.head, work.q_slot + work.first_row + local_row(r)));
     }
+    return isa::load_global(table + unit(p.q8, head(r), work.q_slot + query(r)));
   }
 
   /// softmax_scale q . mu, what smooth_k took from every score of the row.
   QATTN_DEVICE float mean_dot(int r) const {
-    if (work.first_row + local_row(r) >= work.q.length) return 0.0f;
+    if (query(r) >= work.q.length) return 0.0f;
     return p.scale * row_fact(r, p.q8.dot_mean, dots_at);
   }
 
@@ -144,8 +178,7 @@ struct PrefillRows {
   /// Q's scale of the row, 1 for one that is bad (bad_rows) or does not exist.
   QATTN_DEVICE float query_scale(int r) {
     if constexpr (S::wide_qk) return 1.0f;
-    const int i = work.first_row + local_row(r);
-    if (i >= work.q.length) return 1.0f;
+    if (query(r) >= work.q.length) return 1.0f;
     const float s = row_fact(r, p.q8.scale, scales_at);
     if (tile::is_nan(s)) bad_rows |= 1u << r;
     return tile::is_nan(s) ? 1.0f : s;
@@ -192,13 +225,17 @@ struct PrefillRows {
           s, [&](int r, int, float& x) { x = tile::soft_cap(x + offset[r], p.softcap, inverse); });
     }
     if (p.alibi.data != nullptr) {
-      const float slope = tile::load_number(
-          p.alibi.data, p.alibi.format, work.b * p.alibi.stride[0] + work.head * p.alibi.stride[1]);
+      float slope[R];
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        slope[r] = tile::load_number(p.alibi.data, p.alibi.format,
+                                     work.b * p.alibi.stride[0] + rows[r].head * p.alibi.stride[1]);
+      }
       tile::each_score(s, [&](int r, int key, float& x) {
-        x += slope * static_cast<float>(tile + key - rows[r].diagonal);
+        x += slope[r] * static_cast<float>(tile + key - rows[r].diagonal);
       });
     }
-    if (p.mask.data != nullptr) tile::apply_mask(p.mask, work.b, work.head, rows, tile, s);
+    if (p.mask.data != nullptr) tile::apply_mask(p.mask, work.b, rows, tile, s);
     tile::each_score(s, [&](int r, int key, float& x) {
       x *= tile::log2_e;
       const int j = tile + key;

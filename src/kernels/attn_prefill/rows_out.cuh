@@ -21,6 +21,10 @@ struct PrefillOutput : PrefillRows<S> {
   // This counts where blocks have few tiles. Of 22000 clocks at S = 1024 (H200, D 128) each row
   // that ends by itself took 600, and bulk copies of 16 rows, which lanes start in turn, 1400.
   QATTN_DEVICE void write(SharedAddress rows) {
+    if (p.parts.out != nullptr) {
+      write_part();
+      return;
+    }
     RowEnds ends;
     bool usual = p.sinks.data == nullptr;
 #pragma unroll
@@ -48,6 +52,42 @@ struct PrefillOutput : PrefillRows<S> {
       store_rows<isa::Words4>(rows);
     } else {
       store_rows<std::uint16_t>(rows);
+    }
+  }
+
+  /// Leaves the rows to PrefillCombine. A bad row has a sum of NaN, unless it has seen no key.
+  QATTN_DEVICE void write_part() {
+    const PartsView& parts = p.parts;
+    const std::int64_t part =
+        part_index(p, work.b, work.head, work.first_row / S::rows) + work.split;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      sum[r] += isa::shuffle_xor(sum[r], 1);
+      sum[r] += isa::shuffle_xor(sum[r], 2);
+      const float poison = row_poison(r), top = max[r] - S::p_log2;
+      const unsigned bad_lanes = isa::ballot((bad_rows >> r & 1) != 0);
+      const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
+      const bool exists = this->query(r) < work.q.length;
+      if constexpr (S::wide_pv) {
+        doubtful |= exists && tile::is_nan(poison) && !bad && tile::is_finite(sum[r]);
+      }
+      const float total = bad && top != -tile::infinity() ? tile::quiet_nan() : sum[r];
+      if (!exists) continue;
+      const std::int64_t row = part * parts.rows + local_row(r);
+      if (lane % 4 == 0) {
+        isa::store_global(reinterpret_cast<isa::Words2*>(parts.state + 2 * row),
+                          isa::Words2{{__builtin_bit_cast(std::uint32_t, top),
+                                       __builtin_bit_cast(std::uint32_t, total)}});
+      }
+      if (top == -tile::infinity() && !tile::is_nan(total)) continue;
+      float* to = parts.out + row * parts.channels + lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < S::d_tiles; ++n) {
+        const float* x = out[r / 2][n] + r % 2 * 2;
+        isa::store_global(reinterpret_cast<isa::Words2*>(to + 8 * n),
+                          isa::Words2{{__builtin_bit_cast(std::uint32_t, x[0]),
+                                       __builtin_bit_cast(std::uint32_t, x[1])}});
+      }
     }
   }
 

@@ -79,6 +79,12 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
         p.q.data == nullptr
             ? prepared_source(p.q8, work.head, work.q_slot, work.q.length)
             : tile::row_source(p.q, work.q, work.b, work.head, S::wide_qk ? 2 : 1, p.q_vectors);
+    if (p.pack > 1) {
+      const std::int64_t head_stride =
+          p.q.data == nullptr ? p.q8.slots * p.q8.row_bytes : p.q.head * (S::wide_qk ? 2 : 1);
+      tile::copy_packed_rows<S::qk_bytes, S::rows, S::threads>(base, source, p.pack, head_stride);
+      return;
+    }
     tile::copy_rows<S::qk_bytes, S::rows, S::threads, C.general>(base, source, work.first_row,
                                                                  p.error);
   }
