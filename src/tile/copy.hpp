@@ -128,6 +128,28 @@ QATTN_DEVICE void copy_rows(isa::SharedAddress to, const RowSource& s, int first
   }
 }
 
+/// Starts copying rows of `pack` heads, `head_stride` bytes apart: row n is token n / pack of head
+/// n % pack. `s` is the first head's.
+template <int RowBytes, int Rows, int Threads>
+QATTN_DEVICE void copy_packed_rows(isa::SharedAddress to, const RowSource& s, int pack,
+                                   std::int64_t head_stride) {
+  constexpr int chunks = RowBytes / 16;
+#pragma unroll 1
+  for (int n = isa::thread(); n < Rows * chunks; n += Threads) {
+    const int row = n / chunks, chunk = n % chunks * 16, token = row / pack;
+    const int left = token < s.length ? s.row_bytes - chunk : 0;
+    const int bytes = left < 0 ? 0 : left > 16 ? 16 : left;
+    const isa::SharedAddress place = to + row * padded_row(RowBytes) + chunk;
+    const std::byte* from =
+        bytes > 0 ? s.base + token * s.stride + (row - token * pack) * head_stride + chunk : s.base;
+    if (s.vectors) {
+      isa::copy_async16(place, from, bytes);
+    } else {
+      isa::store_shared(place, gather16(from, bytes));
+    }
+  }
+}
+
 /// Starts copying `Rows` contiguous rows of 64 bytes (a V tile) to padded rows.
 template <int Rows, int Threads>
 QATTN_DEVICE void copy_packed64(isa::SharedAddress to, const std::byte* from) {

@@ -40,6 +40,7 @@ QATTN_DEVICE float soft_cap(float x, float c, float inverse) {
 /// What one thread knows of one of its query rows.
 struct ScoreRow {
   std::int32_t i = 0;         ///< row in its sequence
+  std::int32_t head = 0;      ///< query head
   std::int32_t begin = 0;     ///< first visible key
   std::int32_t end = 0;       ///< one past the last
   std::int32_t diagonal = 0;  ///< i + Sk - Sq
@@ -63,11 +64,11 @@ QATTN_DEVICE void each_score(float (&x)[M][N][4], Function f) {
 /// Adds a mask tensor, or turns what it forbids into -infinity. Keys outside a row's bounds are not
 /// looked up: the tensor need not have them.
 template <int M, int N>
-QATTN_DEVICE void apply_mask(const kernels::BroadcastView& mask, int b, int head,
+QATTN_DEVICE void apply_mask(const kernels::BroadcastView& mask, int b,
                              const ScoreRow (&rows)[2 * M], int tile, float (&x)[M][N][4]) {
-  const std::int64_t base = b * mask.stride[0] + head * mask.stride[1];
   const auto at = [&](int r, int j) {
-    return base + rows[r].i * mask.stride[2] + j * mask.stride[3];
+    return b * mask.stride[0] + rows[r].head * mask.stride[1] + rows[r].i * mask.stride[2] +
+           j * mask.stride[3];
   };
   const auto inside = [&](int r, int j) { return j >= rows[r].begin && j < rows[r].end; };
   if (mask.format == Format::b8) {

@@ -1,5 +1,6 @@
 #include "conformance/runner.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "qattn/reference.hpp"
@@ -7,7 +8,7 @@
 namespace qattn::test {
 
 ModelOptions Outcome::model_options(Mutation mutation) const {
-  return {resolved, split_keys, split_rows, mutation, tile_keys};
+  return {resolved, split_keys, split_rows, mutation, tile_keys, splits, tile_rows};
 }
 
 bool same_bits(const Outcome& a, const Outcome& b) {
@@ -43,6 +44,10 @@ Outcome run_call(const Call& call, Laid& laid, const Recipe& recipe) {
   outcome.split_keys = plan_number(*planned, "split_keys");
   outcome.split_rows = plan_number(*planned, "split_rows");
   if (const std::int64_t keys = plan_number(*planned, "tile_keys")) outcome.tile_keys = keys;
+  outcome.splits = std::max<std::int64_t>(1, plan_number(*planned, "splits"));
+  if (plan_number(*planned, "packed_heads") <= 1) {
+    outcome.tile_rows = plan_number(*planned, "\ntile");
+  }
 
   constexpr std::size_t alignment = 64;
   const std::size_t bytes = planned->workspace_bytes();

@@ -27,6 +27,7 @@ struct Outcome {
   Recipe resolved;
   std::int64_t split_keys = 0, split_rows = 0;  ///< as the plan prints them
   std::int64_t tile_keys = 128;                 ///< likewise; CPU plans print none
+  std::int64_t splits = 1, tile_rows = 0;       ///< as ModelOptions has them
   std::string plan;                             ///< Plan::to_string()
   std::string violation;  ///< an input or a byte outside the outputs that was written
 

@@ -23,8 +23,9 @@ Result<Plan> plan_emulated(const Call& call, const Laid& laid, const Recipe& rec
 
 /// Runs the cell and compares; returns what ran.
 Outcome expect_conforms(const Cell& cell) {
-  const auto& [name, recipe, feature, refused, architecture] = cell;
+  const auto& [name, recipe, feature, refused, architecture, splits] = cell;
   const OnArchitecture on(architecture);
+  const ForceSpread forced(0, splits);
   Call call = make_call(feature, 1);
   Laid laid = lay_out(call, feature.how);
   const Result<Plan> planned = plan_emulated(call, laid, recipe);
@@ -38,6 +39,7 @@ Outcome expect_conforms(const Cell& cell) {
     run.k_scale = planned->recipe().k_scale;  // with given scales, automatic is one a token
   }
   const Outcome outcome = run_emulated(call, laid, run);
+  EXPECT_TRUE(splits == 0 || outcome.splits == splits) << outcome.plan;
   if (testing::Test::HasFailure()) return outcome;
   const ModelOutput model = model_attention(call, outcome.model_options());
   expect_matches_model(outcome, call, feature.how.output, model);
@@ -53,6 +55,7 @@ class Emulated : public testing::TestWithParam<Cell> {};
 TEST_P(Emulated, MatchesModelAndReference) { expect_conforms(GetParam()); }
 
 INSTANTIATE_TEST_SUITE_P(Cover, Emulated, testing::ValuesIn(covering_cells()), name_of);
+INSTANTIATE_TEST_SUITE_P(Spread, Emulated, testing::ValuesIn(spread_cells()), name_of);
 INSTANTIATE_TEST_SUITE_P(Full, Emulated, testing::ValuesIn(all_cells()), name_of);
 
 class Instance : public testing::TestWithParam<InstanceCell> {};

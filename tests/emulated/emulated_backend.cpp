@@ -6,6 +6,7 @@
 
 #include "isa/launch.hpp"
 #include "kernels/attn_prefill/gpu.hpp"
+#include "kernels/attn_prefill/spread.hpp"
 #include "kernels/kv_append/kv_device.hpp"
 
 namespace qattn::test {
@@ -44,6 +45,9 @@ int chosen_architecture = 0;
 OnArchitecture::OnArchitecture(int architecture)
     : before_(std::exchange(chosen_architecture, architecture)) {}
 OnArchitecture::~OnArchitecture() { chosen_architecture = before_; }
+
+ForceSpread::ForceSpread(int pack, int splits) { kernels::spread_override() = {pack, splits}; }
+ForceSpread::~ForceSpread() { kernels::spread_override() = {}; }
 
 int architecture_for(const Recipe& recipe) {
   if (chosen_architecture != 0) return chosen_architecture;

@@ -26,6 +26,16 @@ class OnArchitecture {
   int before_;
 };
 
+/// What plans take instead of their own choice of packed heads and splits, for as long as it lives;
+/// 0: nothing.
+class ForceSpread {
+ public:
+  ForceSpread(int pack, int splits);
+  ~ForceSpread();
+  ForceSpread(const ForceSpread&) = delete;
+  ForceSpread& operator=(const ForceSpread&) = delete;
+};
+
 /// In front for as long as it lives. quantize() has no kernels there: the semantic model and the
 /// reference run without it. `host_memory` false: index tensors are checked by the kernels alone.
 class EmulatedBackend {

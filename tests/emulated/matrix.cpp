@@ -135,6 +135,64 @@ std::vector<std::pair<Recipe, Feature>> pairs() {
   return all;
 }
 
+struct SpreadFeature {
+  Feature feature;
+  int splits;
+};
+
+/// Rows of several heads in a tile, and keys that several blocks share: everything that depends on
+/// a row's head, its query or on where its keys begin and end.
+std::vector<SpreadFeature> spread_features() {
+  std::vector<SpreadFeature> all;
+  const auto add = [&](const std::string& name, std::int64_t sq, std::int64_t sk,
+                       std::int64_t heads_q, std::int64_t heads_k, int splits, auto edit) {
+    Feature f;
+    f.name = name + "_splits";
+    f.sq = {sq, sq}, f.sk = {sk, sk}, f.heads_q = heads_q, f.heads_k = heads_k;
+    edit(f);
+    all.push_back({f, splits});
+  };
+  add("few_1_gqa_4_causal", 1, 450, 8, 2, 3, [](Feature& f) { f.options.causal = true; });
+  add("few_1_mqa_8_sinks", 1, 300, 8, 1, 2, [](Feature& f) { f.sinks = true; });
+  add("few_1_mha_softcap", 1, 400, 3, 3, 3, [](Feature& f) { f.options.softcap = 2.5f; });
+  add("few_2_gqa_8_window", 2, 500, 8, 1, 2,
+      [](Feature& f) { f.options.causal = true, f.options.window_left = 270; });
+  add("few_2_alibi_mask", 2, 300, 8, 2, 3,
+      [](Feature& f) { f.alibi = true, f.mask = MaskShape::full, f.boolean_mask = false; });
+  add("few_8_mask_bool_heads", 8, 260, 8, 2, 2, [](Feature& f) { f.mask = MaskShape::heads; });
+  add("few_8_everything", 8, 400, 4, 1, 3, [](Feature& f) {
+    f.alibi = f.sinks = f.options.causal = true, f.options.softcap = 5;
+    f.options.window_left = 250, f.mask = MaskShape::full, f.boolean_mask = false;
+  });
+  add("few_3_gqa_3_odd", 3, 300, 6, 2, 2,
+      [](Feature& f) { f.how.strides = Strides::odd, f.options.causal = true; });
+  add("few_16_gqa_12_window_both", 16, 300, 12, 1, 2, [](Feature& f) {
+    f.sq = {16}, f.sk = {300}, f.options.window_left = 180, f.options.window_right = 5;
+  });
+  add("few_more_queries_than_keys", 20, 9, 4, 1, 2,
+      [](Feature& f) { f.options.causal = f.sinks = true; });
+  add("few_varlen", 0, 0, 8, 2, 3, [](Feature& f) {
+    f.sq = {1, 8, 0, 2, 5}, f.sk = {200, 300, 7, 129, 0}, f.options.causal = true;
+    f.how.packed_q = f.how.packed_k = true;
+  });
+  add("few_varlen_seqused", 0, 0, 8, 1, 2, [](Feature& f) {
+    f.sq = {4, 2, 3}, f.sk = {330, 140, 260}, f.used_q = {4, 0, 2}, f.used_k = {299, 40, 0};
+    f.how.packed_q = f.how.packed_k = f.how.seqused_q = f.how.seqused_k = true;
+    f.how.layout = Layout::bhsd;
+  });
+  add("few_paged", 2, 0, 8, 2, 4, [](Feature& f) {
+    f.sq = {2, 2, 2}, f.sk = {640, 640, 640}, f.used_k = {640, 1, 277}, f.options.causal = true;
+    f.how.page_size = 32;
+  });
+  add("blocks_causal", 0, 0, 4, 2, 2,
+      [](Feature& f) { f.sq = {150}, f.sk = {420}, f.options.causal = true; });
+  add("blocks_window_varlen", 0, 0, 2, 1, 3, [](Feature& f) {
+    f.sq = {140, 3, 200}, f.sk = {400, 500, 200}, f.options.causal = true;
+    f.options.window_left = 260, f.how.packed_q = f.how.packed_k = true;
+  });
+  return all;
+}
+
 }  // namespace
 
 std::vector<Recipe> gpu_recipes() {
@@ -150,6 +208,25 @@ Feature with_inputs(Feature feature, const Recipe& recipe, Format wanted) {
   Format& input = feature.how.input;
   input = fixed ? recipe.qk : input == Format::f32 ? wanted : input;
   return feature;
+}
+
+std::vector<Cell> spread_cells() {
+  std::vector<Cell> all;
+  std::size_t n = 0;
+  for (const Recipe& recipe : gpu_recipes()) {
+    for (const auto& [row, splits] : spread_features()) {
+      Feature f = with_inputs(row, recipe, n % 2 ? Format::f16 : Format::bf16);
+      const Heads heads = rotation[n / 2 % std::size(rotation)];
+      f.dim = heads.dim, f.dim_v = heads.dim_v;
+      if (n % 3 == 1) f.how.output = f.how.input;
+      Cell cell = cell_of(recipe, f, "");
+      cell.splits = splits;
+      all.push_back(std::move(cell));
+      ++n;
+    }
+  }
+  share_with_others(all);
+  return all;
 }
 
 std::vector<Cell> covering_cells() {

@@ -15,7 +15,11 @@ struct Cell {
   Feature feature;
   bool refused = false;  ///< no GPU kernel: another one must serve it
   int architecture = 0;  ///< of the GPU; 0: architecture_for() the recipe
+  int splits = 0;        ///< of the keys; 0: what the kernel takes
 };
+
+/// Few queries, with several splits of the keys and as many heads in a tile as the kernel can have.
+std::vector<Cell> spread_cells();
 
 /// Every feature with every recipe that GPUs have, once: what else there is to choose rotates.
 std::vector<Cell> covering_cells();

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <utility>
 
 namespace qattn::test {
 namespace {
@@ -127,14 +128,15 @@ State attend_keys(const PRule& rule, std::span<const double> s, const Coded& v, 
   return state;
 }
 
-/// All keys of a row: splits merged by (O, LSE).
+/// All keys of a row from `first` on, the others it does not see: splits merged by (O, LSE).
 State attend_splits(const PRule& rule, std::span<const double> s, const Coded& v,
-                    std::int64_t dim_v, std::int64_t tile_keys, std::int64_t split) {
+                    std::int64_t dim_v, std::int64_t tile_keys, std::int64_t first,
+                    std::int64_t split) {
   const auto keys = static_cast<std::int64_t>(s.size());
   if (split <= 0) split = std::max<std::int64_t>(keys, 1);
   State all;
   all.o.assign(static_cast<std::size_t>(dim_v), 0.0);
-  for (std::int64_t begin = 0; begin < keys; begin += split) {
+  for (std::int64_t begin = first; begin < keys; begin += split) {
     State part = attend_keys(rule, s, v, dim_v, tile_keys, begin, std::min(begin + split, keys));
     if (part.m == -infinity) continue;
     const double m = std::max(all.m, part.m);
@@ -165,10 +167,27 @@ double finish(State& state, std::optional<double> sink, const Values& v_mean, do
   return state.m + std::log(total);
 }
 
+/// Where the splits of row i begin, and how many keys each has.
+std::pair<std::int64_t, std::int64_t> split_of(const Call& call, const ModelOptions& model,
+                                               const Head& x, std::int64_t i) {
+  const bool split = call.sequences[x.b].room_q * (call.heads_q / call.heads_k) <= model.split_rows;
+  if (model.splits <= 1) return {0, split ? model.split_keys : 0};
+  const AttentionOptions& o = call.options;
+  const std::int64_t rows =
+      model.tile_rows > 0 ? model.tile_rows : std::max<std::int64_t>(1, x.len_q);
+  const std::int64_t first = i / rows * rows, past = std::min(first + rows, x.len_q);
+  const std::int64_t shift = x.len_k - x.len_q, right = o.causal ? 0 : o.window_right;
+  std::int64_t begin =
+      o.window_left < 0 ? 0 : std::max<std::int64_t>(0, first + shift - o.window_left);
+  begin = begin / model.tile_keys * model.tile_keys;
+  const std::int64_t end = right < 0 ? x.len_k : std::min(x.len_k, past + shift + right);
+  const std::int64_t tiles = (std::max(end, begin) - begin + 127) / 128;
+  return {begin, std::max<std::int64_t>(1, (tiles + model.splits - 1) / model.splits) * 128};
+}
+
 void attend_head(const Call& call, const ModelOptions& model, const Head& x, ModelOutput& output) {
   const PRule rule{model.recipe.p, model.recipe.p == Format::u8 && !x.v.token_scale.empty()};
   const std::int64_t room = call.sequences[x.b].room_q;
-  const bool split = room * (call.heads_q / call.heads_k) <= model.split_rows;
 #pragma omp parallel for schedule(dynamic, 4)
   for (std::int64_t i = 0; i < room; ++i) {
     const std::int64_t row = call.row(x.b, x.h, i);
@@ -178,8 +197,8 @@ void attend_head(const Call& call, const ModelOptions& model, const Head& x, Mod
     if (i >= x.len_q) continue;
     Values s(static_cast<std::size_t>(x.len_k));
     for (std::int64_t j = 0; j < x.len_k; ++j) s[j] = score(call, model, x, i, j);
-    State state =
-        attend_splits(rule, s, x.v, call.dim_v, model.tile_keys, split ? model.split_keys : 0);
+    const auto [first, split] = split_of(call, model, x, i);
+    State state = attend_splits(rule, s, x.v, call.dim_v, model.tile_keys, first, split);
     std::optional<double> sink;
     if (!call.sinks.empty()) sink = call.sinks[x.h];
     output.lse[row] = finish(state, sink, x.v.mean, out, call.dim_v);

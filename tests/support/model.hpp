@@ -29,6 +29,9 @@ struct ModelOptions {
   std::int64_t split_rows = std::numeric_limits<std::int64_t>::max();
   Mutation mutation = Mutation::none;
   std::int64_t tile_keys = 128;
+  /// GPUs: blocks that share, in tiles of 128, the keys that `tile_rows` rows can see in all; of
+  /// all rows of a sequence where tile_rows is 0.
+  std::int64_t splits = 1, tile_rows = 0;
 };
 
 struct ModelOutput {

@@ -94,7 +94,7 @@ struct KeyCheck {
   /// The share of a block of `rows` query rows.
   QATTN_DEVICE void run(int rows) const {
     const KeyShare share(p, work, rows);
-    for (int tile = 0; tile < work.key_end; tile += note_keys) {
+    for (int tile = work.key_begin; tile < work.key_end; tile += note_keys) {
       if (share.has(tile, note_keys)) check(tile);
     }
   }

@@ -30,6 +30,19 @@ struct BroadcastView {
 
 inline constexpr std::int64_t no_limit = std::int64_t{1} << 62;
 
+/// What blocks have of rows that other kernels end (combine.cuh): the rows' sums over some keys. A
+/// part belongs to a block of rows and a split of its keys, the splits of a block side by side.
+struct PartsView {
+  float* out = nullptr;       ///< [parts][rows][channels], not normalised; null: rows end at once
+  float* state = nullptr;     ///< [parts][rows][2]: what `out` is relative to, as log2, and its sum
+  std::int32_t rows = 0;      ///< of a part that may exist
+  std::int32_t channels = 0;  ///< padded, as the kernel has them
+  std::int32_t tile_rows = 0;
+};
+/// Keys are split at multiples of this, behind the first that a block of rows can see.
+inline constexpr int split_tile = 128;
+inline constexpr int most_splits = 128;
+
 struct PrefillParams {
   /// Operands in place: 16-bit tensors, or codes (whose scales are in q8, k8). `data` null: the
   /// prepared form is read instead.
@@ -64,7 +77,14 @@ struct PrefillParams {
   /// 16-bit Q and K, plain variant: the first key of a tile that holds NaN or Inf (else no_key),
   /// one number a warp, [heads_kv][slots / 64][4].
   std::int32_t* bad_keys = nullptr;
-  std::int32_t works = 0;  ///< blocks of rows: q_blocks, heads and sequences multiplied
+  /// Heads whose rows share a tile: row n is query n / pack of head n % pack of these, which have
+  /// one KV head. More than 1: one tile holds all queries of a sequence, and `parts` are made.
+  std::int32_t pack = 1;
+  std::int32_t pack_inverse = 1 << 16;  ///< n / pack is n * pack_inverse >> 16, for rows of a tile
+  std::int32_t splits = 1;              ///< blocks that share the keys of a block of rows
+  PartsView parts;
+  /// Blocks of rows and splits of keys: q_blocks, heads / pack, sequences and splits multiplied.
+  std::int32_t works = 0;
   /// Not 0 where a warp of the Hopper kernel met numbers that are not finite, [works][8]: the
   /// portable kernel does these blocks again, and these alone.
   std::uint32_t* doubts = nullptr;

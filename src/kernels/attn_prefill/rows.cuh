@@ -1,5 +1,5 @@
 // What prefill kernels know of their query rows, whatever multiplies the matrices: which rows and
-// keys a block works on, what happens to scores before the softmax, and how rows end.
+// keys a block works on, and what happens to scores before the softmax. How rows end: rows_out.cuh.
 //
 // A warp owns 16 M rows. Its accumulators lie as mma and wgmma leave them: x[m][n][i] of a lane is
 // row 16m + g + 8(i / 2), column 8n + 2t + i % 2, with g = lane / 4 and t = lane % 4.
@@ -7,7 +7,6 @@
 
 #include "kernels/attn_prefill/params.hpp"
 #include "tile/copy.hpp"
-#include "tile/finish.hpp"
 #include "tile/score.hpp"
 
 namespace qattn::kernels {
@@ -21,18 +20,44 @@ inline namespace QATTN_TARGET {
 
 /// The part of the problem that a block works on.
 struct alignas(16) PrefillWork {
-  int b, head, kv_head, first_row;
+  int b, head, kv_head, first_row;  ///< `head`: the first of p.pack
   tile::Span q, k;
   int key_begin, key_end;  ///< that any of the rows can see
   int shift;               ///< Sk - Sq
+  int split;               ///< of the keys
   std::int64_t q_slot, k_slot;
 };
 
-/// Work number `index` of p.q_blocks * heads * batches, in blocks of `rows`; tiles of `keys`.
+/// Q and K of sequence `b`.
+QATTN_DEVICE void locate_sequence(const PrefillParams& p, int b, tile::Span& q, tile::Span& k) {
+  q = tile::span_of(p.q, b);
+  k = tile::span_of(p.k, b);
+  k.bad |= q.length > p.mask_queries || k.length > p.mask_keys;
+}
+
+/// Where the part of (sequence, head, block of rows) lies, of its first split.
+QATTN_DEVICE std::int64_t part_index(const PrefillParams& p, int b, int head, int block) {
+  const std::int64_t pack = (std::int64_t{b} * p.q.heads + head) / p.pack;
+  return (pack * p.q_blocks + block) * p.splits;
+}
+
+/// Leaves the work its split's share of the keys: as many tiles each as the rows can see in all.
+QATTN_DEVICE void take_split(const PrefillParams& p, PrefillWork& w) {
+  const int keys = w.key_end > w.key_begin ? w.key_end - w.key_begin : 0;
+  const int tiles = (keys + split_tile - 1) / split_tile;
+  const int share = (tiles + p.splits - 1) / p.splits * split_tile;
+  w.key_begin += w.split * share;
+  const int end = w.key_begin + share;
+  w.key_end = end < w.key_end ? end : w.key_end;
+}
+
+/// Work number `index` of p.works, in blocks of `rows`; tiles of `keys`.
 QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows, int keys) {
   PrefillWork w;
   int block;
-  const int heads = p.q.heads;
+  w.split = 0;
+  if (p.splits > 1) w.split = index % p.splits, index /= p.splits;
+  const int heads = p.pack > 1 ? p.q.heads / p.pack : p.q.heads;
   if (p.heads_first) {  // causal: the longest blocks of all heads start first
     w.head = index % heads, index /= heads;
     w.b = index % p.q.batches, block = p.q_blocks - 1 - index / p.q.batches;
@@ -40,11 +65,10 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
     block = index % p.q_blocks, index /= p.q_blocks;
     w.head = index % heads, w.b = index / heads;
   }
+  w.head *= p.pack;
   w.kv_head = w.head / p.group;
   w.first_row = block * rows;
-  w.q = tile::span_of(p.q, w.b);
-  w.k = tile::span_of(p.k, w.b);
-  w.k.bad |= w.q.length > p.mask_queries || w.k.length > p.mask_keys;
+  locate_sequence(p, w.b, w.q, w.k);
   w.q_slot = tile::first_slot(p.q, w.q, w.b);
   w.k_slot = tile::first_slot(p.k, w.k, w.b);
   w.shift = static_cast<int>(w.k.length - w.q.length);
@@ -56,6 +80,7 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   const bool none = past <= w.first_row || w.q.bad || w.k.bad;
   w.key_end = none ? 0 : end < length ? end : length;
   w.key_begin = begin < 0 ? 0 : begin / keys * keys;
+  if (p.splits > 1) take_split(p, w);
   return w;
 }
 
@@ -94,13 +119,23 @@ struct PrefillRows {
     return warp * S::warp_rows + r / 2 * 16 + lane / 4 + r % 2 * 8;
   }
 
+  /// Which query row r is, and of which head.
+  QATTN_DEVICE int query(int r) const {
+    const int row = work.first_row + local_row(r);
+    return p.pack > 1 ? row * p.pack_inverse >> 16 : row;
+  }
+  QATTN_DEVICE int head(int r) const {
+    return p.pack > 1 ? work.head + local_row(r) - query(r) * p.pack : work.head;
+  }
+
   QATTN_DEVICE static std::int64_t unit(const PreparedRows& x, int head, std::int64_t slot) {
     return head * x.slots + slot;
   }
 
   QATTN_DEVICE tile::ScoreRow score_row(int r) const {
     tile::ScoreRow row;
-    row.i = work.first_row + local_row(r);
+    row.i = query(r);
+    row.head = head(r);
     row.diagonal = row.i + work.shift;
     const int length = static_cast<int>(work.k.length);
     const int end = p.window_right < 0 ? length : row.diagonal + p.window_right + 1;
@@ -121,17 +156,15 @@ struct PrefillRows {
 
   /// A number that belongs to row r, which exists.
   QATTN_DEVICE float row_fact(int r, const float* table, SharedAddress staged) const {
-    if constexpr (S::staged_rows) {
+    if (S::staged_rows && p.pack == 1) {
       return isa::load_shared<float>(staged + 4 * (local_row(r) - warp * S::warp_rows));
-    } else {
-      return isa::load_global(table +
-                              unit(p.q8, work.head, work.q_slot + work.first_row + local_row(r)));
     }
+    return isa::load_global(table + unit(p.q8, head(r), work.q_slot + query(r)));
   }
 
   /// softmax_scale q . mu, what smooth_k took from every score of the row.
   QATTN_DEVICE float mean_dot(int r) const {
-    if (work.first_row + local_row(r) >= work.q.length) return 0.0f;
+    if (query(r) >= work.q.length) return 0.0f;
     return p.scale * row_fact(r, p.q8.dot_mean, dots_at);
   }
 
@@ -145,8 +178,7 @@ struct PrefillRows {
   /// Q's scale of the row, 1 for one that is bad (bad_rows) or does not exist.
   QATTN_DEVICE float query_scale(int r) {
     if constexpr (S::wide_qk) return 1.0f;
-    const int i = work.first_row + local_row(r);
-    if (i >= work.q.length) return 1.0f;
+    if (query(r) >= work.q.length) return 1.0f;
     const float s = row_fact(r, p.q8.scale, scales_at);
     if (tile::is_nan(s)) bad_rows |= 1u << r;
     return tile::is_nan(s) ? 1.0f : s;
@@ -193,13 +225,17 @@ struct PrefillRows {
           s, [&](int r, int, float& x) { x = tile::soft_cap(x + offset[r], p.softcap, inverse); });
     }
     if (p.alibi.data != nullptr) {
-      const float slope = tile::load_number(
-          p.alibi.data, p.alibi.format, work.b * p.alibi.stride[0] + work.head * p.alibi.stride[1]);
+      float slope[R];
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        slope[r] = tile::load_number(p.alibi.data, p.alibi.format,
+                                     work.b * p.alibi.stride[0] + rows[r].head * p.alibi.stride[1]);
+      }
       tile::each_score(s, [&](int r, int key, float& x) {
-        x += slope * static_cast<float>(tile + key - rows[r].diagonal);
+        x += slope[r] * static_cast<float>(tile + key - rows[r].diagonal);
       });
     }
-    if (p.mask.data != nullptr) tile::apply_mask(p.mask, work.b, work.head, rows, tile, s);
+    if (p.mask.data != nullptr) tile::apply_mask(p.mask, work.b, rows, tile, s);
     tile::each_score(s, [&](int r, int key, float& x) {
       x *= tile::log2_e;
       const int j = tile + key;
@@ -251,248 +287,6 @@ struct PrefillRows {
 #pragma unroll
       for (int r = 0; r < R; ++r) x[r] = fmaxf(x[r], other[r]);
     }
-  }
-
-  // ---- Output ---------------------------------------------------------------------------------
-
-  /// Ends all rows and writes them. `rows`: shared memory for S::out_row bytes a row of the block,
-  /// of which a warp touches its own rows only.
-  // This counts where blocks have few tiles. Of 22000 clocks at S = 1024 (H200, D 128) each row
-  // that ends by itself took 600, and bulk copies of 16 rows, which lanes start in turn, 1400.
-  QATTN_DEVICE void write(SharedAddress rows) {
-    RowEnds ends;
-    bool usual = p.sinks.data == nullptr;
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      sum[r] += isa::shuffle_xor(sum[r], 1);
-      sum[r] += isa::shuffle_xor(sum[r], 2);
-      ends.poison[r] = row_poison(r);
-      if constexpr (S::two_row_ends) usual &= end_usual_row(r, ends);
-    }
-    if (!S::two_row_ends || !isa::all(usual)) end_rows(ends);
-    scale_rows(ends);
-    if (p.v_mean != nullptr) add_mean(ends.mean_weight);
-    if (p.out.format == Format::f32) {
-      store_floats();
-      return;
-    }
-    isa::sync_warp();  // rows of earlier work have left
-    if (p.out.format == Format::f16) {
-      stage(rows, [](float lo, float hi) { return isa::pack_f16(lo, hi); });
-    } else {
-      stage(rows, [](float lo, float hi) { return isa::pack_bf16(lo, hi); });
-    }
-    isa::sync_warp();
-    if (p.out.vectors) {
-      store_rows<isa::Words4>(rows);
-    } else {
-      store_rows<std::uint16_t>(rows);
-    }
-  }
-
-  /// What becomes of the rows' accumulators x: x * factor + poison + the mean's share.
-  struct RowEnds {
-    float factor[R], poison[R], mean_weight[R];
-  };
-
-  /// x[r], for an index that only a run of the loop knows.
-  template <class T>
-  QATTN_DEVICE static T pick(const T (&x)[R], int r) {
-    T value = x[0];
-#pragma unroll
-    for (int n = 1; n < R; ++n) value = r == n ? x[n] : value;
-    return value;
-  }
-  /// Elements may have no value before: to give them one spills 992 bytes at D 256 on sm_100.
-  template <class T>
-  QATTN_DEVICE static void put(T (&x)[R], int r, T value) {
-#pragma unroll
-    for (int n = 0; n < R; ++n) x[n] = r == n ? value : x[n];
-  }
-
-  QATTN_DEVICE void store_lse(int i, float lse) {
-    if (lane % 4 == 0 && p.out.lse != nullptr && i < work.q.rows) {
-      isa::store_global(p.out.lse + work.b * p.out.lse_batch +
-                            (work.q.begin + i) * p.out.lse_token + work.head * p.out.lse_head,
-                        lse);
-    }
-  }
-
-  /// Ends row r as tile::finish_row() does if nothing is special about it. Else returns false.
-  QATTN_DEVICE bool end_usual_row(int r, RowEnds& ends) {
-    const int i = work.first_row + local_row(r);
-    const float top = max[r] - S::p_log2 + lse_offset[r];
-    const bool usual = i < work.q.length && tile::is_finite(top) && sum[r] > 0.0f &&
-                       sum[r] < tile::infinity() && (bad_rows >> r & 1) == 0 &&
-                       ends.poison[r] == 0.0f;
-    ends.factor[r] = 1.0f / sum[r];
-    ends.mean_weight[r] = 1.0f;
-    if (usual) store_lse(i, (top + isa::log2(sum[r])) * tile::ln_2);
-    return usual && !work.k.bad && !work.q.bad;
-  }
-
-  /// Ends any rows.
-  QATTN_DEVICE void end_rows(RowEnds& ends) {
-#pragma unroll 1
-    for (int r = 0; r < R; ++r) {
-      const int i = work.first_row + local_row(r);
-      // Any of the four lanes that share the row may have found it bad.
-      const unsigned bad_lanes = isa::ballot((bad_rows >> r & 1) != 0);
-      const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
-      const float total = pick(sum, r);
-      const tile::RowEnd end =
-          tile::finish_row(p, work.b, work.head, i < work.q.length, bad, pick(max, r) - S::p_log2,
-                           total, pick(lse_offset, r));
-      // An index tensor that holds nonsense makes the whole row NaN; so does, in all channels, a
-      // bad token of 16-bit V in one.
-      const bool exists = i < work.q.length;  // Q of a row that does not may hold anything
-      const float poison = work.k.bad || work.q.bad ? tile::quiet_nan()
-                           : exists                 ? pick(ends.poison, r)
-                                                    : 0.0f;
-      // With NaN or Inf in Q or K the sum is none either, and rightly so.
-      if constexpr (S::wide_pv) doubtful |= tile::is_nan(poison) && !bad && tile::is_finite(total);
-      store_lse(i, end.lse + poison);
-      put(ends.factor, r, end.factor);
-      put(ends.poison, r, poison);
-      put(ends.mean_weight, r, end.mean_weight);
-    }
-  }
-
-  QATTN_DEVICE void scale_rows(const RowEnds& ends) {
-    bool odd = false;  // a row that saw nothing, or is NaN
-#pragma unroll
-    for (int r = 0; r < R; ++r) odd |= ends.factor[r] == 0.0f || ends.poison[r] != 0.0f;
-    const bool any = isa::any(odd);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-#pragma unroll
-      for (int n = 0; n < S::d_tiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) out[r / 2][n][r % 2 * 2 + e] *= ends.factor[r];
-      }
-    }
-    if (!any) return;
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-#pragma unroll
-      for (int n = 0; n < S::d_tiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = out[r / 2][n][r % 2 * 2 + e];
-          x = (ends.factor[r] == 0.0f ? 0.0f : x) + ends.poison[r];
-        }
-      }
-    }
-  }
-
-  /// NaN if a channel of row r is not finite, else 0.
-  QATTN_DEVICE float row_poison(int r) const {
-    if constexpr (!S::wide_pv) return 0.0f;
-    float poison = 0.0f;
-#pragma unroll
-    for (int n = 0; n < S::d_tiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) poison = fmaf(out[r / 2][n][r % 2 * 2 + e], 0.0f, poison);
-    }
-    poison += isa::shuffle_xor(poison, 1);
-    return poison + isa::shuffle_xor(poison, 2);
-  }
-
-  /// The numbers of this thread's channels of N tiles from `first` on, from a table of `channels`;
-  /// behind its end, the first. All are on their way before any is used: one after the other those
-  /// of a row took 4 us (H200, D 128).
-  template <int N>
-  QATTN_DEVICE void load_channels(const float* table, int channels, int first,
-                                  float (&x)[N][2]) const {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const int c = 8 * (first + n) + lane % 4 * 2;
-      const float* at = table + (c < channels ? c : 0);
-      x[n][0] = isa::load_global(at);
-      x[n][1] = isa::load_global(at + 1);
-    }
-  }
-
-  QATTN_DEVICE void add_mean(const float (&weight)[R]) {
-    const float* table =
-        p.v_mean + (work.b * p.k.heads + work.kv_head) * std::int64_t{p.v_mean_channels};
-    constexpr int together = 4;  // all at once have no room in registers beside the output
-#pragma unroll
-    for (int first = 0; first < S::d_tiles; first += together) {
-      float mean[together][2];
-      load_channels(table, p.v_mean_channels, first, mean);
-#pragma unroll
-      for (int n = 0; n < together; ++n) {
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = out[r / 2][first + n][r % 2 * 2 + e];
-            if (weight[r] != 0.0f) x += weight[r] * mean[n][e];
-          }
-        }
-      }
-    }
-  }
-
-  /// The warp's rows in the output's 16 bits to shared memory.
-  template <class Pack>
-  QATTN_DEVICE void stage(SharedAddress rows, Pack pack) {
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const SharedAddress row = rows + local_row(r) * S::out_row + lane % 4 * 4;
-#pragma unroll
-      for (int n = 0; n < S::d_tiles; ++n) {
-        isa::store_shared(row + 16 * n,
-                          pack(out[r / 2][n][r % 2 * 2], out[r / 2][n][r % 2 * 2 + 1]));
-      }
-    }
-  }
-
-  /// From shared memory to the output, in pieces of one type.
-  template <class Piece>
-  QATTN_DEVICE void store_rows(SharedAddress rows) {
-    constexpr int width = sizeof(Piece) / 2, pieces = S::d / width;
-    constexpr int lanes = pieces < 32 ? pieces : 32, step = 32 / lanes;
-    if (lane >= lanes * step) return;
-    const int first = warp * S::warp_rows + lane / lanes, left = work.q.rows - work.first_row;
-    const std::int64_t stride = step * p.out.token;
-#pragma unroll
-    for (int c = lane % lanes * width; c < S::d; c += lanes * width) {
-      if (c >= p.out.channels) break;
-      std::uint16_t* to = static_cast<std::uint16_t*>(p.out.data) + out_offset(first) + c;
-      SharedAddress from = rows + first * S::out_row + 2 * c;
-#pragma unroll 8
-      for (int row = first; row < (warp + 1) * S::warp_rows; row += step) {
-        if (row < left) {
-          isa::store_global(reinterpret_cast<Piece*>(to), isa::load_shared<Piece>(from));
-        }
-        to += stride, from += step * S::out_row;
-      }
-    }
-  }
-
-  QATTN_DEVICE void store_floats() {
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const int row = local_row(r), c = lane % 4 * 2;
-      if (work.first_row + row >= work.q.rows) continue;
-      float* to = static_cast<float*>(p.out.data) + out_offset(row) + c;
-#pragma unroll
-      for (int n = 0; n < S::d_tiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (8 * n + c + e < p.out.channels) {
-            isa::store_global(to + 8 * n + e, out[r / 2][n][r % 2 * 2 + e]);
-          }
-        }
-      }
-    }
-  }
-
-  QATTN_DEVICE std::int64_t out_offset(int row) const {
-    return work.b * p.out.batch + (work.q.begin + work.first_row + row) * p.out.token +
-           work.head * p.out.head;
   }
 };
 

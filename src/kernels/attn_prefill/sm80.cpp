@@ -235,10 +235,15 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
     plan->workspace += bad_keys_bytes(p, plan->prepared);
   }
   const PrefillConfig& c = instance_of(p, *plan).config;
+  SpreadLimits limits;
+  limits.rows = tile_rows(c), limits.channels = c.d;
+  limits.blocks = isa::multiprocessors() * (c.d == 64 ? 3 : 2);
+  plan->spread = plan_spread(p, plan->recipe, limits, plan->workspace);
   plan->error = isa::error_word();
   plan->text = "variant: " + std::string(c.general ? "general" : "plain") + " d" +
                std::to_string(c.d) + "\ntile: " + std::to_string(tile_rows(c)) + " rows x " +
-               std::to_string(tile_keys) + " keys\ntile_keys: " + std::to_string(tile_keys) + "\n";
+               std::to_string(tile_keys) + " keys\ntile_keys: " + std::to_string(tile_keys) + "\n" +
+               text_of(plan->spread);
   return plan;
 }
 
@@ -248,12 +253,14 @@ Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Strea
   PrefillParams params = params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace),
                                    tile_rows(instance.config), plan.error);
   if (params.works == 0) return {};
+  set_spread(plan.spread, tile_rows(instance.config), workspace, params);
   const bool notes = notes_bad_keys(instance.config);
   if (notes) {
     params.bad_keys =
         reinterpret_cast<std::int32_t*>(static_cast<std::byte*>(workspace) + plan.bad_keys);
   }
   isa::LaunchError e = instance.launch(params, {params.works, 1, 1}, stream);
+  if (e.empty()) e = combine_parts(params, stream);
   if (e.empty() && notes) e = spoil_rows(p, params, stream);
   return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);
 }

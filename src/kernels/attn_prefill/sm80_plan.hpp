@@ -4,6 +4,7 @@
 #include "core/problem.hpp"
 #include "kernels/attn_prefill/gpu.hpp"
 #include "kernels/attn_prefill/params.hpp"
+#include "kernels/attn_prefill/spread.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -18,6 +19,7 @@ struct PrefillPlan : GpuPlan {
   /// of the call at hand: a plan knows neither its addresses nor its strides.
   const PrefillInstance *plain = nullptr, *general = nullptr;
   std::size_t bad_keys = 0;  ///< offset in the workspace
+  Spread spread;
 };
 
 /// Is an operand of the format quantised?

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/attn_prefill/check.cuh"
+#include "kernels/attn_prefill/rows_out.cuh"
 #include "tile/query_mean.hpp"
 
 namespace qattn::kernels {
@@ -40,9 +41,9 @@ struct PrefillShape {
 inline namespace QATTN_TARGET {
 
 template <PrefillConfig C>
-struct PrefillScores : PrefillRows<PrefillShape<C>> {
+struct PrefillScores : PrefillOutput<PrefillShape<C>> {
   using S = PrefillShape<C>;
-  using Base = PrefillRows<S>;
+  using Base = PrefillOutput<S>;
   using Base::M, Base::R, Base::bad_rows, Base::lane, Base::local_row, Base::p, Base::unit,
       Base::warp, Base::work;
   using typename Base::Scores;
@@ -78,6 +79,12 @@ struct PrefillScores : PrefillRows<PrefillShape<C>> {
         p.q.data == nullptr
             ? prepared_source(p.q8, work.head, work.q_slot, work.q.length)
             : tile::row_source(p.q, work.q, work.b, work.head, S::wide_qk ? 2 : 1, p.q_vectors);
+    if (p.pack > 1) {
+      const std::int64_t head_stride =
+          p.q.data == nullptr ? p.q8.slots * p.q8.row_bytes : p.q.head * (S::wide_qk ? 2 : 1);
+      tile::copy_packed_rows<S::qk_bytes, S::rows, S::threads>(base, source, p.pack, head_stride);
+      return;
+    }
     tile::copy_rows<S::qk_bytes, S::rows, S::threads, C.general>(base, source, work.first_row,
                                                                  p.error);
   }

@@ -24,12 +24,15 @@ constexpr Sm90Instance instances[] = {
 #undef QATTN_INSTANCE
 };
 
+constexpr int q_box = 64;  ///< rows of Q that one copy moves
+
 using Shape = Sm90Shape<Sm90Config{}>;
 static_assert(Shape::rows == sm90a_rows && Shape::keys == sm90a_keys);
 
 struct Sm90Plan : GpuPlan {
   const Sm90Instance* instance = nullptr;
   int multiprocessors = 1;
+  Spread spread;
 };
 
 Recipe resolve(const Problem& problem) {
@@ -127,9 +130,11 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
   params.general = p.softcap > 0 || p.tensors.alibi_slopes.present() || p.mask != MaskKind::none ||
                    !(p.softmax_scale > 0) || !thread_scaled(p, plan.recipe);
   if (params.works == 0) return {};
+  set_spread(plan.spread, sm90a_rows, workspace, params);
   std::string e = p.max_k > 0 ? make_maps(plan.instance->config, p, params) : std::string();
   const int blocks = std::min(params.works, plan.multiprocessors);
   if (e.empty()) e = plan.instance->launch(params, {blocks, 1, 1}, stream);
+  if (e.empty()) e = combine_parts(params, stream);
   return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);
 }
 
@@ -142,7 +147,9 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->workspace = plan->prepared.bytes;
   plan->error = isa::error_word();
   plan->multiprocessors = isa::multiprocessors();
-  plan->text = sm90a_text(plan->instance->config);
+  plan->spread = plan_sm90a_spread(p, plan->recipe, plan->instance->config, plan->multiprocessors,
+                                   plan->workspace);
+  plan->text = sm90a_text(plan->instance->config) + text_of(plan->spread);
   return plan;
 }
 
@@ -172,6 +179,15 @@ Status check_sm90a(const Problem& p, const Sm90Instance* instance, const Prepare
   return {};
 }
 
+Spread plan_sm90a_spread(const Problem& p, const Recipe& r, const Sm90Config& c,
+                         int multiprocessors, std::size_t& workspace) {
+  SpreadLimits limits;
+  limits.rows = sm90a_rows, limits.channels = c.d;
+  limits.blocks = multiprocessors;
+  limits.pack_rows = q_box;  // TMA brings whole tokens
+  return plan_spread(p, r, limits, workspace);
+}
+
 std::string map_codes(const Sm90Config& c, const Problem& p, Sm90Params& a) {
   const auto shape = [&](const PreparedRows& x, std::int64_t heads, std::uint32_t rows) {
     isa::TensorShape t;
@@ -184,7 +200,17 @@ std::string map_codes(const Sm90Config& c, const Problem& p, Sm90Params& a) {
     t.swizzle = c.d == 64 ? isa::Swizzle::bytes64 : isa::Swizzle::bytes128;
     return t;
   };
-  if (auto e = isa::make_tensor_map(shape(a.q8, p.heads_q, 64), a.q_map); !e.empty()) return e;
+  isa::TensorShape q = shape(a.q8, p.heads_q, q_box);
+  if (a.pack > 1) {
+    q.rank = 3;
+    q.sizes[1] = static_cast<std::uint64_t>(p.heads_q);
+    q.sizes[2] = static_cast<std::uint64_t>(a.q8.slots);
+    q.stride_bytes[2] = q.stride_bytes[1];
+    q.stride_bytes[1] *= q.sizes[2];
+    q.box[1] = static_cast<std::uint32_t>(a.pack);
+    q.box[2] = static_cast<std::uint32_t>(q_box / a.pack);
+  }
+  if (auto e = isa::make_tensor_map(q, a.q_map); !e.empty()) return e;
   return isa::make_tensor_map(shape(a.k8, p.heads_kv, sm90a_keys), a.k_map);
 }
 

@@ -6,6 +6,7 @@
 #include "isa/launch.hpp"
 #include "kernels/attn_prefill/gpu.hpp"
 #include "kernels/attn_prefill/sm90a_params.hpp"
+#include "kernels/attn_prefill/spread.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -29,6 +30,10 @@ const Sm90Instance* find_sm90a(const Sm90Config& config);
 /// Whether the current device can run the instance, and index what the problem has.
 Status check_sm90a(const Problem& problem, const Sm90Instance* instance,
                    const PrepareLayout& layout);
+
+/// How the kernel spreads a call over so many multiprocessors.
+Spread plan_sm90a_spread(const Problem& problem, const Recipe& recipe, const Sm90Config& config,
+                         int multiprocessors, std::size_t& workspace);
 
 /// The maps of Q's and K's codes in the workspace. Empty, or why there are none.
 std::string map_codes(const Sm90Config& config, const Problem& problem, Sm90Params& params);

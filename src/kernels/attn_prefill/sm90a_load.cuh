@@ -161,6 +161,30 @@ struct Sm90Producer {
     }
   }
 
+  /// 64 rows of Q from row `first` of the work's on.
+  QATTN_DEVICE void load_queries(const PrefillWork& work, int first, SharedAddress to,
+                                 SharedAddress full) {
+    const int query = p.pack > 1 ? first / p.pack : first;
+    const auto slot = static_cast<int>(work.q_slot) + query;
+    if constexpr (S::wide_qk) {
+      const int b = p.q.cu_seqlens != nullptr ? 0 : work.b;
+      const int token = static_cast<int>(work.q.begin) + query;
+      for (int n = 0; n < S::qk_panels; ++n) {
+        const SharedAddress panel = to + n * S::q_panel_bytes;
+        if (p.pack > 1) {
+          isa::tma_load<4>(panel, p.q_map, {n * sm90_panel / 2, work.head, token, b}, full);
+        } else {
+          load_panel(panel, p.q_map, p.q, work, work.q, work.head, query, n, full);
+        }
+      }
+    } else if (p.pack > 1) {
+      isa::tma_load<3>(to, p.q_map, {0, work.head, slot}, full);
+    } else {
+      const std::int64_t row = work.head * p.q8.slots + slot;
+      isa::tma_load<2>(to, p.q_map, {0, static_cast<int>(row)}, full);
+    }
+  }
+
   /// Work for the consumers, with its Q if it has tiles.
   QATTN_DEVICE void hand_out(const PrefillWork& work, bool has_tiles) {
     const std::int64_t row = work.head * p.q8.slots + work.q_slot + work.first_row;
@@ -174,21 +198,14 @@ struct Sm90Producer {
         isa::mbarrier_arrive(full);
         continue;
       }
-      // Tables end with the slots; TMA knows that of the codes.
-      const bool tables = !S::wide_qk && work.first_row + 64 * w < work.q.length;
+      // Tables end with the slots; TMA knows that of the codes. Those of packed heads lie apart.
+      const bool tables = !S::wide_qk && p.pack == 1 && work.first_row + 64 * w < work.q.length;
       const bool dots = tables && p.q8.dot_mean != nullptr;
       isa::mbarrier_arrive_expect(full, S::q_bytes + 64 * 4 * (tables + dots));
       const SharedAddress facts = base + S::facts_at + buffer * S::fact_bytes;
       if (tables) isa::bulk_load(facts, p.q8.scale + row + 64 * w, 64 * 4, full);
       if (dots) isa::bulk_load(facts + S::dots_at, p.q8.dot_mean + row + 64 * w, 64 * 4, full);
-      if constexpr (S::wide_qk) {
-        for (int n = 0; n < S::qk_panels; ++n) {
-          load_panel(to + n * S::q_panel_bytes, p.q_map, p.q, work, work.q, work.head,
-                     work.first_row + 64 * w, n, full);
-        }
-      } else {
-        isa::tma_load<2>(to, p.q_map, {0, static_cast<int>(row) + 64 * w}, full);
-      }
+      load_queries(work, work.first_row + 64 * w, to, full);
     }
     q_place.advance();
   }

@@ -22,7 +22,8 @@ inline constexpr int sm90_panel = 128;
 
 struct Sm90Params : PrefillParams {
   /// Codes: (row bytes, heads * slots). 16 bits, in place: (channels, tokens, heads, sequences).
-  /// Boxes of 64 rows of Q and 128 of K, one panel wide.
+  /// Boxes of 64 rows of Q and 128 of K, one panel wide. Q with pack > 1: (row bytes, heads, slots)
+  /// and (channels, heads, tokens, sequences), boxes of `pack` heads.
   isa::TensorMap q_map, k_map;
   /// Codes: (64 keys, channels, tiles), boxes of one tile. 16 bits: as K.
   isa::TensorMap v_map;

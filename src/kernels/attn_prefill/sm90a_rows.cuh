@@ -1,16 +1,16 @@
 // What every softmax of the Hopper prefill kernel knows of its rows.
 #pragma once
 
-#include "kernels/attn_prefill/rows.cuh"
+#include "kernels/attn_prefill/rows_out.cuh"
 #include "kernels/attn_prefill/sm90a_params.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <Sm90Config C>
-struct Sm90Rows : PrefillRows<Sm90Shape<C>> {
+struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
   using S = Sm90Shape<C>;
-  using Base = PrefillRows<S>;
+  using Base = PrefillOutput<S>;
   using Base::p, Base::R, Base::work;
 
   const Sm90Params& params;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "kernels/attn_prefill/call_params.hpp"
 #include "kernels/attn_prefill/sm80_plan.hpp"
@@ -21,6 +22,7 @@ struct WidePlan : GpuPlan {
   const Sm90Instance* instance = nullptr;
   int multiprocessors = 1;
   std::size_t bad_keys = 0, doubts = 0;  ///< offsets in the workspace
+  Spread spread;                         ///< of this kernel; the portable one has its own
 
   const PrefillPlan& other() const { return static_cast<const PrefillPlan&>(*portable); }
 };
@@ -53,8 +55,9 @@ Status supports(const Problem& p) {
 
 // ---- Launch -------------------------------------------------------------------------------------
 
-/// 16-bit rows in place: boxes of `rows` tokens, a panel wide.
-std::string map_rows(const tile::Rows& x, int d, std::uint32_t rows, isa::TensorMap& map) {
+/// 16-bit rows in place: boxes of `rows` tokens, a panel wide. `pack` > 1: of so many heads of
+/// rows / pack tokens each.
+std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, int pack = 1) {
   isa::TensorShape t;
   t.address = x.data;
   t.element_bytes = 2;
@@ -71,7 +74,13 @@ std::string map_rows(const tile::Rows& x, int d, std::uint32_t rows, isa::Tensor
     t.box[i] = 1;
   }
   t.box[0] = static_cast<std::uint32_t>(std::min(d, sm90_panel / 2));
-  t.box[1] = rows;
+  t.box[1] = static_cast<std::uint32_t>(rows);
+  if (pack > 1) {
+    std::swap(t.sizes[1], t.sizes[2]);
+    std::swap(t.stride_bytes[1], t.stride_bytes[2]);
+    t.box[1] = static_cast<std::uint32_t>(pack);
+    t.box[2] = static_cast<std::uint32_t>(rows / pack);
+  }
   t.swizzle = isa::Swizzle::bytes128;
   return isa::make_tensor_map(t, map);
 }
@@ -79,7 +88,7 @@ std::string map_rows(const tile::Rows& x, int d, std::uint32_t rows, isa::Tensor
 /// Empty, or why TMA cannot read the operands as they lie.
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
   if (isa::is_16bit(c.qk)) {
-    if (std::string e = map_rows(a.q, c.d, 64, a.q_map); !e.empty()) return e;
+    if (std::string e = map_rows(a.q, c.d, 64, a.q_map, a.pack); !e.empty()) return e;
     if (std::string e = map_rows(a.k, c.d, sm90a_keys, a.k_map); !e.empty()) return e;
   } else {
     if (a.q8.codes == nullptr || a.k8.codes == nullptr) return "codes in place";
@@ -95,6 +104,7 @@ Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Strea
   static_cast<PrefillParams&>(params) =
       params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), sm90a_rows, plan.error);
   if (params.works == 0) return {};
+  set_spread(plan.spread, sm90a_rows, workspace, params);
   const Sm90Config& c = plan.instance->config;
   if (p.max_k == 0 || !is_plain(p, plan.recipe) || !make_maps(c, p, params).empty()) {
     return other.attend(other, p, workspace, stream);
@@ -107,6 +117,7 @@ Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Strea
   isa::LaunchError e = plan.instance->launch(params, {blocks, 1, 1}, stream);
   const int again = std::min(params.works, 2 * plan.multiprocessors);
   if (e.empty()) e = other.general->launch(params, {again, 1, 1}, stream);
+  if (e.empty()) e = combine_parts(params, stream);
   if (e.empty() && notes) e = spoil_rows(p, params, stream);
   return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);
 }
@@ -122,13 +133,16 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->error = other.error;
   plan->multiprocessors = isa::multiprocessors();
   plan->bad_keys = plan->portable->workspace;
-  plan->doubts = plan->bad_keys + bad_keys_bytes(p, plan->prepared);
-  const std::int64_t works = (p.max_q + sm90a_rows - 1) / sm90a_rows * p.batch * p.heads_q;
-  plan->workspace =
-      plan->doubts + static_cast<std::size_t>(works) * doubt_warps * sizeof(std::uint32_t);
+  plan->workspace = plan->bad_keys + bad_keys_bytes(p, plan->prepared);
+  plan->spread = plan_sm90a_spread(p, plan->recipe, plan->instance->config, plan->multiprocessors,
+                                   plan->workspace);
+  plan->doubts = plan->workspace;
+  plan->workspace +=
+      static_cast<std::size_t>(plan->spread.works) * doubt_warps * sizeof(std::uint32_t);
   // What will run, as far as a plan can tell.
-  plan->text = is_plain(p, plan->recipe) ? sm90a_text(plan->instance->config)
-                                         : "by the portable kernel\n" + plan->portable->text;
+  plan->text = is_plain(p, plan->recipe)
+                   ? sm90a_text(plan->instance->config) + text_of(plan->spread)
+                   : "by the portable kernel\n" + plan->portable->text;
   return plan;
 }
 

@@ -1,0 +1,301 @@
+// How query rows end: sums, sinks, LSE, and their way to the output.
+#pragma once
+
+#include "kernels/attn_prefill/rows.cuh"
+#include "tile/finish.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+/// The second half of PrefillRows.
+template <class S>
+struct PrefillOutput : PrefillRows<S> {
+  using Base = PrefillRows<S>;
+  using Base::M, Base::R, Base::bad_rows, Base::doubtful, Base::lane, Base::local_row,
+      Base::lse_offset, Base::max, Base::out, Base::p, Base::sum, Base::warp, Base::work;
+
+  using Base::Base;
+
+  /// Ends all rows and writes them. `rows`: shared memory for S::out_row bytes a row of the block,
+  /// of which a warp touches its own rows only.
+  // This counts where blocks have few tiles. Of 22000 clocks at S = 1024 (H200, D 128) each row
+  // that ends by itself took 600, and bulk copies of 16 rows, which lanes start in turn, 1400.
+  QATTN_DEVICE void write(SharedAddress rows) {
+    if (p.parts.out != nullptr) {
+      write_part();
+      return;
+    }
+    RowEnds ends;
+    bool usual = p.sinks.data == nullptr;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      sum[r] += isa::shuffle_xor(sum[r], 1);
+      sum[r] += isa::shuffle_xor(sum[r], 2);
+      ends.poison[r] = row_poison(r);
+      if constexpr (S::two_row_ends) usual &= end_usual_row(r, ends);
+    }
+    if (!S::two_row_ends || !isa::all(usual)) end_rows(ends);
+    scale_rows(ends);
+    if (p.v_mean != nullptr) add_mean(ends.mean_weight);
+    if (p.out.format == Format::f32) {
+      store_floats();
+      return;
+    }
+    isa::sync_warp();  // rows of earlier work have left
+    if (p.out.format == Format::f16) {
+      stage(rows, [](float lo, float hi) { return isa::pack_f16(lo, hi); });
+    } else {
+      stage(rows, [](float lo, float hi) { return isa::pack_bf16(lo, hi); });
+    }
+    isa::sync_warp();
+    if (p.out.vectors) {
+      store_rows<isa::Words4>(rows);
+    } else {
+      store_rows<std::uint16_t>(rows);
+    }
+  }
+
+  /// Leaves the rows to PrefillCombine. A bad row has a sum of NaN, unless it has seen no key.
+  QATTN_DEVICE void write_part() {
+    const PartsView& parts = p.parts;
+    const std::int64_t part =
+        part_index(p, work.b, work.head, work.first_row / S::rows) + work.split;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      sum[r] += isa::shuffle_xor(sum[r], 1);
+      sum[r] += isa::shuffle_xor(sum[r], 2);
+      const float poison = row_poison(r), top = max[r] - S::p_log2;
+      const unsigned bad_lanes = isa::ballot((bad_rows >> r & 1) != 0);
+      const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
+      const bool exists = this->query(r) < work.q.length;
+      if constexpr (S::wide_pv) {
+        doubtful |= exists && tile::is_nan(poison) && !bad && tile::is_finite(sum[r]);
+      }
+      const float total = bad && top != -tile::infinity() ? tile::quiet_nan() : sum[r];
+      if (!exists) continue;
+      const std::int64_t row = part * parts.rows + local_row(r);
+      if (lane % 4 == 0) {
+        isa::store_global(reinterpret_cast<isa::Words2*>(parts.state + 2 * row),
+                          isa::Words2{{__builtin_bit_cast(std::uint32_t, top),
+                                       __builtin_bit_cast(std::uint32_t, total)}});
+      }
+      if (top == -tile::infinity() && !tile::is_nan(total)) continue;
+      float* to = parts.out + row * parts.channels + lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < S::d_tiles; ++n) {
+        const float* x = out[r / 2][n] + r % 2 * 2;
+        isa::store_global(reinterpret_cast<isa::Words2*>(to + 8 * n),
+                          isa::Words2{{__builtin_bit_cast(std::uint32_t, x[0]),
+                                       __builtin_bit_cast(std::uint32_t, x[1])}});
+      }
+    }
+  }
+
+  /// What becomes of the rows' accumulators x: x * factor + poison + the mean's share.
+  struct RowEnds {
+    float factor[R], poison[R], mean_weight[R];
+  };
+
+  /// x[r], for an index that only a run of the loop knows.
+  template <class T>
+  QATTN_DEVICE static T pick(const T (&x)[R], int r) {
+    T value = x[0];
+#pragma unroll
+    for (int n = 1; n < R; ++n) value = r == n ? x[n] : value;
+    return value;
+  }
+  /// Elements may have no value before: to give them one spills 992 bytes at D 256 on sm_100.
+  template <class T>
+  QATTN_DEVICE static void put(T (&x)[R], int r, T value) {
+#pragma unroll
+    for (int n = 0; n < R; ++n) x[n] = r == n ? value : x[n];
+  }
+
+  QATTN_DEVICE void store_lse(int i, float lse) {
+    if (lane % 4 == 0 && p.out.lse != nullptr && i < work.q.rows) {
+      isa::store_global(p.out.lse + work.b * p.out.lse_batch +
+                            (work.q.begin + i) * p.out.lse_token + work.head * p.out.lse_head,
+                        lse);
+    }
+  }
+
+  /// Ends row r as tile::finish_row() does if nothing is special about it. Else returns false.
+  QATTN_DEVICE bool end_usual_row(int r, RowEnds& ends) {
+    const int i = work.first_row + local_row(r);
+    const float top = max[r] - S::p_log2 + lse_offset[r];
+    const bool usual = i < work.q.length && tile::is_finite(top) && sum[r] > 0.0f &&
+                       sum[r] < tile::infinity() && (bad_rows >> r & 1) == 0 &&
+                       ends.poison[r] == 0.0f;
+    ends.factor[r] = 1.0f / sum[r];
+    ends.mean_weight[r] = 1.0f;
+    if (usual) store_lse(i, (top + isa::log2(sum[r])) * tile::ln_2);
+    return usual && !work.k.bad && !work.q.bad;
+  }
+
+  /// Ends any rows.
+  QATTN_DEVICE void end_rows(RowEnds& ends) {
+#pragma unroll 1
+    for (int r = 0; r < R; ++r) {
+      const int i = work.first_row + local_row(r);
+      // Any of the four lanes that share the row may have found it bad.
+      const unsigned bad_lanes = isa::ballot((bad_rows >> r & 1) != 0);
+      const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
+      const float total = pick(sum, r);
+      const tile::RowEnd end =
+          tile::finish_row(p, work.b, work.head, i < work.q.length, bad, pick(max, r) - S::p_log2,
+                           total, pick(lse_offset, r));
+      // An index tensor that holds nonsense makes the whole row NaN; so does, in all channels, a
+      // bad token of 16-bit V in one.
+      const bool exists = i < work.q.length;  // Q of a row that does not may hold anything
+      const float poison = work.k.bad || work.q.bad ? tile::quiet_nan()
+                           : exists                 ? pick(ends.poison, r)
+                                                    : 0.0f;
+      // With NaN or Inf in Q or K the sum is none either, and rightly so.
+      if constexpr (S::wide_pv) doubtful |= tile::is_nan(poison) && !bad && tile::is_finite(total);
+      store_lse(i, end.lse + poison);
+      put(ends.factor, r, end.factor);
+      put(ends.poison, r, poison);
+      put(ends.mean_weight, r, end.mean_weight);
+    }
+  }
+
+  QATTN_DEVICE void scale_rows(const RowEnds& ends) {
+    bool odd = false;  // a row that saw nothing, or is NaN
+#pragma unroll
+    for (int r = 0; r < R; ++r) odd |= ends.factor[r] == 0.0f || ends.poison[r] != 0.0f;
+    const bool any = isa::any(odd);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int n = 0; n < S::d_tiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) out[r / 2][n][r % 2 * 2 + e] *= ends.factor[r];
+      }
+    }
+    if (!any) return;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int n = 0; n < S::d_tiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = out[r / 2][n][r % 2 * 2 + e];
+          x = (ends.factor[r] == 0.0f ? 0.0f : x) + ends.poison[r];
+        }
+      }
+    }
+  }
+
+  /// NaN if a channel of row r is not finite, else 0.
+  QATTN_DEVICE float row_poison(int r) const {
+    if constexpr (!S::wide_pv) return 0.0f;
+    float poison = 0.0f;
+#pragma unroll
+    for (int n = 0; n < S::d_tiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) poison = fmaf(out[r / 2][n][r % 2 * 2 + e], 0.0f, poison);
+    }
+    poison += isa::shuffle_xor(poison, 1);
+    return poison + isa::shuffle_xor(poison, 2);
+  }
+
+  /// The numbers of this thread's channels of N tiles from `first` on, from a table of `channels`;
+  /// behind its end, the first. All are on their way before any is used: one after the other those
+  /// of a row took 4 us (H200, D 128).
+  template <int N>
+  QATTN_DEVICE void load_channels(const float* table, int channels, int first,
+                                  float (&x)[N][2]) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int c = 8 * (first + n) + lane % 4 * 2;
+      const float* at = table + (c < channels ? c : 0);
+      x[n][0] = isa::load_global(at);
+      x[n][1] = isa::load_global(at + 1);
+    }
+  }
+
+  QATTN_DEVICE void add_mean(const float (&weight)[R]) {
+    const float* table =
+        p.v_mean + (work.b * p.k.heads + work.kv_head) * std::int64_t{p.v_mean_channels};
+    constexpr int together = 4;  // all at once have no room in registers beside the output
+#pragma unroll
+    for (int first = 0; first < S::d_tiles; first += together) {
+      float mean[together][2];
+      load_channels(table, p.v_mean_channels, first, mean);
+#pragma unroll
+      for (int n = 0; n < together; ++n) {
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = out[r / 2][first + n][r % 2 * 2 + e];
+            if (weight[r] != 0.0f) x += weight[r] * mean[n][e];
+          }
+        }
+      }
+    }
+  }
+
+  /// The warp's rows in the output's 16 bits to shared memory.
+  template <class Pack>
+  QATTN_DEVICE void stage(SharedAddress rows, Pack pack) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const SharedAddress row = rows + local_row(r) * S::out_row + lane % 4 * 4;
+#pragma unroll
+      for (int n = 0; n < S::d_tiles; ++n) {
+        isa::store_shared(row + 16 * n,
+                          pack(out[r / 2][n][r % 2 * 2], out[r / 2][n][r % 2 * 2 + 1]));
+      }
+    }
+  }
+
+  /// From shared memory to the output, in pieces of one type.
+  template <class Piece>
+  QATTN_DEVICE void store_rows(SharedAddress rows) {
+    constexpr int width = sizeof(Piece) / 2, pieces = S::d / width;
+    constexpr int lanes = pieces < 32 ? pieces : 32, step = 32 / lanes;
+    if (lane >= lanes * step) return;
+    const int first = warp * S::warp_rows + lane / lanes, left = work.q.rows - work.first_row;
+    const std::int64_t stride = step * p.out.token;
+#pragma unroll
+    for (int c = lane % lanes * width; c < S::d; c += lanes * width) {
+      if (c >= p.out.channels) break;
+      std::uint16_t* to = static_cast<std::uint16_t*>(p.out.data) + out_offset(first) + c;
+      SharedAddress from = rows + first * S::out_row + 2 * c;
+#pragma unroll 8
+      for (int row = first; row < (warp + 1) * S::warp_rows; row += step) {
+        if (row < left) {
+          isa::store_global(reinterpret_cast<Piece*>(to), isa::load_shared<Piece>(from));
+        }
+        to += stride, from += step * S::out_row;
+      }
+    }
+  }
+
+  QATTN_DEVICE void store_floats() {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int row = local_row(r), c = lane % 4 * 2;
+      if (work.first_row + row >= work.q.rows) continue;
+      float* to = static_cast<float*>(p.out.data) + out_offset(row) + c;
+#pragma unroll
+      for (int n = 0; n < S::d_tiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (8 * n + c + e < p.out.channels) {
+            isa::store_global(to + 8 * n + e, out[r / 2][n][r % 2 * 2 + e]);
+          }
+        }
+      }
+    }
+  }
+
+  QATTN_DEVICE std::int64_t out_offset(int row) const {
+    return work.b * p.out.batch + (work.q.begin + work.first_row + row) * p.out.token +
+           work.head * p.out.head;
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

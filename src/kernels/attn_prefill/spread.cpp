@@ -1,0 +1,95 @@
+#include "kernels/attn_prefill/spread.hpp"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/attn_prefill/combine.cuh"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+namespace {
+
+constexpr std::int64_t most_rows = 0x7fffffff;  // of all heads and sequences: blocks of a grid
+
+/// The most query heads of a KV head that fit a tile with all their queries.
+int pack_of(const Problem& p, const Recipe& r, const SpreadLimits& limits) {
+  // Tables of block masks and of Q's means are of one head.
+  const bool alone = p.block_mask_q > 0 || r.smooth_q == Toggle::on;
+  if (!limits.pack || alone || p.max_q == 0 || p.max_q > limits.rows) return 1;
+  if (p.batch * p.heads_q > most_rows / p.max_q) return 1;
+  const int asked = spread_override().pack;
+  for (std::int64_t n = std::min(p.group(), limits.rows / p.max_q); n > 1; --n) {
+    const bool fits = p.group() % n == 0 && (limits.pack_rows == 0 || limits.pack_rows % n == 0);
+    if (fits && (asked == 0 || n <= asked)) return static_cast<int>(n);
+  }
+  return 1;
+}
+
+/// Keys that a block of `rows` queries can see.
+std::int64_t visible_keys(const Problem& p, std::int64_t rows) {
+  if (p.window_left < 0 || p.window_right < 0) return p.max_k;
+  // No sum of these overflows: windows are compared with the keys first.
+  const std::int64_t left = std::min(p.window_left, p.max_k);
+  return std::min(p.max_k, left + std::min(p.window_right, p.max_k) + rows);
+}
+
+/// As many as fill the device once, of so many keys each that they save more than the combination
+/// costs: a few us, and 4 bytes a channel of every row twice.
+std::int64_t splits_of(const Problem& p, const SpreadLimits& limits, std::int64_t blocks,
+                       std::int64_t works) {
+  if (works == 0) return 1;
+  const std::int64_t least = blocks == 1 ? 512 : 1024;
+  const std::int64_t keys = visible_keys(p, std::min<std::int64_t>(p.max_q, limits.rows));
+  return std::clamp<std::int64_t>(std::min(limits.blocks / works, keys / least), 1, most_splits);
+}
+
+}  // namespace
+
+SpreadOverride& spread_override() {
+  static SpreadOverride value;
+  return value;
+}
+
+Spread plan_spread(const Problem& p, const Recipe& r, const SpreadLimits& limits,
+                   std::size_t& workspace) {
+  Spread s;
+  s.pack = pack_of(p, r, limits);
+  const std::int64_t blocks = (p.max_q * s.pack + limits.rows - 1) / limits.rows;
+  s.works = blocks * (p.heads_q / s.pack) * p.batch;
+  s.splits = static_cast<int>(splits_of(p, limits, blocks, s.works));
+  if (spread_override().splits > 0 && s.works > 0) s.splits = spread_override().splits;
+  s.works *= s.splits;
+  if (s.pack == 1 && s.splits == 1) return s;
+  s.rows = blocks > 1 ? limits.rows : static_cast<int>(p.max_q * s.pack);
+  s.channels = limits.channels;
+  s.at = (workspace + 63) / 64 * 64;
+  const auto rows = static_cast<std::size_t>(s.works) * static_cast<std::size_t>(s.rows);
+  workspace = s.at + rows * (static_cast<std::size_t>(s.channels) + 2) * sizeof(float);
+  return s;
+}
+
+std::string text_of(const Spread& s) {
+  return "splits: " + std::to_string(s.splits) + "\npacked_heads: " + std::to_string(s.pack) + "\n";
+}
+
+void set_spread(const Spread& s, int rows, void* workspace, PrefillParams& a) {
+  if (s.rows == 0) return;
+  a.pack = s.pack, a.splits = s.splits;
+  a.pack_inverse = ((1 << 16) + s.pack - 1) / s.pack;
+  a.works = static_cast<std::int32_t>(s.works);
+  a.parts.rows = s.rows;
+  a.parts.channels = s.channels;
+  a.parts.tile_rows = rows;
+  const std::int64_t count = std::int64_t{a.works} * s.rows;
+  a.parts.out = reinterpret_cast<float*>(static_cast<std::byte*>(workspace) + s.at);
+  a.parts.state = a.parts.out + count * s.channels;
+}
+
+isa::LaunchError combine_parts(const PrefillParams& a, void* stream) {
+  if (a.parts.out == nullptr) return {};
+  const auto rows = static_cast<int>(a.q.max_length * a.q.heads * a.q.batches);
+  return isa::launch<PrefillCombine>(a, {rows, 1, 1}, stream);
+}
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,56 @@
+// How a call with few queries fills a GPU: query heads of a KV head share a tile of rows, and
+// several blocks share the keys. Their parts of rows (PartsView) lie in the workspace until
+// PrefillCombine ends the rows.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "core/problem.hpp"
+#include "isa/launch.hpp"
+#include "kernels/attn_prefill/params.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+/// What a kernel can do.
+struct SpreadLimits {
+  int rows = 128;      ///< of a tile
+  int channels = 128;  ///< of its output, padded
+  int blocks = 1;      ///< that the device runs at a time
+  int pack_rows = 0;   ///< heads that share a tile divide this number, if it is not 0
+  bool pack = true;    ///< may heads share a tile?
+};
+
+/// A plan's choice, from shapes and the device alone.
+struct Spread {
+  int pack = 1;    ///< heads that share a tile
+  int splits = 1;  ///< blocks that share the keys of one
+  int rows = 0;    ///< of a part; 0: there are none, rows end in the kernel
+  int channels = 0;
+  std::int64_t works = 0;  ///< PrefillParams::works
+  std::size_t at = 0;      ///< of the parts in the workspace
+};
+
+/// The choice for a call, and room for its parts behind `workspace`, which grows.
+Spread plan_spread(const Problem& problem, const Recipe& recipe, const SpreadLimits& limits,
+                   std::size_t& workspace);
+
+/// Its lines of a plan's text.
+std::string text_of(const Spread& spread);
+
+/// Tells kernels with tiles of `rows` rows; before that `params` is of one block a head and tile.
+void set_spread(const Spread& spread, int rows, void* workspace, PrefillParams& params);
+
+/// Ends the rows that a kernel left as parts; does nothing where there are none.
+isa::LaunchError combine_parts(const PrefillParams& params, void* stream);
+
+/// For tests: what plans take instead of their own choice; 0: nothing. Packs that a kernel cannot
+/// have it does not take.
+struct SpreadOverride {
+  int pack = 0, splits = 0;
+};
+SpreadOverride& spread_override();
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,182 @@
+// Few queries on the emulated GPU kernels: heads that share a tile of rows and blocks that share
+// keys give what one block a head gives.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "emulated/emulated_backend.hpp"
+#include "emulated/matrix.hpp"
+
+namespace qattn::test {
+namespace {
+
+struct OnGpu {
+  Recipe recipe;
+  int architecture;
+};
+
+bool has_fp8(const Recipe& r) { return r.qk == Format::e4m3 || r.v == Format::e4m3; }
+
+std::vector<OnGpu> everywhere() {
+  std::vector<OnGpu> all;
+  for (const Recipe& recipe : gpu_recipes()) {
+    for (const int architecture : {90, has_fp8(recipe) ? 89 : 80}) {
+      all.push_back({recipe, architecture});
+    }
+  }
+  return all;
+}
+
+class EmulatedSpread : public testing::TestWithParam<OnGpu> {
+ protected:
+  const Recipe& recipe() const { return GetParam().recipe; }
+
+  Feature feature(std::int64_t sq, std::int64_t sk, std::int64_t heads_q = 8,
+                  std::int64_t heads_k = 2) const {
+    Feature f;
+    f.sq = {sq, sq}, f.sk = {sk, sk}, f.heads_q = heads_q, f.heads_k = heads_k;
+    f.options.causal = true;
+    return with_inputs(f, recipe(), Format::bf16);
+  }
+
+  /// One timing: Cover and Spread cells compare them.
+  Outcome run(const Call& call, Laid& laid, int pack, int splits) {
+    const ForceSpread forced(pack, splits);
+    Outcome outcome = run_emulated(call, laid, recipe(), every_timing().subspan(1, 1));
+    EXPECT_EQ(outcome.splits, std::max(splits, 1));
+    return outcome;
+  }
+
+  /// Rounded P has other roundings where its references differ: u8 P has its own tile's.
+  double tolerance() const {
+    return recipe().p == Format::u8 ? 2e-6 : recipe().p == Format::e4m3 ? 3e-2 : 2e-3;
+  }
+
+ private:
+  OnArchitecture on_{GetParam().architecture};
+};
+
+std::vector<double> widened(const std::vector<float>& x) { return {x.begin(), x.end()}; }
+
+TEST_P(EmulatedSpread, SplitsAreTheUnsplitCall) {
+  Feature f = feature(3, 1000, 4, 1);
+  f.sinks = true;
+  const Call call = make_call(f, 6);
+  Laid laid = lay_out(call, f.how);
+  const Outcome whole = run(call, laid, 1, 1);
+  for (const int splits : {2, 3, 8, 40}) {
+    const Outcome now = run(call, laid, 1, splits);
+    ASSERT_FALSE(HasFailure());
+    EXPECT_LE(distance(now.out, widened(whole.out), call.dim_v).nrmse, tolerance()) << splits;
+    EXPECT_LE(lse_distance(now.lse, widened(whole.lse)), has_fp8(recipe()) ? 2e-2 : 1e-3) << splits;
+    EXPECT_FALSE(recipe().p != Format::u8 && same_bits(now, whole)) << "are there splits?";
+  }
+}
+
+/// Rows do not know what shares a tile with them.
+TEST_P(EmulatedSpread, PackedHeadsChangeNothing) {
+  for (const std::int64_t sq : {1, 2, 8}) {
+    for (const std::int64_t heads_k : {1, 2, 4}) {
+      Feature f = feature(sq, 200, 8, heads_k);
+      f.sinks = true;
+      const Call call = make_call(f, 7);
+      Laid laid = lay_out(call, f.how);
+      const Outcome alone = run(call, laid, 1, 1), packed = run(call, laid, 0, 1);
+      ASSERT_FALSE(HasFailure());
+      EXPECT_NE(packed.plan.find("packed_heads: " + std::to_string(8 / heads_k) + "\n"),
+                std::string::npos)
+          << packed.plan;
+      EXPECT_TRUE(same_bits(alone, packed)) << sq << " queries, " << heads_k << " KV heads";
+    }
+  }
+}
+
+/// What the plan says happens: products are as many as tiles, and blocks as splits.
+TEST_P(EmulatedSpread, DoesWhatThePlanSays) {
+  const Feature f = feature(2, 512, 8, 2);
+  const Call call = make_call(f, 8);
+  Laid laid = lay_out(call, f.how);
+  const auto work = [&](int pack, int splits) {
+    emu::take_stats();
+    const Outcome outcome = run(call, laid, pack, splits);
+    return emu::take_stats();
+  };
+  const emu::Stats alone = work(1, 1), packed = work(0, 1), split = work(0, 4);
+  EXPECT_EQ(alone.tensor_macs, 4 * packed.tensor_macs);
+  EXPECT_EQ(split.tensor_macs, packed.tensor_macs);
+  const std::uint64_t works = 2 * 2, rows = 2 * 8 * 2;
+  if (GetParam().architecture < 90) {
+    EXPECT_EQ(alone.blocks + rows, packed.blocks + 3 * works);
+    EXPECT_EQ(split.blocks, packed.blocks + 3 * works);
+  } else {  // persistent blocks
+    EXPECT_GE(split.blocks, packed.blocks);
+    EXPECT_GT(split.global_written, packed.global_written);
+  }
+}
+
+TEST_P(EmulatedSpread, BadTokensStayWhereTheyWere) {
+  Recipe recipe = this->recipe();
+  Feature f = feature(4, 500, 4, 2);
+  f.options.window_left = -1;
+  const Call call = make_call(f, 9);
+  struct Bad {
+    Operand operand;
+    std::int64_t head, token;
+    float value;
+  };
+  // Key 498 is seen by the last two queries, key 130 by all; key 255 ends a split.
+  for (const Bad& bad : {Bad{Operand::q, 1, 2, NAN}, Bad{Operand::k, 0, 498, NAN},
+                         Bad{Operand::k, 1, 130, INFINITY}, Bad{Operand::v, 1, 498, INFINITY},
+                         Bad{Operand::v, 0, 255, NAN}, Bad{Operand::k, 0, 499, -INFINITY}}) {
+    Laid laid = lay_out(call, f.how);
+    poke(laid, call, bad.operand, 1, bad.head, bad.token, 5, bad.value);
+    const Outcome whole = run(call, laid, 1, 1), now = run(call, laid, 0, 3);
+    ASSERT_FALSE(HasFailure());
+    std::int64_t count = 0;
+    for (std::size_t n = 0; n < now.out.size(); ++n) {
+      ASSERT_EQ(std::isnan(now.out[n]), std::isnan(whole.out[n]))
+          << n << ", operand " << static_cast<int>(bad.operand) << " token " << bad.token;
+      count += std::isnan(now.out[n]) ? 1 : 0;
+    }
+    for (std::size_t n = 0; n < now.lse.size(); ++n) {
+      ASSERT_EQ(std::isnan(now.lse[n]), std::isnan(whole.lse[n])) << n;
+    }
+    EXPECT_GT(count, 0);
+  }
+}
+
+TEST_P(EmulatedSpread, ItsOwnChoice) {
+  const auto planned = [&](const Feature& f) {
+    const Call call = make_call(f, 1);
+    const Laid laid = lay_out(call, f.how);
+    const EmulatedBackend backend(architecture_for(recipe()));
+    AttentionOptions options = call.options;
+    options.recipe = recipe();
+    return plan(laid.tensors(), options)->to_string();
+  };
+  const auto expect = [&](const Feature& f, const std::string& lines) {
+    const std::string text = planned(f);
+    EXPECT_NE(text.find(lines), std::string::npos) << text << "\n" << lines;
+  };
+  Feature decode = feature(1, 1100, 4, 1);
+  decode.sq = {1}, decode.sk = {1100};
+  expect(decode, "splits: 2\npacked_heads: 4\n");
+  decode.options.window_left = 300;
+  expect(decode, "splits: 1\npacked_heads: 4\n");
+  Feature several = feature(1, 1100, 12, 12);
+  expect(several, "splits: 1\npacked_heads: 1\n");
+  Feature prefill = feature(1100, 1100, 4, 2);
+  expect(prefill, "splits: 1\npacked_heads: 1\n");
+  Feature sixes = feature(2, 300, 6, 1);
+  expect(sixes, std::string("packed_heads: ") + (GetParam().architecture == 90 ? "2\n" : "6\n"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedSpread, testing::ValuesIn(everywhere()),
+                         [](const auto& gpu) {
+                           return gpu.param.recipe.name + "_sm" +
+                                  std::to_string(gpu.param.architecture);
+                         });
+
+}  // namespace
+}  // namespace qattn::test
