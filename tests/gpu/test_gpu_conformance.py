@@ -338,6 +338,42 @@ def test_quantize_gives_the_cpus_bits():
     assert torch.equal(ours.codes.cpu(), cpu.codes) and torch.equal(ours.scale.cpu(), cpu.scale)
 
 
+#: recipe: formats of Q and K, and of V where that has codes
+CODES = {"int8": ("s8", None), "int8_full": ("s8", "s8"),
+         "int8_fp8": ("s8", "e4m3"), "fp8": ("e4m3", "e4m3")}  # fmt: skip
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("block", ["per_token", ("per_block", 64), ("per_thread", 64)])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("recipe", [name for name in CODES if name in RECIPES])
+def test_what_attention_quantises_are_the_cpus_bits(recipe, dim, block, smooth):
+    """The same output to the last bit from codes that the CPU made, for which one that differs
+    would be seen."""
+    x = dict(zip("qkv", qkv(dim=dim), strict=True))
+    scales = {"q": "per_token", "k": block, "v": "per_token"}
+    if CODES[recipe][1] == "e4m3":
+        scales["v"] = "per_channel"
+    moved, options = {}, {}
+    for role, format in zip("qkv", (CODES[recipe][0], *CODES[recipe]), strict=True):
+        if format is None:
+            continue
+        options[f"{role}_granularity"] = scales[role]
+        kind, size = (scales[role], 0) if isinstance(scales[role], str) else scales[role]
+        c = qattn.quantize(x[role].cpu(), format=format, role=role, granularity=kind, block=size,
+                           smooth=smooth and role == "k")  # fmt: skip
+        parts = ("codes", "scale", "mean")
+        there = {n: getattr(c, n).to(DEVICE) for n in parts if getattr(c, n) is not None}
+        moved[role] = dataclasses.replace(c, **there)
+    try:
+        made = attention(x["q"], x["k"], x["v"], recipe, smooth_k=smooth, **options)
+        given = attention(*(moved.get(role, x[role]) for role in "qkv"), recipe)
+    except qattn.Unsupported as error:
+        pytest.skip(f"refused: {error}")
+    for one, other in zip(made, given, strict=True):
+        assert torch.equal(one, other)
+
+
 # ---- Bad values, repeatability -------------------------------------------------------------------
 
 

@@ -3,21 +3,33 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-Status quantize_operands(const detail::PlanData& data, const Problem& p, void* workspace,
-                         Stream stream) {
+namespace {
+
+Status quantize(const detail::PlanData& data, const Problem& p, void* workspace, Stream stream,
+                isa::Start& next) {
   const auto& plan = static_cast<const GpuPlan&>(data);
-  const isa::LaunchError e = prepare(p, plan.recipe, plan.prepared, workspace, stream);
+  const isa::LaunchError e = prepare(p, plan.recipe, plan.prepared, workspace, stream, next);
   return e.empty() ? Status() : Status(Code::internal, "quantisation: " + e);
 }
 
-Status attend(const detail::PlanData& data, const Problem& p, void* workspace, Stream stream) {
+}  // namespace
+
+Status quantize_operands(const detail::PlanData& plan, const Problem& p, void* workspace,
+                         Stream stream) {
+  isa::Start next;
+  return quantize(plan, p, workspace, stream, next);
+}
+
+Status attend(const detail::PlanData& data, const Problem& p, void* workspace, Stream stream,
+              isa::Start start) {
   const auto& plan = static_cast<const GpuPlan&>(data);
-  return plan.attend(plan, p, workspace, stream);
+  return plan.attend(plan, p, workspace, stream, start);
 }
 
 Status run_steps(const detail::PlanData& plan, const Problem& p, void* workspace, Stream stream) {
-  if (Status s = quantize_operands(plan, p, workspace, stream); !s.ok()) return s;
-  return attend(plan, p, workspace, stream);
+  isa::Start next = isa::Start::after_all;
+  if (Status s = quantize(plan, p, workspace, stream, next); !s.ok()) return s;
+  return attend(plan, p, workspace, stream, next);
 }
 
 std::span<const detail::Kernel> gpu_attention_kernels() {

@@ -15,13 +15,15 @@ inline namespace QATTN_TARGET {
 struct GpuPlan : detail::PlanData {
   PrepareLayout prepared;
   std::uint32_t* error = nullptr;  ///< the device's error word
-  Status (*attend)(const GpuPlan& plan, const Problem& problem, void* workspace,
-                   Stream stream) = nullptr;
+  Status (*attend)(const GpuPlan& plan, const Problem& problem, void* workspace, Stream stream,
+                   isa::Start start) = nullptr;
 };
 
 Status quantize_operands(const detail::PlanData& plan, const Problem& problem, void* workspace,
                          Stream stream);
-Status attend(const detail::PlanData& plan, const Problem& problem, void* workspace, Stream stream);
+/// `start`: early only behind the first step, whose kernels are a chain (isa/launch.hpp).
+Status attend(const detail::PlanData& plan, const Problem& problem, void* workspace, Stream stream,
+              isa::Start start = isa::Start::after_all);
 
 /// Both steps: Kernel::run of every GPU kernel.
 Status run_steps(const detail::PlanData& plan, const Problem& problem, void* workspace,

@@ -220,7 +220,8 @@ Status supports(const Problem& p) {
   return {};
 }
 
-Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Stream stream);
+Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
+                   isa::Start);
 
 std::shared_ptr<PlanData> tune(const Problem& p) {
   auto plan = std::make_shared<PrefillPlan>();
@@ -247,7 +248,9 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
   return plan;
 }
 
-Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Stream stream) {
+/// Its kernels are not `dependent`: they start after all.
+Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
+                   isa::Start) {
   const auto& plan = static_cast<const PrefillPlan&>(data);
   const Instance& instance = instance_of(p, plan);
   PrefillParams params = params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace),

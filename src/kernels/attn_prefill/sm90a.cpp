@@ -122,7 +122,8 @@ std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
   return isa::make_tensor_map(t, a.weight_map);
 }
 
-Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stream stream) {
+Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
+                    isa::Start start) {
   const auto& plan = static_cast<const Sm90Plan&>(data);
   Sm90Params params;
   static_cast<PrefillParams&>(params) =
@@ -133,7 +134,7 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
   set_spread(plan.spread, sm90a_rows, workspace, params);
   std::string e = p.max_k > 0 ? make_maps(plan.instance->config, p, params) : std::string();
   const int blocks = std::min(params.works, plan.multiprocessors);
-  if (e.empty()) e = plan.instance->launch(params, {blocks, 1, 1}, stream);
+  if (e.empty()) e = plan.instance->launch(params, {blocks, 1, 1}, stream, start);
   if (e.empty()) e = combine_parts(params, stream);
   return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);
 }

@@ -304,6 +304,7 @@ struct Sm90Prefill {
   using Params = Sm90Params;
   using S = Sm90Shape<C>;
   static constexpr int threads = S::threads, min_blocks = 1, shared_bytes = S::shared_bytes;
+  static constexpr bool dependent = true;
 
   static QATTN_DEVICE void init_barriers(SharedAddress base) {
     if (isa::thread() == 0) {
@@ -369,6 +370,7 @@ struct Sm90Prefill {
   static QATTN_DEVICE void run(const Params& p) {
     if constexpr (!isa::has_wgmma) return;  // sm_90a alone runs it, others need not compile it
     init_barriers(isa::shared_base());
+    isa::grid_dependency_wait();  // for codes, scales and means
     if (isa::thread() < 128) {
       isa::registers_decrease<S::wide_pv ? 56 : 24>();
       const int warp = isa::warp();

@@ -13,7 +13,8 @@ inline namespace QATTN_TARGET {
 
 /// Launches one instance; defined in the units that instantiate kernels (sm90a_launch.cuh).
 template <Sm90Config C>
-isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* stream);
+isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* stream,
+                              isa::Start start);
 
 /// Is the code that would run on the current device that of sm_90a? Others have an empty kernel.
 template <Sm90Config C>
@@ -21,7 +22,7 @@ bool compiled_sm90a();
 
 struct Sm90Instance {
   Sm90Config config;
-  isa::LaunchError (*launch)(const Sm90Params&, isa::Index3, void*);
+  isa::LaunchError (*launch)(const Sm90Params&, isa::Index3, void*, isa::Start);
   bool (*compiled)();
 };
 /// Null: there is none.

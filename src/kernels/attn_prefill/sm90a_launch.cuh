@@ -8,8 +8,9 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <Sm90Config C>
-isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* stream) {
-  return isa::launch<Sm90Prefill<C>>(params, grid, stream);
+isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* stream,
+                              isa::Start start) {
+  return isa::launch<Sm90Prefill<C>>(params, grid, stream, start);
 }
 
 template <Sm90Config C>
@@ -26,5 +27,5 @@ bool compiled_sm90a() {
   qattn::kernels::Sm90Config { D, qattn::isa::Element::QK, qattn::isa::Element::PV }
 #define QATTN_INSTANCE(D, QK, PV)                                                               \
   template qattn::isa::LaunchError qattn::kernels::launch_sm90a<QATTN_SM90A_CONFIG(D, QK, PV)>( \
-      const qattn::kernels::Sm90Params&, qattn::isa::Index3, void*);                            \
+      const qattn::kernels::Sm90Params&, qattn::isa::Index3, void*, qattn::isa::Start);         \
   template bool qattn::kernels::compiled_sm90a<QATTN_SM90A_CONFIG(D, QK, PV)>();

@@ -97,7 +97,8 @@ std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
   return map_rows(a.v, c.d, sm90a_keys, a.v_map);
 }
 
-Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Stream stream) {
+Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
+                   isa::Start start) {
   const auto& plan = static_cast<const WidePlan&>(data);
   const PrefillPlan& other = plan.other();
   Sm90Params params;
@@ -107,14 +108,14 @@ Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Strea
   set_spread(plan.spread, sm90a_rows, workspace, params);
   const Sm90Config& c = plan.instance->config;
   if (p.max_k == 0 || !is_plain(p, plan.recipe) || !make_maps(c, p, params).empty()) {
-    return other.attend(other, p, workspace, stream);
+    return other.attend(other, p, workspace, stream, start);
   }
   auto* bytes = static_cast<std::byte*>(workspace);
   params.doubts = reinterpret_cast<std::uint32_t*>(bytes + plan.doubts);
   const bool notes = isa::is_16bit(c.qk);
   if (notes) params.bad_keys = reinterpret_cast<std::int32_t*>(bytes + plan.bad_keys);
   const int blocks = std::min(params.works, plan.multiprocessors);
-  isa::LaunchError e = plan.instance->launch(params, {blocks, 1, 1}, stream);
+  isa::LaunchError e = plan.instance->launch(params, {blocks, 1, 1}, stream, start);
   const int again = std::min(params.works, 2 * plan.multiprocessors);
   if (e.empty()) e = other.general->launch(params, {again, 1, 1}, stream);
   if (e.empty()) e = combine_parts(params, stream);

@@ -318,12 +318,13 @@ Call make_call(const Problem& problem, const Recipe& recipe, const PrepareLayout
 }  // namespace
 
 LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
-                    void* workspace, void* stream) {
+                    void* workspace, void* stream, isa::Start& next) {
   const Call call = make_call(problem, recipe, layout, workspace);
   Launches launches(stream);
   for (auto step : {&clear, &means, &block_means, &encode}) {
     if (LaunchError e = step(call, launches); !e.empty()) return e;
   }
+  next = launches.next();
   return {};
 }
 

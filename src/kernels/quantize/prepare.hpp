@@ -69,9 +69,9 @@ std::int64_t channel_block(const Problem& problem, const Recipe& recipe, const P
 PrepareLayout plan_prepare(const Problem& problem, const Recipe& recipe, const PrepareNeeds& needs);
 
 /// Enqueues everything on the stream; allocates nothing and waits for nothing. `workspace` has
-/// layout.bytes bytes, 64-byte aligned.
+/// layout.bytes bytes, 64-byte aligned. `next`: when the kernel behind it may start.
 isa::LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
-                         void* workspace, void* stream);
+                         void* workspace, void* stream, isa::Start& next);
 
 /// Where prepare() puts its results.
 Prepared prepared_in(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,

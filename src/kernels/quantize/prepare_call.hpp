@@ -28,10 +28,13 @@ class Launches {
   LaunchError launch(const typename K::Params& params, std::int64_t blocks, int rows = 1) {
     if (blocks == 0) return {};
     if (blocks > 0x7fffffff) return "prepare: " + std::to_string(blocks) + " tiles are over 2^31";
-    const isa::Start start = any_ ? isa::Start::early : isa::Start::after_all;
+    const isa::Start start = next();
     any_ = true;
     return isa::launch<K>(params, {static_cast<int>(blocks), rows, 1}, stream_, start);
   }
+
+  /// When the next kernel may start.
+  isa::Start next() const { return any_ ? isa::Start::early : isa::Start::after_all; }
 
  private:
   void* stream_;
