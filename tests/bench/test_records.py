@@ -147,6 +147,24 @@ def test_roofline_shows_codes_and_records_before_them():
     assert "(K and V in s8: codes" in after
 
 
+def test_roofline_says_what_is_missing():
+    row = {"recipe": "f32", "queries": 1, "kv": "s8"}
+    isas = [{"isa": name, "attention": [row]} for name in ("avx2", "scalar", "amx", "neon_i8mm")]
+    assert roofline.absent({"isas": isas, "loops": 2}) == []
+    only = "\n".join(roofline.absent({"isas": isas[:1]}))
+    for text in ("NEON", "no Arm machine", "this CPU has none", "Plain C++", "peak of AVX2 in s8"):
+        assert text in only
+    isas[2]["attention"] = [row | {"kv": "bf16"}]
+    (amx,) = roofline.absent({"isas": isas, "loops": 2})
+    assert "AMX" in amx and "8-bit" in amx
+
+
+def test_every_roofline_says_where_neon_is():
+    lines = roofline.section()
+    tables = sum(line.startswith("## Roofline") for line in lines)
+    assert tables >= 2 and sum("NEON" in line for line in lines) == tables
+
+
 def test_the_page_shows_the_wheel_if_there_is_a_record(monkeypatch, tmp_path):
     monkeypatch.setattr(wheel, "RESULTS", tmp_path)
     assert wheel.section() == [] and "## The wheel" not in render.page()
