@@ -130,6 +130,12 @@ def test_check_notices_another_record(monkeypatch, tmp_path):
     assert render.run(type("Args", (), {"check": True})) == 0
 
 
+def test_the_page_is_within_columns():
+    free = [line for line in render.page().splitlines() if line[:1] not in ("|", "#", "!")]
+    assert max(len(line) for line in free) <= 100
+    assert render.within_columns("| " + "x " * 60) == ["| " + "x " * 60]
+
+
 def test_roofline_shows_codes_and_records_before_them():
     row = {"recipe": "bf16", "unit": "bf16", "heads_q": 32, "heads_kv": 8, "queries": 1}
     row |= {"keys": 4096, "d": 128, "seconds": 1e-3, "products": 1e-4, "softmax": 1e-5}
