@@ -189,6 +189,18 @@ def test_the_page_shows_the_wheel_if_there_is_a_record(monkeypatch, tmp_path):
     assert f"Python {platform.python_version()}" in line
 
 
+def test_the_import_limit_is_for_the_fastest(monkeypatch):
+    pytest.importorskip("qattn")
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "packaging"))
+    import check_wheel
+
+    monkeypatch.setattr(check_wheel, "seconds", lambda before="": [0.9, 0.29, 0.8])
+    assert check_wheel.check_import_time() == (0.8, 0.8)
+    monkeypatch.setattr(check_wheel, "seconds", lambda before="": [0.31] * 3)
+    with pytest.raises(AssertionError, match="import qattn takes 0.310 s"):
+        check_wheel.check_import_time()
+
+
 # ---- plot ----------------------------------------------------------------------------------------
 
 
