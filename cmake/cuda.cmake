@@ -63,6 +63,17 @@ foreach(kind IN ITEMS STANDARD EXTENSION)  # CMake 3.25 does not know that nvcc 
     set(CMAKE_CUDA20_${kind}_COMPILE_OPTION -std=c++20)
   endif()
 endforeach()
+# Kernels load by libcu++'s ld.global.nc (isa/cuda/words_sm80.cuh), which CCCL has from 3.0 on. That
+# one comes with CUDA 13.0.
+set(least 13.0)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS least)
+  set(reason "nvcc is of CUDA ${CMAKE_CUDA_COMPILER_VERSION}, libcu++ is needed as of ${least}")
+  if(QATTN_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "QATTN_CUDA: ${reason}")
+  endif()
+  message(STATUS "The CUDA backend is left out: ${reason}")
+  return()
+endif()
 set(QATTN_HAS_CUDA ON)
 
 # Beside the Python extension, where it is looked for; programs in bin/ do not find it by chance.

@@ -1,9 +1,12 @@
 """docs/PERFORMANCE.md from bench/results: a section a record, a table a family of shapes."""
 
+import textwrap
+
 from . import decode, model, plot, roofline, wheel
 from .record import ROOT, baselines, committed, markdown
 
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
+COLUMNS = 100
 TITLES = {
     "mha": "Multi-head attention, B S = 16384",
     "gqa": "Grouped queries, B S = 16384",
@@ -206,6 +209,13 @@ def record_section(record):
     return lines
 
 
+def within_columns(line):
+    """The line, or several: tables, headings and pictures cannot be broken."""
+    if len(line) <= COLUMNS or line[0] in "|#!":
+        return [line]
+    return textwrap.wrap(line, COLUMNS, break_long_words=False, break_on_hyphens=False)
+
+
 def page():
     lines = [
         "# Performance",
@@ -220,7 +230,7 @@ def page():
     lines += decode.section()
     lines += model.section(records)
     lines += wheel.section()
-    return "\n".join(lines) + "\n"
+    return "\n".join(part for line in lines for part in within_columns(line)) + "\n"
 
 
 def run(args):

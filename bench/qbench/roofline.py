@@ -71,19 +71,45 @@ def paths_table(record):
     return markdown(["", "", "GFLOP/s", "products", "softmax", "memory", "roof"], rows)
 
 
+def absent(record):
+    """What the tables do not have, and why: nobody shall take a gap for a measurement."""
+    isas = {isa["isa"]: isa for isa in record["isas"]}
+    notes = []
+    if not any(name.startswith("neon") for name in isas):
+        notes.append("NEON (dotprod, i8mm): run under qemu for correctness only, since no Arm "
+                     "machine was at hand.")  # fmt: skip
+    if "amx" not in isas:
+        notes.append("AMX, its decode of 8-bit K and V too: this CPU has none.")
+    elif not any(has_codes(row) for row in isas["amx"]["attention"]):
+        notes.append("Decode of 8-bit K and V, on AMX too: this record is older than that "
+                     "measurement, and no machine with AMX was at hand since.")  # fmt: skip
+    if "scalar" not in isas:
+        notes.append("Plain C++: not measured in this record.")
+    if "avx2" in isas and record.get("loops", 1) < 2:
+        notes.append("A right peak of AVX2 in s8: the compiler had left most of that loop's "
+                     "products out, so it is too low, and shares of it are too high.")  # fmt: skip
+    return notes
+
+
 def lines_of(name, record):
     p = record["provenance"]
     coded = any(has_codes(row) for isa in record["isas"] for row in isa["attention"])
+    scalar = any(isa["isa"] == "scalar" for isa in record["isas"])
+    fastest = ", the fastest of 21 runs" if record.get("loops", 1) > 1 else ""
+    plain = ", as does SSE2, at best what scalar, plain C++, is compiled to" if scalar else ""
     codes = " (K and V in s8: codes with a scale a token, quantised before)" if coded else ""
     return [
         "",
         f"## Roofline, {p['cpu']}, {record['threads']} threads",
         "",
         f"{p['date']}, commit {p['commit']}, `{name}` (`bench/bench.py roofline`). Peaks are of "
-        "loops of independent instructions on registers (a multiply-add is two operations; AVX2 "
-        f"multiplies bytes as 16-bit words); memory reads {record['read'] / 1e9:.1f} GB/s.",
+        f"loops of independent instructions on registers{fastest} (a multiply-add is two "
+        f"operations; AVX2 multiplies bytes as 16-bit words{plain}); memory reads "
+        f"{record['read'] / 1e9:.1f} GB/s.",
         "",
         *peaks_table(record),
+        "",
+        " ".join(["Not here:", *absent(record)]),
         "",
         f"Whole calls, bf16 in and out, D 128, quantisation included{codes}. The shares: the time "
         "of both products at their unit's peak, of the softmax of all scores on a tile in cache, "

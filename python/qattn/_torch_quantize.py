@@ -1,7 +1,8 @@
 """The operator torch.ops.qattn.quantize, and quantize(), which calls it.
 
 The operator is qattn.quantize() without static scales and packed sequences, whose results have
-shapes or counts that only their contents tell: those stay with qattn.quantize().
+shapes or counts that only their contents tell, and without the number of threads, which is no part
+of what is computed: those stay with qattn.quantize().
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ def quantize(
     """qattn.quantize() of a torch tensor as one operator, torch.ops.qattn.quantize, so that
     torch.compile(fullgraph=True) and torch.export take it, with dynamic shapes too.
 
-    x: (B, S, H, D) or, with layout "bhsd", (B, H, S, D); all else as there. Static scales and
-    packed sequences are qattn.quantize()'s. Tensors whose last stride is not 1 are copied on CPUs
-    and refused on GPUs. Raises InvalidArgument, Unsupported.
+    x: (B, S, H, D) or, with layout "bhsd", (B, H, S, D); all else as there. Static scales, packed
+    sequences and threads are qattn.quantize()'s alone: on CPUs the operator takes as many threads
+    as that does by default. Tensors whose last stride is not 1 are copied on CPUs and refused on
+    GPUs. Raises InvalidArgument, Unsupported.
     """
     if not isinstance(x, torch.Tensor):
         raise InvalidArgument(f"x: is a {type(x).__name__}, not a torch tensor")

@@ -130,6 +130,12 @@ def test_check_notices_another_record(monkeypatch, tmp_path):
     assert render.run(type("Args", (), {"check": True})) == 0
 
 
+def test_the_page_is_within_columns():
+    free = [line for line in render.page().splitlines() if line[:1] not in ("|", "#", "!")]
+    assert max(len(line) for line in free) <= 100
+    assert render.within_columns("| " + "x " * 60) == ["| " + "x " * 60]
+
+
 def test_roofline_shows_codes_and_records_before_them():
     row = {"recipe": "bf16", "unit": "bf16", "heads_q": 32, "heads_kv": 8, "queries": 1}
     row |= {"keys": 4096, "d": 128, "seconds": 1e-3, "products": 1e-4, "softmax": 1e-5}
@@ -147,6 +153,24 @@ def test_roofline_shows_codes_and_records_before_them():
     assert "(K and V in s8: codes" in after
 
 
+def test_roofline_says_what_is_missing():
+    row = {"recipe": "f32", "queries": 1, "kv": "s8"}
+    isas = [{"isa": name, "attention": [row]} for name in ("avx2", "scalar", "amx", "neon_i8mm")]
+    assert roofline.absent({"isas": isas, "loops": 2}) == []
+    only = "\n".join(roofline.absent({"isas": isas[:1]}))
+    for text in ("NEON", "no Arm machine", "this CPU has none", "Plain C++", "peak of AVX2 in s8"):
+        assert text in only
+    isas[2]["attention"] = [row | {"kv": "bf16"}]
+    (amx,) = roofline.absent({"isas": isas, "loops": 2})
+    assert "AMX" in amx and "8-bit" in amx
+
+
+def test_every_roofline_says_where_neon_is():
+    lines = roofline.section()
+    tables = sum(line.startswith("## Roofline") for line in lines)
+    assert tables >= 2 and sum("NEON" in line for line in lines) == tables
+
+
 def test_the_page_shows_the_wheel_if_there_is_a_record(monkeypatch, tmp_path):
     monkeypatch.setattr(wheel, "RESULTS", tmp_path)
     assert wheel.section() == [] and "## The wheel" not in render.page()
@@ -158,11 +182,23 @@ def test_the_page_shows_the_wheel_if_there_is_a_record(monkeypatch, tmp_path):
     made = check_wheel.record(Path(__file__), "abc-dirty", (0.12345, 0.0204))
     (tmp_path / wheel.NAME).write_text(json.dumps(made))
     (line,) = (x for x in wheel.section() if x and not x.startswith("#"))
-    assert line in render.page().splitlines()
+    assert "\n".join(render.within_columns(line)) in render.page()
     size = f"{Path(__file__).stat().st_size / 1e6:.2f} MB"
     for told in ("commit abc-dirty", size, "without libqattn_cuda", "takes 0.123 s, 0.020 s where"):
         assert told in line
     assert f"Python {platform.python_version()}" in line
+
+
+def test_the_import_limit_is_for_the_fastest(monkeypatch):
+    pytest.importorskip("qattn")
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "packaging"))
+    import check_wheel
+
+    monkeypatch.setattr(check_wheel, "seconds", lambda before="": [0.9, 0.29, 0.8])
+    assert check_wheel.check_import_time() == (0.8, 0.8)
+    monkeypatch.setattr(check_wheel, "seconds", lambda before="": [0.31] * 3)
+    with pytest.raises(AssertionError, match="import qattn takes 0.310 s"):
+        check_wheel.check_import_time()
 
 
 # ---- plot ----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@
 #include <unistd.h>
 #endif
 
+#include "qattn/attention.hpp"
 #include "support/isas.hpp"
 
 namespace qattn::test {
@@ -82,6 +83,21 @@ TEST(CpuIsa, ThoseThatTheKernelLists) {
     ++count;
   }
   EXPECT_EQ(count, isas().size()) << "an instruction set that this test does not know";
+}
+
+/// The library's own list, of what it says to a name that is none.
+TEST(CpuIsa, TestsKnowTheLibrarysList) {
+  const IsaVariable nonsense("nonsense");
+  const Status refused = cpu_isa().status();
+  ASSERT_EQ(refused.code(), Code::invalid_argument) << refused.message();
+  const std::string& text = refused.message();
+  const std::string before = "is not one of ";
+  const std::size_t at = text.find(before);
+  ASSERT_NE(at, std::string::npos) << text;
+  std::multiset<std::string> listed;
+  std::istringstream names(text.substr(at + before.size()));
+  for (std::string name; std::getline(names >> std::ws, name, ',');) listed.insert(name);
+  EXPECT_EQ(listed, std::multiset<std::string>(isas().begin(), isas().end())) << text;
 }
 
 }  // namespace

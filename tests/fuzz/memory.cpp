@@ -3,14 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define QATTN_ASAN 1
-#endif
-#endif
-#if defined(__SANITIZE_ADDRESS__)
-#define QATTN_ASAN 1
-#endif
+#include "isa/emu/sanitizers.hpp"
 #ifdef QATTN_ASAN
 #include <sanitizer/asan_interface.h>
 #endif

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "hardening/small_call.hpp"
+#include "isa/emu/sanitizers.hpp"
 
 namespace qattn::test {
 namespace {
@@ -167,7 +168,7 @@ TEST(Threads, EverythingElse) {
   EXPECT_EQ(wrong, 0);
 }
 
-#if !defined(__SANITIZE_THREAD__)
+#if !defined(QATTN_TSAN)
 // Nested OpenMP teams, two threads a call. libgomp synchronises by futexes that ThreadSanitizer
 // does not see.
 TEST(Threads, TeamsOfTwo) { attention_at_once(2); }

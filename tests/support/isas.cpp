@@ -56,12 +56,23 @@ class Say : public testing::Environment {
 
 }  // namespace
 
-ForceIsa::ForceIsa(const std::string& isa) {
-  if (const char* value = std::getenv(isa_variable)) {
+IsaVariable::IsaVariable(const std::string& value) {
+  if (const char* before = std::getenv(isa_variable)) {
     had_ = true;
-    before_ = value;
+    before_ = before;
   }
-  setenv(isa_variable, isa.c_str(), 1);
+  setenv(isa_variable, value.c_str(), 1);
+}
+
+IsaVariable::~IsaVariable() {
+  if (had_) {
+    setenv(isa_variable, before_.c_str(), 1);
+  } else {
+    unsetenv(isa_variable);
+  }
+}
+
+ForceIsa::ForceIsa(const std::string& isa) : variable_(isa) {
   const Result<std::string> used = cpu_isa();
   available_ = used.ok();
   (available_ ? seen().ran : seen().lacking).insert(isa);
@@ -70,14 +81,6 @@ ForceIsa::ForceIsa(const std::string& isa) {
   } else {
     EXPECT_EQ(used.status().code(), Code::unsupported) << used.status().message();
     EXPECT_NE(isa, "scalar") << "scalar must run anywhere";
-  }
-}
-
-ForceIsa::~ForceIsa() {
-  if (had_) {
-    setenv(isa_variable, before_.c_str(), 1);
-  } else {
-    unsetenv(isa_variable);
   }
 }
 

@@ -7,20 +7,30 @@
 
 namespace qattn::test {
 
+/// Sets QATTN_CPU_ISA for as long as it lives.
+class IsaVariable {
+ public:
+  explicit IsaVariable(const std::string& value);
+  ~IsaVariable();
+  IsaVariable(const IsaVariable&) = delete;
+  IsaVariable& operator=(const IsaVariable&) = delete;
+
+ private:
+  std::string before_;
+  bool had_ = false;
+};
+
 /// Forces an instruction set for as long as it lives.
 class ForceIsa {
  public:
   explicit ForceIsa(const std::string& isa);
-  ~ForceIsa();
-  ForceIsa(const ForceIsa&) = delete;
-  ForceIsa& operator=(const ForceIsa&) = delete;
 
   /// False where this CPU lacks it; a failure is recorded if the library then uses another one.
   bool available() const { return available_; }
 
  private:
-  std::string before_;
-  bool had_ = false, available_ = false;
+  IsaVariable variable_;
+  bool available_ = false;
 };
 
 /// Every instruction set that the library knows; tests skip those that this CPU lacks.

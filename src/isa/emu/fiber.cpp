@@ -4,21 +4,7 @@
 
 #include <new>
 
-// GCC defines macros, clang has features.
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define QATTN_ASAN 1
-#endif
-#if __has_feature(thread_sanitizer)
-#define QATTN_TSAN 1
-#endif
-#endif
-#if defined(__SANITIZE_ADDRESS__)
-#define QATTN_ASAN 1
-#endif
-#if defined(__SANITIZE_THREAD__)
-#define QATTN_TSAN 1
-#endif
+#include "isa/emu/sanitizers.hpp"
 
 #if defined(QATTN_ASAN)
 #include <sanitizer/asan_interface.h>

@@ -1,5 +1,6 @@
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -96,6 +97,12 @@ constexpr Candidate candidates[] = {{"amx", words_amx, once<runs_amx>},
                                     {"neon_dotprod", words_neon_dotprod, once<runs_dotprod>},
                                     {"scalar", words_scalar, [] { return true; }}};
 
+std::string unknown_name() {
+  std::string text = "is not one of ";
+  for (const Candidate& c : candidates) text += std::string(c.name) + ", ";
+  return text.substr(0, text.size() - 2);
+}
+
 }  // namespace
 
 Selection select_words() {
@@ -106,8 +113,8 @@ Selection select_words() {
     if (c.words() != nullptr && c.runs()) return {c.words(), nullptr, false};
     if (!any) return {nullptr, "is not available on this CPU or in this build", false};
   }
-  return {nullptr,
-          "is not one of amx, avx512bf16, avx512vnni, avx2, neon_i8mm, neon_dotprod, scalar", true};
+  static const std::string unknown = unknown_name();
+  return {nullptr, unknown.c_str(), true};
 }
 
 }  // namespace qattn::cpu
