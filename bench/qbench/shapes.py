@@ -62,7 +62,7 @@ GROUPS = {
     ],
     "decode": [
         Shape("decode", batch, 32, 8, 1, keys, 128, False)
-        for batch, keys in ((16, 8192), (16, 32768), (1, 32768))
+        for batch, keys in ((16, 8192), (16, 32768), (1, 8192), (1, 32768), (1, 131072))
     ],
     # What two cores do in a second.
     "cpu": [Shape("cpu", 1, 8, 8, 4096, 4096, 128, causal) for causal in (False, True)]

@@ -66,10 +66,12 @@ QATTN_DEVICE void each_score(float (&x)[M][N][4], Function f) {
 template <int M, int N>
 QATTN_DEVICE void apply_mask(const kernels::BroadcastView& mask, int b,
                              const ScoreRow (&rows)[2 * M], int tile, float (&x)[M][N][4]) {
-  const auto at = [&](int r, int j) {
-    return b * mask.stride[0] + rows[r].head * mask.stride[1] + rows[r].i * mask.stride[2] +
-           j * mask.stride[3];
-  };
+  std::int64_t base[2 * M];
+#pragma unroll
+  for (int r = 0; r < 2 * M; ++r) {
+    base[r] = b * mask.stride[0] + rows[r].head * mask.stride[1] + rows[r].i * mask.stride[2];
+  }
+  const auto at = [&](int r, int j) { return base[r] + j * mask.stride[3]; };
   const auto inside = [&](int r, int j) { return j >= rows[r].begin && j < rows[r].end; };
   if (mask.format == Format::b8) {
     const auto* data = static_cast<const std::uint8_t*>(mask.data);

@@ -44,6 +44,11 @@ TEST_P(EmulatedBadInput, StaysInItsPlace) {
   expect_bad_input_stays(feature(), in_turn(recipe()), again());
 }
 
+TEST_P(EmulatedBadInput, StaysInItsPlaceWhereKeysAreSplit) {
+  const ForceSpread forced(0, 2);
+  expect_bad_input_stays(feature(), in_turn(recipe()), again());
+}
+
 TEST_P(EmulatedBadInput, SoftcapDoesNotHideIt) {
   Feature f = feature(Format::f16);
   f.options.softcap = 2.0f;
@@ -210,6 +215,25 @@ TEST_P(EmulatedBadIndex, PackedSequences) {
          {"cu_seqlens_k", &Laid::cu_k, {3}, 219, length_error},
          {"cu_seqlens_q", &Laid::cu_q, {3}, 1e9, length_error, true},
          {"cu_seqlens_q", &Laid::cu_q, {3}, 109, length_error, true}});
+}
+
+TEST_P(EmulatedBadIndex, FewQueriesOfSplitKeys) {
+  const ForceSpread forced(0, 3);
+  Feature f;
+  f.heads_q = 4, f.heads_k = 1, f.options.causal = true;
+  f.sq = {4, 7, 2}, f.sk = {130, 90, 265};
+  f.how.packed_q = f.how.packed_k = true;
+  sweep(f, 2,
+        {{"cu_seqlens_k", &Laid::cu_k, {3}, 1e9, length_error},
+         {"cu_seqlens_k", &Laid::cu_k, {3}, 219, length_error},
+         {"cu_seqlens_q", &Laid::cu_q, {3}, 10, length_error, true}});
+  f = Feature();
+  f.heads_q = 4, f.heads_k = 1, f.how.page_size = 64;
+  f.sq = {3, 3}, f.sk = {384, 384}, f.used_k = {350, 330};
+  sweep(f, 1,
+        {{"page_table", &Laid::pages, {1, 0}, -1, "page_table"},
+         {"page_table", &Laid::pages, {1, 4}, 1e9, "page_table"},
+         {"seqused_k", &Laid::used_k, {1}, 385, length_error}});
 }
 
 TEST_P(EmulatedBadIndex, AMaskThatEndsBeforeASequenceDoes) {

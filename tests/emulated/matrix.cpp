@@ -184,6 +184,26 @@ std::vector<SpreadFeature> spread_features() {
     f.sq = {2, 2, 2}, f.sk = {640, 640, 640}, f.used_k = {640, 1, 277}, f.options.causal = true;
     f.how.page_size = 32;
   });
+  add("few_4_smooth_v", 4, 300, 4, 2, 2, [](Feature& f) {
+    f.applies = [](const Recipe& r) { return has_codes(r.v); };
+    f.tweak = [](Recipe& r) { r.smooth_v = Toggle::on; };
+    f.sinks = true;
+  });
+  add("few_8_smooth_q", 8, 300, 4, 2, 2, [](Feature& f) {
+    f.applies = [](const Recipe& r) { return r.qk == Format::s8; };
+    f.tweak = [](Recipe& r) {
+      r.smooth_q = Toggle::on, r.q_scale = {Granularity::per_token, 8, 8};
+    };
+    f.loose = 12;
+  });
+  add("few_2_k_per_token", 2, 300, 4, 1, 2, [](Feature& f) {
+    f.applies = [](const Recipe& r) { return has_codes(r.qk); };
+    f.tweak = [](Recipe& r) { r.k_scale = {Granularity::per_token, 0, 0}; };
+  });
+  add("blocks_block_mask", 0, 0, 2, 1, 2, [](Feature& f) {
+    f.sq = {270}, f.sk = {600}, f.block_mask = MaskShape::full;
+    f.options.block_mask_q = 128, f.options.block_mask_k = 128;
+  });
   add("blocks_causal", 0, 0, 4, 2, 2,
       [](Feature& f) { f.sq = {150}, f.sk = {420}, f.options.causal = true; });
   add("blocks_window_varlen", 0, 0, 2, 1, 3, [](Feature& f) {
@@ -215,6 +235,7 @@ std::vector<Cell> spread_cells() {
   std::size_t n = 0;
   for (const Recipe& recipe : gpu_recipes()) {
     for (const auto& [row, splits] : spread_features()) {
+      if (!row.applies(recipe)) continue;
       Feature f = with_inputs(row, recipe, n % 2 ? Format::f16 : Format::bf16);
       const Heads heads = rotation[n / 2 % std::size(rotation)];
       f.dim = heads.dim, f.dim_v = heads.dim_v;

@@ -168,6 +168,9 @@ TEST_P(EmulatedSpread, ItsOwnChoice) {
   expect(several, "splits: 1\npacked_heads: 1\n");
   Feature prefill = feature(1100, 1100, 4, 2);
   expect(prefill, "splits: 1\npacked_heads: 1\n");
+  Feature small = feature(1, 300, 2, 1);
+  small.sq = {1}, small.sk = {300};
+  expect(small, "splits: 1\npacked_heads: 1\n");
   Feature sixes = feature(2, 300, 6, 1);
   expect(sixes, std::string("packed_heads: ") + (GetParam().architecture == 90 ? "2\n" : "6\n"));
 }

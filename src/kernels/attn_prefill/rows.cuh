@@ -119,11 +119,13 @@ struct PrefillRows {
     return warp * S::warp_rows + r / 2 * 16 + lane / 4 + r % 2 * 8;
   }
 
-  /// Which query row r is, and of which head.
-  QATTN_DEVICE int query(int r) const {
-    const int row = work.first_row + local_row(r);
+  /// Which query a row of the block is.
+  QATTN_DEVICE int query_of(int row) const {
+    row += work.first_row;
     return p.pack > 1 ? row * p.pack_inverse >> 16 : row;
   }
+  /// Which query row r is, and of which head.
+  QATTN_DEVICE int query(int r) const { return query_of(local_row(r)); }
   QATTN_DEVICE int head(int r) const {
     return p.pack > 1 ? work.head + local_row(r) - query(r) * p.pack : work.head;
   }

@@ -110,6 +110,24 @@ struct Prefill : PrefillValues<C> {
     }
   }
 
+  /// The tiles of a warp without rows: its share of what all threads do.
+  QATTN_DEVICE void pass_tiles(int tile) {
+    while (tile >= 0) {
+      const int next = visible_tile(tile - S::keys);
+      isa::copy_async_wait<0>();
+      isa::sync_threads();
+      this->start_values(tile);
+      this->start_key_scales(tile);
+      isa::copy_async_commit();
+      isa::copy_async_wait<0>();
+      isa::sync_threads();
+      if (next >= 0) this->start_keys(next);
+      isa::copy_async_commit();
+      if (S::wide_pv && (!this->whole(tile) || p.mask.data != nullptr)) this->clean_values();
+      tile = next;
+    }
+  }
+
   QATTN_DEVICE void run_tiles() {
     const int none = work.key_end <= work.key_begin;
     int tile = none ? -1 : visible_tile((work.key_end - 1) / S::keys * S::keys);
@@ -119,6 +137,10 @@ struct Prefill : PrefillValues<C> {
     this->start_keys(tile);
     isa::copy_async_commit();
     this->clear_missing_channels();
+    if (this->idle()) {
+      pass_tiles(tile);
+      tile = -1;
+    }
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       row_scale[r] = this->query_scale(r) * p.scale * tile::log2_e;

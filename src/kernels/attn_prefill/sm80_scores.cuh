@@ -63,6 +63,9 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
     return s;
   }
 
+  /// Does none of this warp's rows exist?
+  QATTN_DEVICE bool idle() const { return this->query_of(warp * S::warp_rows) >= work.q.length; }
+
   // ---- Loads ----------------------------------------------------------------------------------
 
   QATTN_DEVICE void set_sources() {

@@ -241,7 +241,24 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
     }
   }
 
+  /// The tiles of a warpgroup without rows: what the others wait for.
+  QATTN_DEVICE void pass_tiles() {
+    while (true) {
+      wait_full();
+      take_turn();
+      give_turn();
+      release();
+      if (walk.tile < 0) break;  // that stage had V of the last
+      walk.advance(S::keys);
+    }
+    return_queries(buffer);
+  }
+
   QATTN_DEVICE void run_tiles() {
+    if (this->query_of(64 * group) >= work.q.length) {
+      pass_tiles();
+      return;
+    }
     if constexpr (S::wide_qk) check_queries();
     this->start_rows();
     Products s;

@@ -9,14 +9,18 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 namespace {
 
+constexpr std::int64_t least_keys = 512;        // of a split
 constexpr std::int64_t most_rows = 0x7fffffff;  // of all heads and sequences: blocks of a grid
 
 /// The most query heads of a KV head that fit a tile with all their queries.
 int pack_of(const Problem& p, const Recipe& r, const SpreadLimits& limits) {
   // Tables of block masks and of Q's means are of one head.
   const bool alone = p.block_mask_q > 0 || r.smooth_q == Toggle::on;
-  if (!limits.pack || alone || p.max_q == 0 || p.max_q > limits.rows) return 1;
+  if (alone || p.max_q == 0 || p.max_q > limits.rows) return 1;
   if (p.batch * p.heads_q > most_rows / p.max_q) return 1;
+  // All heads at once, with keys too few to split: a tile each is as fast, and ends its rows
+  // itself.
+  if (p.batch * p.heads_q <= limits.blocks && p.max_k < least_keys) return 1;
   const int asked = spread_override().pack;
   for (std::int64_t n = std::min(p.group(), limits.rows / p.max_q); n > 1; --n) {
     const bool fits = p.group() % n == 0 && (limits.pack_rows == 0 || limits.pack_rows % n == 0);
@@ -38,7 +42,7 @@ std::int64_t visible_keys(const Problem& p, std::int64_t rows) {
 std::int64_t splits_of(const Problem& p, const SpreadLimits& limits, std::int64_t blocks,
                        std::int64_t works) {
   if (works == 0) return 1;
-  const std::int64_t least = blocks == 1 ? 512 : 1024;
+  const std::int64_t least = blocks == 1 ? least_keys : 2 * least_keys;
   const std::int64_t keys = visible_keys(p, std::min<std::int64_t>(p.max_q, limits.rows));
   return std::clamp<std::int64_t>(std::min(limits.blocks / works, keys / least), 1, most_splits);
 }

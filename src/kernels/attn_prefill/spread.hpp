@@ -19,7 +19,6 @@ struct SpreadLimits {
   int channels = 128;  ///< of its output, padded
   int blocks = 1;      ///< that the device runs at a time
   int pack_rows = 0;   ///< heads that share a tile divide this number, if it is not 0
-  bool pack = true;    ///< may heads share a tile?
 };
 
 /// A plan's choice, from shapes and the device alone.
