@@ -88,8 +88,7 @@ Cell cell_of(const Recipe& recipe, const Feature& feature, std::string tail) {
 int other_architecture(const Cell& cell) {
   const Recipe& r = cell.recipe;
   if (r.qk != Format::e4m3 && r.v != Format::e4m3) return 89;
-  const bool hopper = std::max(cell.feature.dim, cell.feature.dim_v) <= 128 &&
-                      r.smooth_q != Toggle::on && cell.feature.options.block_mask_q % 128 == 0 &&
+  const bool hopper = r.smooth_q != Toggle::on && cell.feature.options.block_mask_q % 128 == 0 &&
                       cell.feature.options.block_mask_k % 128 == 0 &&
                       r.v_scale.granularity != Granularity::per_block_channel;
   return hopper && !cell.refused ? 90 : 0;
@@ -313,7 +312,7 @@ std::vector<InstanceCell> instance_cells() {
                                         : v == "e4m3"     ? "int8_fp8"
                                                           : "int8");
     Cell cell = cell_of(recipe, f, "");
-    cell.architecture = d > 128 ? 0 : 89;  // Hopper has kernels of its own
+    cell.architecture = 89;  // Hopper has kernels of its own
     all.push_back(
         {std::move(cell), std::string(general ? "general" : "plain") + " d" + std::to_string(d)});
   };

@@ -20,8 +20,6 @@ CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() els
 # Where mma.sync of FP8 is one instruction, and Hopper, which has wgmma.
 if CAPABILITY in ((8, 9), (9, 0)) or CAPABILITY >= (12, 0):
     SINCE["int8_fp8"] = SINCE["fp8"] = (8, 9)
-#: head dimensions above which FP8 is refused: Hopper's own kernel alone has it there
-MOST_FP8 = 128 if CAPABILITY == (9, 0) else 256
 RECIPES = [name for name, since in SINCE.items() if CAPABILITY == (0, 0) or CAPABILITY >= since]
 #: one of each kind of product, for features that do not depend on the recipe
 KINDS = [name for name in ("bf16", "int8_full") if name in RECIPES]

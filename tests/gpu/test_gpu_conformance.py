@@ -11,7 +11,6 @@ from gpu import (
     CAPABILITY,
     DEVICE,
     KINDS,
-    MOST_FP8,
     RECIPES,
     SINCE,
     attention,
@@ -112,11 +111,6 @@ def test_error_rule(recipe, family):
 ])  # fmt: skip
 @every_recipe
 def test_head_dimensions(recipe, dim, dim_v):
-    if "fp8" in recipe and max(dim, dim_v) > MOST_FP8:
-        q, k, v = qkv(dim=dim, dim_v=dim_v, dtype=dtype_of(recipe))
-        with pytest.raises(qattn.Unsupported, match="head dimensions above 128"):
-            attention(q, k, v, recipe)
-        return
     q, k, v = qkv(dim=dim, dim_v=dim_v, dtype=dtype_of(recipe))
     check(recipe, attention(q, k, v, recipe), reference(q, k, v))
 

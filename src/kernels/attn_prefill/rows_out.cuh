@@ -41,17 +41,20 @@ struct PrefillOutput : PrefillRows<S> {
       store_floats();
       return;
     }
-    isa::sync_warp();  // rows of earlier work have left
-    if (p.out.format == Format::f16) {
-      stage(rows, [](float lo, float hi) { return isa::pack_f16(lo, hi); });
-    } else {
-      stage(rows, [](float lo, float hi) { return isa::pack_bf16(lo, hi); });
-    }
-    isa::sync_warp();
-    if (p.out.vectors) {
-      store_rows<isa::Words4>(rows);
-    } else {
-      store_rows<std::uint16_t>(rows);
+#pragma unroll
+    for (int first = 0; first < S::d; first += S::out_channels) {
+      isa::sync_warp();  // rows of earlier work have left
+      if (p.out.format == Format::f16) {
+        stage(rows, first / 8, [](float lo, float hi) { return isa::pack_f16(lo, hi); });
+      } else {
+        stage(rows, first / 8, [](float lo, float hi) { return isa::pack_bf16(lo, hi); });
+      }
+      isa::sync_warp();
+      if (p.out.vectors) {
+        store_rows<isa::Words4>(rows, first);
+      } else {
+        store_rows<std::uint16_t>(rows, first);
+      }
     }
   }
 
@@ -236,32 +239,33 @@ struct PrefillOutput : PrefillRows<S> {
     }
   }
 
-  /// The warp's rows in the output's 16 bits to shared memory.
+  /// S::out_channels of the warp's rows, from tile `first` on, in the output's 16 bits to shared
+  /// memory.
   template <class Pack>
-  QATTN_DEVICE void stage(SharedAddress rows, Pack pack) {
+  QATTN_DEVICE void stage(SharedAddress rows, int first, Pack pack) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const SharedAddress row = rows + local_row(r) * S::out_row + lane % 4 * 4;
 #pragma unroll
-      for (int n = 0; n < S::d_tiles; ++n) {
-        isa::store_shared(row + 16 * n,
-                          pack(out[r / 2][n][r % 2 * 2], out[r / 2][n][r % 2 * 2 + 1]));
+      for (int n = 0; n < S::out_channels / 8; ++n) {
+        const float* x = out[r / 2][first + n] + r % 2 * 2;
+        isa::store_shared(row + 16 * n, pack(x[0], x[1]));
       }
     }
   }
 
-  /// From shared memory to the output, in pieces of one type.
+  /// From shared memory to the output, from channel `begin` on, in pieces of one type.
   template <class Piece>
-  QATTN_DEVICE void store_rows(SharedAddress rows) {
-    constexpr int width = sizeof(Piece) / 2, pieces = S::d / width;
+  QATTN_DEVICE void store_rows(SharedAddress rows, int begin) {
+    constexpr int width = sizeof(Piece) / 2, pieces = S::out_channels / width;
     constexpr int lanes = pieces < 32 ? pieces : 32, step = 32 / lanes;
     if (lane >= lanes * step) return;
     const int first = warp * S::warp_rows + lane / lanes, left = work.q.rows - work.first_row;
     const std::int64_t stride = step * p.out.token;
 #pragma unroll
-    for (int c = lane % lanes * width; c < S::d; c += lanes * width) {
-      if (c >= p.out.channels) break;
-      std::uint16_t* to = static_cast<std::uint16_t*>(p.out.data) + out_offset(first) + c;
+    for (int c = lane % lanes * width; c < S::out_channels; c += lanes * width) {
+      if (begin + c >= p.out.channels) break;
+      std::uint16_t* to = static_cast<std::uint16_t*>(p.out.data) + out_offset(first) + begin + c;
       SharedAddress from = rows + first * S::out_row + 2 * c;
 #pragma unroll 8
       for (int row = first; row < (warp + 1) * S::warp_rows; row += step) {

@@ -33,7 +33,8 @@ struct PrefillShape {
   static constexpr int mean_at = k_scale_at + 4 * keys;  ///< smooth_q: 64 floats a block of Q
   static constexpr int used_bytes =
       C.general && !wide_qk ? mean_at + 4 * keys * thread_rows * warps : k_scale_at;
-  static constexpr int out_row = tile::padded_row(2 * C.d);
+  static constexpr int out_channels = C.d;  ///< that leave through shared memory together
+  static constexpr int out_row = tile::padded_row(2 * out_channels);
   static constexpr int shared_bytes = used_bytes > rows* out_row ? used_bytes
                                                                  : (rows* out_row + 15) / 16 * 16;
 };

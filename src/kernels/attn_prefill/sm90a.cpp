@@ -42,7 +42,7 @@ Recipe resolve(const Problem& problem) {
 }
 
 const Sm90Instance* find(const Problem& p, const Recipe& r) {
-  const int d = std::max<int>(p.d, p.dv) <= 64 ? 64 : 128;
+  const int widest = std::max<int>(p.d, p.dv), d = widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
   return find_sm90a({d, r.qk == Format::s8 ? Element::s8 : Element::e4m3,
                      r.v == Format::s8 ? Element::u8 : Element::e4m3});
 }
@@ -89,7 +89,6 @@ Status supports(const Problem& p) {
   const Recipe r = resolve(p);
   if (Status s = check_formats(p, r); !s.ok()) return s;
   if (r.smooth_q == Toggle::on) return refuse("smooth_q: the portable kernel has it");
-  if (std::max(p.d, p.dv) > 128) return refuse("head dimensions above 128");
   if (p.block_mask_q % sm90a_rows != 0 || p.block_mask_k % sm90a_keys != 0) {
     return refuse("block_mask: blocks are not multiples of " + std::to_string(sm90a_rows) +
                   " rows and " + std::to_string(sm90a_keys) + " keys");
@@ -196,7 +195,7 @@ std::string map_codes(const Sm90Config& c, const Problem& p, Sm90Params& a) {
     t.sizes[0] = static_cast<std::uint64_t>(x.row_bytes);
     t.sizes[1] = static_cast<std::uint64_t>(heads * x.slots);
     t.stride_bytes[1] = static_cast<std::uint64_t>(x.row_bytes);
-    t.box[0] = static_cast<std::uint32_t>(c.d);
+    t.box[0] = static_cast<std::uint32_t>(std::min(c.d, sm90_panel));
     t.box[1] = rows;
     t.swizzle = c.d == 64 ? isa::Swizzle::bytes64 : isa::Swizzle::bytes128;
     return t;

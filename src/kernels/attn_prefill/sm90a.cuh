@@ -29,8 +29,13 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
   using Base = Sm90AnySoftmax<C>;
   using Base::R, Base::codes, Base::lane, Base::out, Base::sum, Base::work;
   using typename Base::Plain, typename Base::Products, typename Base::Scales;
-  /// P V of a tile that does not go straight to the output.
-  using Values = isa::Accumulator<C.pv>[S::wide_pv ? 1 : S::v_channels / 2];
+  /// P V of a tile and a part of the channels, that does not go straight to the output.
+  static constexpr int part_end(int part) {
+    return part + 1 < S::v_parts ? (part + 1) * S::part_channels : S::v_channels;
+  }
+  template <int Part>
+  using Values =
+      isa::Accumulator<C.pv>[S::wide_pv ? 1 : (part_end(Part) - Part * S::part_channels) / 2];
 
   SharedAddress base;
   int group;   ///< this warpgroup among the consumers
@@ -82,8 +87,11 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
   }
 
   /// V of the tile before, which lies in this stage.
-  QATTN_DEVICE void multiply_values(Values& pv) {
-    const std::uint64_t v = v_descriptor + place.stage * (S::stage_bytes / 16);
+  template <int Part>
+  QATTN_DEVICE void multiply_values(Values<Part>& pv) {
+    constexpr int first = Part * S::part_channels, channels = part_end(Part) - first;
+    const std::uint64_t v =
+        v_descriptor + place.stage * (S::stage_bytes / 16) + first * S::v_row / 16;
     if constexpr (S::wide_pv) {
       auto& sums = reinterpret_cast<float(&)[S::d / 2]>(out);
 #pragma unroll
@@ -94,7 +102,7 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
 #pragma unroll
       for (int step = 0; step < S::keys / 32; ++step) {
         const int at = step / 2 * S::v_bytes + step % 2 * 32;
-        isa::wgmma<C.pv, S::v_element, S::v_channels>(pv, codes[step], v + at / 16, step > 0);
+        isa::wgmma<C.pv, S::v_element, channels>(pv, codes[step], v + at / 16, step > 0);
       }
     }
     isa::wgmma_commit();
@@ -112,13 +120,15 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
   }
 
   /// Joins P V to the output, and to the row sums what its product has of them.
-  QATTN_DEVICE void add_values(const Values& pv) {
+  template <int Part>
+  QATTN_DEVICE void add_values(const Values<Part>& pv) {
     static_assert(!S::wide_pv);
+    constexpr int first = Part * S::part_channels / 8, tiles = S::part_channels / 8;
 #pragma unroll
-    for (int n = 0; n < S::d_tiles; ++n) {
+    for (int n = 0; n < tiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float& x = out[0][n][i];
+        float& x = out[0][first + n][i];
         const auto product = static_cast<float>(pv[4 * n + i]);
         if constexpr (S::u8) {
           x = fmaf(product, this->share[i / 2], x);
@@ -127,12 +137,26 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
         }
       }
     }
-    if constexpr (S::e4m3_pv) {  // columns 0 and 1 lie in lane t = 0; only 0 is not zero
+    if constexpr (S::e4m3_pv && Part + 1 == S::v_parts) {
+      // Columns 0 and 1 behind the channels lie in lane t = 0; only 0 is not zero.
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        sum[r] = fmaf(sum[r], this->shrink[r], pv[S::d / 2 + 2 * r] + pv[S::d / 2 + 2 * r + 1]);
+        const auto* total = pv + 4 * tiles + 2 * r;
+        sum[r] = fmaf(sum[r], this->shrink[r], total[0] + total[1]);
       }
     }
+  }
+
+  /// P V of the tile before, a part of the channels after the other.
+  template <int Part = 0>
+  QATTN_DEVICE void join_parts() {
+    static_assert(S::v_parts > 1);
+    Values<Part> pv;
+    isa::wgmma_fence();
+    multiply_values<Part>(pv);
+    isa::wgmma_wait<0>();
+    add_values<Part>(pv);
+    if constexpr (Part + 1 < S::v_parts) join_parts<Part + 1>();
   }
 
   // ---- Turns ----------------------------------------------------------------------------------
@@ -164,15 +188,23 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
   /// Q K^T still runs. The turn is still ours then.
   template <bool First>
   QATTN_DEVICE void multiply(Products& s) {
-    Values pv;
+    if constexpr (S::v_parts > 1) {
+      take_turn();
+      if constexpr (!First) join_parts();
+      isa::wgmma_fence();
+      multiply_keys(s);
+      isa::wgmma_wait<0>();
+      return;
+    }
+    Values<0> pv;
     if constexpr (!First) shrink_output();
     take_turn();
     isa::wgmma_fence();
-    if constexpr (!First) multiply_values(pv);
+    if constexpr (!First) multiply_values<0>(pv);
     multiply_keys(s);
     if constexpr (!First && !S::wide_pv) {
       isa::wgmma_wait<1>();
-      add_values(pv);
+      add_values<0>(pv);
       isa::sync_warp();  // or ptxas moves the additions behind the next wait
     }
     isa::wgmma_wait<0>();
@@ -281,26 +313,33 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
 
   /// P V of the last tile.
   QATTN_DEVICE void multiply_last() {
-    Values pv;
+    Values<0> pv;
     shrink_output();
     take_turn();
-    isa::wgmma_fence();
-    multiply_values(pv);
-    if constexpr (S::e4m3_pv) {
-      typename Base::ChannelScales scale;  // they arrive meanwhile
-      this->load_channel_scales(scale);
-      isa::wgmma_wait<0>();
+    if constexpr (S::v_parts > 1) {
+      join_parts();
       give_turn();
       release();
-      add_values(pv);
-      this->scale_channels(scale);
+      if constexpr (S::e4m3_pv) this->scale_all_channels();
     } else {
-      isa::wgmma_wait<0>();
-      give_turn();
-      release();
+      isa::wgmma_fence();
+      multiply_values<0>(pv);
+      if constexpr (S::e4m3_pv) {
+        typename Base::template ChannelScales<S::d_tiles> scale;  // they arrive meanwhile
+        this->load_channel_scales(0, scale);
+        isa::wgmma_wait<0>();
+        give_turn();
+        release();
+        add_values<0>(pv);
+        this->scale_channels(0, scale);
+      } else {
+        isa::wgmma_wait<0>();
+        give_turn();
+        release();
+        if constexpr (S::u8) add_values<0>(pv);
+      }
     }
     if constexpr (S::u8) {
-      add_values(pv);
 #pragma unroll
       for (int r = 0; r < R; ++r) sum[r] += this->poison;
     }

@@ -126,7 +126,10 @@ struct Sm90Producer {
                    tile, n, full);
       }
     } else {
-      isa::tma_load<2>(stage + S::k_at, p.k_map, {0, static_cast<int>(row)}, full);
+      for (int n = 0; n < S::qk_panels; ++n) {
+        isa::tma_load<2>(stage + S::k_at + n * S::k_panel_bytes, p.k_map,
+                         {n * sm90_panel, static_cast<int>(row)}, full);
+      }
       isa::bulk_load(stage + S::scale_at, p.k8.scale + row, S::scale_bytes, full);
     }
     if constexpr (!S::wide_pv) {
@@ -177,11 +180,16 @@ struct Sm90Producer {
           load_panel(panel, p.q_map, p.q, work, work.q, work.head, query, n, full);
         }
       }
-    } else if (p.pack > 1) {
-      isa::tma_load<3>(to, p.q_map, {0, work.head, slot}, full);
     } else {
-      const std::int64_t row = work.head * p.q8.slots + slot;
-      isa::tma_load<2>(to, p.q_map, {0, static_cast<int>(row)}, full);
+      const auto row = static_cast<int>(work.head * p.q8.slots + slot);
+      for (int n = 0; n < S::qk_panels; ++n) {
+        const SharedAddress panel = to + n * S::q_panel_bytes;
+        if (p.pack > 1) {
+          isa::tma_load<3>(panel, p.q_map, {n * sm90_panel, work.head, slot}, full);
+        } else {
+          isa::tma_load<2>(panel, p.q_map, {n * sm90_panel, row}, full);
+        }
+      }
     }
   }
 

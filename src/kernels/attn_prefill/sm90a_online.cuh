@@ -238,17 +238,31 @@ struct Sm90Online : Sm90Rows<C> {
   }
 
   /// V's scales, of which there is one a channel.
-  using ChannelScales = float[S::d_tiles][2];
-  QATTN_DEVICE void load_channel_scales(ChannelScales& scale) const {
+  template <int N>
+  using ChannelScales = float[N][2];
+  /// Those of N tiles from `first` on.
+  template <int N>
+  QATTN_DEVICE void load_channel_scales(int first, float (&scale)[N][2]) const {
     const std::int64_t head = work.b * p.k.heads + work.kv_head;
-    this->load_channels(p.v8.channel_scale + head * p.v8.groups * p.v8.channels, p.v8.channels, 0,
-                        scale);
+    this->load_channels(p.v8.channel_scale + head * p.v8.groups * p.v8.channels, p.v8.channels,
+                        first, scale);
   }
-  QATTN_DEVICE void scale_channels(const ChannelScales& by) {
+  template <int N>
+  QATTN_DEVICE void scale_channels(int first, const float (&by)[N][2]) {
 #pragma unroll
-    for (int n = 0; n < S::d_tiles; ++n) {
+    for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) out[0][n][i] *= by[n][i % 2];
+      for (int i = 0; i < 4; ++i) out[0][first + n][i] *= by[n][i % 2];
+    }
+  }
+  /// A few at a time: all at once have no room beside the output.
+  QATTN_DEVICE void scale_all_channels() {
+    constexpr int together = 8;
+#pragma unroll
+    for (int first = 0; first < S::d_tiles; first += together) {
+      ChannelScales<together> scale;
+      load_channel_scales(first, scale);
+      scale_channels(first, scale);
     }
   }
 };

@@ -11,7 +11,7 @@ using isa::SharedAddress;
 
 /// Everything that selects code of the Hopper kernel.
 struct Sm90Config {
-  int d = 128;                         ///< padded head dimension of Q, K and V: 64 or 128
+  int d = 128;                         ///< padded head dimension of Q, K and V: 64, 128 or 256
   isa::Element qk = isa::Element::s8;  ///< Q and K: s8, e4m3, f16 or bf16
   isa::Element pv = isa::Element::u8;  ///< P; V has the same, or s8 beside u8
   bool operator==(const Sm90Config&) const = default;
@@ -67,6 +67,9 @@ struct Sm90Shape {
   // V. Codes: channels are rows of 64 keys; e4m3 has eight more, whose product is the sum of P.
   // 16 bits: keys are rows, in panels of 64 channels.
   static constexpr int v_channels = d + (e4m3_pv ? 8 : 0);
+  /// P V of so many channels, and what comes with the last, has room beside the output and P; with
+  /// more than one part Q K^T waits for all of them.
+  static constexpr int part_channels = d < 128 ? d : 128, v_parts = wide_pv ? 1 : d / part_channels;
   static constexpr int v_row = wide_pv ? sm90_panel : slot_tile;
   static constexpr int v_panels = wide_pv ? 2 * d / sm90_panel : halves;
   static constexpr int v_stride = 8 * v_row;
@@ -93,10 +96,11 @@ struct Sm90Shape {
   static constexpr int plain_at = record.plain - tail_from, unit_at = record.unit - tail_from;
   static constexpr int flags_at = record.flags - tail_from;
 
-  static constexpr int out_row = tile::padded_row(2 * d);
+  static constexpr int out_channels = part_channels;  ///< that leave through shared memory together
+  static constexpr int out_row = tile::padded_row(2 * out_channels);
   /// Q of the next block of rows arrives while this one's last tiles are at work: with one buffer
   /// the consumers waited 2000 clocks for it (H200). Buffer n is consumer n % consumers's.
-  static constexpr int q_stages = 2, q_buffers = q_stages * consumers;
+  static constexpr int q_stages = v_parts > 1 ? 1 : 2, q_buffers = q_stages * consumers;
   static constexpr int dots_at = 64 * 4;                        ///< in facts: q . mu
   static constexpr int fact_bytes = wide_qk ? 0 : 2 * dots_at;  ///< of a buffer: Q's scales first
   static constexpr int work_bytes = 128;                        ///< room for a PrefillWork
