@@ -229,7 +229,7 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
       this->attend_plain(s, 1, t, meanwhile);
       this->end_plain(t);
       next_tile();
-      if (walk.tile < 0 || !this->is_plain(walk.tile, scales)) return;
+      if (!this->is_plain(walk.tile, scales)) return;  // or there is none
       multiply<false>(s);
     }
   }

@@ -45,11 +45,11 @@ struct Sm90Shape {
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
   static constexpr float p_log2 = e4m3_pv ? 8.0f : 0.0f;
   /// The groups of exponentials (see exponentiate()) after which the turn is given, and after which
-  /// the next tile is looked at. Where ptxas puts the rest depends on them (H200, S 8192, TFLOP/s):
-  /// with u8 P the turn after group 3, 5, 7, 9 gives 843, 840, 835, 684; the look after group 3, 5,
-  /// 7, 9, 11 gives 685, 684, 835, 816, 824 with the turn after 5 or 7. With e4m3 P, S 4096: the
-  /// turn after 1, 2, 4 and the look after 5 give 932, 935, 938, the look after 7 gives 874, 883, 854.
-  static constexpr int give_after = e4m3_pv ? 4 : 3, look_after = e4m3_pv ? 5 : 7;
+  /// the next tile is looked at. Where ptxas puts these and the rest depends on them, and on all
+  /// else: to be tried again after changes. H200, D 128, full, S 4096, TFLOP/s, look after 3, 4, 5,
+  /// 6, 7: e4m3 P 905 887 888 (e4m3 Q and K 952 951 899), u8 P 808 809 792 from 5 on. The turn after
+  /// 1 to 5 is the same.
+  static constexpr int give_after = wide_pv ? 3 : 2, look_after = wide_pv ? 7 : u8 ? 6 : 3;
   static constexpr int d = C.d, keys = 128, consumers = 2, rows = 64 * consumers;
   static constexpr int m_tiles = 1, warp_rows = 16, n_tiles = keys / 8, d_tiles = d / 8;
   static constexpr int threads = 128 * (consumers + 1), row_warps = 4 * consumers;
