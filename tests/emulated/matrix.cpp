@@ -90,7 +90,6 @@ int other_architecture(const Cell& cell) {
   if (r.qk != Format::e4m3 && r.v != Format::e4m3) return 89;
   const bool hopper = std::max(cell.feature.dim, cell.feature.dim_v) <= 128 &&
                       r.smooth_q != Toggle::on && cell.feature.options.block_mask_q % 128 == 0 &&
-                      cell.feature.options.block_mask_k % 128 == 0 &&
                       r.v_scale.granularity != Granularity::per_block_channel;
   return hopper && !cell.refused ? 90 : 0;
 }

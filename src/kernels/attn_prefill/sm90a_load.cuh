@@ -22,14 +22,19 @@ struct RingPlace {
 
 /// The tiles of a work item, from the last to the first. Producer and consumers walk the same.
 struct TileWalk {
-  int tile;       ///< first key of the tile; negative: none is left
-  int begin;      ///< first key that is visible
-  int mask_keys;  ///< keys of a block of the block mask
+  int tile;        ///< first key of the tile; negative: none is left
+  int begin, end;  ///< of the keys that are visible
+  int mask_keys;   ///< keys of a block of the block mask
+  unsigned hidden = 0;  ///< bit h: the block mask forbids half h of the tile
   std::int64_t mask_stride;
   const std::uint8_t* mask = nullptr;  ///< the block mask's row; null: none
 
   QATTN_DEVICE TileWalk(const PrefillParams& p, const PrefillWork& work, int keys)
-      : tile(-1), begin(work.key_begin), mask_keys(p.block_mask_k), mask_stride(0) {
+      : tile(-1),
+        begin(work.key_begin),
+        end(work.key_end),
+        mask_keys(p.block_mask_k),
+        mask_stride(0) {
     if (work.key_end <= work.key_begin) return;
     if (p.block_mask.data != nullptr) {
       mask = static_cast<const std::uint8_t*>(p.block_mask.data) + work.b * p.block_mask.stride[0] +
@@ -48,7 +53,15 @@ struct TileWalk {
  private:
   QATTN_DEVICE void skip(int keys) {
     if (mask != nullptr) {
-      while (tile >= begin && isa::load_global(mask + tile / mask_keys * mask_stride) == 0) {
+      while (tile >= begin) {
+        const int block = tile / mask_keys, upper = tile + keys / 2;
+        const std::uint8_t* at = mask + block * mask_stride;
+        hidden = isa::load_global(at) == 0 ? 1 : 0;
+        // The mask may end before the second half, which nobody sees then.
+        if (upper < end && upper - block * mask_keys >= mask_keys) at += mask_stride;
+        const bool forbidden = isa::load_global(at) == 0;
+        if (forbidden || upper >= end) hidden |= 2;
+        if (hidden != 3) break;
         tile -= keys;
       }
     }

@@ -15,6 +15,8 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
 
   const Sm90Params& params;
   int plain_first, plain_last;  ///< bounds of the tiles that every row sees whole
+  /// In the flags of a tile: the block mask forbids its first half, and in the next bit its second.
+  static constexpr int hidden_at = 30;
 
   /// `buffer`: Q's.
   QATTN_DEVICE Sm90Rows(const Sm90Params& a, const PrefillWork& w, int row_warp, int buffer)
@@ -36,6 +38,28 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
 
   /// Does every row see every key of the tile?
   QATTN_DEVICE bool sees_whole(int tile) const { return tile >= plain_first && tile <= plain_last; }
+
+  /// Are there keys in half `h` of a tile, and none that the block mask forbids?
+  QATTN_DEVICE bool has_half(int h, std::uint32_t flags, int tile) const {
+    return tile + h * slot_tile < work.k.length && (flags >> hidden_at >> h & 1) == 0;
+  }
+
+  /// The bounds of row r in a tile.
+  QATTN_DEVICE tile::ScoreRow edge_row(int r, std::uint32_t flags, int tile) const {
+    tile::ScoreRow row = this->score_row(r);
+    const int middle = tile + S::keys / 2;
+    if ((flags >> hidden_at & 1) != 0 && row.begin < middle) row.begin = middle;
+    if ((flags >> hidden_at & 2) != 0 && row.end > middle) row.end = middle;
+    return row;
+  }
+
+  /// Hides what the block mask forbids of scores that are ready.
+  QATTN_DEVICE static void hide_half(typename Base::Scores& s, std::uint32_t flags) {
+    if (flags >> hidden_at == 0) return;
+    tile::each_score(s, [&](int, int key, float& x) {
+      if ((flags >> hidden_at >> key / slot_tile & 1) != 0) x = -tile::infinity();
+    });
+  }
 };
 
 }  // namespace QATTN_TARGET
