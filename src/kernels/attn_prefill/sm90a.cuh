@@ -331,9 +331,7 @@ struct Sm90Prefill {
     if constexpr (S::wide_pv) {
       static_assert(S::row_warps == doubt_warps);
       const bool any = isa::any(doubtful);
-      if (isa::lane() == 0) {
-        isa::store_global(p.doubts + index * std::int64_t{doubt_warps} + row_warp, any ? 1u : 0u);
-      }
+      if (isa::lane() == 0) doubt(p, index, row_warp, any);
     }
   }
 
