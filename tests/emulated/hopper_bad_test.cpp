@@ -92,6 +92,10 @@ struct HidingRecipe {
   Recipe recipe;
 };
 
+void PrintTo(const HidingRecipe& c, std::ostream* out) {
+  *out << c.recipe.name << " " << c.hiding.name;
+}
+
 class HopperBadKeys : public testing::TestWithParam<HidingRecipe> {
  protected:
   Outcome run(const Call& call, Laid& laid) {

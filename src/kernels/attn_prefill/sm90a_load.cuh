@@ -88,8 +88,7 @@ QATTN_DEVICE void each_stage(const PrefillParams& p, const PrefillWork& work, in
 QATTN_DEVICE bool needs_cleaning(const PrefillParams& p, const PrefillWork& work, int tile,
                                  int keys) {
   return tile + keys > work.k.length &&
-         (p.v.cu_seqlens != nullptr || p.v.page_table != nullptr ||
-          work.k.length < p.v.max_length);
+         (p.v.cu_seqlens != nullptr || work.k.length < p.v.max_length);
 }
 
 /// One thread: does the portable kernel have to do work `index` again?
