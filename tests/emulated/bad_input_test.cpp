@@ -52,7 +52,7 @@ TEST_P(EmulatedBadInput, StaysInItsPlaceWhereKeysAreSplit) {
 TEST_P(EmulatedBadInput, SoftcapDoesNotHideIt) {
   Feature f = feature(Format::f16);
   f.options.softcap = 2.0f;
-  expect_bad_input_stays(f, in_turn(recipe()));
+  expect_bad_input_stays(f, in_turn(recipe()), again());
 }
 
 TEST_P(EmulatedBadInput, StaysInItsPlaceWithoutSharedScales) {

@@ -19,8 +19,8 @@ Feature masked(const Recipe& recipe) {
 class EmulatedBlockMask : public testing::TestWithParam<Recipe> {};
 
 TEST_P(EmulatedBlockMask, IsAMaskOfWholeBlocks) {
-  // One kernel for both calls: Hopper's takes no blocks of 64 keys.
-  const OnArchitecture on(GetParam().v == Format::s8 ? 89 : 0);
+  // One path for both calls: Hopper's kernels take another for masks.
+  const OnArchitecture on(89);
   const Feature f = masked(GetParam());
   const Call call = make_call(f, 4);
   Laid laid = lay_out(call, f.how);
@@ -67,7 +67,13 @@ TEST_P(EmulatedBlockMask, ForbiddenKeysAreNotRead) {
     poke(laid, call, Operand::k, b, 0, 150, 3, NAN);
     poke(laid, call, Operand::v, b, 0, 160, 3, INFINITY);
   }
-  EXPECT_TRUE(same_bits(clean, run_emulated(call, laid, recipe)));
+  const Outcome now = run_emulated(call, laid, recipe);
+  if (free_scales(recipe.v)) {
+    EXPECT_TRUE(same_bits(clean, now));
+  } else {  // Hopper's kernel leaves such blocks to one that rounds P elsewhere
+    const std::vector<double> was(clean.out.begin(), clean.out.end());
+    EXPECT_LE(distance(now.out, was, call.dim_v).nrmse, 2e-3);
+  }
 }
 
 TEST_P(EmulatedBlockMask, BlocksSmallerThanATileOfRowsAreRefused) {

@@ -58,6 +58,24 @@ INSTANTIATE_TEST_SUITE_P(Cover, Emulated, testing::ValuesIn(covering_cells()), n
 INSTANTIATE_TEST_SUITE_P(Spread, Emulated, testing::ValuesIn(spread_cells()), name_of);
 INSTANTIATE_TEST_SUITE_P(Full, Emulated, testing::ValuesIn(all_cells()), name_of);
 
+/// Hopper's kernels themselves, without the portable one's help.
+class Hopper : public testing::TestWithParam<Cell> {};
+
+TEST_P(Hopper, DoesItAlone) {
+  emu::take_stats();
+  const Outcome outcome = expect_conforms(GetParam());
+  const emu::Stats done = emu::take_stats();
+  EXPECT_NE(outcome.plan.find("kernel: sm90a"), std::string::npos) << outcome.plan;
+  EXPECT_EQ(outcome.plan.find("portable"), std::string::npos) << outcome.plan;
+  EXPECT_GT(done.warp_instructions(emu::Word::wgmma), 0);
+  for (const emu::Word word :
+       {emu::Word::mma_f16, emu::Word::mma_bf16, emu::Word::mma_int8, emu::Word::mma_fp8}) {
+    EXPECT_EQ(done.warp_instructions(word), 0) << emu::name(word);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cover, Hopper, testing::ValuesIn(hopper_cells()), name_of);
+
 class Instance : public testing::TestWithParam<InstanceCell> {};
 
 TEST_P(Instance, IsChosenAndConforms) {

@@ -89,7 +89,6 @@ int other_architecture(const Cell& cell) {
   const Recipe& r = cell.recipe;
   if (r.qk != Format::e4m3 && r.v != Format::e4m3) return 89;
   const bool hopper = r.smooth_q != Toggle::on && cell.feature.options.block_mask_q % 128 == 0 &&
-                      cell.feature.options.block_mask_k % 128 == 0 &&
                       r.v_scale.granularity != Granularity::per_block_channel;
   return hopper && !cell.refused ? 90 : 0;
 }
@@ -290,6 +289,63 @@ std::vector<Cell> all_cells() {
     }
   }
   add_others(all);
+  return all;
+}
+
+std::vector<Cell> hopper_cells() {
+  std::vector<Feature> rows;
+  for (const char* name :
+       {"window_left", "causal_window_left", "window_both", "window_right", "window_self",
+        "window_right_beyond_sk", "mask_bool", "mask_bool_2d", "mask_bool_padding", "mask_additive",
+        "mask_additive_bf16", "softcap", "alibi", "everything", "paged_16", "k_per_token_0",
+        "k_per_thread_64", "static_scales_blocks"}) {
+    rows.push_back(feature_named(name));
+  }
+  add(rows, "window_plain_tiles", [](Feature& f) {
+    f.sq = f.sk = {600}, f.options.window_left = 330, f.options.window_right = 40;
+  });
+  add(rows, "negative_scale", [](Feature& f) { f.options.softmax_scale = -0.1f; });
+  for (const std::int64_t size : {16, 32, 64, 128, 256}) {
+    add(rows, "pages_of_" + std::to_string(size), [size](Feature& f) {
+      f.sq = {129, 20, 1}, f.sk = {512, 512, 512}, f.used_k = {417, 0, 129};
+      f.how.page_size = size, f.how.packed_q = f.options.causal = true;
+    });
+  }
+  add(rows, "pages_varlen_window", [](Feature& f) {
+    f.sq = {1, 140, 0}, f.sk = {320, 320, 320}, f.used_k = {300, 129, 5}, f.how.page_size = 32;
+    f.how.packed_q = f.options.causal = true, f.options.window_left = 70;
+  });
+  add(rows, "pages_shared_mask_bhsd", [](Feature& f) {
+    f.sq = {9, 9}, f.sk = {320, 320}, f.used_k = {200, 300}, f.mask = MaskShape::full;
+    f.how.page_size = 64, f.how.shared_pages = 2, f.how.layout = Layout::bhsd;
+  });
+  const std::size_t any_v = rows.size();
+  for (const char* name : {"block_mask", "block_mask_causal_sinks", "block_mask_varlen"}) {
+    rows.push_back(feature_named(name));
+  }
+  const auto blocks = [&](const std::string& name, std::int64_t keys, auto edit) {
+    add(rows, "block_mask_" + name, [&](Feature& f) {
+      f.block_mask = MaskShape::full, f.options.block_mask_q = 128, f.options.block_mask_k = keys;
+      f.sq = {140}, f.sk = {700}, edit(f);
+    });
+  };
+  blocks("64_softcap", 64, [](Feature& f) { f.options.softcap = 3; });
+  blocks("192_window", 192, [](Feature& f) { f.options.window_left = 400; });
+  blocks("64_pages", 64, [](Feature& f) { f.how.page_size = 64, f.sk = {704}, f.used_k = {650}; });
+  std::vector<Cell> all;
+  for (std::size_t n = 0; n < rows.size(); ++n) {
+    for (const Recipe& recipe : gpu_recipes()) {
+      const bool wide = !has_codes(recipe.v);
+      if (!rows[n].applies(recipe)) continue;
+      if (n < any_v && (!wide || recipe.name == (n % 2 ? "f16" : "bf16"))) continue;
+      Feature f = with_inputs(rows[n], recipe, n / 2 % 2 ? Format::f16 : Format::bf16);
+      const Heads heads = rotation[all.size() % std::size(rotation)];
+      f.dim = heads.dim, f.dim_v = heads.dim_v;
+      Cell cell = cell_of(recipe, f, "");
+      cell.architecture = 90;
+      all.push_back(std::move(cell));
+    }
+  }
   return all;
 }
 

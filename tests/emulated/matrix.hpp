@@ -27,6 +27,10 @@ std::vector<Cell> covering_cells();
 /// Every feature with every recipe, every shape of heads and every 16-bit format.
 std::vector<Cell> all_cells();
 
+/// What Hopper's kernels do without the portable one: windows, masks, pages and block masks of
+/// 16-bit V, and block masks of all recipes.
+std::vector<Cell> hopper_cells();
+
 /// One call for every line of sm80_instances.inc; the plan's text must begin its variant so.
 struct InstanceCell {
   Cell cell;

@@ -179,7 +179,7 @@ std::pair<std::int64_t, std::int64_t> split_of(const Call& call, const ModelOpti
   const std::int64_t shift = x.len_k - x.len_q, right = o.causal ? 0 : o.window_right;
   std::int64_t begin =
       o.window_left < 0 ? 0 : std::max<std::int64_t>(0, first + shift - o.window_left);
-  begin = begin / model.tile_keys * model.tile_keys;
+  begin = begin / 128 * 128;  // whatever the tiles are
   const std::int64_t end = right < 0 ? x.len_k : std::min(x.len_k, past + shift + right);
   const std::int64_t tiles = (std::max(end, begin) - begin + 127) / 128;
   return {begin, std::max<std::int64_t>(1, (tiles + model.splits - 1) / model.splits) * 128};

@@ -85,11 +85,13 @@ struct PrefillParams {
   PartsView parts;
   /// Blocks of rows and splits of keys: q_blocks, heads / pack, sequences and splits multiplied.
   std::int32_t works = 0;
-  /// Not 0 where a warp of the Hopper kernel met numbers that are not finite, [works][8]: the
+  /// Not 0 where a warp of the Hopper kernel met what it cannot do, [works][doubt_stride]: the
   /// portable kernel does these blocks again, and these alone.
   std::uint32_t* doubts = nullptr;
 };
-inline constexpr int doubt_warps = 8;
+/// Doubts of warps that own rows: about numbers in V that are not finite. Of the producer: about
+/// pages that do not exist. Of two warps that test 16-bit K.
+inline constexpr int doubt_warps = 8, doubt_producer = 8, doubt_checkers = 9, doubt_stride = 12;
 
 inline constexpr std::int32_t no_key = 0x7fffffff;
 

@@ -79,7 +79,9 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   const int begin = p.window_left < 0 ? 0 : w.first_row + w.shift - p.window_left;
   const bool none = past <= w.first_row || w.q.bad || w.k.bad;
   w.key_end = none ? 0 : end < length ? end : length;
-  w.key_begin = begin < 0 ? 0 : begin / keys * keys;
+  // Kernels with other tiles split keys at the same places: one does blocks of another again.
+  const int step = p.splits > 1 ? split_tile : keys;
+  w.key_begin = begin < 0 ? 0 : begin / step * step;
   if (p.splits > 1) take_split(p, w);
   return w;
 }

@@ -174,12 +174,12 @@ struct Prefill : PrefillValues<C> {
     self.write(self.base);
   }
 
-  /// Did a warp of the Hopper kernel meet numbers in block `index` that are not finite?
+  /// Did a warp of the Hopper kernel meet in block `index` what it cannot do?
   static QATTN_DEVICE bool is_doubtful(const Params& p, int index) {
     std::uint32_t any = 0;
 #pragma unroll
-    for (int w = 0; w < doubt_warps; ++w) {
-      any |= isa::load_global(p.doubts + index * std::int64_t{doubt_warps} + w);
+    for (int w = 0; w < doubt_checkers + (S::wide_qk ? 2 : 0); ++w) {
+      any |= isa::load_global(p.doubts + index * std::int64_t{doubt_stride} + w);
     }
     return any != 0;
   }

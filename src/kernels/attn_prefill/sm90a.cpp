@@ -7,7 +7,7 @@
 #include <string>
 
 #include "kernels/attn_prefill/call_params.hpp"
-#include "kernels/attn_prefill/gpu.hpp"
+#include "kernels/attn_prefill/sm80_plan.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -89,9 +89,9 @@ Status supports(const Problem& p) {
   const Recipe r = resolve(p);
   if (Status s = check_formats(p, r); !s.ok()) return s;
   if (r.smooth_q == Toggle::on) return refuse("smooth_q: the portable kernel has it");
-  if (p.block_mask_q % sm90a_rows != 0 || p.block_mask_k % sm90a_keys != 0) {
+  if (p.block_mask_q % sm90a_rows != 0) {  // blocks of keys are multiples of 64 anyway
     return refuse("block_mask: blocks are not multiples of " + std::to_string(sm90a_rows) +
-                  " rows and " + std::to_string(sm90a_keys) + " keys");
+                  " rows");
   }
   const PrepareNeeds needs = needs_of(p, r);
   if (const std::string why = prepare_refusal(p, r, needs); !why.empty()) return refuse(why);
@@ -127,8 +127,7 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
   Sm90Params params;
   static_cast<PrefillParams&>(params) =
       params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), sm90a_rows, plan.error);
-  params.general = p.softcap > 0 || p.tensors.alibi_slopes.present() || p.mask != MaskKind::none ||
-                   !(p.softmax_scale > 0) || !thread_scaled(p, plan.recipe);
+  params.general = is_general(p, plan.recipe);
   if (params.works == 0) return {};
   set_spread(plan.spread, sm90a_rows, workspace, params);
   std::string e = p.max_k > 0 ? make_maps(plan.instance->config, p, params) : std::string();
@@ -154,6 +153,11 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
 }
 
 }  // namespace
+
+bool is_general(const Problem& p, const Recipe& r) {
+  return p.softcap > 0 || p.tensors.alibi_slopes.present() || p.mask != MaskKind::none ||
+         !(p.softmax_scale > 0) || (coded(r.qk) && !thread_scaled(p, r));
+}
 
 const Sm90Instance* find_sm90a(const Sm90Config& config) {
   for (const Sm90Instance& i : instances) {

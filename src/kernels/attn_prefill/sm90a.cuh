@@ -181,7 +181,11 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
     walk.advance(S::keys);
     if (ready) return;
     wait_full();
-    if (walk.tile >= 0) scales = this->load_scales(stage());
+    if (walk.tile >= 0) load_facts();
+  }
+  QATTN_DEVICE void load_facts() {
+    scales = this->load_scales(stage());
+    scales.flags |= walk.hidden << Base::hidden_at;
   }
 
   /// P V of the tile before, if there is one, and Q K^T of this tile. P V joins the output while
@@ -238,11 +242,11 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
   QATTN_DEVICE void attend_other_tile(const Products& s) {
     give_turn();
     Scales now = scales;
-    if (S::wide_pv || this->is_edge(walk.tile, stage(), now)) {
+    if (this->is_edge(walk.tile, stage(), now)) {
       release();
       this->attend_edge(s, now, walk.tile);
-    } else if constexpr (!S::wide_pv) {  // such calls with 16-bit V go to the portable kernel
-      this->attend_special(s, walk.tile, stage());
+    } else {
+      this->attend_special(s, now, walk.tile, stage());
       release();
     }
     ready = false;
@@ -295,7 +299,7 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
     this->start_rows();
     Products s;
     wait_full();
-    scales = this->load_scales(stage());
+    load_facts();
     multiply<true>(s);
     while (true) {
       if (this->is_plain(walk.tile, scales)) {
@@ -384,9 +388,7 @@ struct Sm90Prefill {
     if constexpr (S::wide_pv) {
       static_assert(S::row_warps == doubt_warps);
       const bool any = isa::any(doubtful);
-      if (isa::lane() == 0) {
-        isa::store_global(p.doubts + index * std::int64_t{doubt_warps} + row_warp, any ? 1u : 0u);
-      }
+      if (isa::lane() == 0) doubt(p, index, row_warp, any);
     }
   }
 

@@ -36,6 +36,9 @@ Status check_sm90a(const Problem& problem, const Sm90Instance* instance,
 Spread plan_sm90a_spread(const Problem& problem, const Recipe& recipe, const Sm90Config& config,
                          int multiprocessors, std::size_t& workspace);
 
+/// Does something touch single scores of every tile?
+bool is_general(const Problem& problem, const Recipe& recipe);
+
 /// The maps of Q's and K's codes in the workspace. Empty, or why there are none.
 std::string map_codes(const Sm90Config& config, const Problem& problem, Sm90Params& params);
 

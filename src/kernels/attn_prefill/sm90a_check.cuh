@@ -52,7 +52,9 @@ struct Sm90Cleaner {
 };
 
 /// Two warps: tests of K of 16 bits where TMA has put it. From global memory, by the same 64
-/// threads, they took 12 us a block of rows (H200, D 128), more than the block's products.
+/// threads, they took 12 us a block of rows (H200, D 128), more than the block's products. Blocks
+/// share them and leave notes to SpoilRows (p.bad_keys), or each tests what it sees and leaves bad
+/// keys to the portable kernel. General calls test every score instead.
 template <Sm90Config C>
 struct Sm90Checker {
   using S = Sm90Shape<C>;
@@ -63,8 +65,9 @@ struct Sm90Checker {
   RingPlace<S::stages> place{};
 
   /// A thread tests a row in 64. Lanes take a row's chunks in turns that spare banks.
-  QATTN_DEVICE void test(const PrefillWork& work, int tile, SharedAddress keys) const {
+  QATTN_DEVICE bool test(const PrefillWork& work, int tile, SharedAddress keys) const {
     const int thread = isa::thread() % S::checkers, length = static_cast<int>(work.k.length);
+    bool any = false;
     for (int row = thread; row < S::keys; row += note_keys) {
       if (tile + row - thread >= length) break;
       bool bad = false;
@@ -77,9 +80,12 @@ struct Sm90Checker {
                                                                 row * S::qk_panel + 16 * chunk));
         }
       }
-      const std::int32_t first = bad && tile + row < length ? tile + row : no_key;
-      note_keys_of(p, work, tile + row - thread, first, thread / 32, warps);
+      bad &= tile + row < length;
+      any |= bad;
+      if (p.bad_keys == nullptr) continue;
+      note_keys_of(p, work, tile + row - thread, bad ? tile + row : no_key, thread / 32, warps);
     }
+    return any;
   }
 
   QATTN_DEVICE void run() {
@@ -88,14 +94,21 @@ struct Sm90Checker {
       for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
         const PrefillWork work = locate_work(p, index, S::rows, S::keys);
         const KeyShare share(p, work, S::rows);
+        bool doubtful = false;
         each_stage(p, work, S::keys, [&](int tile, int) {
           isa::mbarrier_wait(base + S::full + 8 * place.stage, place.parity);
-          if (tile >= 0 && share.has(tile, S::keys)) {
-            test(work, tile, base + S::ring_at + place.stage * S::stage_bytes + S::k_at);
+          const bool mine = p.bad_keys != nullptr ? share.has(tile, S::keys) : !p.general;
+          if (tile >= 0 && mine) {
+            doubtful |=
+                test(work, tile, base + S::ring_at + place.stage * S::stage_bytes + S::k_at);
           }
           isa::mbarrier_arrive(base + S::empty + 8 * place.stage);
           place.advance();
         });
+        const bool again = p.bad_keys == nullptr && isa::any(doubtful);
+        if (isa::lane() == 0) {
+          doubt(p, index, doubt_checkers + isa::thread() % S::checkers / 32, again);
+        }
       }
     }
   }

@@ -22,14 +22,19 @@ struct RingPlace {
 
 /// The tiles of a work item, from the last to the first. Producer and consumers walk the same.
 struct TileWalk {
-  int tile;       ///< first key of the tile; negative: none is left
-  int begin;      ///< first key that is visible
-  int mask_keys;  ///< keys of a block of the block mask
+  int tile;        ///< first key of the tile; negative: none is left
+  int begin, end;  ///< of the keys that are visible
+  int mask_keys;   ///< keys of a block of the block mask
+  unsigned hidden = 0;  ///< bit h: the block mask forbids half h of the tile
   std::int64_t mask_stride;
   const std::uint8_t* mask = nullptr;  ///< the block mask's row; null: none
 
   QATTN_DEVICE TileWalk(const PrefillParams& p, const PrefillWork& work, int keys)
-      : tile(-1), begin(work.key_begin), mask_keys(p.block_mask_k), mask_stride(0) {
+      : tile(-1),
+        begin(work.key_begin),
+        end(work.key_end),
+        mask_keys(p.block_mask_k),
+        mask_stride(0) {
     if (work.key_end <= work.key_begin) return;
     if (p.block_mask.data != nullptr) {
       mask = static_cast<const std::uint8_t*>(p.block_mask.data) + work.b * p.block_mask.stride[0] +
@@ -48,7 +53,15 @@ struct TileWalk {
  private:
   QATTN_DEVICE void skip(int keys) {
     if (mask != nullptr) {
-      while (tile >= begin && isa::load_global(mask + tile / mask_keys * mask_stride) == 0) {
+      while (tile >= begin) {
+        const int block = tile / mask_keys, upper = tile + keys / 2;
+        const std::uint8_t* at = mask + block * mask_stride;
+        hidden = isa::load_global(at) == 0 ? 1 : 0;
+        // The mask may end before the second half, which nobody sees then.
+        if (upper < end && upper - block * mask_keys >= mask_keys) at += mask_stride;
+        const bool forbidden = isa::load_global(at) == 0;
+        if (forbidden || upper >= end) hidden |= 2;
+        if (hidden != 3) break;
         tile -= keys;
       }
     }
@@ -78,6 +91,11 @@ QATTN_DEVICE bool needs_cleaning(const PrefillParams& p, const PrefillWork& work
          (p.v.cu_seqlens != nullptr || work.k.length < p.v.max_length);
 }
 
+/// One thread: does the portable kernel have to do work `index` again?
+QATTN_DEVICE void doubt(const PrefillParams& p, int index, int who, bool doubtful) {
+  isa::store_global(p.doubts + index * std::int64_t{doubt_stride} + who, doubtful ? 1u : 0u);
+}
+
 // The producer locates work, and tells the consumers with Q: they did it between two blocks of
 // rows, which took 1000 clocks of 23700 at S = 1024 (H200, int8_full, D 128).
 QATTN_DEVICE void put_work(SharedAddress to, const PrefillWork& work) {
@@ -105,6 +123,7 @@ struct Sm90Producer {
   SharedAddress base = isa::shared_base();
   RingPlace<S::stages> place{};
   RingPlace<S::q_stages> q_place{};
+  bool bad_page = false;  ///< a page of this work's does not exist
 
   /// Panel `n` of rows of 16 bits in place: `token` counts from the sequence's first.
   QATTN_DEVICE void load_panel(SharedAddress to, const isa::TensorMap& map, const tile::Rows& rows,
@@ -115,16 +134,51 @@ struct Sm90Producer {
                      full);
   }
 
+  /// K or V of `tile` in 16 bits, whose panels are alike.
+  QATTN_DEVICE void load_tokens(SharedAddress to, const isa::TensorMap& map, const tile::Rows& rows,
+                                const PrefillWork& work, int tile, SharedAddress full) {
+    static_assert(!S::wide_qk || (S::k_panel_bytes == S::v_bytes && S::qk_panels == S::v_panels));
+    if (rows.page_table == nullptr) {
+      for (int n = 0; n < S::v_panels; ++n) {
+        load_panel(to + n * S::v_bytes, map, rows, work, work.k, work.kv_head, tile, n, full);
+      }
+      return;
+    }
+    load_pages(to, map, rows, work, tile, full);
+  }
+  QATTN_DEVICE void load_pages(SharedAddress to, const isa::TensorMap& map, const tile::Rows& rows,
+                               const PrefillWork& work, int tile, SharedAddress full) {
+    const int box = rows.page_size < S::keys ? rows.page_size : S::keys;
+    const int first = tile / rows.page_size, start = tile - first * rows.page_size;
+    const std::int32_t* table = rows.page_table + work.b * rows.page_table_stride + first;
+    const auto wanted = [&](int n) { return n * box < S::keys && tile + n * box < work.k.length; };
+    // All are on their way before any is used.
+    constexpr int most = S::keys / sm90_least_page;
+    std::int32_t pages[most];
+#pragma unroll
+    for (int n = 0; n < most; ++n) pages[n] = wanted(n) ? isa::load_global(table + n) : -1;
+#pragma unroll
+    for (int n = 0; n < most; ++n) {
+      if (n * box >= S::keys) break;
+      // A page number of -1 gives zeros: behind the end and, until the portable kernel has looked
+      // at the block, where a page does not exist.
+      const bool exists = pages[n] >= 0 && pages[n] < rows.total;
+      bad_page |= wanted(n) && !exists;
+      for (int panel = 0; panel < S::v_panels; ++panel) {
+        isa::tma_load<4>(
+            to + panel * S::v_bytes + n * box * sm90_panel, map,
+            {panel * sm90_panel / 2, start, work.kv_head, exists ? pages[n] : -1}, full);
+      }
+    }
+  }
+
   /// K of `tile`, with what else softmax reads; negative: none.
   QATTN_DEVICE void load_keys(const PrefillWork& work, int tile, SharedAddress stage,
                               SharedAddress full) {
     if (tile < 0) return;
     const std::int64_t slot = work.k_slot + tile, row = work.kv_head * p.k8.slots + slot;
     if constexpr (S::wide_qk) {
-      for (int n = 0; n < S::qk_panels; ++n) {
-        load_panel(stage + S::k_at + n * S::k_panel_bytes, p.k_map, p.k, work, work.k, work.kv_head,
-                   tile, n, full);
-      }
+      load_tokens(stage + S::k_at, p.k_map, p.k, work, tile, full);
     } else {
       for (int n = 0; n < S::qk_panels; ++n) {
         isa::tma_load<2>(stage + S::k_at + n * S::k_panel_bytes, p.k_map,
@@ -146,9 +200,7 @@ struct Sm90Producer {
     if (tile < 0) return;
     const SharedAddress to = stage + S::v_at;
     if constexpr (S::wide_pv) {
-      for (int n = 0; n < S::v_panels; ++n) {
-        load_panel(to + n * S::v_bytes, p.v_map, p.v, work, work.k, work.kv_head, tile, n, full);
-      }
+      load_tokens(to, p.v_map, p.v, work, tile, full);
     } else {
       const std::int64_t row = work.kv_head * p.v8.slots + work.k_slot + tile;
       for (int h = 0; h < S::halves; ++h) {
@@ -240,7 +292,9 @@ struct Sm90Producer {
 
   QATTN_DEVICE void run() {
     for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
+      bad_page = false;
       load(locate_work(p, index, S::rows, S::keys));
+      if constexpr (S::wide_pv) doubt(p, index, doubt_producer, bad_page);
     }
   }
 };

@@ -60,13 +60,13 @@ struct Sm90Online : Sm90Rows<C> {
   }
 
   /// Is the tile plain but for the bounds of what its rows see? Forgets the tables of keys behind
-  /// the end, which hold anything.
+  /// the end, which hold anything, and of a half that the block mask forbids.
   QATTN_DEVICE bool is_edge(int tile, SharedAddress stage, Scales& x) const {
     std::uint32_t flags = 0;
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
-      const bool exists = tile + h * slot_tile < work.k.length;
-      x.k[h] = exists ? x.k[h] : 0.0f;
+      const bool exists = this->has_half(h, x.flags, tile);
+      if constexpr (!S::wide_qk) x.k[h] = exists ? x.k[h] : 0.0f;
       if constexpr (S::e4m3_pv) {
         const SharedAddress tail = stage + S::tail_at + h * S::tail_bytes;
         if (exists) flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at) & tile_has_bad;
@@ -197,7 +197,7 @@ struct Sm90Online : Sm90Rows<C> {
     float scale[S::halves][R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      rows[r] = this->score_row(r);
+      rows[r] = this->edge_row(r, x.flags, tile);
 #pragma unroll
       for (int h = 0; h < S::halves; ++h) scale[h][r] = this->row_scale[r] * x.k[h];
     }
@@ -216,8 +216,8 @@ struct Sm90Online : Sm90Rows<C> {
   }
 
   /// Masks, biases, tokens of V that are not numbers.
-  QATTN_DEVICE void attend_special(const Products& products, int tile, SharedAddress stage) {
-    static_assert(!S::wide_pv);
+  QATTN_DEVICE void attend_special(const Products& products, const Scales& facts, int tile,
+                                   SharedAddress stage) {
     Scores s;
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
@@ -225,15 +225,17 @@ struct Sm90Online : Sm90Rows<C> {
       for (int i = 0; i < 4; ++i) s[0][n][i] = static_cast<float>(products[4 * n + i]);
     }
     const auto key_scale = [&](int key) {
-      return isa::load_shared<float>(stage + S::scale_at + 4 * key);
+      return S::wide_qk ? 1.0f : isa::load_shared<float>(stage + S::scale_at + 4 * key);
     };
     const auto bad_value = [&](int key) {
+      if constexpr (S::wide_pv) return false;  // such rows are looked at in the end
       return tile::is_nan(isa::load_shared<float>(stage + S::tail_at +
                                                   key / slot_tile * S::tail_bytes + S::plain_at +
                                                   4 * (key % slot_tile)));
     };
     this->finish_scores(
         s, tile, key_scale, [](Scores&) {}, bad_value);
+    this->hide_half(s, facts.flags);
     attend_scores(s);
   }
 

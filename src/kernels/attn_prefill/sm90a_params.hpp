@@ -19,11 +19,14 @@ struct Sm90Config {
 
 /// A row of 128 bytes is the widest that TMA swizzles and wgmma reads; wider ones lie in panels.
 inline constexpr int sm90_panel = 128;
+/// Tokens of the smallest pages that TMA reads in place.
+inline constexpr int sm90_least_page = 16;
 
 struct Sm90Params : PrefillParams {
   /// Codes: (row bytes, heads * slots). 16 bits, in place: (channels, tokens, heads, sequences).
   /// Boxes of 64 rows of Q and 128 of K, one panel wide. Q with pack > 1: (row bytes, heads, slots)
-  /// and (channels, heads, tokens, sequences), boxes of `pack` heads.
+  /// and (channels, heads, tokens, sequences), boxes of `pack` heads. Pages of K: (channels, a
+  /// page's tokens, heads, pages), boxes of no more tokens than a page has.
   isa::TensorMap q_map, k_map;
   /// Codes: (64 keys, channels, tiles), boxes of one tile. 16 bits: as K.
   isa::TensorMap v_map;

@@ -17,6 +17,8 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
   /// The tiles that every row sees whole: the first, and how far behind it the last is.
   int plain_first;
   unsigned plain_span;
+  /// In the flags of a tile: the block mask forbids its first half, and in the next bit its second.
+  static constexpr int hidden_at = 30;
 
   /// `buffer`: Q's.
   QATTN_DEVICE Sm90Rows(const Sm90Params& a, const PrefillWork& w, int row_warp, int buffer)
@@ -43,6 +45,28 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
   /// Does every row see every key of the tile? None does of a negative one.
   QATTN_DEVICE bool sees_whole(int tile) const {
     return static_cast<unsigned>(tile - plain_first) <= plain_span;
+  }
+
+  /// Are there keys in half `h` of a tile, and none that the block mask forbids?
+  QATTN_DEVICE bool has_half(int h, std::uint32_t flags, int tile) const {
+    return tile + h * slot_tile < work.k.length && (flags >> hidden_at >> h & 1) == 0;
+  }
+
+  /// The bounds of row r in a tile.
+  QATTN_DEVICE tile::ScoreRow edge_row(int r, std::uint32_t flags, int tile) const {
+    tile::ScoreRow row = this->score_row(r);
+    const int middle = tile + S::keys / 2;
+    if ((flags >> hidden_at & 1) != 0 && row.begin < middle) row.begin = middle;
+    if ((flags >> hidden_at & 2) != 0 && row.end > middle) row.end = middle;
+    return row;
+  }
+
+  /// Hides what the block mask forbids of scores that are ready.
+  QATTN_DEVICE static void hide_half(typename Base::Scores& s, std::uint32_t flags) {
+    if (flags >> hidden_at == 0) return;
+    tile::each_score(s, [&](int, int key, float& x) {
+      if ((flags >> hidden_at >> key / slot_tile & 1) != 0) x = -tile::infinity();
+    });
   }
 
  private:

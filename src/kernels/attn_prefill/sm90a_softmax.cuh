@@ -51,13 +51,13 @@ struct Sm90Softmax : Sm90Rows<C> {
   }
 
   /// Is the tile plain but for the bounds of what its rows see? Forgets the tables of keys behind
-  /// the end, which hold anything.
+  /// the end, which hold anything, and of a half that the block mask forbids.
   QATTN_DEVICE bool is_edge(int tile, SharedAddress stage, Scales& x) const {
     std::uint32_t flags = 0;
     bool bad = false;
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
-      const bool exists = tile + h * slot_tile < work.k.length;
+      const bool exists = this->has_half(h, x.flags, tile);
       x.k[h] = exists ? x.k[h] : 0.0f;
       x.v_log[h] = exists ? x.v_log[h] : 0.0f;
       const SharedAddress tail = stage + S::tail_at + h * S::tail_bytes;
@@ -197,7 +197,7 @@ struct Sm90Softmax : Sm90Rows<C> {
     float scale[S::halves][R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      rows[r] = this->score_row(r);
+      rows[r] = this->edge_row(r, x.flags, tile);
       top[r] = -tile::infinity();
 #pragma unroll
       for (int h = 0; h < S::halves; ++h) scale[h][r] = this->row_scale[r] * x.k[h];
@@ -218,7 +218,8 @@ struct Sm90Softmax : Sm90Rows<C> {
   // ---- Any tile -------------------------------------------------------------------------------
 
   /// Masks, biases, keys that are not numbers, V scales of single tokens.
-  QATTN_DEVICE void attend_special(const Products& products, int tile, SharedAddress stage) {
+  QATTN_DEVICE void attend_special(const Products& products, const Scales& facts, int tile,
+                                   SharedAddress stage) {
     const SharedAddress tails = stage + S::tail_at;
     const auto table = [&](int at, int key) {
       return isa::load_shared<float>(tails + key / slot_tile * S::tail_bytes + at +
@@ -236,6 +237,7 @@ struct Sm90Softmax : Sm90Rows<C> {
     };
     this->finish_scores(
         s, tile, key_scale, [](Scores&) {}, [](int) { return false; });
+    this->hide_half(s, facts.flags);
     tile::each_score(s, [&](int, int key, float& x) {
       if (x != -tile::infinity()) x += table(S::log_at, key);
     });

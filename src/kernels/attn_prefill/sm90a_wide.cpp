@@ -1,6 +1,6 @@
 // Host side of the Hopper prefill kernel for 16-bit V, whose 16-bit operands TMA reads in place.
-// What it cannot do (masks, pages, rows at odd addresses) the portable kernel does, which also
-// looks again at blocks that met numbers that are not finite.
+// What it cannot do (odd pages, rows at odd addresses, codes in place) the portable kernel does,
+// which also looks again at blocks that met numbers that are not finite or pages that do not exist.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -53,18 +53,41 @@ Status supports(const Problem& p) {
   return check_sm90a(p, find(p, r), plan_prepare(p, r, needs));
 }
 
+/// Pages that tiles consist of, or that consist of tiles?
+bool whole_pages(std::int64_t size) {
+  return size % sm90a_keys == 0 || (size >= sm90_least_page && sm90a_keys % size == 0);
+}
+
+/// Does this kernel serve the call with these addresses, strides and values?
+bool is_native(const Problem& p, const Recipe& r) {
+  const bool codes = coded(r.qk);
+  return p.max_k > 0 && r.smooth_q != Toggle::on && !(codes && (p.q_codes || p.k_codes)) &&
+         (codes || (aligned(p.q) && aligned(p.k))) && aligned(p.v) &&
+         (!p.paged || whole_pages(p.page_size));
+}
+
+/// Do blocks leave notes of bad keys to SpoilRows? That knows no left window and no block mask; a
+/// general call has tests of every score.
+bool takes_notes(const Problem& p, const Recipe& r) {
+  return !coded(r.qk) && p.window_left < 0 && p.block_mask_q == 0 && !is_general(p, r);
+}
+
 // ---- Launch -------------------------------------------------------------------------------------
 
-/// 16-bit rows in place: boxes of `rows` tokens, a panel wide. `pack` > 1: of so many heads of
-/// rows / pack tokens each.
+/// 16-bit rows in place: boxes of `rows` tokens, of a page at most, a panel wide. `pack` > 1: of so
+/// many heads of rows / pack tokens each.
 std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, int pack = 1) {
   isa::TensorShape t;
   t.address = x.data;
   t.element_bytes = 2;
   t.rank = 4;
-  const bool packed = x.cu_seqlens != nullptr;
-  const std::int64_t sizes[4] = {x.channels, packed ? x.total : x.max_length, x.heads,
-                                 packed ? 1 : x.batches};
+  const bool packed = x.cu_seqlens != nullptr, paged = x.page_table != nullptr;
+  if (paged) rows = std::min(rows, x.page_size);
+  const std::int64_t tokens = packed ? x.total : paged ? x.page_size : x.max_length;
+  const std::int64_t sizes[4] = {x.channels, tokens, x.heads,
+                                 packed  ? 1
+                                 : paged ? x.total
+                                         : x.batches};
   const std::int64_t strides[4] = {1, x.token, x.head, x.batch};
   for (int i = 0; i < 4; ++i) {
     if (sizes[i] > 1 && strides[i] < 0) return "tensor map: a stride is negative";
@@ -107,12 +130,13 @@ Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Strea
   if (params.works == 0) return {};
   set_spread(plan.spread, sm90a_rows, workspace, params);
   const Sm90Config& c = plan.instance->config;
-  if (p.max_k == 0 || !is_plain(p, plan.recipe) || !make_maps(c, p, params).empty()) {
+  if (!is_native(p, plan.recipe) || !make_maps(c, p, params).empty()) {
     return other.attend(other, p, workspace, stream, start);
   }
   auto* bytes = static_cast<std::byte*>(workspace);
   params.doubts = reinterpret_cast<std::uint32_t*>(bytes + plan.doubts);
-  const bool notes = isa::is_16bit(c.qk);
+  params.general = is_general(p, plan.recipe);
+  const bool notes = takes_notes(p, plan.recipe);
   if (notes) params.bad_keys = reinterpret_cast<std::int32_t*>(bytes + plan.bad_keys);
   const int blocks = std::min(params.works, plan.multiprocessors);
   isa::LaunchError e = plan.instance->launch(params, {blocks, 1, 1}, stream, start);
@@ -139,9 +163,9 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
                                    plan->workspace);
   plan->doubts = plan->workspace;
   plan->workspace +=
-      static_cast<std::size_t>(plan->spread.works) * doubt_warps * sizeof(std::uint32_t);
+      static_cast<std::size_t>(plan->spread.works) * doubt_stride * sizeof(std::uint32_t);
   // What will run, as far as a plan can tell.
-  plan->text = is_plain(p, plan->recipe)
+  plan->text = is_native(p, plan->recipe)
                    ? sm90a_text(plan->instance->config) + text_of(plan->spread)
                    : "by the portable kernel\n" + plan->portable->text;
   return plan;
