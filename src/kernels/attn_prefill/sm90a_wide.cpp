@@ -1,6 +1,6 @@
 // Host side of the Hopper prefill kernel for 16-bit V, whose 16-bit operands TMA reads in place.
-// What it cannot do (odd pages, rows at odd addresses, codes in place) the portable kernel does,
-// which also looks again at blocks that met numbers that are not finite or pages that do not exist.
+// What it cannot do (odd pages, rows at odd addresses, smooth_q) the portable kernel does, which
+// also looks again at blocks that met numbers that are not finite or pages that do not exist.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -60,10 +60,9 @@ bool whole_pages(std::int64_t size) {
 
 /// Does this kernel serve the call with these addresses, strides and values?
 bool is_native(const Problem& p, const Recipe& r) {
-  const bool codes = coded(r.qk);
-  return p.max_k > 0 && r.smooth_q != Toggle::on && !(codes && (p.q_codes || p.k_codes)) &&
-         (codes || (aligned(p.q) && aligned(p.k))) && aligned(p.v) &&
-         (!p.paged || whole_pages(p.page_size));
+  const bool in_place = !coded(r.qk);
+  return p.max_k > 0 && r.smooth_q != Toggle::on && (!in_place || aligned(p.q)) &&
+         (!in_place || aligned(p.k)) && aligned(p.v) && (!p.paged || whole_pages(p.page_size));
 }
 
 /// Do blocks leave notes of bad keys to SpoilRows? That knows no left window and no block mask; a
