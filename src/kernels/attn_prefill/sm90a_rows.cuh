@@ -31,7 +31,8 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
   QATTN_DEVICE void start_rows() {
     const int first = work.first_row + work.shift, length = static_cast<int>(work.k.length);
     const int end = p.window_right < 0 ? length : first + p.window_right + 1;
-    const int from = p.window_left < 0 ? 0 : first + S::rows - 1 - p.window_left;
+    const int left = p.window_left < 0 ? 0 : first + S::rows - 1 - p.window_left;
+    const int from = left < 0 ? 0 : left;  // negative tiles are none
     const int last = params.general ? -1 : (end < length ? end : length) - S::keys;
     // Opaque, or ptxas may work them out again for every tile, between the exponentials and the
     // products: that took 4 % (H200, e4m3 P, S 4096).
