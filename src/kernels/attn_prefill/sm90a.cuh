@@ -185,7 +185,9 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
   }
   QATTN_DEVICE void load_facts() {
     scales = this->load_scales(stage());
-    scales.flags |= walk.hidden << Base::hidden_at;
+    // Flags of keys that do not exist hold anything.
+    constexpr std::uint32_t room = (1u << Base::hidden_at) - 1;
+    scales.flags = (scales.flags & room) | walk.hidden << Base::hidden_at;
   }
 
   /// P V of the tile before, if there is one, and Q K^T of this tile. P V joins the output while
