@@ -48,6 +48,7 @@ struct DeviceOutcome {
   std::string plan;  ///< Plan::to_string()
   Recipe resolved;
   std::int64_t tile_keys = 128;
+  std::int64_t splits = 1, tile_rows = 0;  ///< as ModelOptions'
   std::vector<float> out, lse;  ///< rows in Call::row() order
   std::string violation;        ///< what was written that should not have been, or a device error
 };
