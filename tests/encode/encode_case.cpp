@@ -267,7 +267,8 @@ std::string Case::prepare() {
   const auto base = reinterpret_cast<std::uintptr_t>(workspace_.data());
   void* workspace = workspace_.data() + (64 - base % 64) % 64;
   out = kernels::prepared_in(*problem, o_.recipe, layout, workspace);
-  return kernels::prepare(*problem, o_.recipe, layout, workspace, nullptr);
+  isa::Start next;
+  return kernels::prepare(*problem, o_.recipe, layout, workspace, nullptr, next);
 }
 
 // --- What is expected --------------------------------------------------------------------------
