@@ -44,10 +44,8 @@ Outcome run_call(const Call& call, Laid& laid, const Recipe& recipe) {
   outcome.split_keys = plan_number(*planned, "split_keys");
   outcome.split_rows = plan_number(*planned, "split_rows");
   if (const std::int64_t keys = plan_number(*planned, "tile_keys")) outcome.tile_keys = keys;
-  outcome.splits = std::max<std::int64_t>(1, plan_number(*planned, "splits"));
-  if (plan_number(*planned, "packed_heads") <= 1) {
-    outcome.tile_rows = plan_number(*planned, "\ntile");
-  }
+  const PlanSpread spread = spread_of(*planned);
+  outcome.splits = spread.splits, outcome.tile_rows = spread.tile_rows;
 
   constexpr std::size_t alignment = 64;
   const std::size_t bytes = planned->workspace_bytes();

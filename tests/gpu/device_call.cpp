@@ -105,10 +105,8 @@ DeviceOutcome run_on_device(const Call& call, Laid& laid, const Recipe& recipe, 
   outcome.plan = planned->to_string();
   outcome.resolved = planned->recipe();
   outcome.tile_keys = plan_number(*planned, "tile_keys");
-  outcome.splits = std::max<std::int64_t>(1, plan_number(*planned, "splits"));
-  if (plan_number(*planned, "packed_heads") <= 1) {
-    outcome.tile_rows = plan_number(*planned, "\ntile");
-  }
+  const PlanSpread spread = spread_of(*planned);
+  outcome.splits = spread.splits, outcome.tile_rows = spread.tile_rows;
   const std::size_t bytes = planned->workspace_bytes();
   const bool guarded = memory == Memory::guarded;
   auto* workspace = static_cast<std::uint8_t*>(copies.allocate(bytes + (guarded ? guard : 0)));

@@ -251,8 +251,9 @@ inline bool approximately(float got, float want, Verdict& verdict) {
 /// measured 2.4e-7. wgmma on 8-bit floats keeps 13, so each of the 33 addends of either product may
 /// lose 2^-13 of the largest: measured 3.6e-4 in 16384 sums, 4.9e-4 in 34816; so does mma.sync on
 /// GPUs that do not widen 8-bit floats (Ada).
-inline double accumulator_bound(Operand operand) {
-  return operand == Operand::wide_e4m3 || operand == Operand::wide_e5m2 ? 0x1p-10 : 0x1p-21;
+inline double accumulator_bound(Operand operand, std::size_t sums) {
+  if (operand != Operand::wide_e4m3 && operand != Operand::wide_e5m2) return 0x1p-21;
+  return sums <= 16384 ? 0x1p-11 : 0x1p-10;
 }
 
 /// `tile` words share one scale: a sum's error is relative to its largest addends.
@@ -278,7 +279,7 @@ inline Verdict judge(Compare compare, Operand operand, const WordList& got, cons
       if (compare == Compare::accumulator) {
         const double relative = std::fabs(static_cast<double>(g) - w) / scale;
         verdict.max_relative = std::max(verdict.max_relative, relative);
-        good = relative <= accumulator_bound(operand);
+        good = relative <= accumulator_bound(operand, want.size());
       }
       verdict.mismatches += !good;
     }

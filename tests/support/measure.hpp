@@ -12,6 +12,12 @@ namespace qattn::test {
 /// The number in the line `field: N` of a plan's text, 0 if it has none.
 std::int64_t plan_number(const Plan& plan, const std::string& field);
 
+/// How a plan shares the keys among blocks, as ModelOptions wants it.
+struct PlanSpread {
+  std::int64_t splits = 1, tile_rows = 0;
+};
+PlanSpread spread_of(const Plan& plan);
+
 /// |out - want| / |want| over everything, and the same without the `spared` worst rows. A NaN in
 /// either makes both NaN.
 struct Distance {

@@ -91,8 +91,9 @@ void set_spread(const Spread& s, int rows, void* workspace, PrefillParams& a) {
 
 isa::LaunchError combine_parts(const PrefillParams& a, void* stream) {
   if (a.parts.out == nullptr) return {};
-  const auto rows = static_cast<int>(a.q.max_length * a.q.heads * a.q.batches);
-  return isa::launch<PrefillCombine>(a, {rows, 1, 1}, stream);
+  const std::int64_t rows = a.q.max_length * a.q.heads * a.q.batches;
+  if (rows > 0x7fffffff) return "combination: " + std::to_string(rows) + " rows are over 2^31";
+  return isa::launch<PrefillCombine>(a, {static_cast<int>(rows), 1, 1}, stream);
 }
 
 }  // namespace QATTN_TARGET
