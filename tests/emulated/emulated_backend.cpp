@@ -49,6 +49,9 @@ OnArchitecture::~OnArchitecture() { chosen_architecture = before_; }
 ForceSpread::ForceSpread(int pack, int splits) { kernels::spread_override() = {pack, splits}; }
 ForceSpread::~ForceSpread() { kernels::spread_override() = {}; }
 
+LeaveQueries::LeaveQueries(bool leave) : before_(std::exchange(kernels::leaves_queries(), leave)) {}
+LeaveQueries::~LeaveQueries() { kernels::leaves_queries() = before_; }
+
 int architecture_for(const Recipe& recipe) {
   if (chosen_architecture != 0) return chosen_architecture;
   return recipe.qk == Format::e4m3 || recipe.v == Format::e4m3 ? 89 : 90;

@@ -36,6 +36,18 @@ class ForceSpread {
   ForceSpread& operator=(const ForceSpread&) = delete;
 };
 
+/// Kernels that can make Q's codes do so, or none does, for as long as it lives.
+class LeaveQueries {
+ public:
+  explicit LeaveQueries(bool leave);
+  ~LeaveQueries();
+  LeaveQueries(const LeaveQueries&) = delete;
+  LeaveQueries& operator=(const LeaveQueries&) = delete;
+
+ private:
+  bool before_;
+};
+
 /// In front for as long as it lives. quantize() has no kernels there: the semantic model and the
 /// reference run without it. `host_memory` false: index tensors are checked by the kernels alone.
 class EmulatedBackend {

@@ -5,31 +5,43 @@ inline namespace QATTN_TARGET {
 
 namespace {
 
-Status quantize(const detail::PlanData& data, const Problem& p, void* workspace, Stream stream,
-                isa::Start& next) {
-  const auto& plan = static_cast<const GpuPlan&>(data);
-  const isa::LaunchError e = prepare(p, plan.recipe, plan.prepared, workspace, stream, next);
+Status quantize(const GpuPlan& plan, const Problem& p, void* workspace, Stream stream,
+                Handover& next) {
+  PrepareLayout layout = plan.prepared;
+  if (next.raw_queries) layout.needs.q_rows = false;
+  const isa::LaunchError e = prepare(p, plan.recipe, layout, workspace, stream, next.start);
   return e.empty() ? Status() : Status(Code::internal, "quantisation: " + e);
 }
 
+const GpuPlan& of_gpu(const detail::PlanData& plan) { return static_cast<const GpuPlan&>(plan); }
+
 }  // namespace
+
+bool& leaves_queries() {
+  static bool value = false;
+  return value;
+}
+
+bool leaves_queries(const GpuPlan& plan, const Problem& p) {
+  return leaves_queries() && plan.encodes_queries != nullptr && plan.encodes_queries(plan, p);
+}
 
 Status quantize_operands(const detail::PlanData& plan, const Problem& p, void* workspace,
                          Stream stream) {
-  isa::Start next;
-  return quantize(plan, p, workspace, stream, next);
+  Handover next;
+  return quantize(of_gpu(plan), p, workspace, stream, next);
 }
 
-Status attend(const detail::PlanData& data, const Problem& p, void* workspace, Stream stream,
-              isa::Start start) {
-  const auto& plan = static_cast<const GpuPlan&>(data);
-  return plan.attend(plan, p, workspace, stream, start);
+Status attend(const detail::PlanData& plan, const Problem& p, void* workspace, Stream stream) {
+  return of_gpu(plan).attend(of_gpu(plan), p, workspace, stream, {});
 }
 
-Status run_steps(const detail::PlanData& plan, const Problem& p, void* workspace, Stream stream) {
-  isa::Start next = isa::Start::after_all;
+Status run_steps(const detail::PlanData& data, const Problem& p, void* workspace, Stream stream) {
+  const GpuPlan& plan = of_gpu(data);
+  Handover next;
+  next.raw_queries = leaves_queries(plan, p);
   if (Status s = quantize(plan, p, workspace, stream, next); !s.ok()) return s;
-  return attend(plan, p, workspace, stream, next);
+  return plan.attend(plan, p, workspace, stream, next);
 }
 
 std::span<const detail::Kernel> gpu_attention_kernels() {

@@ -220,8 +220,7 @@ Status supports(const Problem& p) {
   return {};
 }
 
-Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
-                   isa::Start);
+Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Stream stream, Handover);
 
 std::shared_ptr<PlanData> tune(const Problem& p) {
   auto plan = std::make_shared<PrefillPlan>();
@@ -250,7 +249,7 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
 
 /// Its kernels are not `dependent`: they start after all.
 Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
-                   isa::Start) {
+                   Handover) {
   const auto& plan = static_cast<const PrefillPlan&>(data);
   const Instance& instance = instance_of(p, plan);
   PrefillParams params = params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace),

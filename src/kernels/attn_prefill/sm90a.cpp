@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "kernels/attn_prefill/call_params.hpp"
 #include "kernels/attn_prefill/sm80_plan.hpp"
@@ -16,10 +17,10 @@ namespace {
 using isa::Element;
 
 constexpr Sm90Instance instances[] = {
-#define QATTN_INSTANCE(D, QK, PV)                          \
-  {Sm90Config{D, Element::QK, Element::PV},                \
-   &launch_sm90a<Sm90Config{D, Element::QK, Element::PV}>, \
-   &compiled_sm90a<Sm90Config{D, Element::QK, Element::PV}>},
+#define QATTN_INSTANCE(D, QK, PV, RAW)                          \
+  {Sm90Config{D, Element::QK, Element::PV, RAW},                \
+   &launch_sm90a<Sm90Config{D, Element::QK, Element::PV, RAW}>, \
+   &compiled_sm90a<Sm90Config{D, Element::QK, Element::PV, RAW}>},
 #include "kernels/attn_prefill/sm90a_instances.inc"
 #undef QATTN_INSTANCE
 };
@@ -31,6 +32,7 @@ static_assert(Shape::rows == sm90a_rows && Shape::keys == sm90a_keys);
 
 struct Sm90Plan : GpuPlan {
   const Sm90Instance* instance = nullptr;
+  const Sm90Instance* raw = nullptr;  ///< the same for Q in 16 bits, if there is one
   int multiprocessors = 1;
   Spread spread;
 };
@@ -41,10 +43,10 @@ Recipe resolve(const Problem& problem) {
   return detail::resolve_recipe(problem, "int8_full", thread, thread);
 }
 
-const Sm90Instance* find(const Problem& p, const Recipe& r) {
+const Sm90Instance* find(const Problem& p, const Recipe& r, bool raw_queries = false) {
   const int widest = std::max<int>(p.d, p.dv), d = widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
   return find_sm90a({d, r.qk == Format::s8 ? Element::s8 : Element::e4m3,
-                     r.v == Format::s8 ? Element::u8 : Element::e4m3});
+                     r.v == Format::s8 ? Element::u8 : Element::e4m3, raw_queries});
 }
 
 /// Is K's scale the same for all keys of 64 with the same (key % 8) / 2?
@@ -101,8 +103,26 @@ Status supports(const Problem& p) {
 
 // ---- Launch -------------------------------------------------------------------------------------
 
+/// Rows of Q in 16 bits that TMA can read, for scales per token?
+bool encodes_queries(const GpuPlan& data, const Problem& p) {
+  const auto& plan = static_cast<const Sm90Plan&>(data);
+  const bool sixteen = p.q.format == Format::f16 || p.q.format == Format::bf16;
+  const auto steps_back = [](std::int64_t size, std::int64_t stride) {
+    return size > 1 && stride < 0;
+  };
+  return sixteen && !p.q_codes && !p.tensors.q_scale.present() && plan.raw != nullptr &&
+         plan.recipe.rotate != Toggle::on &&
+         plan.recipe.q_scale.granularity == Granularity::per_token &&
+         !plan.prepared.needs.dot_mean && plan.spread.rows == 0 && p.max_k > 0 && aligned(p.q) &&
+         !steps_back(p.max_q, p.q.token) && !steps_back(p.heads_q, p.q.head) &&
+         !steps_back(p.batch, p.q.batch);
+}
+
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
   if (std::string e = map_codes(c, p, a); !e.empty()) return e;
+  if (c.raw_queries) {
+    if (std::string e = map_rows(a.q, c.d, q_box, a.q_map); !e.empty()) return e;
+  }
   isa::TensorShape t;
   t.address = a.v8.tiles;
   t.rank = 3;
@@ -122,7 +142,7 @@ std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
 }
 
 Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
-                    isa::Start start) {
+                    Handover handover) {
   const auto& plan = static_cast<const Sm90Plan&>(data);
   Sm90Params params;
   static_cast<PrefillParams&>(params) =
@@ -130,9 +150,14 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
   params.general = is_general(p, plan.recipe);
   if (params.works == 0) return {};
   set_spread(plan.spread, sm90a_rows, workspace, params);
-  std::string e = p.max_k > 0 ? make_maps(plan.instance->config, p, params) : std::string();
+  const Sm90Instance& instance = handover.raw_queries ? *plan.raw : *plan.instance;
+  if (handover.raw_queries) {
+    params.q = rows_of(p, Role::q);
+    params.q_input = p.q.format == Format::f16 ? Element::f16 : Element::bf16;
+  }
+  std::string e = p.max_k > 0 ? make_maps(instance.config, p, params) : std::string();
   const int blocks = std::min(params.works, plan.multiprocessors);
-  if (e.empty()) e = plan.instance->launch(params, {blocks, 1, 1}, stream, start);
+  if (e.empty()) e = instance.launch(params, {blocks, 1, 1}, stream, handover.start);
   if (e.empty()) e = combine_parts(params, stream);
   return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);
 }
@@ -140,8 +165,10 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
 std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   auto plan = std::make_shared<Sm90Plan>();
   plan->attend = attend_sm90a;
+  plan->encodes_queries = encodes_queries;
   plan->recipe = resolve(p);
   plan->instance = find(p, plan->recipe);
+  plan->raw = find(p, plan->recipe, true);
   plan->prepared = plan_prepare(p, plan->recipe, needs_of(p, plan->recipe));
   plan->workspace = plan->prepared.bytes;
   plan->error = isa::error_word();
@@ -149,6 +176,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->spread = plan_sm90a_spread(p, plan->recipe, plan->instance->config, plan->multiprocessors,
                                    plan->workspace);
   plan->text = sm90a_text(plan->instance->config) + text_of(plan->spread);
+  if (leaves_queries(*plan, p)) plan->text += "q_codes: in the attention kernel\n";
   return plan;
 }
 
@@ -216,6 +244,38 @@ std::string map_codes(const Sm90Config& c, const Problem& p, Sm90Params& a) {
   }
   if (auto e = isa::make_tensor_map(q, a.q_map); !e.empty()) return e;
   return isa::make_tensor_map(shape(a.k8, p.heads_kv, sm90a_keys), a.k_map);
+}
+
+std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, int pack) {
+  isa::TensorShape t;
+  t.address = x.data;
+  t.element_bytes = 2;
+  t.rank = 4;
+  const bool packed = x.cu_seqlens != nullptr, paged = x.page_table != nullptr;
+  if (paged) rows = std::min(rows, x.page_size);
+  const std::int64_t tokens = packed ? x.total : paged ? x.page_size : x.max_length;
+  const std::int64_t sizes[4] = {x.channels, tokens, x.heads,
+                                 packed  ? 1
+                                 : paged ? x.total
+                                         : x.batches};
+  const std::int64_t strides[4] = {1, x.token, x.head, x.batch};
+  for (int i = 0; i < 4; ++i) {
+    if (sizes[i] > 1 && strides[i] < 0) return "tensor map: a stride is negative";
+    t.sizes[i] = static_cast<std::uint64_t>(sizes[i]);
+    // A dimension of one element has any stride; this one is a multiple of 16 bytes.
+    t.stride_bytes[i] = static_cast<std::uint64_t>(sizes[i] > 1 ? 2 * strides[i] : 16);
+    t.box[i] = 1;
+  }
+  t.box[0] = static_cast<std::uint32_t>(std::min(d, sm90_panel / 2));
+  t.box[1] = static_cast<std::uint32_t>(rows);
+  if (pack > 1) {
+    std::swap(t.sizes[1], t.sizes[2]);
+    std::swap(t.stride_bytes[1], t.stride_bytes[2]);
+    t.box[1] = static_cast<std::uint32_t>(pack);
+    t.box[2] = static_cast<std::uint32_t>(rows / pack);
+  }
+  t.swizzle = isa::Swizzle::bytes128;
+  return isa::make_tensor_map(t, map);
 }
 
 std::string sm90a_text(const Sm90Config& config) {

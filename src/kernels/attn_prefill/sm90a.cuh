@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "kernels/attn_prefill/sm90a_check.cuh"
+#include "kernels/attn_prefill/sm90a_encode.cuh"
 #include "kernels/attn_prefill/sm90a_load.cuh"
 #include "kernels/attn_prefill/sm90a_online.cuh"
 #include "kernels/attn_prefill/sm90a_softmax.cuh"
@@ -370,8 +371,9 @@ struct Sm90Prefill {
 
   static QATTN_DEVICE void init_barriers(SharedAddress base) {
     if (isa::thread() == 0) {
+      if constexpr (S::raw_queries) isa::mbarrier_init(base + S::raw_full, 1);
       for (int n = 0; n < S::q_buffers; ++n) {
-        isa::mbarrier_init(base + S::q_full + 8 * n, 1);
+        isa::mbarrier_init(base + S::q_full + 8 * n, S::raw_queries ? 1 + S::encoders : 1);
         isa::mbarrier_init(base + S::q_empty + 8 * n, 128);
       }
       for (int n = 0; n < S::stages; ++n) {
@@ -436,6 +438,8 @@ struct Sm90Prefill {
       const int warp = isa::warp();
       if (warp == 0) {
         if (isa::elect()) Sm90Producer<C>{p}.run();
+      } else if (S::raw_queries) {
+        Sm90Encoder<C>{p}.run();
       } else if (warp == 1) {
         Sm90Cleaner<C>{p}.run();
       } else {

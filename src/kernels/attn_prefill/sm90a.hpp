@@ -42,6 +42,10 @@ bool is_general(const Problem& problem, const Recipe& recipe);
 /// The maps of Q's and K's codes in the workspace. Empty, or why there are none.
 std::string map_codes(const Sm90Config& config, const Problem& problem, Sm90Params& params);
 
+/// 16-bit rows in place: boxes of `rows` tokens, of a page at most, a panel wide. `pack` > 1: of so
+/// many heads of rows / pack tokens each. Empty, or why TMA cannot read them.
+std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, int pack = 1);
+
 inline constexpr int sm90a_rows = 128, sm90a_keys = 128;  ///< of a tile
 /// The kernel's part of a plan's text.
 std::string sm90a_text(const Sm90Config& config);

@@ -23,9 +23,10 @@ bool compiled_sm90a() {
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels
 
-#define QATTN_SM90A_CONFIG(D, QK, PV) \
-  qattn::kernels::Sm90Config { D, qattn::isa::Element::QK, qattn::isa::Element::PV }
-#define QATTN_INSTANCE(D, QK, PV)                                                               \
-  template qattn::isa::LaunchError qattn::kernels::launch_sm90a<QATTN_SM90A_CONFIG(D, QK, PV)>( \
-      const qattn::kernels::Sm90Params&, qattn::isa::Index3, void*, qattn::isa::Start);         \
-  template bool qattn::kernels::compiled_sm90a<QATTN_SM90A_CONFIG(D, QK, PV)>();
+#define QATTN_SM90A_CONFIG(D, QK, PV, RAW) \
+  qattn::kernels::Sm90Config { D, qattn::isa::Element::QK, qattn::isa::Element::PV, RAW }
+#define QATTN_INSTANCE(D, QK, PV, RAW)                                                  \
+  template qattn::isa::LaunchError                                                      \
+  qattn::kernels::launch_sm90a<QATTN_SM90A_CONFIG(D, QK, PV, RAW)>(                     \
+      const qattn::kernels::Sm90Params&, qattn::isa::Index3, void*, qattn::isa::Start); \
+  template bool qattn::kernels::compiled_sm90a<QATTN_SM90A_CONFIG(D, QK, PV, RAW)>();

@@ -22,9 +22,9 @@ struct RingPlace {
 
 /// The tiles of a work item, from the last to the first. Producer and consumers walk the same.
 struct TileWalk {
-  int tile;        ///< first key of the tile; negative: none is left
-  int begin, end;  ///< of the keys that are visible
-  int mask_keys;   ///< keys of a block of the block mask
+  int tile;             ///< first key of the tile; negative: none is left
+  int begin, end;       ///< of the keys that are visible
+  int mask_keys;        ///< keys of a block of the block mask
   unsigned hidden = 0;  ///< bit h: the block mask forbids half h of the tile
   std::int64_t mask_stride;
   const std::uint8_t* mask = nullptr;  ///< the block mask's row; null: none
@@ -115,6 +115,15 @@ QATTN_DEVICE PrefillWork take_work(SharedAddress from) {
   return work;
 }
 
+/// Panel `n` of rows of 16 bits in place: `token` counts from the sequence's first.
+QATTN_DEVICE void load_panel(SharedAddress to, const isa::TensorMap& map, const tile::Rows& rows,
+                             const PrefillWork& work, const tile::Span& span, int head, int token,
+                             int n, SharedAddress full) {
+  const int b = rows.cu_seqlens != nullptr ? 0 : work.b;
+  isa::tma_load<4>(to, map, {n * sm90_panel / 2, static_cast<int>(span.begin) + token, head, b},
+                   full);
+}
+
 template <Sm90Config C>
 struct Sm90Producer {
   using S = Sm90Shape<C>;
@@ -124,15 +133,6 @@ struct Sm90Producer {
   RingPlace<S::stages> place{};
   RingPlace<S::q_stages> q_place{};
   bool bad_page = false;  ///< a page of this work's does not exist
-
-  /// Panel `n` of rows of 16 bits in place: `token` counts from the sequence's first.
-  QATTN_DEVICE void load_panel(SharedAddress to, const isa::TensorMap& map, const tile::Rows& rows,
-                               const PrefillWork& work, const tile::Span& span, int head, int token,
-                               int n, SharedAddress full) {
-    const int b = rows.cu_seqlens != nullptr ? 0 : work.b;
-    isa::tma_load<4>(to, map, {n * sm90_panel / 2, static_cast<int>(span.begin) + token, head, b},
-                     full);
-  }
 
   /// K or V of `tile` in 16 bits, whose panels are alike.
   QATTN_DEVICE void load_tokens(SharedAddress to, const isa::TensorMap& map, const tile::Rows& rows,
@@ -165,9 +165,9 @@ struct Sm90Producer {
       const bool exists = pages[n] >= 0 && pages[n] < rows.total;
       bad_page |= wanted(n) && !exists;
       for (int panel = 0; panel < S::v_panels; ++panel) {
-        isa::tma_load<4>(
-            to + panel * S::v_bytes + n * box * sm90_panel, map,
-            {panel * sm90_panel / 2, start, work.kv_head, exists ? pages[n] : -1}, full);
+        isa::tma_load<4>(to + panel * S::v_bytes + n * box * sm90_panel, map,
+                         {panel * sm90_panel / 2, start, work.kv_head, exists ? pages[n] : -1},
+                         full);
       }
     }
   }
@@ -245,7 +245,7 @@ struct Sm90Producer {
     }
   }
 
-  /// Work for the consumers, with its Q if it has tiles.
+  /// Work for the consumers, with its Q if it has tiles. Q in 16 bits is the encoders'.
   QATTN_DEVICE void hand_out(const PrefillWork& work, bool has_tiles) {
     const std::int64_t row = work.head * p.q8.slots + work.q_slot + work.first_row;
     for (int w = 0; w < S::consumers; ++w) {
@@ -254,7 +254,7 @@ struct Sm90Producer {
       const SharedAddress to = base + S::q_at + buffer * S::q_bytes;
       isa::mbarrier_wait(base + S::q_empty + 8 * buffer, q_place.parity ^ 1);
       put_work(base + S::work_at + buffer * S::work_bytes, work);
-      if (!has_tiles) {
+      if (!has_tiles || S::raw_queries) {
         isa::mbarrier_arrive(full);
         continue;
       }

@@ -14,6 +14,9 @@ struct Sm90Config {
   int d = 128;                         ///< padded head dimension of Q, K and V: 64, 128 or 256
   isa::Element qk = isa::Element::s8;  ///< Q and K: s8, e4m3, f16 or bf16
   isa::Element pv = isa::Element::u8;  ///< P; V has the same, or s8 beside u8
+  /// Q comes in 16 bits, and the kernel makes its codes, with scales per token. Kernels of their
+  /// own, for the code moves ptxas's order of the other warps' loops.
+  bool raw_queries = false;
   bool operator==(const Sm90Config&) const = default;
 };
 
@@ -33,6 +36,7 @@ struct Sm90Params : PrefillParams {
   isa::TensorMap weight_map;  ///< e4m3 V: the eight rows behind the channels
   /// Some feature touches single scores: every tile takes the long way.
   bool general = false;
+  isa::Element q_input = isa::Element::bf16;  ///< raw queries, of which q_map is then
 };
 
 /// Two consumer warpgroups of 64 rows each, one producer; tiles of 128 keys. A stage of the ring
@@ -107,20 +111,29 @@ struct Sm90Shape {
   static constexpr int dots_at = 64 * 4;                        ///< in facts: q . mu
   static constexpr int fact_bytes = wide_qk ? 0 : 2 * dots_at;  ///< of a buffer: Q's scales first
   static constexpr int work_bytes = 128;                        ///< room for a PrefillWork
+  /// Q in 16 bits comes 64 rows at a time, in panels of 64 channels. 16-bit V needs the warps, and
+  /// D 256 has no room.
+  static constexpr bool raw_queries = C.raw_queries;
+  static_assert(!raw_queries || (!wide_pv && d <= 128));
+  static constexpr int encoders = 3;  ///< warps
+  static constexpr int raw_panels = raw_queries ? d / 64 : 0, raw_panel_bytes = 64 * sm90_panel;
+  static constexpr int raw_bytes = raw_panels * raw_panel_bytes;
   static constexpr int q_at = 0, ring_at = q_at + q_buffers * q_bytes;
   static constexpr int limit = 232448;  ///< sm_90 has 227 KiB a block
   static constexpr int room =
-      limit - ring_at - rows * out_row - q_buffers * (fact_bytes + work_bytes) - 256;
+      limit - ring_at - raw_bytes - rows * out_row - q_buffers * (fact_bytes + work_bytes) - 256;
   static constexpr int stages = room / stage_bytes < 4 ? room / stage_bytes : 4;
-  static constexpr int out_at = ring_at + stages * stage_bytes;
+  static constexpr int raw_at = ring_at + stages * stage_bytes, out_at = raw_at + raw_bytes;
   static constexpr int facts_at = out_at + rows * out_row;
   static constexpr int work_at = facts_at + q_buffers * fact_bytes;
   static constexpr int barriers_at = work_at + q_buffers * work_bytes;
-  // Barriers: Q full and empty per buffer; per stage full, empty, V that must be cleaned is there.
+  // Barriers: Q full and empty per buffer; per stage full, empty, V that must be cleaned is there;
+  // Q in 16 bits is there.
   static constexpr int q_full = barriers_at, q_empty = q_full + 8 * q_buffers;
   static constexpr int full = q_empty + 8 * q_buffers, empty = full + 8 * stages;
   static constexpr int unclean = empty + 8 * stages;
-  static constexpr int shared_bytes = unclean + 8 * stages;
+  static constexpr int raw_full = unclean + 8 * stages;
+  static constexpr int shared_bytes = raw_full + (raw_queries ? 8 : 0);
   static_assert(shared_bytes <= limit && stages >= 2);
   static_assert(q_panel_bytes % 1024 == 0 && k_panel_bytes % 1024 == 0 && v_bytes % 512 == 0);
 };

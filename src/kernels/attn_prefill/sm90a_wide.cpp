@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 
 #include "kernels/attn_prefill/call_params.hpp"
 #include "kernels/attn_prefill/sm80_plan.hpp"
@@ -73,40 +72,6 @@ bool takes_notes(const Problem& p, const Recipe& r) {
 
 // ---- Launch -------------------------------------------------------------------------------------
 
-/// 16-bit rows in place: boxes of `rows` tokens, of a page at most, a panel wide. `pack` > 1: of so
-/// many heads of rows / pack tokens each.
-std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, int pack = 1) {
-  isa::TensorShape t;
-  t.address = x.data;
-  t.element_bytes = 2;
-  t.rank = 4;
-  const bool packed = x.cu_seqlens != nullptr, paged = x.page_table != nullptr;
-  if (paged) rows = std::min(rows, x.page_size);
-  const std::int64_t tokens = packed ? x.total : paged ? x.page_size : x.max_length;
-  const std::int64_t sizes[4] = {x.channels, tokens, x.heads,
-                                 packed  ? 1
-                                 : paged ? x.total
-                                         : x.batches};
-  const std::int64_t strides[4] = {1, x.token, x.head, x.batch};
-  for (int i = 0; i < 4; ++i) {
-    if (sizes[i] > 1 && strides[i] < 0) return "tensor map: a stride is negative";
-    t.sizes[i] = static_cast<std::uint64_t>(sizes[i]);
-    // A dimension of one element has any stride; this one is a multiple of 16 bytes.
-    t.stride_bytes[i] = static_cast<std::uint64_t>(sizes[i] > 1 ? 2 * strides[i] : 16);
-    t.box[i] = 1;
-  }
-  t.box[0] = static_cast<std::uint32_t>(std::min(d, sm90_panel / 2));
-  t.box[1] = static_cast<std::uint32_t>(rows);
-  if (pack > 1) {
-    std::swap(t.sizes[1], t.sizes[2]);
-    std::swap(t.stride_bytes[1], t.stride_bytes[2]);
-    t.box[1] = static_cast<std::uint32_t>(pack);
-    t.box[2] = static_cast<std::uint32_t>(rows / pack);
-  }
-  t.swizzle = isa::Swizzle::bytes128;
-  return isa::make_tensor_map(t, map);
-}
-
 /// Empty, or why TMA cannot read the operands as they lie.
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
   if (isa::is_16bit(c.qk)) {
@@ -120,7 +85,7 @@ std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
 }
 
 Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
-                   isa::Start start) {
+                   Handover handover) {
   const auto& plan = static_cast<const WidePlan&>(data);
   const PrefillPlan& other = plan.other();
   Sm90Params params;
@@ -130,7 +95,7 @@ Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Strea
   set_spread(plan.spread, sm90a_rows, workspace, params);
   const Sm90Config& c = plan.instance->config;
   if (!is_native(p, plan.recipe) || !make_maps(c, p, params).empty()) {
-    return other.attend(other, p, workspace, stream, start);
+    return other.attend(other, p, workspace, stream, handover);
   }
   auto* bytes = static_cast<std::byte*>(workspace);
   params.doubts = reinterpret_cast<std::uint32_t*>(bytes + plan.doubts);
@@ -138,7 +103,7 @@ Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Strea
   const bool notes = takes_notes(p, plan.recipe);
   if (notes) params.bad_keys = reinterpret_cast<std::int32_t*>(bytes + plan.bad_keys);
   const int blocks = std::min(params.works, plan.multiprocessors);
-  isa::LaunchError e = plan.instance->launch(params, {blocks, 1, 1}, stream, start);
+  isa::LaunchError e = plan.instance->launch(params, {blocks, 1, 1}, stream, handover.start);
   const int again = std::min(params.works, 2 * plan.multiprocessors);
   if (e.empty()) e = other.general->launch(params, {again, 1, 1}, stream);
   if (e.empty()) e = combine_parts(params, stream);

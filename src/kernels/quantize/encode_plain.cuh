@@ -16,7 +16,7 @@ struct EncodePlain : FirstPass<Input, Channels> {
   using Tile::chunk, Tile::chunks, Tile::clean_values, Tile::factor_of, Tile::find_scales;
   using Tile::first_key, Tile::image_at, Tile::key_step, Tile::load, Tile::load_mean;
   using Tile::load_values, Tile::magnitude, Tile::pair, Tile::stride, Tile::threads;
-  using Tile::unpack, Tile::word_at;
+  using Tile::rounded, Tile::unpack, Tile::word_at;
   static constexpr bool dependent = true;
 
   static QATTN_DEVICE void store_dots(const PlainRows& q, const TilePlace& p,
@@ -33,12 +33,6 @@ struct EncodePlain : FirstPass<Input, Channels> {
     }
   }
 
-  /// Rounded value as the low byte of a word. |x * factor| is at most 127 and some ulps, so nothing
-  /// needs clamping.
-  static QATTN_DEVICE std::uint32_t rounded(float x, float factor) {
-    return formats::bits_of(formats::add_rn(formats::mul_rn(x, factor), 12582912.0f));
-  }
-
   template <bool E4m3>
   static QATTN_DEVICE void encode_rows(const PlainRows& row, const TilePlace& p,
                                        SharedAddress shared, const Words4 (&raw)[8],
@@ -48,28 +42,7 @@ struct EncodePlain : FirstPass<Input, Channels> {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float factor = factor_of(shared, first_key() + key_step(i));
-      Words2 code;
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const isa::Pair a = unpack(raw[i].w[2 * n]), b = unpack(raw[i].w[2 * n + 1]);
-        float x[4] = {a.lo, a.hi, b.lo, b.hi};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if constexpr (E4m3) x[j] = formats::add_rn(x[j], 0.0f);  // -0 becomes +0, as on the CPU
-          x[j] = formats::add_rn(x[j], -mean[4 * n + j]);
-        }
-        if constexpr (E4m3) {
-          const std::uint32_t lo =
-              isa::pack_e4m3(formats::mul_rn(x[0], factor), formats::mul_rn(x[1], factor));
-          const std::uint32_t hi =
-              isa::pack_e4m3(formats::mul_rn(x[2], factor), formats::mul_rn(x[3], factor));
-          code.w[n] = lo | hi << 16;
-        } else {
-          code.w[n] = low_bytes(rounded(x[0], factor), rounded(x[1], factor), rounded(x[2], factor),
-                                rounded(x[3], factor));
-        }
-      }
-      if (factor == 0.0f) code = Words2{{0, 0}};  // 0 times a bad value is NaN
+      const Words2 code = Tile::template encoded<E4m3>(raw[i], factor, mean);
       isa::store_global(reinterpret_cast<Words2*>(out + key_step(i) * Channels), code);
     }
   }

@@ -1,7 +1,7 @@
 // A tile of an operand of 16 bits from memory to registers, for the encoding without detours.
 #pragma once
 
-#include "kernels/quantize/encode_common.cuh"
+#include "kernels/quantize/encode_row.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -41,7 +41,8 @@ struct PlainParams {
 /// A thread holds 8 rows x 8 channels: two groups of four keys that lie side by side in V's
 /// contraction order, so that four codes of one channel make a word without any transposition.
 template <isa::Element Input, int Channels>
-struct PlainTile {
+struct PlainTile : RowCodes<Input> {
+  using RowCodes<Input>::magnitude;
   static constexpr int chunks = Channels / chunk_channels;
   static constexpr int threads = 8 * chunks;
   static constexpr int min_blocks = 768 / threads;
@@ -57,14 +58,6 @@ struct PlainTile {
   static constexpr int image_bytes = (chunks + 1) * image_stride, rows_bytes = 64 * row_stride;
   static constexpr int shared_bytes =
       image_at + (image_bytes > rows_bytes ? image_bytes : rows_bytes);
-
-  static QATTN_DEVICE isa::Pair unpack(std::uint32_t w) {
-    if constexpr (Input == isa::Element::bf16) {
-      return isa::unpack_bf16(w);
-    } else {
-      return isa::unpack_f16(w);
-    }
-  }
 
   /// Where a thread works: pair `p` of groups of four keys, chunk `c` of channels.
   static QATTN_DEVICE int pair() { return isa::thread() / (2 * chunks) * 2 + isa::thread() % 2; }
@@ -98,31 +91,6 @@ struct PlainTile {
         raw[i] = isa::load_once(reinterpret_cast<const Words4*>(data + key_step(i) * r.token));
       }
     }
-  }
-
-  /// Bits of max |x|: sixteen-bit magnitudes are ordered like their patterns, Inf and NaN on top.
-  static QATTN_DEVICE std::uint32_t magnitude(const Words4& raw) {
-    std::uint32_t high = 0, low = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const std::uint32_t both = raw.w[i] & 0x7fff7fffu;
-      high = high > both ? high : both;
-      low = low > both << 16 ? low : both << 16;
-    }
-    high = (high > low ? high : low) & 0xffff0000u;
-    return formats::bits_of(unpack(high).hi);
-  }
-  static QATTN_DEVICE std::uint32_t magnitude(const Words4& raw, const float (&mean)[8]) {
-    std::uint32_t top = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const isa::Pair x = unpack(raw.w[i]);
-      const std::uint32_t lo = formats::magnitude_bits(formats::add_rn(x.lo, -mean[2 * i]));
-      const std::uint32_t hi = formats::magnitude_bits(formats::add_rn(x.hi, -mean[2 * i + 1]));
-      top = top > lo ? top : lo;
-      top = top > hi ? top : hi;
-    }
-    return top;
   }
 
   static QATTN_DEVICE void load_mean(const float* mean, int b, int heads, int head, float (&m)[8]) {

@@ -1,0 +1,107 @@
+// Q's codes, made inside the Hopper prefill kernel by the warps that the producer does not need.
+#pragma once
+
+#include "kernels/attn_prefill/sm90a_load.cuh"
+#include "kernels/quantize/encode_row.cuh"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+/// Rows of 16 bits, 64 at a time, by TMA to shared memory, and from there as codes with a scale per
+/// token to where the products read them: bit by bit what prepare() makes. Eight lanes share a row;
+/// a lane has 16 bytes of each panel, and reads them twice, since its warpgroup has 24 registers.
+template <Sm90Config C>
+struct Sm90Encoder {
+  using S = Sm90Shape<C>;
+  static constexpr int threads = 32 * S::encoders, barrier = 3;  ///< 1 and 2 are the turns'
+  static constexpr int row_lanes = 8, step_rows = 32 / row_lanes;
+  static constexpr bool e4m3 = C.qk == isa::Element::e4m3;
+
+  const Sm90Params& p;
+  SharedAddress base = isa::shared_base();
+  RingPlace<S::q_stages> place{};
+  std::uint32_t parity = 0;  ///< of the rows that come
+
+  QATTN_DEVICE void load(const PrefillWork& work, int first) const {
+    const SharedAddress full = base + S::raw_full;
+    isa::mbarrier_arrive_expect(full, S::raw_bytes);
+    for (int n = 0; n < S::raw_panels; ++n) {
+      load_panel(base + S::raw_at + n * S::raw_panel_bytes, p.q_map, p.q, work, work.q, work.head,
+                 first, n, full);
+    }
+  }
+
+  /// This lane's 16 bytes of panel `n`, under TMA's swizzle.
+  QATTN_DEVICE Words4 raw(int row, int n) const {
+    const int at = row * sm90_panel + isa::lane() % row_lanes * 16;
+    return isa::load_shared<Words4>(base + S::raw_at + n * S::raw_panel_bytes +
+                                    (at ^ (at >> 3 & 0x70)));
+  }
+  /// Their codes, under the swizzle that the products read.
+  QATTN_DEVICE void put(SharedAddress codes, int row, int n, const Words2& code) const {
+    constexpr int mask = S::qk_swizzle == isa::Swizzle::bytes64 ? 0x30 : 0x70;
+    const int at = row * S::qk_panel + n * 64 + isa::lane() % row_lanes * 8;
+    isa::store_shared(codes + (at ^ (at >> 3 & mask)), code);
+  }
+
+  /// 64 rows, of which `count` exist.
+  template <isa::Element Input>
+  QATTN_DEVICE void encode(int buffer, int count) const {
+    using Row = RowCodes<Input>;
+    constexpr float most = e4m3 ? formats::E4m3::max : formats::S8::max;
+    const SharedAddress codes = base + S::q_at + buffer * S::q_bytes;
+    const SharedAddress facts = base + S::facts_at + buffer * S::fact_bytes;
+    const int first = (isa::thread() / 32 - 1) * step_rows + isa::lane() / row_lanes;
+#pragma unroll 1
+    for (int row = first; row < 64; row += S::encoders * step_rows) {  // the same turns in a warp
+      std::uint32_t top = 0;
+#pragma unroll
+      for (int n = 0; n < S::raw_panels; ++n) {
+        const std::uint32_t x = Row::magnitude(raw(row, n));
+        top = top > x ? top : x;
+      }
+#pragma unroll
+      for (int mask = 1; mask < row_lanes; mask *= 2) {
+        const std::uint32_t other = isa::shuffle_xor(top, mask);
+        top = top > other ? top : other;
+      }
+      const float scale = formats::amax_scale(formats::float_of(top), most);
+      const float factor = code_factor(row < count, scale);
+#pragma unroll
+      for (int n = 0; n < S::raw_panels; ++n) {
+        put(codes, row, n, Row::template encoded<e4m3>(raw(row, n), factor));
+      }
+      if (isa::lane() % row_lanes == 0) {
+        isa::store_shared(facts + 4 * row, row < count ? scale : 0.0f);
+      }
+    }
+  }
+
+  QATTN_DEVICE void run() {
+    if constexpr (S::raw_queries) {
+      for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
+        const PrefillWork work = locate_work(p, index, S::rows, S::keys);
+        for (int w = 0; w < S::consumers; ++w) {
+          const int buffer = place.stage * S::consumers + w, first = work.first_row + 64 * w;
+          const int count = work.q.bad ? 0 : static_cast<int>(work.q.length) - first;
+          if (count > 0 && isa::thread() == 32) load(work, first);
+          isa::mbarrier_wait(base + S::q_empty + 8 * buffer, place.parity ^ 1);
+          if (count > 0) {
+            isa::mbarrier_wait(base + S::raw_full, parity);
+            parity ^= 1;
+            p.q_input == isa::Element::bf16 ? encode<isa::Element::bf16>(buffer, count)
+                                            : encode<isa::Element::f16>(buffer, count);
+            isa::fence_async_proxy();
+            isa::barrier_sync(barrier, threads);  // the rows may be overwritten
+          }
+          isa::sync_warp();
+          if (isa::lane() == 0) isa::mbarrier_arrive(base + S::q_full + 8 * buffer);
+        }
+        place.advance();
+      }
+    }
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

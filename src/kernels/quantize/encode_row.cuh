@@ -1,0 +1,91 @@
+// Eight channels of a row of 16 bits, 16 bytes, to codes: what every kernel without detours does.
+#pragma once
+
+#include "kernels/quantize/encode_common.cuh"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+template <isa::Element Input>
+struct RowCodes {
+  static QATTN_DEVICE isa::Pair unpack(std::uint32_t w) {
+    if constexpr (Input == isa::Element::bf16) {
+      return isa::unpack_bf16(w);
+    } else {
+      return isa::unpack_f16(w);
+    }
+  }
+
+  /// Bits of max |x|: sixteen-bit magnitudes are ordered like their patterns, Inf and NaN on top.
+  static QATTN_DEVICE std::uint32_t magnitude(const Words4& raw) {
+    std::uint32_t high = 0, low = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t both = raw.w[i] & 0x7fff7fffu;
+      high = high > both ? high : both;
+      low = low > both << 16 ? low : both << 16;
+    }
+    high = (high > low ? high : low) & 0xffff0000u;
+    return formats::bits_of(unpack(high).hi);
+  }
+  static QATTN_DEVICE std::uint32_t magnitude(const Words4& raw, const float (&mean)[8]) {
+    std::uint32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const isa::Pair x = unpack(raw.w[i]);
+      const std::uint32_t lo = formats::magnitude_bits(formats::add_rn(x.lo, -mean[2 * i]));
+      const std::uint32_t hi = formats::magnitude_bits(formats::add_rn(x.hi, -mean[2 * i + 1]));
+      top = top > lo ? top : lo;
+      top = top > hi ? top : hi;
+    }
+    return top;
+  }
+
+  /// Rounded value as the low byte of a word. |x * factor| is at most 127 and some ulps, so nothing
+  /// needs clamping.
+  static QATTN_DEVICE std::uint32_t rounded(float x, float factor) {
+    return formats::bits_of(formats::add_rn(formats::mul_rn(x, factor), 12582912.0f));
+  }
+
+  /// s8 or e4m3 of x * factor. A factor of 0 gives zeros, whatever the row holds.
+  template <bool E4m3>
+  static QATTN_DEVICE Words2 encoded(const Words4& raw, float factor) {
+    return convert<E4m3>(raw, factor, [](float x, int) { return x; });
+  }
+  /// The same of x - mean.
+  template <bool E4m3>
+  static QATTN_DEVICE Words2 encoded(const Words4& raw, float factor, const float (&mean)[8]) {
+    return convert<E4m3>(raw, factor, [&](float x, int n) { return formats::add_rn(x, -mean[n]); });
+  }
+
+ private:
+  template <bool E4m3, class Less>
+  static QATTN_DEVICE Words2 convert(const Words4& raw, float factor, Less less) {
+    Words2 code;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const isa::Pair a = unpack(raw.w[2 * n]), b = unpack(raw.w[2 * n + 1]);
+      float x[4] = {a.lo, a.hi, b.lo, b.hi};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if constexpr (E4m3) x[j] = formats::add_rn(x[j], 0.0f);  // -0 becomes +0, as on the CPU
+        x[j] = less(x[j], 4 * n + j);
+      }
+      if constexpr (E4m3) {
+        const std::uint32_t lo =
+            isa::pack_e4m3(formats::mul_rn(x[0], factor), formats::mul_rn(x[1], factor));
+        const std::uint32_t hi =
+            isa::pack_e4m3(formats::mul_rn(x[2], factor), formats::mul_rn(x[3], factor));
+        code.w[n] = lo | hi << 16;
+      } else {
+        code.w[n] = low_bytes(rounded(x[0], factor), rounded(x[1], factor), rounded(x[2], factor),
+                              rounded(x[3], factor));
+      }
+    }
+    if (factor == 0.0f) code = Words2{{0, 0}};  // 0 times a bad value is NaN
+    return code;
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

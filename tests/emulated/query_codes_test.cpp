@@ -1,0 +1,134 @@
+// Codes of Q that the Hopper kernel makes itself are those that the quantisation kernels make: the
+// whole call is equal, bit by bit.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "emulated/emulated_backend.hpp"
+#include "emulated/matrix.hpp"
+
+namespace qattn::test {
+namespace {
+
+constexpr const char* in_kernel = "q_codes: in the attention kernel\n";
+
+std::vector<Recipe> code_recipes() {
+  std::vector<Recipe> all;
+  for (const char* name : {"int8_full", "int8_fp8", "fp8"}) all.push_back(*recipe_named(name));
+  return all;
+}
+
+class QueryCodes : public testing::TestWithParam<Recipe> {
+ protected:
+  const Recipe& recipe() const { return GetParam(); }
+
+  static Feature feature(std::int64_t dim, std::vector<std::int64_t> sq,
+                         std::vector<std::int64_t> sk) {
+    Feature f;
+    f.dim = f.dim_v = dim, f.heads_q = 4, f.heads_k = 2;
+    f.sq = std::move(sq), f.sk = std::move(sk);
+    f.how.lse = false;  // with K's mean it needs more of Q
+    return f;
+  }
+
+  void expect_equal(const Call& call, Laid& laid, const char* what) {
+    Outcome prepared, made;
+    {
+      const LeaveQueries off(false);
+      prepared = run_emulated(call, laid, recipe(), every_timing().subspan(1, 1));
+    }
+    {
+      const LeaveQueries on(true);
+      made = run_emulated(call, laid, recipe());
+    }
+    ASSERT_FALSE(HasFailure()) << what;
+    EXPECT_EQ(prepared.plan.find(in_kernel), std::string::npos) << what;
+    EXPECT_NE(made.plan.find(in_kernel), std::string::npos) << what << "\n" << made.plan;
+    EXPECT_TRUE(same_bits(prepared, made)) << what;
+  }
+
+  void expect_equal(Feature f, Format format, std::uint64_t seed, const char* what) {
+    f = with_inputs(std::move(f), recipe(), format);
+    const Call call = make_call(f, seed);
+    Laid laid = lay_out(call, f.how);
+    expect_equal(call, laid, what);
+  }
+
+ private:
+  OnArchitecture on_{90};
+};
+
+TEST_P(QueryCodes, AreThoseOfTheQuantisationKernels) {
+  expect_equal(feature(128, {200, 200}, {150, 150}), Format::bf16, 1, "dense, D 128");
+  expect_equal(feature(64, {300}, {200}), Format::f16, 2, "dense, D 64");
+  expect_equal(feature(80, {129}, {64}), Format::bf16, 3, "channels that are padded");
+  Feature causal = feature(128, {260, 260}, {390, 390});
+  causal.options.causal = true;
+  expect_equal(causal, Format::f16, 4, "causal");
+}
+
+TEST_P(QueryCodes, OfPackedAndShortSequences) {
+  Feature packed = feature(128, {130, 0, 65, 200}, {200, 70, 0, 130});
+  packed.how.packed_q = packed.how.packed_k = true;
+  expect_equal(packed, Format::bf16, 5, "packed");
+  Feature used = feature(64, {200, 200}, {150, 150});
+  used.used_q = {200, 63}, used.used_k = {150, 1};
+  used.how.seqused_q = used.how.seqused_k = true;
+  expect_equal(used, Format::bf16, 6, "sequences used in part");
+}
+
+/// Every work of a persistent block finds its own rows: more works than multiprocessors.
+TEST_P(QueryCodes, OfManyWorksABlock) {
+  Feature f = feature(64, {300, 300, 300, 300}, {64, 64, 64, 64});
+  f.heads_q = 24, f.heads_k = 2;
+  expect_equal(f, Format::bf16, 7, "many works");
+}
+
+TEST_P(QueryCodes, OfBadRows) {
+  const Feature f = with_inputs(feature(128, {200, 200}, {150, 150}), recipe(), Format::bf16);
+  const Call call = make_call(f, 8);
+  for (const float bad : {static_cast<float>(NAN), std::numeric_limits<float>::infinity(), 0.0f}) {
+    Laid laid = lay_out(call, f.how);
+    for (const std::int64_t token : {0, 77, 199}) {
+      for (int channel = 0; channel < 128; channel += bad == 0.0f ? 1 : 128) {
+        poke(laid, call, Operand::q, 1, 2, token, channel, bad);
+      }
+    }
+    expect_equal(call, laid, std::to_string(bad).c_str());
+  }
+}
+
+/// Calls that need more of Q than its codes, or have other scales, are prepared as ever.
+TEST_P(QueryCodes, AreNotMadeWhereMoreIsAsked) {
+  const LeaveQueries on(true);
+  const auto plan_of = [&](Feature f, const Recipe& r) {
+    f = with_inputs(std::move(f), r, Format::bf16);
+    const Call call = make_call(f, 9);
+    Laid laid = lay_out(call, f.how);
+    return run_emulated(call, laid, r, every_timing().subspan(1, 1)).plan;
+  };
+  Recipe r = recipe();
+  r.q_scale = {Granularity::per_block, 64, 0};
+  EXPECT_EQ(plan_of(feature(64, {70}, {70}), r).find(in_kernel), std::string::npos) << "per block";
+  r = recipe();
+  r.smooth_k = Toggle::on;
+  Feature sinks = feature(64, {70}, {70});
+  sinks.sinks = true;
+  EXPECT_EQ(plan_of(sinks, r).find(in_kernel), std::string::npos) << "q . mean";
+  EXPECT_EQ(plan_of(feature(64, {2}, {600}), recipe()).find(in_kernel), std::string::npos)
+      << "few queries";
+  if (recipe().v == Format::s8) {
+    EXPECT_EQ(plan_of(feature(192, {70}, {70}), recipe()).find(in_kernel), std::string::npos)
+        << "D 256";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cover, QueryCodes, testing::ValuesIn(code_recipes()),
+                         [](const testing::TestParamInfo<Recipe>& p) {
+                           return std::string(p.param.name);
+                         });
+
+}  // namespace
+}  // namespace qattn::test
