@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <utility>
 
 #include "kernels/attn_prefill/gpu.hpp"
 
@@ -13,6 +15,7 @@ struct BenchHandle {
   Problem problem;
   std::shared_ptr<detail::PlanData> plan;
   std::string kernel;
+  bool leaves_queries;
 };
 
 static std::string error;
@@ -47,7 +50,10 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
   t.out = TensorView::dense(out, f, {s->batch, s->tokens_q, s->heads_q, s->d});
   for (TensorView* x : {&t.q, &t.k, &t.v, &t.out}) x->device = {DeviceType::cuda, 0};
   AttentionOptions o;
-  const Result<Recipe> named = recipe_named(recipe);
+  std::string_view name = recipe;
+  const bool leaves = name.ends_with("+q");
+  if (leaves) name.remove_suffix(2);
+  const Result<Recipe> named = recipe_named(name);
   if (!named.ok()) {
     error = named.status().message();
     return nullptr;
@@ -63,7 +69,13 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
   for (const detail::Kernel& kernel : kernels::gpu_attention_kernels()) {
     const Status status = kernel.supports(*problem);
     if (status.ok()) {
-      return new BenchHandle{*problem, kernel.tune(*problem), std::string(kernel.name)};
+      auto plan = kernel.tune(*problem);
+      kernels::leaves_queries() = leaves;
+      if (leaves && !kernels::leaves_queries(static_cast<kernels::GpuPlan&>(*plan), *problem)) {
+        error = std::string(kernel.name) + ": makes no codes of Q for this call";
+        return nullptr;
+      }
+      return new BenchHandle{*problem, std::move(plan), std::string(kernel.name), leaves};
     }
     error += (error.empty() ? "" : "; ") + std::string(kernel.name) + ": " + status.message();
   }
@@ -93,16 +105,16 @@ BENCH_EXPORT std::int64_t bench_q_bytes(const BenchHandle* h) {
 }
 
 BENCH_EXPORT int bench_run(BenchHandle* h, int step, void* workspace, void* stream) {
-  if (step < 0 || step > 2) return failed(Status(Code::invalid_argument, "no such step"));
-  if (step != 2) {
-    const Status s = kernels::quantize_operands(*h->plan, h->problem, workspace, stream);
-    if (!s.ok()) return failed(s);
+  Status s(Code::invalid_argument, "no such step");
+  if (step == 0) {
+    kernels::leaves_queries() = h->leaves_queries;
+    s = kernels::run_steps(*h->plan, h->problem, workspace, stream);
+  } else if (step == 1) {
+    s = kernels::quantize_operands(*h->plan, h->problem, workspace, stream);
+  } else if (step == 2) {
+    s = kernels::attend(*h->plan, h->problem, workspace, stream);
   }
-  if (step != 1) {
-    const Status s = kernels::attend(*h->plan, h->problem, workspace, stream);
-    if (!s.ok()) return failed(s);
-  }
-  return 0;
+  return s.ok() ? 0 : failed(s);
 }
 
 BENCH_EXPORT void bench_destroy(BenchHandle* h) { delete h; }

@@ -16,7 +16,8 @@ struct BenchShape {
 
 /// Why the last call failed.
 const char* bench_error();
-/// Q, K, V, out: dense (B, S, H, D) in 16 bits. Null on failure: no kernel takes it.
+/// Q, K, V, out: dense (B, S, H, D) in 16 bits. `recipe` with "+q" behind its name: step 0 leaves
+/// Q's codes to the attention kernel. Null on failure: no kernel takes it.
 BenchHandle* bench_create(const char* recipe, const BenchShape* s, void* q, void* k, void* v,
                           void* out);
 const char* bench_kernel(const BenchHandle* h);

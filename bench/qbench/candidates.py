@@ -127,7 +127,12 @@ def library_candidate(lib, recipe, io, shape, tensors, stream):
     return Candidate(
         recipe,
         io,
-        {name: step(n) for name, n in STEPS.items() if quantises or name == "e2e"},
+        # With "+q" the attention kernel makes Q's codes: only the whole call differs.
+        {
+            name: step(n)
+            for name, n in STEPS.items()
+            if name == "e2e" or (quantises and not recipe.endswith("+q"))
+        },
         # The workspace lives as long as the candidate does.
         lambda _=workspace: out,
         {

@@ -129,20 +129,22 @@ def test_a_run_on_the_emulated_gpu(library, tmp_path):
     path = tmp_path / "record.json"
     done = bench(
         "run", "--device", "emulated", "--library", library, "--no-errors", "-o", path,
-        "--shape", "1,2,1,130,200,64,causal", "--recipes", "f16,int8_full,f32", "--rounds", 3,
-        "--commit", "abc",
+        "--shape", "1,2,1,130,200,64,causal", "--rounds", 3, "--commit", "abc",
+        "--recipes", "f16,bf16+q,int8_full,int8_full+q,f32",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     record = Record.load(path)
     assert record.provenance["commit"] == "abc"
     cells = {(c["candidate"], c["step"]): c for c in record.cells}
     assert set(cells) == {
-        ("torch", "e2e"), ("f16", "e2e"), ("f32", "e2e"),
+        ("torch", "e2e"), ("f16", "e2e"), ("bf16+q", "e2e"), ("f32", "e2e"), ("int8_full+q", "e2e"),
         *(("int8_full", step) for step in ("e2e", "quantise", "kernel")),
     }  # fmt: skip
     # The reasons of every kernel.
     assert cells["f32", "e2e"]["refused"].count("_prefill: ") == 3
+    assert "no codes of Q" in cells["bf16+q", "e2e"]["refused"]
     full = cells["int8_full", "kernel"]
+    assert cells["int8_full+q", "e2e"]["nrmse"] == full["nrmse"]
     assert full["kernel"] == "sm90a_prefill" and "kernel" not in cells["torch", "e2e"]
     assert full["rounds"] == 3 and full["min_ms"] <= full["median_ms"]
     assert 5e-3 < full["nrmse"] < 3e-2 and cells["f16", "e2e"]["nrmse"] < 1.5e-3
