@@ -107,15 +107,13 @@ Status supports(const Problem& p) {
 bool encodes_queries(const GpuPlan& data, const Problem& p) {
   const auto& plan = static_cast<const Sm90Plan&>(data);
   const bool sixteen = p.q.format == Format::f16 || p.q.format == Format::bf16;
-  const auto steps_back = [](std::int64_t size, std::int64_t stride) {
-    return size > 1 && stride < 0;
-  };
-  return sixteen && !p.q_codes && !p.tensors.q_scale.present() && plan.raw != nullptr &&
-         plan.recipe.rotate != Toggle::on &&
-         plan.recipe.q_scale.granularity == Granularity::per_token &&
-         !plan.prepared.needs.dot_mean && plan.spread.rows == 0 && p.max_k > 0 && aligned(p.q) &&
-         !steps_back(p.max_q, p.q.token) && !steps_back(p.heads_q, p.q.head) &&
-         !steps_back(p.batch, p.q.batch);
+  if (plan.raw == nullptr || !sixteen || p.tensors.q_scale.present() || p.max_k == 0) return false;
+  if (plan.recipe.rotate == Toggle::on || plan.prepared.needs.dot_mean) return false;
+  if (plan.recipe.q_scale.granularity != Granularity::per_token) return false;
+  if (plan.spread.rows > 0 || !aligned(p.q)) return false;
+  isa::TensorMap map;
+  return p.q.data == nullptr ||  // while planning
+         map_rows(rows_of(p, Role::q), plan.raw->config.d, q_box, map).empty();
 }
 
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
