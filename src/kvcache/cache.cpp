@@ -109,20 +109,24 @@ Result<std::int64_t> KvCache::fork(std::int64_t sequence) {
 }
 
 Status KvCache::release(std::int64_t sequence) {
-  if (Status s = kv::check_place(*data_, sequence, 0); !s.ok()) return s;
-  Sequence* const s = data_->find(sequence);
-  for (const Layer& layer : s->layers) {
-    for (const Table& table : layer.tables) {
-      for (const Entry& e : table) data_->drop(e);
+  return guarded<Status>([&]() -> Status {
+    if (Status s = kv::check_place(*data_, sequence, 0); !s.ok()) return s;
+    Sequence* const s = data_->find(sequence);
+    for (const Layer& layer : s->layers) {
+      for (const Table& table : layer.tables) {
+        for (const Entry& e : table) data_->drop(e);
+      }
     }
-  }
-  data_->sequences.erase(data_->sequences.begin() + (s - data_->sequences.data()));
-  return {};
+    data_->sequences.erase(data_->sequences.begin() + (s - data_->sequences.data()));
+    return {};
+  });
 }
 
 Result<std::int64_t> KvCache::length(std::int64_t sequence, std::int64_t layer) const {
-  if (Status s = kv::check_place(*data_, sequence, layer); !s.ok()) return s;
-  return data_->find(sequence)->layers[static_cast<std::size_t>(layer)].length;
+  return guarded<Result<std::int64_t>>([&]() -> Result<std::int64_t> {
+    if (Status s = kv::check_place(*data_, sequence, layer); !s.ok()) return s;
+    return data_->find(sequence)->layers[static_cast<std::size_t>(layer)].length;
+  });
 }
 
 Status KvCache::append(std::int64_t layer, std::span<const std::int64_t> sequences,
@@ -164,34 +168,39 @@ Status KvCache::append(std::int64_t layer, std::span<const std::int64_t> sequenc
 }
 
 Status KvCache::truncate(std::int64_t sequence, std::int64_t length) {
-  if (Status s = kv::check_place(*data_, sequence, 0); !s.ok()) return s;
-  if (length < 0) return invalid("length: " + text(length) + " is below 0");
-  const std::int64_t page = data_->options.page_size;
-  for (Layer& layer : data_->find(sequence)->layers) {
-    if (layer.length <= length) continue;
-    layer.length = length;
-    for (Table& table : layer.tables) {
-      keep(*data_, table, [&](const Entry& e) { return kv::live_bits(0, length, e.first, page); });
+  return guarded<Status>([&]() -> Status {
+    if (Status s = kv::check_place(*data_, sequence, 0); !s.ok()) return s;
+    if (length < 0) return invalid("length: " + text(length) + " is below 0");
+    const std::int64_t page = data_->options.page_size;
+    for (Layer& layer : data_->find(sequence)->layers) {
+      if (layer.length <= length) continue;
+      layer.length = length;
+      for (Table& table : layer.tables) {
+        keep(*data_, table,
+             [&](const Entry& e) { return kv::live_bits(0, length, e.first, page); });
+      }
     }
-  }
-  return {};
+    return {};
+  });
 }
 
 Status KvCache::evict(std::int64_t sequence, std::int64_t layer, std::int64_t head,
                       std::int64_t begin, std::int64_t end) {
-  if (Status s = kv::check_place(*data_, sequence, layer, true); !s.ok()) return s;
-  if (Status s = kv::check_eviction(data_->options, head, begin, end); !s.ok()) return s;
-  Sequence& s = *data_->find(sequence);
-  for (std::size_t l = 0; l < s.layers.size(); ++l) {
-    if (layer >= 0 && static_cast<std::int64_t>(l) != layer) continue;
-    for (std::size_t h = 0; h < s.layers[l].tables.size(); ++h) {
-      if (head >= 0 && static_cast<std::int64_t>(h) != head) continue;
-      keep(*data_, s.layers[l].tables[h], [&](const Entry& e) {
-        return ~kv::live_bits(begin, end, e.first, data_->options.page_size);
-      });
+  return guarded<Status>([&]() -> Status {
+    if (Status s = kv::check_place(*data_, sequence, layer, true); !s.ok()) return s;
+    if (Status s = kv::check_eviction(data_->options, head, begin, end); !s.ok()) return s;
+    Sequence& s = *data_->find(sequence);
+    for (std::size_t l = 0; l < s.layers.size(); ++l) {
+      if (layer >= 0 && static_cast<std::int64_t>(l) != layer) continue;
+      for (std::size_t h = 0; h < s.layers[l].tables.size(); ++h) {
+        if (head >= 0 && static_cast<std::int64_t>(h) != head) continue;
+        keep(*data_, s.layers[l].tables[h], [&](const Entry& e) {
+          return ~kv::live_bits(begin, end, e.first, data_->options.page_size);
+        });
+      }
     }
-  }
-  return {};
+    return {};
+  });
 }
 
 KvBytes KvCache::bytes() const {

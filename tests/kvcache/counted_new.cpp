@@ -7,6 +7,7 @@
 namespace {
 
 thread_local bool counting = false;
+thread_local std::int64_t room = -1;  // allocations that still succeed; -1: all
 std::atomic<std::int64_t> held{0};
 
 /// Lies before every block.
@@ -16,6 +17,8 @@ struct alignas(64) Header {
 };
 
 void* take(std::size_t bytes) {
+  if (room == 0) throw std::bad_alloc();
+  if (room > 0) --room;
   auto* header = static_cast<Header*>(
       std::aligned_alloc(alignof(Header), (bytes + 2 * sizeof(Header) - 1) / 64 * 64));
   if (header == nullptr) throw std::bad_alloc();
@@ -51,5 +54,7 @@ namespace qattn::test {
 std::int64_t counted_bytes() { return held; }
 Counted::Counted() : before_(counting) { counting = true; }
 Counted::~Counted() { counting = before_; }
+MemoryLimit::MemoryLimit(std::int64_t allocations) { room = allocations; }
+MemoryLimit::~MemoryLimit() { room = -1; }
 
 }  // namespace qattn::test

@@ -1,4 +1,4 @@
-// operator new of this program, which counts the bytes that the library holds.
+// operator new of this program, which counts the bytes that the library holds and fails when asked.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,15 @@ class Counted {
 
  private:
   bool before_;
+};
+
+/// While it lives, the thread's operator new gives `allocations` times, then never.
+class MemoryLimit {
+ public:
+  explicit MemoryLimit(std::int64_t allocations);
+  ~MemoryLimit();
+  MemoryLimit(const MemoryLimit&) = delete;
+  MemoryLimit& operator=(const MemoryLimit&) = delete;
 };
 
 }  // namespace qattn::test
