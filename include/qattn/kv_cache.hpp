@@ -24,11 +24,13 @@ struct KvTier {
   bool operator==(const KvTier&) const = default;
 };
 
-/// What a page's importance is until it is told: append(), observe() and set_importance() do.
-/// observe() averages into it, as into what was observed before.
+/// What a page's importance is until it is told: append(), observe() and set_importance() do. What
+/// they tell is in the unit of decode()'s mass, and observe() averages into it.
 enum class KvImportance : std::int32_t {
   uniform,   ///< every page weighs the same
-  key_norm,  ///< inverse of the mean squared norm of its keys: small keys draw attention
+  /// Inverse of the mean square of its keys' elements: small keys draw attention. A guess, in
+  /// another unit, which the first observe() replaces.
+  key_norm,
 };
 
 struct KvCacheOptions {
@@ -86,7 +88,8 @@ struct KvAppendTensors {
   TensorView cu_seqlens;  ///< (B + 1) s32: k and v are packed
   /// Optional (B, Hkv, ceil(S' / 16)) f32, S' the longest length after the call: importance of
   /// blocks by position, for the pages that this call fills or quantises. From a prefill's own
-  /// attention, say, since what is quantised without it weighs the same everywhere.
+  /// attention, say, since what is quantised without it weighs the same everywhere. From 0 to 1e15,
+  /// in the unit of decode()'s mass where observe() follows.
   TensorView importance;
 };
 
@@ -132,11 +135,13 @@ class KvCache {
                std::int64_t end);
 
   /// Folds probability mass into importance: mass (B, Hq, ceil(S / 16)) f32 as decode() gives it;
-  /// what counts for a KV head is the root of the mean square over its query heads. Errors:
-  /// invalid_argument, also for a mass that is negative or not finite.
+  /// what counts for a KV head is the root of the mean square over its query heads. It is averaged
+  /// into what a page was told or observed before (importance_decay) and replaces what key_norm
+  /// guessed. Errors: invalid_argument, also for a mass that is negative or not finite.
   Status observe(std::int64_t layer, std::span<const std::int64_t> sequences,
                  const TensorView& mass);
-  /// Sets importance: (Hkv, ceil(S / 16)) f32, finite, at least 0, of one sequence and layer.
+  /// Sets importance: (Hkv, ceil(S / 16)) f32, from 0 to 1e15, of one sequence and layer; in the
+  /// unit of mass where observe() follows.
   Status set_importance(std::int64_t sequence, std::int64_t layer, const TensorView& importance);
 
   /// The decoded contents of one (sequence, layer), K's mean and rotation undone: k (Hkv, S, D), v

@@ -67,10 +67,10 @@ class KvCache:
     window, scales and tables counted, in every (sequence, layer), from budget_from tokens on
     (None: twice shortest_length); None: no budget, one tier. window, sinks: newest and first tokens
     in 16 bits, multiples of page_size (16, 32 or 64). window_dtype: float16 or bfloat16, what rows
-    are rounded to first. importance: "uniform" or "key_norm", what a page weighs until it is told;
-    observe() averages into it, as into what was observed before. Where a method takes sequences,
-    one number will do for one sequence. Several threads may use one cache; calls wait for each
-    other.
+    are rounded to first. importance: "uniform" or "key_norm" (the inverse mean square of its keys),
+    what a page weighs until append(), set_importance() or observe() tell it. Where a method takes
+    sequences, one number will do for one sequence. Several threads may use one cache; calls wait
+    for each other.
     Raises InvalidArgument, which names the argument, the value and the rule.
     """
 
@@ -178,10 +178,10 @@ class KvCache:
         k: (B, S, kv_heads, head_dim), v: likewise with v_head_dim, dimensions 1 and 2 swapped with
         "bhsd"; packed by cu_seqlens (B + 1): (T, kv_heads, head_dim) or (kv_heads, T, head_dim).
         float32, float16 or bfloat16, last stride 1. importance: (B, kv_heads, ceil(S' / 16))
-        float32, S' the longest length after the call: of the pages that this call fills or
-        quantises, by position. Tokens that leave the window are quantised, and pages demoted as far
-        as the budget asks. Raises OutOfMemory where the budget cannot hold (after many truncations
-        into quantised pages); the cache is as it was then.
+        float32 as set_importance() takes it, S' the longest length after the call: of the pages
+        that this call fills or quantises, by position. Tokens that leave the window are quantised,
+        and pages demoted as far as the budget asks. Raises OutOfMemory where the budget cannot hold
+        (after many truncations into quantised pages); the cache is as it was then.
         """
         tensors = {"k": rows("k", k), "v": rows("v", v)}
         if cu_seqlens is not None:
@@ -260,14 +260,16 @@ class KvCache:
             )
 
     def observe(self, layer: int, sequences: int | Sequence[int], mass: Any) -> None:
-        """Folds decode()'s probability mass into importance: the root of the mean square over a KV
-        head's query heads, importance_decay of the old value kept."""
+        """Folds decode()'s probability mass (B, Hq, ceil(S / 16)) float32 into importance: the root
+        of the mean square over a KV head's query heads, importance_decay of what a page was told or
+        observed before kept. What "key_norm" guessed is in another unit, and is replaced."""
         layer, ids = integer("layer", layer), sequence_ids(sequences)
         with self._lock:
             self._cache.observe(layer, ids, {"mass": entry("mass", mass)})
 
     def set_importance(self, sequence: int, layer: int, importance: Any) -> None:
-        """importance: (kv_heads, ceil(length / 16)) float32, finite and not negative."""
+        """importance: (kv_heads, ceil(length / 16)) float32 from 0 to 1e15, where observe() follows
+        in the unit of decode()'s mass, the probability on a block of 16 tokens."""
         sequence, layer = integer("sequence", sequence), integer("layer", layer)
         with self._lock:
             self._cache.set_importance(

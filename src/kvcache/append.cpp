@@ -53,7 +53,7 @@ Status AppendPlan::make() {
               layer_.length,
               new_length()};
       job.to.live |= live_bits(job.begin, job.end, tail.first, cache_.options.page_size);
-      job.to.importance = importance(job);
+      weigh(job);
       jobs_.push_back(job);
     }
   } else {
@@ -127,9 +127,10 @@ Status AppendPlan::assign_tiers() {
     Job& job = jobs_[j];
     job_of[static_cast<std::size_t>(job.head)][static_cast<std::size_t>(job.index)] =
         static_cast<std::int64_t>(j);
-    job.to.importance = importance(job);
-    tables_[static_cast<std::size_t>(job.head)][static_cast<std::size_t>(job.index)].importance =
-        job.to.importance;
+    weigh(job);
+    Entry& e = tables_[static_cast<std::size_t>(job.head)][static_cast<std::size_t>(job.index)];
+    e.importance = job.to.importance;
+    e.guess = job.to.guess;
   }
   std::vector<Candidate> candidates;
   std::int64_t fixed = mean_bytes(o);
@@ -254,15 +255,20 @@ void AppendPlan::sum_keys(std::int64_t head, float* mean) const {
   }
 }
 
-float AppendPlan::importance(const Job& job) const {
+void AppendPlan::weigh(Job& job) const {
   if (rows_.importance != nullptr) {
     // A row is as long as the batch's longest sequence; only this one's blocks count.
-    return page_weight(cache_, job.to.first, rows_.importance + job.head * rows_.blocks,
-                       std::min(rows_.blocks, formats::kv_blocks(new_length())));
+    job.to.importance =
+        page_weight(cache_, job.to.first, rows_.importance + job.head * rows_.blocks,
+                    std::min(rows_.blocks, formats::kv_blocks(new_length())));
+    job.to.guess = 0;
+    return;
   }
   const bool leaves = !cache_.in_window(job.to.first, new_length());
   const bool asked = cache_.options.importance == KvImportance::key_norm;
-  return asked && leaves && job.to.importance < 0 ? key_importance(job) : job.to.importance;
+  if (!asked || !leaves || job.to.importance >= 0) return;
+  job.to.importance = key_importance(job);
+  job.to.guess = 1;
 }
 
 float AppendPlan::key_importance(const Job& job) const {

@@ -59,8 +59,8 @@ class AppendPlan {
   void take_pages();
   void make_mean();
   void sum_keys(std::int64_t head, float* mean) const;
-  /// What is known of a page that is new, grows or leaves the window; negative: nothing.
-  float importance(const Job& job) const;
+  /// Sets what is known of a page that is new, grows or leaves the window; negative: nothing.
+  void weigh(Job& job) const;
   float key_importance(const Job& job) const;
   void load_new_k(std::int64_t head, std::int64_t position, float* row) const;
   void store_new_rows(const Job& job, std::byte* page) const;

@@ -101,7 +101,9 @@ Status KvCache::observe(std::int64_t layer, std::span<const std::int64_t> sequen
         }
         for (Entry& e : l.tables[h]) {
           const float now = std::sqrt(kv::page_weight(*data_, e.first, square.data(), own));
-          e.importance = e.importance < 0 ? now : decay * e.importance + (1 - decay) * now;
+          const bool measured = e.importance >= 0 && e.guess == 0;
+          e.importance = measured ? decay * e.importance + (1 - decay) * now : now;
+          e.guess = 0;
         }
       }
     }
@@ -124,6 +126,7 @@ Status KvCache::set_importance(std::int64_t sequence, std::int64_t layer,
           static_cast<const float*>(importance.data) + static_cast<std::int64_t>(h) * blocks;
       for (Entry& e : l.tables[h]) {
         e.importance = kv::page_weight(*data_, e.first, row, blocks);
+        e.guess = 0;
       }
     }
     return {};

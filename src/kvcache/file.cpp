@@ -18,6 +18,7 @@
 
 #include "core/guarded.hpp"
 #include "kvcache/data.hpp"
+#include "kvcache/file_values.hpp"
 #include "kvcache/tensors.hpp"
 
 namespace qattn {
@@ -377,11 +378,8 @@ bool is_valid(const Entry& e, const Table& table, const Counts& c, std::int64_t 
   if (e.first < 0 || e.first % size != 0 || e.live == 0) return false;
   if ((e.live & ~kv::live_bits(0, length, e.first, size)) != 0) return false;
   // The codes' path ends in the page's tier.
-  const auto bits = static_cast<unsigned>(std::bit_width(e.path));
-  if (bits != e.tier) return false;
-  if (!(e.importance == -1.0f || (e.importance >= 0 && e.importance <= kv::most_importance))) {
-    return false;
-  }
+  if (static_cast<unsigned>(std::bit_width(e.path)) != e.tier) return false;
+  if (!kv::is_weight(e)) return false;
   std::uint64_t taken = 0;
   for (auto i = table.rbegin(); i != table.rend() && i->first == e.first; ++i) taken |= i->live;
   return (taken & e.live) == 0 && (table.empty() || table.back().first <= e.first);

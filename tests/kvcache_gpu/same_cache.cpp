@@ -53,6 +53,7 @@ std::string entry_difference(const kv::Entry& a, const kv::Entry& b) {
   if (a.live != b.live) return "tokens alive differ";
   if (a.tier != b.tier) return "tier " + text(a.tier) + " and " + text(b.tier);
   if (a.path != b.path) return "path " + text(a.path) + " and " + text(b.path);
+  if (a.guess != b.guess) return "importance is a guess of one only";
   if (bits(a.importance) == bits(b.importance)) return "";
   return "importance " + std::to_string(a.importance) + " and " + std::to_string(b.importance);
 }

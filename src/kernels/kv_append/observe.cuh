@@ -70,9 +70,11 @@ struct ObserveMass {
             formats::sqrt_rn(page_weight(cache, isa::load_global(&e->first), own, bad,
                                          [&](std::int64_t n) { return square(p, row, group, n); }));
         const float old = isa::load_global(&e->importance), decay = p.state.decay;
+        const bool measured = old >= 0 && isa::load_global(&e->guess) == 0;
         const float kept = formats::mul_rn(decay, old);
         const float added = formats::mul_rn(formats::add_rn(1.0f, -decay), now);
-        isa::store_global(&e->importance, old < 0 ? now : formats::add_rn(kept, added));
+        isa::store_global(&e->importance, measured ? formats::add_rn(kept, added) : now);
+        isa::store_global(&e->guess, std::uint8_t{0});
       }
     }
   }

@@ -187,6 +187,7 @@ struct PlanAppend {
         std::int64_t end = f.new_length < e.first + size ? f.new_length : e.first + size;
         if (!has_new) end = begin;
         c.importance = key_weight(p, f.b, h, f.old_length, e, begin, end);
+        c.kind = static_cast<std::uint16_t>(c.kind | kv::page_guess);
         if (asked && row_lane() == 0) store_struct(out + i, c);
       }
     }
@@ -200,6 +201,7 @@ struct PlanAppend {
     if ((c.kind & ~kv::page_candidate) == 0 && tier == e.tier) return false;
     job.to = e;
     job.to.importance = c.importance;
+    if ((c.kind & kv::page_guess) != 0) job.to.guess = 1;
     job.index = i;
     job.from_page = e.page;
     job.from_tier = e.tier;

@@ -22,6 +22,7 @@ enum PageKind : std::uint16_t {
   page_new = 2,
   page_grows = 4,
   page_leaves = 8,  ///< was in 16 bits
+  page_guess = 16,  ///< importance is key_norm's
 };
 
 /// The tiers that a page's hull leads through, worse ones in order.
