@@ -134,6 +134,33 @@ TEST(KvDecode, SeveralQueriesWindowsSoftcapSinksAndTrees) {
   }
 }
 
+/// A tile takes 32 of them.
+TEST(KvDecode, MoreThan32RowsOfAKvHead) {
+  for (const auto& [d, dv] : {std::pair{128, 128}, std::pair{256, 96}}) {
+    Filled f = fill(mixed(2, d, dv), 1100);
+    ASSERT_TRUE(f.cache.evict(f.id, 0, 1, 300, 345).ok());
+    const std::int64_t copy = *f.cache.fork(f.id);
+    append_rows(f.cache, copy, 0, normal_rows(70, 2, d, dv, 8));
+    for (const auto& [queries, group] : {std::pair{8, 16}, std::pair{3, 11}, std::pair{5, 13},
+                                         std::pair{8, 5}, std::pair{4, 16}}) {
+      for (const int features : {0, 1, 2, 3}) {
+        DecodeCase c = queries_for(f.cache.options(), group, queries, 2);
+        if (features & 1) {
+          c.options.window_left = 517;
+          c.sinks = normal_values(c.heads_q, 5, 3.0f);
+        }
+        std::mt19937 random(static_cast<unsigned>(queries));
+        for (std::int64_t i = 0; (features & 2) && i < 2 * queries * queries; ++i) {
+          c.tree.push_back(random() % 2);
+        }
+        expect_close(c, f.cache, {f.id, copy},
+                     std::to_string(queries) + " queries, group " + std::to_string(group) +
+                         ", features " + std::to_string(features) + ": ");
+      }
+    }
+  }
+}
+
 TEST(KvDecode, ScaleAndOptionsOfTheCache) {
   for (const bool rotate : {false, true}) {
     for (const bool smooth : {false, true}) {
@@ -191,6 +218,8 @@ TEST(KvDecode, EveryInstructionSet) {
       DecodeCase c = queries_for(f.cache.options(), group, 2);
       expect_close(c, f.cache, {f.id}, isa + ": ");
     }
+    DecodeCase many = queries_for(f.cache.options(), 16, 8);
+    expect_close(many, f.cache, {f.id}, isa + ", 128 rows: ");
   }
 }
 
