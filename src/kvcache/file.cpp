@@ -491,6 +491,7 @@ Result<KvCache> KvCache::load(const std::string& path, int threads) {
     KvCacheData& data = *made->data_;
     if (Status s = check_size(file, header, c, data); !s.ok()) return about(s);
     if (Status s = read_body(file, c, data); !s.ok()) return about(s);
+    if (Status s = kv::check_values(data); !s.ok()) return about(s);
     return made;
   });
 }

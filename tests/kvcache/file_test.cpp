@@ -2,11 +2,15 @@
 // does anything but load or be refused by name.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <random>
 
+#include "kvcache/data.hpp"
 #include "kvcache/decode_case.hpp"
 
 namespace qattn {
@@ -138,6 +142,64 @@ TEST_F(KvFile, RefusalsNameTheFile) {
   write(bad);
   refused("has a header that is not its metadata's");
   EXPECT_FALSE(cache.save("/nonexistent/place/x.safetensors").ok());
+}
+
+/// Where the bytes of a tensor begin.
+std::size_t place_of(const std::string& file, const std::string& tensor) {
+  std::uint64_t header = 0;
+  std::memcpy(&header, file.data(), sizeof header);
+  const std::size_t at = file.find("\"" + tensor + "\":");
+  const std::string offsets = "\"data_offsets\":[";
+  return 8 + header + std::stoull(file.substr(file.find(offsets, at) + offsets.size()));
+}
+
+template <class T>
+std::string with(std::string file, std::size_t place, T value) {
+  std::memcpy(file.data() + place, &value, sizeof value);
+  return file;
+}
+
+TEST_F(KvFile, ValuesThatNoCallLeavesThereAreRefused) {
+  const KvCache cache = filled();
+  ASSERT_TRUE(cache.save(path_).ok());
+  const std::string good = bytes();
+  const auto refused = [&](const std::string& file, const std::string& words) {
+    write(file);
+    const Result<KvCache> loaded = KvCache::load(path_);
+    ASSERT_FALSE(loaded.ok()) << words;
+    EXPECT_EQ(loaded.status().message(), "path: " + path_ + ": " + words);
+  };
+  const std::size_t means = place_of(good, "k_means");
+  constexpr float inf = std::numeric_limits<float>::infinity();
+  for (const auto& [element, value, text] :
+       {std::tuple{0, NAN, "nan"}, std::tuple{7, inf, "inf"}, std::tuple{255, -inf, "-inf"}}) {
+    refused(with(good, means + 4 * static_cast<std::size_t>(element), value),
+            "k_means: element " + std::to_string(element) + " is " + text + ", should be finite");
+  }
+  for (const int tier : {1, 2, 3}) {
+    const std::string name = "pages." + std::to_string(tier);
+    const formats::KvBlock block = cache.data().block(tier);
+    const std::int64_t last = cache.data().pool(tier).pages_used() - 1;
+    ASSERT_GE(last, 0) << tier;
+    for (const bool value : {false, true}) {
+      const std::size_t place =
+          place_of(good, name) +
+          static_cast<std::size_t>(last * cache.data().page_bytes(tier) + 2 * 5 +
+                                   (value ? block.v_scales() : block.k_scales()));
+      for (const auto& [code, text] :
+           {std::pair{0xb800, "-0.5"}, std::pair{0x8001, "-5.9604645e-08"},
+            std::pair{0x7c00, "inf"}, std::pair{0xfc00, "-inf"}}) {
+        refused(with(good, place, static_cast<std::uint16_t>(code)),
+                name + ": the scale of " + (value ? "V" : "K") + " of token 5 of page " +
+                    std::to_string(last) + " is " + text +
+                    ", should be finite and not negative, or NaN for a row that holds NaN or Inf");
+      }
+      for (const int code : {0x7e00, 0xfe01, 0x8000, 0x7bff}) {
+        write(with(good, place, static_cast<std::uint16_t>(code)));
+        EXPECT_TRUE(KvCache::load(path_).ok()) << name << " " << code;
+      }
+    }
+  }
 }
 
 /// Every call on whatever was loaded.
