@@ -101,7 +101,7 @@ def device_named(device: Any) -> Device:
     text = f"cuda:{device}" if type(device) is int else str(device)
     kind, _, index = text.partition(":")
     kinds = {"cpu": CPU[0], "cuda": _CUDA}
-    if kind not in kinds or (index and not index.isdecimal()):
+    if kind not in kinds or (index and not index.isdecimal()) or len(index) > 9:
         raise InvalidArgument(f"device: {device!r} is not like 'cpu', 'cuda' or 'cuda:1'")
     if index or kind == "cpu" or _torch() is None:
         return kinds[kind], int(index or 0)
@@ -233,7 +233,7 @@ def float_format(dtype: object, what: str = "out_dtype") -> str:
     if not isinstance(dtype, str) and "torch." not in str(dtype):
         try:
             text = str(np.dtype(dtype))  # type: ignore[call-overload]
-        except TypeError:
+        except (TypeError, ValueError):  # the latter for what has a dtype but is none
             pass
     name = _FORMATS.get(text, text)
     if name not in _FLOATS:

@@ -14,10 +14,10 @@ from . import _qattn
 from ._errors import InvalidArgument
 from ._interop import (
     device_of,
+    dtype_name,
     entry,
     entry_shape,
     float_format,
-    format_of,
     output_entry,
     small_entry,
     unit_stride,
@@ -97,8 +97,6 @@ class KvCache:
     ) -> None:
         if tiers is None:
             tiers = (4,) if average_bits is None else (8, 4, 3, 2)
-        if not isinstance(importance, str):
-            raise InvalidArgument(f"importance: {importance!r} is not a name")
         options = _qattn.kv_options(
             layers=integer("layers", layers),
             heads_kv=integer("kv_heads", kv_heads),
@@ -108,12 +106,12 @@ class KvCache:
             page_size=integer("page_size", page_size),
             window=integer("window", window),
             sinks=integer("sinks", sinks),
-            tiers=[_tier(tier) for tier in tiers],
+            tiers=[_tier(tier) for tier in listed("tiers", tiers)],
             average_bits=0.0 if average_bits is None else real("average_bits", average_bits),
             budget_from=0 if budget_from is None else integer("budget_from", budget_from),
             smooth_k=boolean("smooth_k", smooth_k),
             rotate=boolean("rotate", rotate),
-            importance=importance,
+            importance=name_of("importance", importance),
             decay=real("importance_decay", importance_decay),
             hysteresis=real("hysteresis", hysteresis),
             threads=integer("threads", threads),
@@ -130,13 +128,13 @@ class KvCache:
     def load(cls, path: str | os.PathLike[str], *, threads: int = 0) -> KvCache:
         """The cache that save() wrote; sequences keep their numbers."""
         cache = cls.__new__(cls)
-        cache._hold(_qattn.kv_load(os.fspath(path), integer("threads", threads)))
+        cache._hold(_qattn.kv_load(_path(path), integer("threads", threads)))
         return cache
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything to a .safetensors file, pages that sequences share once."""
         with self._lock:
-            self._cache.save(os.fspath(path))
+            self._cache.save(_path(path))
 
     @property
     def shortest_length(self) -> int:
@@ -224,9 +222,9 @@ class KvCache:
         call = DecodeCall(q, layout, self.v_head_dim, out, sinks, tree_mask)
         options = decode_options(layout, scale, causal, window_left, softcap)
         with self._lock:
-            if return_lse:
+            if boolean("return_lse", return_lse):
                 call.add_lse()
-            if return_mass:
+            if boolean("return_mass", return_mass):
                 longest = max((self._cache.length(i, layer) for i in ids), default=0)
                 call.add_mass((longest + 15) // 16)
             self._cache.decode(
@@ -314,7 +312,8 @@ class DecodeCall:
         head, query = (1, 2) if layout_name(layout) == "bhsd" else (2, 1)
         self._q, self._batch, self._heads, self._queries = q, shape[0], shape[head], shape[query]
         if out is None:
-            out = zeros(q, format_of("q", q), (*shape[:3], v_head_dim), filled=True)
+            q_format = float_format(dtype_name(q), "q")
+            out = zeros(q, q_format, (*shape[:3], v_head_dim), filled=True)
         unit_stride("out", out)
         self._results: list[Any] = []
         self._add("out", out)
@@ -361,16 +360,43 @@ def _tier(value: Any) -> tuple[int, int]:
     return integer("tiers", pair[0]), integer("tiers", pair[1])
 
 
+def listed(name: str, values: Any) -> list[Any]:
+    """The elements of an argument that lists some, in their order."""
+    if not isinstance(values, (str, bytes, set, frozenset, dict)):
+        try:
+            return list(values)
+        except TypeError:
+            pass
+    raise InvalidArgument(f"{name}: {values!r} is not a list")
+
+
 def sequence_ids(sequences: Any) -> list[int]:
-    if isinstance(sequences, (list, tuple)) or hasattr(sequences, "__len__"):
-        return [integer("sequences", s) for s in sequences]
+    """Numbers of sequences; an array without dimensions is one, like any other number."""
+    if hasattr(sequences, "__len__") and getattr(sequences, "ndim", 1) != 0:
+        return [integer("sequences", s) for s in listed("sequences", sequences)]
     return [integer("sequences", sequences)]
 
 
+def name_of(what: str, value: Any) -> str:
+    if isinstance(value, str) and value.isascii():
+        return value
+    raise InvalidArgument(f"{what}: {value!r} is not a name")
+
+
 def layout_name(layout: Any) -> str:
-    if not isinstance(layout, str):
-        raise InvalidArgument(f"layout: {layout!r} is not a name")
-    return layout
+    return name_of("layout", layout)
+
+
+def _path(path: Any) -> str:
+    """A path as the extension takes it, in UTF-8."""
+    try:
+        text = os.fsdecode(path)
+        text.encode()
+    except (TypeError, UnicodeEncodeError):
+        raise InvalidArgument(f"path: {path!r} is not a path in UTF-8") from None
+    if "\0" in text:
+        raise InvalidArgument(f"path: {path!r} has a NUL in it, where C's paths end")
+    return text
 
 
 def rows(name: str, x: Any) -> tuple:

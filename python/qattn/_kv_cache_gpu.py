@@ -13,6 +13,7 @@ from ._errors import InvalidArgument
 from ._interop import (
     check_array,
     device_named,
+    device_of,
     entry,
     is_cuda_array,
     is_torch,
@@ -25,10 +26,11 @@ from ._kv_cache import (
     KvCache,
     decode_options,
     layout_name,
+    listed,
     rows,
     sequence_ids,
 )
-from ._recipe import integer
+from ._recipe import boolean, integer
 
 _MOST_KNOWN = 64  # lists of sequences whose tensors are kept
 
@@ -80,7 +82,7 @@ class GpuKvCache:
             facts._options,
             self.sequences,
             self.tokens,
-            [] if pages is None else [integer("pages", count) for count in pages],
+            [] if pages is None else [integer("pages", count) for count in listed("pages", pages)],
             *self._device,
             self._stream(),
         )
@@ -183,7 +185,7 @@ class GpuKvCache:
         tokens are there. importance: (B, kv_heads, N) float32, as KvCache's, N at least ceil(S' /
         16). All on the cache's device.
         """
-        tensors = {"slots": self._slots(sequences), "k": rows("k", k), "v": rows("v", v)}
+        tensors = {"sequences": self._slots(sequences), "k": rows("k", k), "v": rows("v", v)}
         if counts is not None:
             tensors["counts"] = entry("counts", counts)
         if importance is not None:
@@ -215,10 +217,10 @@ class GpuKvCache:
         that nothing else uses meanwhile; default: torch's allocator gives it.
         """
         call = DecodeCall(q, layout, self.v_head_dim, out, sinks, tree_mask)
-        call.tensors["slots"] = self._slots(sequences)
-        if return_lse:
+        call.tensors["sequences"] = self._slots(sequences)
+        if boolean("return_lse", return_lse):
             call.add_lse()
-        if return_mass:
+        if boolean("return_mass", return_mass):
             call.add_mass((self.tokens + 15) // 16)
         self._cache.decode(
             integer("layer", layer),
@@ -256,7 +258,7 @@ class GpuKvCache:
 
     def observe(self, layer: int, sequences: Any, mass: Any) -> None:
         """Folds decode()'s probability mass into importance, as KvCache's."""
-        tensors = {"slots": self._slots(sequences), "mass": entry("mass", mass)}
+        tensors = {"sequences": self._slots(sequences), "mass": entry("mass", mass)}
         self._cache.observe(integer("layer", layer), tensors, stream_of(mass))
 
     def read(self, sequence: int, layer: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -279,6 +281,8 @@ def _memory(q: Any, workspace: Any) -> Any:
     """A function of bytes that gives (address, bytes, owner)."""
     if workspace is not None:
         check_array("workspace", workspace)
+        if device_of(workspace) != device_of(q):
+            raise InvalidArgument("workspace: lies on another device than q")
         if is_torch(workspace):
             if not workspace.is_contiguous():
                 raise InvalidArgument("workspace: is not contiguous")

@@ -67,25 +67,25 @@ void append(KvCache& cache, std::int64_t layer, const Ids& sequences, const nb::
     const nb::gil_scoped_release unlocked;
     status = cache.append(layer, sequences, t, order);
   }
-  check(std::move(status));
+  kv_check(status);
 }
 
 void observe(KvCache& cache, std::int64_t layer, const Ids& sequences, const nb::dict& entries) {
   Views views;
-  check(cache.observe(layer, sequences, view_in(entries, "mass", false, views)));
+  kv_check(cache.observe(layer, sequences, view_in(entries, "mass", false, views)));
 }
 
 void set_importance(KvCache& cache, std::int64_t sequence, std::int64_t layer,
                     const nb::dict& entries) {
   Views views;
-  check(cache.set_importance(sequence, layer, view_in(entries, "importance", false, views)));
+  kv_check(cache.set_importance(sequence, layer, view_in(entries, "importance", false, views)));
 }
 
 void read(const KvCache& cache, std::int64_t sequence, std::int64_t layer,
           const nb::dict& entries) {
   Views views;
-  check(cache.read(sequence, layer, view_in(entries, "k", true, views),
-                   view_in(entries, "v", true, views), view_in(entries, "tiers", true, views)));
+  kv_check(cache.read(sequence, layer, view_in(entries, "k", true, views),
+                      view_in(entries, "v", true, views), view_in(entries, "tiers", true, views)));
 }
 
 void run_decode(const KvCache& cache, std::int64_t layer, const Ids& sequences,
@@ -100,7 +100,7 @@ void run_decode(const KvCache& cache, std::int64_t layer, const Ids& sequences,
     const nb::gil_scoped_release unlocked;
     status = decode(cache, layer, sequences, t, o);
   }
-  check(std::move(status));
+  kv_check(status);
 }
 
 /// (layers, heads_kv, d, dv), and the options as KvCache has them.
@@ -110,7 +110,7 @@ nb::tuple shape(const KvCache& cache) {
 }
 
 nb::dict usage(const KvCache& cache, std::int64_t sequence, std::int64_t layer) {
-  const KvUsage u = check(cache.usage(sequence, layer));
+  const KvUsage u = kv_check(cache.usage(sequence, layer));
   nb::dict d;
   d["length"] = u.length;
   d["bytes"] = u.bytes;
@@ -130,23 +130,23 @@ void add_kv_cache(nb::module_& m) {
         "budget_from"_a, "smooth_k"_a, "rotate"_a, "importance"_a, "decay"_a, "hysteresis"_a,
         "threads"_a);
   m.def("kv_shortest_length",
-        [](const KvCacheOptions& o) { return check(KvCache::shortest_length(o)); });
-  m.def("kv_create", [](const KvCacheOptions& o) { return check(KvCache::create(o)); });
+        [](const KvCacheOptions& o) { return kv_check(KvCache::shortest_length(o)); });
+  m.def("kv_create", [](const KvCacheOptions& o) { return kv_check(KvCache::create(o)); });
   m.def("kv_load", [](const std::string& path, std::int64_t threads) {
     return check(KvCache::load(path, threads_from(threads)));
   });
   nb::class_<KvCache>(m, "KvCache")
-      .def("add_sequence", [](KvCache& c) { return check(c.add_sequence()); })
-      .def("fork", [](KvCache& c, std::int64_t id) { return check(c.fork(id)); })
-      .def("release", [](KvCache& c, std::int64_t id) { check(c.release(id)); })
+      .def("add_sequence", [](KvCache& c) { return kv_check(c.add_sequence()); })
+      .def("fork", [](KvCache& c, std::int64_t id) { return kv_check(c.fork(id)); })
+      .def("release", [](KvCache& c, std::int64_t id) { kv_check(c.release(id)); })
       .def("length", [](const KvCache& c, std::int64_t id,
-                        std::int64_t layer) { return check(c.length(id, layer)); })
+                        std::int64_t layer) { return kv_check(c.length(id, layer)); })
       .def("append", &append)
       .def("truncate",
-           [](KvCache& c, std::int64_t id, std::int64_t n) { check(c.truncate(id, n)); })
+           [](KvCache& c, std::int64_t id, std::int64_t n) { kv_check(c.truncate(id, n)); })
       .def("evict", [](KvCache& c, std::int64_t id, std::int64_t layer, std::int64_t head,
                        std::int64_t begin,
-                       std::int64_t end) { check(c.evict(id, layer, head, begin, end)); })
+                       std::int64_t end) { kv_check(c.evict(id, layer, head, begin, end)); })
       .def("observe", &observe)
       .def("set_importance", &set_importance)
       .def("read", &read)

@@ -16,7 +16,7 @@ GpuKvCache create(const KvCacheOptions& options, std::int64_t sequences, std::in
                   const std::vector<std::int64_t>& pages, std::int32_t device_type,
                   std::int32_t device_index, Handle stream) {
   const Device device{static_cast<DeviceType>(device_type), device_index};
-  return check(
+  return kv_check(
       GpuKvCache::create(options, {sequences, tokens, pages}, device, stream_from(stream)));
 }
 
@@ -24,18 +24,19 @@ void append(GpuKvCache& cache, std::int64_t layer, const nb::dict& entries,
             const std::string& layout, Handle stream) {
   Views views;
   KvGpuAppendTensors t;
-  t.slots = view_in(entries, "slots", false, views);
+  t.slots = view_in(entries, "sequences", false, views);
   t.k = view_in(entries, "k", false, views);
   t.v = view_in(entries, "v", false, views);
   t.counts = view_in(entries, "counts", false, views);
   t.importance = view_in(entries, "importance", false, views);
-  check(cache.append(layer, t, layout_from(layout), stream_from(stream)));
+  kv_check(cache.append(layer, t, layout_from(layout), stream_from(stream)));
 }
 
 void observe(GpuKvCache& cache, std::int64_t layer, const nb::dict& entries, Handle stream) {
   Views views;
-  const TensorView slots = view_in(entries, "slots", false, views);
-  check(cache.observe(layer, slots, view_in(entries, "mass", false, views), stream_from(stream)));
+  const TensorView slots = view_in(entries, "sequences", false, views);
+  kv_check(
+      cache.observe(layer, slots, view_in(entries, "mass", false, views), stream_from(stream)));
 }
 
 void read(const GpuKvCache& cache, std::int64_t slot, std::int64_t layer, const nb::dict& entries,
@@ -48,7 +49,7 @@ void read(const GpuKvCache& cache, std::int64_t slot, std::int64_t layer, const 
     const nb::gil_scoped_release unlocked;
     status = cache.read(slot, layer, k, v, tiers, stream_from(stream));
   }
-  check(std::move(status));
+  kv_check(status);
 }
 
 /// `memory`: a function of the bytes that gives (address, bytes, its owner). It is released once
@@ -57,14 +58,14 @@ void run_decode(const GpuKvCache& cache, std::int64_t layer, const nb::dict& ent
                 const std::string& layout, std::optional<double> scale, bool causal,
                 std::int64_t window_left, double softcap, const nb::object& memory, Handle stream) {
   Views views;
-  const TensorView slots = view_in(entries, "slots", false, views);
+  const TensorView slots = view_in(entries, "sequences", false, views);
   const KvDecodeTensors t = kv_decode_tensors(entries, views);
   const KvDecodeOptions o = kv_decode_options(layout, scale, causal, window_left, softcap);
-  const std::size_t needed = check(decode_workspace(cache, layer, slots, t, o));
+  const std::size_t needed = kv_check(decode_workspace(cache, layer, slots, t, o));
   const nb::tuple given = nb::cast<nb::tuple>(memory(needed));
   void* const address = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(given[0]));
-  check(decode(cache, layer, slots, t, o, address, nb::cast<std::size_t>(given[1]),
-               stream_from(stream)));
+  kv_check(decode(cache, layer, slots, t, o, address, nb::cast<std::size_t>(given[1]),
+                  stream_from(stream)));
 }
 
 }  // namespace
@@ -74,24 +75,26 @@ void add_gpu_kv_cache(nb::module_& m) {
         "device_type"_a, "device_index"_a, "stream"_a);
   nb::class_<GpuKvCache>(m, "GpuKvCache")
       .def("add_sequence",
-           [](GpuKvCache& c, Handle stream) { return check(c.add_sequence(stream_from(stream))); })
+           [](GpuKvCache& c, Handle stream) {
+             return kv_check(c.add_sequence(stream_from(stream)));
+           })
       .def("fork", [](GpuKvCache& c, std::int64_t slot,
-                      Handle stream) { return check(c.fork(slot, stream_from(stream))); })
+                      Handle stream) { return kv_check(c.fork(slot, stream_from(stream))); })
       .def("release", [](GpuKvCache& c, std::int64_t slot,
-                         Handle stream) { check(c.release(slot, stream_from(stream))); })
+                         Handle stream) { kv_check(c.release(slot, stream_from(stream))); })
       .def("length",
            [](const GpuKvCache& c, std::int64_t slot, std::int64_t layer, Handle stream) {
-             return check(c.length(slot, layer, stream_from(stream)));
+             return kv_check(c.length(slot, layer, stream_from(stream)));
            })
       .def("status", [](const GpuKvCache& c, std::int64_t slot,
-                        Handle stream) { check(c.status(slot, stream_from(stream))); })
+                        Handle stream) { kv_check(c.status(slot, stream_from(stream))); })
       .def("append", &append)
       .def("truncate", [](GpuKvCache& c, std::int64_t slot, std::int64_t n,
-                          Handle stream) { check(c.truncate(slot, n, stream_from(stream))); })
+                          Handle stream) { kv_check(c.truncate(slot, n, stream_from(stream))); })
       .def("evict",
            [](GpuKvCache& c, std::int64_t slot, std::int64_t layer, std::int64_t head,
               std::int64_t begin, std::int64_t end, Handle stream) {
-             check(c.evict(slot, layer, head, begin, end, stream_from(stream)));
+             kv_check(c.evict(slot, layer, head, begin, end, stream_from(stream)));
            })
       .def("observe", &observe)
       .def("read", &read)

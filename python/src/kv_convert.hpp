@@ -1,8 +1,10 @@
 // What the two KV caches' classes translate in the same way.
 #pragma once
 
+#include <cctype>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "convert.hpp"
 
@@ -11,6 +13,45 @@ namespace qattn::python {
 /// A view of the entry of that name, or none.
 inline TensorView view_in(const nb::dict& entries, const char* name, bool writable, Views& views) {
   return entries.contains(name) ? views.add(name, entries[name], writable) : TensorView{};
+}
+
+/// Every `word` of a text that stands by itself, not in a longer name or a path, becomes `other`.
+inline void rename_word(std::string& text, std::string_view word, std::string_view other) {
+  const auto inside = [&](std::size_t at) {
+    if (at >= text.size()) return false;
+    return std::isalnum(static_cast<unsigned char>(text[at])) != 0 ||
+           std::string_view("_/.-").find(text[at]) != std::string_view::npos;
+  };
+  for (std::size_t at = 0; (at = text.find(word, at)) != std::string::npos;) {
+    const bool part = (at > 0 && inside(at - 1)) || inside(at + word.size());
+    if (!part) text.replace(at, word.size(), other);
+    at += part ? word.size() : other.size();
+  }
+}
+
+/// check() of a call that is given no text of the caller's: refusals name the arguments of the
+/// Python classes, some of which are others in C++.
+inline Status in_python(const Status& s) {
+  std::string text = s.message();
+  const std::string_view capacity = "capacity.";
+  if (text.starts_with(capacity)) text.erase(0, capacity.size());
+  if (text.starts_with("d: ")) text.replace(0, 1, "head_dim");
+  if (text.starts_with("dv: ")) text.replace(0, 2, "v_head_dim");
+  for (const auto& [word, other] :
+       {std::pair{"heads_kv", "kv_heads"}, std::pair{"window_format", "window_dtype"},
+        std::pair{"softmax_scale", "scale"}, std::pair{"slot", "sequence"},
+        std::pair{"slots", "sequences"}}) {
+    rename_word(text, word, other);
+  }
+  return Status(s.code(), std::move(text));
+}
+inline void kv_check(const Status& s) {
+  if (!s.ok()) throw StatusError(in_python(s));
+}
+template <class T>
+T kv_check(Result<T> result) {
+  kv_check(result.status());
+  return std::move(*result);
 }
 
 inline KvDecodeTensors kv_decode_tensors(const nb::dict& entries, Views& views) {

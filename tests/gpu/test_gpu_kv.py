@@ -86,7 +86,7 @@ def test_fork_and_bytes():
     gpu, host, ids = both(sequences=1)
     k, v = normal(1, 500, 2, 128), normal(1, 500, 2, 128, seed=1)
     full = gpu.bytes()
-    with pytest.raises(qattn.OutOfMemory, match="all 1 slots are in use"):
+    with pytest.raises(qattn.OutOfMemory, match="sequences: all 1 sequences are in use"):
         gpu.fork(ids[0])
     gpu = qattn.GpuKvCache(sequences=2, tokens=700, head_dim=128, **MIXED)
     assert gpu.bytes().total > full.total  # a copy has pages of its own, and they count
@@ -164,11 +164,11 @@ def test_refusals():
     gpu.append(0, ids, k, k)
     with pytest.raises(qattn.Unsupported, match="k: lies on cpu, and the KV cache lies on cuda:0"):
         gpu.append(0, ids, k.cpu(), k)
-    with pytest.raises(qattn.Unsupported, match="slots: lies on cpu"):
+    with pytest.raises(qattn.Unsupported, match="sequences: lies on cpu"):
         gpu.decode(q, 0, torch.zeros(2, dtype=torch.int32))
     with pytest.raises(qattn.InvalidArgument, match="q: 9 queries of a sequence"):
         gpu.decode(normal(2, 9, 8, 128), 0, ids)
-    with pytest.raises(qattn.InvalidArgument, match="q: 34 heads should be 1 to 16 times heads_kv"):
+    with pytest.raises(qattn.InvalidArgument, match="q: 34 heads should be 1 to 16 times kv_heads"):
         gpu.decode(normal(2, 1, 34, 128), 0, ids)
     with pytest.raises(qattn.Unsupported, match="no GPU kernel for K of head dimension 96"):
         odd, _, _ = both(dim=96)

@@ -2,6 +2,7 @@
 tensors, refusals."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -190,15 +191,21 @@ def test_importance_of_a_prefill_decides_tiers(rng):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"head_dim": 40}, "d: 40 is not a multiple of 32"),
+        ({"head_dim": 40}, "^head_dim: 40 is not a multiple of 32"),
+        ({"v_head_dim": 40}, "^v_head_dim: 40 is not a multiple of 32"),
+        ({"kv_heads": 0}, "^kv_heads: 0 is not from 1 to 65536"),
+        ({"tiers": 4}, "^tiers: 4 is not a list"),
+        ({"tiers": "84"}, "^tiers: '84' is not a list"),
+        ({"tiers": {8, 4}}, "^tiers: .* is not a list"),
         ({"tiers": [4, 2]}, "tiers: more than one without average_bits"),
         ({"tiers": [(4, 4, 4)]}, "tiers: "),
         ({"tiers": [2**40]}, r"tiers\[0\]"),
         ({"average_bits": 3.0, "budget_from": 100}, "it holds from 2[0-9]+"),
         ({"window": 100}, "window: 100 is not a multiple of page_size 16"),
-        ({"window_dtype": "float32"}, "window_format: f32"),
+        ({"window_dtype": "float32"}, "^window_dtype: f32 is neither f16 nor bf16"),
         ({"window_dtype": "int8"}, "window_dtype: int8"),
         ({"importance": "none"}, "importance: 'none'"),
+        ({"importance": "\udc80"}, "^importance: .* is not a name"),
         ({"smooth_k": 1}, "smooth_k: 1 is neither True nor False"),
     ],
 )
@@ -225,3 +232,38 @@ def test_refused_calls(rng):
     with pytest.raises(qattn.InvalidArgument, match="layer: 1"):
         cache.length(s, 1)
     assert cache.length(s) == 4
+
+
+def test_refusals_name_pythons_arguments(rng, tmp_path):
+    """No TypeError of the extension, no name that only C++ has."""
+    cache = qattn.KvCache(kv_heads=2, head_dim=32)
+    s = cache.add_sequence()
+    good = rows(rng, 1, 4, 2, 32)
+    q = rows(rng, 1, 1, 4, 32)
+    cache.append(0, s, good, good)
+    one = np.ones((1, 3, 1), np.float32)
+    for words, call in [
+        ("q: 3 heads should be 1 to 16 times kv_heads 2", lambda: cache.decode(q[:, :, :3], 0, s)),
+        ("scale: nan is not finite", lambda: cache.decode(q, 0, s, scale=np.nan)),
+        ("q: int32 is not one of float32", lambda: cache.decode(q.astype(np.int32), 0, s)),
+        ("return_lse: 1 is neither True nor", lambda: cache.decode(q, 0, s, return_lse=1)),
+        ("return_mass: array", lambda: cache.decode(q, 0, s, return_mass=np.zeros(2))),
+        ("layout: '.udc80' is not a name", lambda: cache.decode(q, 0, s, layout="\udc80")),
+        ("mass: 3 query heads are no multiple of kv_heads 2", lambda: cache.observe(0, s, one)),
+        ("sequences: b'0' is not a list", lambda: cache.observe(0, b"0", one)),
+        ("sequences: .0. is not a list", lambda: cache.observe(0, {0}, one)),
+        ("sequences: None is not an integer", lambda: cache.observe(0, None, one)),
+        ("path: 3 is not a path", lambda: cache.save(3)),
+        ("path: None is not a path", lambda: qattn.KvCache.load(None)),
+        ("path: '.udc80' is not a path in UTF-8", lambda: cache.save("\udc80")),
+        ("path: .* has a NUL in it", lambda: cache.save(f"{tmp_path}/a\0b")),
+    ]:
+        with pytest.raises(qattn.InvalidArgument, match="^" + words):
+            call()
+    assert not list(tmp_path.iterdir())
+    cache.save(os.fsencode(tmp_path / "slots d: heads_kv"))
+    with pytest.raises(qattn.InvalidArgument, match="slot d: heads_kv cannot be read"):
+        qattn.KvCache.load(tmp_path / "slot d: heads_kv")
+    again = qattn.KvCache.load(os.fsencode(tmp_path / "slots d: heads_kv"))
+    out = again.decode(q, 0, np.array(s))  # an array without dimensions is a number
+    np.testing.assert_array_equal(out, cache.decode(q, 0, [s]))

@@ -109,7 +109,7 @@ for c in (cache, host):
 ids.append(2)
 same()
 assert cache.free == 0 and cache.length(1, 1) == 99 and cache.length(2, 1) == 191
-refused("all 3 slots are in use", cache.add_sequence, qattn.OutOfMemory)
+refused("sequences: all 3 sequences are in use", cache.add_sequence, qattn.OutOfMemory)
 cache.append(0, 2, rows(1, 5), rows(1, 5), counts=torch.tensor([3], dtype=torch.int32))
 assert cache.length(2) == 3
 cache.release(1)
@@ -134,8 +134,8 @@ cache.append(0, s, k, k)
 q = rows(1, 1, 8)
 refused("sequence: 2 is not one of this cache", lambda: cache.append(0, [s, 2], k, k))
 refused("sequences: [0, 0] names one twice", lambda: cache.decode(q, 0, [s, s]))
-refused("slot: 1 holds no sequence", lambda: cache.truncate(1, 3))
-refused("slot: 2 holds no sequence", lambda: cache.fork(2))
+refused("sequence: 1 holds no sequence", lambda: cache.truncate(1, 3))
+refused("sequence: 2 holds no sequence", lambda: cache.fork(2))
 refused("layer: 2 is not from 0 to 1", lambda: cache.append(2, s, k, k))
 refused("k: shape", lambda: cache.append(0, s, rows(1, 2, 3), rows(1, 2, 3)))
 refused("v: shape", lambda: cache.append(0, s, k, rows(1, 19)))
@@ -158,8 +158,8 @@ refused("workspace: is not contiguous",
         lambda: cache.decode(q, 0, s, workspace=torch.zeros(4, 4)[:, :2]))
 refused("mass: shape", lambda: cache.observe(0, s, torch.zeros(2, 8, 25)))
 refused("threads: 2 is for CPUs", lambda: Cache(**options, sequences=1, tokens=9, threads=2))
-refused("capacity.tokens: 0", lambda: Cache(**options, sequences=1, tokens=0))
-refused("capacity.pages: there are 1 numbers",
+refused("tokens: 0", lambda: Cache(**options, sequences=1, tokens=0))
+refused("pages: there are 1 numbers",
         lambda: Cache(**options, sequences=1, tokens=9, pages=[3]))
 refused("invalid device ordinal",
         lambda: Cache(**options, sequences=1, tokens=9, device="cuda:1"), qattn.Unsupported)
@@ -294,3 +294,50 @@ def test_tensors_of_lists_outlive_graphs(monkeypatch):
     assert cache._kept((0, 1)) is captured
     assert cache._kept((0,)) is not eager
     assert len(cache._known) == 64
+
+
+def test_refusals_name_pythons_arguments(emulated):
+    """No TypeError of the extension, no name that only C++ has."""
+    emulated("""
+s = cache.add_sequence()
+k, q = rows(1, 4), rows(1, 1, 4)
+cache.append(0, s, k, k)
+def made(**changes):
+    return lambda: Cache(**(options | dict(sequences=3, tokens=400) | changes))
+def decode(**changes):
+    return lambda: cache.decode(**(dict(q=q, layer=0, sequences=s) | changes))
+wide, many = torch.tensor([0]), torch.tensor([0] * 4, dtype=torch.int32)
+for words, call in [
+    ("head_dim: 40 is not a multiple", made(head_dim=40)),
+    ("sequences: 0 is not from 1 to 65535", made(sequences=0)),
+    ("tokens: 0 is not from 1 to 1073741824", made(tokens=0)),
+    ("pages: there are 1 numbers", made(pages=[4])),
+    ("pages[1]: -1 is not from 0 to 2^30", made(pages=[4, -1])),
+    ("pages: 5 is not a list", made(pages=5)),
+    ("device: 'cuda:99999999999' is not like", made(device="cuda:99999999999")),
+    ("sequences: format s64 is not s32", decode(sequences=wide)),
+    ("sequences: there are 4, should be 1 to the capacity of 3 seq", decode(sequences=many)),
+    ("q: 3 heads should be 1 to 16 times kv_heads 2", decode(q=q[:, :, :3])),
+    ("q: int32 is not one of float32", decode(q=q.int())),
+    ("scale: inf is not finite", decode(scale=float("inf"))),
+    ("return_mass: 1 is neither True nor False", decode(return_mass=1)),
+    ("mass: 3 query heads are no multiple of kv_heads 2",
+     lambda: cache.observe(0, s, torch.ones(1, 3, 25))),
+    ("sequence: 2 holds no sequence of this cache", lambda: cache.length(2)),
+]:
+    try:
+        call()
+    except qattn.InvalidArgument as caught:
+        assert str(caught).startswith(words), caught
+    else:
+        raise AssertionError("not refused: " + words)
+for number in range(2):
+    cache.add_sequence()
+refused("sequences: all 3 sequences are in use", cache.add_sequence, qattn.OutOfMemory)
+for step in range(2):
+    cache.append(0, s, rows(1, 300), rows(1, 300))
+refused("sequence 0: more tokens than its capacity", lambda: cache.status(s), qattn.OutOfMemory)
+elsewhere = torch.empty(1 << 24, dtype=torch.uint8)
+_kv_cache_gpu.device_of = lambda x: (1, 0) if x is elsewhere else (2, 0)
+refused("workspace: lies on another device than q", decode(workspace=elsewhere))
+""")
