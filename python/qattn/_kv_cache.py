@@ -63,14 +63,18 @@ class KvCache:
         cache.append(layer, s, k, v)             # (1, S, 8, 128): a prefill or a decode step
         out = cache.decode(q, layer, s)          # (1, 1, 32, 128), its K and V appended before
 
-    tiers: best first, numbers of bits or pairs (K, V). average_bits: bits an element of K and V,
-    window, scales and tables counted, in every (sequence, layer), from budget_from tokens on
-    (None: twice shortest_length); None: no budget, one tier. window, sinks: newest and first tokens
-    in 16 bits, multiples of page_size (16, 32 or 64). window_dtype: float16 or bfloat16, what rows
-    are rounded to first. importance: "uniform" or "key_norm" (the inverse mean square of its keys),
-    what a page weighs until append(), set_importance() or observe() tell it. Where a method takes
-    sequences, one number will do for one sequence. Several threads may use one cache; calls wait
-    for each other.
+    tiers: best first, numbers of bits or pairs (K, V); None: 4, with a budget 8, 4, 3 and 2.
+    average_bits: bits an element of K and V, window, scales and tables counted, in every (sequence,
+    layer), from budget_from tokens on (None: twice shortest_length); None: no budget, one tier.
+    smooth_k: subtract each channel's mean of K before it is quantised; rotate: turn K and V by a
+    Hadamard matrix. importance_decay: what observe() keeps of the old, in [0, 1). hysteresis: a
+    page that was demoted before is demoted again only where that costs this much less than demoting
+    another. threads: at most so many of the CPU; 0: all. window, sinks: newest and
+    first tokens in 16 bits, multiples of page_size (16, 32 or 64). window_dtype: float16 or
+    bfloat16, what rows are rounded to first. importance: "uniform" or "key_norm" (the inverse mean
+    square of its keys), what a page weighs until append(), set_importance() or observe() tell it.
+    Where a method takes sequences, one number will do for one sequence. Several threads may use one
+    cache; calls wait for each other.
     Raises InvalidArgument, which names the argument, the value and the rule.
     """
 
@@ -157,6 +161,7 @@ class KvCache:
             self._cache.release(integer("sequence", sequence))
 
     def length(self, sequence: int, layer: int = 0) -> int:
+        """Tokens appended to one layer and not truncated; evicted ones count."""
         with self._lock:
             return self._cache.length(integer("sequence", sequence), integer("layer", layer))
 
@@ -211,12 +216,13 @@ class KvCache:
         """Attention of the newest Sq tokens over window, sinks and every tier of their sequences.
 
         q: (B, Sq, Hq, head_dim), or (B, Hq, Sq, head_dim) with "bhsd"; Sq 1 to 8, Hq 1 to 16 times
-        kv_heads; query i is at position length - Sq + i. scale: default 1 / sqrt(head_dim).
-        window_left: keys at or behind position - window_left. sinks: (Hq) float32 logits that join
-        the denominator only. tree_mask: (B, Sq, Sq) bool, may query i look at the j-th newest
-        token. Returns out, of q's framework and dtype unless `out` is given; then, if asked for,
-        the LSE (B, Hq, Sq) float32, and the probability mass by block of 16 tokens (B, Hq,
-        ceil(S / 16)) float32, averaged over the queries, which observe() takes.
+        kv_heads; query i is at position length - Sq + i. scale: default 1 / sqrt(head_dim). causal:
+        no query sees a token behind its own. window_left: keys at or behind position - window_left.
+        softcap: s = c tanh(s / c). sinks: (Hq) float32 logits that join the denominator only.
+        tree_mask: (B, Sq, Sq) bool, may query i look at the j-th newest token. threads: 0: the
+        cache's. Returns out, of q's framework and dtype unless `out` is given; then, if asked for,
+        the LSE (B, Hq, Sq) float32, and the probability mass by block of 16 tokens (B, Hq, ceil(S /
+        16)) float32, averaged over the queries, which observe() takes.
         """
         ids, layer = sequence_ids(sequences), integer("layer", layer)
         call = DecodeCall(q, layout, self.v_head_dim, out, sinks, tree_mask)
@@ -251,8 +257,8 @@ class KvCache:
         with self._lock:
             self._cache.evict(
                 integer("sequence", sequence),
-                -1 if layer is None else integer("layer", layer),
-                -1 if head is None else integer("head", head),
+                one_or_all("layer", layer),
+                one_or_all("head", head),
                 integer("begin", begin),
                 integer("end", end),
             )
@@ -375,6 +381,16 @@ def sequence_ids(sequences: Any) -> list[int]:
     if hasattr(sequences, "__len__") and getattr(sequences, "ndim", 1) != 0:
         return [integer("sequences", s) for s in listed("sequences", sequences)]
     return [integer("sequences", sequences)]
+
+
+def one_or_all(name: str, index: Any) -> int:
+    """An index, or -1 for all; -1 itself would be the last one to a reader of Python."""
+    if index is None:
+        return -1
+    number = integer(name, index)
+    if number < 0:
+        raise InvalidArgument(f"{name}: {number} is below 0; None stands for all")
+    return number
 
 
 def name_of(what: str, value: Any) -> str:

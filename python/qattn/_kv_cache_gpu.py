@@ -27,6 +27,7 @@ from ._kv_cache import (
     decode_options,
     layout_name,
     listed,
+    one_or_all,
     rows,
     sequence_ids,
 )
@@ -44,19 +45,20 @@ class GpuKvCache:
         cache.append(layer, s, k, v)             # (1, S, 8, 128) on the GPU
         out = cache.decode(q, layer, s)          # (1, 1, 32, 128), its K and V appended before
 
-    sequences: at a time; tokens: of each; pages: in 16 bits, then of each tier (None: as many as
-    are ever needed); device: "cuda", "cuda:1", an index or a torch.device; the other options are
-    KvCache's, but for `threads`. Calls are on the stream on which torch works on that device (or
-    that an array names) and only enqueue kernels: append(), decode() and observe() neither allocate
-    outside torch nor wait, but for the first call with a list of numbers, and a CUDA graph that
-    captured them replays on the cache as it then is. length(), read() and status() wait. Sequences
-    are numbers from add_sequence() or an int32 tensor (B) on the device; lists of numbers become
-    tensors, the last 64 of which are kept (all that a graph captured), so that a capture wants a
-    call with the same list shortly before it.
+    sequences: at a time; tokens: of each; pages: how many in 16 bits, then of each tier (None: as
+    many as are ever needed); device: "cuda", "cuda:1", an index or a torch.device; the other
+    options are KvCache's, but for `threads`. Calls are on the stream on which torch works on that
+    device (or that an array names) and only enqueue kernels: append(), decode() and observe()
+    neither allocate outside torch nor wait, but for the first call with a list of numbers, and a
+    CUDA graph that captured them replays on the cache as it then is. length(), read() and status()
+    wait. Sequences are numbers from add_sequence() or an int32 tensor (B) on the device; lists of
+    numbers become tensors, the last 64 of which are kept (all that a graph captured), so that a
+    capture wants a call with the same list shortly before it.
 
     What only the device can see (a pool without pages, a budget that cannot hold, more than
-    `tokens`, bad numbers in a tensor of sequences) leaves the sequence as it was; decode gives NaN
-    for it from then on, status() says why and qattn.device_errors() that it happened.
+    `tokens`, bad numbers in tensors of sequences, counts or importance) leaves the sequence as it
+    was; from then on nothing is appended to it and decode gives NaN for it, until it is released.
+    status() says why and qattn.device_errors() that it happened.
     Raises InvalidArgument, Unsupported where the GPU has no kernels (decode: head dimensions 64,
     128 and 256), OutOfMemory.
     """
@@ -160,6 +162,7 @@ class GpuKvCache:
         self._used.discard(number)
 
     def length(self, sequence: int, layer: int = 0) -> int:
+        """Tokens appended to one layer and not truncated; evicted ones count."""
         number, layer = integer("sequence", sequence), integer("layer", layer)
         return self._cache.length(number, layer, self._stream())
 
@@ -181,9 +184,9 @@ class GpuKvCache:
         """Appends S tokens to each of B different sequences in one layer.
 
         k: (B, S, kv_heads, head_dim), v: likewise with v_head_dim, dimensions 1 and 2 swapped with
-        "bhsd"; float32, float16 or bfloat16, last stride 1. counts: (B) int32, how many of the S
-        tokens are there. importance: (B, kv_heads, N) float32, as KvCache's, N at least ceil(S' /
-        16). All on the cache's device.
+        "bhsd"; float32, float16 or bfloat16, last stride 1; S at most `tokens`. counts: (B) int32,
+        how many of the S tokens are there. importance: (B, kv_heads, N) float32, as KvCache's, N
+        at least ceil(S' / 16). All on the cache's device.
         """
         tensors = {"sequences": self._slots(sequences), "k": rows("k", k), "v": rows("v", v)}
         if counts is not None:
@@ -212,9 +215,11 @@ class GpuKvCache:
     ) -> Any:
         """Attention of the newest Sq tokens: KvCache.decode() with tensors on the cache's device.
 
-        The mass has a place for every block of 16 tokens that the cache has room for, (B, Hq,
-        ceil(tokens / 16)): zeros behind the sequence. workspace: contiguous memory of the device
-        that nothing else uses meanwhile; default: torch's allocator gives it.
+        sinks and tree_mask too are tensors there. The mass has a place for every block of 16 tokens
+        that the cache has room for, (B, Hq, ceil(tokens / 16)): zeros behind the sequence.
+        workspace: contiguous memory of the device from a multiple of 256 bytes on, which nothing
+        else uses meanwhile (too little is refused with what is needed); default: torch's allocator
+        gives it.
         """
         call = DecodeCall(q, layout, self.v_head_dim, out, sinks, tree_mask)
         call.tensors["sequences"] = self._slots(sequences)
@@ -249,15 +254,17 @@ class GpuKvCache:
         their positions."""
         self._cache.evict(
             integer("sequence", sequence),
-            -1 if layer is None else integer("layer", layer),
-            -1 if head is None else integer("head", head),
+            one_or_all("layer", layer),
+            one_or_all("head", head),
             integer("begin", begin),
             integer("end", end),
             self._stream(),
         )
 
     def observe(self, layer: int, sequences: Any, mass: Any) -> None:
-        """Folds decode()'s probability mass into importance, as KvCache's."""
+        """Folds decode()'s probability mass into importance, as KvCache's: (B, Hq, N) float32, N at
+        least ceil(S / 16). A mass that is not from 0 to 1e15 leaves its sequence as it was, and
+        only qattn.device_errors() tells."""
         tensors = {"sequences": self._slots(sequences), "mass": entry("mass", mass)}
         self._cache.observe(integer("layer", layer), tensors, stream_of(mass))
 

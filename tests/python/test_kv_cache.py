@@ -253,6 +253,8 @@ def test_refusals_name_pythons_arguments(rng, tmp_path):
         ("sequences: b'0' is not a list", lambda: cache.observe(0, b"0", one)),
         ("sequences: .0. is not a list", lambda: cache.observe(0, {0}, one)),
         ("sequences: None is not an integer", lambda: cache.observe(0, None, one)),
+        ("layer: -1 is below 0; None stands for all", lambda: cache.evict(s, 0, 2, layer=-1)),
+        ("head: -1 is below 0; None stands for all", lambda: cache.evict(s, 0, 2, head=-1)),
         ("path: 3 is not a path", lambda: cache.save(3)),
         ("path: None is not a path", lambda: qattn.KvCache.load(None)),
         ("path: '.udc80' is not a path in UTF-8", lambda: cache.save("\udc80")),

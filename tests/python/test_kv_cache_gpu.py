@@ -321,6 +321,7 @@ for words, call in [
     ("q: int32 is not one of float32", decode(q=q.int())),
     ("scale: inf is not finite", decode(scale=float("inf"))),
     ("return_mass: 1 is neither True nor False", decode(return_mass=1)),
+    ("head: -1 is below 0; None stands for all", lambda: cache.evict(s, 0, 2, head=-1)),
     ("mass: 3 query heads are no multiple of kv_heads 2",
      lambda: cache.observe(0, s, torch.ones(1, 3, 25))),
     ("sequence: 2 holds no sequence of this cache", lambda: cache.length(2)),
