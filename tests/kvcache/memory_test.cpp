@@ -8,6 +8,7 @@
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <optional>
 
 #include "kvcache/counted_new.hpp"
 #include "kvcache/decode_case.hpp"
@@ -42,9 +43,11 @@ std::int64_t run_out_of_memory(const KvCache& cache, const std::function<Status(
   for (std::int64_t room = 0; room < 10000; ++room) {
     Status s;
     {
+      const test::Counted counted;
       const test::MemoryLimit limit(room);
       s = call();
     }
+    EXPECT_EQ(test::counted_bytes(), cache.bytes().total) << room << ": what is lost, or not told";
     if (s.ok()) return room;
     EXPECT_EQ(s.code(), Code::out_of_memory) << room << ": " << s.message();
     EXPECT_FALSE(s.message().empty()) << room;
@@ -58,6 +61,7 @@ std::int64_t run_out_of_memory(const KvCache& cache, const std::function<Status(
 class KvMemory : public testing::Test {
  protected:
   void SetUp() override {
+    const test::Counted counted;
     KvCacheOptions o;
     o.layers = 2;
     o.heads_kv = 2;
@@ -65,7 +69,7 @@ class KvMemory : public testing::Test {
     o.window = 32;
     o.average_bits = 6;
     o.importance = KvImportance::key_norm;
-    cache_ = std::make_unique<KvCache>(std::move(*KvCache::create(o)));
+    cache_.emplace(std::move(*KvCache::create(o)));
     a_ = *cache_->add_sequence();
     b_ = *cache_->add_sequence();
     for (const std::int64_t layer : {0, 1}) {
@@ -88,7 +92,7 @@ class KvMemory : public testing::Test {
     return [call] { return call().status(); };
   }
 
-  std::unique_ptr<KvCache> cache_;
+  std::optional<KvCache> cache_;
   std::int64_t a_ = 0, b_ = 0;
   KvRows rows_;
 };
@@ -102,7 +106,11 @@ TEST_F(KvMemory, Append) {
 }
 
 TEST_F(KvMemory, AppendToSequencesThatSharePages) {
-  const std::int64_t copy = *cache_->fork(a_);
+  std::int64_t copy = 0;
+  {
+    const test::Counted counted;
+    copy = *cache_->fork(a_);
+  }
   EXPECT_GT(run_out_of_memory(*cache_, append({copy, a_}, 1)), 5);
   EXPECT_GT(run_out_of_memory(*cache_, append({copy, a_}, 200)), 5);
 }
