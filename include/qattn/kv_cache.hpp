@@ -27,7 +27,7 @@ struct KvTier {
 /// What a page's importance is until it is told: append(), observe() and set_importance() do. What
 /// they tell is in the unit of decode()'s mass, and observe() averages into it.
 enum class KvImportance : std::int32_t {
-  uniform,   ///< every page weighs the same
+  uniform,  ///< every page weighs the same
   /// Inverse of the mean square of its keys' elements: small keys draw attention. A guess, in
   /// another unit, which the first observe() replaces.
   key_norm,
