@@ -3,8 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
 #include <limits>
 
+#include "formats/f16.hpp"
+#include "formats/hadamard.hpp"
 #include "kvcache/decode_case.hpp"
 
 namespace qattn {
@@ -47,12 +52,16 @@ struct Errors {
   double channel = 0;  ///< root mean square over channels of the relative one of each
 };
 
-Errors errors_of(const KvRows& rows, const KvCacheOptions& o) {
+/// With `turned`, of keys that are rotated before they are appended and back when they are read.
+Errors errors_of(const KvRows& rows, const KvCacheOptions& o, bool turned = false) {
+  KvRows given = rows;
+  for (std::int64_t j = 0; turned && j < tokens; ++j) formats::rotate(given.k.data() + j * d, d);
   Result<KvCache> cache = KvCache::create(o);
   if (!cache.ok()) ADD_FAILURE() << cache.status().message();
   const std::int64_t id = *cache->add_sequence();
-  append_rows(*cache, id, 0, rows);
-  const Contents got = test::read_contents(*cache, id);
+  append_rows(*cache, id, 0, given);
+  Contents got = test::read_contents(*cache, id);
+  for (std::int64_t j = 0; turned && j < tokens; ++j) formats::unrotate(got.k.data() + j * d, d);
   Errors errors;
   double error = 0, norm = 0;
   for (std::int64_t c = 0; c < d; ++c) {
@@ -110,6 +119,18 @@ TEST(KvChannels, ErrorsBesideAScaleAToken) {
         }
       }
     }
+  }
+}
+
+TEST(KvChannels, RotatedTheyWouldGainLess) {
+  for (const Keys kind : {Keys::normal, Keys::loud, Keys::slow}) {
+    const KvRows rows = keys(kind);
+    const KvCacheOptions o = options(Granularity::per_channel, 64, {2, 2});
+    const Errors own = errors_of(rows, o), turned = errors_of(rows, o, true);
+    std::printf("%d: %.4f (channels %.4f), rotated %.4f (%.4f)\n", static_cast<int>(kind), own.all,
+                own.channel, turned.all, turned.channel);
+    EXPECT_LE(own.all, 1.01 * turned.all);
+    EXPECT_LE(own.channel, (kind == Keys::normal ? 1.01 : 0.80) * turned.channel);
   }
 }
 
@@ -207,6 +228,41 @@ TEST(KvChannels, EvictionAndTruncationLeaveTheScales) {
       ASSERT_TRUE(std::isnan(x));
     } else {
       ASSERT_EQ(x, before.k[static_cast<std::size_t>(i)]) << i / d;
+    }
+  }
+}
+
+/// The place of the scales that docs/NUMERICS.md gives, read from a file's bytes.
+TEST(KvChannels, ScalesAndFlagsEndAPage) {
+  for (const std::int64_t page : {16, 64}) {
+    KvCacheOptions o = options(Granularity::per_channel, page, {4, 4});
+    o.smooth_k = false;
+    Result<KvCache> cache = KvCache::create(o);
+    const std::int64_t id = *cache->add_sequence();
+    KvRows rows = slice(keys(Keys::loud), 0, 320);
+    rows.k[static_cast<std::size_t>(189 * d)] = NAN;
+    append_rows(*cache, id, 0, rows);  // tokens up to 192 are in tiers
+    const std::string path = testing::TempDir() + "qattn_kv_channels.safetensors";
+    ASSERT_TRUE(cache->save(path).ok());
+    std::ifstream in(path, std::ios::binary);
+    const std::string file{std::istreambuf_iterator<char>(in), {}};
+    std::remove(path.c_str());
+    const char* end = file.data() + file.size() - 1;  // behind the pages: one flag of a mean
+    std::uint64_t flags[2];
+    std::memcpy(flags, end - sizeof flags, sizeof flags);
+    EXPECT_EQ(flags[0], std::uint64_t{1} << (page - 3));
+    EXPECT_EQ(flags[1], 0u);
+    std::uint16_t scales[d];
+    std::memcpy(scales, end - sizeof flags - sizeof scales, sizeof scales);
+    const Contents got = test::read_contents(*cache, id);
+    for (std::int64_t j = 192 - page; j < 192; ++j) {
+      for (std::int64_t c = 0; c < d && j != 189; ++c) {
+        const double scale = static_cast<double>(formats::F16::decode(scales[c]));
+        const double x = static_cast<double>(got.k[static_cast<std::size_t>(j * d + c)]);
+        const double code = x / scale + 7.5;
+        ASSERT_EQ(code, std::round(code)) << j << " " << c;
+        ASSERT_TRUE(code >= 0 && code <= 15) << j << " " << c;
+      }
     }
   }
 }
