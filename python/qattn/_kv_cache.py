@@ -67,10 +67,12 @@ class KvCache:
     window, scales and tables counted, in every (sequence, layer), from budget_from tokens on
     (None: twice shortest_length); None: no budget, one tier. window, sinks: newest and first tokens
     in 16 bits, multiples of page_size (16, 32 or 64). window_dtype: float16 or bfloat16, what rows
-    are rounded to first. importance: "uniform" or "key_norm", what a page weighs until it is told;
-    observe() averages into it, as into what was observed before. Where a method takes sequences,
-    one number will do for one sequence. Several threads may use one cache; calls wait for each
-    other.
+    are rounded to first. k_granularity: scales of K in tiers, "per_token", or "per_channel" over
+    the tokens of a page, for keys some of whose channels vary far more than others (not rotated
+    then; 2 head_dim + 16 bytes a page and head where per_token has 2 page_size). importance:
+    "uniform" or "key_norm", what a page weighs until it is told; observe() averages into it, as
+    into what was observed before. Where a method takes sequences, one number will do for one
+    sequence. Several threads may use one cache; calls wait for each other.
     Raises InvalidArgument, which names the argument, the value and the rule.
     """
 
@@ -90,6 +92,7 @@ class KvCache:
         window_dtype: Any = "float16",
         smooth_k: bool = True,
         rotate: bool = True,
+        k_granularity: str = "per_token",
         importance: str = "uniform",
         importance_decay: float = 0.9,
         hysteresis: float = 0.25,
@@ -99,6 +102,8 @@ class KvCache:
             tiers = (4,) if average_bits is None else (8, 4, 3, 2)
         if not isinstance(importance, str):
             raise InvalidArgument(f"importance: {importance!r} is not a name")
+        if not isinstance(k_granularity, str):
+            raise InvalidArgument(f"k_granularity: {k_granularity!r} is not a name")
         options = _qattn.kv_options(
             layers=integer("layers", layers),
             heads_kv=integer("kv_heads", kv_heads),
@@ -113,6 +118,7 @@ class KvCache:
             budget_from=0 if budget_from is None else integer("budget_from", budget_from),
             smooth_k=boolean("smooth_k", smooth_k),
             rotate=boolean("rotate", rotate),
+            k_granularity=k_granularity,
             importance=importance,
             decay=real("importance_decay", importance_decay),
             hysteresis=real("hysteresis", hysteresis),
