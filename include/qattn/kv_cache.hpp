@@ -51,7 +51,13 @@ struct KvCacheOptions {
   /// twice shortest_length(). A length at which the window alone is too much is refused.
   std::int64_t budget_from = 0;
   bool smooth_k = true;  ///< subtract each channel's mean, frozen when a page is first quantised
-  bool rotate = true;    ///< Hadamard rotation of K and V before they are quantised
+  /// Hadamard rotation of K and V before they are quantised; of V alone with K's scales per
+  /// channel, which want the channels as they are.
+  bool rotate = true;
+  /// Scales of K in tiers: per_token, or per_channel over the tokens of a page, which suits keys
+  /// some of whose channels vary far more than others, and costs 2 d + 16 bytes a page and head
+  /// instead of 2 page_size. V has a scale a token. Caches in host memory only.
+  Granularity k_granularity = Granularity::per_token;
   KvImportance importance = KvImportance::uniform;
   float importance_decay = 0.9f;  ///< observe(): what is kept of the old value, in [0, 1)
   /// A page that was demoted before is demoted again only where that costs this much less than

@@ -69,12 +69,14 @@ class KvCache:
     smooth_k: subtract each channel's mean of K before it is quantised; rotate: turn K and V by a
     Hadamard matrix. importance_decay: what observe() keeps of the old, in [0, 1). hysteresis: a
     page that was demoted before is demoted again only where that costs this much less than demoting
-    another. threads: at most so many of the CPU; 0: all. window, sinks: newest and
-    first tokens in 16 bits, multiples of page_size (16, 32 or 64). window_dtype: float16 or
-    bfloat16, what rows are rounded to first. importance: "uniform" or "key_norm" (the inverse mean
-    square of its keys), what a page weighs until append(), set_importance() or observe() tell it.
-    Where a method takes sequences, one number will do for one sequence. Several threads may use one
-    cache; calls wait for each other.
+    another. threads: at most so many of the CPU; 0: all. window, sinks: newest and first tokens in
+    16 bits, multiples of page_size (16, 32 or 64). window_dtype: float16 or bfloat16, what rows are
+    rounded to first. k_granularity: scales of K in tiers, "per_token", or "per_channel" over the
+    tokens of a page, for keys some of whose channels vary far more than others (not rotated then; 2
+    head_dim + 16 bytes a page and head where per_token has 2 page_size). importance: "uniform" or
+    "key_norm" (the inverse mean square of its keys), what a page weighs until append(),
+    set_importance() or observe() tell it. Where a method takes sequences, one number will do for
+    one sequence. Several threads may use one cache; calls wait for each other.
     Raises InvalidArgument, which names the argument, the value and the rule.
     """
 
@@ -94,6 +96,7 @@ class KvCache:
         window_dtype: Any = "float16",
         smooth_k: bool = True,
         rotate: bool = True,
+        k_granularity: str = "per_token",
         importance: str = "uniform",
         importance_decay: float = 0.9,
         hysteresis: float = 0.25,
@@ -115,6 +118,7 @@ class KvCache:
             budget_from=0 if budget_from is None else integer("budget_from", budget_from),
             smooth_k=boolean("smooth_k", smooth_k),
             rotate=boolean("rotate", rotate),
+            k_granularity=name_of("k_granularity", k_granularity),
             importance=name_of("importance", importance),
             decay=real("importance_decay", importance_decay),
             hysteresis=real("hysteresis", hysteresis),

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# (array, format name); on a device (address, format name, shape, strides, device type, device index);
-# without memory (None, format name, shape, device type, device index)
+# (array, format name); on a device (address, format name, shape, strides, device type, device
+# index); without memory (None, format name, shape, device type, device index)
 _Tensors = Mapping[str, tuple[Any, ...]]
 _Scaling = tuple[str, int, int]
 
@@ -72,6 +72,7 @@ def kv_options(
     budget_from: int,
     smooth_k: bool,
     rotate: bool,
+    k_granularity: str,
     importance: str,
     decay: float,
     hysteresis: float,

@@ -19,6 +19,12 @@ KvImportance importance_from(const std::string& name) {
       Status(Code::invalid_argument, "importance: '" + name + "' is neither uniform nor key_norm"));
 }
 
+Granularity granularity_from(const std::string& name) {
+  if (const std::optional<Granularity> found = granularity_named(name)) return *found;
+  throw StatusError(Status(Code::invalid_argument,
+                           "k_granularity: '" + name + "' is neither per_token nor per_channel"));
+}
+
 /// As an int, or one that no tier has: create() says what is wrong.
 int bits_from(std::int64_t bits) { return bits > 0 && bits < 64 ? static_cast<int>(bits) : 0; }
 
@@ -27,8 +33,9 @@ KvCacheOptions make_options(std::int64_t layers, std::int64_t heads_kv, std::int
                             std::int64_t page_size, std::int64_t window, std::int64_t sinks,
                             const std::vector<std::pair<std::int64_t, std::int64_t>>& tiers,
                             double average_bits, std::int64_t budget_from, bool smooth_k,
-                            bool rotate, const std::string& importance, double decay,
-                            double hysteresis, std::int64_t threads) {
+                            bool rotate, const std::string& k_granularity,
+                            const std::string& importance, double decay, double hysteresis,
+                            std::int64_t threads) {
   KvCacheOptions o;
   o.layers = layers;
   o.heads_kv = heads_kv;
@@ -46,6 +53,7 @@ KvCacheOptions make_options(std::int64_t layers, std::int64_t heads_kv, std::int
   o.budget_from = budget_from;
   o.smooth_k = smooth_k;
   o.rotate = rotate;
+  o.k_granularity = granularity_from(k_granularity);
   o.importance = importance_from(importance);
   o.importance_decay = static_cast<float>(decay);
   o.hysteresis = static_cast<float>(hysteresis);
@@ -127,8 +135,8 @@ void add_kv_cache(nb::module_& m) {
   nb::class_<KvCacheOptions>(m, "KvOptions");
   m.def("kv_options", &make_options, nb::kw_only(), "layers"_a, "heads_kv"_a, "d"_a, "dv"_a,
         "window_format"_a, "page_size"_a, "window"_a, "sinks"_a, "tiers"_a, "average_bits"_a,
-        "budget_from"_a, "smooth_k"_a, "rotate"_a, "importance"_a, "decay"_a, "hysteresis"_a,
-        "threads"_a);
+        "budget_from"_a, "smooth_k"_a, "rotate"_a, "k_granularity"_a, "importance"_a, "decay"_a,
+        "hysteresis"_a, "threads"_a);
   m.def("kv_shortest_length",
         [](const KvCacheOptions& o) { return kv_check(KvCache::shortest_length(o)); });
   m.def("kv_create", [](const KvCacheOptions& o) { return kv_check(KvCache::create(o)); });

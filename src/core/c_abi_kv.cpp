@@ -42,6 +42,7 @@ void qattn_kv_options_init(qattn_kv_options* o) {
   o->rotate = defaults.rotate;
   o->importance_decay = defaults.importance_decay;
   o->hysteresis = defaults.hysteresis;
+  o->k_granularity = static_cast<int32_t>(defaults.k_granularity);
 }
 void qattn_kv_append_tensors_init(qattn_kv_append_tensors* t) { init(t); }
 void qattn_kv_decode_tensors_init(qattn_kv_decode_tensors* t) { init(t); }

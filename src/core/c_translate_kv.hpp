@@ -11,6 +11,7 @@ inline Status read_options(const qattn_kv_options* given, KvCacheOptions& option
   if (Status s = read_struct("options", given, o); !s.ok()) return s;
   if (Status s = read_flag("smooth_k", o.smooth_k); !s.ok()) return s;
   if (Status s = read_flag("rotate", o.rotate); !s.ok()) return s;
+  if (o.reserved != 0) return invalid("reserved: " + std::to_string(o.reserved) + " is not 0");
   if (o.tier_count < 0 || o.tier_count > QATTN_KV_MAX_TIERS) {
     return invalid("tier_count: " + std::to_string(o.tier_count) + " is not from 0 to 7");
   }
@@ -34,6 +35,7 @@ inline Status read_options(const qattn_kv_options* given, KvCacheOptions& option
   options.threads = o.threads;
   options.importance_decay = o.importance_decay;
   options.hysteresis = o.hysteresis;
+  options.k_granularity = static_cast<Granularity>(o.k_granularity);
   return {};
 }
 

@@ -8,6 +8,10 @@
 // behind the other; a pool is an array of pages of one tier, so that a page's number says where it
 // is. D and Dv are multiples of 32: every part of a block begins at a multiple of 64 bytes.
 //
+// With K's scales per channel (KvPage::k_by_channel) a block lacks K's scales, and behind its last
+// block a page has | K scales: D f16 | bad tokens of K: 64 bits | 64 bits of zeros |. Bit i of the
+// bad tokens: K of the page's token i held NaN or Inf, or what f16 has no scale for.
+//
 // Codes lie in panels, which is what a product with sixteen keys (K) or channels (V) side by side
 // and four elements of the contraction in each lane reads:
 //
@@ -107,6 +111,23 @@ struct KvBlock {
   QATTN_HD int bytes() const { return window() ? k_scales() : v_scales() + kv_block_tokens * 2; }
   QATTN_HD int code_bytes() const { return k_scales(); }
   QATTN_HD int scale_bytes() const { return bytes() - k_scales(); }
+};
+
+/// Offsets in bytes inside a page, and inside its blocks where they depend on where scales are.
+struct KvPage {
+  KvBlock block;
+  int blocks;
+  bool k_by_channel;  ///< never with rows of 16 bits
+
+  int block_bytes() const { return block.bytes() - (k_by_channel ? kv_block_tokens * 2 : 0); }
+  /// In a block.
+  int v_scales() const { return k_by_channel ? block.k_scales() : block.v_scales(); }
+  /// In a page whose K has a scale a channel; the bad tokens, padded to 16 bytes, are its last.
+  int channel_scales() const { return blocks * block_bytes(); }
+  int bad_tokens() const { return channel_scales() + block.d * 2; }
+  int bytes() const { return k_by_channel ? bad_tokens() + 16 : channel_scales(); }
+  int code_bytes() const { return blocks * block.code_bytes(); }
+  int scale_bytes() const { return bytes() - code_bytes(); }
 };
 
 }  // namespace qattn::formats

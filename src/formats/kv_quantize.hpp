@@ -1,5 +1,6 @@
-// Quantiser of one row (a token of one head) for the KV cache: the half-step grid of kv.hpp under
-// one f16 scale, chosen among sixteen by squared error.
+// Quantiser of one row for the KV cache: the half-step grid of kv.hpp under one f16 scale, chosen
+// among sixteen by squared error. A row is a token of one head or, where K's scales are per
+// channel, a channel of a page's tokens (repeated in order up to a multiple of kv_lanes).
 //
 //   candidates  scale_i = f16(amax * ((17 + i) / 32) * 2^(1 - bits)), i = 0 .. 15
 //   grid        g = clamp(floor(x * (1 / scale)), -2^(bits - 1), 2^(bits - 1) - 1) + 0.5
@@ -30,6 +31,11 @@ QATTN_HD std::uint16_t kv_candidate(float amax, int bits, int i) {
   return F16::encode(mul_rn(amax, factor));
 }
 
+/// Does f16 hold the scale of a row with this largest magnitude? Not that of NaN and Inf.
+QATTN_HD bool kv_holds(float amax, int bits) {
+  return is_finite(amax) && kv_candidate(amax, bits, kv_candidates - 1) < kv_infinite_scale;
+}
+
 /// Squared error of a row under one positive scale.
 QATTN_HD float kv_error(const float* x, int n, int bits, float scale) {
   const float inverse = reciprocal(scale);
@@ -49,10 +55,9 @@ QATTN_HD float kv_error(const float* x, int n, int bits, float scale) {
 QATTN_HD std::uint16_t kv_row_scale(const float* x, int n, int bits) {
   float amax = 0.0f;
   for (int i = 0; i < n; ++i) amax = fold_amax(amax, x[i]);
-  if (!is_finite(amax)) return kv_nan_scale;
   // The largest decides whether f16 holds the row at all; smaller ones may vanish.
+  if (!kv_holds(amax, bits)) return kv_nan_scale;
   std::uint16_t best = kv_candidate(amax, bits, kv_candidates - 1);
-  if (best >= kv_infinite_scale) return kv_nan_scale;
   if (best == 0) return 0;
   float least = float_of(kInfBits);
   for (int i = 0; i < kv_candidates; ++i) {

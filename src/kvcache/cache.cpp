@@ -212,11 +212,10 @@ KvBytes KvCache::bytes() const {
                       static_cast<std::int64_t>(c.sequences.capacity() * sizeof(Sequence));
   for (std::size_t t = 0; t < c.pools.size(); ++t) {
     const kv::PagePool& pool = c.pools[t];
-    const formats::KvBlock block = c.block(static_cast<int>(t));
-    const std::int64_t blocks = pool.pages_used() * c.blocks_per_page();
+    const formats::KvPage page = c.layout(static_cast<int>(t));
     held += pool.allocated_bytes();
-    (t == 0 ? b.window : b.codes) += blocks * block.code_bytes();
-    b.scales += blocks * block.scale_bytes();
+    (t == 0 ? b.window : b.codes) += pool.pages_used() * page.code_bytes();
+    b.scales += pool.pages_used() * page.scale_bytes();
   }
   for (const Sequence& s : c.sequences) {
     held += static_cast<std::int64_t>(s.layers.capacity() * sizeof(Layer));

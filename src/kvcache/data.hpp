@@ -53,7 +53,12 @@ struct KvCacheData {
     const KvTier& t = options.tiers[static_cast<std::size_t>(tier) - 1];
     return {d(), dv(), t.k_bits, t.v_bits};
   }
-  std::int64_t page_bytes(int tier) const { return block(tier).bytes() * blocks_per_page(); }
+  /// Does a tier other than 0 have a scale a channel for K, and not one a token?
+  bool k_by_channel() const { return options.k_granularity == Granularity::per_channel; }
+  formats::KvPage layout(int tier) const {
+    return {block(tier), static_cast<int>(blocks_per_page()), tier > 0 && k_by_channel()};
+  }
+  std::int64_t page_bytes(int tier) const { return layout(tier).bytes(); }
   kv::PagePool& pool(int tier) { return pools[static_cast<std::size_t>(tier)]; }
   const kv::PagePool& pool(int tier) const { return pools[static_cast<std::size_t>(tier)]; }
   std::byte* page(const kv::Entry& e) const { return pool(e.tier).page(e.page); }

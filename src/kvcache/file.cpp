@@ -10,14 +10,16 @@
 //
 // Everything that the header says follows from the options and counts in its one line of metadata,
 // so load() reads that line, writes the header again and compares: there is no parser to trust.
+// Version 1 has a scale a token for K, version 2 (k_granularity=per_channel) a scale a channel.
 #include <algorithm>
-#include <charconv>
-#include <cmath>
+#include <bit>
 #include <cstdio>
-#include <sstream>
+#include <cstring>
 
 #include "core/guarded.hpp"
+#include "formats/kv_quantize.hpp"
 #include "kvcache/data.hpp"
+#include "kvcache/file_header.hpp"
 #include "kvcache/file_values.hpp"
 #include "kvcache/tensors.hpp"
 
@@ -25,6 +27,7 @@ namespace qattn {
 
 using detail::KvCacheData;
 using kv::Entry;
+using kv::FileCounts;
 using kv::invalid;
 using kv::Layer;
 using kv::Sequence;
@@ -32,177 +35,9 @@ using kv::Table;
 
 namespace {
 
-constexpr const char* opening = "{\"__metadata__\":{\"qattn_kv_cache\":\"";
 constexpr std::size_t longest_line = 4096;
 
 std::string text(std::int64_t value) { return std::to_string(value); }
-
-/// Options and counts: the metadata line.
-struct Counts {
-  KvCacheOptions options;
-  std::int64_t next_id = 0, sequences = 0, entries = 0, means = 0;
-  std::vector<std::int64_t> pages;  ///< [1 + tiers]
-
-  std::string line() const;
-  /// Errors: invalid_argument, without the path.
-  static Result<Counts> parse(const std::string& line);
-};
-
-/// Calls f(name, field) for every number of the line but tiers and pages.
-template <class C, class F>
-void each_number(C& c, F f) {
-  f("layers", c.options.layers);
-  f("heads_kv", c.options.heads_kv);
-  f("d", c.options.d);
-  f("dv", c.options.dv);
-  f("page_size", c.options.page_size);
-  f("window", c.options.window);
-  f("sinks", c.options.sinks);
-  f("budget_from", c.options.budget_from);
-  f("next_id", c.next_id);
-  f("sequences", c.sequences);
-  f("entries", c.entries);
-  f("means", c.means);
-}
-
-std::string hexadecimal(double value) {
-  char buffer[64];  // to_chars: printf would write the locale's decimal point
-  const auto end = std::to_chars(buffer, buffer + sizeof buffer, value, std::chars_format::hex);
-  return {buffer, end.ptr};
-}
-
-std::string Counts::line() const {
-  std::string s = "version=1";
-  each_number(*this, [&](const char* name, std::int64_t value) {
-    s += std::string(" ") + name + "=" + text(value);
-  });
-  s += " window_format=" + std::string(info(options.window_format).name) + " tiers=";
-  for (std::size_t i = 0; i < options.tiers.size(); ++i) {
-    s.append(i ? "," : "").append(text(options.tiers[i].k_bits)).append("/");
-    s.append(text(options.tiers[i].v_bits));
-  }
-  s += " pages=";
-  for (std::size_t i = 0; i < pages.size(); ++i) s.append(i ? "," : "").append(text(pages[i]));
-  s += " average_bits=" + hexadecimal(options.average_bits) +
-       " smooth_k=" + text(options.smooth_k) + " rotate=" + text(options.rotate) +
-       " importance=" + text(static_cast<int>(options.importance)) +
-       " importance_decay=" + hexadecimal(static_cast<double>(options.importance_decay)) +
-       " hysteresis=" + hexadecimal(static_cast<double>(options.hysteresis));
-  return s;
-}
-
-/// The fields of a line, in order; each is asked for once, by name.
-class Fields {
- public:
-  explicit Fields(const std::string& line) : words_(line) {}
-
-  std::string take(const std::string& name) {
-    std::string word;
-    words_ >> word;
-    if (word.rfind(name + "=", 0) == 0) return word.substr(name.size() + 1);
-    wrong_ = true;
-    return "0";
-  }
-  std::int64_t integer(const std::string& name) { return number(take(name)); }
-  double real(const std::string& name) {
-    const std::string s = take(name);
-    double value = 0;
-    const char* last = s.data() + s.size();
-    const auto end = std::from_chars(s.data(), last, value, std::chars_format::hex);
-    wrong_ |= end.ec != std::errc() || end.ptr != last || !std::isfinite(value);
-    return value;
-  }
-  /// Digits up to 2^53.
-  std::int64_t number(const std::string& s) {
-    const bool digits =
-        !s.empty() && s.size() < 16 && s.find_first_not_of("0123456789") == std::string::npos;
-    wrong_ |= !digits;
-    return digits ? std::stoll(s) : 0;
-  }
-  std::vector<std::string> list(const std::string& name, char separator) {
-    std::vector<std::string> parts;
-    std::istringstream all(take(name));
-    for (std::string part; std::getline(all, part, separator);) parts.push_back(part);
-    return parts;
-  }
-  void fail() { wrong_ = true; }
-  bool wrong() const { return wrong_; }
-
- private:
-  std::istringstream words_;
-  bool wrong_ = false;
-};
-
-Result<Counts> Counts::parse(const std::string& line) {
-  Counts c;
-  Fields f(line);
-  if (f.integer("version") != 1) return invalid("is not of version 1");
-  each_number(c, [&](const char* name, std::int64_t& value) { value = f.integer(name); });
-  c.options.window_format = format_named(f.take("window_format")).value_or(Format::none);
-  c.options.tiers.clear();
-  for (const std::string& tier : f.list("tiers", ',')) {
-    const std::size_t slash = std::min(tier.find('/'), tier.size() - 1);
-    c.options.tiers.push_back({static_cast<int>(f.number(tier.substr(0, slash)) & 0xff),
-                               static_cast<int>(f.number(tier.substr(slash + 1)) & 0xff)});
-  }
-  for (const std::string& count : f.list("pages", ',')) c.pages.push_back(f.number(count));
-  c.options.average_bits = f.real("average_bits");
-  c.options.smooth_k = f.integer("smooth_k") != 0;
-  c.options.rotate = f.integer("rotate") != 0;
-  c.options.importance = static_cast<KvImportance>(f.integer("importance"));
-  c.options.importance_decay = static_cast<float>(f.real("importance_decay"));
-  c.options.hysteresis = static_cast<float>(f.real("hysteresis"));
-  if (f.wrong() || c.pages.size() != c.options.tiers.size() + 1 || c.line() != line) {
-    return invalid("has metadata that is not a cache's");
-  }
-  return c;
-}
-
-/// One tensor of the file.
-struct Part {
-  std::string name;
-  const char* dtype;
-  std::vector<std::int64_t> shape;
-  std::int64_t bytes;
-};
-
-/// The tensors in the order of the file. Nothing overflows: load() has checked the total.
-std::vector<Part> parts_of(const Counts& c, const KvCacheData& data) {
-  const std::int64_t n = c.sequences, layers = c.options.layers, heads = c.options.heads_kv;
-  std::vector<Part> parts = {
-      {"sequences", "I64", {n}, 8 * n},
-      {"lengths", "I64", {n, layers}, 8 * n * layers},
-      {"table_sizes", "I64", {n, layers, heads}, 8 * n * layers * heads},
-      {"tables", "U8", {c.entries, 24}, 24 * c.entries},
-      {"k_means", "F32", {c.means, heads, c.options.d}, 4 * c.means * heads * c.options.d}};
-  for (std::size_t t = 0; t < c.pages.size(); ++t) {
-    const std::int64_t page = data.page_bytes(static_cast<int>(t));
-    parts.push_back({"pages." + text(static_cast<std::int64_t>(t)),
-                     "U8",
-                     {c.pages[t], page},
-                     c.pages[t] * page});
-  }
-  // Behind all others, whose elements must lie at multiples of their size.
-  parts.push_back({"mean_flags", "U8", {n, layers}, n * layers});
-  return parts;
-}
-
-/// The JSON header, padded with spaces to a multiple of 8.
-std::string header_of(const Counts& c, const std::vector<Part>& parts) {
-  std::string s = opening + c.line() + "\"}";
-  std::int64_t at = 0;
-  for (const Part& p : parts) {
-    s += ",\"" + p.name + "\":{\"dtype\":\"" + p.dtype + "\",\"shape\":[";
-    for (std::size_t i = 0; i < p.shape.size(); ++i) {
-      s.append(i ? "," : "").append(text(p.shape[i]));
-    }
-    s += "],\"data_offsets\":[" + text(at) + "," + text(at + p.bytes) + "]}";
-    at += p.bytes;
-  }
-  s += "}";
-  s.append((8 - s.size() % 8) % 8, ' ');
-  return s;
-}
 
 struct Close {
   void operator()(std::FILE* f) const { std::fclose(f); }
@@ -238,7 +73,7 @@ class Renumber {
   std::vector<std::vector<std::int32_t>> pages_, places_;
 };
 
-Image image_of(const KvCacheData& data, Renumber& renumber, Counts& c) {
+Image image_of(const KvCacheData& data, Renumber& renumber, FileCounts& c) {
   Image image;
   for (const Sequence& s : data.sequences) {
     image.sequences.push_back(s.id);
@@ -265,7 +100,7 @@ Image image_of(const KvCacheData& data, Renumber& renumber, Counts& c) {
 
 Status KvCache::save(const std::string& path) const {
   return guarded<Status>([&]() -> Status {
-    Counts c;
+    FileCounts c;
     c.options = data_->options;
     c.options.budget_from = data_->options.average_bits > 0 ? data_->budget_from : 0;
     c.next_id = data_->next_id;
@@ -274,7 +109,7 @@ Status KvCache::save(const std::string& path) const {
     for (std::size_t t = 0; t < data_->pools.size(); ++t) {
       c.pages.push_back(static_cast<std::int64_t>(renumber.pages(t).size()));
     }
-    const std::string header = header_of(c, parts_of(c, *data_));
+    const std::string header = kv::file_header(c, kv::file_parts(c, *data_));
     const std::string temporary = path + ".part";
     File file(std::fopen(temporary.c_str(), "wb"));
     if (!file) return invalid("path: " + temporary + " cannot be written");
@@ -331,10 +166,10 @@ class Reader {
 };
 
 /// The header's text, and what its metadata says.
-Status read_header(Reader& file, std::string& header, Counts& c) {
+Status read_header(Reader& file, std::string& header, FileCounts& c) {
   std::uint64_t length = 0;
   if (!file.read(&length, sizeof length)) return invalid("is shorter than a header");
-  const std::size_t least = std::string_view(opening).size();
+  const std::size_t least = std::string_view(kv::file_opening).size();
   if (length < least || length > longest_line * 4 ||
       static_cast<std::int64_t>(length) > file.size() - 8) {
     return invalid("has no header of a KV cache");
@@ -342,17 +177,18 @@ Status read_header(Reader& file, std::string& header, Counts& c) {
   header.resize(length);
   if (!file.read(header.data(), header.size())) return invalid("ends inside its header");
   const std::size_t end = header.find('"', least);
-  if (header.rfind(opening, 0) != 0 || end == std::string::npos || end - least > longest_line) {
+  if (header.rfind(kv::file_opening, 0) != 0 || end == std::string::npos ||
+      end - least > longest_line) {
     return invalid("has no header of a KV cache");
   }
-  Result<Counts> counts = Counts::parse(header.substr(least, end - least));
+  Result<FileCounts> counts = FileCounts::parse(header.substr(least, end - least));
   if (!counts.ok()) return counts.status();
   c = std::move(*counts);
   return {};
 }
 
 /// The header must be the one that its counts make, and the file as long as it says.
-Status check_size(const Reader& file, const std::string& header, const Counts& c,
+Status check_size(const Reader& file, const std::string& header, const FileCounts& c,
                   const KvCacheData& data) {
   // Every count is of things in the file, which bounds their products, too.
   const std::int64_t all = file.size();
@@ -362,16 +198,17 @@ Status check_size(const Reader& file, const std::string& header, const Counts& c
                  std::max(c.sequences, c.means) <= INT64_MAX / 16 / widest;
   for (const std::int64_t n : c.pages) bounded &= n <= all / 64;
   if (!bounded) return invalid("counts more than its size holds");
-  const std::vector<Part> parts = parts_of(c, data);
+  const std::vector<kv::FilePart> parts = kv::file_parts(c, data);
   std::int64_t bytes = 8 + static_cast<std::int64_t>(header.size());
-  for (const Part& p : parts) bytes += p.bytes;
-  if (header_of(c, parts) != header) return invalid("has a header that is not its metadata's");
+  for (const kv::FilePart& p : parts) bytes += p.bytes;
+  const bool same = kv::file_header(c, parts) == header;
+  if (!same) return invalid("has a header that is not its metadata's");
   if (bytes == all) return {};
   return invalid("has " + text(all) + " bytes, its header asks for " + text(bytes));
 }
 
 /// What an entry must be, whoever wrote it; `table`: those before it.
-bool is_valid(const Entry& e, const Table& table, const Counts& c, std::int64_t length) {
+bool is_valid(const Entry& e, const Table& table, const FileCounts& c, std::int64_t length) {
   const std::int64_t size = c.options.page_size;
   const auto tiers = c.options.tiers.size();
   if (e.tier > tiers || e.page < 0 || e.page >= c.pages[e.tier] || e.reserved != 0) return false;
@@ -386,7 +223,7 @@ bool is_valid(const Entry& e, const Table& table, const Counts& c, std::int64_t 
 }
 
 /// Sequences and tables from the image; counts each page's references.
-Status build(const Image& image, const Counts& c, KvCacheData& data,
+Status build(const Image& image, const FileCounts& c, KvCacheData& data,
              std::vector<std::vector<std::int64_t>>& references) {
   const auto layers = static_cast<std::size_t>(c.options.layers);
   const auto heads = static_cast<std::size_t>(c.options.heads_kv);
@@ -440,7 +277,7 @@ Status build(const Image& image, const Counts& c, KvCacheData& data,
   return {};
 }
 
-Status read_body(Reader& file, const Counts& c, KvCacheData& data) {
+Status read_body(Reader& file, const FileCounts& c, KvCacheData& data) {
   Image image;
   const std::int64_t n = c.sequences, layers = c.options.layers, heads = c.options.heads_kv;
   bool whole = file.read_all(image.sequences, n) && file.read_all(image.lengths, n * layers) &&
@@ -482,7 +319,7 @@ Result<KvCache> KvCache::load(const std::string& path, int threads) {
     };
     Reader file(path);
     if (file.size() < 0) return invalid("path: " + path + " cannot be read");
-    Counts c;
+    FileCounts c;
     std::string header;
     if (Status s = read_header(file, header, c); !s.ok()) return about(s);
     c.options.threads = threads;

@@ -1,10 +1,12 @@
 #include "kvcache/file_values.hpp"
 
+#include <bit>
 #include <charconv>
 #include <cstring>
 
 #include "formats/bits.hpp"
 #include "formats/f16.hpp"
+#include "formats/kv_quantize.hpp"
 #include "kvcache/tensors.hpp"
 
 namespace qattn::kv {
@@ -33,17 +35,45 @@ Status check_means(const detail::KvCacheData& cache) {
   return {};
 }
 
+/// Scales of K's channels and the flags of bad tokens must be what recode_page() writes: nothing
+/// else in a page could make a token NaN that the page does not flag.
+Status check_channels(const detail::KvCacheData& cache, int tier) {
+  const formats::KvPage layout = cache.layout(tier);
+  const PagePool& pool = cache.pool(tier);
+  for (std::int32_t i = 0; layout.k_by_channel && i < pool.pages_used(); ++i) {
+    const std::byte* page = pool.page(i);
+    const auto wrong = [&](const std::string& what) {
+      return invalid("pages." + text(std::int64_t{tier}) + ": page " + text(std::int64_t{i}) +
+                     what);
+    };
+    for (int c = 0; c < layout.block.d; ++c) {
+      std::uint16_t scale;
+      std::memcpy(&scale, page + layout.channel_scales() + c * 2, sizeof scale);
+      if (scale >= formats::kv_infinite_scale) {
+        return wrong(": the scale of K's channel " + text(std::int64_t{c}) +
+                     " is not from 0 to 65504");
+      }
+    }
+    std::uint64_t tail[2];
+    std::memcpy(tail, page + layout.bad_tokens(), sizeof tail);
+    if (std::bit_width(tail[0]) > cache.options.page_size || tail[1] != 0) {
+      return wrong(": flags tokens that it does not have");
+    }
+  }
+  return {};
+}
+
 /// A scale is NaN where a row of 16 bits held NaN or Inf, and a finite number everywhere else.
 Status check_scales(const detail::KvCacheData& cache, int tier) {
-  const formats::KvBlock block = cache.block(tier);
+  const formats::KvPage layout = cache.layout(tier);
   const PagePool& pool = cache.pool(tier);
   const int tokens = static_cast<int>(cache.options.page_size);
   for (std::int32_t page = 0; page < pool.pages_used(); ++page) {
-    for (int i = 0; i < 2 * tokens; ++i) {
+    for (int i = layout.k_by_channel ? tokens : 0; i < 2 * tokens; ++i) {
       const bool value = i >= tokens;
       const int token = i % tokens, in_block = token % formats::kv_block_tokens;
-      const int place = token / formats::kv_block_tokens * block.bytes() +
-                        (value ? block.v_scales() : block.k_scales()) + 2 * in_block;
+      const int place = token / formats::kv_block_tokens * layout.block_bytes() +
+                        (value ? layout.v_scales() : layout.block.k_scales()) + 2 * in_block;
       std::uint16_t code;
       std::memcpy(&code, pool.page(page) + place, sizeof code);
       const float scale = formats::F16::decode(code);
@@ -68,6 +98,7 @@ bool is_weight(const Entry& e) {
 Status check_values(const detail::KvCacheData& cache) {
   if (Status s = check_means(cache); !s.ok()) return s;
   for (int tier = 1; tier < static_cast<int>(cache.pools.size()); ++tier) {
+    if (Status s = check_channels(cache, tier); !s.ok()) return s;
     if (Status s = check_scales(cache, tier); !s.ok()) return s;
   }
   return {};

@@ -97,6 +97,13 @@ Status check_options(const KvCacheOptions& o) {
                    " is neither f16 nor bf16");
   }
   if (Status s = check_tiers(o.tiers); !s.ok()) return s;
+  if (o.k_granularity != Granularity::per_token && o.k_granularity != Granularity::per_channel) {
+    const std::string known(name(o.k_granularity));
+    return invalid(
+        "k_granularity: " +
+        (known == "unknown" ? text(std::int64_t{static_cast<int>(o.k_granularity)}) : known) +
+        " is neither per_token nor per_channel");
+  }
   if (!(o.average_bits >= 0 && o.average_bits <= 64)) {
     return invalid("average_bits: " + text(o.average_bits) + " is not from 0 to 64");
   }

@@ -1,5 +1,7 @@
 #include "kvcache/pages.hpp"
 
+#include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "formats/bf16.hpp"
@@ -16,17 +18,23 @@ using formats::kv_block_tokens;
 
 constexpr int most_channels = 256;
 
-/// One part of one block: where it lies and how its places count.
-struct BlockPart {
+constexpr int most_tokens_of_page = 64;
+
+/// K or V of a page: where it lies in a block, and how its places count.
+struct PagePart {
   int channels, bits, place_bytes, scale_bytes;  ///< the last two: offsets inside the block
   Part part;
+  bool by_channel;  ///< K with a scale a channel, which lie behind the blocks
+  bool rotated;     ///< in tiers
 
-  BlockPart(const formats::KvBlock& b, Part p)
-      : channels(p == Part::k ? b.d : b.dv),
-        bits(p == Part::k ? b.k_bits : b.v_bits),
-        place_bytes(p == Part::k ? b.k_codes() : b.v_codes()),
-        scale_bytes(p == Part::k ? b.k_scales() : b.v_scales()),
-        part(p) {}
+  PagePart(const KvCacheData& cache, const formats::KvPage& page, Part p)
+      : channels(p == Part::k ? page.block.d : page.block.dv),
+        bits(p == Part::k ? page.block.k_bits : page.block.v_bits),
+        place_bytes(p == Part::k ? page.block.k_codes() : page.block.v_codes()),
+        scale_bytes(p == Part::k ? page.block.k_scales() : page.v_scales()),
+        part(p),
+        by_channel(p == Part::k && page.k_by_channel),
+        rotated(cache.options.rotate && !(p == Part::k && cache.k_by_channel())) {}
 
   int place(int token, int c) const {
     return part == Part::k ? formats::kv_place_k(token, c)
@@ -38,8 +46,8 @@ struct BlockPart {
 /// Rows of a block, one after the other, to codes and scales in place.
 class BlockEncoder {
  public:
-  BlockEncoder(const KvCacheData& cache, const formats::KvBlock& block, Part part, std::byte* to)
-      : words_(*cache.words), part_(block, part), to_(to) {
+  BlockEncoder(const KvCacheData& cache, const PagePart& part, std::byte* to)
+      : words_(*cache.words), part_(part), to_(to) {
     std::memset(panel_, 0, sizeof panel_);
   }
   void row(int token, const float* x) {
@@ -55,7 +63,7 @@ class BlockEncoder {
 
  private:
   const cpu::Words& words_;
-  BlockPart part_;
+  const PagePart& part_;
   std::byte* to_;
   std::uint16_t scales_[kv_block_tokens] = {};
   std::uint8_t panel_[kv_block_tokens * most_channels];
@@ -90,53 +98,147 @@ void store_window_row(const KvCacheData& cache, std::byte* page, Part part, int 
 
 void load_page_row(const KvCacheData& cache, int tier, const std::byte* page, Part part, int token,
                    const float* k_mean, bool stored, float* row) {
-  const formats::KvBlock b = cache.block(tier);
-  const std::byte* block = page + token / kv_block_tokens * b.bytes();
+  const formats::KvPage layout = cache.layout(tier);
+  const std::byte* block = page + token / kv_block_tokens * layout.block_bytes();
   const int in_block = token % kv_block_tokens;
-  const BlockPart p(b, part);
+  const PagePart p(cache, layout, part);
   const float* mean = part == Part::k ? k_mean : nullptr;
-  if (b.window()) {
-    cache.words->load_row(window_row(b, block, part, in_block),
+  if (layout.block.window()) {
+    cache.words->load_row(window_row(layout.block, block, part, in_block),
                           cpu::element_of(cache.options.window_format), p.channels,
                           stored ? mean : nullptr, row);
-    if (stored && cache.options.rotate) formats::rotate(row, p.channels);
+    if (stored && p.rotated) formats::rotate(row, p.channels);
     return;
   }
   const auto* packed = reinterpret_cast<const std::uint8_t*>(block + p.place_bytes);
-  std::uint16_t scale;
-  std::memcpy(&scale, block + p.scale_bytes + in_block * 2, sizeof scale);
+  std::uint16_t scales[most_channels];
+  if (p.by_channel) {
+    std::memcpy(scales, page + layout.channel_scales(), static_cast<std::size_t>(p.channels) * 2);
+    const bool bad = (bad_tokens(layout, page) >> token & 1) != 0;
+    if (bad) std::fill_n(scales, p.channels, formats::kv_nan_scale);
+  } else {
+    std::uint16_t scale;
+    std::memcpy(&scale, block + p.scale_bytes + in_block * 2, sizeof scale);
+    std::fill_n(scales, p.channels, scale);
+  }
   for (int c = 0; c < p.channels; ++c) {
     const std::uint8_t code = formats::kv_code_at(packed, p.count(), p.bits, p.place(in_block, c));
-    row[c] = formats::kv_decode(code, scale, p.bits);
+    row[c] = formats::kv_decode(code, scales[c], p.bits);
   }
   if (stored) return;
-  if (cache.options.rotate) formats::unrotate(row, p.channels);
+  if (p.rotated) formats::unrotate(row, p.channels);
   for (int c = 0; mean && c < p.channels; ++c) row[c] += mean[c];
 }
 
+std::uint64_t bad_tokens(const formats::KvPage& layout, const std::byte* page) {
+  if (!layout.k_by_channel) return 0;
+  std::uint64_t bad;
+  std::memcpy(&bad, page + layout.bad_tokens(), sizeof bad);
+  return bad;
+}
+
+namespace {
+
+/// A page that is made of another, which may lie in another tier.
+struct Recoding {
+  const KvCacheData& cache;
+  const int from;
+  const std::byte* const page;
+  const std::uint64_t live;
+  const float* const k_mean;
+  const formats::KvPage source, layout;
+  std::byte* const to;
+
+  std::byte* block(std::int64_t i) const { return to + i * layout.block_bytes(); }
+  /// A row of the old page as the quantiser takes it.
+  void load(Part part, int token, float* row) const {
+    load_page_row(cache, from, page, part, token, k_mean, true, row);
+  }
+  void copy(const PagePart& old, const PagePart& now) const;
+  void encode_tokens(const PagePart& part) const;
+  void encode_channels(const PagePart& part) const;
+};
+
+/// Codes and scales as they are.
+void Recoding::copy(const PagePart& old, const PagePart& now) const {
+  for (int i = 0; i < layout.blocks; ++i) {
+    const std::byte* same = page + i * source.block_bytes();
+    std::memcpy(block(i) + now.place_bytes, same + old.place_bytes,
+                static_cast<std::size_t>(formats::kv_code_bytes(now.count(), now.bits)));
+    if (now.by_channel) continue;
+    std::memcpy(block(i) + now.scale_bytes, same + old.scale_bytes, kv_block_tokens * 2);
+  }
+  if (!now.by_channel) return;
+  std::memcpy(to + layout.channel_scales(), page + source.channel_scales(),
+              static_cast<std::size_t>(layout.bytes() - layout.channel_scales()));
+}
+
+/// Under a scale a token.
+void Recoding::encode_tokens(const PagePart& part) const {
+  float row[most_channels];
+  for (int i = 0; i < layout.blocks; ++i) {
+    BlockEncoder encoder(cache, part, block(i));
+    for (int token = 0; token < kv_block_tokens; ++token) {
+      if (!alive(live, i, token)) continue;
+      load(part.part, i * kv_block_tokens + token, row);
+      encoder.row(token, row);
+    }
+    encoder.finish();
+  }
+}
+
+/// Under a scale a channel. Tokens that are bad are flagged and leave the scales of the others
+/// alone.
+void Recoding::encode_channels(const PagePart& part) const {
+  float rows[most_tokens_of_page][most_channels];
+  int token_of[most_tokens_of_page], count = 0;
+  std::uint64_t bad = 0;
+  for (std::uint64_t left = live; left != 0; left &= left - 1) {
+    const int token = std::countr_zero(left);
+    load(part.part, token, rows[count]);
+    if (formats::kv_holds(cache.words->amax(rows[count], part.channels), part.bits)) {
+      token_of[count++] = token;
+    } else {
+      bad |= std::uint64_t{1} << token;
+    }
+  }
+  std::uint8_t panels[most_tokens_of_page * most_channels] = {};
+  std::uint16_t scales[most_channels] = {};
+  const int column_size = (count + formats::kv_lanes - 1) / formats::kv_lanes * formats::kv_lanes;
+  for (int c = 0; count > 0 && c < part.channels; ++c) {
+    float column[most_tokens_of_page];
+    std::uint8_t codes[most_tokens_of_page];
+    for (int i = 0; i < column_size; ++i) column[i] = rows[i % count][c];
+    scales[c] = cpu::encode_kv_row(*cache.words, column, column_size, part.bits, codes);
+    for (int i = 0; i < count; ++i) {
+      const int panel = token_of[i] / kv_block_tokens * part.count();
+      panels[panel + part.place(token_of[i] % kv_block_tokens, c)] = codes[i];
+    }
+  }
+  for (int i = 0; i < layout.blocks; ++i) {
+    formats::kv_pack(panels + i * part.count(), part.count(), part.bits,
+                     reinterpret_cast<std::uint8_t*>(block(i) + part.place_bytes));
+  }
+  std::memset(to + layout.channel_scales(), 0,
+              static_cast<std::size_t>(layout.bytes() - layout.channel_scales()));
+  std::memcpy(to + layout.channel_scales(), scales, static_cast<std::size_t>(part.channels) * 2);
+  std::memcpy(to + layout.bad_tokens(), &bad, sizeof bad);
+}
+
+}  // namespace
+
 void recode_page(const KvCacheData& cache, int from, const std::byte* page, std::uint64_t live,
                  const float* k_mean, int tier, std::byte* to) {
-  const formats::KvBlock source = cache.block(from), b = cache.block(tier);
-  float row[most_channels];
-  for (std::int64_t i = 0; i < cache.blocks_per_page(); ++i) {
-    std::byte* block = to + i * b.bytes();
-    for (const Part part : {Part::k, Part::v}) {
-      const BlockPart old(source, part), now(b, part);
-      if (old.bits == now.bits) {
-        const std::byte* same = page + i * source.bytes();
-        std::memcpy(block + now.place_bytes, same + old.place_bytes,
-                    static_cast<std::size_t>(formats::kv_code_bytes(now.count(), now.bits)));
-        std::memcpy(block + now.scale_bytes, same + old.scale_bytes, kv_block_tokens * 2);
-        continue;
-      }
-      BlockEncoder encoder(cache, b, part, block);
-      for (int token = 0; token < kv_block_tokens; ++token) {
-        if (!alive(live, i, token)) continue;
-        const int in_page = static_cast<int>(i) * kv_block_tokens + token;
-        load_page_row(cache, from, page, part, in_page, k_mean, true, row);
-        encoder.row(token, row);
-      }
-      encoder.finish();
+  const Recoding recoding{cache, from, page, live, k_mean, cache.layout(from), cache.layout(tier),
+                          to};
+  for (const Part part : {Part::k, Part::v}) {
+    const PagePart old(cache, recoding.source, part), now(cache, recoding.layout, part);
+    if (old.bits == now.bits) {
+      recoding.copy(old, now);
+    } else if (now.by_channel) {
+      recoding.encode_channels(now);
+    } else {
+      recoding.encode_tokens(now);
     }
   }
 }

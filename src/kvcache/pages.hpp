@@ -20,6 +20,9 @@ void store_window_row(const detail::KvCacheData& cache, std::byte* page, Part pa
 void recode_page(const detail::KvCacheData& cache, int from, const std::byte* page,
                  std::uint64_t live, const float* k_mean, int tier, std::byte* to);
 
+/// Tokens of a page whose K is NaN beside channel scales, as bits; 0 where each token has a scale.
+std::uint64_t bad_tokens(const formats::KvPage& layout, const std::byte* page);
+
 /// The row of a token, as it is or, with `stored`, as the codes have it (mean and rotation not
 /// undone). `row` has 256 floats.
 void load_page_row(const detail::KvCacheData& cache, int tier, const std::byte* page, Part part,

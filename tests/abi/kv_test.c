@@ -1,5 +1,6 @@
 /* The KV cache from C: fill, decode against attention by the textbook, fork, sizes, refusals. */
 #include <math.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -114,6 +115,14 @@ static void refusals(qattn_kv_cache* cache) {
   CHECK(qattn_kv_create(&o, &none) == QATTN_INVALID_ARGUMENT && none == NULL);
   CHECK(strstr(qattn_last_error(), "it holds from") != NULL);
   CHECK(qattn_kv_shortest_length(&o, &length) == QATTN_OK && length > 1000);
+  o.k_granularity = QATTN_PER_HEAD;
+  CHECK(qattn_kv_create(&o, &none) == QATTN_INVALID_ARGUMENT);
+  CHECK(strstr(qattn_last_error(), "k_granularity: per_head is neither") != NULL);
+  o.k_granularity = QATTN_PER_TOKEN;
+  o.reserved = 7;
+  CHECK(qattn_kv_create(&o, &none) == QATTN_INVALID_ARGUMENT);
+  CHECK(strcmp(qattn_last_error(), "reserved: 7 is not 0") == 0);
+  o.reserved = 0;
   o.tier_count = 8;
   CHECK(qattn_kv_create(&o, &none) == QATTN_INVALID_ARGUMENT);
   o.struct_size = 3;
@@ -127,6 +136,28 @@ static void refusals(qattn_kv_cache* cache) {
   qattn_kv_destroy(NULL);
 }
 
+/* The struct of a caller that was compiled before k_granularity was in it: scales per token. */
+static void older_options(void) {
+  qattn_kv_options o;
+  qattn_kv_cache* cache = NULL;
+  qattn_kv_append_tensors a = rows();
+  qattn_kv_bytes bytes;
+  int64_t id = -1;
+  const int page = (S - 128) / 16 - 1; /* in tiers */
+  qattn_kv_options_init(&o);
+  qattn_kv_bytes_init(&bytes);
+  o.d = o.dv = D;
+  o.tier_count = 1;
+  o.struct_size = offsetof(qattn_kv_options, k_granularity);
+  o.k_granularity = o.reserved = 12345; /* whatever lies there */
+  CHECK(qattn_kv_create(&o, &cache) == QATTN_OK);
+  if (cache == NULL) return;
+  CHECK(qattn_kv_add_sequence(cache, &id) == QATTN_OK);
+  CHECK(qattn_kv_append(cache, 0, &id, 1, &a, QATTN_LAYOUT_BSHD) == QATTN_OK);
+  CHECK(qattn_kv_get_bytes(cache, &bytes) == QATTN_OK && bytes.scales == page * 64);
+  qattn_kv_destroy(cache);
+}
+
 int main(void) {
   unsigned state = 1;
   qattn_kv_options o;
@@ -137,17 +168,23 @@ int main(void) {
     v[i] = noise(&state);
   }
   for (i = 0; i < HQ * D; ++i) q[i] = 2 * noise(&state);
-  qattn_kv_options_init(&o);
-  o.d = o.dv = D;
-  o.tier_count = 1;
-  o.tiers[0].k_bits = 4;
-  o.tiers[0].v_bits = 3;
-  CHECK(qattn_kv_create(&o, &cache) == QATTN_OK);
-  if (cache != NULL) {
-    use(cache);
-    refusals(cache);
+  older_options();
+  for (i = 0; i < 2; ++i) {
+    qattn_kv_options_init(&o);
+    o.d = o.dv = D;
+    o.tier_count = 1;
+    o.tiers[0].k_bits = 4;
+    o.tiers[0].v_bits = 3;
+    CHECK(o.k_granularity == QATTN_PER_TOKEN && o.reserved == 0);
+    if (i == 1) o.k_granularity = QATTN_PER_CHANNEL;
+    cache = NULL;
+    CHECK(qattn_kv_create(&o, &cache) == QATTN_OK);
+    if (cache != NULL) {
+      use(cache);
+      refusals(cache);
+    }
+    qattn_kv_destroy(cache);
   }
-  qattn_kv_destroy(cache);
   printf(failures ? "%d checks failed\n" : "all checks passed\n", failures);
   return failures != 0;
 }

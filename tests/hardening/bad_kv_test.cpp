@@ -29,9 +29,10 @@ TensorView absent_memory(Format format, std::initializer_list<std::int64_t> shap
 }
 
 /// A cache of three tiers under a budget.
-qattn_kv_options plain_options() {
+qattn_kv_options plain_options(std::int32_t k_granularity = QATTN_PER_TOKEN) {
   qattn_kv_options o;
   qattn_kv_options_init(&o);
+  o.k_granularity = k_granularity;
   o.layers = layers;
   o.heads_kv = heads;
   o.d = o.dv = dim;
@@ -46,8 +47,8 @@ qattn_kv_options plain_options() {
 /// The cache, what its calls left, and one call at a time.
 class Calls {
  public:
-  Calls() {
-    const qattn_kv_options o = plain_options();
+  explicit Calls(std::int32_t k_granularity) {
+    const qattn_kv_options o = plain_options(k_granularity);
     EXPECT_EQ(qattn_kv_create(&o, &cache_), QATTN_OK) << qattn_last_error();
     digest_ = digest();
   }
@@ -355,16 +356,16 @@ qattn_status Calls::make(Choices& c) {
   for (int defects = c.below(3); defects > 0; --defects) {
     std::int64_t* const wide[] = {&o.layers, &o.heads_kv, &o.d,         &o.dv,
                                   &o.window, &o.sinks,    &o.page_size, &o.budget_from};
-    std::int32_t* const narrow[] = {&o.window_format, &o.tier_count,     &o.tiers[1].k_bits,
-                                    &o.smooth_k,      &o.rotate,         &o.importance,
-                                    &o.threads,       &o.tiers[0].v_bits};
+    std::int32_t* const narrow[] = {
+        &o.window_format, &o.tier_count, &o.tiers[1].k_bits, &o.smooth_k,      &o.rotate,
+        &o.importance,    &o.threads,    &o.tiers[0].v_bits, &o.k_granularity, &o.reserved};
     const int which = c.below(8);
     switch (c.below(5)) {
       case 0:
         number(*wide[which]);
         break;
       case 1:
-        number(*narrow[which]);
+        number(*narrow[c.below(10)]);
         break;
       case 2:
         o.average_bits = numbers[which];
@@ -428,9 +429,9 @@ qattn_status Calls::step(Choices c) {
   return status;
 }
 
-TEST(BadInput, KvCacheThroughC) {
+void make_calls(std::int32_t k_granularity) {
   std::mt19937_64 random(2029);
-  Calls cache;
+  Calls cache(k_granularity);
   std::array<int, 5> seen{};
   for (int n = 0; n < calls; ++n) {
     SCOPED_TRACE("call " + std::to_string(n));
@@ -439,13 +440,16 @@ TEST(BadInput, KvCacheThroughC) {
     const qattn_status status = cache.step(Choices(bytes));
     ASSERT_TRUE(status >= 0 && status < 5);
     ++seen[static_cast<std::size_t>(status)];
-    if (HasFailure()) return;
+    if (testing::Test::HasFailure()) return;
   }
   // A generator that only makes nonsense, or only good calls, would test half of this.
   EXPECT_GT(seen[QATTN_OK], calls / 4);
   EXPECT_GT(seen[QATTN_INVALID_ARGUMENT], calls / 10);
   EXPECT_GT(seen[QATTN_UNSUPPORTED], 0);
 }
+
+TEST(BadInput, KvCacheThroughC) { make_calls(QATTN_PER_TOKEN); }
+TEST(BadInput, KvCacheWithAScaleAChannelThroughC) { make_calls(QATTN_PER_CHANNEL); }
 
 }  // namespace
 }  // namespace qattn::test

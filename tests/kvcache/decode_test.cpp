@@ -22,20 +22,26 @@ using test::normal_rows;
 using test::normal_values;
 using test::read_contents;
 
+constexpr Granularity granularities[] = {Granularity::per_token, Granularity::per_channel};
+
 constexpr double tight = 4e-4;  // measured: at most 2.1e-4; docs/NUMERICS.md asks for 2e-3
 
-KvCacheOptions mixed(std::int64_t heads = 2, std::int64_t d = 128, std::int64_t dv = 128) {
+KvCacheOptions mixed(std::int64_t heads = 2, std::int64_t d = 128, std::int64_t dv = 128,
+                     Granularity k = Granularity::per_token) {
   KvCacheOptions o;
+  o.k_granularity = k;
   o.heads_kv = heads;
   o.d = d;
   o.dv = dv;
-  o.average_bits = 5;
+  o.average_bits = k == Granularity::per_channel ? 5.5 : 5;  // every tier is used
   o.budget_from = *KvCache::shortest_length(o);
   return o;
 }
 
-KvCacheOptions uniform(int k_bits, int v_bits, std::int64_t heads = 2) {
+KvCacheOptions uniform(int k_bits, int v_bits, Granularity k = Granularity::per_token,
+                       std::int64_t heads = 2) {
   KvCacheOptions o;
+  o.k_granularity = k;
   o.heads_kv = heads;
   o.tiers = {{k_bits, v_bits}};
   return o;
@@ -87,19 +93,45 @@ void expect_close(DecodeCase& c, const KvCache& cache, const std::vector<std::in
 }
 
 TEST(KvDecode, EveryTierEqualsFloat64OverItsContents) {
-  for (const int k_bits : {2, 3, 4, 8}) {
-    for (const int v_bits : {2, 3, 4, 8}) {
-      const Filled f = fill(uniform(k_bits, v_bits), 700);
-      DecodeCase c = queries_for(f.cache.options(), 4, 1);
-      expect_close(c, f.cache, {f.id}, std::to_string(k_bits) + "/" + std::to_string(v_bits));
+  for (const Granularity k : granularities) {
+    for (const int k_bits : {2, 3, 4, 8}) {
+      for (const int v_bits : {2, 3, 4, 8}) {
+        const Filled f = fill(uniform(k_bits, v_bits, k), 700);
+        DecodeCase c = queries_for(f.cache.options(), 4, 1);
+        expect_close(c, f.cache, {f.id},
+                     std::string(name(k)) + " " + std::to_string(k_bits) + "/" +
+                         std::to_string(v_bits) + ": ");
+      }
     }
   }
 }
 
-TEST(KvDecode, MixedTiersAtEveryHeadDimensionAndGroup) {
+TEST(KvDecode, KeysWhoseChannelsDifferByOrders) {
+  for (const std::int64_t page : {16, 32, 64}) {
+    KvCacheOptions o = mixed(2, 128, 128, Granularity::per_channel);
+    o.page_size = page;
+    o.sinks = page;
+    o.budget_from = *KvCache::shortest_length(o);
+    KvRows rows = normal_rows(1300, 2, 128, 128, 4);
+    for (std::size_t i = 0; i < rows.k.size(); ++i) {
+      rows.k[i] *= i % 128 % 32 == 5 ? 30.0f : i % 128 % 32 == 9 ? 1e-3f : i % 128 == 60 ? 0 : 1;
+    }
+    Result<KvCache> cache = KvCache::create(o);
+    ASSERT_TRUE(cache.ok()) << cache.status().message();
+    const std::int64_t id = *cache->add_sequence();
+    append_rows(*cache, id, 0, rows);
+    DecodeCase c = queries_for(o, 4, 2);
+    for (std::size_t i = 0; i < c.q.size(); ++i) c.q[i] *= i % 128 % 32 == 5 ? 0.1f : 1.0f;
+    expect_close(c, *cache, {id}, "page " + std::to_string(page) + ": ");
+  }
+}
+
+class KvDecodeBy : public testing::TestWithParam<Granularity> {};
+
+TEST_P(KvDecodeBy, MixedTiersAtEveryHeadDimensionAndGroup) {
   for (const auto& [d, dv] : {std::pair{64, 64}, std::pair{128, 128}, std::pair{256, 256},
-                              std::pair{96, 32}, std::pair{192, 128}}) {
-    const Filled f = fill(mixed(2, d, dv), 1500);
+                              std::pair{96, 32}, std::pair{192, 128}, std::pair{32, 64}}) {
+    const Filled f = fill(mixed(2, d, dv, GetParam()), 1500);
     const Result<KvUsage> u = f.cache.usage(f.id, 0);
     EXPECT_LE(u->bytes, u->allowed_bytes);
     for (const std::int64_t tokens : u->tier_tokens) EXPECT_GT(tokens, 0) << "a tier is not tested";
@@ -111,8 +143,8 @@ TEST(KvDecode, MixedTiersAtEveryHeadDimensionAndGroup) {
   }
 }
 
-TEST(KvDecode, SeveralQueriesWindowsSoftcapSinksAndTrees) {
-  Filled f = fill(mixed(), 900);
+TEST_P(KvDecodeBy, SeveralQueriesWindowsSoftcapSinksAndTrees) {
+  Filled f = fill(mixed(2, 128, 128, GetParam()), 900);
   ASSERT_TRUE(f.cache.evict(f.id, 0, -1, 100, 133).ok());
   ASSERT_TRUE(f.cache.evict(f.id, 0, 1, 401, 402).ok());
   ASSERT_TRUE(f.cache.evict(f.id, 0, 0, 880, 883).ok());
@@ -161,12 +193,12 @@ TEST(KvDecode, MoreThan32RowsOfAKvHead) {
   }
 }
 
-TEST(KvDecode, ScaleAndOptionsOfTheCache) {
+TEST_P(KvDecodeBy, ScaleAndOptionsOfTheCache) {
   for (const bool rotate : {false, true}) {
     for (const bool smooth : {false, true}) {
       for (const Format format : {Format::f16, Format::bf16}) {
         for (const std::int64_t page : {16, 32, 64}) {
-          KvCacheOptions o = mixed();
+          KvCacheOptions o = mixed(2, 128, 128, GetParam());
           o.rotate = rotate;
           o.smooth_k = smooth;
           o.window_format = format;
@@ -183,8 +215,8 @@ TEST(KvDecode, ScaleAndOptionsOfTheCache) {
   }
 }
 
-TEST(KvDecode, ABatchOfDifferentLengthsEqualsEachAlone) {
-  KvCacheOptions o = mixed();
+TEST_P(KvDecodeBy, ABatchOfDifferentLengthsEqualsEachAlone) {
+  KvCacheOptions o = mixed(2, 128, 128, GetParam());
   Result<KvCache> cache = KvCache::create(o);
   ASSERT_TRUE(cache.ok());
   std::vector<std::int64_t> ids;
@@ -213,21 +245,23 @@ TEST(KvDecode, EveryInstructionSet) {
   for (const std::string& isa : test::isas()) {
     const test::ForceIsa forced(isa);
     if (!forced.available()) continue;
-    const Filled f = fill(mixed(2, 96, 64), 800);
-    for (const std::int64_t group : {1, 5}) {
-      DecodeCase c = queries_for(f.cache.options(), group, 2);
-      expect_close(c, f.cache, {f.id}, isa + ": ");
+    for (const Granularity k : granularities) {
+      const Filled f = fill(mixed(2, 96, 64, k), 800);
+      for (const std::int64_t group : {1, 5}) {
+        DecodeCase c = queries_for(f.cache.options(), group, 2);
+        expect_close(c, f.cache, {f.id}, isa + " " + std::string(name(k)) + ": ");
+      }
+      DecodeCase many = queries_for(f.cache.options(), 16, 8);
+      expect_close(many, f.cache, {f.id}, isa + ", 128 rows: ");
     }
-    DecodeCase many = queries_for(f.cache.options(), 16, 8);
-    expect_close(many, f.cache, {f.id}, isa + ", 128 rows: ");
   }
 }
 
-TEST(KvDecode, BadTokensSpoilExactlyTheRowsThatSeeThem) {
+TEST_P(KvDecodeBy, BadTokensSpoilExactlyTheRowsThatSeeThem) {
   constexpr float inf = std::numeric_limits<float>::infinity();
   for (const bool in_v : {false, true}) {
     for (const std::int64_t bad : {5, 300, 997}) {  // a sink, a quantised token, the window
-      KvCacheOptions o = uniform(4, 4);
+      KvCacheOptions o = uniform(4, 4, GetParam());
       Result<KvCache> cache = KvCache::create(o);
       const std::int64_t id = *cache->add_sequence();
       KvRows rows = normal_rows(1000, 2, 128, 128, 1);
@@ -267,8 +301,8 @@ TEST(KvDecode, RowsThatSeeNothing) {
   for (std::size_t i = 0; i < c.lse.size(); ++i) EXPECT_NEAR(c.lse[i], c.sinks[i / 2], 1e-6);
 }
 
-TEST(KvDecode, ForkedSequencesReadTheSameAndThenTheirOwn) {
-  Filled f = fill(mixed(), 1000);
+TEST_P(KvDecodeBy, ForkedSequencesReadTheSameAndThenTheirOwn) {
+  Filled f = fill(mixed(2, 128, 128, GetParam()), 1000);
   const std::int64_t copy = *f.cache.fork(f.id);
   DecodeCase a = queries_for(f.cache.options(), 4, 1), b = a;
   ASSERT_TRUE(a.run(f.cache, {f.id}).ok());
@@ -280,6 +314,9 @@ TEST(KvDecode, ForkedSequencesReadTheSameAndThenTheirOwn) {
   EXPECT_EQ(a.out, again.out);
   expect_close(b, f.cache, {copy}, "the copy ");
 }
+
+INSTANTIATE_TEST_SUITE_P(Scales, KvDecodeBy, testing::ValuesIn(granularities),
+                         [](const auto& x) { return std::string(name(x.param)); });
 
 }  // namespace
 }  // namespace qattn

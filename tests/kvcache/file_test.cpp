@@ -2,6 +2,7 @@
 // does anything but load or be refused by name.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -24,8 +25,9 @@ using test::normal_values;
 class KvFile : public testing::Test {
  protected:
   void SetUp() override {
-    path_ = testing::TempDir() + "qattn_kv_" +
-            testing::UnitTest::GetInstance()->current_test_info()->name() + ".safetensors";
+    std::string name = testing::UnitTest::GetInstance()->current_test_info()->name();
+    std::replace(name.begin(), name.end(), '/', '_');
+    path_ = testing::TempDir() + "qattn_kv_" + name + ".safetensors";
   }
   void TearDown() override { std::remove(path_.c_str()); }
 
@@ -40,15 +42,19 @@ class KvFile : public testing::Test {
   std::string path_;
 };
 
-KvCacheOptions options() {
+/// Where K has a scale a token, and where it has one a channel.
+class KvFileBy : public KvFile, public testing::WithParamInterface<Granularity> {};
+
+KvCacheOptions options(Granularity k = Granularity::per_token) {
   KvCacheOptions o;
+  o.k_granularity = k;
   o.layers = 2;
   o.heads_kv = 2;
   o.d = 64;
   o.dv = 32;
   o.window = 32;
   o.tiers = {{8, 8}, {4, 3}, {2, 2}};
-  o.average_bits = 4.7;
+  o.average_bits = k == Granularity::per_channel ? 5.3 : 4.7;
   o.budget_from = *KvCache::shortest_length(o);
   o.importance = KvImportance::key_norm;
   o.importance_decay = 0.7f;
@@ -56,8 +62,8 @@ KvCacheOptions options() {
 }
 
 /// Two sequences that share pages, one empty layer, evicted and truncated tokens.
-KvCache filled() {
-  KvCache cache = std::move(*KvCache::create(options()));
+KvCache filled(Granularity k = Granularity::per_token) {
+  KvCache cache = std::move(*KvCache::create(options(k)));
   const std::int64_t gone = *cache.add_sequence(), a = *cache.add_sequence();
   append_rows(cache, a, 0, normal_rows(500, 2, 64, 32, 1));
   const std::int64_t b = *cache.fork(a);
@@ -82,11 +88,12 @@ void expect_same(const KvCache& a, const KvCache& b, std::int64_t id, std::int64
   EXPECT_EQ(a.usage(id, layer)->tier_tokens, b.usage(id, layer)->tier_tokens);
 }
 
-TEST_F(KvFile, TheSameCacheComesBackAndGoesOnTheSameWay) {
-  KvCache cache = filled();
+TEST_P(KvFileBy, TheSameCacheComesBackAndGoesOnTheSameWay) {
+  KvCache cache = filled(GetParam());
   ASSERT_TRUE(cache.save(path_).ok());
   Result<KvCache> loaded = KvCache::load(path_);
   ASSERT_TRUE(loaded.ok()) << loaded.status().message();
+  EXPECT_EQ(loaded->options().k_granularity, GetParam());
   const KvBytes was = cache.bytes(), is = loaded->bytes();
   EXPECT_EQ(std::tie(was.codes, was.scales, was.window, was.tables, was.means),
             std::tie(is.codes, is.scales, is.window, is.tables, is.means))
@@ -226,8 +233,41 @@ void use(KvCache& cache) {
   }
 }
 
-TEST_F(KvFile, DamagedFilesAreRefusedOrHarmless) {
-  const KvCache cache = filled();
+TEST_F(KvFile, ScalesOfChannelsThatNoPageHasAreRefused) {
+  const KvCache cache = filled(Granularity::per_channel);
+  ASSERT_TRUE(cache.save(path_).ok());
+  const std::string good = bytes();
+  EXPECT_NE(good.find("version=2 "), std::string::npos);
+  std::uint64_t header = 0;
+  std::memcpy(&header, good.data(), sizeof header);
+  // The last part is a byte a (sequence, layer): before it lies the last page of the last tier,
+  // whose last are 16 bytes of bad tokens, and before these 64 scales.
+  const std::size_t end = good.size() - 4, bad_tokens = end - 16, scales = bad_tokens - 128;
+  const auto refused = [&](std::size_t at, const std::string& with, const std::string& words) {
+    std::string bad = good;
+    bad.replace(at, with.size(), with);
+    write(bad);
+    const Result<KvCache> loaded = KvCache::load(path_);
+    ASSERT_FALSE(loaded.ok()) << words;
+    EXPECT_NE(loaded.status().message().find(words), std::string::npos)
+        << loaded.status().message();
+  };
+  using namespace std::string_literals;
+  const std::string words = " is not from 0 to 65504";
+  refused(scales, "\x00\x7c"s, "the scale of K's channel 0" + words);         // Inf
+  refused(scales + 126, "\x00\x7e"s, "the scale of K's channel 63" + words);  // NaN
+  refused(scales + 14, "\x00\xbc"s, "the scale of K's channel 7" + words);    // -1
+  refused(bad_tokens + 2, "\x01"s, "flags tokens that it does not have");
+  refused(bad_tokens + 15, "\x01"s, "flags tokens that it does not have");
+  const std::size_t option = good.find("k_granularity=per_channel");
+  ASSERT_NE(option, std::string::npos);
+  refused(option, "k_granularity=per_tokennn", "has metadata that is not a cache's");
+  refused(good.find("version=2"), "version=1", "has metadata that is not a cache's");
+  refused(good.find("version=2"), "version=3", "is of neither version 1 nor version 2");
+}
+
+TEST_P(KvFileBy, DamagedFilesAreRefusedOrHarmless) {
+  const KvCache cache = filled(GetParam());
   ASSERT_TRUE(cache.save(path_).ok());
   const std::string good = bytes();
   const std::size_t data = good.find("}   ") != std::string::npos ? good.find("]}}") : 0;
@@ -252,6 +292,10 @@ TEST_F(KvFile, DamagedFilesAreRefusedOrHarmless) {
   EXPECT_GT(refused, 120);
   EXPECT_GT(loaded, 40) << "what is damaged in codes only cannot be told";
 }
+
+INSTANTIATE_TEST_SUITE_P(Scales, KvFileBy,
+                         testing::Values(Granularity::per_token, Granularity::per_channel),
+                         [](const auto& x) { return std::string(name(x.param)); });
 
 }  // namespace
 }  // namespace qattn

@@ -22,6 +22,33 @@ void quantise_part(PlainPart& part, int bits) {
   part.bits = bits;
 }
 
+/// K of a page under a scale a channel: the values of its tokens, repeated in order up to a
+/// multiple of sixteen, are what a row is elsewhere. Tokens that would have no scale of their own
+/// are NaN.
+void quantise_channels(PlainPage& page, int bits) {
+  if (page.tokens.begin()->second.k.bits == bits) return;
+  std::vector<PlainPart*> good;
+  for (auto& [at, token] : page.tokens) {
+    token.k.bits = bits;
+    if (std::isnan(quantize_plainly(token.k.stored, bits).scale)) {
+      std::fill(token.k.stored.begin(), token.k.stored.end(), nan);
+    } else {
+      good.push_back(&token.k);
+    }
+  }
+  const std::size_t channels = page.tokens.begin()->second.k.stored.size();
+  for (std::size_t c = 0; !good.empty() && c < channels; ++c) {
+    std::vector<float> column;
+    for (std::size_t i = 0; i < (good.size() + 15) / 16 * 16; ++i) {
+      column.push_back(good[i % good.size()]->stored[c]);
+    }
+    const PlainRow row = quantize_plainly(column, bits);
+    for (std::size_t i = 0; i < good.size(); ++i) {
+      good[i]->stored[c] = static_cast<float>(row.value(i));
+    }
+  }
+}
+
 }  // namespace
 
 void PlainCache::add(std::int64_t id) {
@@ -119,14 +146,17 @@ void PlainCache::requantise(const PlainLayer& layer, std::size_t head, PlainPage
       for (std::size_t c = 0; !layer.mean.empty() && c < token.k.stored.size(); ++c) {
         token.k.stored[c] -= layer.mean[head][c];
       }
-      if (o_.rotate) {
+      if (o_.rotate && !k_by_channel()) {
         formats::rotate(token.k.stored.data(), static_cast<int>(o_.d));
+      }
+      if (o_.rotate) {
         formats::rotate(token.v.stored.data(), static_cast<int>(o_.dv));
       }
     }
-    quantise_part(token.k, bits.k_bits);
+    if (!k_by_channel()) quantise_part(token.k, bits.k_bits);
     quantise_part(token.v, bits.v_bits);
   }
+  if (k_by_channel()) quantise_channels(page, bits.k_bits);
   page.tier = tier;
   page.identity = std::make_shared<int>(0);
 }
@@ -180,8 +210,10 @@ void PlainCache::contents(std::int64_t id, std::int64_t layer_index, std::vector
         tiers[row] = page.tier;
         std::vector<float> ks = page.tier == 0 ? token.k16 : token.k.stored;
         std::vector<float> vs = page.tier == 0 ? token.v16 : token.v.stored;
-        if (page.tier > 0 && o_.rotate) {
+        if (page.tier > 0 && o_.rotate && !k_by_channel()) {
           formats::unrotate(ks.data(), static_cast<int>(o_.d));
+        }
+        if (page.tier > 0 && o_.rotate) {
           formats::unrotate(vs.data(), static_cast<int>(o_.dv));
         }
         if (page.tier > 0 && !layer.mean.empty()) {
@@ -200,7 +232,10 @@ std::int64_t PlainCache::code_bytes(int tier) const {
   return o_.page_size * (o_.d * bits.k_bits + o_.dv * bits.v_bits) / 8;
 }
 
-std::int64_t PlainCache::scale_bytes(int tier) const { return tier == 0 ? 0 : o_.page_size * 4; }
+std::int64_t PlainCache::scale_bytes(int tier) const {
+  if (tier == 0) return 0;
+  return o_.page_size * 2 + (k_by_channel() ? o_.d * 2 + 16 : o_.page_size * 2);
+}
 
 std::int64_t PlainCache::layer_bytes(std::int64_t id, std::int64_t layer_index) const {
   const PlainLayer& layer = sequences_.at(id)[static_cast<std::size_t>(layer_index)];

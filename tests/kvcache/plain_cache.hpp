@@ -15,7 +15,8 @@
 
 namespace qattn::test {
 
-/// K or V of a token: the values as they are stored (rotated, without the mean), and their bits.
+/// K or V of a token: the values as they are stored (rotated unless K has a scale a channel,
+/// without the mean), and their bits.
 struct PlainPart {
   std::vector<float> stored;
   int bits = 16;
@@ -69,6 +70,7 @@ class PlainCache {
 
  private:
   bool in_window(std::int64_t first, std::int64_t length) const;
+  bool k_by_channel() const { return o_.k_granularity == Granularity::per_channel; }
   void freeze_mean(PlainLayer& layer) const;
   void requantise(const PlainLayer& layer, std::size_t head, PlainPage& page, int tier) const;
   std::int64_t code_bytes(int tier) const;

@@ -69,6 +69,7 @@ class Walk {
     o_.window_format = one_in(2) ? Format::bf16 : Format::f16;
     o_.smooth_k = !one_in(4);
     o_.rotate = !one_in(4);
+    o_.k_granularity = one_in(3) ? Granularity::per_channel : Granularity::per_token;
     o_.importance = one_in(2) ? KvImportance::key_norm : KvImportance::uniform;
     o_.threads = 1 + below(2);
     if (one_in(4)) {

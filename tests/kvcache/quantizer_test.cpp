@@ -178,6 +178,14 @@ TEST(KvLayout, PartsOfABlockAreAlignedAndAddUp) {
         EXPECT_EQ(block.v_codes() % 64, 0);
         EXPECT_EQ(block.k_scales() % 64, 0);
         EXPECT_EQ(block.bytes() % 64, 0);
+        const formats::KvPage by_token{block, 4, false}, by_channel{block, 4, true};
+        EXPECT_EQ(by_token.bytes(), 4 * block.bytes());
+        EXPECT_EQ(by_token.v_scales(), block.v_scales());
+        EXPECT_EQ(by_channel.v_scales(), block.k_scales());
+        EXPECT_EQ(by_channel.channel_scales(), 4 * (block.k_scales() + 32));
+        EXPECT_EQ(by_channel.bad_tokens(), by_channel.channel_scales() + 2 * d);
+        EXPECT_EQ(by_channel.bytes(), by_channel.bad_tokens() + 16);
+        EXPECT_EQ(by_channel.bytes() % 16, 0);
       }
     }
     const formats::KvBlock window{d, 64, 16, 16};

@@ -46,6 +46,16 @@ TEST(KvRefusal, Options) {
          o.tiers = {{4, 4}, {4, 4}};
        },
        "tiers[1]: should have fewer bits"},
+      {[](KvCacheOptions& o) { o.k_granularity = Granularity::per_head; },
+       "k_granularity: per_head is neither per_token nor per_channel"},
+      {[](KvCacheOptions& o) { o.k_granularity = static_cast<Granularity>(99); },
+       "k_granularity: 99 is neither per_token nor per_channel"},
+      {[](KvCacheOptions& o) {
+         o.k_granularity = Granularity::per_channel;
+         o.average_bits = 2.6;
+       },
+       "average_bits: 2.6 hold at no length up to 2^30 tokens: a page of the last tier takes "
+       "2.640625 with its scales"},
       {[](KvCacheOptions& o) { o.average_bits = -1; }, "average_bits: -1.0 is not from 0 to 64"},
       {[](KvCacheOptions& o) { o.average_bits = NAN; }, "average_bits: nan"},
       {[](KvCacheOptions& o) { o.average_bits = 2.1; },
@@ -87,10 +97,15 @@ TEST(KvRefusal, TheShortestLengthOfLargeWindowsAndScarceBudgets) {
 }
 
 TEST(KvRefusal, TheShortestLengthIsTheFirstThatHolds) {
-  for (const double bits : {2.5, 3.0, 4.0, 6.0, 20.0}) {
+  using enum Granularity;
+  for (const auto& [bits, k] :
+       {std::pair{2.5, per_token}, std::pair{3.0, per_token}, std::pair{4.0, per_token},
+        std::pair{6.0, per_token}, std::pair{20.0, per_token}, std::pair{3.0, per_channel},
+        std::pair{6.0, per_channel}}) {
     KvCacheOptions o;
     o.heads_kv = 2;
     o.average_bits = bits;
+    o.k_granularity = k;
     const std::int64_t shortest = *KvCache::shortest_length(o);
     o.budget_from = shortest;
     Result<KvCache> cache = KvCache::create(o);

@@ -81,6 +81,32 @@ def test_error_by_tier(rng, bits, bound):
     assert nrmse(cache.decode(q, 0, s)[0], want) <= bound
 
 
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+def test_k_with_a_scale_a_channel(rng, tmp_path, page_size):
+    k, v = rows(rng, 1, 1024, 2, 128), rows(rng, 1, 1024, 2, 128)
+    k[..., 5::32] *= 10
+    q = rows(rng, 1, 1, 8, 128)
+    q[..., 5::32] *= 0.1  # as K's channels vary, or the others would not matter
+    errors, scales = [], []
+    for name in "per_token", "per_channel":
+        sizes = {"page_size": page_size, "sinks": page_size}
+        cache = qattn.KvCache(kv_heads=2, head_dim=128, tiers=[3], k_granularity=name, **sizes)
+        s = cache.add_sequence()
+        cache.append(0, s, k, v)
+        out = cache.decode(q, 0, s)[0]
+        held, held_v, tiers = cache.read(s)
+        assert nrmse(out, reference(q[0], held, held_v)[0]) <= 2e-3
+        loud = (held - k[0].transpose(1, 0, 2))[tiers == 1]
+        errors.append(np.sqrt(np.mean(np.delete(loud, np.s_[5::32], axis=1) ** 2)))
+        scales.append(cache.bytes().scales)
+        cache.save(tmp_path / "cache.safetensors")
+        loaded = qattn.KvCache.load(tmp_path / "cache.safetensors")
+        np.testing.assert_array_equal(loaded.decode(q, 0, s)[0], out)
+    assert errors[1] < 0.6 * errors[0]
+    pages = 2 * ((1024 - 128) // page_size - 1)
+    assert scales == [pages * 4 * page_size, pages * (2 * page_size + 2 * 128 + 16)]
+
+
 def test_several_queries_and_a_tree(rng):
     cache = qattn.KvCache(kv_heads=1, head_dim=32)
     s = cache.add_sequence()
@@ -205,6 +231,9 @@ def test_importance_of_a_prefill_decides_tiers(rng):
         ({"window_dtype": "float32"}, "^window_dtype: f32 is neither f16 nor bf16"),
         ({"window_dtype": "int8"}, "window_dtype: int8"),
         ({"importance": "none"}, "importance: 'none'"),
+        ({"k_granularity": "per_head"}, "k_granularity: per_head is neither per_token nor"),
+        ({"k_granularity": "channel"}, "k_granularity: 'channel' is neither per_token nor"),
+        ({"k_granularity": None}, "k_granularity: None is not a name"),
         ({"importance": "\udc80"}, "^importance: .* is not a name"),
         ({"smooth_k": 1}, "smooth_k: 1 is neither True nor False"),
     ],

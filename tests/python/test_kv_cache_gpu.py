@@ -161,6 +161,9 @@ refused("threads: 2 is for CPUs", lambda: Cache(**options, sequences=1, tokens=9
 refused("tokens: 0", lambda: Cache(**options, sequences=1, tokens=0))
 refused("pages: there are 1 numbers",
         lambda: Cache(**options, sequences=1, tokens=9, pages=[3]))
+refused("k_granularity: per_channel is for caches in host memory",
+        lambda: Cache(**options, sequences=1, tokens=9, k_granularity="per_channel"),
+        qattn.Unsupported)
 refused("invalid device ordinal",
         lambda: Cache(**options, sequences=1, tokens=9, device="cuda:1"), qattn.Unsupported)
 odd = Cache(kv_heads=1, head_dim=32, sequences=1, tokens=64)

@@ -14,7 +14,8 @@ namespace qattn::cli {
 namespace {
 
 struct KvFlags {
-  std::string k, v, q, probe, tiers, window_format = "f16", importance = "uniform";
+  std::string k, v, q, probe, tiers, window_format = "f16", importance = "uniform",
+                                     k_granularity = "per_token";
   double budget = 0;
   KvCacheOptions cache;
   bool no_smooth = false, no_rotate = false, bf16 = false, json = false;
@@ -37,6 +38,9 @@ struct KvFlags {
         ->check(CLI::IsMember({"uniform", "key_norm"}));
     app.add_flag("--no-smooth", no_smooth, "leave the mean in the keys");
     app.add_flag("--no-rotate", no_rotate, "no Hadamard rotation");
+    app.add_option("--k-granularity", k_granularity,
+                   "K's scales: per_token (default), or per_channel of a page")
+        ->check(CLI::IsMember({"per_token", "per_channel"}));
     app.add_option("--threads", cache.threads, "CPU threads (default: all)");
     app.add_flag("--bf16", bf16, "a uint16 .npy file holds bf16");
     app.add_flag("--json", json, "print JSON");
@@ -98,6 +102,7 @@ Result<KvCacheOptions> options_of(const KvFlags& flags, const Inputs& in) {
   o.average_bits = flags.budget;
   o.smooth_k = !flags.no_smooth;
   o.rotate = !flags.no_rotate;
+  o.k_granularity = granularity_named(flags.k_granularity).value_or(Granularity::automatic);
   o.importance = flags.importance == "key_norm" ? KvImportance::key_norm : KvImportance::uniform;
   const Result<Format> format = parse_input_format("--window-format", flags.window_format);
   if (!format.ok()) return format.status();

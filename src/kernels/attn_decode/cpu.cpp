@@ -142,6 +142,7 @@ void Decode::prepare(std::int64_t u) {
     for (int c = 0; mean && c < d_; ++c) dot += static_cast<double>(row[c]) * mean[c];
     q.offset[r] = static_cast<float>(dot * call_.softmax_scale);
     for (int c = 0; c < d_; ++c) q.raw[r * d_ + c] = row[c] * call_.softmax_scale;
+    if (cache.k_by_channel()) continue;  // every page has planes of its own
     if (cache.options.rotate) formats::rotate(row, d_);
     std::int8_t* high = q.planes + std::int64_t{2} * r * d_;
     q.scale[r] = call_.softmax_scale * cache.words->kv_planes(row, d_, high, high + d_, q.sum + r);

@@ -12,10 +12,10 @@ namespace qattn::cpu {
 
 inline constexpr int tile_blocks = tile_keys / formats::kv_block_tokens;
 
-/// The query rows of one (sequence, KV head), ready for both kinds of pages.
+/// The query rows of one (sequence, KV head), ready for all kinds of pages.
 struct Queries {
   float* raw;           ///< [rows][d] times the softmax scale, for pages in 16 bits
-  std::int8_t* planes;  ///< [2 rows][d] rotated
+  std::int8_t* planes;  ///< [2 rows][d] rotated; not made where K has a scale a channel
   float *sum, *scale;   ///< [rows]; the softmax scale is in `scale`
   float* offset;        ///< [rows] softmax scale * q . mean
 };
@@ -50,6 +50,8 @@ struct Scratch {
   std::vector<float> scores, p;                  ///< [rows][tile_keys]
   std::vector<std::int8_t> planes;               ///< [2 rows][tile_keys]
   std::vector<float> alpha, beta, shift;         ///< [rows]
+  std::vector<std::int8_t> q_planes;             ///< [2 rows][d] times a page's channel scales
+  std::vector<float> q_sum, q_scale;             ///< [rows] theirs
 
   Scratch(const kv::DecodeCall& call);
 };

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 
+#include "formats/bits.hpp"
 #include "kernels/attn_decode/cpu_job.hpp"
 #include "kernels/quantize/rows.hpp"
 #include "kvcache/pages.hpp"
@@ -15,6 +16,7 @@ using kv::DecodeCall;
 using kv::Entry;
 
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
+constexpr float quiet_nan = std::numeric_limits<float>::quiet_NaN();
 
 /// One block of a tile.
 struct Block {
@@ -46,7 +48,8 @@ class Blocks {
             static_cast<std::uint32_t>(e.live >> (block_ * kv_block_tokens) & 0xffffu);
         if (live == 0) continue;
         if (count == tile_blocks) return count;
-        const std::byte* data = call_.cache->page(e) + block_ * call_.cache->block(e.tier).bytes();
+        const std::byte* data =
+            call_.cache->page(e) + block_ * call_.cache->layout(e.tier).block_bytes();
         blocks[count++] = {&e, data, e.first + block_ * kv_block_tokens, live};
       }
     }
@@ -125,15 +128,26 @@ void unpack_block(const DecodeCall& call, const Block& block, int i, Scratch& sc
                   TokenTables& t) {
   const detail::KvCacheData& cache = *call.cache;
   const Words& words = *cache.words;
-  const formats::KvBlock b = cache.block(block.entry->tier);
+  const formats::KvPage page = cache.layout(block.entry->tier);
+  const formats::KvBlock& b = page.block;
   const int d = cache.d(), dv = cache.dv(), at = i * kv_block_tokens;
   const auto* codes = reinterpret_cast<const std::uint8_t*>(block.data);
   words.kv_unpack(codes + b.k_codes(), kv_block_tokens * d, b.k_bits,
                   scratch.k_panels.data() + at * d);
   words.kv_unpack(codes + b.v_codes(), kv_block_tokens * dv, b.v_bits,
                   scratch.v_panels.data() + at * dv);
-  words.load_row(block.data + b.k_scales(), Element::f16, kv_block_tokens, nullptr, t.k_scale + at);
-  words.load_row(block.data + b.v_scales(), Element::f16, kv_block_tokens, nullptr, t.v_scale + at);
+  if (page.k_by_channel) {
+    const std::uint64_t bad = kv::bad_tokens(page, cache.page(*block.entry));
+    const auto first = static_cast<int>(block.first - block.entry->first);
+    for (int j = 0; j < kv_block_tokens; ++j) {
+      t.k_scale[at + j] = (bad >> (first + j) & 1) != 0 ? quiet_nan : 1.0f;
+    }
+  } else {
+    words.load_row(block.data + b.k_scales(), Element::f16, kv_block_tokens, nullptr,
+                   t.k_scale + at);
+  }
+  words.load_row(block.data + page.v_scales(), Element::f16, kv_block_tokens, nullptr,
+                 t.v_scale + at);
   std::fill_n(t.k_centre + at, kv_block_tokens, static_cast<float>((1 << b.k_bits) - 1) * 0.5f);
   std::fill_n(t.v_centre + at, kv_block_tokens, static_cast<float>((1 << b.v_bits) - 1) * 0.5f);
   t.bad[i] = 0;
@@ -142,6 +156,46 @@ void unpack_block(const DecodeCall& call, const Block& block, int i, Scratch& sc
     if (scale == scale) continue;
     scale = 0.0f;
     t.bad[i] |= 1u << j;
+  }
+}
+
+/// Query rows times the channel scales of a page, as planes.
+void scale_queries(const DecodeCall& call, const Entry& entry, const Queries& queries,
+                   Scratch& scratch) {
+  const detail::KvCacheData& cache = *call.cache;
+  const Words& words = *cache.words;
+  const int d = cache.d();
+  float scale[256], row[256];
+  words.load_row(cache.page(entry) + cache.layout(entry.tier).channel_scales(), Element::f16, d,
+                 nullptr, scale);
+  for (int r = 0; r < call.rows(); ++r) {
+    const float* q = queries.raw + std::int64_t{r} * d;
+    for (int c = 0; c < d; ++c) row[c] = q[c] * scale[c];
+    // What overflows is no plane; NaN goes on as NaN.
+    if (!formats::is_finite(words.amax(row, d))) row[0] = quiet_nan;
+    std::int8_t* high = scratch.q_planes.data() + std::int64_t{2} * r * d;
+    const auto at = static_cast<std::size_t>(r);
+    scratch.q_scale[at] = words.kv_planes(row, d, high, high + d, &scratch.q_sum[at]);
+  }
+}
+
+/// Scores of a tile of codes. With K's scales per channel, page by page: each has Q of its own.
+void score_codes(const DecodeCall& call, const Block* blocks, int count, const Queries& queries,
+                 const TokenTables& t, Scratch& scratch) {
+  const detail::KvCacheData& cache = *call.cache;
+  const int rows = call.rows(), d = cache.d();
+  const auto score = [&](int begin, int end, const std::int8_t* planes, const float* sum,
+                         const float* scale) {
+    const int at = begin * kv_block_tokens;
+    cache.words->kv_scores({planes, rows, d, scratch.k_panels.data() + at * d,
+                            (end - begin) * kv_block_tokens, sum, scale, queries.offset,
+                            t.k_centre + at, t.k_scale + at, scratch.scores.data() + at});
+  };
+  if (!cache.k_by_channel()) return score(0, count, queries.planes, queries.sum, queries.scale);
+  for (int begin = 0, end; begin < count; begin = end) {
+    for (end = begin + 1; end < count && blocks[end].entry == blocks[begin].entry;) ++end;
+    scale_queries(call, *blocks[begin].entry, queries, scratch);
+    score(begin, end, scratch.q_planes.data(), scratch.q_sum.data(), scratch.q_scale.data());
   }
 }
 
@@ -159,6 +213,9 @@ Scratch::Scratch(const DecodeCall& call) {
   scores.resize(rows * tile_keys);
   p.resize(rows * tile_keys);
   planes.resize(2 * rows * tile_keys);
+  q_planes.resize(call.cache->k_by_channel() ? 2 * rows * d : 0);
+  q_sum.resize(rows);
+  q_scale.resize(rows);
   alpha.resize(rows);
   beta.resize(rows);
   shift.resize(rows);
@@ -175,9 +232,7 @@ void run_codes_task(const DecodeCall& call, const Task& task, const Queries& que
   while (const int count = walk.next(blocks)) {
     const int keys = count * kv_block_tokens;
     for (int i = 0; i < count; ++i) unpack_block(call, blocks[i], i, scratch, t);
-    words.kv_scores({queries.planes, rows, call.cache->d(), scratch.k_panels.data(), keys,
-                     queries.sum, queries.scale, queries.offset, t.k_centre, t.k_scale,
-                     scratch.scores.data()});
+    score_codes(call, blocks, count, queries, t, scratch);
     cap_scores(call, scratch.scores.data(), keys);
     mask_tile(call, task, blocks, count, t.bad, scratch.scores.data(), partial.bad);
     words.kv_softmax({scratch.scores.data(), rows, keys, t.v_scale, t.v_centre, partial.max,

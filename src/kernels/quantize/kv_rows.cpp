@@ -10,7 +10,7 @@ std::uint16_t encode_kv_row(const Words& words, const float* x, int n, int bits,
                             std::uint8_t* codes) {
   const auto zeros = [&](int code) { std::memset(codes, code, static_cast<std::size_t>(n)); };
   const float amax = words.amax(x, n);
-  if (!formats::is_finite(amax)) {
+  if (!formats::kv_holds(amax, bits)) {
     zeros(0);
     return formats::kv_nan_scale;
   }
@@ -19,12 +19,7 @@ std::uint16_t encode_kv_row(const Words& words, const float* x, int n, int bits,
   int count = 0;
   for (int i = 0; i < formats::kv_candidates; ++i) {
     const std::uint16_t code = formats::kv_candidate(amax, bits, i);
-    // The largest decides whether f16 holds the row at all; smaller ones may vanish.
-    if (i == formats::kv_candidates - 1 && code >= formats::kv_infinite_scale) {
-      zeros(0);
-      return formats::kv_nan_scale;
-    }
-    if (code == 0) continue;
+    if (code == 0) continue;  // it vanishes in f16; a larger one may not
     candidate[count] = code;
     scale[count++] = formats::F16::decode(code);
   }

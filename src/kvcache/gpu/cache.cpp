@@ -186,6 +186,12 @@ Result<GpuKvCache> GpuKvCache::create(const KvCacheOptions& options, const KvGpu
     if (Status s = check_device("device", device, options.threads); !s.ok()) return s;
     Result<KvCache> facts = KvCache::create(options);
     if (!facts.ok()) return facts.status();
+    if (options.k_granularity != Granularity::per_token) {
+      return Status(Code::unsupported,
+                    "k_granularity: " + std::string(name(options.k_granularity)) +
+                        " is for caches in host memory; on a GPU K has a scale "
+                        "per_token only");
+    }
     auto d = std::make_unique<Data>(std::move(*facts));
     if (Status s = kv::check_capacity(d->host(), capacity); !s.ok()) return s;
     const Result<const detail::Backend*> backend = detail::backend_of(device);

@@ -1,0 +1,41 @@
+// The header of a cache's file: options and counts in one line of metadata, from which all the rest
+// follows.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kvcache/data.hpp"
+
+namespace qattn::kv {
+
+/// How a file goes on behind the length of its header.
+inline constexpr const char* file_opening = "{\"__metadata__\":{\"qattn_kv_cache\":\"";
+
+/// Options and counts: the metadata line.
+struct FileCounts {
+  KvCacheOptions options;
+  std::int64_t next_id = 0, sequences = 0, entries = 0, means = 0;
+  std::vector<std::int64_t> pages;  ///< [1 + tiers]
+
+  std::string line() const;
+  /// Errors: invalid_argument, without the path.
+  static Result<FileCounts> parse(const std::string& line);
+};
+
+/// One tensor of the file.
+struct FilePart {
+  std::string name;
+  const char* dtype;
+  std::vector<std::int64_t> shape;
+  std::int64_t bytes;
+};
+
+/// The tensors in the order of the file. Nothing overflows: load() has checked the total.
+std::vector<FilePart> file_parts(const FileCounts& counts, const detail::KvCacheData& data);
+
+/// The JSON header, padded with spaces to a multiple of 8.
+std::string file_header(const FileCounts& counts, const std::vector<FilePart>& parts);
+
+}  // namespace qattn::kv
