@@ -51,9 +51,10 @@ class GpuKvCache {
 
   /// The slot of an empty sequence, the lowest that is free: what `slots` tensors hold.
   Result<std::int64_t> add_sequence(Stream stream = nullptr);
-  /// A slot with the same contents. Pages are copied, not shared: bytes() counts them twice. A pool
-  /// that has too few leaves the new slot empty and sets its error word and the device's, as a
-  /// failed append does; a slot whose word is set hands it on.
+  /// A slot with the same contents, in the same pages: it takes none. An append that writes into a
+  /// page that others hold, too (the open one), or moves it to another tier takes a page of its own
+  /// for it, as KvCache does; one that finds none fails like any append. A page is free again when
+  /// nobody holds it. A slot whose error word is set hands on that word and nothing else.
   Result<std::int64_t> fork(std::int64_t slot, Stream stream = nullptr);
   Status release(std::int64_t slot, Stream stream = nullptr);
 
@@ -85,8 +86,8 @@ class GpuKvCache {
   Status read(std::int64_t slot, std::int64_t layer, const TensorView& k, const TensorView& v,
               const TensorView& tiers, Stream stream = nullptr) const;
 
-  /// What is allocated, used or not: pools in `codes`, `scales` and `window`; free lists and the
-  /// plan of the append under way in `spare`.
+  /// What is allocated, used or not: pools in `codes`, `scales` and `window`; free lists, the
+  /// counts of pages' holders and the plan of the append under way in `spare`.
   KvBytes bytes() const;
 
   struct Data;

@@ -77,6 +77,7 @@ class KvCache:
     "key_norm" (the inverse mean square of its keys), what a page weighs until append(),
     set_importance() or observe() tell it. Where a method takes sequences, one number will do for
     one sequence. Several threads may use one cache; calls wait for each other.
+
     Raises InvalidArgument, which names the argument, the value and the rule.
     """
 

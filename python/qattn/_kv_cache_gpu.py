@@ -150,7 +150,7 @@ class GpuKvCache:
         return slot
 
     def fork(self, sequence: int) -> int:
-        """A sequence with the same contents in pages of its own: unlike KvCache's, a full copy."""
+        """A sequence with the same contents, in the same pages until one of them writes there."""
         copy = self._cache.fork(integer("sequence", sequence), self._stream())
         self._used.add(copy)
         return copy
@@ -280,7 +280,7 @@ class GpuKvCache:
         return k, v, tiers
 
     def bytes(self) -> KvBytes:
-        """What is allocated on the device, used or not; copies of forks count like any page."""
+        """What is allocated on the device, used or not."""
         return KvBytes(**self._cache.bytes())
 
 

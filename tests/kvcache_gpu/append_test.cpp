@@ -84,6 +84,11 @@ void run_sequence(unsigned i, int steps) {
                  begin + random() % (random() % 2 ? 20 : 200));
     }
     if (random() % 25 == 0) pair.renew(static_cast<std::int64_t>(random() % 3));
+    if (random() % 5 == 0) {  // one slot becomes a fork of another, often of a fork
+      const auto old = static_cast<std::int64_t>(random() % 3);
+      pair.release(old);
+      ASSERT_EQ(pair.fork((old + 1 + random() % 2) % 3), old);
+    }
     if (testing::Test::HasFatalFailure()) return;
     pair.compare();
     if (testing::Test::HasFatalFailure()) return;

@@ -281,34 +281,6 @@ TEST(KvDeviceFork, CopiesGoTheirOwnWay) {
   expect_equal_decode(pair, {third, copy}, 0, 3);
 }
 
-TEST(KvDeviceFork, NeedsPagesAndASlot) {
-  PairOptions o = mixed();
-  o.cache.layers = 1;
-  o.cache.average_bits = 0;
-  o.cache.budget_from = 0;
-  o.cache.tiers = {{4, 4}};
-  o.capacity.sequences = 2;
-  o.capacity.pages = {20, 30};
-  Pair pair(o);
-  pair.add();
-  append(pair, 0, {0}, {200});  // 2 heads: 8 pages in 16 bits, 18 in 4
-  const Result<std::int64_t> copy = pair.device().fork(0);
-  ASSERT_TRUE(copy.ok());
-  const Status status = pair.device().status(*copy);
-  EXPECT_EQ(status.code(), Code::out_of_memory);
-  EXPECT_NE(status.message().find("a pool had no page left"), std::string::npos);
-  EXPECT_EQ(*pair.device().length(*copy, 0), 0);
-  EXPECT_FALSE(device_errors({}).ok());
-  EXPECT_NE(pair.device().fork(0).status().message().find("all 2 slots are in use"),
-            std::string::npos);
-  ASSERT_TRUE(pair.device().release(*copy).ok());
-  pair.compare();  // no page was lost
-  pair.truncate(0, 100);
-  pair.fork(0);
-  pair.compare();
-  EXPECT_NE(pair.device().fork(7).status().message().find("slot: 7"), std::string::npos);
-}
-
 TEST(KvDeviceDecode, RefusalsNameTheTensorTheValueAndTheRule) {
   Pair pair(mixed());
   pair.add();

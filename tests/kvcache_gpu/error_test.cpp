@@ -1,13 +1,12 @@
 // What a device cache refuses, at once or in a slot's error word, and that nothing else changes.
 #include <gtest/gtest.h>
 
-#include <cstring>
-
 #include "pair.hpp"
 
 namespace qattn {
 namespace {
 
+using test::memory_of;
 using test::Pair;
 using test::PairOptions;
 using test::Step;
@@ -48,16 +47,6 @@ struct Call {
     return cache.append(0, t);
   }
 };
-
-/// All of a cache's device memory but the slots' error words and the plan under way.
-std::vector<std::uint8_t> memory_of(const GpuKvCache& cache) {
-  const kv::AppendState& s = cache.data().state;
-  const auto* begin = static_cast<const std::uint8_t*>(cache.data().memory);
-  std::vector<std::uint8_t> all(begin, reinterpret_cast<const std::uint8_t*>(s.plans));
-  const auto at = reinterpret_cast<const std::uint8_t*>(s.cache.errors) - begin;
-  std::memset(all.data() + at, 0, static_cast<std::size_t>(s.cache.slots) * 4);
-  return all;
-}
 
 void expect_refused(Pair& pair, Call call, std::int64_t slot, Code code, const char* why) {
   const std::vector<std::uint8_t> before = memory_of(pair.device());

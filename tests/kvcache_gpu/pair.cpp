@@ -37,9 +37,14 @@ std::int64_t Pair::fork(std::int64_t slot) {
   return *copy;
 }
 
-void Pair::renew(std::int64_t slot) {
+void Pair::release(std::int64_t slot) {
   ASSERT_TRUE(device_->release(slot).ok());
   ASSERT_TRUE(host_->release(ids_[slot]).ok());
+  ids_[slot] = -1;
+}
+
+void Pair::renew(std::int64_t slot) {
+  release(slot);
   const Result<std::int64_t> again = device_->add_sequence();
   ASSERT_TRUE(again.ok());
   ASSERT_EQ(*again, slot);
@@ -121,6 +126,13 @@ void Pair::append(const Step& step) {
   const Status device = device_->append(step.layer, t, o_.layout);
   ASSERT_TRUE(device.ok()) << device.message();
   for (std::int64_t b = 0; b < batch; ++b) {
+    const Status slot = device_->status(step.slots[b]);
+    if (std::count(step.refused.begin(), step.refused.end(), step.slots[b]) > 0) {
+      ASSERT_EQ(slot.code(), Code::out_of_memory);
+      ASSERT_NE(slot.message().find("a pool had no page left"), std::string::npos);
+      continue;
+    }
+    ASSERT_TRUE(slot.ok()) << slot.message();
     KvAppendTensors one;
     const auto alone = [&](TensorView whole) {
       whole.data = static_cast<std::uint8_t*>(whole.data) + b * whole.stride[0] * size;
@@ -142,8 +154,6 @@ void Pair::append(const Step& step) {
     const std::int64_t id = ids_[step.slots[b]];
     const Status host = host_->append(step.layer, {&id, 1}, one, o_.layout);
     ASSERT_TRUE(host.ok()) << host.message();
-    const Status slot = device_->status(step.slots[b]);
-    ASSERT_TRUE(slot.ok()) << slot.message();
   }
 }
 
@@ -174,5 +184,14 @@ void Pair::observe(std::int64_t layer, const std::vector<std::int64_t>& slots, f
 }
 
 void Pair::compare() const { ASSERT_EQ(difference(*host_, ids_, *device_), ""); }
+
+std::vector<std::uint8_t> memory_of(const GpuKvCache& cache) {
+  const kv::AppendState& s = cache.data().state;
+  const auto* begin = static_cast<const std::uint8_t*>(cache.data().memory);
+  std::vector<std::uint8_t> all(begin, reinterpret_cast<const std::uint8_t*>(s.plans));
+  const auto at = reinterpret_cast<const std::uint8_t*>(s.cache.errors) - begin;
+  std::memset(all.data() + at, 0, static_cast<std::size_t>(s.cache.slots) * 4);
+  return all;
+}
 
 }  // namespace qattn::test

@@ -29,6 +29,8 @@ struct Step {
   bool with_importance = false;
   float spread = 1.0f;    ///< of importance, as the power of ten
   bool bad_rows = false;  ///< some rows hold NaN or infinities
+  /// Those for which a pool of the device has no page: the host's are left alone.
+  std::vector<std::int64_t> refused;
 };
 
 class Pair {
@@ -39,6 +41,8 @@ class Pair {
   void add();
   /// A copy of a slot in both; its number.
   std::int64_t fork(std::int64_t slot);
+  /// Both give a slot up.
+  void release(std::int64_t slot);
   /// Both give a slot up and take it anew.
   void renew(std::int64_t slot);
   void truncate(std::int64_t slot, std::int64_t length);
@@ -46,7 +50,8 @@ class Pair {
              std::int64_t end);
   void append(const Step& step);
   void observe(std::int64_t layer, const std::vector<std::int64_t>& slots, float spread);
-  /// Tables, pages, means and lengths are the same, and every page of the device has one owner.
+  /// Tables, pages, their holders, means and lengths are the same, and no page of the device is
+  /// lost.
   void compare() const;
 
   GpuKvCache& device() { return *device_; }
@@ -63,8 +68,11 @@ class Pair {
   KvBackend backend_;
   std::unique_ptr<KvCache> host_;
   std::unique_ptr<GpuKvCache> device_;
-  std::vector<std::int64_t> ids_;  ///< the host's sequence of every slot
+  std::vector<std::int64_t> ids_;  ///< the host's sequence of every slot; -1: it has none
   std::mt19937 random_;
 };
+
+/// All of a cache's device memory but the slots' error words and the plan under way.
+std::vector<std::uint8_t> memory_of(const GpuKvCache& cache);
 
 }  // namespace qattn::test

@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstring>
-#include <set>
 
 #include "kvcache/gpu/data.hpp"
 
@@ -59,7 +58,8 @@ std::string entry_difference(const kv::Entry& a, const kv::Entry& b) {
 }
 
 std::string layer_difference(const detail::KvCacheData& host, const kv::Layer& layer,
-                             const kv::DeviceCache& c, std::int64_t slot, std::int64_t number) {
+                             const kv::AppendState& s, std::int64_t slot, std::int64_t number) {
+  const kv::DeviceCache& c = s.cache;
   const std::int64_t at = c.layer_index(slot, number);
   if (layer.length != c.lengths[at]) {
     return "length " + text(layer.length) + " and " + text(c.lengths[at]);
@@ -84,33 +84,47 @@ std::string layer_difference(const detail::KvCacheData& host, const kv::Layer& l
       const kv::Entry& other = c.table(slot, number, h)[i];
       std::string what = entry_difference(table[i], other);
       if (what.empty()) what = page_difference(host, table[i], c, other);
+      const std::int64_t mine = host.pool(table[i].tier).references(table[i].page);
+      const std::int64_t others = std::int64_t{s.shares[other.tier][other.page]} + 1;
+      if (what.empty() && mine != others) what = text(mine) + " and " + text(others) + " holders";
       if (!what.empty()) return head + "entry " + text(static_cast<std::int64_t>(i)) + ": " + what;
     }
   }
   return "";
 }
 
-/// Every page has one owner: a table or the ring of free ones.
+/// Every page is in the ring of free ones, once, or in as many tables as it counts.
 std::string lost_pages(const kv::AppendState& s) {
   const kv::DeviceCache& c = s.cache;
-  std::vector<std::set<std::int32_t>> seen(static_cast<std::size_t>(c.pools));
+  std::vector<std::vector<std::int64_t>> holders(static_cast<std::size_t>(c.pools));
+  for (int t = 0; t < c.pools; ++t) {
+    holders[static_cast<std::size_t>(t)].resize(static_cast<std::size_t>(c.pool[t].capacity));
+  }
   for (std::int64_t n = 0; n < c.head_index(c.slots, 0, 0); ++n) {
     for (std::int32_t i = 0; i < c.counts[n]; ++i) {
       const kv::Entry& e = c.entries[n * c.most_pages + i];
-      if (!seen[e.tier].insert(e.page).second) return "page " + text(e.page) + " is in two tables";
+      if (e.page < 0 || e.page >= c.pool[e.tier].capacity) return "no page " + text(e.page);
+      ++holders[e.tier][static_cast<std::size_t>(e.page)];
     }
   }
   for (int t = 0; t < c.pools; ++t) {
     const kv::Ring ring = s.rings[t];
-    std::set<std::int32_t>& pages = seen[static_cast<std::size_t>(t)];
+    std::vector<std::int64_t>& pages = holders[static_cast<std::size_t>(t)];
+    for (std::size_t page = 0; page < pages.size(); ++page) {
+      const std::int64_t shares = s.shares[t][page];
+      if (shares == (pages[page] > 0 ? pages[page] - 1 : 0)) continue;
+      return "pool " + text(t) + ": page " + text(static_cast<std::int64_t>(page)) + " is in " +
+             text(pages[page]) + " tables and counts " + text(shares) + " beyond the first";
+    }
     for (std::int32_t i = 0; i < ring.count; ++i) {
       const std::int32_t page = s.free_pages[t][s.ring_place(t, std::int64_t{ring.head} + i)];
-      if (page < 0 || page >= c.pool[t].capacity || !pages.insert(page).second) {
-        return "pool " + text(t) + ": page " + text(page) + " is free, and in a table or no page";
+      if (page < 0 || page >= c.pool[t].capacity || pages[static_cast<std::size_t>(page)]++ > 0) {
+        return "pool " + text(t) + ": page " + text(page) +
+               " is free, and free twice, in a table or no page";
       }
     }
-    if (static_cast<std::int32_t>(pages.size()) != c.pool[t].capacity) {
-      return "pool " + text(t) + ": a page is lost";
+    for (const std::int64_t n : pages) {
+      if (n == 0) return "pool " + text(t) + ": a page is lost";
     }
   }
   return "";
@@ -122,13 +136,13 @@ std::string difference(const KvCache& host, const std::vector<std::int64_t>& ids
                        const GpuKvCache& device) {
   const Image image(device.data());
   if (!image.error.empty()) return image.error;
-  const kv::DeviceCache& c = image.state.cache;
   for (std::size_t slot = 0; slot < ids.size(); ++slot) {
+    if (ids[slot] < 0) continue;
     const kv::Sequence& sequence = *host.data().find(ids[slot]);
     for (std::size_t layer = 0; layer < sequence.layers.size(); ++layer) {
       const std::string what =
-          layer_difference(host.data(), sequence.layers[layer], c, static_cast<std::int64_t>(slot),
-                           static_cast<std::int64_t>(layer));
+          layer_difference(host.data(), sequence.layers[layer], image.state,
+                           static_cast<std::int64_t>(slot), static_cast<std::int64_t>(layer));
       if (what.empty()) continue;
       return "slot " + text(static_cast<std::int64_t>(slot)) + ", layer " +
              text(static_cast<std::int64_t>(layer)) + ", " + what;

@@ -110,12 +110,10 @@ LaunchError fork(const kv::AppendState& state, const kv::ForkCall& call, Stream 
   p.state = state;
   p.from = call.from;
   p.to = call.to;
-  if (LaunchError e = isa::launch<ForkTables>(p, {1, 1, 1}, stream); !e.empty()) return e;
-  constexpr int most_blocks = 64, most_layers = 1024;  // of a table, and at once
-  const kv::DeviceCache& cache = state.cache;
-  const isa::Index3 grid{std::min(cache.most_pages, most_blocks), cache.heads_kv,
-                         std::min(cache.layers, most_layers)};
-  return isa::launch<ForkPages>(p, grid, stream);
+  const std::int64_t tables = std::int64_t{state.cache.layers} * state.cache.heads_kv;
+  const std::int64_t most_blocks = 8 * isa::multiprocessors();
+  return isa::launch<ForkTables>(p, {static_cast<int>(std::min(tables, most_blocks)), 1, 1},
+                                 stream);
 }
 
 }  // namespace

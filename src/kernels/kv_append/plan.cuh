@@ -5,6 +5,7 @@
 
 #include "kernels/kv_append/allocate.cuh"
 #include "kernels/kv_append/key_norm.cuh"
+#include "kernels/kv_append/shares.cuh"
 #include "kernels/kv_append/weights.cuh"
 
 namespace qattn::kernels {
@@ -215,7 +216,9 @@ struct PlanAppend {
       job.to.tier = static_cast<std::uint8_t>(tier);
       job.to.path = static_cast<std::uint8_t>(e.path | 1u << (tier - 1));
     }
-    job.in_place = tier == 0 && e.page >= 0 ? 1 : 0;
+    const bool shared = e.page >= 0 && is_shared(p.state, e.tier, e.page);
+    job.in_place = tier == 0 && e.page >= 0 && !shared ? 1 : 0;
+    if (shared) job.given = -1;
     return true;
   }
 
@@ -229,7 +232,7 @@ struct PlanAppend {
     const std::int32_t count = isa::load_global(&plan->new_count);
     const std::int64_t base = p.state.plan_head(f.b, h) * cache.most_pages;
     const std::uint32_t below = (1u << isa::lane()) - 1;
-    std::int32_t jobs = 0, takes[kv::most_tiers] = {}, gives[kv::most_tiers] = {};
+    std::int32_t jobs = 0, drops = 0, takes[kv::most_tiers] = {}, gives[kv::most_tiers] = {};
     for (std::int32_t first = fast ? count - 1 : 0; first < count; first += 32) {
       const std::int32_t i = first + isa::lane();
       kv::AppendJob job{};
@@ -242,7 +245,9 @@ struct PlanAppend {
         has = make_job(p, f, i, entry_to_be(p, f, h, i, old, count), c, tier, job);
       }
       const int take = has && job.in_place == 0 ? job.to.tier : -1;
-      const int give = has && job.in_place == 0 && job.from_page >= 0 ? job.from_tier : -1;
+      const bool drop = has && job.drops();
+      const int give = has && job.lets_go() && !drop ? job.from_tier : -1;
+      drops += __builtin_popcount(isa::ballot(drop));
 #pragma unroll
       for (int t = 0; t < kv::most_tiers; ++t) {
         if (t >= cache.pools) continue;
@@ -260,6 +265,7 @@ struct PlanAppend {
     }
     if (isa::lane() != 0) return;
     isa::store_global(&plan->jobs, jobs);
+    isa::store_global(&plan->drops, drops);
 #pragma unroll
     for (int t = 0; t < kv::most_tiers; ++t) {
       isa::store_global(plan->takes + t, takes[t]);

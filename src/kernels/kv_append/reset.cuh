@@ -1,7 +1,7 @@
 // A cache without sequences, and slots with fewer tokens.
 #pragma once
 
-#include "kernels/kv_append/params.hpp"
+#include "kernels/kv_append/shares.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -44,14 +44,16 @@ struct InitCache {
     for (int t = 0; t < cache.pools; ++t) {
       for (std::int64_t i = mine; i < cache.pool[t].capacity; i += step) {
         isa::store_global(p.state.free_pages[t] + i, static_cast<std::int32_t>(i));
+        isa::store_global(p.state.shares[t] + i, 0u);
       }
       if (mine == 0) store_struct(p.state.rings + t, kv::Ring{0, cache.pool[t].capacity});
     }
   }
 };
 
-/// Forgets tokens of a slot. Pages without tokens go back, one warp a pool, in the order of the
-/// tables; then the tables close up, one warp a table. One block.
+/// Forgets tokens of a slot. Pages without tokens go back where no other slot holds them, one warp
+/// a pool, in the order of the tables; then the tables close up, one warp a table. No page is
+/// written. One block.
 struct ForgetTokens {
   using Params = ResetParams;
   static constexpr int threads = 32 * kv::most_tiers, min_blocks = 1, shared_bytes = 0;
@@ -82,15 +84,14 @@ struct ForgetTokens {
         const std::int32_t i = first + isa::lane();
         kv::Entry e;
         if (i < count) e = load_struct(cache.entries + table * cache.most_pages + i);
-        const bool mine = i < count && e.tier == tier && kept(p, e) == 0;
-        const std::uint32_t all = isa::ballot(mine);
-        if (mine) {
-          const int rank = __builtin_popcount(all & ((1u << isa::lane()) - 1));
-          const std::int64_t place =
-              p.state.ring_place(tier, std::int64_t{ring.head} + ring.count + rank);
-          isa::store_global(p.state.free_pages[tier] + place, e.page);
+        bool free = i < count && e.tier == tier && kept(p, e) == 0;
+        if (free) {
+          std::uint32_t* count_of = share_count(p.state, tier, e.page);
+          const std::uint32_t others = isa::load_global(count_of);
+          if (others != 0) isa::store_global(count_of, others - 1);
+          free = others == 0;
         }
-        ring.count += __builtin_popcount(all);
+        push_free(p.state, tier, ring, free, e.page);
       }
     });
     if (isa::lane() == 0) store_struct(p.state.rings + tier, ring);

@@ -2,7 +2,8 @@
 // and makes lengths, counts and free pages what they are afterwards. One block of threads.
 #pragma once
 
-#include "kernels/kv_append/params.hpp"
+#include "kernels/kv_append/block.cuh"
+#include "kernels/kv_append/shares.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -11,9 +12,11 @@ struct TakePages {
   using Params = AppendParams;
   static constexpr int threads = 256, min_blocks = 1;
   static constexpr int at_once = threads / kv::most_tiers;  ///< slots whose plans are read together
-  // Shared memory: what slots take, what they give back, their errors.
+  // Shared memory: what slots take, what they give back, their errors, pages of every pool that all
+  // who shared them have dropped.
   static constexpr int gives_at = 4 * threads, errors_at = 2 * gives_at;
-  static constexpr int shared_bytes = errors_at + 4 * at_once;
+  static constexpr int dropped_at = errors_at + 4 * at_once;
+  static constexpr int shared_bytes = dropped_at + 4 * kv::most_tiers;
   static constexpr bool dependent = true;
 
   static QATTN_DEVICE isa::SharedAddress at(int offset, int index) {
@@ -90,10 +93,65 @@ struct TakePages {
     return isa::load_global(&plan->new_length) != isa::load_global(&plan->old_length);
   }
 
+  /// The call's i-th head, where its slot is granted its pages and it drops some that it shared.
+  static QATTN_DEVICE bool drops(const Params& p, std::int64_t i) {
+    return i < std::int64_t{p.batch} * p.state.cache.heads_kv &&
+           isa::load_global(&p.state.plans[i / p.state.cache.heads_kv].granted) != 0 &&
+           isa::load_global(&p.state.heads[i].drops) != 0;
+  }
+  /// f(does this lane have a page?, its tier, the page) by all lanes of a warp, for the pages that
+  /// heads dropped, in order, until f says no: every so many heads from the first, a job a lane.
+  template <class F>
+  static QATTN_DEVICE void visit_dropped(const Params& p, std::int64_t first, std::int64_t every,
+                                         F f) {
+    const std::int64_t heads = std::int64_t{p.batch} * p.state.cache.heads_kv;
+    for (std::int64_t base = first; base < heads; base += 32 * every) {
+      std::uint32_t open = isa::ballot(drops(p, base + every * isa::lane()));
+      for (; open != 0; open &= open - 1) {
+        const std::int64_t i = base + every * __builtin_popcount(~open & (open - 1));
+        const kv::AppendJob* jobs = p.state.jobs + i * p.state.cache.most_pages;
+        const std::int32_t count = isa::load_global(&p.state.heads[i].jobs);
+        for (std::int32_t at = isa::lane(); isa::any(at < count); at += 32) {
+          kv::AppendJob job{};
+          job.from_page = -1;
+          if (at < count) job = load_struct(jobs + at);
+          if (!f(job.drops(), job.from_tier, job.from_page)) return;
+        }
+      }
+    }
+  }
+
+  /// Takes what granted slots drop off the counts. Pages that nobody holds any more are free: which
+  /// slot's drop was the last one is chance, so they are found anew and put in the call's order.
+  static QATTN_DEVICE void drop_shared(const Params& p) {
+    const int warp = isa::warp();
+    visit_dropped(p, warp, threads / 32, [&](bool mine, int tier, std::int32_t page) {
+      if (mine && isa::atomic_add_global(share_count(p.state, tier, page), no_holder) == 0) {
+        isa::atomic_add_shared(at(dropped_at, tier), 1u);
+      }
+      return true;
+    });
+    isa::sync_threads();
+    if (warp >= p.state.cache.pools) return;
+    auto left = static_cast<int>(isa::load_shared<std::uint32_t>(at(dropped_at, warp)));
+    if (left == 0) return;
+    kv::Ring ring = load_struct(p.state.rings + warp);
+    visit_dropped(p, 0, 1, [&](bool mine, int tier, std::int32_t page) {
+      mine =
+          mine && tier == warp && isa::load_global(share_count(p.state, tier, page)) == no_holder;
+      if (mine) isa::store_global(share_count(p.state, tier, page), 0u);
+      isa::sync_warp();  // later lanes that dropped the page see that it is done
+      left -= push_free(p.state, warp, ring, mine, page);
+      return left > 0;
+    });
+    if (isa::lane() == 0) store_struct(p.state.rings + warp, ring);
+  }
+
   static QATTN_DEVICE void run(const Params& p) {
     isa::grid_dependency_launch();
     isa::grid_dependency_wait();
     const kv::DeviceCache& cache = p.state.cache;
+    if (isa::thread() < kv::most_tiers) isa::store_shared(at(dropped_at, isa::thread()), 0u);
     share_out(p);
     isa::sync_threads();
     for (std::int32_t b = isa::thread(); b < p.batch; b += threads) {
@@ -117,13 +175,16 @@ struct TakePages {
     }
     isa::sync_threads();
     const std::int64_t heads = std::int64_t{p.batch} * cache.heads_kv;
+    bool shares = false;
     for (std::int64_t i = isa::thread(); i < heads; i += threads) {
       const kv::SlotPlan* plan = p.state.plans + i / cache.heads_kv;
       if (isa::load_global(&plan->granted) == 0) continue;
       const std::int64_t slot = isa::load_global(&plan->slot);
       isa::store_global(cache.counts + cache.head_index(slot, p.layer, i % cache.heads_kv),
                         isa::load_global(&p.state.heads[i].new_count));
+      shares |= isa::load_global(&p.state.heads[i].drops) != 0;
     }
+    if (block_any<threads>(shares, isa::shared_base())) drop_shared(p);
   }
 };
 

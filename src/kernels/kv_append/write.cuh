@@ -95,9 +95,11 @@ struct WritePages {
     return BlockPart(pool.block, block, u.value);
   }
 
-  /// Rows that stay in 16 bits. A page that is new is cleared.
+  /// Rows that stay in 16 bits. A page that is new is cleared, one that others hold is copied.
   static QATTN_DEVICE void store_rows(const Params& p, const Unit& u) {
+    const bool old = u.job.from_page >= 0;
     const BlockPart to = part_of(p, 0, u.page, u);
+    const BlockPart from = part_of(p, 0, old ? u.job.from_page : 0, u);
     const bool bf16 = p.state.cache.bf16 != 0;
     const int first = isa::thread() / row_lanes;
     for (int token = first; token < formats::kv_block_tokens; token += rows_at_once) {
@@ -108,8 +110,12 @@ struct WritePages {
       for (int j = 0; j < N; ++j) {
         const int c = LaneRow<N>::channel(j);
         if (c >= to.channels) continue;
-        const std::uint16_t bits =
-            is_new ? window_bits(u.rows.data, u.rows.kind, at + c, bf16) : std::uint16_t{0};
+        std::uint16_t bits = 0;
+        if (is_new) {
+          bits = window_bits(u.rows.data, u.rows.kind, at + c, bf16);
+        } else if (old) {
+          bits = isa::load_global(from.row(token) + c);
+        }
         isa::store_global(to.row(token) + c, bits);
       }
     }
@@ -225,12 +231,12 @@ struct WritePages {
     const std::int64_t place = p.state.ring_place(tier, std::int64_t{slot} + head + job.to.page);
     return isa::load_global(p.state.free_pages[tier] + place);
   }
-  /// The page's entry, and the page before it back to its pool.
+  /// The page's entry, and the page before it back to its pool; TakePages has seen to shared ones.
   static QATTN_DEVICE void enter(const Params& p, const Unit& u) {
     kv::Entry e = u.job.to;
     e.page = u.page;
     store_struct(p.state.cache.table(u.slot, p.layer, u.head) + u.job.index, e);
-    if (u.job.in_place != 0 || u.job.from_page < 0) return;
+    if (!u.job.lets_go() || u.job.drops()) return;
     const int tier = u.job.from_tier;
     const std::int32_t slot = isa::load_global(p.state.plans[u.b].gives + tier);
     const std::int32_t head =

@@ -1,5 +1,5 @@
-// What append, observe and release on a device keep in its memory beyond the cache that decode
-// reads: free pages, and the plan of the append under way.
+// What append, observe, fork and release on a device keep in its memory beyond the cache that
+// decode reads: free pages, how many tables share a page, and the plan of the append under way.
 #pragma once
 
 #include <cstdint>
@@ -36,13 +36,18 @@ static_assert(Prices::most_tiers < 8);
 
 /// One page to be made: what `from_page` holds (if any), then new tokens [begin, end) of the page,
 /// in to.tier. to.page is a rank among the pages of that tier that the head takes, or, in place,
-/// the page.
+/// the page. A page that other tables hold, too, is never written: what is made of it is a copy.
 struct AppendJob {
   Entry to;
   std::int32_t from_page;  ///< -1: none
   std::int32_t index;      ///< of the page's entry in its table
-  std::int32_t given;      ///< rank among the pages of from_tier that the head gives back
+  std::int32_t given;      ///< rank among the pages of from_tier that it gives back; -1: shared
   std::uint8_t from_tier, begin, end, in_place;
+
+  /// The table does not hold from_page any more.
+  QATTN_HD bool lets_go() const { return in_place == 0 && from_page >= 0; }
+  /// It did so with other tables: the page is free only if all of them let go.
+  QATTN_HD bool drops() const { return lets_go() && given < 0; }
 };
 static_assert(sizeof(AppendJob) == 40);
 
@@ -51,6 +56,7 @@ struct HeadPlan {
   std::int32_t jobs = 0, old_count = 0, new_count = 0;
   std::int32_t takes[most_tiers] = {};  ///< pages of each pool; later: taken by heads before it
   std::int32_t gives[most_tiers] = {};
+  std::int32_t drops = 0;  ///< pages that it lets go and shared
 };
 
 /// An append to one slot.
@@ -67,6 +73,7 @@ struct SlotPlan {
 struct AppendState {
   DeviceCache cache;
   std::int32_t* free_pages[most_tiers] = {};
+  std::uint32_t* shares[most_tiers] = {};  ///< of every page: tables beyond the first that hold it
   Ring* rings = nullptr;  ///< [pools]
   // Of the append under way; its b-th slot comes first.
   SlotPlan* plans = nullptr;              ///< [slots]

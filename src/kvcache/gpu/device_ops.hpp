@@ -47,7 +47,7 @@ struct DeviceDecodeCall {
   KvDecodeOptions options;  ///< threads means nothing here
 };
 
-/// Copies all that slot `from` holds to `to`, which is empty.
+/// Slot `to`, which is empty, gets all that `from` holds, in the same pages.
 struct ForkCall {
   std::int32_t from = 0, to = 0;
 };

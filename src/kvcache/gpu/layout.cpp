@@ -46,7 +46,8 @@ std::vector<std::int64_t> default_pages(const detail::KvCacheData& host,
   const std::int64_t moving = o.window / o.page_size + 1;
   const std::int64_t window = (o.sinks / o.page_size + moving) * o.heads_kv;
   const std::int64_t layers = capacity.sequences * o.layers;
-  // An append to a layer takes pages before it gives any back.
+  // An append to a layer takes pages before it gives any back. A copy of an open page that forks
+  // share counts like the page that would be there if they shared none.
   std::vector<std::int64_t> pages{layers * std::min(window, all) +
                                   capacity.sequences * std::min(moving * o.heads_kv, all)};
   for (std::size_t t = 1; t <= o.tiers.size(); ++t) {
@@ -121,6 +122,7 @@ std::size_t lay_out(const detail::KvCacheData& host, const KvGpuCapacity& capaci
     pool.capacity = static_cast<std::int32_t>(capacity.pages[static_cast<std::size_t>(t)]);
     room.take(pool.pages, pool.capacity * host.page_bytes(t));
     room.take(s.free_pages[t], pool.capacity);
+    room.take(s.shares[t], pool.capacity);
   }
   room.take(c.entries, heads * c.most_pages);
   room.take(c.counts, heads);
