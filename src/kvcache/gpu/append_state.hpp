@@ -74,7 +74,7 @@ struct AppendState {
   DeviceCache cache;
   std::int32_t* free_pages[most_tiers] = {};
   std::uint32_t* shares[most_tiers] = {};  ///< of every page: tables beyond the first that hold it
-  Ring* rings = nullptr;  ///< [pools]
+  Ring* rings = nullptr;                   ///< [pools]
   // Of the append under way; its b-th slot comes first.
   SlotPlan* plans = nullptr;              ///< [slots]
   HeadPlan* heads = nullptr;              ///< [slots][heads_kv]
