@@ -124,7 +124,7 @@ def wanted_instructions(architecture, name):
         return {"HMMA"}
     match = re.match(r"(Sm90)?Prefill<\w+\{\d+, \(Element\)(\d), \(Element\)(\d)", name)
     if match is None:
-        if re.match(r"(Sm90)?Prefill|Decode<", name):
+        if re.match(r"(Sm90)?Prefill<", name):
             sys.exit(f"{name}: what it multiplies is not known")
         return set()
     elements = [ELEMENTS[int(match[i])] for i in (2, 3)]
