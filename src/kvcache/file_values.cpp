@@ -56,7 +56,8 @@ Status check_channels(const detail::KvCacheData& cache, int tier) {
     }
     std::uint64_t tail[2];
     std::memcpy(tail, page + layout.bad_tokens(), sizeof tail);
-    if (std::bit_width(tail[0]) > cache.options.page_size || tail[1] != 0) {
+    if (static_cast<std::int64_t>(std::bit_width(tail[0])) > cache.options.page_size ||
+        tail[1] != 0) {
       return wrong(": flags tokens that it does not have");
     }
   }
