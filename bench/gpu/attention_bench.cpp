@@ -69,9 +69,10 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
   for (const detail::Kernel& kernel : kernels::gpu_attention_kernels()) {
     const Status status = kernel.supports(*problem);
     if (status.ok()) {
-      auto plan = kernel.tune(*problem);
       kernels::leaves_queries() = leaves;
+      auto plan = kernel.tune(*problem);
       if (leaves && !kernels::leaves_queries(static_cast<kernels::GpuPlan&>(*plan), *problem)) {
+        kernels::leaves_queries() = false;
         error = std::string(kernel.name) + ": makes no codes of Q for this call";
         return nullptr;
       }

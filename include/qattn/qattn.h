@@ -1,11 +1,12 @@
 /* qattn's C interface: the calls of qattn/attention.hpp, quantize.hpp, kv_cache.hpp and
  * kv_cache_gpu.hpp.
  *
- * Every struct begins with its own size, set by the *_init function of that struct; a library that
- * is newer than its caller fills the rest with defaults, and one that is older refuses what it does
- * not know. Every function returns a qattn_status; the message of the last failure in this thread
- * is qattn_last_error(). Nothing throws, prints or aborts; a refused call leaves outputs as they
- * were. Meanings, shapes and formulas: see the C++ headers named at each struct. */
+ * Every struct begins with its own size, set by the *_init function of that struct, which is
+ * compiled into the caller and so knows the caller's size; a library that is newer fills the rest
+ * with defaults, and one that is older refuses what it does not know. Every function returns a
+ * qattn_status; the message of the last failure in this thread is qattn_last_error(). Nothing
+ * throws, prints or aborts; a refused call leaves outputs as they were. Meanings, shapes and
+ * formulas: see the C++ headers named at each struct. */
 #ifndef QATTN_QATTN_H
 #define QATTN_QATTN_H
 
@@ -21,6 +22,12 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* T_init(given) gives a struct its size and defaults. T_defaults() writes `size` bytes and no more,
+ * whatever the library's struct has. */
+#define QATTN_STRUCT(T)                               \
+  QATTN_API void T##_defaults(T* given, size_t size); \
+  static inline void T##_init(T* given) { T##_defaults(given, sizeof *given); }
 
 #define QATTN_MAX_RANK 5
 
@@ -150,10 +157,10 @@ QATTN_API const char* qattn_last_error(void);
 QATTN_API qattn_tensor qattn_tensor_dense(void* data, int32_t format, int32_t rank,
                                           const int64_t* shape);
 
-QATTN_API void qattn_attention_tensors_init(qattn_attention_tensors* tensors);
-QATTN_API void qattn_attention_options_init(qattn_attention_options* options);
-QATTN_API void qattn_quantize_tensors_init(qattn_quantize_tensors* tensors);
-QATTN_API void qattn_quantize_options_init(qattn_quantize_options* options);
+QATTN_STRUCT(qattn_attention_tensors)
+QATTN_STRUCT(qattn_attention_options)
+QATTN_STRUCT(qattn_quantize_tensors)
+QATTN_STRUCT(qattn_quantize_options)
 
 /* qattn::attention() without a stream. */
 QATTN_API qattn_status qattn_attention(const qattn_attention_tensors* tensors,
@@ -267,12 +274,12 @@ typedef struct qattn_kv_usage {
   int64_t tier_tokens[QATTN_KV_MAX_TIERS];
 } qattn_kv_usage;
 
-QATTN_API void qattn_kv_options_init(qattn_kv_options* options);
-QATTN_API void qattn_kv_append_tensors_init(qattn_kv_append_tensors* tensors);
-QATTN_API void qattn_kv_decode_tensors_init(qattn_kv_decode_tensors* tensors);
-QATTN_API void qattn_kv_decode_options_init(qattn_kv_decode_options* options);
-QATTN_API void qattn_kv_bytes_init(qattn_kv_bytes* bytes);
-QATTN_API void qattn_kv_usage_init(qattn_kv_usage* usage);
+QATTN_STRUCT(qattn_kv_options)
+QATTN_STRUCT(qattn_kv_append_tensors)
+QATTN_STRUCT(qattn_kv_decode_tensors)
+QATTN_STRUCT(qattn_kv_decode_options)
+QATTN_STRUCT(qattn_kv_bytes)
+QATTN_STRUCT(qattn_kv_usage)
 
 /* qattn::KvCache::create(); release the cache with qattn_kv_destroy(). */
 QATTN_API qattn_status qattn_kv_create(const qattn_kv_options* options, qattn_kv_cache** cache);
@@ -331,8 +338,8 @@ typedef struct qattn_kv_gpu_append_tensors {
   qattn_tensor slots, k, v, counts, importance;
 } qattn_kv_gpu_append_tensors;
 
-QATTN_API void qattn_kv_gpu_capacity_init(qattn_kv_gpu_capacity* capacity);
-QATTN_API void qattn_kv_gpu_append_tensors_init(qattn_kv_gpu_append_tensors* tensors);
+QATTN_STRUCT(qattn_kv_gpu_capacity)
+QATTN_STRUCT(qattn_kv_gpu_append_tensors)
 
 /* qattn::GpuKvCache::create(); release the cache with qattn_kv_gpu_destroy(). */
 QATTN_API qattn_status qattn_kv_gpu_create(const qattn_kv_options* options,

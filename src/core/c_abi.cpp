@@ -192,17 +192,18 @@ qattn_tensor qattn_tensor_dense(void* data, int32_t format, int32_t rank, const 
   return t;
 }
 
-void qattn_attention_tensors_init(qattn_attention_tensors* t) { init(t); }
-void qattn_quantize_tensors_init(qattn_quantize_tensors* t) { init(t); }
-void qattn_attention_options_init(qattn_attention_options* o) {
-  init(o);
-  if (o) o->window_left = o->window_right = -1;
+void qattn_attention_tensors_defaults(qattn_attention_tensors* t, size_t size) { fill(t, size); }
+void qattn_quantize_tensors_defaults(qattn_quantize_tensors* t, size_t size) { fill(t, size); }
+void qattn_attention_options_defaults(qattn_attention_options* given, size_t size) {
+  qattn_attention_options o = {};
+  o.window_left = o.window_right = -1;
+  fill(given, size, o);
 }
-void qattn_quantize_options_init(qattn_quantize_options* o) {
-  init(o);
-  if (!o) return;
-  o->format = QATTN_FORMAT_s8;
-  o->role = QATTN_ROLE_K;
+void qattn_quantize_options_defaults(qattn_quantize_options* given, size_t size) {
+  qattn_quantize_options o = {};
+  o.format = QATTN_FORMAT_s8;
+  o.role = QATTN_ROLE_K;
+  fill(given, size, o);
 }
 
 qattn_status qattn_attention(const qattn_attention_tensors* tensors,

@@ -21,39 +21,39 @@ Status read_sequences(const int64_t* sequences, int64_t count, std::span<const i
 
 }  // namespace
 
-void qattn_kv_options_init(qattn_kv_options* o) {
-  init(o);
-  if (o == nullptr) return;
+void qattn_kv_options_defaults(qattn_kv_options* given, size_t size) {
+  qattn_kv_options o = {};
   const KvCacheOptions defaults;
-  o->layers = defaults.layers;
-  o->heads_kv = defaults.heads_kv;
-  o->d = defaults.d;
-  o->dv = defaults.dv;
-  o->page_size = defaults.page_size;
-  o->window = defaults.window;
-  o->sinks = defaults.sinks;
-  o->window_format = static_cast<int32_t>(defaults.window_format);
-  o->tier_count = static_cast<int32_t>(defaults.tiers.size());
-  for (int i = 0; i < o->tier_count; ++i) {
+  o.layers = defaults.layers;
+  o.heads_kv = defaults.heads_kv;
+  o.d = defaults.d;
+  o.dv = defaults.dv;
+  o.page_size = defaults.page_size;
+  o.window = defaults.window;
+  o.sinks = defaults.sinks;
+  o.window_format = static_cast<int32_t>(defaults.window_format);
+  o.tier_count = static_cast<int32_t>(defaults.tiers.size());
+  for (int i = 0; i < o.tier_count; ++i) {
     const KvTier& tier = defaults.tiers[static_cast<std::size_t>(i)];
-    o->tiers[i] = {tier.k_bits, tier.v_bits};
+    o.tiers[i] = {tier.k_bits, tier.v_bits};
   }
-  o->smooth_k = defaults.smooth_k;
-  o->rotate = defaults.rotate;
-  o->importance_decay = defaults.importance_decay;
-  o->hysteresis = defaults.hysteresis;
-  o->k_granularity = static_cast<int32_t>(defaults.k_granularity);
+  o.smooth_k = defaults.smooth_k;
+  o.rotate = defaults.rotate;
+  o.importance_decay = defaults.importance_decay;
+  o.hysteresis = defaults.hysteresis;
+  o.k_granularity = static_cast<int32_t>(defaults.k_granularity);
+  fill(given, size, o);
 }
-void qattn_kv_append_tensors_init(qattn_kv_append_tensors* t) { init(t); }
-void qattn_kv_decode_tensors_init(qattn_kv_decode_tensors* t) { init(t); }
-void qattn_kv_decode_options_init(qattn_kv_decode_options* o) {
-  init(o);
-  if (o == nullptr) return;
-  o->causal = 1;
-  o->window_left = -1;
+void qattn_kv_append_tensors_defaults(qattn_kv_append_tensors* t, size_t size) { fill(t, size); }
+void qattn_kv_decode_tensors_defaults(qattn_kv_decode_tensors* t, size_t size) { fill(t, size); }
+void qattn_kv_decode_options_defaults(qattn_kv_decode_options* given, size_t size) {
+  qattn_kv_decode_options o = {};
+  o.causal = 1;
+  o.window_left = -1;
+  fill(given, size, o);
 }
-void qattn_kv_bytes_init(qattn_kv_bytes* b) { init(b); }
-void qattn_kv_usage_init(qattn_kv_usage* u) { init(u); }
+void qattn_kv_bytes_defaults(qattn_kv_bytes* b, size_t size) { fill(b, size); }
+void qattn_kv_usage_defaults(qattn_kv_usage* u, size_t size) { fill(u, size); }
 
 qattn_status qattn_kv_create(const qattn_kv_options* options, qattn_kv_cache** cache) {
   return guarded([&]() -> Status {

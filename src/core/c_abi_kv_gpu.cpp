@@ -30,11 +30,14 @@ Status read_capacity(const qattn_kv_gpu_capacity* given, KvGpuCapacity& capacity
 
 }  // namespace
 
-void qattn_kv_gpu_capacity_init(qattn_kv_gpu_capacity* c) {
-  init(c);
-  if (c != nullptr) c->sequences = 1;
+void qattn_kv_gpu_capacity_defaults(qattn_kv_gpu_capacity* given, size_t size) {
+  qattn_kv_gpu_capacity c = {};
+  c.sequences = 1;
+  fill(given, size, c);
 }
-void qattn_kv_gpu_append_tensors_init(qattn_kv_gpu_append_tensors* t) { init(t); }
+void qattn_kv_gpu_append_tensors_defaults(qattn_kv_gpu_append_tensors* t, size_t size) {
+  fill(t, size);
+}
 
 qattn_status qattn_kv_gpu_create(const qattn_kv_options* options,
                                  const qattn_kv_gpu_capacity* capacity, int32_t device_type,

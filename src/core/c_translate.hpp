@@ -60,11 +60,13 @@ Status write_struct(const char* name, T& full, T* given) {
   return {};
 }
 
+/// T_defaults(): the caller's `size` bytes of `full`, zeros where the caller has more.
 template <class T>
-void init(T* s) {
-  if (s == nullptr) return;
-  *s = T{};
-  s->struct_size = sizeof(T);
+void fill(T* given, std::size_t size, T full = {}) {
+  if (given == nullptr || size < sizeof full.struct_size) return;
+  std::memset(given, 0, size);
+  full.struct_size = size;
+  std::memcpy(given, &full, std::min(size, sizeof full));
 }
 
 inline TensorView view(const qattn_tensor& t) {

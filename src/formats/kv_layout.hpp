@@ -6,7 +6,7 @@
 //
 // or, in the 16-bit window, | K: [16][D] | V: [16][Dv] |. A page is page_size / 16 blocks, one
 // behind the other; a pool is an array of pages of one tier, so that a page's number says where it
-// is. D and Dv are multiples of 32: every part of a block begins at a multiple of 64 bytes.
+// is. D and Dv are multiples of 32: K's and V's codes take multiples of 64 bytes.
 //
 // With K's scales per channel (KvPage::k_by_channel) a block lacks K's scales, and behind its last
 // block a page has | K scales: D f16 | bad tokens of K: 64 bits | 64 bits of zeros |. Bit i of the

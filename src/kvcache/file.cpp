@@ -14,10 +14,8 @@
 #include <algorithm>
 #include <bit>
 #include <cstdio>
-#include <cstring>
 
 #include "core/guarded.hpp"
-#include "formats/kv_quantize.hpp"
 #include "kvcache/data.hpp"
 #include "kvcache/file_header.hpp"
 #include "kvcache/file_values.hpp"

@@ -93,7 +93,6 @@ class Fields {
     for (std::string part; std::getline(all, part, separator);) parts.push_back(part);
     return parts;
   }
-  void fail() { wrong_ = true; }
   bool wrong() const { return wrong_; }
 
  private:

@@ -64,7 +64,8 @@ Status check_channels(const detail::KvCacheData& cache, int tier) {
   return {};
 }
 
-/// A scale is NaN where a row of 16 bits held NaN or Inf, and a finite number everywhere else.
+/// A scale is NaN where a row of 16 bits held NaN, Inf or what f16 has no scale for, and a finite
+/// number everywhere else.
 Status check_scales(const detail::KvCacheData& cache, int tier) {
   const formats::KvPage layout = cache.layout(tier);
   const PagePool& pool = cache.pool(tier);

@@ -136,20 +136,22 @@ static void refusals(qattn_kv_cache* cache) {
   qattn_kv_destroy(NULL);
 }
 
-/* The struct of a caller that was compiled before k_granularity was in it: scales per token. */
+/* The struct of a caller that was compiled before k_granularity was in it: scales per token, and
+ * nothing is written behind it. */
 static void older_options(void) {
   qattn_kv_options o;
+  const size_t older = offsetof(qattn_kv_options, k_granularity);
   qattn_kv_cache* cache = NULL;
   qattn_kv_append_tensors a = rows();
   qattn_kv_bytes bytes;
   int64_t id = -1;
   const int page = (S - 128) / 16 - 1; /* in tiers */
-  qattn_kv_options_init(&o);
+  o.k_granularity = o.reserved = 12345; /* whatever lies there */
+  qattn_kv_options_defaults(&o, older);
+  CHECK(o.struct_size == older && o.k_granularity == 12345 && o.reserved == 12345);
   qattn_kv_bytes_init(&bytes);
   o.d = o.dv = D;
   o.tier_count = 1;
-  o.struct_size = offsetof(qattn_kv_options, k_granularity);
-  o.k_granularity = o.reserved = 12345; /* whatever lies there */
   CHECK(qattn_kv_create(&o, &cache) == QATTN_OK);
   if (cache == NULL) return;
   CHECK(qattn_kv_add_sequence(cache, &id) == QATTN_OK);

@@ -116,6 +116,29 @@ TEST_P(EmulatedPlan, PackedSequencesNeedNoAddressesToPlan) {
   expect_same(call, without_addresses(laid.tensors()), call.options, laid);
 }
 
+/// Whether a kernel makes Q's codes depends on Q's address: a plan serves either.
+TEST_P(EmulatedPlan, ServesQueriesThatTheKernelEncodesOrNot) {
+  const LeaveQueries leave(true);
+  const bool can = GetParam().name == "int8_full";
+  Feature f = feature();
+  f.how.lse = false;  // with K's mean it needs more of Q
+  LayoutOptions how = f.how;
+  how.strides = Strides::odd;
+  const Call call = make_call(f, 4);
+  Laid even = lay_out(call, f.how), odd = lay_out(call, how);
+  AttentionOptions options = call.options;
+  options.recipe = GetParam();
+  {
+    const EmulatedBackend backend(architecture_for(GetParam()));
+    const auto made = [&](const Laid& x) { return plan(x.tensors(), options)->to_string(); };
+    EXPECT_EQ(made(even).find("q_codes: in the attention kernel") != std::string::npos, can);
+    EXPECT_EQ(made(odd).find("q_codes"), std::string::npos);
+  }
+  const AttentionTensors at_even = even.tensors();
+  expect_same(call, odd.tensors(), call.options, even);
+  expect_same(call, at_even, call.options, odd);
+}
+
 /// What run() would have to compute that the plan has no memory for.
 TEST_P(EmulatedPlan, OtherGivenScalesNeedAnotherPlan) {
   if (!free_scales(GetParam().qk)) GTEST_SKIP() << "no scales";

@@ -38,7 +38,8 @@ Status run_steps(const detail::PlanData& plan, const Problem& problem, void* wor
                  Stream stream);
 
 /// Does run_steps() leave Q's codes to attention kernels that can make them? Foreseen on an H200 to
-/// save 50 of 620 us at S = 1024 (16K tokens, 32 heads, D 128), but not measured: off.
+/// save 50 of 620 us at S = 1024 (16K tokens, 32 heads, D 128), but not measured: off. Set by tests
+/// and benchmarks alone, while no call runs.
 bool& leaves_queries();
 /// Whether it does for a call.
 bool leaves_queries(const GpuPlan& plan, const Problem& problem);
