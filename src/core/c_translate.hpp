@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "core/guarded.hpp"
 #include "qattn/qattn.h"
 #include "qattn/qattn.hpp"
 
@@ -19,20 +20,19 @@ inline Status invalid(std::string message) {
   return Status(Code::invalid_argument, std::move(message));
 }
 
-/// f()'s Status as the C interface returns it; nothing escapes as an exception.
+/// f()'s Status as the C interface returns it; nothing escapes as an exception. The message is this
+/// failure's or, where there is no memory for it, says that.
 template <class Function>
 qattn_status guarded(Function f) noexcept {
+  const Status status = qattn::guarded<Status>(f);
+  if (status.ok()) return QATTN_OK;
   try {
-    const Status status = f();
-    if (status.ok()) return QATTN_OK;
     last_error = status.message();
-    return static_cast<qattn_status>(status.code());
   } catch (const std::bad_alloc&) {
-    return QATTN_OUT_OF_MEMORY;  // no message: it might need memory too
-  } catch (const std::exception& e) {
-    last_error.assign(e.what());
-    return QATTN_INTERNAL;
+    last_error = reported(Code::out_of_memory, "no host memory").message();
+    return QATTN_OUT_OF_MEMORY;
   }
+  return static_cast<qattn_status>(status.code());
 }
 
 /// A copy of a sized struct: what an older caller does not have keeps its default.

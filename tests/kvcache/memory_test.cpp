@@ -12,6 +12,7 @@
 
 #include "kvcache/counted_new.hpp"
 #include "kvcache/decode_case.hpp"
+#include "qattn/qattn.h"
 
 namespace qattn {
 namespace {
@@ -187,6 +188,34 @@ TEST_F(KvMemory, Refusals) {
       ASSERT_EQ(answer.status().code(), Code::out_of_memory);
     }
   }
+}
+
+/// The C interface's message is that of the call at hand, not of a failure before.
+TEST(KvMemoryInC, TheMessageIsOfThisFailure) {
+  qattn_kv_options o;
+  qattn_kv_cache* cache = nullptr;
+  std::int64_t room = 0;
+  for (bool made = false; !made && room < 10000; ++room) {
+    qattn_kv_options_init(&o);
+    o.tier_count = 1;
+    o.window = 100;
+    ASSERT_EQ(qattn_kv_create(&o, &cache), QATTN_INVALID_ARGUMENT);
+    ASSERT_NE(std::string(qattn_last_error()).find("window"), std::string::npos);
+    o.window = 128;
+    qattn_status status = QATTN_OK;
+    {
+      const test::Counted counted;
+      const test::MemoryLimit limit(room);
+      status = qattn_kv_create(&o, &cache);
+    }
+    made = status == QATTN_OK;
+    if (made) break;
+    EXPECT_EQ(status, QATTN_OUT_OF_MEMORY) << room;
+    const std::string message = qattn_last_error();
+    EXPECT_NE(message.find("memory"), std::string::npos) << room << ": " << message;
+  }
+  EXPECT_GT(room, 3);
+  qattn_kv_destroy(cache);
 }
 
 }  // namespace
