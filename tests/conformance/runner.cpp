@@ -11,12 +11,24 @@ ModelOptions Outcome::model_options(Mutation mutation) const {
   return {resolved, split_keys, split_rows, mutation, tile_keys, splits, tile_rows};
 }
 
+namespace {
+
+// memcmp refuses null, which an empty vector's data() may be.
+template <class T>
+bool same_vectors(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() &&
+         (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof a[0]) == 0);
+}
+
+}  // namespace
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return same_vectors(a, b);
+}
+
 bool same_bits(const Outcome& a, const Outcome& b) {
-  const auto same = [](const auto& x, const auto& y) {
-    return x.size() == y.size() &&
-           (x.empty() || std::memcmp(x.data(), y.data(), x.size() * sizeof x[0]) == 0);
-  };
-  return same(a.out, b.out) && same(a.lse, b.lse) && same(a.saturated, b.saturated);
+  return same_bits(a.out, b.out) && same_bits(a.lse, b.lse) &&
+         same_vectors(a.saturated, b.saturated);
 }
 
 Exact reference(const Call& call, const Laid& laid) {

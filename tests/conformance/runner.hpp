@@ -36,6 +36,7 @@ struct Outcome {
 
 /// Are outputs, LSE and counters of two runs equal bit by bit?
 bool same_bits(const Outcome& a, const Outcome& b);
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b);
 
 /// plan() and run(); outputs start as sentinels.
 Outcome run_call(const Call& call, Laid& laid, const Recipe& recipe);

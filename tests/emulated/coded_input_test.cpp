@@ -1,8 +1,6 @@
 // Operands that come quantised must give, bit by bit, what quantising them in the call gives.
 #include <gtest/gtest.h>
 
-#include <cstring>
-
 #include "conformance/coded.hpp"
 #include "emulated/emulated_backend.hpp"
 #include "emulated/matrix.hpp"
@@ -27,10 +25,6 @@ Results attend(const AttentionTensors& tensors, const Call& call, const Recipe& 
   const Status status = attention(tensors, options);
   EXPECT_TRUE(status.ok()) << status.message();
   return {laid.read_out(call), laid.read_lse(call)};
-}
-
-bool same(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
 class EmulatedCodedInput : public testing::TestWithParam<Recipe> {
@@ -67,7 +61,7 @@ class EmulatedCodedInput : public testing::TestWithParam<Recipe> {
       if (which & 2) t.k = k.codes.view(), t.k_scale = k.scale.view();
       if (which & 4) t.v = v.codes.view(), t.v_scale = v.scale.view();
       const Results got = attend(t, call, recipe, laid);
-      EXPECT_TRUE(same(got.out, want.out) && same(got.lse, want.lse))
+      EXPECT_TRUE(same_bits(got.out, want.out) && same_bits(got.lse, want.lse))
           << (which & 1 ? "q" : "") << (which & 2 ? "k" : "") << (which & 4 ? "v" : "")
           << " as codes";
       if (HasFailure()) return;
