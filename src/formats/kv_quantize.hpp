@@ -25,10 +25,13 @@ inline constexpr int kv_lanes = 16;  ///< partial sums; rows are multiples of it
 inline constexpr std::uint16_t kv_nan_scale = 0x7e00;
 inline constexpr std::uint16_t kv_infinite_scale = 0x7c00;  ///< and codes above it
 
-/// Scale of candidate i as an f16 code; finite amax. The factor is exact.
+/// What a row's largest magnitude is multiplied with for candidate i; exact.
+QATTN_HD float kv_factor(int bits, int i) {
+  return static_cast<float>(17 + i) / static_cast<float>(16 << bits);
+}
+/// Scale of candidate i as an f16 code; finite amax.
 QATTN_HD std::uint16_t kv_candidate(float amax, int bits, int i) {
-  const float factor = static_cast<float>(17 + i) / static_cast<float>(16 << bits);
-  return F16::encode(mul_rn(amax, factor));
+  return F16::encode(mul_rn(amax, kv_factor(bits, i)));
 }
 
 /// Does f16 hold the scale of a row with this largest magnitude? Not that of NaN and Inf.

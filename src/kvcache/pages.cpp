@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "formats/bf16.hpp"
-#include "formats/hadamard.hpp"
 #include "formats/kv_quantize.hpp"
 #include "kernels/quantize/kv_rows.hpp"
 #include "kernels/quantize/rows.hpp"
@@ -48,16 +47,24 @@ class BlockEncoder {
  public:
   BlockEncoder(const KvCacheData& cache, const PagePart& part, std::byte* to)
       : words_(*cache.words), part_(part), to_(to) {
-    std::memset(panel_, 0, sizeof panel_);
+    std::memset(codes_, 0, sizeof codes_);
   }
   void row(int token, const float* x) {
-    std::uint8_t codes[most_channels];
-    scales_[token] = cpu::encode_kv_row(words_, x, part_.channels, part_.bits, codes);
-    for (int c = 0; c < part_.channels; ++c) panel_[part_.place(token, c)] = codes[c];
+    scales_[token] = cpu::encode_kv_row(words_, x, part_.channels, part_.bits, codes_[token]);
   }
   void finish() {
-    formats::kv_pack(panel_, part_.count(), part_.bits,
-                     reinterpret_cast<std::uint8_t*>(to_ + part_.place_bytes));
+    const std::uint8_t* rows[kv_block_tokens];
+    for (int t = 0; t < kv_block_tokens; ++t) rows[t] = codes_[t];
+    // The orders of kv_place_k() and kv_place_v().
+    if (part_.part == Part::k) {
+      words_.transpose_packs(rows, part_.channels, 0, panel_);
+    } else {
+      for (int t = 0; t < kv_block_tokens; t += 4) {
+        words_.interleave_bytes(rows + t, part_.channels, panel_ + t * part_.channels);
+      }
+    }
+    words_.kv_pack(panel_, part_.count(), part_.bits,
+                   reinterpret_cast<std::uint8_t*>(to_ + part_.place_bytes));
     std::memcpy(to_ + part_.scale_bytes, scales_, sizeof scales_);
   }
 
@@ -66,6 +73,7 @@ class BlockEncoder {
   const PagePart& part_;
   std::byte* to_;
   std::uint16_t scales_[kv_block_tokens] = {};
+  std::uint8_t codes_[kv_block_tokens][most_channels];
   std::uint8_t panel_[kv_block_tokens * most_channels];
 };
 
@@ -107,7 +115,7 @@ void load_page_row(const KvCacheData& cache, int tier, const std::byte* page, Pa
     cache.words->load_row(window_row(layout.block, block, part, in_block),
                           cpu::element_of(cache.options.window_format), p.channels,
                           stored ? mean : nullptr, row);
-    if (stored && p.rotated) formats::rotate(row, p.channels);
+    if (stored && p.rotated) cpu::rotate(*cache.words, row, p.channels);
     return;
   }
   const auto* packed = reinterpret_cast<const std::uint8_t*>(block + p.place_bytes);
@@ -126,7 +134,7 @@ void load_page_row(const KvCacheData& cache, int tier, const std::byte* page, Pa
     row[c] = formats::kv_decode(code, scales[c], p.bits);
   }
   if (stored) return;
-  if (p.rotated) formats::unrotate(row, p.channels);
+  if (p.rotated) cpu::unrotate(*cache.words, row, p.channels);
   for (int c = 0; mean && c < p.channels; ++c) row[c] += mean[c];
 }
 
@@ -216,8 +224,8 @@ void Recoding::encode_channels(const PagePart& part) const {
     }
   }
   for (int i = 0; i < layout.blocks; ++i) {
-    formats::kv_pack(panels + i * part.count(), part.count(), part.bits,
-                     reinterpret_cast<std::uint8_t*>(block(i) + part.place_bytes));
+    cache.words->kv_pack(panels + i * part.count(), part.count(), part.bits,
+                         reinterpret_cast<std::uint8_t*>(block(i) + part.place_bytes));
   }
   std::memset(to + layout.channel_scales(), 0,
               static_cast<std::size_t>(layout.bytes() - layout.channel_scales()));

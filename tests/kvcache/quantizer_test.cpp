@@ -10,6 +10,7 @@
 #include "formats/kv_layout.hpp"
 #include "formats/kv_quantize.hpp"
 #include "kernels/quantize/kv_rows.hpp"
+#include "kernels/quantize/rows.hpp"
 #include "kvcache/plain_quantizer.hpp"
 #include "support/isas.hpp"
 
@@ -124,6 +125,45 @@ TEST(KvQuantizer, ErrorOnNormalRowsIsWithinTheTable) {
   }
 }
 
+/// Scales of all sizes that f16 has, subnormal ones too, beside the definition.
+TEST(KvRows, ScalesOfEverySizeAreAsDefined) {
+  std::mt19937 random(17);
+  const auto words = all_words();
+  for (float size = 1e-10f; size < 1e6f; size *= 1.013f) {
+    std::vector<float> row = normal_row(16, random, size);
+    for (const int bits : {2, 3, 4, 8}) {
+      const std::uint16_t want = formats::kv_row_scale(row.data(), 16, bits);
+      std::uint8_t codes[16];
+      for (const cpu::Words* w : words) {
+        ASSERT_EQ(cpu::encode_kv_row(*w, row.data(), 16, bits, codes), want)
+            << w->isa << " " << bits << " bits, size " << size;
+      }
+    }
+  }
+}
+
+/// In vectors or, where their blocks are too small, one by one.
+TEST(KvRows, RotateBitByBitAsDefined) {
+  std::mt19937 random(13);
+  std::normal_distribution<float> normal(0.0f, 3.0f);
+  for (const cpu::Words* w : all_words()) {
+    for (const int n : {8, 16, 24, 32, 64, 72, 80, 96, 128, 192, 224, 256, 272}) {
+      std::vector<float> row(static_cast<std::size_t>(n));
+      for (float& x : row) x = normal(random);
+      row[3] = -0.0f, row[5] = 1e-41f, row[7] = 1e30f;
+      std::vector<float> want = row, got = row;
+      formats::rotate(want.data(), n);
+      cpu::rotate(*w, got.data(), n);
+      EXPECT_TRUE(std::memcmp(got.data(), want.data(), got.size() * sizeof(float)) == 0)
+          << w->isa << " " << n;
+      formats::unrotate(want.data(), n);
+      cpu::unrotate(*w, got.data(), n);
+      EXPECT_TRUE(std::memcmp(got.data(), want.data(), got.size() * sizeof(float)) == 0)
+          << w->isa << " " << n;
+    }
+  }
+}
+
 TEST(KvLayout, EveryElementHasItsOwnBits) {
   for (const int d : {32, 64, 96, 128, 256}) {
     std::set<int> k, v;
@@ -145,7 +185,7 @@ TEST(KvLayout, EveryElementHasItsOwnBits) {
 TEST(KvLayout, PackingIsItsDefinitionAndUnpackingItsInverse) {
   std::mt19937 random(9);
   const auto words = all_words();
-  for (const int n : {512, 1024, 2048, 4096}) {
+  for (const int n : {512, 1024, 1536, 2048, 4096}) {
     for (const int bits : {2, 3, 4, 8}) {
       std::vector<int> panel(static_cast<std::size_t>(n));
       for (int& code : panel) code = static_cast<int>(random() % (1u << bits));
@@ -162,6 +202,9 @@ TEST(KvLayout, PackingIsItsDefinitionAndUnpackingItsInverse) {
         std::vector<std::uint8_t> unpacked(static_cast<std::size_t>(n), 0xee);
         w->kv_unpack(packed.data(), n, bits, unpacked.data());
         EXPECT_EQ(unpacked, bytes) << w->isa << " " << n << " " << bits;
+        std::vector<std::uint8_t> again(packed.size(), 0xee);
+        w->kv_pack(bytes.data(), n, bits, again.data());
+        EXPECT_EQ(again, packed) << w->isa << " " << n << " " << bits;
       }
     }
   }

@@ -78,6 +78,7 @@ static inline F round_even(F a) {
   constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(a.lo, mode), _mm256_round_ps(a.hi, mode)};
 }
+static inline F floor(F a) { return {_mm256_floor_ps(a.lo), _mm256_floor_ps(a.hi)}; }
 static inline __m256 scale_half(__m256 a, __m256 n) {
   const __m256i power =
       _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
@@ -114,6 +115,20 @@ static inline F mantissa(F a) { return {mantissa_half(a.lo), mantissa_half(a.hi)
 static inline F select_less(F a, F limit, F yes, F no) {
   return {_mm256_blendv_ps(no.lo, yes.lo, _mm256_cmp_ps(a.lo, limit.lo, _CMP_LT_OQ)),
           _mm256_blendv_ps(no.hi, yes.hi, _mm256_cmp_ps(a.hi, limit.hi, _CMP_LT_OQ))};
+}
+
+template <int Distance>
+static inline F exchange(F a) {
+  if constexpr (Distance == 1) {
+    return {_mm256_permute_ps(a.lo, 0xB1), _mm256_permute_ps(a.hi, 0xB1)};
+  }
+  if constexpr (Distance == 2) {
+    return {_mm256_permute_ps(a.lo, 0x4E), _mm256_permute_ps(a.hi, 0x4E)};
+  }
+  if constexpr (Distance == 4) {
+    return {_mm256_permute2f128_ps(a.lo, a.lo, 1), _mm256_permute2f128_ps(a.hi, a.hi, 1)};
+  }
+  if constexpr (Distance == 8) return {a.hi, a.lo};
 }
 
 static inline float reduce_max(F a) {

@@ -59,6 +59,9 @@ static inline I round_to_int(F a) { return _mm512_cvtps_epi32(a); }
 static inline F round_even(F a) {
   return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+static inline F floor(F a) {
+  return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
 static inline F scale_by_power(F a, F n) { return _mm512_scalef_ps(a, n); }
 static inline F round_mantissa(F a, int bits) {
   const I u = _mm512_castps_si512(a);
@@ -73,6 +76,14 @@ static inline F mantissa(F a) {
 }
 static inline F select_less(F a, F limit, F yes, F no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, limit, _CMP_LT_OQ), no, yes);
+}
+
+template <int Distance>
+static inline F exchange(F a) {
+  if constexpr (Distance == 1) return _mm512_permute_ps(a, 0xB1);
+  if constexpr (Distance == 2) return _mm512_permute_ps(a, 0x4E);
+  if constexpr (Distance == 4) return _mm512_shuffle_f32x4(a, a, 0xB1);
+  if constexpr (Distance == 8) return _mm512_shuffle_f32x4(a, a, 0x4E);
 }
 
 static inline float reduce_max(F a) { return _mm512_reduce_max_ps(a); }

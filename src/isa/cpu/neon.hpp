@@ -108,6 +108,9 @@ static inline I round_to_int(F a) {
 static inline F round_even(F a) {
   return quarters<F>([&](int i) { return vrndnq_f32(a.x[i]); });
 }
+static inline F floor(F a) {
+  return quarters<F>([&](int i) { return vrndmq_f32(a.x[i]); });
+}
 static inline F scale_by_power(F a, F n) {
   return quarters<F>([&](int i) {
     const int32x4_t power = vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n.x[i]), vdupq_n_s32(127)), 23);
@@ -142,6 +145,15 @@ static inline F mantissa(F a) {
 static inline F select_less(F a, F limit, F yes, F no) {
   return quarters<F>(
       [&](int i) { return vbslq_f32(vcltq_f32(a.x[i], limit.x[i]), yes.x[i], no.x[i]); });
+}
+
+template <int Distance>
+static inline F exchange(F a) {
+  return quarters<F>([&](int i) {
+    if constexpr (Distance == 1) return vrev64q_f32(a.x[i]);
+    if constexpr (Distance == 2) return vextq_f32(a.x[i], a.x[i], 2);
+    if constexpr (Distance >= 4) return a.x[i ^ Distance / 4];
+  });
 }
 
 static inline float reduce_max(F a) {

@@ -111,6 +111,13 @@ static inline I round_to_int(F a) {
 static inline F round_even(F a) {
   return each<F>([&](int i) { return (a.x[i] + 12582912.0f) - 12582912.0f; });
 }
+/// The largest integer that is not above a; |a| < 2^22.
+static inline F floor(F a) {
+  return each<F>([&](int i) {
+    const float nearest = (a.x[i] + 12582912.0f) - 12582912.0f;
+    return nearest > a.x[i] ? nearest - 1.0f : nearest;
+  });
+}
 /// a * 2^n for integral n in [-200, 127]; results below 2^-126 are 0. a in [0.5, 2).
 static inline F scale_by_power(F a, F n) {
   return each<F>([&](int i) {
@@ -155,6 +162,12 @@ static inline F mantissa(F a) {
 /// Per lane: a < limit ? yes : no.
 static inline F select_less(F a, F limit, F yes, F no) {
   return each<F>([&](int i) { return a.x[i] < limit.x[i] ? yes.x[i] : no.x[i]; });
+}
+
+/// Lane i holds what lane i ^ Distance held; Distance 1, 2, 4 or 8.
+template <int Distance>
+static inline F exchange(F a) {
+  return each<F>([&](int i) { return a.x[i ^ Distance]; });
 }
 
 static inline float reduce_max(F a) {

@@ -6,7 +6,6 @@
 #include <limits>
 
 #include "core/threads.hpp"
-#include "formats/hadamard.hpp"
 #include "kernels/attn_decode/cpu_job.hpp"
 #include "kernels/quantize/rows.hpp"
 #include "kvcache/tensors.hpp"
@@ -143,7 +142,7 @@ void Decode::prepare(std::int64_t u) {
     q.offset[r] = static_cast<float>(dot * call_.softmax_scale);
     for (int c = 0; c < d_; ++c) q.raw[r * d_ + c] = row[c] * call_.softmax_scale;
     if (cache.k_by_channel()) continue;  // every page has planes of its own
-    if (cache.options.rotate) formats::rotate(row, d_);
+    if (cache.options.rotate) rotate(*cache.words, row, d_);
     std::int8_t* high = q.planes + std::int64_t{2} * r * d_;
     q.scale[r] = call_.softmax_scale * cache.words->kv_planes(row, d_, high, high + d_, q.sum + r);
   }
@@ -187,7 +186,7 @@ void Decode::merge_row(std::int64_t u, int r, float* rotated, float* raw) {
     float* to = window ? raw : rotated;
     for (int c = 0; c < dv_; ++c) to[c] += factor * p.out[std::int64_t{r} * dv_ + c];
   }
-  if (codes && cache.options.rotate) formats::unrotate(rotated, dv_);
+  if (codes && cache.options.rotate) unrotate(*cache.words, rotated, dv_);
   const float lse = nan       ? std::numeric_limits<float>::quiet_NaN()
                     : sum > 0 ? top + std::log(sum)
                               : top;

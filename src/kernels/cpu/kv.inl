@@ -3,11 +3,9 @@
 // Codes are unsigned bytes, Q and P two planes of signed bytes (high * 128 + low), so that both
 // products are exact sums of vpdpbusd and its like, and a score is as good as fifteen bits of Q.
 
-/// Grid point of y, see kv_grid(): floor by way of rounding, which needs the clamp first.
+/// Grid point of y, see kv_grid(); v::floor() wants the clamp first.
 static inline F kv_grid(F y, F low, F high) {
-  y = v::min(v::max(y, low), high);
-  const F r = v::round_even(y);
-  return v::add(v::select_less(y, r, v::sub(r, v::set(1.0f)), r), v::set(0.5f));
+  return v::add(v::floor(v::min(v::max(y, low), high)), v::set(0.5f));
 }
 
 /// Bounds under which floor() gives the lowest and the highest code.
@@ -79,6 +77,35 @@ void kv_unpack(const std::uint8_t* packed, int n, int bits, std::uint8_t* panel)
       return unpack_planes<4>(packed, n, panel);
     default:
       __builtin_memcpy(panel, packed, static_cast<unsigned long>(n));
+  }
+}
+
+/// Planes of `Width` bits: those of every code's bits from `shift` on.
+template <int Width>
+static inline void pack_planes(const std::uint8_t* panel, int n, int shift, std::uint8_t* packed) {
+  const int plane = n / 8 * Width;
+  constexpr std::uint32_t mask = 0x01010101u * ((1u << Width) - 1);
+  for (int y = 0; y < plane; y += 4 * v::lanes) {
+    I bytes = v::set_i(0);
+    for (int i = 8 / Width - 1; i >= 0; --i) {
+      for (int bit = 0; bit < Width; ++bit) bytes = v::add_i(bytes, bytes);
+      bytes = v::add_i(bytes, v::field(v::load_i(panel + i * plane + y), shift, mask));
+    }
+    v::store_i(packed + y, bytes);
+  }
+}
+
+void kv_pack(const std::uint8_t* panel, int n, int bits, std::uint8_t* packed) {
+  switch (bits) {
+    case 2:
+      return pack_planes<2>(panel, n, 0, packed);
+    case 3:
+      pack_planes<2>(panel, n, 0, packed);
+      return pack_planes<1>(panel, n, 2, packed + n / 4);
+    case 4:
+      return pack_planes<4>(panel, n, 0, packed);
+    default:
+      __builtin_memcpy(packed, panel, static_cast<unsigned long>(n));
   }
 }
 

@@ -129,6 +129,9 @@ struct Words {
   /// acc[i] = max(acc[i], |x[i]|), NaN wins.
   void (*accumulate_amax)(const float* x, int n, float* acc);
 
+  /// formats::hadamard_blocks(), bit for bit; block and n are multiples of 16.
+  void (*hadamard)(float* x, int n, int block, float norm);
+
   /// bf16 values as such: the upper halves of n floats (padded to a multiple of 16).
   void (*narrow_bf16)(const float* x, int n, std::uint16_t* out);
   /// What softmax() needs of V's scales per token (SoftmaxTile): fills tile_keys entries of each
@@ -185,6 +188,8 @@ struct Words {
   void (*kv_errors)(const float* x, int n, int bits, const float* scales, int count, float* errors);
   /// codes[i] = kv_encode(x[i], inverse); x * inverse is no NaN. n is a multiple of 16.
   void (*kv_codes)(const float* x, int n, float inverse, int bits, std::uint8_t* codes);
+  /// formats::kv_pack(); n is a multiple of 512.
+  void (*kv_pack)(const std::uint8_t* panel, int n, int bits, std::uint8_t* packed);
   /// The inverse of kv_pack(): n codes, one a byte; n is a multiple of 512.
   void (*kv_unpack)(const std::uint8_t* packed, int n, int bits, std::uint8_t* panel);
   /// A row as planes; returns the scale, and the planes' sum in its units. NaN gives a NaN scale.

@@ -111,6 +111,39 @@ void accumulate_amax(const float* x, int n, float* acc) {
   }
 }
 
+/// Signs of a butterfly's own lane, for distances 1, 2, 4, 8: the upper of two is subtracted.
+constexpr float own_sign[4][v::lanes] = {
+    {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
+    {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
+    {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
+    {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
+};
+
+template <int Distance>
+static inline F butterfly(F a, const float* sign) {
+  return v::add(v::exchange<Distance>(a), v::mul(a, v::load(sign)));
+}
+
+void hadamard(float* x, int n, int block, float norm) {
+  for (int i = 0; i < n; i += v::lanes) {
+    F a = v::load(x + i);
+    a = butterfly<1>(a, own_sign[0]);
+    a = butterfly<2>(a, own_sign[1]);
+    a = butterfly<4>(a, own_sign[2]);
+    v::store(x + i, butterfly<8>(a, own_sign[3]));
+  }
+  for (int distance = v::lanes; distance < block; distance *= 2) {
+    for (int start = 0; start < n; start += 2 * distance) {
+      for (int i = start; i < start + distance; i += v::lanes) {
+        const F a = v::load(x + i), b = v::load(x + i + distance);
+        v::store(x + i, v::add(a, b));
+        v::store(x + i + distance, v::sub(a, b));
+      }
+    }
+  }
+  for (int i = 0; i < n; i += v::lanes) v::store(x + i, v::mul(v::load(x + i), v::set(norm)));
+}
+
 void narrow_bf16(const float* x, int n, std::uint16_t* out) {
   for (int i = 0; i < n; i += v::lanes) v::store_bf16(out + i, v::load(x + i));
 }

@@ -1,5 +1,6 @@
 #include "kernels/quantize/rows.hpp"
 
+#include <array>
 #include <cstring>
 #include <limits>
 
@@ -45,7 +46,41 @@ void round_trip(float* row, int n) {
   }
 }
 
+constexpr int most_signs = 256;
+
+/// x times rotation_sign(), exactly.
+void flip(float* x, int n) {
+  static const std::array<float, most_signs> sign = [] {
+    std::array<float, most_signs> s{};
+    for (int i = 0; i < most_signs; ++i) {
+      s[static_cast<std::size_t>(i)] = formats::rotation_sign(i);
+    }
+    return s;
+  }();
+  for (int i = 0; i < n; ++i) x[i] *= sign[static_cast<std::size_t>(i)];
+}
+
+/// Do vectors hold whole blocks of the rotation?
+bool in_vectors(int n) { return n <= most_signs && formats::rotation_block(n) >= lanes; }
+
+void hadamard(const Words& words, float* x, int n) {
+  const int block = formats::rotation_block(n);
+  words.hadamard(x, n, block, formats::rotation_norm(block));
+}
+
 }  // namespace
+
+void rotate(const Words& words, float* x, int n) {
+  if (!in_vectors(n)) return formats::rotate(x, n);
+  flip(x, n);
+  hadamard(words, x, n);
+}
+
+void unrotate(const Words& words, float* x, int n) {
+  if (!in_vectors(n)) return formats::unrotate(x, n);
+  hadamard(words, x, n);
+  flip(x, n);
+}
 
 Element element_of(Format format) {
   return format == Format::f16    ? Element::f16
@@ -56,7 +91,7 @@ Element element_of(Format format) {
 void load_row(const Words& words, const Sequence& x, std::int64_t token, const Transform& transform,
               float* dst) {
   words.load_row(x.row(token), element_of(x.format), x.channels, transform.mean, dst);
-  if (transform.rotate) formats::rotate(dst, x.channels);
+  if (transform.rotate) rotate(words, dst, x.channels);
 }
 
 void mean_of_rows(const Words& words, const Sequence& x, std::int64_t begin, std::int64_t end,

@@ -37,6 +37,10 @@ struct Transform {
   bool rotate = false;
 };
 
+/// formats::rotate() and formats::unrotate() at the speed of the instruction set, bit for bit.
+void rotate(const Words& words, float* x, int n);
+void unrotate(const Words& words, float* x, int n);
+
 constexpr int padded(int n) { return (n + lanes - 1) / lanes * lanes; }
 
 /// Row `token` of a float tensor, transformed; dst is padded to a multiple of 16 with zeros.
