@@ -1,6 +1,7 @@
 // Compiled by nvcc for GPUs, and by the host compiler for the emulator.
 #include "gpu/attention_bench.hpp"
 
+#include <charconv>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -8,6 +9,7 @@
 #include <utility>
 
 #include "kernels/attn_prefill/gpu.hpp"
+#include "kernels/attn_prefill/spread.hpp"
 
 using namespace qattn;
 
@@ -34,6 +36,45 @@ static int failed(const Status& status) {
   return 1;
 }
 
+/// What stands behind a recipe's name.
+struct Asked {
+  bool queries = false;
+  kernels::SpreadOverride spread;
+};
+
+/// Takes what is asked for off the name.
+static Status take_asked(std::string_view& name, Asked& asked) {
+  for (std::size_t at; (at = name.rfind('+')) != name.npos; name = name.substr(0, at)) {
+    const std::string_view word = name.substr(at + 1);
+    int* number = nullptr;
+    if (word == "q") {
+      asked.queries = true;
+      continue;
+    }
+    if (word.starts_with("splits=")) number = &asked.spread.splits;
+    if (word.starts_with("pack=")) number = &asked.spread.pack;
+    const char *begin = word.data() + word.find('=') + 1, *end = word.data() + word.size();
+    if (number == nullptr || std::from_chars(begin, end, *number).ptr != end || *number < 1) {
+      return Status(Code::invalid_argument, "+" + std::string(word) + " behind a recipe's name");
+    }
+  }
+  return {};
+}
+
+/// Empty, or what the plan does not do of what was asked.
+static std::string missed(const Asked& asked, kernels::GpuPlan& plan, const Problem& problem) {
+  const auto says = [&](const char* what, int n) {
+    const std::string line = std::string("\n") + what + std::to_string(n) + "\n";
+    return n == 0 || ("\n" + plan.text).find(line) != std::string::npos;
+  };
+  if (asked.queries && !kernels::leaves_queries(plan, problem)) {
+    return "makes no codes of Q for this call";
+  }
+  if (!says("splits: ", asked.spread.splits)) return "takes other splits";
+  if (!says("packed_heads: ", asked.spread.pack)) return "packs other heads";
+  return {};
+}
+
 #define BENCH_EXPORT __attribute__((visibility("default")))
 
 extern "C" {
@@ -51,8 +92,8 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
   for (TensorView* x : {&t.q, &t.k, &t.v, &t.out}) x->device = {DeviceType::cuda, 0};
   AttentionOptions o;
   std::string_view name = recipe;
-  const bool leaves = name.ends_with("+q");
-  if (leaves) name.remove_suffix(2);
+  Asked asked;
+  if (const Status s = take_asked(name, asked); !s.ok()) return failed(s), nullptr;
   const Result<Recipe> named = recipe_named(name);
   if (!named.ok()) {
     error = named.status().message();
@@ -69,14 +110,17 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
   for (const detail::Kernel& kernel : kernels::gpu_attention_kernels()) {
     const Status status = kernel.supports(*problem);
     if (status.ok()) {
-      kernels::leaves_queries() = leaves;
+      kernels::leaves_queries() = asked.queries;
+      kernels::spread_override() = asked.spread;
       auto plan = kernel.tune(*problem);
-      if (leaves && !kernels::leaves_queries(static_cast<kernels::GpuPlan&>(*plan), *problem)) {
-        kernels::leaves_queries() = false;
-        error = std::string(kernel.name) + ": makes no codes of Q for this call";
+      kernels::spread_override() = {};
+      error = missed(asked, static_cast<kernels::GpuPlan&>(*plan), *problem);
+      kernels::leaves_queries() = false;
+      if (!error.empty()) {
+        error = std::string(kernel.name) + ": " + error;
         return nullptr;
       }
-      return new BenchHandle{*problem, std::move(plan), std::string(kernel.name), leaves};
+      return new BenchHandle{*problem, std::move(plan), std::string(kernel.name), asked.queries};
     }
     error += (error.empty() ? "" : "; ") + std::string(kernel.name) + ": " + status.message();
   }
@@ -84,6 +128,8 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
 }
 
 BENCH_EXPORT const char* bench_kernel(const BenchHandle* h) { return h->kernel.c_str(); }
+
+BENCH_EXPORT const char* bench_plan(const BenchHandle* h) { return h->plan->text.c_str(); }
 
 BENCH_EXPORT std::int64_t bench_workspace(const BenchHandle* h) {
   return static_cast<std::int64_t>(h->plan->workspace);

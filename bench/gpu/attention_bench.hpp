@@ -16,11 +16,15 @@ struct BenchShape {
 
 /// Why the last call failed.
 const char* bench_error();
-/// Q, K, V, out: dense (B, S, H, D) in 16 bits. `recipe` with "+q" behind its name: step 0 leaves
-/// Q's codes to the attention kernel. Null on failure: no kernel takes it.
+/// Q, K, V, out: dense (B, S, H, D) in 16 bits. Behind the recipe's name may stand "+q": step 0
+/// leaves Q's codes to the attention kernel; "+splits=N", "+pack=N": so many blocks share the keys,
+/// so many heads a tile, instead of the plan's choice. Null on failure: no kernel takes it, or not
+/// so.
 BenchHandle* bench_create(const char* recipe, const BenchShape* s, void* q, void* k, void* v,
                           void* out);
 const char* bench_kernel(const BenchHandle* h);
+/// The plan's text.
+const char* bench_plan(const BenchHandle* h);
 /// Bytes of device memory that bench_run() needs, at a multiple of 64.
 std::int64_t bench_workspace(const BenchHandle* h);
 /// Is there a step of quantisation?

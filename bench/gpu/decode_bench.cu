@@ -328,10 +328,26 @@ double median_us(const std::function<void()>& body, const DeviceArray<uint4>& ot
 }
 
 struct Line {
-  std::string name;
-  Shape shape;
-  double us, decode_us, bytes, error;
+  double us, mass_us, decode_us, bytes, error;
 };
+
+/// A call as serving has it: all its kernels as a graph, behind one launch.
+double graph_us(const kernels::DeviceDecodeCall& call, void* workspace,
+                const DeviceArray<uint4>& other) {
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  check(cudaStreamCreate(&stream), "stream");
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  check(kernels::run(call, workspace, stream));
+  check(cudaStreamEndCapture(stream, &graph), "capture");
+  check(cudaGraphInstantiate(&exec, graph, 0), "graph");
+  const double us = median_us([&] { check(cudaGraphLaunch(exec, nullptr), "launch"); }, other);
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+  return us;
+}
 
 /// The main kernel alone: its neighbours' work has been done.
 template <int D, int N>
@@ -356,13 +372,14 @@ Line measure(const Shape& s, const Case& c, const DeviceArray<uint4>& other) {
   call.slots = TensorView::dense(slots_device.get(), Format::s32, {s.batch});
   call.tensors.q = TensorView::dense(q_device.get(), Format::f32, {s.batch, 1, s.heads_q, s.d});
   call.tensors.out = TensorView::dense(out.get(), Format::f32, {s.batch, 1, s.heads_q, s.d});
-  check(kernels::supports(call));
-  const DeviceArray<std::uint8_t> workspace(kernels::workspace_bytes(call));
-
-  cudaStream_t stream;
-  check(cudaStreamCreate(&stream), "stream");
-  check(kernels::run(call, workspace.get(), stream));
-  check(cudaStreamSynchronize(stream), "decode");
+  kernels::DeviceDecodeCall with_mass = call;
+  const std::int64_t blocks = (s.tokens + 15) / 16;
+  const DeviceArray<float> mass(static_cast<std::size_t>(s.batch * s.heads_q * blocks));
+  with_mass.tensors.mass = TensorView::dense(mass.get(), Format::f32, {s.batch, s.heads_q, blocks});
+  check(kernels::supports(with_mass));
+  const DeviceArray<std::uint8_t> workspace(kernels::workspace_bytes(with_mass));
+  check(kernels::run(call, workspace.get(), nullptr));
+  check(cudaDeviceSynchronize(), "decode");
   double error = 0, norm = 0;
   for (const std::int64_t row : {std::int64_t{0}, s.batch * s.heads_q - 1}) {
     const std::int64_t b = row / s.heads_q, head = row % s.heads_q;
@@ -375,15 +392,9 @@ Line measure(const Shape& s, const Case& c, const DeviceArray<uint4>& other) {
     }
   }
 
-  // A graph, as serving has it: all kernels of the call behind one launch.
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  check(kernels::run(call, workspace.get(), stream));
-  check(cudaStreamEndCapture(stream, &graph), "capture");
-  check(cudaGraphInstantiate(&exec, graph, 0), "graph");
-  Line line{c.name, s, 0, 0, static_cast<double>(cache.bytes), std::sqrt(error / norm)};
-  line.us = median_us([&] { check(cudaGraphLaunch(exec, nullptr), "launch"); }, other);
+  Line line{0, 0, 0, static_cast<double>(cache.bytes), std::sqrt(error / norm)};
+  line.mass_us = graph_us(with_mass, workspace.get(), other);
+  line.us = graph_us(call, workspace.get(), other);
   const kernels::DecodeParams p = kernels::params_in(call, workspace.get());
   line.decode_us = median_us(
       [&] {
@@ -393,9 +404,6 @@ Line measure(const Shape& s, const Case& c, const DeviceArray<uint4>& other) {
         launch_alone<256, 1>(p);
       },
       other);
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
   return line;
 }
 
@@ -448,10 +456,14 @@ int main(int argc, char** argv) {
       other);
   const double read_rate = static_cast<double>(other.size()) * 16 / read_us * 1e-3;
   std::printf("%s: a plain read of 2 GiB reaches %.0f GB/s\n", device.name, read_rate);
-  std::printf("%-6s %3s %4s %4s %4s %7s %10s %10s %7s %6s %10s %9s\n", "cache", "B", "Hq", "Hkv",
-              "D", "S", "call us", "decode us", "GB/s", "%", "decode %", "NRMSE");
+  std::printf("%-6s %3s %4s %4s %4s %7s %10s %10s %10s %7s %6s %10s %9s\n", "cache", "B", "Hq",
+              "Hkv", "D", "S", "call us", "with mass", "decode us", "GB/s", "%", "decode %",
+              "NRMSE");
   std::string json = std::string("{\"device\": \"") + device.name +
                      "\", \"read_gb_per_s\": " + std::to_string(read_rate) + ", \"rows\": [";
+  constexpr char format[] =
+      "%-6s %3lld %4lld %4lld %4lld %7lld %10.1f %10.1f %10.1f %7.0f %6.1f %10.1f %9.2e%s\n";
+  const auto n = [](std::int64_t x) { return static_cast<long long>(x); };
   bool wrong = false;
   for (const std::int64_t tokens : lengths) {
     for (const Case& c : all_cases()) {
@@ -463,22 +475,18 @@ int main(int argc, char** argv) {
       const double rate = l.bytes / l.us * 1e-3, alone = l.bytes / l.decode_us * 1e-3;
       const bool bad = !(l.error <= 2e-3);
       wrong |= bad;
-      std::printf("%-6s %3lld %4lld %4lld %4lld %7lld %10.1f %10.1f %7.0f %6.1f %10.1f %9.2e%s\n",
-                  l.name.c_str(), static_cast<long long>(shape.batch),
-                  static_cast<long long>(shape.heads_q), static_cast<long long>(shape.heads_kv),
-                  static_cast<long long>(shape.d), static_cast<long long>(tokens), l.us,
-                  l.decode_us, rate, 100 * rate / read_rate, 100 * alone / read_rate, l.error,
-                  bad ? "  WRONG" : "");
-      json += std::string(json.back() == '[' ? "" : ",") + "\n  {\"cache\": \"" + l.name +
-              "\", \"batch\": " + std::to_string(shape.batch) +
-              ", \"heads_q\": " + std::to_string(shape.heads_q) +
-              ", \"heads_kv\": " + std::to_string(shape.heads_kv) +
-              ", \"d\": " + std::to_string(shape.d) + ", \"tokens\": " + std::to_string(tokens) +
-              ", \"page\": " + std::to_string(shape.page) + ", \"us\": " + std::to_string(l.us) +
-              ", \"decode_us\": " + std::to_string(l.decode_us) +
-              ", \"bytes\": " + std::to_string(static_cast<long long>(l.bytes)) +
-              ", \"gb_per_s\": " + std::to_string(rate) +
-              ", \"nrmse\": " + std::to_string(l.error) + "}";
+      std::printf(format, c.name, n(shape.batch), n(shape.heads_q), n(shape.heads_kv), n(shape.d),
+                  n(tokens), l.us, l.mass_us, l.decode_us, rate, 100 * rate / read_rate,
+                  100 * alone / read_rate, l.error, bad ? "  WRONG" : "");
+      json += std::string(json.back() == '[' ? "" : ",") + "\n  {\"cache\": \"" + c.name + "\"";
+      const auto put = [&](const char* name, auto x) {
+        json += std::string(", \"") + name + "\": " + std::to_string(x);
+      };
+      put("batch", shape.batch), put("heads_q", shape.heads_q), put("heads_kv", shape.heads_kv);
+      put("d", shape.d), put("tokens", tokens), put("page", shape.page), put("us", l.us);
+      put("mass_us", l.mass_us), put("decode_us", l.decode_us);
+      put("bytes", static_cast<long long>(l.bytes)), put("gb_per_s", rate), put("nrmse", l.error);
+      json += "}";
     }
   }
   json += "\n]}\n";

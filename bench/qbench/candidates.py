@@ -7,6 +7,7 @@ emulator: it serves the driver's tests and no record.
 import ctypes
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 
 import torch
@@ -86,6 +87,7 @@ def load_library(path):
         ("error", ctypes.c_char_p, []),
         ("create", pointer, [ctypes.c_char_p, ctypes.POINTER(BenchShape)] + [pointer] * 4),
         ("kernel", ctypes.c_char_p, [pointer]),
+        ("plan", ctypes.c_char_p, [pointer]),
         ("workspace", ctypes.c_int64, [pointer]),
         ("quantises", ctypes.c_int, [pointer]),
         ("kv_bytes", ctypes.c_int64, [pointer]),
@@ -99,6 +101,14 @@ def load_library(path):
 
 #: of bench_run()
 STEPS = {"e2e": 0, "quantise": 1, "kernel": 2}
+
+
+def steps_of(recipe, quantises):
+    """With "+q" the attention kernel makes Q's codes; splits and packs leave quantisation alone."""
+    asked = recipe.split("+")[1:]
+    if not quantises or "q" in asked:
+        return ["e2e"]
+    return ["e2e", "kernel"] if asked else list(STEPS)
 
 
 def library_candidate(lib, recipe, io, shape, tensors, stream):
@@ -123,23 +133,21 @@ def library_candidate(lib, recipe, io, shape, tensors, stream):
         return call
 
     quantises = bool(lib.bench_quantises(handle))
+    plan = lib.bench_plan(handle).decode()
+    choice = dict(re.findall(r"^(splits|packed_heads): (\d+)$", plan, re.MULTILINE))
     kv_bytes = lib.bench_kv_bytes(handle)
     return Candidate(
         recipe,
         io,
-        # With "+q" the attention kernel makes Q's codes: only the whole call differs.
-        {
-            name: step(n)
-            for name, n in STEPS.items()
-            if name == "e2e" or (quantises and not recipe.endswith("+q"))
-        },
+        {name: step(n) for name, n in STEPS.items() if name in steps_of(recipe, quantises)},
         # The workspace lives as long as the candidate does.
         lambda _=workspace: out,
         {
             "quantises": quantises,
             "kernel": lib.bench_kernel(handle).decode(),
             "bytes_workspace": needed,
-        },
+        }
+        | {name: int(n) for name, n in choice.items()},
         {
             "kernel": {"bytes_kv": kv_bytes},
             "e2e": {"bytes_kv": shape.elements_kv() * k.element_size()},
@@ -150,7 +158,7 @@ def library_candidate(lib, recipe, io, shape, tensors, stream):
 
 def gpu_io(recipe):
     """Format of the tensors: a recipe of 16-bit products takes its own only."""
-    return "f16" if recipe == "f16" else "bf16"
+    return "f16" if recipe.split("+")[0] == "f16" else "bf16"
 
 
 class Cuda:

@@ -91,7 +91,8 @@ def measure(torch, args, batch, tokens):
     for members in rows.values():
         row = {key: members[0][key] for key in KEYS}
         row["us"] = statistics.median(m["us"] for m in members)
-        row["decode_us"] = statistics.median(m["decode_us"] for m in members)
+        for name in ("mass_us", "decode_us"):
+            row[name] = statistics.median(m[name] for m in members)
         row["gb_per_s"] = row["bytes"] / row["us"] * 1e-3
         medians.append(row)
     return {
@@ -137,7 +138,10 @@ def tables(runs):
             share = 100 * row["gb_per_s"] / one["read_gb_per_s"]
             ratios = [f"{us / row['us']:.2f}x" for us in beside.values()]
             rows.append([row["cache"], f"{row['us']:.0f} us", f"{share:.0f} %", *ratios])
-        lines += markdown(["", "a call", "of the read", *(f"beside {b}" for b in beside)], rows)
+            if "mass_us" in row:  # older records lack it
+                rows[-1].append(f"{100 * (row['mass_us'] / row['us'] - 1):+.1f} %")
+        head = ["", "a call", "of the read", *(f"beside {b}" for b in beside)]
+        lines += markdown(head + ["mass costs"] * (len(rows[0]) > len(head)), rows)
     return lines
 
 

@@ -2,7 +2,7 @@
 
 import textwrap
 
-from . import decode, model, plot, roofline, wheel
+from . import choices, decode, model, plot, roofline, wheel
 from .record import ROOT, baselines, committed, markdown
 
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
@@ -13,6 +13,7 @@ TITLES = {
     "llm": "Prefill of language models",
     "video": "Video diffusion",
     "decode": "Decode, one query a sequence",
+    "few": "Few queries",
     "cpu": "Attention on CPUs",
     "custom": "Other shapes",
 }
@@ -227,6 +228,7 @@ def page():
     for record in records:
         lines += record_section(record)
     lines += roofline.section()
+    lines += choices.section()
     lines += decode.section()
     lines += model.section(records)
     lines += wheel.section()

@@ -64,6 +64,16 @@ GROUPS = {
         Shape("decode", batch, 32, 8, 1, keys, 128, False)
         for batch, keys in ((16, 8192), (16, 32768), (1, 8192), (1, 32768), (1, 131072))
     ],
+    # Where plans pack heads and split keys.
+    "few": [
+        Shape("few", batch, heads, kv, queries, keys, 128, queries > 1)
+        for heads, kv in ((32, 8), (64, 8), (32, 32))
+        for batch, queries, keys in (
+            (1, 1, 1024), (1, 1, 4096), (1, 1, 65536), (4, 1, 4096), (4, 1, 16384), (16, 1, 2048),
+            (16, 1, 16384), (64, 1, 4096), (1, 4, 8192), (4, 16, 8192), (1, 64, 16384),
+            (1, 128, 16384), (1, 512, 16384),
+        )
+    ],
     # What two cores do in a second.
     "cpu": [Shape("cpu", 1, 8, 8, 4096, 4096, 128, causal) for causal in (False, True)]
     + [Shape("cpu", 1, 32, 8, 1, keys, 128, False) for keys in (4096, 32768)],

@@ -11,7 +11,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from qbench import candidates, errors, provenance, run, shapes, timing  # noqa: E402
+from qbench import candidates, choices, errors, provenance, run, shapes, timing  # noqa: E402
 from qbench.record import Record  # noqa: E402
 
 BENCH = [sys.executable, str(ROOT / "bench" / "bench.py")]
@@ -123,6 +123,33 @@ def test_clocks_are_sampled():
 
 
 # ---- Whole runs ----------------------------------------------------------------------------------
+
+
+def test_choices_of_plans_on_the_emulated_gpu(library, tmp_path):
+    path = tmp_path / "record.json"
+    asked = ["", "+splits=2", "+pack=1", "+splits=3+pack=2", "+pack=3", "+split=2", "+splits="]
+    done = bench(
+        "run", "--device", "emulated", "--library", library, "--no-errors", "-o", path,
+        "--shape", "2,8,2,1,700,64", "--rounds", 3, "--commit", "abc",
+        "--recipes", ",".join("int8_full" + word for word in asked),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = {(c["candidate"], c["step"]): c for c in Record.load(path).cells}
+
+    def choice(name):
+        cell = cells[name, "kernel"]
+        assert cell["nrmse"] < 3e-2
+        return cell["packed_heads"], cell["splits"]
+
+    assert choice("int8_full")[0] == 4  # all heads of a KV head
+    assert choice("int8_full+splits=2") == (4, 2)
+    assert choice("int8_full+pack=1")[0] == 1
+    assert choice("int8_full+splits=3+pack=2") == (2, 3)
+    assert "packs other heads" in cells["int8_full+pack=3", "e2e"]["refused"]
+    assert "+split=2 behind" in cells["int8_full+split=2", "e2e"]["refused"]
+    assert "+splits= behind" in cells["int8_full+splits=", "e2e"]["refused"]
+    rows = choices.rows(Record.load(path))
+    assert len(rows) == 1 and rows[0][:2] == ["1 of 700, B 2, 8/2", "int8_full"]
 
 
 def test_a_run_on_the_emulated_gpu(library, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from qbench import decode, model, plot, render, roofline, shapes, wheel  # noqa: E402
+from qbench import choices, decode, model, plot, render, roofline, shapes, wheel  # noqa: E402
 from qbench.compare import compare  # noqa: E402
 from qbench.record import Record, committed, make_cell  # noqa: E402
 from qbench.shapes import parse_custom  # noqa: E402
@@ -341,6 +341,30 @@ def test_decode_tables_by_hand():
     text = "\n".join(decode.tables([run]))
     assert "B 2, 1024 tokens, heads 8/2, D 64; a plain read 3000 GB/s" in text
     assert "| kv4 | 20 us | 50 % | 2.50x |" in text
+    row["mass_us"] = 20.5
+    text = "\n".join(decode.tables([run]))
+    assert "|  | a call | of the read | beside cudnn | mass costs |" in text
+    assert "| kv4 | 20 us | 50 % | 2.50x | +2.5 % |" in text
+
+
+def test_choices_by_hand():
+    def cell(name, step, ms, **facts):
+        return make_cell(shapes.GROUPS["few"][0], name, "bf16", step, median_ms=ms, **facts)
+
+    cells = [
+        cell("torch cudnn", "e2e", 0.001),
+        cell("int8_full", "e2e", 0.040, packed_heads=4, splits=8),
+        cell("int8_full", "kernel", 0.020, packed_heads=4, splits=8),
+        cell("int8_full+splits=16", "kernel", 0.015, packed_heads=4, splits=16),
+        cell("bf16", "e2e", 0.030, packed_heads=4, splits=8),
+        cell("bf16+pack=1", "e2e", 0.031, packed_heads=1, splits=2),
+        make_cell(shapes.GROUPS["few"][1], "f32", "f32", "e2e", refused="no kernel"),
+    ]
+    name = "1 of 1024, B 1, 32/8"
+    assert choices.rows(Record({}, cells)) == [
+        [name, "int8_full", "4 x 8, 20.0 us", "4 x 16, 15.0 us", "25 %"],
+        [name, "bf16", "4 x 8, 30.0 us", "4 x 8, 30.0 us", "0 %"],
+    ]
 
 
 def test_the_committed_decode_record_is_consistent():
