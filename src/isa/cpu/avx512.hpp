@@ -93,6 +93,25 @@ static inline float reduce_add(F a) {
   const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(d, _mm_shuffle_ps(d, d, 1)));
 }
+/// Three shuffles a vector instead of four, and all additions at full width.
+static inline void reduce_add_8(const F* a, float* out) {
+  F x[4];  // lanes i + (i + 8) of vectors 2 n and 2 n + 1
+  for (int n = 0; n < 4; ++n) {
+    x[n] = _mm512_add_ps(_mm512_shuffle_f32x4(a[2 * n], a[2 * n + 1], 0x44),
+                         _mm512_shuffle_f32x4(a[2 * n], a[2 * n + 1], 0xEE));
+  }
+  F y[2];  // four lanes left of vectors 4 n to 4 n + 3
+  for (int n = 0; n < 2; ++n) {
+    y[n] = _mm512_add_ps(_mm512_shuffle_f32x4(x[2 * n], x[2 * n + 1], 0x88),
+                         _mm512_shuffle_f32x4(x[2 * n], x[2 * n + 1], 0xDD));
+  }
+  const __m512d lo = _mm512_castps_pd(y[0]), hi = _mm512_castps_pd(y[1]);
+  const F two = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi)),
+                              _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi)));
+  const F one = _mm512_add_ps(two, _mm512_permute_ps(two, 0xB1));
+  const I order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
+  _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, one)));
+}
 // Not _mm512_reduce_add_epi32: GCC adds its last lanes as C++ ints, and the codes of a NaN row,
 // each the smallest int, may overflow those.
 static inline std::int32_t reduce_add(I a) {

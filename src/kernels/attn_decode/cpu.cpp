@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 
 #include "core/threads.hpp"
 #include "kernels/attn_decode/cpu_job.hpp"
@@ -22,6 +23,17 @@ using kv::Table;
 constexpr std::int64_t task_bytes = 128 * 1024;
 
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
+
+/// Memory that is not written first: its pages are touched by the threads that fill them.
+template <class T>
+class Array {
+ public:
+  void allocate(std::size_t count) { data_ = std::make_unique_for_overwrite<T[]>(count); }
+  T* data() { return data_.get(); }
+
+ private:
+  std::unique_ptr<T[]> data_;
+};
 
 /// Everything of one call.
 class Decode {
@@ -45,16 +57,19 @@ class Decode {
   void combine(std::int64_t unit, float* scratch);
   void merge_row(std::int64_t unit, int r, float* rotated, float* raw);
   void add_mass(std::int64_t unit, int r, float lse);
+  /// Behind a task's last tile.
+  std::int64_t last_tile(std::int64_t task) const;
 
   const DecodeCall& call_;
   const int rows_, d_, dv_;
   std::vector<Task> tasks_;               ///< those of a (sequence, KV head) side by side
   std::vector<std::int64_t> first_task_;  ///< [units + 1]
-  std::vector<float> q_raw_, q_sum_, q_scale_, q_offset_;
-  std::vector<std::int8_t> q_planes_;
-  std::vector<float> out_, max_, sum_, mass_sums_, mass_top_;
-  std::vector<std::uint8_t> bad_;
-  std::vector<TileMass> mass_;
+  std::int64_t tiles_ = 0;                ///< of all tasks, with `mass`
+  Array<float> q_raw_, q_sum_, q_scale_, q_offset_;
+  Array<std::int8_t> q_planes_;
+  Array<float> out_, max_, sum_, mass_sums_, mass_top_;
+  Array<std::uint8_t> bad_;
+  Array<TileMass> mass_;
 };
 
 void Decode::split() {
@@ -75,11 +90,8 @@ void Decode::split_tier(std::int64_t b, std::int64_t h, int tier) {
   std::int64_t begin = 0, bytes = 0, blocks = 0;
   const auto add = [&](std::int64_t last) {
     const auto place = static_cast<std::int64_t>(tasks_.size());
-    tasks_.push_back({b, h, tier, begin, last, place, static_cast<std::int64_t>(mass_.size())});
-    if (call_.tensors.mass.present()) {
-      mass_.resize(mass_.size() +
-                   static_cast<std::size_t>((blocks + tile_blocks - 1) / tile_blocks));
-    }
+    tasks_.push_back({b, h, tier, begin, last, place, tiles_});
+    if (call_.tensors.mass.present()) tiles_ += (blocks + tile_blocks - 1) / tile_blocks;
     begin = last;
     bytes = blocks = 0;
   };
@@ -96,18 +108,21 @@ void Decode::split_tier(std::int64_t b, std::int64_t h, int tier) {
 void Decode::allocate() {
   const auto rows = static_cast<std::size_t>(rows_);
   const auto units = static_cast<std::size_t>(first_task_.size() - 1);
-  q_raw_.resize(units * rows * static_cast<std::size_t>(d_));
-  q_planes_.resize(units * rows * 2 * static_cast<std::size_t>(d_));
-  for (auto* x : {&q_sum_, &q_scale_, &q_offset_}) x->resize(units * rows);
-  out_.resize(tasks_.size() * rows * static_cast<std::size_t>(dv_));
-  for (auto* x : {&max_, &sum_}) x->resize(tasks_.size() * rows);
-  bad_.resize(tasks_.size() * rows);
-  mass_sums_.resize(mass_.size() * rows * tile_blocks);
-  mass_top_.resize(mass_.size() * rows);
-  for (std::size_t i = 0; i < mass_.size(); ++i) {
-    mass_[i].sums = mass_sums_.data() + i * rows * tile_blocks;
-    mass_[i].top = mass_top_.data() + i * rows;
-  }
+  q_raw_.allocate(units * rows * static_cast<std::size_t>(d_));
+  q_planes_.allocate(units * rows * 2 * static_cast<std::size_t>(d_));
+  for (auto* x : {&q_sum_, &q_scale_, &q_offset_}) x->allocate(units * rows);
+  out_.allocate(tasks_.size() * rows * static_cast<std::size_t>(dv_));
+  for (auto* x : {&max_, &sum_}) x->allocate(tasks_.size() * rows);
+  bad_.allocate(tasks_.size() * rows);
+  const auto tiles = static_cast<std::size_t>(tiles_);
+  mass_.allocate(tiles);
+  mass_sums_.allocate(tiles * rows * tile_blocks);
+  mass_top_.allocate(tiles * rows);
+}
+
+std::int64_t Decode::last_tile(std::int64_t task) const {
+  const auto next = static_cast<std::size_t>(task) + 1;
+  return next < tasks_.size() ? tasks_[next].first_tile : tiles_;
 }
 
 Queries Decode::queries(std::int64_t unit) {
@@ -150,7 +165,13 @@ void Decode::prepare(std::int64_t u) {
 
 void Decode::work(const Task& task, Scratch& scratch) {
   const Queries q = queries(unit(task.batch, task.head));
-  TileMass* mass = mass_.empty() ? nullptr : mass_.data() + task.first_tile;
+  TileMass* mass = call_.tensors.mass.present() ? mass_.data() + task.first_tile : nullptr;
+  for (std::int64_t i = task.first_tile; i < last_tile(task.partial); ++i) {
+    const std::int64_t at = i * rows_;
+    mass_.data()[i].sums = mass_sums_.data() + at * tile_blocks;
+    mass_.data()[i].top = mass_top_.data() + at;
+    mass_.data()[i].block[0] = -1;  // a task may skip blocks, and so have fewer tiles
+  }
   (task.tier == 0 ? run_window_task : run_codes_task)(call_, task, q, partial(task.partial), mass,
                                                       scratch);
 }
@@ -215,16 +236,17 @@ void Decode::add_mass(std::int64_t u, int r, float lse) {
   for (std::int64_t t = first_task_[static_cast<std::size_t>(u)];
        t < first_task_[static_cast<std::size_t>(u) + 1]; ++t) {
     const std::int64_t first = tasks_[static_cast<std::size_t>(t)].first_tile;
-    const std::int64_t last = t + 1 < static_cast<std::int64_t>(tasks_.size())
-                                  ? tasks_[static_cast<std::size_t>(t) + 1].first_tile
-                                  : static_cast<std::int64_t>(mass_.size());
-    for (std::int64_t i = first; i < last; ++i) {
-      const TileMass& m = mass_[static_cast<std::size_t>(i)];
-      if (m.top[r] == minus_infinity) continue;
+    for (std::int64_t i = first; i < last_tile(t); ++i) {
+      const TileMass& m = mass_.data()[i];
+      if (m.block[0] < 0 || m.top[r] == minus_infinity) continue;
       const float factor = share * std::exp(m.top[r] - lse);
-      for (int j = 0; j < tile_blocks && m.block[j] >= 0; ++j) {
-        row[m.block[j]] += factor * m.sums[r * tile_blocks + j];
+      const float* sums = m.sums + std::int64_t{r} * tile_blocks;
+      if (m.block[tile_blocks - 1] == m.block[0] + tile_blocks - 1) {  // side by side
+        float* to = row + m.block[0];
+        for (int j = 0; j < tile_blocks; ++j) to[j] += factor * sums[j];
+        continue;
       }
+      for (int j = 0; j < tile_blocks && m.block[j] >= 0; ++j) row[m.block[j]] += factor * sums[j];
     }
   }
 }

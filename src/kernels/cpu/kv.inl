@@ -173,15 +173,19 @@ void kv_scores(const KvScores& x) {
 /// P times V's scale of one row into x.scores; returns its largest, adds P to *total.
 static inline float kv_probabilities(const KvSoftmax& x, int r, float top, float* total) {
   float* s = x.scores + r * tile_keys;
-  F sum = v::set(0.0f), most = v::set(0.0f);
+  constexpr int blocks = tile_keys / v::lanes;
+  static_assert(blocks == 8);
+  F sum = v::set(0.0f), most = v::set(0.0f), all[blocks];
+  for (int n = 0; n < blocks; ++n) all[n] = v::set(0.0f);
   for (int j = 0; j < x.keys; j += v::lanes) {
     const F p = exp_minus(v::load(s + j), v::set(top));
     const F weight = v::mul(p, v::load(x.v_scale + j));
-    if (x.mass) x.mass[r * (tile_keys / v::lanes) + j / v::lanes] = v::reduce_add(p);
+    all[j / v::lanes] = p;
     sum = v::add(sum, p);
     most = v::max(weight, most);
     v::store(s + j, weight);
   }
+  if (x.mass) v::reduce_add_8(all, x.mass + r * blocks);
   *total = v::reduce_add(sum);
   return v::reduce_max(most);
 }
