@@ -28,7 +28,7 @@ constexpr Sm90Instance instances[] = {
 constexpr int q_box = 64;  ///< rows of Q that one copy moves
 
 using Shape = Sm90Shape<Sm90Config{}>;
-static_assert(Shape::rows == sm90a_rows);
+static_assert(Shape::rows == sm90a_rows && Shape::keys == sm90a_keys);
 
 struct Sm90Plan : GpuPlan {
   const Sm90Instance* instance = nullptr;
@@ -241,8 +241,7 @@ std::string map_codes(const Sm90Config& c, const Problem& p, Sm90Params& a) {
     q.box[2] = static_cast<std::uint32_t>(q_box / a.pack);
   }
   if (auto e = isa::make_tensor_map(q, a.q_map); !e.empty()) return e;
-  return isa::make_tensor_map(shape(a.k8, p.heads_kv, static_cast<std::uint32_t>(c.keys())),
-                              a.k_map);
+  return isa::make_tensor_map(shape(a.k8, p.heads_kv, sm90a_keys), a.k_map);
 }
 
 std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, int pack) {
@@ -278,7 +277,7 @@ std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, 
 }
 
 std::string sm90a_text(const Sm90Config& config) {
-  const std::string keys = std::to_string(config.keys());
+  const std::string keys = std::to_string(sm90a_keys);
   return "variant: d" + std::to_string(config.d) + "\ntile: " + std::to_string(sm90a_rows) +
          " rows x " + keys + " keys\ntile_keys: " + keys + "\n";
 }
