@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "kernels/attn_prefill/gpu.hpp"
@@ -54,7 +55,12 @@ static Status take_asked(std::string_view& name, Asked& asked) {
     if (word.starts_with("splits=")) number = &asked.spread.splits;
     if (word.starts_with("pack=")) number = &asked.spread.pack;
     const char *begin = word.data() + word.find('=') + 1, *end = word.data() + word.size();
-    if (number == nullptr || std::from_chars(begin, end, *number).ptr != end || *number < 1) {
+    int value = 0;
+    const std::from_chars_result read = std::from_chars(begin, end, value);
+    const bool good = number != nullptr && *number == 0 && read.ec == std::errc() &&
+                      read.ptr == end && value >= 1 && value <= kernels::most_splits;
+    if (good) *number = value;
+    if (!good) {
       return Status(Code::invalid_argument, "+" + std::string(word) + " behind a recipe's name");
     }
   }

@@ -23,10 +23,10 @@ def row_of(shape, recipe, cells):
     step = step_of(cells)
     measured = [c for c in cells if c.measured and c["step"] == step]
     own = [c for c in measured if c["candidate"] == recipe]
-    if not own:
-        return None
-    best = min(measured, key=lambda c: c["median_ms"])
     kind = f"{shape.queries} of {shape.keys}, B {shape.batch}, {shape.heads_q}/{shape.heads_kv}"
+    if not own:
+        return [kind, recipe, "-", "-", "-"]
+    best = min(measured, key=lambda c: c["median_ms"])
     saves = 1 - best["median_ms"] / own[0]["median_ms"]
     return [kind, recipe, choice_text(own[0]), choice_text(best), f"{100 * saves:.0f} %"]
 
@@ -37,7 +37,7 @@ def rows(record):
         if not cell["candidate"].startswith("torch"):
             key = (cell.shape, cell["candidate"].split("+")[0])
             found.setdefault(key, []).append(cell)
-    return [r for (shape, recipe), cells in found.items() if (r := row_of(shape, recipe, cells))]
+    return [row_of(shape, recipe, cells) for (shape, recipe), cells in found.items()]
 
 
 def section():

@@ -127,7 +127,8 @@ def test_clocks_are_sampled():
 
 def test_choices_of_plans_on_the_emulated_gpu(library, tmp_path):
     path = tmp_path / "record.json"
-    asked = ["", "+splits=2", "+pack=1", "+splits=3+pack=2", "+pack=3", "+split=2", "+splits="]
+    asked = ["", "+splits=2", "+pack=1", "+splits=3+pack=2", "+pack=3", "+split=2", "+splits=",
+             "+splits=2+splits=3", "+splits=99999999999", "+splits=129"]  # fmt: skip
     done = bench(
         "run", "--device", "emulated", "--library", library, "--no-errors", "-o", path,
         "--shape", "2,8,2,1,700,64", "--rounds", 3, "--commit", "abc",
@@ -147,7 +148,9 @@ def test_choices_of_plans_on_the_emulated_gpu(library, tmp_path):
     assert choice("int8_full+splits=3+pack=2") == (2, 3)
     assert "packs other heads" in cells["int8_full+pack=3", "e2e"]["refused"]
     assert "+split=2 behind" in cells["int8_full+split=2", "e2e"]["refused"]
-    assert "+splits= behind" in cells["int8_full+splits=", "e2e"]["refused"]
+    for word in ("splits=", "splits=2", "splits=99999999999", "splits=129"):
+        name = "splits=2+splits=3" if word == "splits=2" else word
+        assert f"+{word} behind" in cells[f"int8_full+{name}", "e2e"]["refused"]
     rows = choices.rows(Record.load(path))
     assert len(rows) == 1 and rows[0][:2] == ["1 of 700, B 2, 8/2", "int8_full"]
 

@@ -364,6 +364,7 @@ def test_choices_by_hand():
     assert choices.rows(Record({}, cells)) == [
         [name, "int8_full", "4 x 8, 20.0 us", "4 x 16, 15.0 us", "25 %"],
         [name, "bf16", "4 x 8, 30.0 us", "4 x 8, 30.0 us", "0 %"],
+        ["1 of 4096, B 1, 32/8", "f32", "-", "-", "-"],
     ]
 
 

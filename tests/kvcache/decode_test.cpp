@@ -126,6 +126,20 @@ TEST(KvDecode, KeysWhoseChannelsDifferByOrders) {
   }
 }
 
+/// A truncation inside a quantised page leaves two pages of the same positions, an eviction none.
+TEST(KvDecode, MassWherePositionsRepeatAndAreGone) {
+  for (const std::int64_t gone : {0, 48, 80, 96, 112, 128}) {
+    KvCacheOptions o = uniform(4, 4);
+    o.sinks = 0;
+    Filled f = fill(o, 300);
+    ASSERT_TRUE(f.cache.truncate(f.id, 24).ok());
+    append_rows(f.cache, f.id, 0, normal_rows(400, 2, 128, 128, 8, 3.0f));
+    ASSERT_TRUE(f.cache.evict(f.id, 0, -1, gone, gone + 16).ok());
+    DecodeCase c = queries_for(o, 4, 1);
+    expect_close(c, f.cache, {f.id}, "evicted from " + std::to_string(gone) + ": ");
+  }
+}
+
 class KvDecodeBy : public testing::TestWithParam<Granularity> {};
 
 TEST_P(KvDecodeBy, MixedTiersAtEveryHeadDimensionAndGroup) {

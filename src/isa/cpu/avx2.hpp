@@ -143,9 +143,7 @@ static inline float reduce_add(F a) {
   const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(d, _mm_shuffle_ps(d, d, 1)));
 }
-static inline void reduce_add_8(const F* a, float* out) {
-  for (int i = 0; i < 8; ++i) out[i] = reduce_add(a[i]);
-}
+using isa::reduce_add_8;
 static inline std::int32_t reduce_add(I a) {
   std::int32_t x[8];
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm256_add_epi32(a.lo, a.hi));

@@ -166,9 +166,7 @@ static inline float reduce_add(F a) {
   const float32x2_t d = vadd_f32(vget_low_f32(q), vget_high_f32(q));
   return vget_lane_f32(d, 0) + vget_lane_f32(d, 1);
 }
-static inline void reduce_add_8(const F* a, float* out) {
-  for (int i = 0; i < 8; ++i) out[i] = reduce_add(a[i]);
-}
+using isa::reduce_add_8;
 static inline std::int32_t reduce_add(I a) {
   return vaddvq_s32(vaddq_s32(vaddq_s32(a.x[0], a.x[1]), vaddq_s32(a.x[2], a.x[3])));
 }

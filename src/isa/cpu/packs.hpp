@@ -1,4 +1,4 @@
-// The portable transpose of four-byte packs, for vocabularies without a better one. Internal
+// What vocabularies without a better way share: a transpose of four-byte packs, sums. Internal
 // linkage: every unit keeps its own copy (see avx512.hpp).
 #pragma once
 
@@ -18,6 +18,12 @@ static inline void transpose_packs(const std::uint8_t* const* rows, int bytes, s
       std::memcpy(out + (t * 16 + i) * 4, &pack, sizeof pack);
     }
   }
+}
+
+/// out[i] = reduce_add(a[i]) of eight.
+template <class F>
+static inline void reduce_add_8(const F* a, float* out) {
+  for (int i = 0; i < 8; ++i) out[i] = reduce_add(a[i]);
 }
 
 }  // namespace qattn::isa

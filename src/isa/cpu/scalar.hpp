@@ -184,9 +184,7 @@ static inline float reduce_add(F a) {
   return a.x[0];
 }
 /// out[i] = reduce_add(a[i]) of eight.
-static inline void reduce_add_8(const F* a, float* out) {
-  for (int i = 0; i < 8; ++i) out[i] = reduce_add(a[i]);
-}
+using isa::reduce_add_8;
 static inline std::int32_t reduce_add(I a) {
   std::uint32_t sum = 0;  // wraps, as the instruction does
   for (int i = 0; i < lanes; ++i) sum += static_cast<std::uint32_t>(a.x[i]);

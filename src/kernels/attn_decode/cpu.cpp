@@ -170,7 +170,7 @@ void Decode::work(const Task& task, Scratch& scratch) {
     const std::int64_t at = i * rows_;
     mass_.data()[i].sums = mass_sums_.data() + at * tile_blocks;
     mass_.data()[i].top = mass_top_.data() + at;
-    mass_.data()[i].block[0] = -1;  // a task may skip blocks, and so have fewer tiles
+    mass_.data()[i].block[0] = -1;  // until it is written
   }
   (task.tier == 0 ? run_window_task : run_codes_task)(call_, task, q, partial(task.partial), mass,
                                                       scratch);
@@ -241,7 +241,7 @@ void Decode::add_mass(std::int64_t u, int r, float lse) {
       if (m.block[0] < 0 || m.top[r] == minus_infinity) continue;
       const float factor = share * std::exp(m.top[r] - lse);
       const float* sums = m.sums + std::int64_t{r} * tile_blocks;
-      if (m.block[tile_blocks - 1] == m.block[0] + tile_blocks - 1) {  // side by side
+      if (m.side_by_side) {
         float* to = row + m.block[0];
         for (int j = 0; j < tile_blocks; ++j) to[j] += factor * sums[j];
         continue;

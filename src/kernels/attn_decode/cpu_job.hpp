@@ -39,7 +39,8 @@ struct Partial {
 
 /// Mass of one tile: sums of exp(s - top) by row and block.
 struct TileMass {
-  std::int32_t block[tile_blocks];  ///< which block of the sequence; -1: none
+  std::int32_t block[tile_blocks];  ///< which block of the sequence, may repeat; -1: none
+  bool side_by_side;                ///< as many blocks as there can be, one behind the other
   float* sums;                      ///< [rows][tile_blocks]
   float* top;                       ///< [rows]
 };

@@ -104,8 +104,10 @@ void cap_scores(const DecodeCall& call, float* scores, int keys) {
 }
 
 void name_blocks(TileMass& mass, const Block* blocks, int count) {
+  mass.side_by_side = true;
   for (int i = 0; i < tile_blocks; ++i) {
     mass.block[i] = i < count ? static_cast<std::int32_t>(blocks[i].first / kv_block_tokens) : -1;
+    mass.side_by_side &= mass.block[i] == mass.block[0] + i;
   }
 }
 
