@@ -388,15 +388,38 @@ TEST(Broken, BarrierCountsThatDiffer) {
 }
 
 TEST(Broken, WarpThatDivergesAtABarrier) {
-  expect_caught({64, 0,
+  expect_caught({32, 0,
                  [](bool broken, Words&) {
-                   if (broken && thread() >= 40) {
+                   if (broken && lane() >= 8) {
                      sync_threads();
                    } else {
                      sync_threads();
                    }
                  }},
                 "divergent barrier 0: at broken_test.cpp:");
+}
+
+TEST(Broken, WarpsThatMeetAtTwoSyncThreads) {
+  expect_caught({64, 0,
+                 [](bool broken, Words&) {
+                   if (broken && warp() == 1) {
+                     sync_threads();
+                   } else {
+                     sync_threads();
+                   }
+                 }},
+                "divergent sync_threads: at broken_test.cpp:");
+}
+
+/// What a named barrier may do.
+TEST(Broken, WarpsMayMeetAtTwoBarrierSyncs) {
+  expect_twin_passes({64, 0, [](bool, Words&) {
+                        if (warp() == 1) {
+                          barrier_sync(1, 64);
+                        } else {
+                          barrier_sync(1, 64);
+                        }
+                      }});
 }
 
 }  // namespace

@@ -283,7 +283,7 @@ void Block::sync_warp(const Where& where) {
   });
 }
 
-void Block::check_barrier_site(int id, Barrier& barrier, const Where& where) {
+void Block::check_barrier_site(int id, Barrier& barrier, BarrierUse use, const Where& where) {
   const auto warp = static_cast<std::size_t>(current_lane->warp);
   const std::uint32_t bit = 1u << warp;
   Where& site = barrier.sites[warp];
@@ -293,9 +293,19 @@ void Block::check_barrier_site(int id, Barrier& barrier, const Where& where) {
   }
   barrier.warps |= bit;
   site = where;
+  if (barrier.arrived == 0) barrier.first = where;
+  const Where& first = barrier.first;
+  if (use == BarrierUse::sync_threads &&
+      (first.line() != where.line() || std::string_view(first.file_name()) != where.file_name())) {
+    throw Error(
+        text("divergent sync_threads: at %s, while another warp is at %s; barrier_sync may "
+             "be reached at several places",
+             describe(where).c_str(), describe(first).c_str()));
+  }
 }
 
-void Block::barrier(int id, int threads, bool wait_here, const Where& where) {
+void Block::barrier(int id, int threads, BarrierUse use, const Where& where) {
+  const bool wait_here = use != BarrierUse::arrive;
   if (id < 0 || id > kClusterBarrier || threads <= 0 || threads % 32 || threads > threads_) {
     throw Error(
         text("barrier %d of %d threads: ids are 0 to 15, counts multiples of 32 up to the "
@@ -308,7 +318,7 @@ void Block::barrier(int id, int threads, bool wait_here, const Where& where) {
     throw Error(text("barrier %d: %d threads here, %d at its first arrival, at %s", id, threads,
                      b.expected, describe(where).c_str()));
   }
-  check_barrier_site(id, b, where);
+  check_barrier_site(id, b, use, where);
   Lane& me = *current_lane;
   if (options_.races) races_.release(me.thread, b.clock);
   if (wait_here) b.waiting.push_back(&me);

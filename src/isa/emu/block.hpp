@@ -28,6 +28,9 @@ struct Position {
 /// What a lane waits for.
 enum class Waiting : std::uint8_t { nothing, warp, warpgroup, barrier, mbarrier, poll, finished };
 
+/// sync_threads must be one place of the code for the whole block, as __syncthreads() must.
+enum class BarrierUse : std::uint8_t { arrive, sync, sync_threads };
+
 /// A copy_async of `size` bytes that has been issued, `bytes` of them from memory; `done`: it has
 /// been written already.
 struct Copy {
@@ -120,7 +123,7 @@ class Block {
   void* const* gather_warpgroup(Word word, void* argument, const Where& where);
   void release_warpgroup();
   void sync_warp(const Where& where);
-  void barrier(int id, int threads, bool wait, const Where& where);
+  void barrier(int id, int threads, BarrierUse use, const Where& where);
 
   // ---- Scheduling ----
   void wait(Waiting why, const Where& where, std::uint32_t address = 0, std::uint32_t parity = 0);
@@ -139,6 +142,7 @@ class Block {
     int arrived = 0, expected = 0;
     std::vector<Lane*> waiting;
     std::array<Where, 32> sites;  ///< where each warp's first lane arrived
+    Where first;                  ///< where the block's did
     std::uint32_t warps = 0;
     Clock clock;
   };
@@ -152,7 +156,7 @@ class Block {
   void resume(Fiber& from, Lane& to, bool last);
   void leave(Fiber& from, bool last);
   bool gather(Group& group, int size, int slot, Word word, void* argument, const Where& where);
-  void check_barrier_site(int id, Barrier& barrier, const Where& where);
+  void check_barrier_site(int id, Barrier& barrier, BarrierUse use, const Where& where);
   void land(const Copy& copy);
   void write_copy(const Copy& copy);
   std::string deadlock_report();

@@ -137,15 +137,15 @@ inline std::uint64_t atomic_add_global(std::uint64_t* p, std::uint64_t v,
 inline void sync_threads(Where where = Where::current()) {
   emu::Block& block = emu::current_block();
   block.count(Word::sync_threads);
-  block.barrier(0, block.threads(), true, where);
+  block.barrier(0, block.threads(), emu::BarrierUse::sync_threads, where);
 }
 inline void barrier_sync(int id, int threads, Where where = Where::current()) {
   emu::current_block().count(Word::barrier_sync);
-  emu::current_block().barrier(id, threads, true, where);
+  emu::current_block().barrier(id, threads, emu::BarrierUse::sync, where);
 }
 inline void barrier_arrive(int id, int threads, Where where = Where::current()) {
   emu::current_block().count(Word::barrier_arrive);
-  emu::current_block().barrier(id, threads, false, where);
+  emu::current_block().barrier(id, threads, emu::BarrierUse::arrive, where);
 }
 inline int opaque(int v) { return v; }
 inline void schedule_fence() {}

@@ -180,7 +180,7 @@ inline bool elect(Where where = Where::current()) {
 inline void cluster_sync(Where where = Where::current()) {  // clusters of one block
   emu::Block& block = emu::current_block();
   block.count(Word::cluster_sync);
-  block.barrier(emu::kClusterBarrier, block.threads(), true, where);
+  block.barrier(emu::kClusterBarrier, block.threads(), emu::BarrierUse::sync, where);
 }
 inline void grid_dependency_wait() { emu::current_lane->waited = true; }
 inline void grid_dependency_launch() {}

@@ -97,7 +97,7 @@ struct Prefill : PrefillValues<C> {
     Scores s;
     this->multiply_queries(s);
     isa::copy_async_wait<0>();
-    isa::sync_threads();  // V is there, and nobody reads K any more
+    this->meet();  // V is there, and nobody reads K any more
     if (next >= 0) this->start_keys(next);
     isa::copy_async_commit();
     if constexpr (C.general) {
@@ -115,12 +115,12 @@ struct Prefill : PrefillValues<C> {
     while (tile >= 0) {
       const int next = visible_tile(tile - S::keys);
       isa::copy_async_wait<0>();
-      isa::sync_threads();
+      this->meet();
       this->start_values(tile);
       this->start_key_scales(tile);
       isa::copy_async_commit();
       isa::copy_async_wait<0>();
-      isa::sync_threads();
+      this->meet();
       if (next >= 0) this->start_keys(next);
       isa::copy_async_commit();
       if (S::wide_pv && (!this->whole(tile) || p.mask.data != nullptr)) this->clean_values();
@@ -148,7 +148,7 @@ struct Prefill : PrefillValues<C> {
     while (tile >= 0) {
       const int next = visible_tile(tile - S::keys);
       isa::copy_async_wait<0>();
-      isa::sync_threads();  // K is there, and nobody reads V any more
+      this->meet();  // K is there, and nobody reads V any more
       run_tile(tile, next);
       tile = next;
     }

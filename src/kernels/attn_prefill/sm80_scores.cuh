@@ -64,6 +64,10 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
     return s;
   }
 
+  /// A barrier of all warps that they may reach at different places of the code, those without rows
+  /// in pass_tiles(): __syncthreads() must be the same one for all (compute-sanitizer's synccheck).
+  QATTN_DEVICE static void meet() { isa::barrier_sync(1, S::threads); }
+
   /// Does none of this warp's rows exist?
   QATTN_DEVICE bool idle() const { return this->query_of(warp * S::warp_rows) >= work.q.length; }
 
@@ -271,7 +275,7 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
     const SharedAddress any = base + S::k_at + S::qk_bytes;  // in the padding of K's first row
     if (isa::thread() < S::keys) isa::store_shared(flag_address(isa::thread()), 0u);
     if (isa::thread() == 0) isa::store_shared(any, 0u);
-    isa::sync_threads();
+    meet();
     constexpr int chunks = S::v_bytes / 16;
     for (int n = isa::thread(); n < S::keys * chunks; n += S::threads) {
       const auto v =
@@ -281,14 +285,14 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
         isa::atomic_max_shared(any, 1u);
       }
     }
-    isa::sync_threads();
+    meet();
     if (isa::load_shared<std::uint32_t>(any) == 0) return false;
     for (int n = isa::thread(); n < S::keys * chunks; n += S::threads) {
       if (bad_value(n / chunks)) {
         isa::store_shared(base + S::v_at + n / chunks * S::v_row + n % chunks * 16, isa::Words4{});
       }
     }
-    isa::sync_threads();
+    meet();
     return true;
   }
 };
