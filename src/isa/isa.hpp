@@ -171,10 +171,12 @@ enum class Swizzle { none, bytes32, bytes64, bytes128 };
 // (QATTN_TARGET), because the linker would silently merge equal names.
 #if defined(__CUDACC__)
 #define QATTN_DEVICE __device__ __forceinline__
+#define QATTN_DEVICE_CALL __device__ __noinline__
 #define QATTN_TARGET cuda_target
 #include "isa/cuda/words.cuh"
 #else
 #define QATTN_DEVICE inline
+#define QATTN_DEVICE_CALL inline  // one copy of rare code, which its many callers share
 #define QATTN_TARGET emulated_target
 #include "isa/emu/words.hpp"
 #endif

@@ -10,6 +10,8 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 /// Codes of one format. `Given`: under a scale that need not fit, whose clipped codes are counted.
+/// Formats that have no instruction for that are encoded by one copy of their codec a kernel: where
+/// every value had its own these were most of EncodeGeneral's 20000 instructions.
 template <CodeKind Kind, bool Given>
 struct Codes {
   template <class Codec>
@@ -41,20 +43,28 @@ struct Codes {
   static QATTN_DEVICE std::uint32_t word(const float (&y)[4], std::uint32_t& clipped) {
     if constexpr (Kind == CodeKind::s8) {
       return pack<formats::S8>(y, clipped);
-    } else if constexpr (Kind == CodeKind::e4m3fnuz) {
-      return pack<formats::E4m3Fnuz>(y, clipped);
+    } else if constexpr (Kind == CodeKind::e4m3fnuz || Given) {
+      const Words2 coded = shared_word(y[0], y[1], y[2], y[3]);
+      clipped += coded.w[1];
+      return coded.w[0];
     } else if constexpr (Kind == CodeKind::e4m3) {
-      if constexpr (Given) return pack<formats::E4m3>(y, clipped);
       return isa::pack_e4m3(y[0], y[1]) | static_cast<std::uint32_t>(isa::pack_e4m3(y[2], y[3]))
                                               << 16;
     } else {
-      if constexpr (Given) return pack<formats::E5m2>(y, clipped);
       return isa::pack_e5m2(y[0], y[1]) | static_cast<std::uint32_t>(isa::pack_e5m2(y[2], y[3]))
                                               << 16;
     }
   }
 
  private:
+  /// The word, and how many were clipped.
+  static QATTN_DEVICE_CALL Words2 shared_word(float a, float b, float c, float d) {
+    std::uint32_t clipped = 0;
+    const float y[4] = {a, b, c, d};
+    const std::uint32_t word = exact_word(y, clipped);
+    return {{word, clipped}};
+  }
+
   template <class Codec>
   static QATTN_DEVICE std::uint32_t pack(const float (&y)[4], std::uint32_t& clipped) {
     return low_bytes(one<Codec>(y[0], clipped), one<Codec>(y[1], clipped),
@@ -81,7 +91,7 @@ QATTN_DEVICE void with_codes(CodeKind kind, bool given, Body body) {
   }
 }
 
-QATTN_DEVICE float decode_code(CodeKind kind, std::uint8_t code) {
+QATTN_DEVICE_CALL float decode_code(CodeKind kind, std::uint8_t code) {
   switch (kind) {
     case CodeKind::s8:
       return formats::S8::decode(static_cast<std::int8_t>(code));
