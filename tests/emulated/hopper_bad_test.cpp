@@ -2,8 +2,10 @@
 // who sees them: rows that do become NaN, all others stay what they were.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "emulated/emulated_backend.hpp"
 #include "emulated/matrix.hpp"
@@ -57,6 +59,13 @@ std::vector<Hiding> ways_to_hide() {
   add("pages_causal", 300, 300, {140, 290}, [](Feature& f) {
     f.how.page_size = 64, f.sk = {320, 320}, f.used_k = {256, 310}, f.options.causal = true;
   });
+  // Above 128 channels: other tiles, also of the kernel that does blocks again.
+  for (const std::string name : {"window", "block_mask", "pages", "pages_causal"}) {
+    Hiding wide = *std::ranges::find(all, name, &Hiding::name);
+    wide.name += "_wide";
+    wide.feature.dim = wide.feature.dim_v = 160;
+    all.push_back(std::move(wide));
+  }
   return all;
 }
 
@@ -172,22 +181,30 @@ TEST(HopperPlan, NamesThePortableKernel) {
   const OnArchitecture on(90);
   for (const char* name : {"bf16", "int8"}) {
     const Recipe recipe = *recipe_named(name);
+    const auto expect = [&](std::int64_t dim, std::int64_t page_size, Strides strides,
+                            bool portable, std::int64_t queries = 200) {
+      Feature f = with_inputs(Feature(), recipe, Format::bf16);
+      f.dim = f.dim_v = dim, f.sq = {queries, queries}, f.sk = {768, 768};
+      f.how.page_size = page_size, f.how.strides = strides;
+      const Call call = make_call(f, 1);
+      const Laid laid = lay_out(call, f.how);
+      const EmulatedBackend backend(90);
+      AttentionOptions options = call.options;
+      options.recipe = recipe;
+      const std::string text = plan(laid.tensors(), options)->to_string();
+      EXPECT_EQ(text.find("by the portable kernel") != std::string::npos, portable)
+          << dim << " " << page_size << "\n" << text;
+    };
     for (const std::int64_t page_size : {0, 8, 16, 48, 64, 192, 256}) {
-      for (const Strides strides : {Strides::dense, Strides::odd}) {
-        Feature f = with_inputs(Feature(), recipe, Format::bf16);
-        f.sk = {768, 768}, f.how.page_size = page_size, f.how.strides = strides;
-        const Call call = make_call(f, 1);
-        const Laid laid = lay_out(call, f.how);
-        const EmulatedBackend backend(90);
-        AttentionOptions options = call.options;
-        options.recipe = recipe;
-        const std::string text = plan(laid.tensors(), options)->to_string();
-        const bool odd_pages = page_size == 8 || page_size == 48 || page_size == 192;
-        const bool portable = strides == Strides::odd || odd_pages;
-        EXPECT_EQ(text.find("by the portable kernel") != std::string::npos, portable)
-            << page_size << "\n" << text;
-      }
+      const bool odd_pages = page_size == 8 || page_size == 48;
+      expect(64, page_size, Strides::dense, odd_pages || page_size == 192);
+      expect(256, page_size, Strides::dense, odd_pages);  // tiles of 64 keys
+      expect(64, page_size, Strides::odd, true);
+      expect(256, page_size, Strides::odd, true);
     }
+    // Parts of few queries of wide rows, which the portable kernel could not do again.
+    expect(128, 0, Strides::dense, false, 1);
+    expect(256, 0, Strides::dense, true, 1);
   }
 }
 

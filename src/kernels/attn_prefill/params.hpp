@@ -91,6 +91,7 @@ struct PrefillParams {
 };
 /// Doubts of warps that own rows: about numbers in V that are not finite. Of the producer: about
 /// pages that do not exist. Of two warps that test 16-bit K.
+inline constexpr int doubt_rows = 128;  ///< of the blocks that notes are about
 inline constexpr int doubt_warps = 8, doubt_producer = 8, doubt_checkers = 9, doubt_stride = 12;
 
 inline constexpr std::int32_t no_key = 0x7fffffff;

@@ -157,8 +157,10 @@ struct Prefill : PrefillValues<C> {
 
   // ---- Entry ----------------------------------------------------------------------------------
 
-  static QATTN_DEVICE void run_block(const Params& p, int index) {
-    const PrefillWork work = locate_work(p, index, S::rows, S::keys);
+  /// Rows from `first` on of block `index` of `block_rows`.
+  static QATTN_DEVICE void run_block(const Params& p, int index, int block_rows, int first) {
+    PrefillWork work = locate_work(p, index, block_rows, S::keys);
+    work.first_row += first;
     if ((work.q.bad || work.k.bad) && isa::thread() == 0) {
       isa::atomic_or_global(p.error, tile::error_sequence);
     }
@@ -187,8 +189,11 @@ struct Prefill : PrefillValues<C> {
   static QATTN_DEVICE void run_doubtful(const Params& p) {
     for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
       if (!is_doubtful(p, index)) continue;
-      isa::sync_threads();  // the block before has left shared memory
-      run_block(p, index);
+      // Above 128 channels a tile has fewer rows than the block that the note is about.
+      for (int first = 0; first < doubt_rows; first += S::rows) {
+        isa::sync_threads();  // the rows before have left shared memory
+        run_block(p, index, doubt_rows, first);
+      }
     }
   }
 
@@ -201,7 +206,7 @@ struct Prefill : PrefillValues<C> {
           return;
         }
       }
-      run_block(p, isa::block().x);
+      run_block(p, isa::block().x, S::rows, 0);
     }
   }
 };

@@ -28,7 +28,7 @@ constexpr Sm90Instance instances[] = {
 constexpr int q_box = 64;  ///< rows of Q that one copy moves
 
 using Shape = Sm90Shape<Sm90Config{}>;
-static_assert(Shape::rows == sm90a_rows && Shape::keys == sm90a_keys);
+static_assert(Shape::rows == sm90a_rows && sm90a_rows == doubt_rows);
 
 struct Sm90Plan : GpuPlan {
   const Sm90Instance* instance = nullptr;
@@ -91,10 +91,6 @@ Status supports(const Problem& p) {
   const Recipe r = resolve(p);
   if (Status s = check_formats(p, r); !s.ok()) return s;
   if (r.smooth_q == Toggle::on) return refuse("smooth_q: the portable kernel has it");
-  if (p.block_mask_q % sm90a_rows != 0) {  // blocks of keys are multiples of 64 anyway
-    return refuse("block_mask: blocks are not multiples of " + std::to_string(sm90a_rows) +
-                  " rows");
-  }
   const PrepareNeeds needs = needs_of(p, r);
   if (const std::string why = prepare_refusal(p, r, needs); !why.empty()) return refuse(why);
   if (too_long(p)) return refuse("sequences longer than 2^30 tokens");
@@ -198,6 +194,10 @@ Status check_sm90a(const Problem& p, const Sm90Instance* instance, const Prepare
   if (!instance->compiled()) {
     return refuse("the library has no machine code for sm_90a, or GPUs run another's");
   }
+  if (p.block_mask_q % sm90a_rows != 0) {  // blocks of keys are multiples of 64 anyway
+    return refuse("block_mask: blocks are not multiples of " + std::to_string(sm90a_rows) +
+                  " rows");
+  }
   // TMA's coordinates and the loop over works are 32-bit and run a little past the end.
   constexpr std::int64_t limit = 0x7fffffff - 4096;
   const std::int64_t blocks = (p.max_q + sm90a_rows - 1) / sm90a_rows;
@@ -241,7 +241,8 @@ std::string map_codes(const Sm90Config& c, const Problem& p, Sm90Params& a) {
     q.box[2] = static_cast<std::uint32_t>(q_box / a.pack);
   }
   if (auto e = isa::make_tensor_map(q, a.q_map); !e.empty()) return e;
-  return isa::make_tensor_map(shape(a.k8, p.heads_kv, sm90a_keys), a.k_map);
+  return isa::make_tensor_map(shape(a.k8, p.heads_kv, static_cast<std::uint32_t>(c.keys())),
+                              a.k_map);
 }
 
 std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, int pack) {
@@ -277,7 +278,7 @@ std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, 
 }
 
 std::string sm90a_text(const Sm90Config& config) {
-  const std::string keys = std::to_string(sm90a_keys);
+  const std::string keys = std::to_string(config.keys());
   return "variant: d" + std::to_string(config.d) + "\ntile: " + std::to_string(sm90a_rows) +
          " rows x " + keys + " keys\ntile_keys: " + keys + "\n";
 }

@@ -225,7 +225,7 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
       t.x = scales;
       release();
       this->take_maxima(s, 0, t);
-      this->take_maxima(s, 1, t);
+      if constexpr (S::halves > 1) this->take_maxima(s, 1, t);
       this->row_maxima(t.top);
       if constexpr (!S::u8) this->begin_plain(t);
       const auto meanwhile = [&](int g) {
@@ -233,7 +233,7 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
         if (g == S::look_after) foresee();
       };
       this->attend_plain(s, 0, t, meanwhile);
-      this->attend_plain(s, 1, t, meanwhile);
+      if constexpr (S::halves > 1) this->attend_plain(s, 1, t, meanwhile);
       this->end_plain(t);
       next_tile();
       if (!this->is_plain(walk.tile, scales)) return;  // or there is none

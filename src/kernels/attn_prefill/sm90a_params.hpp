@@ -17,6 +17,8 @@ struct Sm90Config {
   /// Q comes in 16 bits, and the kernel makes its codes, with scales per token. Kernels of their
   /// own, for the code moves ptxas's order of the other warps' loops.
   bool raw_queries = false;
+  /// Of a tile. Wide rows of V leave room for no more.
+  constexpr int keys() const { return d > 128 && isa::is_16bit(pv) ? 64 : 128; }
   bool operator==(const Sm90Config&) const = default;
 };
 
@@ -27,9 +29,9 @@ inline constexpr int sm90_least_page = 16;
 
 struct Sm90Params : PrefillParams {
   /// Codes: (row bytes, heads * slots). 16 bits, in place: (channels, tokens, heads, sequences).
-  /// Boxes of 64 rows of Q and 128 of K, one panel wide. Q with pack > 1: (row bytes, heads, slots)
-  /// and (channels, heads, tokens, sequences), boxes of `pack` heads. Pages of K: (channels, a
-  /// page's tokens, heads, pages), boxes of no more tokens than a page has.
+  /// Boxes of 64 rows of Q and a tile's of K, one panel wide. Q with pack > 1: (row bytes, heads,
+  /// slots) and (channels, heads, tokens, sequences), boxes of `pack` heads. Pages of K: (channels,
+  /// a page's tokens, heads, pages), boxes of no more tokens than a page has.
   isa::TensorMap q_map, k_map;
   /// Codes: (64 keys, channels, tiles), boxes of one tile. 16 bits: as K.
   isa::TensorMap v_map;
@@ -39,9 +41,9 @@ struct Sm90Params : PrefillParams {
   isa::Element q_input = isa::Element::bf16;  ///< raw queries, of which q_map is then
 };
 
-/// Two consumer warpgroups of 64 rows each, one producer; tiles of 128 keys. A stage of the ring
-/// holds K of a tile with its scales and V's tables, and V of the tile before, which is multiplied
-/// in the same step.
+/// Two consumer warpgroups of 64 rows each, one producer; tiles of 128 keys, or 64 for 16-bit V of
+/// more than 128 channels. A stage of the ring holds K of a tile with its scales and V's tables,
+/// and V of the tile before, which is multiplied in the same step.
 template <Sm90Config C>
 struct Sm90Shape {
   static constexpr bool wide_qk = isa::is_16bit(C.qk), wide_pv = isa::is_16bit(C.pv);
@@ -57,7 +59,7 @@ struct Sm90Shape {
   /// 6, 7: e4m3 P 905 887 888 (e4m3 Q and K 952 951 899), u8 P 808 809 792 from 5 on. The turn
   /// after 1 to 5 is the same.
   static constexpr int give_after = wide_pv ? 3 : 2, look_after = wide_pv ? 7 : u8 ? 6 : 3;
-  static constexpr int d = C.d, keys = 128, consumers = 2, rows = 64 * consumers;
+  static constexpr int d = C.d, keys = C.keys(), consumers = 2, rows = 64 * consumers;
   static constexpr int m_tiles = 1, warp_rows = 16, n_tiles = keys / 8, d_tiles = d / 8;
   static constexpr int threads = 128 * (consumers + 1), row_warps = 4 * consumers;
   static constexpr int checkers = wide_qk ? 64 : 0;  ///< threads that test K
@@ -106,8 +108,9 @@ struct Sm90Shape {
   static constexpr int out_channels = part_channels;  ///< that leave through shared memory together
   static constexpr int out_row = tile::padded_row(2 * out_channels);
   /// Q of the next block of rows arrives while this one's last tiles are at work: with one buffer
-  /// the consumers waited 2000 clocks for it (H200). Buffer n is consumer n % consumers's.
-  static constexpr int q_stages = v_parts > 1 ? 1 : 2, q_buffers = q_stages * consumers;
+  /// the consumers waited 2000 clocks for it (H200), but there is no room for wide rows. Buffer n
+  /// is consumer n % consumers's.
+  static constexpr int q_stages = d > 128 ? 1 : 2, q_buffers = q_stages * consumers;
   static constexpr int dots_at = 64 * 4;                        ///< in facts: q . mu
   static constexpr int fact_bytes = wide_qk ? 0 : 2 * dots_at;  ///< of a buffer: Q's scales first
   static constexpr int work_bytes = 128;                        ///< room for a PrefillWork

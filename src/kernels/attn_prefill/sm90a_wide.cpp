@@ -34,7 +34,7 @@ Recipe resolve(const Problem& p) {
 Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
 
 const Sm90Instance* find(const Problem& p, const Recipe& r) {
-  const int d = std::max<int>(p.d, p.dv) <= 64 ? 64 : 128;
+  const int widest = std::max<int>(p.d, p.dv), d = widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
   const Element pv = r.v == Format::f16 ? Element::f16 : Element::bf16;
   return find_sm90a({d, r.qk == Format::s8 ? Element::s8 : pv, pv});
 }
@@ -45,23 +45,23 @@ Status supports(const Problem& p) {
   if (!wide || (r.qk != Format::s8 && r.qk != r.v)) {
     return refuse("multiplies 16-bit P and V, with Q and K of the same format or s8");
   }
-  if (std::max(p.d, p.dv) > 128) return refuse("head dimensions above 128");
   if (Status s = sm80_prefill().supports(p); !s.ok()) return s;
   PrepareNeeds needs;
   needs.q_rows = needs.k_rows = coded(r.qk);
   return check_sm90a(p, find(p, r), plan_prepare(p, r, needs));
 }
 
-/// Pages that tiles consist of, or that consist of tiles?
-bool whole_pages(std::int64_t size) {
-  return size % sm90a_keys == 0 || (size >= sm90_least_page && sm90a_keys % size == 0);
+/// Pages that tiles of so many keys consist of, or that consist of tiles?
+bool whole_pages(std::int64_t size, int keys) {
+  return size % keys == 0 || (size >= sm90_least_page && keys % size == 0);
 }
 
 /// Does this kernel serve the call with these addresses, strides and values?
-bool is_native(const Problem& p, const Recipe& r) {
+bool is_native(const Problem& p, const Recipe& r, const Sm90Config& c) {
   const bool in_place = !coded(r.qk);
   return p.max_k > 0 && r.smooth_q != Toggle::on && (!in_place || aligned(p.q)) &&
-         (!in_place || aligned(p.k)) && aligned(p.v) && (!p.paged || whole_pages(p.page_size));
+         (!in_place || aligned(p.k)) && aligned(p.v) &&
+         (!p.paged || whole_pages(p.page_size, c.keys()));
 }
 
 /// Do blocks leave notes of bad keys to SpoilRows? That knows no left window and no block mask; a
@@ -70,18 +70,25 @@ bool takes_notes(const Problem& p, const Recipe& r) {
   return !coded(r.qk) && p.window_left < 0 && p.block_mask_q == 0 && !is_general(p, r);
 }
 
+/// The same of a plan. Parts of rows can be done again only where the portable kernel's tiles have
+/// as many rows, which is not so above 128 channels.
+bool serves(const WidePlan& plan, const Problem& p) {
+  const Sm90Config& c = plan.instance->config;
+  return (plan.spread.rows == 0 || c.d <= 128) && is_native(p, plan.recipe, c);
+}
+
 // ---- Launch -------------------------------------------------------------------------------------
 
 /// Empty, or why TMA cannot read the operands as they lie.
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
   if (isa::is_16bit(c.qk)) {
     if (std::string e = map_rows(a.q, c.d, 64, a.q_map, a.pack); !e.empty()) return e;
-    if (std::string e = map_rows(a.k, c.d, sm90a_keys, a.k_map); !e.empty()) return e;
+    if (std::string e = map_rows(a.k, c.d, c.keys(), a.k_map); !e.empty()) return e;
   } else {
     if (a.q8.codes == nullptr || a.k8.codes == nullptr) return "codes in place";
     if (std::string e = map_codes(c, p, a); !e.empty()) return e;
   }
-  return map_rows(a.v, c.d, sm90a_keys, a.v_map);
+  return map_rows(a.v, c.d, c.keys(), a.v_map);
 }
 
 Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
@@ -94,7 +101,7 @@ Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Strea
   if (params.works == 0) return {};
   set_spread(plan.spread, sm90a_rows, workspace, params);
   const Sm90Config& c = plan.instance->config;
-  if (!is_native(p, plan.recipe) || !make_maps(c, p, params).empty()) {
+  if (!serves(plan, p) || !make_maps(c, p, params).empty()) {
     return other.attend(other, p, workspace, stream, handover);
   }
   auto* bytes = static_cast<std::byte*>(workspace);
@@ -129,9 +136,8 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->workspace +=
       static_cast<std::size_t>(plan->spread.works) * doubt_stride * sizeof(std::uint32_t);
   // What will run, as far as a plan can tell.
-  plan->text = is_native(p, plan->recipe)
-                   ? sm90a_text(plan->instance->config) + text_of(plan->spread)
-                   : "by the portable kernel\n" + plan->portable->text;
+  plan->text = serves(*plan, p) ? sm90a_text(plan->instance->config) + text_of(plan->spread)
+                                : "by the portable kernel\n" + plan->portable->text;
   return plan;
 }
 
