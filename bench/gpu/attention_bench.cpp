@@ -18,7 +18,7 @@ struct BenchHandle {
   Problem problem;
   std::shared_ptr<detail::PlanData> plan;
   std::string kernel;
-  bool leaves_queries;
+  kernels::QueryCodes queries;
 };
 
 static std::string error;
@@ -39,7 +39,7 @@ static int failed(const Status& status) {
 
 /// What stands behind a recipe's name.
 struct Asked {
-  bool queries = false;
+  kernels::QueryCodes queries = kernels::QueryCodes::by_plan;
   kernels::SpreadOverride spread;
 };
 
@@ -48,8 +48,9 @@ static Status take_asked(std::string_view& name, Asked& asked) {
   for (std::size_t at; (at = name.rfind('+')) != name.npos; name = name.substr(0, at)) {
     const std::string_view word = name.substr(at + 1);
     int* number = nullptr;
-    if (word == "q") {
-      asked.queries = true;
+    if (word == "q" || word == "no_q") {
+      using enum kernels::QueryCodes;
+      asked.queries = word == "q" ? attention : quantisation;
       continue;
     }
     if (word.starts_with("splits=")) number = &asked.spread.splits;
@@ -73,7 +74,8 @@ static std::string missed(const Asked& asked, kernels::GpuPlan& plan, const Prob
     const std::string line = std::string("\n") + what + std::to_string(n) + "\n";
     return n == 0 || ("\n" + plan.text).find(line) != std::string::npos;
   };
-  if (asked.queries && !kernels::leaves_queries(plan, problem)) {
+  const bool wanted = asked.queries == kernels::QueryCodes::attention;
+  if (wanted && !kernels::leaves_queries(plan, problem)) {
     return "makes no codes of Q for this call";
   }
   if (!says("splits: ", asked.spread.splits)) return "takes other splits";
@@ -116,12 +118,12 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
   for (const detail::Kernel& kernel : kernels::gpu_attention_kernels()) {
     const Status status = kernel.supports(*problem);
     if (status.ok()) {
-      kernels::leaves_queries() = asked.queries;
+      kernels::query_codes_override() = asked.queries;
       kernels::spread_override() = asked.spread;
       auto plan = kernel.tune(*problem);
       kernels::spread_override() = {};
       error = missed(asked, static_cast<kernels::GpuPlan&>(*plan), *problem);
-      kernels::leaves_queries() = false;
+      kernels::query_codes_override() = kernels::QueryCodes::by_plan;
       if (!error.empty()) {
         error = std::string(kernel.name) + ": " + error;
         return nullptr;
@@ -160,7 +162,7 @@ BENCH_EXPORT std::int64_t bench_q_bytes(const BenchHandle* h) {
 BENCH_EXPORT int bench_run(BenchHandle* h, int step, void* workspace, void* stream) {
   Status s(Code::invalid_argument, "no such step");
   if (step == 0) {
-    kernels::leaves_queries() = h->leaves_queries;
+    kernels::query_codes_override() = h->queries;
     s = kernels::run_steps(*h->plan, h->problem, workspace, stream);
   } else if (step == 1) {
     s = kernels::quantize_operands(*h->plan, h->problem, workspace, stream);

@@ -104,9 +104,9 @@ STEPS = {"e2e": 0, "quantise": 1, "kernel": 2}
 
 
 def steps_of(recipe, quantises):
-    """With "+q" the attention kernel makes Q's codes; splits and packs leave quantisation alone."""
+    """Who makes Q's codes ("+q", "+no_q") tells in the whole; splits leave quantisation alone."""
     asked = recipe.split("+")[1:]
-    if not quantises or "q" in asked:
+    if not quantises or {"q", "no_q"} & set(asked):
         return ["e2e"]
     return ["e2e", "kernel"] if asked else list(STEPS)
 

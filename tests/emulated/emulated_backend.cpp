@@ -49,8 +49,11 @@ OnArchitecture::~OnArchitecture() { chosen_architecture = before_; }
 ForceSpread::ForceSpread(int pack, int splits) { kernels::spread_override() = {pack, splits}; }
 ForceSpread::~ForceSpread() { kernels::spread_override() = {}; }
 
-LeaveQueries::LeaveQueries(bool leave) : before_(std::exchange(kernels::leaves_queries(), leave)) {}
-LeaveQueries::~LeaveQueries() { kernels::leaves_queries() = before_; }
+LeaveQueries::LeaveQueries(bool leave) {
+  using enum kernels::QueryCodes;
+  kernels::query_codes_override() = leave ? attention : quantisation;
+}
+LeaveQueries::~LeaveQueries() { kernels::query_codes_override() = kernels::QueryCodes::by_plan; }
 
 int architecture_for(const Recipe& recipe) {
   if (chosen_architecture != 0) return chosen_architecture;

@@ -43,9 +43,6 @@ class LeaveQueries {
   ~LeaveQueries();
   LeaveQueries(const LeaveQueries&) = delete;
   LeaveQueries& operator=(const LeaveQueries&) = delete;
-
- private:
-  bool before_;
 };
 
 /// In front for as long as it lives. quantize() has no kernels there: the semantic model and the

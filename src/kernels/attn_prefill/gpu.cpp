@@ -17,13 +17,16 @@ const GpuPlan& of_gpu(const detail::PlanData& plan) { return static_cast<const G
 
 }  // namespace
 
-bool& leaves_queries() {
-  static bool value = false;
+QueryCodes& query_codes_override() {
+  static QueryCodes value = QueryCodes::by_plan;
   return value;
 }
 
 bool leaves_queries(const GpuPlan& plan, const Problem& p) {
-  return leaves_queries() && plan.encodes_queries != nullptr && plan.encodes_queries(plan, p);
+  const QueryCodes asked = query_codes_override();
+  const bool wanted =
+      asked == QueryCodes::by_plan ? plan.gains_by_encoding : asked == QueryCodes::attention;
+  return wanted && plan.encodes_queries != nullptr && plan.encodes_queries(plan, p);
 }
 
 Status quantize_operands(const detail::PlanData& plan, const Problem& p, void* workspace,

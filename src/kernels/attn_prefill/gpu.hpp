@@ -26,6 +26,7 @@ struct GpuPlan : detail::PlanData {
                    Handover handover) = nullptr;
   /// Can the second step make Q's codes, with these addresses and strides? Null: never.
   bool (*encodes_queries)(const GpuPlan& plan, const Problem& problem) = nullptr;
+  bool gains_by_encoding = false;  ///< and is a call faster so?
 };
 
 /// All codes, and attention on them.
@@ -37,11 +38,13 @@ Status attend(const detail::PlanData& plan, const Problem& problem, void* worksp
 Status run_steps(const detail::PlanData& plan, const Problem& problem, void* workspace,
                  Stream stream);
 
-/// Does run_steps() leave Q's codes to attention kernels that can make them? Foreseen on an H200 to
-/// save 50 of 620 us at S = 1024 (16K tokens, 32 heads, D 128), but not measured: off. Set by tests
-/// and benchmarks alone, while no call runs.
-bool& leaves_queries();
-/// Whether it does for a call.
+/// Who makes Q's codes where both can.
+enum class QueryCodes { by_plan, quantisation, attention };
+
+/// Instead of what plans choose. Set by tests and benchmarks alone, while no call runs.
+QueryCodes& query_codes_override();
+
+/// Does run_steps() leave Q's codes to the attention kernel?
 bool leaves_queries(const GpuPlan& plan, const Problem& problem);
 
 detail::Kernel sm80_prefill();
