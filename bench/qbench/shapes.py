@@ -60,6 +60,12 @@ GROUPS = {
         Shape("video", 1, heads, heads, s, s, dim, False)
         for s, heads, dim in ((17776, 48, 64), (32760, 12, 128), (75600, 40, 128))
     ],
+    # Heads wider than most.
+    "wide": [
+        Shape("wide", batch, 16, 16, s, s, 256, causal)
+        for batch, s in ((16, 1024), (4, 4096), (1, 16384))
+        for causal in (False, True)
+    ],
     "decode": [
         Shape("decode", batch, 32, 8, 1, keys, 128, False)
         for batch, keys in ((16, 8192), (16, 32768), (1, 8192), (1, 32768), (1, 131072))
@@ -78,7 +84,7 @@ GROUPS = {
     "cpu": [Shape("cpu", 1, 8, 8, 4096, 4096, 128, causal) for causal in (False, True)]
     + [Shape("cpu", 1, 32, 8, 1, keys, 128, False) for keys in (4096, 32768)],
 }
-DEFAULT = {"cuda": "mha,gqa,llm,video,decode", "cpu": "cpu", "emulated": ""}
+DEFAULT = {"cuda": "mha,gqa,llm,video,wide,decode", "cpu": "cpu", "emulated": ""}
 
 
 def parse_custom(text):

@@ -29,6 +29,8 @@
 //   Order
 //     void sync_threads()                             all threads of the block
 //     void barrier_sync(id, threads), barrier_arrive(id, threads)      named, id 0 to 15
+//     void barrier_sync_anywhere(id, threads)         the same, while the other two are one place of
+//                                                     the code for all who wait (PTX: .aligned)
 //     void sync_warp()                                (warp)
 //     int opaque(int)                                 its argument; what follows from it is not
 //                                                     known outside of a loop, nor kept from there
@@ -171,7 +173,7 @@ enum class Swizzle { none, bytes32, bytes64, bytes128 };
 // (QATTN_TARGET), because the linker would silently merge equal names.
 #if defined(__CUDACC__)
 #define QATTN_DEVICE __device__ __forceinline__
-#define QATTN_DEVICE_CALL __device__ __noinline__
+#define QATTN_DEVICE_CALL inline __device__ __noinline__
 #define QATTN_TARGET cuda_target
 #include "isa/cuda/words.cuh"
 #else

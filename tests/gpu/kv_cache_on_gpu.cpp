@@ -220,6 +220,7 @@ void time_steps(std::int64_t prefill) {
 }  // namespace qattn
 
 int main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what was right before a tool stopped it
   const bool times = argc == 1;
   if (!times && (argc > 2 || std::string(argv[1]) != "--no-times")) {
     std::fprintf(stderr, "usage: kv_cache_on_gpu [--no-times]\n");

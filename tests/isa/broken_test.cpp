@@ -408,18 +408,19 @@ TEST(Broken, WarpsThatMeetAtTwoSyncThreads) {
                      sync_threads();
                    }
                  }},
-                "divergent sync_threads: at broken_test.cpp:");
+                "divergent barrier 0: at broken_test.cpp:");
 }
 
-/// What a named barrier may do.
-TEST(Broken, WarpsMayMeetAtTwoBarrierSyncs) {
-  expect_twin_passes({64, 0, [](bool, Words&) {
-                        if (warp() == 1) {
-                          barrier_sync(1, 64);
-                        } else {
-                          barrier_sync(1, 64);
-                        }
-                      }});
+TEST(Broken, WarpsThatMeetAtTwoNamedBarriers) {
+  expect_caught({64, 0,
+                 [](bool broken, Words&) {
+                   if (warp() == 1) {
+                     broken ? barrier_sync(1, 64) : barrier_sync_anywhere(1, 64);
+                   } else {
+                     broken ? barrier_sync(1, 64) : barrier_sync_anywhere(1, 64);
+                   }
+                 }},
+                "divergent barrier 1: at broken_test.cpp:");
 }
 
 }  // namespace

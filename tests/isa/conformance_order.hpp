@@ -38,6 +38,30 @@ struct NamedBarriers : Defaults {
   }
 };
 
+/// Every warp meets the others at a place of its own.
+struct BarrierAnywhere : Defaults {
+  static constexpr const char* name = "barrier_sync_anywhere";
+  static constexpr int outputs = 1, shared_bytes = 512;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[1], Word32 (&out)[1]) {
+    store_shared(word_of(thread()), 0u);
+    sync_threads();
+    switch (warp()) {
+      case 0:
+        store_shared(word_of(thread()), slow(in[0]));
+        barrier_sync_anywhere(7, 128);
+        break;
+      case 1:
+        store_shared(word_of(thread()), in[0] + 1);
+        barrier_sync_anywhere(7, 128);
+        break;
+      default:
+        store_shared(word_of(thread()), slow(in[0] + 2));
+        barrier_sync_anywhere(7, 128);
+    }
+    out[0] = load_shared<Word32>(word_of(127 - thread()));
+  }
+};
+
 /// Both answers, before and after each of two phases.
 struct MbarrierTest : Defaults {
   static constexpr const char* name = "mbarrier_test";
@@ -166,6 +190,7 @@ struct LoadOnce : Defaults {
 template <class Visit>
 void for_each_order_operation(Visit visit) {
   visit(NamedBarriers());
+  visit(BarrierAnywhere());
   visit(MbarrierTest());
   visit(ClusterSync());
   visit(MoveRegisters());

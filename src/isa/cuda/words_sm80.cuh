@@ -91,6 +91,9 @@ QATTN_DEVICE void sync_threads() { __syncthreads(); }
 QATTN_DEVICE void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+QATTN_DEVICE void barrier_sync_anywhere(int id, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 QATTN_DEVICE void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

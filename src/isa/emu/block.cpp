@@ -293,14 +293,13 @@ void Block::check_barrier_site(int id, Barrier& barrier, BarrierUse use, const W
   }
   barrier.warps |= bit;
   site = where;
-  if (barrier.arrived == 0) barrier.first = where;
+  if (use != BarrierUse::sync) return;
+  if (!barrier.synced) barrier.first = where;
+  barrier.synced = true;
   const Where& first = barrier.first;
-  if (use == BarrierUse::sync_threads &&
-      (first.line() != where.line() || std::string_view(first.file_name()) != where.file_name())) {
-    throw Error(
-        text("divergent sync_threads: at %s, while another warp is at %s; barrier_sync may "
-             "be reached at several places",
-             describe(where).c_str(), describe(first).c_str()));
+  if (first.line() != where.line() || std::string_view(first.file_name()) != where.file_name()) {
+    throw Error(text("divergent barrier %d: at %s, while another warp is at %s", id,
+                     describe(where).c_str(), describe(first).c_str()));
   }
 }
 
@@ -333,6 +332,7 @@ void Block::barrier(int id, int threads, BarrierUse use, const Where& where) {
   b.waiting.clear();
   b.arrived = 0;
   b.warps = 0;
+  b.synced = false;
   b.clock.clear();
 }
 

@@ -28,8 +28,8 @@ struct Position {
 /// What a lane waits for.
 enum class Waiting : std::uint8_t { nothing, warp, warpgroup, barrier, mbarrier, poll, finished };
 
-/// sync_threads must be one place of the code for the whole block, as __syncthreads() must.
-enum class BarrierUse : std::uint8_t { arrive, sync, sync_threads };
+/// `sync` must be one place of the code for all that wait, as __syncthreads() and bar.sync must.
+enum class BarrierUse : std::uint8_t { arrive, sync, sync_anywhere };
 
 /// A copy_async of `size` bytes that has been issued, `bytes` of them from memory; `done`: it has
 /// been written already.
@@ -142,7 +142,8 @@ class Block {
     int arrived = 0, expected = 0;
     std::vector<Lane*> waiting;
     std::array<Where, 32> sites;  ///< where each warp's first lane arrived
-    Where first;                  ///< where the block's did
+    Where first;                  ///< where the block's first sync was
+    bool synced = false;          ///< there was one
     std::uint32_t warps = 0;
     Clock clock;
   };

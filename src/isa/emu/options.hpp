@@ -48,6 +48,7 @@ enum class Word : std::uint8_t {
   atomic_global,
   sync_threads,
   barrier_sync,
+  barrier_sync_anywhere,
   barrier_arrive,
   sync_warp,
   shuffle,

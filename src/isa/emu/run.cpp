@@ -33,6 +33,7 @@ constexpr WordInfo kWords[] = {
     {Word::atomic_global, "atomic_global", Pipe::memory},
     {Word::sync_threads, "sync_threads", Pipe::control},
     {Word::barrier_sync, "barrier_sync", Pipe::control},
+    {Word::barrier_sync_anywhere, "barrier_sync_anywhere", Pipe::control},
     {Word::barrier_arrive, "barrier_arrive", Pipe::control},
     {Word::sync_warp, "sync_warp", Pipe::control},
     {Word::shuffle, "shuffle", Pipe::memory},

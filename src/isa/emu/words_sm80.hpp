@@ -137,11 +137,15 @@ inline std::uint64_t atomic_add_global(std::uint64_t* p, std::uint64_t v,
 inline void sync_threads(Where where = Where::current()) {
   emu::Block& block = emu::current_block();
   block.count(Word::sync_threads);
-  block.barrier(0, block.threads(), emu::BarrierUse::sync_threads, where);
+  block.barrier(0, block.threads(), emu::BarrierUse::sync, where);
 }
 inline void barrier_sync(int id, int threads, Where where = Where::current()) {
   emu::current_block().count(Word::barrier_sync);
   emu::current_block().barrier(id, threads, emu::BarrierUse::sync, where);
+}
+inline void barrier_sync_anywhere(int id, int threads, Where where = Where::current()) {
+  emu::current_block().count(Word::barrier_sync_anywhere);
+  emu::current_block().barrier(id, threads, emu::BarrierUse::sync_anywhere, where);
 }
 inline void barrier_arrive(int id, int threads, Where where = Where::current()) {
   emu::current_block().count(Word::barrier_arrive);

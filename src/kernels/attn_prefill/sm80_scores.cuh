@@ -64,9 +64,8 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
     return s;
   }
 
-  /// A barrier of all warps that they may reach at different places of the code, those without rows
-  /// in pass_tiles(): __syncthreads() must be the same one for all (compute-sanitizer's synccheck).
-  QATTN_DEVICE static void meet() { isa::barrier_sync(1, S::threads); }
+  /// All warps, those without rows at other places of the code (pass_tiles()).
+  QATTN_DEVICE static void meet() { isa::barrier_sync_anywhere(1, S::threads); }
 
   /// Does none of this warp's rows exist?
   QATTN_DEVICE bool idle() const { return this->query_of(warp * S::warp_rows) >= work.q.length; }
