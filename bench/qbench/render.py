@@ -12,6 +12,7 @@ TITLES = {
     "gqa": "Grouped queries, B S = 16384",
     "llm": "Prefill of language models",
     "video": "Video diffusion",
+    "wide": "Wide heads",
     "decode": "Decode, one query a sequence",
     "few": "Few queries",
     "cpu": "Attention on CPUs",
