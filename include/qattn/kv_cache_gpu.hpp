@@ -82,6 +82,8 @@ class GpuKvCache {
   /// Ok, or what went wrong in a slot since it was added.
   Status status(std::int64_t slot, Stream stream = nullptr) const;
   Result<std::int64_t> length(std::int64_t slot, std::int64_t layer, Stream stream = nullptr) const;
+  /// KvCache::usage(). Of a slot in which something went wrong: as it was before.
+  Result<KvUsage> usage(std::int64_t slot, std::int64_t layer, Stream stream = nullptr) const;
   /// KvCache::read() into tensors in host memory. For tests: it copies page by page.
   Status read(std::int64_t slot, std::int64_t layer, const TensorView& k, const TensorView& v,
               const TensorView& tiers, Stream stream = nullptr) const;

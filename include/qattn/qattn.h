@@ -382,6 +382,8 @@ QATTN_API qattn_status qattn_kv_gpu_slot_status(const qattn_kv_gpu_cache* cache,
                                                 void* stream);
 QATTN_API qattn_status qattn_kv_gpu_length(const qattn_kv_gpu_cache* cache, int64_t slot,
                                            int64_t layer, void* stream, int64_t* length);
+QATTN_API qattn_status qattn_kv_gpu_get_usage(const qattn_kv_gpu_cache* cache, int64_t slot,
+                                              int64_t layer, void* stream, qattn_kv_usage* usage);
 QATTN_API qattn_status qattn_kv_gpu_read(const qattn_kv_gpu_cache* cache, int64_t slot,
                                          int64_t layer, const qattn_tensor* k,
                                          const qattn_tensor* v, const qattn_tensor* tiers,

@@ -24,6 +24,7 @@ from ._kv_cache import (
     DecodeCall,
     KvBytes,
     KvCache,
+    KvUsage,
     decode_options,
     layout_name,
     listed,
@@ -50,10 +51,10 @@ class GpuKvCache:
     options are KvCache's, but for `threads`. Calls are on the stream on which torch works on that
     device (or that an array names) and only enqueue kernels: append(), decode() and observe()
     neither allocate outside torch nor wait, but for the first call with a list of numbers, and a
-    CUDA graph that captured them replays on the cache as it then is. length(), read() and status()
-    wait. Sequences are numbers from add_sequence() or an int32 tensor (B) on the device; lists of
-    numbers become tensors, the last 64 of which are kept (all that a graph captured), so that a
-    capture wants a call with the same list shortly before it.
+    CUDA graph that captured them replays on the cache as it then is. length(), read(), usage() and
+    status() wait. Sequences are numbers from add_sequence() or an int32 tensor (B) on the device;
+    lists of numbers become tensors, the last 64 of which are kept (all that a graph captured), so
+    that a capture wants a call with the same list shortly before it.
 
     What only the device can see (a pool without pages, a budget that cannot hold, more than
     `tokens`, bad numbers in tensors of sequences, counts or importance) leaves the sequence as it
@@ -282,6 +283,11 @@ class GpuKvCache:
     def bytes(self) -> KvBytes:
         """What is allocated on the device, used or not."""
         return KvBytes(**self._cache.bytes())
+
+    def usage(self, sequence: int, layer: int = 0) -> KvUsage:
+        """Bytes and tiers of one sequence and layer, as KvCache's."""
+        number, layer = integer("sequence", sequence), integer("layer", layer)
+        return KvUsage(**self._cache.usage(number, layer, self._stream()))
 
 
 def _memory(q: Any, workspace: Any) -> Any:

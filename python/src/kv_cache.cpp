@@ -117,18 +117,6 @@ nb::tuple shape(const KvCache& cache) {
   return nb::make_tuple(o.layers, o.heads_kv, o.d, o.dv, o);
 }
 
-nb::dict usage(const KvCache& cache, std::int64_t sequence, std::int64_t layer) {
-  const KvUsage u = kv_check(cache.usage(sequence, layer));
-  nb::dict d;
-  d["length"] = u.length;
-  d["bytes"] = u.bytes;
-  d["allowed_bytes"] = u.allowed_bytes;
-  d["average_bits"] = u.average_bits;
-  d["window_tokens"] = u.window_tokens;
-  d["tier_tokens"] = nb::tuple(nb::cast(u.tier_tokens));
-  return d;
-}
-
 }  // namespace
 
 void add_kv_cache(nb::module_& m) {
@@ -161,7 +149,8 @@ void add_kv_cache(nb::module_& m) {
       .def("shape", &shape)
       .def("save", [](const KvCache& c, const std::string& path) { check(c.save(path)); })
       .def("bytes", [](const KvCache& c) { return kv_bytes(c.bytes()); })
-      .def("usage", &usage)
+      .def("usage", [](const KvCache& c, std::int64_t id,
+                       std::int64_t layer) { return kv_usage(kv_check(c.usage(id, layer))); })
       .def("decode", &run_decode, "layer"_a, "sequences"_a, "tensors"_a, nb::kw_only(), "layout"_a,
            "scale"_a.none(), "causal"_a, "window_left"_a, "softcap"_a, "threads"_a);
 }

@@ -88,6 +88,10 @@ void add_gpu_kv_cache(nb::module_& m) {
            })
       .def("status", [](const GpuKvCache& c, std::int64_t slot,
                         Handle stream) { kv_check(c.status(slot, stream_from(stream))); })
+      .def("usage",
+           [](const GpuKvCache& c, std::int64_t slot, std::int64_t layer, Handle stream) {
+             return kv_usage(kv_check(c.usage(slot, layer, stream_from(stream))));
+           })
       .def("append", &append)
       .def("truncate", [](GpuKvCache& c, std::int64_t slot, std::int64_t n,
                           Handle stream) { kv_check(c.truncate(slot, n, stream_from(stream))); })

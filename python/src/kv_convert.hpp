@@ -1,6 +1,8 @@
 // What the two KV caches' classes translate in the same way.
 #pragma once
 
+#include <nanobind/stl/vector.h>
+
 #include <cctype>
 #include <optional>
 #include <string>
@@ -86,6 +88,17 @@ inline nb::dict kv_bytes(const KvBytes& b) {
   d["means"] = b.means;
   d["spare"] = b.spare;
   d["total"] = b.total;
+  return d;
+}
+
+inline nb::dict kv_usage(const KvUsage& u) {
+  nb::dict d;
+  d["length"] = u.length;
+  d["bytes"] = u.bytes;
+  d["allowed_bytes"] = u.allowed_bytes;
+  d["average_bits"] = u.average_bits;
+  d["window_tokens"] = u.window_tokens;
+  d["tier_tokens"] = nb::tuple(nb::cast(u.tier_tokens));
   return d;
 }
 

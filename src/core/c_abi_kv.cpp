@@ -156,11 +156,7 @@ qattn_status qattn_kv_get_usage(const qattn_kv_cache* cache, int64_t sequence, i
                                 qattn_kv_usage* usage) {
   return with(cache, [&](const KvCache& c) -> Status {
     const Result<KvUsage> u = c.usage(sequence, layer);
-    if (!u.ok()) return u.status();
-    qattn_kv_usage full{0, u->length, u->bytes, u->allowed_bytes, u->average_bits, u->window_tokens,
-                        {}};
-    std::copy(u->tier_tokens.begin(), u->tier_tokens.end(), full.tier_tokens);
-    return write_struct("usage", full, usage);
+    return u.ok() ? store_usage(*u, usage) : u.status();
   });
 }
 

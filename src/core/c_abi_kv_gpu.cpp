@@ -143,6 +143,14 @@ qattn_status qattn_kv_gpu_length(const qattn_kv_gpu_cache* cache, int64_t slot, 
   });
 }
 
+qattn_status qattn_kv_gpu_get_usage(const qattn_kv_gpu_cache* cache, int64_t slot, int64_t layer,
+                                    void* stream, qattn_kv_usage* usage) {
+  return with(cache, [&](const GpuKvCache& c) -> Status {
+    const Result<KvUsage> u = c.usage(slot, layer, stream);
+    return u.ok() ? store_usage(*u, usage) : u.status();
+  });
+}
+
 qattn_status qattn_kv_gpu_read(const qattn_kv_gpu_cache* cache, int64_t slot, int64_t layer,
                                const qattn_tensor* k, const qattn_tensor* v,
                                const qattn_tensor* tiers, void* stream) {

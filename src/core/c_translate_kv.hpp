@@ -91,4 +91,10 @@ inline Status store_bytes(const KvBytes& b, qattn_kv_bytes* bytes) {
   return write_struct("bytes", full, bytes);
 }
 
+inline Status store_usage(const KvUsage& u, qattn_kv_usage* usage) {
+  qattn_kv_usage full{0, u.length, u.bytes, u.allowed_bytes, u.average_bits, u.window_tokens, {}};
+  std::copy(u.tier_tokens.begin(), u.tier_tokens.end(), full.tier_tokens);
+  return write_struct("usage", full, usage);
+}
+
 }  // namespace qattn::c

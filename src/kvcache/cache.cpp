@@ -234,26 +234,28 @@ KvBytes KvCache::bytes() const {
   return b;
 }
 
+KvUsage kv::usage_of(const KvCacheData& cache, const Layer& layer) {
+  const KvCacheOptions& o = cache.options;
+  KvUsage u;
+  u.length = layer.length;
+  u.tier_tokens.resize(o.tiers.size());
+  u.bytes = mean_bytes(o);
+  for (const Table& table : layer.tables) {
+    for (const Entry& e : table) {
+      u.bytes += cache.page_bytes(e.tier) + static_cast<std::int64_t>(sizeof(Entry));
+      (e.tier == 0 ? u.window_tokens : u.tier_tokens[e.tier - std::size_t{1}]) += e.tokens();
+    }
+  }
+  u.allowed_bytes = std::max<std::int64_t>(cache.allowed_bytes(layer.length), 0);
+  const std::int64_t values = layer.length * o.heads_kv * (o.d + o.dv);
+  if (values > 0) u.average_bits = 8.0 * static_cast<double>(u.bytes) / static_cast<double>(values);
+  return u;
+}
+
 Result<KvUsage> KvCache::usage(std::int64_t sequence, std::int64_t layer) const {
   return guarded<Result<KvUsage>>([&]() -> Result<KvUsage> {
     if (Status s = kv::check_place(*data_, sequence, layer); !s.ok()) return s;
-    const Layer& l = data_->find(sequence)->layers[static_cast<std::size_t>(layer)];
-    KvUsage u;
-    u.length = l.length;
-    u.tier_tokens.resize(data_->options.tiers.size());
-    u.bytes = kv::mean_bytes(data_->options);
-    for (const Table& table : l.tables) {
-      for (const Entry& e : table) {
-        u.bytes += data_->page_bytes(e.tier) + static_cast<std::int64_t>(sizeof(Entry));
-        (e.tier == 0 ? u.window_tokens : u.tier_tokens[e.tier - std::size_t{1}]) += e.tokens();
-      }
-    }
-    u.allowed_bytes = std::max<std::int64_t>(data_->allowed_bytes(l.length), 0);
-    const std::int64_t values =
-        l.length * data_->options.heads_kv * (data_->options.d + data_->options.dv);
-    if (values > 0)
-      u.average_bits = 8.0 * static_cast<double>(u.bytes) / static_cast<double>(values);
-    return u;
+    return kv::usage_of(*data_, data_->find(sequence)->layers[static_cast<std::size_t>(layer)]);
   });
 }
 

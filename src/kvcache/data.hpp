@@ -108,6 +108,9 @@ std::int64_t mean_bytes(const KvCacheOptions& options);
 /// Bytes that K and V of one token and layer may take on average.
 double budget_per_token(const KvCacheOptions& options);
 
+/// usage() of a (sequence, layer) of that cache.
+KvUsage usage_of(const detail::KvCacheData& cache, const Layer& layer);
+
 /// What is wrong with the options by themselves, the budget apart.
 Status check_options(const KvCacheOptions& options);
 

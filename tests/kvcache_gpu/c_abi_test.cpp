@@ -120,6 +120,13 @@ TEST_F(KvDeviceC, DoesWhatTheCppInterfaceDoes) {
   qattn_kv_bytes_init(&b);
   ASSERT_EQ(qattn_kv_gpu_get_bytes(cache, &b), 0) << error();
   EXPECT_EQ(b.total, same->bytes().total);
+  qattn_kv_usage usage;
+  qattn_kv_usage_init(&usage);
+  ASSERT_EQ(qattn_kv_gpu_get_usage(cache, copy, 0, nullptr, &usage), 0) << error();
+  EXPECT_EQ(usage.length, 100);
+  EXPECT_EQ(usage.window_tokens + usage.tier_tokens[0], H * 100 - 6);  // of head 1 are six gone
+  EXPECT_EQ(qattn_kv_gpu_get_usage(cache, copy, 1, nullptr, &usage), QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(error(), "layer: 1 is not from 0 to 0");
   ASSERT_EQ(qattn_kv_gpu_release(cache, copy, nullptr), 0);
   EXPECT_EQ(qattn_kv_gpu_release(cache, copy, nullptr), QATTN_INVALID_ARGUMENT);
   EXPECT_EQ(error(), "slot: 1 holds no sequence of this cache");

@@ -226,6 +226,9 @@ TEST(KvDeviceErrors, RefusalsNameTheValueAndTheRule) {
             "slots: there are 3, should be 1 to the capacity of 2 sequences");
   EXPECT_EQ(pair.device().status(1).message(), "slot: 1 holds no sequence of this cache");
   EXPECT_EQ(pair.device().release(7).message(), "slot: 7 holds no sequence of this cache");
+  EXPECT_EQ(pair.device().usage(1, 0).status().message(),
+            "slot: 1 holds no sequence of this cache");
+  EXPECT_EQ(pair.device().usage(0, -1).status().message(), "layer: -1 is not from 0 to 0");
 }
 
 }  // namespace

@@ -183,7 +183,22 @@ void Pair::observe(std::int64_t layer, const std::vector<std::int64_t>& slots, f
   }
 }
 
-void Pair::compare() const { ASSERT_EQ(difference(*host_, ids_, *device_), ""); }
+void Pair::compare() const {
+  ASSERT_EQ(difference(*host_, ids_, *device_), "");
+  for (std::size_t slot = 0; slot < ids_.size(); ++slot) {
+    for (std::int64_t layer = 0; ids_[slot] >= 0 && layer < o_.cache.layers; ++layer) {
+      const Result<KvUsage> a = host_->usage(ids_[slot], layer);
+      const Result<KvUsage> b = device_->usage(static_cast<std::int64_t>(slot), layer);
+      ASSERT_TRUE(a.ok() && b.ok()) << b.status().message();
+      ASSERT_EQ(a->length, b->length);
+      ASSERT_EQ(a->bytes, b->bytes);
+      ASSERT_EQ(a->allowed_bytes, b->allowed_bytes);
+      ASSERT_EQ(a->average_bits, b->average_bits);
+      ASSERT_EQ(a->window_tokens, b->window_tokens);
+      ASSERT_EQ(a->tier_tokens, b->tier_tokens);
+    }
+  }
+}
 
 std::vector<std::uint8_t> memory_of(const GpuKvCache& cache) {
   const kv::AppendState& s = cache.data().state;

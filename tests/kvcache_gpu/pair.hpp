@@ -50,8 +50,8 @@ class Pair {
              std::int64_t end);
   void append(const Step& step);
   void observe(std::int64_t layer, const std::vector<std::int64_t>& slots, float spread);
-  /// Tables, pages, their holders, means and lengths are the same, and no page of the device is
-  /// lost.
+  /// Tables, pages, their holders, means, lengths and usage() are the same, and no page of the
+  /// device is lost.
   void compare() const;
 
   GpuKvCache& device() { return *device_; }

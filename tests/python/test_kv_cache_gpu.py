@@ -86,6 +86,7 @@ for count in (150, 1, 40):
     on_host(lambda: host.append(1, ids, k, v, importance=own))
 def same():
     for s in ids:
+        assert cache.usage(s, 1) == host.usage(s, 1)
         for a, b in zip(cache.read(s, 1), host.read(s, 1)):
             np.testing.assert_array_equal(a, b)
 same()
@@ -137,6 +138,8 @@ refused("sequences: [0, 0] names one twice", lambda: cache.decode(q, 0, [s, s]))
 refused("sequence: 1 holds no sequence", lambda: cache.truncate(1, 3))
 refused("sequence: 2 holds no sequence", lambda: cache.fork(2))
 refused("layer: 2 is not from 0 to 1", lambda: cache.append(2, s, k, k))
+refused("layer: 2 is not from 0 to 1", lambda: cache.usage(s, 2))
+refused("sequence: 1 holds no sequence", lambda: cache.usage(1))
 refused("k: shape", lambda: cache.append(0, s, rows(1, 2, 3), rows(1, 2, 3)))
 refused("v: shape", lambda: cache.append(0, s, k, rows(1, 19)))
 refused("k: 401 tokens are more than the capacity of 400",

@@ -4,13 +4,13 @@
 
 #include "core/guarded.hpp"
 #include "core/problem.hpp"
-#include "kvcache/contents.hpp"
 #include "kvcache/gpu/checks.hpp"
 #include "kvcache/tensors.hpp"
 
 namespace qattn {
 
 using kv::check_layer;
+using kv::check_slot;
 using kv::check_slots;
 using kv::invalid;
 using kv::launched;
@@ -19,26 +19,10 @@ namespace {
 
 std::string text(std::int64_t value) { return std::to_string(value); }
 
-Status check_slot(const GpuKvCache::Data& d, std::int64_t slot) {
-  if (slot >= 0 && slot < static_cast<std::int64_t>(d.used.size()) &&
-      d.used[static_cast<std::size_t>(slot)]) {
-    return {};
-  }
-  return invalid("slot: " + text(slot) + " holds no sequence of this cache");
-}
-
 /// A dense (B, heads, N) f32 tensor of values a block.
 Status check_blocks(const GpuKvCache::Data& d, const char* name, const TensorView& view,
                     std::int64_t batch, std::int64_t heads) {
   return kv::check_tensor(name, view, Format::f32, {batch, heads, -1}, false, d.device);
-}
-
-template <class T>
-Status fetch(const GpuKvCache::Data& d, const T* from, std::int64_t count, Stream stream,
-             std::vector<T>& to) {
-  to.resize(static_cast<std::size_t>(count));
-  if (count == 0) return {};
-  return d.backend->copy_to_host(to.data(), from, to.size() * sizeof(T), stream);
 }
 
 /// k or v: (B, S, heads, channels) in the layout's order.
@@ -123,22 +107,6 @@ Status forget(const char* what, const GpuKvCache::Data& d, const kv::ForgetCall&
   return launched(what, d.backend->kv->forget(d.state, call, stream));
 }
 
-std::string slot_error_text(std::uint32_t word) {
-  std::string what;
-  for (const auto& [bit, why] :
-       {std::pair{kv::slot_unused, "it held no sequence"},
-        std::pair{kv::slot_budget, "even the last tier is too much for the budget"},
-        std::pair{kv::slot_pool, "a pool had no page left"},
-        std::pair{kv::slot_capacity, "more tokens than its capacity"},
-        std::pair{kv::slot_count, "an entry of counts was below 0 or above S"},
-        std::pair{kv::slot_weight,
-                  "an importance was not from 0 to 1e15, or there were too few blocks of them"},
-        std::pair{kv::slot_twice, "a call named it twice"}}) {
-    if ((word & bit) != 0) what += (what.empty() ? "" : ", ") + std::string(why);
-  }
-  return what.empty() ? "error " + std::to_string(word) : what;
-}
-
 /// The lowest free slot, emptied on the device; not yet in use.
 Result<std::int64_t> empty_slot(const char* what, const GpuKvCache::Data& d, Stream stream) {
   const auto at = std::find(d.used.begin(), d.used.end(), false);
@@ -156,6 +124,14 @@ Result<std::int64_t> empty_slot(const char* what, const GpuKvCache::Data& d, Str
 Status kv::check_layer(const KvCacheOptions& o, std::int64_t layer) {
   if (layer >= 0 && layer < o.layers) return {};
   return invalid("layer: " + text(layer) + " is not from 0 to " + text(o.layers - 1));
+}
+
+Status kv::check_slot(const GpuKvCache::Data& d, std::int64_t slot) {
+  if (slot >= 0 && slot < static_cast<std::int64_t>(d.used.size()) &&
+      d.used[static_cast<std::size_t>(slot)]) {
+    return {};
+  }
+  return invalid("slot: " + text(slot) + " holds no sequence of this cache");
 }
 
 Status kv::check_slots(const GpuKvCache::Data& d, const TensorView& slots) {
@@ -325,81 +301,6 @@ Status GpuKvCache::observe(std::int64_t layer, const TensorView& slots, const Te
     const detail::DeviceGuard guard(*d.backend, d.device);
     if (!guard.status().ok()) return guard.status();
     return launched("observe", d.backend->kv->observe(d.state, call, stream));
-  });
-}
-
-Status GpuKvCache::status(std::int64_t slot, Stream stream) const {
-  return guarded<Status>([&]() -> Status {
-    const Data& d = *data_;
-    if (Status s = check_slot(d, slot); !s.ok()) return s;
-    const detail::DeviceGuard guard(*d.backend, d.device);
-    if (!guard.status().ok()) return guard.status();
-    std::vector<std::uint32_t> word;
-    if (Status s = fetch(d, d.state.cache.errors + slot, 1, stream, word); !s.ok()) return s;
-    if (word[0] == 0) return {};
-    constexpr std::uint32_t room = kv::slot_budget | kv::slot_pool | kv::slot_capacity;
-    return Status((word[0] & room) != 0 ? Code::out_of_memory : Code::invalid_argument,
-                  "slot " + text(slot) + ": " + slot_error_text(word[0]) +
-                      "; it is as it was before that append, and nothing is appended any more");
-  });
-}
-
-Result<std::int64_t> GpuKvCache::length(std::int64_t slot, std::int64_t layer,
-                                        Stream stream) const {
-  return guarded<Result<std::int64_t>>([&]() -> Result<std::int64_t> {
-    const Data& d = *data_;
-    if (Status s = check_slot(d, slot); !s.ok()) return s;
-    if (Status s = check_layer(d.options(), layer); !s.ok()) return s;
-    const detail::DeviceGuard guard(*d.backend, d.device);
-    if (!guard.status().ok()) return guard.status();
-    std::vector<std::int32_t> value;
-    const kv::DeviceCache& c = d.state.cache;
-    Status s = fetch(d, c.lengths + c.layer_index(slot, layer), 1, stream, value);
-    if (!s.ok()) return s;
-    return std::int64_t{value[0]};
-  });
-}
-
-Status GpuKvCache::read(std::int64_t slot, std::int64_t layer, const TensorView& k,
-                        const TensorView& v, const TensorView& tiers, Stream stream) const {
-  return guarded<Status>([&]() -> Status {
-    const Data& d = *data_;
-    const kv::DeviceCache& c = d.state.cache;
-    const Result<std::int64_t> length = this->length(slot, layer, stream);
-    if (!length.ok()) return length.status();
-    const std::int64_t heads = c.heads_kv;
-    const kv::Contents out(d.host(), k, v, tiers, *length);
-    if (Status s = out.check(); !s.ok()) return s;
-    const detail::DeviceGuard guard(*d.backend, d.device);
-    if (!guard.status().ok()) return guard.status();
-    std::vector<std::int32_t> counts, has_mean;
-    std::vector<float> means;
-    const std::int64_t first = c.head_index(slot, layer, 0);
-    if (Status s = fetch(d, c.counts + first, heads, stream, counts); !s.ok()) return s;
-    if (Status s = fetch(d, c.has_mean + c.layer_index(slot, layer), 1, stream, has_mean);
-        !s.ok()) {
-      return s;
-    }
-    if (Status s = fetch(d, c.k_means + first * c.d, heads * c.d, stream, means); !s.ok()) {
-      return s;
-    }
-    out.clear();
-    std::vector<kv::Entry> table;
-    std::vector<std::byte> page;
-    for (std::int64_t h = 0; h < heads; ++h) {
-      Status s =
-          fetch(d, c.table(slot, layer, h), counts[static_cast<std::size_t>(h)], stream, table);
-      if (!s.ok()) return s;
-      const float* mean = has_mean[0] != 0 ? means.data() + h * c.d : nullptr;
-      for (const kv::Entry& e : table) {
-        const auto* from =
-            reinterpret_cast<const std::byte*>(c.pool[e.tier].page(e.page, c.blocks_per_page()));
-        s = fetch(d, from, d.host().page_bytes(e.tier), stream, page);
-        if (!s.ok()) return s;
-        out.page(h, e, page.data(), mean);
-      }
-    }
-    return {};
   });
 }
 
