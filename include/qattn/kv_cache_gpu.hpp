@@ -1,9 +1,9 @@
 // The mixed-precision KV cache (kv_cache.hpp) in the memory of a GPU. It holds what KvCache holds
 // for the same calls, bit for bit, and decides the same; but everything that changes lies on the
-// device, and append(), decode() and observe() only enqueue kernels: they do not allocate, do not
-// wait and can be captured in a graph, which then replays on the cache as it is. Meaning and
-// errors: docs/NUMERICS.md, "Mixed-precision KV cache"; what a GPU cannot tell at once: "On a GPU"
-// there.
+// device, and append(), decode(), observe() and set_importance() only enqueue kernels: they do not
+// allocate, do not wait and can be captured in a graph, which then replays on the cache as it is.
+// Meaning and errors: docs/NUMERICS.md, "Mixed-precision KV cache"; what a GPU cannot tell at once:
+// "On a GPU" there.
 #pragma once
 
 #include <cstddef>
@@ -76,6 +76,13 @@ class GpuKvCache {
   /// device's error word.
   Status observe(std::int64_t layer, const TensorView& slots, const TensorView& mass,
                  Stream stream = nullptr);
+
+  /// Enqueues KvCache::set_importance(): importance (Hkv, N) f32, N at least ceil(S / 16), S the
+  /// length when the kernel runs. Too few blocks, a value that is not from 0 to 1e15 in the first
+  /// ceil(S / 16), or a slot in which something went wrong: nothing of the slot changes, and the
+  /// device's error word is set.
+  Status set_importance(std::int64_t slot, std::int64_t layer, const TensorView& importance,
+                        Stream stream = nullptr);
 
   // These wait for the stream.
 

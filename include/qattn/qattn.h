@@ -363,6 +363,9 @@ QATTN_API qattn_status qattn_kv_gpu_evict(qattn_kv_gpu_cache* cache, int64_t slo
 QATTN_API qattn_status qattn_kv_gpu_observe(qattn_kv_gpu_cache* cache, int64_t layer,
                                             const qattn_tensor* slots, const qattn_tensor* mass,
                                             void* stream);
+QATTN_API qattn_status qattn_kv_gpu_set_importance(qattn_kv_gpu_cache* cache, int64_t slot,
+                                                   int64_t layer, const qattn_tensor* importance,
+                                                   void* stream);
 /* qattn::decode_workspace() and qattn::decode() of a GpuKvCache. */
 QATTN_API qattn_status qattn_kv_gpu_decode_workspace(const qattn_kv_gpu_cache* cache, int64_t layer,
                                                      const qattn_tensor* slots,

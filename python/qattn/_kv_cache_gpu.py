@@ -49,12 +49,12 @@ class GpuKvCache:
     sequences: at a time; tokens: of each; pages: how many in 16 bits, then of each tier (None: as
     many as are ever needed); device: "cuda", "cuda:1", an index or a torch.device; the other
     options are KvCache's, but for `threads`. Calls are on the stream on which torch works on that
-    device (or that an array names) and only enqueue kernels: append(), decode() and observe()
-    neither allocate outside torch nor wait, but for the first call with a list of numbers, and a
-    CUDA graph that captured them replays on the cache as it then is. length(), read(), usage() and
-    status() wait. Sequences are numbers from add_sequence() or an int32 tensor (B) on the device;
-    lists of numbers become tensors, the last 64 of which are kept (all that a graph captured), so
-    that a capture wants a call with the same list shortly before it.
+    device (or that an array names) and only enqueue kernels: append(), decode(), observe() and
+    set_importance() neither allocate outside torch nor wait, but for the first call with a list of
+    numbers, and a CUDA graph that captured them replays on the cache as it then is. length(),
+    read(), usage() and status() wait. Sequences are numbers from add_sequence() or an int32 tensor
+    (B) on the device; lists of numbers become tensors, the last 64 of which are kept (all that a
+    graph captured), so that a capture wants a call with the same list shortly before it.
 
     What only the device can see (a pool without pages, a budget that cannot hold, more than
     `tokens`, bad numbers in tensors of sequences, counts or importance) leaves the sequence as it
@@ -268,6 +268,14 @@ class GpuKvCache:
         only qattn.device_errors() tells."""
         tensors = {"sequences": self._slots(sequences), "mass": entry("mass", mass)}
         self._cache.observe(integer("layer", layer), tensors, stream_of(mass))
+
+    def set_importance(self, sequence: int, layer: int, importance: Any) -> None:
+        """Sets importance, as KvCache's: (kv_heads, N) float32 on the cache's device, N at least
+        ceil(length / 16). Too few blocks, or one that is not from 0 to 1e15, leave the sequence as
+        it was, and only qattn.device_errors() tells."""
+        number, layer = integer("sequence", sequence), integer("layer", layer)
+        tensors = {"importance": entry("importance", importance)}
+        self._cache.set_importance(number, layer, tensors, stream_of(importance))
 
     def read(self, sequence: int, layer: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """KvCache.read(), in host memory. For tests: it copies page by page."""

@@ -39,6 +39,13 @@ void observe(GpuKvCache& cache, std::int64_t layer, const nb::dict& entries, Han
       cache.observe(layer, slots, view_in(entries, "mass", false, views), stream_from(stream)));
 }
 
+void set_importance(GpuKvCache& cache, std::int64_t slot, std::int64_t layer,
+                    const nb::dict& entries, Handle stream) {
+  Views views;
+  const TensorView importance = view_in(entries, "importance", false, views);
+  kv_check(cache.set_importance(slot, layer, importance, stream_from(stream)));
+}
+
 void read(const GpuKvCache& cache, std::int64_t slot, std::int64_t layer, const nb::dict& entries,
           Handle stream) {
   Views views;
@@ -101,6 +108,7 @@ void add_gpu_kv_cache(nb::module_& m) {
              kv_check(c.evict(slot, layer, head, begin, end, stream_from(stream)));
            })
       .def("observe", &observe)
+      .def("set_importance", &set_importance)
       .def("read", &read)
       .def("bytes", [](const GpuKvCache& c) { return kv_bytes(c.bytes()); })
       .def("decode", &run_decode, "layer"_a, "tensors"_a, nb::kw_only(), "layout"_a,

@@ -25,7 +25,7 @@ namespace qattn::detail {
 enum DeviceError : std::uint32_t {
   error_length = 1,  ///< cu_seqlens or seqused out of range
   error_page = 2,    ///< page_table out of range
-  error_cache = 4,   ///< a slot of a KV cache could not be appended to or observed
+  error_cache = 4,   ///< a slot of a KV cache could not be appended to, observed or told
 };
 
 struct Backend {

@@ -11,7 +11,8 @@ std::string backend_interface() {
        {sizeof(Backend), sizeof(Kernel), sizeof(PlanData), sizeof(Problem), sizeof(QuantizeTensors),
         sizeof(QuantizeOptions), sizeof(QuantizeFacts), sizeof(Status), sizeof(kv::AppendState),
         sizeof(kv::DeviceOps), sizeof(kv::AppendCall), sizeof(kv::ObserveCall),
-        sizeof(kv::ForgetCall), sizeof(kv::DeviceDecodeCall), sizeof(kv::ForkCall)}) {
+        sizeof(kv::ImportanceCall), sizeof(kv::ForgetCall), sizeof(kv::DeviceDecodeCall),
+        sizeof(kv::ForkCall)}) {
     s += '.';
     s += std::to_string(size);
   }

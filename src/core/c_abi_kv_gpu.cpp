@@ -108,6 +108,13 @@ qattn_status qattn_kv_gpu_observe(qattn_kv_gpu_cache* cache, int64_t layer,
   });
 }
 
+qattn_status qattn_kv_gpu_set_importance(qattn_kv_gpu_cache* cache, int64_t slot, int64_t layer,
+                                         const qattn_tensor* importance, void* stream) {
+  return with(cache, [&](GpuKvCache& c) {
+    return c.set_importance(slot, layer, optional_view(importance), stream);
+  });
+}
+
 qattn_status qattn_kv_gpu_decode_workspace(const qattn_kv_gpu_cache* cache, int64_t layer,
                                            const qattn_tensor* slots,
                                            const qattn_kv_decode_tensors* tensors,

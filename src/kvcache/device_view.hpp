@@ -24,7 +24,7 @@ enum SlotError : std::uint32_t {
 };
 
 /// Bit of the device's sticky error word that says: some slot's word is not 0, or observe()
-/// refused.
+/// or set_importance() refused.
 inline constexpr std::uint32_t device_error_bit = 4;
 
 /// One pool: pages of one tier, one behind the other.

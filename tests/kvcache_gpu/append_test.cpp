@@ -74,6 +74,7 @@ void run_sequence(unsigned i, int steps) {
     if (random() % 4 == 0) pair.observe(step.layer, step.slots, random() % 2 ? 0.5f : 4.0f);
     const auto slot = static_cast<std::int64_t>(random() % 3);
     const std::int64_t length = pair.length(slot, 0);
+    if (random() % 6 == 0) pair.set_importance(slot, step.layer, random() % 2 ? 0.5f : 4.0f);
     if (random() % 10 == 0 && length > 0) {
       const std::int64_t off = random() % 3 ? random() % 20 : random() % length;
       pair.truncate(slot, length > off ? length - off : 0);

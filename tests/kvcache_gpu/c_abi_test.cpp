@@ -120,6 +120,19 @@ TEST_F(KvDeviceC, DoesWhatTheCppInterfaceDoes) {
   qattn_kv_bytes_init(&b);
   ASSERT_EQ(qattn_kv_gpu_get_bytes(cache, &b), 0) << error();
   EXPECT_EQ(b.total, same->bytes().total);
+  // What is told shows in which pages are demoted: see tests/kvcache_gpu/append_test.cpp. Here:
+  // that it arrives.
+  std::vector<float> told(H * 7, 2.0f);
+  const qattn_tensor importance = dense(told.data(), QATTN_FORMAT_f32, {H, 7});
+  ASSERT_EQ(qattn_kv_gpu_set_importance(cache, copy, 0, &importance, nullptr), 0) << error();
+  EXPECT_TRUE(device_errors({}).ok());
+  told[3] = -2.0f;
+  ASSERT_EQ(qattn_kv_gpu_set_importance(cache, copy, 0, &importance, nullptr), 0) << error();
+  EXPECT_FALSE(device_errors({}).ok());
+  EXPECT_EQ(qattn_kv_gpu_set_importance(cache, 5, 0, &importance, nullptr), QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(error(), "slot: 5 holds no sequence of this cache");
+  EXPECT_EQ(qattn_kv_gpu_set_importance(cache, copy, 0, nullptr, nullptr), QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(error(), "importance: is missing");
   qattn_kv_usage usage;
   qattn_kv_usage_init(&usage);
   ASSERT_EQ(qattn_kv_gpu_get_usage(cache, copy, 0, nullptr, &usage), 0) << error();

@@ -194,6 +194,45 @@ TEST(KvDeviceErrors, AMassOutOfRangeChangesNothing) {
   }
 }
 
+TEST(KvDeviceErrors, AnImportanceOutOfRangeChangesNothing) {
+  Pair pair(small());
+  pair.add();
+  pair.add();
+  fill(pair, 0, 100);
+  const auto before = memory_of(pair.device());
+  const auto told = [&](std::int64_t slot, std::vector<float> values, std::int64_t blocks) {
+    const Status s = pair.device().set_importance(
+        slot, 0, TensorView::dense(values.data(), Format::f32, {2, blocks}));
+    EXPECT_TRUE(s.ok()) << s.message();
+    return device_errors({}).ok();
+  };
+  for (const float bad : {-1.0f, -1e-45f, NAN, INFINITY, 2e15f}) {
+    for (const std::size_t at : {0u, 6u, 8u, 14u}) {
+      std::vector<float> values(2 * 8, 0.5f);
+      values[at] = bad;
+      EXPECT_FALSE(told(0, values, 8)) << bad << " at " << at;
+    }
+  }
+  EXPECT_FALSE(told(0, std::vector<float>(2 * 6, 0.5f), 6)) << "too few blocks";
+  EXPECT_EQ(before, memory_of(pair.device()));
+  EXPECT_TRUE(pair.device().status(0).ok());
+  // Behind the sequence anything may lie.
+  std::vector<float> values(2 * 8, 0.5f);
+  values[7] = values[15] = NAN;
+  EXPECT_TRUE(told(0, values, 8));
+  EXPECT_NE(before, memory_of(pair.device()));
+  EXPECT_TRUE(told(1, {}, 0)) << "nothing to tell of an empty sequence";
+  // Of a slot that an append has spoilt nothing is told any more.
+  Call call;
+  call.slots = {0};
+  call.count = 701;
+  ASSERT_TRUE(call.run(pair.device()).ok());
+  EXPECT_FALSE(device_errors({}).ok());
+  const auto after = memory_of(pair.device());
+  EXPECT_FALSE(told(0, std::vector<float>(2 * 8, 0.25f), 8));
+  EXPECT_EQ(after, memory_of(pair.device()));
+}
+
 TEST(KvDeviceErrors, RefusalsNameTheValueAndTheRule) {
   KvCacheOptions o = small().cache;
   const auto created = [&](KvGpuCapacity c) {
@@ -228,6 +267,19 @@ TEST(KvDeviceErrors, RefusalsNameTheValueAndTheRule) {
   EXPECT_EQ(pair.device().release(7).message(), "slot: 7 holds no sequence of this cache");
   EXPECT_EQ(pair.device().usage(1, 0).status().message(),
             "slot: 1 holds no sequence of this cache");
+  std::vector<float> told(3 * 2, 1.0f);
+  const auto refused = [&](std::int64_t slot, std::int64_t layer, const TensorView& importance) {
+    return pair.device().set_importance(slot, layer, importance).message();
+  };
+  const TensorView right = TensorView::dense(told.data(), Format::f32, {2, 3});
+  EXPECT_EQ(refused(1, 0, right), "slot: 1 holds no sequence of this cache");
+  EXPECT_EQ(refused(0, 1, right), "layer: 1 is not from 0 to 0");
+  EXPECT_EQ(refused(0, 0, {}), "importance: is missing");
+  EXPECT_EQ(refused(0, 0, TensorView::dense(told.data(), Format::f32, {3, 2})),
+            "importance: shape (3, 2) should be (2, -1) (-1: any)");
+  EXPECT_EQ(refused(0, 0, TensorView::dense(told.data(), Format::s32, {2, 3})),
+            "importance: format s32 is not f32");
+  EXPECT_TRUE(refused(0, 0, right).empty());
   EXPECT_EQ(pair.device().usage(0, -1).status().message(), "layer: -1 is not from 0 to 0");
 }
 

@@ -183,6 +183,26 @@ void Pair::observe(std::int64_t layer, const std::vector<std::int64_t>& slots, f
   }
 }
 
+void Pair::set_importance(std::int64_t slot, std::int64_t layer, float spread) {
+  const std::int64_t heads = o_.cache.heads_kv, own = formats::kv_blocks(length(slot, layer));
+  const std::int64_t blocks = formats::kv_blocks(o_.capacity.tokens);
+  std::vector<float> told(static_cast<std::size_t>(heads * blocks)), row;
+  std::uniform_real_distribution<float> exponent(-spread, spread);
+  for (float& x : told) x = random_() % 20 ? std::pow(10.0f, exponent(random_)) : 0.0f;
+  for (std::int64_t h = 0; h < heads; ++h) {
+    const auto* from = told.data() + h * blocks;
+    row.insert(row.end(), from, from + own);
+    told[static_cast<std::size_t>((h + 1) * blocks - 1)] = NAN;  // behind all sequences
+  }
+  if (own == blocks) return;
+  const Status device = device_->set_importance(
+      slot, layer, TensorView::dense(told.data(), Format::f32, {heads, blocks}));
+  ASSERT_TRUE(device.ok()) << device.message();
+  const Status host = host_->set_importance(
+      ids_[slot], layer, TensorView::dense(row.data(), Format::f32, {heads, own}));
+  ASSERT_TRUE(host.ok()) << host.message();
+}
+
 void Pair::compare() const {
   ASSERT_EQ(difference(*host_, ids_, *device_), "");
   for (std::size_t slot = 0; slot < ids_.size(); ++slot) {

@@ -49,6 +49,8 @@ class Pair {
   void evict(std::int64_t slot, std::int64_t layer, std::int64_t head, std::int64_t begin,
              std::int64_t end);
   void append(const Step& step);
+  /// Random values; the device's tensor has room for all of its tokens.
+  void set_importance(std::int64_t slot, std::int64_t layer, float spread);
   void observe(std::int64_t layer, const std::vector<std::int64_t>& slots, float spread);
   /// Tables, pages, their holders, means, lengths and usage() are the same, and no page of the
   /// device is lost.

@@ -127,6 +127,40 @@ qattn.device_errors("cuda:0")
 """)
 
 
+def test_importance_that_is_told(emulated):
+    """It decides which pages are demoted, as on the host."""
+    emulated("""
+mixed = dict(kv_heads=2, head_dim=64, window=32, average_bits=5.0, budget_from=400)
+cache, host = Cache(**mixed, sequences=1, tokens=700), qattn.KvCache(**mixed)
+s = cache.add_sequence()
+assert host.add_sequence() == s
+def append(count):
+    k, v = rows(1, count), rows(1, count)
+    cache.append(0, s, k, v)
+    on_host(lambda: host.append(0, s, k, v))
+append(400)
+told = torch.tensor([[1e-3] * 20 + [9.0] * 24, [9.0] * 20 + [1e-3] * 24])
+cache.set_importance(s, 0, told)
+on_host(lambda: host.set_importance(s, 0, told[:, :25].contiguous()))
+append(200)
+tiers = cache.read(s)[2]
+np.testing.assert_array_equal(tiers, host.read(s)[2])
+assert tiers[0, 32:300].mean() > tiers[1, 32:300].mean() + 0.5, tiers
+assert cache.usage(s) == host.usage(s)
+for wrong in (-told, told[:, :37].contiguous(), told * float("nan")):
+    cache.set_importance(s, 0, wrong)
+    refused("KV cache", lambda: qattn.device_errors("cuda:0"))
+cache.status(s)
+refused("importance: shape (1, 44) should be (2, -1)",
+        lambda: cache.set_importance(s, 0, told[:1]))
+refused("importance: format f16 is not f32",
+        lambda: cache.set_importance(s, 0, told.half()))
+refused("sequence: 1 holds no", lambda: cache.set_importance(1, 0, told))
+refused("importance: lies on cpu, and the KV cache lies on cuda:0",
+        lambda: cache.set_importance(s, 0, told.numpy()), qattn.Unsupported)
+""")
+
+
 def test_refusals(emulated):
     emulated("""
 s = cache.add_sequence()

@@ -39,9 +39,7 @@ struct ForkTables {
     if (error != 0) {
       if (block != 0 || isa::thread() != 0) return;
       isa::store_global(cache.errors + p.to, error);
-      if (p.state.device_error != nullptr) {
-        isa::atomic_or_global(p.state.device_error, std::uint32_t{kv::device_error_bit});
-      }
+      set_device_error(p.state);
       return;
     }
     const std::int64_t tables = std::int64_t{cache.layers} * cache.heads_kv;

@@ -83,6 +83,17 @@ LaunchError observe(const kv::AppendState& state, const kv::ObserveCall& call, S
   return isa::launch<ObserveMass>(p, {p.batch, 1, 1}, stream);
 }
 
+LaunchError set_importance(const kv::AppendState& state, const kv::ImportanceCall& call,
+                           Stream stream) {
+  ImportanceParams p;
+  p.state = state;
+  p.values = call.values;
+  p.blocks = call.blocks;
+  p.slot = call.slot;
+  p.layer = call.layer;
+  return isa::launch<SetImportance>(p, {1, 1, 1}, stream);
+}
+
 LaunchError init(const kv::AppendState& state, Stream stream) {
   ResetParams p;
   p.state = state;
@@ -119,8 +130,8 @@ LaunchError fork(const kv::AppendState& state, const kv::ForkCall& call, Stream 
 }  // namespace
 
 const kv::DeviceOps& kv_device_ops() {
-  static const kv::DeviceOps ops{isa::error_word, init, forget, append, observe, fork, supports,
-                                 workspace_bytes, run};
+  static const kv::DeviceOps ops{isa::error_word, init, forget,   append,          observe,
+                                 set_importance,  fork, supports, workspace_bytes, run};
   return ops;
 }
 

@@ -37,6 +37,20 @@ struct ObserveParams {
   std::int32_t batch = 0, heads_q = 0, layer = 0;
 };
 
+/// What is told of the pages of one (slot, layer), [heads_kv][blocks].
+struct ImportanceParams {
+  kv::AppendState state;
+  const float* values = nullptr;
+  std::int64_t blocks = 0;
+  std::int32_t slot = 0, layer = 0;
+};
+
+/// By one thread that has refused something: the host asks the device, not every slot.
+QATTN_DEVICE void set_device_error(const kv::AppendState& state) {
+  if (state.device_error == nullptr) return;
+  isa::atomic_or_global(state.device_error, std::uint32_t{kv::device_error_bit});
+}
+
 /// Structures in global memory move as words.
 template <class T>
 QATTN_DEVICE T load_struct(const T* from) {

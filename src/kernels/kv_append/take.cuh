@@ -160,9 +160,7 @@ struct TakePages {
       const std::uint32_t error = isa::load_global(&plan->error);
       if (error != 0) {
         if (slot >= 0) isa::atomic_or_global(cache.errors + slot, error);
-        if (p.state.device_error != nullptr) {
-          isa::atomic_or_global(p.state.device_error, std::uint32_t{kv::device_error_bit});
-        }
+        set_device_error(p.state);
         continue;
       }
       if (!changes(plan)) {

@@ -304,6 +304,26 @@ Status GpuKvCache::observe(std::int64_t layer, const TensorView& slots, const Te
   });
 }
 
+Status GpuKvCache::set_importance(std::int64_t slot, std::int64_t layer,
+                                  const TensorView& importance, Stream stream) {
+  return guarded<Status>([&]() -> Status {
+    const Data& d = *data_;
+    if (Status s = check_slot(d, slot); !s.ok()) return s;
+    if (Status s = check_layer(d.options(), layer); !s.ok()) return s;
+    Status s = kv::check_tensor("importance", importance, Format::f32, {d.options().heads_kv, -1},
+                                false, d.device);
+    if (!s.ok()) return s;
+    kv::ImportanceCall call;
+    call.values = static_cast<const float*>(importance.data);
+    call.blocks = importance.shape[1];
+    call.slot = static_cast<std::int32_t>(slot);
+    call.layer = static_cast<std::int32_t>(layer);
+    const detail::DeviceGuard guard(*d.backend, d.device);
+    if (!guard.status().ok()) return guard.status();
+    return launched("set_importance", d.backend->kv->set_importance(d.state, call, stream));
+  });
+}
+
 KvBytes GpuKvCache::bytes() const {
   const Data& d = *data_;
   const kv::DeviceCache& c = d.state.cache;

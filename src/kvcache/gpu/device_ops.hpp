@@ -35,6 +35,12 @@ struct ObserveCall {
   std::int32_t batch = 0, heads_q = 0, layer = 0;
 };
 
+struct ImportanceCall {
+  const float* values = nullptr;  ///< [heads_kv][blocks]
+  std::int64_t blocks = 0;
+  std::int32_t slot = 0, layer = 0;
+};
+
 /// What DecodeCall is on a CPU. Tensors lie on the cache's device.
 struct DeviceDecodeCall {
   const DeviceCache* cache = nullptr;
@@ -71,6 +77,8 @@ struct DeviceOps {
   std::string (*append)(const AppendState& state, const AppendCall& call, Stream stream) = nullptr;
   std::string (*observe)(const AppendState& state, const ObserveCall& call,
                          Stream stream) = nullptr;
+  std::string (*set_importance)(const AppendState& state, const ImportanceCall& call,
+                                Stream stream) = nullptr;
   std::string (*fork)(const AppendState& state, const ForkCall& call, Stream stream) = nullptr;
   /// What the kernels cannot do.
   Status (*decode_supports)(const DeviceDecodeCall& call) = nullptr;
