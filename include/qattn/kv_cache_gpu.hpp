@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "qattn/kv_cache.hpp"
@@ -48,6 +49,8 @@ class GpuKvCache {
   ~GpuKvCache();  ///< on the stream of create()
 
   const KvCacheOptions& options() const;
+  /// Is a sequence in that slot? After load(): was it in the file?
+  bool holds(std::int64_t slot) const;
 
   /// The slot of an empty sequence, the lowest that is free: what `slots` tensors hold.
   Result<std::int64_t> add_sequence(Stream stream = nullptr);
@@ -94,6 +97,17 @@ class GpuKvCache {
   /// KvCache::read() into tensors in host memory. For tests: it copies page by page.
   Status read(std::int64_t slot, std::int64_t layer, const TensorView& k, const TensorView& v,
               const TensorView& tiers, Stream stream = nullptr) const;
+
+  /// Writes the file that KvCache::save() writes, which KvCache::load() and load() read: slots are
+  /// the numbers of its sequences, and the next one is the highest slot's plus 1. A copy of all
+  /// pages in use lies in host memory meanwhile. Errors: invalid_argument names the file, or a slot
+  /// in which something went wrong, which a file cannot say: release it first.
+  Status save(const std::string& path, Stream stream = nullptr) const;
+  /// The cache of a file, in as many slots as its sequences have numbers. The options are the
+  /// file's. Errors: as KvCache::load() and create(); invalid_argument where the capacity is too
+  /// small for the file's sequences, tokens or pages names it. Nothing is allocated then.
+  static Result<GpuKvCache> load(const std::string& path, const KvGpuCapacity& capacity,
+                                 Device device, Stream stream = nullptr);
 
   /// What is allocated, used or not: pools in `codes`, `scales` and `window`; free lists, the
   /// counts of pages' holders and the plan of the append under way in `spare`.

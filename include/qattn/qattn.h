@@ -379,6 +379,9 @@ QATTN_API qattn_status qattn_kv_gpu_decode(const qattn_kv_gpu_cache* cache, int6
                                            size_t workspace_bytes, void* stream);
 QATTN_API qattn_status qattn_kv_gpu_get_bytes(const qattn_kv_gpu_cache* cache,
                                               qattn_kv_bytes* bytes);
+/* Waits for nothing. *holds becomes 1 or 0. */
+QATTN_API qattn_status qattn_kv_gpu_holds(const qattn_kv_gpu_cache* cache, int64_t slot,
+                                          int32_t* holds);
 
 /* These wait for the stream. qattn_kv_gpu_slot_status(): qattn::GpuKvCache::status(). */
 QATTN_API qattn_status qattn_kv_gpu_slot_status(const qattn_kv_gpu_cache* cache, int64_t slot,
@@ -387,6 +390,12 @@ QATTN_API qattn_status qattn_kv_gpu_length(const qattn_kv_gpu_cache* cache, int6
                                            int64_t layer, void* stream, int64_t* length);
 QATTN_API qattn_status qattn_kv_gpu_get_usage(const qattn_kv_gpu_cache* cache, int64_t slot,
                                               int64_t layer, void* stream, qattn_kv_usage* usage);
+QATTN_API qattn_status qattn_kv_gpu_save(const qattn_kv_gpu_cache* cache, const char* path,
+                                         void* stream);
+/* The options are the file's; release the cache with qattn_kv_gpu_destroy(). */
+QATTN_API qattn_status qattn_kv_gpu_load(const char* path, const qattn_kv_gpu_capacity* capacity,
+                                         int32_t device_type, int32_t device_index, void* stream,
+                                         qattn_kv_gpu_cache** cache);
 QATTN_API qattn_status qattn_kv_gpu_read(const qattn_kv_gpu_cache* cache, int64_t slot,
                                          int64_t layer, const qattn_tensor* k,
                                          const qattn_tensor* v, const qattn_tensor* tiers,

@@ -137,13 +137,13 @@ class KvCache:
     def load(cls, path: str | os.PathLike[str], *, threads: int = 0) -> KvCache:
         """The cache that save() wrote; sequences keep their numbers."""
         cache = cls.__new__(cls)
-        cache._hold(_qattn.kv_load(_path(path), integer("threads", threads)))
+        cache._hold(_qattn.kv_load(path_name(path), integer("threads", threads)))
         return cache
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything to a .safetensors file, pages that sequences share once."""
         with self._lock:
-            self._cache.save(_path(path))
+            self._cache.save(path_name(path))
 
     @property
     def shortest_length(self) -> int:
@@ -408,7 +408,7 @@ def layout_name(layout: Any) -> str:
     return name_of("layout", layout)
 
 
-def _path(path: Any) -> str:
+def path_name(path: Any) -> str:
     """A path as the extension takes it, in UTF-8."""
     try:
         text = os.fsdecode(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from ._kv_cache import (
     layout_name,
     listed,
     one_or_all,
+    path_name,
     rows,
     sequence_ids,
 )
@@ -74,21 +76,48 @@ class GpuKvCache:
         **options: Any,
     ) -> None:
         facts = KvCache(**options)
-        self.layers, self.kv_heads = facts.layers, facts.kv_heads
-        self.head_dim, self.v_head_dim = facts.head_dim, facts.v_head_dim
+        self._take(device, sequences, tokens)
+        self._hold(_qattn.kv_gpu_create(facts._options, *self._room(pages)))
+
+    def _take(self, device: Any, sequences: int, tokens: int) -> None:
         self.sequences, self.tokens = integer("sequences", sequences), integer("tokens", tokens)
         self._device = device_named(device)
         self._known: dict[tuple[int, ...], Any] = {}
         self._captured: dict[tuple[int, ...], Any] = {}  # by a CUDA graph
         self._used: set[int] = set()
-        self._cache = _qattn.kv_gpu_create(
-            facts._options,
-            self.sequences,
-            self.tokens,
-            [] if pages is None else [integer("pages", count) for count in listed("pages", pages)],
-            *self._device,
-            self._stream(),
-        )
+
+    def _room(self, pages: Sequence[int] | None) -> tuple:
+        """Capacity, device and stream as the extension takes them."""
+        counts = [] if pages is None else listed("pages", pages)
+        numbers = [integer("pages", count) for count in counts]
+        return self.sequences, self.tokens, numbers, *self._device, self._stream()
+
+    def _hold(self, cache: _qattn.GpuKvCache) -> None:
+        self._cache = cache
+        self.layers, self.kv_heads, self.head_dim, self.v_head_dim, _ = cache.shape()
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        sequences: int,
+        tokens: int,
+        pages: Sequence[int] | None = None,
+        device: Any = "cuda",
+    ) -> GpuKvCache:
+        """A cache from the file that save() or KvCache.save() wrote; sequences keep their numbers,
+        which are below `sequences`. The other options are the file's."""
+        cache = cls.__new__(cls)
+        cache._take(device, sequences, tokens)
+        cache._hold(_qattn.kv_gpu_load(path_name(path), *cache._room(pages)))
+        cache._used = {s for s in range(cache.sequences) if cache._cache.holds(s)}
+        return cache
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes everything to a .safetensors file, as KvCache.save() does, for load() and
+        KvCache.load(); it waits. Refused while something is wrong with a sequence (status())."""
+        self._cache.save(path_name(path), self._stream())
 
     def _stream(self) -> int:
         """Where torch works on the cache's device."""

@@ -111,12 +111,6 @@ void run_decode(const KvCache& cache, std::int64_t layer, const Ids& sequences,
   kv_check(status);
 }
 
-/// (layers, heads_kv, d, dv), and the options as KvCache has them.
-nb::tuple shape(const KvCache& cache) {
-  const KvCacheOptions& o = cache.options();
-  return nb::make_tuple(o.layers, o.heads_kv, o.d, o.dv, o);
-}
-
 }  // namespace
 
 void add_kv_cache(nb::module_& m) {
@@ -146,7 +140,7 @@ void add_kv_cache(nb::module_& m) {
       .def("observe", &observe)
       .def("set_importance", &set_importance)
       .def("read", &read)
-      .def("shape", &shape)
+      .def("shape", [](const KvCache& c) { return kv_shape(c.options()); })
       .def("save", [](const KvCache& c, const std::string& path) { check(c.save(path)); })
       .def("bytes", [](const KvCache& c) { return kv_bytes(c.bytes()); })
       .def("usage", [](const KvCache& c, std::int64_t id,

@@ -20,6 +20,31 @@ GpuKvCache create(const KvCacheOptions& options, std::int64_t sequences, std::in
       GpuKvCache::create(options, {sequences, tokens, pages}, device, stream_from(stream)));
 }
 
+/// kv_check() of a call that is given a path: refusals begin with it, and nothing of it is renamed.
+void path_check(const Status& s) { s.message().starts_with("path: ") ? check(s) : kv_check(s); }
+
+GpuKvCache load(const std::string& path, std::int64_t sequences, std::int64_t tokens,
+                const std::vector<std::int64_t>& pages, std::int32_t device_type,
+                std::int32_t device_index, Handle stream) {
+  const Device device{static_cast<DeviceType>(device_type), device_index};
+  const auto loaded = [&] {
+    const nb::gil_scoped_release unlocked;
+    return GpuKvCache::load(path, {sequences, tokens, pages}, device, stream_from(stream));
+  };
+  Result<GpuKvCache> cache = loaded();
+  path_check(cache.status());
+  return std::move(*cache);
+}
+
+void save(const GpuKvCache& cache, const std::string& path, Handle stream) {
+  Status status;
+  {
+    const nb::gil_scoped_release unlocked;
+    status = cache.save(path, stream_from(stream));
+  }
+  path_check(status);
+}
+
 void append(GpuKvCache& cache, std::int64_t layer, const nb::dict& entries,
             const std::string& layout, Handle stream) {
   Views views;
@@ -80,6 +105,8 @@ void run_decode(const GpuKvCache& cache, std::int64_t layer, const nb::dict& ent
 void add_gpu_kv_cache(nb::module_& m) {
   m.def("kv_gpu_create", &create, "options"_a, "sequences"_a, "tokens"_a, "pages"_a,
         "device_type"_a, "device_index"_a, "stream"_a);
+  m.def("kv_gpu_load", &load, "path"_a, "sequences"_a, "tokens"_a, "pages"_a, "device_type"_a,
+        "device_index"_a, "stream"_a);
   nb::class_<GpuKvCache>(m, "GpuKvCache")
       .def("add_sequence",
            [](GpuKvCache& c, Handle stream) {
@@ -109,6 +136,9 @@ void add_gpu_kv_cache(nb::module_& m) {
            })
       .def("observe", &observe)
       .def("set_importance", &set_importance)
+      .def("save", &save)
+      .def("shape", [](const GpuKvCache& c) { return kv_shape(c.options()); })
+      .def("holds", [](const GpuKvCache& c, std::int64_t slot) { return c.holds(slot); })
       .def("read", &read)
       .def("bytes", [](const GpuKvCache& c) { return kv_bytes(c.bytes()); })
       .def("decode", &run_decode, "layer"_a, "tensors"_a, nb::kw_only(), "layout"_a,

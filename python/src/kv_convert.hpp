@@ -79,6 +79,11 @@ inline KvDecodeOptions kv_decode_options(const std::string& layout, std::optiona
   return o;
 }
 
+/// (layers, heads_kv, d, dv), and the options as KvCache has them.
+inline nb::tuple kv_shape(const KvCacheOptions& o) {
+  return nb::make_tuple(o.layers, o.heads_kv, o.d, o.dv, o);
+}
+
 inline nb::dict kv_bytes(const KvBytes& b) {
   nb::dict d;
   d["codes"] = b.codes;

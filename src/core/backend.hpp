@@ -48,6 +48,8 @@ struct Backend {
   void (*release)(void* memory, Stream stream) = nullptr;
   /// Waits for the stream.
   Status (*copy_to_host)(void* to, const void* from, std::size_t bytes, Stream stream) = nullptr;
+  /// Likewise; only caches in this memory are filled so.
+  Status (*copy_to_device)(void* to, const void* from, std::size_t bytes, Stream stream) = nullptr;
   /// Waits for the device, reads its error word and clears it.
   Result<std::uint32_t> (*take_errors)() = nullptr;
   /// A validated call of qattn::quantize(); null: this backend has none.

@@ -28,6 +28,15 @@ Status read_capacity(const qattn_kv_gpu_capacity* given, KvGpuCapacity& capacity
   return {};
 }
 
+Device device(int32_t type, int32_t index) { return {static_cast<DeviceType>(type), index}; }
+
+/// A cache to its owner.
+Status give(Result<GpuKvCache> made, qattn_kv_gpu_cache** cache) {
+  if (!made.ok()) return made.status();
+  *cache = new qattn_kv_gpu_cache{std::move(*made)};
+  return {};
+}
+
 }  // namespace
 
 void qattn_kv_gpu_capacity_defaults(qattn_kv_gpu_capacity* given, size_t size) {
@@ -48,11 +57,7 @@ qattn_status qattn_kv_gpu_create(const qattn_kv_options* options,
     KvGpuCapacity c;
     if (Status s = read_options(options, o); !s.ok()) return s;
     if (Status s = read_capacity(capacity, c); !s.ok()) return s;
-    const Device device{static_cast<DeviceType>(device_type), device_index};
-    Result<GpuKvCache> made = GpuKvCache::create(o, c, device, stream);
-    if (!made.ok()) return made.status();
-    *cache = new qattn_kv_gpu_cache{std::move(*made)};
-    return {};
+    return give(GpuKvCache::create(o, c, device(device_type, device_index), stream), cache);
   });
 }
 
@@ -158,6 +163,25 @@ qattn_status qattn_kv_gpu_get_usage(const qattn_kv_gpu_cache* cache, int64_t slo
   });
 }
 
+qattn_status qattn_kv_gpu_save(const qattn_kv_gpu_cache* cache, const char* path, void* stream) {
+  return with(cache, [&](const GpuKvCache& c) -> Status {
+    if (Status s = check_pointer("path", path); !s.ok()) return s;
+    return c.save(path, stream);
+  });
+}
+
+qattn_status qattn_kv_gpu_load(const char* path, const qattn_kv_gpu_capacity* capacity,
+                               int32_t device_type, int32_t device_index, void* stream,
+                               qattn_kv_gpu_cache** cache) {
+  return guarded([&]() -> Status {
+    if (Status s = check_pointer("path", path); !s.ok()) return s;
+    if (Status s = check_pointer("cache", cache); !s.ok()) return s;
+    KvGpuCapacity c;
+    if (Status s = read_capacity(capacity, c); !s.ok()) return s;
+    return give(GpuKvCache::load(path, c, device(device_type, device_index), stream), cache);
+  });
+}
+
 qattn_status qattn_kv_gpu_read(const qattn_kv_gpu_cache* cache, int64_t slot, int64_t layer,
                                const qattn_tensor* k, const qattn_tensor* v,
                                const qattn_tensor* tiers, void* stream) {
@@ -168,4 +192,12 @@ qattn_status qattn_kv_gpu_read(const qattn_kv_gpu_cache* cache, int64_t slot, in
 
 qattn_status qattn_kv_gpu_get_bytes(const qattn_kv_gpu_cache* cache, qattn_kv_bytes* bytes) {
   return with(cache, [&](const GpuKvCache& c) { return store_bytes(c.bytes(), bytes); });
+}
+
+qattn_status qattn_kv_gpu_holds(const qattn_kv_gpu_cache* cache, int64_t slot, int32_t* holds) {
+  return with(cache, [&](const GpuKvCache& c) -> Status {
+    if (Status s = check_pointer("holds", holds); !s.ok()) return s;
+    *holds = c.holds(slot) ? 1 : 0;
+    return {};
+  });
 }

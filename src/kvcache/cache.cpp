@@ -72,10 +72,7 @@ Result<KvCache> KvCache::create(const KvCacheOptions& options) {
                      " tokens on; with a window of " + text(options.window) + " and " +
                      text(options.sinks) + " sinks in 16 bits it holds from " + text(*shortest));
     }
-    data->pools.reserve(options.tiers.size() + 1);
-    for (std::size_t t = 0; t <= options.tiers.size(); ++t) {
-      data->pools.emplace_back(data->page_bytes(static_cast<int>(t)));
-    }
+    data->make_pools();
     return KvCache(std::move(data));
   });
 }

@@ -59,6 +59,13 @@ struct KvCacheData {
     return {block(tier), static_cast<int>(blocks_per_page()), tier > 0 && k_by_channel()};
   }
   std::int64_t page_bytes(int tier) const { return layout(tier).bytes(); }
+  /// Pools without pages, as the options have them.
+  void make_pools() {
+    pools.reserve(options.tiers.size() + 1);
+    for (std::size_t t = 0; t <= options.tiers.size(); ++t) {
+      pools.emplace_back(page_bytes(static_cast<int>(t)));
+    }
+  }
   kv::PagePool& pool(int tier) { return pools[static_cast<std::size_t>(tier)]; }
   const kv::PagePool& pool(int tier) const { return pools[static_cast<std::size_t>(tier)]; }
   std::byte* page(const kv::Entry& e) const { return pool(e.tier).page(e.page); }

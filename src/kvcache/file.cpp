@@ -11,12 +11,13 @@
 // Everything that the header says follows from the options and counts in its one line of metadata,
 // so load() reads that line, writes the header again and compares: there is no parser to trust.
 // Version 1 has a scale a token for K, version 2 (k_granularity=per_channel) a scale a channel.
+#include "kvcache/file.hpp"
+
 #include <algorithm>
 #include <bit>
 #include <cstdio>
 
 #include "core/guarded.hpp"
-#include "kvcache/data.hpp"
 #include "kvcache/file_header.hpp"
 #include "kvcache/file_values.hpp"
 #include "kvcache/tensors.hpp"
@@ -96,46 +97,48 @@ Image image_of(const KvCacheData& data, Renumber& renumber, FileCounts& c) {
 
 }  // namespace
 
+Status kv::write_file(const KvCacheData& data, const std::string& path) {
+  FileCounts c;
+  c.options = data.options;
+  c.options.budget_from = data.options.average_bits > 0 ? data.budget_from : 0;
+  c.next_id = data.next_id;
+  Renumber renumber(data);
+  const Image image = image_of(data, renumber, c);
+  for (std::size_t t = 0; t < data.pools.size(); ++t) {
+    c.pages.push_back(static_cast<std::int64_t>(renumber.pages(t).size()));
+  }
+  const std::string header = kv::file_header(c, kv::file_parts(c, data));
+  const std::string temporary = path + ".part";
+  File file(std::fopen(temporary.c_str(), "wb"));
+  if (!file) return invalid("path: " + temporary + " cannot be written");
+  bool good = true;
+  const auto put = [&](const void* bytes, std::size_t count) {
+    good = good && (count == 0 || std::fwrite(bytes, 1, count, file.get()) == count);
+  };
+  const auto put_all = [&](const auto& x) { put(x.data(), x.size() * sizeof(x[0])); };
+  const std::uint64_t size = header.size();
+  put(&size, sizeof size);
+  put_all(header);
+  put_all(image.sequences);
+  put_all(image.lengths);
+  put_all(image.table_sizes);
+  put_all(image.entries);
+  put_all(image.means);
+  for (std::size_t t = 0; t < data.pools.size(); ++t) {
+    const kv::PagePool& pool = data.pools[t];
+    for (const std::int32_t page : renumber.pages(t)) {
+      put(pool.page(page), static_cast<std::size_t>(pool.page_bytes()));
+    }
+  }
+  put_all(image.flags);
+  good = std::fclose(file.release()) == 0 && good;
+  if (good && std::rename(temporary.c_str(), path.c_str()) == 0) return {};
+  std::remove(temporary.c_str());
+  return invalid("path: " + path + " cannot be written");
+}
+
 Status KvCache::save(const std::string& path) const {
-  return guarded<Status>([&]() -> Status {
-    FileCounts c;
-    c.options = data_->options;
-    c.options.budget_from = data_->options.average_bits > 0 ? data_->budget_from : 0;
-    c.next_id = data_->next_id;
-    Renumber renumber(*data_);
-    const Image image = image_of(*data_, renumber, c);
-    for (std::size_t t = 0; t < data_->pools.size(); ++t) {
-      c.pages.push_back(static_cast<std::int64_t>(renumber.pages(t).size()));
-    }
-    const std::string header = kv::file_header(c, kv::file_parts(c, *data_));
-    const std::string temporary = path + ".part";
-    File file(std::fopen(temporary.c_str(), "wb"));
-    if (!file) return invalid("path: " + temporary + " cannot be written");
-    bool good = true;
-    const auto put = [&](const void* bytes, std::size_t count) {
-      good = good && (count == 0 || std::fwrite(bytes, 1, count, file.get()) == count);
-    };
-    const auto put_all = [&](const auto& x) { put(x.data(), x.size() * sizeof(x[0])); };
-    const std::uint64_t size = header.size();
-    put(&size, sizeof size);
-    put_all(header);
-    put_all(image.sequences);
-    put_all(image.lengths);
-    put_all(image.table_sizes);
-    put_all(image.entries);
-    put_all(image.means);
-    for (std::size_t t = 0; t < data_->pools.size(); ++t) {
-      const kv::PagePool& pool = data_->pools[t];
-      for (const std::int32_t page : renumber.pages(t)) {
-        put(pool.page(page), static_cast<std::size_t>(pool.page_bytes()));
-      }
-    }
-    put_all(image.flags);
-    good = std::fclose(file.release()) == 0 && good;
-    if (good && std::rename(temporary.c_str(), path.c_str()) == 0) return {};
-    std::remove(temporary.c_str());
-    return invalid("path: " + path + " cannot be written");
-  });
+  return guarded<Status>([&] { return kv::write_file(*data_, path); });
 }
 
 namespace {

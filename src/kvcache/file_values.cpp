@@ -23,6 +23,10 @@ Status check_means(const detail::KvCacheData& cache) {
   std::int64_t element = 0;
   for (const Sequence& s : cache.sequences) {
     for (const Layer& layer : s.layers) {
+      if (!cache.options.smooth_k && !layer.k_mean.empty()) {
+        return invalid("mean_flags: a layer of sequence " + text(s.id) +
+                       " has a mean, and there are none without smooth_k");
+      }
       for (const float x : layer.k_mean) {
         if (!formats::is_finite(x)) {
           return invalid("k_means: element " + text(element) + " is " + text(x) +

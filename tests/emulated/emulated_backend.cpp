@@ -71,10 +71,11 @@ EmulatedBackend::EmulatedBackend(int architecture, bool host_memory)
   backend_.architecture = [] { return isa::architecture(0); };
   backend_.allocate = allocate;
   backend_.release = [](void* memory, Stream) { std::free(memory); };
-  backend_.copy_to_host = [](void* to, const void* from, std::size_t bytes, Stream) {
-    std::memcpy(to, from, bytes);
-    return Status();
-  };
+  backend_.copy_to_host =
+      backend_.copy_to_device = [](void* to, const void* from, std::size_t bytes, Stream) {
+        std::memcpy(to, from, bytes);
+        return Status();
+      };
   backend_.take_errors = []() -> Result<std::uint32_t> {
     return std::exchange(*isa::error_word(), 0u);
   };

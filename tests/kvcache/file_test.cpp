@@ -183,6 +183,10 @@ TEST_F(KvFile, ValuesThatNoCallLeavesThereAreRefused) {
     refused(with(good, means + 4 * static_cast<std::size_t>(element), value),
             "k_means: element " + std::to_string(element) + " is " + text + ", should be finite");
   }
+  std::string without = good;
+  without.replace(without.find("smooth_k=1"), 10, "smooth_k=0");
+  refused(without,
+          "mean_flags: a layer of sequence 1 has a mean, and there are none without smooth_k");
   for (const int tier : {1, 2, 3}) {
     const std::string name = "pages." + std::to_string(tier);
     const formats::KvBlock block = cache.data().block(tier);

@@ -92,6 +92,9 @@ void run_sequence(unsigned i, int steps) {
     }
     if (testing::Test::HasFatalFailure()) return;
     pair.compare();
+    if (random() % 12 == 0) {
+      pair.through_files(testing::TempDir() + "qattn_kv_pair_" + std::to_string(i));
+    }
     if (testing::Test::HasFatalFailure()) return;
   }
 }

@@ -142,6 +142,34 @@ void append(Pair& pair, std::int64_t layer, const std::vector<std::int64_t>& slo
   pair.append(step);
 }
 
+/// Through files, on and on: the same bits, from pages of other numbers.
+TEST(KvDeviceDecode, ALoadedCacheDecodesTheSame) {
+  Pair pair(mixed());
+  for (int i = 0; i < 3; ++i) pair.add();
+  append(pair, 1, {0, 1, 2}, {1100, 17, 130});
+  pair.release(1);  // the page that it had in the middle of the others' is free
+  pair.add();
+  append(pair, 1, {1, 0}, {40, 9});
+  pair.fork(0);
+  const auto decoded = [&](unsigned kind) {
+    DecodeCase c = queries_of(pair.host().options(), 3, kind);
+    DeviceDecode call(c, pair.device(), {3, 1, 0}, 80);
+    call.layer = 1;
+    const Status s = call.run(pair.device());
+    EXPECT_TRUE(s.ok()) << s.message();
+    return std::array{call.out, call.lse, call.mass};
+  };
+  for (unsigned kind = 0; kind < 4; ++kind) {
+    const auto before = decoded(kind);
+    pair.through_files(testing::TempDir() + "qattn_kv_decode");
+    ASSERT_FALSE(HasFatalFailure());
+    EXPECT_EQ(before, decoded(kind));
+    expect_equal_decode(pair, {3, 1, 0}, 1, kind);
+    append(pair, 1, {3, 0}, {1, 20});
+    pair.observe(1, {0, 1, 3}, 3.0f);
+  }
+}
+
 TEST(KvDeviceDecode, EveryHeadDimensionGroupAndLength) {
   unsigned kind = 0;
   for (const std::int64_t d : {64, 128, 256}) {

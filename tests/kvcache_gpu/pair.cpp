@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 
 #include "formats/bf16.hpp"
@@ -201,6 +202,28 @@ void Pair::set_importance(std::int64_t slot, std::int64_t layer, float spread) {
   const Status host = host_->set_importance(
       ids_[slot], layer, TensorView::dense(row.data(), Format::f32, {heads, own}));
   ASSERT_TRUE(host.ok()) << host.message();
+}
+
+void Pair::through_files(const std::string& path) {
+  Status saved = device_->save(path);
+  ASSERT_TRUE(saved.ok()) << saved.message();
+  Result<KvCache> host = KvCache::load(path);
+  ASSERT_TRUE(host.ok()) << host.status().message();
+  *host_ = std::move(*host);
+  for (std::size_t slot = 0; slot < ids_.size(); ++slot) {
+    if (ids_[slot] >= 0) ids_[slot] = static_cast<std::int64_t>(slot);
+  }
+  compare();
+  saved = host_->save(path);
+  ASSERT_TRUE(saved.ok()) << saved.message();
+  Result<GpuKvCache> device = GpuKvCache::load(path, o_.capacity, {});
+  ASSERT_TRUE(device.ok()) << device.status().message();
+  std::remove(path.c_str());
+  *device_ = std::move(*device);
+  for (std::size_t slot = 0; slot < ids_.size(); ++slot) {
+    ASSERT_EQ(device_->holds(static_cast<std::int64_t>(slot)), ids_[slot] >= 0);
+  }
+  compare();
 }
 
 void Pair::compare() const {

@@ -52,13 +52,16 @@ class Pair {
   /// Random values; the device's tensor has room for all of its tokens.
   void set_importance(std::int64_t slot, std::int64_t layer, float spread);
   void observe(std::int64_t layer, const std::vector<std::int64_t>& slots, float spread);
+  /// Both caches go through a file: the host's becomes what the device's file holds, which must be
+  /// what it was, the device's what the file of that one holds.
+  void through_files(const std::string& path);
   /// Tables, pages, their holders, means, lengths and usage() are the same, and no page of the
   /// device is lost.
   void compare() const;
 
   GpuKvCache& device() { return *device_; }
   KvCache& host() { return *host_; }
-  /// The host's sequence of a slot.
+  /// The host's sequence of a slot, -1 where there is none.
   std::int64_t id(std::int64_t slot) const { return ids_[static_cast<std::size_t>(slot)]; }
   std::int64_t length(std::int64_t slot, std::int64_t layer) const;
   std::mt19937& random() { return random_; }

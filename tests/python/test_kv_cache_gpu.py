@@ -161,6 +161,66 @@ refused("importance: lies on cpu, and the KV cache lies on cuda:0",
 """)
 
 
+def test_files(emulated, tmp_path):
+    """One file for caches on GPUs and on the host."""
+    emulated(f"""
+path = {str(tmp_path / "slot window_format d: kv")!r}
+""" + """
+ids = [cache.add_sequence() for _ in range(2)]
+assert [host.add_sequence() for _ in range(2)] == ids
+def append(count, *which):
+    k, v = rows(len(which), count), rows(len(which), count)
+    cache.append(1, list(which), k, v)
+    on_host(lambda: host.append(1, list(which), k, v))
+append(200, 0, 1)
+for c in (cache, host):
+    assert c.fork(0) == 2
+    c.release(1)
+append(9, 0)
+cache.save(path)
+host.save(path + "2")
+assert open(path, "rb").read() == open(path + "2", "rb").read()
+host = qattn.KvCache.load(path)
+cache = Cache.load(path + "2", sequences=4, tokens=300, device="cuda:0")
+assert (cache.layers, cache.kv_heads, cache.head_dim, cache.v_head_dim) == (2, 2, 64, 64)
+assert (cache.free, cache.sequences, cache.tokens) == (2, 4, 300) and type(cache) is Cache
+append(60, 2, 0)
+for s in (0, 2):
+    assert cache.usage(s, 1) == host.usage(s, 1)
+    for a, b in zip(cache.read(s, 1), host.read(s, 1)):
+        np.testing.assert_array_equal(a, b)
+refused("sequence: 1 is not one of this cache", lambda: append(1, 1))
+assert cache.add_sequence() == 1 and host.add_sequence() == 3
+
+def loads(words, error=qattn.InvalidArgument, path=path, **capacity):
+    def load():
+        Cache.load(path, **(dict(sequences=3, tokens=300, device="cuda:0") | capacity))
+    try:
+        load()
+    except error as caught:
+        assert str(caught).startswith(words), caught
+    else:
+        raise AssertionError("not refused: " + words)
+loads("sequences: 2 should be above 2, the number of a sequence of the file", sequences=2)
+loads("tokens: 208 are fewer than the 209 of sequence 0 of the file", tokens=208)
+loads("pages: there are 1 numbers", pages=[3])
+loads("pages[0]: 2 are fewer than the ", pages=[2, 99])
+loads("pages: 5 is not a list", pages=5)
+loads("path: 5 is not a path", path=5)
+loads("path: " + path + "3 cannot be read", path=path + "3")
+loads("invalid device ordinal", qattn.Unsupported, device="cuda:1")
+refused("path: /nowhere/d: slot.part cannot be written", lambda: cache.save("/nowhere/d: slot"))
+qattn.KvCache(kv_heads=1, head_dim=64, k_granularity="per_channel").save(path)
+loads("k_granularity: per_channel is for caches in host memory", qattn.Unsupported)
+cache.append(0, 1, rows(1, 299), rows(1, 299))
+cache.append(0, 1, rows(1, 2), rows(1, 2))
+refused("KV cache", lambda: qattn.device_errors("cuda:0"))
+refused("sequence 1: more tokens than its capacity", lambda: cache.save(path))
+cache.release(1)
+cache.save(path)
+""")
+
+
 def test_refusals(emulated):
     emulated("""
 s = cache.add_sequence()

@@ -57,11 +57,21 @@ void release(void* memory, Stream stream) {
   cudaFreeAsync(memory, static_cast<cudaStream_t>(stream));
 }
 
-Status copy_to_host(void* to, const void* from, std::size_t bytes, Stream stream) {
+cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
+                 Stream stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  cudaError_t e = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, s);
-  if (e == cudaSuccess) e = cudaStreamSynchronize(s);
+  const cudaError_t e = cudaMemcpyAsync(to, from, bytes, kind, s);
+  return e == cudaSuccess ? cudaStreamSynchronize(s) : e;
+}
+
+Status copy_to_host(void* to, const void* from, std::size_t bytes, Stream stream) {
+  const cudaError_t e = copy(to, from, bytes, cudaMemcpyDeviceToHost, stream);
   return e == cudaSuccess ? Status() : failed("reading tensors of the device", e);
+}
+
+Status copy_to_device(void* to, const void* from, std::size_t bytes, Stream stream) {
+  const cudaError_t e = copy(to, from, bytes, cudaMemcpyHostToDevice, stream);
+  return e == cudaSuccess ? Status() : failed("writing memory of the device", e);
 }
 
 Result<std::uint32_t> take_errors() {
@@ -125,6 +135,7 @@ detail::Backend make_backend() {
   b.allocate = allocate;
   b.release = release;
   b.copy_to_host = copy_to_host;
+  b.copy_to_device = copy_to_device;
   b.take_errors = take_errors;
   b.quantize = quantize;
   b.kv = &kernels::kv_device_ops();

@@ -156,46 +156,59 @@ GpuKvCache::~GpuKvCache() = default;
 
 const KvCacheOptions& GpuKvCache::options() const { return data_->options(); }
 
+Result<std::unique_ptr<GpuKvCache::Data>> kv::plan_memory(const KvCacheOptions& options,
+                                                          const KvGpuCapacity& capacity,
+                                                          Device device, Stream stream) {
+  if (Status s = check_device("device", device, options.threads); !s.ok()) return s;
+  Result<KvCache> facts = KvCache::create(options);
+  if (!facts.ok()) return facts.status();
+  if (options.k_granularity != Granularity::per_token) {
+    return Status(Code::unsupported, "k_granularity: " + std::string(name(options.k_granularity)) +
+                                         " is for caches in host memory; on a GPU K has a scale "
+                                         "per_token only");
+  }
+  auto d = std::make_unique<GpuKvCache::Data>(std::move(*facts));
+  if (Status s = check_capacity(d->host(), capacity); !s.ok()) return s;
+  const Result<const detail::Backend*> backend = detail::backend_of(device);
+  if (!backend.ok()) return backend.status();
+  if ((*backend)->kv == nullptr) {
+    return Status(Code::unsupported, std::string("device: the backend \"") + (*backend)->name +
+                                         "\" has no kernels for a KV cache in its memory");
+  }
+  d->backend = *backend;
+  d->device = device;
+  d->stream = stream;
+  d->capacity = capacity;
+  if (capacity.pages.empty()) d->capacity.pages = default_pages(d->host(), capacity);
+  d->used.resize(static_cast<std::size_t>(capacity.sequences));
+  d->memory_bytes = lay_out(d->host(), d->capacity, nullptr, d->state);
+  return d;
+}
+
+Status kv::take_memory(GpuKvCache::Data& d) {
+  const detail::DeviceGuard guard(*d.backend, d.device);
+  if (!guard.status().ok()) return guard.status();
+  const Result<void*> memory = d.backend->allocate(d.memory_bytes, d.stream);
+  if (!memory.ok()) {
+    return Status(memory.status().code(), "capacity: " + memory.status().message());
+  }
+  d.memory = *memory;
+  lay_out(d.host(), d.capacity, static_cast<std::byte*>(d.memory), d.state);
+  d.state.device_error = d.backend->kv->error_word();
+  return launched("create", d.backend->kv->init(d.state, d.stream));
+}
+
 Result<GpuKvCache> GpuKvCache::create(const KvCacheOptions& options, const KvGpuCapacity& capacity,
                                       Device device, Stream stream) {
   return guarded<Result<GpuKvCache>>([&]() -> Result<GpuKvCache> {
-    if (Status s = check_device("device", device, options.threads); !s.ok()) return s;
-    Result<KvCache> facts = KvCache::create(options);
-    if (!facts.ok()) return facts.status();
-    if (options.k_granularity != Granularity::per_token) {
-      return Status(Code::unsupported,
-                    "k_granularity: " + std::string(name(options.k_granularity)) +
-                        " is for caches in host memory; on a GPU K has a scale "
-                        "per_token only");
-    }
-    auto d = std::make_unique<Data>(std::move(*facts));
-    if (Status s = kv::check_capacity(d->host(), capacity); !s.ok()) return s;
-    const Result<const detail::Backend*> backend = detail::backend_of(device);
-    if (!backend.ok()) return backend.status();
-    if ((*backend)->kv == nullptr) {
-      return Status(Code::unsupported, std::string("device: the backend \"") + (*backend)->name +
-                                           "\" has no kernels for a KV cache in its memory");
-    }
-    d->backend = *backend;
-    d->device = device;
-    d->stream = stream;
-    d->capacity = capacity;
-    if (capacity.pages.empty()) d->capacity.pages = kv::default_pages(d->host(), capacity);
-    d->used.resize(static_cast<std::size_t>(capacity.sequences));
-    d->memory_bytes = kv::lay_out(d->host(), d->capacity, nullptr, d->state);
-    const detail::DeviceGuard guard(*d->backend, device);
-    if (!guard.status().ok()) return guard.status();
-    const Result<void*> memory = d->backend->allocate(d->memory_bytes, stream);
-    if (!memory.ok()) {
-      return Status(memory.status().code(), "capacity: " + memory.status().message());
-    }
-    d->memory = *memory;
-    kv::lay_out(d->host(), d->capacity, static_cast<std::byte*>(d->memory), d->state);
-    d->state.device_error = d->backend->kv->error_word();
-    if (Status s = launched("create", d->backend->kv->init(d->state, stream)); !s.ok()) return s;
-    return GpuKvCache(std::move(d));
+    auto d = kv::plan_memory(options, capacity, device, stream);
+    if (!d.ok()) return d.status();
+    if (Status s = kv::take_memory(**d); !s.ok()) return s;
+    return GpuKvCache(std::move(*d));
   });
 }
+
+bool GpuKvCache::holds(std::int64_t slot) const { return check_slot(*data_, slot).ok(); }
 
 Result<std::int64_t> GpuKvCache::add_sequence(Stream stream) {
   return guarded<Result<std::int64_t>>([&]() -> Result<std::int64_t> {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 #include "core/backend.hpp"
@@ -34,6 +35,14 @@ struct GpuKvCache::Data {
 }  // namespace qattn
 
 namespace qattn::kv {
+
+/// Everything of a cache but its memory, or what is wrong with create()'s arguments.
+Result<std::unique_ptr<GpuKvCache::Data>> plan_memory(const KvCacheOptions& options,
+                                                      const KvGpuCapacity& capacity, Device device,
+                                                      Stream stream);
+
+/// Takes the memory of a cache without sequences, on the stream of create().
+Status take_memory(GpuKvCache::Data& data);
 
 /// Pages of the pools where the caller names none.
 std::vector<std::int64_t> default_pages(const detail::KvCacheData& host,
