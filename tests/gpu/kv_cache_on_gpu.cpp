@@ -1,5 +1,6 @@
-// GpuKvCache on a GPU against KvCache on the host, bit for bit: random appends and forks, an append
-// that is captured in a graph and replayed, and how long steps take. decode():
+// GpuKvCache on a GPU against KvCache on the host, bit for bit: random appends, importance that is
+// told, forks and files, an append that is captured in a graph and replayed, and how long steps
+// take. decode():
 // kv_decode_on_gpu.cpp.
 //   kv_cache_on_gpu [--no-times]   --no-times: without the steps that are only timed
 #include <algorithm>
@@ -86,6 +87,35 @@ class Pair {
             0, ids_, TensorView::dense(mass.data(), Format::f32, {s_.batch, 2 * s_.heads, blocks})),
         "observe on the host");
   }
+  void set_importance() {
+    const std::int64_t blocks = (*host_.length(ids_[1], 0) + 15) / 16;
+    std::lognormal_distribution<float> weight(0.0f, 2.0f);
+    std::vector<float> told(static_cast<std::size_t>(s_.heads * blocks));
+    for (float& x : told) x = weight(random_);
+    DeviceArray<float> copy(told);
+    need(device_.set_importance(1, 0, copy.view(Format::f32, {s_.heads, blocks})),
+         "set_importance");
+    need(cudaDeviceSynchronize(), "set_importance");
+    need(host_.set_importance(ids_[1], 0,
+                              TensorView::dense(told.data(), Format::f32, {s_.heads, blocks})),
+         "set_importance on the host");
+  }
+  /// The host's cache becomes what the device's file holds, the device's what that one's does.
+  void through_files() {
+    const char* const path = "kv_cache_on_gpu.safetensors";
+    need(device_.save(path), "save");
+    Result<KvCache> host = KvCache::load(path);
+    need(host.status(), "load on the host");
+    host_ = std::move(*host);
+    for (std::int64_t slot = 0; slot < s_.batch; ++slot) ids_[slot] = slot;
+    compare("saved");
+    need(host_.save(path), "save on the host");
+    Result<GpuKvCache> device = GpuKvCache::load(path, {s_.batch, s_.tokens, {}}, gpu);
+    need(device.status(), "load");
+    std::remove(path);
+    device_ = std::move(*device);
+    compare("loaded");
+  }
   /// The last slot becomes a copy of the first.
   void fork() {
     need(host_.release(ids_.back()), "release on the host");
@@ -99,6 +129,11 @@ class Pair {
     need(cudaDeviceSynchronize(), when);
     const std::string what = test::difference(host_, ids_, device_);
     if (!what.empty()) fail(std::string(when) + ": " + what);
+    for (std::int64_t slot = 0; slot < s_.batch; ++slot) {
+      const Result<KvUsage> a = host_.usage(ids_[slot], 0), b = device_.usage(slot, 0);
+      need(b.status(), when);
+      if (a->bytes != b->bytes || a->tier_tokens != b->tier_tokens) fail("usage differs");
+    }
     need(device_errors(gpu), when);
   }
   std::mt19937& random() { return random_; }
@@ -150,9 +185,11 @@ void random_appends(const Shape& s) {
     length += count;
     if (n % 4 == 1) pair.observe();
     if (n % 16 == 9) pair.fork();
+    if (n % 6 == 5) pair.set_importance();
+    if (n % 20 == 13) pair.through_files();
     pair.compare("random appends");
   }
-  std::printf("random appends and forks, D %d, pages of %d: equal\n", static_cast<int>(s.d),
+  std::printf("random appends, forks and files, D %d, pages of %d: equal\n", static_cast<int>(s.d),
               static_cast<int>(s.page));
 }
 

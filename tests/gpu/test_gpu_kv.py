@@ -60,6 +60,30 @@ def test_equals_the_hosts_cache(dim, heads, dtype):
     same(gpu, host, ids)
 
 
+def test_files_and_importance(tmp_path):
+    """Through files into the other kind of cache, where both go on the same way."""
+    gpu, host, ids = both()
+    path = tmp_path / "kv.safetensors"
+    for step in range(3):
+        k, v = normal(2, 200, 2, 128, seed=step), normal(2, 200, 2, 128, seed=step + 9)
+        gpu.append(0, ids, k, v)
+        host.append(0, ids, k.cpu(), v.cpu())
+        blocks = (host.length(0) + 15) // 16
+        told = normal(2, blocks + 3, dtype=torch.float32, seed=step + 20).abs()
+        gpu.set_importance(1, 0, told)
+        host.set_importance(1, 0, told[:, :blocks].cpu().contiguous())
+        assert [gpu.usage(s) for s in ids] == [host.usage(s) for s in ids]
+        gpu.save(path)
+        saved = path.read_bytes()
+        host.save(path)
+        assert path.read_bytes() == saved
+        q = normal(2, 1, 8, 128, seed=step + 30)
+        out = gpu.decode(q, 0, ids)
+        gpu, host = qattn.GpuKvCache.load(path, sequences=2, tokens=700), qattn.KvCache.load(path)
+        same(gpu, host, ids)
+        assert torch.equal(gpu.decode(q, 0, ids), out)
+
+
 def test_features():
     gpu, host, ids = both()
     k, v = normal(2, 600, 2, 128), normal(2, 600, 2, 128, seed=1)
