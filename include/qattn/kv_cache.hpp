@@ -159,8 +159,8 @@ class KvCache {
   /// Writes everything to a .safetensors file, shared pages once: beside `path` first, then under
   /// its name. Errors: invalid_argument names the file.
   Status save(const std::string& path) const;
-  /// The cache that save() wrote; sequences keep their numbers. Errors: invalid_argument says what
-  /// is wrong with the file, whatever it holds.
+  /// The cache that save(), or a GpuKvCache's, wrote; sequences keep their numbers. Errors:
+  /// invalid_argument says what is wrong with the file, whatever it holds.
   static Result<KvCache> load(const std::string& path, int threads = 0);
 
   KvBytes bytes() const;

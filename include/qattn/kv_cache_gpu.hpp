@@ -103,9 +103,10 @@ class GpuKvCache {
   /// pages in use lies in host memory meanwhile. Errors: invalid_argument names the file, or a slot
   /// in which something went wrong, which a file cannot say: release it first.
   Status save(const std::string& path, Stream stream = nullptr) const;
-  /// The cache of a file, in as many slots as its sequences have numbers. The options are the
-  /// file's. Errors: as KvCache::load() and create(); invalid_argument where the capacity is too
-  /// small for the file's sequences, tokens or pages names it. Nothing is allocated then.
+  /// The cache of a file, which lies in host memory meanwhile: its options, and its sequences in
+  /// the slots of their numbers. Errors: as KvCache::load() and create(); invalid_argument names
+  /// the capacity that is too small for the file's sequences, tokens or pages, and nothing is
+  /// allocated then.
   static Result<GpuKvCache> load(const std::string& path, const KvGpuCapacity& capacity,
                                  Device device, Stream stream = nullptr);
 

@@ -135,7 +135,7 @@ class KvCache:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, threads: int = 0) -> KvCache:
-        """The cache that save() wrote; sequences keep their numbers."""
+        """The cache that save(), or a GpuKvCache's, wrote; sequences keep their numbers."""
         cache = cls.__new__(cls)
         cache._hold(_qattn.kv_load(path_name(path), integer("threads", threads)))
         return cache

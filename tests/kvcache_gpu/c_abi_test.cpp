@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -142,44 +141,60 @@ TEST_F(KvDeviceC, DoesWhatTheCppInterfaceDoes) {
   EXPECT_EQ(usage.window_tokens + usage.tier_tokens[0], H * 100 - 6);  // of head 1 are six gone
   EXPECT_EQ(qattn_kv_gpu_get_usage(cache, copy, 1, nullptr, &usage), QATTN_INVALID_ARGUMENT);
   EXPECT_EQ(error(), "layer: 1 is not from 0 to 0");
+  ASSERT_EQ(qattn_kv_gpu_release(cache, copy, nullptr), 0);
+  EXPECT_EQ(qattn_kv_gpu_release(cache, copy, nullptr), QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(error(), "slot: 1 holds no sequence of this cache");
+}
+
+TEST_F(KvDeviceC, FilesAreTheHosts) {
   const std::string path = testing::TempDir() + "qattn_kv_gpu_c.safetensors";
-  ASSERT_EQ(qattn_kv_gpu_save(cache, path.c_str(), nullptr), 0) << error();
-  qattn_kv_gpu_cache* loaded = nullptr;
-  ASSERT_EQ(qattn_kv_gpu_load(path.c_str(), &capacity_, QATTN_DEVICE_CPU, 0, nullptr, &loaded), 0)
-      << error();
-  std::vector<float> again(k.size(), 7.0f);
-  const qattn_tensor read_again = dense(again.data(), QATTN_FORMAT_f32, {H, 100, D});
-  EXPECT_EQ(qattn_kv_gpu_read(loaded, copy, 0, &read_again, nullptr, nullptr, nullptr), 0);
-  EXPECT_EQ(std::memcmp(again.data(), k.data(), k.size() * sizeof(float)), 0);
-  std::int32_t holds = 7;
-  EXPECT_EQ(qattn_kv_gpu_holds(loaded, copy, &holds), 0);
-  EXPECT_EQ(holds, 1);
-  EXPECT_EQ(qattn_kv_gpu_holds(loaded, 2, &holds), 0);
-  EXPECT_EQ(holds, 0);
-  EXPECT_EQ(qattn_kv_gpu_holds(loaded, copy, nullptr), QATTN_INVALID_ARGUMENT);
-  qattn_kv_gpu_destroy(loaded);
+  qattn_kv_gpu_cache *cache = nullptr, *loaded = nullptr;
   qattn_kv_cache* host = nullptr;
-  ASSERT_EQ(qattn_kv_load(path.c_str(), 0, &host), 0) << error();
-  EXPECT_EQ(qattn_kv_read(host, copy, 0, &read_again, nullptr, nullptr), 0);
-  EXPECT_EQ(std::memcmp(again.data(), k.data(), k.size() * sizeof(float)), 0);
-  qattn_kv_destroy(host);
-  loaded = nullptr;
-  capacity_.tokens = 299;
+  std::int64_t slot = -1;
+  ASSERT_EQ(qattn_kv_gpu_create(&options_, &capacity_, QATTN_DEVICE_CPU, 0, nullptr, &cache), 0)
+      << error();
+  ASSERT_EQ(qattn_kv_gpu_add_sequence(cache, nullptr, &slot), 0) << error();
+  ASSERT_EQ(qattn_kv_gpu_append(cache, 0, &append_, QATTN_LAYOUT_BSHD, nullptr), 0) << error();
+  ASSERT_EQ(qattn_kv_gpu_save(cache, path.c_str(), nullptr), 0) << error();
   const auto load = [&] {
     return qattn_kv_gpu_load(path.c_str(), &capacity_, QATTN_DEVICE_CPU, 0, nullptr, &loaded);
   };
+  ASSERT_EQ(load(), 0) << error();
+  ASSERT_EQ(qattn_kv_load(path.c_str(), 0, &host), 0) << error();
+  std::vector<float> k(H * S * D, 7.0f), same = k, on_host = k;
+  const qattn_tensor views[] = {dense(k.data(), QATTN_FORMAT_f32, {H, S, D}),
+                                dense(same.data(), QATTN_FORMAT_f32, {H, S, D}),
+                                dense(on_host.data(), QATTN_FORMAT_f32, {H, S, D})};
+  EXPECT_EQ(qattn_kv_gpu_read(cache, slot, 0, &views[0], nullptr, nullptr, nullptr), 0);
+  EXPECT_EQ(qattn_kv_gpu_read(loaded, slot, 0, &views[1], nullptr, nullptr, nullptr), 0);
+  EXPECT_EQ(qattn_kv_read(host, slot, 0, &views[2], nullptr, nullptr), 0);
+  EXPECT_NE(k[0], 7.0f);
+  EXPECT_EQ(k, same);
+  EXPECT_EQ(k, on_host);
+  qattn_kv_destroy(host);
+  std::int32_t holds = 7;
+  EXPECT_EQ(qattn_kv_gpu_holds(loaded, slot, &holds), 0);
+  EXPECT_EQ(holds, 1);
+  EXPECT_EQ(qattn_kv_gpu_holds(loaded, slot + 1, &holds), 0);
+  EXPECT_EQ(holds, 0);
+  EXPECT_EQ(qattn_kv_gpu_holds(loaded, slot, nullptr), QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(error(), "holds: is NULL");
+  qattn_kv_gpu_destroy(loaded);
+  loaded = nullptr;
+  capacity_.tokens = S - 1;
   EXPECT_EQ(load(), QATTN_INVALID_ARGUMENT);
   EXPECT_EQ(error(), "capacity.tokens: 299 are fewer than the 300 of sequence 0 of the file");
   capacity_.pool_count = -1;
   EXPECT_EQ(load(), QATTN_INVALID_ARGUMENT);
   EXPECT_EQ(error(), "pool_count: -1 is not from 0 to 8");
   EXPECT_EQ(loaded, nullptr);
+  EXPECT_EQ(qattn_kv_gpu_load(nullptr, &capacity_, QATTN_DEVICE_CPU, 0, nullptr, &loaded),
+            QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(error(), "path: is NULL");
   EXPECT_EQ(qattn_kv_gpu_save(cache, nullptr, nullptr), QATTN_INVALID_ARGUMENT);
   EXPECT_EQ(error(), "path: is NULL");
+  qattn_kv_gpu_destroy(cache);
   std::remove(path.c_str());
-  ASSERT_EQ(qattn_kv_gpu_release(cache, copy, nullptr), 0);
-  EXPECT_EQ(qattn_kv_gpu_release(cache, copy, nullptr), QATTN_INVALID_ARGUMENT);
-  EXPECT_EQ(error(), "slot: 1 holds no sequence of this cache");
 }
 
 TEST_F(KvDeviceC, Refusals) {
