@@ -244,7 +244,8 @@ Status supports(const DeviceDecodeCall& call) {
   }
   constexpr std::int64_t most = 0x7fffffff;
   if (p.units() * p.unit_rows > most || p.units() + p.pairs() * p.parts() > most ||
-      std::int64_t{p.batch} * p.heads_q > most || p.units() * p.parts() > most) {
+      std::int64_t{p.batch} * p.heads_q > most || p.units() * p.parts() > most ||
+      (p.mass != nullptr && p.pairs() * p.mass_parts() > most)) {
     return refuse("q: " + text(p.batch) + " sequences x " + text(p.heads_q) + " heads x " +
                   text(p.queries) + " queries over " + text(c.most_pages) +
                   " pages make more than 2^31 blocks of kernels");

@@ -146,11 +146,12 @@ struct DecodeCombine {
   }
 };
 
-/// A block of the grid is a query head: the probability on each block of 16 tokens, averaged over
-/// its queries.
+/// The probability on each block of 16 tokens, averaged over a head's queries: a thread has one
+/// place of the page table, for all heads that read it. DecodePrepare has put zeros everywhere. A
+/// block a query head, which walked the whole table and waited for it, took 20 to 50 us (H200).
 struct DecodeMass {
   using Params = DecodeParams;
-  static constexpr int threads = 256, min_blocks = 2, shared_bytes = 0;
+  static constexpr int threads = mass_threads, min_blocks = 2, shared_bytes = 0;
   static constexpr bool dependent = true;
 
   static QATTN_DEVICE float of_block(const Params& p, const DecodePair& pair, int group_head,
@@ -167,35 +168,47 @@ struct DecodeMass {
     return mass / static_cast<float>(p.queries);
   }
 
+  static QATTN_DEVICE float* row_of(const Params& p, std::int64_t pair, int group_head) {
+    return p.mass + (pair * p.group + group_head) * p.mass_blocks;
+  }
+
   static QATTN_DEVICE void run(const Params& p) {
     isa::grid_dependency_wait();
-    const std::int64_t batch = isa::block().x / p.heads_q, head = isa::block().x % p.heads_q;
-    const DecodePair pair(p, batch * p.cache.heads_kv + head / p.group);
-    const auto group_head = static_cast<int>(head % p.group);
-    float* to = p.mass + isa::block().x * p.mass_blocks;
-    for (std::int64_t i = isa::thread(); i < p.mass_blocks; i += threads) {
-      isa::store_global(to + i, pair.bad ? tile::quiet_nan() : 0.0f);
-    }
-    isa::sync_threads();
-    if (pair.bad) return;
-    const int per_page = p.cache.blocks_per_page();
-    const kv::Entry* table = p.cache.table(pair.slot, p.layer, pair.head);
-    const std::int32_t seen = pair.visible_begin(p, 0);
-    for (int i = isa::thread(); i < pair.entries; i += threads) {
-      const kv::Entry e = load_entry(table + i);
-      // Entries of one position follow one another; the first adds up for all.
-      if (i > 0 && load_entry(table + i - 1).first == e.first) continue;
-      for (int block = 0; block < per_page; ++block) {
-        float mass = 0;
-        for (int j = i; j < pair.entries; ++j) {
-          const kv::Entry other = load_entry(table + j);
-          if (other.first != e.first) break;
-          if (!valid_entry(p.cache, other) || !reads_block(other, block, seen)) continue;
-          mass += of_block(p, pair, group_head, std::int64_t{j} * per_page + block);
+    const std::int64_t index = isa::block().x / p.mass_parts();
+    const std::int64_t place = isa::block().x % p.mass_parts() * threads + isa::thread();
+    const DecodePair pair(p, index);
+    if (pair.bad) {
+      for (int head = 0; head < p.group; ++head) {
+        for (std::int64_t i = place; i < p.mass_blocks; i += p.mass_parts() * threads) {
+          isa::store_global(row_of(p, index, head) + i, tile::quiet_nan());
         }
-        const std::int64_t at = e.first / formats::kv_block_tokens + block;
-        if (at >= 0 && at < p.mass_blocks) isa::store_global(to + at, mass);
       }
+      return;
+    }
+    const int per_page = p.cache.blocks_per_page();
+    const std::int64_t i = place / per_page;
+    const int block = static_cast<int>(place % per_page);
+    if (i >= pair.entries) return;
+    const kv::Entry* table = p.cache.table(pair.slot, p.layer, pair.head);
+    const kv::Entry e = load_entry(table + i);
+    // Entries of one position follow one another; the first adds up for all.
+    if (i > 0 && load_entry(table + i - 1).first == e.first) return;
+    const std::int64_t at = e.first / formats::kv_block_tokens + block;
+    if (at < 0 || at >= p.mass_blocks) return;
+    const std::int32_t seen = pair.visible_begin(p, 0);
+    const auto of_entry = [&](const kv::Entry& entry, std::int64_t j, int head) {
+      const bool counts = valid_entry(p.cache, entry) && reads_block(entry, block, seen);
+      return counts ? of_block(p, pair, head, j * per_page + block) : 0.0f;
+    };
+    const bool alone = i + 1 >= pair.entries || load_entry(table + i + 1).first != e.first;
+    for (int head = 0; head < p.group; ++head) {
+      float mass = of_entry(e, i, head);
+      for (std::int64_t j = i + 1; !alone && j < pair.entries; ++j) {
+        const kv::Entry other = load_entry(table + j);
+        if (other.first != e.first) break;
+        mass += of_entry(other, j, head);
+      }
+      isa::store_global(row_of(p, index, head) + at, mass);
     }
   }
 };

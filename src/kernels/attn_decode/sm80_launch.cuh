@@ -21,7 +21,7 @@ isa::LaunchError launch_decode(const DecodeParams& p, void* stream) {
   if (e.empty())
     e = isa::launch<DecodeCombine<C.dv>>(p, grid(p.units() * p.unit_rows), stream, early);
   if (e.empty() && p.mass != nullptr) {
-    e = isa::launch<DecodeMass>(p, grid(std::int64_t{p.batch} * p.heads_q), stream, early);
+    e = isa::launch<DecodeMass>(p, grid(p.pairs() * p.mass_parts()), stream, early);
   }
   return e;
 }

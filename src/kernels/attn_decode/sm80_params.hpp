@@ -18,6 +18,7 @@
 
 namespace qattn::kernels {
 
+inline constexpr int mass_threads = 256;  ///< of DecodeMass, one a place of the page table
 inline constexpr int part_blocks = 2048;  ///< of 16 tokens, in one block of DecodePrepare
 
 /// One kernel: D, Dv, query rows of a unit / 8.
@@ -126,6 +127,10 @@ struct DecodeParams {
   }
   QATTN_HD std::int64_t mass_row() const {
     return std::int64_t{cache.most_pages} * cache.blocks_per_page();
+  }
+  /// Blocks of DecodeMass for a (sequence, KV head).
+  QATTN_HD std::int64_t mass_parts() const {
+    return (mass_row() + mass_threads - 1) / mass_threads;
   }
 };
 

@@ -353,9 +353,20 @@ struct DecodePrepare {
     }
   }
 
+  /// What DecodeMass does not write: positions without a page.
+  static QATTN_DEVICE void clear_mass(const Params& p) {
+    const std::int64_t count = std::int64_t{p.batch} * p.heads_q * p.mass_blocks;
+    const std::int64_t step = std::int64_t{isa::grid().x} * threads;
+    for (std::int64_t n = std::int64_t{isa::block().x} * threads + isa::thread(); n < count;
+         n += step) {
+      isa::store_global(p.mass + n, 0.0f);
+    }
+  }
+
   static QATTN_DEVICE void run(const Params& p) {
     isa::grid_dependency_wait();
     const std::int64_t block = isa::block().x;
+    if (p.mass != nullptr) clear_mass(p);
     if (block < p.units()) {
       prepare_unit(p, block);
     } else {
