@@ -50,7 +50,7 @@ class GpuKvCache {
 
   const KvCacheOptions& options() const;
   /// Is a sequence in that slot? After load(): was it in the file?
-  bool holds(std::int64_t slot) const;
+  bool holds(std::int64_t slot) const noexcept;
 
   /// The slot of an empty sequence, the lowest that is free: what `slots` tensors hold.
   Result<std::int64_t> add_sequence(Stream stream = nullptr);

@@ -59,9 +59,10 @@ class GpuKvCache:
     graph captured), so that a capture wants a call with the same list shortly before it.
 
     What only the device can see (a pool without pages, a budget that cannot hold, more than
-    `tokens`, bad numbers in tensors of sequences, counts or importance) leaves the sequence as it
-    was; from then on nothing is appended to it and decode gives NaN for it, until it is released.
-    status() says why and qattn.device_errors() that it happened.
+    `tokens`, bad numbers in an append's tensors) leaves the sequence as it was; from then on
+    nothing is appended to it and decode gives NaN for it, until it is released. status() says why
+    and qattn.device_errors() that it happened; that alone where observe() or set_importance() meet
+    bad numbers, which change nothing.
     Raises InvalidArgument, Unsupported where the GPU has no kernels (decode: head dimensions 64,
     128 and 256), OutOfMemory.
     """

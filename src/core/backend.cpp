@@ -166,7 +166,9 @@ Status device_errors(Device device) {
     for (const auto& [bit, text] :
          {std::pair{detail::error_length, "cu_seqlens or seqused held an entry out of range"},
           std::pair{detail::error_page, "page_table held an entry out of range"},
-          std::pair{detail::error_cache, "a KV cache refused a slot (its status() says why)"}}) {
+          std::pair{
+              detail::error_cache,
+              "a KV cache refused a slot (its status() says why, but of importance and mass)"}}) {
       if ((*word & bit) != 0) what += (what.empty() ? "" : ", ") + std::string(text);
     }
     if (what.empty()) what = "a kernel reported error " + std::to_string(*word);

@@ -29,8 +29,8 @@
 //   Order
 //     void sync_threads()                             all threads of the block
 //     void barrier_sync(id, threads), barrier_arrive(id, threads)      named, id 0 to 15
-//     void barrier_sync_anywhere(id, threads)         the same, while the other two are one place of
-//                                                     the code for all who wait (PTX: .aligned)
+//     void barrier_sync_anywhere(id, threads)         named; who waits may be at several places of
+//                                                     the code, but at one in the two above
 //     void sync_warp()                                (warp)
 //     int opaque(int)                                 its argument; what follows from it is not
 //                                                     known outside of a loop, nor kept from there

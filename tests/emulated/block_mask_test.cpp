@@ -81,7 +81,7 @@ TEST_P(EmulatedBlockMask, BlocksSmallerThanATileOfRowsAreRefused) {
   const std::pair<int, const char*> refusals[] = {
       {architecture_for(GetParam()),
        "block_mask_q: 64 is not a multiple of 128, the rows of a tile"},
-      {90, "block_mask: blocks are not multiples of 128 rows"}};
+      {90, "block_mask_q: 64 is not a multiple of 128, the rows of a block of work"}};
   for (const auto& [architecture, refusal] : refusals) {
     for (const std::int64_t dim : {64, 256}) {
       Feature f = masked(GetParam());

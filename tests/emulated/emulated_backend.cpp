@@ -49,11 +49,11 @@ OnArchitecture::~OnArchitecture() { chosen_architecture = before_; }
 ForceSpread::ForceSpread(int pack, int splits) { kernels::spread_override() = {pack, splits}; }
 ForceSpread::~ForceSpread() { kernels::spread_override() = {}; }
 
-LeaveQueries::LeaveQueries(bool leave) {
+LeaveQueries::LeaveQueries(bool leave) : before_(kernels::query_codes_override()) {
   using enum kernels::QueryCodes;
   kernels::query_codes_override() = leave ? attention : quantisation;
 }
-LeaveQueries::~LeaveQueries() { kernels::query_codes_override() = kernels::QueryCodes::by_plan; }
+LeaveQueries::~LeaveQueries() { kernels::query_codes_override() = before_; }
 
 int architecture_for(const Recipe& recipe) {
   if (chosen_architecture != 0) return chosen_architecture;

@@ -8,6 +8,7 @@
 #include "conformance/runner.hpp"
 #include "core/backend.hpp"
 #include "isa/emu/options.hpp"
+#include "kernels/attn_prefill/gpu.hpp"
 
 namespace qattn::test {
 
@@ -43,6 +44,9 @@ class LeaveQueries {
   ~LeaveQueries();
   LeaveQueries(const LeaveQueries&) = delete;
   LeaveQueries& operator=(const LeaveQueries&) = delete;
+
+ private:
+  kernels::QueryCodes before_;
 };
 
 /// In front for as long as it lives. quantize() has no kernels there: the semantic model and the

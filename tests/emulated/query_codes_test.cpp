@@ -127,6 +127,34 @@ TEST_P(QueryCodes, AreNotMadeWhereMoreIsAsked) {
   }
 }
 
+/// Where P is e4m3, up to 4096 keys that a row sees on average.
+TEST_P(QueryCodes, AreLeftToTheKernelWhereThatIsFaster) {
+  const EmulatedBackend backend(90);
+  const auto leaves = [&](std::int64_t tokens, auto edit) {
+    const auto view = [&](Format format) {
+      return TensorView::dense(static_cast<void*>(nullptr), format, {1, tokens, 4, 64});
+    };
+    AttentionTensors t;
+    t.q = t.k = t.v = view(Format::bf16);
+    t.out = view(Format::f32);
+    AttentionOptions options;
+    options.recipe = recipe();
+    edit(options);
+    const std::string text = plan(t, options)->to_string();
+    EXPECT_NE(text.find("kernel: sm90a_prefill\n"), std::string::npos) << text;
+    return text.find(in_kernel) != std::string::npos;
+  };
+  const bool always = recipe().v == Format::s8;
+  const auto full = [](AttentionOptions&) {};
+  const auto causal = [](AttentionOptions& o) { o.causal = true; };
+  EXPECT_TRUE(leaves(4096, full));
+  EXPECT_EQ(leaves(4224, full), always);
+  EXPECT_TRUE(leaves(8192, causal));
+  EXPECT_EQ(leaves(8320, causal), always);
+  EXPECT_TRUE(leaves(16384, [](AttentionOptions& o) { o.causal = true, o.window_left = 512; }));
+  EXPECT_EQ(leaves(8192, [](AttentionOptions& o) { o.window_right = 8000; }), always);
+}
+
 INSTANTIATE_TEST_SUITE_P(Cover, QueryCodes, testing::ValuesIn(code_recipes()),
                          [](const testing::TestParamInfo<Recipe>& p) {
                            return std::string(p.param.name);

@@ -396,7 +396,7 @@ TEST(Broken, WarpThatDivergesAtABarrier) {
                      sync_threads();
                    }
                  }},
-                "divergent barrier 0: at broken_test.cpp:");
+                "while other lanes of the warp are at broken_test.cpp:");
 }
 
 TEST(Broken, WarpsThatMeetAtTwoSyncThreads) {
@@ -408,7 +408,7 @@ TEST(Broken, WarpsThatMeetAtTwoSyncThreads) {
                      sync_threads();
                    }
                  }},
-                "divergent barrier 0: at broken_test.cpp:");
+                "while another warp is at broken_test.cpp:");
 }
 
 TEST(Broken, WarpsThatMeetAtTwoNamedBarriers) {

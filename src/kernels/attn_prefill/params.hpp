@@ -89,9 +89,9 @@ struct PrefillParams {
   /// portable kernel does these blocks again, and these alone.
   std::uint32_t* doubts = nullptr;
 };
+inline constexpr int doubt_rows = 128;  ///< of the blocks that doubts are about
 /// Doubts of warps that own rows: about numbers in V that are not finite. Of the producer: about
 /// pages that do not exist. Of two warps that test 16-bit K.
-inline constexpr int doubt_rows = 128;  ///< of the blocks that notes are about
 inline constexpr int doubt_warps = 8, doubt_producer = 8, doubt_checkers = 9, doubt_stride = 12;
 
 inline constexpr std::int32_t no_key = 0x7fffffff;

@@ -115,10 +115,14 @@ bool encodes_queries(const GpuPlan& data, const Problem& p) {
 /// Is a call faster if the attention kernel makes Q's codes? On an H200 (86ea62c; 16K tokens, 32
 /// heads, D 128 and 64, one run) u8 P won 2 to 7 % up to 4096 keys and 0 to 11 % beyond. Where P is
 /// e4m3 that kernel's loop is the slower one: 0 to 5 % won up to 4096 keys that a row sees on
-/// average, at 16384 and 32768 up to 7 % lost.
+/// average (half of them where it is causal), at 16384 and 32768 up to 7 % lost.
 bool gains_by_encoding(const Problem& p, const Recipe& r) {
-  const std::int64_t hidden = p.window_right < 0 ? 0 : std::min(p.max_q, p.max_k) / 2;
-  return r.v == Format::s8 || p.max_k - hidden <= 4096;
+  const bool causal = p.window_right >= 0 && p.window_right < p.max_k / 2;
+  std::int64_t keys = p.max_k - (causal ? std::min(p.max_q, p.max_k) / 2 : 0);
+  if (p.window_left >= 0 && p.window_right >= 0) {  // each at most the keys, before they are added
+    keys = std::min(keys, std::min(p.window_left, p.max_k) + std::min(p.window_right, p.max_k) + 1);
+  }
+  return r.v == Format::s8 || keys <= 4096;
 }
 
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
@@ -205,8 +209,8 @@ Status check_sm90a(const Problem& p, const Sm90Instance* instance, const Prepare
     return refuse("the library has no machine code for sm_90a, or GPUs run another's");
   }
   if (p.block_mask_q % sm90a_rows != 0) {  // blocks of keys are multiples of 64 anyway
-    return refuse("block_mask: blocks are not multiples of " + std::to_string(sm90a_rows) +
-                  " rows");
+    return refuse("block_mask_q: " + std::to_string(p.block_mask_q) + " is not a multiple of " +
+                  std::to_string(sm90a_rows) + ", the rows of a block of work");
   }
   // TMA's coordinates and the loop over works are 32-bit and run a little past the end.
   constexpr std::int64_t limit = 0x7fffffff - 4096;

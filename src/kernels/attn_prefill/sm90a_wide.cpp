@@ -1,6 +1,7 @@
 // Host side of the Hopper prefill kernel for 16-bit V, whose 16-bit operands TMA reads in place.
-// What it cannot do (odd pages, rows at odd addresses, smooth_q) the portable kernel does, which
-// also looks again at blocks that met numbers that are not finite or pages that do not exist.
+// What it cannot do (odd pages, rows at odd addresses, smooth_q, few queries of more than 128
+// channels) the portable kernel does, which also looks again at blocks that met numbers that are
+// not finite or pages that do not exist.
 #include <algorithm>
 #include <cstdint>
 #include <memory>

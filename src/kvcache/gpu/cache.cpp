@@ -126,11 +126,13 @@ Status kv::check_layer(const KvCacheOptions& o, std::int64_t layer) {
   return invalid("layer: " + text(layer) + " is not from 0 to " + text(o.layers - 1));
 }
 
+bool kv::holds(const GpuKvCache::Data& d, std::int64_t slot) noexcept {
+  return slot >= 0 && slot < static_cast<std::int64_t>(d.used.size()) &&
+         d.used[static_cast<std::size_t>(slot)];
+}
+
 Status kv::check_slot(const GpuKvCache::Data& d, std::int64_t slot) {
-  if (slot >= 0 && slot < static_cast<std::int64_t>(d.used.size()) &&
-      d.used[static_cast<std::size_t>(slot)]) {
-    return {};
-  }
+  if (holds(d, slot)) return {};
   return invalid("slot: " + text(slot) + " holds no sequence of this cache");
 }
 
@@ -208,7 +210,7 @@ Result<GpuKvCache> GpuKvCache::create(const KvCacheOptions& options, const KvGpu
   });
 }
 
-bool GpuKvCache::holds(std::int64_t slot) const { return check_slot(*data_, slot).ok(); }
+bool GpuKvCache::holds(std::int64_t slot) const noexcept { return kv::holds(*data_, slot); }
 
 Result<std::int64_t> GpuKvCache::add_sequence(Stream stream) {
   return guarded<Result<std::int64_t>>([&]() -> Result<std::int64_t> {

@@ -16,6 +16,7 @@ inline Status launched(const char* what, const std::string& error) {
 Status check_layer(const KvCacheOptions& options, std::int64_t layer);
 
 /// A slot that is in use.
+bool holds(const GpuKvCache::Data& data, std::int64_t slot) noexcept;
 Status check_slot(const GpuKvCache::Data& data, std::int64_t slot);
 
 /// A dense (B) s32 tensor of slots in the cache's memory.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "core/guarded.hpp"
 #include "kvcache/gpu/checks.hpp"
@@ -193,19 +194,22 @@ Status put_sequence(const Sequence& sequence, Data& d, Stream stream) {
 Status GpuKvCache::save(const std::string& path, Stream stream) const {
   return guarded<Status>([&]() -> Status {
     const Data& d = *data_;
-    for (std::int64_t slot = 0; slot < d.capacity.sequences; ++slot) {
-      if (!holds(slot)) continue;
-      if (const Status s = status(slot, stream); !s.ok()) {
-        return invalid(s.message() + ", and a file cannot say so: release it first");
-      }
-    }
     KvCacheData host;
+    std::vector<std::uint32_t> words;
+    std::int64_t bad = 0;
     {
       const detail::DeviceGuard guard(*d.backend, d.device);
       if (!guard.status().ok()) return guard.status();
-      if (Status s = fetch_all(d, stream, host); !s.ok()) return s;
+      Status s = kv::fetch(d, d.state.cache.errors, d.capacity.sequences, stream, words);
+      if (!s.ok()) return s;
+      while (bad < d.capacity.sequences &&
+             (!holds(bad) || words[static_cast<std::size_t>(bad)] == 0))
+        ++bad;
+      if (bad == d.capacity.sequences) s = fetch_all(d, stream, host);
+      if (!s.ok()) return s;
     }
-    return kv::write_file(host, path);
+    if (bad == d.capacity.sequences) return kv::write_file(host, path);
+    return invalid(status(bad, stream).message() + ", and a file cannot say so: release it first");
   });
 }
 
