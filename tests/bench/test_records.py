@@ -349,7 +349,7 @@ def test_decode_tables_by_hand():
 
 def test_choices_by_hand():
     def cell(name, step, ms, **facts):
-        return make_cell(shapes.GROUPS["few"][0], name, "bf16", step, median_ms=ms, **facts)
+        return make_cell(shapes.GROUPS["few"][1], name, "bf16", step, median_ms=ms, **facts)
 
     cells = [
         cell("torch cudnn", "e2e", 0.001),
@@ -358,7 +358,7 @@ def test_choices_by_hand():
         cell("int8_full+splits=16", "kernel", 0.015, packed_heads=4, splits=16),
         cell("bf16", "e2e", 0.030, packed_heads=4, splits=8),
         cell("bf16+pack=1", "e2e", 0.031, packed_heads=1, splits=2),
-        make_cell(shapes.GROUPS["few"][1], "f32", "f32", "e2e", refused="no kernel"),
+        make_cell(shapes.GROUPS["few"][2], "f32", "f32", "e2e", refused="no kernel"),
     ]
     name = "1 of 1024, B 1, 32/8"
     assert choices.rows(Record({}, cells)) == [
