@@ -58,6 +58,9 @@ using Call = std::unique_ptr<BenchHandle, Destroy>;
 /// A recipe of 16-bit products takes tensors of its own format only.
 bool takes_f16(const std::string& recipe) { return recipe == "f16"; }
 
+/// A block has all keys of its rows, however few blocks there are: tiles and blocks are what costs.
+std::string unsplit(const std::string& recipe) { return recipe + "+splits=1"; }
+
 BenchShape bench_shape(const std::string& recipe, const Shape& s) {
   return {s.batch, s.heads_q, s.heads_kv, s.queries, s.keys, s.dim, s.causal, takes_f16(recipe)};
 }
@@ -72,7 +75,8 @@ Result<double> dram_bytes(const std::string& recipe, const Shape& s, Choice choi
   const BenchShape shape = bench_shape(recipe, s);
   // Nothing is read while a call is planned: any addresses will do that are far apart.
   const auto place = [](std::uintptr_t n) { return reinterpret_cast<void*>(n << 44); };
-  const Call call(bench_create(recipe.c_str(), &shape, place(1), place(2), place(3), place(4)));
+  const Call call(
+      bench_create(unsplit(recipe).c_str(), &shape, place(1), place(2), place(3), place(4)));
   if (!call) return no_kernel(recipe);
   const double out = 2.0 * static_cast<double>(s.batch * s.heads_q * s.queries * s.dim);
   return static_cast<double>(bench_q_bytes(call.get()) + bench_kv_bytes(call.get())) + out;
@@ -118,7 +122,8 @@ Result<Emulation> emulate(const std::string& recipe, const Shape& s, Choice choi
   const Memory q = normal(q_count, f16, 1), k = normal(kv_count, f16, 2),
                v = normal(kv_count, f16, 3), out = memory(static_cast<std::size_t>(q_count) * 2);
   const BenchShape shape = bench_shape(recipe, s);
-  const Call call(bench_create(recipe.c_str(), &shape, q.get(), k.get(), v.get(), out.get()));
+  const Call call(
+      bench_create(unsplit(recipe).c_str(), &shape, q.get(), k.get(), v.get(), out.get()));
   if (!call) return no_kernel(recipe);
   const Memory workspace = memory(static_cast<std::size_t>(bench_workspace(call.get())));
   const auto step = [&](int which) {
