@@ -74,6 +74,9 @@ static std::string missed(const Asked& asked, kernels::GpuPlan& plan, const Prob
     const std::string line = std::string("\n") + what + std::to_string(n) + "\n";
     return n == 0 || ("\n" + plan.text).find(line) != std::string::npos;
   };
+  if (asked.queries == kernels::QueryCodes::quantisation && plan.encodes_queries == nullptr) {
+    return "never makes codes of Q";
+  }
   const bool wanted = asked.queries == kernels::QueryCodes::attention;
   if (wanted && !kernels::leaves_queries(plan, problem)) {
     return "makes no codes of Q for this call";

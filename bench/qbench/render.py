@@ -20,7 +20,8 @@ TITLES = {
 }
 STEPS = (
     "e2e: 16-bit (or float32) tensors in and out, quantisation included; kernel: operands already "
-    "quantised; cached: K and V are codes from the start."
+    "quantised; cached: K and V are codes from the start. Where a plan leaves Q's codes to the "
+    "attention kernel, e2e does, and is then not the sum of quantise and kernel, which prepare all."
 )
 
 

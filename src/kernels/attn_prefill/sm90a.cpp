@@ -118,11 +118,8 @@ bool encodes_queries(const GpuPlan& data, const Problem& p) {
 /// average (half of them where it is causal), at 16384 and 32768 up to 7 % lost.
 bool gains_by_encoding(const Problem& p, const Recipe& r) {
   const bool causal = p.window_right >= 0 && p.window_right < p.max_k / 2;
-  std::int64_t keys = p.max_k - (causal ? std::min(p.max_q, p.max_k) / 2 : 0);
-  if (p.window_left >= 0 && p.window_right >= 0) {  // each at most the keys, before they are added
-    keys = std::min(keys, std::min(p.window_left, p.max_k) + std::min(p.window_right, p.max_k) + 1);
-  }
-  return r.v == Format::s8 || keys <= 4096;
+  const std::int64_t average = p.max_k - (causal ? std::min(p.max_q, p.max_k) / 2 : 0);
+  return r.v == Format::s8 || std::min(average, visible_keys(p, 1)) <= 4096;
 }
 
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {

@@ -11,11 +11,11 @@ namespace {
 
 /// Of a split, where the queries fit one tile: on an H200 (86ea62c; 8 KV heads, D 128) one query of
 /// 1024 keys took 22.5 us in 2 splits, 19.6 in 8 (bf16 34 and, in 16, 26), one of 4096 keys 23.7 in
-/// 8, 22.0 in 16.
+/// 8, 22.0 in 16. bench/results/choices-h200.json has more.
 constexpr std::int64_t least_keys = 128;
 /// Of a split of several tiles of rows, whose combination costs more.
 constexpr std::int64_t least_keys_of_tiles = 1024;
-constexpr std::int64_t few_keys = 512;  // fewer are one block's
+constexpr std::int64_t few_keys = 512;          // fewer are one block's
 constexpr std::int64_t most_rows = 0x7fffffff;  // of all heads and sequences: blocks of a grid
 
 /// The most query heads of a KV head that fit a tile with all their queries.
@@ -35,14 +35,6 @@ int pack_of(const Problem& p, const Recipe& r, const SpreadLimits& limits) {
   return 1;
 }
 
-/// Keys that a block of `rows` queries can see.
-std::int64_t visible_keys(const Problem& p, std::int64_t rows) {
-  if (p.window_left < 0 || p.window_right < 0) return p.max_k;
-  // No sum of these overflows: windows are compared with the keys first.
-  const std::int64_t left = std::min(p.window_left, p.max_k);
-  return std::min(p.max_k, left + std::min(p.window_right, p.max_k) + rows);
-}
-
 /// As many as fill the device once, of so many keys each that they save more than the combination
 /// costs: a few us, and 4 bytes a channel of every row twice.
 std::int64_t splits_of(const Problem& p, const SpreadLimits& limits, std::int64_t blocks,
@@ -59,6 +51,13 @@ std::int64_t splits_of(const Problem& p, const SpreadLimits& limits, std::int64_
 SpreadOverride& spread_override() {
   static SpreadOverride value;
   return value;
+}
+
+std::int64_t visible_keys(const Problem& p, std::int64_t rows) {
+  if (p.window_left < 0 || p.window_right < 0) return p.max_k;
+  // No sum of these overflows: windows are compared with the keys first.
+  const std::int64_t left = std::min(p.window_left, p.max_k);
+  return std::min(p.max_k, left + std::min(p.window_right, p.max_k) + rows);
 }
 
 Spread plan_spread(const Problem& p, const Recipe& r, const SpreadLimits& limits,

@@ -31,6 +31,9 @@ struct Spread {
   std::size_t at = 0;      ///< of the parts in the workspace
 };
 
+/// Keys that a block of `rows` queries can see, at most.
+std::int64_t visible_keys(const Problem& problem, std::int64_t rows);
+
 /// The choice for a call, and room for its parts behind `workspace`, which grows.
 Spread plan_spread(const Problem& problem, const Recipe& recipe, const SpreadLimits& limits,
                    std::size_t& workspace);
