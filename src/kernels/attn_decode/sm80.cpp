@@ -243,9 +243,8 @@ Status supports(const DeviceDecodeCall& call) {
                   " bytes of shared memory a block; sm_" + text(gpu) + " has " + text(limit));
   }
   constexpr std::int64_t most = 0x7fffffff;
-  if (p.units() * p.unit_rows > most || p.units() + p.pairs() * p.parts() > most ||
-      std::int64_t{p.batch} * p.heads_q > most || p.units() * p.parts() > most ||
-      (p.mass != nullptr && p.pairs() * p.mass_parts() > most)) {
+  if (p.combine_blocks() > most || p.units() + p.pairs() * p.parts() > most ||
+      std::int64_t{p.batch} * p.heads_q > most || p.units() * p.parts() > most) {
     return refuse("q: " + text(p.batch) + " sequences x " + text(p.heads_q) + " heads x " +
                   text(p.queries) + " queries over " + text(c.most_pages) +
                   " pages make more than 2^31 blocks of kernels");
@@ -275,7 +274,7 @@ DecodeParams params_in(const DeviceDecodeCall& call, void* workspace) {
   set(p.last_block, w.last_block);
   set(p.partial_out, w.partial_out);
   set(p.partial_sum, w.partial_sum);
-  set(p.row_lse, w.row_lse);
+  set(p.list_places, w.list_places);
   set(p.mass_log, w.mass_log);
   p.error = isa::error_word();
   return p;

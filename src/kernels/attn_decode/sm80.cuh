@@ -58,7 +58,9 @@ struct FindPlace {
   QATTN_DEVICE std::int64_t first() const { return isa::thread() * each; }
   QATTN_DEVICE std::int64_t last() const { return first() + each < count ? first() + each : count; }
   /// Chunks of rows share their pair's lists.
-  QATTN_DEVICE std::int64_t of_pair(std::int64_t i) const { return i % (p.pairs() * p.parts()); }
+  QATTN_DEVICE std::int64_t of_pair(std::int64_t i) const {
+    return Quotient(i, p.pairs() * p.parts()).remainder;
+  }
   QATTN_DEVICE std::uint64_t cost(std::int64_t i) const {
     return isa::load_global(p.part_costs + of_pair(i));
   }
@@ -76,15 +78,16 @@ struct FindPlace {
     for (std::int64_t i = first(); i < last() && begin <= target; ++i) {
       const std::uint64_t end = begin + cost(i);
       if (target < end) {
-        std::int64_t unit = i / parts;
+        const Quotient at(i, parts);
+        auto unit = static_cast<std::uint32_t>(at.quotient);
         std::uint32_t place = 0;
-        if (i % parts == parts - 1 && end - target <= near) {
+        if (at.remainder == parts - 1 && end - target <= near) {
           ++unit;
-        } else if (i % parts != 0 || target - begin > near) {
-          place = static_cast<std::uint32_t>(i % parts) * part_blocks +
+        } else if (at.remainder != 0 || target - begin > near) {
+          place = static_cast<std::uint32_t>(at.remainder) * part_blocks +
                   place_at(i, static_cast<std::uint32_t>(target - begin));
         }
-        isa::store_shared(to, isa::Words2{{static_cast<std::uint32_t>(unit), place}});
+        isa::store_shared(to, isa::Words2{{unit, place}});
       }
       begin = end;
     }
@@ -124,8 +127,8 @@ template <DecodeConfig C>
 struct DecodeUnit : DecodeLoad<C> {
   using S = DecodeShape<C>;
   using Base = DecodeLoad<C>;
-  using Base::Base, Base::N, Base::p, Base::pair, Base::lane, Base::warp, Base::at, Base::o,
-      Base::sum, Base::base, Base::g, Base::t, Base::unit;
+  using Base::Base, Base::N, Base::p, Base::lane, Base::warp, Base::at, Base::o, Base::sum,
+      Base::base, Base::g, Base::t, Base::unit;
 
   bool coded = false;  ///< this warp's O has parts of codes
 
@@ -135,68 +138,62 @@ struct DecodeUnit : DecodeLoad<C> {
   QATTN_DEVICE void note(const TierRun& run, int first, const float (&mass)[N][2]) {
     if (p.mass == nullptr) return;
     const int place = first + this->template block_of<V>();
-    this->template note_mass<V>(mass, place < run.count ? this->mass_place(run, place) : -1);
+    this->template note_mass<V>(mass, place < run.count ? run.list - p.lists + place : -1);
   }
 
   /// Tiles `index`, `index` + 8 and so on of a run of codes. Each warp has a ring of its own,
-  /// filled by cp.async; what is to be copied is read from the list one tile earlier.
+  /// filled by cp.async; what is to be copied is read from the list one tile earlier. `K` 0: K has
+  /// `k_bits`, other than V; loops of their own for these would be two thirds of the kernel.
   template <int K, int V>
-  QATTN_DEVICE void run_codes_tiles(const TierRun& run, int index) {
-    constexpr int M = tile_blocks(V), depth = Base::template stages<K, V>;
-    constexpr int bytes = Base::template stage_bytes<K, V>;
-    static_assert(depth >= 1);
+  QATTN_DEVICE void run_codes_tiles(const TierRun& run, int k_bits, int index) {
+    constexpr int M = tile_blocks(V);
+    if constexpr (K != 0) k_bits = K;
     const int tiles = (run.count + M - 1) / M;
     if (index >= tiles) return;
     this->forget_lane();
     this->forget_unit();
     coded = true;
+    const int bytes = Base::stage_bytes(k_bits, V), depth = Base::stages(k_bits, V);
     const std::uint8_t* pages = p.cache.pool[run.tier].pages;
     const isa::SharedAddress ring = this->ring();
-    int ahead = index, put = 0, get = 0;
+    int ahead = index, put = 0, get = 0, begun = 0;
     std::uint32_t special = 0;  // bit i: the tile i rounds on wants masks
     DecodeBlock next = this->load_block(run, ahead * M + (lane & (M - 1)));
-    const auto begin = [&](int later) {
+    while (index < tiles) {
       if (ahead < tiles) {
-        this->template copy_tile<K, V>(pages, next,
+        this->template copy_tile<K, V>(pages, next, k_bits,
                                        ring + static_cast<isa::SharedAddress>(put * bytes));
         const bool masked = (next.where & 1) != 0 || ahead * M + M > run.count;
-        special |= isa::any(masked) ? 1u << later : 0u;
+        special |= isa::any(masked) ? 1u << (depth - 1) : 0u;
         ahead += S::warps;
         next = this->load_block(run, ahead * M + (lane & (M - 1)));
         put = put + 1 == depth ? 0 : put + 1;
       }
       isa::copy_async_commit();
-    };
-#pragma unroll
-    for (int i = 0; i + 1 < depth; ++i) begin(i);
-#pragma unroll 1
-    for (; index < tiles; index += S::warps) {
-      begin(depth - 1);
-      isa::copy_async_wait<depth - 1>();
-      isa::sync_warp();  // what other lanes copied is there
-      float mass[N][2];
-      this->template run_codes<K, V>(
-          ring + static_cast<isa::SharedAddress>(get * bytes), (special & 1) != 0,
-          [&](int block) { return this->tokens_of(run, index * M, block); }, mass);
-      note<V>(run, index * M, mass);
-      isa::sync_warp();  // nobody reads this stage any more
+      // One place of the source starts copies, the first ones too: what no cache has yet costs a
+      // call more than this branch.
+      if (++begun >= depth) {
+        this->wait_for_tile(depth);
+        float mass[N][2];
+        this->template run_codes<K, V>(
+            ring + static_cast<isa::SharedAddress>(get * bytes), k_bits, (special & 1) != 0,
+            [&](int block) { return this->tokens_of(run, index * M, block); }, mass);
+        note<V>(run, index * M, mass);
+        isa::sync_warp();  // nobody reads this stage any more
+        get = get + 1 == depth ? 0 : get + 1;
+        index += S::warps;
+      }
       special >>= 1;
-      get = get + 1 == depth ? 0 : get + 1;
     }
     this->take_centre(0.5f * static_cast<float>((1 << V) - 1));
   }
 
   template <int V>
   QATTN_DEVICE void run_codes_tiles(const TierRun& run, int k_bits, int index) {
-    switch (k_bits) {
-      case 8:
-        return run_codes_tiles<8, V>(run, index);
-      case 4:
-        return run_codes_tiles<4, V>(run, index);
-      case 3:
-        return run_codes_tiles<3, V>(run, index);
-      default:
-        return run_codes_tiles<2, V>(run, index);
+    if (k_bits == V) {
+      run_codes_tiles<V, V>(run, V, index);
+    } else {
+      run_codes_tiles<0, V>(run, k_bits, index);
     }
   }
 
@@ -320,7 +317,7 @@ struct DecodeUnit : DecodeLoad<C> {
 
   /// Places [begin, end) of the unit.
   QATTN_DEVICE void run(std::uint32_t begin, std::uint32_t end) {
-    const std::int64_t first_list = std::int64_t{unit} % p.pairs() * p.parts();
+    const std::int64_t first_list = Quotient(unit, p.pairs()).remainder * p.parts();
     const auto load_counts = [&](std::uint32_t part) {
       return isa::load_global(p.part_counts + (first_list + part) * kv::most_tiers +
                               (isa::lane() & 7));
@@ -380,7 +377,6 @@ struct Decode {
 
   /// What of a unit this block takes.
   static QATTN_DEVICE void run_unit(const Params& p, std::uint32_t unit, const isa::Words4& share) {
-    const DecodePair pair(p, unit % p.pairs());
     const std::uint32_t begin = unit == share.w[0] ? share.w[1] : 0;
     const std::uint32_t end = unit < share.w[2] ? p.places() : share.w[3];
     if (end <= begin) return;
@@ -388,7 +384,7 @@ struct Decode {
       if (begin == 0) isa::store_global(p.first_block + unit, share_number(p));
       if (end == p.places()) isa::store_global(p.last_block + unit, share_number(p));
     }
-    DecodeUnit<C>(p, pair, unit).run(begin, end);
+    DecodeUnit<C>(p, unit).run(begin, end);
   }
 
   static QATTN_DEVICE void run(const Params& p) {

@@ -304,13 +304,33 @@ struct DecodeCodes : DecodeState<C> {
     }
   }
 
+  /// S^T of a tile whose K has `k_bits`, not V's.
+  template <int V, int M>
+  QATTN_DEVICE void multiply_keys_of(int k_bits, isa::SharedAddress stage, const TileLayout& layout,
+                                     float (&acc)[M][N][4]) const {
+    if (V != 8 && k_bits == 8) {
+      multiply_keys<8, V, M>(stage, layout, acc);
+    } else if (V != 4 && k_bits == 4) {
+      multiply_keys<4, V, M>(stage, layout, acc);
+    } else if (V != 3 && (V == 2 || k_bits == 3)) {
+      multiply_keys<3, V, M>(stage, layout, acc);
+    } else {
+      multiply_keys<2, V, M>(stage, layout, acc);
+    }
+  }
+
+  /// `K` 0: see multiply_keys_of().
   template <int K, int V, class TokensOf>
-  QATTN_DEVICE void run_codes(isa::SharedAddress stage, bool special, TokensOf tokens_of,
-                              float (&mass)[N][2]) {
+  QATTN_DEVICE void run_codes(isa::SharedAddress stage, int k_bits, bool special,
+                              TokensOf tokens_of, float (&mass)[N][2]) {
     constexpr int M = tile_blocks(V);
-    constexpr TileLayout layout = tile_layout(C.d, C.dv, K, V, M);
+    const TileLayout layout = tile_layout(C.d, C.dv, K == 0 ? k_bits : K, V, M);
     float acc[M][N][4], k[M][2], v[M][2];
-    multiply_keys<K, V, M>(stage, layout, acc);
+    if constexpr (K == 0) {
+      multiply_keys_of<V, M>(k_bits, stage, layout, acc);
+    } else {
+      multiply_keys<K, V, M>(stage, layout, acc);
+    }
     load_scales<V, M>(stage, layout, k, v);
     std::uint32_t x[M][N][2];
     this->template softmax<V, M, true>(acc, k, v, special, tokens_of, x, mass);

@@ -18,11 +18,7 @@ isa::LaunchError launch_decode(const DecodeParams& p, void* stream) {
       isa::launch<DecodePrepare<C.d>>(p, grid(p.units() + p.pairs() * p.parts()), stream);
   constexpr isa::Start early = isa::Start::early;
   if (e.empty()) e = isa::launch<Decode<C>>(p, grid(p.blocks), stream, early);
-  if (e.empty())
-    e = isa::launch<DecodeCombine<C.dv>>(p, grid(p.units() * p.unit_rows), stream, early);
-  if (e.empty() && p.mass != nullptr) {
-    e = isa::launch<DecodeMass>(p, grid(p.pairs() * p.mass_parts()), stream, early);
-  }
+  if (e.empty()) e = isa::launch<DecodeCombine<C.dv>>(p, grid(p.combine_blocks()), stream, early);
   return e;
 }
 

@@ -16,7 +16,7 @@ template <DecodeConfig C>
 struct DecodeLoad : DecodeRowTiles<C> {
   using S = DecodeShape<C>;
   using Base = DecodeRowTiles<C>;
-  using Base::Base, Base::lane, Base::p, Base::pair;
+  using Base::Base, Base::lane, Base::p, Base::unit;
   using typename Base::TileTokens;
 
   const int warp = isa::warp();
@@ -27,13 +27,16 @@ struct DecodeLoad : DecodeRowTiles<C> {
   }
   QATTN_DEVICE isa::SharedAddress ring() const { return at(S::ring + warp * S::ring_bytes); }
 
-  template <int K, int V>
-  static constexpr int stage_bytes = (tile_layout(C.d, C.dv, K, V, tile_blocks(V)).bytes() + 127) /
-                                     128 * 128;
+  static QATTN_CONSTEXPR int stage_bytes(int k_bits, int v_bits) {
+    const int bytes = tile_layout(C.d, C.dv, k_bits, v_bits, tile_blocks(v_bits)).bytes();
+    return (bytes + 127) / 128 * 128;
+  }
   /// At most three: another tile on its way did not pay for its share of shared memory.
-  template <int K, int V>
-  static constexpr int stages =
-      S::ring_bytes / stage_bytes<K, V> > 3 ? 3 : S::ring_bytes / stage_bytes<K, V>;
+  static QATTN_CONSTEXPR int stages(int k_bits, int v_bits) {
+    const int fit = S::ring_bytes / stage_bytes(k_bits, v_bits);
+    return fit > 3 ? 3 : fit;
+  }
+  static_assert(stages(8, 2) >= 1);
 
   // ---- Lists ----------------------------------------------------------------------------------
 
@@ -46,52 +49,61 @@ struct DecodeLoad : DecodeRowTiles<C> {
   /// Of a tile that begins at place `first`: what masks want to know.
   QATTN_DEVICE TileTokens tokens_of(const TierRun& run, int first, int block) const {
     const DecodeBlock found = load_block(run, first + block);
+    const DecodePair pair(p, Quotient(unit, p.pairs()).remainder);
     const kv::Entry e =
         load_entry(p.cache.table(pair.slot, p.layer, pair.head) + (found.where >> 3));
     const int token = static_cast<int>(found.where >> 1 & 3) * formats::kv_block_tokens;
     const auto alive = static_cast<std::uint32_t>(e.live >> token) & 0xffffu;
-    return {e.first + token, first + block < run.count ? alive : 0};
-  }
-  /// Where the mass of a block goes.
-  QATTN_DEVICE std::int64_t mass_place(const TierRun& run, int place) const {
-    const DecodeBlock found = load_block(run, place);
-    return std::int64_t{found.where >> 3} * p.cache.blocks_per_page() + (found.where >> 1 & 3);
+    return {e.first + token, first + block < run.count ? alive : 0, pair};
   }
 
   // ---- Copies ---------------------------------------------------------------------------------
 
-  /// Starts to copy this lane's chunks of `Bytes` bytes; `flips(i)`: what is XORed into the address
-  /// of chunk lane + 32 i beside `to`, which has the lane.
-  template <int Bytes, class Flips>
-  QATTN_DEVICE void copy_area(isa::SharedAddress to, const std::uint8_t* from, Flips flips) const {
+  /// Starts to copy this lane's chunks of `bytes` bytes, at most `Most`; `flips(i)`: what is XORed
+  /// into the address of chunk lane + 32 i beside `to`, which has the lane.
+  template <int Most, class Flips>
+  QATTN_DEVICE void copy_area(isa::SharedAddress to, const std::uint8_t* from, int bytes,
+                              Flips flips) const {
 #pragma unroll
-    for (int i = 0; i < (Bytes + 511) / 512; ++i) {
-      if ((i + 1) * 512 <= Bytes || lane * 16 < Bytes - i * 512) {
+    for (int i = 0; i < (Most + 511) / 512; ++i) {
+      if (lane * 16 < bytes - i * 512) {
         isa::copy_async16((to ^ static_cast<isa::SharedAddress>(flips(i))) +
                               static_cast<isa::SharedAddress>(i * 512),
                           from + i * 512, 16);
       }
     }
   }
+  /// Until the oldest of the last `depth` groups of copies is there, of all lanes.
+  static QATTN_DEVICE void wait_for_tile(int depth) {
+    if (depth == 3) {
+      isa::copy_async_wait<2>();
+    } else if (depth == 2) {
+      isa::copy_async_wait<1>();
+    } else {
+      isa::copy_async_wait<0>();
+    }
+    isa::sync_warp();
+  }
 
   /// Copies a block of the window to the ring, and waits for it.
   QATTN_DEVICE void copy_rows(const std::uint8_t* block) const {
     static_assert(S::ring_bytes >= 32 * (C.d + C.dv));
     copy_area<32 * (C.d + C.dv)>(ring() + static_cast<isa::SharedAddress>(lane * 16),
-                                 block + lane * 16, [](int) { return 0; });
+                                 block + lane * 16, 32 * (C.d + C.dv), [](int) { return 0; });
     isa::copy_async_commit();
-    isa::copy_async_wait<0>();
-    isa::sync_warp();  // what other lanes copied is there
+    wait_for_tile(1);
   }
 
   /// Starts to copy a tile to `to`; lane l has block l % tile_blocks(V) of it. A block that it
-  /// lacks is its last one once more, so that everything there is is defined.
+  /// lacks is its last one once more, so that everything there is is defined. `K` 0: `k_bits`.
   template <int K, int V>
-  QATTN_DEVICE void copy_tile(const std::uint8_t* pages, const DecodeBlock& mine,
+  QATTN_DEVICE void copy_tile(const std::uint8_t* pages, const DecodeBlock& mine, int k_bits,
                               isa::SharedAddress to) const {
     constexpr int blocks = tile_blocks(V);
-    constexpr formats::KvBlock shape{C.d, C.dv, K, V};
-    constexpr TileLayout layout = tile_layout(C.d, C.dv, K, V, blocks);
+    const formats::KvBlock shape{C.d, C.dv, K == 0 ? k_bits : K, V};
+    const TileLayout layout = tile_layout(C.d, C.dv, shape.k_bits, V, blocks);
+    constexpr int most_k_bytes = tile_layout(C.d, C.dv, K == 0 ? 8 : K, V, blocks).k_bytes;
+    constexpr int v_bytes = tile_layout(C.d, C.dv, 8, V, blocks).v_bytes;
     const auto source = [&](int block) {
       return pages + std::uint64_t{isa::shuffle(mine.number, block)} *
                          static_cast<std::uint32_t>(shape.bytes());
@@ -101,12 +113,13 @@ struct DecodeLoad : DecodeRowTiles<C> {
       const std::uint8_t* from = source(b) + lane * 16;
       // k_chunk() of chunk lane + 32 i is 32 i on from that of the lane; v_chunk() XORs the chunk's
       // row of dv / 4 besides, which is the lane's and (32 i)'s.
-      copy_area<layout.k_bytes>(
+      copy_area<most_k_bytes>(
           to + static_cast<isa::SharedAddress>(layout.k(b) + k_chunk(lane, b) * 16), from,
-          [](int) { return 0; });
-      copy_area<layout.v_bytes>(
+          layout.k_bytes, [](int) { return 0; });
+      copy_area<v_bytes>(
           to + static_cast<isa::SharedAddress>(layout.v(b) + v_chunk(lane, b, V, C.dv) * 16),
-          from + layout.k_bytes, [](int i) { return V == 3 ? 0 : (32 * i / (C.dv / 4) & 3) << 5; });
+          from + layout.k_bytes, v_bytes,
+          [](int i) { return V == 3 ? 0 : (32 * i / (C.dv / 4) & 3) << 5; });
     }
     const std::uint8_t* scales = source(lane >> 2) + (lane & 3) * 16 + shape.k_scales();
     if (lane < 4 * blocks) {

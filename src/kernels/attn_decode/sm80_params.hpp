@@ -18,7 +18,7 @@
 
 namespace qattn::kernels {
 
-inline constexpr int mass_threads = 256;  ///< of DecodeMass, one a place of the page table
+inline constexpr int combine_threads = 256;
 inline constexpr int part_blocks = 2048;  ///< of 16 tokens, in one block of DecodePrepare
 
 /// One kernel: D, Dv, query rows of a unit / 8.
@@ -102,7 +102,8 @@ struct DecodeParams {
   // The workspace.
   std::uint32_t* query_words = nullptr;  ///< [units][3][unit_rows * d / 2]: QueryPlane
   float* query_facts = nullptr;          ///< [units][unit_rows][2]: q.mean, sum of f16 codes
-  float* query_scale = nullptr;          ///< [units]: what Q was multiplied by, a power of two
+  float* query_scale = nullptr;          ///< [units]: what Q was multiplied by, a power of two;
+                                         ///< NaN where its sequence is bad
   DecodeBlock* lists = nullptr;          ///< [pairs][parts][part_blocks], by tier
   std::uint32_t* part_counts = nullptr;  ///< [pairs][parts][most_tiers] blocks of a tier
   std::uint32_t* part_costs = nullptr;   ///< [pairs][parts]
@@ -111,27 +112,34 @@ struct DecodeParams {
   std::int32_t* last_block = nullptr;    ///< [units]
   float* partial_out = nullptr;          ///< [blocks + units][unit_rows][dv], rotated
   float* partial_sum = nullptr;          ///< [blocks + units][unit_rows][2]: base, sum
-  float* row_lse = nullptr;              ///< [units][unit_rows], in units of log2; for mass
-  float* mass_log = nullptr;             ///< [units][unit_rows][most_pages * blocks a page]
+  std::uint16_t* list_places = nullptr;  ///< [pairs][parts][part_blocks]: where its part's list has
+                                         ///< a place of the page table; for mass
+  float* mass_log = nullptr;             ///< [chunks], as lists, [unit_rows]
 
   QATTN_HD std::int32_t rows() const { return group * queries; }
+  /// Which of its pair's units has row `r`.
+  QATTN_HD std::int64_t chunk_of(std::int32_t r) const { return unit_rows == 8 ? r >> 3 : r >> 4; }
   QATTN_HD std::int64_t pairs() const { return std::int64_t{batch} * cache.heads_kv; }
   QATTN_HD std::int64_t units() const { return pairs() * chunks; }
-  QATTN_HD std::int32_t part_entries() const { return part_blocks / cache.blocks_per_page(); }
+  /// Of 1, 2 or 4 blocks: no divisions.
+  QATTN_HD std::int32_t page_shift() const { return cache.blocks_per_page() >> 1; }
+  QATTN_HD std::int32_t part_entries() const { return part_blocks >> page_shift(); }
   QATTN_HD std::int64_t parts() const {
-    return (cache.most_pages + part_entries() - 1) / part_entries();
+    static_assert(part_blocks == 1 << 11);
+    return (std::int64_t{cache.most_pages} + part_entries() - 1) >> (11 - page_shift());
   }
   /// Of a unit.
   QATTN_HD std::uint32_t places() const {
     return static_cast<std::uint32_t>(parts()) * part_blocks;
   }
-  QATTN_HD std::int64_t mass_row() const {
-    return std::int64_t{cache.most_pages} * cache.blocks_per_page();
-  }
-  /// Blocks of DecodeMass for a (sequence, KV head).
+  /// Of the lists of all pairs.
+  QATTN_HD std::int64_t list_blocks() const { return pairs() * parts() * part_blocks; }
+  /// Blocks of DecodeCombine for the mass of a (sequence, KV head): a thread a place.
   QATTN_HD std::int64_t mass_parts() const {
-    return (mass_row() + mass_threads - 1) / mass_threads;
+    const std::int64_t table = std::int64_t{cache.most_pages} * cache.blocks_per_page();
+    return mass == nullptr ? 0 : (table + combine_threads - 1) / combine_threads;
   }
+  QATTN_HD std::int64_t combine_blocks() const { return pairs() * rows() + pairs() * mass_parts(); }
 };
 
 /// Forms of Q that products read, as fragments of the B operand of mma.m16n8k16:
@@ -145,7 +153,7 @@ enum QueryPlane { query_codes, query_high, query_low, query_planes };
 /// Where the workspace keeps what; offsets in bytes.
 struct DecodeWorkspace {
   std::size_t query_words, query_facts, query_scale, lists, part_counts, part_costs, shares,
-      first_block, last_block, partial_out, partial_sum, row_lse, mass_log, bytes;
+      first_block, last_block, partial_out, partial_sum, list_places, mass_log, bytes;
 };
 inline DecodeWorkspace decode_workspace(const DecodeParams& p) {
   DecodeWorkspace w{};
@@ -159,7 +167,7 @@ inline DecodeWorkspace decode_workspace(const DecodeParams& p) {
   w.query_words = take(rows * p.cache.d / 2 * query_planes, 4);
   w.query_facts = take(rows * 2, 4);
   w.query_scale = take(p.units(), 4);
-  w.lists = take(p.pairs() * p.parts() * part_blocks, sizeof(DecodeBlock));
+  w.lists = take(p.list_blocks(), sizeof(DecodeBlock));
   w.part_counts = take(p.pairs() * p.parts() * kv::most_tiers, 4);
   w.part_costs = take(p.pairs() * p.parts(), 4);
   w.shares = take(p.blocks, sizeof(DecodeShare));
@@ -167,13 +175,25 @@ inline DecodeWorkspace decode_workspace(const DecodeParams& p) {
   w.last_block = take(p.units(), 4);
   w.partial_out = take(slots * p.unit_rows * p.cache.dv, 4);
   w.partial_sum = take(slots * p.unit_rows * 2, 4);
-  w.row_lse = take(rows, 4);
-  w.mass_log = take(p.mass != nullptr ? rows * p.mass_row() : 0, 4);
+  w.list_places = take(p.mass != nullptr ? p.list_blocks() : 0, 2);
+  w.mass_log = take(p.mass != nullptr ? p.chunks * p.list_blocks() * p.unit_rows : 0, 4);
   w.bytes = end;
   return w;
 }
 
 inline namespace QATTN_TARGET {
+
+/// Quotient and remainder of two numbers below 2^31, as all that supports() lets through: a
+/// division of 64 bits is a hundred instructions, which no cache has when a call begins.
+struct Quotient {
+  std::int32_t quotient, remainder;
+
+  QATTN_DEVICE Quotient(std::int64_t a, std::int64_t b) {
+    const auto x = static_cast<std::uint32_t>(a), y = static_cast<std::uint32_t>(b);
+    quotient = static_cast<std::int32_t>(x / y);
+    remainder = static_cast<std::int32_t>(x % y);
+  }
+};
 
 /// One (sequence, KV head), as the device finds it.
 struct DecodePair {
@@ -181,16 +201,18 @@ struct DecodePair {
   bool bad = false;  ///< no such sequence, one in error, or fewer tokens than queries
 
   QATTN_DEVICE DecodePair(const DecodeParams& p, std::int64_t pair) {
-    batch = static_cast<std::int32_t>(pair / p.cache.heads_kv);
-    head = static_cast<std::int32_t>(pair % p.cache.heads_kv);
+    const Quotient place(pair, p.cache.heads_kv);
+    batch = place.quotient;
+    head = place.remainder;
     slot = isa::load_global(p.slots + batch);
     bad = slot < 0 || slot >= p.cache.slots;
-    if (!bad && p.cache.errors != nullptr) bad = isa::load_global(p.cache.errors + slot) != 0;
     if (bad) return;
+    // All are on their way before one is looked at.
     length = isa::load_global(p.cache.lengths + p.cache.layer_index(slot, p.layer));
     entries = isa::load_global(p.cache.counts + p.cache.head_index(slot, p.layer, head));
-    bad = length < p.queries || entries < 0 || entries > p.cache.most_pages;
-    if (bad) entries = 0;
+    bad = p.cache.errors != nullptr && isa::load_global(p.cache.errors + slot) != 0;
+    bad = bad || length < p.queries || entries < 0 || entries > p.cache.most_pages;
+    if (bad) length = entries = 0;
   }
   QATTN_DEVICE std::int32_t position(const DecodeParams& p, int query) const {
     return length - p.queries + query;

@@ -72,7 +72,7 @@ QATTN_DEVICE float warp_max(float x) {
 template <int D>
 struct DecodePrepare {
   using Params = DecodeParams;
-  static constexpr int threads = 256, min_blocks = 2;
+  static constexpr int threads = 512, min_blocks = 1;
   static constexpr int warps = threads / 32;
   static constexpr int most_rows = 16 / warps;  ///< of a unit, in a warp
   static constexpr bool dependent = true;
@@ -93,8 +93,9 @@ struct DecodePrepare {
   }
 
   static QATTN_DEVICE LaneRow<D> load_row(const Params& p, std::int64_t pair, int r) {
-    const std::int64_t batch = pair / p.cache.heads_kv,
-                       head = pair % p.cache.heads_kv * p.group + r / p.queries;
+    const Quotient place(pair, p.cache.heads_kv);
+    const std::int64_t batch = place.quotient,
+                       head = std::int64_t{place.remainder} * p.group + r / p.queries;
     const std::int64_t at = batch * p.q.batch + r % p.queries * p.q.query + head * p.q.head;
     LaneRow<D> row;
 #pragma unroll
@@ -160,8 +161,9 @@ struct DecodePrepare {
   /// One power of two for all rows of a unit brings the largest element of Q or of its rotation
   /// to [2^11, 2^12]: rows 2^19 times smaller still have all bits of f16, 1 / 64 of them included.
   static QATTN_DEVICE void prepare_unit(const Params& p, std::int64_t unit) {
-    const std::int64_t pair_index = unit % p.pairs();
-    const int first = static_cast<int>(unit / p.pairs()) * p.unit_rows, warp = isa::warp();
+    const Quotient place(unit, p.pairs());
+    const std::int64_t pair_index = place.remainder;
+    const int first = place.quotient * p.unit_rows, warp = isa::warp();
     // Loads that need not wait for the slot come first.
     QueryRow queries[most_rows];
 #pragma unroll
@@ -203,7 +205,10 @@ struct DecodePrepare {
     // 2^(138 - exponent); rows of zeros, and of subnormals, are left small.
     const std::uint32_t bits = exponent < 12 ? 0x7e000000u : (265u - exponent) << 23;
     const float factor = formats::float_of(bits);
-    if (isa::thread() == 0) isa::store_global(p.query_scale + unit, factor);
+    if (isa::thread() == 0) {
+      // The combination asks for nothing else of the pair.
+      isa::store_global(p.query_scale + unit, pair.bad ? tile::quiet_nan() : factor);
+    }
 #pragma unroll
     for (int i = 0; i < most_rows; ++i) {
       if (warp + i * warps < p.unit_rows) store_row(p, queries[i], unit, warp + i * warps, factor);
@@ -239,7 +244,7 @@ struct DecodePrepare {
   /// Puts what block `i` of the part is into shared memory.
   static QATTN_DEVICE void note_block(const Params& p, const DecodePair& pair, std::int64_t part,
                                       int i, const kv::Entry& e) {
-    const int shift = p.cache.blocks_per_page() >> 1, block = i & ((1 << shift) - 1);
+    const int shift = p.page_shift(), block = i & ((1 << shift) - 1);
     const auto index = static_cast<std::uint32_t>(part * p.part_entries() + (i >> shift));
     std::uint32_t tier = no_tier;
     if (static_cast<std::int32_t>(index) < pair.entries) {
@@ -297,16 +302,16 @@ struct DecodePrepare {
   }
 
   static QATTN_DEVICE void prepare_part(const Params& p, std::int64_t index) {
-    const std::int64_t part = index % p.parts();
-    const std::int64_t pair_index = index / p.parts();
-    const int shift = p.cache.blocks_per_page() >> 1;  // 1, 2 or 4 of them: no divisions
+    const Quotient place(index, p.parts());
+    const std::int64_t part = place.remainder, pair_index = place.quotient;
+    const Quotient pair_place(pair_index, p.cache.heads_kv);
+    const int shift = p.page_shift();
     // All entries are on their way before the first is looked at, and before it is known how many
     // the table has.
     kv::Entry entries[each];
-    const std::int32_t slot = isa::load_global(p.slots + pair_index / p.cache.heads_kv);
+    const std::int32_t slot = isa::load_global(p.slots + pair_place.quotient);
     if (slot >= 0 && slot < p.cache.slots) {
-      const kv::Entry* table =
-          p.cache.table(slot, p.layer, static_cast<std::int32_t>(pair_index % p.cache.heads_kv));
+      const kv::Entry* table = p.cache.table(slot, p.layer, pair_place.remainder);
 #pragma unroll
       for (int i = 0; i < each; ++i) {
         const auto entry = static_cast<std::int32_t>(part * p.part_entries()) +
@@ -333,6 +338,9 @@ struct DecodePrepare {
     }
     const TierCounts all = add_up(mine, before);
     before.add(all.starts());
+    isa::Words2 places{};
+    static_assert(each == 4, "two in a word");
+#pragma unroll
     for (int i = 0; i < each; ++i) {
       const int tier = tier_of(i);
       if (tier == no_tier) continue;
@@ -341,6 +349,11 @@ struct DecodePrepare {
       isa::store_global(
           reinterpret_cast<isa::Words2*>(p.lists + index * part_blocks + to),
           isa::load_shared<isa::Words2>(base + (own + static_cast<isa::SharedAddress>(i)) * 8));
+      places.w[i / 2] |= to << i % 2 * 16;
+    }
+    if (p.mass != nullptr) {
+      isa::store_global(reinterpret_cast<isa::Words2*>(p.list_places + index * part_blocks + own),
+                        places);
     }
     if (isa::thread() < kv::most_tiers) {
       isa::store_global(p.part_counts + index * kv::most_tiers + isa::thread(),
@@ -353,20 +366,9 @@ struct DecodePrepare {
     }
   }
 
-  /// What DecodeMass does not write: positions without a page.
-  static QATTN_DEVICE void clear_mass(const Params& p) {
-    const std::int64_t count = std::int64_t{p.batch} * p.heads_q * p.mass_blocks;
-    const std::int64_t step = std::int64_t{isa::grid().x} * threads;
-    for (std::int64_t n = std::int64_t{isa::block().x} * threads + isa::thread(); n < count;
-         n += step) {
-      isa::store_global(p.mass + n, 0.0f);
-    }
-  }
-
   static QATTN_DEVICE void run(const Params& p) {
     isa::grid_dependency_wait();
     const std::int64_t block = isa::block().x;
-    if (p.mass != nullptr) clear_mass(p);
     if (block < p.units()) {
       prepare_unit(p, block);
     } else {

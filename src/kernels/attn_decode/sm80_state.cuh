@@ -44,7 +44,6 @@ struct DecodeState {
   static constexpr float headroom = 14.0f, start = 8.0f;  ///< of P in f16, as powers of two
 
   const DecodeParams& p;
-  const DecodePair pair;
   int lane = isa::lane(), g = lane >> 2, t = lane & 3;
   int unit, first_row;
 
@@ -54,9 +53,8 @@ struct DecodeState {
   float rows_factor;            ///< from products with rows to units of log2
   float v_unit = 1, v_inverse = 0;
 
-  QATTN_DEVICE DecodeState(const DecodeParams& params, const DecodePair& the_pair,
-                           std::int64_t the_unit)
-      : p(params), pair(the_pair), unit(static_cast<int>(the_unit)) {
+  QATTN_DEVICE DecodeState(const DecodeParams& params, std::int64_t the_unit)
+      : p(params), unit(static_cast<int>(the_unit)) {
     first_row = unit / static_cast<int>(p.pairs()) * p.unit_rows;
     const float to_log2 = p.softmax_scale * tile::log2_e;
     rows_factor = to_log2 * formats::reciprocal(isa::load_global(p.query_scale + unit));
@@ -126,16 +124,18 @@ struct DecodeState {
   struct TileTokens {
     std::int32_t first;   ///< position of the lane's block
     std::uint32_t alive;  ///< its tokens
+    DecodePair pair;      ///< loaded here: few tiles ask, and a unit would begin with its loads
   };
 
   QATTN_DEVICE bool visible(const TileTokens& tokens, int token, int n, int c) const {
     if ((tokens.alive >> token & 1) == 0) return false;
     const int query = (first_row + row(n, c)) % p.queries;
     const std::int32_t at = tokens.first + token;
-    if (at < pair.visible_begin(p, query) || at >= pair.visible_end(p, query)) return false;
-    const std::int32_t newest = at - pair.position(p, 0);
+    if (at < tokens.pair.visible_begin(p, query) || at >= tokens.pair.visible_end(p, query))
+      return false;
+    const std::int32_t newest = at - tokens.pair.position(p, 0);
     if (p.tree == nullptr || newest < 0) return true;
-    return isa::load_global(p.tree + std::int64_t{pair.batch} * p.tree_stride[0] +
+    return isa::load_global(p.tree + std::int64_t{tokens.pair.batch} * p.tree_stride[0] +
                             query * p.tree_stride[1] + newest * p.tree_stride[2]) != 0;
   }
 
@@ -365,24 +365,25 @@ struct DecodeState {
     for (int n = 0; n < N; ++n) added[n][0] = added[n][1] = 0;
   }
 
-  /// Notes what each row gave to the tile's blocks; `at` the block's place in mass_log, or
-  /// negative.
+  /// Notes what each row gave to the tile's blocks; `at` the block's place in p.lists, or negative.
   template <int V>
   QATTN_DEVICE void note_mass(const float (&mass)[N][2], std::int64_t at) {
-    // The lanes that share a block: g / 2 / (blocks of a tile) apart.
+    // The lanes that share a block: g / 2 / (blocks of a tile) apart. The first step leaves each
+    // lane one of its two rows.
     constexpr int lanes = V >= 8 ? 32 : V == 4 ? 16 : 8;
+    const bool odd = (lane & 4) != 0;
+    const std::int64_t block = p.chunk_of(first_row) * p.list_blocks() + at;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
+      float total = odd ? mass[n][1] : mass[n][0];
+      total += isa::shuffle_xor(odd ? mass[n][0] : mass[n][1], 4);
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float total = mass[n][c];
-#pragma unroll
-        for (int mask = 4; mask < lanes; mask *= 2) total += isa::shuffle_xor(total, mask);
-        if (at >= 0 && lane % lanes < 4) {
-          isa::store_global(
-              p.mass_log + (std::int64_t{unit} * p.unit_rows + row(n, c)) * p.mass_row() + at,
-              total > 0 || tile::is_nan(total) ? isa::log2(total) + base[n][c] : -tile::infinity());
-        }
+      for (int mask = 8; mask < lanes; mask *= 2) total += isa::shuffle_xor(total, mask);
+      const float own_base = odd ? base[n][1] : base[n][0];
+      if (at >= 0 && lane % lanes < 8) {
+        // log2(0) is -inf, also beside a base of -inf
+        isa::store_global(p.mass_log + block * p.unit_rows + 8 * n + 2 * t + (lane >> 2 & 1),
+                          total == 0 ? -tile::infinity() : isa::log2(total) + own_base);
       }
     }
   }
