@@ -70,9 +70,9 @@ struct FindPlace {
   /// ends within a sixteenth of a share is not cut (where its last part has tokens): another unit
   /// costs a block more than some tiles.
   QATTN_DEVICE void find(int n, isa::SharedAddress to) const {
-    const auto shares = static_cast<std::uint64_t>(p.blocks);
-    const std::uint64_t target = static_cast<std::uint64_t>(n) * total / shares;
-    const std::uint64_t near = total / (16 * shares);
+    const double each_share = static_cast<double>(total) * p.share;
+    const auto target = static_cast<std::uint64_t>(each_share * n);
+    const auto near = static_cast<std::uint64_t>(each_share * 0.0625);
     const std::int64_t parts = p.parts();
     std::uint64_t begin = before;
     for (std::int64_t i = first(); i < last() && begin <= target; ++i) {

@@ -29,8 +29,9 @@ struct DecodeMass {
   const std::int32_t entry;
   const int block;
   const kv::Entry* const table;
-  kv::Entry own{};                                 ///< this thread's entry
-  std::int32_t before_first = 0, after_first = 0;  ///< `first` of those beside it
+  kv::Entry own{};  ///< this thread's entry
+  /// `first` of those beside it, and of the table's last.
+  std::int32_t before_first = 0, after_first = 0, last_first = 0;
 
   /// Tables are as they were before this call began, so all of this may come before Decode's end.
   QATTN_DEVICE DecodeMass(const DecodeParams& params, std::int64_t part)
@@ -42,6 +43,7 @@ struct DecodeMass {
         entry(static_cast<std::int32_t>(place >> p.page_shift())),
         block(static_cast<int>(place & (per_page - 1))),
         table(pair.bad ? nullptr : p.cache.table(pair.slot, p.layer, pair.head)) {
+    if (pair.entries > 0) last_first = isa::load_global(&table[pair.entries - 1].first);
     if (entry >= pair.entries) return;
     own = load_entry(table + entry);
     if (entry > 0) before_first = isa::load_global(&table[entry - 1].first);
@@ -116,29 +118,28 @@ struct DecodeMass {
     return in_table / part_blocks * part_blocks + isa::load_global(p.list_places + in_table);
   }
 
-  /// What the block at place `at` of the lists got, added to `mass` of heads `first` and on. Loads
-  /// of all of them are on their way before the first is looked at.
-  template <int Heads>
-  QATTN_DEVICE void add_block(float (&mass)[Heads], int first, std::int64_t at) const {
-    if (at < 0) return;
-    for (int query = 0; query < p.queries; ++query) {
-      float log[Heads];
+  static constexpr int heads = 4;  ///< at a time: their loads do not wait for one another
+
+  /// What one query of heads `first` and on gave to the block at place `at` of the lists, as
+  /// logarithms.
+  QATTN_DEVICE void load_logs(float (&log)[heads], int first, int query, std::int64_t at) const {
 #pragma unroll
-      for (int k = 0; k < Heads; ++k) {
-        const int r = (first + k) * p.queries + query;
-        log[k] = -tile::infinity();
-        if (first + k < p.group) {
-          log[k] =
-              isa::load_global(p.mass_log + (p.chunk_of(r) * p.list_blocks() + at) * p.unit_rows +
-                               (r & (p.unit_rows - 1)));
-        }
+    for (int k = 0; k < heads; ++k) {
+      const int r = (first + k) * p.queries + query;
+      log[k] = -tile::infinity();
+      if (at >= 0 && first + k < p.group) {
+        log[k] = isa::load_global(p.mass_log + (p.chunk_of(r) * p.mass_chunk + at) * p.unit_rows +
+                                  (r & (p.unit_rows - 1)));
       }
+    }
+  }
+  QATTN_DEVICE void add_logs(float (&mass)[heads], const float (&log)[heads], int first,
+                             int query) const {
 #pragma unroll
-      for (int k = 0; k < Heads; ++k) {
-        if (log[k] == -tile::infinity()) continue;
-        const int r = (first + k) * p.queries + query;
-        mass[k] += isa::exp2(log[k] - isa::load_shared<float>(lse_at(r)));
-      }
+    for (int k = 0; k < heads; ++k) {
+      if (log[k] == -tile::infinity()) continue;
+      const int r = (first + k) * p.queries + query;
+      mass[k] += isa::exp2(log[k] - isa::load_shared<float>(lse_at(r)));
     }
   }
 
@@ -154,10 +155,8 @@ struct DecodeMass {
       if ((left & 1) == 0) continue;
       fill(isa::shuffle(begin, lane), isa::shuffle(end, lane), isa::lane(), 32, 0.0f);
     }
-    const std::int64_t tail =
-        pair.entries > 0 ? block_at(isa::load_global(&table[pair.entries - 1].first)) + per_page
-                         : 0;
-    fill(tail, p.mass_blocks, place, p.mass_parts() * threads, 0.0f);
+    fill(pair.entries > 0 ? block_at(last_first) + per_page : 0, p.mass_blocks, place,
+         p.mass_parts() * threads, 0.0f);
   }
 
   QATTN_DEVICE void run() const {
@@ -166,6 +165,8 @@ struct DecodeMass {
       return fill(0, p.mass_blocks, place, p.mass_parts() * threads, tile::quiet_nan());
     }
     const std::int64_t own_at = entry < pair.entries ? place_of(own, entry) : -1;
+    float log[heads];
+    load_logs(log, 0, 0, own_at);  // on its way with what LSE wants
     find_lse();
     isa::sync_threads();
     fill_gaps();
@@ -174,12 +175,14 @@ struct DecodeMass {
     const std::int64_t at = block_at(own.first) + block;
     if (at >= p.mass_blocks) return;
     const bool alone = entry + 1 >= pair.entries || after_first != own.first;
-    constexpr int heads = 4;
     for (int head = 0; head < p.group; head += heads) {
       float mass[heads] = {};
       std::int64_t list_at = own_at;
       for (std::int32_t n = entry;;) {
-        add_block(mass, head, list_at);
+        for (int query = 0; query < p.queries; ++query) {
+          if (head > 0 || query > 0 || n > entry) load_logs(log, head, query, list_at);
+          add_logs(mass, log, head, query);
+        }
         if (alone || ++n >= pair.entries) break;
         const kv::Entry e = load_entry(table + n);
         if (e.first != own.first) break;

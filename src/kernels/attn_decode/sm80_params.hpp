@@ -97,6 +97,7 @@ struct DecodeParams {
   float softmax_scale = 0, softcap = 0;
   std::int32_t causal = 1, window_left = -1;  ///< -1: no window
   std::int32_t blocks = 0;                    ///< the grid of Decode
+  double share = 0;                           ///< 1 / blocks: no 64-bit divisions on the device
   std::uint32_t* error = nullptr;             ///< the device's sticky error word; may be null
 
   // The workspace.
@@ -115,6 +116,7 @@ struct DecodeParams {
   std::uint16_t* list_places = nullptr;  ///< [pairs][parts][part_blocks]: where its part's list has
                                          ///< a place of the page table; for mass
   float* mass_log = nullptr;             ///< [chunks], as lists, [unit_rows]
+  std::int64_t mass_chunk = 0;           ///< list_blocks(), which takes a while
 
   QATTN_HD std::int32_t rows() const { return group * queries; }
   /// Which of its pair's units has row `r`.

@@ -372,7 +372,7 @@ struct DecodeState {
     // lane one of its two rows.
     constexpr int lanes = V >= 8 ? 32 : V == 4 ? 16 : 8;
     const bool odd = (lane & 4) != 0;
-    const std::int64_t block = p.chunk_of(first_row) * p.list_blocks() + at;
+    const std::int64_t block = p.chunk_of(first_row) * p.mass_chunk + at;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       float total = odd ? mass[n][1] : mass[n][0];
