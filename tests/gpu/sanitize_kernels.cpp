@@ -1,10 +1,10 @@
 // Every kernel of libqattn_cuda once at small sizes, without Python: against the semantic model on
 // the same codes, NaN and Inf by place, codes bit for bit, bad indices. Also what compute-sanitizer
 // is run on (`make gpu-sanitize`):
-//   sanitize_kernels [--exact] [--run-only] [--every N] [--only SUBSTRING]
+//   sanitize_kernels [--exact] [--run-only] [--every N [--from K]] [--only SUBSTRING]
 //     --exact     allocations without guard bytes, workspaces uninitialised
 //     --run-only  no comparison with the model, which takes most of the time
-//     --every     one case of N, for tools that are slow
+//     --every     one case of N, for tools that are slow: case K, K + N and so on
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -41,7 +41,7 @@ constexpr Kind kinds[] = {{"f16", Format::f16},       {"bf16", Format::bf16},
 struct Settings {
   Memory memory = Memory::guarded;
   bool compare = true;
-  int every = 1;
+  int every = 1, from = 0;
   std::string only;
 };
 
@@ -59,7 +59,8 @@ class Check {
   explicit Check(Settings settings) : settings_(std::move(settings)) {}
 
   bool wanted(const std::string& name) {
-    return name.find(settings_.only) != std::string::npos && cases_++ % settings_.every == 0;
+    return name.find(settings_.only) != std::string::npos &&
+           cases_++ % settings_.every == settings_.from;
   }
   const Settings& settings() const { return settings_; }
 
@@ -435,7 +436,12 @@ int main(int argc, char** argv) {
     if (argument == "--exact") settings.memory = Memory::exact;
     if (argument == "--run-only") settings.compare = false;
     if (argument == "--every" && n + 1 < argc) settings.every = std::atoi(argv[++n]);
+    if (argument == "--from" && n + 1 < argc) settings.from = std::atoi(argv[++n]);
     if (argument == "--only" && n + 1 < argc) settings.only = argv[++n];
+  }
+  if (settings.from < 0 || settings.from >= settings.every) {
+    std::fprintf(stderr, "--from %d: should be from 0 to below --every\n", settings.from);
+    return 2;
   }
   Check check(settings);
   const std::vector<Feature> rows = table();
