@@ -1,9 +1,10 @@
 // Every kernel of libqattn_cuda once at small sizes, without Python: against the semantic model on
 // the same codes, NaN and Inf by place, codes bit for bit, bad indices. Also what compute-sanitizer
 // is run on (`make gpu-sanitize`):
-//   sanitize_kernels [--exact] [--run-only] [--every N [--from K]] [--only SUBSTRING]
+//   sanitize_kernels [--exact] [--run-only] [--names] [--every N [--from K]] [--only SUBSTRING]
 //     --exact     allocations without guard bytes, workspaces uninitialised
 //     --run-only  no comparison with the model, which takes most of the time
+//     --names     each case before it runs, between what tools say
 //     --every     one case of N, for tools that are slow: case K, K + N and so on
 #include <algorithm>
 #include <cmath>
@@ -40,7 +41,7 @@ constexpr Kind kinds[] = {{"f16", Format::f16},       {"bf16", Format::bf16},
 
 struct Settings {
   Memory memory = Memory::guarded;
-  bool compare = true;
+  bool compare = true, names = false;
   int every = 1, from = 0;
   std::string only;
 };
@@ -59,8 +60,13 @@ class Check {
   explicit Check(Settings settings) : settings_(std::move(settings)) {}
 
   bool wanted(const std::string& name) {
-    return name.find(settings_.only) != std::string::npos &&
-           cases_++ % settings_.every == settings_.from;
+    const bool is = name.find(settings_.only) != std::string::npos &&
+                    cases_++ % settings_.every == settings_.from;
+    if (is && settings_.names) {
+      std::printf("%s\n", name.c_str());
+      std::fflush(stdout);
+    }
+    return is;
   }
   const Settings& settings() const { return settings_; }
 
@@ -177,6 +183,17 @@ std::vector<Feature> table() {
       f.sq = {140, 140}, f.sk = {200, 200};
       all.push_back(f);
     }
+  }
+  // Codes of Q made by the attention kernel, several blocks of rows one after the other.
+  for (const std::int64_t dim : {64, 128}) {
+    Feature f;
+    f.name = "many_rows_" + std::to_string(dim);
+    f.dim = f.dim_v = dim;
+    f.sq = {700, 700};
+    f.heads_q = 16;
+    f.how.lse = false;
+    f.how.output = Format::none;
+    all.push_back(f);
   }
   return all;
 }
@@ -435,6 +452,7 @@ int main(int argc, char** argv) {
     const std::string argument = argv[n];
     if (argument == "--exact") settings.memory = Memory::exact;
     if (argument == "--run-only") settings.compare = false;
+    if (argument == "--names") settings.names = true;
     if (argument == "--every" && n + 1 < argc) settings.every = std::atoi(argv[++n]);
     if (argument == "--from" && n + 1 < argc) settings.from = std::atoi(argv[++n]);
     if (argument == "--only" && n + 1 < argc) settings.only = argv[++n];

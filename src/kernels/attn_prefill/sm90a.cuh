@@ -373,7 +373,8 @@ struct Sm90Prefill {
     if (isa::thread() == 0) {
       if constexpr (S::raw_queries) isa::mbarrier_init(base + S::raw_full, 1);
       for (int n = 0; n < S::q_buffers; ++n) {
-        isa::mbarrier_init(base + S::q_full + 8 * n, S::raw_queries ? 1 + S::encoders : 1);
+        isa::mbarrier_init(base + S::q_full + 8 * n,
+                           S::raw_queries ? 1 + S::encoders * S::encoder_rows : 1);
         isa::mbarrier_init(base + S::q_empty + 8 * n, 128);
       }
       for (int n = 0; n < S::stages; ++n) {

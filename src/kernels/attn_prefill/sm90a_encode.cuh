@@ -14,7 +14,7 @@ template <Sm90Config C>
 struct Sm90Encoder {
   using S = Sm90Shape<C>;
   static constexpr int threads = 32 * S::encoders, barrier = 3;  ///< 1 and 2 are the turns'
-  static constexpr int row_lanes = 8, step_rows = 32 / row_lanes;
+  static constexpr int step_rows = S::encoder_rows, row_lanes = 32 / step_rows;
   static constexpr bool e4m3 = C.qk == isa::Element::e4m3;
 
   const Sm90Params& p;
@@ -95,7 +95,9 @@ struct Sm90Encoder {
             isa::barrier_sync(barrier, threads);  // the rows may be overwritten
           }
           isa::sync_warp();
-          if (isa::lane() == 0) isa::mbarrier_arrive(base + S::q_full + 8 * buffer);
+          // All lanes that wrote scales: one for all would do, behind the barrier, but racecheck
+          // does not follow an order through two barriers.
+          if (isa::lane() % row_lanes == 0) isa::mbarrier_arrive(base + S::q_full + 8 * buffer);
         }
         place.advance();
       }

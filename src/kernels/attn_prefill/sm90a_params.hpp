@@ -118,7 +118,7 @@ struct Sm90Shape {
   /// D 256 has no room.
   static constexpr bool raw_queries = C.raw_queries;
   static_assert(!raw_queries || (!wide_pv && d <= 128));
-  static constexpr int encoders = 3;  ///< warps
+  static constexpr int encoders = 3, encoder_rows = 4;  ///< warps; rows of each at a time
   static constexpr int raw_panels = raw_queries ? d / 64 : 0, raw_panel_bytes = 64 * sm90_panel;
   static constexpr int raw_bytes = raw_panels * raw_panel_bytes;
   static constexpr int q_at = 0, ring_at = q_at + q_buffers * q_bytes;
