@@ -165,8 +165,6 @@ struct DecodeMass {
       return fill(0, p.mass_blocks, place, p.mass_parts() * threads, tile::quiet_nan());
     }
     const std::int64_t own_at = entry < pair.entries ? place_of(own, entry) : -1;
-    float log[heads];
-    load_logs(log, 0, 0, own_at);  // on its way with what LSE wants
     find_lse();
     isa::sync_threads();
     fill_gaps();
@@ -180,7 +178,8 @@ struct DecodeMass {
       std::int64_t list_at = own_at;
       for (std::int32_t n = entry;;) {
         for (int query = 0; query < p.queries; ++query) {
-          if (head > 0 || query > 0 || n > entry) load_logs(log, head, query, list_at);
+          float log[heads];
+          load_logs(log, head, query, list_at);
           add_logs(mass, log, head, query);
         }
         if (alone || ++n >= pair.entries) break;
