@@ -7,18 +7,21 @@
 // barrier of the block until the unit ends. A tile is about 4 KiB (one block in 8 bits, two in 4,
 // four in 3 and 2), so that what a tile costs beside its bytes is the same for all, and so that
 // each word of V holds what one lane's mma wants (sm80_state.cuh). A loop over tiles has its bits
-// fixed at compile time: with all of them switched at each tile, an 8-bit block took 493 warp
-// instructions, 250 now.
+// fixed at compile time where K and V have the same: with all of them switched at each tile, an
+// 8-bit block took 493 warp instructions, 250 now. K of other bits than V is switched at each tile:
+// 4 % of 4/2 bits, and half of the code.
 //
 // Bytes on their way at any moment: 16 warps of 8 KiB, 128 KiB a multiprocessor.
 //
 // Warp instructions of a block of 16 tokens, D = 128, 8 rows, all that a tile costs included (ncu
 // on an H200, 8192 tokens): 8 bits 257, 4 bits 215, 3 bits 255, 2 bits 187. What bounds an H200: 8
 // bits memory, at 94 % of a plain read as tokens are added; 2 and 3 bits, at 70 %, the pipe of
-// LOP3, two clocks each, and fixed latencies, with 4 warps a scheduler. A call takes 33 us (8 bits)
-// to 62 us (mixed) beyond its slope in tokens: instructions that are in no cache yet (11 to 27 % of
-// a warp's time at 8192 tokens), 15 us for the kernels before and behind, the merge and the first
-// loads.
+// LOP3, two clocks each, and fixed latencies, with 4 warps a scheduler. A call takes 26 us (8 bits)
+// to 50 us (mixed) beyond its slope in tokens. Traced (one sequence of 131072, 8 bits): shares are
+// found 4 us after the kernel's begin, queries are there at 6.5, a warp's first tile is done at 16,
+// of which its data take 6 to 8 also where all code is in caches; the merge takes 3, the kernel
+// before 8 and the combination 6. Code that no cache has when a call begins counts: divisions of 32
+// bits instead of 64 made calls 2 to 10 % faster.
 #pragma once
 
 #include "kernels/attn_decode/sm80_load.cuh"
