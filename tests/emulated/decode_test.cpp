@@ -406,11 +406,57 @@ TEST(DeviceDecode, UnknownSlotsAndWildPages) {
   EXPECT_LE(nrmse({out.begin(), out.begin() + static_cast<std::ptrdiff_t>(half)}, alone.out),
             tight);
   for (std::size_t i = half; i < out.size(); ++i) ASSERT_TRUE(std::isnan(out[i]));
+  const std::vector<float>& mass = device.results().mass;
+  for (std::size_t i = mass.size() / 2; i < mass.size(); ++i) ASSERT_TRUE(std::isnan(mass[i]));
 
   mirror.entries()[3].page = 1 << 20;
   DeviceCall wild(alone, mirror.view(), {0}, 19);
   ASSERT_TRUE(wild.run(timings[0]).ok());
   EXPECT_NE(std::exchange(*isa::error_word(), 0u), 0u);
+}
+
+/// Blocks behind the last page get 0; those that the output lacks are left out. Tables with room
+/// for much more have blocks of the grid without an entry, and parts without one.
+TEST(DeviceDecode, MassOfOtherLengthsThanTheTables) {
+  const Filled f = fill(uniform(4, 4, 2), 300);
+  DecodeCase c = queries_for(f.cache.options(), 6, 2);
+  ASSERT_TRUE(c.run(f.cache, {f.id}).ok());
+  const std::int64_t own = 19;
+  int turn = 0;
+  for (const std::int64_t spare : {0, 600, 2100}) {
+    MirroredCache mirror(f.cache, {f.id}, spare);
+    for (const std::int64_t blocks : {12, 19, 26, 700}) {
+      DeviceCall device(c, mirror.view(), {0}, blocks);
+      ASSERT_TRUE(device.run(timings[turn++ % 3]).ok());
+      const std::vector<float>& mass = device.results().mass;
+      ASSERT_EQ(mass.size(), static_cast<std::size_t>(c.heads_q * blocks));
+      for (std::int64_t i = 0; i < c.heads_q * blocks; ++i) {
+        const std::int64_t head = i / blocks, n = i % blocks;
+        const float want = n < own ? c.mass[static_cast<std::size_t>(head * own + n)] : 0.0f;
+        ASSERT_NEAR(mass[static_cast<std::size_t>(i)], want, 1e-3)
+            << "room for " << spare << " more, head " << head << " block " << n << " of " << blocks;
+      }
+    }
+  }
+}
+
+/// A share that begins where a unit does: not a token before it, which would be a unit more.
+TEST(DeviceDecode, SharesBeginWhereUnitsDo) {
+  for (const std::uint64_t of_unit : {60ull, 8191ull * 200, 123456789ull}) {
+    for (int blocks = 1; blocks <= 320; ++blocks) {
+      kernels::DecodeParams p;
+      p.share = kernels::share_of(blocks);
+      for (int units = 1; units <= blocks; ++units) {
+        if (blocks % units != 0) continue;
+        const std::uint64_t total = of_unit * static_cast<std::uint64_t>(units);
+        for (int unit = 0; unit < units; ++unit) {
+          ASSERT_EQ(p.share_begin(total, blocks / units * unit),
+                    of_unit * static_cast<std::uint64_t>(unit))
+              << blocks << " blocks, unit " << unit << " of " << units;
+        }
+      }
+    }
+  }
 }
 
 TEST(DeviceDecode, RefusalsNameTheTensorTheValueAndTheRule) {

@@ -203,7 +203,7 @@ DecodeParams params_of(const DeviceDecodeCall& call) {
       (shared_limit(isa::architecture(t.q.device.index)) + 1024) / (i.shared_bytes + 1024);
   p.blocks =
       block_count(p.units(), isa::multiprocessors() * std::max(1, std::min(fit, i.min_blocks)));
-  p.share = 1.0 / p.blocks;
+  p.share = share_of(p.blocks);
   p.mass_chunk = p.list_blocks();
   return p;
 }

@@ -73,9 +73,7 @@ struct FindPlace {
   /// ends within a sixteenth of a share is not cut (where its last part has tokens): another unit
   /// costs a block more than some tiles.
   QATTN_DEVICE void find(int n, isa::SharedAddress to) const {
-    const double each_share = static_cast<double>(total) * p.share;
-    const auto target = static_cast<std::uint64_t>(each_share * n);
-    const auto near = static_cast<std::uint64_t>(each_share * 0.0625);
+    const std::uint64_t target = p.share_begin(total, n), near = p.share_begin(total, 1) / 16;
     const std::int64_t parts = p.parts();
     std::uint64_t begin = before;
     for (std::int64_t i = first(); i < last() && begin <= target; ++i) {

@@ -19,18 +19,14 @@ struct DecodeCombine {
 
   struct Row {
     LaneRow<Dv> out;
-    float top = -tile::infinity(), total = 0;
+    RowSum sum;
 
-    QATTN_DEVICE void add(float base, float sum, const LaneRow<Dv>& x) {
-      if (base == -tile::infinity() && !tile::is_nan(sum)) return;
-      const float next = fmaxf(top, base);
-      const float keep = top == -tile::infinity() ? 0.0f : isa::exp2(top - next);
-      const float weight = isa::exp2(base - next);
-      top = next;
-      total = fmaf(total, keep, weight * sum);
+    QATTN_DEVICE void add(float base, float part, const LaneRow<Dv>& x) {
+      const RowSum::Weights w = sum.add(base, part);
+      if (w.weight == 0) return;
 #pragma unroll
       for (int i = 0; i < LaneRow<Dv>::count; ++i) {
-        out.x[i] = fmaf(out.x[i], keep, weight * x.x[i]);
+        out.x[i] = fmaf(out.x[i], w.keep, w.weight * x.x[i]);
       }
     }
     /// What a block of Decode had of it, if anything; all is on its way before any is looked at.
@@ -53,7 +49,7 @@ struct DecodeCombine {
       }
       if (isa::lane() == 0) {
         isa::store_shared(to + Dv * 4,
-                          isa::Words2{{formats::bits_of(top), formats::bits_of(total)}});
+                          isa::Words2{{formats::bits_of(sum.top), formats::bits_of(sum.total)}});
       }
     }
     QATTN_DEVICE void add_stored(isa::SharedAddress from) {
@@ -67,13 +63,9 @@ struct DecodeCombine {
       add(formats::float_of(words.w[0]), formats::float_of(words.w[1]), x);
     }
     QATTN_DEVICE void add_sink(float sink) {
-      if (sink == -tile::infinity()) return;
-      const float logit = sink * tile::log2_e, next = fmaxf(top, logit);
-      const float keep = top == -tile::infinity() ? 0.0f : isa::exp2(top - next);
-      top = next;
-      total = fmaf(total, keep, isa::exp2(logit - next));
+      const RowSum::Weights w = sum.add(sink * tile::log2_e, 1.0f);
 #pragma unroll
-      for (int i = 0; i < LaneRow<Dv>::count; ++i) out.x[i] *= keep;
+      for (int i = 0; i < LaneRow<Dv>::count; ++i) out.x[i] *= w.keep;
     }
   };
 
@@ -90,10 +82,9 @@ struct DecodeCombine {
                        query = of_row.remainder;
     if (p.sinks != nullptr) x.add_sink(isa::load_global(p.sinks + head));
     if (p.cache.rotate != 0) x.out.unrotate();
-    const float inverse = x.total > 0 ? formats::reciprocal(x.total) : 0.0f;
-    bad |= tile::is_nan(x.total);
-    float lse = x.total > 0 ? x.top + isa::log2(x.total) : -tile::infinity();
-    lse = bad ? tile::quiet_nan() : lse;
+    const float inverse = x.sum.total > 0 ? formats::reciprocal(x.sum.total) : 0.0f;
+    bad |= tile::is_nan(x.sum.total);
+    const float lse = bad ? tile::quiet_nan() : x.sum.lse();
     const std::int64_t to = place.quotient * p.out.batch + query * p.out.query + head * p.out.head;
 #pragma unroll
     for (int i = 0; i < LaneRow<Dv>::count; ++i) {

@@ -36,7 +36,7 @@ struct DecodeLoad : DecodeRowTiles<C> {
     const int fit = S::ring_bytes / stage_bytes(k_bits, v_bits);
     return fit > 3 ? 3 : fit;
   }
-  static_assert(stages(8, 2) >= 1);
+  static_assert(stages(8, 3) >= 1);  // the largest tiles
 
   // ---- Lists ----------------------------------------------------------------------------------
 

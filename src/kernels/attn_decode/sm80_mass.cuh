@@ -15,6 +15,29 @@ QATTN_DEVICE bool takes_part(const DecodeParams& p, int block, std::int64_t unit
   return unit >= from && unit <= to && end > begin;
 }
 
+/// What a row's parts add up to: the sum of 2^(score - top).
+struct RowSum {
+  float top = -tile::infinity(), total = 0;
+
+  /// Factors of what was there and of what came.
+  struct Weights {
+    float keep, weight;
+  };
+  QATTN_DEVICE Weights add(float base, float sum) {
+    if (base == -tile::infinity() && !tile::is_nan(sum)) return {1, 0};
+    const float next = fmaxf(top, base);
+    const float keep = top == -tile::infinity() ? 0.0f : isa::exp2(top - next);
+    const float weight = isa::exp2(base - next);
+    top = next;
+    total = fmaf(total, keep, weight * sum);
+    return {keep, weight};
+  }
+  /// In units of log2; NaN where the sum is.
+  QATTN_DEVICE float lse() const {
+    return total > 0 || tile::is_nan(total) ? top + isa::log2(total) : -tile::infinity();
+  }
+};
+
 /// Blocks of DecodeCombine: mass_parts() for a (sequence, KV head). A thread has one place of its
 /// page table, for all heads that read it. Rows' LSE they find themselves: as a kernel behind the
 /// combination this took 10 us of a call (H200).
@@ -60,19 +83,12 @@ struct DecodeMass {
       for (std::int64_t at = begin + first; at < end; at += step) store(head, at, x);
     }
   }
+  /// Tables are written on the device: a wild position must not become a wild address.
   static QATTN_DEVICE std::int64_t block_at(std::int32_t first) {
-    return first / formats::kv_block_tokens;
+    return (first > 0 ? first : 0) / formats::kv_block_tokens;
   }
 
   // ---- LSE ------------------------------------------------------------------------------------
-
-  static QATTN_DEVICE void add(float& top, float& total, float base, float sum) {
-    if (base == -tile::infinity() && !tile::is_nan(sum)) return;
-    const float next = fmaxf(top, base);
-    const float keep = top == -tile::infinity() ? 0.0f : isa::exp2(top - next);
-    total = fmaf(total, keep, isa::exp2(base - next) * sum);
-    top = next;
-  }
 
   /// Of all rows of the pair, in units of log2, to shared memory. Some threads share each row's
   /// blocks of Decode.
@@ -80,30 +96,28 @@ struct DecodeMass {
     int lanes = 32;
     while (lanes * p.rows() > threads) lanes /= 2;
     const int r = isa::thread() / lanes, lane = isa::thread() % lanes;
-    float top = -tile::infinity(), total = 0;
+    RowSum row;
     if (r < p.rows()) {
       const std::int64_t unit = index + p.chunk_of(r) * p.pairs();
-      const int last = p.places() > 0 ? isa::load_global(p.last_block + unit) : -1;
-      int n = p.places() > 0 ? isa::load_global(p.first_block + unit) + lane : 0;
-      for (; n <= last; n += lanes) {
+      const int last = isa::load_global(p.last_block + unit);
+      for (int n = isa::load_global(p.first_block + unit) + lane; n <= last; n += lanes) {
         const std::int64_t at = (n + unit) * p.unit_rows + (r & (p.unit_rows - 1));
         const auto words =
             isa::load_global(reinterpret_cast<const isa::Words2*>(p.partial_sum + at * 2));
         if (!takes_part(p, n, unit)) continue;
-        add(top, total, formats::float_of(words.w[0]), formats::float_of(words.w[1]));
+        row.add(formats::float_of(words.w[0]), formats::float_of(words.w[1]));
       }
     }
     for (int mask = 1; mask < lanes; mask *= 2) {
-      const float other_top = isa::shuffle_xor(top, mask);
-      add(top, total, other_top, isa::shuffle_xor(total, mask));
+      const float other_top = isa::shuffle_xor(row.top, mask);
+      row.add(other_top, isa::shuffle_xor(row.total, mask));
     }
     if (r >= p.rows() || lane != 0) return;
     if (p.sinks != nullptr) {
       const int head = pair.head * p.group + r / p.queries;
-      add(top, total, isa::load_global(p.sinks + head) * tile::log2_e, 1.0f);
+      row.add(isa::load_global(p.sinks + head) * tile::log2_e, 1.0f);
     }
-    const float lse = total > 0 || tile::is_nan(total) ? top + isa::log2(total) : -tile::infinity();
-    isa::store_shared(lse_at(r), lse);
+    isa::store_shared(lse_at(r), row.lse());
   }
   static QATTN_DEVICE isa::SharedAddress lse_at(int r) {
     return isa::shared_base() + static_cast<isa::SharedAddress>(r * 4);
@@ -164,9 +178,12 @@ struct DecodeMass {
     if (pair.bad) {
       return fill(0, p.mass_blocks, place, p.mass_parts() * threads, tile::quiet_nan());
     }
-    const std::int64_t own_at = entry < pair.entries ? place_of(own, entry) : -1;
-    find_lse();
-    isa::sync_threads();
+    std::int64_t own_at = -1;
+    if ((place - isa::thread()) >> p.page_shift() < pair.entries) {  // some thread has an entry
+      if (entry < pair.entries) own_at = place_of(own, entry);
+      find_lse();
+      isa::sync_threads();
+    }
     fill_gaps();
     // Entries of one position follow one another; the first adds up for all.
     if (entry >= pair.entries || (entry > 0 && before_first == own.first)) return;

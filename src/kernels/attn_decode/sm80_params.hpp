@@ -80,6 +80,10 @@ QATTN_HD std::uint32_t block_cost(const formats::KvBlock& b) {
   return static_cast<std::uint32_t>(40 + 10 * (b.k_bits + b.v_bits) + 6 * odd);
 }
 
+/// One of so many equal shares, for products instead of 64-bit divisions. A little more than that:
+/// a share that begins where a unit does must not begin before it, or its block has two units.
+inline double share_of(std::int32_t blocks) { return (1 + 0x1p-50) / blocks; }
+
 struct DecodeParams {
   kv::DeviceCache cache;
   const std::int32_t* slots = nullptr;  ///< [batch]: which sequences of the cache
@@ -97,7 +101,7 @@ struct DecodeParams {
   float softmax_scale = 0, softcap = 0;
   std::int32_t causal = 1, window_left = -1;  ///< -1: no window
   std::int32_t blocks = 0;                    ///< the grid of Decode
-  double share = 0;                           ///< 1 / blocks: no 64-bit divisions on the device
+  double share = 0;                           ///< share_of(blocks)
   std::uint32_t* error = nullptr;             ///< the device's sticky error word; may be null
 
   // The workspace.
@@ -118,6 +122,10 @@ struct DecodeParams {
   float* mass_log = nullptr;             ///< [chunks], as lists, [unit_rows]
   std::int64_t mass_chunk = 0;           ///< list_blocks(), which takes a while
 
+  /// The cost that lies before share `n`.
+  QATTN_HD std::uint64_t share_begin(std::uint64_t total, int n) const {
+    return static_cast<std::uint64_t>(static_cast<double>(total) * share * n);
+  }
   QATTN_HD std::int32_t rows() const { return group * queries; }
   /// Which of its pair's units has row `r`.
   QATTN_HD std::int64_t chunk_of(std::int32_t r) const { return unit_rows == 8 ? r >> 3 : r >> 4; }
