@@ -186,13 +186,19 @@ struct Prefill : PrefillValues<C> {
     return any != 0;
   }
 
-  static QATTN_DEVICE void run_doubtful(const Params& p) {
-    for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
-      if (!is_doubtful(p, index)) continue;
+  /// All blocks of rows; with doubts those that a warp of the Hopper kernel noted. Both call
+  /// run_block() here, because each call is a copy of the kernel: two were half of the general
+  /// kernels' code, and more than half of their compilation.
+  static QATTN_DEVICE void run_blocks(const Params& p) {
+    const bool again = p.doubts != nullptr;
+    const int block_rows = again ? doubt_rows : S::rows;
+    for (std::int64_t work = isa::block().x; work < p.works; work += isa::grid().x) {
+      const int index = static_cast<int>(work);
+      if (again && !is_doubtful(p, index)) continue;
       // Above 128 channels a tile has fewer rows than the block that the note is about.
-      for (int first = 0; first < doubt_rows; first += S::rows) {
+      for (int first = 0; first < block_rows; first += S::rows) {
         isa::sync_threads();  // the rows before have left shared memory
-        run_block(p, index, doubt_rows, first);
+        run_block(p, index, block_rows, first);
       }
     }
   }
@@ -201,12 +207,10 @@ struct Prefill : PrefillValues<C> {
     if constexpr (isa::has_mma(C.qk, isa::target_architecture) &&
                   isa::has_mma(C.pv, isa::target_architecture)) {
       if constexpr (C.general) {
-        if (p.doubts != nullptr) {
-          run_doubtful(p);
-          return;
-        }
+        run_blocks(p);
+      } else {
+        run_block(p, isa::block().x, S::rows, 0);
       }
-      run_block(p, isa::block().x, S::rows, 0);
     }
   }
 };
