@@ -193,6 +193,10 @@ struct KvDecodeOptions {
   std::int64_t window_left = -1;       ///< keys at or behind position - left; -1: unlimited
   float softcap = 0.0f;                ///< s = c * tanh(s / c); 0: off
   int threads = 0;                     ///< 0: the cache's
+  /// Adds to the score of every token whose K has 2, 3 or 4 bits half the variance that rounding K
+  /// left in it, so that exp(score) is right in the mean: without it tokens in few bits get too
+  /// little weight beside others (docs/NUMERICS.md). Not with a softcap.
+  bool debias = false;
 };
 
 /// Attention over window, sinks and every tier in one call. The order of operations is

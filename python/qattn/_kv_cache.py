@@ -211,6 +211,7 @@ class KvCache:
         causal: bool = True,
         window_left: int | None = None,
         softcap: float | None = None,
+        debias: bool = False,
         sinks: Any = None,
         tree_mask: Any = None,
         return_lse: bool = False,
@@ -223,7 +224,9 @@ class KvCache:
         q: (B, Sq, Hq, head_dim), or (B, Hq, Sq, head_dim) with "bhsd"; Sq 1 to 8, Hq 1 to 16 times
         kv_heads; query i is at position length - Sq + i. scale: default 1 / sqrt(head_dim). causal:
         no query sees a token behind its own. window_left: keys at or behind position - window_left.
-        softcap: s = c tanh(s / c). sinks: (Hq) float32 logits that join the denominator only.
+        softcap: s = c tanh(s / c). debias: adds half the variance that rounding K to 2, 3 or 4 bits
+        left in a score, so that exp(score) is right in the mean and tokens in few bits get their
+        weight; not with softcap. sinks: (Hq) float32 logits that join the denominator only.
         tree_mask: (B, Sq, Sq) bool, may query i look at the j-th newest token. threads: 0: the
         cache's. Returns out, of q's framework and dtype unless `out` is given; then, if asked for,
         the LSE (B, Hq, Sq) float32, and the probability mass by block of 16 tokens (B, Hq, ceil(S /
@@ -231,7 +234,7 @@ class KvCache:
         """
         ids, layer = sequence_ids(sequences), integer("layer", layer)
         call = DecodeCall(q, layout, self.v_head_dim, out, sinks, tree_mask)
-        options = decode_options(layout, scale, causal, window_left, softcap)
+        options = decode_options(layout, scale, causal, window_left, softcap, debias)
         with self._lock:
             if boolean("return_lse", return_lse):
                 call.add_lse()
@@ -352,7 +355,7 @@ class DecodeCall:
 
 
 def decode_options(
-    layout: Any, scale: Any, causal: Any, window_left: Any, softcap: Any
+    layout: Any, scale: Any, causal: Any, window_left: Any, softcap: Any, debias: Any
 ) -> dict[str, Any]:
     """decode()'s options as the extension takes them."""
     return {
@@ -361,6 +364,7 @@ def decode_options(
         "causal": boolean("causal", causal),
         "window_left": -1 if window_left is None else integer("window_left", window_left),
         "softcap": 0.0 if softcap is None else real("softcap", softcap),
+        "debias": boolean("debias", debias),
     }
 
 

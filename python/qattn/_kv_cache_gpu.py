@@ -237,6 +237,7 @@ class GpuKvCache:
         causal: bool = True,
         window_left: int | None = None,
         softcap: float | None = None,
+        debias: bool = False,
         sinks: Any = None,
         tree_mask: Any = None,
         return_lse: bool = False,
@@ -261,7 +262,7 @@ class GpuKvCache:
         self._cache.decode(
             integer("layer", layer),
             call.tensors,
-            **decode_options(layout, scale, causal, window_left, softcap),
+            **decode_options(layout, scale, causal, window_left, softcap, debias),
             memory=_memory(q, workspace),
             stream=stream_of(q),
         )

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ._errors import InvalidArgument, OutOfMemory, Unsupported
 from ._kv_cache import KvCache
 from ._kv_cache_gpu import GpuKvCache
-from ._recipe import integer
+from ._recipe import boolean, integer
 from ._transformers_in_cache import InCache
 from ._transformers_masks import alive_of, check_mask, visible
 
@@ -87,10 +87,11 @@ class QattnCache(Cache):
     options are KvCache's (tiers, average_bits, budget_from, window, ...). window_dtype: bfloat16
     where the model's keys are, else float16. observe: with a budget, attention of that many of a
     prompt's last queries gives its tokens their importance, and decode steps go on with what they
-    see; 0: neither. Default: 32 with a budget and importance "uniform", else 0. A budget holds from
-    budget_from tokens on, by default thousands; for shorter texts name it, and a smaller window.
-    tokens, sequences: on a GPU, whose memory is taken once, the most tokens of a row and the rows
-    held at a time, forks too (default: the first batch); in host memory they mean nothing.
+    see; 0: neither. Default: 32 with a budget and importance "uniform", else 0. debias: as
+    KvCache.decode() has it, in layers without a softcap. A budget holds from budget_from tokens on,
+    by default thousands; for shorter texts name it, and a smaller window. tokens, sequences: on a
+    GPU, whose memory is taken once, the most tokens of a row and the rows held at a time, forks too
+    (default: the first batch); in host memory they mean nothing.
 
     The first call of an empty cache, a prompt, attends to K and V as they come, with the registered
     recipe; their rows are quantised afterwards. All later calls append and then attend to the cache
@@ -115,6 +116,7 @@ class QattnCache(Cache):
         config: Any,
         *,
         observe: int | None = None,
+        debias: bool = True,
         window_dtype: Any = None,
         tokens: int | None = None,
         sequences: int | None = None,
@@ -135,6 +137,7 @@ class QattnCache(Cache):
                 f"observe: {observe} with importance {options['importance']!r}, which is in "
                 "another unit than what queries see"
             )
+        self._debias = boolean("debias", debias)
         self._options = options
         self._given_dtype = window_dtype
         self._tokens = None if tokens is None else integer("tokens", tokens)
@@ -429,6 +432,7 @@ class QattnCache(Cache):
             scale=asked.scale,
             window_left=None if asked.sliding_window is None else asked.sliding_window - 1,
             softcap=asked.softcap,
+            debias=self._debias and not asked.softcap,
             sinks=None if asked.sinks is None else asked.sinks.detach().float(),
             return_mass=self._observe > 0,
             out=out,

@@ -98,10 +98,11 @@ void read(const KvCache& cache, std::int64_t sequence, std::int64_t layer,
 
 void run_decode(const KvCache& cache, std::int64_t layer, const Ids& sequences,
                 const nb::dict& entries, const std::string& layout, std::optional<double> scale,
-                bool causal, std::int64_t window_left, double softcap, std::int64_t threads) {
+                bool causal, std::int64_t window_left, double softcap, bool debias,
+                std::int64_t threads) {
   Views views;
   const KvDecodeTensors t = kv_decode_tensors(entries, views);
-  KvDecodeOptions o = kv_decode_options(layout, scale, causal, window_left, softcap);
+  KvDecodeOptions o = kv_decode_options(layout, scale, causal, window_left, softcap, debias);
   o.threads = threads_from(threads);
   Status status;
   {
@@ -146,7 +147,7 @@ void add_kv_cache(nb::module_& m) {
       .def("usage", [](const KvCache& c, std::int64_t id,
                        std::int64_t layer) { return kv_usage(kv_check(c.usage(id, layer))); })
       .def("decode", &run_decode, "layer"_a, "sequences"_a, "tensors"_a, nb::kw_only(), "layout"_a,
-           "scale"_a.none(), "causal"_a, "window_left"_a, "softcap"_a, "threads"_a);
+           "scale"_a.none(), "causal"_a, "window_left"_a, "softcap"_a, "debias"_a, "threads"_a);
 }
 
 }  // namespace qattn::python

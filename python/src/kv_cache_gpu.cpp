@@ -88,11 +88,12 @@ void read(const GpuKvCache& cache, std::int64_t slot, std::int64_t layer, const 
 /// everything is enqueued, which is right for an allocator that knows the stream.
 void run_decode(const GpuKvCache& cache, std::int64_t layer, const nb::dict& entries,
                 const std::string& layout, std::optional<double> scale, bool causal,
-                std::int64_t window_left, double softcap, const nb::object& memory, Handle stream) {
+                std::int64_t window_left, double softcap, bool debias, const nb::object& memory,
+                Handle stream) {
   Views views;
   const TensorView slots = view_in(entries, "sequences", false, views);
   const KvDecodeTensors t = kv_decode_tensors(entries, views);
-  const KvDecodeOptions o = kv_decode_options(layout, scale, causal, window_left, softcap);
+  const KvDecodeOptions o = kv_decode_options(layout, scale, causal, window_left, softcap, debias);
   const std::size_t needed = kv_check(decode_workspace(cache, layer, slots, t, o));
   const nb::tuple given = nb::cast<nb::tuple>(memory(needed));
   void* const address = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(given[0]));
@@ -142,7 +143,8 @@ void add_gpu_kv_cache(nb::module_& m) {
       .def("read", &read)
       .def("bytes", [](const GpuKvCache& c) { return kv_bytes(c.bytes()); })
       .def("decode", &run_decode, "layer"_a, "tensors"_a, nb::kw_only(), "layout"_a,
-           "scale"_a.none(), "causal"_a, "window_left"_a, "softcap"_a, "memory"_a, "stream"_a);
+           "scale"_a.none(), "causal"_a, "window_left"_a, "softcap"_a, "debias"_a, "memory"_a,
+           "stream"_a);
 }
 
 }  // namespace qattn::python

@@ -69,13 +69,15 @@ inline KvDecodeTensors kv_decode_tensors(const nb::dict& entries, Views& views) 
 
 /// All but the threads.
 inline KvDecodeOptions kv_decode_options(const std::string& layout, std::optional<double> scale,
-                                         bool causal, std::int64_t window_left, double softcap) {
+                                         bool causal, std::int64_t window_left, double softcap,
+                                         bool debias) {
   KvDecodeOptions o;
   o.layout = layout_from(layout);
   if (scale) o.softmax_scale = static_cast<float>(*scale);
   o.causal = causal;
   o.window_left = window_left;
   o.softcap = static_cast<float>(softcap);
+  o.debias = debias;
   return o;
 }
 

@@ -76,6 +76,7 @@ inline Status read_decode(const qattn_kv_decode_tensors* given,
   if (Status s = read_struct("options", given_options, o); !s.ok()) return s;
   if (Status s = read_flag("causal", o.causal); !s.ok()) return s;
   if (Status s = read_flag("has_softmax_scale", o.has_softmax_scale); !s.ok()) return s;
+  if (Status s = read_flag("debias", o.debias); !s.ok()) return s;
   tensors = {view(t.q), view(t.out), view(t.lse), view(t.sinks), view(t.tree_mask), view(t.mass)};
   options.layout = static_cast<Layout>(o.layout);
   if (o.has_softmax_scale) options.softmax_scale = o.softmax_scale;
@@ -83,6 +84,7 @@ inline Status read_decode(const qattn_kv_decode_tensors* given,
   options.window_left = o.window_left;
   options.softcap = o.softcap;
   options.threads = o.threads;
+  options.debias = o.debias != 0;
   return {};
 }
 

@@ -209,6 +209,28 @@ TEST(DeviceDecode, MixedTiersAtEveryHeadDimensionAndGroup) {
   }
 }
 
+TEST(DeviceDecode, DebiasInEveryTierAndPairOfBits) {
+  int turn = 0;
+  for (const std::int64_t d : {64, 128}) {
+    const Filled f = fill(mixed(2, d), 900);
+    for (const std::int64_t group : {4, 16}) {
+      DecodeCase c = queries_for(f.cache.options(), group, 1);
+      c.options.debias = true;
+      expect_same(c, f.cache, {f.id},
+                  "d " + std::to_string(d) + " group " + std::to_string(group) + ": ", turn++);
+    }
+  }
+  for (const int k_bits : {2, 3, 4, 8}) {
+    for (const int v_bits : {2, 3, 4, 8}) {
+      const Filled f = fill(uniform(k_bits, v_bits), 400);
+      DecodeCase c = queries_for(f.cache.options(), 4, 1);
+      c.options.debias = true;
+      const std::string bits = std::to_string(k_bits) + "/" + std::to_string(v_bits) + ": ";
+      expect_same(c, f.cache, {f.id}, bits, turn++);
+    }
+  }
+}
+
 TEST(DeviceDecode, SeveralQueriesWindowsSoftcapSinksAndTrees) {
   Filled f = fill(mixed(), 700);
   ASSERT_TRUE(f.cache.evict(f.id, 0, -1, 100, 133).ok());
@@ -221,6 +243,7 @@ TEST(DeviceDecode, SeveralQueriesWindowsSoftcapSinksAndTrees) {
     c.options.causal = (features & 1) == 0;
     if (features & 2) c.options.window_left = queries == 2 ? 3 : 317;
     if (features & 4) c.options.softcap = 2.5f;
+    c.options.debias = (features & 5) == 1;
     if (features & 8) c.sinks = normal_values(c.heads_q, 5, 3.0f);
     if (features & 16) {
       std::mt19937 random(static_cast<unsigned>(features));
@@ -478,6 +501,8 @@ TEST(DeviceDecode, RefusalsNameTheTensorTheValueAndTheRule) {
   expect([](Call& x) { x.tensors.out.shape[3] = 64; },
          "out: extent 64 of dimension 3 should be 128");
   expect([](Call& x) { x.options.softcap = -1; }, "softcap: -1");
+  expect([](Call& x) { x.options.softcap = 2, x.options.debias = true; },
+         "debias: should be off with a softcap, here 2.0");
   expect([](Call& x) { x.slots.format = Format::f32; }, "slots: format should be s32");
   kv::DeviceCache odd = mirror.view();
   odd.d = 96;

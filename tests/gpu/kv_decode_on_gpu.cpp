@@ -157,6 +157,7 @@ void compare_decode(Filled& f, std::int64_t group, std::int64_t queries, unsigne
   KvDecodeOptions options;
   if (features & 1) options.window_left = 200;
   if (features & 2) options.softcap = 3.0f;
+  options.debias = (features & 3) == 1;
   const std::initializer_list<std::int64_t> shape = {batch, queries, heads, o.d};
   KvDecodeTensors t;
   t.q = TensorView::dense(q.data(), Format::f16, shape);

@@ -4,8 +4,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <random>
+
+#include "formats/f16.hpp"
+#include "formats/kv_quantize.hpp"
+#include "kvcache/data.hpp"
 
 namespace qattn::test {
 
@@ -90,6 +95,10 @@ std::vector<double> scores_of(const DecodeCase& c, const KvCacheOptions& o, cons
     double dot = 0;
     for (std::int64_t e = 0; e < o.d; ++e) dot += static_cast<double>(q[e]) * k[e];
     dot *= scale;
+    for (std::int64_t e = 0; c.options.debias && e < o.d; ++e) {
+      const double each = scale * static_cast<double>(q[e]);
+      dot += 0.5 * each * each * x.noise[static_cast<std::size_t>((kv * n + j) * o.d + e)];
+    }
     const double cap = static_cast<double>(c.options.softcap);
     s[static_cast<std::size_t>(j)] = cap > 0 ? cap * std::tanh(dot / cap) : dot;
   }
@@ -139,6 +148,44 @@ DecodeTruth attend(const DecodeCase& c, const KvCacheOptions& o,
   return truth;
 }
 
+namespace {
+
+/// Variances of K's elements from the scales in the cache's pages.
+std::vector<double> noise_of(const KvCache& cache, std::int64_t sequence, std::int64_t layer) {
+  const detail::KvCacheData& data = cache.data();
+  const std::int64_t d = cache.options().d, length = *cache.length(sequence, layer);
+  std::vector<double> noise(static_cast<std::size_t>(cache.options().heads_kv * length * d));
+  const kv::Layer& l = data.find(sequence)->layers[static_cast<std::size_t>(layer)];
+  for (std::size_t head = 0; head < l.tables.size(); ++head) {
+    for (const kv::Entry& e : l.tables[head]) {
+      if (e.tier == 0) continue;
+      const formats::KvPage page = data.layout(e.tier);
+      const auto scale = [&](std::int64_t at) {
+        std::uint16_t code;
+        std::memcpy(&code, data.page(e) + at, 2);
+        return static_cast<double>(formats::F16::decode(code));
+      };
+      const std::int64_t tokens =
+          std::min(data.blocks_per_page() * formats::kv_block_tokens, length - e.first);
+      for (std::int64_t j = 0; j < tokens; ++j) {
+        for (std::int64_t c = 0; c < d; ++c) {
+          const std::int64_t at =
+              page.k_by_channel ? page.channel_scales() + 2 * c
+                                : j / formats::kv_block_tokens * page.block_bytes() +
+                                      page.block.k_scales() + j % formats::kv_block_tokens * 2;
+          noise[((head * static_cast<std::size_t>(length) + static_cast<std::size_t>(e.first + j)) *
+                 static_cast<std::size_t>(d)) +
+                static_cast<std::size_t>(c)] =
+              static_cast<double>(formats::kv_noise(page.block.k_bits)) * scale(at) * scale(at);
+        }
+      }
+    }
+  }
+  return noise;
+}
+
+}  // namespace
+
 Contents read_contents(const KvCache& cache, std::int64_t sequence, std::int64_t layer) {
   const KvCacheOptions& o = cache.options();
   Contents x;
@@ -149,6 +196,7 @@ Contents read_contents(const KvCache& cache, std::int64_t sequence, std::int64_t
       sequence, layer, TensorView::dense(x.k.data(), Format::f32, {o.heads_kv, x.length, o.d}),
       TensorView::dense(x.v.data(), Format::f32, {o.heads_kv, x.length, o.dv}), {});
   EXPECT_TRUE(s.ok()) << s.message();
+  x.noise = noise_of(cache, sequence, layer);
   return x;
 }
 

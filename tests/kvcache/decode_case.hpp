@@ -49,6 +49,7 @@ struct DecodeTruth {
 struct Contents {
   std::int64_t length = 0;
   std::vector<float> k, v;
+  std::vector<double> noise;  ///< as k: variances that debias reckons with; empty: none
 };
 DecodeTruth attend(const DecodeCase& c, const KvCacheOptions& o,
                    const std::vector<Contents>& contents);

@@ -106,6 +106,51 @@ TEST(KvDecode, EveryTierEqualsFloat64OverItsContents) {
   }
 }
 
+TEST(KvDecode, DebiasAddsHalfTheVarianceThatRoundingLeft) {
+  for (const Granularity k : granularities) {
+    for (const int k_bits : {2, 3, 4, 8}) {
+      const Filled f = fill(uniform(k_bits, 4, k), 700);
+      DecodeCase c = queries_for(f.cache.options(), 4, 2);
+      c.options.debias = true;
+      expect_close(c, f.cache, {f.id}, std::string(name(k)) + " " + std::to_string(k_bits) + ": ");
+    }
+    const Filled f = fill(mixed(2, 128, 64, k), 1300);
+    DecodeCase c = queries_for(f.cache.options(), 8, 1);
+    c.options.debias = true;
+    expect_close(c, f.cache, {f.id}, std::string(name(k)) + " mixed: ");
+  }
+}
+
+/// Scores of standard deviation 3, as heads of trained models have them. Measured, of the LSE's
+/// mean error without and with: 2, 3 and 4 bits, a scale a token -0.414 0.067, -0.118 0.029, -0.036
+/// 0.006; a scale a channel of 16 tokens, whose largest is always rounded down, -0.460 -0.019,
+/// -0.247 -0.137, -0.123 -0.097.
+TEST(KvDecode, DebiasedLseIsRightInTheMean) {
+  for (const Granularity k : granularities) {
+    for (const int bits : {2, 3, 4}) {
+      const Filled f = fill(uniform(bits, bits, k, 1), 1500, 0);
+      DecodeCase c = queries_for(f.cache.options(), 16, 8);
+      for (float& q : c.q) q *= 2;
+      c.options.causal = false;
+      const DecodeTruth truth =
+          attend(c, f.cache.options(), {test::contents_of(f.rows, 1, 128, 128)});
+      const auto bias = [&](bool debias) {
+        c.options.debias = debias;
+        EXPECT_TRUE(c.run(f.cache, {f.id}).ok());
+        double sum = 0;
+        for (std::size_t i = 0; i < truth.lse.size(); ++i) {
+          sum += static_cast<double>(c.lse[i]) - truth.lse[i];
+        }
+        return sum / static_cast<double>(truth.lse.size());
+      };
+      const double plain = bias(false), with = std::abs(bias(true));
+      EXPECT_LT(plain, bits == 2 ? -0.3 : bits == 3 ? -0.1 : -0.03) << name(k) << " " << bits;
+      EXPECT_LT(with, (k == Granularity::per_token ? -0.3 : -0.85) * plain)
+          << name(k) << " " << bits;
+    }
+  }
+}
+
 TEST(KvDecode, KeysWhoseChannelsDifferByOrders) {
   for (const std::int64_t page : {16, 32, 64}) {
     KvCacheOptions o = mixed(2, 128, 128, Granularity::per_channel);
@@ -168,6 +213,7 @@ TEST_P(KvDecodeBy, SeveralQueriesWindowsSoftcapSinksAndTrees) {
       c.options.causal = (features & 1) == 0;
       if (features & 2) c.options.window_left = queries == 2 ? 3 : 517;
       if (features & 4) c.options.softcap = 2.5f;
+      c.options.debias = (features & 5) == 1;
       if (features & 8) c.sinks = normal_values(c.heads_q, 5, 3.0f);
       if (features & 16) {
         std::mt19937 random(static_cast<unsigned>(features));

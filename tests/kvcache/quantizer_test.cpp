@@ -105,11 +105,12 @@ TEST(KvQuantizer, ErrorOnNormalRowsIsWithinTheTable) {
     for (int b = 0; b < 4; ++b) {
       const int bits = b == 3 ? 8 : b + 2;
       std::mt19937 random(5);
-      double error = 0, norm = 0;
+      double error = 0, norm = 0, squares = 0;
       for (int i = 0; i < 4000; ++i) {
         std::vector<float> x = normal_row(row.d, random);
         formats::rotate(x.data(), row.d);
         const std::uint16_t scale = formats::kv_row_scale(x.data(), row.d, bits);
+        squares += std::pow(static_cast<double>(formats::F16::decode(scale)), 2) * row.d;
         for (const float v : x) {
           const std::uint8_t code = formats::kv_encode(v, formats::kv_inverse(scale), bits);
           const double e = formats::kv_decode(code, scale, bits) - v;
@@ -121,6 +122,9 @@ TEST(KvQuantizer, ErrorOnNormalRowsIsWithinTheTable) {
       std::printf("d %3d  %d bits  relative RMS error %.4f\n", row.d, bits, relative);
       EXPECT_LE(relative, row.bound[b]) << row.d << " " << bits;
       EXPECT_GE(relative, std::ldexp(0.95, -bits)) << "below the bound of rate-distortion theory";
+      if (bits == 8) continue;
+      const double noise = static_cast<double>(formats::kv_noise(bits));
+      EXPECT_NEAR(error / squares / noise, 1, row.d == 128 ? 0.01 : 0.06) << row.d << " " << bits;
     }
   }
 }

@@ -243,6 +243,9 @@ TEST_F(KvCalls, Decode) {
   KvDecodeOptions o;
   o.softcap = -1;
   expect_decode("softcap: -1", o);
+  o.softcap = 30;
+  o.debias = true;
+  expect_decode("debias: should be off with a softcap, here 30.0", o);
   o = {};
   o.window_left = -2;
   expect_decode("window_left: -2 is below -1", o);

@@ -88,6 +88,7 @@ DecodeCase queries_of(const KvCacheOptions& o, std::int64_t batch, unsigned kind
   c.options.causal = (kind & 16) == 0;
   if (kind & 1) c.options.window_left = 117;
   if (kind & 2) c.options.softcap = 2.5f;
+  c.options.debias = (kind & 6) == 4;
   if (kind & 4) c.sinks = normal_values(c.heads_q, 5, 3.0f);
   if (kind & 8) {
     for (std::int64_t i = 0; i < batch * c.queries * c.queries; ++i) {
@@ -327,6 +328,8 @@ TEST(KvDeviceDecode, RefusalsNameTheTensorTheValueAndTheRule) {
   using D = DeviceDecode;
   expect([](D& d) { d.layer = 2; }, "layer: 2 is not from 0 to 1");
   expect([](D& d) { d.options.softcap = -1; }, "softcap: -1");
+  expect([](D& d) { d.options.softcap = 2, d.options.debias = true; },
+         "debias: should be off with a softcap, here 2.0");
   expect([](D& d) { d.options.window_left = -2; }, "window_left: -2 is below -1");
   expect([](D& d) { d.slots.resize(5); }, "slots: there are 5, should be 1 to the capacity of 4");
   expect([](D& d) { d.t.q.shape[1] = 9; }, "q: 9 queries of a sequence, should be 1 to 8");

@@ -93,6 +93,7 @@ Status make_call(const detail::KvCacheData& cache, std::int64_t layer,
   call.softmax_scale =
       options.softmax_scale.value_or(1.0f / std::sqrt(static_cast<float>(cache.options.d)));
   call.softcap = options.softcap;
+  call.debias = options.debias;
   call.causal = options.causal;
   call.window_left = options.window_left;
   call.threads = options.threads > 0 ? options.threads : cache.threads();

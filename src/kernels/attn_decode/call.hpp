@@ -31,7 +31,7 @@ struct DecodeCall : DecodeExtents {
     std::int64_t batch = 0, query = 0, head = 0;
   } q, out;
   float softmax_scale = 0, softcap = 0;
-  bool causal = true;
+  bool causal = true, debias = false;
   std::int64_t window_left = -1;
   int threads = 1;
 

@@ -65,7 +65,7 @@ class Decode {
   std::vector<Task> tasks_;               ///< those of a (sequence, KV head) side by side
   std::vector<std::int64_t> first_task_;  ///< [units + 1]
   std::int64_t tiles_ = 0;                ///< of all tasks, with `mass`
-  Array<float> q_raw_, q_sum_, q_scale_, q_offset_;
+  Array<float> q_raw_, q_sum_, q_scale_, q_offset_, q_noise_;
   Array<std::int8_t> q_planes_;
   Array<float> out_, max_, sum_, mass_sums_, mass_top_;
   Array<std::uint8_t> bad_;
@@ -110,7 +110,7 @@ void Decode::allocate() {
   const auto units = static_cast<std::size_t>(first_task_.size() - 1);
   q_raw_.allocate(units * rows * static_cast<std::size_t>(d_));
   q_planes_.allocate(units * rows * 2 * static_cast<std::size_t>(d_));
-  for (auto* x : {&q_sum_, &q_scale_, &q_offset_}) x->allocate(units * rows);
+  for (auto* x : {&q_sum_, &q_scale_, &q_offset_, &q_noise_}) x->allocate(units * rows);
   out_.allocate(tasks_.size() * rows * static_cast<std::size_t>(dv_));
   for (auto* x : {&max_, &sum_}) x->allocate(tasks_.size() * rows);
   bad_.allocate(tasks_.size() * rows);
@@ -128,7 +128,7 @@ std::int64_t Decode::last_tile(std::int64_t task) const {
 Queries Decode::queries(std::int64_t unit) {
   const std::int64_t at = unit * rows_;
   return {q_raw_.data() + at * d_, q_planes_.data() + at * 2 * d_, q_sum_.data() + at,
-          q_scale_.data() + at, q_offset_.data() + at};
+          q_scale_.data() + at,    q_offset_.data() + at,          q_noise_.data() + at};
 }
 
 Partial Decode::partial(std::int64_t index) {
@@ -156,6 +156,7 @@ void Decode::prepare(std::int64_t u) {
     for (int c = 0; mean && c < d_; ++c) dot += static_cast<double>(row[c]) * mean[c];
     q.offset[r] = static_cast<float>(dot * call_.softmax_scale);
     for (int c = 0; c < d_; ++c) q.raw[r * d_ + c] = row[c] * call_.softmax_scale;
+    q.noise[r] = call_.debias ? half_square(q.raw + r * d_, d_) : 0.0f;
     if (cache.k_by_channel()) continue;  // every page has planes of its own
     if (cache.options.rotate) rotate(*cache.words, row, d_);
     std::int8_t* high = q.planes + std::int64_t{2} * r * d_;

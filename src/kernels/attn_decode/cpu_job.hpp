@@ -18,7 +18,11 @@ struct Queries {
   std::int8_t* planes;  ///< [2 rows][d] rotated; not made where K has a scale a channel
   float *sum, *scale;   ///< [rows]; the softmax scale is in `scale`
   float* offset;        ///< [rows] softmax scale * q . mean
+  float* noise;         ///< [rows] half of (softmax scale * |q|)^2 with `debias`, or 0
 };
+
+/// Half of the sum of squares.
+float half_square(const float* x, int n);
 
 /// Pages of one tier of one (sequence, KV head). P times V's scale is rounded against its largest
 /// in a tile, and scales of one tier are alike.
@@ -52,7 +56,7 @@ struct Scratch {
   std::vector<std::int8_t> planes;               ///< [2 rows][tile_keys]
   std::vector<float> alpha, beta, shift;         ///< [rows]
   std::vector<std::int8_t> q_planes;             ///< [2 rows][d] times a page's channel scales
-  std::vector<float> q_sum, q_scale;             ///< [rows] theirs
+  std::vector<float> q_sum, q_scale, q_noise;    ///< [rows] theirs
 
   Scratch(const kv::DecodeCall& call);
 };

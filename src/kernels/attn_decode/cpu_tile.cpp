@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "formats/bits.hpp"
+#include "formats/kv_quantize.hpp"
 #include "kernels/attn_decode/cpu_job.hpp"
 #include "kernels/quantize/rows.hpp"
 #include "kvcache/pages.hpp"
@@ -122,6 +123,7 @@ void clear(const DecodeCall& call, const Partial& partial) {
 /// What a tile of codes needs beside its panels, per token.
 struct TokenTables {
   float k_scale[tile_keys], v_scale[tile_keys], k_centre[tile_keys], v_centre[tile_keys];
+  float k_noise[tile_keys];        ///< mean squared error of an element of K
   std::uint32_t bad[tile_blocks];  ///< tokens whose V has a NaN scale
 };
 
@@ -147,6 +149,9 @@ void unpack_block(const DecodeCall& call, const Block& block, int i, Scratch& sc
   } else {
     words.load_row(block.data + b.k_scales(), Element::f16, kv_block_tokens, nullptr,
                    t.k_scale + at);
+  }
+  for (int j = 0; j < kv_block_tokens; ++j) {
+    t.k_noise[at + j] = formats::kv_noise(b.k_bits) * t.k_scale[at + j] * t.k_scale[at + j];
   }
   words.load_row(block.data + page.v_scales(), Element::f16, kv_block_tokens, nullptr,
                  t.v_scale + at);
@@ -178,6 +183,7 @@ void scale_queries(const DecodeCall& call, const Entry& entry, const Queries& qu
     std::int8_t* high = scratch.q_planes.data() + std::int64_t{2} * r * d;
     const auto at = static_cast<std::size_t>(r);
     scratch.q_scale[at] = words.kv_planes(row, d, high, high + d, &scratch.q_sum[at]);
+    scratch.q_noise[at] = call.debias ? half_square(row, d) : 0.0f;
   }
 }
 
@@ -187,21 +193,31 @@ void score_codes(const DecodeCall& call, const Block* blocks, int count, const Q
   const detail::KvCacheData& cache = *call.cache;
   const int rows = call.rows(), d = cache.d();
   const auto score = [&](int begin, int end, const std::int8_t* planes, const float* sum,
-                         const float* scale) {
+                         const float* scale, const float* noise) {
     const int at = begin * kv_block_tokens;
     cache.words->kv_scores({planes, rows, d, scratch.k_panels.data() + at * d,
-                            (end - begin) * kv_block_tokens, sum, scale, queries.offset,
-                            t.k_centre + at, t.k_scale + at, scratch.scores.data() + at});
+                            (end - begin) * kv_block_tokens, sum, scale, queries.offset, noise,
+                            t.k_centre + at, t.k_scale + at, t.k_noise + at,
+                            scratch.scores.data() + at});
   };
-  if (!cache.k_by_channel()) return score(0, count, queries.planes, queries.sum, queries.scale);
+  if (!cache.k_by_channel()) {
+    return score(0, count, queries.planes, queries.sum, queries.scale, queries.noise);
+  }
   for (int begin = 0, end; begin < count; begin = end) {
     for (end = begin + 1; end < count && blocks[end].entry == blocks[begin].entry;) ++end;
     scale_queries(call, *blocks[begin].entry, queries, scratch);
-    score(begin, end, scratch.q_planes.data(), scratch.q_sum.data(), scratch.q_scale.data());
+    score(begin, end, scratch.q_planes.data(), scratch.q_sum.data(), scratch.q_scale.data(),
+          scratch.q_noise.data());
   }
 }
 
 }  // namespace
+
+float half_square(const float* x, int n) {
+  float sum = 0;
+  for (int i = 0; i < n; ++i) sum += x[i] * x[i];
+  return 0.5f * sum;
+}
 
 Scratch::Scratch(const DecodeCall& call) {
   const auto rows = static_cast<std::size_t>(call.rows());
@@ -218,6 +234,7 @@ Scratch::Scratch(const DecodeCall& call) {
   q_planes.resize(call.cache->k_by_channel() ? 2 * rows * d : 0);
   q_sum.resize(rows);
   q_scale.resize(rows);
+  q_noise.resize(rows);
   alpha.resize(rows);
   beta.resize(rows);
   shift.resize(rows);

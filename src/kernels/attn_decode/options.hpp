@@ -30,6 +30,10 @@ inline Status check_decode_options(const KvDecodeOptions& o) {
   if (!(o.softcap >= 0) || !std::isfinite(o.softcap)) {
     return refuse("softcap: " + std::to_string(o.softcap) + " should be finite and at least 0");
   }
+  if (o.debias && o.softcap > 0) {
+    return refuse("debias: should be off with a softcap, here " + std::to_string(o.softcap) +
+                  "; it corrects the mean of exp(score), not of a capped score's");
+  }
   return {};
 }
 

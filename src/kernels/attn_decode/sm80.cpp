@@ -197,6 +197,7 @@ DecodeParams params_of(const DeviceDecodeCall& call) {
   p.softmax_scale = o.softmax_scale.value_or(1.0f / std::sqrt(static_cast<float>(p.cache.d)));
   p.softcap = o.softcap;
   p.causal = o.causal ? 1 : 0;
+  p.debias = o.debias ? 1 : 0;
   // A window longer than any sequence is none.
   p.window_left = o.window_left > 0x3fffffff ? -1 : static_cast<std::int32_t>(o.window_left);
   const int fit =

@@ -11,6 +11,7 @@
 // see k_chunk() and v_chunk().
 #pragma once
 
+#include "formats/kv_quantize.hpp"
 #include "kernels/attn_decode/sm80_state.cuh"
 
 namespace qattn::kernels {
@@ -304,6 +305,25 @@ struct DecodeCodes : DecodeState<C> {
     }
   }
 
+  /// `debias`: half the variance that rounding K left in a score, (softmax_scale s |q|)^2 noise / 2
+  /// for K's scale s. In units of products that is `k`, which has s, times a fact of the row.
+  template <int M>
+  QATTN_DEVICE void add_noise(int k_bits, const float (&k)[M][2], float (&acc)[M][N][4]) const {
+    const float noise = formats::kv_noise(k_bits);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const isa::Pair half = this->load_facts(n, 2);
+      const float row[2] = {half.lo * noise, half.hi * noise};
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          acc[m][n][i] = fmaf(k[m][i / 2], row[i % 2], acc[m][n][i]);
+        }
+      }
+    }
+  }
+
   /// S^T of a tile whose K has `k_bits`, not V's.
   template <int V, int M>
   QATTN_DEVICE void multiply_keys_of(int k_bits, isa::SharedAddress stage, const TileLayout& layout,
@@ -332,6 +352,7 @@ struct DecodeCodes : DecodeState<C> {
       multiply_keys<K, V, M>(stage, layout, acc);
     }
     load_scales<V, M>(stage, layout, k, v);
+    if constexpr (K != 8) add_noise(K == 0 ? k_bits : K, k, acc);
     std::uint32_t x[M][N][2];
     this->template softmax<V, M, true>(acc, k, v, special, tokens_of, x, mass);
     multiply_values<V, M>(stage, layout, x);

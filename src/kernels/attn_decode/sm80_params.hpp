@@ -43,9 +43,9 @@ struct DecodeShape {
   static constexpr int queries_of(int k_bits) {
     return queries + (k_bits == 8 ? 0 : k_bits > 2 ? 1 : 2) * k_steps * n * 256;
   }
-  /// [n][4] x {offset, offset, sum, sum}
+  /// [n][4] x {offset, offset, sum, sum, noise, noise}
   static constexpr int facts = queries + 3 * k_steps * n * 256;
-  static constexpr int share = facts + n * 64;  ///< DecodeShare
+  static constexpr int share = facts + n * 96;  ///< DecodeShare
   static constexpr int scratch = share + 16;
   static constexpr int ring = (scratch + 128 + 127) / 128 * 128;
   static constexpr int shared_bytes = ring + warps * ring_bytes;
@@ -99,14 +99,15 @@ struct DecodeParams {
   float* mass = nullptr;         ///< optional [batch][heads_q][mass_blocks]
   std::int64_t mass_blocks = 0;  ///< blocks behind it are left out
   float softmax_scale = 0, softcap = 0;
-  std::int32_t causal = 1, window_left = -1;  ///< -1: no window
-  std::int32_t blocks = 0;                    ///< the grid of Decode
-  double share = 0;                           ///< share_of(blocks)
-  std::uint32_t* error = nullptr;             ///< the device's sticky error word; may be null
+  std::int32_t causal = 1, debias = 0;
+  std::int32_t window_left = -1;   ///< -1: no window
+  std::int32_t blocks = 0;         ///< the grid of Decode
+  double share = 0;                ///< share_of(blocks)
+  std::uint32_t* error = nullptr;  ///< the device's sticky error word; may be null
 
   // The workspace.
   std::uint32_t* query_words = nullptr;  ///< [units][3][unit_rows * d / 2]: QueryPlane
-  float* query_facts = nullptr;          ///< [units][unit_rows][2]: q.mean, sum of f16 codes
+  float* query_facts = nullptr;          ///< [units][unit_rows][query_fact_count]
   float* query_scale = nullptr;          ///< [units]: what Q was multiplied by, a power of two;
                                          ///< NaN where its sequence is bad
   DecodeBlock* lists = nullptr;          ///< [pairs][parts][part_blocks], by tier
@@ -160,6 +161,9 @@ struct DecodeParams {
 ///   low     what `high` left
 enum QueryPlane { query_codes, query_high, query_low, query_planes };
 
+/// What products need of a row: q.mean, the sum of its f16 codes, and |q|^2, of Q times its scale.
+inline constexpr int query_fact_count = 3;
+
 /// Where the workspace keeps what; offsets in bytes.
 struct DecodeWorkspace {
   std::size_t query_words, query_facts, query_scale, lists, part_counts, part_costs, shares,
@@ -175,7 +179,7 @@ inline DecodeWorkspace decode_workspace(const DecodeParams& p) {
   };
   const std::int64_t rows = p.units() * p.unit_rows, slots = p.blocks + p.units();
   w.query_words = take(rows * p.cache.d / 2 * query_planes, 4);
-  w.query_facts = take(rows * 2, 4);
+  w.query_facts = take(rows * query_fact_count, 4);
   w.query_scale = take(p.units(), 4);
   w.lists = take(p.list_blocks(), sizeof(DecodeBlock));
   w.part_counts = take(p.pairs() * p.parts() * kv::most_tiers, 4);

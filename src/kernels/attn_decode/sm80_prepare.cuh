@@ -142,19 +142,22 @@ struct DecodePrepare {
     const auto& [raw, rotated, dot] = query;
     auto* to = reinterpret_cast<std::uint16_t*>(p.query_words +
                                                 unit * query_planes * p.unit_rows * (D / 2));
-    float sum = 0;
+    float sum = 0, square = 0;
 #pragma unroll
     for (int i = 0; i < LaneRow<D>::count; ++i) {
       const float x = rotated.x[i] * factor;
       store_halves(p, to, row, raw.channel(i), x, raw.x[i] * factor);
       sum += isa::unpack_f16(isa::pack_f16(x, 0.0f)).lo;
+      square = fmaf(x, x, square);
     }
     const float offset = warp_sum(dot);
     sum = warp_sum(sum);
+    square = warp_sum(square);
     if (isa::lane() == 0) {
-      float* facts = p.query_facts + (unit * p.unit_rows + row) * 2;
+      float* facts = p.query_facts + (unit * p.unit_rows + row) * query_fact_count;
       isa::store_global(facts, offset);
       isa::store_global(facts + 1, sum);
+      isa::store_global(facts + 2, square);
     }
   }
 

@@ -97,11 +97,12 @@ struct DecodeState {
     return V >= 8 ? h : V == 4 ? (h & 1) + 2 * m : m;
   }
 
-  /// What rows are to have: softmax scale * q.mean in units of log2 (which = 0), and -2^-24 times
-  /// the sum of Q's f16 values (1). In shared memory: registers are short.
+  /// What rows are to have: softmax scale * q.mean in units of log2 (which = 0), -2^-24 times the
+  /// sum of Q's f16 values (1), and what K's noise is multiplied with (2;
+  /// DecodeCodes::add_noise()). In shared memory: registers are short.
   QATTN_DEVICE isa::SharedAddress fact(int n, int column, int which) const {
     return isa::shared_base() +
-           static_cast<isa::SharedAddress>(S::facts + (n * 4 + column) * 16 + which * 8);
+           static_cast<isa::SharedAddress>(S::facts + (n * 4 + column) * 24 + which * 8);
   }
   QATTN_DEVICE isa::Pair load_facts(int n, int which) const {
     const auto words = isa::load_shared<isa::Words2>(fact(n, t, which));
@@ -109,11 +110,14 @@ struct DecodeState {
   }
   QATTN_DEVICE void store_facts() const {
     for (int r = isa::thread(); r < 8 * N; r += S::threads) {
-      const float* facts = p.query_facts + (std::int64_t{unit} * p.unit_rows + r) * 2;
+      const float* facts =
+          p.query_facts + (std::int64_t{unit} * p.unit_rows + r) * query_fact_count;
       const auto at = static_cast<isa::SharedAddress>(r % 2 * 4);
       isa::store_shared(fact(r / 8, r % 8 / 2, 0) + at,
                         isa::load_global(facts) * (p.softmax_scale * tile::log2_e));
       isa::store_shared(fact(r / 8, r % 8 / 2, 1) + at, isa::load_global(facts + 1) * -0x1p-24f);
+      const float half = p.debias != 0 ? 0.5f * tile::ln_2 * 0x1p-48f : 0.0f;
+      isa::store_shared(fact(r / 8, r % 8 / 2, 2) + at, isa::load_global(facts + 2) * half);
     }
   }
 

@@ -147,11 +147,13 @@ static inline void kv_scores_block(const KvScores& x, int r0, int j0) {
                              4 * v::lanes, x.d / 4, acc);
   for (int r = 0; r < R; ++r) {
     const F sum = v::set(x.sum[r0 + r]), scale = v::set(x.scale[r0 + r]);
+    const F noise = v::set(x.noise[r0 + r]);
     for (int n = 0; n < N; ++n) {
       const int j = j0 + n * v::lanes;
       F s = join_planes(acc[2 * r][n], acc[2 * r + 1][n]);
       s = v::sub(s, v::mul(v::load(x.centre + j), sum));
       s = v::fma(v::mul(s, v::load(x.k_scale + j)), scale, v::set(x.offset[r0 + r]));
+      s = v::fma(v::load(x.k_noise + j), noise, s);
       v::store(x.scores + (r0 + r) * tile_keys + j, s);
     }
   }

@@ -91,11 +91,12 @@ struct KvScores {
   const std::int8_t* planes;  ///< [2 rows][d]
   int rows;
   int d;
-  const std::uint8_t* panels;         ///< [keys / 16][d / 4][16][4] codes
-  int keys;                           ///< multiple of 16
-  const float *sum, *scale, *offset;  ///< [rows]; sum: of the planes, in units of `scale`
-  const float *centre, *k_scale;      ///< [keys]
-  float* scores;                      ///< [rows][tile_keys]
+  const std::uint8_t* panels;               ///< [keys / 16][d / 4][16][4] codes
+  int keys;                                 ///< multiple of 16
+  const float *sum, *scale, *offset;        ///< [rows]; sum: of the planes, in units of `scale`
+  const float* noise;                       ///< [rows] times k_noise joins the scores
+  const float *centre, *k_scale, *k_noise;  ///< [keys]
+  float* scores;                            ///< [rows][tile_keys]
 };
 
 /// One tile of online softmax for V codes: V's scales are folded into P, which becomes planes.
