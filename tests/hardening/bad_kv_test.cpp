@@ -240,6 +240,7 @@ qattn_status Calls::decode(Choices& c) {
   if (c.chance(8)) o.window_left = c.wild();
   if (c.chance(8)) o.softcap = numbers[c.below(7)];
   if (c.chance(8)) o.has_softmax_scale = 1, o.softmax_scale = numbers[c.below(7)];
+  if (c.chance(8)) o.debias = c.chance(4) ? static_cast<std::int32_t>(c.wild()) : 1;
   if (c.chance(32)) ct.struct_size = static_cast<std::size_t>(c.wild());
   if (c.chance(32)) o.struct_size = static_cast<std::size_t>(c.wild());
   return qattn_kv_decode(cache_, l, c.chance(64) ? nullptr : ids.data(), c.chance(64) ? -1 : batch,

