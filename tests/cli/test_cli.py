@@ -449,6 +449,10 @@ def test_kv_prints_tiers_bytes_and_errors(kv_files):
         "--q", kv_files / "q.npy",
     )
     assert probed["nrmse"] < budget["nrmse"]
+    for tier, same in (("8", True), ("2", False)):
+        asked = kv_arguments(kv_files, "--tiers", tier, "--q", kv_files / "q.npy")
+        straight, biased = result_json(*asked, "--debias"), result_json(*asked)
+        assert (straight["nrmse"] == biased["nrmse"]) == same
     channel = result_json(*kv_arguments(kv_files, "--tiers", "4"), "--k-granularity", "per_channel")
     assert 0.075 < channel["k_relative_rms_error"] < 0.9 * four["k_relative_rms_error"]
     pages = four["allocated"]["scales"] // 64  # 16 tokens, a scale of K and of V each
@@ -461,6 +465,7 @@ def test_kv_refusals(kv_files):
     refused(*kv_arguments(kv_files, "--budget", 3, "--budget-from", 50), says=["it holds from"])
     refused(*kv_arguments(kv_files, "--tiers", "4,x"), says=["--tiers 4,x"])
     refused(*kv_arguments(kv_files, "--k-granularity", "per_head"), says=["--k-granularity"])
+    refused(*kv_arguments(kv_files, "--debias"), says=["--debias requires --q"])
     refused(*kv_arguments(kv_files, "--tiers", "5"), says=["tiers[0]: 5 bits"])
     refused(*kv_arguments(kv_files, "--tiers", "4,2"), says=["more than one without average_bits"])
     refused(*kv_arguments(kv_files, "--q", kv_files / "none.npy"), says=["q:", "none.npy"])

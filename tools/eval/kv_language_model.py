@@ -18,9 +18,10 @@ RESULT.json: {"schema": 1, "provenance": date, commit, versions, CPU; "model": t
 "evaluated": {"held_out_sha256", "weights_sha256", "sequences", "prefill", "positions", "window",
 "sinks", "page_size"}, "rows": [row]}. row: {"cache", "options": of QattnCache, "bits": average a
 value at the end with window, scales and tables counted, "loss": nats a token, "perplexity": a
-token, "loss_over_16" and "kl": mean over positions, "loss_over_16_se" and "kl_se": standard errors over
-sequences (loss differences are paired), "same_first": part of the positions with the same likeliest
-byte, "losses" and "kls": means of each sequence} or {"cache", "options", "refused": why}.
+token, "loss_over_16" and "kl": mean over positions, "loss_over_16_se" and "kl_se": standard errors
+over sequences (loss differences are paired), "same_first": part of the positions with the same
+likeliest token, "losses" and "kls": means of each sequence} or {"cache", "options", "refused":
+why}.
 """
 
 from __future__ import annotations
