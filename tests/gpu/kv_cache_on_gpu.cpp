@@ -2,7 +2,9 @@
 // told, forks and files, an append that is captured in a graph and replayed, and how long steps
 // take. decode():
 // kv_decode_on_gpu.cpp.
-//   kv_cache_on_gpu [--no-times]   --no-times: without the steps that are only timed
+//   kv_cache_on_gpu [--no-times STEPS]   without the steps that are only timed, and with so many of
+//                                        the 1000 replays of a captured step: racecheck ends a
+//                                        program of 1000
 #include <algorithm>
 #include <cstdio>
 #include <random>
@@ -259,8 +261,10 @@ void time_steps(std::int64_t prefill) {
 int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what was right before a tool stopped it
   const bool times = argc == 1;
-  if (!times && (argc > 2 || std::string(argv[1]) != "--no-times")) {
-    std::fprintf(stderr, "usage: kv_cache_on_gpu [--no-times]\n");
+  const bool given = argc == 3 && std::string(argv[1]) == "--no-times";
+  const std::int64_t steps = given ? std::atoll(argv[2]) : qattn::test::most_steps;
+  if ((!times && !given) || steps < 1 || steps > qattn::test::most_steps) {
+    std::fprintf(stderr, "usage: kv_cache_on_gpu [--no-times STEPS], of 1 to 1000 replays\n");
     return 2;
   }
   for (const std::int64_t d : {64, 128, 256}) {
@@ -272,7 +276,7 @@ int main(int argc, char** argv) {
     }
   }
   qattn::captured_steps();
-  qattn::test::decode_on_gpu();
+  qattn::test::decode_on_gpu(steps);
   for (const std::int64_t tokens : {1000, 8000, 32000}) {
     if (times) qattn::time_steps(tokens);
   }

@@ -58,7 +58,9 @@ class DeviceArray {
   std::size_t count_;
 };
 
-/// kv_decode_on_gpu.cpp: ends the program where something is not as it should be.
-void decode_on_gpu();
+inline constexpr std::int64_t most_steps = 1000;
+/// kv_decode_on_gpu.cpp: ends the program where something is not as it should be. `steps`: replays
+/// of a captured step, at most most_steps.
+void decode_on_gpu(std::int64_t steps);
 
 }  // namespace qattn::test
