@@ -110,6 +110,7 @@ class KvCache:
         causal: bool,
         window_left: int,
         softcap: float,
+        debias: bool,
         threads: int,
     ) -> None: ...
 
@@ -161,6 +162,7 @@ class GpuKvCache:
         causal: bool,
         window_left: int,
         softcap: float,
+        debias: bool,
         memory: Callable[[int], tuple[int, int, Any]],
         stream: int,
     ) -> None: ...

@@ -77,6 +77,7 @@ inline Status read_decode(const qattn_kv_decode_tensors* given,
   if (Status s = read_flag("causal", o.causal); !s.ok()) return s;
   if (Status s = read_flag("has_softmax_scale", o.has_softmax_scale); !s.ok()) return s;
   if (Status s = read_flag("debias", o.debias); !s.ok()) return s;
+  if (o.reserved != 0) return invalid("reserved: " + std::to_string(o.reserved) + " is not 0");
   tensors = {view(t.q), view(t.out), view(t.lse), view(t.sinks), view(t.tree_mask), view(t.mass)};
   options.layout = static_cast<Layout>(o.layout);
   if (o.has_softmax_scale) options.softmax_scale = o.softmax_scale;

@@ -57,6 +57,33 @@ static qattn_kv_decode_tensors queries(void) {
   return t;
 }
 
+/* debias changes results; so says a struct that has it, and one that was compiled before it was in
+ * decode's options does not, whatever lies behind it. */
+static void debias(qattn_kv_cache* cache, int64_t id) {
+  qattn_kv_decode_tensors d = queries();
+  qattn_kv_decode_options o;
+  float plain[HQ * D];
+  const size_t older = offsetof(qattn_kv_decode_options, debias);
+  memcpy(plain, out, sizeof plain);
+  o.debias = o.reserved = 12345;
+  qattn_kv_decode_options_defaults(&o, older);
+  CHECK(o.struct_size == older && o.debias == 12345 && o.reserved == 12345);
+  CHECK(qattn_kv_decode(cache, 0, &id, 1, &d, &o) == QATTN_OK);
+  CHECK(memcmp(plain, out, sizeof plain) == 0);
+  qattn_kv_decode_options_init(&o);
+  CHECK(o.debias == 0 && o.reserved == 0);
+  o.debias = 1;
+  CHECK(qattn_kv_decode(cache, 0, &id, 1, &d, &o) == QATTN_OK);
+  CHECK(memcmp(plain, out, sizeof plain) != 0);
+  o.softcap = 2;
+  CHECK(qattn_kv_decode(cache, 0, &id, 1, &d, &o) == QATTN_INVALID_ARGUMENT);
+  CHECK(strstr(qattn_last_error(), "debias: should be off with a softcap") != NULL);
+  qattn_kv_decode_options_init(&o);
+  o.reserved = 7;
+  CHECK(qattn_kv_decode(cache, 0, &id, 1, &d, &o) == QATTN_INVALID_ARGUMENT);
+  CHECK(strcmp(qattn_last_error(), "reserved: 7 is not 0") == 0);
+}
+
 static void use(qattn_kv_cache* cache) {
   const int64_t shape[3] = {1, S, D}, mass_shape[3] = {1, HQ, 19};
   qattn_kv_append_tensors a = rows();
@@ -84,6 +111,7 @@ static void use(qattn_kv_cache* cache) {
   }
   for (c = 0; c < HQ * 19; ++c) total += mass[c];
   CHECK(fabs(total - HQ) < 1e-4);
+  debias(cache, id);
   CHECK(qattn_kv_observe(cache, 0, &id, 1, &tm) == QATTN_OK);
   CHECK(qattn_kv_get_usage(cache, id, 0, &usage) == QATTN_OK);
   CHECK(usage.window_tokens + usage.tier_tokens[0] == S);

@@ -183,6 +183,10 @@ TEST(KvError, ThreeBitsInAllBeatUniformThreeBitsAndKivi) {
     return error;
   };
   const double ours = report("mixed tiers", error_of(mixed, input.rows, c, truth.out, importance));
+  DecodeCase straight = c;
+  straight.options.debias = true;
+  const double debiased =
+      report("mixed tiers, debias", error_of(mixed, input.rows, straight, truth.out, importance));
   const double blind =
       report("mixed, importance unknown", error_of(mixed, input.rows, c, truth.out));
   const double three =
@@ -195,6 +199,7 @@ TEST(KvError, ThreeBitsInAllBeatUniformThreeBitsAndKivi) {
   EXPECT_LT(ours, 0.9 * four_two);
   EXPECT_LT(ours, 0.9 * other);
   EXPECT_LT(ours, blind);
+  EXPECT_LT(debiased, ours);
 }
 
 }  // namespace

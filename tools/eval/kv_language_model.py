@@ -131,8 +131,9 @@ class Score:
     def add(self, found, exact, targets, bits: float) -> None:
         """found, exact: (B, positions, vocabulary) log-probabilities, exact of the 16-bit cache."""
         self.loss += (-found.gather(-1, targets[..., None])[..., 0]).double().mean(1).tolist()
-        kl = (exact.double().exp() * (exact.double() - found.double())).sum(-1)
-        self.kl += kl.mean(1).tolist()
+        for p, q in zip(exact, found, strict=True):  # one by one: vocabularies are large
+            p, q = p.double(), q.double()
+            self.kl.append((p.exp() * (p - q)).sum(-1).mean().item())
         self.same += (found.argmax(-1) == exact.argmax(-1)).double().mean(1).tolist()
         self.bits += [bits] * len(found)
 
@@ -286,7 +287,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     given.add_argument("-o", "--out", type=Path, required=True, help="folder for the model")
     given.add_argument("--context", type=int, default=2048, help="tokens of a sequence")
     run = commands.add_parser("evaluate", help="compare caches")
-    run.add_argument("model", type=Path, help="folder that train wrote")
+    run.add_argument("model", type=Path, help="folder of train or pretrained")
     run.add_argument("-o", "--out", type=Path, required=True, help="JSON file")
     run.add_argument("--sequences", type=int, default=32)
     run.add_argument("--batch", type=int, default=4, help="sequences at once")
@@ -339,7 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
             if result.get("schema") != SCHEMA:
                 raise ValueError(f"schema: {result.get('schema')!r} should be {SCHEMA}")
             print(table(result))
-    except (OSError, ValueError, KeyError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -21,17 +21,21 @@ TOKEN_BYTES = 4
 
 
 def gguf_file() -> Path:
-    """The package's weights. Raises ModuleNotFoundError where it is not installed."""
+    """The package's weights. Raises ModuleNotFoundError, FileNotFoundError where they are not."""
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"{PACKAGE}: is not installed")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+    folder = Path(spec.origin).parent
+    if not (files := sorted(folder.glob("*.gguf"))):
+        raise FileNotFoundError(f"{PACKAGE}: no .gguf file in {folder}")
+    return files[0]
 
 
 def write(out: Path, context: int, commit: str) -> dict:
     """Writes config.json, model.safetensors (float32, what the 4 bits decode to), held_out.bin
     (int32 tokens of the files of Python's standard library that byte_model.collect() holds out)
-    and training.json to `out`; returns what training.json says. Raises ModuleNotFoundError."""
+    and training.json to `out`; returns what training.json says. Raises ImportError where a package
+    is missing."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -352,7 +352,9 @@ struct DecodeCodes : DecodeState<C> {
       multiply_keys<K, V, M>(stage, layout, acc);
     }
     load_scales<V, M>(stage, layout, k, v);
-    if constexpr (K != 8) add_noise(K == 0 ? k_bits : K, k, acc);
+    if constexpr (K != 8) {
+      if (this->p.debias != 0) add_noise(K == 0 ? k_bits : K, k, acc);
+    }
     std::uint32_t x[M][N][2];
     this->template softmax<V, M, true>(acc, k, v, special, tokens_of, x, mass);
     multiply_values<V, M>(stage, layout, x);

@@ -161,7 +161,8 @@ struct DecodeParams {
 ///   low     what `high` left
 enum QueryPlane { query_codes, query_high, query_low, query_planes };
 
-/// What products need of a row: q.mean, the sum of its f16 codes, and |q|^2, of Q times its scale.
+/// What products need of a row: q.mean, and of Q times its scale the sum of its f16 codes and
+/// |q|^2.
 inline constexpr int query_fact_count = 3;
 
 /// Where the workspace keeps what; offsets in bytes.

@@ -116,8 +116,8 @@ struct DecodeState {
       isa::store_shared(fact(r / 8, r % 8 / 2, 0) + at,
                         isa::load_global(facts) * (p.softmax_scale * tile::log2_e));
       isa::store_shared(fact(r / 8, r % 8 / 2, 1) + at, isa::load_global(facts + 1) * -0x1p-24f);
-      const float half = p.debias != 0 ? 0.5f * tile::ln_2 * 0x1p-48f : 0.0f;
-      isa::store_shared(fact(r / 8, r % 8 / 2, 2) + at, isa::load_global(facts + 2) * half);
+      isa::store_shared(fact(r / 8, r % 8 / 2, 2) + at,
+                        isa::load_global(facts + 2) * (0.5f * tile::ln_2 * 0x1p-48f));
     }
   }
 
