@@ -123,7 +123,7 @@ void clear(const DecodeCall& call, const Partial& partial) {
 /// What a tile of codes needs beside its panels, per token.
 struct TokenTables {
   float k_scale[tile_keys], v_scale[tile_keys], k_centre[tile_keys], v_centre[tile_keys];
-  float k_noise[tile_keys];        ///< mean squared error of an element of K
+  float k_noise[tile_keys] = {};   ///< mean squared error of an element of K, with `debias`
   std::uint32_t bad[tile_blocks];  ///< tokens whose V has a NaN scale
 };
 
@@ -150,7 +150,7 @@ void unpack_block(const DecodeCall& call, const Block& block, int i, Scratch& sc
     words.load_row(block.data + b.k_scales(), Element::f16, kv_block_tokens, nullptr,
                    t.k_scale + at);
   }
-  for (int j = 0; j < kv_block_tokens; ++j) {
+  for (int j = 0; call.debias && j < kv_block_tokens; ++j) {
     t.k_noise[at + j] = formats::kv_noise(b.k_bits) * t.k_scale[at + j] * t.k_scale[at + j];
   }
   words.load_row(block.data + page.v_scales(), Element::f16, kv_block_tokens, nullptr,
