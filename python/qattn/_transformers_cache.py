@@ -87,7 +87,7 @@ class QattnCache(Cache):
     options are KvCache's (tiers, average_bits, budget_from, window, ...). window_dtype: bfloat16
     where the model's keys are, else float16. observe: with a budget, attention of that many of a
     prompt's last queries gives its tokens their importance, and decode steps go on with what they
-    see; 0: neither. Default: 32 with a budget and importance "uniform", else 0. debias: as
+    see; 0: neither. Default: 64 with a budget and importance "uniform", else 0. debias: as
     KvCache.decode() has it, in layers without a softcap. A budget holds from budget_from tokens on,
     by default thousands; for shorter texts name it, and a smaller window. tokens, sequences: on a
     GPU, whose memory is taken once, the most tokens of a row and the rows held at a time, forks too
@@ -126,7 +126,7 @@ class QattnCache(Cache):
         guessed = options.get("importance", "uniform") != "uniform"
         budget = options.get("average_bits") is not None
         if observe is None:
-            observe = 32 if budget and not guessed else 0
+            observe = 64 if budget and not guessed else 0
         self._observe = integer("observe", observe)
         if self._observe < 0:
             raise InvalidArgument(f"observe: {observe} should not be negative")

@@ -25,8 +25,9 @@ struct Prices {
 
   QATTN_HD std::int64_t bytes_of(int tier) const { return bytes[tier - 1]; }
 
-  /// Expected squared error with the page in `tier`. Codes that went through other tiers carry
-  /// those errors too; a page that was demoted before is held where it is by the hysteresis.
+  /// Expected squared error with the page in `tier`: importance times distortion. Codes that went
+  /// through other tiers carry those errors too; a page that was demoted before is held where it is
+  /// by the hysteresis.
   QATTN_HD double error(const Candidate& page, int tier) const {
     double d = 0;
     int passed = 0;
@@ -35,9 +36,8 @@ struct Prices {
       passed += was_there ? 1 : 0;
       if (was_there || i + 1 == tier) d = formats::add_rn(d, distortion[i]);
     }
-    const auto w = static_cast<double>(page.importance);
-    const double squared = formats::mul_rn(formats::mul_rn(w, w), d);
-    return formats::mul_rn(squared, passed > 1 ? anchored : 1.0);
+    const double expected = formats::mul_rn(static_cast<double>(page.importance), d);
+    return formats::mul_rn(expected, passed > 1 ? anchored : 1.0);
   }
 
   /// The next step down the lower convex hull of a page that would lie in tier `at`: its price

@@ -25,7 +25,7 @@ double cost_of(const Candidate& page, int tier) {
       d += kv::distortion(tiers[static_cast<std::size_t>(i) - 1]);
     }
   }
-  return static_cast<double>(page.importance) * static_cast<double>(page.importance) * d;
+  return static_cast<double>(page.importance) * d;
 }
 
 TEST(KvAllocator, NoAssignmentOfAsFewBytesIsBetter) {

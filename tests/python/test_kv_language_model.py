@@ -212,6 +212,10 @@ def test_table_and_refusals(evaluated, trained, tmp_path, capsys):
         (["table", str(other)], "schema: 9"),
         ([*evaluate, "--prefill", "500", "--positions", "13"], "the model knows 512"),
         ([*evaluate, "--sequences", "100"], "sequences: 100"),
+        (
+            [*evaluate, "--sequences", "3", "--only", "uniform 5"],
+            "--only: 'uniform 5' is in no name of '16 bits', ",
+        ),
     ):
         assert tool.main(arguments) == 1
         assert words in capsys.readouterr().err
@@ -226,6 +230,10 @@ def test_caches_are_compared_under_one_window():
     assert listed["3 in all, attention"]["budget_from"] == 768
     for name in ("uniform 2", "uniform 3", "3 in all, attention"):
         assert listed[f"{name}, biased"] == listed[name] | {"debias": False}
+    rows = list(listed.items())
+    assert tool.chosen_caches(rows, None) == rows
+    some = dict(tool.chosen_caches(rows, ["uniform 3", "K 4"]))
+    assert list(some) == ["16 bits", "uniform 3", "uniform 3, biased", "K 4, V 2"]
 
 
 # ---- A model of a package ------------------------------------------------------------------------

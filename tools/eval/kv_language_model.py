@@ -12,7 +12,8 @@ train makes a model of bytes with Llama's layers on the sources of Python's stan
 folder holds, whose tokens are not bytes. evaluate gives each cache a prompt of --prefill tokens,
 then the next --positions eight at a time, each appended before its attention over the cache as it
 lies (QattnCache, the path of speculative decoding); losses are of those positions only. The model
-computes in float32, so that only the cache differs. "biased": without QattnCache's debias.
+computes in float32, so that only the cache differs. "biased": without QattnCache's debias. --only
+takes the caches whose names contain one of the texts given, beside the one in 16 bits.
 
 RESULT.json: {"schema": 1, "provenance": date, commit, versions, CPU; "model": training.json;
 "evaluated": {"held_out_sha256", "weights_sha256", "sequences", "prefill", "positions", "window",
@@ -40,6 +41,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "bench")]
 SCHEMA = 1
 STEP = 8  # positions at once: what decode takes
 SIXTEEN = "16 bits"
+DECAY = 0.8  # importance_decay a step: about 0.97 a position
 
 
 # ---- Caches --------------------------------------------------------------------------------------
@@ -58,11 +60,26 @@ def caches(asked: argparse.Namespace, length: int) -> list[tuple[str, dict]]:
     rows.append(("K 4, V 2", {**shared, "tiers": [[4, 2]]}))
     for budget in asked.budgets:
         mixed = {**shared, "average_bits": budget, "budget_from": asked.prefill}
-        rows.append((f"{budget:g} in all, attention", mixed))
-        rows.append((f"{budget:g} in all, attention, biased", {**mixed, "debias": False}))
+        seen = {**mixed, "importance_decay": DECAY}
+        rows.append((f"{budget:g} in all, attention", seen))
+        rows.append((f"{budget:g} in all, attention, biased", {**seen, "debias": False}))
         rows.append((f"{budget:g} in all, key norm", {**mixed, "importance": "key_norm"}))
         rows.append((f"{budget:g} in all, unknown", {**mixed, "observe": 0}))
     return rows
+
+
+def chosen_caches(
+    listed: list[tuple[str, dict]], only: list[str] | None
+) -> list[tuple[str, dict]]:
+    """Those whose names contain one of the texts, and the 16-bit cache; all without any. Raises
+    ValueError for a text that no name contains."""
+    for text in only or ():
+        if not any(text in name for name, _ in listed):
+            names = ", ".join(repr(name) for name, _ in listed)
+            raise ValueError(f"--only: {text!r} is in no name of {names}")
+    return [
+        row for row in listed if not only or row[0] == SIXTEEN or any(x in row[0] for x in only)
+    ]
 
 
 def average_bits(cache) -> float:
@@ -192,6 +209,8 @@ def evaluate(asked: argparse.Namespace) -> dict:
     kivi = f"KIVI 2, groups of 32, window {asked.window} and sinks {asked.sinks}"
     listed.append((kivi, {}))
     makers[kivi] = lambda: kivi_cache(model.config.num_hidden_layers, asked.window, asked.sinks)
+    listed = chosen_caches(listed, asked.only)
+    makers = {name: makers[name] for name, _ in listed}
 
     scores: dict[str, Score] = {}
     refused: dict[str, str] = {}
@@ -301,6 +320,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=[2.5, 3.0, 3.5, 4.0],
         help="average bits, e.g. 2.5,3,4",
     )
+    run.add_argument("--only", action="append", help="part of the names of caches")
     for command in (train, given, run):
         command.add_argument("--commit", help="what runs, where the tree is no git checkout")
     show = commands.add_parser("table", help="print a result")
