@@ -25,7 +25,8 @@ struct KvTier {
 };
 
 /// What a page's importance is until it is told: append(), observe() and set_importance() do. What
-/// they tell is in the unit of decode()'s mass, and observe() averages into it.
+/// they tell is in the unit of decode()'s mass, and observe() averages into it. The error that a
+/// page is expected to cause is its importance times what its tier loses (docs/NUMERICS.md).
 enum class KvImportance : std::int32_t {
   uniform,  ///< every page weighs the same
   /// Inverse of the mean square of its keys' elements: small keys draw attention. A guess, in

@@ -281,7 +281,8 @@ class KvCache:
 
     def set_importance(self, sequence: int, layer: int, importance: Any) -> None:
         """importance: (kv_heads, ceil(length / 16)) float32 from 0 to 1e15, where observe() follows
-        in the unit of decode()'s mass, the probability on a block of 16 tokens."""
+        in the unit of decode()'s mass, the probability on a block of 16 tokens. Pages of twice the
+        importance are expected to cause twice the error in the same tier."""
         sequence, layer = integer("sequence", sequence), integer("layer", layer)
         with self._lock:
             self._cache.set_importance(
