@@ -2,7 +2,7 @@
 
 import textwrap
 
-from . import choices, decode, model, plot, roofline, wheel
+from . import choices, decode, kv, model, plot, roofline, wheel
 from .record import ROOT, baselines, committed, markdown
 
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
@@ -232,6 +232,7 @@ def page():
     lines += roofline.section()
     lines += choices.section()
     lines += decode.section()
+    lines += kv.section()
     lines += model.section(records)
     lines += wheel.section()
     return "\n".join(part for line in lines for part in within_columns(line)) + "\n"

@@ -1,5 +1,6 @@
 """bench/bench.py run: on the CPU, and on the GPU kernels in the emulator (QATTN_BENCH_LIBRARY)."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from qbench import candidates, choices, errors, provenance, run, shapes, timing  # noqa: E402
+from qbench import candidates, choices, errors, kv, provenance, run, shapes, timing  # noqa: E402
 from qbench.record import Record  # noqa: E402
 
 BENCH = [sys.executable, str(ROOT / "bench" / "bench.py")]
@@ -305,3 +306,21 @@ def test_exact_rows_against_torch():
             q[None], k[None], v[None], attn_mask=mask if causal else None
         )[0, rows]
         assert torch.allclose(errors.exact_rows(q, k, v, rows, causal), want, atol=1e-12)
+
+
+def test_kv_measures_every_cache_and_says_what_it_refuses(tmp_path):
+    path = tmp_path / "kv.json"
+    options = ["--tokens", 300, "--seconds", 1, "--rounds", 3, "--threads", 1]
+    done = bench("kv", *options, "--commit", "abc", "-o", path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert record["provenance"]["commit"] == "abc" and record["provenance"]["threads"] == 1
+    (one,) = record["runs"]
+    *uniform, budget = one["rows"]
+    assert "shortest" in budget["refused"] or "holds from" in budget["refused"]
+    for row in uniform:
+        assert row["nrmse"] <= kv.WRONG
+        assert min(row[call]["median_ms"] for call in kv.CALLS) > 0
+    sizes = [row["bytes"] for row in uniform]
+    assert sizes == sorted(sizes, reverse=True)
+    assert f"| {budget['cache']} | refused: {budget['refused']} |" in done.stdout

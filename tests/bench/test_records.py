@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from qbench import choices, decode, model, plot, render, roofline, shapes, wheel  # noqa: E402
+from qbench import choices, decode, kv, model, plot, render, roofline, shapes, wheel  # noqa: E402
 from qbench.compare import compare  # noqa: E402
 from qbench.record import Record, committed, make_cell  # noqa: E402
 from qbench.shapes import parse_custom  # noqa: E402
@@ -347,6 +347,19 @@ def test_decode_tables_by_hand():
     assert "| kv4 | 20 us | 50 % | 2.50x | +2.5 % |" in text
 
 
+def test_kv_tables_by_hand():
+    row = {"cache": "4 bits", "bytes": 8_000_000, "average_bits": 4.25}
+    row |= {"decode": {"median_ms": 2.0}, "mass": {"median_ms": 2.1}, "debias": {"median_ms": 1.9}}
+    beside = {"enable_gqa": {"median_ms": 44.0}, "packed": {"median_ms": 5.0}}
+    rows = [row, {"cache": "3.0 bits in all", "refused": "too few"}]
+    one = {"tokens": 4096, "torch": beside, "rows": rows}
+    text = "\n".join(kv.tables({"runs": [one]}))
+    assert "4096 tokens; torch bf16: 44 ms (enable_gqa), 5 ms (packed):" in text
+    assert "| 4 bits | 4.25 | 2 ms | 22.0x | 2.5x | 4.0 GB/s | +5.0 % | -5.0 % |" in text
+    assert "| 3.0 bits in all | refused: too few |  |" in text
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
+
+
 def test_choices_by_hand():
     def cell(name, step, ms, **facts):
         return make_cell(shapes.GROUPS["few"][1], name, "bf16", step, median_ms=ms, **facts)
@@ -376,3 +389,16 @@ def test_the_committed_decode_record_is_consistent():
             assert row["nrmse"] <= 2e-3
             assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["us"] * 1e-3)
             assert row["gb_per_s"] <= run["read_gb_per_s"]
+
+
+def test_the_committed_kv_records_are_consistent():
+    paths = sorted(kv.RESULTS.glob("kv-cpu-*.json"))
+    assert paths
+    for path in paths:
+        record = json.loads(path.read_text())
+        assert {"cpu", "isa", "threads", "commit", "read_gb_per_s"} <= record["provenance"].keys()
+        for one in record["runs"]:
+            assert [row["cache"] for row in one["rows"]] == list(kv.CACHES)
+            for row in one["rows"]:
+                assert row["nrmse"] <= kv.WRONG
+                assert all(row[call]["rounds"] >= 10 for call in kv.CALLS)

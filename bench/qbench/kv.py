@@ -1,0 +1,189 @@
+"""Decode over a KV cache on a CPU beside torch's attention over the same tokens in bf16.
+
+One query a sequence. All caches and torch take turns; results are compared with float64 attention
+over what each cache holds. The budget's cache is told importances of one random draw, since what is
+read does not depend on them.
+"""
+
+import json
+import os
+import pathlib
+
+from . import provenance, timing
+from .record import RESULTS, markdown
+
+HEADS_Q, HEADS_KV, DIM = 32, 8, 128
+CACHES = {
+    "8 bits": {"tiers": [8]},
+    "4 bits": {"tiers": [4]},
+    "3 bits": {"tiers": [3]},
+    "2 bits": {"tiers": [2]},
+    "3.0 bits in all": {"average_bits": 3.0},
+}
+#: calls of a cache: what decode() is asked for besides the output
+CALLS = {"decode": {}, "mass": {"return_mass": True}, "debias": {"debias": True}}
+WRONG = 2e-3  # NRMSE against float64 over the decoded contents
+
+
+def add_arguments(parser):
+    parser.add_argument("--tokens", default="4096,32768", help="lengths, e.g. 4096,32768")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--seconds", type=float, default=30, help="for each length")
+    parser.add_argument("--rounds", type=int, default=100, help="at most")
+    parser.add_argument("--commit", help="where the tree is no git checkout")
+    parser.add_argument("-o", "--output", required=True, help="the record")
+
+
+def filled(qattn, torch, options, k, v, threads):
+    """A cache with one sequence of K and V, (1, S, Hkv, D)."""
+    tokens = k.shape[1]
+    budget = {"budget_from": tokens} if "average_bits" in options else {}
+    cache = qattn.KvCache(
+        kv_heads=HEADS_KV,
+        head_dim=DIM,
+        window_dtype="bfloat16",
+        threads=threads,
+        **options,
+        **budget,
+    )
+    told = None
+    if budget:
+        draw = torch.Generator().manual_seed(2)
+        told = torch.randn(1, HEADS_KV, -(-tokens // 16), generator=draw).mul(1.5).exp()
+    sequence = cache.add_sequence()
+    cache.append(0, sequence, k, v, importance=told)
+    return cache, sequence
+
+
+def error_of(torch, cache, sequence, q, out):
+    """NRMSE of one query's output, (1, 1, Hq, D), against float64 over the decoded contents."""
+    k, v, _ = (torch.from_numpy(x) for x in cache.read(sequence))
+    group = HEADS_Q // HEADS_KV
+    rows = q[0, 0].double().unflatten(0, (HEADS_KV, group))
+    weights = (rows @ k.double().transpose(1, 2) * DIM**-0.5).softmax(-1)
+    want = (weights @ v.double()).flatten(0, 1)
+    return float((out[0, 0].double() - want).norm() / want.norm())
+
+
+def torch_calls(torch, q, k, v):
+    """Attention of one query, as asked for and with a group's queries as rows of one head, which
+    needs no K and V of every query head."""
+    heads = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    packed = q.reshape(1, HEADS_KV, HEADS_Q // HEADS_KV, DIM)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return {
+        "enable_gqa": lambda: attend(*heads, enable_gqa=True),
+        "packed": lambda: attend(packed, *heads[1:]),
+    }
+
+
+def measure(qattn, torch, args, tokens):
+    """What a record has of one length."""
+    draw = torch.Generator().manual_seed(1)
+
+    def rows(*shape):
+        return torch.randn(*shape, generator=draw).bfloat16()
+
+    q = rows(1, 1, HEADS_Q, DIM)
+    k, v = (rows(1, tokens, HEADS_KV, DIM) for _ in range(2))
+    calls = {("torch", name): call for name, call in torch_calls(torch, q, k, v).items()}
+    found = {}
+    for name, options in CACHES.items():
+        try:
+            cache, sequence = filled(qattn, torch, options, k, v, args.threads)
+        except qattn.InvalidArgument as error:  # a budget that does not hold at this length
+            found[name] = {"cache": name, "refused": str(error)}
+            continue
+        error = error_of(torch, cache, sequence, q, cache.decode(q.float(), 0, sequence))
+        if not error <= WRONG:
+            raise ValueError(f"{name}, {tokens} tokens: NRMSE {error:.2e} over its own contents")
+        usage = cache.usage(sequence, 0)
+        found[name] = {
+            "cache": name,
+            "bytes": usage.bytes,
+            "average_bits": usage.average_bits,
+            "nrmse": error,
+        }
+        for call, asked in CALLS.items():
+            calls[name, call] = lambda c=cache, s=sequence, a=asked: c.decode(q, 0, s, **a)
+    times = timing.interleaved(timing.WallClock(), calls, args.seconds, args.rounds)
+    for (name, call), values in times.items():
+        if name != "torch":
+            found[name][call] = timing.summary(values)
+    return {
+        "tokens": tokens,
+        "torch": {name: timing.summary(x) for (of, name), x in times.items() if of == "torch"},
+        "rows": list(found.values()),
+    }
+
+
+def run(args):
+    import torch
+
+    import qattn
+
+    from .candidates import read_bandwidth
+
+    lengths = [int(x) for x in args.tokens.split(",")]
+    torch.set_num_threads(args.threads)
+    facts = provenance.common(args.commit) | provenance.cpu_facts(torch, qattn, args.threads)
+    before = read_bandwidth(args.threads)
+    runs = [measure(qattn, torch, args, tokens) for tokens in lengths]
+    facts["read_gb_per_s"] = max(before, read_bandwidth(args.threads))
+    record = {"provenance": facts, "heads_q": HEADS_Q, "heads_kv": HEADS_KV, "d": DIM, "runs": runs}
+    pathlib.Path(args.output).write_text(json.dumps(record, indent=1) + "\n")
+    print("\n".join(tables(record)))
+    return 0
+
+
+def tables(record):
+    lines = []
+    for one in record["runs"]:
+        beside = {name: x["median_ms"] for name, x in one["torch"].items()}
+        told = ", ".join(f"{ms:.3g} ms ({name})" for name, ms in beside.items())
+        lines += ["", f"{one['tokens']} tokens; torch bf16: {told}:", ""]
+        rows = []
+        for row in one["rows"]:
+            if "refused" in row:
+                rows.append([row["cache"], f"refused: {row['refused']}", *[""] * 6])
+                continue
+            ms = row["decode"]["median_ms"]
+            cost = {call: f"{100 * (row[call]['median_ms'] / ms - 1):+.1f} %" for call in CALLS}
+            rows.append(
+                [
+                    row["cache"],
+                    f"{row['average_bits']:.2f}",
+                    f"{ms:.3g} ms",
+                    *(f"{x / ms:.1f}x" for x in beside.values()),
+                    f"{row['bytes'] / ms / 1e6:.1f} GB/s",
+                    cost["mass"],
+                    cost["debias"],
+                ]
+            )
+        head = ["", "bits in all", "a call", *(f"beside {name}" for name in beside), "reads"]
+        lines += markdown([*head, "mass costs", "debias costs"], rows)
+    return lines
+
+
+def lines_of(name, record):
+    p = record["provenance"]
+    return [
+        "",
+        f"## Decode over a KV cache, {p['cpu']}, {p['threads']} threads",
+        "",
+        f"{p['date']}, commit {p['commit']}, {p['isa']}, torch {p['torch']}, `{name}` "
+        f"(`bench/bench.py kv`): one query of a sequence, heads {record['heads_q']}/"
+        f"{record['heads_kv']}, D {record['d']}, pages of 16 tokens, a window of 128 tokens and 16 "
+        "sinks in 16 bits, bf16 in and out; medians of calls that take turns. packed: torch given "
+        "the queries of a KV head as rows of one head, which a user can do. A maximum of floats "
+        f"reads {p['read_gb_per_s']:.1f} GB/s.",
+        *tables(record),
+    ]
+
+
+def section():
+    """Lines of docs/PERFORMANCE.md."""
+    lines = []
+    for path in sorted(RESULTS.glob("kv-cpu-*.json")):
+        lines += lines_of(path.name, json.loads(path.read_text()))
+    return lines
