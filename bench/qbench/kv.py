@@ -1,8 +1,8 @@
 """Decode over a KV cache on a CPU beside torch's attention over the same tokens in bf16.
 
-One query a sequence. All caches and torch take turns; results are compared with float64 attention
-over what each cache holds. The budget's cache is told importances of one random draw, since what is
-read does not depend on them.
+One query a sequence. All caches and torch take turns, each with cold caches of the CPU; results are
+compared with float64 attention over what each cache holds. The budget's cache is told importances
+of one random draw: how many bytes it reads does not depend on them, how they lie in tiers does.
 """
 
 import json
@@ -22,7 +22,7 @@ CACHES = {
 }
 #: calls of a cache: what decode() is asked for besides the output
 CALLS = {"decode": {}, "mass": {"return_mass": True}, "debias": {"debias": True}}
-WRONG = 2e-3  # NRMSE against float64 over the decoded contents
+WRONG = 4e-3  # NRMSE of bf16 results against float64 over the decoded contents
 
 
 def add_arguments(parser):
@@ -34,25 +34,24 @@ def add_arguments(parser):
     parser.add_argument("-o", "--output", required=True, help="the record")
 
 
-def filled(qattn, torch, options, k, v, threads):
-    """A cache with one sequence of K and V, (1, S, Hkv, D)."""
-    tokens = k.shape[1]
-    budget = {"budget_from": tokens} if "average_bits" in options else {}
-    cache = qattn.KvCache(
-        kv_heads=HEADS_KV,
-        head_dim=DIM,
-        window_dtype="bfloat16",
-        threads=threads,
-        **options,
-        **budget,
+def empty(qattn, options, tokens, threads):
+    """Raises qattn.InvalidArgument for a budget that does not hold at this length."""
+    if "average_bits" in options:
+        options = options | {"budget_from": tokens}
+    return qattn.KvCache(
+        kv_heads=HEADS_KV, head_dim=DIM, window_dtype="bfloat16", threads=threads, **options
     )
+
+
+def fill(torch, cache, options, k, v):
+    """Appends K and V, (1, S, Hkv, D), to a sequence of the cache; returns its number."""
     told = None
-    if budget:
+    if "average_bits" in options:
         draw = torch.Generator().manual_seed(2)
-        told = torch.randn(1, HEADS_KV, -(-tokens // 16), generator=draw).mul(1.5).exp()
+        told = torch.randn(1, HEADS_KV, -(-k.shape[1] // 16), generator=draw).mul(1.5).exp()
     sequence = cache.add_sequence()
     cache.append(0, sequence, k, v, importance=told)
-    return cache, sequence
+    return sequence
 
 
 def error_of(torch, cache, sequence, q, out):
@@ -65,16 +64,32 @@ def error_of(torch, cache, sequence, q, out):
     return float((out[0, 0].double() - want).norm() / want.norm())
 
 
+def checked(torch, cache, sequence, q):
+    """What decode() makes of the query, and its error; the same with mass, finite with debias."""
+    out = cache.decode(q, 0, sequence)
+    with_mass, _ = cache.decode(q, 0, sequence, return_mass=True)
+    error = error_of(torch, cache, sequence, q, out)
+    same = torch.equal(out, with_mass)
+    finite = cache.decode(q, 0, sequence, debias=True).isfinite().all()
+    if not (error <= WRONG and same and finite):
+        raise ValueError(f"decode: NRMSE {error:.2e}, with mass equal: {same}, finite: {finite}")
+    return error
+
+
 def torch_calls(torch, q, k, v):
     """Attention of one query, as asked for and with a group's queries as rows of one head, which
     needs no K and V of every query head."""
     heads = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     packed = q.reshape(1, HEADS_KV, HEADS_Q // HEADS_KV, DIM)
     attend = torch.nn.functional.scaled_dot_product_attention
-    return {
+    calls = {
         "enable_gqa": lambda: attend(*heads, enable_gqa=True),
         "packed": lambda: attend(packed, *heads[1:]),
     }
+    want, got = (call().flatten().double() for call in calls.values())
+    if not (want - got).norm() <= WRONG * 2 * want.norm():
+        raise ValueError("torch: packed queries give another result")
+    return calls
 
 
 def measure(qattn, torch, args, tokens):
@@ -87,29 +102,20 @@ def measure(qattn, torch, args, tokens):
     q = rows(1, 1, HEADS_Q, DIM)
     k, v = (rows(1, tokens, HEADS_KV, DIM) for _ in range(2))
     calls = {("torch", name): call for name, call in torch_calls(torch, q, k, v).items()}
-    found, made = {}, {}
+    found = {}
     for name, options in CACHES.items():
         try:
-            cache, sequence = filled(qattn, torch, options, k, v, args.threads)
-        except qattn.InvalidArgument as error:  # a budget that does not hold at this length
+            cache = empty(qattn, options, tokens, args.threads)
+        except qattn.InvalidArgument as error:
             found[name] = {"cache": name, "refused": str(error)}
             continue
-        error = error_of(torch, cache, sequence, q, cache.decode(q.float(), 0, sequence))
-        if not error <= WRONG:
-            raise ValueError(f"{name}, {tokens} tokens: NRMSE {error:.2e} over its own contents")
-        usage = cache.usage(sequence, 0)
-        found[name] = {
-            "cache": name,
-            "bytes": usage.bytes,
-            "average_bits": usage.average_bits,
-            "nrmse": error,
-        }
-        made[name] = (cache, sequence)
-    # By call, then by cache: none finds what it reads where the call before it left that.
-    for call, asked in CALLS.items():
-        for name, (cache, sequence) in made.items():
+        sequence = fill(torch, cache, options, k, v)
+        error, usage = checked(torch, cache, sequence, q), cache.usage(sequence, 0)
+        facts = {"bytes": usage.bytes, "average_bits": usage.average_bits, "nrmse": error}
+        found[name] = {"cache": name, **facts}
+        for call, asked in CALLS.items():
             calls[name, call] = lambda c=cache, s=sequence, a=asked: c.decode(q, 0, s, **a)
-    times = timing.interleaved(timing.WallClock(), calls, args.seconds, args.rounds)
+    times = timing.interleaved(timing.ColdClock(torch), calls, args.seconds, args.rounds)
     for (name, call), values in times.items():
         if name != "torch":
             found[name][call] = timing.summary(values)
@@ -130,6 +136,7 @@ def run(args):
     lengths = [int(x) for x in args.tokens.split(",")]
     torch.set_num_threads(args.threads)
     facts = provenance.common(args.commit) | provenance.cpu_facts(torch, qattn, args.threads)
+    facts |= {"rounds_at_most": args.rounds, "seconds_at_most": args.seconds}
     before = read_bandwidth(args.threads)
     runs = [measure(qattn, torch, args, tokens) for tokens in lengths]
     facts["read_gb_per_s"] = max(before, read_bandwidth(args.threads))
@@ -178,8 +185,9 @@ def lines_of(name, record):
         f"(`bench/bench.py kv`): one query of a sequence, heads {record['heads_q']}/"
         f"{record['heads_kv']}, D {record['d']}, pages of 16 tokens, a window of 128 tokens and 16 "
         "sinks in 16 bits, bf16 in and out; medians of calls that take turns. packed: torch given "
-        "the queries of a KV head as rows of one head, which a user can do. A maximum of floats "
-        f"reads {p['read_gb_per_s']:.1f} GB/s.",
+        "the queries of a KV head as rows of one head, which a user can do. Every call finds the "
+        f"CPU's caches cold. A maximum of floats reads {p['read_gb_per_s']:.1f} GB/s; load before "
+        f"the run: {p['load_before']:.1f}.",
         *tables(record),
     ]
 

@@ -3,7 +3,7 @@
 import statistics
 import time
 
-EVICT_BYTES = 256 << 20  # several times an L2
+EVICT_BYTES = 256 << 20  # several times an L2, or a CPU's L3
 MIN_ROUNDS = 3
 
 
@@ -12,6 +12,17 @@ class WallClock:
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e3
+
+
+class ColdClock(WallClock):
+    """Of calls that find nothing of their operands in a CPU's caches, nor another call's."""
+
+    def __init__(self, torch):
+        self.evict = torch.zeros(EVICT_BYTES // 4, dtype=torch.int32)
+
+    def milliseconds(self, call):
+        self.evict.max()
+        return super().milliseconds(call)
 
 
 class CudaClock:

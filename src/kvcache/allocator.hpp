@@ -1,10 +1,11 @@
 // Which pages go to which tier. The expected squared error of the output is the sum over pages of
 // importance * distortion, and pages only move to worse tiers. An error of one token's V, or of its
-// score, enters the output times its probability, so its square would count if queries to come saw
-// what was measured; of what they do see it is a guess, and the root of that square is the better
-// one (docs/NUMERICS.md). Starting from where every page is, the allocator demotes by the least
-// error a byte freed until the bytes fit, taking steps of each page's lower convex hull: the best
-// possible up to the last step. Ties go to the page that comes first.
+// score, enters the output times its probability: were importance what queries to come put on a
+// page, its square would count. It is what earlier ones put there, a guess, and the guess itself
+// predicts better than its square (docs/NUMERICS.md). Starting from where every page is, the
+// allocator demotes by the least error a byte freed until the bytes fit, taking steps of each
+// page's lower convex hull: the best possible up to the last step. Ties go to the page that comes
+// first.
 //
 // Pure functions of numbers, without the cache: the same on a device.
 #pragma once

@@ -9,6 +9,7 @@
 #include "kernels/quantize/rows.hpp"
 #include "kvcache/allocator.hpp"
 #include "kvcache/pages.hpp"
+#include "kvcache/tensors.hpp"
 
 namespace qattn::kv {
 namespace {
@@ -294,8 +295,8 @@ float AppendPlan::key_importance(const Job& job) const {
   }
   add_in_halves<norm_lanes>(sum, 1);
   const double norm = sum[0] / (static_cast<double>(count) * cache_.d());
-  // NaN, Inf and zeros: as important as can be told in a float whose square is one, too.
-  return std::isfinite(norm) && norm > 1e-15 ? static_cast<float>(1.0 / norm) : 1e15f;
+  // NaN, Inf and zeros: as important as can be told.
+  return std::isfinite(norm) && norm > 1e-15 ? static_cast<float>(1.0 / norm) : most_importance;
 }
 
 const float* AppendPlan::mean(std::int64_t head) const {

@@ -310,17 +310,18 @@ def test_exact_rows_against_torch():
 
 def test_kv_measures_every_cache_and_says_what_it_refuses(tmp_path):
     path = tmp_path / "kv.json"
-    options = ["--tokens", 300, "--seconds", 1, "--rounds", 3, "--threads", 1]
+    options = ["--tokens", "300,2768", "--seconds", 1, "--rounds", 3, "--threads", 1]
     done = bench("kv", *options, "--commit", "abc", "-o", path)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert record["provenance"]["commit"] == "abc" and record["provenance"]["threads"] == 1
-    (one,) = record["runs"]
-    *uniform, budget = one["rows"]
-    assert "shortest" in budget["refused"] or "holds from" in budget["refused"]
-    for row in uniform:
+    short, long = record["runs"]
+    *_, budget = short["rows"]
+    assert "holds from 2753" in budget["refused"]
+    for row in [*short["rows"][:-1], *long["rows"]]:
         assert row["nrmse"] <= kv.WRONG
         assert min(row[call]["median_ms"] for call in kv.CALLS) > 0
-    sizes = [row["bytes"] for row in uniform]
+    assert 2.9 < long["rows"][-1]["average_bits"] <= 3
+    sizes = [row["bytes"] for row in long["rows"][:-1]]
     assert sizes == sorted(sizes, reverse=True)
     assert f"| {budget['cache']} | refused: {budget['refused']} |" in done.stdout

@@ -399,6 +399,12 @@ def test_the_committed_kv_records_are_consistent():
         assert {"cpu", "isa", "threads", "commit", "read_gb_per_s"} <= record["provenance"].keys()
         for one in record["runs"]:
             assert [row["cache"] for row in one["rows"]] == list(kv.CACHES)
+            assert all(x["rounds"] >= 10 for x in one["torch"].values())
             for row in one["rows"]:
                 assert row["nrmse"] <= kv.WRONG
                 assert all(row[call]["rounds"] >= 10 for call in kv.CALLS)
+                rate = row["bytes"] / row["decode"]["median_ms"] / 1e6
+                assert rate <= record["provenance"]["read_gb_per_s"]
+                # Mass and debias are work besides: less time would be another call's caches.
+                for call in kv.CALLS:
+                    assert row[call]["median_ms"] >= 0.93 * row["decode"]["median_ms"], (row, call)

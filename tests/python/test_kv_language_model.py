@@ -228,6 +228,7 @@ def test_caches_are_compared_under_one_window():
     assert listed["16 bits"]["window"] == 1008
     assert all(o["window"] == 32 for name, o in listed.items() if name != "16 bits")
     assert listed["3 in all, attention"]["budget_from"] == 768
+    assert listed["3 in all, attention"]["importance_decay"] == tool.DECAY
     for name in ("uniform 2", "uniform 3", "3 in all, attention"):
         assert listed[f"{name}, biased"] == listed[name] | {"debias": False}
     rows = list(listed.items())
