@@ -406,6 +406,17 @@ def test_decode_steps_are_observed(llama, monkeypatch):
     assert not seen
 
 
+def test_a_prompts_last_64_queries_are_observed(llama):
+    q, k = torch.randn(1, 4, 90, 64), torch.randn(1, 2, 90, 64)
+
+    def importance(**options):
+        cache = QattnCache(llama.config, average_bits=8.0, **options)
+        return cache._importance(q, k, Features(None, None, None, None))
+
+    assert torch.equal(importance(), importance(observe=64))
+    assert not torch.equal(importance(), importance(observe=63))
+
+
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_importance_of_a_prompt_is_its_mass(llama, softcap):
     cache = QattnCache(llama.config, average_bits=8.0, observe=3)
