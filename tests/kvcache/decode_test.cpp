@@ -62,7 +62,7 @@ Filled fill(const KvCacheOptions& o, std::int64_t length, float key_shift = 3.0f
   const std::int64_t first = length / 2;
   append_rows(f.cache, f.id, 0, test::slice(f.rows, 0, first));
   std::vector<float> weights = normal_values(o.heads_kv * ((first + 15) / 16), 3);
-  for (float& w : weights) w = std::exp(2 * w);
+  for (float& w : weights) w = std::exp(4 * w);
   const Status s = f.cache.set_importance(
       f.id, 0, TensorView::dense(weights.data(), Format::f32, {o.heads_kv, (first + 15) / 16}));
   EXPECT_TRUE(s.ok()) << s.message();
