@@ -138,8 +138,7 @@ def run(args):
     """Exit status: 1 if a result was wrong."""
     if args.device != "cpu" and args.threads is not None:
         raise ValueError("threads: are of CPUs")
-    if args.rounds < timing.MIN_ROUNDS or args.seconds <= 0:
-        raise ValueError(f"rounds: at least {timing.MIN_ROUNDS}; seconds: more than 0")
+    timing.check_limits(args.seconds, args.rounds)
     groups = shapes.DEFAULT[args.device] if args.shapes is None and not args.shape else args.shapes
     chosen = shapes.select(names_list(groups or ""), args.only, args.shape)
     recipes = DEFAULT_RECIPES[args.device] if args.recipes is None else args.recipes

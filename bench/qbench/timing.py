@@ -45,6 +45,12 @@ class CudaClock:
         return start.elapsed_time(end)
 
 
+def check_limits(seconds, rounds):
+    """Raises ValueError."""
+    if rounds < MIN_ROUNDS or seconds <= 0:
+        raise ValueError(f"rounds: at least {MIN_ROUNDS}; seconds: more than 0")
+
+
 def interleaved(clock, calls, seconds, rounds):
     """Lists of milliseconds by key, one call of each a round, after a round that warms up.
 

@@ -308,6 +308,17 @@ def test_exact_rows_against_torch():
         assert torch.allclose(errors.exact_rows(q, k, v, rows, causal), want, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [("--rounds", 2, "rounds: at least 3"), ("--tokens", "64,0", "tokens: 64,0, but lengths")],
+)
+def test_kv_refuses(tmp_path, option, value, words):
+    path = tmp_path / "kv.json"
+    done = bench("kv", option, value, "-o", path)
+    assert done.returncode == 1 and words in done.stderr
+    assert not path.exists()
+
+
 def test_kv_measures_every_cache_and_says_what_it_refuses(tmp_path):
     path = tmp_path / "kv.json"
     options = ["--tokens", "300,2768", "--seconds", 1, "--rounds", 3, "--threads", 1]
