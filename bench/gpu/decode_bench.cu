@@ -152,9 +152,12 @@ class Cache {
     v.most_pages = static_cast<std::int32_t>((s.tokens + s.page - 1) / s.page);
     v.pools = static_cast<std::int32_t>(1 + c.tiers.size());
     v.rotate = v.smooth_k = 1;
-    v.pool[0].block = {v.d, v.dv, formats::kv_window_bits, formats::kv_window_bits};
+    const auto layout = [&](int k_bits, int v_bits) {
+      return formats::KvPage{{v.d, v.dv, k_bits, v_bits}, v.blocks_per_page(), false};
+    };
+    v.pool[0].layout = layout(formats::kv_window_bits, formats::kv_window_bits);
     for (std::size_t i = 0; i < c.tiers.size(); ++i) {
-      v.pool[i + 1].block = {v.d, v.dv, c.tiers[i].first.k_bits, c.tiers[i].first.v_bits};
+      v.pool[i + 1].layout = layout(c.tiers[i].first.k_bits, c.tiers[i].first.v_bits);
     }
     make_tables(s, c);
     for (int i = 0; i < v.pools; ++i) make_pool(v.pool[i]);
@@ -211,7 +214,7 @@ class Cache {
     for (kv::Entry& e : table) {
       e.page = numbers[e.tier].back();
       numbers[e.tier].pop_back();
-      bytes += std::int64_t{view.pool[e.tier].block.bytes()} * kv::live_blocks(e);
+      bytes += std::int64_t{view.pool[e.tier].layout.block.bytes()} * kv::live_blocks(e);
     }
     entries_.emplace_back(table);
     counts_.emplace_back(
@@ -222,10 +225,10 @@ class Cache {
 
   void make_pool(kv::DevicePool& pool) {
     const std::int64_t blocks = std::int64_t{pool.capacity} * view.blocks_per_page();
-    pages_.emplace_back(static_cast<std::size_t>(blocks * pool.block.bytes()));
+    pages_.emplace_back(static_cast<std::size_t>(blocks * pool.layout.block.bytes()));
     pool.pages = pages_.back().get();
     if (blocks == 0) return;
-    fill_pool<<<2048, 256>>>(pool.pages, pool.block, blocks);
+    fill_pool<<<2048, 256>>>(pool.pages, pool.layout.block, blocks);
     check(cudaDeviceSynchronize(), "fill_pool");
   }
 
@@ -255,9 +258,9 @@ std::vector<double> reference(const Shape& s, const Cache& cache, const std::vec
   for (std::int64_t i = 0; i < v.most_pages; ++i) {
     const kv::Entry& e = cache.table[static_cast<std::size_t>(pair * v.most_pages + i)];
     const kv::DevicePool& pool = v.pool[e.tier];
-    const formats::KvBlock& k = pool.block;
+    const formats::KvBlock& k = pool.layout.block;
     page.resize(static_cast<std::size_t>(k.bytes()) * v.blocks_per_page());
-    check(cudaMemcpy(page.data(), pool.page(e.page, v.blocks_per_page()), page.size(),
+    check(cudaMemcpy(page.data(), pool.page(e.page), page.size(),
                      cudaMemcpyDeviceToHost),
           "page");
     for (int token = 0; token < v.page_size; ++token) {

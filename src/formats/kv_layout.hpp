@@ -119,15 +119,17 @@ struct KvPage {
   int blocks;
   bool k_by_channel;  ///< never with rows of 16 bits
 
-  int block_bytes() const { return block.bytes() - (k_by_channel ? kv_block_tokens * 2 : 0); }
+  QATTN_HD int block_bytes() const {
+    return block.bytes() - (k_by_channel ? kv_block_tokens * 2 : 0);
+  }
   /// In a block.
-  int v_scales() const { return k_by_channel ? block.k_scales() : block.v_scales(); }
+  QATTN_HD int v_scales() const { return k_by_channel ? block.k_scales() : block.v_scales(); }
   /// In a page whose K has a scale a channel; the bad tokens, padded to 16 bytes, are its last.
-  int channel_scales() const { return blocks * block_bytes(); }
-  int bad_tokens() const { return channel_scales() + block.d * 2; }
-  int bytes() const { return k_by_channel ? bad_tokens() + 16 : channel_scales(); }
-  int code_bytes() const { return blocks * block.code_bytes(); }
-  int scale_bytes() const { return bytes() - code_bytes(); }
+  QATTN_HD int channel_scales() const { return blocks * block_bytes(); }
+  QATTN_HD int bad_tokens() const { return channel_scales() + block.d * 2; }
+  QATTN_HD int bytes() const { return k_by_channel ? bad_tokens() + 16 : channel_scales(); }
+  QATTN_HD int code_bytes() const { return blocks * block.code_bytes(); }
+  QATTN_HD int scale_bytes() const { return bytes() - code_bytes(); }
 };
 
 }  // namespace qattn::formats

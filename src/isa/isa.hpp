@@ -72,6 +72,7 @@
 //     uint32 pack_f16(float lo, float hi), pack_bf16: round to nearest even
 //     Pair {lo, hi} unpack_f16(uint32), unpack_bf16
 //     uint32 multiply_f16(a, b)                two products, round to nearest even, subnormals kept
+//     uint32 fma_f16(a, b, c)                  two a b + c, each rounded once; likewise
 //     uint32 pack_u8(float, float, float, float)   round to nearest even, saturate to 0..255, first
 //                                                  in the low byte; NaN gives 0
 //     uint16 pack_e4m3(lo, hi), pack_e5m2          round to nearest even, saturate; NaN stays NaN

@@ -30,11 +30,14 @@ inline constexpr std::uint32_t device_error_bit = 4;
 /// One pool: pages of one tier, one behind the other.
 struct DevicePool {
   std::uint8_t* pages = nullptr;
-  formats::KvBlock block{};
+  formats::KvPage layout{};
   std::int32_t capacity = 0;  ///< pages
 
-  QATTN_HD std::uint8_t* page(std::int32_t number, std::int32_t blocks_per_page) const {
-    return pages + static_cast<std::int64_t>(number) * blocks_per_page * block.bytes();
+  QATTN_HD std::uint8_t* page(std::int32_t number) const {
+    return pages + static_cast<std::int64_t>(number) * layout.bytes();
+  }
+  QATTN_HD std::uint8_t* block(std::int32_t number, int i) const {
+    return page(number) + i * layout.block_bytes();
   }
 };
 
@@ -48,6 +51,7 @@ struct DeviceCache {
   std::int32_t pools = 0;       ///< 1 + tiers; pool 0 keeps rows in 16 bits
   std::int32_t bf16 = 0;        ///< those rows are bf16, not f16
   std::int32_t rotate = 0, smooth_k = 0;
+  std::int32_t k_by_channel = 0;  ///< K in tiers has a scale a channel, and is not rotated
   DevicePool pool[most_tiers];
 
   Entry* entries = nullptr;          ///< [slots][layers][heads_kv][most_pages], by `first`
@@ -62,6 +66,7 @@ struct DeviceCache {
   std::uint32_t* errors = nullptr;
 
   QATTN_HD std::int32_t blocks_per_page() const { return page_size / formats::kv_block_tokens; }
+  QATTN_HD bool rotates_k() const { return rotate != 0 && k_by_channel == 0; }
   QATTN_HD std::int64_t layer_index(std::int64_t slot, std::int64_t layer) const {
     return slot * layers + layer;
   }

@@ -33,6 +33,7 @@ class MirroredCache {
     view_.bf16 = o.window_format == Format::bf16 ? 1 : 0;
     view_.rotate = o.rotate ? 1 : 0;
     view_.smooth_k = o.smooth_k ? 1 : 0;
+    view_.k_by_channel = data_.k_by_channel() ? 1 : 0;
     std::size_t most = 1;
     each_table([&](std::size_t, std::size_t, std::size_t, const kv::Table& table) {
       most = std::max(most, table.size());
@@ -117,7 +118,7 @@ class MirroredCache {
   void finish_pools() {
     for (std::size_t i = 0; i < pages_.size(); ++i) {
       kv::DevicePool& pool = view_.pool[i];
-      pool.block = data_.block(static_cast<int>(i));
+      pool.layout = data_.layout(static_cast<int>(i));
       pool.capacity = static_cast<std::int32_t>(static_cast<std::int64_t>(pages_[i].size()) /
                                                 data_.page_bytes(static_cast<int>(i)));
       // 16 bytes are what copies want.

@@ -86,6 +86,13 @@ struct MultiplyF16 : Defaults {
     out[0] = multiply_f16(in[0], in[1]);
   }
 };
+struct FmaF16 : Defaults {
+  static constexpr const char* name = "fma_f16";
+  static constexpr int inputs = 3, cases = 64;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[3], Word32 (&out)[1]) {
+    out[0] = fma_f16(in[0], in[1], in[2]);
+  }
+};
 struct PackU8 : OfFloats {
   static constexpr const char* name = "pack_u8";
   static constexpr int inputs = 4;
@@ -343,6 +350,7 @@ void for_each_sm80_operation(Visit visit) {
   visit(PackE5m2());
   visit(PackU8());
   visit(MultiplyF16());
+  visit(FmaF16());
   visit(UnpackF16());
   visit(UnpackBf16());
   visit(Bits());

@@ -320,6 +320,13 @@ TEST(Arithmetic, ConversionsRoundAndSaturate) {
 TEST(Arithmetic, BitsAndDots) {
   EXPECT_EQ(multiply_f16(0x3c004000u, 0xc0003555u), 0xc0003955u);  // 1 * -2, 2 * 0.333
   EXPECT_EQ(multiply_f16(0x00033c01u, 0x38003c01u), 0x00023c02u);  // a subnormal's tie, (1 + u)^2
+  EXPECT_EQ(fma_f16(0x3c004000u, 0xc0003555u, 0x3c003800u), 0xbc003caau);  // 1 - 2, 1 / 2 + 0.667
+  // 1 + 2^-11, a tie, and 1 + 2^-11 (1 + 2^-10).
+  EXPECT_EQ(fma_f16(0x10001000u, 0x3c013c00u, 0x3c003c00u), 0x3c013c00u);
+  // A tie to even and 2^-24 more or less, which float32 does not hold: without it 3e02 and 3c84.
+  EXPECT_EQ(fma_f16(0x3c043c01u, 0x3c803e00u, 0x00018001u), 0x3c853e01u);
+  EXPECT_EQ(fma_f16(0x80018001u, 0x00010001u, 0x7bff0001u), 0x7bff0001u);  // less 2^-48
+  EXPECT_EQ(fma_f16(0x7bff7c00u, 0x7bff0000u, 0xfc000000u), 0xfc007fffu);  // -Inf; Inf 0
   EXPECT_EQ(byte_permute(0x33221100u, 0x77665544u, 0x7520u), 0x77552200u);
   EXPECT_THROW(byte_permute(0, 0, 0x8000u), emu::Error);
   EXPECT_EQ(lop3<(0xf0 & 0xcc) | 0xaa>(0xff00ff00u, 0xf0f0f0f0u, 0x0000000fu),

@@ -36,6 +36,10 @@ PairOptions shaped(unsigned i) {
   } else {
     o.cache.tiers = {{i % 8 == 2 ? 3 : 4, i % 8 == 2 ? 2 : 4}};
   }
+  if (i % 7 == 1 || i % 7 == 3) {
+    o.cache.k_granularity = Granularity::per_channel;
+    if (o.cache.average_bits > 0) o.cache.average_bits += 1;  // scales take so much at most
+  }
   o.input = inputs[i / 2 % 3];
   o.layout = i % 2 ? Layout::bhsd : Layout::bshd;
   o.capacity.sequences = 3;

@@ -202,9 +202,9 @@ TEST_F(KvDeviceC, Refusals) {
   const auto create = [&] {
     return qattn_kv_gpu_create(&options_, &capacity_, QATTN_DEVICE_CPU, 0, nullptr, &cache);
   };
-  options_.k_granularity = QATTN_PER_CHANNEL;
-  EXPECT_EQ(create(), QATTN_UNSUPPORTED);
-  EXPECT_NE(error().find("k_granularity: per_channel"), std::string::npos) << error();
+  options_.k_granularity = QATTN_PER_HEAD;
+  EXPECT_EQ(create(), QATTN_INVALID_ARGUMENT);
+  EXPECT_NE(error().find("k_granularity: per_head"), std::string::npos) << error();
   options_.k_granularity = QATTN_PER_TOKEN;
   capacity_.pool_count = 9;
   EXPECT_EQ(create(), QATTN_INVALID_ARGUMENT);

@@ -246,11 +246,6 @@ TEST(KvDeviceErrors, RefusalsNameTheValueAndTheRule) {
             "capacity.pages: there are 2 numbers, should be none or 5: of the window and of every "
             "tier");
   EXPECT_EQ(created({1, 100, {1, 2, 3, 4, -5}}), "capacity.pages[4]: -5 is not from 0 to 2^30");
-  o.k_granularity = Granularity::per_channel;
-  EXPECT_EQ(created({1, 100, {}}),
-            "k_granularity: per_channel is for caches in host memory; on a GPU K has a scale "
-            "per_token only");
-  EXPECT_EQ(GpuKvCache::create(o, {1, 100, {}}, {}).status().code(), Code::unsupported);
   o.k_granularity = Granularity::per_block;
   EXPECT_EQ(created({1, 100, {}}), "k_granularity: per_block is neither per_token nor per_channel");
   Pair pair(small());

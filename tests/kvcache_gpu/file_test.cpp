@@ -336,21 +336,5 @@ TEST_F(KvDeviceFile, DamagedOnesAreRefusedOrWhatTheyAreOnTheHost) {
   EXPECT_GT(loaded, 60);
 }
 
-TEST_F(KvDeviceFile, KWithAScaleAChannelIsTheHostsAlone) {
-  const KvBackend backend;
-  KvCacheOptions o;
-  o.tiers = {{4, 4}};
-  o.k_granularity = Granularity::per_channel;
-  ASSERT_TRUE(KvCache::create(o)->save(path_).ok());
-  const Result<GpuKvCache> made = load({1, 100, {}});
-  EXPECT_EQ(made.status().code(), Code::unsupported);
-  EXPECT_EQ(made.status().message(),
-            "k_granularity: per_channel is for caches in host memory; on a GPU K has a scale "
-            "per_token only");
-  o.k_granularity = Granularity::per_token;
-  ASSERT_TRUE(KvCache::create(o)->save(path_).ok());
-  EXPECT_TRUE(load({1, 100, {}}).ok());
-}
-
 }  // namespace
 }  // namespace qattn

@@ -35,7 +35,7 @@ class Image {
 std::string page_difference(const detail::KvCacheData& host, const kv::Entry& mine,
                             const kv::DeviceCache& c, const kv::Entry& other) {
   const auto* a = reinterpret_cast<const std::uint8_t*>(host.page(mine));
-  const std::uint8_t* b = c.pool[other.tier].page(other.page, c.blocks_per_page());
+  const std::uint8_t* b = c.pool[other.tier].page(other.page);
   const std::int64_t bytes = host.page_bytes(mine.tier);
   for (std::int64_t i = 0; i < bytes; i += 2) {
     std::uint16_t x, y;

@@ -370,6 +370,12 @@ QATTN_DEVICE std::uint32_t multiply_f16(std::uint32_t a, std::uint32_t b) {
       __hmul2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
   return reinterpret_cast<const std::uint32_t&>(p);
 }
+QATTN_DEVICE std::uint32_t fma_f16(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  const __half2 s =
+      __hfma2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b),
+              reinterpret_cast<const __half2&>(c));
+  return reinterpret_cast<const std::uint32_t&>(s);
+}
 /// Two cvt.rni and one cvt.pack.sat become F2IP.U8.F32 (62 lanes a clock on an H200); a single
 /// value's conversion runs at 16.
 QATTN_DEVICE std::uint32_t pack_u8(float x0, float x1, float x2, float x3) {

@@ -314,6 +314,28 @@ inline std::uint32_t multiply_f16(std::uint32_t a, std::uint32_t b) {
   };
   return half(0) | half(16) << 16;
 }
+/// As a float whose last bit is set where bits were lost: coarser formats round that as they would
+/// round x itself.
+inline float float_to_odd(double x) {
+  const auto f = static_cast<float>(x);
+  const double lost = x - static_cast<double>(f);
+  if (lost == 0 || !std::isfinite(x)) return f;
+  auto bits = std::bit_cast<std::uint32_t>(f);
+  if ((lost < 0) == (x > 0)) --bits;  // f lies beyond x
+  return std::bit_cast<float>(bits | 1u);
+}
+inline std::uint32_t fma_f16(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  count_word(Word::fma);
+  const auto half = [&](int shift) -> std::uint32_t {
+    const auto value = [shift](std::uint32_t x) {
+      return static_cast<double>(formats::F16::decode(static_cast<std::uint16_t>(x >> shift)));
+    };
+    // Where float64 does not hold the sum, what is lost is far below half of f16's last place.
+    const float sum = float_to_odd(value(a) * value(b) + value(c));
+    return std::isnan(sum) ? 0x7fffu : formats::F16::encode(sum);
+  };
+  return half(0) | half(16) << 16;
+}
 inline std::uint32_t pack_u8(float x0, float x1, float x2, float x3) {
   count_word(Word::convert, 2);
   const auto code = [](float x) -> std::uint32_t {

@@ -24,16 +24,18 @@ constexpr Instance instance() {
   return {C, &launch_decode<C>, DecodeShape<C>::shared_bytes, DecodeShape<C>::min_blocks};
 }
 constexpr Instance instances[] = {
-#define QATTN_INSTANCE(D, DV, N) instance<DecodeConfig{D, DV, N}>(),
+#define QATTN_INSTANCE(D, DV, N, BY_CHANNEL) instance<DecodeConfig{D, DV, N, BY_CHANNEL}>(),
 #include "kernels/attn_decode/sm80_decode_instances.inc"
 #undef QATTN_INSTANCE
 };
 
-/// The instance for that many query rows: with more than 8, one that reads K and V for 16 at once.
-const Instance* find(std::int64_t d, std::int64_t dv, std::int64_t rows) {
+/// The instance for that many query rows: with more than 8, one that reads K and V for 16 at once,
+/// if there is one.
+const Instance* find(const kv::DeviceCache& cache, std::int64_t rows) {
   const Instance* found = nullptr;
   for (const Instance& i : instances) {
-    if (i.config.d != d || i.config.dv != dv) continue;
+    if (i.config.d != cache.d || i.config.dv != cache.dv) continue;
+    if (i.config.by_channel != (cache.k_by_channel != 0)) continue;
     const bool better = found == nullptr ||
                         (rows > 8 ? i.config.n > found->config.n : i.config.n < found->config.n);
     if (better) found = &i;
@@ -179,7 +181,7 @@ DecodeParams params_of(const DeviceDecodeCall& call) {
   p.queries = static_cast<std::int32_t>(t.q.shape[static_cast<std::size_t>(query)]);
   p.heads_q = static_cast<std::int32_t>(t.q.shape[static_cast<std::size_t>(head)]);
   p.group = p.heads_q / p.cache.heads_kv;
-  const Instance& i = *find(p.cache.d, p.cache.dv, p.rows());
+  const Instance& i = *find(p.cache, p.rows());
   p.unit_rows = 8 * i.config.n;
   p.chunks = (p.rows() + p.unit_rows - 1) / p.unit_rows;
   const auto rows = [&](const TensorView& v) {
@@ -222,10 +224,14 @@ Status supports(const DeviceDecodeCall& call) {
   if (Status s = check_numbers(call); !s.ok()) return s;
   if (Status s = check_queries(call); !s.ok()) return s;
   if (Status s = check_optional(call); !s.ok()) return s;
-  if (find(c.d, c.dv, 1) == nullptr) {
+  if (call.options.debias && c.k_by_channel != 0) {
+    // It would be a sum over channels, of a page and a row.
+    return refuse("debias: should be off on a GPU where K has a scale a channel");
+  }
+  if (find(c, 1) == nullptr) {
     std::string known;
     for (const Instance& i : instances) {
-      if (i.config.n != 1) continue;
+      if (i.config.n != 1 || i.config.by_channel != (c.k_by_channel != 0)) continue;
       known.append(known.empty() ? "" : " ").append(text(i.config.d));
       known.append("/").append(text(i.config.dv));
     }
@@ -240,7 +246,7 @@ Status supports(const DeviceDecodeCall& call) {
                   " pages a sequence, should be below 2^28");
   }
   const DecodeParams p = params_of(call);
-  const Instance& instance = *find(c.d, c.dv, p.rows());
+  const Instance& instance = *find(c, p.rows());
   if (const int limit = shared_limit(gpu); instance.shared_bytes > limit) {
     return refuse("head dimension " + text(c.d) + " needs " + text(instance.shared_bytes) +
                   " bytes of shared memory a block; sm_" + text(gpu) + " has " + text(limit));
@@ -290,7 +296,7 @@ Status run(const DeviceDecodeCall& call, void* workspace, void* stream) {
     return invalid("workspace: address is no multiple of 256 bytes");
   }
   const DecodeParams p = params_in(call, workspace);
-  const isa::LaunchError e = find(p.cache.d, p.cache.dv, p.rows())->launch(p, stream);
+  const isa::LaunchError e = find(p.cache, p.rows())->launch(p, stream);
   return e.empty() ? Status() : Status(Code::internal, "decode kernels: " + e);
 }
 

@@ -107,7 +107,7 @@ struct FindPlace {
       for (int t = 0; t < kv::most_tiers; ++t) {
         if (t == tier) blocks = t < 4 ? low.w[t & 3] : high.w[t & 3];
       }
-      const std::uint32_t one = block_cost(p.cache.pool[tier].block);
+      const std::uint32_t one = block_cost(p.cache.pool[tier].layout.block);
       if (left < blocks * one) return start + left / one / 4 * 4;
       left -= blocks * one;
       start += blocks;
@@ -207,7 +207,7 @@ struct DecodeUnit : DecodeLoad<C> {
     for (; index < run.count; index += S::warps) {
       this->forget_lane();
       const DecodeBlock found = this->load_block(run, index);
-      const auto bytes = static_cast<std::uint32_t>(pool.block.bytes());
+      const auto bytes = static_cast<std::uint32_t>(pool.layout.block.bytes());
       this->copy_rows(pool.pages + std::uint64_t{found.number} * bytes);
       const bool special = (found.where & 1) != 0;
       const auto tokens_of = [&](int) { return this->tokens_of(run, index, 0); };
@@ -226,7 +226,7 @@ struct DecodeUnit : DecodeLoad<C> {
 
   /// `turn`: which warp takes the first tile; returns the one after the last.
   QATTN_DEVICE int run_tier(const TierRun& run, int turn) {
-    const formats::KvBlock block = p.cache.pool[run.tier].block;
+    const formats::KvBlock block = p.cache.pool[run.tier].layout.block;
     const int index = (warp - turn) & (S::warps - 1), k_bits = block.k_bits;
     switch (run.tier == 0 ? formats::kv_window_bits : block.v_bits) {
       case formats::kv_window_bits:

@@ -7,6 +7,10 @@
 // 2^(-4 i) times smaller, and for V P is. 3-bit codes take a LOP3 more for each pair of planes;
 // bytes, which hold one code each, one PRMT.
 //
+// Where K has a scale a channel, codes become values: with 0x6400 above them they are 1024 + code *
+// 2^(4 i), one FMA in f16 leaves the grid's lower neighbour, exactly, and another times the scale
+// with half of it added gives the value, rounded once.
+//
 // Chunks of 16 bytes are permuted inside lines of 128 bytes so that no load has a bank conflict:
 // see k_chunk() and v_chunk().
 #pragma once
@@ -16,18 +20,23 @@
 
 namespace qattn::kernels {
 
-/// A tile in its stage: K codes of all blocks, V codes of all, scales of all (64 bytes a block).
+/// A tile in its stage: K codes of all blocks, V codes of all, scales of all: of a block K's and
+/// then V's 16 or, where K's are a channel's, V's 16 and K's D. Blocks' channels so begin 8 banks
+/// apart.
 struct TileLayout {
-  int blocks, k_bytes, v_bytes;  ///< bytes: of a block
+  int blocks, k_bytes, v_bytes, scale_bytes;  ///< bytes: of a block
 
   QATTN_CONSTEXPR int k(int block) const { return block * k_bytes; }
   QATTN_CONSTEXPR int v(int block) const { return blocks * k_bytes + block * v_bytes; }
-  QATTN_CONSTEXPR int scales(int block) const { return blocks * (k_bytes + v_bytes) + block * 64; }
+  QATTN_CONSTEXPR int scales(int block) const {
+    return blocks * (k_bytes + v_bytes) + block * scale_bytes;
+  }
   QATTN_CONSTEXPR int bytes() const { return scales(blocks); }
 };
 /// `blocks`: tile_blocks(v_bits).
-QATTN_CONSTEXPR TileLayout tile_layout(int d, int dv, int k_bits, int v_bits, int blocks) {
-  return {blocks, 2 * d * k_bits, 2 * dv * v_bits};
+template <DecodeConfig C>
+QATTN_CONSTEXPR TileLayout tile_layout(int k_bits, int v_bits, int blocks) {
+  return {blocks, 2 * C.d * k_bits, 2 * C.dv * v_bits, C.by_channel ? 32 + 2 * C.d : 64};
 }
 
 /// Where a chunk of a block's K codes goes: 8-byte loads take, in half a warp, two quads of one
@@ -123,6 +132,44 @@ struct DecodeCodes : DecodeState<C> {
     }
   }
 
+  /// Channels {0, 2} and {1, 3} of a k step of this lane: their scales, and half of them.
+  struct ChannelScales {
+    std::uint32_t even, odd, half_even, half_odd;
+  };
+  static QATTN_DEVICE ChannelScales load_channel_scales(isa::SharedAddress at) {
+    constexpr std::uint32_t half = 0x38003800u;
+    const auto words = isa::load_shared<isa::Words2>(at);
+    const std::uint32_t even = isa::byte_permute(words.w[0], words.w[1], 0x5410u);
+    const std::uint32_t odd = isa::byte_permute(words.w[0], words.w[1], 0x7632u);
+    return {even, odd, isa::multiply_f16(even, half), isa::multiply_f16(odd, half)};
+  }
+
+  /// As unpack(), but values.
+  template <int Bits, int Plane>
+  static QATTN_DEVICE void unpack_values(const Packed& x, const ChannelScales& scales,
+                                         std::uint32_t& even, std::uint32_t& odd) {
+    constexpr int shift = plane_shift(Bits, Plane);
+    // In f16: 2^-shift, and -(2^(10 - shift) + 2^(Bits - 1)).
+    constexpr std::uint32_t back = static_cast<std::uint32_t>(15 - shift) << 10;
+    constexpr std::uint32_t offset =
+        0x8000u | static_cast<std::uint32_t>(25 - shift) << 10 | 1u << (Bits - 1 + shift);
+    const auto value = [](std::uint32_t codes, std::uint32_t scale, std::uint32_t half) {
+      return isa::fma_f16(isa::fma_f16(codes, back | back << 16, offset | offset << 16), scale,
+                          half);
+    };
+    constexpr std::uint32_t thousand = 0x64006400u;
+    if constexpr (Bits == 8) {
+      even = isa::byte_permute(x.a, thousand, 0x5250u);
+      odd = isa::byte_permute(x.a, thousand, 0x5351u);
+    } else {
+      unpack<Bits, Plane>(x, even, odd);
+      even |= thousand;
+      odd |= thousand;
+    }
+    even = value(even, scales.even, scales.half_even);
+    odd = value(odd, scales.odd, scales.half_odd);
+  }
+
   /// Where this lane's two tokens of every block row are, in row `row` of K's panel. Four rows on
   /// are 256 bytes on: k_chunk() leaves the chunk's higher bits alone.
   template <int V, int M>
@@ -146,19 +193,34 @@ struct DecodeCodes : DecodeState<C> {
     }
   }
 
+  /// `channels`: where this lane's first four channels have their scales, if they have any.
   template <int K, int M, int Plane>
-  QATTN_DEVICE void multiply_plane(const Packed (&w)[M][2], int step, float (&acc)[M][N][4]) const {
+  QATTN_DEVICE void multiply_plane(const Packed (&w)[M][2], isa::SharedAddress channels, int step,
+                                   float (&acc)[M][N][4]) const {
     std::uint32_t b[N][2], a[M][4];
-    load_query<K>(b, step);
+    if constexpr (C.by_channel) {
+      const ChannelScales scales =
+          load_channel_scales(channels + static_cast<isa::SharedAddress>(step * 32));
+      load_query<8>(b, step);
 #pragma unroll
-    for (int m = 0; m < M; ++m) {
+      for (int m = 0; m < M; ++m) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) unpack<K, Plane>(w[m][i], a[m][i], a[m][i + 2]);
+        for (int i = 0; i < 2; ++i) {
+          unpack_values<K, Plane>(w[m][i], scales, a[m][i], a[m][i + 2]);
+        }
+      }
+    } else {
+      load_query<K>(b, step);
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) unpack<K, Plane>(w[m][i], a[m][i], a[m][i + 2]);
+      }
     }
     isa::mma<f16, f16, M, N>(acc, a, b);
   }
 
-  /// S^T of a tile without its scales.
+  /// S^T of a tile without its scales; with them where they are K's channels'.
   template <int K, int V, int M>
   QATTN_DEVICE void multiply_keys(isa::SharedAddress stage, const TileLayout& layout,
                                   float (&acc)[M][N][4]) const {
@@ -168,7 +230,7 @@ struct DecodeCodes : DecodeState<C> {
     constexpr float centre = 0.5f * static_cast<float>((1 << K) - 1);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const isa::Pair sums = this->load_facts(n, 1);
+      const isa::Pair sums = C.by_channel ? isa::Pair{0, 0} : this->load_facts(n, 1);
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         acc[m][n][0] = acc[m][n][2] = centre * sums.lo;
@@ -179,6 +241,9 @@ struct DecodeCodes : DecodeState<C> {
     // Bit i of row r of the plane of high bits is that of channels 4 (r + D / 32 i) and on.
     constexpr int high_rows = C.d >= 128 ? C.d / 128 : 1, low_rows = C.d / 16;
     std::uint32_t high[high_rows][M][2] = {};
+    const isa::SharedAddress channels =
+        stage +
+        static_cast<isa::SharedAddress>(layout.scales(this->template block_of<V>()) + 32 + 8 * t);
     isa::SharedAddress keys[M];
     locate_keys<V>(stage, layout, t, keys);
     if constexpr (K == 3) {
@@ -204,11 +269,11 @@ struct DecodeCodes : DecodeState<C> {
 #pragma unroll
         for (int i = 0; i < 2; ++i) x[m][i] = merge_bits<K>(w[m][i], high[j % high_rows][m][i], at);
       }
-      multiply_plane<K, M, 0>(x, j, j % chains == 0 ? acc : other);
-      if constexpr (planes < K >> 1) multiply_plane<K, M, 1>(x, j + rows, acc);
+      multiply_plane<K, M, 0>(x, channels, j, j % chains == 0 ? acc : other);
+      if constexpr (planes < K >> 1) multiply_plane<K, M, 1>(x, channels, j + rows, acc);
       if constexpr (planes < K >> 2) {
-        multiply_plane<K, M, 2>(x, j + 2 * rows, acc);
-        multiply_plane<K, M, 3>(x, j + 3 * rows, acc);
+        multiply_plane<K, M, 2>(x, channels, j + 2 * rows, acc);
+        multiply_plane<K, M, 3>(x, channels, j + 3 * rows, acc);
       }
     }
     if constexpr (chains > 1) {
@@ -287,20 +352,25 @@ struct DecodeCodes : DecodeState<C> {
     }
   }
 
-  /// Scales of this lane's tokens: K's times the factor to units of log2, and V's.
+  /// Scales of this lane's tokens: K's times the factor to units of log2, and V's. Where K's are
+  /// its channels' products have them.
   template <int V, int M>
   QATTN_DEVICE void load_scales(isa::SharedAddress stage, const TileLayout& layout,
                                 float (&k)[M][2], float (&v)[M][2]) const {
-    const float factor = this->rows_factor * 0x1p24f;
+    const float factor = C.by_channel ? this->rows_factor : this->rows_factor * 0x1p24f;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
       const int block = this->template block_of<V>();
       const int token = 4 * this->template quad_of<V>(m) + 2 * (g & 1);
       const isa::SharedAddress at =
           stage + static_cast<isa::SharedAddress>(layout.scales(block) + token * 2);
-      const isa::Pair keys = isa::unpack_f16(isa::load_shared<std::uint32_t>(at));
-      const isa::Pair values = isa::unpack_f16(isa::load_shared<std::uint32_t>(at + 32));
-      k[m][0] = keys.lo * factor, k[m][1] = keys.hi * factor;
+      k[m][0] = k[m][1] = factor;
+      if constexpr (!C.by_channel) {
+        const isa::Pair keys = isa::unpack_f16(isa::load_shared<std::uint32_t>(at));
+        k[m][0] *= keys.lo, k[m][1] *= keys.hi;
+      }
+      const isa::Pair values =
+          isa::unpack_f16(isa::load_shared<std::uint32_t>(at + (C.by_channel ? 0 : 32)));
       v[m][0] = values.lo, v[m][1] = values.hi;
     }
   }
@@ -344,7 +414,7 @@ struct DecodeCodes : DecodeState<C> {
   QATTN_DEVICE void run_codes(isa::SharedAddress stage, int k_bits, bool special,
                               TokensOf tokens_of, float (&mass)[N][2]) {
     constexpr int M = tile_blocks(V);
-    const TileLayout layout = tile_layout(C.d, C.dv, K == 0 ? k_bits : K, V, M);
+    const TileLayout layout = tile_layout<C>(K == 0 ? k_bits : K, V, M);
     float acc[M][N][4], k[M][2], v[M][2];
     if constexpr (K == 0) {
       multiply_keys_of<V, M>(k_bits, stage, layout, acc);
@@ -352,7 +422,7 @@ struct DecodeCodes : DecodeState<C> {
       multiply_keys<K, V, M>(stage, layout, acc);
     }
     load_scales<V, M>(stage, layout, k, v);
-    if constexpr (K != 8) {
+    if constexpr (K != 8 && !C.by_channel) {
       if (this->p.debias != 0) add_noise(K == 0 ? k_bits : K, k, acc);
     }
     std::uint32_t x[M][N][2];

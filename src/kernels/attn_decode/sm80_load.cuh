@@ -28,7 +28,7 @@ struct DecodeLoad : DecodeRowTiles<C> {
   QATTN_DEVICE isa::SharedAddress ring() const { return at(S::ring + warp * S::ring_bytes); }
 
   static QATTN_CONSTEXPR int stage_bytes(int k_bits, int v_bits) {
-    const int bytes = tile_layout(C.d, C.dv, k_bits, v_bits, tile_blocks(v_bits)).bytes();
+    const int bytes = tile_layout<C>(k_bits, v_bits, tile_blocks(v_bits)).bytes();
     return (bytes + 127) / 128 * 128;
   }
   /// At most three: another tile on its way did not pay for its share of shared memory.
@@ -54,7 +54,11 @@ struct DecodeLoad : DecodeRowTiles<C> {
         load_entry(p.cache.table(pair.slot, p.layer, pair.head) + (found.where >> 3));
     const int token = static_cast<int>(found.where >> 1 & 3) * formats::kv_block_tokens;
     const auto alive = static_cast<std::uint32_t>(e.live >> token) & 0xffffu;
-    return {e.first + token, first + block < run.count ? alive : 0, pair};
+    std::uint32_t bad = 0;
+    if constexpr (C.by_channel) {
+      bad = static_cast<std::uint32_t>(bad_keys(p.cache, e) >> token) & 0xffffu;
+    }
+    return {e.first + token, first + block < run.count ? alive : 0, bad, pair};
   }
 
   // ---- Copies ---------------------------------------------------------------------------------
@@ -100,13 +104,20 @@ struct DecodeLoad : DecodeRowTiles<C> {
   QATTN_DEVICE void copy_tile(const std::uint8_t* pages, const DecodeBlock& mine, int k_bits,
                               isa::SharedAddress to) const {
     constexpr int blocks = tile_blocks(V);
-    const formats::KvBlock shape{C.d, C.dv, K == 0 ? k_bits : K, V};
-    const TileLayout layout = tile_layout(C.d, C.dv, shape.k_bits, V, blocks);
-    constexpr int most_k_bytes = tile_layout(C.d, C.dv, K == 0 ? 8 : K, V, blocks).k_bytes;
-    constexpr int v_bytes = tile_layout(C.d, C.dv, 8, V, blocks).v_bytes;
+    const formats::KvPage page{
+        {C.d, C.dv, K == 0 ? k_bits : K, V}, 1 << p.page_shift(), C.by_channel};
+    const TileLayout layout = tile_layout<C>(page.block.k_bits, V, blocks);
+    constexpr int most_k_bytes = tile_layout<C>(K == 0 ? 8 : K, V, blocks).k_bytes;
+    constexpr int v_bytes = tile_layout<C>(8, V, blocks).v_bytes;
+    const auto page_of = [&](std::uint32_t number) {
+      return pages +
+             std::uint64_t{number >> p.page_shift()} * static_cast<std::uint32_t>(page.bytes());
+    };
     const auto source = [&](int block) {
-      return pages + std::uint64_t{isa::shuffle(mine.number, block)} *
-                         static_cast<std::uint32_t>(shape.bytes());
+      const std::uint32_t number = isa::shuffle(mine.number, block);
+      const auto bytes = static_cast<std::uint32_t>(page.block_bytes());
+      if constexpr (!C.by_channel) return pages + std::uint64_t{number} * bytes;
+      return page_of(number) + (number & ((1u << p.page_shift()) - 1)) * bytes;
     };
 #pragma unroll
     for (int b = 0; b < blocks; ++b) {
@@ -121,10 +132,34 @@ struct DecodeLoad : DecodeRowTiles<C> {
           from + layout.k_bytes, v_bytes,
           [](int i) { return V == 3 ? 0 : (32 * i / (C.dv / 4) & 3) << 5; });
     }
-    const std::uint8_t* scales = source(lane >> 2) + (lane & 3) * 16 + shape.k_scales();
+    if constexpr (C.by_channel) {
+      copy_channel_scales<blocks>(mine, page, layout, to, source, page_of);
+      return;
+    }
+    const std::uint8_t* scales = source(lane >> 2) + (lane & 3) * 16 + page.block.k_scales();
     if (lane < 4 * blocks) {
       isa::copy_async16(to + static_cast<isa::SharedAddress>(layout.scales(0) + lane * 16), scales,
                         16);
+    }
+  }
+  /// V's scales of each block, then its page's of K's channels.
+  template <int Blocks, class Source, class PageOf>
+  QATTN_DEVICE void copy_channel_scales(const DecodeBlock& mine, const formats::KvPage& page,
+                                        const TileLayout& layout, isa::SharedAddress to,
+                                        Source source, PageOf page_of) const {
+    constexpr int chunks = C.d / 8;
+#pragma unroll
+    for (int b = 0; b < Blocks; ++b) {
+      const isa::SharedAddress scales = to + static_cast<isa::SharedAddress>(layout.scales(b));
+      const std::uint8_t* channels =
+          page_of(isa::shuffle(mine.number, b)) + page.channel_scales() + lane * 16;
+      const std::uint8_t* tokens = source(b) + page.v_scales() + (lane & 1) * 16;
+      if (lane < chunks) {
+        isa::copy_async16(scales + 32 + static_cast<isa::SharedAddress>(lane * 16), channels, 16);
+      }
+      if (lane < 2) {
+        isa::copy_async16(scales + static_cast<isa::SharedAddress>(lane * 16), tokens, 16);
+      }
     }
   }
 };

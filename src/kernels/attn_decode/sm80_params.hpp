@@ -21,9 +21,10 @@ namespace qattn::kernels {
 inline constexpr int combine_threads = 256;
 inline constexpr int part_blocks = 2048;  ///< of 16 tokens, in one block of DecodePrepare
 
-/// One kernel: D, Dv, query rows of a unit / 8.
+/// One kernel: D, Dv, query rows of a unit / 8; K in tiers has a scale a channel.
 struct DecodeConfig {
   int d, dv, n;
+  bool by_channel;
   constexpr bool operator==(const DecodeConfig&) const = default;
 };
 
@@ -33,7 +34,8 @@ struct DecodeShape {
   static constexpr int warps = 8, threads = 32 * warps;
   static constexpr int k_steps = C.d / 16, n = C.n;
   static constexpr int groups = C.dv / 32;  ///< of channels: two rows of tiles of O^T
-  /// Of one warp: three tiles of equal bits of K and V, but two of 3 bits.
+  /// Of one warp: three tiles of equal bits of K and V, but two of 3 bits; with K's scales a
+  /// channel two, but one of 3 bits.
   static constexpr int ring_bytes = 48 * (C.d + C.dv) + 768;
   /// Blocks on a multiprocessor that registers allow.
   static constexpr int min_blocks = C.d + C.dv > 256 || C.n > 1 ? 1 : 2;
@@ -267,6 +269,14 @@ QATTN_DEVICE kv::Entry load_entry(const kv::Entry* from) {
 QATTN_DEVICE bool reads_block(const kv::Entry& e, int block, std::int32_t begin) {
   constexpr int tokens = formats::kv_block_tokens;
   return (e.live >> (block * tokens) & 0xffffu) != 0 && e.first + (block + 1) * tokens > begin;
+}
+
+/// Tokens of an entry's page whose K is bad though its channels have scales.
+QATTN_DEVICE std::uint64_t bad_keys(const kv::DeviceCache& c, const kv::Entry& e) {
+  const kv::DevicePool& pool = c.pool[e.tier];
+  if (!pool.layout.k_by_channel) return 0;
+  return isa::load_global(
+      reinterpret_cast<const std::uint64_t*>(pool.page(e.page) + pool.layout.bad_tokens()));
 }
 
 /// Is the entry's page one that exists? Tables are written on the device; a wild page must not

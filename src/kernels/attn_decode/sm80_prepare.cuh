@@ -197,7 +197,7 @@ struct DecodePrepare {
       }
       query.rotated = query.raw;
       float top = amax(query.raw);
-      if (p.cache.rotate != 0) {
+      if (p.cache.rotates_k()) {
         query.rotated.rotate();
         top = fmaxf(top, amax(query.rotated));
       }
@@ -258,9 +258,12 @@ struct DecodePrepare {
       }
     }
     const std::int32_t first = e.first + block * formats::kv_block_tokens;
-    const bool whole = (e.live >> (block * formats::kv_block_tokens) & 0xffffu) == 0xffffu &&
-                       first >= pair.sure_begin(p) &&
-                       first + formats::kv_block_tokens <= pair.sure_end(p);
+    bool whole = (e.live >> (block * formats::kv_block_tokens) & 0xffffu) == 0xffffu &&
+                 first >= pair.sure_begin(p) &&
+                 first + formats::kv_block_tokens <= pair.sure_end(p);
+    if (p.cache.k_by_channel != 0 && tier != no_tier) {
+      whole &= (bad_keys(p.cache, e) >> (block * formats::kv_block_tokens) & 0xffffu) == 0;
+    }
     const std::uint32_t number =
         (static_cast<std::uint32_t>(e.page) << shift) + static_cast<std::uint32_t>(block);
     const isa::SharedAddress base = isa::shared_base();
@@ -364,7 +367,8 @@ struct DecodePrepare {
     }
     if (isa::thread() == 0) {
       std::uint32_t cost = 0;
-      for (int t = 0; t < p.cache.pools; ++t) cost += all.of(t) * block_cost(p.cache.pool[t].block);
+      for (int t = 0; t < p.cache.pools; ++t)
+        cost += all.of(t) * block_cost(p.cache.pool[t].layout.block);
       isa::store_global(p.part_costs + index, cost);
     }
   }

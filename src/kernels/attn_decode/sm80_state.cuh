@@ -128,6 +128,7 @@ struct DecodeState {
   struct TileTokens {
     std::int32_t first;   ///< position of the lane's block
     std::uint32_t alive;  ///< its tokens
+    std::uint32_t bad;    ///< those whose K is bad
     DecodePair pair;      ///< loaded here: few tiles ask, and a unit would begin with its loads
   };
 
@@ -144,7 +145,7 @@ struct DecodeState {
   }
 
   /// Bit (m N + n) 4 + i: accumulator i of (m, n) is a token that its row sees. One loop: it
-  /// divides.
+  /// divides. `alive`: bits of the lane's two tokens in row m; bits 2 and 3: their K is bad.
   template <int V, int M>
   QATTN_DEVICE std::uint32_t look(const TileTokens& tokens, std::uint32_t (&alive)[M]) const {
     std::uint32_t seen = 0;
@@ -156,7 +157,9 @@ struct DecodeState {
     }
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-      alive[m] = tokens.alive >> (4 * quad_of<V>(m) + 2 * (g & 1)) & 3;
+      const int first = 4 * quad_of<V>(m) + 2 * (g & 1);
+      alive[m] = tokens.alive >> first & 3;
+      if constexpr (C.by_channel) alive[m] |= (tokens.bad >> first & 3) << 2;
     }
     return seen;
   }
@@ -284,9 +287,11 @@ struct DecodeState {
         for (int n = 0; n < N; ++n) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            s[m][n][i] = (seen >> ((m * N + n) * 4 + i) & 1) != 0
-                             ? fmaf(acc[m][n][i], k[m][i / 2], added[n][i % 2])
-                             : -tile::infinity();
+            const float score = fmaf(acc[m][n][i], k[m][i / 2], added[n][i % 2]);
+            const bool bad = C.by_channel && (alive[m] >> (2 + i / 2) & 1) != 0;
+            s[m][n][i] = (seen >> ((m * N + n) * 4 + i) & 1) == 0 ? -tile::infinity()
+                         : bad                                    ? tile::quiet_nan()
+                                                                  : score;
           }
         }
       }

@@ -64,10 +64,8 @@ struct FreezeMean {
         const int block = token / formats::kv_block_tokens;
         if ((e.first / formats::kv_block_tokens + block) % lanes != isa::warp()) continue;
         if ((e.live >> token & 1) == 0) continue;
-        const auto* row =
-            reinterpret_cast<const std::uint16_t*>(pool.page(e.page, cache.blocks_per_page()) +
-                                                   block * pool.block.bytes()) +
-            token % formats::kv_block_tokens * cache.d;
+        const auto* row = reinterpret_cast<const std::uint16_t*>(pool.block(e.page, block)) +
+                          token % formats::kv_block_tokens * cache.d;
         add(s, cache.d, bf16, [&](int c) { return isa::load_global(row + c); });
       }
     }

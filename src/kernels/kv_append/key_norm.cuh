@@ -28,8 +28,7 @@ QATTN_DEVICE float key_weight(const AppendParams& p, std::int64_t b, std::int32_
   };
   for (int token = 0; token < cache.page_size; ++token) {
     if ((e.live >> token & 1) == 0) continue;
-    const std::uint8_t* block = pool.page(e.page, cache.blocks_per_page()) +
-                                token / formats::kv_block_tokens * pool.block.bytes();
+    const std::uint8_t* block = pool.block(e.page, token / formats::kv_block_tokens);
     const auto* row =
         reinterpret_cast<const std::uint16_t*>(block) + token % formats::kv_block_tokens * cache.d;
     add([&](int c) { return isa::load_global(row + c); });

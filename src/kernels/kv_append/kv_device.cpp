@@ -11,6 +11,7 @@
 #include "kernels/kv_append/reset.cuh"
 #include "kernels/kv_append/take.cuh"
 #include "kernels/kv_append/write.cuh"
+#include "kernels/kv_append/write_channels.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -59,6 +60,15 @@ LaunchError write_pages(const AppendParams& p, Stream stream) {
   return isa::launch<WritePages<16>>(p, grid, stream, isa::Start::early);
 }
 
+LaunchError write_channels(const AppendParams& p, Stream stream) {
+  const kv::DeviceCache& cache = p.state.cache;
+  if (cache.k_by_channel == 0) return {};
+  const isa::Index3 grid{std::min(p.tokens / cache.page_size + 3, 2048), cache.heads_kv, p.batch};
+  if (cache.d <= 64) return isa::launch<WriteChannels<4>>(p, grid, stream, isa::Start::early);
+  if (cache.d <= 128) return isa::launch<WriteChannels<8>>(p, grid, stream, isa::Start::early);
+  return isa::launch<WriteChannels<16>>(p, grid, stream, isa::Start::early);
+}
+
 LaunchError append(const kv::AppendState& state, const kv::AppendCall& call, Stream stream) {
   const AppendParams p = append_params(state, call);
   if (LaunchError e = isa::launch<PlanAppend>(p, {p.batch, 1, 1}, stream); !e.empty()) return e;
@@ -68,7 +78,8 @@ LaunchError append(const kv::AppendState& state, const kv::AppendCall& call, Str
     e = isa::launch<FreezeMean>(p, {state.cache.heads_kv, p.batch, 1}, stream, isa::Start::early);
     if (!e.empty()) return e;
   }
-  return write_pages(p, stream);
+  if (e = write_pages(p, stream); !e.empty()) return e;
+  return write_channels(p, stream);
 }
 
 LaunchError observe(const kv::AppendState& state, const kv::ObserveCall& call, Stream stream) {

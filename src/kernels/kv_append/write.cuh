@@ -1,6 +1,7 @@
 // Carries out an append: every page that its plan makes, one block of 16 tokens of K or of V at a
 // time, and the page's entry in its table. What the page was before is read from the pool (its
-// place is in the job, for the entry may be new by then), new tokens from the call's tensors.
+// place is in the job, for the entry may be new by then), new tokens from the call's tensors. K's
+// codes under a scale a channel are those of all tokens of a page: write_channels.cuh makes them.
 #pragma once
 
 #include "kernels/kv_append/params.hpp"
@@ -11,17 +12,25 @@ inline namespace QATTN_TARGET {
 
 /// K or V of one block of 16 tokens in one pool.
 struct BlockPart {
-  std::uint8_t* codes;  ///< or rows of 16 bits
-  std::uint16_t* scales;
+  std::uint8_t* page;
+  std::uint8_t* codes;    ///< or rows of 16 bits
+  std::uint16_t* scales;  ///< of its tokens or, where by_channel, of its page's channels
   int channels, bits;
-  bool value;
+  bool value, by_channel;
 
-  QATTN_DEVICE BlockPart(const formats::KvBlock& b, std::uint8_t* block, bool is_value)
-      : codes(block + (is_value ? b.v_codes() : b.k_codes())),
-        scales(reinterpret_cast<std::uint16_t*>(block + (is_value ? b.v_scales() : b.k_scales()))),
-        channels(is_value ? b.dv : b.d),
-        bits(is_value ? b.v_bits : b.k_bits),
-        value(is_value) {}
+  QATTN_DEVICE BlockPart(const kv::DevicePool& pool, std::int32_t number, int i, bool is_value)
+      : page(pool.page(number)), value(is_value) {
+    const formats::KvPage& layout = pool.layout;
+    const formats::KvBlock& b = layout.block;
+    by_channel = !value && layout.k_by_channel;
+    channels = value ? b.dv : b.d;
+    bits = value ? b.v_bits : b.k_bits;
+    std::uint8_t* block = page + i * layout.block_bytes();
+    codes = block + (value ? b.v_codes() : b.k_codes());
+    scales = reinterpret_cast<std::uint16_t*>(by_channel ? page + layout.channel_scales()
+                                              : value    ? block + layout.v_scales()
+                                                         : block + b.k_scales());
+  }
 
   QATTN_DEVICE int count() const { return formats::kv_block_tokens * channels; }
   QATTN_DEVICE int place(int token, int c) const {
@@ -89,10 +98,7 @@ struct WritePages {
 
   static QATTN_DEVICE BlockPart part_of(const Params& p, int tier, std::int32_t page,
                                         const Unit& u) {
-    const kv::DevicePool& pool = p.state.cache.pool[tier];
-    std::uint8_t* block = pool.page(page, p.state.cache.blocks_per_page()) +
-                          static_cast<std::int64_t>(u.block) * pool.block.bytes();
-    return BlockPart(pool.block, block, u.value);
+    return BlockPart(p.state.cache.pool[tier], page, u.block, u.value);
   }
 
   /// Rows that stay in 16 bits. A page that is new is cleared, one that others hold is copied.
@@ -133,8 +139,13 @@ struct WritePages {
     const std::int64_t at = alive && is_new ? u.element(token) : 0;
     const float* mean =
         !u.value && window && cache.smooth_k != 0 ? cache.k_mean(u.slot, p.layer, u.head) : nullptr;
-    const std::uint16_t scale =
-        alive && !window ? isa::load_global(from.scales + token) : std::uint16_t{0};
+    std::uint16_t scale = 0;
+    bool bad = false;  // though its channels have scales
+    if (alive && from.by_channel) {
+      bad = (bad_tokens(p, u) >> (u.block * formats::kv_block_tokens + token) & 1) != 0;
+    } else if (alive && !window) {
+      scale = isa::load_global(from.scales + token);
+    }
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const int c = LaneRow<N>::channel(j);
@@ -148,10 +159,19 @@ struct WritePages {
           row.x[j] = formats::add_rn(row.x[j], -isa::load_global(mean + c));
         }
       } else {
+        if (from.by_channel)
+          scale = bad ? formats::kv_nan_scale : isa::load_global(from.scales + c);
         row.x[j] = formats::kv_decode(code_at(from, from.place(token, c)), scale, from.bits);
       }
     }
-    if (window && cache.rotate != 0) row.rotate(channels);
+    if (window && (u.value ? cache.rotate != 0 : cache.rotates_k())) row.rotate(channels);
+  }
+
+  /// Of the page that a job reads, whose K has a scale a channel.
+  static QATTN_DEVICE std::uint64_t bad_tokens(const Params& p, const Unit& u) {
+    const kv::DevicePool& pool = p.state.cache.pool[u.job.from_tier];
+    return isa::load_global(reinterpret_cast<const std::uint64_t*>(pool.page(u.job.from_page) +
+                                                                   pool.layout.bad_tokens()));
   }
 
   static QATTN_DEVICE std::uint8_t code_at(const BlockPart& from, int place) {
@@ -213,12 +233,21 @@ struct WritePages {
       }
     };
     move(from.codes, to.codes, formats::kv_code_bytes(to.count(), to.bits));
-    move(from.scales, to.scales, formats::kv_block_tokens * 2);
+    const formats::KvPage& layout = p.state.cache.pool[u.job.to.tier].layout;
+    if (!to.by_channel) {
+      move(from.scales, to.scales, formats::kv_block_tokens * 2);
+    } else if (u.block == 0) {
+      move(from.scales, to.scales, layout.bytes() - layout.channel_scales());
+    }
   }
 
-  static QATTN_DEVICE int bits_of(const Params& p, int tier, bool value) {
-    const formats::KvBlock& b = p.state.cache.pool[tier].block;
-    return value ? b.v_bits : b.k_bits;
+  /// Does K, or V, of the page keep its bits?
+  static QATTN_DEVICE bool keeps_codes(const Params& p, const kv::AppendJob& job, bool value) {
+    const auto bits_of = [&](int tier) {
+      const formats::KvBlock& b = p.state.cache.pool[tier].layout.block;
+      return value ? b.v_bits : b.k_bits;
+    };
+    return job.from_page >= 0 && bits_of(job.from_tier) == bits_of(job.to.tier);
   }
 
   /// The number of the page that a job makes.
@@ -274,10 +303,9 @@ struct WritePages {
       if (part == 0 && isa::thread() == 0) enter(p, u);
       if (job.to.tier == 0) {
         store_rows(p, u);
-      } else if (job.from_page >= 0 &&
-                 bits_of(p, job.from_tier, value) == bits_of(p, job.to.tier, value)) {
+      } else if (keeps_codes(p, job, value)) {
         copy(p, u);
-      } else {
+      } else if (value || cache.k_by_channel == 0) {
         encode(p, u);
       }
     }

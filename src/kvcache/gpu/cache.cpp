@@ -164,11 +164,6 @@ Result<std::unique_ptr<GpuKvCache::Data>> kv::plan_memory(const KvCacheOptions& 
   if (Status s = check_device("device", device, options.threads); !s.ok()) return s;
   Result<KvCache> facts = KvCache::create(options);
   if (!facts.ok()) return facts.status();
-  if (options.k_granularity != Granularity::per_token) {
-    return Status(Code::unsupported, "k_granularity: " + std::string(name(options.k_granularity)) +
-                                         " is for caches in host memory; on a GPU K has a scale "
-                                         "per_token only");
-  }
   auto d = std::make_unique<GpuKvCache::Data>(std::move(*facts));
   if (Status s = check_capacity(d->host(), capacity); !s.ok()) return s;
   const Result<const detail::Backend*> backend = detail::backend_of(device);
@@ -344,9 +339,9 @@ KvBytes GpuKvCache::bytes() const {
   const kv::DeviceCache& c = d.state.cache;
   KvBytes b;
   for (int t = 0; t < c.pools; ++t) {
-    const std::int64_t blocks = std::int64_t{c.pool[t].capacity} * c.blocks_per_page();
-    (t == 0 ? b.window : b.codes) += blocks * c.pool[t].block.code_bytes();
-    b.scales += blocks * c.pool[t].block.scale_bytes();
+    const std::int64_t pages = c.pool[t].capacity;
+    (t == 0 ? b.window : b.codes) += pages * c.pool[t].layout.code_bytes();
+    b.scales += pages * c.pool[t].layout.scale_bytes();
   }
   const std::int64_t heads = c.head_index(c.slots, 0, 0);
   b.tables = heads * c.most_pages * static_cast<std::int64_t>(sizeof(kv::Entry));

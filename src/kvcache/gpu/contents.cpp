@@ -121,8 +121,7 @@ Status GpuKvCache::read(std::int64_t slot, std::int64_t layer, const TensorView&
     for (std::int64_t h = 0; h < c.heads_kv; ++h) {
       const float* mean = held.k_mean.empty() ? nullptr : held.k_mean.data() + h * c.d;
       for (const kv::Entry& e : held.tables[static_cast<std::size_t>(h)]) {
-        const auto* from =
-            reinterpret_cast<const std::byte*>(c.pool[e.tier].page(e.page, c.blocks_per_page()));
+        const auto* from = reinterpret_cast<const std::byte*>(c.pool[e.tier].page(e.page));
         Status s = fetch(d, from, d.host().page_bytes(e.tier), stream, page);
         if (!s.ok()) return s;
         out.page(h, e, page.data(), mean);

@@ -73,9 +73,8 @@ Status fetch_pages(const Data& d, const kv::DevicePool& from,
       ++end;
     }
     const auto bytes = (end - i) * static_cast<std::size_t>(to.page_bytes());
-    Status s = d.backend->copy_to_host(to.page(static_cast<std::int32_t>(i)),
-                                       from.page(pages[i], d.state.cache.blocks_per_page()), bytes,
-                                       stream);
+    Status s = d.backend->copy_to_host(to.page(static_cast<std::int32_t>(i)), from.page(pages[i]),
+                                       bytes, stream);
     if (!s.ok()) return s;
     i = end;
   }
@@ -147,8 +146,7 @@ Status put_pages(const KvCacheData& host, const Data& d, Stream stream) {
       shares.push_back(static_cast<std::uint32_t>(pool.references(i) - 1));
     }
     for (std::int32_t i = 0; i < count; i += PagePool::slab_pages) {
-      auto* to =
-          reinterpret_cast<std::byte*>(state.cache.pool[t].page(i, state.cache.blocks_per_page()));
+      auto* to = reinterpret_cast<std::byte*>(state.cache.pool[t].page(i));
       const std::int64_t pages = std::min(count - i, PagePool::slab_pages);
       Status s = put(d, to, pool.page(i), pages * pool.page_bytes(), stream);
       if (!s.ok()) return s;

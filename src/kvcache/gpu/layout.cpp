@@ -113,12 +113,13 @@ std::size_t lay_out(const detail::KvCacheData& host, const KvGpuCapacity& capaci
   c.bf16 = o.window_format == Format::bf16 ? 1 : 0;
   c.rotate = o.rotate ? 1 : 0;
   c.smooth_k = o.smooth_k ? 1 : 0;
+  c.k_by_channel = host.k_by_channel() ? 1 : 0;
   const std::int64_t layers = capacity.sequences * o.layers, heads = layers * o.heads_kv;
   const std::int64_t plans = capacity.sequences * o.heads_kv;
   Room room(base);
   for (int t = 0; t < c.pools; ++t) {
     DevicePool& pool = c.pool[t];
-    pool.block = host.block(t);
+    pool.layout = host.layout(t);
     pool.capacity = static_cast<std::int32_t>(capacity.pages[static_cast<std::size_t>(t)]);
     room.take(pool.pages, pool.capacity * host.page_bytes(t));
     room.take(s.free_pages[t], pool.capacity);

@@ -1,0 +1,175 @@
+// The GPU's decode of caches whose K has a scale a channel, in the emulator, against the CPU's.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "emulated/decode_same.hpp"
+
+namespace qattn {
+namespace {
+
+using test::append_rows;
+using test::DecodeCase;
+using test::DeviceCall;
+using test::expect_same;
+using test::fill;
+using test::Filled;
+using test::MirroredCache;
+using test::normal_rows;
+using test::normal_values;
+using test::queries_for;
+using test::timings;
+
+KvCacheOptions by_channel(KvCacheOptions o, std::int64_t page = 32) {
+  o.k_granularity = Granularity::per_channel;
+  o.page_size = page;
+  o.window = o.sinks = page;
+  if (o.average_bits > 0) o.budget_from = *KvCache::shortest_length(o);
+  return o;
+}
+
+TEST(DeviceDecodeByChannel, EveryPairOfBits) {
+  int turn = 0;
+  for (const int k_bits : {2, 3, 4, 8}) {
+    for (const int v_bits : {2, 3, 4, 8}) {
+      const Filled f = fill(by_channel(test::uniform(k_bits, v_bits)), 500);
+      DecodeCase c = queries_for(f.cache.options(), 4, 1);
+      const std::string bits = std::to_string(k_bits) + "/" + std::to_string(v_bits) + ": ";
+      expect_same(c, f.cache, {f.id}, bits, turn++);
+    }
+  }
+}
+
+TEST(DeviceDecodeByChannel, HeadDimensionsGroupsAndPages) {
+  int turn = 0;
+  for (const std::int64_t d : {64, 128, 256}) {
+    for (const std::int64_t page : {16, 64}) {
+      KvCacheOptions o = test::mixed(2, d);
+      o.average_bits = page == 16 ? 6.3 : 4.6;
+      const Filled f = fill(by_channel(o, page), 1100);
+      const Result<KvUsage> usage = f.cache.usage(f.id, 0);
+      std::int64_t tiers = 0;
+      for (const std::int64_t tokens : usage->tier_tokens) tiers += tokens > 0 ? 1 : 0;
+      EXPECT_GE(tiers, 3) << "tiers that are tested";
+      for (const std::int64_t group : {1, 4, 16}) {
+        DecodeCase c = queries_for(f.cache.options(), group, 1);
+        expect_same(c, f.cache, {f.id},
+                    "d " + std::to_string(d) + " page " + std::to_string(page) + " group " +
+                        std::to_string(group) + ": ",
+                    turn++);
+      }
+    }
+  }
+}
+
+TEST(DeviceDecodeByChannel, LengthsAcrossPagesAndTiles) {
+  int turn = 0;
+  for (const std::int64_t page : {16, 32, 64}) {
+    const KvCacheOptions o = by_channel(test::uniform(4, 2), page);
+    for (const std::int64_t length : {1, 16, 17, 65, 129, 257}) {
+      const Filled f = fill(o, length);
+      DecodeCase c = queries_for(o, 2, 1);
+      expect_same(c, f.cache, {f.id},
+                  "page " + std::to_string(page) + " length " + std::to_string(length) + ": ",
+                  turn++);
+    }
+  }
+}
+
+TEST(DeviceDecodeByChannel, SeveralQueriesWindowsSoftcapSinksAndEvictions) {
+  KvCacheOptions o = test::mixed();
+  o.average_bits = 5.5;
+  Filled f = fill(by_channel(o), 700);
+  ASSERT_TRUE(f.cache.evict(f.id, 0, -1, 100, 133).ok());
+  ASSERT_TRUE(f.cache.evict(f.id, 0, 1, 401, 402).ok());
+  int turn = 0;
+  for (int features = 0; features < 8; ++features) {
+    const std::int64_t queries = std::array<std::int64_t, 4>{1, 3, 8, 2}[features % 4];
+    DecodeCase c = queries_for(f.cache.options(), 4, queries);
+    c.options.causal = (features & 1) == 0;
+    if (features & 2) c.options.window_left = 317;
+    if (features & 4) c.options.softcap = 2.5f;
+    if (features & 4) c.sinks = normal_values(c.heads_q, 5, 3.0f);
+    expect_same(c, f.cache, {f.id}, "features " + std::to_string(features) + ": ", turn++);
+  }
+}
+
+TEST(DeviceDecodeByChannel, OptionsOfTheCache) {
+  int turn = 0;
+  for (const bool rotate : {false, true}) {
+    for (const bool smooth : {false, true}) {
+      for (const Format format : {Format::f16, Format::bf16}) {
+        KvCacheOptions o = by_channel(test::uniform(3, 4));
+        o.rotate = rotate;
+        o.smooth_k = smooth;
+        o.window_format = format;
+        const Filled f = fill(o, 300, 8.0f);
+        DecodeCase c = queries_for(o, 2, 3);
+        c.options.softmax_scale = 0.05f;
+        expect_same(c, f.cache, {f.id}, "turn " + std::to_string(turn) + ": ", turn);
+        ++turn;
+      }
+    }
+  }
+}
+
+/// Channels of very different size, which is what this granularity is for.
+TEST(DeviceDecodeByChannel, ChannelsOfAnySize) {
+  const KvCacheOptions o = by_channel(test::uniform(4, 4));
+  for (const float size : {1e-3f, 1.0f, 200.0f}) {
+    Result<KvCache> cache = KvCache::create(o);
+    const std::int64_t id = *cache->add_sequence();
+    test::KvRows rows = normal_rows(300, 1, 128, 128, 1);
+    for (std::size_t i = 0; i < rows.k.size(); ++i) rows.k[i] *= i % 128 % 16 == 3 ? size : 1.0f;
+    append_rows(*cache, id, 0, rows);
+    DecodeCase c = queries_for(o, 4, 1);
+    c.options.softmax_scale = 0.088f / std::max(1.0f, size);
+    expect_same(c, *cache, {id}, "size " + std::to_string(size) + ": ", 0);
+  }
+}
+
+TEST(DeviceDecodeByChannel, BadTokensSpoilExactlyTheRowsThatSeeThem) {
+  int turn = 0;
+  for (const int bits : {2, 4, 8}) {
+    for (const bool in_v : {false, true}) {
+      for (const std::int64_t bad : {5, 200, 397}) {  // a sink, a quantised token, the window
+        KvCacheOptions o = by_channel(test::uniform(bits, bits, 2));
+        Result<KvCache> cache = KvCache::create(o);
+        const std::int64_t id = *cache->add_sequence();
+        test::KvRows rows = normal_rows(400, 2, 128, 128, 1);
+        std::vector<float>& x = in_v ? rows.v : rows.k;
+        x[static_cast<std::size_t>((bad * 2 + 1) * 128 + 17)] =
+            bad == 200 ? -std::numeric_limits<float>::infinity() : NAN;  // head 1
+        append_rows(*cache, id, 0, rows);
+        DecodeCase c = queries_for(o, 2, 8);  // at 392 to 399
+        expect_same(c, *cache, {id}, "bad " + std::to_string(bad) + ": ", turn++);
+        std::int64_t spoilt = 0;
+        for (const float v : c.out) spoilt += std::isnan(v) ? 1 : 0;
+        EXPECT_EQ(spoilt, 2 * 128 * (bad == 397 ? 3 : 8));
+        ASSERT_TRUE(cache->evict(id, 0, -1, bad, bad + 1).ok());
+        expect_same(c, *cache, {id}, "after its eviction ", turn++);
+      }
+    }
+  }
+}
+
+/// A sum over channels of a page and a row: the CPU's alone.
+TEST(DeviceDecodeByChannel, DebiasIsRefused) {
+  const Filled f = fill(by_channel(test::uniform(4, 4)), 100);
+  DecodeCase c = queries_for(f.cache.options(), 4, 1);
+  c.options.debias = true;
+  MirroredCache mirror(f.cache, {f.id});
+  DeviceCall device(c, mirror.view(), {0}, 7);
+  const Status s = device.run(timings[0]);
+  EXPECT_EQ(s.code(), Code::unsupported);
+  EXPECT_EQ(s.message(), "debias: should be off on a GPU where K has a scale a channel");
+  for (const float x : device.results().out) ASSERT_EQ(x, 7.0f);
+}
+
+}  // namespace
+}  // namespace qattn
