@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "decode_cache.cuh"
 #include "formats/f16.hpp"
 #include "formats/hadamard.hpp"
 #include "formats/kv.hpp"
@@ -32,73 +33,7 @@
 namespace {
 
 using namespace qattn;
-
-void check(cudaError_t e, const char* what) {
-  if (e == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(e));
-  std::exit(1);
-}
-void check(const Status& s) {
-  if (s.ok()) return;
-  std::fprintf(stderr, "%s\n", s.message().c_str());
-  std::exit(1);
-}
-
-template <class T>
-class DeviceArray {
- public:
-  explicit DeviceArray(std::size_t count) : count_(count) {
-    check(cudaMalloc(&data_, std::max<std::size_t>(count * sizeof(T), 256)), "cudaMalloc");
-  }
-  explicit DeviceArray(const std::vector<T>& host) : DeviceArray(host.size()) {
-    check(cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice), "copy");
-  }
-  DeviceArray(DeviceArray&& x) noexcept : data_(x.data_), count_(x.count_) { x.data_ = nullptr; }
-  DeviceArray& operator=(DeviceArray&&) = delete;
-  ~DeviceArray() { cudaFree(data_); }
-  T* get() const { return static_cast<T*>(data_); }
-  std::size_t size() const { return count_; }
-  std::vector<T> fetch(std::size_t first, std::size_t count) const {
-    std::vector<T> host(count);
-    check(cudaMemcpy(host.data(), get() + first, count * sizeof(T), cudaMemcpyDeviceToHost),
-          "fetch");
-    return host;
-  }
-
- private:
-  void* data_ = nullptr;
-  std::size_t count_;
-};
-
-// ---- Filling ------------------------------------------------------------------------------------
-
-__device__ std::uint32_t mix(std::uint64_t x) {
-  x ^= x >> 33;
-  x *= 0xff51afd7ed558ccdull;
-  x ^= x >> 33;
-  x *= 0xc4ceb9fe1a85ec53ull;
-  return static_cast<std::uint32_t>(x >> 32);
-}
-
-/// Random codes; scales that make a code's value about N(0,1)'s size; rows uniform in [-1.7, 1.7].
-__global__ void fill_pool(std::uint8_t* pool, formats::KvBlock block, std::int64_t blocks) {
-  const std::int64_t halves = blocks * block.bytes() / 2;
-  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-       i < halves; i += step) {
-    const std::uint32_t random = mix(static_cast<std::uint64_t>(i) + 0x1234567);
-    const int at = static_cast<int>(i % (block.bytes() / 2)) * 2;
-    auto code = static_cast<std::uint16_t>(random);
-    if (block.window() || at >= block.k_scales()) {
-      const float u = static_cast<float>(random >> 8) * 0x1p-24f;
-      const int bits = at >= block.v_scales() ? block.v_bits : block.k_bits;
-      const float x = block.window() ? 3.4f * (u - 0.5f)
-                                     : 3.4f / static_cast<float>(1 << bits) * (0.75f + 0.5f * u);
-      code = formats::F16::encode(x);
-    }
-    reinterpret_cast<std::uint16_t*>(pool)[i] = code;
-  }
-}
+using namespace qattn::bench;
 
 __global__ void read_all(const uint4* from, std::int64_t count, std::uint32_t* to) {
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
@@ -115,129 +50,6 @@ __global__ void read_all(const uint4* from, std::int64_t count, std::uint32_t* t
   if (sum == 0x9e3779b9u) *to = sum;
 }
 
-// ---- Cases --------------------------------------------------------------------------------------
-
-struct Shape {
-  std::int64_t batch, heads_q, heads_kv, d, tokens, page;
-};
-
-struct Case {
-  const char* name;
-  std::vector<std::pair<KvTier, int>> tiers;  ///< and how many pages of 100
-};
-
-const std::vector<Case>& all_cases() {
-  static const std::vector<Case> cases = {
-      {"kv8", {{{8, 8}, 100}}},
-      {"kv4", {{{4, 4}, 100}}},
-      {"kv3", {{{3, 3}, 100}}},
-      {"kv2", {{{2, 2}, 100}}},
-      {"mixed", {{{8, 8}, 5}, {{4, 4}, 25}, {{3, 3}, 40}, {{2, 2}, 30}}},
-      {"k4v2", {{{4, 2}, 100}}},
-  };
-  return cases;
-}
-
-class Cache {
- public:
-  Cache(const Shape& s, const Case& c) {
-    kv::DeviceCache& v = view;
-    v.d = v.dv = static_cast<std::int32_t>(s.d);
-    v.page_size = static_cast<std::int32_t>(s.page);
-    v.window_tokens = 128;
-    v.sinks = 16;
-    v.layers = 1;
-    v.heads_kv = static_cast<std::int32_t>(s.heads_kv);
-    v.slots = static_cast<std::int32_t>(s.batch);
-    v.most_pages = static_cast<std::int32_t>((s.tokens + s.page - 1) / s.page);
-    v.pools = static_cast<std::int32_t>(1 + c.tiers.size());
-    v.rotate = v.smooth_k = 1;
-    const auto layout = [&](int k_bits, int v_bits) {
-      return formats::KvPage{{v.d, v.dv, k_bits, v_bits}, v.blocks_per_page(), false};
-    };
-    v.pool[0].layout = layout(formats::kv_window_bits, formats::kv_window_bits);
-    for (std::size_t i = 0; i < c.tiers.size(); ++i) {
-      v.pool[i + 1].layout = layout(c.tiers[i].first.k_bits, c.tiers[i].first.v_bits);
-    }
-    make_tables(s, c);
-    for (int i = 0; i < v.pools; ++i) make_pool(v.pool[i]);
-    const std::vector<std::int32_t> lengths(static_cast<std::size_t>(s.batch),
-                                            static_cast<std::int32_t>(s.tokens));
-    lengths_.emplace_back(lengths);
-    std::vector<float> means(static_cast<std::size_t>(s.batch * s.heads_kv * s.d));
-    for (std::size_t i = 0; i < means.size(); ++i) means[i] = static_cast<float>(i % 13) * 0.1f;
-    means_.emplace_back(means);
-    const std::vector<std::int32_t> ones(static_cast<std::size_t>(s.batch), 1);
-    lengths_.emplace_back(ones);
-    v.lengths = lengths_[0].get();
-    v.has_mean = lengths_[1].get();
-    v.k_means = means_[0].get();
-  }
-
-  kv::DeviceCache view;
-  std::vector<kv::Entry> table;  ///< as on the device
-  std::int64_t bytes = 0;        ///< of pages that a step reads
-
- private:
-  void make_tables(const Shape& s, const Case& c) {
-    std::mt19937 random(5);
-    const std::int64_t pages = view.most_pages;
-    for (std::int64_t head = 0; head < s.batch * s.heads_kv; ++head) {
-      for (std::int64_t i = 0; i < pages; ++i) {
-        kv::Entry e;
-        const std::int64_t first = i * s.page, left = s.tokens - first;
-        e.first = static_cast<std::int32_t>(first);
-        e.live = left >= 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << left) - 1;
-        if (s.page < 64) e.live &= (std::uint64_t{1} << s.page) - 1;
-        const bool window = first < view.sinks || first + s.page > s.tokens - view.window_tokens;
-        if (!window) {
-          int share = static_cast<int>(random() % 100);
-          e.tier = 1;
-          for (const auto& [tier, percent] : c.tiers) {
-            if (share < percent) break;
-            share -= percent;
-            ++e.tier;
-          }
-        }
-        view.pool[e.tier].capacity++;
-        table.push_back(e);
-      }
-    }
-    // Pages of a pool lie in any order.
-    std::vector<std::vector<std::int32_t>> numbers(static_cast<std::size_t>(view.pools));
-    for (int t = 0; t < view.pools; ++t) {
-      auto& n = numbers[static_cast<std::size_t>(t)];
-      n.resize(static_cast<std::size_t>(view.pool[t].capacity));
-      std::iota(n.begin(), n.end(), 0);
-      std::shuffle(n.begin(), n.end(), random);
-    }
-    for (kv::Entry& e : table) {
-      e.page = numbers[e.tier].back();
-      numbers[e.tier].pop_back();
-      bytes += std::int64_t{view.pool[e.tier].layout.block.bytes()} * kv::live_blocks(e);
-    }
-    entries_.emplace_back(table);
-    counts_.emplace_back(
-        std::vector<std::int32_t>(static_cast<std::size_t>(s.batch * s.heads_kv), view.most_pages));
-    view.entries = entries_[0].get();
-    view.counts = counts_[0].get();
-  }
-
-  void make_pool(kv::DevicePool& pool) {
-    const std::int64_t blocks = std::int64_t{pool.capacity} * view.blocks_per_page();
-    pages_.emplace_back(static_cast<std::size_t>(blocks * pool.layout.block.bytes()));
-    pool.pages = pages_.back().get();
-    if (blocks == 0) return;
-    fill_pool<<<2048, 256>>>(pool.pages, pool.layout.block, blocks);
-    check(cudaDeviceSynchronize(), "fill_pool");
-  }
-
-  std::vector<DeviceArray<std::uint8_t>> pages_;
-  std::vector<DeviceArray<kv::Entry>> entries_;
-  std::vector<DeviceArray<std::int32_t>> counts_, lengths_;
-  std::vector<DeviceArray<float>> means_;
-};
-
 // ---- One row in float64 -------------------------------------------------------------------------
 
 /// O of one query head of one sequence over the pages as they are.
@@ -248,7 +60,7 @@ std::vector<double> reference(const Shape& s, const Cache& cache, const std::vec
   const auto d = static_cast<std::size_t>(s.d);
   const float* raw = q.data() + static_cast<std::size_t>((b * s.heads_q + head) * s.d);
   std::vector<float> rotated(raw, raw + d), mean(d);
-  formats::rotate(rotated.data(), static_cast<int>(d));
+  if (v.rotates_k()) formats::rotate(rotated.data(), static_cast<int>(d));
   check(cudaMemcpy(mean.data(), v.k_means + pair * s.d, d * 4, cudaMemcpyDeviceToHost), "mean");
   const double scale = 1 / std::sqrt(static_cast<double>(s.d));
   double offset = 0, sum = 0;
@@ -259,32 +71,36 @@ std::vector<double> reference(const Shape& s, const Cache& cache, const std::vec
     const kv::Entry& e = cache.table[static_cast<std::size_t>(pair * v.most_pages + i)];
     const kv::DevicePool& pool = v.pool[e.tier];
     const formats::KvBlock& k = pool.layout.block;
-    page.resize(static_cast<std::size_t>(k.bytes()) * v.blocks_per_page());
-    check(cudaMemcpy(page.data(), pool.page(e.page), page.size(),
-                     cudaMemcpyDeviceToHost),
-          "page");
+    const formats::KvPage& layout = pool.layout;
+    page.resize(static_cast<std::size_t>(layout.bytes()));
+    check(cudaMemcpy(page.data(), pool.page(e.page), page.size(), cudaMemcpyDeviceToHost), "page");
     for (int token = 0; token < v.page_size; ++token) {
       if ((e.live >> token & 1) == 0) continue;
-      const std::uint8_t* block = page.data() + token / 16 * k.bytes();
-      const int t = token % 16;
+      const int first = token / 16 * layout.block_bytes(), t = token % 16;
+      const std::uint8_t* block = page.data() + first;
       const auto half = [&](int at) {
         std::uint16_t code;
         std::memcpy(&code, block + at, 2);
         return static_cast<double>(formats::F16::decode(code));
       };
+      const auto channel_scale = [&](int c) {
+        return layout.k_by_channel ? half(layout.channel_scales() - first + 2 * c) : 1.0;
+      };
       double score = 0;
       for (int c = 0; c < v.d; ++c) {
         const auto at = static_cast<std::size_t>(c);
         score += k.window() ? raw[at] * half((t * v.d + c) * 2)
-                            : static_cast<double>(rotated[at]) *
+                            : static_cast<double>(rotated[at]) * channel_scale(c) *
                                   formats::kv_value(formats::kv_code_at(block, 16 * v.d, k.k_bits,
                                                                         formats::kv_place_k(t, c)),
                                                     k.k_bits);
       }
-      if (!k.window()) score = score * half(k.k_scales() + 2 * t) + offset;
+      if (!k.window()) {
+        score = score * (layout.k_by_channel ? 1.0 : half(k.k_scales() + 2 * t)) + offset;
+      }
       const double p = std::exp(score * scale);
       sum += p;
-      const double vs = k.window() ? 0 : half(k.v_scales() + 2 * t);
+      const double vs = k.window() ? 0 : half(layout.v_scales() + 2 * t);
       for (int c = 0; c < v.dv; ++c) {
         const auto at = static_cast<std::size_t>(c);
         if (k.window()) {
@@ -331,7 +147,7 @@ double median_us(const std::function<void()>& body, const DeviceArray<uint4>& ot
 }
 
 struct Line {
-  double us, mass_us, decode_us, bytes, error;
+  double us, mass_us, debias_us, decode_us, bytes, error;  ///< debias_us 0: there is none
 };
 
 /// A call as serving has it: all its kernels as a graph, behind one launch.
@@ -353,11 +169,26 @@ double graph_us(const kernels::DeviceDecodeCall& call, void* workspace,
 }
 
 /// The main kernel alone: its neighbours' work has been done.
-template <int D, int N>
+template <int D, int N, bool ByChannel>
 void launch_alone(const kernels::DecodeParams& p) {
-  const isa::LaunchError e = isa::launch<kernels::Decode<kernels::DecodeConfig{D, D, N}>>(
-      p, {static_cast<int>(p.blocks), 1, 1}, nullptr);
+  using Kernel = kernels::Decode<kernels::DecodeConfig{D, D, N, ByChannel}>;
+  const isa::LaunchError e = isa::launch<Kernel>(p, {static_cast<int>(p.blocks), 1, 1}, nullptr);
   if (!e.empty()) check(Status(Code::internal, e));
+}
+
+void launch_alone(const kernels::DecodeParams& p) {
+  const bool narrow = p.unit_rows == 8;
+  if (p.cache.k_by_channel != 0) {
+    if (p.cache.d == 64) return launch_alone<64, 1, true>(p);
+    return p.cache.d == 128 ? launch_alone<128, 1, true>(p) : launch_alone<256, 1, true>(p);
+  }
+  if (p.cache.d == 64) {
+    return narrow ? launch_alone<64, 1, false>(p) : launch_alone<64, 2, false>(p);
+  }
+  if (p.cache.d == 128) {
+    return narrow ? launch_alone<128, 1, false>(p) : launch_alone<128, 2, false>(p);
+  }
+  launch_alone<256, 1, false>(p);
 }
 
 Line measure(const Shape& s, const Case& c, const DeviceArray<uint4>& other) {
@@ -395,18 +226,16 @@ Line measure(const Shape& s, const Case& c, const DeviceArray<uint4>& other) {
     }
   }
 
-  Line line{0, 0, 0, static_cast<double>(cache.bytes), std::sqrt(error / norm)};
+  Line line{0, 0, 0, 0, static_cast<double>(cache.bytes), std::sqrt(error / norm)};
   line.mass_us = graph_us(with_mass, workspace.get(), other);
   line.us = graph_us(call, workspace.get(), other);
+  if (!c.by_channel) {
+    kernels::DeviceDecodeCall straight = call;
+    straight.options.debias = true;
+    line.debias_us = graph_us(straight, workspace.get(), other);
+  }
   const kernels::DecodeParams p = kernels::params_in(call, workspace.get());
-  line.decode_us = median_us(
-      [&] {
-        const bool narrow = p.unit_rows == 8;
-        if (s.d == 64) return narrow ? launch_alone<64, 1>(p) : launch_alone<64, 2>(p);
-        if (s.d == 128) return narrow ? launch_alone<128, 1>(p) : launch_alone<128, 2>(p);
-        launch_alone<256, 1>(p);
-      },
-      other);
+  line.decode_us = median_us([&] { launch_alone(p); }, other);
   return line;
 }
 
@@ -459,13 +288,13 @@ int main(int argc, char** argv) {
       other);
   const double read_rate = static_cast<double>(other.size()) * 16 / read_us * 1e-3;
   std::printf("%s: a plain read of 2 GiB reaches %.0f GB/s\n", device.name, read_rate);
-  std::printf("%-6s %3s %4s %4s %4s %7s %10s %10s %10s %7s %6s %10s %9s\n", "cache", "B", "Hq",
-              "Hkv", "D", "S", "call us", "with mass", "decode us", "GB/s", "%", "decode %",
+  std::printf("%-6s %3s %4s %4s %4s %7s %9s %9s %9s %9s %7s %6s %8s %9s\n", "cache", "B", "Hq",
+              "Hkv", "D", "S", "call us", "mass", "debias", "decode us", "GB/s", "%", "decode %",
               "NRMSE");
   std::string json = std::string("{\"device\": \"") + device.name +
                      "\", \"read_gb_per_s\": " + std::to_string(read_rate) + ", \"rows\": [";
   constexpr char format[] =
-      "%-6s %3lld %4lld %4lld %4lld %7lld %10.1f %10.1f %10.1f %7.0f %6.1f %10.1f %9.2e%s\n";
+      "%-6s %3lld %4lld %4lld %4lld %7lld %9.1f %9.1f %9.1f %9.1f %7.0f %6.1f %8.1f %9.2e%s\n";
   const auto n = [](std::int64_t x) { return static_cast<long long>(x); };
   bool wrong = false;
   for (const std::int64_t tokens : lengths) {
@@ -479,8 +308,8 @@ int main(int argc, char** argv) {
       const bool bad = !(l.error <= 2e-3);
       wrong |= bad;
       std::printf(format, c.name, n(shape.batch), n(shape.heads_q), n(shape.heads_kv), n(shape.d),
-                  n(tokens), l.us, l.mass_us, l.decode_us, rate, 100 * rate / read_rate,
-                  100 * alone / read_rate, l.error, bad ? "  WRONG" : "");
+                  n(tokens), l.us, l.mass_us, l.debias_us, l.decode_us, rate,
+                  100 * rate / read_rate, 100 * alone / read_rate, l.error, bad ? "  WRONG" : "");
       json += std::string(json.back() == '[' ? "" : ",") + "\n  {\"cache\": \"" + c.name + "\"";
       const auto put = [&](const char* name, auto x) {
         json += std::string(", \"") + name + "\": " + std::to_string(x);
@@ -488,6 +317,7 @@ int main(int argc, char** argv) {
       put("batch", shape.batch), put("heads_q", shape.heads_q), put("heads_kv", shape.heads_kv);
       put("d", shape.d), put("tokens", tokens), put("page", shape.page), put("us", l.us);
       put("mass_us", l.mass_us), put("decode_us", l.decode_us);
+      if (l.debias_us > 0) put("debias_us", l.debias_us);
       put("bytes", static_cast<long long>(l.bytes)), put("gb_per_s", rate), put("nrmse", l.error);
       json += "}";
     }

@@ -91,8 +91,9 @@ def measure(torch, args, batch, tokens):
     for members in rows.values():
         row = {key: members[0][key] for key in KEYS}
         row["us"] = statistics.median(m["us"] for m in members)
-        for name in ("mass_us", "decode_us"):
-            row[name] = statistics.median(m[name] for m in members)
+        for name in ("mass_us", "debias_us", "decode_us"):
+            if name in members[0]:  # no debias where K has a scale a channel
+                row[name] = statistics.median(m[name] for m in members)
         row["gb_per_s"] = row["bytes"] / row["us"] * 1e-3
         medians.append(row)
     return {
@@ -138,10 +139,11 @@ def tables(runs):
             share = 100 * row["gb_per_s"] / one["read_gb_per_s"]
             ratios = [f"{us / row['us']:.2f}x" for us in beside.values()]
             rows.append([row["cache"], f"{row['us']:.0f} us", f"{share:.0f} %", *ratios])
-            if "mass_us" in row:  # older records lack it
-                rows[-1].append(f"{100 * (row['mass_us'] / row['us'] - 1):+.1f} %")
+            for name in ("mass_us", "debias_us"):
+                cost = f"{100 * (row[name] / row['us'] - 1):+.1f} %" if name in row else "-"
+                rows[-1].append(cost)
         head = ["", "a call", "of the read", *(f"beside {b}" for b in beside)]
-        lines += markdown(head + ["mass costs"] * (len(rows[0]) > len(head)), rows)
+        lines += markdown([*head, "mass costs", "debias costs"], rows)
     return lines
 
 
@@ -165,6 +167,7 @@ def section():
         f"{p['date']}, commit {p['commit']}, {p['gpu']}, driver {driver}, torch {p['torch']}, "
         f"`{NAME}` (`bench/bench.py decode`): one query a sequence, pages of 16 tokens, a window "
         "of 128 tokens and 16 sinks in 16 bits; all kernels of a call, as a graph. mixed: 5 % of "
-        "the pages in 8 bits, 25 % in 4, 40 % in 3 and 30 % in 2." + clocks_text(p),
+        "the pages in 8 bits, 25 % in 4, 40 % in 3 and 30 % in 2; kv4c and kv2c: K with a scale a "
+        "channel." + clocks_text(p),
     ]
     return intro + tables(record["runs"])

@@ -57,7 +57,7 @@ struct KvCacheOptions {
   bool rotate = true;
   /// Scales of K in tiers: per_token, or per_channel over the tokens of a page, which suits keys
   /// some of whose channels vary far more than others, and costs 2 d + 16 bytes a page and head
-  /// instead of 2 page_size. V has a scale a token. Caches in host memory only.
+  /// instead of 2 page_size. V has a scale a token.
   Granularity k_granularity = Granularity::per_token;
   KvImportance importance = KvImportance::uniform;
   float importance_decay = 0.9f;  ///< observe(): what is kept of the old value, in [0, 1)
@@ -196,7 +196,8 @@ struct KvDecodeOptions {
   int threads = 0;                     ///< 0: the cache's
   /// Adds to the score of every token whose K has 2, 3 or 4 bits half the variance that rounding K
   /// left in it, so that exp(score) is right in the mean: without it tokens in few bits get too
-  /// little weight beside others (docs/NUMERICS.md). Not with a softcap.
+  /// little weight beside others (docs/NUMERICS.md). Not with a softcap, nor on a GPU where K has a
+  /// scale a channel.
   bool debias = false;
 };
 

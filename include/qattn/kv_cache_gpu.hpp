@@ -41,7 +41,7 @@ struct KvGpuAppendTensors {
 class GpuKvCache {
  public:
   /// Errors: invalid_argument names the option, its value and the rule; out_of_memory; unsupported
-  /// where the device has no such kernels, and for any k_granularity but per_token.
+  /// where the device has no such kernels.
   static Result<GpuKvCache> create(const KvCacheOptions& options, const KvGpuCapacity& capacity,
                                    Device device, Stream stream = nullptr);
   GpuKvCache(GpuKvCache&&) noexcept;

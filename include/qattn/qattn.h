@@ -231,7 +231,7 @@ typedef struct qattn_kv_options {
   int32_t importance;                      /* QATTN_KV_IMPORTANCE_* */
   int32_t threads;
   float importance_decay, hysteresis;
-  int32_t k_granularity; /* QATTN_PER_TOKEN or, in host memory only, QATTN_PER_CHANNEL */
+  int32_t k_granularity; /* QATTN_PER_TOKEN or QATTN_PER_CHANNEL */
   int32_t reserved;      /* 0 */
 } qattn_kv_options;
 

@@ -88,7 +88,8 @@ class QattnCache(Cache):
     where the model's keys are, else float16. observe: with a budget, attention of that many of a
     prompt's last queries gives its tokens their importance, and decode steps go on with what they
     see; 0: neither. Default: 64 with a budget and importance "uniform", else 0. debias: as
-    KvCache.decode() has it, in layers without a softcap. A budget holds from budget_from tokens on,
+    KvCache.decode() has it, in layers without a softcap (default: where the cache has it, which a
+    GPU's with k_granularity "per_channel" does not). A budget holds from budget_from tokens on,
     by default thousands; for shorter texts name it, and a smaller window. tokens, sequences: on a
     GPU, whose memory is taken once, the most tokens of a row and the rows held at a time, forks too
     (default: the first batch); in host memory they mean nothing.
@@ -116,7 +117,7 @@ class QattnCache(Cache):
         config: Any,
         *,
         observe: int | None = None,
-        debias: bool = True,
+        debias: bool | None = None,
         window_dtype: Any = None,
         tokens: int | None = None,
         sequences: int | None = None,
@@ -137,7 +138,7 @@ class QattnCache(Cache):
                 f"observe: {observe} with importance {options['importance']!r}, which is in "
                 "another unit than what queries see"
             )
-        self._debias = boolean("debias", debias)
+        self._debias = None if debias is None else boolean("debias", debias)
         self._options = options
         self._given_dtype = window_dtype
         self._tokens = None if tokens is None else integer("tokens", tokens)
@@ -432,13 +433,19 @@ class QattnCache(Cache):
             scale=asked.scale,
             window_left=None if asked.sliding_window is None else asked.sliding_window - 1,
             softcap=asked.softcap,
-            debias=self._debias and not asked.softcap,
+            debias=self._debiases() and not asked.softcap,
             sinks=None if asked.sinks is None else asked.sinks.detach().float(),
             return_mass=self._observe > 0,
             out=out,
         )
         if self._observe:
             self.kv.observe(layer, sequences, given[1])
+
+    def _debiases(self) -> bool:
+        if self._debias is not None:
+            return self._debias
+        by_channel = self._options.get("k_granularity", "per_token") == "per_channel"
+        return not (by_channel and isinstance(self.kv, GpuKvCache))
 
     def _importance(
         self, query: torch.Tensor, key: torch.Tensor, asked: Features

@@ -340,11 +340,12 @@ def test_decode_tables_by_hand():
     run = {"read_gb_per_s": 3000.0, "torch_us": {"cudnn": 50.0}, "rows": [row]}
     text = "\n".join(decode.tables([run]))
     assert "B 2, 1024 tokens, heads 8/2, D 64; a plain read 3000 GB/s" in text
-    assert "| kv4 | 20 us | 50 % | 2.50x |" in text
+    assert "| kv4 | 20 us | 50 % | 2.50x | - | - |" in text
     row["mass_us"] = 20.5
+    row["debias_us"] = 20.2
     text = "\n".join(decode.tables([run]))
-    assert "|  | a call | of the read | beside cudnn | mass costs |" in text
-    assert "| kv4 | 20 us | 50 % | 2.50x | +2.5 % |" in text
+    assert "|  | a call | of the read | beside cudnn | mass costs | debias costs |" in text
+    assert "| kv4 | 20 us | 50 % | 2.50x | +2.5 % | +1.0 % |" in text
 
 
 def test_kv_tables_by_hand():

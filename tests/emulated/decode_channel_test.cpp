@@ -158,6 +158,31 @@ TEST(DeviceDecodeByChannel, BadTokensSpoilExactlyTheRowsThatSeeThem) {
   }
 }
 
+/// What f16 does not hold spoils who sees it, also where its score is -Inf, and nobody else.
+TEST(DeviceDecodeByChannel, KeysBeyondF16) {
+  KvCacheOptions o = by_channel(test::uniform(4, 4, 2));
+  o.window_format = Format::bf16;
+  o.smooth_k = false;
+  Result<KvCache> cache = KvCache::create(o);
+  const std::int64_t id = *cache->add_sequence();
+  test::KvRows rows = normal_rows(200, 2, 128, 128, 1);
+  rows.k[(70 * 2 + 1) * 128 + 5] = 3e5f;  // token 70 of head 1
+  append_rows(*cache, id, 0, rows);
+  DecodeCase c = queries_for(o, 2, 1);
+  for (std::size_t head = 0; head < 4; ++head) c.q[head * 128 + 5] = -1.0f;
+  ASSERT_TRUE(c.run(*cache, {id}).ok());
+  MirroredCache mirror(*cache, {id});
+  DeviceCall device(c, mirror.view(), {0}, 13);
+  ASSERT_TRUE(device.run(timings[2]).ok());
+  for (std::size_t i = 0; i < c.out.size(); ++i) {
+    ASSERT_FALSE(std::isnan(c.out[i]));
+    const float got = device.results().out[i];
+    ASSERT_EQ(std::isnan(got), i >= 2 * 128) << i;
+    if (i >= 2 * 128) continue;
+    ASSERT_NEAR(got, c.out[i], 1e-2);
+  }
+}
+
 /// A sum over channels of a page and a row: the CPU's alone.
 TEST(DeviceDecodeByChannel, DebiasIsRefused) {
   const Filled f = fill(by_channel(test::uniform(4, 4)), 100);

@@ -2,9 +2,10 @@
 // told, forks and files, an append that is captured in a graph and replayed, and how long steps
 // take. decode():
 // kv_decode_on_gpu.cpp.
-//   kv_cache_on_gpu [--no-times STEPS]   without the steps that are only timed, and with so many of
-//                                        the 1000 replays of a captured step: racecheck ends a
-//                                        program of 1000
+//   kv_cache_on_gpu [--no-times STEPS] [--k per_token|per_channel]
+//     --no-times   without the steps that are only timed, and with so many of the 1000 replays of a
+//                  captured step: racecheck ends a program of 1000
+//     --k          caches whose K has such scales alone; captured steps are per_token's
 #include <algorithm>
 #include <cstdio>
 #include <random>
@@ -27,6 +28,7 @@ struct Shape {
   std::int64_t batch = 4, heads = 4, d = 128, tokens = 4096;
   double average_bits = 4;
   std::int64_t page = 16;
+  Granularity k = Granularity::per_token;
 };
 
 /// Both caches, and the tensors of calls.
@@ -146,6 +148,7 @@ class Pair {
     o.heads_kv = s.heads;
     o.d = o.dv = s.d;
     o.page_size = s.page;
+    o.k_granularity = s.k;
     o.average_bits = s.average_bits;
     o.window = 128;
     o.sinks = 64;
@@ -191,8 +194,8 @@ void random_appends(const Shape& s) {
     if (n % 20 == 13) pair.through_files();
     pair.compare("random appends");
   }
-  std::printf("random appends, forks and files, D %d, pages of %d: equal\n", static_cast<int>(s.d),
-              static_cast<int>(s.page));
+  std::printf("random appends, forks and files, D %d, pages of %d, K %s: equal\n",
+              static_cast<int>(s.d), static_cast<int>(s.page), std::string(name(s.k)).c_str());
 }
 
 void captured_steps() {
@@ -259,24 +262,45 @@ void time_steps(std::int64_t prefill) {
 }  // namespace qattn
 
 int main(int argc, char** argv) {
+  using qattn::Granularity;
   std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what was right before a tool stopped it
-  const bool times = argc == 1;
-  const bool given = argc == 3 && std::string(argv[1]) == "--no-times";
-  const std::int64_t steps = given ? std::atoll(argv[2]) : qattn::test::most_steps;
-  if ((!times && !given) || steps < 1 || steps > qattn::test::most_steps) {
-    std::fprintf(stderr, "usage: kv_cache_on_gpu [--no-times STEPS], of 1 to 1000 replays\n");
-    return 2;
-  }
-  for (const std::int64_t d : {64, 128, 256}) {
-    for (const std::int64_t page : {16, 64}) {
-      qattn::Shape s;
-      s.d = d;
-      s.page = page;
-      qattn::random_appends(s);
+  bool times = true, good = argc % 2 == 1;
+  std::int64_t steps = qattn::test::most_steps;
+  std::vector<Granularity> scales = {Granularity::per_token, Granularity::per_channel};
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string option = argv[i];
+    if (option == "--no-times") {
+      times = false;
+      steps = std::atoll(argv[i + 1]);
+    } else if (const auto k = qattn::granularity_named(argv[i + 1]); option == "--k" && k) {
+      scales = {*k};
+    } else {
+      good = false;
     }
   }
+  if (!good || steps < 1 || steps > qattn::test::most_steps ||
+      (scales[0] != Granularity::per_token && scales[0] != Granularity::per_channel)) {
+    std::fprintf(stderr,
+                 "usage: kv_cache_on_gpu [--no-times STEPS] [--k per_token|per_channel], of 1 to "
+                 "1000 replays\n");
+    return 2;
+  }
+  for (const Granularity k : scales) {
+    for (const std::int64_t d : {64, 128, 256}) {
+      for (const std::int64_t page : {16, 64}) {
+        qattn::Shape s;
+        s.d = d;
+        s.page = page;
+        s.k = k;
+        if (k == Granularity::per_channel) s.average_bits += 0.5;  // scales of pages of 16 tokens
+        qattn::random_appends(s);
+      }
+    }
+    qattn::test::decode_on_gpu(k);
+  }
+  if (scales[0] == Granularity::per_channel) return 0;
   qattn::captured_steps();
-  qattn::test::decode_on_gpu(steps);
+  qattn::test::decode_steps_on_gpu(steps);
   for (const std::int64_t tokens : {1000, 8000, 32000}) {
     if (times) qattn::time_steps(tokens);
   }

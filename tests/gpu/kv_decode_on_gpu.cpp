@@ -62,6 +62,7 @@ struct Mix {
   const char* name;
   std::vector<KvTier> tiers;
   double average_bits;
+  Granularity k;
 };
 
 /// Sequences of many lengths on the host and on the device.
@@ -96,6 +97,7 @@ class Filled {
     o.heads_kv = heads;
     o.d = o.dv = d;
     o.tiers = mix.tiers;
+    o.k_granularity = mix.k;
     o.window = 64;
     o.average_bits = mix.average_bits;
     if (o.average_bits > 0) o.budget_from = *KvCache::shortest_length(o);
@@ -157,7 +159,7 @@ void compare_decode(Filled& f, std::int64_t group, std::int64_t queries, unsigne
   KvDecodeOptions options;
   if (features & 1) options.window_left = 200;
   if (features & 2) options.softcap = 3.0f;
-  options.debias = (features & 3) == 1;
+  options.debias = (features & 3) == 1 && o.k_granularity == Granularity::per_token;
   const std::initializer_list<std::int64_t> shape = {batch, queries, heads, o.d};
   KvDecodeTensors t;
   t.q = TensorView::dense(q.data(), Format::f16, shape);
@@ -196,11 +198,7 @@ void compare_decode(Filled& f, std::int64_t group, std::int64_t queries, unsigne
   }
 }
 
-void against_the_cpu() {
-  const Mix mixes[] = {{"8, 4, 3, 2 bits at 4.5", {{8, 8}, {4, 4}, {3, 3}, {2, 2}}, 4.5},
-                       {"8 bits", {{8, 8}}, 0},
-                       {"K 4, V 2 bits", {{4, 2}}, 0},
-                       {"3 bits", {{3, 3}}, 0}};
+void against_the_cpu(Granularity k, const std::vector<Mix>& mixes) {
   for (const std::int64_t d : {64, 128, 256}) {
     Worst worst;
     for (const Mix& mix : mixes) {
@@ -213,8 +211,9 @@ void against_the_cpu() {
       }
     }
     std::printf(
-        "decode against the CPU's, D %d: NRMSE %.1e, of the mass %.1e (allowed 2e-3), LSE %.1e\n",
-        static_cast<int>(d), worst.out, worst.mass, worst.lse);
+        "decode against the CPU's, D %d, K %s: NRMSE %.1e, of the mass %.1e (allowed 2e-3), LSE "
+        "%.1e\n",
+        static_cast<int>(d), std::string(name(k)).c_str(), worst.out, worst.mass, worst.lse);
   }
 }
 
@@ -450,9 +449,18 @@ void captured_steps(std::int64_t steps) {
 
 }  // namespace
 
-void decode_on_gpu(std::int64_t steps) {
-  against_the_cpu();
-  captured_steps(steps);
+void decode_on_gpu(Granularity k) {
+  if (k == Granularity::per_channel) {
+    return against_the_cpu(
+        k, {{"8, 4, 3, 2 bits at 5, K a channel", {{8, 8}, {4, 4}, {3, 3}, {2, 2}}, 5, k},
+            {"K 2, V 4 bits, K a channel", {{2, 4}}, 0, k}});
+  }
+  against_the_cpu(k, {{"8, 4, 3, 2 bits at 4.5", {{8, 8}, {4, 4}, {3, 3}, {2, 2}}, 4.5, k},
+                      {"8 bits", {{8, 8}}, 0, k},
+                      {"K 4, V 2 bits", {{4, 2}}, 0, k},
+                      {"3 bits", {{3, 3}}, 0, k}});
 }
+
+void decode_steps_on_gpu(std::int64_t steps) { captured_steps(steps); }
 
 }  // namespace qattn::test

@@ -59,8 +59,9 @@ class DeviceArray {
 };
 
 inline constexpr std::int64_t most_steps = 1000;
-/// kv_decode_on_gpu.cpp: ends the program where something is not as it should be. `steps`: replays
-/// of a captured step, at most most_steps.
-void decode_on_gpu(std::int64_t steps);
+/// kv_decode_on_gpu.cpp: these end the program where something is not as it should be. `k`: scales
+/// of K; `steps`: replays of a captured step, at most most_steps.
+void decode_on_gpu(Granularity k);
+void decode_steps_on_gpu(std::int64_t steps);
 
 }  // namespace qattn::test

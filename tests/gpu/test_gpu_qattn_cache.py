@@ -46,11 +46,12 @@ def logits(model, ids, cache, prompt=300, mask=None):
 
 
 CACHES = [{"window": 512}, {"tiers": [8], "window": 32}, {"tiers": [4], "window": 32},
-          {"average_bits": 5.0, "budget_from": 320, "window": 16, "sinks": 0}]  # fmt: skip
+          {"average_bits": 5.0, "budget_from": 320, "window": 16, "sinks": 0},
+          {"tiers": [4], "window": 32, "k_granularity": "per_channel", "debias": False}]  # fmt: skip
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", CACHES, ids=["16 bits", "8 bits", "4 bits", "mixed"])
+@pytest.mark.parametrize("options", CACHES, ids=["16 bits", "8 bits", "4 bits", "mixed", "channels"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_logits_are_the_host_caches(dim, options):
     model, on_host, ids = build(dim), build(dim, "cpu"), tokens()

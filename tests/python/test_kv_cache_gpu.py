@@ -212,14 +212,31 @@ loads("path: 5 is not a path", path=5)
 loads("path: " + path + "3 cannot be read", path=path + "3")
 loads("invalid device ordinal", qattn.Unsupported, device="cuda:1")
 refused("path: /nowhere/d: slot.part cannot be written", lambda: cache.save("/nowhere/d: slot"))
-qattn.KvCache(kv_heads=1, head_dim=64, k_granularity="per_channel").save(path)
-loads("k_granularity: per_channel is for caches in host memory", qattn.Unsupported)
 cache.append(0, 1, rows(1, 299), rows(1, 299))
 cache.append(0, 1, rows(1, 2), rows(1, 2))
 refused("KV cache", lambda: qattn.device_errors("cuda:0"))
 refused("sequence 1: more tokens than its capacity", lambda: cache.save(path))
 cache.release(1)
 cache.save(path)
+""")
+
+
+def test_k_with_a_scale_a_channel(emulated):
+    emulated("""
+channels = dict(options, k_granularity="per_channel", page_size=32, sinks=32)
+cache, host = Cache(**channels, sequences=1, tokens=400), qattn.KvCache(**channels)
+s = cache.add_sequence()
+assert s == host.add_sequence()
+for count in (150, 1, 40):
+    k, v = rows(1, count), rows(1, count)
+    k[..., 5] *= 20
+    cache.append(0, s, k, v)
+    on_host(lambda: host.append(0, s, k, v))
+for a, b in zip(cache.read(s), host.read(s)):
+    np.testing.assert_array_equal(a, b)
+q = rows(1, 3, 8)
+assert nrmse(cache.decode(q, 0, s), on_host(lambda: host.decode(q, 0, s))) < 2e-3
+assert cache.usage(s) == host.usage(s)
 """)
 
 
@@ -260,9 +277,10 @@ refused("threads: 2 is for CPUs", lambda: Cache(**options, sequences=1, tokens=9
 refused("tokens: 0", lambda: Cache(**options, sequences=1, tokens=0))
 refused("pages: there are 1 numbers",
         lambda: Cache(**options, sequences=1, tokens=9, pages=[3]))
-refused("k_granularity: per_channel is for caches in host memory",
-        lambda: Cache(**options, sequences=1, tokens=9, k_granularity="per_channel"),
-        qattn.Unsupported)
+channels = Cache(**options, sequences=1, tokens=99, k_granularity="per_channel")
+channels.append(0, channels.add_sequence(), k, k)
+refused("debias: should be off on a GPU where K has a scale a channel",
+        lambda: channels.decode(q, 0, 0, debias=True), qattn.Unsupported)
 refused("invalid device ordinal",
         lambda: Cache(**options, sequences=1, tokens=9, device="cuda:1"), qattn.Unsupported)
 odd = Cache(kv_heads=1, head_dim=32, sequences=1, tokens=64)

@@ -1,6 +1,7 @@
 """qattn.transformers.QattnCache in small models with random weights, against DynamicCache."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -456,6 +457,20 @@ def test_debias_is_decodes_and_stays_off_where_scores_are_capped(llama, monkeypa
     asked.clear()
     cache._step(0, cache.sequences, q, k, k, torch.empty_like(q), Features(0.5, 1.5, None, None))
     assert asked == [False]
+
+
+def test_debias_by_default_where_the_cache_has_it(llama, monkeypatch):
+    module = sys.modules[QattnCache.__module__]
+    channels = {"k_granularity": "per_channel", "tiers": [4]}
+
+    def debiases(**options):
+        return QattnCache(llama.config, **options)._debiases()
+
+    assert debiases() and debiases(**channels) and not debiases(debias=False)
+    monkeypatch.setattr(module, "GpuKvCache", qattn.KvCache)  # as if it were on a GPU
+    assert debiases() and not debiases(**channels)
+    assert debiases(**channels, debias=True)  # decode() refuses it
+
 
 
 # ---- Refusals ------------------------------------------------------------------------------------

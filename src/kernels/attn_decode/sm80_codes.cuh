@@ -394,6 +394,22 @@ struct DecodeCodes : DecodeState<C> {
     }
   }
 
+  /// Values of K beyond f16, which a window in bf16 may bring, are infinite here: who sees them
+  /// gets NaN, also where the product is -Inf.
+  template <int M>
+  static QATTN_DEVICE void spoil_infinite(float (&acc)[M][N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (!tile::is_finite(acc[m][n][i])) acc[m][n][i] = tile::quiet_nan();
+        }
+      }
+    }
+  }
+
   /// S^T of a tile whose K has `k_bits`, not V's.
   template <int V, int M>
   QATTN_DEVICE void multiply_keys_of(int k_bits, isa::SharedAddress stage, const TileLayout& layout,
@@ -420,6 +436,9 @@ struct DecodeCodes : DecodeState<C> {
       multiply_keys_of<V, M>(k_bits, stage, layout, acc);
     } else {
       multiply_keys<K, V, M>(stage, layout, acc);
+    }
+    if constexpr (C.by_channel) {
+      if (this->p.cache.bf16 != 0) spoil_infinite<M>(acc);
     }
     load_scales<V, M>(stage, layout, k, v);
     if constexpr (K != 8 && !C.by_channel) {
