@@ -6,6 +6,8 @@
 //     --no-times   without the steps that are only timed, and with so many of the 1000 replays of a
 //                  captured step: racecheck ends a program of 1000
 //     --k          caches whose K has such scales alone; captured steps are per_token's
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <random>
@@ -106,7 +108,8 @@ class Pair {
   }
   /// The host's cache becomes what the device's file holds, the device's what that one's does.
   void through_files() {
-    const char* const path = "kv_cache_on_gpu.safetensors";
+    // Others may run this in the same folder.
+    const std::string path = "kv_cache_on_gpu." + std::to_string(getpid()) + ".safetensors";
     need(device_.save(path), "save");
     Result<KvCache> host = KvCache::load(path);
     need(host.status(), "load on the host");
@@ -116,7 +119,7 @@ class Pair {
     need(host_.save(path), "save on the host");
     Result<GpuKvCache> device = GpuKvCache::load(path, {s_.batch, s_.tokens, {}}, gpu);
     need(device.status(), "load");
-    std::remove(path);
+    std::remove(path.c_str());
     device_ = std::move(*device);
     compare("loaded");
   }
