@@ -7,6 +7,7 @@
   bench.py roofline -o RECORD.json    a CPU's peaks, and attention beside them
   bench.py decode --program DECODE_BENCH  decode over a KV cache on a GPU, beside torch
   bench.py kv -o RECORD.json          the same on a CPU
+  bench.py counters --library LIBRARY hardware counters of the attention kernels, by ncu
 
 Candidates take turns, round by round, and medians are compared; results are compared with float64.
 `run` needs torch; on GPUs libattention_bench (target attention_bench), on CPUs the Python package.
@@ -25,6 +26,7 @@ COMMANDS = {
     "plot": "docs/plots from bench/results",
     "decode": "decode over a KV cache on a GPU",
     "kv": "decode over a KV cache on a CPU",
+    "counters": "hardware counters of the attention kernels, by ncu",
     "roofline": "peaks of a CPU's units, and attention beside them",
 }
 

@@ -13,6 +13,7 @@ TITLES = {
     "llm": "Prefill of language models",
     "video": "Video diffusion",
     "wide": "Wide heads",
+    "dims": "Head dimensions 96 and 192",
     "decode": "Decode, one query a sequence",
     "few": "Few queries",
     "cpu": "Attention on CPUs",

@@ -53,7 +53,8 @@ GROUPS = {
     "mha": [
         s for dim in (128, 64) for s in sweep("mha", 32, 32, dim, [2**n for n in range(10, 16)])
     ],
-    "gqa": [s for heads in (32, 64) for s in sweep("gqa", heads, 8, 128, [4096, 16384])],
+    "gqa": sweep("gqa", 32, 8, 128, [2**n for n in range(10, 16)])
+    + sweep("gqa", 64, 8, 128, [4096, 16384]),
     "llm": [chunk(s, s) for s in (4096, 16384, 65536)] + [chunk(512, 16384), chunk(2048, 32768)],
     # Tokens of CogVideoX-5B, and of Wan 2.1 at 480p (1.3B) and 720p (14B).
     "video": [
@@ -66,6 +67,8 @@ GROUPS = {
         for batch, s in ((16, 1024), (4, 4096), (1, 16384))
         for causal in (False, True)
     ],
+    # Those that kernels pad to 128 and 256.
+    "dims": [s for dim in (96, 192) for s in sweep("dims", 16, 16, dim, [4096, 16384])],
     "decode": [
         Shape("decode", batch, 32, 8, 1, keys, 128, False)
         for batch, keys in ((16, 8192), (16, 32768), (1, 8192), (1, 32768), (1, 131072))
@@ -84,7 +87,7 @@ GROUPS = {
     "cpu": [Shape("cpu", 1, 8, 8, 4096, 4096, 128, causal) for causal in (False, True)]
     + [Shape("cpu", 1, 32, 8, 1, keys, 128, False) for keys in (4096, 32768)],
 }
-DEFAULT = {"cuda": "mha,gqa,llm,video,wide,decode", "cpu": "cpu", "emulated": ""}
+DEFAULT = {"cuda": "mha,gqa,llm,video,wide,dims,decode", "cpu": "cpu", "emulated": ""}
 
 
 def parse_custom(text):
