@@ -1,8 +1,8 @@
 """Hardware counters of the attention kernels, by Nsight Compute: what binds them.
 
-Each kernel runs once under `ncu` on operands that are quantised already. `--child` is the program
-that ncu runs. The record has every pipe's, scheduler's and stall's counter that ncu names; the page
-some of them.
+Each kernel runs once under `ncu` on operands that are quantised already, with clocks as they are.
+`--child` is the program that ncu runs. Record: {"provenance", "rows": [{"recipe", "shape",
+"kernel", "counters": {ncu's name: number}}]}.
 """
 
 import csv
@@ -24,8 +24,19 @@ RECIPES = "int8_full,int8_fp8,fp8,int8,bf16"
 SHAPES = ("16,32,32,1024,1024,128", "1,32,32,16384,16384,128", "1,32,32,16384,16384,128,causal",
           "1,32,32,16384,16384,64")  # fmt: skip
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats")
-KEPT = re.compile(r"^gpu__time_duration|pipe_.*pct|issue_active|issue_stalled|inst_executed|"
-                  r"throughput.*pct|cycles_active")  # fmt: skip
+PIPE = "sm__{}.avg.pct_of_peak_sustained_active"
+#: columns of the page, in percent of what there is while a multiprocessor works
+BUSY = {
+    "tensor cores": PIPE.format("pipe_tensor_cycles_active"),
+    "EX2 (XU)": PIPE.format("inst_executed_pipe_xu"),
+    "ALU": PIPE.format("pipe_alu_cycles_active"),
+    "FMA": PIPE.format("pipe_fma_cycles_active"),
+    "issue slots": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+}
+TIME, CYCLES = "gpu__time_duration.sum", "sm__cycles_active.avg"
+STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
+KEPT = re.compile("|".join((STALL.pattern, r"^sm__\w+\.avg\.pct_of_peak_sustained_active$",
+                            *map(re.escape, (TIME, CYCLES, *BUSY.values())))))  # fmt: skip
 
 
 def add_arguments(parser):
@@ -110,3 +121,44 @@ def run(args):
     record = {"provenance": facts, "rows": rows_of(text, asked(args))}
     pathlib.Path(args.output).write_text(json.dumps(record, indent=1) + "\n")
     return 0
+
+
+def stalls(counters):
+    """Parts of the time that warps wait, by reason, the largest first; without those that issue."""
+    found = {m[1]: x for name, x in counters.items() if (m := STALL.fullmatch(name))}
+    waiting = {k: x for k, x in found.items() if k != "selected"}
+    total = sum(waiting.values())
+    return sorted(((x / total, k) for k, x in waiting.items() if x > 0), reverse=True)
+
+
+def table(rows):
+    lines = []
+    for row in rows:
+        shape, counters = row["shape"], row["counters"]
+        where = f"{'causal' if shape['causal'] else 'full'}, D {shape['dim']}, S {shape['keys']}"
+        told = ", ".join(f"{k.replace('_', ' ')} {x:.0%}" for x, k in stalls(counters)[:4])
+        busy = [f"{counters[name]:.0f} %" for name in BUSY.values()]
+        lines.append([f"{row['recipe']}, {where}", f"{counters[TIME] / 1e3:.0f} us", *busy, told])
+    return markdown(["", "time", *BUSY, "warps wait for"], lines)
+
+
+def section():
+    """Lines of docs/PERFORMANCE.md."""
+    path = RESULTS / NAME
+    if not path.exists():
+        return []
+    record = json.loads(path.read_text())
+    p = record["provenance"]
+    driver = p["nvidia_smi"]["driver_version"]
+    return [
+        "",
+        "## Counters of Hopper's attention kernels",
+        "",
+        f"{p['date']}, commit {p['commit']}, {p['gpu']}, driver {driver}, ncu ({p['ncu']}), "
+        f"`{NAME}` (`bench/bench.py counters`): the attention kernel alone, heads 32/32, 16384 "
+        "tokens in all, at the clocks that profiling leaves. Percent of what each has while a "
+        "multiprocessor works; the four reasons that warps wait for most, of all their waiting "
+        "(ncu's names: wait is a fixed latency).",
+        "",
+        *table(record["rows"]),
+    ]

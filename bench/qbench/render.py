@@ -2,7 +2,7 @@
 
 import textwrap
 
-from . import choices, decode, kv, model, plot, roofline, wheel
+from . import choices, counters, decode, kv, model, plot, roofline, wheel
 from .record import ROOT, baselines, committed, markdown
 
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
@@ -19,6 +19,8 @@ TITLES = {
     "cpu": "Attention on CPUs",
     "custom": "Other shapes",
 }
+#: what GPU recipes are to beat; the tables of speeds have the first baseline
+CUDNN = ("torch cudnn", "bf16")
 STEPS = (
     "e2e: 16-bit (or float32) tensors in and out, quantisation included; kernel: operands already "
     "quantised; cached: K and V are codes from the start. Where a plan leaves Q's codes to the "
@@ -84,6 +86,22 @@ def speed_table(cells, baseline):
     return markdown(["", *map(column_name, shapes)], rows)
 
 
+def ratio_table(cells, over):
+    """How many times as fast as the (candidate, io) `over`: as speed_table(), of recipes alone."""
+    shapes = list(dict.fromkeys(c.shape for c in cells))
+    base = baselines(cells, over)
+    found = {
+        (c.label, c.shape): base[c.shape.name] / c["median_ms"]
+        for c in cells
+        if c.measured and c["step"] != "quantise" and not c["candidate"].startswith("torch")
+        if c.shape.name in base
+    }
+    labels = dict.fromkeys(label for label, _ in found)
+    texts = {key: f"{ratio:.2f}x" for key, ratio in found.items()}
+    rows = [[label, *(texts.get((label, s), "") for s in shapes)] for label in labels]
+    return markdown(["", *map(column_name, shapes)], rows) if rows else []
+
+
 def reasons(items, word):
     """One line a candidate and reason."""
     found = {}
@@ -103,6 +121,8 @@ def group_section(group, cells, baseline):
         tables.setdefault(table_name(cell.shape), []).append(cell)
     for name, members in tables.items():
         lines += ["", f"{name}:", "", *speed_table(members, baseline)]
+        if beside := ratio_table(members, CUDNN):
+            lines += ["", f"{name}, beside torch's cuDNN in bf16:", "", *beside]
     told = reasons(cells, "refused") + reasons(cells, "failed")
     return lines + (["", *told] if told else [])
 
@@ -232,6 +252,7 @@ def page():
         lines += record_section(record)
     lines += roofline.section()
     lines += choices.section()
+    lines += counters.section()
     lines += decode.section()
     lines += kv.section()
     lines += model.section(records)

@@ -12,7 +12,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from qbench import choices, decode, kv, model, plot, render, roofline, shapes, wheel  # noqa: E402
+from qbench import (  # noqa: E402
+    choices,
+    counters,
+    decode,
+    kv,
+    model,
+    plot,
+    render,
+    roofline,
+    shapes,
+    wheel,
+)
 from qbench.compare import compare  # noqa: E402
 from qbench.record import Record, committed, make_cell  # noqa: E402
 from qbench.shapes import parse_custom  # noqa: E402
@@ -346,6 +357,41 @@ def test_decode_tables_by_hand():
     text = "\n".join(decode.tables([run]))
     assert "|  | a call | of the read | beside cudnn | mass costs | debias costs |" in text
     assert "| kv4 | 20 us | 50 % | 2.50x | +2.5 % | +1.0 % |" in text
+
+
+def test_ratios_beside_cudnn_by_hand():
+    shape = parse_custom("1,8,8,1024,1024,128")
+
+    def cell(name, step, ms):
+        return make_cell(shape, name, "bf16", step, median_ms=ms)
+
+    cells = [cell("torch flash", "e2e", 8.0), cell("torch cudnn", "e2e", 6.0)]
+    cells += [cell("fp8", "e2e", 4.0), cell("fp8", "quantise", 1.0), cell("fp8", "kernel", 3.0)]
+    lines = render.ratio_table(cells, render.CUDNN)
+    assert lines[2:] == ["| fp8 e2e | 1.50x |", "| fp8 kernel | 2.00x |"]
+    assert render.ratio_table(cells[:1] + cells[2:], render.CUDNN) == []
+
+
+def test_counters_by_hand():
+    names = [counters.TIME, counters.CYCLES, *counters.BUSY.values()]
+    stall = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio".format
+    names += [stall("selected"), stall("wait"), stall("short_scoreboard"), "launch__grid_size"]
+    values = ["2,500.0", "9", "50", "40", "30", "20", "10", "1", "3", "1", "8"]
+    line = ",".join(f'"{x}"' for x in ["Kernel Name", *names])
+    units = ",".join('"us"' for _ in range(len(names) + 1))
+    launch = ",".join(f'"{x}"' for x in ["entry<Sm90Prefill>", *values])
+    text = f"==PROF== Connected\n{line}\n{units}\n{launch}\n"
+    shape = parse_custom("1,32,32,16384,16384,128,causal")
+    (row,) = counters.rows_of(text, [("fp8", shape)])
+    assert row["kernel"] == "entry<Sm90Prefill>" and "launch__grid_size" not in row["counters"]
+    assert counters.stalls(row["counters"]) == [(0.75, "wait"), (0.25, "short_scoreboard")]
+    table = "\n".join(counters.table([row]))
+    told = "| fp8, causal, D 128, S 16384 | 2 us | 50 % | 40 % | 30 % | 20 % | 10 % |"
+    assert f"{told} wait 75%, short scoreboard 25% |" in table
+    with pytest.raises(ValueError, match="ncu saw 1 attention kernels of 2"):
+        counters.rows_of(text, [("fp8", shape)] * 2)
+    with pytest.raises(ValueError, match="ncu saw 0 attention kernels of 1"):
+        counters.rows_of("==PROF== nothing\n", [("fp8", shape)])
 
 
 def test_kv_tables_by_hand():
