@@ -292,6 +292,25 @@ std::vector<Cell> all_cells() {
   return all;
 }
 
+namespace {
+
+/// A call for a kernel of padded head dimension `d`, Q and K in `qk`, P in `pv`.
+std::pair<Recipe, Feature> call_for(int d, const std::string& qk, const std::string& pv) {
+  Feature f;
+  f.sq = {130}, f.sk = {190}, f.heads_q = 2, f.heads_k = 1;
+  f.dim = f.dim_v = d == 96 ? 80 : d == 256 ? 200 : d;
+  f.options.causal = true;
+  f.how.input = pv == "f16" || qk == "f16" ? Format::f16 : Format::bf16;
+  return {*recipe_named(qk == "e4m3"   ? "fp8"
+                        : qk != "s8"   ? qk
+                        : pv == "u8"   ? "int8_full"
+                        : pv == "e4m3" ? "int8_fp8"
+                                       : "int8"),
+          f};
+}
+
+}  // namespace
+
 std::vector<Cell> hopper_cells() {
   std::vector<Feature> rows;
   for (const char* name :
@@ -346,27 +365,27 @@ std::vector<Cell> hopper_cells() {
       all.push_back(std::move(cell));
     }
   }
+  // One call for every line of the list; raw queries: query_codes_test.cpp.
+  const auto instance = [&](int d, const char* qk, const char* pv, bool raw) {
+    if (raw) return;
+    auto [recipe, f] = call_for(d, qk, pv);
+    f.name = "instance_d" + std::to_string(d) + "_" + pv;
+    Cell cell = cell_of(recipe, f, "");
+    cell.architecture = 90;
+    all.push_back(std::move(cell));
+  };
+#define QATTN_INSTANCE(D, QK, PV, RAW) instance(D, #QK, #PV, RAW);
+#include "kernels/attn_prefill/sm90a_instances.inc"
+#undef QATTN_INSTANCE
   return all;
 }
 
 std::vector<InstanceCell> instance_cells() {
   std::vector<InstanceCell> all;
   const auto instance = [&](int d, const char* qk, const char* pv, bool general) {
-    Feature f;
-    const bool half = std::string(pv) == "f16" || std::string(qk) == "f16";
-    const std::string v = pv;
-    f.name = "d" + std::to_string(d) + (general ? "_general" : "_plain") + "_" + pv;
-    f.sq = {130}, f.sk = {190}, f.heads_q = 2, f.heads_k = 1;
-    f.dim = f.dim_v = d == 96 ? 80 : d == 256 ? 200 : d;
-    f.options.causal = true;
+    auto [recipe, f] = call_for(d, qk, pv);
+    f.name = "d" + std::to_string(d) + (general ? "_general_" : "_plain_") + pv;
     if (general) f.options.softcap = 3;
-    f.how.input = half ? Format::f16 : Format::bf16;
-    const std::string product = qk;
-    const Recipe recipe = *recipe_named(product == "e4m3" ? "fp8"
-                                        : product != "s8" ? qk
-                                        : v == "u8"       ? "int8_full"
-                                        : v == "e4m3"     ? "int8_fp8"
-                                                          : "int8");
     Cell cell = cell_of(recipe, f, "");
     cell.architecture = 89;  // Hopper has kernels of its own
     all.push_back(
