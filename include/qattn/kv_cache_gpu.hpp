@@ -134,7 +134,8 @@ Result<std::size_t> decode_workspace(const GpuKvCache& cache, std::int64_t layer
 /// kernels have run. Nothing is allocated and nothing waits. A slot that is in no use, whose error
 /// word is set or that has fewer than Sq tokens makes its queries and their mass NaN and sets the
 /// device's error word. Errors: invalid_argument, and unsupported where the device has no kernel
-/// for D and Dv, name the tensor or option, its value and the rule; outputs stay untouched.
+/// for D and Dv, and of debias where K has a scale a channel, name the tensor or option, its value
+/// and the rule; outputs stay untouched.
 Status decode(const GpuKvCache& cache, std::int64_t layer, const TensorView& slots,
               const KvDecodeTensors& tensors, const KvDecodeOptions& options, void* workspace,
               std::size_t workspace_bytes, Stream stream = nullptr);

@@ -257,7 +257,7 @@ typedef struct qattn_kv_decode_options {
   int64_t window_left; /* -1: unlimited */
   float softcap;       /* 0: off */
   int32_t threads;
-  int32_t debias;   /* 0 or 1 */
+  int32_t debias;   /* 0 or 1; 0 on a GPU where K has a scale a channel */
   int32_t reserved; /* 0 */
 } qattn_kv_decode_options;
 

@@ -226,7 +226,7 @@ class KvCache:
         no query sees a token behind its own. window_left: keys at or behind position - window_left.
         softcap: s = c tanh(s / c). debias: adds half the variance that rounding K to 2, 3 or 4 bits
         left in a score, so that exp(score) is right in the mean and tokens in few bits get their
-        weight; not with softcap. sinks: (Hq) float32 logits that join the denominator only.
+        weight; not with softcap, nor in a GpuKvCache with k_granularity "per_channel". sinks: (Hq) float32 logits that join the denominator only.
         tree_mask: (B, Sq, Sq) bool, may query i look at the j-th newest token. threads: 0: the
         cache's. Returns out, of q's framework and dtype unless `out` is given; then, if asked for,
         the LSE (B, Hq, Sq) float32, and the probability mass by block of 16 tokens (B, Hq, ceil(S /

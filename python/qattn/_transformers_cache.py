@@ -364,6 +364,8 @@ class QattnCache(Cache):
                 "tokens: is missing; a QattnCache takes a GPU's memory once and wants to know the "
                 "most tokens of a row"
             )
+        elif self._debias and self._by_channel:
+            raise Unsupported('debias: should be off on a GPU with k_granularity "per_channel"')
         elif made != self._made or (self._rows is None and batch > self.kv.free):
             self.kv = GpuKvCache(
                 **self._options,
@@ -441,11 +443,14 @@ class QattnCache(Cache):
         if self._observe:
             self.kv.observe(layer, sequences, given[1])
 
+    @property
+    def _by_channel(self) -> bool:
+        return self._options.get("k_granularity") == "per_channel"
+
     def _debiases(self) -> bool:
         if self._debias is not None:
             return self._debias
-        by_channel = self._options.get("k_granularity", "per_token") == "per_channel"
-        return not (by_channel and isinstance(self.kv, GpuKvCache))
+        return not (self._by_channel and isinstance(self.kv, GpuKvCache))
 
     def _importance(
         self, query: torch.Tensor, key: torch.Tensor, asked: Features

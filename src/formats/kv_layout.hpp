@@ -27,8 +27,8 @@
 // 0x000f000f | 0x64006400` is a pair of f16 channels (c, c + 2) of that token: two of the four
 // elements of the contraction that a lane of mma.m16n8k16 holds for its key. The order of channels
 // along the contraction is free if Q's fragment uses the same, and that of keys if V's does. A word
-// of V holds four tokens of one channel in each plane, i.e. pairs along its contraction. Scales are
-// per token: K's multiplies a column of scores, V's the probability before P is rounded.
+// of V holds four tokens of one channel in each plane, i.e. pairs along its contraction. Scales per
+// token: K's multiplies a column of scores, V's the probability before P is rounded.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,7 @@
 // The GPU's decode of caches whose K has a scale a channel, in the emulator, against the CPU's.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
@@ -158,15 +159,18 @@ TEST(DeviceDecodeByChannel, BadTokensSpoilExactlyTheRowsThatSeeThem) {
   }
 }
 
-/// What f16 does not hold spoils who sees it, also where its score is -Inf, and nobody else.
-TEST(DeviceDecodeByChannel, KeysBeyondF16) {
+/// What f16 does not hold spoils who sees it, also where its score is -Inf, and nobody else: keys
+/// of a bf16 window, and keys far from their mean.
+void keys_beyond_f16(Format format, float key, float others) {
   KvCacheOptions o = by_channel(test::uniform(4, 4, 2));
-  o.window_format = Format::bf16;
-  o.smooth_k = false;
+  o.window_format = format;
+  o.smooth_k = format == Format::f16;
   Result<KvCache> cache = KvCache::create(o);
   const std::int64_t id = *cache->add_sequence();
   test::KvRows rows = normal_rows(200, 2, 128, 128, 1);
-  rows.k[(70 * 2 + 1) * 128 + 5] = 3e5f;  // token 70 of head 1
+  for (std::size_t i = 0; i < 200; ++i) {
+    rows.k[(i * 2 + 1) * 128 + 5] = i == 70 ? key : others;  // of head 1
+  }
   append_rows(*cache, id, 0, rows);
   DecodeCase c = queries_for(o, 2, 1);
   for (std::size_t head = 0; head < 4; ++head) c.q[head * 128 + 5] = -1.0f;
@@ -181,6 +185,11 @@ TEST(DeviceDecodeByChannel, KeysBeyondF16) {
     if (i >= 2 * 128) continue;
     ASSERT_NEAR(got, c.out[i], 1e-2);
   }
+}
+
+TEST(DeviceDecodeByChannel, KeysBeyondF16) {
+  keys_beyond_f16(Format::bf16, 3e5f, 0.0f);
+  keys_beyond_f16(Format::f16, 6e4f, -6e4f);
 }
 
 /// A sum over channels of a page and a row: the CPU's alone.

@@ -5,7 +5,7 @@
 //   kv_cache_on_gpu [--no-times STEPS] [--k per_token|per_channel]
 //     --no-times   without the steps that are only timed, and with so many of the 1000 replays of a
 //                  captured step: racecheck ends a program of 1000
-//     --k          caches whose K has such scales alone; captured steps are per_token's
+//     --k          caches whose K has such scales alone; captured decode steps are per_token's
 #include <unistd.h>
 
 #include <algorithm>
@@ -60,6 +60,9 @@ class Pair {
       for (std::size_t i = 0; i < rows->size(); ++i) {
         (*rows)[i] = i < period ? formats::F16::encode(normal(random_)) : (*rows)[i - period];
       }
+    }
+    if (s_.k == Granularity::per_channel) {
+      for (std::size_t i = 17; i < host_k_.size(); i += 5003) host_k_[i] = 0x7e00;  // bad tokens
     }
     k_.put(host_k_);
     v_.put(host_v_);
@@ -152,6 +155,7 @@ class Pair {
     o.d = o.dv = s.d;
     o.page_size = s.page;
     o.k_granularity = s.k;
+    if (s.k == Granularity::per_channel && s.page > 16) o.window_format = Format::bf16;
     o.average_bits = s.average_bits;
     o.window = 128;
     o.sinks = 64;
@@ -201,8 +205,10 @@ void random_appends(const Shape& s) {
               static_cast<int>(s.d), static_cast<int>(s.page), std::string(name(s.k)).c_str());
 }
 
-void captured_steps() {
-  Pair pair({}, 1000);
+void captured_steps(Granularity k) {
+  Shape s;
+  s.k = k;
+  Pair pair(s, 1000);
   pair.fill(1000);
   pair.append_on_host(1000);
   need(pair.append(1000), "append");
@@ -226,12 +232,13 @@ void captured_steps() {
   cudaGraphExecDestroy(replay);
   cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);
-  std::printf("a captured append, replayed 50 times: equal\n");
+  std::printf("a captured append, K %s, replayed 50 times: equal\n", std::string(name(k)).c_str());
 }
 
 /// Microseconds of every one of `steps` appends of one token after a prefill.
-void time_steps(std::int64_t prefill) {
+void time_steps(std::int64_t prefill, Granularity k) {
   Shape s;
+  s.k = k;
   s.batch = 16;
   s.heads = 8;
   s.tokens = prefill + 600;
@@ -256,9 +263,9 @@ void time_steps(std::int64_t prefill) {
   std::sort(steps.begin(), steps.end());
   need(device_errors(gpu), "timed steps");
   std::printf(
-      "B 16, 8 heads, D 128, 3 bits: prefill of %d tokens %.0f us; a step: median %.1f us, "
+      "B 16, 8 heads, D 128, 3 bits, K %s: prefill of %d tokens %.0f us; a step: median %.1f us, "
       "one in 16 up to %.1f us\n",
-      static_cast<int>(prefill), first, steps[256], steps[507]);
+      std::string(name(k)).c_str(), static_cast<int>(prefill), first, steps[256], steps[507]);
 }
 
 }  // namespace
@@ -300,12 +307,11 @@ int main(int argc, char** argv) {
       }
     }
     qattn::test::decode_on_gpu(k);
+    qattn::captured_steps(k);
+    for (const std::int64_t tokens : {1000, 8000, 32000}) {
+      if (times) qattn::time_steps(tokens, k);
+    }
   }
-  if (scales[0] == Granularity::per_channel) return 0;
-  qattn::captured_steps();
-  qattn::test::decode_steps_on_gpu(steps);
-  for (const std::int64_t tokens : {1000, 8000, 32000}) {
-    if (times) qattn::time_steps(tokens);
-  }
+  if (scales[0] == Granularity::per_token) qattn::test::decode_steps_on_gpu(steps);
   return 0;
 }

@@ -107,6 +107,40 @@ class KvDeviceAppend : public testing::TestWithParam<unsigned> {};
 TEST_P(KvDeviceAppend, HoldsWhatTheHostHolds) { run_sequence(GetParam(), 40); }
 INSTANTIATE_TEST_SUITE_P(Cases, KvDeviceAppend, testing::Range(0u, 30u));
 
+/// K with a scale a channel where every token is bad, and pages with bad tokens that are demoted.
+TEST(KvDevice, BadTokensUnderScalesOfChannels) {
+  for (unsigned i = 0; i < 4; ++i) {
+    SCOPED_TRACE(i);
+    const test::Timing timing(i);
+    PairOptions o = shaped(1);
+    o.cache.layers = o.cache.heads_kv = 1;
+    o.cache.d = o.cache.dv = 64;
+    o.cache.page_size = o.cache.window = i % 2 ? 16 : 64;
+    o.cache.sinks = 0;
+    o.cache.rotate = i < 2;
+    o.cache.k_granularity = Granularity::per_channel;
+    o.cache.tiers = {{8, 8}, {4, 4}, {2, 2}};
+    o.cache.average_bits = 6.5;
+    o.cache.budget_from = 0;
+    Pair pair(o);
+    pair.add();
+    Step step;
+    step.slots = {0};
+    for (const int count : {64, 200, 1, 300, 1, 300}) {
+      step.counts = {count};
+      step.bad_rows = true;
+      step.all_bad = count == 64;
+      step.with_importance = true;
+      step.spread = 3;
+      pair.append(step);
+      pair.compare();
+      if (testing::Test::HasFatalFailure()) return;
+    }
+    const Result<KvUsage> usage = pair.host().usage(pair.id(0), 0);
+    EXPECT_GT(usage->tier_tokens[1] + usage->tier_tokens[2], 0) << "no page was demoted";
+  }
+}
+
 /// Decode steps one by one over many pages, and importance that turns round.
 TEST(KvDevice, DecodeStepsUnderSwingingImportance) {
   for (unsigned i = 0; i < 3; ++i) {

@@ -202,6 +202,10 @@ TEST_F(KvDeviceC, Refusals) {
   const auto create = [&] {
     return qattn_kv_gpu_create(&options_, &capacity_, QATTN_DEVICE_CPU, 0, nullptr, &cache);
   };
+  options_.k_granularity = QATTN_PER_CHANNEL;
+  ASSERT_EQ(create(), QATTN_OK) << error();
+  qattn_kv_gpu_destroy(cache);
+  cache = nullptr;
   options_.k_granularity = QATTN_PER_HEAD;
   EXPECT_EQ(create(), QATTN_INVALID_ARGUMENT);
   EXPECT_NE(error().find("k_granularity: per_head"), std::string::npos) << error();

@@ -29,6 +29,7 @@ struct Step {
   bool with_importance = false;
   float spread = 1.0f;    ///< of importance, as the power of ten
   bool bad_rows = false;  ///< some rows hold NaN or infinities
+  bool all_bad = false;   ///< all do
   /// Those for which a pool of the device has no page: the host's are left alone.
   std::vector<std::int64_t> refused;
 };
@@ -67,7 +68,7 @@ class Pair {
   std::mt19937& random() { return random_; }
 
  private:
-  std::vector<std::uint8_t> random_rows(std::int64_t rows, std::int64_t channels, bool bad);
+  std::vector<std::uint8_t> random_rows(std::int64_t rows, std::int64_t channels, const Step& step);
 
   PairOptions o_;
   KvBackend backend_;

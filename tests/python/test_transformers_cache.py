@@ -469,8 +469,10 @@ def test_debias_by_default_where_the_cache_has_it(llama, monkeypatch):
     assert debiases() and debiases(**channels) and not debiases(debias=False)
     monkeypatch.setattr(module, "GpuKvCache", qattn.KvCache)  # as if it were on a GPU
     assert debiases() and not debiases(**channels)
-    assert debiases(**channels, debias=True)  # decode() refuses it
-
+    key = torch.empty(1, 2, 1, 64, device="meta")  # no CPU's either
+    cache = QattnCache(llama.config, **channels, debias=True, tokens=9)
+    with pytest.raises(qattn.Unsupported, match="debias: should be off on a GPU"):
+        cache._open(1, key)
 
 
 # ---- Refusals ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@
 //
 // Where K has a scale a channel, codes become values: with 0x6400 above them they are 1024 + code *
 // 2^(4 i), one FMA in f16 leaves the grid's lower neighbour, exactly, and another times the scale
-// with half of it added gives the value, rounded once.
+// with half of it added gives the value, rounded once (half of a subnormal scale is rounded, too).
 //
 // Chunks of 16 bytes are permuted inside lines of 128 bytes so that no load has a bank conflict:
 // see k_chunk() and v_chunk().
@@ -394,8 +394,8 @@ struct DecodeCodes : DecodeState<C> {
     }
   }
 
-  /// Values of K beyond f16, which a window in bf16 may bring, are infinite here: who sees them
-  /// gets NaN, also where the product is -Inf.
+  /// Values of K beyond f16, which a window in bf16 or a mean that is subtracted may bring, are
+  /// infinite here: who sees them gets NaN, also where the product is -Inf.
   template <int M>
   static QATTN_DEVICE void spoil_infinite(float (&acc)[M][N][4]) {
 #pragma unroll
@@ -437,9 +437,7 @@ struct DecodeCodes : DecodeState<C> {
     } else {
       multiply_keys<K, V, M>(stage, layout, acc);
     }
-    if constexpr (C.by_channel) {
-      if (this->p.cache.bf16 != 0) spoil_infinite<M>(acc);
-    }
+    if constexpr (C.by_channel) spoil_infinite<M>(acc);
     load_scales<V, M>(stage, layout, k, v);
     if constexpr (K != 8 && !C.by_channel) {
       if (this->p.debias != 0) add_noise(K == 0 ? k_bits : K, k, acc);

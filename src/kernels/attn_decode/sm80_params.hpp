@@ -35,7 +35,7 @@ struct DecodeShape {
   static constexpr int k_steps = C.d / 16, n = C.n;
   static constexpr int groups = C.dv / 32;  ///< of channels: two rows of tiles of O^T
   /// Of one warp: three tiles of equal bits of K and V, but two of 3 bits; with K's scales a
-  /// channel two, but one of 3 bits.
+  /// channel two (three at D 64 in 8 bits), but one of 3 bits.
   static constexpr int ring_bytes = 48 * (C.d + C.dv) + 768;
   /// Blocks on a multiprocessor that registers allow.
   static constexpr int min_blocks = C.d + C.dv > 256 || C.n > 1 ? 1 : 2;
@@ -75,7 +75,8 @@ struct alignas(8) DecodeBlock {
   std::uint32_t where;   ///< entry << 3 | block of the page << 1 | some row does not see all of it
 };
 
-/// What a block of 16 tokens costs, in clocks of a multiprocessor: measured on an H200.
+/// What a block of 16 tokens costs, in clocks of a multiprocessor: measured on an H200 where K has
+/// a scale a token.
 QATTN_HD std::uint32_t block_cost(const formats::KvBlock& b) {
   if (b.window()) return 400;
   const int odd = (b.k_bits == 3 ? 1 : 0) + (b.v_bits == 3 ? 1 : 0);
@@ -157,8 +158,9 @@ struct DecodeParams {
 
 /// Forms of Q that products read, as fragments of the B operand of mma.m16n8k16:
 /// [k step][8 rows][lane][2 words].
-///   codes   f16, rotated. k step j of lane t holds channels 16 j + 4 t + {0, 2} and + {1, 3}
-///   high    of the window's element, as it came: channels 32 (j / 2) + 8 t + 4 (j % 2) + {0, 1}
+///   codes   f16, rotated where K is. k step j of lane t holds channels 16 j + 4 t + {0, 2} and +
+///   {1, 3} high    of the window's element, as it came: channels 32 (j / 2) + 8 t + 4 (j % 2) +
+///   {0, 1}
 ///           and + {2, 3}
 ///   low     what `high` left
 enum QueryPlane { query_codes, query_high, query_low, query_planes };

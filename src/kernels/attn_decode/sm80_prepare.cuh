@@ -367,8 +367,9 @@ struct DecodePrepare {
     }
     if (isa::thread() == 0) {
       std::uint32_t cost = 0;
-      for (int t = 0; t < p.cache.pools; ++t)
+      for (int t = 0; t < p.cache.pools; ++t) {
         cost += all.of(t) * block_cost(p.cache.pool[t].layout.block);
+      }
       isa::store_global(p.part_costs + index, cost);
     }
   }

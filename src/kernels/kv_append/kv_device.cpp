@@ -60,13 +60,14 @@ LaunchError write_pages(const AppendParams& p, Stream stream) {
   return isa::launch<WritePages<16>>(p, grid, stream, isa::Start::early);
 }
 
+template <int Tokens>
 LaunchError write_channels(const AppendParams& p, Stream stream) {
   const kv::DeviceCache& cache = p.state.cache;
-  if (cache.k_by_channel == 0) return {};
   const isa::Index3 grid{std::min(p.tokens / cache.page_size + 3, 2048), cache.heads_kv, p.batch};
-  if (cache.d <= 64) return isa::launch<WriteChannels<4>>(p, grid, stream, isa::Start::early);
-  if (cache.d <= 128) return isa::launch<WriteChannels<8>>(p, grid, stream, isa::Start::early);
-  return isa::launch<WriteChannels<16>>(p, grid, stream, isa::Start::early);
+  constexpr isa::Start early = isa::Start::early;
+  if (cache.d <= 64) return isa::launch<WriteChannels<4, Tokens>>(p, grid, stream, early);
+  if (cache.d <= 128) return isa::launch<WriteChannels<8, Tokens>>(p, grid, stream, early);
+  return isa::launch<WriteChannels<16, Tokens>>(p, grid, stream, early);
 }
 
 LaunchError append(const kv::AppendState& state, const kv::AppendCall& call, Stream stream) {
@@ -78,8 +79,10 @@ LaunchError append(const kv::AppendState& state, const kv::AppendCall& call, Str
     e = isa::launch<FreezeMean>(p, {state.cache.heads_kv, p.batch, 1}, stream, isa::Start::early);
     if (!e.empty()) return e;
   }
-  if (e = write_pages(p, stream); !e.empty()) return e;
-  return write_channels(p, stream);
+  if (e = write_pages(p, stream); !e.empty() || state.cache.k_by_channel == 0) return e;
+  // Most pages have 16 tokens; larger ones want up to 80 KiB of shared memory.
+  return state.cache.page_size == 16 ? write_channels<16>(p, stream)
+                                     : write_channels<64>(p, stream);
 }
 
 LaunchError observe(const kv::AppendState& state, const kv::ObserveCall& call, Stream stream) {

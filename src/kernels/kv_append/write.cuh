@@ -159,8 +159,9 @@ struct WritePages {
           row.x[j] = formats::add_rn(row.x[j], -isa::load_global(mean + c));
         }
       } else {
-        if (from.by_channel)
+        if (from.by_channel) {
           scale = bad ? formats::kv_nan_scale : isa::load_global(from.scales + c);
+        }
         row.x[j] = formats::kv_decode(code_at(from, from.place(token, c)), scale, from.bits);
       }
     }

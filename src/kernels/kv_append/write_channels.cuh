@@ -9,15 +9,15 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// Rows of up to 16 N channels.
-template <int N>
+/// Pages of up to `Tokens` tokens, rows of up to 16 N channels.
+template <int N, int Tokens>
 struct WriteChannels {
   using Params = AppendParams;
   using Write = WritePages<N>;
   using Unit = typename Write::Unit;
   static constexpr int threads = 128, min_blocks = 1;
   static constexpr int at_once = threads / row_lanes;  ///< tokens, then channels
-  static constexpr int most_tokens = 64, most_channels = row_lanes * N;
+  static constexpr int most_tokens = Tokens, most_channels = row_lanes * N;
   static constexpr int per_lane = most_tokens / row_lanes;
   static constexpr bool dependent = true;
 
@@ -77,6 +77,7 @@ struct WriteChannels {
     for (int j = 0; j < per_lane; ++j) {
       const int i = LaneRow<per_lane>::channel(j);
       column.x[j] = 0.0f;
+      token[j] = 0;
       if (i >= size) continue;
       token[j] = isa::load_shared<std::uint8_t>(at(good_at, i % count));
       column.x[j] = formats::float_of(isa::load_shared<std::uint32_t>(at(token[j] * pitch, 4 * c)));
