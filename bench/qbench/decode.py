@@ -136,13 +136,16 @@ def tables(runs):
         ]
         rows = []
         for row in one["rows"]:
+            values = 2 * row["tokens"] * row["batch"] * row["heads_kv"] * row["d"]
+            bits = 8 * row["bytes"] / values
             share = 100 * row["gb_per_s"] / one["read_gb_per_s"]
             ratios = [f"{us / row['us']:.2f}x" for us in beside.values()]
-            rows.append([row["cache"], f"{row['us']:.0f} us", f"{share:.0f} %", *ratios])
+            told = [f"{bits:.2f}", f"{row['us']:.0f} us", f"{share:.0f} %", *ratios]
+            rows.append([row["cache"], *told])
             for name in ("mass_us", "debias_us"):
                 cost = f"{100 * (row[name] / row['us'] - 1):+.1f} %" if name in row else "-"
                 rows[-1].append(cost)
-        head = ["", "a call", "of the read", *(f"beside {b}" for b in beside)]
+        head = ["", "bits in all", "a call", "of the read", *(f"beside {b}" for b in beside)]
         lines += markdown([*head, "mass costs", "debias costs"], rows)
     return lines
 
@@ -167,7 +170,8 @@ def section():
         f"{p['date']}, commit {p['commit']}, {p['gpu']}, driver {driver}, torch {p['torch']}, "
         f"`{NAME}` (`bench/bench.py decode`): one query a sequence, pages of 16 tokens, a window "
         "of 128 tokens and 16 sinks in 16 bits; all kernels of a call, as a graph. mixed: 5 % of "
-        "the pages in 8 bits, 25 % in 4, 40 % in 3 and 30 % in 2; kv4c and kv2c: K with a scale a "
-        "channel." + clocks_text(p),
+        "the pages in 8 bits, 25 % in 4, 40 % in 3 and 30 % in 2; mixed3: 2, 12, 38 and 48 %; "
+        "kv4c and kv2c: K with a scale a channel. Bits of an element of K and V: window and scales "
+        "counted, tables not." + clocks_text(p),
     ]
     return intro + tables(record["runs"])

@@ -347,16 +347,16 @@ def test_the_committed_model_has_measurements():
 
 def test_decode_tables_by_hand():
     shape = {"batch": 2, "heads_q": 8, "heads_kv": 2, "d": 64, "tokens": 1024}
-    row = shape | {"cache": "kv4", "us": 20.0, "gb_per_s": 1500.0}
+    row = shape | {"cache": "kv4", "us": 20.0, "gb_per_s": 1500.0, "bytes": 278_528}
     run = {"read_gb_per_s": 3000.0, "torch_us": {"cudnn": 50.0}, "rows": [row]}
     text = "\n".join(decode.tables([run]))
     assert "B 2, 1024 tokens, heads 8/2, D 64; a plain read 3000 GB/s" in text
-    assert "| kv4 | 20 us | 50 % | 2.50x | - | - |" in text
+    assert "| kv4 | 4.25 | 20 us | 50 % | 2.50x | - | - |" in text
     row["mass_us"] = 20.5
     row["debias_us"] = 20.2
     text = "\n".join(decode.tables([run]))
-    assert "|  | a call | of the read | beside cudnn | mass costs | debias costs |" in text
-    assert "| kv4 | 20 us | 50 % | 2.50x | +2.5 % | +1.0 % |" in text
+    assert "|  | bits in all | a call | of the read | beside cudnn | mass costs | debias costs |" in text
+    assert "| kv4 | 4.25 | 20 us | 50 % | 2.50x | +2.5 % | +1.0 % |" in text
 
 
 def test_ratios_beside_cudnn_by_hand():
