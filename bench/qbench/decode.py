@@ -140,8 +140,8 @@ def tables(runs):
             bits = 8 * row["bytes"] / values
             share = 100 * row["gb_per_s"] / one["read_gb_per_s"]
             ratios = [f"{us / row['us']:.2f}x" for us in beside.values()]
-            told = [f"{bits:.2f}", f"{row['us']:.0f} us", f"{share:.0f} %", *ratios]
-            rows.append([row["cache"], *told])
+            texts = [f"{bits:.2f}", f"{row['us']:.0f} us", f"{share:.0f} %", *ratios]
+            rows.append([row["cache"], *texts])
             for name in ("mass_us", "debias_us"):
                 cost = f"{100 * (row[name] / row['us'] - 1):+.1f} %" if name in row else "-"
                 rows[-1].append(cost)

@@ -1,5 +1,7 @@
 """quantize(), dequantize(), Quantized operands, static scales."""
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -218,6 +220,42 @@ def test_packed_and_paged_quantized():
     out = qattn.attention(normal(2, 3, 4, 32), kq, vq, recipe="int8_full", **used)
     ref = qattn.reference_attention(normal(2, 3, 4, 32), pages, pages, **used)
     assert nrmse(out, ref) < 2e-2
+
+
+#: K and V of other libraries' paged caches in one allocation: its shape, and its views
+#: (pages, page size, heads, D).
+PAGED = {
+    "two pools": ((2, 6, 16, 2, 32), lambda m: (m[0], m[1])),
+    "pairs of pages": ((6, 2, 16, 2, 32), lambda m: (m[:, 0], m[:, 1])),
+    "pairs, heads first": (
+        (6, 2, 2, 16, 32),
+        lambda m: (m[:, 0].swapaxes(1, 2), m[:, 1].swapaxes(1, 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", PAGED)
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize(
+    "format, granularity, recipe, bound",
+    [("s8", "per_token", "int8_full", 2e-2), ("e4m3", "per_tensor", "fp8", 7e-2)],
+)
+def test_views_of_a_paged_cache_in_8_bits(layout, queries, format, granularity, recipe, bound):
+    k, v = normal(6, 16, 2, 32, seed=1), normal(6, 16, 2, 32, seed=2)
+    q = normal(2, queries, 8, 32)
+    paged = {"page_table": [[4, 1, 0], [2, 5, 3]], "seqused_k": [40, 17], "causal": True}
+    coded = [
+        qattn.quantize(x, role=role, format=format, granularity=granularity)
+        for role, x in (("k", k), ("v", v))
+    ]
+    want = qattn.attention(q, *coded, recipe=recipe, **paged)
+    shape, views = PAGED[layout]
+    memory = np.empty(shape, coded[0].codes.dtype)
+    for view, x in zip(views(memory), coded):
+        view[...] = x.codes
+    seen = [dataclasses.replace(x, codes=y) for x, y in zip(coded, views(memory))]
+    np.testing.assert_array_equal(qattn.attention(q, *seen, recipe=recipe, **paged), want)
+    assert nrmse(want, qattn.attention(q, k, v, recipe="f32", **paged)) < bound
 
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_head", "per_channel"])
