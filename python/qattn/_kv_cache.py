@@ -226,11 +226,12 @@ class KvCache:
         no query sees a token behind its own. window_left: keys at or behind position - window_left.
         softcap: s = c tanh(s / c). debias: adds half the variance that rounding K to 2, 3 or 4 bits
         left in a score, so that exp(score) is right in the mean and tokens in few bits get their
-        weight; not with softcap, nor in a GpuKvCache with k_granularity "per_channel". sinks: (Hq) float32 logits that join the denominator only.
-        tree_mask: (B, Sq, Sq) bool, may query i look at the j-th newest token. threads: 0: the
-        cache's. Returns out, of q's framework and dtype unless `out` is given; then, if asked for,
-        the LSE (B, Hq, Sq) float32, and the probability mass by block of 16 tokens (B, Hq, ceil(S /
-        16)) float32, averaged over the queries, which observe() takes.
+        weight; not with softcap, nor in a GpuKvCache with k_granularity "per_channel". sinks: (Hq)
+        float32 logits that join the denominator only. tree_mask: (B, Sq, Sq) bool, may query i look
+        at the j-th newest token. threads: 0: the cache's. Returns out, of q's framework and dtype
+        unless `out` is given; then, if asked for, the LSE (B, Hq, Sq) float32, and the probability
+        mass by block of 16 tokens (B, Hq, ceil(S / 16)) float32, averaged over the queries, which
+        observe() takes.
         """
         ids, layer = sequence_ids(sequences), integer("layer", layer)
         call = DecodeCall(q, layout, self.v_head_dim, out, sinks, tree_mask)
