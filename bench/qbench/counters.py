@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 from . import provenance
-from .record import RESULTS, ROOT, markdown
+from .record import RESULTS, ROOT, markdown, tool_record
 from .shapes import parse_custom
 
 NAME = "counters-h200.json"
@@ -144,11 +144,9 @@ def table(rows):
 
 def section():
     """Lines of docs/PERFORMANCE.md."""
-    path = RESULTS / NAME
-    if not path.exists():
+    if (found := tool_record(NAME)) is None:
         return []
-    record = json.loads(path.read_text())
-    p = record["provenance"]
+    record, p = found
     driver = p["nvidia_smi"]["driver_version"]
     return [
         "",

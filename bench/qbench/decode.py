@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 
 from . import provenance
-from .record import RESULTS, markdown
+from .record import RESULTS, markdown, tool_record
 from .timing import CudaClock
 
 NAME = "kv-decode-h200.json"
@@ -157,11 +157,9 @@ def clocks_text(facts):
 
 def section():
     """Lines of docs/PERFORMANCE.md."""
-    path = RESULTS / NAME
-    if not path.exists():
+    if (found := tool_record(NAME)) is None:
         return []
-    record = json.loads(path.read_text())
-    p = record["provenance"]
+    record, p = found
     driver = p["nvidia_smi"]["driver_version"]
     intro = [
         "",

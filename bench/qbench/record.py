@@ -90,6 +90,15 @@ class Record:
         return ("torch flash", "bf16") if "gpu" in self.provenance else ("torch", "bf16")
 
 
+def tool_record(name):
+    """What another tool than `run` wrote: (record, provenance); None where there is none."""
+    path = RESULTS / name
+    if not path.exists():
+        return None
+    record = json.loads(path.read_text())
+    return record, record["provenance"]
+
+
 def lines(items):
     return "[\n" + ",\n".join("  " + json.dumps(x) for x in items) + "\n ]"
 

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -101,22 +100,7 @@ TEST(DeviceDecodeByChannel, SeveralQueriesWindowsSoftcapSinksAndEvictions) {
 }
 
 TEST(DeviceDecodeByChannel, OptionsOfTheCache) {
-  int turn = 0;
-  for (const bool rotate : {false, true}) {
-    for (const bool smooth : {false, true}) {
-      for (const Format format : {Format::f16, Format::bf16}) {
-        KvCacheOptions o = by_channel(test::uniform(3, 4));
-        o.rotate = rotate;
-        o.smooth_k = smooth;
-        o.window_format = format;
-        const Filled f = fill(o, 300, 8.0f);
-        DecodeCase c = queries_for(o, 2, 3);
-        c.options.softmax_scale = 0.05f;
-        expect_same(c, f.cache, {f.id}, "turn " + std::to_string(turn) + ": ", turn);
-        ++turn;
-      }
-    }
-  }
+  test::expect_same_under_every_option(by_channel(test::uniform(3, 4)), 300);
 }
 
 /// Channels of very different size, which is what this granularity is for.
@@ -139,21 +123,8 @@ TEST(DeviceDecodeByChannel, BadTokensSpoilExactlyTheRowsThatSeeThem) {
   for (const int bits : {2, 4, 8}) {
     for (const bool in_v : {false, true}) {
       for (const std::int64_t bad : {5, 200, 397}) {  // a sink, a quantised token, the window
-        KvCacheOptions o = by_channel(test::uniform(bits, bits, 2));
-        Result<KvCache> cache = KvCache::create(o);
-        const std::int64_t id = *cache->add_sequence();
-        test::KvRows rows = normal_rows(400, 2, 128, 128, 1);
-        std::vector<float>& x = in_v ? rows.v : rows.k;
-        x[static_cast<std::size_t>((bad * 2 + 1) * 128 + 17)] =
-            bad == 200 ? -std::numeric_limits<float>::infinity() : NAN;  // head 1
-        append_rows(*cache, id, 0, rows);
-        DecodeCase c = queries_for(o, 2, 8);  // at 392 to 399
-        expect_same(c, *cache, {id}, "bad " + std::to_string(bad) + ": ", turn++);
-        std::int64_t spoilt = 0;
-        for (const float v : c.out) spoilt += std::isnan(v) ? 1 : 0;
-        EXPECT_EQ(spoilt, 2 * 128 * (bad == 397 ? 3 : 8));
-        ASSERT_TRUE(cache->evict(id, 0, -1, bad, bad + 1).ok());
-        expect_same(c, *cache, {id}, "after its eviction ", turn++);
+        test::expect_spoilt_by(by_channel(test::uniform(bits, bits, 2)), in_v, bad, false, turn);
+        turn += 2;
       }
     }
   }

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -99,37 +100,46 @@ inline KvCacheOptions mixed(std::int64_t heads = 2, std::int64_t d = 128) {
   return o;
 }
 
-struct Filled {
-  KvCache cache;
-  std::int64_t id;
-};
-
-/// One sequence; importance at random so that every tier is used.
-inline Filled fill(const KvCacheOptions& o, std::int64_t length, float key_shift = 3.0f) {
-  Result<KvCache> made = KvCache::create(o);
-  if (!made.ok()) ADD_FAILURE() << made.status().message();
-  Filled f{std::move(*made), 0};
-  f.id = *f.cache.add_sequence();
-  const KvRows rows = normal_rows(length, o.heads_kv, o.d, o.dv, 7, key_shift);
-  const std::int64_t first = (length + 1) / 2;
-  append_rows(f.cache, f.id, 0, slice(rows, 0, first));
-  std::vector<float> weights = normal_values(o.heads_kv * ((first + 15) / 16), 3);
-  for (float& w : weights) w = std::exp(4 * w);
-  const Status s = f.cache.set_importance(
-      f.id, 0, TensorView::dense(weights.data(), Format::f32, {o.heads_kv, (first + 15) / 16}));
-  EXPECT_TRUE(s.ok()) << s.message();
-  if (first < length) append_rows(f.cache, f.id, 0, slice(rows, first, length));
-  return f;
+/// NaN or -Inf in token `bad` of 400, of two heads' second: exactly who sees it is spoilt, until it
+/// is evicted. 8 queries, at 392 to 399.
+inline void expect_spoilt_by(const KvCacheOptions& o, bool in_v, std::int64_t bad, bool debias,
+                             int turn) {
+  Result<KvCache> cache = KvCache::create(o);
+  const std::int64_t id = *cache->add_sequence();
+  KvRows rows = normal_rows(400, 2, 128, 128, 1);
+  std::vector<float>& x = in_v ? rows.v : rows.k;
+  x[static_cast<std::size_t>((bad * 2 + 1) * 128 + 17)] =
+      bad == 200 ? -std::numeric_limits<float>::infinity() : NAN;
+  append_rows(*cache, id, 0, rows);
+  DecodeCase c = queries_for(o, 2, 8);
+  c.options.debias = debias;
+  expect_same(c, *cache, {id}, "bad " + std::to_string(bad) + ": ", turn);
+  std::int64_t spoilt = 0;
+  for (const float v : c.out) spoilt += std::isnan(v) ? 1 : 0;
+  EXPECT_EQ(spoilt, 2 * 128 * (bad == 397 ? 3 : 8));
+  ASSERT_TRUE(cache->evict(id, 0, -1, bad, bad + 1).ok());
+  expect_same(c, *cache, {id}, "after its eviction ", turn + 1);
 }
 
-inline DecodeCase queries_for(const KvCacheOptions& o, std::int64_t group, std::int64_t queries,
-                              std::int64_t batch = 1) {
-  DecodeCase c;
-  c.queries = queries;
-  c.heads_q = o.heads_kv * group;
-  c.q = normal_values(batch * queries * c.heads_q * o.d, 11, 1.5f);
-  c.with_mass = true;
-  return c;
+/// With and without rotation and means, in either format of the window.
+inline void expect_same_under_every_option(KvCacheOptions o, std::int64_t length) {
+  int turn = 0;
+  for (const bool rotate : {false, true}) {
+    for (const bool smooth : {false, true}) {
+      for (const Format format : {Format::f16, Format::bf16}) {
+        o.rotate = rotate;
+        o.smooth_k = smooth;
+        o.window_format = format;
+        o.budget_from = 0;
+        if (o.average_bits > 0) o.budget_from = *KvCache::shortest_length(o);
+        const Filled f = fill(o, length, 8.0f);
+        DecodeCase c = queries_for(o, 2, 3);
+        c.options.softmax_scale = 0.05f;
+        expect_same(c, f.cache, {f.id}, "turn " + std::to_string(turn) + ": ", turn);
+        ++turn;
+      }
+    }
+  }
 }
 
 }  // namespace qattn::test

@@ -183,24 +183,9 @@ TEST(DeviceDecode, SeveralPartsOfATable) {
 }
 
 TEST(DeviceDecode, OptionsOfTheCache) {
-  int turn = 0;
-  for (const bool rotate : {false, true}) {
-    for (const bool smooth : {false, true}) {
-      for (const Format format : {Format::f16, Format::bf16}) {
-        KvCacheOptions o = mixed(1);
-        o.rotate = rotate;
-        o.smooth_k = smooth;
-        o.window_format = format;
-        o.window = 128;
-        o.budget_from = *KvCache::shortest_length(o);
-        const Filled f = fill(o, 800, 8.0f);
-        DecodeCase c = queries_for(o, 2, 3);
-        c.options.softmax_scale = 0.05f;
-        expect_same(c, f.cache, {f.id}, "turn " + std::to_string(turn) + ": ", turn);
-        ++turn;
-      }
-    }
-  }
+  KvCacheOptions o = mixed(1);
+  o.window = 128;
+  test::expect_same_under_every_option(o, 800);
 }
 
 /// Values so small or so large that f16 alone could not hold P times their scale.
@@ -218,27 +203,14 @@ TEST(DeviceDecode, ValuesOfAnySize) {
 }
 
 TEST(DeviceDecode, BadTokensSpoilExactlyTheRowsThatSeeThem) {
-  constexpr float inf = std::numeric_limits<float>::infinity();
   int turn = 0;
   for (const Format format : {Format::f16, Format::bf16}) {
     for (const bool in_v : {false, true}) {
       for (const std::int64_t bad : {5, 200, 397}) {  // a sink, a quantised token, the window
         KvCacheOptions o = uniform(4, 4, 2);
         o.window_format = format;
-        Result<KvCache> cache = KvCache::create(o);
-        const std::int64_t id = *cache->add_sequence();
-        test::KvRows rows = normal_rows(400, 2, 128, 128, 1);
-        std::vector<float>& x = in_v ? rows.v : rows.k;
-        x[static_cast<std::size_t>((bad * 2 + 1) * 128 + 17)] = bad == 200 ? -inf : NAN;  // head 1
-        append_rows(*cache, id, 0, rows);
-        DecodeCase c = queries_for(o, 2, 8);  // at 392 to 399
-        c.options.debias = bad == 200 || in_v;
-        expect_same(c, *cache, {id}, "bad " + std::to_string(bad) + ": ", turn++);
-        std::int64_t spoilt = 0;
-        for (const float v : c.out) spoilt += std::isnan(v) ? 1 : 0;
-        EXPECT_EQ(spoilt, 2 * 128 * (bad == 397 ? 3 : 8));
-        ASSERT_TRUE(cache->evict(id, 0, -1, bad, bad + 1).ok());
-        expect_same(c, *cache, {id}, "after its eviction ", turn++);
+        test::expect_spoilt_by(o, in_v, bad, bad == 200 || in_v, turn);
+        turn += 2;
       }
     }
   }

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <utility>
 
 #include "formats/f16.hpp"
 #include "formats/kv_quantize.hpp"
@@ -47,6 +48,32 @@ KvRows slice(const KvRows& rows, std::int64_t begin, std::int64_t end) {
     return std::vector<float>(x.begin() + begin * row, x.begin() + end * row);
   };
   return {end - begin, part(rows.k), part(rows.v)};
+}
+
+Filled fill(const KvCacheOptions& o, std::int64_t length, float key_shift) {
+  Result<KvCache> made = KvCache::create(o);
+  if (!made.ok()) ADD_FAILURE() << made.status().message();
+  Filled f{std::move(*made), 0, normal_rows(length, o.heads_kv, o.d, o.dv, 7, key_shift)};
+  f.id = *f.cache.add_sequence();
+  const std::int64_t first = (length + 1) / 2, blocks = formats::kv_blocks(first);
+  append_rows(f.cache, f.id, 0, slice(f.rows, 0, first));
+  std::vector<float> weights = normal_values(o.heads_kv * blocks, 3);
+  for (float& w : weights) w = std::exp(4 * w);
+  const Status s = f.cache.set_importance(
+      f.id, 0, TensorView::dense(weights.data(), Format::f32, {o.heads_kv, blocks}));
+  EXPECT_TRUE(s.ok()) << s.message();
+  if (first < length) append_rows(f.cache, f.id, 0, slice(f.rows, first, length));
+  return f;
+}
+
+DecodeCase queries_for(const KvCacheOptions& o, std::int64_t group, std::int64_t queries,
+                       std::int64_t batch) {
+  DecodeCase c;
+  c.queries = queries;
+  c.heads_q = o.heads_kv * group;
+  c.q = normal_values(batch * queries * c.heads_q * o.d, 11, 1.5f);
+  c.with_mass = true;
+  return c;
 }
 
 Status DecodeCase::run(const KvCache& cache, const std::vector<std::int64_t>& sequences,

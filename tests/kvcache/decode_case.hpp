@@ -38,6 +38,18 @@ struct DecodeCase {
              std::int64_t layer = 0);
 };
 
+/// A cache with one sequence of normal_rows(); importance at random so that every tier is used.
+struct Filled {
+  KvCache cache;
+  std::int64_t id;
+  KvRows rows;
+};
+Filled fill(const KvCacheOptions& o, std::int64_t length, float key_shift = 3.0f);
+
+/// N(0, 1.5^2), with the probability mass.
+DecodeCase queries_for(const KvCacheOptions& o, std::int64_t group, std::int64_t queries,
+                       std::int64_t batch = 1);
+
 struct DecodeTruth {
   std::vector<double> out;   ///< (B, Sq, Hq, Dv)
   std::vector<double> lse;   ///< (B, Hq, Sq)

@@ -17,9 +17,12 @@ using test::attend;
 using test::Contents;
 using test::DecodeCase;
 using test::DecodeTruth;
+using test::fill;
+using test::Filled;
 using test::KvRows;
 using test::normal_rows;
 using test::normal_values;
+using test::queries_for;
 using test::read_contents;
 
 constexpr Granularity granularities[] = {Granularity::per_token, Granularity::per_channel};
@@ -45,39 +48,6 @@ KvCacheOptions uniform(int k_bits, int v_bits, Granularity k = Granularity::per_
   o.heads_kv = heads;
   o.tiers = {{k_bits, v_bits}};
   return o;
-}
-
-/// A cache with one sequence; importance at random so that every tier is used.
-struct Filled {
-  KvCache cache;
-  std::int64_t id;
-  KvRows rows;
-};
-
-Filled fill(const KvCacheOptions& o, std::int64_t length, float key_shift = 3.0f) {
-  Result<KvCache> made = KvCache::create(o);
-  if (!made.ok()) ADD_FAILURE() << made.status().message();
-  Filled f{std::move(*made), 0, normal_rows(length, o.heads_kv, o.d, o.dv, 7, key_shift)};
-  f.id = *f.cache.add_sequence();
-  const std::int64_t first = length / 2;
-  append_rows(f.cache, f.id, 0, test::slice(f.rows, 0, first));
-  std::vector<float> weights = normal_values(o.heads_kv * ((first + 15) / 16), 3);
-  for (float& w : weights) w = std::exp(4 * w);
-  const Status s = f.cache.set_importance(
-      f.id, 0, TensorView::dense(weights.data(), Format::f32, {o.heads_kv, (first + 15) / 16}));
-  EXPECT_TRUE(s.ok()) << s.message();
-  append_rows(f.cache, f.id, 0, test::slice(f.rows, first, length));
-  return f;
-}
-
-DecodeCase queries_for(const KvCacheOptions& o, std::int64_t group, std::int64_t queries,
-                       std::int64_t batch = 1) {
-  DecodeCase c;
-  c.queries = queries;
-  c.heads_q = o.heads_kv * group;
-  c.q = normal_values(batch * queries * c.heads_q * o.d, 11, 1.5f);
-  c.with_mass = true;
-  return c;
 }
 
 void expect_close(DecodeCase& c, const KvCache& cache, const std::vector<std::int64_t>& ids,
