@@ -1,8 +1,10 @@
 // Checks of what index tensors and given scales contain. Only host memory can be looked at without
 // a synchronisation, so plan.cpp calls this for CPUs, and elsewhere on copies if asked to.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "core/problem.hpp"
 #include "formats/e4m3.hpp"
@@ -57,14 +59,18 @@ Status check_used(const char* name, const TensorView& used, const TensorView& cu
   return {};
 }
 
+/// Page `i` of a sequence.
+std::int64_t page_of(const Problem& p, std::int64_t b, std::int64_t i) {
+  const TensorView& table = p.tensors.page_table;
+  return static_cast<const std::int32_t*>(table.data)[b * table.stride[0] + i * table.stride[1]];
+}
+
 Status check_pages(const Problem& p) {
   if (!p.paged) return {};
-  const TensorView& table = p.tensors.page_table;
   for (std::int64_t b = 0; b < p.batch; ++b) {
     const std::int64_t used = (entry(p.tensors.seqused_k, b) + p.page_size - 1) / p.page_size;
     for (std::int64_t i = 0; i < used; ++i) {
-      const std::int64_t page =
-          static_cast<const std::int32_t*>(table.data)[b * table.stride[0] + i * table.stride[1]];
+      const std::int64_t page = page_of(p, b, i);
       if (page < 0 || page >= p.pages) {
         return invalid("page_table: entry (" + text(b) + ", " + text(i) + ") is " + text(page) +
                        ", not in [0, " + text(p.pages) + ")");
@@ -74,19 +80,54 @@ Status check_pages(const Problem& p) {
   return {};
 }
 
-/// Calls f(index text, offset) for every element.
-template <class Function>
-Status each_element(const TensorView& view, Function f) {
-  std::array<std::int64_t, max_rank> at{};
-  std::int64_t total = 1;
-  for (int i = 0; i < view.rank; ++i) total *= view.shape[i];
-  for (std::int64_t n = 0; n < total; ++n) {
-    std::int64_t offset = 0;
-    for (int i = 0; i < view.rank; ++i) offset += at[i] * view.stride[i];
-    if (Status s = f(at, offset); !s.ok()) return s;
-    for (int i = view.rank - 1; i >= 0 && ++at[i] == view.shape[i]; --i) at[i] = 0;
+/// Tokens that exist of each entry of the first dimension of an operand's scales: of a sequence, or
+/// of a page. Index tensors hold what check_contents() wants of them.
+std::vector<std::int64_t> existing_tokens(const Problem& p, Role role) {
+  const AttentionTensors& t = p.tensors;
+  const bool query = role == Role::q;
+  const TensorView& cu = query ? t.cu_seqlens_q : t.cu_seqlens_k;
+  const TensorView& used = query ? t.seqused_q : t.seqused_k;
+  std::vector<std::int64_t> tokens(static_cast<std::size_t>(p.batch), query ? p.max_q : p.max_k);
+  for (std::int64_t b = 0; b < p.batch; ++b) {
+    std::int64_t& n = tokens[static_cast<std::size_t>(b)];
+    if (cu.present()) n = entry(cu, b + 1) - entry(cu, b);
+    if (used.present()) n = entry(used, b);
   }
-  return {};
+  if (!p.paged || query) return tokens;
+  std::vector<std::int64_t> in_pages(static_cast<std::size_t>(p.pages), 0);
+  for (std::int64_t b = 0; b < p.batch; ++b) {
+    const std::int64_t n = tokens[static_cast<std::size_t>(b)];
+    for (std::int64_t i = 0; i * p.page_size < n; ++i) {
+      std::int64_t& most = in_pages[static_cast<std::size_t>(page_of(p, b, i))];
+      most = std::max(most, std::min(n - i * p.page_size, p.page_size));
+    }
+  }
+  return in_pages;
+}
+
+/// Entries that `tokens` tokens have along the third dimension of scales; -1: there is none.
+std::int64_t scale_entries(const Scaling& asked, Role role, Format format, std::int64_t tokens) {
+  using enum Granularity;
+  const Scaling s = resolve_scaling(asked, role, format);
+  if (s.granularity == per_tensor || s.granularity == per_head || s.granularity == per_channel) {
+    return -1;
+  }
+  if (s.granularity != group || role != Role::v) return scale_count(s, role, tokens);
+  return (tokens + info(format).group - 1) / info(format).group;
+}
+
+/// How many entries of its third dimension each entry of a scale's first one is asked for: those of
+/// tokens that exist. A cache has never written the rest. Empty: all there are.
+std::vector<std::int64_t> entries_in_use(const Problem& p, Role role) {
+  const TokenTensor& x = role == Role::q ? p.q : role == Role::k ? p.k : p.v;
+  const bool codes = role == Role::q ? p.q_codes : role == Role::k ? p.k_codes : p.v_codes;
+  const Recipe& r = p.recipe;
+  const Format format = codes ? x.format : role == Role::v ? r.v : r.qk;
+  const Scaling& asked = role == Role::q ? r.q_scale : role == Role::k ? r.k_scale : r.v_scale;
+  if (format == Format::none || scale_entries(asked, role, format, 0) < 0) return {};
+  std::vector<std::int64_t> entries = existing_tokens(p, role);
+  for (std::int64_t& n : entries) n = scale_entries(asked, role, format, n);
+  return entries;
 }
 
 /// Are all `count` values positive and finite? Written to vectorise: a cache has a scale a token.
@@ -99,47 +140,54 @@ bool all_positive(const float* x, std::int64_t count) {
   return bad == 0;
 }
 
-Status check_scale_values(const char* name, const TensorView& view) {
-  if (!view.present()) return {};
-  std::int64_t dense = 1, total = 1;
-  bool packed = view.format == Format::f32;
-  for (int i = view.rank - 1; i >= 0; --i) {
-    packed = packed && (view.shape[i] <= 1 || view.stride[i] == dense);
-    dense *= view.shape[i];
-    total *= view.shape[i];
+/// One scale, and whether it may be one. Coded ones: e4m3 may be 0 (an empty group), neither format
+/// may be NaN or negative.
+std::pair<float, bool> scale_value(const TensorView& view, std::int64_t offset) {
+  if (view.format == Format::f32) {
+    const float value = static_cast<const float*>(view.data)[offset];
+    return {value, value > 0 && std::isfinite(value)};
   }
-  if (packed && all_positive(static_cast<const float*>(view.data), total)) return {};
-  return each_element(view, [&](const auto& at, std::int64_t offset) -> Status {
-    float value;
-    bool good;
-    if (view.format == Format::f32) {
-      value = static_cast<const float*>(view.data)[offset];
-      good = value > 0 && std::isfinite(value);
-    } else {  // coded: e4m3 may be 0 (an empty group), neither may be NaN or negative
-      const std::uint8_t code = static_cast<const std::uint8_t*>(view.data)[offset];
-      value =
-          view.format == Format::ue8m0 ? formats::Ue8m0::decode(code) : formats::E4m3::decode(code);
-      good = value >= 0 && std::isfinite(value);
+  const std::uint8_t code = static_cast<const std::uint8_t*>(view.data)[offset];
+  const float value =
+      view.format == Format::ue8m0 ? formats::Ue8m0::decode(code) : formats::E4m3::decode(code);
+  return {value, value >= 0 && std::isfinite(value)};
+}
+
+/// Checks the entries in use, row by row of the last dimension.
+Status check_scale_values(const char* name, const TensorView& view,
+                          const std::vector<std::int64_t>& in_use) {
+  if (!view.present()) return {};
+  const int last = view.rank - 1;
+  std::array<std::int64_t, max_rank> at{};
+  std::int64_t rows = 1;
+  for (int i = 0; i < last; ++i) rows *= view.shape[i];
+  for (std::int64_t n = 0; n < rows; ++n) {
+    std::int64_t offset = 0, count = view.shape[last];
+    for (int i = 0; i < last; ++i) offset += at[i] * view.stride[i];
+    const std::int64_t used =
+        in_use.empty() ? view.shape[std::min(2, last)] : in_use[static_cast<std::size_t>(at[0])];
+    if (last == 2) count = std::min(count, used);
+    if (last == 3 && at[2] >= used) count = 0;
+    const bool packed = view.format == Format::f32 && (view.stride[last] == 1 || count == 1);
+    if (!packed || !all_positive(static_cast<const float*>(view.data) + offset, count)) {
+      for (at[last] = 0; at[last] < count; ++at[last]) {
+        const auto [value, good] = scale_value(view, offset + at[last] * view.stride[last]);
+        if (good) continue;
+        return invalid(std::string(name) + ": value " + std::to_string(value) + " at " +
+                       shape_text(at.data(), view.rank) + " is not positive and finite");
+      }
+      at[last] = 0;
     }
-    if (good) return {};
-    return invalid(std::string(name) + ": value " + std::to_string(value) + " at " +
-                   shape_text(at.data(), view.rank) + " is not positive and finite");
-  });
+    for (int i = last - 1; i >= 0 && ++at[i] == view.shape[i]; --i) at[i] = 0;
+  }
+  return {};
 }
 
 /// Packed sequences: the scale tensors must reach the longest one, which only the contents tell.
 Status check_packed_scale(const char* name, const TensorView& scale, const Scaling& asked,
                           Role role, Format format, std::int64_t longest) {
   if (!scale.present() || format == Format::none) return {};
-  const Scaling s = resolve_scaling(asked, role, format);
-  if (s.granularity == Granularity::per_tensor || s.granularity == Granularity::per_head ||
-      s.granularity == Granularity::per_channel) {
-    return {};
-  }
-  const int group = info(format).group;
-  const std::int64_t need = s.granularity == Granularity::group && role == Role::v
-                                ? (longest + group - 1) / group
-                                : scale_count(s, role, longest);
+  const std::int64_t need = scale_entries(asked, role, format, longest);
   if (scale.shape[2] >= need) return {};
   return invalid(std::string(name) + ": extent " + text(scale.shape[2]) + " of dimension 2 is " +
                  "below " + text(need) + ", which the longest sequence of " + text(longest) +
@@ -212,11 +260,16 @@ Status check_contents(const Problem& p) {
                      " tokens is below the longest sequence, " + text(longest));
     }
   }
+  for (const auto& [name, view, role] :
+       {std::tuple{"q_scale", &t.q_scale, Role::q}, std::tuple{"k_scale", &t.k_scale, Role::k},
+        std::tuple{"v_scale", &t.v_scale, Role::v}}) {
+    if (!view->present()) continue;
+    if (Status s = check_scale_values(name, *view, entries_in_use(p, role)); !s.ok()) return s;
+  }
   for (const auto& [name, view] :
-       {std::pair{"q_scale", &t.q_scale}, std::pair{"k_scale", &t.k_scale},
-        std::pair{"v_scale", &t.v_scale}, std::pair{"q_global", &t.q_global},
-        std::pair{"k_global", &t.k_global}, std::pair{"v_global", &t.v_global}}) {
-    if (Status s = check_scale_values(name, *view); !s.ok()) return s;
+       {std::pair{"q_global", &t.q_global}, std::pair{"k_global", &t.k_global},
+        std::pair{"v_global", &t.v_global}}) {
+    if (Status s = check_scale_values(name, *view, {}); !s.ok()) return s;
   }
   const Recipe& r = p.recipe;
   if (p.varlen_q) {
