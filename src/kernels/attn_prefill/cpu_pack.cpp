@@ -382,10 +382,15 @@ namespace {
 
 /// Rows of a tile by groups of 16. Groups behind the last repeat it.
 const std::uint8_t** find_rows(const Sequence& x, std::int64_t first, const std::uint8_t** groups) {
-  const int count = tile_count(x, first);
-  for (int g = 0; g < tile_keys / 16; ++g) {
-    const int j = std::min(16 * g, (count - 1) / 16 * 16);
-    groups[g] = reinterpret_cast<const std::uint8_t*>(x.row(first + j));
+  const int last = (tile_count(x, first) - 1) / 16;
+  const auto at = [&](int g) {
+    return reinterpret_cast<const std::uint8_t*>(x.row(first + 16 * g));
+  };
+  groups[0] = at(0);
+  for (int g = 1; g < tile_keys / 16; ++g) {
+    groups[g] = g > last             ? groups[last]
+                : x.pages == nullptr ? groups[g - 1] + 16 * x.token_stride
+                                     : at(g);
   }
   return groups;
 }
@@ -395,13 +400,12 @@ void flag_bad_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64
                    const Tile& tile) {
   auto* scale = tile.at<float>(&TileLayout::k_scale);
   const auto* bad_value = tile.at<std::uint8_t>(&TileLayout::v_bad);
-  const int count = tile_count(job.k_sequence(b, head), first);
+  auto* any_bad = tile.at<std::uint8_t>(&TileLayout::any_bad);  // of V so far
+  const int count = *any_bad != 0 ? tile_count(job.k_sequence(b, head), first) : 0;
   for (int j = 0; j < count; ++j) {
     if (bad_value[j] != 0) scale[j] = nan_value;
   }
-  std::uint8_t bad = 0;
-  for (int j = 0; j < tile_keys; ++j) bad |= static_cast<std::uint8_t>(std::isnan(scale[j]));
-  *tile.at<std::uint8_t>(&TileLayout::any_bad) |= bad;
+  if (std::isnan(job.words().amax(scale, tile_keys))) *any_bad = 1;
 }
 
 }  // namespace
