@@ -272,8 +272,26 @@ double softmax_rate(const cpu::Words& words, cpu::Rounding rounding, int threads
   return c[0][0];
 }
 
+/// The sum in the order in which decode reads 8 heads of 128 bytes that lie side by side: 128 rows
+/// of one head, then those of the next.
+[[gnu::target("avx2")]] float sum_tiles_avx2(const float* x, std::size_t n) {
+  constexpr std::size_t token = 8 * 32, tile = 128 * token;
+  __m256 c[4] = {};
+  for (std::size_t i = 0; i + tile <= n; i += tile) {
+    for (std::size_t head = i; head < i + token; head += 32) {
+      for (std::size_t row = head; row < head + tile; row += token) {
+        for (std::size_t j = 0; j < 4; ++j) {
+          c[j] = _mm256_add_ps(c[j], _mm256_loadu_ps(x + row + 8 * j));
+        }
+      }
+    }
+  }
+  for (int j = 1; j < 4; ++j) c[0] = _mm256_add_ps(c[0], c[j]);
+  return c[0][0];
+}
+
 /// Bytes a second of a sum over memory that no cache holds.
-double read_rate(int threads) {
+double read_rate(int threads, float (*sum_of)(const float*, std::size_t) = sum_avx2) {
   const auto n = static_cast<std::size_t>(scale * (1 << 28)) / threads;  // floats: 1 GiB in all
   std::vector<std::vector<float>> parts(static_cast<std::size_t>(threads));
 #pragma omp parallel num_threads(threads)
@@ -282,7 +300,7 @@ double read_rate(int threads) {
   const double t = least_seconds([&] {
 #pragma omp parallel num_threads(threads)
     {
-      const float sum = sum_avx2(parts[static_cast<std::size_t>(omp_get_thread_num())].data(), n);
+      const float sum = sum_of(parts[static_cast<std::size_t>(omp_get_thread_num())].data(), n);
 #pragma omp critical
       sink = sink + sum;
     }
@@ -447,6 +465,7 @@ int main(int argc, char** argv) {
     result["isas"].push_back({{"isa", isa}, {"peaks", peak}, {"attention", measured}});
   }
   result["read"] = read = std::max(read, read_rate(threads));
+  result["read_tiles"] = read_rate(threads, sum_tiles_avx2);
   for (json& isa : result["isas"]) {
     for (json& row : isa["attention"]) row["memory"] = row["memory"].get<double>() / read;
   }

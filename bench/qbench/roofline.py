@@ -97,6 +97,12 @@ def lines_of(name, record):
     scalar = any(isa["isa"] == "scalar" for isa in record["isas"])
     fastest = ", the fastest of 21 runs" if record.get("loops", 1) > 1 else ""
     plain = ", as does SSE2, at best what scalar, plain C++, is compiled to" if scalar else ""
+    tiles = ""
+    if "read_tiles" in record:
+        tiles = (
+            f", {record['read_tiles'] / 1e9:.1f} GB/s in the order of decode's tiles (128 rows of "
+            "one of 8 heads side by side, then the next one's)"
+        )
     codes = " (K and V in s8: codes with a scale a token, quantised before)" if coded else ""
     return [
         "",
@@ -105,7 +111,7 @@ def lines_of(name, record):
         f"{p['date']}, commit {p['commit']}, `{name}` (`bench/bench.py roofline`). Peaks are of "
         f"loops of independent instructions on registers{fastest} (a multiply-add is two "
         f"operations; AVX2 multiplies bytes as 16-bit words{plain}); memory reads "
-        f"{record['read'] / 1e9:.1f} GB/s.",
+        f"{record['read'] / 1e9:.1f} GB/s{tiles}.",
         "",
         *peaks_table(record),
         "",
