@@ -39,6 +39,10 @@ struct DevicePool {
   QATTN_HD std::uint8_t* block(std::int32_t number, int i) const {
     return page(number) + i * layout.block_bytes();
   }
+  /// Bits of the page's tokens whose K is bad, then zeros; where K has a scale a channel.
+  QATTN_HD std::uint64_t* bad_tokens(std::int32_t number) const {
+    return reinterpret_cast<std::uint64_t*>(page(number) + layout.bad_tokens());
+  }
 };
 
 struct DeviceCache {

@@ -394,8 +394,8 @@ struct DecodeCodes : DecodeState<C> {
     }
   }
 
-  /// Values of K beyond f16, which a window in bf16 or a mean that is subtracted may bring, are
-  /// infinite here: who sees them gets NaN, also where the product is -Inf.
+  /// Inf in K spoils who sees it, also where the product is -Inf: of the window's rows, and of
+  /// values beyond f16, which a window in bf16 or a mean that is subtracted may bring.
   template <int M>
   static QATTN_DEVICE void spoil_infinite(float (&acc)[M][N][4]) {
 #pragma unroll

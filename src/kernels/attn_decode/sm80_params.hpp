@@ -277,8 +277,7 @@ QATTN_DEVICE bool reads_block(const kv::Entry& e, int block, std::int32_t begin)
 QATTN_DEVICE std::uint64_t bad_keys(const kv::DeviceCache& c, const kv::Entry& e) {
   const kv::DevicePool& pool = c.pool[e.tier];
   if (!pool.layout.k_by_channel) return 0;
-  return isa::load_global(
-      reinterpret_cast<const std::uint64_t*>(pool.page(e.page) + pool.layout.bad_tokens()));
+  return isa::load_global(pool.bad_tokens(e.page));
 }
 
 /// Is the entry's page one that exists? Tables are written on the device; a wild page must not

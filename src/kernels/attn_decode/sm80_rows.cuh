@@ -225,14 +225,7 @@ struct DecodeRowTiles : DecodeCodes<C> {
                              float (&mass)[N][2]) {
     float acc[1][N][4];
     multiply_row_keys<E>(block, acc);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // Inf in K spoils who sees it, also where the product is -Inf.
-        if (!tile::is_finite(acc[0][n][i])) acc[0][n][i] = tile::quiet_nan();
-      }
-    }
+    this->template spoil_infinite<1>(acc);
     isa::Words2 w[S::groups][4];
     const std::uint32_t bad = load_row_values<E>(block + 2 * formats::kv_block_tokens * C.d, w);
     // In units of the codes' products, whose scale for rows is 2^-24.

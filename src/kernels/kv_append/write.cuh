@@ -41,6 +41,23 @@ struct BlockPart {
   }
 };
 
+/// The pages that an append makes of the (slot, head) of a block of the grid: none where the slot
+/// was not granted them.
+struct HeadJobs {
+  std::int64_t b = isa::block().z, h = isa::block().y, slot = 0, old_length = 0, count = 0;
+  const kv::AppendJob* jobs = nullptr;
+
+  QATTN_DEVICE explicit HeadJobs(const AppendParams& p) {
+    const kv::SlotPlan* plan = p.state.plans + b;
+    if (isa::load_global(&plan->granted) == 0) return;
+    slot = isa::load_global(&plan->slot);
+    old_length = isa::load_global(&plan->old_length);
+    const std::int64_t head = p.state.plan_head(b, h);
+    jobs = p.state.jobs + head * p.state.cache.most_pages;
+    count = isa::load_global(&p.state.heads[head].jobs);
+  }
+};
+
 /// One word of packed codes: what formats::kv_pack() makes of the bytes of four places a plane.
 QATTN_DEVICE std::uint32_t pack_word(isa::SharedAddress panel, int n, int bits, int word) {
   const int width = bits == 3 ? 2 : bits, plane = n / 8 * width;
@@ -142,7 +159,9 @@ struct WritePages {
     std::uint16_t scale = 0;
     bool bad = false;  // though its channels have scales
     if (alive && from.by_channel) {
-      bad = (bad_tokens(p, u) >> (u.block * formats::kv_block_tokens + token) & 1) != 0;
+      const kv::DevicePool& pool = cache.pool[u.job.from_tier];
+      const std::uint64_t all = isa::load_global(pool.bad_tokens(u.job.from_page));
+      bad = (all >> (u.block * formats::kv_block_tokens + token) & 1) != 0;
     } else if (alive && !window) {
       scale = isa::load_global(from.scales + token);
     }
@@ -166,13 +185,6 @@ struct WritePages {
       }
     }
     if (window && (u.value ? cache.rotate != 0 : cache.rotates_k())) row.rotate(channels);
-  }
-
-  /// Of the page that a job reads, whose K has a scale a channel.
-  static QATTN_DEVICE std::uint64_t bad_tokens(const Params& p, const Unit& u) {
-    const kv::DevicePool& pool = p.state.cache.pool[u.job.from_tier];
-    return isa::load_global(reinterpret_cast<const std::uint64_t*>(pool.page(u.job.from_page) +
-                                                                   pool.layout.bad_tokens()));
   }
 
   static QATTN_DEVICE std::uint8_t code_at(const BlockPart& from, int place) {
@@ -279,28 +291,21 @@ struct WritePages {
     isa::grid_dependency_launch();
     isa::grid_dependency_wait();
     const kv::DeviceCache& cache = p.state.cache;
-    const std::int64_t b = isa::block().z, h = isa::block().y;
-    const kv::SlotPlan* plan = p.state.plans + b;
-    if (isa::load_global(&plan->granted) == 0) return;
-    const std::int64_t slot = isa::load_global(&plan->slot);
-    const std::int64_t old_length = isa::load_global(&plan->old_length);
+    const HeadJobs head(p);
     const int units = 2 * cache.blocks_per_page();
-    const kv::AppendJob* jobs = p.state.jobs + p.state.plan_head(b, h) * cache.most_pages;
-    const std::int64_t total =
-        std::int64_t{isa::load_global(&p.state.heads[p.state.plan_head(b, h)].jobs)} * units;
-    for (std::int64_t i = isa::block().x; i < total; i += isa::grid().x) {
-      const kv::AppendJob job = load_struct(jobs + i / units);
+    for (std::int64_t i = isa::block().x; i < head.count * units; i += isa::grid().x) {
+      const kv::AppendJob job = load_struct(head.jobs + i / units);
       const int part = static_cast<int>(i % units);
       const bool value = part % 2 != 0;
       const Unit u{job,
-                   b,
-                   h,
-                   slot,
+                   head.b,
+                   head.h,
+                   head.slot,
                    part / 2,
                    value,
                    value ? p.v : p.k,
-                   job.to.first - old_length,
-                   resolve(p, b, h, job)};
+                   job.to.first - head.old_length,
+                   resolve(p, head.b, head.h, job)};
       if (part == 0 && isa::thread() == 0) enter(p, u);
       if (job.to.tier == 0) {
         store_rows(p, u);

@@ -121,8 +121,7 @@ struct WriteChannels {
           static_cast<std::uint8_t>(token));
     }
     if (isa::thread() == 0) {
-      const formats::KvPage& layout = p.state.cache.pool[u.job.to.tier].layout;
-      auto* words = reinterpret_cast<std::uint64_t*>(to.page + layout.bad_tokens());
+      std::uint64_t* words = p.state.cache.pool[u.job.to.tier].bad_tokens(u.page);
       isa::store_global(words, is_bad);
       isa::store_global(words + 1, std::uint64_t{0});
     }
@@ -142,20 +141,19 @@ struct WriteChannels {
   static QATTN_DEVICE void run(const Params& p) {
     isa::grid_dependency_launch();
     isa::grid_dependency_wait();
-    const kv::DeviceCache& cache = p.state.cache;
-    const std::int64_t b = isa::block().z, h = isa::block().y;
-    const kv::SlotPlan* plan = p.state.plans + b;
-    if (isa::load_global(&plan->granted) == 0) return;
-    const std::int64_t slot = isa::load_global(&plan->slot);
-    const std::int64_t old_length = isa::load_global(&plan->old_length);
-    const std::int64_t head = p.state.plan_head(b, h);
-    const kv::AppendJob* jobs = p.state.jobs + head * cache.most_pages;
-    const std::int32_t count = isa::load_global(&p.state.heads[head].jobs);
-    for (std::int64_t i = isa::block().x; i < count; i += isa::grid().x) {
-      const kv::AppendJob job = load_struct(jobs + i);
+    const HeadJobs head(p);
+    for (std::int64_t i = isa::block().x; i < head.count; i += isa::grid().x) {
+      const kv::AppendJob job = load_struct(head.jobs + i);
       if (job.to.tier == 0 || Write::keeps_codes(p, job, false)) continue;
-      Unit u{
-          job, b, h, slot, 0, false, p.k, job.to.first - old_length, Write::resolve(p, b, h, job)};
+      Unit u{job,
+             head.b,
+             head.h,
+             head.slot,
+             0,
+             false,
+             p.k,
+             job.to.first - head.old_length,
+             Write::resolve(p, head.b, head.h, job)};
       encode(p, u);
     }
   }
