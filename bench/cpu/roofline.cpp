@@ -12,6 +12,7 @@
 #include <functional>
 #include <iostream>
 #include <memory>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
@@ -326,10 +327,26 @@ void stop_unless(const Status& status) {
   std::exit(1);
 }
 
+/// Memory that begins with a cache line, as torch's does.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  LineAllocator() = default;
+  template <class U>
+  LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(std::size_t n) {
+    return static_cast<T*>(::operator new (n * sizeof(T), std::align_val_t{64}));
+  }
+  void deallocate(T* p, std::size_t) { ::operator delete (p, std::align_val_t{64}); }
+  bool operator==(const LineAllocator&) const { return true; }
+};
+template <class T>
+using Values = std::vector<T, LineAllocator<T>>;
+
 /// Codes and scales of K or V.
 struct Coded {
-  std::vector<std::int8_t> codes;
-  std::vector<float> scales;
+  Values<std::int8_t> codes;
+  Values<float> scales;
 };
 
 /// Quantises K or V as a cache of codes holds it; `x` and `x_scale` become views of that.
@@ -344,8 +361,7 @@ Coded code(Role role, TensorView& x, TensorView& x_scale) {
     for (int d = 0; d < view.rank; ++d) n *= view.shape[d];
     return static_cast<std::size_t>(n);
   };
-  Coded coded{std::vector<std::int8_t>(count(shapes->codes)),
-              std::vector<float>(count(shapes->scale))};
+  Coded coded{Values<std::int8_t>(count(shapes->codes)), Values<float>(count(shapes->scale))};
   QuantizeTensors tensors;
   tensors.x = x;
   tensors.codes = shapes->codes;
@@ -363,7 +379,7 @@ double attention_seconds(const Shape& s, const std::string& recipe, int threads)
   const auto tensor = [](std::int64_t tokens, std::int64_t heads, std::int64_t d, unsigned seed) {
     std::mt19937 random(seed);
     std::normal_distribution<float> normal;
-    std::vector<std::uint16_t> x(static_cast<std::size_t>(tokens * heads * d));
+    Values<std::uint16_t> x(static_cast<std::size_t>(tokens * heads * d));
     for (auto& v : x) {
       const float f = normal(random);
       std::uint32_t bits;

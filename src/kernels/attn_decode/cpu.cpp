@@ -272,12 +272,10 @@ void Decode::run() {
 #pragma omp parallel num_threads(team(threads))
   {
     Scratch& mine = scratch[static_cast<std::size_t>(kv::thread_index())];
-#pragma omp for schedule(dynamic)
-    for (std::int64_t u = 0; u < units; ++u) prepare(u);
-#pragma omp for schedule(dynamic)
-    for (std::int64_t t = 0; t < tasks; ++t) work(tasks_[static_cast<std::size_t>(t)], mine);
-#pragma omp for schedule(dynamic)
-    for (std::int64_t u = 0; u < units; ++u) combine(u, mine.v_rows.data());
+    Phases phases;
+    phases.each(units, [&](std::int64_t u) { prepare(u); });
+    phases.each(tasks, [&](std::int64_t t) { work(tasks_[static_cast<std::size_t>(t)], mine); });
+    phases.each(units, [&](std::int64_t u) { combine(u, mine.v_rows.data()); });
   }
 }
 

@@ -207,12 +207,19 @@ void prepare_tile(const Job& job, std::int64_t slot, std::int64_t head, Scratch&
   pack_tile(job, b, head, key, job.prepared_tile(b, head, key), scratch);
 }
 
+bool packs_tiles(const Problem& p, const SequenceInfo& s) { return !packs_itself(p, s); }
+bool is_split(const Problem&, const SequenceInfo& s) { return s.splits > 0; }
+
+bool some_sequence(const Job& job, bool (*is)(const Problem&, const SequenceInfo&)) {
+  const SequenceInfo* first = job.arrays.sequences;
+  return std::any_of(first, first + job.problem.batch,
+                     [&](const SequenceInfo& s) { return is(job.problem, s); });
+}
+
 /// Tasks that one thread takes at a time: heads to run in turn, as long as there are tasks enough.
 std::int64_t chunk_of_tasks(const Job& job, std::int64_t tasks) {
   const Problem& p = job.problem;
-  for (std::int64_t b = 0; b < p.batch; ++b) {
-    if (!packs_itself(p, job.arrays.sequences[b])) return 1;  // long ones are better spread
-  }
+  if (some_sequence(job, packs_tiles)) return 1;  // long ones are better spread
   const std::int64_t most = job.config.heads_in_turn;
   std::int64_t chunk = std::clamp<std::int64_t>(tasks / (4 * job.config.threads), 1, most);
   while (p.heads_kv % chunk != 0) --chunk;
@@ -242,38 +249,32 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
   for (int t = 0; t < config.threads; ++t) {
     for (std::int64_t& count : a.scratch[t].saturated) count = 0;
   }
-  const std::int64_t tiles = a.slots / tile_keys;
+  // How often each loop has something to do.
+  const std::int64_t means = has_means(problem, config) ? kv_units : 0;
+  const std::int64_t tiles = some_sequence(job, packs_tiles) ? a.slots / tile_keys : 0;
+  const std::int64_t merges = some_sequence(job, is_split) ? kv_units : 0;
   const std::int64_t chunk = chunk_of_tasks(job, tasks);
 #pragma omp parallel num_threads(team(config.threads))
   {
     Scratch& mine = a.scratch[omp_get_thread_num()];
-#pragma omp for schedule(dynamic)
-    for (std::int64_t i = 0; i < kv_units; ++i) {
-      prepare_means(job, i / p.heads_kv, i % p.heads_kv, mine);
-    }
+    Phases phases;
+    phases.each(means,
+                [&](std::int64_t i) { prepare_means(job, i / p.heads_kv, i % p.heads_kv, mine); });
     for (const Role role : {Role::q, Role::k, Role::v}) {
       const std::int64_t heads = role == Role::q ? p.heads_q : p.heads_kv;
-#pragma omp for schedule(dynamic)
-      for (std::int64_t i = 0; i < p.batch * heads; ++i) {
-        prepare_head_amax(job, role, i / heads, i % heads, mine);
-      }
-#pragma omp for schedule(dynamic)
-      for (std::int64_t i = 0; i < p.batch * heads; ++i) {
-        prepare_scales(job, role, i / heads, i % heads, mine);
-      }
+      const std::int64_t units = p.batch * heads;
+      phases.each(needs_head_pass(p, config, role) ? units : 0,
+                  [&](std::int64_t i) { prepare_head(job, role, i / heads, i % heads, mine); });
+      phases.each(needs_scale_pass(p, config, role) ? units : 0,
+                  [&](std::int64_t i) { prepare_scales(job, role, i / heads, i % heads, mine); });
     }
-#pragma omp for schedule(dynamic)
-    for (std::int64_t i = 0; i < p.heads_kv * tiles; ++i) {
-      prepare_tile(job, i % tiles * tile_keys, i / tiles, mine);
-    }
-#pragma omp for schedule(dynamic)
-    for (std::int64_t i = 0; i < tasks; i += chunk) {
-      run_tasks(job, i, std::min(i + chunk, tasks), mine);
-    }
-#pragma omp for schedule(dynamic)
-    for (std::int64_t i = 0; i < kv_units; ++i) {
-      merge_splits(job, i / p.heads_kv, i % p.heads_kv, mine);
-    }
+    phases.each(p.heads_kv * tiles,
+                [&](std::int64_t i) { prepare_tile(job, i % tiles * tile_keys, i / tiles, mine); });
+    phases.each((tasks + chunk - 1) / chunk, [&](std::int64_t i) {
+      run_tasks(job, i * chunk, std::min((i + 1) * chunk, tasks), mine);
+    });
+    phases.each(merges,
+                [&](std::int64_t i) { merge_splits(job, i / p.heads_kv, i % p.heads_kv, mine); });
   }
   if (problem.tensors.saturated.present()) {
     auto* out = static_cast<std::int64_t*>(problem.tensors.saturated.data);

@@ -179,9 +179,11 @@ GivenScale given_scale(const Job& job, Role role);
 std::size_t layout(const Problem& problem, const Config& config, void* base, Arrays& arrays);
 
 // cpu_scales.cpp: what must be known before any tile. One (sequence, head) each.
+bool has_means(const Problem& problem, const Config& config);
 void prepare_means(const Job& job, std::int64_t b, std::int64_t head, Scratch& scratch);
-void prepare_head_amax(const Job& job, Role role, std::int64_t b, std::int64_t head,
-                       Scratch& scratch);
+/// The maximum over a head, and the means of Q's blocks (smooth_q).
+bool needs_head_pass(const Problem& problem, const Config& config, Role role);
+void prepare_head(const Job& job, Role role, std::int64_t b, std::int64_t head, Scratch& scratch);
 void prepare_scales(const Job& job, Role role, std::int64_t b, std::int64_t head, Scratch& scratch);
 /// Does the operand need a maximum over a whole head before its scales are known?
 bool needs_head_amax(const Problem& problem, const Config& config, Role role);

@@ -62,6 +62,11 @@ void given_mean(const TensorView& given, std::int64_t b, std::int64_t head, int 
 
 }  // namespace
 
+bool has_means(const Problem& problem, const Config& config) {
+  const AttentionTensors& t = problem.tensors;
+  return config.smooth_k || config.smooth_v || t.k_mean.present() || t.v_mean.present();
+}
+
 void prepare_means(const Job& job, std::int64_t b, std::int64_t head, Scratch& scratch) {
   const AttentionTensors& t = job.problem.tensors;
   float* k_mean = job.arrays.k_mean + job.unit(b, head) * padded(job.d());
@@ -121,8 +126,11 @@ float head_scale(const Job& job, Role role, std::int64_t b, std::int64_t head) {
   return formats::amax_scale(amax, code_max(format));
 }
 
-void prepare_head_amax(const Job& job, Role role, std::int64_t b, std::int64_t head,
-                       Scratch& scratch) {
+bool needs_head_pass(const Problem& problem, const Config& config, Role role) {
+  return needs_head_amax(problem, config, role) || (role == Role::q && config.smooth_q);
+}
+
+void prepare_head(const Job& job, Role role, std::int64_t b, std::int64_t head, Scratch& scratch) {
   const Sequence x = sequence_of(job, role, b, head);
   if (role == Role::q && job.config.smooth_q) {
     const std::int64_t block = job.config.recipe.q_scale.block;

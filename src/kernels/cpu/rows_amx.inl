@@ -11,7 +11,7 @@ static inline void multiply_code_rows(const std::uint8_t* queries, const CodeRow
   if constexpr (Steps > 3) _tile_loadd(7, queries + 3072, 64);
   for (int j = 0; j < keys; j += 16) {
     const std::uint8_t* rows = k.group[j / 16];
-    for (int t = 0; k.next != nullptr && t < Steps; ++t) fetch(k.next[j / 16] + 64 * t, k.stride);
+    for (int t = 0; t < Steps; ++t) fetch_next(k, j / 16, 64 * t, 64 * Steps);
     _tile_zero(0);
     _tile_loadd(1, rows, k.stride);
     _tile_dpbssd(0, 1, 4);
