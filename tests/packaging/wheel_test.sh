@@ -19,7 +19,9 @@ trap 'rm -rf "$work"' EXIT
 unset PYTHONPATH
 
 rm -f "$folder"/qattn-*.whl
-"$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$folder" \
+"$python" -m venv "$work/build"  # pip of CPython 3.10 does not know -C
+"$work/build/bin/python" -m pip install -q --disable-pip-version-check --upgrade pip
+"$work/build/bin/python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$folder" \
   -C cmake.define.QATTN_CUDA="${QATTN_CUDA:-OFF}" "$source"
 wheel=$(echo "$folder"/qattn-*.whl)
 "$python" -m venv "$work/venv"
