@@ -167,17 +167,24 @@ _register_autocast("cpu", "AutocastCPU")
 _register_autocast("cuda", "AutocastCUDA")
 
 
-def _refuse_gradients(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    raise InvalidArgument(
-        "query, key, value, attn_mask or sinks: requires a gradient, which qattn does not compute; "
-        "detach it, or call inside torch.no_grad()"
+def _refuse_gradients(operator: str, names: str) -> None:
+    """Where one of the inputs wants a gradient, the operator raises; before torch 2.5, which calls
+    setup_context for every call, whoever asks for that gradient."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise InvalidArgument(
+            f"{names}: requires a gradient, which qattn does not compute; detach it, or call inside "
+            "torch.no_grad()"
+        )
+
+    early = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 5)
+    torch.library.register_autograd(
+        operator, refuse, setup_context=refuse if early else None, lib=_library
     )
 
 
-# Called only where a gradient is wanted: attention() names the tensor, torch.ops' callers end here.
-torch.library.register_autograd(
-    "qattn::attention", lambda ctx, grad: None, setup_context=_refuse_gradients, lib=_library
-)
+# attention() names the tensor; callers of torch.ops end here.
+_refuse_gradients("qattn::attention", "query, key, value, attn_mask or sinks")
 
 
 def _operands(

@@ -16,7 +16,7 @@ from ._errors import InvalidArgument
 from ._interop import FORMATS, check_tensor, packed_shape
 from ._quantize import Quantized, sizes_of
 from ._recipe import Granularity, boolean
-from ._torch_ops import _library, _unit_stride
+from ._torch_ops import _library, _refuse_gradients, _unit_stride
 
 _library.define(
     "quantize(Tensor x, str format='s8', str role='k', str granularity='automatic', "
@@ -176,14 +176,5 @@ def _scale_shape(
     return (batch, heads, counts[granularity]), blocks
 
 
-def _refuse_gradients(ctx: Any, inputs: tuple, output: tuple) -> None:
-    raise InvalidArgument(
-        "x: requires a gradient, which qattn does not compute; detach it, or call inside "
-        "torch.no_grad()"
-    )
-
-
-# Called only where a gradient is wanted: quantize() refuses before, torch.ops' callers end here.
-torch.library.register_autograd(
-    "qattn::quantize", lambda ctx, *grads: None, setup_context=_refuse_gradients, lib=_library
-)
+# quantize() refuses before; callers of torch.ops end here.
+_refuse_gradients("qattn::quantize", "x")
