@@ -173,8 +173,8 @@ def _refuse_gradients(operator: str, names: str) -> None:
 
     def refuse(*_: Any, **__: Any) -> None:
         raise InvalidArgument(
-            f"{names}: requires a gradient, which qattn does not compute; detach it, or call inside "
-            "torch.no_grad()"
+            f"{names}: requires a gradient, which qattn does not compute; detach it, or call "
+            "inside torch.no_grad()"
         )
 
     early = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 5)
