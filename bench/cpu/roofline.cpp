@@ -27,6 +27,22 @@ namespace {
 using nlohmann::json;
 using namespace qattn;
 
+/// Memory that begins with a cache line, as torch's does.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  LineAllocator() = default;
+  template <class U>
+  LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(std::size_t n) {
+    return static_cast<T*>(::operator new (n * sizeof(T), std::align_val_t{64}));
+  }
+  void deallocate(T* p, std::size_t) { ::operator delete (p, std::align_val_t{64}); }
+  bool operator==(const LineAllocator&) const { return true; }
+};
+template <class T>
+using Values = std::vector<T, LineAllocator<T>>;
+
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -294,7 +310,7 @@ double softmax_rate(const cpu::Words& words, cpu::Rounding rounding, int threads
 /// Bytes a second of a sum over memory that no cache holds.
 double read_rate(int threads, float (*sum_of)(const float*, std::size_t) = sum_avx2) {
   const auto n = static_cast<std::size_t>(scale * (1 << 28)) / threads;  // floats: 1 GiB in all
-  std::vector<std::vector<float>> parts(static_cast<std::size_t>(threads));
+  std::vector<Values<float>> parts(static_cast<std::size_t>(threads));
 #pragma omp parallel num_threads(threads)
   parts[static_cast<std::size_t>(omp_get_thread_num())].assign(n, 1.0f);
   volatile float sink = 0;
@@ -326,22 +342,6 @@ void stop_unless(const Status& status) {
   std::cerr << status.message() << "\n";
   std::exit(1);
 }
-
-/// Memory that begins with a cache line, as torch's does.
-template <class T>
-struct LineAllocator {
-  using value_type = T;
-  LineAllocator() = default;
-  template <class U>
-  LineAllocator(const LineAllocator<U>&) {}
-  T* allocate(std::size_t n) {
-    return static_cast<T*>(::operator new (n * sizeof(T), std::align_val_t{64}));
-  }
-  void deallocate(T* p, std::size_t) { ::operator delete (p, std::align_val_t{64}); }
-  bool operator==(const LineAllocator&) const { return true; }
-};
-template <class T>
-using Values = std::vector<T, LineAllocator<T>>;
 
 /// Codes and scales of K or V.
 struct Coded {

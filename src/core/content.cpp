@@ -4,7 +4,6 @@
 #include <cmath>
 #include <limits>
 #include <string>
-#include <vector>
 
 #include "core/problem.hpp"
 #include "formats/e4m3.hpp"
@@ -80,29 +79,30 @@ Status check_pages(const Problem& p) {
   return {};
 }
 
-/// Tokens that exist of each entry of the first dimension of an operand's scales: of a sequence, or
-/// of a page. Index tensors hold what check_contents() wants of them.
-std::vector<std::int64_t> existing_tokens(const Problem& p, Role role) {
+/// f(entry of the first dimension of an operand's scales, its tokens that exist), until it fails:
+/// for every sequence, or every page that one has, once for each. Index tensors hold what
+/// check_contents() wants of them.
+template <class Function>
+Status each_entry(const Problem& p, Role role, Function f) {
   const AttentionTensors& t = p.tensors;
   const bool query = role == Role::q;
   const TensorView& cu = query ? t.cu_seqlens_q : t.cu_seqlens_k;
   const TensorView& used = query ? t.seqused_q : t.seqused_k;
-  std::vector<std::int64_t> tokens(static_cast<std::size_t>(p.batch), query ? p.max_q : p.max_k);
   for (std::int64_t b = 0; b < p.batch; ++b) {
-    std::int64_t& n = tokens[static_cast<std::size_t>(b)];
-    if (cu.present()) n = entry(cu, b + 1) - entry(cu, b);
-    if (used.present()) n = entry(used, b);
-  }
-  if (!p.paged || query) return tokens;
-  std::vector<std::int64_t> in_pages(static_cast<std::size_t>(p.pages), 0);
-  for (std::int64_t b = 0; b < p.batch; ++b) {
-    const std::int64_t n = tokens[static_cast<std::size_t>(b)];
-    for (std::int64_t i = 0; i * p.page_size < n; ++i) {
-      std::int64_t& most = in_pages[static_cast<std::size_t>(page_of(p, b, i))];
-      most = std::max(most, std::min(n - i * p.page_size, p.page_size));
+    const std::int64_t tokens = used.present() ? entry(used, b)
+                                : cu.present() ? entry(cu, b + 1) - entry(cu, b)
+                                : query        ? p.max_q
+                                               : p.max_k;
+    if (!p.paged || query) {
+      if (Status s = f(b, tokens); !s.ok()) return s;
+      continue;
+    }
+    for (std::int64_t i = 0; i * p.page_size < tokens; ++i) {
+      Status s = f(page_of(p, b, i), std::min(tokens - i * p.page_size, p.page_size));
+      if (!s.ok()) return s;
     }
   }
-  return in_pages;
+  return {};
 }
 
 /// Entries that `tokens` tokens have along the third dimension of scales; -1: there is none.
@@ -114,20 +114,6 @@ std::int64_t scale_entries(const Scaling& asked, Role role, Format format, std::
   }
   if (s.granularity != group || role != Role::v) return scale_count(s, role, tokens);
   return (tokens + info(format).group - 1) / info(format).group;
-}
-
-/// How many entries of its third dimension each entry of a scale's first one is asked for: those of
-/// tokens that exist. A cache has never written the rest. Empty: all there are.
-std::vector<std::int64_t> entries_in_use(const Problem& p, Role role) {
-  const TokenTensor& x = role == Role::q ? p.q : role == Role::k ? p.k : p.v;
-  const bool codes = role == Role::q ? p.q_codes : role == Role::k ? p.k_codes : p.v_codes;
-  const Recipe& r = p.recipe;
-  const Format format = codes ? x.format : role == Role::v ? r.v : r.qk;
-  const Scaling& asked = role == Role::q ? r.q_scale : role == Role::k ? r.k_scale : r.v_scale;
-  if (format == Format::none || scale_entries(asked, role, format, 0) < 0) return {};
-  std::vector<std::int64_t> entries = existing_tokens(p, role);
-  for (std::int64_t& n : entries) n = scale_entries(asked, role, format, n);
-  return entries;
 }
 
 /// Are all `count` values positive and finite? Written to vectorise: a cache has a scale a token.
@@ -153,34 +139,73 @@ std::pair<float, bool> scale_value(const TensorView& view, std::int64_t offset) 
   return {value, value >= 0 && std::isfinite(value)};
 }
 
-/// Checks the entries in use, row by row of the last dimension.
-Status check_scale_values(const char* name, const TensorView& view,
-                          const std::vector<std::int64_t>& in_use) {
-  if (!view.present()) return {};
+constexpr std::int64_t all_entries = std::numeric_limits<std::int64_t>::max();
+
+/// Checks scales [outer, ...] whose place in the third dimension is below `used`.
+Status check_entry(const char* name, const TensorView& view, std::int64_t outer,
+                   std::int64_t used) {
   const int last = view.rank - 1;
+  std::int64_t inside = 1, rows = 1;
+  bool packed = view.format == Format::f32;  // are all scales of the entry in one run?
+  for (int i = last; i > 0; --i) {
+    packed = packed && (view.shape[i] <= 1 || view.stride[i] == inside);
+    inside *= view.shape[i];
+    if (i < last) rows *= view.shape[i];
+  }
+  packed = packed && inside > 0 && (last < 2 || used >= view.shape[2]);
+  if (packed && all_positive(static_cast<const float*>(view.data) + outer * view.stride[0], inside))
+    return {};
   std::array<std::int64_t, max_rank> at{};
-  std::int64_t rows = 1;
-  for (int i = 0; i < last; ++i) rows *= view.shape[i];
+  at[0] = outer;
   for (std::int64_t n = 0; n < rows; ++n) {
-    std::int64_t offset = 0, count = view.shape[last];
-    for (int i = 0; i < last; ++i) offset += at[i] * view.stride[i];
-    const std::int64_t used =
-        in_use.empty() ? view.shape[std::min(2, last)] : in_use[static_cast<std::size_t>(at[0])];
+    std::int64_t count = last == 0 ? 1 : view.shape[last];
     if (last == 2) count = std::min(count, used);
     if (last == 3 && at[2] >= used) count = 0;
-    const bool packed = view.format == Format::f32 && (view.stride[last] == 1 || count == 1);
-    if (!packed || !all_positive(static_cast<const float*>(view.data) + offset, count)) {
-      for (at[last] = 0; at[last] < count; ++at[last]) {
-        const auto [value, good] = scale_value(view, offset + at[last] * view.stride[last]);
-        if (good) continue;
-        return invalid(std::string(name) + ": value " + std::to_string(value) + " at " +
-                       shape_text(at.data(), view.rank) + " is not positive and finite");
-      }
-      at[last] = 0;
+    std::int64_t offset = 0;
+    for (int i = 0; i <= last; ++i) offset += at[i] * view.stride[i];
+    const bool run = count > 0 && view.format == Format::f32 && view.stride[last] == 1;
+    const bool good_run = run && all_positive(static_cast<const float*>(view.data) + offset, count);
+    for (std::int64_t i = 0; i < count && !good_run; ++i) {
+      const auto [value, good] = scale_value(view, offset + i * view.stride[last]);
+      if (good) continue;
+      at[last] += i;
+      return invalid(std::string(name) + ": value " + std::to_string(value) + " at " +
+                     shape_text(at.data(), view.rank) + " is not positive and finite");
     }
-    for (int i = last - 1; i >= 0 && ++at[i] == view.shape[i]; --i) at[i] = 0;
+    for (int i = last - 1; i > 0 && ++at[i] == view.shape[i]; --i) at[i] = 0;
   }
   return {};
+}
+
+/// Checks an operand's scales, and the globals of nvfp4: those of tokens that exist. A cache has
+/// never written the rest.
+Status check_scale_values(const Problem& p, Role role) {
+  const AttentionTensors& t = p.tensors;
+  struct Operand {
+    const char *scale_name, *global_name;
+    const TensorView &scale, &global;
+    const Scaling& asked;
+    Format format;
+  };
+  const Recipe& r = p.recipe;
+  const Operand x =
+      role == Role::q   ? Operand{"q_scale", "q_global", t.q_scale, t.q_global, r.q_scale, r.qk}
+      : role == Role::k ? Operand{"k_scale", "k_global", t.k_scale, t.k_global, r.k_scale, r.qk}
+                        : Operand{"v_scale", "v_global", t.v_scale, t.v_global, r.v_scale, r.v};
+  if (!x.scale.present()) return {};  // nor a global, then
+  const auto entries = [&](std::int64_t n) { return scale_entries(x.asked, role, x.format, n); };
+  if (entries(0) < 0) {
+    for (std::int64_t i = 0; i < x.scale.shape[0]; ++i) {
+      if (Status s = check_entry(x.scale_name, x.scale, i, all_entries); !s.ok()) return s;
+    }
+    return {};
+  }
+  return each_entry(p, role, [&](std::int64_t outer, std::int64_t tokens) -> Status {
+    if (tokens == 0) return {};
+    if (Status s = check_entry(x.scale_name, x.scale, outer, entries(tokens)); !s.ok()) return s;
+    if (!x.global.present()) return {};
+    return check_entry(x.global_name, x.global, outer, all_entries);
+  });
 }
 
 /// Packed sequences: the scale tensors must reach the longest one, which only the contents tell.
@@ -188,7 +213,7 @@ Status check_packed_scale(const char* name, const TensorView& scale, const Scali
                           Role role, Format format, std::int64_t longest) {
   if (!scale.present() || format == Format::none) return {};
   const std::int64_t need = scale_entries(asked, role, format, longest);
-  if (scale.shape[2] >= need) return {};
+  if (need < 0 || scale.shape[2] >= need) return {};
   return invalid(std::string(name) + ": extent " + text(scale.shape[2]) + " of dimension 2 is " +
                  "below " + text(need) + ", which the longest sequence of " + text(longest) +
                  " tokens needs");
@@ -260,16 +285,8 @@ Status check_contents(const Problem& p) {
                      " tokens is below the longest sequence, " + text(longest));
     }
   }
-  for (const auto& [name, view, role] :
-       {std::tuple{"q_scale", &t.q_scale, Role::q}, std::tuple{"k_scale", &t.k_scale, Role::k},
-        std::tuple{"v_scale", &t.v_scale, Role::v}}) {
-    if (!view->present()) continue;
-    if (Status s = check_scale_values(name, *view, entries_in_use(p, role)); !s.ok()) return s;
-  }
-  for (const auto& [name, view] :
-       {std::pair{"q_global", &t.q_global}, std::pair{"k_global", &t.k_global},
-        std::pair{"v_global", &t.v_global}}) {
-    if (Status s = check_scale_values(name, *view, {}); !s.ok()) return s;
+  for (const Role role : {Role::q, Role::k, Role::v}) {
+    if (Status s = check_scale_values(p, role); !s.ok()) return s;
   }
   const Recipe& r = p.recipe;
   if (p.varlen_q) {

@@ -1,4 +1,4 @@
-// How many threads a call runs on: the one place that decides it.
+// How many threads a call runs on: the one place that decides it; and where they wait.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,7 @@
 """quantize(), dequantize(), Quantized operands, static scales."""
 
 import dataclasses
+import re
 
 import ml_dtypes
 import numpy as np
@@ -256,6 +257,94 @@ def test_views_of_a_paged_cache_in_8_bits(layout, queries, format, granularity, 
     seen = [dataclasses.replace(x, codes=y) for x, y in zip(coded, views(memory))]
     np.testing.assert_array_equal(qattn.attention(q, *seen, recipe=recipe, **paged), want)
     assert nrmse(want, qattn.attention(q, k, v, recipe="f32", **paged)) < bound
+
+
+@pytest.mark.parametrize("page", [16, 24, 48, 80])
+@pytest.mark.parametrize(
+    "format, granularity, block",
+    [
+        ("s8", "per_block_channel", 16),
+        ("s8", "per_block_channel", 128),
+        ("e4m3", "per_block_channel", 64),
+        ("e4m3", "per_block_channel", 8),
+        ("mxfp8", None, 0),
+        ("nvfp4", None, 0),
+    ],
+)
+def test_scales_of_v_belong_to_a_page(page, format, granularity, block):
+    """Where pages differ by orders of magnitude, a scale of the page before is seen at once."""
+    q, k = normal(2, 3, 4, 32), normal(9, page, 2, 32, seed=1)
+    v = normal(9, page, 2, 32, seed=2) * 4.0 ** np.arange(9, dtype="f4")[:, None, None, None]
+    coded = qattn.quantize(v, role="v", format=format, granularity=granularity, block=block)
+    used = {"page_table": [[4, 1, 0, 8], [2, 5, 3, 7]], "seqused_k": [4 * page - 5, page + 9]}
+    p = "u8" if format == "s8" else "f32"
+    out = qattn.attention(q, k, coded, recipe=qattn.Recipe("pages", "f32", p, format), **used)
+    want = qattn.attention(q, k, qattn.dequantize(coded), recipe="f32", **used)
+    assert nrmse(out, want) < (1e-2 if p == "u8" else 1e-6)
+
+
+def spoiled(x, value, *places):
+    """The operand with other scales, and globals if it has them, at these places."""
+    scale, whole = x.scale.copy(), None if x.global_scale is None else x.global_scale.copy()
+    for place in places:
+        scale[place] = value
+        if whole is not None and len(place) == 1:
+            whole[place] = 0
+    return dataclasses.replace(x, scale=scale, global_scale=whole)
+
+
+FREE = [(6,), (0, slice(None), slice(8, None)), (3, slice(None), slice(1, None))]
+
+
+@pytest.mark.parametrize(
+    "role, options, free, last, named",
+    [
+        ("k", {"format": "s8"}, FREE, (0, 1, 7), "k_scale: value nan at (0, 1, 7)"),
+        ("v", {"format": "s8", "granularity": "per_token"}, FREE, (3, 0, 0), "v_scale: value nan"),
+        ("k", {"format": "s8"}, FREE, (1, 0, 15), "k_scale: value nan at (1, 0, 15)"),
+        (
+            "v",
+            {"format": "s8", "granularity": "per_block_channel", "block": 8},
+            [(6,), (0, slice(None), slice(1, None)), (3, slice(None), slice(1, None))],
+            (0, 1, 0, 31),
+            "v_scale: value nan at (0, 1, 0, 31)",
+        ),
+        ("k", {"format": "nvfp4"}, FREE, (0, 1, 7, 1), "k_scale: value nan at (0, 1, 7, 1)"),
+    ],
+)
+def test_scales_out_of_use_may_be_anything(role, options, free, last, named):
+    x = normal(7, 16, 2, 32, seed=1)
+    used = {"page_table": [[4, 1, 0], [2, 3, 6]], "seqused_k": [40, 17]}
+    codes = qattn.quantize(x, role=role, **options)
+
+    def attend(coded):
+        k, v = (coded, x) if role == "k" else (x, coded)
+        v_format = options["format"] if role == "v" else "f32"
+        recipe = qattn.Recipe(
+            "pages",
+            options["format"] if role == "k" else "f32",
+            "u8" if v_format == "s8" else "f32",
+            v_format,
+        )
+        return qattn.attention(normal(2, 3, 4, 32), k, v, recipe=recipe, **used)
+
+    bad = 127 if options["format"] == "nvfp4" else np.nan  # 127 is e4m3's NaN
+    np.testing.assert_array_equal(attend(spoiled(codes, bad, *free)), attend(codes))
+    with pytest.raises(qattn.InvalidArgument, match=re.escape(named)):
+        attend(spoiled(codes, bad, last))
+
+
+def test_scales_behind_a_sequence_may_be_anything():
+    q, k, v = normal(2, 3, 4, 32), normal(2, 40, 2, 32, seed=1), normal(2, 40, 2, 32, seed=2)
+    codes = qattn.quantize(k, role="k", format="s8")
+    used = {"seqused_k": [40, 17], "recipe": "int8"}
+    want = qattn.attention(q, codes, v, **used)
+    free = (1, slice(None), slice(17, None))
+    for bad in (0, np.nan):
+        got = qattn.attention(q, spoiled(codes, bad, free), v, **used)
+        np.testing.assert_array_equal(got, want)
+        with pytest.raises(qattn.InvalidArgument, match=r"k_scale: value .* at \(1, 1, 16\)"):
+            qattn.attention(q, spoiled(codes, bad, (1, 1, 16)), v, **used)
 
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_head", "per_channel"])

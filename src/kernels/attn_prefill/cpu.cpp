@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <string>
 
 #include "core/threads.hpp"
@@ -26,6 +27,16 @@ Recipe resolve(const Problem& problem, bool fast_integers) {
 bool v_block_fits(const Scaling& s) {
   if (s.granularity != Granularity::per_block_channel) return true;
   return s.block % tile_keys == 0 || (tile_keys % s.block == 0 && s.block % 4 == 0);
+}
+
+/// Keys of a tile that share V's scales per channel. Given ones, and nvfp4's globals, end with a
+/// page.
+int value_block(const Problem& p, const Recipe& r) {
+  const bool by_block = r.v_scale.granularity == Granularity::per_block_channel;
+  const int block = by_block ? std::min<int>(r.v_scale.block, tile_keys) : tile_keys;
+  const bool of_pages =
+      p.paged && p.tensors.v_scale.present() && (by_block || r.v == Format::nvfp4);
+  return of_pages ? static_cast<int>(std::gcd(std::int64_t{block}, p.page_size)) : block;
 }
 
 Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
@@ -58,6 +69,10 @@ Status supports(const Problem& problem, const Words* wanted) {
   if (!v_block_fits(r.v_scale)) {
     return refuse("v_scale block " + std::to_string(r.v_scale.block) +
                   " neither divides nor is a multiple of the key tile of 128");
+  }
+  if (value_block(problem, r) % 4 != 0) {
+    return refuse("v_scale: belongs to pages of " + std::to_string(problem.page_size) +
+                  " tokens, which are no multiple of 4");
   }
   return {};
 }
@@ -117,7 +132,6 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
   c->recipe = resolve(problem, c->words != words_scalar());
   const Recipe& r = c->recipe;
   const bool native = c->words->qk_bf16 != nullptr;
-  const Granularity g = r.v_scale.granularity;
   const bool token = free_scale(r.v) && scaled_by_token(r.v_scale, Role::v);
   c->qk = r.qk == Format::s8            ? Engine::integer
           : native && bf16_values(r.qk) ? Engine::bf16
@@ -127,7 +141,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
                                                                      : Engine::f32;
   c->v_token_scale = c->pv == Engine::integer && token;
   c->v_channel_scale = (free_scale(r.v) && !token) || r.v == Format::nvfp4;
-  if (g == Granularity::per_block_channel) c->v_block = std::min<int>(r.v_scale.block, tile_keys);
+  c->v_block = value_block(problem, r);
   c->rounding = rounding_of(r, c->v_token_scale);
   c->smooth_k = r.smooth_k == Toggle::on;
   c->smooth_q = r.smooth_q == Toggle::on;

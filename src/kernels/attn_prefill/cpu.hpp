@@ -1,5 +1,6 @@
 // Attention on CPUs: operands are quantised and repacked once per call into the workspace, then
-// tasks of up to 32 query rows walk the keys in tiles of 128, from last to first.
+// tasks of up to 32 query rows walk the keys in tiles of 128, from last to first (or, of few rows
+// with P in codes, from first to last).
 #pragma once
 
 #include <array>

@@ -11,7 +11,7 @@
 }
 
 /// Channels [c, c + 64) of `width` of the group that is read after group `g`. Rows that begin
-/// inside a line end in one more: where numpy's memory begins, 37 % of a decode from memory. GCC 12
+/// inside a line end in one more: where numpy's memory begins, 27 % of a decode from memory. GCC 12
 /// takes a function that only prefetches for one without effects, and drops calls of it.
 [[gnu::always_inline]] static inline void fetch_next(const CodeRows& x, int g, int c, int width) {
   if (x.next == nullptr) return;
