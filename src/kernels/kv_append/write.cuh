@@ -293,7 +293,8 @@ struct WritePages {
     const kv::DeviceCache& cache = p.state.cache;
     const HeadJobs head(p);
     const int units = 2 * cache.blocks_per_page();
-    for (std::int64_t i = isa::block().x; i < head.count * units; i += isa::grid().x) {
+    const std::int64_t total = head.count * units;
+    for (std::int64_t i = isa::block().x; i < total; i += isa::grid().x) {
       const kv::AppendJob job = load_struct(head.jobs + i / units);
       const int part = static_cast<int>(i % units);
       const bool value = part % 2 != 0;
