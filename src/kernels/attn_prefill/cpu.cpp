@@ -70,9 +70,9 @@ Status supports(const Problem& problem, const Words* wanted) {
     return refuse("v_scale block " + std::to_string(r.v_scale.block) +
                   " neither divides nor is a multiple of the key tile of 128");
   }
-  if (value_block(problem, r) % 4 != 0) {
+  if (r.v == s8 && value_block(problem, r) % 4 != 0) {
     return refuse("v_scale: belongs to pages of " + std::to_string(problem.page_size) +
-                  " tokens, which are no multiple of 4");
+                  " tokens, and four of s8 V are multiplied at once");
   }
   return {};
 }
@@ -136,12 +136,13 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
   c->qk = r.qk == Format::s8            ? Engine::integer
           : native && bf16_values(r.qk) ? Engine::bf16
                                         : Engine::f32;
-  c->pv = r.v == Format::s8                                          ? Engine::integer
-          : native && bf16_values(r.v) && bf16_values(r.p) && !token ? Engine::bf16
-                                                                     : Engine::f32;
+  c->v_block = value_block(problem, r);
+  const bool pairs = c->v_block % 2 == 0;  // of keys, which bf16 products take
+  c->pv = r.v == Format::s8                                                   ? Engine::integer
+          : native && pairs && bf16_values(r.v) && bf16_values(r.p) && !token ? Engine::bf16
+                                                                              : Engine::f32;
   c->v_token_scale = c->pv == Engine::integer && token;
   c->v_channel_scale = (free_scale(r.v) && !token) || r.v == Format::nvfp4;
-  c->v_block = value_block(problem, r);
   c->rounding = rounding_of(r, c->v_token_scale);
   c->smooth_k = r.smooth_k == Toggle::on;
   c->smooth_q = r.smooth_q == Toggle::on;
