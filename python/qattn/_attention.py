@@ -276,6 +276,16 @@ class _Call:
             raise InvalidArgument(
                 "q: was quantised with smooth=True, which only smooth_q inside attention() corrects"
             )
+        if x.mean is not None and self._given["page_table"] is not None:
+            raise InvalidArgument(
+                f"{role}: was quantised with smooth=True, so that each page has a mean of its own; "
+                "attention() takes one a sequence"
+            )
+        if x.mean is not None and x.rotate:
+            raise InvalidArgument(
+                f"{role}: was quantised with smooth=True and rotate=True; its mean is not rotated, "
+                "and attention() wants that of the codes"
+            )
         own = {
             f"{role}_scale": x.scale,
             f"{role}_global": x.global_scale,

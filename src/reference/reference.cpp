@@ -56,8 +56,8 @@ std::optional<double> score(const AttentionTensors& tensors, const AttentionOpti
                             double softmax_scale, const Row& row, std::int64_t j, Dot dot) {
   const std::int64_t diagonal = row.i + row.sk - row.sq;
   if (options.causal && j > diagonal) return std::nullopt;
-  if (options.window_left >= 0 && j < diagonal - options.window_left) return std::nullopt;
-  if (options.window_right >= 0 && j > diagonal + options.window_right) return std::nullopt;
+  if (options.window_left >= 0 && diagonal - j > options.window_left) return std::nullopt;
+  if (options.window_right >= 0 && j - diagonal > options.window_right) return std::nullopt;
 
   if (tensors.block_mask.present()) {
     Row block = row;

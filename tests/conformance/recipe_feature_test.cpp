@@ -26,6 +26,18 @@ std::vector<Cell> cells() {
       all.push_back(cell);
     }
   }
+  // P in bf16 beside V whose products are in float32: of tokens' scales, or of its format.
+  static const Feature token_scales = [] {
+    Feature f = feature_named("v_per_token_0");
+    f.name += "_out_bf16", f.how.output = Format::bf16;
+    return f;
+  }();
+  all.push_back({*recipe_named("fp8_p16"), &token_scales});
+  token_scales.tweak(all.back().recipe);
+  for (const char* name : {"paged_16", "varlen"}) {
+    all.push_back({*recipe_named("int8"), &feature_named(name)});
+    all.back().recipe.name = "int8_p_bf16", all.back().recipe.p = Format::bf16;
+  }
   return all;
 }
 

@@ -240,6 +240,16 @@ bool Case::is_bad(Role r, std::int64_t s) const {
   return std::find(list.begin(), list.end(), s) != list.end();
 }
 
+bool Case::is_spoiled(Role r, std::int64_t b, std::int64_t s) const {
+  const bool given = o_.given_scales[1] || o_.given_codes[1];
+  if (r != Role::k || !given || o_.storage == Storage::paged) return is_bad(r, s);
+  const Scaling& scaling = scaling_of(o_.recipe, r);
+  for (std::int64_t n = s / 64 * 64; n < std::min(s / 64 * 64 + 64, length(b)); ++n) {
+    if (is_bad(r, n) && scale_index(scaling, r, n) == scale_index(scaling, r, s)) return true;
+  }
+  return false;
+}
+
 std::int64_t Case::first_block(Role r, std::int64_t b, std::int64_t size) const {
   if (o_.storage == Storage::packed) return cu_[static_cast<std::size_t>(b)] / size + b;
   const std::int64_t rows =

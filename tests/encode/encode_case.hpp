@@ -50,6 +50,8 @@ class Case {
   /// Given scale of a token's channel.
   float given_scale(Role r, std::int64_t b, std::int64_t h, std::int64_t s, int c) const;
   bool is_bad(Role r, std::int64_t s) const;
+  /// Bad, or a key that shares a given scale with a bad one of its tile of 64.
+  bool is_spoiled(Role r, std::int64_t b, std::int64_t s) const;
 
   /// Does the kernel without detours serve the operand?
   bool is_plain(Role r) const;

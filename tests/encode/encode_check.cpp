@@ -110,8 +110,8 @@ bool by_token(const Case& c) {
 }
 
 /// Do tokens with the same (key % 8) / 2 of the tile have different scales? `count`: at least 7.
-bool is_mixed(const Case& c, const Truth& truth, std::int64_t b, std::int64_t h,
-              std::int64_t first, int count) {
+bool is_mixed(const Case& c, const Truth& truth, std::int64_t b, std::int64_t h, std::int64_t first,
+              int count) {
   for (int j = 0; j < count; ++j) {
     const std::int64_t s = first + j, shared = first + j % 8 / 2 * 2;
     if (truth.bad(s) || truth.bad(shared)) continue;
@@ -227,7 +227,7 @@ void check_rows(const Case& c, Role r) {
         const bool exists = s < c.length(b);
         if (s % 64 == 0) any_bad = false;
         float scale = exists ? truth.scale(b, h, s, 0) : 0.0f;
-        if (exists && truth.bad(s)) scale = NAN;
+        if (exists && c.is_spoiled(r, b, s)) scale = NAN;
         any_bad |= std::isnan(scale);
         scales.add(same(out.scale[slot], scale), text("scale", b, h, s, out.scale[slot], scale));
         for (int k = 0; k < out.row_bytes; ++k) {

@@ -232,7 +232,7 @@ std::int64_t clipped(const Case& c, Role r, Format f) {
   for (std::int64_t b = 0; b < c.batch(); ++b) {
     for (int h = 0; h < c.heads(r); ++h) {
       for (std::int64_t s = 0; s < c.length(b); ++s) {
-        if (c.is_bad(r, s)) continue;
+        if (c.is_spoiled(r, b, s)) continue;
         for (int k = 0; k < c.channels(r); ++k) {
           const float y = c.value(r, b, h, s, k) * (1.0f / c.given_scale(r, b, h, s, k));
           count += f == Format::s8 ? std::nearbyint(std::abs(y)) > 127 : std::abs(y) > 448 + 16;

@@ -339,6 +339,54 @@ def test_scales_out_of_use_may_be_anything(role, options, free, last, named):
         attend(spoiled(codes, bad, last))
 
 
+def holding(x, place, code, scale=None):
+    """The operand with one code, and its group's scale, exchanged."""
+    codes, scales = x.codes.copy(), x.scale.copy()
+    codes[place] = code
+    if scale is not None:
+        scales[place[0], place[2], place[1], 0] = scale
+    return dataclasses.replace(x, codes=codes, scale=scales)
+
+
+@pytest.mark.parametrize("format, code, scale", [("e5m2", 0x7C, None), ("mxfp8", 0x7E, 254)])
+def test_codes_beyond_float32_show(format, code, scale):
+    q, k, v = (normal(1, 40, 2, 32, seed=i) for i in range(3))
+    recipe = qattn.Recipe("infinite", format, "f32", format if format == "e5m2" else "f32")
+    coded = {role: qattn.quantize(x, role=role, format=format) for role, x in zip("qk", (q, k))}
+    place = (0, 20, 1, 3)
+    bad_k = holding(coded["k"], place, code, scale)
+    out = qattn.attention(coded["q"], bad_k, v, recipe=recipe, causal=True)
+    bad = np.isnan(out).all(-1)
+    assert bad[0, 20:, 1].all() and bad.sum() == 20
+    out = qattn.attention(holding(coded["q"], place, code, scale), coded["k"], v, recipe=recipe)
+    assert np.isnan(out[place[:3]]).all() and np.isnan(out).all(-1).sum() == 1
+    if format == "e5m2":
+        coded_v = holding(qattn.quantize(v, role="v", format=format), place, code)
+        out = qattn.attention(coded["q"], coded["k"], coded_v, recipe=recipe, causal=True)
+        bad = np.isnan(out).any(-1)
+        assert bad[0, 20:, 1].all() and bad.sum() == 20
+
+
+def test_a_static_scale_of_the_tensor_hides_no_nan():
+    x = normal(2, 20, 3, 32)
+    x[1, 7, 2, 5] = np.nan
+    options = {"format": "s8", "granularity": "per_tensor"}
+    coded = qattn.quantize(x, role="k", static_scale=np.array([0.03], np.float32), **options)
+    assert np.isnan(coded.scale).all()
+    assert np.isnan(qattn.quantize(x, role="k", **options).scale).all()
+
+
+def test_means_that_attention_cannot_use_are_refused():
+    x = normal(2, 16, 2, 32)
+    codes = qattn.quantize(x, role="k", smooth=True)
+    pages = {"page_table": [[0], [1]], "seqused_k": [16, 9]}
+    with pytest.raises(qattn.InvalidArgument, match="k: .* each page has a mean of its own"):
+        qattn.attention(x, codes, x, recipe="int8", **pages)
+    turned = [qattn.quantize(x, role=r, rotate=True, smooth=r == "k") for r in "qk"]
+    with pytest.raises(qattn.InvalidArgument, match="k: .* its mean is not rotated"):
+        qattn.attention(*turned, x, recipe="int8")
+
+
 def test_scales_behind_a_sequence_may_be_anything():
     q, k, v = normal(2, 3, 4, 32), normal(2, 40, 2, 32, seed=1), normal(2, 40, 2, 32, seed=2)
     codes = qattn.quantize(k, role="k", format="s8")

@@ -253,7 +253,8 @@ class FusedTiles {
     const int width = job.d() * (c.qk == Engine::integer ? 1 : 2);
     open_ = job.words().attend != nullptr &&
             job.words().attends(c.qk, c.rounding, t.count, width) && adds_nothing(job) &&
-            c.v_block == tile_keys && (c.pv == Engine::integer || !c.v_channel_scale);
+            c.v_block == tile_keys &&
+            (c.pv == Engine::integer || (c.pv == Engine::bf16 && !c.v_channel_scale));
     for (int r = 0; r < t.count; ++r) {
       begin_[r] = t.rows[r].begin;
       end_[r] = t.rows[r].end;

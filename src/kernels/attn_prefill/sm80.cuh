@@ -79,6 +79,10 @@ struct Prefill : PrefillValues<C> {
       scale[r] = C.general    ? 1.0f
                  : S::wide_qk ? p.scale * tile::log2_e
                               : row_scale[r] * (bad_keys ? 1.0f : k_scale);
+      // Of rows and keys that are zeros the product may be: masked scores are -Inf, and stay it.
+      if constexpr (Special && !C.general && !S::wide_qk) {
+        if (scale[r] == 0.0f) scale[r] = 0x1p-126f;
+      }
     }
     if constexpr (S::wide_pv) {
       this->attend_wide(s, scale);

@@ -37,8 +37,11 @@ struct EncodeGeneral : GeneralTile<Channels> {
         sum = formats::add_rn(
             sum, isa::load_shared<float>(w.shared + image_at + 4 * (row * stride + c)));
       }
-      isa::store_global(out.dot_mean + w.place.head * out.slots + w.place.tile * slot_tile + row,
-                        sum);
+      const TilePlace& p = w.place;
+      if (w.role.codes && row < p.count()) {
+        sum *= w.role.grouping.given_scale(w.role.rows, p.b, p.head, p.first + row, 0);
+      }
+      isa::store_global(out.dot_mean + p.head * out.slots + p.tile * slot_tile + row, sum);
     }
   }
 
@@ -68,6 +71,18 @@ struct EncodeGeneral : GeneralTile<Channels> {
     isa::sync_warp();
 #pragma unroll
     for (int i = 0; i < 2; ++i) amax[i] = formats::float_of(top[i]);
+  }
+
+  /// Of a scale that keys of the tile share kernels read one key's: a bad key makes all of them
+  /// bad, as it does where the scale comes from the keys. By one warp.
+  static QATTN_DEVICE void spread_bad(const Work& w, bool (&bad)[2]) {
+    float worst[2];
+    bool first[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) worst[i] = bad[i] ? formats::float_of(formats::kInfBits) : 0.0f;
+    tile_groups(w, worst, first);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) bad[i] |= worst[i] != 0.0f;
   }
 
   /// By the first warp: exists, bad and scale of the rows; 1 / scale goes to shared memory. In the
@@ -100,6 +115,9 @@ struct EncodeGeneral : GeneralTile<Channels> {
       }
     }
     if (role.source == ScaleSource::row && grouping.joins()) join_maxima(amax, r.bad);
+    const bool shared = role.source == ScaleSource::given && grouping.role == Role::k &&
+                        role.rows.page_table == nullptr;  // scales of pages are read one by one
+    if (shared && !maxima_pass) spread_bad(w, r.bad);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = isa::lane() + 32 * i;
@@ -121,6 +139,7 @@ struct EncodeGeneral : GeneralTile<Channels> {
       case ScaleSource::given:
         scale = bad ? formats::quiet_nan()
                     : role.grouping.given_scale(role.rows, p.b, p.head, p.first + row, 0);
+        bad |= !formats::is_finite(scale);
         return;
       case ScaleSource::maxima: {
         const std::int64_t at =

@@ -35,6 +35,7 @@ struct Grouping : ScaleGroups {
   // Given scales with their strides (ScaleMap).
   const float* given = nullptr;
   std::int64_t given_stride[4] = {};
+  std::int64_t given_groups = 1;  ///< of a sequence, or a page
 
   QATTN_DEVICE bool by_channel() const {
     return granularity == Granularity::per_channel || granularity == Granularity::per_block_channel;
@@ -63,6 +64,8 @@ struct Grouping : ScaleGroups {
       if (outer < 0 || outer >= r.total) return formats::quiet_nan();
       token = s % r.page_size;
     }
+    // The host cannot see how long packed sequences are.
+    if (index(token) >= given_groups) return formats::quiet_nan();
     return isa::load_global(given + offset(given_stride, paged, outer, head, token, channel));
   }
 };

@@ -102,6 +102,10 @@ Grouping grouping_of(const Call& call, const Facts& f) {
   if (f.scale.present()) {
     g.given = static_cast<const float*>(f.scale.data);
     std::copy_n(f.scale.stride.begin(), 4, g.given_stride);
+    const Granularity by = f.scaling.granularity;
+    const bool one = by == Granularity::per_tensor || by == Granularity::per_head ||
+                     by == Granularity::per_channel;
+    g.given_groups = one ? 1 : f.scale.shape[2];
   }
   return g;
 }
@@ -181,8 +185,14 @@ LaunchError encode(const Call& call, Launches& launches) {
   for (const Facts& f : call.facts) {
     if (f.wanted && !call.plain(f.role)) general_mask |= 1u << static_cast<int>(f.role);
   }
-  // Launches are of one padded size, and V's may differ from that of Q and K.
-  const bool together = call.facts[0].padded == call.facts[2].padded;
+  // Launches are of one padded size, and the plain one of one format; V's may differ from those of
+  // Q and K, where these are codes.
+  const auto fits = [&](const Facts& f) {
+    return !call.plain(f.role) || !call.plain(Role::v) ||
+           f.tensor.format == call.facts[2].tensor.format;
+  };
+  const bool together =
+      call.facts[0].padded == call.facts[2].padded && fits(call.facts[0]) && fits(call.facts[1]);
   const unsigned runs[2] = {together ? 7u : 3u, together ? 0u : 4u};
   for (const unsigned run : runs) {
     if (LaunchError e = general(call, general_mask & run, true, launches); !e.empty()) return e;

@@ -148,7 +148,7 @@ std::int64_t quantize_scaled(const Unit& u, float common) {
   for (std::int64_t g = 0; g < groups; ++g) {
     for (int c = 0; c < (channels ? u.f.channels : 1); ++c) {
       float& value = scale[static_cast<std::size_t>(channels ? g * n + c : g)];
-      const bool nan = std::isnan(value);
+      const bool nan = std::isnan(tensor ? common : value);
       const std::int64_t token = first[static_cast<std::size_t>(g)];
       value = formats::amax_scale(tensor ? common : value, qmax);
       const bool place = token >= 0;

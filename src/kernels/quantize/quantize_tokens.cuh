@@ -75,7 +75,9 @@ struct TokenParams {
   }
 
   QATTN_DEVICE float scale_of(int b, int head, std::int64_t s, int channel) const {
-    const float own = formats::float_of(isa::load_global(maximum(b, head, s, channel)));
+    const bool tensor = grouping.granularity == Granularity::per_tensor;
+    const std::uint32_t* at = tensor ? grouping.maxima + words - 1 : maximum(b, head, s, channel);
+    const float own = formats::float_of(isa::load_global(at));
     if (grouping.given != nullptr) {
       if (formats::is_nan(own)) return formats::quiet_nan();
       return isa::load_global(grouping.given +
@@ -83,9 +85,6 @@ struct TokenParams {
     }
     float amax = own;
     if (grouping.joins()) amax = formats::joint_amax(own, group_maximum(b, head, s));
-    if (grouping.granularity == Granularity::per_tensor) {
-      amax = formats::float_of(isa::load_global(grouping.maxima + words - 1));
-    }
     return formats::amax_scale(amax, code_limit(kind));
   }
 };
