@@ -276,7 +276,8 @@ def test_scales_of_v_belong_to_a_page(page, format, granularity, block):
     q, k = normal(2, 3, 4, 32), normal(9, page, 2, 32, seed=1)
     v = normal(9, page, 2, 32, seed=2) * 4.0 ** np.arange(9, dtype="f4")[:, None, None, None]
     coded = qattn.quantize(v, role="v", format=format, granularity=granularity, block=block)
-    used = {"page_table": [[4, 1, 0, 8], [2, 5, 3, 7]], "seqused_k": [4 * page - page // 3, page + 1]}
+    lengths = [4 * page - page // 3, page + 1]
+    used = {"page_table": [[4, 1, 0, 8], [2, 5, 3, 7]], "seqused_k": lengths}
     p = "u8" if format == "s8" else "f32"
     recipe = qattn.Recipe("pages", "f32", p, format)
     if format == "s8" and page % 4 != 0:
