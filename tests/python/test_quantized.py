@@ -356,6 +356,7 @@ def test_codes_beyond_float32_show(format, code, scale):
     coded = {role: qattn.quantize(x, role=role, format=format) for role, x in zip("qk", (q, k))}
     place = (0, 20, 1, 3)
     bad_k = holding(coded["k"], place, code, scale)
+    assert np.isinf(qattn.dequantize(bad_k)[place])  # which says what the codes say
     out = qattn.attention(coded["q"], bad_k, v, recipe=recipe, causal=True)
     bad = np.isnan(out).all(-1)
     assert bad[0, 20:, 1].all() and bad.sum() == 20

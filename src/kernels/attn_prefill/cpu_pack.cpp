@@ -37,6 +37,13 @@ float row_scale(const Job& job, Role role, const Sequence& x, std::int64_t b, st
   return formats::amax_scale(job.words().amax(row, x.channels), qmax);
 }
 
+/// Values of a row of given codes with a free scale. Inf, which e5m2 has, spoils like NaN.
+void decode_given_row(const Sequence& x, std::int64_t token, float* row) {
+  decode_row(x.format, reinterpret_cast<const std::uint8_t*>(x.row(token)), x.channels, row);
+  if (x.format != Format::e5m2) return;
+  for (int i = 0; i < x.channels; ++i) row[i] += row[i] - row[i];
+}
+
 /// Given scales of tokens [first, first + count) of one head, channel granularities aside.
 void given_token_scales(const Job& job, Role role, const Sequence& x, std::int64_t b,
                         std::int64_t head, std::int64_t first, int count, float* scale) {
@@ -118,8 +125,7 @@ void load_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_t
       if (grouped(format)) {
         decode_grouped_row(job, Role::v, x, b, head, first + j, row);
       } else {
-        decode_row(format, reinterpret_cast<const std::uint8_t*>(x.row(first + j)), x.channels,
-                   row);
+        decode_given_row(x, first + j, row);
       }
     }
     bad[j] = std::isnan(job.words().amax(row, x.channels));
@@ -354,7 +360,7 @@ float quantized_row(const Job& job, Role role, const Sequence& x, std::int64_t b
       return given_global(job, role, x, b, head, token);
     }
     std::memcpy(codes, x.row(token), static_cast<std::size_t>(d));
-    decode_row(format, codes, d, row);
+    decode_given_row(x, token, row);
     return given_scale(job, role, x, b, head, token, 0);
   }
   load_row(job.words(), x, token, transform_of(job, role, b, head, token), row);

@@ -102,10 +102,8 @@ Grouping grouping_of(const Call& call, const Facts& f) {
   if (f.scale.present()) {
     g.given = static_cast<const float*>(f.scale.data);
     std::copy_n(f.scale.stride.begin(), 4, g.given_stride);
-    const Granularity by = f.scaling.granularity;
-    const bool one = by == Granularity::per_tensor || by == Granularity::per_head ||
-                     by == Granularity::per_channel;
-    g.given_groups = one ? 1 : f.scale.shape[2];
+    // Without a dimension of groups there is group 0; of channels, which may stand there, as well.
+    g.given_groups = f.scale.rank > 2 ? f.scale.shape[2] : 1;
   }
   return g;
 }
