@@ -2,10 +2,12 @@
 // the same codes, NaN and Inf by place, codes bit for bit, bad indices. Also what compute-sanitizer
 // is run on (`make gpu-sanitize`):
 //   sanitize_kernels [--exact] [--run-only] [--names] [--every N [--from K]] [--only SUBSTRING]
+//                    [--json FILE]
 //     --exact     allocations without guard bytes, workspaces uninitialised
 //     --run-only  no comparison with the model, which takes most of the time
 //     --names     each case before it runs, between what tools say
 //     --every     one case of N, for tools that are slow: case K, K + N and so on
+//     --json      counts and the largest deviations from the model
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -43,7 +45,7 @@ struct Settings {
   Memory memory = Memory::guarded;
   bool compare = true, names = false;
   int every = 1, from = 0;
-  std::string only;
+  std::string only, json;
 };
 
 /// The largest deviations of one kind.
@@ -98,6 +100,7 @@ class Check {
   int report() const;
 
  private:
+  bool write_json() const;
   /// What the GPU's kernel said, from the list that names every kernel's reason.
   static std::string reason(const std::string& message) {
     const std::size_t at = message.find("sm80_prefill");
@@ -146,7 +149,26 @@ int Check::report() const {
   for (const std::string& v : variants_) std::printf("ran %s\n", v.c_str());
   std::printf("%d calls of attention, %d of quantize (%d refused), %zu variants, %d failures\n",
               calls_, quantised_, quantise_refused_, variants_.size(), failures_);
+  if (!settings_.json.empty() && !write_json()) return 1;
   return failures_ == 0 ? 0 : 1;
+}
+
+bool Check::write_json() const {
+  std::FILE* file = std::fopen(settings_.json.c_str(), "w");
+  if (file == nullptr) return std::perror(settings_.json.c_str()), false;
+  std::fprintf(file,
+               "{\"attention\": %d, \"quantize\": %d, \"quantize_refused\": %d, \"variants\": %zu, "
+               "\"failures\": %d, \"kinds\": [",
+               calls_, quantised_, quantise_refused_, variants_.size(), failures_);
+  const char* comma = "";
+  for (const auto& [kind, w] : worst_) {
+    std::fprintf(file,
+                 "%s\n  {\"kind\": \"%s\", \"nrmse\": %.3e, \"worst_row\": %.3e, \"lse\": %.3e}",
+                 comma, kind.c_str(), w.nrmse, w.row, w.lse);
+    comma = ",";
+  }
+  std::fprintf(file, "]}\n");
+  return std::fclose(file) == 0;
 }
 
 // ---- The conformance table
@@ -456,6 +478,7 @@ int main(int argc, char** argv) {
     if (argument == "--every" && n + 1 < argc) settings.every = std::atoi(argv[++n]);
     if (argument == "--from" && n + 1 < argc) settings.from = std::atoi(argv[++n]);
     if (argument == "--only" && n + 1 < argc) settings.only = argv[++n];
+    if (argument == "--json" && n + 1 < argc) settings.json = argv[++n];
   }
   if (settings.from < 0 || settings.from >= settings.every) {
     std::fprintf(stderr, "--from %d: should be from 0 to below --every\n", settings.from);
