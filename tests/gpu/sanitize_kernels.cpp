@@ -171,8 +171,7 @@ bool Check::write_json() const {
   return std::fclose(file) == 0;
 }
 
-// ---- The conformance table
-// -----------------------------------------------------------------------
+// ---- The conformance table ---------------------------------------------------------------------
 
 /// Has this GPU a kernel for the kind? FP8 is refused where mma.sync emulates it.
 bool serves(Check& check, const Kind& kind) {
@@ -243,8 +242,7 @@ void run_feature(Check& check, const Kind& kind, Feature feature) {
   if (check.settings().compare) check.matches_model(name, kind, call, outcome);
 }
 
-// ---- NaN and Inf
-// ---------------------------------------------------------------------------------
+// ---- NaN and Inf -------------------------------------------------------------------------------
 
 constexpr std::int64_t bad_b = 1, bad_h = 1, bad_key = 230, bad_query = 160, bad_d = 5;
 
@@ -340,8 +338,7 @@ void run_bad_values(Check& check, const Kind& kind, std::int64_t dim, bool causa
   }
 }
 
-// ---- Bad indices
-// ---------------------------------------------------------------------------------
+// ---- Bad indices -------------------------------------------------------------------------------
 
 /// Kernels must not follow an index out of a tensor; the device's error word tells of it.
 void run_bad_indices(Check& check, const Kind& kind) {
@@ -372,8 +369,7 @@ void run_bad_indices(Check& check, const Kind& kind) {
   }
 }
 
-// ---- Codes
-// ---------------------------------------------------------------------------------------
+// ---- Codes -------------------------------------------------------------------------------------
 
 struct Coded {
   Tensor codes, scale, global, mean;
