@@ -76,6 +76,7 @@
 //     uint32 pack_u8(float, float, float, float)   round to nearest even, saturate to 0..255, first
 //                                                  in the low byte; NaN gives 0
 //     uint16 pack_e4m3(lo, hi), pack_e5m2          round to nearest even, saturate; NaN stays NaN
+//     uint32 unpack_e4m3(uint16)                   two f16, exact; NaN gives 0x7fff
 //     uint32 byte_permute(a, b, selector)          prmt: bytes 0-3 of a, 4-7 of b
 //     uint32 lop3<table>(a, b, c)
 //     int32 dot4_s8(a, b, c), dot4_u8(a, b, c)     c + sum of four products of bytes

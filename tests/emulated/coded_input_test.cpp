@@ -1,4 +1,5 @@
-// Operands that come quantised must give, bit by bit, what quantising them in the call gives.
+// Operands that come quantised must give, bit by bit, what quantising them in the call gives; but
+// for rounding where decode over codes takes the call (coded_decode_test.cpp).
 #include <gtest/gtest.h>
 
 #include "conformance/coded.hpp"
@@ -10,6 +11,7 @@ namespace {
 
 struct Results {
   std::vector<float> out, lse;
+  std::string kernel;
 };
 
 Results attend(const AttentionTensors& tensors, const Call& call, const Recipe& recipe,
@@ -24,7 +26,14 @@ Results attend(const AttentionTensors& tensors, const Call& call, const Recipe& 
   EXPECT_TRUE(made.ok() && is_emulated(made->kernel()));
   const Status status = attention(tensors, options);
   EXPECT_TRUE(status.ok()) << status.message();
-  return {laid.read_out(call), laid.read_lse(call)};
+  return {laid.read_out(call), laid.read_lse(call), std::string(made->kernel())};
+}
+
+void expect_near(const Results& got, const Results& want, const Call& call) {
+  const std::vector<double> out(want.out.begin(), want.out.end());
+  const std::vector<double> lse(want.lse.begin(), want.lse.end());
+  EXPECT_LE(distance(got.out, out, call.dim_v).nrmse, 1e-2);  // u8 P of other tiles
+  EXPECT_LE(lse_distance(got.lse, lse), 3e-3);
 }
 
 class EmulatedCodedInput : public testing::TestWithParam<Recipe> {
@@ -63,10 +72,15 @@ class EmulatedCodedInput : public testing::TestWithParam<Recipe> {
       if (which & 2) t.k = k.codes.view(), t.k_scale = k.scale.view();
       if (which & 4) t.v = v.codes.view(), t.v_scale = v.scale.view();
       const Results got = attend(t, call, recipe, laid);
-      EXPECT_TRUE(same_bits(got.out, want.out) && same_bits(got.lse, want.lse))
-          << (which & 1 ? "q" : "") << (which & 2 ? "k" : "") << (which & 4 ? "v" : "")
-          << " as codes";
-      if (HasFailure()) return;
+      if (got.kernel == "sm80_coded_decode") {
+        expect_near(got, want, call);
+      } else {
+        EXPECT_TRUE(same_bits(got.out, want.out) && same_bits(got.lse, want.lse));
+      }
+      if (HasFailure()) {
+        FAIL() << (which & 1 ? "q" : "") << (which & 2 ? "k" : "") << (which & 4 ? "v" : "")
+               << " as codes";
+      }
     }
   }
 };

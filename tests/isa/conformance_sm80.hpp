@@ -110,6 +110,13 @@ struct UnpackF16 : Defaults {
     out[1] = as_word(p.hi);
   }
 };
+struct UnpackE4m3 : Defaults {
+  static constexpr const char* name = "unpack_e4m3";
+  static constexpr int cases = 64;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[1], Word32 (&out)[1]) {
+    out[0] = unpack_e4m3(static_cast<std::uint16_t>(in[0]));
+  }
+};
 struct UnpackBf16 : Defaults {
   static constexpr const char* name = "unpack_bf16";
   static constexpr int outputs = 2;
@@ -347,6 +354,7 @@ void for_each_sm80_operation(Visit visit) {
   visit(PackF16());
   visit(PackBf16());
   visit(PackE4m3());
+  visit(UnpackE4m3());
   visit(PackE5m2());
   visit(PackU8());
   visit(MultiplyF16());

@@ -313,6 +313,8 @@ TEST(Arithmetic, ConversionsRoundAndSaturate) {
   EXPECT_EQ(pack_e5m2(-1.0f, kNan), 0x7fbc);
   EXPECT_EQ(unpack_f16(0xc0003c00u).lo, 1.0f);
   EXPECT_EQ(unpack_f16(0xc0003c00u).hi, -2.0f);
+  EXPECT_EQ(unpack_e4m3(0x7efe), 0x5f00df00u);  // -448, 448
+  EXPECT_EQ(unpack_e4m3(0x01ff), 0x18007fffu);  // NaN, 2^-9
   EXPECT_EQ(unpack_bf16(0xc0003f80u).lo, 1.0f);
   EXPECT_EQ(unpack_bf16(0xc0003f80u).hi, -2.0f);
 }

@@ -392,6 +392,10 @@ QATTN_DEVICE std::uint16_t pack_e4m3(float lo, float hi) {
 QATTN_DEVICE std::uint16_t pack_e5m2(float lo, float hi) {
   return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, __NV_E5M2);
 }
+QATTN_DEVICE std::uint32_t unpack_e4m3(std::uint16_t codes) {
+  const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3);
+  return std::uint32_t{h.x} | std::uint32_t{h.y} << 16;
+}
 QATTN_DEVICE std::uint32_t byte_permute(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
   return __byte_perm(a, b, selector);
 }

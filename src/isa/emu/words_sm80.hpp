@@ -357,6 +357,14 @@ std::uint16_t pack_fp8(float lo, float hi) {
 }
 inline std::uint16_t pack_e4m3(float lo, float hi) { return pack_fp8<formats::E4m3>(lo, hi); }
 inline std::uint16_t pack_e5m2(float lo, float hi) { return pack_fp8<formats::E5m2>(lo, hi); }
+inline std::uint32_t unpack_e4m3(std::uint16_t codes) {
+  count_word(Word::convert);
+  const auto half = [](std::uint32_t code) -> std::uint32_t {
+    const float x = formats::E4m3::decode(static_cast<std::uint8_t>(code));
+    return x != x ? 0x7fffu : formats::F16::encode(x);
+  };
+  return half(codes & 0xffu) | half(codes >> 8) << 16;
+}
 
 inline std::uint32_t byte_permute(std::uint32_t a, std::uint32_t b, std::uint32_t selector,
                                   Where where = Where::current()) {

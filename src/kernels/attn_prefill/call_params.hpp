@@ -74,6 +74,7 @@ inline PrefillParams params_of(const Problem& p, const Prepared& prepared, int r
   a.v8 = prepared.v;
   if (prepared.q.codes != nullptr) a.q.data = nullptr;
   if (prepared.k.codes != nullptr) a.k.data = nullptr;
+  a.coded_values = p.v_codes || prepared.v.tiles != nullptr;
   a.q_mean = prepared.q_mean;
   if (a.q_mean.data != nullptr) {
     a.k_input = rows_of(p, Role::k);

@@ -134,7 +134,7 @@ struct PrefillCombine {
   /// NaN if a channel is not finite and V has 16 bits, else 0.
   static QATTN_DEVICE float poison_of(const Params& p, const Row& row, const Sums& x) {
     if (row.q.bad || row.k.bad) return tile::quiet_nan();
-    if (p.v8.tiles != nullptr) return 0.0f;
+    if (p.coded_values) return 0.0f;
     float poison = 0.0f;
 #pragma unroll
     for (int n = 0; n < pieces; ++n) {

@@ -48,7 +48,8 @@ Status run_steps(const detail::PlanData& data, const Problem& p, void* workspace
 }
 
 std::span<const detail::Kernel> gpu_attention_kernels() {
-  static const detail::Kernel kernels[] = {sm90a_prefill(), sm90a_wide_prefill(), sm80_prefill()};
+  static const detail::Kernel kernels[] = {sm80_coded_decode(), sm90a_prefill(),
+                                           sm90a_wide_prefill(), sm80_prefill()};
   return kernels;
 }
 

@@ -47,6 +47,7 @@ QueryCodes& query_codes_override();
 /// Does run_steps() leave Q's codes to the attention kernel?
 bool leaves_queries(const GpuPlan& plan, const Problem& problem);
 
+detail::Kernel sm80_coded_decode();
 detail::Kernel sm80_prefill();
 detail::Kernel sm90a_prefill();
 detail::Kernel sm90a_wide_prefill();

@@ -50,6 +50,7 @@ struct PrefillParams {
   bool q_vectors = true, k_vectors = true, v_vectors = true;  ///< rows allow 16-byte accesses
   PreparedRows q8, k8;
   PreparedTiles v8;
+  bool coded_values = false;      ///< V has codes, wherever they lie
   const float* v_mean = nullptr;  ///< [batches][heads_kv][v_mean_channels] to add to the output
   std::int32_t v_mean_channels = 0;
 

@@ -1,0 +1,158 @@
+#include "kernels/attn_decode/sm80_coded.hpp"
+
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include "kernels/attn_prefill/call_params.hpp"
+#include "kernels/attn_prefill/gpu.hpp"
+#include "kernels/attn_prefill/spread.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+namespace {
+
+using isa::Element;
+
+/// Fewer query rows than a block has; with more, the tiles of prefill kernels are better filled.
+constexpr int block_rows = 16;
+constexpr int tile_keys = 64;
+
+struct Instance {
+  CodedConfig config;
+  isa::LaunchError (*launch)(const CodedParams&, isa::Index3, void*, isa::Start);
+};
+
+template <CodedConfig C>
+constexpr Instance instance() {
+  return {C, &launch_coded<C>};
+}
+
+constexpr Instance instances[] = {
+#define QATTN_INSTANCE(D, QK, PV) instance<CodedConfig{D, Element::QK, Element::PV}>(),
+#include "kernels/attn_decode/sm80_coded_instances.inc"
+#undef QATTN_INSTANCE
+};
+
+struct CodedPlan : GpuPlan {
+  const Instance* instance = nullptr;
+  Spread spread;
+};
+
+Recipe resolve(const Problem& p) { return detail::resolve_recipe(p, "int8_full", {}); }
+
+const Instance* find(const Problem& p, const Recipe& r) {
+  const bool s8 = r.qk == Format::s8, u8 = r.v == Format::s8 && r.p == Format::u8;
+  if (!s8 && r.qk != Format::e4m3) return nullptr;
+  if (!u8 && (r.v != Format::e4m3 || r.p != Format::e4m3)) return nullptr;
+  const int channels = std::max(p.d, p.dv);
+  const CodedConfig wanted{channels <= 64    ? 64
+                           : channels <= 128 ? 128
+                                             : 256,
+                           s8 ? Element::s8 : Element::e4m3, u8 ? Element::u8 : Element::e4m3};
+  for (const Instance& i : instances) {
+    if (i.config == wanted) return &i;
+  }
+  return nullptr;
+}
+
+/// Blocks that a multiprocessor runs at a time: as many as its shared memory holds, 227 KiB on
+/// sm_90 and sm_100, 99 to 163 on others, which then run them in two turns.
+int resident_blocks(int d) {
+  const int bytes = 4 * tile_keys * (d + 16) + 12 * tile_keys;
+  return 232448 / (bytes + 1024);
+}
+
+PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
+  PrepareNeeds n;
+  n.q_rows = true;
+  n.dot_mean = needs_dot_mean(p, r);
+  return n;
+}
+
+Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
+
+/// Scales that one number a token, or a channel of all tokens, can stand for.
+Status check_scales(const Problem& p, const Recipe& r) {
+  using enum Granularity;
+  if (!p.tensors.k_scale.present() || !p.tensors.v_scale.present()) {
+    return refuse("reads codes of K and V that have scales");
+  }
+  if (r.k_scale.granularity == per_channel || r.k_scale.granularity == per_block_channel) {
+    return refuse("k: scales per channel");
+  }
+  const Granularity v = r.v_scale.granularity;
+  const bool by_token = v == per_token, uniform = v == per_tensor || v == per_head;
+  if (r.v == Format::s8 ? !by_token && !uniform && v != per_channel
+                        : !uniform && v != per_channel) {
+    return refuse("v: scales " + std::string(name(v)) + " of " + std::string(info(r.v).name));
+  }
+  return {};
+}
+
+Status supports(const Problem& p) {
+  const Recipe r = resolve(p);
+  if (!p.k_codes || !p.v_codes) return refuse("reads K and V that both come as codes");
+  if (p.max_q > block_rows) {
+    return refuse(std::to_string(p.max_q) + " queries are more than " + std::to_string(block_rows));
+  }
+  const int gpu = isa::architecture(p.device().index);
+  if (gpu < 80 || isa::code_architecture() == 0) {
+    return refuse("the library has no code that runs on sm_" + std::to_string(gpu));
+  }
+  if (find(p, r) == nullptr) {
+    return refuse("no instance for codes of K in " + std::string(info(r.qk).name) + ", V in " +
+                  std::string(info(r.v).name) + " and P in " + std::string(info(r.p).name));
+  }
+  if (Status s = check_scales(p, r); !s.ok()) return s;
+  if (p.tensors.k_mean.present() || p.tensors.v_mean.present()) {
+    return refuse("knows no mean of K or V");
+  }
+  if (r.smooth_q == Toggle::on) return refuse("knows no mean of Q");
+  if (p.block_mask_q > 0) return refuse("reads no block mask");
+  if (too_long(p)) return refuse("sequences longer than 2^30 tokens");
+  if (p.batch * p.heads_q > 0x7fffffff / most_splits) return refuse("more than 2^31 blocks");
+  const std::string why = prepare_refusal(p, r, needs_of(p, r));
+  return why.empty() ? Status() : refuse(why);
+}
+
+Status attend_codes(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
+                    Handover handover) {
+  const auto& plan = static_cast<const CodedPlan&>(data);
+  CodedParams params;
+  params.call =
+      params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), block_rows, plan.error);
+  if (params.call.works == 0) return {};
+  set_spread(plan.spread, block_rows, workspace, params.call);
+  params.k_scale = given_scales(p, plan.recipe, Role::k);
+  params.v_scale = given_scales(p, plan.recipe, Role::v);
+  isa::LaunchError e =
+      plan.instance->launch(params, {params.call.works, 1, 1}, stream, handover.start);
+  if (e.empty()) e = combine_parts(params.call, stream);
+  return e.empty() ? Status() : Status(Code::internal, "decode kernel: " + e);
+}
+
+std::shared_ptr<detail::PlanData> tune(const Problem& p) {
+  auto plan = std::make_shared<CodedPlan>();
+  plan->attend = attend_codes;
+  plan->recipe = resolve(p);
+  plan->instance = find(p, plan->recipe);
+  plan->prepared = plan_prepare(p, plan->recipe, needs_of(p, plan->recipe));
+  plan->workspace = plan->prepared.bytes;
+  SpreadLimits limits;
+  limits.rows = block_rows, limits.channels = plan->instance->config.d;
+  limits.blocks = isa::multiprocessors() * resident_blocks(limits.channels);
+  plan->spread = plan_spread(p, plan->recipe, limits, plan->workspace);
+  plan->error = isa::error_word();
+  plan->text = "variant: codes d" + std::to_string(limits.channels) +
+               "\ntile: " + std::to_string(block_rows) + " rows x " + std::to_string(tile_keys) +
+               " keys\ntile_keys: " + std::to_string(tile_keys) + "\n" + text_of(plan->spread);
+  return plan;
+}
+
+}  // namespace
+
+detail::Kernel sm80_coded_decode() { return {"sm80_coded_decode", supports, tune, run_steps}; }
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

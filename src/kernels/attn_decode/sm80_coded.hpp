@@ -1,0 +1,30 @@
+// Decode attention over K and V that come as 8-bit codes (sm80_coded.cuh): what is selected at
+// compile time, and what a launch is told.
+#pragma once
+
+#include "isa/launch.hpp"
+#include "kernels/attn_prefill/params.hpp"
+#include "kernels/quantize/given_scales.hpp"
+
+namespace qattn::kernels {
+
+struct CodedConfig {
+  int d = 128;                         ///< padded head dimension of Q, K and V
+  isa::Element qk = isa::Element::s8;  ///< Q and K: s8 or e4m3
+  isa::Element pv = isa::Element::u8;  ///< P: u8, and V has s8; or e4m3, and V has it, too
+  bool operator==(const CodedConfig&) const = default;
+};
+
+inline namespace QATTN_TARGET {
+
+struct CodedParams {
+  PrefillParams call;
+  Grouping k_scale, v_scale;  ///< as given
+};
+
+template <CodedConfig C>
+isa::LaunchError launch_coded(const CodedParams& params, isa::Index3 grid, void* stream,
+                              isa::Start start);
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,319 @@
+// Decode over K and V that come as 8-bit codes (kernels/attn_decode/sm80_coded.cuh): what is read
+// in place gives what the semantic model gives, and pages give what rows do.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "conformance/coded.hpp"
+#include "emulated/emulated_backend.hpp"
+#include "emulated/matrix.hpp"
+
+namespace qattn::test {
+namespace {
+
+using enum Granularity;
+constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
+
+/// Every recipe that has such kernels.
+std::vector<Recipe> coded_recipes() {
+  return {*recipe_named("int8_full"), *recipe_named("int8_fp8"), *recipe_named("fp8")};
+}
+
+class EmulatedCodedDecode : public testing::TestWithParam<Recipe> {
+ protected:
+  void SetUp() override { scales(per_token, GetParam().v == Format::s8 ? per_token : per_channel); }
+
+  void scales(Granularity k, Granularity v) {
+    recipe_ = GetParam();
+    recipe_.smooth_k = Toggle::off;
+    recipe_.q_scale.granularity = per_token;
+    recipe_.k_scale = {k, k == per_block ? 64 : 0, 0};
+    recipe_.v_scale.granularity = v;
+  }
+
+  /// Grouped heads, a few queries, lengths that fill neither tiles nor shares.
+  Feature feature() const {
+    Feature f;
+    f.sq = {3, 3}, f.sk = {450, 450}, f.heads_q = 8, f.heads_k = 2, f.options.causal = true;
+    return with_inputs(f, recipe_, Format::bf16);
+  }
+
+  /// The operands of a call with K and V as codes.
+  Laid laid(const Call& call, const LayoutOptions& how) const {
+    Laid x = lay_out(call, how);
+    const AttentionTensors t = x.tensors();
+    const auto put = [&](Role role, const TensorView& view, Format format, const Scaling& scaling,
+                         Tensor& codes, Tensor& scale) {
+      CodedTensor c =
+          quantised(view, options_for(role, format, scaling, how.layout), t.cu_seqlens_k);
+      codes = std::move(c.codes), scale = std::move(c.scale);
+    };
+    put(Role::k, t.k, recipe_.qk, recipe_.k_scale, x.k, x.k_scale);
+    put(Role::v, t.v, recipe_.v, recipe_.v_scale, x.v, x.v_scale);
+    return x;
+  }
+
+  Outcome run(const Call& call, Laid& x, std::span<const Timing> timings = every_timing()) const {
+    const OnArchitecture on(GetParam().name == "int8_full" ? 80 : 90);
+    Outcome outcome = run_emulated(call, x, recipe_, timings);
+    EXPECT_NE(outcome.plan.find("kernel: sm80_coded_decode"), std::string::npos) << outcome.plan;
+    return outcome;
+  }
+  Outcome run_once(const Call& call, Laid& x) const {
+    return run(call, x, every_timing().subspan(1, 1));
+  }
+
+  void matches_model(const Feature& f) const {
+    const Call call = make_call(f, 41);
+    Laid x = laid(call, f.how);
+    const Outcome outcome = run(call, x);
+    ASSERT_FALSE(HasFailure());
+    expect_matches_model(outcome, call, f.how.output,
+                         model_attention(call, outcome.model_options()));
+  }
+
+  Recipe recipe_;
+};
+
+TEST_P(EmulatedCodedDecode, MatchesTheModel) {
+  matches_model(feature());
+  const Call call = make_call(feature(), 41);
+  Laid x = laid(call, {});
+  const Outcome outcome = run_once(call, x);
+  for (const Mutation mutation : {Mutation::swap_k_scale, Mutation::swap_v_scale}) {
+    const ModelOutput wrong = model_attention(call, outcome.model_options(mutation));
+    EXPECT_GT(distance(outcome.out, wrong.out, call.dim_v).nrmse, 2e-3) << "is it the scales?";
+  }
+}
+
+TEST_P(EmulatedCodedDecode, OneQueryOfManyHeads) {
+  for (const std::int64_t heads : {1, 7, 16, 32}) {
+    Feature f = feature();
+    f.sq = {1, 1}, f.heads_q = heads, f.heads_k = 1, f.how.output = Format::bf16;
+    matches_model(f);
+    if (HasFailure()) FAIL() << heads << " heads";
+  }
+}
+
+TEST_P(EmulatedCodedDecode, HeadDimensions) {
+  for (const auto& [d, dv] : {std::pair{128, 128}, {256, 256}, {72, 24}, {32, 200}}) {
+    Feature f = feature();
+    f.dim = d, f.dim_v = dv, f.heads_q = 4, f.sk = {200, 200};
+    matches_model(f);
+    if (HasFailure()) FAIL() << "D " << d << " and " << dv;
+  }
+}
+
+TEST_P(EmulatedCodedDecode, ScalesOfOtherTokens) {
+  const bool s8 = GetParam().v == Format::s8;
+  for (const auto& [k, v] :
+       {std::pair{per_head, per_head}, {per_block, per_channel}, {per_tensor, per_tensor}}) {
+    scales(k, s8 && v == per_channel ? per_token : v);
+    matches_model(feature());
+    if (HasFailure()) FAIL() << name(k);
+  }
+}
+
+TEST_P(EmulatedCodedDecode, Features) {
+  const auto with = [&](auto change) {
+    Feature f = feature();
+    change(f);
+    matches_model(f);
+  };
+  with([](Feature& f) { f.options.window_left = 100, f.sinks = true; });
+  with([](Feature& f) { f.options.softcap = 3, f.how.lse = false; });
+  with([](Feature& f) { f.alibi = true, f.options.causal = false; });
+  with([](Feature& f) { f.mask = MaskShape::full; });
+  with([](Feature& f) { f.mask = MaskShape::full, f.boolean_mask = false; });
+  // Scales per channel would be of tokens that are NaN.
+  if (GetParam().v == Format::s8) {
+    with([](Feature& f) {
+      f.how.seqused_k = f.how.seqused_q = true;
+      f.used_q = {2, 3};
+      f.used_k = {0, 131};
+    });
+  }
+  with([](Feature& f) {
+    f.how.packed_q = f.how.packed_k = true;
+    f.sq = {1, 4};
+    f.sk = {70, 450};
+  });
+  with([](Feature& f) { f.how.layout = Layout::bhsd, f.sk = {129, 129}; });
+}
+
+TEST_P(EmulatedCodedDecode, SharesOfKeys) {
+  Feature f = feature();
+  f.sk = {1000, 1000};
+  for (const int splits : {1, 3, 8}) {
+    const ForceSpread forced(0, splits);
+    matches_model(f);
+    if (HasFailure()) FAIL() << splits;
+  }
+  const ForceSpread forced(1, 1);  // a head's rows, which end in the kernel
+  for (const Format output : {Format::f32, Format::f16}) {
+    f.how.output = output;
+    matches_model(f);
+  }
+}
+
+/// Tokens of dense codes and their scales in pages that nobody else has, the last ones first.
+void put_into_pages(Laid& x, const Call& call, std::int64_t page_size) {
+  const auto batch = static_cast<std::int64_t>(call.sequences.size());
+  const std::int64_t length = call.sequences[0].room_k, each = (length + page_size - 1) / page_size;
+  x.pages = Tensor(Format::s32, {batch, each});
+  for (std::int64_t i = 0; i < batch * each; ++i) {
+    x.pages.set({i / each, i % each}, static_cast<double>(batch * each - 1 - i));
+  }
+  x.pages.freeze();
+  const auto move = [&](Tensor& t, bool tokens_last) {
+    const TensorView& v = t.view();
+    const std::int64_t heads = v.shape[tokens_last ? 1 : 2], dim = tokens_last ? 1 : v.shape[3];
+    const std::int64_t width = info(v.format).bits / 8;
+    Tensor to = tokens_last ? Tensor(v.format, {batch * each, heads, page_size})
+                            : Tensor(v.format, {batch * each, page_size, heads, dim});
+    const TensorView& w = to.view();
+    std::memset(w.data, 0x7f, static_cast<std::size_t>(to.count() * width));  // NaN, or nearly 127
+    const int token = tokens_last ? 2 : 1, head = tokens_last ? 1 : 2;
+    for (std::int64_t b = 0; b < batch; ++b) {
+      for (std::int64_t s = 0; s < length; ++s) {
+        const std::int64_t page = batch * each - 1 - (b * each + s / page_size);
+        for (std::int64_t h = 0; h < heads; ++h) {
+          std::memcpy(static_cast<char*>(w.data) +
+                          width * (page * w.stride[0] + s % page_size * w.stride[token] +
+                                   h * w.stride[head]),
+                      static_cast<char*>(v.data) +
+                          width * (b * v.stride[0] + s * v.stride[token] + h * v.stride[head]),
+                      static_cast<std::size_t>(dim * width));
+        }
+      }
+    }
+    t = std::move(to);
+    t.freeze();
+  };
+  move(x.k, false), move(x.v, false);
+  if (x.k_scale.view().rank == 3) move(x.k_scale, true);
+  if (x.v_scale.view().rank == 3 && x.v_scale.view().shape[2] == length) move(x.v_scale, true);
+  x.how.page_size = page_size;
+  x.used_k = Tensor(Format::s32, {batch});
+  for (std::int64_t b = 0; b < batch; ++b) x.used_k.set({b}, static_cast<double>(length));
+  x.used_k.freeze();
+}
+
+TEST_P(EmulatedCodedDecode, PagesGiveWhatRowsGive) {
+  const ForceSpread forced(0, 2);  // pages have room for more keys, which a plan knows of alone
+  const bool s8 = GetParam().v == Format::s8;
+  for (const bool by_token : {true, false}) {
+    scales(by_token ? per_token : per_tensor, by_token && s8 ? per_token : per_tensor);
+    for (const std::int64_t page_size : {16, 24, 64, 128}) {
+      Feature f = feature();
+      f.sq = {1, 1}, f.dim = f.dim_v = 128, f.heads_q = 4;
+      const Call call = make_call(f, 42);
+      Laid rows = laid(call, f.how), pages = laid(call, f.how);
+      put_into_pages(pages, call, page_size);
+      const Outcome want = run_once(call, rows), got = run(call, pages);
+      ASSERT_FALSE(HasFailure());
+      EXPECT_TRUE(same_bits(got.out, want.out) && same_bits(got.lse, want.lse)) << page_size;
+    }
+  }
+}
+
+/// Rows that see the key `bad` of sequence 1, KV head 1, are NaN; all others are as they were.
+void expect_spoiled(const Outcome& now, const Outcome& clean, const Call& call, std::int64_t bad) {
+  const std::int64_t group = call.heads_q / call.heads_k;
+  for (std::int64_t b = 0; b < 2; ++b) {
+    for (std::int64_t h = 0; h < call.heads_q; ++h) {
+      for (std::int64_t i = 0; i < call.sequences[0].room_q; ++i) {
+        const std::int64_t last = call.sequences[0].room_k - call.sequences[0].room_q + i;
+        const std::int64_t row = call.row(b, h, i), at = row * call.dim_v;
+        const bool sees = b == 1 && h / group == 1 && last >= bad;
+        for (std::int64_t d = 0; d < call.dim_v; ++d) {
+          const float x = now.out[at + d], y = clean.out[at + d];
+          ASSERT_TRUE(sees ? std::isnan(x) : std::memcmp(&x, &y, 4) == 0)
+              << "sequence " << b << " head " << h << " query " << i << " channel " << d << ": "
+              << x << ", was " << y;
+        }
+        ASSERT_EQ(std::isnan(now.lse[row]), sees) << b << " " << h << " " << i;
+      }
+    }
+  }
+}
+
+TEST_P(EmulatedCodedDecode, CodesThatAreNaN) {
+  Feature f = feature();
+  const Call call = make_call(f, 43);
+  Laid x = laid(call, f.how);
+  const Outcome clean = run_once(call, x);
+  for (const std::int64_t bad :
+       {100, 449}) {  // all three queries see one, the last alone the other
+    for (Tensor* operand : {&x.k, &x.v}) {
+      const TensorView& v = operand->view();
+      if (v.format != Format::e4m3) continue;
+      auto* code = static_cast<std::uint8_t*>(v.data) + v.stride[0] + bad * v.stride[1] +
+                   v.stride[2] + 5 * v.stride[3];
+      const std::uint8_t before = *code;
+      *code = 0xff;
+      const Outcome now = run(call, x);
+      ASSERT_FALSE(HasFailure());
+      expect_spoiled(now, clean, call, bad);
+      *code = before;
+      if (HasFailure()) FAIL() << (operand == &x.k ? "k " : "v ") << bad;
+    }
+  }
+}
+
+/// Numbers and places that the host cannot look at.
+TEST_P(EmulatedCodedDecode, BadScalesAndPages) {
+  const EmulatedBackend backend(90, false);
+  const bool s8 = GetParam().v == Format::s8;
+  scales(per_token, s8 ? per_token : per_tensor);
+  Feature f = feature();
+  const Call call = make_call(f, 44);
+  Laid x = laid(call, f.how);
+  put_into_pages(x, call, 16);
+  AttentionOptions options = call.options;
+  options.recipe = recipe_;
+  const auto attend = [&] {
+    x.out.clear(), x.lse.clear();
+    const Status status = attention(x.tensors(), options);
+    EXPECT_TRUE(status.ok()) << status.message();
+    Outcome o;
+    o.out = x.read_out(call), o.lse = x.read_lse(call);
+    return o;
+  };
+  const Outcome clean = attend();
+  ASSERT_TRUE(device_errors({}).ok());
+  for (Tensor* scale : {&x.k_scale, &x.v_scale}) {
+    const TensorView& v = scale->view();
+    if (v.rank != 3) continue;
+    for (const float value : {nan_value, std::numeric_limits<float>::infinity()}) {
+      // Key 100 of sequence 1 is in page 57 - 29 - 6.
+      auto* place = static_cast<float*>(v.data) + 22 * v.stride[0] + v.stride[1] + 4 * v.stride[2];
+      const float before = *place;
+      *place = value;
+      expect_spoiled(attend(), clean, call, 100);
+      *place = before;
+      if (HasFailure()) FAIL() << (scale == &x.k_scale ? "k" : "v");
+    }
+  }
+  ASSERT_TRUE(device_errors({}).ok());
+  for (const double page : {-1.0, 58.0, 1e9}) {
+    const double before = 57;
+    x.pages.set({0, 0}, page);
+    const Outcome now = attend();
+    x.pages.set({0, 0}, before);
+    EXPECT_FALSE(device_errors({}).ok());
+    for (std::int64_t h = 0; h < call.heads_q; ++h) {
+      EXPECT_TRUE(std::isnan(now.out[call.row(0, h, 0) * call.dim_v]));
+      EXPECT_EQ(now.lse[call.row(1, h, 0)], clean.lse[call.row(1, h, 0)]);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedCodedDecode, testing::ValuesIn(coded_recipes()),
+                         [](const auto& recipe) { return recipe.param.name; });
+
+}  // namespace
+}  // namespace qattn::test
