@@ -14,10 +14,6 @@ namespace {
 
 using isa::Element;
 
-/// Fewer query rows than a block has; with more, the tiles of prefill kernels are better filled.
-constexpr int block_rows = 16;
-constexpr int tile_keys = 64;
-
 struct Instance {
   CodedConfig config;
   isa::LaunchError (*launch)(const CodedParams&, isa::Index3, void*, isa::Start);
@@ -59,7 +55,7 @@ const Instance* find(const Problem& p, const Recipe& r) {
 /// Blocks that a multiprocessor runs at a time: as many as its shared memory holds, 227 KiB on
 /// sm_90 and sm_100, 99 to 163 on others, which then run them in two turns.
 int resident_blocks(int d) {
-  const int bytes = 4 * tile_keys * (d + 16) + 12 * tile_keys;
+  const int bytes = coded_tile_keys(d) * (4 * (d + 16) + 12);
   return 232448 / (bytes + 1024);
 }
 
@@ -93,23 +89,28 @@ Status check_scales(const Problem& p, const Recipe& r) {
 Status supports(const Problem& p) {
   const Recipe r = resolve(p);
   if (!p.k_codes || !p.v_codes) return refuse("reads K and V that both come as codes");
-  if (p.max_q > block_rows) {
-    return refuse(std::to_string(p.max_q) + " queries are more than " + std::to_string(block_rows));
+  if (p.max_q > coded_rows) {
+    return refuse(std::to_string(p.max_q) + " queries are more than " + std::to_string(coded_rows));
   }
   const int gpu = isa::architecture(p.device().index);
-  if (gpu < 80 || isa::code_architecture() == 0) {
+  const int code = isa::code_architecture();
+  if (gpu < 80 || code == 0) {
     return refuse("the library has no code that runs on sm_" + std::to_string(gpu));
   }
   if (find(p, r) == nullptr) {
     return refuse("no instance for codes of K in " + std::string(info(r.qk).name) + ", V in " +
                   std::string(info(r.v).name) + " and P in " + std::string(info(r.p).name));
   }
+  if (r.qk == Format::e4m3 && code < coded_fp8_architecture) {
+    return refuse("the code for sm_" + std::to_string(code) + " has no conversions of FP8");
+  }
   if (Status s = check_scales(p, r); !s.ok()) return s;
   if (p.tensors.k_mean.present() || p.tensors.v_mean.present()) {
     return refuse("knows no mean of K or V");
   }
   if (r.smooth_q == Toggle::on) return refuse("knows no mean of Q");
-  if (p.block_mask_q > 0) return refuse("reads no block mask");
+  if (p.block_mask_q > 0 || p.mask != MaskKind::none) return refuse("reads no masks");
+  if (p.tensors.alibi_slopes.present()) return refuse("knows no ALiBi slopes");
   if (too_long(p)) return refuse("sequences longer than 2^30 tokens");
   if (p.batch * p.heads_q > 0x7fffffff / most_splits) return refuse("more than 2^31 blocks");
   const std::string why = prepare_refusal(p, r, needs_of(p, r));
@@ -121,9 +122,9 @@ Status attend_codes(const GpuPlan& data, const Problem& p, void* workspace, Stre
   const auto& plan = static_cast<const CodedPlan&>(data);
   CodedParams params;
   params.call =
-      params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), block_rows, plan.error);
+      params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), coded_rows, plan.error);
   if (params.call.works == 0) return {};
-  set_spread(plan.spread, block_rows, workspace, params.call);
+  set_spread(plan.spread, coded_rows, workspace, params.call);
   params.k_scale = given_scales(p, plan.recipe, Role::k);
   params.v_scale = given_scales(p, plan.recipe, Role::v);
   isa::LaunchError e =
@@ -140,13 +141,15 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->prepared = plan_prepare(p, plan->recipe, needs_of(p, plan->recipe));
   plan->workspace = plan->prepared.bytes;
   SpreadLimits limits;
-  limits.rows = block_rows, limits.channels = plan->instance->config.d;
+  limits.rows = coded_rows, limits.channels = plan->instance->config.d;
+  limits.parts = true;
   limits.blocks = isa::multiprocessors() * resident_blocks(limits.channels);
   plan->spread = plan_spread(p, plan->recipe, limits, plan->workspace);
   plan->error = isa::error_word();
+  const int keys = coded_tile_keys(limits.channels);
   plan->text = "variant: codes d" + std::to_string(limits.channels) +
-               "\ntile: " + std::to_string(block_rows) + " rows x " + std::to_string(tile_keys) +
-               " keys\ntile_keys: " + std::to_string(tile_keys) + "\n" + text_of(plan->spread);
+               "\ntile: " + std::to_string(coded_rows) + " rows x " + std::to_string(keys) +
+               " keys\ntile_keys: " + std::to_string(keys) + "\n" + text_of(plan->spread);
   return plan;
 }
 

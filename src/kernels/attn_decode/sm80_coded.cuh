@@ -28,23 +28,25 @@ struct CodedShape {
   static constexpr bool two_row_ends = false, staged_rows = false;
   static constexpr bool u8 = C.pv == Element::u8;
   static constexpr float p_log2 = u8 ? 0.0f : 8.0f;  ///< log2 of what P is scaled by
-  static constexpr int d = C.d, keys = 64, rows = 16, m_tiles = 1, warp_rows = 16;
+  /// At D 256 the output fills half of the registers.
+  static constexpr int d = C.d, keys = coded_tile_keys(C.d);
+  static constexpr int rows = coded_rows, m_tiles = 1, warp_rows = rows;
   static constexpr int threads = 32, n_tiles = keys / 8, d_tiles = C.d / 8;
 
   static constexpr int row = tile::padded_row(C.d), v_at = keys * row, stage = 2 * keys * row;
   static constexpr int stages = 2, scales_at = stages * stage;
   static constexpr int logs_at = scales_at + 4 * keys, inverse_at = logs_at + 4 * keys;
-  static constexpr int out_channels = C.d, out_row = tile::padded_row(2 * C.d);
   static constexpr int shared_bytes = inverse_at + 4 * keys;
-  static_assert(rows * out_row <= shared_bytes);
+  static constexpr int out_channels = 0, out_row = 0;  // rows leave as parts alone
 };
 
 inline namespace QATTN_TARGET {
 
-/// What a lane knows of the keys `lane` and `lane` + 32 of a tile.
+/// What a lane knows of the keys `lane` + 32 i of a tile.
+template <int N>
 struct CodedKeys {
-  std::int64_t page[2];  ///< -1: none; unpaged: 0
-  float k_scale[2], v_scale[2];
+  std::int64_t page[N];  ///< -1: none; unpaged: 0
+  float k_scale[N], v_scale[N];
 };
 
 template <CodedConfig C>
@@ -59,6 +61,9 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
   static constexpr bool dependent = true;
   static constexpr bool fp8_qk = C.qk == Element::e4m3;
 
+  static constexpr int held = S::keys / 32;
+  using Keys = CodedKeys<held>;
+
   const CodedParams& params;
   SharedAddress base = isa::shared_base();
   std::uint32_t q[C.d / 32][4];  ///< A of Q K^T: codes
@@ -72,9 +77,9 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
 
   QATTN_DEVICE bool exists(int token) const { return token < work.k.length; }
 
-  QATTN_DEVICE void load_pages(int tile, CodedKeys& keys) const {
+  QATTN_DEVICE void load_pages(int tile, Keys& keys) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < held; ++i) {
       const int token = tile + lane + 32 * i;
       keys.page[i] = 0;
       if (p.k.page_table == nullptr || !exists(token) || tile < 0) continue;
@@ -84,7 +89,7 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
     }
   }
 
-  /// A number that is none where it is not finite, or where the page does not exist.
+  /// NaN where the number is not finite, or where the page does not exist.
   QATTN_DEVICE float scale_of(const Grouping& g, const tile::Rows& rows, int token,
                               std::int64_t page) const {
     const float x =
@@ -92,9 +97,9 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
     return tile::is_finite(x) ? x : tile::quiet_nan();
   }
 
-  QATTN_DEVICE void load_scales(int tile, CodedKeys& keys) const {
+  QATTN_DEVICE void load_scales(int tile, Keys& keys) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < held; ++i) {
       const int token = tile + lane + 32 * i;
       keys.k_scale[i] = keys.v_scale[i] = 0.0f;
       if (!exists(token)) continue;
@@ -108,10 +113,10 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
   QATTN_DEVICE bool by_token() const { return params.v_scale.by_token(); }
 
   /// Scales of the tile to shared memory, where lanes find those of their columns.
-  QATTN_DEVICE void store_scales(const CodedKeys& keys) const {
+  QATTN_DEVICE void store_scales(const Keys& keys) const {
     const auto at = base + S::scales_at + static_cast<SharedAddress>(4 * lane);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < held; ++i) {
       isa::store_shared(at + 128 * i, keys.k_scale[i]);
       if (!S::u8 || !by_token()) continue;
       const float v = keys.v_scale[i];
@@ -130,44 +135,51 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
     return work.b * x.batch + (work.k.begin + token) * x.token + head;
   }
 
-  /// Starts copying one operand's rows; tokens and channels that do not exist become zeros.
-  QATTN_DEVICE void start_rows(const tile::Rows& x, bool vectors, int tile, const CodedKeys& keys,
-                               SharedAddress to) const {
+  /// Starts copying 32 rows of one operand; tokens and channels that do not exist become zeros.
+  /// `offset`: of this lane's row; `there`: bits of the rows that exist.
+  QATTN_DEVICE void start_rows(const tile::Rows& x, bool vectors, std::int64_t offset,
+                               std::uint32_t there, SharedAddress to) const {
     constexpr int chunks = C.d / 16, step = 32 / chunks;
-    std::int64_t offset[2];
-    bool there[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = tile + lane + 32 * i;
-      there[i] = exists(token) && keys.page[i] >= 0;
-      offset[i] = there[i] ? offset_of(x, keys.page[i], token) : 0;
-    }
-    const std::uint32_t rows[2] = {isa::ballot(there[0]), isa::ballot(there[1])};
     const int chunk = lane % chunks * 16, left = x.channels - chunk;
     const int bytes = left < 0 ? 0 : left > 16 ? 16 : left;
     const auto* from = static_cast<const std::byte*>(x.data) + chunk;
+    const int row = lane / chunks;
+    to += static_cast<SharedAddress>(row * S::row + chunk);
+    if (vectors) {
 #pragma unroll
-    for (int first = 0; first < S::keys; first += step) {
-      const int row = first + lane / chunks;
-      const bool here = (rows[first / 32] >> row % 32 & 1) != 0;
-      const std::int64_t at = isa::shuffle(offset[first / 32], row % 32);
-      const SharedAddress place = to + static_cast<SharedAddress>(row * S::row + chunk);
-      if (vectors) {
-        isa::copy_async16(place, here && bytes > 0 ? from + at : x.data, here ? bytes : 0);
-      } else {
-        isa::store_shared(place, here ? tile::gather16(from + at, bytes) : isa::Words4{});
+      for (int first = 0; first < 32; first += step) {
+        const bool here = (there >> (first + row) & 1) != 0 && bytes > 0;
+        const std::int64_t at = isa::shuffle(offset, first + row);
+        isa::copy_async16(to + first * S::row, here ? from + at : x.data, here ? bytes : 0);
+      }
+    } else {
+#pragma unroll 1
+      for (int first = 0; first < 32; first += step) {
+        const bool here = (there >> (first + row) & 1) != 0 && bytes > 0;
+        const std::int64_t at = isa::shuffle(offset, first + row);
+        isa::store_shared(to + static_cast<SharedAddress>(first * S::row),
+                          here ? tile::gather16(from + at, bytes) : isa::Words4{});
       }
     }
   }
 
-  QATTN_DEVICE void start_tile(int tile, const CodedKeys& keys, int stage) const {
-    const SharedAddress to = base + static_cast<SharedAddress>(stage * S::stage);
-    start_rows(p.k, p.k_vectors, tile, keys, to);
-    start_rows(p.v, p.v_vectors, tile, keys, to + S::v_at);
+  QATTN_DEVICE void start_tile(int tile, const Keys& keys, int stage) const {
+    SharedAddress to = base + static_cast<SharedAddress>(stage * S::stage);
+#pragma unroll 1
+    for (int i = 0; i < held; ++i) {
+      const int token = tile + lane + 32 * i;
+      const std::int64_t page = i == 0 ? keys.page[0] : keys.page[held - 1];
+      const bool there = exists(token) && page >= 0;
+      const std::uint32_t rows = isa::ballot(there);
+      start_rows(p.k, p.k_vectors, there ? offset_of(p.k, page, token) : 0, rows, to);
+      start_rows(p.v, p.v_vectors, there ? offset_of(p.v, page, token) : 0, rows, to + S::v_at);
+      to += 32 * S::row;
+    }
   }
 
   /// Q's codes, as mma wants them.
   QATTN_DEVICE void load_queries() {
+    isa::grid_dependency_wait();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const bool here = this->query(h) < work.q.length;
@@ -249,15 +261,23 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
 
   /// Leaves units of log2. `bad`: bits of the keys whose V is not finite.
   QATTN_DEVICE void finish_scores(Scores& s, int tile, std::uint64_t bad) {
-    const auto k_scale = [&](int key) { return fact(S::scales_at, key); };
-    const bool usual = this->whole(tile) && bad == 0 && p.softcap <= 0 && p.mask.data == nullptr &&
-                       p.alibi.data == nullptr;
-    if (usual) {
-      tile::each_score(s, [&](int r, int key, float& x) { x *= row_scale[r] * k_scale(key); });
-    } else {
-      Base::finish_scores(
-          s, tile, k_scale, [](Scores&) {}, [&](int key) { return (bad >> key & 1) != 0; });
+    tile::each_score(
+        s, [&](int r, int key, float& x) { x *= row_scale[r] * fact(S::scales_at, key); });
+    if (p.softcap > 0) {
+      const float inverse = 1.0f / p.softcap;
+      tile::each_score(s, [&](int, int, float& x) {
+        x = tile::soft_cap(x * tile::ln_2, p.softcap, inverse) * tile::log2_e;
+      });
     }
+    if (this->whole(tile) && bad == 0) return;
+    tile::ScoreRow rows[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) rows[r] = this->score_row(r);
+    tile::each_score(s, [&](int r, int key, float& x) {
+      const bool sees = tile + key >= rows[r].begin && tile + key < rows[r].end;
+      if (!sees) x = -tile::infinity();
+      if (sees && (bad >> key & 1) != 0) x = tile::quiet_nan();
+    });
   }
 
   // ---- Softmax and product with V -------------------------------------------------------------
@@ -388,7 +408,7 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
   QATTN_DEVICE std::uint64_t clean_values(SharedAddress stage) const {
     std::uint64_t bad = 0;
 #pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < held; ++i) {
       const SharedAddress row =
           stage + S::v_at + static_cast<SharedAddress>((lane + 32 * i) * S::row);
       std::uint32_t any = 0;
@@ -423,59 +443,57 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
     multiply_queries(stage, s);
     finish_scores(s, tile, careful ? clean_values(stage) : 0);
     if constexpr (S::u8) {
-      float largest[R] = {};
       if (by_token()) {
-        // Of tokens that are bad no row's numbers are asked for.
-        largest[0] = v_scale > 0.0f ? v_scale : 0.0f;
 #pragma unroll
         for (int mask = 1; mask < 32; mask *= 2) {
-          largest[0] = fmaxf(largest[0], isa::shuffle_xor(largest[0], mask));
+          v_scale = fmaxf(v_scale, isa::shuffle_xor(v_scale, mask));
         }
       }
-      attend_u8(s, stage, largest[0]);
+      attend_u8(s, stage, v_scale);
     } else {
       attend_e4m3(s, stage);
     }
-  }
-
-  /// The last tile's copies are under way when this begins.
-  QATTN_DEVICE void run_tiles(int tile, CodedKeys keys) {
-    CodedKeys next;
-    load_pages(tile - S::keys, next);
-    load_scales(tile, keys);
-    for (int stage = 0; tile >= work.key_begin; stage ^= 1) {
-      const bool more = tile - S::keys >= work.key_begin;
-      if (more) start_tile(tile - S::keys, next, stage ^ 1);
-      isa::copy_async_commit();
-      store_scales(keys);
-      const float v_scale = fmaxf(keys.v_scale[0], keys.v_scale[1]);
-      if (more) {
-        keys = next;
-        load_scales(tile - S::keys, keys);
-        load_pages(tile - 2 * S::keys, next);
-      }
-      isa::copy_async_wait<1>();
-      isa::sync_warp();
-      attend(tile, base + static_cast<SharedAddress>(stage * S::stage), v_scale);
-      isa::sync_warp();  // nobody reads this stage any more
-      tile -= S::keys;
-    }
-    isa::copy_async_wait<0>();
   }
 
   QATTN_DEVICE int last_tile() const {
     return work.key_end > work.key_begin ? (work.key_end - 1) / S::keys * S::keys : -1;
   }
 
-  QATTN_DEVICE void begin(int tile, CodedKeys& keys) const {
-    load_pages(tile, keys);
-    start_tile(tile, keys, 0);
-    isa::copy_async_commit();
+  /// From the last to the first. K and V are inputs, which no kernel of the chain writes: the first
+  /// copies do not wait for Q.
+  QATTN_DEVICE void run_tiles() {
+    int tile = last_tile(), ahead = tile, put = 0, get = 0;
+    Keys keys{}, next;
+    load_pages(ahead, next);
+    while (tile >= work.key_begin) {
+      // One place of the source starts copies, the first ones too: half of the code.
+      const bool more = ahead >= work.key_begin, first = ahead == tile;
+      if (more) start_tile(ahead, next, put);
+      isa::copy_async_commit();
+      if (!first) store_scales(keys);
+      float v_scale = 0.0f;  // the largest of the tile; of those that are NaN nobody asks
+#pragma unroll
+      for (int i = 0; i < held; ++i) v_scale = fmaxf(v_scale, keys.v_scale[i]);
+      if (more) {
+        keys = next;
+        load_scales(ahead, keys);
+        load_pages(ahead - S::keys, next);
+      }
+      put ^= 1, ahead -= S::keys;
+      if (first) {
+        if (!careful) load_queries();
+        continue;
+      }
+      isa::copy_async_wait<1>();
+      isa::sync_warp();
+      attend(tile, base + static_cast<SharedAddress>(get * S::stage), v_scale);
+      isa::sync_warp();  // nobody reads this stage any more
+      get ^= 1, tile -= S::keys;
+    }
+    isa::copy_async_wait<0>();
   }
 
-  /// Again from the first tile, with an eye on V.
-  QATTN_DEVICE void run_carefully(int tile) {
-    careful = true;
+  QATTN_DEVICE void forget() {
 #pragma unroll
     for (int r = 0; r < R; ++r) max[r] = -tile::infinity(), sum[r] = 0.0f;
 #pragma unroll
@@ -483,9 +501,6 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[0][n][i] = 0.0f;
     }
-    CodedKeys keys;
-    begin(tile, keys);
-    run_tiles(tile, keys);
   }
 
   // ---- The end of the rows --------------------------------------------------------------------
@@ -531,26 +546,29 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
   }
 
   static QATTN_DEVICE void run(const CodedParams& x) {
+    if constexpr (!fp8_qk || isa::target_architecture >= coded_fp8_architecture) run_block(x);
+  }
+
+  static QATTN_DEVICE void run_block(const CodedParams& x) {
     const PrefillWork work = locate_work(x.call, isa::block().x, S::rows, S::keys);
     if ((work.q.bad || work.k.bad) && isa::lane() == 0) {
       isa::atomic_or_global(x.call.error, tile::error_sequence);
     }
-    const bool empty = work.first_row >= work.q.rows;
     CodedDecode self(x, work);
-    const int tile = empty ? -1 : self.last_tile();
-    CodedKeys keys;
-    if (tile >= 0) self.begin(tile, keys);  // K and V are inputs, which nobody before has written
-    isa::grid_dependency_wait();
-    if (empty) return;
-    if (tile >= 0) {
-      self.load_queries();
-      self.run_tiles(tile, keys);
-      if (!S::u8 && !self.all_finite()) self.run_carefully(tile);
+    const bool any = work.first_row < work.q.rows && self.last_tile() >= 0;
+    if (!any) isa::grid_dependency_wait();
+    if (work.first_row >= work.q.rows) return;
+    if (any) {
+      while (true) {
+        self.run_tiles();
+        if (S::u8 || self.careful || self.all_finite()) break;
+        self.careful = true;
+        self.forget();
+      }
       self.order_channels();
       self.scale_channels();
     }
-    self.take_offsets();
-    self.write(self.base);
+    self.write_part();
   }
 };
 

@@ -15,6 +15,11 @@ struct CodedConfig {
   bool operator==(const CodedConfig&) const = default;
 };
 
+/// FP8 needs conversions to f16, which older GPUs lack.
+inline constexpr int coded_fp8_architecture = 89;
+inline constexpr int coded_rows = 16;  ///< of queries, in a block
+QATTN_CONSTEXPR int coded_tile_keys(int d) { return d > 128 ? 32 : 64; }
+
 inline namespace QATTN_TARGET {
 
 struct CodedParams {

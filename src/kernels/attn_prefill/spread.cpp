@@ -69,7 +69,7 @@ Spread plan_spread(const Problem& p, const Recipe& r, const SpreadLimits& limits
   s.splits = static_cast<int>(splits_of(p, limits, blocks, s.works));
   if (spread_override().splits > 0 && s.works > 0) s.splits = spread_override().splits;
   s.works *= s.splits;
-  if (s.pack == 1 && s.splits == 1) return s;
+  if (s.pack == 1 && s.splits == 1 && !limits.parts) return s;
   s.rows = blocks > 1 ? limits.rows : static_cast<int>(p.max_q * s.pack);
   s.channels = limits.channels;
   s.at = (workspace + 63) / 64 * 64;

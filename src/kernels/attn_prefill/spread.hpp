@@ -18,6 +18,7 @@ struct SpreadLimits {
   int rows = 128;      ///< of a tile
   int channels = 128;  ///< of its output, padded
   int blocks = 1;      ///< that the device runs at a time
+  bool parts = false;  ///< it can leave rows as parts alone
   int pack_rows = 0;   ///< heads that share a tile divide this number, if it is not 0
 };
 
