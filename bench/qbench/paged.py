@@ -50,7 +50,9 @@ class Cache:
         rows = []
         for x in (self.k, self.v):
             at, kv = self.table[b].long(), head * HEADS_KV // HEADS_Q
-            codes = x.codes[at][:, :, kv].double()
+            codes = x.codes.view(torch.uint8)[at][:, :, kv]
+            number = torch.int8 if x.format == "s8" else torch.float8_e4m3fn
+            codes = codes.contiguous().view(number).double()
             scale = x.scale[at][:, kv, :, None] if x.scale.ndim == 3 else x.scale
             rows.append((codes * scale.double()).flatten(0, 1)[: int(self.used[b])])
         k, v = rows

@@ -14,6 +14,9 @@ namespace {
 
 using isa::Element;
 
+/// With more, keys are read for too many blocks of rows, and tiles of prefill kernels are full.
+constexpr std::int64_t most_queries = 16;
+
 struct Instance {
   CodedConfig config;
   isa::LaunchError (*launch)(const CodedParams&, isa::Index3, void*, isa::Start);
@@ -55,7 +58,7 @@ const Instance* find(const Problem& p, const Recipe& r) {
 /// Blocks that a multiprocessor runs at a time: as many as its shared memory holds, 227 KiB on
 /// sm_90 and sm_100, 99 to 163 on others, which then run them in two turns.
 int resident_blocks(int d) {
-  const int bytes = coded_tile_keys(d) * (4 * (d + 16) + 12);
+  const int bytes = coded_tile_keys * (4 * (d + 16) + 12);
   return 232448 / (bytes + 1024);
 }
 
@@ -89,8 +92,9 @@ Status check_scales(const Problem& p, const Recipe& r) {
 Status supports(const Problem& p) {
   const Recipe r = resolve(p);
   if (!p.k_codes || !p.v_codes) return refuse("reads K and V that both come as codes");
-  if (p.max_q > coded_rows) {
-    return refuse(std::to_string(p.max_q) + " queries are more than " + std::to_string(coded_rows));
+  if (p.max_q > most_queries) {
+    return refuse(std::to_string(p.max_q) + " queries are more than " +
+                  std::to_string(most_queries));
   }
   const int gpu = isa::architecture(p.device().index);
   const int code = isa::code_architecture();
@@ -146,10 +150,10 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   limits.blocks = isa::multiprocessors() * resident_blocks(limits.channels);
   plan->spread = plan_spread(p, plan->recipe, limits, plan->workspace);
   plan->error = isa::error_word();
-  const int keys = coded_tile_keys(limits.channels);
-  plan->text = "variant: codes d" + std::to_string(limits.channels) +
-               "\ntile: " + std::to_string(coded_rows) + " rows x " + std::to_string(keys) +
-               " keys\ntile_keys: " + std::to_string(keys) + "\n" + text_of(plan->spread);
+  plan->text =
+      "variant: codes d" + std::to_string(limits.channels) +
+      "\ntile: " + std::to_string(coded_rows) + " rows x " + std::to_string(coded_tile_keys) +
+      " keys\ntile_keys: " + std::to_string(coded_tile_keys) + "\n" + text_of(plan->spread);
   return plan;
 }
 

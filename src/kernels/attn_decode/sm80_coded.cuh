@@ -2,84 +2,121 @@
 // libraries, dense, packed or in pages, read once and where they lie. For every NVIDIA GPU from
 // sm_80 on.
 //
-// A block is one warp with up to 16 query rows (the heads of a KV head, times a few queries) and a
+// A block is one warp with up to 8 query rows (the heads of a KV head, times a few queries) and a
 // share of the keys; PrefillCombine adds up the shares. Its two stages of 64 keys are filled by
 // cp.async; page numbers are read two tiles ahead, scales one, so that no load waits for another.
 // Nothing here is shared between warps: what hides latency are the other blocks, as many as shared
 // memory holds.
 //
-// K's rows are what mma.sync wants of its right operand. V's are transposed by ldmatrix in pairs of
-// channels, and a byte permutation parts the two: the even channels of 16 make one accumulator, the
-// odd ones the other, until the rows end. Of FP8 both operands become f16, in which codes and their
-// products are exact: two instructions a word on sm_89 and later, and sums in float32.
+// Products are those of mma.sync with keys, then channels, as the 16 rows and the query rows as the
+// 8 columns: S^T = K Q^T and O^T = V^T P^T. K's rows are the left operand as they lie. V is
+// transposed by ldmatrix in pairs of channels, and a byte permutation parts the two: even channels
+// are the upper eight rows, odd ones the lower. P changes lanes by movmatrix, in 16 bits. Of FP8
+// both operands become f16, in which codes and their products are exact: two instructions a word on
+// sm_89 and later, and sums in float32.
 //
 // u8 P is relative to the largest P of its own tile and row, with V's scales of tokens in it; e4m3
 // P relative to the running maximum (docs/NUMERICS.md).
 #pragma once
 
 #include "kernels/attn_decode/sm80_coded.hpp"
-#include "kernels/attn_prefill/rows_out.cuh"
+#include "kernels/attn_prefill/rows.cuh"
+#include "tile/copy.hpp"
 
 namespace qattn::kernels {
 
 template <CodedConfig C>
 struct CodedShape {
-  static constexpr bool wide_qk = false, wide_pv = false;
-  static constexpr bool two_row_ends = false, staged_rows = false;
   static constexpr bool u8 = C.pv == Element::u8;
   static constexpr float p_log2 = u8 ? 0.0f : 8.0f;  ///< log2 of what P is scaled by
-  /// At D 256 the output fills half of the registers.
-  static constexpr int d = C.d, keys = coded_tile_keys(C.d);
-  static constexpr int rows = coded_rows, m_tiles = 1, warp_rows = rows;
-  static constexpr int threads = 32, n_tiles = keys / 8, d_tiles = C.d / 8;
-
+  static constexpr int d = C.d, keys = coded_tile_keys, rows = coded_rows, threads = 32;
+  static constexpr int key_tiles = keys / 16, channel_tiles = C.d / 16;
   static constexpr int row = tile::padded_row(C.d), v_at = keys * row, stage = 2 * keys * row;
-  static constexpr int stages = 2, scales_at = stages * stage;
-  static constexpr int logs_at = scales_at + 4 * keys, inverse_at = logs_at + 4 * keys;
-  static constexpr int shared_bytes = inverse_at + 4 * keys;
-  static constexpr int out_channels = 0, out_row = 0;  // rows leave as parts alone
+  static constexpr int scales_at = 2 * stage, logs_at = scales_at + 4 * keys;
+  static constexpr int inverse_at = logs_at + 4 * keys, shared_bytes = inverse_at + 4 * keys;
 };
 
 inline namespace QATTN_TARGET {
 
-/// What a lane knows of the keys `lane` + 32 i of a tile.
-template <int N>
+/// What a lane knows of the keys `lane` and `lane` + 32 of a tile.
 struct CodedKeys {
-  std::int64_t page[N];  ///< -1: none; unpaged: 0
-  float k_scale[N], v_scale[N];
+  std::int64_t page[2];  ///< -1: none; unpaged: 0
+  float k_scale[2], v_scale[2];
 };
 
 template <CodedConfig C>
-struct CodedDecode : PrefillOutput<CodedShape<C>> {
+struct CodedDecode {
   using Params = CodedParams;
   using S = CodedShape<C>;
-  using Base = PrefillOutput<S>;
-  using Base::R, Base::lane, Base::max, Base::out, Base::p, Base::row_scale, Base::sum, Base::unit,
-      Base::work;
-  using typename Base::Scores;
   static constexpr int threads = S::threads, shared_bytes = S::shared_bytes, min_blocks = 1;
   static constexpr bool dependent = true;
   static constexpr bool fp8_qk = C.qk == Element::e4m3;
-
-  static constexpr int held = S::keys / 32;
-  using Keys = CodedKeys<held>;
+  static constexpr int R = 2;  ///< query rows of a lane: 2 t and the one behind it
+  /// x[m][i] of a lane: key 16 m + g + 8 (i / 2), row 2 t + i % 2.
+  using Scores = float[S::key_tiles][4];
 
   const CodedParams& params;
+  const PrefillParams& p;
+  const PrefillWork& work;
+  int lane = isa::lane(), g = lane / 4, t = lane % 4;
   SharedAddress base = isa::shared_base();
-  std::uint32_t q[C.d / 32][4];  ///< A of Q K^T: codes
-  /// Some V seen by a row holds NaN (e4m3): which rows see it must be found out.
+  std::uint32_t q[C.d / 32][2];  ///< B of K Q^T: codes
+  /// Channel 16 j + 2 g + i / 2, row 2 t + i % 2.
+  float out[1][S::channel_tiles][4] = {};
+  float max[R], sum[R] = {};
+  float row_scale[R];  ///< from a row's products to scores in units of log2
+  /// Some V that a row sees holds NaN (e4m3): which rows see it must be found out.
   bool careful = false;
 
   QATTN_DEVICE CodedDecode(const CodedParams& x, const PrefillWork& w)
-      : Base(x.call, w, 0), params(x) {}
+      : params(x), p(x.call), work(w) {
+    max[0] = max[1] = -tile::infinity();
+  }
+
+  // ---- Rows -----------------------------------------------------------------------------------
+
+  QATTN_DEVICE int query(int row) const {
+    row += work.first_row;
+    return p.pack > 1 ? row * p.pack_inverse >> 16 : row;
+  }
+  QATTN_DEVICE int head(int row) const {
+    return p.pack > 1 ? work.head + row - query(row) * p.pack : work.head;
+  }
+
+  /// Does every row of the block see every key of the tile?
+  QATTN_DEVICE bool whole(int tile) const {
+    const int first = query(0) + work.shift, last = query(S::rows - 1) + work.shift;
+    return tile + S::keys <= work.k.length &&
+           (p.window_right < 0 || tile + S::keys <= first + p.window_right + 1) &&
+           (p.window_left < 0 || tile >= last - p.window_left);
+  }
+
+  /// Q's codes and scales. Waits for the kernel that makes them.
+  QATTN_DEVICE void load_queries() {
+    isa::grid_dependency_wait();
+    const auto unit = [&](int row) { return head(row) * p.q8.slots + work.q_slot + query(row); };
+    const bool here = query(g) < work.q.length;
+    const auto* words =
+        reinterpret_cast<const std::uint32_t*>(p.q8.codes + (here ? unit(g) * p.q8.row_bytes : 0));
+#pragma unroll
+    for (int i = 0; i < C.d / 16; ++i) {
+      q[i / 2][i % 2] = here ? isa::load_global(words + 4 * i + t) : 0u;
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int row = 2 * t + r;
+      const float s = query(row) < work.q.length ? isa::load_global(p.q8.scale + unit(row)) : 0.0f;
+      row_scale[r] = s * p.scale * tile::log2_e;  // NaN of a bad row makes all its scores NaN
+    }
+  }
 
   // ---- Loads ----------------------------------------------------------------------------------
 
   QATTN_DEVICE bool exists(int token) const { return token < work.k.length; }
 
-  QATTN_DEVICE void load_pages(int tile, Keys& keys) const {
+  QATTN_DEVICE void load_pages(int tile, CodedKeys& keys) const {
 #pragma unroll
-    for (int i = 0; i < held; ++i) {
+    for (int i = 0; i < 2; ++i) {
       const int token = tile + lane + 32 * i;
       keys.page[i] = 0;
       if (p.k.page_table == nullptr || !exists(token) || tile < 0) continue;
@@ -90,16 +127,16 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
   }
 
   /// NaN where the number is not finite, or where the page does not exist.
-  QATTN_DEVICE float scale_of(const Grouping& g, const tile::Rows& rows, int token,
+  QATTN_DEVICE float scale_of(const Grouping& grouping, const tile::Rows& rows, int token,
                               std::int64_t page) const {
     const float x =
-        page < 0 ? tile::quiet_nan() : g.given_scale(rows, work.b, work.kv_head, token, 0);
+        page < 0 ? tile::quiet_nan() : grouping.given_scale(rows, work.b, work.kv_head, token, 0);
     return tile::is_finite(x) ? x : tile::quiet_nan();
   }
 
-  QATTN_DEVICE void load_scales(int tile, Keys& keys) const {
+  QATTN_DEVICE void load_scales(int tile, CodedKeys& keys) const {
 #pragma unroll
-    for (int i = 0; i < held; ++i) {
+    for (int i = 0; i < 2; ++i) {
       const int token = tile + lane + 32 * i;
       keys.k_scale[i] = keys.v_scale[i] = 0.0f;
       if (!exists(token)) continue;
@@ -112,93 +149,94 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
   /// Has every token of V a scale of its own? They go into P.
   QATTN_DEVICE bool by_token() const { return params.v_scale.by_token(); }
 
-  /// Scales of the tile to shared memory, where lanes find those of their columns.
-  QATTN_DEVICE void store_scales(const Keys& keys) const {
-    const auto at = base + S::scales_at + static_cast<SharedAddress>(4 * lane);
+  /// Scales of the tile to shared memory, where lanes find those of their keys.
+  QATTN_DEVICE void store_scales(const CodedKeys& keys) const {
+    const auto at = base + static_cast<SharedAddress>(4 * lane);
 #pragma unroll
-    for (int i = 0; i < held; ++i) {
-      isa::store_shared(at + 128 * i, keys.k_scale[i]);
+    for (int i = 0; i < 2; ++i) {
+      isa::store_shared(at + S::scales_at + 128 * i, keys.k_scale[i]);
       if (!S::u8 || !by_token()) continue;
       const float v = keys.v_scale[i];
-      isa::store_shared(at + 4 * S::keys + 128 * i,
+      isa::store_shared(at + S::logs_at + 128 * i,
                         tile::is_nan(v) ? v : isa::log2(fmaxf(v, 0x1p-126f)));
-      isa::store_shared(at + 8 * S::keys + 128 * i, 1.0f / fmaxf(v, 0x1p-126f));
+      isa::store_shared(at + S::inverse_at + 128 * i, 1.0f / fmaxf(v, 0x1p-126f));
     }
+  }
+  QATTN_DEVICE float fact(int at, int key) const {
+    return isa::load_shared<float>(base + static_cast<SharedAddress>(at + 4 * key));
   }
 
   /// Offset in bytes of a token's row of `x`, of this KV head.
   QATTN_DEVICE std::int64_t offset_of(const tile::Rows& x, std::int64_t page, int token) const {
-    const std::int64_t head = work.kv_head * x.head;
+    const std::int64_t of_head = work.kv_head * x.head;
     if (x.page_table != nullptr) {
-      return page * x.batch + token % x.page_size * x.token + head;
+      return page * x.batch + token % x.page_size * x.token + of_head;
     }
-    return work.b * x.batch + (work.k.begin + token) * x.token + head;
+    return work.b * x.batch + (work.k.begin + token) * x.token + of_head;
   }
 
-  /// Starts copying 32 rows of one operand; tokens and channels that do not exist become zeros.
-  /// `offset`: of this lane's row; `there`: bits of the rows that exist.
-  QATTN_DEVICE void start_rows(const tile::Rows& x, bool vectors, std::int64_t offset,
-                               std::uint32_t there, SharedAddress to) const {
+  /// Starts copying 16 rows that lie at even distances, or fewer; the others become zeros.
+  QATTN_DEVICE void start_run(const tile::Rows& x, std::int64_t offset, int count,
+                              SharedAddress to) const {
     constexpr int chunks = C.d / 16, step = 32 / chunks;
-    const int chunk = lane % chunks * 16, left = x.channels - chunk;
+    const int chunk = lane % chunks * 16, left = x.channels - chunk, row = lane / chunks;
     const int bytes = left < 0 ? 0 : left > 16 ? 16 : left;
-    const auto* from = static_cast<const std::byte*>(x.data) + chunk;
-    const int row = lane / chunks;
+    const auto* from = static_cast<const std::byte*>(x.data) + offset + row * x.token + chunk;
     to += static_cast<SharedAddress>(row * S::row + chunk);
-    if (vectors) {
 #pragma unroll
-      for (int first = 0; first < 32; first += step) {
-        const bool here = (there >> (first + row) & 1) != 0 && bytes > 0;
-        const std::int64_t at = isa::shuffle(offset, first + row);
-        isa::copy_async16(to + first * S::row, here ? from + at : x.data, here ? bytes : 0);
-      }
-    } else {
-#pragma unroll 1
-      for (int first = 0; first < 32; first += step) {
-        const bool here = (there >> (first + row) & 1) != 0 && bytes > 0;
-        const std::int64_t at = isa::shuffle(offset, first + row);
-        isa::store_shared(to + static_cast<SharedAddress>(first * S::row),
-                          here ? tile::gather16(from + at, bytes) : isa::Words4{});
-      }
+    for (int first = 0; first < 16; first += step) {
+      const bool here = first + row < count && bytes > 0;
+      isa::copy_async16(to + first * S::row, here ? from : x.data, here ? bytes : 0);
+      from += step * x.token;
     }
   }
 
-  QATTN_DEVICE void start_tile(int tile, const Keys& keys, int stage) const {
+  /// Any rows, at any address, one by one.
+  QATTN_DEVICE void copy_scattered(const tile::Rows& x, std::int64_t offset, std::uint32_t there,
+                                   SharedAddress to) const {
+    constexpr int chunks = C.d / 16;
+#pragma unroll 1
+    for (int n = lane; n < 32 * chunks; n += 32) {
+      const int row = n / chunks, chunk = n % chunks * 16, left = x.channels - chunk;
+      const std::int64_t at = isa::shuffle(offset, row);
+      const bool here = (there >> row & 1) != 0 && left > 0;
+      const auto* from = static_cast<const std::byte*>(x.data) + at + chunk;
+      isa::store_shared(to + static_cast<SharedAddress>(row * S::row + chunk),
+                        here ? tile::gather16(from, left > 16 ? 16 : left) : isa::Words4{});
+    }
+  }
+
+  /// Rows of 16 keys lie in a row: in one page, or dense.
+  QATTN_DEVICE bool in_runs(const tile::Rows& x, bool vectors) const {
+    return vectors && (x.page_table == nullptr || x.page_size % 16 == 0);
+  }
+
+  QATTN_DEVICE void start_tile(int tile, const CodedKeys& keys, int stage) const {
     SharedAddress to = base + static_cast<SharedAddress>(stage * S::stage);
 #pragma unroll 1
-    for (int i = 0; i < held; ++i) {
+    for (int i = 0; i < 2; ++i) {
       const int token = tile + lane + 32 * i;
-      const std::int64_t page = i == 0 ? keys.page[0] : keys.page[held - 1];
+      const std::int64_t page = i == 0 ? keys.page[0] : keys.page[1];
       const bool there = exists(token) && page >= 0;
       const std::uint32_t rows = isa::ballot(there);
-      start_rows(p.k, p.k_vectors, there ? offset_of(p.k, page, token) : 0, rows, to);
-      start_rows(p.v, p.v_vectors, there ? offset_of(p.v, page, token) : 0, rows, to + S::v_at);
-      to += 32 * S::row;
-    }
-  }
-
-  /// Q's codes, as mma wants them.
-  QATTN_DEVICE void load_queries() {
-    isa::grid_dependency_wait();
+#pragma unroll 1
+      for (int v = 0; v < 2; ++v) {
+        const tile::Rows& x = v == 0 ? p.k : p.v;
+        const std::int64_t offset = there ? offset_of(x, page, token) : 0;
+        const SharedAddress at = to + v * S::v_at;
+        if (in_runs(x, v == 0 ? p.k_vectors : p.v_vectors)) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const bool here = this->query(h) < work.q.length;
-      const auto* row =
-          reinterpret_cast<const std::uint32_t*>(
-              p.q8.codes +
-              (here ? unit(p.q8, this->head(h), work.q_slot + this->query(h)) * p.q8.row_bytes
-                    : 0)) +
-          lane % 4;
-#pragma unroll
-      for (int step = 0; step < C.d / 32; ++step) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          q[step][h + 2 * i] = here ? isa::load_global(row + step * 8 + 4 * i) : 0u;
+          for (int run = 0; run < 32; run += 16) {
+            const int left = static_cast<int>(work.k.length) - (tile + 32 * i + run);
+            start_run(x, isa::shuffle(offset, run), (rows >> run & 1) != 0 ? left : 0,
+                      at + run * S::row);
+          }
+        } else {
+          copy_scattered(x, offset, rows, at);
         }
       }
+      to += 32 * S::row;
     }
-#pragma unroll
-    for (int r = 0; r < R; ++r) row_scale[r] = this->query_scale(r) * p.scale * tile::log2_e;
   }
 
   // ---- Scores ---------------------------------------------------------------------------------
@@ -212,69 +250,71 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
 
   QATTN_DEVICE void multiply_queries(SharedAddress stage, Scores& s) const {
     using Acc = isa::Accumulator<fp8_qk ? Element::f16 : C.qk>;
-    Acc acc[1][S::n_tiles][4] = {};
-    const SharedAddress k =
-        stage + static_cast<SharedAddress>((lane % 8 + lane / 16 * 8) * S::row + lane / 8 % 2 * 16);
+    Acc acc[S::key_tiles][1][4] = {};
+    const SharedAddress k = stage + static_cast<SharedAddress>(lane % 16 * S::row + lane / 16 * 16);
 #pragma unroll
     for (int step = 0; step < C.d / 32; ++step) {
-      std::uint32_t pair[S::n_tiles / 2][4];
-      SharedAddress row[S::n_tiles / 2];
+      std::uint32_t a[S::key_tiles][4];
+      SharedAddress row[S::key_tiles];
 #pragma unroll
-      for (int n = 0; n < S::n_tiles / 2; ++n) row[n] = k + n * 16 * S::row + step * 32;
-      isa::load_matrix<S::n_tiles / 2>(pair, row);
-      // Word i of an n tile: channels 32 step + 16 i + 4 t and the three behind it.
-      const auto word = [&](int n, int i) { return pair[n / 2][n % 2 * 2 + i]; };
+      for (int m = 0; m < S::key_tiles; ++m) row[m] = k + m * 16 * S::row + step * 32;
+      isa::load_matrix<S::key_tiles>(a, row);
       if constexpr (!fp8_qk) {
-        std::uint32_t a[1][4], b[S::n_tiles][2];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[0][i] = q[step][i];
-#pragma unroll
-        for (int n = 0; n < S::n_tiles; ++n) b[n][0] = word(n, 0), b[n][1] = word(n, 1);
-        isa::mma<C.qk, C.qk, 1, S::n_tiles>(acc, a, b);
+        const std::uint32_t b[1][2] = {{q[step][0], q[step][1]}};
+        isa::mma<C.qk, C.qk, S::key_tiles, 1>(acc, a, b);
       } else {
         // Channels in another order, the same on both sides: a word's first two and last two.
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const std::uint32_t g0 = q[step][2 * i], g8 = q[step][2 * i + 1];
-          const std::uint32_t a[1][4] = {
-              {low_codes(g0), low_codes(g8), high_codes(g0), high_codes(g8)}};
-          std::uint32_t b[S::n_tiles][2];
+          const std::uint32_t b[1][2] = {{low_codes(q[step][i]), high_codes(q[step][i])}};
+          std::uint32_t wide[S::key_tiles][4];
 #pragma unroll
-          for (int n = 0; n < S::n_tiles; ++n) {
-            b[n][0] = low_codes(word(n, i)), b[n][1] = high_codes(word(n, i));
+          for (int m = 0; m < S::key_tiles; ++m) {
+            const std::uint32_t x = a[m][2 * i], y = a[m][2 * i + 1];
+            wide[m][0] = low_codes(x), wide[m][1] = low_codes(y);
+            wide[m][2] = high_codes(x), wide[m][3] = high_codes(y);
           }
-          isa::mma<Element::f16, Element::f16, 1, S::n_tiles>(acc, a, b);
+          isa::mma<Element::f16, Element::f16, S::key_tiles, 1>(acc, wide, b);
         }
       }
     }
 #pragma unroll
-    for (int n = 0; n < S::n_tiles; ++n) {
+    for (int m = 0; m < S::key_tiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[0][n][i] = static_cast<float>(acc[0][n][i]);
+      for (int i = 0; i < 4; ++i) s[m][i] = static_cast<float>(acc[m][0][i]);
     }
   }
 
-  /// A number of this lane's columns 8 n + 2 t + e.
-  QATTN_DEVICE float fact(int at, int key) const {
-    return isa::load_shared<float>(base + static_cast<SharedAddress>(at + 4 * key));
+  /// Calls f(key, row of the lane, x) for every score.
+  template <class Function>
+  QATTN_DEVICE void each_score(Scores& s, Function f) const {
+#pragma unroll
+    for (int m = 0; m < S::key_tiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(16 * m + g + i / 2 * 8, i % 2, s[m][i]);
+    }
   }
 
   /// Leaves units of log2. `bad`: bits of the keys whose V is not finite.
-  QATTN_DEVICE void finish_scores(Scores& s, int tile, std::uint64_t bad) {
-    tile::each_score(
-        s, [&](int r, int key, float& x) { x *= row_scale[r] * fact(S::scales_at, key); });
+  QATTN_DEVICE void finish_scores(Scores& s, int tile, std::uint64_t bad) const {
+    each_score(s, [&](int key, int r, float& x) { x *= row_scale[r] * fact(S::scales_at, key); });
     if (p.softcap > 0) {
       const float inverse = 1.0f / p.softcap;
-      tile::each_score(s, [&](int, int, float& x) {
+      each_score(s, [&](int, int, float& x) {
         x = tile::soft_cap(x * tile::ln_2, p.softcap, inverse) * tile::log2_e;
       });
     }
-    if (this->whole(tile) && bad == 0) return;
-    tile::ScoreRow rows[R];
+    if (whole(tile) && bad == 0) return;
+    int begin[R], end[R];
 #pragma unroll
-    for (int r = 0; r < R; ++r) rows[r] = this->score_row(r);
-    tile::each_score(s, [&](int r, int key, float& x) {
-      const bool sees = tile + key >= rows[r].begin && tile + key < rows[r].end;
+    for (int r = 0; r < R; ++r) {
+      const int diagonal = query(2 * t + r) + work.shift, length = static_cast<int>(work.k.length);
+      const int last = p.window_right < 0 ? length : diagonal + p.window_right + 1;
+      begin[r] = p.window_left < 0 ? 0 : diagonal - p.window_left;
+      end[r] = last < length ? last : length;
+    }
+    each_score(s, [&](int key, int r, float& x) {
+      const bool sees = tile + key >= begin[r] && tile + key < end[r];
       if (!sees) x = -tile::infinity();
       if (sees && (bad >> key & 1) != 0) x = tile::quiet_nan();
     });
@@ -282,121 +322,144 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
 
   // ---- Softmax and product with V -------------------------------------------------------------
 
-  QATTN_DEVICE void maxima(Scores& s, float (&top)[R]) const {
+  /// The largest of the lane's values, over all eight lanes that share its rows.
+  static QATTN_DEVICE void share_maxima(float (&x)[R]) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
-    tile::each_score(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
-    this->row_maxima(top);
+    for (int mask = 4; mask < 32; mask *= 2) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) x[r] = fmaxf(x[r], isa::shuffle_xor(x[r], mask));
+    }
   }
 
-  /// V's words of 16 channels and 32 keys from `key` on: keys 8 m + 2 t and the one behind it, each
-  /// with channels 2 g and 2 g + 1.
-  QATTN_DEVICE void load_values(SharedAddress stage, int key, int pair,
+  QATTN_DEVICE void find_maxima(Scores& s, float (&top)[R]) const {
+    top[0] = top[1] = -tile::infinity();
+    each_score(s, [&](int, int r, float& x) { top[r] = fmaxf(top[r], x); });
+    share_maxima(top);
+  }
+
+  /// Takes the tile's maxima into the references. With u8 P, relative to its own tile, any
+  /// reference serves that keeps exponentials in range: it moves only when a maximum is far above
+  /// it.
+  QATTN_DEVICE void raise_maxima(const float (&top)[R]) {
+    constexpr float slack = S::u8 ? 32.0f : 0.0f;
+    float shrink[R];
+    bool changed = false;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const float next = top[r] > max[r] + slack ? top[r] : max[r];
+      shrink[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - next);
+      changed |= next != max[r];
+      max[r] = next;
+      sum[r] *= shrink[r];
+    }
+    if (!isa::any(changed)) return;
+#pragma unroll
+    for (int j = 0; j < S::channel_tiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[0][j][i] *= shrink[i % 2];
+    }
+  }
+
+  QATTN_DEVICE static float reference(float top) { return top == -tile::infinity() ? 0.0f : top; }
+
+  /// V's words of 16 channels and 32 keys from `key` on: word m has keys 8 m + 2 t and the one
+  /// behind it, each with channels 2 g and 2 g + 1.
+  QATTN_DEVICE void load_values(SharedAddress stage, int key, int j,
                                 std::uint32_t (&r)[1][4]) const {
     const SharedAddress row[1] = {stage + S::v_at +
-                                  static_cast<SharedAddress>((key + lane) * S::row + pair * 16)};
+                                  static_cast<SharedAddress>((key + lane) * S::row + j * 16)};
     isa::load_matrix_transposed<1>(r, row);
   }
 
+  /// `largest`: V's scales of tokens, 0 where it has none.
   QATTN_DEVICE void attend_u8(Scores& s, SharedAddress stage, float largest) {
     const bool scaled = by_token();
     if (scaled) {
-      tile::each_score(s, [&](int, int key, float& x) {
+      each_score(s, [&](int key, int, float& x) {
         x = x == -tile::infinity() ? x : x + fact(S::logs_at, key);
       });
     }
     float top[R], share[R], ref[R], mass[R] = {};
-    maxima(s, top);
-    this->raise_maxima(top);
+    find_maxima(s, top);
+    raise_maxima(top);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      ref[r] = this->reference(top[r]) - log2_255;
-      share[r] = isa::exp2(top[r] - this->reference(max[r])) * (1.0f / 255);
+      ref[r] = reference(top[r]) - log2_255;
+      share[r] = isa::exp2(top[r] - reference(max[r])) * (1.0f / 255);
     }
     // A token whose V is far smaller than the tile's largest would round to nothing and take its
     // probability along: its mass stays unrounded.
-    const float least = scaled ? largest * (1.0f / 64) : 0.0f;
-    constexpr float whole = 12582912.0f;  // 1.5 * 2^23: a sum's low byte is the nearest integer
-    std::uint32_t bits[S::n_tiles][4];
+    const float least = largest * (1.0f / 64);
+    constexpr float whole_numbers = 12582912.0f;  // 1.5 * 2^23: a sum's low bits are the integer
+    std::uint32_t b[S::keys / 32][1][2], turned[4];
 #pragma unroll
-    for (int n = 0; n < S::n_tiles; ++n) {
+    for (int n = 0; n < S::keys / 8; ++n) {  // keys 8 n + g
+      const float inverse = scaled ? fact(S::inverse_at, 8 * n + g) : 1.0f;
+      const bool plain = inverse * least > 1.0f;
+      std::uint32_t bits[R];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int key = 8 * n + lane % 4 * 2 + i % 2;
-        const float y = isa::exp2(s[0][n][i] - ref[i / 2]), z = y + whole;
-        const float inverse = scaled ? fact(S::inverse_at, key) : 1.0f;
-        const bool plain = inverse * least > 1.0f;
-        mass[i / 2] = fmaf(plain ? y : z - whole, inverse, mass[i / 2]);
-        bits[n][i] = __builtin_bit_cast(std::uint32_t, z);
+      for (int r = 0; r < R; ++r) {
+        const float y = isa::exp2(s[n / 2][n % 2 * 2 + r] - ref[r]), z = y + whole_numbers;
+        mass[r] = fmaf(plain ? y : z - whole_numbers, inverse, mass[r]);
+        bits[r] = __builtin_bit_cast(std::uint32_t, z);
+      }
+      turned[n % 4] = isa::transpose_matrix(isa::byte_permute(bits[0], bits[1], 0x5410));
+      if (n % 2 == 1) {
+        b[n / 4][0][n / 2 % 2] = isa::byte_permute(turned[n % 4 - 1], turned[n % 4], 0x6420);
       }
     }
 #pragma unroll
     for (int r = 0; r < R; ++r) sum[r] = fmaf(mass[r], share[r], sum[r]);
-    std::uint32_t a[S::keys / 32][1][4];
 #pragma unroll
-    for (int n = 0; n < S::n_tiles; n += 2) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const auto two = [&](int tile) {
-          return isa::byte_permute(bits[tile][2 * h], bits[tile][2 * h + 1], 0x0040);
-        };
-        a[n / 4][0][h + n / 2 % 2 * 2] = isa::byte_permute(two(n), two(n + 1), 0x5410);
-      }
-    }
-#pragma unroll
-    for (int pair = 0; pair < C.d / 16; ++pair) {
-      std::int32_t acc[1][2][4] = {};
+    for (int j = 0; j < S::channel_tiles; ++j) {
+      std::int32_t acc[1][1][4] = {};
 #pragma unroll
       for (int step = 0; step < S::keys / 32; ++step) {
         std::uint32_t v[1][4];
-        load_values(stage, 32 * step, pair, v);
-        const std::uint32_t b[2][2] = {{isa::byte_permute(v[0][0], v[0][1], 0x6420),
-                                        isa::byte_permute(v[0][2], v[0][3], 0x6420)},
-                                       {isa::byte_permute(v[0][0], v[0][1], 0x7531),
+        load_values(stage, 32 * step, j, v);
+        const std::uint32_t a[1][4] = {{isa::byte_permute(v[0][0], v[0][1], 0x6420),
+                                        isa::byte_permute(v[0][0], v[0][1], 0x7531),
+                                        isa::byte_permute(v[0][2], v[0][3], 0x6420),
                                         isa::byte_permute(v[0][2], v[0][3], 0x7531)}};
-        isa::mma<Element::u8, Element::s8, 1, 2>(acc, a[step], b);
+        isa::mma<Element::s8, Element::u8, 1, 1>(acc, a, b[step]);
       }
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& x = out[0][2 * pair + n][i];
-          x = fmaf(static_cast<float>(acc[0][n][i]), share[i / 2], x);
-        }
+      for (int i = 0; i < 4; ++i) {
+        out[0][j][i] = fmaf(static_cast<float>(acc[0][0][i]), share[i % 2], out[0][j][i]);
       }
     }
   }
 
   QATTN_DEVICE void attend_e4m3(Scores& s, SharedAddress stage) {
     float top[R], offset[R];
-    maxima(s, top);
-    this->raise_maxima(top);
+    find_maxima(s, top);
+    raise_maxima(top);
 #pragma unroll
-    for (int r = 0; r < R; ++r) offset[r] = S::p_log2 - this->reference(max[r]);
+    for (int r = 0; r < R; ++r) offset[r] = S::p_log2 - reference(max[r]);
+    std::uint32_t b[S::key_tiles][1][2];
 #pragma unroll
-    for (int step = 0; step < S::keys / 32; ++step) {
-      std::uint32_t a[2][1][4];
+    for (int n = 0; n < S::keys / 8; ++n) {  // keys 8 n + g
+      const float* x = s[n / 2] + n % 2 * 2;
+      const std::uint32_t codes = isa::unpack_e4m3(
+          isa::pack_e4m3(isa::exp2(x[0] + offset[0]), isa::exp2(x[1] + offset[1])));
+      const isa::Pair rounded = isa::unpack_f16(codes);
+      sum[0] += rounded.lo, sum[1] += rounded.hi;
+      b[n / 2][0][n % 2] = isa::transpose_matrix(codes);
+    }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {  // word i % 4 of run i / 4: row half i % 2, n tile i / 2 % 2
-        const float* x = s[0][4 * step + i / 2] + i % 2 * 2;
-        const std::uint32_t codes = isa::unpack_e4m3(
-            isa::pack_e4m3(isa::exp2(x[0] + offset[i % 2]), isa::exp2(x[1] + offset[i % 2])));
-        const isa::Pair rounded = isa::unpack_f16(codes);
-        sum[i % 2] += rounded.lo + rounded.hi;
-        a[i / 4][0][i % 4] = codes;
-      }
+    for (int j = 0; j < S::channel_tiles; ++j) {
 #pragma unroll
-      for (int pair = 0; pair < C.d / 16; ++pair) {
+      for (int step = 0; step < S::keys / 32; ++step) {
         std::uint32_t v[1][4];
-        load_values(stage, 32 * step, pair, v);
+        load_values(stage, 32 * step, j, v);
 #pragma unroll
-        for (int run = 0; run < 2; ++run) {
-          // An even channel's two keys below, the odd one's above.
-          const std::uint32_t x = isa::byte_permute(v[0][2 * run], 0u, 0x3120);
-          const std::uint32_t y = isa::byte_permute(v[0][2 * run + 1], 0u, 0x3120);
-          const std::uint32_t b[2][2] = {{low_codes(x), low_codes(y)},
-                                         {high_codes(x), high_codes(y)}};
-          isa::mma_at<Element::f16, Element::f16, 1, 2>(out, 2 * pair, a[run], b);
+        for (int half = 0; half < 2; ++half) {
+          // The even channel's two keys below, the odd one's above.
+          const std::uint32_t x = isa::byte_permute(v[0][2 * half], 0u, 0x3120);
+          const std::uint32_t y = isa::byte_permute(v[0][2 * half + 1], 0u, 0x3120);
+          const std::uint32_t a[1][4] = {
+              {low_codes(x), high_codes(x), low_codes(y), high_codes(y)}};
+          isa::mma_at<Element::f16, Element::f16, 1, 1>(out, j, a, b[2 * step + half]);
         }
       }
     }
@@ -408,7 +471,7 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
   QATTN_DEVICE std::uint64_t clean_values(SharedAddress stage) const {
     std::uint64_t bad = 0;
 #pragma unroll 1
-    for (int i = 0; i < held; ++i) {
+    for (int i = 0; i < 2; ++i) {
       const SharedAddress row =
           stage + S::v_at + static_cast<SharedAddress>((lane + 32 * i) * S::row);
       std::uint32_t any = 0;
@@ -429,9 +492,9 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
   QATTN_DEVICE bool all_finite() const {
     float poison = 0.0f;
 #pragma unroll
-    for (int n = 0; n < S::d_tiles; ++n) {
+    for (int j = 0; j < S::channel_tiles; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) poison = fmaf(out[0][n][i], 0.0f, poison);
+      for (int i = 0; i < 4; ++i) poison = fmaf(out[0][j][i], 0.0f, poison);
     }
     return isa::all(poison == 0.0f);
   }
@@ -463,7 +526,7 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
   /// copies do not wait for Q.
   QATTN_DEVICE void run_tiles() {
     int tile = last_tile(), ahead = tile, put = 0, get = 0;
-    Keys keys{}, next;
+    CodedKeys keys{}, next;
     load_pages(ahead, next);
     while (tile >= work.key_begin) {
       // One place of the source starts copies, the first ones too: half of the code.
@@ -471,9 +534,8 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
       if (more) start_tile(ahead, next, put);
       isa::copy_async_commit();
       if (!first) store_scales(keys);
-      float v_scale = 0.0f;  // the largest of the tile; of those that are NaN nobody asks
-#pragma unroll
-      for (int i = 0; i < held; ++i) v_scale = fmaxf(v_scale, keys.v_scale[i]);
+      // The largest of the tile; of those that are NaN nobody asks.
+      const float v_scale = fmaxf(fmaxf(keys.v_scale[0], keys.v_scale[1]), 0.0f);
       if (more) {
         keys = next;
         load_scales(ahead, keys);
@@ -497,9 +559,9 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
 #pragma unroll
     for (int r = 0; r < R; ++r) max[r] = -tile::infinity(), sum[r] = 0.0f;
 #pragma unroll
-    for (int n = 0; n < S::d_tiles; ++n) {
+    for (int j = 0; j < S::channel_tiles; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) out[0][n][i] = 0.0f;
+      for (int i = 0; i < 4; ++i) out[0][j][i] = 0.0f;
     }
   }
 
@@ -507,40 +569,44 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
 
   /// V's scales that P does not have.
   QATTN_DEVICE void scale_channels() {
-    if (by_token()) return;
+    if (S::u8 && by_token()) return;
 #pragma unroll
-    for (int n = 0; n < S::d_tiles; ++n) {
+    for (int j = 0; j < S::channel_tiles; ++j) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int c = 8 * n + lane % 4 * 2 + e;
+      for (int odd = 0; odd < 2; ++odd) {
+        const int c = 16 * j + 2 * g + odd;
         const float by = c < p.v.channels ? params.v_scale.given_scale(p.v, work.b, work.kv_head,
                                                                        work.key_begin, c)
                                           : 0.0f;
-        out[0][n][e] *= by;
-        out[0][n][2 + e] *= by;
+        out[0][j][2 * odd] *= by;
+        out[0][j][2 * odd + 1] *= by;
       }
     }
   }
 
-  /// From even and odd channels to accumulators as mma leaves them. A lane has channels 4 t to
-  /// 4 t + 3 of 16, and is to have 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t.
-  QATTN_DEVICE void order_channels() {
-    const int from = (lane & ~3) + lane % 4 / 2;
-    const bool second = lane % 2 != 0;
+  /// Leaves the rows to PrefillCombine.
+  QATTN_DEVICE void write_part() {
+    const PartsView& parts = p.parts;
+    const std::int64_t part =
+        part_index(p, work.b, work.head, work.first_row / S::rows) + work.split;
 #pragma unroll
-    for (int n = 0; n < S::d_tiles; n += 2) {
+    for (int r = 0; r < R; ++r) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float x[2][2][2];  // which eight, which channel, from which half of the other lane
+      for (int mask = 4; mask < 32; mask *= 2) sum[r] += isa::shuffle_xor(sum[r], mask);
+      const int local = 2 * t + r;
+      if (query(local) >= work.q.length) continue;
+      const std::int64_t row = part * parts.rows + local;
+      const float top = max[r] - S::p_log2;
+      if (g == 0) {
+        isa::store_global(reinterpret_cast<isa::Words2*>(parts.state + 2 * row),
+                          isa::Words2{{formats::bits_of(top), formats::bits_of(sum[r])}});
+      }
+      float* to = parts.out + row * parts.channels + 2 * g;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          x[i / 4][i / 2 % 2][i % 2] =
-              isa::shuffle(out[0][n + i / 2 % 2][2 * h + i % 2], from + i / 4 * 2);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          out[0][n + i / 2][2 * h + i % 2] = second ? x[i / 2][i % 2][1] : x[i / 2][i % 2][0];
-        }
+      for (int j = 0; j < S::channel_tiles; ++j) {
+        isa::store_global(
+            reinterpret_cast<isa::Words2*>(to + 16 * j),
+            isa::Words2{{formats::bits_of(out[0][j][r]), formats::bits_of(out[0][j][2 + r])}});
       }
     }
   }
@@ -565,7 +631,6 @@ struct CodedDecode : PrefillOutput<CodedShape<C>> {
         self.careful = true;
         self.forget();
       }
-      self.order_channels();
       self.scale_channels();
     }
     self.write_part();

@@ -17,8 +17,7 @@ struct CodedConfig {
 
 /// FP8 needs conversions to f16, which older GPUs lack.
 inline constexpr int coded_fp8_architecture = 89;
-inline constexpr int coded_rows = 16;  ///< of queries, in a block
-QATTN_CONSTEXPR int coded_tile_keys(int d) { return d > 128 ? 32 : 64; }
+inline constexpr int coded_rows = 8, coded_tile_keys = 64;  ///< of a block and its tiles
 
 inline namespace QATTN_TARGET {
 
