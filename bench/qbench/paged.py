@@ -127,10 +127,11 @@ def read_call(torch):
 def measure(torch, qattn, args, batch, tokens):
     q = torch.randn(batch, 1, HEADS_Q, DIM, device="cuda", dtype=torch.bfloat16)
     calls = {("torch", name): call for name, call in torch_calls(torch, batch, tokens).items()}
-    rows = {}
+    rows, caches = {}, []  # graphs hold no tensors
     for form in FORMATS:
         for page in (int(x) for x in args.pages.split(",")):
             cache = filled(torch, qattn, form, batch, tokens, page)
+            caches.append(cache)
             call = caller(torch, qattn, cache, q, form)
             error = error_of(torch, cache, q, call(), form)
             options = {"page_table": cache.table, "seqused_k": cache.used}

@@ -18,9 +18,7 @@ using enum Granularity;
 constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
 
 /// Every recipe that has such kernels.
-std::vector<Recipe> coded_recipes() {
-  return {*recipe_named("int8_full"), *recipe_named("fp8")};
-}
+std::vector<Recipe> coded_recipes() { return {*recipe_named("int8_full"), *recipe_named("fp8")}; }
 
 class EmulatedCodedDecode : public testing::TestWithParam<Recipe> {
  protected:
@@ -30,7 +28,7 @@ class EmulatedCodedDecode : public testing::TestWithParam<Recipe> {
     recipe_ = GetParam();
     recipe_.smooth_k = Toggle::off;
     recipe_.q_scale.granularity = per_token;
-    recipe_.k_scale = {k, k == per_block ? 64 : 0, 0};
+    recipe_.k_scale.granularity = k;
     recipe_.v_scale.granularity = v;
   }
 
@@ -110,7 +108,7 @@ TEST_P(EmulatedCodedDecode, HeadDimensions) {
 TEST_P(EmulatedCodedDecode, ScalesOfOtherTokens) {
   const bool s8 = GetParam().v == Format::s8;
   for (const auto& [k, v] :
-       {std::pair{per_head, per_head}, {per_block, per_channel}, {per_tensor, per_tensor}}) {
+       {std::pair{per_head, per_head}, {per_token, per_channel}, {per_tensor, per_tensor}}) {
     scales(k, s8 && v == per_channel ? per_token : v);
     matches_model(feature());
     if (HasFailure()) FAIL() << name(k);

@@ -7,6 +7,7 @@
 #include "kernels/attn_prefill/call_params.hpp"
 #include "kernels/attn_prefill/gpu.hpp"
 #include "kernels/attn_prefill/spread.hpp"
+#include "kernels/quantize/scale_groups.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -71,19 +72,30 @@ PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
 
 Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
 
-/// Scales that one number a token, or a channel of all tokens, can stand for.
+CodedScales scales_of(const Problem& p, const TensorView& given, Role role, const Scaling& s) {
+  const ScaleGroups groups{role, s.granularity, s.block, s.warp, 0};
+  const auto at = [&](int outer, int head, int token, int channel) {
+    return groups.offset(given.stride.data(), p.paged, outer, head, token, channel);
+  };
+  CodedScales x;
+  x.data = static_cast<const float*>(given.data);
+  x.outer = at(1, 0, 0, 0), x.head = at(0, 1, 0, 0);
+  x.token = at(0, 0, 1, 0), x.channel = at(0, 0, 0, 1);
+  x.tokens = groups.by_token() ? given.shape[2] : 0;
+  return x;
+}
+
+/// One number a token, or all tokens: where it lies is a sum of products then.
 Status check_scales(const Problem& p, const Recipe& r) {
   using enum Granularity;
   if (!p.tensors.k_scale.present() || !p.tensors.v_scale.present()) {
     return refuse("reads codes of K and V that have scales");
   }
-  if (r.k_scale.granularity == per_channel || r.k_scale.granularity == per_block_channel) {
-    return refuse("k: scales per channel");
-  }
-  const Granularity v = r.v_scale.granularity;
-  const bool by_token = v == per_token, uniform = v == per_tensor || v == per_head;
-  if (r.v == Format::s8 ? !by_token && !uniform && v != per_channel
-                        : !uniform && v != per_channel) {
+  const auto uniform = [](Granularity g) { return g == per_tensor || g == per_head; };
+  const Granularity k = r.k_scale.granularity, v = r.v_scale.granularity;
+  if (k != per_token && !uniform(k)) return refuse("k: scales " + std::string(name(k)));
+  const bool tokens = v == per_token && r.v == Format::s8;  // P in u8 has room for them
+  if (!tokens && !uniform(v) && v != per_channel) {
     return refuse("v: scales " + std::string(name(v)) + " of " + std::string(info(r.v).name));
   }
   return {};
@@ -129,8 +141,8 @@ Status attend_codes(const GpuPlan& data, const Problem& p, void* workspace, Stre
       params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), coded_rows, plan.error);
   if (params.call.works == 0) return {};
   set_spread(plan.spread, coded_rows, workspace, params.call);
-  params.k_scale = given_scales(p, plan.recipe, Role::k);
-  params.v_scale = given_scales(p, plan.recipe, Role::v);
+  params.k_scale = scales_of(p, p.tensors.k_scale, Role::k, plan.recipe.k_scale);
+  params.v_scale = scales_of(p, p.tensors.v_scale, Role::v, plan.recipe.v_scale);
   isa::LaunchError e =
       plan.instance->launch(params, {params.call.works, 1, 1}, stream, handover.start);
   if (e.empty()) e = combine_parts(params.call, stream);

@@ -19,225 +19,48 @@
 // P relative to the running maximum (docs/NUMERICS.md).
 #pragma once
 
-#include "kernels/attn_decode/sm80_coded.hpp"
-#include "kernels/attn_prefill/rows.cuh"
-#include "tile/copy.hpp"
+#include "kernels/attn_decode/sm80_coded_load.cuh"
 
 namespace qattn::kernels {
-
-template <CodedConfig C>
-struct CodedShape {
-  static constexpr bool u8 = C.pv == Element::u8;
-  static constexpr float p_log2 = u8 ? 0.0f : 8.0f;  ///< log2 of what P is scaled by
-  static constexpr int d = C.d, keys = coded_tile_keys, rows = coded_rows, threads = 32;
-  static constexpr int key_tiles = keys / 16, channel_tiles = C.d / 16;
-  static constexpr int row = tile::padded_row(C.d), v_at = keys * row, stage = 2 * keys * row;
-  static constexpr int scales_at = 2 * stage, logs_at = scales_at + 4 * keys;
-  static constexpr int inverse_at = logs_at + 4 * keys, shared_bytes = inverse_at + 4 * keys;
-};
-
 inline namespace QATTN_TARGET {
 
-/// What a lane knows of the keys `lane` and `lane` + 32 of a tile.
-struct CodedKeys {
-  std::int64_t page[2];  ///< -1: none; unpaged: 0
-  float k_scale[2], v_scale[2];
-};
-
 template <CodedConfig C>
-struct CodedDecode {
+struct CodedDecode : CodedLoad<C> {
   using Params = CodedParams;
   using S = CodedShape<C>;
+  using Base = CodedLoad<C>;
+  using Base::R, Base::base, Base::by_token, Base::fact, Base::g, Base::lane, Base::p, Base::params,
+      Base::q, Base::query, Base::row_scale, Base::t, Base::work;
   static constexpr int threads = S::threads, shared_bytes = S::shared_bytes, min_blocks = 1;
   static constexpr bool dependent = true;
   static constexpr bool fp8_qk = C.qk == Element::e4m3;
-  static constexpr int R = 2;  ///< query rows of a lane: 2 t and the one behind it
   /// x[m][i] of a lane: key 16 m + g + 8 (i / 2), row 2 t + i % 2.
   using Scores = float[S::key_tiles][4];
 
-  const CodedParams& params;
-  const PrefillParams& p;
-  const PrefillWork& work;
-  int lane = isa::lane(), g = lane / 4, t = lane % 4;
-  SharedAddress base = isa::shared_base();
-  std::uint32_t q[C.d / 32][2];  ///< B of K Q^T: codes
   /// Channel 16 j + 2 g + i / 2, row 2 t + i % 2.
   float out[1][S::channel_tiles][4] = {};
   float max[R], sum[R] = {};
-  float row_scale[R];  ///< from a row's products to scores in units of log2
   /// Some V that a row sees holds NaN (e4m3): which rows see it must be found out.
   bool careful = false;
 
-  QATTN_DEVICE CodedDecode(const CodedParams& x, const PrefillWork& w)
-      : params(x), p(x.call), work(w) {
+  QATTN_DEVICE CodedDecode(const CodedParams& x, const PrefillWork& w) : Base(x, w) {
     max[0] = max[1] = -tile::infinity();
   }
 
-  // ---- Rows -----------------------------------------------------------------------------------
+  // ---- Integers -------------------------------------------------------------------------------
 
-  QATTN_DEVICE int query(int row) const {
-    row += work.first_row;
-    return p.pack > 1 ? row * p.pack_inverse >> 16 : row;
+  /// 1.5 * 2^23: the low bits of a sum with it are the nearest integer, and integers that are added
+  /// to its bits need no conversion (at a quarter of the rate of additions) while they are below
+  /// 2^22: 128 products of bytes are.
+  static constexpr float whole_numbers = 12582912.0f;
+  static constexpr bool converts = C.d > 128;
+  static constexpr std::int32_t first_sum = converts ? 0 : 0x4b400000;
+
+  static QATTN_DEVICE float number(std::int32_t x) {
+    return converts ? static_cast<float>(x)
+                    : formats::float_of(static_cast<std::uint32_t>(x)) - whole_numbers;
   }
-  QATTN_DEVICE int head(int row) const {
-    return p.pack > 1 ? work.head + row - query(row) * p.pack : work.head;
-  }
-
-  /// Does every row of the block see every key of the tile?
-  QATTN_DEVICE bool whole(int tile) const {
-    const int first = query(0) + work.shift, last = query(S::rows - 1) + work.shift;
-    return tile + S::keys <= work.k.length &&
-           (p.window_right < 0 || tile + S::keys <= first + p.window_right + 1) &&
-           (p.window_left < 0 || tile >= last - p.window_left);
-  }
-
-  /// Q's codes and scales. Waits for the kernel that makes them.
-  QATTN_DEVICE void load_queries() {
-    isa::grid_dependency_wait();
-    const auto unit = [&](int row) { return head(row) * p.q8.slots + work.q_slot + query(row); };
-    const bool here = query(g) < work.q.length;
-    const auto* words =
-        reinterpret_cast<const std::uint32_t*>(p.q8.codes + (here ? unit(g) * p.q8.row_bytes : 0));
-#pragma unroll
-    for (int i = 0; i < C.d / 16; ++i) {
-      q[i / 2][i % 2] = here ? isa::load_global(words + 4 * i + t) : 0u;
-    }
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const int row = 2 * t + r;
-      const float s = query(row) < work.q.length ? isa::load_global(p.q8.scale + unit(row)) : 0.0f;
-      row_scale[r] = s * p.scale * tile::log2_e;  // NaN of a bad row makes all its scores NaN
-    }
-  }
-
-  // ---- Loads ----------------------------------------------------------------------------------
-
-  QATTN_DEVICE bool exists(int token) const { return token < work.k.length; }
-
-  QATTN_DEVICE void load_pages(int tile, CodedKeys& keys) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = tile + lane + 32 * i;
-      keys.page[i] = 0;
-      if (p.k.page_table == nullptr || !exists(token) || tile < 0) continue;
-      const std::int64_t page =
-          isa::load_global(p.k.page_table + work.b * p.k.page_table_stride + token / p.k.page_size);
-      keys.page[i] = page < 0 || page >= p.k.total ? -1 : page;
-    }
-  }
-
-  /// NaN where the number is not finite, or where the page does not exist.
-  QATTN_DEVICE float scale_of(const Grouping& grouping, const tile::Rows& rows, int token,
-                              std::int64_t page) const {
-    const float x =
-        page < 0 ? tile::quiet_nan() : grouping.given_scale(rows, work.b, work.kv_head, token, 0);
-    return tile::is_finite(x) ? x : tile::quiet_nan();
-  }
-
-  QATTN_DEVICE void load_scales(int tile, CodedKeys& keys) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = tile + lane + 32 * i;
-      keys.k_scale[i] = keys.v_scale[i] = 0.0f;
-      if (!exists(token)) continue;
-      keys.k_scale[i] = scale_of(params.k_scale, p.k, token, keys.page[i]);
-      if (S::u8 && by_token()) keys.v_scale[i] = scale_of(params.v_scale, p.v, token, keys.page[i]);
-      if (keys.page[i] < 0) isa::atomic_or_global(p.error, tile::error_page);
-    }
-  }
-
-  /// Has every token of V a scale of its own? They go into P.
-  QATTN_DEVICE bool by_token() const { return params.v_scale.by_token(); }
-
-  /// Scales of the tile to shared memory, where lanes find those of their keys.
-  QATTN_DEVICE void store_scales(const CodedKeys& keys) const {
-    const auto at = base + static_cast<SharedAddress>(4 * lane);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      isa::store_shared(at + S::scales_at + 128 * i, keys.k_scale[i]);
-      if (!S::u8 || !by_token()) continue;
-      const float v = keys.v_scale[i];
-      isa::store_shared(at + S::logs_at + 128 * i,
-                        tile::is_nan(v) ? v : isa::log2(fmaxf(v, 0x1p-126f)));
-      isa::store_shared(at + S::inverse_at + 128 * i, 1.0f / fmaxf(v, 0x1p-126f));
-    }
-  }
-  QATTN_DEVICE float fact(int at, int key) const {
-    return isa::load_shared<float>(base + static_cast<SharedAddress>(at + 4 * key));
-  }
-
-  /// Offset in bytes of a token's row of `x`, of this KV head.
-  QATTN_DEVICE std::int64_t offset_of(const tile::Rows& x, std::int64_t page, int token) const {
-    const std::int64_t of_head = work.kv_head * x.head;
-    if (x.page_table != nullptr) {
-      return page * x.batch + token % x.page_size * x.token + of_head;
-    }
-    return work.b * x.batch + (work.k.begin + token) * x.token + of_head;
-  }
-
-  /// Starts copying 16 rows that lie at even distances, or fewer; the others become zeros.
-  QATTN_DEVICE void start_run(const tile::Rows& x, std::int64_t offset, int count,
-                              SharedAddress to) const {
-    constexpr int chunks = C.d / 16, step = 32 / chunks;
-    const int chunk = lane % chunks * 16, left = x.channels - chunk, row = lane / chunks;
-    const int bytes = left < 0 ? 0 : left > 16 ? 16 : left;
-    const auto* from = static_cast<const std::byte*>(x.data) + offset + row * x.token + chunk;
-    to += static_cast<SharedAddress>(row * S::row + chunk);
-#pragma unroll
-    for (int first = 0; first < 16; first += step) {
-      const bool here = first + row < count && bytes > 0;
-      isa::copy_async16(to + first * S::row, here ? from : x.data, here ? bytes : 0);
-      from += step * x.token;
-    }
-  }
-
-  /// Any rows, at any address, one by one.
-  QATTN_DEVICE void copy_scattered(const tile::Rows& x, std::int64_t offset, std::uint32_t there,
-                                   SharedAddress to) const {
-    constexpr int chunks = C.d / 16;
-#pragma unroll 1
-    for (int n = lane; n < 32 * chunks; n += 32) {
-      const int row = n / chunks, chunk = n % chunks * 16, left = x.channels - chunk;
-      const std::int64_t at = isa::shuffle(offset, row);
-      const bool here = (there >> row & 1) != 0 && left > 0;
-      const auto* from = static_cast<const std::byte*>(x.data) + at + chunk;
-      isa::store_shared(to + static_cast<SharedAddress>(row * S::row + chunk),
-                        here ? tile::gather16(from, left > 16 ? 16 : left) : isa::Words4{});
-    }
-  }
-
-  /// Rows of 16 keys lie in a row: in one page, or dense.
-  QATTN_DEVICE bool in_runs(const tile::Rows& x, bool vectors) const {
-    return vectors && (x.page_table == nullptr || x.page_size % 16 == 0);
-  }
-
-  QATTN_DEVICE void start_tile(int tile, const CodedKeys& keys, int stage) const {
-    SharedAddress to = base + static_cast<SharedAddress>(stage * S::stage);
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      const int token = tile + lane + 32 * i;
-      const std::int64_t page = i == 0 ? keys.page[0] : keys.page[1];
-      const bool there = exists(token) && page >= 0;
-      const std::uint32_t rows = isa::ballot(there);
-#pragma unroll 1
-      for (int v = 0; v < 2; ++v) {
-        const tile::Rows& x = v == 0 ? p.k : p.v;
-        const std::int64_t offset = there ? offset_of(x, page, token) : 0;
-        const SharedAddress at = to + v * S::v_at;
-        if (in_runs(x, v == 0 ? p.k_vectors : p.v_vectors)) {
-#pragma unroll
-          for (int run = 0; run < 32; run += 16) {
-            const int left = static_cast<int>(work.k.length) - (tile + 32 * i + run);
-            start_run(x, isa::shuffle(offset, run), (rows >> run & 1) != 0 ? left : 0,
-                      at + run * S::row);
-          }
-        } else {
-          copy_scattered(x, offset, rows, at);
-        }
-      }
-      to += 32 * S::row;
-    }
-  }
+  static QATTN_DEVICE float number(float x) { return x; }
 
   // ---- Scores ---------------------------------------------------------------------------------
 
@@ -250,7 +73,12 @@ struct CodedDecode {
 
   QATTN_DEVICE void multiply_queries(SharedAddress stage, Scores& s) const {
     using Acc = isa::Accumulator<fp8_qk ? Element::f16 : C.qk>;
-    Acc acc[S::key_tiles][1][4] = {};
+    Acc acc[S::key_tiles][1][4];
+#pragma unroll
+    for (int m = 0; m < S::key_tiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[m][0][i] = fp8_qk ? 0 : first_sum;
+    }
     const SharedAddress k = stage + static_cast<SharedAddress>(lane % 16 * S::row + lane / 16 * 16);
 #pragma unroll
     for (int step = 0; step < C.d / 32; ++step) {
@@ -281,7 +109,7 @@ struct CodedDecode {
 #pragma unroll
     for (int m = 0; m < S::key_tiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[m][i] = static_cast<float>(acc[m][0][i]);
+      for (int i = 0; i < 4; ++i) s[m][i] = number(acc[m][0][i]);
     }
   }
 
@@ -304,7 +132,7 @@ struct CodedDecode {
         x = tile::soft_cap(x * tile::ln_2, p.softcap, inverse) * tile::log2_e;
       });
     }
-    if (whole(tile) && bad == 0) return;
+    if (this->whole(tile) && bad == 0) return;
     int begin[R], end[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -390,7 +218,6 @@ struct CodedDecode {
     // A token whose V is far smaller than the tile's largest would round to nothing and take its
     // probability along: its mass stays unrounded.
     const float least = largest * (1.0f / 64);
-    constexpr float whole_numbers = 12582912.0f;  // 1.5 * 2^23: a sum's low bits are the integer
     std::uint32_t b[S::keys / 32][1][2], turned[4];
 #pragma unroll
     for (int n = 0; n < S::keys / 8; ++n) {  // keys 8 n + g
@@ -412,7 +239,7 @@ struct CodedDecode {
     for (int r = 0; r < R; ++r) sum[r] = fmaf(mass[r], share[r], sum[r]);
 #pragma unroll
     for (int j = 0; j < S::channel_tiles; ++j) {
-      std::int32_t acc[1][1][4] = {};
+      std::int32_t acc[1][1][4] = {{{first_sum, first_sum, first_sum, first_sum}}};
 #pragma unroll
       for (int step = 0; step < S::keys / 32; ++step) {
         std::uint32_t v[1][4];
@@ -425,7 +252,7 @@ struct CodedDecode {
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        out[0][j][i] = fmaf(static_cast<float>(acc[0][0][i]), share[i % 2], out[0][j][i]);
+        out[0][j][i] = fmaf(number(acc[0][0][i]), share[i % 2], out[0][j][i]);
       }
     }
   }
@@ -526,24 +353,22 @@ struct CodedDecode {
   /// copies do not wait for Q.
   QATTN_DEVICE void run_tiles() {
     int tile = last_tile(), ahead = tile, put = 0, get = 0;
-    CodedKeys keys{}, next;
-    load_pages(ahead, next);
+    CodedKeys keys, next;
+    this->load_pages(ahead, next);
     while (tile >= work.key_begin) {
       // One place of the source starts copies, the first ones too: half of the code.
       const bool more = ahead >= work.key_begin, first = ahead == tile;
-      if (more) start_tile(ahead, next, put);
+      if (more) this->start_tile(ahead, next, put);
       isa::copy_async_commit();
-      if (!first) store_scales(keys);
-      // The largest of the tile; of those that are NaN nobody asks.
-      const float v_scale = fmaxf(fmaxf(keys.v_scale[0], keys.v_scale[1]), 0.0f);
+      const float v_scale = first ? 0.0f : this->store_scales(keys);
       if (more) {
         keys = next;
-        load_scales(ahead, keys);
-        load_pages(ahead - S::keys, next);
+        this->load_scales(ahead, keys);
+        this->load_pages(ahead - S::keys, next);
       }
       put ^= 1, ahead -= S::keys;
       if (first) {
-        if (!careful) load_queries();
+        if (!careful) this->load_queries();
         continue;
       }
       isa::copy_async_wait<1>();
@@ -570,14 +395,15 @@ struct CodedDecode {
   /// V's scales that P does not have.
   QATTN_DEVICE void scale_channels() {
     if (S::u8 && by_token()) return;
+    const CodedScales& x = params.v_scale;
+    const float* scale =
+        x.data + (p.k.page_table == nullptr ? work.b : 0) * x.outer + work.kv_head * x.head;
 #pragma unroll
     for (int j = 0; j < S::channel_tiles; ++j) {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int c = 16 * j + 2 * g + odd;
-        const float by = c < p.v.channels ? params.v_scale.given_scale(p.v, work.b, work.kv_head,
-                                                                       work.key_begin, c)
-                                          : 0.0f;
+        const float by = c < p.v.channels ? isa::load_global(scale + c * x.channel) : 0.0f;
         out[0][j][2 * odd] *= by;
         out[0][j][2 * odd + 1] *= by;
       }

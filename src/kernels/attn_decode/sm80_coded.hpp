@@ -4,7 +4,6 @@
 
 #include "isa/launch.hpp"
 #include "kernels/attn_prefill/params.hpp"
-#include "kernels/quantize/given_scales.hpp"
 
 namespace qattn::kernels {
 
@@ -21,9 +20,17 @@ inline constexpr int coded_rows = 8, coded_tile_keys = 64;  ///< of a block and 
 
 inline namespace QATTN_TARGET {
 
+/// Scales as they were given: element outer * o + head * h + token * t + channel * c, where o is
+/// the page or the sequence and t the token in it.
+struct CodedScales {
+  const float* data = nullptr;
+  std::int64_t outer = 0, head = 0, token = 0, channel = 0;
+  std::int64_t tokens = 0;  ///< that have scales of their own; 0: all have the same
+};
+
 struct CodedParams {
   PrefillParams call;
-  Grouping k_scale, v_scale;  ///< as given
+  CodedScales k_scale, v_scale;
 };
 
 template <CodedConfig C>

@@ -5,7 +5,6 @@
 #include <numeric>
 #include <string>
 
-#include "kernels/quantize/given_scales.hpp"
 #include "kernels/quantize/prepare_plain.hpp"
 
 namespace qattn::kernels {
@@ -89,29 +88,23 @@ LaunchError block_means(const Call& call, Launches& launches) {
   return launches.launch<BlockMeans>(params, params.out.blocks * f.heads);
 }
 
-/// What is known of the scales without a call's workspace.
-Grouping grouping_of(const Facts& f) {
+Grouping grouping_of(const Call& call, const Facts& f) {
+  const tile::Rows& r = call.rows[static_cast<int>(f.role)];
   Grouping g;
   g.role = f.role;
   g.granularity = f.scaling.granularity;
   g.block = f.scaling.block;
   g.warp = f.scaling.warp;
+  g.maxima = at<std::uint32_t>(call.workspace, call.part(f.role).maxima);
+  maxima_words(f, r, g.groups);
+  g.block_groups = block_groups(f);
+  g.sequence_groups = scale_count(f.scaling, f.role, r.max_length);
   if (f.scale.present()) {
     g.given = static_cast<const float*>(f.scale.data);
     std::copy_n(f.scale.stride.begin(), 4, g.given_stride);
     // Without a dimension of groups there is group 0; of channels, which may stand there, as well.
     g.given_groups = f.scale.rank > 2 ? f.scale.shape[2] : 1;
   }
-  return g;
-}
-
-Grouping grouping_of(const Call& call, const Facts& f) {
-  const tile::Rows& r = call.rows[static_cast<int>(f.role)];
-  Grouping g = grouping_of(f);
-  g.maxima = at<std::uint32_t>(call.workspace, call.part(f.role).maxima);
-  maxima_words(f, r, g.groups);
-  g.block_groups = block_groups(f);
-  g.sequence_groups = scale_count(f.scaling, f.role, r.max_length);
   return g;
 }
 
@@ -341,10 +334,6 @@ LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareL
   }
   next = launches.next();
   return {};
-}
-
-Grouping given_scales(const Problem& problem, const Recipe& recipe, Role role) {
-  return grouping_of(facts_of(problem, recipe, {}, role));
 }
 
 Prepared prepared_in(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
