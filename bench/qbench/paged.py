@@ -100,6 +100,17 @@ def error_of(torch, cache, q, out, form):
     return error
 
 
+def replay(torch, call):
+    """The call as a graph, which holds none of its tensors: the result does."""
+    graph = graph_of(torch, call)
+
+    def again():
+        graph.replay()
+        return call
+
+    return again
+
+
 def torch_calls(torch, batch, tokens):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -112,7 +123,7 @@ def torch_calls(torch, batch, tokens):
     for name, backend in BACKENDS.items():
         try:
             with sdpa_kernel(getattr(SDPBackend, backend)):
-                calls[name] = graph_of(torch, lambda: attend(q, k, v, enable_gqa=True)).replay
+                calls[name] = replay(torch, lambda: attend(q, k, v, enable_gqa=True))
         except RuntimeError as error:
             print(f"torch {name}: {str(error).strip().splitlines()[0]}")
     return calls
@@ -121,17 +132,16 @@ def torch_calls(torch, batch, tokens):
 def read_call(torch):
     """A plain read of a gigabyte, in a graph as the others are."""
     x = torch.ones(1 << 28, dtype=torch.float32, device="cuda")
-    return graph_of(torch, lambda: torch.amax(x)).replay, x.nbytes
+    return replay(torch, lambda: torch.amax(x)), x.nbytes
 
 
 def measure(torch, qattn, args, batch, tokens):
     q = torch.randn(batch, 1, HEADS_Q, DIM, device="cuda", dtype=torch.bfloat16)
     calls = {("torch", name): call for name, call in torch_calls(torch, batch, tokens).items()}
-    rows, caches = {}, []  # graphs hold no tensors
+    rows = {}
     for form in FORMATS:
         for page in (int(x) for x in args.pages.split(",")):
             cache = filled(torch, qattn, form, batch, tokens, page)
-            caches.append(cache)
             call = caller(torch, qattn, cache, q, form)
             error = error_of(torch, cache, q, call(), form)
             options = {"page_table": cache.table, "seqused_k": cache.used}
@@ -143,7 +153,7 @@ def measure(torch, qattn, args, batch, tokens):
                 "nrmse": error,
                 "kernel": plan.splitlines()[0],
             }
-            calls[form, page] = graph_of(torch, call).replay
+            calls[form, page] = replay(torch, call)
     read, bytes_read = read_call(torch)
     calls["read", 0] = read
     clock = timing.CudaClock(torch)

@@ -1,6 +1,8 @@
 #include "kernels/attn_decode/sm80_coded.hpp"
 
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -54,13 +56,6 @@ const Instance* find(const Problem& p, const Recipe& r) {
     if (i.config == wanted) return &i;
   }
   return nullptr;
-}
-
-/// Blocks that a multiprocessor runs at a time: as many as its shared memory holds, 227 KiB on
-/// sm_90 and sm_100, 99 to 163 on others, which then run them in two turns.
-int resident_blocks(int d) {
-  const int bytes = coded_tile_keys * (4 * (d + 16) + 12);
-  return 232448 / (bytes + 1024);
 }
 
 PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
@@ -141,6 +136,9 @@ Status attend_codes(const GpuPlan& data, const Problem& p, void* workspace, Stre
       params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), coded_rows, plan.error);
   if (params.call.works == 0) return {};
   set_spread(plan.spread, coded_rows, workspace, params.call);
+  if (p.paged && std::has_single_bit(static_cast<std::uint64_t>(p.page_size))) {
+    params.page_shift = std::countr_zero(static_cast<std::uint64_t>(p.page_size));
+  }
   params.k_scale = scales_of(p, p.tensors.k_scale, Role::k, plan.recipe.k_scale);
   params.v_scale = scales_of(p, p.tensors.v_scale, Role::v, plan.recipe.v_scale);
   isa::LaunchError e =
@@ -159,7 +157,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   SpreadLimits limits;
   limits.rows = coded_rows, limits.channels = plan->instance->config.d;
   limits.parts = true;
-  limits.blocks = isa::multiprocessors() * resident_blocks(limits.channels);
+  limits.blocks = isa::multiprocessors() * coded_blocks(limits.channels);
   plan->spread = plan_spread(p, plan->recipe, limits, plan->workspace);
   plan->error = isa::error_word();
   plan->text =

@@ -3,10 +3,10 @@
 // sm_80 on.
 //
 // A block is one warp with up to 8 query rows (the heads of a KV head, times a few queries) and a
-// share of the keys; PrefillCombine adds up the shares. Its two stages of 64 keys are filled by
-// cp.async; page numbers are read two tiles ahead, scales one, so that no load waits for another.
-// Nothing here is shared between warps: what hides latency are the other blocks, as many as shared
-// memory holds.
+// share of the keys; PrefillCombine adds up the shares. It holds one tile of 64 keys: the next K
+// arrives under softmax and product with V, the next V under the product with K and softmax; page
+// numbers are read two tiles ahead, scales one, so that no load waits for another. Nothing is
+// shared between warps: what hides latency are the other blocks, as many as shared memory holds.
 //
 // Products are those of mma.sync with keys, then channels, as the 16 rows and the query rows as the
 // 8 columns: S^T = K Q^T and O^T = V^T P^T. K's rows are the left operand as they lie. V is
@@ -31,7 +31,8 @@ struct CodedDecode : CodedLoad<C> {
   using Base = CodedLoad<C>;
   using Base::R, Base::base, Base::by_token, Base::fact, Base::g, Base::lane, Base::p, Base::params,
       Base::q, Base::query, Base::row_scale, Base::t, Base::work;
-  static constexpr int threads = S::threads, shared_bytes = S::shared_bytes, min_blocks = 1;
+  static constexpr int threads = S::threads, shared_bytes = S::shared_bytes;
+  static constexpr int min_blocks = coded_blocks(C.d);
   static constexpr bool dependent = true;
   static constexpr bool fp8_qk = C.qk == Element::e4m3;
   /// x[m][i] of a lane: key 16 m + g + 8 (i / 2), row 2 t + i % 2.
@@ -71,7 +72,7 @@ struct CodedDecode : CodedLoad<C> {
     return isa::unpack_e4m3(static_cast<std::uint16_t>(x >> 16));
   }
 
-  QATTN_DEVICE void multiply_queries(SharedAddress stage, Scores& s) const {
+  QATTN_DEVICE void multiply_queries(Scores& s) const {
     using Acc = isa::Accumulator<fp8_qk ? Element::f16 : C.qk>;
     Acc acc[S::key_tiles][1][4];
 #pragma unroll
@@ -79,7 +80,7 @@ struct CodedDecode : CodedLoad<C> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[m][0][i] = fp8_qk ? 0 : first_sum;
     }
-    const SharedAddress k = stage + static_cast<SharedAddress>(lane % 16 * S::row + lane / 16 * 16);
+    const SharedAddress k = base + static_cast<SharedAddress>(lane % 16 * S::row + lane / 16 * 16);
 #pragma unroll
     for (int step = 0; step < C.d / 32; ++step) {
       std::uint32_t a[S::key_tiles][4];
@@ -190,17 +191,21 @@ struct CodedDecode : CodedLoad<C> {
 
   QATTN_DEVICE static float reference(float top) { return top == -tile::infinity() ? 0.0f : top; }
 
+  QATTN_DEVICE static void wait_for_values() {
+    isa::copy_async_wait<1>();
+    isa::sync_warp();
+  }
+
   /// V's words of 16 channels and 32 keys from `key` on: word m has keys 8 m + 2 t and the one
   /// behind it, each with channels 2 g and 2 g + 1.
-  QATTN_DEVICE void load_values(SharedAddress stage, int key, int j,
-                                std::uint32_t (&r)[1][4]) const {
-    const SharedAddress row[1] = {stage + S::v_at +
+  QATTN_DEVICE void load_values(int key, int j, std::uint32_t (&r)[1][4]) const {
+    const SharedAddress row[1] = {base + S::v_at +
                                   static_cast<SharedAddress>((key + lane) * S::row + j * 16)};
     isa::load_matrix_transposed<1>(r, row);
   }
 
   /// `largest`: V's scales of tokens, 0 where it has none.
-  QATTN_DEVICE void attend_u8(Scores& s, SharedAddress stage, float largest) {
+  QATTN_DEVICE void attend_u8(Scores& s, float largest) {
     const bool scaled = by_token();
     if (scaled) {
       each_score(s, [&](int key, int, float& x) {
@@ -237,13 +242,14 @@ struct CodedDecode : CodedLoad<C> {
     }
 #pragma unroll
     for (int r = 0; r < R; ++r) sum[r] = fmaf(mass[r], share[r], sum[r]);
+    wait_for_values();
 #pragma unroll
     for (int j = 0; j < S::channel_tiles; ++j) {
       std::int32_t acc[1][1][4] = {{{first_sum, first_sum, first_sum, first_sum}}};
 #pragma unroll
       for (int step = 0; step < S::keys / 32; ++step) {
         std::uint32_t v[1][4];
-        load_values(stage, 32 * step, j, v);
+        load_values(32 * step, j, v);
         const std::uint32_t a[1][4] = {{isa::byte_permute(v[0][0], v[0][1], 0x6420),
                                         isa::byte_permute(v[0][0], v[0][1], 0x7531),
                                         isa::byte_permute(v[0][2], v[0][3], 0x6420),
@@ -257,7 +263,7 @@ struct CodedDecode : CodedLoad<C> {
     }
   }
 
-  QATTN_DEVICE void attend_e4m3(Scores& s, SharedAddress stage) {
+  QATTN_DEVICE void attend_e4m3(Scores& s) {
     float top[R], offset[R];
     find_maxima(s, top);
     raise_maxima(top);
@@ -273,12 +279,13 @@ struct CodedDecode : CodedLoad<C> {
       sum[0] += rounded.lo, sum[1] += rounded.hi;
       b[n / 2][0][n % 2] = isa::transpose_matrix(codes);
     }
+    wait_for_values();
 #pragma unroll
     for (int j = 0; j < S::channel_tiles; ++j) {
 #pragma unroll
       for (int step = 0; step < S::keys / 32; ++step) {
         std::uint32_t v[1][4];
-        load_values(stage, 32 * step, j, v);
+        load_values(32 * step, j, v);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           // The even channel's two keys below, the odd one's above.
@@ -295,12 +302,12 @@ struct CodedDecode : CodedLoad<C> {
   // ---- Values that are not numbers ------------------------------------------------------------
 
   /// e4m3: zeros in the place of tokens of V that hold NaN; their bits.
-  QATTN_DEVICE std::uint64_t clean_values(SharedAddress stage) const {
+  QATTN_DEVICE std::uint64_t clean_values() const {
     std::uint64_t bad = 0;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       const SharedAddress row =
-          stage + S::v_at + static_cast<SharedAddress>((lane + 32 * i) * S::row);
+          base + S::v_at + static_cast<SharedAddress>((lane + 32 * i) * S::row);
       std::uint32_t any = 0;
 #pragma unroll 1
       for (int c = 0; c < C.d; c += 16) {
@@ -328,10 +335,8 @@ struct CodedDecode : CodedLoad<C> {
 
   // ---- The tiles ------------------------------------------------------------------------------
 
-  QATTN_DEVICE void attend(int tile, SharedAddress stage, float v_scale) {
-    Scores s;
-    multiply_queries(stage, s);
-    finish_scores(s, tile, careful ? clean_values(stage) : 0);
+  /// `v_scale`: the lane's largest of V's scales of tokens.
+  QATTN_DEVICE void attend(Scores& s, float v_scale) {
     if constexpr (S::u8) {
       if (by_token()) {
 #pragma unroll
@@ -339,9 +344,9 @@ struct CodedDecode : CodedLoad<C> {
           v_scale = fmaxf(v_scale, isa::shuffle_xor(v_scale, mask));
         }
       }
-      attend_u8(s, stage, v_scale);
+      attend_u8(s, v_scale);
     } else {
-      attend_e4m3(s, stage);
+      attend_e4m3(s);
     }
   }
 
@@ -352,30 +357,43 @@ struct CodedDecode : CodedLoad<C> {
   /// From the last to the first. K and V are inputs, which no kernel of the chain writes: the first
   /// copies do not wait for Q.
   QATTN_DEVICE void run_tiles() {
-    int tile = last_tile(), ahead = tile, put = 0, get = 0;
+    const int last = last_tile();
     CodedKeys keys, next;
-    this->load_pages(ahead, next);
-    while (tile >= work.key_begin) {
-      // One place of the source starts copies, the first ones too: half of the code.
-      const bool more = ahead >= work.key_begin, first = ahead == tile;
-      if (more) this->start_tile(ahead, next, put);
+    this->load_pages(last, next);
+    // The round before the last tile only starts copies: they have one place in the code.
+    for (int tile = last + S::keys; tile >= work.key_begin; tile -= S::keys) {
+      const int ahead = tile - S::keys;
+      const bool works = tile <= last, more = ahead >= work.key_begin;
+      Scores s;
+      float v_scale = 0.0f;
+      if (works) {
+        v_scale = this->store_scales(keys);
+        isa::copy_async_wait<1>();
+        isa::sync_warp();
+        multiply_queries(s);
+        isa::sync_warp();  // nobody reads K any more
+      }
+      if (more) this->start_keys(ahead, next);
       isa::copy_async_commit();
-      const float v_scale = first ? 0.0f : this->store_scales(keys);
       if (more) {
         keys = next;
         this->load_scales(ahead, keys);
         this->load_pages(ahead - S::keys, next);
       }
-      put ^= 1, ahead -= S::keys;
-      if (first) {
-        if (!careful) this->load_queries();
-        continue;
+      if (works) {
+        std::uint64_t bad = 0;
+        if (careful) {
+          wait_for_values();
+          bad = clean_values();
+        }
+        finish_scores(s, tile, bad);
+        attend(s, v_scale);
+        isa::sync_warp();  // nor V
+      } else if (!careful) {
+        this->load_queries();
       }
-      isa::copy_async_wait<1>();
-      isa::sync_warp();
-      attend(tile, base + static_cast<SharedAddress>(get * S::stage), v_scale);
-      isa::sync_warp();  // nobody reads this stage any more
-      get ^= 1, tile -= S::keys;
+      if (more) this->start_values(ahead, keys);
+      isa::copy_async_commit();
     }
     isa::copy_async_wait<0>();
   }

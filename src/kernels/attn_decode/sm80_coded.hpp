@@ -18,6 +18,10 @@ struct CodedConfig {
 inline constexpr int coded_fp8_architecture = 89;
 inline constexpr int coded_rows = 8, coded_tile_keys = 64;  ///< of a block and its tiles
 
+/// Blocks that a multiprocessor runs at a time, by 227 KiB of shared memory (sm_90 and sm_100;
+/// others run them in turns) and by registers.
+QATTN_CONSTEXPR int coded_blocks(int d) { return d <= 64 ? 12 : d <= 128 ? 11 : 6; }
+
 inline namespace QATTN_TARGET {
 
 /// Scales as they were given: element outer * o + head * h + token * t + channel * c, where o is
@@ -30,6 +34,7 @@ struct CodedScales {
 
 struct CodedParams {
   PrefillParams call;
+  std::int32_t page_shift = -1;  ///< log2 of the page size, if that is a power of two
   CodedScales k_scale, v_scale;
 };
 

@@ -15,8 +15,8 @@ struct CodedShape {
   static constexpr float p_log2 = u8 ? 0.0f : 8.0f;  ///< log2 of what P is scaled by
   static constexpr int d = C.d, keys = coded_tile_keys, rows = coded_rows, threads = 32;
   static constexpr int key_tiles = keys / 16, channel_tiles = C.d / 16;
-  static constexpr int row = tile::padded_row(C.d), v_at = keys * row, stage = 2 * keys * row;
-  static constexpr int scales_at = 2 * stage, logs_at = scales_at + 4 * keys;
+  static constexpr int row = tile::padded_row(C.d), v_at = keys * row;
+  static constexpr int scales_at = 2 * keys * row, logs_at = scales_at + 4 * keys;
   static constexpr int inverse_at = logs_at + 4 * keys, shared_bytes = inverse_at + 4 * keys;
 };
 
@@ -91,20 +91,25 @@ struct CodedLoad {
       const int token = tile + lane + 32 * i;
       keys.page[i] = 0;
       if (p.k.page_table != nullptr && token >= 0 && exists(token)) {
-        keys.page[i] = isa::load_global(p.k.page_table + work.b * p.k.page_table_stride +
-                                        static_cast<std::uint32_t>(token) / page_size());
+        keys.page[i] =
+            isa::load_global(p.k.page_table + work.b * p.k.page_table_stride + page_of(token));
       }
     }
+  }
+  /// The page of a token in its sequence. A division takes 20 instructions, a shift one.
+  QATTN_DEVICE std::uint32_t page_of(int token) const {
+    const auto s = static_cast<std::uint32_t>(token);
+    return params.page_shift >= 0 ? s >> params.page_shift : s / page_size();
   }
   QATTN_DEVICE std::uint32_t page_size() const { return static_cast<std::uint32_t>(p.k.page_size); }
   QATTN_DEVICE bool is_page(std::int32_t page) const {
     return p.k.page_table == nullptr || (page >= 0 && page < p.k.total);
   }
-  /// Where a token is: in a page, or in its sequence.
+  /// Where a token is: in its page, or in its sequence.
   QATTN_DEVICE int place_of(int token) const {
-    return p.k.page_table == nullptr
-               ? token
-               : static_cast<int>(static_cast<std::uint32_t>(token) % page_size());
+    if (p.k.page_table == nullptr) return token;
+    const auto s = static_cast<std::uint32_t>(token);
+    return static_cast<int>(params.page_shift >= 0 ? s & (page_size() - 1) : s % page_size());
   }
 
   QATTN_DEVICE void load_scales(int tile, CodedKeys& keys) const {
@@ -141,7 +146,7 @@ struct CodedLoad {
       if (!S::u8 || !by_token()) continue;
       const float v = number(keys.v_scale[i]), some = fmaxf(v, 0x1p-126f);
       isa::store_shared(at + S::logs_at + 128 * i, tile::is_nan(v) ? v : isa::log2(some));
-      isa::store_shared(at + S::inverse_at + 128 * i, 1.0f / some);
+      isa::store_shared(at + S::inverse_at + 128 * i, isa::reciprocal(some));
       largest = fmaxf(largest, v);
     }
     return largest;
@@ -157,18 +162,24 @@ struct CodedLoad {
     return work.b * x.batch + (work.k.begin + token) * x.token + of_head;
   }
 
-  /// Starts copying 16 rows that lie at even distances, or fewer; the others become zeros.
+  /// Starts copying 16 rows at even distances, `offset` bytes from the first of all. `count` of
+  /// them exist; the others, and channels that do not exist, become zeros.
+  template <bool Whole>
   QATTN_DEVICE void start_run(const tile::Rows& x, std::int64_t offset, int count,
                               SharedAddress to) const {
     constexpr int chunks = C.d / 16, step = 32 / chunks;
     const int chunk = lane % chunks * 16, left = x.channels - chunk, row = lane / chunks;
-    const int bytes = left < 0 ? 0 : left > 16 ? 16 : left;
+    const int bytes = Whole || left > 16 ? 16 : left < 0 ? 0 : left;
     const auto* from = static_cast<const std::byte*>(x.data) + offset + row * x.token + chunk;
     to += static_cast<SharedAddress>(row * S::row + chunk);
 #pragma unroll
     for (int first = 0; first < 16; first += step) {
-      const bool here = first + row < count && bytes > 0;
-      isa::copy_async16(to + first * S::row, here ? from : x.data, here ? bytes : 0);
+      if constexpr (Whole) {
+        isa::copy_async16(to + first * S::row, from, 16);
+      } else {
+        const bool here = first + row < count && bytes > 0;
+        isa::copy_async16(to + first * S::row, here ? from : x.data, here ? bytes : 0);
+      }
       from += step * x.token;
     }
   }
@@ -193,32 +204,37 @@ struct CodedLoad {
     return vectors && (x.page_table == nullptr || x.page_size % 16 == 0);
   }
 
-  QATTN_DEVICE void start_tile(int tile, const CodedKeys& keys, int stage) const {
-    SharedAddress to = base + static_cast<SharedAddress>(stage * S::stage);
-#pragma unroll 1
+  /// Starts copying one operand of a tile.
+  QATTN_DEVICE void start_tile(const tile::Rows& x, bool vectors, int tile, const CodedKeys& keys,
+                               SharedAddress to) const {
+    const bool runs = in_runs(x, vectors);
+#pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = tile + lane + 32 * i;
-      const std::int32_t page = i == 0 ? keys.page[0] : keys.page[1];
-      const bool there = exists(token) && is_page(page);
+      const bool there = exists(token) && is_page(keys.page[i]);
       const std::uint32_t rows = isa::ballot(there);
+      const std::int64_t offset = there ? offset_of(x, keys.page[i], token) : 0;
+      const SharedAddress at = to + 32 * i * S::row;
+      if (runs && rows == ~0u && x.channels == C.d) {
+        start_run<true>(x, isa::shuffle(offset, 0), 16, at);
+        start_run<true>(x, isa::shuffle(offset, 16), 16, at + 16 * S::row);
+      } else if (runs) {
 #pragma unroll 1
-      for (int v = 0; v < 2; ++v) {
-        const tile::Rows& x = v == 0 ? p.k : p.v;
-        const std::int64_t offset = there ? offset_of(x, page, token) : 0;
-        const SharedAddress at = to + v * S::v_at;
-        if (in_runs(x, v == 0 ? p.k_vectors : p.v_vectors)) {
-#pragma unroll
-          for (int run = 0; run < 32; run += 16) {
-            const int left = static_cast<int>(work.k.length) - (tile + 32 * i + run);
-            start_run(x, isa::shuffle(offset, run), (rows >> run & 1) != 0 ? left : 0,
-                      at + run * S::row);
-          }
-        } else {
-          copy_scattered(x, offset, rows, at);
+        for (int run = 0; run < 32; run += 16) {
+          const int left = static_cast<int>(work.k.length) - (tile + 32 * i + run);
+          start_run<false>(x, isa::shuffle(offset, run), (rows >> run & 1) != 0 ? left : 0,
+                           at + static_cast<SharedAddress>(run * S::row));
         }
+      } else {
+        copy_scattered(x, offset, rows, at);
       }
-      to += 32 * S::row;
     }
+  }
+  QATTN_DEVICE void start_keys(int tile, const CodedKeys& keys) const {
+    start_tile(p.k, p.k_vectors, tile, keys, base);
+  }
+  QATTN_DEVICE void start_values(int tile, const CodedKeys& keys) const {
+    start_tile(p.v, p.v_vectors, tile, keys, base + S::v_at);
   }
 };
 
