@@ -87,6 +87,24 @@ TEST_P(EmulatedCodedDecode, MatchesTheModel) {
   }
 }
 
+/// Codes of Q that the kernel makes are those of the quantiser.
+TEST_P(EmulatedCodedDecode, QueriesAreCodedAlike) {
+  for (const auto& [d, format] :
+       {std::pair{64, Format::bf16}, {72, Format::f16}, {128, Format::f16}, {256, Format::bf16}}) {
+    Feature f = feature();
+    f.dim = f.dim_v = d, f.how.input = format, f.sk = {150, 150};
+    const Call call = make_call(f, 45);
+    Laid x = laid(call, f.how);
+    Outcome outcomes[2];
+    for (const bool leave : {false, true}) {
+      const LeaveQueries chosen(leave);
+      outcomes[leave] = run_once(call, x);
+      EXPECT_EQ(outcomes[leave].plan.find("q_codes") != std::string::npos, leave);
+    }
+    EXPECT_TRUE(same_bits(outcomes[0], outcomes[1])) << d;
+  }
+}
+
 TEST_P(EmulatedCodedDecode, OneQueryOfManyHeads) {
   for (const std::int64_t heads : {1, 7, 16, 32}) {
     Feature f = feature();

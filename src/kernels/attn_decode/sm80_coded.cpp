@@ -128,6 +128,13 @@ Status supports(const Problem& p) {
   return why.empty() ? Status() : refuse(why);
 }
 
+/// Can the kernel make Q's codes? It always gains by it: a launch, and a pass over a few rows.
+bool encodes_queries(const GpuPlan& plan, const Problem& p) {
+  const bool sixteen = p.q.format == Format::f16 || p.q.format == Format::bf16;
+  return sixteen && !p.tensors.q_scale.present() && plan.recipe.rotate != Toggle::on &&
+         plan.recipe.q_scale.granularity == Granularity::per_token && aligned(p.q) && p.d % 8 == 0;
+}
+
 Status attend_codes(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
                     Handover handover) {
   const auto& plan = static_cast<const CodedPlan&>(data);
@@ -135,6 +142,10 @@ Status attend_codes(const GpuPlan& data, const Problem& p, void* workspace, Stre
   params.call =
       params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), coded_rows, plan.error);
   if (params.call.works == 0) return {};
+  if (handover.raw_queries) {
+    params.call.q = rows_of(p, Role::q);
+    params.raw_queries = p.q.format;
+  }
   set_spread(plan.spread, coded_rows, workspace, params.call);
   if (p.paged && std::has_single_bit(static_cast<std::uint64_t>(p.page_size))) {
     params.page_shift = std::countr_zero(static_cast<std::uint64_t>(p.page_size));
@@ -143,13 +154,15 @@ Status attend_codes(const GpuPlan& data, const Problem& p, void* workspace, Stre
   params.v_scale = scales_of(p, p.tensors.v_scale, Role::v, plan.recipe.v_scale);
   isa::LaunchError e =
       plan.instance->launch(params, {params.call.works, 1, 1}, stream, handover.start);
-  if (e.empty()) e = combine_parts(params.call, stream);
+  if (e.empty()) e = combine_parts(params.call, stream, isa::Start::early);
   return e.empty() ? Status() : Status(Code::internal, "decode kernel: " + e);
 }
 
 std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   auto plan = std::make_shared<CodedPlan>();
   plan->attend = attend_codes;
+  plan->encodes_queries = encodes_queries;
+  plan->gains_by_encoding = true;
   plan->recipe = resolve(p);
   plan->instance = find(p, plan->recipe);
   plan->prepared = plan_prepare(p, plan->recipe, needs_of(p, plan->recipe));
@@ -164,6 +177,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
       "variant: codes d" + std::to_string(limits.channels) +
       "\ntile: " + std::to_string(coded_rows) + " rows x " + std::to_string(coded_tile_keys) +
       " keys\ntile_keys: " + std::to_string(coded_tile_keys) + "\n" + text_of(plan->spread);
+  if (leaves_queries(*plan, p)) plan->text += "q_codes: in the attention kernel\n";
   return plan;
 }
 

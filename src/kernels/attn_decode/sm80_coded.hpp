@@ -36,6 +36,8 @@ struct CodedParams {
   PrefillParams call;
   std::int32_t page_shift = -1;  ///< log2 of the page size, if that is a power of two
   CodedScales k_scale, v_scale;
+  /// Format of Q where this kernel makes its codes: f16 or bf16; none: prepare() has made them.
+  Format raw_queries = Format::none;
 };
 
 template <CodedConfig C>

@@ -5,6 +5,7 @@
 #include "formats/bits.hpp"
 #include "kernels/attn_decode/sm80_coded.hpp"
 #include "kernels/attn_prefill/rows.cuh"
+#include "kernels/quantize/encode_row.cuh"
 #include "tile/copy.hpp"
 
 namespace qattn::kernels {
@@ -61,9 +62,8 @@ struct CodedLoad {
            (p.window_left < 0 || tile >= last - p.window_left);
   }
 
-  /// Q's codes and scales. Waits for the kernel that makes them.
-  QATTN_DEVICE void load_queries() {
-    isa::grid_dependency_wait();
+  /// Q's codes as prepare() made them.
+  QATTN_DEVICE void load_codes(float (&scale)[R]) {
     const auto unit = [&](int row) { return head(row) * p.q8.slots + work.q_slot + query(row); };
     const bool here = query(g) < work.q.length;
     const auto* words =
@@ -75,9 +75,72 @@ struct CodedLoad {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const int row = 2 * t + r;
-      const float s = query(row) < work.q.length ? isa::load_global(p.q8.scale + unit(row)) : 0.0f;
-      row_scale[r] = s * p.scale * tile::log2_e;  // NaN of a bad row makes all its scores NaN
+      scale[r] = query(row) < work.q.length ? isa::load_global(p.q8.scale + unit(row)) : 0.0f;
     }
+  }
+
+  /// Q's codes from 16 bits, with a scale a row, bit by bit what prepare() makes. Four lanes share
+  /// row g; lane t has channels 8 t to 8 t + 7 of every 32.
+  template <Element Input>
+  QATTN_DEVICE void encode_queries(float (&scale)[R]) {
+    using Row = RowCodes<Input>;
+    constexpr bool e4m3 = C.qk == Element::e4m3;
+    const bool here = query(g) < work.q.length;
+    const auto* row = static_cast<const std::uint16_t*>(p.q.data) + work.b * p.q.batch +
+                      (work.q.begin + (here ? query(g) : 0)) * p.q.token +
+                      (here ? head(g) : 0) * p.q.head;
+    Words4 raw[C.d / 32];
+    std::uint32_t top = 0;
+#pragma unroll
+    for (int n = 0; n < C.d / 32; ++n) {
+      const int c = 32 * n + 8 * t;
+      raw[n] = Words4{};
+      if (here && c < p.q.channels) {
+        raw[n] = isa::load_global(reinterpret_cast<const Words4*>(row + c));
+      }
+      const std::uint32_t x = Row::magnitude(raw[n]);
+      top = top > x ? top : x;
+    }
+#pragma unroll
+    for (int mask = 1; mask < 4; mask *= 2) {
+      const std::uint32_t other = isa::shuffle_xor(top, mask);
+      top = top > other ? top : other;
+    }
+    const float own =
+        formats::amax_scale(formats::float_of(top), e4m3 ? formats::E4m3::max : formats::S8::max);
+    const float factor = code_factor(here, own);
+    const int from = (lane & ~3) + t / 2;
+#pragma unroll
+    for (int n = 0; n < C.d / 32; ++n) {
+      const Words2 code = Row::template encoded<e4m3>(raw[n], factor);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {  // channels 32 n + 16 i + 4 t and the three behind it
+        const std::uint32_t even = isa::shuffle(code.w[0], from + 2 * i);
+        const std::uint32_t odd = isa::shuffle(code.w[1], from + 2 * i);
+        q[n][i] = t % 2 == 0 ? even : odd;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const float s = isa::shuffle(own, 4 * (2 * t + r));
+      scale[r] = query(2 * t + r) < work.q.length ? s : 0.0f;
+    }
+  }
+
+  /// Waits for the kernel that makes Q's codes, if there is one.
+  QATTN_DEVICE void load_queries() {
+    isa::grid_dependency_wait();
+    float scale[R];
+    if (params.raw_queries == Format::f16) {
+      encode_queries<Element::f16>(scale);
+    } else if (params.raw_queries == Format::bf16) {
+      encode_queries<Element::bf16>(scale);
+    } else {
+      load_codes(scale);
+    }
+    // NaN of a bad row makes all its scores NaN.
+#pragma unroll
+    for (int r = 0; r < R; ++r) row_scale[r] = scale[r] * p.scale * tile::log2_e;
   }
 
   // ---- Loads ----------------------------------------------------------------------------------

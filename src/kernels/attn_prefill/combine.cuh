@@ -12,6 +12,7 @@ inline namespace QATTN_TARGET {
 struct PrefillCombine {
   using Params = PrefillParams;
   static constexpr int threads = 128, min_blocks = 1, warps = threads / 32;
+  static constexpr bool dependent = true;
   static constexpr int most_channels = 256, pieces = most_channels / 128;
   static constexpr int row_bytes = 4 * most_channels;
   static constexpr int shared_bytes = warps * row_bytes;
@@ -191,7 +192,8 @@ struct PrefillCombine {
   }
 
   static QATTN_DEVICE void run(const Params& p) {
-    const Row row = locate(p);
+    const Row row = locate(p);  // inputs alone, while the kernel before may still run
+    isa::grid_dependency_wait();
     if (row.query >= row.q.rows) return;
     Sums x = {};
     const Weights w = weigh(p, row);

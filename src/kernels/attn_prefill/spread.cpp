@@ -95,11 +95,11 @@ void set_spread(const Spread& s, int rows, void* workspace, PrefillParams& a) {
   a.parts.state = a.parts.out + count * s.channels;
 }
 
-isa::LaunchError combine_parts(const PrefillParams& a, void* stream) {
+isa::LaunchError combine_parts(const PrefillParams& a, void* stream, isa::Start start) {
   if (a.parts.out == nullptr) return {};
   const std::int64_t rows = a.q.max_length * a.q.heads * a.q.batches;
   if (rows > 0x7fffffff) return "combination: " + std::to_string(rows) + " rows are over 2^31";
-  return isa::launch<PrefillCombine>(a, {static_cast<int>(rows), 1, 1}, stream);
+  return isa::launch<PrefillCombine>(a, {static_cast<int>(rows), 1, 1}, stream, start);
 }
 
 }  // namespace QATTN_TARGET

@@ -45,8 +45,10 @@ std::string text_of(const Spread& spread);
 /// Tells kernels with tiles of `rows` rows; before that `params` is of one block a head and tile.
 void set_spread(const Spread& spread, int rows, void* workspace, PrefillParams& params);
 
-/// Ends the rows that a kernel left as parts; does nothing where there are none.
-isa::LaunchError combine_parts(const PrefillParams& params, void* stream);
+/// Ends the rows that a kernel left as parts; does nothing where there are none. `start`: early
+/// behind a kernel that is `dependent`.
+isa::LaunchError combine_parts(const PrefillParams& params, void* stream,
+                               isa::Start start = isa::Start::after_all);
 
 /// For tests: what plans take instead of their own choice; 0: nothing. Packs that a kernel cannot
 /// have it does not take.
