@@ -1,17 +1,14 @@
-// Operands quantised by the public quantize(), for calls that take codes.
+// Operands quantised by the public quantize(), for tests that take codes.
 #pragma once
 
-#include "qattn/quantize.hpp"
-#include "support/tensor.hpp"
+#include <ostream>
+
+#include "support/coded_call.hpp"
 
 namespace qattn::test {
 
-/// Codes of one operand with everything that goes with them.
-struct CodedTensor {
-  Tensor codes, scale, global, mean;
-};
-
-QuantizeOptions options_for(Role role, Format format, const Scaling& scaling, Layout layout);
+/// How GoogleTest shows a case.
+inline void PrintTo(const CodedCase& c, std::ostream* out) { *out << c.name; }
 
 /// Records a failure where quantize() refuses.
 CodedTensor quantised(const TensorView& x, const QuantizeOptions& options,

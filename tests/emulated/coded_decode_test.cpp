@@ -42,15 +42,8 @@ class EmulatedCodedDecode : public testing::TestWithParam<Recipe> {
   /// The operands of a call with K and V as codes.
   Laid laid(const Call& call, const LayoutOptions& how) const {
     Laid x = lay_out(call, how);
-    const AttentionTensors t = x.tensors();
-    const auto put = [&](Role role, const TensorView& view, Format format, const Scaling& scaling,
-                         Tensor& codes, Tensor& scale) {
-      CodedTensor c =
-          quantised(view, options_for(role, format, scaling, how.layout), t.cu_seqlens_k);
-      codes = std::move(c.codes), scale = std::move(c.scale);
-    };
-    put(Role::k, t.k, recipe_.qk, recipe_.k_scale, x.k, x.k_scale);
-    put(Role::v, t.v, recipe_.v, recipe_.v_scale, x.v, x.v_scale);
+    const Status status = put_codes(x, recipe_);
+    EXPECT_TRUE(status.ok()) << status.message();
     return x;
   }
 
@@ -105,58 +98,6 @@ TEST_P(EmulatedCodedDecode, QueriesAreCodedAlike) {
   }
 }
 
-TEST_P(EmulatedCodedDecode, OneQueryOfManyHeads) {
-  for (const std::int64_t heads : {1, 7, 16, 32}) {
-    Feature f = feature();
-    f.sq = {1, 1}, f.heads_q = heads, f.heads_k = 1, f.how.output = Format::bf16;
-    matches_model(f);
-    if (HasFailure()) FAIL() << heads << " heads";
-  }
-}
-
-TEST_P(EmulatedCodedDecode, HeadDimensions) {
-  for (const auto& [d, dv] : {std::pair{128, 128}, {256, 256}, {72, 24}, {32, 200}}) {
-    Feature f = feature();
-    f.dim = d, f.dim_v = dv, f.heads_q = 4, f.sk = {200, 200};
-    matches_model(f);
-    if (HasFailure()) FAIL() << "D " << d << " and " << dv;
-  }
-}
-
-TEST_P(EmulatedCodedDecode, ScalesOfOtherTokens) {
-  const bool s8 = GetParam().v == Format::s8;
-  for (const auto& [k, v] :
-       {std::pair{per_head, per_head}, {per_token, per_channel}, {per_tensor, per_tensor}}) {
-    scales(k, s8 && v == per_channel ? per_token : v);
-    matches_model(feature());
-    if (HasFailure()) FAIL() << name(k);
-  }
-}
-
-TEST_P(EmulatedCodedDecode, Features) {
-  const auto with = [&](auto change) {
-    Feature f = feature();
-    change(f);
-    matches_model(f);
-  };
-  with([](Feature& f) { f.options.window_left = 100, f.sinks = true; });
-  with([](Feature& f) { f.options.softcap = 3, f.how.lse = false; });
-  // Scales per channel would be of tokens that are NaN.
-  if (GetParam().v == Format::s8) {
-    with([](Feature& f) {
-      f.how.seqused_k = f.how.seqused_q = true;
-      f.used_q = {2, 3};
-      f.used_k = {0, 131};
-    });
-  }
-  with([](Feature& f) {
-    f.how.packed_q = f.how.packed_k = true;
-    f.sq = {1, 4};
-    f.sk = {70, 450};
-  });
-  with([](Feature& f) { f.how.layout = Layout::bhsd, f.sk = {129, 129}; });
-}
-
 TEST_P(EmulatedCodedDecode, SharesOfKeys) {
   Feature f = feature();
   f.sk = {1000, 1000};
@@ -170,49 +111,6 @@ TEST_P(EmulatedCodedDecode, SharesOfKeys) {
     f.how.output = output;
     matches_model(f);
   }
-}
-
-/// Tokens of dense codes and their scales in pages that nobody else has, the last ones first.
-void put_into_pages(Laid& x, const Call& call, std::int64_t page_size) {
-  const auto batch = static_cast<std::int64_t>(call.sequences.size());
-  const std::int64_t length = call.sequences[0].room_k, each = (length + page_size - 1) / page_size;
-  x.pages = Tensor(Format::s32, {batch, each});
-  for (std::int64_t i = 0; i < batch * each; ++i) {
-    x.pages.set({i / each, i % each}, static_cast<double>(batch * each - 1 - i));
-  }
-  x.pages.freeze();
-  const auto move = [&](Tensor& t, bool tokens_last) {
-    const TensorView& v = t.view();
-    const std::int64_t heads = v.shape[tokens_last ? 1 : 2], dim = tokens_last ? 1 : v.shape[3];
-    const std::int64_t width = info(v.format).bits / 8;
-    Tensor to = tokens_last ? Tensor(v.format, {batch * each, heads, page_size})
-                            : Tensor(v.format, {batch * each, page_size, heads, dim});
-    const TensorView& w = to.view();
-    std::memset(w.data, 0x7f, static_cast<std::size_t>(to.count() * width));  // NaN, or nearly 127
-    const int token = tokens_last ? 2 : 1, head = tokens_last ? 1 : 2;
-    for (std::int64_t b = 0; b < batch; ++b) {
-      for (std::int64_t s = 0; s < length; ++s) {
-        const std::int64_t page = batch * each - 1 - (b * each + s / page_size);
-        for (std::int64_t h = 0; h < heads; ++h) {
-          std::memcpy(static_cast<char*>(w.data) +
-                          width * (page * w.stride[0] + s % page_size * w.stride[token] +
-                                   h * w.stride[head]),
-                      static_cast<char*>(v.data) +
-                          width * (b * v.stride[0] + s * v.stride[token] + h * v.stride[head]),
-                      static_cast<std::size_t>(dim * width));
-        }
-      }
-    }
-    t = std::move(to);
-    t.freeze();
-  };
-  move(x.k, false), move(x.v, false);
-  if (x.k_scale.view().rank == 3) move(x.k_scale, true);
-  if (x.v_scale.view().rank == 3 && x.v_scale.view().shape[2] == length) move(x.v_scale, true);
-  x.how.page_size = page_size;
-  x.used_k = Tensor(Format::s32, {batch});
-  for (std::int64_t b = 0; b < batch; ++b) x.used_k.set({b}, static_cast<double>(length));
-  x.used_k.freeze();
 }
 
 TEST_P(EmulatedCodedDecode, PagesGiveWhatRowsGive) {
@@ -324,6 +222,31 @@ TEST_P(EmulatedCodedDecode, BadScalesAndPages) {
     }
   }
 }
+
+/// The table that GPUs are tested with, too.
+class EmulatedCodedCase : public testing::TestWithParam<CodedCase> {};
+
+TEST_P(EmulatedCodedCase, MatchesTheModel) {
+  const CodedCase& c = GetParam();
+  const OnArchitecture on(c.recipe.v == Format::s8 ? 80 : 90);
+  const Call call = make_call(c.feature, 46);
+  Laid x = lay_out(call, c.feature.how);
+  const Status status = put_codes(x, c.recipe);
+  ASSERT_TRUE(status.ok()) << status.message();
+  if (c.page_size > 0) put_into_pages(x, call, c.page_size);
+  const Outcome outcome = run_emulated(call, x, c.recipe);
+  ASSERT_FALSE(HasFailure());
+  EXPECT_NE(outcome.plan.find("kernel: sm80_coded_decode"), std::string::npos) << outcome.plan;
+  expect_matches_model(outcome, call, c.feature.how.output,
+                       model_attention(call, outcome.model_options()));
+}
+
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedCodedCase, testing::ValuesIn(coded_decode_cases()),
+                         [](const auto& test) {
+                           std::string name = test.param.name;
+                           std::replace(name.begin(), name.end(), ' ', '_');
+                           return name;
+                         });
 
 INSTANTIATE_TEST_SUITE_P(Cover, EmulatedCodedDecode, testing::ValuesIn(coded_recipes()),
                          [](const auto& recipe) { return recipe.param.name; });

@@ -132,7 +132,7 @@ Status supports(const Problem& p) {
 bool encodes_queries(const GpuPlan& plan, const Problem& p) {
   const bool sixteen = p.q.format == Format::f16 || p.q.format == Format::bf16;
   return sixteen && !p.tensors.q_scale.present() && plan.recipe.rotate != Toggle::on &&
-         plan.recipe.q_scale.granularity == Granularity::per_token && aligned(p.q) && p.d % 8 == 0;
+         plan.recipe.q_scale.granularity == Granularity::per_token && aligned(p.q);
 }
 
 Status attend_codes(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,

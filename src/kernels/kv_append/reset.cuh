@@ -37,6 +37,10 @@ struct InitCache {
     fill(cache.counts, heads, 0);
     fill(cache.lengths, layers, 0);
     fill(cache.has_mean, layers, 0);
+    // DecodePrepare loads entries before it knows how many a table has.
+    fill(reinterpret_cast<std::uint64_t*>(cache.entries),
+         heads * cache.most_pages * static_cast<std::int64_t>(sizeof(kv::Entry) / 8),
+         std::uint64_t{0});
     fill(cache.k_means, heads * cache.d, 0.0f);
     fill(cache.errors, cache.slots, std::uint32_t{kv::slot_unused});
     const std::int64_t step = std::int64_t{isa::grid().x} * threads;
