@@ -19,6 +19,7 @@ std::string fault_of(const CodedCase& c, Memory memory, bool compare, double& wo
   Laid laid = lay_out(call, c.feature.how);
   if (Status s = put_codes(laid, c.recipe); !s.ok()) return s.message();
   if (c.page_size > 0) put_into_pages(laid, call, c.page_size);
+  laid.freeze();
   const DeviceOutcome now = run_on_device(call, laid, c.recipe, memory);
   if (!now.status.ok()) return now.status.message();
   if (!now.violation.empty()) return now.violation;
