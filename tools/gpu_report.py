@@ -122,6 +122,10 @@ def wanted_instructions(architecture, name):
     """The matrix instructions that a kernel is about."""
     if re.match(r"Decode<", name):
         return {"HMMA"}
+    if match := re.match(r"CodedDecode<CodedConfig\{\d+, \(Element\)(\d)", name):
+        if ELEMENTS[int(match[1])] == "s8":
+            return {"IMMA"}
+        return set() if architecture == "sm_80" else {"HMMA"}  # empty there
     match = re.match(r"(Sm90)?Prefill<\w+\{\d+, \(Element\)(\d), \(Element\)(\d)", name)
     if match is None:
         if re.match(r"(Sm90)?Prefill<", name):

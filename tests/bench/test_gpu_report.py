@@ -24,12 +24,20 @@ def test_every_recorded_kernel_has_the_instructions_that_it_is_about(record):
             assert wanted <= set(row["instructions"]), f"{architecture} {name}"
 
 
+def test_every_gpu_with_conversions_from_fp8_decodes_codes(record):
+    """Code of sm_80, which sm_89 would run, has empty kernels for them."""
+    for architecture in ("sm_89", "sm_90", "sm_100", "sm_120"):
+        assert any(n.startswith("CodedDecode<") for n in record["kernels"][architecture])
+
+
 def test_what_kernels_are_about():
     wanted = gpu_report.wanted_instructions
     assert wanted("sm_90a", "Sm90Prefill<Sm90Config{128, (Element)2, (Element)4, true}>") == {
         "IGMMA", "QGMMA",
     }  # fmt: skip
     assert wanted("sm_80", "Prefill<PrefillConfig{64, (Element)1, (Element)1, false}>") == {"HMMA"}
+    assert wanted("sm_89", "CodedDecode<CodedConfig{64, (Element)4, (Element)4}>") == {"HMMA"}
+    assert wanted("sm_80", "CodedDecode<CodedConfig{64, (Element)4, (Element)4}>") == set()
     assert wanted("sm_90", "PrefillCombine") == set()  # no matrices
     with pytest.raises(SystemExit, match="not known"):
         wanted("sm_90", "Prefill<of something else>")
