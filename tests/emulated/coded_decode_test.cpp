@@ -106,7 +106,7 @@ TEST_P(EmulatedCodedDecode, SharesOfKeys) {
     matches_model(f);
     if (HasFailure()) FAIL() << splits;
   }
-  const ForceSpread forced(1, 1);  // a head's rows, which end in the kernel
+  const ForceSpread forced(1, 1);  // no parts but one
   for (const Format output : {Format::f32, Format::f16}) {
     f.how.output = output;
     matches_model(f);
@@ -153,6 +153,7 @@ void expect_spoiled(const Outcome& now, const Outcome& clean, const Call& call, 
 }
 
 TEST_P(EmulatedCodedDecode, CodesThatAreNaN) {
+  if (GetParam().qk == Format::s8) GTEST_SKIP() << "s8 has none";
   Feature f = feature();
   const Call call = make_call(f, 43);
   Laid x = laid(call, f.how);
@@ -172,6 +173,56 @@ TEST_P(EmulatedCodedDecode, CodesThatAreNaN) {
       *code = before;
       if (HasFailure()) FAIL() << (operand == &x.k ? "k " : "v ") << bad;
     }
+  }
+}
+
+/// Zeros, and tokens whose V is far smaller than their tile's: their probability counts.
+TEST_P(EmulatedCodedDecode, ValuesOfZero) {
+  const auto zero = [](Call& call, std::int64_t b, std::int64_t begin, std::int64_t end) {
+    Sequence& s = call.sequences[b];
+    for (std::int64_t h = 0; h < call.heads_k; ++h) {
+      const auto row = s.v.begin() + (h * s.room_k + begin) * call.dim_v;
+      std::fill(row, row + (end - begin) * call.dim_v, 0.0f);
+    }
+  };
+  for (const float rest : {1.0f, 0x1p33f, 0x1p-33f}) {
+    Feature f = feature();
+    Call call = make_call(f, 47);
+    for (Sequence& s : call.sequences) {
+      for (float& v : s.v) v *= rest;
+    }
+    zero(call, 0, 64, 128);     // a tile
+    zero(call, 0, 300, 301);    // a token
+    zero(call, 1, 0, f.sk[1]);  // all
+    Laid x = laid(call, f.how);
+    const Outcome outcome = run(call, x);
+    ASSERT_FALSE(HasFailure());
+    const ModelOutput model = model_attention(call, outcome.model_options());
+    EXPECT_LE(lse_distance(outcome.lse, model.lse), 1e-3) << rest;
+    EXPECT_LE(distance(outcome.out, model.out, call.dim_v).nrmse, 2e-3) << rest;
+    const std::int64_t first = call.row(1, 0, 0) * call.dim_v;
+    EXPECT_TRUE(std::all_of(outcome.out.begin() + first, outcome.out.begin() + first + call.dim_v,
+                            [](float v) { return v == 0.0f; }));
+  }
+}
+
+/// One key has all the weight, however large the scores are.
+TEST_P(EmulatedCodedDecode, LargeScores) {
+  for (const float q : {1.0f, 91.0f, 3e3f}) {
+    Feature f = feature();
+    Call call = make_call(f, 48);
+    for (Sequence& s : call.sequences) {
+      std::fill(s.q.begin(), s.q.end(), q);
+      for (std::size_t i = 0; i < s.k.size(); ++i) {
+        const std::size_t key =
+            i / static_cast<std::size_t>(call.dim) % static_cast<std::size_t>(s.room_k);
+        s.k[i] = key == 333 ? 91.0f : -91.0f;
+      }
+    }
+    Laid x = laid(call, f.how);
+    const Outcome outcome = run_once(call, x);
+    const ModelOutput model = model_attention(call, outcome.model_options());
+    EXPECT_LE(distance(outcome.out, model.out, call.dim_v).nrmse, 2e-3) << q;
   }
 }
 

@@ -172,6 +172,12 @@ void add_shapes(Cases& cases) {
     cases.add(std::string(name(k)),
               [k](C& c) { c.recipe.k_scale.granularity = c.recipe.v_scale.granularity = k; });
   }
+  cases.add("channels", [](C& c) { c.recipe.v_scale.granularity = per_channel; });
+  cases.add("pages and queries", [](C& c) {
+    c.page_size = 48;
+    if (c.recipe.v == Format::e4m3) c.recipe.v_scale.granularity = per_tensor;
+  });
+  cases.add("negative scale", [](C& c) { c.feature.options.softmax_scale = -0.1f; });
   for (const std::int64_t page : {16, 24, 64, 128}) {
     for (const std::int64_t d : {64, 128}) {
       cases.add("pages of " + std::to_string(page) + " D " + std::to_string(d), [=](C& c) {

@@ -25,7 +25,7 @@ Status quantise(const TensorView& x, const QuantizeOptions& options, const Tenso
 Status put_codes(Laid& laid, const Recipe& recipe);
 
 /// Dense K and V as codes, and their scales of tokens, go into pages that nobody else has, the last
-/// ones first. What no token has in a page is NaN, or nearly 127.
+/// ones first. What no token has in a page is NaN, 127 or, of scales, huge.
 void put_into_pages(Laid& laid, const Call& call, std::int64_t page_size);
 
 /// A call that sm80_coded_decode serves.

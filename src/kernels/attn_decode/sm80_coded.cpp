@@ -76,7 +76,7 @@ CodedScales scales_of(const Problem& p, const TensorView& given, Role role, cons
   x.data = static_cast<const float*>(given.data);
   x.outer = at(1, 0, 0, 0), x.head = at(0, 1, 0, 0);
   x.token = at(0, 0, 1, 0), x.channel = at(0, 0, 0, 1);
-  x.tokens = groups.by_token() ? given.shape[2] : 0;
+  x.tokens = groups.by_token() ? given.shape[2] : -1;
   return x;
 }
 

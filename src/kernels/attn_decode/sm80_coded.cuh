@@ -217,7 +217,7 @@ struct CodedDecode : CodedLoad<C> {
     raise_maxima(top);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      ref[r] = reference(top[r]) - log2_255;
+      ref[r] = reference(top[r]);
       share[r] = isa::exp2(top[r] - reference(max[r])) * (1.0f / 255);
     }
     // A token whose V is far smaller than the tile's largest would round to nothing and take its
@@ -231,7 +231,9 @@ struct CodedDecode : CodedLoad<C> {
       std::uint32_t bits[R];
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        const float y = isa::exp2(s[n / 2][n % 2 * 2 + r] - ref[r]), z = y + whole_numbers;
+        // Of the largest the difference is 0, whatever it is; its code is 255 then.
+        const float y = isa::exp2(s[n / 2][n % 2 * 2 + r] - ref[r] + log2_255);
+        const float z = y + whole_numbers;
         mass[r] = fmaf(plain ? y : z - whole_numbers, inverse, mass[r]);
         bits[r] = __builtin_bit_cast(std::uint32_t, z);
       }
@@ -335,21 +337,6 @@ struct CodedDecode : CodedLoad<C> {
 
   // ---- The tiles ------------------------------------------------------------------------------
 
-  /// `v_scale`: the lane's largest of V's scales of tokens.
-  QATTN_DEVICE void attend(Scores& s, float v_scale) {
-    if constexpr (S::u8) {
-      if (by_token()) {
-#pragma unroll
-        for (int mask = 1; mask < 32; mask *= 2) {
-          v_scale = fmaxf(v_scale, isa::shuffle_xor(v_scale, mask));
-        }
-      }
-      attend_u8(s, v_scale);
-    } else {
-      attend_e4m3(s);
-    }
-  }
-
   QATTN_DEVICE int last_tile() const {
     return work.key_end > work.key_begin ? (work.key_end - 1) / S::keys * S::keys : -1;
   }
@@ -387,7 +374,11 @@ struct CodedDecode : CodedLoad<C> {
           bad = clean_values();
         }
         finish_scores(s, tile, bad);
-        attend(s, v_scale);
+        if constexpr (S::u8) {
+          attend_u8(s, v_scale);
+        } else {
+          attend_e4m3(s);
+        }
         isa::sync_warp();  // nor V
       } else if (!careful) {
         this->load_queries();
@@ -421,7 +412,8 @@ struct CodedDecode : CodedLoad<C> {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int c = 16 * j + 2 * g + odd;
-        const float by = c < p.v.channels ? isa::load_global(scale + c * x.channel) : 0.0f;
+        float by = c < p.v.channels ? isa::load_global(scale + c * x.channel) : 0.0f;
+        if (!tile::is_finite(by)) by = tile::quiet_nan();
         out[0][j][2 * odd] *= by;
         out[0][j][2 * odd + 1] *= by;
       }

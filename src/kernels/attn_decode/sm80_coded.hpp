@@ -29,7 +29,7 @@ inline namespace QATTN_TARGET {
 struct CodedScales {
   const float* data = nullptr;
   std::int64_t outer = 0, head = 0, token = 0, channel = 0;
-  std::int64_t tokens = 0;  ///< that have scales of their own; 0: all have the same
+  std::int64_t tokens = -1;  ///< that have scales of their own; negative: all have the same
 };
 
 struct CodedParams {

@@ -183,7 +183,7 @@ struct CodedLoad {
       const std::int64_t outer = paged ? keys.page[i] : work.b;
       const auto load = [&](const CodedScales& x) {
         const std::int64_t at = outer * x.outer + work.kv_head * x.head + place * x.token;
-        const bool there = known && (x.tokens == 0 || place < x.tokens);
+        const bool there = known && (x.tokens < 0 || place < x.tokens);
         return there ? isa::load_global(x.data + at) : tile::quiet_nan();
       };
       keys.k_scale[i] = keys.v_scale[i] = 0.0f;
@@ -195,22 +195,36 @@ struct CodedLoad {
   }
 
   /// Has every token of V a scale of its own? They go into P.
-  QATTN_DEVICE bool by_token() const { return params.v_scale.tokens != 0; }
+  QATTN_DEVICE bool by_token() const { return params.v_scale.tokens >= 0; }
 
   /// Scales of the tile to shared memory, where lanes find those of their keys: NaN where they are
-  /// no numbers. Returns the lane's largest of V.
+  /// no numbers. Returns the largest of V.
   QATTN_DEVICE float store_scales(const CodedKeys& keys) const {
     const auto at = base + static_cast<SharedAddress>(4 * lane);
     const auto number = [](float x) { return tile::is_finite(x) ? x : tile::quiet_nan(); };
-    float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       isa::store_shared(at + S::scales_at + 128 * i, number(keys.k_scale[i]));
-      if (!S::u8 || !by_token()) continue;
-      const float v = number(keys.v_scale[i]), some = fmaxf(v, 0x1p-126f);
-      isa::store_shared(at + S::logs_at + 128 * i, tile::is_nan(v) ? v : isa::log2(some));
+    }
+    if (!S::u8 || !by_token()) return 0.0f;
+    float v[2], largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      v[i] = number(keys.v_scale[i]);
+      largest = fmaxf(largest, v[i]);
+    }
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) {
+      largest = fmaxf(largest, isa::shuffle_xor(largest, mask));
+    }
+    // Far smaller ones, zeros above all, count as this: the codes of their P are zeros anyway, and
+    // 1 / scale times what P may be stays a number, as P times the scale does.
+    const float least = fmaxf(largest * 0x1p-40f, 0x1p-80f);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float some = fmaxf(v[i], least);
+      isa::store_shared(at + S::logs_at + 128 * i, tile::is_nan(v[i]) ? v[i] : isa::log2(some));
       isa::store_shared(at + S::inverse_at + 128 * i, isa::reciprocal(some));
-      largest = fmaxf(largest, v);
     }
     return largest;
   }
