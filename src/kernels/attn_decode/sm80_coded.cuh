@@ -17,6 +17,11 @@
 //
 // u8 P is relative to the largest P of its own tile and row, with V's scales of tokens in it; e4m3
 // P relative to the running maximum (docs/NUMERICS.md).
+//
+// On an H200 (one query of 16 sequences of 32768 tokens, heads 32/8, D 128, pages of 16; the kernel
+// alone) s8 takes 299 us and e4m3 297, of 230 that a plain read takes. With two tiles a block it
+// had 6 blocks a multiprocessor instead of 11 and took 475; with 64-bit divisions in the addresses
+// of scales 722.
 #pragma once
 
 #include "kernels/attn_decode/sm80_coded_load.cuh"
