@@ -176,6 +176,36 @@ TEST_P(EmulatedCodedDecode, CodesThatAreNaN) {
   }
 }
 
+/// Packed sequences that are longer than the scales of their tokens, which may be of no token.
+TEST_P(EmulatedCodedDecode, ScalesThatEndBeforeASequence) {
+  Feature f = feature();
+  f.sq = {1, 4}, f.sk = {100, 150}, f.how.packed_q = f.how.packed_k = true;
+  f.options.causal = false;
+  const Call call = make_call(f, 49);
+  Laid x = laid(call, f.how);
+  const EmulatedBackend backend(90, false);
+  AttentionOptions options = call.options;
+  options.recipe = recipe_;
+  for (const bool of_k : {true, false}) {
+    if (!of_k && GetParam().v != Format::s8) continue;  // V's scales are of channels
+    for (const std::int64_t tokens : {120, 0}) {
+      AttentionTensors t = x.tensors();
+      (of_k ? t.k_scale : t.v_scale).shape[2] = tokens;
+      x.out.clear();
+      const Status status = attention(t, options);
+      ASSERT_TRUE(status.ok()) << status.message();
+      const std::vector<float> out = x.read_out(call);
+      for (std::int64_t b = 0; b < 2; ++b) {
+        const bool bad = call.sequences[static_cast<std::size_t>(b)].len_k > tokens;
+        for (std::int64_t h = 0; h < call.heads_q; ++h) {
+          EXPECT_EQ(std::isnan(out[call.row(b, h, 0) * call.dim_v]), bad)
+              << (of_k ? "k " : "v ") << tokens << " sequence " << b;
+        }
+      }
+    }
+  }
+}
+
 /// Zeros, and tokens whose V is far smaller than their tile's: their probability counts.
 TEST_P(EmulatedCodedDecode, ValuesOfZero) {
   const auto zero = [](Call& call, std::int64_t b, std::int64_t begin, std::int64_t end) {
