@@ -106,17 +106,26 @@ def measure(torch, args, batch, tokens):
     }
 
 
-def run(args):
-    import torch
-
-    facts = provenance.common(args.commit) | provenance.gpu_facts(torch)
-    facts |= {"torch": torch.__version__, "program": "bench/gpu/decode_bench.cu"}
+def record_shapes(torch, args, measure_one, **facts):
+    """measure_one(batch, tokens) of every shape of the arguments; writes the record, returns it."""
+    facts = provenance.common(args.commit) | provenance.gpu_facts(torch) | facts
+    facts["torch"] = torch.__version__
     with provenance.Sampler(provenance.smi_id(torch)) as sampler:
         shapes = [[int(x) for x in shape.split(":")] for shape in args.shapes.split(",")]
-        runs = [measure(torch, args, *shape) for shape in shapes]
+        runs = [measure_one(*shape) for shape in shapes]
         facts["clocks"] = sampler.summary()
     text = json.dumps({"provenance": facts, "runs": runs}, indent=1)
     pathlib.Path(args.output).write_text(text + "\n")
+    return runs
+
+
+def run(args):
+    import torch
+
+    def measure_one(batch, tokens):
+        return measure(torch, args, batch, tokens)
+
+    runs = record_shapes(torch, args, measure_one, program="bench/gpu/decode_bench.cu")
     print("\n".join(tables(runs)))
     return 0
 

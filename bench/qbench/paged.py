@@ -6,11 +6,9 @@ emptied before each. Pages lie in random order; results are compared with float6
 """
 
 import dataclasses
-import json
-import pathlib
 
-from . import provenance, timing
-from .decode import BACKENDS, clocks_text, graph_of
+from . import timing
+from .decode import BACKENDS, clocks_text, graph_of, record_shapes
 from .record import RESULTS, markdown, tool_record
 
 NAME = "paged-decode-h200.json"
@@ -175,15 +173,12 @@ def run(args):
     import torch
 
     timing.check_limits(args.seconds, args.rounds)
-    facts = provenance.common(args.commit) | provenance.gpu_facts(torch)
-    facts |= {"torch": torch.__version__}
     torch.manual_seed(1)
-    with provenance.Sampler(provenance.smi_id(torch)) as sampler:
-        shapes = [[int(x) for x in shape.split(":")] for shape in args.shapes.split(",")]
-        runs = [measure(torch, qattn, args, *shape) for shape in shapes]
-        facts["clocks"] = sampler.summary()
-    text = json.dumps({"provenance": facts, "runs": runs}, indent=1)
-    pathlib.Path(args.output).write_text(text + "\n")
+
+    def measure_one(batch, tokens):
+        return measure(torch, qattn, args, batch, tokens)
+
+    runs = record_shapes(torch, args, measure_one)
     print("\n".join(tables(runs)))
     return 0
 
