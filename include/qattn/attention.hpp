@@ -48,8 +48,11 @@ struct AttentionTensors {
   TensorView v_mean;     ///< (B, Hkv, Dv) f32 that was subtracted from v before it was quantised
   TensorView saturated;  ///< (3) s64: codes of q, k, v that a static scale clipped (overwritten)
 
-  TensorView sinks;         ///< (Hq) f: one logit per query head that only joins the denominator
-  TensorView mask;          ///< b8 (true = may look) or f (added); broadcasts to (B, Hq, Sq, Sk)
+  TensorView sinks;  ///< (Hq) f: one logit per query head that only joins the denominator
+  /// b8 or b1 (true = may look) or f (added); broadcasts to (B, Hq, Sq, Sk). b1: bits, key 8 n + i
+  /// the i-th lowest of a row's byte n; its last extent is Sk rounded up to a multiple of 8, with
+  /// stride 1, and what is behind Sk is not looked at.
+  TensorView mask;
   TensorView alibi_slopes;  ///< (Hq) or (B, Hq) f32: s += slope * (j - i - (Sk - Sq))
 
   TensorView cu_seqlens_q;  ///< (B + 1) s32: q, out are packed, sequence b is [cu[b], cu[b+1])

@@ -14,6 +14,7 @@ from typing import Any
 
 from . import _qattn
 from ._attention import attention, explain, reference_attention
+from ._bit_mask import BitMask
 from ._errors import InternalError, InvalidArgument, OutOfMemory, QattnError, Unsupported
 from ._interop import device_named as _device_named
 from ._kv_cache import KvBytes, KvCache, KvUsage
@@ -42,6 +43,7 @@ def device_errors(device: Any = "cuda") -> None:
 
 
 __all__ = [
+    "BitMask",
     "GpuKvCache",
     "Granularity",
     "InternalError",

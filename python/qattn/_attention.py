@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import _qattn
+from ._bit_mask import BitMask
 from ._errors import InvalidArgument, Unsupported
 from ._interop import (
     CPU,
@@ -103,7 +104,7 @@ def attention(
     scale: softmax scale, default 1 / sqrt(D). softcap: s = c tanh(s / c).
     causal: query i sees keys j <= i + Sk - Sq (bottom right). window: (left, right), keys from
     i + Sk - Sq - left to i + Sk - Sq + right; -1 is unlimited.
-    mask: bool (True = may look) or float (added), broadcasts to (B, Hq, Sq, Sk).
+    mask: bool (True = may look) or float (added), broadcasts to (B, Hq, Sq, Sk); or a BitMask.
     block_mask: bool, one for each block of block_mask_size = (queries, keys) tokens, multiples of
     64; broadcasts to (B, Hq, blocks of queries, blocks of keys). Kernels skip what it forbids.
     sinks: (Hq) logits that join the denominator only. alibi_slopes: (Hq) or (B, Hq) float32.
@@ -318,8 +319,11 @@ class _Call:
         for name in ("sinks", "alibi_slopes"):
             if self._given[name] is not None:
                 self.tensors[name] = small_entry(name, self._given[name], np.float32, self.device)
-        if self._given["mask"] is not None:
-            self.tensors["mask"] = entry("mask", self._given["mask"])
+        mask = self._given["mask"]
+        if isinstance(mask, BitMask):
+            self.tensors["mask"] = entry("mask", mask.bits, "b1")
+        elif mask is not None:
+            self.tensors["mask"] = entry("mask", mask)
         if self._given["block_mask"] is not None:
             self.tensors["block_mask"] = entry("block_mask", self._given["block_mask"])
         if self._given["saturated"] is not None:

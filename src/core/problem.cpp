@@ -453,13 +453,20 @@ class Maker {
 
   Status mask() {
     if (!t_.mask.present()) return {};
-    if (Status s =
-            check_format("mask", t_.mask, {Format::b8, Format::f32, Format::f16, Format::bf16});
+    if (Status s = check_format("mask", t_.mask,
+                                {Format::b8, Format::b1, Format::f32, Format::f16, Format::bf16});
         !s.ok()) {
       return s;
     }
-    p_.mask = t_.mask.format == Format::b8 ? MaskKind::boolean : MaskKind::additive;
-    const std::int64_t full[4] = {p_.batch, p_.heads_q, p_.max_q, p_.max_k};
+    const bool bits = t_.mask.format == Format::b1;
+    p_.mask = bits || t_.mask.format == Format::b8 ? MaskKind::boolean : MaskKind::additive;
+    if (const int last = t_.mask.rank - 1; bits && (last < 0 || t_.mask.stride[last] != 1)) {
+      return invalid("mask: " + (last < 0 ? "rank 0" : "stride " + text(t_.mask.stride[last])) +
+                     " of b1, whose last dimension should have stride 1");
+    }
+    // Rows of bits are whole bytes, which check_view() has looked at.
+    const std::int64_t keys = bits ? (p_.max_k + 7) / 8 * 8 : p_.max_k;
+    const std::int64_t full[4] = {p_.batch, p_.heads_q, p_.max_q, keys};
     const bool open[4] = {false, false, p_.varlen_q, p_.varlen_k};  // extent known from contents
     return broadcast("mask", t_.mask, full, open, p_.mask_shape, p_.mask_stride);
   }

@@ -68,7 +68,9 @@ std::optional<double> score(const AttentionTensors& tensors, const AttentionOpti
   double bias = 0;
   if (tensors.mask.present()) {
     const std::int64_t at = mask_offset(tensors.mask, row, j);
-    if (tensors.mask.format == Format::b8) {
+    if (tensors.mask.format == Format::b1) {
+      if ((load<std::uint8_t>(tensors.mask, at >> 3) >> j % 8 & 1) == 0) return std::nullopt;
+    } else if (tensors.mask.format == Format::b8) {
       if (load<std::uint8_t>(tensors.mask, at) == 0) return std::nullopt;
     } else {
       bias += load_real(tensors.mask, at);

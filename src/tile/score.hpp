@@ -73,6 +73,15 @@ QATTN_DEVICE void apply_mask(const kernels::BroadcastView& mask, int b,
   }
   const auto at = [&](int r, int j) { return base[r] + j * mask.stride[3]; };
   const auto inside = [&](int r, int j) { return j >= rows[r].begin && j < rows[r].end; };
+  if (mask.format == Format::b1) {  // two keys of a lane lie in one byte
+    const auto* data = static_cast<const std::uint8_t*>(mask.data);
+    each_score(x, [&](int r, int key, float& s) {
+      const int j = tile + key;
+      if (!inside(r, j)) return;
+      if ((isa::load_global(data + (at(r, j) >> 3)) >> (j & 7) & 1) == 0) s = -infinity();
+    });
+    return;
+  }
   if (mask.format == Format::b8) {
     const auto* data = static_cast<const std::uint8_t*>(mask.data);
     each_score(x, [&](int r, int key, float& s) {

@@ -21,8 +21,8 @@ struct Feature {
   LayoutOptions how;
   AttentionOptions options;
   MaskShape mask = MaskShape::none;
-  bool boolean_mask = true;
-  MaskShape block_mask = MaskShape::none;  ///< of options.block_mask_q x block_mask_k tokens
+  bool boolean_mask = true, bit_mask = false;  ///< a boolean one in b8, or in b1
+  MaskShape block_mask = MaskShape::none;      ///< of options.block_mask_q x block_mask_k tokens
   bool sinks = false, alibi = false;
   bool static_scales = false;
   Family family = Family::normal;

@@ -49,6 +49,16 @@ void heads_and_masks(Rows& rows) {
   add(rows, "mask_bool", [](Feature& f) { f.mask = MaskShape::full; });
   add(rows, "mask_bool_2d", [](Feature& f) { f.mask = MaskShape::rows_keys; });
   add(rows, "mask_bool_padding", [](Feature& f) { f.mask = MaskShape::keys_only; });
+  add(rows, "mask_bits", [](Feature& f) { f.mask = MaskShape::full, f.bit_mask = true; });
+  add(rows, "mask_bits_padding", [](Feature& f) {
+    f.mask = MaskShape::keys_only, f.bit_mask = f.options.causal = f.sinks = true;
+    f.sk = {301, 301}, f.used_k = {301, 203}, f.how.seqused_k = true;
+    f.how.strides = Strides::reversed;
+  });
+  add(rows, "mask_bits_packed", [](Feature& f) {
+    f.mask = MaskShape::heads, f.bit_mask = f.how.packed_q = f.how.packed_k = true;
+    f.sq = {40, 20, 30}, f.sk = {130, 41, 157};
+  });
   add(rows, "mask_additive", [](Feature& f) { f.mask = MaskShape::full, f.boolean_mask = false; });
   add(rows, "mask_additive_bf16", [](Feature& f) {
     f.mask = MaskShape::heads, f.boolean_mask = false, f.how.bias = Format::bf16;

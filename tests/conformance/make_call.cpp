@@ -38,6 +38,7 @@ std::vector<std::int64_t> mask_extents(const Feature& feature, const Call& call)
 /// that has rows sees nothing at all.
 void make_mask(const Feature& feature, Call& call, std::mt19937_64& engine) {
   call.mask.boolean = feature.boolean_mask;
+  call.mask.bits = feature.bit_mask;
   call.mask.shape = mask_extents(feature, call);
   if (call.mask.shape.empty()) return;
   std::int64_t count = 1;

@@ -32,23 +32,20 @@ std::vector<Hiding> ways_to_hide() {
     all.push_back({name, f, std::move(keys)});
   };
   // Tiles that a block sees whole, sees in part and does not see.
-  add("window", 400, 420, {30, 190, 300}, [](Feature& f) {
-    f.options.causal = true, f.options.window_left = 260;
-  });
-  add("window_of_both_sides", 300, 300, {0, 130}, [](Feature& f) {
-    f.options.window_left = 200, f.options.window_right = 150;
-  });
-  add("window_splits", 4, 900, {397, 520, 898}, [](Feature& f) {
-    f.options.causal = true, f.options.window_left = 500;
-  });
+  add("window", 400, 420, {30, 190, 300},
+      [](Feature& f) { f.options.causal = true, f.options.window_left = 260; });
+  add("window_of_both_sides", 300, 300, {0, 130},
+      [](Feature& f) { f.options.window_left = 200, f.options.window_right = 150; });
+  add("window_splits", 4, 900, {397, 520, 898},
+      [](Feature& f) { f.options.causal = true, f.options.window_left = 500; });
   all.back().splits = 3;
   add("mask", 70, 200, {5, 140}, [](Feature& f) { f.mask = MaskShape::full; });
-  add("mask_additive", 70, 200, {5, 140}, [](Feature& f) {
-    f.mask = MaskShape::full, f.boolean_mask = false, f.options.softcap = 3;
-  });
-  add("alibi_window", 150, 200, {70, 199}, [](Feature& f) {
-    f.alibi = true, f.options.window_left = 40, f.options.window_right = 3;
-  });
+  add("mask_bits", 70, 203, {5, 140},
+      [](Feature& f) { f.mask = MaskShape::full, f.bit_mask = true; });
+  add("mask_additive", 70, 200, {5, 140},
+      [](Feature& f) { f.mask = MaskShape::full, f.boolean_mask = false, f.options.softcap = 3; });
+  add("alibi_window", 150, 200, {70, 199},
+      [](Feature& f) { f.alibi = true, f.options.window_left = 40, f.options.window_right = 3; });
   add("block_mask", 270, 330, {10, 100, 150, 320}, [](Feature& f) {
     f.block_mask = MaskShape::full, f.options.block_mask_q = 128, f.options.block_mask_k = 64;
   });
@@ -193,7 +190,8 @@ TEST(HopperPlan, NamesThePortableKernel) {
       options.recipe = recipe;
       const std::string text = plan(laid.tensors(), options)->to_string();
       EXPECT_EQ(text.find("by the portable kernel") != std::string::npos, portable)
-          << dim << " " << page_size << "\n" << text;
+          << dim << " " << page_size << "\n"
+          << text;
     };
     for (const std::int64_t page_size : {0, 8, 16, 48, 64, 192, 256}) {
       const bool odd_pages = page_size == 8 || page_size == 48;

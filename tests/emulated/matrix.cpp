@@ -158,6 +158,8 @@ std::vector<SpreadFeature> spread_features() {
   add("few_2_alibi_mask", 2, 300, 8, 2, 3,
       [](Feature& f) { f.alibi = true, f.mask = MaskShape::full, f.boolean_mask = false; });
   add("few_8_mask_bool_heads", 8, 260, 8, 2, 2, [](Feature& f) { f.mask = MaskShape::heads; });
+  add("few_8_mask_bits", 8, 261, 8, 2, 2,
+      [](Feature& f) { f.mask = MaskShape::full, f.bit_mask = f.options.causal = true; });
   add("few_8_everything", 8, 400, 4, 1, 3, [](Feature& f) {
     f.alibi = f.sinks = f.options.causal = true, f.options.softcap = 5;
     f.options.window_left = 250, f.mask = MaskShape::full, f.boolean_mask = false;

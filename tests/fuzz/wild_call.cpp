@@ -172,9 +172,10 @@ void WildCall::extras(Choices& c) {
                                       one((keys + columns - 1) / columns)});
   }
   if (c.chance(4)) {
-    const int format = c.below(4);
-    t.mask = TensorView::dense(none, format == 3 ? Format::b8 : floats[format],
-                               {one(batch_), one(heads_q_), one(queries_), one(keys)});
+    constexpr Format formats[] = {floats[0], floats[1], floats[2], Format::b8, Format::b1};
+    const Format format = formats[c.below(5)];
+    const std::int64_t extent = format == Format::b1 ? (keys + 7) / 8 * 8 : one(keys);
+    t.mask = TensorView::dense(none, format, {one(batch_), one(heads_q_), one(queries_), extent});
   }
 }
 

@@ -134,6 +134,7 @@ FEATURES = {
     "sinks": {"sinks": [2.5, -1.0, 4.0, 3.0]},
     "alibi": {"alibi_slopes": [0.1, 0.02, 0.3, 0.0]},
     "boolean mask": {"mask": normal(2, 1, 70, 150) > 0},
+    "bit mask": {"mask": qattn.BitMask.pack(normal(2, 1, 70, 150) > 0)},
     "additive mask": {"mask": normal(4, 1, 150)},
     "bf16 mask": {"mask": normal(4, 70, 150).astype(ml_dtypes.bfloat16)},
     "used": {"seqused_q": [70, 3], "seqused_k": [5, 150]},
@@ -259,6 +260,26 @@ def test_any_shape(batch, queries, keys, kv_heads, group, dim, dim_v, window, re
     if out.size and np.abs(ref).max() > 0:
         # few keys average little of the error away
         assert nrmse(out, ref) < 2.5 * TOLERANCE[recipe] + 1e-6
+
+
+@pytest.mark.parametrize("keys", [1, 7, 8, 150])
+@pytest.mark.parametrize("recipe", ["f32", "int8_full"])
+def test_a_bit_mask_is_the_mask_that_it_was_packed_from(recipe, keys):
+    q = normal(2, 70, 4, 64)
+    k, v = (normal(2, keys, 2, 64, seed=n) for n in (1, 2))
+    mask = normal(2, 4, 70, keys, seed=3) > 0
+    expected = qattn.attention(q, k, v, recipe=recipe, mask=mask)
+    packed = qattn.BitMask.pack(mask)
+    assert packed.bits.shape == (2, 4, 70, -(-keys // 8)) and packed.bits.dtype == np.uint8
+    np.testing.assert_array_equal(qattn.attention(q, k, v, recipe=recipe, mask=packed), expected)
+    in_torch = qattn.BitMask.pack(torch.from_numpy(mask))
+    np.testing.assert_array_equal(in_torch.bits.numpy(), packed.bits)
+    if keys % 8:  # what is behind the last key does not count
+        packed.bits[..., -1] |= (0xFF << keys % 8) & 0xFF
+    out = qattn.attention(*map(torch.from_numpy, (q, k, v)), recipe=recipe, mask=packed)
+    np.testing.assert_array_equal(out.numpy(), expected)
+    with pytest.raises(qattn.InvalidArgument, match="bits: dtype bool"):
+        qattn.BitMask(mask)
 
 
 @pytest.mark.parametrize("recipe", ["f32", "int8_full"])

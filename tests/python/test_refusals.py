@@ -73,6 +73,12 @@ REFUSALS = {
     "threads huge": refusal(INVALID, "threads", threads=2**70),
     "mask shape": refusal(INVALID, "mask: shape", mask=np.ones((70, 151), bool)),
     "mask dtype": refusal(INVALID, "mask: format s32", mask=np.ones((70, 150), np.int32)),
+    "mask bits shape": refusal(
+        INVALID, "mask: shape", mask=qattn.BitMask(np.ones((70, 18), np.uint8))
+    ),
+    "mask bits apart": refusal(
+        INVALID, "mask: stride 2 of b1", mask=qattn.BitMask(np.ones((70, 38), np.uint8)[:, ::2])
+    ),
     "mask bytes": refusal(INVALID, "mask: dtype uint8", mask=np.ones((70, 150), np.uint8)),
     "sinks": refusal(INVALID, "sinks: shape", sinks=[0.0, 1.0]),
     "ragged sinks": refusal(INVALID, "sinks: ", sinks=[[1.0], [1.0, 2.0]]),

@@ -23,6 +23,7 @@ struct Sequence {
 /// Values in row-major order of a shape that broadcasts to (B, Hq, Sq, Sk), aligned right.
 struct Mask {
   bool boolean = false;
+  bool bits = false;                ///< of a boolean mask: b1, not b8
   std::vector<std::int64_t> shape;  ///< empty: no mask
   std::vector<float> values;
 

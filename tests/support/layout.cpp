@@ -138,9 +138,8 @@ Tensor cumulated(const Call& call, std::int64_t Sequence::*room) {
   return tensor;
 }
 
-/// A tensor of `shape` filled in row-major order.
-Tensor filled(Format format, const Index& shape, Strides strides, const std::vector<float>& x) {
-  Tensor tensor(format, shape, strides);
+/// Fills the first elements of a tensor's rows, `shape` in all, in row-major order.
+void fill(Tensor& tensor, const Index& shape, const std::vector<float>& x) {
   for (std::size_t n = 0; n < x.size(); ++n) {
     auto rest = static_cast<std::int64_t>(n);
     Index index(shape.size());
@@ -150,6 +149,21 @@ Tensor filled(Format format, const Index& shape, Strides strides, const std::vec
     }
     tensor.set(index, x[n]);
   }
+}
+
+Tensor filled(Format format, const Index& shape, Strides strides, const std::vector<float>& x) {
+  Tensor tensor(format, shape, strides);
+  fill(tensor, shape, x);
+  return tensor;
+}
+
+/// Bits behind the last key stay set: nobody may look at them.
+Tensor make_mask(const Mask& mask, const LayoutOptions& how) {
+  Index shape = mask.shape;
+  if (mask.bits) shape.back() = (shape.back() + 7) / 8 * 8;
+  const Format format = mask.bits ? Format::b1 : mask.boolean ? Format::b8 : how.bias;
+  Tensor tensor(format, shape, how.strides);
+  fill(tensor, mask.shape, mask.values);
   return tensor;
 }
 
@@ -161,8 +175,7 @@ void make_extras(Laid& laid, const Call& call) {
     laid.alibi = filled(Format::f32, {batch, call.heads_q}, how.strides, call.alibi);
   }
   if (!call.mask.shape.empty()) {
-    const Format format = call.mask.boolean ? Format::b8 : how.bias;
-    laid.mask = filled(format, call.mask.shape, how.strides, call.mask.values);
+    laid.mask = make_mask(call.mask, how);
   }
   if (!call.block_mask.shape.empty()) {
     laid.block_mask =

@@ -26,8 +26,9 @@ Tensor::Tensor(Format format, const Index& shape, Strides strides) {
     (negative ? lowest : highest) += reach;
     step *= std::max<std::int64_t>(shape[d], 1);
     if (strides != Strides::dense) step += d + 1 == view_.rank ? 3 : step / shape[d] * 2 + 1;
+    if (format == Format::b1) step = (step + 7) / 8 * 8;  // rows are whole bytes
   }
-  const std::int64_t shift = strides == Strides::dense ? 0 : 1;
+  const std::int64_t shift = strides == Strides::dense ? 0 : format == Format::b1 ? 8 : 1;
   allocate(highest - lowest + 1 + shift);
   origin_ = guard_bytes + (shift - lowest) * info(format).bits / 8;
   view_.data = bytes_.data() + origin_;
@@ -65,7 +66,7 @@ std::int64_t Tensor::element(const Index& index) const {
 }
 
 const std::uint8_t* Tensor::address(const Index& index) const {
-  return bytes_.data() + origin_ + element(index) * info(view_.format).bits / 8;
+  return bytes_.data() + origin_ + (element(index) * info(view_.format).bits >> 3);
 }
 
 double Tensor::get(const Index& index) const {
@@ -107,6 +108,9 @@ void Tensor::set(const Index& index, double value) {
     std::memcpy(at, &code, sizeof code);
   } else if (view_.format == Format::b8) {
     *at = value != 0;
+  } else if (view_.format == Format::b1) {
+    const int bit = 1 << (element(index) & 7);
+    *at = static_cast<std::uint8_t>(value != 0 ? *at | bit : *at & ~bit);
   } else {
     std::abort();  // codes come from quantize(), never from here
   }

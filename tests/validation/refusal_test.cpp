@@ -405,7 +405,28 @@ const std::vector<Case>& cases() {
        [](Call& c) {
          c.t.mask = TensorView::dense(c.bytes.data(), Format::u8, {6, 10});
        },
-       {"mask: format u8", "b8"}},
+       {"mask: format u8", "b8, b1"}},
+      {"MaskBitsShape",  // 10 keys are two bytes
+       [](Call& c) {
+         c.t.mask = TensorView::dense(c.bytes.data(), Format::b1, {6, 24});
+       },
+       {"mask: shape (6, 24)", "(2, 4, 6, 16)"}},
+      {"MaskBitsOfNoWholeBytes",
+       [](Call& c) {
+         c.t.mask = TensorView::dense(c.bytes.data(), Format::b1, {6, 10});
+       },
+       {"mask: stride 10 of dimension 0", "multiple of 8 packed b1"}},
+      {"MaskBitsBroadcastOverKeys",
+       [](Call& c) {
+         c.t.mask = TensorView::dense(c.bytes.data(), Format::b1, {6, 1});
+       },
+       {"mask: stride 1 of dimension 0 is not a multiple of 8"}},
+      {"MaskBitsStride",
+       [](Call& c) {
+         c.t.mask = TensorView::dense(c.bytes.data(), Format::b1, {6, 16});
+         c.t.mask.stride[1] = 2;
+       },
+       {"mask: stride 2 of b1"}},
       {"AlibiShape",
        [](Call& c) {
          c.t.alibi_slopes = c.floats({4, 2});

@@ -52,7 +52,10 @@ void apply_mask(const Problem& p, std::int64_t b, const Row& row, std::int64_t f
   const std::int64_t base = b * st[0] + row.head * st[1] + row.i * st[2];
   for (int j = 0; j < keys; ++j) {
     const std::int64_t at = base + (first + j) * st[3];
-    if (p.mask == MaskKind::boolean) {
+    if (p.tensors.mask.format == Format::b1) {
+      const auto* bytes = static_cast<const std::uint8_t*>(p.tensors.mask.data);
+      if ((bytes[at >> 3] >> ((first + j) & 7) & 1) == 0) scores[j] = -infinity;
+    } else if (p.mask == MaskKind::boolean) {
       if (static_cast<const std::uint8_t*>(p.tensors.mask.data)[at] == 0) scores[j] = -infinity;
     } else {
       const float bias = read_float(p.tensors.mask, at);

@@ -65,7 +65,7 @@ struct PrefillParams {
   float scale = 1;                                   ///< softmax_scale
   float softcap = 0;                                 ///< 0: none
   std::int32_t window_left = -1, window_right = -1;  ///< -1: unlimited
-  BroadcastView mask;                                ///< b8 or float
+  BroadcastView mask;                                ///< b8, b1 or float
   /// Queries and keys that the mask has. cu_seqlens may name longer sequences.
   std::int64_t mask_queries = no_limit, mask_keys = no_limit;
   BroadcastView block_mask;  ///< b8 per (batch, head, query block, key block)
