@@ -7,6 +7,7 @@
   bench.py roofline -o RECORD.json    a CPU's peaks, and attention beside them
   bench.py decode --program DECODE_BENCH  decode over a KV cache on a GPU, beside torch
   bench.py paged                      decode over 8-bit pages of other libraries on a GPU
+  bench.py smoothing --library LIBRARY  K's mean, a sequence or a tile, on a GPU
   bench.py kv -o RECORD.json          the same on a CPU
   bench.py counters --library LIBRARY hardware counters of the attention kernels, by ncu
 
@@ -27,6 +28,7 @@ COMMANDS = {
     "plot": "docs/plots from bench/results",
     "decode": "decode over a KV cache on a GPU",
     "paged": "decode over 8-bit pages on a GPU",
+    "smoothing": "K's mean, a sequence or a tile",
     "kv": "decode over a KV cache on a CPU",
     "counters": "hardware counters of the attention kernels, by ncu",
     "roofline": "peaks of a CPU's units, and attention beside them",

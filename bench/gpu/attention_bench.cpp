@@ -41,6 +41,7 @@ static int failed(const Status& status) {
 struct Asked {
   kernels::QueryCodes queries = kernels::QueryCodes::by_plan;
   kernels::SpreadOverride spread;
+  bool smooth_k = true;
 };
 
 /// Takes what is asked for off the name.
@@ -53,8 +54,13 @@ static Status take_asked(std::string_view& name, Asked& asked) {
       asked.queries = word == "q" ? attention : quantisation;
       continue;
     }
+    if (word == "no_smooth_k") {
+      asked.smooth_k = false;
+      continue;
+    }
     if (word.starts_with("splits=")) number = &asked.spread.splits;
     if (word.starts_with("pack=")) number = &asked.spread.pack;
+    if (word.starts_with("consumers=")) number = &asked.spread.consumers;
     const char *begin = word.data() + word.find('=') + 1, *end = word.data() + word.size();
     int value = 0;
     const std::from_chars_result read = std::from_chars(begin, end, value);
@@ -83,6 +89,7 @@ static std::string missed(const Asked& asked, kernels::GpuPlan& plan, const Prob
   }
   if (!says("splits: ", asked.spread.splits)) return "takes other splits";
   if (!says("packed_heads: ", asked.spread.pack)) return "packs other heads";
+  if (!says("consumers: ", asked.spread.consumers)) return "has other consumers";
   return {};
 }
 
@@ -111,6 +118,7 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
     return nullptr;
   }
   o.recipe = *named;
+  if (!asked.smooth_k) o.recipe.smooth_k = Toggle::off;
   o.causal = s->causal != 0;
   Result<Problem> problem = Problem::make(t, o);
   if (!problem.ok()) {

@@ -105,7 +105,7 @@ STEPS = {"e2e": 0, "quantise": 1, "kernel": 2}
 
 def steps_of(recipe, quantises):
     """Who makes Q's codes ("+q", "+no_q") tells in the whole; splits leave quantisation alone."""
-    asked = recipe.split("+")[1:]
+    asked = [word for word in recipe.split("+")[1:] if word != "no_smooth_k"]
     if not quantises or {"q", "no_q"} & set(asked):
         return ["e2e"]
     return ["e2e", "kernel"] if asked else list(STEPS)

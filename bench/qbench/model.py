@@ -33,7 +33,15 @@ def find(row, record):
 def row_name(row):
     shape = row["shape"]
     mask = "causal" if shape["causal"] else "full"
-    return f"{row['recipe']} ({row['kernel']}), D {shape['dim']}, {mask}"
+    heads = "" if shape["heads_q"] == shape["heads_kv"] else (
+        f", heads {shape['heads_q']}/{shape['heads_kv']}")  # fmt: skip
+    if is_few(row):
+        mask = f"{shape['queries']} query" + ("" if shape["queries"] == 1 else "s")
+    return f"{row['recipe']} ({row['kernel']}), D {shape['dim']}{heads}, {mask}"
+
+
+def is_few(row):
+    return row["shape"]["queries"] < row["shape"]["keys"]
 
 
 def text_of(row, record):
@@ -44,7 +52,7 @@ def text_of(row, record):
 
 def column(row):
     shape = Shape("model", **row["shape"])
-    return f"S {shape.keys}" if shape.queries == shape.keys else shape.name
+    return f"B {shape.batch}, {shape.keys} keys" if is_few(row) else f"S {shape.keys}"
 
 
 def clocks_table(rows):
@@ -53,6 +61,8 @@ def clocks_table(rows):
     lines = {}
     for row in rows:
         name = f"{row['recipe']} ({row['kernel']}), D {row['shape']['dim']}"
+        if is_few(row):
+            name += ", few queries"
         lines.setdefault(name, [f"{row['clocks_a_tile'][unit]:.0f}" for unit in units])
     return markdown(["", *units], [[name, *cells] for name, cells in lines.items()])
 
@@ -95,6 +105,10 @@ def section(records):
             "",
             "The bound, its unit, and how many times as long the kernel took:",
             "",
-            *bounds_table(model["rows"], record),
+            *bounds_table([row for row in model["rows"] if not is_few(row)], record),
+            "",
+            "Of few queries, without what combines the keys that blocks share:",
+            "",
+            *bounds_table([row for row in model["rows"] if is_few(row)], record),
         ]
     return lines

@@ -2,7 +2,7 @@
 
 import textwrap
 
-from . import choices, counters, decode, kv, model, paged, plot, roofline, wheel
+from . import choices, counters, decode, kv, model, paged, plot, roofline, smoothing, wheel
 from .record import ROOT, baselines, committed, markdown
 
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
@@ -255,6 +255,7 @@ def page():
     lines += counters.section()
     lines += decode.section()
     lines += paged.section()
+    lines += smoothing.section()
     lines += kv.section()
     lines += model.section(records)
     lines += wheel.section()

@@ -32,9 +32,7 @@ class EmulatedBadInput : public testing::TestWithParam<OnGpu> {
   Feature feature(Format wanted = Format::bf16) const {
     return with_inputs(bad_input_feature(), recipe(), wanted);
   }
-  bool again() const {
-    return !free_scales(recipe().v) && GetParam().architecture == 90;
-  }
+  bool again() const { return !free_scales(recipe().v) && GetParam().architecture == 90; }
 
  private:
   OnArchitecture on_{GetParam().architecture};

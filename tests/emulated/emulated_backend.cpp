@@ -46,7 +46,9 @@ OnArchitecture::OnArchitecture(int architecture)
     : before_(std::exchange(chosen_architecture, architecture)) {}
 OnArchitecture::~OnArchitecture() { chosen_architecture = before_; }
 
-ForceSpread::ForceSpread(int pack, int splits) { kernels::spread_override() = {pack, splits}; }
+ForceSpread::ForceSpread(int pack, int splits, int consumers) {
+  kernels::spread_override() = {pack, splits, consumers};
+}
 ForceSpread::~ForceSpread() { kernels::spread_override() = {}; }
 
 LeaveQueries::LeaveQueries(bool leave) : before_(kernels::query_codes_override()) {

@@ -31,7 +31,7 @@ class OnArchitecture {
 /// 0: nothing.
 class ForceSpread {
  public:
-  ForceSpread(int pack, int splits);
+  ForceSpread(int pack, int splits, int consumers = 0);
   ~ForceSpread();
   ForceSpread(const ForceSpread&) = delete;
   ForceSpread& operator=(const ForceSpread&) = delete;

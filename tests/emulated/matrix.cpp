@@ -313,6 +313,43 @@ std::pair<Recipe, Feature> call_for(int d, const std::string& qk, const std::str
 
 }  // namespace
 
+namespace {
+
+/// Blocks of 192 rows: sequences that end in each consumer's part of one, and what they may see.
+void add_three_consumers(std::vector<Cell>& all) {
+  std::vector<Feature> rows;
+  for (const char* name : {"window_both", "causal_window_left", "mask_bits_padding", "everything",
+                           "sinks_masked_rows"}) {
+    rows.push_back(feature_named(name));
+  }
+  add(rows, "causal_long", [](Feature& f) { f.sq = f.sk = {450}, f.options.causal = true; });
+  add(rows, "full_long", [](Feature& f) { f.sq = {400}, f.sk = {520}; });
+  add(rows, "pages", [](Feature& f) {
+    f.sq = {220, 20, 1}, f.sk = {512, 512, 512}, f.used_k = {417, 0, 129};
+    f.how.page_size = 48, f.how.packed_q = f.options.causal = true;
+  });
+  add(rows, "packed", [](Feature& f) {
+    f.sq = {1, 64, 0, 130, 200, 385}, f.sk = {129, 64, 70, 0, 257, 385};
+    f.how.packed_q = f.how.packed_k = f.options.causal = true;
+  });
+  std::size_t n = 0;
+  for (const Feature& row : rows) {
+    for (const Recipe& recipe : gpu_recipes()) {
+      if (!has_codes(recipe.v) || !row.applies(recipe)) continue;
+      Feature f = with_inputs(row, recipe, n % 2 ? Format::f16 : Format::bf16);
+      f.dim = f.dim_v = n / 3 % 2 ? 128 : 64, f.name += "_three";
+      // Biased scores (Sm90Shape) are rounded: within what 16-bit outputs are held to.
+      if (f.dim == 128 && recipe.p == Format::u8) f.how.output = f.how.input;
+      Cell cell = cell_of(recipe, f, "");
+      cell.architecture = 90, cell.consumers = 3;
+      all.push_back(std::move(cell));
+      ++n;
+    }
+  }
+}
+
+}  // namespace
+
 std::vector<Cell> hopper_cells() {
   std::vector<Feature> rows;
   for (const char* name :
@@ -367,16 +404,17 @@ std::vector<Cell> hopper_cells() {
       all.push_back(std::move(cell));
     }
   }
+  add_three_consumers(all);
   // One call for every line of the list; raw queries: query_codes_test.cpp.
-  const auto instance = [&](int d, const char* qk, const char* pv, bool raw) {
+  const auto instance = [&](int d, const char* qk, const char* pv, bool raw, int consumers) {
     if (raw) return;
     auto [recipe, f] = call_for(d, qk, pv);
-    f.name = "instance_d" + std::to_string(d) + "_" + pv;
+    f.name = "instance_d" + std::to_string(d) + "_" + pv + "_" + std::to_string(consumers);
     Cell cell = cell_of(recipe, f, "");
-    cell.architecture = 90;
+    cell.architecture = 90, cell.consumers = has_codes(recipe.v) ? consumers : 0;
     all.push_back(std::move(cell));
   };
-#define QATTN_INSTANCE(D, QK, PV, RAW) instance(D, #QK, #PV, RAW);
+#define QATTN_INSTANCE(D, QK, PV, RAW, CONSUMERS) instance(D, #QK, #PV, RAW, CONSUMERS);
 #include "kernels/attn_prefill/sm90a_instances.inc"
 #undef QATTN_INSTANCE
   return all;

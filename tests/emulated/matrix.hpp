@@ -16,6 +16,7 @@ struct Cell {
   bool refused = false;  ///< no GPU kernel: another one must serve it
   int architecture = 0;  ///< of the GPU; 0: architecture_for() the recipe
   int splits = 0;        ///< of the keys; 0: what the kernel takes
+  int consumers = 0;     ///< of Hopper's kernel; 0: what it takes
 };
 
 /// Few queries, with several splits of the keys and as many heads in a tile as the kernel can have.

@@ -86,6 +86,24 @@ TEST_P(QueryCodes, OfManyWorksABlock) {
   expect_equal(f, Format::bf16, 7, "many works");
 }
 
+TEST_P(QueryCodes, OfThreeConsumers) {
+  const ForceSpread three(0, 0, 3);
+  if (recipe().v != Format::s8) {  // e4m3 P is slower so
+    const LeaveQueries on(true);
+    const Feature f = with_inputs(feature(64, {200}, {64}), recipe(), Format::bf16);
+    const Call call = make_call(f, 10);
+    Laid laid = lay_out(call, f.how);
+    const std::string plan = run_emulated(call, laid, recipe(), every_timing().first(1)).plan;
+    EXPECT_NE(plan.find("\nconsumers: 3\n"), std::string::npos) << plan;
+    EXPECT_EQ(plan.find(in_kernel), std::string::npos) << plan;
+    return;
+  }
+  expect_equal(feature(64, {400, 400}, {200, 200}), Format::bf16, 10, "D 64");
+  Feature packed = feature(64, {130, 0, 65, 200}, {200, 70, 0, 130});
+  packed.how.packed_q = packed.how.packed_k = true;
+  expect_equal(packed, Format::f16, 11, "packed");
+}
+
 TEST_P(QueryCodes, OfBadRows) {
   const Feature f = with_inputs(feature(128, {200, 200}, {150, 150}), recipe(), Format::bf16);
   const Call call = make_call(f, 8);
@@ -132,7 +150,7 @@ TEST_P(QueryCodes, AreLeftToTheKernelWhereThatIsFaster) {
   const EmulatedBackend backend(90);
   const auto leaves = [&](std::int64_t tokens, auto edit) {
     const auto view = [&](Format format) {
-      return TensorView::dense(static_cast<void*>(nullptr), format, {1, tokens, 4, 64});
+      return TensorView::dense(static_cast<void*>(nullptr), format, {1, tokens, 4, 128});
     };
     AttentionTensors t;
     t.q = t.k = t.v = view(Format::bf16);
@@ -152,7 +170,48 @@ TEST_P(QueryCodes, AreLeftToTheKernelWhereThatIsFaster) {
   EXPECT_TRUE(leaves(8192, causal));
   EXPECT_EQ(leaves(8320, causal), always);
   EXPECT_TRUE(leaves(16384, [](AttentionOptions& o) { o.causal = true, o.window_left = 512; }));
-  EXPECT_EQ(leaves(8192, [](AttentionOptions& o) { o.window_right = 8000; }), always);
+  EXPECT_EQ(leaves(6144, [](AttentionOptions& o) { o.window_right = 6000; }), always);
+}
+
+/// Long rows, in blocks that fill the GPU's multiprocessors as well as those of two consumers.
+TEST_P(QueryCodes, ThreeConsumersServeLongRows) {
+  const EmulatedBackend backend(90);
+  const auto consumers = [&](std::int64_t dim, std::int64_t queries, std::int64_t keys, auto edit) {
+    const auto view = [&](Format format, std::int64_t tokens) {
+      return TensorView::dense(static_cast<void*>(nullptr), format, {1, tokens, 33, dim});
+    };
+    AttentionTensors t;
+    t.q = view(Format::bf16, queries), t.k = t.v = view(Format::bf16, keys);
+    t.out = view(Format::f32, queries);
+    AttentionOptions options;
+    options.recipe = recipe();
+    edit(t, options);
+    const std::string text = plan(t, options)->to_string();
+    for (const int n : {2, 3}) {
+      if (text.find("\nconsumers: " + std::to_string(n) + "\n") != std::string::npos) return n;
+    }
+    ADD_FAILURE() << text;
+    return 0;
+  };
+  const auto full = [](AttentionTensors&, AttentionOptions&) {};
+  const auto causal = [](AttentionTensors&, AttentionOptions& o) { o.causal = true; };
+  const bool u8 = recipe().v == Format::s8;
+  EXPECT_EQ(consumers(64, 3072, 2048, full), 3);
+  EXPECT_EQ(consumers(64, 3072, 1536, full), u8 ? 2 : 3);
+  EXPECT_EQ(consumers(64, 3072, 3072, causal), u8 ? 2 : 3);
+  EXPECT_EQ(consumers(64, 3072, 512, full), 2);
+  EXPECT_EQ(consumers(64, 1024, 8192, full), 2) << "a third of six blocks is empty";
+  EXPECT_EQ(consumers(128, 6144, 8192, full), 3);
+  EXPECT_EQ(consumers(128, 6144, 6144, full), 2);
+  EXPECT_EQ(consumers(256, 6144, 8192, full), 2);
+  EXPECT_EQ(consumers(64, 1, 65536, full), 2);
+  std::uint8_t mask[1] = {1};
+  EXPECT_EQ(consumers(64, 3072, 4096,
+                      [&](AttentionTensors& t, AttentionOptions& o) {
+                        t.block_mask = TensorView::dense(mask, Format::b8, {1, 1, 1, 1});
+                        o.block_mask_q = o.block_mask_k = 4096;
+                      }),
+            2);
 }
 
 INSTANTIATE_TEST_SUITE_P(Cover, QueryCodes, testing::ValuesIn(code_recipes()),

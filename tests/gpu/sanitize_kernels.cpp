@@ -53,6 +53,8 @@ struct Worst {
   double nrmse = 0, row = 0, lse = 0;
 };
 
+const std::string three_consumers = "three_consumers_";
+
 bool runs_on(const DeviceOutcome& outcome, const std::string& kernel) {
   return outcome.plan.find("kernel: " + kernel + "\n") != std::string::npos;
 }
@@ -86,10 +88,16 @@ class Check {
     ++calls_;
     if (!outcome.status.ok()) return fail(name, outcome.status.message()), false;
     if (!outcome.violation.empty()) fail(name, outcome.violation);
+    const bool three = outcome.plan.find("\nconsumers: 3\n") != std::string::npos;
+    if (runs_on(outcome, "sm90a_prefill") &&
+        three != (name.find(three_consumers) != std::string::npos)) {
+      fail(name, three ? "has three consumers" : "has two consumers");
+    }
     const std::size_t at = outcome.plan.find("variant: ");
     if (at != std::string::npos) {
       variants_.insert(std::string(kind.recipe) + " " + std::string(info(kind.input).name) + " " +
-                       outcome.plan.substr(at + 9, outcome.plan.find('\n', at) - at - 9));
+                       outcome.plan.substr(at + 9, outcome.plan.find('\n', at) - at - 9) +
+                       (three ? ", three consumers" : ""));
     }
     return true;
   }
@@ -202,6 +210,24 @@ std::vector<Feature> table() {
       f.name += "_general";
       f.options.softcap = 3;
       f.sq = {140, 140}, f.sk = {200, 200};
+      all.push_back(f);
+    }
+  }
+  // Three consumers in a block of Hopper's kernel, by the room that there is for rows: a block for
+  // each of an H200's multiprocessors, and more keys than any sequence uses.
+  for (const std::int64_t dim : {64, 128}) {
+    for (const bool causal : {false, true}) {
+      Feature f;
+      f.name = three_consumers + (causal ? "causal_" : "") + std::to_string(dim);
+      f.applies = [](const Recipe& r) { return r.v == Format::s8 || r.v == Format::e4m3; };
+      f.dim = f.dim_v = dim;
+      f.heads_q = 11, f.heads_k = 1;
+      f.sq.assign(12, 190), f.sk.assign(12, dim == 64 ? 2240 : 8320);
+      f.used_q = {190, 0, 1, 64, 65, 128, 129, 190, 100, 7, 160, 190};
+      f.used_k = {700, 300, 129, 128, 0, 257, 129, 190, 64, 1, 448, 333};
+      f.how.seqused_q = f.how.seqused_k = true;
+      f.options.causal = causal;
+      f.how.output = causal ? Format::none : Format::f32;
       all.push_back(f);
     }
   }

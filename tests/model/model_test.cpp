@@ -156,17 +156,33 @@ INSTANTIATE_TEST_SUITE_P(Kernels, Emulated,
 
 TEST(Predict, FewBlocksLeaveMultiprocessorsIdle) {
   const Result<Prediction> one =
-      predict("int8_full", {1, 1, 1, 1, 8192, 128, false}, Choice::best, h200());
+      predict("int8_full", {1, 1, 1, 129, 8192, 128, false}, Choice::best, h200());
   const Result<Prediction> many =
-      predict("int8_full", {4, 33, 1, 1, 8192, 128, false}, Choice::best, h200());
+      predict("int8_full", {2, 33, 1, 129, 8192, 128, false}, Choice::best, h200());
   const Result<Prediction> more =
-      predict("int8_full", {8, 33, 1, 1, 8192, 128, false}, Choice::best, h200());
+      predict("int8_full", {4, 33, 1, 129, 8192, 128, false}, Choice::best, h200());
   ASSERT_TRUE(one.ok() && many.ok() && more.ok());
   const int special = static_cast<int>(Unit::special);
   EXPECT_NEAR(one->bound.seconds[special], many->bound.seconds[special],
               1e-9 * many->bound.seconds[special]);
   EXPECT_NEAR(more->bound.seconds[special], 2 * many->bound.seconds[special],
               1e-9 * many->bound.seconds[special]);
+}
+
+/// Heads of a group in one tile, keys shared by blocks that fill the GPU, and products of the one
+/// warpgroup that has rows.
+TEST(Predict, OneQueryOfManyKeys) {
+  const Result<Prediction> p =
+      predict("int8_full", {1, 32, 8, 1, 8192, 128, false}, Choice::best, h200());
+  ASSERT_TRUE(p.ok()) << p.status().message();
+  EXPECT_EQ(p->kernel, "sm90a_prefill");
+  const double scores = 8.0 * 64 * 8192;
+  EXPECT_DOUBLE_EQ(p->bound.amounts[Unit::tensor], scores * 128 * 2);
+  const int tensor = static_cast<int>(Unit::tensor);
+  EXPECT_NEAR(p->bound.seconds[tensor], scores * 128 * 2 / 4096 / 132 / 1.755e9, 1e-12);
+  EXPECT_EQ(p->bound.limit, Unit::dram);
+  EXPECT_GE(p->bound.amounts[Unit::l2], 2.0 * 8 * 8192 * 128);
+  EXPECT_LE(p->bound.amounts[Unit::l2], 2.0 * 8 * 8192 * 128 * 1.25);
 }
 
 TEST(Predict, MemoryIsEachOperandOnce) {

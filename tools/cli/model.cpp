@@ -22,13 +22,13 @@ using model::Unit;
 
 struct ModelFlags {
   std::vector<std::string> shapes;
-  std::string recipes = "bf16,int8,int8_full", measured;
+  std::string recipes = "bf16,int8,int8_full,int8_fp8,fp8", measured;
   bool causal = false, portable = false, json = false;
 
   void add_to(CLI::App& app) {
     app.add_option("--shape", shapes,
-                   "B,Hq,Hkv,Sq,Sk,D; may be given again (default: 32 heads, D 128 and 64, "
-                   "B S = 16384, full and causal)")
+                   "B,Hq,Hkv,Sq,Sk,D; may be given again (default: D 128, 64 and 256, heads "
+                   "32/8, full and causal, and one query)")
         ->expected(1)
         ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
     app.add_option("--recipe", recipes, "names separated by commas, or all");
@@ -41,12 +41,22 @@ struct ModelFlags {
 
 std::vector<model::Shape> default_shapes(bool causal_only) {
   std::vector<model::Shape> shapes;
-  for (const std::int64_t dim : {128, 64}) {
+  const auto sweep = [&](std::int64_t heads, std::int64_t heads_kv, std::int64_t dim,
+                         std::initializer_list<std::int64_t> lengths) {
     for (const bool causal : {false, true}) {
-      for (std::int64_t s = 1024; s <= 16384 && (causal || !causal_only); s *= 2) {
-        shapes.push_back({16384 / s, 32, 32, s, s, dim, causal});
+      if (causal_only && !causal) continue;
+      for (const std::int64_t s : lengths) {
+        const std::int64_t batch = std::max<std::int64_t>(16384 / s, 1);
+        shapes.push_back({batch, heads, heads_kv, s, s, dim, causal});
       }
     }
+  };
+  sweep(32, 32, 128, {1024, 2048, 4096, 8192, 16384, 32768});
+  sweep(32, 32, 64, {1024, 2048, 4096, 8192, 16384, 32768});
+  sweep(16, 16, 256, {1024, 4096, 16384});
+  sweep(32, 8, 128, {4096, 16384});
+  for (const auto& [batch, keys] : {std::pair{16, 8192}, {16, 32768}, {1, 32768}, {1, 131072}}) {
+    if (!causal_only) shapes.push_back({batch, 32, 8, 1, keys, 128, false});
   }
   return shapes;
 }

@@ -84,9 +84,9 @@ const Machine& h200() {
   return machine;
 }
 
-Tiles tiles_of(const Shape& s) {
-  const double heads = static_cast<double>(s.batch * s.heads_q);
-  const auto blocks = static_cast<std::int64_t>(ceil_div(s.queries, tile));
+Tiles tiles_of(const Shape& s, std::int64_t pack) {
+  const double heads = static_cast<double>(s.batch * (s.heads_q / pack));
+  const auto blocks = static_cast<std::int64_t>(ceil_div(s.queries * pack, tile));
   Tiles t{heads * static_cast<double>(blocks), 0,
           static_cast<double>(s.batch * s.heads_kv) * ceil_div(s.keys, tile)};
   for (std::int64_t i = 0; i < blocks; ++i) {

@@ -70,7 +70,8 @@ struct Shape {
 struct Tiles {
   double blocks = 0, tiles = 0, keys = 0;
 };
-Tiles tiles_of(const Shape& shape);
+/// `pack`: query heads that share a block; their queries fit into one.
+Tiles tiles_of(const Shape& shape, std::int64_t pack = 1);
 
 /// What one block of queries needs, one tile of scores and one of keys.
 struct PerTile {

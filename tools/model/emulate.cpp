@@ -1,10 +1,12 @@
 #include "model/emulate.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <map>
 #include <memory>
 #include <random>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -59,7 +61,9 @@ using Call = std::unique_ptr<BenchHandle, Destroy>;
 bool takes_f16(const std::string& recipe) { return recipe == "f16"; }
 
 /// A block has all keys of its rows, however few blocks there are: tiles and blocks are what costs.
-std::string unsplit(const std::string& recipe) { return recipe + "+splits=1"; }
+std::string unsplit(const std::string& recipe, std::int64_t pack) {
+  return recipe + "+splits=1" + (pack > 1 ? "+pack=" + std::to_string(pack) : "");
+}
 
 BenchShape bench_shape(const std::string& recipe, const Shape& s) {
   return {s.batch, s.heads_q, s.heads_kv, s.queries, s.keys, s.dim, s.causal, takes_f16(recipe)};
@@ -69,17 +73,28 @@ Status no_kernel(const std::string& recipe) {
   return Status(Code::unsupported, recipe + ": " + bench_error());
 }
 
-/// Bytes that must come from memory and go to it.
-Result<double> dram_bytes(const std::string& recipe, const Shape& s, Choice choice) {
+/// What the plan of a whole call says.
+struct Whole {
+  double dram_bytes;  ///< that must come from memory and go to it
+  std::int64_t pack;  ///< heads in a tile
+};
+
+std::int64_t pack_in(const std::string& plan) {
+  const std::string line = "\npacked_heads: ";
+  const std::size_t at = plan.find(line);
+  return at == plan.npos ? 1 : std::atoll(plan.c_str() + at + line.size());
+}
+
+Result<Whole> planned(const std::string& recipe, const Shape& s, Choice choice) {
   const Hopper hopper(choice);
   const BenchShape shape = bench_shape(recipe, s);
   // Nothing is read while a call is planned: any addresses will do that are far apart.
   const auto place = [](std::uintptr_t n) { return reinterpret_cast<void*>(n << 44); };
-  const Call call(
-      bench_create(unsplit(recipe).c_str(), &shape, place(1), place(2), place(3), place(4)));
+  const Call call(bench_create(recipe.c_str(), &shape, place(1), place(2), place(3), place(4)));
   if (!call) return no_kernel(recipe);
   const double out = 2.0 * static_cast<double>(s.batch * s.heads_q * s.queries * s.dim);
-  return static_cast<double>(bench_q_bytes(call.get()) + bench_kv_bytes(call.get())) + out;
+  return Whole{static_cast<double>(bench_q_bytes(call.get()) + bench_kv_bytes(call.get())) + out,
+               pack_in(bench_plan(call.get()))};
 }
 
 struct Fitted {
@@ -89,32 +104,37 @@ struct Fitted {
 
 /// Emulates one block of queries over a few tiles, over more, and two blocks. Once a process: the
 /// shapes of a sweep share it.
-Result<Fitted> fitted(const std::string& recipe, std::int64_t dim, bool causal, Choice choice) {
-  using Key = std::tuple<std::string, std::int64_t, bool, Choice>;
+Result<Fitted> fitted(const std::string& recipe, const Shape& s, std::int64_t pack, Choice choice) {
+  using Key = std::tuple<std::string, std::int64_t, bool, std::int64_t, std::int64_t, Choice>;
   static std::map<Key, Fitted> known;
-  const Key key{recipe, dim, causal, choice};
+  const std::int64_t queries = std::min(s.queries, tile);
+  const Key key{recipe, s.dim, s.causal, queries, pack, choice};
   if (const auto it = known.find(key); it != known.end()) return it->second;
-  // Pipelines of a few stages are full after two tiles.
-  constexpr std::int64_t few = 2, more = 6;
-  const Shape shapes[] = {{1, 1, 1, tile, few * tile, dim, causal},
-                          {1, 1, 1, tile, more * tile, dim, causal},
-                          {1, 1, 1, 2 * tile, more * tile, dim, causal}};
+  // Pipelines of a few stages are full after two tiles; plans pack heads from four on.
+  const std::int64_t few = pack > 1 ? 4 : 2, more = few + 4;
+  // Blocks of few queries share no keys: two are two KV heads.
+  const std::int64_t kv = queries < tile ? 2 : 1;
+  const Shape shapes[] = {{1, pack, 1, queries, few * tile, s.dim, s.causal},
+                          {1, pack, 1, queries, more * tile, s.dim, s.causal},
+                          {1, kv * pack, kv, 2 / kv * queries, more * tile, s.dim, s.causal}};
   Fitted f;
   std::vector<Emulation> runs;
   for (const Shape& shape : shapes) {
-    const Result<Emulation> e = emulate(recipe, shape, choice);
+    const Result<Emulation> e = emulate(recipe, shape, choice, pack);
     if (!e.ok()) return e.status();
     runs.push_back(*e);
   }
   f.emulation = runs[0];
-  f.per_tile = PerTile::fit(
-      {runs[0].amounts, runs[1].amounts, runs[2].amounts, few, more, tiles_of(shapes[2]).tiles});
+  f.per_tile =
+      PerTile::fit({runs[0].amounts, runs[1].amounts, runs[2].amounts, static_cast<double>(few),
+                    static_cast<double>(more), tiles_of(shapes[2], pack).tiles});
   return known.emplace(key, f).first->second;
 }
 
 }  // namespace
 
-Result<Emulation> emulate(const std::string& recipe, const Shape& s, Choice choice) {
+Result<Emulation> emulate(const std::string& recipe, const Shape& s, Choice choice,
+                          std::int64_t pack) {
   const Hopper hopper(choice);
   const bool f16 = takes_f16(recipe);
   const std::int64_t q_count = s.batch * s.queries * s.heads_q * s.dim;
@@ -123,7 +143,7 @@ Result<Emulation> emulate(const std::string& recipe, const Shape& s, Choice choi
                v = normal(kv_count, f16, 3), out = memory(static_cast<std::size_t>(q_count) * 2);
   const BenchShape shape = bench_shape(recipe, s);
   const Call call(
-      bench_create(unsplit(recipe).c_str(), &shape, q.get(), k.get(), v.get(), out.get()));
+      bench_create(unsplit(recipe, pack).c_str(), &shape, q.get(), k.get(), v.get(), out.get()));
   if (!call) return no_kernel(recipe);
   const Memory workspace = memory(static_cast<std::size_t>(bench_workspace(call.get())));
   const auto step = [&](int which) {
@@ -141,15 +161,19 @@ Result<Emulation> emulate(const std::string& recipe, const Shape& s, Choice choi
 
 Result<Prediction> predict(const std::string& recipe, const Shape& shape, Choice choice,
                            const Machine& machine) {
-  const Result<Fitted> f = fitted(recipe, shape.dim, shape.causal, choice);
+  const Result<Whole> whole = planned(recipe, shape, choice);
+  if (!whole.ok()) return whole.status();
+  const Result<Fitted> f = fitted(recipe, shape, whole->pack, choice);
   if (!f.ok()) return f.status();
-  const Result<double> dram = dram_bytes(recipe, shape, choice);
-  if (!dram.ok()) return dram.status();
   Prediction p{recipe, f->emulation.kernel, f->emulation.quantises, shape, f->per_tile, {}};
-  const Tiles tiles = tiles_of(shape);
+  const Tiles tiles = tiles_of(shape, whole->pack);
   Amounts amounts = p.per_tile.scaled(tiles);
-  amounts[Unit::dram] = *dram;
-  p.bound = bound_of(amounts, machine, tiles.blocks * f->emulation.blocks);
+  amounts[Unit::dram] = whole->dram_bytes;
+  // Blocks share the keys of few queries: at best they fill the machine. How many plans take
+  // depends on the GPU, which the emulator is not.
+  const bool shared = shape.queries * whole->pack <= tile;
+  const double blocks = tiles.blocks * f->emulation.blocks;
+  p.bound = bound_of(amounts, machine, shared ? machine.multiprocessors : blocks);
   return p;
 }
 

@@ -18,9 +18,10 @@ struct Emulation {
   double blocks = 0;       ///< thread blocks of it
 };
 
-/// The attention step on normally distributed 16-bit tensors. Errors: unsupported with the kernels'
-/// reasons; internal if the kernel is broken.
-Result<Emulation> emulate(const std::string& recipe, const Shape& shape, Choice choice);
+/// The attention step on normally distributed 16-bit tensors, keys not split, `pack` heads in a
+/// tile. Errors: unsupported with the kernels' reasons; internal if the kernel is broken.
+Result<Emulation> emulate(const std::string& recipe, const Shape& shape, Choice choice,
+                          std::int64_t pack = 1);
 
 struct Prediction {
   std::string recipe, kernel;
@@ -30,7 +31,7 @@ struct Prediction {
   Bound bound;
 };
 
-/// Emulates small sizes and scales to the shape.
+/// Emulates small sizes and scales to the shape. What combines split keys is not counted.
 Result<Prediction> predict(const std::string& recipe, const Shape& shape, Choice choice,
                            const Machine& machine);
 

@@ -17,10 +17,10 @@ namespace {
 using isa::Element;
 
 constexpr Sm90Instance instances[] = {
-#define QATTN_INSTANCE(D, QK, PV, RAW)                          \
-  {Sm90Config{D, Element::QK, Element::PV, RAW},                \
-   &launch_sm90a<Sm90Config{D, Element::QK, Element::PV, RAW}>, \
-   &compiled_sm90a<Sm90Config{D, Element::QK, Element::PV, RAW}>},
+#define QATTN_INSTANCE(D, QK, PV, RAW, CONSUMERS)                          \
+  {Sm90Config{D, Element::QK, Element::PV, RAW, CONSUMERS},                \
+   &launch_sm90a<Sm90Config{D, Element::QK, Element::PV, RAW, CONSUMERS}>, \
+   &compiled_sm90a<Sm90Config{D, Element::QK, Element::PV, RAW, CONSUMERS}>},
 #include "kernels/attn_prefill/sm90a_instances.inc"
 #undef QATTN_INSTANCE
 };
@@ -43,10 +43,37 @@ Recipe resolve(const Problem& problem) {
   return detail::resolve_recipe(problem, "int8_full", thread, thread);
 }
 
-const Sm90Instance* find(const Problem& p, const Recipe& r, bool raw_queries = false) {
-  const int widest = std::max<int>(p.d, p.dv), d = widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
-  return find_sm90a({d, r.qk == Format::s8 ? Element::s8 : Element::e4m3,
-                     r.v == Format::s8 ? Element::u8 : Element::e4m3, raw_queries});
+int padded_dim(const Problem& p) {
+  const int widest = std::max<int>(p.d, p.dv);
+  return widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
+}
+
+const Sm90Instance* find(const Problem& p, const Recipe& r, bool raw_queries = false,
+                         int consumers = 2) {
+  return find_sm90a({padded_dim(p), r.qk == Format::s8 ? Element::s8 : Element::e4m3,
+                     r.v == Format::s8 ? Element::u8 : Element::e4m3, raw_queries, consumers});
+}
+
+/// Keys that a row sees, on average.
+std::int64_t average_keys(const Problem& p) {
+  const bool causal = p.window_right >= 0 && p.window_right < p.max_k / 2;
+  const std::int64_t average = p.max_k - (causal ? std::min(p.max_q, p.max_k) / 2 : 0);
+  return std::min(average, visible_keys(p, 1));
+}
+
+/// Warpgroups that share a tile of keys. Three are faster for long rows (Sm90Shape has numbers),
+/// and where 192 rows a block do not leave more multiprocessors idle, at the end of a sequence or
+/// of the call, than 128 do: a third of the waves more make 12 % at 1024 queries.
+int consumers_for(const Problem& p, const Recipe& r, const Spread& spread, int multiprocessors) {
+  if (p.block_mask_q > 0 || spread.rows > 0 || find(p, r, false, 3) == nullptr) return 2;
+  if (const int asked = spread_override().consumers; asked > 0) return asked;
+  // Rows that a multiprocessor is busy with.
+  const auto rows = [&](std::int64_t block) {
+    const std::int64_t blocks = (p.max_q + block - 1) / block * p.batch * p.heads_q;
+    return (blocks + multiprocessors - 1) / multiprocessors * block;
+  };
+  const std::int64_t least = padded_dim(p) > 64 ? 8192 : r.v == Format::s8 ? 2048 : 1024;
+  return average_keys(p) >= least && rows(192) * 100 <= rows(128) * 104 ? 3 : 2;
 }
 
 /// Is K's scale the same for all keys of 64 with the same (key % 8) / 2?
@@ -115,11 +142,11 @@ bool encodes_queries(const GpuPlan& data, const Problem& p) {
 /// Is a call faster if the attention kernel makes Q's codes? On an H200 (86ea62c; 16K tokens, 32
 /// heads, D 128 and 64, one run) u8 P won 2 to 7 % up to 4096 keys and 0 to 11 % beyond. Where P is
 /// e4m3 that kernel's loop is the slower one: 0 to 5 % won up to 4096 keys that a row sees on
-/// average (half of them where it is causal), at 16384 and 32768 up to 7 % lost.
+/// average (half of them where it is causal), at 16384 and 32768 up to 7 % lost. With three
+/// consumers u8 at D 64 won 2 to 4 % from 2048 keys on; the others lost 0 to 2 % and have no such
+/// kernel.
 bool gains_by_encoding(const Problem& p, const Recipe& r) {
-  const bool causal = p.window_right >= 0 && p.window_right < p.max_k / 2;
-  const std::int64_t average = p.max_k - (causal ? std::min(p.max_q, p.max_k) / 2 : 0);
-  return r.v == Format::s8 || std::min(average, visible_keys(p, 1)) <= 4096;
+  return r.v == Format::s8 || average_keys(p) <= 4096;
 }
 
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
@@ -148,12 +175,13 @@ std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
 Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
                     Handover handover) {
   const auto& plan = static_cast<const Sm90Plan&>(data);
+  const int rows = plan.instance->config.rows();
   Sm90Params params;
   static_cast<PrefillParams&>(params) =
-      params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), sm90a_rows, plan.error);
+      params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), rows, plan.error);
   params.general = is_general(p, plan.recipe);
   if (params.works == 0) return {};
-  set_spread(plan.spread, sm90a_rows, workspace, params);
+  set_spread(plan.spread, rows, workspace, params);
   const Sm90Instance& instance = handover.raw_queries ? *plan.raw : *plan.instance;
   if (handover.raw_queries) {
     params.q = rows_of(p, Role::q);
@@ -171,15 +199,16 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->attend = attend_sm90a;
   plan->encodes_queries = encodes_queries;
   plan->recipe = resolve(p);
-  plan->instance = find(p, plan->recipe);
-  plan->raw = find(p, plan->recipe, true);
   plan->gains_by_encoding = gains_by_encoding(p, plan->recipe);
   plan->prepared = plan_prepare(p, plan->recipe, needs_of(p, plan->recipe));
   plan->workspace = plan->prepared.bytes;
   plan->error = isa::error_word();
   plan->multiprocessors = isa::multiprocessors();
-  plan->spread = plan_sm90a_spread(p, plan->recipe, plan->instance->config, plan->multiprocessors,
-                                   plan->workspace);
+  plan->spread = plan_sm90a_spread(p, plan->recipe, find(p, plan->recipe)->config,
+                                   plan->multiprocessors, plan->workspace);
+  const int consumers = consumers_for(p, plan->recipe, plan->spread, plan->multiprocessors);
+  plan->instance = find(p, plan->recipe, false, consumers);
+  plan->raw = find(p, plan->recipe, true, consumers);
   plan->text = sm90a_text(plan->instance->config) + text_of(plan->spread);
   if (leaves_queries(*plan, p)) plan->text += "q_codes: in the attention kernel\n";
   return plan;
@@ -290,8 +319,9 @@ std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, 
 
 std::string sm90a_text(const Sm90Config& config) {
   const std::string keys = std::to_string(config.keys());
-  return "variant: d" + std::to_string(config.d) + "\ntile: " + std::to_string(sm90a_rows) +
-         " rows x " + keys + " keys\ntile_keys: " + keys + "\n";
+  return "variant: d" + std::to_string(config.d) + "\ntile: " + std::to_string(config.rows()) +
+         " rows x " + keys + " keys\ntile_keys: " + keys +
+         "\nconsumers: " + std::to_string(config.consumers) + "\n";
 }
 
 detail::Kernel sm90a_prefill() { return {"sm90a_prefill", supports, tune, run_steps}; }

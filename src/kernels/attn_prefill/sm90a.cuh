@@ -1,8 +1,8 @@
 // Prefill attention for Hopper: wgmma and TMA, warp-specialised, persistent.
 //
-// A block is one producer thread and two consumer warpgroups that own 64 query rows each and take
-// turns: while one multiplies, the other is in its softmax. In a step a consumer multiplies P of
-// the tile before with its V, then Q with K of the tile at hand.
+// A block is one producer thread and two or three consumer warpgroups that own 64 query rows each
+// and take turns: while one multiplies, another is in its softmax. In a step a consumer multiplies
+// P of the tile before with its V, then Q with K of the tile at hand.
 //
 // u8 P is relative to the maximum of its own row and tile, so products with s8 V are exact in int32
 // and no running maximum lies on the critical path. e4m3 P is relative to the running maximum. Both
@@ -162,8 +162,17 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
 
   // ---- Turns ----------------------------------------------------------------------------------
 
-  QATTN_DEVICE void take_turn() { isa::barrier_sync(1 + group, 128 * S::consumers); }
-  QATTN_DEVICE void give_turn() { isa::barrier_arrive(2 - group, 128 * S::consumers); }
+  QATTN_DEVICE void take_turn() {
+    if constexpr (S::turns) isa::barrier_sync(turn_of(group), turn_threads);
+  }
+  QATTN_DEVICE void give_turn() {
+    if constexpr (S::turns) {
+      isa::barrier_arrive(turn_of(group + 1 < S::consumers ? group + 1 : 0), turn_threads);
+    }
+  }
+  /// A barrier of those who have the turn and those who get it.
+  QATTN_DEVICE static int turn_of(int group) { return 1 + group; }
+  static constexpr int turn_threads = 256;
 
   // ---- The tiles ------------------------------------------------------------------------------
 
@@ -192,7 +201,7 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
   }
 
   /// P V of the tile before, if there is one, and Q K^T of this tile. P V joins the output while
-  /// Q K^T still runs. The turn is still ours then.
+  /// Q K^T still runs. The turn is still ours then, unless there are three consumers.
   template <bool First>
   QATTN_DEVICE void multiply(Products& s) {
     if constexpr (S::v_parts > 1) {
@@ -200,6 +209,7 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
       if constexpr (!First) join_parts();
       isa::wgmma_fence();
       multiply_keys(s);
+      if constexpr (S::three) give_turn();
       isa::wgmma_wait<0>();
       return;
     }
@@ -243,7 +253,7 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
 
   /// Any other tile.
   QATTN_DEVICE void attend_other_tile(const Products& s) {
-    give_turn();
+    if constexpr (!S::three) give_turn();
     Scales now = scales;
     if (this->is_edge(walk.tile, stage(), now)) {
       release();
@@ -404,7 +414,10 @@ struct Sm90Prefill {
     const SharedAddress base = isa::shared_base();
     static_assert(sizeof(PrefillWork) <= S::work_bytes);
     // The first consumer's first turn is nobody's gift.
-    if (group == 1) isa::barrier_arrive(1, 128 * S::consumers);
+    using Consumer = Sm90Consumer<C>;
+    if (S::turns && group == S::consumers - 1) {
+      isa::barrier_arrive(Consumer::turn_of(0), Consumer::turn_threads);
+    }
     for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
       const int buffer = queries.stage * S::consumers + group;
       isa::mbarrier_wait(base + S::q_full + 8 * buffer, queries.parity);
@@ -427,7 +440,7 @@ struct Sm90Prefill {
       self.write(base + S::out_at);
       report(p, index, row_warp, self.doubtful);
     }
-    if (group == 0) isa::barrier_sync(1, 128 * S::consumers);
+    if (S::turns && group == 0) isa::barrier_sync(Consumer::turn_of(0), Consumer::turn_threads);
   }
 
   static QATTN_DEVICE void run(const Params& p) {
@@ -435,7 +448,7 @@ struct Sm90Prefill {
     init_barriers(isa::shared_base());
     isa::grid_dependency_wait();  // for codes, scales and means
     if (isa::thread() < 128) {
-      isa::registers_decrease<S::wide_pv ? 56 : 24>();
+      isa::registers_decrease<S::producer_registers>();
       const int warp = isa::warp();
       if (warp == 0) {
         if (isa::elect()) Sm90Producer<C>{p}.run();
@@ -447,7 +460,7 @@ struct Sm90Prefill {
         Sm90Checker<C>{p}.run();
       }
     } else {
-      isa::registers_increase<S::wide_pv ? 224 : 240>();
+      isa::registers_increase<S::consumer_registers>();
       consume(p);
     }
   }

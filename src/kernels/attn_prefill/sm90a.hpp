@@ -46,7 +46,8 @@ std::string map_codes(const Sm90Config& config, const Problem& problem, Sm90Para
 /// many heads of rows / pack tokens each. Empty, or why TMA cannot read them.
 std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, int pack = 1);
 
-inline constexpr int sm90a_rows = 128;  ///< of a block of work
+inline constexpr int sm90a_rows = 128;  ///< of a block of work of two consumers
+
 /// The kernel's part of a plan's text.
 std::string sm90a_text(const Sm90Config& config);
 

@@ -13,7 +13,8 @@ inline namespace QATTN_TARGET {
 template <Sm90Config C>
 struct Sm90Encoder {
   using S = Sm90Shape<C>;
-  static constexpr int threads = 32 * S::encoders, barrier = 3;  ///< 1 and 2 are the turns'
+  static constexpr int threads = 32 * S::encoders;
+  static constexpr int barrier = 1 + S::consumers;  ///< those below are the turns'
   static constexpr int step_rows = S::encoder_rows, row_lanes = 32 / step_rows;
   static constexpr bool e4m3 = C.qk == isa::Element::e4m3;
 

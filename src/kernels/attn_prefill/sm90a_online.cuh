@@ -115,10 +115,13 @@ struct Sm90Online : Sm90Rows<C> {
   /// P of the keys of half `h`.
   template <class Meanwhile>
   QATTN_DEVICE void attend_plain(const Products& s, int h, Plain& t, Meanwhile meanwhile) {
+    float offset[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) offset[r] = this->score_offset(t.scale[h][r], t.offset[r]);
     exponentiate(
         h,
         [&](int n, int i) {
-          return fmaf(static_cast<float>(s[4 * n + i]), t.scale[h][i / 2], t.offset[i / 2]);
+          return fmaf(this->score_of(s[4 * n + i]), t.scale[h][i / 2], offset[i / 2]);
         },
         meanwhile);
   }

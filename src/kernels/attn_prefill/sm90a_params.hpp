@@ -17,6 +17,8 @@ struct Sm90Config {
   /// Q comes in 16 bits, and the kernel makes its codes, with scales per token. Kernels of their
   /// own, for the code moves ptxas's order of the other warps' loops.
   bool raw_queries = false;
+  int consumers = 2;                                     ///< warpgroups of 64 query rows
+  constexpr int rows() const { return 64 * consumers; }  ///< of a block of work
   /// Of a tile. Wide rows of V leave room for no more.
   constexpr int keys() const { return d > 128 && isa::is_16bit(pv) ? 64 : 128; }
   bool operator==(const Sm90Config&) const = default;
@@ -41,7 +43,7 @@ struct Sm90Params : PrefillParams {
   isa::Element q_input = isa::Element::bf16;  ///< raw queries, of which q_map is then
 };
 
-/// Two consumer warpgroups of 64 rows each, one producer; tiles of 128 keys, or 64 for 16-bit V of
+/// Consumer warpgroups of 64 rows each, one producer; tiles of 128 keys, or 64 for 16-bit V of
 /// more than 128 channels. A stage of the ring holds K of a tile with its scales and V's tables,
 /// and V of the tile before, which is multiplied in the same step.
 template <Sm90Config C>
@@ -53,14 +55,39 @@ struct Sm90Shape {
   static constexpr isa::Element v_element = u8 ? isa::Element::s8 : C.pv;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
   static constexpr float p_log2 = e4m3_pv ? 8.0f : 0.0f;
+  /// Three consumers hide each other's latencies, in 160 registers each: at D 128 they multiply a
+  /// half of V's channels after the other and Q K^T behind both. Then a turn goes on as soon as Q
+  /// K^T is under way, and at D 64 nobody waits for one. H200, TFLOP/s beside two consumers, full:
+  /// D 64, S 2048, 4096, 16384: u8 P 499 535 598 (474 509 541), e4m3 P 535 573 631 (505 552 589),
+  /// and with e4m3 Q and K 584 635 714 (509 579 638); in strict turns 475 508 557, 516 516 566 and
+  /// - 578 639. D 128, S 16384: 827 (803), 979 (907), 1018 (971), at 4096 all equal; both halves of
+  /// V at once 771 976 968, without turns 834 916 910, and 694 790 840 in strict turns.
+  static constexpr bool three = C.consumers > 2, turns = !three || C.d > 64;
+  /// Scores in s32 become floats as 1.5 * 2^23 + s, which integer addition makes of the bits (|s| <
+  /// 2^22), and the multiplication by their scale subtracts the rest, rounded to 2^-24 of it: by
+  /// 0.4 of a score's unit, the same for all keys of a row and 64, where Q's codes alone are tens
+  /// off. H200, TFLOP/s, beside conversions, S 8192 and 16384: 822 876 (810 822), causal 16384 724
+  /// (697). Others gain 2 % (D 64, e4m3 P), nothing or lose (two consumers, D 128, e4m3 P: 869 of
+  /// 959).
+  static constexpr bool biased = three && C.pv == isa::Element::u8 && C.d > 64;
   /// The groups of exponentials (see exponentiate()) after which the turn is given, and after which
   /// the next tile is looked at. Where ptxas puts these and the rest depends on them, and on all
   /// else: to be tried again after changes. H200, D 128, full, S 4096, TFLOP/s, look after 3, 4, 5,
   /// 6, 7: e4m3 P 905 887 888 (e4m3 Q and K 952 951 899), u8 P 808 809 792 from 5 on. The turn
   /// after 1 to 5 is the same.
-  static constexpr int give_after = wide_pv ? 3 : 2, look_after = wide_pv ? 7 : u8 ? 6 : 3;
-  static constexpr int d = C.d, keys = C.keys(), consumers = 2, rows = 64 * consumers;
+  static constexpr int give_after = three     ? -1
+                                    : wide_pv ? 3
+                                              : 2,
+                       look_after = wide_pv ? 7
+                                    : u8    ? 6
+                                            : 3;
+  static constexpr int d = C.d, keys = C.keys(), consumers = C.consumers, rows = C.rows();
   static constexpr int m_tiles = 1, warp_rows = 16, n_tiles = keys / 8, d_tiles = d / 8;
+  /// setmaxnreg's; a multiprocessor has 64 Ki.
+  static constexpr int consumer_registers = three ? 160 : wide_pv ? 224 : 240;
+  static constexpr int producer_registers = three ? 32 : wide_pv ? 56 : 24;
+  static_assert(128 * (consumers * consumer_registers + producer_registers) <= 65536);
+  static_assert(!three || (!wide_pv && d <= 128));
   static constexpr int threads = 128 * (consumers + 1), row_warps = 4 * consumers;
   static constexpr int checkers = wide_qk ? 64 : 0;  ///< threads that test K
   static constexpr int halves = keys / slot_tile;    ///< prepared V tiles in one of ours
@@ -78,7 +105,8 @@ struct Sm90Shape {
   static constexpr int v_channels = d + (e4m3_pv ? 8 : 0);
   /// P V of so many channels, and what comes with the last, has room beside the output and P; with
   /// more than one part Q K^T waits for all of them.
-  static constexpr int part_channels = d < 128 ? d : 128, v_parts = wide_pv ? 1 : d / part_channels;
+  static constexpr int part_channels = d < 128 || three ? 64 : 128,
+                       v_parts = wide_pv ? 1 : d / part_channels;
   static constexpr int v_row = wide_pv ? sm90_panel : slot_tile;
   static constexpr int v_panels = wide_pv ? 2 * d / sm90_panel : halves;
   static constexpr int v_stride = 8 * v_row;

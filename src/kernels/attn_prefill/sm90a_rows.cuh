@@ -43,6 +43,20 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
     for (int r = 0; r < R; ++r) this->row_scale[r] = this->query_scale(r) * scale;
   }
 
+  /// A score as a float and, if S::biased, 1.5 * 2^23 more.
+  template <class Product>
+  QATTN_DEVICE static float score_of(Product x) {
+    if constexpr (S::biased) {
+      return formats::float_of(static_cast<std::uint32_t>(x) + formats::bits_of(bias));
+    } else {
+      return static_cast<float>(x);
+    }
+  }
+  /// What is added to score_of() times `scale`, if `offset` is what a score wants.
+  QATTN_DEVICE static float score_offset(float scale, float offset) {
+    return S::biased ? fmaf(-bias, scale, offset) : offset;
+  }
+
   /// Does every row see every key of the tile? None does of a negative one.
   QATTN_DEVICE bool sees_whole(int tile) const {
     return static_cast<unsigned>(tile - plain_first) <= plain_span;
@@ -71,6 +85,7 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
   }
 
  private:
+  static constexpr float bias = 12582912.0f;
   static constexpr int no_tile = 0x40000000;  ///< behind all that there can be, 2^30 at most
 };
 

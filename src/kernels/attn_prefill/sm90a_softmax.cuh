@@ -98,9 +98,11 @@ struct Sm90Softmax : Sm90Rows<C> {
   QATTN_DEVICE void attend_plain(const Products& s, int h, Plain& t, Meanwhile meanwhile) {
     float offset[R];
 #pragma unroll
-    for (int r = 0; r < R; ++r) offset[r] = log2_255 - t.top[r] + t.x.v_log[h];
+    for (int r = 0; r < R; ++r) {
+      offset[r] = this->score_offset(t.scale[h][r], log2_255 - t.top[r] + t.x.v_log[h]);
+    }
     const auto exponent = [&](int n, int i) {
-      return fmaf(static_cast<float>(s[4 * n + i]), t.scale[h][i / 2], offset[i / 2]);
+      return fmaf(this->score_of(s[4 * n + i]), t.scale[h][i / 2], offset[i / 2]);
     };
     exponentiate(h, exponent, t.count[h], meanwhile);
   }

@@ -50,10 +50,10 @@ void set_spread(const Spread& spread, int rows, void* workspace, PrefillParams& 
 isa::LaunchError combine_parts(const PrefillParams& params, void* stream,
                                isa::Start start = isa::Start::after_all);
 
-/// For tests: what plans take instead of their own choice; 0: nothing. Packs that a kernel cannot
-/// have it does not take.
+/// For tests and benchmarks: what plans take instead of their own choice; 0: nothing. Packs and
+/// consumers (of Hopper's kernel) that a call cannot have it does not take.
 struct SpreadOverride {
-  int pack = 0, splits = 0;
+  int pack = 0, splits = 0, consumers = 0;
 };
 SpreadOverride& spread_override();
 
