@@ -97,6 +97,7 @@ def section(records):
             f"{machine['dram_bytes_per_second'] / 1e12:g} TB/s ({machine['source']}). The longest "
             "unit bounds the time from below: units overlap at best, and additions, "
             "multiplications and casts that kernels write as operators of C++ are not counted. "
+            "Hopper's kernels are counted with two consumers: three need less of shared and l2. "
             f"`{name}`, beside `{record.name}`.",
             "",
             "Clocks of one multiprocessor for a tile of 128 x 128 scores:",

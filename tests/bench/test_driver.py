@@ -156,6 +156,24 @@ def test_choices_of_plans_on_the_emulated_gpu(library, tmp_path):
     assert len(rows) == 1 and rows[0][:2] == ["1 of 700, B 2, 8/2", "int8_full"]
 
 
+def test_consumers_and_smoothing_on_the_emulated_gpu(library, tmp_path):
+    path = tmp_path / "record.json"
+    asked = ["int8_full", "int8_full+consumers=3", "int8_full+consumers=4", "bf16+consumers=3",
+             "int8_full+no_smooth_k"]  # fmt: skip
+    done = bench(
+        "run", "--device", "emulated", "--library", library, "--no-errors", "-o", path,
+        "--shape", "1,2,1,200,150,64", "--rounds", 3, "--commit", "abc",
+        "--recipes", ",".join(asked),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = {(c["candidate"], c["step"]): c for c in Record.load(path).cells}
+    for recipe in (asked[0], asked[1], asked[4]):
+        assert cells[recipe, "kernel"]["nrmse"] < 3e-2, recipe
+    for recipe in (asked[2], asked[3]):
+        assert "has other consumers" in cells[recipe, "e2e"]["refused"], recipe
+    assert {(asked[0], "quantise"), (asked[4], "quantise")} <= set(cells)
+
+
 def test_a_run_on_the_emulated_gpu(library, tmp_path):
     path = tmp_path / "record.json"
     done = bench(

@@ -22,6 +22,7 @@ from qbench import (  # noqa: E402
     render,
     roofline,
     shapes,
+    smoothing,
     wheel,
 )
 from qbench.compare import compare  # noqa: E402
@@ -358,6 +359,13 @@ def test_decode_tables_by_hand():
     head = "|  | bits in all | a call | of the read | beside cudnn | mass costs | debias costs |"
     assert head in text
     assert "| kv4 | 4.25 | 20 us | 50 % | 2.50x | +2.5 % | +1.0 % |" in text
+
+
+def test_smoothing_by_hand():
+    ms = {"mean of sequences": 0.2, "no mean": 0.15, "attention": 1.0, smoothing.CORRECTION: 0.07}
+    times = {name: {"median_ms": x} for name, x in ms.items()}
+    lines = smoothing.tables([{"batch": 2, "tokens": 512, "times": times}])
+    assert lines[-1] == "| B 2, 512 | 200 us | 150 us | 1000 us | 50 us | 70 us |"
 
 
 def test_ratios_beside_cudnn_by_hand():

@@ -66,7 +66,8 @@ std::int64_t average_keys(const Problem& p) {
 /// of the call, than 128 do: a third of the waves more make 12 % at 1024 queries.
 int consumers_for(const Problem& p, const Recipe& r, const Spread& spread, int multiprocessors) {
   if (p.block_mask_q > 0 || spread.rows > 0 || find(p, r, false, 3) == nullptr) return 2;
-  if (const int asked = spread_override().consumers; asked > 0) return asked;
+  const int asked = spread_override().consumers;
+  if (asked > 0 && find(p, r, false, asked) != nullptr) return asked;
   // Rows that a multiprocessor is busy with.
   const auto rows = [&](std::int64_t block) {
     const std::int64_t blocks = (p.max_q + block - 1) / block * p.batch * p.heads_q;
