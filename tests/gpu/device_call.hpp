@@ -49,8 +49,8 @@ struct DeviceOutcome {
   Recipe resolved;
   std::int64_t tile_keys = 128;
   std::int64_t splits = 1, tile_rows = 0;  ///< as ModelOptions'
-  std::vector<float> out, lse;  ///< rows in Call::row() order
-  std::string violation;        ///< what was written that should not have been, or a device error
+  std::vector<float> out, lse;             ///< rows in Call::row() order
+  std::string violation;  ///< what was written that should not have been, or a device error
 };
 
 /// Plans and runs on device 0. `laid` keeps the outputs.

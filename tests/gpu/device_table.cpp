@@ -1,0 +1,57 @@
+#include "gpu/device_table.hpp"
+
+namespace qattn::test {
+
+std::vector<Feature> device_table() {
+  std::vector<Feature> all = features_of_gpus();
+  // Its block mask is as large as the longest sequence. The host cannot read a GPU's cu_seqlens, so
+  // there a block mask covers all tokens in memory, and this one is refused.
+  std::erase_if(all, [](const Feature& f) { return f.name == "block_mask_varlen"; });
+  for (const std::int64_t dim : {64, 96, 128, 256}) {
+    for (const bool causal : {false, true}) {
+      Feature f;
+      f.name = std::string(causal ? "long_causal_" : "long_") + std::to_string(dim);
+      f.dim = f.dim_v = dim;
+      f.sq = {300, 300}, f.sk = {450, 450};
+      f.options.causal = causal;
+      f.how.output = causal ? Format::none : Format::f32;
+      all.push_back(f);
+      f.name += "_general";
+      f.options.softcap = 3;
+      f.sq = {140, 140}, f.sk = {200, 200};
+      all.push_back(f);
+    }
+  }
+  // Three consumers in a block of Hopper's kernel, by the room that there is for rows: a block for
+  // each of an H200's multiprocessors, and more keys than any sequence uses.
+  for (const std::int64_t dim : {64, 128}) {
+    for (const bool causal : {false, true}) {
+      Feature f;
+      f.name = std::string(three_consumers) + (causal ? "causal_" : "") + std::to_string(dim);
+      f.applies = [](const Recipe& r) { return r.v == Format::s8 || r.v == Format::e4m3; };
+      f.dim = f.dim_v = dim;
+      f.heads_q = 11, f.heads_k = 1;
+      f.sq.assign(12, 190), f.sk.assign(12, dim == 64 ? 2240 : 8320);
+      f.used_q = {190, 0, 1, 64, 65, 128, 129, 190, 100, 7, 160, 190};
+      f.used_k = {700, 300, 129, 128, 0, 257, 129, 190, 64, 1, 448, 333};
+      f.how.seqused_q = f.how.seqused_k = true;
+      f.options.causal = causal;
+      f.how.output = causal ? Format::none : Format::f32;
+      all.push_back(f);
+    }
+  }
+  // Codes of Q made by the attention kernel, several blocks of rows one after the other.
+  for (const std::int64_t dim : {64, 128}) {
+    Feature f;
+    f.name = "many_rows_" + std::to_string(dim);
+    f.dim = f.dim_v = dim;
+    f.sq = {700, 700};
+    f.heads_q = 16;
+    f.how.lse = false;
+    f.how.output = Format::none;
+    all.push_back(f);
+  }
+  return all;
+}
+
+}  // namespace qattn::test
