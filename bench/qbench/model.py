@@ -108,7 +108,7 @@ def section(records):
             "",
             *bounds_table([row for row in model["rows"] if not is_few(row)], record),
             "",
-            "Of few queries, without what combines the keys that blocks share:",
+            "Of few queries, with the combination of one block's parts:",
             "",
             *bounds_table([row for row in model["rows"] if is_few(row)], record),
         ]

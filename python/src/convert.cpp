@@ -29,7 +29,10 @@ const char* class_name(Code code) {
 void widen(TensorView& view, int bits) {
   const int per_byte = 8 / bits;
   for (int i = 0; i + 1 < view.rank; ++i) view.stride[i] *= per_byte;
-  if (view.rank > 0) view.shape[view.rank - 1] *= per_byte;
+  if (view.rank == 0) return;
+  std::int64_t& last = view.shape[view.rank - 1];
+  if (last == 1) view.stride[view.rank - 1] = 1;  // any stride is right of one byte
+  last *= per_byte;
 }
 
 void set_dense(TensorView& view) {

@@ -173,12 +173,38 @@ TEST_P(QueryCodes, AreLeftToTheKernelWhereThatIsFaster) {
   EXPECT_EQ(leaves(6144, [](AttentionOptions& o) { o.window_right = 6000; }), always);
 }
 
+/// But for biased scores: so the batch may choose between them.
+TEST_P(QueryCodes, ThreeConsumersHaveTheBitsOfTwo) {
+  for (const std::int64_t dim : {64, 128}) {
+    if (dim == 128 && recipe().v == Format::s8) continue;
+    for (const bool causal : {false, true}) {
+      Feature f = feature(dim, {270, 270}, {420, 420});
+      f.options.causal = causal, f.how.lse = true;
+      f = with_inputs(std::move(f), recipe(), Format::bf16);
+      const Call call = make_call(f, 13);
+      Laid laid = lay_out(call, f.how);
+      Outcome two, three;
+      {
+        const ForceSpread forced(0, 0, 2);
+        two = run_emulated(call, laid, recipe(), every_timing().first(1));
+      }
+      {
+        const ForceSpread forced(0, 0, 3);
+        three = run_emulated(call, laid, recipe(), every_timing().first(1));
+      }
+      EXPECT_NE(three.plan.find("\nconsumers: 3\n"), std::string::npos) << three.plan;
+      EXPECT_TRUE(same_bits(two, three)) << dim << (causal ? " causal" : " full");
+    }
+  }
+}
+
 /// Long rows, in blocks that fill the GPU's multiprocessors as well as those of two consumers.
 TEST_P(QueryCodes, ThreeConsumersServeLongRows) {
   const EmulatedBackend backend(90);
-  const auto consumers = [&](std::int64_t dim, std::int64_t queries, std::int64_t keys, auto edit) {
+  const auto consumers = [&](std::int64_t dim, std::int64_t queries, std::int64_t keys, auto edit,
+                             std::int64_t heads = 33, std::int64_t batch = 1) {
     const auto view = [&](Format format, std::int64_t tokens) {
-      return TensorView::dense(static_cast<void*>(nullptr), format, {1, tokens, 33, dim});
+      return TensorView::dense(static_cast<void*>(nullptr), format, {batch, tokens, heads, dim});
     };
     AttentionTensors t;
     t.q = view(Format::bf16, queries), t.k = t.v = view(Format::bf16, keys);
@@ -205,6 +231,10 @@ TEST_P(QueryCodes, ThreeConsumersServeLongRows) {
   EXPECT_EQ(consumers(128, 6144, 6144, full), 2);
   EXPECT_EQ(consumers(256, 6144, 8192, full), 2);
   EXPECT_EQ(consumers(64, 1, 65536, full), 2);
+  // Where three have other bits than two, whatever is in the batch; three multiprocessors.
+  EXPECT_EQ(consumers(128, 384, 8192, full, 1, 1), 2);
+  EXPECT_EQ(consumers(128, 384, 8192, full, 1, 3), u8 ? 2 : 3);
+  EXPECT_EQ(consumers(64, 384, 8192, full, 1, 3), 3);
   std::uint8_t mask[1] = {1};
   EXPECT_EQ(consumers(64, 3072, 4096,
                       [&](AttentionTensors& t, AttentionOptions& o) {

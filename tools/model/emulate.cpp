@@ -23,6 +23,7 @@ class Hopper {
   explicit Hopper(Choice choice) : before_(emu::options()) {
     emu::options().architecture = choice == Choice::best ? 90 : 80;
     emu::options().races = false;
+    emu::options().multiprocessors = static_cast<int>(h200().multiprocessors);
   }
   ~Hopper() { emu::options() = before_; }
   Hopper(const Hopper&) = delete;
@@ -75,12 +76,13 @@ Status no_kernel(const std::string& recipe) {
 
 /// What the plan of a whole call says.
 struct Whole {
-  double dram_bytes;  ///< that must come from memory and go to it
-  std::int64_t pack;  ///< heads in a tile
+  double dram_bytes;          ///< that must come from memory and go to it
+  std::int64_t pack, splits;  ///< heads in a tile, blocks that share the keys of one
 };
 
-std::int64_t pack_in(const std::string& plan) {
-  const std::string line = "\npacked_heads: ";
+/// The number behind `name` in a plan's text, 1 if it is not there.
+std::int64_t number_in(const std::string& plan, const std::string& name) {
+  const std::string line = "\n" + name + ": ";
   const std::size_t at = plan.find(line);
   return at == plan.npos ? 1 : std::atoll(plan.c_str() + at + line.size());
 }
@@ -93,8 +95,9 @@ Result<Whole> planned(const std::string& recipe, const Shape& s, Choice choice) 
   const Call call(bench_create(recipe.c_str(), &shape, place(1), place(2), place(3), place(4)));
   if (!call) return no_kernel(recipe);
   const double out = 2.0 * static_cast<double>(s.batch * s.heads_q * s.queries * s.dim);
+  const std::string plan = bench_plan(call.get());
   return Whole{static_cast<double>(bench_q_bytes(call.get()) + bench_kv_bytes(call.get())) + out,
-               pack_in(bench_plan(call.get()))};
+               number_in(plan, "packed_heads"), number_in(plan, "splits")};
 }
 
 struct Fitted {
@@ -169,11 +172,10 @@ Result<Prediction> predict(const std::string& recipe, const Shape& shape, Choice
   const Tiles tiles = tiles_of(shape, whole->pack);
   Amounts amounts = p.per_tile.scaled(tiles);
   amounts[Unit::dram] = whole->dram_bytes;
-  // Blocks share the keys of few queries: at best they fill the machine. How many plans take
-  // depends on the GPU, which the emulator is not.
-  const bool shared = shape.queries * whole->pack <= tile;
-  const double blocks = tiles.blocks * f->emulation.blocks;
-  p.bound = bound_of(amounts, machine, shared ? machine.multiprocessors : blocks);
+  // Of packed heads the emulated blocks are one of attention and those of the combination.
+  const double each = whole->pack > 1 ? 1 : f->emulation.blocks;
+  const double blocks = tiles.blocks * static_cast<double>(whole->splits) * each;
+  p.bound = bound_of(amounts, machine, blocks);
   return p;
 }
 

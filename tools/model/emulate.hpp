@@ -31,7 +31,8 @@ struct Prediction {
   Bound bound;
 };
 
-/// Emulates small sizes and scales to the shape. What combines split keys is not counted.
+/// Emulates small sizes and scales to the shape. Where blocks share keys, the combination of one
+/// block's parts is counted.
 Result<Prediction> predict(const std::string& recipe, const Shape& shape, Choice choice,
                            const Machine& machine);
 

@@ -13,11 +13,12 @@ template <class K>
 LaunchError launch(const typename K::Params& params, Index3 grid, void* /*stream*/,
                    Start start = Start::after_all) {
   const typename K::Params copy = params;
-  const emu::Chain chain = !Dependent<K>              ? emu::Chain::none
+  const emu::Chain chain = !Dependent<K>           ? emu::Chain::none
                            : start == Start::early ? emu::Chain::early
                                                    : emu::Chain::first;
   try {
-    emu::run(grid, K::threads, K::shared_bytes, emu::options(), [&copy] { K::run(copy); }, chain);
+    emu::run(
+        grid, K::threads, K::shared_bytes, emu::options(), [&copy] { K::run(copy); }, chain);
   } catch (const emu::Error& e) {
     return e.what();
   }
@@ -30,8 +31,7 @@ inline int code_architecture() {
   return o.code_architecture > 0 ? o.code_architecture : o.architecture;
 }
 
-/// Few, so that persistent blocks have more than one piece of work.
-inline int multiprocessors() { return 3; }
+inline int multiprocessors() { return emu::options().multiprocessors; }
 
 /// The sticky error word of the one emulated device.
 inline std::uint32_t* error_word() {

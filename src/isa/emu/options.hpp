@@ -32,6 +32,9 @@ struct Options {
   /// What isa::architecture() and code_architecture() (0: the same) say, so that kernels are chosen
   /// as on that GPU. Whatever they are, the words are the same.
   int architecture = 90, code_architecture = 0;
+  /// What isa::multiprocessors() says: few, so that persistent blocks have more than one piece of
+  /// work.
+  int multiprocessors = 3;
 };
 
 /// What isa::launch uses.

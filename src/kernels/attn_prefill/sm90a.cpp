@@ -63,14 +63,19 @@ std::int64_t average_keys(const Problem& p) {
 
 /// Warpgroups that share a tile of keys. Three are faster for long rows (Sm90Shape has numbers),
 /// and where 192 rows a block do not leave more multiprocessors idle, at the end of a sequence or
-/// of the call, than 128 do: a third of the waves more make 12 % at 1024 queries.
+/// of the call, than 128 do: a third of the waves more make 12 % at 1024 queries. How long packed
+/// sequences are the device alone knows. Where three have other bits than two, the batch has no
+/// say, or results would depend on it.
 int consumers_for(const Problem& p, const Recipe& r, const Spread& spread, int multiprocessors) {
-  if (p.block_mask_q > 0 || spread.rows > 0 || find(p, r, false, 3) == nullptr) return 2;
+  if (p.block_mask_q > 0 || spread.rows > 0) return 2;
   const int asked = spread_override().consumers;
   if (asked > 0 && find(p, r, false, asked) != nullptr) return asked;
+  const Sm90Instance* three = find(p, r, false, 3);
+  if (three == nullptr || p.varlen_q || p.varlen_k) return 2;
+  const std::int64_t heads = p.heads_q * (three->config.biased() ? 1 : p.batch);
   // Rows that a multiprocessor is busy with.
   const auto rows = [&](std::int64_t block) {
-    const std::int64_t blocks = (p.max_q + block - 1) / block * p.batch * p.heads_q;
+    const std::int64_t blocks = (p.max_q + block - 1) / block * heads;
     return (blocks + multiprocessors - 1) / multiprocessors * block;
   };
   const std::int64_t least = padded_dim(p) > 64 ? 8192 : r.v == Format::s8 ? 2048 : 1024;

@@ -9,7 +9,7 @@ inline namespace QATTN_TARGET {
 
 /// Rows of 16 bits, 64 at a time, by TMA to shared memory, and from there as codes with a scale per
 /// token to where the products read them: bit by bit what prepare() makes. Eight lanes share a row;
-/// a lane has 16 bytes of each panel, and reads them twice, since its warpgroup has 24 registers.
+/// a lane has 16 bytes of each panel, and reads them twice, since its warpgroup has few registers.
 template <Sm90Config C>
 struct Sm90Encoder {
   using S = Sm90Shape<C>;

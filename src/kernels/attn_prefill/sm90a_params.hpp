@@ -19,6 +19,8 @@ struct Sm90Config {
   bool raw_queries = false;
   int consumers = 2;                                     ///< warpgroups of 64 query rows
   constexpr int rows() const { return 64 * consumers; }  ///< of a block of work
+  /// Sm90Shape::biased
+  constexpr bool biased() const { return consumers > 2 && pv == isa::Element::u8 && d > 64; }
   /// Of a tile. Wide rows of V leave room for no more.
   constexpr int keys() const { return d > 128 && isa::is_16bit(pv) ? 64 : 128; }
   bool operator==(const Sm90Config&) const = default;
@@ -64,12 +66,13 @@ struct Sm90Shape {
   /// V at once 771 976 968, without turns 834 916 910, and 694 790 840 in strict turns.
   static constexpr bool three = C.consumers > 2, turns = !three || C.d > 64;
   /// Scores in s32 become floats as 1.5 * 2^23 + s, which integer addition makes of the bits (|s| <
-  /// 2^22), and the multiplication by their scale subtracts the rest, rounded to 2^-24 of it: by
-  /// 0.4 of a score's unit, the same for all keys of a row and 64, where Q's codes alone are tens
-  /// off. H200, TFLOP/s, beside conversions, S 8192 and 16384: 822 876 (810 822), causal 16384 724
-  /// (697). Others gain 2 % (D 64, e4m3 P), nothing or lose (two consumers, D 128, e4m3 P: 869 of
-  /// 959).
-  static constexpr bool biased = three && C.pv == isa::Element::u8 && C.d > 64;
+  /// 2^22), and the multiplication by their scale subtracts the rest, rounded to 2^-24 of it: by a
+  /// third of a score's unit, at most one, the same for all keys of a row and 64, where Q's codes
+  /// alone are tens off. So these kernels have other bits than those with two consumers, which all
+  /// others share, and rows whose scores come near 1e38 may be NaN. H200, TFLOP/s, beside
+  /// conversions, S 8192 and 16384: 822 876 (810 822), causal 16384 724 (697). Others gain 2 % (D
+  /// 64, e4m3 P), nothing or lose (two consumers, D 128, e4m3 P: 869 of 959).
+  static constexpr bool biased = C.biased();
   /// The groups of exponentials (see exponentiate()) after which the turn is given, and after which
   /// the next tile is looked at. Where ptxas puts these and the rest depends on them, and on all
   /// else: to be tried again after changes. H200, D 128, full, S 4096, TFLOP/s, look after 3, 4, 5,
