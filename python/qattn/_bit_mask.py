@@ -38,4 +38,3 @@ class BitMask:
         whole = torch.nn.functional.pad(mask.to(torch.uint8), (0, -mask.shape[-1] % 8))
         weights = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
         return cls((whole.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8))
-

@@ -311,10 +311,6 @@ std::pair<Recipe, Feature> call_for(int d, const std::string& qk, const std::str
           f};
 }
 
-}  // namespace
-
-namespace {
-
 /// Blocks of 192 rows: sequences that end in each consumer's part of one, and what they may see.
 void add_three_consumers(std::vector<Cell>& all) {
   std::vector<Feature> rows;

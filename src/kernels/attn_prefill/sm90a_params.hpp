@@ -78,12 +78,8 @@ struct Sm90Shape {
   /// else: to be tried again after changes. H200, D 128, full, S 4096, TFLOP/s, look after 3, 4, 5,
   /// 6, 7: e4m3 P 905 887 888 (e4m3 Q and K 952 951 899), u8 P 808 809 792 from 5 on. The turn
   /// after 1 to 5 is the same.
-  static constexpr int give_after = three     ? -1
-                                    : wide_pv ? 3
-                                              : 2,
-                       look_after = wide_pv ? 7
-                                    : u8    ? 6
-                                            : 3;
+  static constexpr int give_after = three ? -1 : wide_pv ? 3 : 2;
+  static constexpr int look_after = wide_pv ? 7 : u8 ? 6 : 3;
   static constexpr int d = C.d, keys = C.keys(), consumers = C.consumers, rows = C.rows();
   static constexpr int m_tiles = 1, warp_rows = 16, n_tiles = keys / 8, d_tiles = d / 8;
   /// setmaxnreg's; a multiprocessor has 64 Ki.
