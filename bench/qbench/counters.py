@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 from . import provenance
-from .record import RESULTS, ROOT, markdown, tool_record
+from .record import RESULTS, ROOT, markdown, measured_on, tool_record
 from .shapes import parse_custom
 
 NAME = "counters-h200.json"
@@ -147,12 +147,11 @@ def section():
     if (found := tool_record(NAME)) is None:
         return []
     record, p = found
-    driver = p["nvidia_smi"]["driver_version"]
     return [
         "",
         "## Counters of Hopper's attention kernels",
         "",
-        f"{p['date']}, commit {p['commit']}, {p['gpu']}, driver {driver}, ncu ({p['ncu']}), "
+        f"{measured_on(p)}, ncu ({p['ncu']}), "
         f"`{NAME}` (`bench/bench.py counters`): the attention kernel alone, heads 32/32, 16384 "
         "tokens in all, at the clocks that profiling leaves. Percent of what each has while a "
         "multiprocessor works; the four reasons that warps wait for most, of all their waiting "

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 
 from . import provenance
-from .record import RESULTS, markdown, tool_record
+from .record import RESULTS, markdown, measured_on, tool_record
 from .timing import CudaClock
 
 NAME = "kv-decode-h200.json"
@@ -169,12 +169,11 @@ def section():
     if (found := tool_record(NAME)) is None:
         return []
     record, p = found
-    driver = p["nvidia_smi"]["driver_version"]
     intro = [
         "",
         "## Decode over a mixed-precision KV cache",
         "",
-        f"{p['date']}, commit {p['commit']}, {p['gpu']}, driver {driver}, torch {p['torch']}, "
+        f"{measured_on(p)}, torch {p['torch']}, "
         f"`{NAME}` (`bench/bench.py decode`): one query a sequence, pages of 16 tokens, a window "
         "of 128 tokens and 16 sinks in 16 bits; all kernels of a call, as a graph. mixed: 5 % of "
         "the pages in 8 bits, 25 % in 4, 40 % in 3 and 30 % in 2; mixed3: 2, 12, 38 and 48 %; "

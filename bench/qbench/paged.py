@@ -9,7 +9,7 @@ import dataclasses
 
 from . import timing
 from .decode import BACKENDS, clocks_text, graph_of, record_shapes
-from .record import RESULTS, markdown, tool_record
+from .record import RESULTS, markdown, measured_on, tool_record
 
 NAME = "paged-decode-h200.json"
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
@@ -212,12 +212,11 @@ def section():
     if (found := tool_record(NAME)) is None:
         return []
     record, p = found
-    driver = p["nvidia_smi"]["driver_version"]
     intro = [
         "",
         "## Decode over 8-bit caches of other libraries",
         "",
-        f"{p['date']}, commit {p['commit']}, {p['gpu']}, driver {driver}, torch {p['torch']}, "
+        f"{measured_on(p)}, torch {p['torch']}, "
         f"`{NAME}` (`bench/bench.py paged`): one query a sequence, K and V as codes in pages that "
         "lie in random order, s8 with a scale a token and head (`int8_full`), e4m3 with one in all "
         "(`fp8`); bf16 in and out, Q quantised in the call, which is captured as a graph; torch's "

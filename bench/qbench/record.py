@@ -99,6 +99,12 @@ def tool_record(name):
     return record, record["provenance"]
 
 
+def measured_on(p):
+    """When, of what and on which GPU a tool's record is."""
+    driver = p["nvidia_smi"]["driver_version"]
+    return f"{p['date']}, commit {p['commit']}, {p['gpu']}, driver {driver}"
+
+
 def lines(items):
     return "[\n" + ",\n".join("  " + json.dumps(x) for x in items) + "\n ]"
 

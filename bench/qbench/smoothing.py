@@ -8,7 +8,7 @@ tiles cannot beat, and the products of Q with a mean for every 128 keys, without
 
 from . import shapes, timing
 from .decode import clocks_text, record_shapes
-from .record import RESULTS, markdown, tool_record
+from .record import RESULTS, markdown, measured_on, tool_record
 
 NAME = "smoothing-h200.json"
 HEADS, DIM, TILE = 32, 128, 128
@@ -90,12 +90,11 @@ def section():
     if (found := tool_record(NAME)) is None:
         return []
     record, p = found
-    driver = p["nvidia_smi"]["driver_version"]
     return [
         "",
         "## K's mean, a sequence or a tile",
         "",
-        f"{p['date']}, commit {p['commit']}, {p['gpu']}, driver {driver}, `{NAME}` "
+        f"{measured_on(p)}, `{NAME}` "
         f"(`bench/bench.py smoothing`): Q, K and V of `{RECIPE}`, heads {HEADS}, D {DIM}, "
         "quantised with K's mean over its sequence, which reads K twice, and with none. A mean of "
         f"each {TILE} keys would save at most the difference, and cost at least the products of Q "
