@@ -25,8 +25,9 @@ from ._transformers_masks import alive_of, check_mask, visible
 #: KvCache.decode() takes so many queries of a sequence at once
 QUERIES = 8
 _BLOCK = 16  # tokens that share an importance
-# What models hand to update() in earlier releases of transformers 5; caches that grow ignore it.
-_WITHOUT_EFFECT = frozenset({"cache_kwargs", "cache_position", "cos", "sin"})
+# What models hand to update() in releases of transformers 5; caches that grow ignore it. kwargs
+# (since 5.24) are those of the layer's attention, which looks at them itself.
+_WITHOUT_EFFECT = frozenset({"cache_kwargs", "cache_position", "cos", "kwargs", "sin"})
 
 
 @dataclasses.dataclass
