@@ -61,6 +61,7 @@ static Status take_asked(std::string_view& name, Asked& asked) {
     if (word.starts_with("splits=")) number = &asked.spread.splits;
     if (word.starts_with("pack=")) number = &asked.spread.pack;
     if (word.starts_with("consumers=")) number = &asked.spread.consumers;
+    if (word.starts_with("shared_p=")) number = &asked.spread.shared_p;
     const char *begin = word.data() + word.find('=') + 1, *end = word.data() + word.size();
     int value = 0;
     const std::from_chars_result read = std::from_chars(begin, end, value);
@@ -90,6 +91,7 @@ static std::string missed(const Asked& asked, kernels::GpuPlan& plan, const Prob
   if (!says("splits: ", asked.spread.splits)) return "takes other splits";
   if (!says("packed_heads: ", asked.spread.pack)) return "packs other heads";
   if (!says("consumers: ", asked.spread.consumers)) return "has other consumers";
+  if (!says("shared_p: ", asked.spread.shared_p)) return "has P in registers";
   return {};
 }
 

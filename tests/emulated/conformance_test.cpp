@@ -23,9 +23,9 @@ Result<Plan> plan_emulated(const Call& call, const Laid& laid, const Recipe& rec
 
 /// Runs the cell and compares; returns what ran.
 Outcome expect_conforms(const Cell& cell) {
-  const auto& [name, recipe, feature, refused, architecture, splits, consumers] = cell;
+  const auto& [name, recipe, feature, refused, architecture, splits, consumers, shared_p] = cell;
   const OnArchitecture on(architecture);
-  const ForceSpread forced(0, splits, consumers);
+  const ForceSpread forced(0, splits, consumers, shared_p);
   Call call = make_call(feature, 1);
   Laid laid = lay_out(call, feature.how);
   const Result<Plan> planned = plan_emulated(call, laid, recipe);
@@ -41,8 +41,14 @@ Outcome expect_conforms(const Cell& cell) {
   const Outcome outcome = run_emulated(call, laid, run);
   EXPECT_TRUE(splits == 0 || outcome.splits == splits) << outcome.plan;
   const std::string line = "\nconsumers: " + std::to_string(consumers) + "\n";
+  EXPECT_EQ(outcome.plan.find("\nshared_p: 1\n") != std::string::npos, shared_p) << outcome.plan;
   EXPECT_TRUE(consumers == 0 || outcome.plan.find(line) != std::string::npos) << outcome.plan;
   if (testing::Test::HasFailure()) return outcome;
+  if (shared_p) {  // another order of the same operations
+    const ForceSpread registers(0, splits, 2);
+    const Outcome other = run_emulated(call, laid, run, every_timing().first(1));
+    EXPECT_TRUE(same_bits(outcome, other)) << "not what P in registers gives";
+  }
   const ModelOutput model = model_attention(call, outcome.model_options());
   expect_matches_model(outcome, call, feature.how.output, model);
   const Exact exact = reference(call, laid);

@@ -31,7 +31,7 @@ class OnArchitecture {
 /// 0: nothing.
 class ForceSpread {
  public:
-  ForceSpread(int pack, int splits, int consumers = 0);
+  ForceSpread(int pack, int splits, int consumers = 0, bool shared_p = false);
   ~ForceSpread();
   ForceSpread(const ForceSpread&) = delete;
   ForceSpread& operator=(const ForceSpread&) = delete;

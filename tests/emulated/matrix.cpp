@@ -311,8 +311,9 @@ std::pair<Recipe, Feature> call_for(int d, const std::string& qk, const std::str
           f};
 }
 
-/// Blocks of 192 rows: sequences that end in each consumer's part of one, and what they may see.
-void add_three_consumers(std::vector<Cell>& all) {
+/// For kernels that plans take by shapes, or only if told to: sequences that end in each consumer's
+/// part of a block, and what rows may see.
+std::vector<Feature> rows_of_variants() {
   std::vector<Feature> rows;
   for (const char* name : {"window_both", "causal_window_left", "mask_bits_padding", "everything",
                            "sinks_masked_rows"}) {
@@ -328,8 +329,13 @@ void add_three_consumers(std::vector<Cell>& all) {
     f.sq = {1, 64, 0, 130, 200, 385}, f.sk = {129, 64, 70, 0, 257, 385};
     f.how.packed_q = f.how.packed_k = f.options.causal = true;
   });
+  return rows;
+}
+
+/// Blocks of 192 rows.
+void add_three_consumers(std::vector<Cell>& all) {
   std::size_t n = 0;
-  for (const Feature& row : rows) {
+  for (const Feature& row : rows_of_variants()) {
     for (const Recipe& recipe : gpu_recipes()) {
       if (!has_codes(recipe.v) || !row.applies(recipe)) continue;
       Feature f = with_inputs(row, recipe, n % 2 ? Format::f16 : Format::bf16);
@@ -338,6 +344,26 @@ void add_three_consumers(std::vector<Cell>& all) {
       if (f.dim == 128 && recipe.p == Format::u8) f.how.output = f.how.input;
       Cell cell = cell_of(recipe, f, "");
       cell.architecture = 90, cell.consumers = 3;
+      all.push_back(std::move(cell));
+      ++n;
+    }
+  }
+}
+
+void add_shared_p(std::vector<Cell>& all) {
+  std::size_t n = 0;
+  for (const Feature& row : rows_of_variants()) {
+    for (const Recipe& recipe : gpu_recipes()) {
+      if (recipe.v == Format::f16 || !row.applies(recipe)) continue;
+      Feature f = with_inputs(row, recipe, Format::bf16);
+      if (!has_codes(recipe.v)) {  // TMA reads it in place
+        f.how.strides = Strides::dense;
+        if (f.how.page_size > 0) f.how.page_size = 64;
+      }
+      const bool any_dim = recipe.p == Format::u8 || !has_codes(recipe.qk);
+      f.dim = f.dim_v = any_dim && n % 2 ? 64 : 128, f.name += "_shared_p";
+      Cell cell = cell_of(recipe, f, "");
+      cell.architecture = 90, cell.shared_p = true;
       all.push_back(std::move(cell));
       ++n;
     }
@@ -401,17 +427,22 @@ std::vector<Cell> hopper_cells() {
     }
   }
   add_three_consumers(all);
+  add_shared_p(all);
   // One call for every line of the list; raw queries: query_codes_test.cpp.
-  const auto instance = [&](int d, const char* qk, const char* pv, bool raw, int consumers) {
+  const auto instance = [&](int d, const char* qk, const char* pv, bool raw, int consumers,
+                            bool shared_p = false) {
     if (raw) return;
     auto [recipe, f] = call_for(d, qk, pv);
-    f.name = "instance_d" + std::to_string(d) + "_" + pv + "_" + std::to_string(consumers);
+    f.name = "instance_d" + std::to_string(d) + "_" + pv + "_" + std::to_string(consumers) +
+             (shared_p ? "_shared_p" : "");
     Cell cell = cell_of(recipe, f, "");
     cell.architecture = 90, cell.consumers = has_codes(recipe.v) ? consumers : 0;
+    cell.shared_p = shared_p;
     all.push_back(std::move(cell));
   };
-#define QATTN_INSTANCE(D, QK, PV, RAW, CONSUMERS) instance(D, #QK, #PV, RAW, CONSUMERS);
+#define QATTN_INSTANCE(D, QK, PV, ...) instance(D, #QK, #PV, __VA_ARGS__);
 #include "kernels/attn_prefill/sm90a_instances.inc"
+#include "kernels/attn_prefill/sm90a_trial_instances.inc"
 #undef QATTN_INSTANCE
   return all;
 }

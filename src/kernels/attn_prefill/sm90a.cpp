@@ -17,11 +17,14 @@ namespace {
 using isa::Element;
 
 constexpr Sm90Instance instances[] = {
-#define QATTN_INSTANCE(D, QK, PV, RAW, CONSUMERS)                          \
-  {Sm90Config{D, Element::QK, Element::PV, RAW, CONSUMERS},                \
-   &launch_sm90a<Sm90Config{D, Element::QK, Element::PV, RAW, CONSUMERS}>, \
-   &compiled_sm90a<Sm90Config{D, Element::QK, Element::PV, RAW, CONSUMERS}>},
+#define QATTN_INSTANCE(D, QK, PV, ...)                                  \
+  {Sm90Config{D, Element::QK, Element::PV, __VA_ARGS__},                \
+   &launch_sm90a<Sm90Config{D, Element::QK, Element::PV, __VA_ARGS__}>, \
+   &compiled_sm90a<Sm90Config{D, Element::QK, Element::PV, __VA_ARGS__}>},
 #include "kernels/attn_prefill/sm90a_instances.inc"
+#ifdef QATTN_TRIAL_KERNELS
+#include "kernels/attn_prefill/sm90a_trial_instances.inc"
+#endif
 #undef QATTN_INSTANCE
 };
 
@@ -70,6 +73,7 @@ int consumers_for(const Problem& p, const Recipe& r, const Spread& spread, int m
   if (p.block_mask_q > 0 || spread.rows > 0) return 2;
   const int asked = spread_override().consumers;
   if (asked > 0 && find(p, r, false, asked) != nullptr) return asked;
+  if (spread_override().shared_p != 0) return 2;
   const Sm90Instance* three = find(p, r, false, 3);
   if (three == nullptr || p.varlen_q || p.varlen_k) return 2;
   const std::int64_t heads = p.heads_q * (three->config.biased() ? 1 : p.batch);
@@ -215,6 +219,9 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   const int consumers = consumers_for(p, plan->recipe, plan->spread, plan->multiprocessors);
   plan->instance = find(p, plan->recipe, false, consumers);
   plan->raw = find(p, plan->recipe, true, consumers);
+  if (plan->raw != nullptr && plan->raw->config.shared_p != plan->instance->config.shared_p) {
+    plan->raw = nullptr;
+  }
   plan->text = sm90a_text(plan->instance->config) + text_of(plan->spread);
   if (leaves_queries(*plan, p)) plan->text += "q_codes: in the attention kernel\n";
   return plan;
@@ -227,11 +234,18 @@ bool is_general(const Problem& p, const Recipe& r) {
          !(p.softmax_scale > 0) || (coded(r.qk) && !thread_scaled(p, r));
 }
 
-const Sm90Instance* find_sm90a(const Sm90Config& config) {
-  for (const Sm90Instance& i : instances) {
-    if (i.config == config) return &i;
-  }
-  return nullptr;
+const Sm90Instance* find_sm90a(Sm90Config config) {
+  const auto known = [&]() -> const Sm90Instance* {
+    for (const Sm90Instance& i : instances) {
+      if (i.config == config) return &i;
+    }
+    return nullptr;
+  };
+  config.shared_p = spread_override().shared_p != 0;
+  const Sm90Instance* asked = known();
+  if (asked != nullptr || !config.shared_p) return asked;
+  config.shared_p = false;
+  return known();
 }
 
 Status check_sm90a(const Problem& p, const Sm90Instance* instance, const PrepareLayout& layout) {
@@ -327,7 +341,8 @@ std::string sm90a_text(const Sm90Config& config) {
   const std::string keys = std::to_string(config.keys());
   return "variant: d" + std::to_string(config.d) + "\ntile: " + std::to_string(config.rows()) +
          " rows x " + keys + " keys\ntile_keys: " + keys +
-         "\nconsumers: " + std::to_string(config.consumers) + "\n";
+         "\nconsumers: " + std::to_string(config.consumers) + "\n" +
+         (config.shared_p ? "shared_p: 1\n" : "");
 }
 
 detail::Kernel sm90a_prefill() { return {"sm90a_prefill", supports, tune, run_steps}; }

@@ -2,7 +2,8 @@
 //
 // A block is one producer thread and two or three consumer warpgroups that own 64 query rows each
 // and take turns: while one multiplies, another is in its softmax. In a step a consumer multiplies
-// P of the tile before with its V, then Q with K of the tile at hand.
+// P of the tile before with its V, then Q with K of the tile at hand. With P in shared memory
+// (Sm90Shape::shared_p) it is the other way round, and P V runs on beside the tile's softmax.
 //
 // u8 P is relative to the maximum of its own row and tile, so products with s8 V are exact in int32
 // and no running maximum lies on the critical path. e4m3 P is relative to the running maximum. Both
@@ -10,169 +11,29 @@
 // accumulators are narrow (docs/ISA_CONFORMANCE.md). 16-bit P accumulates in the output itself.
 #pragma once
 
-#include <type_traits>
-
 #include "kernels/attn_prefill/sm90a_check.cuh"
 #include "kernels/attn_prefill/sm90a_encode.cuh"
 #include "kernels/attn_prefill/sm90a_load.cuh"
-#include "kernels/attn_prefill/sm90a_online.cuh"
-#include "kernels/attn_prefill/sm90a_softmax.cuh"
+#include "kernels/attn_prefill/sm90a_multiplier.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <Sm90Config C>
-using Sm90AnySoftmax = std::conditional_t<C.pv == isa::Element::u8, Sm90Softmax<C>, Sm90Online<C>>;
-
-template <Sm90Config C>
-struct Sm90Consumer : Sm90AnySoftmax<C> {
+struct Sm90Consumer : Sm90Multiplier<C> {
   using S = Sm90Shape<C>;
-  using Base = Sm90AnySoftmax<C>;
-  using Base::R, Base::codes, Base::lane, Base::out, Base::sum, Base::work;
+  using Base = Sm90Multiplier<C>;
+  using Base::give_turn, Base::multiply_keys, Base::release, Base::shrink_output, Base::stage,
+      Base::store_codes, Base::take_turn, Base::wait_full;
+  using Base::R, Base::base, Base::buffer, Base::codes, Base::group, Base::lane, Base::out,
+      Base::place, Base::sum, Base::work;
   using typename Base::Plain, typename Base::Products, typename Base::Scales;
-  /// P V of a tile and a part of the channels, that does not go straight to the output.
-  static constexpr int part_end(int part) {
-    return part + 1 < S::v_parts ? (part + 1) * S::part_channels : S::v_channels;
-  }
   template <int Part>
-  using Values =
-      isa::Accumulator<C.pv>[S::wide_pv ? 1 : (part_end(Part) - Part * S::part_channels) / 2];
-
-  SharedAddress base;
-  int group;   ///< this warpgroup among the consumers
-  int buffer;  ///< Q's
-  RingPlace<S::stages>& place;
-  std::uint64_t q_descriptor, k_descriptor, v_descriptor;  ///< the ring's: of stage 0
+  using Values = typename Base::template Values<Part>;
 
   QATTN_DEVICE Sm90Consumer(const Sm90Params& a, const PrefillWork& w, int q_buffer,
                             RingPlace<S::stages>& ring)
-      : Base(a, w, isa::thread() / 32 - 4, q_buffer),
-        base(isa::shared_base()),
-        group(q_buffer % S::consumers),
-        buffer(q_buffer),
-        place(ring),
-        q_descriptor(isa::matrix_descriptor(base + S::q_at + buffer * S::q_bytes, 16, S::qk_stride,
-                                            S::qk_swizzle)),
-        k_descriptor(
-            isa::matrix_descriptor(base + S::ring_at + S::k_at, 16, S::qk_stride, S::qk_swizzle)),
-        v_descriptor(isa::matrix_descriptor(
-            base + S::ring_at + S::v_at, S::wide_pv ? S::v_bytes : 16, S::v_stride, S::v_swizzle)),
-        walk(a, w, S::keys) {}
-
-  // ---- The ring -------------------------------------------------------------------------------
-
-  QATTN_DEVICE SharedAddress stage() const {
-    return base + S::ring_at + place.stage * S::stage_bytes;
-  }
-  QATTN_DEVICE void wait_full() {
-    isa::mbarrier_wait(base + S::full + 8 * place.stage, place.parity);
-  }
-  /// This thread reads the stage no more. One arrival a warp behind its barrier is no faster
-  /// (H200), and compute-sanitizer does not follow it.
-  QATTN_DEVICE void release() {
-    isa::mbarrier_arrive(base + S::empty + 8 * place.stage);
-    place.advance();
-  }
-
-  // ---- Products -------------------------------------------------------------------------------
-
-  QATTN_DEVICE void multiply_keys(Products& s) {
-    const std::uint64_t k = k_descriptor + place.stage * (S::stage_bytes / 16);
-#pragma unroll
-    for (int step = 0; step < S::qk_row / 32; ++step) {
-      const int panel = 32 * step / S::qk_panel, in_panel = 2 * step - panel * S::qk_panel / 16;
-      isa::wgmma<C.qk, C.qk, S::keys>(s, q_descriptor + panel * S::q_panel_bytes / 16 + in_panel,
-                                      k + panel * S::k_panel_bytes / 16 + in_panel, step > 0);
-    }
-    isa::wgmma_commit();
-  }
-
-  /// V of the tile before, which lies in this stage.
-  template <int Part>
-  QATTN_DEVICE void multiply_values(Values<Part>& pv) {
-    constexpr int first = Part * S::part_channels, channels = part_end(Part) - first;
-    const std::uint64_t v =
-        v_descriptor + place.stage * (S::stage_bytes / 16) + first * S::v_row / 16;
-    if constexpr (S::wide_pv) {
-      auto& sums = reinterpret_cast<float(&)[S::d / 2]>(out);
-#pragma unroll
-      for (int step = 0; step < S::keys / 16; ++step) {
-        isa::wgmma<C.pv, C.pv, S::d, true>(sums, codes[step], v + step * 16 * S::v_row / 16, true);
-      }
-    } else {
-#pragma unroll
-      for (int step = 0; step < S::keys / 32; ++step) {
-        const int at = step / 2 * S::v_bytes + step % 2 * 32;
-        isa::wgmma<C.pv, S::v_element, channels>(pv, codes[step], v + at / 16, step > 0);
-      }
-    }
-    isa::wgmma_commit();
-  }
-
-  /// What must happen to the output before P V joins it in the matrix unit.
-  QATTN_DEVICE void shrink_output() {
-    if constexpr (S::wide_pv) {
-#pragma unroll
-      for (int n = 0; n < S::d_tiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out[0][n][i] *= this->shrink[i / 2];
-      }
-    }
-  }
-
-  /// Joins P V to the output, and to the row sums what its product has of them.
-  template <int Part>
-  QATTN_DEVICE void add_values(const Values<Part>& pv) {
-    static_assert(!S::wide_pv);
-    constexpr int first = Part * S::part_channels / 8, tiles = S::part_channels / 8;
-#pragma unroll
-    for (int n = 0; n < tiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = out[0][first + n][i];
-        const auto product = static_cast<float>(pv[4 * n + i]);
-        if constexpr (S::u8) {
-          x = fmaf(product, this->share[i / 2], x);
-        } else {
-          x = fmaf(x, this->shrink[i / 2], product);
-        }
-      }
-    }
-    if constexpr (S::e4m3_pv && Part + 1 == S::v_parts) {
-      // Columns 0 and 1 behind the channels lie in lane t = 0; only 0 is not zero.
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-        const auto* total = pv + 4 * tiles + 2 * r;
-        sum[r] = fmaf(sum[r], this->shrink[r], total[0] + total[1]);
-      }
-    }
-  }
-
-  /// P V of the tile before, a part of the channels after the other.
-  template <int Part = 0>
-  QATTN_DEVICE void join_parts() {
-    static_assert(S::v_parts > 1);
-    Values<Part> pv;
-    isa::wgmma_fence();
-    multiply_values<Part>(pv);
-    isa::wgmma_wait<0>();
-    add_values<Part>(pv);
-    if constexpr (Part + 1 < S::v_parts) join_parts<Part + 1>();
-  }
-
-  // ---- Turns ----------------------------------------------------------------------------------
-
-  QATTN_DEVICE void take_turn() {
-    if constexpr (S::turns) isa::barrier_sync(turn_of(group), turn_threads);
-  }
-  QATTN_DEVICE void give_turn() {
-    if constexpr (S::turns) {
-      isa::barrier_arrive(turn_of(group + 1 < S::consumers ? group + 1 : 0), turn_threads);
-    }
-  }
-  /// A barrier of those who have the turn and those who get it.
-  QATTN_DEVICE static int turn_of(int group) { return 1 + group; }
-  static constexpr int turn_threads = 256;
+      : Base(a, w, q_buffer, ring), walk(a, w, S::keys) {}
 
   // ---- The tiles ------------------------------------------------------------------------------
 
@@ -206,7 +67,7 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
   QATTN_DEVICE void multiply(Products& s) {
     if constexpr (S::v_parts > 1) {
       take_turn();
-      if constexpr (!First) join_parts();
+      if constexpr (!First) this->join_parts();
       isa::wgmma_fence();
       multiply_keys(s);
       if constexpr (S::three) give_turn();
@@ -214,40 +75,77 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
       return;
     }
     Values<0> pv;
-    if constexpr (!First) shrink_output();
+    if constexpr (!First && !S::shared_p) shrink_output();
     take_turn();
     isa::wgmma_fence();
-    if constexpr (!First) multiply_values<0>(pv);
+    if constexpr (!First) this->template multiply_values<0>(pv);
     multiply_keys(s);
     if constexpr (!First && !S::wide_pv) {
       isa::wgmma_wait<1>();
-      add_values<0>(pv);
+      this->template add_values<0>(pv);
       isa::sync_warp();  // or ptxas moves the additions behind the next wait
     }
     isa::wgmma_wait<0>();
   }
 
+  /// As multiply(), but P V stays under way beside the softmax of the tile, if that is plain.
+  QATTN_DEVICE void multiply_beside(Products& s, Values<0>& pv) {
+    take_turn();
+    isa::wgmma_fence();
+    multiply_keys(s);
+    this->template multiply_values<0>(pv);
+    isa::wgmma_wait<1>();
+  }
+  /// Among the exponentials, behind group `g`: waits for that product and joins a share of it to
+  /// the output. 16-bit P V is in the output already, which shrinks to this tile's reference.
+  QATTN_DEVICE void join_beside(int g, const Values<0>& pv) {
+    if (g == S::join_after) {
+      isa::wgmma_wait<0>();
+      release();
+    }
+    const int groups = S::n_tiles - S::join_after, at = g - S::join_after;
+    if (at < 0) return;
+    const int from = S::d_tiles * at / groups, to = S::d_tiles * (at + 1) / groups;
+    if constexpr (S::wide_pv) {
+      this->shrink_tiles(from, to);
+    } else {
+      this->template add_tiles<0>(from, to, pv);
+    }
+  }
+
   /// This tile and all that follow it up to one that is not plain. From the products to the end of
   /// the exponentials there is no branch.
   QATTN_DEVICE void attend_plain_tiles(Products& s) {
+    Values<0> pv;
+    if constexpr (S::shared_p) {  // none is under way
+#pragma unroll
+      for (auto& x : pv) x = 0;
+      this->settle();
+    }
     while (true) {
       Plain t;
       t.x = scales;
-      release();
+      if constexpr (!S::shared_p) release();
       this->take_maxima(s, 0, t);
       if constexpr (S::halves > 1) this->take_maxima(s, 1, t);
       this->row_maxima(t.top);
       if constexpr (!S::u8) this->begin_plain(t);
       const auto meanwhile = [&](int g) {
         if (g == S::give_after) give_turn();
+        if constexpr (S::shared_p) join_beside(g, pv);
         if (g == S::look_after) foresee();
       };
       this->attend_plain(s, 0, t, meanwhile);
       if constexpr (S::halves > 1) this->attend_plain(s, 1, t, meanwhile);
       this->end_plain(t);
+      store_codes();
       next_tile();
       if (!this->is_plain(walk.tile, scales)) return;  // or there is none
-      multiply<false>(s);
+      if constexpr (S::shared_p) {
+        multiply_beside(s, pv);
+      } else {
+        multiply<false>(s);
+      }
     }
   }
 
@@ -262,6 +160,8 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
       this->attend_special(s, now, walk.tile, stage());
       release();
     }
+    if constexpr (S::shared_p) shrink_output();
+    store_codes();
     ready = false;
     next_tile();
   }
@@ -331,29 +231,29 @@ struct Sm90Consumer : Sm90AnySoftmax<C> {
   /// P V of the last tile.
   QATTN_DEVICE void multiply_last() {
     Values<0> pv;
-    shrink_output();
+    if constexpr (!S::shared_p) shrink_output();
     take_turn();
     if constexpr (S::v_parts > 1) {
-      join_parts();
+      this->join_parts();
       give_turn();
       release();
       if constexpr (S::e4m3_pv) this->scale_all_channels();
     } else {
       isa::wgmma_fence();
-      multiply_values<0>(pv);
+      this->template multiply_values<0>(pv);
       if constexpr (S::e4m3_pv) {
         typename Base::template ChannelScales<S::d_tiles> scale;  // they arrive meanwhile
         this->load_channel_scales(0, scale);
         isa::wgmma_wait<0>();
         give_turn();
         release();
-        add_values<0>(pv);
+        this->template add_values<0>(pv);
         this->scale_channels(0, scale);
       } else {
         isa::wgmma_wait<0>();
         give_turn();
         release();
-        if constexpr (S::u8) add_values<0>(pv);
+        if constexpr (S::u8) this->template add_values<0>(pv);
       }
     }
     if constexpr (S::u8) {
@@ -437,6 +337,7 @@ struct Sm90Prefill {
       } else {
         Sm90Consumer<C>::return_queries(buffer);
       }
+      self.end_products();
       self.write(base + S::out_at);
       report(p, index, row_warp, self.doubtful);
     }

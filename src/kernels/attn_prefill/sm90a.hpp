@@ -26,7 +26,7 @@ struct Sm90Instance {
   bool (*compiled)();
 };
 /// Null: there is none.
-const Sm90Instance* find_sm90a(const Sm90Config& config);
+const Sm90Instance* find_sm90a(Sm90Config config);
 
 /// Whether the current device can run the instance, and index what the problem has.
 Status check_sm90a(const Problem& problem, const Sm90Instance* instance,

@@ -23,10 +23,9 @@ bool compiled_sm90a() {
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels
 
-#define QATTN_SM90A_CONFIG(D, QK, PV, RAW, CONSUMERS) \
-  qattn::kernels::Sm90Config { D, qattn::isa::Element::QK, qattn::isa::Element::PV, RAW, CONSUMERS }
-#define QATTN_INSTANCE(D, QK, PV, RAW, CONSUMERS)                                       \
-  template qattn::isa::LaunchError                                                      \
-  qattn::kernels::launch_sm90a<QATTN_SM90A_CONFIG(D, QK, PV, RAW, CONSUMERS)>(          \
-      const qattn::kernels::Sm90Params&, qattn::isa::Index3, void*, qattn::isa::Start); \
-  template bool qattn::kernels::compiled_sm90a<QATTN_SM90A_CONFIG(D, QK, PV, RAW, CONSUMERS)>();
+#define QATTN_SM90A_CONFIG(D, QK, PV, ...) \
+  qattn::kernels::Sm90Config { D, qattn::isa::Element::QK, qattn::isa::Element::PV, __VA_ARGS__ }
+#define QATTN_INSTANCE(...)                                                                       \
+  template qattn::isa::LaunchError qattn::kernels::launch_sm90a<QATTN_SM90A_CONFIG(__VA_ARGS__)>( \
+      const qattn::kernels::Sm90Params&, qattn::isa::Index3, void*, qattn::isa::Start);           \
+  template bool qattn::kernels::compiled_sm90a<QATTN_SM90A_CONFIG(__VA_ARGS__)>();

@@ -24,6 +24,10 @@ struct Sm90Online : Sm90Rows<C> {
 
   QATTN_DEVICE Sm90Online(const Sm90Params& a, const PrefillWork& w, int row_warp, int buffer)
       : Base(a, w, row_warp, buffer) {
+    settle();
+  }
+  /// The output has all P V: what joins it next is zero.
+  QATTN_DEVICE void settle() {
 #pragma unroll
     for (int r = 0; r < R; ++r) shrink[r] = 1.0f;
   }
@@ -82,6 +86,7 @@ struct Sm90Online : Sm90Rows<C> {
     float scale[S::halves][R];  ///< of scores, in units of log2
     float top[R];               ///< maximum of the scores, in units of log2
     float offset[R];
+    float shrink[R];  ///< the tile's, S::shared_p: P V of the tile before is still to join
   };
 
   /// Takes the maxima of the keys of half `h`. Scales are positive or NaN.
@@ -105,7 +110,8 @@ struct Sm90Online : Sm90Rows<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float next = fmaxf(max[r], t.top[r]);
-      shrink[r] = isa::exp2(max[r] - next);
+      t.shrink[r] = isa::exp2(max[r] - next);
+      if constexpr (S::wide_pv || !S::shared_p) shrink[r] = t.shrink[r];
       max[r] = next;
       t.offset[r] = S::p_log2 - next;
       if constexpr (S::wide_pv) sum[r] *= shrink[r];
@@ -126,7 +132,12 @@ struct Sm90Online : Sm90Rows<C> {
         meanwhile);
   }
 
-  QATTN_DEVICE void end_plain(const Plain&) {}
+  QATTN_DEVICE void end_plain(const Plain& t) {
+    if constexpr (!S::wide_pv && S::shared_p) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) shrink[r] = t.shrink[r];
+    }
+  }
 
   /// P of the keys of half `h` from their exponents, in groups of four scores of one row, from two
   /// neighbouring score tiles. Calls meanwhile(g) after each group g of S::n_tiles.

@@ -18,6 +18,7 @@ struct Sm90Config {
   /// own, for the code moves ptxas's order of the other warps' loops.
   bool raw_queries = false;
   int consumers = 2;                                     ///< warpgroups of 64 query rows
+  bool shared_p = false;                                 ///< Sm90Shape::shared_p
   constexpr int rows() const { return 64 * consumers; }  ///< of a block of work
   /// Sm90Shape::biased
   constexpr bool biased() const { return consumers > 2 && pv == isa::Element::u8 && d > 64; }
@@ -73,15 +74,25 @@ struct Sm90Shape {
   /// conversions, S 8192 and 16384: 822 876 (810 822), causal 16384 724 (697). Others gain 2 % (D
   /// 64, e4m3 P), nothing or lose (two consumers, D 128, e4m3 P: 869 of 959).
   static constexpr bool biased = C.biased();
+  /// P goes to its product through shared memory. A product whose A lies in registers holds its
+  /// warp until it has read them; this one runs beside the softmax of the next tile, and joins the
+  /// output among its exponentials. Not measured: no plan takes it by itself.
+  static constexpr bool shared_p = C.shared_p;
   /// The groups of exponentials (see exponentiate()) after which the turn is given, and after which
   /// the next tile is looked at. Where ptxas puts these and the rest depends on them, and on all
   /// else: to be tried again after changes. H200, D 128, full, S 4096, TFLOP/s, look after 3, 4, 5,
   /// 6, 7: e4m3 P 905 887 888 (e4m3 Q and K 952 951 899), u8 P 808 809 792 from 5 on. The turn
   /// after 1 to 5 is the same.
   static constexpr int give_after = three ? -1 : wide_pv ? 3 : 2;
-  static constexpr int look_after = wide_pv ? 7 : u8 ? 6 : 3;
+  static constexpr int look_after = shared_p ? 10 : wide_pv ? 7 : u8 ? 6 : 3;
+  /// P V of the tile before is waited for behind this group, if shared_p, and joins the output
+  /// among those that follow. Where nothing that depends on the scores stands before the wait, as
+  /// the turn's gift does, ptxas moves it in front of the maxima.
+  static constexpr int join_after = give_after;
+  static_assert(!shared_p || (turns && join_after <= look_after));
   static constexpr int d = C.d, keys = C.keys(), consumers = C.consumers, rows = C.rows();
   static constexpr int m_tiles = 1, warp_rows = 16, n_tiles = keys / 8, d_tiles = d / 8;
+  static_assert(!shared_p || look_after < n_tiles);
   /// setmaxnreg's; a multiprocessor has 64 Ki.
   static constexpr int consumer_registers = three ? 160 : wide_pv ? 224 : 240;
   static constexpr int producer_registers = three ? 32 : wide_pv ? 56 : 24;
@@ -144,16 +155,23 @@ struct Sm90Shape {
   /// Q in 16 bits comes 64 rows at a time, in panels of 64 channels. 16-bit V needs the warps, and
   /// D 256 has no room.
   static constexpr bool raw_queries = C.raw_queries;
-  static_assert(!raw_queries || (!wide_pv && d <= 128));
+  static_assert(!raw_queries || (!wide_pv && d <= 128 && !shared_p));
   static constexpr int encoders = 3, encoder_rows = 4;  ///< warps; rows of each at a time
   static constexpr int raw_panels = raw_queries ? d / 64 : 0, raw_panel_bytes = 64 * sm90_panel;
   static constexpr int raw_bytes = raw_panels * raw_panel_bytes;
   static constexpr int q_at = 0, ring_at = q_at + q_buffers * q_bytes;
   static constexpr int limit = 232448;  ///< sm_90 has 227 KiB a block
-  static constexpr int room =
-      limit - ring_at - raw_bytes - rows * out_row - q_buffers * (fact_bytes + work_bytes) - 256;
+  /// P of 64 rows, in panels of 128 bytes of each; where the rows leave, if there is no more room.
+  static constexpr int p_row = keys * (wide_pv ? 2 : 1), p_panel_bytes = 64 * sm90_panel;
+  static constexpr bool p_over_out = wide_pv && d > 64;
+  static constexpr int p_group_bytes = 64 * (p_over_out ? out_row : p_row);
+  static constexpr int p_bytes = shared_p && !p_over_out ? consumers * p_group_bytes : 0;
+  static_assert(!shared_p || (!three && v_parts == 1 && p_group_bytes >= 64 * p_row));
+  static constexpr int room = limit - ring_at - raw_bytes - p_bytes - rows * out_row -
+                              q_buffers * (fact_bytes + work_bytes) - 256;
   static constexpr int stages = room / stage_bytes < 4 ? room / stage_bytes : 4;
-  static constexpr int raw_at = ring_at + stages * stage_bytes, out_at = raw_at + raw_bytes;
+  static constexpr int raw_at = ring_at + stages * stage_bytes, p_at = raw_at + raw_bytes;
+  static constexpr int out_at = p_at + p_bytes;
   static constexpr int facts_at = out_at + rows * out_row;
   static constexpr int work_at = facts_at + q_buffers * fact_bytes;
   static constexpr int barriers_at = work_at + q_buffers * work_bytes;
@@ -165,6 +183,7 @@ struct Sm90Shape {
   static constexpr int raw_full = unclean + 8 * stages;
   static constexpr int shared_bytes = raw_full + (raw_queries ? 8 : 0);
   static_assert(shared_bytes <= limit && stages >= 2);
+  static_assert(!shared_p || (p_at % 1024 == 0 && p_group_bytes % 1024 == 0));
   static_assert(q_panel_bytes % 1024 == 0 && k_panel_bytes % 1024 == 0 && v_bytes % 512 == 0);
 };
 

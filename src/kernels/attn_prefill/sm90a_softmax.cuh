@@ -23,6 +23,11 @@ struct Sm90Softmax : Sm90Rows<C> {
 
   QATTN_DEVICE Sm90Softmax(const Sm90Params& a, const PrefillWork& w, int row_warp, int buffer)
       : Base(a, w, row_warp, buffer) {}
+  /// The output has all P V: what joins it next is zero.
+  QATTN_DEVICE void settle() {
+#pragma unroll
+    for (int r = 0; r < R; ++r) share[r] = 0.0f;
+  }
 
   /// What a thread needs of a tile's scales, unless that is special: K's and V's are the same for
   /// all keys with the same (key % 8) / 2 in 64, and those are the keys that the thread's
