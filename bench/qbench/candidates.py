@@ -111,6 +111,11 @@ def steps_of(recipe, quantises):
     return ["e2e", "kernel"] if asked else list(STEPS)
 
 
+#: lines of a plan's text that tell which variant of a kernel runs; a plan says what applies to it
+NUMBERS = re.compile(r"^(splits|packed_heads|consumers|shared_p|tile_keys): (\d+)$", re.MULTILINE)
+Q_CODES = re.compile(r"^q_codes: in the attention kernel$", re.MULTILINE)
+
+
 def library_candidate(lib, recipe, io, shape, tensors, stream):
     q, k, v = tensors
     out = torch.full_like(q, math.nan)
@@ -134,7 +139,6 @@ def library_candidate(lib, recipe, io, shape, tensors, stream):
 
     quantises = bool(lib.bench_quantises(handle))
     plan = lib.bench_plan(handle).decode()
-    choice = dict(re.findall(r"^(splits|packed_heads): (\d+)$", plan, re.MULTILINE))
     kv_bytes = lib.bench_kv_bytes(handle)
     return Candidate(
         recipe,
@@ -147,10 +151,13 @@ def library_candidate(lib, recipe, io, shape, tensors, stream):
             "kernel": lib.bench_kernel(handle).decode(),
             "bytes_workspace": needed,
         }
-        | {name: int(n) for name, n in choice.items()},
+        | {name: int(n) for name, n in NUMBERS.findall(plan)},
         {
             "kernel": {"bytes_kv": kv_bytes},
-            "e2e": {"bytes_kv": shape.elements_kv() * k.element_size()},
+            "e2e": {
+                "bytes_kv": shape.elements_kv() * k.element_size(),
+                "q_codes_in_kernel": bool(Q_CODES.search(plan)),
+            },
         },
         lambda: lib.bench_destroy(handle),
     )

@@ -159,7 +159,7 @@ def test_choices_of_plans_on_the_emulated_gpu(library, tmp_path):
 def test_consumers_and_smoothing_on_the_emulated_gpu(library, tmp_path):
     path = tmp_path / "record.json"
     asked = ["int8_full", "int8_full+consumers=3", "int8_full+consumers=4", "bf16+consumers=3",
-             "int8_full+no_smooth_k"]  # fmt: skip
+             "int8_full+no_smooth_k", "int8_full+shared_p=1", "int8_fp8+shared_p=1"]  # fmt: skip
     done = bench(
         "run", "--device", "emulated", "--library", library, "--no-errors", "-o", path,
         "--shape", "1,2,1,200,150,64", "--rounds", 3, "--commit", "abc",
@@ -167,11 +167,34 @@ def test_consumers_and_smoothing_on_the_emulated_gpu(library, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     cells = {(c["candidate"], c["step"]): c for c in Record.load(path).cells}
-    for recipe in (asked[0], asked[1], asked[4]):
+    for recipe in (asked[0], asked[1], asked[4], asked[5]):
         assert cells[recipe, "kernel"]["nrmse"] < 3e-2, recipe
     for recipe in (asked[2], asked[3]):
         assert "has other consumers" in cells[recipe, "e2e"]["refused"], recipe
+    assert "has P in registers" in cells[asked[6], "e2e"]["refused"]  # D 64 has no such kernel
     assert {(asked[0], "quantise"), (asked[4], "quantise")} <= set(cells)
+
+
+def test_cells_tell_which_variant_ran(library, tmp_path):
+    path = tmp_path / "record.json"
+    asked = ["f16", "int8_full+consumers=2+no_q", "int8_full+consumers=3+q", "int8_full+shared_p=1"]
+    done = bench(
+        "run", "--device", "emulated", "--library", library, "--no-errors", "-o", path,
+        "--shape", "1,2,1,200,150,64", "--rounds", 3, "--commit", "abc",
+        "--recipes", ",".join(asked),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = {(c["candidate"], c["step"]): c for c in Record.load(path).cells}
+    f16, two, three, shared = (cells[name, "e2e"] for name in asked)
+    for cell in (f16, two, three, shared):
+        assert cell["tile_keys"] in (64, 128, 192, 256)
+    assert (two["consumers"], three["consumers"]) == (2, 3)
+    assert shared["shared_p"] == 1 and "shared_p" not in f16
+    assert [c["q_codes_in_kernel"] for c in (f16, two, three)] == [False, False, True]
+    # The attention kernels alone find Q's codes made.
+    kernel = cells["int8_full+shared_p=1", "kernel"]
+    assert kernel["shared_p"] == 1 and "q_codes_in_kernel" not in kernel
+    assert "q_codes_in_kernel" not in cells["torch", "e2e"]
 
 
 def test_a_run_on_the_emulated_gpu(library, tmp_path):
