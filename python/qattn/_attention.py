@@ -118,9 +118,9 @@ def attention(
     CUDA tensors: all tensors lie on q's device (lists will not do there), and the work is enqueued
     on torch's current stream of that device with memory of torch's allocator, without waiting: it
     can be captured in a CUDA graph once the same call has run before. Arrays with a
-    __cuda_array_interface__ run on the stream that q names, and need `out`. Contents of index
-    tensors are looked at only with validate=True, which waits for the stream; without it a bad
-    entry makes its rows NaN and device_errors() tells.
+    __cuda_array_interface__ run on the one stream that they name (another one beside it is
+    refused), and need `out`. Contents of index tensors are looked at only with validate=True, which
+    waits for the stream; without it a bad entry makes its rows NaN and device_errors() tells.
 
     Returns out of q's shape with Dv channels, framework and dtype of q (codes: float32) unless
     `out` or `out_dtype` says otherwise; with return_lse also the natural-log LSE, float32,
@@ -129,7 +129,8 @@ def attention(
     """
     call = _Call(dict(locals()))
     out, lse = call.outputs()
-    _qattn.attention(call.tensors, call.options, stream_of(call.q), workspace_of(call.q))
+    stream = stream_of(call.q, call.tensors)
+    _qattn.attention(call.tensors, call.options, stream, workspace_of(call.q))
     return (out, lse) if return_lse else out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,14 @@ Entry = tuple
 Device = tuple[int, int]
 CPU: Device = (1, 0)
 _CUDA, _HIP = 2, 10
+_LEGACY_STREAM = 1  # how a __cuda_array_interface__ names stream 0
+
+
+class _OnStream(tuple):
+    """An Entry on a device, with the stream that its array names."""
+
+    stream: int | None = None
+
 
 # The name of a dtype, which numpy (with ml_dtypes) and torch share, to the name of a format.
 _FORMATS = {
@@ -79,13 +87,33 @@ def device_of(x: Any) -> Device:
     return CPU
 
 
-def stream_of(x: Any) -> int:
-    """The stream on which x's library works now; 0 on CPUs."""
+def stream_of(x: Any, tensors: Mapping[str, Entry] | None = None) -> int:
+    """The stream of a call on x and `tensors`; 0 on CPUs and where nothing names one.
+
+    torch's for its tensors, else the one that arrays with a __cuda_array_interface__ name. An array
+    that names another is refused: nothing here would wait for what is under way there.
+    """
+    stream = None
     if is_torch(x) and x.device.type != "cpu":
-        return _torch().cuda.current_stream(x.device).cuda_stream
-    if is_cuda_array(x):
-        return int(x.__cuda_array_interface__.get("stream") or 0)
-    return 0
+        stream = _torch().cuda.current_stream(x.device).cuda_stream
+    elif is_cuda_array(x):
+        stream = _named_stream(x)
+    for name, made in (tensors or {}).items():
+        own = getattr(made, "stream", None)
+        if stream is None:
+            stream = own
+        elif own is not None and (own or _LEGACY_STREAM) != (stream or _LEGACY_STREAM):
+            raise InvalidArgument(
+                f"{name}: names stream {own}, but the call is on stream {stream}; "
+                "arrays of one call name one stream or none"
+            )
+    return stream or 0
+
+
+def _named_stream(x: Any) -> int | None:
+    """What a __cuda_array_interface__ says; None: there is nothing to wait for."""
+    stream = x.__cuda_array_interface__.get("stream")
+    return None if stream is None else int(stream)
 
 
 def workspace_of(x: Any) -> Callable[[int], Any] | None:
@@ -159,7 +187,10 @@ def entry(name: str, x: Any, codes: str | None = None) -> Entry:
     format_name = format_of(name, x, codes)
     device = device_of(x)
     if device != CPU:
-        return (*_memory(name, x, format_name), *device)
+        made = _OnStream((*_memory(name, x, format_name), *device))
+        if is_cuda_array(x):
+            made.stream = _named_stream(x)
+        return made
     if is_torch(x):
         torch = _torch()
         x = x.detach()
@@ -184,6 +215,11 @@ def _memory(name: str, x: Any, format_name: str) -> tuple:
     if own.get("strides") is None:
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     else:
+        for stride in own["strides"]:
+            if stride % size != 0:
+                raise InvalidArgument(
+                    f"{name}: stride {stride} in bytes is no multiple of the item size {size}"
+                )
         strides = tuple(stride // size for stride in own["strides"])
     return own["data"][0], format_name, shape, strides
 

@@ -224,7 +224,8 @@ class GpuKvCache:
             tensors["counts"] = entry("counts", counts)
         if importance is not None:
             tensors["importance"] = entry("importance", importance)
-        self._cache.append(integer("layer", layer), tensors, layout_name(layout), stream_of(k))
+        stream = stream_of(k, tensors)
+        self._cache.append(integer("layer", layer), tensors, layout_name(layout), stream)
 
     def decode(
         self,
@@ -264,7 +265,7 @@ class GpuKvCache:
             call.tensors,
             **decode_options(layout, scale, causal, window_left, softcap, debias),
             memory=_memory(q, workspace),
-            stream=stream_of(q),
+            stream=stream_of(q, call.tensors),
         )
         return call.returned()
 
@@ -298,7 +299,7 @@ class GpuKvCache:
         least ceil(S / 16). A mass that is not from 0 to 1e15 leaves its sequence as it was, and
         only qattn.device_errors() tells."""
         tensors = {"sequences": self._slots(sequences), "mass": entry("mass", mass)}
-        self._cache.observe(integer("layer", layer), tensors, stream_of(mass))
+        self._cache.observe(integer("layer", layer), tensors, stream_of(mass, tensors))
 
     def set_importance(self, sequence: int, layer: int, importance: Any) -> None:
         """Sets importance, as KvCache's: (kv_heads, N) float32 on the cache's device, N at least

@@ -108,7 +108,7 @@ def quantize(
     for output, (output_format, shape) in _qattn.quantize_shapes(tensors, options).items():
         made[output] = zeros(x, output_format, packed_shape(output_format, shape))
         tensors[output] = _output(output, made[output], output_format)
-    saturated = _qattn.quantize(tensors, options, stream_of(x))
+    saturated = _qattn.quantize(tensors, options, stream_of(x, tensors))
     return Quantized(
         made["codes"],
         made["scale"],

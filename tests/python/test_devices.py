@@ -103,6 +103,73 @@ refused("cannot allocate a Cuda", lambda: qattn.quantize(q), qattn.Unsupported)
 """, fake)
 
 
+def test_strides_of_no_whole_elements_are_refused(fake):
+    run("""
+def field(*shape, dtype=np.float32):
+    record = np.dtype([("x", dtype, (64,)), ("rest", np.uint8)])  # one byte more a row
+    return Cuda(np.zeros(shape, record)["x"])
+
+def refuses(name, stride, size, call):
+    refused(f"{name}: stride {stride} in bytes is no multiple of the item size {size}", call)
+
+x, half = field(1, 4, 2), field(1, 4, 2, dtype=np.float16)
+refuses("q", 514, 4, lambda: qattn.attention(x, k, v, out=out))
+refuses("v", 514, 4, lambda: qattn.attention(q, k, x, out=out))
+refuses("k", 129, 2, lambda: qattn.attention(q, half, v, out=out))
+refuses("out", 514, 4, lambda: qattn.attention(q, k, v, out=x))
+refuses("k", 514, 4, lambda: qattn.explain(q, x, v))
+bits = np.zeros((4, 4, 3), np.uint8)[..., :2]  # any stride is one of whole bytes
+assert qattn._interop.entry("bits", Cuda(bits), "b1")[3] == (12, 3, 1)
+""", fake)
+
+
+def test_the_stream_that_tensors_name(fake):
+    """The one that all name who name any: work on another would be read before it is done."""
+    run("""
+from qattn._interop import entry, stream_of
+
+def named(**streams):
+    return {name: entry(name, cuda(2, stream=s)) for name, s in streams.items()}
+
+def stream(**streams):
+    return stream_of(cuda(2, stream=streams.get("q")), named(**streams))
+
+assert stream_of(cuda(2, stream=7)) == 7 and stream_of(np.zeros(2)) == stream_of(cuda(2)) == 0
+assert stream(q=None, k=None) == 0 and stream(q=7, k=None, v=7) == 7
+assert stream(q=None, k=None, v=9, mask=9) == 9
+assert stream(q=1, k=0) == 1  # both are the legacy default stream
+rule = "; arrays of one call name one stream or none"
+refused("k: names stream 9, but the call is on stream 7" + rule, lambda: stream(q=7, k=9))
+refused("v: names stream 9, but the call is on stream 7", lambda: stream(k=7, v=9))
+refused("mask: names stream 2, but the call is on stream 1", lambda: stream(q=1, k=1, mask=2))
+text = {"host": (np.zeros(2), "f32")}
+assert stream_of(cuda(2), text | named(k=3)) == 3
+""", fake)
+
+
+def test_calls_on_different_streams_are_refused(fake):
+    run("""
+def one(stream):
+    return cuda(1, 4, 2, 64, stream=stream)
+
+qattn.attention(q, one(9), v, out=out)
+assert (out.array == 9).all()  # q names none
+qattn.attention(one(7), k, one(7), out=out, mask=cuda(4, 4, stream=7))
+assert (out.array == 7).all()
+for name, given in {
+    "k": dict(k=one(9)),
+    "v": dict(v=one(9)),
+    "out": dict(out=one(9)),
+    "mask": dict(mask=cuda(4, 4, stream=9)),
+    "seqused_k": dict(seqused_k=ints(3, stream=9)),
+}.items():
+    call = dict(q=one(7), k=k, v=v, out=out) | given
+    refused(f"{name}: names stream 9, but the call is on stream 7",
+            lambda: qattn.attention(**call))
+assert (out.array == 7).all()
+""", fake)
+
+
 def test_torch_tensors_give_address_stream_and_workspace(fake):
     """CPU tensors that the package takes for CUDA ones."""
     run("""
@@ -118,7 +185,7 @@ def workspace_of(x):
 
 for module in (_interop, _attention, _quantize):
     module.device_of = lambda x: (2, 1)
-_attention.stream_of = lambda x: 5
+_attention.stream_of = lambda x, tensors: 5
 _attention.workspace_of = workspace_of
 x = [torch.zeros(1, 4, 2, 64) for _ in range(3)]
 assert (qattn.attention(*x) == 1005).all()

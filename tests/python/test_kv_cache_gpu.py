@@ -129,6 +129,36 @@ qattn.device_errors("cuda:0")
 """)
 
 
+def test_tensors_on_different_streams_are_refused(emulated):
+    emulated("""
+for module in (_interop, _kv_cache, _kv_cache_gpu):
+    module.device_of = lambda x: (2, 0)
+
+class Named:
+    def __init__(self, tensor, stream):
+        self.array, self.stream = tensor.numpy(), stream
+        self.dtype, self.shape = self.array.dtype, self.array.shape
+    @property
+    def __cuda_array_interface__(self):
+        return self.array.__array_interface__ | {"stream": self.stream}
+
+s, rule = cache.add_sequence(), "names stream 9, but the call is on stream 7"
+k = Named(rows(1, 5), 7)
+refused("v: " + rule, lambda: cache.append(0, s, k, Named(rows(1, 5), 9)))
+assert cache.length(s) == 0
+cache.append(0, s, k, Named(rows(1, 5), None))
+q, out = Named(rows(1, 1, 4), 7), rows(1, 1, 4)
+memory = torch.zeros(1 << 20, dtype=torch.uint8)
+memory = memory[-memory.data_ptr() % 256:]
+refused("sinks: " + rule, lambda: cache.decode(q, 0, s, out=out, workspace=memory,
+                                               sinks=Named(torch.zeros(4), 9)))
+cache.decode(q, 0, s, out=out, workspace=memory)
+ids = Named(torch.tensor([s], dtype=torch.int32), 7)
+refused("sequences: names stream 7, but the call is on stream 9",
+        lambda: cache.observe(0, ids, Named(torch.zeros(1, 4, 1), 9)))
+""")
+
+
 def test_importance_that_is_told(emulated):
     """It decides which pages are demoted, as on the host."""
     emulated("""
