@@ -120,7 +120,8 @@ def attention(
     can be captured in a CUDA graph once the same call has run before. Arrays with a
     __cuda_array_interface__ run on the one stream that they name (another one beside it is
     refused), and need `out`. Contents of index tensors are looked at only with validate=True, which
-    waits for the stream; without it a bad entry makes its rows NaN and device_errors() tells.
+    waits for the stream; without it a bad entry makes its rows NaN (all rows, where sequences would
+    share tokens) and device_errors() tells.
 
     Returns out of q's shape with Dv channels, framework and dtype of q (codes: float32) unless
     `out` or `out_dtype` says otherwise; with return_lse also the natural-log LSE, float32,

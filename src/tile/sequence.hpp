@@ -81,6 +81,32 @@ QATTN_DEVICE std::int64_t first_block(const Rows& r, const Span& span, int b, st
   return b * ((r.max_length + size - 1) / size);
 }
 
+/// The last of the packed sequences whose position(first token, sequence) is not behind `at`, or
+/// sequence 0. Where entries are out of order it is some sequence: callers look whether it has what
+/// they want.
+template <class Position>
+QATTN_DEVICE int last_sequence(const Rows& r, std::int64_t at, Position position) {
+  int first = 0, last = r.batches - 1;
+  while (first < last) {
+    const int b = last - (last - first) / 2;
+    const std::int64_t begin = isa::load_global(r.cu_seqlens + b);
+    if (position(begin, b) <= at) {
+      first = b;
+    } else {
+      last = b - 1;
+    }
+  }
+  return first;
+}
+/// The packed sequence that token `at` of all belongs to.
+QATTN_DEVICE int sequence_of_token(const Rows& r, std::int64_t at) {
+  return last_sequence(r, at, [](std::int64_t begin, int) { return begin; });
+}
+/// The packed sequence that entry `at` of a table as of first_block() belongs to.
+QATTN_DEVICE int sequence_of_block(const Rows& r, std::int64_t at, std::int64_t size) {
+  return last_sequence(r, at, [&](std::int64_t begin, int b) { return begin / size + b; });
+}
+
 /// Prepared operands lie in slots, a multiple of 64 per sequence: [head][slots].
 QATTN_DEVICE std::int64_t first_slot(const Rows& r, const Span& span, int b) {
   return first_block(r, span, b, 64) * 64;

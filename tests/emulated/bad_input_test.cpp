@@ -163,7 +163,7 @@ void expect_one_bad(const Call& call, const Unchecked& now, const Unchecked& cle
 
 struct BadIndex {
   const char* name;
-  Tensor Laid::*tensor;
+  Tensor Laid::* tensor;
   Index at;
   double value;
   const char* what;
@@ -213,6 +213,87 @@ TEST_P(EmulatedBadIndex, PackedSequences) {
          {"cu_seqlens_k", &Laid::cu_k, {3}, 219, length_error},
          {"cu_seqlens_q", &Laid::cu_q, {3}, 1e9, length_error, true},
          {"cu_seqlens_q", &Laid::cu_q, {3}, 109, length_error, true}});
+}
+
+/// What packed sequences are where other entries of cu_seqlens are wrong.
+class EmulatedBadLengths : public testing::TestWithParam<Recipe> {
+ protected:
+  enum class Rows { as_before, spoilt, other };
+  bool packed_q_ = true;
+
+  /// `fate(b, i)`: of row i of sequence b.
+  template <class Fate>
+  void expect(Tensor Laid::* tensor, std::int64_t at, double value, Fate fate) {
+    for (const int splits : {0, 2}) {
+      SCOPED_TRACE(std::to_string(at) + ": " + std::to_string(value));
+      const ForceSpread forced(0, splits);
+      Feature f = with_inputs(Feature(), GetParam(), Format::f16);
+      f.heads_q = 2, f.heads_k = 1, f.options.causal = true;
+      f.sq = {40, 150, 20}, f.sk = {130, 190, 65};
+      f.how.packed_q = packed_q_, f.how.packed_k = true;
+      if (!packed_q_) f.sq = {40, 40, 40};
+      const Call call = make_call(f, 5);
+      Laid laid = lay_out(call, f.how);
+      const Unchecked clean = run_unchecked(call, laid, GetParam());
+      ASSERT_TRUE(clean.errors.ok()) << clean.errors.message();
+      (laid.*tensor).set({at}, value);
+      const Unchecked now = run_unchecked(call, laid, GetParam());
+      ASSERT_TRUE(now.status.ok()) << now.status.message();
+      EXPECT_EQ(now.violation, "");
+      EXPECT_NE(now.errors.message().find(length_error), std::string::npos);
+      for (std::int64_t b = 0; b < 3; ++b) {
+        for (std::int64_t h = 0; h < call.heads_q; ++h) {
+          for (std::int64_t i = 0; i < call.sequences[static_cast<std::size_t>(b)].room_q; ++i) {
+            const std::int64_t row = call.row(b, h, i);
+            const Rows wanted = fate(b, i);
+            for (std::int64_t c = 0; c < call.dim_v; ++c) {
+              const float x = now.out[row * call.dim_v + c];
+              const bool right = wanted == Rows::as_before ? x == clean.out[row * call.dim_v + c]
+                                 : wanted == Rows::spoilt  ? std::isnan(x)
+                                                           : std::isfinite(x);
+              ASSERT_TRUE(right) << "sequence " << b << " head " << h << " row " << i << ": " << x;
+            }
+            ASSERT_TRUE(wanted == Rows::other ||
+                        std::isnan(now.lse[row]) == (wanted == Rows::spoilt));
+          }
+        }
+      }
+    }
+  }
+};
+
+TEST_P(EmulatedBadLengths, TokensOfNoSequenceBecomeNaN) {
+  expect(&Laid::cu_q, 0, 5, [](std::int64_t b, std::int64_t i) {
+    return b > 0 ? Rows::as_before : i < 5 ? Rows::spoilt : Rows::other;
+  });
+  expect(&Laid::cu_q, 3, 200, [](std::int64_t b, std::int64_t i) {
+    return b < 2 ? Rows::as_before : i < 10 ? Rows::other : Rows::spoilt;
+  });
+  expect(&Laid::cu_k, 0, 5,
+         [](std::int64_t b, std::int64_t) { return b > 0 ? Rows::as_before : Rows::other; });
+  expect(&Laid::cu_k, 3, 380,
+         [](std::int64_t b, std::int64_t) { return b < 2 ? Rows::as_before : Rows::other; });
+}
+
+TEST_P(EmulatedBadLengths, SequencesThatShareTokensAreAllNaN) {
+  const auto all = [](std::int64_t, std::int64_t) { return Rows::spoilt; };
+  expect(&Laid::cu_q, 2, 20, all);
+  expect(&Laid::cu_k, 2, 100, all);
+}
+
+TEST_P(EmulatedBadLengths, KeysThatShareTokensSpoilDenseQueries) {
+  packed_q_ = false;
+  expect(&Laid::cu_k, 2, 100, [](std::int64_t, std::int64_t) { return Rows::spoilt; });
+  expect(&Laid::cu_k, 3, 380,
+         [](std::int64_t b, std::int64_t) { return b < 2 ? Rows::as_before : Rows::other; });
+}
+
+TEST_P(EmulatedBadLengths, BeyondTheEndSpoilsItsNeighbours) {
+  const auto last_two = [](std::int64_t b, std::int64_t) {
+    return b == 0 ? Rows::as_before : Rows::spoilt;
+  };
+  expect(&Laid::cu_q, 2, 1e9, last_two);
+  expect(&Laid::cu_k, 2, -7, last_two);
 }
 
 TEST_P(EmulatedBadIndex, FewQueriesOfSplitKeys) {
@@ -296,6 +377,7 @@ INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadInput, testing::ValuesIn(recipes_on_g
                                   std::to_string(on.param.architecture);
                          });
 INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadIndex, testing::ValuesIn(gpu_recipes()), recipe_name);
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadLengths, testing::ValuesIn(gpu_recipes()), recipe_name);
 
 }  // namespace
 }  // namespace qattn::test

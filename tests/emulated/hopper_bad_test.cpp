@@ -39,6 +39,9 @@ std::vector<Hiding> ways_to_hide() {
   add("window_splits", 4, 900, {397, 520, 898},
       [](Feature& f) { f.options.causal = true, f.options.window_left = 500; });
   all.back().splits = 3;
+  add("window_splits_blocks", 300, 420, {30, 190, 300},
+      [](Feature& f) { f.options.causal = true, f.options.window_left = 260; });
+  all.back().splits = 2;
   add("mask", 70, 200, {5, 140}, [](Feature& f) { f.mask = MaskShape::full; });
   add("mask_bits", 70, 203, {5, 140},
       [](Feature& f) { f.mask = MaskShape::full, f.bit_mask = true; });

@@ -115,6 +115,24 @@ TEST_P(EmulatedSpread, DoesWhatThePlanSays) {
   }
 }
 
+/// A grid has the blocks of rows that packed sequences have, not those of all tokens for each.
+TEST_P(EmulatedSpread, PackedSequencesTakeTheBlocksOfTheirOwnRows) {
+  const auto work = [&](bool packed) {
+    Feature f = feature(40, 64, 2, 2);
+    f.sq.assign(16, 40), f.sk.assign(16, 64);
+    f.how.packed_q = f.how.packed_k = packed;
+    const Call call = make_call(f, 9);
+    Laid laid = lay_out(call, f.how);
+    emu::take_stats();
+    run(call, laid, 1, 1);
+    return emu::take_stats();
+  };
+  const emu::Stats packed = work(true), dense = work(false);
+  EXPECT_LT(packed.blocks, 2 * dense.blocks);
+  EXPECT_LE(packed.warp_instructions(emu::Word::mbarrier_arrive),
+            2 * dense.warp_instructions(emu::Word::mbarrier_arrive));
+}
+
 TEST_P(EmulatedSpread, BadTokensStayWhereTheyWere) {
   Recipe recipe = this->recipe();
   Feature f = feature(4, 500, 4, 2);

@@ -123,7 +123,10 @@ Status supports(const Problem& p) {
   if (p.block_mask_q > 0 || p.mask != MaskKind::none) return refuse("reads no masks");
   if (p.tensors.alibi_slopes.present()) return refuse("knows no ALiBi slopes");
   if (too_long(p)) return refuse("sequences longer than 2^30 tokens");
-  if (p.batch * p.heads_q > 0x7fffffff / most_splits) return refuse("more than 2^31 blocks");
+  const std::int64_t heads = std::max<std::int64_t>(p.heads_q, 1);
+  if (row_blocks(p, coded_rows) > 0x7fffffff / most_splits / heads) {
+    return refuse("more than 2^31 blocks");
+  }
   const std::string why = prepare_refusal(p, r, needs_of(p, r));
   return why.empty() ? Status() : refuse(why);
 }
@@ -153,7 +156,10 @@ Status attend_codes(const GpuPlan& data, const Problem& p, void* workspace, Stre
   params.k_scale = scales_of(p, p.tensors.k_scale, Role::k, plan.recipe.k_scale);
   params.v_scale = scales_of(p, p.tensors.v_scale, Role::v, plan.recipe.v_scale);
   isa::LaunchError e =
-      plan.instance->launch(params, {params.call.works, 1, 1}, stream, handover.start);
+      locate_packed(plan.packed, p, workspace, params.call, stream, handover.start);
+  if (e.empty()) {
+    e = plan.instance->launch(params, {params.call.works, 1, 1}, stream, handover.start);
+  }
   if (e.empty()) e = combine_parts(params.call, stream, isa::Start::early);
   return e.empty() ? Status() : Status(Code::internal, "decode kernel: " + e);
 }
@@ -172,6 +178,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   limits.parts = true;
   limits.blocks = isa::multiprocessors() * coded_blocks(limits.channels);
   plan->spread = plan_spread(p, plan->recipe, limits, plan->workspace);
+  plan->packed = plan_packed(p, coded_rows, plan->workspace);
   plan->error = isa::error_word();
   plan->text =
       "variant: codes d" + std::to_string(limits.channels) +

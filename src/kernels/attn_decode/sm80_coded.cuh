@@ -428,15 +428,15 @@ struct CodedDecode : CodedLoad<C> {
   /// Leaves the rows to PrefillCombine.
   QATTN_DEVICE void write_part() {
     const PartsView& parts = p.parts;
-    const std::int64_t part =
-        part_index(p, work.b, work.head, work.first_row / S::rows) + work.split;
+    const std::int64_t first = part_row(p, work.q, work.b, work.head, work.first_row) +
+                               std::int64_t{work.split} * parts.rows;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
 #pragma unroll
       for (int mask = 4; mask < 32; mask *= 2) sum[r] += isa::shuffle_xor(sum[r], mask);
       const int local = 2 * t + r;
       if (query(local) >= work.q.length) continue;
-      const std::int64_t row = part * parts.rows + local;
+      const std::int64_t row = first + local;
       const float top = max[r] - S::p_log2;
       if (g == 0) {
         isa::store_global(reinterpret_cast<isa::Words2*>(parts.state + 2 * row),
@@ -458,6 +458,7 @@ struct CodedDecode : CodedLoad<C> {
 
   static QATTN_DEVICE void run_block(const CodedParams& x) {
     isa::grid_dependency_launch();
+    if (x.call.disorder != nullptr) isa::grid_dependency_wait();  // for packed.cuh
     const PrefillWork work = locate_work(x.call, isa::block().x, S::rows, S::keys);
     if ((work.q.bad || work.k.bad) && isa::lane() == 0) {
       isa::atomic_or_global(x.call.error, tile::error_sequence);

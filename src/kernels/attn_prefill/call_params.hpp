@@ -16,6 +16,11 @@ inline bool too_long(const Problem& p) {
   return std::max(p.max_q, p.max_k) > std::int64_t{1} << 30;
 }
 
+/// Blocks of `rows` query rows of a head that a grid has, in all sequences.
+inline std::int64_t row_blocks(const Problem& p, std::int64_t rows) {
+  return p.batch > 0 && p.max_q > 0 ? tile::block_count(rows_of(p, Role::q), rows) : 0;
+}
+
 /// Must q . (K's mean) be prepared? Scores lack it; what is not relative to them needs it.
 inline bool needs_dot_mean(const Problem& p, const Recipe& r) {
   const bool mean = r.smooth_k == Toggle::on || p.tensors.k_mean.present();
@@ -108,8 +113,9 @@ inline PrefillParams params_of(const Problem& p, const Prepared& prepared, int r
   a.alibi = per_head(p.tensors.alibi_slopes);
   a.sinks = per_head(p.tensors.sinks);
   a.group = static_cast<std::int32_t>(p.group());
-  a.q_blocks = static_cast<std::int32_t>((p.max_q + rows - 1) / rows);
-  a.works = static_cast<std::int32_t>(a.q_blocks * p.batch * p.heads_q);
+  const std::int64_t blocks = row_blocks(p, rows);
+  a.q_blocks = static_cast<std::int32_t>(p.varlen_q ? blocks : (p.max_q + rows - 1) / rows);
+  a.works = static_cast<std::int32_t>(blocks * p.heads_q);
   a.heads_first = p.window_right >= 0;
   a.error = error;
   return a;

@@ -37,12 +37,16 @@ struct PrefillCombine {
     const int index = isa::block().x;
     row.query = index % queries, row.head = index / queries % p.q.heads;
     row.b = index / queries / p.q.heads;
-    locate_sequence(p, row.b, row.q, row.k);
+    if (p.q.cu_seqlens != nullptr) {  // a head's `queries` are those of all sequences
+      row.b = tile::sequence_of_token(p.q, row.query);
+      locate_sequence(p, row.b, row.q, row.k);
+      row.query -= static_cast<int>(row.q.begin);
+    } else {
+      locate_sequence(p, row.b, row.q, row.k);
+    }
     row.parts = row.query < row.q.length ? p.splits : 0;
-    const int block = p.pack > 1 ? 0 : row.query / p.parts.tile_rows;
-    const int local =
-        p.pack > 1 ? row.query * p.pack + row.head % p.pack : row.query % p.parts.tile_rows;
-    row.at = part_index(p, row.b, row.head, block) * p.parts.rows + local;
+    const int in_tile = p.pack > 1 ? row.query * p.pack + row.head % p.pack : row.query;
+    row.at = part_row(p, row.q, row.b, row.head, in_tile);
     return row;
   }
 
@@ -192,9 +196,10 @@ struct PrefillCombine {
   }
 
   static QATTN_DEVICE void run(const Params& p) {
-    const Row row = locate(p);  // inputs alone, while the kernel before may still run
+    Row row = locate(p);  // inputs alone, while the kernel before may still run
     isa::grid_dependency_wait();
-    if (row.query >= row.q.rows) return;
+    heed_disorder(p, row.q, row.k);
+    if (row.query < 0 || row.query >= row.q.rows) return;
     Sums x = {};
     const Weights w = weigh(p, row);
     add_splits(p, row, w, x);

@@ -5,6 +5,7 @@
 #include <span>
 
 #include "core/plan.hpp"
+#include "kernels/attn_prefill/packed.hpp"
 #include "kernels/quantize/prepare.hpp"
 
 namespace qattn::kernels {
@@ -21,6 +22,7 @@ struct Handover {
 /// what the first left there.
 struct GpuPlan : detail::PlanData {
   PrepareLayout prepared;
+  PackedPlan packed;
   std::uint32_t* error = nullptr;  ///< the device's error word
   Status (*attend)(const GpuPlan& plan, const Problem& problem, void* workspace, Stream stream,
                    Handover handover) = nullptr;

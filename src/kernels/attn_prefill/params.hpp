@@ -72,7 +72,8 @@ struct PrefillParams {
   std::int32_t block_mask_q = 0, block_mask_k = 0;  ///< tokens per block
   BroadcastView alibi, sinks;                       ///< (batch, head)
   std::int32_t group = 1;                           ///< query heads per KV head
-  std::int32_t q_blocks = 0;                        ///< of the longest sequence
+  /// Blocks of rows: of the longest sequence; of packed queries as tile::block_count() has them.
+  std::int32_t q_blocks = 0;
   bool heads_first = false;        ///< order of the grid: longest query blocks of all heads first
   std::uint32_t* error = nullptr;  ///< sticky error word of the device
   /// 16-bit Q and K, plain variant: the first key of a tile that holds NaN or Inf (else no_key),
@@ -84,8 +85,13 @@ struct PrefillParams {
   std::int32_t pack_inverse = 1 << 16;  ///< n / pack is n * pack_inverse >> 16, for rows of a tile
   std::int32_t splits = 1;              ///< blocks that share the keys of a block of rows
   PartsView parts;
-  /// Blocks of rows and splits of keys: q_blocks, heads / pack, sequences and splits multiplied.
+  /// Blocks of rows and splits of keys: q_blocks, heads / pack, splits and, unless queries are
+  /// packed, sequences multiplied.
   std::int32_t works = 0;
+  /// Packed queries (packed.cuh): the sequence that a block of rows belongs to.
+  const std::int32_t* sequence_of = nullptr;
+  /// Packed queries or keys: a word that is not 0 if their sequences are not one behind the other.
+  const std::uint32_t* disorder = nullptr;
   /// Not 0 where a warp of the Hopper kernel met what it cannot do, [works][doubt_stride]: the
   /// portable kernel does these blocks again, and these alone.
   std::uint32_t* doubts = nullptr;

@@ -28,17 +28,32 @@ struct alignas(16) PrefillWork {
   std::int64_t q_slot, k_slot;
 };
 
-/// Q and K of sequence `b`.
+/// Q and K of sequence `b`, as index tensors have them.
 QATTN_DEVICE void locate_sequence(const PrefillParams& p, int b, tile::Span& q, tile::Span& k) {
   q = tile::span_of(p.q, b);
   k = tile::span_of(p.k, b);
   k.bad |= q.length > p.mask_queries || k.length > p.mask_keys;
 }
 
-/// Where the part of (sequence, head, block of rows) lies, of its first split.
-QATTN_DEVICE std::int64_t part_index(const PrefillParams& p, int b, int head, int block) {
-  const std::int64_t pack = (std::int64_t{b} * p.q.heads + head) / p.pack;
-  return (pack * p.q_blocks + block) * p.splits;
+/// Sequences that are not one behind the other share rows, so that nobody knows whose they are: all
+/// are bad, and packed queries have no rows.
+QATTN_DEVICE void heed_disorder(const PrefillParams& p, tile::Span& q, tile::Span& k) {
+  if (p.disorder == nullptr || isa::load_global(p.disorder) == 0) return;
+  q.bad = k.bad = true;
+  if (p.q.cu_seqlens != nullptr) q.rows = q.length = 0;
+}
+
+/// Where row `row` of sequence `b` and `head` lies among the rows of all parts, of its first split.
+/// Packed heads: rows are those of their tile. `q`: the sequence's.
+QATTN_DEVICE std::int64_t part_row(const PrefillParams& p, const tile::Span& q, int b, int head,
+                                   int row) {
+  const int size = p.parts.tile_rows, block = row / size;
+  std::int64_t pack = (std::int64_t{b} * p.q.heads + head) / p.pack, first = block;
+  if (p.q.cu_seqlens != nullptr) {
+    pack = head / p.pack, first += tile::first_block(p.q, q, b, size);
+  }
+  const std::int64_t part = (pack * p.q_blocks + first) * p.splits;
+  return part * p.parts.rows + row - block * size;
 }
 
 /// Leaves the work its split's share of the keys: as many tiles each as the rows can see in all.
@@ -58,17 +73,23 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   w.split = 0;
   if (p.splits > 1) w.split = index % p.splits, index /= p.splits;
   const int heads = p.pack > 1 ? p.q.heads / p.pack : p.q.heads;
+  const bool packed = p.sequence_of != nullptr;
   if (p.heads_first) {  // causal: the longest blocks of all heads start first
     w.head = index % heads, index /= heads;
-    w.b = index % p.q.batches, block = p.q_blocks - 1 - index / p.q.batches;
+    w.b = packed ? 0 : index % p.q.batches;
+    block = p.q_blocks - 1 - (packed ? index : index / p.q.batches);
   } else {  // neighbours share K and V in L2
     block = index % p.q_blocks, index /= p.q_blocks;
     w.head = index % heads, w.b = index / heads;
   }
+  if (packed) w.b = isa::load_global(p.sequence_of + block);
   w.head *= p.pack;
   w.kv_head = w.head / p.group;
-  w.first_row = block * rows;
   locate_sequence(p, w.b, w.q, w.k);
+  heed_disorder(p, w.q, w.k);
+  if (packed) block -= static_cast<int>(tile::first_block(p.q, w.q, w.b, rows));
+  // Before the first sequence, if that does not begin with the first row.
+  w.first_row = block < 0 ? static_cast<int>(w.q.rows) : block * rows;
   w.q_slot = tile::first_slot(p.q, w.q, w.b);
   w.k_slot = tile::first_slot(p.k, w.k, w.b);
   w.shift = static_cast<int>(w.k.length - w.q.length);

@@ -210,8 +210,7 @@ Status supports(const Problem& p) {
     return refuse("block_mask_q: " + std::to_string(p.block_mask_q) + " is not a multiple of " +
                   std::to_string(tile_rows(c)) + ", the rows of a tile");
   }
-  const std::int64_t blocks = (p.max_q + tile_rows(c) - 1) / tile_rows(c);
-  if (p.batch * p.heads_q > 0x7fffffff / std::max<std::int64_t>(blocks, 1)) {
+  if (row_blocks(p, tile_rows(c)) > 0x7fffffff / std::max<std::int64_t>(p.heads_q, 1)) {
     return refuse("more than 2^31 blocks of rows");
   }
   if (const std::string why = prepare_refusal(p, r, needs_of(p, r)); !why.empty()) {
@@ -239,6 +238,7 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
   limits.rows = tile_rows(c), limits.channels = c.d;
   limits.blocks = isa::multiprocessors() * (c.d == 64 ? 3 : 2);
   plan->spread = plan_spread(p, plan->recipe, limits, plan->workspace);
+  plan->packed = plan_packed(p, tile_rows(c), plan->workspace);
   plan->error = isa::error_word();
   plan->text = "variant: " + std::string(c.general ? "general" : "plain") + " d" +
                std::to_string(c.d) + "\ntile: " + std::to_string(tile_rows(c)) + " rows x " +
@@ -261,7 +261,9 @@ Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Strea
     params.bad_keys =
         reinterpret_cast<std::int32_t*>(static_cast<std::byte*>(workspace) + plan.bad_keys);
   }
-  isa::LaunchError e = instance.launch(params, {params.works, 1, 1}, stream);
+  isa::Start start = isa::Start::after_all;
+  isa::LaunchError e = locate_packed(plan.packed, p, workspace, params, stream, start);
+  if (e.empty()) e = instance.launch(params, {params.works, 1, 1}, stream);
   if (e.empty()) e = combine_parts(params, stream);
   if (e.empty() && notes) e = spoil_rows(p, params, stream);
   return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);

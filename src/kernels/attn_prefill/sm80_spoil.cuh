@@ -16,7 +16,8 @@ struct SpoilRows {
   /// One block a (query head, sequence).
   static QATTN_DEVICE void run(const Params& p) {
     const int head = isa::block().x % p.q.heads, b = isa::block().x / p.q.heads;
-    const tile::Span q = tile::span_of(p.q, b), k = tile::span_of(p.k, b);
+    tile::Span q = tile::span_of(p.q, b), k = tile::span_of(p.k, b);
+    heed_disorder(p, q, k);
     if (q.bad || k.bad || q.length == 0) return;
     const int shift = static_cast<int>(k.length - q.length);
     const int length = static_cast<int>(k.length);

@@ -199,6 +199,7 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
   }
   std::string e = p.max_k > 0 ? make_maps(instance.config, p, params) : std::string();
   const int blocks = std::min(params.works, plan.multiprocessors);
+  if (e.empty()) e = locate_packed(plan.packed, p, workspace, params, stream, handover.start);
   if (e.empty()) e = instance.launch(params, {blocks, 1, 1}, stream, handover.start);
   if (e.empty()) e = combine_parts(params, stream);
   return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);
@@ -223,6 +224,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
     plan->raw = nullptr;
   }
   plan->text = sm90a_text(plan->instance->config) + text_of(plan->spread);
+  plan->packed = plan_packed(p, plan->instance->config.rows(), plan->workspace);
   if (leaves_queries(*plan, p)) plan->text += "q_codes: in the attention kernel\n";
   return plan;
 }
@@ -260,10 +262,9 @@ Status check_sm90a(const Problem& p, const Sm90Instance* instance, const Prepare
   }
   // TMA's coordinates and the loop over works are 32-bit and run a little past the end.
   constexpr std::int64_t limit = 0x7fffffff - 4096;
-  const std::int64_t blocks = (p.max_q + sm90a_rows - 1) / sm90a_rows;
   if (p.heads_q * layout.part[0].slots > limit || p.heads_kv * layout.part[1].slots > limit ||
       p.tokens_q > limit || p.tokens_k > limit ||
-      p.batch * p.heads_q > limit / std::max<std::int64_t>(blocks, 1)) {
+      row_blocks(p, sm90a_rows) > limit / std::max<std::int64_t>(p.heads_q, 1)) {
     return refuse("more than 2^31 rows");
   }
   return {};

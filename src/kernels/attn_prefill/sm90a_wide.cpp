@@ -111,7 +111,8 @@ Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Strea
   const bool notes = takes_notes(p, plan.recipe);
   if (notes) params.bad_keys = reinterpret_cast<std::int32_t*>(bytes + plan.bad_keys);
   const int blocks = std::min(params.works, plan.multiprocessors);
-  isa::LaunchError e = plan.instance->launch(params, {blocks, 1, 1}, stream, handover.start);
+  isa::LaunchError e = locate_packed(plan.packed, p, workspace, params, stream, handover.start);
+  if (e.empty()) e = plan.instance->launch(params, {blocks, 1, 1}, stream, handover.start);
   const int again = std::min(params.works, 2 * plan.multiprocessors);
   if (e.empty()) e = other.general->launch(params, {again, 1, 1}, stream);
   if (e.empty()) e = combine_parts(params, stream);
@@ -136,6 +137,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->doubts = plan->workspace;
   plan->workspace +=
       static_cast<std::size_t>(plan->spread.works) * doubt_stride * sizeof(std::uint32_t);
+  plan->packed = plan_packed(p, sm90a_rows, plan->workspace);
   // What will run, as far as a plan can tell.
   plan->text = serves(*plan, p) ? sm90a_text(plan->instance->config) + text_of(plan->spread)
                                 : "by the portable kernel\n" + plan->portable->text;

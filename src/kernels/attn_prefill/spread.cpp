@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/attn_prefill/call_params.hpp"
 #include "kernels/attn_prefill/combine.cuh"
 
 namespace qattn::kernels {
@@ -64,8 +65,9 @@ Spread plan_spread(const Problem& p, const Recipe& r, const SpreadLimits& limits
                    std::size_t& workspace) {
   Spread s;
   s.pack = pack_of(p, r, limits);
+  // Packed heads have all their queries in one block.
   const std::int64_t blocks = (p.max_q * s.pack + limits.rows - 1) / limits.rows;
-  s.works = blocks * (p.heads_q / s.pack) * p.batch;
+  s.works = row_blocks(p, limits.rows) * (p.heads_q / s.pack);
   s.splits = static_cast<int>(splits_of(p, limits, blocks, s.works));
   if (spread_override().splits > 0 && s.works > 0) s.splits = spread_override().splits;
   s.works *= s.splits;
@@ -97,7 +99,8 @@ void set_spread(const Spread& s, int rows, void* workspace, PrefillParams& a) {
 
 isa::LaunchError combine_parts(const PrefillParams& a, void* stream, isa::Start start) {
   if (a.parts.out == nullptr) return {};
-  const std::int64_t rows = a.q.max_length * a.q.heads * a.q.batches;
+  const std::int64_t sequences = a.q.cu_seqlens != nullptr ? 1 : a.q.batches;
+  const std::int64_t rows = a.q.max_length * a.q.heads * sequences;
   if (rows > 0x7fffffff) return "combination: " + std::to_string(rows) + " rows are over 2^31";
   return isa::launch<PrefillCombine>(a, {static_cast<int>(rows), 1, 1}, stream, start);
 }
