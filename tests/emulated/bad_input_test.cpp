@@ -24,18 +24,22 @@ RunCall in_turn(const Recipe& recipe) {
 struct OnGpu {
   Recipe recipe;
   int architecture;
+  int consumers = 0;  ///< of Hopper's kernel; 0: what it takes, which is 2 here
 };
 
 class EmulatedBadInput : public testing::TestWithParam<OnGpu> {
  protected:
   const Recipe& recipe() const { return GetParam().recipe; }
   Feature feature(Format wanted = Format::bf16) const {
-    return with_inputs(bad_input_feature(), recipe(), wanted);
+    Feature f = bad_input_feature();
+    if (GetParam().consumers == 3) f.dim = f.dim_v = 128;  // P V in two halves
+    return with_inputs(f, recipe(), wanted);
   }
   bool again() const { return !free_scales(recipe().v) && GetParam().architecture == 90; }
 
  private:
   OnArchitecture on_{GetParam().architecture};
+  ForceSpread forced_{0, 0, GetParam().consumers};
 };
 
 TEST_P(EmulatedBadInput, StaysInItsPlace) {
@@ -367,6 +371,7 @@ std::vector<OnGpu> recipes_on_gpus() {
   std::vector<OnGpu> all;
   for (const Recipe& recipe : gpu_recipes()) {
     for (const int architecture : {89, 90}) all.push_back({recipe, architecture});
+    if (has_codes(recipe.v)) all.push_back({recipe, 90, 3});
   }
   return all;
 }
@@ -374,7 +379,8 @@ std::vector<OnGpu> recipes_on_gpus() {
 INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadInput, testing::ValuesIn(recipes_on_gpus()),
                          [](const auto& on) {
                            return on.param.recipe.name + "_sm" +
-                                  std::to_string(on.param.architecture);
+                                  std::to_string(on.param.architecture) +
+                                  (on.param.consumers > 0 ? "_three_consumers" : "");
                          });
 INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadIndex, testing::ValuesIn(gpu_recipes()), recipe_name);
 INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadLengths, testing::ValuesIn(gpu_recipes()), recipe_name);

@@ -350,6 +350,40 @@ void add_three_consumers(std::vector<Cell>& all) {
   }
 }
 
+/// Every kind of input with three consumers, whose plans want longer rows than tests have.
+void add_families(std::vector<Cell>& all) {
+  for (const Feature& row : features_of_gpus()) {
+    if (!row.name.starts_with("family_")) continue;
+    for (const Recipe& recipe : gpu_recipes()) {
+      if (!has_codes(recipe.v) || !row.applies(recipe)) continue;
+      Feature f = with_inputs(row, recipe, Format::bf16);
+      f.sq = {200}, f.sk = {300}, f.dim = f.dim_v = 128, f.name += "_three_consumers";
+      if (recipe.p == Format::u8) {
+        f.how.output = f.how.input;  // as above
+        // A unit of its scores, by which biased ones may be off, is 8e-4 of the LSE.
+        if (row.name == "family_peaky") f.dim = f.dim_v = 64;
+      }
+      Cell cell = cell_of(recipe, f, "");
+      cell.architecture = 90, cell.consumers = 3;
+      all.push_back(std::move(cell));
+    }
+  }
+}
+
+/// 8-bit V of more than 128 channels: P V in parts, and one buffer of Q.
+void add_wide_codes(std::vector<Cell>& all) {
+  for (const Feature& row : rows_of_variants()) {
+    for (const Recipe& recipe : gpu_recipes()) {
+      if (!has_codes(recipe.v) || !row.applies(recipe)) continue;
+      Feature f = with_inputs(row, recipe, Format::bf16);
+      f.dim = 200, f.dim_v = 248, f.name += "_wide_codes";
+      Cell cell = cell_of(recipe, f, "");
+      cell.architecture = 90;
+      all.push_back(std::move(cell));
+    }
+  }
+}
+
 void add_shared_p(std::vector<Cell>& all) {
   std::size_t n = 0;
   for (const Feature& row : rows_of_variants()) {
@@ -427,6 +461,8 @@ std::vector<Cell> hopper_cells() {
     }
   }
   add_three_consumers(all);
+  add_families(all);
+  add_wide_codes(all);
   add_shared_p(all);
   // One call for every line of the list; raw queries: query_codes_test.cpp.
   const auto instance = [&](int d, const char* qk, const char* pv, bool raw, int consumers,
