@@ -63,6 +63,8 @@ def clocks_table(rows):
         name = f"{row['recipe']} ({row['kernel']}), D {row['shape']['dim']}"
         if is_few(row):
             name += ", few queries"
+        if row["block_queries"] > 128:
+            name += f", {row['block_queries']} queries a block"
         lines.setdefault(name, [f"{row['clocks_a_tile'][unit]:.0f}" for unit in units])
     return markdown(["", *units], [[name, *cells] for name, cells in lines.items()])
 
@@ -95,9 +97,8 @@ def section(records):
             f"machine does: {machine['multiprocessors']:g} multiprocessors at "
             f"{machine['hertz'] / 1e9:g} GHz, a clock of one: {rates}; memory "
             f"{machine['dram_bytes_per_second'] / 1e12:g} TB/s ({machine['source']}). The longest "
-            "unit bounds the time from below: units overlap at best, and additions, "
-            "multiplications and casts that kernels write as operators of C++ are not counted. "
-            "Hopper's kernels are counted with two consumers: three need less of shared and l2. "
+            "unit bounds the time from below: units overlap at best, and additions and "
+            "multiplications that kernels write as operators of C++ are not counted. "
             f"`{name}`, beside `{record.name}`.",
             "",
             "Clocks of one multiprocessor for a tile of 128 x 128 scores:",

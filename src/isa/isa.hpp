@@ -80,6 +80,7 @@
 //     uint32 byte_permute(a, b, selector)          prmt: bytes 0-3 of a, 4-7 of b
 //     uint32 lop3<table>(a, b, c)
 //     int32 dot4_s8(a, b, c), dot4_u8(a, b, c)     c + sum of four products of bytes
+//     float to_float(int32), to_float(float)   a sum of a product, of whichever type, as a number
 //     float max3(a, b, c); int32 max3(a, b, c); uint32 max3(a, b, c), min3(a, b, c)
 //
 //   sm_90

@@ -187,6 +187,30 @@ TEST(Predict, OneQueryOfManyKeys) {
   EXPECT_LE(p->bound.amounts[Unit::l2], 2.0 * 8 * 8192 * 128 * 1.25);
 }
 
+/// Three warpgroups share a tile of keys, which comes for a third less.
+TEST(Predict, LongRowsHaveThreeConsumers) {
+  const auto of = [](std::int64_t s) {
+    return predict("int8_full", {1, 32, 32, s, s, 64, false}, Choice::best, h200());
+  };
+  const Result<Prediction> few = of(1024), many = of(16384);
+  ASSERT_TRUE(few.ok() && many.ok());
+  EXPECT_EQ(few->block.rows, 128);
+  EXPECT_EQ(many->block.rows, 192);
+  EXPECT_DOUBLE_EQ(many->per_tile.tile[Unit::tensor], 1.5 * few->per_tile.tile[Unit::tensor]);
+  EXPECT_NEAR(many->per_tile.tile[Unit::tma], few->per_tile.tile[Unit::tma],
+              0.01 * few->per_tile.tile[Unit::tma]);
+}
+
+/// Scores and sums of products become numbers, P becomes bytes.
+TEST(Predict, ConversionsOfEightBits) {
+  const Result<Prediction> p =
+      predict("int8_full", {1, 1, 1, 1024, 1024, 128, false}, Choice::best, h200());
+  ASSERT_TRUE(p.ok()) << p.status().message();
+  const double scores = 128.0 * 128, wanted = scores + scores / 2 + 128.0 * 128;
+  EXPECT_GE(p->per_tile.tile[Unit::convert], wanted);
+  EXPECT_LE(p->per_tile.tile[Unit::convert], 1.05 * wanted);
+}
+
 TEST(Predict, MemoryIsEachOperandOnce) {
   const Shape s{2, 8, 2, 100, 1000, 64, false};
   const Result<Prediction> full = predict("int8_full", s, Choice::best, h200());

@@ -171,10 +171,17 @@ double clocks(const model::Amounts& amounts, int unit) {
   return rate > 0 ? amounts.of[unit] / rate : 0;
 }
 
+/// Those of 128 x 128 scores in blocks of however many queries.
+double clocks_a_tile(const Prediction& p, int unit) {
+  return clocks(p.per_tile.tile, unit) * static_cast<double>(model::tile) /
+         static_cast<double>(p.block.rows);
+}
+
 /// What a tile depends on.
 std::string tile_text(const Prediction& p) {
-  return fmt::format("{} {} D {} {}", p.recipe, p.kernel, p.shape.dim,
-                     p.shape.causal ? "causal" : "full");
+  return fmt::format("{} {} D {} {}{}", p.recipe, p.kernel, p.shape.dim,
+                     p.shape.causal ? "causal" : "full",
+                     p.block.rows > model::tile ? fmt::format(" {} queries", p.block.rows) : "");
 }
 
 void print_tables(const Answer& answer) {
@@ -190,7 +197,7 @@ void print_tables(const Answer& answer) {
     std::vector<std::string> cells = {text};
     for (int u = 0; u < model::units; ++u) {
       if (static_cast<Unit>(u) == Unit::dram) continue;
-      cells.push_back(fixed(clocks(row.prediction.per_tile.tile, u), 0));
+      cells.push_back(fixed(clocks_a_tile(row.prediction, u), 0));
     }
     tiles.add(cells);
   }
@@ -228,13 +235,18 @@ Json to_json(const Row& row) {
   Json tile, microseconds;
   for (int u = 0; u < model::units; ++u) {
     const auto unit = static_cast<Unit>(u);
-    if (unit != Unit::dram) tile[name(unit)] = clocks(p.per_tile.tile, u);
+    if (unit != Unit::dram) tile[name(unit)] = clocks_a_tile(p, u);
     microseconds[name(unit)] = p.bound.seconds[u] * 1e6;
   }
-  Json json = {{"shape", to_json(p.shape)},    {"recipe", p.recipe},
-               {"kernel", p.kernel},           {"step", p.quantises ? "kernel" : "e2e"},
-               {"clocks_a_tile", tile},        {"bound_us", microseconds},
-               {"limit", name(p.bound.limit)}, {"predicted_ms", row.predicted_ms()}};
+  Json json = {{"shape", to_json(p.shape)},
+               {"recipe", p.recipe},
+               {"kernel", p.kernel},
+               {"block_queries", p.block.rows},
+               {"step", p.quantises ? "kernel" : "e2e"},
+               {"clocks_a_tile", tile},
+               {"bound_us", microseconds},
+               {"limit", name(p.bound.limit)},
+               {"predicted_ms", row.predicted_ms()}};
   if (row.measured_ms) {
     json["measured_ms"] = *row.measured_ms;
     json["measured_over_predicted"] = *row.measured_ms / row.predicted_ms();

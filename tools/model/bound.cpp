@@ -84,13 +84,13 @@ const Machine& h200() {
   return machine;
 }
 
-Tiles tiles_of(const Shape& s, std::int64_t pack) {
-  const double heads = static_cast<double>(s.batch * (s.heads_q / pack));
-  const auto blocks = static_cast<std::int64_t>(ceil_div(s.queries * pack, tile));
+Tiles tiles_of(const Shape& s, Block block) {
+  const double heads = static_cast<double>(s.batch * (s.heads_q / block.pack));
+  const auto blocks = static_cast<std::int64_t>(ceil_div(s.queries * block.pack, block.rows));
   Tiles t{heads * static_cast<double>(blocks), 0,
           static_cast<double>(s.batch * s.heads_kv) * ceil_div(s.keys, tile)};
   for (std::int64_t i = 0; i < blocks; ++i) {
-    const std::int64_t last = std::min((i + 1) * tile, s.queries);
+    const std::int64_t last = std::min((i + 1) * block.rows, s.queries);
     const std::int64_t seen =
         s.causal ? std::max<std::int64_t>(last + s.keys - s.queries, 0) : s.keys;
     t.tiles += heads * ceil_div(seen, tile);

@@ -2,12 +2,14 @@
 // divided by what the unit does in a clock.
 //
 // What is scaled: a kernel's work is a * blocks of 128 queries + b * tiles of 128 x 128 scores + c
-// * tiles of 128 keys, whatever the kernel's own tiles are (they divide 128). a: the beginning and
-// the end, and under causality the tile on the diagonal, which every block of queries has once. c:
+// * tiles of 128 keys, whatever the kernel's own tiles are (they divide 128, but for blocks of 192
+// queries, which take the place of 128). a: the beginning and the end, and under causality the tile
+// on the diagonal, which every block of queries has once. c:
 // what is done once for all queries that share a key, such as looking for bad values. Three
 // emulated sizes give the three; sequences count as whole tiles.
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -66,12 +68,18 @@ struct Shape {
   bool causal = false;
 };
 
+/// What a thread block works on at a time.
+struct Block {
+  std::int64_t pack = 1;     ///< query heads that share it; their queries fit into one
+  std::int64_t rows = tile;  ///< queries
+  auto operator<=>(const Block&) const = default;
+};
+
 /// Blocks of queries and tiles of scores of all query heads, tiles of keys of all KV heads.
 struct Tiles {
   double blocks = 0, tiles = 0, keys = 0;
 };
-/// `pack`: query heads that share a block; their queries fit into one.
-Tiles tiles_of(const Shape& shape, std::int64_t pack = 1);
+Tiles tiles_of(const Shape& shape, Block block = {});
 
 /// What one block of queries needs, one tile of scores and one of keys.
 struct PerTile {

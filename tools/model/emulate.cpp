@@ -61,9 +61,12 @@ using Call = std::unique_ptr<BenchHandle, Destroy>;
 /// A recipe of 16-bit products takes tensors of its own format only.
 bool takes_f16(const std::string& recipe) { return recipe == "f16"; }
 
+constexpr std::int64_t consumer_rows = 64;  ///< of Hopper's kernels
+
 /// A block has all keys of its rows, however few blocks there are: tiles and blocks are what costs.
-std::string unsplit(const std::string& recipe, std::int64_t pack) {
-  return recipe + "+splits=1" + (pack > 1 ? "+pack=" + std::to_string(pack) : "");
+std::string unsplit(const std::string& recipe, Block block) {
+  return recipe + "+splits=1" + (block.pack > 1 ? "+pack=" + std::to_string(block.pack) : "") +
+         (block.rows > tile ? "+consumers=" + std::to_string(block.rows / consumer_rows) : "");
 }
 
 BenchShape bench_shape(const std::string& recipe, const Shape& s) {
@@ -76,8 +79,9 @@ Status no_kernel(const std::string& recipe) {
 
 /// What the plan of a whole call says.
 struct Whole {
-  double dram_bytes;          ///< that must come from memory and go to it
-  std::int64_t pack, splits;  ///< heads in a tile, blocks that share the keys of one
+  double dram_bytes;  ///< that must come from memory and go to it
+  Block block;
+  std::int64_t splits;  ///< blocks that share the keys of one
 };
 
 /// The number behind `name` in a plan's text, 1 if it is not there.
@@ -96,8 +100,10 @@ Result<Whole> planned(const std::string& recipe, const Shape& s, Choice choice) 
   if (!call) return no_kernel(recipe);
   const double out = 2.0 * static_cast<double>(s.batch * s.heads_q * s.queries * s.dim);
   const std::string plan = bench_plan(call.get());
+  const Block block{number_in(plan, "packed_heads"),
+                    std::max(tile, consumer_rows * number_in(plan, "consumers"))};
   return Whole{static_cast<double>(bench_q_bytes(call.get()) + bench_kv_bytes(call.get())) + out,
-               number_in(plan, "packed_heads"), number_in(plan, "splits")};
+               block, number_in(plan, "splits")};
 }
 
 struct Fitted {
@@ -107,37 +113,36 @@ struct Fitted {
 
 /// Emulates one block of queries over a few tiles, over more, and two blocks. Once a process: the
 /// shapes of a sweep share it.
-Result<Fitted> fitted(const std::string& recipe, const Shape& s, std::int64_t pack, Choice choice) {
-  using Key = std::tuple<std::string, std::int64_t, bool, std::int64_t, std::int64_t, Choice>;
+Result<Fitted> fitted(const std::string& recipe, const Shape& s, Block block, Choice choice) {
+  using Key = std::tuple<std::string, std::int64_t, bool, std::int64_t, Block, Choice>;
   static std::map<Key, Fitted> known;
-  const std::int64_t queries = std::min(s.queries, tile);
-  const Key key{recipe, s.dim, s.causal, queries, pack, choice};
+  const std::int64_t pack = block.pack, queries = std::min(s.queries, block.rows);
+  const Key key{recipe, s.dim, s.causal, queries, block, choice};
   if (const auto it = known.find(key); it != known.end()) return it->second;
   // Pipelines of a few stages are full after two tiles; plans pack heads from four on.
   const std::int64_t few = pack > 1 ? 4 : 2, more = few + 4;
   // Blocks of few queries share no keys: two are two KV heads.
-  const std::int64_t kv = queries < tile ? 2 : 1;
+  const std::int64_t kv = queries < block.rows ? 2 : 1;
   const Shape shapes[] = {{1, pack, 1, queries, few * tile, s.dim, s.causal},
                           {1, pack, 1, queries, more * tile, s.dim, s.causal},
                           {1, kv * pack, kv, 2 / kv * queries, more * tile, s.dim, s.causal}};
   Fitted f;
   std::vector<Emulation> runs;
   for (const Shape& shape : shapes) {
-    const Result<Emulation> e = emulate(recipe, shape, choice, pack);
+    const Result<Emulation> e = emulate(recipe, shape, choice, block);
     if (!e.ok()) return e.status();
     runs.push_back(*e);
   }
   f.emulation = runs[0];
   f.per_tile =
       PerTile::fit({runs[0].amounts, runs[1].amounts, runs[2].amounts, static_cast<double>(few),
-                    static_cast<double>(more), tiles_of(shapes[2], pack).tiles});
+                    static_cast<double>(more), tiles_of(shapes[2], block).tiles});
   return known.emplace(key, f).first->second;
 }
 
 }  // namespace
 
-Result<Emulation> emulate(const std::string& recipe, const Shape& s, Choice choice,
-                          std::int64_t pack) {
+Result<Emulation> emulate(const std::string& recipe, const Shape& s, Choice choice, Block block) {
   const Hopper hopper(choice);
   const bool f16 = takes_f16(recipe);
   const std::int64_t q_count = s.batch * s.queries * s.heads_q * s.dim;
@@ -146,7 +151,7 @@ Result<Emulation> emulate(const std::string& recipe, const Shape& s, Choice choi
                v = normal(kv_count, f16, 3), out = memory(static_cast<std::size_t>(q_count) * 2);
   const BenchShape shape = bench_shape(recipe, s);
   const Call call(
-      bench_create(unsplit(recipe, pack).c_str(), &shape, q.get(), k.get(), v.get(), out.get()));
+      bench_create(unsplit(recipe, block).c_str(), &shape, q.get(), k.get(), v.get(), out.get()));
   if (!call) return no_kernel(recipe);
   const Memory workspace = memory(static_cast<std::size_t>(bench_workspace(call.get())));
   const auto step = [&](int which) {
@@ -166,14 +171,15 @@ Result<Prediction> predict(const std::string& recipe, const Shape& shape, Choice
                            const Machine& machine) {
   const Result<Whole> whole = planned(recipe, shape, choice);
   if (!whole.ok()) return whole.status();
-  const Result<Fitted> f = fitted(recipe, shape, whole->pack, choice);
+  const Block block = whole->block;
+  const Result<Fitted> f = fitted(recipe, shape, block, choice);
   if (!f.ok()) return f.status();
-  Prediction p{recipe, f->emulation.kernel, f->emulation.quantises, shape, f->per_tile, {}};
-  const Tiles tiles = tiles_of(shape, whole->pack);
+  Prediction p{recipe, f->emulation.kernel, f->emulation.quantises, shape, block, f->per_tile, {}};
+  const Tiles tiles = tiles_of(shape, block);
   Amounts amounts = p.per_tile.scaled(tiles);
   amounts[Unit::dram] = whole->dram_bytes;
   // Of packed heads the emulated blocks are one of attention and those of the combination.
-  const double each = whole->pack > 1 ? 1 : f->emulation.blocks;
+  const double each = block.pack > 1 ? 1 : f->emulation.blocks;
   const double blocks = tiles.blocks * static_cast<double>(whole->splits) * each;
   p.bound = bound_of(amounts, machine, blocks);
   return p;

@@ -18,16 +18,17 @@ struct Emulation {
   double blocks = 0;       ///< thread blocks of it
 };
 
-/// The attention step on normally distributed 16-bit tensors, keys not split, `pack` heads in a
-/// tile. Errors: unsupported with the kernels' reasons; internal if the kernel is broken.
+/// The attention step on normally distributed 16-bit tensors, keys not split. Errors: unsupported
+/// with the kernels' reasons; internal if the kernel is broken.
 Result<Emulation> emulate(const std::string& recipe, const Shape& shape, Choice choice,
-                          std::int64_t pack = 1);
+                          Block block = {});
 
 struct Prediction {
   std::string recipe, kernel;
   bool quantises = false;
   Shape shape;
-  PerTile per_tile;
+  Block block;
+  PerTile per_tile;  ///< a tile of block.rows queries
   Bound bound;
 };
 

@@ -405,6 +405,8 @@ QATTN_DEVICE std::uint32_t lop3(std::uint32_t a, std::uint32_t b, std::uint32_t 
   asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(Table));
   return d;
 }
+QATTN_DEVICE float to_float(std::int32_t x) { return static_cast<float>(x); }
+QATTN_DEVICE float to_float(float x) { return x; }
 QATTN_DEVICE std::int32_t dot4_s8(std::uint32_t a, std::uint32_t b, std::int32_t c) {
   return __dp4a(static_cast<int>(a), static_cast<int>(b), c);
 }

@@ -101,8 +101,8 @@ enum class Pipe : std::uint8_t { control, memory, tensor, special, convert, inte
 const char* name(Word word);
 Pipe pipe(Word word);
 
-/// Counted over all blocks of a launch. What kernels write as operators of C++ (a + b, casts)
-/// leaves no trace: sums over words are lower bounds.
+/// Counted over all blocks of a launch. What kernels write as operators of C++ (a + b, other casts
+/// than to_float()) leaves no trace: sums over words are lower bounds.
 struct Stats {
   /// Executions by single lanes, of as many instructions as the word is on sm_90: a warp's
   /// collective counts 32, a warpgroup's 128.

@@ -391,6 +391,11 @@ std::uint32_t lop3(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
   }
   return result;
 }
+inline float to_float(std::int32_t x) {
+  count_word(Word::convert);
+  return static_cast<float>(x);
+}
+inline float to_float(float x) { return x; }
 inline std::int32_t dot4_s8(std::uint32_t a, std::uint32_t b, std::int32_t c) {
   count_word(Word::dot4);
   std::uint32_t sum = static_cast<std::uint32_t>(c);

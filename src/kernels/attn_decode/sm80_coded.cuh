@@ -63,7 +63,7 @@ struct CodedDecode : CodedLoad<C> {
   static constexpr std::int32_t first_sum = converts ? 0 : 0x4b400000;
 
   static QATTN_DEVICE float number(std::int32_t x) {
-    return converts ? static_cast<float>(x)
+    return converts ? isa::to_float(x)
                     : formats::float_of(static_cast<std::uint32_t>(x)) - whole_numbers;
   }
   static QATTN_DEVICE float number(float x) { return x; }

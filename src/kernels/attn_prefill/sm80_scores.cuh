@@ -174,7 +174,7 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
 #pragma unroll
       for (int n = 0; n < S::n_tiles; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[m][n][i] = static_cast<float>(acc[m][n][i]);
+        for (int i = 0; i < 4; ++i) scores[m][n][i] = isa::to_float(acc[m][n][i]);
       }
     }
   }

@@ -188,7 +188,7 @@ struct PrefillValues : PrefillScores<C> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // columns 0 and 1 lie in lane t = 0, the others hold zeros
         const auto weighted = (S::u8 ? 256 : 1) * acc[m][0][2 * h] + acc[m][0][2 * h + 1];
-        sum[2 * m + h] += static_cast<float>(weighted) * unit * share[2 * m + h];
+        sum[2 * m + h] += isa::to_float(weighted) * unit * share[2 * m + h];
       }
     }
   }
@@ -246,7 +246,7 @@ struct PrefillValues : PrefillScores<C> {
         for (int m = 0; m < M; ++m) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            float x = static_cast<float>(acc[at][m][n][i]);
+            float x = isa::to_float(acc[at][m][n][i]);
             if constexpr (C.general) x *= i % 2 == 0 ? by.lo : by.hi;
             out[m][first + n][i] = fmaf(x, share[2 * m + i / 2], out[m][first + n][i]);
           }

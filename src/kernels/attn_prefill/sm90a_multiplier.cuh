@@ -168,7 +168,7 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = out[0][first + n][i];
-        const auto product = static_cast<float>(pv[4 * n + i]);
+        const auto product = isa::to_float(pv[4 * n + i]);
         if constexpr (S::u8) {
           x = fmaf(product, this->share[i / 2], x);
         } else {

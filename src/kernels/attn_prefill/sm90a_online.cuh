@@ -100,7 +100,7 @@ struct Sm90Online : Sm90Rows<C> {
         largest = isa::max3(largest, first[4 * n], first[4 * n + 1]);
       }
       t.scale[h][r] = this->row_scale[r] * t.x.k[h];
-      const float top = static_cast<float>(largest) * t.scale[h][r];
+      const float top = isa::to_float(largest) * t.scale[h][r];
       t.top[r] = h == 0 ? top : fmaxf(t.top[r], top);
     }
   }
@@ -220,7 +220,7 @@ struct Sm90Online : Sm90Rows<C> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int r = i / 2, h = 8 * n / slot_tile, j = tile + 8 * n + lane % 4 * 2 + i % 2;
-        float score = static_cast<float>(s[4 * n + i]) * scale[h][r];
+        float score = isa::to_float(s[4 * n + i]) * scale[h][r];
         // An infinity of a 16-bit product must not look like a masked score.
         if (S::wide_qk && score == -tile::infinity()) score = tile::quiet_nan();
         y[0][n][i] = j >= rows[r].begin && j < rows[r].end ? score : -tile::infinity();
@@ -236,7 +236,7 @@ struct Sm90Online : Sm90Rows<C> {
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[0][n][i] = static_cast<float>(products[4 * n + i]);
+      for (int i = 0; i < 4; ++i) s[0][n][i] = isa::to_float(products[4 * n + i]);
     }
     const auto key_scale = [&](int key) {
       return S::wide_qk ? 1.0f : isa::load_shared<float>(stage + S::scale_at + 4 * key);

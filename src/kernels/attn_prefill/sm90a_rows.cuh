@@ -49,7 +49,7 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
     if constexpr (S::biased) {
       return formats::float_of(static_cast<std::uint32_t>(x) + formats::bits_of(bias));
     } else {
-      return static_cast<float>(x);
+      return isa::to_float(x);
     }
   }
   /// What is added to score_of() times `scale`, if `offset` is what a score wants.

@@ -93,7 +93,7 @@ struct Sm90Softmax : Sm90Rows<C> {
         largest = isa::max3(largest, first[4 * n], first[4 * n + 1]);
       }
       t.scale[h][r] = this->row_scale[r] * t.x.k[h];
-      const float top = fmaf(static_cast<float>(largest), t.scale[h][r], t.x.v_log[h]);
+      const float top = fmaf(isa::to_float(largest), t.scale[h][r], t.x.v_log[h]);
       t.top[r] = h == 0 ? top : fmaxf(t.top[r], top);
     }
   }
@@ -168,7 +168,7 @@ struct Sm90Softmax : Sm90Rows<C> {
       const float weight = isa::exp2(-x.v_log[h]);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        const auto n = static_cast<float>(static_cast<std::int32_t>(count[h][r]));
+        const auto n = isa::to_float(static_cast<std::int32_t>(count[h][r]));
         sum[r] = fmaf(n, weight * share[r], sum[r]);
       }
       poison = fmaf(x.k[h], 0.0f, poison);
@@ -214,7 +214,7 @@ struct Sm90Softmax : Sm90Rows<C> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int r = i / 2, h = 8 * n / slot_tile, j = tile + 8 * n + lane % 4 * 2 + i % 2;
-        const float score = fmaf(static_cast<float>(s[4 * n + i]), scale[h][r], x.v_log[h]);
+        const float score = fmaf(isa::to_float(s[4 * n + i]), scale[h][r], x.v_log[h]);
         y[0][n][i] = j >= rows[r].begin && j < rows[r].end ? score : -tile::infinity();
         top[r] = fmaxf(top[r], y[0][n][i]);
       }
@@ -236,7 +236,7 @@ struct Sm90Softmax : Sm90Rows<C> {
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[0][n][i] = static_cast<float>(products[4 * n + i]);
+      for (int i = 0; i < 4; ++i) s[0][n][i] = isa::to_float(products[4 * n + i]);
     }
     // Tables hold nothing behind the last tile of a sequence: the bounds come after them.
     const auto key_scale = [&](int key) {
@@ -303,7 +303,7 @@ struct Sm90Softmax : Sm90Rows<C> {
       const float unit = isa::load_shared<float>(tail + S::unit_at);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        sum[r] += static_cast<float>(256 * high[r] + low[r]) * unit * share[r];
+        sum[r] += isa::to_float(256 * high[r] + low[r]) * unit * share[r];
       }
     }
   }
