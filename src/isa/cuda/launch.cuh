@@ -51,26 +51,20 @@ LaunchError launch(const typename K::Params& params, Index3 grid, void* stream,
         entry<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, K::shared_bytes);
     if (e != cudaSuccess) return std::string("shared memory: ") + cudaGetErrorString(e);
   }
-  const dim3 blocks(grid.x, grid.y, grid.z);
-  const auto to = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid.x, grid.y, grid.z);
+  config.blockDim = dim3(K::threads);
+  config.dynamicSmemBytes = K::shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
   if constexpr (Dependent<K>) {
-    if (start == Start::early && can_wait<K>()) {
-      cudaLaunchAttribute attribute{};
-      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attribute.val.programmaticStreamSerializationAllowed = 1;
-      cudaLaunchConfig_t config{};
-      config.gridDim = blocks;
-      config.blockDim = dim3(K::threads);
-      config.dynamicSmemBytes = K::shared_bytes;
-      config.stream = to;
-      config.attrs = &attribute;
-      config.numAttrs = 1;
-      const cudaError_t e = cudaLaunchKernelEx(&config, entry<K>, params);
-      return e == cudaSuccess ? LaunchError() : LaunchError(cudaGetErrorString(e));
-    }
+    if (start == Start::early && can_wait<K>()) config.numAttrs = 1;
   }
-  entry<K><<<blocks, K::threads, K::shared_bytes, to>>>(params);
-  const cudaError_t e = cudaGetLastError();
+  // Its own result: the runtime's last error may be of another call, which was told already.
+  const cudaError_t e = cudaLaunchKernelEx(&config, entry<K>, params);
   return e == cudaSuccess ? LaunchError() : LaunchError(cudaGetErrorString(e));
 }
 
