@@ -194,6 +194,10 @@ QATTN_API qattn_status qattn_explain(const qattn_attention_tensors* tensors,
 /* qattn::quantize_shapes(): fills codes, scale, global and mean of `tensors` (no data pointers). */
 QATTN_API qattn_status qattn_quantize_shapes(qattn_quantize_tensors* tensors,
                                              const qattn_quantize_options* options);
+/* The same on a stream of x's device, which cu_seqlens is read on. */
+QATTN_API qattn_status qattn_quantize_shapes_on(qattn_quantize_tensors* tensors,
+                                                const qattn_quantize_options* options,
+                                                void* stream);
 /* qattn::quantize(); *saturated (may be NULL) counts codes that a static scale clipped. */
 QATTN_API qattn_status qattn_quantize(const qattn_quantize_tensors* tensors,
                                       const qattn_quantize_options* options, int64_t* saturated);

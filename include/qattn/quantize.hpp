@@ -46,9 +46,9 @@ struct QuantizeReport {
 };
 
 /// Errors: invalid_argument if x or the options are wrong (nothing is read but cu_seqlens, which is
-/// copied to the host from a GPU).
+/// copied to the host from a GPU, on `stream`).
 Result<QuantizeShapes> quantize_shapes(const TensorView& x, const QuantizeOptions& options,
-                                       const TensorView& cu_seqlens = {});
+                                       const TensorView& cu_seqlens = {}, Stream stream = nullptr);
 
 /// NaN or Inf in x makes its scale NaN (or, in formats with NaN codes and a static scale, the
 /// code). Errors: invalid_argument names the tensor, the value and the rule; outputs stay

@@ -104,11 +104,11 @@ def quantize(
         tensors["cu_seqlens"] = small_entry("cu_seqlens", cu_seqlens, np.int32, device)
     if static_scale is not None:
         tensors["static_scale"] = small_entry("static_scale", static_scale, np.float32, device)
-    made = {}
-    for output, (output_format, shape) in _qattn.quantize_shapes(tensors, options).items():
+    made, stream = {}, stream_of(x, tensors)
+    for output, (output_format, shape) in _qattn.quantize_shapes(tensors, options, stream).items():
         made[output] = zeros(x, output_format, packed_shape(output_format, shape))
         tensors[output] = _output(output, made[output], output_format)
-    saturated = _qattn.quantize(tensors, options, stream_of(x, tensors))
+    saturated = _qattn.quantize(tensors, options, stream)
     return Quantized(
         made["codes"],
         made["scale"],

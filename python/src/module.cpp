@@ -134,10 +134,12 @@ QuantizeTensors quantize_tensors(const nb::dict& entries, bool decode, Views& vi
 }
 
 /// {name: (format, shape in elements)} of what quantize() writes.
-nb::dict run_quantize_shapes(const nb::dict& entries, const QuantizeOptions& options) {
+nb::dict run_quantize_shapes(const nb::dict& entries, const QuantizeOptions& options,
+                             std::uintptr_t stream) {
   Views views;
   const QuantizeTensors t = quantize_tensors(entries, false, views);
-  const QuantizeShapes shapes = check(quantize_shapes(t.x, options, t.cu_seqlens));
+  const QuantizeShapes shapes =
+      check(quantize_shapes(t.x, options, t.cu_seqlens, stream_from(stream)));
   nb::dict result;
   for (const auto& [name, view] :
        {std::pair{"codes", &shapes.codes}, std::pair{"scale", &shapes.scale},
@@ -214,7 +216,7 @@ NB_MODULE(_qattn, m) {
         "rows"_a);
   m.def("quantize_options", &make_quantize_options, nb::kw_only(), "format"_a, "role"_a, "layout"_a,
         "scaling"_a, "smooth"_a, "rotate"_a, "threads"_a);
-  m.def("quantize_shapes", &run_quantize_shapes, "tensors"_a, "options"_a);
+  m.def("quantize_shapes", &run_quantize_shapes, "tensors"_a, "options"_a, "stream"_a);
   m.def("quantize", &run_quantize, "tensors"_a, "options"_a, "stream"_a);
   m.def("dequantize", &run_dequantize, "tensors"_a, "options"_a);
   m.def(

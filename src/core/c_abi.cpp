@@ -277,12 +277,17 @@ qattn_status qattn_explain(const qattn_attention_tensors* tensors,
 
 qattn_status qattn_quantize_shapes(qattn_quantize_tensors* tensors,
                                    const qattn_quantize_options* options) {
+  return qattn_quantize_shapes_on(tensors, options, nullptr);
+}
+
+qattn_status qattn_quantize_shapes_on(qattn_quantize_tensors* tensors,
+                                      const qattn_quantize_options* options, void* stream) {
   return guarded([&]() -> Status {
     QuantizeTensors t;
     QuantizeOptions o;
     if (Status s = read_quantize(tensors, options, t, o); !s.ok()) return s;
     if (tensors->struct_size != sizeof *tensors) return invalid("tensors: older struct version");
-    Result<QuantizeShapes> shapes = quantize_shapes(t.x, o, t.cu_seqlens);
+    Result<QuantizeShapes> shapes = quantize_shapes(t.x, o, t.cu_seqlens, stream);
     if (!shapes.ok()) return shapes.status();
     tensors->codes = tensor(shapes->codes);
     tensors->scale = tensor(shapes->scale);

@@ -65,8 +65,8 @@ detail::Backend recording(DeviceType device, bool host_memory) {
     happened("release");
     std::free(memory);
   };
-  b.copy_to_host = [](void* to, const void* from, std::size_t bytes, Stream) {
-    happened("copy " + std::to_string(bytes));
+  b.copy_to_host = [](void* to, const void* from, std::size_t bytes, Stream stream) {
+    happened("copy " + std::to_string(bytes) + (stream != nullptr ? " on a stream" : ""));
     std::memcpy(to, from, bytes);
     return Status();
   };
@@ -220,6 +220,10 @@ TEST_F(BackendTest, QuantizeGoesThroughItsHook) {
   const Result<QuantizeShapes> shapes = quantize_shapes(t.x, o, t.cu_seqlens);
   ASSERT_TRUE(shapes.ok()) << shapes.status().message();
   EXPECT_EQ(shapes->scale.shape[2], 5);  // the longest sequence, read from the device
+  int its_stream = 0;
+  events.clear();
+  EXPECT_TRUE(quantize_shapes(t.x, o, t.cu_seqlens, &its_stream).ok());
+  EXPECT_EQ(events, (std::vector<std::string>{"copy 12 on a stream"}));
   std::vector<std::int8_t> codes(8 * 2 * 32);
   std::vector<float> scale(2 * 2 * 5);
   t.codes = shapes->codes;
@@ -238,6 +242,8 @@ TEST_F(BackendTest, QuantizeGoesThroughItsHook) {
   int stream = 0;
   t.x.device = {};
   EXPECT_NE(quantize(t, {}, &stream).status().message().find("stream"), std::string::npos);
+  EXPECT_NE(quantize_shapes(t.x, {}, {}, &stream).status().message().find("stream"),
+            std::string::npos);
 }
 
 TEST_F(BackendTest, ErrorsAreReadAndCleared) {

@@ -387,12 +387,17 @@ Result<QuantizeReport> quantize_on_device(const QuantizeTensors& t, const Quanti
   return (*backend)->quantize(t, o, *facts, stream);
 }
 
+Status stream_of_cpu() {
+  return Status(Code::invalid_argument, "stream: tensors on the CPU take none");
+}
+
 }  // namespace
 
 Result<QuantizeShapes> quantize_shapes(const TensorView& x, const QuantizeOptions& options,
-                                       const TensorView& cu_seqlens) {
+                                       const TensorView& cu_seqlens, Stream stream) {
   return guarded<Result<QuantizeShapes>>([&]() -> Result<QuantizeShapes> {
-    Result<QuantizeFacts> facts = facts_of(x, options, cu_seqlens, nullptr);
+    if (stream != nullptr && x.device.type == DeviceType::cpu) return stream_of_cpu();
+    Result<QuantizeFacts> facts = facts_of(x, options, cu_seqlens, stream);
     if (!facts.ok()) return facts.status();
     return facts->shapes;
   });
@@ -404,9 +409,7 @@ Result<QuantizeReport> quantize(const QuantizeTensors& tensors, const QuantizeOp
     if (tensors.x.device.type != DeviceType::cpu) {
       return quantize_on_device(tensors, options, stream);
     }
-    if (stream != nullptr) {
-      return Status(Code::invalid_argument, "stream: tensors on the CPU take none");
-    }
+    if (stream != nullptr) return stream_of_cpu();
     Result<QuantizeFacts> facts = quantize_facts(tensors.x, options, tensors.cu_seqlens);
     if (!facts.ok()) return facts.status();
     if (Status s = check_quantize_tensors(tensors, *facts, options, false); !s.ok()) return s;
