@@ -289,6 +289,11 @@ void granularities(Rows& rows) {
       f.applies = applies, f.tweak = tweak, f.family = Family::zero_sink, f.loose = 6;
       f.options.causal = f.sinks = true;
     });
+    if (scaling.granularity != per_block_channel) continue;
+    add(rows, "v_" + tail + "_packed", [=](Feature& f) {
+      f.applies = applies, f.tweak = tweak, f.options.causal = true;
+      f.sq = {20, 0, 70, 1}, f.sk = {260, 0, 131, 64}, f.how.packed_q = f.how.packed_k = true;
+    });
   }
 }
 

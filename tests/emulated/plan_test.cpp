@@ -114,6 +114,28 @@ TEST_P(EmulatedPlan, PackedSequencesNeedNoAddressesToPlan) {
 }
 
 /// Whether a kernel makes Q's codes depends on Q's address: a plan serves either.
+/// Whose sequences may be as long as all together, but are not.
+TEST_P(EmulatedPlan, PackedScalesTakeTheRoomOfTheirTokens) {
+  Recipe recipe = GetParam();
+  if (!free_scales(recipe.v)) GTEST_SKIP() << "V has no scales";
+  recipe.v_scale = {Granularity::per_block_channel, 64, 0};
+  const auto bytes = [&](bool packed) {
+    Feature f = with_inputs(Feature(), recipe, Format::bf16);
+    f.sq.assign(256, 64), f.sk.assign(256, 64), f.heads_q = f.heads_k = 1;
+    f.how.packed_q = f.how.packed_k = packed;
+    const Call call = make_call(f, 5);
+    const Laid laid = lay_out(call, f.how);
+    const EmulatedBackend backend(architecture_for(recipe));
+    AttentionOptions options = call.options;
+    options.recipe = recipe;
+    const Result<Plan> made = plan(laid.tensors(), options);
+    return made.ok() && is_emulated(made->kernel()) ? made->workspace_bytes() : 0;
+  };
+  const std::size_t packed = bytes(true), dense = bytes(false);
+  ASSERT_GT(dense, 0U);
+  EXPECT_LT(packed, 3 * dense);
+}
+
 TEST_P(EmulatedPlan, ServesQueriesThatTheKernelEncodesOrNot) {
   const LeaveQueries leave(true);
   const bool can = GetParam().name == "int8_full";

@@ -198,9 +198,12 @@ void check_channel_scales(const Case& c, const Truth& truth) {
   const int heads = c.heads(Role::v);
   for (std::int64_t b = 0; b < c.batch(); ++b) {
     for (int h = 0; h < heads; ++h) {
+      // Packed sequences that have several groups: where their tokens' entries of a table lie.
+      const std::int64_t first =
+          v.packed_groups ? h * v.groups + c.first_block(Role::v, b, v.channel_block)
+                          : (b * heads + h) * v.groups;
       for (std::int64_t s = 0; s < c.length(b); ++s) {
-        const float* scale =
-            v.channel_scale + ((b * heads + h) * v.groups + s / v.channel_block) * v.channels;
+        const float* scale = v.channel_scale + (first + s / v.channel_block) * v.channels;
         for (int k = 0; k < v.channels; ++k) {
           const float want = k < c.options().dv ? truth.scale(b, h, s, k) : 0.0f;
           wrong.add(same(scale[k], want), text("scale", b, h, s, scale[k], want));

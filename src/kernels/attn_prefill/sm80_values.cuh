@@ -258,8 +258,7 @@ struct PrefillValues : PrefillScores<C> {
   /// The scales per channel of a tile of V, where there are any.
   QATTN_DEVICE const float* channel_scales(int tile) const {
     return p.v8.channel_scale +
-           ((work.b * p.k.heads + work.kv_head) * p.v8.groups + tile / p.v8.channel_block) *
-               p.v8.channels;
+           channel_group(p.v8, p.k, work.k, work.b, work.kv_head, tile) * p.v8.channels;
   }
 
   /// out *= V's scales, where one a channel serves all tiles.

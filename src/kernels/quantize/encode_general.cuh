@@ -195,9 +195,8 @@ struct EncodeGeneral : GeneralTile<Channels> {
       const int key = w.first_key() + key_step(i);
       const auto factor = isa::load_shared<float>(w.shared + factor_at + 4 * key);
       if (w.role.source == ScaleSource::channel && i % 2 == 0) {
-        const std::int64_t unit = std::int64_t{w.place.b} * w.role.rows.heads + w.place.head;
-        const std::int64_t group =
-            unit * w.v_out.groups + (w.place.first + key) / w.v_out.channel_block;
+        const std::int64_t group = channel_group(w.v_out, w.role.rows, w.place.span, w.place.b,
+                                                 w.place.head, w.place.first + key);
         const bool exists = key < w.place.count();
 #pragma unroll
         for (int j = 0; j < 8; ++j) {

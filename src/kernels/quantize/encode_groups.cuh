@@ -78,6 +78,7 @@ struct ChannelScaleParams {
   PreparedTiles out;
 };
 
+/// A block of the grid is a group of a head: of all packed sequences, or of one sequence.
 struct FinishChannelScales {
   using Params = ChannelScaleParams;
   static constexpr int threads = 256, min_blocks = 1, shared_bytes = 0;
@@ -88,12 +89,16 @@ struct FinishChannelScales {
     isa::grid_dependency_wait();
     const tile::Rows& r = p.rows;
     const std::int64_t place = isa::block().x, unit = place / p.out.groups;
-    const int b = static_cast<int>(unit / r.heads), head = static_cast<int>(unit % r.heads);
+    std::int64_t group = place % p.out.groups;
     const int c = isa::thread();
     if (c >= p.out.channels) return;
+    int b = static_cast<int>(unit / r.heads);
+    if (p.out.packed_groups) b = tile::sequence_of_block(r, group, p.out.channel_block);
+    const int head = static_cast<int>(unit % r.heads);
     const tile::Span span = tile::span_of(r, b);
-    const std::int64_t s = place % p.out.groups * p.out.channel_block;
-    if (s > 0 && s >= span.length) return;
+    if (p.out.packed_groups) group -= tile::first_block(r, span, b, p.out.channel_block);
+    const std::int64_t s = group * p.out.channel_block;
+    if (s != 0 && (s < 0 || s >= span.length)) return;
     float scale = 0.0f;
     if (c < r.channels && s < span.length && !span.bad) {
       if (p.grouping.given != nullptr) {

@@ -175,7 +175,7 @@ LaunchError channel_scales(const Call& call, Launches& launches) {
   params.kind = code_kind(f.format);
   params.out = call.prepared_tiles();
   return launches.launch<FinishChannelScales>(
-      params, call.problem.batch * f.heads * call.layout.channel_groups);
+      params, (params.out.packed_groups ? 1 : call.problem.batch) * f.heads * params.out.groups);
 }
 
 LaunchError encode(const Call& call, Launches& launches) {
@@ -293,7 +293,12 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
       layout.channel_block = channel_block(p, recipe, needs);
       layout.channel_groups =
           std::max<std::int64_t>((p.max_k + layout.channel_block - 1) / layout.channel_block, 1);
-      layout.channel_scale = memory.take(p.batch * f.heads * layout.channel_groups * f.padded * 4);
+      // A sequence may have them all, but all sequences have few more.
+      layout.packed_groups = p.varlen_k && layout.channel_groups > 1;
+      if (layout.packed_groups) layout.channel_groups = tile::block_count(r, layout.channel_block);
+      const std::int64_t sequences = layout.packed_groups ? 1 : p.batch;
+      layout.channel_scale =
+          memory.take(sequences * f.heads * layout.channel_groups * f.padded * 4);
     }
     if (f.wanted && f.role == Role::q && subtracts_mean(recipe, f)) {
       part.mean_blocks = tile::block_count(r, recipe.q_scale.block);

@@ -31,8 +31,9 @@ struct PrepareLayout {
   };
   PrepareNeeds needs;
   Part part[3];                      ///< by Role; V's `codes` are its tiles
-  std::size_t channel_scale = none;  ///< of V
+  std::size_t channel_scale = none;  ///< of V; PreparedTiles has the rest
   std::int64_t channel_groups = 0, channel_block = 0;
+  bool packed_groups = false;
   std::size_t bytes = 0;
   std::uint32_t* error = nullptr;  ///< of the device; asked for when a plan is made
 };

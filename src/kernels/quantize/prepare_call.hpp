@@ -77,6 +77,7 @@ struct Call {
             at<float>(workspace, layout.channel_scale),
             layout.channel_groups,
             layout.channel_block,
+            layout.packed_groups,
             p.slots,
             facts[2].padded};
   }

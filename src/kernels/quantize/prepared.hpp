@@ -47,12 +47,26 @@ struct PreparedRows {
 struct PreparedTiles {
   std::uint8_t* tiles = nullptr;
   /// Scales per channel: [batches][heads][groups][channels padded]; group g holds the keys
-  /// [g * channel_block, (g + 1) * channel_block). Null where scales are per token.
+  /// [g * channel_block, (g + 1) * channel_block). packed_groups: [heads][groups][channels padded],
+  /// those of all sequences as tile::first_block() has them. Null where scales are per token.
   float* channel_scale = nullptr;
   std::int64_t groups = 0, channel_block = 0;
+  bool packed_groups = false;
   std::int64_t slots = 0;
   std::int32_t channels = 0;  ///< padded
 };
+
+inline namespace QATTN_TARGET {
+
+/// The group of key `s` of sequence `b`, whose tokens are `span`, among those of channel_scale.
+QATTN_DEVICE std::int64_t channel_group(const PreparedTiles& v, const tile::Rows& r,
+                                        const tile::Span& span, int b, int head, std::int64_t s) {
+  const std::int64_t group = s / v.channel_block;
+  if (!v.packed_groups) return (std::int64_t{b} * r.heads + head) * v.groups + group;
+  return head * v.groups + tile::first_block(r, span, b, v.channel_block) + group;
+}
+
+}  // namespace QATTN_TARGET
 
 /// Q's means (smooth_q), one for `block` tokens of a sequence, tile::first_block():
 /// [heads][blocks][channels padded].
