@@ -47,6 +47,18 @@ TEST_P(EmulatedArchitecture, SaysWhyFp8IsRefused) {
                        "is for sm_89 and sm_120"));
 }
 
+/// What is told to be served elsewhere is.
+TEST_P(EmulatedArchitecture, SmoothQueriesOnHopper) {
+  Recipe recipe = GetParam();
+  if (recipe.qk != Format::s8) GTEST_SKIP() << "smooth_q is for quantised Q";
+  recipe.smooth_q = Toggle::on;
+  const std::string text = explained(recipe, 90);
+  EXPECT_EQ(contains(text, "smooth_q: no FP8 kernel has it on sm_90"), has_fp8(recipe)) << text;
+  EXPECT_EQ(contains(text, "sm80_prefill: chosen") || contains(text, "sm90a_wide_prefill: chosen"),
+            !has_fp8(recipe))
+      << text;
+}
+
 /// Hopper has kernels of its own for every recipe, up to head dimension 128.
 TEST_P(EmulatedArchitecture, HopperTakesItsOwn) {
   const std::string text = explained(GetParam(), 90);

@@ -119,7 +119,7 @@ Status check_formats(const Problem& p, const Recipe& r) {
     return refuse("v: scales per token do not fit e4m3 P, which is rounded without them");
   }
   if (e4m3 && channel_block(p, r, needs_of(p, r)) < p.max_k) {
-    return refuse("v: scales per channel change along the keys");
+    return refuse("v: scales per channel change along the keys, which no FP8 kernel has on sm_90");
   }
   return {};
 }
@@ -127,7 +127,11 @@ Status check_formats(const Problem& p, const Recipe& r) {
 Status supports(const Problem& p) {
   const Recipe r = resolve(p);
   if (Status s = check_formats(p, r); !s.ok()) return s;
-  if (r.smooth_q == Toggle::on) return refuse("smooth_q: the portable kernel has it");
+  if (r.smooth_q == Toggle::on) {
+    return refuse(r.v == Format::e4m3
+                      ? "smooth_q: no FP8 kernel has it on sm_90; int8 and int8_full do"
+                      : "smooth_q: the portable kernel has it");
+  }
   const PrepareNeeds needs = needs_of(p, r);
   if (const std::string why = prepare_refusal(p, r, needs); !why.empty()) return refuse(why);
   if (too_long(p)) return refuse("sequences longer than 2^30 tokens");
