@@ -261,6 +261,10 @@ class Maker {
                        " should be (B + 1)");
       }
       p_.batch = t_.cu_seqlens_q.shape[0] - 1;
+      if (p_.batch == 0 && p_.tokens_q > 0) {
+        return invalid("cu_seqlens_q: 1 entry has no sequence for the " + text(p_.tokens_q) +
+                       " tokens of q");
+      }
     } else {
       p_.batch = t_.q.shape[aq.batch];
       p_.tokens_q *= p_.batch;

@@ -81,9 +81,25 @@ QATTN_DEVICE std::int64_t first_block(const Rows& r, const Span& span, int b, st
   return b * ((r.max_length + size - 1) / size);
 }
 
+/// Is entry `index` of such a table one of packed sequence `b`, whose tokens are `span`?
+QATTN_DEVICE bool owns_block(const Rows& r, const Span& span, int b, std::int64_t index,
+                             std::int64_t size) {
+  const std::int64_t at = index - first_block(r, span, b, size);
+  return at >= 0 && at * size < span.rows;  // none of a wrong sequence, which has no rows
+}
+
+/// The first of the packed sequences that has(span, b), or sequence 0. One by one, so that a wrong
+/// entry of cu_seqlens spoils nobody else's.
+template <class Has>
+QATTN_DEVICE int first_sequence(const Rows& r, Has has) {
+  for (int b = 0; b < r.batches; ++b) {
+    if (has(span_of(r, b), b)) return b;
+  }
+  return 0;
+}
+
 /// The last of the packed sequences whose position(first token, sequence) is not behind `at`, or
-/// sequence 0. Where entries are out of order it is some sequence: callers look whether it has what
-/// they want.
+/// sequence 0. By bisection: of lists that rise.
 template <class Position>
 QATTN_DEVICE int last_sequence(const Rows& r, std::int64_t at, Position position) {
   int first = 0, last = r.batches - 1;
@@ -97,14 +113,6 @@ QATTN_DEVICE int last_sequence(const Rows& r, std::int64_t at, Position position
     }
   }
   return first;
-}
-/// The packed sequence that token `at` of all belongs to.
-QATTN_DEVICE int sequence_of_token(const Rows& r, std::int64_t at) {
-  return last_sequence(r, at, [](std::int64_t begin, int) { return begin; });
-}
-/// The packed sequence that entry `at` of a table as of first_block() belongs to.
-QATTN_DEVICE int sequence_of_block(const Rows& r, std::int64_t at, std::int64_t size) {
-  return last_sequence(r, at, [&](std::int64_t begin, int b) { return begin / size + b; });
 }
 
 /// Prepared operands lie in slots, a multiple of 64 per sequence: [head][slots].

@@ -224,6 +224,7 @@ class EmulatedBadLengths : public testing::TestWithParam<Recipe> {
  protected:
   enum class Rows { as_before, spoilt, other };
   bool packed_q_ = true;
+  Recipe recipe_ = GetParam();
 
   /// `fate(b, i)`: of row i of sequence b.
   template <class Fate>
@@ -231,17 +232,17 @@ class EmulatedBadLengths : public testing::TestWithParam<Recipe> {
     for (const int splits : {0, 2}) {
       SCOPED_TRACE(std::to_string(at) + ": " + std::to_string(value));
       const ForceSpread forced(0, splits);
-      Feature f = with_inputs(Feature(), GetParam(), Format::f16);
+      Feature f = with_inputs(Feature(), recipe_, Format::f16);
       f.heads_q = 2, f.heads_k = 1, f.options.causal = true;
       f.sq = {40, 150, 20}, f.sk = {130, 190, 65};
       f.how.packed_q = packed_q_, f.how.packed_k = true;
       if (!packed_q_) f.sq = {40, 40, 40};
       const Call call = make_call(f, 5);
       Laid laid = lay_out(call, f.how);
-      const Unchecked clean = run_unchecked(call, laid, GetParam());
+      const Unchecked clean = run_unchecked(call, laid, recipe_);
       ASSERT_TRUE(clean.errors.ok()) << clean.errors.message();
       (laid.*tensor).set({at}, value);
-      const Unchecked now = run_unchecked(call, laid, GetParam());
+      const Unchecked now = run_unchecked(call, laid, recipe_);
       ASSERT_TRUE(now.status.ok()) << now.status.message();
       EXPECT_EQ(now.violation, "");
       EXPECT_NE(now.errors.message().find(length_error), std::string::npos);
@@ -293,6 +294,15 @@ TEST_P(EmulatedBadLengths, KeysThatShareTokensSpoilDenseQueries) {
 }
 
 TEST_P(EmulatedBadLengths, BeyondTheEndSpoilsItsNeighbours) {
+  // Where bisection would look first.
+  expect(&Laid::cu_q, 1, 1e9,
+         [](std::int64_t b, std::int64_t) { return b == 2 ? Rows::as_before : Rows::spoilt; });
+  if (free_scales(GetParam().v)) {
+    recipe_.v_scale = {Granularity::per_block_channel, 64, 0};
+    expect(&Laid::cu_k, 1, 1e9,
+           [](std::int64_t b, std::int64_t) { return b == 2 ? Rows::as_before : Rows::spoilt; });
+    recipe_ = GetParam();
+  }
   const auto last_two = [](std::int64_t b, std::int64_t) {
     return b == 0 ? Rows::as_before : Rows::spoilt;
   };

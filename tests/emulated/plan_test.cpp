@@ -105,15 +105,21 @@ TEST_P(EmulatedPlan, ServesAnotherSignOfTheScale) {
 }
 
 TEST_P(EmulatedPlan, PackedSequencesNeedNoAddressesToPlan) {
-  Feature f = feature();
-  f.sq = {40, 64, 3, 129, 1}, f.sk = {40, 64, 65, 129, 200};
-  f.how.packed_q = f.how.packed_k = true;
-  const Call call = make_call(f, 3);
-  Laid laid = lay_out(call, f.how);
-  expect_same(call, without_addresses(laid.tensors()), call.options, laid);
+  const std::vector<std::int64_t> queries[] = {{40, 64, 3, 129, 1}, {128}, {1, 1, 1}};
+  const std::vector<std::int64_t> keys[] = {{40, 64, 65, 129, 200}, {150}, {130, 300, 64}};
+  for (const int splits : {0, 2}) {
+    for (std::size_t n = 0; n < std::size(queries); ++n) {
+      SCOPED_TRACE(std::to_string(queries[n].size()) + " sequences");
+      const ForceSpread forced(0, splits);
+      Feature f = feature();
+      f.sq = queries[n], f.sk = keys[n], f.how.packed_q = f.how.packed_k = true;
+      const Call call = make_call(f, 3);
+      Laid laid = lay_out(call, f.how);
+      expect_same(call, without_addresses(laid.tensors()), call.options, laid);
+    }
+  }
 }
 
-/// Whether a kernel makes Q's codes depends on Q's address: a plan serves either.
 /// Whose sequences may be as long as all together, but are not.
 TEST_P(EmulatedPlan, PackedScalesTakeTheRoomOfTheirTokens) {
   Recipe recipe = GetParam();
@@ -136,6 +142,7 @@ TEST_P(EmulatedPlan, PackedScalesTakeTheRoomOfTheirTokens) {
   EXPECT_LT(packed, 3 * dense);
 }
 
+/// Whether a kernel makes Q's codes depends on Q's address: a plan serves either.
 TEST_P(EmulatedPlan, ServesQueriesThatTheKernelEncodesOrNot) {
   const LeaveQueries leave(true);
   const bool can = GetParam().name == "int8_full";

@@ -319,6 +319,12 @@ const std::vector<Case>& cases() {
          c.t.cu_seqlens_q.format = Format::f32;
        },
        {"cu_seqlens_q: format f32", "s32"}},
+      {"CuOfNoSequence",
+       [](Call& c) {
+         c.pack_q();
+         c.t.cu_seqlens_q.shape[0] = 1;
+       },
+       {"cu_seqlens_q: 1 entry has no sequence", "6 tokens of q"}},
       {"CuStart",
        [](Call& c) {
          c.pack_q();

@@ -65,7 +65,9 @@ LaunchError launch(const typename K::Params& params, Index3 grid, void* stream,
   }
   // Its own result: the runtime's last error may be of another call, which was told already.
   const cudaError_t e = cudaLaunchKernelEx(&config, entry<K>, params);
-  return e == cudaSuccess ? LaunchError() : LaunchError(cudaGetErrorString(e));
+  if (e == cudaSuccess) return {};
+  cudaGetLastError();  // this one is told, too
+  return cudaGetErrorString(e);
 }
 
 template <class K>

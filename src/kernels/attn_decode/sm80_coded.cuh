@@ -458,7 +458,7 @@ struct CodedDecode : CodedLoad<C> {
 
   static QATTN_DEVICE void run_block(const CodedParams& x) {
     isa::grid_dependency_launch();
-    if (x.call.disorder != nullptr) isa::grid_dependency_wait();  // for packed.cuh
+    if (x.call.verdict != nullptr) isa::grid_dependency_wait();  // for packed.cuh
     const PrefillWork work = locate_work(x.call, isa::block().x, S::rows, S::keys);
     if ((work.q.bad || work.k.bad) && isa::lane() == 0) {
       isa::atomic_or_global(x.call.error, tile::error_sequence);

@@ -16,9 +16,12 @@ inline bool too_long(const Problem& p) {
   return std::max(p.max_q, p.max_k) > std::int64_t{1} << 30;
 }
 
-/// Blocks of `rows` query rows of a head that a grid has, in all sequences.
+/// Blocks of `rows` query rows of a head that a grid has, in all sequences: packed ones lie in them
+/// as entries of a table of tile::first_block(), which block_count() has one more of at least.
 inline std::int64_t row_blocks(const Problem& p, std::int64_t rows) {
-  return p.batch > 0 && p.max_q > 0 ? tile::block_count(rows_of(p, Role::q), rows) : 0;
+  if (p.batch == 0 || p.max_q == 0) return 0;
+  if (p.varlen_q) return (p.tokens_q + rows - 1) / rows + p.batch - 1;
+  return p.batch * ((p.max_q + rows - 1) / rows);
 }
 
 /// Must q . (K's mean) be prepared? Scores lack it; what is not relative to them needs it.

@@ -31,14 +31,22 @@ struct PrefillCombine {
     float weight[lane_splits], top, total;
   };
 
-  static QATTN_DEVICE Row locate(const Params& p) {
+  /// `one_by_one`: the sequence of packed queries is not found by bisection.
+  static QATTN_DEVICE Row locate(const Params& p, bool one_by_one = false) {
     Row row;
     const auto queries = static_cast<int>(p.q.max_length);
     const int index = isa::block().x;
     row.query = index % queries, row.head = index / queries % p.q.heads;
     row.b = index / queries / p.q.heads;
     if (p.q.cu_seqlens != nullptr) {  // a head's `queries` are those of all sequences
-      row.b = tile::sequence_of_token(p.q, row.query);
+      const std::int64_t token = row.query;
+      if (one_by_one) {
+        row.b = tile::first_sequence(p.q, [&](const tile::Span& span, int) {
+          return token >= span.begin && token < span.begin + span.rows;
+        });
+      } else {
+        row.b = tile::last_sequence(p.q, token, [](std::int64_t begin, int) { return begin; });
+      }
       locate_sequence(p, row.b, row.q, row.k);
       row.query -= static_cast<int>(row.q.begin);
     } else {
@@ -198,7 +206,8 @@ struct PrefillCombine {
   static QATTN_DEVICE void run(const Params& p) {
     Row row = locate(p);  // inputs alone, while the kernel before may still run
     isa::grid_dependency_wait();
-    heed_disorder(p, row.q, row.k);
+    if (verdict_of(p) == packed_incomplete) row = locate(p, true);
+    heed_verdict(p, row.q, row.k);
     if (row.query < 0 || row.query >= row.q.rows) return;
     Sums x = {};
     const Weights w = weigh(p, row);

@@ -29,10 +29,10 @@ isa::LaunchError locate_packed(const PackedPlan& plan, const Problem& p, void* w
   params.rows = plan.rows;
   params.q_blocks = p.varlen_q ? a.q_blocks : 0;
   auto* words = reinterpret_cast<std::int32_t*>(static_cast<std::byte*>(workspace) + plan.at);
-  params.disorder = reinterpret_cast<std::uint32_t*>(words);
+  params.verdict = reinterpret_cast<std::uint32_t*>(words);
   params.sequence_of = words + 1;
   params.error = a.error;
-  a.disorder = params.disorder;
+  a.verdict = params.verdict;
   if (p.varlen_q) a.sequence_of = params.sequence_of;
   const int needed = (params.q_blocks + PackedBlocks::threads - 1) / PackedBlocks::threads;
   const int blocks = std::clamp(needed, 1, isa::multiprocessors());

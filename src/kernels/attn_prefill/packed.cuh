@@ -1,7 +1,6 @@
-// Before kernels that attend to packed sequences: which sequence each block of query rows belongs
-// to, so that a grid has the blocks that exist and not those of the longest sequence for each; and
-// whether cu_seqlens cuts the tokens into sequences at all, which only a look at all of it can
-// tell.
+// Before kernels that attend to packed sequences: which sequence a block of query rows belongs to,
+// so that a grid has the blocks that exist, not those of all tokens for each sequence; and whether
+// cu_seqlens cuts the tokens into sequences, which only a look at all of it can tell.
 #pragma once
 
 #include "kernels/attn_prefill/params.hpp"
@@ -15,59 +14,71 @@ struct PackedParams {
   std::int32_t rows = 0;      ///< of a block
   std::int32_t q_blocks = 0;  ///< PrefillParams::q_blocks, if queries are packed
   std::int32_t* sequence_of = nullptr;
-  std::uint32_t* disorder = nullptr;
+  std::uint32_t* verdict = nullptr;
   std::uint32_t* error = nullptr;
 };
 
 inline namespace QATTN_TARGET {
 
-/// Entries that are no list of lengths, or that leave tokens out, set the error word. Then all of
-/// the output becomes NaN, and what the attention kernel finds of sequences overwrites it: nothing
-/// if they are in disorder.
+/// Where a list is not in order the error word is set, and all rows of packed queries become NaN:
+/// the attention kernel then overwrites those of sequences that are well, if there is no disorder.
 struct PackedBlocks {
   using Params = PackedParams;
-  static constexpr int threads = 256, min_blocks = 1;
+  static constexpr int threads = 256, min_blocks = 1, shared_bytes = 4;
   static constexpr bool dependent = true;
-  static constexpr int verdict_at = 4 * threads, shared_bytes = verdict_at + 4;
-  enum Verdict : std::uint32_t { in_order, incomplete, in_disorder };
 
-  /// Where the last of the sequences [first, last) ends that has tokens where it says, but not
-  /// before `end`. Raises the verdict where one begins before that.
-  static QATTN_DEVICE std::uint32_t walk(const tile::Rows& r, int first, int last,
-                                         std::uint32_t end, std::uint32_t& verdict) {
-    for (int b = first; b < last; ++b) {
-      const tile::Span s = tile::span_of(r, b);
-      if (s.bad) verdict = verdict > incomplete ? verdict : incomplete;
-      if (s.bad || s.rows == 0) continue;
-      if (s.begin < end) verdict = in_disorder;
-      const auto past = static_cast<std::uint32_t>(s.begin + s.rows);
-      end = past > end ? past : end;
+  /// This thread's share of the entries.
+  static QATTN_DEVICE bool rises(const tile::Rows& r) {
+    if (r.cu_seqlens == nullptr) return true;
+    bool good = true;
+    for (int b = isa::thread(); b < r.batches; b += threads) {
+      good &= isa::load_global(r.cu_seqlens + b) <= isa::load_global(r.cu_seqlens + b + 1);
     }
-    return end;
+    if (isa::thread() == 0) {
+      good &= isa::load_global(r.cu_seqlens) == 0 &&
+              isa::load_global(r.cu_seqlens + r.batches) == r.total;
+    }
+    return good;
   }
 
-  /// Every block of the grid looks at all entries, each thread at as many: first where its share
-  /// ends, then, knowing where those before it end, at the order.
-  static QATTN_DEVICE void check(tile::Rows r, std::uint32_t& verdict) {
-    if (r.cu_seqlens == nullptr) return;
-    r.used = nullptr;  // the attention kernel heeds it
-    const isa::SharedAddress ends = isa::shared_base();
-    const int share = (r.batches + threads - 1) / threads;
-    const int first = isa::thread() * share < r.batches ? isa::thread() * share : r.batches;
-    const int last = first + share < r.batches ? first + share : r.batches;
-    std::uint32_t ignored = in_order, before = 0;
-    isa::store_shared(ends + 4 * isa::thread(), walk(r, first, last, 0, ignored));
+  /// Of sequences whose own entries are right: does one begin before the one in front of it ends?
+  static QATTN_DEVICE bool overlaps(const tile::Rows& r) {
+    if (r.cu_seqlens == nullptr) return false;
+    std::int64_t end = 0;
+    for (int b = 0; b < r.batches; ++b) {
+      const tile::Span s = tile::span_of(r, b);
+      if (s.rows == 0) continue;  // a wrong one, too
+      if (s.begin < end) return true;
+      end = s.begin + s.rows;
+    }
+    return false;
+  }
+
+  /// The same in all threads. Every block of the grid finds it for itself: there is no barrier
+  /// among them, and lists are short.
+  static QATTN_DEVICE std::uint32_t judge(const Params& p) {
+    const isa::SharedAddress shared = isa::shared_base();
+    if (isa::thread() == 0) isa::store_shared(shared, std::uint32_t{packed_in_order});
     isa::sync_threads();
-    for (int t = 0; t < isa::thread(); ++t) {
-      const auto end = isa::load_shared<std::uint32_t>(ends + 4 * t);
-      before = end > before ? end : before;
+    if (!rises(p.q) || !rises(p.k)) isa::atomic_max_shared(shared, packed_incomplete);
+    isa::sync_threads();
+    if (isa::load_shared<std::uint32_t>(shared) == packed_in_order) return packed_in_order;
+    isa::sync_threads();
+    if (isa::thread() == 0 && (overlaps(p.q) || overlaps(p.k))) {
+      isa::store_shared(shared, std::uint32_t{packed_in_disorder});
     }
-    walk(r, first, last, before, verdict);
-    if (isa::thread() == 0 && (isa::load_global(r.cu_seqlens) != 0 ||
-                               isa::load_global(r.cu_seqlens + r.batches) != r.total)) {
-      verdict = verdict > incomplete ? verdict : incomplete;
+    isa::sync_threads();
+    return isa::load_shared<std::uint32_t>(shared);
+  }
+
+  static QATTN_DEVICE std::int32_t sequence_of(const Params& p, std::int64_t block, bool rising) {
+    if (rising) {
+      return tile::last_sequence(p.q, block,
+                                 [&](std::int64_t begin, int b) { return begin / p.rows + b; });
     }
-    isa::sync_threads();  // the ends have been read
+    return tile::first_sequence(p.q, [&](const tile::Span& span, int b) {
+      return tile::owns_block(p.q, span, b, block, p.rows);
+    });
   }
 
   static QATTN_DEVICE void fill(const Params& p, std::int64_t first, std::int64_t step) {
@@ -86,25 +97,20 @@ struct PackedBlocks {
 
   static QATTN_DEVICE void run(const Params& p) {
     isa::grid_dependency_wait();
-    const isa::SharedAddress shared = isa::shared_base() + verdict_at;
-    if (isa::thread() == 0) isa::store_shared(shared, std::uint32_t{in_order});
-    std::uint32_t verdict = in_order;
-    check(p.q, verdict);
-    check(p.k, verdict);
-    isa::atomic_max_shared(shared, verdict);
-    isa::sync_threads();
-    verdict = isa::load_shared<std::uint32_t>(shared);
+    const std::uint32_t verdict = judge(p);
     const std::int64_t first = isa::block().x * std::int64_t{threads} + isa::thread();
     const std::int64_t step = isa::grid().x * std::int64_t{threads};
     if (first == 0) {
-      isa::store_global(p.disorder, std::uint32_t{verdict == in_disorder});
-      if (verdict != in_order) isa::atomic_or_global(p.error, std::uint32_t{tile::error_sequence});
+      isa::store_global(p.verdict, verdict);
+      if (verdict != packed_in_order) {
+        isa::atomic_or_global(p.error, std::uint32_t{tile::error_sequence});
+      }
     }
     if (p.q.cu_seqlens == nullptr) return;
     for (std::int64_t n = first; n < p.q_blocks; n += step) {
-      isa::store_global(p.sequence_of + n, tile::sequence_of_block(p.q, n, p.rows));
+      isa::store_global(p.sequence_of + n, sequence_of(p, n, verdict == packed_in_order));
     }
-    if (verdict != in_order) fill(p, first, step);
+    if (verdict != packed_in_order) fill(p, first, step);
   }
 };
 

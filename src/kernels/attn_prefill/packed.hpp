@@ -13,7 +13,7 @@ namespace qattn::kernels {
 /// Room in the workspace.
 struct PackedPlan {
   int rows = 0;        ///< of a block; 0: nothing is packed
-  std::size_t at = 0;  ///< a word of disorder, and the table
+  std::size_t at = 0;  ///< a verdict, and the table
 };
 
 inline namespace QATTN_TARGET {

@@ -43,6 +43,10 @@ struct PartsView {
 inline constexpr int split_tile = 128;
 inline constexpr int most_splits = 128;
 
+/// Of cu_seqlens: a list that rises from 0 to the number of tokens; one that does not, or not all
+/// the way; one whose sequences share tokens.
+enum PackedVerdict : std::uint32_t { packed_in_order, packed_incomplete, packed_in_disorder };
+
 struct PrefillParams {
   /// Operands in place: 16-bit tensors, or codes (whose scales are in q8, k8). `data` null: the
   /// prepared form is read instead.
@@ -90,8 +94,7 @@ struct PrefillParams {
   std::int32_t works = 0;
   /// Packed queries (packed.cuh): the sequence that a block of rows belongs to.
   const std::int32_t* sequence_of = nullptr;
-  /// Packed queries or keys: a word that is not 0 if their sequences are not one behind the other.
-  const std::uint32_t* disorder = nullptr;
+  const std::uint32_t* verdict = nullptr;  ///< packed queries or keys: a PackedVerdict
   /// Not 0 where a warp of the Hopper kernel met what it cannot do, [works][doubt_stride]: the
   /// portable kernel does these blocks again, and these alone.
   std::uint32_t* doubts = nullptr;

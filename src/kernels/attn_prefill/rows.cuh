@@ -35,10 +35,15 @@ QATTN_DEVICE void locate_sequence(const PrefillParams& p, int b, tile::Span& q, 
   k.bad |= q.length > p.mask_queries || k.length > p.mask_keys;
 }
 
-/// Sequences that are not one behind the other share rows, so that nobody knows whose they are: all
-/// are bad, and packed queries have no rows.
-QATTN_DEVICE void heed_disorder(const PrefillParams& p, tile::Span& q, tile::Span& k) {
-  if (p.disorder == nullptr || isa::load_global(p.disorder) == 0) return;
+/// What PackedBlocks found; in order where nothing is packed.
+QATTN_DEVICE std::uint32_t verdict_of(const PrefillParams& p) {
+  return p.verdict == nullptr ? packed_in_order : isa::load_global(p.verdict);
+}
+
+/// Sequences that share tokens: nobody knows whose they are. All are bad, and packed queries have
+/// no rows.
+QATTN_DEVICE void heed_verdict(const PrefillParams& p, tile::Span& q, tile::Span& k) {
+  if (verdict_of(p) != packed_in_disorder) return;
   q.bad = k.bad = true;
   if (p.q.cu_seqlens != nullptr) q.rows = q.length = 0;
 }
@@ -86,10 +91,12 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   w.head *= p.pack;
   w.kv_head = w.head / p.group;
   locate_sequence(p, w.b, w.q, w.k);
-  heed_disorder(p, w.q, w.k);
+  heed_verdict(p, w.q, w.k);
   if (packed) block -= static_cast<int>(tile::first_block(p.q, w.q, w.b, rows));
-  // Before the first sequence, if that does not begin with the first row.
-  w.first_row = block < 0 ? static_cast<int>(w.q.rows) : block * rows;
+  // A block of no sequence, which the table says is the first's, may lie before or far behind it.
+  const std::int64_t first = std::int64_t{block} * rows;
+  const bool outside = packed && (first < 0 || first > w.q.rows);
+  w.first_row = static_cast<int>(outside ? w.q.rows : first);
   w.q_slot = tile::first_slot(p.q, w.q, w.b);
   w.k_slot = tile::first_slot(p.k, w.k, w.b);
   w.shift = static_cast<int>(w.k.length - w.q.length);

@@ -17,7 +17,7 @@ struct SpoilRows {
   static QATTN_DEVICE void run(const Params& p) {
     const int head = isa::block().x % p.q.heads, b = isa::block().x / p.q.heads;
     tile::Span q = tile::span_of(p.q, b), k = tile::span_of(p.k, b);
-    heed_disorder(p, q, k);
+    heed_verdict(p, q, k);
     if (q.bad || k.bad || q.length == 0) return;
     const int shift = static_cast<int>(k.length - q.length);
     const int length = static_cast<int>(k.length);

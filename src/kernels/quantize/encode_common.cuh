@@ -55,9 +55,14 @@ QATTN_DEVICE void place_in_sequence(const tile::Rows& r, int b, TilePlace& p) {
 
 /// Is slot tile `tile` one of packed sequence b?
 QATTN_DEVICE bool owns_tile(const tile::Rows& r, int b, std::int64_t tile) {
-  const tile::Span span = tile::span_of(r, b);
-  const std::int64_t at = tile - tile::first_slot(r, span, b) / slot_tile;
-  return at >= 0 && at * slot_tile < span.rows;  // none of a wrong sequence, which has no rows
+  return tile::owns_block(r, tile::span_of(r, b), b, tile, slot_tile);
+}
+
+/// The packed sequence that entry `index` of a table as of tile::first_block() belongs to, or
+/// sequence 0, which then does not have it.
+QATTN_DEVICE int sequence_of_block(const tile::Rows& r, std::int64_t index, std::int64_t size) {
+  return tile::first_sequence(
+      r, [&](const tile::Span& span, int b) { return tile::owns_block(r, span, b, index, size); });
 }
 
 /// Called by all threads of the block. Packed sequences are searched one by one, not by bisection,

@@ -93,7 +93,7 @@ struct FinishChannelScales {
     const int c = isa::thread();
     if (c >= p.out.channels) return;
     int b = static_cast<int>(unit / r.heads);
-    if (p.out.packed_groups) b = tile::sequence_of_block(r, group, p.out.channel_block);
+    if (p.out.packed_groups) b = sequence_of_block(r, group, p.out.channel_block);
     const int head = static_cast<int>(unit % r.heads);
     const tile::Span span = tile::span_of(r, b);
     if (p.out.packed_groups) group -= tile::first_block(r, span, b, p.out.channel_block);

@@ -299,14 +299,11 @@ struct BlockMeans {
 
   /// Finds the sequence that block number `index` is of, and the block's first token. False: none.
   static QATTN_DEVICE bool find(const tile::Rows& r, int size, int index, TilePlace& p) {
-    const bool packed = r.cu_seqlens != nullptr;
-    p.b = packed ? 0 : divide(index, (r.max_length + size - 1) / size);
-    do {
-      p.span = tile::span_of(r, p.b);
-      p.first = (index - tile::first_block(r, p.span, p.b, size)) * size;
-      if (p.first >= 0 && p.first < p.span.length && !p.span.bad) return true;
-    } while (packed && ++p.b < r.batches);
-    return false;
+    p.b = r.cu_seqlens != nullptr ? sequence_of_block(r, index, size)
+                                  : divide(index, (r.max_length + size - 1) / size);
+    p.span = tile::span_of(r, p.b);
+    p.first = (index - tile::first_block(r, p.span, p.b, size)) * size;
+    return p.first >= 0 && p.first < p.span.length && !p.span.bad;
   }
 
   static QATTN_DEVICE double add_up(const MeanRole& role, TilePlace p, std::int64_t end) {
