@@ -74,10 +74,15 @@ QATTN_DEVICE std::int64_t row_offset(const Rows& r, const Span& span, int b, int
   return b * r.batch + (span.begin + s) * r.token + head * r.head;
 }
 
+/// Entries of cu_seqlens have 32 bits, and a division of 64 is a subroutine, which costs spills.
+QATTN_DEVICE std::int64_t block_of(std::int64_t begin, std::int64_t size) {
+  return static_cast<std::uint32_t>(begin) / static_cast<std::uint32_t>(size);
+}
+
 /// Tables have an entry for every `size` tokens of a sequence. Number of a sequence's first entry;
 /// needs nothing but the sequence's own entry of cu_seqlens.
 QATTN_DEVICE std::int64_t first_block(const Rows& r, const Span& span, int b, std::int64_t size) {
-  if (r.cu_seqlens != nullptr) return span.begin / size + b;
+  if (r.cu_seqlens != nullptr) return block_of(span.begin, size) + b;
   return b * ((r.max_length + size - 1) / size);
 }
 

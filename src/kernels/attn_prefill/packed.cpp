@@ -15,7 +15,7 @@ PackedPlan plan_packed(const Problem& p, int rows, std::size_t& workspace) {
   plan.rows = rows;
   plan.at = (workspace + 63) / 64 * 64;
   const auto blocks = static_cast<std::size_t>(p.varlen_q ? row_blocks(p, rows) : 0);
-  workspace = plan.at + (1 + blocks) * sizeof(std::int32_t);
+  workspace = plan.at + (1 + blocks) * 2 * sizeof(std::int32_t);
   return plan;
 }
 
@@ -30,10 +30,10 @@ isa::LaunchError locate_packed(const PackedPlan& plan, const Problem& p, void* w
   params.q_blocks = p.varlen_q ? a.q_blocks : 0;
   auto* words = reinterpret_cast<std::int32_t*>(static_cast<std::byte*>(workspace) + plan.at);
   params.verdict = reinterpret_cast<std::uint32_t*>(words);
-  params.sequence_of = words + 1;
+  params.blocks = words + 2;
   params.error = a.error;
   a.verdict = params.verdict;
-  if (p.varlen_q) a.sequence_of = params.sequence_of;
+  if (p.varlen_q) a.packed_blocks = params.blocks;
   const int needed = (params.q_blocks + PackedBlocks::threads - 1) / PackedBlocks::threads;
   const int blocks = std::clamp(needed, 1, isa::multiprocessors());
   const isa::LaunchError e = isa::launch<PackedBlocks>(params, {blocks, 1, 1}, stream, start);

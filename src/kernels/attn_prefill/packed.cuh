@@ -11,9 +11,9 @@ namespace qattn::kernels {
 struct PackedParams {
   tile::Rows q, k;
   OutputView out;
-  std::int32_t rows = 0;      ///< of a block
-  std::int32_t q_blocks = 0;  ///< PrefillParams::q_blocks, if queries are packed
-  std::int32_t* sequence_of = nullptr;
+  std::int32_t rows = 0;           ///< of a block
+  std::int32_t q_blocks = 0;       ///< PrefillParams::q_blocks, if queries are packed
+  std::int32_t* blocks = nullptr;  ///< PrefillParams::packed_blocks
   std::uint32_t* verdict = nullptr;
   std::uint32_t* error = nullptr;
 };
@@ -71,14 +71,25 @@ struct PackedBlocks {
     return isa::load_shared<std::uint32_t>(shared);
   }
 
-  static QATTN_DEVICE std::int32_t sequence_of(const Params& p, std::int64_t block, bool rising) {
+  /// Which sequence a block of rows belongs to.
+  static QATTN_DEVICE int sequence_of(const Params& p, std::int64_t block, bool rising) {
     if (rising) {
-      return tile::last_sequence(p.q, block,
-                                 [&](std::int64_t begin, int b) { return begin / p.rows + b; });
+      return tile::last_sequence(
+          p.q, block, [&](std::int64_t begin, int b) { return tile::block_of(begin, p.rows) + b; });
     }
     return tile::first_sequence(p.q, [&](const tile::Span& span, int b) {
       return tile::owns_block(p.q, span, b, block, p.rows);
     });
+  }
+
+  /// A block of nobody becomes one behind the rows of some sequence.
+  static QATTN_DEVICE isa::Words2 place_of(const Params& p, std::int64_t block, bool rising) {
+    const int b = sequence_of(p, block, rising);
+    const tile::Span span = tile::span_of(p.q, b);
+    const std::int64_t at = block - tile::first_block(p.q, span, b, p.rows);
+    const bool exists = at >= 0 && at * p.rows < span.rows;
+    return {{static_cast<std::uint32_t>(b),
+             static_cast<std::uint32_t>(exists ? at * p.rows : p.q.total)}};
   }
 
   static QATTN_DEVICE void fill(const Params& p, std::int64_t first, std::int64_t step) {
@@ -108,7 +119,8 @@ struct PackedBlocks {
     }
     if (p.q.cu_seqlens == nullptr) return;
     for (std::int64_t n = first; n < p.q_blocks; n += step) {
-      isa::store_global(p.sequence_of + n, sequence_of(p, n, verdict == packed_in_order));
+      isa::store_global(reinterpret_cast<isa::Words2*>(p.blocks) + n,
+                        place_of(p, n, verdict == packed_in_order));
     }
     if (verdict != packed_in_order) fill(p, first, step);
   }

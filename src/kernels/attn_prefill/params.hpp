@@ -92,8 +92,9 @@ struct PrefillParams {
   /// Blocks of rows and splits of keys: q_blocks, heads / pack, splits and, unless queries are
   /// packed, sequences multiplied.
   std::int32_t works = 0;
-  /// Packed queries (packed.cuh): the sequence that a block of rows belongs to.
-  const std::int32_t* sequence_of = nullptr;
+  /// Packed queries (packed.cuh): [q_blocks][2], which sequence a block of rows belongs to, and its
+  /// first row there, which may be one that the sequence does not have.
+  const std::int32_t* packed_blocks = nullptr;
   const std::uint32_t* verdict = nullptr;  ///< packed queries or keys: a PackedVerdict
   /// Not 0 where a warp of the Hopper kernel met what it cannot do, [works][doubt_stride]: the
   /// portable kernel does these blocks again, and these alone.

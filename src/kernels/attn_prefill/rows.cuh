@@ -78,7 +78,7 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   w.split = 0;
   if (p.splits > 1) w.split = index % p.splits, index /= p.splits;
   const int heads = p.pack > 1 ? p.q.heads / p.pack : p.q.heads;
-  const bool packed = p.sequence_of != nullptr;
+  const bool packed = p.packed_blocks != nullptr;
   if (p.heads_first) {  // causal: the longest blocks of all heads start first
     w.head = index % heads, index /= heads;
     w.b = packed ? 0 : index % p.q.batches;
@@ -87,16 +87,16 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
     block = index % p.q_blocks, index /= p.q_blocks;
     w.head = index % heads, w.b = index / heads;
   }
-  if (packed) w.b = isa::load_global(p.sequence_of + block);
+  w.first_row = block * rows;
+  if (packed) {
+    const auto place =
+        isa::load_global(reinterpret_cast<const isa::Words2*>(p.packed_blocks) + block);
+    w.b = static_cast<int>(place.w[0]), w.first_row = static_cast<int>(place.w[1]);
+  }
   w.head *= p.pack;
   w.kv_head = w.head / p.group;
   locate_sequence(p, w.b, w.q, w.k);
   heed_verdict(p, w.q, w.k);
-  if (packed) block -= static_cast<int>(tile::first_block(p.q, w.q, w.b, rows));
-  // A block of no sequence, which the table says is the first's, may lie before or far behind it.
-  const std::int64_t first = std::int64_t{block} * rows;
-  const bool outside = packed && (first < 0 || first > w.q.rows);
-  w.first_row = static_cast<int>(outside ? w.q.rows : first);
   w.q_slot = tile::first_slot(p.q, w.q, w.b);
   w.k_slot = tile::first_slot(p.k, w.k, w.b);
   w.shift = static_cast<int>(w.k.length - w.q.length);

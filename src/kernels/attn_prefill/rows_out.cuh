@@ -61,6 +61,8 @@ struct PrefillOutput : PrefillRows<S> {
   /// Leaves the rows to PrefillCombine. A bad row has a sum of NaN, unless it has seen no key.
   QATTN_DEVICE void write_part() {
     const PartsView& parts = p.parts;
+    const std::int64_t first = part_row(p, work.q, work.b, work.head, work.first_row) +
+                               std::int64_t{work.split} * parts.rows;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       sum[r] += isa::shuffle_xor(sum[r], 1);
@@ -74,9 +76,7 @@ struct PrefillOutput : PrefillRows<S> {
       }
       const float total = bad && top != -tile::infinity() ? tile::quiet_nan() : sum[r];
       if (!exists) continue;
-      const int in_sequence = work.first_row + local_row(r);
-      const std::int64_t row = part_row(p, work.q, work.b, work.head, in_sequence) +
-                               std::int64_t{work.split} * parts.rows;
+      const std::int64_t row = first + local_row(r);
       if (lane % 4 == 0) {
         isa::store_global(reinterpret_cast<isa::Words2*>(parts.state + 2 * row),
                           isa::Words2{{__builtin_bit_cast(std::uint32_t, top),
