@@ -156,17 +156,22 @@ def test_choices_of_plans_on_the_emulated_gpu(library, tmp_path):
     assert len(rows) == 1 and rows[0][:2] == ["1 of 700, B 2, 8/2", "int8_full"]
 
 
-def test_consumers_and_smoothing_on_the_emulated_gpu(library, tmp_path):
-    path = tmp_path / "record.json"
-    asked = ["int8_full", "int8_full+consumers=3", "int8_full+consumers=4", "bf16+consumers=3",
-             "int8_full+no_smooth_k", "int8_full+shared_p=1", "int8_fp8+shared_p=1"]  # fmt: skip
+def cells_of(asked, library, folder):
+    """{(candidate, step): cell} of a small shape on the emulated GPU."""
+    path = folder / "record.json"
     done = bench(
         "run", "--device", "emulated", "--library", library, "--no-errors", "-o", path,
         "--shape", "1,2,1,200,150,64", "--rounds", 3, "--commit", "abc",
         "--recipes", ",".join(asked),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    cells = {(c["candidate"], c["step"]): c for c in Record.load(path).cells}
+    return {(c["candidate"], c["step"]): c for c in Record.load(path).cells}
+
+
+def test_consumers_and_smoothing_on_the_emulated_gpu(library, tmp_path):
+    asked = ["int8_full", "int8_full+consumers=3", "int8_full+consumers=4", "bf16+consumers=3",
+             "int8_full+no_smooth_k", "int8_full+shared_p=1", "int8_fp8+shared_p=1"]  # fmt: skip
+    cells = cells_of(asked, library, tmp_path)
     for recipe in (asked[0], asked[1], asked[4], asked[5]):
         assert cells[recipe, "kernel"]["nrmse"] < 3e-2, recipe
     for recipe in (asked[2], asked[3]):
@@ -176,15 +181,8 @@ def test_consumers_and_smoothing_on_the_emulated_gpu(library, tmp_path):
 
 
 def test_cells_tell_which_variant_ran(library, tmp_path):
-    path = tmp_path / "record.json"
     asked = ["f16", "int8_full+consumers=2+no_q", "int8_full+consumers=3+q", "int8_full+shared_p=1"]
-    done = bench(
-        "run", "--device", "emulated", "--library", library, "--no-errors", "-o", path,
-        "--shape", "1,2,1,200,150,64", "--rounds", 3, "--commit", "abc",
-        "--recipes", ",".join(asked),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    cells = {(c["candidate"], c["step"]): c for c in Record.load(path).cells}
+    cells = cells_of(asked, library, tmp_path)
     f16, two, three, shared = (cells[name, "e2e"] for name in asked)
     for cell in (f16, two, three, shared):
         assert cell["tile_keys"] in (64, 128, 192, 256)
