@@ -16,8 +16,9 @@ inline bool too_long(const Problem& p) {
   return std::max(p.max_q, p.max_k) > std::int64_t{1} << 30;
 }
 
-/// Blocks of `rows` query rows of a head that a grid has, in all sequences: packed ones lie in them
-/// as entries of a table of tile::first_block(), which block_count() has one more of at least.
+/// Blocks of `rows` query rows of a head that a grid has, in all sequences. Packed ones are
+/// numbered by tile::first_block(), of whose numbers these are all that rows can have; it takes no
+/// address, for plans are made without.
 inline std::int64_t row_blocks(const Problem& p, std::int64_t rows) {
   if (p.batch == 0 || p.max_q == 0) return 0;
   if (p.varlen_q) return (p.tokens_q + rows - 1) / rows + p.batch - 1;
