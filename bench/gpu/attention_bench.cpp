@@ -65,8 +65,9 @@ static Status take_asked(std::string_view& name, Asked& asked) {
     const char *begin = word.data() + word.find('=') + 1, *end = word.data() + word.size();
     int value = 0;
     const std::from_chars_result read = std::from_chars(begin, end, value);
-    const bool good = number != nullptr && *number == 0 && read.ec == std::errc() &&
-                      read.ptr == end && value >= 1 && value <= kernels::most_splits;
+    const int least = number == &asked.spread.shared_p ? 0 : 1;
+    const bool good = number != nullptr && *number < least && read.ec == std::errc() &&
+                      read.ptr == end && value >= least && value <= kernels::most_splits;
     if (good) *number = value;
     if (!good) {
       return Status(Code::invalid_argument, "+" + std::string(word) + " behind a recipe's name");
@@ -77,9 +78,9 @@ static Status take_asked(std::string_view& name, Asked& asked) {
 
 /// Empty, or what the plan does not do of what was asked.
 static std::string missed(const Asked& asked, kernels::GpuPlan& plan, const Problem& problem) {
-  const auto says = [&](const char* what, int n) {
+  const auto says = [&](const char* what, int n, int nothing = 0) {
     const std::string line = std::string("\n") + what + std::to_string(n) + "\n";
-    return n == 0 || ("\n" + plan.text).find(line) != std::string::npos;
+    return n == nothing || ("\n" + plan.text).find(line) != std::string::npos;
   };
   if (asked.queries == kernels::QueryCodes::quantisation && plan.encodes_queries == nullptr) {
     return "never makes codes of Q";
@@ -91,7 +92,7 @@ static std::string missed(const Asked& asked, kernels::GpuPlan& plan, const Prob
   if (!says("splits: ", asked.spread.splits)) return "takes other splits";
   if (!says("packed_heads: ", asked.spread.pack)) return "packs other heads";
   if (!says("consumers: ", asked.spread.consumers)) return "has other consumers";
-  if (!says("shared_p: ", asked.spread.shared_p)) return "has P in registers";
+  if (!says("shared_p: ", asked.spread.shared_p, -1)) return "has P in the other place";
   return {};
 }
 

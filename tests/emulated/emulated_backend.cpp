@@ -46,7 +46,7 @@ OnArchitecture::OnArchitecture(int architecture)
     : before_(std::exchange(chosen_architecture, architecture)) {}
 OnArchitecture::~OnArchitecture() { chosen_architecture = before_; }
 
-ForceSpread::ForceSpread(int pack, int splits, int consumers, bool shared_p) {
+ForceSpread::ForceSpread(int pack, int splits, int consumers, int shared_p) {
   kernels::spread_override() = {pack, splits, consumers, shared_p};
 }
 ForceSpread::~ForceSpread() { kernels::spread_override() = {}; }

@@ -31,7 +31,7 @@ class OnArchitecture {
 /// 0: nothing.
 class ForceSpread {
  public:
-  ForceSpread(int pack, int splits, int consumers = 0, bool shared_p = false);
+  ForceSpread(int pack, int splits, int consumers = 0, int shared_p = -1);
   ~ForceSpread();
   ForceSpread(const ForceSpread&) = delete;
   ForceSpread& operator=(const ForceSpread&) = delete;

@@ -339,9 +339,7 @@ void add_three_consumers(std::vector<Cell>& all) {
     for (const Recipe& recipe : gpu_recipes()) {
       if (!has_codes(recipe.v) || !row.applies(recipe)) continue;
       Feature f = with_inputs(row, recipe, n % 2 ? Format::f16 : Format::bf16);
-      f.dim = f.dim_v = n / 3 % 2 ? 128 : 64, f.name += "_three";
-      // Biased scores (Sm90Shape) are rounded: within what 16-bit outputs are held to.
-      if (f.dim == 128 && recipe.p == Format::u8) f.how.output = f.how.input;
+      f.dim = f.dim_v = n / 3 % 2 && recipe.p != Format::u8 ? 128 : 64, f.name += "_three";
       Cell cell = cell_of(recipe, f, "");
       cell.architecture = 90, cell.consumers = 3;
       all.push_back(std::move(cell));
@@ -357,12 +355,8 @@ void add_families(std::vector<Cell>& all) {
     for (const Recipe& recipe : gpu_recipes()) {
       if (!has_codes(recipe.v) || !row.applies(recipe)) continue;
       Feature f = with_inputs(row, recipe, Format::bf16);
-      f.sq = {200}, f.sk = {300}, f.dim = f.dim_v = 128, f.name += "_three_consumers";
-      if (recipe.p == Format::u8) {
-        f.how.output = f.how.input;  // as above
-        // A unit of its scores, by which biased ones may be off, is 8e-4 of the LSE.
-        if (row.name == "family_peaky") f.dim = f.dim_v = 64;
-      }
+      f.sq = {200}, f.sk = {300}, f.name += "_three_consumers";
+      f.dim = f.dim_v = recipe.p == Format::u8 ? 64 : 128;
       Cell cell = cell_of(recipe, f, "");
       cell.architecture = 90, cell.consumers = 3;
       all.push_back(std::move(cell));
@@ -384,22 +378,21 @@ void add_wide_codes(std::vector<Cell>& all) {
   }
 }
 
+/// P in shared memory, which 16 bits have for longer rows than tests do.
 void add_shared_p(std::vector<Cell>& all) {
-  std::size_t n = 0;
   for (const Feature& row : rows_of_variants()) {
     for (const Recipe& recipe : gpu_recipes()) {
-      if (recipe.v == Format::f16 || !row.applies(recipe)) continue;
+      const bool none = has_codes(recipe.qk) && !has_codes(recipe.v);
+      if (none || !row.applies(recipe)) continue;
       Feature f = with_inputs(row, recipe, Format::bf16);
       if (!has_codes(recipe.v)) {  // TMA reads it in place
         f.how.strides = Strides::dense;
         if (f.how.page_size > 0) f.how.page_size = 64;
       }
-      const bool any_dim = recipe.p == Format::u8 || !has_codes(recipe.qk);
-      f.dim = f.dim_v = any_dim && n % 2 ? 64 : 128, f.name += "_shared_p";
+      f.dim = f.dim_v = 128, f.name += "_shared_p";
       Cell cell = cell_of(recipe, f, "");
-      cell.architecture = 90, cell.shared_p = true;
+      cell.architecture = 90, cell.shared_p = 1;
       all.push_back(std::move(cell));
-      ++n;
     }
   }
 }
@@ -473,12 +466,11 @@ std::vector<Cell> hopper_cells() {
              (shared_p ? "_shared_p" : "");
     Cell cell = cell_of(recipe, f, "");
     cell.architecture = 90, cell.consumers = has_codes(recipe.v) ? consumers : 0;
-    cell.shared_p = shared_p;
+    cell.shared_p = shared_p ? 1 : 0;
     all.push_back(std::move(cell));
   };
 #define QATTN_INSTANCE(D, QK, PV, ...) instance(D, #QK, #PV, __VA_ARGS__);
 #include "kernels/attn_prefill/sm90a_instances.inc"
-#include "kernels/attn_prefill/sm90a_trial_instances.inc"
 #undef QATTN_INSTANCE
   return all;
 }

@@ -13,11 +13,11 @@ struct Cell {
   std::string name;
   Recipe recipe;
   Feature feature;
-  bool refused = false;   ///< no GPU kernel: another one must serve it
-  int architecture = 0;   ///< of the GPU; 0: architecture_for() the recipe
-  int splits = 0;         ///< of the keys; 0: what the kernel takes
-  int consumers = 0;      ///< of Hopper's kernel; 0: what it takes
-  bool shared_p = false;  ///< of Hopper's kernel: P in shared memory
+  bool refused = false;  ///< no GPU kernel: another one must serve it
+  int architecture = 0;  ///< of the GPU; 0: architecture_for() the recipe
+  int splits = 0;        ///< of the keys; 0: what the kernel takes
+  int consumers = 0;     ///< of Hopper's kernel; 0: what it takes
+  int shared_p = -1;     ///< of Hopper's kernel: P in shared memory; -1: as plans do
 };
 
 /// Few queries, with several splits of the keys and as many heads in a tile as the kernel can have.

@@ -28,7 +28,9 @@ std::vector<Feature> device_table() {
     for (const bool causal : {false, true}) {
       Feature f;
       f.name = std::string(three_consumers) + (causal ? "causal_" : "") + std::to_string(dim);
-      f.applies = [](const Recipe& r) { return r.v == Format::s8 || r.v == Format::e4m3; };
+      f.applies = [dim](const Recipe& r) {
+        return (r.v == Format::s8 && dim == 64) || r.v == Format::e4m3;
+      };
       f.dim = f.dim_v = dim;
       f.heads_q = 11, f.heads_k = 1;
       f.sq.assign(12, 190), f.sk.assign(12, dim == 64 ? 2240 : 8320);

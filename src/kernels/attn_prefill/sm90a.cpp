@@ -22,9 +22,6 @@ constexpr Sm90Instance instances[] = {
    &launch_sm90a<Sm90Config{D, Element::QK, Element::PV, __VA_ARGS__}>, \
    &compiled_sm90a<Sm90Config{D, Element::QK, Element::PV, __VA_ARGS__}>},
 #include "kernels/attn_prefill/sm90a_instances.inc"
-#ifdef QATTN_TRIAL_KERNELS
-#include "kernels/attn_prefill/sm90a_trial_instances.inc"
-#endif
 #undef QATTN_INSTANCE
 };
 
@@ -54,29 +51,21 @@ int padded_dim(const Problem& p) {
 const Sm90Instance* find(const Problem& p, const Recipe& r, bool raw_queries = false,
                          int consumers = 2) {
   return find_sm90a({padded_dim(p), r.qk == Format::s8 ? Element::s8 : Element::e4m3,
-                     r.v == Format::s8 ? Element::u8 : Element::e4m3, raw_queries, consumers});
-}
-
-/// Keys that a row sees, on average.
-std::int64_t average_keys(const Problem& p) {
-  const bool causal = p.window_right >= 0 && p.window_right < p.max_k / 2;
-  const std::int64_t average = p.max_k - (causal ? std::min(p.max_q, p.max_k) / 2 : 0);
-  return std::min(average, visible_keys(p, 1));
+                     r.v == Format::s8 ? Element::u8 : Element::e4m3, raw_queries, consumers,
+                     true});
 }
 
 /// Warpgroups that share a tile of keys. Three are faster for long rows (Sm90Shape has numbers),
 /// and where 192 rows a block do not leave more multiprocessors idle, at the end of a sequence or
 /// of the call, than 128 do: a third of the waves more make 12 % at 1024 queries. How long packed
-/// sequences are the device alone knows. Where three have other bits than two, the batch has no
-/// say, or results would depend on it.
+/// sequences are the device alone knows. All have the same bits.
 int consumers_for(const Problem& p, const Recipe& r, const Spread& spread, int multiprocessors) {
   if (p.block_mask_q > 0 || spread.rows > 0) return 2;
   const int asked = spread_override().consumers;
   if (asked > 0 && find(p, r, false, asked) != nullptr) return asked;
-  if (spread_override().shared_p != 0) return 2;
   const Sm90Instance* three = find(p, r, false, 3);
   if (three == nullptr || p.varlen_q || p.varlen_k) return 2;
-  const std::int64_t heads = p.heads_q * (three->config.biased() ? 1 : p.batch);
+  const std::int64_t heads = p.heads_q * p.batch;
   // Rows that a multiprocessor is busy with.
   const auto rows = [&](std::int64_t block) {
     const std::int64_t blocks = (p.max_q + block - 1) / block * heads;
@@ -158,8 +147,10 @@ bool encodes_queries(const GpuPlan& data, const Problem& p) {
 /// e4m3 that kernel's loop is the slower one: 0 to 5 % won up to 4096 keys that a row sees on
 /// average (half of them where it is causal), at 16384 and 32768 up to 7 % lost. With three
 /// consumers u8 at D 64 won 2 to 4 % from 2048 keys on; the others lost 0 to 2 % and have no such
-/// kernel.
-bool gains_by_encoding(const Problem& p, const Recipe& r) {
+/// kernel. Nor has any with P in shared memory (`instance`), which gains 3 to 7 % from 4096 keys
+/// on.
+bool gains_by_encoding(const Problem& p, const Recipe& r, const Sm90Config& instance) {
+  if (instance.shared_p) return average_keys(p) <= 2048;
   return r.v == Format::s8 || average_keys(p) <= 4096;
 }
 
@@ -214,7 +205,6 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->attend = attend_sm90a;
   plan->encodes_queries = encodes_queries;
   plan->recipe = resolve(p);
-  plan->gains_by_encoding = gains_by_encoding(p, plan->recipe);
   plan->prepared = plan_prepare(p, plan->recipe, needs_of(p, plan->recipe));
   plan->workspace = plan->prepared.bytes;
   plan->error = isa::error_word();
@@ -224,9 +214,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   const int consumers = consumers_for(p, plan->recipe, plan->spread, plan->multiprocessors);
   plan->instance = find(p, plan->recipe, false, consumers);
   plan->raw = find(p, plan->recipe, true, consumers);
-  if (plan->raw != nullptr && plan->raw->config.shared_p != plan->instance->config.shared_p) {
-    plan->raw = nullptr;
-  }
+  plan->gains_by_encoding = gains_by_encoding(p, plan->recipe, plan->instance->config);
   plan->text = sm90a_text(plan->instance->config) + text_of(plan->spread);
   plan->packed = plan_packed(p, plan->instance->config.rows(), plan->workspace);
   if (leaves_queries(*plan, p)) plan->text += "q_codes: in the attention kernel\n";
@@ -240,18 +228,20 @@ bool is_general(const Problem& p, const Recipe& r) {
          !(p.softmax_scale > 0) || (coded(r.qk) && !thread_scaled(p, r));
 }
 
+std::int64_t average_keys(const Problem& p) {
+  const bool causal = p.window_right >= 0 && p.window_right < p.max_k / 2;
+  const std::int64_t average = p.max_k - (causal ? std::min(p.max_q, p.max_k) / 2 : 0);
+  return std::min(average, visible_keys(p, 1));
+}
+
 const Sm90Instance* find_sm90a(Sm90Config config) {
-  const auto known = [&]() -> const Sm90Instance* {
+  for (const bool shared_p : {config.shared_p, !config.shared_p}) {
+    config.shared_p = shared_p;
     for (const Sm90Instance& i : instances) {
       if (i.config == config) return &i;
     }
-    return nullptr;
-  };
-  config.shared_p = spread_override().shared_p != 0;
-  const Sm90Instance* asked = known();
-  if (asked != nullptr || !config.shared_p) return asked;
-  config.shared_p = false;
-  return known();
+  }
+  return nullptr;
 }
 
 Status check_sm90a(const Problem& p, const Sm90Instance* instance, const PrepareLayout& layout) {
@@ -347,7 +337,7 @@ std::string sm90a_text(const Sm90Config& config) {
   return "variant: d" + std::to_string(config.d) + "\ntile: " + std::to_string(config.rows()) +
          " rows x " + keys + " keys\ntile_keys: " + keys +
          "\nconsumers: " + std::to_string(config.consumers) + "\n" +
-         (config.shared_p ? "shared_p: 1\n" : "");
+         "shared_p: " + (config.shared_p ? "1" : "0") + "\n";
 }
 
 detail::Kernel sm90a_prefill() { return {"sm90a_prefill", supports, tune, run_steps}; }

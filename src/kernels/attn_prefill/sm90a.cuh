@@ -47,6 +47,7 @@ struct Sm90Consumer : Sm90Multiplier<C> {
     static_assert(tables == 0 || S::q_bytes >= tables);
     const SharedAddress harmless = base + S::q_at + buffer * S::q_bytes - S::tail_at;
     scales = this->load_scales(ready ? stage() : harmless);
+    plain_next = ready && this->is_plain(walk.tile - S::keys, scales);
   }
   QATTN_DEVICE void next_tile() {
     walk.advance(S::keys);
@@ -88,14 +89,6 @@ struct Sm90Consumer : Sm90Multiplier<C> {
     isa::wgmma_wait<0>();
   }
 
-  /// As multiply(), but P V stays under way beside the softmax of the tile, if that is plain.
-  QATTN_DEVICE void multiply_beside(Products& s, Values<0>& pv) {
-    take_turn();
-    isa::wgmma_fence();
-    multiply_keys(s);
-    this->template multiply_values<0>(pv);
-    isa::wgmma_wait<1>();
-  }
   /// Among the exponentials, behind group `g`: waits for that product and joins a share of it to
   /// the output. 16-bit P V is in the output already, which shrinks to this tile's reference.
   QATTN_DEVICE void join_beside(int g, const Values<0>& pv) {
@@ -103,8 +96,8 @@ struct Sm90Consumer : Sm90Multiplier<C> {
       isa::wgmma_wait<0>();
       release();
     }
-    const int groups = S::n_tiles - S::join_after, at = g - S::join_after;
-    if (at < 0) return;
+    const int groups = S::join_until - S::join_after, at = g - S::join_after;
+    if (at < 0 || at >= groups) return;
     const int from = S::d_tiles * at / groups, to = S::d_tiles * (at + 1) / groups;
     if constexpr (S::wide_pv) {
       this->shrink_tiles(from, to);
@@ -113,40 +106,75 @@ struct Sm90Consumer : Sm90Multiplier<C> {
     }
   }
 
+  /// A plain tile's maxima.
+  QATTN_DEVICE void start_plain(Products& s, Plain& t) {
+    this->take_maxima(s, 0, t);
+    if constexpr (S::halves > 1) this->take_maxima(s, 1, t);
+    this->row_maxima(t.top);
+    if constexpr (!S::u8) this->begin_plain(t);
+  }
+  /// Its exponentials.
+  template <class Meanwhile>
+  QATTN_DEVICE void exponentiate(Products& s, Plain& t, Meanwhile meanwhile) {
+    this->attend_plain(s, 0, t, meanwhile);
+    if constexpr (S::halves > 1) this->attend_plain(s, 1, t, meanwhile);
+  }
+
   /// This tile and all that follow it up to one that is not plain. From the products to the end of
   /// the exponentials there is no branch.
   QATTN_DEVICE void attend_plain_tiles(Products& s) {
-    Values<0> pv;
-    if constexpr (S::shared_p) {  // none is under way
-#pragma unroll
-      for (auto& x : pv) x = 0;
-      this->settle();
-    }
     while (true) {
       Plain t;
       t.x = scales;
-      if constexpr (!S::shared_p) release();
-      this->take_maxima(s, 0, t);
-      if constexpr (S::halves > 1) this->take_maxima(s, 1, t);
-      this->row_maxima(t.top);
-      if constexpr (!S::u8) this->begin_plain(t);
-      const auto meanwhile = [&](int g) {
+      release();
+      start_plain(s, t);
+      exponentiate(s, t, [&](int g, std::uint32_t) {
         if (g == S::give_after) give_turn();
-        if constexpr (S::shared_p) join_beside(g, pv);
         if (g == S::look_after) foresee();
-      };
-      this->attend_plain(s, 0, t, meanwhile);
-      if constexpr (S::halves > 1) this->attend_plain(s, 1, t, meanwhile);
+      });
       this->end_plain(t);
       store_codes();
       next_tile();
       if (!this->is_plain(walk.tile, scales)) return;  // or there is none
-      if constexpr (S::shared_p) {
-        multiply_beside(s, pv);
-      } else {
-        multiply<false>(s);
-      }
+      multiply<false>(s);
     }
+  }
+
+  /// As attend_plain_tiles(), with P V of a tile beside the softmax of the next, whose weight and
+  /// sums are found while products run.
+  QATTN_DEVICE void attend_plain_beside(Products& s) {
+    const auto first = this->first_operands();
+    Values<0> pv;  // none is under way
+#pragma unroll
+    for (auto& x : pv) x = 0;
+    this->settle();
+    Plain t;
+    t.x = scales;
+    while (true) {
+      start_plain(s, t);
+      exponentiate(s, t, [&](int g, std::uint32_t zero) {
+        if (g == S::give_after) give_turn(zero);
+        join_beside(g, pv);
+        if (g == S::look_after) foresee();
+      });
+      store_codes();
+      if (plain_next) [[likely]] {
+        walk.tile -= S::keys;
+      } else {
+        next_tile();
+        if (!this->is_plain(walk.tile, scales)) break;  // or there is none
+      }
+      const auto from = this->operands(first);
+      take_turn();
+      isa::wgmma_fence();
+      multiply_keys(s, from);
+      this->template multiply_values<0>(pv, from);
+      this->end_plain(t);
+      t.x = scales;
+      isa::sync_warp();  // or ptxas moves more of that behind the wait
+      isa::wgmma_wait<1>();
+    }
+    this->end_plain(t);
   }
 
   /// Any other tile.
@@ -216,7 +244,11 @@ struct Sm90Consumer : Sm90Multiplier<C> {
     multiply<true>(s);
     while (true) {
       if (this->is_plain(walk.tile, scales)) {
-        attend_plain_tiles(s);
+        if constexpr (S::shared_p) {
+          attend_plain_beside(s);
+        } else {
+          attend_plain_tiles(s);
+        }
       } else {
         attend_other_tile(s);
       }
@@ -268,8 +300,9 @@ struct Sm90Consumer : Sm90Multiplier<C> {
   }
 
   TileWalk walk;
-  Scales scales;       ///< of walk.tile
-  bool ready = false;  ///< foreseen
+  Scales scales;            ///< of walk.tile
+  bool ready = false;       ///< foreseen
+  bool plain_next = false;  ///< ready, and plain
 };
 
 template <Sm90Config C>

@@ -1,6 +1,7 @@
 // Launchers of the Hopper prefill kernel's instances.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "isa/launch.hpp"
@@ -25,8 +26,11 @@ struct Sm90Instance {
   isa::LaunchError (*launch)(const Sm90Params&, isa::Index3, void*, isa::Start);
   bool (*compiled)();
 };
-/// Null: there is none.
+/// That one, or the one with P in the other place; null: there is none.
 const Sm90Instance* find_sm90a(Sm90Config config);
+
+/// Keys that a row sees, on average.
+std::int64_t average_keys(const Problem& problem);
 
 /// Whether the current device can run the instance, and index what the problem has.
 Status check_sm90a(const Problem& problem, const Sm90Instance* instance,

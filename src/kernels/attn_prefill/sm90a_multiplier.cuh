@@ -32,7 +32,8 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
   int group;   ///< this warpgroup among the consumers
   int buffer;  ///< Q's
   RingPlace<S::stages>& place;
-  std::uint64_t q_descriptor, k_descriptor, v_descriptor;  ///< the ring's: of stage 0
+  std::uint64_t q_descriptor, p_descriptor;
+  std::uint64_t k_descriptor, v_descriptor;  ///< of stage 0
 
   QATTN_DEVICE Sm90Multiplier(const Sm90Params& a, const PrefillWork& w, int q_buffer,
                               RingPlace<S::stages>& ring)
@@ -43,6 +44,7 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
         place(ring),
         q_descriptor(isa::matrix_descriptor(base + S::q_at + buffer * S::q_bytes, 16, S::qk_stride,
                                             S::qk_swizzle)),
+        p_descriptor(isa::matrix_descriptor(p_base(), 16, 8 * sm90_panel, isa::Swizzle::bytes128)),
         k_descriptor(
             isa::matrix_descriptor(base + S::ring_at + S::k_at, 16, S::qk_stride, S::qk_swizzle)),
         v_descriptor(isa::matrix_descriptor(
@@ -64,15 +66,47 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
     place.advance();
   }
 
+  // ---- Operands -------------------------------------------------------------------------------
+
+  /// Descriptors of what a step multiplies.
+  struct Operands {
+    std::uint64_t q, k, p, v;
+  };
+  /// A descriptor of what lies 16 n bytes behind. Only its low half changes, and additions without
+  /// a carry are fewer. Kernels with P in registers were not measured so.
+  QATTN_DEVICE static std::uint64_t behind(std::uint64_t descriptor, int n) {
+    if constexpr (!S::shared_p) return descriptor + n;
+    return descriptor >> 32 << 32 |
+           (static_cast<std::uint32_t>(descriptor) + static_cast<std::uint32_t>(n));
+  }
+  QATTN_DEVICE static std::uint64_t opaque(std::uint64_t descriptor) {
+    const int low = isa::opaque(static_cast<int>(static_cast<std::uint32_t>(descriptor)));
+    return descriptor >> 32 << 32 | static_cast<std::uint32_t>(low);
+  }
+  /// Those of stage 0. Opaque, or they are worked out again between one product and the next, where
+  /// each instruction waits 20 to 35 clocks for the other consumer's (H100, sampled): 2 to 3 %.
+  QATTN_DEVICE Operands first_operands() const {
+    return {opaque(q_descriptor), opaque(k_descriptor), opaque(p_descriptor), opaque(v_descriptor)};
+  }
+  /// Those of this stage.
+  QATTN_DEVICE Operands operands(const Operands& first) const {
+    const int at = place.stage * (S::stage_bytes / 16);
+    return {first.q, behind(first.k, at), first.p, behind(first.v, at)};
+  }
+  QATTN_DEVICE Operands operands() const {
+    return operands({q_descriptor, k_descriptor, p_descriptor, v_descriptor});
+  }
+
   // ---- Products -------------------------------------------------------------------------------
 
-  QATTN_DEVICE void multiply_keys(Products& s) {
-    const std::uint64_t k = k_descriptor + place.stage * (S::stage_bytes / 16);
+  QATTN_DEVICE void multiply_keys(Products& s) { multiply_keys(s, operands()); }
+  QATTN_DEVICE void multiply_keys(Products& s, const Operands& from) {
 #pragma unroll
     for (int step = 0; step < S::qk_row / 32; ++step) {
       const int panel = 32 * step / S::qk_panel, in_panel = 2 * step - panel * S::qk_panel / 16;
-      isa::wgmma<C.qk, C.qk, S::keys>(s, q_descriptor + panel * S::q_panel_bytes / 16 + in_panel,
-                                      k + panel * S::k_panel_bytes / 16 + in_panel, step > 0);
+      isa::wgmma<C.qk, C.qk, S::keys>(s, behind(from.q, panel * S::q_panel_bytes / 16 + in_panel),
+                                      behind(from.k, panel * S::k_panel_bytes / 16 + in_panel),
+                                      step > 0);
     }
     isa::wgmma_commit();
   }
@@ -80,16 +114,19 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
   /// V of the tile before, which lies in this stage.
   template <int Part>
   QATTN_DEVICE void multiply_values(Values<Part>& pv) {
+    multiply_values<Part>(pv, operands());
+  }
+  template <int Part>
+  QATTN_DEVICE void multiply_values(Values<Part>& pv, const Operands& operands) {
     constexpr int first = Part * S::part_channels, channels = part_end(Part) - first;
-    const std::uint64_t v =
-        v_descriptor + place.stage * (S::stage_bytes / 16) + first * S::v_row / 16;
+    const std::uint64_t v = behind(operands.v, first * S::v_row / 16);
     if constexpr (S::wide_pv) {
       auto& sums = reinterpret_cast<float(&)[S::d / 2]>(out);
 #pragma unroll
       for (int step = 0; step < S::keys / 16; ++step) {
-        const std::uint64_t from = v + step * 16 * S::v_row / 16;
+        const std::uint64_t from = behind(v, step * 16 * S::v_row / 16);
         if constexpr (S::shared_p) {
-          isa::wgmma<C.pv, C.pv, S::d, false, true>(sums, p_step(step), from, true);
+          isa::wgmma<C.pv, C.pv, S::d, false, true>(sums, p_step(operands.p, step), from, true);
         } else {
           isa::wgmma<C.pv, C.pv, S::d, true>(sums, codes[step], from, true);
         }
@@ -97,9 +134,9 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
     } else {
 #pragma unroll
       for (int step = 0; step < S::keys / 32; ++step) {
-        const std::uint64_t from = v + (step / 2 * S::v_bytes + step % 2 * 32) / 16;
+        const std::uint64_t from = behind(v, (step / 2 * S::v_bytes + step % 2 * 32) / 16);
         if constexpr (S::shared_p) {
-          isa::wgmma<C.pv, S::v_element, channels>(pv, p_step(step), from, step > 0);
+          isa::wgmma<C.pv, S::v_element, channels>(pv, p_step(operands.p, step), from, step > 0);
         } else {
           isa::wgmma<C.pv, S::v_element, channels>(pv, codes[step], from, step > 0);
         }
@@ -113,12 +150,11 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
   /// This warpgroup's P.
   QATTN_DEVICE SharedAddress p_base() const { return base + S::p_at + group * S::p_group_bytes; }
   /// The 32 bytes of its rows that one product takes.
-  QATTN_DEVICE std::uint64_t p_step(int step) const {
-    return isa::matrix_descriptor(p_base(), 16, 8 * sm90_panel, isa::Swizzle::bytes128) +
-           step / 4 * (S::p_panel_bytes / 16) + step % 4 * 2;
+  QATTN_DEVICE static std::uint64_t p_step(std::uint64_t p, int step) {
+    return behind(p, step / 4 * (S::p_panel_bytes / 16) + step % 4 * 2);
   }
-  /// Takes P of a tile to where products read it, once the warpgroup has met; none that read the P
-  /// before may be under way.
+  /// Takes P of a tile to where products read it, once the warpgroup has met in take_turn(); none
+  /// that read the P before may be under way.
   QATTN_DEVICE void store_codes() const {
     if constexpr (S::shared_p) {
       constexpr int steps = S::p_row / 32;
@@ -128,7 +164,6 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
 #pragma unroll
       for (int i = 0; i < steps; ++i) to[i] = (first ^ i % 4 << 5) + i / 4 * S::p_panel_bytes;
       isa::store_matrix(to, codes);
-      isa::fence_async_proxy();
     }
   }
   /// Waits until the warpgroup's products have ended in all its warps: rows leave where P was. The
@@ -201,12 +236,16 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
 
   // ---- Turns ----------------------------------------------------------------------------------
 
+  /// Where P lies in shared memory this is also the barrier between its stores and its product.
   QATTN_DEVICE void take_turn() {
+    if constexpr (S::shared_p) isa::fence_async_proxy();
     if constexpr (S::turns) isa::barrier_sync(turn_of(group), turn_threads);
   }
-  QATTN_DEVICE void give_turn() {
+  /// `zero`: no_sign().
+  QATTN_DEVICE void give_turn(std::uint32_t zero = 0) {
     if constexpr (S::turns) {
-      isa::barrier_arrive(turn_of(group + 1 < S::consumers ? group + 1 : 0), turn_threads);
+      const int next = turn_of(group + 1 < S::consumers ? group + 1 : 0);
+      isa::barrier_arrive(next + static_cast<int>(zero), turn_threads);
     }
   }
   /// A barrier of those who have the turn and those who get it.

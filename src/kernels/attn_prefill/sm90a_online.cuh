@@ -94,11 +94,7 @@ struct Sm90Online : Sm90Rows<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const auto* first = s + 4 * half_tiles * h + 2 * r;
-      auto largest = first[0] > first[1] ? first[0] : first[1];
-#pragma unroll
-      for (int n = 1; n < half_tiles; ++n) {
-        largest = isa::max3(largest, first[4 * n], first[4 * n + 1]);
-      }
+      const auto largest = this->largest_of(first);
       t.scale[h][r] = this->row_scale[r] * t.x.k[h];
       const float top = isa::to_float(largest) * t.scale[h][r];
       t.top[r] = h == 0 ? top : fmaxf(t.top[r], top);
@@ -121,13 +117,10 @@ struct Sm90Online : Sm90Rows<C> {
   /// P of the keys of half `h`.
   template <class Meanwhile>
   QATTN_DEVICE void attend_plain(const Products& s, int h, Plain& t, Meanwhile meanwhile) {
-    float offset[R];
-#pragma unroll
-    for (int r = 0; r < R; ++r) offset[r] = this->score_offset(t.scale[h][r], t.offset[r]);
     exponentiate(
         h,
         [&](int n, int i) {
-          return fmaf(this->score_of(s[4 * n + i]), t.scale[h][i / 2], offset[i / 2]);
+          return fmaf(isa::to_float(s[4 * n + i]), t.scale[h][i / 2], t.offset[i / 2]);
         },
         meanwhile);
   }
@@ -140,7 +133,7 @@ struct Sm90Online : Sm90Rows<C> {
   }
 
   /// P of the keys of half `h` from their exponents, in groups of four scores of one row, from two
-  /// neighbouring score tiles. Calls meanwhile(g) after each group g of S::n_tiles.
+  /// neighbouring score tiles. Calls meanwhile(g, no_sign()) after each group g of S::n_tiles.
   template <class Exponent, class Meanwhile>
   QATTN_DEVICE void exponentiate(int h, Exponent exponent, Meanwhile meanwhile) {
     float e[half_tiles][4];
@@ -156,7 +149,7 @@ struct Sm90Online : Sm90Rows<C> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) e[g][i] = isa::exp2(e[g][i]);
       if (g > 0) pack(h * half_tiles + g - 1, e[g - 1]);
-      meanwhile(h * half_tiles + g);
+      meanwhile(h * half_tiles + g, this->no_sign(e[g][3], e[g > 0 ? g - 1 : 0][3]));
     }
     pack(h * half_tiles + half_tiles - 1, e[half_tiles - 1]);
   }
@@ -200,7 +193,7 @@ struct Sm90Online : Sm90Rows<C> {
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       exponentiate(
-          h, [&](int n, int i) { return y[0][n][i] + offset[i / 2]; }, [](int) {});
+          h, [&](int n, int i) { return y[0][n][i] + offset[i / 2]; }, [](int, std::uint32_t) {});
     }
   }
 

@@ -20,8 +20,6 @@ struct Sm90Config {
   int consumers = 2;                                     ///< warpgroups of 64 query rows
   bool shared_p = false;                                 ///< Sm90Shape::shared_p
   constexpr int rows() const { return 64 * consumers; }  ///< of a block of work
-  /// Sm90Shape::biased
-  constexpr bool biased() const { return consumers > 2 && pv == isa::Element::u8 && d > 64; }
   /// Of a tile. Wide rows of V leave room for no more.
   constexpr int keys() const { return d > 128 && isa::is_16bit(pv) ? 64 : 128; }
   bool operator==(const Sm90Config&) const = default;
@@ -66,33 +64,30 @@ struct Sm90Shape {
   /// - 578 639. D 128, S 16384: 827 (803), 979 (907), 1018 (971), at 4096 all equal; both halves of
   /// V at once 771 976 968, without turns 834 916 910, and 694 790 840 in strict turns.
   static constexpr bool three = C.consumers > 2, turns = !three || C.d > 64;
-  /// Scores in s32 become floats as 1.5 * 2^23 + s, which integer addition makes of the bits (|s| <
-  /// 2^22), and the multiplication by their scale subtracts the rest, rounded to 2^-24 of it: by a
-  /// third of a score's unit, at most one, the same for all keys of a row and 64, where Q's codes
-  /// alone are tens off. So these kernels have other bits than those with two consumers, which all
-  /// others share, and rows whose scores come near 1e38 may be NaN. H200, TFLOP/s, beside
-  /// conversions, S 8192 and 16384: 822 876 (810 822), causal 16384 724 (697). Others gain 2 % (D
-  /// 64, e4m3 P), nothing or lose (two consumers, D 128, e4m3 P: 869 of 959).
-  static constexpr bool biased = C.biased();
   /// P goes to its product through shared memory. A product whose A lies in registers holds its
   /// warp until it has read them; this one runs beside the softmax of the next tile, and joins the
-  /// output among its exponentials. Not measured: no plan takes it by itself.
+  /// output among its exponentials. No bit differs. H100, D 128, full, S 1024, 4096, 16384,
+  /// TFLOP/s, beside the better of two and three consumers with P in registers: u8 P 677 818 839
+  /// (659 770 814), s8 Q and K with e4m3 P 706 869 887 (680 834 915), e4m3 703 875 897 (695 859
+  /// 967), bf16 474 580 617 (483 569 601).
   static constexpr bool shared_p = C.shared_p;
+  /// Maxima of a row's scores as a tree of three-input ones, not a chain: u8 P 2 %, e4m3 P -2 %.
+  static constexpr bool tree_maxima = shared_p && u8;
   /// The groups of exponentials (see exponentiate()) after which the turn is given, and after which
   /// the next tile is looked at. Where ptxas puts these and the rest depends on them, and on all
   /// else: to be tried again after changes. H200, D 128, full, S 4096, TFLOP/s, look after 3, 4, 5,
   /// 6, 7: e4m3 P 905 887 888 (e4m3 Q and K 952 951 899), u8 P 808 809 792 from 5 on. The turn
-  /// after 1 to 5 is the same.
-  static constexpr int give_after = three ? -1 : wide_pv ? 3 : 2;
+  /// after 1 to 5 is the same; with P in shared memory 3 % less before 5, at 8 or when products
+  /// start.
+  static constexpr int give_after = three ? -1 : shared_p ? 5 : wide_pv ? 3 : 2;
   static constexpr int look_after = shared_p ? 10 : wide_pv ? 7 : u8 ? 6 : 3;
-  /// P V of the tile before is waited for behind this group, if shared_p, and joins the output
-  /// among those that follow. Where nothing that depends on the scores stands before the wait, as
-  /// the turn's gift does, ptxas moves it in front of the maxima.
-  static constexpr int join_after = give_after;
+  /// P V of the tile before is waited for behind the first of these groups, if shared_p, and joins
+  /// the output among those that follow, up to the last.
+  static constexpr int join_after = give_after, join_until = u8 ? 13 : 16;
   static_assert(!shared_p || (turns && join_after <= look_after));
   static constexpr int d = C.d, keys = C.keys(), consumers = C.consumers, rows = C.rows();
   static constexpr int m_tiles = 1, warp_rows = 16, n_tiles = keys / 8, d_tiles = d / 8;
-  static_assert(!shared_p || look_after < n_tiles);
+  static_assert(!shared_p || (look_after < n_tiles && join_until <= n_tiles));
   /// setmaxnreg's; a multiprocessor has 64 Ki.
   static constexpr int consumer_registers = three ? 160 : wide_pv ? 224 : 240;
   static constexpr int producer_registers = three ? 32 : wide_pv ? 56 : 24;

@@ -43,18 +43,31 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
     for (int r = 0; r < R; ++r) this->row_scale[r] = this->query_scale(r) * scale;
   }
 
-  /// A score as a float and, if S::biased, 1.5 * 2^23 more.
+  /// The largest of a row's scores in 64 keys: elements 4 n and 4 n + 1 of `first`.
   template <class Product>
-  QATTN_DEVICE static float score_of(Product x) {
-    if constexpr (S::biased) {
-      return formats::float_of(static_cast<std::uint32_t>(x) + formats::bits_of(bias));
+  QATTN_DEVICE static Product largest_of(const Product* first) {
+    Product largest = first[0] > first[1] ? first[0] : first[1];
+    if constexpr (S::tree_maxima) {
+      const auto at = [&](int n) { return first[4 * (n / 2) + n % 2]; };
+      Product part[5];
+#pragma unroll
+      for (int n = 0; n < 5; ++n) part[n] = isa::max3(at(3 * n), at(3 * n + 1), at(3 * n + 2));
+      const Product low = isa::max3(part[0], part[1], part[2]);
+      const Product high = isa::max3(part[3], part[4], at(15));
+      largest = low > high ? low : high;
     } else {
-      return isa::to_float(x);
+#pragma unroll
+      for (int n = 1; n < slot_tile / 8; ++n) {
+        largest = isa::max3(largest, first[4 * n], first[4 * n + 1]);
+      }
     }
+    return largest;
   }
-  /// What is added to score_of() times `scale`, if `offset` is what a score wants.
-  QATTN_DEVICE static float score_offset(float scale, float offset) {
-    return S::biased ? fmaf(-bias, scale, offset) : offset;
+
+  /// 0, of two exponentials, one of each row: ptxas cannot move what takes it as an operand in
+  /// front of the maxima.
+  QATTN_DEVICE static std::uint32_t no_sign(float a, float b) {
+    return (formats::bits_of(a) | formats::bits_of(b)) >> 31;
   }
 
   /// Does every row see every key of the tile? None does of a negative one.
@@ -85,7 +98,6 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
   }
 
  private:
-  static constexpr float bias = 12582912.0f;
   static constexpr int no_tile = 0x40000000;  ///< behind all that there can be, 2^30 at most
 };
 

@@ -87,11 +87,7 @@ struct Sm90Softmax : Sm90Rows<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const std::int32_t* first = s + 4 * half_tiles * h + 2 * r;
-      std::int32_t largest = first[0] > first[1] ? first[0] : first[1];
-#pragma unroll
-      for (int n = 1; n < half_tiles; ++n) {
-        largest = isa::max3(largest, first[4 * n], first[4 * n + 1]);
-      }
+      const std::int32_t largest = this->largest_of(first);
       t.scale[h][r] = this->row_scale[r] * t.x.k[h];
       const float top = fmaf(isa::to_float(largest), t.scale[h][r], t.x.v_log[h]);
       t.top[r] = h == 0 ? top : fmaxf(t.top[r], top);
@@ -103,27 +99,26 @@ struct Sm90Softmax : Sm90Rows<C> {
   QATTN_DEVICE void attend_plain(const Products& s, int h, Plain& t, Meanwhile meanwhile) {
     float offset[R];
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      offset[r] = this->score_offset(t.scale[h][r], log2_255 - t.top[r] + t.x.v_log[h]);
-    }
+    for (int r = 0; r < R; ++r) offset[r] = log2_255 - t.top[r] + t.x.v_log[h];
     const auto exponent = [&](int n, int i) {
-      return fmaf(this->score_of(s[4 * n + i]), t.scale[h][i / 2], offset[i / 2]);
+      return fmaf(isa::to_float(s[4 * n + i]), t.scale[h][i / 2], offset[i / 2]);
     };
     exponentiate(h, exponent, t.count[h], meanwhile);
   }
 
   /// The tile's weight, and its part of the row sums.
   QATTN_DEVICE void end_plain(const Plain& t) {
-    isa::sync_warp();  // D 128 is as fast without it (H200), D 64 was not measured
+    // D 128 is as fast without it (H200), D 64 was not measured.
+    if constexpr (!S::shared_p) isa::sync_warp();
     raise(t.top);
 #pragma unroll
     for (int r = 0; r < R; ++r) share[r] = isa::exp2(t.top[r] - max[r]) * (1.0f / 255);
     add_sums(t.x, t.count);
   }
 
-  /// P of the keys of half `h` from their exponents. Calls meanwhile(g) among the exponentials,
-  /// after each group g of S::n_tiles of four scores that make a word of P: of one row, from two
-  /// neighbouring score tiles.
+  /// P of the keys of half `h` from their exponents. Calls meanwhile(g, no_sign()) among the
+  /// exponentials, after each group g of S::n_tiles of four scores that make a word of P: of one
+  /// row, from two neighbouring score tiles.
   template <class Exponent, class Meanwhile>
   QATTN_DEVICE void exponentiate(int h, Exponent exponent, std::uint32_t (&count)[R],
                                  Meanwhile meanwhile) {
@@ -148,7 +143,7 @@ struct Sm90Softmax : Sm90Rows<C> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) e[g][i] = isa::exp2(e[g][i]);
       if (g > 0) pack(g - 1);
-      meanwhile(h * half_tiles + g);
+      meanwhile(h * half_tiles + g, this->no_sign(e[g][3], e[g > 0 ? g - 1 : 0][3]));
     }
     pack(half_tiles - 1);
   }
@@ -192,7 +187,8 @@ struct Sm90Softmax : Sm90Rows<C> {
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       exponentiate(
-          h, [&](int n, int i) { return y[0][n][i] + ref[i / 2]; }, count[h], [](int) {});
+          h, [&](int n, int i) { return y[0][n][i] + ref[i / 2]; }, count[h],
+          [](int, std::uint32_t) {});
     }
     add_sums(x, count);
   }

@@ -51,10 +51,10 @@ isa::LaunchError combine_parts(const PrefillParams& params, void* stream,
                                isa::Start start = isa::Start::after_all);
 
 /// For tests and benchmarks: what plans take instead of their own choice; 0: nothing. Packs and
-/// consumers (of Hopper's kernel) that a call cannot have it does not take, and P in shared memory
-/// (Sm90Shape::shared_p, 1) only where there is such a kernel.
+/// consumers (of Hopper's kernel) that a call cannot have it does not take.
 struct SpreadOverride {
-  int pack = 0, splits = 0, consumers = 0, shared_p = 0;
+  int pack = 0, splits = 0, consumers = 0;
+  int shared_p = -1;  ///< 16-bit P in shared memory (Sm90Shape::shared_p), or not; -1: nothing
 };
 SpreadOverride& spread_override();
 
