@@ -1,17 +1,21 @@
-"""The size of the wheel and the time of its import: what tests/packaging writes with --write."""
+"""The size of wheels and the time of their import: what tests/packaging writes with --write."""
 
 import json
 
 from .record import RESULTS
 
-NAME = "wheel.json"
+#: the record, and what made it
+COMMANDS = {
+    "wheel.json": "make wheel WHEEL=--write",
+    "wheel-cuda.json": "QATTN_CUDA=ON make wheel WHEEL=--write",
+}
 
 
-def line_of(record):
+def line_of(name, record):
     """One line of the page."""
     cuda = "with" if record["cuda"] else "without"
     return (
-        f"{record['date']}, commit {record['commit']}, `{NAME}` (`make wheel WHEEL=--write`): the "
+        f"{record['date']}, commit {record['commit']}, `{name}` (`{COMMANDS[name]}`): the "
         f"wheel for Python {record['python']}, {record['platform']}, {cuda} libqattn_cuda, has "
         f"{record['bytes'] / 1e6:.2f} MB; `import qattn` takes {record['import_s']:.3f} s, "
         f"{record['import_after_numpy_s']:.3f} s where numpy is there already ({record['runs']} "
@@ -20,8 +24,9 @@ def line_of(record):
 
 
 def section():
-    """Lines of docs/PERFORMANCE.md; none without the record."""
-    path = RESULTS / NAME
-    if not path.exists():
-        return []
-    return ["", "## The wheel", "", line_of(json.loads(path.read_text()))]
+    """Lines of docs/PERFORMANCE.md; none without a record."""
+    paths = [RESULTS / name for name in COMMANDS if (RESULTS / name).exists()]
+    lines = ["", "## The wheel"] if paths else []
+    for path in paths:
+        lines += ["", line_of(path.name, json.loads(path.read_text()))]
+    return lines

@@ -183,20 +183,22 @@ def test_every_roofline_says_where_neon_is():
     assert tables >= 2 and sum("NEON" in line for line in lines) == tables
 
 
-def test_the_page_shows_the_wheel_if_there_is_a_record(monkeypatch, tmp_path):
+@pytest.mark.parametrize("cuda", [False, True])
+def test_the_page_shows_the_wheel_if_there_is_a_record(monkeypatch, tmp_path, cuda):
     monkeypatch.setattr(wheel, "RESULTS", tmp_path)
     assert wheel.section() == [] and "## The wheel" not in render.page()
     pytest.importorskip("qattn")
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "packaging"))
     import check_wheel
 
-    monkeypatch.setattr(check_wheel, "has_cuda_library", lambda: False)  # asks for an installation
+    monkeypatch.setattr(check_wheel, "has_cuda_library", lambda: cuda)  # asks for an installation
     made = check_wheel.record(Path(__file__), "abc-dirty", (0.12345, 0.0204))
-    (tmp_path / wheel.NAME).write_text(json.dumps(made))
+    (tmp_path / ("wheel-cuda.json" if cuda else "wheel.json")).write_text(json.dumps(made))
     (line,) = (x for x in wheel.section() if x and not x.startswith("#"))
     assert "\n".join(render.within_columns(line)) in render.page()
     size = f"{Path(__file__).stat().st_size / 1e6:.2f} MB"
-    for told in ("commit abc-dirty", size, "without libqattn_cuda", "takes 0.123 s, 0.020 s where"):
+    library = ("with" if cuda else "without") + " libqattn_cuda"
+    for told in ("commit abc-dirty", size, library, "takes 0.123 s, 0.020 s where"):
         assert told in line
     assert f"Python {platform.python_version()}" in line
 

@@ -2,8 +2,8 @@
 # wheel_test.sh PYTHON FOLDER [--write]: builds the wheel into FOLDER as `pip install .` does,
 # installs it with numpy and nothing else into a new virtual environment, and tests it there.
 # QATTN_CUDA=ON in the environment puts libqattn_cuda into it. --write: its size and the time of its
-# import become bench/results/wheel.json, from a quiet machine; `bench/bench.py render` then puts
-# them on the page.
+# import become bench/results/wheel.json (wheel-cuda.json with that library), from a quiet machine;
+# `bench/bench.py render` then puts them on the page.
 set -euo pipefail
 python=$1
 write=${3:-}
@@ -28,7 +28,9 @@ wheel=$(echo "$folder"/qattn-*.whl)
 "$work/venv/bin/python" -m pip install -q --disable-pip-version-check "$wheel"
 record=()
 if [[ -n "$write" ]]; then
-  record=(--write "$source/bench/results/wheel.json" --wheel "$wheel"
+  name=wheel
+  [[ "${QATTN_CUDA:-OFF}" == ON ]] && name=wheel-cuda
+  record=(--write "$source/bench/results/$name.json" --wheel "$wheel"
           --commit "$(git -C "$source" describe --always --dirty)")
 fi
 cd "$work"
