@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <optional>
 
 #include "emulated/emulated_backend.hpp"
 #include "emulated/matrix.hpp"
@@ -24,7 +25,8 @@ RunCall in_turn(const Recipe& recipe) {
 struct OnGpu {
   Recipe recipe;
   int architecture;
-  int consumers = 0;  ///< of Hopper's kernel; 0: what it takes, which is 2 here
+  int consumers = 0;      ///< of Hopper's kernel; 0: what it takes, which is 2 here
+  bool shared_p = false;  ///< P in shared memory, D 128
 };
 
 class EmulatedBadInput : public testing::TestWithParam<OnGpu> {
@@ -34,13 +36,17 @@ class EmulatedBadInput : public testing::TestWithParam<OnGpu> {
     Feature f = bad_input_feature();
     // P V in two halves, but of u8 P, which has no such kernel.
     if (GetParam().consumers == 3) f.dim = f.dim_v = recipe().p == Format::u8 ? 64 : 128;
+    if (GetParam().shared_p) f.dim = f.dim_v = 128;
     return with_inputs(f, recipe(), wanted);
   }
   bool again() const { return !free_scales(recipe().v) && GetParam().architecture == 90; }
 
  private:
   OnArchitecture on_{GetParam().architecture};
-  ForceSpread forced_{0, 0, GetParam().consumers};
+  ForceSpread forced_{0, 0, GetParam().consumers, GetParam().shared_p ? 1 : -1};
+  // The kernels that make Q's codes have P in registers.
+  std::optional<LeaveQueries> prepared_ =
+      GetParam().shared_p ? std::optional<LeaveQueries>(std::in_place, false) : std::nullopt;
 };
 
 TEST_P(EmulatedBadInput, StaysInItsPlace) {
@@ -383,6 +389,7 @@ std::vector<OnGpu> recipes_on_gpus() {
   for (const Recipe& recipe : gpu_recipes()) {
     for (const int architecture : {89, 90}) all.push_back({recipe, architecture});
     if (has_codes(recipe.v)) all.push_back({recipe, 90, 3});
+    if (has_codes(recipe.v) || !has_codes(recipe.qk)) all.push_back({recipe, 90, 0, true});
   }
   return all;
 }
@@ -391,7 +398,8 @@ INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadInput, testing::ValuesIn(recipes_on_g
                          [](const auto& on) {
                            return on.param.recipe.name + "_sm" +
                                   std::to_string(on.param.architecture) +
-                                  (on.param.consumers > 0 ? "_three_consumers" : "");
+                                  (on.param.consumers > 0 ? "_three_consumers" : "") +
+                                  (on.param.shared_p ? "_shared_p" : "");
                          });
 INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadIndex, testing::ValuesIn(gpu_recipes()), recipe_name);
 INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadLengths, testing::ValuesIn(gpu_recipes()), recipe_name);

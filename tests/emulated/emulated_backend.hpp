@@ -27,8 +27,8 @@ class OnArchitecture {
   int before_;
 };
 
-/// What plans take instead of their own choice of packed heads and splits, for as long as it lives;
-/// 0: nothing.
+/// What plans take instead of their own choice of packed heads, splits and consumers (0: nothing)
+/// and of the place of P (-1: nothing), for as long as it lives.
 class ForceSpread {
  public:
   ForceSpread(int pack, int splits, int consumers = 0, int shared_p = -1);

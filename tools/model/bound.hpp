@@ -72,6 +72,7 @@ struct Shape {
 struct Block {
   std::int64_t pack = 1;     ///< query heads that share it; their queries fit into one
   std::int64_t rows = tile;  ///< queries
+  int shared_p = -1;         ///< P in shared memory, where a kernel says so; else -1
   auto operator<=>(const Block&) const = default;
 };
 

@@ -66,7 +66,8 @@ constexpr std::int64_t consumer_rows = 64;  ///< of Hopper's kernels
 /// A block has all keys of its rows, however few blocks there are: tiles and blocks are what costs.
 std::string unsplit(const std::string& recipe, Block block) {
   return recipe + "+splits=1" + (block.pack > 1 ? "+pack=" + std::to_string(block.pack) : "") +
-         (block.rows > tile ? "+consumers=" + std::to_string(block.rows / consumer_rows) : "");
+         (block.rows > tile ? "+consumers=" + std::to_string(block.rows / consumer_rows) : "") +
+         (block.shared_p >= 0 ? "+shared_p=" + std::to_string(block.shared_p) : "");
 }
 
 BenchShape bench_shape(const std::string& recipe, const Shape& s) {
@@ -84,11 +85,11 @@ struct Whole {
   std::int64_t splits;  ///< blocks that share the keys of one
 };
 
-/// The number behind `name` in a plan's text, 1 if it is not there.
-std::int64_t number_in(const std::string& plan, const std::string& name) {
+/// The number behind `name` in a plan's text, `other` if it is not there.
+std::int64_t number_in(const std::string& plan, const std::string& name, std::int64_t other = 1) {
   const std::string line = "\n" + name + ": ";
   const std::size_t at = plan.find(line);
-  return at == plan.npos ? 1 : std::atoll(plan.c_str() + at + line.size());
+  return at == plan.npos ? other : std::atoll(plan.c_str() + at + line.size());
 }
 
 Result<Whole> planned(const std::string& recipe, const Shape& s, Choice choice) {
@@ -101,7 +102,8 @@ Result<Whole> planned(const std::string& recipe, const Shape& s, Choice choice) 
   const double out = 2.0 * static_cast<double>(s.batch * s.heads_q * s.queries * s.dim);
   const std::string plan = bench_plan(call.get());
   const Block block{number_in(plan, "packed_heads"),
-                    std::max(tile, consumer_rows * number_in(plan, "consumers"))};
+                    std::max(tile, consumer_rows * number_in(plan, "consumers")),
+                    static_cast<int>(number_in(plan, "shared_p", -1))};
   return Whole{static_cast<double>(bench_q_bytes(call.get()) + bench_kv_bytes(call.get())) + out,
                block, number_in(plan, "splits")};
 }

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "formats/bf16.hpp"
@@ -244,8 +245,10 @@ inline float flush_subnormal(float x) {
   return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
 }
 
+/// NaN has no sign, as GPUs give it: kernels count on that (no_sign() of the Hopper prefill kernel).
 inline float exp2(float x) {
   count_word(Word::exp2);
+  if (std::isnan(x)) return std::numeric_limits<float>::quiet_NaN();
   return flush_subnormal(std::exp2(flush_subnormal(x)));
 }
 inline float log2(float x) {

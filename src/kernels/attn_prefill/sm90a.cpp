@@ -217,7 +217,10 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->gains_by_encoding = gains_by_encoding(p, plan->recipe, plan->instance->config);
   plan->text = sm90a_text(plan->instance->config) + text_of(plan->spread);
   plan->packed = plan_packed(p, plan->instance->config.rows(), plan->workspace);
-  if (leaves_queries(*plan, p)) plan->text += "q_codes: in the attention kernel\n";
+  if (leaves_queries(*plan, p)) {  // by the other kernel, whose P may be elsewhere
+    plan->text += "q_codes: in the attention kernel\nq_codes_shared_p: " +
+                  std::to_string(plan->raw->config.shared_p ? 1 : 0) + "\n";
+  }
   return plan;
 }
 
