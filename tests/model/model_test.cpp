@@ -127,8 +127,10 @@ TEST_P(Emulated, ATileIsWhatTheAlgorithmSays) {
 /// What is scaled from two lengths of one block is what a larger call does.
 TEST_P(Emulated, ScalesToOtherShapes) {
   const Case& c = GetParam();
+  // Blocks that have tiles beside the diagonal's join zeros to the output first, where P lies in
+  // shared memory; the first block of a causal call does not, which is 2 % of so many.
   for (const Shape& shape :
-       {Shape{1, 2, 1, 256, 384, c.dim, false}, Shape{2, 1, 1, 384, 384, c.dim, true}}) {
+       {Shape{1, 2, 1, 256, 384, c.dim, false}, Shape{2, 1, 1, 768, 768, c.dim, true}}) {
     const Result<Prediction> p = predict(c.recipe, shape, c.choice, h200());
     ASSERT_TRUE(p.ok()) << p.status().message();
     const Result<Emulation> run = emulate(c.recipe, shape, c.choice);
