@@ -128,7 +128,7 @@ def test_lengths(recipe, queries, keys):
 @pytest.mark.parametrize("dim", [64, 128])
 @every_recipe
 def test_long_rows(recipe, dim, causal):
-    """Of which Hopper's kernels with codes of V have three consumers, but u8 P at D 128 has two."""
+    """Of which Hopper's kernels with codes of V have three consumers, but u8 P at D 128 two."""
     queries, keys = (1500, 3000) if dim == 64 else (600, 9000)
     q, k, v = qkv(batch=1, heads=33, kv_heads=3, queries=queries, keys=keys, dim=dim,
                   dtype=dtype_of(recipe))
