@@ -245,7 +245,7 @@ inline float flush_subnormal(float x) {
   return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
 }
 
-/// NaN has no sign, as GPUs give it: kernels count on that (no_sign() of the Hopper prefill kernel).
+/// NaN has no sign, as GPUs give it: kernels count on that (no_sign() of Hopper's prefill kernel).
 inline float exp2(float x) {
   count_word(Word::exp2);
   if (std::isnan(x)) return std::numeric_limits<float>::quiet_NaN();
