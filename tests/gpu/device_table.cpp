@@ -42,6 +42,20 @@ std::vector<Feature> device_table() {
       all.push_back(f);
     }
   }
+  // Keys enough for P of 16 bits in shared memory: in whole tiles and not.
+  for (const bool causal : {false, true}) {
+    Feature f;
+    f.name = std::string(long_rows) + (causal ? "causal" : "full");
+    f.applies = [](const Recipe& r) { return r.qk == r.v; };
+    f.dim = f.dim_v = 128;
+    f.sq = {300, 130}, f.sk = {4480, 4333};
+    f.options.causal = causal;
+    f.how.output = causal ? Format::none : Format::f32;
+    all.push_back(f);
+    f.name += "_general";
+    f.options.softcap = 3;
+    all.push_back(f);
+  }
   // Codes of Q made by the attention kernel, several blocks of rows one after the other.
   for (const std::int64_t dim : {64, 128}) {
     Feature f;

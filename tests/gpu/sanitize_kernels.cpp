@@ -92,11 +92,16 @@ class Check {
         three != (name.find(three_consumers) != std::string::npos)) {
       fail(name, three ? "has three consumers" : "has two consumers");
     }
+    const bool long_p = outcome.plan.find("\nshared_p: 1\n") != std::string::npos;
+    if (runs_on(outcome, "sm90a_wide_prefill") &&
+        long_p != (name.find(long_rows) != std::string::npos)) {
+      fail(name, long_p ? "has P in shared memory" : "has P in registers");
+    }
     const std::size_t at = outcome.plan.find("variant: ");
     if (at != std::string::npos) {
       variants_.insert(std::string(kind.recipe) + " " + std::string(info(kind.input).name) + " " +
                        outcome.plan.substr(at + 9, outcome.plan.find('\n', at) - at - 9) +
-                       (three ? ", three consumers" : ""));
+                       (three ? ", three consumers" : long_p ? ", P in shared memory" : ""));
     }
     return true;
   }
