@@ -108,8 +108,8 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
   AttentionTensors t;
   t.q = TensorView::dense(q, f, {s->batch, s->tokens_q, s->heads_q, s->d});
   t.k = TensorView::dense(k, f, {s->batch, s->tokens_k, s->heads_kv, s->d});
-  t.v = TensorView::dense(v, f, {s->batch, s->tokens_k, s->heads_kv, s->d});
-  t.out = TensorView::dense(out, f, {s->batch, s->tokens_q, s->heads_q, s->d});
+  t.v = TensorView::dense(v, f, {s->batch, s->tokens_k, s->heads_kv, s->dv});
+  t.out = TensorView::dense(out, f, {s->batch, s->tokens_q, s->heads_q, s->dv});
   for (TensorView* x : {&t.q, &t.k, &t.v, &t.out}) x->device = {DeviceType::cuda, 0};
   AttentionOptions o;
   std::string_view name = recipe;

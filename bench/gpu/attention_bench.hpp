@@ -10,7 +10,7 @@ struct BenchHandle;  ///< opaque
 extern "C" {
 
 struct BenchShape {
-  std::int64_t batch, heads_q, heads_kv, tokens_q, tokens_k, d;
+  std::int64_t batch, heads_q, heads_kv, tokens_q, tokens_k, d, dv;
   std::int32_t causal, f16;
 };
 

@@ -38,6 +38,10 @@ def one_line(text):
     return " ".join(str(text).split())[:300]
 
 
+def empty_output(q, v):
+    return q.new_full((*q.shape[:-1], v.shape[-1]), math.nan)
+
+
 # ---- torch ---------------------------------------------------------------------------------------
 
 
@@ -76,7 +80,7 @@ def torch_candidate(name, io, backend, shape, tensors):
 
 class BenchShape(ctypes.Structure):
     _fields_ = [
-        (n, ctypes.c_int64) for n in ("batch", "heads_q", "heads_kv", "tokens_q", "tokens_k", "d")
+        (n, ctypes.c_int64) for n in ("batch", "heads_q", "heads_kv", "tokens_q", "tokens_k", "d", "dv")
     ] + [("causal", ctypes.c_int32), ("f16", ctypes.c_int32)]
 
 
@@ -120,8 +124,9 @@ Q_CODES_NUMBERS = re.compile(r"^q_codes_(shared_p): (\d+)$", re.MULTILINE)
 
 def library_candidate(lib, recipe, io, shape, tensors, stream):
     q, k, v = tensors
-    out = torch.full_like(q, math.nan)
+    out = empty_output(q, v)
     sizes = (shape.batch, shape.heads_q, shape.heads_kv, shape.queries, shape.keys, shape.dim)
+    sizes += (shape.channels_v,)
     described = BenchShape(*sizes, shape.causal, io == "f16")
     handle = lib.bench_create(
         recipe.encode(), described, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
@@ -237,7 +242,7 @@ class Cpu:
         if name == "torch":
             return torch_candidate(name, io, None, shape, tensors)
         q, k, v = tensors
-        out = torch.full_like(q, math.nan)
+        out = empty_output(q, v)
         options = {"recipe": name, "causal": shape.causal, "threads": self.threads, "out": out}
         recipe = self.qattn.recipe(name)
         steps = {"e2e": lambda: self.qattn.attention(q, k, v, **options)}

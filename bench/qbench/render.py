@@ -13,7 +13,7 @@ TITLES = {
     "llm": "Prefill of language models",
     "video": "Video diffusion",
     "wide": "Wide heads",
-    "dims": "Head dimensions 96 and 192",
+    "dims": "Head dimensions 96, 192, and 192 of Q and K with 128 of V",
     "decode": "Decode, one query a sequence",
     "few": "Few queries",
     "cpu": "Attention on CPUs",
@@ -49,7 +49,7 @@ def table_name(shape):
     heads = f"{shape.heads_q} heads"
     if shape.heads_q != shape.heads_kv:
         heads = f"{shape.heads_q} query heads over {shape.heads_kv}"
-    return f"D {shape.dim}, {'causal' if shape.causal else 'full'}, {heads}"
+    return f"D {shape.dims}, {'causal' if shape.causal else 'full'}, {heads}"
 
 
 def speed(cell):

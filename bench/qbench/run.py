@@ -28,7 +28,7 @@ def add_arguments(parser):
         "--only", action="append", default=[], help="shapes whose name has this text; repeatable"
     )
     parser.add_argument(
-        "--shape", action="append", default=[], help="B,Hq,Hkv,Sq,Sk,D[,causal]; repeatable"
+        "--shape", action="append", default=[], help="B,Hq,Hkv,Sq,Sk,D[,Dv][,causal]; repeatable"
     )
     parser.add_argument("--recipes", help="names, or nothing for torch alone")
     parser.add_argument("--rounds", type=int, default=21, help="at most, a shape")
@@ -41,8 +41,9 @@ def add_arguments(parser):
 def random_tensors(shape, io, device):
     torch.manual_seed(0)
     q_size = (shape.batch, shape.queries, shape.heads_q, shape.dim)
-    kv_size = (shape.batch, shape.keys, shape.heads_kv, shape.dim)
-    return [torch.randn(s, device=device, dtype=DTYPES[io]) for s in (q_size, kv_size, kv_size)]
+    k_size = (shape.batch, shape.keys, shape.heads_kv, shape.dim)
+    v_size = (*k_size[:-1], shape.channels_v)
+    return [torch.randn(s, device=device, dtype=DTYPES[io]) for s in (q_size, k_size, v_size)]
 
 
 def check(device, candidate, tensors, shape):

@@ -15,12 +15,21 @@ class Shape:
     keys: int
     dim: int
     causal: bool
+    dim_v: int = 0  #: V's and the output's head dimension; 0: dim
+
+    @property
+    def dims(self):
+        return f"{self.dim}/{self.dim_v}" if self.dim_v else str(self.dim)
+
+    @property
+    def channels_v(self):
+        return self.dim_v or self.dim
 
     @property
     def name(self):
         return (
             f"{self.group} B{self.batch} H{self.heads_q}/{self.heads_kv} Q{self.queries} "
-            f"K{self.keys} D{self.dim} {'causal' if self.causal else 'full'}"
+            f"K{self.keys} D{self.dims} {'causal' if self.causal else 'full'}"
         )
 
     def flop(self):
@@ -29,16 +38,16 @@ class Shape:
         A square causal shape counts as half of the full one (docs/NUMERICS.md, "Metrics").
         """
         pairs = self.queries * self.keys - (self.queries**2 / 2 if self.causal else 0)
-        return 4 * self.batch * self.heads_q * self.dim * pairs
+        return 2 * self.batch * self.heads_q * (self.dim + self.channels_v) * pairs
 
     def elements_kv(self):
         """Of K and V together."""
-        return 2 * self.batch * self.heads_kv * self.keys * self.dim
+        return self.batch * self.heads_kv * self.keys * (self.dim + self.channels_v)
 
 
-def sweep(group, heads_q, heads_kv, dim, lengths):
+def sweep(group, heads_q, heads_kv, dim, lengths, dim_v=0):
     return [
-        Shape(group, max(1, TOKENS // s), heads_q, heads_kv, s, s, dim, causal)
+        Shape(group, max(1, TOKENS // s), heads_q, heads_kv, s, s, dim, causal, dim_v)
         for s in lengths
         for causal in (False, True)
     ]
@@ -67,8 +76,12 @@ GROUPS = {
         for batch, s in ((16, 1024), (4, 4096), (1, 16384))
         for causal in (False, True)
     ],
-    # Those that kernels pad to 128 and 256.
-    "dims": [s for dim in (96, 192) for s in sweep("dims", 16, 16, dim, [4096, 16384])],
+    # Those between the powers of two. 192/128 is DeepSeek's prefill.
+    "dims": [
+        s
+        for dim, dim_v in ((96, 0), (192, 0), (192, 128))
+        for s in sweep("dims", 16, 16, dim, [4096, 16384], dim_v)
+    ],
     "decode": [
         Shape("decode", batch, 32, 8, 1, keys, 128, False)
         for batch, keys in ((16, 8192), (16, 32768), (1, 8192), (1, 32768), (1, 131072))
@@ -91,13 +104,13 @@ DEFAULT = {"cuda": "mha,gqa,llm,video,wide,dims,decode", "cpu": "cpu", "emulated
 
 
 def parse_custom(text):
-    """A shape from "B,Hq,Hkv,Sq,Sk,D" or "...,causal"."""
+    """A shape from "B,Hq,Hkv,Sq,Sk,D" or "B,Hq,Hkv,Sq,Sk,D,Dv", or "...,causal"."""
     parts = text.split(",")
     causal = parts[-1] == "causal"
     sizes = parts[:-1] if causal else parts
-    if len(sizes) != 6 or not all(x.isdecimal() and int(x) > 0 for x in sizes):
-        raise ValueError(f"shape {text!r}: not B,Hq,Hkv,Sq,Sk,D of positive integers[,causal]")
-    shape = Shape("custom", *map(int, sizes), causal)
+    if len(sizes) not in (6, 7) or not all(x.isdecimal() and int(x) > 0 for x in sizes):
+        raise ValueError(f"shape {text!r}: not B,Hq,Hkv,Sq,Sk,D[,Dv] of positive integers[,causal]")
+    shape = Shape("custom", *map(int, sizes[:6]), causal, *map(int, sizes[6:]))
     if shape.heads_q % shape.heads_kv:
         raise ValueError(f"shape {text!r}: Hq is no multiple of Hkv")
     if causal and shape.queries > shape.keys:

@@ -9,15 +9,19 @@ namespace {
 
 bool has_fp8(const Recipe& recipe) { return recipe.qk == Format::e4m3 || recipe.v == Format::e4m3; }
 
-/// explain() of a small call on that GPU.
-std::string explained(const Recipe& recipe, int architecture) {
-  const Feature feature = with_inputs(feature_named("plain"), recipe, Format::bf16);
+/// explain() of that call on that GPU, or of a small one.
+std::string explained(const Recipe& recipe, int architecture, const Feature& feature) {
   const Call call = make_call(feature, 1);
   const Laid laid = lay_out(call, feature.how);
   const EmulatedBackend backend(architecture);
   AttentionOptions options = call.options;
   options.recipe = recipe;
   return explain(laid.tensors(), options);
+}
+
+std::string explained(const Recipe& recipe, int architecture) {
+  return explained(recipe, architecture,
+                   with_inputs(feature_named("plain"), recipe, Format::bf16));
 }
 
 bool contains(const std::string& text, const std::string& part) {
@@ -65,6 +69,24 @@ TEST_P(EmulatedArchitecture, HopperTakesItsOwn) {
   const bool wide = !free_scales(GetParam().v);
   EXPECT_TRUE(contains(text, wide ? "sm90a_wide_prefill: chosen" : "sm90a_prefill: chosen"))
       << text;
+}
+
+/// Which of Hopper's kernels serve which head dimensions.
+TEST_P(EmulatedArchitecture, HopperPadsHeadDimensions) {
+  struct Case {
+    std::int64_t dim, dim_v;
+    const char* variant;
+  };
+  for (const Case& c :
+       {Case{64, 64, "d64"}, Case{72, 96, "d96"}, Case{96, 40, "d96"}, Case{128, 104, "d128"},
+        Case{192, 128, "d192/128"}, Case{136, 64, "d192/128"}, Case{128, 136, "d192"},
+        Case{192, 192, "d192"}, Case{96, 200, "d256"},
+        Case{200, 64, "d256"}}) {
+    Feature feature = with_inputs(feature_named("plain"), GetParam(), Format::bf16);
+    feature.dim = c.dim, feature.dim_v = c.dim_v;
+    const std::string text = explained(GetParam(), 90, feature);
+    EXPECT_TRUE(contains(text, std::string("variant: ") + c.variant + "\n")) << text;
+  }
 }
 
 /// A library for sm_80 alone runs on sm_89, where its FP8 kernels would be empty.

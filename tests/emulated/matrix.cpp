@@ -296,11 +296,12 @@ std::vector<Cell> all_cells() {
 
 namespace {
 
-/// A call for a kernel of padded head dimension `d`, Q and K in `qk`, P in `pv`.
-std::pair<Recipe, Feature> call_for(int d, const std::string& qk, const std::string& pv) {
+/// A call for a kernel of padded head dimensions `d` and `dv`, Q and K in `qk`, P in `pv`.
+std::pair<Recipe, Feature> call_for(int d, int dv, const std::string& qk, const std::string& pv) {
   Feature f;
   f.sq = {130}, f.sk = {190}, f.heads_q = 2, f.heads_k = 1;
-  f.dim = f.dim_v = d == 96 ? 80 : d == 256 ? 200 : d;
+  const auto odd = [](int n) { return n == 96 ? 80 : n == 192 ? 168 : n == 256 ? 200 : n; };
+  f.dim = odd(d), f.dim_v = odd(dv);
   f.options.causal = true;
   f.how.input = pv == "f16" || qk == "f16" ? Format::f16 : Format::bf16;
   return {*recipe_named(qk == "e4m3"   ? "fp8"
@@ -375,6 +376,30 @@ void add_wide_codes(std::vector<Cell>& all) {
       cell.architecture = 90;
       all.push_back(std::move(cell));
     }
+  }
+}
+
+/// Head dimensions that are no power of two, and a V narrower than Q and K.
+void add_other_dims(std::vector<Cell>& all) {
+  constexpr Heads others[] = {{96, 96}, {192, 128}, {192, 192}, {72, 96}, {136, 40}};
+  std::size_t n = 0;
+  for (const Feature& row : rows_of_variants()) {
+    for (const Recipe& recipe : gpu_recipes()) {
+      if (!row.applies(recipe)) continue;
+      Feature f = with_inputs(row, recipe, n % 3 ? Format::bf16 : Format::f16);
+      if (!has_codes(recipe.v)) {  // TMA reads it in place
+        f.how.strides = Strides::dense;
+        if (f.how.page_size > 0) f.how.page_size = 64;
+      }
+      const Heads heads = others[n % std::size(others)];
+      f.dim = heads.dim, f.dim_v = heads.dim_v;
+      f.name += "_dims_" + std::to_string(f.dim) + "_" + std::to_string(f.dim_v);
+      Cell cell = cell_of(recipe, f, "");
+      cell.architecture = 90;
+      all.push_back(std::move(cell));
+      ++n;
+    }
+    ++n;  // or a recipe may always meet the same
   }
 }
 
@@ -457,13 +482,14 @@ std::vector<Cell> hopper_cells() {
   add_families(all);
   add_wide_codes(all);
   add_shared_p(all);
+  add_other_dims(all);
   // One call for every line of the list; raw queries: query_codes_test.cpp.
   const auto instance = [&](int d, const char* qk, const char* pv, bool raw, int consumers,
-                            bool shared_p = false) {
+                            bool shared_p = false, int v = 0) {
     if (raw) return;
-    auto [recipe, f] = call_for(d, qk, pv);
-    f.name = "instance_d" + std::to_string(d) + "_" + pv + "_" + std::to_string(consumers) +
-             (shared_p ? "_shared_p" : "");
+    auto [recipe, f] = call_for(d, v > 0 ? v : d, qk, pv);
+    f.name = "instance_d" + std::to_string(d) + (v > 0 ? "_" + std::to_string(v) : "") + "_" + pv +
+             "_" + std::to_string(consumers) + (shared_p ? "_shared_p" : "");
     Cell cell = cell_of(recipe, f, "");
     cell.architecture = 90, cell.consumers = has_codes(recipe.v) ? consumers : 0;
     cell.shared_p = shared_p ? 1 : 0;
@@ -478,7 +504,7 @@ std::vector<Cell> hopper_cells() {
 std::vector<InstanceCell> instance_cells() {
   std::vector<InstanceCell> all;
   const auto instance = [&](int d, const char* qk, const char* pv, bool general) {
-    auto [recipe, f] = call_for(d, qk, pv);
+    auto [recipe, f] = call_for(d, d, qk, pv);
     f.name = "d" + std::to_string(d) + (general ? "_general_" : "_plain_") + pv;
     if (general) f.options.softcap = 3;
     Cell cell = cell_of(recipe, f, "");

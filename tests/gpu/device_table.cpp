@@ -7,11 +7,12 @@ std::vector<Feature> device_table() {
   // Its block mask is as large as the longest sequence. The host cannot read a GPU's cu_seqlens, so
   // there a block mask covers all tokens in memory, and this one is refused.
   std::erase_if(all, [](const Feature& f) { return f.name == "block_mask_varlen"; });
-  for (const std::int64_t dim : {64, 96, 128, 256}) {
+  constexpr std::int64_t dims[][2] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
+  for (const auto& [dim, dim_v] : dims) {
     for (const bool causal : {false, true}) {
       Feature f;
       f.name = std::string(causal ? "long_causal_" : "long_") + std::to_string(dim);
-      f.dim = f.dim_v = dim;
+      f.dim = dim, f.dim_v = dim_v;
       f.sq = {300, 300}, f.sk = {450, 450};
       f.options.causal = causal;
       f.how.output = causal ? Format::none : Format::f32;
@@ -48,7 +49,9 @@ std::vector<Feature> device_table() {
     f.name = std::string(long_rows) + (causal ? "causal" : "full");
     f.applies = [](const Recipe& r) { return r.qk == r.v; };
     f.dim = f.dim_v = 128;
-    f.sq = {300, 130}, f.sk = {4480, 4333};
+    f.sq = {300, 300}, f.sk = {4480, 4480};
+    f.used_q = {300, 130}, f.used_k = {4480, 4333};
+    f.how.seqused_q = f.how.seqused_k = true;
     f.options.causal = causal;
     f.how.output = causal ? Format::none : Format::f32;
     all.push_back(f);
@@ -57,7 +60,7 @@ std::vector<Feature> device_table() {
     all.push_back(f);
   }
   // Codes of Q made by the attention kernel, several blocks of rows one after the other.
-  for (const std::int64_t dim : {64, 128}) {
+  for (const std::int64_t dim : {64, 96, 128}) {
     Feature f;
     f.name = "many_rows_" + std::to_string(dim);
     f.dim = f.dim_v = dim;

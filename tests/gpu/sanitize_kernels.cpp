@@ -277,7 +277,7 @@ void run_bad_values(Check& check, const Kind& kind, std::int64_t dim, bool causa
                            (causal ? " causal" : "") + (general ? " softcap" : "");
   if (!check.wanted(name)) return;
   Feature feature;
-  feature.dim = feature.dim_v = dim;
+  feature.dim = dim, feature.dim_v = dim == 192 ? 128 : dim;
   feature.sq = {290, 290}, feature.sk = {333, 333};
   feature.options.causal = causal;
   if (general) feature.options.softcap = 2.0f;
@@ -292,7 +292,8 @@ void run_bad_values(Check& check, const Kind& kind, std::int64_t dim, bool causa
     const std::int64_t token = q ? bad_query : bad_key;
     const Sequence& sequence = call.sequences[bad_b];
     const auto& x = q ? sequence.q : operand == Operand::k ? sequence.k : sequence.v;
-    const float good = x[(bad_h * (q ? 290 : 333) + token) * dim + bad_d];
+    const std::int64_t width = operand == Operand::v ? feature.dim_v : dim;
+    const float good = x[(bad_h * (q ? 290 : 333) + token) * width + bad_d];
     Tensor& tensor = q ? laid.q : operand == Operand::k ? laid.k : laid.v;
     for (const double bad : {quiet_nan, infinity, -infinity}) {
       poke(laid, call, operand, bad_b, bad_h, token, bad_d, bad);
@@ -461,7 +462,7 @@ int main(int argc, char** argv) {
   for (const Kind& kind : kinds) {
     if (!serves(check, kind)) continue;
     for (const Feature& feature : rows) run_feature(check, kind, feature);
-    for (const std::int64_t dim : {64, 96, 128, 256}) {
+    for (const std::int64_t dim : {64, 96, 128, 192, 256}) {
       for (const bool causal : {false, true}) {
         run_bad_values(check, kind, dim, causal, false);
         if (dim <= 128) run_bad_values(check, kind, dim, causal, true);

@@ -221,12 +221,16 @@ void visit_shapes(Visit visit) {
   visit(Wgmma<u8, s8, registers, bytes64, raw, 64>());
   visit(Wgmma<u8, s8, registers, bytes64, raw, 128>());
   visit(Wgmma<e4m3, e4m3, registers, bytes64, small_e4m3, 72>());
+  visit(Wgmma<u8, s8, registers, bytes64, raw, 96>());
+  visit(Wgmma<e4m3, e4m3, registers, bytes64, small_e4m3, 104>());
   visit(Wgmma<e4m3, e4m3, registers, bytes64, small_e4m3, 136>());
   visit(Wgmma<e4m3, e4m3, registers, bytes64, wide_e4m3, 136>());
   visit(Wgmma<f16, f16, registers_transposed, bytes128, small_f16, 64>());
+  visit(Wgmma<f16, f16, registers_transposed, bytes128, small_f16, 96>());
   visit(Wgmma<f16, f16, registers_transposed, bytes128, small_f16, 128>());
   visit(Wgmma<f16, f16, registers_transposed, bytes128, wide_f16, 128>());
   visit(Wgmma<bf16, bf16, registers_transposed, bytes128, small_bf16, 64>());
+  visit(Wgmma<bf16, bf16, registers_transposed, bytes128, small_bf16, 96>());
   visit(Wgmma<bf16, bf16, registers_transposed, bytes128, small_bf16, 128>());
   visit(Wgmma<bf16, bf16, registers_transposed, bytes128, wide_bf16, 128>());
   visit(Wgmma<s8, s8, k_major, bytes128, raw, 8>());

@@ -87,6 +87,7 @@ struct AllWords {
     all_formats<64>(a, b, p.out);
     all_formats<72>(a, b, p.out);
     all_formats<96>(a, b, p.out);
+    all_formats<104>(a, b, p.out);
     all_formats<128>(a, b, p.out);
     all_formats<136>(a, b, p.out);
     all_formats<192>(a, b, p.out);

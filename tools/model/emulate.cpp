@@ -71,7 +71,7 @@ std::string unsplit(const std::string& recipe, Block block) {
 }
 
 BenchShape bench_shape(const std::string& recipe, const Shape& s) {
-  return {s.batch, s.heads_q, s.heads_kv, s.queries, s.keys, s.dim, s.causal, takes_f16(recipe)};
+  return {s.batch, s.heads_q, s.heads_kv, s.queries, s.keys, s.dim, s.dim, s.causal, takes_f16(recipe)};
 }
 
 Status no_kernel(const std::string& recipe) {

@@ -13,6 +13,7 @@
 #define QATTN_D36 QATTN_D32 ", %32, %33, %34, %35"
 #define QATTN_D48 \
   QATTN_D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define QATTN_D52 QATTN_D48 ", %48, %49, %50, %51"
 #define QATTN_D64 \
   QATTN_D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define QATTN_D68 QATTN_D64 ", %64, %65, %66, %67"
@@ -33,6 +34,7 @@
 #define QATTN_O32(c, i) QATTN_O16(c, i), QATTN_O16(c, i + 16)
 #define QATTN_O36(c, i) QATTN_O32(c, i), QATTN_O4(c, i + 32)
 #define QATTN_O48(c, i) QATTN_O32(c, i), QATTN_O16(c, i + 32)
+#define QATTN_O52(c, i) QATTN_O48(c, i), QATTN_O4(c, i + 48)
 #define QATTN_O64(c, i) QATTN_O32(c, i), QATTN_O32(c, i + 32)
 #define QATTN_O68(c, i) QATTN_O64(c, i), QATTN_O4(c, i + 64)
 #define QATTN_O96(c, i) QATTN_O64(c, i), QATTN_O32(c, i + 64)

@@ -99,6 +99,18 @@ struct WgmmaOf;
 #define QATTN_P6 "%54"
 #include "isa/cuda/wgmma_shape.inl"
 
+#define QATTN_N 104
+#define QATTN_D QATTN_D52
+#define QATTN_OUT QATTN_O52
+#define QATTN_P0 "%52"
+#define QATTN_P1 "%53"
+#define QATTN_P2 "%54"
+#define QATTN_P3 "%55"
+#define QATTN_P4 "%56"
+#define QATTN_P5 "%57"
+#define QATTN_P6 "%58"
+#include "isa/cuda/wgmma_shape.inl"
+
 #define QATTN_N 128
 #define QATTN_D QATTN_D64
 #define QATTN_OUT QATTN_O64

@@ -114,7 +114,7 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   return w;
 }
 
-/// `S` gives rows, keys, d, m_tiles, warp_rows, n_tiles, d_tiles, out_channels, out_row, p_log2,
+/// `S` gives rows, keys, dv, m_tiles, warp_rows, n_tiles, d_tiles, out_channels, out_row, p_log2,
 /// wide_qk, wide_pv, u8, two_row_ends: is there a quick way to end usual rows? and staged_rows: has
 /// a producer put what belongs to Q's rows into shared memory?
 template <class S>

@@ -42,7 +42,7 @@ struct PrefillOutput : PrefillRows<S> {
       return;
     }
 #pragma unroll
-    for (int first = 0; first < S::d; first += S::out_channels) {
+    for (int first = 0; first < S::dv; first += S::out_channels) {
       isa::sync_warp();  // rows of earlier work have left
       if (p.out.format == Format::f16) {
         stage(rows, first / 8, [](float lo, float hi) { return isa::pack_f16(lo, hi); });

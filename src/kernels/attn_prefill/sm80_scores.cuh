@@ -17,7 +17,7 @@ struct PrefillShape {
   static constexpr Element v_element = u8 ? Element::s8 : C.pv;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
   static constexpr float p_log2 = e4m3_pv ? 8.0f : 0.0f;
-  static constexpr int d = C.d, keys = 64, rows = C.d > 128 ? 64 : 128;
+  static constexpr int d = C.d, dv = d, keys = 64, rows = C.d > 128 ? 64 : 128;
   static constexpr int m_tiles = C.d > 128 ? 1 : 2, warp_rows = 16 * m_tiles;
   static constexpr int warps = rows / warp_rows, threads = 32 * warps;
   static constexpr int thread_rows = 2 * m_tiles;  ///< query rows that a thread holds parts of

@@ -43,16 +43,12 @@ Recipe resolve(const Problem& problem) {
   return detail::resolve_recipe(problem, "int8_full", thread, thread);
 }
 
-int padded_dim(const Problem& p) {
-  const int widest = std::max<int>(p.d, p.dv);
-  return widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
-}
-
 const Sm90Instance* find(const Problem& p, const Recipe& r, bool raw_queries = false,
                          int consumers = 2) {
-  return find_sm90a({padded_dim(p), r.qk == Format::s8 ? Element::s8 : Element::e4m3,
-                     r.v == Format::s8 ? Element::u8 : Element::e4m3, raw_queries, consumers,
-                     true});
+  const Sm90Dims dims = sm90a_dims(p);
+  return find_sm90a({dims.d, r.qk == Format::s8 ? Element::s8 : Element::e4m3,
+                     r.v == Format::s8 ? Element::u8 : Element::e4m3, raw_queries, consumers, true,
+                     dims.dv});
 }
 
 /// Warpgroups that share a tile of keys. Three are faster for long rows (Sm90Shape has numbers),
@@ -71,7 +67,7 @@ int consumers_for(const Problem& p, const Recipe& r, const Spread& spread, int m
     const std::int64_t blocks = (p.max_q + block - 1) / block * heads;
     return (blocks + multiprocessors - 1) / multiprocessors * block;
   };
-  const std::int64_t least = padded_dim(p) > 64 ? 8192 : r.v == Format::s8 ? 2048 : 1024;
+  const std::int64_t least = three->config.d > 64 ? 8192 : r.v == Format::s8 ? 2048 : 1024;
   return average_keys(p) >= least && rows(192) * 100 <= rows(128) * 104 ? 3 : 2;
 }
 
@@ -168,7 +164,7 @@ std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
   t.stride_bytes[1] = slot_tile;
   t.stride_bytes[2] = static_cast<std::uint64_t>(tile_offsets(a.v8.channels).bytes);
   t.box[0] = slot_tile;
-  t.box[1] = static_cast<std::uint32_t>(c.d);
+  t.box[1] = static_cast<std::uint32_t>(c.dv());
   t.box[2] = 1;
   t.swizzle = isa::Swizzle::bytes64;
   if (std::string e = isa::make_tensor_map(t, a.v_map); !e.empty()) return e;
@@ -237,7 +233,16 @@ std::int64_t average_keys(const Problem& p) {
   return std::min(average, visible_keys(p, 1));
 }
 
+Sm90Dims sm90a_dims(const Problem& p) {
+  constexpr Sm90Dims all[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}};
+  for (const Sm90Dims& dims : all) {
+    if (p.d <= dims.d && p.dv <= dims.dv) return dims;
+  }
+  return {256, 256};
+}
+
 const Sm90Instance* find_sm90a(Sm90Config config) {
+  config.v = config.dv() == config.d ? 0 : config.v;
   for (const bool shared_p : {config.shared_p, !config.shared_p}) {
     config.shared_p = shared_p;
     for (const Sm90Instance& i : instances) {
@@ -270,7 +275,7 @@ Status check_sm90a(const Problem& p, const Sm90Instance* instance, const Prepare
 Spread plan_sm90a_spread(const Problem& p, const Recipe& r, const Sm90Config& c,
                          int multiprocessors, std::size_t& workspace) {
   SpreadLimits limits;
-  limits.rows = sm90a_rows, limits.channels = c.d;
+  limits.rows = sm90a_rows, limits.channels = c.dv();
   limits.blocks = multiprocessors;
   limits.pack_rows = q_box;  // TMA brings whole tokens
   return plan_spread(p, r, limits, workspace);
@@ -283,9 +288,9 @@ std::string map_codes(const Sm90Config& c, const Problem& p, Sm90Params& a) {
     t.sizes[0] = static_cast<std::uint64_t>(x.row_bytes);
     t.sizes[1] = static_cast<std::uint64_t>(heads * x.slots);
     t.stride_bytes[1] = static_cast<std::uint64_t>(x.row_bytes);
-    t.box[0] = static_cast<std::uint32_t>(std::min(c.d, sm90_panel));
+    t.box[0] = static_cast<std::uint32_t>(c.qk_panel());
     t.box[1] = rows;
-    t.swizzle = c.d == 64 ? isa::Swizzle::bytes64 : isa::Swizzle::bytes128;
+    t.swizzle = c.qk_panel() == 64 ? isa::Swizzle::bytes64 : isa::Swizzle::bytes128;
     return t;
   };
   isa::TensorShape q = shape(a.q8, p.heads_q, q_box);
@@ -337,10 +342,11 @@ std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, 
 
 std::string sm90a_text(const Sm90Config& config) {
   const std::string keys = std::to_string(config.keys());
-  return "variant: d" + std::to_string(config.d) + "\ntile: " + std::to_string(config.rows()) +
-         " rows x " + keys + " keys\ntile_keys: " + keys +
-         "\nconsumers: " + std::to_string(config.consumers) + "\n" +
-         "shared_p: " + (config.shared_p ? "1" : "0") + "\n";
+  std::string text = "variant: d" + std::to_string(config.d);
+  if (config.v > 0) text.append("/").append(std::to_string(config.v));
+  text += "\ntile: " + std::to_string(config.rows()) + " rows x " + keys + " keys\ntile_keys: ";
+  text += keys + "\nconsumers: " + std::to_string(config.consumers) + "\n";
+  return text + "shared_p: " + (config.shared_p ? "1" : "0") + "\n";
 }
 
 detail::Kernel sm90a_prefill() { return {"sm90a_prefill", supports, tune, run_steps}; }

@@ -26,6 +26,12 @@ struct Sm90Instance {
   isa::LaunchError (*launch)(const Sm90Params&, isa::Index3, void*, isa::Start);
   bool (*compiled)();
 };
+/// The padded head dimensions of the kernels that serve a problem.
+struct Sm90Dims {
+  int d, dv;
+};
+Sm90Dims sm90a_dims(const Problem& problem);
+
 /// That one, or the one with P in the other place; null: there is none.
 const Sm90Instance* find_sm90a(Sm90Config config);
 

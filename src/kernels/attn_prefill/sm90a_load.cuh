@@ -134,18 +134,20 @@ struct Sm90Producer {
   RingPlace<S::q_stages> q_place{};
   bool bad_page = false;  ///< a page of this work's does not exist
 
-  /// K or V of `tile` in 16 bits, whose panels are alike.
+  /// K or V of `tile` in 16 bits, so many panels of them, which are alike.
+  template <int Panels>
   QATTN_DEVICE void load_tokens(SharedAddress to, const isa::TensorMap& map, const tile::Rows& rows,
                                 const PrefillWork& work, int tile, SharedAddress full) {
-    static_assert(!S::wide_qk || (S::k_panel_bytes == S::v_bytes && S::qk_panels == S::v_panels));
+    static_assert(!S::wide_qk || S::k_panel_bytes == S::v_bytes);
     if (rows.page_table == nullptr) {
-      for (int n = 0; n < S::v_panels; ++n) {
+      for (int n = 0; n < Panels; ++n) {
         load_panel(to + n * S::v_bytes, map, rows, work, work.k, work.kv_head, tile, n, full);
       }
       return;
     }
-    load_pages(to, map, rows, work, tile, full);
+    load_pages<Panels>(to, map, rows, work, tile, full);
   }
+  template <int Panels>
   QATTN_DEVICE void load_pages(SharedAddress to, const isa::TensorMap& map, const tile::Rows& rows,
                                const PrefillWork& work, int tile, SharedAddress full) {
     const int box = rows.page_size < S::keys ? rows.page_size : S::keys;
@@ -164,7 +166,7 @@ struct Sm90Producer {
       // at the block, where a page does not exist.
       const bool exists = pages[n] >= 0 && pages[n] < rows.total;
       bad_page |= wanted(n) && !exists;
-      for (int panel = 0; panel < S::v_panels; ++panel) {
+      for (int panel = 0; panel < Panels; ++panel) {
         isa::tma_load<4>(to + panel * S::v_bytes + n * box * sm90_panel, map,
                          {panel * sm90_panel / 2, start, work.kv_head, exists ? pages[n] : -1},
                          full);
@@ -178,7 +180,7 @@ struct Sm90Producer {
     if (tile < 0) return;
     const std::int64_t slot = work.k_slot + tile, row = work.kv_head * p.k8.slots + slot;
     if constexpr (S::wide_qk) {
-      load_tokens(stage + S::k_at, p.k_map, p.k, work, tile, full);
+      load_tokens<S::qk_panels>(stage + S::k_at, p.k_map, p.k, work, tile, full);
     } else {
       for (int n = 0; n < S::qk_panels; ++n) {
         isa::tma_load<2>(stage + S::k_at + n * S::k_panel_bytes, p.k_map,
@@ -200,7 +202,7 @@ struct Sm90Producer {
     if (tile < 0) return;
     const SharedAddress to = stage + S::v_at;
     if constexpr (S::wide_pv) {
-      load_tokens(to, p.v_map, p.v, work, tile, full);
+      load_tokens<S::v_panels>(to, p.v_map, p.v, work, tile, full);
     } else {
       const std::int64_t row = work.kv_head * p.v8.slots + work.k_slot + tile;
       for (int h = 0; h < S::halves; ++h) {
@@ -209,7 +211,7 @@ struct Sm90Producer {
         const int record = exists ? static_cast<int>(row / slot_tile) + h : -1;
         isa::tma_load<3>(to + h * S::v_bytes, p.v_map, {0, 0, record}, full);
         if constexpr (S::e4m3_pv) {
-          isa::tma_load<3>(to + h * S::v_bytes + S::d * slot_tile, p.weight_map,
+          isa::tma_load<3>(to + h * S::v_bytes + S::dv * slot_tile, p.weight_map,
                            {0, p.v8.channels, record}, full);
         }
       }

@@ -121,14 +121,14 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
     constexpr int first = Part * S::part_channels, channels = part_end(Part) - first;
     const std::uint64_t v = behind(operands.v, first * S::v_row / 16);
     if constexpr (S::wide_pv) {
-      auto& sums = reinterpret_cast<float(&)[S::d / 2]>(out);
+      auto& sums = reinterpret_cast<float(&)[S::dv / 2]>(out);
 #pragma unroll
       for (int step = 0; step < S::keys / 16; ++step) {
         const std::uint64_t from = behind(v, step * 16 * S::v_row / 16);
         if constexpr (S::shared_p) {
-          isa::wgmma<C.pv, C.pv, S::d, false, true>(sums, p_step(operands.p, step), from, true);
+          isa::wgmma<C.pv, C.pv, S::dv, false, true>(sums, p_step(operands.p, step), from, true);
         } else {
-          isa::wgmma<C.pv, C.pv, S::d, true>(sums, codes[step], from, true);
+          isa::wgmma<C.pv, C.pv, S::dv, true>(sums, codes[step], from, true);
         }
       }
     } else {

@@ -9,9 +9,14 @@ namespace qattn::kernels {
 
 using isa::SharedAddress;
 
+/// A row of 128 bytes is the widest that TMA swizzles and wgmma reads; wider ones lie in panels.
+inline constexpr int sm90_panel = 128;
+/// Tokens of the smallest pages that TMA reads in place.
+inline constexpr int sm90_least_page = 16;
+
 /// Everything that selects code of the Hopper kernel.
 struct Sm90Config {
-  int d = 128;                         ///< padded head dimension of Q, K and V: 64, 128 or 256
+  int d = 128;                         ///< padded head dimension of Q and K: a multiple of 32
   isa::Element qk = isa::Element::s8;  ///< Q and K: s8, e4m3, f16 or bf16
   isa::Element pv = isa::Element::u8;  ///< P; V has the same, or s8 beside u8
   /// Q comes in 16 bits, and the kernel makes its codes, with scales per token. Kernels of their
@@ -19,16 +24,20 @@ struct Sm90Config {
   bool raw_queries = false;
   int consumers = 2;                                     ///< warpgroups of 64 query rows
   bool shared_p = false;                                 ///< Sm90Shape::shared_p
+  int v = 0;                                             ///< padded head dimension of V; 0: d
+  constexpr int dv() const { return v > 0 ? v : d; }
   constexpr int rows() const { return 64 * consumers; }  ///< of a block of work
-  /// Of a tile. Wide rows of V leave room for no more.
-  constexpr int keys() const { return d > 128 && isa::is_16bit(pv) ? 64 : 128; }
+  /// Of a tile. Wide rows of 16 bits leave room for no more. (Codes of Q and K beside 16-bit V, D
+  /// 192 and 128, S 4096, H100: 707 TFLOP/s with 64, 820 with 128.)
+  constexpr int keys() const {
+    return isa::is_16bit(pv) && (dv() > 128 || (d > 128 && isa::is_16bit(qk))) ? 64 : 128;
+  }
+  /// Bytes of a row of Q or K, and of the part of one that TMA and wgmma take: what is missing in
+  /// the last part is zero, and no product takes it.
+  constexpr int qk_row() const { return d * (isa::is_16bit(qk) ? 2 : 1); }
+  constexpr int qk_panel() const { return qk_row() <= 64 ? 64 : sm90_panel; }
   bool operator==(const Sm90Config&) const = default;
 };
-
-/// A row of 128 bytes is the widest that TMA swizzles and wgmma reads; wider ones lie in panels.
-inline constexpr int sm90_panel = 128;
-/// Tokens of the smallest pages that TMA reads in place.
-inline constexpr int sm90_least_page = 16;
 
 struct Sm90Params : PrefillParams {
   /// Codes: (row bytes, heads * slots). 16 bits, in place: (channels, tokens, heads, sequences).
@@ -44,8 +53,7 @@ struct Sm90Params : PrefillParams {
   isa::Element q_input = isa::Element::bf16;  ///< raw queries, of which q_map is then
 };
 
-/// Consumer warpgroups of 64 rows each, one producer; tiles of 128 keys, or 64 for 16-bit V of
-/// more than 128 channels. A stage of the ring holds K of a tile with its scales and V's tables,
+/// Consumer warpgroups of 64 rows each, one producer; tiles of 128 keys, or 64 (Sm90Config::keys()). A stage of the ring holds K of a tile with its scales and V's tables,
 /// and V of the tile before, which is multiplied in the same step.
 template <Sm90Config C>
 struct Sm90Shape {
@@ -85,8 +93,9 @@ struct Sm90Shape {
   /// the output among those that follow, up to the last.
   static constexpr int join_after = give_after, join_until = u8 ? 13 : 16;
   static_assert(!shared_p || (turns && join_after <= look_after));
-  static constexpr int d = C.d, keys = C.keys(), consumers = C.consumers, rows = C.rows();
-  static constexpr int m_tiles = 1, warp_rows = 16, n_tiles = keys / 8, d_tiles = d / 8;
+  static constexpr int d = C.d, dv = C.dv(), keys = C.keys();
+  static constexpr int consumers = C.consumers, rows = C.rows();
+  static constexpr int m_tiles = 1, warp_rows = 16, n_tiles = keys / 8, d_tiles = dv / 8;
   static_assert(!shared_p || (look_after < n_tiles && join_until <= n_tiles));
   /// setmaxnreg's; a multiprocessor has 64 Ki.
   static constexpr int consumer_registers = three ? 160 : wide_pv ? 224 : 240;
@@ -98,28 +107,28 @@ struct Sm90Shape {
   static constexpr int halves = keys / slot_tile;    ///< prepared V tiles in one of ours
 
   // A row of Q or K.
-  static constexpr int qk_row = d * (wide_qk ? 2 : 1);
-  static constexpr int qk_panel = qk_row < sm90_panel ? qk_row : sm90_panel;
-  static constexpr int qk_panels = qk_row / qk_panel;
+  static constexpr int qk_row = C.qk_row(), qk_panel = C.qk_panel();
+  static constexpr int qk_panels = (qk_row + qk_panel - 1) / qk_panel;
+  static_assert(qk_row % 32 == 0 && dv % 32 == 0);
   static constexpr isa::Swizzle qk_swizzle =
       qk_panel == 64 ? isa::Swizzle::bytes64 : isa::Swizzle::bytes128;
   static constexpr int qk_stride = 8 * qk_panel;  ///< bytes of 8 rows
 
   // V. Codes: channels are rows of 64 keys; e4m3 has eight more, whose product is the sum of P.
   // 16 bits: keys are rows, in panels of 64 channels.
-  static constexpr int v_channels = d + (e4m3_pv ? 8 : 0);
+  static constexpr int v_channels = dv + (e4m3_pv ? 8 : 0);
   /// P V of so many channels, and what comes with the last, has room beside the output and P; with
   /// more than one part Q K^T waits for all of them.
-  static constexpr int part_channels = d < 128 || three ? 64 : 128,
-                       v_parts = wide_pv ? 1 : d / part_channels;
+  static constexpr int part_channels = three ? 64 : dv > 128 ? dv / 2 : dv,
+                       v_parts = wide_pv ? 1 : dv / part_channels;
   static constexpr int v_row = wide_pv ? sm90_panel : slot_tile;
-  static constexpr int v_panels = wide_pv ? 2 * d / sm90_panel : halves;
+  static constexpr int v_panels = wide_pv ? (2 * dv + sm90_panel - 1) / sm90_panel : halves;
   static constexpr int v_stride = 8 * v_row;
   static constexpr isa::Swizzle v_swizzle =
       wide_pv ? isa::Swizzle::bytes128 : isa::Swizzle::bytes64;
 
   // Bytes of one copy.
-  static constexpr TileOffsets record = tile_offsets(d);
+  static constexpr TileOffsets record = tile_offsets(dv);
   static constexpr int q_panel_bytes = 64 * qk_panel, q_bytes = qk_panels * q_panel_bytes;
   static constexpr int k_panel_bytes = keys * qk_panel, k_bytes = qk_panels * k_panel_bytes;
   static constexpr int v_bytes = wide_pv ? keys * v_row : v_channels * slot_tile;  ///< a panel
@@ -152,13 +161,13 @@ struct Sm90Shape {
   static constexpr bool raw_queries = C.raw_queries;
   static_assert(!raw_queries || (!wide_pv && d <= 128 && !shared_p));
   static constexpr int encoders = 3, encoder_rows = 4;  ///< warps; rows of each at a time
-  static constexpr int raw_panels = raw_queries ? d / 64 : 0, raw_panel_bytes = 64 * sm90_panel;
+  static constexpr int raw_panels = raw_queries ? (d + 63) / 64 : 0, raw_panel_bytes = 64 * sm90_panel;
   static constexpr int raw_bytes = raw_panels * raw_panel_bytes;
   static constexpr int q_at = 0, ring_at = q_at + q_buffers * q_bytes;
   static constexpr int limit = 232448;  ///< sm_90 has 227 KiB a block
-  /// P of 64 rows, in panels of 128 bytes of each; where the rows leave, if there is no more room.
+  /// P of 64 rows, in panels of 128 bytes of each; where the rows leave, if more stages fit so.
   static constexpr int p_row = keys * (wide_pv ? 2 : 1), p_panel_bytes = 64 * sm90_panel;
-  static constexpr bool p_over_out = wide_pv && d > 64;
+  static constexpr bool p_over_out = (wide_pv && dv > 64) || d > 128;
   static constexpr int p_group_bytes = 64 * (p_over_out ? out_row : p_row);
   static constexpr int p_bytes = shared_p && !p_over_out ? consumers * p_group_bytes : 0;
   static_assert(!shared_p || (!three && v_parts == 1 && p_group_bytes >= 64 * p_row));

@@ -37,11 +37,12 @@ Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
 /// Long rows want P in shared memory, where there is such a kernel: bf16, D 128, 3 to 9 % from 4096
 /// keys on (H100), 2 % less than nothing at 1024.
 const Sm90Instance* find(const Problem& p, const Recipe& r) {
-  const int widest = std::max<int>(p.d, p.dv), d = widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
+  const Sm90Dims dims = sm90a_dims(p);
   const Element pv = r.v == Format::f16 ? Element::f16 : Element::bf16;
   const int asked = spread_override().shared_p;
   const bool shared_p = asked >= 0 ? asked > 0 : average_keys(p) >= 4096;
-  return find_sm90a({d, r.qk == Format::s8 ? Element::s8 : pv, pv, false, 2, shared_p});
+  const Element qk = r.qk == Format::s8 ? Element::s8 : pv;
+  return find_sm90a({dims.d, qk, pv, false, 2, shared_p, dims.dv});
 }
 
 Status supports(const Problem& p) {
@@ -93,7 +94,7 @@ std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
     if (a.q8.codes == nullptr || a.k8.codes == nullptr) return "codes in place";
     if (std::string e = map_codes(c, p, a); !e.empty()) return e;
   }
-  return map_rows(a.v, c.d, c.keys(), a.v_map);
+  return map_rows(a.v, c.dv(), c.keys(), a.v_map);
 }
 
 Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
