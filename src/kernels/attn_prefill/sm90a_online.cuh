@@ -67,16 +67,20 @@ struct Sm90Online : Sm90Rows<C> {
   /// the end, which hold anything, and of a half that the block mask forbids.
   QATTN_DEVICE bool is_edge(int tile, SharedAddress stage, Scales& x) const {
     std::uint32_t flags = 0;
+    bool bad = false;
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       const bool exists = this->has_half(h, x.flags, tile);
-      if constexpr (!S::wide_qk) x.k[h] = exists ? x.k[h] : 0.0f;
+      if constexpr (!S::wide_qk) {
+        x.k[h] = exists ? x.k[h] : 0.0f;
+        bad |= tile::is_nan(x.k[h]);
+      }
       if constexpr (S::e4m3_pv) {
         const SharedAddress tail = stage + S::tail_at + h * S::tail_bytes;
         if (exists) flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at) & tile_has_bad;
       }
     }
-    return flags == 0 && !this->params.general;
+    return flags == 0 && !this->params.general && !isa::any(bad);
   }
 
   // ---- The plain tile -------------------------------------------------------------------------
@@ -175,12 +179,18 @@ struct Sm90Online : Sm90Rows<C> {
 
   // ---- Other tiles ----------------------------------------------------------------------------
 
-  /// P from scores in units of log2, -infinity where a row does not see the key.
-  QATTN_DEVICE void attend_scores(Scores& y) {
+  /// P from scores, of which `scale` makes such in units of log2; -infinity where a row does not
+  /// see the key.
+  QATTN_DEVICE void attend_scores(Scores& y, const float (&scale)[S::halves][R]) {
     float top[R], offset[R];
 #pragma unroll
-    for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
-    tile::each_score(y, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int h = 0; h < S::halves; ++h) {
+        const float score = this->largest_of(&y[0][half_tiles * h][2 * r]) * scale[h][r];
+        top[r] = h == 0 ? score : fmaxf(top[r], score);
+      }
+    }
     this->row_maxima(top);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -193,33 +203,22 @@ struct Sm90Online : Sm90Rows<C> {
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       exponentiate(
-          h, [&](int n, int i) { return y[0][n][i] + offset[i / 2]; }, [](int, std::uint32_t) {});
+          h, [&](int n, int i) { return fmaf(y[0][n][i], scale[h][i / 2], offset[i / 2]); },
+          [](int, std::uint32_t) {});
     }
   }
 
   /// A tile that is plain but for bounds.
   QATTN_DEVICE void attend_edge(const Products& s, const Scales& x, int tile) {
     Scores y;
-    tile::ScoreRow rows[R];
     float scale[S::halves][R];
+    this->edge_products(s, this->edge_bounds(x.flags, tile), y);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      rows[r] = this->edge_row(r, x.flags, tile);
 #pragma unroll
-      for (int h = 0; h < S::halves; ++h) scale[h][r] = this->row_scale[r] * x.k[h];
+      for (int h = 0; h < S::halves; ++h) scale[h][r] = this->edge_scale(r, x.k[h]);
     }
-#pragma unroll
-    for (int n = 0; n < S::n_tiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = i / 2, h = 8 * n / slot_tile, j = tile + 8 * n + lane % 4 * 2 + i % 2;
-        float score = isa::to_float(s[4 * n + i]) * scale[h][r];
-        // An infinity of a 16-bit product must not look like a masked score.
-        if (S::wide_qk && score == -tile::infinity()) score = tile::quiet_nan();
-        y[0][n][i] = j >= rows[r].begin && j < rows[r].end ? score : -tile::infinity();
-      }
-    }
-    attend_scores(y);
+    attend_scores(y, scale);
   }
 
   /// Masks, biases, tokens of V that are not numbers.
@@ -240,10 +239,12 @@ struct Sm90Online : Sm90Rows<C> {
                                                   key / slot_tile * S::tail_bytes + S::plain_at +
                                                   4 * (key % slot_tile)));
     };
-    this->finish_scores(
-        s, tile, key_scale, [](Scores&) {}, bad_value);
+    this->finish_scores(s, tile, key_scale, [](Scores&) {}, bad_value);
     this->hide_half(s, facts.flags);
-    attend_scores(s);
+    float one[S::halves][R];
+#pragma unroll
+    for (int h = 0; h < S::halves; ++h) one[h][0] = one[h][1] = 1.0f;
+    attend_scores(s, one);
   }
 
   /// V's scales, of which there is one a channel.

@@ -89,6 +89,55 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
     return row;
   }
 
+  /// What this thread's rows see of an edge tile, in keys behind the thread's first: its keys have
+  /// fixed places in the tile, so that bounds meet constants.
+  struct EdgeBounds {
+    int begin[R], end[R];
+    bool late;   ///< a row of the warp begins inside the tile
+    bool upper;  ///< and one sees keys of the second half
+  };
+  QATTN_DEVICE EdgeBounds edge_bounds(std::uint32_t flags, int tile) const {
+    const int mine = tile + this->lane % 4 * 2;
+    EdgeBounds b;
+    bool late = false, upper = false;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const tile::ScoreRow row = edge_row(r, flags, tile);
+      b.begin[r] = row.begin - mine, b.end[r] = row.end - mine;
+      late |= b.begin[r] > 0, upper |= b.end[r] > slot_tile;
+    }
+    b.late = isa::any(late), b.upper = isa::any(upper);
+    return b;
+  }
+  /// Products, -infinity where a row does not see the key.
+  template <class Product>
+  QATTN_DEVICE void edge_products(const Product* s, const EdgeBounds& b,
+                                  typename Base::Scores& y) const {
+#pragma unroll
+    for (int n = 0; n < S::n_tiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float x = isa::to_float(s[4 * n + i]);
+        // An infinity of a 16-bit product must not look like a masked score.
+        if (S::wide_qk && x == -tile::infinity()) x = tile::quiet_nan();
+        y[0][n][i] = 8 * n + i % 2 < b.end[i / 2] ? x : -tile::infinity();
+      }
+    }
+    if (!b.late) return;
+#pragma unroll
+    for (int n = 0; n < S::n_tiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (8 * n + i % 2 < b.begin[i / 2]) y[0][n][i] = -tile::infinity();
+      }
+    }
+  }
+  /// From those to scores in units of log2. Not 0, which -infinity does not survive; nor does it
+  /// NaN, so that such keys make a tile a special one.
+  QATTN_DEVICE float edge_scale(int r, float key_scale) const {
+    return fmaxf(this->row_scale[r] * key_scale, formats::kMinNormal);
+  }
+
   /// Hides what the block mask forbids of scores that are ready.
   QATTN_DEVICE static void hide_half(typename Base::Scores& s, std::uint32_t flags) {
     if (flags >> hidden_at == 0) return;
