@@ -39,6 +39,10 @@ def test_flop_by_hand():
     # Two queries over four keys see 3 and 4 of 8 pairs; by the rule of halves 8 - 2.
     assert shapes.parse_custom("1,1,1,2,4,8,causal").flop() == 4 * 8 * 6
     assert shapes.parse_custom("1,1,1,6,6,8,causal").flop() == 4 * 8 * 18
+    # A narrower V: 8 channels of scores, 6 of the output.
+    narrow = shapes.parse_custom("2,4,2,3,5,8,6")
+    assert narrow.flop() == 2 * 2 * 4 * (8 + 6) * 15 and narrow.elements_kv() == 2 * 2 * 5 * 14
+    assert "D8/6 full" in narrow.name
 
 
 def test_groups_are_what_they_say():
@@ -54,7 +58,9 @@ def test_groups_are_what_they_say():
     assert all(s.queries == 1 for s in shapes.GROUPS["decode"])
 
 
-@pytest.mark.parametrize("text", ["1,2,3", "1,3,2,4,4,8", "1,1,1,8,4,8,causal", "1,1,1,4,4,x", ""])
+@pytest.mark.parametrize(
+    "text", ["1,2,3", "1,3,2,4,4,8", "1,1,1,8,4,8,causal", "1,1,1,4,4,x", "1,1,1,4,4,8,0", ""]
+)
 def test_bad_shapes_are_refused(text):
     with pytest.raises(ValueError, match="shape"):
         shapes.parse_custom(text)
@@ -156,7 +162,7 @@ def test_choices_of_plans_on_the_emulated_gpu(library, tmp_path):
     assert len(rows) == 1 and rows[0][:2] == ["1 of 700, B 2, 8/2", "int8_full"]
 
 
-def cells_of(asked, library, folder, dim=64):
+def cells_of(asked, library, folder, dim="64"):
     """{(candidate, step): cell} of a small shape on the emulated GPU."""
     path = folder / "record.json"
     done = bench(
@@ -194,7 +200,7 @@ def test_cells_tell_which_variant_ran(library, tmp_path):
 
 def test_cells_tell_where_p_lies(library, tmp_path):
     asked = ["int8_full", "int8_full+shared_p=0", "bf16", "bf16+shared_p=1"]
-    cells = cells_of(asked, library, tmp_path, dim=128)
+    cells = cells_of(asked, library, tmp_path, dim="128")
     whole, alone = cells["int8_full", "e2e"], cells["int8_full", "kernel"]
     assert whole["q_codes_in_kernel"] and whole["shared_p"] == 0
     # The attention kernels alone find Q's codes made.
@@ -202,6 +208,13 @@ def test_cells_tell_where_p_lies(library, tmp_path):
     assert "has P in the other place" in cells[asked[1], "e2e"]["refused"]
     assert [cells[name, "e2e"]["shared_p"] for name in asked[2:]] == [0, 1]
     assert cells[asked[2], "e2e"]["nrmse"] == cells[asked[3], "e2e"]["nrmse"]
+
+
+def test_a_narrower_v_on_the_emulated_gpu(library, tmp_path):
+    cells = cells_of(["int8_full", "bf16"], library, tmp_path, dim="192,128")
+    assert cells["int8_full", "kernel"]["nrmse"] < 3e-2 and cells["bf16", "e2e"]["nrmse"] < 1e-2
+    assert cells["int8_full", "kernel"]["bytes_kv"] == 200 * (192 + 128)
+    assert cells["int8_full", "kernel"]["shape"]["dim_v"] == 128
 
 
 def test_a_run_on_the_emulated_gpu(library, tmp_path):
