@@ -19,6 +19,8 @@ def find(row, record):
     """Milliseconds of what the row predicts; None if the record does not have it."""
     for cell in record.cells:
         shape = {k: v for k, v in cell["shape"].items() if k != "group"}
+        if shape.get("dim_v") == 0:  # as dim; the model has no others
+            del shape["dim_v"]
         if (
             cell.measured
             and shape == row["shape"]
