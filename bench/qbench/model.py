@@ -3,6 +3,7 @@
 The times come from the records, not from the model's file: a new record needs no new model.
 """
 
+import dataclasses
 import json
 
 from .record import RESULTS, markdown
@@ -17,13 +18,11 @@ def models():
 
 def find(row, record):
     """Milliseconds of what the row predicts; None if the record does not have it."""
+    wanted = Shape("model", **row["shape"])
     for cell in record.cells:
-        shape = {k: v for k, v in cell["shape"].items() if k != "group"}
-        if shape.get("dim_v") == 0:  # as dim; the model has no others
-            del shape["dim_v"]
         if (
             cell.measured
-            and shape == row["shape"]
+            and dataclasses.replace(cell.shape, group="model") == wanted
             and (cell["candidate"], cell["step"]) == (row["recipe"], row["step"])
             # Records of before kernels were named are of the best, as the model's rows.
             and cell.get("kernel", row["kernel"]) == row["kernel"]
