@@ -87,20 +87,21 @@ def tables(runs):
 
 def section():
     """Lines of docs/PERFORMANCE.md."""
-    if (found := tool_record(NAME)) is None:
+    names = [path.name for path in sorted(RESULTS.glob("smoothing-*.json"))]
+    if not names:
         return []
-    record, p = found
-    return [
+    lines = [
         "",
         "## K's mean, a sequence or a tile",
         "",
-        f"{measured_on(p)}, `{NAME}` "
-        f"(`bench/bench.py smoothing`): Q, K and V of `{RECIPE}`, heads {HEADS}, D {DIM}, "
+        f"`bench/bench.py smoothing`: Q, K and V of `{RECIPE}`, heads {HEADS}, D {DIM}, "
         "quantised with K's mean over its sequence, which reads K twice, and with none. A mean of "
         f"each {TILE} keys would save at most the difference, and cost at least the products of Q "
-        "with those means, in bf16, which the attention would have to read and add besides."
-        + (f" Left out: {p['left_out']}." if "left_out" in p else "")
-        + clocks_text(p),
-        "",
-        *tables(record["runs"]),
+        "with those means, in bf16, which the attention would have to read and add besides.",
     ]
+    for name in names:
+        record, p = tool_record(name)
+        left_out = f" Left out: {p['left_out']}." if "left_out" in p else ""
+        about = f"{measured_on(p)}, `{name}`.{left_out}{clocks_text(p)}"
+        lines += ["", about, "", *tables(record["runs"])]
+    return lines

@@ -176,6 +176,32 @@ TEST_P(HopperBadKeys, SpoilWhoSeesThem) {
   EXPECT_GT(hidden, 0);
 }
 
+/// Rows whose scores all lie below the floats become NaN in every tile, edge tiles among them: no
+/// row looks as if it saw nothing.
+TEST(HopperScores, BeyondFloatsAreNotHidden) {
+  const OnArchitecture on(90);
+  for (const char* name : {"int8_full", "int8_fp8", "fp8", "int8", "bf16"}) {
+    for (const std::int64_t keys : {100, 128, 228}) {
+      SCOPED_TRACE(std::string(name) + " " + std::to_string(keys));
+      Recipe recipe = *recipe_named(name);
+      recipe.smooth_k = Toggle::off;
+      Feature f = with_inputs(Feature(), recipe, Format::bf16);
+      f.heads_q = f.heads_k = 1, f.sq = {70}, f.sk = {keys};
+      f.options.softmax_scale = 100;
+      const Call call = make_call(f, 3);
+      Laid laid = lay_out(call, f.how);
+      for (std::int64_t c = 0; c < call.dim; ++c) {
+        for (std::int64_t i = 0; i < f.sq[0]; ++i) poke(laid, call, Operand::q, 0, 0, i, c, 1e18);
+        for (std::int64_t j = 0; j < keys; ++j) poke(laid, call, Operand::k, 0, 0, j, c, -1e18);
+      }
+      const Outcome now = run_emulated(call, laid, recipe, every_timing().first(1));
+      EXPECT_EQ(now.plan.find("portable"), std::string::npos) << now.plan;
+      for (const float x : now.out) ASSERT_TRUE(std::isnan(x)) << x;
+      for (const float x : now.lse) ASSERT_TRUE(std::isnan(x)) << x;
+    }
+  }
+}
+
 /// What the kernels leave to the portable one says so.
 TEST(HopperPlan, NamesThePortableKernel) {
   const OnArchitecture on(90);

@@ -14,7 +14,7 @@ struct Heads {
 constexpr Heads rotation[] = {{64, 64},  {128, 128}, {64, 64}, {80, 80},
                               {128, 64}, {64, 128},  {64, 64}, {96, 96}};
 constexpr Heads every_shape[] = {{64, 64},   {80, 80},  {96, 96},  {128, 128}, {200, 200},
-                                 {256, 256}, {64, 128}, {128, 64}, {96, 200}};
+                                 {256, 256}, {64, 128}, {128, 64}, {96, 200},  {64, 192}};
 
 template <class Edit>
 void add(std::vector<Feature>& rows, const std::string& name, Edit edit) {
@@ -367,11 +367,13 @@ void add_families(std::vector<Cell>& all) {
 
 /// 8-bit V of more than 128 channels: P V in parts, and one buffer of Q.
 void add_wide_codes(std::vector<Cell>& all) {
+  std::size_t n = 0;
   for (const Feature& row : rows_of_variants()) {
     for (const Recipe& recipe : gpu_recipes()) {
       if (!has_codes(recipe.v) || !row.applies(recipe)) continue;
       Feature f = with_inputs(row, recipe, Format::bf16);
       f.dim = 200, f.dim_v = 248, f.name += "_wide_codes";
+      if (n++ % 4 == 0) f.how.strides = Strides::odd;
       Cell cell = cell_of(recipe, f, "");
       cell.architecture = 90;
       all.push_back(std::move(cell));

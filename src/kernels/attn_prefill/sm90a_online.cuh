@@ -182,16 +182,19 @@ struct Sm90Online : Sm90Rows<C> {
   /// P from scores, of which `scale` makes such in units of log2; -infinity where a row does not
   /// see the key.
   QATTN_DEVICE void attend_scores(Scores& y, const float (&scale)[S::halves][R]) {
-    float top[R], offset[R];
+    float top[R], most[R], offset[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
 #pragma unroll
       for (int h = 0; h < S::halves; ++h) {
-        const float score = this->largest_of(&y[0][half_tiles * h][2 * r]) * scale[h][r];
+        const float largest = this->largest_of(&y[0][half_tiles * h][2 * r]);
+        const float score = largest * scale[h][r];
         top[r] = h == 0 ? score : fmaxf(top[r], score);
+        most[r] = h == 0 ? largest : fmaxf(most[r], largest);
       }
     }
     this->row_maxima(top);
+    this->spoil_overflow(most, top);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float next = fmaxf(max[r], top[r]), ref = this->reference(next);

@@ -22,9 +22,9 @@ struct Sm90Config {
   /// Q comes in 16 bits, and the kernel makes its codes, with scales per token. Kernels of their
   /// own, for the code moves ptxas's order of the other warps' loops.
   bool raw_queries = false;
-  int consumers = 2;                                     ///< warpgroups of 64 query rows
-  bool shared_p = false;                                 ///< Sm90Shape::shared_p
-  int v = 0;                                             ///< padded head dimension of V; 0: d
+  int consumers = 2;      ///< warpgroups of 64 query rows
+  bool shared_p = false;  ///< Sm90Shape::shared_p
+  int v = 0;              ///< padded head dimension of V; 0: d
   constexpr int dv() const { return v > 0 ? v : d; }
   constexpr int rows() const { return 64 * consumers; }  ///< of a block of work
   /// Of a tile. Wide rows of 16 bits leave room for no more. (Codes of Q and K beside 16-bit V, D
@@ -53,8 +53,9 @@ struct Sm90Params : PrefillParams {
   isa::Element q_input = isa::Element::bf16;  ///< raw queries, of which q_map is then
 };
 
-/// Consumer warpgroups of 64 rows each, one producer; tiles of 128 keys, or 64 (Sm90Config::keys()). A stage of the ring holds K of a tile with its scales and V's tables,
-/// and V of the tile before, which is multiplied in the same step.
+/// Consumer warpgroups of 64 rows each, one producer; tiles of Sm90Config::keys(). A stage of the
+/// ring holds K of a tile with its scales and V's tables, and V of the tile before, which is
+/// multiplied in the same step.
 template <Sm90Config C>
 struct Sm90Shape {
   static constexpr bool wide_qk = isa::is_16bit(C.qk), wide_pv = isa::is_16bit(C.pv);
@@ -119,7 +120,9 @@ struct Sm90Shape {
   static constexpr int v_channels = dv + (e4m3_pv ? 8 : 0);
   /// P V of so many channels, and what comes with the last, has room beside the output and P; with
   /// more than one part Q K^T waits for all of them.
-  static constexpr int part_channels = three ? 64 : dv > 128 ? dv / 2 : dv,
+  static constexpr int part_channels = three      ? 64
+                                       : dv > 128 ? dv / 2
+                                                  : dv,
                        v_parts = wide_pv ? 1 : dv / part_channels;
   static constexpr int v_row = wide_pv ? sm90_panel : slot_tile;
   static constexpr int v_panels = wide_pv ? (2 * dv + sm90_panel - 1) / sm90_panel : halves;
@@ -161,7 +164,8 @@ struct Sm90Shape {
   static constexpr bool raw_queries = C.raw_queries;
   static_assert(!raw_queries || (!wide_pv && d <= 128 && !shared_p));
   static constexpr int encoders = 3, encoder_rows = 4;  ///< warps; rows of each at a time
-  static constexpr int raw_panels = raw_queries ? (d + 63) / 64 : 0, raw_panel_bytes = 64 * sm90_panel;
+  static constexpr int raw_panels = raw_queries ? (d + 63) / 64 : 0;
+  static constexpr int raw_panel_bytes = 64 * sm90_panel;
   static constexpr int raw_bytes = raw_panels * raw_panel_bytes;
   static constexpr int q_at = 0, ring_at = q_at + q_buffers * q_bytes;
   static constexpr int limit = 232448;  ///< sm_90 has 227 KiB a block

@@ -138,6 +138,17 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
     return fmaxf(this->row_scale[r] * key_scale, formats::kMinNormal);
   }
 
+  /// Rows of an edge tile whose scores all lie below the floats, though they see a key: no number
+  /// is their result. `largest`: of the products that this thread has of a row; `top`: of its
+  /// scores.
+  QATTN_DEVICE void spoil_overflow(const float (&largest)[R], const float (&top)[R]) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const bool hidden = largest[r] == -tile::infinity();
+      if (top[r] == -tile::infinity() && !hidden) this->sum[r] = tile::quiet_nan();
+    }
+  }
+
   /// Hides what the block mask forbids of scores that are ready.
   QATTN_DEVICE static void hide_half(typename Base::Scores& s, std::uint32_t flags) {
     if (flags >> hidden_at == 0) return;

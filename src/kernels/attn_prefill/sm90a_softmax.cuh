@@ -179,7 +179,7 @@ struct Sm90Softmax : Sm90Rows<C> {
   QATTN_DEVICE void attend_edge(const Products& s, const Scales& x, int tile) {
     const auto bounds = this->edge_bounds(x.flags, tile);
     Scores y;
-    float scale[S::halves][R], top[R];
+    float scale[S::halves][R], top[R], most[R];
     this->edge_products(s, bounds, y);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -189,9 +189,11 @@ struct Sm90Softmax : Sm90Rows<C> {
         const float largest = this->largest_of(&y[0][half_tiles * h][2 * r]);
         const float score = fmaf(largest, scale[h][r], x.v_log[h]);
         top[r] = h == 0 ? score : fmaxf(top[r], score);
+        most[r] = h == 0 ? largest : fmaxf(most[r], largest);
       }
     }
     this->row_maxima(top);
+    this->spoil_overflow(most, top);
     raise(top);
     float ref[R];
 #pragma unroll
