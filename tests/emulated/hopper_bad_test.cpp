@@ -1,5 +1,6 @@
 // NaN and Inf in operands of Hopper's kernels for 16-bit V, where windows, masks and pages decide
-// who sees them: rows that do become NaN, all others stay what they were.
+// who sees them: rows that do become NaN, all others stay what they were. And scores below the
+// floats in all of Hopper's kernels.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -365,7 +365,8 @@ void add_families(std::vector<Cell>& all) {
   }
 }
 
-/// 8-bit V of more than 128 channels: P V in parts, and one buffer of Q.
+/// 8-bit V of more than 128 channels: P V in parts, and one buffer of Q; every fourth with rows at
+/// odd addresses, whose output leaves an element at a time.
 void add_wide_codes(std::vector<Cell>& all) {
   std::size_t n = 0;
   for (const Feature& row : rows_of_variants()) {
