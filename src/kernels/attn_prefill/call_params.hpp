@@ -120,7 +120,6 @@ inline PrefillParams params_of(const Problem& p, const Prepared& prepared, int r
   const std::int64_t blocks = row_blocks(p, rows);
   a.q_blocks = static_cast<std::int32_t>(p.varlen_q ? blocks : (p.max_q + rows - 1) / rows);
   a.works = static_cast<std::int32_t>(blocks * p.heads_q);
-  a.heads_first = p.window_right >= 0;
   a.error = error;
   return a;
 }

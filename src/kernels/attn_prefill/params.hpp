@@ -78,8 +78,8 @@ struct PrefillParams {
   std::int32_t group = 1;                           ///< query heads per KV head
   /// Blocks of rows: of the longest sequence; of packed queries as tile::block_count() has them.
   std::int32_t q_blocks = 0;
-  bool heads_first = false;        ///< order of the grid: longest query blocks of all heads first
-  std::uint32_t* error = nullptr;  ///< sticky error word of the device
+  std::int32_t together = 0, rising = 0, folded = 0;  ///< WorkOrder
+  std::uint32_t* error = nullptr;         ///< sticky error word of the device
   /// 16-bit Q and K, plain variant: the first key of a tile that holds NaN or Inf (else no_key),
   /// one number a warp, [heads_kv][slots / 64][4].
   std::int32_t* bad_keys = nullptr;

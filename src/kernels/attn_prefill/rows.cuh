@@ -71,6 +71,14 @@ QATTN_DEVICE void take_split(const PrefillParams& p, PrefillWork& w) {
   w.key_end = end < w.key_end ? end : w.key_end;
 }
 
+/// Where the order is folded (WorkOrder), multiprocessors take each second turn's works backwards.
+QATTN_DEVICE int unfold(const PrefillParams& p, int index) {
+  if (p.folded == 0) return index;
+  const int turn = index / p.folded, first = turn * p.folded;
+  const int works = p.works - first < p.folded ? p.works - first : p.folded;
+  return turn % 2 == 0 ? index : 2 * first + works - 1 - index;
+}
+
 /// Work number `index` of p.works, in blocks of `rows`; tiles of `keys`.
 QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows, int keys) {
   PrefillWork w;
@@ -79,10 +87,15 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   if (p.splits > 1) w.split = index % p.splits, index /= p.splits;
   const int heads = p.pack > 1 ? p.q.heads / p.pack : p.q.heads;
   const bool packed = p.packed_blocks != nullptr;
-  if (p.heads_first) {  // causal: the longest blocks of all heads start first
-    w.head = index % heads, index /= heads;
-    w.b = packed ? 0 : index % p.q.batches;
-    block = p.q_blocks - 1 - (packed ? index : index / p.q.batches);
+  if (p.together > 0) {  // as WorkOrder says
+    index = unfold(p, index);
+    const int all = packed ? heads : heads * p.q.batches;
+    const int group = index / (p.together * p.q_blocks), first = group * p.together;
+    const int members = all - first < p.together ? all - first : p.together;
+    index -= first * p.q_blocks;
+    const int turn = index / members, head = first + index - turn * members;
+    block = (group + p.rising) % 2 == 0 ? p.q_blocks - 1 - turn : turn;
+    w.b = packed ? 0 : head / heads, w.head = head - w.b * heads;
   } else {  // neighbours share K and V in L2
     block = index % p.q_blocks, index /= p.q_blocks;
     w.head = index % heads, w.b = index / heads;

@@ -238,12 +238,15 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
   limits.rows = tile_rows(c), limits.channels = c.d;
   limits.blocks = isa::multiprocessors() * (c.d == 64 ? 3 : 2);
   plan->spread = plan_spread(p, plan->recipe, limits, plan->workspace);
+  if (plan->spread.rows == 0) {
+    plan->order = plan_order(p, {limits.rows, limits.blocks, read_bytes(plan->recipe), false});
+  }
   plan->packed = plan_packed(p, tile_rows(c), plan->workspace);
   plan->error = isa::error_word();
   plan->text = "variant: " + std::string(c.general ? "general" : "plain") + " d" +
                std::to_string(c.d) + "\ntile: " + std::to_string(tile_rows(c)) + " rows x " +
                std::to_string(tile_keys) + " keys\ntile_keys: " + std::to_string(tile_keys) + "\n" +
-               text_of(plan->spread);
+               text_of(plan->spread) + text_of(plan->order);
   return plan;
 }
 
@@ -256,6 +259,7 @@ Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Strea
                                    tile_rows(instance.config), plan.error);
   if (params.works == 0) return {};
   set_spread(plan.spread, tile_rows(instance.config), workspace, params);
+  set_order(plan.order, params);
   const bool notes = notes_bad_keys(instance.config);
   if (notes) {
     params.bad_keys =

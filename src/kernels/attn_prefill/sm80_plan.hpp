@@ -3,6 +3,7 @@
 
 #include "core/problem.hpp"
 #include "kernels/attn_prefill/gpu.hpp"
+#include "kernels/attn_prefill/order.hpp"
 #include "kernels/attn_prefill/params.hpp"
 #include "kernels/attn_prefill/spread.hpp"
 
@@ -20,10 +21,13 @@ struct PrefillPlan : GpuPlan {
   const PrefillInstance *plain = nullptr, *general = nullptr;
   std::size_t bad_keys = 0;  ///< offset in the workspace
   Spread spread;
+  WorkOrder order;
 };
 
 /// Is an operand of the format quantised?
 inline bool coded(Format format) { return format == Format::s8 || format == Format::e4m3; }
+/// Of a key's and a value's channel together, as kernels read them.
+inline int read_bytes(const Recipe& r) { return (coded(r.qk) ? 1 : 2) + (coded(r.v) ? 1 : 2); }
 
 /// Does the plain variant serve the call with these addresses, strides and values?
 bool is_plain(const Problem& problem, const Recipe& recipe);

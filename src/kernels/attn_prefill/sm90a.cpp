@@ -35,6 +35,7 @@ struct Sm90Plan : GpuPlan {
   const Sm90Instance* raw = nullptr;  ///< the same for Q in 16 bits, if there is one
   int multiprocessors = 1;
   Spread spread;
+  WorkOrder order;
 };
 
 Recipe resolve(const Problem& problem) {
@@ -183,6 +184,7 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
   params.general = is_general(p, plan.recipe);
   if (params.works == 0) return {};
   set_spread(plan.spread, rows, workspace, params);
+  set_order(plan.order, params);
   const Sm90Instance& instance = handover.raw_queries ? *plan.raw : *plan.instance;
   if (handover.raw_queries) {
     params.q = rows_of(p, Role::q);
@@ -211,7 +213,11 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->instance = find(p, plan->recipe, false, consumers);
   plan->raw = find(p, plan->recipe, true, consumers);
   plan->gains_by_encoding = gains_by_encoding(p, plan->recipe, plan->instance->config);
-  plan->text = sm90a_text(plan->instance->config) + text_of(plan->spread);
+  if (plan->spread.rows == 0) {
+    plan->order = plan_order(
+        p, {plan->instance->config.rows(), plan->multiprocessors, read_bytes(plan->recipe)});
+  }
+  plan->text = sm90a_text(plan->instance->config) + text_of(plan->spread) + text_of(plan->order);
   plan->packed = plan_packed(p, plan->instance->config.rows(), plan->workspace);
   if (leaves_queries(*plan, p)) {  // by the other kernel, whose P may be elsewhere
     plan->text += "q_codes: in the attention kernel\nq_codes_shared_p: " +

@@ -6,6 +6,7 @@
 
 #include "isa/launch.hpp"
 #include "kernels/attn_prefill/gpu.hpp"
+#include "kernels/attn_prefill/order.hpp"
 #include "kernels/attn_prefill/sm90a_params.hpp"
 #include "kernels/attn_prefill/spread.hpp"
 

@@ -22,7 +22,8 @@ struct WidePlan : GpuPlan {
   const Sm90Instance* instance = nullptr;
   int multiprocessors = 1;
   std::size_t bad_keys = 0, doubts = 0;  ///< offsets in the workspace
-  Spread spread;                         ///< of this kernel; the portable one has its own
+  Spread spread;  ///< of this kernel, as the order; the portable one has its own
+  WorkOrder order;
 
   const PrefillPlan& other() const { return static_cast<const PrefillPlan&>(*portable); }
 };
@@ -106,6 +107,7 @@ Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Strea
       params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), sm90a_rows, plan.error);
   if (params.works == 0) return {};
   set_spread(plan.spread, sm90a_rows, workspace, params);
+  set_order(plan.order, params);
   const Sm90Config& c = plan.instance->config;
   if (!serves(plan, p) || !make_maps(c, p, params).empty()) {
     return other.attend(other, p, workspace, stream, handover);
@@ -143,8 +145,12 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->workspace +=
       static_cast<std::size_t>(plan->spread.works) * doubt_stride * sizeof(std::uint32_t);
   plan->packed = plan_packed(p, sm90a_rows, plan->workspace);
+  if (plan->spread.rows == 0) {
+    plan->order = plan_order(p, {sm90a_rows, plan->multiprocessors, read_bytes(plan->recipe)});
+  }
   // What will run, as far as a plan can tell.
-  plan->text = serves(*plan, p) ? sm90a_text(plan->instance->config) + text_of(plan->spread)
+  plan->text = serves(*plan, p) ? sm90a_text(plan->instance->config) + text_of(plan->spread) +
+                                      text_of(plan->order)
                                 : "by the portable kernel\n" + plan->portable->text;
   return plan;
 }
