@@ -116,10 +116,13 @@ def steps_of(recipe, quantises):
 
 
 #: lines of a plan's text that tell which variant of a kernel runs; a plan says what applies to it
-NUMBERS = re.compile(r"^(splits|packed_heads|consumers|shared_p|tile_keys): (\d+)$", re.MULTILINE)
+NUMBERS = re.compile(
+    r"^(splits|packed_heads|heads_together|folded|consumers|shared_p|tile_keys): (\d+)$",
+    re.MULTILINE,
+)
 Q_CODES = re.compile(r"^q_codes: in the attention kernel$", re.MULTILINE)
 #: of the kernel that makes Q's codes, which is not the one that finds them made
-Q_CODES_NUMBERS = re.compile(r"^q_codes_(shared_p): (\d+)$", re.MULTILINE)
+Q_CODES_NUMBERS = re.compile(r"^q_codes_(shared_p|heads_together): (\d+)$", re.MULTILINE)
 
 
 def library_candidate(lib, recipe, io, shape, tensors, stream):

@@ -96,17 +96,19 @@ WorkOrder plan_order(const Problem& p, const Dealing& dealing) {
   if (each == 0) return {};
   const std::int64_t sequences = p.varlen_q ? p.batch : 1;  // that a head's blocks belong to
   const std::int64_t heads = p.varlen_q ? p.heads_q : p.heads_q * p.batch;
+  const auto heads_of = [&](std::int64_t turns) {
+    const std::int64_t n = turns * blocks * sequences / each / pair * pair;
+    return std::min(heads, std::max(pair, n));
+  };
   WorkOrder order;
   if (!dealing.in_turn) {
-    const std::int64_t turn = blocks * sequences / each;
-    order.together = static_cast<std::int32_t>(
-        std::min(heads, std::max(pair, turns_as_others_end * turn / pair * pair)));
+    order.together = static_cast<std::int32_t>(heads_of(turns_as_others_end));
     order.rising = is_rising(heads, order.together);
     return order;
   }
   const std::int64_t looked_at = std::clamp(most_turns * blocks / each, std::int64_t{1}, heads);
   double least = 0;
-  for (std::int64_t n = std::min(pair, heads);;
+  for (std::int64_t n = heads_of(dealing.least_turns);;
        n = std::min(heads, n + std::max(pair, n / 4 / pair * pair))) {
     const double turns = static_cast<double>(n * each / sequences) / blocks;
     const double spread = turn_cost * dealing.bytes * dealing.bytes * std::sqrt(turns);

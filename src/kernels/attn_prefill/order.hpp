@@ -27,6 +27,7 @@ struct Dealing {
   int blocks = 1;       ///< that run at a time
   int bytes = 2;        ///< of a key's and a value's channel together, as the kernel reads them
   bool in_turn = true;  ///< these blocks take all works in turn; false: a block starts as one ends
+  int least_turns = 0;  ///< works of a group, in turns of these blocks
 };
 WorkOrder plan_order(const Problem& problem, const Dealing& dealing);
 
