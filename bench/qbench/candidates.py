@@ -122,7 +122,7 @@ NUMBERS = re.compile(
 )
 Q_CODES = re.compile(r"^q_codes: in the attention kernel$", re.MULTILINE)
 #: of the kernel that makes Q's codes, which is not the one that finds them made
-Q_CODES_NUMBERS = re.compile(r"^q_codes_(shared_p|heads_together): (\d+)$", re.MULTILINE)
+Q_CODES_NUMBERS = re.compile(r"^q_codes_(shared_p|heads_together|folded): (\d+)$", re.MULTILINE)
 
 
 def library_candidate(lib, recipe, io, shape, tensors, stream):

@@ -104,6 +104,90 @@ TEST(WorkOrder, SharesOutEvenly) {
   }
 }
 
+/// Where fewer blocks run at a time than was thought, the longest have to start first, however few.
+TEST(WorkOrder, StartsWithTheLongest) {
+  for (const Shape& shape : {Shape{1, 8, 4096, 4096}, Shape{1, 1, 300, 300}}) {
+    PrefillParams p = params_of(shape, 128);
+    set_order(plan_order(problem_of(shape), {128, 256, 4, false}), p);
+    EXPECT_EQ(locate_work(p, 0, 128, tile_keys).first_row, (p.q_blocks - 1) * 128);
+  }
+}
+
+TEST(WorkOrder, TakesAsManyHeadsAsAsked) {
+  const Shape shape{16, 32, 1024, 1024};  // 8 blocks a head
+  const WorkOrder free = plan_order(problem_of(shape), {128, blocks_of_h100, 2});
+  const WorkOrder asked = plan_order(problem_of(shape), {128, blocks_of_h100, 2, true, 2});
+  EXPECT_LT(free.together, 32);
+  EXPECT_GE(asked.together, 32);
+}
+
+/// Sequences may have less than a token each, or be very many.
+TEST(WorkOrder, PackedSequences) {
+  for (const std::int64_t tokens : {1, 5, 1000, 1 << 20, 1 << 27}) {
+    for (const std::int64_t batch : {1, 7, 1 << 20}) {
+      Problem p = problem_of({1, 64, 4096, 4096});
+      p.varlen_q = p.varlen_k = true;
+      p.batch = batch, p.tokens_q = p.tokens_k = tokens;
+      for (const bool in_turn : {false, true}) {
+        const WorkOrder order = plan_order(p, {128, blocks_of_h100, 2, in_turn});
+        EXPECT_GE(order.together, in_turn ? 0 : 2);
+        EXPECT_LE(order.together, 64);
+      }
+    }
+  }
+}
+
+/// As imbalance(), of heads that have blocks of these costs; locate_work() would need a GPU's
+/// tables.
+double imbalance(const std::vector<int>& costs, int heads, const WorkOrder& order) {
+  std::vector<int> works;
+  bool rising = order.rising;
+  for (int first = 0; first < heads; first += order.together, rising = !rising) {
+    for (std::size_t n = 0; n < costs.size(); ++n) {
+      const int cost = costs[rising ? n : costs.size() - 1 - n];
+      for (int head = first; head < std::min(heads, first + order.together); ++head) {
+        works.push_back(cost);
+      }
+    }
+  }
+  std::vector<double> time(blocks_of_h100);
+  double all = 0;
+  for (std::size_t first = 0, turn = 0; first < works.size(); first += time.size(), ++turn) {
+    const std::size_t count = std::min(time.size(), works.size() - first);
+    for (std::size_t n = 0; n < count; ++n) {
+      const bool backwards = order.folded > 0 && turn % 2 == 1;
+      time[n] += works[first + (backwards ? count - 1 - n : n)];
+      all += works[first + n];
+    }
+  }
+  return *std::max_element(time.begin(), time.end()) * blocks_of_h100 / all;
+}
+
+/// Of equal packed sequences, whose blocks tile::first_block() numbers.
+TEST(WorkOrder, SharesOutPackedSequences) {
+  struct Case {
+    Shape shape;
+    double most;
+  };
+  for (const Case& c : {Case{{65, 32, 1000, 1000}, 1.05}, Case{{32, 8, 2048, 2048}, 1.06},
+                        Case{{40, 4, 2657, 2657}, 1.12}, Case{{4, 32, 4096, 4096}, 1.04}}) {
+    const int batch = c.shape.batch, length = c.shape.queries;
+    std::vector<int> costs(static_cast<std::size_t>((batch * length + 127) / 128 + batch - 1), 64);
+    for (int b = 0; b < batch; ++b) {
+      for (int row = 0; row < length; row += 128) {
+        const int at = b * length / 128 + b + row / 128;
+        costs[static_cast<std::size_t>(at)] = 384 + std::min(row + 128, length);
+      }
+    }
+    Problem p = problem_of(c.shape);
+    p.varlen_q = p.varlen_k = true;
+    p.tokens_q = p.tokens_k = batch * length;
+    const WorkOrder order = plan_order(p, {128, blocks_of_h100, 2});
+    EXPECT_LE(imbalance(costs, c.shape.heads, order), c.most)
+        << batch << " " << length << " by " << order.together;
+  }
+}
+
 /// What is read at a time has to fit L2: heads that the works of one turn of all blocks belong to.
 TEST(WorkOrder, FewHeadsAtATime) {
   for (const Shape& shape : {Shape{16, 32, 1024, 1024}, Shape{8, 32, 2048, 2048},

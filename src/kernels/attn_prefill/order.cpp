@@ -21,7 +21,8 @@ constexpr std::int64_t row_keys = 384;
 /// bytes), 451 to 454 in int8_full (1 and 1), all heads in one 239 and 401; at 4096 groups of 2 4 8
 /// 16 have 508 538 527 492 in bf16, all in one 372.
 constexpr double turn_cost = 0.005;
-constexpr std::int64_t most_turns = 64;  // that are looked at
+constexpr std::int64_t most_turns = 64;       // that are looked at, but for a whole group
+constexpr std::int64_t most_works = 1 << 20;  // of a group, which takes a few ms
 /// Heads of a group come in pairs, whose rows of 16 bits lie beside one another: groups of 1 3 5
 /// have 254 290 285 TFLOP/s there in bf16, with heads 32/8 1 2 3 4 have 268 334 300 336.
 constexpr std::int64_t pair = 2;
@@ -29,22 +30,31 @@ constexpr std::int64_t pair = 2;
 /// 1.04 times their mean, as with all heads in one group; 1.05 with groups of one or two turns.
 constexpr std::int64_t turns_as_others_end = 3;
 
-/// The costs of a head's blocks of rows, in keys; of all sequences if queries are packed, which are
-/// taken for equal.
+/// Of blocks that no packed sequence has rows in, of which there are up to one a sequence.
+constexpr std::int64_t idle_keys = 64;
+
+/// Blocks of rows of a head: of one sequence, of all if they are packed.
+std::int64_t blocks_of_head(const Problem& p, std::int64_t rows) {
+  return row_blocks(p, rows) / (p.varlen_q ? 1 : p.batch);
+}
+
+/// Their costs, in keys. Packed sequences are taken for equal, and lie as tile::first_block() says.
 std::vector<std::int64_t> block_costs(const Problem& p, std::int64_t rows) {
   const std::int64_t sequences = p.varlen_q ? p.batch : 1;
   const std::int64_t queries = p.varlen_q ? p.tokens_q / p.batch : p.max_q;
   const std::int64_t keys = p.varlen_k && !p.paged ? p.tokens_k / p.batch : p.max_k;
   const std::int64_t blocks = (queries + rows - 1) / rows, shift = keys - queries;
-  std::vector<std::int64_t> costs;
+  std::vector<std::int64_t> costs(static_cast<std::size_t>(blocks_of_head(p, rows)), idle_keys);
   for (std::int64_t n = 0; n < sequences * blocks; ++n) {
-    const std::int64_t first = n % blocks * rows, past = std::min(first + rows, queries);
+    const std::int64_t sequence = n / blocks, block = n % blocks;
+    const std::int64_t first = block * rows, past = std::min(first + rows, queries);
     // No sum of these overflows: a window is compared with the keys first.
     const std::int64_t end = past + shift + std::min(p.window_right, keys);
     const std::int64_t begin =
         p.window_left < 0 ? 0 : first + shift - std::min(p.window_left, keys);
     const std::int64_t seen = std::min(end, keys) - std::max<std::int64_t>(begin, 0);
-    costs.push_back(row_keys + std::max<std::int64_t>(seen, 0));
+    const std::int64_t at = sequence * queries / rows + sequence + block;
+    costs[static_cast<std::size_t>(at)] = row_keys + std::max<std::int64_t>(seen, 0);
   }
   return costs;
 }
@@ -89,11 +99,9 @@ double imbalance(const std::vector<std::int64_t>& works, std::size_t blocks, boo
 
 WorkOrder plan_order(const Problem& p, const Dealing& dealing) {
   const int rows = dealing.rows, blocks = dealing.blocks;
-  // Full rows are equally long; few blocks all start at once.
-  if (p.window_right < 0 || row_blocks(p, rows) * p.heads_q <= blocks) return {};
-  const std::vector<std::int64_t> costs = block_costs(p, rows);
-  const auto each = static_cast<std::int64_t>(costs.size());
-  if (each == 0) return {};
+  const std::int64_t works = row_blocks(p, rows) * p.heads_q;
+  if (p.window_right < 0 || works == 0) return {};  // nothing ends at a diagonal
+  const std::int64_t each = blocks_of_head(p, rows);
   const std::int64_t sequences = p.varlen_q ? p.batch : 1;  // that a head's blocks belong to
   const std::int64_t heads = p.varlen_q ? p.heads_q : p.heads_q * p.batch;
   const auto heads_of = [&](std::int64_t turns) {
@@ -106,17 +114,20 @@ WorkOrder plan_order(const Problem& p, const Dealing& dealing) {
     order.rising = is_rising(heads, order.together);
     return order;
   }
+  if (works <= blocks) return {};  // each block has one
+  const std::vector<std::int64_t> costs = block_costs(p, rows);
   const std::int64_t looked_at = std::clamp(most_turns * blocks / each, std::int64_t{1}, heads);
   double least = 0;
   for (std::int64_t n = heads_of(dealing.least_turns);;
        n = std::min(heads, n + std::max(pair, n / 4 / pair * pair))) {
     const double turns = static_cast<double>(n * each / sequences) / blocks;
     const double spread = turn_cost * dealing.bytes * dealing.bytes * std::sqrt(turns);
-    if (order.together > 0 && 1 + spread >= least) break;
-    const std::vector<std::int64_t> works = in_order(costs, std::max(n, looked_at), n);
+    if (order.together == 0) order.together = static_cast<std::int32_t>(n);
+    if ((least > 0 && 1 + spread >= least) || n > most_works / each) break;
+    const std::vector<std::int64_t> taken = in_order(costs, std::max(n, looked_at), n);
     for (const bool folded : {false, true}) {
-      const double cost = spread + imbalance(works, static_cast<std::size_t>(blocks), folded);
-      if (order.together > 0 && cost >= least) continue;
+      const double cost = spread + imbalance(taken, static_cast<std::size_t>(blocks), folded);
+      if (least > 0 && cost >= least) continue;
       least = cost;
       order.together = static_cast<std::int32_t>(n);
       order.folded = folded ? blocks : 0;

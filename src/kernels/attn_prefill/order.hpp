@@ -12,7 +12,8 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 /// Of a plan, from shapes and the device alone. Heads come in groups; a group's blocks from the
-/// longest to the shortest, its heads beside one another, the next group's the other way round.
+/// last to the first, which in a causal sequence is from the longest to the shortest, its heads
+/// beside one another; the next group's the other way round.
 /// Folded: of works that blocks of a grid take in turn, each second turn is taken backwards.
 struct WorkOrder {
   std::int32_t together = 0;  ///< heads of a group (of all sequences); 0: one head after another
@@ -31,7 +32,7 @@ struct Dealing {
 };
 WorkOrder plan_order(const Problem& problem, const Dealing& dealing);
 
-/// Its line of a plan's text, if it orders anything.
+/// Its lines of a plan's text, if it orders anything.
 std::string text_of(const WorkOrder& order);
 
 void set_order(const WorkOrder& order, PrefillParams& params);

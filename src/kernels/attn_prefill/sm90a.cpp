@@ -230,7 +230,8 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
     plan->text += "q_codes: in the attention kernel\nq_codes_shared_p: " +
                   std::to_string(plan->raw->config.shared_p ? 1 : 0) + "\n";
     if (plan->raw_order.together > 0) {
-      plan->text += "q_codes_heads_together: " + std::to_string(plan->raw_order.together) + "\n";
+      plan->text += "q_codes_heads_together: " + std::to_string(plan->raw_order.together) +
+                    "\nq_codes_folded: " + (plan->raw_order.folded > 0 ? "1\n" : "0\n");
     }
   }
   return plan;
