@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -18,7 +19,7 @@ struct BenchHandle {
   Problem problem;
   std::shared_ptr<detail::PlanData> plan;
   std::string kernel;
-  kernels::QueryCodes queries;
+  std::optional<kernels::CodesLeft> codes;
 };
 
 static std::string error;
@@ -39,7 +40,7 @@ static int failed(const Status& status) {
 
 /// What stands behind a recipe's name.
 struct Asked {
-  kernels::QueryCodes queries = kernels::QueryCodes::by_plan;
+  std::optional<kernels::CodesLeft> codes;
   kernels::SpreadOverride spread;
   bool smooth_k = true;
 };
@@ -49,9 +50,9 @@ static Status take_asked(std::string_view& name, Asked& asked) {
   for (std::size_t at; (at = name.rfind('+')) != name.npos; name = name.substr(0, at)) {
     const std::string_view word = name.substr(at + 1);
     int* number = nullptr;
-    if (word == "q" || word == "no_q") {
-      using enum kernels::QueryCodes;
-      asked.queries = word == "q" ? attention : quantisation;
+    if (word == "q" || word == "no_q" || word == "beside") {
+      using enum kernels::CodesLeft;
+      asked.codes = word == "q" ? queries : word == "beside" ? all : none;
       continue;
     }
     if (word == "no_smooth_k") {
@@ -82,12 +83,11 @@ static std::string missed(const Asked& asked, kernels::GpuPlan& plan, const Prob
     const std::string line = std::string("\n") + what + std::to_string(n) + "\n";
     return n == nothing || ("\n" + plan.text).find(line) != std::string::npos;
   };
-  if (asked.queries == kernels::QueryCodes::quantisation && plan.encodes_queries == nullptr) {
+  if (asked.codes == kernels::CodesLeft::none && plan.can_make == nullptr) {
     return "never makes codes of Q";
   }
-  const bool wanted = asked.queries == kernels::QueryCodes::attention;
-  if (wanted && !kernels::leaves_queries(plan, problem)) {
-    return "makes no codes of Q for this call";
+  if (asked.codes && kernels::codes_left(plan, problem) != *asked.codes) {
+    return "cannot make these codes of this call";
   }
   if (!says("splits: ", asked.spread.splits)) return "takes other splits";
   if (!says("packed_heads: ", asked.spread.pack)) return "packs other heads";
@@ -132,17 +132,17 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
   for (const detail::Kernel& kernel : kernels::gpu_attention_kernels()) {
     const Status status = kernel.supports(*problem);
     if (status.ok()) {
-      kernels::query_codes_override() = asked.queries;
+      kernels::codes_left_override() = asked.codes;
       kernels::spread_override() = asked.spread;
       auto plan = kernel.tune(*problem);
       kernels::spread_override() = {};
       error = missed(asked, static_cast<kernels::GpuPlan&>(*plan), *problem);
-      kernels::query_codes_override() = kernels::QueryCodes::by_plan;
+      kernels::codes_left_override() = {};
       if (!error.empty()) {
         error = std::string(kernel.name) + ": " + error;
         return nullptr;
       }
-      return new BenchHandle{*problem, std::move(plan), std::string(kernel.name), asked.queries};
+      return new BenchHandle{*problem, std::move(plan), std::string(kernel.name), asked.codes};
     }
     error += (error.empty() ? "" : "; ") + std::string(kernel.name) + ": " + status.message();
   }
@@ -176,7 +176,7 @@ BENCH_EXPORT std::int64_t bench_q_bytes(const BenchHandle* h) {
 BENCH_EXPORT int bench_run(BenchHandle* h, int step, void* workspace, void* stream) {
   Status s(Code::invalid_argument, "no such step");
   if (step == 0) {
-    kernels::query_codes_override() = h->queries;
+    kernels::codes_left_override() = h->codes;
     s = kernels::run_steps(*h->plan, h->problem, workspace, stream);
   } else if (step == 1) {
     s = kernels::quantize_operands(*h->plan, h->problem, workspace, stream);

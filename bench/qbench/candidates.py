@@ -108,9 +108,9 @@ STEPS = {"e2e": 0, "quantise": 1, "kernel": 2}
 
 
 def steps_of(recipe, quantises):
-    """Who makes Q's codes ("+q", "+no_q") tells in the whole; splits leave quantisation alone."""
+    """Who makes Q's codes ("+q", "+no_q", "+beside") tells in the whole; splits leave quantisation alone."""
     asked = [word for word in recipe.split("+")[1:] if word != "no_smooth_k"]
-    if not quantises or {"q", "no_q"} & set(asked):
+    if not quantises or {"q", "no_q", "beside"} & set(asked):
         return ["e2e"]
     return ["e2e", "kernel"] if asked else list(STEPS)
 
@@ -121,6 +121,7 @@ NUMBERS = re.compile(
     re.MULTILINE,
 )
 Q_CODES = re.compile(r"^q_codes: in the attention kernel$", re.MULTILINE)
+BESIDE = re.compile(r"^codes: beside attention$", re.MULTILINE)
 #: of the kernel that makes Q's codes, which is not the one that finds them made
 Q_CODES_NUMBERS = re.compile(r"^q_codes_(shared_p|heads_together|folded): (\d+)$", re.MULTILINE)
 
@@ -168,6 +169,7 @@ def library_candidate(lib, recipe, io, shape, tensors, stream):
                 "bytes_kv": shape.elements_kv() * k.element_size(),
                 "q_codes_in_kernel": bool(Q_CODES.search(plan)),
             }
+            | ({"codes_beside": True} if BESIDE.search(plan) else {})
             | {name: int(n) for name, n in Q_CODES_NUMBERS.findall(plan)},
         },
         lambda: lib.bench_destroy(handle),

@@ -25,6 +25,11 @@
 //     uint32 atomic_max_shared(SharedAddress, uint32), atomic_add_shared: the old value
 //     uint32 atomic_max_global(uint32*, uint32), atomic_or_global, atomic_add_global
 //     uint64 atomic_add_global(uint64*, uint64)
+//     uint32 atomic_add_ordered(uint32*, uint32)      as atomic_add_global; release and acquire, of
+//                                                     all blocks
+//     void wait_global(const uint32*, uint32 least)   until the word is so large; acquire. What it
+//                                                     waits for must not need blocks that do not
+//                                                     run yet
 //
 //   Order
 //     void sync_threads()                             all threads of the block
@@ -75,6 +80,7 @@
 //     uint32 fma_f16(a, b, c)                  two a b + c, each rounded once; likewise
 //     uint32 pack_u8(float, float, float, float)   round to nearest even, saturate to 0..255, first
 //                                                  in the low byte; NaN gives 0
+//     uint32 pack_s8(float, float, float, float)   likewise, to -128..127
 //     uint16 pack_e4m3(lo, hi), pack_e5m2          round to nearest even, saturate; NaN stays NaN
 //     uint32 unpack_e4m3(uint16)                   two f16, exact; NaN gives 0x7fff
 //     uint32 byte_permute(a, b, selector)          prmt: bytes 0-3 of a, 4-7 of b
@@ -82,6 +88,7 @@
 //     int32 dot4_s8(a, b, c), dot4_u8(a, b, c)     c + sum of four products of bytes
 //     float to_float(int32), to_float(float)   a sum of a product, of whichever type, as a number
 //     float max3(a, b, c); int32 max3(a, b, c); uint32 max3(a, b, c), min3(a, b, c)
+//     uint32 max3_u16(a, b, c)                 of both halves
 //
 //   sm_90
 //     void mbarrier_init(SharedAddress, arrivals); void fence_mbarrier_init()
@@ -91,6 +98,8 @@
 //     bool mbarrier_test(SharedAddress, parity)
 //     void fence_async_proxy()                     orders this thread's shared-memory accesses
 //                                                  before later ones of TMA and wgmma
+//     void fence_async_global()                    the same of global memory and TMA; by who wrote,
+//                                                  and by who was told so
 //     void bulk_load(SharedAddress, const void*, bytes, SharedAddress mbarrier)   16-byte multiples
 //     void bulk_store(void*, SharedAddress, bytes)                    joins the bulk group
 //     void tma_load<Rank>(SharedAddress, const TensorMap&, int (&c)[Rank], SharedAddress mbarrier)

@@ -24,6 +24,10 @@ using LaunchError = std::string;
 ///   early      programmatic dependent launch: as soon as every block of the kernel before it has
 ///              called grid_dependency_launch() or ended. Kernels without `dependent`, and GPUs
 ///              before sm_90, take it for after_all.
+///   beside     as early, but it reads what the kernel just before writes while both run, as far as
+///              wait_global() has told that it is there. All blocks of that one have begun by then,
+///              so that they may be waited for. It is the last of its chain, whose rule 1 does not
+///              hold for it, and of rule 2 that one thread of each block waits.
 /// A kernel that starts after_all and those that start early behind it are a chain. The rules of a
 /// chain, which the emulator enforces:
 ///  1. Before grid_dependency_wait() a thread touches nothing that an earlier kernel of the chain
@@ -37,7 +41,7 @@ using LaunchError = std::string;
 /// after_all. So whoever enqueues several kernels on a caller's stream starts the first after_all:
 /// it then may overwrite a workspace that the call before still read, and need not know whether a
 /// stranger's kernel keeps rule 2.
-enum class Start { after_all, early };
+enum class Start { after_all, early, beside };
 
 template <class K>
 concept Dependent = requires { requires K::dependent; };

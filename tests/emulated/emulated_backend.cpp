@@ -51,11 +51,12 @@ ForceSpread::ForceSpread(int pack, int splits, int consumers, int shared_p) {
 }
 ForceSpread::~ForceSpread() { kernels::spread_override() = {}; }
 
-LeaveQueries::LeaveQueries(bool leave) : before_(kernels::query_codes_override()) {
-  using enum kernels::QueryCodes;
-  kernels::query_codes_override() = leave ? attention : quantisation;
+LeaveQueries::LeaveQueries(bool leave)
+    : LeaveQueries(leave ? kernels::CodesLeft::queries : kernels::CodesLeft::none) {}
+LeaveQueries::LeaveQueries(kernels::CodesLeft left) : before_(kernels::codes_left_override()) {
+  kernels::codes_left_override() = left;
 }
-LeaveQueries::~LeaveQueries() { kernels::query_codes_override() = before_; }
+LeaveQueries::~LeaveQueries() { kernels::codes_left_override() = before_; }
 
 int architecture_for(const Recipe& recipe) {
   if (chosen_architecture != 0) return chosen_architecture;

@@ -41,12 +41,13 @@ class ForceSpread {
 class LeaveQueries {
  public:
   explicit LeaveQueries(bool leave);
+  explicit LeaveQueries(kernels::CodesLeft left);
   ~LeaveQueries();
   LeaveQueries(const LeaveQueries&) = delete;
   LeaveQueries& operator=(const LeaveQueries&) = delete;
 
  private:
-  kernels::QueryCodes before_;
+  std::optional<kernels::CodesLeft> before_;
 };
 
 /// In front for as long as it lives. quantize() has no kernels there: the semantic model and the

@@ -7,7 +7,8 @@ std::vector<Feature> device_table() {
   // Its block mask is as large as the longest sequence. The host cannot read a GPU's cu_seqlens, so
   // there a block mask covers all tokens in memory, and this one is refused.
   std::erase_if(all, [](const Feature& f) { return f.name == "block_mask_varlen"; });
-  constexpr std::int64_t dims[][2] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
+  constexpr std::int64_t dims[][2] = {{64, 64},   {96, 96},   {128, 128},
+                                      {192, 128}, {192, 192}, {256, 256}};
   for (const auto& [dim, dim_v] : dims) {
     for (const bool causal : {false, true}) {
       Feature f;
@@ -66,6 +67,18 @@ std::vector<Feature> device_table() {
     f.dim = f.dim_v = dim;
     f.sq = {700, 700};
     f.heads_q = 16;
+    f.how.lse = false;
+    f.how.output = Format::none;
+    all.push_back(f);
+  }
+  // So many rows and sequences that plans make codes beside attention.
+  for (const std::int64_t dim : {64, 128}) {
+    Feature f;
+    f.name = "beside_" + std::to_string(dim);
+    f.applies = [](const Recipe& r) { return r.v == Format::s8; };
+    f.dim = f.dim_v = dim;
+    f.sq = {1100, 1100, 1100, 1100}, f.sk = {1024, 1024, 1024, 1024};
+    f.heads_q = 32, f.heads_k = 16;
     f.how.lse = false;
     f.how.output = Format::none;
     all.push_back(f);

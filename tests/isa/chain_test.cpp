@@ -105,6 +105,79 @@ TEST(Chain, AKernelOutsideOfChainsEndsThem) {
   EXPECT_EQ(early({.word = x.b}), "starts early behind a kernel that is not of a chain");
 }
 
+/// Reads what the kernel before has written, once it is told.
+struct Follower {
+  struct Params {
+    const std::uint32_t *count, *word;
+    std::uint32_t least, *seen;
+    bool wait;
+  };
+  static constexpr int threads = 64, min_blocks = 1, shared_bytes = 16;
+  static constexpr bool dependent = true;
+
+  static void run(const Params& p) {
+    if (thread() == 0) {
+      wait_global(p.count, p.least);
+      fence_async_global();
+      store_global(p.seen, load_global(p.word));
+    }
+    if (p.wait && warp() == 1) grid_dependency_wait();
+  }
+};
+struct Leader {
+  struct Params {
+    std::uint32_t *count, *word;
+  };
+  static constexpr int threads = 32, min_blocks = 1, shared_bytes = 16;
+  static constexpr bool dependent = true;
+
+  static void run(const Params& p) {
+    grid_dependency_launch();
+    if (thread() != 0) return;
+    store_global(p.word, 7u);
+    atomic_add_ordered(p.count, 1u);
+  }
+};
+
+TEST(Chain, AKernelBesideAnotherReadsWhatItIsToldOf) {
+  std::uint32_t count = 0, word = 0, seen = 0;
+  const auto beside = [&](bool wait) {
+    return launch<Follower>({&count, &word, count, &seen, wait}, {1, 1, 1}, nullptr, Start::beside);
+  };
+  ASSERT_EQ(launch<Leader>({&count, &word}, {3, 1, 1}, nullptr), "");
+  EXPECT_EQ(count, 3u);
+  EXPECT_EQ(beside(true), "");
+  EXPECT_EQ(seen, 7u);
+  ASSERT_EQ(launch<Leader>({&count, &word}, {1, 1, 1}, nullptr), "");
+  EXPECT_NE(beside(false).find("ends without grid_dependency_wait() in any thread"),
+            std::string::npos);
+}
+
+/// Another block, on another thread, brings what is waited for.
+struct Pair {
+  struct Params {
+    std::uint32_t *count, *word, *seen;
+  };
+  static constexpr int threads = 32, min_blocks = 1, shared_bytes = 16;
+  static void run(const Params& p) {
+    if (thread() != 0) return;
+    if (block().x == 0) {
+      wait_global(p.count, 1);
+      store_global(p.seen, load_global(p.word));
+    } else {
+      store_global(p.word, 5u);
+      atomic_add_ordered(p.count, 1u);
+    }
+  }
+};
+TEST(Chain, BlocksWaitForOthers) {
+  emu::options().workers = 2;
+  std::uint32_t count = 0, word = 0, seen = 0;
+  EXPECT_EQ(launch<Pair>({&count, &word, &seen}, {2, 1, 1}, nullptr), "");
+  EXPECT_EQ(seen, 5u);
+  emu::options() = {};
+}
+
 /// Copies of whole rows count as much as single words.
 struct Copies {
   struct Params {
@@ -117,8 +190,8 @@ struct Copies {
   static void run(const Params& p) {
     if (p.wait_first) grid_dependency_wait();
     if (!p.bulk) {
-      copy_async16(shared_base() + static_cast<SharedAddress>(16 * lane()),
-                   p.from + lane() % 8 * 4, lane() < 8 ? 16 : 0);
+      copy_async16(shared_base() + static_cast<SharedAddress>(16 * lane()), p.from + lane() % 8 * 4,
+                   lane() < 8 ? 16 : 0);
       copy_async_commit();
       copy_async_wait<0>();
     } else if (lane() == 0) {

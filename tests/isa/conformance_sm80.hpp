@@ -100,6 +100,20 @@ struct PackU8 : OfFloats {
     out[0] = pack_u8(as_float(in[0]), as_float(in[1]), as_float(in[2]), as_float(in[3]));
   }
 };
+struct PackS8 : OfFloats {
+  static constexpr const char* name = "pack_s8";
+  static constexpr int inputs = 4;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[4], Word32 (&out)[1]) {
+    out[0] = pack_s8(as_float(in[0]), as_float(in[1]), as_float(in[2]), as_float(in[3]));
+  }
+};
+struct MaxHalves : Defaults {
+  static constexpr const char* name = "max3_u16";
+  static constexpr int inputs = 3;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[3], Word32 (&out)[1]) {
+    out[0] = max3_u16(in[0], in[1], in[2]);
+  }
+};
 struct UnpackF16 : Defaults {
   static constexpr const char* name = "unpack_f16";
   static constexpr int outputs = 2, cases = 64;
@@ -357,6 +371,8 @@ void for_each_sm80_operation(Visit visit) {
   visit(UnpackE4m3());
   visit(PackE5m2());
   visit(PackU8());
+  visit(PackS8());
+  visit(MaxHalves());
   visit(MultiplyF16());
   visit(FmaF16());
   visit(UnpackF16());

@@ -61,7 +61,7 @@ LaunchError launch(const typename K::Params& params, Index3 grid, void* stream,
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   if constexpr (Dependent<K>) {
-    if (start == Start::early && can_wait<K>()) config.numAttrs = 1;
+    if (start != Start::after_all && can_wait<K>()) config.numAttrs = 1;
   }
   // Its own result: the runtime's last error may be of another call, which was told already.
   const cudaError_t e = cudaLaunchKernelEx(&config, entry<K>, params);

@@ -85,6 +85,31 @@ QATTN_DEVICE std::uint64_t atomic_add_global(std::uint64_t* p, std::uint64_t v) 
   return atomicAdd(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(v));
 }
 
+QATTN_DEVICE std::uint32_t atomic_add_ordered(std::uint32_t* p, std::uint32_t v) {
+  std::uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(__cvta_generic_to_global(p)), "r"(v)
+               : "memory");
+  return old;
+}
+QATTN_DEVICE void wait_global(const std::uint32_t* p, std::uint32_t least) {
+  std::uint32_t now;
+  while (true) {
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                 : "=r"(now)
+                 : "l"(__cvta_generic_to_global(p))
+                 : "memory");
+    if (now >= least) break;
+    __nanosleep(100);
+  }
+  // Once, because it throws L1 away. A fence would wait for this thread's stores, too.
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+               : "=r"(now)
+               : "l"(__cvta_generic_to_global(p))
+               : "memory");
+}
+
 // ---- Order -------------------------------------------------------------------------------------
 
 QATTN_DEVICE void sync_threads() { __syncthreads(); }
@@ -349,6 +374,9 @@ QATTN_DEVICE std::uint32_t max3(std::uint32_t a, std::uint32_t b, std::uint32_t 
 QATTN_DEVICE std::uint32_t min3(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
   return __vimin3_u32(a, b, c);
 }
+QATTN_DEVICE std::uint32_t max3_u16(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  return __vimax3_u16x2(a, b, c);
+}
 
 QATTN_DEVICE std::uint32_t pack_f16(float lo, float hi) {
   const __half2 h = __floats2half2_rn(lo, hi);
@@ -384,6 +412,14 @@ QATTN_DEVICE std::uint32_t pack_u8(float x0, float x1, float x2, float x3) {
   std::uint32_t high, all;
   asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, 0;" : "=r"(high) : "r"(i3), "r"(i2));
   asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(i1), "r"(i0), "r"(high));
+  return all;
+}
+QATTN_DEVICE std::uint32_t pack_s8(float x0, float x1, float x2, float x3) {
+  const int i0 = __float2int_rn(x0), i1 = __float2int_rn(x1);
+  const int i2 = __float2int_rn(x2), i3 = __float2int_rn(x3);
+  std::uint32_t high, all;
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(high) : "r"(i3), "r"(i2));
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(i1), "r"(i0), "r"(high));
   return all;
 }
 QATTN_DEVICE std::uint16_t pack_e4m3(float lo, float hi) {

@@ -152,6 +152,12 @@ QATTN_DEVICE void fence_async_proxy() {
 #endif
 }
 
+QATTN_DEVICE void fence_async_global() {
+#if defined(QATTN_HAS_SM90)
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_global);
+#endif
+}
+
 // ---- Bulk copies, TMA --------------------------------------------------------------------------
 
 QATTN_DEVICE void bulk_load(SharedAddress to, const void* from, std::uint32_t bytes,

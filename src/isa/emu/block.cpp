@@ -1,7 +1,10 @@
 #include "isa/emu/block.hpp"
 
+#include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "isa/emu/async_engine.hpp"
 #include "isa/emu/wgmma.hpp"
@@ -57,7 +60,7 @@ void Block::reset(Position index) {
   for (Barrier& b : barriers_) b = {};
   runnable_ = {};
   pollers_.clear();
-  idle_polls_ = 0;
+  idle_polls_ = outside_polls_ = 0;
   async_->reset();
   wgmma_->reset();
   elected_lane_ = options_.order == LaneOrder::forward   ? 0
@@ -80,6 +83,10 @@ void Block::run(Position index, Position grid, const std::function<void()>& body
   ++stats.blocks;
   adopt_thread(host_);
   resume(host_, *pick(), false);
+  if (error_.empty() && chain_ == Chain::beside &&
+      std::none_of(lanes_.begin(), lanes_.end(), [](const Lane& l) { return l.waited; })) {
+    error_ = "ends without grid_dependency_wait() in any thread, and the kernel started beside one";
+  }
   if (error_.empty() && alive_ == 0) error_ = wgmma_->check_end();
   if (error_.empty() && alive_ == 0) error_ = async_->check_end();
   if (!error_.empty()) {
@@ -187,9 +194,18 @@ Lane* Block::pick() {
       idle_polls_ = 0;
       wake_pollers();
     } else if (++idle_polls_ > 1000 || !wake_pollers()) {
-      return nullptr;
+      if (!wait_for_others()) return nullptr;
     }
   }
+}
+
+/// Gives other blocks time, if a lane waits for one. False: enough of it.
+bool Block::wait_for_others() {
+  constexpr std::chrono::microseconds nap(100);
+  constexpr int most_naps = 600'000;
+  if (outside_polls_ == 0 || idle_polls_ > most_naps) return false;
+  std::this_thread::sleep_for(nap);
+  return wake_pollers();
 }
 
 bool Block::wake_pollers() {
@@ -218,6 +234,12 @@ void Block::wait(Waiting why, const Where& where, std::uint32_t address, std::ui
 void Block::poll(const Where& where) {
   pollers_.push_back(current_lane);
   wait(Waiting::poll, where);
+}
+
+void Block::poll_outside(const Where& where) {
+  ++outside_polls_;
+  poll(where);
+  --outside_polls_;
 }
 
 // ---- Collectives

@@ -130,6 +130,9 @@ class Block {
   void wake(Lane& lane) { runnable_[lane.warp] |= 1u << lane.lane; }
   /// Lets the others run; the lane comes back when something has changed.
   void poll(const Where& where);
+  /// The same for what another block may change, on another thread.
+  void poll_outside(const Where& where);
+  void end_polls() { idle_polls_ = 0; }  ///< that has happened
 
  private:
   struct Group {
@@ -154,6 +157,7 @@ class Block {
   Lane* next_runnable();
   Lane* take(int warp, int lane);
   bool wake_pollers();
+  bool wait_for_others();
   void resume(Fiber& from, Lane& to, bool last);
   void leave(Fiber& from, bool last);
   bool gather(Group& group, int size, int slot, Word word, void* argument, const Where& where);
@@ -174,7 +178,7 @@ class Block {
 
   std::array<std::uint32_t, 32> runnable_{};
   std::vector<Lane*> pollers_;
-  int idle_polls_ = 0;
+  int idle_polls_ = 0, outside_polls_ = 0;
   int warp_ = 0, alive_ = 0;
   std::uint64_t random_state_ = 0;
 

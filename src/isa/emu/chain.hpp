@@ -11,8 +11,9 @@
 namespace qattn::emu {
 
 /// Where a kernel stands: not of the kind that may overlap with others, the first of a chain, or
-/// started while the ones before it may still run.
-enum class Chain : std::uint8_t { none, first, early };
+/// started while the ones before it may still run; `beside`: it may also read what they write.
+enum class Chain : std::uint8_t { none, first, early, beside };
+inline bool follows(Chain c) { return c == Chain::early || c == Chain::beside; }
 
 /// How a word touches global memory. Atomics do not disturb each other.
 enum class Touch : std::uint8_t { read, write, atomic };

@@ -13,9 +13,10 @@ template <class K>
 LaunchError launch(const typename K::Params& params, Index3 grid, void* /*stream*/,
                    Start start = Start::after_all) {
   const typename K::Params copy = params;
-  const emu::Chain chain = !Dependent<K>              ? emu::Chain::none
-                           : start == Start::early ? emu::Chain::early
-                                                   : emu::Chain::first;
+  const emu::Chain chain = !Dependent<K>            ? emu::Chain::none
+                           : start == Start::early  ? emu::Chain::early
+                           : start == Start::beside ? emu::Chain::beside
+                                                    : emu::Chain::first;
   try {
     emu::run(grid, K::threads, K::shared_bytes, emu::options(), [&copy] { K::run(copy); }, chain);
   } catch (const emu::Error& e) {

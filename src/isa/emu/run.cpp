@@ -201,11 +201,11 @@ Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& option
   std::mutex mutex;
   std::string error;
   Stats total;
-  if (chain == Chain::early && !in_chain) {
+  if (follows(chain) && !in_chain) {
     throw Error("starts early behind a kernel that is not of a chain");
   }
   in_chain = chain != Chain::none;
-  if (chain != Chain::early) chain_so_far.clear();
+  if (!follows(chain)) chain_so_far.clear();
   const Footprint& earlier = chain_so_far;  // of this thread, not of the workers
   Footprint touched;
   const auto work = [&] {

@@ -42,9 +42,9 @@ inline SharedAddress shared_base() { return emu::SharedMemory::kBase; }
 // ---- Memory ------------------------------------------------------------------------------------
 
 template <class T>
-inline constexpr bool is_memory_type = std::is_trivially_copyable_v<T> &&
-                                       (sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 ||
-                                        sizeof(T) == 8 || sizeof(T) == 16);
+inline constexpr bool is_memory_type =
+    std::is_trivially_copyable_v<T> &&
+    (sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
 
 template <class T>
 T load_shared(SharedAddress a, Where where = Where::current()) {
@@ -131,6 +131,17 @@ inline std::uint32_t atomic_add_global(std::uint32_t* p, std::uint32_t v,
 inline std::uint64_t atomic_add_global(std::uint64_t* p, std::uint64_t v,
                                        Where where = Where::current()) {
   return global_atomic(p, where).fetch_add(v);
+}
+
+inline std::uint32_t atomic_add_ordered(std::uint32_t* p, std::uint32_t v,
+                                        Where where = Where::current()) {
+  return global_atomic(p, where).fetch_add(v);
+}
+inline void wait_global(const std::uint32_t* p, std::uint32_t least,
+                        Where where = Where::current()) {
+  const std::atomic_ref<std::uint32_t> word = global_atomic(const_cast<std::uint32_t*>(p), where);
+  while (word.load() < least) emu::current_block().poll_outside(where);
+  emu::current_block().end_polls();
 }
 
 // ---- Order -------------------------------------------------------------------------------------
@@ -282,6 +293,11 @@ inline std::uint32_t min3(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
   count_word(Word::min_max);
   return std::min({a, b, c});
 }
+inline std::uint32_t max3_u16(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  count_word(Word::min_max);
+  const std::uint32_t high = std::max({a >> 16, b >> 16, c >> 16});
+  return high << 16 | std::max({a & 0xffffu, b & 0xffffu, c & 0xffffu});
+}
 
 /// The hardware's conversions give one NaN.
 inline std::uint32_t pack_f16(float lo, float hi) {
@@ -345,6 +361,16 @@ inline std::uint32_t pack_u8(float x0, float x1, float x2, float x3) {
     if (!(x > 0)) return 0;  // NaN too
     // Adding 2^23 leaves no fraction bits: the sum rounds half to even in every rounding library.
     return x >= 255 ? 255 : std::bit_cast<std::uint32_t>(x + 0x1p23f) & 0xffu;
+  };
+  return code(x0) | code(x1) << 8 | code(x2) << 16 | code(x3) << 24;
+}
+inline std::uint32_t pack_s8(float x0, float x1, float x2, float x3) {
+  count_word(Word::convert, 2);
+  const auto code = [](float x) -> std::uint32_t {
+    if (std::isnan(x)) return 0;
+    // Adding 1.5 * 2^23 leaves no fraction bits, as in pack_u8().
+    const float kept = std::clamp(x, -128.0f, 127.0f) + 0x1.8p23f;
+    return std::bit_cast<std::uint32_t>(kept) & 0xffu;
   };
   return code(x0) | code(x1) << 8 | code(x2) << 16 | code(x3) << 24;
 }

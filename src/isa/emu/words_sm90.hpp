@@ -44,6 +44,8 @@ inline void fence_async_proxy() {
   block.async().fence_init();
   if (block.options().races) block.races().fence_async(emu::current_lane->thread);
 }
+/// Every access of the emulator to global memory is one of a single proxy.
+inline void fence_async_global() { emu::current_block().count(Word::fence_async_proxy); }
 
 // ---- Bulk copies, TMA
 // ------------------------------------------------------------------------------

@@ -132,7 +132,8 @@ Status supports(const Problem& p) {
 }
 
 /// Can the kernel make Q's codes? It always gains by it: a launch, and a pass over a few rows.
-bool encodes_queries(const GpuPlan& plan, const Problem& p) {
+bool can_make(const GpuPlan& plan, const Problem& p, CodesLeft left) {
+  if (left != CodesLeft::queries) return false;
   const bool sixteen = p.q.format == Format::f16 || p.q.format == Format::bf16;
   return sixteen && !p.tensors.q_scale.present() && plan.recipe.rotate != Toggle::on &&
          plan.recipe.q_scale.granularity == Granularity::per_token && aligned(p.q);
@@ -145,7 +146,7 @@ Status attend_codes(const GpuPlan& data, const Problem& p, void* workspace, Stre
   params.call =
       params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), coded_rows, plan.error);
   if (params.call.works == 0) return {};
-  if (handover.raw_queries) {
+  if (handover.left == CodesLeft::queries) {
     params.call.q = rows_of(p, Role::q);
     params.raw_queries = p.q.format;
   }
@@ -167,8 +168,8 @@ Status attend_codes(const GpuPlan& data, const Problem& p, void* workspace, Stre
 std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   auto plan = std::make_shared<CodedPlan>();
   plan->attend = attend_codes;
-  plan->encodes_queries = encodes_queries;
-  plan->gains_by_encoding = true;
+  plan->can_make = can_make;
+  plan->gains_queries = true;
   plan->recipe = resolve(p);
   plan->instance = find(p, plan->recipe);
   plan->prepared = plan_prepare(p, plan->recipe, needs_of(p, plan->recipe));
@@ -184,7 +185,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
       "variant: codes d" + std::to_string(limits.channels) +
       "\ntile: " + std::to_string(coded_rows) + " rows x " + std::to_string(coded_tile_keys) +
       " keys\ntile_keys: " + std::to_string(coded_tile_keys) + "\n" + text_of(plan->spread);
-  if (leaves_queries(*plan, p)) plan->text += "q_codes: in the attention kernel\n";
+  if (codes_left(*plan, p) == CodesLeft::queries) plan->text += "q_codes: in the attention kernel\n";
   return plan;
 }
 

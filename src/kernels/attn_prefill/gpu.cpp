@@ -8,7 +8,8 @@ namespace {
 Status quantize(const GpuPlan& plan, const Problem& p, void* workspace, Stream stream,
                 Handover& next) {
   PrepareLayout layout = plan.prepared;
-  if (next.raw_queries) layout.needs.q_rows = false;
+  if (next.left == CodesLeft::all) return {};
+  if (next.left == CodesLeft::queries) layout.needs.q_rows = false;
   const isa::LaunchError e = prepare(p, plan.recipe, layout, workspace, stream, next.start);
   return e.empty() ? Status() : Status(Code::internal, "quantisation: " + e);
 }
@@ -17,16 +18,19 @@ const GpuPlan& of_gpu(const detail::PlanData& plan) { return static_cast<const G
 
 }  // namespace
 
-QueryCodes& query_codes_override() {
-  static QueryCodes value = QueryCodes::by_plan;
+std::optional<CodesLeft>& codes_left_override() {
+  static std::optional<CodesLeft> value;
   return value;
 }
 
-bool leaves_queries(const GpuPlan& plan, const Problem& p) {
-  const QueryCodes asked = query_codes_override();
-  const bool wanted =
-      asked == QueryCodes::by_plan ? plan.gains_by_encoding : asked == QueryCodes::attention;
-  return wanted && plan.encodes_queries != nullptr && plan.encodes_queries(plan, p);
+CodesLeft codes_left(const GpuPlan& plan, const Problem& p) {
+  using enum CodesLeft;
+  if (plan.can_make == nullptr) return none;
+  const std::optional<CodesLeft> asked = codes_left_override();
+  const bool all_wanted = asked ? asked == all : plan.gains_all;
+  const bool queries_wanted = asked ? asked == queries : plan.gains_queries;
+  if (all_wanted && plan.can_make(plan, p, all)) return all;
+  return queries_wanted && plan.can_make(plan, p, queries) ? queries : none;
 }
 
 Status quantize_operands(const detail::PlanData& plan, const Problem& p, void* workspace,
@@ -42,7 +46,7 @@ Status attend(const detail::PlanData& plan, const Problem& p, void* workspace, S
 Status run_steps(const detail::PlanData& data, const Problem& p, void* workspace, Stream stream) {
   const GpuPlan& plan = of_gpu(data);
   Handover next;
-  next.raw_queries = leaves_queries(plan, p);
+  next.left = codes_left(plan, p);
   if (Status s = quantize(plan, p, workspace, stream, next); !s.ok()) return s;
   return plan.attend(plan, p, workspace, stream, next);
 }

@@ -2,6 +2,7 @@
 // and by the host compiler for the emulator.
 #pragma once
 
+#include <optional>
 #include <span>
 
 #include "core/plan.hpp"
@@ -11,11 +12,14 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
+/// Which codes the first step leaves to the attention kernel.
+enum class CodesLeft { none, queries, all };
+
 /// What the second step of a plan finds.
 struct Handover {
   /// Early only behind the first step, whose kernels are a chain (isa/launch.hpp).
   isa::Start start = isa::Start::after_all;
-  bool raw_queries = false;  ///< Q has no codes yet: the attention kernel makes them
+  CodesLeft left = CodesLeft::none;
 };
 
 /// A plan in two steps, which benchmarks time apart: codes into the workspace, and attention on
@@ -26,9 +30,9 @@ struct GpuPlan : detail::PlanData {
   std::uint32_t* error = nullptr;  ///< the device's error word
   Status (*attend)(const GpuPlan& plan, const Problem& problem, void* workspace, Stream stream,
                    Handover handover) = nullptr;
-  /// Can the second step make Q's codes, with these addresses and strides? Null: never.
-  bool (*encodes_queries)(const GpuPlan& plan, const Problem& problem) = nullptr;
-  bool gains_by_encoding = false;  ///< and is a call faster so?
+  /// Can the second step make these codes, with these addresses and strides? Null: none ever.
+  bool (*can_make)(const GpuPlan& plan, const Problem& problem, CodesLeft left) = nullptr;
+  bool gains_queries = false, gains_all = false;  ///< and is a call faster so?
 };
 
 /// All codes, and attention on them.
@@ -40,14 +44,12 @@ Status attend(const detail::PlanData& plan, const Problem& problem, void* worksp
 Status run_steps(const detail::PlanData& plan, const Problem& problem, void* workspace,
                  Stream stream);
 
-/// Who makes Q's codes where both can.
-enum class QueryCodes { by_plan, quantisation, attention };
+/// Instead of what plans choose, where that is possible. Set by tests and benchmarks alone, while
+/// no call runs.
+std::optional<CodesLeft>& codes_left_override();
 
-/// Instead of what plans choose. Set by tests and benchmarks alone, while no call runs.
-QueryCodes& query_codes_override();
-
-/// Does run_steps() leave Q's codes to the attention kernel?
-bool leaves_queries(const GpuPlan& plan, const Problem& problem);
+/// What run_steps() leaves to the attention kernel.
+CodesLeft codes_left(const GpuPlan& plan, const Problem& problem);
 
 detail::Kernel sm80_coded_decode();
 detail::Kernel sm80_prefill();

@@ -9,6 +9,7 @@
 
 #include "kernels/attn_prefill/call_params.hpp"
 #include "kernels/attn_prefill/sm80_plan.hpp"
+#include "kernels/quantize/beside.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -36,6 +37,7 @@ struct Sm90Plan : GpuPlan {
   int multiprocessors = 1;
   Spread spread;
   WorkOrder order, raw_order;  ///< the latter where Q's codes are made in the kernel
+  std::size_t progress = 0;    ///< BesideParams::progress in the workspace
 };
 
 Recipe resolve(const Problem& problem) {
@@ -132,8 +134,7 @@ Status supports(const Problem& p) {
 // ---- Launch -------------------------------------------------------------------------------------
 
 /// Rows of Q in 16 bits that TMA can read, for scales per token?
-bool encodes_queries(const GpuPlan& data, const Problem& p) {
-  const auto& plan = static_cast<const Sm90Plan&>(data);
+bool makes_queries(const Sm90Plan& plan, const Problem& p) {
   const bool sixteen = p.q.format == Format::f16 || p.q.format == Format::bf16;
   if (plan.raw == nullptr || !sixteen || p.tensors.q_scale.present() || p.max_k == 0) return false;
   if (plan.recipe.rotate == Toggle::on || plan.prepared.needs.dot_mean) return false;
@@ -142,6 +143,17 @@ bool encodes_queries(const GpuPlan& data, const Problem& p) {
   isa::TensorMap map;
   return p.q.data == nullptr ||  // while planning
          map_rows(rows_of(p, Role::q), plan.raw->config.d, q_box, map).empty();
+}
+
+bool makes_all(const Sm90Plan& plan, const Problem& p) {
+  return plan.spread.rows == 0 && makes_beside(p, plan.recipe, plan.prepared);
+}
+
+bool can_make(const GpuPlan& data, const Problem& p, CodesLeft left) {
+  const auto& plan = static_cast<const Sm90Plan&>(data);
+  return left == CodesLeft::all       ? makes_all(plan, p)
+         : left == CodesLeft::queries ? makes_queries(plan, p)
+                                      : true;
 }
 
 /// Is a call faster if the attention kernel makes Q's codes? On an H200 (86ea62c; 16K tokens, 32
@@ -154,6 +166,27 @@ bool encodes_queries(const GpuPlan& data, const Problem& p) {
 bool gains_by_encoding(const Problem& p, const Recipe& r, const Sm90Config& instance) {
   if (instance.shared_p) return average_keys(p) <= 2048;
   return r.v == Format::s8 || average_keys(p) <= 4096;
+}
+
+/// Multiprocessors that make codes while the others attend: a share that falls with the keys, since
+/// attention takes longer then, and with query heads that share K and V. H100, 16K tokens, 32
+/// heads, D 128, TFLOP/s with 16, 24, 33, 44 of 132: S 1024 311 437 478 465, S 2048 594 656 645
+/// 633, S 4096 781 772 769 766.
+int beside_blocks(const Problem& p, int multiprocessors) {
+  const double bytes = 1 + 3.0 / static_cast<double>(p.group());  // of one: Q's
+  const double keys = static_cast<double>(std::max<std::int64_t>(average_keys(p), 1));
+  const double share = 0.12 + 33.0 * bytes / keys;
+  const auto blocks = static_cast<int>(share * multiprocessors);
+  return std::clamp(blocks, 1, std::max(multiprocessors / 3, 1));
+}
+
+/// Is a call faster if its codes are made beside attention? H100, as above, beside what is chosen
+/// otherwise: S 1024 to 4096 1.10, 1.11, 1.09, causal 1.00 and 1.04, at 8192 1.06, at 16384 0.98.
+/// The first unit's codes are waited for: 8 units 0.92 (causal, S 8192), 32 units 0.97, 64
+/// units 1.03.
+bool gains_beside(const Problem& p, std::int64_t works, int multiprocessors) {
+  const std::int64_t keys = average_keys(p);
+  return keys >= 1024 && keys <= 4096 && works >= 8 * multiprocessors && p.batch * p.heads_kv >= 64;
 }
 
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
@@ -189,9 +222,18 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
   params.general = is_general(p, plan.recipe);
   if (params.works == 0) return {};
   set_spread(plan.spread, rows, workspace, params);
-  set_order(handover.raw_queries ? plan.raw_order : plan.order, params);
-  const Sm90Instance& instance = handover.raw_queries ? *plan.raw : *plan.instance;
-  if (handover.raw_queries) {
+  const bool queries = handover.left == CodesLeft::queries, all = handover.left == CodesLeft::all;
+  set_order(queries ? plan.raw_order : plan.order, params);
+  const Sm90Instance& instance = queries ? *plan.raw : *plan.instance;
+  if (all) {
+    auto* progress =
+        reinterpret_cast<std::uint32_t*>(static_cast<std::uint8_t*>(workspace) + plan.progress);
+    std::string e = encode_beside(p, plan.recipe, plan.prepared, workspace, progress,
+                                  beside_blocks(p, plan.multiprocessors), stream, params.awaited);
+    if (!e.empty()) return Status(Code::internal, "quantisation: " + e);
+    handover.start = isa::Start::beside;
+  }
+  if (queries) {
     params.q = rows_of(p, Role::q);
     params.q_input = p.q.format == Format::f16 ? Element::f16 : Element::bf16;
   }
@@ -206,7 +248,7 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
 std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   auto plan = std::make_shared<Sm90Plan>();
   plan->attend = attend_sm90a;
-  plan->encodes_queries = encodes_queries;
+  plan->can_make = can_make;
   plan->recipe = resolve(p);
   plan->prepared = plan_prepare(p, plan->recipe, needs_of(p, plan->recipe));
   plan->workspace = plan->prepared.bytes;
@@ -217,7 +259,13 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   const int consumers = consumers_for(p, plan->recipe, plan->spread, plan->multiprocessors);
   plan->instance = find(p, plan->recipe, false, consumers);
   plan->raw = find(p, plan->recipe, true, consumers);
-  plan->gains_by_encoding = gains_by_encoding(p, plan->recipe, plan->instance->config);
+  plan->gains_queries = gains_by_encoding(p, plan->recipe, plan->instance->config);
+  if (makes_all(*plan, p)) {
+    const std::int64_t works = row_blocks(p, plan->instance->config.rows()) * p.heads_q;
+    plan->gains_all = gains_beside(p, works, plan->multiprocessors);
+    plan->progress = (plan->workspace + 255) / 256 * 256;
+    plan->workspace = plan->progress + 4 * static_cast<std::size_t>(beside_words(p));
+  }
   if (plan->spread.rows == 0) {
     Dealing dealing{plan->instance->config.rows(), plan->multiprocessors, read_bytes(plan->recipe)};
     plan->order = plan_order(p, dealing);
@@ -226,7 +274,9 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   }
   plan->text = sm90a_text(plan->instance->config) + text_of(plan->spread) + text_of(plan->order);
   plan->packed = plan_packed(p, plan->instance->config.rows(), plan->workspace);
-  if (leaves_queries(*plan, p)) {  // by the other kernel, whose P may be elsewhere
+  const CodesLeft left = codes_left(*plan, p);
+  if (left == CodesLeft::all) plan->text += "codes: beside attention\n";
+  if (left == CodesLeft::queries) {  // by the other kernel, whose P may be elsewhere
     plan->text += "q_codes: in the attention kernel\nq_codes_shared_p: " +
                   std::to_string(plan->raw->config.shared_p ? 1 : 0) + "\n";
     if (plan->raw_order.together > 0) {
@@ -323,38 +373,6 @@ std::string map_codes(const Sm90Config& c, const Problem& p, Sm90Params& a) {
   if (auto e = isa::make_tensor_map(q, a.q_map); !e.empty()) return e;
   return isa::make_tensor_map(shape(a.k8, p.heads_kv, static_cast<std::uint32_t>(c.keys())),
                               a.k_map);
-}
-
-std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, int pack) {
-  isa::TensorShape t;
-  t.address = x.data;
-  t.element_bytes = 2;
-  t.rank = 4;
-  const bool packed = x.cu_seqlens != nullptr, paged = x.page_table != nullptr;
-  if (paged) rows = std::min(rows, x.page_size);
-  const std::int64_t tokens = packed ? x.total : paged ? x.page_size : x.max_length;
-  const std::int64_t sizes[4] = {x.channels, tokens, x.heads,
-                                 packed  ? 1
-                                 : paged ? x.total
-                                         : x.batches};
-  const std::int64_t strides[4] = {1, x.token, x.head, x.batch};
-  for (int i = 0; i < 4; ++i) {
-    if (sizes[i] > 1 && strides[i] < 0) return "tensor map: a stride is negative";
-    t.sizes[i] = static_cast<std::uint64_t>(sizes[i]);
-    // A dimension of one element has any stride; this one is a multiple of 16 bytes.
-    t.stride_bytes[i] = static_cast<std::uint64_t>(sizes[i] > 1 ? 2 * strides[i] : 16);
-    t.box[i] = 1;
-  }
-  t.box[0] = static_cast<std::uint32_t>(std::min(d, sm90_panel / 2));
-  t.box[1] = static_cast<std::uint32_t>(rows);
-  if (pack > 1) {
-    std::swap(t.sizes[1], t.sizes[2]);
-    std::swap(t.stride_bytes[1], t.stride_bytes[2]);
-    t.box[1] = static_cast<std::uint32_t>(pack);
-    t.box[2] = static_cast<std::uint32_t>(rows / pack);
-  }
-  t.swizzle = isa::Swizzle::bytes128;
-  return isa::make_tensor_map(t, map);
 }
 
 std::string sm90a_text(const Sm90Config& config) {

@@ -351,11 +351,14 @@ struct Sm90Prefill {
     if (S::turns && group == S::consumers - 1) {
       isa::barrier_arrive(Consumer::turn_of(0), Consumer::turn_threads);
     }
-    for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
+    // A block has all works at most. (ptxas spilled 560 bytes where the loop had no such end.)
+    const int first = S::told_works ? 0 : isa::block().x, step = S::told_works ? 1 : isa::grid().x;
+    for (int index = first; index < p.works; index += step) {
       const int buffer = queries.stage * S::consumers + group;
       isa::mbarrier_wait(base + S::q_full + 8 * buffer, queries.parity);
       queries.advance();
       const PrefillWork work = take_work(base + S::work_at + buffer * S::work_bytes);
+      if (S::told_works && work.b < 0) break;
       if ((work.q.bad || work.k.bad) && isa::thread() == 128) {
         isa::atomic_or_global(p.error, tile::error_sequence);
       }
@@ -380,7 +383,9 @@ struct Sm90Prefill {
   static QATTN_DEVICE void run(const Params& p) {
     if constexpr (!isa::has_wgmma) return;  // sm_90a alone runs it, others need not compile it
     init_barriers(isa::shared_base());
-    isa::grid_dependency_wait();  // for codes, scales and means
+    if (!S::told_works || p.awaited.works == nullptr) {
+      isa::grid_dependency_wait();  // for codes, scales and means
+    }
     if (isa::thread() < 128) {
       isa::registers_decrease<S::producer_registers>();
       const int warp = isa::warp();
@@ -388,6 +393,8 @@ struct Sm90Prefill {
         if (isa::elect()) Sm90Producer<C>{p}.run();
       } else if (S::raw_queries) {
         Sm90Encoder<C>{p}.run();
+      } else if (S::told_works) {
+        if (warp == 1) isa::grid_dependency_wait();
       } else if (warp == 1) {
         Sm90Cleaner<C>{p}.run();
       } else {

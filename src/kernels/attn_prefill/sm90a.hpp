@@ -9,6 +9,7 @@
 #include "kernels/attn_prefill/order.hpp"
 #include "kernels/attn_prefill/sm90a_params.hpp"
 #include "kernels/attn_prefill/spread.hpp"
+#include "tile/row_map.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -52,10 +53,6 @@ bool is_general(const Problem& problem, const Recipe& recipe);
 
 /// The maps of Q's and K's codes in the workspace. Empty, or why there are none.
 std::string map_codes(const Sm90Config& config, const Problem& problem, Sm90Params& params);
-
-/// 16-bit rows in place: boxes of `rows` tokens, of a page at most, a panel wide. `pack` > 1: of so
-/// many heads of rows / pack tokens each. Empty, or why TMA cannot read them.
-std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, int pack = 1);
 
 inline constexpr int sm90a_rows = 128;  ///< of a block of work of two consumers
 

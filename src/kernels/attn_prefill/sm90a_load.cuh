@@ -133,6 +133,7 @@ struct Sm90Producer {
   RingPlace<S::stages> place{};
   RingPlace<S::q_stages> q_place{};
   bool bad_page = false;  ///< a page of this work's does not exist
+  int coded_unit = -1;    ///< whose codes are there
 
   /// K or V of `tile` in 16 bits, so many panels of them, which are alike.
   template <int Panels>
@@ -292,11 +293,34 @@ struct Sm90Producer {
     });
   }
 
+  /// Until the codes of the work's unit are there.
+  QATTN_DEVICE void await_codes(const PrefillWork& work) {
+    const int unit = work.b * p.k.heads + work.kv_head;
+    if (unit == coded_unit) return;
+    isa::wait_global(p.awaited.there + std::int64_t{unit} * BesideParams::words_of_unit,
+                     p.awaited.codes);
+    isa::fence_async_global();
+    coded_unit = unit;
+  }
+
+  /// Works in turn, or where codes are still being made, by blocks that come and go, as they are
+  /// free.
   QATTN_DEVICE void run() {
-    for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
+    const bool awaits = p.awaited.works != nullptr;
+    const auto take = [&] { return static_cast<int>(isa::atomic_add_global(p.awaited.works, 1u)); };
+    int index = S::told_works && awaits ? take() : isa::block().x;
+    while (index < p.works) {
       bad_page = false;
-      load(locate_work(p, index, S::rows, S::keys));
+      const PrefillWork work = locate_work(p, index, S::rows, S::keys);
+      if (S::told_works && awaits) await_codes(work);
+      load(work);
       if constexpr (S::wide_pv) doubt(p, index, doubt_producer, bad_page);
+      index = S::told_works && awaits ? take() : index + isa::grid().x;
+    }
+    if constexpr (S::told_works) {
+      PrefillWork none{};
+      none.b = -1;
+      hand_out(none, false);
     }
   }
 };

@@ -3,6 +3,7 @@
 
 #include "isa/tensor_map.hpp"
 #include "kernels/attn_prefill/params.hpp"
+#include "kernels/quantize/beside.hpp"
 #include "tile/copy.hpp"
 
 namespace qattn::kernels {
@@ -51,6 +52,7 @@ struct Sm90Params : PrefillParams {
   /// Some feature touches single scores: every tile takes the long way.
   bool general = false;
   isa::Element q_input = isa::Element::bf16;  ///< raw queries, of which q_map is then
+  AwaitedCodes awaited;
 };
 
 /// Consumer warpgroups of 64 rows each, one producer; tiles of Sm90Config::keys(). A stage of the
@@ -102,6 +104,10 @@ struct Sm90Shape {
   static constexpr int consumer_registers = three ? 160 : wide_pv ? 224 : 240;
   static constexpr int producer_registers = three ? 32 : wide_pv ? 56 : 24;
   static_assert(128 * (consumers * consumer_registers + producer_registers) <= 65536);
+  /// Do consumers learn from the producer when there are no more works, so that blocks may take
+  /// what comes? Where other warps have to know, too, all go by the numbers of blocks, and where P
+  /// is e4m3, because the loop over tiles is 1 to 3 % slower so (H100, D 128).
+  static constexpr bool told_works = u8 && !C.raw_queries;
   static_assert(!three || (!wide_pv && d <= 128));
   static constexpr int threads = 128 * (consumers + 1), row_warps = 4 * consumers;
   static constexpr int checkers = wide_qk ? 64 : 0;  ///< threads that test K

@@ -165,6 +165,26 @@ QATTN_DEVICE void join_maxima(float (&amax)[2], const bool (&bad)[2]) {
   }
 }
 
+/// Scales of a tile's rows, of which a lane has two, from their maxima: 0 of rows that do not
+/// exist.
+QATTN_DEVICE void find_pair_scales(RowPair& r, float (&amax)[2], SharedScales scales, float qmax) {
+  const float both = formats::fold_amax(amax[0], amax[1]);
+  if (scales == SharedScales::tile) {
+    amax[0] = amax[1] = formats::float_of(warp_max(formats::bits_of(both)));
+  } else if (scales == SharedScales::thread) {
+    amax[0] = amax[1] = formats::float_of(thread_max(formats::bits_of(both)));
+  } else if (scales == SharedScales::joint) {
+    const bool bad[2] = {!formats::is_finite(amax[0]), !formats::is_finite(amax[1])};
+    join_maxima(amax, bad);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    r.scale[i] = formats::amax_scale(amax[i], qmax);
+    r.bad[i] = !formats::is_finite(r.scale[i]);
+    if (scales == SharedScales::channel) r.scale[i] = r.bad[i] ? formats::quiet_nan() : 1.0f;
+  }
+}
+
 /// 1 / scale for codes; 0 where there are none.
 QATTN_DEVICE float code_factor(bool usable, float scale) {
   return usable && formats::is_finite(scale) ? formats::reciprocal(scale) : 0.0f;

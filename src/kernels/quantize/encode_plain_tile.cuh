@@ -6,38 +6,6 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// Which tokens of a tile share a scale.
-enum class SharedScales : std::int32_t {
-  none,
-  tile,     ///< all of them
-  thread,   ///< those of the same (key % 8) / 2: K's per_thread
-  joint,    ///< the same but for tokens that are far smaller: V's per_thread
-  channel,  ///< V in e4m3: PreparedTiles::channel_scale; the tokens have none
-};
-
-struct PlainRows {
-  tile::Rows rows;
-  PreparedRows out;
-  const float* mean = nullptr;  ///< [batches][heads][padded]: K: subtracted; Q: for dot_mean
-  std::int32_t heads_per_mean = 1;
-  SharedScales shared = SharedScales::none;
-};
-
-struct PlainParams {
-  PlainRows row[2];  ///< Q, K
-  tile::Rows v;
-  PreparedTiles v_out;
-  SharedScales v_shared = SharedScales::none;
-  std::int32_t blocks[3] = {};  ///< slot tiles of all heads, of Q, K, V
-  std::int32_t lead = 0;        ///< of the blocks of Q and V, how many come before the others
-  bool e4m3 = false;            ///< codes of Q and K
-  /// The first of two passes: no codes, but what FinishMeans reads.
-  bool first_pass = false;
-  float* sums[3] = {};  ///< of K's rows; of V maxima: [heads][slot tiles][Channels]
-
-  QATTN_DEVICE const tile::Rows& rows(int role) const { return role == 2 ? v : row[role].rows; }
-};
-
 /// A thread holds 8 rows x 8 channels: two groups of four keys that lie side by side in V's
 /// contraction order, so that four codes of one channel make a word without any transposition.
 template <isa::Element Input, int Channels>
@@ -127,20 +95,9 @@ struct PlainTile : RowCodes<Input> {
       // Rows behind the end hold zeros, or what is left of them less the mean.
       amax[i] = r.exists[i] ? row_amax(shared, isa::lane() + 32 * i) : 0.0f;
     }
-    const float both = formats::fold_amax(amax[0], amax[1]);
-    if (scales == SharedScales::tile) {
-      amax[0] = amax[1] = formats::float_of(warp_max(formats::bits_of(both)));
-    } else if (scales == SharedScales::thread) {
-      amax[0] = amax[1] = formats::float_of(thread_max(formats::bits_of(both)));
-    } else if (scales == SharedScales::joint) {
-      const bool bad[2] = {!formats::is_finite(amax[0]), !formats::is_finite(amax[1])};
-      join_maxima(amax, bad);
-    }
+    find_pair_scales(r, amax, scales, qmax);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      r.scale[i] = formats::amax_scale(amax[i], qmax);
-      r.bad[i] = !formats::is_finite(r.scale[i]);
-      if (scales == SharedScales::channel) r.scale[i] = r.bad[i] ? formats::quiet_nan() : 1.0f;
       isa::store_shared(shared + factor_at + 4 * (isa::lane() + 32 * i),
                         code_factor(r.exists[i], r.scale[i]));
     }

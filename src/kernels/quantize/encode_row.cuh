@@ -16,17 +16,21 @@ struct RowCodes {
     }
   }
 
-  /// Bits of max |x|: sixteen-bit magnitudes are ordered like their patterns, Inf and NaN on top.
+  /// Patterns of max |x| of the channels in low and in high halves: sixteen-bit magnitudes are
+  /// ordered like their patterns, Inf and NaN on top.
+  static QATTN_DEVICE std::uint32_t pair_magnitude(const Words4& raw) {
+    constexpr std::uint32_t mask = 0x7fff7fffu;
+    const std::uint32_t three = isa::max3_u16(raw.w[0] & mask, raw.w[1] & mask, raw.w[2] & mask);
+    return isa::max3_u16(three, raw.w[3] & mask, 0);
+  }
+  /// Bits of the larger one.
+  static QATTN_DEVICE std::uint32_t larger(std::uint32_t pair) {
+    const std::uint32_t low = pair << 16, high = pair & 0xffff0000u;
+    return formats::bits_of(unpack(high > low ? high : low).hi);
+  }
+  /// Bits of max |x|.
   static QATTN_DEVICE std::uint32_t magnitude(const Words4& raw) {
-    std::uint32_t high = 0, low = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const std::uint32_t both = raw.w[i] & 0x7fff7fffu;
-      high = high > both ? high : both;
-      low = low > both << 16 ? low : both << 16;
-    }
-    high = (high > low ? high : low) & 0xffff0000u;
-    return formats::bits_of(unpack(high).hi);
+    return larger(pair_magnitude(raw));
   }
   static QATTN_DEVICE std::uint32_t magnitude(const Words4& raw, const float (&mean)[8]) {
     std::uint32_t top = 0;
@@ -35,8 +39,7 @@ struct RowCodes {
       const isa::Pair x = unpack(raw.w[i]);
       const std::uint32_t lo = formats::magnitude_bits(formats::add_rn(x.lo, -mean[2 * i]));
       const std::uint32_t hi = formats::magnitude_bits(formats::add_rn(x.hi, -mean[2 * i + 1]));
-      top = top > lo ? top : lo;
-      top = top > hi ? top : hi;
+      top = isa::max3(top, lo, hi);
     }
     return top;
   }
@@ -78,11 +81,11 @@ struct RowCodes {
             isa::pack_e4m3(formats::mul_rn(x[2], factor), formats::mul_rn(x[3], factor));
         code.w[n] = lo | hi << 16;
       } else {
-        code.w[n] = low_bytes(rounded(x[0], factor), rounded(x[1], factor), rounded(x[2], factor),
-                              rounded(x[3], factor));
+        code.w[n] = isa::pack_s8(formats::mul_rn(x[0], factor), formats::mul_rn(x[1], factor),
+                                 formats::mul_rn(x[2], factor), formats::mul_rn(x[3], factor));
       }
     }
-    if (factor == 0.0f) code = Words2{{0, 0}};  // 0 times a bad value is NaN
+    if (E4m3 && factor == 0.0f) code = Words2{{0, 0}};  // 0 times a bad value is NaN
     return code;
   }
 };

@@ -341,6 +341,36 @@ LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareL
   return {};
 }
 
+bool plan_plain(const Problem& p, const Recipe& recipe, const PrepareLayout& layout,
+                void* workspace, PlainParams& params) {
+  const Call call = make_call(p, recipe, layout, workspace);
+  const AttentionTensors& t = p.tensors;
+  if (p.varlen_q || p.varlen_k || p.paged || t.seqused_q.present() || t.seqused_k.present() ||
+      t.saturated.present()) {
+    return false;
+  }
+  for (const Facts& f : call.facts) {
+    if (!call.plain(f.role) || f.tensor.format != call.facts[0].tensor.format) return false;
+    if (f.role != Role::q && given_mean(p, f.role).present()) return false;
+  }
+  Launches none(nullptr);
+  params = PlainRun(call, 7u, none).params();
+  params.input =
+      call.facts[0].tensor.format == Format::bf16 ? isa::Element::bf16 : isa::Element::f16;
+  for (const Role role : {Role::k, Role::v}) {
+    params.sums[static_cast<int>(role)] = at<float>(workspace, call.part(role).sums);
+  }
+  return true;
+}
+
+LaunchError clear_words(std::uint32_t* words, std::int64_t count, void* stream) {
+  ClearParams c;
+  c.words[0] = words;
+  c.counts[0] = count;
+  Launches first(stream);
+  return first.launch<ClearWords>(c, std::clamp<std::int64_t>(count / 1024, 1, 64));
+}
+
 Prepared prepared_in(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
                      void* workspace) {
   const Call call = make_call(problem, recipe, layout, workspace);

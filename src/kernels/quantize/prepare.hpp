@@ -74,6 +74,14 @@ PrepareLayout plan_prepare(const Problem& problem, const Recipe& recipe, const P
 isa::LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
                          void* workspace, void* stream, isa::Start& next);
 
+/// What the path without detours is told of all three operands. False: it does not serve them, or
+/// not sequences that are packed, paged or used in part.
+bool plan_plain(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
+                void* workspace, PlainParams& params);
+
+/// Enqueues zeros, by the first kernel of a chain.
+isa::LaunchError clear_words(std::uint32_t* words, std::int64_t count, void* stream);
+
 /// Where prepare() puts its results.
 Prepared prepared_in(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
                      void* workspace);

@@ -47,6 +47,9 @@ class PlainRun {
     return encode();
   }
 
+  /// What its kernels are told.
+  const PlainParams& params() const { return params_; }
+
  private:
   bool has(Role role) const { return has_[static_cast<int>(role)]; }
   bool reads_twice(Role role) const { return has(role) && call_.reads_twice(role); }

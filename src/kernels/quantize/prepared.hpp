@@ -76,6 +76,43 @@ struct PreparedMeans {
   std::int32_t block = 0, channels = 0;
 };
 
+// What the kernels are told that encode without detours: 16-bit rows in 16-byte pieces to s8 or
+// e4m3 with a scale per token or per tile of 64, V in s8 per token and in e4m3 per channel, K less
+// its mean.
+
+/// Which tokens of a tile share a scale.
+enum class SharedScales : std::int32_t {
+  none,
+  tile,     ///< all of them
+  thread,   ///< those of the same (key % 8) / 2: K's per_thread
+  joint,    ///< the same but for tokens that are far smaller: V's per_thread
+  channel,  ///< V in e4m3: PreparedTiles::channel_scale; the tokens have none
+};
+
+struct PlainRows {
+  tile::Rows rows;
+  PreparedRows out;
+  const float* mean = nullptr;  ///< [batches][heads][padded]: K: subtracted; Q: for dot_mean
+  std::int32_t heads_per_mean = 1;
+  SharedScales shared = SharedScales::none;
+};
+
+struct PlainParams {
+  PlainRows row[2];  ///< Q, K
+  tile::Rows v;
+  PreparedTiles v_out;
+  SharedScales v_shared = SharedScales::none;
+  std::int32_t blocks[3] = {};  ///< slot tiles of all heads, of Q, K, V
+  std::int32_t lead = 0;        ///< of the blocks of Q and V, how many come before the others
+  bool e4m3 = false;            ///< codes of Q and K
+  isa::Element input = isa::Element::bf16;
+  /// The first of two passes: no codes, but what FinishMeans reads.
+  bool first_pass = false;
+  float* sums[3] = {};  ///< of K's rows; of V maxima: [heads][slot tiles][Channels]
+
+  QATTN_CONSTEXPR const tile::Rows& rows(int role) const { return role == 2 ? v : row[role].rows; }
+};
+
 struct TileOffsets {
   int codes, log, plain, unit, flags, bytes;
 };
