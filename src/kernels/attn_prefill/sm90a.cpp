@@ -37,7 +37,7 @@ struct Sm90Plan : GpuPlan {
   int multiprocessors = 1;
   Spread spread;
   WorkOrder order, raw_order;  ///< the latter where Q's codes are made in the kernel
-  std::size_t progress = 0;    ///< BesideParams::progress in the workspace
+  std::size_t progress = 0;    ///< BesideParams::progress in the workspace, if planned for
 };
 
 Recipe resolve(const Problem& problem) {
@@ -151,7 +151,7 @@ bool makes_all(const Sm90Plan& plan, const Problem& p) {
 
 bool can_make(const GpuPlan& data, const Problem& p, CodesLeft left) {
   const auto& plan = static_cast<const Sm90Plan&>(data);
-  return left == CodesLeft::all       ? makes_all(plan, p)
+  return left == CodesLeft::all       ? plan.progress > 0 && makes_all(plan, p)
          : left == CodesLeft::queries ? makes_queries(plan, p)
                                       : true;
 }
