@@ -87,7 +87,8 @@ static std::string missed(const Asked& asked, kernels::GpuPlan& plan, const Prob
     return "never makes codes of Q";
   }
   if (asked.codes && kernels::codes_left(plan, problem) != *asked.codes) {
-    return "cannot make these codes of this call";
+    return asked.codes == kernels::CodesLeft::all ? "makes no codes beside attention for this call"
+                                                  : "makes no codes of Q for this call";
   }
   if (!says("splits: ", asked.spread.splits)) return "takes other splits";
   if (!says("packed_heads: ", asked.spread.pack)) return "packs other heads";

@@ -222,7 +222,8 @@ def test_a_run_on_the_emulated_gpu(library, tmp_path):
     done = bench(
         "run", "--device", "emulated", "--library", library, "--no-errors", "-o", path,
         "--shape", "1,2,1,130,200,64,causal", "--rounds", 3, "--commit", "abc",
-        "--recipes", "f16,bf16+q,bf16+no_q,int8_full,int8_full+q,int8_full+no_q,f32",
+        "--recipes", "f16,bf16+q,bf16+no_q,int8_full,int8_full+q,int8_full+no_q,int8_full+beside,"
+        "bf16+beside,f32",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     record = Record.load(path)
@@ -230,7 +231,8 @@ def test_a_run_on_the_emulated_gpu(library, tmp_path):
     cells = {(c["candidate"], c["step"]): c for c in record.cells}
     assert set(cells) == {
         ("torch", "e2e"), ("f16", "e2e"), ("bf16+q", "e2e"), ("f32", "e2e"), ("int8_full+q", "e2e"),
-        ("bf16+no_q", "e2e"), ("int8_full+no_q", "e2e"),
+        ("bf16+no_q", "e2e"), ("int8_full+no_q", "e2e"), ("int8_full+beside", "e2e"),
+        ("bf16+beside", "e2e"),
         *(("int8_full", step) for step in ("e2e", "quantise", "kernel")),
     }  # fmt: skip
     # The reasons of every kernel.
@@ -240,6 +242,9 @@ def test_a_run_on_the_emulated_gpu(library, tmp_path):
     full = cells["int8_full", "kernel"]
     assert cells["int8_full+q", "e2e"]["nrmse"] == full["nrmse"]
     assert cells["int8_full+no_q", "e2e"]["nrmse"] == full["nrmse"]
+    beside = cells["int8_full+beside", "e2e"]
+    assert beside["nrmse"] == full["nrmse"] and beside["codes_beside"]
+    assert "no codes beside attention" in cells["bf16+beside", "e2e"]["refused"]
     assert full["kernel"] == "sm90a_prefill" and "kernel" not in cells["torch", "e2e"]
     assert full["rounds"] == 3 and full["min_ms"] <= full["median_ms"]
     assert 5e-3 < full["nrmse"] < 3e-2 and cells["f16", "e2e"]["nrmse"] < 1.5e-3
