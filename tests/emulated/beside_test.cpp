@@ -18,15 +18,6 @@ class Beside : public testing::Test {
  protected:
   const Recipe recipe_ = *recipe_named("int8_full");
 
-  static Feature feature(std::int64_t dim, std::vector<std::int64_t> sq,
-                         std::vector<std::int64_t> sk) {
-    Feature f;
-    f.dim = f.dim_v = dim, f.heads_q = 4, f.heads_k = 2;
-    f.sq = std::move(sq), f.sk = std::move(sk);
-    f.how.lse = false;  // with K's mean it needs more of Q
-    return f;
-  }
-
   std::string plan_of(Feature f, const Recipe& recipe, Format format = Format::bf16) {
     const LeaveQueries all(kernels::CodesLeft::all);
     f = with_inputs(std::move(f), recipe, format);
@@ -68,40 +59,40 @@ class Beside : public testing::Test {
 using CoverBeside = Beside;
 
 TEST_F(CoverBeside, HasTheBitsOfCodesMadeBefore) {
-  expect_equal(feature(128, {200, 200}, {150, 150}), Format::bf16, 1, "D 128");
-  expect_equal(feature(64, {300}, {200}), Format::f16, 2, "D 64");
-  expect_equal(feature(120, {129}, {64}), Format::bf16, 3, "channels that are padded to 128");
-  expect_equal(feature(40, {129}, {190}), Format::f16, 4, "and to 64");
-  Feature causal = feature(128, {260, 260}, {390, 390});
+  expect_equal(unprepared(128, {200, 200}, {150, 150}), Format::bf16, 1, "D 128");
+  expect_equal(unprepared(64, {300}, {200}), Format::f16, 2, "D 64");
+  expect_equal(unprepared(120, {129}, {64}), Format::bf16, 3, "channels that are padded to 128");
+  expect_equal(unprepared(40, {129}, {190}), Format::f16, 4, "and to 64");
+  Feature causal = unprepared(128, {260, 260}, {390, 390});
   causal.options.causal = true;
   expect_equal(causal, Format::f16, 5, "causal");
-  Feature heads = feature(64, {140, 140, 140}, {65, 65, 65});
+  Feature heads = unprepared(64, {140, 140, 140}, {65, 65, 65});
   heads.heads_q = heads.heads_k = 3, heads.how.layout = Layout::bhsd;
   expect_equal(heads, Format::bf16, 6, "another layout");
 }
 
 /// More works than multiprocessors, which take them as they come, and three warpgroups a block.
 TEST_F(CoverBeside, OfManyWorksABlock) {
-  Feature f = feature(64, {300, 300, 300, 300}, {64, 64, 64, 64});
+  Feature f = unprepared(64, {300, 300, 300, 300}, {64, 64, 64, 64});
   f.heads_q = 24, f.heads_k = 2;
   expect_equal(f, Format::bf16, 7, "many works");
   const ForceSpread three(0, 0, 3);
-  expect_equal(feature(64, {400, 400}, {200, 200}), Format::bf16, 8, "three consumers");
+  expect_equal(unprepared(64, {400, 400}, {200, 200}), Format::bf16, 8, "three consumers");
 }
 
 TEST_F(CoverBeside, WithAndWithoutAMeanAndAScaleForEachThread) {
   Recipe plain = recipe_;
   plain.smooth_k = Toggle::off;
-  expect_equal(feature(128, {200, 200}, {150, 150}), Format::bf16, 10, "no mean", plain);
+  expect_equal(unprepared(128, {200, 200}, {150, 150}), Format::bf16, 10, "no mean", plain);
   Recipe token = recipe_;
   token.k_scale = {Granularity::per_token, 0, 0};
-  expect_equal(feature(64, {200}, {150}), Format::bf16, 11, "K's scales per token", token);
+  expect_equal(unprepared(64, {200}, {150}), Format::bf16, 11, "K's scales per token", token);
   token.v_scale = {Granularity::per_token, 0, 0};
-  expect_equal(feature(128, {130}, {100}), Format::f16, 12, "V's, too", token);
+  expect_equal(unprepared(128, {130}, {100}), Format::f16, 12, "V's, too", token);
 }
 
 TEST_F(CoverBeside, OfBadValues) {
-  const Feature f = with_inputs(feature(128, {200, 200}, {150, 150}), recipe_, Format::bf16);
+  const Feature f = with_inputs(unprepared(128, {200, 200}, {150, 150}), recipe_, Format::bf16);
   const Call call = make_call(f, 13);
   for (const float bad : {static_cast<float>(NAN), std::numeric_limits<float>::infinity()}) {
     for (const Operand operand : {Operand::q, Operand::k, Operand::v}) {
@@ -120,11 +111,11 @@ TEST_F(Beside, IsNotWhereMoreIsAsked) {
   const auto expect_not = [&](Feature f, const Recipe& recipe, const char* what) {
     EXPECT_EQ(plan_of(std::move(f), recipe).find(said), std::string::npos) << what;
   };
-  const Feature plain = feature(128, {200}, {150});
+  const Feature plain = unprepared(128, {200}, {150});
   expect_not(plain, *recipe_named("fp8"), "e4m3");
   expect_not(plain, *recipe_named("int8_fp8"), "V in e4m3");
-  expect_not(feature(96, {200}, {150}), recipe_, "D 96");
-  expect_not(feature(64, {2}, {600}), recipe_, "few queries");
+  expect_not(unprepared(96, {200}, {150}), recipe_, "D 96");
+  expect_not(unprepared(64, {2}, {600}), recipe_, "few queries");
   Feature f = plain;
   f.how.packed_q = f.how.packed_k = true;
   expect_not(f, recipe_, "packed");

@@ -223,6 +223,14 @@ std::vector<Recipe> gpu_recipes() {
   return all;
 }
 
+Feature unprepared(std::int64_t dim, std::vector<std::int64_t> sq, std::vector<std::int64_t> sk) {
+  Feature f;
+  f.dim = f.dim_v = dim, f.heads_q = 4, f.heads_k = 2;
+  f.sq = std::move(sq), f.sk = std::move(sk);
+  f.how.lse = false;
+  return f;
+}
+
 Feature with_inputs(Feature feature, const Recipe& recipe, Format wanted) {
   const bool fixed = recipe.qk == Format::f16 || recipe.qk == Format::bf16;
   Format& input = feature.how.input;

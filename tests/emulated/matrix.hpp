@@ -43,6 +43,10 @@ std::vector<InstanceCell> instance_cells();
 /// Recipes of the table that have GPU kernels.
 std::vector<Recipe> gpu_recipes();
 
+/// Sequences of four heads, two of K and V, whose codes attention kernels may make: without LSE,
+/// which needs more of Q where K has a mean.
+Feature unprepared(std::int64_t dim, std::vector<std::int64_t> sq, std::vector<std::int64_t> sk);
+
 /// The feature with inputs that the recipe takes on GPUs: 16 bits.
 Feature with_inputs(Feature feature, const Recipe& recipe, Format wanted);
 

@@ -24,15 +24,6 @@ class QueryCodes : public testing::TestWithParam<Recipe> {
  protected:
   const Recipe& recipe() const { return GetParam(); }
 
-  static Feature feature(std::int64_t dim, std::vector<std::int64_t> sq,
-                         std::vector<std::int64_t> sk) {
-    Feature f;
-    f.dim = f.dim_v = dim, f.heads_q = 4, f.heads_k = 2;
-    f.sq = std::move(sq), f.sk = std::move(sk);
-    f.how.lse = false;  // with K's mean it needs more of Q
-    return f;
-  }
-
   void expect_equal(const Call& call, Laid& laid, const char* what) {
     Outcome prepared, made;
     {
@@ -61,19 +52,19 @@ class QueryCodes : public testing::TestWithParam<Recipe> {
 };
 
 TEST_P(QueryCodes, AreThoseOfTheQuantisationKernels) {
-  expect_equal(feature(128, {200, 200}, {150, 150}), Format::bf16, 1, "dense, D 128");
-  expect_equal(feature(64, {300}, {200}), Format::f16, 2, "dense, D 64");
-  expect_equal(feature(80, {129}, {64}), Format::bf16, 3, "channels that are padded");
-  Feature causal = feature(128, {260, 260}, {390, 390});
+  expect_equal(unprepared(128, {200, 200}, {150, 150}), Format::bf16, 1, "dense, D 128");
+  expect_equal(unprepared(64, {300}, {200}), Format::f16, 2, "dense, D 64");
+  expect_equal(unprepared(80, {129}, {64}), Format::bf16, 3, "channels that are padded");
+  Feature causal = unprepared(128, {260, 260}, {390, 390});
   causal.options.causal = true;
   expect_equal(causal, Format::f16, 4, "causal");
 }
 
 TEST_P(QueryCodes, OfPackedAndShortSequences) {
-  Feature packed = feature(128, {130, 0, 65, 200}, {200, 70, 0, 130});
+  Feature packed = unprepared(128, {130, 0, 65, 200}, {200, 70, 0, 130});
   packed.how.packed_q = packed.how.packed_k = true;
   expect_equal(packed, Format::bf16, 5, "packed");
-  Feature used = feature(64, {200, 200}, {150, 150});
+  Feature used = unprepared(64, {200, 200}, {150, 150});
   used.used_q = {200, 63}, used.used_k = {150, 1};
   used.how.seqused_q = used.how.seqused_k = true;
   expect_equal(used, Format::bf16, 6, "sequences used in part");
@@ -81,7 +72,7 @@ TEST_P(QueryCodes, OfPackedAndShortSequences) {
 
 /// Every work of a persistent block finds its own rows: more works than multiprocessors.
 TEST_P(QueryCodes, OfManyWorksABlock) {
-  Feature f = feature(64, {300, 300, 300, 300}, {64, 64, 64, 64});
+  Feature f = unprepared(64, {300, 300, 300, 300}, {64, 64, 64, 64});
   f.heads_q = 24, f.heads_k = 2;
   expect_equal(f, Format::bf16, 7, "many works");
 }
@@ -90,7 +81,7 @@ TEST_P(QueryCodes, OfThreeConsumers) {
   const ForceSpread three(0, 0, 3);
   if (recipe().v != Format::s8) {  // e4m3 P is slower so
     const LeaveQueries on(true);
-    const Feature f = with_inputs(feature(64, {200}, {64}), recipe(), Format::bf16);
+    const Feature f = with_inputs(unprepared(64, {200}, {64}), recipe(), Format::bf16);
     const Call call = make_call(f, 10);
     Laid laid = lay_out(call, f.how);
     const std::string plan = run_emulated(call, laid, recipe(), every_timing().first(1)).plan;
@@ -98,14 +89,14 @@ TEST_P(QueryCodes, OfThreeConsumers) {
     EXPECT_EQ(plan.find(in_kernel), std::string::npos) << plan;
     return;
   }
-  expect_equal(feature(64, {400, 400}, {200, 200}), Format::bf16, 10, "D 64");
-  Feature packed = feature(64, {130, 0, 65, 200}, {200, 70, 0, 130});
+  expect_equal(unprepared(64, {400, 400}, {200, 200}), Format::bf16, 10, "D 64");
+  Feature packed = unprepared(64, {130, 0, 65, 200}, {200, 70, 0, 130});
   packed.how.packed_q = packed.how.packed_k = true;
   expect_equal(packed, Format::f16, 11, "packed");
 }
 
 TEST_P(QueryCodes, OfBadRows) {
-  const Feature f = with_inputs(feature(128, {200, 200}, {150, 150}), recipe(), Format::bf16);
+  const Feature f = with_inputs(unprepared(128, {200, 200}, {150, 150}), recipe(), Format::bf16);
   const Call call = make_call(f, 8);
   for (const float bad : {static_cast<float>(NAN), std::numeric_limits<float>::infinity(), 0.0f}) {
     Laid laid = lay_out(call, f.how);
@@ -131,16 +122,17 @@ TEST_P(QueryCodes, AreNotMadeWhereMoreIsAsked) {
   };
   Recipe r = recipe();
   r.q_scale = {Granularity::per_block, 64, 0};
-  EXPECT_EQ(plan_of(feature(64, {70}, {70}), r).find(in_kernel), std::string::npos) << "per block";
+  EXPECT_EQ(plan_of(unprepared(64, {70}, {70}), r).find(in_kernel), std::string::npos)
+      << "per block";
   r = recipe();
   r.smooth_k = Toggle::on;
-  Feature sinks = feature(64, {70}, {70});
+  Feature sinks = unprepared(64, {70}, {70});
   sinks.sinks = true;
   EXPECT_EQ(plan_of(sinks, r).find(in_kernel), std::string::npos) << "q . mean";
-  EXPECT_EQ(plan_of(feature(64, {2}, {600}), recipe()).find(in_kernel), std::string::npos)
+  EXPECT_EQ(plan_of(unprepared(64, {2}, {600}), recipe()).find(in_kernel), std::string::npos)
       << "few queries";
   if (recipe().v == Format::s8) {
-    EXPECT_EQ(plan_of(feature(192, {70}, {70}), recipe()).find(in_kernel), std::string::npos)
+    EXPECT_EQ(plan_of(unprepared(192, {70}, {70}), recipe()).find(in_kernel), std::string::npos)
         << "D 256";
   }
 }
@@ -179,7 +171,7 @@ TEST_P(QueryCodes, ThreeConsumersHaveTheBitsOfTwo) {
   for (const std::int64_t dim : {64, 128}) {
     if (dim == 128 && recipe().v == Format::s8) continue;  // there are no three
     for (const bool causal : {false, true}) {
-      Feature f = feature(dim, {270, 270}, {420, 420});
+      Feature f = unprepared(dim, {270, 270}, {420, 420});
       f.options.causal = causal, f.how.lse = true;
       f = with_inputs(std::move(f), recipe(), Format::bf16);
       const Call call = make_call(f, 13);

@@ -185,7 +185,9 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
       "variant: codes d" + std::to_string(limits.channels) +
       "\ntile: " + std::to_string(coded_rows) + " rows x " + std::to_string(coded_tile_keys) +
       " keys\ntile_keys: " + std::to_string(coded_tile_keys) + "\n" + text_of(plan->spread);
-  if (codes_left(*plan, p) == CodesLeft::queries) plan->text += "q_codes: in the attention kernel\n";
+  if (codes_left(*plan, p) == CodesLeft::queries) {
+    plan->text += "q_codes: in the attention kernel\n";
+  }
   return plan;
 }
 

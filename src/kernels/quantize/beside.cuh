@@ -290,17 +290,16 @@ struct BesideCoder {
 
   /// Behind the last tile of all there is one that kernels read, and forget.
   QATTN_DEVICE void store_none(const BesideJob& job) const {
-    const BesideParams& c = p;
     const int thread = 32 * warp + isa::lane();
     if (job.step == Step::code_v) {
       constexpr TileOffsets at = tile_offsets(S::channels);
-      std::uint8_t* record = c.plain.v_out.tiles + (job.slot / slot_tile + 1) * at.bytes;
+      std::uint8_t* record = p.plain.v_out.tiles + (job.slot / slot_tile + 1) * at.bytes;
       for (int n = thread; n < (at.bytes - S::channels * slot_tile) / 16; n += 32 * warps) {
         isa::store_global(reinterpret_cast<Words4*>(record + S::channels * slot_tile) + n,
                           Words4{});
       }
     } else if (thread < slot_tile) {
-      const PreparedRows& out = c.plain.row[job.step == Step::code_q ? 0 : 1].out;
+      const PreparedRows& out = p.plain.row[job.step == Step::code_q ? 0 : 1].out;
       isa::store_global(out.scale + job.slot + slot_tile + thread, 0.0f);
     }
   }

@@ -1,4 +1,4 @@
-// Who does what of the codes that are made beside attention: one warp of a block hands out the work
+// Who does what of the codes that are made beside attention: one warp of a team hands out the work
 // and tells when it is done.
 #pragma once
 
@@ -100,32 +100,31 @@ struct BesideClerk {
   // ---- What comes next ------------------------------------------------------------------------
 
   QATTN_DEVICE BesideJob find(int index) const {
-    const BesideParams& c = p;
-    const int lead = c.ahead * c.sums, step = c.sums + c.codes, tail = c.units - c.ahead;
+    const int lead = p.ahead * p.sums, step = p.sums + p.codes, tail = p.units - p.ahead;
     BesideJob job{};
-    if (index >= c.units * step) return job;
+    if (index >= p.units * step) return job;
     bool sums = index < lead;
     if (sums) {
-      job.unit = divide(index, c.sums);
-      index -= job.unit * c.sums;
+      job.unit = divide(index, p.sums);
+      index -= job.unit * p.sums;
     } else {
       index -= lead;
       job.unit = divide(index, step);
       if (job.unit < tail) {
         index -= job.unit * step;
-        sums = index < c.sums;
-        sums ? job.unit += c.ahead : index -= c.sums;
+        sums = index < p.sums;
+        sums ? job.unit += p.ahead : index -= p.sums;
       } else {
         index -= tail * step;
-        job.unit = divide(index, c.codes);
-        index -= job.unit * c.codes;
+        job.unit = divide(index, p.codes);
+        index -= job.unit * p.codes;
         job.unit += tail;
       }
     }
     job.b = divide(job.unit, p.plain.v.heads);
     job.head = job.unit - job.b * p.plain.v.heads;
-    int tiles = c.k_tiles, heads = p.plain.v.heads;
-    std::int64_t slots = c.plain.v_out.slots, length = c.plain.v.max_length;
+    int tiles = p.k_tiles, heads = p.plain.v.heads;
+    std::int64_t slots = p.plain.v_out.slots, length = p.plain.v.max_length;
     if (sums) {
       job.step = Step::sum_k;
     } else if (index < 2 * tiles) {
@@ -134,8 +133,8 @@ struct BesideClerk {
     } else {
       job.step = Step::code_q;
       index -= 2 * tiles;
-      tiles = c.q_tiles, heads *= p.group;
-      slots = c.plain.row[0].out.slots, length = c.plain.row[0].rows.max_length;
+      tiles = p.q_tiles, heads *= p.group;
+      slots = p.plain.row[0].out.slots, length = p.plain.row[0].rows.max_length;
       const int member = divide(index, tiles);
       index -= member * tiles;
       job.head = job.head * p.group + member;
