@@ -63,6 +63,7 @@ static Status take_asked(std::string_view& name, Asked& asked) {
     if (word.starts_with("pack=")) number = &asked.spread.pack;
     if (word.starts_with("consumers=")) number = &asked.spread.consumers;
     if (word.starts_with("shared_p=")) number = &asked.spread.shared_p;
+    if (word.starts_with("last_splits=")) number = &asked.spread.last_splits;
     const char *begin = word.data() + word.find('=') + 1, *end = word.data() + word.size();
     int value = 0;
     const std::from_chars_result read = std::from_chars(begin, end, value);
@@ -93,6 +94,8 @@ static std::string missed(const Asked& asked, kernels::GpuPlan& plan, const Prob
   if (!says("splits: ", asked.spread.splits)) return "takes other splits";
   if (!says("packed_heads: ", asked.spread.pack)) return "packs other heads";
   if (!says("consumers: ", asked.spread.consumers)) return "has other consumers";
+  const int last = asked.spread.last_splits;
+  if (last > 1 && !says("last_splits: ", last)) return "splits no last works so";
   if (!says("shared_p: ", asked.spread.shared_p, -1)) return "has P in the other place";
   return {};
 }

@@ -117,7 +117,8 @@ def steps_of(recipe, quantises):
 
 #: lines of a plan's text that tell which variant of a kernel runs; a plan says what applies to it
 NUMBERS = re.compile(
-    r"^(splits|packed_heads|heads_together|folded|consumers|shared_p|tile_keys): (\d+)$",
+    r"^(splits|last_splits|packed_heads|heads_together|folded|consumers|shared_p|tile_keys): "
+    r"(\d+)$",
     re.MULTILINE,
 )
 Q_CODES = re.compile(r"^q_codes: in the attention kernel$", re.MULTILINE)

@@ -46,8 +46,8 @@ OnArchitecture::OnArchitecture(int architecture)
     : before_(std::exchange(chosen_architecture, architecture)) {}
 OnArchitecture::~OnArchitecture() { chosen_architecture = before_; }
 
-ForceSpread::ForceSpread(int pack, int splits, int consumers, int shared_p) {
-  kernels::spread_override() = {pack, splits, consumers, shared_p};
+ForceSpread::ForceSpread(int pack, int splits, int consumers, int shared_p, int last_splits) {
+  kernels::spread_override() = {pack, splits, consumers, shared_p, last_splits};
 }
 ForceSpread::~ForceSpread() { kernels::spread_override() = {}; }
 

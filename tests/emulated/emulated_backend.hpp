@@ -27,11 +27,11 @@ class OnArchitecture {
   int before_;
 };
 
-/// What plans take instead of their own choice of packed heads, splits and consumers (0: nothing)
-/// and of the place of P (-1: nothing), for as long as it lives.
+/// What plans take instead of their own choice of packed heads, splits and consumers (0: nothing),
+/// of the place of P (-1: nothing) and of splits of the last works, for as long as it lives.
 class ForceSpread {
  public:
-  ForceSpread(int pack, int splits, int consumers = 0, int shared_p = -1);
+  ForceSpread(int pack, int splits, int consumers = 0, int shared_p = -1, int last_splits = 0);
   ~ForceSpread();
   ForceSpread(const ForceSpread&) = delete;
   ForceSpread& operator=(const ForceSpread&) = delete;

@@ -28,6 +28,18 @@ std::vector<OnGpu> everywhere() {
   return all;
 }
 
+/// Where blocks come in turns, and P does not depend on what a split has seen.
+std::vector<OnGpu> split_last() {
+  std::vector<OnGpu> all = everywhere();
+  std::erase_if(all,
+                [](const OnGpu& x) { return x.architecture < 90 || x.recipe.p == Format::e4m3; });
+  return all;
+}
+
+std::string recipe_name(const testing::TestParamInfo<OnGpu>& gpu) {
+  return gpu.param.recipe.name + "_sm" + std::to_string(gpu.param.architecture);
+}
+
 class EmulatedSpread : public testing::TestWithParam<OnGpu> {
  protected:
   const Recipe& recipe() const { return GetParam().recipe; }
@@ -164,6 +176,94 @@ TEST_P(EmulatedSpread, BadTokensStayWhereTheyWere) {
   }
 }
 
+/// Works that would keep few multiprocessors busy come in parts; all others have the bits that they
+/// have without.
+class LastWorks : public EmulatedSpread {
+ protected:
+  /// Of the emulator's 3 multiprocessors one has a fifth turn, and the last head's last block.
+  Feature feature(std::int64_t sk = 700) const {
+    Feature f = EmulatedSpread::feature(200, sk, 4, 2);
+    f.sq = {200}, f.sk = {sk};
+    f.heads_q = 5, f.heads_k = 5, f.options.causal = false;
+    return f;
+  }
+  Outcome run_last(const Call& call, Laid& laid, int splits) {
+    const ForceSpread forced(0, 0, 2, -1, splits);
+    const LeaveQueries prepared(false);  // else calls leave Q's codes to a kernel without parts
+    return run_emulated(call, laid, recipe(), every_timing());
+  }
+};
+
+TEST_P(LastWorks, AreTheWholeOnes) {
+  for (const bool lse : {false, true}) {
+    Feature f = feature();
+    f.sinks = lse, f.how.lse = lse;
+    const Call call = make_call(f, 6);
+    Laid laid = lay_out(call, f.how);
+    const Outcome whole = run_last(call, laid, 1);
+    for (const int splits : {2, 3, 6, 9}) {
+      const Outcome now = run_last(call, laid, splits);
+      ASSERT_FALSE(HasFailure());
+      EXPECT_NE(now.plan.find("whole_works: 9\nlast_splits: " + std::to_string(splits) + "\n"),
+                std::string::npos)
+          << now.plan;
+      EXPECT_LE(distance(now.out, widened(whole.out), call.dim_v).nrmse, tolerance()) << splits;
+      EXPECT_LE(lse_distance(now.lse, widened(whole.lse)), 1e-3) << splits;
+      const auto width = static_cast<std::size_t>(call.dim_v);
+      std::int64_t changed = 0;
+      for (std::size_t at = 0; at < now.out.size(); at += width) {
+        changed += std::memcmp(&now.out[at], &whole.out[at], sizeof(float) * width) == 0 ? 0 : 1;
+      }
+      EXPECT_LE(changed, 200 - 128) << splits;
+      EXPECT_GT(changed, 0) << "are there splits?";
+    }
+  }
+}
+
+TEST_P(LastWorks, BadTokensStayWhereTheyWere) {
+  const Feature f = feature();
+  const Call call = make_call(f, 9);
+  for (const auto& [operand, token, value] :
+       {std::tuple{Operand::q, 150, NAN}, std::tuple{Operand::k, 600, NAN},
+        std::tuple{Operand::k, 130, INFINITY}, std::tuple{Operand::v, 255, INFINITY},
+        std::tuple{Operand::v, 699, NAN}}) {
+    Laid laid = lay_out(call, f.how);
+    poke(laid, call, operand, 0, 4, token, 5, value);
+    const Outcome whole = run_last(call, laid, 1), now = run_last(call, laid, 3);
+    ASSERT_FALSE(HasFailure());
+    std::int64_t count = 0;
+    for (std::size_t n = 0; n < now.out.size(); ++n) {
+      ASSERT_EQ(std::isnan(now.out[n]), std::isnan(whole.out[n])) << n << ", token " << token;
+      count += std::isnan(now.out[n]) ? 1 : 0;
+    }
+    EXPECT_GT(count, 0);
+  }
+}
+
+TEST_P(LastWorks, PlansSplitThemWhereItPays) {
+  const auto splits = [&](const Feature& f) {
+    const Call call = make_call(f, 1);
+    const Laid laid = lay_out(call, f.how);
+    const EmulatedBackend backend(architecture_for(recipe()));
+    AttentionOptions options = call.options;
+    options.recipe = recipe();
+    const auto text = plan(laid.tensors(), options)->to_string();
+    const std::size_t at = text.find("last_splits: ");
+    return at == std::string::npos ? 0 : std::atoi(text.c_str() + at + 13);
+  };
+  Feature f = feature(4096);
+  EXPECT_EQ(splits(f), 3);
+  EXPECT_EQ(splits(feature(4095)), 0);
+  f.options.causal = true;
+  EXPECT_EQ(splits(f), 0);
+  f.options.causal = false, f.options.window_left = 1500;
+  EXPECT_EQ(splits(f), 0);
+  f = feature(4096), f.heads_q = f.heads_k = 6;  // four turns
+  EXPECT_EQ(splits(f), 0);
+  f.heads_q = f.heads_k = 1;  // one turn
+  EXPECT_EQ(splits(f), 0);
+}
+
 TEST_P(EmulatedSpread, ItsOwnChoice) {
   const auto planned = [&](const Feature& f) {
     const Call call = make_call(f, 1);
@@ -195,11 +295,8 @@ TEST_P(EmulatedSpread, ItsOwnChoice) {
   expect(sixes, std::string("packed_heads: ") + (hopper ? "2\n" : "6\n"));
 }
 
-INSTANTIATE_TEST_SUITE_P(Cover, EmulatedSpread, testing::ValuesIn(everywhere()),
-                         [](const auto& gpu) {
-                           return gpu.param.recipe.name + "_sm" +
-                                  std::to_string(gpu.param.architecture);
-                         });
+INSTANTIATE_TEST_SUITE_P(Cover, LastWorks, testing::ValuesIn(split_last()), recipe_name);
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedSpread, testing::ValuesIn(everywhere()), recipe_name);
 
 }  // namespace
 }  // namespace qattn::test

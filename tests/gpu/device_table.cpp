@@ -83,6 +83,18 @@ std::vector<Feature> device_table() {
     f.how.output = Format::none;
     all.push_back(f);
   }
+  // Four works more than a GPU of 132 multiprocessors takes at a time: they come in parts.
+  for (const bool lse : {false, true}) {
+    Feature f;
+    f.name = std::string("last_works") + (lse ? "_lse" : "");
+    f.applies = [](const Recipe& r) { return r.p != Format::e4m3; };
+    f.dim = f.dim_v = 128;
+    f.sq = {150, 150}, f.sk = {4200, 4200};
+    f.heads_q = 34, f.heads_k = 17;
+    f.how.lse = f.sinks = lse;
+    f.how.output = lse ? Format::f32 : Format::none;
+    all.push_back(f);
+  }
   return all;
 }
 

@@ -36,8 +36,14 @@ struct PrefillCombine {
     Row row;
     const auto queries = static_cast<int>(p.q.max_length);
     const int index = isa::block().x;
-    row.query = index % queries, row.head = index / queries % p.q.heads;
-    row.b = index / queries / p.q.heads;
+    if (p.whole > 0) {  // the blocks of rows behind those
+      const int size = p.parts.tile_rows, block = p.whole + index / size, head = block / p.q_blocks;
+      row.query = (block - head * p.q_blocks) * size + index % size;
+      row.b = head / p.q.heads, row.head = head - row.b * p.q.heads;
+    } else {
+      row.query = index % queries, row.head = index / queries % p.q.heads;
+      row.b = index / queries / p.q.heads;
+    }
     if (p.q.cu_seqlens != nullptr) {  // a head's `queries` are those of all sequences
       const std::int64_t token = row.query;
       if (one_by_one) {

@@ -79,7 +79,7 @@ struct PrefillParams {
   /// Blocks of rows: of the longest sequence; of packed queries as tile::block_count() has them.
   std::int32_t q_blocks = 0;
   std::int32_t together = 0, rising = 0, folded = 0;  ///< WorkOrder
-  std::uint32_t* error = nullptr;         ///< sticky error word of the device
+  std::uint32_t* error = nullptr;                     ///< sticky error word of the device
   /// 16-bit Q and K, plain variant: the first key of a tile that holds NaN or Inf (else no_key),
   /// one number a warp, [heads_kv][slots / 64][4].
   std::int32_t* bad_keys = nullptr;
@@ -87,10 +87,11 @@ struct PrefillParams {
   /// one KV head. More than 1: one tile holds all queries of a sequence, and `parts` are made.
   std::int32_t pack = 1;
   std::int32_t pack_inverse = 1 << 16;  ///< n / pack is n * pack_inverse >> 16, for rows of a tile
-  std::int32_t splits = 1;              ///< blocks that share the keys of a block of rows
+  std::int32_t splits = 1;  ///< blocks that share the keys of a block of rows, if that has parts
+  std::int32_t whole = 0;   ///< works that come before the first with parts, if there are any
   PartsView parts;
   /// Blocks of rows and splits of keys: q_blocks, heads / pack, splits and, unless queries are
-  /// packed, sequences multiplied.
+  /// packed, sequences multiplied; of blocks of rows before `whole`, no splits.
   std::int32_t works = 0;
   /// Packed queries (packed.cuh): [q_blocks][2], which sequence a block of rows belongs to, and its
   /// first row there, which may be one that the sequence does not have.

@@ -24,7 +24,7 @@ struct alignas(16) PrefillWork {
   tile::Span q, k;
   int key_begin, key_end;  ///< that any of the rows can see
   int shift;               ///< Sk - Sq
-  int split;               ///< of the keys
+  int split;               ///< of the keys; negative: the rows are no part, and end in the kernel
   std::int64_t q_slot, k_slot;
 };
 
@@ -57,7 +57,7 @@ QATTN_DEVICE std::int64_t part_row(const PrefillParams& p, const tile::Span& q, 
   if (p.q.cu_seqlens != nullptr) {
     pack = head / p.pack, first += tile::first_block(p.q, q, b, size);
   }
-  const std::int64_t part = (pack * p.q_blocks + first) * p.splits;
+  const std::int64_t part = (pack * p.q_blocks + first - p.whole) * p.splits;
   return part * p.parts.rows + row - block * size;
 }
 
@@ -83,8 +83,11 @@ QATTN_DEVICE int unfold(const PrefillParams& p, int index) {
 QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows, int keys) {
   PrefillWork w;
   int block;
-  w.split = 0;
-  if (p.splits > 1) w.split = index % p.splits, index /= p.splits;
+  w.split = -1;
+  if (p.parts.out != nullptr && index >= p.whole) {
+    const int part = index - p.whole, before = part / p.splits;
+    w.split = part - before * p.splits, index = p.whole + before;
+  }
   const int heads = p.pack > 1 ? p.q.heads / p.pack : p.q.heads;
   const bool packed = p.packed_blocks != nullptr;
   if (p.together > 0) {  // as WorkOrder says
@@ -123,7 +126,7 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   // Kernels with other tiles split keys at the same places: one does blocks of another again.
   const int step = p.splits > 1 ? split_tile : keys;
   w.key_begin = begin < 0 ? 0 : begin / step * step;
-  if (p.splits > 1) take_split(p, w);
+  if (w.split >= 0) take_split(p, w);
   return w;
 }
 

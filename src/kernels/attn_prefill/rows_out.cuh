@@ -17,11 +17,11 @@ struct PrefillOutput : PrefillRows<S> {
   using Base::Base;
 
   /// Ends all rows and writes them. `rows`: shared memory for S::out_row bytes a row of the block,
-  /// of which a warp touches its own rows only.
+  /// of which a warp touches its own rows only. `part`: has the work a split?
   // This counts where blocks have few tiles. Of 22000 clocks at S = 1024 (H200, D 128) each row
   // that ends by itself took 600, and bulk copies of 16 rows, which lanes start in turn, 1400.
-  QATTN_DEVICE void write(SharedAddress rows) {
-    if (p.parts.out != nullptr) {
+  QATTN_DEVICE void write(SharedAddress rows, bool part) {
+    if (part) {
       write_part();
       return;
     }

@@ -177,7 +177,7 @@ struct Prefill : PrefillValues<C> {
     if constexpr (S::e4m3_pv && !C.general) self.scale_channels();
     self.take_offsets();
     isa::sync_threads();  // the rows leave through the same shared memory
-    self.write(self.base);
+    self.write(self.base, work.split >= 0);
   }
 
   /// Did a warp of the Hopper kernel meet in block `index` what it cannot do?

@@ -139,14 +139,14 @@ bool makes_queries(const Sm90Plan& plan, const Problem& p) {
   if (plan.raw == nullptr || !sixteen || p.tensors.q_scale.present() || p.max_k == 0) return false;
   if (plan.recipe.rotate == Toggle::on || plan.prepared.needs.dot_mean) return false;
   if (plan.recipe.q_scale.granularity != Granularity::per_token) return false;
-  if (plan.spread.rows > 0 || !aligned(p.q)) return false;
+  if (plan.spread.all_parts() || !aligned(p.q)) return false;
   isa::TensorMap map;
   return p.q.data == nullptr ||  // while planning
          map_rows(rows_of(p, Role::q), plan.raw->config.d, q_box, map).empty();
 }
 
 bool makes_all(const Sm90Plan& plan, const Problem& p) {
-  return plan.spread.rows == 0 && makes_beside(p, plan.recipe, plan.prepared);
+  return !plan.spread.all_parts() && makes_beside(p, plan.recipe, plan.prepared);
 }
 
 bool can_make(const GpuPlan& data, const Problem& p, CodesLeft left) {
@@ -221,8 +221,9 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
       params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), rows, plan.error);
   params.general = is_general(p, plan.recipe);
   if (params.works == 0) return {};
-  set_spread(plan.spread, rows, workspace, params);
   const bool queries = handover.left == CodesLeft::queries, all = handover.left == CodesLeft::all;
+  // Of kernels that leave codes to others none has parts: up to 4096 keys little is to be gained.
+  if (handover.left == CodesLeft::none) set_spread(plan.spread, rows, workspace, params);
   set_order(queries ? plan.raw_order : plan.order, params);
   const Sm90Instance& instance = queries ? *plan.raw : *plan.instance;
   if (all) {
@@ -241,7 +242,7 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
   const int blocks = std::min(params.works, plan.multiprocessors);
   if (e.empty()) e = locate_packed(plan.packed, p, workspace, params, stream, handover.start);
   if (e.empty()) e = instance.launch(params, {blocks, 1, 1}, stream, handover.start);
-  if (e.empty()) e = combine_parts(params, stream);
+  if (e.empty()) e = combine_parts(params, stream, isa::Start::early);
   return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);
 }
 
@@ -254,8 +255,9 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->workspace = plan->prepared.bytes;
   plan->error = isa::error_word();
   plan->multiprocessors = isa::multiprocessors();
-  plan->spread = plan_sm90a_spread(p, plan->recipe, find(p, plan->recipe)->config,
-                                   plan->multiprocessors, plan->workspace);
+  plan->spread = plan_spread(p, plan->recipe,
+                             sm90a_limits(find(p, plan->recipe)->config, plan->multiprocessors),
+                             plan->workspace);
   const int consumers = consumers_for(p, plan->recipe, plan->spread, plan->multiprocessors);
   plan->instance = find(p, plan->recipe, false, consumers);
   plan->raw = find(p, plan->recipe, true, consumers);
@@ -272,6 +274,8 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
     dealing.least_turns = raw_turns;
     plan->raw_order = plan_order(p, dealing);
   }
+  split_last(p, plan->recipe, sm90a_limits(plan->instance->config, plan->multiprocessors),
+             plan->spread, plan->workspace);
   plan->text = sm90a_text(plan->instance->config) + text_of(plan->spread) + text_of(plan->order);
   plan->packed = plan_packed(p, plan->instance->config.rows(), plan->workspace);
   const CodesLeft left = codes_left(*plan, p);
@@ -339,13 +343,12 @@ Status check_sm90a(const Problem& p, const Sm90Instance* instance, const Prepare
   return {};
 }
 
-Spread plan_sm90a_spread(const Problem& p, const Recipe& r, const Sm90Config& c,
-                         int multiprocessors, std::size_t& workspace) {
+SpreadLimits sm90a_limits(const Sm90Config& c, int multiprocessors) {
   SpreadLimits limits;
-  limits.rows = sm90a_rows, limits.channels = c.dv();
+  limits.rows = c.rows(), limits.channels = c.dv();
   limits.blocks = multiprocessors;
   limits.pack_rows = q_box;  // TMA brings whole tokens
-  return plan_spread(p, r, limits, workspace);
+  return limits;
 }
 
 std::string map_codes(const Sm90Config& c, const Problem& p, Sm90Params& a) {

@@ -44,9 +44,8 @@ std::int64_t average_keys(const Problem& problem);
 Status check_sm90a(const Problem& problem, const Sm90Instance* instance,
                    const PrepareLayout& layout);
 
-/// How the kernel spreads a call over so many multiprocessors.
-Spread plan_sm90a_spread(const Problem& problem, const Recipe& recipe, const Sm90Config& config,
-                         int multiprocessors, std::size_t& workspace);
+/// What plan_spread() and split_last() are told of a kernel that so many multiprocessors run.
+SpreadLimits sm90a_limits(const Sm90Config& config, int multiprocessors);
 
 /// Does something touch single scores of every tile?
 bool is_general(const Problem& problem, const Recipe& recipe);

@@ -77,11 +77,14 @@ bool takes_notes(const Problem& p, const Recipe& r) {
   return !coded(r.qk) && p.window_left < 0 && p.block_mask_q == 0 && !is_general(p, r);
 }
 
-/// The same of a plan. Parts of rows can be done again only where the portable kernel's tiles have
-/// as many rows, which is not so above 128 channels.
+/// Parts of rows can be done again only where the portable kernel's tiles have as many rows, which
+/// is not so above these.
+constexpr int most_part_channels = 128;
+
+/// The same of a plan.
 bool serves(const WidePlan& plan, const Problem& p) {
   const Sm90Config& c = plan.instance->config;
-  return (plan.spread.rows == 0 || c.d <= 128) && is_native(p, plan.recipe, c);
+  return (plan.spread.rows == 0 || c.d <= most_part_channels) && is_native(p, plan.recipe, c);
 }
 
 // ---- Launch -------------------------------------------------------------------------------------
@@ -139,15 +142,18 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->multiprocessors = isa::multiprocessors();
   plan->bad_keys = plan->portable->workspace;
   plan->workspace = plan->bad_keys + bad_keys_bytes(p, plan->prepared);
-  plan->spread = plan_sm90a_spread(p, plan->recipe, plan->instance->config, plan->multiprocessors,
-                                   plan->workspace);
+  const SpreadLimits limits = sm90a_limits(plan->instance->config, plan->multiprocessors);
+  plan->spread = plan_spread(p, plan->recipe, limits, plan->workspace);
+  if (plan->spread.rows == 0) {
+    plan->order = plan_order(p, {sm90a_rows, plan->multiprocessors, read_bytes(plan->recipe)});
+  }
+  if (plan->instance->config.d <= most_part_channels) {
+    split_last(p, plan->recipe, limits, plan->spread, plan->workspace);
+  }
   plan->doubts = plan->workspace;
   plan->workspace +=
       static_cast<std::size_t>(plan->spread.works) * doubt_stride * sizeof(std::uint32_t);
   plan->packed = plan_packed(p, sm90a_rows, plan->workspace);
-  if (plan->spread.rows == 0) {
-    plan->order = plan_order(p, {sm90a_rows, plan->multiprocessors, read_bytes(plan->recipe)});
-  }
   // What will run, as far as a plan can tell.
   plan->text = serves(*plan, p) ? sm90a_text(plan->instance->config) + text_of(plan->spread) +
                                       text_of(plan->order)
