@@ -1,5 +1,6 @@
 """Where, when and under which clocks a record was made."""
 
+import math
 import os
 import pathlib
 import platform
@@ -17,7 +18,7 @@ FIELDS = {
     "power.draw": "power_w",
     "temperature.gpu": "celsius",
 }
-PERIOD_MS = 200
+PERIOD_MS = 100
 
 
 def command_output(*command):
@@ -136,9 +137,9 @@ class Sampler:
             self.process.wait()
             self.reader.join(timeout=5)
 
-    def summary(self, since=0.0):
-        """Median, smallest and largest of each field since then."""
-        recent = [s for when, s in list(self.samples) if when >= since]
+    def summary(self, spans=((0.0, math.inf),)):
+        """Median, smallest and largest of each field in these times."""
+        recent = [s for when, s in list(self.samples) if any(a <= when <= b for a, b in spans)]
         result = {}
         for name in FIELDS.values():
             values = [s[name] for s in recent if name in s]
@@ -160,5 +161,5 @@ class NoSampler:
     def __exit__(self, *_):
         pass
 
-    def summary(self, since=0.0):  # noqa: ARG002
+    def summary(self, spans=()):  # noqa: ARG002
         return {}

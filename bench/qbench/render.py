@@ -206,6 +206,16 @@ def clocks_text(provenance):
     return f" Clocks: {', '.join(told)}." if told else ""
 
 
+def turns_text(provenance):
+    seconds = provenance.get("seconds_a_turn")
+    if not seconds:
+        return ""
+    return (
+        f" Turns of {seconds:g} s, call behind call, of whose second half the times are: each "
+        "candidate at the clocks that its own power leaves it."
+    )
+
+
 def record_section(record):
     p = record.provenance
     on = f", {p['threads']} threads, {p['isa']}" if "cpu" in p else ""
@@ -218,7 +228,8 @@ def record_section(record):
         "",
         f"{p['date']}, commit {p['commit']}, torch {p['torch']}, `{record.name}`."
         + (f" Memory reads {bandwidth:.1f} GB/s in the same run." if bandwidth else "")
-        + clocks_text(p),
+        + clocks_text(p)
+        + turns_text(p),
         "",
         f"TFLOP/s unless another unit is given, and how many times as fast as {over} in the same "
         f"run. {STEPS}",

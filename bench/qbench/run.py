@@ -33,6 +33,9 @@ def add_arguments(parser):
     parser.add_argument("--recipes", help="names, or nothing for torch alone")
     parser.add_argument("--rounds", type=int, default=21, help="at most, a shape")
     parser.add_argument("--seconds", type=float, default=200, help="for the whole run")
+    parser.add_argument(
+        "--turn", type=float, help="seconds of a turn, whose second half counts; default: one call"
+    )
     parser.add_argument("--no-errors", action="store_true", help="leave out the input families")
     parser.add_argument("--threads", type=int, help="of CPUs")
     parser.add_argument("--commit", help="where the tree is no git checkout")
@@ -73,9 +76,15 @@ def measured_cell(shape, candidate, step, times, error):
     return make_cell(shape, candidate.name, candidate.io, step, **facts)
 
 
-def measure_shape(device, shape, names, seconds, rounds):
+def add_clocks(cell, sampler, spans):
+    clocks = sampler.summary(spans)
+    if cell.measured and clocks:
+        cell["clocks"] = {k: x["median"] for k, x in clocks.items()}
+
+
+def measure_shape(device, shape, names, seconds, rounds, sampler, turn):
     """Cells of one shape."""
-    cells, accepted, nrmse = [], [], {}
+    cells, accepted, nrmse, begin = [], [], {}, time.monotonic()
     for io in dict.fromkeys(io for _, io in names):
         tensors = random_tensors(shape, io, device.device)
         for name in (n for n, candidate_io in names if candidate_io == io):
@@ -92,10 +101,13 @@ def measure_shape(device, shape, names, seconds, rounds):
             accepted.append(candidate)
             nrmse[name, io] = error
     calls = {(i, step): c for i, x in enumerate(accepted) for step, c in x.steps.items()}
-    times = timing.interleaved(device.clock, calls, seconds, rounds) if calls else {}
+    turns = timing.LongTurns(device.clock, turn) if turn else None
+    times = timing.interleaved(device.clock, calls, seconds, rounds, turns) if calls else {}
     for (i, step), values in times.items():
         x = accepted[i]
         cells.append(measured_cell(shape, x, step, values, nrmse[x.name, x.io]))
+        spans = turns.spans[calls[i, step]] if turns else [(begin, time.monotonic())]
+        add_clocks(cells[-1], sampler, spans)
     for candidate in accepted:
         candidate.close()
     return sorted(cells, key=lambda c: names.index((c["candidate"], c["io"])))
@@ -123,12 +135,8 @@ def measure_all(device, record, chosen, names, args, deadline):
                 record.cells += [make_cell(shape, *name, "e2e", refused=text) for name in names]
                 print(f"{shape.name}\n  refused: {text}")
                 continue
-            begin = time.monotonic()
-            cells = measure_shape(device, shape, names, left / (len(chosen) - i), args.rounds)
-            clocks = sampler.summary(begin)
-            for cell in cells:
-                if cell.measured and clocks:
-                    cell["clocks"] = {k: x["median"] for k, x in clocks.items()}
+            seconds = left / (len(chosen) - i)
+            cells = measure_shape(device, shape, names, seconds, args.rounds, sampler, args.turn)
             record.cells += cells
             print_shape(shape, cells, record.baseline)
             record.save(args.output)  # what is measured stays, whatever comes
@@ -140,6 +148,8 @@ def run(args):
     if args.device != "cpu" and args.threads is not None:
         raise ValueError("threads: are of CPUs")
     timing.check_limits(args.seconds, args.rounds)
+    if args.turn is not None and not args.turn > 0:
+        raise ValueError("turn: more than 0 seconds")
     groups = shapes.DEFAULT[args.device] if args.shapes is None and not args.shape else args.shapes
     chosen = shapes.select(names_list(groups or ""), args.only, args.shape)
     recipes = DEFAULT_RECIPES[args.device] if args.recipes is None else args.recipes
@@ -149,6 +159,8 @@ def run(args):
     deadline = time.monotonic() + args.seconds
     facts = provenance.common(args.commit) | device.facts()
     facts |= {"rounds_at_most": args.rounds, "seconds_at_most": args.seconds}
+    if args.turn:
+        facts["seconds_a_turn"] = args.turn
     record = Record(facts)
     if not args.no_errors:
         record.errors = errors.family_errors(device, names, ERROR_DIMS)

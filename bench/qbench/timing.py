@@ -45,26 +45,58 @@ class CudaClock:
         return start.elapsed_time(end)
 
 
+class LongTurns:
+    """Turns of so many seconds, of whose second half the times are, call behind call.
+
+    A GPU at its power limit then has the clocks that the candidate's own power leaves it, as where
+    a program calls it all the time. In turns of one call all candidates have about the same clocks,
+    and those that need less power lose by that what they leave to others.
+    """
+
+    BATCH_MS = 10  # that are timed together
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds = clock, seconds
+        self.spans = {}  # by call: (begin, end) of what counts, as time.monotonic()
+
+    def __call__(self, call):
+        count = max(1, round(self.BATCH_MS / max(self.clock.milliseconds(call), 1e-3)))
+
+        def batch():
+            for _ in range(count):
+                call()
+
+        begin = time.monotonic()
+        while time.monotonic() < begin + self.seconds / 2:
+            self.clock.milliseconds(batch)
+        middle, times = time.monotonic(), []
+        while not times or time.monotonic() < begin + self.seconds:
+            times.append(self.clock.milliseconds(batch) / count)
+        self.spans.setdefault(call, []).append((middle, time.monotonic()))
+        return times
+
+
 def check_limits(seconds, rounds):
     """Raises ValueError."""
     if rounds < MIN_ROUNDS or seconds <= 0:
         raise ValueError(f"rounds: at least {MIN_ROUNDS}; seconds: more than 0")
 
 
-def interleaved(clock, calls, seconds, rounds):
+def interleaved(clock, calls, seconds, rounds, turns=None):
     """Lists of milliseconds by key, one call of each a round, after a round that warms up.
 
-    As many rounds as fit into `seconds`, from MIN_ROUNDS to `rounds`.
+    As many rounds as fit into `seconds`, from MIN_ROUNDS to `rounds`. `turns`: LongTurns instead of
+    single calls.
     """
     before = time.monotonic()
     for call in calls.values():
         clock.milliseconds(call)
-    one = max(time.monotonic() - before, 1e-6)
+    one = max(time.monotonic() - before, turns.seconds * len(calls) if turns else 0, 1e-6)
     count = min(rounds, max(MIN_ROUNDS, int(seconds / one) - 1))
     times = {key: [] for key in calls}
     for _ in range(count):
         for key, call in calls.items():
-            times[key].append(clock.milliseconds(call))
+            times[key] += turns(call) if turns else [clock.milliseconds(call)]
     return times
 
 

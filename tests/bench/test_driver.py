@@ -1,6 +1,7 @@
 """bench/bench.py run: on the CPU, and on the GPU kernels in the emulator (QATTN_BENCH_LIBRARY)."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -102,6 +103,29 @@ def test_rounds_fit_into_the_time():
     assert len(timing.interleaved(Slow(), {"a": 0}, 0, 50)["a"]) == timing.MIN_ROUNDS
 
 
+def test_long_turns_count_from_their_middle():
+    class Real(CountingClock):
+        def milliseconds(self, call):
+            call()
+            time.sleep(0.002)
+            return 2.0 if call in calls else 10.0  # a call, or a batch of five
+
+    done = []
+    calls = [lambda: done.append("a"), lambda: done.append("b")]
+    turns = timing.LongTurns(Real(), 0.1)
+    begin = time.monotonic()
+    times = timing.interleaved(Real(), dict(zip("ab", calls)), 0.0, 50, turns)
+    assert {x for values in times.values() for x in values} == {2.0}
+    assert len(done) >= 5 * 2 * len(times["a"])  # those of the first halves are no times
+    for name, call in zip("ab", calls):
+        assert len(turns.spans[call]) == timing.MIN_ROUNDS and len(times[name]) >= 3
+        for first, last in turns.spans[call]:
+            assert begin + 0.05 <= first < last
+    # The other candidate's calls lie between a candidate's turns, not among them.
+    changes = sum(x != y for x, y in zip(done, done[1:]))
+    assert changes == 2 * (1 + timing.MIN_ROUNDS) - 1
+
+
 def test_summary_by_hand():
     assert timing.summary([4.0, 1.0, 2.0, 3.0, 10.0]) == {
         "median_ms": 3.0, "min_ms": 1.0, "spread": pytest.approx(2 / 3), "rounds": 5,
@@ -123,7 +147,7 @@ def test_clocks_are_sampled():
             "power_w": {"median": 600.5, "min": 600.5, "max": 600.5},
             "celsius": {"median": 52, "min": 51, "max": 53},
         }
-        assert sampler.summary(time.monotonic()) == {}
+        assert sampler.summary([(time.monotonic(), math.inf)]) == {}
     assert sampler.process.returncode is not None
     with provenance.Sampler("0", ["/no/such/program"]) as sampler:
         assert sampler.summary() == {}
