@@ -45,10 +45,13 @@ Outcome expect_conforms(const Cell& cell) {
   EXPECT_TRUE(shared_p < 0 || outcome.plan.find(place) != std::string::npos) << outcome.plan;
   EXPECT_TRUE(consumers == 0 || outcome.plan.find(line) != std::string::npos) << outcome.plan;
   if (testing::Test::HasFailure()) return outcome;
-  if (shared_p == 1 && !has_codes(run.v)) {  // another order of the same operations
+  if (shared_p == 1 && !has_codes(run.v)) {  // but for the order in which rows' sums are added up
     const ForceSpread registers(0, splits, 2, 0);
     const Outcome other = run_emulated(call, laid, run, every_timing().first(1));
-    EXPECT_TRUE(same_bits(outcome, other)) << "not what P in registers gives";
+    const std::vector<double> want(other.out.begin(), other.out.end());
+    const bool floats = feature.how.output == Format::f32;
+    EXPECT_LE(distance(outcome.out, want, call.dim_v).nrmse, floats ? 1e-6 : 3e-4)
+        << "not what P in registers gives";
   }
   const ModelOutput model = model_attention(call, outcome.model_options());
   expect_matches_model(outcome, call, feature.how.output, model);

@@ -414,12 +414,11 @@ void add_other_dims(std::vector<Cell>& all) {
   }
 }
 
-/// P in shared memory, which 16 bits have for longer rows than tests do.
+/// P in shared memory, which 16 bits have for causal or longer rows than tests do.
 void add_shared_p(std::vector<Cell>& all) {
   for (const Feature& row : rows_of_variants()) {
     for (const Recipe& recipe : gpu_recipes()) {
-      const bool none = has_codes(recipe.qk) && !has_codes(recipe.v);
-      if (none || !row.applies(recipe)) continue;
+      if (!row.applies(recipe)) continue;
       Feature f = with_inputs(row, recipe, Format::bf16);
       if (!has_codes(recipe.v)) {  // TMA reads it in place
         f.how.strides = Strides::dense;

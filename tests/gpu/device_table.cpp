@@ -48,7 +48,9 @@ std::vector<Feature> device_table() {
   for (const bool causal : {false, true}) {
     Feature f;
     f.name = std::string(long_rows) + (causal ? "causal" : "full");
-    f.applies = [](const Recipe& r) { return r.qk == r.v; };
+    f.applies = [causal](const Recipe& r) {
+      return r.qk == r.v || (!causal && (r.v == Format::bf16 || r.v == Format::f16));
+    };
     f.dim = f.dim_v = 128;
     f.sq = {300, 300}, f.sk = {4480, 4480};
     f.used_q = {300, 130}, f.used_k = {4480, 4333};

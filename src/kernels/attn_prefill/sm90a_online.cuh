@@ -169,7 +169,12 @@ struct Sm90Online : Sm90Rows<C> {
         word =
             half ? isa::pack_f16(e[2 * i], e[2 * i + 1]) : isa::pack_bf16(e[2 * i], e[2 * i + 1]);
         const isa::Pair rounded = half ? isa::unpack_f16(word) : isa::unpack_bf16(word);
-        sum[r] += rounded.lo + rounded.hi;
+        if constexpr (S::serial_sums) {
+          sum[r] += rounded.lo;
+          sum[r] += rounded.hi;
+        } else {
+          sum[r] += rounded.lo + rounded.hi;
+        }
       }
     } else {
       codes[n / 4][r + n / 2 % 2 * 2] = std::uint32_t{isa::pack_e4m3(e[0], e[1])} |

@@ -77,11 +77,14 @@ struct Sm90Shape {
   static constexpr bool three = C.consumers > 2, turns = !three || C.d > 64;
   /// P goes to its product through shared memory. A product whose A lies in registers holds its
   /// warp until it has read them; this one runs beside the softmax of the next tile, and joins the
-  /// output among its exponentials. No bit differs. H100, D 128, full, S 1024, 4096, 16384,
-  /// TFLOP/s, beside the better of two and three consumers with P in registers: u8 P 677 818 839
-  /// (659 770 814), s8 Q and K with e4m3 P 706 869 887 (680 834 915), e4m3 703 875 897 (695 859
-  /// 967), bf16 474 580 617 (483 569 601).
+  /// output among its exponentials. No bit differs but for serial_sums. H100, D 128, full, S 1024,
+  /// 4096, 16384, TFLOP/s, beside the better of two and three consumers with P in registers: u8 P
+  /// 677 818 839 (659 770 814), s8 Q and K with e4m3 P 706 869 887 (680 834 915), e4m3 703 875 897
+  /// (695 859 967). 16 bits: sm90a_wide.cpp.
   static constexpr bool shared_p = C.shared_p;
+  /// Rounded P joins a row's sum number by number, not by pairs: with ptxas -O1 bf16 is 6 to 9 %
+  /// faster so (H200, D 128, S 4096 and 16384), with P in registers 3 to 10 % slower with -O3.
+  static constexpr bool serial_sums = wide_pv && shared_p;
   /// Maxima of a row's scores as a tree of three-input ones, not a chain: u8 P 2 %, e4m3 P -2 %.
   static constexpr bool tree_maxima = shared_p && u8;
   /// The groups of exponentials (see exponentiate()) after which the turn is given, and after which
@@ -89,8 +92,9 @@ struct Sm90Shape {
   /// else: to be tried again after changes. H200, D 128, full, S 4096, TFLOP/s, look after 3, 4, 5,
   /// 6, 7: e4m3 P 905 887 888 (e4m3 Q and K 952 951 899), u8 P 808 809 792 from 5 on. The turn
   /// after 1 to 5 is the same; with P in shared memory 3 % less before 5, at 8 or when products
-  /// start.
-  static constexpr int give_after = three ? -1 : shared_p ? 5 : wide_pv ? 3 : 2;
+  /// start; 16-bit P there beside codes of Q and K 1 to 4 % more at 4 than at 5 to 8, else the
+  /// same.
+  static constexpr int give_after = three ? -1 : shared_p ? (wide_pv ? 4 : 5) : wide_pv ? 3 : 2;
   static constexpr int look_after = shared_p ? 10 : wide_pv ? 7 : u8 ? 6 : 3;
   /// P V of the tile before is waited for behind the first of these groups, if shared_p, and joins
   /// the output among those that follow, up to the last.

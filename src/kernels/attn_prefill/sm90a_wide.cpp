@@ -35,13 +35,20 @@ Recipe resolve(const Problem& p) {
 
 Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
 
-/// Long rows want P in shared memory, where there is such a kernel: bf16, D 128, 3 to 9 % from 4096
-/// keys on (H100), 2 % less than nothing at 1024.
+/// Where P goes through shared memory, if there is such a kernel. H200, D 128, TFLOP/s beside P in
+/// registers: bf16 full 1.6 % less at 1024 and 2048, causal 313 448 526 (305 436 496) at S 1024
+/// 2048 4096, with heads 32/8 537 (494); int8 full 670 711 742 (681 692 723) at S 2048 4096 16384,
+/// causal 1 % less at 4096.
+bool wants_shared_p(const Problem& p, bool codes) {
+  const bool causal = p.window_right >= 0;
+  return codes ? !causal && average_keys(p) >= 4096 : causal || average_keys(p) >= 4096;
+}
+
 const Sm90Instance* find(const Problem& p, const Recipe& r) {
   const Sm90Dims dims = sm90a_dims(p);
   const Element pv = r.v == Format::f16 ? Element::f16 : Element::bf16;
   const int asked = spread_override().shared_p;
-  const bool shared_p = asked >= 0 ? asked > 0 : average_keys(p) >= 4096;
+  const bool shared_p = asked >= 0 ? asked > 0 : wants_shared_p(p, r.qk == Format::s8);
   const Element qk = r.qk == Format::s8 ? Element::s8 : pv;
   return find_sm90a({dims.d, qk, pv, false, 2, shared_p, dims.dv});
 }
