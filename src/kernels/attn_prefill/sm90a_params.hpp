@@ -95,7 +95,10 @@ struct Sm90Shape {
   /// start; 16-bit P there beside codes of Q and K 1 to 4 % more at 4 than at 5 to 8, else the
   /// same.
   static constexpr int give_after = three ? -1 : shared_p ? (wide_pv ? 4 : 5) : wide_pv ? 3 : 2;
-  static constexpr int look_after = shared_p ? 10 : wide_pv ? 7 : u8 ? 6 : 3;
+  /// Three consumers with e4m3 Q and K, after 3, 4, 5, 6, 7, 9: S 8192 892 913 930 936 933 937, S
+  /// 16384 965 962 966 973 969 975.
+  static constexpr bool late_look = three && C.d == 128 && C.qk == isa::Element::e4m3;
+  static constexpr int look_after = shared_p ? 10 : wide_pv ? 7 : u8 ? 6 : late_look ? 9 : 3;
   /// P V of the tile before is waited for behind the first of these groups, if shared_p, and joins
   /// the output among those that follow, up to the last.
   static constexpr int join_after = give_after, join_until = u8 ? 13 : 16;
