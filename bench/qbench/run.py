@@ -82,8 +82,8 @@ def add_clocks(cell, sampler, spans):
         cell["clocks"] = {k: x["median"] for k, x in clocks.items()}
 
 
-def measure_shape(device, shape, names, seconds, rounds, sampler, turn):
-    """Cells of one shape."""
+def measure_shape(device, shape, names, seconds, rounds, sampler, turn=None):
+    """Cells of one shape. `turn`: seconds of one (timing.LongTurns); None: one call."""
     cells, accepted, nrmse, begin = [], [], {}, time.monotonic()
     for io in dict.fromkeys(io for _, io in names):
         tensors = random_tensors(shape, io, device.device)

@@ -350,6 +350,7 @@ def attend(tensors, _):
     ).transpose(1, 2)
 
 
+NO_CLOCKS = provenance.NoSampler()
 WRONG = {
     "NaN": lambda t, n: torch.full_like(t[0], float("nan")),
     "NRMSE": lambda t, n: torch.zeros_like(t[0]),
@@ -361,15 +362,17 @@ WRONG = {
 @pytest.mark.parametrize("fault", WRONG)
 def test_wrong_results_have_no_speed(fault):
     shape = shapes.parse_custom("2,2,2,16,16,8")
-    (cell,) = run.measure_shape(Fake(WRONG[fault]), shape, [("int8", "f32")], 1, 3)
+    (cell,) = run.measure_shape(Fake(WRONG[fault]), shape, [("int8", "f32")], 1, 3, NO_CLOCKS)
     assert fault in cell["failed"] and not cell.measured
     assert Record({}, [cell]).failures()
 
 
 def test_right_results_have_one():
     shape = shapes.parse_custom("2,4,4,16,16,8")
-    (cell,) = run.measure_shape(Fake(attend), shape, [("int8", "f32")], 1, 3)
+    (cell,) = run.measure_shape(Fake(attend), shape, [("int8", "f32")], 1, 3, NO_CLOCKS)
     assert cell.measured and cell["nrmse"] < 1e-6
+    (cell,) = run.measure_shape(Fake(attend), shape, [("int8", "f32")], 1, 3, NO_CLOCKS, 0.02)
+    assert cell.measured and cell["rounds"] >= 3
 
 
 def test_errors_on_every_family(library):
