@@ -60,6 +60,16 @@ class EmulatedSpread : public testing::TestWithParam<OnGpu> {
     return outcome;
   }
 
+  /// The plan's text.
+  std::string planned(const Feature& f) const {
+    const Call call = make_call(f, 1);
+    const Laid laid = lay_out(call, f.how);
+    const EmulatedBackend backend(architecture_for(recipe()));
+    AttentionOptions options = call.options;
+    options.recipe = recipe();
+    return plan(laid.tensors(), options)->to_string();
+  }
+
   /// Rounded P has other roundings where its references differ: u8 P has its own tile's.
   double tolerance() const {
     return recipe().p == Format::u8 ? 2e-6 : recipe().p == Format::e4m3 ? 3e-2 : 2e-3;
@@ -242,12 +252,7 @@ TEST_P(LastWorks, BadTokensStayWhereTheyWere) {
 
 TEST_P(LastWorks, PlansSplitThemWhereItPays) {
   const auto splits = [&](const Feature& f) {
-    const Call call = make_call(f, 1);
-    const Laid laid = lay_out(call, f.how);
-    const EmulatedBackend backend(architecture_for(recipe()));
-    AttentionOptions options = call.options;
-    options.recipe = recipe();
-    const auto text = plan(laid.tensors(), options)->to_string();
+    const std::string text = planned(f);
     const std::size_t at = text.find("last_splits: ");
     return at == std::string::npos ? 0 : std::atoi(text.c_str() + at + 13);
   };
@@ -265,14 +270,6 @@ TEST_P(LastWorks, PlansSplitThemWhereItPays) {
 }
 
 TEST_P(EmulatedSpread, ItsOwnChoice) {
-  const auto planned = [&](const Feature& f) {
-    const Call call = make_call(f, 1);
-    const Laid laid = lay_out(call, f.how);
-    const EmulatedBackend backend(architecture_for(recipe()));
-    AttentionOptions options = call.options;
-    options.recipe = recipe();
-    return plan(laid.tensors(), options)->to_string();
-  };
   const auto expect = [&](const Feature& f, const std::string& lines) {
     const std::string text = planned(f);
     EXPECT_NE(text.find(lines), std::string::npos) << text << "\n" << lines;
