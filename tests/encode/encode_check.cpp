@@ -86,6 +86,7 @@ class Truth {
     const float x = case_.value(role_, b, h, s, c) + 0.0f;
     return encode(format_, x * (1.0f / scale(b, h, s, c)));
   }
+  bool is_s8() const { return format_ == Format::s8; }
   const Expected& expected() const { return expected_; }
 
  private:
@@ -199,9 +200,9 @@ void check_channel_scales(const Case& c, const Truth& truth) {
   for (std::int64_t b = 0; b < c.batch(); ++b) {
     for (int h = 0; h < heads; ++h) {
       // Packed sequences that have several groups: where their tokens' entries of a table lie.
-      const std::int64_t first =
-          v.packed_groups ? h * v.groups + c.first_block(Role::v, b, v.channel_block)
-                          : (b * heads + h) * v.groups;
+      const std::int64_t first = v.packed_groups
+                                     ? h * v.groups + c.first_block(Role::v, b, v.channel_block)
+                                     : (b * heads + h) * v.groups;
       for (std::int64_t s = 0; s < c.length(b); ++s) {
         const float* scale = v.channel_scale + (first + s / v.channel_block) * v.channels;
         for (int k = 0; k < v.channels; ++k) {
@@ -265,7 +266,9 @@ void check_tiles(const Case& c) {
         for (int k = 0; k < padded; ++k) {
           for (int j = 0; j < 64; ++j) {
             const bool zero = j >= count || k >= c.options().dv || truth.bad(first + j);
-            const std::uint8_t want = zero ? 0 : truth.code(b, h, first + j, k);
+            const int offset = truth.is_s8() ? kernels::value_offset : 0;
+            const auto want =
+                static_cast<std::uint8_t>((zero ? 0 : truth.code(b, h, first + j, k)) + offset);
             const std::uint8_t got = record[k * 64 + position(j)];
             codes.add(got == want, text("code", b, h, first + j, got, want));
           }

@@ -112,7 +112,7 @@ inline constexpr std::int32_t no_key = 0x7fffffff;
 struct PrefillConfig {
   int d = 128;                           ///< padded head dimension of Q, K and V
   isa::Element qk = isa::Element::bf16;  ///< Q and K
-  isa::Element pv = isa::Element::bf16;  ///< P; V has the same, or s8 beside u8
+  isa::Element pv = isa::Element::bf16;  ///< P and V
   /// false: dense or packed sequences, causal or none, scale > 0, one K scale a tile, V's scale per
   /// token (s8) or one a channel (e4m3). true: everything.
   bool general = false;

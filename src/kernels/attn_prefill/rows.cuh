@@ -144,6 +144,7 @@ struct PrefillRows {
   int warp;  ///< among those that own rows
   float out[M][S::d_tiles][4] = {};
   float max[R], sum[R] = {};
+  float excess[R] = {};      ///< add_excess()
   float row_scale[R];        ///< from a row's products to scores in units of log2: Q's scale and
                              ///< softmax_scale * log2 e
   float lse_offset[R] = {};  ///< what smooth_k took from all scores, in units of log2
@@ -309,6 +310,7 @@ struct PrefillRows {
       changed |= next != max[r];
       max[r] = next;
       sum[r] *= shrink[r];
+      if constexpr (S::u8) excess[r] *= shrink[r];
     }
     if (!isa::any(changed)) return;
 #pragma unroll
@@ -324,6 +326,47 @@ struct PrefillRows {
   /// The reference that is subtracted in exponents: 0 where nothing was seen, so that masked scores
   /// give 0 and not NaN.
   QATTN_DEVICE static float reference(float top) { return top == -tile::infinity() ? 0.0f : top; }
+
+  // ---- u8 P times V ---------------------------------------------------------------------------
+
+  // V's codes are 128 too large (PreparedTiles), so that products with P are never negative, and
+  // those of 128 keys stay below 2^23. Such an int32 is a float as it lies there, of 2^-149 for
+  // each 1, and joins the output without a conversion, which are scarce: a multiprocessor of
+  // Hopper makes 64 a clock, 34 beside products (H200). The output is in other units then, and
+  // holds an excess for the 128; end_values() takes both away.
+
+  /// What the matrix unit left, in units of 2^-149.
+  QATTN_DEVICE static float as_float(std::int32_t product) {
+    return __builtin_bit_cast(float, product);
+  }
+  /// What a tile's weight is multiplied with to join P V, and what the output then with.
+  static constexpr float share_unit = 0x1p90f, value_unit = 0x1p59f;
+
+  /// What the 128 add to each channel, the part of this lane. `count`: its sums of a tile's P;
+  /// `share`: the tile's weight, times share_unit. (With the sums of all four lanes a channel of
+  /// zeros would end as exactly 0; their shuffles cost 5 % at D 64, 1 % at D 128, H200.)
+  QATTN_DEVICE void add_excess(const std::uint32_t (&count)[R], const float (&share)[R]) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      excess[r] = fmaf(as_float(static_cast<std::int32_t>(count[r])), share[r], excess[r]);
+    }
+  }
+  QATTN_DEVICE void end_values() {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      excess[r] += isa::shuffle_xor(excess[r], 1);
+      excess[r] += isa::shuffle_xor(excess[r], 2);
+      const float less = excess[r] * (-value_offset * value_unit);
+#pragma unroll
+      for (int n = 0; n < S::d_tiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = out[r / 2][n][r % 2 * 2 + e];
+          x = fmaf(x, value_unit, less);
+        }
+      }
+    }
+  }
 
   /// The maxima of all four lanes that share a row.
   QATTN_DEVICE static void row_maxima(float (&x)[R]) {

@@ -14,7 +14,10 @@ struct PrefillShape {
   /// The second one costs registers: 1196 bytes of spills at D 256 on sm_100.
   static constexpr bool two_row_ends = false, staged_rows = false;
   static constexpr bool u8 = C.pv == Element::u8, e4m3_pv = C.pv == Element::e4m3;
-  static constexpr Element v_element = u8 ? Element::s8 : C.pv;
+  static constexpr Element weight_element = u8 ? Element::s8 : C.pv;  ///< of V's extra rows
+  /// P V joins the output as floats that it is already (PrefillRows::as_float()). Not where scales
+  /// per channel stand between: of such small numbers these would cost bits.
+  static constexpr bool direct_sums = u8 && !C.general;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
   static constexpr float p_log2 = e4m3_pv ? 8.0f : 0.0f;
   static constexpr int d = C.d, dv = d, keys = 64, rows = C.d > 128 ? 64 : 128;

@@ -15,7 +15,9 @@ struct PrefillValues : PrefillScores<C> {
       Base::work;
   using typename Base::Scores;
 
-  const float* channels = nullptr;  // V's scales of the tile, where they are per channel
+  const float* channels = nullptr;    // V's scales of the tile, where they are per channel
+  isa::Accumulator<C.pv> surplus[R];  // of u8 P times V, unless S::direct_sums
+  static constexpr float share_unit = S::direct_sums ? Base::share_unit : 1.0f;
 
   using Base::Base;
 
@@ -117,7 +119,7 @@ struct PrefillValues : PrefillScores<C> {
       for (int h = 0; h < 2; ++h) {
         const int r = 2 * m + h;
         const float ref = this->reference(top[r]) - log2_255;
-        share[r] = isa::exp2(top[r] - this->reference(max[r])) * (1.0f / 255);
+        share[r] = isa::exp2(top[r] - this->reference(max[r])) * (share_unit / 255);
 #pragma unroll
         for (int n = 0; n < S::n_tiles; n += 2) {
           a[n / 4][m][h + n / 2 % 2 * 2] = isa::pack_u8(
@@ -127,6 +129,7 @@ struct PrefillValues : PrefillScores<C> {
       }
     }
     add_weights(a, share);
+    count_codes(a, share);
     if (Special && (C.general || bad_keys || value_flags() != 0)) add_unrounded(s);
     multiply_bytes(a, share);
   }
@@ -181,14 +184,40 @@ struct PrefillValues : PrefillScores<C> {
     isa::load_matrix<1>(r, row);
     isa::Accumulator<C.pv> acc[M][1][4];
     const std::uint32_t b0[1][2] = {{r[0][0], r[0][1]}}, b1[1][2] = {{r[0][2], r[0][3]}};
-    isa::mma_zero<C.pv, S::v_element, M, 1>(acc, a[0], b0);
-    isa::mma<C.pv, S::v_element, M, 1>(acc, a[1], b1);
+    isa::mma_zero<C.pv, S::weight_element, M, 1>(acc, a[0], b0);
+    isa::mma<C.pv, S::weight_element, M, 1>(acc, a[1], b1);
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // columns 0 and 1 lie in lane t = 0, the others hold zeros
         const auto weighted = (S::u8 ? 256 : 1) * acc[m][0][2 * h] + acc[m][0][2 * h + 1];
-        sum[2 * m + h] += isa::to_float(weighted) * unit * share[2 * m + h];
+        sum[2 * m + h] += isa::to_float(weighted) * unit * (share[2 * m + h] * (1.0f / share_unit));
+      }
+    }
+  }
+
+  /// What P V has too much, because V's codes are 128 too large: as a sum of its own, or for
+  /// multiply_bytes().
+  QATTN_DEVICE void count_codes(const std::uint32_t (&a)[S::keys / 32][M][4],
+                                const float (&share)[R]) {
+    std::uint32_t count[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      count[r] = 0;
+#pragma unroll
+      for (int n = 0; n < S::keys / 16; ++n) {
+        const std::uint32_t word = a[n / 2][r / 2][r % 2 + n % 2 * 2];
+        count[r] = isa::dot4_u8(word, 0x01010101u, count[r]);
+      }
+    }
+    if constexpr (S::direct_sums) {
+      this->add_excess(count, share);
+    } else {
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        count[r] += isa::shuffle_xor(count[r], 1);
+        count[r] += isa::shuffle_xor(count[r], 2);
+        surplus[r] = static_cast<std::int32_t>(count[r] * value_offset);
       }
     }
   }
@@ -223,8 +252,8 @@ struct PrefillValues : PrefillScores<C> {
     for (int n = 0; n < value_chunk; ++n) {
       b0[n][0] = r[n][0], b0[n][1] = r[n][1], b1[n][0] = r[n][2], b1[n][1] = r[n][3];
     }
-    isa::mma_zero<C.pv, S::v_element, M, value_chunk>(acc, a[0], b0);
-    isa::mma<C.pv, S::v_element, M, value_chunk>(acc, a[1], b1);
+    isa::mma_zero<C.pv, C.pv, M, value_chunk>(acc, a[0], b0);
+    isa::mma<C.pv, C.pv, M, value_chunk>(acc, a[1], b1);
   }
 
   /// out += share * (P V). Inside the tile int32 is exact; e4m3 starts from zero in each, so that
@@ -246,7 +275,13 @@ struct PrefillValues : PrefillScores<C> {
         for (int m = 0; m < M; ++m) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            float x = isa::to_float(acc[at][m][n][i]);
+            const auto sum = acc[at][m][n][i];
+            float x;
+            if constexpr (S::direct_sums) {
+              x = this->as_float(sum);
+            } else {
+              x = isa::to_float(S::u8 ? sum - surplus[2 * m + i / 2] : sum);
+            }
             if constexpr (C.general) x *= i % 2 == 0 ? by.lo : by.hi;
             out[m][first + n][i] = fmaf(x, share[2 * m + i / 2], out[m][first + n][i]);
           }

@@ -136,9 +136,9 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
       for (int step = 0; step < S::keys / 32; ++step) {
         const std::uint64_t from = behind(v, (step / 2 * S::v_bytes + step % 2 * 32) / 16);
         if constexpr (S::shared_p) {
-          isa::wgmma<C.pv, S::v_element, channels>(pv, p_step(operands.p, step), from, step > 0);
+          isa::wgmma<C.pv, C.pv, channels>(pv, p_step(operands.p, step), from, step > 0);
         } else {
-          isa::wgmma<C.pv, S::v_element, channels>(pv, codes[step], from, step > 0);
+          isa::wgmma<C.pv, C.pv, channels>(pv, codes[step], from, step > 0);
         }
       }
     }
@@ -203,11 +203,10 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = out[0][first + n][i];
-        const auto product = isa::to_float(pv[4 * n + i]);
         if constexpr (S::u8) {
-          x = fmaf(product, this->share[i / 2], x);
+          x = fmaf(this->as_float(pv[4 * n + i]), this->share[i / 2], x);
         } else {
-          x = fmaf(x, this->shrink[i / 2], product);
+          x = fmaf(x, this->shrink[i / 2], isa::to_float(pv[4 * n + i]));
         }
       }
     }

@@ -142,7 +142,7 @@ struct Sm90Online : Sm90Rows<C> {
   QATTN_DEVICE void exponentiate(int h, Exponent exponent, Meanwhile meanwhile) {
     float e[half_tiles][4];
     const auto start = [&](int g) {
-      const int r = g % 2, n = h * half_tiles + g / 2 * 2;
+      const int r = this->row_of(g), n = h * half_tiles + this->tile_of(g);
 #pragma unroll
       for (int i = 0; i < 4; ++i) e[g][i] = exponent(n + i / 2, 2 * r + i % 2);
     };
@@ -160,7 +160,7 @@ struct Sm90Online : Sm90Rows<C> {
 
   /// Rounds group `g` of P; 16 bits: adds up what that gives.
   QATTN_DEVICE void pack(int g, const float (&e)[4]) {
-    const int r = g % 2, n = g / 2 * 2;
+    const int r = this->row_of(g), n = this->tile_of(g);
     if constexpr (S::wide_pv) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {

@@ -19,7 +19,7 @@ inline constexpr int sm90_least_page = 16;
 struct Sm90Config {
   int d = 128;                         ///< padded head dimension of Q and K: a multiple of 32
   isa::Element qk = isa::Element::s8;  ///< Q and K: s8, e4m3, f16 or bf16
-  isa::Element pv = isa::Element::u8;  ///< P; V has the same, or s8 beside u8
+  isa::Element pv = isa::Element::u8;  ///< P and V
   /// Q comes in 16 bits, and the kernel makes its codes, with scales per token. Kernels of their
   /// own, for the code moves ptxas's order of the other warps' loops.
   bool raw_queries = false;
@@ -64,7 +64,6 @@ struct Sm90Shape {
   static constexpr bool two_row_ends = true;
   static constexpr bool staged_rows = !wide_qk;  ///< Q's scales come with Q
   static constexpr bool u8 = C.pv == isa::Element::u8, e4m3_pv = C.pv == isa::Element::e4m3;
-  static constexpr isa::Element v_element = u8 ? isa::Element::s8 : C.pv;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
   static constexpr float p_log2 = e4m3_pv ? 8.0f : 0.0f;
   /// Three consumers hide each other's latencies, in 160 registers each: at D 128 they multiply a
@@ -87,6 +86,9 @@ struct Sm90Shape {
   static constexpr bool serial_sums = wide_pv && shared_p;
   /// Maxima of a row's scores as a tree of three-input ones, not a chain: u8 P 2 %, e4m3 P -2 %.
   static constexpr bool tree_maxima = shared_p && u8;
+  /// Two groups of exponentials of a row, then two of the other, instead of in turns: u8 P 1 %,
+  /// e4m3 1 to 3 %, but e4m3 P beside s8 Q and K -1 to -2 % (H200, D 128, P in shared memory).
+  static constexpr bool paired_groups = u8 || (shared_p && C.qk == isa::Element::e4m3);
   /// The groups of exponentials (see exponentiate()) after which the turn is given, and after which
   /// the next tile is looked at. Where ptxas puts these and the rest depends on them, and on all
   /// else: to be tried again after changes. H200, D 128, full, S 4096, TFLOP/s, look after 3, 4, 5,
@@ -98,7 +100,11 @@ struct Sm90Shape {
   /// Three consumers with e4m3 Q and K, after 3, 4, 5, 6, 7, 9: S 8192 892 913 930 936 933 937, S
   /// 16384 965 962 966 973 969 975.
   static constexpr bool late_look = three && C.d == 128 && C.qk == isa::Element::e4m3;
-  static constexpr int look_after = shared_p ? 10 : wide_pv ? 7 : u8 ? 6 : late_look ? 9 : 3;
+  static constexpr int look_after = shared_p       ? 10
+                                    : wide_pv      ? 7
+                                    : u8 && !three ? 6
+                                    : late_look    ? 9
+                                                   : 3;
   /// P V of the tile before is waited for behind the first of these groups, if shared_p, and joins
   /// the output among those that follow, up to the last.
   static constexpr int join_after = give_after, join_until = u8 ? 13 : 16;

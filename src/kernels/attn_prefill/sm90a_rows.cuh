@@ -64,8 +64,13 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
     return largest;
   }
 
-  /// 0, of two exponentials, one of each row: ptxas cannot move what takes it as an operand in
-  /// front of the maxima.
+  /// Row and first score tile of group `g` of exponentials: four of one row, from two tiles.
+  QATTN_DEVICE static int row_of(int g) { return (S::paired_groups ? g / 2 : g) % 2; }
+  QATTN_DEVICE static int tile_of(int g) {
+    return S::paired_groups ? g / 4 * 4 + g % 2 * 2 : g / 2 * 2;
+  }
+
+  /// 0, of two exponentials: ptxas cannot move what takes it as an operand in front of the maxima.
   QATTN_DEVICE static std::uint32_t no_sign(float a, float b) {
     return (formats::bits_of(a) | formats::bits_of(b)) >> 31;
   }

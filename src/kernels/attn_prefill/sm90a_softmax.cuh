@@ -18,7 +18,7 @@ struct Sm90Softmax : Sm90Rows<C> {
   static constexpr int half_tiles = slot_tile / 8;  ///< score tiles in 64 keys
 
   std::uint32_t codes[S::keys / 32][4];  ///< P: A fragments of the products with V
-  float share[R];       ///< weight of the tile in the row's sums, for each unit of P
+  float share[R];       ///< weight of the tile for each unit of P, times Base::share_unit
   float poison = 0.0f;  ///< NaN once a scale of K was
 
   QATTN_DEVICE Sm90Softmax(const Sm90Params& a, const PrefillWork& w, int row_warp, int buffer)
@@ -112,7 +112,9 @@ struct Sm90Softmax : Sm90Rows<C> {
     if constexpr (!S::shared_p) isa::sync_warp();
     raise(t.top);
 #pragma unroll
-    for (int r = 0; r < R; ++r) share[r] = isa::exp2(t.top[r] - max[r]) * (1.0f / 255);
+    for (int r = 0; r < R; ++r) {
+      share[r] = isa::exp2(t.top[r] - max[r]) * (Base::share_unit / 255);
+    }
     add_sums(t.x, t.count);
   }
 
@@ -126,12 +128,12 @@ struct Sm90Softmax : Sm90Rows<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) count[r] = 0;
     const auto start = [&](int g) {
-      const int r = g % 2, n = h * half_tiles + g / 2 * 2;
+      const int r = this->row_of(g), n = h * half_tiles + this->tile_of(g);
 #pragma unroll
       for (int i = 0; i < 4; ++i) e[g][i] = exponent(n + i / 2, 2 * r + i % 2);
     };
     const auto pack = [&](int g) {
-      const int r = g % 2, n = h * half_tiles + g / 2 * 2;
+      const int r = this->row_of(g), n = h * half_tiles + this->tile_of(g);
       std::uint32_t& word = codes[n / 4][r + n / 2 % 2 * 2];
       word = isa::pack_u8(e[g][0], e[g][1], e[g][2], e[g][3]);
       count[r] = isa::dot4_u8(word, 0x01010101u, count[r]);
@@ -163,11 +165,18 @@ struct Sm90Softmax : Sm90Rows<C> {
       const float weight = isa::exp2(-x.v_log[h]);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        const auto n = isa::to_float(static_cast<std::int32_t>(count[h][r]));
-        sum[r] = fmaf(n, weight * share[r], sum[r]);
+        const float weighed = isa::to_float(static_cast<std::int32_t>(count[h][r])) * weight;
+        sum[r] = fmaf(weighed, share[r] * (1.0f / Base::share_unit), sum[r]);
       }
       poison = fmaf(x.k[h], 0.0f, poison);
     }
+    std::uint32_t all[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      all[r] = count[0][r];
+      if constexpr (S::halves > 1) all[r] += count[1][r];
+    }
+    this->add_excess(all, share);
   }
 
   // ---- The edge tile --------------------------------------------------------------------------
@@ -198,7 +207,7 @@ struct Sm90Softmax : Sm90Rows<C> {
     float ref[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      share[r] = isa::exp2(top[r] - this->reference(max[r])) * (1.0f / 255);
+      share[r] = isa::exp2(top[r] - this->reference(max[r])) * (Base::share_unit / 255);
       ref[r] = log2_255 - this->reference(top[r]);
     }
     std::uint32_t count[S::halves][R] = {};
@@ -259,7 +268,7 @@ struct Sm90Softmax : Sm90Rows<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float ref = this->reference(top[r]) - log2_255;
-      share[r] = isa::exp2(top[r] - this->reference(max[r])) * (1.0f / 255);
+      share[r] = isa::exp2(top[r] - this->reference(max[r])) * (Base::share_unit / 255);
 #pragma unroll
       for (int n = 0; n < S::n_tiles; n += 2) {
         const float *a = s[0][n] + 2 * r, *b = s[0][n + 1] + 2 * r;
@@ -282,12 +291,21 @@ struct Sm90Softmax : Sm90Rows<C> {
     });
   }
 
-  /// Row sums of the rounded P: two rows of V hold the high and low byte of each key's weight, in
-  /// the order of P's fragments. `length`: keys of the tile that exist.
+  /// Sums of the rounded P, those of rows and what the output has too much. For rows two more of V
+  /// hold the high and low byte of each key's weight, in the order of P's fragments. `length`: keys
+  /// of the tile that exist.
   QATTN_DEVICE void add_weights(SharedAddress tails, int length) {
+    std::uint32_t all[R] = {};
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
-      if (h * slot_tile >= length) break;  // there are no tables
+#pragma unroll
+      for (int b = 0; b < slot_tile / 16; ++b) {
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          all[r] = isa::dot4_u8(codes[2 * h + b / 2][r + b % 2 * 2], 0x01010101u, all[r]);
+        }
+      }
+      if (h * slot_tile >= length) continue;  // there are no tables
       const SharedAddress tail = tails + h * S::tail_bytes;
       std::int32_t high[R] = {}, low[R] = {};
 #pragma unroll
@@ -305,9 +323,11 @@ struct Sm90Softmax : Sm90Rows<C> {
       const float unit = isa::load_shared<float>(tail + S::unit_at);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        sum[r] += isa::to_float(256 * high[r] + low[r]) * unit * share[r];
+        const float by = share[r] * (1.0f / Base::share_unit);
+        sum[r] += isa::to_float(256 * high[r] + low[r]) * unit * by;
       }
     }
+    this->add_excess(all, share);
   }
 
   /// c + the sum of four products of an unsigned and a signed byte.

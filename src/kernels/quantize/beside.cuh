@@ -199,7 +199,8 @@ struct BesideCoder {
       lo[i] = formats::mul_rn(x.lo, factor[i]);
       hi[i] = formats::mul_rn(x.hi, factor[i]);
     }
-    return {{isa::pack_s8(lo[0], lo[1], lo[2], lo[3]), isa::pack_s8(hi[0], hi[1], hi[2], hi[3])}};
+    return {{value_word(isa::pack_s8(lo[0], lo[1], lo[2], lo[3]), true),
+             value_word(isa::pack_s8(hi[0], hi[1], hi[2], hi[3]), true)}};
   }
 
   /// Word n of lane t becomes word t of lane n, in each four lanes.

@@ -322,15 +322,22 @@ QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedA
   }
 }
 
+/// Four of V's codes as their tile has them: s8 ones with value_offset added.
+QATTN_DEVICE std::uint32_t value_word(std::uint32_t codes, bool s8) {
+  return codes ^ (s8 ? 0x01010101u * value_offset : 0u);
+}
+
 /// The image of a tile's codes and extra rows from shared memory to its record, by all threads.
 template <int Channels, int Threads>
-QATTN_DEVICE void store_value_image(std::uint8_t* record, SharedAddress image) {
+QATTN_DEVICE void store_value_image(std::uint8_t* record, SharedAddress image, bool s8) {
   constexpr int pieces = (Channels + 8) * slot_tile / 16, octet = chunk_channels * slot_tile / 16;
 #pragma unroll
   for (int i = 0; i < (pieces + Threads - 1) / Threads; ++i) {
     const int n = isa::thread() + i * Threads;
     if (pieces % Threads == 0 || n < pieces) {
-      const Words4 v = isa::load_shared<Words4>(image + n / octet * image_stride + n % octet * 16);
+      Words4 v = isa::load_shared<Words4>(image + n / octet * image_stride + n % octet * 16);
+#pragma unroll
+      for (std::uint32_t& word : v.w) word = value_word(word, s8 && n < Channels * slot_tile / 16);
       isa::store_global(reinterpret_cast<Words4*>(record) + n, v);
     }
   }

@@ -249,7 +249,8 @@ struct EncodeGeneral : GeneralTile<Channels> {
       isa::store_shared(at + 3 * slot_tile, isa::byte_permute(ab2, cd2, 0x7632));
     }
     isa::sync_threads();
-    store_value_image<Channels, threads>(w.record(), w.shared + image_at);
+    store_value_image<Channels, threads>(w.record(), w.shared + image_at,
+                                         w.role.kind == CodeKind::s8);
   }
 
   static QATTN_DEVICE void count_clipped(const Work& w, std::uint32_t clipped) {

@@ -156,7 +156,7 @@ struct EncodePlain : FirstPass<Input, Channels> {
       isa::store_shared(to + (2 * j + 1) * slot_tile, code[1]);
     }
     isa::sync_threads();
-    store_value_image<Channels, threads>(record, image);
+    store_value_image<Channels, threads>(record, image, !E4m3);
   }
 
   /// Operand of a block, whose number becomes the one within its operand. What the first pass read

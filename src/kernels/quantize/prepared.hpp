@@ -10,6 +10,8 @@ namespace qattn::kernels {
 
 /// Tiles of V hold this many keys; slots come in multiples of it.
 inline constexpr int slot_tile = 64;
+/// V's codes in s8 lie in u8, so much larger.
+inline constexpr int value_offset = 128;
 
 /// Bits of PreparedRows::flags and of a V tile's `flags`: what a tile's keys need beyond the plain
 /// path.
@@ -39,7 +41,8 @@ struct PreparedRows {
 ///                   with w = 256 * high + low, |low| <= 128, f such that the largest w of the tile
 ///                   is 127 * 256; 0 for bad and for plain tokens and behind the end
 ///             e4m3: row 0 is 1 for keys that exist, else 0
-///           codes of bad tokens are 0 in all channels
+///           s8 codes of channels, not of the extra rows, are value_offset larger, in u8
+///           codes of bad tokens stand for 0 in all channels
 ///   log     [64] float: log2 of the token's scale (s8 per token), else 0
 ///   plain   [64] float: 0 normally, 1 for a token that joins the sum unrounded, NaN for a bad one
 ///   unit    float: 1 / scale = w * unit; then flags (TileFlag), then 8 bytes unused
