@@ -337,6 +337,7 @@ struct PrefillRows {
 
   /// What the matrix unit left, in units of 2^-149.
   QATTN_DEVICE static float as_float(std::int32_t product) {
+    static_assert(S::keys * 255 * 255 < 1 << 24);
     return __builtin_bit_cast(float, product);
   }
   /// What a tile's weight is multiplied with to join P V, and what the output then with.
