@@ -138,10 +138,12 @@ struct Sm90Shape {
   // 16 bits: keys are rows, in panels of 64 channels.
   static constexpr int v_channels = dv + (e4m3_pv ? 8 : 0);
   /// P V of so many channels, and what comes with the last, has room beside the output and P; with
-  /// more than one part Q K^T waits for all of them.
-  static constexpr int part_channels = three      ? 64
-                                       : dv > 128 ? dv / 2
-                                                  : dv,
+  /// more than one part Q K^T waits for all of them. H200, S 4096 full and causal, 1024 causal, 64
+  /// channels beside half of them: u8 P, D 192 1.10 1.07 1.08, D 256 1.01 1.03 1.07 (ptxas -O3, and
+  /// 0.98 0.98 0.96 with -O1); e4m3 P, D 192 0.92 to 0.98, D 256 0.87 to 1.01.
+  static constexpr int part_channels = three || (u8 && dv > 128) ? 64
+                                       : dv > 128                ? dv / 2
+                                                                 : dv,
                        v_parts = wide_pv ? 1 : dv / part_channels;
   static constexpr int v_row = wide_pv ? sm90_panel : slot_tile;
   static constexpr int v_panels = wide_pv ? (2 * dv + sm90_panel - 1) / sm90_panel : halves;
