@@ -89,6 +89,7 @@
 //     float to_float(int32), to_float(float)   a sum of a product, of whichever type, as a number
 //     float max3(a, b, c); int32 max3(a, b, c); uint32 max3(a, b, c), min3(a, b, c)
 //     uint32 max3_u16(a, b, c)                 of both halves
+//     uint32 max_f16(a, b), min_f16, max_bf16, min_bf16   likewise; NaN, 0x7fff, if one is; -0 < +0
 //
 //   sm_90
 //     void mbarrier_init(SharedAddress, arrivals); void fence_mbarrier_init()

@@ -6,6 +6,8 @@
 //     static constexpr int threads, min_blocks;    // per block; blocks per multiprocessor
 //     static constexpr int shared_bytes;
 //     static constexpr bool dependent = true;      // optional: it may start early, see Start
+//     static constexpr int cluster = 2;            // optional, of sm_90 on: so many neighbouring
+//                                                  // blocks run on neighbouring multiprocessors
 //     static QATTN_DEVICE void run(const Params&);
 //   };
 #pragma once
@@ -45,6 +47,14 @@ enum class Start { after_all, early, beside };
 
 template <class K>
 concept Dependent = requires { requires K::dependent; };
+
+/// Blocks that are launched together, of which a grid has a multiple. Two are a pair on one TPC,
+/// whose multiprocessors share a cache of instructions (H200, by %smid; the manuals promise a GPC).
+template <class K>
+constexpr int cluster_of() {
+  if constexpr (requires { K::cluster; }) return K::cluster;
+  return 1;
+}
 
 /// LaunchError launch<K>(const typename K::Params&, Index3 grid, void* stream,
 ///                       Start = Start::after_all);

@@ -114,6 +114,34 @@ struct MaxHalves : Defaults {
     out[0] = max3_u16(in[0], in[1], in[2]);
   }
 };
+struct MaxF16 : Defaults {
+  static constexpr const char* name = "max_f16";
+  static constexpr int inputs = 2, cases = 64;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[2], Word32 (&out)[1]) {
+    out[0] = max_f16(in[0], in[1]);
+  }
+};
+struct MinF16 : Defaults {
+  static constexpr const char* name = "min_f16";
+  static constexpr int inputs = 2, cases = 64;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[2], Word32 (&out)[1]) {
+    out[0] = min_f16(in[0], in[1]);
+  }
+};
+struct MaxBf16 : Defaults {
+  static constexpr const char* name = "max_bf16";
+  static constexpr int inputs = 2, cases = 64;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[2], Word32 (&out)[1]) {
+    out[0] = max_bf16(in[0], in[1]);
+  }
+};
+struct MinBf16 : Defaults {
+  static constexpr const char* name = "min_bf16";
+  static constexpr int inputs = 2, cases = 64;
+  static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[2], Word32 (&out)[1]) {
+    out[0] = min_bf16(in[0], in[1]);
+  }
+};
 struct UnpackF16 : Defaults {
   static constexpr const char* name = "unpack_f16";
   static constexpr int outputs = 2, cases = 64;
@@ -373,6 +401,10 @@ void for_each_sm80_operation(Visit visit) {
   visit(PackU8());
   visit(PackS8());
   visit(MaxHalves());
+  visit(MaxF16());
+  visit(MinF16());
+  visit(MaxBf16());
+  visit(MinBf16());
   visit(MultiplyF16());
   visit(FmaF16());
   visit(UnpackF16());

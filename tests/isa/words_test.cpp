@@ -319,6 +319,15 @@ TEST(Arithmetic, ConversionsRoundAndSaturate) {
   EXPECT_EQ(unpack_bf16(0xc0003f80u).hi, -2.0f);
 }
 
+TEST(Arithmetic, ExtremesOfHalves) {
+  EXPECT_EQ(max_f16(0x3c00bc00u, 0x4000c000u), 0x4000bc00u);  // 1 and 2, -1 and -2
+  EXPECT_EQ(min_f16(0x3c00bc00u, 0x4000c000u), 0x3c00c000u);
+  EXPECT_EQ(max_bf16(0x80003f80u, 0x0000ff80u), 0x00003f80u);  // -0 and 0, 1 and -Inf
+  EXPECT_EQ(min_bf16(0x80003f80u, 0x0000ff80u), 0x8000ff80u);
+  EXPECT_EQ(max_bf16(0x7f80ffc1u, 0x3f803f80u), 0x7f807fffu);  // Inf and 1, NaN and 1
+  EXPECT_EQ(min_f16(0x3c000001u, 0xfe008001u), 0x7fff8001u);   // 1 and NaN, subnormals
+}
+
 TEST(Arithmetic, BitsAndDots) {
   EXPECT_EQ(multiply_f16(0x3c004000u, 0xc0003555u), 0xc0003955u);  // 1 * -2, 2 * 0.333
   EXPECT_EQ(multiply_f16(0x00033c01u, 0x38003c01u), 0x00023c02u);  // a subnormal's tie, (1 + u)^2
@@ -331,9 +340,9 @@ TEST(Arithmetic, BitsAndDots) {
   EXPECT_EQ(fma_f16(0x7bff7c00u, 0x7bff0000u, 0xfc000000u), 0xfc007fffu);  // -Inf; Inf 0
   EXPECT_EQ(byte_permute(0x33221100u, 0x77665544u, 0x7520u), 0x77552200u);
   EXPECT_THROW(byte_permute(0, 0, 0x8000u), emu::Error);
-  EXPECT_EQ(lop3<(0xf0 & 0xcc) | 0xaa>(0xff00ff00u, 0xf0f0f0f0u, 0x0000000fu),
+  EXPECT_EQ(lop3 < (0xf0 & 0xcc) | 0xaa > (0xff00ff00u, 0xf0f0f0f0u, 0x0000000fu),
             (0xff00ff00u & 0xf0f0f0f0u) | 0xfu);
-  EXPECT_EQ(lop3<0xf0 ^ 0xcc ^ 0xaa>(1u, 3u, 7u), 1u ^ 3u ^ 7u);
+  EXPECT_EQ(lop3 < 0xf0 ^ 0xcc ^ 0xaa > (1u, 3u, 7u), 1u ^ 3u ^ 7u);
   EXPECT_EQ(dot4_s8(0x80ff0102u, 0x80020304u, 5), 5 + 2 * 4 + 1 * 3 + -1 * 2 + 128 * 128);
   EXPECT_EQ(dot4_u8(0x80ff0102u, 0x80020304u, 5u), 5u + 2 * 4 + 1 * 3 + 255 * 2 + 128 * 128);
 }

@@ -51,17 +51,24 @@ LaunchError launch(const typename K::Params& params, Index3 grid, void* stream,
         entry<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, K::shared_bytes);
     if (e != cudaSuccess) return std::string("shared memory: ") + cudaGetErrorString(e);
   }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  std::array<cudaLaunchAttribute, 2> attributes{};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(grid.x, grid.y, grid.z);
   config.blockDim = dim3(K::threads);
   config.dynamicSmemBytes = K::shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
+  config.attrs = attributes.data();
   if constexpr (Dependent<K>) {
-    if (start != Start::after_all && can_wait<K>()) config.numAttrs = 1;
+    if (start != Start::after_all && can_wait<K>()) {
+      cudaLaunchAttribute& a = attributes[config.numAttrs++];
+      a.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      a.val.programmaticStreamSerializationAllowed = 1;
+    }
+  }
+  if constexpr (cluster_of<K>() > 1) {
+    cudaLaunchAttribute& a = attributes[config.numAttrs++];
+    a.id = cudaLaunchAttributeClusterDimension;
+    a.val.clusterDim = {cluster_of<K>(), 1, 1};
   }
   // Its own result: the runtime's last error may be of another call, which was told already.
   const cudaError_t e = cudaLaunchKernelEx(&config, entry<K>, params);

@@ -378,6 +378,27 @@ QATTN_DEVICE std::uint32_t max3_u16(std::uint32_t a, std::uint32_t b, std::uint3
   return __vimax3_u16x2(a, b, c);
 }
 
+QATTN_DEVICE std::uint32_t max_f16(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t d;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+QATTN_DEVICE std::uint32_t min_f16(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t d;
+  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+QATTN_DEVICE std::uint32_t max_bf16(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t d;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+QATTN_DEVICE std::uint32_t min_bf16(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t d;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
 QATTN_DEVICE std::uint32_t pack_f16(float lo, float hi) {
   const __half2 h = __floats2half2_rn(lo, hi);
   return reinterpret_cast<const std::uint32_t&>(h);

@@ -12,6 +12,7 @@ inline namespace QATTN_TARGET {
 template <class K>
 LaunchError launch(const typename K::Params& params, Index3 grid, void* /*stream*/,
                    Start start = Start::after_all) {
+  if (grid.x % cluster_of<K>() != 0) return "the grid is no multiple of its clusters";
   const typename K::Params copy = params;
   const emu::Chain chain = !Dependent<K>            ? emu::Chain::none
                            : start == Start::early  ? emu::Chain::early

@@ -299,6 +299,33 @@ inline std::uint32_t max3_u16(std::uint32_t a, std::uint32_t b, std::uint32_t c)
   return high << 16 | std::max({a & 0xffffu, b & 0xffffu, c & 0xffffu});
 }
 
+/// The larger or smaller of two numbers in each half, as max.NaN and min.NaN have it.
+template <class Format>
+std::uint32_t extreme_halves(std::uint32_t a, std::uint32_t b, bool largest) {
+  count_word(Word::min_max);
+  const auto half = [&](int shift) -> std::uint32_t {
+    const auto i = static_cast<std::uint16_t>(a >> shift),
+               j = static_cast<std::uint16_t>(b >> shift);
+    const float x = Format::decode(i), y = Format::decode(j);
+    if (std::isnan(x) || std::isnan(y)) return 0x7fffu;
+    const bool less = x != y ? x < y : std::signbit(x);
+    return less == largest ? j : i;
+  };
+  return half(0) | half(16) << 16;
+}
+inline std::uint32_t max_f16(std::uint32_t a, std::uint32_t b) {
+  return extreme_halves<formats::F16>(a, b, true);
+}
+inline std::uint32_t min_f16(std::uint32_t a, std::uint32_t b) {
+  return extreme_halves<formats::F16>(a, b, false);
+}
+inline std::uint32_t max_bf16(std::uint32_t a, std::uint32_t b) {
+  return extreme_halves<formats::Bf16>(a, b, true);
+}
+inline std::uint32_t min_bf16(std::uint32_t a, std::uint32_t b) {
+  return extreme_halves<formats::Bf16>(a, b, false);
+}
+
 /// The hardware's conversions give one NaN.
 inline std::uint32_t pack_f16(float lo, float hi) {
   count_word(Word::convert);

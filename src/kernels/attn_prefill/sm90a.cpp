@@ -168,25 +168,32 @@ bool gains_by_encoding(const Problem& p, const Recipe& r, const Sm90Config& inst
   return r.v == Format::s8 || average_keys(p) <= 4096;
 }
 
-/// Multiprocessors that make codes while the others attend: a share that falls with the keys, since
-/// attention takes longer then, and with query heads that share K and V. H100, 16K tokens, 32
-/// heads, D 128, TFLOP/s with 16, 24, 33, 44 of 132: S 1024 311 437 478 465, S 2048 594 656 645
-/// 633, S 4096 781 772 769 766.
+/// Multiprocessors that make codes while the others attend, in pairs (beside.hpp): a share that
+/// falls with the keys, since attention takes longer then, and with query heads that share K and V.
+/// Too few cost more than too many. H200, 16K tokens, 32 heads, D 128, TFLOP/s with 22, 28, 34, 40,
+/// 48 of 132: S 512 212 263 310 342 338, causal 108 135 158 178 179; S 1024 causal 269 to 315 to
+/// 317 (28, 34, 40); S 2048 causal 489 488 484 (28, 34, 40); S 4096 causal 671 669 668 664 659; S
+/// 16384 causal 877 878 872 873 868 (16, 22, 28, 34, 40).
 int beside_blocks(const Problem& p, int multiprocessors) {
-  const double bytes = 1 + 3.0 / static_cast<double>(p.group());  // of one: Q's
-  const double keys = static_cast<double>(std::max<std::int64_t>(average_keys(p), 1));
-  const double share = 0.12 + 33.0 * bytes / keys;
-  const auto blocks = static_cast<int>(share * multiprocessors);
-  return std::clamp(blocks, 1, std::max(multiprocessors / 3, 1));
+  const auto queries = static_cast<double>(p.group() * std::max<std::int64_t>(p.max_q, 1));
+  const double bytes = 1 + 3.0 * static_cast<double>(p.max_k) / queries;  // to code for one of Q
+  const auto keys = static_cast<double>(average_keys(p));
+  const double share = 0.12 + 56.0 * bytes / (keys + 800.0);
+  const int pairs = multiprocessors / 2;
+  return 2 * std::clamp(static_cast<int>(share * pairs), 1, std::max(pairs / 2, 1));
 }
 
-/// Is a call faster if its codes are made beside attention? H100, as above, beside what is chosen
-/// otherwise: S 1024 to 4096 1.10, 1.11, 1.09, causal 1.00 and 1.04, at 8192 1.06, at 16384 0.98.
-/// The first unit's codes are waited for: 8 units 0.92 (causal, S 8192), 32 units 0.97, 64
-/// units 1.03.
+/// Is a call faster if its codes are made beside attention? H200, D 128, heads as many as S makes
+/// 16K tokens of 32, times the better of the other choices: S 128 1.36, S 256 1.21, causal 1.35, S
+/// 512 1.19, causal 1.20, S 1024 1.11, causal 1.14, S 2048 causal 1.10, S 4096 causal 1.08, S 8192
+/// 1.02, causal 1.05. The first unit's codes are waited for: 64 units of 2048 tokens 1.06, causal
+/// 1.08; 32 units of 2048, 4096 and 16384 0.99 1.00 1.02, causal 1.06 1.06 1.01; 24 of 17000 0.98;
+/// 16 of 8192, causal, heads 32/8 1.03; 8 of 8192 or 16384 0.86 to 0.97.
 bool gains_beside(const Problem& p, std::int64_t works, int multiprocessors) {
-  const std::int64_t keys = average_keys(p);
-  return keys >= 1024 && keys <= 4096 && works >= 8 * multiprocessors && p.batch * p.heads_kv >= 64;
+  const std::int64_t keys = average_keys(p), units = p.batch * p.heads_kv;
+  const bool causal = p.window_right >= 0;
+  return keys >= 128 && keys <= 16384 && works >= 3 * multiprocessors &&
+         units >= (causal ? 16 : 64);
 }
 
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {

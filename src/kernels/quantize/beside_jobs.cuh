@@ -127,12 +127,14 @@ struct BesideClerk {
     std::int64_t slots = p.plain.v_out.slots, length = p.plain.v.max_length;
     if (sums) {
       job.step = Step::sum_k;
-    } else if (index < 2 * tiles) {
-      job.step = index < tiles ? Step::code_k : Step::code_v;
-      if (index >= tiles) index -= tiles;
+    } else if (index < tiles) {
+      job.step = Step::code_v;
+    } else if (index >= p.codes - tiles) {
+      job.step = Step::code_k;
+      index -= p.codes - tiles;
     } else {
       job.step = Step::code_q;
-      index -= 2 * tiles;
+      index -= tiles;
       tiles = p.q_tiles, heads *= p.group;
       slots = p.plain.row[0].out.slots, length = p.plain.row[0].rows.max_length;
       const int member = divide(index, tiles);

@@ -44,6 +44,18 @@ struct RowCodes {
     return top;
   }
 
+  /// The larger of two rows' channels, and the smaller; NaN where one is.
+  static QATTN_DEVICE Words4 most(const Words4& a, const Words4& b) {
+    return each(a, b, [](std::uint32_t x, std::uint32_t y) {
+      return Input == isa::Element::bf16 ? isa::max_bf16(x, y) : isa::max_f16(x, y);
+    });
+  }
+  static QATTN_DEVICE Words4 least(const Words4& a, const Words4& b) {
+    return each(a, b, [](std::uint32_t x, std::uint32_t y) {
+      return Input == isa::Element::bf16 ? isa::min_bf16(x, y) : isa::min_f16(x, y);
+    });
+  }
+
   /// Rounded value as the low byte of a word. |x * factor| is at most 127 and some ulps, so nothing
   /// needs clamping.
   static QATTN_DEVICE std::uint32_t rounded(float x, float factor) {
@@ -62,6 +74,10 @@ struct RowCodes {
   }
 
  private:
+  template <class Of>
+  static QATTN_DEVICE Words4 each(const Words4& a, const Words4& b, Of of) {
+    return {{of(a.w[0], b.w[0]), of(a.w[1], b.w[1]), of(a.w[2], b.w[2]), of(a.w[3], b.w[3])}};
+  }
   template <bool E4m3, class Less>
   static QATTN_DEVICE Words2 convert(const Words4& raw, float factor, Less less) {
     Words2 code;
