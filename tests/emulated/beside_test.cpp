@@ -150,11 +150,11 @@ TEST_F(Beside, IsChosenWhereThatIsFaster) {
   EXPECT_TRUE(chosen(16, 1024, 32, 32));
   EXPECT_TRUE(chosen(16, 1024, 32, 32, true));
   EXPECT_TRUE(chosen(32, 512, 32, 32, true));
-  EXPECT_TRUE(chosen(2, 8192, 32, 32));
+  EXPECT_TRUE(chosen(2, 8192, 32, 32, true));
   EXPECT_TRUE(chosen(1, 4096, 32, 32, true));
   EXPECT_TRUE(chosen(8, 2048, 32, 8));
   EXPECT_FALSE(chosen(256, 64, 32, 32)) << "few keys";
-  EXPECT_FALSE(chosen(2, 32768, 32, 32)) << "many keys";
+  EXPECT_FALSE(chosen(2, 8192, 32, 32)) << "many keys";
   EXPECT_FALSE(chosen(1, 1024, 32, 32, true)) << "few works";
   EXPECT_FALSE(chosen(1, 4096, 32, 32)) << "few units";
   EXPECT_FALSE(chosen(1, 8192, 32, 8, true)) << "few units";
