@@ -184,7 +184,7 @@ int beside_blocks(const Problem& p, int multiprocessors) {
 }
 
 /// Is a call faster if its codes are made beside attention? H200, D 128, heads as many as S makes
-/// 16K tokens of 32, times the better of the other choices: S 128 1.36, S 256 1.21, causal 1.35, S
+/// 16K tokens of 32, times the better of the other choices: S 128 1.35, S 256 1.21, causal 1.35, S
 /// 512 1.19, causal 1.20, S 1024 1.11, causal 1.14, S 2048 causal 1.10, S 4096 causal 1.08, S 8192
 /// 1.02, causal 1.05; in turns of 0.3 s, where power binds, S 8192 1.00 and 16384, causal, 0.98.
 /// The first unit's codes are waited for: 64 units of 2048 tokens 1.06, causal 1.08; 32 units of

@@ -97,7 +97,7 @@ struct BesideCoder {
   }
 
   /// Bits of max |x - mean| of this lane's rows, all of which exist: of the largest and the
-  /// smallest x of each channel, since rounding keeps differences in order. A third of the
+  /// smallest x of each channel, since rounding keeps differences in order. Half of the
   /// instructions.
   QATTN_DEVICE static std::uint32_t spread_of_rows(SharedAddress chunks, const float (&mean)[8]) {
     Words4 most = chunk_of(chunks, 0), least = most;

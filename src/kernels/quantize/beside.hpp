@@ -6,8 +6,8 @@
 // Multiprocessors share caches of instructions: the two of a TPC one, those of a GPC another. One
 // that attended beside a coder on its TPC took twice the time a work (H200, 1024 keys: 22.0 us
 // where 12.4, causal 20.6 where 10.9), though neither loads nor stores of coders cost it anything.
-// So coders come in pairs (`cluster`), and their loops are short: 1.12 and 1.06 times as fast end
-// to end by the first at 1024 causal and 2048 causal, 1.06 and 1.03 by the second.
+// So coders come in pairs (`cluster`), and their loops are short: 1.12 and 1.03 times as fast end
+// to end by the first at 1024 causal and 2048 causal, 1.07 and 1.03 by the second.
 #pragma once
 
 #include <string>
