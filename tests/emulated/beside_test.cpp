@@ -76,6 +76,10 @@ TEST_F(CoverBeside, OfManyWorksABlock) {
   Feature f = unprepared(64, {300, 300, 300, 300}, {64, 64, 64, 64});
   f.heads_q = 24, f.heads_k = 2;
   expect_equal(f, Format::bf16, 7, "many works");
+  Feature units =
+      unprepared(64, std::vector<std::int64_t>(12, 70), std::vector<std::int64_t>(12, 70));
+  units.heads_q = 6, units.heads_k = 2;  // of which sums of twelve are made ahead
+  expect_equal(units, Format::bf16, 9, "many units");
   const ForceSpread three(0, 0, 3);
   expect_equal(unprepared(64, {400, 400}, {200, 200}), Format::bf16, 8, "three consumers");
 }

@@ -45,6 +45,28 @@ struct PlainStep {
 };
 static_assert(!Dependent<PlainStep>);
 
+/// Two blocks that are launched together; sums up in a word.
+template <bool Meets>
+struct Neighbours {
+  using Params = std::uint32_t*;
+  static constexpr int threads = 32, min_blocks = 1, shared_bytes = 16, cluster = 2;
+  static void run(const Params& p) {
+    atomic_add_global(p, 1u);
+    if (Meets) cluster_sync();
+  }
+};
+
+TEST(Cluster, DividesTheGridAndHasNoBarrierHere) {
+  std::uint32_t count = 0;
+  EXPECT_EQ(launch<Neighbours<false>>(&count, {4, 1, 1}, nullptr), "");
+  EXPECT_EQ(count, 4u * 32);
+  EXPECT_EQ(launch<Neighbours<false>>(&count, {3, 1, 1}, nullptr),
+            "grid of 3 blocks: no multiple of clusters of 2");
+  EXPECT_EQ(count, 4u * 32);
+  const std::string why = launch<Neighbours<true>>(&count, {2, 1, 1}, nullptr);
+  EXPECT_NE(why.find("cluster_sync"), std::string::npos) << why;
+}
+
 struct Buffers {
   std::uint32_t a[32] = {}, b[32] = {};
 };

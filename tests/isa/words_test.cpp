@@ -340,9 +340,9 @@ TEST(Arithmetic, BitsAndDots) {
   EXPECT_EQ(fma_f16(0x7bff7c00u, 0x7bff0000u, 0xfc000000u), 0xfc007fffu);  // -Inf; Inf 0
   EXPECT_EQ(byte_permute(0x33221100u, 0x77665544u, 0x7520u), 0x77552200u);
   EXPECT_THROW(byte_permute(0, 0, 0x8000u), emu::Error);
-  EXPECT_EQ(lop3 < (0xf0 & 0xcc) | 0xaa > (0xff00ff00u, 0xf0f0f0f0u, 0x0000000fu),
+  EXPECT_EQ(lop3<(0xf0 & 0xcc) | 0xaa>(0xff00ff00u, 0xf0f0f0f0u, 0x0000000fu),
             (0xff00ff00u & 0xf0f0f0f0u) | 0xfu);
-  EXPECT_EQ(lop3 < 0xf0 ^ 0xcc ^ 0xaa > (1u, 3u, 7u), 1u ^ 3u ^ 7u);
+  EXPECT_EQ(lop3<0xf0 ^ 0xcc ^ 0xaa>(1u, 3u, 7u), 1u ^ 3u ^ 7u);
   EXPECT_EQ(dot4_s8(0x80ff0102u, 0x80020304u, 5), 5 + 2 * 4 + 1 * 3 + -1 * 2 + 128 * 128);
   EXPECT_EQ(dot4_u8(0x80ff0102u, 0x80020304u, 5u), 5u + 2 * 4 + 1 * 3 + 255 * 2 + 128 * 128);
 }

@@ -35,6 +35,7 @@ struct Options {
   /// What isa::multiprocessors() says: few, so that persistent blocks have more than one piece of
   /// work.
   int multiprocessors = 3;
+  int cluster = 1;  ///< blocks that are launched together, as the kernel says
 };
 
 /// What isa::launch uses.

@@ -179,8 +179,12 @@ inline bool elect(Where where = Where::current()) {
   return lane() == emu::current_block().elected_lane();
 }
 
-inline void cluster_sync(Where where = Where::current()) {  // clusters of one block
+inline void cluster_sync(Where where = Where::current()) {
   emu::Block& block = emu::current_block();
+  if (block.options().cluster > 1) {
+    throw emu::Error("cluster_sync: blocks of a cluster run one after another here, at " +
+                     emu::describe(where));
+  }
   block.count(Word::cluster_sync);
   block.barrier(emu::kClusterBarrier, block.threads(), emu::BarrierUse::sync, where);
 }

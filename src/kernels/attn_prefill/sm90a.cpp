@@ -171,7 +171,7 @@ bool gains_by_encoding(const Problem& p, const Recipe& r, const Sm90Config& inst
 /// Multiprocessors that make codes while the others attend, in pairs (beside.hpp): a share that
 /// falls with the keys, since attention takes longer then, and with query heads that share K and V.
 /// Too few cost more than too many. H200, 16K tokens, 32 heads, D 128, TFLOP/s with 22, 28, 34, 40,
-/// 48 of 132: S 512 212 263 310 342 338, causal 108 135 158 178 179; S 1024 causal 269 to 315 to
+/// 48 of 132: S 512 212 263 310 342 338, causal 108 135 158 178 179; S 1024 causal 269 315
 /// 317 (28, 34, 40); S 2048 causal 489 488 484 (28, 34, 40); S 4096 causal 671 669 668 664 659; S
 /// 16384 causal 877 878 872 873 868 (16, 22, 28, 34, 40).
 int beside_blocks(const Problem& p, int multiprocessors) {
@@ -180,20 +180,20 @@ int beside_blocks(const Problem& p, int multiprocessors) {
   const auto keys = static_cast<double>(average_keys(p));
   const double share = 0.12 + 56.0 * bytes / (keys + 800.0);
   const int pairs = multiprocessors / 2;
-  return 2 * std::clamp(static_cast<int>(share * pairs), 1, std::max(pairs / 2, 1));
+  return 2 * std::max(static_cast<int>(std::min(share, 0.5) * pairs), 1);
 }
 
 /// Is a call faster if its codes are made beside attention? H200, D 128, heads as many as S makes
 /// 16K tokens of 32, times the better of the other choices: S 128 1.35, S 256 1.21, causal 1.35, S
 /// 512 1.19, causal 1.20, S 1024 1.11, causal 1.14, S 2048 causal 1.10, S 4096 causal 1.08, S 8192
-/// 1.02, causal 1.05; in turns of 0.3 s, where power binds, S 8192 1.00 and 16384, causal, 0.98.
-/// The first unit's codes are waited for: 64 units of 2048 tokens 1.06, causal 1.08; 32 units of
-/// 2048 and 4096 0.99 1.00, causal 1.06 1.06; 24 of 17000 0.98; 16 of 8192, causal, heads
-/// 32/8 1.03; 8 of 8192 or 16384 0.86 to 0.97.
+/// 1.02, causal 1.05; in turns of 0.3 s, where power binds, S 8192 1.00 and 16384, causal, 0.985
+/// (two records, each beside its kernels alone). The first unit's codes are waited for: 64 units of
+/// 2048 tokens 1.06, causal 1.08; 32 units of 2048 and 4096 0.99 1.00, causal 1.06 1.06; 24 of
+/// 17000 0.98; 16 of 8192, causal, heads 32/8 1.03; 8 of 8192 or 16384 0.86 to 0.97.
 bool gains_beside(const Problem& p, std::int64_t works, int multiprocessors) {
   const std::int64_t keys = average_keys(p), units = p.batch * p.heads_kv;
-  const bool causal = p.window_right >= 0;
-  return keys >= 128 && keys <= 4096 && works >= 3 * multiprocessors && units >= (causal ? 16 : 64);
+  return keys >= 128 && keys <= 4096 && works >= 3 * multiprocessors &&
+         units >= (ends_at_diagonal(p) ? 16 : 64);
 }
 
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
@@ -305,9 +305,12 @@ bool is_general(const Problem& p, const Recipe& r) {
          !(p.softmax_scale > 0) || (coded(r.qk) && !thread_scaled(p, r));
 }
 
+bool ends_at_diagonal(const Problem& p) {
+  return p.window_right >= 0 && p.window_right < p.max_k / 2;
+}
+
 std::int64_t average_keys(const Problem& p) {
-  const bool causal = p.window_right >= 0 && p.window_right < p.max_k / 2;
-  const std::int64_t average = p.max_k - (causal ? std::min(p.max_q, p.max_k) / 2 : 0);
+  const std::int64_t average = p.max_k - (ends_at_diagonal(p) ? std::min(p.max_q, p.max_k) / 2 : 0);
   return std::min(average, visible_keys(p, 1));
 }
 

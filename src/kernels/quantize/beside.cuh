@@ -143,7 +143,7 @@ struct BesideCoder {
     const float factor = code_factor(exists, scale);
     std::uint8_t* out = row.out.codes + (job.slot + first_row(part)) * S::channels +
                         isa::lane() % row_lanes * chunk_channels;
-    // Few instructions: see beside.hpp. (Two steps at a time: 1 to 2 % less.)
+    // Few instructions: see beside.hpp. (Two steps at a time: up to 2 % slower.)
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       const float f = isa::shuffle(factor, (isa::lane() & ~(row_lanes - 1)) + 2 * step);
