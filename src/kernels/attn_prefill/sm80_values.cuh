@@ -275,12 +275,12 @@ struct PrefillValues : PrefillScores<C> {
         for (int m = 0; m < M; ++m) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const auto sum = acc[at][m][n][i];
+            const auto product = acc[at][m][n][i];
             float x;
             if constexpr (S::direct_sums) {
-              x = this->as_float(sum);
+              x = this->as_float(product);
             } else {
-              x = isa::to_float(S::u8 ? sum - surplus[2 * m + i / 2] : sum);
+              x = isa::to_float(S::u8 ? product - surplus[2 * m + i / 2] : product);
             }
             if constexpr (C.general) x *= i % 2 == 0 ? by.lo : by.hi;
             out[m][first + n][i] = fmaf(x, share[2 * m + i / 2], out[m][first + n][i]);
