@@ -154,6 +154,7 @@ TEST_F(Beside, IsChosenWhereThatIsFaster) {
   EXPECT_TRUE(chosen(16, 1024, 32, 32));
   EXPECT_TRUE(chosen(16, 1024, 32, 32, true));
   EXPECT_TRUE(chosen(32, 512, 32, 32, true));
+  EXPECT_TRUE(chosen(4, 4096, 32, 32));
   EXPECT_TRUE(chosen(2, 8192, 32, 32, true));
   EXPECT_TRUE(chosen(1, 4096, 32, 32, true));
   EXPECT_TRUE(chosen(8, 2048, 32, 8));

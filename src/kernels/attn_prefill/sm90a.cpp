@@ -171,9 +171,9 @@ bool gains_by_encoding(const Problem& p, const Recipe& r, const Sm90Config& inst
 /// Multiprocessors that make codes while the others attend, in pairs (beside.hpp): a share that
 /// falls with the keys, since attention takes longer then, and with query heads that share K and V.
 /// Too few cost more than too many. H200, 16K tokens, 32 heads, D 128, TFLOP/s with 22, 28, 34, 40,
-/// 48 of 132: S 512 212 263 310 342 338, causal 108 135 158 178 179; S 1024 causal 269 315
-/// 317 (28, 34, 40); S 2048 causal 489 488 484 (28, 34, 40); S 4096 causal 671 669 668 664 659; S
-/// 16384 causal 877 878 872 873 868 (16, 22, 28, 34, 40).
+/// 48 of 132: S 512 212 263 310 342 338, causal 108 135 158 178 179; S 1024 causal 269 315 317
+/// (28, 34, 40); S 2048 causal 489 488 484 (28, 34, 40); S 4096 causal 671 669 668 664 659; S 16384
+/// causal 877 878 872 873 868 (16, 22, 28, 34, 40).
 int beside_blocks(const Problem& p, int multiprocessors) {
   const auto queries = static_cast<double>(p.group() * std::max<std::int64_t>(p.max_q, 1));
   const double bytes = 1 + 3.0 * static_cast<double>(p.max_k) / queries;  // to code for one of Q

@@ -1,5 +1,5 @@
 // Codes made beside attention on them: by a kernel on some of the multiprocessors, which memory
-// binds, while the attention kernel, which it does not bind, runs on the others. Counts tell what
+// and its instructions bind, while the attention kernel runs on the others. Counts tell what
 // is there, and producers wait for them. Where the first has ended, blocks of the second follow and
 // take works that are left.
 //
