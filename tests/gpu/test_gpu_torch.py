@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from gpu import DEVICE, KINDS, RECIPES, attention, dtype_of, ints, normal, nrmse, qkv
+from gpu import CAPABILITY, DEVICE, KINDS, RECIPES, attention, dtype_of, ints, normal, nrmse, qkv
 
 import qattn
 from qattn.torch import sdpa
@@ -41,6 +41,19 @@ def test_current_stream(recipe):
     assert torch.equal(kept[0], want[0]) and torch.equal(kept[1], want[1])
 
 
+def captured(call):
+    """call() as a graph. Capturing fails at any allocation or synchronisation outside torch."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
 @every_kind
 def test_graph_capture_and_replay(recipe):
     q, k, v = qkv(dtype=dtype_of(recipe))
@@ -50,14 +63,7 @@ def test_graph_capture_and_replay(recipe):
     def call():
         return qattn.attention(q, k, v, recipe=recipe, causal=True, seqused_k=used, out=out)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # fails at any allocation or synchronisation outside torch
-        call()
+    graph = captured(call)
     for seed in (10, 20):
         for x, fresh in zip((q, k, v), qkv(dtype=dtype_of(recipe), seed=seed), strict=True):
             x.copy_(fresh)
@@ -66,6 +72,33 @@ def test_graph_capture_and_replay(recipe):
         graph.replay()
         replayed = out.clone()
         assert torch.equal(replayed, call())
+
+
+@pytest.mark.skipif(CAPABILITY != (9, 0), reason="Hopper's kernels have a second one beside them")
+@pytest.mark.parametrize("causal", [False, True])
+def test_graph_of_codes_made_beside_attention(causal):
+    """Each replay counts works and codes anew."""
+    shape = {"batch": 4, "queries": 1024, "keys": 1024, "heads": 16, "kv_heads": 16}
+    q, k, v = qkv(**shape)
+    out = torch.empty_like(q)
+    options = {"recipe": "int8_full", "causal": causal}
+
+    def call():
+        return qattn.attention(q, k, v, out=out, **options)
+
+    assert "\ncodes: beside attention\n" in qattn.explain(q, k, v, **options)
+    graph = captured(call)
+    for seed in range(10, 50, 10):
+        for x, fresh in zip((q, k, v), qkv(**shape, seed=seed), strict=True):
+            x.copy_(fresh)
+        out.fill_(math.nan)
+        for _ in range(3):
+            graph.replay()
+        replayed = out.clone()
+        assert torch.equal(replayed, call())
+        parts = [qattn.attention(q[b:b + 1], k[b:b + 1], v[b:b + 1], **options) for b in range(4)]
+        assert "beside attention" not in qattn.explain(q[:1], k[:1], v[:1], **options)
+        assert nrmse(replayed, torch.cat(parts)) < 1e-3
 
 
 @every_kind

@@ -61,6 +61,11 @@ QATTN_DEVICE std::int64_t part_row(const PrefillParams& p, const tile::Span& q, 
   return part * p.parts.rows + row - block * size;
 }
 
+/// Rows of the work's block that exist; none of a negative number.
+QATTN_DEVICE int existing_rows(const PrefillParams& p, const PrefillWork& w) {
+  return static_cast<int>(w.q.length) * p.pack - w.first_row;
+}
+
 /// Leaves the work its split's share of the keys: as many tiles each as the rows can see in all.
 QATTN_DEVICE void take_split(const PrefillParams& p, PrefillWork& w) {
   const int keys = w.key_end > w.key_begin ? w.key_end - w.key_begin : 0;
@@ -131,8 +136,9 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
 }
 
 /// `S` gives rows, keys, dv, m_tiles, warp_rows, n_tiles, d_tiles, out_channels, out_row, p_log2,
-/// wide_qk, wide_pv, u8, two_row_ends: is there a quick way to end usual rows? and staged_rows: has
-/// a producer put what belongs to Q's rows into shared memory?
+/// wide_qk, wide_pv, u8, direct_sums: is P V of u8 in units of 2^-149? two_row_ends: is there a
+/// quick way to end usual rows? and staged_rows: has a producer put what belongs to Q's rows into
+/// shared memory?
 template <class S>
 struct PrefillRows {
   static constexpr int M = S::m_tiles, R = 2 * M;
@@ -141,7 +147,8 @@ struct PrefillRows {
   const PrefillParams& p;
   const PrefillWork& work;
   int lane = isa::lane();
-  int warp;  ///< among those that own rows
+  int warp;   ///< among those that own rows
+  int exist;  ///< rows of the block that do
   float out[M][S::d_tiles][4] = {};
   float max[R], sum[R] = {};
   float excess[R] = {};      ///< add_excess()
@@ -154,7 +161,7 @@ struct PrefillRows {
   bool doubtful = false;  ///< 16-bit V: a row has met NaN or Inf in V, and may not have seen it
 
   QATTN_DEVICE PrefillRows(const PrefillParams& params, const PrefillWork& w, int row_warp)
-      : p(params), work(w), warp(row_warp) {
+      : p(params), work(w), warp(row_warp), exist(existing_rows(params, w)) {
 #pragma unroll
     for (int r = 0; r < R; ++r) max[r] = -tile::infinity();
   }
@@ -165,6 +172,9 @@ struct PrefillRows {
   QATTN_DEVICE int local_row(int r) const {
     return warp * S::warp_rows + r / 2 * 16 + lane / 4 + r % 2 * 8;
   }
+
+  /// Does row r of this thread exist?
+  QATTN_DEVICE bool exists(int r) const { return local_row(r) < exist; }
 
   /// Which query a row of the block is.
   QATTN_DEVICE int query_of(int row) const {
@@ -203,18 +213,23 @@ struct PrefillRows {
 
   // ---- Scores ---------------------------------------------------------------------------------
 
-  /// A number that belongs to row r, which exists.
+  /// Are the numbers that belong to rows staged? Those of packed heads lie apart.
+  QATTN_DEVICE bool has_staged() const { return S::staged_rows && p.pack == 1; }
+  /// One that belongs to row r, which exists.
+  template <bool Staged>
   QATTN_DEVICE float row_fact(int r, const float* table, SharedAddress staged) const {
-    if (S::staged_rows && p.pack == 1) {
+    if constexpr (Staged) {
       return isa::load_shared<float>(staged + 4 * (local_row(r) - warp * S::warp_rows));
+    } else {
+      return isa::load_global(table + unit(p.q8, head(r), work.q_slot + query(r)));
     }
-    return isa::load_global(table + unit(p.q8, head(r), work.q_slot + query(r)));
   }
 
   /// softmax_scale q . mu, what smooth_k took from every score of the row.
   QATTN_DEVICE float mean_dot(int r) const {
-    if (query(r) >= work.q.length) return 0.0f;
-    return p.scale * row_fact(r, p.q8.dot_mean, dots_at);
+    if (!exists(r)) return 0.0f;
+    return p.scale * (has_staged() ? row_fact<true>(r, p.q8.dot_mean, dots_at)
+                                   : row_fact<false>(r, p.q8.dot_mean, dots_at));
   }
 
   /// Before write(), and before staged rows go.
@@ -225,10 +240,11 @@ struct PrefillRows {
   }
 
   /// Q's scale of the row, 1 for one that is bad (bad_rows) or does not exist.
+  template <bool Staged = false>
   QATTN_DEVICE float query_scale(int r) {
     if constexpr (S::wide_qk) return 1.0f;
-    if (query(r) >= work.q.length) return 1.0f;
-    const float s = row_fact(r, p.q8.scale, scales_at);
+    if (!exists(r)) return 1.0f;
+    const float s = row_fact<Staged>(r, p.q8.scale, scales_at);
     if (tile::is_nan(s)) bad_rows |= 1u << r;
     return tile::is_nan(s) ? 1.0f : s;
   }
@@ -259,7 +275,7 @@ struct PrefillRows {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       rows[r] = score_row(r);
-      if (rows[r].i >= work.q.length) rows[r].end = 0;  // masks have no row for it
+      if (!exists(r)) rows[r].end = 0;  // masks have no row for it
       factor[r] = row_scale[r] * tile::ln_2;
       if (p.q8.dot_mean != nullptr) offset[r] = mean_dot(r);
     }
@@ -333,7 +349,7 @@ struct PrefillRows {
   // those of 128 keys stay below 2^23. Such an int32 is a float as it lies there, of 2^-149 for
   // each 1, and joins the output without a conversion, which are scarce: a multiprocessor of
   // Hopper makes 64 a clock, 34 beside products (H200). The output is in other units then, and
-  // holds an excess for the 128; end_values() takes both away.
+  // holds an excess for the 128; rows end without either.
 
   /// What the matrix unit left, in units of 2^-149.
   QATTN_DEVICE static float as_float(std::int32_t product) {
@@ -352,11 +368,11 @@ struct PrefillRows {
       excess[r] = fmaf(as_float(static_cast<std::int32_t>(count[r])), share[r], excess[r]);
     }
   }
+  /// Takes that off, where rows are not ended.
   QATTN_DEVICE void end_values() {
+    add_lanes(excess);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      excess[r] += isa::shuffle_xor(excess[r], 1);
-      excess[r] += isa::shuffle_xor(excess[r], 2);
       const float less = excess[r] * (-value_offset * value_unit);
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
@@ -369,6 +385,17 @@ struct PrefillRows {
     }
   }
 
+  /// The sums of all four lanes that share a row.
+  QATTN_DEVICE static void add_lanes(float (&x)[R]) {
+#pragma unroll
+    for (int mask = 1; mask <= 2; mask *= 2) {
+      float other[R];
+#pragma unroll
+      for (int r = 0; r < R; ++r) other[r] = isa::shuffle_xor(x[r], mask);
+#pragma unroll
+      for (int r = 0; r < R; ++r) x[r] += other[r];
+    }
+  }
   /// The maxima of all four lanes that share a row.
   QATTN_DEVICE static void row_maxima(float (&x)[R]) {
 #pragma unroll

@@ -7,55 +7,73 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
+/// A warp takes `rows` rows of 16-bit channels from shared memory to the output, in pieces of one
+/// type. `to`: the first of `channels` of row 0; `stride`: elements from row to row.
+template <int Channels, int RowBytes, class Piece>
+QATTN_DEVICE void copy_rows(SharedAddress from, std::uint16_t* to, std::int64_t stride, int rows,
+                            int channels) {
+  constexpr int width = sizeof(Piece) / 2, pieces = Channels / width;
+  constexpr int lanes = pieces < 32 ? pieces : 32, step = 32 / lanes;
+  const int lane = isa::lane(), first = lane / lanes;
+  if (lane >= lanes * step) return;
+  to += first * stride, from += first * RowBytes;
+#pragma unroll
+  for (int c = lane % lanes * width; c < Channels; c += lanes * width) {
+    if (c >= channels) break;
+    std::uint16_t* out = to + c;
+    SharedAddress at = from + 2 * c;
+#pragma unroll 2
+    for (int row = first; row < rows; row += step) {
+      isa::store_global(reinterpret_cast<Piece*>(out), isa::load_shared<Piece>(at));
+      out += step * stride, at += step * RowBytes;
+    }
+  }
+}
+
 /// The second half of PrefillRows.
 template <class S>
 struct PrefillOutput : PrefillRows<S> {
   using Base = PrefillRows<S>;
-  using Base::M, Base::R, Base::bad_rows, Base::doubtful, Base::lane, Base::local_row,
-      Base::lse_offset, Base::max, Base::out, Base::p, Base::sum, Base::warp, Base::work;
+  using Base::M, Base::R, Base::bad_rows, Base::doubtful, Base::excess, Base::exist, Base::lane,
+      Base::local_row, Base::lse_offset, Base::max, Base::out, Base::p, Base::sum, Base::warp,
+      Base::work;
 
   using Base::Base;
 
   /// Ends all rows and writes them. `rows`: shared memory for S::out_row bytes a row of the block,
   /// of which a warp touches its own rows only. `part`: has the work a split?
-  // This counts where blocks have few tiles. Of 22000 clocks at S = 1024 (H200, D 128) each row
-  // that ends by itself took 600, and bulk copies of 16 rows, which lanes start in turn, 1400.
   QATTN_DEVICE void write(SharedAddress rows, bool part) {
-    if (part) {
-      write_part();
-      return;
-    }
-    RowEnds ends;
-    bool usual = p.sinks.data == nullptr;
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      sum[r] += isa::shuffle_xor(sum[r], 1);
-      sum[r] += isa::shuffle_xor(sum[r], 2);
-      ends.poison[r] = row_poison(r);
-      if constexpr (S::two_row_ends) usual &= end_usual_row(r, ends);
-    }
-    if (!S::two_row_ends || !isa::all(usual)) end_rows(ends);
-    scale_rows(ends);
-    if (p.v_mean != nullptr) add_mean(ends.mean_weight);
-    if (p.out.format == Format::f32) {
-      store_floats();
-      return;
-    }
+    if (!end(part)) return;
 #pragma unroll
     for (int first = 0; first < S::dv; first += S::out_channels) {
       isa::sync_warp();  // rows of earlier work have left
-      if (p.out.format == Format::f16) {
-        stage(rows, first / 8, [](float lo, float hi) { return isa::pack_f16(lo, hi); });
-      } else {
-        stage(rows, first / 8, [](float lo, float hi) { return isa::pack_bf16(lo, hi); });
-      }
+      stage_rows(rows, first);
       isa::sync_warp();
-      if (p.out.vectors) {
-        store_rows<isa::Words4>(rows, first);
-      } else {
-        store_rows<std::uint16_t>(rows, first);
-      }
+      store_rows(rows, first);
     }
+  }
+
+  /// Ends all rows. Do they leave through shared memory? The others have left then.
+  // This counts where blocks have few tiles: of 22000 clocks at S 1024 (H200, D 128) rows that
+  // ended one after the other took 1300, and stores by the warps that own them 1050.
+  QATTN_DEVICE bool end(bool part) {
+    this->add_lanes(sum);
+    if (part) {
+      if constexpr (S::direct_sums) this->end_values();
+      write_part();
+      return false;
+    }
+    RowEnds ends;
+#pragma unroll
+    for (int r = 0; r < R; ++r) ends.poison[r] = row_poison(r);
+    if (!S::two_row_ends || !end_usual_rows(ends)) {
+      end_rows(ends);
+      mend_rows(ends);
+    }
+    scale_rows(ends);
+    if (p.v_mean != nullptr) add_mean(ends.mean_weight);
+    if (p.out.format == Format::f32) store_floats();
+    return p.out.format != Format::f32;
   }
 
   /// Leaves the rows to PrefillCombine. A bad row has a sum of NaN, unless it has seen no key.
@@ -65,12 +83,10 @@ struct PrefillOutput : PrefillRows<S> {
                                std::int64_t{work.split} * parts.rows;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      sum[r] += isa::shuffle_xor(sum[r], 1);
-      sum[r] += isa::shuffle_xor(sum[r], 2);
       const float poison = row_poison(r), top = max[r] - S::p_log2;
       const unsigned bad_lanes = isa::ballot((bad_rows >> r & 1) != 0);
       const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
-      const bool exists = this->query(r) < work.q.length;
+      const bool exists = this->exists(r);
       if constexpr (S::wide_pv) {
         doubtful |= exists && tile::is_nan(poison) && !bad && tile::is_finite(sum[r]);
       }
@@ -122,17 +138,29 @@ struct PrefillOutput : PrefillRows<S> {
     }
   }
 
-  /// Ends row r as tile::finish_row() does if nothing is special about it. Else returns false.
-  QATTN_DEVICE bool end_usual_row(int r, RowEnds& ends) {
-    const int i = work.first_row + local_row(r);
-    const float top = max[r] - S::p_log2 + lse_offset[r];
-    const bool usual = i < work.q.length && tile::is_finite(top) && sum[r] > 0.0f &&
-                       sum[r] < tile::infinity() && (bad_rows >> r & 1) == 0 &&
-                       ends.poison[r] == 0.0f;
-    ends.factor[r] = 1.0f / sum[r];
-    ends.mean_weight[r] = 1.0f;
-    if (usual) store_lse(i, (top + isa::log2(sum[r])) * tile::ln_2);
-    return usual && !work.k.bad && !work.q.bad;
+  /// Ends the warp's rows as tile::finish_row() does if nothing is special about any. Else returns
+  /// false.
+  QATTN_DEVICE bool end_usual_rows(RowEnds& ends) {
+    bool usual = bad_rows == 0 && p.sinks.data == nullptr && !work.k.bad && !work.q.bad;
+    float top[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      top[r] = max[r] - S::p_log2 + lse_offset[r];
+      // Within these bounds this is 1 / sum as a division rounds it, which would have a branch.
+      const float near = isa::reciprocal(sum[r]);
+      ends.factor[r] = fmaf(near, fmaf(-sum[r], near, 1.0f), near);
+      ends.mean_weight[r] = 1.0f;
+      usual = usual & this->exists(r) & (fabsf(top[r]) < tile::infinity()) & (sum[r] > 0x1p-100f) &
+              (sum[r] < 0x1p100f) & (ends.poison[r] == 0.0f);
+    }
+    if (!isa::all(usual)) return false;
+    if (p.out.lse != nullptr) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        store_lse(work.first_row + local_row(r), (top[r] + isa::log2(sum[r])) * tile::ln_2);
+      }
+    }
+    return true;
   }
 
   /// Ends any rows.
@@ -145,11 +173,11 @@ struct PrefillOutput : PrefillRows<S> {
       const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
       const float total = pick(sum, r);
       const tile::RowEnd end =
-          tile::finish_row(p, work.b, work.head, i < work.q.length, bad, pick(max, r) - S::p_log2,
-                           total, pick(lse_offset, r));
+          tile::finish_row(p, work.b, work.head, local_row(r) < exist, bad,
+                           pick(max, r) - S::p_log2, total, pick(lse_offset, r));
       // An index tensor that holds nonsense makes the whole row NaN; so does, in all channels, a
       // bad token of 16-bit V in one.
-      const bool exists = i < work.q.length;  // Q of a row that does not may hold anything
+      const bool exists = local_row(r) < exist;  // Q of a row that does not may hold anything
       const float poison = work.k.bad || work.q.bad ? tile::quiet_nan()
                            : exists                 ? pick(ends.poison, r)
                                                     : 0.0f;
@@ -162,20 +190,38 @@ struct PrefillOutput : PrefillRows<S> {
     }
   }
 
-  QATTN_DEVICE void scale_rows(const RowEnds& ends) {
-    bool odd = false;  // a row that saw nothing, or is NaN
+  /// Rows that saw nothing, whose factor is 0, and those that are NaN.
+  QATTN_DEVICE void mend_rows(const RowEnds& ends) {
+    bool odd = false;
 #pragma unroll
     for (int r = 0; r < R; ++r) odd |= ends.factor[r] == 0.0f || ends.poison[r] != 0.0f;
-    const bool any = isa::any(odd);
+    if (!isa::any(odd)) return;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
+      const bool none = ends.factor[r] == 0.0f;
+      if (none) excess[r] = 0.0f;
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) out[r / 2][n][r % 2 * 2 + e] *= ends.factor[r];
+        for (int e = 0; e < 2; ++e) {
+          float& x = out[r / 2][n][r % 2 * 2 + e];
+          x = (none ? 0.0f : x) + ends.poison[r];
+        }
       }
     }
-    if (!any) return;
+  }
+  QATTN_DEVICE void scale_rows(const RowEnds& ends) {
+    float by[R], less[R] = {};
+#pragma unroll
+    for (int r = 0; r < R; ++r) by[r] = ends.factor[r];
+    if constexpr (S::direct_sums) {
+      this->add_lanes(excess);
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        by[r] *= Base::value_unit;
+        less[r] = excess[r] * -value_offset * by[r];
+      }
+    }
 #pragma unroll
     for (int r = 0; r < R; ++r) {
 #pragma unroll
@@ -183,7 +229,7 @@ struct PrefillOutput : PrefillRows<S> {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& x = out[r / 2][n][r % 2 * 2 + e];
-          x = (ends.factor[r] == 0.0f ? 0.0f : x) + ends.poison[r];
+          x = S::direct_sums ? fmaf(x, by[r], less[r]) : x * by[r];
         }
       }
     }
@@ -192,12 +238,16 @@ struct PrefillOutput : PrefillRows<S> {
   /// NaN if a channel of row r is not finite, else 0.
   QATTN_DEVICE float row_poison(int r) const {
     if constexpr (!S::wide_pv) return 0.0f;
-    float poison = 0.0f;
+    float part[4] = {};  // chains that do not wait for one another
 #pragma unroll
     for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) poison = fmaf(out[r / 2][n][r % 2 * 2 + e], 0.0f, poison);
+      for (int e = 0; e < 2; ++e) {
+        float& x = part[n % 2 * 2 + e];
+        x = fmaf(out[r / 2][n][r % 2 * 2 + e], 0.0f, x);
+      }
     }
+    float poison = (part[0] + part[1]) + (part[2] + part[3]);
     poison += isa::shuffle_xor(poison, 1);
     return poison + isa::shuffle_xor(poison, 2);
   }
@@ -239,8 +289,8 @@ struct PrefillOutput : PrefillRows<S> {
     }
   }
 
-  /// S::out_channels of the warp's rows, from tile `first` on, in the output's 16 bits to shared
-  /// memory.
+  /// S::out_channels of the warp's rows, from channel `first` on, in the output's 16 bits to shared
+  /// memory. (By stmatrix int8_full was 4 to 5 % slower at S 4096: ptxas ordered its tiles anew.)
   template <class Pack>
   QATTN_DEVICE void stage(SharedAddress rows, int first, Pack pack) {
 #pragma unroll
@@ -248,32 +298,30 @@ struct PrefillOutput : PrefillRows<S> {
       const SharedAddress row = rows + local_row(r) * S::out_row + lane % 4 * 4;
 #pragma unroll
       for (int n = 0; n < S::out_channels / 8; ++n) {
-        const float* x = out[r / 2][first + n] + r % 2 * 2;
+        const float* x = out[r / 2][first / 8 + n] + r % 2 * 2;
         isa::store_shared(row + 16 * n, pack(x[0], x[1]));
       }
     }
   }
+  QATTN_DEVICE void stage_rows(SharedAddress rows, int first) {
+    if (p.out.format == Format::f16) {
+      stage(rows, first, [](float lo, float hi) { return isa::pack_f16(lo, hi); });
+    } else {
+      stage(rows, first, [](float lo, float hi) { return isa::pack_bf16(lo, hi); });
+    }
+  }
 
-  /// From shared memory to the output, from channel `begin` on, in pieces of one type.
-  template <class Piece>
-  QATTN_DEVICE void store_rows(SharedAddress rows, int begin) {
-    constexpr int width = sizeof(Piece) / 2, pieces = S::out_channels / width;
-    constexpr int lanes = pieces < 32 ? pieces : 32, step = 32 / lanes;
-    if (lane >= lanes * step) return;
-    const int first = warp * S::warp_rows + lane / lanes, left = work.q.rows - work.first_row;
-    const std::int64_t stride = step * p.out.token;
-#pragma unroll
-    for (int c = lane % lanes * width; c < S::out_channels; c += lanes * width) {
-      if (begin + c >= p.out.channels) break;
-      std::uint16_t* to = static_cast<std::uint16_t*>(p.out.data) + out_offset(first) + begin + c;
-      SharedAddress from = rows + first * S::out_row + 2 * c;
-#pragma unroll 8
-      for (int row = first; row < (warp + 1) * S::warp_rows; row += step) {
-        if (row < left) {
-          isa::store_global(reinterpret_cast<Piece*>(to), isa::load_shared<Piece>(from));
-        }
-        to += stride, from += step * S::out_row;
-      }
+  /// Those from shared memory to the output.
+  QATTN_DEVICE void store_rows(SharedAddress rows, int first) {
+    const int row = warp * S::warp_rows, left = rows_in_memory() - row;
+    const int count = left < S::warp_rows ? left : S::warp_rows;
+    std::uint16_t* to = static_cast<std::uint16_t*>(p.out.data) + out_offset(row) + first;
+    rows += row * S::out_row;
+    const int channels = p.out.channels - first;
+    if (p.out.vectors) {
+      copy_rows<S::out_channels, S::out_row, isa::Words4>(rows, to, p.out.token, count, channels);
+    } else {
+      copy_rows<S::out_channels, S::out_row, std::uint16_t>(rows, to, p.out.token, count, channels);
     }
   }
 
@@ -281,7 +329,7 @@ struct PrefillOutput : PrefillRows<S> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const int row = local_row(r), c = lane % 4 * 2;
-      if (work.first_row + row >= work.q.rows) continue;
+      if (row >= rows_in_memory()) continue;
       float* to = static_cast<float*>(p.out.data) + out_offset(row) + c;
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
@@ -295,6 +343,8 @@ struct PrefillOutput : PrefillRows<S> {
     }
   }
 
+  /// Rows of the block that the output has room for.
+  QATTN_DEVICE int rows_in_memory() const { return static_cast<int>(work.q.rows) - work.first_row; }
   QATTN_DEVICE std::int64_t out_offset(int row) const {
     return work.b * p.out.batch + (work.q.begin + work.first_row + row) * p.out.token +
            work.head * p.out.head;

@@ -175,7 +175,6 @@ struct Prefill : PrefillValues<C> {
       if (work.key_begin < work.key_end) self.check_operands();
     }
     if constexpr (S::e4m3_pv && !C.general) self.scale_channels();
-    if constexpr (S::direct_sums) self.end_values();
     self.take_offsets();
     isa::sync_threads();  // the rows leave through the same shared memory
     self.write(self.base, work.split >= 0);

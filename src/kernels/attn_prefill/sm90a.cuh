@@ -15,6 +15,7 @@
 #include "kernels/attn_prefill/sm90a_encode.cuh"
 #include "kernels/attn_prefill/sm90a_load.cuh"
 #include "kernels/attn_prefill/sm90a_multiplier.cuh"
+#include "kernels/attn_prefill/sm90a_write.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -31,9 +32,9 @@ struct Sm90Consumer : Sm90Multiplier<C> {
   template <int Part>
   using Values = typename Base::template Values<Part>;
 
-  QATTN_DEVICE Sm90Consumer(const Sm90Params& a, const PrefillWork& w, int q_buffer,
-                            RingPlace<S::stages>& ring)
-      : Base(a, w, q_buffer, ring), walk(a, w, S::keys) {}
+  QATTN_DEVICE Sm90Consumer(const Sm90Params& a, const PrefillWork& w, const WorkFacts& facts,
+                            int q_buffer, RingPlace<S::stages>& ring)
+      : Base(a, w, facts, q_buffer, ring), walk(a, w, S::keys) {}
 
   // ---- The tiles ------------------------------------------------------------------------------
 
@@ -233,8 +234,8 @@ struct Sm90Consumer : Sm90Multiplier<C> {
     return_queries(buffer);
   }
 
-  QATTN_DEVICE void run_tiles() {
-    if (this->query_of(64 * group) >= work.q.length) {
+  QATTN_DEVICE void run_tiles(Sm90Staging<C>& staging) {
+    if (64 * group >= this->exist) {
       pass_tiles();
       return;
     }
@@ -244,6 +245,7 @@ struct Sm90Consumer : Sm90Multiplier<C> {
     wait_full();
     load_facts();
     multiply<true>(s);
+    if constexpr (S::shared_p && S::p_over_out) staging.await_room();  // for P
     while (true) {
       if (this->is_plain(walk.tile, scales)) {
         if constexpr (S::shared_p) {
@@ -291,7 +293,6 @@ struct Sm90Consumer : Sm90Multiplier<C> {
       }
     }
     if constexpr (S::u8) {
-      this->end_values();
 #pragma unroll
       for (int r = 0; r < R; ++r) sum[r] += this->poison;
     }
@@ -324,7 +325,7 @@ struct Sm90Prefill {
         isa::mbarrier_init(base + S::q_empty + 8 * n, 128);
       }
       for (int n = 0; n < S::stages; ++n) {
-        isa::mbarrier_init(base + S::full + 8 * n, S::wide_pv ? 2 : 1);
+        isa::mbarrier_init(base + S::full + 8 * n, 1);
         isa::mbarrier_init(base + S::empty + 8 * n, 32 * S::row_warps + S::checkers);
         isa::mbarrier_init(base + S::unclean + 8 * n, 1);
       }
@@ -357,7 +358,8 @@ struct Sm90Prefill {
     RingPlace<S::stages> place;
     RingPlace<S::q_stages> queries;
     const SharedAddress base = isa::shared_base();
-    static_assert(sizeof(PrefillWork) <= S::work_bytes);
+    static_assert(sizeof(PrefillWork) + sizeof(WorkFacts) <= S::work_bytes);
+    Sm90Staging<C> staging{group};
     // The first consumer's first turn is nobody's gift.
     using Consumer = Sm90Consumer<C>;
     if (S::turns && group == S::consumers - 1) {
@@ -369,27 +371,33 @@ struct Sm90Prefill {
       const int buffer = queries.stage * S::consumers + group;
       isa::mbarrier_wait(base + S::q_full + 8 * buffer, queries.parity);
       queries.advance();
-      const PrefillWork work = take_work(base + S::work_at + buffer * S::work_bytes);
+      const SharedAddress told = base + S::work_at + buffer * S::work_bytes;
+      const auto work = take<PrefillWork>(told);
       if (S::told_works && work.b < 0) break;
-      if ((work.q.bad || work.k.bad) && isa::thread() == 128) {
-        isa::atomic_or_global(p.error, tile::error_sequence);
-      }
+      const auto facts = take<WorkFacts>(told + static_cast<int>(sizeof work));
       if (work.first_row >= work.q.rows) {
         Sm90Consumer<C>::return_queries(buffer);
         report(p, index, row_warp, false);
         continue;
       }
-      Sm90Consumer<C> self(p, work, buffer, place);
+      Sm90Consumer<C> self(p, work, facts, buffer, place);
       if (self.walk.tile >= 0) {
-        self.run_tiles();
+        self.run_tiles(staging);
       } else {
         Sm90Consumer<C>::return_queries(buffer);
       }
       self.end_products();
-      self.write(base + S::out_at, is_part(p, index));
+      if constexpr (S::writers == 0) {
+        self.write(base + S::out_at, is_part(p, index));
+      } else if (self.end(is_part(p, index))) {
+        staging.await_room();
+        self.stage_rows(base + S::out_at, 0);
+        staging.hand_over(work, self.rows_in_memory() - 64 * group);
+      }
       report(p, index, row_warp, self.doubtful);
     }
     if (S::turns && group == 0) isa::barrier_sync(Consumer::turn_of(0), Consumer::turn_threads);
+    staging.end();
   }
 
   static QATTN_DEVICE void run(const Params& p) {
@@ -405,12 +413,14 @@ struct Sm90Prefill {
         if (isa::elect()) Sm90Producer<C>{p}.run();
       } else if (S::raw_queries) {
         Sm90Encoder<C>{p}.run();
+      } else if (warp <= S::writers) {
+        Sm90Writer<C>{p, warp - 1}.run();
+        if (S::told_works) isa::grid_dependency_wait();
       } else if (S::told_works) {
-        if (warp == 1) isa::grid_dependency_wait();
-      } else if (warp == 1) {
-        Sm90Cleaner<C>{p}.run();
-      } else {
-        Sm90Checker<C>{p}.run();
+        // Where the kernel before is still making codes this one must not end before it.
+        isa::grid_dependency_wait();
+      } else if (warp == 2 || (S::wide_qk && warp == 3)) {
+        Sm90Checker<C>{p, warp == 2}.run();
       }
     } else {
       isa::registers_increase<S::consumer_registers>();

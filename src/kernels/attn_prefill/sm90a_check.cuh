@@ -8,61 +8,38 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// One warp: zeros in the place of rows of V behind a sequence's end. Every stage of the ring waits
-/// for it.
-template <Sm90Config C>
-struct Sm90Cleaner {
-  using S = Sm90Shape<C>;
-
-  const Sm90Params& p;
-  SharedAddress base = isa::shared_base();
-  RingPlace<S::stages> place{};
-  std::uint32_t parities = 0;  ///< of the stages' unclean barriers, which few rounds use
-
-  QATTN_DEVICE void clean(SharedAddress values, int first_row) {
-    isa::mbarrier_wait(base + S::unclean + 8 * place.stage, parities >> place.stage & 1);
-    parities ^= 1u << place.stage;
-    constexpr int chunks = S::v_row / 16;
-    for (int n = first_row * chunks + isa::lane(); n < S::keys * chunks; n += 32) {
-#pragma unroll
-      for (int panel = 0; panel < S::v_panels; ++panel) {
-        isa::store_shared(values + panel * S::v_bytes + 16 * n, isa::Words4{});
-      }
-    }
-    isa::fence_async_proxy();
-  }
-
-  QATTN_DEVICE void run() {
-    if constexpr (S::wide_pv) {
-      for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
-        const PrefillWork work = locate_work(p, index, S::rows, S::keys);
-        each_stage(p, work, S::keys, [&](int, int before) {
-          isa::mbarrier_wait(base + S::empty + 8 * place.stage, place.parity ^ 1);
-          if (before >= 0 && needs_cleaning(p, work, before, S::keys)) {
-            clean(base + S::ring_at + place.stage * S::stage_bytes + S::v_at,
-                  static_cast<int>(work.k.length) - before);
-          }
-          isa::sync_warp();
-          if (isa::lane() == 0) isa::mbarrier_arrive(base + S::full + 8 * place.stage);
-          place.advance();
-        });
-      }
-    }
-  }
-};
-
-/// Two warps: tests of K of 16 bits where TMA has put it. From global memory, by the same 64
-/// threads, they took 12 us a block of rows (H200, D 128), more than the block's products. Blocks
-/// share them and leave notes to SpoilRows (p.bad_keys), or each tests what it sees and leaves bad
-/// keys to the portable kernel. General calls test every score instead.
+/// Two warps. The first puts zeros in the place of rows of V behind a sequence's end. Both test K
+/// of 16 bits where TMA has put it. From global memory, by the same 64 threads, they took 12 us a
+/// block of rows (H200, D 128), more than the block's products. Blocks share them and leave notes
+/// to SpoilRows (p.bad_keys), or each tests what it sees and leaves bad keys to the portable
+/// kernel. General calls test every score instead.
 template <Sm90Config C>
 struct Sm90Checker {
   using S = Sm90Shape<C>;
   static constexpr int warps = S::checkers / 32;
 
   const Sm90Params& p;
+  bool cleans;  ///< is this the first warp?
   SharedAddress base = isa::shared_base();
   RingPlace<S::stages> place{};
+  std::uint32_t parities = 0;  ///< of the stages' unclean barriers, which few rounds use
+
+  QATTN_DEVICE void clean(const PrefillWork& work, int tile) {
+    isa::mbarrier_wait(base + S::unclean + 8 * place.stage, parities >> place.stage & 1);
+    parities ^= 1u << place.stage;
+    const SharedAddress values = base + S::ring_at + place.stage * S::stage_bytes + S::v_at;
+    const int first = static_cast<int>(work.k.length) - tile;
+    constexpr int chunks = S::v_row / 16;
+    for (int n = first * chunks + isa::lane(); n < S::keys * chunks; n += 32) {
+#pragma unroll
+      for (int panel = 0; panel < S::v_panels; ++panel) {
+        isa::store_shared(values + panel * S::v_bytes + 16 * n, isa::Words4{});
+      }
+    }
+    isa::fence_async_proxy();
+    isa::sync_warp();
+    if (isa::lane() == 0) isa::mbarrier_arrive(base + S::full + 8 * place.stage);
+  }
 
   /// A thread tests a row in 64. Lanes take a row's chunks in turns that spare banks.
   QATTN_DEVICE bool test(const PrefillWork& work, int tile, SharedAddress keys) const {
@@ -88,26 +65,35 @@ struct Sm90Checker {
     return any;
   }
 
+  /// K of a tile. Is any of it bad?
+  QATTN_DEVICE bool check(const PrefillWork& work, const KeyShare& share, int tile) {
+    isa::mbarrier_wait(base + S::full + 8 * place.stage, place.parity);
+    const bool mine = p.bad_keys != nullptr ? share.has(tile, S::keys) : !p.general;
+    const bool bad = tile >= 0 && mine &&
+                     test(work, tile, base + S::ring_at + place.stage * S::stage_bytes + S::k_at);
+    isa::mbarrier_arrive(base + S::empty + 8 * place.stage);
+    return bad;
+  }
+
   QATTN_DEVICE void run() {
-    if constexpr (S::wide_qk) {
-      static_assert(S::checkers == note_keys);
+    if constexpr (S::wide_pv) {
+      static_assert(!S::wide_qk || S::checkers == note_keys);
       for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
         const PrefillWork work = locate_work(p, index, S::rows, S::keys);
         const KeyShare share(p, work, S::rows);
         bool doubtful = false;
-        each_stage(p, work, S::keys, [&](int tile, int) {
-          isa::mbarrier_wait(base + S::full + 8 * place.stage, place.parity);
-          const bool mine = p.bad_keys != nullptr ? share.has(tile, S::keys) : !p.general;
-          if (tile >= 0 && mine) {
-            doubtful |=
-                test(work, tile, base + S::ring_at + place.stage * S::stage_bytes + S::k_at);
+        each_stage(p, work, S::keys, [&](int tile, int before) {
+          if (cleans && before >= 0 && needs_cleaning(p, work, before, S::keys)) {
+            clean(work, before);
           }
-          isa::mbarrier_arrive(base + S::empty + 8 * place.stage);
+          if constexpr (S::wide_qk) doubtful |= check(work, share, tile);
           place.advance();
         });
-        const bool again = p.bad_keys == nullptr && isa::any(doubtful);
-        if (isa::lane() == 0) {
-          doubt(p, index, doubt_checkers + isa::thread() % S::checkers / 32, again);
+        if constexpr (S::wide_qk) {
+          const bool again = p.bad_keys == nullptr && isa::any(doubtful);
+          if (isa::lane() == 0) {
+            doubt(p, index, doubt_checkers + isa::thread() % S::checkers / 32, again);
+          }
         }
       }
     }

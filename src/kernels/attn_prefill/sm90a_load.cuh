@@ -96,24 +96,52 @@ QATTN_DEVICE void doubt(const PrefillParams& p, int index, int who, bool doubtfu
   isa::store_global(p.doubts + index * std::int64_t{doubt_stride} + who, doubtful ? 1u : 0u);
 }
 
-// The producer locates work, and tells the consumers with Q: they did it between two blocks of
-// rows, which took 1000 clocks of 23700 at S = 1024 (H200, int8_full, D 128).
-QATTN_DEVICE void put_work(SharedAddress to, const PrefillWork& work) {
-  isa::Words4 words[sizeof work / 16];
-  std::memcpy(words, &work, sizeof work);
+template <class T>
+QATTN_DEVICE void put(SharedAddress to, const T& x) {
+  isa::Words4 words[sizeof x / 16];
+  std::memcpy(words, &x, sizeof x);
 #pragma unroll
-  for (unsigned n = 0; n < sizeof work / 16; ++n) isa::store_shared(to + 16 * n, words[n]);
+  for (unsigned n = 0; n < sizeof x / 16; ++n) isa::store_shared(to + 16 * n, words[n]);
 }
-QATTN_DEVICE PrefillWork take_work(SharedAddress from) {
-  PrefillWork work;
-  isa::Words4 words[sizeof work / 16];
+template <class T>
+QATTN_DEVICE T take(SharedAddress from) {
+  T x;
+  isa::Words4 words[sizeof x / 16];
 #pragma unroll
-  for (unsigned n = 0; n < sizeof work / 16; ++n) {
+  for (unsigned n = 0; n < sizeof x / 16; ++n) {
     words[n] = isa::load_shared<isa::Words4>(from + 16 * n);
   }
-  std::memcpy(&work, words, sizeof work);
-  return work;
+  std::memcpy(&x, words, sizeof x);
+  return x;
 }
+
+// The producer locates work, and tells the consumers with Q: they did it between two blocks of
+// rows, which took 1000 clocks of 23700 at S = 1024 (H200, int8_full, D 128).
+
+/// What follows from a work, which is told with it.
+struct alignas(16) WorkFacts {
+  static constexpr int no_tile = 0x40000000;  ///< behind all that there can be, 2^30 at most
+
+  int plain_first;  ///< the first tile that every row sees whole
+  int plain_span;   ///< how far behind it the last is
+  int exist;        ///< existing_rows()
+  int unused;
+
+  /// Blocks of `rows`, tiles of `keys`. `general`: no tile is plain.
+  static QATTN_DEVICE WorkFacts of(const PrefillParams& p, const PrefillWork& work, int rows,
+                                   int keys, bool general) {
+    const int first = work.first_row + work.shift, length = static_cast<int>(work.k.length);
+    const int end = p.window_right < 0 ? length : first + p.window_right + 1;
+    const int left = p.window_left < 0 ? 0 : first + rows - 1 - p.window_left;
+    const int from = left < 0 ? 0 : left;  // negative tiles are none
+    const int last = general ? -1 : (end < length ? end : length) - keys;
+    WorkFacts facts{};
+    facts.plain_first = last < from ? no_tile : from;
+    facts.plain_span = last < from ? 0 : last - from;
+    facts.exist = existing_rows(p, work);
+    return facts;
+  }
+};
 
 /// Panel `n` of rows of 16 bits in place: `token` counts from the sequence's first.
 QATTN_DEVICE void load_panel(SharedAddress to, const isa::TensorMap& map, const tile::Rows& rows,
@@ -256,7 +284,10 @@ struct Sm90Producer {
       const SharedAddress full = base + S::q_full + 8 * buffer;
       const SharedAddress to = base + S::q_at + buffer * S::q_bytes;
       isa::mbarrier_wait(base + S::q_empty + 8 * buffer, q_place.parity ^ 1);
-      put_work(base + S::work_at + buffer * S::work_bytes, work);
+      const SharedAddress slot = base + S::work_at + buffer * S::work_bytes;
+      put(slot, work);
+      put(slot + static_cast<int>(sizeof work),
+          WorkFacts::of(p, work, S::rows, S::keys, p.general));
       if (!has_tiles || S::raw_queries) {
         isa::mbarrier_arrive(full);
         continue;
@@ -279,14 +310,16 @@ struct Sm90Producer {
       const SharedAddress stage = base + S::ring_at + place.stage * S::stage_bytes;
       const SharedAddress full = base + S::full + 8 * place.stage;
       isa::mbarrier_wait(base + S::empty + 8 * place.stage, place.parity ^ 1);
+      const int key_bytes = tile < 0 ? 0 : S::key_bytes;
       const int value_bytes = before < 0 ? 0 : S::v_panels * S::v_bytes;
       SharedAddress v_full = full;
       if (S::wide_pv && before >= 0 && needs_cleaning(p, work, before, S::keys)) {
         v_full = base + S::unclean + 8 * place.stage;
         isa::mbarrier_arrive_expect(v_full, value_bytes);
+        isa::mbarrier_expect(full, key_bytes);  // who cleans V arrives
+      } else {
+        isa::mbarrier_arrive_expect(full, key_bytes + value_bytes);
       }
-      isa::mbarrier_arrive_expect(
-          full, (tile < 0 ? 0 : S::key_bytes) + (v_full == full ? value_bytes : 0));
       load_keys(work, tile, stage, full);
       load_values(work, before, stage, v_full);
       place.advance();
@@ -312,6 +345,7 @@ struct Sm90Producer {
     while (index < p.works) {
       bad_page = false;
       const PrefillWork work = locate_work(p, index, S::rows, S::keys);
+      if (work.q.bad || work.k.bad) isa::atomic_or_global(p.error, tile::error_sequence);
       if (S::told_works && awaits) await_codes(work);
       load(work);
       if constexpr (S::wide_pv) doubt(p, index, doubt_producer, bad_page);

@@ -35,9 +35,9 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
   std::uint64_t q_descriptor, p_descriptor;
   std::uint64_t k_descriptor, v_descriptor;  ///< of stage 0
 
-  QATTN_DEVICE Sm90Multiplier(const Sm90Params& a, const PrefillWork& w, int q_buffer,
-                              RingPlace<S::stages>& ring)
-      : Base(a, w, isa::thread() / 32 - 4, q_buffer),
+  QATTN_DEVICE Sm90Multiplier(const Sm90Params& a, const PrefillWork& w, const WorkFacts& facts,
+                              int q_buffer, RingPlace<S::stages>& ring)
+      : Base(a, w, facts, isa::thread() / 32 - 4, q_buffer),
         base(isa::shared_base()),
         group(q_buffer % S::consumers),
         buffer(q_buffer),

@@ -22,8 +22,9 @@ struct Sm90Online : Sm90Rows<C> {
   std::uint32_t codes[S::keys / step_keys][4];  ///< P: A fragments of the products with V
   float shrink[R];  ///< what `out` is multiplied with before P V of this tile joins it
 
-  QATTN_DEVICE Sm90Online(const Sm90Params& a, const PrefillWork& w, int row_warp, int buffer)
-      : Base(a, w, row_warp, buffer) {
+  QATTN_DEVICE Sm90Online(const Sm90Params& a, const PrefillWork& w, const WorkFacts& facts,
+                          int row_warp, int buffer)
+      : Base(a, w, facts, row_warp, buffer) {
     settle();
   }
   /// The output has all P V: what joins it next is zero.

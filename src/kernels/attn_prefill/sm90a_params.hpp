@@ -61,9 +61,9 @@ struct Sm90Params : PrefillParams {
 template <Sm90Config C>
 struct Sm90Shape {
   static constexpr bool wide_qk = isa::is_16bit(C.qk), wide_pv = isa::is_16bit(C.pv);
-  static constexpr bool two_row_ends = true;
   static constexpr bool staged_rows = !wide_qk;  ///< Q's scales come with Q
   static constexpr bool u8 = C.pv == isa::Element::u8, e4m3_pv = C.pv == isa::Element::e4m3;
+  static constexpr bool direct_sums = u8, two_row_ends = true;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
   static constexpr float p_log2 = e4m3_pv ? 8.0f : 0.0f;
   /// Three consumers hide each other's latencies, in 160 registers each: at D 128 they multiply a
@@ -179,7 +179,7 @@ struct Sm90Shape {
   static constexpr int q_stages = d > 128 ? 1 : 2, q_buffers = q_stages * consumers;
   static constexpr int dots_at = 64 * 4;                        ///< in facts: q . mu
   static constexpr int fact_bytes = wide_qk ? 0 : 2 * dots_at;  ///< of a buffer: Q's scales first
-  static constexpr int work_bytes = 128;                        ///< room for a PrefillWork
+  static constexpr int work_bytes = 128;  ///< room for a PrefillWork and its WorkFacts
   /// Q in 16 bits comes 64 rows at a time, in panels of 64 channels. 16-bit V needs the warps, and
   /// D 256 has no room.
   static constexpr bool raw_queries = C.raw_queries;
@@ -188,6 +188,11 @@ struct Sm90Shape {
   static constexpr int raw_panels = raw_queries ? (d + 63) / 64 : 0;
   static constexpr int raw_panel_bytes = 64 * sm90_panel;
   static constexpr int raw_bytes = raw_panels * raw_panel_bytes;
+  /// Warps of the producer's warpgroup that take rows from shared memory to the output. Consumers
+  /// took 1050 clocks of 22000 at S 1024 (H200, D 128). Those that leave in parts would have to
+  /// wait for them, and Sm90Encoder and Sm90Checker take their warps.
+  static constexpr int writers = raw_queries || out_channels < dv ? 0 : wide_pv ? 1 : consumers;
+  static constexpr int staged_bytes = writers > 0 ? 32 * consumers : 0;  ///< StagedRows
   static constexpr int q_at = 0, ring_at = q_at + q_buffers * q_bytes;
   static constexpr int limit = 232448;  ///< sm_90 has 227 KiB a block
   /// P of 64 rows, in panels of 128 bytes of each; where the rows leave, if more stages fit so.
@@ -197,13 +202,14 @@ struct Sm90Shape {
   static constexpr int p_bytes = shared_p && !p_over_out ? consumers * p_group_bytes : 0;
   static_assert(!shared_p || (!three && v_parts == 1 && p_group_bytes >= 64 * p_row));
   static constexpr int room = limit - ring_at - raw_bytes - p_bytes - rows * out_row -
-                              q_buffers * (fact_bytes + work_bytes) - 256;
+                              q_buffers * (fact_bytes + work_bytes) - staged_bytes - 256;
   static constexpr int stages = room / stage_bytes < 4 ? room / stage_bytes : 4;
   static constexpr int raw_at = ring_at + stages * stage_bytes, p_at = raw_at + raw_bytes;
   static constexpr int out_at = p_at + p_bytes;
   static constexpr int facts_at = out_at + rows * out_row;
   static constexpr int work_at = facts_at + q_buffers * fact_bytes;
-  static constexpr int barriers_at = work_at + q_buffers * work_bytes;
+  static constexpr int staged_at = work_at + q_buffers * work_bytes;
+  static constexpr int barriers_at = staged_at + staged_bytes;
   // Barriers: Q full and empty per buffer; per stage full, empty, V that must be cleaned is there;
   // Q in 16 bits is there.
   static constexpr int q_full = barriers_at, q_empty = q_full + 8 * q_buffers;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/attn_prefill/rows_out.cuh"
+#include "kernels/attn_prefill/sm90a_load.cuh"
 #include "kernels/attn_prefill/sm90a_params.hpp"
 
 namespace qattn::kernels {
@@ -21,26 +22,30 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
   static constexpr int hidden_at = 30;
 
   /// `buffer`: Q's.
-  QATTN_DEVICE Sm90Rows(const Sm90Params& a, const PrefillWork& w, int row_warp, int buffer)
-      : Base(a, w, row_warp), params(a) {
+  QATTN_DEVICE Sm90Rows(const Sm90Params& a, const PrefillWork& w, const WorkFacts& facts,
+                        int row_warp, int buffer)
+      : Base(a, w, row_warp),
+        params(a),
+        plain_first(facts.plain_first),
+        plain_span(static_cast<unsigned>(facts.plain_span)) {
+    this->exist = facts.exist;
     this->scales_at = isa::shared_base() + S::facts_at + buffer * S::fact_bytes +
                       4 * S::warp_rows * (row_warp % 4);
     this->dots_at = this->scales_at + S::dots_at;
   }
 
   QATTN_DEVICE void start_rows() {
-    const int first = work.first_row + work.shift, length = static_cast<int>(work.k.length);
-    const int end = p.window_right < 0 ? length : first + p.window_right + 1;
-    const int left = p.window_left < 0 ? 0 : first + S::rows - 1 - p.window_left;
-    const int from = left < 0 ? 0 : left;  // negative tiles are none
-    const int last = params.general ? -1 : (end < length ? end : length) - S::keys;
-    // Opaque, or ptxas may work them out again for every tile, between the exponentials and the
-    // products: that took 4 % (H200, e4m3 P, S 4096).
-    plain_first = isa::opaque(last < from ? no_tile : from);
-    plain_span = static_cast<unsigned>(isa::opaque(last < from ? 0 : last - from));
     const float scale = p.scale * tile::log2_e;
+    const bool staged = this->has_staged();  // one branch for all rows
+    if (staged) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) this->row_scale[r] = this->query_scale(r) * scale;
+      for (int r = 0; r < R; ++r) {
+        this->row_scale[r] = this->template query_scale<S::staged_rows>(r) * scale;
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < R; ++r) this->row_scale[r] = this->query_scale(r) * scale;
+    }
   }
 
   /// The largest of a row's scores in 64 keys: elements 4 n and 4 n + 1 of `first`.
@@ -161,9 +166,6 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
       if ((flags >> hidden_at >> key / slot_tile & 1) != 0) x = -tile::infinity();
     });
   }
-
- private:
-  static constexpr int no_tile = 0x40000000;  ///< behind all that there can be, 2^30 at most
 };
 
 }  // namespace QATTN_TARGET

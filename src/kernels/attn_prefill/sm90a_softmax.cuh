@@ -21,8 +21,9 @@ struct Sm90Softmax : Sm90Rows<C> {
   float share[R];       ///< weight of the tile for each unit of P, times Base::share_unit
   float poison = 0.0f;  ///< NaN once a scale of K was
 
-  QATTN_DEVICE Sm90Softmax(const Sm90Params& a, const PrefillWork& w, int row_warp, int buffer)
-      : Base(a, w, row_warp, buffer) {}
+  QATTN_DEVICE Sm90Softmax(const Sm90Params& a, const PrefillWork& w, const WorkFacts& facts,
+                           int row_warp, int buffer)
+      : Base(a, w, facts, row_warp, buffer) {}
   /// The output has all P V: what joins it next is zero.
   QATTN_DEVICE void settle() {
 #pragma unroll

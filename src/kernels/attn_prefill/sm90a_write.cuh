@@ -1,0 +1,105 @@
+// Rows on their way from the Hopper prefill kernel's consumers to the output: a consumer stages
+// them in shared memory, and a warp of the producer's warpgroup, which has nothing else to do,
+// stores them while the consumer is at its next rows.
+#pragma once
+
+#include "kernels/attn_prefill/rows_out.cuh"
+#include "kernels/attn_prefill/sm90a_load.cuh"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+/// What a consumer tells of rows that it has staged.
+struct alignas(16) StagedRows {
+  std::int64_t token;  ///< of the output: the first row's
+  std::int32_t b, head;
+  std::int32_t rows;  ///< that the output has room for, none if negative; last: no more will come
+  std::int32_t unused[3];
+
+  static constexpr std::int32_t last = -0x40000000;
+};
+
+/// The consumer's side. `group`: this one among the consumers.
+template <Sm90Config C>
+struct Sm90Staging {
+  using S = Sm90Shape<C>;
+  static_assert(S::writers == 0 || S::staged_bytes == S::consumers * int{sizeof(StagedRows)});
+  static constexpr int threads = 128 + 32;
+
+  int group;
+  bool free = false;  ///< rows of before have left
+
+  /// Named barriers, behind those of turns and of end_products(): rows are there; they have left.
+  QATTN_DEVICE static int there(int group) { return 1 + 2 * S::consumers + group; }
+  QATTN_DEVICE static int gone(int group) { return 1 + 3 * S::consumers + group; }
+  QATTN_DEVICE static SharedAddress told(int group) {
+    return isa::shared_base() + S::staged_at + group * static_cast<int>(sizeof(StagedRows));
+  }
+
+  /// Waits for rows of before to leave, once.
+  QATTN_DEVICE void await_room() {
+    if (S::writers > 0 && !free) isa::barrier_sync(gone(group), threads);
+    free = true;
+  }
+  /// Behind await_room() and what the warpgroup has staged. `rows`: StagedRows.
+  QATTN_DEVICE void hand_over(const PrefillWork& work, int rows) {
+    if (isa::thread() % 128 == 0) {
+      StagedRows x{};
+      x.token = work.q.begin + work.first_row + 64 * group;
+      x.b = work.b, x.head = work.head, x.rows = rows;
+      put(told(group), x);
+    }
+    isa::barrier_arrive(there(group), threads);
+    free = false;
+  }
+  /// Behind the last work.
+  QATTN_DEVICE void end() {
+    if constexpr (S::writers > 0) {
+      await_room();
+      hand_over(PrefillWork{}, StagedRows::last);
+    }
+  }
+};
+
+/// One warp, for each S::writers-th consumer.
+template <Sm90Config C>
+struct Sm90Writer {
+  using S = Sm90Shape<C>;
+  using Staging = Sm90Staging<C>;
+
+  const Sm90Params& p;
+  int first;  ///< consumer
+
+  /// Rows of consumer `group`; false behind the last.
+  QATTN_DEVICE bool write(int group) const {
+    isa::barrier_sync(Staging::there(group), Staging::threads);
+    const auto x = take<StagedRows>(Staging::told(group));
+    if (x.rows == StagedRows::last) return false;
+    const SharedAddress from = isa::shared_base() + S::out_at + 64 * group * S::out_row;
+    std::uint16_t* to = static_cast<std::uint16_t*>(p.out.data) + x.b * p.out.batch +
+                        x.token * p.out.token + x.head * p.out.head;
+    const int rows = x.rows < 64 ? x.rows : 64;
+    if (p.out.vectors) {
+      copy_rows<S::dv, S::out_row, isa::Words4>(from, to, p.out.token, rows, p.out.channels);
+    } else {
+      copy_rows<S::dv, S::out_row, std::uint16_t>(from, to, p.out.token, rows, p.out.channels);
+    }
+    isa::sync_warp();
+    isa::barrier_arrive(Staging::gone(group), Staging::threads);
+    return true;
+  }
+
+  /// All consumers hand over the same works.
+  QATTN_DEVICE void run() const {
+    for (int g = first; g < S::consumers; g += S::writers) {
+      isa::barrier_arrive(Staging::gone(g), Staging::threads);
+    }
+    bool more = true;
+    while (more) {
+      for (int g = first; g < S::consumers; g += S::writers) more &= write(g);
+    }
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels
