@@ -137,8 +137,8 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
 
 /// `S` gives rows, keys, dv, m_tiles, warp_rows, n_tiles, d_tiles, out_channels, out_row, p_log2,
 /// wide_qk, wide_pv, u8, direct_sums: is P V of u8 in units of 2^-149? two_row_ends: is there a
-/// quick way to end usual rows? and staged_rows: has a producer put what belongs to Q's rows into
-/// shared memory?
+/// quick way to end usual rows? divides: by a division? and staged_rows: has a producer put what
+/// belongs to Q's rows into shared memory?
 template <class S>
 struct PrefillRows {
   static constexpr int M = S::m_tiles, R = 2 * M;
@@ -323,7 +323,8 @@ struct PrefillRows {
     for (int r = 0; r < R; ++r) {
       const float next = top[r] > max[r] + slack ? top[r] : max[r];
       shrink[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - next);
-      changed |= next != max[r];
+      // Nothing has joined the output before the first reference.
+      changed |= next != max[r] && max[r] != -tile::infinity();
       max[r] = next;
       sum[r] *= shrink[r];
       if constexpr (S::u8) excess[r] *= shrink[r];

@@ -7,13 +7,15 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// A warp takes `rows` rows of 16-bit channels from shared memory to the output, in pieces of one
-/// type. `to`: the first of `channels` of row 0; `stride`: elements from row to row.
-template <int Channels, int RowBytes, class Piece>
+/// A warp takes `rows` rows, of Rows at most, of 16-bit channels from shared memory to the output,
+/// in pieces of one type. `to`: the first of `channels` of row 0; `stride`: elements from row to
+/// row.
+template <int Rows, int Channels, int RowBytes, class Piece>
 QATTN_DEVICE void copy_rows(SharedAddress from, std::uint16_t* to, std::int64_t stride, int rows,
                             int channels) {
   constexpr int width = sizeof(Piece) / 2, pieces = Channels / width;
   constexpr int lanes = pieces < 32 ? pieces : 32, step = 32 / lanes;
+  [[maybe_unused]] constexpr int ahead = Rows > 16 ? 2 : 8;  // Sm90Writer has few registers
   const int lane = isa::lane(), first = lane / lanes;
   if (lane >= lanes * step) return;
   to += first * stride, from += first * RowBytes;
@@ -22,9 +24,11 @@ QATTN_DEVICE void copy_rows(SharedAddress from, std::uint16_t* to, std::int64_t 
     if (c >= channels) break;
     std::uint16_t* out = to + c;
     SharedAddress at = from + 2 * c;
-#pragma unroll 2
-    for (int row = first; row < rows; row += step) {
-      isa::store_global(reinterpret_cast<Piece*>(out), isa::load_shared<Piece>(at));
+#pragma unroll ahead
+    for (int row = first; row < Rows; row += step) {
+      if (row < rows) {
+        isa::store_global(reinterpret_cast<Piece*>(out), isa::load_shared<Piece>(at));
+      }
       out += step * stride, at += step * RowBytes;
     }
   }
@@ -146,9 +150,12 @@ struct PrefillOutput : PrefillRows<S> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       top[r] = max[r] - S::p_log2 + lse_offset[r];
-      // Within these bounds this is 1 / sum as a division rounds it, which would have a branch.
-      const float near = isa::reciprocal(sum[r]);
-      ends.factor[r] = fmaf(near, fmaf(-sum[r], near, 1.0f), near);
+      if constexpr (S::divides) {
+        ends.factor[r] = 1.0f / sum[r];
+      } else {  // the same within the bounds below, without a branch
+        const float near = isa::reciprocal(sum[r]);
+        ends.factor[r] = fmaf(near, fmaf(-sum[r], near, 1.0f), near);
+      }
       ends.mean_weight[r] = 1.0f;
       usual = usual & this->exists(r) & (fabsf(top[r]) < tile::infinity()) & (sum[r] > 0x1p-100f) &
               (sum[r] < 0x1p100f) & (ends.poison[r] == 0.0f);
@@ -314,14 +321,15 @@ struct PrefillOutput : PrefillRows<S> {
   /// Those from shared memory to the output.
   QATTN_DEVICE void store_rows(SharedAddress rows, int first) {
     const int row = warp * S::warp_rows, left = rows_in_memory() - row;
-    const int count = left < S::warp_rows ? left : S::warp_rows;
     std::uint16_t* to = static_cast<std::uint16_t*>(p.out.data) + out_offset(row) + first;
     rows += row * S::out_row;
     const int channels = p.out.channels - first;
     if (p.out.vectors) {
-      copy_rows<S::out_channels, S::out_row, isa::Words4>(rows, to, p.out.token, count, channels);
+      copy_rows<S::warp_rows, S::out_channels, S::out_row, isa::Words4>(rows, to, p.out.token, left,
+                                                                        channels);
     } else {
-      copy_rows<S::out_channels, S::out_row, std::uint16_t>(rows, to, p.out.token, count, channels);
+      copy_rows<S::warp_rows, S::out_channels, S::out_row, std::uint16_t>(rows, to, p.out.token,
+                                                                          left, channels);
     }
   }
 

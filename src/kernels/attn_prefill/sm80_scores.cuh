@@ -12,7 +12,7 @@ template <PrefillConfig C>
 struct PrefillShape {
   static constexpr bool wide_qk = isa::is_16bit(C.qk), wide_pv = isa::is_16bit(C.pv);
   /// The second one costs registers: 1196 bytes of spills at D 256 on sm_100.
-  static constexpr bool two_row_ends = false, staged_rows = false;
+  static constexpr bool two_row_ends = false, divides = true, staged_rows = false;
   static constexpr bool u8 = C.pv == Element::u8, e4m3_pv = C.pv == Element::e4m3;
   static constexpr Element weight_element = u8 ? Element::s8 : C.pv;  ///< of V's extra rows
   /// P V joins the output as floats that it is already (PrefillRows::as_float()). Not where scales

@@ -1,7 +1,8 @@
 // Prefill attention for Hopper: wgmma and TMA, warp-specialised, persistent.
 //
-// A block is one producer thread and two or three consumer warpgroups that own 64 query rows each
-// and take turns: while one multiplies, another is in its softmax. In a step a consumer multiplies
+// A block is one producer thread, warps that take rows to the output, and two or three consumer
+// warpgroups that own 64 query rows each and take turns: while one multiplies, another is in its
+// softmax. In a step a consumer multiplies
 // P of the tile before with its V, then Q with K of the tile at hand. With P in shared memory
 // (Sm90Shape::shared_p) it is the other way round, and P V runs on beside the tile's softmax.
 //

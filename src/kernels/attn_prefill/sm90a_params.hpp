@@ -64,6 +64,9 @@ struct Sm90Shape {
   static constexpr bool staged_rows = !wide_qk;  ///< Q's scales come with Q
   static constexpr bool u8 = C.pv == isa::Element::u8, e4m3_pv = C.pv == isa::Element::e4m3;
   static constexpr bool direct_sums = u8, two_row_ends = true;
+  /// Without the function that divisions call ptxas spills 1024 bytes of u8 P at D 192, not 124 (7
+  /// to 10 % slower, H200); at D 256 it is faster without (S 4096 1.11 times, with it 0.97).
+  static constexpr bool divides = u8 && C.dv() == 192;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
   static constexpr float p_log2 = e4m3_pv ? 8.0f : 0.0f;
   /// Three consumers hide each other's latencies, in 160 registers each: at D 128 they multiply a
@@ -92,22 +95,26 @@ struct Sm90Shape {
   /// The groups of exponentials (see exponentiate()) after which the turn is given, and after which
   /// the next tile is looked at. Where ptxas puts these and the rest depends on them, and on all
   /// else: to be tried again after changes. H200, D 128, full, S 4096, TFLOP/s, look after 3, 4, 5,
-  /// 6, 7: e4m3 P 905 887 888 (e4m3 Q and K 952 951 899), u8 P 808 809 792 from 5 on. The turn
-  /// after 1 to 5 is the same; with P in shared memory 3 % less before 5, at 8 or when products
-  /// start; 16-bit P there beside codes of Q and K 1 to 4 % more at 4 than at 5 to 8, else the
-  /// same.
-  static constexpr int give_after = three ? -1 : shared_p ? (wide_pv ? 4 : 5) : wide_pv ? 3 : 2;
+  /// 6, 7: e4m3 P 905 887 888 (e4m3 Q and K 952 951 899), u8 P 808 809 792 from 5 on. With P in
+  /// shared memory the turn after 5 and the look after 10 are best or nearly so but for: u8 P, 8,
+  /// 11 and join_until 14 beside 5, 10 and 13 at S 1024 2048 4096 16384 1.03 1.02 1.02 1.01, causal
+  /// 1.01 at 1024 and 2048, 1.02 at 16384 (9 and 10 spill in the loop: 0.7); bf16, 5 and 8 beside 4
+  /// and 10 causal 1.01 1.02 1.01 at 1024 2048 4096, full 1.01 at 4096 and 16384; 16-bit P beside
+  /// codes of Q and K, where 4 is 1 to 4 % better than 5 to 8.
+  static constexpr int shared_give = u8 && C.d == 128 ? 8 : wide_pv && !wide_qk ? 4 : 5;
+  static constexpr int give_after = three ? -1 : shared_p ? shared_give : wide_pv ? 3 : 2;
   /// Three consumers with e4m3 Q and K, after 3, 4, 5, 6, 7, 9: S 8192 892 913 930 936 933 937, S
   /// 16384 965 962 966 973 969 975.
   static constexpr bool late_look = three && C.d == 128 && C.qk == isa::Element::e4m3;
-  static constexpr int look_after = shared_p       ? 10
+  static constexpr int shared_look = u8 && C.d == 128 ? 11 : wide_qk ? 8 : 10;
+  static constexpr int look_after = shared_p       ? shared_look
                                     : wide_pv      ? 7
                                     : u8 && !three ? 6
                                     : late_look    ? 9
                                                    : 3;
   /// P V of the tile before is waited for behind the first of these groups, if shared_p, and joins
   /// the output among those that follow, up to the last.
-  static constexpr int join_after = give_after, join_until = u8 ? 13 : 16;
+  static constexpr int join_after = give_after, join_until = !u8 ? 16 : C.d == 128 ? 14 : 13;
   static_assert(!shared_p || (turns && join_after <= look_after));
   static constexpr int d = C.d, dv = C.dv(), keys = C.keys();
   static constexpr int consumers = C.consumers, rows = C.rows();

@@ -78,11 +78,11 @@ struct Sm90Writer {
     const SharedAddress from = isa::shared_base() + S::out_at + 64 * group * S::out_row;
     std::uint16_t* to = static_cast<std::uint16_t*>(p.out.data) + x.b * p.out.batch +
                         x.token * p.out.token + x.head * p.out.head;
-    const int rows = x.rows < 64 ? x.rows : 64;
     if (p.out.vectors) {
-      copy_rows<S::dv, S::out_row, isa::Words4>(from, to, p.out.token, rows, p.out.channels);
+      copy_rows<64, S::dv, S::out_row, isa::Words4>(from, to, p.out.token, x.rows, p.out.channels);
     } else {
-      copy_rows<S::dv, S::out_row, std::uint16_t>(from, to, p.out.token, rows, p.out.channels);
+      copy_rows<64, S::dv, S::out_row, std::uint16_t>(from, to, p.out.token, x.rows,
+                                                      p.out.channels);
     }
     isa::sync_warp();
     isa::barrier_arrive(Staging::gone(group), Staging::threads);
