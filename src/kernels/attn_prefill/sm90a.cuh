@@ -330,6 +330,10 @@ struct Sm90Prefill {
         isa::mbarrier_init(base + S::empty + 8 * n, 32 * S::row_warps + S::checkers);
         isa::mbarrier_init(base + S::unclean + 8 * n, 1);
       }
+      for (int n = 0; S::writers > 0 && n < S::consumers; ++n) {
+        isa::mbarrier_init(base + S::rows_there + 8 * n, 128);
+        isa::mbarrier_init(base + S::rows_gone + 8 * n, 32);
+      }
       isa::fence_mbarrier_init();
     }
     isa::sync_threads();

@@ -218,12 +218,14 @@ struct Sm90Shape {
   static constexpr int staged_at = work_at + q_buffers * work_bytes;
   static constexpr int barriers_at = staged_at + staged_bytes;
   // Barriers: Q full and empty per buffer; per stage full, empty, V that must be cleaned is there;
-  // Q in 16 bits is there.
+  // Q in 16 bits is there; rows for the output are there, and gone.
   static constexpr int q_full = barriers_at, q_empty = q_full + 8 * q_buffers;
   static constexpr int full = q_empty + 8 * q_buffers, empty = full + 8 * stages;
   static constexpr int unclean = empty + 8 * stages;
   static constexpr int raw_full = unclean + 8 * stages;
-  static constexpr int shared_bytes = raw_full + (raw_queries ? 8 : 0);
+  static constexpr int rows_there = raw_full + (raw_queries ? 8 : 0);  // of each consumer
+  static constexpr int rows_gone = rows_there + (writers > 0 ? 8 * consumers : 0);
+  static constexpr int shared_bytes = rows_gone + (writers > 0 ? 8 * consumers : 0);
   static_assert(shared_bytes <= limit && stages >= 2);
   static_assert(!shared_p || (p_at % 1024 == 0 && p_group_bytes % 1024 == 0));
   static_assert(q_panel_bytes % 1024 == 0 && k_panel_bytes % 1024 == 0 && v_bytes % 512 == 0);

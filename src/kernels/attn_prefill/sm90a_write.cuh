@@ -19,26 +19,31 @@ struct alignas(16) StagedRows {
   static constexpr std::int32_t last = -0x40000000;
 };
 
-/// The consumer's side. `group`: this one among the consumers.
+/// The consumer's side. By mbarriers at which every thread arrives: racecheck follows no order by
+/// named barriers at which one side arrives only, nor through a warp's barrier and one arrival.
 template <Sm90Config C>
 struct Sm90Staging {
   using S = Sm90Shape<C>;
   static_assert(S::writers == 0 || S::staged_bytes == S::consumers * int{sizeof(StagedRows)});
-  static constexpr int threads = 128 + 32;
 
-  int group;
-  bool free = false;  ///< rows of before have left
+  int group;                 ///< this one among the consumers
+  std::uint32_t parity = 0;  ///< of the rows to come
+  bool free = false;         ///< rows of before have left; where P lies in their place
 
-  /// Named barriers, behind those of turns and of end_products(): rows are there; they have left.
-  QATTN_DEVICE static int there(int group) { return 1 + 2 * S::consumers + group; }
-  QATTN_DEVICE static int gone(int group) { return 1 + 3 * S::consumers + group; }
   QATTN_DEVICE static SharedAddress told(int group) {
     return isa::shared_base() + S::staged_at + group * static_cast<int>(sizeof(StagedRows));
   }
+  QATTN_DEVICE static SharedAddress there(int group) {
+    return isa::shared_base() + S::rows_there + 8 * group;
+  }
+  QATTN_DEVICE static SharedAddress gone(int group) {
+    return isa::shared_base() + S::rows_gone + 8 * group;
+  }
 
-  /// Waits for rows of before to leave, once.
+  /// Waits for rows of before to leave: in front of rows, and in front of P in their place.
   QATTN_DEVICE void await_room() {
-    if (S::writers > 0 && !free) isa::barrier_sync(gone(group), threads);
+    if (S::writers == 0 || (S::p_over_out && free)) return;
+    isa::mbarrier_wait(gone(group), parity ^ 1);
     free = true;
   }
   /// Behind await_room() and what the warpgroup has staged. `rows`: StagedRows.
@@ -49,7 +54,8 @@ struct Sm90Staging {
       x.b = work.b, x.head = work.head, x.rows = rows;
       put(told(group), x);
     }
-    isa::barrier_arrive(there(group), threads);
+    isa::mbarrier_arrive(there(group));
+    parity ^= 1;
     free = false;
   }
   /// Behind the last work.
@@ -71,8 +77,8 @@ struct Sm90Writer {
   int first;  ///< consumer
 
   /// Rows of consumer `group`; false behind the last.
-  QATTN_DEVICE bool write(int group) const {
-    isa::barrier_sync(Staging::there(group), Staging::threads);
+  QATTN_DEVICE bool write(int group, std::uint32_t parity) const {
+    isa::mbarrier_wait(Staging::there(group), parity);
     const auto x = take<StagedRows>(Staging::told(group));
     if (x.rows == StagedRows::last) return false;
     const SharedAddress from = isa::shared_base() + S::out_at + 64 * group * S::out_row;
@@ -84,19 +90,15 @@ struct Sm90Writer {
       copy_rows<64, S::dv, S::out_row, std::uint16_t>(from, to, p.out.token, x.rows,
                                                       p.out.channels);
     }
-    isa::sync_warp();
-    isa::barrier_arrive(Staging::gone(group), Staging::threads);
+    isa::mbarrier_arrive(Staging::gone(group));
     return true;
   }
 
   /// All consumers hand over the same works.
   QATTN_DEVICE void run() const {
-    for (int g = first; g < S::consumers; g += S::writers) {
-      isa::barrier_arrive(Staging::gone(g), Staging::threads);
-    }
-    bool more = true;
-    while (more) {
-      for (int g = first; g < S::consumers; g += S::writers) more &= write(g);
+    std::uint32_t parity = 0;
+    for (bool more = true; more; parity ^= 1) {
+      for (int g = first; g < S::consumers; g += S::writers) more &= write(g, parity);
     }
   }
 };
