@@ -61,7 +61,7 @@ QATTN_DEVICE std::int64_t part_row(const PrefillParams& p, const tile::Span& q, 
   return part * p.parts.rows + row - block * size;
 }
 
-/// Rows of the work's block that exist; none of a negative number.
+/// Rows from the work's first on that exist, be they more than a block's; negative: none.
 QATTN_DEVICE int existing_rows(const PrefillParams& p, const PrefillWork& w) {
   return static_cast<int>(w.q.length) * p.pack - w.first_row;
 }
@@ -386,26 +386,22 @@ struct PrefillRows {
     }
   }
 
-  /// The sums of all four lanes that share a row.
+  /// The sums, and the maxima, of all four lanes that share a row.
   QATTN_DEVICE static void add_lanes(float (&x)[R]) {
-#pragma unroll
-    for (int mask = 1; mask <= 2; mask *= 2) {
-      float other[R];
-#pragma unroll
-      for (int r = 0; r < R; ++r) other[r] = isa::shuffle_xor(x[r], mask);
-#pragma unroll
-      for (int r = 0; r < R; ++r) x[r] += other[r];
-    }
+    join_lanes(x, [](float a, float b) { return a + b; });
   }
-  /// The maxima of all four lanes that share a row.
   QATTN_DEVICE static void row_maxima(float (&x)[R]) {
+    join_lanes(x, [](float a, float b) { return fmaxf(a, b); });
+  }
+  template <class Join>
+  QATTN_DEVICE static void join_lanes(float (&x)[R], Join join) {
 #pragma unroll
     for (int mask = 1; mask <= 2; mask *= 2) {
       float other[R];
 #pragma unroll
       for (int r = 0; r < R; ++r) other[r] = isa::shuffle_xor(x[r], mask);
 #pragma unroll
-      for (int r = 0; r < R; ++r) x[r] = fmaxf(x[r], other[r]);
+      for (int r = 0; r < R; ++r) x[r] = join(x[r], other[r]);
     }
   }
 };

@@ -65,7 +65,7 @@ struct Sm90Shape {
   static constexpr bool u8 = C.pv == isa::Element::u8, e4m3_pv = C.pv == isa::Element::e4m3;
   static constexpr bool direct_sums = u8, two_row_ends = true;
   /// Without the function that divisions call ptxas spills 1024 bytes of u8 P at D 192, not 124 (7
-  /// to 10 % slower, H200); at D 256 it is faster without (S 4096 1.11 times, with it 0.97).
+  /// to 11 % slower, H200).
   static constexpr bool divides = u8 && C.dv() == 192;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
   static constexpr float p_log2 = e4m3_pv ? 8.0f : 0.0f;
