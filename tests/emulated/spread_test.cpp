@@ -97,7 +97,8 @@ TEST_P(EmulatedSpread, SplitsAreTheUnsplitCall) {
   }
 }
 
-/// Rows do not know what shares a tile with them.
+/// Rows do not know what shares a tile with them. Packed ones leave as parts, without the 128 of u8
+/// P already: rows that end in the kernel lose it and divide at once, with other last bits.
 TEST_P(EmulatedSpread, PackedHeadsChangeNothing) {
   for (const std::int64_t sq : {1, 2, 8}) {
     for (const std::int64_t heads_k : {1, 2, 4}) {
@@ -110,7 +111,14 @@ TEST_P(EmulatedSpread, PackedHeadsChangeNothing) {
       EXPECT_NE(packed.plan.find("packed_heads: " + std::to_string(8 / heads_k) + "\n"),
                 std::string::npos)
           << packed.plan;
-      EXPECT_TRUE(same_bits(alone, packed)) << sq << " queries, " << heads_k << " KV heads";
+      const std::string of =
+          std::to_string(sq) + " queries, " + std::to_string(heads_k) + " KV heads";
+      if (recipe().p == Format::u8) {
+        EXPECT_LE(distance(packed.out, widened(alone.out), call.dim_v).nrmse, 1e-6) << of;
+        EXPECT_LE(lse_distance(packed.lse, widened(alone.lse)), 0.0) << of;
+      } else {
+        EXPECT_TRUE(same_bits(alone, packed)) << of;
+      }
     }
   }
 }
