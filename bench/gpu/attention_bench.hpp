@@ -17,11 +17,12 @@ struct BenchShape {
 /// Why the last call failed.
 const char* bench_error();
 /// Q, K, V, out: dense (B, S, H, D) in 16 bits. Behind the recipe's name may stand, instead of the
-/// plan's choice, "+q" or "+no_q": step 0 leaves Q's codes to the attention kernel, or does not;
-/// "+splits=N", "+pack=N": so many blocks share the keys, so many heads a tile; "+consumers=N": of
-/// Hopper's kernel; "+shared_p=1", "+shared_p=0": P in shared memory or not; "+last_splits=N": so
-/// many blocks share the keys of works behind the last full turn, of 1 each has its own;
-/// "+no_smooth_k": K keeps its mean. Null on failure: no kernel takes it, or not so.
+/// plan's choice, "+q", "+beside" or "+no_q": step 0 leaves Q's codes to the attention kernel, all
+/// codes to one beside it, or none; "+splits=N", "+pack=N": so many blocks share the keys, so many
+/// heads a tile; "+consumers=N": of Hopper's kernel; "+shared_p=1", "+shared_p=0": P in shared
+/// memory or not; "+last_splits=N": so many blocks share the keys of works behind the last full
+/// turn, of 1 each has its own; "+no_smooth_k": K keeps its mean. Null on failure: no kernel takes
+/// it, or not so.
 BenchHandle* bench_create(const char* recipe, const BenchShape* s, void* q, void* k, void* v,
                           void* out);
 const char* bench_kernel(const BenchHandle* h);

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 
 from . import provenance, timing
+from .variants import plain_name
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
@@ -80,8 +81,10 @@ def torch_candidate(name, io, backend, shape, tensors):
 
 class BenchShape(ctypes.Structure):
     _fields_ = [
-        (n, ctypes.c_int64) for n in ("batch", "heads_q", "heads_kv", "tokens_q", "tokens_k", "d", "dv")
-    ] + [("causal", ctypes.c_int32), ("f16", ctypes.c_int32)]
+        *((n, ctypes.c_int64) for n in ("batch", "heads_q", "heads_kv", "tokens_q", "tokens_k")),
+        *((n, ctypes.c_int64) for n in ("d", "dv")),
+        *((n, ctypes.c_int32) for n in ("causal", "f16")),
+    ]
 
 
 def load_library(path):
@@ -127,7 +130,7 @@ BESIDE = re.compile(r"^codes: beside attention$", re.MULTILINE)
 Q_CODES_NUMBERS = re.compile(r"^q_codes_(shared_p|heads_together|folded): (\d+)$", re.MULTILINE)
 
 
-def library_candidate(lib, recipe, io, shape, tensors, stream):
+def library_candidate(lib, name, recipe, io, shape, tensors, stream):
     q, k, v = tensors
     out = empty_output(q, v)
     sizes = (shape.batch, shape.heads_q, shape.heads_kv, shape.queries, shape.keys, shape.dim)
@@ -153,9 +156,9 @@ def library_candidate(lib, recipe, io, shape, tensors, stream):
     plan = lib.bench_plan(handle).decode()
     kv_bytes = lib.bench_kv_bytes(handle)
     return Candidate(
-        recipe,
+        name,
         io,
-        {name: step(n) for name, n in STEPS.items() if name in steps_of(recipe, quantises)},
+        {step_name: step(STEPS[step_name]) for step_name in steps_of(recipe, quantises)},
         # The workspace lives as long as the candidate does.
         lambda _=workspace: out,
         {
@@ -163,7 +166,7 @@ def library_candidate(lib, recipe, io, shape, tensors, stream):
             "kernel": lib.bench_kernel(handle).decode(),
             "bytes_workspace": needed,
         }
-        | {name: int(n) for name, n in NUMBERS.findall(plan)},
+        | {word: int(n) for word, n in NUMBERS.findall(plan)},
         {
             "kernel": {"bytes_kv": kv_bytes},
             "e2e": {
@@ -171,7 +174,7 @@ def library_candidate(lib, recipe, io, shape, tensors, stream):
                 "q_codes_in_kernel": bool(Q_CODES.search(plan)),
             }
             | ({"codes_beside": True} if BESIDE.search(plan) else {})
-            | {name: int(n) for name, n in Q_CODES_NUMBERS.findall(plan)},
+            | {word: int(n) for word, n in Q_CODES_NUMBERS.findall(plan)},
         },
         lambda: lib.bench_destroy(handle),
     )
@@ -179,7 +182,23 @@ def library_candidate(lib, recipe, io, shape, tensors, stream):
 
 def gpu_io(recipe):
     """Format of the tensors: a recipe of 16-bit products takes its own only."""
-    return "f16" if recipe.split("+")[0] == "f16" else "bf16"
+    return "f16" if plain_name(recipe) == "f16" else "bf16"
+
+
+def load_builds(library, against):
+    """Libraries by name, "" the one that is measured. `against`: others, as NAME=LIBRARY."""
+    builds = {"": load_library(library)}
+    for text in against:
+        name, _, path = text.partition("=")
+        if not re.fullmatch(r"[\w.-]+", name) or not path or name in builds:
+            raise ValueError(f"against: {text!r} is not NAME=LIBRARY, each name once")
+        builds[name] = load_library(path)
+    return builds
+
+
+def builds_of(recipes, builds):
+    """Each recipe, and RECIPE@NAME of each other build right behind it."""
+    return [f"{r}@{name}" if name else r for r in recipes for name in builds]
 
 
 class Cuda:
@@ -188,23 +207,26 @@ class Cuda:
                    ("torch cudnn", SDPBackend.CUDNN_ATTENTION))  # fmt: skip
     default_recipes = "bf16,f16,int8,int8_full,int8_fp8,fp8,fp8_p16"
 
-    def __init__(self, library):
+    def __init__(self, library, against=()):
         if not torch.cuda.is_available():
             raise ValueError("device: torch sees no CUDA device")
         if library is None:
             raise ValueError("library: --library names libattention_bench.so on GPUs")
-        self.lib = load_library(library)
+        self.builds = load_builds(library, against)
         self.clock = timing.CudaClock(torch)
 
     def names(self, recipes):
         """(candidate, io) of everything that is to be measured."""
-        return [(name, "bf16") for name, _ in self.torch_names] + [(r, gpu_io(r)) for r in recipes]
+        every = builds_of(recipes, self.builds)
+        return [(name, "bf16") for name, _ in self.torch_names] + [(r, gpu_io(r)) for r in every]
 
     def candidate(self, name, io, shape, tensors):
         backends = dict(self.torch_names)
         if name in backends:
             return torch_candidate(name, io, backends[name], shape, tensors)
-        return library_candidate(self.lib, name, io, shape, tensors, self.stream)
+        recipe, _, build = name.partition("@")
+        build = self.builds[build]
+        return library_candidate(build, name, recipe, io, shape, tensors, self.stream)
 
     def stream(self):
         return torch.cuda.current_stream().cuda_stream
@@ -309,10 +331,10 @@ class Emulated(Cuda):
     device = "cpu"
     torch_names = (("torch", None),)
 
-    def __init__(self, library):
+    def __init__(self, library, against=()):
         if library is None:
             raise ValueError("library: --library names libattention_bench_emulated.so")
-        self.lib = load_library(library)
+        self.builds = load_builds(library, against)
         self.clock = timing.WallClock()
 
     def stream(self):
@@ -328,9 +350,9 @@ class Emulated(Cuda):
         return provenance.NoSampler()
 
 
-def machine(device, library, threads):
+def machine(device, library, threads, against=()):
     if device == "cpu":
-        if library is not None:
-            raise ValueError("library: CPUs are measured through the Python package")
+        if library is not None or against:
+            raise ValueError("library, against: CPUs are measured through the Python package")
         return Cpu(threads)
-    return Cuda(library) if device == "cuda" else Emulated(library)
+    return (Cuda if device == "cuda" else Emulated)(library, against)

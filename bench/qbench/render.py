@@ -2,8 +2,21 @@
 
 import textwrap
 
-from . import choices, counters, decode, kv, model, paged, plot, roofline, smoothing, wheel
+from . import (
+    choices,
+    counters,
+    decode,
+    kv,
+    model,
+    paged,
+    plot,
+    roofline,
+    smoothing,
+    variants,
+    wheel,
+)
 from .record import ROOT, baselines, committed, markdown
+from .shapes import column_name, table_name
 
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
 COLUMNS = 100
@@ -30,26 +43,6 @@ STEPS = (
 
 def add_arguments(parser):
     parser.add_argument("--check", action="store_true", help="fail if the page differs")
-
-
-def count(x):
-    return f"{x // 1024}K" if x % 1024 == 0 else str(x)
-
-
-def column_name(shape):
-    length = (
-        f"S {shape.keys}"
-        if shape.queries == shape.keys
-        else f"{count(shape.queries)} of {count(shape.keys)}"
-    )
-    return length if shape.group == "mha" else f"B {shape.batch}, {length}"
-
-
-def table_name(shape):
-    heads = f"{shape.heads_q} heads"
-    if shape.heads_q != shape.heads_kv:
-        heads = f"{shape.heads_q} query heads over {shape.heads_kv}"
-    return f"D {shape.dims}, {'causal' if shape.causal else 'full'}, {heads}"
 
 
 def speed(cell):
@@ -263,6 +256,7 @@ def page():
         lines += record_section(record)
     lines += roofline.section()
     lines += choices.section()
+    lines += variants.section()
     lines += counters.section()
     lines += decode.section()
     lines += paged.section()

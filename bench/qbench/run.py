@@ -22,6 +22,13 @@ def add_arguments(parser):
     parser.add_argument("--device", choices=list(DEFAULT_RECIPES), default="cuda")
     parser.add_argument("--library", help="libattention_bench.so (GPUs)")
     parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="NAME=LIBRARY",
+        help="another build's, that takes turns with it as RECIPE@NAME; repeatable",
+    )
+    parser.add_argument(
         "--shapes", help=f"groups: {', '.join(shapes.GROUPS)}; default: those of the device"
     )
     parser.add_argument(
@@ -153,7 +160,7 @@ def run(args):
     groups = shapes.DEFAULT[args.device] if args.shapes is None and not args.shape else args.shapes
     chosen = shapes.select(names_list(groups or ""), args.only, args.shape)
     recipes = DEFAULT_RECIPES[args.device] if args.recipes is None else args.recipes
-    device = machine(args.device, args.library, args.threads or os.cpu_count())
+    device = machine(args.device, args.library, args.threads or os.cpu_count(), args.against)
     names = device.names(names_list(recipes))
 
     deadline = time.monotonic() + args.seconds

@@ -45,6 +45,29 @@ class Shape:
         return self.batch * self.heads_kv * self.keys * (self.dim + self.channels_v)
 
 
+# How tables call them: a table has all lengths of one kind.
+
+
+def count(x):
+    return f"{x // 1024}K" if x % 1024 == 0 else str(x)
+
+
+def column_name(shape):
+    length = (
+        f"S {shape.keys}"
+        if shape.queries == shape.keys
+        else f"{count(shape.queries)} of {count(shape.keys)}"
+    )
+    return length if shape.group == "mha" else f"B {shape.batch}, {length}"
+
+
+def table_name(shape):
+    heads = f"{shape.heads_q} heads"
+    if shape.heads_q != shape.heads_kv:
+        heads = f"{shape.heads_q} query heads over {shape.heads_kv}"
+    return f"D {shape.dims}, {'causal' if shape.causal else 'full'}, {heads}"
+
+
 def sweep(group, heads_q, heads_kv, dim, lengths, dim_v=0):
     return [
         Shape(group, max(1, TOKENS // s), heads_q, heads_kv, s, s, dim, causal, dim_v)

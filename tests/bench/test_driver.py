@@ -234,6 +234,28 @@ def test_cells_tell_where_p_lies(library, tmp_path):
     assert cells[asked[2], "e2e"]["nrmse"] == cells[asked[3], "e2e"]["nrmse"]
 
 
+def test_other_builds_take_turns(library, tmp_path):
+    path = tmp_path / "record.json"
+    done = bench(
+        "run", "--device", "emulated", "--library", library, "--against", f"old-1.0={library}",
+        "--no-errors", "-o", path, "--shape", "1,2,1,130,100,64", "--rounds", 3, "--commit", "abc",
+        "--recipes", "int8_full,f16,int8_full+beside",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = Record.load(path).cells
+    assert list(dict.fromkeys(c["candidate"] for c in cells)) == [
+        "torch", "int8_full", "int8_full@old-1.0", "f16", "f16@old-1.0", "int8_full+beside",
+        "int8_full+beside@old-1.0",
+    ]  # fmt: skip
+    own, other = (
+        {c["step"]: c for c in cells if c["candidate"] == name}
+        for name in ("int8_full", "int8_full@old-1.0")
+    )
+    assert own.keys() == other.keys() == {"e2e", "quantise", "kernel"}
+    assert own["e2e"]["nrmse"] == other["e2e"]["nrmse"] < 3e-2
+    assert {c["io"] for c in cells if c["candidate"].startswith("f16")} == {"f16"}
+
+
 def test_a_narrower_v_on_the_emulated_gpu(library, tmp_path):
     cells = cells_of(["int8_full", "bf16"], library, tmp_path, dim="192,128")
     assert cells["int8_full", "kernel"]["nrmse"] < 3e-2 and cells["bf16", "e2e"]["nrmse"] < 1e-2
@@ -307,10 +329,21 @@ def test_what_the_time_limit_leaves_out_is_told(tmp_path):
     assert len(cells) == 3 and all("time limit" in c["refused"] for c in cells)
 
 
+@pytest.mark.parametrize("text", ["x.so", "a=", "=x.so", "a b=x.so", "a=LIBRARY,a=LIBRARY"])
+def test_bad_builds_are_refused(text, library, tmp_path):
+    given = [("--against", word) for word in text.replace("LIBRARY", library).split(",")]
+    done = bench(
+        "run", "--device", "emulated", "--library", library, "-o", tmp_path / "record.json",
+        "--shape", "1,1,1,8,8,64", *(word for pair in given for word in pair),
+    )  # fmt: skip
+    assert done.returncode == 1 and "is not NAME=LIBRARY" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(("arguments", "says"), [
     (("--device", "emulated"), "no shape"),
     (("--device", "emulated", "--shape", "1,1,1,8,8,64"), "library"),
     (("--device", "cpu", "--library", "x.so"), "library"),
+    (("--device", "cpu", "--against", "a=x.so"), "library, against"),
     (("--device", "emulated", "--threads", "2", "--library", "x.so"), "threads"),
     (("--device", "cpu", "--shapes", "cpux"), "shapes"),
     (("--device", "cpu", "--only", "D13"), "no shape"),

@@ -23,6 +23,7 @@ from qbench import (  # noqa: E402
     roofline,
     shapes,
     smoothing,
+    variants,
     wheel,
 )
 from qbench.compare import compare  # noqa: E402
@@ -436,6 +437,32 @@ def test_choices_by_hand():
         [name, "int8_full", "4 x 8, 20.0 us", "4 x 16, 15.0 us", "25 %"],
         [name, "bf16", "4 x 8, 30.0 us", "4 x 8, 30.0 us", "0 %"],
         ["1 of 4096, B 1, 32/8", "f32", "-", "-", "-"],
+    ]
+
+
+def test_variants_by_hand():
+    def cell(name, step, ms, shape=shapes.GROUPS["mha"][0]):
+        return make_cell(shape, name, "bf16", step, median_ms=ms)
+
+    cells = [
+        cell("torch cudnn", "e2e", 1.0),
+        *(cell("int8_full", step, ms) for step, ms in (("e2e", 0.9), ("quantise", 0.2))),
+        cell("int8_full", "kernel", 0.6),
+        cell("int8_full@abc", "e2e", 1.0),
+        cell("int8_full@abc", "kernel", 0.5),
+        cell("int8_full+beside", "e2e", 0.75),
+        cell("fp8@abc", "kernel", 0.4),
+        make_cell(shapes.GROUPS["mha"][2], "int8_full", "bf16", "e2e", refused="no time"),
+    ]
+    lines = variants.table(cells)
+    assert lines[0].startswith("|  | S ") and lines[0].count("|") == 4
+    assert [line.split(" | ")[:2] for line in lines[2:]] == [
+        ["| int8_full e2e", "0.900"],
+        ["| int8_full kernel", "0.600"],
+        ["| int8_full@abc e2e", "1.000 (1.111)"],
+        ["| int8_full@abc kernel", "0.500 (0.833)"],
+        ["| int8_full+beside e2e", "0.750 (0.833)"],
+        ["| fp8@abc kernel", "0.400"],
     ]
 
 
