@@ -123,6 +123,57 @@ TEST_P(EmulatedSpread, PackedHeadsChangeNothing) {
   }
 }
 
+/// Sums of u8 P are as small as V is large, and what rows are scaled by has V's units besides. P is
+/// rounded with log2 of V's scale, whose last bits are larger then.
+TEST_P(EmulatedSpread, ValuesOfAnySize) {
+  const Feature f = feature(130, 150, 4, 2);
+  if (f.how.input == Format::f16) GTEST_SKIP() << "f16 holds no such values";
+  const Call call = make_call(f, 5);
+  Laid laid = lay_out(call, f.how);
+  const Outcome one = run(call, laid, 1, 1);
+  for (const float size : {0x1p-80f, 0x1p-30f, 0x1p50f, 0x1p75f, 0x1p100f}) {
+    Call scaled = call;
+    for (Sequence& s : scaled.sequences) {
+      for (float& v : s.v) v *= size;
+    }
+    Laid now = lay_out(scaled, f.how);
+    std::vector<double> want = widened(one.out);
+    for (double& x : want) x *= size;
+    for (const int splits : {1, 2}) {
+      const Outcome outcome = run(scaled, now, 1, splits);
+      ASSERT_FALSE(HasFailure());
+      EXPECT_LE(distance(outcome.out, want, call.dim_v).nrmse, std::max(tolerance(), 1e-3))
+          << size << ", splits " << splits;
+    }
+  }
+}
+
+/// Rows that see small values alone share a warp with rows that see large ones.
+TEST_P(EmulatedSpread, ValuesOfAllSizes) {
+  if (recipe().p != Format::u8) GTEST_SKIP() << "V has no scale a token";
+  const Feature f = feature(130, 150, 4, 2);
+  Call call = make_call(f, 5);
+  const std::int64_t small = 150 - 130 + 4;  // tokens: four rows see no others
+  for (Sequence& s : call.sequences) {
+    for (std::size_t n = 0; n < s.v.size(); ++n) {
+      const auto token = static_cast<std::int64_t>(n) / call.dim_v % s.room_k;
+      s.v[n] *= token < small ? 0x1p-80f : 0x1p80f;
+    }
+  }
+  Laid laid = lay_out(call, f.how);
+  const Outcome whole = run(call, laid, 1, 1), parts = run(call, laid, 1, 2);
+  ASSERT_FALSE(HasFailure());
+  const auto width = static_cast<std::size_t>(call.dim_v);
+  for (std::size_t at = 0; at < whole.out.size(); at += width) {
+    double error = 0, norm = 0;
+    for (std::size_t n = at; n < at + width; ++n) {
+      error += std::pow((double{whole.out[n]} - parts.out[n]) * 0x1p60, 2);
+      norm += std::pow(parts.out[n] * 0x1p60, 2);
+    }
+    ASSERT_LE(std::sqrt(error / norm), 1e-4) << "row " << at / width;
+  }
+}
+
 /// What the plan says happens: products are as many as tiles, and blocks as splits.
 TEST_P(EmulatedSpread, DoesWhatThePlanSays) {
   const Feature f = feature(2, 512, 8, 2);

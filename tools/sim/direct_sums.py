@@ -1,8 +1,9 @@
 """What it costs that V's codes are 128 larger where u8 P meets them on GPUs (docs/NUMERICS.md).
 
 Usage: python3 direct_sums.py [--seed 0] [--keys 1024 32768 131072]
-Needs numpy only. Sums as PrefillRows::as_float(), add_excess() and end_values() make them, against
-the same codes and weights in float64. N(0,1) scores; V's channel 0 is zeros.
+Needs numpy only. Sums as PrefillRows::as_float() and add_excess() make them, ended as
+PrefillOutput::scale_rows() does, against the same codes and weights in float64. N(0,1) scores; V's
+channel 0 is zeros.
 """
 
 import argparse
@@ -39,10 +40,12 @@ def simulate(keys, rng):
         exact += (p @ codes) * (share / SHARE_UNIT)[:, None]
         mass += p.sum(1) * share / SHARE_UNIT
     total = (excess[:, 0] + excess[:, 1]) + (excess[:, 2] + excess[:, 3])
-    less = total * F32(-128 * VALUE_UNIT)
-    got = fma(out, VALUE_UNIT, less[:, None]).astype(np.float64)
-    error = np.linalg.norm(got[:, 1:] - exact[:, 1:]) / np.linalg.norm(exact[:, 1:])
-    return error, np.abs(got[:, 0] / mass)
+    by = (F32(1) / mass.astype(F32)) * F32(VALUE_UNIT)
+    less = total * F32(-128) * by
+    got = fma(out, by[:, None].astype(np.float64), less[:, None]).astype(np.float64)
+    want = exact / mass[:, None]
+    error = np.linalg.norm(got[:, 1:] - want[:, 1:]) / np.linalg.norm(want[:, 1:])
+    return error, np.abs(got[:, 0])
 
 
 def main():

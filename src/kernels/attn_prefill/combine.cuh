@@ -1,5 +1,5 @@
 // After kernels that leave parts (PartsView): adds up the splits of a row and ends it, as
-// PrefillOutput::write() ends rows that are nobody's part.
+// PrefillOutput::end() ends rows that are nobody's part.
 #pragma once
 
 #include "kernels/attn_prefill/rows.cuh"

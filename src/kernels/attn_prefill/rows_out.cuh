@@ -15,7 +15,7 @@ QATTN_DEVICE void copy_rows(SharedAddress from, std::uint16_t* to, std::int64_t 
                             int channels) {
   constexpr int width = sizeof(Piece) / 2, pieces = Channels / width;
   constexpr int lanes = pieces < 32 ? pieces : 32, step = 32 / lanes;
-  [[maybe_unused]] constexpr int ahead = Rows > 16 ? 2 : 8;  // Sm90Writer has few registers
+  [[maybe_unused]] constexpr int ahead = Rows == 64 ? 2 : 8;  // Sm90Writer has few registers
   const int lane = isa::lane(), first = lane / lanes;
   if (lane >= lanes * step) return;
   to += first * stride, from += first * RowBytes;
@@ -38,9 +38,8 @@ QATTN_DEVICE void copy_rows(SharedAddress from, std::uint16_t* to, std::int64_t 
 template <class S>
 struct PrefillOutput : PrefillRows<S> {
   using Base = PrefillRows<S>;
-  using Base::M, Base::R, Base::bad_rows, Base::doubtful, Base::excess, Base::exist, Base::lane,
-      Base::local_row, Base::lse_offset, Base::max, Base::out, Base::p, Base::sum, Base::warp,
-      Base::work;
+  using Base::M, Base::R, Base::bad_rows, Base::doubtful, Base::excess, Base::lane, Base::local_row,
+      Base::lse_offset, Base::max, Base::out, Base::p, Base::sum, Base::warp, Base::work;
 
   using Base::Base;
 
@@ -73,6 +72,7 @@ struct PrefillOutput : PrefillRows<S> {
     if (!S::two_row_ends || !end_usual_rows(ends)) {
       end_rows(ends);
       mend_rows(ends);
+      if constexpr (S::direct_sums) scale_far_rows(ends);
     }
     scale_rows(ends);
     if (p.v_mean != nullptr) add_mean(ends.mean_weight);
@@ -145,6 +145,7 @@ struct PrefillOutput : PrefillRows<S> {
   /// Ends the warp's rows as tile::finish_row() does if nothing is special about any. Else returns
   /// false.
   QATTN_DEVICE bool end_usual_rows(RowEnds& ends) {
+    constexpr float least = S::direct_sums ? 1 / most_direct_factor : 0x1p-100f;
     bool usual = bad_rows == 0 && p.sinks.data == nullptr && !work.k.bad && !work.q.bad;
     float top[R];
 #pragma unroll
@@ -157,7 +158,7 @@ struct PrefillOutput : PrefillRows<S> {
         ends.factor[r] = fmaf(near, fmaf(-sum[r], near, 1.0f), near);
       }
       ends.mean_weight[r] = 1.0f;
-      usual = usual & this->exists(r) & (fabsf(top[r]) < tile::infinity()) & (sum[r] > 0x1p-100f) &
+      usual = usual & this->exists(r) & (fabsf(top[r]) < tile::infinity()) & (sum[r] > least) &
               (sum[r] < 0x1p100f) & (ends.poison[r] == 0.0f);
     }
     if (!isa::all(usual)) return false;
@@ -180,11 +181,11 @@ struct PrefillOutput : PrefillRows<S> {
       const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
       const float total = pick(sum, r);
       const tile::RowEnd end =
-          tile::finish_row(p, work.b, work.head, local_row(r) < exist, bad,
-                           pick(max, r) - S::p_log2, total, pick(lse_offset, r));
+          tile::finish_row(p, work.b, work.head, this->exists(r), bad, pick(max, r) - S::p_log2,
+                           total, pick(lse_offset, r));
       // An index tensor that holds nonsense makes the whole row NaN; so does, in all channels, a
       // bad token of 16-bit V in one.
-      const bool exists = local_row(r) < exist;  // Q of a row that does not may hold anything
+      const bool exists = this->exists(r);  // Q of a row that does not may hold anything
       const float poison = work.k.bad || work.q.bad ? tile::quiet_nan()
                            : exists                 ? pick(ends.poison, r)
                                                     : 0.0f;
@@ -215,6 +216,27 @@ struct PrefillOutput : PrefillRows<S> {
           x = (none ? 0.0f : x) + ends.poison[r];
         }
       }
+    }
+  }
+  /// The largest factor that direct sums can have: with their units larger ones overflow.
+  static constexpr float most_direct_factor = 0x1p68f;
+
+  /// Scales rows that scale_rows() cannot, and leaves it nothing to do.
+  // Of the forms that were tried, this one leaves the loops over tiles as they were, bit for bit.
+  QATTN_DEVICE void scale_far_rows(RowEnds& ends) {
+    bool far = false;
+#pragma unroll
+    for (int r = 0; r < R; ++r) far |= ends.factor[r] > most_direct_factor;
+    if (!isa::any(far)) return;
+    this->end_values();
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int n = 0; n < S::d_tiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) out[r / 2][n][r % 2 * 2 + e] *= ends.factor[r];
+      }
+      excess[r] = 0.0f, ends.factor[r] = 1 / Base::value_unit;
     }
   }
   QATTN_DEVICE void scale_rows(const RowEnds& ends) {

@@ -1,9 +1,9 @@
 // Prefill attention for Hopper: wgmma and TMA, warp-specialised, persistent.
 //
-// A block is one producer thread, warps that take rows to the output, and two or three consumer
-// warpgroups that own 64 query rows each and take turns: while one multiplies, another is in its
-// softmax. In a step a consumer multiplies
-// P of the tile before with its V, then Q with K of the tile at hand. With P in shared memory
+// A block is one producer thread, warps beside it that test operands or take rows to the output
+// (Sm90Shape::writers), and two or three consumer warpgroups that own 64 query rows each and take
+// turns: while one multiplies, another is in its softmax. In a step a consumer multiplies P of the
+// tile before with its V, then Q with K of the tile at hand. With P in shared memory
 // (Sm90Shape::shared_p) it is the other way round, and P V runs on beside the tile's softmax.
 //
 // u8 P is relative to the maximum of its own row and tile, so products with s8 V are exact in int32
@@ -377,9 +377,9 @@ struct Sm90Prefill {
       isa::mbarrier_wait(base + S::q_full + 8 * buffer, queries.parity);
       queries.advance();
       const SharedAddress told = base + S::work_at + buffer * S::work_bytes;
-      const auto work = take<PrefillWork>(told);
+      const auto work = take_shared<PrefillWork>(told);
       if (S::told_works && work.b < 0) break;
-      const auto facts = take<WorkFacts>(told + static_cast<int>(sizeof work));
+      const auto facts = take_shared<WorkFacts>(told + static_cast<int>(sizeof work));
       if (work.first_row >= work.q.rows) {
         Sm90Consumer<C>::return_queries(buffer);
         report(p, index, row_warp, false);

@@ -8,11 +8,11 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// Two warps. The first puts zeros in the place of rows of V behind a sequence's end. Both test K
-/// of 16 bits where TMA has put it. From global memory, by the same 64 threads, they took 12 us a
-/// block of rows (H200, D 128), more than the block's products. Blocks share them and leave notes
-/// to SpoilRows (p.bad_keys), or each tests what it sees and leaves bad keys to the portable
-/// kernel. General calls test every score instead.
+/// The first warp puts zeros in the place of rows of V behind a sequence's end. Beside codes of Q
+/// and K it is alone; K of 16 bits two warps test where TMA has put it. From global memory, by the
+/// same 64 threads, they took 12 us a block of rows (H200, D 128), more than the block's products.
+/// Blocks share them and leave notes to SpoilRows (p.bad_keys), or each tests what it sees and
+/// leaves bad keys to the portable kernel. General calls test every score instead.
 template <Sm90Config C>
 struct Sm90Checker {
   using S = Sm90Shape<C>;

@@ -97,14 +97,14 @@ QATTN_DEVICE void doubt(const PrefillParams& p, int index, int who, bool doubtfu
 }
 
 template <class T>
-QATTN_DEVICE void put(SharedAddress to, const T& x) {
+QATTN_DEVICE void put_shared(SharedAddress to, const T& x) {
   isa::Words4 words[sizeof x / 16];
   std::memcpy(words, &x, sizeof x);
 #pragma unroll
   for (unsigned n = 0; n < sizeof x / 16; ++n) isa::store_shared(to + 16 * n, words[n]);
 }
 template <class T>
-QATTN_DEVICE T take(SharedAddress from) {
+QATTN_DEVICE T take_shared(SharedAddress from) {
   T x;
   isa::Words4 words[sizeof x / 16];
 #pragma unroll
@@ -114,9 +114,6 @@ QATTN_DEVICE T take(SharedAddress from) {
   std::memcpy(&x, words, sizeof x);
   return x;
 }
-
-// The producer locates work, and tells the consumers with Q: they did it between two blocks of
-// rows, which took 1000 clocks of 23700 at S = 1024 (H200, int8_full, D 128).
 
 /// What follows from a work, which is told with it.
 struct alignas(16) WorkFacts {
@@ -277,6 +274,8 @@ struct Sm90Producer {
   }
 
   /// Work for the consumers, with its Q if it has tiles. Q in 16 bits is the encoders'.
+  // They located it between two blocks of rows, which took 1000 clocks of 23700 at S = 1024 (H200,
+  // int8_full, D 128).
   QATTN_DEVICE void hand_out(const PrefillWork& work, bool has_tiles) {
     const std::int64_t row = work.head * p.q8.slots + work.q_slot + work.first_row;
     for (int w = 0; w < S::consumers; ++w) {
@@ -285,9 +284,9 @@ struct Sm90Producer {
       const SharedAddress to = base + S::q_at + buffer * S::q_bytes;
       isa::mbarrier_wait(base + S::q_empty + 8 * buffer, q_place.parity ^ 1);
       const SharedAddress slot = base + S::work_at + buffer * S::work_bytes;
-      put(slot, work);
-      put(slot + static_cast<int>(sizeof work),
-          WorkFacts::of(p, work, S::rows, S::keys, p.general));
+      put_shared(slot, work);
+      put_shared(slot + static_cast<int>(sizeof work),
+                 WorkFacts::of(p, work, S::rows, S::keys, p.general));
       if (!has_tiles || S::raw_queries) {
         isa::mbarrier_arrive(full);
         continue;

@@ -52,7 +52,7 @@ struct Sm90Staging {
       StagedRows x{};
       x.token = work.q.begin + work.first_row + 64 * group;
       x.b = work.b, x.head = work.head, x.rows = rows;
-      put(told(group), x);
+      put_shared(told(group), x);
     }
     isa::mbarrier_arrive(there(group));
     parity ^= 1;
@@ -79,7 +79,7 @@ struct Sm90Writer {
   /// Rows of consumer `group`; false behind the last.
   QATTN_DEVICE bool write(int group, std::uint32_t parity) const {
     isa::mbarrier_wait(Staging::there(group), parity);
-    const auto x = take<StagedRows>(Staging::told(group));
+    const auto x = take_shared<StagedRows>(Staging::told(group));
     if (x.rows == StagedRows::last) return false;
     const SharedAddress from = isa::shared_base() + S::out_at + 64 * group * S::out_row;
     std::uint16_t* to = static_cast<std::uint16_t*>(p.out.data) + x.b * p.out.batch +
