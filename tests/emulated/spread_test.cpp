@@ -5,28 +5,10 @@
 #include <cmath>
 #include <cstring>
 
-#include "emulated/emulated_backend.hpp"
-#include "emulated/matrix.hpp"
+#include "emulated/on_gpu.hpp"
 
 namespace qattn::test {
 namespace {
-
-struct OnGpu {
-  Recipe recipe;
-  int architecture;
-};
-
-bool has_fp8(const Recipe& r) { return r.qk == Format::e4m3 || r.v == Format::e4m3; }
-
-std::vector<OnGpu> everywhere() {
-  std::vector<OnGpu> all;
-  for (const Recipe& recipe : gpu_recipes()) {
-    for (const int architecture : {90, has_fp8(recipe) ? 89 : 80}) {
-      all.push_back({recipe, architecture});
-    }
-  }
-  return all;
-}
 
 /// Where blocks come in turns, and P does not depend on what a split has seen.
 std::vector<OnGpu> split_last() {
@@ -36,51 +18,7 @@ std::vector<OnGpu> split_last() {
   return all;
 }
 
-std::string recipe_name(const testing::TestParamInfo<OnGpu>& gpu) {
-  return gpu.param.recipe.name + "_sm" + std::to_string(gpu.param.architecture);
-}
-
-class EmulatedSpread : public testing::TestWithParam<OnGpu> {
- protected:
-  const Recipe& recipe() const { return GetParam().recipe; }
-
-  Feature feature(std::int64_t sq, std::int64_t sk, std::int64_t heads_q = 8,
-                  std::int64_t heads_k = 2) const {
-    Feature f;
-    f.sq = {sq, sq}, f.sk = {sk, sk}, f.heads_q = heads_q, f.heads_k = heads_k;
-    f.options.causal = true;
-    return with_inputs(f, recipe(), Format::bf16);
-  }
-
-  /// One timing: Cover and Spread cells compare them.
-  Outcome run(const Call& call, Laid& laid, int pack, int splits) {
-    const ForceSpread forced(pack, splits);
-    Outcome outcome = run_emulated(call, laid, recipe(), every_timing().subspan(1, 1));
-    EXPECT_EQ(outcome.splits, std::max(splits, 1));
-    return outcome;
-  }
-
-  /// The plan's text.
-  std::string planned(const Feature& f) const {
-    const Call call = make_call(f, 1);
-    const Laid laid = lay_out(call, f.how);
-    const EmulatedBackend backend(architecture_for(recipe()));
-    AttentionOptions options = call.options;
-    options.recipe = recipe();
-    return plan(laid.tensors(), options)->to_string();
-  }
-
-  /// Rounded P has other roundings where its references differ: u8 P has its own tile's. Its sums
-  /// with V hold 128 for each unit of P before that is taken away, of which 2^-24 is 4e-6 here.
-  double tolerance() const {
-    return recipe().p == Format::u8 ? 1e-5 : recipe().p == Format::e4m3 ? 3e-2 : 2e-3;
-  }
-
- private:
-  OnArchitecture on_{GetParam().architecture};
-};
-
-std::vector<double> widened(const std::vector<float>& x) { return {x.begin(), x.end()}; }
+using EmulatedSpread = OnGpuTest;
 
 TEST_P(EmulatedSpread, SplitsAreTheUnsplitCall) {
   Feature f = feature(3, 1000, 4, 1);
@@ -123,57 +61,6 @@ TEST_P(EmulatedSpread, PackedHeadsChangeNothing) {
   }
 }
 
-/// Sums of u8 P are as small as V is large, and what rows are scaled by has V's units besides. P is
-/// rounded with log2 of V's scale, whose last bits are larger then.
-TEST_P(EmulatedSpread, ValuesOfAnySize) {
-  const Feature f = feature(130, 150, 4, 2);
-  if (f.how.input == Format::f16) GTEST_SKIP() << "f16 holds no such values";
-  const Call call = make_call(f, 5);
-  Laid laid = lay_out(call, f.how);
-  const Outcome one = run(call, laid, 1, 1);
-  for (const float size : {0x1p-80f, 0x1p-30f, 0x1p50f, 0x1p75f, 0x1p100f}) {
-    Call scaled = call;
-    for (Sequence& s : scaled.sequences) {
-      for (float& v : s.v) v *= size;
-    }
-    Laid now = lay_out(scaled, f.how);
-    std::vector<double> want = widened(one.out);
-    for (double& x : want) x *= size;
-    for (const int splits : {1, 2}) {
-      const Outcome outcome = run(scaled, now, 1, splits);
-      ASSERT_FALSE(HasFailure());
-      EXPECT_LE(distance(outcome.out, want, call.dim_v).nrmse, std::max(tolerance(), 1e-3))
-          << size << ", splits " << splits;
-    }
-  }
-}
-
-/// Rows that see small values alone share a warp with rows that see large ones.
-TEST_P(EmulatedSpread, ValuesOfAllSizes) {
-  if (recipe().p != Format::u8) GTEST_SKIP() << "V has no scale a token";
-  const Feature f = feature(130, 150, 4, 2);
-  Call call = make_call(f, 5);
-  const std::int64_t small = 150 - 130 + 4;  // tokens: four rows see no others
-  for (Sequence& s : call.sequences) {
-    for (std::size_t n = 0; n < s.v.size(); ++n) {
-      const auto token = static_cast<std::int64_t>(n) / call.dim_v % s.room_k;
-      s.v[n] *= token < small ? 0x1p-80f : 0x1p80f;
-    }
-  }
-  Laid laid = lay_out(call, f.how);
-  const Outcome whole = run(call, laid, 1, 1), parts = run(call, laid, 1, 2);
-  ASSERT_FALSE(HasFailure());
-  const auto width = static_cast<std::size_t>(call.dim_v);
-  for (std::size_t at = 0; at < whole.out.size(); at += width) {
-    double error = 0, norm = 0;
-    for (std::size_t n = at; n < at + width; ++n) {
-      error += std::pow((double{whole.out[n]} - parts.out[n]) * 0x1p60, 2);
-      norm += std::pow(parts.out[n] * 0x1p60, 2);
-    }
-    ASSERT_LE(std::sqrt(error / norm), 1e-4) << "row " << at / width;
-  }
-}
-
 /// What the plan says happens: products are as many as tiles, and blocks as splits.
 TEST_P(EmulatedSpread, DoesWhatThePlanSays) {
   const Feature f = feature(2, 512, 8, 2);
@@ -213,6 +100,21 @@ TEST_P(EmulatedSpread, PackedSequencesTakeTheBlocksOfTheirOwnRows) {
   EXPECT_LT(packed.blocks, 2 * dense.blocks);
   EXPECT_LE(packed.warp_instructions(emu::Word::mbarrier_arrive),
             2 * dense.warp_instructions(emu::Word::mbarrier_arrive));
+}
+
+/// No kernel looks up the sequence behind the last.
+TEST_P(EmulatedSpread, NoSequences) {
+  for (const Toggle smooth_q : {Toggle::off, Toggle::on}) {
+    Recipe recipe = this->recipe();
+    const bool portable = GetParam().architecture < 90 && recipe.qk == Format::s8;
+    recipe.smooth_q = portable ? smooth_q : Toggle::off;
+    Feature f = feature(4, 4);
+    f.sq = {}, f.sk = {}, f.how.packed_q = f.how.packed_k = true;
+    const Call call = make_call(f, 9);
+    Laid laid = lay_out(call, f.how);
+    const Outcome outcome = run_emulated(call, laid, recipe, every_timing());
+    EXPECT_TRUE(outcome.out.empty());
+  }
 }
 
 TEST_P(EmulatedSpread, BadTokensStayWhereTheyWere) {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -188,6 +189,15 @@ void check_tables(const Case& c, const Truth& truth, const std::uint8_t* record,
   // An edge, or a bad token, is enough by itself.
   const std::uint32_t known = count < 7 || any_bad ? 3u : 7u;
   const auto flags = at<std::uint32_t>(record + o.flags);
+  const auto range = at<std::uint32_t>(record + o.range);
+  const bool ranged = integer && token;
+  const auto upper = [](double x) {
+    return std::bit_cast<std::uint32_t>(static_cast<float>(x)) >> 16;
+  };
+  const double reach = ranged ? 16 * least_scale : INFINITY;
+  wrong.add(range >> 16 == upper(ranged ? top : 0.0),
+            text("largest", b, h, first, range >> 16, top));
+  wrong.add((range & 0xffff) == upper(reach), text("reach", b, h, first, range & 0xffff, reach));
   wrong.add((flags & known) == (want_flags & known), text("flags", b, h, first, flags, want_flags));
 }
 

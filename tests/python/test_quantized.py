@@ -369,6 +369,15 @@ def test_codes_beyond_float32_show(format, code, scale):
         assert bad[0, 20:, 1].all() and bad.sum() == 20
 
 
+def test_values_that_a_static_scale_makes_infinite_clip():
+    x = normal(1, 16, 1, 32)
+    x[0, 3, 0, 5], x[0, 4, 0, 6] = 3e38, -3e38
+    scale = np.full((1, 1), 0.5, np.float32)
+    coded = qattn.quantize(x, role="k", format="s8", granularity="per_head", static_scale=scale)
+    assert coded.codes[0, 3, 0, 5] == 127 and coded.codes[0, 4, 0, 6] == -127
+    assert coded.saturated == 2
+
+
 def test_a_static_scale_of_the_tensor_hides_no_nan():
     x = normal(2, 20, 3, 32)
     x[1, 7, 2, 5] = np.nan

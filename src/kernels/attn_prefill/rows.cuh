@@ -311,7 +311,8 @@ struct PrefillRows {
 
   // ---- Softmax --------------------------------------------------------------------------------
 
-  static constexpr float slack = S::u8 ? 32.0f : 0.0f;
+  /// Tokens of a tile of zeros join the sums as if V's scale were 2^-90, times the slack: 2^98.
+  static constexpr float slack = S::u8 ? 8.0f : 0.0f;
 
   /// Takes the tile's maxima into the references; what was accumulated shrinks accordingly. With u8
   /// P, relative to its own tile, any reference serves that keeps exponentials in range: it moves

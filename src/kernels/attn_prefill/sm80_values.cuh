@@ -86,7 +86,7 @@ struct PrefillValues : PrefillScores<C> {
   /// TileFlags of the V tile in shared memory, as far as they matter here.
   QATTN_DEVICE std::uint32_t value_flags() const {
     if constexpr (S::wide_pv) return 0;
-    return isa::load_shared<std::uint32_t>(base + S::tail_at + 8 * S::keys + 4) &
+    return isa::load_shared<std::uint32_t>(base + S::tail_at + 8 * S::keys + 8) &
            (tile_has_bad | tile_has_plain);
   }
 

@@ -39,6 +39,7 @@ struct Sm90Softmax : Sm90Rows<C> {
   };
   QATTN_DEVICE Scales load_scales(SharedAddress stage) const {
     Scales x;
+    std::uint32_t range[S::halves];
     x.flags = 0;
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
@@ -46,9 +47,23 @@ struct Sm90Softmax : Sm90Rows<C> {
       const int key = lane % 4 * 2;
       x.k[h] = isa::load_shared<float>(stage + S::scale_at + 4 * (h * slot_tile + key));
       x.v_log[h] = isa::load_shared<float>(tail + S::log_at + 4 * key);
-      x.flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at);
+      const auto facts = isa::load_shared<isa::Words2>(tail + S::flags_at);
+      x.flags |= facts.w[0], range[h] = facts.w[1];
     }
+    if (uneven_halves(range) != 0) x.flags |= tiles_are_uneven;
     return x;
+  }
+
+  /// Bit h: half h of a tile has scales of V below 1/16 of the other half's largest. P, relative to
+  /// the whole tile, leaves such tokens few codes or none. `range`: PreparedTiles.
+  // In a word, because ptxas copies twelve accumulators more in each tile for two (D 128).
+  QATTN_DEVICE static std::uint32_t uneven_halves(const std::uint32_t (&range)[S::halves]) {
+    constexpr int last = S::halves - 1;
+    if constexpr (last == 0) return 0;
+    const auto exceeds = [&](int a, int b) {
+      return formats::float_of(range[a]) > formats::float_of(range[b] << 16);
+    };
+    return (exceeds(last, 0) ? 1u : 0u) | (exceeds(0, last) ? 2u : 0u);
   }
 
   /// Does every row see every key, with constant scales? The same answer in the whole warpgroup.
@@ -59,11 +74,12 @@ struct Sm90Softmax : Sm90Rows<C> {
   /// Is the tile plain but for the bounds of what its rows see? Forgets the tables of keys behind
   /// the end, which hold anything, and of a half that the block mask forbids.
   QATTN_DEVICE bool is_edge(int tile, SharedAddress stage, Scales& x) const {
-    std::uint32_t flags = 0;
+    std::uint32_t flags = x.flags & tiles_are_uneven;
     bool bad = false;
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       const bool exists = this->has_half(h, x.flags, tile);
+      if (!exists) flags &= ~std::uint32_t{tiles_are_uneven};
       x.k[h] = exists ? x.k[h] : 0.0f;
       x.v_log[h] = exists ? x.v_log[h] : 0.0f;
       const SharedAddress tail = stage + S::tail_at + h * S::tail_bytes;
@@ -278,12 +294,20 @@ struct Sm90Softmax : Sm90Rows<C> {
                          isa::exp2(b[1] - ref));
       }
     }
-    add_weights(tails, static_cast<int>(work.k.length) - tile);
+    const int length = static_cast<int>(work.k.length) - tile;
+    std::uint32_t range[S::halves];
+#pragma unroll
+    for (int h = 0; h < S::halves; ++h) {
+      range[h] = isa::load_shared<std::uint32_t>(tails + h * S::tail_bytes + S::flags_at + 4);
+    }
+    const std::uint32_t uneven = length > slot_tile ? uneven_halves(range) : 0;
+    add_weights(tails, length, uneven);
     // Tokens whose V is nearly zero join with their unrounded P, bad ones make the rows that see
     // them NaN.
     tile::each_score(s, [&](int r, int key, float& x) {
       if (x == -tile::infinity()) return;
-      const float plain = table(S::plain_at, key);
+      float plain = table(S::plain_at, key);
+      if ((uneven >> key / slot_tile & 1) != 0 && plain == 0.0f) plain = 1.0f;
       if (tile::is_nan(x) || plain != 0.0f) {
         sum[r] += plain == 0.0f
                       ? x
@@ -294,8 +318,8 @@ struct Sm90Softmax : Sm90Rows<C> {
 
   /// Sums of the rounded P, those of rows and what the output has too much. For rows two more of V
   /// hold the high and low byte of each key's weight, in the order of P's fragments. `length`: keys
-  /// of the tile that exist.
-  QATTN_DEVICE void add_weights(SharedAddress tails, int length) {
+  /// of the tile that exist; `apart`: halves whose tokens join the sums of rows otherwise.
+  QATTN_DEVICE void add_weights(SharedAddress tails, int length, std::uint32_t apart) {
     std::uint32_t all[R] = {};
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
@@ -306,7 +330,7 @@ struct Sm90Softmax : Sm90Rows<C> {
           all[r] = isa::dot4_u8(codes[2 * h + b / 2][r + b % 2 * 2], 0x01010101u, all[r]);
         }
       }
-      if (h * slot_tile >= length) continue;  // there are no tables
+      if (h * slot_tile >= length || (apart >> h & 1) != 0) continue;  // or there are no tables
       const SharedAddress tail = tails + h * S::tail_bytes;
       std::int32_t high[R] = {}, low[R] = {};
 #pragma unroll

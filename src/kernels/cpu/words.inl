@@ -73,7 +73,7 @@ float amax(const float* x, int n) {
 /// in range. Returns how many rounded beyond 127.
 static inline int encode_s8_lanes(F y, std::int8_t* codes) {
   const F magnitude = v::abs(y);
-  y = v::select_less(magnitude, v::set(__builtin_inff()), y, v::set(0.0f));
+  y = v::select_less(v::set(-1.0f), magnitude, y, v::set(0.0f));
   const F rounded = v::round_even(v::min(magnitude, v::set(1e6f)));
   y = v::max(v::min(y, v::set(127.0f)), v::set(-127.0f));
   v::store_bytes(codes, v::round_to_int(y));

@@ -266,7 +266,8 @@ QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedA
     usable[i] = r.exists[i] && !r.bad[i];
     if (usable[i] && formats::bits_of(r.scale[i]) > top) top = formats::bits_of(r.scale[i]);
   }
-  const float share = formats::mul_rn(formats::float_of(warp_max(top)), 1.0f / 64.0f);
+  const float largest = formats::float_of(warp_max(top));
+  const float share = formats::mul_rn(largest, 1.0f / 64.0f);
   const float least = share > smallest ? share : smallest;
   // Largest 1 / scale, that is the smallest scale, of the keys that are weighed.
   std::uint32_t low = 0;
@@ -279,7 +280,6 @@ QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedA
   }
   low = warp_max(low);
   const float floor = token && low != 0 ? formats::float_of(~low) : 1.0f;
-  const float unit = formats::mul_rn(floor, heaviest);
   isa::sync_warp();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -297,7 +297,8 @@ QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedA
     } else if (weighed) {
       const float inverse = token ? formats::reciprocal(r.scale[i]) : 1.0f;
       // The magic number of S8's rounding: integers up to 2^22.
-      const float w = formats::add_rn(formats::mul_rn(unit, inverse), 12582912.0f);
+      const float by = formats::mul_rn(formats::mul_rn(floor, inverse), heaviest);
+      const float w = formats::add_rn(by, 12582912.0f);
       const std::uint32_t weight = formats::bits_of(w) - formats::bits_of(12582912.0f);
       high = (weight + 128) >> 8;
       rest = weight - 256 * high;
@@ -313,12 +314,17 @@ QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedA
   const bool mixed =
       isa::any((r.exists[0] && r.scale[0] != shared) || (r.exists[1] && r.scale[1] != shared));
   if (lane == 0) {
-    const float scale_unit = !integer ? 1.0f : token && low == 0 ? 0.0f : formats::reciprocal(unit);
+    // Both factors: floor * heaviest overflows from values of 2^120 on.
+    const float per_unit = formats::mul_rn(formats::reciprocal(floor), 1 / heaviest);
+    const float scale_unit = !integer ? 1.0f : token && low == 0 ? 0.0f : per_unit;
+    const float reach = token && low != 0 ? 16.0f * floor : __builtin_inff();
+    const std::uint32_t range =
+        (token ? formats::bits_of(largest) & 0xffff0000u : 0u) | formats::bits_of(reach) >> 16;
     const std::uint32_t flags = (any_bad ? std::uint32_t{tile_has_bad} : 0u) |
                                 (any_plain ? std::uint32_t{tile_has_plain} : 0u) |
                                 (mixed ? std::uint32_t{tile_is_mixed} : 0u);
     isa::store_global(reinterpret_cast<Words4*>(record + at.unit),
-                      Words4{{formats::bits_of(scale_unit), flags, 0, 0}});
+                      Words4{{formats::bits_of(scale_unit), 0, flags, range}});
   }
 }
 

@@ -334,6 +334,7 @@ LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareL
                     void* workspace, void* stream, isa::Start& next) {
   const Call call = make_call(problem, recipe, layout, workspace);
   Launches launches(stream);
+  if (problem.batch == 0) return {};  // packed: there is no sequence that kernels could look up
   for (auto step : {&clear, &means, &block_means, &encode}) {
     if (LaunchError e = step(call, launches); !e.empty()) return e;
   }

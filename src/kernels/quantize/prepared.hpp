@@ -19,6 +19,8 @@ enum TileFlag : std::uint32_t {
   tile_has_bad = 1,    ///< a token holds NaN or Inf
   tile_has_plain = 2,  ///< a token of V joins the sum unrounded (docs/NUMERICS.md)
   tile_is_mixed = 4,   ///< V's scale differs among keys of the same (key % 8) / 2
+  /// Of two tiles of V, which no record has: one has scales below 1/16 of the other's largest.
+  tiles_are_uneven = 8,
 };
 
 /// Q or K: codes [heads][slots][row_bytes], channels past the head dimension are zero, and so are
@@ -45,7 +47,11 @@ struct PreparedRows {
 ///           codes of bad tokens stand for 0 in all channels
 ///   log     [64] float: log2 of the token's scale (s8 per token), else 0
 ///   plain   [64] float: 0 normally, 1 for a token that joins the sum unrounded, NaN for a bad one
-///   unit    float: 1 / scale = w * unit; then flags (TileFlag), then 8 bytes unused
+///   unit    float: 1 / scale = w * unit; then 4 bytes unused
+///   flags   TileFlag
+///   range   upper halves of two floats, of s8 per token. Its own upper half: the largest scale of
+///           tokens that are not bad; its lower half: 16 times the smallest scale of those that are
+///           not plain either, Inf without any
 /// Tiles without tokens, and one behind all tiles, have zeros behind their codes.
 struct PreparedTiles {
   std::uint8_t* tiles = nullptr;
@@ -117,16 +123,12 @@ struct PlainParams {
 };
 
 struct TileOffsets {
-  int codes, log, plain, unit, flags, bytes;
+  int codes, log, plain, unit, flags, range, bytes;
 };
 constexpr TileOffsets tile_offsets(int channels) {
   const int log = (channels + 8) * slot_tile;
-  return {0,
-          log,
-          log + 4 * slot_tile,
-          log + 8 * slot_tile,
-          log + 8 * slot_tile + 4,
-          log + 8 * slot_tile + 16};
+  const int unit = log + 8 * slot_tile;
+  return {0, log, log + 4 * slot_tile, unit, unit + 8, unit + 12, unit + 16};
 }
 
 /// Key (within 16) at position p of V's contraction order: the order in which the accumulators of
