@@ -194,7 +194,7 @@ void check_tables(const Case& c, const Truth& truth, const std::uint8_t* record,
   const auto upper = [](double x) {
     return std::bit_cast<std::uint32_t>(static_cast<float>(x)) >> 16;
   };
-  const double reach = ranged ? 16 * least_scale : INFINITY;
+  const double reach = ranged ? 64 * least_scale : INFINITY;
   wrong.add(range >> 16 == upper(ranged ? top : 0.0),
             text("largest", b, h, first, range >> 16, top));
   wrong.add((range & 0xffff) == upper(reach), text("reach", b, h, first, range & 0xffff, reach));

@@ -54,8 +54,8 @@ struct Sm90Softmax : Sm90Rows<C> {
     return x;
   }
 
-  /// Bit h: half h of a tile has scales of V below 1/16 of the other half's largest. P, relative to
-  /// the whole tile, leaves such tokens few codes or none. `range`: PreparedTiles.
+  /// Bit h: half h of a tile has scales of V below 1/64 of the other half's largest. P, relative to
+  /// the whole tile, leaves such tokens no codes to speak of. `range`: PreparedTiles.
   // In a word, because ptxas copies twelve accumulators more in each tile for two (D 128).
   QATTN_DEVICE static std::uint32_t uneven_halves(const std::uint32_t (&range)[S::halves]) {
     constexpr int last = S::halves - 1;

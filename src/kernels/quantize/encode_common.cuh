@@ -317,7 +317,7 @@ QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedA
     // Both factors: floor * heaviest overflows from values of 2^120 on.
     const float per_unit = formats::mul_rn(formats::reciprocal(floor), 1 / heaviest);
     const float scale_unit = !integer ? 1.0f : token && low == 0 ? 0.0f : per_unit;
-    const float reach = token && low != 0 ? 16.0f * floor : __builtin_inff();
+    const float reach = token && low != 0 ? 64.0f * floor : __builtin_inff();
     const std::uint32_t range =
         (token ? formats::bits_of(largest) & 0xffff0000u : 0u) | formats::bits_of(reach) >> 16;
     const std::uint32_t flags = (any_bad ? std::uint32_t{tile_has_bad} : 0u) |

@@ -19,7 +19,7 @@ enum TileFlag : std::uint32_t {
   tile_has_bad = 1,    ///< a token holds NaN or Inf
   tile_has_plain = 2,  ///< a token of V joins the sum unrounded (docs/NUMERICS.md)
   tile_is_mixed = 4,   ///< V's scale differs among keys of the same (key % 8) / 2
-  /// Of two tiles of V, which no record has: one has scales below 1/16 of the other's largest.
+  /// Of two tiles of V, which no record has: one has scales below 1/64 of the other's largest.
   tiles_are_uneven = 8,
 };
 
@@ -50,7 +50,7 @@ struct PreparedRows {
 ///   unit    float: 1 / scale = w * unit; then 4 bytes unused
 ///   flags   TileFlag
 ///   range   upper halves of two floats, of s8 per token. Its own upper half: the largest scale of
-///           tokens that are not bad; its lower half: 16 times the smallest scale of those that are
+///           tokens that are not bad; its lower half: 64 times the smallest scale of those that are
 ///           not plain either, Inf without any
 /// Tiles without tokens, and one behind all tiles, have zeros behind their codes.
 struct PreparedTiles {
