@@ -1,5 +1,6 @@
 """Times of callables that take turns, so that clocks and neighbours that drift hit all alike."""
 
+import random
 import statistics
 import time
 
@@ -86,7 +87,9 @@ def interleaved(clock, calls, seconds, rounds, turns=None):
     """Lists of milliseconds by key, one call of each a round, after a round that warms up.
 
     As many rounds as fit into `seconds`, from MIN_ROUNDS to `rounds`. `turns`: LongTurns instead of
-    single calls.
+    single calls. Each round has an order of its own, the same ones in every run: on a GPU at its
+    power limit the same calls took up to 11 % more at one place of an order than at another (H100,
+    turns of 0.3 s, variants-h100-codes*.json, where all rounds had one order).
     """
     before = time.monotonic()
     for call in calls.values():
@@ -94,8 +97,10 @@ def interleaved(clock, calls, seconds, rounds, turns=None):
     one = max(time.monotonic() - before, turns.seconds * len(calls) if turns else 0, 1e-6)
     count = min(rounds, max(MIN_ROUNDS, int(seconds / one) - 1))
     times = {key: [] for key in calls}
+    orders, turn_order = random.Random(0), list(calls.items())
     for _ in range(count):
-        for key, call in calls.items():
+        orders.shuffle(turn_order)
+        for key, call in turn_order:
             times[key] += turns(call) if turns else [clock.milliseconds(call)]
     return times
 
