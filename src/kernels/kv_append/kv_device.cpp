@@ -22,9 +22,7 @@ using isa::LaunchError;
 NewRows new_rows(const kv::DeviceRows& from) {
   NewRows r;
   r.data = from.data;
-  r.kind = from.format == Format::f16    ? InputKind::f16
-           : from.format == Format::bf16 ? InputKind::bf16
-                                         : InputKind::f32;
+  r.kind = input_kind(from.format);
   r.batch = from.batch;
   r.token = from.token;
   r.head = from.head;

@@ -17,11 +17,6 @@ using isa::Words4;
 /// 16 bytes of 16-bit channels: what a thread loads of a row.
 inline constexpr int chunk_channels = 8;
 
-/// Padded head dimensions for which kernels exist.
-constexpr int padded_channels(int channels) {
-  return channels <= 64 ? 64 : channels <= 96 ? 96 : channels <= 128 ? 128 : 256;
-}
-
 /// Quotient of numbers below 2^31, which block numbers are: 64-bit divisions are ten times as slow.
 QATTN_DEVICE int divide(std::int64_t a, std::int64_t b) {
   return static_cast<int>(static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b));

@@ -9,6 +9,13 @@ inline namespace QATTN_TARGET {
 
 enum class CodeKind : std::int32_t { s8, e4m3, e5m2, e4m3fnuz };
 
+inline CodeKind code_kind(Format f) {
+  return f == Format::e4m3   ? CodeKind::e4m3
+         : f == Format::e5m2 ? CodeKind::e5m2
+         : f == Format::s8   ? CodeKind::s8
+                             : CodeKind::e4m3fnuz;
+}
+
 /// Largest magnitude of a code.
 QATTN_DEVICE float code_limit(CodeKind kind) {
   return kind == CodeKind::s8     ? 127.0f
@@ -37,9 +44,7 @@ struct Grouping : ScaleGroups {
   std::int64_t given_stride[4] = {};
   std::int64_t given_groups = 1;  ///< of a sequence, or a page
 
-  QATTN_DEVICE bool by_channel() const {
-    return granularity == Granularity::per_channel || granularity == Granularity::per_block_channel;
-  }
+  QATTN_DEVICE bool by_channel() const { return qattn::by_channel(granularity); }
   QATTN_DEVICE bool one_per_sequence() const {
     return granularity == Granularity::per_head || granularity == Granularity::per_channel;
   }

@@ -107,8 +107,7 @@ Status check_scaling(const char* operand, const Scaling& asked, Role role, Forma
     return refuse("does not fit format " + std::string(f.name) +
                   (f.group > 0 ? ", whose scales are built in" : ""));
   }
-  const bool channels =
-      s.granularity == Granularity::per_channel || s.granularity == Granularity::per_block_channel;
+  const bool channels = by_channel(s.granularity);
   if (channels && role != Role::v) return refuse("is for V only");
   const bool warps = s.granularity == Granularity::per_warp ||
                      (s.granularity == Granularity::per_thread && role == Role::q);

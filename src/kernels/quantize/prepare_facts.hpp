@@ -49,10 +49,6 @@ inline std::array<Facts, 3> all_facts(const Problem& p, const Recipe& r,
           facts_of(p, r, needs, Role::v)};
 }
 
-inline InputKind input_kind(Format f) {
-  return f == Format::f16 ? InputKind::f16 : f == Format::bf16 ? InputKind::bf16 : InputKind::f32;
-}
-
 /// Can every row be read in pieces of eight channels, 16 bytes (f32: 32, codes: 8)?
 inline bool aligned_rows(const Facts& f, const tile::Rows& r) {
   const int size = std::max(info(f.tensor.format).bits / 8, 1), unit = std::min(16, 8 * size);
@@ -135,18 +131,6 @@ inline bool needs_maxima(const Facts& f) {
   return s == ScaleSource::maxima || (s == ScaleSource::channel && !f.scale.present());
 }
 
-inline bool by_channel(const Facts& f) {
-  return f.scaling.granularity == Granularity::per_channel ||
-         f.scaling.granularity == Granularity::per_block_channel;
-}
-
-inline CodeKind code_kind(Format f) {
-  return f == Format::e4m3   ? CodeKind::e4m3
-         : f == Format::e5m2 ? CodeKind::e5m2
-         : f == Format::s8   ? CodeKind::s8
-                             : CodeKind::e4m3fnuz;
-}
-
 /// Groups in one block of the index maps.
 inline std::int32_t block_groups(const Facts& f) {
   const Scaling& s = f.scaling;
@@ -169,7 +153,7 @@ inline std::int64_t maxima_words(const Facts& f, const tile::Rows& r, std::int64
   } else {
     groups = r.batches * scale_count(f.scaling, f.role, r.max_length);
   }
-  return f.heads * groups * (by_channel(f) ? f.padded : 1);
+  return f.heads * groups * (by_channel(f.scaling.granularity) ? f.padded : 1);
 }
 
 }  // namespace QATTN_TARGET

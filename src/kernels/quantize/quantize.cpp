@@ -15,6 +15,7 @@
 #include "formats/scale.hpp"
 #include "kernels/quantize/quantize_check.hpp"
 #include "kernels/quantize/rows.hpp"
+#include "kernels/quantize/scale_groups.hpp"
 
 namespace qattn {
 namespace {
@@ -67,11 +68,6 @@ struct Unit {
   }
 };
 
-bool channel_form(const Scaling& s) {
-  return s.granularity == Granularity::per_channel ||
-         s.granularity == Granularity::per_block_channel;
-}
-
 void compute_means(Unit& u) {
   if (!u.o.smooth) return;
   const int n = padded(u.f.channels);
@@ -102,7 +98,7 @@ void compute_means(Unit& u) {
 /// only which groups hold NaN matters.
 std::vector<float> group_maxima(const Unit& u) {
   const int n = padded(u.f.channels);
-  const bool channels = channel_form(u.f.scaling);
+  const bool channels = by_channel(u.f.scaling.granularity);
   const std::int64_t groups = scale_count(u.f.scaling, u.o.role, u.f.longest);
   std::vector<float> amax(static_cast<std::size_t>(groups * (channels ? n : 1)), 0.0f);
   std::vector<float> row(static_cast<std::size_t>(n));
@@ -133,7 +129,7 @@ void store_code(const TensorView& codes, std::int64_t offset, std::uint8_t code)
 /// Formats with a free scale. `common` is per_tensor's maximum over all units.
 std::int64_t quantize_scaled(const Unit& u, float common) {
   const int n = padded(u.f.channels);
-  const bool channels = channel_form(u.f.scaling);
+  const bool channels = by_channel(u.f.scaling.granularity);
   const float qmax = cpu::code_max(u.o.format);
   std::vector<float> scale = group_maxima(u);
   if (joins_groups(u.f.scaling, u.o.role)) cpu::join_amax(scale.data(), u.length);

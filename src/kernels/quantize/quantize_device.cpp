@@ -14,18 +14,13 @@ using isa::LaunchError;
 
 constexpr std::size_t counter_bytes = 16;
 
-bool by_channel(const Scaling& s) {
-  return s.granularity == Granularity::per_channel ||
-         s.granularity == Granularity::per_block_channel;
-}
-
 /// Entries of the table of maxima, one for all included.
 std::int64_t maxima_words(const QuantizeOptions& o, const QuantizeFacts& f) {
   const std::int64_t units = f.batch * f.heads;
   if (info(o.format).group > 0) return units + 1;
   if (f.scaling.granularity == Granularity::per_tensor && units == 0) return 1 + 1;
   return units * scale_count(f.scaling, o.role, f.longest) *
-             (by_channel(f.scaling) ? f.channels : 1) +
+             (by_channel(f.scaling.granularity) ? f.channels : 1) +
          1;
 }
 
@@ -57,9 +52,7 @@ TokenParams token_params(const QuantizeTensors& t, const QuantizeOptions& o, con
   p.rows = token_rows(t, f);
   p.role = o.role;
   const int size = info(t.x.format).bits / 8, unit = std::min(16, 8 * size);
-  p.input = t.x.format == Format::f16    ? InputKind::f16
-            : t.x.format == Format::bf16 ? InputKind::bf16
-                                         : InputKind::f32;
+  p.input = input_kind(t.x.format);
   p.aligned = reinterpret_cast<std::uintptr_t>(t.x.data) % static_cast<unsigned>(unit) == 0 &&
               (f.stride_batch | f.stride_token | f.stride_head) * size % unit == 0;
   p.rotate = o.rotate;
@@ -67,10 +60,7 @@ TokenParams token_params(const QuantizeTensors& t, const QuantizeOptions& o, con
             : o.format == Format::mxfp4 ? Micro::mxfp4
             : o.format == Format::nvfp4 ? Micro::nvfp4
                                         : Micro::none;
-  p.kind = o.format == Format::s8     ? CodeKind::s8
-           : o.format == Format::e4m3 ? CodeKind::e4m3
-           : o.format == Format::e5m2 ? CodeKind::e5m2
-                                      : CodeKind::e4m3fnuz;
+  p.kind = code_kind(o.format);
   p.group = info(o.format).group;
   p.longest = f.longest;
   p.codes = static_cast<std::uint8_t*>(t.codes.data);

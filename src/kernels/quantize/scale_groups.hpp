@@ -9,6 +9,11 @@
 
 namespace qattn {
 
+/// Has every channel a scale of its own?
+QATTN_HD constexpr bool by_channel(Granularity g) {
+  return g == Granularity::per_channel || g == Granularity::per_block_channel;
+}
+
 struct ScaleGroups {
   Role role = Role::q;
   Granularity granularity = Granularity::per_token;
