@@ -1,11 +1,13 @@
 """Times of callables that take turns, so that clocks and neighbours that drift hit all alike."""
 
+import itertools
 import random
 import statistics
 import time
 
 EVICT_BYTES = 256 << 20  # several times an L2, or a CPU's L3
 MIN_ROUNDS = 3
+ORDERS_TRIED = 1000
 
 
 class WallClock:
@@ -83,13 +85,29 @@ def check_limits(seconds, rounds):
         raise ValueError(f"rounds: at least {MIN_ROUNDS}; seconds: more than 0")
 
 
+def orders(keys):
+    """Endless orders of `keys`, the same in every run.
+
+    Where there are keys enough, none follows itself, nor whom it followed in the two rounds before:
+    a GPU at its power limit gives calls the clocks that others left (H100: the same calls took 2.52
+    to 2.80 ms in variants-h100-codes*.json, whose rounds all had one order).
+    """
+    shuffle, order, recent, last = random.Random(0).shuffle, list(keys), [], None
+    while True:
+        for _ in range(ORDERS_TRIED):
+            shuffle(order)
+            pairs = set(zip([last, *order], order))
+            if last != order[0] and not any(pairs & old for old in recent):
+                break
+        recent, last = [*recent[-1:], pairs], order[-1]
+        yield tuple(order)
+
+
 def interleaved(clock, calls, seconds, rounds, turns=None):
     """Lists of milliseconds by key, one call of each a round, after a round that warms up.
 
-    As many rounds as fit into `seconds`, from MIN_ROUNDS to `rounds`. `turns`: LongTurns instead of
-    single calls. Each round has an order of its own, the same ones in every run: on a GPU at its
-    power limit the same calls took up to 11 % more at one place of an order than at another (H100,
-    turns of 0.3 s, variants-h100-codes*.json, where all rounds had one order).
+    As many rounds as fit into `seconds`, from MIN_ROUNDS to `rounds`, in changing orders (orders).
+    `turns`: LongTurns instead of single calls.
     """
     before = time.monotonic()
     for call in calls.values():
@@ -97,10 +115,9 @@ def interleaved(clock, calls, seconds, rounds, turns=None):
     one = max(time.monotonic() - before, turns.seconds * len(calls) if turns else 0, 1e-6)
     count = min(rounds, max(MIN_ROUNDS, int(seconds / one) - 1))
     times = {key: [] for key in calls}
-    orders, turn_order = random.Random(0), list(calls.items())
-    for _ in range(count):
-        orders.shuffle(turn_order)
-        for key, call in turn_order:
+    for order in itertools.islice(orders(calls), count):
+        for key in order:
+            call = calls[key]
             times[key] += turns(call) if turns else [clock.milliseconds(call)]
     return times
 

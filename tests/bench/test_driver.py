@@ -1,5 +1,6 @@
 """bench/bench.py run: on the CPU, and on the GPU kernels in the emulator (QATTN_BENCH_LIBRARY)."""
 
+import itertools
 import json
 import math
 import os
@@ -95,17 +96,19 @@ def test_candidates_take_turns():
         assert times[key] == [i + 1.0 for i, x in enumerate(clock.order) if x == call and i >= 2]
 
 
-def test_rounds_have_orders_of_their_own():
-    calls = {name: name for name in "abcdefgh"}
-    runs = [CountingClock(), CountingClock()]
-    for clock in runs:
-        timing.interleaved(clock, calls, seconds=1e9, rounds=timing.MIN_ROUNDS)
-    before = {}  # whom a candidate followed
-    for i, name in enumerate(runs[0].order):
-        if i >= 8:
-            before.setdefault(name, set()).add(runs[0].order[i - 1])
-    assert sum(len(x) > 1 for x in before.values()) >= 7
-    assert runs[0].order == runs[1].order
+@pytest.mark.parametrize("count", range(1, 19))
+def test_rounds_have_orders_of_their_own(count):
+    """From six candidates on nobody follows whom it followed in two rounds before, nor itself."""
+    rounds = list(itertools.islice(timing.orders(range(count)), 20))
+    assert all(sorted(order) == list(range(count)) for order in rounds)
+    assert rounds == list(itertools.islice(timing.orders(range(count)), 20))
+    flat = [key for order in rounds for key in order]
+    if count < 6:
+        return
+    for i, key in enumerate(flat[1:], 1):
+        earlier = range(max(1, (i // count - 2) * count), i)
+        assert flat[i - 1] != key
+        assert flat[i - 1] not in [flat[j - 1] for j in earlier if flat[j] == key]
 
 
 def test_rounds_fit_into_the_time():
@@ -136,7 +139,7 @@ def test_long_turns_count_from_their_middle():
         assert len(turns.spans[call]) == timing.MIN_ROUNDS and len(times[name]) >= 3
         for first, last in turns.spans[call]:
             assert begin + 0.05 <= first < last
-    # The other candidate's calls lie between a candidate's turns, not among them.
+    # A candidate's turns are whole, though one may end a round and begin the next.
     changes = sum(x != y for x, y in zip(done, done[1:]))
     assert 1 + timing.MIN_ROUNDS <= changes <= 2 * (1 + timing.MIN_ROUNDS) - 1
 

@@ -187,10 +187,10 @@ int beside_blocks(const Problem& p, int multiprocessors) {
 /// 16K tokens of 32, times the better of the other choices: S 128 1.35, S 256 1.21, causal 1.35, S
 /// 512 1.19, causal 1.20, S 1024 1.11, causal 1.14, S 2048 causal 1.10, S 4096 causal 1.08, S 8192
 /// 1.02, causal 1.05; in turns of 0.3 s, where power binds, S 8192 1.00 and 16384, causal, 0.985
-/// (two records, each beside its kernels alone), on an H100 0.98 to 1.10 and 1.00 to 1.10 (one run
-/// with both, two orders). The first unit's codes are waited for: 64 units of 2048 tokens 1.06,
-/// causal 1.08; 32 units of 2048 and 4096 0.99 1.00, causal 1.06 1.06; 24 of 17000 0.98; 16 of
-/// 8192, causal, heads 32/8 1.03; 8 of 8192 or 16384 0.86 to 0.97.
+/// (two records, each beside its kernels alone), on an H100 0.98 to 1.10 and 1.00 to 1.08 (two runs
+/// with both). The first unit's codes are waited for: 64 units of 2048 tokens 1.06, causal 1.08; 32
+/// units of 2048 and 4096 0.99 1.00, causal 1.06 1.06; 24 of 17000 0.98; 16 of 8192, causal, heads
+/// 32/8 1.03; 8 of 8192 or 16384 0.86 to 0.97.
 bool gains_beside(const Problem& p, std::int64_t works, int multiprocessors) {
   const std::int64_t keys = average_keys(p), units = p.batch * p.heads_kv;
   return keys >= 128 && keys <= 4096 && works >= 3 * multiprocessors &&
