@@ -118,7 +118,7 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
   AttentionOptions o;
   std::string_view name = recipe;
   Asked asked;
-  if (const Status s = take_asked(name, asked); !s.ok()) return failed(s), nullptr;
+  if (const Status x = take_asked(name, asked); !x.ok()) return failed(x), nullptr;
   const Result<Recipe> named = recipe_named(name);
   if (!named.ok()) {
     error = named.status().message();

@@ -138,7 +138,7 @@ TEST(ScoreFunction, AKernelKeepsBadAndHiddenScores) {
 
 // ---- What no kernel could take ------------------------------------------------------------------
 
-struct Virtual {
+struct Virtual final {
   virtual float operator()(float s, std::int64_t, std::int64_t, std::int64_t, std::int64_t) const {
     return s;
   }
