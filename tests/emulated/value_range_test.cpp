@@ -74,8 +74,10 @@ Outcome of_16_bits(const Call& call, const Feature& f) {
 TEST_P(EmulatedValues, HalvesOfATileDiffer) {
   for (const bool causal : {false, true}) {
     for (const float softcap : {0.0f, 30.0f}) {
-      for (const float size : {0x1p-3f, 0x1p-8f, 0x1p-10f, 0x1p-30f}) {
+      for (const float size : {0x1p-3f, 0x1p-4f, 0x1p-5f, 0x1p-6f, 0x1p-8f, 0x1p-10f, 0x1p-30f}) {
         if (recipe().p != Format::u8 && size != 0x1p-8f) continue;  // others know no such halves
+        // Hopper's halves above 1/64 stay rounded (docs/NUMERICS.md): 6.1e-2, LSE 0.203 at 1/32.
+        const bool coarse = GetParam().architecture == 90 && (size == 0x1p-4f || size == 0x1p-5f);
         for (const int small : {0, 1}) {
           Feature f = feature(130, 300, 4, 2);
           f.options.causal = causal, f.options.softcap = softcap;
@@ -89,10 +91,10 @@ TEST_P(EmulatedValues, HalvesOfATileDiffer) {
           Laid laid = lay_out(call, f.how);
           const Outcome now = run(call, laid, 1, 1), want = of_16_bits(call, f);
           ASSERT_FALSE(HasFailure());
-          const double allowed = has_fp8(recipe()) ? 8e-2 : 3e-2;
+          const double allowed = has_fp8(recipe()) ? 8e-2 : coarse ? 7e-2 : 3e-2;
           EXPECT_LE(distance(now.out, widened(want.out), call.dim_v).nrmse, allowed)
               << size << " in halves " << small << ", causal " << causal << ", softcap " << softcap;
-          EXPECT_LE(lse_distance(now.lse, widened(want.lse)), 0.2) << size;
+          EXPECT_LE(lse_distance(now.lse, widened(want.lse)), coarse ? 0.25 : 0.2) << size;
         }
       }
     }
