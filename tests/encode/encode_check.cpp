@@ -134,7 +134,7 @@ void check_tables(const Case& c, const Truth& truth, const std::uint8_t* record,
       top = std::max<double>(top, truth.scale(b, h, first + j, 0));
     }
   }
-  const double least = std::max(top / 64, std::ldexp(1.0, -90));
+  const double least = std::max(top / 8, std::ldexp(1.0, -90));
   const auto plain = [&](int j) {
     return integer && token && !truth.bad(first + j) && truth.scale(b, h, first + j, 0) < least;
   };
@@ -194,10 +194,11 @@ void check_tables(const Case& c, const Truth& truth, const std::uint8_t* record,
   const auto upper = [](double x) {
     return std::bit_cast<std::uint32_t>(static_cast<float>(x)) >> 16;
   };
-  const double reach = ranged ? 64 * least_scale : INFINITY;
+  const double reach = ranged ? 8 * least_scale : INFINITY;
   wrong.add(range >> 16 == upper(ranged ? top : 0.0),
             text("largest", b, h, first, range >> 16, top));
-  wrong.add((range & 0xffff) == upper(reach), text("reach", b, h, first, range & 0xffff, reach));
+  wrong.add((range & 0xffff) == 0x7fff - upper(reach),
+            text("reach", b, h, first, range & 0xffff, reach));
   wrong.add((flags & known) == (want_flags & known), text("flags", b, h, first, flags, want_flags));
 }
 

@@ -48,11 +48,11 @@ Values round_nvfp4(const Values& p) {
 
 /// V's token scale joins P before rounding; what comes out is divided by it again, since `value`
 /// weighs the dequantised V. A token whose V is far smaller than the tile's largest would round to
-/// nothing and take its probability along: its mass stays unrounded.
+/// nothing, or one of few values, and take its probability along: its mass stays unrounded.
 void round_with_token_scale(TileWeights& w, const Values& p, std::span<const double> sv) {
   double f_max = 0;
   for (std::size_t j = 0; j < p.size(); ++j) f_max = std::max(f_max, p[j] * sv[j]);
-  const double floor = *std::max_element(sv.begin(), sv.end()) / 64;
+  const double floor = *std::max_element(sv.begin(), sv.end()) / 8;
   for (std::size_t j = 0; j < p.size(); ++j) {
     const double code = std::nearbyint(p[j] * sv[j] * 255 / f_max);
     w.value[j] = code * f_max / 255 / sv[j];

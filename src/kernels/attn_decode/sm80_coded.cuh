@@ -24,6 +24,7 @@
 // of scales 722.
 #pragma once
 
+#include "formats/rounded_share.hpp"
 #include "kernels/attn_decode/sm80_coded_load.cuh"
 
 namespace qattn::kernels {
@@ -225,9 +226,9 @@ struct CodedDecode : CodedLoad<C> {
       ref[r] = reference(top[r]);
       share[r] = isa::exp2(top[r] - reference(max[r])) * (1.0f / 255);
     }
-    // A token whose V is far smaller than the tile's largest would round to nothing and take its
-    // probability along: its mass stays unrounded.
-    const float least = largest * (1.0f / 64);
+    // A token whose V is far smaller than the tile's largest would round to nothing, or to one of
+    // few values, and take probability along: its mass stays unrounded.
+    const float least = largest * formats::kRoundedShare;
     std::uint32_t b[S::keys / 32][1][2], turned[4];
 #pragma unroll
     for (int n = 0; n < S::keys / 8; ++n) {  // keys 8 n + g

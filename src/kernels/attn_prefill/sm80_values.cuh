@@ -222,8 +222,8 @@ struct PrefillValues : PrefillScores<C> {
     }
   }
 
-  /// Keys that the integer sums leave out: tokens whose V is nearly zero join with their unrounded
-  /// P, bad ones make the rows that see them NaN.
+  /// Keys that the integer sums leave out: tokens whose V is far smaller than the tile's largest
+  /// join with their unrounded P, bad ones make the rows that see them NaN.
   QATTN_DEVICE void add_unrounded(Scores& s) {
     const SharedAddress tail = base + S::tail_at;
     tile::each_score(s, [&](int r, int key, float& x) {

@@ -60,7 +60,7 @@ struct Sm90Consumer : Sm90Multiplier<C> {
   QATTN_DEVICE void load_facts() {
     scales = this->load_scales(stage());
     // Flags of keys that do not exist hold anything.
-    constexpr std::uint32_t room = (1u << Base::hidden_at) - 1;
+    constexpr std::uint32_t room = ~(3u << Base::hidden_at);
     scales.flags = (scales.flags & room) | walk.hidden << Base::hidden_at;
   }
 

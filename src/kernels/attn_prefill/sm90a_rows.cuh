@@ -19,7 +19,11 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
   int plain_first;
   unsigned plain_span;
   /// In the flags of a tile: the block mask forbids its first half, and in the next bit its second.
-  static constexpr int hidden_at = 30;
+  static constexpr int hidden_at = 28;
+  static_assert((uneven_bits & 3u << hidden_at) == 0);
+  QATTN_DEVICE static std::uint32_t hidden_halves(std::uint32_t flags) {
+    return flags >> hidden_at & 3;
+  }
 
   /// `buffer`: Q's.
   QATTN_DEVICE Sm90Rows(const Sm90Params& a, const PrefillWork& w, const WorkFacts& facts,
@@ -87,15 +91,15 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
 
   /// Are there keys in half `h` of a tile, and none that the block mask forbids?
   QATTN_DEVICE bool has_half(int h, std::uint32_t flags, int tile) const {
-    return tile + h * slot_tile < work.k.length && (flags >> hidden_at >> h & 1) == 0;
+    return tile + h * slot_tile < work.k.length && (hidden_halves(flags) >> h & 1) == 0;
   }
 
   /// The bounds of row r in a tile.
   QATTN_DEVICE tile::ScoreRow edge_row(int r, std::uint32_t flags, int tile) const {
     tile::ScoreRow row = this->score_row(r);
     const int middle = tile + S::keys / 2;
-    if ((flags >> hidden_at & 1) != 0 && row.begin < middle) row.begin = middle;
-    if ((flags >> hidden_at & 2) != 0 && row.end > middle) row.end = middle;
+    if ((hidden_halves(flags) & 1) != 0 && row.begin < middle) row.begin = middle;
+    if ((hidden_halves(flags) & 2) != 0 && row.end > middle) row.end = middle;
     return row;
   }
 
@@ -161,9 +165,9 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
 
   /// Hides what the block mask forbids of scores that are ready.
   QATTN_DEVICE static void hide_half(typename Base::Scores& s, std::uint32_t flags) {
-    if (flags >> hidden_at == 0) return;
+    if (hidden_halves(flags) == 0) return;
     tile::each_score(s, [&](int, int key, float& x) {
-      if ((flags >> hidden_at >> key / slot_tile & 1) != 0) x = -tile::infinity();
+      if ((hidden_halves(flags) >> key / slot_tile & 1) != 0) x = -tile::infinity();
     });
   }
 };

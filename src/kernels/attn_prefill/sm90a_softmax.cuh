@@ -35,7 +35,7 @@ struct Sm90Softmax : Sm90Rows<C> {
   /// accumulators belong to.
   struct Scales {
     float k[S::halves], v_log[S::halves];
-    std::uint32_t flags;  ///< TileFlags of V; the same in all lanes
+    std::uint32_t flags;  ///< TileFlags of V and uneven_tiles(); the same in all lanes
   };
   QATTN_DEVICE Scales load_scales(SharedAddress stage) const {
     Scales x;
@@ -50,20 +50,8 @@ struct Sm90Softmax : Sm90Rows<C> {
       const auto facts = isa::load_shared<isa::Words2>(tail + S::flags_at);
       x.flags |= facts.w[0], range[h] = facts.w[1];
     }
-    if (uneven_halves(range) != 0) x.flags |= tiles_are_uneven;
+    if constexpr (S::halves > 1) x.flags |= uneven_tiles(range[0], range[1]);
     return x;
-  }
-
-  /// Bit h: half h of a tile has scales of V below 1/64 of the other half's largest. P, relative to
-  /// the whole tile, leaves such tokens no codes to speak of. `range`: PreparedTiles.
-  // In a word, because ptxas copies twelve accumulators more in each tile for two (D 128).
-  QATTN_DEVICE static std::uint32_t uneven_halves(const std::uint32_t (&range)[S::halves]) {
-    constexpr int last = S::halves - 1;
-    if constexpr (last == 0) return 0;
-    const auto exceeds = [&](int a, int b) {
-      return formats::float_of(range[a]) > formats::float_of(range[b] << 16);
-    };
-    return (exceeds(last, 0) ? 1u : 0u) | (exceeds(0, last) ? 2u : 0u);
   }
 
   /// Does every row see every key, with constant scales? The same answer in the whole warpgroup.
@@ -74,12 +62,12 @@ struct Sm90Softmax : Sm90Rows<C> {
   /// Is the tile plain but for the bounds of what its rows see? Forgets the tables of keys behind
   /// the end, which hold anything, and of a half that the block mask forbids.
   QATTN_DEVICE bool is_edge(int tile, SharedAddress stage, Scales& x) const {
-    std::uint32_t flags = x.flags & tiles_are_uneven;
+    std::uint32_t flags = x.flags & uneven_bits;
     bool bad = false;
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       const bool exists = this->has_half(h, x.flags, tile);
-      if (!exists) flags &= ~std::uint32_t{tiles_are_uneven};
+      if (!exists) flags &= ~uneven_bits;
       x.k[h] = exists ? x.k[h] : 0.0f;
       x.v_log[h] = exists ? x.v_log[h] : 0.0f;
       const SharedAddress tail = stage + S::tail_at + h * S::tail_bytes;
@@ -295,31 +283,48 @@ struct Sm90Softmax : Sm90Rows<C> {
       }
     }
     const int length = static_cast<int>(work.k.length) - tile;
-    std::uint32_t range[S::halves];
-#pragma unroll
-    for (int h = 0; h < S::halves; ++h) {
-      range[h] = isa::load_shared<std::uint32_t>(tails + h * S::tail_bytes + S::flags_at + 4);
-    }
-    const std::uint32_t uneven = length > slot_tile ? uneven_halves(range) : 0;
-    add_weights(tails, length, uneven);
-    // Tokens whose V is nearly zero join with their unrounded P, bad ones make the rows that see
-    // them NaN.
-    tile::each_score(s, [&](int r, int key, float& x) {
-      if (x == -tile::infinity()) return;
-      float plain = table(S::plain_at, key);
-      if ((uneven >> key / slot_tile & 1) != 0 && plain == 0.0f) plain = 1.0f;
-      if (tile::is_nan(x) || plain != 0.0f) {
-        sum[r] += plain == 0.0f
-                      ? x
-                      : plain * isa::exp2(x - table(S::log_at, key) - this->reference(max[r]));
+    add_weights(tails, length);
+    float log_from = -tile::infinity();
+    if constexpr (S::halves > 1) {
+      const auto range = [&](int h) {
+        return isa::load_shared<std::uint32_t>(tails + h * S::tail_bytes + S::flags_at + 4);
+      };
+      if (length > slot_tile && uneven_tiles(range(0), range(1)) != 0) {
+        log_from = isa::log2(rounded_from(range(0), range(1)));
       }
-    });
+    }
+    add_unrounded(s, table, log_from);
+  }
+
+  /// What add_weights() leaves out of the sums of rows: tokens whose V is far smaller than their
+  /// half's largest, with their unrounded P, and bad ones, which make the rows that see them NaN.
+  /// Those whose log is below `log_from` are so beside the other half: their rounded P leaves
+  /// again.
+  template <class Table>
+  QATTN_DEVICE void add_unrounded(const Scores& s, Table table, float log_from) {
+#pragma unroll
+    for (int n = 0; n < S::n_tiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = i / 2, key = 8 * n + lane % 4 * 2 + i % 2;
+        const float x = s[0][n][i];
+        if (x == -tile::infinity()) continue;
+        const float plain = table(S::plain_at, key), log = table(S::log_at, key);
+        if (!tile::is_nan(x) && plain == 0.0f && log >= log_from) continue;
+        const float mass = isa::exp2(x - log - this->reference(max[r]));
+        const std::uint32_t word = codes[n / 4][r + n / 2 % 2 * 2];
+        const auto code = static_cast<std::int32_t>(word >> (16 * (n % 2) + 8 * (i % 2)) & 0xff);
+        const float rounded = isa::to_float(code) * isa::exp2(-log);
+        sum[r] +=
+            plain == 0.0f ? mass - rounded * (share[r] * (1.0f / Base::share_unit)) : plain * mass;
+      }
+    }
   }
 
   /// Sums of the rounded P, those of rows and what the output has too much. For rows two more of V
   /// hold the high and low byte of each key's weight, in the order of P's fragments. `length`: keys
-  /// of the tile that exist; `apart`: halves whose tokens join the sums of rows otherwise.
-  QATTN_DEVICE void add_weights(SharedAddress tails, int length, std::uint32_t apart) {
+  /// of the tile that exist.
+  QATTN_DEVICE void add_weights(SharedAddress tails, int length) {
     std::uint32_t all[R] = {};
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
@@ -330,7 +335,7 @@ struct Sm90Softmax : Sm90Rows<C> {
           all[r] = isa::dot4_u8(codes[2 * h + b / 2][r + b % 2 * 2], 0x01010101u, all[r]);
         }
       }
-      if (h * slot_tile >= length || (apart >> h & 1) != 0) continue;  // or there are no tables
+      if (h * slot_tile >= length) continue;  // there are no tables
       const SharedAddress tail = tails + h * S::tail_bytes;
       std::int32_t high[R] = {}, low[R] = {};
 #pragma unroll

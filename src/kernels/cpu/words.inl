@@ -2,6 +2,7 @@
 // namespace of its vocabulary. No standard library containers or algorithms here: see words.hpp.
 #include <cstdint>
 
+#include "formats/rounded_share.hpp"
 #include "kernels/cpu/words.hpp"
 
 namespace qattn::cpu {
@@ -166,15 +167,14 @@ static inline F natural_log(F x) {
 }
 
 bool token_scale_tables(const float* scale, int count, float* log, float* inverse, float* plain) {
-  // Below 2^-90 a scale could overflow the sums; such values of V are zeros for all purposes.
-  constexpr float smallest = 0x1p-90f;
+  constexpr float smallest = formats::kLeastTokenScale;
   F most = v::set(0.0f);
   for (int j = 0; j < count; j += v::lanes) {
     const int left = count - j;
     most = v::max(v::load_n(scale + j, left < v::lanes ? left : v::lanes), most);  // NaN: not
   }
   const float top = v::reduce_max(most);
-  const float least = top * (1.0f / 64.0f) > smallest ? top * (1.0f / 64.0f) : smallest;
+  const float share = top * formats::kRoundedShare, least = share > smallest ? share : smallest;
   F any = v::set(0.0f);
   for (int j = 0; j < tile_keys; j += v::lanes) {
     const int left = count - j < 0 ? 0 : count - j;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "formats/int8.hpp"
+#include "formats/rounded_share.hpp"
 #include "formats/scale.hpp"
 #include "isa/isa.hpp"
 #include "kernels/quantize/prepared.hpp"
@@ -247,7 +248,7 @@ enum class ValueScales : std::int32_t {
 /// (8 x 64 bytes of shared memory). By one warp. `one` is the code of 1.
 QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedAddress extra,
                                      const RowPair& r, ValueScales kind, std::uint32_t one) {
-  constexpr float smallest = 0x1p-90f;  // below it scales could overflow sums of weights
+  constexpr float smallest = formats::kLeastTokenScale;
   constexpr float heaviest = 127.0f * 256.0f;
   const TileOffsets at = tile_offsets(channels);
   const int lane = isa::lane();
@@ -262,7 +263,7 @@ QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedA
     if (usable[i] && formats::bits_of(r.scale[i]) > top) top = formats::bits_of(r.scale[i]);
   }
   const float largest = formats::float_of(warp_max(top));
-  const float share = formats::mul_rn(largest, 1.0f / 64.0f);
+  const float share = formats::mul_rn(largest, formats::kRoundedShare);
   const float least = share > smallest ? share : smallest;
   // Largest 1 / scale, that is the smallest scale, of the keys that are weighed.
   std::uint32_t low = 0;
@@ -312,9 +313,10 @@ QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedA
     // Both factors: floor * heaviest overflows from values of 2^120 on.
     const float per_unit = formats::mul_rn(formats::reciprocal(floor), 1 / heaviest);
     const float scale_unit = !integer ? 1.0f : token && low == 0 ? 0.0f : per_unit;
-    const float reach = token && low != 0 ? 64.0f * floor : __builtin_inff();
-    const std::uint32_t range =
-        (token ? formats::bits_of(largest) & 0xffff0000u : 0u) | formats::bits_of(reach) >> 16;
+    constexpr float per_share = 1 / formats::kRoundedShare;
+    const float reach = token && low != 0 ? per_share * floor : __builtin_inff();
+    const std::uint32_t range = (token ? formats::bits_of(largest) & 0xffff0000u : 0u) |
+                                (0x7fffu - (formats::bits_of(reach) >> 16));
     const std::uint32_t flags = (any_bad ? std::uint32_t{tile_has_bad} : 0u) |
                                 (any_plain ? std::uint32_t{tile_has_plain} : 0u) |
                                 (mixed ? std::uint32_t{tile_is_mixed} : 0u);

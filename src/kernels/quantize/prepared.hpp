@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "formats/rounded_share.hpp"
+#include "formats/scale.hpp"
 #include "tile/sequence.hpp"
 
 namespace qattn::kernels {
@@ -12,6 +14,8 @@ namespace qattn::kernels {
 inline constexpr int slot_tile = 64;
 /// V's codes in s8 lie in u8, so much larger.
 inline constexpr int value_offset = 128;
+/// What uneven_tiles() may return: none of it a TileFlag.
+inline constexpr std::uint32_t uneven_bits = 0x80008000u;
 
 /// Bits of PreparedRows::flags and of a V tile's `flags`: what a tile's keys need beyond the plain
 /// path.
@@ -19,9 +23,8 @@ enum TileFlag : std::uint32_t {
   tile_has_bad = 1,    ///< a token holds NaN or Inf
   tile_has_plain = 2,  ///< a token of V joins the sum unrounded (docs/NUMERICS.md)
   tile_is_mixed = 4,   ///< V's scale differs among keys of the same (key % 8) / 2
-  /// Of two tiles of V, which no record has: one has scales below 1/64 of the other's largest.
-  tiles_are_uneven = 8,
 };
+static_assert((uneven_bits & (tile_has_bad | tile_has_plain | tile_is_mixed)) == 0);
 
 /// Q or K: codes [heads][slots][row_bytes], channels past the head dimension are zero, and so are
 /// the slots behind a sequence's end in its last tile of 64.
@@ -49,9 +52,10 @@ struct PreparedRows {
 ///   plain   [64] float: 0 normally, 1 for a token that joins the sum unrounded, NaN for a bad one
 ///   unit    float: 1 / scale = w * unit; then 4 bytes unused
 ///   flags   TileFlag
-///   range   upper halves of two floats, of s8 per token. Its own upper half: the largest scale of
-///           tokens that are not bad; its lower half: 64 times the smallest scale of those that are
-///           not plain either, Inf without any
+///   range   what uneven_tiles() reads, of s8 per token. Upper half: that of a float, the largest
+///           scale of tokens that are not bad. Lower half: 0x7fff less the upper half of another,
+///           the smallest scale of those that are not plain either / kRoundedShare, or Inf without
+///           any
 /// Tiles without tokens, and one behind all tiles, have zeros behind their codes.
 struct PreparedTiles {
   std::uint8_t* tiles = nullptr;
@@ -66,6 +70,18 @@ struct PreparedTiles {
 };
 
 inline namespace QATTN_TARGET {
+
+/// Of two tiles of V that a tile of P spans, from their `range`: not 0 where one has scales below
+/// kRoundedShare of the other's largest, as far as upper halves tell (by 1/128 of it).
+// Two comparisons of floats took ptxas 5 to 12 instructions of a tile's 700.
+QATTN_DEVICE std::uint32_t uneven_tiles(std::uint32_t first, std::uint32_t second) {
+  return (first + (second << 16 | second >> 16)) & uneven_bits;
+}
+/// The least scale of theirs that is not below that share, as far as they tell.
+QATTN_DEVICE float rounded_from(std::uint32_t first, std::uint32_t second) {
+  const std::uint32_t a = first & 0xffff0000u, b = second & 0xffff0000u;
+  return formats::mul_rn(formats::float_of(a > b ? a : b), formats::kRoundedShare);
+}
 
 /// The group of key `s` of sequence `b`, whose tokens are `span`, among those of channel_scale.
 QATTN_DEVICE std::int64_t channel_group(const PreparedTiles& v, const tile::Rows& r,
