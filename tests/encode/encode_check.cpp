@@ -194,9 +194,13 @@ void check_tables(const Case& c, const Truth& truth, const std::uint8_t* record,
   const auto upper = [](double x) {
     return std::bit_cast<std::uint32_t>(static_cast<float>(x)) >> 16;
   };
+  const auto rounded_down = [&](double x) { return std::bit_cast<float>(upper(x) << 16); };
   const double reach = ranged ? 8 * least_scale : INFINITY;
-  wrong.add(range >> 16 == upper(ranged ? top : 0.0),
-            text("largest", b, h, first, range >> 16, top));
+  const auto largest = at<float>(record + o.largest);
+  wrong.add(!ranged || largest == static_cast<float>(top),
+            text("largest", b, h, first, largest, top));
+  const std::uint32_t above = upper(top) + (static_cast<float>(top) > rounded_down(top) ? 1 : 0);
+  wrong.add(range >> 16 == (ranged ? above : 0), text("range", b, h, first, range >> 16, above));
   wrong.add((range & 0xffff) == 0x7fff - upper(reach),
             text("reach", b, h, first, range & 0xffff, reach));
   wrong.add((flags & known) == (want_flags & known), text("flags", b, h, first, flags, want_flags));

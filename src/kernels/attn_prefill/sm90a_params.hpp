@@ -176,6 +176,7 @@ struct Sm90Shape {
   // Inside a tail.
   static constexpr int weights_at = 0, log_at = record.log - tail_from;
   static constexpr int plain_at = record.plain - tail_from, unit_at = record.unit - tail_from;
+  static constexpr int largest_at = record.largest - tail_from;
   static constexpr int flags_at = record.flags - tail_from;
 
   static constexpr int out_channels = part_channels;  ///< that leave through shared memory together

@@ -2,6 +2,7 @@
 // maximum of its own row and tile.
 #pragma once
 
+#include "formats/rounded_share.hpp"
 #include "kernels/attn_prefill/sm90a_rows.cuh"
 
 namespace qattn::kernels {
@@ -286,11 +287,14 @@ struct Sm90Softmax : Sm90Rows<C> {
     add_weights(tails, length);
     float log_from = -tile::infinity();
     if constexpr (S::halves > 1) {
-      const auto range = [&](int h) {
-        return isa::load_shared<std::uint32_t>(tails + h * S::tail_bytes + S::flags_at + 4);
+      const auto fact = [&](int at, int h) {
+        return isa::load_shared<std::uint32_t>(tails + h * S::tail_bytes + at);
       };
-      if (length > slot_tile && uneven_tiles(range(0), range(1)) != 0) {
-        log_from = isa::log2(rounded_from(range(0), range(1)));
+      constexpr int range = S::flags_at + 4;
+      if (length > slot_tile && uneven_tiles(fact(range, 0), fact(range, 1)) != 0) {
+        const float largest = fmaxf(formats::float_of(fact(S::largest_at, 0)),
+                                    formats::float_of(fact(S::largest_at, 1)));
+        log_from = isa::log2(largest * formats::kRoundedShare);
       }
     }
     add_unrounded(s, table, log_from);

@@ -4,8 +4,6 @@
 
 #include <cstdint>
 
-#include "formats/rounded_share.hpp"
-#include "formats/scale.hpp"
 #include "tile/sequence.hpp"
 
 namespace qattn::kernels {
@@ -50,12 +48,12 @@ struct PreparedRows {
 ///           codes of bad tokens stand for 0 in all channels
 ///   log     [64] float: log2 of the token's scale (s8 per token), else 0
 ///   plain   [64] float: 0 normally, 1 for a token that joins the sum unrounded, NaN for a bad one
-///   unit    float: 1 / scale = w * unit; then 4 bytes unused
+///   unit    float: 1 / scale = w * unit
+///   largest float, of s8 per token: the largest scale of tokens that are not bad
 ///   flags   TileFlag
 ///   range   what uneven_tiles() reads, of s8 per token. Upper half: that of a float, the largest
-///           scale of tokens that are not bad. Lower half: 0x7fff less the upper half of another,
-///           the smallest scale of those that are not plain either / kRoundedShare, or Inf without
-///           any
+///           scale, rounded up. Lower half: 0x7fff less the upper half of another, the smallest
+///           scale of tokens that are neither bad nor plain / kRoundedShare, or Inf without any
 /// Tiles without tokens, and one behind all tiles, have zeros behind their codes.
 struct PreparedTiles {
   std::uint8_t* tiles = nullptr;
@@ -72,15 +70,10 @@ struct PreparedTiles {
 inline namespace QATTN_TARGET {
 
 /// Of two tiles of V that a tile of P spans, from their `range`: not 0 where one has scales below
-/// kRoundedShare of the other's largest, as far as upper halves tell (by 1/128 of it).
+/// kRoundedShare of the other's largest, or up to 1.6 % above.
 // Two comparisons of floats took ptxas 5 to 12 instructions of a tile's 700.
 QATTN_DEVICE std::uint32_t uneven_tiles(std::uint32_t first, std::uint32_t second) {
   return (first + (second << 16 | second >> 16)) & uneven_bits;
-}
-/// The least scale of theirs that is not below that share, as far as they tell.
-QATTN_DEVICE float rounded_from(std::uint32_t first, std::uint32_t second) {
-  const std::uint32_t a = first & 0xffff0000u, b = second & 0xffff0000u;
-  return formats::mul_rn(formats::float_of(a > b ? a : b), formats::kRoundedShare);
 }
 
 /// The group of key `s` of sequence `b`, whose tokens are `span`, among those of channel_scale.
@@ -139,12 +132,12 @@ struct PlainParams {
 };
 
 struct TileOffsets {
-  int codes, log, plain, unit, flags, range, bytes;
+  int codes, log, plain, unit, largest, flags, range, bytes;
 };
 constexpr TileOffsets tile_offsets(int channels) {
   const int log = (channels + 8) * slot_tile;
   const int unit = log + 8 * slot_tile;
-  return {0, log, log + 4 * slot_tile, unit, unit + 8, unit + 12, unit + 16};
+  return {0, log, log + 4 * slot_tile, unit, unit + 4, unit + 8, unit + 12, unit + 16};
 }
 
 /// Key (within 16) at position p of V's contraction order: the order in which the accumulators of
