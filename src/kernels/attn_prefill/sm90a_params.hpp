@@ -96,17 +96,18 @@ struct Sm90Shape {
   /// the next tile is looked at. Where ptxas puts these and the rest depends on them, and on all
   /// else: to be tried again after changes. H200, D 128, full, S 4096, TFLOP/s, look after 3, 4, 5,
   /// 6, 7: e4m3 P 905 887 888 (e4m3 Q and K 952 951 899), u8 P 808 809 792 from 5 on. With P in
-  /// shared memory the turn after 5 and the look after 10 are best or nearly so but for: u8 P, 8,
-  /// 11 and join_until 14 beside 5, 10 and 13 at S 1024 2048 4096 16384 1.03 1.02 1.02 1.01, causal
-  /// 1.01 at 1024 and 2048, 1.02 at 16384 (9 and 10 spill in the loop: 0.7); bf16, 5 and 8 beside 4
-  /// and 10 causal 1.01 1.02 1.01 at 1024 2048 4096, full 1.01 at 4096 and 16384; 16-bit P beside
-  /// codes of Q and K, where 4 is 1 to 4 % better than 5 to 8.
-  static constexpr int shared_give = u8 && C.d == 128 ? 8 : wide_pv && !wide_qk ? 4 : 5;
+  /// shared memory the turn after 5 and the look after 10 are best or nearly so but for: u8 P, 6, 8
+  /// and join_until 13 beside 8, 11 and 14 (best before V's range was looked at as it is) at S 1024
+  /// 2048 4096 16384 1.02 1.02 1.03 1.03, causal 1.005 at 1024, 1.03 at 16384, as are 5 to 7, 8 or
+  /// 9, and 12 to 14 nearly (a turn after 9: 0.80 to 0.89); bf16, 5 and 8 beside 4 and 10 causal
+  /// 1.01 1.02 1.01 at 1024 2048 4096, full 1.01 at 4096 and 16384; 16-bit P beside codes of Q and
+  /// K, where 4 is 1 to 4 % better than 5 to 8.
+  static constexpr int shared_give = u8 && C.d == 128 ? 6 : wide_pv && !wide_qk ? 4 : 5;
   static constexpr int give_after = three ? -1 : shared_p ? shared_give : wide_pv ? 3 : 2;
   /// Three consumers with e4m3 Q and K, after 3, 4, 5, 6, 7, 9: S 8192 892 913 930 936 933 937, S
   /// 16384 965 962 966 973 969 975.
   static constexpr bool late_look = three && C.d == 128 && C.qk == isa::Element::e4m3;
-  static constexpr int shared_look = u8 && C.d == 128 ? 11 : wide_qk ? 8 : 10;
+  static constexpr int shared_look = (u8 && C.d == 128) || wide_qk ? 8 : 10;
   static constexpr int look_after = shared_p       ? shared_look
                                     : wide_pv      ? 7
                                     : u8 && !three ? 6
@@ -114,7 +115,7 @@ struct Sm90Shape {
                                                    : 3;
   /// P V of the tile before is waited for behind the first of these groups, if shared_p, and joins
   /// the output among those that follow, up to the last.
-  static constexpr int join_after = give_after, join_until = !u8 ? 16 : C.d == 128 ? 14 : 13;
+  static constexpr int join_after = give_after, join_until = u8 ? 13 : 16;
   static_assert(!shared_p || (turns && join_after <= look_after));
   static constexpr int d = C.d, dv = C.dv(), keys = C.keys();
   static constexpr int consumers = C.consumers, rows = C.rows();
