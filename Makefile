@@ -1,21 +1,34 @@
-# Everything from a fresh Debian 12 as root: `make demo`, `make test`. Each sets up what it needs:
+# Everything from a fresh Debian 12 as root: `make demo`, `make test`. Each installs what it needs:
 # system packages by apt, Python packages into .venv. A second run only rebuilds what changed.
+#
+#   make demo       the program and the Python extension, and every recipe on a real model's tensors
+#   make check      a developer's loop: what a change of a CPU file can break
+#   make test       what CI runs
+#   make test-all   everything: all sanitizers, all GPU targets, full matrices, fuzzing, Arm
+#
+# The three tiers run the targets below as phases (tools/tier.py) and end with each phase's time.
+# RECORD=FILE keeps the times as JSON. CONTRIBUTING.md says what is in which tier.
 SHELL := /bin/bash
 export OMP_WAIT_POLICY ?= passive
 BUILD := build
 PY := .venv/bin/python
 JOBS ?= $(shell nproc)
-APT := g++ cmake pkg-config ninja-build python3-dev python3-venv libgtest-dev libfmt-dev \
-       libcli11-dev nlohmann-json3-dev libboost-context-dev g++-aarch64-linux-gnu qemu-user \
-       clang libclang-rt-dev libomp-dev
 
-.PHONY: all setup build demo test sanitize tsan fuzz arm wheel gpu-build gpu-test gpu-sanitize \
-        gpu-bench model format clean
+.PHONY: all demo check test test-all setup-demo setup setup-all configure build ctest-check ctest \
+        ctest-all pytest-check pytest sanitize sanitize-all tsan fuzz arm wheel wheels cuda \
+        cuda-all gpu-build gpu-test gpu-sanitize gpu-bench model format clean
 all: build
 
-$(BUILD)/.apt: Makefile
+# ---- What each target needs of the system ------------------------------------------------------
+
+APT_demo := g++ cmake pkg-config ninja-build python3-dev python3-venv libgtest-dev libfmt-dev \
+            libcli11-dev nlohmann-json3-dev libboost-context-dev
+APT_test := $(APT_demo) qemu-user
+APT_all := $(APT_test) g++-aarch64-linux-gnu clang libclang-rt-dev libomp-dev
+
+$(BUILD)/.apt-%: Makefile
 	@mkdir -p $(BUILD)
-	@missing=""; for p in $(APT); do \
+	@missing=""; for p in $(APT_$*); do \
 	  dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$p"; \
 	done; \
 	if [ -n "$$missing" ]; then \
@@ -25,71 +38,143 @@ $(BUILD)/.apt: Makefile
 	fi
 	@touch $@
 
-$(BUILD)/.python: python/requirements-dev.txt
+$(BUILD)/.python-%: python/requirements-%.txt python/requirements-demo.txt
 	@mkdir -p $(BUILD)
-	python3 -m venv .venv
-	$(PY) -m pip install -q --disable-pip-version-check -r python/requirements-dev.txt
+	@test -x $(PY) || python3 -m venv .venv
+	@echo "installing Python packages into .venv"
+	@$(PY) -m pip install -q --disable-pip-version-check -r $<
 	@touch $@
 
-setup: $(BUILD)/.apt
-	@$(MAKE) --no-print-directory $(BUILD)/.python
+setup-demo: $(BUILD)/.apt-demo
+	@$(MAKE) --no-print-directory $(BUILD)/.python-demo
+setup: $(BUILD)/.apt-test
+	@$(MAKE) --no-print-directory $(BUILD)/.python-dev
+setup-all: setup $(BUILD)/.apt-all
 
-build: setup
-	cmake --preset release -DPython_EXECUTABLE=$(CURDIR)/$(PY) >$(BUILD)/configure.log || \
-	  { cat $(BUILD)/configure.log; exit 1; }
+# ---- The build -----------------------------------------------------------------------------------
+
+# $(call cmake,PRESET,FOLDER,OPTIONS): the configuration; what it says is shown where it fails.
+define cmake
+@mkdir -p $(2)
+@cmake --preset $(1) $(3) >$(2)/configure.log || { cat $(2)/configure.log; exit 1; }
+endef
+
+# Where there is a GPU, its kernels are built, for it alone. Other machine code: `make cuda-all`.
+GPU_ARCH ?= $(shell command -v nvcc >/dev/null && command -v nvidia-smi >/dev/null && \
+              nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | \
+              sed -nE 's/[. ]//g; s/^(9|1[0-9])([0-9])$$/\1\2a/; /^[0-9]+a?$$/p')
+GPU_OPTIONS = $(if $(GPU_ARCH),-DQATTN_CUDA=ON -DQATTN_CUDA_ARCHITECTURES=$(GPU_ARCH),-DQATTN_CUDA=OFF)
+
+configure: setup
+	$(call cmake,release,$(BUILD),-DPython_EXECUTABLE=$(CURDIR)/$(PY) $(GPU_OPTIONS))
+build: configure
 	cmake --build $(BUILD) -j $(JOBS)
 
-# The table on the terminal, the plots in report.html.
-demo: build
-	PYTHONPATH=$(BUILD)/python $(PY) tools/capture/embed_minilm.py -o $(BUILD)/embeddings.json
+# The library, the program and the extension; the table on the terminal, pictures in report.html.
+demo: setup-demo
+	$(call cmake,release,$(BUILD),-DPython_EXECUTABLE=$(CURDIR)/$(PY) $(GPU_OPTIONS))
+	cmake --build $(BUILD) -j $(JOBS) --target qattn_cli _qattn $(if $(GPU_ARCH),qattn_cuda)
+	PYTHONPATH=$(BUILD)/python $(PY) tools/capture/embed_minilm.py -q -o $(BUILD)/embeddings.json
 	$(BUILD)/bin/qattn demo --report report.html --embeddings $(BUILD)/embeddings.json
 
-test: build sanitize tsan fuzz arm wheel
-	ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
-	QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_LIBRARY=$(CURDIR)/$(BUILD)/src/libqattn.a \
-	  QATTN_FORMATS_DUMP=$(CURDIR)/$(BUILD)/bin/formats_dump \
-	  QATTN_BENCH_LIBRARY=$(CURDIR)/$(BUILD)/tests/emulated/libattention_bench_emulated.so \
-	  QATTN_FAKE_CUDA=$(CURDIR)/$(BUILD)/tests/validation/libqattn_fake_cuda.so \
-	  QATTN_EMULATED_CUDA=$(CURDIR)/$(BUILD)/tests/kvcache_gpu/libqattn_emulated_cuda.so \
-	  PYTHONPATH=$(BUILD)/python $(PY) -m pytest -q -p no:cacheprovider tests
+# ---- Tests ---------------------------------------------------------------------------------------
 
-# Everything in C++ under AddressSanitizer and UndefinedBehaviorSanitizer (conformance: a sample).
+check test test-all:
+	@command -v python3 >/dev/null || $(MAKE) --no-print-directory setup
+	@python3 tools/tier.py $@ $(if $(RECORD),--record $(RECORD))
+
+CTEST := ctest --test-dir $(BUILD) --output-on-failure --no-tests=error -j $(JOBS)
+ctest-check: build
+	$(CTEST) -LE slow
+ctest: build
+	$(CTEST)
+# Every emulated kernel under all three schedules, and the whole matrices.
+ctest-all: build
+	QATTN_EMULATED_SCHEDULES=all $(CTEST) -C all
+
+PYTEST := QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_LIBRARY=$(CURDIR)/$(BUILD)/src/libqattn.a \
+  QATTN_FORMATS_DUMP=$(CURDIR)/$(BUILD)/bin/formats_dump \
+  QATTN_BENCH_LIBRARY=$(CURDIR)/$(BUILD)/tests/emulated/libattention_bench_emulated.so \
+  QATTN_FAKE_CUDA=$(CURDIR)/$(BUILD)/tests/validation/libqattn_fake_cuda.so \
+  QATTN_EMULATED_CUDA=$(CURDIR)/$(BUILD)/tests/kvcache_gpu/libqattn_emulated_cuda.so \
+  PYTHONPATH=$(BUILD)/python $(PY) -m pytest -q -p no:cacheprovider
+# What needs neither torch nor a minute.
+pytest-check: build
+	$(PYTEST) -m "not slow" tests/python tests/cli tests/docs
+pytest: build
+	$(PYTEST) tests
+
+# $(call sanitized,PRESET,FOLDER): builds and runs what that preset has.
+define sanitized
+$(call cmake,$(1),$(2))
+cmake --build $(2) -j $(JOBS)
+ctest --test-dir $(2) --output-on-failure --no-tests=error -j $(JOBS)
+endef
+
+# AddressSanitizer and UndefinedBehaviorSanitizer: a sample that reaches every kernel file, or all.
 sanitize: setup
-	cmake --preset sanitize >$(BUILD)/configure-sanitize.log || \
-	  { cat $(BUILD)/configure-sanitize.log; exit 1; }
-	cmake --build $(BUILD)/sanitize -j $(JOBS)
-	ctest --test-dir $(BUILD)/sanitize --output-on-failure -j $(JOBS)
+	$(call sanitized,sanitize,$(BUILD)/sanitize)
+sanitize-all: setup
+	$(call sanitized,sanitize-all,$(BUILD)/sanitize-all)
 
 # Concurrent calls under ThreadSanitizer: the library and that one program.
 tsan: setup
-	cmake --preset tsan >$(BUILD)/configure-tsan.log || { cat $(BUILD)/configure-tsan.log; exit 1; }
+	$(call cmake,tsan,$(BUILD)/tsan)
 	cmake --build $(BUILD)/tsan -j $(JOBS) --target thread_test
 	ctest --test-dir $(BUILD)/tsan --output-on-failure --no-tests=error -R '^hardening[.]Threads$$'
 
-# Coverage-guided, by libFuzzer: the validator and both file readers, for ten seconds each. In the
-# other builds a driver without coverage runs the same targets.
+# Coverage-guided, by libFuzzer: the validator and both file readers, for a minute each. In the
+# other builds a driver without coverage runs the same targets for seconds.
 FUZZ := fuzz_seeds fuzz_validator fuzz_npy fuzz_safetensors
-fuzz: setup
-	cmake --preset fuzz >$(BUILD)/configure-fuzz.log || { cat $(BUILD)/configure-fuzz.log; exit 1; }
+fuzz: setup-all
+	$(call cmake,fuzz,$(BUILD)/fuzz)
 	cmake --build $(BUILD)/fuzz -j $(JOBS) --target $(FUZZ)
 	ctest --test-dir $(BUILD)/fuzz --output-on-failure --no-tests=error -R '^fuzz[.]' -j $(JOBS)
+
+# The NEON units, cross-compiled and run under qemu-user.
+arm: setup-all
+	$(call cmake,arm,$(BUILD)/arm)
+	cmake --build $(BUILD)/arm -j $(JOBS)
+	ctest --test-dir $(BUILD)/arm --output-on-failure --no-tests=error -j $(JOBS)
 
 # The wheel in $(BUILD)/wheel, tested in an environment that has numpy and nothing else, within the
 # bound on its import. Its size and import time as a record: make wheel WHEEL=--write
 wheel: setup
 	tests/packaging/wheel_test.sh $(PY) $(BUILD)/wheel $(WHEEL)
+# The same with every CPython on the path, of those that pyproject.toml admits.
+wheels: setup
+	@for python in python3.10 python3.11 python3.12 python3.13 python3.14; do \
+	  if $$python -c 'import venv, ensurepip' 2>/dev/null; then \
+	    echo "wheel for $$($$python --version)"; \
+	    tests/packaging/wheel_test.sh "$$(command -v $$python)" $(BUILD)/wheel/$$python || exit 1; \
+	  fi; \
+	done
 
-# The NEON units, cross-compiled and run under qemu-user.
-arm: setup
-	cmake --preset arm >$(BUILD)/configure-arm.log || { cat $(BUILD)/configure-arm.log; exit 1; }
-	cmake --build $(BUILD)/arm -j $(JOBS)
-	ctest --test-dir $(BUILD)/arm --output-on-failure -j $(JOBS)
+# ---- GPU code, compiled where nvcc is --------------------------------------------------------------
+
+# $(call machine_code,FOLDER,ARCHITECTURES): libqattn_cuda, its registers and spills compared with
+# the record.
+define machine_code
+@if ! command -v nvcc >/dev/null; then echo "no nvcc: GPU code is not compiled"; exit 0; fi; \
+set -e; mkdir -p $(1); \
+cmake -G Ninja -S . -B $(1) -DCMAKE_BUILD_TYPE=Release -DQATTN_TESTS=OFF -DQATTN_CLI=OFF \
+  -DQATTN_CUDA=ON -DQATTN_CUDA_ARCHITECTURES="$(2)" >$(1)/configure.log || \
+  { cat $(1)/configure.log; exit 1; }; \
+cmake --build $(1) -j $(JOBS) --target qattn_cuda; \
+$(PY) tools/gpu_report.py $(1) --check
+endef
+
+# Hopper's target has code of every kernel there is.
+cuda: setup
+	$(call machine_code,$(BUILD)/cuda,90a)
+cuda-all: setup
+	$(call machine_code,$(BUILD)/cuda-all,80;89;90a;100f;120f)
+
+# ---- On a machine with a GPU -----------------------------------------------------------------------
 
 # On a machine with an NVIDIA GPU, which may have no network: needs nvcc, cmake, ninja and a python3
 # with torch, numpy, nanobind and pytest. Only the present GPU's machine code is built.
 GPU_BUILD := $(BUILD)/gpu
-GPU_ARCH ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | \
-              sed -E 's/[. ]//g; s/^(9|1[0-9])([0-9])$$/\1\2a/')
 gpu-build:
 	@test -n "$(GPU_ARCH)" || { echo "no NVIDIA GPU here"; exit 1; }
 	@mkdir -p $(GPU_BUILD)
@@ -132,7 +217,7 @@ gpu-bench: gpu-build
 
 # Bounds on the GPU kernels' time, from the emulator: after a change of a kernel.
 model: build
-	$(BUILD)/bin/qattn model --json >bench/results/model-h200.json
+	$(BUILD)/bin/qattn_model --json >bench/results/model-h200.json
 	$(PY) bench/bench.py render
 
 format:

@@ -1,4 +1,4 @@
-"""`qattn model` beside what was measured: bench/results/model-*.json and the machine's records.
+"""`qattn_model` beside what was measured: bench/results/model-*.json and the machine's records.
 
 The times come from the records, not from the model's file: a new record needs no new model.
 """
@@ -94,7 +94,7 @@ def section(records):
             "",
             f"## Predicted against measured, {machine['name']}",
             "",
-            f"`qattn model` counts what a kernel does in the emulator and divides by what the "
+            f"`qattn_model` counts what a kernel does in the emulator and divides by what the "
             f"machine does: {machine['multiprocessors']:g} multiprocessors at "
             f"{machine['hertz'] / 1e9:g} GHz, a clock of one: {rates}; memory "
             f"{machine['dram_bytes_per_second'] / 1e12:g} TB/s ({machine['source']}). The longest "

@@ -5,6 +5,7 @@ Needs numpy and pytest; the program's path is in the environment variable QATTN_
 
 import json
 import os
+import re
 import struct
 import subprocess
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 PROGRAM = os.environ.get("QATTN_CLI")
+MODEL = PROGRAM and str(Path(PROGRAM).with_name("qattn_model"))  # it comes with the tests
 DATA = Path(__file__).resolve().parents[2] / "data" / "minilm_qkv.safetensors"
 pytestmark = pytest.mark.skipif(not PROGRAM, reason="QATTN_CLI is not set")
 
@@ -21,20 +23,20 @@ RECIPES = [
 ]
 
 
-def qattn(*arguments, **kwargs):
-    command = [PROGRAM, *map(str, arguments)]
+def qattn(*arguments, program=PROGRAM, **kwargs):
+    command = [program, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)
 
 
-def result_json(*arguments):
-    done = qattn(*arguments, "--json")
+def result_json(*arguments, program=PROGRAM):
+    done = qattn(*arguments, "--json", program=program)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def refused(*arguments, status=2, says=()):
+def refused(*arguments, status=2, says=(), program=PROGRAM):
     """The program exits with `status`, prints no result and names every text in `says`."""
-    done = qattn(*arguments)
+    done = qattn(*arguments, program=program)
     assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
     for text in says:
         assert text in done.stderr, done.stderr
@@ -329,9 +331,9 @@ def test_model(tmp_path):
             "step": "kernel", "median_ms": 0.25}
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"cells": [cell | {"step": "e2e", "median_ms": 9}, cell]}))
-    call = ("model", "--shape", "4,8,2,1024,1024,128", "--causal", "--measured", record,
+    call = ("--shape", "4,8,2,1024,1024,128", "--causal", "--measured", record,
             "--recipe", "int8_full,bf16,f32")
-    report = result_json(*call)
+    report = result_json(*call, program=MODEL)
     full, wide = report["rows"]
     assert full["shape"] == shape and full["kernel"] == "sm90a_prefill"
     # 4 x 8 heads, 1 + ... + 8 tiles of 1024 clocks of 8-bit products, on 132 multiprocessors.
@@ -345,16 +347,17 @@ def test_model(tmp_path):
     assert full["measured_over_predicted"] == pytest.approx(0.25 / full["predicted_ms"])
     assert any("f32: " in why and "sm90a_prefill" in why for why in report["refused"])
     # The record's time is not the portable kernel's.
-    (portable,) = result_json(*call[:-1], "int8_full", "--portable")["rows"]
+    (portable,) = result_json(*call[:-1], "int8_full", "--portable", program=MODEL)["rows"]
     assert portable["kernel"] == "sm80_prefill" and "measured_ms" not in portable
-    table = qattn(*call)
+    table = qattn(*call, program=MODEL)
     assert table.returncode == 0 and "sm90a_prefill" in table.stdout and "0.25" not in table.stderr
 
 
+@pytest.mark.slow
 def test_the_committed_model_is_what_the_kernels_do():
     """Approximately: how often a maximum rises depends on the last bits of the C library."""
     path = Path(__file__).resolve().parents[2] / "bench" / "results" / "model-h200.json"
-    committed, now = json.loads(path.read_text()), result_json("model")
+    committed, now = json.loads(path.read_text()), result_json(program=MODEL)
     assert now["machine"] == committed["machine"]
     assert len(now["rows"]) == len(committed["rows"])
     for a, b in zip(now["rows"], committed["rows"], strict=True):
@@ -365,16 +368,20 @@ def test_the_committed_model_is_what_the_kernels_do():
 
 
 def test_model_refusals(tmp_path):
-    refused("model", "--shape", "1,2", says=["--shape 1,2"])
-    refused("model", "--shape", "1,1,1,128,128,64", "--recipe", "nope", says=["nope"])
-    refused("model", "--shape", "1,1,1,128,128,64", "--recipe", "f32", status=3, says=["_prefill"])
-    refused("model", "--shape", "1,1,1,128,1073741952,64", status=3, says=["2^30"])
-    refused("model", "--measured", tmp_path / "absent.json", says=["absent.json"])
+    def refuses(*arguments, **expected):
+        refused(*arguments, program=MODEL, **expected)
+
+    refuses("--shape", "1,2", says=["--shape 1,2"])
+    refuses("--shape", "1,1,1,128,128,64", "--recipe", "nope", says=["nope"])
+    refuses("--shape", "1,1,1,128,128,64", "--recipe", "f32", status=3, says=["_prefill"])
+    refuses("--shape", "1,1,1,128,1073741952,64", status=3, says=["2^30"])
+    refuses("--measured", tmp_path / "absent.json", says=["absent.json"])
     for text in ("{", "[]", '{"cells": 1}', '{"cells": [{"candidate": 1}]}'):
         (tmp_path / "bad.json").write_text(text)
-        refused("model", "--measured", tmp_path / "bad.json", says=["bad.json"])
+        refuses("--measured", tmp_path / "bad.json", says=["bad.json"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA.exists(), reason="no captured data")
 def test_demo(tmp_path):
     embeddings = tmp_path / "embeddings.json"
@@ -388,7 +395,11 @@ def test_demo(tmp_path):
     assert measured["f32"]["memory_vs_f16"] == pytest.approx(2)
     assert 0.5 < measured["int8_full"]["memory_vs_f16"] < 0.7
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 4 and "<script" not in page and "http" not in page
+    assert page.count("<svg") == 5 and "<script" not in page and "http" not in page
+    assert report["provenance"]["cpu"] in page and report["provenance"]["isa"] in page
+    # Speed against error: a point of its own colour for every recipe.
+    colours = re.findall(r'<circle [^>]*r="5" fill="(#\w+)"', page)
+    assert len(colours) == len(set(colours)) == len(measured)
     assert "int8&lt;b&gt;" in page and "int8<b>" not in page
 
 

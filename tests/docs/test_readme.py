@@ -40,6 +40,7 @@ def python_blocks():
     return re.findall(r"```python\n(.*?)```", README, re.S)
 
 
+@pytest.mark.slow
 def test_transformers_example(tmp_path):
     """With a small model of random weights as `name` and a batch of tokens as `ids`."""
     prelude = (
@@ -79,5 +80,6 @@ def test_performance_page_is_what_the_records_say():
     subprocess.run([sys.executable, ROOT / "bench" / "bench.py", "render", "--check"], check=True)
 
 
+@pytest.mark.slow
 def test_plots_are_what_the_records_say():
     subprocess.run([sys.executable, ROOT / "bench" / "bench.py", "plot", "--check"], check=True)

@@ -74,6 +74,11 @@ struct Timing {
 /// Early, late and one random schedule, each with another order of lanes.
 std::span<const Timing> every_timing();
 
+/// Those under which one of many cases runs: for every eighth name all three, for the others one of
+/// them. With QATTN_EMULATED_SCHEDULES=all in the environment every case has all three. Names
+/// choose, so that a new case moves no other.
+std::span<const Timing> timings_for(std::string_view name);
+
 /// run_call() on the emulated kernels once per timing. Records a failure where results differ in a
 /// bit, or where another kernel served the call.
 Outcome run_emulated(const Call& call, Laid& laid, const Recipe& recipe,

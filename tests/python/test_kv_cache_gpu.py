@@ -337,6 +337,7 @@ refused("", lambda: qattn.device_errors("cuda:0"))
 """)
 
 
+@pytest.mark.slow
 def test_qattn_cache_on_a_gpu(emulated):
     """QattnCache over the emulated GPU's cache gives the logits and tokens of the host's."""
     emulated("""

@@ -69,6 +69,7 @@ def test_compile_without_graph_breaks(case, dynamic):
         torch.testing.assert_close(compiled(*given, **options), attend(*given, **options))
 
 
+@pytest.mark.slow
 def test_compile_with_inductor():
     torch._dynamo.reset()
     given = operands(kv_heads=2)

@@ -119,11 +119,12 @@ def main() -> None:
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("embeddings.json"))
     parser.add_argument("--recipe", help="comma-separated recipes; default: all")
+    parser.add_argument("-q", "--quiet", action="store_true", help="write the file, print nothing")
     args = parser.parse_args()
     report = evaluate(args.recipe.split(",") if args.recipe else None)
-    for row in report["results"]:
+    for row in [] if args.quiet else report["results"]:
         print(f"{row['recipe']:<12} min {row['min_cosine']:.6f}  mean {row['mean_cosine']:.6f}")
-    for row in report["skipped"]:
+    for row in [] if args.quiet else report["skipped"]:
         print(f"{row['recipe']:<12} skipped: {row['reason']}")
     args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

@@ -19,9 +19,6 @@ void add_quantize(CLI::App& program, Action& chosen);
 void add_kv(CLI::App& program, Action& chosen);
 void add_bench(CLI::App& program, Action& chosen);
 void add_demo(CLI::App& program, Action& chosen);
-/// Only in builds with tests (QATTN_HAS_MODEL): it runs the kernels in their emulator, which would
-/// double the size of a program that is shipped and bring a dependency, for developers alone.
-void add_model(CLI::App& program, Action& chosen);
 
 /// Adds a subcommand whose options fill a Flags and which runs `run(flags)`.
 template <class Flags>

@@ -22,19 +22,20 @@ h1, h2 { line-height: 1.2; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #8884;
   white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-svg { width: 100%; max-width: 46rem; height: auto; font-size: 12px; }
-svg text { fill: currentColor; stroke: none; }
+th:first-child, td:first-child, .facts td, .facts th { text-align: left; }
+svg { width: 100%; min-width: 38rem; max-width: 46rem; height: auto; font-size: 12px; }
+svg text { fill: currentColor; paint-order: stroke; stroke: Canvas; stroke-width: 4px; }
 svg polyline, svg .key { stroke-width: 1.5; }
 svg .grid { stroke: #8886; }
 svg .mark { stroke: currentColor; stroke-dasharray: 4 4; }
+.machine { border-left: 4px solid #8886; padding-left: .8rem; }
 </style>
 </head>
 <body>
 )";
 
-std::string html(const Table& table) {
-  std::string text = "<div class=\"wide\"><table>\n";
+std::string html(const Table& table, const char* style = "numbers") {
+  std::string text = fmt::format("<div class=\"wide\"><table class=\"{}\">\n", style);
   const char* cell = "th";
   for (const auto& row : table.rows()) {
     text += "<tr>";
@@ -48,7 +49,7 @@ std::string html(const Table& table) {
 }
 
 std::string section(const std::string& title, const std::string& note, const std::string& body) {
-  return fmt::format("<h2>{}</h2>\n<p>{}</p>\n{}", title, note, body);
+  return fmt::format("<h2>{}</h2>\n<p>{}</p>\n<div class=\"wide\">{}</div>\n", title, note, body);
 }
 
 std::string errors(const Demo& demo) {
@@ -99,13 +100,30 @@ std::string embeddings(const Demo& demo) {
       demo.embeddings->sentences, escape_html(demo.embeddings->model), html(table));
 }
 
+std::string error_and_speed(const Demo& demo) {
+  std::vector<Point> points;
+  for (const DemoRow& row : demo.rows) {
+    points.push_back({row.recipe, row.long_nrmse, demo.f32_long_ms / row.long_ms});
+  }
+  return scatter("Speed against error, long context", {"error (NRMSE against float64)", 0},
+                 {"times as fast as f32", 1}, points);
+}
+
+std::string machine_text(const Demo& demo) {
+  const Json& m = demo.machine;
+  return fmt::format(
+      "<p class=\"machine\">Measured on {}, instruction set {}, {} threads, by qattn {}.</p>\n",
+      escape_html(m["cpu"].get<std::string>()), escape_html(m["isa"].get<std::string>()),
+      m["threads"].dump(), escape_html(m["version"].get<std::string>()));
+}
+
 std::string provenance_html(const Demo& demo) {
   Table table({"what", "value"});
   for (const auto& [key, value] : demo.machine.items()) {
     table.add({key, value.is_string() ? value.get<std::string>() : value.dump()});
   }
   for (const auto& [key, value] : demo.source) table.add({key, value});
-  std::string text = html(table);
+  std::string text = html(table, "facts");
   for (const Skipped& s : demo.skipped) {
     text += fmt::format("<p>{} skipped: {}</p>\n", escape_html(s.recipe), escape_html(s.reason));
   }
@@ -116,14 +134,24 @@ std::string provenance_html(const Demo& demo) {
 
 std::string html_report(const Demo& demo) {
   std::string page = head;
-  page += "<h1>qattn: attention in low precision, on real input</h1>\n";
+  page +=
+      "<h1>qattn: attention in low precision</h1>\n"
+      "<p>qattn computes attention with 8-bit and 4-bit numbers. A <em>recipe</em> says which "
+      "numbers: <code>int8_full</code> is 8-bit integers throughout, <code>f32</code> is ordinary "
+      "floats. This page shows what each recipe costs in accuracy and gains in speed on this "
+      "machine.</p>\n";
+  page += machine_text(demo);
+  page += section("Speed against error",
+                  "Each point is a recipe. Up is faster, left is more accurate. The dashed line is "
+                  "the speed of <code>f32</code>. The input is a synthetic long context.",
+                  error_and_speed(demo));
+  page += "<h2>All numbers</h2>\n" + html(demo.table());
   page += fmt::format(
-      "<p>Every recipe on Q, K and V of every layer of a real model on real text "
-      "(B,Hq,Hkv,Sq,Sk,D = {}) and on a synthetic long context ({}: shifted keys and a sink token; "
-      "error on {} query rows). Errors are against float64 on the unquantised inputs; NRMSE = "
-      "|o - ref| / |ref|. Times are end to end on this CPU, quantisation included.</p>\n",
+      "<p>The first columns are of Q, K and V of every layer of a real model on real text "
+      "(B,Hq,Hkv,Sq,Sk,D = {}), the last three of the long context ({}: shifted keys and a sink "
+      "token; error on {} query rows). NRMSE = |o - ref| / |ref|, against float64 on the "
+      "unquantised inputs. Times are end to end, quantisation included.</p>\n",
       demo.layer.text(), demo.long_context.text(), demo.long_reference_rows);
-  page += html(demo.table());
   page += section("Error by layer", "NRMSE on the model's layers, logarithmic.", errors(demo));
   page += section("Speed, long context", "Relative to recipe f32 (dashed) in the same run.",
                   speed("Speedup on the long context", demo, &DemoRow::long_ms, demo.f32_long_ms));
@@ -132,7 +160,7 @@ std::string html_report(const Demo& demo) {
   page += section("Memory", "Bytes of Q, K and V as multiplied, scales included, over f16's.",
                   memory(demo));
   page += "<h2>Sentence embeddings</h2>\n" + embeddings(demo);
-  page += "<h2>Provenance</h2>\n" + provenance_html(demo);
+  page += "<h2>Where these numbers come from</h2>\n" + provenance_html(demo);
   return page + "</body>\n</html>\n";
 }
 

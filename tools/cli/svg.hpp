@@ -1,4 +1,4 @@
-// Two kinds of plot as inline SVG: text takes the page's colour, so both schemes work.
+// Three kinds of plot as inline SVG: text takes the page's colour, so both schemes work.
 #pragma once
 
 #include <string>
@@ -21,8 +21,24 @@ struct Bar {
   std::string text;  ///< beside the bar
 };
 
-/// Horizontal bars from 0; `mark` draws a dashed line at that value (0: none).
+/// Horizontal bars from 0, their texts in a column; `mark` draws a dashed line at that value (0:
+/// none).
 std::string bars(const std::string& label, const std::vector<Bar>& bars, double mark);
+
+struct Point {
+  std::string name;
+  double x = 0, y = 0;  ///< what is not finite and positive is not drawn
+};
+
+struct Axis {
+  std::string title;
+  double mark = 0;  ///< a dashed line at that value; 0: none
+};
+
+/// Named points, x on a logarithmic axis, y from 0. Names stand beside their points, apart from
+/// each other.
+std::string scatter(const std::string& label, const Axis& x, const Axis& y,
+                    const std::vector<Point>& points);
 
 /// `text` with the five characters escaped that HTML gives a meaning.
 std::string escape_html(const std::string& text);

@@ -316,7 +316,7 @@ QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedA
     constexpr float per_share = 1 / formats::kRoundedShare;
     const float reach = token && low != 0 ? per_share * floor : __builtin_inff();
     // Rounded so that uneven_tiles() misses none.
-    const std::uint32_t above = token ? formats::bits_of(largest) + 0xffffu & 0xffff0000u : 0u;
+    const std::uint32_t above = token ? (formats::bits_of(largest) + 0xffffu) & 0xffff0000u : 0u;
     const std::uint32_t range = above | (0x7fffu - (formats::bits_of(reach) >> 16));
     const std::uint32_t flags = (any_bad ? std::uint32_t{tile_has_bad} : 0u) |
                                 (any_plain ? std::uint32_t{tile_has_plain} : 0u) |

@@ -1,4 +1,4 @@
-// qattn model: what the GPU kernels do, counted in the emulator, as bounds on their time on an
+// qattn_model: what the GPU kernels do, counted in the emulator, as bounds on their time on an
 // H200, beside measured times.
 #include <fmt/format.h>
 
@@ -7,9 +7,9 @@
 #include <optional>
 #include <set>
 
-#include "call.hpp"
-#include "commands.hpp"
-#include "console.hpp"
+#include "cli/call.hpp"
+#include "cli/console.hpp"
+#include "cli/program.hpp"
 #include "model/emulate.hpp"
 
 namespace qattn::cli {
@@ -275,11 +275,14 @@ Status run_model(const ModelFlags& flags) {
 }
 
 }  // namespace
-
-void add_model(CLI::App& program, Action& chosen) {
-  add_command<ModelFlags>(program, chosen, "model",
-                          "bounds on the GPU kernels' time, from counts in the emulator",
-                          run_model);
-}
-
 }  // namespace qattn::cli
+
+int main(int argc, char** argv) {
+  namespace cli = qattn::cli;
+  CLI::App program("qattn_model: bounds on the GPU kernels' time, from counts in the emulator",
+                   "qattn_model");
+  cli::ModelFlags flags;
+  flags.add_to(program);
+  return cli::run_program(
+      program, [&flags] { return cli::run_model(flags); }, argc, argv);
+}

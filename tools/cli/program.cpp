@@ -1,0 +1,60 @@
+#include "program.hpp"
+
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <exception>
+#include <new>
+
+#include "console.hpp"
+
+namespace qattn::cli {
+
+namespace {
+
+enum Exit { exit_ok = 0, exit_defect = 1, exit_usage = 2, exit_impossible = 3 };
+
+Exit exit_status(Code code) {
+  switch (code) {
+    case Code::ok:
+      return exit_ok;
+    case Code::invalid_argument:
+      return exit_usage;
+    case Code::unsupported:
+    case Code::out_of_memory:
+      return exit_impossible;
+    case Code::internal:
+      break;
+  }
+  return exit_defect;
+}
+
+int fail(const CLI::App& program, Exit status, const std::string& message) {
+  fmt::print(stderr, "{}: {}\n", program.get_name(), printable(message));
+  return status;
+}
+
+}  // namespace
+
+int run_program(CLI::App& program, const Action& chosen, int argc, char** argv) {
+  try {
+    program.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return program.exit(error) == 0 ? exit_ok : exit_usage;
+  }
+  // The library does not throw; files, JSON and containers may.
+  try {
+    const Status status = chosen();
+    if (!status.ok()) return fail(program, exit_status(status.code()), status.message());
+    if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
+      return fail(program, exit_usage, "standard output cannot be written");
+    }
+    return exit_ok;
+  } catch (const std::bad_alloc&) {
+    return fail(program, exit_impossible, "not enough memory");
+  } catch (const std::exception& error) {
+    return fail(program, exit_defect, error.what());
+  }
+}
+
+}  // namespace qattn::cli
