@@ -97,7 +97,7 @@ PYTEST := QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_LIBRARY=$(CURDIR)/$(BUILD
   QATTN_BENCH_LIBRARY=$(CURDIR)/$(BUILD)/tests/emulated/libattention_bench_emulated.so \
   QATTN_FAKE_CUDA=$(CURDIR)/$(BUILD)/tests/validation/libqattn_fake_cuda.so \
   QATTN_EMULATED_CUDA=$(CURDIR)/$(BUILD)/tests/kvcache_gpu/libqattn_emulated_cuda.so \
-  PYTHONPATH=$(BUILD)/python $(PY) -m pytest -q -p no:cacheprovider
+  PYTHONPATH=$(BUILD)/python $(PY) -m pytest -q -p no:cacheprovider -n $(JOBS)
 # What needs neither torch nor a minute.
 pytest-check: build
 	$(PYTEST) -m "not slow" tests/python tests/cli tests/docs

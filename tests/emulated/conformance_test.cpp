@@ -21,13 +21,15 @@ Result<Plan> plan_emulated(const Call& call, const Laid& laid, const Recipe& rec
   return plan(laid.tensors(), options);
 }
 
-/// Has this build kernels for the cell's head dimensions?
-bool is_built(const Cell& cell) {
+/// Is the cell left out of a sample? That has kernels of one head dimension, a call for each of
+/// them and every sixth other cell.
+bool is_left_out(const Cell& cell) {
 #ifdef QATTN_SAMPLE
-  return cell.feature.dim <= 64 && cell.feature.dim_v <= 64;
+  if (cell.feature.dim > 64 || cell.feature.dim_v > 64) return true;
+  return cell.name.find("_instance_") == std::string::npos && hash_of(cell.name) % 6 != 0;
 #else
   static_cast<void>(cell);
-  return true;
+  return false;
 #endif
 }
 
@@ -75,7 +77,7 @@ Outcome expect_conforms(const Cell& cell) {
 class Emulated : public testing::TestWithParam<Cell> {};
 
 TEST_P(Emulated, MatchesModelAndReference) {
-  if (!is_built(GetParam())) GTEST_SKIP() << "not in the sample";
+  if (is_left_out(GetParam())) GTEST_SKIP() << "not in the sample";
   expect_conforms(GetParam());
 }
 
@@ -87,7 +89,7 @@ INSTANTIATE_TEST_SUITE_P(Full, Emulated, testing::ValuesIn(all_cells()), name_of
 class Hopper : public testing::TestWithParam<Cell> {};
 
 TEST_P(Hopper, DoesItAlone) {
-  if (!is_built(GetParam())) GTEST_SKIP() << "not in the sample";
+  if (is_left_out(GetParam())) GTEST_SKIP() << "not in the sample";
   emu::take_stats();
   const Outcome outcome = expect_conforms(GetParam());
   const emu::Stats done = emu::take_stats();

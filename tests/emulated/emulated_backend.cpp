@@ -98,14 +98,18 @@ std::span<const Timing> every_timing() {
   return all;
 }
 
+std::uint64_t hash_of(std::string_view name) {
+  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
+  return hash >> 32;
+}
+
 std::span<const Timing> timings_for(std::string_view name) {
   const char* schedules = std::getenv("QATTN_EMULATED_SCHEDULES");
   const bool all = schedules != nullptr && std::string_view(schedules) == "all";
   EXPECT_TRUE(all || schedules == nullptr)
       << "QATTN_EMULATED_SCHEDULES=" << schedules << ": \"all\" is the one value that it has";
-  std::uint64_t hash = 14695981039346656037u;  // FNV-1a, the same on every machine
-  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
-  hash >>= 32;
+  const std::uint64_t hash = hash_of(name);
   if (all || hash % 8 == 0) return every_timing();
   return every_timing().subspan(hash / 8 % 3, 1);
 }

@@ -74,6 +74,9 @@ struct Timing {
 /// Early, late and one random schedule, each with another order of lanes.
 std::span<const Timing> every_timing();
 
+/// A number that belongs to a name, the same on every machine.
+std::uint64_t hash_of(std::string_view name);
+
 /// Those under which one of many cases runs: for every eighth name all three, for the others one of
 /// them. With QATTN_EMULATED_SCHEDULES=all in the environment every case has all three. Names
 /// choose, so that a new case moves no other.
