@@ -193,7 +193,9 @@ TEST_P(CodedInput, HeadsInTurn) {
     const Call call = make_call(feature, 24);
     expect_same(attend(laid.tensors(), call.options, GetParam(), call, laid), want, "in turn");
     if (HasFailure()) return;
-    if (heads == 3 && has_codes(GetParam().qk)) compare_with_codes(feature, GetParam());
+    // quantize() knows no masks: where they hide a token, its codes have other scales.
+    const bool same_codes = mask == MaskShape::none && has_codes(GetParam().qk);
+    if (heads == 3 && same_codes) compare_with_codes(feature, GetParam());
     if (HasFailure()) return;
   }
 }

@@ -47,45 +47,92 @@ double product(const Head& x, std::int64_t dim, std::int64_t i, std::int64_t j) 
   return s;
 }
 
-/// A score through the caller's functions, which are of float32.
-double through_functions(const AttentionOptions& o, const ScoreRun& one, double s) {
-  std::uint8_t visible = 1;
-  if (o.mask_function) o.mask_function.apply(o.mask_function.context, one, &visible);
-  if (visible == 0) return -infinity;
+/// A score through the caller's function, which is of float32.
+double through_function(const AttentionOptions& o, const ScoreRun& one, double s) {
   if (!o.score_function) return s;
   auto changed = static_cast<float>(s);
   o.score_function.apply(o.score_function.context, one, &changed);
   return static_cast<double>(changed);
 }
 
+/// May query i of head h in sequence b see key j?
+bool is_visible(const Call& call, Mutation mutation, std::int64_t b, std::int64_t h, std::int64_t i,
+                std::int64_t j) {
+  const AttentionOptions& o = call.options;
+  const std::int64_t len_q = call.sequences[b].len_q, len_k = call.sequences[b].len_k;
+  const std::int64_t bound = i + len_k - len_q + (mutation == Mutation::shift_mask_bound ? 1 : 0);
+  if (o.causal && j > bound) return false;
+  if (o.window_left >= 0 && j < bound - o.window_left) return false;
+  if (o.window_right >= 0 && j > bound + o.window_right) return false;
+  if (!call.block_mask.shape.empty() &&
+      call.block_mask.at(b, h, i / o.block_mask_q, j / o.block_mask_k) == 0) {
+    return false;
+  }
+  if (!call.mask.shape.empty()) {
+    const double value = call.mask.at(b, h, i, j);
+    if (call.mask.boolean ? value == 0 : value == -infinity) return false;
+  }
+  std::uint8_t visible = 1;
+  const ScoreRun one{b, h, i, j, 1, len_q, len_k};
+  if (o.mask_function) o.mask_function.apply(o.mask_function.context, one, &visible);
+  return visible != 0;
+}
+
+/// Rows of `x` ([head][token][dim]) that no query sees become what leaves their neighbours alone:
+/// the mean of the others where it is subtracted, else zeros.
+void neutralise(std::vector<float>& x, const std::vector<bool>& seen, std::int64_t first,
+                std::int64_t dim, bool smooth) {
+  std::vector<float> neutral(static_cast<std::size_t>(dim));
+  const auto tokens = static_cast<std::int64_t>(seen.size());
+  const auto count = std::count(seen.begin(), seen.end(), true);
+  for (std::int64_t d = 0; d < dim && smooth && count > 0; ++d) {
+    double sum = 0;
+    for (std::int64_t j = 0; j < tokens; ++j) sum += seen[j] ? x[(first + j) * dim + d] : 0.0f;
+    neutral[d] = static_cast<float>(sum / static_cast<double>(count));
+  }
+  for (std::int64_t j = 0; j < tokens; ++j) {
+    if (!seen[j]) std::copy(neutral.begin(), neutral.end(), x.begin() + (first + j) * dim);
+  }
+}
+
+/// The call without the influence of keys that no query of their KV head sees.
+Call without_hidden(Call call, const Recipe& recipe) {
+  const std::int64_t group = call.heads_q / call.heads_k;
+  for (std::size_t b = 0; b < call.sequences.size(); ++b) {
+    Sequence& seq = call.sequences[b];
+    for (std::int64_t hk = 0; hk < call.heads_k; ++hk) {
+      std::vector<bool> seen(static_cast<std::size_t>(seq.len_k), false);
+      for (std::int64_t n = 0; n < group * seq.len_q; ++n) {
+        for (std::int64_t j = 0; j < seq.len_k; ++j) {
+          if (!seen[j]) {
+            seen[j] = is_visible(call, Mutation::none, static_cast<std::int64_t>(b),
+                                 hk * group + n / seq.len_q, n % seq.len_q, j);
+          }
+        }
+      }
+      neutralise(seq.k, seen, hk * seq.len_k, call.dim, recipe.smooth_k == Toggle::on);
+      neutralise(seq.v, seen, hk * seq.len_k, call.dim_v, recipe.smooth_v == Toggle::on);
+    }
+  }
+  return call;
+}
+
 /// The score, or -inf where masked.
 double score(const Call& call, const ModelOptions& model, const Head& x, std::int64_t i,
              std::int64_t j) {
+  if (!is_visible(call, model.mutation, x.b, x.h, i, j)) return -infinity;
   const AttentionOptions& o = call.options;
   const std::int64_t diagonal = i + x.len_k - x.len_q;
-  const std::int64_t bound = diagonal + (model.mutation == Mutation::shift_mask_bound ? 1 : 0);
-  if (o.causal && j > bound) return -infinity;
-  if (o.window_left >= 0 && j < bound - o.window_left) return -infinity;
-  if (o.window_right >= 0 && j > bound + o.window_right) return -infinity;
-  if (!call.block_mask.shape.empty() &&
-      call.block_mask.at(x.b, x.h, i / o.block_mask_q, j / o.block_mask_k) == 0) {
-    return -infinity;
-  }
   double bias = 0;
-  if (!call.mask.shape.empty()) {
-    const double value = call.mask.at(x.b, x.h, i, j);
-    if (call.mask.boolean && value == 0) return -infinity;
-    if (!call.mask.boolean) bias += value;
-  }
+  if (!call.mask.shape.empty() && !call.mask.boolean) bias += call.mask.at(x.b, x.h, i, j);
   if (!call.alibi.empty()) {
     bias += call.alibi[x.b * call.heads_q + x.h] * static_cast<double>(j - diagonal);
   }
-  if (bias == -infinity) return -infinity;
   const double scale = o.softmax_scale ? static_cast<double>(*o.softmax_scale)
                                        : 1 / std::sqrt(static_cast<double>(call.dim));
   double s = scale * product(x, call.dim, i, j);
   if (o.softcap > 0) s = o.softcap * std::tanh(s / o.softcap);
-  return through_functions(o, {x.b, x.h, i, j, 1, x.len_q, x.len_k}, s + bias);
+  return through_function(o, {x.b, x.h, i, j, 1, x.len_q, x.len_k}, s + bias);
 }
 
 /// Running softmax of one row over some of its keys.
@@ -261,7 +308,8 @@ Operands operands(const Call& call, const ModelOptions& model) {
 
 }  // namespace
 
-ModelOutput model_attention(const Call& call, const ModelOptions& model) {
+ModelOutput model_attention(const Call& given, const ModelOptions& model) {
+  const Call call = model.leaves_hidden_out ? without_hidden(given, model.recipe) : given;
   ModelOutput output;
   output.out.assign(static_cast<std::size_t>(call.total_rows() * call.dim_v), 0.0);
   output.lse.assign(static_cast<std::size_t>(call.total_rows()), -infinity);

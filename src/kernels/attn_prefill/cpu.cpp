@@ -148,6 +148,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
   c->smooth_q = r.smooth_q == Toggle::on;
   c->smooth_v = r.smooth_v == Toggle::on;
   c->rotate = r.rotate == Toggle::on;
+  c->finds_seen = may_hide_keys(problem, *c);
   c->rows_in_place = rows_in_place(problem, *c);
   c->heads_in_turn = heads_in_turn(problem);
   c->threads = most_threads(problem.threads);
@@ -162,6 +163,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
             std::to_string(tile_keys) +
             " keys\nsplit_keys: " + std::to_string(split ? c->split_keys : 0) +
             "\nsplit_rows: " + std::to_string(split ? tile_rows : 0) +
+            "\nhidden_keys: " + (c->finds_seen ? "are looked for" : "none") +
             "\nrows_in_place: " + std::to_string(c->rows_in_place) +
             "\nheads_in_turn: " + std::to_string(c->heads_in_turn) +
             "\nthreads: " + std::to_string(c->threads) + "\n";
@@ -209,17 +211,31 @@ std::int64_t plan_sequences(const Problem& p, const Config& c, SequenceInfo* tab
   return task;
 }
 
-/// Packs the tile whose first slot is `slot`, unless it belongs to nobody or its task packs it.
-void prepare_tile(const Job& job, std::int64_t slot, std::int64_t head, Scratch& scratch) {
+/// The sequence and key of a slot; b is -1 where the slot belongs to nobody.
+struct SlotOwner {
+  std::int64_t b, key;
+};
+SlotOwner owner_of(const Job& job, std::int64_t slot) {
   const SequenceInfo* first = job.arrays.sequences;
   const SequenceInfo* last = first + job.problem.batch;
   const SequenceInfo* found = std::upper_bound(
       first, last, slot, [](std::int64_t x, const SequenceInfo& s) { return x < s.slot; });
-  if (found == first) return;
-  const SequenceInfo& s = *--found;
-  const std::int64_t key = slot - s.slot, b = found - first;
-  if (key >= s.k_length || packs_itself(job.problem, s)) return;
+  if (found == first) return {-1, 0};
+  --found;
+  const std::int64_t key = slot - found->slot;
+  return key < found->k_length ? SlotOwner{found - first, key} : SlotOwner{-1, 0};
+}
+
+/// Packs the tile whose first slot is `slot`, unless it belongs to nobody or its task packs it.
+void prepare_tile(const Job& job, std::int64_t slot, std::int64_t head, Scratch& scratch) {
+  const auto [b, key] = owner_of(job, slot);
+  if (b < 0 || packs_itself(job.problem, job.arrays.sequences[b])) return;
   pack_tile(job, b, head, key, job.prepared_tile(b, head, key), scratch);
+}
+
+void find_seen_tile(const Job& job, std::int64_t slot, std::int64_t head) {
+  const auto [b, key] = owner_of(job, slot);
+  if (b >= 0) find_seen_keys(job, b, head, key);
 }
 
 bool packs_tiles(const Problem& p, const SequenceInfo& s) { return !packs_itself(p, s); }
@@ -266,13 +282,19 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
   }
   // How often each loop has something to do.
   const std::int64_t means = has_means(problem, config) ? kv_units : 0;
-  const std::int64_t tiles = some_sequence(job, packs_tiles) ? a.slots / tile_keys : 0;
+  const std::int64_t all_tiles = a.slots / tile_keys;
+  const std::int64_t tiles = some_sequence(job, packs_tiles) ? all_tiles : 0;
   const std::int64_t merges = some_sequence(job, is_split) ? kv_units : 0;
   const std::int64_t chunk = chunk_of_tasks(job, tasks);
 #pragma omp parallel num_threads(team(config.threads))
   {
     Scratch& mine = a.scratch[omp_get_thread_num()];
     Phases phases;
+    phases.each(config.finds_seen ? p.heads_kv * all_tiles : 0, [&](std::int64_t i) {
+      find_seen_tile(job, i % all_tiles * tile_keys, i / all_tiles);
+    });
+    phases.each(config.finds_seen ? kv_units : 0,
+                [&](std::int64_t i) { settle_seen_keys(job, i / p.heads_kv, i % p.heads_kv); });
     phases.each(means,
                 [&](std::int64_t i) { prepare_means(job, i / p.heads_kv, i % p.heads_kv, mine); });
     for (const Role role : {Role::q, Role::k, Role::v}) {
@@ -391,6 +413,7 @@ std::size_t layout(const Problem& p, const Config& c, void* base, Arrays& a) {
   a.slots = p.varlen_k ? p.tokens_k + tile_keys * p.batch
                        : p.batch * ceil_div(p.max_k, tile_keys) * tile_keys;
   a.slots = ceil_div(a.slots, tile_keys) * tile_keys;
+  a.seen = arena.take<Seen>(c.finds_seen ? heads * a.slots : 0);
   a.k_mean = arena.take<float>(units * d16);
   a.v_mean = arena.take<float>(units * dv);
   a.q_scale = arena.take<float>(needs_scale_pass(p, c, Role::q) ? p.heads_q * p.tokens_q : 0);
@@ -455,11 +478,16 @@ Sequence Job::q_sequence(std::int64_t b, std::int64_t head) const {
 }
 Sequence Job::k_sequence(std::int64_t b, std::int64_t head) const {
   const SequenceInfo& s = arrays.sequences[b];
-  return sequence(*this, problem.k, s.k_begin, s.k_length, b, head, problem.d, problem.paged);
+  Sequence x = sequence(*this, problem.k, s.k_begin, s.k_length, b, head, problem.d, problem.paged);
+  x.seen = seen(b, head);
+  return x;
 }
 Sequence Job::v_sequence(std::int64_t b, std::int64_t head) const {
   const SequenceInfo& s = arrays.sequences[b];
-  return sequence(*this, problem.v, s.k_begin, s.k_length, b, head, problem.dv, problem.paged);
+  Sequence x =
+      sequence(*this, problem.v, s.k_begin, s.k_length, b, head, problem.dv, problem.paged);
+  x.seen = seen(b, head);
+  return x;
 }
 
 namespace {

@@ -29,6 +29,7 @@ struct Config : detail::PlanData {
   int v_block = tile_keys;       ///< keys under one such scale inside a tile (divides tile_keys)
   Rounding rounding = Rounding::f32;
   bool smooth_k = false, smooth_q = false, smooth_v = false, rotate = false;
+  bool finds_seen = false;  ///< some keys may be hidden, and keys share something
   /// Sequences of at most tile_rows rows (query heads of a group times queries) are split into runs
   /// of this many keys, which are merged by (O, LSE).
   std::int64_t split_keys = 1024;
@@ -108,6 +109,7 @@ struct Scratch {
 struct Arrays {
   SequenceInfo* sequences;  ///< [batch]
   float *k_mean, *v_mean;   ///< [batch * heads_kv][padded]
+  Seen* seen;               ///< [heads_kv][slots] with Config::finds_seen, else null
   float* q_scale;           ///< [heads_q][tokens_q]; only where scales need a pass of their own
   float* k_scale;           ///< [heads_kv][slots]; likewise
   float* v_channel;         ///< [heads_kv][v_groups][dv padded]; likewise
@@ -155,6 +157,9 @@ struct Job {
   const float* v_mean(std::int64_t b, std::int64_t kv_head) const {
     return config.smooth_v ? arrays.v_mean + unit(b, kv_head) * padded(problem.dv) : nullptr;
   }
+  const Seen* seen(std::int64_t b, std::int64_t kv_head) const {
+    return config.finds_seen ? arrays.seen + k_place(b, kv_head, 0) : nullptr;
+  }
   Sequence q_sequence(std::int64_t b, std::int64_t head) const;
   Sequence k_sequence(std::int64_t b, std::int64_t head) const;
   Sequence v_sequence(std::int64_t b, std::int64_t head) const;
@@ -178,6 +183,14 @@ GivenScale given_scale(const Job& job, Role role);
 
 /// Lays the arrays out from `base`; with base null only counts. Returns bytes.
 std::size_t layout(const Problem& problem, const Config& config, void* base, Arrays& arrays);
+
+// cpu_seen.cpp
+/// May there be keys that no row sees, while means or scales of several keys are looked for?
+bool may_hide_keys(const Problem& problem, const Config& config);
+/// Arrays::seen of one tile of keys, which begins at `first`.
+void find_seen_keys(const Job& job, std::int64_t b, std::int64_t kv_head, std::int64_t first);
+/// After all tiles of (b, kv_head): where every key is seen faintly at most, they share after all.
+void settle_seen_keys(const Job& job, std::int64_t b, std::int64_t kv_head);
 
 // cpu_scales.cpp: what must be known before any tile. One (sequence, head) each.
 bool has_means(const Problem& problem, const Config& config);

@@ -31,6 +31,8 @@ float row_scale(const Job& job, Role role, const Sequence& x, std::int64_t b, st
     return given_scale(job, role, x, b, head, token, 0);
   }
   if (needs_scale_pass(job.problem, job.config, role)) {
+    // The shared scale knows of every bad row but of one that has no part in it.
+    if (!x.shares(token) && std::isnan(job.words().amax(row, x.channels))) return nan_value;
     return role == Role::q ? job.arrays.q_scale[job.q_place(b, head, token)]
                            : job.arrays.k_scale[job.k_place(b, head, token)];
   }
@@ -162,7 +164,10 @@ void channel_scales(const Job& job, const Sequence& x, std::int64_t b, std::int6
       std::fill(scale, scale + dv, head_scale(job, Role::v, b, head));
     } else {
       std::fill(scale, scale + dv, 0.0f);
-      for (int j = j0; j < std::min(count, j0 + c.v_block); ++j) {
+      const int end = std::min(count, j0 + c.v_block);
+      const bool shared = some_share(x, first + j0, first + end);
+      for (int j = j0; j < end; ++j) {
+        if (shared && !x.shares(first + j)) continue;
         job.words().accumulate_amax(scratch.rows + j * dv, dv, scale);
       }
       for (int i = 0; i < dv; ++i) scale[i] = formats::amax_scale(scale[i], qmax);
@@ -185,7 +190,17 @@ void token_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_
   for (int j = 0; j < count; ++j) {
     scale[j] = job.words().amax(scratch.rows + j * job.dv(), x.channels);
   }
-  if (joins_groups(job.config.recipe.v_scale, Role::v)) join_amax(scale, count);
+  if (joins_groups(job.config.recipe.v_scale, Role::v)) {
+    float own[tile_keys];
+    for (int j = 0; j < count; ++j) {
+      own[j] = scale[j];
+      if (!x.shares(first + j)) scale[j] = 0.0f;
+    }
+    join_amax(scale, count);
+    for (int j = 0; j < count; ++j) {
+      if (!x.shares(first + j)) scale[j] = own[j];
+    }
+  }
   for (int j = 0; j < count; ++j) scale[j] = formats::amax_scale(scale[j], qmax);
 }
 
@@ -234,18 +249,29 @@ void scale_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_
     for (int i = 0; by_token && !c.v_token_scale && i < x.channels; ++i) row[i] *= scale[j];
   }
   if (!c.v_token_scale) return;
-  // A bad token's zeros must not make the tile a special one: nobody finite sees it.
+  // A bad or hidden token's zeros must not make the tile a special one: nobody finite sees it.
   const auto* bad = tile.at<std::uint8_t>(&TileLayout::v_bad);
   const float top = *std::max_element(scale, scale + count);
   for (int j = 0; j < count; ++j) {
-    if (bad[j] != 0) scale[j] = top;
+    if (bad[j] != 0 || x.hidden(first + j)) scale[j] = top;
   }
   put_token_scales(job, scale, count, tile);
 }
 
+/// Values of tokens [first, first + n) of one channel that have no part in their scale go no
+/// further than those that have one.
+void limit_to_shared(const Sequence& x, std::int64_t first, int n, float* column) {
+  if (x.seen == nullptr || !some_share(x, first, first + n)) return;
+  float most = 0.0f;
+  for (int j = 0; j < n; ++j) {
+    if (x.shares(first + j)) most = std::max(most, std::abs(column[j]));
+  }
+  for (int j = 0; j < n; ++j) column[j] = std::clamp(column[j], -most, most);
+}
+
 /// Groups along the keys (mxfp8, mxfp4, nvfp4), in place.
-void encode_groups_of_tile(const Job& job, std::int64_t b, std::int64_t head, int count,
-                           Scratch& scratch) {
+void encode_groups_of_tile(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                           std::int64_t first, int count, Scratch& scratch) {
   const Format format = job.config.recipe.v;
   const int dv = job.dv(), group = info(format).group;
   const float global = format == Format::nvfp4 ? head_scale(job, Role::v, b, head) : 1.0f;
@@ -253,6 +279,9 @@ void encode_groups_of_tile(const Job& job, std::int64_t b, std::int64_t head, in
     float column[tile_keys];
     std::uint8_t codes[tile_keys], scales[tile_keys / 16];
     for (int j = 0; j < count; ++j) column[j] = scratch.rows[j * dv + i];
+    for (int j = 0; j < count; j += group) {
+      limit_to_shared(x, first + j, std::min(group, count - j), column + j);
+    }
     encode_groups(format, column, count, global, codes, scales);
     for (int j = 0; j < count; ++j) {
       scratch.rows[j * dv + i] = decode_group_code(format, codes[j], scales[j / group], 1.0f);
@@ -335,7 +364,7 @@ void pack_values(const Job& job, std::int64_t b, std::int64_t head, std::int64_t
   load_values(job, x, b, head, first, count, tile, scratch);
   if (c.v_channel_scale) channel_scales(job, x, b, head, first, count, tile, scratch);
   if (grouped(c.recipe.v)) {
-    if (!job.problem.v_codes) encode_groups_of_tile(job, b, head, count, scratch);
+    if (!job.problem.v_codes) encode_groups_of_tile(job, x, b, head, first, count, scratch);
   } else if (free_scale(c.recipe.v)) {
     scale_values(job, x, b, head, first, count, tile, scratch);
   }

@@ -24,7 +24,7 @@ void token_scales(const Job& job, Role role, std::int64_t b, std::int64_t head, 
   }
   for (std::int64_t s = 0; s < x.length; ++s) {
     load_row(job.words(), x, s, transform_of(job, role, b, head, s), scratch.row);
-    scratch.token_amax[s] = job.words().amax(scratch.row, x.channels);
+    scratch.token_amax[s] = x.shares(s) ? job.words().amax(scratch.row, x.channels) : 0.0f;
   }
   const std::int64_t groups = scale_count(scaling, role, x.length);
   fold_groups(scaling, role, scratch.token_amax, x.length, scratch.group_amax, groups);
@@ -41,7 +41,12 @@ void channel_scales(const Job& job, std::int64_t b, std::int64_t head, Scratch& 
   const std::int64_t groups = scale_count(scaling, Role::v, x.length);
   float* scale = job.arrays.v_channel + (head * job.arrays.v_groups + v_group_base(job, b)) * dv;
   std::memset(scale, 0, sizeof(float) * static_cast<std::size_t>(groups * dv));
+  const bool whole = scaling.granularity == Granularity::per_channel;
+  const std::int64_t block = whole ? std::max<std::int64_t>(x.length, 1) : scaling.block;
+  bool shared = true;
   for (std::int64_t s = 0; s < x.length; ++s) {
+    if (s % block == 0) shared = some_share(x, s, std::min(s + block, x.length));
+    if (shared && !x.shares(s)) continue;
     load_row(job.words(), x, s, transform_of(job, Role::v, b, head, s), scratch.row);
     // Bad tokens of V are flagged one by one (cpu_pack.cpp) and need not poison a shared scale.
     if (std::isnan(job.words().amax(scratch.row, x.channels))) continue;
@@ -142,6 +147,7 @@ void prepare_head(const Job& job, Role role, std::int64_t b, std::int64_t head, 
   if (!needs_head_amax(job.problem, job.config, role)) return;
   float amax = 0.0f;
   for (std::int64_t s = 0; s < x.length; ++s) {
+    if (!x.shares(s)) continue;
     load_row(job.words(), x, s, transform_of(job, role, b, head, s), scratch.row);
     const float row = job.words().amax(scratch.row, x.channels);
     if (role == Role::v && std::isnan(row)) continue;  // flagged per token instead

@@ -7,9 +7,7 @@
 #include "qattn/quantize.hpp"
 
 namespace qattn::cpu {
-namespace {
 
-/// Keys that causal and window masks leave to query i (bottom-right alignment).
 void set_window(const Problem& p, const SequenceInfo& s, Row& row) {
   const std::int64_t diagonal = row.i + s.k_length - s.q_length;
   row.begin = 0;
@@ -24,8 +22,6 @@ void set_window(const Problem& p, const SequenceInfo& s, Row& row) {
   row.begin = std::max<std::int64_t>(row.begin, 0);
   row.end = std::max(row.end, row.begin);
 }
-
-}  // namespace
 
 std::int64_t sequence_of_task(const Job& job, std::int64_t index) {
   const SequenceInfo* s = job.arrays.sequences;

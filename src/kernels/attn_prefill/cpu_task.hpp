@@ -34,6 +34,9 @@ inline float read_float(const TensorView& view, std::int64_t offset) {
 }
 
 // cpu_task.cpp
+/// row.begin and row.end: keys that causal and window masks leave to query row.i (bottom-right
+/// alignment).
+void set_window(const Problem& problem, const SequenceInfo& sequence, Row& row);
 std::int64_t sequence_of_task(const Job& job, std::int64_t index);
 /// Of a sequence that packs itself, the KV heads of one split follow each other.
 Task make_task(const Job& job, std::int64_t index);

@@ -1,5 +1,6 @@
 #include "kernels/quantize/rows.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <limits>
@@ -88,8 +89,16 @@ Element element_of(Format format) {
                                   : Element::f32;
 }
 
+bool some_share(const Sequence& x, std::int64_t begin, std::int64_t end) {
+  return x.seen == nullptr || std::find(x.seen + begin, x.seen + end, Seen::yes) != x.seen + end;
+}
+
 void load_row(const Words& words, const Sequence& x, std::int64_t token, const Transform& transform,
               float* dst) {
+  if (x.hidden(token)) {
+    std::memset(dst, 0, sizeof(float) * static_cast<std::size_t>(padded(x.channels)));
+    return;
+  }
   words.load_row(x.row(token), element_of(x.format), x.channels, transform.mean, dst);
   if (transform.rotate) rotate(words, dst, x.channels);
 }
@@ -100,17 +109,20 @@ void mean_of_rows(const Words& words, const Sequence& x, std::int64_t begin, std
   float* row = scratch;
   float* partial = scratch + n;
   double total[256] = {};
+  std::int64_t count = 0;
   for (std::int64_t s = begin; s < end;) {
     std::memset(partial, 0, sizeof(float) * static_cast<std::size_t>(n));
     for (const std::int64_t stop = s + 64 < end ? s + 64 : end; s < stop; ++s) {
+      if (!x.shares(s)) continue;
       words.load_row(x.row(s), element_of(x.format), x.channels, nullptr, row);
       words.accumulate(row, n, partial);
+      ++count;
     }
     for (int i = 0; i < x.channels; ++i) total[i] += static_cast<double>(partial[i]);
   }
-  const double count = end > begin ? static_cast<double>(end - begin) : 1.0;
+  const double tokens = count > 0 ? static_cast<double>(count) : 1.0;
   for (int i = 0; i < n; ++i) {
-    mean[i] = i < x.channels ? static_cast<float>(total[i] / count) : 0.0f;
+    mean[i] = i < x.channels ? static_cast<float>(total[i] / tokens) : 0.0f;
   }
 }
 

@@ -10,6 +10,14 @@
 
 namespace qattn::cpu {
 
+/// Which rows of a call see a token of K or V?
+enum class Seen : std::uint8_t {
+  no,       ///< None: nothing of it has any influence, and its values are not read.
+  faintly,  ///< Only under biases that leave it no weight beside other tokens. It has codes of its
+            ///< own, for rows that see nothing else, but no part in what tokens share.
+  yes,
+};
+
 /// The tokens of one (sequence, head) in memory: dense, packed, or scattered over pages.
 struct Sequence {
   const std::byte* base = nullptr;  ///< token 0 of this head (paged: token 0 of page 0)
@@ -20,6 +28,11 @@ struct Sequence {
   int channels = 0;
   const std::int32_t* pages = nullptr;  ///< this sequence's page numbers, or null
   std::int64_t page_table_stride = 1, page_size = 1, page_stride = 0;
+  const Seen* seen = nullptr;  ///< [length], or null: every token is seen
+
+  bool hidden(std::int64_t token) const { return seen != nullptr && seen[token] == Seen::no; }
+  /// Has the token a part in means and in scales of several tokens?
+  bool shares(std::int64_t token) const { return seen == nullptr || seen[token] == Seen::yes; }
 
   std::int64_t page(std::int64_t token) const {
     return pages[token / page_size * page_table_stride];
@@ -30,6 +43,9 @@ struct Sequence {
     return base + element * bits / 8;
   }
 };
+
+/// Does any token of [begin, end) share()? Where none does, those that are not hidden share.
+bool some_share(const Sequence& x, std::int64_t begin, std::int64_t end);
 
 /// How rows are changed before they are quantised.
 struct Transform {
@@ -43,12 +59,13 @@ void unrotate(const Words& words, float* x, int n);
 
 constexpr int padded(int n) { return (n + lanes - 1) / lanes * lanes; }
 
-/// Row `token` of a float tensor, transformed; dst is padded to a multiple of 16 with zeros.
+/// Row `token` of a float tensor, transformed; dst is padded to a multiple of 16 with zeros. A
+/// hidden token's row is all zeros.
 void load_row(const Words& words, const Sequence& x, std::int64_t token, const Transform& transform,
               float* dst);
 
-/// Mean over tokens [begin, end), summed in float32 by 64 rows and in float64 above. `mean` and
-/// `scratch` (3 * padded(channels) floats) are padded.
+/// Mean over the tokens of [begin, end) that share() (0 without any), summed in float32 by 64 rows
+/// and in float64 above. `mean` and `scratch` (3 * padded(channels) floats) are padded.
 void mean_of_rows(const Words& words, const Sequence& x, std::int64_t begin, std::int64_t end,
                   float* mean, float* scratch);
 
