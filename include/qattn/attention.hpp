@@ -88,7 +88,8 @@ struct AttentionOptions {
   MaskFunction mask_function;    ///< CPU only; one more mask
   /// Look at the contents of index tensors and given scales before the kernel starts, and name the
   /// bad entry. On a GPU this copies them to the host and waits for the stream; without it a bad
-  /// index makes its rows NaN and is reported by device_errors(). CPUs always look.
+  /// index makes its rows NaN and is reported by device_errors(), a bad scale makes the rows that
+  /// use it NaN. CPUs always look.
   bool validate = false;
 };
 

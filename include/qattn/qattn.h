@@ -198,7 +198,8 @@ QATTN_API qattn_status qattn_quantize_shapes(qattn_quantize_tensors* tensors,
 QATTN_API qattn_status qattn_quantize_shapes_on(qattn_quantize_tensors* tensors,
                                                 const qattn_quantize_options* options,
                                                 void* stream);
-/* qattn::quantize(); *saturated (may be NULL) counts codes that a static scale clipped. */
+/* qattn::quantize(); *saturated (may be NULL) counts codes that a static scale, which is positive
+ * and finite, clipped. */
 QATTN_API qattn_status qattn_quantize(const qattn_quantize_tensors* tensors,
                                       const qattn_quantize_options* options, int64_t* saturated);
 /* The same on a stream of x's device. */

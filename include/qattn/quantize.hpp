@@ -36,8 +36,8 @@ struct QuantizeTensors {
   TensorView codes, scale;  ///< outputs
   TensorView global;        ///< output of nvfp4
   TensorView mean;          ///< output if smooth
-  TensorView
-      static_scale;  ///< optional input of scale's shape: used instead of amax, copied to scale
+  /// Optional input of scale's shape, positive and finite: used instead of amax, copied to scale.
+  TensorView static_scale;
   TensorView cu_seqlens;  ///< optional (B + 1) s32: x is packed (T, H, D) or (H, T, D)
 };
 
@@ -53,7 +53,7 @@ Result<QuantizeShapes> quantize_shapes(const TensorView& x, const QuantizeOption
 /// NaN or Inf in x makes its scale NaN (or, in formats with NaN codes and a static scale, the
 /// code). Errors: invalid_argument names the tensor, the value and the rule; outputs stay
 /// untouched. On a GPU the work is enqueued on `stream`; with cu_seqlens or static_scale the call
-/// waits for it, because one decides the shapes and the other is counted.
+/// waits for it: the first decides the shapes, the second is checked and its clipping counted.
 Result<QuantizeReport> quantize(const QuantizeTensors& tensors, const QuantizeOptions& options,
                                 Stream stream = nullptr);
 

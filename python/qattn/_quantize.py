@@ -83,9 +83,9 @@ def quantize(
     direction of the groups. granularity, block (tokens), warp (rows): which elements share a scale;
     the defaults are the CPU's. smooth subtracts the mean over the sequence (q: over each block)
     and returns it; rotate applies a Hadamard rotation to the rows of q or k.
-    static_scale: scales to use instead of the maxima; codes that they clip are counted in
-    `saturated`. On CUDA tensors the work is enqueued on torch's current stream; with cu_seqlens or
-    static_scale the call waits for it. Raises InvalidArgument, Unsupported.
+    static_scale: positive finite scales to use instead of the maxima; codes that they clip are
+    counted in `saturated`. On CUDA tensors the work is enqueued on torch's current stream; with
+    cu_seqlens or static_scale the call waits for it. Raises InvalidArgument, Unsupported.
     """
     scales = sizes_of(granularity, block, warp)
     options = _options(

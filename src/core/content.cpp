@@ -7,6 +7,7 @@
 
 #include "core/problem.hpp"
 #include "formats/e4m3.hpp"
+#include "formats/scale.hpp"
 #include "formats/ue8m0.hpp"
 #include "qattn/quantize.hpp"
 
@@ -119,10 +120,7 @@ std::int64_t scale_entries(const Scaling& asked, Role role, Format format, std::
 /// Are all `count` values positive and finite? Written to vectorise: a cache has a scale a token.
 bool all_positive(const float* x, std::int64_t count) {
   int bad = 0;
-  for (std::int64_t i = 0; i < count; ++i) {
-    bad |= static_cast<int>(!(x[i] > 0.0f)) |
-           static_cast<int>(!(x[i] <= std::numeric_limits<float>::max()));
-  }
+  for (std::int64_t i = 0; i < count; ++i) bad |= static_cast<int>(!formats::is_scale(x[i]));
   return bad == 0;
 }
 
@@ -131,7 +129,7 @@ bool all_positive(const float* x, std::int64_t count) {
 std::pair<float, bool> scale_value(const TensorView& view, std::int64_t offset) {
   if (view.format == Format::f32) {
     const float value = static_cast<const float*>(view.data)[offset];
-    return {value, value > 0 && std::isfinite(value)};
+    return {value, formats::is_scale(value)};
   }
   const std::uint8_t code = static_cast<const std::uint8_t*>(view.data)[offset];
   const float value =
@@ -193,16 +191,17 @@ Status check_scale_values(const Problem& p, Role role) {
       : role == Role::k ? Operand{"k_scale", "k_global", t.k_scale, t.k_global, r.k_scale, r.qk}
                         : Operand{"v_scale", "v_global", t.v_scale, t.v_global, r.v_scale, r.v};
   if (!x.scale.present()) return {};  // nor a global, then
-  const auto entries = [&](std::int64_t n) { return scale_entries(x.asked, role, x.format, n); };
-  if (entries(0) < 0) {
+  const auto check = [&](std::int64_t outer, std::int64_t tokens) {
+    return check_given_scales(x.scale_name, x.scale, x.asked, role, x.format, outer, tokens);
+  };
+  if (scale_entries(x.asked, role, x.format, 0) < 0) {
     for (std::int64_t i = 0; i < x.scale.shape[0]; ++i) {
-      if (Status s = check_entry(x.scale_name, x.scale, i, all_entries); !s.ok()) return s;
+      if (Status s = check(i, 0); !s.ok()) return s;
     }
     return {};
   }
   return each_entry(p, role, [&](std::int64_t outer, std::int64_t tokens) -> Status {
-    if (tokens == 0) return {};
-    if (Status s = check_entry(x.scale_name, x.scale, outer, entries(tokens)); !s.ok()) return s;
+    if (Status s = check(outer, tokens); !s.ok() || tokens == 0) return s;
     if (!x.global.present()) return {};
     return check_entry(x.global_name, x.global, outer, all_entries);
   });
@@ -220,6 +219,13 @@ Status check_packed_scale(const char* name, const TensorView& scale, const Scali
 }
 
 }  // namespace
+
+Status check_given_scales(const char* name, const TensorView& scale, const Scaling& scaling,
+                          Role role, Format format, std::int64_t outer, std::int64_t tokens) {
+  const std::int64_t entries = scale_entries(scaling, role, format, tokens);
+  if (entries < 0) return check_entry(name, scale, outer, all_entries);
+  return tokens == 0 ? Status() : check_entry(name, scale, outer, entries);
+}
 
 Status check_pointers(const Problem& p) {
   const AttentionTensors& t = p.tensors;

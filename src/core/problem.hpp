@@ -124,6 +124,11 @@ Scaling resolve_scaling(const Scaling& scaling, Role role, Format format);
 
 bool is_float(Format format);  ///< f32, f16 or bf16
 
+/// Scales that the caller gives: those of the `tokens` tokens of entry `outer` (of the first
+/// dimension) are positive and finite (coded ones: not negative, not NaN). In host memory.
+Status check_given_scales(const char* name, const TensorView& scale, const Scaling& scaling,
+                          Role role, Format format, std::int64_t outer, std::int64_t tokens);
+
 /// No tensor that is there and has elements may lack memory.
 Status check_pointers(const Problem& problem);
 

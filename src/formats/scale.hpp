@@ -11,6 +11,9 @@
 
 namespace qattn::formats {
 
+/// May a caller give this scale? Positive and finite: zeros, negative numbers, Inf, NaN are none.
+QATTN_HD bool is_scale(float x) { return bits_of(x) - 1u < kInfBits - 1u; }
+
 /// max(acc, |x|), starting from acc = 0. NaN and infinities in x become NaN and stay. As unsigned
 /// integers the bits of magnitudes are ordered like the magnitudes, with NaN on top.
 QATTN_HD float fold_amax(float acc, float x) {

@@ -385,6 +385,12 @@ def test_model_refusals(tmp_path):
 @pytest.mark.skipif(not DATA.exists(), reason="no captured data")
 def test_demo(tmp_path):
     embeddings = tmp_path / "embeddings.json"
+    for bad in (0.0, -1.0, np.inf, np.nan):
+        np.save(tmp_path / "bad.npy", np.array([[0.1, bad]], np.float32))
+        refused("quantize", tmp_path / "x.npy", "--granularity", "per_head", "-o",
+                tmp_path / "none.npy", "--scale", tmp_path / "none_scale.npy", "--static-scale",
+                tmp_path / "bad.npy", says=["static_scale: value", "at (0, 1)", "positive"])
+    assert not (tmp_path / "none.npy").exists()
     row = {"recipe": "int8<b>", "min_cosine": 0.999, "mean_cosine": 0.9999}
     embeddings.write_text(json.dumps({"model": "m", "sentences": 3, "results": [row]}))
     report = result_json("demo", "--data", DATA, "--report", tmp_path / "report.html",

@@ -382,6 +382,58 @@ TEST_P(EmulatedBadIndex, Pages) {
   }
 }
 
+// ---- Given scales
+// --------------------------------------------------------------------------------
+
+class EmulatedBadScale : public testing::TestWithParam<Recipe> {};
+
+/// What the host refuses where it looks: here head 1 of sequence 1 becomes NaN where it has that
+/// scale, and nothing else changes.
+TEST_P(EmulatedBadScale, IsNaN) {
+  Recipe recipe = GetParam();
+  if (!has_codes(recipe.qk)) GTEST_SKIP() << "no operand has codes";
+  recipe.q_scale.granularity = recipe.k_scale.granularity = Granularity::per_token;
+  Feature f = with_inputs(Feature(), recipe, Format::f16);
+  f.heads_q = f.heads_k = 2, f.sq = {40, 40}, f.sk = {150, 150};
+  Call call = make_call(f, 6);
+  Laid laid = lay_out(call, f.how);
+  AttentionOptions options = call.options;
+  options.recipe = recipe;
+  {
+    const EmulatedBackend backend(architecture_for(recipe), false);
+    add_static_scales(call, laid, plan(laid.tensors(), options)->recipe(), 1);
+  }
+  const Unchecked clean = run_unchecked(call, laid, recipe);
+  ASSERT_TRUE(clean.status.ok()) << clean.status.message();
+  for (Tensor Laid::* tensor : {&Laid::q_scale, &Laid::k_scale, &Laid::v_scale}) {
+    TensorView view = (laid.*tensor).view();
+    if (view.rank != 3) continue;  // V of 16 bits has none
+    auto* place = static_cast<float*>(view.data) + view.stride[0] + view.stride[1];
+    const float before = *place;
+    for (const float bad : {0.0f, -before, INFINITY, -INFINITY, NAN}) {
+      SCOPED_TRACE((tensor == &Laid::q_scale   ? "q "
+                    : tensor == &Laid::k_scale ? "k "
+                                               : "v ") +
+                   std::to_string(bad));
+      *place = bad;
+      const Unchecked now = run_unchecked(call, laid, recipe);
+      *place = before;
+      ASSERT_TRUE(now.status.ok()) << now.status.message();
+      for (std::int64_t n = 0; n < 4 * 40; ++n) {
+        const std::int64_t b = n / 80, h = n / 40 % 2, i = n % 40;
+        const std::int64_t at = call.row(b, h, i) * call.dim_v;
+        if (b == 1 && h == 1 && (tensor != &Laid::q_scale || i == 0)) {
+          ASSERT_TRUE(std::isnan(now.out[at])) << "row " << i << ": " << now.out[at];
+        } else {
+          for (std::int64_t c = 0; c < call.dim_v; ++c) {
+            ASSERT_EQ(now.out[at + c], clean.out[at + c]) << b << " " << h << " " << i;
+          }
+        }
+      }
+    }
+  }
+}
+
 const auto recipe_name = [](const auto& recipe) { return recipe.param.name; };
 
 std::vector<OnGpu> recipes_on_gpus() {
@@ -401,6 +453,7 @@ INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadInput, testing::ValuesIn(recipes_on_g
                                   (on.param.consumers > 0 ? "_three_consumers" : "") +
                                   (on.param.shared_p ? "_shared_p" : "");
                          });
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadScale, testing::ValuesIn(gpu_recipes()), recipe_name);
 INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadIndex, testing::ValuesIn(gpu_recipes()), recipe_name);
 INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadLengths, testing::ValuesIn(gpu_recipes()), recipe_name);
 

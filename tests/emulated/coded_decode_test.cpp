@@ -280,7 +280,7 @@ TEST_P(EmulatedCodedDecode, BadScalesAndPages) {
   for (Tensor* scale : {&x.k_scale, &x.v_scale}) {
     const TensorView& v = scale->view();
     if (v.rank != 3) continue;
-    for (const float value : {nan_value, std::numeric_limits<float>::infinity()}) {
+    for (const float value : {nan_value, std::numeric_limits<float>::infinity(), -1.0f}) {
       // Key 100 of sequence 1 is in page 57 - 29 - 6.
       auto* place = static_cast<float*>(v.data) + 22 * v.stride[0] + v.stride[1] + 4 * v.stride[2];
       const float before = *place;

@@ -194,6 +194,21 @@ def test_quantize_refused(case):
         qattn.quantize(K, **options)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.0, -1.0, np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("format", ["s8", "e4m3", "e4m3fnuz", "e5m2"])
+def test_static_scales_are_positive_and_finite(format, scale):
+    words = rf"static_scale: value {scale:f} at \(.*\) is not positive and finite"
+    for granularity in ("per_tensor", "per_head", "per_token"):
+        shape = qattn.quantize(K, format=format, granularity=granularity).scale.shape
+        given = np.full(shape, 0.5, np.float32)
+        given.flat[-1] = scale
+        for form in (given, torch.from_numpy(given)):
+            with pytest.raises(INVALID, match=words):
+                qattn.quantize(K, format=format, granularity=granularity, static_scale=form)
+    with pytest.raises(INVALID, match=words):
+        qattn.quantize(K, format=format, granularity="per_tensor", static_scale=[scale])
+
+
 def test_other_refusals():
     with pytest.raises(INVALID, match="x: format s32"):
         qattn.quantize(K.astype(np.int32))

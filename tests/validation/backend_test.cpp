@@ -237,6 +237,20 @@ TEST_F(BackendTest, QuantizeGoesThroughItsHook) {
   EXPECT_EQ(report->saturated, 3);
   EXPECT_EQ(events, (std::vector<std::string>{"copy 12", "quantize 5"}));
   EXPECT_EQ(dequantize(t, o).code(), Code::unsupported);
+  // A static scale, for which the call waits anyway, is looked at before anything runs.
+  std::vector<float> given(2 * 2 * 5, 0.5f);
+  t.static_scale = t.scale;
+  t.static_scale.data = given.data();
+  given[4] = -1.0f;  // behind the first sequence's end
+  events.clear();
+  EXPECT_TRUE(quantize(t, o).ok());
+  EXPECT_EQ(events, (std::vector<std::string>{"copy 12", "copy 80", "copy 12", "quantize 5"}));
+  given[14] = -1.0f;
+  events.clear();
+  EXPECT_NE(quantize(t, o).status().message().find("static_scale: value -1.000000 at (1, 0, 4)"),
+            std::string::npos);
+  EXPECT_EQ(events, (std::vector<std::string>{"copy 12", "copy 80", "copy 12"}));
+  t.static_scale = {};
   o.threads = 1;
   EXPECT_EQ(quantize(t, o).status().code(), Code::invalid_argument);
   int stream = 0;

@@ -34,7 +34,8 @@ struct QuantizeFlags {
     app.add_flag("--smooth", smooth, "subtract the mean first; needs --mean");
     app.add_option("--mean", mean, "mean .npy");
     app.add_flag("--rotate", rotate, "Hadamard rotation (q and k)");
-    app.add_option("--static-scale", static_scale, "use these scales instead of the data's");
+    app.add_option("--static-scale", static_scale,
+                   "use these scales, positive and finite, instead of the data's");
     app.add_flag("--bf16", bf16, "a uint16 .npy file holds bf16");
     app.add_option("--threads", threads, "CPU threads (default: all)");
     app.add_flag("--json", json, "print JSON");

@@ -418,8 +418,8 @@ struct CodedDecode : CodedLoad<C> {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int c = 16 * j + 2 * g + odd;
-        float by = c < p.v.channels ? isa::load_global(scale + c * x.channel) : 0.0f;
-        if (!tile::is_finite(by)) by = tile::quiet_nan();
+        const float by =
+            this->scale_or_nan(c < p.v.channels ? isa::load_global(scale + c * x.channel) : 0.0f);
         out[0][j][2 * odd] *= by;
         out[0][j][2 * odd + 1] *= by;
       }

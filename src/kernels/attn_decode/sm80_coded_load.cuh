@@ -194,23 +194,27 @@ struct CodedLoad {
     }
   }
 
+  /// 0 is a scale, too: that of a token that does not exist.
+  static QATTN_DEVICE float scale_or_nan(float x) {
+    return formats::bits_of(x) < formats::kInfBits ? x : tile::quiet_nan();
+  }
+
   /// Has every token of V a scale of its own? They go into P.
   QATTN_DEVICE bool by_token() const { return params.v_scale.tokens >= 0; }
 
   /// Scales of the tile to shared memory, where lanes find those of their keys: NaN where they are
-  /// no numbers. Returns the largest of V.
+  /// negative or no numbers. Returns the largest of V.
   QATTN_DEVICE float store_scales(const CodedKeys& keys) const {
     const auto at = base + static_cast<SharedAddress>(4 * lane);
-    const auto number = [](float x) { return tile::is_finite(x) ? x : tile::quiet_nan(); };
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      isa::store_shared(at + S::scales_at + 128 * i, number(keys.k_scale[i]));
+      isa::store_shared(at + S::scales_at + 128 * i, scale_or_nan(keys.k_scale[i]));
     }
     if (!S::u8 || !by_token()) return 0.0f;
     float v[2], largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      v[i] = number(keys.v_scale[i]);
+      v[i] = scale_or_nan(keys.v_scale[i]);
       largest = fmaxf(largest, v[i]);
     }
 #pragma unroll

@@ -59,7 +59,8 @@ struct Grouping : ScaleGroups {
     return first + b * sequence_groups;
   }
 
-  /// The scale that the caller gave for (token, channel).
+  /// The scale that the caller gave for (token, channel); NaN where it is none: only `validate`
+  /// looks at it on the host.
   QATTN_DEVICE float given_scale(const tile::Rows& r, int b, int head, std::int64_t s,
                                  int channel) const {
     const bool paged = r.page_table != nullptr;
@@ -71,7 +72,9 @@ struct Grouping : ScaleGroups {
     }
     // The host cannot see how long packed sequences are.
     if (index(token) >= given_groups) return formats::quiet_nan();
-    return isa::load_global(given + offset(given_stride, paged, outer, head, token, channel));
+    const float scale =
+        isa::load_global(given + offset(given_stride, paged, outer, head, token, channel));
+    return formats::is_scale(scale) ? scale : formats::quiet_nan();
   }
 };
 

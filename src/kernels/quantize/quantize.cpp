@@ -364,6 +364,19 @@ Result<QuantizeFacts> facts_of(const TensorView& x, const QuantizeOptions& o, Te
   return quantize_facts(x, o, cu);
 }
 
+/// check_static_scale() of tensors on a device. The call waits anyway, to count what it clips.
+Status check_device_scale(const detail::Backend& backend, const QuantizeTensors& t,
+                          const QuantizeFacts& facts, const QuantizeOptions& o, Stream stream) {
+  if (!t.static_scale.present()) return {};
+  QuantizeTensors read = t;
+  detail::HostCopy scale, lengths;
+  if (Status s = scale.take(backend, read.static_scale, stream); !s.ok()) return s;
+  if (facts.packed) {
+    if (Status s = lengths.take(backend, read.cu_seqlens, stream); !s.ok()) return s;
+  }
+  return check_static_scale(read, facts, o);
+}
+
 Result<QuantizeReport> quantize_on_device(const QuantizeTensors& t, const QuantizeOptions& o,
                                           Stream stream) {
   const Result<const detail::Backend*> backend = detail::backend_of(t.x.device);
@@ -380,6 +393,7 @@ Result<QuantizeReport> quantize_on_device(const QuantizeTensors& t, const Quanti
   if (Status s = check_quantize_tensors(t, *facts, o, false); !s.ok()) return s;
   const detail::DeviceGuard guard(**backend, t.x.device);
   if (!guard.status().ok()) return guard.status();
+  if (Status s = check_device_scale(**backend, t, *facts, o, stream); !s.ok()) return s;
   return (*backend)->quantize(t, o, *facts, stream);
 }
 
@@ -409,6 +423,7 @@ Result<QuantizeReport> quantize(const QuantizeTensors& tensors, const QuantizeOp
     Result<QuantizeFacts> facts = quantize_facts(tensors.x, options, tensors.cu_seqlens);
     if (!facts.ok()) return facts.status();
     if (Status s = check_quantize_tensors(tensors, *facts, options, false); !s.ok()) return s;
+    if (Status s = check_static_scale(tensors, *facts, options); !s.ok()) return s;
     return quantize_checked(tensors, options, *facts);
   });
 }

@@ -27,4 +27,9 @@ Result<QuantizeFacts> quantize_facts(const TensorView& x, const QuantizeOptions&
 Status check_quantize_tensors(const QuantizeTensors& t, const QuantizeFacts& f,
                               const QuantizeOptions& o, bool writes_x);
 
+/// What a static scale holds, by the rule of attention(): those of tokens that exist are positive
+/// and finite. It and cu_seqlens must lie in host memory.
+Status check_static_scale(const QuantizeTensors& t, const QuantizeFacts& f,
+                          const QuantizeOptions& o);
+
 }  // namespace qattn
