@@ -105,7 +105,9 @@ def attention(
     scale: softmax scale, default 1 / sqrt(D). softcap: s = c tanh(s / c).
     causal: query i sees keys j <= i + Sk - Sq (bottom right). window: (left, right), keys from
     i + Sk - Sq - left to i + Sk - Sq + right; -1 is unlimited.
-    mask: bool (True = may look) or float (added), broadcasts to (B, Hq, Sq, Sk); or a BitMask.
+    mask: bool (True = may look) or float (added), broadcasts to (B, Hq, Sq, Sk); or a BitMask; or
+    torch's causal_upper_left(Sq, Sk) or causal_lower_right(Sq, Sk). Other tensors of torch that
+    are not what their memory holds are refused by name.
     block_mask: bool, one for each block of block_mask_size = (queries, keys) tokens, multiples of
     64; broadcasts to (B, Hq, blocks of queries, blocks of keys). Kernels skip what it forbids.
     sinks: (Hq) logits that join the denominator only. alibi_slopes: (Hq) or (B, Hq) float32.
@@ -322,7 +324,7 @@ class _Call:
         for name in ("sinks", "alibi_slopes"):
             if self._given[name] is not None:
                 self.tensors[name] = small_entry(name, self._given[name], np.float32, self.device)
-        mask = self._given["mask"]
+        mask = self._given["mask"] = self._plain_mask(self._given["mask"])
         if isinstance(mask, BitMask):
             self.tensors["mask"] = entry("mask", mask.bits, "b1")
         elif mask is not None:
@@ -331,6 +333,22 @@ class _Call:
             self.tensors["block_mask"] = entry("block_mask", self._given["block_mask"])
         if self._given["saturated"] is not None:
             self.tensors["saturated"] = output_entry("saturated", self._given["saturated"])
+
+    def _plain_mask(self, mask: Any) -> Any:
+        """The mask; of torch's causal biases what they mean."""
+        if not is_torch(mask):
+            return mask
+        from ._torch_tensors import as_mask
+
+        lengths = None
+        if not any(
+            self._given[name] is not None for name in ("cu_seqlens_q", "cu_seqlens_k", "page_table")
+        ):
+            place = -3 if self._given["layout"] == "bshd" else -2
+            shapes = [entry_shape(self.tensors[role]) for role in ("q", "k")]
+            if min(len(shape) for shape in shapes) >= 3:
+                lengths = tuple(shape[place] for shape in shapes)
+        return as_mask("mask", mask, lengths, self.q.device if is_torch(self.q) else "cpu")
 
     def _options(self) -> Any:
         given, r = self._given, self._recipe

@@ -137,30 +137,15 @@ def device_named(device: Any) -> Device:
 
 
 def check_array(name: str, x: Any) -> None:
-    """Refuses what is neither an array nor a strided torch tensor on a device that qattn knows."""
+    """Refuses what is neither an array nor a torch tensor that means what its memory holds."""
     if is_torch(x):
-        check_tensor(name, x)
-        if x.is_neg() or x.is_conj():
-            raise InvalidArgument(f"{name}: is a lazy negative; call resolve_neg() first")
+        from ._torch_tensors import check_memory
+
+        check_memory(name, x)
     elif isinstance(x, np.ma.MaskedArray):
         raise InvalidArgument(f"{name}: is a masked array, whose mask would be ignored")
     elif not isinstance(x, np.ndarray) and not is_cuda_array(x):
         raise InvalidArgument(f"{name}: is a {type(x).__name__}, not a numpy array or torch tensor")
-
-
-def check_tensor(name: str, x: Any) -> None:
-    """Refuses a torch tensor that is not a strided one on a CPU or a CUDA GPU."""
-    import torch  # in sys.modules, since x is its tensor; torch.compile follows an import
-
-    if x.device.type not in ("cpu", "cuda"):
-        raise Unsupported(f"{name}: lies on device {x.device}; qattn knows cpu and cuda")
-    if x.layout != torch.strided:
-        raise InvalidArgument(f"{name}: layout {x.layout} should be strided (dense)")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise InvalidArgument(
-            f"{name}: requires a gradient, which qattn does not compute; detach it, or call inside "
-            "torch.no_grad()"
-        )
 
 
 def format_of(name: str, x: Any, codes: str | None = None) -> str:

@@ -12,8 +12,9 @@ import torch
 
 from . import _attention
 from ._errors import InvalidArgument, Unsupported
-from ._interop import check_tensor, unit_stride
+from ._interop import unit_stride
 from ._recipe import Recipe
+from ._torch_tensors import as_mask, check_memory, check_tensor, is_causal_bias_of
 
 _library = torch.library.Library("qattn", "DEF")
 _library.define(
@@ -49,6 +50,11 @@ def attention(
             continue
         if not isinstance(x, torch.Tensor):
             raise InvalidArgument(f"{name}: is a {type(x).__name__}, not a torch tensor")
+        if name == "attn_mask" and min(query.dim(), key.dim()) >= 2:
+            attn_mask, is_causal = _plain_mask(x, query, key, is_causal)
+            if attn_mask is None:
+                continue
+            x = attn_mask
         check_tensor(name, x)
     return torch.ops.qattn.attention(
         query,
@@ -63,6 +69,16 @@ def attention(
         softcap,
         window_left,
     )
+
+
+def _plain_mask(
+    mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, is_causal: bool
+) -> tuple[torch.Tensor | None, bool]:
+    """(attn_mask, is_causal) without torch's causal biases."""
+    lengths = query.shape[-2], key.shape[-2]
+    if not is_causal and is_causal_bias_of(mask, *lengths):
+        return None, True
+    return as_mask("attn_mask", mask, lengths, query.device), is_causal
 
 
 def _recipe_text(recipe: str | Recipe) -> str:
@@ -94,6 +110,12 @@ def _compute(
     softcap: float = 0.0,
     window_left: int = -1,
 ) -> torch.Tensor:
+    if attn_mask is not None and min(query.dim(), key.dim()) >= 2:
+        attn_mask, is_causal = _plain_mask(attn_mask, query, key, is_causal)
+    tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "sinks": sinks}
+    for name, x in tensors.items():
+        if x is not None:
+            check_memory(name, x)
     query, key, value, mask, out = _operands(query, key, value, attn_mask, enable_gqa)
     query, key, value = (
         _unit_stride(name, x) for name, x in (("query", query), ("key", key), ("value", value))

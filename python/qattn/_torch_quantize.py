@@ -13,10 +13,11 @@ import torch
 
 from . import _quantize
 from ._errors import InvalidArgument
-from ._interop import FORMATS, check_tensor, packed_shape
+from ._interop import FORMATS, packed_shape
 from ._quantize import Quantized, sizes_of
 from ._recipe import Granularity, boolean
 from ._torch_ops import _library, _refuse_gradients, _unit_stride
+from ._torch_tensors import check_memory, check_tensor
 
 _library.define(
     "quantize(Tensor x, str format='s8', str role='k', str granularity='automatic', "
@@ -85,6 +86,7 @@ def _compute(
     smooth: bool = False,
     rotate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_memory("x", x)
     with torch.no_grad():
         made = _quantize.quantize(
             _unit_stride("x", x),

@@ -38,7 +38,8 @@ def sdpa(
     query: (..., H, L, E), key: (..., H, S, E), value: (..., H, S, Ev), rank 2 and up, of one dtype
     (float32, float16 or bfloat16). Leading dimensions broadcast; with enable_gqa the heads of key
     and value divide those of query. attn_mask: bool (True = may look), float32 or query's dtype
-    (added), rank 2 and up, broadcasts to (..., H, L, S). is_causal: query i sees keys j <= i, also
+    (added), rank 2 and up, broadcasts to (..., H, L, S); or torch's causal_upper_left(L, S) or
+    causal_lower_right(L, S). is_causal: query i sees keys j <= i, also
     where L != S. A row that sees no key gives 0, as in torch.
     Inside torch.autocast the operands are cast as torch does. Tensors whose last stride is not 1
     are copied on CPUs and refused on GPUs; others are taken as they are. On a GPU the call only
@@ -47,7 +48,8 @@ def sdpa(
     Raises InvalidArgument: attn_mask together with is_causal, mixed dtypes, shapes that do not fit,
     E or Ev not a multiple of 8 up to 256, inputs that require gradients while grad mode is enabled.
     Raises Unsupported: dropout_p > 0, devices other than CPUs and CUDA GPUs, enable_gqa with key
-    and value of different numbers of heads.
+    and value of different numbers of heads, subclasses of torch.Tensor that answer by functions of
+    their own (DTensor, nested tensors of layout jagged, FakeTensor outside of tracing, ...).
     """
     _check_dropout(dropout_p)
     if boolean("is_causal", is_causal) and attn_mask is not None:

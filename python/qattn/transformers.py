@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from ._errors import InvalidArgument, Unsupported
 from ._recipe import Recipe, as_recipe, real
 from ._torch_ops import attention
+from ._torch_tensors import as_mask, check_tensor
 from ._transformers_cache import Features, QattnCache
 from ._transformers_in_cache import InCache
 
@@ -72,6 +73,10 @@ def _forward(recipe: Recipe) -> Callable[..., tuple[torch.Tensor, None]]:
     ) -> tuple[torch.Tensor, None]:
         _check(dropout, attention_mask, others)
         length = query.shape[2]
+        if attention_mask is not None:
+            lengths = length, key.shape[2]
+            attention_mask = as_mask("attention_mask", attention_mask, lengths, query.device)
+            check_tensor("attention_mask", attention_mask)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         # As for "sdpa": a mask says everything, and one query sees all keys of the cache.
         causal = bool(causal) and attention_mask is None and length > 1

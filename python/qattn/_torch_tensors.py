@@ -1,0 +1,143 @@
+"""Which torch tensors qattn takes: the one place that decides it.
+
+A torch tensor may mean something else than what lies in its memory: subclasses answer by functions
+of their own, views wait for a sign, wrappers belong to a transformation. What is not known to mean
+its memory is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._errors import InvalidArgument, Unsupported
+
+_own_function = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+#: Dispatch keys that leave a tensor what its memory holds; torch appends names of devices to some.
+_PLAIN_KEYS = ("ADInplaceOrView", "Autograd", "Autocast", "BackendSelect")
+_MEANS = {
+    "Negative": "is a lazy negative; call resolve_neg() first",
+    "Conjugate": "is a lazy conjugate; call resolve_conj() first",
+    "ZeroTensor": "is a tensor of zeros without memory; call clone() first",
+    "Functionalize": "belongs to torch.func.functionalize, which qattn.torch.sdpa() works inside",
+}
+_seen_plain: set[int] = set()  # key sets, as integers, that were found plain
+
+
+def check_tensor(name: str, x: torch.Tensor) -> None:
+    """Refuses what no operator of qattn computes with: all but strided tensors on a CPU or a CUDA
+    GPU, of torch.Tensor or a subclass that changes nothing.
+
+    Transformations (torch.func, tracing) may wrap them: torch's dispatcher unwraps for operators.
+    """
+    _check_class(name, x)
+    if x.is_nested:
+        raise InvalidArgument(f"{name}: is a nested tensor; qattn.attention() takes packed ones")
+    if x.device.type not in ("cpu", "cuda"):
+        raise Unsupported(f"{name}: lies on device {x.device}; qattn knows cpu and cuda")
+    if x.layout != torch.strided:
+        raise InvalidArgument(f"{name}: layout {x.layout} should be strided (dense)")
+    if x.is_quantized:
+        raise InvalidArgument(
+            f"{name}: is a quantised tensor of torch ({x.dtype}), whose scales qattn does not read"
+        )
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument(
+            f"{name}: requires a gradient, which qattn does not compute; detach it, or call inside "
+            "torch.no_grad()"
+        )
+
+
+def check_memory(name: str, x: torch.Tensor) -> None:
+    """Refuses also what torch's dispatcher would have unwrapped: x's own memory is read."""
+    keys, kind = torch._C._dispatch_keys(x), type(x)
+    plain = keys.raw_repr() in _seen_plain and (kind is torch.Tensor or kind is torch.nn.Parameter)
+    if plain and not x.requires_grad:
+        return
+    check_tensor(name, x)
+    for key in _names_of(keys):
+        if key in ("CPU", "CUDA") or key.startswith(_PLAIN_KEYS):
+            continue
+        if key.startswith("FuncTorch"):
+            raise Unsupported(
+                f"{name}: is wrapped by a transformation of torch.func ({key}), which "
+                "qattn.torch.sdpa() works inside"
+            )
+        if key in _MEANS:
+            raise InvalidArgument(f"{name}: {_MEANS[key]}")
+        what = f"{type(x).__module__}.{type(x).__qualname__}"
+        raise Unsupported(f"{name}: is a {what} of torch's {key}, whose memory qattn cannot read")
+    _seen_plain.add(keys.raw_repr())
+
+
+def as_mask(name: str, mask: Any, lengths: tuple[Any, Any] | None, device: Any) -> Any:
+    """A mask, of which the two causal biases of torch.nn.attention.bias, that have no memory of
+    their own, become the boolean tensors that they mean, on `device`.
+
+    lengths: queries and keys of the call; None where it has several of each.
+    """
+    if not _is_causal_bias(mask):
+        return mask
+    if lengths is None:
+        raise InvalidArgument(
+            f"{name}: is a CausalBias, which sequences of several lengths have not; use causal="
+        )
+    own = (mask.seq_len_q, mask.seq_len_kv)
+    if own != lengths:
+        raise InvalidArgument(
+            f"{name}: is a CausalBias of shape {own}, but the call's is {tuple(lengths)}"
+        )
+    last = own[1] - own[0] if _is_lower_right(mask) else 0
+    return torch.ones(own, dtype=torch.bool, device=device).tril(last)
+
+
+def is_causal_bias_of(mask: Any, length: Any, keys: Any) -> bool:
+    """Is it a CausalBias of that shape that means what is_causal of torch means?"""
+    if not _is_causal_bias(mask) or (mask.seq_len_q, mask.seq_len_kv) != (length, keys):
+        return False
+    return length == keys or not _is_lower_right(mask)
+
+
+def _is_causal_bias(x: Any) -> bool:
+    if type(x) is torch.Tensor or not isinstance(x, torch.Tensor):
+        return False
+    from torch.nn.attention.bias import CausalBias  # 0.1 s, which whoever made one has spent
+
+    return type(x) is CausalBias
+
+
+def _is_lower_right(mask: Any) -> bool:
+    from torch.nn.attention.bias import CausalVariant
+
+    return mask.variant == CausalVariant.LOWER_RIGHT
+
+
+def _check_class(name: str, x: torch.Tensor) -> None:
+    kind = type(x)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    plain = function in (_own_function, torch._C._disabled_torch_function_impl)
+    if plain and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return
+    if kind.__name__ in ("FakeTensor", "FunctionalTensor") and _is_tracing():
+        return
+    where = f"{kind.__module__}.{kind.__qualname__}"
+    raise Unsupported(
+        f"{name}: is a {where}, which answers by functions of its own; qattn reads memory, so give "
+        "the plain tensor that it stands for"
+    )
+
+
+def _is_tracing() -> bool:
+    """Is a mode of torch active that sees operators instead of running them?"""
+    from torch.utils import _python_dispatch
+
+    return bool(_python_dispatch._get_current_dispatch_mode_stack())
+
+
+def _names_of(keys: Any) -> list[str]:
+    text = str(keys)  # "DispatchKeySet(CPU, ADInplaceOrView, ...)": no other way lists them all
+    return [key.strip() for key in text[text.index("(") + 1 : -1].split(",") if key.strip()]
