@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from . import _qattn
 from ._errors import InvalidArgument
+from ._fork import new_lock
 from ._interop import (
     device_of,
     dtype_name,
@@ -76,7 +76,8 @@ class KvCache:
     head_dim + 16 bytes a page and head where per_token has 2 page_size). importance: "uniform" or
     "key_norm" (the inverse mean square of its keys), what a page weighs until append(),
     set_importance() or observe() tell it. Where a method takes sequences, one number will do for
-    one sequence. Several threads may use one cache; calls wait for each other.
+    one sequence. Several threads may use one cache; calls wait for each other, and os.fork() for
+    those under way: a child has the cache as it is between two calls.
 
     Raises InvalidArgument, which names the argument, the value and the rule.
     """
@@ -129,7 +130,7 @@ class KvCache:
 
     def _hold(self, cache: _qattn.KvCache) -> None:
         self._cache = cache
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         shape = cache.shape()
         self.layers, self.kv_heads, self.head_dim, self.v_head_dim, self._options = shape
 
