@@ -47,8 +47,14 @@ def exact_rows(q, k, v, rows, causal):
     return s.softmax(-1) @ v.double()
 
 
+def nan_fault(out):
+    """Which part of a result is no number, as a text; None if none is. A sample would miss rows."""
+    bad, rows = (~out.isfinite()).any(-1), out[..., 0].numel()
+    return f"the result has NaN or Inf in {int(bad.sum())} of {rows} rows" if bad.any() else None
+
+
 def difference(got, want):
-    """NRMSE; NaN where the result has any."""
+    """NRMSE; not finite where the result is not."""
     return float((got.double() - want).norm() / want.norm())
 
 
@@ -68,8 +74,8 @@ def sampled_error(out, tensors, shape):
 
 def fault_of(error):
     """Why a result with this NRMSE is wrong; None if it is not."""
-    if math.isnan(error):
-        return "the result has NaN"
+    if not math.isfinite(error):
+        return "the result, or float64's, has NaN or Inf"
     if error > NOT_ATTENTION:
         return f"NRMSE {error:.1e} against float64"
     return None
@@ -84,13 +90,15 @@ def one_error(machine, name, io, shape, tensors, want):
     try:
         candidate.steps["e2e"]()
         machine.synchronize()
-        error = difference(candidate.out(), want)
+        error, fault = difference(candidate.out(), want), nan_fault(candidate.out())
     except RuntimeError as broken:
         return {"failed": one_line(broken)}
     finally:
         candidate.close()
     # Families are there to be hard: a large error is a finding, NaN a fault.
-    return {"failed": "the result has NaN"} if math.isnan(error) else {"nrmse": error}
+    if fault is None and not math.isfinite(error):
+        fault = fault_of(error)
+    return {"nrmse": error} if fault is None else {"failed": fault}
 
 
 def family_errors(machine, names, dims, shape_of=error_shape):

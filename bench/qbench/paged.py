@@ -89,6 +89,8 @@ def caller(torch, qattn, cache, q, form):
 
 def error_of(torch, cache, q, out, form):
     """NRMSE of some rows; raises ValueError where it is not attention."""
+    if fault := errors.nan_fault(out):
+        raise ValueError(f"{form}: {fault}")
     places = [(0, 0), (len(q) - 1, HEADS_Q - 1), (len(q) // 2, HEADS_Q // 2)]
     want = torch.stack([cache.exact(torch, q, b, h) for b, h in places])
     got = torch.stack([out[b, 0, h].double() for b, h in places])

@@ -69,7 +69,8 @@ def check(device, candidate, tensors, shape):
     error = errors.sampled_error(first, tensors, shape)
     # torch's own backends are measured as they are; a recipe must repeat bit for bit.
     repeats = torch.equal(first, candidate.out()) or candidate.name.startswith("torch")
-    return error, errors.fault_of(error) or (None if repeats else "results differ between runs")
+    fault = errors.nan_fault(first) or errors.fault_of(error)
+    return error, fault or (None if repeats else "results differ between runs")
 
 
 def measured_cell(shape, candidate, step, times, error):

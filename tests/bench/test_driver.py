@@ -401,9 +401,17 @@ def attend(tensors, _):
     ).transpose(1, 2)
 
 
+def with_one(out, bad):
+    """One number of a row that is in no sample."""
+    out[1, 5, 0, 3] = bad
+    return out
+
+
 NO_CLOCKS = provenance.NoSampler()
 WRONG = {
     "NaN": lambda t, n: torch.full_like(t[0], float("nan")),
+    "NaN or Inf in 1 of 64 rows": lambda t, n: with_one(attend(t, n), float("nan")),
+    "Inf in 1 of": lambda t, n: with_one(attend(t, n), -float("inf")),
     "NRMSE": lambda t, n: torch.zeros_like(t[0]),
     "differ": lambda t, n: attend(t, n) * (1 + 0.01 * n),
     "broken": lambda t, n: (_ for _ in ()).throw(RuntimeError("broken")),

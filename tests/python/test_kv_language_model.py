@@ -169,6 +169,22 @@ def test_score_by_hand():
     assert row["same_first"] == 0.5 and row["bits"] == 3.0
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_scores_count_what_is_no_number(bad):
+    exact = torch.full((2, 3, 4), 0.25).log()
+    found = exact.clone()
+    found[1, 2, 0] = bad
+    base, score = tool.Score(), tool.Score()
+    targets = torch.ones(2, 3, dtype=torch.long)
+    base.add(exact, exact, targets, 16.0)
+    score.add(found, exact, targets, 3.0)
+    assert base.row(base)["nan_positions"] == 0
+    row = score.row(base) | {"cache": "bad"}
+    assert row["nan_positions"] == 1 and not np.isfinite(row["kl"])
+    about = dict(sequences=2, prefill=1, positions=3, window=0, sinks=0)
+    assert "bad: NaN at 1 positions" in tool.table({"evaluated": about, "rows": [row]})
+
+
 def test_kivi_by_loops():
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(2)) * 3
     x[1] = 5.0  # one value: a step of zero

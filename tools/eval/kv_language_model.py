@@ -7,6 +7,8 @@
     python tools/eval/kv_language_model.py evaluate DIR -o RESULT.json   # qattn and transformers
     python tools/eval/kv_language_model.py table RESULT.json             # Markdown
 
+Exit status: 1 where something is refused or missing; 2 where a result of evaluate has NaN.
+
 train makes a model of bytes with Llama's layers on the sources of Python's standard library (or on
 --text folders); byte_model.py says what it reads and writes, pretrained_model.py what the other
 folder holds, whose tokens are not bytes. evaluate gives each cache a prompt of --prefill tokens,
@@ -21,7 +23,8 @@ RESULT.json: {"schema": 1, "provenance": date, commit, versions, CPU; "model": t
 value at the end with window, scales and tables counted, "loss": nats a token, "perplexity": a
 token, "loss_over_16" and "kl": mean over positions, "loss_over_16_se" and "kl_se": standard errors
 over sequences (loss differences are paired), "same_first": part of the positions with the same
-likeliest token, "losses" and "kls": means of each sequence} or {"cache", "options", "refused":
+likeliest token, "nan_positions": those whose probabilities or divergence are no numbers, which
+make the means NaN, "losses" and "kls": means of each sequence} or {"cache", "options", "refused":
 why}.
 """
 
@@ -144,13 +147,16 @@ class Score:
 
     def __init__(self) -> None:
         self.loss, self.kl, self.same, self.bits = [], [], [], []
+        self.nan_positions = 0
 
     def add(self, found, exact, targets, bits: float) -> None:
         """found, exact: (B, positions, vocabulary) log-probabilities, exact of the 16-bit cache."""
         self.loss += (-found.gather(-1, targets[..., None])[..., 0]).double().mean(1).tolist()
         for p, q in zip(exact, found, strict=True):  # one by one: vocabularies are large
             p, q = p.double(), q.double()
-            self.kl.append((p.exp() * (p - q)).sum(-1).mean().item())
+            kl = (p.exp() * (p - q)).sum(-1)
+            self.kl.append(kl.mean().item())
+            self.nan_positions += int((~kl.isfinite() | q.isnan().any(-1)).sum())
         self.same += (found.argmax(-1) == exact.argmax(-1)).double().mean(1).tolist()
         self.bits += [bits] * len(found)
 
@@ -166,6 +172,7 @@ class Score:
             "kl": _mean(self.kl),
             "kl_se": _standard_error(self.kl),
             "same_first": _mean(self.same),
+            "nan_positions": self.nan_positions,
             "losses": self.loss,
             "kls": self.kl,
         }
@@ -283,6 +290,9 @@ def table(result: dict) -> str:
     for row in result["rows"]:
         if "refused" in row:
             lines.append(f"| {row['cache']} | refused: {row['refused']} | | | | |")
+    for row in measured:
+        if row.get("nan_positions"):  # not in older files
+            lines += ["", f"{row['cache']}: NaN at {row['nan_positions']} positions"]
     return "\n".join(lines)
 
 
@@ -355,6 +365,7 @@ def main(arguments: list[str] | None = None) -> int:
             result = evaluate(asked)
             asked.out.write_text(json.dumps(result, indent=1) + "\n")
             print(table(result))
+            return 2 if any(row.get("nan_positions") for row in result["rows"]) else 0
         else:
             result = json.loads(asked.result.read_text())
             if result.get("schema") != SCHEMA:
