@@ -90,10 +90,21 @@ Result<const Backend*> find_cuda() {
                 "); QATTN_CUDA_LIBRARY can name it");
 }
 
+constinit std::mutex loading;
+constinit thread_local bool loads = false;  ///< does this thread hold it, not for fork()?
+
+/// Held while a library is loaded. One that forks meanwhile does so with the lock.
+struct Loading {
+  const std::lock_guard<std::mutex> lock{loading};
+  Loading() { loads = true; }
+  ~Loading() { loads = false; }
+  Loading(const Loading&) = delete;
+  Loading& operator=(const Loading&) = delete;
+};
+
 /// A library that was not found is looked for again at the next call; a loaded one stays.
 Result<const Backend*> load_cuda() {
-  static std::mutex mutex;
-  const std::lock_guard lock(mutex);
+  const Loading held;
   if (const Backend* loaded = cuda.load()) return loaded;
   Result<const Backend*> found = find_cuda();
   if (found.ok()) cuda = *found;
@@ -101,6 +112,17 @@ Result<const Backend*> load_cuda() {
 }
 
 }  // namespace
+
+void hold_backends() {
+  try {
+    static_cast<void>(cpu_backend());
+  } catch (const std::bad_alloc&) {  // then nobody has it yet, and the child makes its own
+  }
+  if (!loads) loading.lock();
+}
+void release_backends() {
+  if (!loads) loading.unlock();
+}
 
 void use_backend(const Backend* backend) { front = backend; }
 

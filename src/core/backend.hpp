@@ -88,6 +88,10 @@ Backends backends_for(DeviceType device);
 /// The backend that owns the memory of such devices.
 Result<const Backend*> backend_of(Device device);
 
+/// Around fork(): makes what is made once, and lets no thread load a library meanwhile.
+void hold_backends();
+void release_backends();
+
 /// Puts a backend before all others: test programs run emulated GPU kernels on CPU tensors so. Null
 /// takes it away. Not while other threads call qattn.
 void use_backend(const Backend* backend);

@@ -167,10 +167,7 @@ Status read_quantize(const qattn_quantize_tensors* given, const qattn_quantize_o
 
 }  // namespace
 
-const char* qattn_version(void) {
-  static const std::string text(qattn::version());
-  return text.c_str();
-}
+const char* qattn_version(void) { return qattn::version().data(); }  // a literal, ended by 0
 
 thread_local std::string qattn::c::last_error;
 

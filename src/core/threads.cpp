@@ -3,6 +3,11 @@
 #include <omp.h>
 #include <pthread.h>
 
+#include <new>
+
+#include "core/backend.hpp"
+#include "qattn/recipe.hpp"
+
 namespace qattn {
 namespace {
 
@@ -10,9 +15,27 @@ namespace {
 thread_local bool had_team = false;
 thread_local bool lost_team = false;
 
-void in_child() { lost_team = had_team; }
+void after_fork_in_child() {
+  lost_team = had_team;
+  after_fork();
+}
+
+// When the library is loaded. Fails only without memory: then fork() is as dangerous as without it,
+// and nothing else is.
+[[maybe_unused]] const int registered =
+    pthread_atfork(before_fork, after_fork, after_fork_in_child);
 
 }  // namespace
+
+void before_fork() {
+  try {
+    static_cast<void>(recipes());
+  } catch (const std::bad_alloc&) {  // then nobody has them yet, and the child makes its own
+  }
+  detail::hold_backends();
+}
+
+void after_fork() { detail::release_backends(); }
 
 int most_threads(int asked) {
   if (lost_team) return 1;
@@ -21,12 +44,7 @@ int most_threads(int asked) {
 
 int team(int asked) {
   const int threads = most_threads(asked);
-  if (threads > 1 && !had_team) {
-    // Fails only without memory: then fork() is as dangerous as without it, and nothing else is.
-    static const int registered = pthread_atfork(nullptr, nullptr, in_child);
-    static_cast<void>(registered);
-    had_team = true;
-  }
+  if (threads > 1) had_team = true;
   return threads;
 }
 

@@ -1,4 +1,5 @@
-// How many threads a call runs on: the one place that decides it; and where they wait.
+// How many threads a call runs on: the one place that decides it; and where they wait. What a child
+// of fork() must not inherit half done.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +16,13 @@ int most_threads(int asked);
 /// thread that had a team of qattn's before fork() therefore runs alone in the child, under any
 /// runtime. Threads that the child starts have whole teams.
 int team(int asked);
+
+/// fork() of any thread calls the two around it. Before it everything that is made once is made
+/// (tests/hardening/fork_guards.cmake lists it), and the library's lock (backend.cpp) is held, so
+/// that the child, which has none of the other threads, waits for nothing that one of them had
+/// begun.
+void before_fork();
+void after_fork();
 
 /// The loops of one parallel region, of which each needs what the ones before it left. All threads
 /// of the team call the same. Threads wait where there is something to wait for: where they sleep

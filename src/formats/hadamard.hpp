@@ -12,7 +12,7 @@ namespace qattn::formats {
 /// +1 or -1 for a channel of the head dimension: the top bit of the 32-bit mix "lowbias32" (two
 /// multiplications, three xor-shifts) of channel + seed, the seed being 0x9e3779b9. Part of the
 /// format: caches and static scales made with other signs do not fit.
-QATTN_HD float rotation_sign(int channel) {
+QATTN_HD constexpr float rotation_sign(int channel) {
   std::uint32_t h = static_cast<std::uint32_t>(channel) + 0x9e3779b9u;
   h ^= h >> 16;
   h *= 0x7feb352du;

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <memory>
@@ -198,6 +199,63 @@ TEST(Fork, QuantizeAndReferenceAfterATeam) {
       return codes_of(call, threads) == codes && exact(call, threads) == out;
     };
     ASSERT_EQ(in_child(work, std::chrono::seconds(30)), End::good) << threads;
+  }
+}
+
+/// A call whose tensors are said to lie on a GPU: each looks for the library that is not there.
+bool looks_for_a_gpu(const SmallCall& call) {
+  std::vector<float> out = call.output();
+  AttentionTensors t = call.tensors(out);
+  for (TensorView* x : {&t.q, &t.k, &t.v, &t.out}) x->device = {DeviceType::cuda, 0};
+  AttentionOptions options = options_of("int8_full", 0);
+  static_cast<void>(plan(t, options));
+  return true;
+}
+
+/// Threads that call everything until it ends.
+class Load {
+ public:
+  explicit Load(const SmallCall& call) {
+    run([&call] { return equals(call, "int8_full", 3, {}); });
+    run([&call] { return decoded(call, 2).empty(); });
+    run([&call] { return codes_of(call, 2).empty() || exact(call, 1).empty(); });
+    run([&call] { return looks_for_a_gpu(call); });
+  }
+  ~Load() {
+    stop_ = true;
+    for (std::thread& t : threads_) t.join();
+  }
+  Load(const Load&) = delete;
+  Load& operator=(const Load&) = delete;
+
+ private:
+  template <class Work>
+  void run(Work work) {
+    threads_.emplace_back([this, work] {
+      while (!stop_) work();
+    });
+  }
+  std::atomic<bool> stop_ = false;
+  std::vector<std::thread> threads_;
+};
+
+/// The child has none of the threads that were under way, whatever they held.
+TEST(Fork, HundredUnderLoad) {
+  const SmallCall call(20, 300);
+  std::vector<float> expected = call.output();
+  ASSERT_TRUE(attention(call.tensors(expected), options_of("int8_full", 1)).ok());
+  const std::vector<float> from_cache = decoded(call, 1);
+  const std::vector<std::int8_t> codes = codes_of(call, 1);
+  const Load load(call);
+  const auto work = [&] {
+    return equals(call, "int8_full", 0, expected) && decoded(call, 0) == from_cache &&
+           codes_of(call, 0) == codes && looks_for_a_gpu(call);
+  };
+  for (int n = 0; n < 50; ++n) {
+    ASSERT_EQ(in_child(work, std::chrono::seconds(60)), End::good) << "fork " << n;
+    End end = End::bad;  // of a thread that has had no team
+    std::thread([&] { end = in_child(work, std::chrono::seconds(60)); }).join();
+    ASSERT_EQ(end, End::good) << "fork " << n << " of a new thread";
   }
 }
 

@@ -1,6 +1,8 @@
+#include <array>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <string>
+#include <string_view>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -75,11 +77,15 @@ bool runs_dotprod() { return false; }
 bool runs_i8mm() { return false; }
 #endif
 
-/// Asks once: every CPUID leaves a virtual machine (together 15 us, longer than a small call).
+/// Asks once, or a few times where threads meet: every CPUID leaves a virtual machine (together 15
+/// us, longer than a small call). Not a static local: a thread that asks while another forks would
+/// leave its guard taken in the child.
 template <bool (*runs)()>
 bool once() {
-  static const bool answer = runs();
-  return answer;
+  enum : int { unasked, no, yes };
+  static std::atomic<int> answer = unasked;
+  if (answer == unasked) answer = runs() ? yes : no;
+  return answer == yes;
 }
 
 struct Candidate {
@@ -97,11 +103,21 @@ constexpr Candidate candidates[] = {{"amx", words_amx, once<runs_amx>},
                                     {"neon_dotprod", words_neon_dotprod, once<runs_dotprod>},
                                     {"scalar", words_scalar, [] { return true; }}};
 
-std::string unknown_name() {
-  std::string text = "is not one of ";
-  for (const Candidate& c : candidates) text += std::string(c.name) + ", ";
-  return text.substr(0, text.size() - 2);
-}
+/// "is not one of " and the candidates.
+constexpr auto unknown = [] {
+  std::array<char, 128> text{};  // ends with zeros; what does not fit does not compile
+  std::size_t at = 0;
+  const auto add = [&](std::string_view part) {
+    for (const char c : part) text[at++] = c;
+  };
+  add("is not one of ");
+  for (const Candidate& c : candidates) {
+    if (&c != candidates) add(", ");
+    add(c.name);
+  }
+  text.at(at) = '\0';
+  return text;
+}();
 
 }  // namespace
 
@@ -113,8 +129,7 @@ Selection select_words() {
     if (c.words() != nullptr && c.runs()) return {c.words(), nullptr, false};
     if (!any) return {nullptr, "is not available on this CPU or in this build", false};
   }
-  static const std::string unknown = unknown_name();
-  return {nullptr, unknown.c_str(), true};
+  return {nullptr, unknown.data(), true};
 }
 
 }  // namespace qattn::cpu

@@ -51,7 +51,7 @@ constexpr int most_signs = 256;
 
 /// x times rotation_sign(), exactly.
 void flip(float* x, int n) {
-  static const std::array<float, most_signs> sign = [] {
+  static constexpr std::array<float, most_signs> sign = [] {
     std::array<float, most_signs> s{};
     for (int i = 0; i < most_signs; ++i) {
       s[static_cast<std::size_t>(i)] = formats::rotation_sign(i);

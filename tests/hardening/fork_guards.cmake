@@ -1,0 +1,38 @@
+# A static local that is made when it is first reached has a guard, which is a lock: the child of a
+# fork() meanwhile would wait for it for ever. before_fork() (core/threads.cpp) makes those that are
+# listed here; others should be constants, or be made there too.
+#
+#   cmake -DNM=... -DOBJECTS=a.o,b.o -P fork_guards.cmake
+if(NOT NM)
+  message("SKIPPED: there is no nm")
+  return()
+endif()
+set(made "table[(][)]::rows$" "cpu_backend[(][)]::backend$" "make_cpu_backend[(][)]::kernels$")
+string(REPLACE "," ";" objects "${OBJECTS}")
+set(found)
+foreach(object IN LISTS objects)
+  execute_process(COMMAND ${NM} -C --defined-only ${object}
+                  OUTPUT_VARIABLE output ERROR_VARIABLE error RESULT_VARIABLE result)
+  if(NOT result EQUAL 0)
+    message(FATAL_ERROR "${NM} ${object}: ${error}")
+  endif()
+  string(REGEX MATCHALL "guard variable for [^\n]*" guards "${output}")
+  foreach(guard IN LISTS guards)
+    set(known FALSE)
+    foreach(pattern IN LISTS made)
+      if(guard MATCHES "${pattern}")
+        set(known TRUE)
+      endif()
+    endforeach()
+    if(known)
+      list(APPEND found "${guard}")
+    else()
+      message(SEND_ERROR "${object}: ${guard} is not made before a fork")
+    endif()
+  endforeach()
+endforeach()
+list(LENGTH found count)
+list(LENGTH made wanted)
+if(NOT count EQUAL wanted)
+  message(SEND_ERROR "before_fork() makes ${wanted}, of which there are ${count}: ${found}")
+endif()
