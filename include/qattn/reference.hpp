@@ -32,10 +32,14 @@ struct ErrorMetrics {
   double max_abs_err = 0;
   double cosine = 1;            ///< over everything
   double worst_row_cosine = 1;  ///< the lowest cosine of one row of Dv values
+  std::int64_t rows = 0;
+  std::int64_t nan_rows = 0;      ///< rows of the output that hold NaN or Inf
+  std::int64_t nan_ref_rows = 0;  ///< the same of the reference
 };
 
-/// `out` and `ref` hold rows of `row` values. Rows that are zero in both count as equal; a NaN that
-/// only one of them has makes every metric NaN.
+/// `out` and `ref` hold rows of `row` values. Rows that are zero in both count as equal. Values that
+/// are NaN in both, or the same Inf, are left out, but their rows counted; a NaN or Inf that only
+/// one of them has makes every error and cosine NaN, and so do values of which all are left out.
 ErrorMetrics compare(std::span<const float> out, std::span<const double> ref, std::int64_t row);
 
 }  // namespace qattn

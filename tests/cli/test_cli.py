@@ -147,7 +147,8 @@ def test_another_backend_is_not_possible_here(files):
 
 def test_compare_every_recipe(files):
     report = result_json("compare", *files)
-    keys = {"recipe", "nrmse", "max_abs_err", "cosine", "worst_row_cosine", "ms", "speedup_vs_f32"}
+    keys = {"recipe", "nrmse", "max_abs_err", "cosine", "worst_row_cosine", "ms", "speedup_vs_f32",
+            "output_rows", "nan_rows", "reference_nan_rows"}
     assert [row["recipe"] for row in report["results"] if row.keys() != keys] == []
     measured = {row["recipe"]: row for row in report["results"]}
     skipped = {row["recipe"] for row in report["skipped"]}
@@ -156,6 +157,79 @@ def test_compare_every_recipe(files):
     assert measured["f32"]["nrmse"] < 1e-5 and measured["f32"]["speedup_vs_f32"] == 1
     assert measured["int8_full"]["nrmse"] < 3e-2
     assert measured["int8_full"]["worst_row_cosine"] > 0.99
+
+
+def spoiled(tmp_path, tensors, operand, value, rows):
+    """--q and the like of copies, one with `value` in rows [b, h, s]."""
+    arguments = []
+    for name, tensor in zip("qkv", tensors):
+        tensor = tensor.copy()
+        if name == operand:
+            tensor[rows] = value
+        np.save(tmp_path / f"{name}.npy", tensor)
+        arguments += [f"--{name}", tmp_path / f"{name}.npy"]
+    return arguments
+
+
+@pytest.mark.parametrize("operand", "qkv")
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_compare_counts_nan_rows(tmp_path, tensors, operand, value):
+    queries = tensors[0].shape
+    per_head = queries[2]
+    hit = np.s_[0, 0, 3]  # K and V: one head, which a group of query heads shares
+    files = spoiled(tmp_path, tensors, operand, value, hit)
+    group = queries[1] // tensors[1].shape[1]
+    bad = 1 if operand == "q" else group * per_head
+    done = qattn("compare", *files, "--recipe", "int8_full,f32", "--runs", "1", "--json")
+    assert done.returncode == 4 and "hold NaN or Inf" in done.stderr
+    for row in json.loads(done.stdout)["results"]:
+        assert row["nan_rows"] == row["reference_nan_rows"] == bad
+        assert row["output_rows"] == queries[0] * queries[1] * per_head
+        assert row["nrmse"] < 3e-2  # of the others
+    text = qattn("compare", *files, "--recipe", "int8_full", "--runs", "1")
+    assert text.returncode == 4 and "nan_rows" in text.stdout
+    assert f"int8_full: {bad} of {row['output_rows']} output rows hold NaN" in text.stderr
+
+
+def test_compare_counts_rows_that_the_reference_leaves_out(tmp_path, tensors):
+    files = spoiled(tmp_path, tensors, "q", np.nan, np.s_[0, 0, 1])
+    done = qattn("compare", *files, "--recipe", "f32", "--ref-rows", "2", "--json")
+    (row,) = json.loads(done.stdout)["results"]
+    assert done.returncode == 4 and row["nan_rows"] == 1 and row["reference_nan_rows"] == 0
+
+
+def test_compare_of_nothing_but_nan_has_no_error_of_0(tmp_path, tensors):
+    files = spoiled(tmp_path, tensors, "k", np.nan, np.s_[:])
+    done = qattn("compare", *files, "--recipe", "int8_full,bf16", "--runs", "1", "--json")
+    assert done.returncode == 4
+    for row in json.loads(done.stdout)["results"]:
+        assert row["nrmse"] is row["cosine"] is row["worst_row_cosine"] is None
+        assert row["nan_rows"] == row["output_rows"]
+
+
+def test_other_commands_tell_of_nan(tmp_path, tensors):
+    files = spoiled(tmp_path, tensors, "q", np.nan, np.s_[0, 0, 3])
+    out = tmp_path / "out.npy"
+    done = qattn("attention", *files, "-o", out, "--recipe", "f32", "--json")
+    assert done.returncode == 4 and json.loads(done.stdout)["nan_rows"] == 1
+    assert f"{out}: 1 of" in done.stderr and np.isnan(np.load(out)).any()
+    done = qattn("quantize", tmp_path / "q.npy", "-o", out, "--scale", tmp_path / "scale.npy")
+    assert done.returncode == 4 and "x: holds NaN" in done.stderr and out.exists()
+    layers = {}
+    for name, tensor in zip("qkv", tensors):
+        for layer in range(2):
+            x = tensor.copy()
+            if name == "q" and layer == 1:
+                x[0, 0, 3] = np.nan
+            layers[f"layer{layer}.{name}"] = ("F32", x)
+    write_safetensors(tmp_path / "x.safetensors", layers)
+    done = qattn("demo", "--data", tmp_path / "x.safetensors", "--report", tmp_path / "r.html",
+                 "--json")
+    assert done.returncode == 4 and "layer 1: int8_full: 1 of" in done.stderr
+    counts = {row["recipe"]: row["nan_rows"] for row in json.loads(done.stdout)["results"]}
+    assert counts["int8_full"] == counts["f32"] == 1  # where a scale is shared, more
+    assert min(counts.values()) >= 1
+    assert "nan rows" in (tmp_path / "r.html").read_text()
 
 
 def test_compare_options(files):
@@ -308,6 +382,12 @@ def test_quantize_counts_saturated_codes(tmp_path, tensors):
         "quantize", tmp_path / "x.npy", "--granularity", "per_head", "-o", tmp_path / "codes.npy",
         "--scale", tmp_path / "scale.npy", "--static-scale", tmp_path / "small.npy",
     )
+    for bad in (0.0, -1.0, np.inf, np.nan):
+        np.save(tmp_path / "bad.npy", np.array([[0.1, bad]], np.float32))
+        refused("quantize", tmp_path / "x.npy", "--granularity", "per_head", "-o",
+                tmp_path / "none.npy", "--scale", tmp_path / "none_scale.npy", "--static-scale",
+                tmp_path / "bad.npy", says=["static_scale: value", "at (0, 1)", "positive"])
+    assert not (tmp_path / "none.npy").exists()
     beyond = np.count_nonzero(np.rint(np.abs(tensors[1]) / np.float32(0.5 / 127)) > 127)
     assert report["saturated"] == pytest.approx(beyond, abs=2)
 
@@ -385,12 +465,6 @@ def test_model_refusals(tmp_path):
 @pytest.mark.skipif(not DATA.exists(), reason="no captured data")
 def test_demo(tmp_path):
     embeddings = tmp_path / "embeddings.json"
-    for bad in (0.0, -1.0, np.inf, np.nan):
-        np.save(tmp_path / "bad.npy", np.array([[0.1, bad]], np.float32))
-        refused("quantize", tmp_path / "x.npy", "--granularity", "per_head", "-o",
-                tmp_path / "none.npy", "--scale", tmp_path / "none_scale.npy", "--static-scale",
-                tmp_path / "bad.npy", says=["static_scale: value", "at (0, 1)", "positive"])
-    assert not (tmp_path / "none.npy").exists()
     row = {"recipe": "int8<b>", "min_cosine": 0.999, "mean_cosine": 0.9999}
     embeddings.write_text(json.dumps({"model": "m", "sentences": 3, "results": [row]}))
     report = result_json("demo", "--data", DATA, "--report", tmp_path / "report.html",

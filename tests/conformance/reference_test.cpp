@@ -150,5 +150,37 @@ TEST(Compare, Metrics) {
   EXPECT_EQ(compare(broken, both, 2).nrmse, 0);
 }
 
+/// What is not a number is counted, wherever it stands, and never makes an error look small.
+TEST(Compare, CountsRowsThatAreNoNumbers) {
+  constexpr float inf = std::numeric_limits<float>::infinity();
+  const double ref[] = {3, 4, 0, 0, 1, 0};
+  const auto expect = [](const ErrorMetrics& m, std::int64_t of_out, std::int64_t of_ref) {
+    EXPECT_EQ(m.rows, 3);
+    EXPECT_EQ(m.nan_rows, of_out);
+    EXPECT_EQ(m.nan_ref_rows, of_ref);
+  };
+  for (const float bad : {nan, inf, -inf}) {
+    const float out[] = {3, 4, 0, 0, bad, bad};
+    const ErrorMetrics m = compare(out, ref, 2);
+    expect(m, 1, 0);
+    for (const double x : {m.nrmse, m.max_abs_err, m.cosine, m.worst_row_cosine}) {
+      EXPECT_TRUE(std::isnan(x)) << x << " with " << bad;
+    }
+    const double also[] = {3, 4, 0, 0, bad, bad};
+    const ErrorMetrics both = compare(out, also, 2);
+    expect(both, 1, 1);
+    EXPECT_EQ(both.nrmse, 0);
+    const float right[] = {3, 4, 0, 0, 1, 0};
+    expect(compare(right, also, 2), 0, 1);
+    EXPECT_TRUE(std::isnan(compare(right, also, 2).worst_row_cosine));
+    const float nothing[] = {bad, bad, bad, bad, bad, bad};
+    const double neither[] = {bad, bad, bad, bad, bad, bad};
+    expect(compare(nothing, neither, 2), 3, 3);
+    EXPECT_TRUE(std::isnan(compare(nothing, neither, 2).nrmse));
+    EXPECT_TRUE(std::isnan(compare(nothing, neither, 2).worst_row_cosine));
+  }
+  expect(compare(std::vector<float>{3, 4, 0, 0, 1, 0}, ref, 2), 0, 0);
+}
+
 }  // namespace
 }  // namespace qattn::test

@@ -2,10 +2,12 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <cmath>
 
 #include "call.hpp"
 #include "commands.hpp"
 #include "console.hpp"
+#include "io/half.hpp"
 #include "io/npy.hpp"
 #include "measure.hpp"
 
@@ -39,6 +41,7 @@ Status check_output(const char* option, const std::string& path) {
 
 struct Computed {
   io::Array out, lse;
+  std::int64_t rows = 0, nan_rows = 0;  ///< of out; those with NaN or Inf
   std::string kernel;
   double ms = 0;
 };
@@ -66,6 +69,14 @@ Result<Computed> compute(const Case& c, Format output_format, bool with_lse) {
   if (!status.ok()) return status;
   computed.ms =
       std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+  computed.rows = g.batch * g.heads_q * g.queries;
+  for (std::int64_t row = 0; row < computed.rows; ++row) {
+    bool finite = true;
+    for (std::int64_t channel = 0; channel < g.dim_v; ++channel) {
+      finite = finite && std::isfinite(io::get(computed.out, row * g.dim_v + channel));
+    }
+    computed.nan_rows += finite ? 0 : 1;
+  }
   return computed;
 }
 
@@ -86,6 +97,7 @@ void report(const AttentionFlags& flags, const Computed& computed) {
     Json json{{"recipe", flags.recipe},
               {"kernel", computed.kernel},
               {"ms", computed.ms},
+              {"nan_rows", computed.nan_rows},
               {"out", file_json(flags.output, computed.out)}};
     if (!flags.lse.empty()) json["lse"] = file_json(flags.lse, computed.lse);
     print_json(json);
@@ -120,6 +132,10 @@ Status run_attention(const AttentionFlags& flags) {
   if (!computed.ok()) return computed.status();
   if (Status s = write(flags, *computed); !s.ok()) return s;
   report(flags, *computed);
+  if (computed->nan_rows > 0) {
+    warn_of_nan(fmt::format("{}: {} of {} rows hold NaN or Inf", flags.output, computed->nan_rows,
+                            computed->rows));
+  }
   return {};
 }
 

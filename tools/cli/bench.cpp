@@ -95,6 +95,7 @@ Json to_json(const std::vector<Row>& rows, bool causal, const Json& machine) {
                          {"causal", causal},
                          {"recipe", m.recipe},
                          {"kernel", m.kernel},
+                         {"nan_rows", m.nan_rows},
                          {"ms", m.ms},
                          {"tflops", tflops(row, m, causal)},
                          {"speedup_vs_f32", row.comparison.speedup(m)}});
@@ -124,6 +125,9 @@ Status run_bench(const BenchFlags& flags) {
   const Result<std::vector<Row>> rows =
       measure_all(*geometries, *list, *format, *options, flags.runs);
   if (!rows.ok()) return rows.status();
+  for (const Row& row : *rows) {
+    warn_of_nan(row.geometry.text() + " ", row.comparison.results);
+  }
   if (flags.json) {
     print_json(to_json(*rows, options->causal, *machine));
     return {};

@@ -30,11 +30,12 @@ struct CompareFlags {
 };
 
 void print_table(const Comparison& comparison, std::int64_t rows, std::int64_t queries) {
-  Table table({"recipe", "nrmse", "max_abs_err", "cosine", "worst_row", "ms", "vs_f32"});
+  Table table(
+      {"recipe", "nrmse", "max_abs_err", "cosine", "worst_row", "nan_rows", "ms", "vs_f32"});
   for (const Measurement& m : comparison.results) {
     table.add({m.recipe, scientific(m.error.nrmse), scientific(m.error.max_abs_err),
-               fixed(m.error.cosine, 6), fixed(m.error.worst_row_cosine, 6), fixed(m.ms, 2),
-               fixed(comparison.speedup(m), 2) + "x"});
+               fixed(m.error.cosine, 6), fixed(m.error.worst_row_cosine, 6),
+               std::to_string(m.nan_rows), fixed(m.ms, 2), fixed(comparison.speedup(m), 2) + "x"});
   }
   print(table.text());
   print(fmt::format("errors against float64 on {} of {} query rows\n", rows, queries));
@@ -49,6 +50,9 @@ Json to_json(const Comparison& comparison, std::int64_t rows) {
                        {"max_abs_err", m.error.max_abs_err},
                        {"cosine", m.error.cosine},
                        {"worst_row_cosine", m.error.worst_row_cosine},
+                       {"output_rows", m.rows},
+                       {"nan_rows", m.nan_rows},
+                       {"reference_nan_rows", m.error.nan_ref_rows},
                        {"ms", m.ms},
                        {"speedup_vs_f32", comparison.speedup(m)}});
   }
@@ -89,6 +93,7 @@ Status run_compare(const CompareFlags& flags) {
   } else {
     print_table(*comparison, rows, queries);
   }
+  warn_of_nan("", comparison->results);
   return {};
 }
 
@@ -96,7 +101,8 @@ Status run_compare(const CompareFlags& flags) {
 
 void add_compare(CLI::App& program, Action& chosen) {
   add_command<CompareFlags>(program, chosen, "compare",
-                            "error against float64 and speed of recipes on your tensors",
+                            "error against float64 and speed of recipes on your tensors; nan_rows: "
+                            "output rows with NaN or Inf, for which the exit status is 4",
                             run_compare);
 }
 

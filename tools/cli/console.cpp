@@ -43,6 +43,16 @@ void Progress::show(double done, std::string_view label) {
   std::fflush(stderr);
 }
 
+namespace {
+bool found_nan = false;
+}
+
+void warn_of_nan(const std::string& message) {
+  fmt::print(stderr, "qattn: {}\n", printable(message));
+  found_nan = true;
+}
+bool nan_was_found() { return found_nan; }
+
 void print(std::string_view text) { fmt::print("{}", text); }
 
 void print_json(const Json& json) {

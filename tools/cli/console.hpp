@@ -40,6 +40,10 @@ class Progress {
   bool visible_;
 };
 
+/// Says on standard error that results hold NaN or Inf; the program will end with status 4.
+void warn_of_nan(const std::string& message);
+bool nan_was_found();
+
 void print(std::string_view text);
 void print_json(const Json& json);
 

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <limits>
 
@@ -85,6 +86,9 @@ const Measurement* find(const Comparison& comparison, const std::string& recipe)
   return nullptr;
 }
 
+/// NaN if one is, which std::max() may drop.
+double larger(double a, double b) { return std::isnan(a) || std::isnan(b) ? nan : std::max(a, b); }
+
 /// The recipe's measurements in every layer and in the long context (the last comparison).
 DemoRow summarise(const std::string& recipe, const std::vector<Comparison>& layers,
                   const Comparison& long_context) {
@@ -95,12 +99,14 @@ DemoRow summarise(const std::string& recipe, const std::vector<Comparison>& laye
     const double share = 1.0 / static_cast<double>(layers.size());
     row.layer_nrmse.push_back(m ? m->error.nrmse : nan);
     row.nrmse_mean += row.layer_nrmse.back() * share;
-    row.nrmse_worst = std::max(row.nrmse_worst, row.layer_nrmse.back());
-    row.worst_row_cosine = std::min(row.worst_row_cosine, m ? m->error.worst_row_cosine : nan);
+    row.nrmse_worst = larger(row.nrmse_worst, row.layer_nrmse.back());
+    row.worst_row_cosine = -larger(-row.worst_row_cosine, m ? -m->error.worst_row_cosine : nan);
+    row.nan_rows += m ? m->nan_rows : 0;
     row.ms += (m ? m->ms : nan) * share;
     row.memory_vs_f16 += (m ? m->memory_vs_f16 : nan) * share;
   }
   const Measurement* m = find(long_context, recipe);
+  row.nan_rows += m ? m->nan_rows : 0;
   row.long_nrmse = m ? m->error.nrmse : nan;
   row.long_worst_row_cosine = m ? m->error.worst_row_cosine : nan;
   row.long_ms = m ? m->ms : nan;
@@ -131,6 +137,7 @@ Status measure_demo(Demo& demo, const std::vector<Case>& layers) {
         measure_case(layer, layer.geometry.queries, layer_budget_s, progress, done,
                      fmt::format("layer {}", by_layer.size()));
     if (!comparison.ok()) return comparison.status();
+    warn_of_nan(fmt::format("layer {}: ", by_layer.size()), comparison->results);
     by_layer.push_back(std::move(*comparison));
     demo.f32_ms += by_layer.back().f32_ms / static_cast<double>(layers.size());
   }
@@ -138,6 +145,7 @@ Status measure_demo(Demo& demo, const std::vector<Case>& layers) {
       measure_case(*long_case, long_reference_rows, long_budget_s, progress, done, "long context");
   if (!long_context.ok()) return long_context.status();
 
+  warn_of_nan("long context: ", long_context->results);
   demo.layer = layers.front().geometry;
   demo.long_context = long_geometry;
   demo.long_reference_rows = long_reference_rows;
@@ -234,12 +242,13 @@ Result<Embeddings> read_embeddings(const std::string& path) {
 }
 
 Table Demo::table() const {
-  Table table({"recipe", "nrmse", "worst layer", "worst row cos", "ms", "vs_f32", "Q,K,V/f16",
-               "long nrmse", "long ms", "vs_f32"});
+  Table table({"recipe", "nrmse", "worst layer", "worst row cos", "nan rows", "ms", "vs_f32",
+               "Q,K,V/f16", "long nrmse", "long ms", "vs_f32"});
   for (const DemoRow& row : rows) {
     table.add({row.recipe, scientific(row.nrmse_mean), scientific(row.nrmse_worst),
-               fixed(row.worst_row_cosine, 5), fixed(row.ms, 2), fixed(f32_ms / row.ms, 2) + "x",
-               fixed(row.memory_vs_f16, 3), scientific(row.long_nrmse), fixed(row.long_ms, 1),
+               fixed(row.worst_row_cosine, 5), std::to_string(row.nan_rows), fixed(row.ms, 2),
+               fixed(f32_ms / row.ms, 2) + "x", fixed(row.memory_vs_f16, 3),
+               scientific(row.long_nrmse), fixed(row.long_ms, 1),
                fixed(f32_long_ms / row.long_ms, 2) + "x"});
   }
   return table;
@@ -253,6 +262,7 @@ Json Demo::json() const {
                        {"nrmse_worst_layer", row.nrmse_worst},
                        {"nrmse_by_layer", row.layer_nrmse},
                        {"worst_row_cosine", row.worst_row_cosine},
+                       {"nan_rows", row.nan_rows},
                        {"ms", row.ms},
                        {"speedup_vs_f32", f32_ms / row.ms},
                        {"memory_vs_f16", row.memory_vs_f16},

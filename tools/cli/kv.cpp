@@ -302,6 +302,8 @@ void report(const KvFlags& flags, const Filled& filled, const Histogram& h, cons
     if (output) {
       json["nrmse"] = losses.output.nrmse;
       json["worst_row_cosine"] = losses.output.worst_row_cosine;
+      json["nan_rows"] = losses.output.nan_rows;
+      json["reference_nan_rows"] = losses.output.nan_ref_rows;
     }
     print_json(json);
     return;
@@ -320,8 +322,9 @@ void report(const KvFlags& flags, const Filled& filled, const Histogram& h, cons
   print(fmt::format("error         K {}  V {} (relative RMS)\n", scientific(losses.k),
                     scientific(losses.v)));
   if (output) {
-    print(fmt::format("attention     NRMSE {}  worst row's cosine {}\n",
-                      scientific(losses.output.nrmse), fixed(losses.output.worst_row_cosine, 5)));
+    print(fmt::format("attention     NRMSE {}  worst row's cosine {}  NaN rows {}\n",
+                      scientific(losses.output.nrmse), fixed(losses.output.worst_row_cosine, 5),
+                      losses.output.nan_rows));
   }
 }
 
@@ -345,6 +348,14 @@ Status run_kv(const KvFlags& flags) {
   const Result<Losses> losses = losses_of(*filled, *in, flags.debias);
   if (!losses.ok()) return losses.status();
   report(flags, *filled, *histogram, *losses);
+  const ErrorMetrics& m = losses->output;
+  if (m.nan_rows + m.nan_ref_rows > 0) {
+    warn_of_nan(fmt::format("attention: {} of {} output rows hold NaN or Inf, {} of float64's",
+                            m.nan_rows, m.rows, m.nan_ref_rows));
+  }
+  if (!std::isfinite(losses->k) || !std::isfinite(losses->v)) {
+    warn_of_nan("error: K or V, or what the cache reads as, holds NaN or Inf");
+  }
   return {};
 }
 

@@ -7,6 +7,9 @@ int main(int argc, char** argv) {
   CLI::App program("qattn: attention with low-precision operands", "qattn");
   program.set_version_flag("--version", std::string(qattn::version()));
   program.require_subcommand(1);
+  program.footer(
+      "Exit status: 0; 2 bad usage or input; 3 not possible on this device; 4 results (printed all "
+      "the same) hold NaN or Inf; 1 a defect.");
   cli::Action action;
   cli::add_info(program, action);
   cli::add_explain(program, action);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <limits>
 
 namespace qattn::cli {
@@ -84,6 +85,15 @@ Result<double> memory_vs_f16(const AttentionTensors& t, const Recipe& r, Layout 
     half += static_cast<double>(bytes_of(as_half));
   }
   return bytes / half;
+}
+
+/// Rows that hold NaN or Inf, of all rows: the reference may have a sample.
+std::int64_t nan_rows(std::span<const float> dense, std::int64_t dim) {
+  std::int64_t count = 0;
+  for (auto row = dense.begin(); row != dense.end(); row += dim) {
+    count += std::all_of(row, row + dim, [](float x) { return std::isfinite(x); }) ? 0 : 1;
+  }
+  return count;
 }
 
 double seconds(const std::chrono::steady_clock::time_point begin) {
@@ -202,9 +212,11 @@ Result<Measurement> measure(const Case& c, const Recipe& recipe, const Reference
   const Result<double> memory = memory_vs_f16(tensors, planned->recipe(), options.layout);
   if (!memory.ok()) return memory.status();
   result.memory_vs_f16 = *memory;
+  const std::span<const float> dense(reinterpret_cast<const float*>(out.bytes.data()),
+                                     static_cast<std::size_t>(out.count()));
+  result.rows = g.batch * g.heads_q * g.queries;
+  result.nan_rows = nan_rows(dense, g.dim_v);
   if (reference != nullptr) {
-    const std::span<const float> dense(reinterpret_cast<const float*>(out.bytes.data()),
-                                       static_cast<std::size_t>(out.count()));
     const std::vector<float> rows = gather<float>(dense, g, reference->rows);
     result.error = qattn::compare(rows, reference->values, g.dim_v);
   }
@@ -239,6 +251,19 @@ Result<Comparison> compare_recipes(const Case& c, const std::vector<Recipe>& lis
                                                  text_of(comparison.skipped)));
   }
   return comparison;
+}
+
+void warn_of_nan(const std::string& where, const std::vector<Measurement>& results) {
+  std::int64_t of_reference = 0;
+  for (const Measurement& m : results) {
+    of_reference = std::max(of_reference, m.error.nan_ref_rows);
+    if (m.nan_rows == 0) continue;
+    warn_of_nan(fmt::format("{}{}: {} of {} output rows hold NaN or Inf", where, m.recipe,
+                            m.nan_rows, m.rows));
+  }
+  if (of_reference == 0) return;
+  warn_of_nan(fmt::format("{}float64: {} of {} rows hold NaN or Inf, which errors leave out", where,
+                          of_reference, results.front().error.rows));
 }
 
 Json to_json(const std::vector<Skipped>& skipped) {

@@ -43,9 +43,11 @@ struct TimingOptions {
 
 struct Measurement {
   std::string recipe, kernel;
-  double ms = 0;             ///< median, quantisation included
-  ErrorMetrics error;        ///< against the reference, if one was given
-  double memory_vs_f16 = 0;  ///< bytes of Q, K, V as multiplied, scales included, over f16's
+  double ms = 0;              ///< median, quantisation included
+  ErrorMetrics error;         ///< against the reference, if one was given
+  std::int64_t rows = 0;      ///< of the output, whether or not the reference has them
+  std::int64_t nan_rows = 0;  ///< of those, the ones that hold NaN or Inf
+  double memory_vs_f16 = 0;   ///< bytes of Q, K, V as multiplied, scales included, over f16's
 };
 
 /// Warm-up run, timed runs, error. `reference` may be null. Errors: as plan() and run().
@@ -69,6 +71,9 @@ struct Comparison {
 Result<Comparison> compare_recipes(const Case& c, const std::vector<Recipe>& list,
                                    const Reference* reference, const TimingOptions& timing,
                                    const std::function<void(std::string_view)>& step);
+
+/// warn_of_nan(), a line a recipe whose output holds NaN or Inf, and one where the reference does.
+void warn_of_nan(const std::string& where, const std::vector<Measurement>& results);
 
 Json to_json(const std::vector<Skipped>& skipped);
 std::string text_of(const std::vector<Skipped>& skipped);

@@ -12,7 +12,7 @@ namespace qattn::cli {
 
 namespace {
 
-enum Exit { exit_ok = 0, exit_defect = 1, exit_usage = 2, exit_impossible = 3 };
+enum Exit { exit_ok = 0, exit_defect = 1, exit_usage = 2, exit_impossible = 3, exit_nan = 4 };
 
 Exit exit_status(Code code) {
   switch (code) {
@@ -49,7 +49,7 @@ int run_program(CLI::App& program, const Action& chosen, int argc, char** argv) 
     if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
       return fail(program, exit_usage, "standard output cannot be written");
     }
-    return exit_ok;
+    return nan_was_found() ? exit_nan : exit_ok;
   } catch (const std::bad_alloc&) {
     return fail(program, exit_impossible, "not enough memory");
   } catch (const std::exception& error) {

@@ -187,6 +187,9 @@ Status run_quantize(const QuantizeFlags& flags) {
   if (Status s = compute(q, *options, *shapes); !s.ok()) return s;
   if (Status s = write(flags, q); !s.ok()) return s;
   report(flags, q);
+  if (!std::isfinite(q.relative_rms_error)) {
+    warn_of_nan("x: holds NaN or Inf, or values whose squares are none");
+  }
   return {};
 }
 
