@@ -53,7 +53,9 @@ struct AttentionTensors {
   /// the i-th lowest of a row's byte n; its last extent is Sk rounded up to a multiple of 8, with
   /// stride 1, and what is behind Sk is not looked at.
   TensorView mask;
-  TensorView alibi_slopes;  ///< (Hq) or (B, Hq) f32: s += slope * (j - i - (Sk - Sq))
+  /// (Hq) or (B, Hq) f32: s -= slope * |i + Sk - Sq - j|, the distance of query i and key j aligned
+  /// to the bottom right as causal is; Sq and Sk are the sequence's own lengths (seqused).
+  TensorView alibi_slopes;
 
   TensorView cu_seqlens_q;  ///< (B + 1) s32: q, out are packed, sequence b is [cu[b], cu[b+1])
   TensorView cu_seqlens_k;  ///< (B + 1) s32: k, v are packed

@@ -91,7 +91,7 @@ typedef struct qattn_attention_tensors {
   qattn_tensor q_scale, k_scale, v_scale;
   qattn_tensor q_global, k_global, v_global;
   qattn_tensor k_mean, v_mean, saturated;
-  qattn_tensor sinks, mask, alibi_slopes;
+  qattn_tensor sinks, mask, alibi_slopes; /* score -= slope * |i + Sk - Sq - j| */
   qattn_tensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table;
   qattn_tensor block_mask; /* sizes of its blocks: qattn_attention_options */
 } qattn_attention_tensors;

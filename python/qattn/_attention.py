@@ -110,7 +110,9 @@ def attention(
     are not what their memory holds are refused by name.
     block_mask: bool, one for each block of block_mask_size = (queries, keys) tokens, multiples of
     64; broadcasts to (B, Hq, blocks of queries, blocks of keys). Kernels skip what it forbids.
-    sinks: (Hq) logits that join the denominator only. alibi_slopes: (Hq) or (B, Hq) float32.
+    sinks: (Hq) logits that join the denominator only.
+    alibi_slopes: (Hq) or (B, Hq) float32. Adds -slope * |i + Sk - Sq - j| to the score of query i
+    and key j, Sq and Sk being the sequence's own lengths.
     cu_seqlens_q, cu_seqlens_k: (B + 1) int32, tensors are packed (T, H, D) or (H, T, D).
     seqused_q, seqused_k: (B) int32, tokens that exist. page_table: (B, pages) int32, k and v are
     (pages, page_size, Hkv, D); needs seqused_k. Lists of integers will do for these.

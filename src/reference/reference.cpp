@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <new>
 #include <optional>
@@ -77,7 +78,8 @@ std::optional<double> score(const AttentionTensors& tensors, const AttentionOpti
     }
   }
   if (tensors.alibi_slopes.present()) {
-    bias += alibi_slope(tensors.alibi_slopes, row) * static_cast<double>(j - diagonal);
+    const auto distance = static_cast<double>(std::abs(j - diagonal));
+    bias -= alibi_slope(tensors.alibi_slopes, row) * distance;
   }
   if (bias == -infinity) return std::nullopt;
 

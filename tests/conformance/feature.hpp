@@ -24,6 +24,7 @@ struct Feature {
   bool boolean_mask = true, bit_mask = false;  ///< a boolean one in b8, or in b1
   MaskShape block_mask = MaskShape::none;      ///< of options.block_mask_q x block_mask_k tokens
   bool sinks = false, alibi = false;
+  float slope = 1;  ///< factor of ALiBi's slopes
   bool static_scales = false;
   Family family = Family::normal;
   double loose = 3;  ///< factor on the recipe's error bound against float64

@@ -160,7 +160,8 @@ Call make_call(const Feature& feature, std::uint64_t seed) {
   }
   const auto slopes = static_cast<std::int64_t>(feature.sq.size()) * call.heads_q;
   for (std::int64_t n = 0; feature.alibi && n < slopes; ++n) {
-    call.alibi.push_back(static_cast<float>(std::exp2(-1.0 - static_cast<double>(n % 8))));
+    const double slope = std::exp2(-1.0 - static_cast<double>(n % 8));
+    call.alibi.push_back(feature.slope * static_cast<float>(slope));
   }
   make_mask(feature, call, engine);
   make_block_mask(feature, call, engine);

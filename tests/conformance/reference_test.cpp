@@ -57,6 +57,29 @@ TEST(Reference, ByHand) {
   hand.expect((4 * e + 24) / (e + 3), std::log(e + 3));
 }
 
+/// Keys on both sides of the diagonal lose by their distance from it, as FlashAttention has it; a
+/// causal call sees one side of that.
+TEST(Reference, AlibiOnBothSides) {
+  Hand hand;
+  float q[16] = {1};  // query 1 has scores 0 and 0
+  float slope = 1;
+  hand.tensors.q = TensorView::dense(q, Format::f32, {1, 2, 1, 8});
+  hand.tensors.alibi_slopes = TensorView::dense(&slope, Format::f32, {1});
+  double o[16], l[2];
+  const double e = std::exp(-1.0);
+  const auto expect = [&](double first, double lse) {
+    const Status status = reference_attention(hand.tensors, hand.options, o, l);
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_NEAR(o[0], first, 1e-6);
+    EXPECT_NEAR(l[0], lse, 1e-6);
+    EXPECT_NEAR(o[8], (4 * e + 8) / (e + 1), 1e-6);
+    EXPECT_NEAR(l[1], std::log(e + 1), 1e-6);
+  };
+  expect((4 + 8 * 3 * e) / (1 + 3 * e), std::log(1 + 3 * e));
+  hand.options.causal = true;
+  expect(4, 0);
+}
+
 TEST(Reference, MaskedRow) {
   Hand hand;
   const std::uint8_t nothing[2] = {0, 0};

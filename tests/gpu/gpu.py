@@ -71,7 +71,7 @@ def sequence(q, k, v, *, causal=False, window=(-1, -1), softcap=None, sinks=None
     if mask is not None and mask.dtype != torch.bool:
         s = s + mask.double()
     if alibi is not None:
-        s = s + alibi.double()[:, None, None] * offset
+        s = s - alibi.double()[:, None, None] * offset.abs()
     left, right = window
     hidden = torch.zeros_like(offset, dtype=torch.bool)
     if causal or right >= 0:

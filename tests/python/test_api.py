@@ -1,5 +1,6 @@
 """attention(), explain() and reference_attention() on numpy and torch."""
 
+import math
 import subprocess
 import sys
 import threading
@@ -153,6 +154,28 @@ def test_features(recipe, feature):
     finite = np.isfinite(ref_lse)
     np.testing.assert_array_equal(np.isfinite(lse), finite)
     assert np.abs(lse[finite] - ref_lse[finite]).max() < (1e-5 if recipe == "f32" else 5e-2)
+
+
+@pytest.mark.parametrize("slopes", [(0.5, 0.25, 0.125, 0.0625), (-0.05, 0.3, 0.0, 1.0)])
+@pytest.mark.parametrize("sizes", [(40, 40), (33, 150), (150, 33)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_alibi_is_the_distance_on_both_sides(slopes, sizes, causal):
+    """-slope |i + Sk - Sq - j| as FlashAttention has it, beside the formula in numpy."""
+    q, k, v = (normal(2, n, 4, 32).astype(np.float64) for n in (sizes[0], sizes[1], sizes[1]))
+    offset = np.arange(sizes[1]) - np.arange(sizes[0])[:, None] - (sizes[1] - sizes[0])
+    s = np.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(32)
+    s -= np.array(slopes)[:, None, None] * np.abs(offset)
+    seen = offset <= 0 if causal else np.ones_like(offset, bool)
+    p = np.where(seen, np.exp(s - s.max(-1, keepdims=True)), 0)
+    total = p.sum(-1, keepdims=True)
+    p = np.divide(p, total, where=total > 0, out=np.zeros_like(p))
+    arrays = [x.astype(np.float32) for x in (q, k, v)]
+    options = {"alibi_slopes": list(slopes), "causal": causal}
+    for out in (
+        qattn.reference_attention(*arrays, **options),
+        qattn.attention(*arrays, recipe="f32", **options),
+    ):
+        assert nrmse(out, np.einsum("bhij,bjhd->bihd", p, v)) < 5e-6
 
 
 @pytest.mark.parametrize(

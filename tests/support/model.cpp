@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -126,7 +127,7 @@ double score(const Call& call, const ModelOptions& model, const Head& x, std::in
   double bias = 0;
   if (!call.mask.shape.empty() && !call.mask.boolean) bias += call.mask.at(x.b, x.h, i, j);
   if (!call.alibi.empty()) {
-    bias += call.alibi[x.b * call.heads_q + x.h] * static_cast<double>(j - diagonal);
+    bias -= call.alibi[x.b * call.heads_q + x.h] * static_cast<double>(std::abs(j - diagonal));
   }
   const double scale = o.softmax_scale ? static_cast<double>(*o.softmax_scale)
                                        : 1 / std::sqrt(static_cast<double>(call.dim));

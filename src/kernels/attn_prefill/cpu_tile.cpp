@@ -1,6 +1,7 @@
 // One task: up to 32 query rows against a run of keys, tile by tile from the last to the first.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 
 #include "formats/scale.hpp"
@@ -109,7 +110,7 @@ void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t
       const float slope = static_cast<const float*>(v.data)[at];
       const std::int64_t diagonal = row.i + seq.k_length - seq.q_length;
       for (int j = 0; j < keys; ++j) {
-        scores[j] += slope * static_cast<float>(first + j - diagonal);
+        scores[j] -= slope * static_cast<float>(std::abs(first + j - diagonal));
       }
     }
     const int begin = static_cast<int>(std::clamp<std::int64_t>(row.begin - first, 0, keys));

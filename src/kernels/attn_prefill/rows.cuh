@@ -297,7 +297,7 @@ struct PrefillRows {
                                      work.b * p.alibi.stride[0] + rows[r].head * p.alibi.stride[1]);
       }
       tile::each_score(s, [&](int r, int key, float& x) {
-        x += slope[r] * static_cast<float>(tile + key - rows[r].diagonal);
+        x -= slope[r] * fabsf(static_cast<float>(tile + key - rows[r].diagonal));
       });
     }
     if (p.mask.data != nullptr) tile::apply_mask(p.mask, work.b, rows, tile, s);
