@@ -31,8 +31,8 @@ QATTN_DEVICE RowEnd finish_row(const kernels::PrefillParams& p, int b, int head,
   float factor = 1.0f, sink_share = 0.0f;
   bool spoiled = bad;
   if (p.sinks.data != nullptr && exists) {
-    const float sink = log2_e * load_number(p.sinks.data, p.sinks.format,
-                                            b * p.sinks.stride[0] + head * p.sinks.stride[1]);
+    const std::int64_t at = b * p.sinks.stride[0] + head * p.sinks.stride[1];
+    const float sink = log2_e * squeeze(load_number(p.sinks.data, p.sinks.format, at));
     const float joint = sink > top || is_nan(sink) ? sink : top;
     if (joint != -infinity()) {
       factor = top == -infinity() ? 0.0f : isa::exp2(top - joint);
@@ -47,13 +47,13 @@ QATTN_DEVICE RowEnd finish_row(const kernels::PrefillParams& p, int b, int head,
     return end;
   }
   if (max == -infinity()) {  // the sink alone
-    end.lse = top * ln_2;
+    end.lse = unsqueeze(top * ln_2);
     return end;
   }
   spoiled = spoiled || !is_finite(top) || !(sum > 0.0f && sum < infinity());
   end.factor = spoiled ? quiet_nan() : factor / sum;
   end.mean_weight = 1.0f - sink_share;
-  end.lse = spoiled ? quiet_nan() : (top + isa::log2(sum)) * ln_2;
+  end.lse = spoiled ? quiet_nan() : unsqueeze((top + isa::log2(sum)) * ln_2);
   return end;
 }
 

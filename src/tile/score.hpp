@@ -19,6 +19,30 @@ QATTN_DEVICE float quiet_nan() { return __builtin_nanf(""); }
 QATTN_DEVICE bool is_nan(float x) { return x != x; }
 QATTN_DEVICE bool is_finite(float x) { return x - x == 0.0f; }
 
+inline constexpr float largest = 0x1.fffffep127f;
+
+/// x + bias. Numbers that leave the floats together stay the largest: -infinity means masked.
+QATTN_DEVICE float add_bias(float x, float bias) {
+  const float sum = x + bias;
+  const bool far = fabsf(sum) == infinity() && is_finite(bias);
+  return far ? copysignf(largest, sum) : sum;
+}
+
+// Scores in units of log2 are half as large again, which the largest floats have no room for, nor
+// differences of them. Beyond 2^125 an eighth of what a number is larger keeps the order.
+inline constexpr float squeezed_from = 0x1p125f, squeezed_by = 0.125f;
+
+/// -infinity and NaN stay what they are.
+QATTN_DEVICE float squeeze(float x) {
+  const float base = copysignf(squeezed_from * (1 - squeezed_by), x);
+  return fabsf(x) > squeezed_from ? fmaf(x, squeezed_by, base) : x;
+}
+QATTN_DEVICE float unsqueeze(float x) {
+  const float base = copysignf(squeezed_from * (1 - squeezed_by), x);
+  const float wide = add_bias((x - base) * (1 / squeezed_by), 0.0f);
+  return fabsf(x) > squeezed_from ? wide : x;
+}
+
 /// One number of a float tensor.
 QATTN_DEVICE float load_number(const void* data, Format format, std::int64_t at) {
   if (format == Format::f32) return isa::load_global(static_cast<const float*>(data) + at);
@@ -89,7 +113,9 @@ QATTN_DEVICE void apply_mask(const kernels::BroadcastView& mask, int b,
     });
     return;
   }
-  const auto add = [](float& s, float bias) { s = bias == -infinity() ? bias : s + bias; };
+  const auto add = [](float& s, float bias) {
+    s = bias == -infinity() ? bias : add_bias(s, bias);
+  };
   if (mask.format == Format::f32) {
     const auto* data = static_cast<const float*>(mask.data);
     each_score(x, [&](int r, int key, float& s) {

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 
 #include "formats/scale.hpp"
 #include "kernels/attn_prefill/cpu_task.hpp"
@@ -46,6 +47,14 @@ void apply_block_mask(const Problem& p, std::int64_t b, const Row& row, std::int
   }
 }
 
+constexpr float largest = std::numeric_limits<float>::max();
+
+/// score + bias. Numbers that leave the floats together stay the largest: -infinity means masked.
+float add_bias(float score, float bias) {
+  const float sum = score + bias;
+  return std::isfinite(score) && std::isfinite(bias) ? std::clamp(sum, -largest, largest) : sum;
+}
+
 /// Additive mask or boolean mask of one row's keys [first, first + keys).
 void apply_mask(const Problem& p, std::int64_t b, const Row& row, std::int64_t first, int keys,
                 float* scores) {
@@ -60,7 +69,7 @@ void apply_mask(const Problem& p, std::int64_t b, const Row& row, std::int64_t f
       if (static_cast<const std::uint8_t*>(p.tensors.mask.data)[at] == 0) scores[j] = -infinity;
     } else {
       const float bias = read_float(p.tensors.mask, at);
-      scores[j] = bias == -infinity ? -infinity : scores[j] + bias;
+      scores[j] = bias == -infinity ? -infinity : add_bias(scores[j], bias);
     }
   }
 }
@@ -110,7 +119,8 @@ void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t
       const float slope = static_cast<const float*>(v.data)[at];
       const std::int64_t diagonal = row.i + seq.k_length - seq.q_length;
       for (int j = 0; j < keys; ++j) {
-        scores[j] -= slope * static_cast<float>(std::abs(first + j - diagonal));
+        const auto distance = static_cast<float>(std::abs(first + j - diagonal));
+        scores[j] = add_bias(scores[j], std::clamp(-slope * distance, -largest, largest));
       }
     }
     const int begin = static_cast<int>(std::clamp<std::int64_t>(row.begin - first, 0, keys));
@@ -129,6 +139,11 @@ void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t
       if (bad[j] && scores[j] != -infinity) scores[j] = nan_value;
     }
   }
+}
+
+/// May what is added to scores be of any size?
+bool adds_biases(const Problem& p) {
+  return p.mask == MaskKind::additive || p.tensors.alibi_slopes.present() || p.score_function;
 }
 
 /// Is nothing added to scores but windows, and nothing else of theirs changed?
@@ -241,6 +256,7 @@ void run_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t firs
     x.v_inverse = tile.at<float>(&TileLayout::v_inverse);
     const bool any = *tile.at<std::uint8_t>(&TileLayout::any_plain) != 0;
     x.v_plain = any ? tile.at<float>(&TileLayout::v_plain) : nullptr;
+    x.biased = adds_biases(job.problem);
   }
   const bool plain = is_plain(job, t, tile, first);
   multiply_queries(job, t, tile, keys16, s);

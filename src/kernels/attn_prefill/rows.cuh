@@ -297,16 +297,36 @@ struct PrefillRows {
                                      work.b * p.alibi.stride[0] + rows[r].head * p.alibi.stride[1]);
       }
       tile::each_score(s, [&](int r, int key, float& x) {
-        x -= slope[r] * fabsf(static_cast<float>(tile + key - rows[r].diagonal));
+        const float distance = fabsf(static_cast<float>(tile + key - rows[r].diagonal));
+        x = tile::add_bias(x, tile::add_bias(-slope[r] * distance, 0.0f));
       });
     }
     if (p.mask.data != nullptr) tile::apply_mask(p.mask, work.b, rows, tile, s);
     tile::each_score(s, [&](int r, int key, float& x) {
-      x *= tile::log2_e;
+      x = tile::squeeze(x) * tile::log2_e;
       const int j = tile + key;
       if (j < rows[r].begin || j >= rows[r].end) x = -tile::infinity();
       if (x != -tile::infinity() && bad_value(key)) x = tile::quiet_nan();
     });
+  }
+
+  /// Beyond this size of a row's scores, in units of log2, they leave too few bits for what u8 P
+  /// adds to them, log2 of V's scales.
+  static constexpr float far_score = 4096.0f;
+
+  /// Takes what all scores of a row have in common where biases make that large: far[r], else 0.
+  QATTN_DEVICE void bring_near(Scores& s, float (&far)[R]) const {
+    if (p.mask.data == nullptr && p.alibi.data == nullptr) return;
+    float top[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
+    tile::each_score(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
+    row_maxima(top);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      far[r] = fabsf(top[r]) > far_score && top[r] != -tile::infinity() ? top[r] : 0.0f;
+    }
+    tile::each_score(s, [&](int r, int, float& x) { x -= far[r]; });
   }
 
   // ---- Softmax --------------------------------------------------------------------------------
@@ -344,6 +364,18 @@ struct PrefillRows {
   /// The reference that is subtracted in exponents: 0 where nothing was seen, so that masked scores
   /// give 0 and not NaN.
   QATTN_DEVICE static float reference(float top) { return top == -tile::infinity() ? 0.0f : top; }
+
+  /// raise_maxima() after bring_near(): maxima of far rows leave V's scales out, which they have no
+  /// bits for. `ref`: what is subtracted in exponents of near scores.
+  QATTN_DEVICE void raise_far_maxima(const float (&top)[R], const float (&far)[R],
+                                     float (&ref)[R]) {
+    float raised[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) raised[r] = far[r] != 0.0f ? far[r] : top[r];
+    raise_maxima(raised);
+#pragma unroll
+    for (int r = 0; r < R; ++r) ref[r] = reference(max[r]) - far[r];
+  }
 
   // ---- u8 P times V ---------------------------------------------------------------------------
 

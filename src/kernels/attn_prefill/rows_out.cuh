@@ -158,7 +158,7 @@ struct PrefillOutput : PrefillRows<S> {
         ends.factor[r] = fmaf(near, fmaf(-sum[r], near, 1.0f), near);
       }
       ends.mean_weight[r] = 1.0f;
-      usual = usual & this->exists(r) & (fabsf(top[r]) < tile::infinity()) & (sum[r] > least) &
+      usual = usual & this->exists(r) & (fabsf(top[r]) < tile::squeezed_from) & (sum[r] > least) &
               (sum[r] < 0x1p100f) & (ends.poison[r] == 0.0f);
     }
     if (!isa::all(usual)) return false;

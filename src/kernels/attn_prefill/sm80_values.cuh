@@ -95,6 +95,8 @@ struct PrefillValues : PrefillScores<C> {
   QATTN_DEVICE void attend_u8(Scores& s, const float (&scale)[R], bool bad_keys) {
     const SharedAddress tail = base + S::tail_at;
     const int column = lane % 4 * 2;
+    float far[R] = {}, run[R];  // run: the rows' references
+    if constexpr (C.general) this->bring_near(s, far);
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
       const auto log = isa::load_shared<isa::Words2>(tail + 4 * (8 * n + column));
@@ -111,7 +113,13 @@ struct PrefillValues : PrefillScores<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) one[r] = 1.0f;
     scaled_maxima(s, one, top);
-    this->raise_maxima(top);
+    if constexpr (C.general) {
+      this->raise_far_maxima(top, far, run);
+    } else {
+      this->raise_maxima(top);
+#pragma unroll
+      for (int r = 0; r < R; ++r) run[r] = this->reference(max[r]);
+    }
     std::uint32_t a[S::keys / 32][M][4];
 #pragma unroll
     for (int m = 0; m < M; ++m) {
@@ -119,7 +127,7 @@ struct PrefillValues : PrefillScores<C> {
       for (int h = 0; h < 2; ++h) {
         const int r = 2 * m + h;
         const float ref = this->reference(top[r]) - log2_255;
-        share[r] = isa::exp2(top[r] - this->reference(max[r])) * (share_unit / 255);
+        share[r] = isa::exp2(top[r] - run[r]) * (share_unit / 255);
 #pragma unroll
         for (int n = 0; n < S::n_tiles; n += 2) {
           a[n / 4][m][h + n / 2 % 2 * 2] = isa::pack_u8(
@@ -130,7 +138,7 @@ struct PrefillValues : PrefillScores<C> {
     }
     add_weights(a, share);
     count_codes(a, share);
-    if (Special && (C.general || bad_keys || value_flags() != 0)) add_unrounded(s);
+    if (Special && (C.general || bad_keys || value_flags() != 0)) add_unrounded(s, run);
     multiply_bytes(a, share);
   }
 
@@ -224,14 +232,14 @@ struct PrefillValues : PrefillScores<C> {
 
   /// Keys that the integer sums leave out: tokens whose V is far smaller than the tile's largest
   /// join with their unrounded P, bad ones make the rows that see them NaN.
-  QATTN_DEVICE void add_unrounded(Scores& s) {
+  QATTN_DEVICE void add_unrounded(Scores& s, const float (&run)[R]) {
     const SharedAddress tail = base + S::tail_at;
     tile::each_score(s, [&](int r, int key, float& x) {
       if (x == -tile::infinity()) return;
       const float plain = isa::load_shared<float>(tail + 4 * (S::keys + key));
       const float log = isa::load_shared<float>(tail + 4 * key);
       if (tile::is_nan(x) || plain != 0.0f) {
-        sum[r] += plain == 0.0f ? x : plain * isa::exp2(x - log - this->reference(max[r]));
+        sum[r] += plain == 0.0f ? x : plain * isa::exp2(x - log - run[r]);
       }
     });
   }

@@ -262,6 +262,8 @@ struct Sm90Softmax : Sm90Rows<C> {
     };
     this->finish_scores(s, tile, key_scale, [](Scores&) {}, [](int) { return false; });
     this->hide_half(s, facts.flags);
+    float far[R] = {}, run[R];  // run: the rows' references
+    this->bring_near(s, far);
     tile::each_score(s, [&](int, int key, float& x) {
       if (x != -tile::infinity()) x += table(S::log_at, key);
     });
@@ -270,11 +272,11 @@ struct Sm90Softmax : Sm90Rows<C> {
     for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
     tile::each_score(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
     this->row_maxima(top);
-    this->raise_maxima(top);
+    this->raise_far_maxima(top, far, run);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float ref = this->reference(top[r]) - log2_255;
-      share[r] = isa::exp2(top[r] - this->reference(max[r])) * (Base::share_unit / 255);
+      share[r] = isa::exp2(top[r] - run[r]) * (Base::share_unit / 255);
 #pragma unroll
       for (int n = 0; n < S::n_tiles; n += 2) {
         const float *a = s[0][n] + 2 * r, *b = s[0][n + 1] + 2 * r;
@@ -297,7 +299,7 @@ struct Sm90Softmax : Sm90Rows<C> {
         log_from = isa::log2(largest * formats::kRoundedShare);
       }
     }
-    add_unrounded(s, table, log_from);
+    add_unrounded(s, table, run, log_from);
   }
 
   /// What add_weights() leaves out of the sums of rows: tokens whose V is far smaller than their
@@ -305,7 +307,8 @@ struct Sm90Softmax : Sm90Rows<C> {
   /// Those whose log is below `log_from` are so beside the other half: their rounded P leaves
   /// again.
   template <class Table>
-  QATTN_DEVICE void add_unrounded(const Scores& s, Table table, float log_from) {
+  QATTN_DEVICE void add_unrounded(const Scores& s, Table table, const float (&run)[R],
+                                  float log_from) {
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
 #pragma unroll
@@ -315,7 +318,7 @@ struct Sm90Softmax : Sm90Rows<C> {
         if (x == -tile::infinity()) continue;
         const float plain = table(S::plain_at, key), log = table(S::log_at, key);
         if (!tile::is_nan(x) && plain == 0.0f && log >= log_from) continue;
-        const float mass = isa::exp2(x - log - this->reference(max[r]));
+        const float mass = isa::exp2(x - log - run[r]);
         const std::uint32_t word = codes[n / 4][r + n / 2 % 2 * 2];
         const auto code = static_cast<std::int32_t>(word >> (16 * (n % 2) + 8 * (i % 2)) & 0xff);
         const float rounded = isa::to_float(code) * isa::exp2(-log);

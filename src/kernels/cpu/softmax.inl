@@ -146,9 +146,21 @@ static void clear_row(const SoftmaxTile& tile, int r) {
   tile.beta[r] = 0.0f;
 }
 
+/// Takes the largest score off all of a row's where biases have made it so large that too few bits
+/// are left for log of V's scale. Returns what it took, or 0.
+static float bring_near(float* s, int keys) {
+  constexpr float far_score = 4096.0f;
+  const float top = row_max(s, keys);
+  const bool far = (top > far_score || top < -far_score) && top != minus_infinity;
+  if (!far) return 0.0f;
+  for (int j = 0; j < keys; j += v::lanes) v::store(s + j, v::sub(v::load(s + j), v::set(top)));
+  return top;
+}
+
 void softmax(const SoftmaxTile& tile) {
   for (int r = 0; r < tile.rows; ++r) {
-    const float* s = tile.scores + r * tile_keys;
+    float* s = tile.scores + r * tile_keys;
+    const float far = tile.biased ? bring_near(s, tile.keys) : 0.0f;
     const Destination p{tile.p ? tile.p + r * tile_keys : nullptr,
                         tile.p_bf16 ? tile.p_bf16 + r * tile_keys : nullptr};
     std::uint8_t* codes = tile.codes ? tile.codes + r * tile_keys : nullptr;
@@ -160,8 +172,9 @@ void softmax(const SoftmaxTile& tile) {
       clear_row(tile, r);
       continue;
     }
-    const float old = tile.max[r];
-    const float now = top > old || top != top ? top : old;
+    // Of a far row the running one leaves V's scales out, and `top` is relative to `far`.
+    const float old = tile.max[r], reached = far != 0.0f ? far : top;
+    const float now = reached > old || top != top ? reached : old;
     const float alpha = old == minus_infinity ? 0.0f : exp_one(old - now);
     float local = 1.0f, unit = 1.0f, sum = 0.0f;
     switch (tile.rounding) {
@@ -193,7 +206,7 @@ void softmax(const SoftmaxTile& tile) {
         sum = p_u8(s, tile.keys, top, codes) * unit;
         break;
       case Rounding::u8_token:
-        local = exp_one(top - now);
+        local = exp_one(top - (now - far));
         unit = 1.0f / 255.0f;
         sum = p_u8_token(tile, s, top, codes);
         break;

@@ -43,6 +43,9 @@ struct SoftmaxTile {
   /// u8_token, per key: log of V's scale; 1 / scale, or 0 where the sum takes P unrounded; and 1
   /// there (null where no key of the tile is such a one).
   const float *v_log, *v_inverse, *v_plain;
+  /// u8_token: biases may have made all scores of a row so large that log of V's scale is lost in
+  /// them. What they have in common is taken off them then.
+  bool biased;
 };
 
 /// The query rows of attend(), and their state. Arrays of rows have room for tile_rows.
