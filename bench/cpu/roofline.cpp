@@ -272,7 +272,7 @@ double softmax_rate(const cpu::Words& words, cpu::Rounding rounding, int threads
         scores = source;
         words.softmax({scores.data(), rows, keys, rounding, max.data(), sum.data(), alpha.data(),
                        beta.data(), p.data(), p_bf16.data(), codes.data(), log.data(),
-                       inverse.data(), nullptr});
+                       inverse.data(), nullptr, false});
       }
     }
   });

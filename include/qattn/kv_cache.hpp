@@ -105,8 +105,8 @@ struct KvCacheData;
 }
 
 /// Not thread-safe: one call at a time, but decode() of several threads may read one cache. Calls
-/// that fail leave it as it was. A child of fork() has what another thread was changing half changed:
-/// callers hold their own lock over fork().
+/// that fail leave it as it was. A child of fork() has what another thread was changing half
+/// changed: callers hold their own lock over fork().
 class KvCache {
  public:
   /// Errors: invalid_argument names the option, its value and the rule; a budget that does not hold

@@ -37,9 +37,10 @@ struct ErrorMetrics {
   std::int64_t nan_ref_rows = 0;  ///< the same of the reference
 };
 
-/// `out` and `ref` hold rows of `row` values. Rows that are zero in both count as equal. Values that
-/// are NaN in both, or the same Inf, are left out, but their rows counted; a NaN or Inf that only
-/// one of them has makes every error and cosine NaN, and so do values of which all are left out.
+/// `out` and `ref` hold rows of `row` values. Rows that are zero in both count as equal. Values
+/// that are NaN in both, or the same Inf, are left out, but their rows counted; a NaN or Inf that
+/// only one of them has makes every error and cosine NaN, and so do values of which all are left
+/// out.
 ErrorMetrics compare(std::span<const float> out, std::span<const double> ref, std::int64_t row);
 
 }  // namespace qattn

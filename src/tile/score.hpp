@@ -113,9 +113,7 @@ QATTN_DEVICE void apply_mask(const kernels::BroadcastView& mask, int b,
     });
     return;
   }
-  const auto add = [](float& s, float bias) {
-    s = bias == -infinity() ? bias : add_bias(s, bias);
-  };
+  const auto add = [](float& s, float bias) { s = bias == -infinity() ? bias : add_bias(s, bias); };
   if (mask.format == Format::f32) {
     const auto* data = static_cast<const float*>(mask.data);
     each_score(x, [&](int r, int key, float& s) {

@@ -125,8 +125,8 @@ void expect_row(const Expected& e, const float* out, float lse, const Recipe& r,
   Recipe exact_scores = r, values_alone = r;
   exact_scores.qk = values_alone.qk = values_alone.p = Format::f32;
   const bool ties = std::abs(e.top) >= huge;
-  const double error = largest * (ties ? loose_bound(exact_scores, format)
-                                       : 3 * loose_bound(r, format));
+  const double error =
+      largest * (ties ? loose_bound(exact_scores, format) : 3 * loose_bound(r, format));
   // Scales of groups that are powers of two, or fp8, clip what is up to 1/8 too large.
   const double clipped = info(r.v).group > 0 ? 3 : 1;
   const double rounding = clipped * largest * loose_bound(values_alone, format);

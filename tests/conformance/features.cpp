@@ -69,9 +69,8 @@ void heads_and_masks(Rows& rows) {
   });
   add(rows, "alibi", [](Feature& f) { f.alibi = true; });
   add(rows, "alibi_more_queries", [](Feature& f) { f.alibi = true, f.sq = {200}, f.sk = {130}; });
-  add(rows, "alibi_negative_gqa_8_2", [](Feature& f) {
-    f.alibi = true, f.slope = -0.25f, f.heads_q = 8, f.sq = f.sk = {150};
-  });
+  add(rows, "alibi_negative_gqa_8_2",
+      [](Feature& f) { f.alibi = true, f.slope = -0.25f, f.heads_q = 8, f.sq = f.sk = {150}; });
   add(rows, "alibi_window_both", [](Feature& f) {
     f.alibi = true, f.options.window_left = 40, f.options.window_right = 60;
     f.sq = {200}, f.sk = {260};

@@ -1,5 +1,6 @@
 // Biases of any size on the emulated GPU kernels, whole and with their keys in parts.
 #include "conformance/extreme_bias.hpp"
+
 #include "emulated/on_gpu.hpp"
 
 namespace qattn::test {

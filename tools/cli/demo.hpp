@@ -16,8 +16,8 @@ struct DemoRow {
   std::string recipe;
   std::vector<double> layer_nrmse;
   double nrmse_mean = 0, nrmse_worst = 0, worst_row_cosine = 1;
-  double ms = 0;                                                  ///< mean over the layers
-  double memory_vs_f16 = 0;                                       ///< of the model's Q, K, V
+  double ms = 0;              ///< mean over the layers
+  double memory_vs_f16 = 0;   ///< of the model's Q, K, V
   std::int64_t nan_rows = 0;  ///< output rows with NaN or Inf, all layers and the long context
   double long_nrmse = 0, long_worst_row_cosine = 1, long_ms = 0;  ///< NaN where refused
 };

@@ -203,11 +203,10 @@ Status check_static_scale(const QuantizeTensors& t, const QuantizeFacts& f,
                           const QuantizeOptions& o) {
   if (!t.static_scale.present()) return {};
   for (std::int64_t i = 0; i < t.static_scale.shape[0]; ++i) {
-    const std::int64_t tokens = f.packed && i < f.batch
-                                    ? entry(t.cu_seqlens, i + 1) - entry(t.cu_seqlens, i)
-                                    : f.longest;
-    Status s = check_given_scales("static_scale", t.static_scale, f.scaling, o.role, o.format, i,
-                                  tokens);
+    const std::int64_t tokens =
+        f.packed && i < f.batch ? entry(t.cu_seqlens, i + 1) - entry(t.cu_seqlens, i) : f.longest;
+    Status s =
+        check_given_scales("static_scale", t.static_scale, f.scaling, o.role, o.format, i, tokens);
     if (!s.ok()) return s;
   }
   return {};
