@@ -27,7 +27,8 @@ struct Feature {
   float slope = 1;  ///< factor of ALiBi's slopes
   bool static_scales = false;
   Family family = Family::normal;
-  double loose = 3;  ///< factor on the recipe's error bound against float64
+  bool behind = false;  ///< rotates behind all others, so that those keep what has rotated for them
+  double loose = 3;     ///< factor on the recipe's error bound against float64
   std::function<void(Recipe&)> tweak = [](Recipe&) {};
   std::function<bool(const Recipe&)> applies = [](const Recipe&) { return true; };
 };

@@ -68,19 +68,21 @@ void heads_and_masks(Rows& rows) {
     f.how.strides = Strides::odd, f.how.bias = Format::f16;
   });
   add(rows, "alibi", [](Feature& f) { f.alibi = true; });
-  add(rows, "alibi_more_queries", [](Feature& f) { f.alibi = true, f.sq = {200}, f.sk = {130}; });
-  add(rows, "alibi_negative_gqa_8_2",
-      [](Feature& f) { f.alibi = true, f.slope = -0.25f, f.heads_q = 8, f.sq = f.sk = {150}; });
+  add(rows, "alibi_more_queries",
+      [](Feature& f) { f.alibi = f.behind = true, f.sq = {200}, f.sk = {130}; });
+  add(rows, "alibi_negative_gqa_8_2", [](Feature& f) {
+    f.alibi = f.behind = true, f.slope = -0.25f, f.heads_q = 8, f.sq = f.sk = {150};
+  });
   add(rows, "alibi_window_both", [](Feature& f) {
-    f.alibi = true, f.options.window_left = 40, f.options.window_right = 60;
+    f.alibi = f.behind = true, f.options.window_left = 40, f.options.window_right = 60;
     f.sq = {200}, f.sk = {260};
   });
   add(rows, "alibi_varlen", [](Feature& f) {
-    f.alibi = true, f.heads_q = 8, f.sq = {65, 0, 1, 33}, f.sk = {130, 7, 0, 300};
+    f.alibi = f.behind = true, f.heads_q = 8, f.sq = {65, 0, 1, 33}, f.sk = {130, 7, 0, 300};
     f.how.packed_q = f.how.packed_k = true;
   });
   add(rows, "alibi_seqused", [](Feature& f) {
-    f.alibi = true, f.sq = {40, 40, 40}, f.sk = {200, 200, 200}, f.used_q = {40, 0, 17};
+    f.alibi = f.behind = true, f.sq = {40, 40, 40}, f.sk = {200, 200, 200}, f.used_q = {40, 0, 17};
     f.used_k = {99, 200, 160}, f.how.seqused_q = f.how.seqused_k = true;
   });
   add(rows, "everything", [](Feature& f) {

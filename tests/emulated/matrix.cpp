@@ -125,9 +125,12 @@ std::vector<std::pair<Recipe, Feature>> pairs() {
   std::vector<Feature> rows = features_of_gpus();
   for (Feature& f : gpu_features()) rows.push_back(std::move(f));
   std::vector<std::pair<Recipe, Feature>> all;
-  for (const Recipe& recipe : gpu_recipes()) {
-    for (const Feature& feature : rows) {
-      if (feature.applies(recipe)) all.emplace_back(recipe, feature);
+  for (const bool behind : {false, true}) {
+    for (const Recipe& recipe : gpu_recipes()) {
+      for (const Feature& feature : rows) {
+        const bool turn = feature.behind == behind;
+        if (turn && feature.applies(recipe)) all.emplace_back(recipe, feature);
+      }
     }
   }
   return all;
