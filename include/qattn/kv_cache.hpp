@@ -29,8 +29,8 @@ struct KvTier {
 /// page is expected to cause is its importance times what its tier loses (docs/NUMERICS.md).
 enum class KvImportance : std::int32_t {
   uniform,  ///< every page weighs the same
-  /// Inverse of the mean square of its keys' elements: small keys draw attention. A guess, in
-  /// another unit, which the first observe() replaces.
+  /// Inverse of the mean square of its keys' elements, without keys that smooth_k would leave out:
+  /// small keys draw attention. A guess, in another unit, which the first observe() replaces.
   key_norm,
 };
 
@@ -51,7 +51,9 @@ struct KvCacheOptions {
   /// The budget holds from this length on; below it a sequence may take as many bytes as at it. 0:
   /// twice shortest_length(). A length at which the window alone is too much is refused.
   std::int64_t budget_from = 0;
-  bool smooth_k = true;  ///< subtract each channel's mean, frozen when a page is first quantised
+  /// Subtract each channel's mean, frozen when a page is first quantised: of the keys that are then
+  /// in 16 bits, without those 4 to 8 times as large as the median and more.
+  bool smooth_k = true;
   /// Hadamard rotation of K and V before they are quantised; of V alone with K's scales per
   /// channel, which want the channels as they are.
   bool rotate = true;
@@ -131,14 +133,18 @@ class KvCache {
 
   /// Appends S tokens to each of B different sequences in one layer: a prefill or a decode step.
   /// Tokens that leave the window are quantised, and pages demoted as far as the budget asks.
-  /// Errors: invalid_argument; out_of_memory if the budget cannot hold (after many truncations into
-  /// quantised pages).
+  /// A quantised page that was cut and grows is in 16 bits again first, and its tokens are rounded
+  /// twice. Errors: invalid_argument; out_of_memory, also if the budget cannot hold, which only
+  /// files of earlier versions bring about.
   Status append(std::int64_t layer, std::span<const std::int64_t> sequences,
                 const KvAppendTensors& tensors, Layout layout = Layout::bshd);
-  /// Forgets tokens [length, ...) in every layer that has them.
+  /// Forgets tokens [length, ...) in every layer that has them. The budget of what is left is
+  /// smaller: pages are demoted as far as it asks. Errors: invalid_argument; out_of_memory, with
+  /// nothing changed, where there is no memory for these.
   Status truncate(std::int64_t sequence, std::int64_t length);
   /// Forgets tokens [begin, end) of one KV head, or of all (-1), in one layer, or in all (-1);
-  /// the others keep their positions. Pages without tokens are freed.
+  /// the others keep their positions. Pages without tokens are freed, and K's means of a layer
+  /// without quantised pages are forgotten.
   Status evict(std::int64_t sequence, std::int64_t layer, std::int64_t head, std::int64_t begin,
                std::int64_t end);
 

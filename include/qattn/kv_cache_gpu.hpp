@@ -68,8 +68,9 @@ class GpuKvCache {
   /// makes its queries NaN, until it is released.
   Status append(std::int64_t layer, const KvGpuAppendTensors& tensors, Layout layout = Layout::bshd,
                 Stream stream = nullptr);
-  /// Enqueue what KvCache's do. Every truncation into a quantised page may cost an entry of the
-  /// page tables, which have sixteen more than the capacity's tokens need.
+  /// Enqueue what KvCache's do. Where a pool has no page for one that the budget asks to be demoted
+  /// when a slot is shorter, no page of that layer is, and the next append that opens a page is
+  /// to do it.
   Status truncate(std::int64_t slot, std::int64_t length, Stream stream = nullptr);
   Status evict(std::int64_t slot, std::int64_t layer, std::int64_t head, std::int64_t begin,
                std::int64_t end, Stream stream = nullptr);

@@ -190,7 +190,7 @@ class KvCache:
         float32 as set_importance() takes it, S' the longest length after the call: of the pages
         that this call fills or quantises, by position. Tokens that leave the window are quantised,
         and pages demoted as far as the budget asks. Raises OutOfMemory where the budget cannot hold
-        (after many truncations into quantised pages); the cache is as it was then.
+        (a file of an earlier version, after many truncations); the cache is as it was then.
         """
         tensors = {"k": rows("k", k), "v": rows("v", v)}
         if cu_seqlens is not None:
@@ -249,7 +249,10 @@ class KvCache:
         return call.returned()
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forgets tokens from `length` on in every layer that has them."""
+        """Forgets tokens from `length` on in every layer that has them.
+
+        Pages that are left are demoted as far as the budget of the shorter sequence asks.
+        """
         with self._lock:
             self._cache.truncate(integer("sequence", sequence), integer("length", length))
 

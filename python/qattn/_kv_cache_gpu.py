@@ -270,7 +270,10 @@ class GpuKvCache:
         return call.returned()
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forgets tokens from `length` on in every layer that has them."""
+        """Forgets tokens from `length` on in every layer that has them.
+
+        Pages that are left are demoted as far as the budget of the shorter sequence asks.
+        """
         number, length = integer("sequence", sequence), integer("length", length)
         self._cache.truncate(number, length, self._stream())
 

@@ -34,6 +34,9 @@ QATTN_HD std::uint16_t kv_candidate(float amax, int bits, int i) {
   return F16::encode(mul_rn(amax, kv_factor(bits, i)));
 }
 
+/// The largest number of the window's rows.
+QATTN_HD float largest_16bit(bool bf16) { return bf16 ? 0x1.fep127f : 65504.0f; }
+
 /// Does f16 hold the scale of a row with this largest magnitude? Not that of NaN and Inf.
 QATTN_HD bool kv_holds(float amax, int bits) {
   return is_finite(amax) && kv_candidate(amax, bits, kv_candidates - 1) < kv_infinite_scale;

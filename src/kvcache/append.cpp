@@ -8,6 +8,7 @@
 #include "formats/bits.hpp"
 #include "kernels/quantize/rows.hpp"
 #include "kvcache/allocator.hpp"
+#include "kvcache/key_size.hpp"
 #include "kvcache/pages.hpp"
 #include "kvcache/tensors.hpp"
 
@@ -15,6 +16,22 @@ namespace qattn::kv {
 namespace {
 
 constexpr int most_channels = 256;
+
+/// How many keys have each size.
+class KeySizes {
+ public:
+  void add(int size) { ++counts_[size]; }
+  int largest() const {
+    return largest_key_size([&](int n) {
+      std::int64_t keys = 0;
+      for (int i = 1; i <= n; ++i) keys += counts_[i];
+      return keys;
+    });
+  }
+
+ private:
+  std::int64_t counts_[key_sizes] = {};
+};
 
 template <class F>
 void for_tokens(std::uint64_t live, F f) {
@@ -27,6 +44,7 @@ AppendPlan::AppendPlan(AppendPlan&& other) noexcept
     : cache_(other.cache_),
       layer_(other.layer_),
       rows_(other.rows_),
+      new_length_(other.new_length_),
       fast_(other.fast_),
       tables_(std::move(other.tables_)),
       mean_(std::move(other.mean_)),
@@ -52,7 +70,7 @@ Status AppendPlan::make() {
               tail,
               true,
               layer_.length,
-              new_length()};
+              new_length_};
       job.to.live |= live_bits(job.begin, job.end, tail.first, cache_.options.page_size);
       weigh(job);
       jobs_.push_back(job);
@@ -68,10 +86,31 @@ Status AppendPlan::make() {
   return {};
 }
 
+void AppendPlan::cut(std::int64_t length) {
+  const std::int64_t page = cache_.options.page_size;
+  new_length_ = length;
+  tables_.resize(layer_.tables.size());
+  for (std::size_t h = 0; h < tables_.size(); ++h) {
+    tables_[h].reserve(layer_.tables[h].size());
+    for (Entry e : layer_.tables[h]) {
+      const std::uint64_t kept = e.live & live_bits(0, length, e.first, page);
+      if (kept == 0) {
+        replaced_.push_back(e);
+      } else {
+        e.live = kept;
+        tables_[h].push_back(e);
+      }
+    }
+  }
+  // A file of before may hold several pages of the same tokens, which no tier makes fit.
+  if (cache_.options.average_bits > 0) static_cast<void>(assign_tiers());
+  take_pages();
+}
+
 bool AppendPlan::only_fills_tails() const {
   const std::int64_t page = cache_.options.page_size, old = layer_.length;
-  if (old % page == 0 || new_length() > (old / page + 1) * page) return false;
-  if (cache_.window_begin(new_length()) != cache_.window_begin(old)) return false;
+  if (old % page == 0 || new_length_ > (old / page + 1) * page) return false;
+  if (cache_.window_begin(new_length_) != cache_.window_begin(old)) return false;
   for (const Table& t : layer_.tables) {
     if (t.empty() || t.back().tier != 0 || t.back().first != old / page * page) return false;
   }
@@ -81,7 +120,7 @@ bool AppendPlan::only_fills_tails() const {
 /// The table with the new tokens' pages, and a job for each page that is new, grows or leaves the
 /// window.
 void AppendPlan::extend(std::int64_t head) {
-  const std::int64_t size = cache_.options.page_size, end = new_length();
+  const std::int64_t size = cache_.options.page_size, end = new_length_;
   const Table& old = layer_.tables[static_cast<std::size_t>(head)];
   Table& table = tables_[static_cast<std::size_t>(head)];
   const std::size_t first_job = jobs_.size();
@@ -89,16 +128,21 @@ void AppendPlan::extend(std::int64_t head) {
   table = old;
   for (std::size_t i = 0; i < old.size(); ++i) {
     const Entry& e = old[i];
-    const bool grows = i + 1 == old.size() && layer_.length % size != 0 && e.tier == 0 &&
-                       e.first == layer_.length / size * size;
-    if (grows || (e.tier == 0 && !cache_.in_window(e.first, end))) {
-      jobs_.push_back({head, static_cast<std::int64_t>(i), e, e, true, 0, 0});
+    const bool grows =
+        i + 1 == old.size() && layer_.length % size != 0 && e.first == layer_.length / size * size;
+    if (!grows && (e.tier > 0 || cache_.in_window(e.first, end))) continue;
+    Entry& to = table[i];
+    if (to.guess != 0 && cache_.in_window(e.first, end)) {
+      // It is guessed anew when it leaves the window.
+      to.importance = -1.0f;
+      to.guess = 0;
     }
+    to.tier = 0;
+    jobs_.push_back({head, static_cast<std::int64_t>(i), e, to, true, 0, 0});
   }
   for (std::int64_t at = layer_.length; at < end;) {
     const std::int64_t first = at / size * size, stop = std::min(end, first + size);
-    const bool grows =
-        at > first && !table.empty() && table.back().tier == 0 && table.back().first == first;
+    const bool grows = at > first && !table.empty() && table.back().first == first;
     if (!grows) {
       Entry e;
       e.first = static_cast<std::int32_t>(first);
@@ -120,7 +164,7 @@ void AppendPlan::extend(std::int64_t head) {
 /// demotions.
 Status AppendPlan::assign_tiers() {
   const KvCacheOptions& o = cache_.options;
-  const std::int64_t end = new_length();
+  const std::int64_t end = new_length_;
   const auto entry_bytes = static_cast<std::int64_t>(sizeof(Entry));
   std::vector<std::vector<std::int64_t>> job_of(tables_.size());
   for (std::size_t h = 0; h < tables_.size(); ++h) job_of[h].assign(tables_[h].size(), -1);
@@ -194,8 +238,8 @@ void AppendPlan::take_pages() {
   taken_.reserve(jobs_.size());
   replaced_.reserve(jobs_.size());
   for (Job& job : jobs_) {
-    const bool in_place =
-        job.has_from && job.to.tier == 0 && cache_.pool(0).references(job.from.page) == 1;
+    const bool in_place = job.has_from && job.from.tier == 0 && job.to.tier == 0 &&
+                          cache_.pool(0).references(job.from.page) == 1;
     if (!in_place) {
       job.to.page = cache_.pool(job.to.tier).allocate();
       taken_.push_back(job.to);
@@ -215,8 +259,8 @@ void AppendPlan::load_new_k(std::int64_t head, std::int64_t position, float* row
   if (rows_.format != format) cpu::round_row(format, row, cache_.d());
 }
 
-/// Means of the keys behind the sinks that are in 16 bits or new. Rows with NaN or Inf are left
-/// out: they spoil themselves, not the sequence.
+/// Means of the keys behind the sinks that are in 16 bits or new, those that key_size.hpp lets
+/// count.
 void AppendPlan::make_mean() {
   if (!cache_.options.smooth_k || !layer_.k_mean.empty()) return;
   bool quantises = false;
@@ -229,27 +273,37 @@ void AppendPlan::make_mean() {
   }
 }
 
-void AppendPlan::sum_keys(std::int64_t head, float* mean) const {
-  double sum[mean_lanes][most_channels] = {};
-  std::int64_t count = 0;
+template <class F>
+void AppendPlan::for_keys(std::int64_t head, F f) const {
   float row[most_channels];
-  const auto add = [&](std::int64_t position) {
-    if (!formats::is_finite(cache_.words->amax(row, cache_.d()))) return;
-    double* lane = sum[position / formats::kv_block_tokens % mean_lanes];
-    for (int c = 0; c < cache_.d(); ++c) lane[c] += static_cast<double>(row[c]);
-    ++count;
+  const auto visit = [&](std::int64_t position) {
+    f(position, row, key_size(cache_.words->amax(row, cache_.d())));
   };
   for (const Entry& e : layer_.tables[static_cast<std::size_t>(head)]) {
     if (e.tier != 0 || e.first < cache_.options.sinks) continue;
     for_tokens(e.live, [&](int token) {
       load_page_row(cache_, 0, cache_.page(e), Part::k, token, nullptr, false, row);
-      add(e.first + token);
+      visit(e.first + token);
     });
   }
-  for (std::int64_t at = std::max(layer_.length, cache_.options.sinks); at < new_length(); ++at) {
+  for (std::int64_t at = std::max(layer_.length, cache_.options.sinks); at < new_length_; ++at) {
     load_new_k(head, at, row);
-    add(at);
+    visit(at);
   }
+}
+
+void AppendPlan::sum_keys(std::int64_t head, float* mean) const {
+  KeySizes sizes;
+  for_keys(head, [&](std::int64_t, const float*, int size) { sizes.add(size); });
+  const int largest = sizes.largest();
+  double sum[mean_lanes][most_channels] = {};
+  std::int64_t count = 0;
+  for_keys(head, [&](std::int64_t position, const float* row, int size) {
+    if (size > largest) return;
+    double* lane = sum[position / formats::kv_block_tokens % mean_lanes];
+    for (int c = 0; c < cache_.d(); ++c) lane[c] += static_cast<double>(row[c]);
+    ++count;
+  });
   for (int c = 0; count > 0 && c < cache_.d(); ++c) {
     add_in_halves<mean_lanes>(&sum[0][c], most_channels);
     mean[c] = static_cast<float>(sum[0][c] / static_cast<double>(count));
@@ -261,42 +315,50 @@ void AppendPlan::weigh(Job& job) const {
     // A row is as long as the batch's longest sequence; only this one's blocks count.
     job.to.importance =
         page_weight(cache_, job.to.first, rows_.importance + job.head * rows_.blocks,
-                    std::min(rows_.blocks, formats::kv_blocks(new_length())));
+                    std::min(rows_.blocks, formats::kv_blocks(new_length_)));
     job.to.guess = 0;
     return;
   }
-  const bool leaves = !cache_.in_window(job.to.first, new_length());
+  const bool leaves = !cache_.in_window(job.to.first, new_length_);
   const bool asked = cache_.options.importance == KvImportance::key_norm;
-  if (!asked || !leaves || job.to.importance >= 0) return;
+  if (!asked || !leaves || job.from.tier > 0 || job.to.importance >= 0) return;
   job.to.importance = key_importance(job);
   job.to.guess = 1;
 }
 
 float AppendPlan::key_importance(const Job& job) const {
+  const auto for_rows = [&](auto f) {
+    float row[most_channels];
+    const auto visit = [&] { f(row, key_size(cache_.words->amax(row, cache_.d()))); };
+    if (job.has_from) {
+      for_tokens(job.from.live, [&](int token) {
+        load_page_row(cache_, 0, cache_.page(job.from), Part::k, token, nullptr, false, row);
+        visit();
+      });
+    }
+    for (std::int64_t at = job.begin; at < job.end; ++at) {
+      load_new_k(job.head, at, row);
+      visit();
+    }
+  };
+  KeySizes sizes;
+  for_rows([&](const float*, int size) { sizes.add(size); });
+  const int largest = sizes.largest();
   double sum[norm_lanes] = {};
   std::int64_t count = 0;
-  float row[most_channels];
-  const auto add = [&] {
+  for_rows([&](const float* row, int size) {
+    if (size > largest) return;
     for (int c = 0; c < cache_.d(); ++c) {
       const auto x = static_cast<double>(row[c]);
       sum[c % norm_lanes] += x * x;
     }
     ++count;
-  };
-  if (job.has_from) {
-    for_tokens(job.from.live, [&](int token) {
-      load_page_row(cache_, 0, cache_.page(job.from), Part::k, token, nullptr, false, row);
-      add();
-    });
-  }
-  for (std::int64_t at = job.begin; at < job.end; ++at) {
-    load_new_k(job.head, at, row);
-    add();
-  }
+  });
+  if (count == 0) return 0.0f;  // NaN and Inf have nothing to lose
   add_in_halves<norm_lanes>(sum, 1);
   const double norm = sum[0] / (static_cast<double>(count) * cache_.d());
-  // NaN, Inf and zeros: as important as can be told.
-  return std::isfinite(norm) && norm > 1e-15 ? static_cast<float>(1.0 / norm) : most_importance;
+  // Zeros: as important as can be told.
+  return norm > 1e-15 ? static_cast<float>(1.0 / norm) : most_importance;
 }
 
 const float* AppendPlan::mean(std::int64_t head) const {
@@ -324,6 +386,8 @@ void AppendPlan::run(const Job& job, std::byte* scratch) const {
   std::byte* rows = job.to.tier == 0 ? to : scratch;
   if (!job.has_from) {
     std::memset(rows, 0, bytes);
+  } else if (job.from.tier > 0) {
+    expand_page(cache_, job.from.tier, cache_.page(job.from), job.from.live, mean(job.head), rows);
   } else if (const std::byte* from = cache_.page(job.from); from != rows) {
     std::memcpy(rows, from, bytes);
   }
@@ -334,17 +398,18 @@ void AppendPlan::run(const Job& job, std::byte* scratch) const {
 }
 
 void AppendPlan::commit() noexcept {
-  if (rows_.count == 0) return;
+  if (new_length_ == layer_.length) return;
   if (fast_) {
     for (const Job& job : jobs_) layer_.tables[static_cast<std::size_t>(job.head)].back() = job.to;
   } else {
     layer_.tables.swap(tables_);
     if (!mean_.empty()) layer_.k_mean.swap(mean_);
   }
-  layer_.length += rows_.count;
+  const bool cut = new_length_ < layer_.length;
+  layer_.length = new_length_;
   for (const Entry& e : replaced_) cache_.drop(e);
   taken_.clear();
-  rows_.count = 0;
+  if (cut) layer_.forget_mean();
 }
 
 }  // namespace qattn::kv

@@ -1,5 +1,6 @@
-// New tokens: which pages they make, which pages leave the window, which tiers that asks for. A
-// plan is made for every sequence of a call before anything is changed.
+// New tokens: which pages they make, which pages leave the window, which tiers that asks for; and
+// fewer tokens, which the budget allows fewer bytes. A plan is made for every sequence of a call
+// before anything is changed.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +40,10 @@ class AppendPlan {
  public:
   /// Pages are taken from the pools but nothing else changes; without commit() they go back.
   AppendPlan(detail::KvCacheData& cache, Sequence& sequence, std::int64_t layer, const Rows& rows)
-      : cache_(cache), layer_(sequence.layers[static_cast<std::size_t>(layer)]), rows_(rows) {}
+      : cache_(cache),
+        layer_(sequence.layers[static_cast<std::size_t>(layer)]),
+        rows_(rows),
+        new_length_(layer_.length + rows.count) {}
   AppendPlan(AppendPlan&& other) noexcept;
   AppendPlan(const AppendPlan&) = delete;
   AppendPlan& operator=(const AppendPlan&) = delete;
@@ -47,17 +51,22 @@ class AppendPlan {
 
   /// Errors: out_of_memory where the budget cannot hold. Throws std::bad_alloc.
   Status make();
+  /// In place of make(), without rows: the tokens from `length` on go, and pages are demoted as far
+  /// as the budget then asks. Throws std::bad_alloc.
+  void cut(std::int64_t length);
   const std::vector<Job>& jobs() const { return jobs_; }
   void run(const Job& job, std::byte* scratch) const;  ///< scratch: one page of 16 bits
   void commit() noexcept;
 
  private:
-  std::int64_t new_length() const { return layer_.length + rows_.count; }
   bool only_fills_tails() const;
   void extend(std::int64_t head);
   Status assign_tiers();
   void take_pages();
   void make_mean();
+  /// f(position, row, size) for the keys of a head that its mean may be of.
+  template <class F>
+  void for_keys(std::int64_t head, F f) const;
   void sum_keys(std::int64_t head, float* mean) const;
   /// Sets what is known of a page that is new, grows or leaves the window; negative: nothing.
   void weigh(Job& job) const;
@@ -69,6 +78,7 @@ class AppendPlan {
   detail::KvCacheData& cache_;
   Layer& layer_;
   Rows rows_;
+  std::int64_t new_length_;
   bool fast_ = false;  ///< the last page of every table takes it all; tables_ is not used
   std::vector<Table> tables_;
   std::vector<float> mean_;

@@ -23,12 +23,11 @@ namespace {
 
 std::string text(std::int64_t value) { return std::to_string(value); }
 
-/// Takes tokens off a table: f(entry) returns the bits that stay.
-template <class F>
-void keep(KvCacheData& cache, Table& table, F f) {
+/// Takes tokens [begin, end) off a table.
+void forget_tokens(KvCacheData& cache, Table& table, std::int64_t begin, std::int64_t end) {
   std::size_t out = 0;
   for (Entry e : table) {
-    e.live &= f(e);
+    e.live &= ~kv::live_bits(begin, end, e.first, cache.options.page_size);
     if (e.live == 0) {
       cache.drop(e);
     } else {
@@ -36,6 +35,29 @@ void keep(KvCacheData& cache, Table& table, F f) {
     }
   }
   table.resize(out);
+}
+
+/// Carries out plans: all pages, then all tables.
+void carry_out(KvCacheData& cache, std::vector<kv::AppendPlan>& plans) {
+  std::vector<std::pair<const kv::AppendPlan*, const kv::Job*>> jobs;
+  for (const kv::AppendPlan& plan : plans) {
+    for (const kv::Job& job : plan.jobs()) jobs.emplace_back(&plan, &job);
+  }
+  const auto count = static_cast<std::int64_t>(jobs.size());
+  const auto page = static_cast<std::size_t>(cache.page_bytes(0));
+  const auto threads = static_cast<int>(
+      std::clamp<std::int64_t>(count, 1, static_cast<std::int64_t>(cache.threads())));
+  std::vector<std::byte> scratch(page * static_cast<std::size_t>(threads));
+#pragma omp parallel num_threads(team(threads))
+  {
+    std::byte* mine = scratch.data() + page * static_cast<std::size_t>(kv::thread_index());
+#pragma omp for schedule(dynamic, 4)
+    for (std::int64_t i = 0; i < count; ++i) {
+      const auto& [plan, job] = jobs[static_cast<std::size_t>(i)];
+      plan->run(*job, mine);
+    }
+  }
+  for (kv::AppendPlan& plan : plans) plan.commit();
 }
 
 }  // namespace
@@ -135,31 +157,13 @@ Status KvCache::append(std::int64_t layer, std::span<const std::int64_t> sequenc
     }
     std::vector<kv::AppendPlan> plans;
     plans.reserve(sequences.size());
-    std::vector<std::pair<const kv::AppendPlan*, const kv::Job*>> jobs;
     for (std::size_t b = 0; b < sequences.size(); ++b) {
       plans.emplace_back(*data_, *data_->find(sequences[b]), layer, rows[b]);
       if (Status s = plans.back().make(); !s.ok()) {
         return Status(s.code(), "sequence " + text(sequences[b]) + ": " + s.message());
       }
     }
-    for (const kv::AppendPlan& plan : plans) {
-      for (const kv::Job& job : plan.jobs()) jobs.emplace_back(&plan, &job);
-    }
-    const auto count = static_cast<std::int64_t>(jobs.size());
-    const auto page = static_cast<std::size_t>(data_->page_bytes(0));
-    const auto threads = static_cast<int>(
-        std::clamp<std::int64_t>(count, 1, static_cast<std::int64_t>(data_->threads())));
-    std::vector<std::byte> scratch(page * static_cast<std::size_t>(threads));
-#pragma omp parallel num_threads(team(threads))
-    {
-      std::byte* mine = scratch.data() + page * static_cast<std::size_t>(kv::thread_index());
-#pragma omp for schedule(dynamic, 4)
-      for (std::int64_t i = 0; i < count; ++i) {
-        const auto& [plan, job] = jobs[static_cast<std::size_t>(i)];
-        plan->run(*job, mine);
-      }
-    }
-    for (kv::AppendPlan& plan : plans) plan.commit();
+    carry_out(*data_, plans);
     return {};
   });
 }
@@ -168,14 +172,21 @@ Status KvCache::truncate(std::int64_t sequence, std::int64_t length) {
   return guarded<Status>([&]() -> Status {
     if (Status s = kv::check_place(*data_, sequence, 0); !s.ok()) return s;
     if (length < 0) return invalid("length: " + text(length) + " is below 0");
-    const std::int64_t page = data_->options.page_size;
-    for (Layer& layer : data_->find(sequence)->layers) {
+    Sequence& s = *data_->find(sequence);
+    std::vector<kv::AppendPlan> plans;
+    for (std::size_t l = 0; l < s.layers.size(); ++l) {
+      if (s.layers[l].length <= length) continue;
+      if (kv::fits(*data_, s.layers[l], length)) continue;
+      plans.emplace_back(*data_, s, static_cast<std::int64_t>(l), kv::Rows{});
+      plans.back().cut(length);
+    }
+    if (!plans.empty()) carry_out(*data_, plans);
+    // What needs no memory comes behind what may fail.
+    for (Layer& layer : s.layers) {
       if (layer.length <= length) continue;
+      for (Table& table : layer.tables) forget_tokens(*data_, table, length, layer.length);
       layer.length = length;
-      for (Table& table : layer.tables) {
-        keep(*data_, table,
-             [&](const Entry& e) { return kv::live_bits(0, length, e.first, page); });
-      }
+      layer.forget_mean();
     }
     return {};
   });
@@ -191,10 +202,9 @@ Status KvCache::evict(std::int64_t sequence, std::int64_t layer, std::int64_t he
       if (layer >= 0 && static_cast<std::int64_t>(l) != layer) continue;
       for (std::size_t h = 0; h < s.layers[l].tables.size(); ++h) {
         if (head >= 0 && static_cast<std::int64_t>(h) != head) continue;
-        keep(*data_, s.layers[l].tables[h], [&](const Entry& e) {
-          return ~kv::live_bits(begin, end, e.first, data_->options.page_size);
-        });
+        forget_tokens(*data_, s.layers[l].tables[h], begin, end);
       }
+      s.layers[l].forget_mean();
     }
     return {};
   });
@@ -229,6 +239,18 @@ KvBytes KvCache::bytes() const {
   b.total = held;
   b.spare = held - b.codes - b.scales - b.window - b.tables - b.means;
   return b;
+}
+
+bool kv::fits(const KvCacheData& cache, const Layer& layer, std::int64_t length) {
+  const std::int64_t allowed = cache.allowed_bytes(length);
+  std::int64_t bytes = mean_bytes(cache.options);
+  for (const Table& table : layer.tables) {
+    for (const Entry& e : table) {
+      const bool stays = (e.live & live_bits(0, length, e.first, cache.options.page_size)) != 0;
+      if (stays) bytes += cache.page_bytes(e.tier) + static_cast<std::int64_t>(sizeof(Entry));
+    }
+  }
+  return allowed < 0 || bytes <= allowed;
 }
 
 KvUsage kv::usage_of(const KvCacheData& cache, const Layer& layer) {

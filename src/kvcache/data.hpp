@@ -25,6 +25,16 @@ struct Layer {
   std::int64_t length = 0;
   std::vector<Table> tables;  ///< [heads_kv]
   std::vector<float> k_mean;  ///< [heads_kv][d]; empty until a page is quantised
+
+  /// After tokens went: a mean that no page was quantised with any more goes, too.
+  void forget_mean() {
+    for (const Table& table : tables) {
+      for (const Entry& e : table) {
+        if (e.tier > 0) return;
+      }
+    }
+    k_mean = {};
+  }
 };
 
 struct Sequence {
@@ -117,6 +127,9 @@ double budget_per_token(const KvCacheOptions& options);
 
 /// usage() of a (sequence, layer) of that cache.
 KvUsage usage_of(const detail::KvCacheData& cache, const Layer& layer);
+
+/// Does the budget allow a layer that is cut to `length` tokens what it then takes?
+bool fits(const detail::KvCacheData& cache, const Layer& layer, std::int64_t length);
 
 /// What is wrong with the options by themselves, the budget apart.
 Status check_options(const KvCacheOptions& options);

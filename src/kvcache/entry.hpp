@@ -9,7 +9,8 @@
 namespace qattn::kv {
 
 /// One page of one (sequence, layer, KV head). Entries are ordered by `first`; several may share it
-/// after a sequence was truncated inside a quantised page and grew again (no live bit is in two).
+/// in files of earlier versions, which left a page that was cut in a tier as it was (no live bit is
+/// in two).
 struct Entry {
   std::int32_t page = 0;   ///< in its tier's pool
   std::int32_t first = 0;  ///< position of its first token, a multiple of page_size

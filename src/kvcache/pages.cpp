@@ -138,6 +138,25 @@ void load_page_row(const KvCacheData& cache, int tier, const std::byte* page, Pa
   for (int c = 0; mean && c < p.channels; ++c) row[c] += mean[c];
 }
 
+void expand_page(const KvCacheData& cache, int from, const std::byte* page, std::uint64_t live,
+                 const float* k_mean, std::byte* to) {
+  std::memset(to, 0, static_cast<std::size_t>(cache.page_bytes(0)));
+  const float top = formats::largest_16bit(cache.options.window_format == Format::bf16);
+  for (; live != 0; live &= live - 1) {
+    const int token = std::countr_zero(live);
+    for (const Part part : {Part::k, Part::v}) {
+      const int channels = part == Part::k ? cache.d() : cache.dv();
+      float row[most_channels];
+      load_page_row(cache, from, page, part, token, k_mean, false, row);
+      // Codes may lie beyond the value that they are of; NaN stays.
+      for (int c = 0; c < channels; ++c) {
+        row[c] = row[c] > top ? top : row[c] < -top ? -top : row[c];
+      }
+      store_window_row(cache, to, part, token, row, Format::f32);
+    }
+  }
+}
+
 std::uint64_t bad_tokens(const formats::KvPage& layout, const std::byte* page) {
   if (!layout.k_by_channel) return 0;
   std::uint64_t bad;

@@ -20,6 +20,11 @@ void store_window_row(const detail::KvCacheData& cache, std::byte* page, Part pa
 void recode_page(const detail::KvCacheData& cache, int from, const std::byte* page,
                  std::uint64_t live, const float* k_mean, int tier, std::byte* to);
 
+/// The live tokens of a page of codes as rows of 16 bits, rounded into the format's range; rows of
+/// others are zeros.
+void expand_page(const detail::KvCacheData& cache, int from, const std::byte* page,
+                 std::uint64_t live, const float* k_mean, std::byte* to);
+
 /// Tokens of a page whose K is NaN beside channel scales, as bits; 0 where each token has a scale.
 std::uint64_t bad_tokens(const formats::KvPage& layout, const std::byte* page);
 

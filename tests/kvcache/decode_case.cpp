@@ -66,6 +66,30 @@ Filled fill(const KvCacheOptions& o, std::int64_t length, float key_shift) {
   return f;
 }
 
+void split_pages(KvCache& cache, std::int64_t sequence, std::int64_t layer) {
+  auto& data = const_cast<detail::KvCacheData&>(cache.data());
+  for (kv::Table& table : data.find(sequence)->layers[static_cast<std::size_t>(layer)].tables) {
+    kv::Table split;
+    const auto half = static_cast<int>(data.options.page_size / 2);
+    for (kv::Entry e : table) {
+      const std::uint64_t second = e.live >> half << half;
+      if (e.tier > 0 && second != 0 && second != e.live) {
+        kv::Entry other = e;
+        other.page = data.pool(e.tier).allocate();
+        other.live = second;
+        e.live ^= second;
+        std::memcpy(data.page(other), data.page(e),
+                    static_cast<std::size_t>(data.page_bytes(e.tier)));
+        split.push_back(e);
+        split.push_back(other);
+      } else {
+        split.push_back(e);
+      }
+    }
+    table = split;
+  }
+}
+
 DecodeCase queries_for(const KvCacheOptions& o, std::int64_t group, std::int64_t queries,
                        std::int64_t batch) {
   DecodeCase c;

@@ -25,6 +25,10 @@ void append_rows(KvCache& cache, std::int64_t sequence, std::int64_t layer, cons
 /// Rows [begin, end) of `rows`.
 KvRows slice(const KvRows& rows, std::int64_t begin, std::int64_t end);
 
+/// As files of earlier versions may have it: every page of codes of a layer becomes two of the same
+/// positions, the second with the tokens of its second half.
+void split_pages(KvCache& cache, std::int64_t sequence, std::int64_t layer = 0);
+
 /// One decode call with its memory. q: (B, Sq, Hq, D).
 struct DecodeCase {
   std::int64_t queries = 1, heads_q = 1;

@@ -141,7 +141,7 @@ TEST(KvDecode, KeysWhoseChannelsDifferByOrders) {
   }
 }
 
-/// A truncation inside a quantised page leaves two pages of the same positions, an eviction none.
+/// Files of earlier versions may hold two pages of the same positions; an eviction leaves none.
 TEST(KvDecode, MassWherePositionsRepeatAndAreGone) {
   for (const std::int64_t gone : {0, 48, 80, 96, 112, 128}) {
     KvCacheOptions o = uniform(4, 4);
@@ -149,6 +149,7 @@ TEST(KvDecode, MassWherePositionsRepeatAndAreGone) {
     Filled f = fill(o, 300);
     ASSERT_TRUE(f.cache.truncate(f.id, 24).ok());
     append_rows(f.cache, f.id, 0, normal_rows(400, 2, 128, 128, 8, 3.0f));
+    test::split_pages(f.cache, f.id);
     ASSERT_TRUE(f.cache.evict(f.id, 0, -1, gone, gone + 16).ok());
     DecodeCase c = queries_for(o, 4, 1);
     expect_close(c, f.cache, {f.id}, "evicted from " + std::to_string(gone) + ": ");

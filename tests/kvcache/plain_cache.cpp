@@ -79,7 +79,8 @@ std::string PlainCache::append(std::int64_t id, std::int64_t layer_index, std::i
         const std::int64_t place = ((at - begin) * o_.heads_kv + static_cast<std::int64_t>(h)) * n;
         return std::vector<float>(x.begin() + place, x.begin() + place + n);
       };
-      const bool joins = !pages.empty() && pages.back().first == first && pages.back().tier == 0;
+      const bool joins = !pages.empty() && pages.back().first == first;
+      if (joins && pages.back().tier > 0) open(layer, h, pages.back());
       if (!joins) {
         pages.emplace_back();
         pages.back().first = first;
@@ -91,6 +92,13 @@ std::string PlainCache::append(std::int64_t id, std::int64_t layer_index, std::i
     for (const PlainPage& page : pages) quantises |= page.tier == 0 && !in_window(page.first, end);
   }
   if (quantises && o_.smooth_k && layer.mean.empty()) freeze_mean(layer);
+  return demote(id, layer_index, tiers);
+}
+
+std::string PlainCache::demote(std::int64_t id, std::int64_t layer_index,
+                               const std::vector<std::int32_t>& tiers) {
+  PlainLayer& layer = sequences_.at(id)[static_cast<std::size_t>(layer_index)];
+  const std::int64_t end = layer.length;
   for (std::size_t h = 0; h < layer.heads.size(); ++h) {
     for (PlainPage& page : layer.heads[h]) {
       const std::int64_t some = page.tokens.begin()->first;
@@ -108,17 +116,67 @@ std::string PlainCache::append(std::int64_t id, std::int64_t layer_index, std::i
   return "";
 }
 
+/// A page that was cut in a tier and grows is in 16 bits again.
+void PlainCache::open(const PlainLayer& layer, std::size_t head, PlainPage& page) const {
+  for (auto& [at, token] : page.tokens) {
+    std::vector<float> k, v;
+    values(layer, head, page, token, k, v);
+    for (std::vector<float>* x : {&k, &v}) {
+      for (float& value : *x) {
+        const bool f16 = o_.window_format == Format::f16;
+        const double most = f16 ? 65504.0 : std::ldexp(255.0, 120);
+        const double kept = std::min(std::max(static_cast<double>(value), -most), most);
+        if (!std::isnan(value)) {
+          value = static_cast<float>(f16 ? round_f16(kept) : round_bf16(kept));
+        }
+      }
+    }
+    token = {k, v, {}, {}};
+  }
+  page.tier = 0;
+  page.identity = std::make_shared<int>(0);
+}
+
+namespace {
+
+/// Exponent of the largest magnitude, as floats have it; 255: not finite.
+int size_of(const std::vector<float>& x) {
+  float amax = 0;
+  for (const float v : x) {
+    if (!std::isfinite(v)) return 255;
+    amax = std::max(amax, std::abs(v));
+  }
+  return amax < std::ldexp(1.0f, -126) ? 0 : std::ilogb(amax) + 127;
+}
+
+/// The largest size of rows that count: two above the median of those that are finite and not zero.
+int largest_size(const std::vector<const std::vector<float>*>& rows) {
+  std::vector<int> sizes;
+  for (const auto* row : rows) {
+    if (const int size = size_of(*row); size > 0 && size < 255) sizes.push_back(size);
+  }
+  if (sizes.empty()) return 0;
+  std::sort(sizes.begin(), sizes.end());
+  return std::min(sizes[(sizes.size() - 1) / 2] + 2, 254);
+}
+
+}  // namespace
+
 void PlainCache::freeze_mean(PlainLayer& layer) const {
   for (const std::vector<PlainPage>& pages : layer.heads) {
+    std::vector<const std::vector<float>*> rows;
+    for (const PlainPage& page : pages) {
+      if (page.tier != 0 || page.first < o_.sinks) continue;
+      for (const auto& [at, token] : page.tokens) rows.push_back(&token.k16);
+    }
+    const int largest = largest_size(rows);
     // Sixteen sums, by block of 16 tokens; then those, added in halves.
     std::vector<std::vector<double>> sums(16, std::vector<double>(static_cast<std::size_t>(o_.d)));
     double count = 0;
     for (const PlainPage& page : pages) {
       if (page.tier != 0 || page.first < o_.sinks) continue;
       for (const auto& [at, token] : page.tokens) {
-        const bool finite = std::all_of(token.k16.begin(), token.k16.end(),
-                                        [](float x) { return std::isfinite(x); });
-        if (!finite) continue;
+        if (size_of(token.k16) > largest) continue;
         std::vector<double>& sum = sums[static_cast<std::size_t>(at / 16 % 16)];
         for (std::size_t c = 0; c < sum.size(); ++c) sum[c] += static_cast<double>(token.k16[c]);
         ++count;
@@ -172,14 +230,26 @@ void keep_tokens(PlainLayer& layer, std::size_t head, Keep keep) {
   std::erase_if(pages, [](const PlainPage& page) { return page.tokens.empty(); });
 }
 
+/// A mean that nothing was quantised with any more goes.
+void forget_mean(PlainLayer& layer) {
+  for (const std::vector<PlainPage>& pages : layer.heads) {
+    for (const PlainPage& page : pages) {
+      if (page.tier > 0) return;
+    }
+  }
+  layer.mean.clear();
+}
+
 }  // namespace
 
 void PlainCache::truncate(std::int64_t id, std::int64_t length) {
   for (PlainLayer& layer : sequences_.at(id)) {
-    layer.length = std::min(layer.length, length);
+    if (layer.length <= length) continue;
+    layer.length = length;
     for (std::size_t h = 0; h < layer.heads.size(); ++h) {
       keep_tokens(layer, h, [&](std::int64_t at) { return at < length; });
     }
+    forget_mean(layer);
   }
 }
 
@@ -192,7 +262,19 @@ void PlainCache::evict(std::int64_t id, std::int64_t layer_index, std::int64_t h
       if (head >= 0 && h != static_cast<std::size_t>(head)) continue;
       keep_tokens(s[l], h, [&](std::int64_t at) { return at < begin || at >= end; });
     }
+    forget_mean(s[l]);
   }
+}
+
+void PlainCache::values(const PlainLayer& layer, std::size_t head, const PlainPage& page,
+                        const PlainToken& token, std::vector<float>& k,
+                        std::vector<float>& v) const {
+  k = page.tier == 0 ? token.k16 : token.k.stored;
+  v = page.tier == 0 ? token.v16 : token.v.stored;
+  if (page.tier == 0) return;
+  if (o_.rotate && !k_by_channel()) formats::unrotate(k.data(), static_cast<int>(o_.d));
+  if (o_.rotate) formats::unrotate(v.data(), static_cast<int>(o_.dv));
+  for (std::size_t c = 0; !layer.mean.empty() && c < k.size(); ++c) k[c] += layer.mean[head][c];
 }
 
 void PlainCache::contents(std::int64_t id, std::int64_t layer_index, std::vector<float>& k,
@@ -208,17 +290,8 @@ void PlainCache::contents(std::int64_t id, std::int64_t layer_index, std::vector
         const std::size_t row =
             h * static_cast<std::size_t>(layer.length) + static_cast<std::size_t>(at);
         tiers[row] = page.tier;
-        std::vector<float> ks = page.tier == 0 ? token.k16 : token.k.stored;
-        std::vector<float> vs = page.tier == 0 ? token.v16 : token.v.stored;
-        if (page.tier > 0 && o_.rotate && !k_by_channel()) {
-          formats::unrotate(ks.data(), static_cast<int>(o_.d));
-        }
-        if (page.tier > 0 && o_.rotate) {
-          formats::unrotate(vs.data(), static_cast<int>(o_.dv));
-        }
-        if (page.tier > 0 && !layer.mean.empty()) {
-          for (std::size_t c = 0; c < ks.size(); ++c) ks[c] += layer.mean[h][c];
-        }
+        std::vector<float> ks, vs;
+        values(layer, h, page, token, ks, vs);
         std::copy(ks.begin(), ks.end(), k.begin() + static_cast<std::ptrdiff_t>(row * ks.size()));
         std::copy(vs.begin(), vs.end(), v.begin() + static_cast<std::ptrdiff_t>(row * vs.size()));
       }

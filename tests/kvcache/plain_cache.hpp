@@ -56,6 +56,8 @@ class PlainCache {
                      const std::vector<float>& k, const std::vector<float>& v,
                      const std::vector<std::int32_t>& tiers);
   void truncate(std::int64_t id, std::int64_t length);
+  /// Takes the tiers that a layer's pages now have; what was wrong with them, or "".
+  std::string demote(std::int64_t id, std::int64_t layer, const std::vector<std::int32_t>& tiers);
   void evict(std::int64_t id, std::int64_t layer, std::int64_t head, std::int64_t begin,
              std::int64_t end);
 
@@ -71,6 +73,10 @@ class PlainCache {
  private:
   bool in_window(std::int64_t first, std::int64_t length) const;
   bool k_by_channel() const { return o_.k_granularity == Granularity::per_channel; }
+  /// K and V of a token as they read.
+  void values(const PlainLayer& layer, std::size_t head, const PlainPage& page,
+              const PlainToken& token, std::vector<float>& k, std::vector<float>& v) const;
+  void open(const PlainLayer& layer, std::size_t head, PlainPage& page) const;
   void freeze_mean(PlainLayer& layer) const;
   void requantise(const PlainLayer& layer, std::size_t head, PlainPage& page, int tier) const;
   std::int64_t code_bytes(int tier) const;

@@ -40,6 +40,9 @@ PairOptions shaped(unsigned i) {
     o.cache.k_granularity = Granularity::per_channel;
     if (o.cache.average_bits > 0) o.cache.average_bits += 1;  // scales take so much at most
   }
+  if (i % 2 == 1 && o.cache.average_bits > 0) {  // truncations reach the budget
+    o.cache.budget_from = *KvCache::shortest_length(o.cache);
+  }
   o.input = inputs[i / 2 % 3];
   o.layout = i % 2 ? Layout::bhsd : Layout::bshd;
   o.capacity.sequences = 3;
@@ -72,7 +75,7 @@ void run_sequence(unsigned i, int steps) {
     }
     step.with_importance = random() % 3 == 0;
     step.spread = random() % 2 ? 1.0f : 6.0f;
-    step.bad_rows = i % 3 == 1;
+    step.bad_rows = i % 3 == 1 || i % 6 == 5;
     pair.append(step);
     if (testing::Test::HasFatalFailure()) return;
     if (random() % 4 == 0) pair.observe(step.layer, step.slots, random() % 2 ? 0.5f : 4.0f);

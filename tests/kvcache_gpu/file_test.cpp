@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "kvcache/decode_case.hpp"
 #include "pair.hpp"
 #include "same_cache.hpp"
 
@@ -218,8 +219,8 @@ TEST_F(KvDeviceFile, WhatHasNoRoomIsRefusedAndLeavesNothing) {
   EXPECT_EQ(refused(all), "path: " + path_ + " cannot be read");
 }
 
-/// Truncations into quantised pages leave entries that share their first token, and a table of the
-/// device has room for sixteen more than its tokens need; the host has as many as it likes.
+/// Entries of a file of an earlier version may share their first token, and a table of the device
+/// has room for sixteen more than its tokens need; the host has as many as it likes.
 TEST_F(KvDeviceFile, TablesThatAreTooLong) {
   PairOptions o = mixed();
   o.cache.average_bits = 0;
@@ -228,15 +229,13 @@ TEST_F(KvDeviceFile, TablesThatAreTooLong) {
   o.cache.layers = 1;
   Pair pair(o);
   pair.add();
-  const std::vector<float> rows(static_cast<std::size_t>(100 * 2 * 64), 1.0f);
+  const std::vector<float> rows(static_cast<std::size_t>(500 * 2 * 64), 1.0f);
   KvAppendTensors t;
-  t.k = TensorView::dense(rows.data(), Format::f32, {1, 100, 2, 64});
-  t.v = TensorView::dense(rows.data(), Format::f32, {1, 100, 2, 32});
+  t.k = TensorView::dense(rows.data(), Format::f32, {1, 500, 2, 64});
+  t.v = TensorView::dense(rows.data(), Format::f32, {1, 500, 2, 32});
   const std::int64_t id = pair.id(0);
-  for (std::int64_t kept = 17; kept < 44; ++kept) {  // one token of every append
-    ASSERT_TRUE(pair.host().append(0, {&id, 1}, t).ok());
-    ASSERT_TRUE(pair.host().truncate(id, kept).ok());
-  }
+  ASSERT_TRUE(pair.host().append(0, {&id, 1}, t).ok());
+  test::split_pages(pair.host(), id);
   const auto most =
       static_cast<std::int64_t>(pair.host().data().sequences[0].layers[0].tables[0].size());
   const std::int64_t length = *pair.host().length(0, 0);

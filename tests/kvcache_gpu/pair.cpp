@@ -238,6 +238,9 @@ void Pair::compare() const {
       ASSERT_EQ(a->bytes, b->bytes);
       ASSERT_EQ(a->allowed_bytes, b->allowed_bytes);
       ASSERT_EQ(a->average_bits, b->average_bits);
+      if (o_.cache.average_bits > 0) {
+        ASSERT_LE(a->bytes, a->allowed_bytes);
+      }
       ASSERT_EQ(a->window_tokens, b->window_tokens);
       ASSERT_EQ(a->tier_tokens, b->tier_tokens);
     }

@@ -322,3 +322,45 @@ def test_refusals_name_pythons_arguments(rng, tmp_path):
     again = qattn.KvCache.load(os.fsencode(tmp_path / "slots d: heads_kv"))
     out = again.decode(q, 0, np.array(s))  # an array without dimensions is a number
     np.testing.assert_array_equal(out, cache.decode(q, 0, [s]))
+
+
+@pytest.mark.parametrize("value", [1e30, 3e38, np.inf, np.nan, -1e30])
+@pytest.mark.parametrize("granularity", ["per_token", "per_channel"])
+@pytest.mark.parametrize("late", [False, True])
+def test_an_evicted_key_leaves_nothing_behind(rng, value, granularity, late):
+    def error(value):
+        cache = qattn.KvCache(
+            kv_heads=1, head_dim=64, tiers=[8], window=16, sinks=16, window_dtype="bfloat16",
+            k_granularity=granularity,
+        )
+        s = cache.add_sequence()
+        bad = k.copy()
+        bad[0, 40, 0, 5] = value
+        cache.append(0, s, bad[:, : 200 if late else 41], v[:, : 200 if late else 41])
+        cache.evict(s, 40, 41)
+        rest = slice(200 if late else 41, None)
+        cache.append(0, s, bad[:, rest], v[:, rest])
+        want, _ = reference(q[0], alive[0].transpose(1, 0, 2), v[0].transpose(1, 0, 2))
+        return nrmse(cache.decode(q, 0, s)[0], want)
+
+    k, v = rows(rng, 1, 264, 1, 64), rows(rng, 1, 264, 1, 64)
+    q, alive = rows(rng, 1, 1, 2, 64), k.copy()
+    alive[:, 40] = np.nan
+    assert error(value) <= 1.1 * error(k[0, 40, 0, 5])
+
+
+def test_truncation_keeps_the_budget(rng):
+    cache = qattn.KvCache(kv_heads=1, head_dim=64, average_bits=4.0, window=32)
+    cache = qattn.KvCache(
+        kv_heads=1, head_dim=64, average_bits=4.0, window=32, budget_from=cache.shortest_length
+    )
+    s = cache.add_sequence()
+    length = 3 * cache.shortest_length
+    cache.append(0, s, rows(rng, 1, length, 1, 64), rows(rng, 1, length, 1, 64))
+    for shorter in range(length - 1, 0, -61):
+        cache.truncate(s, shorter)
+        usage = cache.usage(s)
+        assert usage.bytes <= usage.allowed_bytes
+        cache.append(0, s, rows(rng, 1, 2, 1, 64), rows(rng, 1, 2, 1, 64))
+        usage = cache.usage(s)
+        assert usage.bytes <= usage.allowed_bytes

@@ -1,10 +1,11 @@
 // K's mean of every channel, frozen when a first page of a (slot, layer) is quantised: of the keys
-// behind the sinks that are in 16 bits or new, rows with NaN or Inf left out. Before WritePages:
-// what is quantised then lies in 16 bits now.
+// behind the sinks that are in 16 bits or new, those that kvcache/key_size.hpp lets count. Before
+// WritePages: what is quantised then lies in 16 bits now.
 #pragma once
 
 #include "kernels/kv_append/params.hpp"
 #include "kernels/kv_append/row.cuh"
+#include "kvcache/key_size.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -14,7 +15,8 @@ struct FreezeMean {
   static constexpr int lanes = kv::mean_lanes, most_channels = 256, per_lane = most_channels / 32;
   static constexpr int threads = 32 * lanes, min_blocks = 1;
   static constexpr int counts_at = 8 * lanes * most_channels;
-  static constexpr int shared_bytes = counts_at + 8 * lanes;
+  static constexpr int sizes_at = counts_at + 8 * lanes;
+  static constexpr int shared_bytes = sizes_at + 4 * kv::key_sizes;
   static constexpr bool dependent = true;
 
   /// What a warp adds up: channels lane, lane + 32, ...
@@ -23,30 +25,36 @@ struct FreezeMean {
     std::int64_t count = 0;
   };
 
-  template <class Bits>
-  static QATTN_DEVICE void add(Sums& s, int channels, bool bf16, Bits bits) {
+  /// A key's channels of this lane, and its size.
+  struct Key {
     float x[per_lane];
-    bool finite = true;
+    int size;
+
+    template <class Bits>
+    QATTN_DEVICE Key(int channels, bool bf16, Bits bits) {
+      float top = 0.0f;
 #pragma unroll
-    for (int j = 0; j < per_lane; ++j) {
-      const int c = isa::lane() + 32 * j;
-      x[j] = c < channels ? widen(bits(c), bf16) : 0.0f;
-      finite = finite && formats::is_finite(x[j]);
-    }
-    if (!isa::all(finite)) return;
+      for (int j = 0; j < per_lane; ++j) {
+        const int c = isa::lane() + 32 * j;
+        x[j] = c < channels ? widen(bits(c), bf16) : 0.0f;
+        top = formats::fold_amax(top, x[j]);
+      }
 #pragma unroll
-    for (int j = 0; j < per_lane; ++j) {
-      s.sum[j] = formats::add_rn(s.sum[j], static_cast<double>(clean(x[j])));
+      for (int mask = 16; mask > 0; mask /= 2) {
+        top = formats::fold_amax(top, isa::shuffle_xor(top, mask));
+      }
+      size = kv::key_size(top);
     }
-    ++s.count;
-  }
+  };
 
   static QATTN_DEVICE isa::SharedAddress at(int lane, int channel) {
     return isa::shared_base() +
            static_cast<isa::SharedAddress>(8 * (lane * most_channels + channel));
   }
 
-  static QATTN_DEVICE Sums add_lane(const Params& p, std::int64_t b, std::int64_t h) {
+  /// f(key) for those of the calling warp, in order.
+  template <class F>
+  static QATTN_DEVICE void for_keys(const Params& p, std::int64_t b, std::int64_t h, F f) {
     const kv::DeviceCache& cache = p.state.cache;
     const kv::SlotPlan* plan = p.state.plans + b;
     const std::int64_t slot = isa::load_global(&plan->slot);
@@ -56,7 +64,6 @@ struct FreezeMean {
         isa::load_global(&p.state.heads[p.state.plan_head(b, h)].old_count);
     const kv::DevicePool& pool = cache.pool[0];
     const bool bf16 = cache.bf16 != 0;
-    Sums s;
     for (std::int32_t i = 0; i < entries; ++i) {
       const kv::Entry e = load_struct(cache.table(slot, p.layer, h) + i);
       if (e.tier != 0 || e.first < cache.sinks) continue;
@@ -66,7 +73,7 @@ struct FreezeMean {
         if ((e.live >> token & 1) == 0) continue;
         const auto* row = reinterpret_cast<const std::uint16_t*>(pool.block(e.page, block)) +
                           token % formats::kv_block_tokens * cache.d;
-        add(s, cache.d, bf16, [&](int c) { return isa::load_global(row + c); });
+        f(Key(cache.d, bf16, [&](int c) { return isa::load_global(row + c); }));
       }
     }
     std::int64_t position = old_length > cache.sinks ? old_length : cache.sinks;
@@ -79,10 +86,47 @@ struct FreezeMean {
       }
       for (; position < next && position < new_length; ++position) {
         const std::int64_t row = p.k.row(b, h, position - old_length);
-        add(s, cache.d, bf16,
-            [&](int c) { return window_bits(p.k.data, p.k.kind, row + c, bf16); });
+        f(Key(cache.d, bf16,
+              [&](int c) { return window_bits(p.k.data, p.k.kind, row + c, bf16); }));
       }
     }
+  }
+
+  static QATTN_DEVICE isa::SharedAddress keys_of(int size) {
+    return isa::shared_base() + static_cast<isa::SharedAddress>(sizes_at + 4 * size);
+  }
+
+  /// The size up to which keys count. Collective.
+  static QATTN_DEVICE int largest(const Params& p, std::int64_t b, std::int64_t h) {
+    for (int i = isa::thread(); i < kv::key_sizes; i += threads) isa::store_shared(keys_of(i), 0u);
+    isa::sync_threads();
+    for_keys(p, b, h, [](const Key& key) {
+      if (isa::lane() == 0) isa::atomic_add_shared(keys_of(key.size), 1u);
+    });
+    isa::sync_threads();
+    if (isa::thread() == 0) {
+      std::uint32_t keys = 0;
+      for (int i = 1; i <= kv::most_key_size; ++i) {
+        keys += isa::load_shared<std::uint32_t>(keys_of(i));
+        isa::store_shared(keys_of(i), keys);
+      }
+    }
+    isa::sync_threads();
+    return kv::largest_key_size([](int n) {
+      return static_cast<std::int64_t>(isa::load_shared<std::uint32_t>(keys_of(n)));
+    });
+  }
+
+  static QATTN_DEVICE Sums add_lane(const Params& p, std::int64_t b, std::int64_t h, int largest) {
+    Sums s;
+    for_keys(p, b, h, [&](const Key& key) {
+      if (key.size > largest) return;
+#pragma unroll
+      for (int j = 0; j < per_lane; ++j) {
+        s.sum[j] = formats::add_rn(s.sum[j], static_cast<double>(clean(key.x[j])));
+      }
+      ++s.count;
+    });
     return s;
   }
 
@@ -93,7 +137,7 @@ struct FreezeMean {
     const std::int64_t b = isa::block().y, h = isa::block().x;
     const kv::SlotPlan* plan = p.state.plans + b;
     if (isa::load_global(&plan->granted) == 0 || isa::load_global(&plan->freezes) == 0) return;
-    const Sums s = add_lane(p, b, h);
+    const Sums s = add_lane(p, b, h, largest(p, b, h));
     const int warp = isa::warp();
 #pragma unroll
     for (int j = 0; j < per_lane; ++j) {

@@ -68,12 +68,12 @@ LaunchError write_channels(const AppendParams& p, Stream stream) {
   return isa::launch<WriteChannels<16, Tokens>>(p, grid, stream, early);
 }
 
-LaunchError append(const kv::AppendState& state, const kv::AppendCall& call, Stream stream) {
-  const AppendParams p = append_params(state, call);
+LaunchError carry_out(const AppendParams& p, Stream stream) {
+  const kv::AppendState& state = p.state;
   if (LaunchError e = isa::launch<PlanAppend>(p, {p.batch, 1, 1}, stream); !e.empty()) return e;
   LaunchError e = isa::launch<TakePages>(p, {1, 1, 1}, stream, isa::Start::early);
   if (!e.empty()) return e;
-  if (state.cache.smooth_k != 0) {
+  if (state.cache.smooth_k != 0 && !p.shortens()) {
     e = isa::launch<FreezeMean>(p, {state.cache.heads_kv, p.batch, 1}, stream, isa::Start::early);
     if (!e.empty()) return e;
   }
@@ -81,6 +81,22 @@ LaunchError append(const kv::AppendState& state, const kv::AppendCall& call, Str
   // Most pages have 16 tokens; larger ones want up to 80 KiB of shared memory.
   return state.cache.page_size == 16 ? write_channels<16>(p, stream)
                                      : write_channels<64>(p, stream);
+}
+
+LaunchError append(const kv::AppendState& state, const kv::AppendCall& call, Stream stream) {
+  return carry_out(append_params(state, call), stream);
+}
+
+/// Demotes pages of a slot that is shorter now as far as the budget asks.
+LaunchError shorten(const kv::AppendState& state, std::int32_t slot, Stream stream) {
+  AppendParams p;
+  p.state = state;
+  p.slot = slot;
+  p.batch = 1;
+  for (p.layer = 0; p.layer < state.cache.layers; ++p.layer) {
+    if (LaunchError e = carry_out(p, stream); !e.empty()) return e;
+  }
+  return {};
 }
 
 LaunchError observe(const kv::AppendState& state, const kv::ObserveCall& call, Stream stream) {
@@ -125,7 +141,9 @@ LaunchError forget(const kv::AppendState& state, const kv::ForgetCall& call, Str
   p.truncates = call.truncates ? 1 : 0;
   p.resets = call.resets ? 1 : 0;
   p.error = call.error;
-  return isa::launch<ForgetTokens>(p, {1, 1, 1}, stream);
+  LaunchError e = isa::launch<ForgetTokens>(p, {1, 1, 1}, stream);
+  const bool shortens = call.truncates && !call.resets && state.has_budget != 0;
+  return e.empty() && shortens ? shorten(state, call.slot, stream) : e;
 }
 
 LaunchError fork(const kv::AppendState& state, const kv::ForkCall& call, Stream stream) {

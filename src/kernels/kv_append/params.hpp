@@ -21,11 +21,14 @@ struct NewRows {
 struct AppendParams {
   kv::AppendState state;
   NewRows k, v;
-  const std::int32_t* slots = nullptr;   ///< [batch]
+  const std::int32_t* slots = nullptr;   ///< [batch] or null: `slot` alone, without rows
   const std::int32_t* counts = nullptr;  ///< [batch] rows that there are, or null: `tokens` each
   const float* importance = nullptr;     ///< [batch][heads][blocks] or null
   std::int64_t blocks = 0;
   std::int32_t batch = 0, tokens = 0, layer = 0;
+  std::int32_t slot = 0;  ///< which the budget allows fewer bytes now; what fails leaves it alone
+
+  QATTN_DEVICE bool shortens() const { return slots == nullptr; }
 };
 
 /// Probability mass on blocks, [batch][heads_q][blocks].

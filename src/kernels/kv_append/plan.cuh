@@ -33,7 +33,7 @@ struct PlanAppend {
     const kv::DeviceCache& cache = p.state.cache;
     Facts f{};
     f.b = isa::block().x;
-    f.slot = isa::load_global(p.slots + f.b);
+    f.slot = p.shortens() ? p.slot : isa::load_global(p.slots + f.b);
     if (f.slot < 0 || f.slot >= cache.slots) {
       f.slot = -1;
       f.error = kv::slot_unused;
@@ -73,10 +73,11 @@ struct PlanAppend {
     return load_struct(p.state.cache.table(f.slot, p.layer, h) + i);
   }
 
-  /// Does a table's last page take the next tokens in 16 bits?
+  /// Does a table's last page take the next tokens?
   static QATTN_DEVICE bool grows(const Params& p, const Facts& f, const kv::Entry& last) {
     const std::int64_t size = p.state.cache.page_size;
-    return f.old_length % size != 0 && last.tier == 0 && last.first == f.old_length / size * size;
+    return f.old_length % size != 0 && f.new_length > f.old_length &&
+           last.first == f.old_length / size * size;
   }
 
   /// How many pages there are and will be in every table. Returns whether some table has no room;
@@ -90,12 +91,14 @@ struct PlanAppend {
     for (std::int32_t h = isa::thread(); h < cache.heads_kv; h += threads) {
       const std::int32_t old =
           isa::load_global(cache.counts + cache.head_index(f.slot, p.layer, h));
-      const bool tail = old > 0 && grows(p, f, entry(p, f, h, old - 1));
+      kv::Entry last;
+      if (old > 0) last = entry(p, f, h, old - 1);
+      const bool tail = old > 0 && grows(p, f, last);
       const std::int64_t first = page + (tail ? 1 : 0), end = (f.new_length + size - 1) / size;
       const std::int64_t count =
           old + (f.new_length > f.old_length && end > first ? end - first : 0);
       full |= count > cache.most_pages;
-      slow |= !tail;
+      slow |= !tail || last.tier != 0;
       kv::HeadPlan* plan = head_plan(p, f, h);
       isa::store_global(&plan->old_count, old);
       isa::store_global(&plan->new_count, static_cast<std::int32_t>(count));
@@ -127,7 +130,15 @@ struct PlanAppend {
     int kind = 0;
     if (e.tier != 0 || !inside) kind |= kv::page_candidate;
     if (i >= old) kind |= kv::page_new;
-    if (i < old && i + 1 == old && grows(p, f, e)) kind |= kv::page_grows;
+    if (i < old && i + 1 == old && grows(p, f, e)) {
+      kind |= kv::page_grows;
+      if (e.tier != 0) {
+        kind |= kv::page_opens;
+        c.tier = 0;
+        if (inside) kind &= ~kv::page_candidate;
+        if (inside && e.guess != 0) c.importance = -1.0f;  // guessed anew when it leaves
+      }
+    }
     if (i < old && e.tier == 0 && !inside) kind |= kv::page_leaves;
     c.kind = static_cast<std::uint16_t>(kind);
     if ((kind & ~kv::page_candidate) == 0 || p.importance == nullptr) return c;
@@ -179,7 +190,8 @@ struct PlanAppend {
         const std::int32_t i = first + isa::thread() / row_lanes;
         kv::Candidate c{};
         if (i < count) c = load_struct(out + i);
-        const bool asked = (c.kind & kv::page_candidate) != 0 && c.tier == 0 && c.importance < 0;
+        const bool asked = (c.kind & kv::page_candidate) != 0 && c.tier == 0 &&
+                           (c.kind & kv::page_opens) == 0 && c.importance < 0;
         if (!isa::any(asked)) continue;
         kv::Entry e;
         if (asked) e = entry_to_be(p, f, h, i, old, count);
@@ -203,6 +215,8 @@ struct PlanAppend {
     job.to = e;
     job.to.importance = c.importance;
     if ((c.kind & kv::page_guess) != 0) job.to.guess = 1;
+    const bool opens = (c.kind & kv::page_opens) != 0;
+    if (opens && (tier == 0 || p.importance != nullptr)) job.to.guess = 0;
     job.index = i;
     job.from_page = e.page;
     job.from_tier = e.tier;
@@ -212,12 +226,12 @@ struct PlanAppend {
       job.begin = static_cast<std::uint8_t>(begin > 0 ? begin : 0);
       job.end = static_cast<std::uint8_t>(end < size ? end : size);
     }
-    if (tier != e.tier) {
-      job.to.tier = static_cast<std::uint8_t>(tier);
+    if (tier != e.tier) job.to.tier = static_cast<std::uint8_t>(tier);
+    if (tier != e.tier && tier > 0) {
       job.to.path = static_cast<std::uint8_t>(e.path | 1u << (tier - 1));
     }
     const bool shared = e.page >= 0 && is_shared(p.state, e.tier, e.page);
-    job.in_place = tier == 0 && e.page >= 0 && !shared ? 1 : 0;
+    job.in_place = tier == 0 && e.page >= 0 && !opens && !shared ? 1 : 0;
     if (shared) job.given = -1;
     return true;
   }
@@ -336,18 +350,21 @@ struct PlanAppend {
     isa::grid_dependency_launch();
     isa::grid_dependency_wait();
     Facts f = facts(p);
-    if (f.slot >= 0 && any(named_twice<threads>(p.slots, p.batch, f.b))) {
+    if (!p.shortens() && f.slot >= 0 && any(named_twice<threads>(p.slots, p.batch, f.b))) {
       f.error |= kv::slot_twice;
     }
     bool freezes = false;
-    const bool nothing = f.new_length == f.old_length;
-    if (f.error == 0 && !nothing) f.error = make(p, f, freezes);
+    const bool asked = p.shortens() || f.new_length > f.old_length;
+    if (f.error == 0 && asked) f.error = make(p, f, freezes);
     if (isa::thread() != 0) return;
+    const bool changes = f.error == 0 && asked;
+    if (p.shortens()) f.error = 0;
     kv::SlotPlan* plan = p.state.plans + f.b;
     isa::store_global(&plan->slot, static_cast<std::int32_t>(f.slot));
     isa::store_global(&plan->error, f.error);
     isa::store_global(&plan->old_length, static_cast<std::int32_t>(f.old_length));
     isa::store_global(&plan->new_length, static_cast<std::int32_t>(f.new_length));
+    isa::store_global(&plan->changes, changes ? 1 : 0);
     isa::store_global(&plan->freezes, freezes ? 1 : 0);
     isa::store_global(&plan->granted, 0);
   }

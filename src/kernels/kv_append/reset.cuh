@@ -12,7 +12,7 @@ struct ResetParams {
   std::int32_t first_layer = 0, end_layer = 0, first_head = 0, end_head = 0;
   std::int64_t begin = 0, end = 0;  ///< tokens to be forgotten
   std::int32_t truncates = 0;       ///< `begin` becomes the length of layers that are longer
-  std::int32_t resets = 0;          ///< the mean goes, too, and the error word becomes `error`
+  std::int32_t resets = 0;          ///< the error word becomes `error`
   std::uint32_t error = 0;
 };
 
@@ -119,17 +119,37 @@ struct ForgetTokens {
     if (isa::lane() == 0) isa::store_global(cache.counts + table, out);
   }
 
-  /// A slot that is as good as new.
-  static QATTN_DEVICE void reset(const Params& p) {
+  /// Has some page of the layer codes? By one warp.
+  static QATTN_DEVICE bool has_codes(const Params& p, std::int32_t layer) {
     const kv::DeviceCache& cache = p.state.cache;
-    const std::int64_t means = std::int64_t{cache.layers} * cache.heads_kv * cache.d;
-    for (std::int64_t i = isa::thread(); i < cache.layers; i += threads) {
-      isa::store_global(cache.has_mean + cache.layer_index(p.slot, i), 0);
+    for (std::int32_t h = 0; h < cache.heads_kv; ++h) {
+      const std::int64_t table = cache.head_index(p.slot, layer, h);
+      const std::int32_t count = isa::load_global(cache.counts + table);
+      for (std::int32_t first = 0; first < count; first += 32) {
+        const std::int32_t i = first + isa::lane();
+        const kv::Entry* e = cache.entries + table * cache.most_pages + i;
+        if (isa::any(i < count && isa::load_global(&e->tier) != 0)) return true;
+      }
     }
-    for (std::int64_t i = isa::thread(); i < means; i += threads) {
-      isa::store_global(cache.k_means + p.slot * means + i, 0.0f);
+    return false;
+  }
+
+  /// K's means that no page was quantised with any more go. A warp a layer.
+  static QATTN_DEVICE void forget_means(const Params& p) {
+    const kv::DeviceCache& cache = p.state.cache;
+    const std::int64_t means = std::int64_t{cache.heads_kv} * cache.d;
+    for (std::int32_t layer = p.first_layer + isa::warp(); layer < p.end_layer;
+         layer += kv::most_tiers) {
+      const std::int64_t at = cache.layer_index(p.slot, layer);
+      const bool shorter = p.truncates == 0 || isa::load_global(cache.lengths + at) > p.begin;
+      if (!shorter && p.resets == 0) continue;
+      if (isa::load_global(cache.has_mean + at) == 0 || has_codes(p, layer)) continue;
+      isa::sync_warp();  // all have looked
+      for (std::int64_t i = isa::lane(); i < means; i += 32) {
+        isa::store_global(cache.k_means + at * means + i, 0.0f);
+      }
+      if (isa::lane() == 0) isa::store_global(cache.has_mean + at, 0);
     }
-    if (isa::thread() == 0) isa::store_global(cache.errors + p.slot, p.error);
   }
 
   static QATTN_DEVICE void run(const Params& p) {
@@ -141,6 +161,8 @@ struct ForgetTokens {
       if (turn++ % kv::most_tiers == isa::warp()) close_up(p, table);
     });
     isa::sync_threads();
+    forget_means(p);
+    isa::sync_threads();  // lengths are read no more
     if (p.truncates != 0) {
       for (std::int64_t layer = isa::thread(); layer < cache.layers; layer += threads) {
         std::int32_t* length = cache.lengths + cache.layer_index(p.slot, layer);
@@ -149,7 +171,7 @@ struct ForgetTokens {
         }
       }
     }
-    if (p.resets != 0) reset(p);
+    if (p.resets != 0 && isa::thread() == 0) isa::store_global(cache.errors + p.slot, p.error);
   }
 };
 

@@ -25,6 +25,14 @@ QATTN_DEVICE float widen(std::uint16_t bits, bool bf16) {
 /// As the host reads rows: infinities become NaN, -0 becomes +0.
 QATTN_DEVICE float clean(float x) { return formats::add_rn(x, formats::add_rn(x, -x)); }
 
+/// The window's 16 bits of a number. One NaN for all: what sum and conversion make of its payload
+/// differs between machines.
+QATTN_DEVICE std::uint16_t narrow(float x, bool bf16) {
+  if (!formats::is_finite(x)) return bf16 ? 0x7fc0 : 0x7e00;
+  x = clean(x);
+  return bf16 ? formats::Bf16::encode(x) : formats::F16::encode(x);
+}
+
 /// The window's 16 bits of an element of a tensor; as it came where the formats are the same.
 QATTN_DEVICE std::uint16_t window_bits(const void* data, InputKind kind, std::int64_t at,
                                        bool bf16) {
@@ -36,10 +44,7 @@ QATTN_DEVICE std::uint16_t window_bits(const void* data, InputKind kind, std::in
     if ((kind == InputKind::bf16) == bf16) return bits;
     x = widen(bits, !bf16);
   }
-  // One NaN for all: what sum and conversion make of its payload differs between machines.
-  if (!formats::is_finite(x)) return bf16 ? 0x7fc0 : 0x7e00;
-  x = clean(x);
-  return bf16 ? formats::Bf16::encode(x) : formats::F16::encode(x);
+  return narrow(x, bf16);
 }
 
 /// N registers hold up to 16 N channels; those past a row's are zeros.
@@ -51,9 +56,20 @@ struct LaneRow {
 
   /// Signs, then the Hadamard matrix of the channels' blocks: formats::rotate(). Collective.
   QATTN_DEVICE void rotate(int channels) {
-    const int block = formats::rotation_block(channels);
+    signs();
+    hadamard(channels);
+  }
+  /// formats::unrotate(). Collective.
+  QATTN_DEVICE void unrotate(int channels) {
+    hadamard(channels);
+    signs();
+  }
+  QATTN_DEVICE void signs() {
 #pragma unroll
     for (int j = 0; j < N; ++j) x[j] = formats::mul_rn(x[j], formats::rotation_sign(channel(j)));
+  }
+  QATTN_DEVICE void hadamard(int channels) {
+    const int block = formats::rotation_block(channels);
 #pragma unroll
     for (int distance = 1; distance < row_lanes; distance *= 2) {
       const bool upper = (row_lane() & distance) != 0;

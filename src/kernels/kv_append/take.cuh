@@ -44,7 +44,7 @@ struct TakePages {
       }
       if (t == 0) {
         isa::store_global(&plan->granted, granted ? 1 : 0);
-        if (error == 0 && !enough) {
+        if (error == 0 && !enough && !p.shortens()) {
           isa::store_global(&plan->error, std::uint32_t{kv::slot_pool});
         }
       }
@@ -90,7 +90,7 @@ struct TakePages {
     }
   }
   static QATTN_DEVICE bool changes(const kv::SlotPlan* plan) {
-    return isa::load_global(&plan->new_length) != isa::load_global(&plan->old_length);
+    return isa::load_global(&plan->changes) != 0;
   }
 
   /// The call's i-th head, where its slot is granted its pages and it drops some that it shared.

@@ -118,6 +118,27 @@ struct WritePages {
     return BlockPart(p.state.cache.pool[tier], page, u.block, u.value);
   }
 
+  /// Rows of codes as they are in 16 bits, and those of new tokens, which the window then has.
+  static QATTN_DEVICE void open_rows(const Params& p, const Unit& u) {
+    const BlockPart to = part_of(p, 0, u.page, u);
+    const bool bf16 = p.state.cache.bf16 != 0;
+    const int first = isa::thread() / row_lanes;
+    for (int token = first; token < formats::kv_block_tokens; token += rows_at_once) {
+      LaneRow<N> row;
+      const bool is_new = u.is_new(token);
+      open_row(p, u, token, u.alive(token) && !is_new, row);
+      const std::int64_t at = is_new ? u.element(token) : 0;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const int c = LaneRow<N>::channel(j);
+        if (c >= to.channels) continue;
+        isa::store_global(to.row(token) + c,
+                          is_new ? window_bits(u.rows.data, u.rows.kind, at + c, bf16)
+                                 : narrow(row.x[j], bf16));
+      }
+    }
+  }
+
   /// Rows that stay in 16 bits. A page that is new is cleared, one that others hold is copied.
   static QATTN_DEVICE void store_rows(const Params& p, const Unit& u) {
     const bool old = u.job.from_page >= 0;
@@ -144,47 +165,88 @@ struct WritePages {
     }
   }
 
-  /// The row of a token as its codes are to have it, from 16 bits or from other codes.
-  static QATTN_DEVICE void load_row(const Params& p, const Unit& u, int token, LaneRow<N>& row) {
-    const kv::DeviceCache& cache = p.state.cache;
-    const bool bf16 = cache.bf16 != 0, is_new = u.is_new(token);
-    const bool alive = u.alive(token);
-    const BlockPart from =
-        part_of(p, u.job.from_tier, u.job.from_page < 0 ? 0 : u.job.from_page, u);
-    const bool window = u.job.from_tier == 0;
-    const int channels = from.channels;
-    const std::int64_t at = alive && is_new ? u.element(token) : 0;
-    const float* mean =
-        !u.value && window && cache.smooth_k != 0 ? cache.k_mean(u.slot, p.layer, u.head) : nullptr;
+  /// The values of a token's codes, zeros where it is not `there`.
+  static QATTN_DEVICE void load_codes(const Params& p, const Unit& u, int token, bool there,
+                                      LaneRow<N>& row) {
+    const BlockPart from = part_of(p, u.job.from_tier, u.job.from_page, u);
     std::uint16_t scale = 0;
     bool bad = false;  // though its channels have scales
-    if (alive && from.by_channel) {
-      const kv::DevicePool& pool = cache.pool[u.job.from_tier];
+    if (there && from.by_channel) {
+      const kv::DevicePool& pool = p.state.cache.pool[u.job.from_tier];
       const std::uint64_t all = isa::load_global(pool.bad_tokens(u.job.from_page));
       bad = (all >> (u.block * formats::kv_block_tokens + token) & 1) != 0;
-    } else if (alive && !window) {
+    } else if (there) {
       scale = isa::load_global(from.scales + token);
     }
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const int c = LaneRow<N>::channel(j);
       row.x[j] = 0.0f;
-      if (c >= channels || !alive) continue;
-      if (window) {
-        const std::uint16_t bits = is_new ? window_bits(u.rows.data, u.rows.kind, at + c, bf16)
-                                          : isa::load_global(from.row(token) + c);
-        row.x[j] = clean(widen(bits, bf16));
-        if (mean != nullptr) {
-          row.x[j] = formats::add_rn(row.x[j], -isa::load_global(mean + c));
-        }
-      } else {
-        if (from.by_channel) {
-          scale = bad ? formats::kv_nan_scale : isa::load_global(from.scales + c);
-        }
-        row.x[j] = formats::kv_decode(code_at(from, from.place(token, c)), scale, from.bits);
-      }
+      if (c >= from.channels || !there) continue;
+      if (from.by_channel) scale = bad ? formats::kv_nan_scale : isa::load_global(from.scales + c);
+      row.x[j] = formats::kv_decode(code_at(from, from.place(token, c)), scale, from.bits);
     }
-    if (window && (u.value ? cache.rotate != 0 : cache.rotates_k())) row.rotate(channels);
+  }
+
+  static QATTN_DEVICE const float* mean_of(const Params& p, const Unit& u) {
+    const kv::DeviceCache& cache = p.state.cache;
+    return u.value || cache.smooth_k == 0 ? nullptr : cache.k_mean(u.slot, p.layer, u.head);
+  }
+  static QATTN_DEVICE bool rotates(const Params& p, const Unit& u) {
+    return u.value ? p.state.cache.rotate != 0 : p.state.cache.rotates_k();
+  }
+
+  /// The row of a token of codes as the window is to have it: the host's expand_page(). Collective.
+  static QATTN_DEVICE void open_row(const Params& p, const Unit& u, int token, bool there,
+                                    LaneRow<N>& row) {
+    const bool bf16 = p.state.cache.bf16 != 0;
+    const float top = formats::largest_16bit(bf16);
+    const float* mean = mean_of(p, u);
+    const int channels = u.value ? p.state.cache.dv : p.state.cache.d;
+    load_codes(p, u, token, there, row);
+    if (rotates(p, u)) row.unrotate(channels);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const int c = LaneRow<N>::channel(j);
+      if (c >= channels || !there) {
+        row.x[j] = 0.0f;
+        continue;
+      }
+      float x = row.x[j];
+      if (mean != nullptr) x = formats::add_rn(x, isa::load_global(mean + c));
+      x = x > top ? top : x < -top ? -top : x;
+      row.x[j] = widen(narrow(x, bf16), bf16);
+    }
+  }
+
+  /// The row of a token as its codes are to have it, from 16 bits or from other codes.
+  static QATTN_DEVICE void load_row(const Params& p, const Unit& u, int token, LaneRow<N>& row) {
+    const kv::DeviceCache& cache = p.state.cache;
+    const bool bf16 = cache.bf16 != 0, is_new = u.is_new(token), alive = u.alive(token);
+    const bool opens = u.job.opens(), window = u.job.from_tier == 0 || opens;
+    if (u.job.from_tier > 0) {
+      const bool there = alive && !is_new;
+      if (!opens) return load_codes(p, u, token, there, row);
+      open_row(p, u, token, there, row);
+    }
+    const BlockPart from = part_of(p, 0, u.job.from_page < 0 || opens ? 0 : u.job.from_page, u);
+    const int channels = from.channels;
+    const std::int64_t at = alive && is_new ? u.element(token) : 0;
+    const float* mean = mean_of(p, u);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const int c = LaneRow<N>::channel(j);
+      const bool there = c < channels && alive;
+      float x = opens ? row.x[j] : 0.0f;
+      if (there && is_new) {
+        x = widen(window_bits(u.rows.data, u.rows.kind, at + c, bf16), bf16);
+      } else if (there && !opens) {
+        x = widen(isa::load_global(from.row(token) + c), bf16);
+      }
+      x = there ? clean(x) : 0.0f;
+      row.x[j] = there && mean != nullptr ? formats::add_rn(x, -isa::load_global(mean + c)) : x;
+    }
+    if (window && rotates(p, u)) row.rotate(channels);
   }
 
   static QATTN_DEVICE std::uint8_t code_at(const BlockPart& from, int place) {
@@ -260,7 +322,7 @@ struct WritePages {
       const formats::KvBlock& b = p.state.cache.pool[tier].layout.block;
       return value ? b.v_bits : b.k_bits;
     };
-    return job.from_page >= 0 && bits_of(job.from_tier) == bits_of(job.to.tier);
+    return job.from_page >= 0 && !job.opens() && bits_of(job.from_tier) == bits_of(job.to.tier);
   }
 
   /// The number of the page that a job makes.
@@ -309,7 +371,7 @@ struct WritePages {
                    resolve(p, head.b, head.h, job)};
       if (part == 0 && isa::thread() == 0) enter(p, u);
       if (job.to.tier == 0) {
-        store_rows(p, u);
+        job.opens() ? open_rows(p, u) : store_rows(p, u);
       } else if (keeps_codes(p, job, value)) {
         copy(p, u);
       } else if (value || cache.k_by_channel == 0) {

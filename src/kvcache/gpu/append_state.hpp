@@ -23,6 +23,7 @@ enum PageKind : std::uint16_t {
   page_grows = 4,
   page_leaves = 8,  ///< was in 16 bits
   page_guess = 16,  ///< importance is key_norm's
+  page_opens = 32,  ///< was cut in a tier, grows and is in 16 bits first
 };
 
 /// The tiers that a page's hull leads through, worse ones in order.
@@ -44,6 +45,8 @@ struct AppendJob {
   std::int32_t given;      ///< rank among the pages of from_tier that it gives back; -1: shared
   std::uint8_t from_tier, begin, end, in_place;
 
+  /// Its codes become rows of 16 bits first, beside those of new tokens.
+  QATTN_HD bool opens() const { return from_page >= 0 && from_tier > 0 && begin < end; }
   /// The table does not hold from_page any more.
   QATTN_HD bool lets_go() const { return in_place == 0 && from_page >= 0; }
   /// It did so with other tables: the page is free only if all of them let go.
@@ -64,6 +67,7 @@ struct SlotPlan {
   std::int32_t slot = -1;
   std::uint32_t error = 0;
   std::int32_t old_length = 0, new_length = 0;
+  std::int32_t changes = 0;             ///< there is something to do
   std::int32_t freezes = 0;             ///< K's mean is taken now
   std::int32_t granted = 0;             ///< it is carried out
   std::int32_t takes[most_tiers] = {};  ///< of all heads; later: place in the ring of the first

@@ -14,7 +14,7 @@ std::int64_t pages_of(const KvCacheOptions& o, std::int64_t tokens) {
   return (tokens + o.page_size - 1) / o.page_size;
 }
 
-/// Entries of a page table: some share their first token after truncations into quantised pages.
+/// Entries of a page table: some share their first token in files of earlier versions.
 std::int64_t most_entries(const KvCacheOptions& o, std::int64_t tokens) {
   return pages_of(o, tokens) + 16;
 }
