@@ -28,7 +28,7 @@ struct AppendParams {
   std::int32_t batch = 0, tokens = 0, layer = 0;
   std::int32_t slot = 0;  ///< which the budget allows fewer bytes now; what fails leaves it alone
 
-  QATTN_DEVICE bool shortens() const { return slots == nullptr; }
+  QATTN_HD bool shortens() const { return slots == nullptr; }
 };
 
 /// Probability mass on blocks, [batch][heads_q][blocks].
