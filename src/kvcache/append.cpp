@@ -138,6 +138,7 @@ void AppendPlan::extend(std::int64_t head) {
       to.guess = 0;
     }
     to.tier = 0;
+    to.path = 0;
     jobs_.push_back({head, static_cast<std::int64_t>(i), e, to, true, 0, 0});
   }
   for (std::int64_t at = layer_.length; at < end;) {

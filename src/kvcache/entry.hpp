@@ -17,7 +17,7 @@ struct Entry {
   std::uint64_t live = 0;  ///< bit i: token first + i is here and not evicted
   float importance = 0;    ///< mass on a block of 16 tokens; negative: nothing is known
   std::uint8_t tier = 0;   ///< 0: 16 bits; i: options.tiers[i - 1]
-  std::uint8_t path = 0;   ///< bit i - 1: its codes went through tier i
+  std::uint8_t path = 0;   ///< bit i - 1: its codes went through tier i; of 16 bits: 0
   std::uint8_t guess = 0;  ///< 1: importance is key_norm's, which the first mass replaces
   std::uint8_t reserved = 0;
 

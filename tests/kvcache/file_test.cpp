@@ -113,6 +113,30 @@ TEST_P(KvFileBy, TheSameCacheComesBackAndGoesOnTheSameWay) {
   EXPECT_EQ(first, bytes());
 }
 
+/// A page that was cut in a tier and grows in 16 bits, and one that is quantised again at once.
+TEST_P(KvFileBy, APageThatWasCutAndGrowsComesBack) {
+  KvCache cache = filled(GetParam());
+  const auto tail_tier = [&] { return cache.data().find(1)->layers[0].tables[0].back().tier; };
+  for (const std::int64_t length : {408, 360, 200, 25}) {
+    for (const std::int64_t count : {3, 60}) {
+      SCOPED_TRACE(std::to_string(length) + " and " + std::to_string(count));
+      append_rows(cache, 1, 0, normal_rows(700 - *cache.length(1, 0), 2, 64, 32, 1));
+      ASSERT_TRUE(cache.truncate(1, length).ok());
+      ASSERT_GT(tail_tier(), 0);
+      append_rows(cache, 1, 0, normal_rows(count, 2, 64, 32, 4));
+      ASSERT_EQ(tail_tier(), 0);
+      ASSERT_TRUE(cache.save(path_).ok());
+      Result<KvCache> loaded = KvCache::load(path_);
+      ASSERT_TRUE(loaded.ok()) << loaded.status().message();
+      expect_same(cache, *loaded, 1, 0);
+      const auto rows = normal_rows(100, 2, 64, 32, 5);
+      append_rows(cache, 1, 0, rows);
+      append_rows(*loaded, 1, 0, rows);
+      expect_same(cache, *loaded, 1, 0);
+    }
+  }
+}
+
 TEST_F(KvFile, AnEmptyCache) {
   KvCache cache = std::move(*KvCache::create(options()));
   ASSERT_TRUE(cache.save(path_).ok());

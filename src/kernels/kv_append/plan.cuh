@@ -134,7 +134,7 @@ struct PlanAppend {
       kind |= kv::page_grows;
       if (e.tier != 0) {
         kind |= kv::page_opens;
-        c.tier = 0;
+        c.tier = c.path = 0;
         if (inside) kind &= ~kv::page_candidate;
         if (inside && e.guess != 0) c.importance = -1.0f;  // guessed anew when it leaves
       }
@@ -227,9 +227,8 @@ struct PlanAppend {
       job.end = static_cast<std::uint8_t>(end < size ? end : size);
     }
     if (tier != e.tier) job.to.tier = static_cast<std::uint8_t>(tier);
-    if (tier != e.tier && tier > 0) {
-      job.to.path = static_cast<std::uint8_t>(e.path | 1u << (tier - 1));
-    }
+    if (opens) job.to.path = 0;
+    if (tier > 0) job.to.path = static_cast<std::uint8_t>(job.to.path | 1u << (tier - 1));
     const bool shared = e.page >= 0 && is_shared(p.state, e.tier, e.page);
     job.in_place = tier == 0 && e.page >= 0 && !opens && !shared ? 1 : 0;
     if (shared) job.given = -1;
