@@ -44,9 +44,7 @@ Made make(const Case& c, float x) {
   KvRows rows = clean;
   if (x != 0) (c.in_v ? rows.v : rows.k)[static_cast<std::size_t>(c.at * d + 5)] = x;
   m.id = *m.cache.add_sequence();
-  const auto evict = [&] {
-    EXPECT_TRUE(m.cache.evict(m.id, -1, -1, c.at, c.at + 1).ok());
-  };
+  const auto evict = [&] { EXPECT_TRUE(m.cache.evict(m.id, -1, -1, c.at, c.at + 1).ok()); };
   std::int64_t other = -1;
   switch (c.fate) {
     case Fate::evicted_from_window:
