@@ -220,7 +220,7 @@ def test_codes_are_near_the_reference(recipe):
         operands = coded(case, recipe)
         assert agree(case, recipe, loose(case, recipe), **operands) < lse_bound(recipe)
         if case.options.keys() & {"seqused_k", "mask", "block_mask", "window"}:
-            return  # attention() leaves hidden tokens out of what tokens share, quantize() knows none
+            return  # attention() leaves hidden tokens out of shared scales, quantize() knows none
         inside = one(case, recipe, smooth_k=False)
         mine = one(dataclasses.replace(case, **operands), recipe)
         for given, made in zip(mine, inside, strict=True):

@@ -12,6 +12,7 @@
 
 #include "core/threads.hpp"
 #include "kernels/attn_prefill/cpu_operand.hpp"
+#include "kernels/attn_prefill/cpu_task.hpp"
 #include "qattn/quantize.hpp"
 
 namespace qattn::cpu {
@@ -209,21 +210,6 @@ std::int64_t plan_sequences(const Problem& p, const Config& c, SequenceInfo* tab
     }
   }
   return task;
-}
-
-/// The sequence and key of a slot; b is -1 where the slot belongs to nobody.
-struct SlotOwner {
-  std::int64_t b, key;
-};
-SlotOwner owner_of(const Job& job, std::int64_t slot) {
-  const SequenceInfo* first = job.arrays.sequences;
-  const SequenceInfo* last = first + job.problem.batch;
-  const SequenceInfo* found = std::upper_bound(
-      first, last, slot, [](std::int64_t x, const SequenceInfo& s) { return x < s.slot; });
-  if (found == first) return {-1, 0};
-  --found;
-  const std::int64_t key = slot - found->slot;
-  return key < found->k_length ? SlotOwner{found - first, key} : SlotOwner{-1, 0};
 }
 
 /// Packs the tile whose first slot is `slot`, unless it belongs to nobody or its task packs it.

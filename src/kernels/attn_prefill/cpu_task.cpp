@@ -23,6 +23,17 @@ void set_window(const Problem& p, const SequenceInfo& s, Row& row) {
   row.end = std::max(row.end, row.begin);
 }
 
+SlotOwner owner_of(const Job& job, std::int64_t slot) {
+  const SequenceInfo* first = job.arrays.sequences;
+  const SequenceInfo* last = first + job.problem.batch;
+  const SequenceInfo* found = std::upper_bound(
+      first, last, slot, [](std::int64_t x, const SequenceInfo& s) { return x < s.slot; });
+  if (found == first) return {-1, 0};
+  --found;
+  const std::int64_t key = slot - found->slot;
+  return key < found->k_length ? SlotOwner{found - first, key} : SlotOwner{-1, 0};
+}
+
 std::int64_t sequence_of_task(const Job& job, std::int64_t index) {
   const SequenceInfo* s = job.arrays.sequences;
   const SequenceInfo* found =

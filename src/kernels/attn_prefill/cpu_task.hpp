@@ -37,6 +37,11 @@ inline float read_float(const TensorView& view, std::int64_t offset) {
 /// row.begin and row.end: keys that causal and window masks leave to query row.i (bottom-right
 /// alignment).
 void set_window(const Problem& problem, const SequenceInfo& sequence, Row& row);
+/// The sequence and key of a slot; b is -1 where the slot belongs to nobody.
+struct SlotOwner {
+  std::int64_t b, key;
+};
+SlotOwner owner_of(const Job& job, std::int64_t slot);
 std::int64_t sequence_of_task(const Job& job, std::int64_t index);
 /// Of a sequence that packs itself, the KV heads of one split follow each other.
 Task make_task(const Job& job, std::int64_t index);
