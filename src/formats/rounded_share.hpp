@@ -7,6 +7,9 @@ namespace qattn::formats {
 /// this share of its tile's largest, or below the least, joins the sum of a row with its unrounded
 /// P (docs/NUMERICS.md, the normaliser). Decode over codes has a least scale of its own.
 inline constexpr float kRoundedShare = 1.0f / 8;
+/// A row whose codes of P in one tile miss more than this share of its codes so far gets a second
+/// byte of P there.
+inline constexpr float kMostLost = 1.0f / 256;
 /// Sums of inverse scales could overflow below it; such values of V are zeros for all purposes.
 inline constexpr float kLeastTokenScale = 0x1p-90f;
 

@@ -9,7 +9,11 @@ namespace qattn::test {
 
 ModelOptions Outcome::model_options(Mutation mutation) const {
   const bool looks = plan.find("\nhidden_keys: are looked for") != std::string::npos;
-  return {resolved, split_keys, split_rows, mutation, tile_keys, splits, tile_rows, looks};
+  ModelOptions options{resolved, split_keys, split_rows, mutation, tile_keys, splits, tile_rows};
+  options.leaves_hidden_out = looks;
+  options.lost_mass = lost_mass_of(plan);
+  options.rising_rows = rising_rows;
+  return options;
 }
 
 namespace {
@@ -56,6 +60,7 @@ Outcome run_call(const Call& call, Laid& laid, const Recipe& recipe) {
   outcome.plan = planned->to_string();
   outcome.split_keys = plan_number(*planned, "split_keys");
   outcome.split_rows = plan_number(*planned, "split_rows");
+  outcome.rising_rows = plan_number(*planned, "rising_rows");
   if (const std::int64_t keys = plan_number(*planned, "tile_keys")) outcome.tile_keys = keys;
   const PlanSpread spread = spread_of(*planned);
   outcome.splits = spread.splits, outcome.tile_rows = spread.tile_rows;

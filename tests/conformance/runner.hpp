@@ -26,6 +26,7 @@ struct Outcome {
   std::vector<double> saturated;
   Recipe resolved;
   std::int64_t split_keys = 0, split_rows = 0;  ///< as the plan prints them
+  std::int64_t rising_rows = 0;                 ///< likewise
   std::int64_t tile_keys = 128;                 ///< likewise; CPU plans print none
   std::int64_t splits = 1, tile_rows = 0;       ///< as ModelOptions has them
   std::string plan;                             ///< Plan::to_string()

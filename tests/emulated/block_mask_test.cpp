@@ -119,6 +119,7 @@ TEST(EmulatedWideBlockMask, BlocksOf64RowsOnHopper) {
     const Outcome outcome = run_emulated(call, laid, recipe);
     EXPECT_NE(outcome.plan.find("kernel: sm80_prefill\n"), std::string::npos) << outcome.plan;
     ModelOptions options{.recipe = outcome.resolved, .tile_keys = outcome.tile_keys};
+    options.lost_mass = lost_mass_of(outcome.plan);
     options.splits = outcome.splits, options.tile_rows = outcome.tile_rows;
     const ModelOutput model = model_attention(call, options);
     EXPECT_LE(distance(outcome.out, model.out, call.dim_v).nrmse, 2e-3);

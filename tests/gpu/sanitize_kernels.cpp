@@ -130,6 +130,7 @@ class Check {
 void Check::matches_model(const std::string& name, const Kind& kind, const Call& call,
                           const DeviceOutcome& outcome) {
   ModelOptions options{.recipe = outcome.resolved, .tile_keys = outcome.tile_keys};
+  options.lost_mass = lost_mass_of(outcome.plan);
   options.splits = outcome.splits, options.tile_rows = outcome.tile_rows;
   const ModelOutput model = model_attention(call, options);
   const std::int64_t spared = spared_rows(outcome.resolved, call.total_rows());

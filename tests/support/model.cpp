@@ -138,16 +138,17 @@ double score(const Call& call, const ModelOptions& model, const Head& x, std::in
 
 /// Running softmax of one row over some of its keys.
 struct State {
-  double m = -infinity, l = 0;
+  double m = -infinity, l = 0, codes = 0;
   Values o;
 
   void rescale(double m_new) {
     const double f = m == -infinity ? 0 : std::exp(m - m_new);
-    l *= f;
+    l *= f, codes *= f;
     for (double& value : o) value *= f;
     m = m_new;
   }
   void add(const TileWeights& w, const double* v, std::int64_t dim_v) {
+    codes += w.factor * w.codes;
     for (std::size_t j = 0; j < w.value.size(); ++j) {
       l += w.factor * w.mass[j];
       const double f = w.factor * w.value[j];
@@ -156,12 +157,14 @@ struct State {
   }
 };
 
-/// Keys [begin, end) of one row, tile by tile from the last to the first.
+/// Keys [begin, end) of one row, tile by tile from the last to the first, or as they rise.
 State attend_keys(const PRule& rule, std::span<const double> s, const Coded& v, std::int64_t dim_v,
                   std::int64_t tile_keys, std::int64_t begin, std::int64_t end) {
   State state;
   state.o.assign(static_cast<std::size_t>(dim_v), 0.0);
-  for (std::int64_t tile = (end - 1) / tile_keys; tile * tile_keys + tile_keys > begin; --tile) {
+  const std::int64_t lowest = begin / tile_keys, highest = (end - 1) / tile_keys;
+  for (std::int64_t n = 0; n <= highest - lowest && begin < end; ++n) {
+    const std::int64_t tile = rule.rises ? lowest + n : highest - n;
     const std::int64_t first = std::max(begin, tile * tile_keys);
     const std::int64_t last = std::min(end, (tile + 1) * tile_keys);
     const auto scores = s.subspan(first, last - first);
@@ -170,8 +173,12 @@ State attend_keys(const PRule& rule, std::span<const double> s, const Coded& v, 
     state.rescale(std::max(state.m, m_tile));
     std::span<const double> sv;
     if (rule.token_scale) sv = std::span<const double>(v.token_scale).subspan(first, last - first);
-    state.add(round_p(rule, scores, state.m, sv), &v.value[first * dim_v], dim_v);
-    if (tile == 0) break;
+    const TileWeights w = round_p(rule, scores, state.m, state.codes, sv);
+    state.add(w, &v.value[first * dim_v], dim_v);
+    for (std::size_t j = 0; j < w.lost.size(); ++j) {
+      const double* mean = &v.code_mean[(first + j) / 64 * dim_v];
+      for (std::int64_t d = 0; d < dim_v; ++d) state.o[d] += w.factor * w.lost[j] * mean[d];
+    }
   }
   return state;
 }
@@ -233,8 +240,29 @@ std::pair<std::int64_t, std::int64_t> split_of(const Call& call, const ModelOpti
   return {begin, std::max<std::int64_t>(1, (tiles + model.splits - 1) / model.splits) * 128};
 }
 
+/// Means of V's codes of 64 keys each, but for tokens that are not finite, in whole codes.
+Values code_means(const Coded& v, std::int64_t dim_v) {
+  const auto keys = static_cast<std::int64_t>(v.token_scale.size());
+  Values means;
+  for (std::int64_t first = 0; first < keys; first += 64) {
+    const std::int64_t end = std::min(keys, first + 64);
+    for (std::int64_t d = 0; d < dim_v; ++d) {
+      double sum = 0;
+      std::int64_t count = 0;
+      for (std::int64_t j = first; j < end; ++j) {
+        const double code = v.value[j * dim_v + d] / v.token_scale[j];
+        if (std::isfinite(code)) sum += code, ++count;
+      }
+      means.push_back(count > 0 ? std::nearbyint(sum / static_cast<double>(count)) : 0.0);
+    }
+  }
+  return means;
+}
+
 void attend_head(const Call& call, const ModelOptions& model, const Head& x, ModelOutput& output) {
-  const PRule rule{model.recipe.p, model.recipe.p == Format::u8 && !x.v.token_scale.empty()};
+  const PRule rule{model.recipe.p, model.recipe.p == Format::u8 && !x.v.token_scale.empty(),
+                   model.lost_mass,
+                   call.sequences[x.b].room_q * (call.heads_q / call.heads_k) <= model.rising_rows};
   const std::int64_t room = call.sequences[x.b].room_q;
 #pragma omp parallel for schedule(dynamic, 4)
   for (std::int64_t i = 0; i < room; ++i) {
@@ -327,6 +355,9 @@ ModelOutput model_attention(const Call& given, const ModelOptions& model) {
       v_request.static_scale = share(o.v_static, b * call.heads_k + hk, batch * call.heads_k);
       x.k = code_operand(k, call.dim, k_request);
       x.v = code_operand(head(seq.v, hk, seq.len_k * call.dim_v), call.dim_v, v_request);
+      if (model.lost_mass == LostMass::tile_mean && !x.v.token_scale.empty()) {
+        x.v.code_mean = code_means(x.v, call.dim_v);
+      }
       x.k_exact = widen(k);
       output.saturated[1] += x.k.saturated;
       output.saturated[2] += x.v.saturated;

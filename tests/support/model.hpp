@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "qattn/recipe.hpp"
@@ -22,6 +23,14 @@ enum class Mutation {
   shift_mask_bound,  ///< causal and window bounds one key too far right
 };
 
+/// What becomes of P that its codes in u8 lose in a tile (docs/NUMERICS.md, "Lost mass").
+enum class LostMass {
+  second_byte,  ///< beyond 1 / 256 of the row's codes so far, a second byte of P
+  tile_mean,    ///< beyond 1 / 64, the mean of V's codes of its 64 keys, in whole codes
+};
+/// As a plan says.
+LostMass lost_mass_of(const std::string& plan);
+
 struct ModelOptions {
   Recipe recipe;                ///< as resolved by the plan
   std::int64_t split_keys = 0;  ///< keys per split; 0: none
@@ -35,6 +44,9 @@ struct ModelOptions {
   /// Keys that no row sees have no part in means and shared scales. GPU kernels and quantize() take
   /// them in.
   bool leaves_hidden_out = false;
+  LostMass lost_mass = LostMass::second_byte;
+  /// Sequences with at most so many rows a KV head take tiles from the first to the last.
+  std::int64_t rising_rows = 0;
 };
 
 struct ModelOutput {
@@ -49,6 +61,7 @@ ModelOutput model_attention(const Call& call, const ModelOptions& options);
 struct Coded {
   std::vector<double> value;        ///< [token][dim] code * scale; in rotated space if rotated
   std::vector<double> token_scale;  ///< V per token: its scales; otherwise empty
+  std::vector<double> code_mean;    ///< [tokens / 64][dim] code_means()
   std::vector<double> mean;         ///< K, V: [dim]; Q: [block][dim]; empty without smoothing
   std::vector<double> scale;        ///< as quantize() gave them
   double global = 1;
@@ -72,18 +85,22 @@ Coded code_operand(std::span<const float> x, std::int64_t dim, const CodeRequest
 struct PRule {
   Format p = Format::f32;
   bool token_scale = false;  ///< u8 with V per token: V's scale is folded into P before rounding
+  LostMass lost_mass = LostMass::second_byte;
+  bool rises = false;  ///< tiles come from the first to the last
 };
 
 /// Weights of a row's keys in one tile: O += factor * sum value[j] * V[j], l += factor * sum
-/// mass[j].
+/// mass[j]. u8: `codes` is the sum of what P's codes stand for. `lost`, where not empty, is what
+/// they lost of each key, in units of V's codes, and joins O with the mean of these.
 struct TileWeights {
-  double factor = 1;
-  std::vector<double> value, mass;
+  double factor = 1, codes = 0;
+  std::vector<double> value, mass, lost;
 };
 
 /// `s`: scores of the tile's keys, -inf where masked, at least one finite. `m_run`: the row's
-/// maximum over this tile and those visited before. `sv`: V's token scales in the tile, or empty.
-TileWeights round_p(const PRule& rule, std::span<const double> s, double m_run,
+/// maximum over this tile and those visited before; `codes`: the sum of factor * codes of these.
+/// `sv`: V's token scales in the tile, or empty.
+TileWeights round_p(const PRule& rule, std::span<const double> s, double m_run, double codes,
                     std::span<const double> sv);
 
 }  // namespace qattn::test

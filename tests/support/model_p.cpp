@@ -46,23 +46,43 @@ Values round_nvfp4(const Values& p) {
   return out;
 }
 
-/// V's token scale joins P before rounding; what comes out is divided by it again, since `value`
-/// weighs the dequantised V. A token whose V is far smaller than the tile's largest would round to
-/// nothing, or one of few values, and take its probability along: its mass stays unrounded.
-void round_with_token_scale(TileWeights& w, const Values& p, std::span<const double> sv) {
-  double f_max = 0;
-  for (std::size_t j = 0; j < p.size(); ++j) f_max = std::max(f_max, p[j] * sv[j]);
-  const double floor = *std::max_element(sv.begin(), sv.end()) / 8;
+/// u8: codes relative to the tile's largest P times V's token scale `sv` (1 without), which is
+/// divided out again, since `value` weighs the dequantised V. The sum takes P unrounded. `codes`:
+/// of the tiles before.
+void round_to_bytes(TileWeights& w, const Values& p, std::span<const double> sv, LostMass rule,
+                    double codes) {
+  const auto scale = [&](std::size_t j) { return sv.empty() ? 1.0 : sv[j]; };
+  double most = 0, lost = 0;
+  for (std::size_t j = 0; j < p.size(); ++j) most = std::max(most, p[j] * scale(j));
+  const double unit = most / 255;
+  Values code(p.size());
   for (std::size_t j = 0; j < p.size(); ++j) {
-    const double code = std::nearbyint(p[j] * sv[j] * 255 / f_max);
-    w.value[j] = code * f_max / 255 / sv[j];
-    w.mass[j] = sv[j] >= floor ? w.value[j] : p[j];
+    code[j] = std::nearbyint(p[j] * scale(j) / unit);
+    w.codes += code[j] * unit;
+    lost += p[j] * scale(j) - code[j] * unit;
   }
+  const double share = rule == LostMass::second_byte ? 1.0 / 256 : 1.0 / 64;
+  const bool lossy = w.factor * std::abs(lost) > share * (codes + w.factor * w.codes);
+  if (lossy && rule == LostMass::tile_mean) w.lost.resize(p.size());
+  for (std::size_t j = 0; j < p.size(); ++j) {
+    const double exact = p[j] * scale(j) / unit;
+    if (lossy && rule == LostMass::second_byte) {
+      code[j] = std::floor(exact) + std::nearbyint(255 * (exact - std::floor(exact))) / 255;
+    }
+    if (!w.lost.empty()) w.lost[j] = (exact - code[j]) * unit;
+    w.value[j] = code[j] * unit / scale(j);
+  }
+  w.mass = p;
 }
 
 }  // namespace
 
-TileWeights round_p(const PRule& rule, std::span<const double> s, double m_run,
+LostMass lost_mass_of(const std::string& plan) {
+  const bool mean = plan.find("\nlost_mass: the tile's mean") != std::string::npos;
+  return mean ? LostMass::tile_mean : LostMass::second_byte;
+}
+
+TileWeights round_p(const PRule& rule, std::span<const double> s, double m_run, double codes,
                     std::span<const double> sv) {
   const double m_tile = *std::max_element(s.begin(), s.end());
   const bool local = rule.p == Format::u8 || rule.p == Format::nvfp4;
@@ -71,8 +91,8 @@ TileWeights round_p(const PRule& rule, std::span<const double> s, double m_run,
   w.factor = local ? std::exp(m_tile - m_run) : 1;
   w.value.resize(p.size());
   w.mass.resize(p.size());
-  if (rule.p == Format::u8 && rule.token_scale) {
-    round_with_token_scale(w, p, sv);
+  if (rule.p == Format::u8) {
+    round_to_bytes(w, p, sv, rule.lost_mass, codes);
     return w;
   }
   if (rule.p == Format::mxfp8) {
@@ -81,7 +101,6 @@ TileWeights round_p(const PRule& rule, std::span<const double> s, double m_run,
     w.value = round_nvfp4(p);
   } else {
     std::transform(p.begin(), p.end(), w.value.begin(), [&](double x) {
-      if (rule.p == Format::u8) return std::nearbyint(x * 255) / 255;
       if (rule.p == Format::e4m3) return round_e4m3(x * 256) / 256;
       return rule.p == Format::f32 ? x : round_real(x, rule.p);
     });

@@ -165,6 +165,8 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
             " keys\nsplit_keys: " + std::to_string(split ? c->split_keys : 0) +
             "\nsplit_rows: " + std::to_string(split ? tile_rows : 0) +
             "\nhidden_keys: " + (c->finds_seen ? "are looked for" : "none") +
+            "\nlost_mass: " + (c->pv == Engine::integer ? "a second byte" : "none") +
+            "\nrising_rows: " + std::to_string(c->pv == Engine::integer ? tile_rows : 0) +
             "\nrows_in_place: " + std::to_string(c->rows_in_place) +
             "\nheads_in_turn: " + std::to_string(c->heads_in_turn) +
             "\nthreads: " + std::to_string(c->threads) + "\n";
@@ -349,8 +351,9 @@ void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t 
   s.p = arena.take<float>(c.pv == Engine::f32 ? rows * tile_keys : 0);
   s.p_bf16 = arena.take<std::uint16_t>(c.pv == Engine::bf16 ? rows * tile_keys : 0);
   s.codes = arena.take<std::uint8_t>(c.pv == Engine::integer ? rows * tile_keys : 0);
+  s.rest = arena.take<std::uint8_t>(c.pv == Engine::integer ? rows * tile_keys : 0);
   s.out = arena.take<float>(own * padded(p.dv));
-  for (float** f : {&s.max, &s.sum, &s.q_scale, &s.offset}) *f = arena.take<float>(own);
+  for (float** f : {&s.max, &s.sum, &s.mass, &s.q_scale, &s.offset}) *f = arena.take<float>(own);
   s.alpha = arena.take<float>(rows);
   s.beta = arena.take<float>(rows);
   s.correction = arena.take<std::int32_t>(own);
@@ -382,9 +385,7 @@ TileLayout tile_layout(const Problem& p, const Config& c) {
   part(t.v_scale, c.v_channel_scale ? std::int64_t{tile_keys} / c.v_block * dv * 4 : 0);
   part(t.v_log, c.v_token_scale ? tile_keys * 4 : 0);
   part(t.v_inverse, c.v_token_scale ? tile_keys * 4 : 0);
-  part(t.v_plain, c.v_token_scale ? tile_keys * 4 : 0);
   part(t.v_bad, tile_keys);
-  part(t.any_plain, 1);
   part(t.any_bad, 1);
   t.bytes = arena.used();
   return t;

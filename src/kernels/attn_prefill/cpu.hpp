@@ -47,11 +47,10 @@ struct TileLayout {
   std::size_t v;        ///< integer [32][dv][4]; bf16 [64][dv][2]; f32 [128][dv]; dv padded
   std::size_t v_scale;  ///< [tile_keys / v_block][dv padded] with v_channel_scale
   std::size_t v_log;    ///< [tile_keys] log of the scale, with v_token_scale
-  std::size_t v_inverse, v_plain;  ///< [tile_keys] with v_token_scale
-  std::size_t v_bad;               ///< [tile_keys] bytes: the token holds NaN or Inf in V
-  std::size_t any_plain;           ///< one byte
-  std::size_t any_bad;             ///< one byte
-  std::size_t bytes;               ///< of the whole store
+  std::size_t v_inverse;  ///< [tile_keys] 1 / scale, with v_token_scale
+  std::size_t v_bad;      ///< [tile_keys] bytes: the token holds NaN or Inf in V
+  std::size_t any_bad;    ///< one byte
+  std::size_t bytes;      ///< of the whole store
 };
 TileLayout tile_layout(const Problem& problem, const Config& config);
 
@@ -90,9 +89,9 @@ struct Scratch {
   std::int8_t* q_codes;                                ///< [tile_rows][d] integer engine
   float *scores, *p;                                   ///< [tile_rows][tile_keys]
   std::uint16_t* p_bf16;                               ///< [tile_rows][tile_keys]
-  std::uint8_t* codes;                                 ///< [tile_rows][tile_keys]
+  std::uint8_t *codes, *rest;                          ///< [tile_rows][tile_keys]
   float* out;                                          ///< [tile_rows][dv padded]
-  float *max, *sum, *alpha, *beta, *q_scale, *offset;  ///< [tile_rows]
+  float *max, *sum, *mass, *alpha, *beta, *q_scale, *offset;  ///< [tile_rows]
   std::int32_t* correction;                            ///< [tile_rows]
   float* rows;                                         ///< [tile_keys][256] a tile of V
   float* row;                                          ///< [3][256]

@@ -20,7 +20,7 @@ Scratch scratch_of(const Job& job, const Scratch& s, int n) {
   };
   shift(own.q), shift(own.q_bf16), shift(own.q_codes), shift(own.q_panels);
   own.out += rows * job.dv();
-  for (float** x : {&own.q_scale, &own.offset, &own.max, &own.sum}) *x += rows;
+  for (float** x : {&own.q_scale, &own.offset, &own.max, &own.sum, &own.mass}) *x += rows;
   own.correction += rows;
   for (std::int64_t& count : own.saturated) count = 0;
   return own;

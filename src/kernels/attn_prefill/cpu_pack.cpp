@@ -205,9 +205,8 @@ void token_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_
 }
 
 void put_token_scales(const Job& job, const float* scale, int count, const Tile& tile) {
-  *tile.at<std::uint8_t>(&TileLayout::any_plain) = job.words().token_scale_tables(
-      scale, count, tile.at<float>(&TileLayout::v_log), tile.at<float>(&TileLayout::v_inverse),
-      tile.at<float>(&TileLayout::v_plain));
+  job.words().token_scale_tables(scale, count, tile.at<float>(&TileLayout::v_log),
+                                 tile.at<float>(&TileLayout::v_inverse));
 }
 
 /// Codes of one float row of V under 1 / scale per channel.

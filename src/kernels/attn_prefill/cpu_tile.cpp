@@ -1,5 +1,6 @@
 // One task: up to 32 query rows against a run of keys, tile by tile from the last to the first.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -189,8 +190,24 @@ CodeRows from_group(const CodeRows& rows, int group) {
   return {rows.group + group, rows.next ? rows.next + group : nullptr, rows.stride};
 }
 
-/// Multiplies P with V, sub-block by sub-block of V's scales.
-void multiply_values(const Job& job, const Task& t, const Tile& tile, int keys, Scratch& s) {
+/// Codes of P of one sub-block of V's scales times V: keys [j, j + count).
+void multiply_codes(const Job& job, const Tile& tile, const std::uint8_t* codes, int rows, int j,
+                    int count, const float* alpha, const float* beta, const float* scale,
+                    float* out) {
+  const Words& w = job.words();
+  const int dv = job.dv();
+  if (tile.found != nullptr) {
+    const CodeRows from = from_group(tile.found->v, j / 16);
+    w.pv_u8s8_rows(codes + j, rows, from, count, dv, alpha, beta, scale, out);
+  } else {
+    w.pv_u8s8(codes + j, rows, tile.at<std::int8_t>(&TileLayout::v) + j * dv, count, dv, alpha,
+              beta, scale, out);
+  }
+}
+
+/// Multiplies P with V, sub-block by sub-block of V's scales. `lossy`: SoftmaxTile's.
+void multiply_values(const Job& job, const Task& t, const Tile& tile, int keys, std::uint32_t lossy,
+                     Scratch& s) {
   const Words& w = job.words();
   const Config& c = job.config;
   const int dv = job.dv();
@@ -200,12 +217,14 @@ void multiply_values(const Job& job, const Task& t, const Tile& tile, int keys, 
     const int count = std::min(block, keys - j);
     const float* scale =
         c.v_channel_scale ? tile.at<float>(&TileLayout::v_scale) + j / block * dv : nullptr;
-    if (tile.found != nullptr) {
-      const CodeRows rows = from_group(tile.found->v, j / 16);
-      w.pv_u8s8_rows(s.codes + j, t.count, rows, count, dv, s.alpha, s.beta, scale, s.out);
-    } else if (c.pv == Engine::integer) {
-      w.pv_u8s8(s.codes + j, t.count, tile.at<std::int8_t>(&TileLayout::v) + j * dv, count, dv,
-                s.alpha, s.beta, scale, s.out);
+    if (c.pv == Engine::integer) {
+      multiply_codes(job, tile, s.codes, t.count, j, count, s.alpha, s.beta, scale, s.out);
+      for (std::uint32_t left = lossy; left != 0; left &= left - 1) {
+        const int r = std::countr_zero(left);
+        const float alpha = 1.0f, beta = s.beta[r] * (1.0f / 255.0f);
+        multiply_codes(job, tile, s.rest + r * tile_keys, 1, j, count, &alpha, &beta, scale,
+                       s.out + r * dv);
+      }
     } else if (c.pv == Engine::bf16) {
       w.pv_bf16(s.p_bf16 + j, t.count, tile.at<std::uint16_t>(&TileLayout::v) + j * dv, count, dv,
                 s.alpha, s.beta, scale, s.out);
@@ -251,18 +270,18 @@ void run_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t firs
   x.p = c.pv == Engine::f32 ? s.p : nullptr;
   x.p_bf16 = c.pv == Engine::bf16 ? s.p_bf16 : nullptr;
   x.codes = c.pv == Engine::integer ? s.codes : nullptr;
+  x.mass = s.mass;
+  x.rest = s.rest;
   if (c.v_token_scale) {
     x.v_log = tile.at<float>(&TileLayout::v_log);
     x.v_inverse = tile.at<float>(&TileLayout::v_inverse);
-    const bool any = *tile.at<std::uint8_t>(&TileLayout::any_plain) != 0;
-    x.v_plain = any ? tile.at<float>(&TileLayout::v_plain) : nullptr;
     x.biased = adds_biases(job.problem);
   }
   const bool plain = is_plain(job, t, tile, first);
   multiply_queries(job, t, tile, keys16, s);
   if (!plain) finish_scores(job, t, tile, first, keys, s);
   job.words().softmax(x);
-  multiply_values(job, t, tile, keys16, s);
+  multiply_values(job, t, tile, keys16, x.lossy, s);
 }
 
 /// Tiles that go through Words::attend() together: all but those whose scores or V need a look.
@@ -285,7 +304,6 @@ class FusedTiles {
   bool add(const Tile& tile, std::int64_t first) {
     const Config& c = job_.config;
     if (!open_) return false;
-    if (c.v_token_scale && *tile.at<std::uint8_t>(&TileLayout::any_plain) != 0) return false;
     if (count_ == most) run();
     AttentionTile& x = tiles_[count_++];
     const bool bad = *tile.at<std::uint8_t>(&TileLayout::any_bad) != 0;
@@ -321,6 +339,7 @@ class FusedTiles {
                              end_,
                              s.max,
                              s.sum,
+                             s.mass,
                              s.out,
                              job.dv()};
     if (count_ > 0) job.words().attend(rows, tiles_, count_);
@@ -366,6 +385,7 @@ void start_rows(const Job& job, const Task& t, Scratch& s) {
   load_queries(job, t, s);
   std::fill(s.max, s.max + t.count, -infinity);
   std::fill(s.sum, s.sum + t.count, 0.0f);
+  std::fill(s.mass, s.mass + t.count, 0.0f);
   std::memset(s.out, 0, sizeof(float) * static_cast<std::size_t>(t.count * job.dv()));
 }
 

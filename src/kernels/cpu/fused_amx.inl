@@ -12,7 +12,9 @@ static inline void memory_is_read() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 template <Product QK, bool Codes>
 class Attention {
  public:
-  explicit Attention(const AttentionRows& rows) : x_(rows), two_rows_(rows.rows > 16) {}
+  explicit Attention(const AttentionRows& rows) : x_(rows), two_rows_(rows.rows > 16) {
+    slots_[0].rest = rest_[0], slots_[1].rest = rest_[1];
+  }
 
   void run(const AttentionTile* tiles, int count) {
     const AttentionTile* end = tiles + count;
@@ -44,6 +46,8 @@ class Attention {
     alignas(64) std::int32_t sums[tile_rows * tile_keys];  ///< then scores
     alignas(64) std::uint8_t p[tile_rows * tile_keys * p_bytes];
     alignas(64) float alpha[tile_rows], beta[tile_rows];
+    std::uint8_t* rest;   ///< [tile_rows][tile_keys], as SoftmaxTile's
+    std::uint32_t lossy;
   };
 
   const AttentionTile* next_seen(const AttentionTile* t, const AttentionTile* end) const {
@@ -159,14 +163,26 @@ class Attention {
       // A row that sees nothing: any reference makes its P zero.
       const auto some = _mm512_cmp_ps_mask(reference, v::set(minus_infinity), _CMP_NEQ_UQ);
       v::store(references, _mm512_maskz_mov_ps(some, reference));
-      F sums[16];
+      F sums[16], exact[Codes ? 16 : 1], codes[Codes ? 16 : 1];
       for (int i = 0; i < 16; ++i) {
         const int r = first + i;
-        sums[i] = r < x_.rows ? probabilities(t, slot, r, references[i]) : v::set(0.0f);
+        const bool exists = r < x_.rows;
+        if constexpr (Codes) {
+          const F none = v::set(0.0f);
+          const CodeSums s =
+              exists ? codes_of(t, slot, r, references[i]) : CodeSums{none, none, none};
+          sums[i] = s.p, exact[i] = s.exact, codes[i] = s.codes;
+        } else {
+          sums[i] = exists ? halves_of(slot, r, references[i]) : v::set(0.0f);
+        }
         for (; done < keys && done * x_.rows < keys * (r + 1); done += 32)
           multiply_keys(*next, done, other.sums);
       }
-      update_state(slot, first, top, reduce_rows(sums, [](F a, F b) { return v::add(a, b); }));
+      const auto add = [](F a, F b) { return v::add(a, b); };
+      update_state(slot, first, top, reduce_rows(sums, add));
+      if constexpr (Codes) {
+        mend_rows(slot, first, references, reduce_rows(exact, add), reduce_rows(codes, add));
+      }
     }
   }
 
@@ -180,13 +196,32 @@ class Attention {
     return t.bad || begin > 0 || end < tile_keys ? hide_keys(row, begin, end) : top;
   }
 
-  F probabilities(const AttentionTile& t, Slot& slot, int r, float reference) const {
-    const auto* row = reinterpret_cast<const float*>(slot.sums) + r * tile_keys;
-    if constexpr (Codes) {
-      return code_row(row, v::set(reference), t.v_inverse, slot.p + r * tile_keys);
-    } else {
-      return half_row(row, v::set(reference),
-                      reinterpret_cast<std::uint16_t*>(slot.p) + r * tile_keys);
+  static const float* scores_of(const Slot& slot, int r) {
+    return reinterpret_cast<const float*>(slot.sums) + r * tile_keys;
+  }
+  static CodeSums codes_of(const AttentionTile& t, Slot& slot, int r, float reference) {
+    return code_row(scores_of(slot, r), v::set(reference), t.v_inverse, slot.p + r * tile_keys);
+  }
+  static F halves_of(Slot& slot, int r, float reference) {
+    return half_row(scores_of(slot, r), v::set(reference),
+                    reinterpret_cast<std::uint16_t*>(slot.p) + r * tile_keys);
+  }
+
+  /// Rows [first, first + 16) whose codes lose too much get a second byte of P (SoftmaxTile).
+  void mend_rows(Slot& slot, int first, const float* references, F exact, F codes) {
+    const F unit = v::set(255.0f), alpha = v::load(slot.alpha + first);
+    const F local = v::mul(v::load(slot.beta + first), unit);
+    const F mass = v::fma(local, codes, v::mul(v::load(x_.mass + first), alpha));
+    v::store(x_.mass + first, mass);
+    const F lost = _mm512_abs_ps(v::mul(local, v::sub(exact, codes)));
+    const F most = v::mul(mass, v::set(formats::kMostLost));
+    std::uint32_t lossy = _mm512_cmp_ps_mask(lost, most, _CMP_GT_OQ);
+    if (first == 0) slot.lossy = 0;
+    slot.lossy |= lossy << first;
+    for (; lossy != 0; lossy &= lossy - 1) {
+      const int i = __builtin_ctz(lossy), r = first + i;
+      code_row_twice(scores_of(slot, r), v::set(references[i]), slot.p + r * tile_keys,
+                     slot.rest + r * tile_keys);
     }
   }
 
@@ -233,6 +268,13 @@ class Attention {
           v::store(out, v::fma(sum, beta, v::mul(v::load(out), alpha)));
         }
       }
+      for (std::uint32_t left = slot.lossy; left != 0; left &= left - 1) {
+        const int r = __builtin_ctz(left);
+        const float alpha = 1.0f, beta = slot.beta[r] * (1.0f / 255.0f);
+        pv_u8s8_lanes(slot.rest + r * tile_keys, 1, static_cast<const std::int8_t*>(t.v),
+                      seen_keys(t), x_.channels, &alpha, &beta, t.v_scale,
+                      x_.out + std::int64_t{r} * x_.channels);
+      }
     }
   }
 
@@ -241,6 +283,7 @@ class Attention {
   ScoreTables tables_;
   int last_slot_ = 0;
   Slot slots_[2];
+  alignas(64) std::uint8_t rest_[2][Codes ? tile_rows * tile_keys : 1];
   alignas(64) std::int32_t products_[Codes ? tile_rows * 256 : 1];  ///< [rows][channels]
 };
 

@@ -75,26 +75,53 @@ static inline F octaves(F t) {
   return _mm512_scalef_ps(p, t);  // takes the floor itself
 }
 
-/// One row of P as codes of which 255 stands at `reference`; returns their sum over V's scales, by
-/// lane.
-static inline F code_row(const float* s, F reference, const float* inverse, std::uint8_t* codes) {
-  // Packs interleave 128-bit lanes; the permutation puts them back in order.
+/// Four vectors of codes as bytes in their order. Packs interleave 128-bit lanes.
+static inline I pack_codes(const I (&code)[4]) {
   const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  F sum = v::set(0.0f);
+  const I words = _mm512_packus_epi16(_mm512_packus_epi32(code[0], code[1]),
+                                      _mm512_packus_epi32(code[2], code[3]));
+  return _mm512_permutexvar_epi32(order, words);
+}
+
+/// Sums of one row of P by lane: over V's scales, and of its codes before and after rounding.
+struct CodeSums {
+  F p, exact, codes;
+};
+
+/// One row of P as codes of which 255 stands at `reference`.
+static inline CodeSums code_row(const float* s, F reference, const float* inverse,
+                                std::uint8_t* codes) {
+  CodeSums sum{v::set(0.0f), v::set(0.0f), v::set(0.0f)};
   for (int j = 0; j < tile_keys; j += 64) {
     I code[4];
     for (int n = 0; n < 4; ++n) {
       const int at = j + n * v::lanes;
-      const F p = octaves(v::sub(v::load(s + at), reference));
-      code[n] = v::round_to_int(v::mul(p, v::set(255.0f)));
-      const F value = v::to_float(code[n]);
-      sum = inverse ? v::fma(value, v::load(inverse + at), sum) : v::add(value, sum);
+      const F x = v::mul(octaves(v::sub(v::load(s + at), reference)), v::set(255.0f));
+      code[n] = v::round_to_int(x);
+      sum.exact = v::add(sum.exact, x);
+      sum.codes = v::add(sum.codes, v::to_float(code[n]));
+      if (inverse) sum.p = v::fma(x, v::load(inverse + at), sum.p);
     }
-    const I words = _mm512_packus_epi16(_mm512_packus_epi32(code[0], code[1]),
-                                        _mm512_packus_epi32(code[2], code[3]));
-    v::store_i(codes + j, _mm512_permutexvar_epi32(order, words));
+    v::store_i(codes + j, pack_codes(code));
   }
+  if (!inverse) sum.p = sum.exact;
   return sum;
+}
+
+/// The same row as codes rounded down, and what these leave in 1 / 255 of a code.
+static inline void code_row_twice(const float* s, F reference, std::uint8_t* codes,
+                                  std::uint8_t* rest) {
+  for (int j = 0; j < tile_keys; j += 64) {
+    I code[4], left[4];
+    for (int n = 0; n < 4; ++n) {
+      const F t = v::sub(v::load(s + j + n * v::lanes), reference);
+      const F x = v::mul(octaves(t), v::set(255.0f));
+      code[n] = v::round_to_int(v::sub(x, v::set(0.5f)));
+      left[n] = v::round_to_int(v::mul(v::sub(x, v::to_float(code[n])), v::set(255.0f)));
+    }
+    v::store_i(codes + j, pack_codes(code));
+    v::store_i(rest + j, pack_codes(left));
+  }
 }
 
 /// One row of P in bf16; returns the sum of the rounded values by lane.

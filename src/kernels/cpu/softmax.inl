@@ -101,39 +101,46 @@ static inline float p_nvfp4(const float* s, int keys, float ref, Destination p) 
   return v::reduce_add(sum);
 }
 
-/// P as u8 with the row's own maximum at 255; returns the integer sum of the codes.
-static inline float p_u8(const float* s, int keys, float ref, std::uint8_t* codes) {
-  I sum = v::set_i(0);
-  for (int j = 0; j < keys; j += v::lanes) {
-    const F x = v::mul(exp_minus(v::load(s + j), v::set(ref)), v::set(255.0f));
-    const I code = v::round_to_int(x);
-    v::store_bytes(codes + j, code);
-    sum = v::add_i(sum, code);
-  }
-  return static_cast<float>(v::reduce_add(sum));
-}
+/// One tile of a row of u8 P: the sum of P in units of exp(ref), and of its codes before and after
+/// they are rounded.
+struct ByteSums {
+  float p, exact, codes;
+};
 
-/// u8 of P times V's scale per token: exp(s + log scale) against its own maximum `ref`, one
-/// exponential a key as without scales. Returns the sum of P in units of exp(ref): rounded codes
-/// divided by the token's scale, or P itself where that scale is too small to leave a code
-/// (docs/NUMERICS.md, "The normaliser").
-static inline float p_u8_token(const SoftmaxTile& tile, const float* s, float ref,
-                               std::uint8_t* codes) {
-  F sum = v::set(0.0f);
-  for (int j = 0; j < tile.keys; j += v::lanes) {
-    const F t = v::add(v::load(s + j), v::load(tile.v_log + j));
+/// u8 P, its largest code 255: exp(s + bias - ref), with `Token` of V's scales `bias` their log, so
+/// that they cost no second exponential; `ref` is the largest s + bias. `inverse`: 1 / scale.
+template <bool Token>
+static inline ByteSums p_u8(const float* s, int keys, float ref, const float* bias,
+                            const float* inverse, std::uint8_t* codes) {
+  F sum = v::set(0.0f), exact = v::set(0.0f);
+  I rounded = v::set_i(0);
+  for (int j = 0; j < keys; j += v::lanes) {
+    F t = v::load(s + j);
+    if constexpr (Token) t = v::add(t, v::load(bias + j));
     const F x = v::mul(exp_minus(t, v::set(ref)), v::set(255.0f));
     const I code = v::round_to_int(x);
     v::store_bytes(codes + j, code);
-    sum = v::fma(v::to_float(code), v::load(tile.v_inverse + j), sum);
+    rounded = v::add_i(rounded, code);
+    exact = v::add(exact, x);
+    if constexpr (Token) sum = v::fma(x, v::load(inverse + j), sum);
   }
-  sum = v::mul(sum, v::set(1.0f / 255.0f));
-  for (int j = 0; tile.v_plain && j < tile.keys; j += v::lanes) {
-    const F x =
-        exp_minus(v::load(s + j), v::set(ref));  // at most 2^90, the smallest scale's inverse
-    sum = v::fma(x, v::load(tile.v_plain + j), sum);
+  const float all = v::reduce_add(exact);
+  return {(Token ? v::reduce_add(sum) : all) * (1.0f / 255.0f), all,
+          static_cast<float>(v::reduce_add(rounded))};
+}
+
+/// The same row as codes rounded down, and what these leave in 1 / 255 of a code.
+static inline void p_two_bytes(const float* s, int keys, float ref, const float* bias,
+                               std::uint8_t* codes, std::uint8_t* rest) {
+  for (int j = 0; j < keys; j += v::lanes) {
+    F t = v::load(s + j);
+    if (bias) t = v::add(t, v::load(bias + j));
+    const F x = v::mul(exp_minus(t, v::set(ref)), v::set(255.0f));
+    const I code = v::round_to_int(v::sub(x, v::set(0.5f)));
+    v::store_bytes(codes + j, code);
+    const F left = v::mul(v::sub(x, v::to_float(code)), v::set(255.0f));
+    v::store_bytes(rest + j, v::round_to_int(left));
   }
-  return v::reduce_add(sum);
 }
 
 static void clear_row(const SoftmaxTile& tile, int r) {
@@ -157,13 +164,30 @@ static float bring_near(float* s, int keys) {
   return top;
 }
 
-void softmax(const SoftmaxTile& tile) {
+/// Row r's u8 P against its own maximum `top`, which weighs `local`; `alpha`: weight of all before.
+/// Returns its sum.
+static float bytes_of_row(SoftmaxTile& tile, int r, float top, float local, float alpha) {
+  const bool token = tile.rounding == Rounding::u8_token;
+  const float *s = tile.scores + r * tile_keys, *bias = token ? tile.v_log : nullptr;
+  std::uint8_t* codes = tile.codes + r * tile_keys;
+  const ByteSums sums = token ? p_u8<true>(s, tile.keys, top, bias, tile.v_inverse, codes)
+                              : p_u8<false>(s, tile.keys, top, nullptr, nullptr, codes);
+  tile.mass[r] = tile.mass[r] * alpha + local * sums.codes;
+  const float lost = local * (sums.exact - sums.codes), most = tile.mass[r] * formats::kMostLost;
+  if (lost > most || lost < -most) {
+    tile.lossy |= 1u << r;
+    p_two_bytes(s, tile.keys, top, bias, codes, tile.rest + r * tile_keys);
+  }
+  return sums.p;
+}
+
+void softmax(SoftmaxTile& tile) {
+  tile.lossy = 0;
   for (int r = 0; r < tile.rows; ++r) {
     float* s = tile.scores + r * tile_keys;
     const float far = tile.biased ? bring_near(s, tile.keys) : 0.0f;
     const Destination p{tile.p ? tile.p + r * tile_keys : nullptr,
                         tile.p_bf16 ? tile.p_bf16 + r * tile_keys : nullptr};
-    std::uint8_t* codes = tile.codes ? tile.codes + r * tile_keys : nullptr;
     // The reference may be any number that keeps exponentials in range; per-token scales of V move
     // it from the largest P to the largest P times scale.
     const float top = tile.rounding == Rounding::u8_token ? row_max<true>(s, tile.keys, tile.v_log)
@@ -201,14 +225,10 @@ void softmax(const SoftmaxTile& tile) {
         sum = p_nvfp4(s, tile.keys, top, p) * unit;
         break;
       case Rounding::u8:
-        local = exp_one(top - now);
-        unit = 1.0f / 255.0f;
-        sum = p_u8(s, tile.keys, top, codes) * unit;
-        break;
       case Rounding::u8_token:
         local = exp_one(top - (now - far));
         unit = 1.0f / 255.0f;
-        sum = p_u8_token(tile, s, top, codes);
+        sum = bytes_of_row(tile, r, top, local, alpha);
         break;
     }
     tile.max[r] = now;

@@ -34,15 +34,19 @@ struct SoftmaxTile {
   int keys;  ///< multiple of 16; keys behind hold -inf
   Rounding rounding;
   float* max;             ///< [rows] running maximum
-  float* sum;             ///< [rows] running sum of rounded P
+  float* sum;             ///< [rows] running sum of P: rounded, but of u8 P unrounded
+  float* mass;            ///< u8: [rows] running sum of P's codes, or null
   float* alpha;           ///< [rows] factor of what O held before
   float* beta;            ///< [rows] factor of this tile's product
   float* p;               ///< [rows][tile_keys] for the f32 engine, or null
   std::uint16_t* p_bf16;  ///< [rows][tile_keys] for the bf16 engine, or null
   std::uint8_t* codes;    ///< [rows][tile_keys] for the integer engine, or null
-  /// u8_token, per key: log of V's scale; 1 / scale, or 0 where the sum takes P unrounded; and 1
-  /// there (null where no key of the tile is such a one).
-  const float *v_log, *v_inverse, *v_plain;
+  /// u8: [rows][tile_keys] what the codes leave of P, in 1 / 255 of a code, of the rows whose codes
+  /// would lose too much (docs/NUMERICS.md, "Lost mass"), a bit for each in `lossy`. Their codes
+  /// are rounded down.
+  std::uint8_t* rest;
+  std::uint32_t lossy;
+  const float *v_log, *v_inverse;  ///< u8_token, per key: log of V's scale, and 1 / scale
   /// u8_token: biases may have made all scores of a row so large that log of V's scale is lost in
   /// them. What they have in common is taken off them then.
   bool biased;
@@ -57,7 +61,7 @@ struct AttentionRows {
   const float* q_scale;
   const std::int32_t* correction;
   const std::int64_t *begin, *end;  ///< keys that each row sees, where a tile is windowed
-  float *max, *sum;                 ///< running, as in SoftmaxTile
+  float *max, *sum, *mass;          ///< running, as in SoftmaxTile
   float* out;                       ///< [rows][channels] not yet divided
   int channels;
 };
@@ -139,9 +143,8 @@ struct Words {
   /// bf16 values as such: the upper halves of n floats (padded to a multiple of 16).
   void (*narrow_bf16)(const float* x, int n, std::uint16_t* out);
   /// What softmax() needs of V's scales per token (SoftmaxTile): fills tile_keys entries of each
-  /// table, those behind `count` neutrally; returns whether any key is a plain one.
-  bool (*token_scale_tables)(const float* scale, int count, float* log, float* inverse,
-                             float* plain);
+  /// table, those behind `count` neutrally.
+  void (*token_scale_tables)(const float* scale, int count, float* log, float* inverse);
   /// 16 rows of `bytes` to a panel [bytes / 4][16][4], every byte xor flip's.
   void (*transpose_packs)(const std::uint8_t* const* rows, int bytes, std::uint32_t flip,
                           std::uint8_t* panel);
@@ -160,7 +163,7 @@ struct Words {
   /// The same for bf16: q rows of `d2` pairs, k panels [d2][16][2]. Null where not native.
   void (*qk_bf16)(const std::uint16_t* q, int rows, const std::uint16_t* k, int keys, int d2,
                   const float* q_scale, const float* k_scale, float* scores);
-  void (*softmax)(const SoftmaxTile& tile);
+  void (*softmax)(SoftmaxTile& tile);
   /// Both products and softmax of several tiles, nothing added to scores. V's panels hold no NaN
   /// within the last step of 64 bytes of P. Null where there is none.
   void (*attend)(const AttentionRows& rows, const AttentionTile* tiles, int count);

@@ -166,29 +166,16 @@ static inline F natural_log(F x) {
   return v::fma(v::exponent(x), v::set(0.69314718056f), v::mul(p, t));
 }
 
-bool token_scale_tables(const float* scale, int count, float* log, float* inverse, float* plain) {
+void token_scale_tables(const float* scale, int count, float* log, float* inverse) {
   constexpr float smallest = formats::kLeastTokenScale;
-  F most = v::set(0.0f);
-  for (int j = 0; j < count; j += v::lanes) {
-    const int left = count - j;
-    most = v::max(v::load_n(scale + j, left < v::lanes ? left : v::lanes), most);  // NaN: not
-  }
-  const float top = v::reduce_max(most);
-  const float share = top * formats::kRoundedShare, least = share > smallest ? share : smallest;
-  F any = v::set(0.0f);
   for (int j = 0; j < tile_keys; j += v::lanes) {
     const int left = count - j < 0 ? 0 : count - j;
     const F s = v::load_n(scale + (left ? j : 0), left);
     const F exists = v::load_n(ones + 0, left);
     const F floored = v::max(s, v::set(smallest));
-    const F small = v::select_less(s, v::set(least), exists, v::set(0.0f));
     v::store(log + j, v::mul(natural_log(floored), exists));
-    const F unscale = v::mul(v::div(v::set(1.0f), floored), exists);
-    v::store(inverse + j, v::select_less(s, v::set(least), v::set(0.0f), unscale));
-    v::store(plain + j, small);
-    any = v::max(any, small);
+    v::store(inverse + j, v::mul(v::div(v::set(1.0f), floored), exists));
   }
-  return v::reduce_max(any) > 0.0f;
 }
 
 // --- The two products, once for all engines ------------------------------------------------------
