@@ -22,6 +22,14 @@ QATTN_HD bool is_finite(float x) { return magnitude_bits(x) < kInfBits; }
 
 QATTN_HD bool is_nan(float x) { return magnitude_bits(x) > kInfBits; }
 
+/// Bits of x that are 1.
+QATTN_HD int popcount(std::uint32_t x) {
+  x -= x >> 1 & 0x55555555u;
+  x = (x & 0x33333333u) + (x >> 2 & 0x33333333u);
+  x = (x + (x >> 4)) & 0x0f0f0f0fu;
+  return static_cast<int>(x * 0x01010101u >> 24);
+}
+
 QATTN_HD float quiet_nan() { return float_of(kNanBits); }
 
 // nvcc fuses a product and a sum into one FMA unless either names its rounding; the host side is

@@ -87,7 +87,10 @@ void check_all(const Call& call, Operand operand, const Outcome& now, const Outc
                      std::to_string(i));
         const Fate expected = fate(clean.resolved, operand, b, h, i);
         const float *out = &now.out[row * call.dim_v], *was = &clean.out[row * call.dim_v];
-        if (again && operand == Operand::v && expected == Fate::untouched) {
+        // A mean of V's codes leaves the token out: rows that took it have another.
+        const bool mean = lost_mass_of(clean.plan) == LostMass::value_mean &&
+                          clean.resolved.p == Format::u8 && b == bad_b && h / 2 == bad_h;
+        if ((again || mean) && operand == Operand::v && expected == Fate::untouched) {
           EXPECT_TRUE(rounded_row(out, was, call.dim_v));
           EXPECT_NEAR(now.lse[row], clean.lse[row], 1e-3);
         } else {

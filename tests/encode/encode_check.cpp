@@ -122,87 +122,52 @@ bool is_mixed(const Case& c, const Truth& truth, std::int64_t b, std::int64_t h,
   return false;
 }
 
-/// The tables of one tile of V: log, plain, unit, flags and the extra rows.
+/// The tables of one tile of V: log, inverse, flags and what lies behind its codes.
 void check_tables(const Case& c, const Truth& truth, const std::uint8_t* record, std::int64_t b,
                   std::int64_t h, std::int64_t first, int count) {
-  const kernels::TileOffsets o = kernels::tile_offsets(kernels::prepared_channels(c.options().dv));
-  const std::uint8_t* extra = record + o.codes + 64 * kernels::prepared_channels(c.options().dv);
+  const int channels = kernels::prepared_channels(c.options().dv);
+  const kernels::TileOffsets o = kernels::tile_offsets(channels);
+  const std::uint8_t* extra = record + o.extra;
   const bool integer = c.options().recipe.v == Format::s8, token = by_token(c);
-  double top = 0, least_scale = INFINITY;
-  for (int j = 0; j < count; ++j) {
-    if (!truth.bad(first + j) && token) {
-      top = std::max<double>(top, truth.scale(b, h, first + j, 0));
-    }
-  }
-  const double least = std::max(top / 8, std::ldexp(1.0, -90));
-  const auto plain = [&](int j) {
-    return integer && token && !truth.bad(first + j) && truth.scale(b, h, first + j, 0) < least;
-  };
-  for (int j = 0; j < count; ++j) {
-    if (truth.bad(first + j) || plain(j)) continue;
-    least_scale = std::min<double>(least_scale, token ? truth.scale(b, h, first + j, 0) : 1.0);
-  }
-  bool any_bad = false, any_plain = false;
+  bool any_bad = false;
+  int usable = 0;
   Differences wrong("tables of V");
-  const float unit = at<float>(record + o.unit);
   for (int j = 0; j < 64; ++j) {
     const std::int64_t s = first + j;
     const bool exists = j < count, bad = exists && truth.bad(s);
-    const bool is_plain = exists && plain(j);
-    const float log = at<float>(record + o.log + 4 * j), mark = at<float>(record + o.plain + 4 * j);
-    const int p = position(j);
+    const float log = at<float>(record + o.log + 4 * j);
+    const float inverse = at<float>(record + o.inverse + 4 * j);
     any_bad |= bad;
-    any_plain |= is_plain;
-    double want_log = 0;
+    usable += exists && !bad;
+    double scale = 1;
     if (exists && !bad && token) {
-      want_log = std::log2(std::max<double>(truth.scale(b, h, s, 0), std::ldexp(1.0, -90)));
+      scale = std::max<double>(truth.scale(b, h, s, 0), std::ldexp(1.0, -90));
     }
-    wrong.add(std::abs(log - want_log) <= 1e-5 * std::max(1.0, std::abs(want_log)),
-              text("log", b, h, s, log, want_log));
-    wrong.add(same(mark, bad        ? NAN
-                         : is_plain ? 1.0f
-                                    : 0.0f),
-              text("plain", b, h, s, mark, is_plain));
-    if (integer) {
-      const int w =
-          256 * static_cast<std::int8_t>(extra[p]) + static_cast<std::int8_t>(extra[64 + p]);
-      if (!exists || bad || is_plain) {
-        wrong.add(w == 0, text("weight", b, h, s, w, 0));
-      } else {
-        const double scale = token ? truth.scale(b, h, s, 0) : 1.0;
-        const double want = 127.0 * 256.0 * least_scale / scale;
-        // Rounded in float32: beside a tie one off.
-        wrong.add(std::abs(w - want) <= 0.51, text("weight", b, h, s, w, want));
-        wrong.add(scale != least_scale || w == 127 * 256, text("largest", b, h, s, w, want));
-        wrong.add(std::abs(unit * 127 * 256 * least_scale - 1) < 1e-6,
-                  text("unit", b, h, s, unit, 0));
-      }
-    } else {
+    wrong.add(std::abs(log - std::log2(scale)) <= 1e-5 * std::max(1.0, std::abs(std::log2(scale))),
+              text("log", b, h, s, log, std::log2(scale)));
+    const float want = bad                  ? NAN
+                       : exists && !integer ? 1.0f
+                       : exists             ? 1.0f / static_cast<float>(scale)
+                                            : 0.0f;
+    wrong.add(same(inverse, want), text("inverse", b, h, s, inverse, want));
+    if (!integer) {
       const std::uint8_t one = encode(c.options().recipe.v, 1.0f);
-      wrong.add(extra[p] == (exists ? one : 0) && extra[64 + p] == 0,
-                text("one", b, h, s, extra[p], one));
+      wrong.add(extra[position(j)] == (exists ? one : 0), text("one", b, h, s, extra[j], one));
     }
   }
-  for (int i = 128; i < 512; ++i) wrong.add(extra[i] == 0, "extra rows 2 to 7 are not zero");
+  for (int i = 64; i < 512 && !integer; ++i) wrong.add(extra[i] == 0, "extra rows 1 to 7");
+  for (int k = 0; k < channels && integer; ++k) {
+    int sum = 0;
+    for (int j = 0; j < 64; ++j) sum += record[o.codes + 64 * k + j] - kernels::value_offset;
+    const double want = usable > 0 ? std::max(-127.0, static_cast<double>(sum) / usable) : 0;
+    const int got = static_cast<std::int8_t>(extra[k]);
+    wrong.add(std::abs(got - want) <= 0.5001, text("mean", b, h, k, got, want));
+  }
   const bool mixed = count < 7 || is_mixed(c, truth, b, h, first, count);
-  const std::uint32_t want_flags = (any_bad ? 1u : 0u) | (any_plain ? 2u : 0u) | (mixed ? 4u : 0u);
+  const std::uint32_t want_flags = (any_bad ? 1u : 0u) | (mixed ? 4u : 0u);
   // An edge, or a bad token, is enough by itself.
-  const std::uint32_t known = count < 7 || any_bad ? 3u : 7u;
+  const std::uint32_t known = count < 7 || any_bad ? 1u : 5u;
   const auto flags = at<std::uint32_t>(record + o.flags);
-  const auto range = at<std::uint32_t>(record + o.range);
-  const bool ranged = integer && token;
-  const auto upper = [](double x) {
-    return std::bit_cast<std::uint32_t>(static_cast<float>(x)) >> 16;
-  };
-  const auto rounded_down = [&](double x) { return std::bit_cast<float>(upper(x) << 16); };
-  const double reach = ranged ? 8 * least_scale : INFINITY;
-  const auto largest = at<float>(record + o.largest);
-  wrong.add(!ranged || largest == static_cast<float>(top),
-            text("largest", b, h, first, largest, top));
-  const std::uint32_t above = upper(top) + (static_cast<float>(top) > rounded_down(top) ? 1 : 0);
-  wrong.add(range >> 16 == (ranged ? above : 0), text("range", b, h, first, range >> 16, above));
-  wrong.add((range & 0xffff) == 0x7fff - upper(reach),
-            text("reach", b, h, first, range & 0xffff, reach));
   wrong.add((flags & known) == (want_flags & known), text("flags", b, h, first, flags, want_flags));
 }
 

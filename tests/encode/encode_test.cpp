@@ -343,7 +343,7 @@ TEST(Encode, APageThatDoesNotExistSpoilsItsTokensOnly) {
       EXPECT_EQ(std::isnan(c.out.k.scale[s]), bad) << s;
       const std::uint8_t* record = c.out.v.tiles + s / 64 * at.bytes;
       float mark;
-      std::memcpy(&mark, record + at.plain + 4 * (s % 64), sizeof mark);
+      std::memcpy(&mark, record + at.inverse + 4 * (s % 64), sizeof mark);
       EXPECT_EQ(std::isnan(mark), bad) << s;
     }
     EXPECT_EQ(c.out.k.flags[0], 1u);

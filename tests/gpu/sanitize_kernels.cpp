@@ -101,7 +101,9 @@ class Check {
     if (at != std::string::npos) {
       variants_.insert(std::string(kind.recipe) + " " + std::string(info(kind.input).name) + " " +
                        outcome.plan.substr(at + 9, outcome.plan.find('\n', at) - at - 9) +
-                       (three ? ", three consumers" : long_p ? ", P in shared memory" : ""));
+                       (three    ? ", three consumers"
+                        : long_p ? ", P in shared memory"
+                                 : ""));
     }
     return true;
   }

@@ -138,17 +138,17 @@ double score(const Call& call, const ModelOptions& model, const Head& x, std::in
 
 /// Running softmax of one row over some of its keys.
 struct State {
-  double m = -infinity, l = 0, codes = 0;
+  double m = -infinity, l = 0, codes = 0, lost = 0;
   Values o;
 
   void rescale(double m_new) {
     const double f = m == -infinity ? 0 : std::exp(m - m_new);
-    l *= f, codes *= f;
+    l *= f, codes *= f, lost *= f;
     for (double& value : o) value *= f;
     m = m_new;
   }
   void add(const TileWeights& w, const double* v, std::int64_t dim_v) {
-    codes += w.factor * w.codes;
+    codes += w.factor * w.codes, lost += w.factor * w.lost;
     for (std::size_t j = 0; j < w.value.size(); ++j) {
       l += w.factor * w.mass[j];
       const double f = w.factor * w.value[j];
@@ -173,12 +173,11 @@ State attend_keys(const PRule& rule, std::span<const double> s, const Coded& v, 
     state.rescale(std::max(state.m, m_tile));
     std::span<const double> sv;
     if (rule.token_scale) sv = std::span<const double>(v.token_scale).subspan(first, last - first);
-    const TileWeights w = round_p(rule, scores, state.m, state.codes, sv);
-    state.add(w, &v.value[first * dim_v], dim_v);
-    for (std::size_t j = 0; j < w.lost.size(); ++j) {
-      const double* mean = &v.code_mean[(first + j) / 64 * dim_v];
-      for (std::int64_t d = 0; d < dim_v; ++d) state.o[d] += w.factor * w.lost[j] * mean[d];
-    }
+    state.add(round_p(rule, scores, state.m, state.codes, sv), &v.value[first * dim_v], dim_v);
+  }
+  const bool lossy = std::abs(state.lost) > state.codes / 1024;
+  for (std::size_t d = 0; lossy && d < v.code_mean.size(); ++d) {
+    state.o[d] += state.lost * v.code_mean[d];
   }
   return state;
 }
@@ -240,12 +239,14 @@ std::pair<std::int64_t, std::int64_t> split_of(const Call& call, const ModelOpti
   return {begin, std::max<std::int64_t>(1, (tiles + model.splits - 1) / model.splits) * 128};
 }
 
-/// Means of V's codes of 64 keys each, but for tokens that are not finite, in whole codes.
-Values code_means(const Coded& v, std::int64_t dim_v) {
+/// Mean of V's codes, but for tokens that are not finite: of four tiles of 64 keys, spread over the
+/// sequence, in whole codes each.
+Values mean_of_codes(const Coded& v, std::int64_t dim_v) {
   const auto keys = static_cast<std::int64_t>(v.token_scale.size());
-  Values means;
-  for (std::int64_t first = 0; first < keys; first += 64) {
-    const std::int64_t end = std::min(keys, first + 64);
+  const std::int64_t tiles = (keys + 63) / 64;
+  Values mean(static_cast<std::size_t>(dim_v));
+  for (std::int64_t i = 0; i < 4 && keys > 0; ++i) {
+    const std::int64_t first = i * tiles / 4 * 64, end = std::min(keys, first + 64);
     for (std::int64_t d = 0; d < dim_v; ++d) {
       double sum = 0;
       std::int64_t count = 0;
@@ -253,10 +254,10 @@ Values code_means(const Coded& v, std::int64_t dim_v) {
         const double code = v.value[j * dim_v + d] / v.token_scale[j];
         if (std::isfinite(code)) sum += code, ++count;
       }
-      means.push_back(count > 0 ? std::nearbyint(sum / static_cast<double>(count)) : 0.0);
+      if (count > 0) mean[d] += std::nearbyint(sum / static_cast<double>(count)) / 4;
     }
   }
-  return means;
+  return mean;
 }
 
 void attend_head(const Call& call, const ModelOptions& model, const Head& x, ModelOutput& output) {
@@ -355,8 +356,8 @@ ModelOutput model_attention(const Call& given, const ModelOptions& model) {
       v_request.static_scale = share(o.v_static, b * call.heads_k + hk, batch * call.heads_k);
       x.k = code_operand(k, call.dim, k_request);
       x.v = code_operand(head(seq.v, hk, seq.len_k * call.dim_v), call.dim_v, v_request);
-      if (model.lost_mass == LostMass::tile_mean && !x.v.token_scale.empty()) {
-        x.v.code_mean = code_means(x.v, call.dim_v);
+      if (model.lost_mass == LostMass::value_mean && !x.v.token_scale.empty()) {
+        x.v.code_mean = mean_of_codes(x.v, call.dim_v);
       }
       x.k_exact = widen(k);
       output.saturated[1] += x.k.saturated;

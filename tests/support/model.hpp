@@ -26,7 +26,7 @@ enum class Mutation {
 /// What becomes of P that its codes in u8 lose in a tile (docs/NUMERICS.md, "Lost mass").
 enum class LostMass {
   second_byte,  ///< beyond 1 / 256 of the row's codes so far, a second byte of P
-  tile_mean,    ///< beyond 1 / 64, the mean of V's codes of its 64 keys, in whole codes
+  value_mean,   ///< beyond 1 / 1024 of all the row's codes, the mean of V's codes of four tiles
 };
 /// As a plan says.
 LostMass lost_mass_of(const std::string& plan);
@@ -61,7 +61,7 @@ ModelOutput model_attention(const Call& call, const ModelOptions& options);
 struct Coded {
   std::vector<double> value;        ///< [token][dim] code * scale; in rotated space if rotated
   std::vector<double> token_scale;  ///< V per token: its scales; otherwise empty
-  std::vector<double> code_mean;    ///< [tokens / 64][dim] code_means()
+  std::vector<double> code_mean;    ///< [dim] mean_of_codes()
   std::vector<double> mean;         ///< K, V: [dim]; Q: [block][dim]; empty without smoothing
   std::vector<double> scale;        ///< as quantize() gave them
   double global = 1;
@@ -90,11 +90,10 @@ struct PRule {
 };
 
 /// Weights of a row's keys in one tile: O += factor * sum value[j] * V[j], l += factor * sum
-/// mass[j]. u8: `codes` is the sum of what P's codes stand for. `lost`, where not empty, is what
-/// they lost of each key, in units of V's codes, and joins O with the mean of these.
+/// mass[j]. u8, in units of V's codes: what P's codes stand for, and what they lost of it.
 struct TileWeights {
-  double factor = 1, codes = 0;
-  std::vector<double> value, mass, lost;
+  double factor = 1, codes = 0, lost = 0;
+  std::vector<double> value, mass;
 };
 
 /// `s`: scores of the tile's keys, -inf where masked, at least one finite. `m_run`: the row's

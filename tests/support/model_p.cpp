@@ -52,24 +52,21 @@ Values round_nvfp4(const Values& p) {
 void round_to_bytes(TileWeights& w, const Values& p, std::span<const double> sv, LostMass rule,
                     double codes) {
   const auto scale = [&](std::size_t j) { return sv.empty() ? 1.0 : sv[j]; };
-  double most = 0, lost = 0;
+  double most = 0;
   for (std::size_t j = 0; j < p.size(); ++j) most = std::max(most, p[j] * scale(j));
   const double unit = most / 255;
   Values code(p.size());
   for (std::size_t j = 0; j < p.size(); ++j) {
     code[j] = std::nearbyint(p[j] * scale(j) / unit);
     w.codes += code[j] * unit;
-    lost += p[j] * scale(j) - code[j] * unit;
+    w.lost += p[j] * scale(j) - code[j] * unit;
   }
-  const double share = rule == LostMass::second_byte ? 1.0 / 256 : 1.0 / 64;
-  const bool lossy = w.factor * std::abs(lost) > share * (codes + w.factor * w.codes);
-  if (lossy && rule == LostMass::tile_mean) w.lost.resize(p.size());
+  const bool lossy = w.factor * std::abs(w.lost) > (codes + w.factor * w.codes) / 256;
   for (std::size_t j = 0; j < p.size(); ++j) {
-    const double exact = p[j] * scale(j) / unit;
     if (lossy && rule == LostMass::second_byte) {
+      const double exact = p[j] * scale(j) / unit;
       code[j] = std::floor(exact) + std::nearbyint(255 * (exact - std::floor(exact))) / 255;
     }
-    if (!w.lost.empty()) w.lost[j] = (exact - code[j]) * unit;
     w.value[j] = code[j] * unit / scale(j);
   }
   w.mass = p;
@@ -78,8 +75,8 @@ void round_to_bytes(TileWeights& w, const Values& p, std::span<const double> sv,
 }  // namespace
 
 LostMass lost_mass_of(const std::string& plan) {
-  const bool mean = plan.find("\nlost_mass: the tile's mean") != std::string::npos;
-  return mean ? LostMass::tile_mean : LostMass::second_byte;
+  const bool mean = plan.find("\nlost_mass: the mean of V") != std::string::npos;
+  return mean ? LostMass::value_mean : LostMass::second_byte;
 }
 
 TileWeights round_p(const PRule& rule, std::span<const double> s, double m_run, double codes,

@@ -181,10 +181,12 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->spread = plan_spread(p, plan->recipe, limits, plan->workspace);
   plan->packed = plan_packed(p, coded_rows, plan->workspace);
   plan->error = isa::error_word();
-  plan->text =
-      "variant: codes d" + std::to_string(limits.channels) +
-      "\ntile: " + std::to_string(coded_rows) + " rows x " + std::to_string(coded_tile_keys) +
-      " keys\ntile_keys: " + std::to_string(coded_tile_keys) + "\n" + text_of(plan->spread);
+  plan->text = "variant: codes d" + std::to_string(limits.channels) +
+               "\ntile: " + std::to_string(coded_rows) + " rows x " +
+               std::to_string(coded_tile_keys) +
+               " keys\ntile_keys: " + std::to_string(coded_tile_keys) +
+               "\nlost_mass: " + (plan->recipe.p == Format::u8 ? "a second byte" : "none") + "\n" +
+               text_of(plan->spread);
   if (codes_left(*plan, p) == CodesLeft::queries) {
     plan->text += "q_codes: in the attention kernel\n";
   }

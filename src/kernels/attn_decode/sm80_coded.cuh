@@ -24,7 +24,7 @@
 // of scales 722.
 #pragma once
 
-#include "formats/rounded_share.hpp"
+#include "kernels/attn_decode/sm80_coded_bytes.cuh"
 #include "kernels/attn_decode/sm80_coded_load.cuh"
 
 namespace qattn::kernels {
@@ -47,6 +47,7 @@ struct CodedDecode : CodedLoad<C> {
   /// Channel 16 j + 2 g + i / 2, row 2 t + i % 2.
   float out[1][S::channel_tiles][4] = {};
   float max[R], sum[R] = {};
+  float code_sum[R] = {};  ///< of u8 P so far, of this lane
   /// Some V that a row sees holds NaN (e4m3): which rows see it must be found out.
   bool careful = false;
 
@@ -186,6 +187,7 @@ struct CodedDecode : CodedLoad<C> {
       changed |= next != max[r];
       max[r] = next;
       sum[r] *= shrink[r];
+      code_sum[r] *= shrink[r];
     }
     if (!isa::any(changed)) return;
 #pragma unroll
@@ -210,15 +212,17 @@ struct CodedDecode : CodedLoad<C> {
     isa::load_matrix_transposed<1>(r, row);
   }
 
-  /// `largest`: V's scales of tokens, 0 where it has none.
-  QATTN_DEVICE void attend_u8(Scores& s, float largest) {
+  using Bytes = CodedBytes<S::keys>;
+  using Codes = typename Bytes::Codes;
+
+  QATTN_DEVICE void attend_u8(Scores& s) {
     const bool scaled = by_token();
     if (scaled) {
       each_score(s, [&](int key, int, float& x) {
         x = x == -tile::infinity() ? x : x + fact(S::logs_at, key);
       });
     }
-    float top[R], share[R], ref[R], mass[R] = {};
+    float top[R], share[R], ref[R], mass[R] = {}, exact[R] = {}, whole[R] = {}, inverse = 1.0f;
     find_maxima(s, top);
     raise_maxima(top);
 #pragma unroll
@@ -226,48 +230,53 @@ struct CodedDecode : CodedLoad<C> {
       ref[r] = reference(top[r]);
       share[r] = isa::exp2(top[r] - reference(max[r])) * (1.0f / 255);
     }
-    // A token whose V is far smaller than the tile's largest would round to nothing, or to one of
-    // few values, and take probability along: its mass stays unrounded.
-    const float least = largest * formats::kRoundedShare;
-    std::uint32_t b[S::keys / 32][1][2], turned[4];
+    Codes b, rest = {};
+    Bytes::pack(
+        s, ref, b, [&](int n) { inverse = scaled ? fact(S::inverse_at, 8 * n + g) : 1.0f; },
+        [&](float y, int r) {
+          const float z = y + whole_numbers;
+          mass[r] = fmaf(y, inverse, mass[r]);  // unrounded
+          exact[r] += y;
+          whole[r] += z - whole_numbers;
+          return z;
+        });
+    float lost[R];
 #pragma unroll
-    for (int n = 0; n < S::keys / 8; ++n) {  // keys 8 n + g
-      const float inverse = scaled ? fact(S::inverse_at, 8 * n + g) : 1.0f;
-      const bool plain = inverse * least > 1.0f;
-      std::uint32_t bits[R];
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-        // Of the largest the difference is 0, whatever it is; its code is 255 then.
-        const float y = isa::exp2(s[n / 2][n % 2 * 2 + r] - ref[r] + log2_255);
-        const float z = y + whole_numbers;
-        mass[r] = fmaf(plain ? y : z - whole_numbers, inverse, mass[r]);
-        bits[r] = __builtin_bit_cast(std::uint32_t, z);
-      }
-      turned[n % 4] = isa::transpose_matrix(isa::byte_permute(bits[0], bits[1], 0x5410));
-      if (n % 2 == 1) {
-        b[n / 4][0][n / 2 % 2] = isa::byte_permute(turned[n % 4 - 1], turned[n % 4], 0x6420);
-      }
+    for (int r = 0; r < R; ++r) {
+      sum[r] = fmaf(mass[r], share[r], sum[r]);
+      lost[r] = (exact[r] - whole[r]) * share[r];
+      code_sum[r] = fmaf(whole[r], share[r], code_sum[r]);
     }
-#pragma unroll
-    for (int r = 0; r < R; ++r) sum[r] = fmaf(mass[r], share[r], sum[r]);
+    const unsigned lossy = Bytes::find_lossy(lost, code_sum);
+    const bool twice = isa::any(lossy != 0);
+    if (twice) Bytes::split(s, ref, lossy, b, rest);
     wait_for_values();
 #pragma unroll
     for (int j = 0; j < S::channel_tiles; ++j) {
-      std::int32_t acc[1][1][4] = {{{first_sum, first_sum, first_sum, first_sum}}};
-#pragma unroll
-      for (int step = 0; step < S::keys / 32; ++step) {
-        std::uint32_t v[1][4];
-        load_values(32 * step, j, v);
-        const std::uint32_t a[1][4] = {{isa::byte_permute(v[0][0], v[0][1], 0x6420),
-                                        isa::byte_permute(v[0][0], v[0][1], 0x7531),
-                                        isa::byte_permute(v[0][2], v[0][3], 0x6420),
-                                        isa::byte_permute(v[0][2], v[0][3], 0x7531)}};
-        isa::mma<Element::s8, Element::u8, 1, 1>(acc, a, b[step]);
+      multiply_codes(j, b, share);
+      if (twice) {
+        const float part[R] = {share[0] * (1.0f / 255), share[1] * (1.0f / 255)};
+        multiply_codes(j, rest, part);
       }
+    }
+  }
+
+  /// out += share * (P V) of 16 channels.
+  QATTN_DEVICE void multiply_codes(int j, const Codes& b, const float (&share)[R]) {
+    std::int32_t acc[1][1][4] = {{{first_sum, first_sum, first_sum, first_sum}}};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        out[0][j][i] = fmaf(number(acc[0][0][i]), share[i % 2], out[0][j][i]);
-      }
+    for (int step = 0; step < S::keys / 32; ++step) {
+      std::uint32_t v[1][4];
+      load_values(32 * step, j, v);
+      const std::uint32_t a[1][4] = {{isa::byte_permute(v[0][0], v[0][1], 0x6420),
+                                      isa::byte_permute(v[0][0], v[0][1], 0x7531),
+                                      isa::byte_permute(v[0][2], v[0][3], 0x6420),
+                                      isa::byte_permute(v[0][2], v[0][3], 0x7531)}};
+      isa::mma<Element::s8, Element::u8, 1, 1>(acc, a, b[step]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      out[0][j][i] = fmaf(number(acc[0][0][i]), share[i % 2], out[0][j][i]);
     }
   }
 
@@ -358,9 +367,8 @@ struct CodedDecode : CodedLoad<C> {
       const int ahead = tile - S::keys;
       const bool works = tile <= last, more = ahead >= work.key_begin;
       Scores s;
-      float v_scale = 0.0f;
       if (works) {
-        v_scale = this->store_scales(keys);
+        this->store_scales(keys);
         isa::copy_async_wait<1>();
         isa::sync_warp();
         multiply_queries(s);
@@ -381,7 +389,7 @@ struct CodedDecode : CodedLoad<C> {
         }
         finish_scores(s, tile, bad);
         if constexpr (S::u8) {
-          attend_u8(s, v_scale);
+          attend_u8(s);
         } else {
           attend_e4m3(s);
         }
@@ -397,7 +405,7 @@ struct CodedDecode : CodedLoad<C> {
 
   QATTN_DEVICE void forget() {
 #pragma unroll
-    for (int r = 0; r < R; ++r) max[r] = -tile::infinity(), sum[r] = 0.0f;
+    for (int r = 0; r < R; ++r) max[r] = -tile::infinity(), sum[r] = code_sum[r] = 0.0f;
 #pragma unroll
     for (int j = 0; j < S::channel_tiles; ++j) {
 #pragma unroll

@@ -203,14 +203,14 @@ struct CodedLoad {
   QATTN_DEVICE bool by_token() const { return params.v_scale.tokens >= 0; }
 
   /// Scales of the tile to shared memory, where lanes find those of their keys: NaN where they are
-  /// negative or no numbers. Returns the largest of V.
-  QATTN_DEVICE float store_scales(const CodedKeys& keys) const {
+  /// negative or no numbers.
+  QATTN_DEVICE void store_scales(const CodedKeys& keys) const {
     const auto at = base + static_cast<SharedAddress>(4 * lane);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       isa::store_shared(at + S::scales_at + 128 * i, scale_or_nan(keys.k_scale[i]));
     }
-    if (!S::u8 || !by_token()) return 0.0f;
+    if (!S::u8 || !by_token()) return;
     float v[2], largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -230,7 +230,6 @@ struct CodedLoad {
       isa::store_shared(at + S::logs_at + 128 * i, tile::is_nan(v[i]) ? v[i] : isa::log2(some));
       isa::store_shared(at + S::inverse_at + 128 * i, isa::reciprocal(some));
     }
-    return largest;
   }
   QATTN_DEVICE float fact(int at, int key) const {
     return isa::load_shared<float>(base + static_cast<SharedAddress>(at + 4 * key));

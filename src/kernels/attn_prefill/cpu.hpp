@@ -43,10 +43,10 @@ struct Config : detail::PlanData {
 /// 128 keys of one head, quantised and in the engines' panels: byte offsets into its store.
 struct TileLayout {
   std::size_t k;  ///< integer [8][d / 4][16][4] codes + 128; bf16 [8][d / 2][16][2]; f32 [8][d][16]
-  std::size_t k_scale;  ///< [tile_keys] f32
-  std::size_t v;        ///< integer [32][dv][4]; bf16 [64][dv][2]; f32 [128][dv]; dv padded
-  std::size_t v_scale;  ///< [tile_keys / v_block][dv padded] with v_channel_scale
-  std::size_t v_log;    ///< [tile_keys] log of the scale, with v_token_scale
+  std::size_t k_scale;    ///< [tile_keys] f32
+  std::size_t v;          ///< integer [32][dv][4]; bf16 [64][dv][2]; f32 [128][dv]; dv padded
+  std::size_t v_scale;    ///< [tile_keys / v_block][dv padded] with v_channel_scale
+  std::size_t v_log;      ///< [tile_keys] log of the scale, with v_token_scale
   std::size_t v_inverse;  ///< [tile_keys] 1 / scale, with v_token_scale
   std::size_t v_bad;      ///< [tile_keys] bytes: the token holds NaN or Inf in V
   std::size_t any_bad;    ///< one byte
@@ -84,17 +84,17 @@ struct SequenceInfo {
 /// Scratch of one thread. A head in turn has its own queries (q to q_codes and
 /// q_panels), q_scale, offset, correction, max, sum and out.
 struct Scratch {
-  float* q;                                            ///< [tile_rows][d] f32 engine
-  std::uint16_t* q_bf16;                               ///< [tile_rows][d] bf16 engine
-  std::int8_t* q_codes;                                ///< [tile_rows][d] integer engine
-  float *scores, *p;                                   ///< [tile_rows][tile_keys]
-  std::uint16_t* p_bf16;                               ///< [tile_rows][tile_keys]
-  std::uint8_t *codes, *rest;                          ///< [tile_rows][tile_keys]
-  float* out;                                          ///< [tile_rows][dv padded]
+  float* q;                                                   ///< [tile_rows][d] f32 engine
+  std::uint16_t* q_bf16;                                      ///< [tile_rows][d] bf16 engine
+  std::int8_t* q_codes;                                       ///< [tile_rows][d] integer engine
+  float *scores, *p;                                          ///< [tile_rows][tile_keys]
+  std::uint16_t* p_bf16;                                      ///< [tile_rows][tile_keys]
+  std::uint8_t *codes, *rest;                                 ///< [tile_rows][tile_keys]
+  float* out;                                                 ///< [tile_rows][dv padded]
   float *max, *sum, *mass, *alpha, *beta, *q_scale, *offset;  ///< [tile_rows]
-  std::int32_t* correction;                            ///< [tile_rows]
-  float* rows;                                         ///< [tile_keys][256] a tile of V
-  float* row;                                          ///< [3][256]
+  std::int32_t* correction;                                   ///< [tile_rows]
+  float* rows;                                                ///< [tile_keys][256] a tile of V
+  float* row;                                                 ///< [3][256]
   std::uint8_t* bytes;      ///< [tile_keys][256] codes of a tile, or [16][1024] rows of K
   std::uint8_t* codes_row;  ///< [256]
   float* token_amax;        ///< [longest sequence] where a coarse granularity needs it

@@ -152,6 +152,7 @@ struct PrefillRows {
   float out[M][S::d_tiles][4] = {};
   float max[R], sum[R] = {};
   float excess[R] = {};      ///< add_excess()
+  float exact[R] = {};       ///< Hopper: the same of P before rounding
   float row_scale[R];        ///< from a row's products to scores in units of log2: Q's scale and
                              ///< softmax_scale * log2 e
   float lse_offset[R] = {};  ///< what smooth_k took from all scores, in units of log2
@@ -348,7 +349,7 @@ struct PrefillRows {
       changed |= next != max[r] && max[r] != -tile::infinity();
       max[r] = next;
       sum[r] *= shrink[r];
-      if constexpr (S::u8) excess[r] *= shrink[r];
+      if constexpr (S::u8) excess[r] *= shrink[r], exact[r] *= shrink[r];
     }
     if (!isa::any(changed)) return;
 #pragma unroll

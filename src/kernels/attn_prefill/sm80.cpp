@@ -245,7 +245,8 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
   plan->error = isa::error_word();
   plan->text = "variant: " + std::string(c.general ? "general" : "plain") + " d" +
                std::to_string(c.d) + "\ntile: " + std::to_string(tile_rows(c)) + " rows x " +
-               std::to_string(tile_keys) + " keys\ntile_keys: " + std::to_string(tile_keys) + "\n" +
+               std::to_string(tile_keys) + " keys\ntile_keys: " + std::to_string(tile_keys) +
+               "\nlost_mass: " + (c.pv == isa::Element::u8 ? "a second byte" : "none") + "\n" +
                text_of(plan->spread) + text_of(plan->order);
   return plan;
 }

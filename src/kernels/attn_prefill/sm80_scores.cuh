@@ -14,7 +14,6 @@ struct PrefillShape {
   /// The second one costs registers: 1196 bytes of spills at D 256 on sm_100.
   static constexpr bool two_row_ends = false, divides = true, staged_rows = false;
   static constexpr bool u8 = C.pv == Element::u8, e4m3_pv = C.pv == Element::e4m3;
-  static constexpr Element weight_element = u8 ? Element::s8 : C.pv;  ///< of V's extra rows
   /// P V joins the output as floats that it is already (PrefillRows::as_float()). Not where scales
   /// per channel stand between: of such small numbers these would cost bits.
   static constexpr bool direct_sums = u8 && !C.general;
@@ -28,9 +27,9 @@ struct PrefillShape {
 
   static constexpr int qk_bytes = C.d * (wide_qk ? 2 : 1), qk_row = tile::padded_row(qk_bytes);
   static constexpr int v_bytes = wide_pv ? 2 * C.d : keys, v_row = tile::padded_row(v_bytes);
-  static constexpr int v_rows = wide_pv ? keys : C.d + 8;
+  static constexpr int v_rows = wide_pv ? keys : C.d + (e4m3_pv ? 8 : 0);
   static constexpr int k_at = rows * qk_row, v_at = k_at + keys * qk_row;
-  static constexpr int tail_at = v_at + v_rows * v_row;  ///< log, plain, unit, flags of a V tile
+  static constexpr int tail_at = v_at + v_rows * v_row;  ///< log, inverse, flags of a V tile
   static constexpr int tail_bytes = wide_pv ? 0 : 8 * keys + 16;
   static constexpr int k_scale_at = tail_at + tail_bytes;
   static constexpr int mean_at = k_scale_at + 4 * keys;  ///< smooth_q: 64 floats a block of Q
@@ -125,8 +124,10 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
         tile::copy_packed64<S::v_rows, S::threads>(base + S::v_at, record);
       } else {  // the weights go behind the padded channels
         tile::copy_packed64<S::threads>(base + S::v_at, record, p.v8.channels);
-        tile::copy_packed64<S::threads>(base + S::v_at + C.d * S::v_row,
-                                        record + p.v8.channels * S::keys, 8);
+        if constexpr (S::e4m3_pv) {
+          tile::copy_packed64<S::threads>(base + S::v_at + C.d * S::v_row,
+                                          record + p.v8.channels * S::keys, 8);
+        }
       }
       static_assert(S::tail_bytes <= 16 * S::threads);
       if (isa::thread() < S::tail_bytes / 16) {

@@ -2,6 +2,7 @@
 // with V.
 #pragma once
 
+#include "formats/rounded_share.hpp"
 #include "kernels/attn_prefill/sm80_scores.cuh"
 
 namespace qattn::kernels {
@@ -11,8 +12,8 @@ template <PrefillConfig C>
 struct PrefillValues : PrefillScores<C> {
   using S = PrefillShape<C>;
   using Base = PrefillScores<C>;
-  using Base::M, Base::R, Base::base, Base::lane, Base::max, Base::out, Base::p, Base::sum,
-      Base::work;
+  using Base::M, Base::R, Base::base, Base::excess, Base::lane, Base::max, Base::out, Base::p,
+      Base::sum, Base::work;
   using typename Base::Scores;
 
   const float* channels = nullptr;    // V's scales of the tile, where they are per channel
@@ -86,9 +87,12 @@ struct PrefillValues : PrefillScores<C> {
   /// TileFlags of the V tile in shared memory, as far as they matter here.
   QATTN_DEVICE std::uint32_t value_flags() const {
     if constexpr (S::wide_pv) return 0;
-    return isa::load_shared<std::uint32_t>(base + S::tail_at + 8 * S::keys + 8) &
-           (tile_has_bad | tile_has_plain);
+    return isa::load_shared<std::uint32_t>(base + S::tail_at + 8 * S::keys) & tile_has_bad;
   }
+
+  // ---- u8 P -----------------------------------------------------------------------------------
+
+  using Codes = std::uint32_t[S::keys / 32][M][4];
 
   /// u8 P, relative to its own row's maximum in this tile. `log`: log2 of V's token scales.
   template <bool Special>
@@ -96,6 +100,8 @@ struct PrefillValues : PrefillScores<C> {
     const SharedAddress tail = base + S::tail_at;
     const int column = lane % 4 * 2;
     float far[R] = {}, run[R];  // run: the rows' references
+    const bool bad = Special && !bad_keys && value_flags() != 0;
+    if (bad) spoil_rows(s);
     if constexpr (C.general) this->bring_near(s, far);
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
@@ -120,26 +126,146 @@ struct PrefillValues : PrefillScores<C> {
 #pragma unroll
       for (int r = 0; r < R; ++r) run[r] = this->reference(max[r]);
     }
-    std::uint32_t a[S::keys / 32][M][4];
 #pragma unroll
-    for (int m = 0; m < M; ++m) {
+    for (int r = 0; r < R; ++r) {
+      share[r] = isa::exp2(top[r] - run[r]) * (share_unit / 255);
+      top[r] = this->reference(top[r]) - log2_255;
+    }
+    Codes a;
+    float lost[R];
+    round_p(s, top, share, bad, a, lost);
+    std::uint32_t count[R];
+    count_codes(a, count);
+    const unsigned lossy = find_lossy(count, share, lost);
+    if (isa::any(lossy != 0)) {
+      Codes rest;
+      split_codes(s, top, lossy, a, rest);
+      float part[R];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int r = 2 * m + h;
-        const float ref = this->reference(top[r]) - log2_255;
-        share[r] = isa::exp2(top[r] - run[r]) * (share_unit / 255);
+      for (int r = 0; r < R; ++r) part[r] = share[r] * (1.0f / 255);
+      count_codes(rest, count);
+      take_count(count, part);
+      multiply_bytes(rest, part);
+      count_codes(a, count);
+    }
+    take_count(count, share);
+    multiply_bytes(a, share);
+  }
+
+  /// Codes of P, of which 255 stands at 2^ref, and the row sums, which take P unrounded. `lost`:
+  /// what this lane's codes miss of it. `bad`: V has bad tokens, whose 1 / scale is NaN.
+  QATTN_DEVICE void round_p(const Scores& s, const float (&ref)[R], const float (&share)[R],
+                            bool bad, Codes& a, float (&lost)[R]) {
+    const SharedAddress inverse = base + S::tail_at + 4 * (S::keys + lane % 4 * 2);
+    float mass[R] = {};
 #pragma unroll
-        for (int n = 0; n < S::n_tiles; n += 2) {
-          a[n / 4][m][h + n / 2 % 2 * 2] = isa::pack_u8(
-              isa::exp2(s[m][n][2 * h] - ref), isa::exp2(s[m][n][2 * h + 1] - ref),
-              isa::exp2(s[m][n + 1][2 * h] - ref), isa::exp2(s[m][n + 1][2 * h + 1] - ref));
-        }
+    for (int r = 0; r < R; ++r) lost[r] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < S::n_tiles; n += 2) {
+      float by[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        by[i] = isa::load_shared<float>(inverse + 4 * (8 * (n + i / 2) + i % 2));
+        if (bad && tile::is_nan(by[i])) by[i] = 0.0f;
+      }
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        const float* x[2] = {s[r / 2][n] + r % 2 * 2, s[r / 2][n + 1] + r % 2 * 2};
+        float e[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) e[i] = isa::exp2(x[i / 2][i % 2] - ref[r]);
+        a[n / 4][r / 2][r % 2 + n / 2 % 2 * 2] = isa::pack_u8(e[0], e[1], e[2], e[3]);
+        lost[r] += (e[0] + e[1]) + (e[2] + e[3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) mass[r] = fmaf(e[i], by[i], mass[r]);
       }
     }
-    add_weights(a, share);
-    count_codes(a, share);
-    if (Special && (C.general || bad_keys || value_flags() != 0)) add_unrounded(s, run);
-    multiply_bytes(a, share);
+#pragma unroll
+    for (int r = 0; r < R; ++r) sum[r] = fmaf(mass[r], share[r] * (1.0f / share_unit), sum[r]);
+  }
+
+  /// The rows of this thread whose codes of the tile miss more than formats::kMostLost of those so
+  /// far, a bit each. `exact`: of this lane, the sum of P before rounding. Lanes that have lost
+  /// less than that by themselves spare the others the question.
+  QATTN_DEVICE unsigned find_lossy(const std::uint32_t (&count)[R], const float (&share)[R],
+                                   const float (&exact)[R]) {
+    float lost[R], most[R];
+    bool some = false;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const auto codes = static_cast<std::int32_t>(count[r]);
+      lost[r] = exact[r] - isa::to_float(codes);
+      if constexpr (S::direct_sums) {  // in the units of `excess`
+        lost[r] *= 0x1p-75f;
+        lost[r] *= share[r] * 0x1p-74f;
+        most[r] = fmaf(this->as_float(codes), share[r], excess[r]) * formats::kMostLost;
+      } else {  // which nothing else needs here
+        lost[r] *= share[r];
+        excess[r] = fmaf(isa::to_float(codes), share[r], excess[r]);
+        most[r] = excess[r] * formats::kMostLost;
+      }
+      some |= fabsf(lost[r]) > most[r];
+    }
+    if (!isa::any(some)) return 0;
+    this->add_lanes(lost);
+    this->add_lanes(most);
+    unsigned lossy = 0;
+#pragma unroll
+    for (int r = 0; r < R; ++r) lossy |= fabsf(lost[r]) > most[r] ? 1u << r : 0u;
+    return lossy;
+  }
+
+  /// Codes rounded down of the rows in `lossy`, and what they leave, in 1 / 255 of a code.
+  QATTN_DEVICE void split_codes(const Scores& s, const float (&ref)[R], unsigned lossy, Codes& a,
+                                Codes& rest) {
+#pragma unroll
+    for (int n = 0; n < S::n_tiles; n += 2) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        const float* x[2] = {s[r / 2][n] + r % 2 * 2, s[r / 2][n + 1] + r % 2 * 2};
+        float whole[4], left[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          constexpr float round = 0x1.8p23f;  // leaves whole numbers
+          const float e = isa::exp2(x[i / 2][i % 2] - ref[r]);
+          whole[i] = (e - 0.5f + round) - round;
+          left[i] = (e - whole[i]) * 255.0f;
+        }
+        const bool split = (lossy >> r & 1) != 0;
+        std::uint32_t& word = a[n / 4][r / 2][r % 2 + n / 2 % 2 * 2];
+        if (split) word = isa::pack_u8(whole[0], whole[1], whole[2], whole[3]);
+        rest[n / 4][r / 2][r % 2 + n / 2 % 2 * 2] =
+            split ? isa::pack_u8(left[0], left[1], left[2], left[3]) : 0;
+      }
+    }
+  }
+
+  /// Sums of this lane's codes of each row.
+  QATTN_DEVICE static void count_codes(const Codes& a, std::uint32_t (&count)[R]) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      count[r] = 0;
+#pragma unroll
+      for (int n = 0; n < S::keys / 16; ++n) {
+        const std::uint32_t word = a[n / 2][r / 2][r % 2 + n % 2 * 2];
+        count[r] = isa::dot4_u8(word, 0x01010101u, count[r]);
+      }
+    }
+  }
+
+  /// What P V has too much, because V's codes are 128 too large: as a sum of its own, or for
+  /// multiply_bytes().
+  QATTN_DEVICE void take_count(std::uint32_t (&count)[R], const float (&share)[R]) {
+    if constexpr (S::direct_sums) {
+      this->add_excess(count, share);
+    } else {
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        count[r] += isa::shuffle_xor(count[r], 1);
+        count[r] += isa::shuffle_xor(count[r], 2);
+        surplus[r] = static_cast<std::int32_t>(count[r] * value_offset);
+      }
+    }
   }
 
   /// e4m3 P, 2^8 times itself relative to the running maximum.
@@ -150,7 +276,7 @@ struct PrefillValues : PrefillScores<C> {
     this->raise_maxima(top);
     if (Special && value_flags() != 0) spoil_rows(s);
     float one[R];
-    std::uint32_t a[S::keys / 32][M][4];
+    Codes a;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -168,87 +294,43 @@ struct PrefillValues : PrefillScores<C> {
         }
       }
     }
-    add_weights(a, one);
+    add_weights(a);
     multiply_bytes(a, one);
   }
 
-  /// e4m3: NaN in the place of what rows see of bad tokens of V, whose codes are zeros.
+  /// NaN in the place of what rows see of bad tokens of V, whose codes are zeros.
   QATTN_DEVICE void spoil_rows(Scores& s) {
-    const SharedAddress plain = base + S::tail_at + 4 * S::keys;
+    const SharedAddress inverse = base + S::tail_at + 4 * S::keys;
     tile::each_score(s, [&](int, int key, float& x) {
-      if (x != -tile::infinity() && tile::is_nan(isa::load_shared<float>(plain + 4 * key))) {
+      if (x != -tile::infinity() && tile::is_nan(isa::load_shared<float>(inverse + 4 * key))) {
         x = tile::quiet_nan();
       }
     });
   }
 
-  /// Row sums of the rounded P: extra rows of V hold the high and low byte of each key's weight
-  /// (s8), or ones (e4m3).
-  QATTN_DEVICE void add_weights(const std::uint32_t (&a)[S::keys / 32][M][4],
-                                const float (&share)[R]) {
-    const float unit = S::u8 ? isa::load_shared<float>(base + S::tail_at + 8 * S::keys) : 1.0f;
+  /// Row sums of the rounded e4m3 P: an extra row of V holds ones.
+  QATTN_DEVICE void add_weights(const Codes& a) {
     std::uint32_t r[1][4];
     const SharedAddress row[1] = {base + S::v_at + (C.d + lane % 8) * S::v_row + lane / 8 * 16};
     isa::load_matrix<1>(r, row);
     isa::Accumulator<C.pv> acc[M][1][4];
     const std::uint32_t b0[1][2] = {{r[0][0], r[0][1]}}, b1[1][2] = {{r[0][2], r[0][3]}};
-    isa::mma_zero<C.pv, S::weight_element, M, 1>(acc, a[0], b0);
-    isa::mma<C.pv, S::weight_element, M, 1>(acc, a[1], b1);
+    isa::mma_zero<C.pv, C.pv, M, 1>(acc, a[0], b0);
+    isa::mma<C.pv, C.pv, M, 1>(acc, a[1], b1);
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {  // columns 0 and 1 lie in lane t = 0, the others hold zeros
-        const auto weighted = (S::u8 ? 256 : 1) * acc[m][0][2 * h] + acc[m][0][2 * h + 1];
-        sum[2 * m + h] += isa::to_float(weighted) * unit * (share[2 * m + h] * (1.0f / share_unit));
+      for (int h = 0; h < 2; ++h) {  // column 0 lies in lane t = 0, the others hold zeros
+        sum[2 * m + h] += acc[m][0][2 * h] + acc[m][0][2 * h + 1];
       }
     }
-  }
-
-  /// What P V has too much, because V's codes are 128 too large: as a sum of its own, or for
-  /// multiply_bytes().
-  QATTN_DEVICE void count_codes(const std::uint32_t (&a)[S::keys / 32][M][4],
-                                const float (&share)[R]) {
-    std::uint32_t count[R];
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      count[r] = 0;
-#pragma unroll
-      for (int n = 0; n < S::keys / 16; ++n) {
-        const std::uint32_t word = a[n / 2][r / 2][r % 2 + n % 2 * 2];
-        count[r] = isa::dot4_u8(word, 0x01010101u, count[r]);
-      }
-    }
-    if constexpr (S::direct_sums) {
-      this->add_excess(count, share);
-    } else {
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-        count[r] += isa::shuffle_xor(count[r], 1);
-        count[r] += isa::shuffle_xor(count[r], 2);
-        surplus[r] = static_cast<std::int32_t>(count[r] * value_offset);
-      }
-    }
-  }
-
-  /// Keys that the integer sums leave out: tokens whose V is far smaller than the tile's largest
-  /// join with their unrounded P, bad ones make the rows that see them NaN.
-  QATTN_DEVICE void add_unrounded(Scores& s, const float (&run)[R]) {
-    const SharedAddress tail = base + S::tail_at;
-    tile::each_score(s, [&](int r, int key, float& x) {
-      if (x == -tile::infinity()) return;
-      const float plain = isa::load_shared<float>(tail + 4 * (S::keys + key));
-      const float log = isa::load_shared<float>(tail + 4 * key);
-      if (tile::is_nan(x) || plain != 0.0f) {
-        sum[r] += plain == 0.0f ? x : plain * isa::exp2(x - log - run[r]);
-      }
-    });
   }
 
   static constexpr int value_chunk = 2;  // channel tiles a step of multiply_bytes
   using Products = isa::Accumulator<C.pv>[M][value_chunk][4];
 
   /// acc = P V of channel tiles [first, first + value_chunk).
-  QATTN_DEVICE void multiply_chunk(const std::uint32_t (&a)[S::keys / 32][M][4], int first,
+  QATTN_DEVICE void multiply_chunk(const Codes& a, int first,
                                    Products& acc) {
     const SharedAddress v = base + S::v_at + lane % 8 * S::v_row + lane / 8 * 16;
     std::uint32_t r[value_chunk][4], b0[value_chunk][2], b1[value_chunk][2];
@@ -268,8 +350,7 @@ struct PrefillValues : PrefillScores<C> {
   /// only sums of 64 keys see the matrix unit's accumulator, which is narrow for FP8 (Hopper's
   /// wgmma keeps 13 fraction bits; the same is reported of Ada). The products of the next channels
   /// are under way while these are added.
-  QATTN_DEVICE void multiply_bytes(const std::uint32_t (&a)[S::keys / 32][M][4],
-                                   const float (&share)[R]) {
+  QATTN_DEVICE void multiply_bytes(const Codes& a, const float (&share)[R]) {
     Products acc[2];
     multiply_chunk(a, 0, acc[0]);
 #pragma unroll

@@ -395,7 +395,8 @@ std::string sm90a_text(const Sm90Config& config) {
   if (config.v > 0) text.append("/").append(std::to_string(config.v));
   text += "\ntile: " + std::to_string(config.rows()) + " rows x " + keys + " keys\ntile_keys: ";
   text += keys + "\nconsumers: " + std::to_string(config.consumers) + "\n";
-  return text + "shared_p: " + (config.shared_p ? "1" : "0") + "\n";
+  text.append("lost_mass: ").append(config.pv == isa::Element::u8 ? "the mean of V" : "none");
+  return text + "\nshared_p: " + (config.shared_p ? "1" : "0") + "\n";
 }
 
 detail::Kernel sm90a_prefill() { return {"sm90a_prefill", supports, tune, run_steps}; }

@@ -294,6 +294,7 @@ struct Sm90Consumer : Sm90Multiplier<C> {
       }
     }
     if constexpr (S::u8) {
+      this->replace_lost();
 #pragma unroll
       for (int r = 0; r < R; ++r) sum[r] += this->poison;
     }

@@ -245,7 +245,7 @@ struct Sm90Online : Sm90Rows<C> {
     const auto bad_value = [&](int key) {
       if constexpr (S::wide_pv) return false;  // such rows are looked at in the end
       return tile::is_nan(isa::load_shared<float>(stage + S::tail_at +
-                                                  key / slot_tile * S::tail_bytes + S::plain_at +
+                                                  key / slot_tile * S::tail_bytes + S::inverse_at +
                                                   4 * (key % slot_tile)));
     };
     this->finish_scores(s, tile, key_scale, [](Scores&) {}, bad_value);

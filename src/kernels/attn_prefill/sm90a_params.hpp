@@ -165,7 +165,7 @@ struct Sm90Shape {
   static constexpr int k_panel_bytes = keys * qk_panel, k_bytes = qk_panels * k_panel_bytes;
   static constexpr int v_bytes = wide_pv ? keys * v_row : v_channels * slot_tile;  ///< a panel
   /// The tables behind V's codes of 64 keys.
-  static constexpr int tail_from = v_channels * slot_tile;
+  static constexpr int tail_from = record.log;
   static constexpr int tail_bytes = wide_pv ? 0 : record.bytes - tail_from;
   static constexpr int scale_bytes = wide_qk ? 0 : 4 * keys;
   static constexpr int key_bytes = k_bytes + scale_bytes + halves * tail_bytes;
@@ -175,9 +175,7 @@ struct Sm90Shape {
   static constexpr int scale_at = tail_at + halves * tail_bytes;
   static constexpr int stage_bytes = (scale_at + scale_bytes + 1023) / 1024 * 1024;
   // Inside a tail.
-  static constexpr int weights_at = 0, log_at = record.log - tail_from;
-  static constexpr int plain_at = record.plain - tail_from, unit_at = record.unit - tail_from;
-  static constexpr int largest_at = record.largest - tail_from;
+  static constexpr int log_at = record.log - tail_from, inverse_at = record.inverse - tail_from;
   static constexpr int flags_at = record.flags - tail_from;
 
   static constexpr int out_channels = part_channels;  ///< that leave through shared memory together

@@ -20,7 +20,6 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
   unsigned plain_span;
   /// In the flags of a tile: the block mask forbids its first half, and in the next bit its second.
   static constexpr int hidden_at = 28;
-  static_assert((uneven_bits & 3u << hidden_at) == 0);
   QATTN_DEVICE static std::uint32_t hidden_halves(std::uint32_t flags) {
     return flags >> hidden_at & 3;
   }

@@ -12,7 +12,8 @@ template <Sm90Config C>
 struct Sm90Softmax : Sm90Rows<C> {
   using S = Sm90Shape<C>;
   using Base = Sm90Rows<C>;
-  using Base::R, Base::lane, Base::max, Base::out, Base::p, Base::sum, Base::work;
+  using Base::R, Base::exact, Base::excess, Base::lane, Base::max, Base::out, Base::p, Base::sum,
+      Base::work;
   using typename Base::Scores;
   /// S as wgmma leaves it: element 4n + i is element i of score tile n.
   using Products = std::int32_t[S::keys / 2];
@@ -36,11 +37,10 @@ struct Sm90Softmax : Sm90Rows<C> {
   /// accumulators belong to.
   struct Scales {
     float k[S::halves], v_log[S::halves];
-    std::uint32_t flags;  ///< TileFlags of V and uneven_tiles(); the same in all lanes
+    std::uint32_t flags;  ///< TileFlags of V; the same in all lanes
   };
   QATTN_DEVICE Scales load_scales(SharedAddress stage) const {
     Scales x;
-    std::uint32_t range[S::halves];
     x.flags = 0;
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
@@ -48,10 +48,8 @@ struct Sm90Softmax : Sm90Rows<C> {
       const int key = lane % 4 * 2;
       x.k[h] = isa::load_shared<float>(stage + S::scale_at + 4 * (h * slot_tile + key));
       x.v_log[h] = isa::load_shared<float>(tail + S::log_at + 4 * key);
-      const auto facts = isa::load_shared<isa::Words2>(tail + S::flags_at);
-      x.flags |= facts.w[0], range[h] = facts.w[1];
+      x.flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at);
     }
-    if constexpr (S::halves > 1) x.flags |= uneven_tiles(range[0], range[1]);
     return x;
   }
 
@@ -63,12 +61,11 @@ struct Sm90Softmax : Sm90Rows<C> {
   /// Is the tile plain but for the bounds of what its rows see? Forgets the tables of keys behind
   /// the end, which hold anything, and of a half that the block mask forbids.
   QATTN_DEVICE bool is_edge(int tile, SharedAddress stage, Scales& x) const {
-    std::uint32_t flags = x.flags & uneven_bits;
+    std::uint32_t flags = 0;
     bool bad = false;
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       const bool exists = this->has_half(h, x.flags, tile);
-      if (!exists) flags &= ~uneven_bits;
       x.k[h] = exists ? x.k[h] : 0.0f;
       x.v_log[h] = exists ? x.v_log[h] : 0.0f;
       const SharedAddress tail = stage + S::tail_at + h * S::tail_bytes;
@@ -78,6 +75,12 @@ struct Sm90Softmax : Sm90Rows<C> {
     return flags == 0 && !this->params.general && !isa::any(bad);
   }
 
+  /// P of 64 keys that this lane has, row by row.
+  struct Sums {
+    std::uint32_t codes[R];  ///< after rounding
+    float exact[R];          ///< and before
+  };
+
   // ---- The plain tile -------------------------------------------------------------------------
 
   /// A tile that needs one factor for all keys of a half that a thread holds.
@@ -85,7 +88,7 @@ struct Sm90Softmax : Sm90Rows<C> {
     Scales x;
     float scale[S::halves][R];          ///< of scores, in units of log2
     float top[R];                       ///< maximum of score + log of V's scale, in units of log2
-    std::uint32_t count[S::halves][R];  ///< sums of P
+    Sums sums[S::halves];
   };
 
   /// Takes the maxima of the keys of half `h`.
@@ -109,7 +112,7 @@ struct Sm90Softmax : Sm90Rows<C> {
     const auto exponent = [&](int n, int i) {
       return fmaf(isa::to_float(s[4 * n + i]), t.scale[h][i / 2], offset[i / 2]);
     };
-    exponentiate(h, exponent, t.count[h], meanwhile);
+    exponentiate(h, exponent, t.sums[h], meanwhile);
   }
 
   /// The tile's weight, and its part of the row sums.
@@ -117,22 +120,18 @@ struct Sm90Softmax : Sm90Rows<C> {
     // D 128 is as fast without it (H200), D 64 was not measured.
     if constexpr (!S::shared_p) isa::sync_warp();
     raise(t.top);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      share[r] = isa::exp2(t.top[r] - max[r]) * (Base::share_unit / 255);
-    }
-    add_sums(t.x, t.count);
+    weigh(t.top);
+    add_sums(t.x, t.sums);
   }
 
   /// P of the keys of half `h` from their exponents. Calls meanwhile(g, no_sign()) among the
   /// exponentials, after each group g of S::n_tiles of four scores that make a word of P: of one
   /// row, from two neighbouring score tiles.
   template <class Exponent, class Meanwhile>
-  QATTN_DEVICE void exponentiate(int h, Exponent exponent, std::uint32_t (&count)[R],
-                                 Meanwhile meanwhile) {
+  QATTN_DEVICE void exponentiate(int h, Exponent exponent, Sums& sums, Meanwhile meanwhile) {
     float e[half_tiles][4];
 #pragma unroll
-    for (int r = 0; r < R; ++r) count[r] = 0;
+    for (int r = 0; r < R; ++r) sums.codes[r] = 0, sums.exact[r] = 0.0f;
     const auto start = [&](int g) {
       const int r = this->row_of(g), n = h * half_tiles + this->tile_of(g);
 #pragma unroll
@@ -142,7 +141,8 @@ struct Sm90Softmax : Sm90Rows<C> {
       const int r = this->row_of(g), n = h * half_tiles + this->tile_of(g);
       std::uint32_t& word = codes[n / 4][r + n / 2 % 2 * 2];
       word = isa::pack_u8(e[g][0], e[g][1], e[g][2], e[g][3]);
-      count[r] = isa::dot4_u8(word, 0x01010101u, count[r]);
+      sums.codes[r] = isa::dot4_u8(word, 0x01010101u, sums.codes[r]);
+      sums.exact[r] += (e[g][0] + e[g][1]) + (e[g][2] + e[g][3]);
     };
     start(0);
 #pragma unroll
@@ -156,6 +156,8 @@ struct Sm90Softmax : Sm90Rows<C> {
     pack(half_tiles - 1);
   }
 
+  // ---- What a tile adds -----------------------------------------------------------------------
+
   /// The reference moves only when a maximum is far above it, which is rare.
   QATTN_DEVICE void raise(const float (&top)[R]) {
     bool far = false;
@@ -163,26 +165,101 @@ struct Sm90Softmax : Sm90Rows<C> {
     for (int r = 0; r < R; ++r) far |= top[r] > max[r] + Base::slack;
     if (isa::any(far)) this->raise_maxima(top);
   }
+  QATTN_DEVICE void weigh(const float (&top)[R]) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      share[r] = isa::exp2(top[r] - this->reference(max[r])) * (Base::share_unit / 255);
+    }
+  }
 
-  /// A tile's part of the row sums.
-  QATTN_DEVICE void add_sums(const Scales& x, const std::uint32_t (&count)[S::halves][R]) {
+  /// A tile's part of the row sums, which take P unrounded.
+  QATTN_DEVICE void add_sums(const Scales& x, const Sums (&sums)[S::halves]) {
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       const float weight = isa::exp2(-x.v_log[h]);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        const float weighed = isa::to_float(static_cast<std::int32_t>(count[h][r])) * weight;
-        sum[r] = fmaf(weighed, share[r] * (1.0f / Base::share_unit), sum[r]);
+        sum[r] = fmaf(sums[h].exact[r] * weight, share[r] * (1.0f / Base::share_unit), sum[r]);
       }
       poison = fmaf(x.k[h], 0.0f, poison);
     }
+    add_codes(sums);
+  }
+  /// And of the sums of codes, after and before rounding.
+  QATTN_DEVICE void add_codes(const Sums (&sums)[S::halves]) {
     std::uint32_t all[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      all[r] = count[0][r];
-      if constexpr (S::halves > 1) all[r] += count[1][r];
+      all[r] = sums[0].codes[r];
+      float before = sums[0].exact[r];
+      if constexpr (S::halves > 1) all[r] += sums[1].codes[r], before += sums[1].exact[r];
+      exact[r] = fmaf(before * 0x1p-75f, share[r] * 0x1p-74f, exact[r]);  // in units of excess
     }
     this->add_excess(all, share);
+  }
+
+  // ---- Lost mass ------------------------------------------------------------------------------
+
+  /// Rows whose codes miss too much of P get the mean of V's codes of four tiles for it. A second
+  /// byte of P would want a second product of the whole warpgroup.
+  QATTN_DEVICE void replace_lost() {
+    float lost[R], most[R];
+    bool some = false;
+#pragma unroll
+    for (int r = 0; r < R; ++r) lost[r] = exact[r] - excess[r], most[r] = excess[r];
+    this->add_lanes(lost);
+    this->add_lanes(most);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const bool lossy = fabsf(lost[r]) > most[r] * formats::kMostReplaced;
+      lost[r] = lossy ? lost[r] : 0.0f;
+      some |= lossy;
+    }
+    if (!isa::any(some)) return;
+    constexpr int words = (S::dv + 127) / 128;  // of four channels, a lane
+    std::int32_t total[words][4] = {};
+    load_means(total);
+#pragma unroll
+    for (int n = 0; n < S::d_tiles; ++n) {
+      // Channels 8 n + 2 t and the next: halves of a word of lane 2 n + t / 2.
+      const int w = n / 16, from = (2 * n + lane % 4 / 2) % 32;
+      const std::uint32_t low = isa::byte_permute(total[w][0], total[w][1], 0x5410);
+      const std::uint32_t high = isa::byte_permute(total[w][2], total[w][3], 0x5410);
+      const std::uint32_t even = isa::shuffle(low, from), odd = isa::shuffle(high, from);
+      const std::uint32_t pair = lane % 2 == 0 ? even : odd;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const auto mean = static_cast<std::int16_t>(pair >> 16 * (i % 2));
+        out[0][n][i] = fmaf(lost[i / 2], static_cast<float>(mean) * 0.25f, out[0][n][i]);
+      }
+    }
+  }
+  /// Sums of the means of four tiles, spread over those of the sequence.
+  template <int Words>
+  QATTN_DEVICE void load_means(std::int32_t (&total)[Words][4]) const {
+    const TileOffsets at = tile_offsets(p.v8.channels);
+    const int tiles = static_cast<int>((work.k.length + slot_tile - 1) / slot_tile);
+    const std::uint8_t* first =
+        p.v8.tiles + (work.kv_head * p.v8.slots + work.k_slot) / slot_tile * at.bytes + at.extra;
+    std::uint32_t means[4][Words];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const std::uint8_t* from = first + std::int64_t{i * tiles / 4} * at.bytes + 4 * lane;
+#pragma unroll
+      for (int w = 0; w < Words; ++w) {
+        means[i][w] = isa::load_global(reinterpret_cast<const std::uint32_t*>(from) + 32 * w);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int w = 0; w < Words; ++w) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          total[w][c] = isa::dot4_s8(means[i][w], 1u << 8 * c, total[w][c]);
+        }
+      }
+    }
   }
 
   // ---- The edge tile --------------------------------------------------------------------------
@@ -210,13 +287,11 @@ struct Sm90Softmax : Sm90Rows<C> {
     this->row_maxima(top);
     this->spoil_overflow(most, top);
     raise(top);
+    weigh(top);
     float ref[R];
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      share[r] = isa::exp2(top[r] - this->reference(max[r])) * (Base::share_unit / 255);
-      ref[r] = log2_255 - this->reference(top[r]);
-    }
-    std::uint32_t count[S::halves][R] = {};
+    for (int r = 0; r < R; ++r) ref[r] = log2_255 - this->reference(top[r]);
+    Sums sums[S::halves] = {};
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       if (h > 0 && !bounds.upper) {
@@ -226,9 +301,9 @@ struct Sm90Softmax : Sm90Rows<C> {
       const float offset[R] = {ref[0] + x.v_log[h], ref[1] + x.v_log[h]};
       exponentiate(
           h, [&](int n, int i) { return fmaf(y[0][n][i], scale[h][i / 2], offset[i / 2]); },
-          count[h], [](int, std::uint32_t) {});
+          sums[h], [](int, std::uint32_t) {});
     }
-    add_sums(x, count);
+    add_sums(x, sums);
   }
 
   /// P of half `h` is zero.
@@ -260,7 +335,8 @@ struct Sm90Softmax : Sm90Rows<C> {
     const auto key_scale = [&](int key) {
       return isa::load_shared<float>(stage + S::scale_at + 4 * key);
     };
-    this->finish_scores(s, tile, key_scale, [](Scores&) {}, [](int) { return false; });
+    const auto bad_value = [&](int key) { return tile::is_nan(table(S::inverse_at, key)); };
+    this->finish_scores(s, tile, key_scale, [](Scores&) {}, bad_value);
     this->hide_half(s, facts.flags);
     float far[R] = {}, run[R];  // run: the rows' references
     this->bring_near(s, far);
@@ -273,104 +349,31 @@ struct Sm90Softmax : Sm90Rows<C> {
     tile::each_score(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
     this->row_maxima(top);
     this->raise_far_maxima(top, far, run);
+    Sums sums[S::halves] = {};
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float ref = this->reference(top[r]) - log2_255;
       share[r] = isa::exp2(top[r] - run[r]) * (Base::share_unit / 255);
+      float mass = 0.0f;
 #pragma unroll
       for (int n = 0; n < S::n_tiles; n += 2) {
-        const float *a = s[0][n] + 2 * r, *b = s[0][n + 1] + 2 * r;
-        codes[n / 4][r + n / 2 % 2 * 2] =
-            isa::pack_u8(isa::exp2(a[0] - ref), isa::exp2(a[1] - ref), isa::exp2(b[0] - ref),
-                         isa::exp2(b[1] - ref));
-      }
-    }
-    const int length = static_cast<int>(work.k.length) - tile;
-    add_weights(tails, length);
-    float log_from = -tile::infinity();
-    if constexpr (S::halves > 1) {
-      const auto fact = [&](int at, int h) {
-        return isa::load_shared<std::uint32_t>(tails + h * S::tail_bytes + at);
-      };
-      constexpr int range = S::flags_at + 4;
-      if (length > slot_tile && uneven_tiles(fact(range, 0), fact(range, 1)) != 0) {
-        const float largest = fmaxf(formats::float_of(fact(S::largest_at, 0)),
-                                    formats::float_of(fact(S::largest_at, 1)));
-        log_from = isa::log2(largest * formats::kRoundedShare);
-      }
-    }
-    add_unrounded(s, table, run, log_from);
-  }
-
-  /// What add_weights() leaves out of the sums of rows: tokens whose V is far smaller than their
-  /// half's largest, with their unrounded P, and bad ones, which make the rows that see them NaN.
-  /// Those whose log is below `log_from` are so beside the other half: their rounded P leaves
-  /// again.
-  template <class Table>
-  QATTN_DEVICE void add_unrounded(const Scores& s, Table table, const float (&run)[R],
-                                  float log_from) {
+        Sums& half = sums[n / half_tiles];
+        float e[4];
 #pragma unroll
-    for (int n = 0; n < S::n_tiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = i / 2, key = 8 * n + lane % 4 * 2 + i % 2;
-        const float x = s[0][n][i];
-        if (x == -tile::infinity()) continue;
-        const float plain = table(S::plain_at, key), log = table(S::log_at, key);
-        if (!tile::is_nan(x) && plain == 0.0f && log >= log_from) continue;
-        const float mass = isa::exp2(x - log - run[r]);
-        const std::uint32_t word = codes[n / 4][r + n / 2 % 2 * 2];
-        const auto code = static_cast<std::int32_t>(word >> (16 * (n % 2) + 8 * (i % 2)) & 0xff);
-        const float rounded = isa::to_float(code) * isa::exp2(-log);
-        sum[r] +=
-            plain == 0.0f ? mass - rounded * (share[r] * (1.0f / Base::share_unit)) : plain * mass;
-      }
-    }
-  }
-
-  /// Sums of the rounded P, those of rows and what the output has too much. For rows two more of V
-  /// hold the high and low byte of each key's weight, in the order of P's fragments. `length`: keys
-  /// of the tile that exist.
-  QATTN_DEVICE void add_weights(SharedAddress tails, int length) {
-    std::uint32_t all[R] = {};
-#pragma unroll
-    for (int h = 0; h < S::halves; ++h) {
-#pragma unroll
-      for (int b = 0; b < slot_tile / 16; ++b) {
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
-          all[r] = isa::dot4_u8(codes[2 * h + b / 2][r + b % 2 * 2], 0x01010101u, all[r]);
+        for (int i = 0; i < 4; ++i) {
+          const float x = s[0][n + i / 2][2 * r + i % 2];
+          e[i] = isa::exp2(x - ref);
+          half.exact[r] += e[i];
+          const int key = 8 * (n + i / 2) + lane % 4 * 2 + i % 2;
+          if (x != -tile::infinity()) mass = fmaf(e[i], table(S::inverse_at, key), mass);
         }
+        std::uint32_t& word = codes[n / 4][r + n / 2 % 2 * 2];
+        word = isa::pack_u8(e[0], e[1], e[2], e[3]);
+        half.codes[r] = isa::dot4_u8(word, 0x01010101u, half.codes[r]);
       }
-      if (h * slot_tile >= length) continue;  // there are no tables
-      const SharedAddress tail = tails + h * S::tail_bytes;
-      std::int32_t high[R] = {}, low[R] = {};
-#pragma unroll
-      for (int b = 0; b < slot_tile / 16; ++b) {  // 16 keys: a lane holds four of them
-        const SharedAddress at = tail + S::weights_at + 16 * b + lane % 4 * 4;
-        const auto w_high = isa::load_shared<std::uint32_t>(at);
-        const auto w_low = isa::load_shared<std::uint32_t>(at + slot_tile);
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
-          const std::uint32_t word = codes[2 * h + b / 2][r + b % 2 * 2];
-          high[r] = dot4_mixed(word, w_high, high[r]);
-          low[r] = dot4_mixed(word, w_low, low[r]);
-        }
-      }
-      const float unit = isa::load_shared<float>(tail + S::unit_at);
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-        const float by = share[r] * (1.0f / Base::share_unit);
-        sum[r] += isa::to_float(256 * high[r] + low[r]) * unit * by;
-      }
+      sum[r] = fmaf(mass, share[r] * (1.0f / Base::share_unit), sum[r]);
     }
-    this->add_excess(all, share);
-  }
-
-  /// c + the sum of four products of an unsigned and a signed byte.
-  QATTN_DEVICE static std::int32_t dot4_mixed(std::uint32_t a, std::uint32_t b, std::int32_t c) {
-    // a = 128 + (a ^ 0x80) as signed bytes.
-    return isa::dot4_s8(a ^ 0x80808080u, b, c) + 128 * isa::dot4_s8(0x01010101u, b, 0);
+    add_codes(sums);
   }
 };
 

@@ -239,7 +239,7 @@ struct BesideCoder {
 
   /// Sixteen channels: a lane codes two of them, of four keys in each sixteen, and writes sixteen
   /// keys of each, so that four lanes write a channel's row.
-  QATTN_DEVICE void encode_channels(std::uint8_t* record, int task) const {
+  QATTN_DEVICE void encode_channels(std::uint8_t* record, int task, float per_token) const {
     const int panel = task / 4, t = isa::lane() % 4, byte = task % 4 * 32 + isa::lane() / 4 * 4;
     const int channel = 64 * panel + byte / 2;
     // Keys 2t, 2t + 1 and those eight further on, under TMA's swizzle.
@@ -267,26 +267,36 @@ struct BesideCoder {
     auto* to = reinterpret_cast<Words4*>(record + channel * slot_tile) + t;
     isa::store_global(to, Words4{{lo[0], lo[1], lo[2], lo[3]}});
     isa::store_global(to + slot_tile / 16, Words4{{hi[0], hi[1], hi[2], hi[3]}});
+    const std::uint32_t means = channel_mean(lo, per_token) | channel_mean(hi, per_token) << 8;
+    if (t == 0) {
+      auto* at = record + S::channels * slot_tile + channel;
+      isa::store_global(reinterpret_cast<std::uint16_t*>(at), static_cast<std::uint16_t>(means));
+    }
   }
-
-  /// V's tables and the rows behind its channels. By one warp.
-  QATTN_DEVICE void store_tables(std::uint8_t* record, const RowPair& r) const {
-    const SharedAddress extra = Jobs::scratch(buffer) + S::extra_at;
-    store_value_tables(record, S::channels, extra, r, ValueScales::integer_token, 0);
-    isa::sync_warp();
-    const Words4 row = isa::load_shared<Words4>(extra + 16 * isa::lane());
-    isa::store_global(reinterpret_cast<Words4*>(record + S::channels * slot_tile) + isa::lane(),
-                      row);
+  /// Mean code of the channel whose row four lanes hold.
+  QATTN_DEVICE static std::uint32_t channel_mean(const std::uint32_t (&codes)[4], float per_token) {
+    std::uint32_t sum = 0;
+#pragma unroll
+    for (const std::uint32_t word : codes) sum = isa::dot4_u8(word, 0x01010101u, sum);
+    sum += isa::shuffle_xor(sum, 1);
+    sum += isa::shuffle_xor(sum, 2);
+    return mean_code(static_cast<std::int32_t>(sum) - slot_tile * value_offset, per_token);
   }
 
   QATTN_DEVICE void encode_values(const BesideJob& job) {
     std::uint8_t* record =
         p.plain.v_out.tiles + job.slot / slot_tile * tile_offsets(S::channels).bytes;
     const RowPair r = find_scales(job);
-    if (warp == warps - 1) store_tables(record, r);
+    if (warp == warps - 1) {
+      store_value_tables(record, S::channels, Jobs::scratch(buffer) + S::extra_at, r,
+                         ValueScales::integer_token, 0);
+    }
+    const int usable = formats::popcount(isa::ballot(r.exists[0] && !r.bad[0])) +
+                       formats::popcount(isa::ballot(r.exists[1] && !r.bad[1]));
+    const float per_token = usable > 0 ? formats::reciprocal(static_cast<float>(usable)) : 0.0f;
 #pragma unroll 1
     for (int task = warp; task < 4 * S::panels; task += warps) {
-      encode_channels(record, task);
+      encode_channels(record, task, per_token);
     }
   }
 

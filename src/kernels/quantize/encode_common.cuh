@@ -244,87 +244,55 @@ enum class ValueScales : std::int32_t {
   floating_token,   ///< with a scale per token, whose logarithm goes to the table
 };
 
-/// Everything of a V tile but its codes: tables to global memory, the eight extra rows to `extra`
-/// (8 x 64 bytes of shared memory). By one warp. `one` is the code of 1.
-QATTN_DEVICE void store_value_tables(std::uint8_t* record, int channels, SharedAddress extra,
-                                     const RowPair& r, ValueScales kind, std::uint32_t one) {
+/// Everything of a V tile but its codes: tables to global memory, to `extra` (8 x 64 bytes of
+/// shared memory) the rows that weigh P, `one` the code of 1, or for store_value_image() the
+/// reciprocal of how many tokens are not bad, which it returns, too. By one warp.
+QATTN_DEVICE float store_value_tables(std::uint8_t* record, int channels, SharedAddress extra,
+                                      const RowPair& r, ValueScales kind, std::uint32_t one) {
   constexpr float smallest = formats::kLeastTokenScale;
-  constexpr float heaviest = 127.0f * 256.0f;
   const TileOffsets at = tile_offsets(channels);
   const int lane = isa::lane();
   const bool token = kind == ValueScales::integer_token;
   const bool integer = token || kind == ValueScales::integer_channel;
   isa::store_shared(extra + 16 * lane, Words4{{0, 0, 0, 0}});
-  std::uint32_t top = 0;
-  bool usable[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    usable[i] = r.exists[i] && !r.bad[i];
-    if (usable[i] && formats::bits_of(r.scale[i]) > top) top = formats::bits_of(r.scale[i]);
-  }
-  const float largest = formats::float_of(warp_max(top));
-  const float share = formats::mul_rn(largest, formats::kRoundedShare);
-  const float least = share > smallest ? share : smallest;
-  // Largest 1 / scale, that is the smallest scale, of the keys that are weighed.
-  std::uint32_t low = 0;
-  bool plain[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    plain[i] = token && usable[i] && r.scale[i] < least;
-    const std::uint32_t inverted = ~formats::bits_of(r.scale[i]);
-    if (usable[i] && !plain[i] && inverted > low) low = inverted;
-  }
-  low = warp_max(low);
-  const float floor = token && low != 0 ? formats::float_of(~low) : 1.0f;
   isa::sync_warp();
+  int usable = 0;
+  bool any_bad = false;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int key = lane + 32 * i;
-    const bool weighed = usable[i] && !plain[i];
-    float log = 0.0f;
-    if ((token || kind == ValueScales::floating_token) && usable[i])
-      log = isa::log2(r.scale[i] > smallest ? r.scale[i] : smallest);
-    const float mark = r.exists[i] && r.bad[i] ? formats::quiet_nan() : plain[i] ? 1.0f : 0.0f;
+    const bool bad = r.exists[i] && r.bad[i], good = r.exists[i] && !r.bad[i];
+    const float scale = r.scale[i] > smallest ? r.scale[i] : smallest;
+    float log = 0.0f, inverse = r.exists[i] ? 1.0f : 0.0f;
+    if ((token || kind == ValueScales::floating_token) && good) log = isa::log2(scale);
+    if (token && good) inverse = formats::reciprocal(scale);
+    if (bad) inverse = formats::quiet_nan();
     isa::store_global(reinterpret_cast<float*>(record + at.log) + key, log);
-    isa::store_global(reinterpret_cast<float*>(record + at.plain) + key, mark);
-    std::uint32_t high = 0, rest = 0;
-    if (!integer) {
-      high = r.exists[i] ? one : 0;
-    } else if (weighed) {
-      const float inverse = token ? formats::reciprocal(r.scale[i]) : 1.0f;
-      // The magic number of S8's rounding: integers up to 2^22.
-      const float by = formats::mul_rn(formats::mul_rn(floor, inverse), heaviest);
-      const float w = formats::add_rn(by, 12582912.0f);
-      const std::uint32_t weight = formats::bits_of(w) - formats::bits_of(12582912.0f);
-      high = (weight + 128) >> 8;
-      rest = weight - 256 * high;
+    isa::store_global(reinterpret_cast<float*>(record + at.inverse) + key, inverse);
+    if (!integer && r.exists[i]) {
+      isa::store_shared(extra + p_position(key), static_cast<std::uint8_t>(one));
     }
-    const SharedAddress byte = extra + p_position(key);
-    isa::store_shared(byte, static_cast<std::uint8_t>(high));
-    isa::store_shared(byte + slot_tile, static_cast<std::uint8_t>(rest));
+    usable += formats::popcount(isa::ballot(good));
+    any_bad |= isa::any(bad);
   }
-  const bool any_bad = isa::any((r.exists[0] && r.bad[0]) || (r.exists[1] && r.bad[1]));
-  const bool any_plain = isa::any(plain[0] || plain[1]);
   // Key 2t stands for the keys that lanes t of a product of Q and K hold.
   const float shared = isa::shuffle(r.scale[0], lane & 6);
   const bool mixed =
       isa::any((r.exists[0] && r.scale[0] != shared) || (r.exists[1] && r.scale[1] != shared));
+  const float per_token = usable > 0 ? formats::reciprocal(static_cast<float>(usable)) : 0.0f;
   if (lane == 0) {
-    // Both factors: floor * heaviest overflows from values of 2^120 on.
-    const float per_unit = formats::mul_rn(formats::reciprocal(floor), 1 / heaviest);
-    const float scale_unit = !integer ? 1.0f : token && low == 0 ? 0.0f : per_unit;
-    constexpr float per_share = 1 / formats::kRoundedShare;
-    const float reach = token && low != 0 ? per_share * floor : __builtin_inff();
-    // Rounded so that uneven_tiles() misses none.
-    const std::uint32_t above = token ? (formats::bits_of(largest) + 0xffffu) & 0xffff0000u : 0u;
-    const std::uint32_t range = above | (0x7fffu - (formats::bits_of(reach) >> 16));
     const std::uint32_t flags = (any_bad ? std::uint32_t{tile_has_bad} : 0u) |
-                                (any_plain ? std::uint32_t{tile_has_plain} : 0u) |
                                 (mixed ? std::uint32_t{tile_is_mixed} : 0u);
-    isa::store_global(
-        reinterpret_cast<Words4*>(record + at.unit),
-        Words4{{formats::bits_of(scale_unit), formats::bits_of(largest), flags, range}});
+    isa::store_global(reinterpret_cast<Words4*>(record + at.flags), Words4{{flags, 0, 0, 0}});
+    if (integer) isa::store_shared(extra, formats::bits_of(per_token));
   }
+  return per_token;
+}
+
+/// The mean of a channel's codes of s8, from their sum.
+QATTN_DEVICE std::uint8_t mean_code(std::int32_t sum, float per_token) {
+  const float mean = formats::mul_rn(static_cast<float>(sum), per_token);
+  return static_cast<std::uint8_t>(formats::S8::encode(mean));
 }
 
 /// Four of V's codes as their tile has them: s8 ones with value_offset added.
@@ -332,19 +300,35 @@ QATTN_DEVICE std::uint32_t value_word(std::uint32_t codes, bool s8) {
   return codes ^ (s8 ? 0x01010101u * value_offset : 0u);
 }
 
-/// The image of a tile's codes and extra rows from shared memory to its record, by all threads.
+/// The image of a tile's codes from shared memory to its record, with what store_value_tables()
+/// left behind it, or means. By all threads.
 template <int Channels, int Threads>
 QATTN_DEVICE void store_value_image(std::uint8_t* record, SharedAddress image, bool s8) {
-  constexpr int pieces = (Channels + 8) * slot_tile / 16, octet = chunk_channels * slot_tile / 16;
+  constexpr int pieces = Channels * slot_tile / 16, octet = chunk_channels * slot_tile / 16;
+  const SharedAddress extra = image + pieces / octet * image_stride;
+  const auto per_token = s8 ? isa::load_shared<float>(extra) : 0.0f;
+  static_assert(pieces % Threads == 0 && Threads % 32 == 0);
 #pragma unroll
-  for (int i = 0; i < (pieces + Threads - 1) / Threads; ++i) {
+  for (int i = 0; i < pieces / Threads; ++i) {
     const int n = isa::thread() + i * Threads;
-    if (pieces % Threads == 0 || n < pieces) {
-      Words4 v = isa::load_shared<Words4>(image + n / octet * image_stride + n % octet * 16);
+    Words4 v = isa::load_shared<Words4>(image + n / octet * image_stride + n % octet * 16);
+    std::int32_t sum = 0;
 #pragma unroll
-      for (std::uint32_t& word : v.w) word = value_word(word, s8 && n < Channels * slot_tile / 16);
-      isa::store_global(reinterpret_cast<Words4*>(record) + n, v);
+    for (std::uint32_t& word : v.w) {
+      sum = isa::dot4_s8(word, 0x01010101u, sum);
+      word = value_word(word, s8);
     }
+    isa::store_global(reinterpret_cast<Words4*>(record) + n, v);
+    if (!s8) continue;
+    sum += isa::shuffle_xor(sum, 1);
+    sum += isa::shuffle_xor(sum, 2);
+    if (n % 4 == 0) {
+      isa::store_global(record + Channels * slot_tile + n / 4, mean_code(sum, per_token));
+    }
+  }
+  if (!s8 && isa::thread() < 32) {
+    isa::store_global(reinterpret_cast<Words4*>(record) + pieces + isa::thread(),
+                      isa::load_shared<Words4>(extra + 16 * isa::thread()));
   }
 }
 

@@ -12,17 +12,12 @@ namespace qattn::kernels {
 inline constexpr int slot_tile = 64;
 /// V's codes in s8 lie in u8, so much larger.
 inline constexpr int value_offset = 128;
-/// What uneven_tiles() may return: none of it a TileFlag.
-inline constexpr std::uint32_t uneven_bits = 0x80008000u;
-
 /// Bits of PreparedRows::flags and of a V tile's `flags`: what a tile's keys need beyond the plain
 /// path.
 enum TileFlag : std::uint32_t {
-  tile_has_bad = 1,    ///< a token holds NaN or Inf
-  tile_has_plain = 2,  ///< a token of V joins the sum unrounded (docs/NUMERICS.md)
-  tile_is_mixed = 4,   ///< V's scale differs among keys of the same (key % 8) / 2
+  tile_has_bad = 1,   ///< a token holds NaN or Inf
+  tile_is_mixed = 4,  ///< V's scale differs among keys of the same (key % 8) / 2
 };
-static_assert((uneven_bits & (tile_has_bad | tile_has_plain | tile_is_mixed)) == 0);
 
 /// Q or K: codes [heads][slots][row_bytes], channels past the head dimension are zero, and so are
 /// the slots behind a sequence's end in its last tile of 64.
@@ -38,22 +33,15 @@ struct PreparedRows {
 };
 
 /// V in tiles of 64 keys, [heads][slots / 64] records of `tile_bytes`, 16-byte aligned:
-///   codes   [channels padded + 8][64] bytes: channel-major, keys in the order of the P fragments:
-///           position p of a run of 16 holds key p_key(p). The 8 extra rows weigh P for row sums:
-///             s8:   row 0 and row 1 hold high and low byte of w = round(2^8 * 127 / f * 1 / scale)
-///                   with w = 256 * high + low, |low| <= 128, f such that the largest w of the tile
-///                   is 127 * 256; 0 for bad and for plain tokens and behind the end
-///             e4m3: row 0 is 1 for keys that exist, else 0
-///           s8 codes of channels, not of the extra rows, are value_offset larger, in u8
+///   codes   [channels padded][64] bytes: channel-major, keys in the order of the P fragments:
+///           position p of a run of 16 holds key p_key(p). s8 codes are value_offset larger, in u8;
 ///           codes of bad tokens stand for 0 in all channels
+///   extra   512 bytes. s8: of each channel the mean of its codes, a signed byte, over the tokens
+///           that are not bad, rounded; floats: 64 bytes that weigh P for row sums, 1 for keys that
+///           exist, then zeros
 ///   log     [64] float: log2 of the token's scale (s8 per token), else 0
-///   plain   [64] float: 0 normally, 1 for a token that joins the sum unrounded, NaN for a bad one
-///   unit    float: 1 / scale = w * unit
-///   largest float, of s8 per token: the largest scale of tokens that are not bad
+///   inverse [64] float: 1 / scale (s8 per token), else 1; 0 behind the end, NaN for a bad token
 ///   flags   TileFlag
-///   range   what uneven_tiles() reads, of s8 per token. Upper half: that of a float, the largest
-///           scale, rounded up. Lower half: 0x7fff less the upper half of another, the smallest
-///           scale of tokens that are neither bad nor plain / kRoundedShare, or Inf without any
 /// Tiles without tokens, and one behind all tiles, have zeros behind their codes.
 struct PreparedTiles {
   std::uint8_t* tiles = nullptr;
@@ -68,13 +56,6 @@ struct PreparedTiles {
 };
 
 inline namespace QATTN_TARGET {
-
-/// Of two tiles of V that a tile of P spans, from their `range`: not 0 where one has scales below
-/// kRoundedShare of the other's largest, or up to 1.6 % above.
-// Two comparisons of floats took ptxas 5 to 12 instructions of a tile's 700.
-QATTN_DEVICE std::uint32_t uneven_tiles(std::uint32_t first, std::uint32_t second) {
-  return (first + (second << 16 | second >> 16)) & uneven_bits;
-}
 
 /// The group of key `s` of sequence `b`, whose tokens are `span`, among those of channel_scale.
 QATTN_DEVICE std::int64_t channel_group(const PreparedTiles& v, const tile::Rows& r,
@@ -132,12 +113,12 @@ struct PlainParams {
 };
 
 struct TileOffsets {
-  int codes, log, plain, unit, largest, flags, range, bytes;
+  int codes, extra, log, inverse, flags, bytes;
 };
 constexpr TileOffsets tile_offsets(int channels) {
-  const int log = (channels + 8) * slot_tile;
-  const int unit = log + 8 * slot_tile;
-  return {0, log, log + 4 * slot_tile, unit, unit + 4, unit + 8, unit + 12, unit + 16};
+  const int extra = channels * slot_tile, log = extra + 8 * slot_tile;
+  const int flags = log + 8 * slot_tile;
+  return {0, extra, log, log + 4 * slot_tile, flags, flags + 16};
 }
 
 /// Key (within 16) at position p of V's contraction order: the order in which the accumulators of
