@@ -54,6 +54,10 @@ struct KvCacheOptions {
   /// Subtract each channel's mean, frozen when a page is first quantised: of the keys that are then
   /// in 16 bits, without those 4 to 8 times as large as the median and more.
   bool smooth_k = true;
+  /// Divide loud channels of K by powers of two and multiply Q by them, frozen with the mean and
+  /// from the same keys; where no channel is loud nothing changes. Not with K's scales per channel,
+  /// which need it not.
+  bool balance_k = true;
   /// Hadamard rotation of K and V before they are quantised; of V alone with K's scales per
   /// channel, which want the channels as they are.
   bool rotate = true;
@@ -88,6 +92,7 @@ struct KvUsage {
   double average_bits = 0;                ///< 8 bytes / elements of K and V of `length` tokens
   std::int64_t window_tokens = 0;         ///< alive in 16 bits, summed over heads
   std::vector<std::int64_t> tier_tokens;  ///< alive in each tier, summed over heads
+  std::int64_t balanced_channels = 0;     ///< of K, that balance_k divides, summed over heads
 };
 
 /// New tokens of some sequences.

@@ -52,6 +52,7 @@ class KvUsage:
     average_bits: float  #: 8 bytes / elements of K and V of `length` tokens
     window_tokens: int  #: alive in 16 bits, summed over heads
     tier_tokens: tuple[int, ...]  #: alive in each tier, summed over heads
+    balanced_channels: int  #: of K, that balance_k divides, summed over heads
 
 
 class KvCache:
@@ -67,11 +68,13 @@ class KvCache:
     average_bits: bits an element of K and V, window, scales and tables counted, in every (sequence,
     layer), from budget_from tokens on (None: twice shortest_length); None: no budget, one tier.
     smooth_k: subtract each channel's mean of K before it is quantised; rotate: turn K and V by a
-    Hadamard matrix. importance_decay: what observe() keeps of the old, in [0, 1). hysteresis: a
-    page that was demoted before is demoted again only where that costs this much less than demoting
-    another. threads: at most so many of the CPU; 0: all. window, sinks: newest and first tokens in
-    16 bits, multiples of page_size (16, 32 or 64). window_dtype: float16 or bfloat16, what rows are
-    rounded to first. k_granularity: scales of K in tiers, "per_token", or "per_channel" over the
+    Hadamard matrix; balance_k: divide channels of K that are louder than others by powers of two
+    first (and multiply Q by them), chosen with the mean by layer and head; usage() says how many;
+    without effect with k_granularity "per_channel". importance_decay: what observe() keeps of the
+    old, in [0, 1). hysteresis: a page that was demoted before is demoted again only where that
+    costs this much less than demoting another. threads: at most so many of the CPU; 0: all. window,
+    sinks: newest and first tokens in 16 bits, multiples of page_size (16, 32 or 64). window_dtype:
+    float16 or bfloat16, what rows are rounded to first. k_granularity: scales of K in tiers, "per_token", or "per_channel" over the
     tokens of a page, for keys some of whose channels vary far more than others (not rotated then; 2
     head_dim + 16 bytes a page and head where per_token has 2 page_size). importance: "uniform" or
     "key_norm" (the inverse mean square of its keys), what a page weighs until append(),
@@ -98,6 +101,7 @@ class KvCache:
         window_dtype: Any = "float16",
         smooth_k: bool = True,
         rotate: bool = True,
+        balance_k: bool = True,
         k_granularity: str = "per_token",
         importance: str = "uniform",
         importance_decay: float = 0.9,
@@ -120,6 +124,7 @@ class KvCache:
             budget_from=0 if budget_from is None else integer("budget_from", budget_from),
             smooth_k=boolean("smooth_k", smooth_k),
             rotate=boolean("rotate", rotate),
+            balance_k=boolean("balance_k", balance_k),
             k_granularity=name_of("k_granularity", k_granularity),
             importance=name_of("importance", importance),
             decay=real("importance_decay", importance_decay),

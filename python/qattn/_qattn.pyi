@@ -72,6 +72,7 @@ def kv_options(
     budget_from: int,
     smooth_k: bool,
     rotate: bool,
+    balance_k: bool,
     k_granularity: str,
     importance: str,
     decay: float,

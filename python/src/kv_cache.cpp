@@ -33,7 +33,7 @@ KvCacheOptions make_options(std::int64_t layers, std::int64_t heads_kv, std::int
                             std::int64_t page_size, std::int64_t window, std::int64_t sinks,
                             const std::vector<std::pair<std::int64_t, std::int64_t>>& tiers,
                             double average_bits, std::int64_t budget_from, bool smooth_k,
-                            bool rotate, const std::string& k_granularity,
+                            bool rotate, bool balance_k, const std::string& k_granularity,
                             const std::string& importance, double decay, double hysteresis,
                             std::int64_t threads) {
   KvCacheOptions o;
@@ -53,6 +53,7 @@ KvCacheOptions make_options(std::int64_t layers, std::int64_t heads_kv, std::int
   o.budget_from = budget_from;
   o.smooth_k = smooth_k;
   o.rotate = rotate;
+  o.balance_k = balance_k;
   o.k_granularity = granularity_from(k_granularity);
   o.importance = importance_from(importance);
   o.importance_decay = static_cast<float>(decay);
@@ -118,8 +119,8 @@ void add_kv_cache(nb::module_& m) {
   nb::class_<KvCacheOptions>(m, "KvOptions");
   m.def("kv_options", &make_options, nb::kw_only(), "layers"_a, "heads_kv"_a, "d"_a, "dv"_a,
         "window_format"_a, "page_size"_a, "window"_a, "sinks"_a, "tiers"_a, "average_bits"_a,
-        "budget_from"_a, "smooth_k"_a, "rotate"_a, "k_granularity"_a, "importance"_a, "decay"_a,
-        "hysteresis"_a, "threads"_a);
+        "budget_from"_a, "smooth_k"_a, "rotate"_a, "balance_k"_a, "k_granularity"_a, "importance"_a,
+        "decay"_a, "hysteresis"_a, "threads"_a);
   m.def("kv_shortest_length",
         [](const KvCacheOptions& o) { return kv_check(KvCache::shortest_length(o)); });
   m.def("kv_create", [](const KvCacheOptions& o) { return kv_check(KvCache::create(o)); });

@@ -106,6 +106,7 @@ inline nb::dict kv_usage(const KvUsage& u) {
   d["average_bits"] = u.average_bits;
   d["window_tokens"] = u.window_tokens;
   d["tier_tokens"] = nb::tuple(nb::cast(u.tier_tokens));
+  d["balanced_channels"] = u.balanced_channels;
   return d;
 }
 

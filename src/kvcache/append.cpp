@@ -33,6 +33,18 @@ class KeySizes {
   std::int64_t counts_[key_sizes] = {};
 };
 
+/// Of each channel, from the energies of all.
+void set_key_shifts(const double* energy, int d, std::uint8_t* shift) {
+  const int pairs = d / 2;
+  const auto of_pair = [&](int j) { return energy[j] + energy[j + pairs]; };
+  int median = 0;
+  while (!is_median(median, pairs, of_pair)) ++median;
+  for (int j = 0; j < pairs; ++j) {
+    const int s = key_shift(of_pair(j), of_pair(median));
+    shift[j] = shift[j + pairs] = static_cast<std::uint8_t>(s);
+  }
+}
+
 template <class F>
 void for_tokens(std::uint64_t live, F f) {
   for (; live != 0; live &= live - 1) f(std::countr_zero(live));
@@ -48,6 +60,7 @@ AppendPlan::AppendPlan(AppendPlan&& other) noexcept
       fast_(other.fast_),
       tables_(std::move(other.tables_)),
       mean_(std::move(other.mean_)),
+      shift_(std::move(other.shift_)),
       jobs_(std::move(other.jobs_)),
       taken_(std::move(other.taken_)),
       replaced_(std::move(other.replaced_)) {
@@ -261,16 +274,19 @@ void AppendPlan::load_new_k(std::int64_t head, std::int64_t position, float* row
 }
 
 /// Means of the keys behind the sinks that are in 16 bits or new, those that key_size.hpp lets
-/// count.
+/// count, and how loud their channels are.
 void AppendPlan::make_mean() {
-  if (!cache_.options.smooth_k || !layer_.k_mean.empty()) return;
+  if (!freezes_k(cache_.options) || !layer_.k_mean.empty()) return;
   bool quantises = false;
   for (const Job& job : jobs_) quantises |= job.to.tier > 0;
   if (!quantises) return;
-  mean_.assign(static_cast<std::size_t>(cache_.options.heads_kv * cache_.d()), 0.0f);
+  const auto channels = static_cast<std::size_t>(cache_.options.heads_kv * cache_.d());
+  mean_.assign(channels, 0.0f);
+  shift_.assign(cache_.balances_k() ? channels : 0, 0);
 #pragma omp parallel for num_threads(team(cache_.threads()))
   for (std::int64_t h = 0; h < cache_.options.heads_kv; ++h) {
-    sum_keys(h, mean_.data() + h * cache_.d());
+    const std::int64_t at = h * cache_.d();
+    sum_keys(h, mean_.data() + at, shift_.empty() ? nullptr : shift_.data() + at);
   }
 }
 
@@ -283,7 +299,7 @@ void AppendPlan::for_keys(std::int64_t head, F f) const {
   for (const Entry& e : layer_.tables[static_cast<std::size_t>(head)]) {
     if (e.tier != 0 || e.first < cache_.options.sinks) continue;
     for_tokens(e.live, [&](int token) {
-      load_page_row(cache_, 0, cache_.page(e), Part::k, token, nullptr, false, row);
+      load_page_row(cache_, 0, cache_.page(e), Part::k, token, {}, false, row);
       visit(e.first + token);
     });
   }
@@ -293,22 +309,34 @@ void AppendPlan::for_keys(std::int64_t head, F f) const {
   }
 }
 
-void AppendPlan::sum_keys(std::int64_t head, float* mean) const {
+/// `shift` may be null.
+void AppendPlan::sum_keys(std::int64_t head, float* mean, std::uint8_t* shift) const {
   KeySizes sizes;
   for_keys(head, [&](std::int64_t, const float*, int size) { sizes.add(size); });
   const int largest = sizes.largest();
-  double sum[mean_lanes][most_channels] = {};
+  double sum[mean_lanes][most_channels] = {}, square[mean_lanes][most_channels] = {};
   std::int64_t count = 0;
   for_keys(head, [&](std::int64_t position, const float* row, int size) {
     if (size > largest) return;
-    double* lane = sum[position / formats::kv_block_tokens % mean_lanes];
-    for (int c = 0; c < cache_.d(); ++c) lane[c] += static_cast<double>(row[c]);
+    const auto lane = position / formats::kv_block_tokens % mean_lanes;
+    for (int c = 0; c < cache_.d(); ++c) {
+      const auto x = static_cast<double>(row[c]);
+      sum[lane][c] += x;
+      square[lane][c] += x * x;
+    }
     ++count;
   });
-  for (int c = 0; count > 0 && c < cache_.d(); ++c) {
+  if (count == 0) return;
+  const bool smooth = cache_.options.smooth_k;
+  const auto keys = static_cast<double>(count);
+  double energy[most_channels];
+  for (int c = 0; c < cache_.d(); ++c) {
     add_in_halves<mean_lanes>(&sum[0][c], most_channels);
-    mean[c] = static_cast<float>(sum[0][c] / static_cast<double>(count));
+    add_in_halves<mean_lanes>(&square[0][c], most_channels);
+    if (smooth) mean[c] = static_cast<float>(sum[0][c] / keys);
+    energy[c] = key_energy(sum[0][c], square[0][c], keys, smooth);
   }
+  if (shift != nullptr) set_key_shifts(energy, cache_.d(), shift);
 }
 
 void AppendPlan::weigh(Job& job) const {
@@ -333,7 +361,7 @@ float AppendPlan::key_importance(const Job& job) const {
     const auto visit = [&] { f(row, key_size(cache_.words->amax(row, cache_.d()))); };
     if (job.has_from) {
       for_tokens(job.from.live, [&](int token) {
-        load_page_row(cache_, 0, cache_.page(job.from), Part::k, token, nullptr, false, row);
+        load_page_row(cache_, 0, cache_.page(job.from), Part::k, token, {}, false, row);
         visit();
       });
     }
@@ -362,9 +390,10 @@ float AppendPlan::key_importance(const Job& job) const {
   return norm > 1e-15 ? static_cast<float>(1.0 / norm) : most_importance;
 }
 
-const float* AppendPlan::mean(std::int64_t head) const {
-  const std::vector<float>& all = mean_.empty() ? layer_.k_mean : mean_;
-  return all.empty() ? nullptr : all.data() + head * cache_.d();
+KeyFrame AppendPlan::frame(std::int64_t head) const {
+  if (mean_.empty()) return layer_.frame(head, cache_.d());
+  return {mean_.data() + head * cache_.d(),
+          shift_.empty() ? nullptr : shift_.data() + head * cache_.d()};
 }
 
 void AppendPlan::store_new_rows(const Job& job, std::byte* page) const {
@@ -380,7 +409,7 @@ void AppendPlan::run(const Job& job, std::byte* scratch) const {
   const auto bytes = static_cast<std::size_t>(cache_.page_bytes(0));
   std::byte* to = cache_.page(job.to);
   if (job.to.tier > 0 && job.begin == job.end) {
-    recode_page(cache_, job.from.tier, cache_.page(job.from), job.to.live, mean(job.head),
+    recode_page(cache_, job.from.tier, cache_.page(job.from), job.to.live, frame(job.head),
                 job.to.tier, to);
     return;
   }
@@ -388,13 +417,13 @@ void AppendPlan::run(const Job& job, std::byte* scratch) const {
   if (!job.has_from) {
     std::memset(rows, 0, bytes);
   } else if (job.from.tier > 0) {
-    expand_page(cache_, job.from.tier, cache_.page(job.from), job.from.live, mean(job.head), rows);
+    expand_page(cache_, job.from.tier, cache_.page(job.from), job.from.live, frame(job.head), rows);
   } else if (const std::byte* from = cache_.page(job.from); from != rows) {
     std::memcpy(rows, from, bytes);
   }
   store_new_rows(job, rows);
   if (job.to.tier > 0) {
-    recode_page(cache_, 0, rows, job.to.live, mean(job.head), job.to.tier, to);
+    recode_page(cache_, 0, rows, job.to.live, frame(job.head), job.to.tier, to);
   }
 }
 
@@ -404,7 +433,10 @@ void AppendPlan::commit() noexcept {
     for (const Job& job : jobs_) layer_.tables[static_cast<std::size_t>(job.head)].back() = job.to;
   } else {
     layer_.tables.swap(tables_);
-    if (!mean_.empty()) layer_.k_mean.swap(mean_);
+    if (!mean_.empty()) {
+      layer_.k_mean.swap(mean_);
+      layer_.k_shift.swap(shift_);
+    }
   }
   const bool cut = new_length_ < layer_.length;
   layer_.length = new_length_;

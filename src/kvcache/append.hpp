@@ -67,13 +67,13 @@ class AppendPlan {
   /// f(position, row, size) for the keys of a head that its mean may be of.
   template <class F>
   void for_keys(std::int64_t head, F f) const;
-  void sum_keys(std::int64_t head, float* mean) const;
+  void sum_keys(std::int64_t head, float* mean, std::uint8_t* shift) const;
   /// Sets what is known of a page that is new, grows or leaves the window; negative: nothing.
   void weigh(Job& job) const;
   float key_importance(const Job& job) const;
   void load_new_k(std::int64_t head, std::int64_t position, float* row) const;
   void store_new_rows(const Job& job, std::byte* page) const;
-  const float* mean(std::int64_t head) const;
+  KeyFrame frame(std::int64_t head) const;
 
   detail::KvCacheData& cache_;
   Layer& layer_;
@@ -81,7 +81,8 @@ class AppendPlan {
   std::int64_t new_length_;
   bool fast_ = false;  ///< the last page of every table takes it all; tables_ is not used
   std::vector<Table> tables_;
-  std::vector<float> mean_;
+  std::vector<float> mean_;  ///< and shift_: a layer's, where they are frozen now
+  std::vector<std::uint8_t> shift_;
   std::vector<Job> jobs_;
   std::vector<Entry> taken_;     ///< pages of this plan
   std::vector<Entry> replaced_;  ///< pages that the tables give up

@@ -228,8 +228,10 @@ KvBytes KvCache::bytes() const {
     held += static_cast<std::int64_t>(s.layers.capacity() * sizeof(Layer));
     for (const Layer& layer : s.layers) {
       held += static_cast<std::int64_t>(layer.tables.capacity() * sizeof(Table) +
-                                        layer.k_mean.capacity() * sizeof(float));
-      b.means += static_cast<std::int64_t>(layer.k_mean.size() * sizeof(float));
+                                        layer.k_mean.capacity() * sizeof(float) +
+                                        layer.k_shift.capacity());
+      b.means +=
+          static_cast<std::int64_t>(layer.k_mean.size() * sizeof(float) + layer.k_shift.size());
       for (const Table& table : layer.tables) {
         held += static_cast<std::int64_t>(table.capacity() * sizeof(Entry));
         b.tables += static_cast<std::int64_t>(table.size() * sizeof(Entry));
@@ -265,6 +267,7 @@ KvUsage kv::usage_of(const KvCacheData& cache, const Layer& layer) {
       (e.tier == 0 ? u.window_tokens : u.tier_tokens[e.tier - std::size_t{1}]) += e.tokens();
     }
   }
+  for (const std::uint8_t shift : layer.k_shift) u.balanced_channels += shift > 0 ? 1 : 0;
   u.allowed_bytes = std::max<std::int64_t>(cache.allowed_bytes(layer.length), 0);
   const std::int64_t values = layer.length * o.heads_kv * (o.d + o.dv);
   if (values > 0) u.average_bits = 8.0 * static_cast<double>(u.bytes) / static_cast<double>(values);

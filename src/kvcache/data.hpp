@@ -11,6 +11,7 @@
 #include "formats/kv_layout.hpp"
 #include "kernels/cpu/words.hpp"
 #include "kvcache/entry.hpp"
+#include "kvcache/key_balance.hpp"
 #include "kvcache/pool.hpp"
 #include "qattn/kv_cache.hpp"
 
@@ -24,7 +25,14 @@ using Table = std::vector<Entry>;
 struct Layer {
   std::int64_t length = 0;
   std::vector<Table> tables;  ///< [heads_kv]
-  std::vector<float> k_mean;  ///< [heads_kv][d]; empty until a page is quantised
+  /// [heads_kv][d]; both empty until a page is quantised, and where the options ask for neither.
+  std::vector<float> k_mean;          ///< zeros without smooth_k
+  std::vector<std::uint8_t> k_shift;  ///< exponents of what K is divided by; without balance empty
+
+  KeyFrame frame(std::int64_t head, std::int64_t d) const {
+    return {k_mean.empty() ? nullptr : k_mean.data() + head * d,
+            k_shift.empty() ? nullptr : k_shift.data() + head * d};
+  }
 
   /// After tokens went: a mean that no page was quantised with any more goes, too.
   void forget_mean() {
@@ -34,6 +42,7 @@ struct Layer {
       }
     }
     k_mean = {};
+    k_shift = {};
   }
 };
 
@@ -41,6 +50,13 @@ struct Sequence {
   std::int64_t id = 0;
   std::vector<Layer> layers;
 };
+
+/// Is K over powers of two of its channels what is quantised?
+inline bool balances_k(const KvCacheOptions& o) {
+  return o.balance_k && o.k_granularity != Granularity::per_channel;
+}
+/// Is something of K frozen when a layer's first page is quantised?
+inline bool freezes_k(const KvCacheOptions& o) { return o.smooth_k || balances_k(o); }
 
 }  // namespace qattn::kv
 
@@ -65,6 +81,7 @@ struct KvCacheData {
   }
   /// Does a tier other than 0 have a scale a channel for K, and not one a token?
   bool k_by_channel() const { return options.k_granularity == Granularity::per_channel; }
+  bool balances_k() const { return kv::balances_k(options); }
   formats::KvPage layout(int tier) const {
     return {block(tier), static_cast<int>(blocks_per_page()), tier > 0 && k_by_channel()};
   }
@@ -119,7 +136,7 @@ inline Status invalid(std::string message) {
   return Status(Code::invalid_argument, std::move(message));
 }
 
-/// Bytes that the budget counts beside pages and their entries: K's means.
+/// Bytes that the budget counts beside pages and their entries: K's means and powers of two.
 std::int64_t mean_bytes(const KvCacheOptions& options);
 
 /// Bytes that K and V of one token and layer may take on average.

@@ -56,6 +56,7 @@ struct DeviceCache {
   std::int32_t bf16 = 0;        ///< those rows are bf16, not f16
   std::int32_t rotate = 0, smooth_k = 0;
   std::int32_t k_by_channel = 0;  ///< K in tiers has a scale a channel, and is not rotated
+  std::int32_t balance_k = 0;     ///< K in tiers is divided by powers of two of its channels
   DevicePool pool[most_tiers];
 
   Entry* entries = nullptr;          ///< [slots][layers][heads_kv][most_pages], by `first`
@@ -63,6 +64,9 @@ struct DeviceCache {
   std::int32_t* lengths = nullptr;   ///< [slots][layers] tokens
   float* k_means = nullptr;          ///< [slots][layers][heads_kv][d]; zeros until they are frozen
   std::int32_t* has_mean = nullptr;  ///< [slots][layers]
+  /// [slots][layers][heads_kv][d] exponents of what K is divided by; zeros until they are frozen.
+  /// With balance_k alone.
+  std::uint8_t* k_shifts = nullptr;
 
   /// [slots] SlotError: not 0 where a slot is in no use, or where its contents are not what was
   /// asked for. Nothing is appended to it then, and decode gives its queries NaN. Null: for decode
@@ -79,6 +83,10 @@ struct DeviceCache {
   }
   QATTN_HD Entry* table(std::int64_t slot, std::int64_t layer, std::int64_t head) const {
     return entries + head_index(slot, layer, head) * most_pages;
+  }
+  QATTN_HD bool freezes_k() const { return smooth_k != 0 || balance_k != 0; }
+  QATTN_HD std::uint8_t* k_shift(std::int64_t slot, std::int64_t layer, std::int64_t head) const {
+    return k_shifts + head_index(slot, layer, head) * d;
   }
   QATTN_HD float* k_mean(std::int64_t slot, std::int64_t layer, std::int64_t head) const {
     return k_means + head_index(slot, layer, head) * d;

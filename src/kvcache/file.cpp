@@ -7,10 +7,12 @@
 //   k_means      F32 [frozen][heads][D]
 //   pages.0 ..   U8  [pages][page bytes]  a pool each (formats/kv_layout.hpp); shared pages once
 //   mean_flags   U8  [n][layers]          1: the layer's mean is frozen, and the next of k_means
+//   k_shifts     U8  [frozen][heads][D]   version 3: what K is divided by, exponents of 2
 //
 // Everything that the header says follows from the options and counts in its one line of metadata,
 // so load() reads that line, writes the header again and compares: there is no parser to trust.
-// Version 1 has a scale a token for K, version 2 (k_granularity=per_channel) a scale a channel.
+// Version 2 (k_granularity=per_channel) has a scale a channel for K, the others a scale a token; of
+// them version 3 is balanced (KvCacheOptions::balance_k) and version 1, as all were before, not.
 #include "kvcache/file.hpp"
 
 #include <algorithm>
@@ -48,7 +50,7 @@ struct Image {
   std::vector<std::int64_t> sequences, lengths, table_sizes;
   std::vector<Entry> entries;
   std::vector<float> means;
-  std::vector<std::uint8_t> flags;
+  std::vector<std::uint8_t> flags, shifts;
 };
 
 /// Numbers the used pages of every pool from 0 in the order of the tables.
@@ -81,6 +83,7 @@ Image image_of(const KvCacheData& data, Renumber& renumber, FileCounts& c) {
       image.flags.push_back(layer.k_mean.empty() ? 0 : 1);
       c.means += layer.k_mean.empty() ? 0 : 1;
       image.means.insert(image.means.end(), layer.k_mean.begin(), layer.k_mean.end());
+      image.shifts.insert(image.shifts.end(), layer.k_shift.begin(), layer.k_shift.end());
       for (const Table& table : layer.tables) {
         image.table_sizes.push_back(static_cast<std::int64_t>(table.size()));
         for (Entry e : table) {
@@ -131,6 +134,7 @@ Status kv::write_file(const KvCacheData& data, const std::string& path) {
     }
   }
   put_all(image.flags);
+  put_all(image.shifts);
   good = std::fclose(file.release()) == 0 && good;
   if (good && std::rename(temporary.c_str(), path.c_str()) == 0) return {};
   std::remove(temporary.c_str());
@@ -249,6 +253,10 @@ Status build(const Image& image, const FileCounts& c, KvCacheData& data,
       if (image.flags[l] == 1) {
         const float* from = image.means.data() + mean++ * width;
         layer.k_mean.assign(from, from + width);
+        if (data.balances_k()) {
+          const std::uint8_t* shift = image.shifts.data() + (mean - 1) * width;
+          layer.k_shift.assign(shift, shift + width);
+        }
       }
       for (std::size_t h = 0; h < heads; ++h) {
         const std::int64_t size = image.table_sizes[l * heads + h];
@@ -291,7 +299,8 @@ Status read_body(Reader& file, const FileCounts& c, KvCacheData& data) {
       whole = file.read(pool.page(pool.allocate()), static_cast<std::size_t>(pool.page_bytes()));
     }
   }
-  whole = whole && file.read_all(image.flags, n * layers);
+  whole = whole && file.read_all(image.flags, n * layers) &&
+          file.read_all(image.shifts, data.balances_k() ? c.means * heads * c.options.d : 0);
   if (!whole) return invalid("cannot be read to its end");
   std::vector<std::vector<std::int64_t>> references;
   for (const std::int64_t pages : c.pages) references.emplace_back(static_cast<std::size_t>(pages));

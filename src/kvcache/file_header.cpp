@@ -37,7 +37,7 @@ std::string hexadecimal(double value) {
 
 std::string FileCounts::line() const {
   const bool by_channel = options.k_granularity == Granularity::per_channel;
-  std::string s = by_channel ? "version=2" : "version=1";
+  std::string s = by_channel ? "version=2" : options.balance_k ? "version=3" : "version=1";
   each_number(*this, [&](const char* name, std::int64_t value) {
     s += std::string(" ") + name + "=" + text(value);
   });
@@ -106,7 +106,7 @@ Result<FileCounts> FileCounts::parse(const std::string& line) {
   FileCounts c;
   Fields f(line);
   const std::int64_t version = f.integer("version");
-  if (version != 1 && version != 2) return invalid("is of neither version 1 nor version 2");
+  if (version < 1 || version > 3) return invalid("is of none of the versions 1 to 3");
   each_number(c, [&](const char* name, std::int64_t& value) { value = f.integer(name); });
   c.options.window_format = format_named(f.take("window_format")).value_or(Format::none);
   c.options.tiers.clear();
@@ -122,6 +122,7 @@ Result<FileCounts> FileCounts::parse(const std::string& line) {
   c.options.importance = static_cast<KvImportance>(f.integer("importance"));
   c.options.importance_decay = static_cast<float>(f.real("importance_decay"));
   c.options.hysteresis = static_cast<float>(f.real("hysteresis"));
+  c.options.balance_k = version != 1;
   if (version == 2) {
     c.options.k_granularity =
         granularity_named(f.take("k_granularity")).value_or(Granularity::automatic);
@@ -149,6 +150,10 @@ std::vector<FilePart> file_parts(const FileCounts& c, const detail::KvCacheData&
   }
   // Behind all others, whose elements must lie at multiples of their size.
   parts.push_back({"mean_flags", "U8", {n, layers}, n * layers});
+  if (data.balances_k()) {
+    const std::int64_t d = c.options.d;
+    parts.push_back({"k_shifts", "U8", {c.means, heads, d}, c.means * heads * d});
+  }
   return parts;
 }
 

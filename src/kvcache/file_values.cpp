@@ -23,16 +23,23 @@ Status check_means(const detail::KvCacheData& cache) {
   std::int64_t element = 0;
   for (const Sequence& s : cache.sequences) {
     for (const Layer& layer : s.layers) {
-      if (!cache.options.smooth_k && !layer.k_mean.empty()) {
+      if (!freezes_k(cache.options) && !layer.k_mean.empty()) {
         return invalid("mean_flags: a layer of sequence " + text(s.id) +
                        " has a mean, and there are none without smooth_k");
       }
       for (const float x : layer.k_mean) {
-        if (!formats::is_finite(x)) {
+        const bool none = !cache.options.smooth_k && x != 0;
+        if (!formats::is_finite(x) || none) {
           return invalid("k_means: element " + text(element) + " is " + text(x) +
-                         ", should be finite");
+                         (none ? ", should be 0 without smooth_k" : ", should be finite"));
         }
         ++element;
+      }
+      for (const std::uint8_t shift : layer.k_shift) {
+        if (shift > most_key_shift) {
+          return invalid("k_shifts: an element of sequence " + text(s.id) + " is " +
+                         text(std::int64_t{shift}) + ", should be at most 15");
+        }
       }
     }
   }

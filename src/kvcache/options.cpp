@@ -88,7 +88,9 @@ double budget_per_token(const KvCacheOptions& o) {
   return o.average_bits / 8 * static_cast<double>(o.heads_kv * (o.d + o.dv));
 }
 
-std::int64_t mean_bytes(const KvCacheOptions& o) { return o.smooth_k ? o.heads_kv * o.d * 4 : 0; }
+std::int64_t mean_bytes(const KvCacheOptions& o) {
+  return freezes_k(o) ? o.heads_kv * o.d * (balances_k(o) ? 5 : 4) : 0;
+}
 
 Status check_options(const KvCacheOptions& o) {
   if (Status s = check_dimensions(o); !s.ok()) return s;

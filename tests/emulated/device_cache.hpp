@@ -33,6 +33,7 @@ class MirroredCache {
     view_.bf16 = o.window_format == Format::bf16 ? 1 : 0;
     view_.rotate = o.rotate ? 1 : 0;
     view_.smooth_k = o.smooth_k ? 1 : 0;
+    view_.balance_k = data_.balances_k() ? 1 : 0;
     view_.k_by_channel = data_.k_by_channel() ? 1 : 0;
     std::size_t most = 1;
     each_table([&](std::size_t, std::size_t, std::size_t, const kv::Table& table) {
@@ -108,11 +109,15 @@ class MirroredCache {
         std::vector<float> mean = layer.k_mean;
         mean.resize(static_cast<std::size_t>(view_.heads_kv * view_.d), 0.0f);
         means_.insert(means_.end(), mean.begin(), mean.end());
+        std::vector<std::uint8_t> shift = layer.k_shift;
+        shift.resize(mean.size());
+        shifts_.insert(shifts_.end(), shift.begin(), shift.end());
       }
     }
     view_.lengths = lengths_.data();
     view_.has_mean = has_mean_.data();
     view_.k_means = means_.data();
+    view_.k_shifts = shifts_.data();
   }
 
   void finish_pools() {
@@ -139,6 +144,7 @@ class MirroredCache {
   std::vector<kv::Entry> entries_;
   std::vector<std::int32_t> counts_, lengths_, has_mean_;
   std::vector<float> means_;
+  std::vector<std::uint8_t> shifts_;
   std::vector<std::vector<std::uint8_t>> pages_;
   std::vector<std::vector<Words>> words_;
   std::map<std::pair<int, std::int32_t>, std::int32_t> copied_;

@@ -28,6 +28,7 @@ KvCacheOptions options(Granularity k, std::int64_t page, KvTier tier) {
   o.k_granularity = k;
   o.page_size = o.sinks = page;
   o.tiers = {tier};
+  o.balance_k = false;  // balance_test.cpp has that
   return o;
 }
 

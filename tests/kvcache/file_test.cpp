@@ -209,8 +209,11 @@ TEST_F(KvFile, ValuesThatNoCallLeavesThereAreRefused) {
   }
   std::string without = good;
   without.replace(without.find("smooth_k=1"), 10, "smooth_k=0");
-  refused(without,
-          "mean_flags: a layer of sequence 1 has a mean, and there are none without smooth_k");
+  write(without);
+  EXPECT_NE(KvCache::load(path_).status().message().find(", should be 0 without smooth_k"),
+            std::string::npos);
+  refused(with(good, place_of(good, "k_shifts") + 3, std::uint8_t{16}),
+          "k_shifts: an element of sequence 1 is 16, should be at most 15");
   for (const int tier : {1, 2, 3}) {
     const std::string name = "pages." + std::to_string(tier);
     const formats::KvBlock block = cache.data().block(tier);
@@ -291,7 +294,8 @@ TEST_F(KvFile, ScalesOfChannelsThatNoPageHasAreRefused) {
   ASSERT_NE(option, std::string::npos);
   refused(option, "k_granularity=per_tokennn", "has metadata that is not a cache's");
   refused(good.find("version=2"), "version=1", "has metadata that is not a cache's");
-  refused(good.find("version=2"), "version=3", "is of neither version 1 nor version 2");
+  refused(good.find("version=2"), "version=3", "has metadata that is not a cache's");
+  refused(good.find("version=2"), "version=4", "is of none of the versions 1 to 3");
 }
 
 TEST_P(KvFileBy, DamagedFilesAreRefusedOrHarmless) {

@@ -91,7 +91,7 @@ std::string PlainCache::append(std::int64_t id, std::int64_t layer_index, std::i
     }
     for (const PlainPage& page : pages) quantises |= page.tier == 0 && !in_window(page.first, end);
   }
-  if (quantises && o_.smooth_k && layer.mean.empty()) freeze_mean(layer);
+  if (quantises && (o_.smooth_k || balances()) && layer.mean.empty()) freeze_mean(layer);
   return demote(id, layer_index, tiers);
 }
 
@@ -162,6 +162,26 @@ int largest_size(const std::vector<const std::vector<float>*>& rows) {
 
 }  // namespace
 
+namespace {
+
+/// 2^round(13 / 16 log2(loudness / median)) of pairs of channels half a row apart, at least 1.
+std::vector<float> balance(const std::vector<double>& energy) {
+  const std::size_t pairs = energy.size() / 2;
+  std::vector<double> loud(pairs);
+  for (std::size_t j = 0; j < pairs; ++j) loud[j] = energy[j] + energy[j + pairs];
+  std::vector<double> sorted = loud;
+  std::sort(sorted.begin(), sorted.end());
+  const double median = sorted[(pairs - 1) / 2];
+  std::vector<float> over(energy.size(), 1.0f);
+  for (std::size_t j = 0; j < pairs && median > 0; ++j) {
+    const double e = loud[j] > 0 ? std::round(13.0 / 32 * std::log2(loud[j] / median)) : 0;
+    over[j] = over[j + pairs] = static_cast<float>(std::exp2(std::clamp(e, 0.0, 15.0)));
+  }
+  return over;
+}
+
+}  // namespace
+
 void PlainCache::freeze_mean(PlainLayer& layer) const {
   for (const std::vector<PlainPage>& pages : layer.heads) {
     std::vector<const std::vector<float>*> rows;
@@ -172,25 +192,41 @@ void PlainCache::freeze_mean(PlainLayer& layer) const {
     const int largest = largest_size(rows);
     // Sixteen sums, by block of 16 tokens; then those, added in halves.
     std::vector<std::vector<double>> sums(16, std::vector<double>(static_cast<std::size_t>(o_.d)));
+    std::vector<std::vector<double>> squares = sums;
     double count = 0;
     for (const PlainPage& page : pages) {
       if (page.tier != 0 || page.first < o_.sinks) continue;
       for (const auto& [at, token] : page.tokens) {
         if (size_of(token.k16) > largest) continue;
         std::vector<double>& sum = sums[static_cast<std::size_t>(at / 16 % 16)];
-        for (std::size_t c = 0; c < sum.size(); ++c) sum[c] += static_cast<double>(token.k16[c]);
+        std::vector<double>& square = squares[static_cast<std::size_t>(at / 16 % 16)];
+        for (std::size_t c = 0; c < sum.size(); ++c) {
+          const auto x = static_cast<double>(token.k16[c]);
+          sum[c] += x;
+          square[c] += x * x;
+        }
         ++count;
       }
     }
     for (std::size_t half = 8; half > 0; half /= 2) {
       for (std::size_t i = 0; i < half; ++i) {
-        for (std::size_t c = 0; c < sums[i].size(); ++c) sums[i][c] += sums[i + half][c];
+        for (std::size_t c = 0; c < sums[i].size(); ++c) {
+          sums[i][c] += sums[i + half][c];
+          squares[i][c] += squares[i + half][c];
+        }
       }
     }
     layer.mean.emplace_back();
     for (const double s : sums[0]) {
-      layer.mean.back().push_back(count > 0 ? static_cast<float>(s / count) : 0.0f);
+      layer.mean.back().push_back(count > 0 && o_.smooth_k ? static_cast<float>(s / count) : 0.0f);
     }
+    if (!balances()) continue;
+    std::vector<double> energy(sums[0].size());
+    for (std::size_t c = 0; count > 0 && c < energy.size(); ++c) {
+      const double of_mean = o_.smooth_k ? sums[0][c] * (sums[0][c] / count) : 0.0;
+      energy[c] = std::max(squares[0][c] - of_mean, 0.0);
+    }
+    layer.over.push_back(balance(energy));
   }
 }
 
@@ -203,6 +239,7 @@ void PlainCache::requantise(const PlainLayer& layer, std::size_t head, PlainPage
       token.v = {token.v16, 16};
       for (std::size_t c = 0; !layer.mean.empty() && c < token.k.stored.size(); ++c) {
         token.k.stored[c] -= layer.mean[head][c];
+        if (balances()) token.k.stored[c] /= layer.over[head][c];
       }
       if (o_.rotate && !k_by_channel()) {
         formats::rotate(token.k.stored.data(), static_cast<int>(o_.d));
@@ -238,6 +275,7 @@ void forget_mean(PlainLayer& layer) {
     }
   }
   layer.mean.clear();
+  layer.over.clear();
 }
 
 }  // namespace
@@ -274,7 +312,10 @@ void PlainCache::values(const PlainLayer& layer, std::size_t head, const PlainPa
   if (page.tier == 0) return;
   if (o_.rotate && !k_by_channel()) formats::unrotate(k.data(), static_cast<int>(o_.d));
   if (o_.rotate) formats::unrotate(v.data(), static_cast<int>(o_.dv));
-  for (std::size_t c = 0; !layer.mean.empty() && c < k.size(); ++c) k[c] += layer.mean[head][c];
+  for (std::size_t c = 0; !layer.mean.empty() && c < k.size(); ++c) {
+    if (balances()) k[c] *= layer.over[head][c];
+    k[c] += layer.mean[head][c];
+  }
 }
 
 void PlainCache::contents(std::int64_t id, std::int64_t layer_index, std::vector<float>& k,
@@ -312,7 +353,8 @@ std::int64_t PlainCache::scale_bytes(int tier) const {
 
 std::int64_t PlainCache::layer_bytes(std::int64_t id, std::int64_t layer_index) const {
   const PlainLayer& layer = sequences_.at(id)[static_cast<std::size_t>(layer_index)];
-  std::int64_t bytes = o_.smooth_k ? o_.heads_kv * o_.d * 4 : 0;
+  std::int64_t bytes = o_.smooth_k || balances() ? o_.heads_kv * o_.d * 4 : 0;
+  bytes += balances() ? o_.heads_kv * o_.d : 0;
   for (const auto& pages : layer.heads) {
     for (const PlainPage& page : pages) bytes += page_bytes(page.tier) + 24;
   }
@@ -325,6 +367,7 @@ KvBytes PlainCache::bytes() const {
   for (const auto& [id, sequence] : sequences_) {
     for (const PlainLayer& layer : sequence) {
       for (const auto& mean : layer.mean) b.means += static_cast<std::int64_t>(mean.size()) * 4;
+      for (const auto& over : layer.over) b.means += static_cast<std::int64_t>(over.size());
       for (const auto& pages : layer.heads) {
         b.tables += static_cast<std::int64_t>(pages.size()) * 24;
         for (const PlainPage& page : pages) {

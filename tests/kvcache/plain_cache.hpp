@@ -39,6 +39,7 @@ struct PlainLayer {
   std::int64_t length = 0;
   std::vector<std::vector<PlainPage>> heads;
   std::vector<std::vector<float>> mean;  ///< a row a head, empty until something is quantised
+  std::vector<std::vector<float>> over;  ///< likewise: what K is divided by
 };
 
 using PlainSequence = std::vector<PlainLayer>;
@@ -77,6 +78,7 @@ class PlainCache {
   void values(const PlainLayer& layer, std::size_t head, const PlainPage& page,
               const PlainToken& token, std::vector<float>& k, std::vector<float>& v) const;
   void open(const PlainLayer& layer, std::size_t head, PlainPage& page) const;
+  bool balances() const { return o_.balance_k && !k_by_channel(); }
   void freeze_mean(PlainLayer& layer) const;
   void requantise(const PlainLayer& layer, std::size_t head, PlainPage& page, int tier) const;
   std::int64_t code_bytes(int tier) const;

@@ -69,6 +69,8 @@ class Walk {
     o_.window_format = one_in(2) ? Format::bf16 : Format::f16;
     o_.smooth_k = !one_in(4);
     o_.rotate = !one_in(4);
+    o_.balance_k = !one_in(4);
+    loud_ = one_in(2);
     o_.k_granularity = one_in(3) ? Granularity::per_channel : Granularity::per_token;
     o_.importance = one_in(2) ? KvImportance::key_norm : KvImportance::uniform;
     o_.threads = 1 + below(2);
@@ -195,6 +197,9 @@ class Walk {
     for (float& v : x) {
       v = static_cast<float>(
           test::round_f16(test::round_bf16(static_cast<double>(normal(random_)))));
+    }
+    for (std::size_t i = 3; loud_ && i < x.size(); i += static_cast<std::size_t>(channels)) {
+      x[i] *= 64;
     }
     const bool bf16 = o_.window_format == Format::bf16;
     if (!x.empty() && one_in(6)) x[random_() % x.size()] = 4096.0f;
@@ -345,6 +350,7 @@ class Walk {
   }
 
   std::mt19937 random_;
+  bool loud_ = false;  ///< a channel is
   KvCacheOptions o_;
   std::optional<KvCache> cache_;
   std::unique_ptr<PlainCache> model_;

@@ -28,6 +28,8 @@ PairOptions shaped(unsigned i) {
   o.cache.window_format = i % 4 == 3 ? Format::bf16 : Format::f16;
   o.cache.smooth_k = i % 5 != 4;
   o.cache.rotate = i % 7 != 6;
+  o.cache.balance_k = i % 4 != 0;
+  o.loud = i % 3 != 0;
   o.cache.importance = i % 3 == 2 ? KvImportance::key_norm : KvImportance::uniform;
   o.cache.hysteresis = i % 2 ? 0.25f : 2.0f;
   if (i % 4 != 2) {

@@ -31,6 +31,7 @@ PairOptions mixed(std::int64_t d = 64, std::int64_t heads = 2) {
   o.cache.d = o.cache.dv = d;
   o.cache.window = 32;
   o.cache.average_bits = 5;
+  o.loud = true;
   o.cache.budget_from = *KvCache::shortest_length(o.cache);
   o.capacity.sequences = 4;
   o.capacity.tokens = 1200;
@@ -84,6 +85,7 @@ DecodeCase queries_of(const KvCacheOptions& o, std::int64_t batch, unsigned kind
   c.queries = std::array<std::int64_t, 4>{1, 2, 8, 1}[kind % 4];
   c.heads_q = o.heads_kv * std::array<std::int64_t, 3>{1, 4, 2}[kind % 3];
   c.q = normal_values(batch * c.queries * c.heads_q * o.d, kind, 1.5f);
+  for (std::size_t i = 5; i < c.q.size(); i += 32) c.q[i] *= 0.02f;  // where keys may be loud
   c.with_mass = true;
   c.options.causal = (kind & 16) == 0;
   if (kind & 1) c.options.window_left = 117;

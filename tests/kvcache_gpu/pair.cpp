@@ -68,7 +68,7 @@ std::int64_t Pair::length(std::int64_t slot, std::int64_t layer) const {
 }
 
 std::vector<std::uint8_t> Pair::random_rows(std::int64_t rows, std::int64_t channels,
-                                            const Step& step) {
+                                            const Step& step, bool loud) {
   std::normal_distribution<float> normal;
   const std::int64_t size = info(o_.input).bits / 8;
   std::vector<std::uint8_t> bytes(static_cast<std::size_t>(rows * channels * size));
@@ -77,6 +77,7 @@ std::vector<std::uint8_t> Pair::random_rows(std::int64_t rows, std::int64_t chan
     const float sigma = random_() % 9 == 0 ? 1e-3f : 1.0f;
     for (std::int64_t c = 0; c < channels; ++c) {
       float x = normal(random_) * sigma + (c % 7 == 0 ? 3.0f : 0.0f);
+      if (loud && c % 32 == 5) x *= 50.0f;
       if (kind == 0 && c == 5) x = std::nanf("");
       if (kind == 1 && c == 7) x = INFINITY;
       if (kind == 2) x = c % 2 ? 0.0f : -0.0f;
@@ -102,8 +103,8 @@ void Pair::append(const Step& step) {
   const std::int64_t size = info(o_.input).bits / 8;
   // Rows with room between them, so that strides count.
   const std::int64_t pitch_k = c.d + 8, pitch_v = c.dv + 8, heads = c.heads_kv;
-  std::vector<std::uint8_t> k = random_rows(batch * tokens * heads, pitch_k, step);
-  std::vector<std::uint8_t> v = random_rows(batch * tokens * heads, pitch_v, step);
+  std::vector<std::uint8_t> k = random_rows(batch * tokens * heads, pitch_k, step, o_.loud);
+  std::vector<std::uint8_t> v = random_rows(batch * tokens * heads, pitch_v, step, false);
   const bool bshd = o_.layout == Layout::bshd;
   const auto view = [&](std::vector<std::uint8_t>& data, std::int64_t pitch,
                         std::int64_t channels) {

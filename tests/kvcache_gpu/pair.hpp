@@ -19,6 +19,7 @@ struct PairOptions {
   Format input = Format::f16;
   Layout layout = Layout::bshd;
   unsigned seed = 1;
+  bool loud = false;  ///< channels 5, 37, ... of K vary fifty times as much as the others
 };
 
 /// What an append is given.
@@ -68,7 +69,8 @@ class Pair {
   std::mt19937& random() { return random_; }
 
  private:
-  std::vector<std::uint8_t> random_rows(std::int64_t rows, std::int64_t channels, const Step& step);
+  std::vector<std::uint8_t> random_rows(std::int64_t rows, std::int64_t channels, const Step& step,
+                                        bool loud);
 
   PairOptions o_;
   KvBackend backend_;

@@ -73,6 +73,10 @@ std::string layer_difference(const detail::KvCacheData& host, const kv::Layer& l
       if (bits(mean) != bits(c.k_mean(slot, number, h)[i])) {
         return head + "mean of channel " + text(i) + " differs";
       }
+      const int shift = layer.k_shift.empty() ? 0 : layer.k_shift[k];
+      if (c.balance_k != 0 && shift != c.k_shift(slot, number, h)[i]) {
+        return head + "what channel " + text(i) + " is divided by differs";
+      }
     }
     const kv::Table& table = layer.tables[static_cast<std::size_t>(h)];
     const std::int32_t count = c.counts[c.head_index(slot, number, h)];

@@ -112,8 +112,8 @@ def test_k_with_a_scale_a_channel(rng, tmp_path, page_size):
     q[..., 5::32] *= 0.1  # as K's channels vary, or the others would not matter
     errors, scales = [], []
     for name in "per_token", "per_channel":
-        sizes = {"page_size": page_size, "sinks": page_size}
-        cache = qattn.KvCache(kv_heads=2, head_dim=128, tiers=[3], k_granularity=name, **sizes)
+        options = {"page_size": page_size, "sinks": page_size, "balance_k": False}
+        cache = qattn.KvCache(kv_heads=2, head_dim=128, tiers=[3], k_granularity=name, **options)
         s = cache.add_sequence()
         cache.append(0, s, k, v)
         out = cache.decode(q, 0, s)[0]
@@ -259,6 +259,7 @@ def test_importance_of_a_prefill_decides_tiers(rng):
         ({"k_granularity": None}, "k_granularity: None is not a name"),
         ({"importance": "\udc80"}, "^importance: .* is not a name"),
         ({"smooth_k": 1}, "smooth_k: 1 is neither True nor False"),
+        ({"balance_k": 1}, "balance_k: 1 is neither True nor False"),
     ],
 )
 def test_refused_options(arguments, words):
@@ -364,3 +365,38 @@ def test_truncation_keeps_the_budget(rng):
         cache.append(0, s, rows(rng, 1, 2, 1, 64), rows(rng, 1, 2, 1, 64))
         usage = cache.usage(s)
         assert usage.bytes <= usage.allowed_bytes
+
+
+def loud_keys(first, size, length=1024):
+    """Keys as Qwen2.5 has them: rotary embeddings turn a bias, in pairs where queries are small."""
+    rng, half = np.random.default_rng(12), 64
+
+    def turned(x):
+        angle = np.arange(x.shape[1])[:, None] * 1e6 ** (-np.arange(half) / half)
+        c, s = np.cos(angle)[None, :, None], np.sin(angle)[None, :, None]
+        a, b = x[..., :half], x[..., half:]
+        return np.concatenate([a * c - b * s, a * s + b * c], -1)
+
+    bias = np.zeros(128)
+    bias[first : first + 4], bias[first + half : first + half + 4] = size, -0.7 * size
+    q, k, v = rng.standard_normal((3, 1, length, 2, 128))
+    q[..., bias != 0] *= 0.02
+    return [x.astype(np.float32) for x in (turned(2 * q)[:, -8:], turned(k + bias), v)]
+
+
+@pytest.mark.parametrize("first", [30, 0])
+def test_loud_channels_cost_little_by_themselves(first):
+    q, k, v = loud_keys(first, 200)
+    exact = qattn.attention(q, k, v, recipe="f32", causal=True)
+
+    def error(**options):
+        cache = qattn.KvCache(kv_heads=2, head_dim=128, tiers=[4], window=64, **options)
+        s = cache.add_sequence()
+        cache.append(0, s, k, v)
+        out = cache.decode(q, 0, s)
+        return np.linalg.norm(out - exact) / np.linalg.norm(exact), cache.usage(s)
+
+    balanced, usage = error()
+    assert balanced < 0.27 and usage.balanced_channels == 2 * 8
+    plain, usage = error(balance_k=False)
+    assert plain > 1 and usage.balanced_channels == 0

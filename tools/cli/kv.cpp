@@ -18,7 +18,8 @@ struct KvFlags {
                                      k_granularity = "per_token";
   double budget = 0;
   KvCacheOptions cache;
-  bool no_smooth = false, no_rotate = false, debias = false, bf16 = false, json = false;
+  bool no_smooth = false, no_rotate = false, no_balance = false, debias = false, bf16 = false,
+       json = false;
 
   void add_to(CLI::App& app) {
     app.add_option("--k", k, "keys (B, Hkv, S, D): .npy or file.safetensors:name")->required();
@@ -38,6 +39,7 @@ struct KvFlags {
         ->check(CLI::IsMember({"uniform", "key_norm"}));
     app.add_flag("--no-smooth", no_smooth, "leave the mean in the keys");
     app.add_flag("--no-rotate", no_rotate, "no Hadamard rotation");
+    app.add_flag("--no-balance", no_balance, "leave loud channels of the keys as they are");
     app.add_option("--k-granularity", k_granularity,
                    "K's scales: per_token (default), or per_channel of a page")
         ->check(CLI::IsMember({"per_token", "per_channel"}));
@@ -104,6 +106,7 @@ Result<KvCacheOptions> options_of(const KvFlags& flags, const Inputs& in) {
   o.average_bits = flags.budget;
   o.smooth_k = !flags.no_smooth;
   o.rotate = !flags.no_rotate;
+  o.balance_k = !flags.no_balance;
   o.k_granularity = granularity_named(flags.k_granularity).value_or(Granularity::automatic);
   o.importance = flags.importance == "key_norm" ? KvImportance::key_norm : KvImportance::uniform;
   const Result<Format> format = parse_input_format("--window-format", flags.window_format);

@@ -142,7 +142,7 @@ void Decode::prepare(std::int64_t u) {
   const TensorView& view = call_.tensors.q;
   const std::int64_t b = u / cache.options.heads_kv, h = u % cache.options.heads_kv;
   const kv::Layer& layer = *call_.layers[static_cast<std::size_t>(b)];
-  const float* mean = layer.k_mean.empty() ? nullptr : layer.k_mean.data() + h * d_;
+  const auto [mean, shift] = layer.frame(h, d_);
   const Queries q = queries(u);
   const std::int64_t bytes = info(view.format).bits / 8;
   float row[256];
@@ -156,8 +156,14 @@ void Decode::prepare(std::int64_t u) {
     for (int c = 0; mean && c < d_; ++c) dot += static_cast<double>(row[c]) * mean[c];
     q.offset[r] = static_cast<float>(dot * call_.softmax_scale);
     for (int c = 0; c < d_; ++c) q.raw[r * d_ + c] = row[c] * call_.softmax_scale;
-    q.noise[r] = call_.debias ? half_square(q.raw + r * d_, d_) : 0.0f;
+    q.noise[r] = 0;
     if (cache.k_by_channel()) continue;  // every page has planes of its own
+    for (int c = 0; shift && c < d_; ++c) row[c] *= kv::key_factor(shift[c]);
+    if (call_.debias) {
+      float scaled[256];
+      for (int c = 0; c < d_; ++c) scaled[c] = row[c] * call_.softmax_scale;
+      q.noise[r] = half_square(scaled, d_);
+    }
     if (cache.options.rotate) rotate(*cache.words, row, d_);
     std::int8_t* high = q.planes + std::int64_t{2} * r * d_;
     q.scale[r] = call_.softmax_scale * cache.words->kv_planes(row, d_, high, high + d_, q.sum + r);

@@ -4,6 +4,7 @@
 #include "formats/bits.hpp"
 #include "formats/hadamard.hpp"
 #include "kernels/attn_decode/sm80_params.hpp"
+#include "kvcache/key_balance.hpp"
 #include "tile/score.hpp"
 
 namespace qattn::kernels {
@@ -131,7 +132,7 @@ struct DecodePrepare {
     put(query_low, narrow(raw - kept));
   }
 
-  /// A row as it came, rotated, and its product with K's mean.
+  /// A row as it came, as codes take it (balanced, rotated), and its product with K's mean.
   struct QueryRow {
     LaneRow<D> raw, rotated;
     float dot = 0;
@@ -183,6 +184,7 @@ struct DecodePrepare {
     if (isa::thread() == 0) isa::store_shared(top_at, 0u);
     isa::sync_threads();
     const bool smooth = p.cache.smooth_k != 0 && !pair.bad;
+    const bool balanced = p.cache.balance_k != 0 && !pair.bad;
     const float* mean = smooth ? p.cache.k_mean(pair.slot, p.layer, pair.head) : nullptr;
 #pragma unroll
     for (int i = 0; i < most_rows; ++i) {
@@ -196,11 +198,16 @@ struct DecodePrepare {
         }
       }
       query.rotated = query.raw;
-      float top = amax(query.raw);
-      if (p.cache.rotates_k()) {
-        query.rotated.rotate();
-        top = fmaxf(top, amax(query.rotated));
+      if (balanced) {
+        const std::uint8_t* shift = p.cache.k_shift(pair.slot, p.layer, pair.head);
+#pragma unroll
+        for (int x = 0; x < LaneRow<D>::count; ++x) {
+          query.rotated.x[x] *= kv::key_factor(isa::load_global(shift + query.raw.channel(x)));
+        }
       }
+      float top = amax(query.raw);
+      if (p.cache.rotates_k()) query.rotated.rotate();
+      if (p.cache.rotates_k() || balanced) top = fmaxf(top, amax(query.rotated));
       if (isa::lane() == 0) isa::atomic_max_shared(top_at, formats::bits_of(top));
     }
     isa::sync_threads();

@@ -28,6 +28,9 @@ struct ForkTables {
     for (int c = isa::thread(); c < cache.d; c += threads) {
       isa::store_global(cache.k_means + to * cache.d + c,
                         isa::load_global(cache.k_means + from * cache.d + c));
+      if (cache.balance_k == 0) continue;
+      isa::store_global(cache.k_shifts + to * cache.d + c,
+                        isa::load_global(cache.k_shifts + from * cache.d + c));
     }
     if (isa::thread() == 0) isa::store_global(cache.counts + to, count);
   }

@@ -1,10 +1,12 @@
-// K's mean of every channel, frozen when a first page of a (slot, layer) is quantised: of the keys
-// behind the sinks that are in 16 bits or new, those that kvcache/key_size.hpp lets count. Before
-// WritePages: what is quantised then lies in 16 bits now.
+// K's mean of every channel and what it is divided by (kvcache/key_balance.hpp), frozen when a
+// first page of a (slot, layer) is quantised: of the keys behind the sinks that are in 16 bits or
+// new, those that kvcache/key_size.hpp lets count. Before WritePages: what is quantised then lies
+// in 16 bits now.
 #pragma once
 
 #include "kernels/kv_append/params.hpp"
 #include "kernels/kv_append/row.cuh"
+#include "kvcache/key_balance.hpp"
 #include "kvcache/key_size.hpp"
 
 namespace qattn::kernels {
@@ -14,14 +16,14 @@ struct FreezeMean {
   using Params = AppendParams;
   static constexpr int lanes = kv::mean_lanes, most_channels = 256, per_lane = most_channels / 32;
   static constexpr int threads = 32 * lanes, min_blocks = 1;
-  static constexpr int counts_at = 8 * lanes * most_channels;
+  static constexpr int squares_at = 8 * lanes * most_channels, counts_at = 2 * squares_at;
   static constexpr int sizes_at = counts_at + 8 * lanes;
   static constexpr int shared_bytes = sizes_at + 4 * kv::key_sizes;
   static constexpr bool dependent = true;
 
   /// What a warp adds up: channels lane, lane + 32, ...
   struct Sums {
-    double sum[per_lane] = {};
+    double sum[per_lane] = {}, square[per_lane] = {};
     std::int64_t count = 0;
   };
 
@@ -47,9 +49,9 @@ struct FreezeMean {
     }
   };
 
-  static QATTN_DEVICE isa::SharedAddress at(int lane, int channel) {
+  static QATTN_DEVICE isa::SharedAddress at(int place, int lane, int channel) {
     return isa::shared_base() +
-           static_cast<isa::SharedAddress>(8 * (lane * most_channels + channel));
+           static_cast<isa::SharedAddress>(place + 8 * (lane * most_channels + channel));
   }
 
   /// f(key) for those of the calling warp, in order.
@@ -123,11 +125,45 @@ struct FreezeMean {
       if (key.size > largest) return;
 #pragma unroll
       for (int j = 0; j < per_lane; ++j) {
-        s.sum[j] = formats::add_rn(s.sum[j], static_cast<double>(clean(key.x[j])));
+        const auto x = static_cast<double>(clean(key.x[j]));
+        s.sum[j] = formats::add_rn(s.sum[j], x);
+        s.square[j] = formats::add_rn(s.square[j], formats::mul_rn(x, x));
       }
       ++s.count;
     });
     return s;
+  }
+
+  /// Sums of a channel over all lanes, in halves.
+  static QATTN_DEVICE double add_lanes(int place, int c) {
+    double sum[lanes];
+#pragma unroll
+    for (int n = 0; n < lanes; ++n) sum[n] = isa::load_shared<double>(at(place, n, c));
+#pragma unroll
+    for (int half = lanes / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int n = 0; n < lanes / 2; ++n) {
+        if (n < half) sum[n] = formats::add_rn(sum[n], sum[n + half]);
+      }
+    }
+    return sum[0];
+  }
+
+  /// What the channels are divided by, from their energies in lane 0's squares. Collective.
+  static QATTN_DEVICE void balance(const Params& p, std::int64_t slot, std::int64_t h) {
+    const int pairs = p.state.cache.d / 2, j = isa::thread();
+    const auto of_channel = [](int c) { return isa::load_shared<double>(at(squares_at, 0, c)); };
+    const auto of_pair = [&](int i) {
+      return formats::add_rn(of_channel(i), of_channel(i + pairs));
+    };
+    isa::sync_threads();
+    if (j < pairs && kv::is_median(j, pairs, of_pair)) isa::store_shared(at(0, 0, 0), of_pair(j));
+    isa::sync_threads();
+    if (j >= pairs) return;
+    const int shift = kv::key_shift(of_pair(j), isa::load_shared<double>(at(0, 0, 0)));
+    std::uint8_t* to = p.state.cache.k_shift(slot, p.layer, h) + j;
+    isa::store_global(to, static_cast<std::uint8_t>(shift));
+    isa::store_global(to + pairs, static_cast<std::uint8_t>(shift));
   }
 
   static QATTN_DEVICE void run(const Params& p) {
@@ -141,28 +177,28 @@ struct FreezeMean {
     const int warp = isa::warp();
 #pragma unroll
     for (int j = 0; j < per_lane; ++j) {
-      isa::store_shared(at(warp, isa::lane() + 32 * j), s.sum[j]);
+      isa::store_shared(at(0, warp, isa::lane() + 32 * j), s.sum[j]);
+      isa::store_shared(at(squares_at, warp, isa::lane() + 32 * j), s.square[j]);
     }
-    if (isa::lane() == 0) isa::store_shared(at(lanes, warp), s.count);
+    if (isa::lane() == 0) isa::store_shared(at(counts_at, 0, warp), s.count);
     isa::sync_threads();
-    const int c = isa::thread();
-    if (c >= cache.d) return;
     std::int64_t count = 0;
-    double sum[lanes];
 #pragma unroll
     for (int n = 0; n < lanes; ++n) {
-      sum[n] = isa::load_shared<double>(at(n, c));
-      count += isa::load_shared<std::int64_t>(at(lanes, n));
+      count += isa::load_shared<std::int64_t>(at(counts_at, 0, n));
     }
-#pragma unroll
-    for (int half = lanes / 2; half > 0; half /= 2) {
-#pragma unroll
-      for (int n = 0; n < lanes / 2; ++n) {
-        if (n < half) sum[n] = formats::add_rn(sum[n], sum[n + half]);
-      }
+    const auto keys = static_cast<double>(count);
+    const std::int64_t slot = isa::load_global(&plan->slot);
+    const int c = isa::thread();
+    const bool smooth = cache.smooth_k != 0;
+    if (c < cache.d) {
+      const double sum = add_lanes(0, c), square = add_lanes(squares_at, c);
+      const float mean = count > 0 && smooth ? static_cast<float>(sum / keys) : 0.0f;
+      isa::store_global(cache.k_mean(slot, p.layer, h) + c, mean);
+      const double energy = count > 0 ? kv::key_energy(sum, square, keys, smooth) : 0.0;
+      isa::store_shared(at(squares_at, 0, c), energy);
     }
-    const float mean = count > 0 ? static_cast<float>(sum[0] / static_cast<double>(count)) : 0.0f;
-    isa::store_global(cache.k_mean(isa::load_global(&plan->slot), p.layer, h) + c, mean);
+    if (cache.balance_k != 0) balance(p, slot, h);
   }
 };
 

@@ -73,7 +73,7 @@ LaunchError carry_out(const AppendParams& p, Stream stream) {
   if (LaunchError e = isa::launch<PlanAppend>(p, {p.batch, 1, 1}, stream); !e.empty()) return e;
   LaunchError e = isa::launch<TakePages>(p, {1, 1, 1}, stream, isa::Start::early);
   if (!e.empty()) return e;
-  if (state.cache.smooth_k != 0 && !p.shortens()) {
+  if (state.cache.freezes_k() && !p.shortens()) {
     e = isa::launch<FreezeMean>(p, {state.cache.heads_kv, p.batch, 1}, stream, isa::Start::early);
     if (!e.empty()) return e;
   }

@@ -42,6 +42,7 @@ struct InitCache {
          heads * cache.most_pages * static_cast<std::int64_t>(sizeof(kv::Entry) / 8),
          std::uint64_t{0});
     fill(cache.k_means, heads * cache.d, 0.0f);
+    if (cache.balance_k != 0) fill(cache.k_shifts, heads * cache.d, std::uint8_t{0});
     fill(cache.errors, cache.slots, std::uint32_t{kv::slot_unused});
     const std::int64_t step = std::int64_t{isa::grid().x} * threads;
     const std::int64_t mine = std::int64_t{isa::block().x} * threads + isa::thread();
@@ -147,6 +148,9 @@ struct ForgetTokens {
       isa::sync_warp();  // all have looked
       for (std::int64_t i = isa::lane(); i < means; i += 32) {
         isa::store_global(cache.k_means + at * means + i, 0.0f);
+        if (cache.balance_k != 0) {
+          isa::store_global(cache.k_shifts + at * means + i, std::uint8_t{0});
+        }
       }
       if (isa::lane() == 0) isa::store_global(cache.has_mean + at, 0);
     }

@@ -6,6 +6,7 @@
 
 #include "kernels/kv_append/params.hpp"
 #include "kernels/kv_append/row.cuh"
+#include "kvcache/key_balance.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -188,9 +189,13 @@ struct WritePages {
     }
   }
 
-  static QATTN_DEVICE const float* mean_of(const Params& p, const Unit& u) {
+  static QATTN_DEVICE kv::KeyFrame frame_of(const Params& p, const Unit& u) {
     const kv::DeviceCache& cache = p.state.cache;
-    return u.value || cache.smooth_k == 0 ? nullptr : cache.k_mean(u.slot, p.layer, u.head);
+    kv::KeyFrame frame;
+    if (u.value) return frame;
+    if (cache.smooth_k != 0) frame.mean = cache.k_mean(u.slot, p.layer, u.head);
+    if (cache.balance_k != 0) frame.shift = cache.k_shift(u.slot, p.layer, u.head);
+    return frame;
   }
   static QATTN_DEVICE bool rotates(const Params& p, const Unit& u) {
     return u.value ? p.state.cache.rotate != 0 : p.state.cache.rotates_k();
@@ -201,7 +206,7 @@ struct WritePages {
                                     LaneRow<N>& row) {
     const bool bf16 = p.state.cache.bf16 != 0;
     const float top = formats::largest_16bit(bf16);
-    const float* mean = mean_of(p, u);
+    const kv::KeyFrame frame = frame_of(p, u);
     const int channels = u.value ? p.state.cache.dv : p.state.cache.d;
     load_codes(p, u, token, there, row);
     if (rotates(p, u)) row.unrotate(channels);
@@ -213,7 +218,10 @@ struct WritePages {
         continue;
       }
       float x = row.x[j];
-      if (mean != nullptr) x = formats::add_rn(x, isa::load_global(mean + c));
+      if (frame.shift != nullptr) {
+        x = formats::mul_rn(x, kv::key_factor(isa::load_global(frame.shift + c)));
+      }
+      if (frame.mean != nullptr) x = formats::add_rn(x, isa::load_global(frame.mean + c));
       x = x > top ? top : x < -top ? -top : x;
       row.x[j] = widen(narrow(x, bf16), bf16);
     }
@@ -232,7 +240,7 @@ struct WritePages {
     const BlockPart from = part_of(p, 0, u.job.from_page < 0 || opens ? 0 : u.job.from_page, u);
     const int channels = from.channels;
     const std::int64_t at = alive && is_new ? u.element(token) : 0;
-    const float* mean = mean_of(p, u);
+    const kv::KeyFrame frame = frame_of(p, u);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const int c = LaneRow<N>::channel(j);
@@ -244,7 +252,13 @@ struct WritePages {
         x = widen(isa::load_global(from.row(token) + c), bf16);
       }
       x = there ? clean(x) : 0.0f;
-      row.x[j] = there && mean != nullptr ? formats::add_rn(x, -isa::load_global(mean + c)) : x;
+      if (there && frame.mean != nullptr) {
+        x = formats::add_rn(x, -isa::load_global(frame.mean + c));
+      }
+      if (there && frame.shift != nullptr) {
+        x = formats::mul_rn(x, kv::key_factor(-isa::load_global(frame.shift + c)));
+      }
+      row.x[j] = x;
     }
     if (window && rotates(p, u)) row.rotate(channels);
   }

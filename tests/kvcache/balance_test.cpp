@@ -1,0 +1,135 @@
+// Loud channels of K under a scale a token: keys as Qwen2.5 has them, a bias in a few pairs of
+// channels that rotary embeddings turn, where queries are small.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "kvcache/decode_case.hpp"
+
+namespace qattn {
+namespace {
+
+using test::append_rows;
+using test::contents_of;
+using test::DecodeCase;
+using test::KvRows;
+using test::normal_rows;
+using test::normal_values;
+using test::slice;
+
+constexpr std::int64_t heads = 2, d = 128, length = 2048, group = 2;
+
+KvCacheOptions options(KvTier tier) {
+  KvCacheOptions o;
+  o.heads_kv = heads;
+  o.window = 64;
+  o.tiers = {tier};
+  return o;
+}
+
+bool is_loud(std::int64_t c, std::int64_t first) {
+  return c % (d / 2) >= first && c % (d / 2) < first + 4;
+}
+
+/// Pairs `first` to first + 3 have a bias of `size`, turned at the rate of theta 10^6.
+KvRows loud_rows(std::int64_t first, float size) {
+  KvRows rows = normal_rows(length, heads, d, d, 31);
+  for (std::int64_t j = 0; j < length * heads; ++j) {
+    for (std::int64_t c = first; c < first + 4; ++c) {
+      const double turn = static_cast<double>(j / heads) * std::pow(1e6, -2.0 * c / d);
+      const double x = static_cast<double>(size), y = -0.7 * x;
+      float* row = rows.k.data() + j * d + c;
+      row[0] += static_cast<float>(x * std::cos(turn) - y * std::sin(turn));
+      row[d / 2] += static_cast<float>(x * std::sin(turn) + y * std::cos(turn));
+    }
+  }
+  return rows;
+}
+
+DecodeCase queries(std::int64_t first) {
+  DecodeCase c;
+  c.queries = 8;
+  c.heads_q = heads * group;
+  c.options.causal = false;
+  c.q = normal_values(c.queries * c.heads_q * d, 7, 2.0f);
+  for (std::size_t i = 0; i < c.q.size(); ++i) {
+    if (is_loud(static_cast<std::int64_t>(i) % d, first)) c.q[i] *= 0.02f;
+  }
+  return c;
+}
+
+struct Seen {
+  double error;
+  KvUsage usage;
+};
+Seen decode(const KvCacheOptions& o, const KvRows& rows, std::int64_t first) {
+  Result<KvCache> cache = KvCache::create(o);
+  if (!cache.ok()) ADD_FAILURE() << cache.status().message();
+  const std::int64_t id = *cache->add_sequence();
+  append_rows(*cache, id, 0, rows);
+  DecodeCase c = queries(first);
+  const auto truth = attend(c, o, {contents_of(rows, heads, d, d)});
+  if (const Status s = c.run(*cache, {id}); !s.ok()) ADD_FAILURE() << s.message();
+  return {test::nrmse(c.out, truth.out), *cache->usage(id, 0)};
+}
+
+TEST(KvBalance, LoudChannelsCostAScaleATokenLittle) {
+  for (const std::int64_t first : {60, 30, 0}) {
+    for (const float size : {50.0f, 200.0f, 400.0f}) {
+      const KvRows rows = loud_rows(first, size);
+      const double normal = decode(options({4, 4}), normal_rows(length, heads, d, d, 31), 0).error;
+      for (const KvTier tier : {KvTier{8, 8}, KvTier{4, 4}}) {
+        KvCacheOptions o = options(tier);
+        const Seen balanced = decode(o, rows, first);
+        o.balance_k = false;
+        const Seen plain = decode(o, rows, first);
+        o.k_granularity = Granularity::per_channel;
+        const Seen channels = decode(o, rows, first);
+        std::printf("pairs from %2d, bias %3.0f, %d bits: %.3f, %.3f without, %.3f a channel\n",
+                    static_cast<int>(first), static_cast<double>(size), tier.k_bits, balanced.error,
+                    plain.error, channels.error);
+        EXPECT_LE(balanced.error, tier.k_bits == 8 ? 0.12 : 1.7 * normal);
+        EXPECT_LE(balanced.error, 1.05 * plain.error);
+        EXPECT_EQ(plain.usage.balanced_channels, 0);
+        EXPECT_EQ(channels.usage.balanced_channels, 0);
+        // Pairs that hardly turn have a mean, and are not loud without it.
+        EXPECT_EQ(balanced.usage.balanced_channels, first == 60 ? 0 : heads * 8);
+      }
+    }
+  }
+}
+
+TEST(KvBalance, WhereNoChannelIsLoudNothingChanges) {
+  const KvRows rows = normal_rows(length, heads, d, d, 3, 10.0f);
+  KvCacheOptions o = options({3, 3});
+  test::Contents read[2];
+  for (const bool balance : {false, true}) {
+    o.balance_k = balance;
+    Result<KvCache> cache = KvCache::create(o);
+    const std::int64_t id = *cache->add_sequence();
+    append_rows(*cache, id, 0, slice(rows, 0, 81));
+    append_rows(*cache, id, 0, slice(rows, 81, length));
+    EXPECT_EQ(cache->usage(id, 0)->balanced_channels, 0);
+    read[balance ? 1 : 0] = test::read_contents(*cache, id);
+  }
+  EXPECT_EQ(read[0].k, read[1].k);
+  EXPECT_EQ(read[0].v, read[1].v);
+}
+
+TEST(KvBalance, ABudgetHolds) {
+  for (const double bits : {3.0, 4.0}) {
+    KvCacheOptions o;
+    o.heads_kv = heads;
+    o.window = 64;
+    o.average_bits = bits;
+    o.budget_from = *KvCache::shortest_length(o);
+    const Seen seen = decode(o, loud_rows(30, 200), 30);
+    EXPECT_LE(seen.usage.bytes, seen.usage.allowed_bytes);
+    EXPECT_EQ(seen.usage.balanced_channels, heads * 8);
+    o.balance_k = false;
+    EXPECT_LE(seen.error, 0.5 * decode(o, loud_rows(30, 200), 30).error);
+  }
+}
+
+}  // namespace
+}  // namespace qattn
