@@ -34,14 +34,35 @@ class KeySizes {
 };
 
 /// Of each channel, from the energies of all.
-void set_key_shifts(const double* energy, int d, std::uint8_t* shift) {
+void set_key_shifts(const KeyEnergy* energy, const KeyTimes& times, int d, std::uint8_t* shift) {
   const int pairs = d / 2;
   const auto of_pair = [&](int j) { return energy[j] + energy[j + pairs]; };
+  const auto own = [&](int j) { return of_pair(j).own; };
   int median = 0;
-  while (!is_median(median, pairs, of_pair)) ++median;
+  while (!is_median(median, pairs, own)) ++median;
   for (int j = 0; j < pairs; ++j) {
-    const int s = key_shift(of_pair(j), of_pair(median));
+    const int s = key_shift(of_pair(j).later(times, own(median)), own(median));
     shift[j] = shift[j + pairs] = static_cast<std::uint8_t>(s);
+  }
+}
+
+/// Lanes `stride` apart into the first.
+void add_lanes(KeySums* lanes, int stride) {
+  for (int half = mean_lanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) {
+      KeySums& to = lanes[i * stride];
+      const KeySums& from = lanes[(i + half) * stride];
+      to = {to.x + from.x, to.xx + from.xx, to.tx + from.tx};
+    }
+  }
+}
+void add_lanes(KeyTimes* lanes, int stride) {
+  for (int half = mean_lanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) {
+      KeyTimes& to = lanes[i * stride];
+      const KeyTimes& from = lanes[(i + half) * stride];
+      to = {to.count + from.count, to.t + from.t, to.tt + from.tt};
+    }
   }
 }
 
@@ -314,29 +335,28 @@ void AppendPlan::sum_keys(std::int64_t head, float* mean, std::uint8_t* shift) c
   KeySizes sizes;
   for_keys(head, [&](std::int64_t, const float*, int size) { sizes.add(size); });
   const int largest = sizes.largest();
-  double sum[mean_lanes][most_channels] = {}, square[mean_lanes][most_channels] = {};
-  std::int64_t count = 0;
+  std::vector<KeySums> sums(static_cast<std::size_t>(mean_lanes) * most_channels);
+  KeyTimes times[mean_lanes];
   for_keys(head, [&](std::int64_t position, const float* row, int size) {
     if (size > largest) return;
-    const auto lane = position / formats::kv_block_tokens % mean_lanes;
-    for (int c = 0; c < cache_.d(); ++c) {
-      const auto x = static_cast<double>(row[c]);
-      sum[lane][c] += x;
-      square[lane][c] += x * x;
-    }
-    ++count;
+    const std::int64_t block = position / formats::kv_block_tokens;
+    const auto lane = static_cast<std::size_t>(block % mean_lanes);
+    const auto time = static_cast<double>(block);
+    times[lane].add(time);
+    KeySums* of_lane = sums.data() + lane * most_channels;
+    for (int c = 0; c < cache_.d(); ++c) of_lane[c].add(static_cast<double>(row[c]), time);
   });
-  if (count == 0) return;
+  add_lanes(times, 1);
+  if (times[0].count == 0) return;
   const bool smooth = cache_.options.smooth_k;
-  const auto keys = static_cast<double>(count);
-  double energy[most_channels];
+  KeyEnergy energy[most_channels];
   for (int c = 0; c < cache_.d(); ++c) {
-    add_in_halves<mean_lanes>(&sum[0][c], most_channels);
-    add_in_halves<mean_lanes>(&square[0][c], most_channels);
-    if (smooth) mean[c] = static_cast<float>(sum[0][c] / keys);
-    energy[c] = key_energy(sum[0][c], square[0][c], keys, smooth);
+    add_lanes(&sums[static_cast<std::size_t>(c)], most_channels);
+    const KeySums& all = sums[static_cast<std::size_t>(c)];
+    if (smooth) mean[c] = static_cast<float>(all.x / times[0].count);
+    energy[c] = KeyEnergy(all, times[0], smooth);
   }
-  if (shift != nullptr) set_key_shifts(energy, cache_.d(), shift);
+  if (shift != nullptr) set_key_shifts(energy, times[0], cache_.d(), shift);
 }
 
 void AppendPlan::weigh(Job& job) const {

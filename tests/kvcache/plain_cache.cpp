@@ -1,6 +1,7 @@
 #include "kvcache/plain_cache.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -164,20 +165,56 @@ int largest_size(const std::vector<const std::vector<float>*>& rows) {
 
 namespace {
 
+/// Sums over keys, of one channel: x, x^2, t x; and of the keys' times t: 1, t, t^2.
+using Sums = std::array<double, 3>;
+
+struct Moves {
+  double whole = 0, own = 0, line = 0;
+};
+Moves moves_of(const Sums& x, const Sums& times, bool smooth) {
+  const double mean = x[0] / times[0];
+  if (!smooth) return {x[1], x[1], 0};
+  const double own = std::max(x[1] - x[0] * mean, 0.0);
+  const double spread = times[2] - times[1] * (times[1] / times[0]);
+  const double slope = x[2] - times[1] * mean;
+  return {x[1], own, spread > 0 ? std::min(slope * (slope / spread), own) : 0.0};
+}
+
 /// 2^round(13 / 16 log2(loudness / median)) of pairs of channels half a row apart, at least 1.
-std::vector<float> balance(const std::vector<double>& energy) {
-  const std::size_t pairs = energy.size() / 2;
-  std::vector<double> loud(pairs);
-  for (std::size_t j = 0; j < pairs; ++j) loud[j] = energy[j] + energy[j + pairs];
-  std::vector<double> sorted = loud;
+std::vector<float> balance(const std::vector<Moves>& of, const Sums& times) {
+  const std::size_t pairs = of.size() / 2;
+  std::vector<Moves> pair(pairs);
+  std::vector<double> sorted;
+  for (std::size_t j = 0; j < pairs; ++j) {
+    const Moves &a = of[j], &b = of[j + pairs];
+    pair[j] = {a.whole + b.whole, a.own + b.own, a.line + b.line};
+    sorted.push_back(pair[j].own);
+  }
   std::sort(sorted.begin(), sorted.end());
   const double median = sorted[(pairs - 1) / 2];
-  std::vector<float> over(energy.size(), 1.0f);
+  std::vector<float> over(of.size(), 1.0f);
   for (std::size_t j = 0; j < pairs && median > 0; ++j) {
-    const double e = loud[j] > 0 ? std::round(13.0 / 32 * std::log2(loud[j] / median)) : 0;
+    double loud = pair[j].own;
+    const double rest = pair[j].own - pair[j].line;
+    if (pair[j].whole >= 64 * median && pair[j].line * times[0] > 12 * rest) {
+      const double spread = times[2] - times[1] * (times[1] / times[0]);
+      const double reach = times[0] * 4194304.0 / spread;
+      loud = std::max(loud, std::min(pair[j].whole, pair[j].line * reach));
+    }
+    const double e = loud > 0 ? std::round(13.0 / 32 * std::log2(loud / median)) : 0;
     over[j] = over[j + pairs] = static_cast<float>(std::exp2(std::clamp(e, 0.0, 15.0)));
   }
   return over;
+}
+
+/// Sixteen sums, added in halves.
+Sums add_up(std::vector<Sums> lanes) {
+  for (std::size_t half = 8; half > 0; half /= 2) {
+    for (std::size_t i = 0; i < half; ++i) {
+      for (std::size_t k = 0; k < 3; ++k) lanes[i][k] += lanes[i + half][k];
+    }
+  }
+  return lanes[0];
 }
 
 }  // namespace
@@ -190,43 +227,37 @@ void PlainCache::freeze_mean(PlainLayer& layer) const {
       for (const auto& [at, token] : page.tokens) rows.push_back(&token.k16);
     }
     const int largest = largest_size(rows);
-    // Sixteen sums, by block of 16 tokens; then those, added in halves.
-    std::vector<std::vector<double>> sums(16, std::vector<double>(static_cast<std::size_t>(o_.d)));
-    std::vector<std::vector<double>> squares = sums;
-    double count = 0;
+    // Sixteen sums, by block of 16 tokens.
+    const auto channels = static_cast<std::size_t>(o_.d);
+    std::vector<std::vector<Sums>> lanes(channels, std::vector<Sums>(16));
+    std::vector<Sums> time_lanes(16);
     for (const PlainPage& page : pages) {
       if (page.tier != 0 || page.first < o_.sinks) continue;
       for (const auto& [at, token] : page.tokens) {
         if (size_of(token.k16) > largest) continue;
-        std::vector<double>& sum = sums[static_cast<std::size_t>(at / 16 % 16)];
-        std::vector<double>& square = squares[static_cast<std::size_t>(at / 16 % 16)];
-        for (std::size_t c = 0; c < sum.size(); ++c) {
+        const auto lane = static_cast<std::size_t>(at / 16 % 16);
+        const auto t = static_cast<double>(at / 16);
+        const auto add = [](Sums& to, double a, double b, double c) {
+          to = {to[0] + a, to[1] + b, to[2] + c};
+        };
+        add(time_lanes[lane], 1, t, t * t);
+        for (std::size_t c = 0; c < channels; ++c) {
           const auto x = static_cast<double>(token.k16[c]);
-          sum[c] += x;
-          square[c] += x * x;
-        }
-        ++count;
-      }
-    }
-    for (std::size_t half = 8; half > 0; half /= 2) {
-      for (std::size_t i = 0; i < half; ++i) {
-        for (std::size_t c = 0; c < sums[i].size(); ++c) {
-          sums[i][c] += sums[i + half][c];
-          squares[i][c] += squares[i + half][c];
+          add(lanes[c][lane], x, x * x, t * x);
         }
       }
     }
+    const Sums times = add_up(time_lanes);
+    std::vector<Moves> moves(channels);
     layer.mean.emplace_back();
-    for (const double s : sums[0]) {
-      layer.mean.back().push_back(count > 0 && o_.smooth_k ? static_cast<float>(s / count) : 0.0f);
+    for (std::size_t c = 0; c < channels; ++c) {
+      const Sums x = add_up(lanes[c]);
+      const bool none = times[0] == 0;
+      if (!none) moves[c] = moves_of(x, times, o_.smooth_k);
+      layer.mean.back().push_back(none || !o_.smooth_k ? 0.0f
+                                                       : static_cast<float>(x[0] / times[0]));
     }
-    if (!balances()) continue;
-    std::vector<double> energy(sums[0].size());
-    for (std::size_t c = 0; count > 0 && c < energy.size(); ++c) {
-      const double of_mean = o_.smooth_k ? sums[0][c] * (sums[0][c] / count) : 0.0;
-      energy[c] = std::max(squares[0][c] - of_mean, 0.0);
-    }
-    layer.over.push_back(balance(energy));
+    if (balances()) layer.over.push_back(balance(moves, times));
   }
 }
 

@@ -16,15 +16,15 @@ struct FreezeMean {
   using Params = AppendParams;
   static constexpr int lanes = kv::mean_lanes, most_channels = 256, per_lane = most_channels / 32;
   static constexpr int threads = 32 * lanes, min_blocks = 1;
-  static constexpr int squares_at = 8 * lanes * most_channels, counts_at = 2 * squares_at;
-  static constexpr int sizes_at = counts_at + 8 * lanes;
+  static constexpr int times_at = 8 * lanes * most_channels;
+  static constexpr int sizes_at = times_at + 3 * 8 * lanes;
   static constexpr int shared_bytes = sizes_at + 4 * kv::key_sizes;
   static constexpr bool dependent = true;
 
   /// What a warp adds up: channels lane, lane + 32, ...
   struct Sums {
-    double sum[per_lane] = {}, square[per_lane] = {};
-    std::int64_t count = 0;
+    kv::KeySums channel[per_lane];
+    kv::KeyTimes times;
   };
 
   /// A key's channels of this lane, and its size.
@@ -49,12 +49,16 @@ struct FreezeMean {
     }
   };
 
-  static QATTN_DEVICE isa::SharedAddress at(int place, int lane, int channel) {
+  static QATTN_DEVICE isa::SharedAddress at(int lane, int channel) {
     return isa::shared_base() +
-           static_cast<isa::SharedAddress>(place + 8 * (lane * most_channels + channel));
+           static_cast<isa::SharedAddress>(8 * (lane * most_channels + channel));
+  }
+  static QATTN_DEVICE isa::SharedAddress time_at(int which, int lane) {
+    return isa::shared_base() +
+           static_cast<isa::SharedAddress>(times_at + 8 * (which * lanes + lane));
   }
 
-  /// f(key) for those of the calling warp, in order.
+  /// f(key, its block of 16 tokens) for those of the calling warp, in order.
   template <class F>
   static QATTN_DEVICE void for_keys(const Params& p, std::int64_t b, std::int64_t h, F f) {
     const kv::DeviceCache& cache = p.state.cache;
@@ -75,7 +79,8 @@ struct FreezeMean {
         if ((e.live >> token & 1) == 0) continue;
         const auto* row = reinterpret_cast<const std::uint16_t*>(pool.block(e.page, block)) +
                           token % formats::kv_block_tokens * cache.d;
-        f(Key(cache.d, bf16, [&](int c) { return isa::load_global(row + c); }));
+        f(Key(cache.d, bf16, [&](int c) { return isa::load_global(row + c); }),
+          e.first / formats::kv_block_tokens + block);
       }
     }
     std::int64_t position = old_length > cache.sinks ? old_length : cache.sinks;
@@ -89,7 +94,8 @@ struct FreezeMean {
       for (; position < next && position < new_length; ++position) {
         const std::int64_t row = p.k.row(b, h, position - old_length);
         f(Key(cache.d, bf16,
-              [&](int c) { return window_bits(p.k.data, p.k.kind, row + c, bf16); }));
+              [&](int c) { return window_bits(p.k.data, p.k.kind, row + c, bf16); }),
+          block);
       }
     }
   }
@@ -102,7 +108,7 @@ struct FreezeMean {
   static QATTN_DEVICE int largest(const Params& p, std::int64_t b, std::int64_t h) {
     for (int i = isa::thread(); i < kv::key_sizes; i += threads) isa::store_shared(keys_of(i), 0u);
     isa::sync_threads();
-    for_keys(p, b, h, [](const Key& key) {
+    for_keys(p, b, h, [](const Key& key, std::int64_t) {
       if (isa::lane() == 0) isa::atomic_add_shared(keys_of(key.size), 1u);
     });
     isa::sync_threads();
@@ -121,24 +127,24 @@ struct FreezeMean {
 
   static QATTN_DEVICE Sums add_lane(const Params& p, std::int64_t b, std::int64_t h, int largest) {
     Sums s;
-    for_keys(p, b, h, [&](const Key& key) {
+    for_keys(p, b, h, [&](const Key& key, std::int64_t block) {
       if (key.size > largest) return;
+      const auto time = static_cast<double>(block);
+      s.times.add(time);
 #pragma unroll
       for (int j = 0; j < per_lane; ++j) {
-        const auto x = static_cast<double>(clean(key.x[j]));
-        s.sum[j] = formats::add_rn(s.sum[j], x);
-        s.square[j] = formats::add_rn(s.square[j], formats::mul_rn(x, x));
+        s.channel[j].add(static_cast<double>(clean(key.x[j])), time);
       }
-      ++s.count;
     });
     return s;
   }
 
-  /// Sums of a channel over all lanes, in halves.
-  static QATTN_DEVICE double add_lanes(int place, int c) {
+  /// The sum over all lanes, in halves; load(lane).
+  template <class Load>
+  static QATTN_DEVICE double add_lanes(Load load) {
     double sum[lanes];
 #pragma unroll
-    for (int n = 0; n < lanes; ++n) sum[n] = isa::load_shared<double>(at(place, n, c));
+    for (int n = 0; n < lanes; ++n) sum[n] = load(n);
 #pragma unroll
     for (int half = lanes / 2; half > 0; half /= 2) {
 #pragma unroll
@@ -148,19 +154,60 @@ struct FreezeMean {
     }
     return sum[0];
   }
-
-  /// What the channels are divided by, from their energies in lane 0's squares. Collective.
-  static QATTN_DEVICE void balance(const Params& p, std::int64_t slot, std::int64_t h) {
-    const int pairs = p.state.cache.d / 2, j = isa::thread();
-    const auto of_channel = [](int c) { return isa::load_shared<double>(at(squares_at, 0, c)); };
-    const auto of_pair = [&](int i) {
-      return formats::add_rn(of_channel(i), of_channel(i + pairs));
-    };
+  /// Sums of this thread's channel over all warps, of value(j) of each of their lanes' channels.
+  template <class Value>
+  static QATTN_DEVICE double add_warps(Value value) {
+    const int warp = isa::warp();
+    isa::sync_threads();  // what was there before is read
+#pragma unroll
+    for (int j = 0; j < per_lane; ++j) {
+      isa::store_shared(at(warp, isa::lane() + 32 * j), value(j));
+    }
     isa::sync_threads();
-    if (j < pairs && kv::is_median(j, pairs, of_pair)) isa::store_shared(at(0, 0, 0), of_pair(j));
+    const int c = isa::thread() % most_channels;
+    return add_lanes([&](int n) { return isa::load_shared<double>(at(n, c)); });
+  }
+  static QATTN_DEVICE kv::KeyTimes add_times(const kv::KeyTimes& own) {
+    const int warp = isa::warp();
+    if (isa::lane() == 0) {
+      isa::store_shared(time_at(0, warp), own.count);
+      isa::store_shared(time_at(1, warp), own.t);
+      isa::store_shared(time_at(2, warp), own.tt);
+    }
+    isa::sync_threads();
+    const auto sum = [](int which) {
+      return add_lanes([&](int n) { return isa::load_shared<double>(time_at(which, n)); });
+    };
+    kv::KeyTimes all;
+    all.count = sum(0), all.t = sum(1), all.tt = sum(2);
+    return all;
+  }
+
+  /// What the channels are divided by; `mine`: of this thread's channel. Collective.
+  static QATTN_DEVICE void balance(const Params& p, std::int64_t slot, std::int64_t h,
+                                   const kv::KeyEnergy& mine, const kv::KeyTimes& times) {
+    const int pairs = p.state.cache.d / 2, j = isa::thread();
+    isa::sync_threads();  // what was there before is read
+    if (j < 2 * pairs) {
+      isa::store_shared(at(0, j), mine.whole);
+      isa::store_shared(at(1, j), mine.own);
+      isa::store_shared(at(2, j), mine.line);
+    }
+    isa::sync_threads();
+    const auto of_channel = [](int c) {
+      kv::KeyEnergy e;
+      e.whole = isa::load_shared<double>(at(0, c));
+      e.own = isa::load_shared<double>(at(1, c));
+      e.line = isa::load_shared<double>(at(2, c));
+      return e;
+    };
+    const auto of_pair = [&](int i) { return of_channel(i) + of_channel(i + pairs); };
+    const auto own = [&](int i) { return of_pair(i).own; };
+    if (j < pairs && kv::is_median(j, pairs, own)) isa::store_shared(at(3, 0), own(j));
     isa::sync_threads();
     if (j >= pairs) return;
-    const int shift = kv::key_shift(of_pair(j), isa::load_shared<double>(at(0, 0, 0)));
+    const auto median = isa::load_shared<double>(at(3, 0));
+    const int shift = kv::key_shift(of_pair(j).later(times, median), median);
     std::uint8_t* to = p.state.cache.k_shift(slot, p.layer, h) + j;
     isa::store_global(to, static_cast<std::uint8_t>(shift));
     isa::store_global(to + pairs, static_cast<std::uint8_t>(shift));
@@ -174,31 +221,20 @@ struct FreezeMean {
     const kv::SlotPlan* plan = p.state.plans + b;
     if (isa::load_global(&plan->granted) == 0 || isa::load_global(&plan->freezes) == 0) return;
     const Sums s = add_lane(p, b, h, largest(p, b, h));
-    const int warp = isa::warp();
-#pragma unroll
-    for (int j = 0; j < per_lane; ++j) {
-      isa::store_shared(at(0, warp, isa::lane() + 32 * j), s.sum[j]);
-      isa::store_shared(at(squares_at, warp, isa::lane() + 32 * j), s.square[j]);
-    }
-    if (isa::lane() == 0) isa::store_shared(at(counts_at, 0, warp), s.count);
-    isa::sync_threads();
-    std::int64_t count = 0;
-#pragma unroll
-    for (int n = 0; n < lanes; ++n) {
-      count += isa::load_shared<std::int64_t>(at(counts_at, 0, n));
-    }
-    const auto keys = static_cast<double>(count);
+    const kv::KeyTimes times = add_times(s.times);
+    kv::KeySums sums;
+    sums.x = add_warps([&](int j) { return s.channel[j].x; });
+    sums.xx = add_warps([&](int j) { return s.channel[j].xx; });
+    sums.tx = add_warps([&](int j) { return s.channel[j].tx; });
     const std::int64_t slot = isa::load_global(&plan->slot);
     const int c = isa::thread();
     const bool smooth = cache.smooth_k != 0;
     if (c < cache.d) {
-      const double sum = add_lanes(0, c), square = add_lanes(squares_at, c);
-      const float mean = count > 0 && smooth ? static_cast<float>(sum / keys) : 0.0f;
-      isa::store_global(cache.k_mean(slot, p.layer, h) + c, mean);
-      const double energy = count > 0 ? kv::key_energy(sum, square, keys, smooth) : 0.0;
-      isa::store_shared(at(squares_at, 0, c), energy);
+      const double mean = times.count > 0 && smooth ? sums.x / times.count : 0.0;
+      isa::store_global(cache.k_mean(slot, p.layer, h) + c, static_cast<float>(mean));
     }
-    if (cache.balance_k != 0) balance(p, slot, h);
+    if (cache.balance_k == 0) return;
+    balance(p, slot, h, kv::KeyEnergy(sums, times, smooth), times);
   }
 };
 
