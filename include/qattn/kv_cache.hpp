@@ -58,6 +58,9 @@ struct KvCacheOptions {
   /// from the same keys; where no channel is loud nothing changes. Not with K's scales per channel,
   /// which need it not.
   bool balance_k = true;
+  /// Subtract each channel's mean of V, frozen with K's, in heads whose V is far from 0 beside what
+  /// it varies; exact, for the weights of a softmax add up to 1.
+  bool smooth_v = true;
   /// Hadamard rotation of K and V before they are quantised; of V alone with K's scales per
   /// channel, which want the channels as they are.
   bool rotate = true;
@@ -79,7 +82,7 @@ struct KvBytes {
   std::int64_t scales = 0;  ///< of the same pages
   std::int64_t window = 0;  ///< pages in 16 bits
   std::int64_t tables = 0;  ///< page tables: place, tier, first token, tokens alive, importance
-  std::int64_t means = 0;   ///< of K's channels
+  std::int64_t means = 0;   ///< of K's and V's channels
   std::int64_t spare = 0;   ///< free pages of the pools, room to grow, bookkeeping
   std::int64_t total = 0;
 };
@@ -93,6 +96,7 @@ struct KvUsage {
   std::int64_t window_tokens = 0;         ///< alive in 16 bits, summed over heads
   std::vector<std::int64_t> tier_tokens;  ///< alive in each tier, summed over heads
   std::int64_t balanced_channels = 0;     ///< of K, that balance_k divides, summed over heads
+  std::int64_t shifted_heads = 0;         ///< heads whose V lost its mean
 };
 
 /// New tokens of some sequences.

@@ -239,7 +239,7 @@ typedef struct qattn_kv_options {
   int32_t k_granularity; /* QATTN_PER_TOKEN or QATTN_PER_CHANNEL */
   int32_t reserved;      /* 0 */
   int32_t balance_k;     /* 0 or 1 */
-  int32_t reserved_2;    /* 0 */
+  int32_t smooth_v;      /* 0 or 1 */
 } qattn_kv_options;
 
 /* qattn::KvAppendTensors. */
@@ -281,7 +281,7 @@ typedef struct qattn_kv_usage {
   double average_bits;
   int64_t window_tokens;
   int64_t tier_tokens[QATTN_KV_MAX_TIERS];
-  int64_t balanced_channels;
+  int64_t balanced_channels, shifted_heads;
 } qattn_kv_usage;
 
 QATTN_STRUCT(qattn_kv_options)

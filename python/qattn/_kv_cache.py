@@ -37,7 +37,7 @@ class KvBytes:
     scales: int
     window: int  #: pages in 16 bits
     tables: int  #: page tables
-    means: int  #: of K's channels
+    means: int  #: of K's and V's channels
     spare: int  #: free pages of the pools, room to grow, bookkeeping
     total: int
 
@@ -53,6 +53,7 @@ class KvUsage:
     window_tokens: int  #: alive in 16 bits, summed over heads
     tier_tokens: tuple[int, ...]  #: alive in each tier, summed over heads
     balanced_channels: int  #: of K, that balance_k divides, summed over heads
+    shifted_heads: int  #: heads whose V lost its mean
 
 
 class KvCache:
@@ -70,17 +71,19 @@ class KvCache:
     smooth_k: subtract each channel's mean of K before it is quantised; rotate: turn K and V by a
     Hadamard matrix; balance_k: divide channels of K that are louder than others by powers of two
     first (and multiply Q by them), chosen with the mean by layer and head; usage() says how many;
-    without effect with k_granularity "per_channel". importance_decay: what observe() keeps of the
-    old, in [0, 1). hysteresis: a page that was demoted before is demoted again only where that
-    costs this much less than demoting another. threads: at most so many of the CPU; 0: all. window,
-    sinks: newest and first tokens in 16 bits, multiples of page_size (16, 32 or 64). window_dtype:
-    float16 or bfloat16, what rows are rounded to first. k_granularity: scales of K in tiers, "per_token", or "per_channel" over the
-    tokens of a page, for keys some of whose channels vary far more than others (not rotated then; 2
-    head_dim + 16 bytes a page and head where per_token has 2 page_size). importance: "uniform" or
-    "key_norm" (the inverse mean square of its keys), what a page weighs until append(),
-    set_importance() or observe() tell it. Where a method takes sequences, one number will do for
-    one sequence. Several threads may use one cache; calls wait for each other, and os.fork() for
-    those under way: a child has the cache as it is between two calls.
+    without effect with k_granularity "per_channel". smooth_v: subtract V's means, too, in heads
+    where they are large, and add them to what decode() gives. importance_decay: what observe()
+    keeps of the old, in [0, 1). hysteresis: a page that was demoted before is demoted again only
+    where that costs this much less than demoting another. threads: at most so many of the CPU; 0:
+    all. window, sinks: newest and first tokens in 16 bits, multiples of page_size (16, 32 or 64).
+    window_dtype: float16 or bfloat16, what rows are rounded to first. k_granularity: scales of K in
+    tiers, "per_token", or "per_channel" over the tokens of a page, for keys some of whose channels
+    vary far more than others (not rotated then; 2 head_dim + 16 bytes a page and head where
+    per_token has 2 page_size). importance: "uniform" or "key_norm" (the inverse mean square of its
+    keys), what a page weighs until append(), set_importance() or observe() tell it. Where a method
+    takes sequences, one number will do for one sequence. Several threads may use one cache; calls
+    wait for each other, and os.fork() for those under way: a child has the cache as it is between
+    two calls.
 
     Raises InvalidArgument, which names the argument, the value and the rule.
     """
@@ -102,6 +105,7 @@ class KvCache:
         smooth_k: bool = True,
         rotate: bool = True,
         balance_k: bool = True,
+        smooth_v: bool = True,
         k_granularity: str = "per_token",
         importance: str = "uniform",
         importance_decay: float = 0.9,
@@ -125,6 +129,7 @@ class KvCache:
             smooth_k=boolean("smooth_k", smooth_k),
             rotate=boolean("rotate", rotate),
             balance_k=boolean("balance_k", balance_k),
+            smooth_v=boolean("smooth_v", smooth_v),
             k_granularity=name_of("k_granularity", k_granularity),
             importance=name_of("importance", importance),
             decay=real("importance_decay", importance_decay),

@@ -73,6 +73,7 @@ def kv_options(
     smooth_k: bool,
     rotate: bool,
     balance_k: bool,
+    smooth_v: bool,
     k_granularity: str,
     importance: str,
     decay: float,

@@ -33,9 +33,9 @@ KvCacheOptions make_options(std::int64_t layers, std::int64_t heads_kv, std::int
                             std::int64_t page_size, std::int64_t window, std::int64_t sinks,
                             const std::vector<std::pair<std::int64_t, std::int64_t>>& tiers,
                             double average_bits, std::int64_t budget_from, bool smooth_k,
-                            bool rotate, bool balance_k, const std::string& k_granularity,
-                            const std::string& importance, double decay, double hysteresis,
-                            std::int64_t threads) {
+                            bool rotate, bool balance_k, bool smooth_v,
+                            const std::string& k_granularity, const std::string& importance,
+                            double decay, double hysteresis, std::int64_t threads) {
   KvCacheOptions o;
   o.layers = layers;
   o.heads_kv = heads_kv;
@@ -54,6 +54,7 @@ KvCacheOptions make_options(std::int64_t layers, std::int64_t heads_kv, std::int
   o.smooth_k = smooth_k;
   o.rotate = rotate;
   o.balance_k = balance_k;
+  o.smooth_v = smooth_v;
   o.k_granularity = granularity_from(k_granularity);
   o.importance = importance_from(importance);
   o.importance_decay = static_cast<float>(decay);
@@ -119,8 +120,8 @@ void add_kv_cache(nb::module_& m) {
   nb::class_<KvCacheOptions>(m, "KvOptions");
   m.def("kv_options", &make_options, nb::kw_only(), "layers"_a, "heads_kv"_a, "d"_a, "dv"_a,
         "window_format"_a, "page_size"_a, "window"_a, "sinks"_a, "tiers"_a, "average_bits"_a,
-        "budget_from"_a, "smooth_k"_a, "rotate"_a, "balance_k"_a, "k_granularity"_a, "importance"_a,
-        "decay"_a, "hysteresis"_a, "threads"_a);
+        "budget_from"_a, "smooth_k"_a, "rotate"_a, "balance_k"_a, "smooth_v"_a, "k_granularity"_a,
+        "importance"_a, "decay"_a, "hysteresis"_a, "threads"_a);
   m.def("kv_shortest_length",
         [](const KvCacheOptions& o) { return kv_check(KvCache::shortest_length(o)); });
   m.def("kv_create", [](const KvCacheOptions& o) { return kv_check(KvCache::create(o)); });

@@ -107,6 +107,7 @@ inline nb::dict kv_usage(const KvUsage& u) {
   d["window_tokens"] = u.window_tokens;
   d["tier_tokens"] = nb::tuple(nb::cast(u.tier_tokens));
   d["balanced_channels"] = u.balanced_channels;
+  d["shifted_heads"] = u.shifted_heads;
   return d;
 }
 

@@ -40,6 +40,7 @@ void qattn_kv_options_defaults(qattn_kv_options* given, size_t size) {
   o.smooth_k = defaults.smooth_k;
   o.rotate = defaults.rotate;
   o.balance_k = defaults.balance_k;
+  o.smooth_v = defaults.smooth_v;
   o.importance_decay = defaults.importance_decay;
   o.hysteresis = defaults.hysteresis;
   o.k_granularity = static_cast<int32_t>(defaults.k_granularity);

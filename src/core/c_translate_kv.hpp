@@ -12,10 +12,8 @@ inline Status read_options(const qattn_kv_options* given, KvCacheOptions& option
   if (Status s = read_flag("smooth_k", o.smooth_k); !s.ok()) return s;
   if (Status s = read_flag("rotate", o.rotate); !s.ok()) return s;
   if (Status s = read_flag("balance_k", o.balance_k); !s.ok()) return s;
+  if (Status s = read_flag("smooth_v", o.smooth_v); !s.ok()) return s;
   if (o.reserved != 0) return invalid("reserved: " + std::to_string(o.reserved) + " is not 0");
-  if (o.reserved_2 != 0) {
-    return invalid("reserved_2: " + std::to_string(o.reserved_2) + " is not 0");
-  }
   if (o.tier_count < 0 || o.tier_count > QATTN_KV_MAX_TIERS) {
     return invalid("tier_count: " + std::to_string(o.tier_count) + " is not from 0 to 7");
   }
@@ -36,6 +34,7 @@ inline Status read_options(const qattn_kv_options* given, KvCacheOptions& option
   options.smooth_k = o.smooth_k != 0;
   options.rotate = o.rotate != 0;
   options.balance_k = o.balance_k != 0;
+  options.smooth_v = o.smooth_v != 0;
   options.importance = static_cast<KvImportance>(o.importance);
   options.threads = o.threads;
   options.importance_decay = o.importance_decay;
@@ -100,9 +99,15 @@ inline Status store_bytes(const KvBytes& b, qattn_kv_bytes* bytes) {
 }
 
 inline Status store_usage(const KvUsage& u, qattn_kv_usage* usage) {
-  qattn_kv_usage full{
-      0,  u.length,           u.bytes, u.allowed_bytes, u.average_bits, u.window_tokens,
-      {}, u.balanced_channels};
+  qattn_kv_usage full{0,
+                      u.length,
+                      u.bytes,
+                      u.allowed_bytes,
+                      u.average_bits,
+                      u.window_tokens,
+                      {},
+                      u.balanced_channels,
+                      u.shifted_heads};
   std::copy(u.tier_tokens.begin(), u.tier_tokens.end(), full.tier_tokens);
   return write_struct("usage", full, usage);
 }

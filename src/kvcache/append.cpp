@@ -9,6 +9,7 @@
 #include "kernels/quantize/rows.hpp"
 #include "kvcache/allocator.hpp"
 #include "kvcache/key_size.hpp"
+#include "kvcache/key_sums.hpp"
 #include "kvcache/pages.hpp"
 #include "kvcache/tensors.hpp"
 
@@ -33,39 +34,6 @@ class KeySizes {
   std::int64_t counts_[key_sizes] = {};
 };
 
-/// Of each channel, from the energies of all.
-void set_key_shifts(const KeyEnergy* energy, const KeyTimes& times, int d, std::uint8_t* shift) {
-  const int pairs = d / 2;
-  const auto of_pair = [&](int j) { return energy[j] + energy[j + pairs]; };
-  const auto own = [&](int j) { return of_pair(j).own; };
-  int median = 0;
-  while (!is_median(median, pairs, own)) ++median;
-  for (int j = 0; j < pairs; ++j) {
-    const int s = key_shift(of_pair(j).later(times, own(median)), own(median));
-    shift[j] = shift[j + pairs] = static_cast<std::uint8_t>(s);
-  }
-}
-
-/// Lanes `stride` apart into the first.
-void add_lanes(KeySums* lanes, int stride) {
-  for (int half = mean_lanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) {
-      KeySums& to = lanes[i * stride];
-      const KeySums& from = lanes[(i + half) * stride];
-      to = {to.x + from.x, to.xx + from.xx, to.tx + from.tx};
-    }
-  }
-}
-void add_lanes(KeyTimes* lanes, int stride) {
-  for (int half = mean_lanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) {
-      KeyTimes& to = lanes[i * stride];
-      const KeyTimes& from = lanes[(i + half) * stride];
-      to = {to.count + from.count, to.t + from.t, to.tt + from.tt};
-    }
-  }
-}
-
 template <class F>
 void for_tokens(std::uint64_t live, F f) {
   for (; live != 0; live &= live - 1) f(std::countr_zero(live));
@@ -81,6 +49,7 @@ AppendPlan::AppendPlan(AppendPlan&& other) noexcept
       fast_(other.fast_),
       tables_(std::move(other.tables_)),
       mean_(std::move(other.mean_)),
+      v_mean_(std::move(other.v_mean_)),
       shift_(std::move(other.shift_)),
       jobs_(std::move(other.jobs_)),
       taken_(std::move(other.taken_)),
@@ -287,76 +256,106 @@ void AppendPlan::take_pages() {
   }
 }
 
-void AppendPlan::load_new_k(std::int64_t head, std::int64_t position, float* row) const {
+void AppendPlan::load_new(Part part, std::int64_t head, std::int64_t position, float* row) const {
   const Format format = cache_.options.window_format;
-  cache_.words->load_row(rows_.k_row(head, position - layer_.length), cpu::element_of(rows_.format),
-                         cache_.d(), nullptr, row);
-  if (rows_.format != format) cpu::round_row(format, row, cache_.d());
+  const std::int64_t token = position - layer_.length;
+  const bool k = part == Part::k;
+  const int channels = k ? cache_.d() : cache_.dv();
+  cache_.words->load_row(k ? rows_.k_row(head, token) : rows_.v_row(head, token),
+                         cpu::element_of(rows_.format), channels, nullptr, row);
+  if (rows_.format != format) cpu::round_row(format, row, channels);
 }
 
 /// Means of the keys behind the sinks that are in 16 bits or new, those that key_size.hpp lets
-/// count, and how loud their channels are.
+/// count, and how loud their channels are; means of V likewise.
 void AppendPlan::make_mean() {
-  if (!freezes_k(cache_.options) || !layer_.k_mean.empty()) return;
+  const KvCacheOptions& o = cache_.options;
+  if (!freezes(o) || !layer_.k_mean.empty()) return;
   bool quantises = false;
   for (const Job& job : jobs_) quantises |= job.to.tier > 0;
   if (!quantises) return;
-  const auto channels = static_cast<std::size_t>(cache_.options.heads_kv * cache_.d());
+  const auto channels = static_cast<std::size_t>(o.heads_kv * o.d);
   mean_.assign(channels, 0.0f);
-  shift_.assign(cache_.balances_k() ? channels : 0, 0);
+  shift_.assign(balances_k(o) ? channels : 0, 0);
+  v_mean_.assign(o.smooth_v ? static_cast<std::size_t>(o.heads_kv * o.dv) : 0, 0.0f);
 #pragma omp parallel for num_threads(team(cache_.threads()))
-  for (std::int64_t h = 0; h < cache_.options.heads_kv; ++h) {
-    const std::int64_t at = h * cache_.d();
-    sum_keys(h, mean_.data() + at, shift_.empty() ? nullptr : shift_.data() + at);
+  for (std::int64_t h = 0; h < o.heads_kv; ++h) {
+    if (o.smooth_k || !shift_.empty()) {
+      freeze_k(h, mean_.data() + h * o.d, shift_.empty() ? nullptr : shift_.data() + h * o.d);
+    }
+    if (o.smooth_v) freeze_v(h, v_mean_.data() + h * o.dv);
   }
 }
 
 template <class F>
-void AppendPlan::for_keys(std::int64_t head, F f) const {
+void AppendPlan::for_rows(Part part, std::int64_t head, F f) const {
   float row[most_channels];
+  const int channels = part == Part::k ? cache_.d() : cache_.dv();
   const auto visit = [&](std::int64_t position) {
-    f(position, row, key_size(cache_.words->amax(row, cache_.d())));
+    f(position, row, key_size(cache_.words->amax(row, channels)));
   };
   for (const Entry& e : layer_.tables[static_cast<std::size_t>(head)]) {
     if (e.tier != 0 || e.first < cache_.options.sinks) continue;
     for_tokens(e.live, [&](int token) {
-      load_page_row(cache_, 0, cache_.page(e), Part::k, token, {}, false, row);
+      load_page_row(cache_, 0, cache_.page(e), part, token, {}, false, row);
       visit(e.first + token);
     });
   }
   for (std::int64_t at = std::max(layer_.length, cache_.options.sinks); at < new_length_; ++at) {
-    load_new_k(head, at, row);
+    load_new(part, head, at, row);
     visit(at);
   }
 }
 
-/// `shift` may be null.
-void AppendPlan::sum_keys(std::int64_t head, float* mean, std::uint8_t* shift) const {
+/// Of [channels] of K or V into `sums`, [mean_lanes][most_channels].
+KeyTimes AppendPlan::sum_rows(Part part, std::int64_t head, KeySums* sums) const {
   KeySizes sizes;
-  for_keys(head, [&](std::int64_t, const float*, int size) { sizes.add(size); });
+  for_rows(part, head, [&](std::int64_t, const float*, int size) { sizes.add(size); });
   const int largest = sizes.largest();
-  std::vector<KeySums> sums(static_cast<std::size_t>(mean_lanes) * most_channels);
+  const int channels = part == Part::k ? cache_.d() : cache_.dv();
   KeyTimes times[mean_lanes];
-  for_keys(head, [&](std::int64_t position, const float* row, int size) {
+  for_rows(part, head, [&](std::int64_t position, const float* row, int size) {
     if (size > largest) return;
     const std::int64_t block = position / formats::kv_block_tokens;
-    const auto lane = static_cast<std::size_t>(block % mean_lanes);
+    const std::int64_t lane = block % mean_lanes;
     const auto time = static_cast<double>(block);
     times[lane].add(time);
-    KeySums* of_lane = sums.data() + lane * most_channels;
-    for (int c = 0; c < cache_.d(); ++c) of_lane[c].add(static_cast<double>(row[c]), time);
+    KeySums* of_lane = sums + lane * most_channels;
+    for (int c = 0; c < channels; ++c) of_lane[c].add(static_cast<double>(row[c]), time);
   });
   add_lanes(times, 1);
-  if (times[0].count == 0) return;
+  for (int c = 0; c < channels; ++c) add_lanes(sums + c, most_channels);
+  return times[0];
+}
+
+/// `shift` may be null.
+void AppendPlan::freeze_k(std::int64_t head, float* mean, std::uint8_t* shift) const {
+  std::vector<KeySums> sums(static_cast<std::size_t>(mean_lanes) * most_channels);
+  const KeyTimes times = sum_rows(Part::k, head, sums.data());
+  if (times.count == 0) return;
   const bool smooth = cache_.options.smooth_k;
   KeyEnergy energy[most_channels];
   for (int c = 0; c < cache_.d(); ++c) {
-    add_lanes(&sums[static_cast<std::size_t>(c)], most_channels);
     const KeySums& all = sums[static_cast<std::size_t>(c)];
-    if (smooth) mean[c] = static_cast<float>(all.x / times[0].count);
-    energy[c] = KeyEnergy(all, times[0], smooth);
+    if (smooth) mean[c] = static_cast<float>(all.x / times.count);
+    energy[c] = KeyEnergy(all, times, smooth);
   }
-  if (shift != nullptr) set_key_shifts(energy, times[0], cache_.d(), shift);
+  if (shift != nullptr) set_key_shifts(energy, times, cache_.d(), shift);
+}
+
+void AppendPlan::freeze_v(std::int64_t head, float* mean) const {
+  std::vector<KeySums> sums(static_cast<std::size_t>(mean_lanes) * most_channels);
+  const KeyTimes times = sum_rows(Part::v, head, sums.data());
+  if (times.count == 0) return;
+  double of_means = 0, own = 0;
+  for (int c = 0; c < cache_.dv(); ++c) {
+    const KeyEnergy energy(sums[static_cast<std::size_t>(c)], times, true);
+    of_means += energy.whole - energy.own;
+    own += energy.own;
+  }
+  for (int c = 0; is_far(of_means, own) && c < cache_.dv(); ++c) {
+    mean[c] = static_cast<float>(sums[static_cast<std::size_t>(c)].x / times.count);
+  }
 }
 
 void AppendPlan::weigh(Job& job) const {
@@ -386,7 +385,7 @@ float AppendPlan::key_importance(const Job& job) const {
       });
     }
     for (std::int64_t at = job.begin; at < job.end; ++at) {
-      load_new_k(job.head, at, row);
+      load_new(Part::k, job.head, at, row);
       visit();
     }
   };
@@ -410,10 +409,11 @@ float AppendPlan::key_importance(const Job& job) const {
   return norm > 1e-15 ? static_cast<float>(1.0 / norm) : most_importance;
 }
 
-KeyFrame AppendPlan::frame(std::int64_t head) const {
-  if (mean_.empty()) return layer_.frame(head, cache_.d());
-  return {mean_.data() + head * cache_.d(),
-          shift_.empty() ? nullptr : shift_.data() + head * cache_.d()};
+Frames AppendPlan::frames(std::int64_t head) const {
+  const std::int64_t d = cache_.d(), dv = cache_.dv();
+  if (mean_.empty()) return layer_.frames(head, d, dv);
+  return {{mean_.data() + head * d, shift_.empty() ? nullptr : shift_.data() + head * d},
+          {v_mean_.empty() ? nullptr : v_mean_.data() + head * dv, nullptr}};
 }
 
 void AppendPlan::store_new_rows(const Job& job, std::byte* page) const {
@@ -429,7 +429,7 @@ void AppendPlan::run(const Job& job, std::byte* scratch) const {
   const auto bytes = static_cast<std::size_t>(cache_.page_bytes(0));
   std::byte* to = cache_.page(job.to);
   if (job.to.tier > 0 && job.begin == job.end) {
-    recode_page(cache_, job.from.tier, cache_.page(job.from), job.to.live, frame(job.head),
+    recode_page(cache_, job.from.tier, cache_.page(job.from), job.to.live, frames(job.head),
                 job.to.tier, to);
     return;
   }
@@ -437,13 +437,14 @@ void AppendPlan::run(const Job& job, std::byte* scratch) const {
   if (!job.has_from) {
     std::memset(rows, 0, bytes);
   } else if (job.from.tier > 0) {
-    expand_page(cache_, job.from.tier, cache_.page(job.from), job.from.live, frame(job.head), rows);
+    expand_page(cache_, job.from.tier, cache_.page(job.from), job.from.live, frames(job.head),
+                rows);
   } else if (const std::byte* from = cache_.page(job.from); from != rows) {
     std::memcpy(rows, from, bytes);
   }
   store_new_rows(job, rows);
   if (job.to.tier > 0) {
-    recode_page(cache_, 0, rows, job.to.live, frame(job.head), job.to.tier, to);
+    recode_page(cache_, 0, rows, job.to.live, frames(job.head), job.to.tier, to);
   }
 }
 
@@ -456,6 +457,7 @@ void AppendPlan::commit() noexcept {
     if (!mean_.empty()) {
       layer_.k_mean.swap(mean_);
       layer_.k_shift.swap(shift_);
+      layer_.v_mean.swap(v_mean_);
     }
   }
   const bool cut = new_length_ < layer_.length;

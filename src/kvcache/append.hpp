@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kvcache/data.hpp"
+#include "kvcache/pages.hpp"
 
 namespace qattn::kv {
 
@@ -64,16 +65,18 @@ class AppendPlan {
   Status assign_tiers();
   void take_pages();
   void make_mean();
-  /// f(position, row, size) for the keys of a head that its mean may be of.
+  /// f(position, row, size) for the rows of K or V of a head that its mean may be of.
   template <class F>
-  void for_keys(std::int64_t head, F f) const;
-  void sum_keys(std::int64_t head, float* mean, std::uint8_t* shift) const;
+  void for_rows(Part part, std::int64_t head, F f) const;
+  KeyTimes sum_rows(Part part, std::int64_t head, KeySums* sums) const;
+  void freeze_k(std::int64_t head, float* mean, std::uint8_t* shift) const;
+  void freeze_v(std::int64_t head, float* mean) const;
   /// Sets what is known of a page that is new, grows or leaves the window; negative: nothing.
   void weigh(Job& job) const;
   float key_importance(const Job& job) const;
-  void load_new_k(std::int64_t head, std::int64_t position, float* row) const;
+  void load_new(Part part, std::int64_t head, std::int64_t position, float* row) const;
   void store_new_rows(const Job& job, std::byte* page) const;
-  KeyFrame frame(std::int64_t head) const;
+  Frames frames(std::int64_t head) const;
 
   detail::KvCacheData& cache_;
   Layer& layer_;
@@ -81,7 +84,7 @@ class AppendPlan {
   std::int64_t new_length_;
   bool fast_ = false;  ///< the last page of every table takes it all; tables_ is not used
   std::vector<Table> tables_;
-  std::vector<float> mean_;  ///< and shift_: a layer's, where they are frozen now
+  std::vector<float> mean_, v_mean_;  ///< and shift_: a layer's, where they are frozen now
   std::vector<std::uint8_t> shift_;
   std::vector<Job> jobs_;
   std::vector<Entry> taken_;     ///< pages of this plan

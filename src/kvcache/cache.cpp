@@ -227,11 +227,11 @@ KvBytes KvCache::bytes() const {
   for (const Sequence& s : c.sequences) {
     held += static_cast<std::int64_t>(s.layers.capacity() * sizeof(Layer));
     for (const Layer& layer : s.layers) {
+      const std::size_t means = layer.k_mean.capacity() + layer.v_mean.capacity();
       held += static_cast<std::int64_t>(layer.tables.capacity() * sizeof(Table) +
-                                        layer.k_mean.capacity() * sizeof(float) +
-                                        layer.k_shift.capacity());
-      b.means +=
-          static_cast<std::int64_t>(layer.k_mean.size() * sizeof(float) + layer.k_shift.size());
+                                        means * sizeof(float) + layer.k_shift.capacity());
+      b.means += static_cast<std::int64_t>(
+          (layer.k_mean.size() + layer.v_mean.size()) * sizeof(float) + layer.k_shift.size());
       for (const Table& table : layer.tables) {
         held += static_cast<std::int64_t>(table.capacity() * sizeof(Entry));
         b.tables += static_cast<std::int64_t>(table.size() * sizeof(Entry));
@@ -268,6 +268,10 @@ KvUsage kv::usage_of(const KvCacheData& cache, const Layer& layer) {
     }
   }
   for (const std::uint8_t shift : layer.k_shift) u.balanced_channels += shift > 0 ? 1 : 0;
+  for (std::size_t h = 0; h * static_cast<std::size_t>(o.dv) < layer.v_mean.size(); ++h) {
+    const float* mean = layer.v_mean.data() + h * static_cast<std::size_t>(o.dv);
+    u.shifted_heads += std::any_of(mean, mean + o.dv, [](float x) { return x != 0; }) ? 1 : 0;
+  }
   u.allowed_bytes = std::max<std::int64_t>(cache.allowed_bytes(layer.length), 0);
   const std::int64_t values = layer.length * o.heads_kv * (o.d + o.dv);
   if (values > 0) u.average_bits = 8.0 * static_cast<double>(u.bytes) / static_cast<double>(values);

@@ -46,7 +46,7 @@ void kv::Contents::clear() const {
 }
 
 void kv::Contents::page(std::int64_t head, const Entry& e, const std::byte* page,
-                        const KeyFrame& frame) const {
+                        const Frames& frames) const {
   constexpr int most_channels = 256;
   float row[most_channels];
   for (std::uint64_t live = e.live; live != 0; live &= live - 1) {
@@ -56,7 +56,7 @@ void kv::Contents::page(std::int64_t head, const Entry& e, const std::byte* page
     for (const auto& [part, view, channels] :
          {std::tuple{Part::k, &k_, cache_.d()}, std::tuple{Part::v, &v_, cache_.dv()}}) {
       if (!view->present()) continue;
-      load_page_row(cache_, e.tier, page, part, token, frame, false, row);
+      load_page_row(cache_, e.tier, page, part, token, frames, false, row);
       std::copy_n(row, channels, static_cast<float*>(view->data) + at * channels);
     }
   }
@@ -142,9 +142,9 @@ Status KvCache::read(std::int64_t sequence, std::int64_t layer, const TensorView
     if (Status s = out.check(); !s.ok()) return s;
     out.clear();
     for (std::int64_t h = 0; h < data_->options.heads_kv; ++h) {
-      const kv::KeyFrame frame = l.frame(h, data_->d());
+      const kv::Frames frames = l.frames(h, data_->d(), data_->dv());
       for (const Entry& e : l.tables[static_cast<std::size_t>(h)]) {
-        out.page(h, e, data_->page(e), frame);
+        out.page(h, e, data_->page(e), frames);
       }
     }
     return {};

@@ -25,13 +25,16 @@ using Table = std::vector<Entry>;
 struct Layer {
   std::int64_t length = 0;
   std::vector<Table> tables;  ///< [heads_kv]
-  /// [heads_kv][d]; both empty until a page is quantised, and where the options ask for neither.
-  std::vector<float> k_mean;          ///< zeros without smooth_k
-  std::vector<std::uint8_t> k_shift;  ///< exponents of what K is divided by; without balance empty
+  // Of heads_kv heads; empty until a page is quantised, and where the options ask for none of them.
+  std::vector<float> k_mean;          ///< [heads_kv][d]; zeros without smooth_k
+  std::vector<std::uint8_t> k_shift;  ///< [heads_kv][d] exponents of what K is divided by
 
-  KeyFrame frame(std::int64_t head, std::int64_t d) const {
-    return {k_mean.empty() ? nullptr : k_mean.data() + head * d,
-            k_shift.empty() ? nullptr : k_shift.data() + head * d};
+  std::vector<float> v_mean;  ///< [heads_kv][dv]; zeros of heads that keep theirs
+
+  Frames frames(std::int64_t head, std::int64_t d, std::int64_t dv) const {
+    return {{k_mean.empty() ? nullptr : k_mean.data() + head * d,
+             k_shift.empty() ? nullptr : k_shift.data() + head * d},
+            {v_mean.empty() ? nullptr : v_mean.data() + head * dv, nullptr}};
   }
 
   /// After tokens went: a mean that no page was quantised with any more goes, too.
@@ -43,6 +46,7 @@ struct Layer {
     }
     k_mean = {};
     k_shift = {};
+    v_mean = {};
   }
 };
 
@@ -55,8 +59,8 @@ struct Sequence {
 inline bool balances_k(const KvCacheOptions& o) {
   return o.balance_k && o.k_granularity != Granularity::per_channel;
 }
-/// Is something of K frozen when a layer's first page is quantised?
-inline bool freezes_k(const KvCacheOptions& o) { return o.smooth_k || balances_k(o); }
+/// Is something of K or V frozen when a layer's first page is quantised?
+inline bool freezes(const KvCacheOptions& o) { return o.smooth_k || balances_k(o) || o.smooth_v; }
 
 }  // namespace qattn::kv
 
@@ -136,7 +140,7 @@ inline Status invalid(std::string message) {
   return Status(Code::invalid_argument, std::move(message));
 }
 
-/// Bytes that the budget counts beside pages and their entries: K's means and powers of two.
+/// Bytes that the budget counts beside pages and their entries: means, and K's powers of two.
 std::int64_t mean_bytes(const KvCacheOptions& options);
 
 /// Bytes that K and V of one token and layer may take on average.

@@ -57,6 +57,7 @@ struct DeviceCache {
   std::int32_t rotate = 0, smooth_k = 0;
   std::int32_t k_by_channel = 0;  ///< K in tiers has a scale a channel, and is not rotated
   std::int32_t balance_k = 0;     ///< K in tiers is divided by powers of two of its channels
+  std::int32_t smooth_v = 0;      ///< V in tiers may lack its mean
   DevicePool pool[most_tiers];
 
   Entry* entries = nullptr;          ///< [slots][layers][heads_kv][most_pages], by `first`
@@ -67,6 +68,7 @@ struct DeviceCache {
   /// [slots][layers][heads_kv][d] exponents of what K is divided by; zeros until they are frozen.
   /// With balance_k alone.
   std::uint8_t* k_shifts = nullptr;
+  float* v_means = nullptr;  ///< [slots][layers][heads_kv][dv], zeros likewise; with smooth_v alone
 
   /// [slots] SlotError: not 0 where a slot is in no use, or where its contents are not what was
   /// asked for. Nothing is appended to it then, and decode gives its queries NaN. Null: for decode
@@ -84,7 +86,10 @@ struct DeviceCache {
   QATTN_HD Entry* table(std::int64_t slot, std::int64_t layer, std::int64_t head) const {
     return entries + head_index(slot, layer, head) * most_pages;
   }
-  QATTN_HD bool freezes_k() const { return smooth_k != 0 || balance_k != 0; }
+  QATTN_HD bool freezes() const { return smooth_k != 0 || balance_k != 0 || smooth_v != 0; }
+  QATTN_HD float* v_mean(std::int64_t slot, std::int64_t layer, std::int64_t head) const {
+    return v_means + head_index(slot, layer, head) * dv;
+  }
   QATTN_HD std::uint8_t* k_shift(std::int64_t slot, std::int64_t layer, std::int64_t head) const {
     return k_shifts + head_index(slot, layer, head) * d;
   }

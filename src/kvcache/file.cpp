@@ -7,12 +7,13 @@
 //   k_means      F32 [frozen][heads][D]
 //   pages.0 ..   U8  [pages][page bytes]  a pool each (formats/kv_layout.hpp); shared pages once
 //   mean_flags   U8  [n][layers]          1: the layer's mean is frozen, and the next of k_means
-//   k_shifts     U8  [frozen][heads][D]   version 3: what K is divided by, exponents of 2
+//   k_shifts     U8  [frozen][heads][D]   with balance_k: what K is divided by, exponents of 2
+//   v_means      F32 [frozen][heads][Dv]  with smooth_v; before mean_flags
 //
 // Everything that the header says follows from the options and counts in its one line of metadata,
 // so load() reads that line, writes the header again and compares: there is no parser to trust.
-// Version 2 (k_granularity=per_channel) has a scale a channel for K, the others a scale a token; of
-// them version 3 is balanced (KvCacheOptions::balance_k) and version 1, as all were before, not.
+// Versions 1 and 2 (k_granularity=per_channel) have neither balance_k nor smooth_v; version 3 says
+// of both and of the granularity.
 #include "kvcache/file.hpp"
 
 #include <algorithm>
@@ -49,7 +50,7 @@ using File = std::unique_ptr<std::FILE, Close>;
 struct Image {
   std::vector<std::int64_t> sequences, lengths, table_sizes;
   std::vector<Entry> entries;
-  std::vector<float> means;
+  std::vector<float> means, v_means;
   std::vector<std::uint8_t> flags, shifts;
 };
 
@@ -83,6 +84,7 @@ Image image_of(const KvCacheData& data, Renumber& renumber, FileCounts& c) {
       image.flags.push_back(layer.k_mean.empty() ? 0 : 1);
       c.means += layer.k_mean.empty() ? 0 : 1;
       image.means.insert(image.means.end(), layer.k_mean.begin(), layer.k_mean.end());
+      image.v_means.insert(image.v_means.end(), layer.v_mean.begin(), layer.v_mean.end());
       image.shifts.insert(image.shifts.end(), layer.k_shift.begin(), layer.k_shift.end());
       for (const Table& table : layer.tables) {
         image.table_sizes.push_back(static_cast<std::int64_t>(table.size()));
@@ -133,6 +135,7 @@ Status kv::write_file(const KvCacheData& data, const std::string& path) {
       put(pool.page(page), static_cast<std::size_t>(pool.page_bytes()));
     }
   }
+  put_all(image.v_means);
   put_all(image.flags);
   put_all(image.shifts);
   good = std::fclose(file.release()) == 0 && good;
@@ -253,6 +256,11 @@ Status build(const Image& image, const FileCounts& c, KvCacheData& data,
       if (image.flags[l] == 1) {
         const float* from = image.means.data() + mean++ * width;
         layer.k_mean.assign(from, from + width);
+        if (data.options.smooth_v) {
+          const auto values = static_cast<std::size_t>(c.options.heads_kv * c.options.dv);
+          const float* v = image.v_means.data() + (mean - 1) * values;
+          layer.v_mean.assign(v, v + values);
+        }
         if (data.balances_k()) {
           const std::uint8_t* shift = image.shifts.data() + (mean - 1) * width;
           layer.k_shift.assign(shift, shift + width);
@@ -299,8 +307,11 @@ Status read_body(Reader& file, const FileCounts& c, KvCacheData& data) {
       whole = file.read(pool.page(pool.allocate()), static_cast<std::size_t>(pool.page_bytes()));
     }
   }
-  whole = whole && file.read_all(image.flags, n * layers) &&
-          file.read_all(image.shifts, data.balances_k() ? c.means * heads * c.options.d : 0);
+  whole =
+      whole &&
+      file.read_all(image.v_means, data.options.smooth_v ? c.means * heads * c.options.dv : 0) &&
+      file.read_all(image.flags, n * layers) &&
+      file.read_all(image.shifts, data.balances_k() ? c.means * heads * c.options.d : 0);
   if (!whole) return invalid("cannot be read to its end");
   std::vector<std::vector<std::int64_t>> references;
   for (const std::int64_t pages : c.pages) references.emplace_back(static_cast<std::size_t>(pages));

@@ -37,7 +37,8 @@ std::string hexadecimal(double value) {
 
 std::string FileCounts::line() const {
   const bool by_channel = options.k_granularity == Granularity::per_channel;
-  std::string s = by_channel ? "version=2" : options.balance_k ? "version=3" : "version=1";
+  const bool newer = balances_k(options) || options.smooth_v;
+  std::string s = newer ? "version=3" : by_channel ? "version=2" : "version=1";
   each_number(*this, [&](const char* name, std::int64_t value) {
     s += std::string(" ") + name + "=" + text(value);
   });
@@ -53,7 +54,12 @@ std::string FileCounts::line() const {
        " importance=" + text(static_cast<int>(options.importance)) +
        " importance_decay=" + hexadecimal(static_cast<double>(options.importance_decay)) +
        " hysteresis=" + hexadecimal(static_cast<double>(options.hysteresis));
-  if (by_channel) s += " k_granularity=per_channel";
+  if (by_channel || newer) {
+    s += " k_granularity=" + std::string(name(options.k_granularity));
+  }
+  if (newer) {
+    s += " balance_k=" + text(balances_k(options)) + " smooth_v=" + text(options.smooth_v);
+  }
   return s;
 }
 
@@ -122,10 +128,14 @@ Result<FileCounts> FileCounts::parse(const std::string& line) {
   c.options.importance = static_cast<KvImportance>(f.integer("importance"));
   c.options.importance_decay = static_cast<float>(f.real("importance_decay"));
   c.options.hysteresis = static_cast<float>(f.real("hysteresis"));
-  c.options.balance_k = version != 1;
-  if (version == 2) {
+  c.options.balance_k = c.options.smooth_v = false;
+  if (version >= 2) {
     c.options.k_granularity =
         granularity_named(f.take("k_granularity")).value_or(Granularity::automatic);
+  }
+  if (version == 3) {
+    c.options.balance_k = f.integer("balance_k") != 0;
+    c.options.smooth_v = f.integer("smooth_v") != 0;
   }
   if (f.wrong() || c.pages.size() != c.options.tiers.size() + 1 || c.line() != line) {
     return invalid("has metadata that is not a cache's");
@@ -147,6 +157,10 @@ std::vector<FilePart> file_parts(const FileCounts& c, const detail::KvCacheData&
                      "U8",
                      {c.pages[t], page},
                      c.pages[t] * page});
+  }
+  if (c.options.smooth_v) {
+    const std::int64_t dv = c.options.dv;
+    parts.push_back({"v_means", "F32", {c.means, heads, dv}, 4 * c.means * heads * dv});
   }
   // Behind all others, whose elements must lie at multiples of their size.
   parts.push_back({"mean_flags", "U8", {n, layers}, n * layers});

@@ -23,7 +23,7 @@ Status check_means(const detail::KvCacheData& cache) {
   std::int64_t element = 0;
   for (const Sequence& s : cache.sequences) {
     for (const Layer& layer : s.layers) {
-      if (!freezes_k(cache.options) && !layer.k_mean.empty()) {
+      if (!freezes(cache.options) && !layer.k_mean.empty()) {
         return invalid("mean_flags: a layer of sequence " + text(s.id) +
                        " has a mean, and there are none without smooth_k");
       }
@@ -34,6 +34,11 @@ Status check_means(const detail::KvCacheData& cache) {
                          (none ? ", should be 0 without smooth_k" : ", should be finite"));
         }
         ++element;
+      }
+      for (const float x : layer.v_mean) {
+        if (formats::is_finite(x)) continue;
+        return invalid("v_means: an element of sequence " + text(s.id) + " is " + text(x) +
+                       ", should be finite");
       }
       for (const std::uint8_t shift : layer.k_shift) {
         if (shift > most_key_shift) {

@@ -114,10 +114,17 @@ QATTN_HD float key_factor(int shift) {
   return formats::float_of(static_cast<std::uint32_t>(127 + shift) << 23);
 }
 
-/// What K of a head is moved by before it is quantised; null: not at all.
-struct KeyFrame {
-  const float* mean = nullptr;          ///< [d]
-  const std::uint8_t* shift = nullptr;  ///< [d] exponents of c
+/// Does V of a head lose its mean? `of_means`, `own`: energies of the keys' means and of what is
+/// left of all channels. What chance makes of as few as 32 tokens is less.
+QATTN_HD bool is_far(double of_means, double own) { return 16 * of_means > own; }
+
+/// What K or V of a head is moved by before it is quantised; null: not at all.
+struct Frame {
+  const float* mean = nullptr;          ///< [channels]
+  const std::uint8_t* shift = nullptr;  ///< [channels] exponents of c
+};
+struct Frames {
+  Frame k, v;
 };
 
 }  // namespace qattn::kv

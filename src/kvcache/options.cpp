@@ -89,7 +89,8 @@ double budget_per_token(const KvCacheOptions& o) {
 }
 
 std::int64_t mean_bytes(const KvCacheOptions& o) {
-  return freezes_k(o) ? o.heads_kv * o.d * (balances_k(o) ? 5 : 4) : 0;
+  if (!freezes(o)) return 0;
+  return o.heads_kv * (o.d * (balances_k(o) ? 5 : 4) + (o.smooth_v ? o.dv * 4 : 0));
 }
 
 Status check_options(const KvCacheOptions& o) {

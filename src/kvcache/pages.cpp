@@ -105,12 +105,12 @@ void store_window_row(const KvCacheData& cache, std::byte* page, Part part, int 
 }
 
 void load_page_row(const KvCacheData& cache, int tier, const std::byte* page, Part part, int token,
-                   const KeyFrame& frame, bool stored, float* row) {
+                   const Frames& frames, bool stored, float* row) {
   const formats::KvPage layout = cache.layout(tier);
   const std::byte* block = page + token / kv_block_tokens * layout.block_bytes();
   const int in_block = token % kv_block_tokens;
   const PagePart p(cache, layout, part);
-  const KeyFrame own = part == Part::k ? frame : KeyFrame{};
+  const Frame& own = part == Part::k ? frames.k : frames.v;
   if (layout.block.window()) {
     cache.words->load_row(window_row(layout.block, block, part, in_block),
                           cpu::element_of(cache.options.window_format), p.channels,
@@ -141,7 +141,7 @@ void load_page_row(const KvCacheData& cache, int tier, const std::byte* page, Pa
 }
 
 void expand_page(const KvCacheData& cache, int from, const std::byte* page, std::uint64_t live,
-                 const KeyFrame& frame, std::byte* to) {
+                 const Frames& frames, std::byte* to) {
   std::memset(to, 0, static_cast<std::size_t>(cache.page_bytes(0)));
   const float top = formats::largest_16bit(cache.options.window_format == Format::bf16);
   for (; live != 0; live &= live - 1) {
@@ -149,7 +149,7 @@ void expand_page(const KvCacheData& cache, int from, const std::byte* page, std:
     for (const Part part : {Part::k, Part::v}) {
       const int channels = part == Part::k ? cache.d() : cache.dv();
       float row[most_channels];
-      load_page_row(cache, from, page, part, token, frame, false, row);
+      load_page_row(cache, from, page, part, token, frames, false, row);
       // Codes may lie beyond the value that they are of; NaN stays.
       for (int c = 0; c < channels; ++c) {
         row[c] = row[c] > top ? top : row[c] < -top ? -top : row[c];
@@ -174,14 +174,14 @@ struct Recoding {
   const int from;
   const std::byte* const page;
   const std::uint64_t live;
-  const KeyFrame frame;
+  const Frames frames;
   const formats::KvPage source, layout;
   std::byte* const to;
 
   std::byte* block(std::int64_t i) const { return to + i * layout.block_bytes(); }
   /// A row of the old page as the quantiser takes it.
   void load(Part part, int token, float* row) const {
-    load_page_row(cache, from, page, part, token, frame, true, row);
+    load_page_row(cache, from, page, part, token, frames, true, row);
   }
   void copy(const PagePart& old, const PagePart& now) const;
   void encode_tokens(const PagePart& part) const;
@@ -257,8 +257,8 @@ void Recoding::encode_channels(const PagePart& part) const {
 }  // namespace
 
 void recode_page(const KvCacheData& cache, int from, const std::byte* page, std::uint64_t live,
-                 const KeyFrame& frame, int tier, std::byte* to) {
-  const Recoding recoding{cache, from, page, live, frame, cache.layout(from), cache.layout(tier),
+                 const Frames& frames, int tier, std::byte* to) {
+  const Recoding recoding{cache, from, page, live, frames, cache.layout(from), cache.layout(tier),
                           to};
   for (const Part part : {Part::k, Part::v}) {
     const PagePart old(cache, recoding.source, part), now(cache, recoding.layout, part);

@@ -18,12 +18,12 @@ void store_window_row(const detail::KvCacheData& cache, std::byte* page, Part pa
 /// Quantises the live tokens of a page of a better tier (0: the 16-bit window) for `tier`. A part
 /// that keeps its bits keeps its codes. Codes of tokens that are not alive are zeros or old.
 void recode_page(const detail::KvCacheData& cache, int from, const std::byte* page,
-                 std::uint64_t live, const KeyFrame& frame, int tier, std::byte* to);
+                 std::uint64_t live, const Frames& frames, int tier, std::byte* to);
 
 /// The live tokens of a page of codes as rows of 16 bits, rounded into the format's range; rows of
 /// others are zeros.
 void expand_page(const detail::KvCacheData& cache, int from, const std::byte* page,
-                 std::uint64_t live, const KeyFrame& frame, std::byte* to);
+                 std::uint64_t live, const Frames& frames, std::byte* to);
 
 /// Tokens of a page whose K is NaN beside channel scales, as bits; 0 where each token has a scale.
 std::uint64_t bad_tokens(const formats::KvPage& layout, const std::byte* page);
@@ -31,6 +31,6 @@ std::uint64_t bad_tokens(const formats::KvPage& layout, const std::byte* page);
 /// The row of a token, as it is or, with `stored`, as the codes have it (mean, powers of two and
 /// rotation not undone). `row` has 256 floats.
 void load_page_row(const detail::KvCacheData& cache, int tier, const std::byte* page, Part part,
-                   int token, const KeyFrame& frame, bool stored, float* row);
+                   int token, const Frames& frames, bool stored, float* row);
 
 }  // namespace qattn::kv

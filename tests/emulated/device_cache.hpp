@@ -34,6 +34,7 @@ class MirroredCache {
     view_.rotate = o.rotate ? 1 : 0;
     view_.smooth_k = o.smooth_k ? 1 : 0;
     view_.balance_k = data_.balances_k() ? 1 : 0;
+    view_.smooth_v = o.smooth_v ? 1 : 0;
     view_.k_by_channel = data_.k_by_channel() ? 1 : 0;
     std::size_t most = 1;
     each_table([&](std::size_t, std::size_t, std::size_t, const kv::Table& table) {
@@ -112,12 +113,16 @@ class MirroredCache {
         std::vector<std::uint8_t> shift = layer.k_shift;
         shift.resize(mean.size());
         shifts_.insert(shifts_.end(), shift.begin(), shift.end());
+        std::vector<float> value = layer.v_mean;
+        value.resize(static_cast<std::size_t>(view_.heads_kv * view_.dv), 0.0f);
+        v_means_.insert(v_means_.end(), value.begin(), value.end());
       }
     }
     view_.lengths = lengths_.data();
     view_.has_mean = has_mean_.data();
     view_.k_means = means_.data();
     view_.k_shifts = shifts_.data();
+    view_.v_means = v_means_.data();
   }
 
   void finish_pools() {
@@ -143,7 +148,7 @@ class MirroredCache {
   kv::DeviceCache view_;
   std::vector<kv::Entry> entries_;
   std::vector<std::int32_t> counts_, lengths_, has_mean_;
-  std::vector<float> means_;
+  std::vector<float> means_, v_means_;
   std::vector<std::uint8_t> shifts_;
   std::vector<std::vector<std::uint8_t>> pages_;
   std::vector<std::vector<Words>> words_;

@@ -139,6 +139,44 @@ TEST(KvBalance, WhereNoChannelIsLoudNothingChanges) {
   EXPECT_EQ(read[0].v, read[1].v);
 }
 
+// An offset of V is in every output, and a scale a token must hold it.
+TEST(KvBalance, VFarFromZeroCostsNoBits) {
+  const KvRows rows = normal_rows(length, heads, d, d, 31);
+  const DecodeCase asked = queries(60);
+  const auto error_of = [&](const KvRows& given, const KvCacheOptions& o, std::int64_t shifted) {
+    Result<KvCache> cache = KvCache::create(o);
+    const std::int64_t id = *cache->add_sequence();
+    append_rows(*cache, id, 0, slice(given, 0, 150));
+    append_rows(*cache, id, 0, slice(given, 150, length));
+    EXPECT_EQ(cache->usage(id, 0)->shifted_heads, shifted);
+    DecodeCase c = asked;
+    EXPECT_TRUE(c.run(*cache, {id}).ok());
+    const auto truth = attend(c, o, {contents_of(given, heads, d, d)});
+    double error = 0;
+    for (std::size_t i = 0; i < c.out.size(); ++i) {
+      error += std::pow(static_cast<double>(c.out[i]) - truth.out[i], 2);
+    }
+    return std::sqrt(error / static_cast<double>(c.out.size()));
+  };
+  KvRows far = rows;
+  for (std::size_t i = 0; i < far.v.size(); ++i) {
+    far.v[i] = static_cast<float>(std::round(static_cast<double>(far.v[i]) * 64) / 64) +
+               30 * std::cos(static_cast<float>(i % d));
+  }
+  for (const KvTier tier : {KvTier{8, 8}, KvTier{4, 4}, KvTier{2, 2}}) {
+    KvCacheOptions o = options(tier);
+    o.window_format = Format::f16;
+    const double plain = error_of(rows, o, 0), shifted = error_of(far, o, heads);
+    o.smooth_v = false;
+    const double kept = error_of(far, o, 0);
+    std::printf("V %d bits: %.4f, far from 0 %.4f, with its mean %.4f\n", tier.v_bits, plain,
+                shifted, kept);
+    EXPECT_LE(shifted, 1.1 * plain + 0.01);
+    if (tier.v_bits == 8) continue;
+    EXPECT_GE(kept, 4 * shifted);
+  }
+}
+
 TEST(KvBalance, ABudgetHolds) {
   for (const double bits : {3.0, 4.0}) {
     KvCacheOptions o;

@@ -239,7 +239,7 @@ TEST(KvChannels, EvictionAndTruncationLeaveTheScales) {
 TEST(KvChannels, ScalesAndFlagsEndAPage) {
   for (const std::int64_t page : {16, 64}) {
     KvCacheOptions o = options(Granularity::per_channel, page, {4, 4});
-    o.smooth_k = false;
+    o.smooth_k = o.smooth_v = false;
     Result<KvCache> cache = KvCache::create(o);
     const std::int64_t id = *cache->add_sequence();
     KvRows rows = slice(keys(Keys::loud), 0, 320);

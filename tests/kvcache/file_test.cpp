@@ -58,6 +58,7 @@ KvCacheOptions options(Granularity k = Granularity::per_token) {
   o.budget_from = *KvCache::shortest_length(o);
   o.importance = KvImportance::key_norm;
   o.importance_decay = 0.7f;
+  o.smooth_v = k == Granularity::per_token;  // version 2 has none
   return o;
 }
 
@@ -212,6 +213,8 @@ TEST_F(KvFile, ValuesThatNoCallLeavesThereAreRefused) {
   write(without);
   EXPECT_NE(KvCache::load(path_).status().message().find(", should be 0 without smooth_k"),
             std::string::npos);
+  refused(with(good, place_of(good, "v_means") + 8, inf),
+          "v_means: an element of sequence 1 is inf, should be finite");
   refused(with(good, place_of(good, "k_shifts") + 3, std::uint8_t{16}),
           "k_shifts: an element of sequence 1 is 16, should be at most 15");
   for (const int tier : {1, 2, 3}) {

@@ -1,7 +1,6 @@
 #include "kvcache/plain_cache.hpp"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <limits>
 
@@ -92,7 +91,9 @@ std::string PlainCache::append(std::int64_t id, std::int64_t layer_index, std::i
     }
     for (const PlainPage& page : pages) quantises |= page.tier == 0 && !in_window(page.first, end);
   }
-  if (quantises && (o_.smooth_k || balances()) && layer.mean.empty()) freeze_mean(layer);
+  if (quantises && layer.mean.empty() && (o_.smooth_k || balances() || o_.smooth_v)) {
+    freeze_mean(layer);
+  }
   return demote(id, layer_index, tiers);
 }
 
@@ -165,13 +166,10 @@ int largest_size(const std::vector<const std::vector<float>*>& rows) {
 
 namespace {
 
-/// Sums over keys, of one channel: x, x^2, t x; and of the keys' times t: 1, t, t^2.
-using Sums = std::array<double, 3>;
-
 struct Moves {
   double whole = 0, own = 0, line = 0;
 };
-Moves moves_of(const Sums& x, const Sums& times, bool smooth) {
+Moves moves_of(const PlainSums& x, const PlainSums& times, bool smooth) {
   const double mean = x[0] / times[0];
   if (!smooth) return {x[1], x[1], 0};
   const double own = std::max(x[1] - x[0] * mean, 0.0);
@@ -181,7 +179,7 @@ Moves moves_of(const Sums& x, const Sums& times, bool smooth) {
 }
 
 /// 2^round(13 / 16 log2(loudness / median)) of pairs of channels half a row apart, at least 1.
-std::vector<float> balance(const std::vector<Moves>& of, const Sums& times) {
+std::vector<float> balance(const std::vector<Moves>& of, const PlainSums& times) {
   const std::size_t pairs = of.size() / 2;
   std::vector<Moves> pair(pairs);
   std::vector<double> sorted;
@@ -208,7 +206,7 @@ std::vector<float> balance(const std::vector<Moves>& of, const Sums& times) {
 }
 
 /// Sixteen sums, added in halves.
-Sums add_up(std::vector<Sums> lanes) {
+PlainSums add_up(std::vector<PlainSums> lanes) {
   for (std::size_t half = 8; half > 0; half /= 2) {
     for (std::size_t i = 0; i < half; ++i) {
       for (std::size_t k = 0; k < 3; ++k) lanes[i][k] += lanes[i + half][k];
@@ -219,45 +217,67 @@ Sums add_up(std::vector<Sums> lanes) {
 
 }  // namespace
 
-void PlainCache::freeze_mean(PlainLayer& layer) const {
-  for (const std::vector<PlainPage>& pages : layer.heads) {
-    std::vector<const std::vector<float>*> rows;
-    for (const PlainPage& page : pages) {
-      if (page.tier != 0 || page.first < o_.sinks) continue;
-      for (const auto& [at, token] : page.tokens) rows.push_back(&token.k16);
-    }
-    const int largest = largest_size(rows);
-    // Sixteen sums, by block of 16 tokens.
-    const auto channels = static_cast<std::size_t>(o_.d);
-    std::vector<std::vector<Sums>> lanes(channels, std::vector<Sums>(16));
-    std::vector<Sums> time_lanes(16);
-    for (const PlainPage& page : pages) {
-      if (page.tier != 0 || page.first < o_.sinks) continue;
-      for (const auto& [at, token] : page.tokens) {
-        if (size_of(token.k16) > largest) continue;
-        const auto lane = static_cast<std::size_t>(at / 16 % 16);
-        const auto t = static_cast<double>(at / 16);
-        const auto add = [](Sums& to, double a, double b, double c) {
-          to = {to[0] + a, to[1] + b, to[2] + c};
-        };
-        add(time_lanes[lane], 1, t, t * t);
-        for (std::size_t c = 0; c < channels; ++c) {
-          const auto x = static_cast<double>(token.k16[c]);
-          add(lanes[c][lane], x, x * x, t * x);
-        }
+/// Sums over the rows of K or V of a head that are in 16 bits behind the sinks, without those
+/// far above the median: of each channel, and of the rows' times.
+void PlainCache::sum_rows(const std::vector<PlainPage>& pages, std::vector<float> PlainToken::*part,
+                          std::vector<PlainSums>& sums, PlainSums& times) const {
+  std::vector<const std::vector<float>*> rows;
+  for (const PlainPage& page : pages) {
+    if (page.tier != 0 || page.first < o_.sinks) continue;
+    for (const auto& [at, token] : page.tokens) rows.push_back(&(token.*part));
+  }
+  const int largest = largest_size(rows);
+  // Sixteen sums, by block of 16 tokens.
+  std::vector<std::vector<PlainSums>> lanes(sums.size(), std::vector<PlainSums>(16));
+  std::vector<PlainSums> time_lanes(16);
+  for (const PlainPage& page : pages) {
+    if (page.tier != 0 || page.first < o_.sinks) continue;
+    for (const auto& [at, token] : page.tokens) {
+      const std::vector<float>& row = token.*part;
+      if (size_of(row) > largest) continue;
+      const auto lane = static_cast<std::size_t>(at / 16 % 16);
+      const auto t = static_cast<double>(at / 16);
+      const auto add = [](PlainSums& to, double a, double b, double c) {
+        to = {to[0] + a, to[1] + b, to[2] + c};
+      };
+      add(time_lanes[lane], 1, t, t * t);
+      for (std::size_t c = 0; c < row.size(); ++c) {
+        const auto x = static_cast<double>(row[c]);
+        add(lanes[c][lane], x, x * x, t * x);
       }
     }
-    const Sums times = add_up(time_lanes);
-    std::vector<Moves> moves(channels);
+  }
+  times = add_up(time_lanes);
+  for (std::size_t c = 0; c < sums.size(); ++c) sums[c] = add_up(lanes[c]);
+}
+
+void PlainCache::freeze_mean(PlainLayer& layer) const {
+  for (const std::vector<PlainPage>& pages : layer.heads) {
+    std::vector<PlainSums> k(static_cast<std::size_t>(o_.d)), v(static_cast<std::size_t>(o_.dv));
+    PlainSums times{};
+    sum_rows(pages, &PlainToken::k16, k, times);
+    std::vector<Moves> moves(k.size());
     layer.mean.emplace_back();
-    for (std::size_t c = 0; c < channels; ++c) {
-      const Sums x = add_up(lanes[c]);
+    for (std::size_t c = 0; c < k.size(); ++c) {
       const bool none = times[0] == 0;
-      if (!none) moves[c] = moves_of(x, times, o_.smooth_k);
+      if (!none) moves[c] = moves_of(k[c], times, o_.smooth_k);
       layer.mean.back().push_back(none || !o_.smooth_k ? 0.0f
-                                                       : static_cast<float>(x[0] / times[0]));
+                                                       : static_cast<float>(k[c][0] / times[0]));
     }
     if (balances()) layer.over.push_back(balance(moves, times));
+    if (!o_.smooth_v) continue;
+    sum_rows(pages, &PlainToken::v16, v, times);
+    double of_means = 0, own = 0;
+    for (std::size_t c = 0; times[0] > 0 && c < v.size(); ++c) {
+      const Moves m = moves_of(v[c], times, true);
+      of_means += m.whole - m.own;
+      own += m.own;
+    }
+    layer.v_mean.emplace_back();
+    for (const PlainSums& sum : v) {
+      const bool moved = times[0] > 0 && 16 * of_means > own;
+      layer.v_mean.back().push_back(moved ? static_cast<float>(sum[0] / times[0]) : 0.0f);
+    }
   }
 }
 
@@ -271,6 +291,9 @@ void PlainCache::requantise(const PlainLayer& layer, std::size_t head, PlainPage
       for (std::size_t c = 0; !layer.mean.empty() && c < token.k.stored.size(); ++c) {
         token.k.stored[c] -= layer.mean[head][c];
         if (balances()) token.k.stored[c] /= layer.over[head][c];
+      }
+      for (std::size_t c = 0; !layer.v_mean.empty() && c < token.v.stored.size(); ++c) {
+        token.v.stored[c] -= layer.v_mean[head][c];
       }
       if (o_.rotate && !k_by_channel()) {
         formats::rotate(token.k.stored.data(), static_cast<int>(o_.d));
@@ -307,6 +330,7 @@ void forget_mean(PlainLayer& layer) {
   }
   layer.mean.clear();
   layer.over.clear();
+  layer.v_mean.clear();
 }
 
 }  // namespace
@@ -347,6 +371,7 @@ void PlainCache::values(const PlainLayer& layer, std::size_t head, const PlainPa
     if (balances()) k[c] *= layer.over[head][c];
     k[c] += layer.mean[head][c];
   }
+  for (std::size_t c = 0; !layer.v_mean.empty() && c < v.size(); ++c) v[c] += layer.v_mean[head][c];
 }
 
 void PlainCache::contents(std::int64_t id, std::int64_t layer_index, std::vector<float>& k,
@@ -384,8 +409,10 @@ std::int64_t PlainCache::scale_bytes(int tier) const {
 
 std::int64_t PlainCache::layer_bytes(std::int64_t id, std::int64_t layer_index) const {
   const PlainLayer& layer = sequences_.at(id)[static_cast<std::size_t>(layer_index)];
-  std::int64_t bytes = o_.smooth_k || balances() ? o_.heads_kv * o_.d * 4 : 0;
+  const bool any = o_.smooth_k || balances() || o_.smooth_v;
+  std::int64_t bytes = any ? o_.heads_kv * o_.d * 4 : 0;
   bytes += balances() ? o_.heads_kv * o_.d : 0;
+  bytes += o_.smooth_v ? o_.heads_kv * o_.dv * 4 : 0;
   for (const auto& pages : layer.heads) {
     for (const PlainPage& page : pages) bytes += page_bytes(page.tier) + 24;
   }
@@ -398,6 +425,7 @@ KvBytes PlainCache::bytes() const {
   for (const auto& [id, sequence] : sequences_) {
     for (const PlainLayer& layer : sequence) {
       for (const auto& mean : layer.mean) b.means += static_cast<std::int64_t>(mean.size()) * 4;
+      for (const auto& mean : layer.v_mean) b.means += static_cast<std::int64_t>(mean.size()) * 4;
       for (const auto& over : layer.over) b.means += static_cast<std::int64_t>(over.size());
       for (const auto& pages : layer.heads) {
         b.tables += static_cast<std::int64_t>(pages.size()) * 24;

@@ -3,6 +3,7 @@
 // allocator's test) but checks that every choice was allowed.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -38,9 +39,13 @@ struct PlainPage {
 struct PlainLayer {
   std::int64_t length = 0;
   std::vector<std::vector<PlainPage>> heads;
-  std::vector<std::vector<float>> mean;  ///< a row a head, empty until something is quantised
-  std::vector<std::vector<float>> over;  ///< likewise: what K is divided by
+  std::vector<std::vector<float>> mean;    ///< a row a head, empty until something is quantised
+  std::vector<std::vector<float>> over;    ///< likewise: what K is divided by
+  std::vector<std::vector<float>> v_mean;  ///< likewise
 };
+
+/// Sums over rows, of one channel: x, x^2, t x; or of the rows' times t: 1, t, t^2.
+using PlainSums = std::array<double, 3>;
 
 using PlainSequence = std::vector<PlainLayer>;
 
@@ -79,6 +84,8 @@ class PlainCache {
               const PlainToken& token, std::vector<float>& k, std::vector<float>& v) const;
   void open(const PlainLayer& layer, std::size_t head, PlainPage& page) const;
   bool balances() const { return o_.balance_k && !k_by_channel(); }
+  void sum_rows(const std::vector<PlainPage>& pages, std::vector<float> PlainToken::*part,
+                std::vector<PlainSums>& sums, PlainSums& times) const;
   void freeze_mean(PlainLayer& layer) const;
   void requantise(const PlainLayer& layer, std::size_t head, PlainPage& page, int tier) const;
   std::int64_t code_bytes(int tier) const;

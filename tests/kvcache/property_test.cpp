@@ -70,7 +70,9 @@ class Walk {
     o_.smooth_k = !one_in(4);
     o_.rotate = !one_in(4);
     o_.balance_k = !one_in(4);
+    o_.smooth_v = !one_in(4);
     loud_ = one_in(2);
+    far_ = one_in(2) ? 8.0f : 0.0f;
     o_.k_granularity = one_in(3) ? Granularity::per_channel : Granularity::per_token;
     o_.importance = one_in(2) ? KvImportance::key_norm : KvImportance::uniform;
     o_.threads = 1 + below(2);
@@ -196,7 +198,7 @@ class Walk {
     std::vector<float> x(static_cast<std::size_t>(count * o_.heads_kv * channels));
     for (float& v : x) {
       v = static_cast<float>(
-          test::round_f16(test::round_bf16(static_cast<double>(normal(random_)))));
+          test::round_f16(test::round_bf16(static_cast<double>(normal(random_) + far_))));
     }
     for (std::size_t i = 3; loud_ && i < x.size(); i += static_cast<std::size_t>(channels)) {
       x[i] *= 64;
@@ -351,6 +353,7 @@ class Walk {
 
   std::mt19937 random_;
   bool loud_ = false;  ///< a channel is
+  float far_ = 0;      ///< from 0 are the rows
   KvCacheOptions o_;
   std::optional<KvCache> cache_;
   std::unique_ptr<PlainCache> model_;

@@ -78,6 +78,13 @@ std::string layer_difference(const detail::KvCacheData& host, const kv::Layer& l
         return head + "what channel " + text(i) + " is divided by differs";
       }
     }
+    for (std::int64_t i = 0; c.smooth_v != 0 && i < c.dv; ++i) {
+      const auto k = static_cast<std::size_t>(h * c.dv + i);
+      const float mean = layer.v_mean.empty() ? 0.0f : layer.v_mean[k];
+      if (bits(mean) != bits(c.v_mean(slot, number, h)[i])) {
+        return head + "V's mean of channel " + text(i) + " differs";
+      }
+    }
     const kv::Table& table = layer.tables[static_cast<std::size_t>(h)];
     const std::int32_t count = c.counts[c.head_index(slot, number, h)];
     if (static_cast<std::int64_t>(table.size()) != count) {

@@ -260,6 +260,7 @@ def test_importance_of_a_prefill_decides_tiers(rng):
         ({"importance": "\udc80"}, "^importance: .* is not a name"),
         ({"smooth_k": 1}, "smooth_k: 1 is neither True nor False"),
         ({"balance_k": 1}, "balance_k: 1 is neither True nor False"),
+        ({"smooth_v": 1}, "smooth_v: 1 is neither True nor False"),
     ],
 )
 def test_refused_options(arguments, words):
@@ -400,3 +401,25 @@ def test_loud_channels_cost_little_by_themselves(first):
     assert balanced < 0.27 and usage.balanced_channels == 2 * 8
     plain, usage = error(balance_k=False)
     assert plain > 1 and usage.balanced_channels == 0
+
+
+def test_v_far_from_zero_costs_no_bits(rng, tmp_path):
+    q, k, v = rows(rng, 1, 1, 4, 64), rows(rng, 1, 600, 2, 64), rows(rng, 1, 600, 2, 64)
+    v += 32
+    exact = qattn.attention(q, k, v, recipe="f32")
+
+    def error(**options):
+        cache = qattn.KvCache(kv_heads=2, head_dim=64, **options)
+        s = cache.add_sequence()
+        cache.append(0, s, k, v)
+        out = cache.decode(q, 0, s)
+        cache.save(tmp_path / "cache.safetensors")
+        loaded = qattn.KvCache.load(tmp_path / "cache.safetensors")
+        np.testing.assert_array_equal(loaded.decode(q, 0, s), out)
+        assert loaded.usage(s) == cache.usage(s)
+        return np.sqrt(np.mean((out - exact) ** 2)), cache.usage(s).shifted_heads
+
+    moved, heads = error()
+    assert heads == 2 and moved < 0.06
+    kept, heads = error(smooth_v=False)
+    assert heads == 0 and kept > 0.5

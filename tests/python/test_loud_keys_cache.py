@@ -1,4 +1,4 @@
-"""QattnCache in a small model whose keys are as loud as Qwen2.5's: against K with a scale a channel."""
+"""QattnCache in a small model with keys as loud as Qwen2.5's, against K with a scale a channel."""
 
 import pytest
 import torch

@@ -18,8 +18,8 @@ struct KvFlags {
                                      k_granularity = "per_token";
   double budget = 0;
   KvCacheOptions cache;
-  bool no_smooth = false, no_rotate = false, no_balance = false, debias = false, bf16 = false,
-       json = false;
+  bool no_smooth = false, no_smooth_v = false, no_rotate = false, no_balance = false,
+       debias = false, bf16 = false, json = false;
 
   void add_to(CLI::App& app) {
     app.add_option("--k", k, "keys (B, Hkv, S, D): .npy or file.safetensors:name")->required();
@@ -38,6 +38,7 @@ struct KvFlags {
     app.add_option("--importance", importance, "uniform (default) or key_norm")
         ->check(CLI::IsMember({"uniform", "key_norm"}));
     app.add_flag("--no-smooth", no_smooth, "leave the mean in the keys");
+    app.add_flag("--no-smooth-v", no_smooth_v, "leave the mean in the values");
     app.add_flag("--no-rotate", no_rotate, "no Hadamard rotation");
     app.add_flag("--no-balance", no_balance, "leave loud channels of the keys as they are");
     app.add_option("--k-granularity", k_granularity,
@@ -105,6 +106,7 @@ Result<KvCacheOptions> options_of(const KvFlags& flags, const Inputs& in) {
   o.dv = in.v.shape[3];
   o.average_bits = flags.budget;
   o.smooth_k = !flags.no_smooth;
+  o.smooth_v = !flags.no_smooth_v;
   o.rotate = !flags.no_rotate;
   o.balance_k = !flags.no_balance;
   o.k_granularity = granularity_named(flags.k_granularity).value_or(Granularity::automatic);

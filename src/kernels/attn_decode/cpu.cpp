@@ -142,7 +142,7 @@ void Decode::prepare(std::int64_t u) {
   const TensorView& view = call_.tensors.q;
   const std::int64_t b = u / cache.options.heads_kv, h = u % cache.options.heads_kv;
   const kv::Layer& layer = *call_.layers[static_cast<std::size_t>(b)];
-  const auto [mean, shift] = layer.frame(h, d_);
+  const auto [mean, shift] = layer.frames(h, d_, dv_).k;
   const Queries q = queries(u);
   const std::int64_t bytes = info(view.format).bits / 8;
   float row[256];
@@ -204,6 +204,7 @@ void Decode::merge_row(std::int64_t u, int r, float* rotated, float* raw) {
   std::fill_n(raw, dv_, 0.0f);
   float sum = sink == minus_infinity ? 0.0f : cache.words->exp_one(sink - top);
   bool codes = false;
+  float of_codes = 0;
   for (std::int64_t t = begin; t < end; ++t) {
     const Partial p = partial(t);
     if (p.max[r] == minus_infinity) continue;
@@ -211,10 +212,13 @@ void Decode::merge_row(std::int64_t u, int r, float* rotated, float* raw) {
     sum += p.sum[r] * factor;
     const bool window = tasks_[static_cast<std::size_t>(t)].tier == 0;
     codes |= !window;
+    if (!window) of_codes += p.sum[r] * factor;
     float* to = window ? raw : rotated;
     for (int c = 0; c < dv_; ++c) to[c] += factor * p.out[std::int64_t{r} * dv_ + c];
   }
   if (codes && cache.options.rotate) unrotate(*cache.words, rotated, dv_);
+  const float* mean = call_.layers[static_cast<std::size_t>(b)]->frames(h, d_, dv_).v.mean;
+  for (int c = 0; codes && mean && c < dv_; ++c) rotated[c] += of_codes * mean[c];
   const float lse = nan       ? std::numeric_limits<float>::quiet_NaN()
                     : sum > 0 ? top + std::log(sum)
                               : top;

@@ -201,7 +201,10 @@ struct DecodeUnit : DecodeLoad<C> {
   /// Blocks `index`, `index` + 8 and so on of a run of the window.
   QATTN_DEVICE void run_rows_tiles(const TierRun& run, int index) {
     if (index >= run.count) return;
-    if (coded) this->unrotate();
+    if (coded) {
+      this->unrotate();
+      this->move_by_mean(1.0f);
+    }
     this->forget_unit();
     const kv::DevicePool& pool = p.cache.pool[0];
     for (; index < run.count; index += S::warps) {
@@ -220,6 +223,7 @@ struct DecodeUnit : DecodeLoad<C> {
       isa::sync_warp();  // nobody reads the ring any more
       note<16>(run, index, mass);
     }
+    this->move_by_mean(-1.0f);
     this->rotate();
     coded = true;
   }

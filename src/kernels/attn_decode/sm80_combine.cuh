@@ -80,8 +80,16 @@ struct DecodeCombine {
     const Quotient place(pair, p.cache.heads_kv), of_row(r, p.queries);
     const std::int64_t head = std::int64_t{place.remainder} * p.group + of_row.quotient,
                        query = of_row.remainder;
-    if (p.sinks != nullptr) x.add_sink(isa::load_global(p.sinks + head));
     if (p.cache.rotate != 0) x.out.unrotate();
+    if (p.cache.smooth_v != 0 && !bad) {
+      const std::int64_t slot = isa::load_global(p.slots + place.quotient);
+      const float* mean = p.cache.v_mean(slot, p.layer, place.remainder);
+#pragma unroll
+      for (int i = 0; i < LaneRow<Dv>::count; ++i) {
+        x.out.x[i] = fmaf(x.sum.total, isa::load_global(mean + x.out.channel(i)), x.out.x[i]);
+      }
+    }
+    if (p.sinks != nullptr) x.add_sink(isa::load_global(p.sinks + head));
     const float inverse = x.sum.total > 0 ? formats::reciprocal(x.sum.total) : 0.0f;
     bad |= tile::is_nan(x.sum.total);
     const float lse = bad ? tile::quiet_nan() : x.sum.lse();

@@ -99,6 +99,36 @@ struct DecodeRowTiles : DecodeCodes<C> {
     hadamard();
   }
 
+  /// V of codes may lack its mean, rows have it; O so far is of the one or of the other. The
+  /// combination adds the mean to what is as of codes.
+  QATTN_DEVICE void move_by_mean(float sign) {
+    if (p.cache.smooth_v == 0) return;
+    const DecodePair pair(p, Quotient(unit, p.pairs()).remainder);
+    if (pair.bad) return;
+    this->forget_lane();
+    const float* mean = p.cache.v_mean(pair.slot, p.layer, pair.head) + 4 * g;
+    // O is in units of v_unit * 2^24.
+    const float factor = sign * 0x1p-24f *
+                         formats::float_of(0x7f000000u - formats::bits_of(this->v_unit));
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float total = this->sum[n][c] * factor;
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) total += isa::shuffle_xor(total, mask);
+#pragma unroll
+        for (int group = 0; group < S::groups; ++group) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& x = this->o[group][i / 2][n][i % 2 * 2 + c];
+            x = fmaf(total, isa::load_global(mean + 32 * group + i), x);
+          }
+        }
+      }
+    }
+  }
+
   // ---- Products -------------------------------------------------------------------------------
 
   template <isa::Element E>

@@ -32,6 +32,10 @@ struct ForkTables {
       isa::store_global(cache.k_shifts + to * cache.d + c,
                         isa::load_global(cache.k_shifts + from * cache.d + c));
     }
+    for (int c = isa::thread(); cache.smooth_v != 0 && c < cache.dv; c += threads) {
+      isa::store_global(cache.v_means + to * cache.dv + c,
+                        isa::load_global(cache.v_means + from * cache.dv + c));
+    }
     if (isa::thread() == 0) isa::store_global(cache.counts + to, count);
   }
 

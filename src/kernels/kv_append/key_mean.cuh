@@ -1,7 +1,7 @@
 // K's mean of every channel and what it is divided by (kvcache/key_balance.hpp), frozen when a
 // first page of a (slot, layer) is quantised: of the keys behind the sinks that are in 16 bits or
-// new, those that kvcache/key_size.hpp lets count. Before WritePages: what is quantised then lies
-// in 16 bits now.
+// new, those that kvcache/key_size.hpp lets count. V's mean likewise. Before WritePages: what is
+// quantised then lies in 16 bits now.
 #pragma once
 
 #include "kernels/kv_append/params.hpp"
@@ -20,6 +20,9 @@ struct FreezeMean {
   static constexpr int sizes_at = times_at + 3 * 8 * lanes;
   static constexpr int shared_bytes = sizes_at + 4 * kv::key_sizes;
   static constexpr bool dependent = true;
+
+  /// Blocks of the grid with z = 1 are V's.
+  static QATTN_DEVICE bool is_value() { return isa::block().z != 0; }
 
   /// What a warp adds up: channels lane, lane + 32, ...
   struct Sums {
@@ -62,6 +65,10 @@ struct FreezeMean {
   template <class F>
   static QATTN_DEVICE void for_keys(const Params& p, std::int64_t b, std::int64_t h, F f) {
     const kv::DeviceCache& cache = p.state.cache;
+    const bool value = is_value();
+    const NewRows& rows = value ? p.v : p.k;
+    const int channels = value ? cache.dv : cache.d;
+    const int first = value ? cache.pool[0].layout.block.v_codes() / 2 : 0;
     const kv::SlotPlan* plan = p.state.plans + b;
     const std::int64_t slot = isa::load_global(&plan->slot);
     const std::int64_t old_length = isa::load_global(&plan->old_length);
@@ -78,8 +85,8 @@ struct FreezeMean {
         if ((e.first / formats::kv_block_tokens + block) % lanes != isa::warp()) continue;
         if ((e.live >> token & 1) == 0) continue;
         const auto* row = reinterpret_cast<const std::uint16_t*>(pool.block(e.page, block)) +
-                          token % formats::kv_block_tokens * cache.d;
-        f(Key(cache.d, bf16, [&](int c) { return isa::load_global(row + c); }),
+                          first + token % formats::kv_block_tokens * channels;
+        f(Key(channels, bf16, [&](int c) { return isa::load_global(row + c); }),
           e.first / formats::kv_block_tokens + block);
       }
     }
@@ -92,9 +99,9 @@ struct FreezeMean {
         continue;
       }
       for (; position < next && position < new_length; ++position) {
-        const std::int64_t row = p.k.row(b, h, position - old_length);
-        f(Key(cache.d, bf16,
-              [&](int c) { return window_bits(p.k.data, p.k.kind, row + c, bf16); }),
+        const std::int64_t row = rows.row(b, h, position - old_length);
+        f(Key(channels, bf16,
+              [&](int c) { return window_bits(rows.data, rows.kind, row + c, bf16); }),
           block);
       }
     }
@@ -213,6 +220,27 @@ struct FreezeMean {
     isa::store_global(to + pairs, static_cast<std::uint8_t>(shift));
   }
 
+  /// V's mean, where it is far from 0. Collective.
+  static QATTN_DEVICE void freeze_v(float* to, int channels, const kv::KeySums& sums,
+                                    const kv::KeyTimes& times) {
+    const int c = isa::thread();
+    const kv::KeyEnergy mine(sums, times, true);
+    isa::sync_threads();  // what was there before is read
+    if (c < channels) {
+      isa::store_shared(at(0, c), formats::add_rn(mine.whole, -mine.own));
+      isa::store_shared(at(1, c), mine.own);
+    }
+    isa::sync_threads();
+    double of_means = 0, own = 0;
+    for (int i = 0; i < channels; ++i) {
+      of_means = formats::add_rn(of_means, isa::load_shared<double>(at(0, i)));
+      own = formats::add_rn(own, isa::load_shared<double>(at(1, i)));
+    }
+    if (c >= channels) return;
+    const bool far = times.count > 0 && kv::is_far(of_means, own);
+    isa::store_global(to + c, far ? static_cast<float>(sums.x / times.count) : 0.0f);
+  }
+
   static QATTN_DEVICE void run(const Params& p) {
     isa::grid_dependency_launch();
     isa::grid_dependency_wait();
@@ -229,6 +257,7 @@ struct FreezeMean {
     const std::int64_t slot = isa::load_global(&plan->slot);
     const int c = isa::thread();
     const bool smooth = cache.smooth_k != 0;
+    if (is_value()) return freeze_v(cache.v_mean(slot, p.layer, h), cache.dv, sums, times);
     if (c < cache.d) {
       const double mean = times.count > 0 && smooth ? sums.x / times.count : 0.0;
       isa::store_global(cache.k_mean(slot, p.layer, h) + c, static_cast<float>(mean));

@@ -317,7 +317,7 @@ struct PlanAppend {
         weigh_keys(p, f);
         isa::sync_threads();
       }
-      freezes = staged.quantises && p.state.cache.freezes_k() &&
+      freezes = staged.quantises && p.state.cache.freezes() &&
                 isa::load_global(p.state.cache.has_mean +
                                  p.state.cache.layer_index(f.slot, p.layer)) == 0;
       if (p.state.has_budget != 0) {

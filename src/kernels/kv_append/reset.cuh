@@ -43,6 +43,7 @@ struct InitCache {
          std::uint64_t{0});
     fill(cache.k_means, heads * cache.d, 0.0f);
     if (cache.balance_k != 0) fill(cache.k_shifts, heads * cache.d, std::uint8_t{0});
+    if (cache.smooth_v != 0) fill(cache.v_means, heads * cache.dv, 0.0f);
     fill(cache.errors, cache.slots, std::uint32_t{kv::slot_unused});
     const std::int64_t step = std::int64_t{isa::grid().x} * threads;
     const std::int64_t mine = std::int64_t{isa::block().x} * threads + isa::thread();
@@ -151,6 +152,10 @@ struct ForgetTokens {
         if (cache.balance_k != 0) {
           isa::store_global(cache.k_shifts + at * means + i, std::uint8_t{0});
         }
+      }
+      const std::int64_t values = std::int64_t{cache.heads_kv} * cache.dv;
+      for (std::int64_t i = isa::lane(); cache.smooth_v != 0 && i < values; i += 32) {
+        isa::store_global(cache.v_means + at * values + i, 0.0f);
       }
       if (isa::lane() == 0) isa::store_global(cache.has_mean + at, 0);
     }

@@ -189,10 +189,13 @@ struct WritePages {
     }
   }
 
-  static QATTN_DEVICE kv::KeyFrame frame_of(const Params& p, const Unit& u) {
+  static QATTN_DEVICE kv::Frame frame_of(const Params& p, const Unit& u) {
     const kv::DeviceCache& cache = p.state.cache;
-    kv::KeyFrame frame;
-    if (u.value) return frame;
+    kv::Frame frame;
+    if (u.value) {
+      if (cache.smooth_v != 0) frame.mean = cache.v_mean(u.slot, p.layer, u.head);
+      return frame;
+    }
     if (cache.smooth_k != 0) frame.mean = cache.k_mean(u.slot, p.layer, u.head);
     if (cache.balance_k != 0) frame.shift = cache.k_shift(u.slot, p.layer, u.head);
     return frame;
@@ -206,7 +209,7 @@ struct WritePages {
                                     LaneRow<N>& row) {
     const bool bf16 = p.state.cache.bf16 != 0;
     const float top = formats::largest_16bit(bf16);
-    const kv::KeyFrame frame = frame_of(p, u);
+    const kv::Frame frame = frame_of(p, u);
     const int channels = u.value ? p.state.cache.dv : p.state.cache.d;
     load_codes(p, u, token, there, row);
     if (rotates(p, u)) row.unrotate(channels);
@@ -240,7 +243,7 @@ struct WritePages {
     const BlockPart from = part_of(p, 0, u.job.from_page < 0 || opens ? 0 : u.job.from_page, u);
     const int channels = from.channels;
     const std::int64_t at = alive && is_new ? u.element(token) : 0;
-    const kv::KeyFrame frame = frame_of(p, u);
+    const kv::Frame frame = frame_of(p, u);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const int c = LaneRow<N>::channel(j);

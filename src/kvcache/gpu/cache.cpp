@@ -345,7 +345,8 @@ KvBytes GpuKvCache::bytes() const {
   }
   const std::int64_t heads = c.head_index(c.slots, 0, 0);
   b.tables = heads * c.most_pages * static_cast<std::int64_t>(sizeof(kv::Entry));
-  b.means = heads * c.d * (static_cast<std::int64_t>(sizeof(float)) + c.balance_k);
+  constexpr auto number = static_cast<std::int64_t>(sizeof(float));
+  b.means = heads * (c.d * (number + c.balance_k) + c.dv * number * c.smooth_v);
   b.total = static_cast<std::int64_t>(d.memory_bytes);
   b.spare = b.total - b.codes - b.scales - b.window - b.tables - b.means;
   return b;

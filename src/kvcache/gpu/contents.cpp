@@ -46,11 +46,16 @@ Status kv::fetch_layer(const GpuKvCache::Data& d, std::int64_t slot, std::int64_
   to.length = length[0];
   to.k_mean.clear();
   to.k_shift.clear();
+  to.v_mean.clear();
   if (has_mean[0] != 0) {
     Status s = fetch(d, c.k_means + first * c.d, heads * c.d, stream, to.k_mean);
     if (!s.ok()) return s;
     if (c.balance_k != 0) {
       s = fetch(d, c.k_shifts + first * c.d, heads * c.d, stream, to.k_shift);
+      if (!s.ok()) return s;
+    }
+    if (c.smooth_v != 0) {
+      s = fetch(d, c.v_means + first * c.dv, heads * c.dv, stream, to.v_mean);
       if (!s.ok()) return s;
     }
   }
@@ -124,12 +129,12 @@ Status GpuKvCache::read(std::int64_t slot, std::int64_t layer, const TensorView&
     out.clear();
     std::vector<std::byte> page;
     for (std::int64_t h = 0; h < c.heads_kv; ++h) {
-      const kv::KeyFrame frame = held.frame(h, c.d);
+      const kv::Frames frames = held.frames(h, c.d, c.dv);
       for (const kv::Entry& e : held.tables[static_cast<std::size_t>(h)]) {
         const auto* from = reinterpret_cast<const std::byte*>(c.pool[e.tier].page(e.page));
         Status s = fetch(d, from, d.host().page_bytes(e.tier), stream, page);
         if (!s.ok()) return s;
-        out.page(h, e, page.data(), frame);
+        out.page(h, e, page.data(), frames);
       }
     }
     return {};

@@ -181,8 +181,12 @@ Status put_sequence(const Sequence& sequence, Data& d, Stream stream) {
     if (has_mean == 0) continue;
     Status s = put(d, c.k_means + first * c.d, layer.k_mean.data(), width, stream);
     if (!s.ok()) return s;
-    if (c.balance_k == 0) continue;
-    s = put(d, c.k_shifts + first * c.d, layer.k_shift.data(), width, stream);
+    if (c.balance_k != 0) s = put(d, c.k_shifts + first * c.d, layer.k_shift.data(), width, stream);
+    if (!s.ok()) return s;
+    if (c.smooth_v != 0) {
+      s = put(d, c.v_means + first * c.dv, layer.v_mean.data(), std::int64_t{c.heads_kv} * c.dv,
+              stream);
+    }
     if (!s.ok()) return s;
   }
   const std::uint32_t good = 0;
