@@ -85,15 +85,16 @@ class QattnCache(Cache):
         model.generate(**inputs, past_key_values=cache)
 
     config: of a decoder-only model whose layers all have the same KV heads and head dimension. The
-    options are KvCache's (tiers, average_bits, budget_from, window, ...). window_dtype: bfloat16
-    where the model's keys are, else float16. observe: with a budget, attention of that many of a
-    prompt's last queries gives its tokens their importance, and decode steps go on with what they
-    see; 0: neither. Default: 64 with a budget and importance "uniform", else 0. debias: as
-    KvCache.decode() has it, in layers without a softcap (default: where the cache has it, which a
-    GPU's with k_granularity "per_channel" does not). A budget holds from budget_from tokens on,
-    by default thousands; for shorter texts name it, and a smaller window. tokens, sequences: on a
-    GPU, whose memory is taken once, the most tokens of a row and the rows held at a time, forks too
-    (default: the first batch); in host memory they mean nothing.
+    options are KvCache's (tiers, average_bits, budget_from, window, ...); with its defaults loud
+    channels of K and large means of V are answered by layer and head, as kv.usage() says.
+    window_dtype: bfloat16 where the model's keys are, else float16. observe: with a budget,
+    attention of that many of a prompt's last queries gives its tokens their importance, and decode
+    steps go on with what they see; 0: neither. Default: 64 with a budget and importance "uniform",
+    else 0. debias: as KvCache.decode() has it, in layers without a softcap (default: where the
+    cache has it, which a GPU's with k_granularity "per_channel" does not). A budget holds from
+    budget_from tokens on, by default thousands; for shorter texts name it, and a smaller window.
+    tokens, sequences: on a GPU, whose memory is taken once, the most tokens of a row and the rows
+    held at a time, forks too (default: the first batch); in host memory they mean nothing.
 
     The first call of an empty cache, a prompt, attends to K and V as they come, with the registered
     recipe; their rows are quantised afterwards. All later calls append and then attend to the cache

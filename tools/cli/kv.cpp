@@ -258,6 +258,7 @@ struct Histogram {
   std::vector<std::string> names{"16"};
   std::vector<std::int64_t> tokens{0};
   std::int64_t bytes = 0, allowed = 0, elements = 0;
+  std::int64_t balanced_channels = 0, shifted_heads = 0;
 
   static Result<Histogram> of(const Filled& filled) {
     Histogram h;
@@ -271,6 +272,8 @@ struct Histogram {
       for (std::size_t t = 0; t < u->tier_tokens.size(); ++t) h.tokens[t + 1] += u->tier_tokens[t];
       h.bytes += u->bytes;
       h.allowed += u->allowed_bytes;
+      h.balanced_channels += u->balanced_channels;
+      h.shifted_heads += u->shifted_heads;
       h.elements += u->length * o.heads_kv * (o.d + o.dv);
     }
     return h;
@@ -294,6 +297,8 @@ void report(const KvFlags& flags, const Filled& filled, const Histogram& h, cons
               {"average_bits", h.average_bits()},
               {"bytes", h.bytes},
               {"allowed_bytes", h.allowed},
+              {"balanced_channels", h.balanced_channels},
+              {"shifted_heads", h.shifted_heads},
               {"allocated",
                {{"codes", b.codes},
                 {"scales", b.scales},
@@ -324,6 +329,10 @@ void report(const KvFlags& flags, const Filled& filled, const Histogram& h, cons
       "means {})\n",
       fixed(h.average_bits(), 3), h.bytes, b.codes, b.scales, b.window, b.tables, b.means));
   print(fmt::format("allocated     {} bytes\n", b.total));
+  if (h.balanced_channels > 0 || h.shifted_heads > 0) {
+    print(fmt::format("chosen        {} channels of K balanced, V's mean taken off in {} heads\n",
+                      h.balanced_channels, h.shifted_heads));
+  }
   print(fmt::format("error         K {}  V {} (relative RMS)\n", scientific(losses.k),
                     scientific(losses.v)));
   if (output) {
