@@ -307,36 +307,44 @@ void AppendPlan::for_rows(Part part, std::int64_t head, F f) const {
   }
 }
 
-/// Of [channels] of K or V into `sums`, [mean_lanes][most_channels].
-KeyTimes AppendPlan::sum_rows(Part part, std::int64_t head, KeySums* sums) const {
-  KeySizes sizes;
-  for_rows(part, head, [&](std::int64_t, const float*, int size) { sizes.add(size); });
-  const int largest = sizes.largest();
-  const int channels = part == Part::k ? cache_.d() : cache_.dv();
+/// Two passes only where some rows are too large to count.
+KeyTimes AppendPlan::sum_rows(Part part, std::int64_t head, LaneSums& sums) const {
   KeyTimes times[mean_lanes];
-  for_rows(part, head, [&](std::int64_t position, const float* row, int size) {
-    if (size > largest) return;
+  const auto add = [&](std::int64_t position, const float* row) {
     const std::int64_t block = position / formats::kv_block_tokens;
     const std::int64_t lane = block % mean_lanes;
     const auto time = static_cast<double>(block);
     times[lane].add(time);
-    KeySums* of_lane = sums + lane * most_channels;
-    for (int c = 0; c < channels; ++c) of_lane[c].add(static_cast<double>(row[c]), time);
+    sums.add(static_cast<int>(lane), row, time);
+  };
+  KeySizes sizes;
+  int top = 0;
+  for_rows(part, head, [&](std::int64_t position, const float* row, int size) {
+    sizes.add(size);
+    if (size > most_key_size) return;
+    top = std::max(top, size);
+    add(position, row);
   });
-  add_lanes(times, 1);
-  for (int c = 0; c < channels; ++c) add_lanes(sums + c, most_channels);
+  if (const int largest = sizes.largest(); top > largest) {
+    sums.clear();
+    for (KeyTimes& of_lane : times) of_lane = {};
+    for_rows(part, head, [&](std::int64_t position, const float* row, int size) {
+      if (size <= largest) add(position, row);
+    });
+  }
+  add_lanes(times);
   return times[0];
 }
 
 /// `shift` may be null.
 void AppendPlan::freeze_k(std::int64_t head, float* mean, std::uint8_t* shift) const {
-  std::vector<KeySums> sums(static_cast<std::size_t>(mean_lanes) * most_channels);
-  const KeyTimes times = sum_rows(Part::k, head, sums.data());
+  LaneSums sums(mean_lanes, cache_.d());
+  const KeyTimes times = sum_rows(Part::k, head, sums);
   if (times.count == 0) return;
   const bool smooth = cache_.options.smooth_k;
   KeyEnergy energy[most_channels];
   for (int c = 0; c < cache_.d(); ++c) {
-    const KeySums& all = sums[static_cast<std::size_t>(c)];
+    const KeySums all = sums.of(c);
     if (smooth) mean[c] = static_cast<float>(all.x / times.count);
     energy[c] = KeyEnergy(all, times, smooth);
   }
@@ -344,17 +352,19 @@ void AppendPlan::freeze_k(std::int64_t head, float* mean, std::uint8_t* shift) c
 }
 
 void AppendPlan::freeze_v(std::int64_t head, float* mean) const {
-  std::vector<KeySums> sums(static_cast<std::size_t>(mean_lanes) * most_channels);
-  const KeyTimes times = sum_rows(Part::v, head, sums.data());
+  LaneSums sums(mean_lanes, cache_.dv());
+  const KeyTimes times = sum_rows(Part::v, head, sums);
   if (times.count == 0) return;
-  double of_means = 0, own = 0;
+  double of_means = 0, own = 0, x[most_channels];
   for (int c = 0; c < cache_.dv(); ++c) {
-    const KeyEnergy energy(sums[static_cast<std::size_t>(c)], times, true);
+    const KeySums all = sums.of(c);
+    const KeyEnergy energy(all, times, true);
+    x[c] = all.x;
     of_means += energy.whole - energy.own;
     own += energy.own;
   }
   for (int c = 0; is_far(of_means, own) && c < cache_.dv(); ++c) {
-    mean[c] = static_cast<float>(sums[static_cast<std::size_t>(c)].x / times.count);
+    mean[c] = static_cast<float>(x[c] / times.count);
   }
 }
 

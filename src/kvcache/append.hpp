@@ -11,6 +11,8 @@
 
 namespace qattn::kv {
 
+class LaneSums;
+
 /// The new rows of one sequence.
 struct Rows {
   const std::byte *k = nullptr, *v = nullptr;                     ///< token 0 of head 0
@@ -68,7 +70,7 @@ class AppendPlan {
   /// f(position, row, size) for the rows of K or V of a head that its mean may be of.
   template <class F>
   void for_rows(Part part, std::int64_t head, F f) const;
-  KeyTimes sum_rows(Part part, std::int64_t head, KeySums* sums) const;
+  KeyTimes sum_rows(Part part, std::int64_t head, LaneSums& sums) const;
   void freeze_k(std::int64_t head, float* mean, std::uint8_t* shift) const;
   void freeze_v(std::int64_t head, float* mean) const;
   /// Sets what is known of a page that is new, grows or leaves the window; negative: nothing.

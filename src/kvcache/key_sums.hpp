@@ -1,7 +1,9 @@
 // Sums over rows on the host: lanes added as kernels add them, and what K is divided by.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "kvcache/key_balance.hpp"
 #include "kvcache/prices.hpp"
@@ -22,21 +24,50 @@ inline void set_key_shifts(const KeyEnergy* energy, const KeyTimes& times, int d
   }
 }
 
-/// Lanes `stride` apart into the first.
-inline void add_lanes(KeySums* lanes, int stride) {
-  for (int half = mean_lanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) {
-      KeySums& to = lanes[i * stride];
-      const KeySums& from = lanes[(i + half) * stride];
-      to = {to.x + from.x, to.xx + from.xx, to.tx + from.tx};
+/// KeySums of all channels and lanes, in rows that a compiler can add at once.
+class LaneSums {
+ public:
+  LaneSums(int lanes, int channels)
+      : channels_(channels), sums_(static_cast<std::size_t>(3 * lanes * channels)) {}
+
+  void add(int lane, const float* row, double time) {
+    double* const x = at(lane, 0);
+    double* const xx = at(lane, 1);
+    double* const tx = at(lane, 2);
+    for (int c = 0; c < channels_; ++c) {
+      const auto value = static_cast<double>(row[c]);
+      x[c] += value;
+      xx[c] += value * value;
+      tx[c] += time * value;
     }
   }
-}
-inline void add_lanes(KeyTimes* lanes, int stride) {
+  void clear() { std::fill(sums_.begin(), sums_.end(), 0.0); }
+  /// All lanes, in halves.
+  KeySums of(int channel) {
+    const int lanes = static_cast<int>(sums_.size()) / 3 / channels_;
+    for (int half = lanes / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) {
+        for (int which = 0; which < 3; ++which) {
+          at(i, which)[channel] += at(i + half, which)[channel];
+        }
+      }
+    }
+    return {at(0, 0)[channel], at(0, 1)[channel], at(0, 2)[channel]};
+  }
+
+ private:
+  double* at(int lane, int which) { return sums_.data() + (3 * lane + which) * channels_; }
+
+  int channels_;
+  std::vector<double> sums_;
+};
+
+/// Lanes into the first, in halves.
+inline void add_lanes(KeyTimes* lanes) {
   for (int half = mean_lanes / 2; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) {
-      KeyTimes& to = lanes[i * stride];
-      const KeyTimes& from = lanes[(i + half) * stride];
+      KeyTimes& to = lanes[i];
+      const KeyTimes& from = lanes[i + half];
       to = {to.count + from.count, to.t + from.t, to.tt + from.tt};
     }
   }
