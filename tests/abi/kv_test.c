@@ -206,6 +206,11 @@ int main(void) {
     o.tiers[0].k_bits = 4;
     o.tiers[0].v_bits = 3;
     CHECK(o.k_granularity == QATTN_PER_TOKEN && o.reserved == 0);
+    CHECK(o.balance_k == 1 && o.smooth_v == 1);
+    o.smooth_v = 2;
+    CHECK(qattn_kv_create(&o, &cache) == QATTN_INVALID_ARGUMENT);
+    CHECK(strncmp(qattn_last_error(), "smooth_v: 2", 11) == 0);
+    o.smooth_v = i;
     if (i == 1) o.k_granularity = QATTN_PER_CHANNEL;
     cache = NULL;
     CHECK(qattn_kv_create(&o, &cache) == QATTN_OK);

@@ -359,14 +359,15 @@ qattn_status Calls::make(Choices& c) {
                                   &o.window, &o.sinks,    &o.page_size, &o.budget_from};
     std::int32_t* const narrow[] = {
         &o.window_format, &o.tier_count, &o.tiers[1].k_bits, &o.smooth_k,      &o.rotate,
-        &o.importance,    &o.threads,    &o.tiers[0].v_bits, &o.k_granularity, &o.reserved};
+        &o.importance,    &o.threads,    &o.tiers[0].v_bits, &o.k_granularity, &o.reserved,
+        &o.balance_k,     &o.smooth_v};
     const int which = c.below(8);
     switch (c.below(5)) {
       case 0:
         number(*wide[which]);
         break;
       case 1:
-        number(*narrow[c.below(10)]);
+        number(*narrow[c.below(12)]);
         break;
       case 2:
         o.average_bits = numbers[which];

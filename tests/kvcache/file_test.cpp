@@ -147,6 +147,25 @@ TEST_F(KvFile, AnEmptyCache) {
   EXPECT_EQ(loaded->bytes().codes, 0);
 }
 
+TEST_F(KvFile, FilesOfBeforeGoOnAsTheyDid) {
+  for (const Granularity k : {Granularity::per_token, Granularity::per_channel}) {
+    KvCacheOptions o = options(k);
+    o.balance_k = o.smooth_v = false;
+    KvCache cache = std::move(*KvCache::create(o));
+    const std::int64_t id = *cache.add_sequence();
+    append_rows(cache, id, 0, normal_rows(500, 2, 64, 32, 1));
+    ASSERT_TRUE(cache.save(path_).ok());
+    const char* version = k == Granularity::per_token ? "version=1 " : "version=2 ";
+    EXPECT_NE(bytes().find(version), std::string::npos);
+    EXPECT_EQ(bytes().find("k_shifts"), std::string::npos);
+    Result<KvCache> loaded = KvCache::load(path_);
+    ASSERT_TRUE(loaded.ok()) << loaded.status().message();
+    EXPECT_FALSE(loaded->options().balance_k || loaded->options().smooth_v);
+    for (KvCache* c : {&cache, &*loaded}) append_rows(*c, id, 0, normal_rows(90, 2, 64, 32, 2));
+    expect_same(cache, *loaded, id, 0);
+  }
+}
+
 TEST_F(KvFile, RefusalsNameTheFile) {
   const auto refused = [&](const std::string& words) {
     const Result<KvCache> loaded = KvCache::load(path_);
