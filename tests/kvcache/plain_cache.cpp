@@ -178,7 +178,7 @@ Moves moves_of(const PlainSums& x, const PlainSums& times, bool smooth) {
   return {x[1], own, spread > 0 ? std::min(slope * (slope / spread), own) : 0.0};
 }
 
-/// 2^round(13 / 16 log2(loudness / median)) of pairs of channels half a row apart, at least 1.
+/// 2^round(13 / 16 log2(loudness / median)) of pairs of channels half a row apart, 1 below 4.
 std::vector<float> balance(const std::vector<Moves>& of, const PlainSums& times) {
   const std::size_t pairs = of.size() / 2;
   std::vector<Moves> pair(pairs);
@@ -200,7 +200,7 @@ std::vector<float> balance(const std::vector<Moves>& of, const PlainSums& times)
       loud = std::max(loud, std::min(pair[j].whole, pair[j].line * reach));
     }
     const double e = loud > 0 ? std::round(13.0 / 32 * std::log2(loud / median)) : 0;
-    over[j] = over[j + pairs] = static_cast<float>(std::exp2(std::clamp(e, 0.0, 15.0)));
+    if (e >= 2) over[j] = over[j + pairs] = static_cast<float>(std::exp2(std::min(e, 15.0)));
   }
   return over;
 }
