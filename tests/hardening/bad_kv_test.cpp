@@ -357,10 +357,10 @@ qattn_status Calls::make(Choices& c) {
   for (int defects = c.below(3); defects > 0; --defects) {
     std::int64_t* const wide[] = {&o.layers, &o.heads_kv, &o.d,         &o.dv,
                                   &o.window, &o.sinks,    &o.page_size, &o.budget_from};
-    std::int32_t* const narrow[] = {
-        &o.window_format, &o.tier_count, &o.tiers[1].k_bits, &o.smooth_k,      &o.rotate,
-        &o.importance,    &o.threads,    &o.tiers[0].v_bits, &o.k_granularity, &o.reserved,
-        &o.balance_k,     &o.smooth_v};
+    std::int32_t* const narrow[] = {&o.window_format, &o.tier_count,      &o.tiers[1].k_bits,
+                                    &o.smooth_k,      &o.rotate,          &o.importance,
+                                    &o.threads,       &o.tiers[0].v_bits, &o.k_granularity,
+                                    &o.reserved,      &o.balance_k,       &o.smooth_v};
     const int which = c.below(8);
     switch (c.below(5)) {
       case 0:
