@@ -124,8 +124,8 @@ typedef struct qattn_attention_options {
   const void* score_context;
   qattn_mask_function mask_function; /* NULL: none */
   const void* mask_context;
-  int32_t validate; /* 0 or 1: look at contents on a GPU too, which waits for the stream */
-  int32_t reserved; /* 0 */
+  int32_t validate;  /* 0 or 1: look at contents on a GPU too, which waits for the stream */
+  int32_t balance_k; /* QATTN_TOGGLE_*; once `reserved`, and 0 */
   int64_t block_mask_q, block_mask_k; /* tokens a block of block_mask; 0 without one */
 } qattn_attention_options;
 

@@ -73,6 +73,10 @@ struct Recipe {
   Toggle smooth_q = Toggle::automatic;  ///< subtract each Q block's mean; exact; automatic = off
   Toggle smooth_v = Toggle::automatic;  ///< subtract V's mean over its sequence; automatic = off
   Toggle rotate = Toggle::automatic;    ///< Hadamard rotation of Q and K; automatic = off
+  /// Divide loud channels of K by powers of two and multiply Q's by them; exact, and nothing
+  /// changes where K has none. Automatic: on CPUs, where Q and K become s8 or nvfp4, without static
+  /// scales.
+  Toggle balance_k = Toggle::automatic;
 };
 
 /// Every named recipe except "auto", in the order of docs/NUMERICS.md.

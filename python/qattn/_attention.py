@@ -44,6 +44,7 @@ from ._recipe import (
 )
 
 _ROLES = ("q", "k", "v")
+_TOGGLES = ("smooth_k", "smooth_q", "smooth_v", "rotate", "balance_k")  # of the extension
 
 
 def attention(
@@ -83,6 +84,7 @@ def attention(
     smooth_q: bool | None = None,
     smooth_v: bool | None = None,
     rotate: bool | None = None,
+    balance_k: bool | None = None,
     q_granularity: Granularity | None = None,
     k_granularity: Granularity | None = None,
     v_granularity: Granularity | None = None,
@@ -100,8 +102,10 @@ def attention(
     finite; on a GPU, where only validate=True looks, others make the rows that use them NaN.
 
     recipe: a name of recipes(), a Recipe, or "auto". q_granularity and the like: a name, (name,
-    block) or (name, block, warp). smooth_k, smooth_q, smooth_v, rotate: None leaves the choice to
-    the recipe.
+    block) or (name, block, warp). smooth_k, smooth_q, smooth_v, rotate, balance_k: None leaves the
+    choice to the recipe, which never rotates; rotate with FP8 or FP4 makes keys with loud channels
+    worse. balance_k divides such channels by powers of two and multiplies q's by them: exact, on by
+    itself on CPUs where q and k become int8 or 4-bit floats under scales of their own.
     scale: softmax scale, default 1 / sqrt(D). softcap: s = c tanh(s / c).
     causal: query i sees keys j <= i + Sk - Sq (bottom right). window: (left, right), keys from
     i + Sk - Sq - left to i + Sk - Sq + right; -1 is unlimited.
@@ -364,7 +368,7 @@ class _Call:
             softcap=0.0 if given["softcap"] is None else real("softcap", given["softcap"]),
             scale=None if given["scale"] is None else real("scale", given["scale"]),
             scalings=self._scalings,
-            toggles=[toggle(n, given[n]) for n in ("smooth_k", "smooth_q", "smooth_v", "rotate")],
+            toggles=[toggle(n, given[n]) for n in _TOGGLES],
             threads=integer("threads", given["threads"]),
             validate=boolean("validate", given["validate"]),
             block_mask_size=block_pair(given["block_mask_size"]),

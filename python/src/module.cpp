@@ -26,7 +26,7 @@ AttentionOptions make_options(const RecipeTuple& recipe, const std::string& layo
                               std::pair<std::int64_t, std::int64_t> window, double softcap,
                               std::optional<double> scale,
                               const std::array<ScalingTuple, 3>& scalings,
-                              const std::array<std::optional<bool>, 4>& toggles,
+                              const std::array<std::optional<bool>, 5>& toggles,
                               std::int64_t threads, bool validate,
                               std::pair<std::int64_t, std::int64_t> block_mask_size) {
   AttentionOptions o;
@@ -41,6 +41,7 @@ AttentionOptions make_options(const RecipeTuple& recipe, const std::string& layo
   o.recipe.smooth_q = toggle_from(toggles[1]);
   o.recipe.smooth_v = toggle_from(toggles[2]);
   o.recipe.rotate = toggle_from(toggles[3]);
+  o.recipe.balance_k = toggle_from(toggles[4]);
   o.layout = layout_from(layout);
   if (scale) o.softmax_scale = static_cast<float>(*scale);
   o.causal = causal;

@@ -120,7 +120,6 @@ Status read_call(const qattn_attention_tensors* given, const qattn_attention_opt
   if (Status s = read_flag("causal", o.causal); !s.ok()) return s;
   if (Status s = read_flag("has_softmax_scale", o.has_softmax_scale); !s.ok()) return s;
   if (Status s = read_flag("validate", o.validate); !s.ok()) return s;
-  if (o.reserved != 0) return invalid("reserved: " + std::to_string(o.reserved) + " is not 0");
   call.options.recipe = *recipe;
   call.options.recipe.q_scale = scaling(o.q_scaling);
   call.options.recipe.k_scale = scaling(o.k_scaling);
@@ -129,6 +128,7 @@ Status read_call(const qattn_attention_tensors* given, const qattn_attention_opt
   call.options.recipe.smooth_q = static_cast<Toggle>(o.smooth_q);
   call.options.recipe.smooth_v = static_cast<Toggle>(o.smooth_v);
   call.options.recipe.rotate = static_cast<Toggle>(o.rotate);
+  call.options.recipe.balance_k = static_cast<Toggle>(o.balance_k);
   call.options.layout = static_cast<Layout>(o.layout);
   call.options.causal = o.causal != 0;
   if (o.has_softmax_scale) call.options.softmax_scale = o.softmax_scale;

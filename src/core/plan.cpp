@@ -37,7 +37,7 @@ std::string recipe_text(const Recipe& r) {
   s += " q_scale=" + scaling_text(r.q_scale) + " k_scale=" + scaling_text(r.k_scale) +
        " v_scale=" + scaling_text(r.v_scale);
   s += std::string(" smooth_k=") + on(r.smooth_k) + " smooth_q=" + on(r.smooth_q) +
-       " smooth_v=" + on(r.smooth_v) + " rotate=" + on(r.rotate);
+       " smooth_v=" + on(r.smooth_v) + " rotate=" + on(r.rotate) + " balance_k=" + on(r.balance_k);
   return s;
 }
 

@@ -510,7 +510,7 @@ class Maker {
 
   Status recipe() {
     const Recipe& r = o_.recipe;
-    for (const Toggle toggle : {r.smooth_k, r.smooth_q, r.smooth_v, r.rotate}) {
+    for (const Toggle toggle : {r.smooth_k, r.smooth_q, r.smooth_v, r.rotate, r.balance_k}) {
       if (toggle != Toggle::automatic && toggle != Toggle::off && toggle != Toggle::on) {
         return invalid("recipe: a toggle is neither automatic, off nor on");
       }
@@ -525,11 +525,15 @@ class Maker {
     } smooth[] = {{"smooth_k", r.smooth_k, p_.k_codes},
                   {"smooth_q", r.smooth_q, p_.q_codes || p_.k_codes},
                   {"smooth_v", r.smooth_v, p_.v_codes},
-                  {"rotate", r.rotate, p_.q_codes || p_.k_codes}};
+                  {"rotate", r.rotate, p_.q_codes || p_.k_codes},
+                  {"balance_k", r.balance_k, p_.q_codes || p_.k_codes}};
     for (const auto& item : smooth) {
       if (item.toggle == Toggle::on && item.codes) {
         return invalid(std::string(item.name) + ": cannot be applied to codes; ask quantize()");
       }
+    }
+    if (r.balance_k == Toggle::on && !p_.scales_own_rows()) {
+      return invalid("balance_k: changes rows that static scales of q or k were made for");
     }
     const struct {
       const char* name;

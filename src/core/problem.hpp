@@ -55,6 +55,10 @@ struct Problem {
                                         j / block_mask_k * st[3]] != 0;
   }
 
+  /// Do scales of Q and K come from their rows as they are quantised here?
+  bool scales_own_rows() const {
+    return !q_codes && !k_codes && !tensors.q_scale.present() && !tensors.k_scale.present();
+  }
   std::int64_t group() const { return heads_q / heads_kv; }
   Device device() const { return tensors.q.device; }
 

@@ -80,8 +80,8 @@ Format sixteen_bits(Format input) { return input == Format::bf16 ? Format::bf16 
 
 }  // namespace
 
-Recipe resolve_recipe(const Problem& problem, std::string_view automatic,
-                      const Scaling& k_default, const Scaling& v_default) {
+Recipe resolve_recipe(const Problem& problem, std::string_view automatic, const Scaling& k_default,
+                      const Scaling& v_default, bool balances) {
   Recipe r = problem.recipe;
   if (r.qk == Format::none) {
     Recipe chosen = *recipe_named(automatic);
@@ -89,6 +89,7 @@ Recipe resolve_recipe(const Problem& problem, std::string_view automatic,
     chosen.smooth_q = r.smooth_q;
     chosen.smooth_v = r.smooth_v;
     chosen.rotate = r.rotate;
+    chosen.balance_k = r.balance_k;
     r = chosen;
   }
   if (r.v == Format::none) r.v = sixteen_bits(problem.v.format);
@@ -108,6 +109,12 @@ Recipe resolve_recipe(const Problem& problem, std::string_view automatic,
   }
   for (Toggle* t : {&r.smooth_q, &r.smooth_v, &r.rotate}) {
     if (*t == Toggle::automatic) *t = Toggle::off;
+  }
+  // In floats of 8 bits loud channels cost the others nothing, unless rotated together with them.
+  if (r.balance_k == Toggle::automatic) {
+    const bool gains =
+        r.qk == Format::s8 || info(r.qk).bits == 4 || (is_scaled(r.qk) && r.rotate == Toggle::on);
+    r.balance_k = balances && gains && problem.scales_own_rows() ? Toggle::on : Toggle::off;
   }
   // Q's means are of blocks, also where no scales are.
   if (r.smooth_q == Toggle::on && r.q_scale.block == 0) {

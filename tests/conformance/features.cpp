@@ -359,6 +359,39 @@ void recipe_options(Rows& rows) {
   });
 }
 
+/// Keys with loud channels (docs/NUMERICS.md).
+void loud_keys(Rows& rows) {
+  const auto loud = [&](const std::string& name, auto change) {
+    add(rows, "loud" + name, [&](Feature& f) {
+      f.applies = coded_qk, f.family = Family::loud, f.behind = true;
+      change(f);
+    });
+  };
+  loud("", [](Feature&) {});
+  loud("_causal_gqa_8_2", [](Feature& f) { f.heads_q = 8, f.options.causal = true; });
+  loud("_decode", [](Feature& f) { f.heads_q = 8, f.sq = {1, 1}, f.sk = {1500, 1500}; });
+  loud("_varlen", [](Feature& f) {
+    f.sq = {65, 0, 1, 33}, f.sk = {130, 7, 0, 300}, f.how.packed_q = f.how.packed_k = true;
+  });
+  loud("_paged_seqused", [](Feature& f) {
+    f.how.page_size = 16, f.how.input = f.how.output = Format::bf16;
+    f.used_k = {170, 3}, f.sk = {200, 200}, f.how.seqused_k = true;
+  });
+  loud("_window", [](Feature& f) {
+    f.sq = {33}, f.sk = {400}, f.options.causal = true, f.options.window_left = 90;
+  });
+  loud("_softcap_sinks", [](Feature& f) { f.options.softcap = 5, f.sinks = true; });
+  loud("_rotate", [](Feature& f) { f.tweak = [](Recipe& r) { r.rotate = Toggle::on; }; });
+  loud("_with_mean", [](Feature& f) { f.tweak = [](Recipe& r) { r.smooth_k = Toggle::off; }; });
+  loud("_smooth_q_dim_72",
+       [](Feature& f) { f.dim = 72, f.tweak = [](Recipe& r) { r.smooth_q = Toggle::on; }; });
+  loud("_per_head", [](Feature& f) {
+    f.tweak = [](Recipe& r) {
+      if (info(r.qk).group == 0) r.q_scale = r.k_scale = {Granularity::per_head, 0, 0};
+    };
+  });
+}
+
 }  // namespace
 
 const std::vector<Feature>& features() {
@@ -371,6 +404,7 @@ const std::vector<Feature>& features() {
     shapes(all);
     granularities(all);
     recipe_options(all);
+    loud_keys(all);
     return all;
   }();
   return rows;
@@ -378,8 +412,10 @@ const std::vector<Feature>& features() {
 
 std::vector<Feature> features_of_gpus() {
   Rows rows = features();
-  std::erase_if(
-      rows, [](const Feature& f) { return f.options.score_function || f.options.mask_function; });
+  std::erase_if(rows, [](const Feature& f) {
+    // GPUs do not balance loud keys yet.
+    return f.options.score_function || f.options.mask_function || f.family == Family::loud;
+  });
   return rows;
 }
 

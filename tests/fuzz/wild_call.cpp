@@ -187,8 +187,8 @@ void WildCall::choose_options(Choices& c) {
   if (c.chance(6) && !o.causal) o.window_right = c.below(60);
   if (c.chance(6)) o.softcap = static_cast<float>(c.below(50)) / 8;
   if (c.chance(6)) o.softmax_scale = static_cast<float>(c.below(250) - 125) / 64;
-  for (Toggle* toggle :
-       {&o.recipe.smooth_k, &o.recipe.smooth_q, &o.recipe.smooth_v, &o.recipe.rotate}) {
+  for (Toggle* toggle : {&o.recipe.smooth_k, &o.recipe.smooth_q, &o.recipe.smooth_v,
+                         &o.recipe.rotate, &o.recipe.balance_k}) {
     if (c.chance(6)) *toggle = static_cast<Toggle>(c.below(3));
   }
 }
@@ -253,7 +253,7 @@ void WildCall::break_option(Choices& c) {
   AttentionOptions& o = options;
   Recipe& r = o.recipe;
   Scaling* const scalings[] = {&r.q_scale, &r.k_scale, &r.v_scale};
-  Toggle* const toggles[] = {&r.smooth_k, &r.smooth_q, &r.smooth_v, &r.rotate};
+  Toggle* const toggles[] = {&r.smooth_k, &r.smooth_q, &r.smooth_v, &r.rotate, &r.balance_k};
   switch (c.below(10)) {
     case 0:
       o.layout = static_cast<Layout>(c.wild());
@@ -286,7 +286,7 @@ void WildCall::break_option(Choices& c) {
       (c.chance(2) ? o.block_mask_q : o.block_mask_k) = c.wild();
       break;
     default:
-      *toggles[c.below(4)] = static_cast<Toggle>(c.wild());
+      *toggles[c.below(5)] = static_cast<Toggle>(c.wild());
   }
 }
 

@@ -190,6 +190,20 @@ def test_toggles_act(option):
     assert nrmse(out, qattn.reference_attention(q, k, v)) < TOLERANCE["int8_full"]
 
 
+def test_loud_channels_of_k_are_balanced():
+    q, k, v = qkv()
+    loud = np.arange(k.shape[-1]) == 3
+    k = (k + 300 * loud * np.cos(np.arange(k.shape[1]))[None, :, None, None]).astype(np.float32)
+    q = np.where(loud, q / 50, q).astype(np.float32)
+    want = qattn.reference_attention(q, k, v)
+    for recipe in ("int8", "int8_full", "int8_fp8"):
+        assert nrmse(qattn.attention(q, k, v, recipe=recipe), want) < TOLERANCE[recipe]
+        assert nrmse(qattn.attention(q, k, v, recipe=recipe, balance_k=False), want) > 0.1
+    assert "balance_k=on" in qattn.explain(q, k, v, recipe="int8")
+    codes = qattn.quantize(k, role="k")
+    assert "balance_k=off" in qattn.explain(q, codes, v, recipe="int8")
+
+
 @pytest.mark.parametrize(
     "granularity",
     ["per_tensor", "per_head", ("per_block", 16), ("per_warp", 64, 16), "per_token"],

@@ -32,6 +32,25 @@ void add_outliers(Values& x, Engine& engine) {
   }
 }
 
+/// The channels that are loud: in pairs (d, d + dim / 2) that RoPE turns fast, and slowly.
+bool is_loud(std::int64_t d, std::int64_t dim) {
+  const std::int64_t pair = d % (dim / 2);
+  return pair == 1 || pair == dim / 8;
+}
+
+/// Biases in a few channels, turned by RoPE.
+void add_loud(Values& k, std::int64_t dim) {
+  const std::int64_t half = dim / 2;
+  for (std::size_t n = 0; n < k.size(); ++n) {
+    const auto d = static_cast<std::int64_t>(n) % dim, s = static_cast<std::int64_t>(n) / dim;
+    if (!is_loud(d, dim)) continue;
+    const double frequency =
+        std::pow(1e6, -static_cast<double>(d % half) / static_cast<double>(half));
+    const double angle = frequency * static_cast<double>(s);
+    k[n] += 200 * (d < half ? std::cos(angle) : std::sin(angle));
+  }
+}
+
 void shape_keys(Family family, Engine& engine, Values& k, Values& v, Values& direction,
                 std::int64_t dim, std::int64_t dim_v) {
   switch (family) {
@@ -58,12 +77,19 @@ void shape_keys(Family family, Engine& engine, Values& k, Values& v, Values& dir
     case Family::v_mean:
       add_rows(v, normal(engine, dim_v), 2);
       break;
+    case Family::loud:
+      add_loud(k, dim);
+      break;
     default:
       break;
   }
 }
 
-void shape_queries(Family family, Engine& engine, Values& q, const Values& direction) {
+void shape_queries(Family family, Engine& engine, Values& q, const Values& direction,
+                   std::int64_t dim) {
+  for (std::size_t n = 0; n < q.size() && family == Family::loud; ++n) {
+    if (is_loud(static_cast<std::int64_t>(n) % dim, dim)) q[n] *= 0.02;
+  }
   if (family == Family::outliers) add_outliers(q, engine);
   if (family == Family::peaky) {
     for (double& value : q) value *= 4;
@@ -93,6 +119,8 @@ std::string name(Family family) {
       return "zero_sink";
     case Family::v_mean:
       return "v_mean";
+    case Family::loud:
+      return "loud";
   }
   return "unknown";
 }
@@ -141,7 +169,7 @@ void fill(Call& call, Family family, Format format, std::uint64_t seed) {
       append(sequence.v, v, format);
       for (std::int64_t g = 0; g < group; ++g) {
         Values q = normal(engine, sequence.len_q * call.dim);
-        shape_queries(family, engine, q, direction);
+        shape_queries(family, engine, q, direction, call.dim);
         append(sequence.q, q, format);
       }
     }

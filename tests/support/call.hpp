@@ -11,7 +11,7 @@
 namespace qattn::test {
 
 /// Input families of tools/sim/recipe_sim.py, and zero_sink: the sink's value is exactly zero.
-enum class Family { normal, k_shift, outliers, peaky, sink, zero_sink, v_mean };
+enum class Family { normal, k_shift, outliers, peaky, sink, zero_sink, v_mean, loud };
 std::string name(Family family);
 
 struct Sequence {

@@ -96,23 +96,54 @@ void neutralise(std::vector<float>& x, const std::vector<bool>& seen, std::int64
   }
 }
 
-/// The call without the influence of keys that no query of their KV head sees.
-Call without_hidden(Call call, const Recipe& recipe) {
+/// Which keys does some query of their KV head see? All of them where plans take hidden ones in.
+std::vector<bool> seen_keys(const Call& call, const ModelOptions& model, std::size_t b,
+                            std::int64_t hk) {
   const std::int64_t group = call.heads_q / call.heads_k;
+  const Sequence& seq = call.sequences[b];
+  std::vector<bool> seen(static_cast<std::size_t>(seq.len_k), !model.leaves_hidden_out);
+  for (std::int64_t n = 0; n < group * seq.len_q; ++n) {
+    for (std::int64_t j = 0; j < seq.len_k; ++j) {
+      if (!seen[j]) {
+        seen[j] = is_visible(call, Mutation::none, static_cast<std::int64_t>(b),
+                             hk * group + n / seq.len_q, n % seq.len_q, j);
+      }
+    }
+  }
+  return seen;
+}
+
+/// Divides K's channels by their factors, and multiplies those of the queries that see it. Powers
+/// of two: whatever is made of K and Q changes by them alone.
+void balance_head(Call& call, std::size_t b, std::int64_t hk, const std::vector<float>& factors) {
+  Sequence& seq = call.sequences[b];
+  const std::int64_t group = call.heads_q / call.heads_k, rows = group * seq.len_q;
+  const auto dim = static_cast<std::size_t>(call.dim);
+  float* k = seq.k.data() + hk * seq.len_k * call.dim;
+  float* q = seq.q.data() + hk * rows * call.dim;
+  for (std::size_t n = 0; n < static_cast<std::size_t>(seq.len_k) * dim; ++n) {
+    k[n] /= factors[n % dim];
+  }
+  for (std::size_t n = 0; n < static_cast<std::size_t>(rows) * dim; ++n) q[n] *= factors[n % dim];
+}
+
+/// The call without the influence of keys that no query of their KV head sees, and balanced.
+Call as_quantised(Call call, const ModelOptions& model) {
+  const Recipe& recipe = model.recipe;
+  const bool smooth = recipe.smooth_k == Toggle::on;
   for (std::size_t b = 0; b < call.sequences.size(); ++b) {
     Sequence& seq = call.sequences[b];
     for (std::int64_t hk = 0; hk < call.heads_k; ++hk) {
-      std::vector<bool> seen(static_cast<std::size_t>(seq.len_k), false);
-      for (std::int64_t n = 0; n < group * seq.len_q; ++n) {
-        for (std::int64_t j = 0; j < seq.len_k; ++j) {
-          if (!seen[j]) {
-            seen[j] = is_visible(call, Mutation::none, static_cast<std::int64_t>(b),
-                                 hk * group + n / seq.len_q, n % seq.len_q, j);
-          }
-        }
+      const std::vector<bool> seen = seen_keys(call, model, b, hk);
+      std::vector<float> factors;
+      if (recipe.balance_k == Toggle::on) {
+        factors = balance(head(seq.k, hk, seq.len_k * call.dim), seen, call.dim, smooth);
       }
-      neutralise(seq.k, seen, hk * seq.len_k, call.dim, recipe.smooth_k == Toggle::on);
-      neutralise(seq.v, seen, hk * seq.len_k, call.dim_v, recipe.smooth_v == Toggle::on);
+      if (model.leaves_hidden_out) {
+        neutralise(seq.k, seen, hk * seq.len_k, call.dim, smooth);
+        neutralise(seq.v, seen, hk * seq.len_k, call.dim_v, recipe.smooth_v == Toggle::on);
+      }
+      if (!factors.empty()) balance_head(call, b, hk, factors);
     }
   }
   return call;
@@ -339,7 +370,7 @@ Operands operands(const Call& call, const ModelOptions& model) {
 }  // namespace
 
 ModelOutput model_attention(const Call& given, const ModelOptions& model) {
-  const Call call = model.leaves_hidden_out ? without_hidden(given, model.recipe) : given;
+  const Call call = as_quantised(given, model);
   ModelOutput output;
   output.out.assign(static_cast<std::size_t>(call.total_rows() * call.dim_v), 0.0);
   output.lse.assign(static_cast<std::size_t>(call.total_rows()), -infinity);

@@ -81,6 +81,11 @@ struct CodeRequest {
 /// Granularity as recipe.hpp states them.
 Coded code_operand(std::span<const float> x, std::int64_t dim, const CodeRequest& request);
 
+/// Powers of two that K's channels are divided by and Q's multiplied with, from the rows k
+/// [token][dim] that are seen; all 1 where K is not loud. `central`: K's mean is subtracted.
+std::vector<float> balance(std::span<const float> k, const std::vector<bool>& seen,
+                           std::int64_t dim, bool central);
+
 /// How P is rounded.
 struct PRule {
   Format p = Format::f32;

@@ -318,7 +318,7 @@ TEST_F(BackendTest, CValidatesAndTakesAStream) {
   EXPECT_EQ(qattn_attention(&t, &o), QATTN_OK);
   // A caller that was compiled before `validate` existed.
   o.struct_size = offsetof(qattn_attention_options, validate);
-  o.validate = o.reserved = 77;
+  o.validate = o.balance_k = 77;
   EXPECT_EQ(qattn_attention(&t, &o), QATTN_OK) << qattn_last_error();
 }
 

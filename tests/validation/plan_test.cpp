@@ -39,7 +39,7 @@ TEST(Plan, HashTellsVariantsApart) {
   o.recipe = *recipe_named("int8");
   add(shapes(64, 64, 128), o);
   add(shapes(1, 4096, 64), o);
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < 9; ++i) {
     AttentionOptions x = o;
     if (i == 0) x.causal = true;
     if (i == 1) x.window_left = 8;
@@ -49,6 +49,7 @@ TEST(Plan, HashTellsVariantsApart) {
     if (i == 5) x.recipe.smooth_k = Toggle::off;
     if (i == 6) x.recipe.rotate = Toggle::on;
     if (i == 7) x.recipe.q_scale = {Granularity::per_warp, 128, 32};
+    if (i == 8) x.recipe.balance_k = Toggle::off;
     add(shapes(64, 64, 64), x);
   }
   EXPECT_EQ(seen.size(), made);

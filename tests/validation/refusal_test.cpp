@@ -306,6 +306,12 @@ const std::vector<Case>& cases() {
          c.o.recipe.smooth_k = Toggle::on;
        },
        {"smooth_k", "codes"}},
+      {"BalancedCodes",
+       [](Call& c) {
+         c.code_k();
+         c.o.recipe.balance_k = Toggle::on;
+       },
+       {"balance_k", "codes"}},
       // Sequences.
       {"CuRank",
        [](Call& c) {

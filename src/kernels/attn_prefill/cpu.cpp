@@ -22,7 +22,7 @@ using detail::Kernel;
 using detail::PlanData;
 
 Recipe resolve(const Problem& problem, bool fast_integers) {
-  return detail::resolve_recipe(problem, fast_integers ? "int8_full" : "f32");
+  return detail::resolve_recipe(problem, fast_integers ? "int8_full" : "f32", {}, {}, true);
 }
 
 bool v_block_fits(const Scaling& s) {
@@ -149,6 +149,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
   c->smooth_q = r.smooth_q == Toggle::on;
   c->smooth_v = r.smooth_v == Toggle::on;
   c->rotate = r.rotate == Toggle::on;
+  c->balance_k = r.balance_k == Toggle::on;
   c->finds_seen = may_hide_keys(problem, *c);
   c->rows_in_place = rows_in_place(problem, *c);
   c->heads_in_turn = heads_in_turn(problem);
@@ -403,6 +404,8 @@ std::size_t layout(const Problem& p, const Config& c, void* base, Arrays& a) {
   a.seen = arena.take<Seen>(c.finds_seen ? heads * a.slots : 0);
   a.k_mean = arena.take<float>(units * d16);
   a.v_mean = arena.take<float>(units * dv);
+  a.balance = arena.take<float>(c.balance_k ? 2 * units * d16 : 0);
+  a.loud = arena.take<bool>(c.balance_k ? units : 0);
   a.q_scale = arena.take<float>(needs_scale_pass(p, c, Role::q) ? p.heads_q * p.tokens_q : 0);
   a.k_scale = arena.take<float>(needs_scale_pass(p, c, Role::k) ? heads * a.slots : 0);
   a.v_groups = 0;

@@ -29,6 +29,7 @@ struct Config : detail::PlanData {
   int v_block = tile_keys;       ///< keys under one such scale inside a tile (divides tile_keys)
   Rounding rounding = Rounding::f32;
   bool smooth_k = false, smooth_q = false, smooth_v = false, rotate = false;
+  bool balance_k = false;
   bool finds_seen = false;  ///< some keys may be hidden, and keys share something
   /// Sequences of at most tile_rows rows (query heads of a group times queries) are split into runs
   /// of this many keys, which are merged by (O, LSE).
@@ -108,6 +109,8 @@ struct Scratch {
 struct Arrays {
   SequenceInfo* sequences;  ///< [batch]
   float *k_mean, *v_mean;   ///< [batch * heads_kv][padded]
+  float* balance;           ///< [batch * heads_kv][2][padded] factors of K's rows, of Q's
+  bool* loud;               ///< [batch * heads_kv]: is K balanced?
   Seen* seen;               ///< [heads_kv][slots] with Config::finds_seen, else null
   float* q_scale;           ///< [heads_q][tokens_q]; only where scales need a pass of their own
   float* k_scale;           ///< [heads_kv][slots]; likewise
@@ -156,6 +159,12 @@ struct Job {
   const float* v_mean(std::int64_t b, std::int64_t kv_head) const {
     return config.smooth_v ? arrays.v_mean + unit(b, kv_head) * padded(problem.dv) : nullptr;
   }
+  /// Factors of K's rows, or of Q's; null where K is not loud.
+  const float* balance(Role role, std::int64_t b, std::int64_t kv_head) const {
+    const std::int64_t place = 2 * unit(b, kv_head) + (role == Role::q ? 1 : 0);
+    const bool any = config.balance_k && arrays.loud[unit(b, kv_head)];
+    return any ? arrays.balance + place * padded(problem.d) : nullptr;
+  }
   const Seen* seen(std::int64_t b, std::int64_t kv_head) const {
     return config.finds_seen ? arrays.seen + k_place(b, kv_head, 0) : nullptr;
   }
@@ -192,6 +201,7 @@ void find_seen_keys(const Job& job, std::int64_t b, std::int64_t kv_head, std::i
 void settle_seen_keys(const Job& job, std::int64_t b, std::int64_t kv_head);
 
 // cpu_scales.cpp: what must be known before any tile. One (sequence, head) each.
+/// Means of K and V, and K's balance.
 bool has_means(const Problem& problem, const Config& config);
 void prepare_means(const Job& job, std::int64_t b, std::int64_t head, Scratch& scratch);
 /// The maximum over a head, and the means of Q's blocks (smooth_q).

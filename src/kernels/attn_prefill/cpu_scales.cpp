@@ -69,7 +69,8 @@ void given_mean(const TensorView& given, std::int64_t b, std::int64_t head, int 
 
 bool has_means(const Problem& problem, const Config& config) {
   const AttentionTensors& t = problem.tensors;
-  return config.smooth_k || config.smooth_v || t.k_mean.present() || t.v_mean.present();
+  return config.smooth_k || config.smooth_v || config.balance_k || t.k_mean.present() ||
+         t.v_mean.present();
 }
 
 void prepare_means(const Job& job, std::int64_t b, std::int64_t head, Scratch& scratch) {
@@ -81,6 +82,11 @@ void prepare_means(const Job& job, std::int64_t b, std::int64_t head, Scratch& s
   } else if (job.config.smooth_k) {
     const Sequence x = job.k_sequence(b, head);
     mean_of_rows(job.words(), x, 0, x.length, k_mean, scratch.row);
+  }
+  if (job.config.balance_k) {
+    float* factors = job.arrays.balance + 2 * job.unit(b, head) * padded(job.d());
+    job.arrays.loud[job.unit(b, head)] = balance_rows(job.words(), job.k_sequence(b, head),
+                                                      job.config.smooth_k, factors, scratch.row);
   }
   if (t.v_mean.present()) {
     given_mean(t.v_mean, b, head, job.problem.dv, v_mean);
@@ -183,6 +189,9 @@ Transform transform_of(const Job& job, Role role, std::int64_t b, std::int64_t h
     t.mean = job.config.smooth_q ? job.q_mean(b, head, token) : nullptr;
   } else {
     t.mean = role == Role::k ? job.k_mean(b, head) : job.v_mean(b, head);
+  }
+  if (role != Role::v && job.config.balance_k) {
+    t.factors = job.balance(role, b, role == Role::q ? head / job.problem.group() : head);
   }
   t.rotate = role != Role::v && job.config.rotate;
   return t;

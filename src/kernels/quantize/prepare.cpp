@@ -234,6 +234,7 @@ tile::Rows rows_of(const Problem& p, Role role) {
 }
 
 std::string prepare_refusal(const Problem& p, const Recipe& recipe, const PrepareNeeds& needs) {
+  if (recipe.balance_k == Toggle::on) return "balance_k is for CPUs";
   for (const Facts& f : all_facts(p, recipe, needs)) {
     if (!f.wanted) continue;
     const std::string who(name(f.role));

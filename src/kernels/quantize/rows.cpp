@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
+#include "formats/balance.hpp"
 #include "formats/bf16.hpp"
 #include "formats/e4m3.hpp"
 #include "formats/e4m3fnuz.hpp"
@@ -100,6 +102,9 @@ void load_row(const Words& words, const Sequence& x, std::int64_t token, const T
     return;
   }
   words.load_row(x.row(token), element_of(x.format), x.channels, transform.mean, dst);
+  if (transform.factors != nullptr) {
+    for (int i = 0; i < x.channels; ++i) dst[i] *= transform.factors[i];
+  }
   if (transform.rotate) rotate(words, dst, x.channels);
 }
 
@@ -124,6 +129,60 @@ void mean_of_rows(const Words& words, const Sequence& x, std::int64_t begin, std
   for (int i = 0; i < n; ++i) {
     mean[i] = i < x.channels ? static_cast<float>(total[i] / tokens) : 0.0f;
   }
+}
+
+namespace {
+
+/// The rows that tell how loud channels are: calls use(token).
+template <class Use>
+void each_balance_token(const Sequence& x, Use use) {
+  std::int64_t count = 0, rank = 0;
+  for (std::int64_t s = 0; s < x.length; ++s) count += x.shares(s) ? 1 : 0;
+  const int tokens = static_cast<int>(std::min<std::int64_t>(count, formats::kBalanceTokens));
+  std::int64_t s = -1;
+  for (int i = 0; i < tokens; ++i) {
+    const std::int64_t wanted = count > tokens ? formats::balance_token(i, count) : i;
+    for (; rank <= wanted; ++rank) {
+      do ++s;
+      while (!x.shares(s));
+    }
+    use(s);
+  }
+}
+
+}  // namespace
+
+bool balance_rows(const Words& words, const Sequence& x, bool central, float* factors, float* row) {
+  const int n = x.channels;
+  double sum[256] = {}, squares[256] = {};
+  int count = 0;
+  each_balance_token(x, [&](std::int64_t s) {
+    load_row(words, x, s, {}, row);
+    if (std::isnan(words.amax(row, n))) return;  // a bad token spoils nobody else
+    ++count;
+    for (int i = 0; i < n; ++i) {
+      const auto value = static_cast<double>(row[i]);
+      sum[i] += value;
+      squares[i] += value * value;  // exact: a product of floats
+    }
+  });
+  if (count < formats::kBalanceLeast) return false;
+  double sorted[256];
+  int heard = 0;  // channels that are not 0 throughout
+  for (int i = 0; i < n; ++i) {
+    if (central) squares[i] = formats::central_squares(sum[i], squares[i], count);
+    if (squares[i] > 0.0) sorted[heard++] = squares[i];
+  }
+  if (heard == 0) return false;
+  std::nth_element(sorted, sorted + heard / 2, sorted + heard);
+  const double median = sorted[heard / 2];
+  if (*std::max_element(squares, squares + n) < formats::kLoudSquare * median) return false;
+  for (int i = 0; i < padded(n); ++i) {
+    const int power = i < n ? formats::balance_exponent(squares[i] / median) : 0;
+    factors[i] = formats::power_of_two(-power);
+    factors[padded(n) + i] = formats::power_of_two(power);
+  }
+  return true;
 }
 
 void amax_of_rows(const Words& words, const Sequence& x, const Transform& transform, float* amax,

@@ -51,6 +51,7 @@ bool some_share(const Sequence& x, std::int64_t begin, std::int64_t end);
 struct Transform {
   const float* mean = nullptr;  ///< subtracted first; padded to a multiple of 16
   bool rotate = false;
+  const float* factors = nullptr;  ///< of channels, powers of two; before the rotation
 };
 
 /// formats::rotate() and formats::unrotate() at the speed of the instruction set, bit for bit.
@@ -68,6 +69,11 @@ void load_row(const Words& words, const Sequence& x, std::int64_t token, const T
 /// and in float64 above. `mean` and `scratch` (3 * padded(channels) floats) are padded.
 void mean_of_rows(const Words& words, const Sequence& x, std::int64_t begin, std::int64_t end,
                   float* mean, float* scratch);
+
+/// Factors that balance K's loud channels, [2][padded(channels)]: of K's rows and of Q's
+/// (docs/NUMERICS.md, "Loud channels"). `central`: K's mean is subtracted. False: K is not loud;
+/// nothing is written. `row`: scratch for one.
+bool balance_rows(const Words& words, const Sequence& x, bool central, float* factors, float* row);
 
 /// max |x| of every transformed row (NaN if it holds a NaN); `row` is scratch for one row.
 void amax_of_rows(const Words& words, const Sequence& x, const Transform& transform, float* amax,
