@@ -9,24 +9,28 @@
 
 namespace qattn::formats {
 
-inline constexpr int kBalanceTokens =
-    64;                                  ///< so many tokens tell how loud a sequence's channels are
-inline constexpr int kBalanceLeast = 4;  ///< fewer tell nothing
+inline constexpr int kBalanceLeast = 4;  ///< fewer tokens tell nothing
 /// K is loud if a channel's mean square is so many times the median's.
 inline constexpr double kLoudSquare = 16.0;
 inline constexpr int kMostBalance = 12;  ///< factors are at most 2^12
 
-/// The i-th of those tokens, of `count` > kBalanceTokens: one in each 64th part of the sequence, at
-/// places without a period, since RoPE has periods.
+/// How many of a sequence's `count` tokens tell how loud its channels are.
+QATTN_HD int balance_tokens(std::int64_t count) {
+  if (count < 128) return static_cast<int>(count < 8 ? count : 8);
+  return static_cast<int>(count < 512 ? count / 16 : 32);
+}
+
+/// The i-th of those tokens: one in each equal part of the sequence, at places without a period,
+/// since RoPE has periods.
 QATTN_HD std::int64_t balance_token(int i, std::int64_t count) {
   const int reversed =
       (i & 1) << 5 | (i & 2) << 3 | (i & 4) << 1 | (i & 8) >> 1 | (i & 16) >> 3 | (i & 32) >> 5;
-  return count * (kBalanceTokens * i + reversed) / (kBalanceTokens * kBalanceTokens);
+  return count * (64 * i + reversed) / (64 * balance_tokens(count));
 }
 
-/// Sum of squares about the mean; the division keeps compilers from fusing product and difference.
-QATTN_HD double central_squares(double sum, double squares, int count) {
-  const double central = squares - sum * sum / count;
+/// Sum of squares about the mean; `inverse` is 1 / how many there are.
+QATTN_HD double central_squares(double sum, double squares, double inverse) {
+  const double central = add_rn(squares, -mul_rn(mul_rn(sum, sum), inverse));
   return central > 0.0 ? central : 0.0;
 }
 

@@ -22,11 +22,17 @@ TEST(Balance, ExponentIsThreeQuartersOfTheLogarithm) {
 }
 
 TEST(Balance, TokensAreSpreadInOrder) {
-  for (const std::int64_t count : {65LL, 127LL, 128LL, 1000LL, 1LL << 40}) {
-    for (int i = 0; i < kBalanceTokens; ++i) {
+  EXPECT_EQ(balance_tokens(0), 0);
+  EXPECT_EQ(balance_tokens(7), 7);
+  EXPECT_EQ(balance_tokens(100), 8);
+  EXPECT_EQ(balance_tokens(400), 25);
+  for (const std::int64_t count : {1LL, 5LL, 16LL, 17LL, 65LL, 511LL, 1000LL, 1LL << 40}) {
+    const int tokens = balance_tokens(count);
+    EXPECT_LE(tokens, std::min<std::int64_t>(count, 32));
+    for (int i = 0; i < tokens; ++i) {
       const std::int64_t token = balance_token(i, count);
-      EXPECT_GE(token, count * i / kBalanceTokens);
-      EXPECT_LT(token, count * (i + 1) / kBalanceTokens + 1);
+      EXPECT_GE(token, count * i / tokens);
+      EXPECT_LE(token, count * (i + 1) / tokens);
       EXPECT_LT(token, count);
       EXPECT_GE(token, balance_token(i > 0 ? i - 1 : 0, count));
     }
@@ -34,8 +40,8 @@ TEST(Balance, TokensAreSpreadInOrder) {
 }
 
 TEST(Balance, CentralSquaresLeaveTheMeanOut) {
-  EXPECT_EQ(central_squares(6.0, 14.0, 3), 2.0);
-  EXPECT_EQ(central_squares(3e6, 3e12, 3), 0.0);
+  EXPECT_EQ(central_squares(6.0, 17.0, 0.25), 8.0);
+  EXPECT_EQ(central_squares(4e6, 4e12, 0.25), 0.0);
 }
 
 }  // namespace

@@ -10,14 +10,14 @@ namespace {
 /// Places of the tokens that tell how loud a sequence is, among `count`.
 std::vector<std::int64_t> places(std::int64_t count) {
   std::vector<std::int64_t> all;
-  for (std::int64_t i = 0; i < std::min<std::int64_t>(count, 64); ++i) {
+  const auto tokens = std::min(count, std::clamp<std::int64_t>(count / 16, 8, 32));
+  for (std::int64_t i = 0; i < tokens; ++i) {
     double within = 0, weight = 0.5;  // the bits of i behind the point, lowest first
     for (std::int64_t bits = i; bits > 0; bits /= 2, weight /= 2) {
       within += static_cast<double>(bits % 2) * weight;
     }
-    const double share = static_cast<double>(count) / 64;
-    all.push_back(
-        count <= 64 ? i : static_cast<std::int64_t>((static_cast<double>(i) + within) * share));
+    const double place = static_cast<double>(count) * (static_cast<double>(i) + within);
+    all.push_back(static_cast<std::int64_t>(place / static_cast<double>(tokens)));
   }
   return all;
 }

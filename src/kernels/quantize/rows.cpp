@@ -136,13 +136,12 @@ namespace {
 /// The rows that tell how loud channels are: calls use(token).
 template <class Use>
 void each_balance_token(const Sequence& x, Use use) {
-  std::int64_t count = 0, rank = 0;
-  for (std::int64_t s = 0; s < x.length; ++s) count += x.shares(s) ? 1 : 0;
-  const int tokens = static_cast<int>(std::min<std::int64_t>(count, formats::kBalanceTokens));
-  std::int64_t s = -1;
-  for (int i = 0; i < tokens; ++i) {
-    const std::int64_t wanted = count > tokens ? formats::balance_token(i, count) : i;
-    for (; rank <= wanted; ++rank) {
+  std::int64_t count = x.length, rank = 0, s = -1;
+  if (x.seen != nullptr) count = std::count(x.seen, x.seen + x.length, Seen::yes);
+  for (int i = 0; i < formats::balance_tokens(count); ++i) {
+    const std::int64_t wanted = formats::balance_token(i, count);
+    if (x.seen == nullptr) s = wanted;
+    for (; x.seen != nullptr && rank <= wanted; ++rank) {
       do ++s;
       while (!x.shares(s));
     }
@@ -150,33 +149,52 @@ void each_balance_token(const Sequence& x, Use use) {
   }
 }
 
-}  // namespace
-
-bool balance_rows(const Words& words, const Sequence& x, bool central, float* factors, float* row) {
-  const int n = x.channels;
-  double sum[256] = {}, squares[256] = {};
+/// Sums over those rows, without the bad ones with `careful`. Returns how many there were.
+int sum_balance_rows(const Words& words, const Sequence& x, bool careful, double* sum,
+                     double* squares, float* row) {
   int count = 0;
+  std::fill(sum, sum + x.channels, 0.0);
+  std::fill(squares, squares + x.channels, 0.0);
   each_balance_token(x, [&](std::int64_t s) {
     load_row(words, x, s, {}, row);
-    if (std::isnan(words.amax(row, n))) return;  // a bad token spoils nobody else
+    if (careful && std::isnan(words.amax(row, x.channels))) return;
     ++count;
-    for (int i = 0; i < n; ++i) {
+    for (int i = 0; i < x.channels; ++i) {
       const auto value = static_cast<double>(row[i]);
       sum[i] += value;
       squares[i] += value * value;  // exact: a product of floats
     }
   });
-  if (count < formats::kBalanceLeast) return false;
-  double sorted[256];
-  int heard = 0;  // channels that are not 0 throughout
-  for (int i = 0; i < n; ++i) {
-    if (central) squares[i] = formats::central_squares(sum[i], squares[i], count);
-    if (squares[i] > 0.0) sorted[heard++] = squares[i];
+  return count;
+}
+
+}  // namespace
+
+bool balance_rows(const Words& words, const Sequence& x, bool central, float* factors, float* row) {
+  const int n = x.channels;
+  double sum[256], squares[256];
+  int count = sum_balance_rows(words, x, false, sum, squares, row);
+  // A bad token spoils nobody else.
+  if (std::any_of(sum, sum + n, [](double s) { return std::isnan(s); })) {
+    count = sum_balance_rows(words, x, true, sum, squares, row);
   }
-  if (heard == 0) return false;
+  if (count < formats::kBalanceLeast) return false;
+  const double inverse = 1.0 / count;
+  for (int i = 0; central && i < n; ++i) {
+    squares[i] = formats::central_squares(sum[i], squares[i], inverse);
+  }
+  // Most channels are quiet beside the loudest, or none is loud.
+  const double quiet = *std::max_element(squares, squares + n) / formats::kLoudSquare;
+  double sorted[256];
+  int heard = 0, below = 0;  // channels that are not 0 throughout
+  for (int i = 0; i < n; ++i) {
+    heard += squares[i] > 0.0 ? 1 : 0;
+    below += squares[i] > 0.0 && squares[i] <= quiet ? 1 : 0;
+  }
+  if (below <= heard / 2) return false;
+  std::copy_if(squares, squares + n, sorted, [](double r) { return r > 0.0; });
   std::nth_element(sorted, sorted + heard / 2, sorted + heard);
   const double median = sorted[heard / 2];
-  if (*std::max_element(squares, squares + n) < formats::kLoudSquare * median) return false;
   for (int i = 0; i < padded(n); ++i) {
     const int power = i < n ? formats::balance_exponent(squares[i] / median) : 0;
     factors[i] = formats::power_of_two(-power);
