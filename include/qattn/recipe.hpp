@@ -74,8 +74,8 @@ struct Recipe {
   Toggle smooth_v = Toggle::automatic;  ///< subtract V's mean over its sequence; automatic = off
   Toggle rotate = Toggle::automatic;    ///< Hadamard rotation of Q and K; automatic = off
   /// Divide loud channels of K by powers of two and multiply Q's by them; exact, and nothing
-  /// changes where K has none. Automatic: on CPUs, for s8 and 4-bit floats and beside `rotate`,
-  /// unless Q or K has codes or static scales.
+  /// changes where K has none. Automatic: beside `rotate`, and on CPUs for s8 and 4-bit floats;
+  /// off where Q or K has codes or static scales.
   Toggle balance_k = Toggle::automatic;
 };
 

@@ -37,7 +37,7 @@ struct Kernel {
 
 /// The problem's recipe with nothing automatic left in it: `automatic` names what "auto" means,
 /// `k_default` and `v_default` (of s8) are scalings where the caller leaves them open and
-/// gives no codes. `balances`: can the kernel balance K's loud channels?
+/// gives no codes. `balances`: loud channels of K by itself, also where nothing is rotated.
 Recipe resolve_recipe(const Problem& problem, std::string_view automatic,
                       const Scaling& k_default = {}, const Scaling& v_default = {},
                       bool balances = false);

@@ -2,7 +2,6 @@
 // channels"). Sums are in float64, each operation rounded by itself: all backends agree to the bit.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 
 #include "formats/bits.hpp"
@@ -37,7 +36,7 @@ QATTN_HD double central_squares(double sum, double squares, double inverse) {
 /// round(3/4 log2(r)) for r^2 = `ratio`, from 0 to kMostBalance.
 QATTN_HD int balance_exponent(double ratio) {
   if (!(ratio > 1.0)) return 0;
-  const auto bits = std::bit_cast<std::uint64_t>(ratio);
+  const auto bits = __builtin_bit_cast(std::uint64_t, ratio);
   const std::uint64_t mantissa = bits & 0xfffffffffffffu;
   // Whole thirds of log2(ratio): the mantissas of 2^(1/3) and 2^(2/3).
   const int thirds = 3 * (static_cast<int>(bits >> 52) - 1023) +

@@ -375,7 +375,7 @@ void loud_keys(Rows& rows) {
   });
   loud("_paged_seqused", [](Feature& f) {
     f.how.page_size = 16, f.how.input = f.how.output = Format::bf16;
-    f.used_k = {170, 3}, f.sk = {200, 200}, f.how.seqused_k = true;
+    f.used_k = {170, 9}, f.sk = {200, 200}, f.how.seqused_k = true;
   });
   loud("_window", [](Feature& f) {
     f.sq = {33}, f.sk = {400}, f.options.causal = true, f.options.window_left = 90;
@@ -412,10 +412,15 @@ const std::vector<Feature>& features() {
 
 std::vector<Feature> features_of_gpus() {
   Rows rows = features();
-  std::erase_if(rows, [](const Feature& f) {
-    // GPUs do not balance loud keys yet.
-    return f.options.score_function || f.options.mask_function || f.family == Family::loud;
-  });
+  std::erase_if(
+      rows, [](const Feature& f) { return f.options.score_function || f.options.mask_function; });
+  for (Feature& f : rows) {
+    if (f.family != Family::loud) continue;  // which GPUs balance where they are asked to
+    f.tweak = [tweak = f.tweak](Recipe& r) {
+      tweak(r);
+      r.balance_k = Toggle::on;
+    };
+  }
   return rows;
 }
 

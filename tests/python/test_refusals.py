@@ -126,7 +126,7 @@ REFUSALS = {
     "balanced codes": refusal(INVALID, "balance_k: cannot", **replaced(k=KQ, balance_k=True)),
     "balanced static scales": refusal(
         INVALID, "balance_k: changes rows", recipe="int8", balance_k=True,
-        q_scale=np.ones((1, 1, 1), np.float32)),
+        q_scale=np.ones((2, 4, 70), np.float32)),
     "smooth codes": refusal(INVALID, "smooth_k: cannot", **replaced(k=KQ, smooth_k=True)),
     "smooth q": refusal(INVALID, "q: was quantised with smooth=True", recipe="int8",
                         q=qattn.quantize(Q, role="q", smooth=True), k=KQ),

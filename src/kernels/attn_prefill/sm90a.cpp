@@ -137,7 +137,8 @@ Status supports(const Problem& p) {
 bool makes_queries(const Sm90Plan& plan, const Problem& p) {
   const bool sixteen = p.q.format == Format::f16 || p.q.format == Format::bf16;
   if (plan.raw == nullptr || !sixteen || p.tensors.q_scale.present() || p.max_k == 0) return false;
-  if (plan.recipe.rotate == Toggle::on || plan.prepared.needs.dot_mean) return false;
+  if (plan.recipe.rotate == Toggle::on || plan.recipe.balance_k == Toggle::on) return false;
+  if (plan.prepared.needs.dot_mean) return false;
   if (plan.recipe.q_scale.granularity != Granularity::per_token) return false;
   if (plan.spread.all_parts() || !aligned(p.q)) return false;
   isa::TensorMap map;

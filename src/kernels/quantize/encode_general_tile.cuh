@@ -20,6 +20,7 @@ struct GeneralRole {
   PreparedMeans block_mean;     ///< Q: instead
   const float* dot = nullptr;   ///< Q: K's mean, for dot_mean
   std::int32_t heads_per_mean = 1;
+  const float* factors = nullptr;      ///< Q, K: BalanceParams::factors
   PreparedRows out;                    ///< Q, K
   std::uint64_t* saturated = nullptr;  ///< counts codes that a given scale clipped
 };
@@ -205,6 +206,18 @@ struct GeneralTile {
     }
   }
 
+  /// Powers of two that balance K's loud channels.
+  static QATTN_DEVICE void balance(const Work& w, Values& v) {
+    float factor[8];
+    const int of_queries = w.role.grouping.role == Role::q ? 1 : 0;
+    load_mean(w, w.role.factors, 2 * head_mean(w) + of_queries, factor);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v.x[i][j] = formats::mul_rn(v.x[i][j], factor[j]);
+    }
+  }
+
   /// formats::rotate() with a row's channels spread over lanes.
   static QATTN_DEVICE void rotate(int chunk, int channels, float (&x)[8]) {
     const int block = formats::rotation_block(channels), first = chunk * chunk_channels;
@@ -239,7 +252,7 @@ struct GeneralTile {
     }
   }
 
-  /// Mean, rotation, dot products; the maxima of a thread's rows go to shared memory.
+  /// Mean, balance, rotation, dot products; the maxima of a thread's rows go to shared memory.
   static QATTN_DEVICE void transform(const Work& w, Values& v) {
     const GeneralRole& role = w.role;
     const SharedAddress mine = w.shared + 4 * (w.first_key() * stride + w.chunk());
@@ -257,6 +270,7 @@ struct GeneralTile {
       }
     }
     subtract_mean(w, v);
+    if (role.factors != nullptr) balance(w, v);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (role.rotate) rotate(w.chunk(), role.rows.channels, v.x[i]);

@@ -88,6 +88,18 @@ LaunchError block_means(const Call& call, Launches& launches) {
   return launches.launch<BlockMeans>(params, params.out.blocks * f.heads);
 }
 
+LaunchError balance(const Call& call, Launches& launches) {
+  if (call.layout.factors == PrepareLayout::none) return {};
+  const Facts& f = call.facts[1];
+  BalanceParams params;
+  params.rows = call.rows[1];
+  params.format = f.tensor.format;
+  params.central = subtracts_mean(call.recipe, f);
+  params.factors = at<float>(call.workspace, call.layout.factors);
+  params.padded = f.padded;
+  return launches.launch<FindBalance>(params, call.problem.batch * f.heads);
+}
+
 Grouping grouping_of(const Call& call, const Facts& f) {
   const tile::Rows& r = call.rows[static_cast<int>(f.role)];
   Grouping g;
@@ -124,11 +136,14 @@ GeneralRole general_role(const Call& call, const Facts& f, bool maxima_pass) {
   } else if (subtracts_mean(call.recipe, f)) {
     r.mean = call.mean(f.role);
   }
-  if (f.role != Role::v) r.out = call.prepared_rows(f.role);
+  if (f.role != Role::v) {
+    r.out = call.prepared_rows(f.role);
+    r.factors = at<float>(call.workspace, call.layout.factors);
+  }
+  if (f.role == Role::q) r.heads_per_mean = static_cast<std::int32_t>(call.problem.group());
   // K's mean may come after the pass for maxima, which does not need it.
   if (f.role == Role::q && r.out.dot_mean != nullptr && !maxima_pass) {
     r.dot = call.mean(Role::k);
-    r.heads_per_mean = static_cast<std::int32_t>(call.problem.group());
   }
   const TensorView& s = call.problem.tensors.saturated;
   if (s.present() && !f.codes) {
@@ -234,7 +249,9 @@ tile::Rows rows_of(const Problem& p, Role role) {
 }
 
 std::string prepare_refusal(const Problem& p, const Recipe& recipe, const PrepareNeeds& needs) {
-  if (recipe.balance_k == Toggle::on) return "balance_k is for CPUs";
+  if (recipe.balance_k == Toggle::on && !(needs.q_rows && needs.k_rows)) {
+    return "balance_k is for quantised Q and K";
+  }
   for (const Facts& f : all_facts(p, recipe, needs)) {
     if (!f.wanted) continue;
     const std::string who(name(f.role));
@@ -313,6 +330,9 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
       if (!given_mean(p, f.role).present()) part.sums = memory.take(tiles * f.padded * 4);
     }
   }
+  if (recipe.balance_k == Toggle::on && needs.k_rows) {
+    layout.factors = memory.take(p.batch * p.heads_kv * 2 * prepared_channels(p.d) * 4);
+  }
   layout.bytes = memory.total();
   return layout;
 }
@@ -336,7 +356,7 @@ LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareL
   const Call call = make_call(problem, recipe, layout, workspace);
   Launches launches(stream);
   if (problem.batch == 0) return {};  // packed: there is no sequence that kernels could look up
-  for (auto step : {&clear, &means, &block_means, &encode}) {
+  for (auto step : {&clear, &balance, &means, &block_means, &encode}) {
     if (LaunchError e = step(call, launches); !e.empty()) return e;
   }
   next = launches.next();

@@ -32,6 +32,7 @@ struct PrepareLayout {
   PrepareNeeds needs;
   Part part[3];                      ///< by Role; V's `codes` are its tiles
   std::size_t channel_scale = none;  ///< of V; PreparedTiles has the rest
+  std::size_t factors = none;        ///< that balance K's channels, and Q's
   std::int64_t channel_groups = 0, channel_block = 0;
   bool packed_groups = false;
   std::size_t bytes = 0;

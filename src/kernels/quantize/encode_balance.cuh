@@ -1,0 +1,122 @@
+// Factors that balance K's loud channels (docs/NUMERICS.md, "Loud channels"), bit by bit the CPU's.
+#pragma once
+
+#include "formats/balance.hpp"
+#include "kernels/quantize/encode_common.cuh"
+#include "tile/score.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+struct BalanceParams {
+  tile::Rows rows;  ///< K
+  Format format = Format::bf16;
+  bool central = false;      ///< K's mean is subtracted
+  float* factors = nullptr;  ///< [batches][heads][2][padded]: of K's rows, of Q's
+  std::int32_t padded = 0;
+};
+
+/// One block a (sequence, head), a thread a channel.
+struct FindBalance {
+  using Params = BalanceParams;
+  static constexpr int threads = 256, min_blocks = 1, most_tokens = 32;
+  // Shared memory: mean squares of channels, their median, which tokens are bad.
+  static constexpr int median_at = 8 * threads, bad_at = median_at + 16;
+  static constexpr int shared_bytes = bad_at + 4 * most_tokens;
+  static constexpr bool dependent = true;
+
+  struct Sums {
+    double sum = 0.0, squares = 0.0;
+    int count = 0;
+  };
+
+  static QATTN_DEVICE double load(SharedAddress at) {
+    return __builtin_bit_cast(double, isa::load_shared<Words2>(at));
+  }
+  static QATTN_DEVICE void store(SharedAddress at, double x) {
+    isa::store_shared(at, __builtin_bit_cast(Words2, x));
+  }
+
+  /// The channel of this thread in token `s`; NaN on a page that does not exist.
+  static QATTN_DEVICE float value(const Params& p, const tile::Span& span, int b, int head,
+                                  std::int64_t s) {
+    const std::int64_t at = tile::row_offset(p.rows, span, b, head, s);
+    if (at == -1) return formats::quiet_nan();
+    return tile::load_number(p.rows.data, p.format, at + isa::thread());
+  }
+
+  /// Over the tokens that tell, without those that hold NaN or Inf.
+  static QATTN_DEVICE Sums add_up(const Params& p, const tile::Span& span, int b, int head) {
+    const std::int64_t length = span.bad ? 0 : span.length;
+    const int tokens = formats::balance_tokens(length);
+    const bool mine = isa::thread() < p.rows.channels;
+    const SharedAddress bad = isa::shared_base() + bad_at;
+    if (isa::thread() < most_tokens) isa::store_shared(bad + 4 * isa::thread(), 0u);
+    isa::sync_threads();
+    for (int i = 0; mine && i < tokens; ++i) {
+      const float x = value(p, span, b, head, formats::balance_token(i, length));
+      if (!formats::is_finite(x)) isa::atomic_max_shared(bad + 4 * i, 1u);
+    }
+    isa::sync_threads();
+    Sums sums;
+    for (int i = 0; i < tokens; ++i) {
+      if (isa::load_shared<std::uint32_t>(bad + 4 * i) != 0) continue;
+      ++sums.count;
+      if (!mine) continue;
+      const auto x =
+          static_cast<double>(value(p, span, b, head, formats::balance_token(i, length)));
+      sums.sum = formats::add_rn(sums.sum, x);
+      sums.squares = formats::add_rn(sums.squares, formats::mul_rn(x, x));
+    }
+    return sums;
+  }
+
+  /// Is K loud? If so the median is in shared memory, but for a barrier.
+  static QATTN_DEVICE bool find_median(int channels, double mine) {
+    const SharedAddress squares = isa::shared_base();
+    double loudest = 0.0;
+    for (int c = 0; c < channels; ++c) {
+      const double x = load(squares + 8 * c);
+      loudest = x > loudest ? x : loudest;
+    }
+    const double quiet = loudest / formats::kLoudSquare;
+    int heard = 0, below = 0, before = 0;  // channels that are not 0 throughout
+    for (int c = 0; c < channels; ++c) {
+      const double x = load(squares + 8 * c);
+      if (!(x > 0.0)) continue;
+      ++heard;
+      below += x <= quiet ? 1 : 0;
+      before += x < mine || (x == mine && c < isa::thread()) ? 1 : 0;
+    }
+    if (mine > 0.0 && before == heard / 2) store(squares + median_at, mine);
+    return below > heard / 2;
+  }
+
+  static QATTN_DEVICE void run(const Params& p) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
+    const int unit = isa::block().x, b = unit / p.rows.heads, head = unit % p.rows.heads;
+    const int c = isa::thread();
+    const Sums sums = add_up(p, tile::span_of(p.rows, b), b, head);
+    const bool enough = sums.count >= formats::kBalanceLeast;
+    double square = enough && c < p.rows.channels ? sums.squares : 0.0;
+    if (enough && p.central) {
+      square = formats::central_squares(sums.sum, square, 1.0 / sums.count);
+    }
+    store(isa::shared_base() + 8 * c, square);
+    isa::sync_threads();
+    const bool loud = find_median(p.rows.channels, square);
+    isa::sync_threads();
+    if (c >= p.padded) return;
+    int power = 0;
+    if (loud && square > 0.0) {
+      power = formats::balance_exponent(square / load(isa::shared_base() + median_at));
+    }
+    float* to = p.factors + std::int64_t{unit} * 2 * p.padded + c;
+    isa::store_global(to, formats::power_of_two(-power));
+    isa::store_global(to + p.padded, formats::power_of_two(power));
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels
