@@ -137,6 +137,24 @@ static void functions(void) {
   for (i = 0; i < COUNT; ++i) CHECK(fabsf(out[i] - again[i]) < 1e-5f);
 }
 
+/* The word that once was `reserved`. */
+static void balance(void) {
+  static char text[16384];
+  qattn_attention_tensors t = tensors();
+  qattn_attention_options o;
+  qattn_attention_options_init(&o);
+  o.recipe = "int8";
+  o.layout = QATTN_LAYOUT_BHSD;
+  CHECK(qattn_explain(&t, &o, text, sizeof text, NULL) == QATTN_OK);
+  CHECK(strstr(text, "balance_k=on") != NULL);
+  o.balance_k = QATTN_TOGGLE_OFF;
+  CHECK(qattn_explain(&t, &o, text, sizeof text, NULL) == QATTN_OK);
+  CHECK(strstr(text, "balance_k=off") != NULL);
+  o.balance_k = 7;
+  CHECK(qattn_attention(&t, &o) == QATTN_INVALID_ARGUMENT);
+  CHECK(strstr(qattn_last_error(), "toggle") != NULL);
+}
+
 static void quantize_and_back(void) {
   static int8_t codes[COUNT];
   static float scale[B * H * S], back[COUNT];
@@ -208,6 +226,7 @@ int main(void) {
   CHECK(strlen(qattn_version()) >= 5);
   attention_and_plan();
   functions();
+  balance();
   quantize_and_back();
   refusals();
   printf(failures ? "%d checks failed\n" : "all checks passed\n", failures);

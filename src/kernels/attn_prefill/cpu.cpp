@@ -30,8 +30,7 @@ bool v_block_fits(const Scaling& s) {
   return s.block % tile_keys == 0 || (tile_keys % s.block == 0 && s.block % 4 == 0);
 }
 
-/// Keys of a tile that share V's scales per channel. Given ones, and nvfp4's globals, end with a
-/// page.
+/// Keys of a tile that share V's scales per channel; given ones, and nvfp4's, end with a page.
 int value_block(const Problem& p, const Recipe& r) {
   const bool by_block = r.v_scale.granularity == Granularity::per_block_channel;
   const int block = by_block ? std::min<int>(r.v_scale.block, tile_keys) : tile_keys;
@@ -97,8 +96,7 @@ Rounding rounding_of(const Recipe& r, bool v_token_scale) {
   }
 }
 
-/// bf16 holds every value of the 8- and 4-bit floats exactly (at most 6 significant bits with an
-/// e4m3 group scale), so the bf16 engine serves them all where it is native.
+/// Is every value exact in bf16? Of 8- and 4-bit floats, with an e4m3 group scale 6 bits, it is.
 bool bf16_values(Format format) {
   using enum Format;
   return format != f32 && format != f16 && format != s8;
@@ -149,7 +147,6 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
   c->smooth_q = r.smooth_q == Toggle::on;
   c->smooth_v = r.smooth_v == Toggle::on;
   c->rotate = r.rotate == Toggle::on;
-  c->balance_k = r.balance_k == Toggle::on;
   c->finds_seen = may_hide_keys(problem, *c);
   c->rows_in_place = rows_in_place(problem, *c);
   c->heads_in_turn = heads_in_turn(problem);
@@ -404,8 +401,8 @@ std::size_t layout(const Problem& p, const Config& c, void* base, Arrays& a) {
   a.seen = arena.take<Seen>(c.finds_seen ? heads * a.slots : 0);
   a.k_mean = arena.take<float>(units * d16);
   a.v_mean = arena.take<float>(units * dv);
-  a.balance = arena.take<float>(c.balance_k ? 2 * units * d16 : 0);
-  a.loud = arena.take<bool>(c.balance_k ? units : 0);
+  a.balance = arena.take<float>(c.balances() ? 2 * units * d16 : 0);
+  a.loud = arena.take<bool>(c.balances() ? units : 0);
   a.q_scale = arena.take<float>(needs_scale_pass(p, c, Role::q) ? p.heads_q * p.tokens_q : 0);
   a.k_scale = arena.take<float>(needs_scale_pass(p, c, Role::k) ? heads * a.slots : 0);
   a.v_groups = 0;

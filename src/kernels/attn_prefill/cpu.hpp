@@ -29,7 +29,6 @@ struct Config : detail::PlanData {
   int v_block = tile_keys;       ///< keys under one such scale inside a tile (divides tile_keys)
   Rounding rounding = Rounding::f32;
   bool smooth_k = false, smooth_q = false, smooth_v = false, rotate = false;
-  bool balance_k = false;
   bool finds_seen = false;  ///< some keys may be hidden, and keys share something
   /// Sequences of at most tile_rows rows (query heads of a group times queries) are split into runs
   /// of this many keys, which are merged by (O, LSE).
@@ -39,6 +38,8 @@ struct Config : detail::PlanData {
   /// Sequences of at most tile_rows rows take their tiles from so many heads in turn.
   int heads_in_turn = 1;
   int threads = 1;
+
+  bool balances() const { return recipe.balance_k == Toggle::on; }
 };
 
 /// 128 keys of one head, quantised and in the engines' panels: byte offsets into its store.
@@ -162,7 +163,7 @@ struct Job {
   /// Factors of K's rows, or of Q's; null where K is not loud.
   const float* balance(Role role, std::int64_t b, std::int64_t kv_head) const {
     const std::int64_t place = 2 * unit(b, kv_head) + (role == Role::q ? 1 : 0);
-    const bool any = config.balance_k && arrays.loud[unit(b, kv_head)];
+    const bool any = config.balances() && arrays.loud[unit(b, kv_head)];
     return any ? arrays.balance + place * padded(problem.d) : nullptr;
   }
   const Seen* seen(std::int64_t b, std::int64_t kv_head) const {

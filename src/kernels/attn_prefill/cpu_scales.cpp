@@ -69,7 +69,7 @@ void given_mean(const TensorView& given, std::int64_t b, std::int64_t head, int 
 
 bool has_means(const Problem& problem, const Config& config) {
   const AttentionTensors& t = problem.tensors;
-  return config.smooth_k || config.smooth_v || config.balance_k || t.k_mean.present() ||
+  return config.smooth_k || config.smooth_v || config.balances() || t.k_mean.present() ||
          t.v_mean.present();
 }
 
@@ -83,7 +83,7 @@ void prepare_means(const Job& job, std::int64_t b, std::int64_t head, Scratch& s
     const Sequence x = job.k_sequence(b, head);
     mean_of_rows(job.words(), x, 0, x.length, k_mean, scratch.row);
   }
-  if (job.config.balance_k) {
+  if (job.config.balances()) {
     float* factors = job.arrays.balance + 2 * job.unit(b, head) * padded(job.d());
     job.arrays.loud[job.unit(b, head)] = balance_rows(job.words(), job.k_sequence(b, head),
                                                       job.config.smooth_k, factors, scratch.row);
@@ -190,7 +190,7 @@ Transform transform_of(const Job& job, Role role, std::int64_t b, std::int64_t h
   } else {
     t.mean = role == Role::k ? job.k_mean(b, head) : job.v_mean(b, head);
   }
-  if (role != Role::v && job.config.balance_k) {
+  if (role != Role::v && job.config.balances()) {
     t.factors = job.balance(role, b, role == Role::q ? head / job.problem.group() : head);
   }
   t.rotate = role != Role::v && job.config.rotate;
