@@ -42,6 +42,11 @@ Recipe resolve_recipe(const Problem& problem, std::string_view automatic,
                       const Scaling& k_default = {}, const Scaling& v_default = {},
                       bool balances = false);
 
+/// May keys be hidden from all rows of a call, and do keys that come without codes share something
+/// (a mean, a scale, a group, what a tile says of them all), so that it must be found which?
+/// `recipe` as resolved.
+bool must_find_hidden_keys(const Problem& problem, const Recipe& recipe);
+
 /// The recipe as text, one line, every field.
 std::string recipe_text(const Recipe& recipe);
 

@@ -59,6 +59,12 @@ struct Problem {
   bool scales_own_rows() const {
     return !q_codes && !k_codes && !tensors.q_scale.present() && !tensors.k_scale.present();
   }
+  /// May heads see other keys than each other?
+  bool masks_vary_by_head() const {
+    return mask_function || (block_mask_q > 0 && block_mask_stride[1] != 0) ||
+           (mask != MaskKind::none && mask_stride[1] != 0);
+  }
+
   std::int64_t group() const { return heads_q / heads_kv; }
   Device device() const { return tensors.q.device; }
 

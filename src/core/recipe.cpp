@@ -124,5 +124,34 @@ Recipe resolve_recipe(const Problem& problem, std::string_view automatic, const 
   return r;
 }
 
+namespace {
+
+/// May keys be there that no row sees? Causality alone hides none: the last query sees the last
+/// key.
+bool may_hide_keys(const Problem& p) {
+  if (p.mask != MaskKind::none || p.block_mask_q > 0 || p.mask_function) return true;
+  if (p.window_left < 0) return false;
+  // The first query sees keys from its place on the diagonal less window_left on. A sequence
+  // without queries has nobody to be wrong for.
+  const bool all_queries = !p.varlen_q && !p.tensors.seqused_q.present();
+  const std::int64_t queries = all_queries ? p.max_q : 1;
+  return p.max_k - queries > p.window_left;
+}
+
+}  // namespace
+
+bool must_find_hidden_keys(const Problem& p, const Recipe& r) {
+  if (!may_hide_keys(p)) return false;
+  const auto grouped = [](Format f) { return info(f).group > 0; };
+  const auto free = [](Format f) { return is_scaled(f) && info(f).group == 0; };
+  const bool k_groups =
+      free(r.qk) && r.k_scale.granularity != Granularity::per_token && !p.tensors.k_scale.present();
+  const bool k_shares =
+      !p.k_codes && (r.smooth_k == Toggle::on || r.qk == Format::nvfp4 || k_groups);
+  const bool v_shares = !p.v_codes && (r.smooth_v == Toggle::on || grouped(r.v) ||
+                                       (free(r.v) && !p.tensors.v_scale.present()));
+  return k_shares || v_shares;
+}
+
 }  // namespace detail
 }  // namespace qattn

@@ -176,6 +176,28 @@ TEST_P(EmulatedCodedDecode, CodesThatAreNaN) {
   }
 }
 
+/// Codes that a window hides from every query, NaN among them.
+TEST_P(EmulatedCodedDecode, HiddenKeysHaveNoInfluence) {
+  Feature f = feature();
+  f.options.window_left = 100;
+  const Call call = make_call(f, 44);
+  Laid x = laid(call, f.how);
+  const Outcome clean = run_once(call, x);
+  const std::int64_t hidden = f.sk[0] - f.sq[0] - f.options.window_left;
+  for (const std::uint8_t code : {0x7f, 0x80}) {
+    for (Tensor* operand : {&x.k, &x.v}) {
+      const TensorView& v = operand->view();
+      for (std::int64_t n = 0; n < v.shape[0] * hidden * v.shape[2] * v.shape[3]; ++n) {
+        const std::int64_t row = n / v.shape[3], token = row / v.shape[2];
+        static_cast<std::uint8_t*>(
+            v.data)[token / hidden * v.stride[0] + token % hidden * v.stride[1] +
+                    row % v.shape[2] * v.stride[2] + n % v.shape[3] * v.stride[3]] = code;
+      }
+    }
+    EXPECT_TRUE(same_bits(clean, run_once(call, x))) << int{code};
+  }
+}
+
 /// Packed sequences that are longer than the scales of their tokens, which may be of no token.
 TEST_P(EmulatedCodedDecode, ScalesThatEndBeforeASequence) {
   Feature f = feature();

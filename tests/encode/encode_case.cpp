@@ -219,6 +219,11 @@ float Case::value(Role r, std::int64_t b, std::int64_t h, std::int64_t s, int c)
   return get(x.data + element(r, b, h, s, c) * x.size, x.view.format);
 }
 
+void Case::put_value(Role r, std::int64_t b, std::int64_t h, std::int64_t s, int c, float value) {
+  const Operand& x = operand_[static_cast<int>(r)];
+  put(x.data + element(r, b, h, s, c) * x.size, x.view.format, value);
+}
+
 std::uint8_t Case::code(Role r, std::int64_t b, std::int64_t h, std::int64_t s, int c) const {
   return operand_[static_cast<int>(r)].data[element(r, b, h, s, c)];
 }
@@ -274,11 +279,15 @@ std::string Case::prepare() {
   }
   layout = kernels::plan_prepare(*problem, o_.recipe, needs);
   workspace_.assign(layout.bytes + 64, 0xcd);  // what nobody writes shows
-  const auto base = reinterpret_cast<std::uintptr_t>(workspace_.data());
-  void* workspace = workspace_.data() + (64 - base % 64) % 64;
-  out = kernels::prepared_in(*problem, o_.recipe, layout, workspace);
+  void* at = const_cast<std::uint8_t*>(workspace().data());
+  out = kernels::prepared_in(*problem, o_.recipe, layout, at);
   isa::Start next;
-  return kernels::prepare(*problem, o_.recipe, layout, workspace, nullptr, next);
+  return kernels::prepare(*problem, o_.recipe, layout, at, nullptr, next);
+}
+
+std::span<const std::uint8_t> Case::workspace() const {
+  const auto base = reinterpret_cast<std::uintptr_t>(workspace_.data());
+  return {workspace_.data() + (64 - base % 64) % 64, layout.bytes};
 }
 
 // --- What is expected --------------------------------------------------------------------------

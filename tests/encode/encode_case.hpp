@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,7 @@ class Case {
   int heads(Role r) const { return r == Role::q ? o_.heads_q : o_.heads_kv; }
   /// Value of an element as the operand's format holds it (codes: undefined).
   float value(Role r, std::int64_t b, std::int64_t h, std::int64_t s, int c) const;
+  void put_value(Role r, std::int64_t b, std::int64_t h, std::int64_t s, int c, float value);
   std::uint8_t code(Role r, std::int64_t b, std::int64_t h, std::int64_t s, int c) const;
   /// Given scale of a token's channel.
   float given_scale(Role r, std::int64_t b, std::int64_t h, std::int64_t s, int c) const;
@@ -57,6 +59,9 @@ class Case {
   bool is_plain(Role r) const;
   /// Runs the emulated kernels; empty, or what went wrong.
   std::string prepare();
+
+  /// Everything that the kernels wrote.
+  std::span<const std::uint8_t> workspace() const;
 
   kernels::Prepared out;
   kernels::PrepareLayout layout;

@@ -14,6 +14,14 @@
 #include "formats/scale.hpp"
 
 namespace qattn::encode_test {
+
+int position(int key) {
+  for (int p = 0; p < 16; ++p) {
+    if (kernels::p_key(p) == key % 16) return key / 16 * 16 + p;
+  }
+  return -1;
+}
+
 namespace {
 
 /// Counts differences and reports the first.
@@ -97,14 +105,6 @@ class Truth {
   bool codes_ = false, given_ = false;
   Expected expected_;
 };
-
-/// Position of a key of a tile in the contraction order, found in prepared.hpp's own function.
-int position(int key) {
-  for (int p = 0; p < 16; ++p) {
-    if (kernels::p_key(p) == key % 16) return key / 16 * 16 + p;
-  }
-  return -1;
-}
 
 bool by_token(const Case& c) {
   const Granularity g = c.options().recipe.v_scale.granularity;

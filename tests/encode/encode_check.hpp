@@ -5,6 +5,9 @@
 
 namespace qattn::encode_test {
 
+/// Position of a key of a tile in the contraction order, found in prepared.hpp's own function.
+int position(int key);
+
 /// Q or K: codes, scales, flags, padding. Fails the current test with the first differences.
 void check_rows(const Case& c, Role r);
 /// V's tiles, built slowly from the text of prepared.hpp, and its scales per channel.

@@ -96,12 +96,11 @@ void neutralise(std::vector<float>& x, const std::vector<bool>& seen, std::int64
   }
 }
 
-/// Which keys does some query of their KV head see? All of them where plans take hidden ones in.
-std::vector<bool> seen_keys(const Call& call, const ModelOptions& model, std::size_t b,
-                            std::int64_t hk) {
+/// Which keys does some query of their KV head see?
+std::vector<bool> seen_keys(const Call& call, std::size_t b, std::int64_t hk) {
   const std::int64_t group = call.heads_q / call.heads_k;
   const Sequence& seq = call.sequences[b];
-  std::vector<bool> seen(static_cast<std::size_t>(seq.len_k), !model.leaves_hidden_out);
+  std::vector<bool> seen(static_cast<std::size_t>(seq.len_k), false);
   for (std::int64_t n = 0; n < group * seq.len_q; ++n) {
     for (std::int64_t j = 0; j < seq.len_k; ++j) {
       if (!seen[j]) {
@@ -128,21 +127,18 @@ void balance_head(Call& call, std::size_t b, std::int64_t hk, const std::vector<
 }
 
 /// The call without the influence of keys that no query of their KV head sees, and balanced.
-Call as_quantised(Call call, const ModelOptions& model) {
-  const Recipe& recipe = model.recipe;
+Call as_quantised(Call call, const Recipe& recipe) {
   const bool smooth = recipe.smooth_k == Toggle::on;
   for (std::size_t b = 0; b < call.sequences.size(); ++b) {
     Sequence& seq = call.sequences[b];
     for (std::int64_t hk = 0; hk < call.heads_k; ++hk) {
-      const std::vector<bool> seen = seen_keys(call, model, b, hk);
+      const std::vector<bool> seen = seen_keys(call, b, hk);
       std::vector<float> factors;
       if (recipe.balance_k == Toggle::on) {
         factors = balance(head(seq.k, hk, seq.len_k * call.dim), seen, call.dim, smooth);
       }
-      if (model.leaves_hidden_out) {
-        neutralise(seq.k, seen, hk * seq.len_k, call.dim, smooth);
-        neutralise(seq.v, seen, hk * seq.len_k, call.dim_v, recipe.smooth_v == Toggle::on);
-      }
+      neutralise(seq.k, seen, hk * seq.len_k, call.dim, smooth);
+      neutralise(seq.v, seen, hk * seq.len_k, call.dim_v, recipe.smooth_v == Toggle::on);
       if (!factors.empty()) balance_head(call, b, hk, factors);
     }
   }
@@ -370,7 +366,7 @@ Operands operands(const Call& call, const ModelOptions& model) {
 }  // namespace
 
 ModelOutput model_attention(const Call& given, const ModelOptions& model) {
-  const Call call = as_quantised(given, model);
+  const Call call = as_quantised(given, model.recipe);
   ModelOutput output;
   output.out.assign(static_cast<std::size_t>(call.total_rows() * call.dim_v), 0.0);
   output.lse.assign(static_cast<std::size_t>(call.total_rows()), -infinity);

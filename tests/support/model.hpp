@@ -41,9 +41,6 @@ struct ModelOptions {
   /// GPUs: blocks that share, in tiles of 128, the keys that `tile_rows` rows can see in all; of
   /// all rows of a sequence where tile_rows is 0.
   std::int64_t splits = 1, tile_rows = 0;
-  /// Keys that no row sees have no part in means and shared scales. GPU kernels and quantize() take
-  /// them in.
-  bool leaves_hidden_out = false;
   LostMass lost_mass = LostMass::second_byte;
   /// Sequences with at most so many rows a KV head take tiles from the first to the last.
   std::int64_t rising_rows = 0;

@@ -186,7 +186,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
                std::to_string(coded_tile_keys) +
                " keys\ntile_keys: " + std::to_string(coded_tile_keys) +
                "\nlost_mass: " + (plan->recipe.p == Format::u8 ? "a second byte" : "none") + "\n" +
-               text_of(plan->spread);
+               text_of(plan->spread) + hidden_keys_text(plan->prepared);
   if (codes_left(*plan, p) == CodesLeft::queries) {
     plan->text += "q_codes: in the attention kernel\n";
   }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
+#include "kernels/attn_prefill/mask_params.hpp"
 #include "kernels/attn_prefill/params.hpp"
 #include "kernels/quantize/prepare.hpp"
 
@@ -95,25 +96,7 @@ inline PrefillParams params_of(const Problem& p, const Prepared& prepared, int r
   a.out = output_of(p);
   a.scale = p.softmax_scale;
   a.softcap = p.softcap;
-  const auto window = [](std::int64_t w) {
-    return static_cast<std::int32_t>(std::min<std::int64_t>(w, 0x3fffffff));
-  };
-  a.window_left = window(p.window_left);
-  a.window_right = window(p.window_right);
-  if (p.mask != MaskKind::none) {
-    a.mask.data = p.tensors.mask.data;
-    a.mask.format = p.tensors.mask.format;
-    std::copy(p.mask_stride.begin(), p.mask_stride.end(), a.mask.stride);
-    if (p.mask_stride[2] != 0) a.mask_queries = p.mask_shape[2];
-    if (p.mask_stride[3] != 0) a.mask_keys = p.mask_shape[3];
-  }
-  if (p.block_mask_q > 0) {
-    a.block_mask.data = p.tensors.block_mask.data;
-    a.block_mask.format = Format::b8;
-    std::copy(p.block_mask_stride.begin(), p.block_mask_stride.end(), a.block_mask.stride);
-    a.block_mask_q = static_cast<std::int32_t>(p.block_mask_q);
-    a.block_mask_k = static_cast<std::int32_t>(p.block_mask_k);
-  }
+  tell_masks(p, a);
   a.alibi = per_head(p.tensors.alibi_slopes);
   a.sinks = per_head(p.tensors.sinks);
   a.group = static_cast<std::int32_t>(p.group());

@@ -147,7 +147,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
   c->smooth_q = r.smooth_q == Toggle::on;
   c->smooth_v = r.smooth_v == Toggle::on;
   c->rotate = r.rotate == Toggle::on;
-  c->finds_seen = may_hide_keys(problem, *c);
+  c->finds_seen = detail::must_find_hidden_keys(problem, c->recipe);
   c->rows_in_place = rows_in_place(problem, *c);
   c->heads_in_turn = heads_in_turn(problem);
   c->threads = most_threads(problem.threads);

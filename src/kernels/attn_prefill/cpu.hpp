@@ -194,8 +194,6 @@ GivenScale given_scale(const Job& job, Role role);
 std::size_t layout(const Problem& problem, const Config& config, void* base, Arrays& arrays);
 
 // cpu_seen.cpp
-/// May there be keys that no row sees, while means or scales of several keys are looked for?
-bool may_hide_keys(const Problem& problem, const Config& config);
 /// Arrays::seen of one tile of keys, which begins at `first`.
 void find_seen_keys(const Job& job, std::int64_t b, std::int64_t kv_head, std::int64_t first);
 /// After all tiles of (b, kv_head): where every key is seen faintly at most, they share after all.

@@ -22,11 +22,17 @@ void token_scales(const Job& job, Role role, std::int64_t b, std::int64_t head, 
     std::fill(scale, scale + x.length, head_scale(job, role, b, head));
     return;
   }
+  const std::int64_t groups = scale_count(scaling, role, x.length);
+  float* shared = scratch.group_amax;  // 1: some token of the group shares; else all that are seen
+  std::fill(shared, shared + groups, 0.0f);
+  for (std::int64_t s = 0; s < x.length; ++s) {
+    if (x.shares(s)) shared[scale_index(scaling, role, s)] = 1.0f;
+  }
   for (std::int64_t s = 0; s < x.length; ++s) {
     load_row(job.words(), x, s, transform_of(job, role, b, head, s), scratch.row);
-    scratch.token_amax[s] = x.shares(s) ? job.words().amax(scratch.row, x.channels) : 0.0f;
+    const bool joins = x.shares(s) || shared[scale_index(scaling, role, s)] == 0.0f;
+    scratch.token_amax[s] = joins ? job.words().amax(scratch.row, x.channels) : 0.0f;
   }
-  const std::int64_t groups = scale_count(scaling, role, x.length);
   fold_groups(scaling, role, scratch.token_amax, x.length, scratch.group_amax, groups);
   for (std::int64_t s = 0; s < x.length; ++s) {
     scale[s] = formats::amax_scale(scratch.group_amax[scale_index(scaling, role, s)], qmax);

@@ -8,19 +8,10 @@
 namespace qattn::cpu {
 namespace {
 
-/// Biases from here on leave a key no weight beside one without. BERT's -10000 and f16's lowest
-/// number are among them.
-constexpr float faint_bias = -4096.0f;
-
 /// Do rows of one head see other keys than windows tell?
 bool varies_by_row(const Problem& p) {
   return p.block_mask_q > 0 || p.mask_function ||
          (p.mask != MaskKind::none && p.mask_stride[2] != 0);
-}
-
-bool varies_by_head(const Problem& p) {
-  return p.mask_function || (p.block_mask_q > 0 && p.block_mask_stride[1] != 0) ||
-         (p.mask != MaskKind::none && p.mask_stride[1] != 0);
 }
 
 /// What one row sees of keys [first, first + keys), masks alone.
@@ -56,24 +47,13 @@ void look(const Problem& p, const SequenceInfo& seq, std::int64_t b, const Row& 
 
 }  // namespace
 
-bool may_hide_keys(const Problem& p, const Config& c) {
-  const bool masks = p.mask != MaskKind::none || p.block_mask_q > 0 || p.mask_function;
-  if (!masks && p.window_left < 0) return false;  // the last query sees the last key
-  const bool k_shares = !p.k_codes && (c.smooth_k || needs_head_amax(p, c, Role::k) ||
-                                       needs_scale_pass(p, c, Role::k));
-  const Format v = c.recipe.v;
-  const bool v_shares = !p.v_codes && (c.smooth_v || grouped(v) ||
-                                       (free_scale(v) && !scale_view(p, Role::v).present()));
-  return k_shares || v_shares;
-}
-
 void find_seen_keys(const Job& job, std::int64_t b, std::int64_t kv_head, std::int64_t first) {
   const Problem& p = job.problem;
   const SequenceInfo& seq = job.arrays.sequences[b];
   Seen* seen = job.arrays.seen + job.k_place(b, kv_head, first);
   const int keys = static_cast<int>(std::min<std::int64_t>(tile_keys, seq.k_length - first));
   std::fill(seen, seen + keys, Seen::no);
-  const std::int64_t heads = varies_by_head(p) ? p.group() : 1;
+  const std::int64_t heads = p.masks_vary_by_head() ? p.group() : 1;
   const std::int64_t queries = seq.q_length;
   const bool each_row = varies_by_row(p);
   // Rows whose diagonal crosses the tile see most of it: all its keys are often found in one row.

@@ -247,7 +247,7 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
                std::to_string(c.d) + "\ntile: " + std::to_string(tile_rows(c)) + " rows x " +
                std::to_string(tile_keys) + " keys\ntile_keys: " + std::to_string(tile_keys) +
                "\nlost_mass: " + (c.pv == isa::Element::u8 ? "a second byte" : "none") + "\n" +
-               text_of(plan->spread) + text_of(plan->order);
+               text_of(plan->spread) + text_of(plan->order) + hidden_keys_text(plan->prepared);
   return plan;
 }
 

@@ -288,6 +288,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->text = sm90a_text(plan->instance->config) + text_of(plan->spread) + text_of(plan->order);
   plan->packed = plan_packed(p, plan->instance->config.rows(), plan->workspace);
   const CodesLeft left = codes_left(*plan, p);
+  plan->text += hidden_keys_text(plan->prepared);
   if (left == CodesLeft::all) plan->text += "codes: beside attention\n";
   if (left == CodesLeft::queries) {  // by the other kernel, whose P may be elsewhere
     plan->text += "q_codes: in the attention kernel\nq_codes_shared_p: " +

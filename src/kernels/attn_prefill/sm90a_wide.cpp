@@ -163,7 +163,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->packed = plan_packed(p, sm90a_rows, plan->workspace);
   // What will run, as far as a plan can tell.
   plan->text = serves(*plan, p) ? sm90a_text(plan->instance->config) + text_of(plan->spread) +
-                                      text_of(plan->order)
+                                      text_of(plan->order) + hidden_keys_text(plan->prepared)
                                 : "by the portable kernel\n" + plan->portable->text;
   return plan;
 }

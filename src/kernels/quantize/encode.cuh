@@ -7,3 +7,4 @@
 #include "kernels/quantize/encode_groups.cuh"
 #include "kernels/quantize/encode_means.cuh"
 #include "kernels/quantize/encode_plain.cuh"
+#include "kernels/quantize/encode_seen.cuh"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "formats/balance.hpp"
-#include "kernels/quantize/encode_common.cuh"
+#include "kernels/quantize/seen_keys.cuh"
 #include "tile/score.hpp"
 
 namespace qattn::kernels {
@@ -11,6 +11,7 @@ inline namespace QATTN_TARGET {
 struct BalanceParams {
   tile::Rows rows;  ///< K
   Format format = Format::bf16;
+  SeenKeys seen;             ///< only keys that share tell
   bool central = false;      ///< K's mean is subtracted
   float* factors = nullptr;  ///< [batches][heads][2][padded]: of K's rows, of Q's
   std::int32_t padded = 0;
@@ -20,9 +21,11 @@ struct BalanceParams {
 struct FindBalance {
   using Params = BalanceParams;
   static constexpr int threads = 256, min_blocks = 1, most_tokens = 32;
-  // Shared memory: mean squares of channels, their median, which tokens are bad.
+  // Shared memory: mean squares of channels, their median, which tokens are bad, and where they
+  // are.
   static constexpr int median_at = 8 * threads, bad_at = median_at + 16;
-  static constexpr int shared_bytes = bad_at + 4 * most_tokens;
+  static constexpr int token_at = bad_at + 4 * most_tokens;
+  static constexpr int shared_bytes = token_at + 4 * most_tokens;
   static constexpr bool dependent = true;
 
   struct Sums {
@@ -45,16 +48,53 @@ struct FindBalance {
     return tile::load_number(p.rows.data, p.format, at + isa::thread());
   }
 
+  /// How many tokens may tell; leaves the places of those that do. By all threads.
+  static QATTN_DEVICE int choose(const Params& p, const tile::Span& span, int b, int head) {
+    const std::int64_t length = span.bad ? 0 : span.length;
+    const bool all = p.seen.bits == nullptr;
+    const std::int64_t count = all || length == 0 ? length : sharing_keys(p.seen, b, head);
+    const int tokens = formats::balance_tokens(count);
+    const SharedAddress to = isa::shared_base() + token_at;
+    if (all && isa::thread() < tokens) {
+      const std::int64_t token = formats::balance_token(isa::thread(), count);
+      isa::store_shared(to + 4 * isa::thread(), static_cast<std::uint32_t>(token));
+    }
+    if (!all && isa::thread() == 0) find_sharing(p, span, b, head, count, to);
+    isa::sync_threads();
+    return tokens;
+  }
+  /// The same where some keys do not share, by one thread: those before are counted.
+  static QATTN_DEVICE void find_sharing(const Params& p, const tile::Span& span, int b, int head,
+                                        std::int64_t count, SharedAddress to) {
+    const int tokens = formats::balance_tokens(count);
+    const std::int64_t first = tile::first_slot(p.rows, span, b) / slot_tile;
+    std::int64_t before = 0;
+    int found = 0;
+    for (std::int64_t t = 0; found < tokens && t * slot_tile < span.length; ++t) {
+      const TileSight sight = sight_of(p.seen, b, head, first + t);
+      for (int key = 0; key < slot_tile && found < tokens; ++key) {
+        if (!sight.shares(key) || t * slot_tile + key >= span.length) continue;
+        for (; found < tokens && formats::balance_token(found, count) == before; ++found) {
+          isa::store_shared(to + 4 * found, static_cast<std::uint32_t>(t * slot_tile + key));
+        }
+        ++before;
+      }
+    }
+  }
+
   /// Over the tokens that tell, without those that hold NaN or Inf.
   static QATTN_DEVICE Sums add_up(const Params& p, const tile::Span& span, int b, int head) {
-    const std::int64_t length = span.bad ? 0 : span.length;
-    const int tokens = formats::balance_tokens(length);
+    const int tokens = choose(p, span, b, head);
+    const auto token = [](int i) {
+      return std::int64_t{
+          isa::load_shared<std::uint32_t>(isa::shared_base() + token_at + 4 * i)};
+    };
     const bool mine = isa::thread() < p.rows.channels;
     const SharedAddress bad = isa::shared_base() + bad_at;
     if (isa::thread() < most_tokens) isa::store_shared(bad + 4 * isa::thread(), 0u);
     isa::sync_threads();
     for (int i = 0; mine && i < tokens; ++i) {
-      const float x = value(p, span, b, head, formats::balance_token(i, length));
+      const float x = value(p, span, b, head, token(i));
       if (!formats::is_finite(x)) isa::atomic_max_shared(bad + 4 * i, 1u);
     }
     isa::sync_threads();
@@ -63,8 +103,7 @@ struct FindBalance {
       if (isa::load_shared<std::uint32_t>(bad + 4 * i) != 0) continue;
       ++sums.count;
       if (!mine) continue;
-      const auto x =
-          static_cast<double>(value(p, span, b, head, formats::balance_token(i, length)));
+      const auto x = static_cast<double>(value(p, span, b, head, token(i)));
       sums.sum = formats::add_rn(sums.sum, x);
       sums.squares = formats::add_rn(sums.squares, formats::mul_rn(x, x));
     }

@@ -7,8 +7,9 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 struct ClearParams {
-  std::uint32_t* words[3] = {};
-  std::int64_t counts[3] = {};
+  static constexpr int tables = 4;
+  std::uint32_t* words[tables] = {};
+  std::int64_t counts[tables] = {};
   std::uint64_t* saturated = nullptr;  ///< three counters
   std::int64_t saturated_stride = 0;
 };
@@ -23,7 +24,7 @@ struct ClearWords {
     isa::grid_dependency_wait();
     const std::int64_t step = std::int64_t{isa::grid().x} * threads;
     const std::int64_t mine = std::int64_t{isa::block().x} * threads + isa::thread();
-    for (int n = 0; n < 3; ++n) {
+    for (int n = 0; n < Params::tables; ++n) {
       for (std::int64_t i = mine; i < p.counts[n]; i += step) {
         isa::store_global(p.words[n] + i, 0u);
       }

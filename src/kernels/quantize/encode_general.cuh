@@ -85,14 +85,61 @@ struct EncodeGeneral : GeneralTile<Channels> {
     for (int i = 0; i < 2; ++i) bad[i] |= worst[i] != 0.0f;
   }
 
+  /// A token of V that no row sees has codes of 0, and a scale that makes its tile no special one:
+  /// that of its neighbours. Where all tokens are hidden it does not exist. By one warp.
+  static QATTN_DEVICE void hide_values(const TileSight& sight, RowPair& r) {
+    std::uint32_t own[2];
+    bool hidden[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      hidden[i] = sight.hidden(isa::lane() + 32 * i);
+      own[i] = r.exists[i] && !r.bad[i] && !hidden[i] ? formats::bits_of(r.scale[i]) : 0;
+    }
+    const std::uint32_t most = own[0] > own[1] ? own[0] : own[1];
+    const std::uint32_t near = thread_max(most), top = warp_max(most);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!hidden[i]) continue;
+      r.scale[i] = formats::float_of(near != 0 ? near : top);
+      r.exists[i] = r.exists[i] && top != 0;
+    }
+  }
+
+  /// Which of a lane's rows join what rows share: those that are seen plainly; in a group without
+  /// any (`grouped`), those that are seen.
+  static QATTN_DEVICE void find_sharing(const Work& w, const TileSight& sight, bool grouped,
+                                        bool (&shares)[2]) {
+    const Grouping& grouping = w.role.grouping;
+    // Groups of whole sequences are settled (any_plainly).
+    const bool whole =
+        grouping.one_per_sequence() || grouping.granularity == Granularity::per_tensor;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = isa::lane() + 32 * i;
+      shares[i] = sight.shares(row);
+      if (shares[i] || !grouped || whole || sight.hidden(row)) continue;
+      const std::int64_t begin = (w.place.first + row) / grouping.block * grouping.block;
+      // Of K's scales per thread a group has a fourth of the block's keys.
+      const bool thread = grouping.granularity == Granularity::per_thread;
+      const std::uint64_t among =
+          thread ? std::uint64_t{0x0303030303030303} << row % 8 / 2 * 2 : ~std::uint64_t{0};
+      shares[i] = !some_share(w.role.seen, w.place, begin, begin + grouping.block, among);
+    }
+  }
+
   /// By the first warp: exists, bad and scale of the rows; 1 / scale goes to shared memory. In the
   /// pass for maxima these leave instead, or 1 for rows that count where channels have their own.
   static QATTN_DEVICE RowPair row_stage(const Work& w, bool maxima_pass) {
     const GeneralRole& role = w.role;
     const Grouping& grouping = role.grouping;
     const TilePlace& p = w.place;
+    const bool by_channel = w.is_value() && grouping.by_channel();
+    const TileSight sight = sight_of(role.seen, p);
     RowPair r;
     float amax[2];
+    bool shares[2];
+    const bool groups = role.source == ScaleSource::tile || role.source == ScaleSource::maxima;
+    find_sharing(w, sight, groups || by_channel, shares);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = isa::lane() + 32 * i;
@@ -102,9 +149,10 @@ struct EncodeGeneral : GeneralTile<Channels> {
       if (w.is_value() && r.bad[i]) amax[i] = 0.0f;  // flagged, and left out of shared scales
       r.scale[i] = 1.0f;
     }
-    const bool by_channel = w.is_value() && grouping.by_channel();
     if (role.source == ScaleSource::tile || (maxima_pass && !by_channel)) {
       bool first[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) amax[i] = shares[i] ? amax[i] : 0.0f;
       tile_groups(w, amax, first);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -114,18 +162,26 @@ struct EncodeGeneral : GeneralTile<Channels> {
         isa::atomic_max_global(grouping.maxima + at, formats::bits_of(amax[i]));
       }
     }
-    if (role.source == ScaleSource::row && grouping.joins()) join_maxima(amax, r.bad);
+    if (role.source == ScaleSource::row && grouping.joins()) {
+      const bool apart[2] = {r.bad[0] || !shares[0], r.bad[1] || !shares[1]};
+      join_maxima(amax, apart);
+    }
     const bool shared = role.source == ScaleSource::given && grouping.role == Role::k &&
                         role.rows.page_table == nullptr;  // scales of pages are read one by one
-    if (shared && !maxima_pass) spread_bad(w, r.bad);
+    // A bad key that has no part in its group's scale shows there all the same.
+    const bool apart =
+        groups && !w.is_value() && isa::any((r.bad[0] && !shares[0]) || (r.bad[1] && !shares[1]));
+    if ((shared || apart) && !maxima_pass) spread_bad(w, r.bad);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = isa::lane() + 32 * i;
       if (!maxima_pass && r.exists[i]) find_scale(w, row, amax[i], r.bad[i], r.scale[i]);
       const bool as_is = maxima_pass || role.codes || role.source == ScaleSource::channel;
       const float factor = as_is ? 1.0f : code_factor(true, r.scale[i]);
-      isa::store_shared(w.shared + factor_at + 4 * row, r.exists[i] && !r.bad[i] ? factor : 0.0f);
+      const bool counts = r.exists[i] && !r.bad[i] && (!maxima_pass || shares[i]);
+      isa::store_shared(w.shared + factor_at + 4 * row, counts ? factor : 0.0f);
     }
+    if (!maxima_pass && w.is_value() && role.seen.bits != nullptr) hide_values(sight, r);
     return r;
   }
 
@@ -152,6 +208,7 @@ struct EncodeGeneral : GeneralTile<Channels> {
     }
     scale = formats::amax_scale(amax, qmax);
     bad |= !formats::is_finite(scale);
+    if (bad && !w.is_value()) scale = formats::quiet_nan();
   }
 
   /// Maxima of channels over the tile's groups, into the table of maxima. By all threads.

@@ -23,6 +23,7 @@ struct GeneralRole {
   const float* factors = nullptr;      ///< Q, K: BalanceParams::factors
   PreparedRows out;                    ///< Q, K
   std::uint64_t* saturated = nullptr;  ///< counts codes that a given scale clipped
+  SeenKeys seen;                       ///< of K and V that come without codes
 };
 
 struct GeneralParams {
@@ -127,6 +128,7 @@ struct GeneralTile {
     const tile::Rows& r = w.role.rows;
     const int count = w.place.count(), first = w.first_key();
     const int channel = w.chunk() * chunk_channels;
+    const TileSight sight = sight_of(w.role.seen, w.place);
     std::int64_t at[4];
     bool missing[4];
     if (r.page_table != nullptr) {
@@ -139,7 +141,7 @@ struct GeneralTile {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int key = first + key_step(i);
-      const bool exists = key < count;
+      const bool exists = key < count && !sight.hidden(key);
       std::int64_t row = base + key * r.token;
       missing[i] = false;
       if (r.page_table != nullptr) {
@@ -218,6 +220,17 @@ struct GeneralTile {
     }
   }
 
+  /// Hidden tokens are zeros, whatever the mean.
+  static QATTN_DEVICE void clear_hidden(const Work& w, Values& v) {
+    const TileSight sight = sight_of(w.role.seen, w.place);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (!sight.hidden(w.first_key() + key_step(i))) continue;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v.x[i][j] = 0.0f;
+    }
+  }
+
   /// formats::rotate() with a row's channels spread over lanes.
   static QATTN_DEVICE void rotate(int chunk, int channels, float (&x)[8]) {
     const int block = formats::rotation_block(channels), first = chunk * chunk_channels;
@@ -271,6 +284,7 @@ struct GeneralTile {
     }
     subtract_mean(w, v);
     if (role.factors != nullptr) balance(w, v);
+    if (role.seen.bits != nullptr) clear_hidden(w, v);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (role.rotate) rotate(w.chunk(), role.rows.channels, v.x[i]);

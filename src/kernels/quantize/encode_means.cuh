@@ -6,6 +6,7 @@
 
 #include "kernels/quantize/encode_common.cuh"
 #include "kernels/quantize/input_kind.hpp"
+#include "kernels/quantize/seen_keys.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -23,6 +24,7 @@ struct MeanRole {
   std::int64_t given_stride[3] = {};
   std::int64_t tiles = 0;  ///< slot tiles a head
   std::int32_t padded = 0;
+  SeenKeys seen;  ///< of K and V: whose tokens join
 };
 
 struct MeanParams {
@@ -122,15 +124,16 @@ struct SumRows {
     if (left <= 0) return;
     const bool paged = r.page_table != nullptr;
     const std::int64_t base = paged ? 0 : tile::row_offset(r, p.span, p.b, p.head, p.first);
+    const TileSight sight = sight_of(role.seen, p);
     constexpr int step = !Aligned ? 1 : Kind == InputKind::f32 ? 4 : 8;  // rows in flight
     for (int j0 = 0; j0 < count; j0 += step) {
       Octet<Kind> octet[step];
 #pragma unroll
       for (int j = 0; j < step; ++j) {
-        const bool exists = j0 + j < count;
+        const bool exists = j0 + j < count && sight.shares(j0 + j);
         std::int64_t at = base + (j0 + j) * r.token;
         if (paged && exists) at = tile::row_offset(r, p.span, p.b, p.head, p.first + j0 + j);
-        // Rows behind the end add nothing; one on a page that does not exist spoils the mean.
+        // Rows behind the end and hidden ones add nothing; one on a page that does not exist spoils the mean.
         octet[j].fill(exists);
         if (exists && (!paged || at != -1)) {
           octet[j].template load<Aligned>(r.data, at + chunk * chunk_channels, left);
@@ -276,7 +279,9 @@ struct FinishMeans {
       } else if (role.limit > 0.0f) {
         mean = tiles > 0 ? formats::amax_scale(static_cast<float>(total), role.limit) : 0.0f;
       } else {
-        mean = static_cast<float>(total / static_cast<double>(span.length > 0 ? span.length : 1));
+        std::int64_t tokens = span.length;
+        if (role.seen.bits != nullptr) tokens = sharing_keys(role.seen, b, head);
+        mean = static_cast<float>(total / static_cast<double>(tokens > 0 ? tokens : 1));
         if (!formats::is_finite(mean)) mean = formats::quiet_nan();
       }
     }

@@ -5,6 +5,8 @@
 #include <numeric>
 #include <string>
 
+#include "core/plan.hpp"
+#include "kernels/attn_prefill/mask_params.hpp"
 #include "kernels/quantize/prepare_plain.hpp"
 
 namespace qattn::kernels {
@@ -35,6 +37,11 @@ LaunchError clear(const Call& call, Launches& launches) {
     c.counts[i] = maxima_words(call.facts[static_cast<std::size_t>(i)], call.rows[i], groups);
     words += c.counts[i];
   }
+  if (const SeenKeys seen = call.seen(); seen.counts != nullptr) {
+    c.words[3] = seen.counts;
+    c.counts[3] = std::int64_t{2} * seen.heads * seen.batches;
+    words += c.counts[3];
+  }
   const TensorView& s = call.problem.tensors.saturated;
   if (s.present()) {
     c.saturated = static_cast<std::uint64_t*>(s.data);
@@ -43,6 +50,19 @@ LaunchError clear(const Call& call, Launches& launches) {
   if (words == 0 && !s.present()) return {};
   const std::int64_t blocks = std::clamp<std::int64_t>(words / 1024, 1, 1024);
   return launches.launch<ClearWords>(c, blocks);
+}
+
+LaunchError find_seen(const Call& call, Launches& launches) {
+  SeenParams params;
+  params.out = call.seen();
+  if (params.out.bits == nullptr) return {};
+  params.q = call.rows[0];
+  params.k = call.rows[1];
+  if (call.problem.masks_vary_by_head()) {
+    params.group = static_cast<std::int32_t>(call.problem.group());
+  }
+  tell_masks(call.problem, params);
+  return launches.launch<FindSeen>(params, params.out.tiles * params.out.heads);
 }
 
 /// Those that the plain path does not make.
@@ -66,6 +86,7 @@ LaunchError means(const Call& call, Launches& launches) {
       std::copy_n(given.stride.begin(), 3, m.given_stride);
       continue;
     }
+    m.seen = call.seen(f.role);
     m.input = input_kind(f.tensor.format);
     m.aligned = aligned_rows(f, m.rows);
     m.sums = at<float>(call.workspace, p.sums);
@@ -94,6 +115,7 @@ LaunchError balance(const Call& call, Launches& launches) {
   BalanceParams params;
   params.rows = call.rows[1];
   params.format = f.tensor.format;
+  params.seen = call.seen(Role::k);
   params.central = subtracts_mean(call.recipe, f);
   params.factors = at<float>(call.workspace, call.layout.factors);
   params.padded = f.padded;
@@ -130,6 +152,7 @@ GeneralRole general_role(const Call& call, const Facts& f, bool maxima_pass) {
   r.input = input_kind(f.tensor.format);
   r.codes = f.codes;
   r.aligned = aligned_rows(f, call.rows[i]);
+  r.seen = call.seen(f.role);
   r.rotate = call.recipe.rotate == Toggle::on && f.role != Role::v && !f.codes;
   if (f.role == Role::q) {
     r.block_mean = call.query_means();
@@ -333,8 +356,19 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
   if (recipe.balance_k == Toggle::on && needs.k_rows) {
     layout.factors = memory.take(p.batch * p.heads_kv * 2 * prepared_channels(p.d) * 4);
   }
+  if (detail::must_find_hidden_keys(p, recipe) && (needs.k_rows || needs.v_tiles)) {
+    layout.seen_heads = p.masks_vary_by_head() ? static_cast<std::int32_t>(p.heads_kv) : 1;
+    const std::int64_t tiles = layout.part[static_cast<int>(Role::k)].slots / slot_tile;
+    layout.seen = memory.take(layout.seen_heads * tiles * 16);
+    layout.seen_counts = memory.take(layout.seen_heads * p.batch * 2 * 4);
+  }
   layout.bytes = memory.total();
   return layout;
+}
+
+std::string hidden_keys_text(const PrepareLayout& layout) {
+  const bool looks = layout.seen != PrepareLayout::none;
+  return std::string("hidden_keys: ") + (looks ? "are looked for\n" : "none\n");
 }
 
 namespace {
@@ -356,7 +390,7 @@ LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareL
   const Call call = make_call(problem, recipe, layout, workspace);
   Launches launches(stream);
   if (problem.batch == 0) return {};  // packed: there is no sequence that kernels could look up
-  for (auto step : {&clear, &balance, &means, &block_means, &encode}) {
+  for (auto step : {&clear, &find_seen, &balance, &means, &block_means, &encode}) {
     if (LaunchError e = step(call, launches); !e.empty()) return e;
   }
   next = launches.next();

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "core/problem.hpp"
 #include "isa/launch.hpp"
@@ -35,6 +36,9 @@ struct PrepareLayout {
   std::size_t factors = none;        ///< that balance K's channels, and Q's
   std::int64_t channel_groups = 0, channel_block = 0;
   bool packed_groups = false;
+  /// Which keys are hidden from all rows, and must leave no trace: SeenKeys. `none`: no key can be.
+  std::size_t seen = none, seen_counts = none;
+  std::int32_t seen_heads = 1;
   std::size_t bytes = 0;
   std::uint32_t* error = nullptr;  ///< of the device; asked for when a plan is made
 };
@@ -69,6 +73,9 @@ std::string prepare_refusal(const Problem& problem, const Recipe& recipe,
 std::int64_t channel_block(const Problem& problem, const Recipe& recipe, const PrepareNeeds& needs);
 
 PrepareLayout plan_prepare(const Problem& problem, const Recipe& recipe, const PrepareNeeds& needs);
+
+/// A line of a plan's text: are hidden keys looked for?
+std::string hidden_keys_text(const PrepareLayout& layout);
 
 /// Enqueues everything on the stream; allocates nothing and waits for nothing. `workspace` has
 /// layout.bytes bytes, 64-byte aligned. `next`: when the kernel behind it may start.

@@ -54,11 +54,22 @@ struct Call {
   /// Does the variant without detours make the operand's codes?
   bool plain(Role role) const {
     const auto i = static_cast<std::size_t>(role);
+    if (role != Role::q && layout.seen != PrepareLayout::none) return false;  // it knows no masks
     return facts[i].wanted && is_plain(recipe, facts[i], rows[i]);
   }
   /// Is its first pass that variant's, too?
   bool reads_twice(Role role) const {
     return plain(role) && two_passes(problem, recipe, facts[static_cast<std::size_t>(role)]);
+  }
+  /// Where FindSeen puts what it finds.
+  SeenKeys seen() const {
+    return {at<std::uint32_t>(workspace, layout.seen),
+            at<std::uint32_t>(workspace, layout.seen_counts), part(Role::k).slots / slot_tile,
+            layout.seen_heads, static_cast<std::int32_t>(problem.batch)};
+  }
+  /// The same, for operands that it matters to.
+  SeenKeys seen(Role role) const {
+    return role == Role::q || facts[static_cast<std::size_t>(role)].codes ? SeenKeys{} : seen();
   }
   const float* mean(Role role) const { return at<const float>(workspace, part(role).mean); }
 

@@ -6,17 +6,10 @@
 #include <cstdint>
 
 #include "kernels/cpu/words.hpp"
+#include "kernels/quantize/seen.hpp"
 #include "qattn/recipe.hpp"
 
 namespace qattn::cpu {
-
-/// Which rows of a call see a token of K or V?
-enum class Seen : std::uint8_t {
-  no,       ///< None: nothing of it has any influence, and its values are not read.
-  faintly,  ///< Only under biases that leave it no weight beside other tokens. It has codes of its
-            ///< own, for rows that see nothing else, but no part in what tokens share.
-  yes,
-};
 
 /// The tokens of one (sequence, head) in memory: dense, packed, or scattered over pages.
 struct Sequence {

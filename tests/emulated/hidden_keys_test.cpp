@@ -1,0 +1,102 @@
+// Keys that no query sees have no influence on the emulated GPU kernels, whatever they hold: not a
+// bit of the results changes with them, but where Hopper's kernel leaves blocks to the portable
+// one.
+#include "conformance/hidden_keys.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "emulated/on_gpu.hpp"
+
+namespace qattn::test {
+namespace {
+
+constexpr std::int64_t queries = 5, keys = 150;
+constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
+
+class EmulatedHiddenKeys : public OnGpuTest {
+ protected:
+  Feature small(std::int64_t rows = queries) const {
+    Feature f = feature(rows, keys, 4, 2);
+    f.sq = {rows}, f.sk = {keys}, f.options.causal = false;
+    return f;
+  }
+
+  /// Blocks of Hopper's kernels for 16-bit V that meet numbers that are not finite are done again
+  /// by the portable one, whose last bits differ.
+  bool done_again(const Call& call) const {
+    const auto& v = call.sequences[0].v;
+    return GetParam().architecture == 90 && !has_codes(recipe().v) &&
+           std::any_of(v.begin(), v.end(), [](float x) { return !(std::abs(x) < 65504); });
+  }
+
+  /// Runs with several contents of what is hidden; the results of zeros.
+  Outcome expect_no_influence(const Feature& f, const Hiding& hiding, int pack, int splits) {
+    Call call = make_call(f, 3);
+    hiding.apply(call);
+    Outcome want;
+    for (const float value : {0.0f, nan_value, 1e30f, 1000.0f}) {
+      fill_keys(call, hiding.hides, value);
+      Laid laid = lay_out(call, f.how);
+      const Outcome got = run(call, laid, pack, splits);
+      if (HasFailure()) return got;
+      if (value == 0.0f) {
+        want = got;
+        for (const float x : want.out) EXPECT_TRUE(std::isfinite(x));
+      }
+      if (done_again(call)) {
+        EXPECT_LE(distance(got.out, widened(want.out), call.dim_v).nrmse, 1e-3) << value;
+      } else {
+        EXPECT_TRUE(same_bits(want, got)) << "filled with " << value;
+      }
+      if (value == 1000.0f) {
+        const ModelOutput model = model_attention(call, got.model_options());
+        expect_matches_model(got, call, f.how.output, model);
+      }
+    }
+    const bool codes = has_codes(recipe().qk) || has_codes(recipe().v);
+    const std::string line =
+        std::string("\nhidden_keys: ") + (codes ? "are looked for" : "none") + "\n";
+    EXPECT_NE(want.plan.find(line), std::string::npos) << want.plan;
+    return want;
+  }
+};
+
+TEST_P(EmulatedHiddenKeys, HaveNoInfluence) {
+  for (const Hiding& hiding : every_hiding(queries, keys)) {
+    if (hiding.name == "function") continue;
+    SCOPED_TRACE(hiding.name);
+    expect_no_influence(small(), hiding, 1, 1);
+    if (HasFailure()) return;
+  }
+}
+
+/// Tiles that are full of rows, several of them, and keys in parts.
+TEST_P(EmulatedHiddenKeys, HaveNoInfluenceOnManyRows) {
+  const auto mask = padding_mask({1, 1, 140, keys}, true, 1, 0);
+  const Hiding rows{"rows", [&](Call& call) { call.mask = mask; }, is_padding};
+  for (const int splits : {1, 2}) {
+    expect_no_influence(small(140), rows, 1, splits);
+    if (HasFailure()) return;
+  }
+  const auto one = padding_mask({1, 1, 1, keys}, true, 1, 0);
+  expect_no_influence(small(140), {"padding", [&](Call& c) { c.mask = one; }, is_padding}, 1, 1);
+}
+
+/// Without masks, under causality, and where windows reach every key.
+TEST_P(EmulatedHiddenKeys, AreNotLookedForWhereNoneCanBe) {
+  Feature f = small(140);
+  f.options.causal = true;
+  EXPECT_NE(planned(f).find("\nhidden_keys: none\n"), std::string::npos);
+  f.options.window_left = keys - 140;
+  EXPECT_NE(planned(f).find("\nhidden_keys: none\n"), std::string::npos);
+  if (!has_codes(recipe().qk) && !has_codes(recipe().v)) return;
+  f.options.window_left = keys - 141;
+  EXPECT_NE(planned(f).find("\nhidden_keys: are looked for\n"), std::string::npos);
+}
+
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedHiddenKeys, testing::ValuesIn(everywhere()), recipe_name);
+
+}  // namespace
+}  // namespace qattn::test
