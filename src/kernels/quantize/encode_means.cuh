@@ -133,7 +133,8 @@ struct SumRows {
         const bool exists = j0 + j < count && sight.shares(j0 + j);
         std::int64_t at = base + (j0 + j) * r.token;
         if (paged && exists) at = tile::row_offset(r, p.span, p.b, p.head, p.first + j0 + j);
-        // Rows behind the end and hidden ones add nothing; one on a page that does not exist spoils the mean.
+        // Rows behind the end and hidden ones add nothing; one on a page that does not exist spoils
+        // the mean.
         octet[j].fill(exists);
         if (exists && (!paged || at != -1)) {
           octet[j].template load<Aligned>(r.data, at + chunk * chunk_channels, left);

@@ -12,7 +12,7 @@ inline namespace QATTN_TARGET {
 struct SeenParams {
   tile::Rows q, k;
   SeenKeys out;
-  std::int32_t group = 1;  ///< query heads that a head of `out` stands for, if masks tell them apart
+  std::int32_t group = 1;  ///< query heads of a head of `out`, where masks tell them apart
   std::int32_t window_left = -1, window_right = -1;  ///< and the rest as in PrefillParams
   BroadcastView mask;
   std::int64_t mask_queries = no_limit, mask_keys = no_limit;
