@@ -84,6 +84,34 @@ TEST_P(EmulatedHiddenKeys, HaveNoInfluenceOnManyRows) {
   expect_no_influence(small(140), {"padding", [&](Call& c) { c.mask = one; }, is_padding}, 1, 1);
 }
 
+/// Means of everything, rotation and a scale for all keys of a head.
+TEST_P(EmulatedHiddenKeys, HaveNoInfluenceUnderOtherOptions) {
+  if (recipe().qk != Format::s8) GTEST_SKIP() << "smooth_q is for s8";
+  Recipe options = recipe();
+  const bool floats = options.v == Format::e4m3;
+  options.smooth_q = floats && GetParam().architecture == 90 ? Toggle::off : Toggle::on;
+  options.smooth_v = has_codes(options.v) ? Toggle::on : Toggle::off;
+  options.rotate = Toggle::on;
+  options.k_scale.granularity = Granularity::per_head;
+  for (const Hiding& hiding : every_hiding(queries, keys)) {
+    if (hiding.name != "padding" && hiding.name != "window") continue;
+    const Feature f = small();
+    Call call = make_call(f, 5);
+    hiding.apply(call);
+    Outcome want;
+    for (const float value : {0.0f, nan_value}) {
+      fill_keys(call, hiding.hides, value);
+      Laid laid = lay_out(call, f.how);
+      const Outcome got = run_emulated(call, laid, options, every_timing().subspan(1, 1));
+      if (HasFailure()) return;
+      if (value == 0.0f) want = got;
+      for (const float x : got.out) EXPECT_TRUE(std::isfinite(x));
+      if (done_again(call)) continue;
+      EXPECT_TRUE(same_bits(want, got)) << hiding.name;
+    }
+  }
+}
+
 /// Without masks, under causality, and where windows reach every key.
 TEST_P(EmulatedHiddenKeys, AreNotLookedForWhereNoneCanBe) {
   Feature f = small(140);
