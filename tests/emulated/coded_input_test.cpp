@@ -123,7 +123,8 @@ TEST_P(EmulatedCodedInput, Paged) { compare(in_pages(16)); }
 
 TEST_P(EmulatedCodedInput, PagedWithHeadsFirst) {
   Feature f = in_pages(24);
-  f.how.layout = Layout::bhsd, f.options.window_left = 70;
+  // Some row sees every key: codes that are given have hidden ones in what their tiles share.
+  f.how.layout = Layout::bhsd, f.options.window_left = 245;
   compare(f);
 }
 
