@@ -185,16 +185,16 @@ struct PrefillValues : PrefillScores<C> {
   }
 
   /// The rows of this thread whose codes of the tile miss more than formats::kMostLost of those so
-  /// far, a bit each. `exact`: of this lane, the sum of P before rounding. Lanes that have lost
+  /// far, a bit each. `before`: of this lane, the sum of P before rounding. Lanes that have lost
   /// less than that by themselves spare the others the question.
   QATTN_DEVICE unsigned find_lossy(const std::uint32_t (&count)[R], const float (&share)[R],
-                                   const float (&exact)[R]) {
+                                   const float (&before)[R]) {
     float lost[R], most[R];
     bool some = false;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const auto codes = static_cast<std::int32_t>(count[r]);
-      lost[r] = exact[r] - isa::to_float(codes);
+      lost[r] = before[r] - isa::to_float(codes);
       if constexpr (S::direct_sums) {  // in the units of `excess`
         lost[r] *= 0x1p-75f;
         lost[r] *= share[r] * 0x1p-74f;
