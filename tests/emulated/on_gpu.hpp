@@ -62,10 +62,10 @@ class OnGpuTest : public testing::TestWithParam<OnGpu> {
     return plan(laid.tensors(), options)->to_string();
   }
 
-  /// Rounded P has other roundings where its references differ: u8 P has its own tile's. Its sums
-  /// with V hold 128 for each unit of P before that is taken away, of which 2^-24 is 4e-6 here.
+  /// Rounded P has other roundings where its references differ: u8 P has its own tile's. What is
+  /// done about lost mass depends on the codes so far, and parts know their own.
   double tolerance() const {
-    return recipe().p == Format::u8 ? 1e-5 : recipe().p == Format::e4m3 ? 3e-2 : 2e-3;
+    return recipe().p == Format::u8 ? 3e-3 : recipe().p == Format::e4m3 ? 3e-2 : 2e-3;
   }
 
  private:
