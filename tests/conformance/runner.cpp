@@ -11,6 +11,7 @@ ModelOptions Outcome::model_options(Mutation mutation) const {
   ModelOptions options{resolved, split_keys, split_rows, mutation, tile_keys, splits, tile_rows};
   options.lost_mass = lost_mass_of(plan);
   options.rising_rows = rising_rows;
+  options.given_codes = plan.find("kernel: sm80_coded_decode") != std::string::npos;
   return options;
 }
 

@@ -127,7 +127,8 @@ void balance_head(Call& call, std::size_t b, std::int64_t hk, const std::vector<
 }
 
 /// The call without the influence of keys that no query of their KV head sees, and balanced.
-Call as_quantised(Call call, const Recipe& recipe) {
+Call as_quantised(Call call, const ModelOptions& model) {
+  const Recipe& recipe = model.recipe;
   const bool smooth = recipe.smooth_k == Toggle::on;
   for (std::size_t b = 0; b < call.sequences.size(); ++b) {
     Sequence& seq = call.sequences[b];
@@ -137,8 +138,10 @@ Call as_quantised(Call call, const Recipe& recipe) {
       if (recipe.balance_k == Toggle::on) {
         factors = balance(head(seq.k, hk, seq.len_k * call.dim), seen, call.dim, smooth);
       }
-      neutralise(seq.k, seen, hk * seq.len_k, call.dim, smooth);
-      neutralise(seq.v, seen, hk * seq.len_k, call.dim_v, recipe.smooth_v == Toggle::on);
+      if (!model.given_codes) {
+        neutralise(seq.k, seen, hk * seq.len_k, call.dim, smooth);
+        neutralise(seq.v, seen, hk * seq.len_k, call.dim_v, recipe.smooth_v == Toggle::on);
+      }
       if (!factors.empty()) balance_head(call, b, hk, factors);
     }
   }
@@ -366,7 +369,7 @@ Operands operands(const Call& call, const ModelOptions& model) {
 }  // namespace
 
 ModelOutput model_attention(const Call& given, const ModelOptions& model) {
-  const Call call = as_quantised(given, model.recipe);
+  const Call call = as_quantised(given, model);
   ModelOutput output;
   output.out.assign(static_cast<std::size_t>(call.total_rows() * call.dim_v), 0.0);
   output.lse.assign(static_cast<std::size_t>(call.total_rows()), -infinity);

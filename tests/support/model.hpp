@@ -42,6 +42,9 @@ struct ModelOptions {
   /// all rows of a sequence where tile_rows is 0.
   std::int64_t splits = 1, tile_rows = 0;
   LostMass lost_mass = LostMass::second_byte;
+  /// Codes of K and V come from quantize(), which knows no masks: hidden keys are in what keys
+  /// share.
+  bool given_codes = false;
   /// Sequences with at most so many rows a KV head take tiles from the first to the last.
   std::int64_t rising_rows = 0;
 };
