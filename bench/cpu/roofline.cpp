@@ -265,14 +265,18 @@ double softmax_rate(const cpu::Words& words, cpu::Rounding rounding, int threads
       const std::size_t n = std::size_t{rows} * keys;
       std::vector<float> source(n), scores(n), p(n), log(keys), inverse(keys, 1.0f);
       std::vector<std::uint16_t> p_bf16(n);
-      std::vector<std::uint8_t> codes(n);
-      std::vector<float> max(rows, -INFINITY), sum(rows), alpha(rows), beta(rows);
+      std::vector<std::uint8_t> codes(n), rest(n);
+      std::vector<float> max(rows, -INFINITY), sum(rows), mass(rows), alpha(rows), beta(rows);
       for (std::size_t i = 0; i < n; ++i) source[i] = static_cast<float>(i * 37 % 101) * 0.1f;
       for (int call = 0; call < calls; ++call) {
         scores = source;
-        words.softmax({scores.data(), rows, keys, rounding, max.data(), sum.data(), alpha.data(),
-                       beta.data(), p.data(), p_bf16.data(), codes.data(), log.data(),
-                       inverse.data(), nullptr, false});
+        cpu::SoftmaxTile tile{};
+        tile.scores = scores.data(), tile.rows = rows, tile.keys = keys, tile.rounding = rounding;
+        tile.max = max.data(), tile.sum = sum.data(), tile.mass = mass.data();
+        tile.alpha = alpha.data(), tile.beta = beta.data();
+        tile.p = p.data(), tile.p_bf16 = p_bf16.data(), tile.codes = codes.data();
+        tile.rest = rest.data(), tile.v_log = log.data(), tile.v_inverse = inverse.data();
+        words.softmax(tile);
       }
     }
   });

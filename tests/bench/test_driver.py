@@ -473,14 +473,14 @@ def test_kv_refuses(tmp_path, option, value, words):
 
 def test_kv_measures_every_cache_and_says_what_it_refuses(tmp_path):
     path = tmp_path / "kv.json"
-    options = ["--tokens", "300,2768", "--seconds", 1, "--rounds", 3, "--threads", 1]
+    options = ["--tokens", "300,2784", "--seconds", 1, "--rounds", 3, "--threads", 1]
     done = bench("kv", *options, "--commit", "abc", "-o", path)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert record["provenance"]["commit"] == "abc" and record["provenance"]["threads"] == 1
     short, long = record["runs"]
     *_, budget = short["rows"]
-    assert "holds from 2753" in budget["refused"]
+    assert "holds from 2769" in budget["refused"]
     for row in [*short["rows"][:-1], *long["rows"]]:
         assert row["nrmse"] <= kv.WRONG
         assert min(row[call]["median_ms"] for call in kv.CALLS) > 0

@@ -233,7 +233,7 @@ void check_values(const Hidden& x) {
         const std::int64_t tile = h * (v.slots / 64) + (x.c.first_slot(Role::v, b) + s) / 64;
         const std::uint8_t* record = v.tiles + tile * o.bytes;
         float mark;
-        std::memcpy(&mark, record + o.plain + 4 * (s % 64), sizeof mark);
+        std::memcpy(&mark, record + o.inverse + 4 * (s % 64), sizeof mark);
         marks += std::isnan(mark) != want.bad[static_cast<std::size_t>(s)];
         for (int k = 0; k < n; ++k) {
           const int code = want.codes[static_cast<std::size_t>(s * n + k)];
@@ -330,12 +330,13 @@ TEST(HiddenKeys, OfVMakeNoTileSpecial) {
     const kernels::TileOffsets at = kernels::tile_offsets(x.c.out.v.channels);
     for (std::int64_t tile = 0; tile < 4; ++tile) {  // of the first sequence
       std::uint32_t flags;
-      float largest;
+      float inverse[64];
       std::memcpy(&flags, x.c.out.v.tiles + tile * at.bytes + at.flags, sizeof flags);
-      std::memcpy(&largest, x.c.out.v.tiles + tile * at.bytes + at.largest, sizeof largest);
+      std::memcpy(inverse, x.c.out.v.tiles + tile * at.bytes + at.inverse, sizeof inverse);
       EXPECT_EQ(flags, 0u) << tile;
       const float want[] = {4.0f, 3.0f};  // of keys 64 to 69
-      EXPECT_EQ(largest, tile < 2 ? formats::amax_scale(want[tile], 127.0f) : 0.0f) << tile;
+      const float least = *std::min_element(inverse, inverse + 64);
+      EXPECT_EQ(least, tile < 2 ? 1 / formats::amax_scale(want[tile], 127.0f) : 0.0f) << tile;
     }
   }
 }
