@@ -35,8 +35,8 @@ struct PreparedRows {
 /// V in tiles of 64 keys, [heads][slots / 64] records of `tile_bytes`, 16-byte aligned:
 ///   codes   [channels padded][64] bytes: channel-major, keys in the order of the P fragments:
 ///           position p of a run of 16 holds key p_key(p). s8 codes are value_offset larger, in u8;
-///           codes of bad tokens stand for 0 in all channels, as do those of tokens that no row sees,
-///           whose scale is a neighbour's
+///           codes of bad tokens stand for 0 in all channels, as do those of tokens that no row
+///           sees, whose scale is a neighbour's
 ///   extra   512 bytes. s8: of each channel the mean of its codes, a signed byte, over the tokens
 ///           that are not bad, rounded; floats: 64 bytes that weigh P for row sums, 1 for keys that
 ///           exist, then zeros
