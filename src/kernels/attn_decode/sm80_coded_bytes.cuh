@@ -2,7 +2,7 @@
 #pragma once
 
 #include "formats/bits.hpp"
-#include "formats/rounded_share.hpp"
+#include "formats/lost_share.hpp"
 #include "isa/isa.hpp"
 #include "kernels/attn_prefill/rows.cuh"
 

@@ -2,7 +2,7 @@
 // with V.
 #pragma once
 
-#include "formats/rounded_share.hpp"
+#include "formats/lost_share.hpp"
 #include "kernels/attn_prefill/sm80_scores.cuh"
 
 namespace qattn::kernels {

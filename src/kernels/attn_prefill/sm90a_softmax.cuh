@@ -2,7 +2,7 @@
 // maximum of its own row and tile.
 #pragma once
 
-#include "formats/rounded_share.hpp"
+#include "formats/lost_share.hpp"
 #include "kernels/attn_prefill/sm90a_rows.cuh"
 
 namespace qattn::kernels {

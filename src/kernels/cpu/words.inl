@@ -2,7 +2,7 @@
 // namespace of its vocabulary. No standard library containers or algorithms here: see words.hpp.
 #include <cstdint>
 
-#include "formats/rounded_share.hpp"
+#include "formats/lost_share.hpp"
 #include "kernels/cpu/words.hpp"
 
 namespace qattn::cpu {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "formats/int8.hpp"
-#include "formats/rounded_share.hpp"
+#include "formats/lost_share.hpp"
 #include "formats/scale.hpp"
 #include "isa/isa.hpp"
 #include "kernels/quantize/prepared.hpp"
