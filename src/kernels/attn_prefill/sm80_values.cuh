@@ -132,11 +132,11 @@ struct PrefillValues : PrefillScores<C> {
       top[r] = this->reference(top[r]) - log2_255;
     }
     Codes a;
-    float lost[R];
-    round_p(s, top, share, bad, a, lost);
+    float before[R];
+    round_p(s, top, share, bad, a, before);
     std::uint32_t count[R];
     count_codes(a, count);
-    const unsigned lossy = find_lossy(count, share, lost);
+    const unsigned lossy = find_lossy(count, share, before);
     if (isa::any(lossy != 0)) {
       Codes rest;
       split_codes(s, top, lossy, a, rest);
@@ -152,14 +152,15 @@ struct PrefillValues : PrefillScores<C> {
     multiply_bytes(a, share);
   }
 
-  /// Codes of P, of which 255 stands at 2^ref, and the row sums, which take P unrounded. `lost`:
-  /// what this lane's codes miss of it. `bad`: V has bad tokens, whose 1 / scale is NaN.
+  /// Codes of P, of which 255 stands at 2^ref, and the row sums, which take P unrounded. `before`:
+  /// this lane's sums of P, in codes, before rounding. `bad`: V has bad tokens, whose 1 / scale is
+  /// NaN.
   QATTN_DEVICE void round_p(const Scores& s, const float (&ref)[R], const float (&share)[R],
-                            bool bad, Codes& a, float (&lost)[R]) {
+                            bool bad, Codes& a, float (&before)[R]) {
     const SharedAddress inverse = base + S::tail_at + 4 * (S::keys + lane % 4 * 2);
     float mass[R] = {};
 #pragma unroll
-    for (int r = 0; r < R; ++r) lost[r] = 0.0f;
+    for (int r = 0; r < R; ++r) before[r] = 0.0f;
 #pragma unroll
     for (int n = 0; n < S::n_tiles; n += 2) {
       float by[4];
@@ -175,7 +176,7 @@ struct PrefillValues : PrefillScores<C> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) e[i] = isa::exp2(x[i / 2][i % 2] - ref[r]);
         a[n / 4][r / 2][r % 2 + n / 2 % 2 * 2] = isa::pack_u8(e[0], e[1], e[2], e[3]);
-        lost[r] += (e[0] + e[1]) + (e[2] + e[3]);
+        before[r] += (e[0] + e[1]) + (e[2] + e[3]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) mass[r] = fmaf(e[i], by[i], mass[r]);
       }

@@ -215,7 +215,9 @@ class Attention {
     v::store(x_.mass + first, mass);
     const F lost = _mm512_abs_ps(v::mul(local, v::sub(exact, codes)));
     const F most = v::mul(mass, v::set(formats::kMostLost));
-    std::uint32_t lossy = _mm512_cmp_ps_mask(lost, most, _CMP_GT_OQ);
+    // What lies behind the last row may be anything.
+    const std::uint32_t exist = x_.rows - first < 16 ? (1u << (x_.rows - first)) - 1 : 0xFFFFu;
+    std::uint32_t lossy = _mm512_cmp_ps_mask(lost, most, _CMP_GT_OQ) & exist;
     if (first == 0) slot.lossy = 0;
     slot.lossy |= lossy << first;
     for (; lossy != 0; lossy &= lossy - 1) {
