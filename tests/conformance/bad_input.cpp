@@ -157,6 +157,17 @@ void expect_bad_input_stays(const Feature& feature, const RunCall& run, bool aga
   }
 }
 
+void expect_bad_pair_stays(const Feature& feature, const RunCall& run) {
+  const Call call = make_call(feature, 5);
+  Laid laid = lay_out(call, feature.how);
+  const Outcome clean = run(call, laid);
+  ASSERT_TRUE(clean.status.ok()) << clean.status.message();
+  for (const Operand operand : {Operand::k, Operand::v}) {
+    poke(laid, call, operand, bad_b, bad_h, bad_key, bad_d, quiet_nan);
+  }
+  check_all(call, Operand::k, run(call, laid), clean, false);
+}
+
 void expect_bad_bias_and_sink_stay(Feature feature, const RunCall& run) {
   feature.mask = MaskShape::rows_keys;
   feature.boolean_mask = false;

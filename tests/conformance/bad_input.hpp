@@ -24,6 +24,10 @@ using RunCall = std::function<Outcome(const Call&, Laid&)>;
 /// with other tiles, so that its rows may be rounded differently.
 void expect_bad_input_stays(const Feature& feature, const RunCall& run, bool again = false);
 
+/// A key and its value are bad together: of rows that see no key which shares a scale with it no
+/// bit changes.
+void expect_bad_pair_stays(const Feature& feature, const RunCall& run);
+
 /// A NaN in the bias of query 20 and in the sink of head 3: all rows that see one become NaN.
 void expect_bad_bias_and_sink_stay(Feature feature, const RunCall& run);
 

@@ -74,6 +74,15 @@ TEST_P(EmulatedBadInput, StaysInItsPlaceWithoutSharedScales) {
   expect_bad_input_stays(f, in_turn(recipe));
 }
 
+TEST_P(EmulatedBadInput, BadKeyAndValue) {
+  Recipe recipe = this->recipe();
+  if (recipe.v != Format::s8 || GetParam().architecture == 90) {
+    GTEST_SKIP() << "rows have a mean of V's codes, or 16-bit V";
+  }
+  recipe.smooth_k = Toggle::off, recipe.v_scale.granularity = Granularity::per_token;
+  expect_bad_pair_stays(feature(Format::f16), in_turn(recipe));
+}
+
 TEST_P(EmulatedBadInput, ChannelScales) {
   Recipe recipe = this->recipe();
   if (!free_scales(recipe.v)) GTEST_SKIP() << "V has no scales";

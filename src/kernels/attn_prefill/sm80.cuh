@@ -87,7 +87,7 @@ struct Prefill : PrefillValues<C> {
     if constexpr (S::wide_pv) {
       this->attend_wide(s, scale);
     } else if constexpr (S::u8) {
-      this->template attend_u8<Special>(s, scale, bad_keys);
+      this->template attend_u8<Special>(s, scale);
     } else {
       this->template attend_e4m3<Special>(s, scale);
     }

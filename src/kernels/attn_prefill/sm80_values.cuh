@@ -96,11 +96,11 @@ struct PrefillValues : PrefillScores<C> {
 
   /// u8 P, relative to its own row's maximum in this tile. `log`: log2 of V's token scales.
   template <bool Special>
-  QATTN_DEVICE void attend_u8(Scores& s, const float (&scale)[R], bool bad_keys) {
+  QATTN_DEVICE void attend_u8(Scores& s, const float (&scale)[R]) {
     const SharedAddress tail = base + S::tail_at;
     const int column = lane % 4 * 2;
     float far[R] = {}, run[R];  // run: the rows' references
-    const bool bad = Special && !bad_keys && value_flags() != 0;
+    const bool bad = Special && value_flags() != 0;
     if (bad) spoil_rows(s);
     if constexpr (C.general) this->bring_near(s, far);
 #pragma unroll
