@@ -37,10 +37,9 @@ struct Kernel {
 
 /// The problem's recipe with nothing automatic left in it: `automatic` names what "auto" means,
 /// `k_default` and `v_default` (of s8) are scalings where the caller leaves them open and
-/// gives no codes. `balances`: loud channels of K by itself, also where nothing is rotated.
+/// gives no codes.
 Recipe resolve_recipe(const Problem& problem, std::string_view automatic,
-                      const Scaling& k_default = {}, const Scaling& v_default = {},
-                      bool balances = false);
+                      const Scaling& k_default = {}, const Scaling& v_default = {});
 
 /// May keys be hidden from all rows of a call, and do keys that come without codes share something
 /// (a mean, a scale, a group, what a tile says of them all), so that it must be found which?

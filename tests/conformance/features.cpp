@@ -414,13 +414,6 @@ std::vector<Feature> features_of_gpus() {
   Rows rows = features();
   std::erase_if(
       rows, [](const Feature& f) { return f.options.score_function || f.options.mask_function; });
-  for (Feature& f : rows) {
-    if (f.family != Family::loud) continue;  // which GPUs balance where they are asked to
-    f.tweak = [tweak = f.tweak](Recipe& r) {
-      tweak(r);
-      r.balance_k = Toggle::on;
-    };
-  }
   return rows;
 }
 

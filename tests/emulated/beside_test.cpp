@@ -95,6 +95,20 @@ TEST_F(CoverBeside, WithAndWithoutAMeanAndAScaleForEachThread) {
   expect_equal(unprepared(128, {130}, {100}), Format::f16, 12, "V's, too", token);
 }
 
+/// K's and Q's channels change by powers of two.
+TEST_F(CoverBeside, OfLoudKeys) {
+  for (const bool mean : {false, true}) {
+    Recipe recipe = recipe_;
+    recipe.smooth_k = mean ? Toggle::on : Toggle::off;
+    for (const int dim : {64, 128}) {
+      Feature f = unprepared(dim, {200, 200}, {150, 150});
+      f.family = Family::loud;
+      expect_equal(f, dim == 64 ? Format::f16 : Format::bf16, 14, "loud keys", recipe);
+      EXPECT_NE(plan_of(f, recipe).find("balance_k=on"), std::string::npos);
+    }
+  }
+}
+
 TEST_F(CoverBeside, OfBadValues) {
   const Feature f = with_inputs(unprepared(128, {200, 200}, {150, 150}), recipe_, Format::bf16);
   const Call call = make_call(f, 13);

@@ -55,6 +55,7 @@ recipe_sim.QK["s8 row, 64 keys"] = lambda q, k: (
     recipe_sim.s8(q, -1),
     recipe_sim.blocks(k, 64, lambda t: recipe_sim.s8(t, None)),
 )
+recipe_sim.BALANCED += ("s8 row, 64 keys",)
 recipe_sim.QK["e4m3 row, 64 keys"] = lambda q, k: (
     recipe_sim.fp8(q, -1),
     recipe_sim.blocks(k, 64, recipe_sim.fp8),
@@ -89,14 +90,17 @@ def test_error_rule(recipe, family):
                          out_dtype="float32")
     operands = [x.double().cpu().numpy() for x in (q, k, v)]
     ref, ref_lse = recipe_sim.exact(*operands)
-    simulated = recipe_sim.attention(*operands, *ROWS[recipe],
-                                      tile=TILE[recipe])
+    # Hopper's kernel has the mean of V for lost mass, not a second byte: where V depends on place
+    # that is the error, 2.3 times e4m3 P's (docs/NUMERICS.md, "Lost mass").
+    mean = CAPABILITY == (9, 0) and recipe == "int8_full" and family == "dominated, V by place"
+    row = ROWS["int8_fp8" if mean else recipe]
+    simulated = recipe_sim.attention(*operands, *row, tile=TILE[recipe])
     ours = nrmse(out[0, :, 0].cpu(), torch.from_numpy(ref))
     bound = nrmse(torch.from_numpy(simulated), torch.from_numpy(ref))
     # wgmma keeps 13 fraction bits of FP8 sums (docs/ISA_CONFORMANCE.md): it shows where V has a
     # mean.
     narrow = CAPABILITY == (9, 0) and "fp8" in recipe and family == "V mean"
-    rule = 1.25 if narrow else 1.10
+    rule = 2.5 if mean else 1.25 if narrow else 1.10
     assert ours <= rule * bound + SUMS, f"{ours:.3e} against {bound:.3e}"
     if family == recipe_sim.FAMILIES[0] and recipe.startswith("int8"):
         assert float((lse[0, 0].cpu().double() - torch.from_numpy(ref_lse)).abs().max()) <= 2e-2

@@ -22,7 +22,7 @@ using detail::Kernel;
 using detail::PlanData;
 
 Recipe resolve(const Problem& problem, bool fast_integers) {
-  return detail::resolve_recipe(problem, fast_integers ? "int8_full" : "f32", {}, {}, true);
+  return detail::resolve_recipe(problem, fast_integers ? "int8_full" : "f32", {}, {});
 }
 
 bool v_block_fits(const Scaling& s) {

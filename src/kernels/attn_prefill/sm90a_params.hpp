@@ -101,7 +101,9 @@ struct Sm90Shape {
   /// 2048 4096 16384 1.02 1.02 1.03 1.03, causal 1.005 at 1024, 1.03 at 16384, as are 5 to 7, 8 or
   /// 9, and 12 to 14 nearly (a turn after 9: 0.80 to 0.89); bf16, 5 and 8 beside 4 and 10 causal
   /// 1.01 1.02 1.01 at 1024 2048 4096, full 1.01 at 4096 and 16384; 16-bit P beside codes of Q and
-  /// K, where 4 is 1 to 4 % better than 5 to 8.
+  /// K, where 4 is 1 to 4 % better than 5 to 8. With sums of P before rounding, number by number,
+  /// join_until 14 beside 13 is 1.01 of its speed (H100, u8 P, D 128, S 4096 and 16384; 16 more
+  /// schedules have 0.75 to 1.0).
   static constexpr int shared_give = u8 && C.d == 128 ? 6 : wide_pv && !wide_qk ? 4 : 5;
   static constexpr int give_after = three ? -1 : shared_p ? shared_give : wide_pv ? 3 : 2;
   /// Three consumers with e4m3 Q and K, after 3, 4, 5, 6, 7, 9: S 8192 892 913 930 936 933 937, S
@@ -115,7 +117,7 @@ struct Sm90Shape {
                                                    : 3;
   /// P V of the tile before is waited for behind the first of these groups, if shared_p, and joins
   /// the output among those that follow, up to the last.
-  static constexpr int join_after = give_after, join_until = u8 ? 13 : 16;
+  static constexpr int join_after = give_after, join_until = !u8 ? 16 : C.d == 128 ? 14 : 13;
   static_assert(!shared_p || (turns && join_after <= look_after));
   static constexpr int d = C.d, dv = C.dv(), keys = C.keys();
   static constexpr int consumers = C.consumers, rows = C.rows();

@@ -85,21 +85,39 @@ struct BesideCoder {
     isa::wait_global(progress_of(p, unit) + BesideParams::mean_there, 1);
     mean_of = unit;
   }
-  QATTN_DEVICE void load_mean(const BesideJob& job, float (&mean)[8]) const {
-    const float* from =
-        p.k_mean + std::int64_t{job.unit} * S::channels + isa::lane() % row_lanes * chunk_channels;
+  /// Of row `n` of a table, this lane's channels.
+  QATTN_DEVICE static void load_channels(const float* table, std::int64_t n, float (&x)[8]) {
+    const float* from = table + n * S::channels + isa::lane() % row_lanes * chunk_channels;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const Words4 w = isa::load_global(reinterpret_cast<const Words4*>(from) + i);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) mean[4 * i + j] = formats::float_of(w.w[j]);
+      for (int j = 0; j < 4; ++j) x[4 * i + j] = formats::float_of(w.w[j]);
     }
   }
 
-  /// Bits of max |x - mean| of this lane's rows, all of which exist: of the largest and the
+  /// What changes this lane's channels of Q or K in front of their codes: `Less`, their mean,
+  /// `Balanced`, powers of two.
+  template <bool Less, bool Balanced>
+  struct Change {
+    float mean[8] = {}, times[8];
+
+    QATTN_DEVICE std::uint32_t magnitude(const Words4& raw) const {
+      if constexpr (Balanced) return Row::magnitude(raw, mean, times);
+      return Row::magnitude(raw, mean);
+    }
+    QATTN_DEVICE Words2 encoded(const Words4& raw, float factor) const {
+      if constexpr (Balanced) return Row::encoded(raw, factor, mean, times);
+      if constexpr (Less) return Row::template encoded<false>(raw, factor, mean);
+      return Row::template encoded<false>(raw, factor);
+    }
+  };
+
+  /// Bits of max |x| of this lane's changed rows, all of which exist: of the largest and the
   /// smallest x of each channel, since rounding keeps differences in order. Half of the
   /// instructions.
-  QATTN_DEVICE static std::uint32_t spread_of_rows(SharedAddress chunks, const float (&mean)[8]) {
+  template <class Changed>
+  QATTN_DEVICE static std::uint32_t spread_of_rows(SharedAddress chunks, const Changed& change) {
     Words4 most = chunk_of(chunks, 0), least = most;
 #pragma unroll
     for (int step = 1; step < steps; ++step) {
@@ -107,28 +125,24 @@ struct BesideCoder {
       most = Row::most(most, raw);
       least = Row::least(least, raw);
     }
-    return isa::max3(Row::magnitude(most, mean), Row::magnitude(least, mean), 0u);
+    return isa::max3(change.magnitude(most), change.magnitude(least), 0u);
   }
 
   /// Q or K: a part's rows. Returns whether one is bad.
-  template <bool Less>
+  template <bool Less, bool Balanced>
   QATTN_DEVICE bool encode_part(const BesideJob& job, const PlainRows& row, int part,
-                                const float (&mean)[8]) const {
+                                const Change<Less, Balanced>& change) const {
     const SharedAddress chunks = chunk_at(part);
     std::uint32_t top;
-    if constexpr (Less) {
-      if (row.shared == SharedScales::thread && job.count == slot_tile) {
-        top = spread_of_rows(chunks, mean);
-      } else {
-        std::uint32_t m[steps];
-#pragma unroll
-        for (int step = 0; step < steps; ++step) {
-          m[step] = Row::magnitude(chunk_of(chunks, step), mean);
-        }
-        top = row_maxima<false>(m);
-      }
-    } else {
+    if constexpr (!Less && !Balanced) {
       top = find_maximum(chunks);
+    } else if (Less && row.shared == SharedScales::thread && job.count == slot_tile) {
+      top = spread_of_rows(chunks, change);
+    } else {
+      std::uint32_t m[steps];
+#pragma unroll
+      for (int step = 0; step < steps; ++step) m[step] = change.magnitude(chunk_of(chunks, step));
+      top = row_maxima<false>(m);
     }
     const int mine = maximum_row(part);
     const bool exists = mine < job.count;
@@ -147,28 +161,24 @@ struct BesideCoder {
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       const float f = isa::shuffle(factor, (isa::lane() & ~(row_lanes - 1)) + 2 * step);
-      Words2 code;
-      if constexpr (Less) {
-        code = Row::template encoded<false>(chunk_of(chunks, step), f, mean);
-      } else {
-        code = Row::template encoded<false>(chunk_of(chunks, step), f);
-      }
+      const Words2 code = change.encoded(chunk_of(chunks, step), f);
       isa::store_global(reinterpret_cast<Words2*>(out + step * step_stride * S::channels), code);
     }
     return isa::any(exists && !formats::is_finite(scale));
   }
 
-  template <bool Less>
+  template <bool Less, bool Balanced>
   QATTN_DEVICE void encode_rows(const BesideJob& job) {
     const PlainRows& row = p.plain.row[job.step == Step::code_q ? 0 : 1];
-    float mean[8];
+    Change<Less, Balanced> change;
     if constexpr (Less) {
       await_mean(job.unit);
-      load_mean(job, mean);
+      load_channels(p.k_mean, job.unit, change.mean);
     }
+    if constexpr (Balanced) load_channels(row.factors, 2 * std::int64_t{job.unit}, change.times);
 #pragma unroll 1
     for (int part = warp; part < parts; part += warps) {
-      const bool bad = encode_part<Less>(job, row, part, mean);
+      const bool bad = encode_part(job, row, part, change);
       if (isa::lane() == 0) {
         isa::store_shared(Jobs::scratch(buffer) + S::bad_at + 4 * part, bad ? 1u : 0u);
       }
@@ -338,10 +348,12 @@ struct BesideCoder {
     if (job.step == Step::sum_k) return sum_keys(job);
     if (job.step == Step::code_v) {
       encode_values(job);
-    } else if (job.step == Step::code_k && p.k_mean != nullptr) {
-      encode_rows<true>(job);
     } else {
-      encode_rows<false>(job);
+      const bool less = job.step == Step::code_k && p.k_mean != nullptr;
+      const bool balanced = p.plain.row[0].factors != nullptr;
+      less ? balanced ? encode_rows<true, true>(job) : encode_rows<true, false>(job)
+      : balanced ? encode_rows<false, true>(job)
+                 : encode_rows<false, false>(job);
     }
     if (job.last) store_none(job);
   }

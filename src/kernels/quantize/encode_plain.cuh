@@ -33,18 +33,25 @@ struct EncodePlain : FirstPass<Input, Channels> {
     }
   }
 
-  template <bool E4m3>
+  /// Codes of a thread's rows: code(raw, 1 / scale).
+  template <class Code>
   static QATTN_DEVICE void encode_rows(const PlainRows& row, const TilePlace& p,
-                                       SharedAddress shared, const Words4 (&raw)[8],
-                                       const float (&mean)[8]) {
+                                       SharedAddress shared, const Words4 (&raw)[8], Code code) {
     const std::int64_t slot = slot_of(row.out, p) + first_key();
     std::uint8_t* out = row.out.codes + slot * Channels + chunk() * chunk_channels;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float factor = factor_of(shared, first_key() + key_step(i));
-      const Words2 code = Tile::template encoded<E4m3>(raw[i], factor, mean);
-      isa::store_global(reinterpret_cast<Words2*>(out + key_step(i) * Channels), code);
+      isa::store_global(reinterpret_cast<Words2*>(out + key_step(i) * Channels),
+                        code(raw[i], factor));
     }
+  }
+
+  /// What balances this thread's channels.
+  static QATTN_DEVICE void load_times(const PlainRows& row, const TilePlace& p,
+                                      float (&times)[8]) {
+    const int heads = row.rows.heads / row.heads_per_mean, head = p.head / row.heads_per_mean;
+    load_mean(row.factors, p.b, 2 * heads, 2 * head, times);
   }
 
   static QATTN_DEVICE void run_rows(const PlainRows& row, const TilePlace& p, bool e4m3, bool dots,
@@ -58,26 +65,29 @@ struct EncodePlain : FirstPass<Input, Channels> {
       load_mean(row.mean, p.b, row.rows.heads / row.heads_per_mean, head, mean);
     }
     const SharedAddress mine = shared + 4 * (first_key() * stride + chunk());
-    if (has_mean && !dots) {
+    if (dots) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        isa::store_shared(mine + 4 * key_step(i) * stride, magnitude(raw[i], mean));
-      }
-    } else {
+        float sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        isa::store_shared(mine + 4 * key_step(i) * stride, magnitude(raw[i]));
-        if (dots) {
-          float sum = 0.0f;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const isa::Pair x = unpack(raw[i].w[j]);
-            sum = formats::add_rn(sum, formats::mul_rn(x.lo, mean[2 * j]));
-            sum = formats::add_rn(sum, formats::mul_rn(x.hi, mean[2 * j + 1]));
-          }
-          isa::store_shared(mine + image_at + 4 * key_step(i) * stride, sum);
+        for (int j = 0; j < 4; ++j) {
+          const isa::Pair x = unpack(raw[i].w[j]);
+          sum = formats::add_rn(sum, formats::mul_rn(x.lo, mean[2 * j]));
+          sum = formats::add_rn(sum, formats::mul_rn(x.hi, mean[2 * j + 1]));
         }
+        isa::store_shared(mine + image_at + 4 * key_step(i) * stride, sum);
       }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) mean[i] = 0.0f;  // Q's is not subtracted
+    }
+    float times[8];
+    if (row.factors != nullptr) load_times(row, p, times);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const std::uint32_t top = row.factors != nullptr ? magnitude(raw[i], mean, times)
+                                : has_mean && !dots    ? magnitude(raw[i], mean)
+                                                       : magnitude(raw[i]);
+      isa::store_shared(mine + 4 * key_step(i) * stride, top);
     }
     isa::sync_threads();
     if (isa::warp() == 0) {
@@ -87,14 +97,18 @@ struct EncodePlain : FirstPass<Input, Channels> {
     }
     if (dots) store_dots(row, p, shared);
     isa::sync_threads();
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (dots) mean[i] = 0.0f;  // Q's is not subtracted
-    }
-    if (e4m3) {
-      encode_rows<true>(row, p, shared, raw, mean);
+    if (row.factors != nullptr) {
+      encode_rows(row, p, shared, raw, [&](const Words4& x, float factor) {
+        return Tile::encoded(x, factor, mean, times);
+      });
+    } else if (e4m3) {
+      encode_rows(row, p, shared, raw, [&](const Words4& x, float factor) {
+        return Tile::template encoded<true>(x, factor, mean);
+      });
     } else {
-      encode_rows<false>(row, p, shared, raw, mean);
+      encode_rows(row, p, shared, raw, [&](const Words4& x, float factor) {
+        return Tile::template encoded<false>(x, factor, mean);
+      });
     }
   }
 
@@ -198,11 +212,12 @@ struct EncodePlain : FirstPass<Input, Channels> {
     const SharedAddress shared = isa::shared_base();
     int block = isa::block().x;
     const int role = role_of_block(params, block);
-    // Only who reads a mean or V's scales needs the kernels before. The others read and write what
+    // Only who reads a mean, factors or V's scales needs the kernels before. The others read and write what
     // those do not touch, and wait when they are done, so that this kernel's end is that of the
     // chain.
-    const bool reads =
-        role < 2 ? params.row[role].mean != nullptr : params.v_shared == SharedScales::channel;
+    const bool reads = role < 2
+                           ? params.row[role].mean != nullptr || params.row[role].factors != nullptr
+                           : params.v_shared == SharedScales::channel;
     if (reads && !params.first_pass) isa::grid_dependency_wait();
     const tile::Rows& rows = params.rows(role);
     const int tile = divide(block, rows.heads), head = block - tile * rows.heads;

@@ -32,16 +32,14 @@ struct RowCodes {
   static QATTN_DEVICE std::uint32_t magnitude(const Words4& raw) {
     return larger(pair_magnitude(raw));
   }
+  /// Of x - mean.
   static QATTN_DEVICE std::uint32_t magnitude(const Words4& raw, const float (&mean)[8]) {
-    std::uint32_t top = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const isa::Pair x = unpack(raw.w[i]);
-      const std::uint32_t lo = formats::magnitude_bits(formats::add_rn(x.lo, -mean[2 * i]));
-      const std::uint32_t hi = formats::magnitude_bits(formats::add_rn(x.hi, -mean[2 * i + 1]));
-      top = isa::max3(top, lo, hi);
-    }
-    return top;
+    return largest(raw, [&](float x, int n) { return formats::add_rn(x, -mean[n]); });
+  }
+  /// Of (x - mean) * times, which balances channels.
+  static QATTN_DEVICE std::uint32_t magnitude(const Words4& raw, const float (&mean)[8],
+                                              const float (&times)[8]) {
+    return largest(raw, [&](float x, int n) { return balanced(x, mean[n], times[n]); });
   }
 
   /// The larger of two rows' channels, and the smaller; NaN where one is.
@@ -72,8 +70,29 @@ struct RowCodes {
   static QATTN_DEVICE Words2 encoded(const Words4& raw, float factor, const float (&mean)[8]) {
     return convert<E4m3>(raw, factor, [&](float x, int n) { return formats::add_rn(x, -mean[n]); });
   }
+  /// s8 of (x - mean) * times.
+  static QATTN_DEVICE Words2 encoded(const Words4& raw, float factor, const float (&mean)[8],
+                                     const float (&times)[8]) {
+    return convert<false>(raw, factor,
+                          [&](float x, int n) { return balanced(x, mean[n], times[n]); });
+  }
 
  private:
+  static QATTN_DEVICE float balanced(float x, float mean, float times) {
+    return formats::mul_rn(formats::add_rn(x, -mean), times);
+  }
+  template <class Of>
+  static QATTN_DEVICE std::uint32_t largest(const Words4& raw, Of of) {
+    std::uint32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const isa::Pair x = unpack(raw.w[i]);
+      const std::uint32_t lo = formats::magnitude_bits(of(x.lo, 2 * i));
+      const std::uint32_t hi = formats::magnitude_bits(of(x.hi, 2 * i + 1));
+      top = isa::max3(top, lo, hi);
+    }
+    return top;
+  }
   template <class Of>
   static QATTN_DEVICE Words4 each(const Words4& a, const Words4& b, Of of) {
     return {{of(a.w[0], b.w[0]), of(a.w[1], b.w[1]), of(a.w[2], b.w[2]), of(a.w[3], b.w[3])}};

@@ -397,6 +397,12 @@ LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareL
   return {};
 }
 
+LaunchError find_balance(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
+                         void* workspace, void* stream) {
+  Launches launches(stream);
+  return balance(make_call(problem, recipe, layout, workspace), launches);
+}
+
 bool plan_plain(const Problem& p, const Recipe& recipe, const PrepareLayout& layout,
                 void* workspace, PlainParams& params) {
   const Call call = make_call(p, recipe, layout, workspace);

@@ -87,6 +87,10 @@ isa::LaunchError prepare(const Problem& problem, const Recipe& recipe, const Pre
 bool plan_plain(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
                 void* workspace, PlainParams& params);
 
+/// Enqueues what finds the factors that balance K's channels, if the recipe asks for them.
+isa::LaunchError find_balance(const Problem& problem, const Recipe& recipe,
+                              const PrepareLayout& layout, void* workspace, void* stream);
+
 /// Enqueues zeros, by the first kernel of a chain.
 isa::LaunchError clear_words(std::uint32_t* words, std::int64_t count, void* stream);
 

@@ -94,8 +94,10 @@ inline bool is_plain(const Recipe& r, const Facts& f, const tile::Rows& rows) {
     return f.format == Format::s8 && scaled_by_token(f.scaling, f.role) && !subtracts_mean(r, f);
   }
   if (f.role == Role::q && subtracts_mean(r, f)) return false;
-  if (r.rotate == Toggle::on || r.balance_k == Toggle::on) return false;
-  if (f.format != Format::s8 && f.format != Format::e4m3) return false;
+  if (r.rotate == Toggle::on) return false;
+  if (f.format != Format::s8 && (f.format != Format::e4m3 || r.balance_k == Toggle::on)) {
+    return false;
+  }
   return g == Granularity::per_token ||
          (g == Granularity::per_block && f.scaling.block == slot_tile) ||
          (g == Granularity::per_thread && f.role == Role::k && f.scaling.block == slot_tile);

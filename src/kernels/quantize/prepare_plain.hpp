@@ -71,11 +71,11 @@ class PlainRun {
                : f.scaling.granularity == Granularity::per_thread ? SharedScales::thread
                                                                   : SharedScales::none;
     params_.e4m3 = f.format == Format::e4m3;
-    if (f.role == Role::k) r.mean = call_.mean(Role::k);
-    if (f.role == Role::q && r.out.dot_mean != nullptr) {
-      r.mean = call_.mean(Role::k);
-      r.heads_per_mean = static_cast<std::int32_t>(call_.problem.group());
-    }
+    const bool queries = f.role == Role::q;
+    if (!queries || r.out.dot_mean != nullptr) r.mean = call_.mean(Role::k);
+    if (queries) r.heads_per_mean = static_cast<std::int32_t>(call_.problem.group());
+    r.factors = at<float>(call_.workspace, call_.layout.factors);
+    if (queries && r.factors != nullptr) r.factors += f.padded;
   }
 
   LaunchError launch(PlainParams& params, const bool (&wanted)[3]) {
@@ -90,8 +90,8 @@ class PlainRun {
     // the L2 what the first pass left there. Those that need its results could only wait.
     constexpr std::int32_t wave = 1024;
     const bool values = reads_twice(Role::v);
-    if ((params.row[1].mean != nullptr || values) && params.row[0].mean == nullptr &&
-        !params.first_pass) {
+    const bool queries_wait = params.row[0].mean != nullptr || params.row[0].factors != nullptr;
+    if ((params.row[1].mean != nullptr || values) && !queries_wait && !params.first_pass) {
       const std::int32_t others = values ? 0 : params.blocks[2];
       params.lead = std::min(wave, std::max(params.blocks[0], others));
     }

@@ -93,7 +93,10 @@ struct PlainRows {
   tile::Rows rows;
   PreparedRows out;
   const float* mean = nullptr;  ///< [batches][heads][padded]: K: subtracted; Q: for dot_mean
-  std::int32_t heads_per_mean = 1;
+  /// Powers of two for the channels of s8 rows, [batches][heads of K][2][padded]; the first are
+  /// this operand's. Null: all are 1.
+  const float* factors = nullptr;
+  std::int32_t heads_per_mean = 1;  ///< and per factors
   SharedScales shared = SharedScales::none;
 };
 
