@@ -2,7 +2,7 @@
 
   bench.py run -o RECORD.json         measure: --device, --shapes, --recipes, ...
   bench.py compare A.json B.json      what became slower or worse from A to B
-  bench.py render [--check]           docs/PERFORMANCE.md from bench/results
+  bench.py render [--check]           docs/tables and tables of pages from bench/results
   bench.py plot [--check]             docs/plots from bench/results
   bench.py roofline -o RECORD.json    a CPU's peaks, and attention beside them
   bench.py decode --program DECODE_BENCH  decode over a KV cache on a GPU, beside torch
@@ -24,7 +24,7 @@ import sys
 COMMANDS = {
     "run": "measure",
     "compare": "two records, worst first",
-    "render": "docs/PERFORMANCE.md from bench/results",
+    "render": "docs/tables, and the tables of README and docs/PERFORMANCE.md, from bench/results",
     "plot": "docs/plots from bench/results",
     "decode": "decode over a KV cache on a GPU",
     "paged": "decode over 8-bit pages on a GPU",

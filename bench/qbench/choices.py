@@ -41,7 +41,7 @@ def rows(record):
 
 
 def section():
-    """Lines of docs/PERFORMANCE.md."""
+    """Lines of docs/tables."""
     path = RESULTS / NAME
     if not path.exists():
         return []

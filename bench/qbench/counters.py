@@ -143,7 +143,7 @@ def table(rows):
 
 
 def section():
-    """Lines of docs/PERFORMANCE.md."""
+    """Lines of docs/tables."""
     if (found := tool_record(NAME)) is None:
         return []
     record, p = found

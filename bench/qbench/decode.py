@@ -165,7 +165,7 @@ def clocks_text(facts):
 
 
 def section():
-    """Lines of docs/PERFORMANCE.md."""
+    """Lines of docs/tables."""
     if (found := tool_record(NAME)) is None:
         return []
     record, p = found

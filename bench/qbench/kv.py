@@ -196,7 +196,7 @@ def lines_of(name, record):
 
 
 def section():
-    """Lines of docs/PERFORMANCE.md."""
+    """Lines of docs/tables."""
     lines = []
     for path in sorted(RESULTS.glob("kv-cpu-*.json")):
         lines += lines_of(path.name, json.loads(path.read_text()))

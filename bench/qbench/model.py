@@ -80,7 +80,7 @@ def bounds_table(rows, record):
 
 
 def section(records):
-    """Lines of docs/PERFORMANCE.md."""
+    """Lines of docs/tables."""
     lines = []
     for name, model in models():
         machine = model["machine"]

@@ -210,7 +210,7 @@ def tables(runs):
 
 
 def section():
-    """Lines of docs/PERFORMANCE.md."""
+    """Lines of docs/tables."""
     if (found := tool_record(NAME)) is None:
         return []
     record, p = found

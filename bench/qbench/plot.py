@@ -1,4 +1,4 @@
-"""docs/plots from bench/results, SVG and PNG: speed, speed-up, and error against speed.
+"""docs/plots from bench/results: the pictures that pages show, as SVG. `--all` draws every one.
 
 The same record gives the same bytes of SVG with the same matplotlib: no date, no random ids.
 """
@@ -6,9 +6,13 @@ The same record gives the same bytes of SVG with the same matplotlib: no date, n
 import io
 import statistics
 
+from . import summary
 from .record import ROOT, baselines, committed
 
 PLOTS = ROOT / "docs" / "plots"
+#: What pages show, beside the picture of qbench/summary.py.
+SHOWN = ("gpu-h200-turns-d128-speedup", "gpu-h200-prefill-models", "gpu-h200-prefill-pareto")
+SUMMARY = "speed-and-error"
 #: One colour a candidate, whatever else is in the record. Colours that colour-blind people tell
 #: apart (Okabe and Ito).
 COLOURS = {
@@ -43,6 +47,7 @@ STYLE = {
 def add_arguments(parser):
     parser.add_argument("--check", action="store_true", help="fail if a plot differs")
     parser.add_argument("--into", default=PLOTS, help="another folder than docs/plots")
+    parser.add_argument("--all", action="store_true", help="what no page shows, too")
 
 
 def pyplot():
@@ -223,35 +228,67 @@ def figures(record):
     return drawn
 
 
-def pictures(record):
-    """(path, caption) of what docs/PERFORMANCE.md shows of a record."""
-    return [(PLOTS / f"{name}.svg", caption) for name, (caption, _) in figures(record).items()]
+def summary_figure():
+    """Error against speed on a GPU; a line joins a recipe's two ways of giving tensors."""
+    plt = pyplot()
+    points, keys = summary.gpu_points(), summary.LONG[-1]
+    figure, axis = plt.subplots(figsize=(6.4, 3.8))
+    for name in summary.ordered(points):
+        p, colour = points[name], COLOURS[name]
+        steps = [step for step in ("e2e", "kernel") if (step, keys) in p]
+        at = [p[step, keys] for step in steps]
+        axis.plot(at, [p["nrmse"]] * len(at), "-", color=colour, linewidth=1)
+        for step, x in zip(steps, at):
+            axis.plot(x, p["nrmse"], MARKERS[step], color=colour)
+        below = name in ("bf16", "int8_fp8")
+        axis.annotate(
+            summary.NAMES.get(name, f"qattn {name}"),
+            (at[0], p["nrmse"]),
+            xytext=(0, -15 if below else 7),
+            textcoords="offset points",
+            ha="center",
+        )
+    axis.set_yscale("log")
+    axis.set_ylim(1.4e-3, 1.2e-1)
+    axis.set_xlim(0.35, 1.8)
+    axis.set_xlabel(f"times as fast as cuDNN's bf16 attention, {keys // 1024}K tokens")
+    axis.set_ylabel("relative error (NRMSE)")
+    axis.axvline(1, color="#bbbbbb", zorder=0)
+    figure.text(0.01, 0.01, "dots: 16-bit tensors in and out; triangles: codes given", fontsize=8)
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    return figure
 
 
-def encode(figure, kind):
+def drawings(everything=False):
+    """{file name without its end: function that draws} of what pages show, or of all there is."""
+    drawn = {SUMMARY: summary_figure}
+    for record in committed():
+        for name, (_, draw) in figures(record).items():
+            if everything or name in SHOWN:
+                drawn[name] = draw
+    return drawn
+
+
+def encode(figure):
     stream = io.BytesIO()
-    metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
-    figure.savefig(stream, format=kind, metadata=metadata)
+    figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     return stream.getvalue()
 
 
 def run(args):
-    """Only SVG is compared: what PNG's compression gives is up to zlib."""
     import pathlib
 
     folder, stale, plt = pathlib.Path(args.into), [], pyplot()
-    for record in committed():
-        for name, (_, draw) in figures(record).items():
-            figure = draw()
-            svg = encode(figure, "svg")
-            path = folder / f"{name}.svg"
-            if not args.check:
-                folder.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(svg)
-                path.with_suffix(".png").write_bytes(encode(figure, "png"))
-            elif not path.exists() or path.read_bytes() != svg:
-                stale.append(path.name)
-            plt.close(figure)
+    for name, draw in drawings(args.all).items():
+        figure = draw()
+        svg = encode(figure)
+        plt.close(figure)
+        path = folder / f"{name}.svg"
+        if not args.check:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(svg)
+        elif not path.exists() or path.read_bytes() != svg:
+            stale.append(path.name)
     for name in stale:
         print(f"{name} differs from bench/results: run python bench/bench.py plot")
     return 1 if stale else 0

@@ -1,4 +1,8 @@
-"""docs/PERFORMANCE.md from bench/results: a section a record, a table a family of shapes."""
+"""docs/tables from bench/results, and the tables in README.md and docs/PERFORMANCE.md.
+
+A page of docs/tables is a kind of machine or of measurement: a section a record, a table a family
+of shapes.
+"""
 
 import textwrap
 
@@ -9,16 +13,18 @@ from . import (
     kv,
     model,
     paged,
-    plot,
     roofline,
     smoothing,
+    summary,
     variants,
     wheel,
 )
 from .record import ROOT, baselines, committed, markdown
 from .shapes import column_name, table_name
 
-PAGE = ROOT / "docs" / "PERFORMANCE.md"
+FOLDER = ROOT / "docs" / "tables"
+#: pages that hold tables of qbench/summary.py among other text
+MIXED = (summary.README, summary.PAGE)
 COLUMNS = 100
 TITLES = {
     "mha": "Multi-head attention, B S = 16384",
@@ -232,8 +238,6 @@ def record_section(record):
     lines += sampled_errors(record) + workspaces(record)
     if record.errors:
         lines += error_section(record.errors)
-    for path, caption in plot.pictures(record):
-        lines += ["", f"![{caption}]({path.relative_to(PAGE.parent)})"]
     return lines
 
 
@@ -244,33 +248,59 @@ def within_columns(line):
     return textwrap.wrap(line, COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
-def page():
-    lines = [
-        "# Performance",
-        "",
+def records_of(word):
+    """Sections of the committed records whose machine's name has `word`."""
+    return [line for r in committed() if word in r.machine for line in record_section(r)]
+
+
+def records_of_cpus():
+    found = [line for r in committed() if "cpu" in r.provenance for line in record_section(r)]
+    return found + roofline.section() + kv.section()
+
+
+#: {file: (title, function that gives its lines)}
+PAGES = {
+    "cpu": ("CPUs", records_of_cpus),
+    "gpu-h100": ("NVIDIA H100", lambda: records_of("H100")),
+    "gpu-h200": ("NVIDIA H200", lambda: records_of("H200")),
+    "gpu-decode": ("Decode on GPUs", lambda: decode.section() + paged.section()),
+    "gpu-choices": (
+        "Builds and choices on GPUs",
+        lambda: choices.section() + variants.section() + smoothing.section(),
+    ),
+    "gpu-kernels": ("Hopper's kernels", lambda: counters.section() + model.section(committed())),
+    "kv-models": ("What a KV cache costs a language model", summary.kv_models),
+    "wheel": ("Packages", wheel.section),
+}
+
+
+def page(name):
+    title, lines = PAGES[name]
+    head = (
         "Written by `bench/bench.py render` from `bench/results/*.json`; do not edit by hand. "
-        "`bench/bench.py run` makes the records: candidates take turns in one run, medians.",
-    ]
-    records = committed()
-    for record in records:
-        lines += record_section(record)
-    lines += roofline.section()
-    lines += choices.section()
-    lines += variants.section()
-    lines += counters.section()
-    lines += decode.section()
-    lines += paged.section()
-    lines += smoothing.section()
-    lines += kv.section()
-    lines += model.section(records)
-    lines += wheel.section()
-    return "\n".join(part for line in lines for part in within_columns(line)) + "\n"
+        "`bench/bench.py run` makes the records: candidates take turns in one run, medians."
+    )
+    whole = [f"# {title}", "", head, *lines()]
+    return "\n".join(part for line in whole for part in within_columns(line)) + "\n"
+
+
+def texts():
+    """{path: text} of every page that holds what the records say."""
+    made = {FOLDER / f"{name}.md": page(name) for name in PAGES}
+    return made | {path: summary.filled(path.read_text()) for path in MIXED}
 
 
 def run(args):
+    stale = [
+        (path, text)
+        for path, text in texts().items()
+        if not path.exists() or path.read_text() != text
+    ]
     if not args.check:
-        PAGE.write_text(page())
-    elif PAGE.read_text() != page():
-        print("docs/PERFORMANCE.md differs from bench/results: run python bench/bench.py render")
-        return 1
-    return 0
+        FOLDER.mkdir(exist_ok=True)
+        for path, text in stale:
+            path.write_text(text)
+        return 0
+    for path, _ in stale:
+        print(f"{path.name} differs from bench/results: run python bench/bench.py render")
+    return 1 if stale else 0

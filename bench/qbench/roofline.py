@@ -127,7 +127,7 @@ def lines_of(name, record):
 
 
 def section():
-    """Lines of docs/PERFORMANCE.md."""
+    """Lines of docs/tables."""
     lines = []
     for path in sorted(RESULTS.glob("roofline-*.json")):
         lines += lines_of(path.name, json.loads(path.read_text()))

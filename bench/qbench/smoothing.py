@@ -86,7 +86,7 @@ def tables(runs):
 
 
 def section():
-    """Lines of docs/PERFORMANCE.md."""
+    """Lines of docs/tables."""
     names = [path.name for path in sorted(RESULTS.glob("smoothing-*.json"))]
     if not names:
         return []

@@ -48,7 +48,7 @@ def record_section(record):
 
 
 def section():
-    """Lines of docs/PERFORMANCE.md."""
+    """Lines of docs/tables."""
     lines = []
     for path in sorted(RESULTS.glob("variants-*.json")):
         lines += record_section(Record.load(path))

@@ -24,7 +24,7 @@ def line_of(name, record):
 
 
 def section():
-    """Lines of docs/PERFORMANCE.md; none without a record."""
+    """Lines of docs/tables; none without a record."""
     paths = [RESULTS / name for name in COMMANDS if (RESULTS / name).exists()]
     lines = ["", "## The wheel"] if paths else []
     for path in paths:

@@ -23,6 +23,7 @@ from qbench import (  # noqa: E402
     roofline,
     shapes,
     smoothing,
+    summary,
     variants,
     wheel,
 )
@@ -134,17 +135,23 @@ def test_the_page_shows_every_outcome():
 
 
 def test_check_notices_another_record(monkeypatch, tmp_path):
-    stale = tmp_path / "PERFORMANCE.md"
-    stale.write_text(render.page().replace("(1.00x)", "(1.01x)", 1))
-    monkeypatch.setattr(render, "PAGE", stale)
-    monkeypatch.setattr(plot, "PLOTS", tmp_path / "plots")
+    monkeypatch.setattr(render, "FOLDER", tmp_path / "tables")
+    page = tmp_path / "PERFORMANCE.md"
+    page.write_text(summary.filled(summary.PAGE.read_text()).replace("1.00x", "1.01x", 1))
+    monkeypatch.setattr(render, "MIXED", (page,))
+    assert render.run(type("Args", (), {"check": True})) == 1
+    render.run(type("Args", (), {"check": False}))
+    assert render.run(type("Args", (), {"check": True})) == 0
+    stale = tmp_path / "tables" / "cpu.md"
+    stale.write_text(stale.read_text().replace("(1.00x)", "(1.01x)", 1))
     assert render.run(type("Args", (), {"check": True})) == 1
     render.run(type("Args", (), {"check": False}))
     assert render.run(type("Args", (), {"check": True})) == 0
 
 
 def test_the_page_is_within_columns():
-    free = [line for line in render.page().splitlines() if line[:1] not in ("|", "#", "!")]
+    pages = "\n".join(map(render.page, render.PAGES))
+    free = [line for line in pages.splitlines() if line[:1] not in ("|", "#", "!")]
     assert max(len(line) for line in free) <= 100
     assert render.within_columns("| " + "x " * 60) == ["| " + "x " * 60]
 
@@ -187,7 +194,7 @@ def test_every_roofline_says_where_neon_is():
 @pytest.mark.parametrize("cuda", [False, True])
 def test_the_page_shows_the_wheel_if_there_is_a_record(monkeypatch, tmp_path, cuda):
     monkeypatch.setattr(wheel, "RESULTS", tmp_path)
-    assert wheel.section() == [] and "## The wheel" not in render.page()
+    assert wheel.section() == [] and "## The wheel" not in render.page("wheel")
     pytest.importorskip("qattn")
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "packaging"))
     import check_wheel
@@ -196,7 +203,7 @@ def test_the_page_shows_the_wheel_if_there_is_a_record(monkeypatch, tmp_path, cu
     made = check_wheel.record(Path(__file__), "abc-dirty", (0.12345, 0.0204))
     (tmp_path / ("wheel-cuda.json" if cuda else "wheel.json")).write_text(json.dumps(made))
     (line,) = (x for x in wheel.section() if x and not x.startswith("#"))
-    assert "\n".join(render.within_columns(line)) in render.page()
+    assert "\n".join(render.within_columns(line)) in render.page("wheel")
     size = f"{Path(__file__).stat().st_size / 1e6:.2f} MB"
     library = ("with" if cuda else "without") + " libqattn_cuda"
     for told in ("commit abc-dirty", size, library, "takes 0.123 s, 0.020 s where"):
@@ -236,7 +243,7 @@ def test_plots_are_the_same_twice_and_differ_with_the_record():
             cell["tflops"] *= 1.01
             cell["median_ms"] /= 1.01
     drawn = [
-        {name: plot.encode(draw(), "svg") for name, (_, draw) in plot.figures(x).items()}
+        {name: plot.encode(draw()) for name, (_, draw) in plot.figures(x).items()}
         for x in (first, first, other)
     ]
     assert drawn[0] and drawn[0] == drawn[1]
@@ -306,12 +313,40 @@ def test_plots_of_a_whole_record():
     assert "512 of 16K" in text and "| int8_full, bf16 | 1.0e-02 | 2.0e-02 |" in text
 
 
-def test_every_picture_of_the_page_is_there_twice():
-    named = [p for r in committed() for p, _ in plot.pictures(r)]
-    assert named
-    for path in named:
-        assert path.is_file() and path.with_suffix(".png").is_file(), path
-    assert {p.stem for p in plot.PLOTS.iterdir()} == {p.stem for p in named}
+def test_pictures_are_those_that_pages_show():
+    drawn = set(plot.drawings())
+    assert {p.name for p in plot.PLOTS.iterdir()} == {f"{name}.svg" for name in drawn}
+    assert set(plot.SHOWN) < drawn < set(plot.drawings(everything=True))
+    text = "".join(p.read_text() for p in (summary.README, summary.PAGE))
+    for name in drawn:
+        assert f"plots/{name}.svg)" in text, name
+
+
+# ---- summary -------------------------------------------------------------------------------------
+
+
+def test_each_candidate_is_beside_the_cudnn_of_its_own_record(monkeypatch):
+    name = "variants-h100-lost-mass.json"
+    x = Record.load(summary.RESULTS / name)
+    step = {
+        (c["candidate"], c["step"]): c["median_ms"]
+        for c in x.cells
+        if c.measured and c.shape.keys == 4096 and c.shape.dim == 128 and not c.shape.causal
+    }
+    ratio = step["torch cudnn", "e2e"] / step["int8_full", "e2e"]
+    assert summary.gpu_points()["int8_full"]["e2e", 4096] == pytest.approx(ratio)
+    row = next(line for line in summary.speed_and_error() if line.startswith("| `int8_full`"))
+    assert f"| {ratio:.2f}x |" in row
+
+
+def test_a_page_keeps_what_is_around_its_tables():
+    text = "before\n<!-- table: machines -->\nold\n<!-- end of table -->\nafter\n"
+    made = summary.filled(text)
+    assert made.startswith("before\n<!-- table: machines -->\n| machine |")
+    assert made.endswith("<!-- end of table -->\nafter\n") and "old" not in made
+    assert summary.filled(made) == made
+    with pytest.raises(ValueError, match="no table is called x"):
+        summary.filled("<!-- table: x -->\n<!-- end of table -->")
 
 
 # ---- model ---------------------------------------------------------------------------------------
