@@ -89,7 +89,7 @@ def pages_with(language, slow=lambda path: False):
 def test_pages_have_no_block_that_nobody_runs():
     for page in PAGES:
         for language, code, _ in blocks(page):
-            assert language in TESTED, f"{name_of(page)}: a block of {language or 'nothing'}:\n{code}"
+            assert language in TESTED, f"{name_of(page)}: nobody runs {language!r}:\n{code}"
         text = page.read_text()
         assert text.count("\n```") == 2 * sum(not hidden for *_, hidden in blocks(page))
 
@@ -176,3 +176,15 @@ def test_pages_are_what_the_records_say():
 @pytest.mark.slow
 def test_plots_are_what_the_records_say():
     run([sys.executable, ROOT / "bench" / "bench.py", "plot", "--check"])
+
+
+def test_the_simulation_s_table_has_its_rows_and_families():
+    """Its numbers depend on the BLAS; tests/python/test_error_rule.py holds recipes to them."""
+    sys.path.insert(0, str(ROOT / "tools" / "sim"))
+    import recipe_sim
+
+    lines = (ROOT / "docs" / "tables" / "recipe-errors.md").read_text().splitlines()
+    cells = [[x.strip() for x in line.strip("|").split("|")] for line in lines if "|" in line]
+    assert cells[0][1:] == recipe_sim.FAMILIES
+    rows = [row[0] for row in cells[2:] if len(row) == len(cells[0])]
+    assert rows == [f"{qk} / {pv}" for qk, pv in recipe_sim.ROWS]

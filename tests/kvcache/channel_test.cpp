@@ -235,7 +235,7 @@ TEST(KvChannels, EvictionAndTruncationLeaveTheScales) {
   }
 }
 
-/// The place of the scales that docs/NUMERICS.md gives, read from a file's bytes.
+/// The place of the scales that docs/internals/kv-cache.md gives, read from a file's bytes.
 TEST(KvChannels, ScalesAndFlagsEndAPage) {
   for (const std::int64_t page : {16, 64}) {
     KvCacheOptions o = options(Granularity::per_channel, page, {4, 4});

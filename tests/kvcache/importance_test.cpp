@@ -89,7 +89,7 @@ TEST(KvImportance, ObservedTogetherOrAlone) {
   EXPECT_TRUE(file_of(together) == file_of(alone));
 }
 
-/// One head of one (sequence, layer) as docs/NUMERICS.md describes importance, in float64.
+/// Importance of one head of a (sequence, layer) as docs/internals/kv-cache.md has it, in float64.
 class PlainImportance {
  public:
   struct Page {

@@ -1,5 +1,5 @@
 // The KV cache's quantiser and layout stated a second time for the tests: from the text of
-// docs/NUMERICS.md, in the plainest way, sharing nothing with src/.
+// docs/internals/kv-cache.md, in the plainest way, sharing nothing with src/.
 #pragma once
 
 #include <array>
@@ -68,7 +68,7 @@ inline PlainRow quantize_plainly(const std::vector<float>& x, int bits) {
   return row;
 }
 
-/// Bytes of a panel of codes, each code's bits put where docs/NUMERICS.md says.
+/// Bytes of a panel of codes, each code's bits put where docs/internals/kv-cache.md says.
 inline std::vector<std::uint8_t> pack_plainly(const std::vector<int>& panel, int bits) {
   const std::size_t n = panel.size();
   std::vector<std::uint8_t> bytes(n * static_cast<std::size_t>(bits) / 8, 0);

@@ -1,4 +1,4 @@
-"""docs/NUMERICS.md, "The rule": on the same inputs the library's error against float64 is at most
+"""docs/NUMERICS.md, "The error rule": on the same inputs the error against float64 is at most
 1.10 x the simulation's (tools/sim/recipe_sim.py), for every recipe and every family of inputs.
 
 Run as a program, it prints measured / simulated for the whole table:
