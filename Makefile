@@ -5,6 +5,7 @@
 #   make check      a developer's loop: what a change of a CPU file can break
 #   make test       what CI runs
 #   make test-all   everything: all sanitizers, all GPU targets, full matrices, fuzzing, Arm
+#   make docs       the site of the pages, with the interfaces' reference, in build/site
 #
 # The three tiers run the targets below as phases (tools/tier.py) and end with each phase's time.
 # RECORD=FILE keeps the times as JSON. CONTRIBUTING.md says what is in which tier.
@@ -14,7 +15,7 @@ BUILD := build
 PY := .venv/bin/python
 JOBS ?= $(shell nproc)
 
-.PHONY: all demo check test test-all setup-demo setup setup-all configure build ctest-check ctest \
+.PHONY: all demo check test test-all docs setup-demo setup setup-all configure build ctest-check ctest \
         ctest-all pytest-check pytest sanitize sanitize-all tsan fuzz arm wheel wheels cuda \
         cuda-all gpu-build gpu-test gpu-sanitize gpu-bench model format clean
 all: build
@@ -149,6 +150,16 @@ wheels: setup
 	    tests/packaging/wheel_test.sh "$$(command -v $$python)" $(BUILD)/wheel/$$python || exit 1; \
 	  fi; \
 	done
+
+# ---- Pages -----------------------------------------------------------------------------------------
+
+# Every link is followed, and a warning is an error (with --quiet mkdocs would not count them).
+docs: $(BUILD)/.apt-demo
+	@$(MAKE) --no-print-directory $(BUILD)/.python-docs
+	$(PY) tools/check_pages.py
+	$(PY) tools/site/stage.py $(BUILD)/docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "the site: $(BUILD)/site/index.html"
 
 # ---- GPU code, compiled where nvcc is --------------------------------------------------------------
 

@@ -24,10 +24,10 @@ TIERS = {
     # A developer's loop: what a change of a CPU file can break.
     "check": ["setup", "configure", "build", "ctest-check", "pytest-check"],
     # What CI runs.
-    "test": ["setup", "configure", "build", "ctest", "pytest", "sanitize", "cuda"],
+    "test": ["setup", "configure", "build", "ctest", "pytest", "docs", "sanitize", "cuda"],
     # Everything there is.
-    "test-all": ["setup-all", "configure", "build", "ctest-all", "pytest", "sanitize-all", "tsan",
-                 "fuzz", "arm", "wheels", "cuda-all"],
+    "test-all": ["setup-all", "configure", "build", "ctest-all", "pytest", "docs", "sanitize-all",
+                 "tsan", "fuzz", "arm", "wheels", "cuda-all"],
 }
 
 # The closing lines of the runners, and what they count.

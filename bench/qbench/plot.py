@@ -11,7 +11,7 @@ from .record import ROOT, baselines, committed
 
 PLOTS = ROOT / "docs" / "plots"
 #: What pages show, beside the picture of qbench/summary.py.
-SHOWN = ("gpu-h200-turns-d128-speedup", "gpu-h200-prefill-models", "gpu-h200-prefill-pareto")
+SHOWN = ("gpu-h200-turns-d128-speedup", "gpu-h200-prefill-models")
 SUMMARY = "speed-and-error"
 #: One colour a candidate, whatever else is in the record. Colours that colour-blind people tell
 #: apart (Okabe and Ito).
@@ -101,8 +101,9 @@ def sweep_figure(cells, kind):
     handles = {}
     for axis in axes[0]:
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels())))
-    figure.legend(handles.values(), handles, loc="lower center", ncols=6, frameon=False)
-    figure.tight_layout(rect=(0, 0.16, 1, 1))
+    columns = min(6, 2 * len(panels))
+    figure.legend(handles.values(), handles, loc="lower center", ncols=columns, frameon=False)
+    figure.tight_layout(rect=(0, 0.06 + 0.05 * -(-len(handles) // columns), 1, 1))
     return figure
 
 

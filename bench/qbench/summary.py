@@ -119,7 +119,7 @@ def speed_and_error():
          times(torch_row, "e2e", LONG[0])]
     )  # fmt: skip
     lengths = [f"{where}, {n // 1024}K" for where in ("GPU", "codes") for n in LONG]
-    return markdown(["", "Q K", "P V", "error", *lengths, "CPU, 4K"], rows)
+    return markdown(["", "QK", "PV", "error", *lengths, "CPU, 4K"], rows)
 
 
 def machines():
