@@ -24,7 +24,7 @@ from .shapes import column_name, table_name
 
 FOLDER = ROOT / "docs" / "tables"
 #: pages that hold tables of qbench/summary.py among other text
-MIXED = (summary.README, summary.PAGE)
+MIXED = (summary.README, summary.PAGE, summary.GOALS)
 COLUMNS = 100
 TITLES = {
     "mha": "Multi-head attention, B S = 16384",

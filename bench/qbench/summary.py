@@ -11,6 +11,7 @@ from .record import RESULTS, ROOT, Record, baselines, markdown
 
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
+GOALS = ROOT / "docs" / "internals" / "goals.md"
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.S)
 CUDNN, FLASH = ("torch cudnn", "bf16"), ("torch flash", "bf16")
 TORCH = ("torch", "bf16")
@@ -20,6 +21,7 @@ SOURCES = {
     "gpu-h100-turns-d128.json": ("torch flash", "torch cudnn", "bf16", "int8", "int8_fp8", "fp8"),
     "variants-h100-lost-mass.json": ("int8_full",),
 }
+OTHER_GPU = {"gpu-h200-turns-d128.json": ("int8_full", "int8_fp8", "fp8")}
 CPU = "cpu-zen5-2.json"
 NAMES = {
     "torch flash": "FlashAttention-2 (torch)",
@@ -36,6 +38,10 @@ PRODUCTS = {
     "int8_fp8": ("int8", "FP8"),
     "fp8": ("FP8", "FP8"),
 }
+
+
+#: Are all operands in 8 bits?
+EIGHT_BITS = {name: "bf16" not in pair and "16-bit" not in pair for name, pair in PRODUCTS.items()}
 
 
 def chosen(record, candidates, dim=128, causal=False):
@@ -160,6 +166,43 @@ def gpu_speeds(causal):
     return markdown(header, body)
 
 
+#: What 8-bit recipes are to reach on Hopper, times cuDNN: {(step, causal): by length}.
+HOPPER = {
+    ("kernel", False): (1.35, 1.5, 1.55, 1.6, 1.7, 1.7),
+    ("kernel", True): (1.3, 1.4, 1.45, 1.5, 1.7, 1.7),
+    ("e2e", False): (1.0, 1.2, 1.35, 1.45, 1.55, 1.6),
+    ("e2e", True): (0.85, 1.05, 1.2, 1.35, 1.5, 1.55),
+}
+LENGTHS = tuple(1024 << i for i in range(6))
+
+
+def goals():
+    """Goals on Hopper and what the newest sweeps reach; in bold where that is the goal."""
+    rows = []
+    for (step, causal), asked in HOPPER.items():
+        what = f"{'codes' if step == 'kernel' else '16 bits'}, {'causal' if causal else 'full'}"
+        rows.append([what, "goal", *(f"{x:.2f}" for x in asked)])
+        for name, candidates in {**SOURCES, **OTHER_GPU}.items():
+            record = Record.load(RESULTS / name)
+            base = baselines(record.cells, CUDNN)
+            for candidate in candidates:
+                if not EIGHT_BITS[candidate]:
+                    continue
+                row = {
+                    c.shape.keys: base[c.shape.name] / c["median_ms"]
+                    for c in record.cells
+                    if c.measured and (c["candidate"], c["step"]) == (candidate, step)
+                    if (c.shape.dim, c.shape.causal) == (128, causal)
+                }
+                texts = [
+                    "" if n not in row else f"**{row[n]:.2f}**" if row[n] >= x else f"{row[n]:.2f}"
+                    for n, x in zip(LENGTHS, asked)
+                ]
+                gpu = record.machine.split()[1]
+                rows.append([f"`{candidate}`", f"{gpu}, {record.provenance['date']}", *texts])
+    return markdown(["", "", *(f"{n // 1024}K" for n in LENGTHS)], rows)
+
+
 CACHES = {
     "kv8": "8 bits",
     "kv4": "4 bits",
@@ -223,6 +266,7 @@ TABLES = {
     "kv-model": lambda: markdown(MODEL_HEAD, model_rows("kv-smollm2-8k.json")),
     "speed-and-error": speed_and_error,
     "machines": machines,
+    "goals": goals,
     "gpu-full": lambda: gpu_speeds(False),
     "gpu-causal": lambda: gpu_speeds(True),
 }
