@@ -46,8 +46,9 @@ def blank(match):
 
 
 def prose(text):
-    """The page without code blocks, comments and tables; inline code is one word."""
+    """The page without code blocks, comments, tables and numbers of lists; inline code is a word."""
     text = COMMENT.sub(blank, FENCE.sub(blank, text))
+    text = re.sub(r"^\s*\d+\. ", "", text, flags=re.M)
     lines = ("" if line.lstrip().startswith("|") else line for line in text.split("\n"))
     return INLINE.sub("code", LINK.sub(r"\1", "\n".join(lines)))
 

@@ -83,3 +83,4 @@ def test_generated_tables_are_held_to_their_links(capsys, tmp_path):
 def test_what_counts_as_a_number():
     assert check_pages.words("`1` 2 3.5% 4K 1e-3 8-bit H100 sm_90 x2 (7) 2.")[1] == 6
     assert check_pages.words("a\n\n| 1 | 2 |\n\n```\n3 4\n```\n<!-- 5 -->\n[6 b](7.md)") == (3, 1)
+    assert check_pages.words("1. one\n2. two 3\n") == (3, 1)
