@@ -46,7 +46,7 @@ def blank(match):
 
 
 def prose(text):
-    """The page without code blocks, comments, tables and numbers of lists; inline code is a word."""
+    """The page without code, comments, tables and numbers of lists; inline code is a word."""
     text = COMMENT.sub(blank, FENCE.sub(blank, text))
     text = re.sub(r"^\s*\d+\. ", "", text, flags=re.M)
     lines = ("" if line.lstrip().startswith("|") else line for line in text.split("\n"))

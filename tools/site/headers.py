@@ -6,7 +6,6 @@ that is missing.
 """
 
 import re
-import textwrap
 
 #: the order of the C++ page
 HEADERS = (
@@ -165,5 +164,5 @@ def c_page(path):
     head, rest = split_head(path.read_text().split("\n"))
     text = "\n".join(body(rest, 3))
     text = re.sub(r"^\\?-+ ?(?:-+ )?(.*?):? ?(\S*) -+$", r"## \1: \2", text, flags=re.M)
-    intro = "`#include <qattn/qattn.h>`. A function is described where its C++ twin is, which is named."
-    return "\n".join(["# C", "", *textwrap.wrap(intro, 100), "", *prose(head)]) + "\n" + text + "\n"
+    intro = "`#include <qattn/qattn.h>`. Meanings are described at the C++ names that are given."
+    return "\n".join(["# C", "", intro, "", *prose(head)]) + "\n" + text + "\n"
