@@ -157,10 +157,9 @@ def test_programs(page, language, tmp_path):
 def test_cmake(page):
     """The lines of a block are lines of the project that tests/packaging builds outside."""
     project = (ROOT / "tests/packaging/consumer/CMakeLists.txt").read_text()
-    known = project.replace("${program}", "consumer_cpp").split()
+    known = project.replace("${program}", "program").split()
     for code, _ in expected(page, "cmake"):
-        for word in code.split():
-            assert word.replace("program", "consumer_cpp") in known, word
+        assert set(code.split()) <= set(known), code
 
 
 def test_expectations_can_fail():
