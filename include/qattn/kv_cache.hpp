@@ -37,7 +37,9 @@ enum class KvImportance : std::int32_t {
 struct KvCacheOptions {
   std::int64_t layers = 1;
   std::int64_t heads_kv = 1;
-  std::int64_t d = 128;                ///< of Q and K: a multiple of 32 from 32 to 256
+  /// Head dimension of Q and K: a multiple of 8 from 8 to 256. Pages hold multiples of 32, the rest
+  /// zeros, which count as bytes; a cache on a GPU takes no others.
+  std::int64_t d = 128;
   std::int64_t dv = 128;               ///< of V: likewise
   Format window_format = Format::f16;  ///< f16 or bf16: what rows are kept in first
   std::int64_t page_size = 16;         ///< tokens: 16, 32 or 64; a page lies in one tier
@@ -103,7 +105,7 @@ struct KvUsage {
 struct KvAppendTensors {
   TensorView k;  ///< (B, S, Hkv, D) or (B, Hkv, S, D); packed (T, Hkv, D) or (Hkv, T, D); f
   TensorView v;  ///< the same with Dv
-  TensorView cu_seqlens;  ///< (B + 1) s32: k and v are packed
+  TensorView cu_seqlens;  ///< (B + 1) s32 or s64: k and v are packed
   /// Optional (B, Hkv, ceil(S' / 16)) f32, S' the longest length after the call: importance of
   /// blocks by position, for the pages that this call fills or quantises. From a prefill's own
   /// attention, say, since what is quantised without it weighs the same everywhere. From 0 to 1e15,

@@ -261,8 +261,8 @@ void AppendPlan::load_new(Part part, std::int64_t head, std::int64_t position, f
   const std::int64_t token = position - layer_.length;
   const bool k = part == Part::k;
   const int channels = k ? cache_.d() : cache_.dv();
-  cache_.words->load_row(k ? rows_.k_row(head, token) : rows_.v_row(head, token),
-                         cpu::element_of(rows_.format), channels, nullptr, row);
+  load_given_row(cache_, part, k ? rows_.k_row(head, token) : rows_.v_row(head, token),
+                 rows_.format, row);
   if (rows_.format != format) cpu::round_row(format, row, channels);
 }
 
@@ -274,16 +274,17 @@ void AppendPlan::make_mean() {
   bool quantises = false;
   for (const Job& job : jobs_) quantises |= job.to.tier > 0;
   if (!quantises) return;
-  const auto channels = static_cast<std::size_t>(o.heads_kv * o.d);
+  const std::int64_t d = cache_.d(), dv = cache_.dv();
+  const auto channels = static_cast<std::size_t>(o.heads_kv * d);
   mean_.assign(channels, 0.0f);
   shift_.assign(balances_k(o) ? channels : 0, 0);
-  v_mean_.assign(o.smooth_v ? static_cast<std::size_t>(o.heads_kv * o.dv) : 0, 0.0f);
+  v_mean_.assign(o.smooth_v ? static_cast<std::size_t>(o.heads_kv * dv) : 0, 0.0f);
 #pragma omp parallel for num_threads(team(cache_.threads()))
   for (std::int64_t h = 0; h < o.heads_kv; ++h) {
     if (o.smooth_k || !shift_.empty()) {
-      freeze_k(h, mean_.data() + h * o.d, shift_.empty() ? nullptr : shift_.data() + h * o.d);
+      freeze_k(h, mean_.data() + h * d, shift_.empty() ? nullptr : shift_.data() + h * d);
     }
-    if (o.smooth_v) freeze_v(h, v_mean_.data() + h * o.dv);
+    if (o.smooth_v) freeze_v(h, v_mean_.data() + h * dv);
   }
 }
 
@@ -414,7 +415,7 @@ float AppendPlan::key_importance(const Job& job) const {
   });
   if (count == 0) return 0.0f;  // NaN and Inf have nothing to lose
   add_in_halves<norm_lanes>(sum, 1);
-  const double norm = sum[0] / (static_cast<double>(count) * cache_.d());
+  const double norm = sum[0] / (static_cast<double>(count) * static_cast<double>(cache_.options.d));
   // Zeros: as important as can be told.
   return norm > 1e-15 ? static_cast<float>(1.0 / norm) : most_importance;
 }
@@ -430,8 +431,8 @@ void AppendPlan::store_new_rows(const Job& job, std::byte* page) const {
   for (std::int64_t at = job.begin; at < job.end; ++at) {
     const auto token = static_cast<int>(at - job.to.first);
     const std::int64_t row = at - layer_.length;
-    store_window_row(cache_, page, Part::k, token, rows_.k_row(job.head, row), rows_.format);
-    store_window_row(cache_, page, Part::v, token, rows_.v_row(job.head, row), rows_.format);
+    store_given_row(cache_, page, Part::k, token, rows_.k_row(job.head, row), rows_.format);
+    store_given_row(cache_, page, Part::v, token, rows_.v_row(job.head, row), rows_.format);
   }
 }
 

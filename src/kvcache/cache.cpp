@@ -268,9 +268,10 @@ KvUsage kv::usage_of(const KvCacheData& cache, const Layer& layer) {
     }
   }
   for (const std::uint8_t shift : layer.k_shift) u.balanced_channels += shift > 0 ? 1 : 0;
-  for (std::size_t h = 0; h * static_cast<std::size_t>(o.dv) < layer.v_mean.size(); ++h) {
-    const float* mean = layer.v_mean.data() + h * static_cast<std::size_t>(o.dv);
-    u.shifted_heads += std::any_of(mean, mean + o.dv, [](float x) { return x != 0; }) ? 1 : 0;
+  const auto dv = static_cast<std::size_t>(cache.dv());
+  for (std::size_t h = 0; h * dv < layer.v_mean.size(); ++h) {
+    const float* mean = layer.v_mean.data() + h * dv;
+    u.shifted_heads += std::any_of(mean, mean + dv, [](float x) { return x != 0; }) ? 1 : 0;
   }
   u.allowed_bytes = std::max<std::int64_t>(cache.allowed_bytes(layer.length), 0);
   const std::int64_t values = layer.length * o.heads_kv * (o.d + o.dv);

@@ -54,7 +54,8 @@ void kv::Contents::page(std::int64_t head, const Entry& e, const std::byte* page
     const std::int64_t at = head * length_ + e.first + token;
     if (tiers_.present()) static_cast<std::int32_t*>(tiers_.data)[at] = e.tier;
     for (const auto& [part, view, channels] :
-         {std::tuple{Part::k, &k_, cache_.d()}, std::tuple{Part::v, &v_, cache_.dv()}}) {
+         {std::tuple{Part::k, &k_, given_channels(cache_, Part::k)},
+          std::tuple{Part::v, &v_, given_channels(cache_, Part::v)}}) {
       if (!view->present()) continue;
       load_page_row(cache_, e.tier, page, part, token, frames, false, row);
       std::copy_n(row, channels, static_cast<float*>(view->data) + at * channels);

@@ -50,6 +50,10 @@ struct Layer {
   }
 };
 
+/// Channels that pages have for rows of that many: panels of codes want multiples of 32, and what
+/// is behind a row is zeros.
+inline std::int64_t stored_channels(std::int64_t channels) { return (channels + 31) / 32 * 32; }
+
 struct Sequence {
   std::int64_t id = 0;
   std::vector<Layer> layers;
@@ -74,8 +78,9 @@ struct KvCacheData {
   std::vector<kv::Sequence> sequences;  ///< by ascending id
   std::int64_t next_id = 0;
 
-  int d() const { return static_cast<int>(options.d); }
-  int dv() const { return static_cast<int>(options.dv); }
+  // Channels as pages, means and kernels have them; options.d and options.dv are the callers'.
+  int d() const { return static_cast<int>(kv::stored_channels(options.d)); }
+  int dv() const { return static_cast<int>(kv::stored_channels(options.dv)); }
   std::int64_t blocks_per_page() const { return options.page_size / formats::kv_block_tokens; }
   /// Layout of a block of tier 0 (16 bits), 1, ...
   formats::KvBlock block(int tier) const {

@@ -200,8 +200,7 @@ Status check_size(const Reader& file, const std::string& header, const FileCount
                   const KvCacheData& data) {
   // Every count is of things in the file, which bounds their products, too.
   const std::int64_t all = file.size();
-  const std::int64_t widest =
-      8 * c.options.layers * c.options.heads_kv * std::max<std::int64_t>(c.options.d, 8);
+  const std::int64_t widest = 8 * c.options.layers * c.options.heads_kv * std::int64_t{data.d()};
   bool bounded = c.entries <= all / 24 && std::max(c.sequences, c.means) <= all / 4 &&
                  std::max(c.sequences, c.means) <= INT64_MAX / 16 / widest;
   for (const std::int64_t n : c.pages) bounded &= n <= all / 64;
@@ -235,7 +234,7 @@ Status build(const Image& image, const FileCounts& c, KvCacheData& data,
              std::vector<std::vector<std::int64_t>>& references) {
   const auto layers = static_cast<std::size_t>(c.options.layers);
   const auto heads = static_cast<std::size_t>(c.options.heads_kv);
-  const auto width = static_cast<std::size_t>(c.options.heads_kv * c.options.d);
+  const auto width = static_cast<std::size_t>(c.options.heads_kv * data.d());
   std::size_t entry = 0, mean = 0;
   for (std::size_t i = 0; i < image.sequences.size(); ++i) {
     Sequence s;
@@ -257,7 +256,7 @@ Status build(const Image& image, const FileCounts& c, KvCacheData& data,
         const float* from = image.means.data() + mean++ * width;
         layer.k_mean.assign(from, from + width);
         if (data.options.smooth_v) {
-          const auto values = static_cast<std::size_t>(c.options.heads_kv * c.options.dv);
+          const auto values = static_cast<std::size_t>(c.options.heads_kv * data.dv());
           const float* v = image.v_means.data() + (mean - 1) * values;
           layer.v_mean.assign(v, v + values);
         }
@@ -300,18 +299,17 @@ Status read_body(Reader& file, const FileCounts& c, KvCacheData& data) {
   bool whole = file.read_all(image.sequences, n) && file.read_all(image.lengths, n * layers) &&
                file.read_all(image.table_sizes, n * layers * heads) &&
                file.read_all(image.entries, c.entries) &&
-               file.read_all(image.means, c.means * heads * c.options.d);
+               file.read_all(image.means, c.means * heads * data.d());
   for (std::size_t t = 0; whole && t < data.pools.size(); ++t) {
     kv::PagePool& pool = data.pools[t];
     for (std::int64_t i = 0; whole && i < c.pages[t]; ++i) {
       whole = file.read(pool.page(pool.allocate()), static_cast<std::size_t>(pool.page_bytes()));
     }
   }
-  whole =
-      whole &&
-      file.read_all(image.v_means, data.options.smooth_v ? c.means * heads * c.options.dv : 0) &&
-      file.read_all(image.flags, n * layers) &&
-      file.read_all(image.shifts, data.balances_k() ? c.means * heads * c.options.d : 0);
+  whole = whole &&
+          file.read_all(image.v_means, data.options.smooth_v ? c.means * heads * data.dv() : 0) &&
+          file.read_all(image.flags, n * layers) &&
+          file.read_all(image.shifts, data.balances_k() ? c.means * heads * data.d() : 0);
   if (!whole) return invalid("cannot be read to its end");
   std::vector<std::vector<std::int64_t>> references;
   for (const std::int64_t pages : c.pages) references.emplace_back(static_cast<std::size_t>(pages));

@@ -145,12 +145,12 @@ Result<FileCounts> FileCounts::parse(const std::string& line) {
 
 std::vector<FilePart> file_parts(const FileCounts& c, const detail::KvCacheData& data) {
   const std::int64_t n = c.sequences, layers = c.options.layers, heads = c.options.heads_kv;
-  std::vector<FilePart> parts = {
-      {"sequences", "I64", {n}, 8 * n},
-      {"lengths", "I64", {n, layers}, 8 * n * layers},
-      {"table_sizes", "I64", {n, layers, heads}, 8 * n * layers * heads},
-      {"tables", "U8", {c.entries, 24}, 24 * c.entries},
-      {"k_means", "F32", {c.means, heads, c.options.d}, 4 * c.means * heads * c.options.d}};
+  const std::int64_t d = data.d(), dv = data.dv();
+  std::vector<FilePart> parts = {{"sequences", "I64", {n}, 8 * n},
+                                 {"lengths", "I64", {n, layers}, 8 * n * layers},
+                                 {"table_sizes", "I64", {n, layers, heads}, 8 * n * layers * heads},
+                                 {"tables", "U8", {c.entries, 24}, 24 * c.entries},
+                                 {"k_means", "F32", {c.means, heads, d}, 4 * c.means * heads * d}};
   for (std::size_t t = 0; t < c.pages.size(); ++t) {
     const std::int64_t page = data.page_bytes(static_cast<int>(t));
     parts.push_back({"pages." + text(static_cast<std::int64_t>(t)),
@@ -159,13 +159,11 @@ std::vector<FilePart> file_parts(const FileCounts& c, const detail::KvCacheData&
                      c.pages[t] * page});
   }
   if (c.options.smooth_v) {
-    const std::int64_t dv = c.options.dv;
     parts.push_back({"v_means", "F32", {c.means, heads, dv}, 4 * c.means * heads * dv});
   }
   // Behind all others, whose elements must lie at multiples of their size.
   parts.push_back({"mean_flags", "U8", {n, layers}, n * layers});
   if (data.balances_k()) {
-    const std::int64_t d = c.options.d;
     parts.push_back({"k_shifts", "U8", {c.means, heads, d}, c.means * heads * d});
   }
   return parts;

@@ -27,9 +27,9 @@ Status check_dimensions(const KvCacheOptions& o) {
     }
   }
   for (const auto& [name, value] : {std::pair{"d", o.d}, std::pair{"dv", o.dv}}) {
-    if (value < 32 || value > 256 || value % 32 != 0) {
+    if (value < 8 || value > 256 || value % 8 != 0) {
       return invalid(std::string(name) + ": " + text(value) +
-                     " is not a multiple of 32 from 32 to 256");
+                     " is not a multiple of 8 from 8 to 256");
     }
   }
   if (o.page_size != 16 && o.page_size != 32 && o.page_size != 64) {
@@ -90,7 +90,8 @@ double budget_per_token(const KvCacheOptions& o) {
 
 std::int64_t mean_bytes(const KvCacheOptions& o) {
   if (!freezes(o)) return 0;
-  return o.heads_kv * (o.d * (balances_k(o) ? 5 : 4) + (o.smooth_v ? o.dv * 4 : 0));
+  const std::int64_t d = stored_channels(o.d), dv = stored_channels(o.dv);
+  return o.heads_kv * (d * (balances_k(o) ? 5 : 4) + (o.smooth_v ? dv * 4 : 0));
 }
 
 Status check_options(const KvCacheOptions& o) {

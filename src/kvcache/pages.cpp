@@ -89,6 +89,28 @@ bool alive(std::uint64_t live, std::int64_t block, int token) {
 
 }  // namespace
 
+int given_channels(const KvCacheData& cache, Part part) {
+  return static_cast<int>(part == Part::k ? cache.options.d : cache.options.dv);
+}
+
+void load_given_row(const KvCacheData& cache, Part part, const void* row, Format format,
+                    float* to) {
+  const int given = given_channels(cache, part);
+  cache.words->load_row(row, cpu::element_of(format), given, nullptr, to);
+  std::fill(to + given, to + (part == Part::k ? cache.d() : cache.dv()), 0.0f);
+}
+
+void store_given_row(const KvCacheData& cache, std::byte* page, Part part, int token,
+                     const void* row, Format format) {
+  if (given_channels(cache, part) == (part == Part::k ? cache.d() : cache.dv())) {
+    store_window_row(cache, page, part, token, row, format);
+    return;
+  }
+  float values[most_channels];
+  load_given_row(cache, part, row, format, values);
+  store_window_row(cache, page, part, token, values, Format::f32);
+}
+
 void store_window_row(const KvCacheData& cache, std::byte* page, Part part, int token,
                       const void* row, Format format) {
   const formats::KvBlock b = cache.block(0);
@@ -138,6 +160,7 @@ void load_page_row(const KvCacheData& cache, int tier, const std::byte* page, Pa
   if (p.rotated) cpu::unrotate(*cache.words, row, p.channels);
   for (int c = 0; own.shift && c < p.channels; ++c) row[c] *= key_factor(own.shift[c]);
   for (int c = 0; own.mean && c < p.channels; ++c) row[c] += own.mean[c];
+  std::fill(row + given_channels(cache, part), row + p.channels, 0.0f);
 }
 
 void expand_page(const KvCacheData& cache, int from, const std::byte* page, std::uint64_t live,

@@ -11,7 +11,17 @@ namespace qattn::kv {
 /// K or V of one page.
 enum class Part : std::int32_t { k, v };
 
-/// Copies one row (f32, f16 or bf16) into a page of 16 bits, rounding once.
+/// Channels of the callers' rows; a page's own may be more.
+int given_channels(const detail::KvCacheData& cache, Part part);
+
+/// A caller's row (f32, f16 or bf16) as a page has it: zeros behind it. `to` has 256 floats.
+void load_given_row(const detail::KvCacheData& cache, Part part, const void* row, Format format,
+                    float* to);
+/// Copies a caller's row into a page of 16 bits, rounding once.
+void store_given_row(const detail::KvCacheData& cache, std::byte* page, Part part, int token,
+                     const void* row, Format format);
+
+/// Copies one row (f32, f16 or bf16) of a page's channels into a page of 16 bits, rounding once.
 void store_window_row(const detail::KvCacheData& cache, std::byte* page, Part part, int token,
                       const void* row, Format format);
 
@@ -28,8 +38,8 @@ void expand_page(const detail::KvCacheData& cache, int from, const std::byte* pa
 /// Tokens of a page whose K is NaN beside channel scales, as bits; 0 where each token has a scale.
 std::uint64_t bad_tokens(const formats::KvPage& layout, const std::byte* page);
 
-/// The row of a token, as it is or, with `stored`, as the codes have it (mean, powers of two and
-/// rotation not undone). `row` has 256 floats.
+/// The row of a token, as it is (zeros behind the callers' channels) or, with `stored`, as the
+/// codes have it (mean, powers of two and rotation not undone). `row` has 256 floats.
 void load_page_row(const detail::KvCacheData& cache, int tier, const std::byte* page, Part part,
                    int token, const Frames& frames, bool stored, float* row);
 

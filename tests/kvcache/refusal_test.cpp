@@ -25,7 +25,7 @@ TEST(KvRefusal, Options) {
   } rows[] = {
       {[](KvCacheOptions& o) { o.layers = 0; }, "layers: 0 is not from 1 to 65536"},
       {[](KvCacheOptions& o) { o.heads_kv = -1; }, "heads_kv: -1"},
-      {[](KvCacheOptions& o) { o.d = 80; }, "d: 80 is not a multiple of 32 from 32 to 256"},
+      {[](KvCacheOptions& o) { o.d = 84; }, "d: 84 is not a multiple of 8 from 8 to 256"},
       {[](KvCacheOptions& o) { o.dv = 288; }, "dv: 288"},
       {[](KvCacheOptions& o) { o.page_size = 48; }, "page_size: 48 is not 16, 32 or 64"},
       {[](KvCacheOptions& o) { o.window = 0; }, "window: 0 is not a multiple of page_size 16"},

@@ -240,8 +240,8 @@ def test_importance_of_a_prefill_decides_tiers(rng):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"head_dim": 40}, "^head_dim: 40 is not a multiple of 32"),
-        ({"v_head_dim": 40}, "^v_head_dim: 40 is not a multiple of 32"),
+        ({"head_dim": 44}, "^head_dim: 44 is not a multiple of 8"),
+        ({"v_head_dim": 44}, "^v_head_dim: 44 is not a multiple of 8"),
         ({"kv_heads": 0}, "^kv_heads: 0 is not from 1 to 65536"),
         ({"tiers": 4}, "^tiers: 4 is not a list"),
         ({"tiers": "84"}, "^tiers: '84' is not a list"),

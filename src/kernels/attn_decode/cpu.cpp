@@ -9,6 +9,7 @@
 #include "core/threads.hpp"
 #include "kernels/attn_decode/cpu_job.hpp"
 #include "kernels/quantize/rows.hpp"
+#include "kvcache/pages.hpp"
 #include "kvcache/tensors.hpp"
 
 namespace qattn::cpu {
@@ -150,8 +151,9 @@ void Decode::prepare(std::int64_t u) {
     const std::int64_t head = h * call_.group() + r / call_.queries;
     const std::int64_t element =
         b * call_.q.batch + r % call_.queries * call_.q.query + head * call_.q.head;
-    cache.words->load_row(static_cast<const std::byte*>(view.data) + element * bytes,
-                          element_of(view.format), d_, nullptr, row);
+    kv::load_given_row(cache, kv::Part::k,
+                       static_cast<const std::byte*>(view.data) + element * bytes, view.format,
+                       row);
     double dot = 0;
     for (int c = 0; mean && c < d_; ++c) dot += static_cast<double>(row[c]) * mean[c];
     q.offset[r] = static_cast<float>(dot * call_.softmax_scale);
@@ -229,7 +231,7 @@ void Decode::merge_row(std::int64_t u, int r, float* rotated, float* raw) {
   const TensorView& out = call_.tensors.out;
   const std::int64_t element =
       b * call_.out.batch + query * call_.out.query + head * call_.out.head;
-  store_row(raw, dv_, out.format,
+  store_row(raw, kv::given_channels(cache, kv::Part::v), out.format,
             static_cast<std::byte*>(out.data) + element * (info(out.format).bits / 8));
   if (call_.tensors.lse.present()) {
     static_cast<float*>(

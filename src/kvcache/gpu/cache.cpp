@@ -162,6 +162,12 @@ Result<std::unique_ptr<GpuKvCache::Data>> kv::plan_memory(const KvCacheOptions& 
                                                           const KvGpuCapacity& capacity,
                                                           Device device, Stream stream) {
   if (Status s = check_device("device", device, options.threads); !s.ok()) return s;
+  for (const auto& [name, channels] : {std::pair{"d", options.d}, std::pair{"dv", options.dv}}) {
+    if (channels == stored_channels(channels)) continue;
+    return invalid(std::string(name) + ": " + text(channels) +
+                   " is not a multiple of 32, as a cache on a GPU needs; pad rows with zeros to " +
+                   text(stored_channels(channels)) + " and give softmax_scale");
+  }
   Result<KvCache> facts = KvCache::create(options);
   if (!facts.ok()) return facts.status();
   auto d = std::make_unique<GpuKvCache::Data>(std::move(*facts));
