@@ -57,11 +57,12 @@ struct AttentionTensors {
   /// to the bottom right as causal is; Sq and Sk are the sequence's own lengths (seqused).
   TensorView alibi_slopes;
 
-  TensorView cu_seqlens_q;  ///< (B + 1) s32: q, out are packed, sequence b is [cu[b], cu[b+1])
-  TensorView cu_seqlens_k;  ///< (B + 1) s32: k, v are packed
-  TensorView seqused_q;     ///< (B) s32: only the first seqused_q[b] queries exist; others give 0
-  TensorView seqused_k;     ///< (B) s32: only the first seqused_k[b] keys exist
-  TensorView page_table;    ///< (B, pages per sequence) s32: k, v are paged; needs seqused_k
+  // Index tensors are s32, or s64 in host memory.
+  TensorView cu_seqlens_q;  ///< (B + 1): q, out are packed, sequence b is [cu[b], cu[b+1])
+  TensorView cu_seqlens_k;  ///< (B + 1): k, v are packed
+  TensorView seqused_q;     ///< (B): only the first seqused_q[b] queries exist; others give 0
+  TensorView seqused_k;     ///< (B): only the first seqused_k[b] keys exist
+  TensorView page_table;    ///< (B, pages per sequence): k, v are paged; needs seqused_k
 
   /// b8, one for every block of `block_mask_q` queries and `block_mask_k` keys of a sequence: true
   /// = may look; false = these queries see none of these keys, which are skipped where a kernel
@@ -74,10 +75,12 @@ struct AttentionOptions {
   Recipe recipe;
   Layout layout = Layout::bshd;
   std::optional<float> softmax_scale;  ///< default 1 / sqrt(D); finite
-  bool causal = false;                 ///< bottom-right: query i sees keys j <= i + Sk - Sq
-  std::int64_t window_left = -1;       ///< keys j >= i + Sk - Sq - left; -1: unlimited
-  std::int64_t window_right = -1;      ///< keys j <= i + Sk - Sq + right; -1: unlimited
-  float softcap = 0.0f;                ///< s = c * tanh(s / c); 0: off
+  /// Bottom-right: query i sees keys j <= i + Sk - Sq. Then window_right is 0, -1, window_left (a
+  /// distance to both sides, of which the right one is hidden) or at least Sq - 1.
+  bool causal = false;
+  std::int64_t window_left = -1;   ///< keys j >= i + Sk - Sq - left; -1: unlimited
+  std::int64_t window_right = -1;  ///< keys j <= i + Sk - Sq + right; -1: unlimited
+  float softcap = 0.0f;            ///< s = c * tanh(s / c); 0: off
   /// Tokens a block of `block_mask`, multiples of 64 up to 2^20 (GPUs: block_mask_q also of the
   /// kernel's tile of queries, 128, or 64 where D > 128); 0 without one.
   std::int64_t block_mask_q = 0, block_mask_k = 0;

@@ -38,7 +38,8 @@ struct QuantizeTensors {
   TensorView mean;          ///< output if smooth
   /// Optional input of scale's shape, positive and finite: used instead of amax, copied to scale.
   TensorView static_scale;
-  TensorView cu_seqlens;  ///< optional (B + 1) s32: x is packed (T, H, D) or (H, T, D)
+  TensorView
+      cu_seqlens;  ///< optional (B + 1), s32 or on CPUs s64: x is packed (T, H, D) or (H, T, D)
 };
 
 struct QuantizeReport {

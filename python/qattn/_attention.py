@@ -20,7 +20,9 @@ from ._interop import (
     entry_shape,
     float_format,
     format_of,
+    index_entry,
     is_torch,
+    mask_entry,
     output_entry,
     shape_entry,
     small_entry,
@@ -109,7 +111,8 @@ def attention(
     or k comes as codes or has static scales.
     scale: softmax scale, default 1 / sqrt(D). softcap: s = c tanh(s / c).
     causal: query i sees keys j <= i + Sk - Sq (bottom right). window: (left, right), keys from
-    i + Sk - Sq - left to i + Sk - Sq + right; -1 is unlimited.
+    i + Sk - Sq - left to i + Sk - Sq + right; -1 is unlimited. With causal, right is 0, -1, left
+    (a distance: (w, w) is then (w, 0), as in FlashAttention) or hides nothing, from Sq - 1 on.
     mask: bool (True = may look) or float (added), broadcasts to (B, Hq, Sq, Sk); or a BitMask; or
     torch's causal_upper_left(Sq, Sk) or causal_lower_right(Sq, Sk). Other tensors of torch that
     are not what their memory holds are refused by name.
@@ -118,9 +121,10 @@ def attention(
     sinks: (Hq) logits that join the denominator only.
     alibi_slopes: (Hq) or (B, Hq) float32. Adds -slope * |i + Sk - Sq - j| to the score of query i
     and key j, Sq and Sk being the sequence's own lengths.
-    cu_seqlens_q, cu_seqlens_k: (B + 1) int32, tensors are packed (T, H, D) or (H, T, D).
-    seqused_q, seqused_k: (B) int32, tokens that exist. page_table: (B, pages) int32, k and v are
-    (pages, page_size, Hkv, D); needs seqused_k. Lists of integers will do for these.
+    cu_seqlens_q, cu_seqlens_k: (B + 1), tensors are packed (T, H, D) or (H, T, D). seqused_q,
+    seqused_k: (B), tokens that exist. page_table: (B, pages), k and v are (pages, page_size, Hkv,
+    D); needs seqused_k. These are int32 or int64 (on GPUs torch's alone, which are copied to
+    int32), or lists of integers.
     saturated: (3) int64 output, codes of q, k, v that a static scale clipped.
     threads: at most so many, 0 is the OpenMP default. One in a child of os.fork() if the thread
     that forked had used several: GNU's OpenMP would wait for them for ever.
@@ -327,7 +331,7 @@ class _Call:
     def _add_extras(self) -> None:
         for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table"):
             if self._given[name] is not None:
-                self.tensors[name] = small_entry(name, self._given[name], np.int32, self.device)
+                self.tensors[name] = index_entry(name, self._given[name], self.device)
         for name in ("sinks", "alibi_slopes"):
             if self._given[name] is not None:
                 self.tensors[name] = small_entry(name, self._given[name], np.float32, self.device)
@@ -335,9 +339,9 @@ class _Call:
         if isinstance(mask, BitMask):
             self.tensors["mask"] = entry("mask", mask.bits, "b1")
         elif mask is not None:
-            self.tensors["mask"] = entry("mask", mask)
+            self.tensors["mask"] = mask_entry("mask", mask)
         if self._given["block_mask"] is not None:
-            self.tensors["block_mask"] = entry("block_mask", self._given["block_mask"])
+            self.tensors["block_mask"] = mask_entry("block_mask", self._given["block_mask"], False)
         if self._given["saturated"] is not None:
             self.tensors["saturated"] = output_entry("saturated", self._given["saturated"])
 

@@ -29,9 +29,11 @@ _LEGACY_STREAM = 1  # how a __cuda_array_interface__ names stream 0
 
 
 class _OnStream(tuple):
-    """An Entry on a device, with the stream that its array names."""
+    """An Entry on a device, with the stream that its array names, and the array, which must live
+    until the call is enqueued."""
 
     stream: int | None = None
+    owner: Any = None
 
 
 # The name of a dtype, which numpy (with ml_dtypes) and torch share, to the name of a format.
@@ -173,6 +175,7 @@ def entry(name: str, x: Any, codes: str | None = None) -> Entry:
     device = device_of(x)
     if device != CPU:
         made = _OnStream((*_memory(name, x, format_name), *device))
+        made.owner = x
         if is_cuda_array(x):
             made.stream = _named_stream(x)
         return made
@@ -242,10 +245,51 @@ def small_entry(name: str, x: Any, dtype: type, device: Device = CPU) -> Entry:
         if device != CPU:
             raise InvalidArgument(f"{name}: is a {type(x).__name__}; on a GPU give a tensor there")
         try:
-            x = np.asarray(x, dtype)
+            made = np.asarray(x)
+            whole = made.dtype.kind in "iu" and np.can_cast(made.dtype, np.int64)
+            if dtype is np.int64 and made.size and not whole:
+                raise InvalidArgument(f"{name}: {x!r} is not a list of integers of 64 bits")
+            x = made.astype(dtype, casting="unsafe" if made.dtype.kind in "iuf" else "safe")
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidArgument(f"{name}: {error}") from None
     return entry(name, x)
+
+
+def index_entry(name: str, x: Any, device: Device = CPU) -> Entry:
+    """An index tensor: int32 or int64, in host memory a list of integers too."""
+    if is_torch(x) and x.device.type != "cpu" and dtype_name(x) == "int64":
+        check_array(name, x)
+        x = narrowed(x)
+    return small_entry(name, x, np.int64, device)
+
+
+def narrowed(x: Any) -> Any:
+    """int32 of an int64 tensor, for kernels, which read no other. What does not fit becomes a
+    number that is out of range wherever an index is, and so is found as any other bad one is."""
+    return x.clamp(-1, 2**31 - 1).to(_torch().int32)
+
+
+def mask_entry(name: str, x: Any, floats: bool = True) -> Entry:
+    """A mask: bool, or floats that are added where the mask may be such; the validator says what is
+    wrong with a dtype that is a format."""
+    check_array(name, x)
+    if dtype_name(x) not in _FORMATS:
+        check_mask_dtype(name, x, ("float32", "float16", "bfloat16") if floats else ())
+    return entry(name, x)
+
+
+def check_mask_dtype(name: str, x: Any, floats: tuple[str, ...]) -> None:
+    """Refuses a mask of integers, which might say who may look or what is added, and others."""
+    dtype = dtype_name(x)
+    if dtype == "bool" or dtype in floats:
+        return
+    rule = "bool (True = may look)"
+    if floats:
+        rule += f" or {', '.join(floats)} (added to the scores)"
+    hint = f"where its numbers say who may look, pass {name} != 0"
+    if floats and "float" in dtype:
+        hint = f"pass it in {floats[0]}"
+    raise InvalidArgument(f"{name}: dtype {dtype} is not {rule}; {hint}")
 
 
 def float_format(dtype: object, what: str = "out_dtype") -> str:

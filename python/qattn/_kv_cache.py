@@ -18,6 +18,8 @@ from ._interop import (
     entry,
     entry_shape,
     float_format,
+    index_entry,
+    mask_entry,
     output_entry,
     small_entry,
     unit_stride,
@@ -65,7 +67,8 @@ class KvCache:
         cache.append(layer, s, k, v)             # (1, S, 8, 128): a prefill or a decode step
         out = cache.decode(q, layer, s)          # (1, 1, 32, 128), its K and V appended before
 
-    tiers: best first, numbers of bits or pairs (K, V); None: 4, with a budget 8, 4, 3 and 2.
+    head_dim, v_head_dim: multiples of 8 from 8 to 256; pages hold multiples of 32, the rest zeros
+    that count as bytes (so GpuKvCache takes those alone). tiers: best first, numbers of bits or pairs (K, V); None: 4, with a budget 8, 4, 3 and 2.
     average_bits: bits an element of K and V, window, scales and tables counted, in every (sequence,
     layer), from budget_from tokens on (None: twice shortest_length); None: no budget, one tier.
     smooth_k: subtract each channel's mean of K before it is quantised; rotate: turn K and V by a
@@ -204,7 +207,7 @@ class KvCache:
         """
         tensors = {"k": rows("k", k), "v": rows("v", v)}
         if cu_seqlens is not None:
-            tensors["cu_seqlens"] = small_entry("cu_seqlens", cu_seqlens, np.int32)
+            tensors["cu_seqlens"] = index_entry("cu_seqlens", cu_seqlens)
         if importance is not None:
             tensors["importance"] = entry("importance", importance)
         layer, ids = integer("layer", layer), sequence_ids(sequences)
@@ -351,7 +354,7 @@ class DecodeCall:
         if sinks is not None:
             self.tensors["sinks"] = small_entry("sinks", sinks, np.float32, device)
         if tree_mask is not None:
-            self.tensors["tree_mask"] = small_entry("tree_mask", tree_mask, np.bool_, device)
+            self.tensors["tree_mask"] = _tree_entry(tree_mask, device)
 
     def _add(self, name: str, result: Any) -> None:
         self._results.append(result)
@@ -368,6 +371,12 @@ class DecodeCall:
 
     def returned(self) -> Any:
         return self._results[0] if len(self._results) == 1 else tuple(self._results)
+
+
+def _tree_entry(mask: Any, device: Any) -> Any:
+    if isinstance(mask, (list, tuple)):
+        return small_entry("tree_mask", mask, np.bool_, device)
+    return mask_entry("tree_mask", mask, False)
 
 
 def decode_options(

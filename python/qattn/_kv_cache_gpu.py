@@ -16,6 +16,7 @@ from ._interop import (
     device_named,
     device_of,
     entry,
+    index_entry,
     is_cuda_array,
     is_torch,
     stream_of,
@@ -130,7 +131,7 @@ class GpuKvCache:
     def _slots(self, sequences: Any) -> tuple:
         """A tensor of sequences, from numbers if need be."""
         if is_torch(sequences) or is_cuda_array(sequences):
-            return entry("sequences", sequences)
+            return index_entry("sequences", sequences, self._device)
         ids = tuple(sequence_ids(sequences))
         for number in ids:
             self._check(number)
@@ -221,7 +222,7 @@ class GpuKvCache:
         """
         tensors = {"sequences": self._slots(sequences), "k": rows("k", k), "v": rows("v", v)}
         if counts is not None:
-            tensors["counts"] = entry("counts", counts)
+            tensors["counts"] = index_entry("counts", counts, self._device)
         if importance is not None:
             tensors["importance"] = entry("importance", importance)
         stream = stream_of(k, tensors)

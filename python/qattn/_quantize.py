@@ -17,6 +17,7 @@ from ._interop import (
     element_shape,
     entry,
     float_format,
+    index_entry,
     output_entry,
     packed_shape,
     small_entry,
@@ -47,7 +48,7 @@ class Quantized:
     warp: int = 0  #: rows per warp; 0: the default (16)
     layout: str = "bshd"
     rotate: bool = False
-    cu_seqlens: Any = None  #: (B + 1) int32 if codes are packed sequences
+    cu_seqlens: Any = None  #: (B + 1) integers if codes are packed sequences
     saturated: int = 0  #: codes that a static scale clipped
 
     @property
@@ -101,7 +102,7 @@ def quantize(
     unit_stride("x", x)
     device = device_of(x)
     if cu_seqlens is not None:
-        tensors["cu_seqlens"] = small_entry("cu_seqlens", cu_seqlens, np.int32, device)
+        tensors["cu_seqlens"] = index_entry("cu_seqlens", cu_seqlens, device)
     if static_scale is not None:
         tensors["static_scale"] = small_entry("static_scale", static_scale, np.float32, device)
     made, stream = {}, stream_of(x, tensors)
@@ -167,7 +168,7 @@ def dequantize(x: Quantized, dtype: Any = "float32", *, threads: int = 0) -> Any
     if x.mean is not None:
         tensors["mean"] = entry("mean", x.mean)
     if x.cu_seqlens is not None:
-        tensors["cu_seqlens"] = small_entry("cu_seqlens", x.cu_seqlens, np.int32)
+        tensors["cu_seqlens"] = index_entry("cu_seqlens", x.cu_seqlens)
     _qattn.dequantize(tensors, options)
     return out
 

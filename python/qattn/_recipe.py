@@ -6,11 +6,16 @@ import dataclasses
 import operator
 from typing import Any, Union
 
+import numpy as np
+
 from . import _qattn
 from ._errors import InvalidArgument
 
 #: name, (name, block) or (name, block, warp)
 Granularity = Union[str, tuple[str, int], tuple[str, int, int]]
+
+
+_BOOLS = (bool, np.bool_)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +57,7 @@ def integer(name: str, value: Any) -> int:
         number = operator.index(value)
     except TypeError:
         raise InvalidArgument(f"{name}: {value!r} is not an integer") from None
-    if isinstance(value, bool) or not -(2**63) <= number < 2**63:
+    if isinstance(value, _BOOLS) or not -(2**63) <= number < 2**63:
         raise InvalidArgument(f"{name}: {value!r} is not an integer of 64 bits")
     return number
 
@@ -60,7 +65,7 @@ def integer(name: str, value: Any) -> int:
 def real(name: str, value: Any) -> float:
     """An option that must be a real number."""
     try:
-        if isinstance(value, (str, bytes, bool)):
+        if isinstance(value, (str, bytes, *_BOOLS)):
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -68,8 +73,8 @@ def real(name: str, value: Any) -> float:
 
 
 def boolean(name: str, value: Any) -> bool:
-    if value is True or value is False:
-        return value
+    if isinstance(value, _BOOLS):
+        return bool(value)
     raise InvalidArgument(f"{name}: {value!r} is neither True nor False")
 
 

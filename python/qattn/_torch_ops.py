@@ -12,7 +12,7 @@ import torch
 
 from . import _attention
 from ._errors import InvalidArgument, Unsupported
-from ._interop import unit_stride
+from ._interop import check_mask_dtype, unit_stride
 from ._recipe import Recipe
 from ._torch_tensors import as_mask, check_memory, check_tensor, is_causal_bias_of
 
@@ -242,9 +242,8 @@ def _check_tensors(
         if x.dtype != dtype:
             raise InvalidArgument(f"{name}: dtype {x.dtype} differs from query's {dtype}")
     if mask is not None and mask.dtype not in (torch.bool, torch.float32, dtype):
-        raise InvalidArgument(
-            f"attn_mask: dtype {mask.dtype} is not bool, float32 or query's {dtype}"
-        )
+        own = str(dtype).removeprefix("torch.")
+        check_mask_dtype("attn_mask", mask, ("float32",) + (() if own == "float32" else (own,)))
 
 
 def _unit_stride(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -325,4 +324,17 @@ def _run(
         query, key, value, out = (x.unsqueeze(0) for x in (query, key, value, out))
         mask = None if mask is None else mask.unsqueeze(0)
     with torch.no_grad():
-        _attention.attention(query, key, value, mask=mask, out=out, **options)
+        try:
+            _attention.attention(query, key, value, mask=mask, out=out, **options)
+        except InvalidArgument as error:
+            raise InvalidArgument(_with_way_out(str(error))) from None
+
+
+def _with_way_out(text: str) -> str:
+    """What attention() refuses, and who takes heads that are too long for it."""
+    rule = "longer heads have no kernel here"
+    return text.replace(
+        rule,
+        f"{rule}, torch.nn.functional.scaled_dot_product_attention takes them (in transformers "
+        'attn_implementation="sdpa")',
+    )

@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "core/index_tensor.hpp"
 #include "core/problem.hpp"
 #include "formats/e4m3.hpp"
 #include "formats/scale.hpp"
@@ -18,9 +19,7 @@ std::string text(std::int64_t value) { return std::to_string(value); }
 
 Status invalid(std::string message) { return Status(Code::invalid_argument, std::move(message)); }
 
-std::int64_t entry(const TensorView& view, std::int64_t i) {
-  return static_cast<const std::int32_t*>(view.data)[i * view.stride[0]];
-}
+constexpr auto entry = index_entry;
 
 Status check_cumulative(const char* name, const TensorView& view, std::int64_t tokens,
                         std::int64_t* longest) {
@@ -30,12 +29,11 @@ Status check_cumulative(const char* name, const TensorView& view, std::int64_t t
   }
   *longest = 0;
   for (std::int64_t i = 1; i < view.shape[0]; ++i) {
-    const std::int64_t length = entry(view, i) - entry(view, i - 1);
-    if (length < 0) {
+    if (entry(view, i) < entry(view, i - 1)) {
       return invalid(std::string(name) + ": entry " + text(i) + " is " + text(entry(view, i)) +
                      ", below the one before, " + text(entry(view, i - 1)));
     }
-    *longest = std::max(*longest, length);
+    *longest = std::max(*longest, entry(view, i) - entry(view, i - 1));
   }
   const std::int64_t last = entry(view, view.shape[0] - 1);
   if (last != tokens) {
@@ -62,7 +60,7 @@ Status check_used(const char* name, const TensorView& used, const TensorView& cu
 /// Page `i` of a sequence.
 std::int64_t page_of(const Problem& p, std::int64_t b, std::int64_t i) {
   const TensorView& table = p.tensors.page_table;
-  return static_cast<const std::int32_t*>(table.data)[b * table.stride[0] + i * table.stride[1]];
+  return index_at(table, b * table.stride[0] + i * table.stride[1]);
 }
 
 Status check_pages(const Problem& p) {

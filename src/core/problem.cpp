@@ -4,8 +4,11 @@
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <tuple>
 #include <utility>
 #include <vector>
+
+#include "core/index_tensor.hpp"
 
 namespace qattn {
 namespace {
@@ -105,6 +108,21 @@ struct Axes {
 Axes axes(Layout layout, bool packed) {
   if (packed) return layout == Layout::bshd ? Axes{-1, 0, 1, 2} : Axes{-1, 1, 0, 2};
   return layout == Layout::bshd ? Axes{0, 1, 2, 3} : Axes{0, 2, 1, 3};
+}
+
+/// Integers in a mask might say who may look or what is added.
+constexpr const char* bool_hint = "; where its numbers say who may look, pass mask != 0";
+
+constexpr std::int64_t most_channels = 256;
+
+/// What to do with heads of other sizes.
+std::string way_out(const std::string& name, std::int64_t extent) {
+  const std::int64_t next = std::max<std::int64_t>((extent + 7) / 8 * 8, 8);
+  if (next > most_channels) return "longer heads have no kernel here";
+  const std::string zeros = " with zeros to " + text(next);
+  return name == "v"
+             ? "pad v" + zeros + " and cut out"
+             : "pad q and k" + zeros + " and give softmax_scale 1 / sqrt(" + text(extent) + ")";
 }
 
 TokenTensor token_tensor(const TensorView& view, const Axes& a) {
@@ -220,9 +238,9 @@ class Maker {
                      text(d));
     }
     for (const auto& [name, extent] : {std::pair{"q", d}, std::pair{"v", dv}}) {
-      if (extent < 8 || extent > 256 || extent % 8 != 0) {
+      if (extent < 8 || extent > most_channels || extent % 8 != 0) {
         return invalid(std::string(name) + ": head_dim " + text(extent) +
-                       " is not a multiple of 8 from 8 to 256");
+                       " is not a multiple of 8 from 8 to 256; " + way_out(name, extent));
       }
     }
     p_.d = static_cast<int>(d);
@@ -278,7 +296,7 @@ class Maker {
                        shape_text(t_.page_table.shape.data(), t_.page_table.rank) + " should be (" +
                        text(p_.batch) + ", pages per sequence)");
       }
-      if (Status s = check_format("page_table", t_.page_table, {Format::s32}); !s.ok()) return s;
+      if (Status s = check_index_format("page_table", t_.page_table); !s.ok()) return s;
       p_.pages_per_sequence = t_.page_table.shape[1];
       if (__builtin_mul_overflow(p_.pages_per_sequence, p_.page_size, &p_.max_k)) {
         return invalid("page_table: pages per sequence times page size overflows 64 bits");
@@ -290,13 +308,14 @@ class Maker {
       }
       p_.tokens_k *= p_.batch;
     }
-    for (const auto& [name, view] : {std::pair{"cu_seqlens_q", &t_.cu_seqlens_q},
-                                     std::pair{"cu_seqlens_k", &t_.cu_seqlens_k}}) {
-      if (Status s = check_small(name, *view, {p_.batch + 1}, {Format::s32}); !s.ok()) return s;
-    }
-    for (const auto& [name, view] :
-         {std::pair{"seqused_q", &t_.seqused_q}, std::pair{"seqused_k", &t_.seqused_k}}) {
-      if (Status s = check_small(name, *view, {p_.batch}, {Format::s32}); !s.ok()) return s;
+    for (const auto& [name, view, extent] :
+         {std::tuple{"cu_seqlens_q", &t_.cu_seqlens_q, p_.batch + 1},
+          std::tuple{"cu_seqlens_k", &t_.cu_seqlens_k, p_.batch + 1},
+          std::tuple{"seqused_q", &t_.seqused_q, p_.batch},
+          std::tuple{"seqused_k", &t_.seqused_k, p_.batch}}) {
+      if (!view->present()) continue;
+      if (Status s = check_index_format(name, *view); !s.ok()) return s;
+      if (Status s = check_shape(name, *view, {extent}); !s.ok()) return s;
     }
     return check_size("q", p_.batch, p_.heads_q, std::max(p_.max_q, p_.max_k));
   }
@@ -442,7 +461,10 @@ class Maker {
       }
     }
     if (!t_.block_mask.present()) return {};
-    if (Status s = check_format("block_mask", t_.block_mask, {Format::b8}); !s.ok()) return s;
+    if (t_.block_mask.format != Format::b8) {
+      return invalid("block_mask: format " + std::string(info(t_.block_mask.format).name) +
+                     " is not one of b8 (bool, true = may look)" + bool_hint);
+    }
     p_.block_mask_q = o_.block_mask_q;
     p_.block_mask_k = o_.block_mask_k;
     const std::int64_t full[4] = {p_.batch, p_.heads_q,
@@ -457,12 +479,13 @@ class Maker {
 
   Status mask() {
     if (!t_.mask.present()) return {};
-    if (Status s = check_format("mask", t_.mask,
-                                {Format::b8, Format::b1, Format::f32, Format::f16, Format::bf16});
-        !s.ok()) {
-      return s;
-    }
     const bool bits = t_.mask.format == Format::b1;
+    if (!bits && t_.mask.format != Format::b8 && !is_float(t_.mask.format)) {
+      return invalid("mask: format " + std::string(info(t_.mask.format).name) +
+                     " is not one of b8, b1 (bool and its bits, true = may look), f32, f16, bf16 "
+                     "(added to the scores)" +
+                     bool_hint);
+    }
     p_.mask = bits || t_.mask.format == Format::b8 ? MaskKind::boolean : MaskKind::additive;
     if (const int last = t_.mask.rank - 1; bits && (last < 0 || t_.mask.stride[last] != 1)) {
       return invalid("mask: " + (last < 0 ? "rank 0" : "stride " + text(t_.mask.stride[last])) +
@@ -473,6 +496,18 @@ class Maker {
     const std::int64_t full[4] = {p_.batch, p_.heads_q, p_.max_q, keys};
     const bool open[4] = {false, false, p_.varlen_q, p_.varlen_k};  // extent known from contents
     return broadcast("mask", t_.mask, full, open, p_.mask_shape, p_.mask_stride);
+  }
+
+  /// Where a window and causality say the same of keys behind a query's own: such a window ends
+  /// there, is a distance to both sides, or hides nothing on its right.
+  Status causal_window() const {
+    const std::int64_t right = o_.window_right;
+    if (!o_.causal || right <= 0 || right == o_.window_left || right >= p_.max_q - 1) return {};
+    return invalid("window_right: " + text(right) +
+                   " contradicts causal, under which a query sees no key behind its own; it should "
+                   "be 0, -1, window_left's " +
+                   text(o_.window_left) +
+                   " (a distance), or hide nothing, from Sq - 1 = " + text(p_.max_q - 1) + " on");
   }
 
   Status options() {
@@ -489,9 +524,7 @@ class Maker {
          {std::pair{"window_left", o_.window_left}, std::pair{"window_right", o_.window_right}}) {
       if (w < -1) return invalid(std::string(name) + ": " + text(w) + " is below -1 (unlimited)");
     }
-    if (o_.causal && o_.window_right > 0) {
-      return invalid("window_right: " + text(o_.window_right) + " contradicts causal");
-    }
+    if (Status s = causal_window(); !s.ok()) return s;
     p_.window_left = o_.window_left;
     p_.window_right = o_.causal ? 0 : o_.window_right;
     if (Status s = check_threads(o_.threads); !s.ok()) return s;
@@ -567,6 +600,14 @@ class Maker {
 
 bool is_float(Format format) {
   return format == Format::f32 || format == Format::f16 || format == Format::bf16;
+}
+
+Status check_index_format(const char* name, const TensorView& view) {
+  if (view.format == Format::s32) return {};
+  if (view.format != Format::s64) return check_format(name, view, {Format::s32, Format::s64});
+  if (view.device.type == DeviceType::cpu) return {};
+  return invalid(std::string(name) + ": format s64 lies on " + device_text(view.device) +
+                 ", where kernels read s32");
 }
 
 std::string shape_text(const std::int64_t* extent, int rank) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "core/index_tensor.hpp"
 #include "core/problem.hpp"
 #include "formats/bits.hpp"
 
@@ -23,12 +24,14 @@ Axes axes_of(Layout layout, bool packed) {
 }
 
 Status check_cu_seqlens(const TensorView& view, std::int64_t batch, std::int64_t tokens) {
-  if (Status s = check_tensor("cu_seqlens", view, Format::s32, {batch + 1}, true); !s.ok())
+  if (view.present()) {
+    if (Status s = check_index_format("cu_seqlens", view); !s.ok()) return s;
+  }
+  if (Status s = check_tensor("cu_seqlens", view, view.format, {batch + 1}, true); !s.ok())
     return s;
-  const auto* cu = static_cast<const std::int32_t*>(view.data);
   std::int64_t before = 0;
   for (std::int64_t b = 0; b <= batch; ++b) {
-    const std::int64_t now = cu[b * view.stride[0]];
+    const std::int64_t now = index_entry(view, b);
     const bool right = b == 0 ? now == 0 : now >= before;
     if (!right || now > tokens || (b == batch && now != tokens)) {
       return invalid("cu_seqlens: entry " + text(b) + " is " + text(now) +
@@ -165,9 +168,8 @@ Status check_append(const detail::KvCacheData& cache, std::int64_t layer,
   for (std::int64_t b = 0; b < batch; ++b) {
     std::int64_t begin = 0, end = tokens;
     if (packed) {
-      const auto* cu = static_cast<const std::int32_t*>(t.cu_seqlens.data);
-      begin = cu[b * t.cu_seqlens.stride[0]];
-      end = cu[(b + 1) * t.cu_seqlens.stride[0]];
+      begin = index_entry(t.cu_seqlens, b);
+      end = index_entry(t.cu_seqlens, b + 1);
     }
     const auto base = [&](const TensorView& x) {
       const std::int64_t element = (packed ? 0 : b * x.stride[0]) + begin * x.stride[a.token];

@@ -10,7 +10,8 @@ namespace qattn::reference {
 namespace {
 
 std::int64_t entry(const TensorView& view, std::int64_t i, std::int64_t j = 0) {
-  return load<std::int32_t>(view, i * view.stride[0] + j * view.stride[1]);
+  const std::int64_t at = i * view.stride[0] + j * view.stride[1];
+  return view.format == Format::s64 ? load<std::int64_t>(view, at) : load<std::int32_t>(view, at);
 }
 
 Status wrong(const std::string& tensor, std::int64_t i, std::int64_t value,

@@ -63,29 +63,55 @@ REFUSALS = {
     "causal type": refusal(INVALID, "causal: 1", causal=1),
     "window": refusal(INVALID, "window: 5", window=5),
     "window below": refusal(INVALID, "window_left: -2", window=(-2, 0)),
-    "window and causal": refusal(INVALID, "window_right: 3", window=(4, 3), causal=True),
+    "window and causal": refusal(
+        INVALID, "window_right: 3 contradicts causal.* 0, -1, window_left's 4", window=(4, 3),
+        causal=True
+    ),
     "window type": refusal(INVALID, "window_right: 0.5", window=(4, 0.5)),
     "softcap": refusal(INVALID, "softcap: -1", softcap=-1.0),
     "scale": refusal(INVALID, "softmax_scale: inf", scale=float("inf")),
+    "scale bool": refusal(INVALID, "scale: np.True_", scale=np.True_),
+    "head_dim": refusal(INVALID, "q: head_dim 36 .* pad q and k with zeros to 40",
+                        *(np.zeros((1, 5, 1, 36), np.float32) for _ in range(3))),
+    "head_dim too long": refusal(INVALID, "q: head_dim 264 .* longer heads have no kernel",
+                                 *(np.zeros((1, 5, 1, 264), np.float32) for _ in range(3))),
     "scale type": refusal(INVALID, "scale: 'x'", scale="x"),
     "threads": refusal(INVALID, "threads: -1", threads=-1),
     "threads type": refusal(INVALID, "threads: 1.5", threads=1.5),
     "threads huge": refusal(INVALID, "threads", threads=2**70),
     "mask shape": refusal(INVALID, "mask: shape", mask=np.ones((70, 151), bool)),
     "mask dtype": refusal(INVALID, "mask: format s32", mask=np.ones((70, 150), np.int32)),
+    "mask int64": refusal(INVALID, "mask: format s64 .* true = may look.* pass mask != 0",
+                          mask=np.ones((70, 150), np.int64)),
+    "mask int16": refusal(INVALID, "mask: dtype int16 is not bool .* pass mask != 0",
+                          mask=np.ones((70, 150), np.int16)),
+    "mask float64": refusal(INVALID, "mask: dtype float64 is not bool .* pass it in float32",
+                            mask=np.zeros((70, 150))),
+    "block mask bytes": refusal(
+        INVALID, "block_mask: dtype uint8 is not bool .* pass block_mask != 0",
+        block_mask=np.ones((2, 3), np.uint8), block_mask_size=(64, 64)
+    ),
     "mask bits shape": refusal(
         INVALID, "mask: shape", mask=qattn.BitMask(np.ones((70, 18), np.uint8))
     ),
     "mask bits apart": refusal(
         INVALID, "mask: stride 2 of b1", mask=qattn.BitMask(np.ones((70, 38), np.uint8)[:, ::2])
     ),
-    "mask bytes": refusal(INVALID, "mask: dtype uint8", mask=np.ones((70, 150), np.uint8)),
+    "mask bytes": refusal(INVALID, "mask: dtype uint8 is not bool .* pass mask != 0",
+                          mask=np.ones((70, 150), np.uint8)),
     "sinks": refusal(INVALID, "sinks: shape", sinks=[0.0, 1.0]),
     "ragged sinks": refusal(INVALID, "sinks: ", sinks=[[1.0], [1.0, 2.0]]),
     "alibi dtype": refusal(INVALID, "alibi_slopes: format f16", alibi_slopes=Q[0, 0, :, 0].astype(
         np.float16)),
     "seqused": refusal(INVALID, "seqused_k: entry 1 is 151", seqused_k=[3, 151]),
-    "seqused dtype": refusal(INVALID, "seqused_k: format s64", seqused_k=np.array([3, 4])),
+    "seqused dtype": refusal(INVALID, "seqused_k: format f32", seqused_k=np.float32([3, 4])),
+    "seqused wide": refusal(
+        INVALID, "seqused_k: entry 1 is 4294967300", seqused_k=np.array([3, 2**32 + 4])
+    ),
+    "seqused floats": refusal(INVALID, r"seqused_k: \[3, 4.0\] is not a list of integers",
+                              seqused_k=[3, 4.0]),
+    "page table wide": refusal(INVALID, r"page_table: entry \(1, 0\) is 4294967296",
+                               page_table=np.array([[0], [2**32]]), seqused_k=[5, 5]),
     "cu_seqlens": refusal(INVALID, "cu_seqlens_q: last entry 69", Q[0], K[0], V[0],
                           **{**PACKED, "cu_seqlens_q": [0, 69]}),
     "cu_seqlens order": refusal(INVALID, "cu_seqlens_k: entry 2", Q[0], K[0], V[0],

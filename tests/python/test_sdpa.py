@@ -194,6 +194,17 @@ REFUSED = {
     "rank 1": ((Q[0, 0, 0], K, V), {}, "query: rank 1"),
     "head dim of key": ((Q, K[..., :8], V), {}, "k: head_dim 8"),
     "head dim": ((Q[..., :12], K[..., :12], V), {}, "q: head_dim 12"),
+    "head dim that is too long": (
+        operands((2, 4, 10, 512), (2, 4, 20, 512)), {},
+        "q: head_dim 512 .* torch.nn.functional.scaled_dot_product_attention takes them",
+    ),
+    "mask int64": (
+        (Q, K, V, torch.ones(10, 20, dtype=torch.int64)), {}, "bool .* pass attn_mask != 0"
+    ),
+    "mask uint8": (
+        (Q, K, V, torch.ones(10, 20, dtype=torch.uint8)), {}, "bool .* pass attn_mask != 0"
+    ),
+    "mask float64": ((Q, K, V, torch.zeros(10, 20).double()), {}, "pass it in float32"),
     "keys of value": ((Q, K, V[:, :, :19]), {}, "v: length 19"),
     "batch": ((Q, torch.cat([K, K[:1]]), V), {}, "key: shape"),
     "numpy": ((Q.numpy(), K, V), {}, "query: is a ndarray"),

@@ -391,9 +391,9 @@ const std::vector<Case>& cases() {
       {"PageTableFormat",
        [](Call& c) {
          c.page_k();
-         c.t.page_table.format = Format::s64;
+         c.t.page_table.format = Format::f32;
        },
-       {"page_table"}},
+       {"page_table: format f32", "s32, s64"}},
       {"PageTooLarge",
        [](Call& c) {
          c.page_k();

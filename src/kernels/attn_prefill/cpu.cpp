@@ -10,6 +10,7 @@
 #include <numeric>
 #include <string>
 
+#include "core/index_tensor.hpp"
 #include "core/threads.hpp"
 #include "kernels/attn_prefill/cpu_operand.hpp"
 #include "kernels/attn_prefill/cpu_task.hpp"
@@ -173,9 +174,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-std::int64_t read_index(const TensorView& view, std::int64_t i) {
-  return static_cast<const std::int32_t*>(view.data)[i * view.stride[0]];
-}
+constexpr auto read_index = index_entry;
 
 /// Fills the sequence table; returns the number of tasks.
 std::int64_t plan_sequences(const Problem& p, const Config& c, SequenceInfo* table) {
@@ -445,7 +444,9 @@ Sequence sequence(const Job& job, const TokenTensor& x, std::int64_t begin, std:
   std::int64_t element = head * x.head + begin * x.token;
   if (paged) {
     const TensorView& table = p.tensors.page_table;
-    s.pages = static_cast<const std::int32_t*>(table.data) + b * table.stride[0];
+    s.wide_pages = table.format == Format::s64;
+    s.pages = static_cast<const std::byte*>(table.data) +
+              b * table.stride[0] * (info(table.format).bits / 8);
     s.page_table_stride = table.stride[1];
     s.page_size = p.page_size;
     s.page_stride = x.batch;

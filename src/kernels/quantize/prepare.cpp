@@ -284,10 +284,12 @@ std::string prepare_refusal(const Problem& p, const Recipe& recipe, const Prepar
   }
   const AttentionTensors& t = p.tensors;
   for (const TensorView* v : {&t.cu_seqlens_q, &t.cu_seqlens_k, &t.seqused_q, &t.seqused_k}) {
+    if (v->present() && v->format != Format::s32) return "an index tensor is not s32";
     if (v->present() && v->shape[0] > 1 && v->stride[0] != 1) {
       return "an index tensor's stride is not 1";
     }
   }
+  if (t.page_table.present() && t.page_table.format != Format::s32) return "page_table is not s32";
   if (t.page_table.present() && t.page_table.shape[1] > 1 && t.page_table.stride[1] != 1) {
     return "page_table's last stride is not 1";
   }

@@ -10,6 +10,7 @@
 
 #include "core/backend.hpp"
 #include "core/guarded.hpp"
+#include "core/index_tensor.hpp"
 #include "core/threads.hpp"
 #include "formats/hadamard.hpp"
 #include "formats/scale.hpp"
@@ -23,9 +24,7 @@ namespace {
 using cpu::padded;
 using cpu::Sequence;
 
-std::int64_t entry(const TensorView& view, std::int64_t i) {
-  return static_cast<const std::int32_t*>(view.data)[i * view.stride[0]];
-}
+constexpr auto entry = index_entry;
 
 /// One (sequence, head) of a call.
 struct Unit {

@@ -4,14 +4,14 @@
 #include <string>
 #include <utility>
 
+#include "core/index_tensor.hpp"
+
 namespace qattn {
 namespace {
 
 Status invalid(std::string message) { return Status(Code::invalid_argument, std::move(message)); }
 
-std::int64_t entry(const TensorView& view, std::int64_t i) {
-  return static_cast<const std::int32_t*>(view.data)[i * view.stride[0]];
-}
+constexpr auto entry = index_entry;
 
 Status check_format(const QuantizeOptions& o) {
   using enum Format;
@@ -25,8 +25,9 @@ Status check_format(const QuantizeOptions& o) {
 /// Longest sequence of packed tokens; checks that cu_seqlens is monotone and covers them.
 Result<std::int64_t> longest_of(const TensorView& cu, std::int64_t tokens) {
   if (Status s = check_view("cu_seqlens", cu, -1); !s.ok()) return s;
-  if (cu.format != Format::s32 || cu.rank != 1 || cu.shape[0] < 1 || cu.data == nullptr) {
-    return invalid("cu_seqlens: should be s32 of shape (B + 1)");
+  if (Status s = check_index_format("cu_seqlens", cu); !s.ok()) return s;
+  if (cu.rank != 1 || cu.shape[0] < 1 || cu.data == nullptr) {
+    return invalid("cu_seqlens: should have the shape (B + 1)");
   }
   std::int64_t longest = 0;
   for (std::int64_t i = 0; i < cu.shape[0]; ++i) {

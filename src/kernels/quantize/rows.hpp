@@ -19,7 +19,8 @@ struct Sequence {
   std::int64_t token_stride = 0;  ///< in elements
   std::int64_t length = 0;        ///< tokens that exist
   int channels = 0;
-  const std::int32_t* pages = nullptr;  ///< this sequence's page numbers, or null
+  const void* pages = nullptr;  ///< this sequence's page numbers, s32 or s64, or null
+  bool wide_pages = false;      ///< s64
   std::int64_t page_table_stride = 1, page_size = 1, page_stride = 0;
   const Seen* seen = nullptr;  ///< [length], or null: every token is seen
 
@@ -28,7 +29,9 @@ struct Sequence {
   bool shares(std::int64_t token) const { return seen == nullptr || seen[token] == Seen::yes; }
 
   std::int64_t page(std::int64_t token) const {
-    return pages[token / page_size * page_table_stride];
+    const std::int64_t at = token / page_size * page_table_stride;
+    return wide_pages ? static_cast<const std::int64_t*>(pages)[at]
+                      : static_cast<const std::int32_t*>(pages)[at];
   }
   const std::byte* row(std::int64_t token) const {
     const std::int64_t element =
