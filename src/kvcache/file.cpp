@@ -16,6 +16,8 @@
 // of both and of the granularity.
 #include "kvcache/file.hpp"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <bit>
 #include <cstdio>
@@ -117,6 +119,9 @@ Status kv::write_file(const KvCacheData& data, const std::string& path) {
   File file(std::fopen(temporary.c_str(), "wb"));
   if (!file) return invalid("path: " + temporary + " cannot be written");
   bool good = true;
+  if (struct stat old{}; ::stat(path.c_str(), &old) == 0) {  // a file that is there keeps its mode
+    good = ::fchmod(::fileno(file.get()), old.st_mode & 07777) == 0;
+  }
   const auto put = [&](const void* bytes, std::size_t count) {
     good = good && (count == 0 || std::fwrite(bytes, 1, count, file.get()) == count);
   };

@@ -161,6 +161,32 @@ TEST_F(NpyTest, Uint16IsBf16OnlyOnRequest) {
   EXPECT_EQ(get(*read, 0), 1.0f);
 }
 
+TEST_F(NpyTest, OtherOrdersAndWidthsAreConverted) {
+  std::string converted;
+  // (2, 3, 2), element (i, j, k) = i + 10 j + 100 k, in big-endian halves in Fortran order.
+  std::string data;
+  for (int k = 0; k < 2; ++k) {
+    for (int j = 0; j < 3; ++j) {
+      for (int i = 0; i < 2; ++i) {
+        const std::uint16_t half = f16_from(static_cast<float>(i + 10 * j + 100 * k));
+        data += {static_cast<char>(half >> 8), static_cast<char>(half & 0xff)};
+      }
+    }
+  }
+  const std::string x = file("x.npy", npy(npy_header(">f2", "(2, 3, 2)", "True"), data));
+  const Result<Array> read = read_npy(x, {.converted = &converted});
+  ASSERT_TRUE(read.ok()) << read.status().message();
+  EXPECT_EQ(converted, "big to little endian, Fortran to C order");
+  for (int n = 0; n < 12; ++n) {
+    EXPECT_EQ(get(*read, n), static_cast<float>(n / 6 + 10 * (n / 2 % 3) + 100 * (n % 2)));
+  }
+  const std::string f4 = little_endian(0x3f800000, 4);
+  EXPECT_TRUE(
+      read_npy(file("x.npy", npy(npy_header("<f4", "(1,)"), f4)), {.converted = &converted}).ok());
+  EXPECT_EQ(converted, "");
+  EXPECT_TRUE(read_npy(file("e.npy", npy(npy_header("<f8", "(0, 3)", "True"), ""))).ok());
+}
+
 TEST_F(NpyTest, HostileFilesAreRefused) {
   const std::string f4 = "0123";
   const std::string huge = "(4611686018427387904,)";
@@ -187,9 +213,12 @@ TEST_F(NpyTest, HostileFilesAreRefused) {
       {"structured dtype",
        npy("{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (1,)}\n", f4), "dtype"},
       {"pickled objects", npy(npy_header("|O", "(1,)"), f4), "dtype '|O'"},
-      {"float64", npy(npy_header("<f8", "(1,)"), f4 + f4), "dtype '<f8'"},
-      {"big-endian", npy(npy_header(">f4", "(1,)"), f4), "big-endian"},
-      {"Fortran order", npy(npy_header("<f4", "(1,)", "True"), f4), "C order"},
+      {"float64 cut", npy(npy_header("<f8", "(2,)"), f4 + f4), "in float64 needs 16 bytes"},
+      {"float64 beyond f32", npy(npy_header(">f8", "(1,)"), std::string("\x7f\xe0\0\0\0\0\0\0", 8)),
+       "element 0 is 8.988466e+307"},
+      {"float128", npy(npy_header("<f16", "(1,)"), f4 + f4 + f4 + f4), "dtype '<f16'"},
+      {"raw bytes", npy(npy_header("<V1", "(4,)"), f4), "any format of 8 bits"},
+      {"raw memory of numpy", npy(npy_header("|V2", "(2,)"), f4), "dtype '|V2'"},
       {"order is no boolean", npy(npy_header("<f4", "(1,)", "0"), f4), "True nor False"},
       {"negative extent", npy(npy_header("<f4", "(-1,)"), f4), "negative"},
       {"extent over 64 bits", npy(npy_header("<f4", "(99999999999999999999,)"), f4), "2^63"},
@@ -300,7 +329,7 @@ TEST_F(SafetensorsTest, HostileFilesAreRefused) {
        "exactly"},
       {"metadata is a list", safetensors("{\"__metadata__\":[]}", ""), "__metadata__"},
       {"metadata holds a number", safetensors("{\"__metadata__\":{\"a\":1}}", ""), "not a string"},
-      {"unknown dtype", one("F64", "[1]", "[0,8]", eight), "dtype F64"},
+      {"unknown dtype", one("C64", "[1]", "[0,8]", eight), "dtype C64"},
       {"dtype is no text",
        safetensors("{\"t\":{\"dtype\":4,\"shape\":[4],\"data_offsets\":[0,4]}}", four),
        "dtype is not"},

@@ -258,13 +258,11 @@ def test_hostile_files_are_refused(tmp_path, files):
     whole = (tmp_path / "q.npy").read_bytes()
     hostile = tmp_path / "hostile.npy"
     arguments = ("compare", "--q", hostile, *files[2:])
-    for contents in (b"", whole[:50], whole[:-1], whole + b"x", whole.replace(b"<f4", b">f4"),
+    for contents in (b"", whole[:50], whole[:-1], whole + b"x", whole.replace(b"<f4", b"<c8"),
                      whole.replace(b"(1, 4", b"(9, 4"), b"\x1b[31m" + whole):
         hostile.write_bytes(contents)
         done = refused(*arguments, says=["q:", "hostile.npy"])
         assert "\x1b" not in done.stderr
-    np.save(hostile, np.asfortranarray(np.zeros((1, 4, 70, 64), np.float32)))
-    refused(*arguments, says=["q:", "C order"])
 
 
 def test_quantize_matches_its_formula(tmp_path, tensors):

@@ -94,9 +94,18 @@ double Geometry::flops(bool causal) const {
   return 2 * products * static_cast<double>(dim + dim_v) * (causal ? 0.5 : 1.0);
 }
 
+Result<io::Array> load_tensor(const char* name, const std::string& spec, bool bf16) {
+  std::string converted;
+  Result<io::Array> array = io::load(spec, {.bf16 = bf16, .converted = &converted});
+  if (!array.ok()) {
+    return Status(array.status().code(), fmt::format("{}: {}", name, array.status().message()));
+  }
+  if (!converted.empty()) say(fmt::format("{}: {}: converted: {}", name, spec, converted));
+  return array;
+}
+
 Result<Operands> Operands::load(const OperandFlags& flags) {
   Operands operands;
-  const io::ReadOptions options{.bf16 = flags.bf16};
   struct Source {
     const char* name;
     const std::string& spec;
@@ -105,11 +114,8 @@ Result<Operands> Operands::load(const OperandFlags& flags) {
   const Source sources[] = {
       {"q", flags.q, operands.q}, {"k", flags.k, operands.k}, {"v", flags.v, operands.v}};
   for (const Source& source : sources) {
-    Result<io::Array> array = io::load(source.spec, options);
-    if (!array.ok()) {
-      return Status(array.status().code(),
-                    fmt::format("{}: {}", source.name, array.status().message()));
-    }
+    Result<io::Array> array = load_tensor(source.name, source.spec, flags.bf16);
+    if (!array.ok()) return array.status();
     source.into = std::move(*array);
   }
   return operands;

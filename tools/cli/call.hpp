@@ -47,6 +47,10 @@ struct Geometry {
   double flops(bool causal) const;
 };
 
+/// io::load() of the tensor called `name`, which begins a message; what had to be converted is said
+/// on standard error.
+Result<io::Array> load_tensor(const char* name, const std::string& spec, bool bf16);
+
 /// Inputs of one attention call.
 struct Operands {
   io::Array q, k, v;

@@ -47,8 +47,10 @@ namespace {
 bool found_nan = false;
 }
 
+void say(const std::string& message) { fmt::print(stderr, "qattn: {}\n", printable(message)); }
+
 void warn_of_nan(const std::string& message) {
-  fmt::print(stderr, "qattn: {}\n", printable(message));
+  say(message);
   found_nan = true;
 }
 bool nan_was_found() { return found_nan; }

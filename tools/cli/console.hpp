@@ -40,6 +40,9 @@ class Progress {
   bool visible_;
 };
 
+/// Says something on standard error.
+void say(const std::string& message);
+
 /// Says on standard error that results hold NaN or Inf; the program will end with status 4.
 void warn_of_nan(const std::string& message);
 bool nan_was_found();

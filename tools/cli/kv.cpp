@@ -7,7 +7,7 @@
 #include "commands.hpp"
 #include "console.hpp"
 #include "io/half.hpp"
-#include "io/load.hpp"
+#include "io/npy.hpp"
 
 namespace qattn::cli {
 
@@ -73,11 +73,8 @@ Result<std::vector<KvTier>> parse_tiers(const std::string& text) {
 }
 
 Result<io::Array> load_as(const char* name, const std::string& path, bool bf16) {
-  Result<io::Array> array = io::load(path, {.bf16 = bf16});
-  if (!array.ok()) {
-    return Status(array.status().code(), fmt::format("{}: {}", name, array.status().message()));
-  }
-  if (array->shape.size() == 4) return array;
+  Result<io::Array> array = load_tensor(name, path, bf16);
+  if (!array.ok() || array->shape.size() == 4) return array;
   return usage_error(fmt::format("{}: shape {} should have 4 dimensions (B, H, S, D)", name,
                                  io::shape_text(array->shape)));
 }

@@ -36,11 +36,28 @@ int fail(const CLI::App& program, Exit status, const std::string& message) {
 
 }  // namespace
 
+/// An option that was given without a value: CLI11 takes "" for a number that is not there, and for
+/// a text like any other.
+std::string empty_option(const CLI::App& app) {
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& value : option->results()) {
+      if (value.empty()) return option->get_name();
+    }
+  }
+  for (const CLI::App* command : app.get_subcommands()) {
+    if (std::string name = empty_option(*command); !name.empty()) return name;
+  }
+  return {};
+}
+
 int run_program(CLI::App& program, const Action& chosen, int argc, char** argv) {
   try {
     program.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return program.exit(error) == 0 ? exit_ok : exit_usage;
+  }
+  if (const std::string name = empty_option(program); !name.empty()) {
+    return fail(program, exit_usage, name + ": has an empty value");
   }
   // The library does not throw; files, JSON and containers may.
   try {

@@ -7,7 +7,7 @@
 #include "commands.hpp"
 #include "console.hpp"
 #include "io/half.hpp"
-#include "io/load.hpp"
+#include "io/npy.hpp"
 
 namespace qattn::cli {
 
@@ -23,8 +23,9 @@ struct QuantizeFlags {
     app.add_option("x", input, "x.npy or file.safetensors:tensor_name, 4 dimensions")->required();
     app.add_option("--format", format, "format of the codes (default s8)");
     app.add_option("--granularity", granularity, "which elements share a scale");
-    app.add_option("--block", block, "tokens per block");
-    app.add_option("--warp", warp, "rows per warp (per_warp, per_thread)");
+    app.add_option("--block", block, "tokens per block")->check(CLI::PositiveNumber);
+    app.add_option("--warp", warp, "rows per warp (per_warp, per_thread)")
+        ->check(CLI::PositiveNumber);
     app.add_option("--role", role, "q, k (default) or v")->check(CLI::IsMember({"q", "k", "v"}));
     app.add_option("--layout", layout, "bhsd (default) or bshd")
         ->check(CLI::IsMember({"bhsd", "bshd"}));
@@ -163,24 +164,18 @@ void report(const QuantizeFlags& flags, const Quantized& q) {
                   q.saturated, scientific(q.relative_rms_error)));
 }
 
-Result<io::Array> load_as(const char* name, const std::string& path, bool bf16) {
-  Result<io::Array> array = io::load(path, {.bf16 = bf16});
-  if (array.ok()) return array;
-  return Status(array.status().code(), fmt::format("{}: {}", name, array.status().message()));
-}
-
 Status run_quantize(const QuantizeFlags& flags) {
   const Result<QuantizeOptions> options = options_of(flags);
   if (!options.ok()) return options.status();
   Quantized q;
-  Result<io::Array> x = load_as("x", flags.input, flags.bf16);
+  Result<io::Array> x = load_tensor("x", flags.input, flags.bf16);
   if (!x.ok()) return x.status();
   q.x = std::move(*x);
   const Result<QuantizeShapes> shapes = quantize_shapes(q.x.view(), *options);
   if (!shapes.ok()) return shapes.status();
   if (Status s = check_outputs(flags, shapes->global.present()); !s.ok()) return s;
   if (!flags.static_scale.empty()) {
-    Result<io::Array> scale = load_as("static_scale", flags.static_scale, false);
+    Result<io::Array> scale = load_tensor("static_scale", flags.static_scale, false);
     if (!scale.ok()) return scale.status();
     q.static_scale = std::move(*scale);
   }

@@ -1,6 +1,7 @@
 #include "io/file.hpp"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -81,6 +82,9 @@ Status OutputFiles::check(const std::string& path) {
   if (fs::exists(status) && !fs::is_regular_file(status)) {
     return file_error(path, "exists and is not a regular file");
   }
+  if (fs::exists(status) && ::access(target.c_str(), W_OK) != 0) {
+    return file_error(path, "cannot be written: " + errno_text());
+  }
   const fs::path folder = target.has_parent_path() ? target.parent_path() : fs::path(".");
   if (!fs::is_directory(folder, error)) {
     return file_error(path, "cannot be written: no such directory");
@@ -103,6 +107,10 @@ Status OutputFiles::add(const std::string& path,
   if (descriptor < 0) return file_error(path, "cannot be written: " + errno_text());
   staged_.push_back({temporary, target});
   Status status;
+  if (struct stat old{};
+      ::stat(target.c_str(), &old) == 0 && ::fchmod(descriptor, old.st_mode & 07777) != 0) {
+    status = file_error(path, "cannot keep its mode: " + errno_text());
+  }
   for (const auto& part : parts) {
     if (status.ok()) status = write_all(descriptor, path, part);
   }

@@ -30,7 +30,8 @@ class InputFile {
   std::ifstream stream_;
 };
 
-/// Output files of one command: written beside their targets, renamed together by commit().
+/// Output files of one command: written beside their targets, renamed together by commit(). A file
+/// that is written anew keeps its mode.
 /// Whatever was not committed is deleted by the destructor.
 class OutputFiles {
  public:

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "io/check.hpp"
+#include "io/convert.hpp"
 
 namespace qattn::io {
 
@@ -145,20 +146,59 @@ constexpr std::array<Dtype, 8> dtypes{{
     {"|b1", Format::b8},
 }};
 
-Result<Format> format_of(const std::string& path, std::string descr, const ReadOptions& options) {
+/// What a file's elements are.
+struct Element {
+  Format format = Format::none;  ///< of the array
+  bool float64 = false, big_endian = false;
+  std::string converted;  ///< what of this the caller is told
+};
+
+Result<Element> element_of(const std::string& path, std::string descr, const ReadOptions& options) {
+  const std::string named = "dtype '" + descr + "'";
+  Element element;
+  // bf16 of ml_dtypes: raw memory of two bytes to numpy, which some writers name.
+  if (descr == "<V2" || descr == "bfloat16") {
+    element.format = Format::bf16;
+    if (descr == "<V2") element.converted = "raw <V2 to bf16, as ml_dtypes writes it";
+    return element;
+  }
+  if (descr == "<V1" || descr == "|V1") {
+    return file_error(path, named + " could be any format of 8 bits; write .view(numpy.uint8)");
+  }
   // One-byte types have no byte order; some writers name one all the same.
-  if (descr.size() == 3 && descr[0] == '<' && descr[2] == '1') descr[0] = '|';
+  if (descr.size() == 3 && (descr[0] == '<' || descr[0] == '>') && descr[2] == '1') descr[0] = '|';
   if (descr.starts_with('>')) {
-    return file_error(path, "dtype '" + descr + "' is big-endian; little-endian only");
+    descr[0] = '<';
+    element.big_endian = true;
+    element.converted = "big to little endian";
+  }
+  if (descr == "<f8") {
+    element.format = Format::f32;
+    element.float64 = true;
+    element.converted += (element.big_endian ? ", " : "") + std::string("float64 to f32");
+    return element;
   }
   for (const Dtype& dtype : dtypes) {
     if (dtype.descr != descr) continue;
     if (dtype.format == Format::bf16 && !options.bf16) {
-      return file_error(path, "dtype '<u2' (uint16) is read only as bf16, with --bf16");
+      return file_error(path, named + " (uint16) is read only as bf16, with --bf16");
     }
-    return dtype.format;
+    element.format = dtype.format;
+    return element;
   }
-  return file_error(path, "dtype '" + descr + "' is not one of f16, f32, i8, u8, i32, i64, bool");
+  return file_error(path,
+                    named + " is not one of f16, f32, f64, i8, u8, i32, i64, bool, V2 (bf16)");
+}
+
+/// The data as they lie in the file, in little-endian order.
+Status read_elements(InputFile& file, std::uint64_t begin, const Element& element, Array& array) {
+  const std::size_t width = element.float64 ? 8 : info(array.format).bits / 8;
+  Bytes wide;
+  if (element.float64) wide.resize(static_cast<std::size_t>(array.count()) * width);
+  const std::span<std::byte> data = element.float64 ? std::span(wide) : std::span(array.bytes);
+  if (Status s = file.read(begin, data); !s.ok()) return s;
+  if (element.big_endian) swap_bytes(data, width);
+  return element.float64 ? narrow_float64(file.path(), wide, array) : Status();
 }
 
 struct HeaderText {
@@ -217,18 +257,22 @@ Result<Array> read_npy(const std::string& path, const ReadOptions& options) {
   HeaderParser parser(text->text);
   const std::optional<Header> header = parser.parse();
   if (!header) return file_error(path, parser.error());
-  const Result<Format> format = format_of(path, header->descr, options);
-  if (!format.ok()) return format.status();
-  if (header->fortran_order) {
-    return file_error(path, "fortran_order is True; C order only (numpy.ascontiguousarray)");
-  }
-  if (Status s = check_extent(path, *format, header->shape, file->size() - text->data_begin);
+  Result<Element> element = element_of(path, header->descr, options);
+  if (!element.ok()) return element.status();
+  if (Status s = check_extent(path, element->format, header->shape, file->size() - text->data_begin,
+                              element->float64);
       !s.ok()) {
     return s;
   }
-  Array array = zeros(*format, header->shape);
-  if (Status s = file->read(text->data_begin, array.bytes); !s.ok()) return s;
+  Array array = zeros(element->format, header->shape);
+  if (Status s = read_elements(*file, text->data_begin, *element, array); !s.ok()) return s;
   if (Status s = check_booleans(path, array); !s.ok()) return s;
+  if (header->fortran_order) {
+    from_column_major(array);
+    element->converted +=
+        (element->converted.empty() ? "" : ", ") + std::string("Fortran to C order");
+  }
+  if (options.converted) *options.converted = std::move(element->converted);
   return array;
 }
 

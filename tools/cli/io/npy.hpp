@@ -1,5 +1,6 @@
-// NumPy's .npy files, versions 1 to 3 (numpy.lib.format). C order and little-endian only; formats
-// f16, f32, s8, u8, s32, s64, b8, and bf16, which NumPy lacks, as uint16.
+// NumPy's .npy files, versions 1 to 3 (numpy.lib.format). Formats f16, f32, s8, u8, s32, s64, b8,
+// and bf16, which NumPy lacks, as ml_dtypes writes it or as uint16. float64, Fortran order and big
+// endian are converted.
 #pragma once
 
 #include <string>
@@ -11,9 +12,12 @@ namespace qattn::io {
 
 struct ReadOptions {
   bool bf16 = false;  ///< uint16 holds bf16; without it uint16 is refused
+  /// Is told what of the file is not as the array has it, as in "float64 to f32, Fortran to C
+  /// order"; empty: nothing.
+  std::string* converted = nullptr;
 };
 
-/// Errors: invalid_argument "path: rule". Allocates no more than the file's own size.
+/// Errors: invalid_argument "path: rule". Allocates no more than twice the file's own size.
 Result<Array> read_npy(const std::string& path, const ReadOptions& options = {});
 
 /// Formats without a NumPy type (bf16 and every 8-bit or packed code) become uint16 or uint8; a

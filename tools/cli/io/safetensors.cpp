@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "io/check.hpp"
+#include "io/convert.hpp"
 
 namespace qattn::io {
 
@@ -183,26 +184,34 @@ std::string SafetensorsFile::listing() const {
   return list;
 }
 
-Result<Array> SafetensorsFile::tensor(const std::string& name) {
+Result<Array> SafetensorsFile::tensor(const std::string& name, std::string* converted) {
   const auto found = entries_.find(name);
   if (found == entries_.end()) {
     return file_error(file_.path(), "has no tensor '" + name + "'; it has: " + listing());
   }
   const Entry& entry = found->second;
   const std::string where = file_.path() + ":" + name;
-  const auto format = format_of(entry.dtype);
+  const bool float64 = entry.dtype == "F64";
+  const auto format = float64 ? Format::f32 : format_of(entry.dtype);
   if (!format) {
-    return file_error(
-        where, "dtype " + entry.dtype + " is not one of F32, F16, BF16, I8, U8, I32, I64, BOOL");
+    return file_error(where, "dtype " + entry.dtype +
+                                 " is not one of F64, F32, F16, BF16, I8, U8, I32, I64, BOOL");
   }
   if (entry.shape.size() > max_rank) {
     return file_error(where, "shape has more than 5 dimensions");
   }
-  if (Status s = check_extent(where, *format, entry.shape, entry.end - entry.begin); !s.ok()) {
+  if (Status s = check_extent(where, *format, entry.shape, entry.end - entry.begin, float64);
+      !s.ok()) {
     return s;
   }
   Array array = zeros(*format, entry.shape);
-  if (Status s = file_.read(data_begin_ + entry.begin, array.bytes); !s.ok()) return s;
+  Bytes wide(float64 ? entry.end - entry.begin : 0);
+  const std::span<std::byte> data = float64 ? std::span(wide) : std::span(array.bytes);
+  if (Status s = file_.read(data_begin_ + entry.begin, data); !s.ok()) return s;
+  if (float64) {
+    if (Status s = narrow_float64(where, wide, array); !s.ok()) return s;
+    if (converted) *converted = "float64 to f32";
+  }
   if (Status s = check_booleans(where, array); !s.ok()) return s;
   return array;
 }

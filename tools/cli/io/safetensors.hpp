@@ -23,7 +23,7 @@ class SafetensorsFile {
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   /// Errors: invalid_argument if there is no such tensor (lists what there is) or its dtype is not
   /// one of the above.
-  Result<Array> tensor(const std::string& name);
+  Result<Array> tensor(const std::string& name, std::string* converted = nullptr);
 
  private:
   struct Entry {
