@@ -189,6 +189,7 @@ class QattnCache(Cache):
                 f"QattnCache: layer {layer_idx} was given keys whose attention never ran, or "
                 "failed; reset() empties the cache"
             )
+        self._check_turn(layer_idx)
         length = layer.columns + new
         self._check_tokens(layer, length)
         if layer_idx <= self._newest:
@@ -301,18 +302,18 @@ class QattnCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the newest tokens: -n forgets n. What was quantised stays so."""
+        self._settled()
         remove = -integer("tokens_to_remove", tokens_to_remove)
         if remove < 0:
             raise InvalidArgument(f"tokens_to_remove: {tokens_to_remove} should not be positive")
-        lengths = {layer.columns for layer in self.layers}
-        if len(lengths) != 1 or remove > max(lengths):
+        length = self.layers[0].columns
+        if remove > length:
             raise InvalidArgument(
-                f"tokens_to_remove: {tokens_to_remove}, but layers hold {sorted(lengths)} tokens"
+                f"tokens_to_remove: {tokens_to_remove}, but layers hold {length} tokens"
             )
-        self._settled()
         if remove == 0:
             return
-        keep, alive = max(lengths) - remove, self.layers[0].alive
+        keep, alive = length - remove, self.layers[0].alive
         if any(not torch.equal(layer.alive, alive) for layer in self.layers):
             raise Unsupported("tokens_to_remove: layers hide different tokens")
         for row, sequence in enumerate(self.sequences):
@@ -416,8 +417,22 @@ class QattnCache(Cache):
         return pending
 
     def _settled(self) -> None:
-        if any(layer.pending is not None for layer in self.layers):
+        """Refuses where layers do not hold the same tokens: during a forward pass, and behind one
+        that an exception ended."""
+        columns = {layer.columns for layer in self.layers}
+        if len(columns) > 1 or any(layer.pending is not None for layer in self.layers):
             raise Unsupported("QattnCache: a forward pass is under way, or failed; call reset()")
+
+    def _check_turn(self, layer_idx: int) -> None:
+        """Refuses a layer that would get ahead: a forward pass gives every layer its tokens once,
+        so one that begins where layers differ follows one that failed."""
+        columns = [layer.columns for layer in self.layers]
+        if columns[layer_idx] > min(columns):
+            raise Unsupported(
+                f"QattnCache: a forward pass failed: layer {layer_idx} holds "
+                f"{columns[layer_idx]} tokens, layer {columns.index(min(columns))} "
+                f"{min(columns)}; reset() empties the cache"
+            )
 
     def _append(
         self, layer_idx: int, sequences: Any, key: Any, value: Any, importance: Any = None
