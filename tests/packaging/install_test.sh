@@ -49,6 +49,11 @@ quietly "$cmake" --build "$work/consumer"
 "$work/consumer/consumer_c"
 "$work/consumer/consumer_cpp"
 
+# The examples are projects outside of qattn's, too.
+quietly "$cmake" -S "$source/examples/cpp" -B "$work/examples" -DCMAKE_PREFIX_PATH="$prefix"
+quietly "$cmake" --build "$work/examples"
+for example in attention plan_once score_function; do "$work/examples/$example"; done
+
 if command -v pkg-config >/dev/null; then
   export PKG_CONFIG_PATH=$libdir/pkgconfig
   read -ra flags <<<"$(pkg-config --cflags qattn)"
@@ -56,6 +61,8 @@ if command -v pkg-config >/dev/null; then
   sources=$source/tests/packaging/consumer
   "$cc" "${flags[@]}" "$sources/consumer.c" -o "$work/c" "${libs[@]}"
   "$cxx" -std=c++20 "${flags[@]}" "$sources/consumer.cpp" -o "$work/cpp" "${libs[@]}"
+  "$cc" "${flags[@]}" "$source/examples/c/attention.c" -o "$work/example" "${libs[@]}" -lm
+  LD_LIBRARY_PATH=$libdir "$work/example"
   LD_LIBRARY_PATH=$libdir "$work/c"
   LD_LIBRARY_PATH=$libdir "$work/cpp"
 else
