@@ -43,8 +43,10 @@ if [[ -e $build/bin/qattn ]]; then
   grep -qF "$prefix/share/qattn/minilm_qkv.safetensors" "$work/log"
 fi
 
+version=$(sed -n 's/^Version: //p' "$libdir/pkgconfig/qattn.pc")
+grep -q "^project(qattn VERSION $version " "$source/CMakeLists.txt"
 quietly "$cmake" -S "$source/tests/packaging/consumer" -B "$work/consumer" \
-  -DCMAKE_PREFIX_PATH="$prefix"
+  -DCMAKE_PREFIX_PATH="$prefix" -DQATTN_VERSION="$version"
 quietly "$cmake" --build "$work/consumer"
 "$work/consumer/consumer_c"
 "$work/consumer/consumer_cpp"
