@@ -109,7 +109,7 @@ class QattnCache(Cache):
     forward pass), crop(), padding, beam search and batch_select_indices() (their rows go to the
     host), and the first call on a list of sequences.
     Raises InvalidArgument for options, Unsupported for models, masks and devices that cannot be
-    right.
+    right, and, until reset(), once an exception left layers with different tokens.
     """
 
     layers: list[_Layer]  # type: ignore[assignment]

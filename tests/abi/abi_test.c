@@ -178,6 +178,28 @@ static void quantize_and_back(void) {
   for (i = 0; i < COUNT; ++i) CHECK(fabsf(back[i] - k[i]) <= 0.5001f * scale[i / D]);
 }
 
+/* Index tensors of 64 bits are read as they are. */
+static void wide_indices(void) {
+  const int64_t shape[1] = {B};
+  int64_t used[B];
+  qattn_attention_tensors t = tensors();
+  qattn_attention_options o;
+  float before;
+  int i;
+  qattn_attention_options_init(&o);
+  o.layout = QATTN_LAYOUT_BHSD;
+  for (i = 0; i < B; ++i) used[i] = S;
+  CHECK(qattn_attention(&t, &o) == QATTN_OK);
+  before = out[COUNT - 1];
+  t.seqused_k = qattn_tensor_dense(used, QATTN_FORMAT_s64, 1, shape);
+  CHECK(qattn_attention(&t, &o) == QATTN_OK);
+  CHECK(out[COUNT - 1] == before);
+  used[B - 1] += (int64_t)1 << 32;
+  CHECK(qattn_attention(&t, &o) == QATTN_INVALID_ARGUMENT);
+  CHECK(strstr(qattn_last_error(), "seqused_k: entry") != NULL);
+  CHECK(out[COUNT - 1] == before);
+}
+
 static void refusals(void) {
   qattn_attention_tensors t = tensors();
   qattn_attention_options o;
@@ -228,6 +250,7 @@ int main(void) {
   functions();
   balance();
   quantize_and_back();
+  wide_indices();
   refusals();
   printf(failures ? "%d checks failed\n" : "all checks passed\n", failures);
   return failures != 0;

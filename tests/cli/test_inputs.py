@@ -144,6 +144,23 @@ def test_a_size_of_0_is_refused_where_it_is_given(option, tmp_path):
         )  # fmt: skip
         assert done.returncode == 2 and option in done.stderr, done.stderr
     assert not (tmp_path / "codes.npy").exists()
+    for command in (("bench", "--shape", "1,1,1,64,64,64", "--runs", "0"),
+                    ("kv", "--k", tmp_path / "x.npy", "--v", tmp_path / "x.npy",
+                     "--budget-from", "0")):  # fmt: skip
+        done = qattn(*command)
+        assert done.returncode == 2 and command[-2] in done.stderr, done.stderr
+
+
+def test_kv_of_any_multiple_of_8(tmp_path):
+    arguments = []
+    for name, dim in (("k", 80), ("v", 40), ("q", 80)):
+        np.save(tmp_path / f"{name}.npy", R.standard_normal((1, 2, 300, dim)).astype(np.float32))
+        arguments += [f"--{name}", tmp_path / f"{name}.npy"]
+    done = qattn("kv", *arguments, "--tiers", "8", "--window", "32", "--json")
+    assert done.returncode == 0, done.stderr
+    np.save(tmp_path / "k.npy", R.standard_normal((1, 2, 300, 84)).astype(np.float32))
+    done = qattn("kv", *arguments)
+    assert done.returncode == 2 and "84 is not a multiple of 8" in done.stderr
 
 
 def test_a_file_that_is_written_anew_keeps_its_mode(files, tmp_path):

@@ -106,7 +106,9 @@ class RoundedCache(DynamicCache):
 # ---- Against 16 bits -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dim, kept", [(64, "float16"), (128, "float16"), (64, "bfloat16")])
+@pytest.mark.parametrize(
+    "dim, kept", [(64, "float16"), (128, "float16"), (64, "bfloat16"), (80, "float16")]
+)
 def test_in_the_window_it_is_16_bit_attention(dim, kept):
     model = build(dim=dim)
     ids = tokens(length=100)
@@ -135,7 +137,7 @@ def test_16_bit_models(dtype, bound):
         assert (fresh.kv.read(fresh.sequences[0])[0] == big[0].float().numpy()).all()
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 40])
 def test_eight_bits_give_the_tokens_of_16(dim):
     model = build(dim=dim)
     ids = tokens(length=300)

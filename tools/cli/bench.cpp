@@ -30,7 +30,8 @@ struct BenchFlags {
     app.add_option("--recipe", recipes, "all (default) or names separated by commas");
     app.add_option("--input-format", input_format, "of Q, K and V: f32 (default), f16 or bf16");
     call.add_to(app);
-    app.add_option("--runs", runs, "timed runs per recipe (default: as many as 0.3 s allow)");
+    app.add_option("--runs", runs, "timed runs per recipe (default: as many as 0.3 s allow)")
+        ->check(CLI::PositiveNumber);
     app.add_flag("--json", json, "print JSON");
   }
 };

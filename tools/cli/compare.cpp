@@ -24,7 +24,8 @@ struct CompareFlags {
     call.add_to(app);
     app.add_option("--ref-rows", reference_rows,
                    "query rows compared with float64 (default: all if that is cheap, else 256)");
-    app.add_option("--runs", runs, "timed runs per recipe (default: as many as 0.3 s allow)");
+    app.add_option("--runs", runs, "timed runs per recipe (default: as many as 0.3 s allow)")
+        ->check(CLI::PositiveNumber);
     app.add_flag("--json", json, "print JSON");
   }
 };

@@ -28,7 +28,8 @@ struct KvFlags {
     app.add_option("--probe", probe,
                    "queries whose attention says how important each page is (default: none)");
     app.add_option("--budget", budget, "average bits an element, everything counted; 0: none");
-    app.add_option("--budget-from", cache.budget_from, "length from which the budget holds");
+    app.add_option("--budget-from", cache.budget_from, "length from which the budget holds")
+        ->check(CLI::PositiveNumber);
     app.add_option("--tiers", tiers,
                    "best first, bits or K/V bits: 8,4/2,2 (default 8,4,3,2; without budget 4)");
     app.add_option("--window", cache.window, "newest tokens in 16 bits (default 128)");
