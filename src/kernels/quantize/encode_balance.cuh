@@ -14,6 +14,7 @@ struct BalanceParams {
   SeenKeys seen;             ///< only keys that share tell
   bool central = false;      ///< K's mean is subtracted
   float* factors = nullptr;  ///< [batches][heads][2][padded]: of K's rows, of Q's
+  std::uint32_t* loud = nullptr;  ///< [batches][heads]: is a factor not 1?
   std::int32_t padded = 0;
 };
 
@@ -24,8 +25,8 @@ struct FindBalance {
   // Shared memory: mean squares of channels, their median, which tokens are bad, and where they
   // are.
   static constexpr int median_at = 8 * threads, bad_at = median_at + 16;
-  static constexpr int token_at = bad_at + 4 * most_tokens;
-  static constexpr int shared_bytes = token_at + 4 * most_tokens;
+  static constexpr int row_at = bad_at + 4 * most_tokens;
+  static constexpr int shared_bytes = row_at + 8 * most_tokens;
   static constexpr bool dependent = true;
 
   struct Sums {
@@ -40,24 +41,23 @@ struct FindBalance {
     isa::store_shared(at, __builtin_bit_cast(Words2, x));
   }
 
-  /// The channel of this thread in token `s`; NaN on a page that does not exist.
-  static QATTN_DEVICE float value(const Params& p, const tile::Span& span, int b, int head,
-                                  std::int64_t s) {
-    const std::int64_t at = tile::row_offset(p.rows, span, b, head, s);
+  /// The channel of this thread in the i-th token that tells; NaN on a page that does not exist.
+  static QATTN_DEVICE float value(const Params& p, int i) {
+    const auto at = isa::load_shared<std::int64_t>(isa::shared_base() + row_at + 8 * i);
     if (at == -1) return formats::quiet_nan();
     return tile::load_number(p.rows.data, p.format, at + isa::thread());
   }
 
-  /// How many tokens may tell; leaves the places of those that do. By all threads.
+  /// How many tokens may tell; leaves where the rows of those that do are. By all threads.
   static QATTN_DEVICE int choose(const Params& p, const tile::Span& span, int b, int head) {
     const std::int64_t length = span.bad ? 0 : span.length;
     const bool all = p.seen.bits == nullptr;
     const std::int64_t count = all || length == 0 ? length : sharing_keys(p.seen, b, head);
     const int tokens = formats::balance_tokens(count);
-    const SharedAddress to = isa::shared_base() + token_at;
+    const SharedAddress to = isa::shared_base() + row_at;
     if (all && isa::thread() < tokens) {
       const std::int64_t token = formats::balance_token(isa::thread(), count);
-      isa::store_shared(to + 4 * isa::thread(), static_cast<std::uint32_t>(token));
+      isa::store_shared(to + 8 * isa::thread(), tile::row_offset(p.rows, span, b, head, token));
     }
     if (!all && isa::thread() == 0) find_sharing(p, span, b, head, count, to);
     isa::sync_threads();
@@ -75,37 +75,38 @@ struct FindBalance {
       for (int key = 0; key < slot_tile && found < tokens; ++key) {
         if (!sight.shares(key) || t * slot_tile + key >= span.length) continue;
         for (; found < tokens && formats::balance_token(found, count) == before; ++found) {
-          isa::store_shared(to + 4 * found, static_cast<std::uint32_t>(t * slot_tile + key));
+          isa::store_shared(to + 8 * found,
+                            tile::row_offset(p.rows, span, b, head, t * slot_tile + key));
         }
         ++before;
       }
     }
   }
 
-  /// Over the tokens that tell, without those that hold NaN or Inf.
+  /// Over the tokens that tell, without those that hold NaN or Inf. All loads are under way at a
+  /// time: one after the other they would take 40 us.
   static QATTN_DEVICE Sums add_up(const Params& p, const tile::Span& span, int b, int head) {
     const int tokens = choose(p, span, b, head);
-    const auto token = [](int i) {
-      return std::int64_t{
-          isa::load_shared<std::uint32_t>(isa::shared_base() + token_at + 4 * i)};
-    };
     const bool mine = isa::thread() < p.rows.channels;
     const SharedAddress bad = isa::shared_base() + bad_at;
     if (isa::thread() < most_tokens) isa::store_shared(bad + 4 * isa::thread(), 0u);
+    float x[most_tokens];
+#pragma unroll
+    for (int i = 0; i < most_tokens; ++i) x[i] = mine && i < tokens ? value(p, i) : 0.0f;
     isa::sync_threads();
-    for (int i = 0; mine && i < tokens; ++i) {
-      const float x = value(p, span, b, head, token(i));
-      if (!formats::is_finite(x)) isa::atomic_max_shared(bad + 4 * i, 1u);
+#pragma unroll
+    for (int i = 0; i < most_tokens; ++i) {
+      if (!formats::is_finite(x[i])) isa::atomic_max_shared(bad + 4 * i, 1u);
     }
     isa::sync_threads();
     Sums sums;
-    for (int i = 0; i < tokens; ++i) {
-      if (isa::load_shared<std::uint32_t>(bad + 4 * i) != 0) continue;
+#pragma unroll
+    for (int i = 0; i < most_tokens; ++i) {
+      if (i >= tokens || isa::load_shared<std::uint32_t>(bad + 4 * i) != 0) continue;
       ++sums.count;
-      if (!mine) continue;
-      const auto x = static_cast<double>(value(p, span, b, head, token(i)));
-      sums.sum = formats::add_rn(sums.sum, x);
-      sums.squares = formats::add_rn(sums.squares, formats::mul_rn(x, x));
+      const auto y = static_cast<double>(x[i]);
+      sums.sum = formats::add_rn(sums.sum, y);
+      sums.squares = formats::add_rn(sums.squares, formats::mul_rn(y, y));
     }
     return sums;
   }
@@ -114,12 +115,14 @@ struct FindBalance {
   static QATTN_DEVICE bool find_median(int channels, double mine) {
     const SharedAddress squares = isa::shared_base();
     double loudest = 0.0;
+#pragma unroll 8
     for (int c = 0; c < channels; ++c) {
       const double x = load(squares + 8 * c);
       loudest = x > loudest ? x : loudest;
     }
     const double quiet = loudest / formats::kLoudSquare;
     int heard = 0, below = 0, before = 0;  // channels that are not 0 throughout
+#pragma unroll 8
     for (int c = 0; c < channels; ++c) {
       const double x = load(squares + 8 * c);
       if (!(x > 0.0)) continue;
@@ -146,6 +149,7 @@ struct FindBalance {
     isa::sync_threads();
     const bool loud = find_median(p.rows.channels, square);
     isa::sync_threads();
+    if (c == 0) isa::store_global(p.loud + unit, loud ? 1u : 0u);
     if (c >= p.padded) return;
     int power = 0;
     if (loud && square > 0.0) {

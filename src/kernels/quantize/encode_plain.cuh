@@ -47,6 +47,10 @@ struct EncodePlain : FirstPass<Input, Channels> {
     }
   }
 
+  static QATTN_DEVICE bool is_loud(const PlainRows& row, const TilePlace& p) {
+    const int heads = row.rows.heads / row.heads_per_mean, head = p.head / row.heads_per_mean;
+    return row.factors != nullptr && isa::load_global(row.loud + p.b * heads + head) != 0;
+  }
   /// What balances this thread's channels.
   static QATTN_DEVICE void load_times(const PlainRows& row, const TilePlace& p,
                                       float (&times)[8]) {
@@ -80,14 +84,21 @@ struct EncodePlain : FirstPass<Input, Channels> {
 #pragma unroll
       for (int i = 0; i < 8; ++i) mean[i] = 0.0f;  // Q's is not subtracted
     }
-    float times[8];
-    if (row.factors != nullptr) load_times(row, p, times);
+    const bool loud = is_loud(row, p);
+    if (loud) {
+      float times[8];
+      load_times(row, p, times);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const std::uint32_t top = row.factors != nullptr ? magnitude(raw[i], mean, times)
-                                : has_mean && !dots    ? magnitude(raw[i], mean)
-                                                       : magnitude(raw[i]);
-      isa::store_shared(mine + 4 * key_step(i) * stride, top);
+      for (int i = 0; i < 8; ++i) {
+        isa::store_shared(mine + 4 * key_step(i) * stride, magnitude(raw[i], mean, times));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const bool less = has_mean && !dots;
+        isa::store_shared(mine + 4 * key_step(i) * stride,
+                          less ? magnitude(raw[i], mean) : magnitude(raw[i]));
+      }
     }
     isa::sync_threads();
     if (isa::warp() == 0) {
@@ -97,7 +108,9 @@ struct EncodePlain : FirstPass<Input, Channels> {
     }
     if (dots) store_dots(row, p, shared);
     isa::sync_threads();
-    if (row.factors != nullptr) {
+    if (loud) {
+      float times[8];  // again, or they would be kept in registers that there are not
+      load_times(row, p, times);
       encode_rows(row, p, shared, raw, [&](const Words4& x, float factor) {
         return Tile::encoded(x, factor, mean, times);
       });

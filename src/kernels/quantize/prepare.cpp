@@ -118,6 +118,7 @@ LaunchError balance(const Call& call, Launches& launches) {
   params.seen = call.seen(Role::k);
   params.central = subtracts_mean(call.recipe, f);
   params.factors = at<float>(call.workspace, call.layout.factors);
+  params.loud = at<std::uint32_t>(call.workspace, call.layout.loud);
   params.padded = f.padded;
   return launches.launch<FindBalance>(params, call.problem.batch * f.heads);
 }
@@ -357,6 +358,7 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
   }
   if (recipe.balance_k == Toggle::on && needs.k_rows) {
     layout.factors = memory.take(p.batch * p.heads_kv * 2 * prepared_channels(p.d) * 4);
+    layout.loud = memory.take(p.batch * p.heads_kv * 4);
   }
   if (detail::must_find_hidden_keys(p, recipe) && (needs.k_rows || needs.v_tiles)) {
     layout.seen_heads = p.masks_vary_by_head() ? static_cast<std::int32_t>(p.heads_kv) : 1;

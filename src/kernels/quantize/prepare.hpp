@@ -34,6 +34,7 @@ struct PrepareLayout {
   Part part[3];                      ///< by Role; V's `codes` are its tiles
   std::size_t channel_scale = none;  ///< of V; PreparedTiles has the rest
   std::size_t factors = none;        ///< that balance K's channels, and Q's
+  std::size_t loud = none;           ///< are there any that are not 1?
   std::int64_t channel_groups = 0, channel_block = 0;
   bool packed_groups = false;
   /// Which keys are hidden from all rows, and must leave no trace: SeenKeys. `none`: no key can be.

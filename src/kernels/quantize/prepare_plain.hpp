@@ -75,6 +75,7 @@ class PlainRun {
     if (!queries || r.out.dot_mean != nullptr) r.mean = call_.mean(Role::k);
     if (queries) r.heads_per_mean = static_cast<std::int32_t>(call_.problem.group());
     r.factors = at<float>(call_.workspace, call_.layout.factors);
+    r.loud = at<std::uint32_t>(call_.workspace, call_.layout.loud);
     if (queries && r.factors != nullptr) r.factors += f.padded;
   }
 

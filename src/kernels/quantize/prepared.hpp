@@ -94,8 +94,9 @@ struct PlainRows {
   PreparedRows out;
   const float* mean = nullptr;  ///< [batches][heads][padded]: K: subtracted; Q: for dot_mean
   /// Powers of two for the channels of s8 rows, [batches][heads of K][2][padded]; the first are
-  /// this operand's. Null: all are 1.
+  /// this operand's. Null: all are 1, as they are where `loud`, [batches][heads of K], says so.
   const float* factors = nullptr;
+  const std::uint32_t* loud = nullptr;
   std::int32_t heads_per_mean = 1;  ///< and per factors
   SharedScales shared = SharedScales::none;
 };
