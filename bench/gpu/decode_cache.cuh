@@ -151,7 +151,7 @@ class Cache {
     const std::vector<std::int32_t> ones(static_cast<std::size_t>(s.batch), 1);
     lengths_.emplace_back(ones);
     v.lengths = lengths_[0].get();
-    v.has_mean = lengths_[1].get();
+    v.set_counts = lengths_[1].get();
     v.k_means = means_[0].get();
   }
 

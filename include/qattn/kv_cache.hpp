@@ -54,7 +54,8 @@ struct KvCacheOptions {
   /// twice shortest_length(). A length at which the window alone is too much is refused.
   std::int64_t budget_from = 0;
   /// Subtract each channel's mean, frozen when a page is first quantised: of the keys that are then
-  /// in 16 bits, without those 4 to 8 times as large as the median and more.
+  /// in 16 bits, without those 4 to 8 times as large as the median and more. Keys or values that
+  /// drift later get another mean, and powers of two, for their pages: up to 8 of each.
   bool smooth_k = true;
   /// Divide loud channels of K by powers of two and multiply Q by them, frozen with the mean and
   /// from the same keys; where no channel is loud nothing changes. Not with K's scales per channel,

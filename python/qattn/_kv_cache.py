@@ -75,7 +75,8 @@ class KvCache:
     Hadamard matrix; balance_k: divide channels of K that are louder than others by powers of two
     first (and multiply Q by them), chosen with the mean by layer and head; usage() says how many;
     without effect with k_granularity "per_channel". smooth_v: subtract V's means, too, in heads
-    where they are large, and add them to what decode() gives. importance_decay: what observe()
+    where they are large, and add them to what decode() gives. Keys and values that drift get further
+    means and powers of two for their pages, up to 8. importance_decay: what observe()
     keeps of the old, in [0, 1). hysteresis: a page that was demoted before is demoted again only
     where that costs this much less than demoting another. threads: at most so many of the CPU; 0:
     all. window, sinks: newest and first tokens in 16 bits, multiples of page_size (16, 32 or 64).

@@ -18,27 +18,6 @@ namespace {
 
 constexpr int most_channels = 256;
 
-/// How many keys have each size.
-class KeySizes {
- public:
-  void add(int size) { ++counts_[size]; }
-  int largest() const {
-    return largest_key_size([&](int n) {
-      std::int64_t keys = 0;
-      for (int i = 1; i <= n; ++i) keys += counts_[i];
-      return keys;
-    });
-  }
-
- private:
-  std::int64_t counts_[key_sizes] = {};
-};
-
-template <class F>
-void for_tokens(std::uint64_t live, F f) {
-  for (; live != 0; live &= live - 1) f(std::countr_zero(live));
-}
-
 }  // namespace
 
 AppendPlan::AppendPlan(AppendPlan&& other) noexcept
@@ -48,9 +27,7 @@ AppendPlan::AppendPlan(AppendPlan&& other) noexcept
       new_length_(other.new_length_),
       fast_(other.fast_),
       tables_(std::move(other.tables_)),
-      mean_(std::move(other.mean_)),
-      v_mean_(std::move(other.v_mean_)),
-      shift_(std::move(other.shift_)),
+      sets_(std::move(other.sets_)),
       jobs_(std::move(other.jobs_)),
       taken_(std::move(other.taken_)),
       replaced_(std::move(other.replaced_)) {
@@ -83,7 +60,7 @@ Status AppendPlan::make() {
     tables_.resize(layer_.tables.size());
     for (std::size_t h = 0; h < tables_.size(); ++h) extend(static_cast<std::int64_t>(h));
     if (Status s = assign_tiers(); !s.ok()) return s;
-    make_mean();
+    choose_sets();
   }
   take_pages();
   return {};
@@ -142,6 +119,7 @@ void AppendPlan::extend(std::int64_t head) {
     }
     to.tier = 0;
     to.path = 0;
+    to.set = 0;
     jobs_.push_back({head, static_cast<std::int64_t>(i), e, to, true, 0, 0});
   }
   for (std::int64_t at = layer_.length; at < end;) {
@@ -182,7 +160,8 @@ Status AppendPlan::assign_tiers() {
     e.guess = job.to.guess;
   }
   std::vector<Candidate> candidates;
-  std::int64_t fixed = mean_bytes(o);
+  std::int64_t fixed = 0;
+  bool quantises = false;
   double told[importance_lanes] = {};
   std::int64_t tellers = 0;
   for (const Table& t : tables_) {
@@ -192,12 +171,15 @@ Status AppendPlan::assign_tiers() {
         fixed += cache_.page_bytes(0) + entry_bytes;
         continue;
       }
+      quantises |= e.tier == 0;
       candidates.push_back({e.importance, e.tier, e.path});
       if (e.importance < 0) continue;
       told[i % importance_lanes] += static_cast<double>(e.importance);
       ++tellers;
     }
   }
+  const auto sets = static_cast<int>(layer_.sets.count);
+  fixed += reserved_sets(sets, quantises, cache_.most_sets) * mean_bytes(o);
   // A page of which nothing is known weighs as much as the others on average.
   add_in_halves<importance_lanes>(told, 1);
   const float average =
@@ -266,109 +248,6 @@ void AppendPlan::load_new(Part part, std::int64_t head, std::int64_t position, f
   if (rows_.format != format) cpu::round_row(format, row, channels);
 }
 
-/// Means of the keys behind the sinks that are in 16 bits or new, those that key_size.hpp lets
-/// count, and how loud their channels are; means of V likewise.
-void AppendPlan::make_mean() {
-  const KvCacheOptions& o = cache_.options;
-  if (!freezes(o) || !layer_.k_mean.empty()) return;
-  bool quantises = false;
-  for (const Job& job : jobs_) quantises |= job.to.tier > 0;
-  if (!quantises) return;
-  const std::int64_t d = cache_.d(), dv = cache_.dv();
-  const auto channels = static_cast<std::size_t>(o.heads_kv * d);
-  mean_.assign(channels, 0.0f);
-  shift_.assign(balances_k(o) ? channels : 0, 0);
-  v_mean_.assign(o.smooth_v ? static_cast<std::size_t>(o.heads_kv * dv) : 0, 0.0f);
-#pragma omp parallel for num_threads(team(cache_.threads()))
-  for (std::int64_t h = 0; h < o.heads_kv; ++h) {
-    if (o.smooth_k || !shift_.empty()) {
-      freeze_k(h, mean_.data() + h * d, shift_.empty() ? nullptr : shift_.data() + h * d);
-    }
-    if (o.smooth_v) freeze_v(h, v_mean_.data() + h * dv);
-  }
-}
-
-template <class F>
-void AppendPlan::for_rows(Part part, std::int64_t head, F f) const {
-  float row[most_channels];
-  const int channels = part == Part::k ? cache_.d() : cache_.dv();
-  const auto visit = [&](std::int64_t position) {
-    f(position, row, key_size(cache_.words->amax(row, channels)));
-  };
-  for (const Entry& e : layer_.tables[static_cast<std::size_t>(head)]) {
-    if (e.tier != 0 || e.first < cache_.options.sinks) continue;
-    for_tokens(e.live, [&](int token) {
-      load_page_row(cache_, 0, cache_.page(e), part, token, {}, false, row);
-      visit(e.first + token);
-    });
-  }
-  for (std::int64_t at = std::max(layer_.length, cache_.options.sinks); at < new_length_; ++at) {
-    load_new(part, head, at, row);
-    visit(at);
-  }
-}
-
-/// Two passes only where some rows are too large to count.
-KeyTimes AppendPlan::sum_rows(Part part, std::int64_t head, LaneSums& sums) const {
-  KeyTimes times[mean_lanes];
-  const auto add = [&](std::int64_t position, const float* row) {
-    const std::int64_t block = position / formats::kv_block_tokens;
-    const std::int64_t lane = block % mean_lanes;
-    const auto time = static_cast<double>(block);
-    times[lane].add(time);
-    sums.add(static_cast<int>(lane), row, time);
-  };
-  KeySizes sizes;
-  int top = 0;
-  for_rows(part, head, [&](std::int64_t position, const float* row, int size) {
-    sizes.add(size);
-    if (size > most_key_size) return;
-    top = std::max(top, size);
-    add(position, row);
-  });
-  if (const int largest = sizes.largest(); top > largest) {
-    sums.clear();
-    for (KeyTimes& of_lane : times) of_lane = {};
-    for_rows(part, head, [&](std::int64_t position, const float* row, int size) {
-      if (size <= largest) add(position, row);
-    });
-  }
-  add_lanes(times);
-  return times[0];
-}
-
-/// `shift` may be null.
-void AppendPlan::freeze_k(std::int64_t head, float* mean, std::uint8_t* shift) const {
-  LaneSums sums(mean_lanes, cache_.d());
-  const KeyTimes times = sum_rows(Part::k, head, sums);
-  if (times.count == 0) return;
-  const bool smooth = cache_.options.smooth_k;
-  KeyEnergy energy[most_channels];
-  for (int c = 0; c < cache_.d(); ++c) {
-    const KeySums all = sums.of(c);
-    if (smooth) mean[c] = static_cast<float>(all.x / times.count);
-    energy[c] = KeyEnergy(all, times, smooth);
-  }
-  if (shift != nullptr) set_key_shifts(energy, times, cache_.d(), shift);
-}
-
-void AppendPlan::freeze_v(std::int64_t head, float* mean) const {
-  LaneSums sums(mean_lanes, cache_.dv());
-  const KeyTimes times = sum_rows(Part::v, head, sums);
-  if (times.count == 0) return;
-  double of_means = 0, own = 0, x[most_channels];
-  for (int c = 0; c < cache_.dv(); ++c) {
-    const KeySums all = sums.of(c);
-    const KeyEnergy energy(all, times, true);
-    x[c] = all.x;
-    of_means += energy.whole - energy.own;
-    own += energy.own;
-  }
-  for (int c = 0; is_far(of_means, own) && c < cache_.dv(); ++c) {
-    mean[c] = static_cast<float>(x[c] / times.count);
-  }
-}
-
 void AppendPlan::weigh(Job& job) const {
   if (rows_.importance != nullptr) {
     // A row is as long as the batch's longest sequence; only this one's blocks count.
@@ -420,11 +299,9 @@ float AppendPlan::key_importance(const Job& job) const {
   return norm > 1e-15 ? static_cast<float>(1.0 / norm) : most_importance;
 }
 
-Frames AppendPlan::frames(std::int64_t head) const {
-  const std::int64_t d = cache_.d(), dv = cache_.dv();
-  if (mean_.empty()) return layer_.frames(head, d, dv);
-  return {{mean_.data() + head * d, shift_.empty() ? nullptr : shift_.data() + head * d},
-          {v_mean_.empty() ? nullptr : v_mean_.data() + head * dv, nullptr}};
+Frames AppendPlan::frames(std::int64_t head, int set) const {
+  const Sets& sets = sets_.count > 0 ? sets_ : layer_.sets;
+  return sets.frames(head, set, cache_.d(), cache_.dv());
 }
 
 void AppendPlan::store_new_rows(const Job& job, std::byte* page) const {
@@ -440,22 +317,22 @@ void AppendPlan::run(const Job& job, std::byte* scratch) const {
   const auto bytes = static_cast<std::size_t>(cache_.page_bytes(0));
   std::byte* to = cache_.page(job.to);
   if (job.to.tier > 0 && job.begin == job.end) {
-    recode_page(cache_, job.from.tier, cache_.page(job.from), job.to.live, frames(job.head),
-                job.to.tier, to);
+    recode_page(cache_, job.from.tier, cache_.page(job.from), job.to.live,
+                frames(job.head, job.to.set), job.to.tier, to);
     return;
   }
   std::byte* rows = job.to.tier == 0 ? to : scratch;
   if (!job.has_from) {
     std::memset(rows, 0, bytes);
   } else if (job.from.tier > 0) {
-    expand_page(cache_, job.from.tier, cache_.page(job.from), job.from.live, frames(job.head),
-                rows);
+    expand_page(cache_, job.from.tier, cache_.page(job.from), job.from.live,
+                frames(job.head, job.from.set), rows);
   } else if (const std::byte* from = cache_.page(job.from); from != rows) {
     std::memcpy(rows, from, bytes);
   }
   store_new_rows(job, rows);
   if (job.to.tier > 0) {
-    recode_page(cache_, 0, rows, job.to.live, frames(job.head), job.to.tier, to);
+    recode_page(cache_, 0, rows, job.to.live, frames(job.head, job.to.set), job.to.tier, to);
   }
 }
 
@@ -465,17 +342,13 @@ void AppendPlan::commit() noexcept {
     for (const Job& job : jobs_) layer_.tables[static_cast<std::size_t>(job.head)].back() = job.to;
   } else {
     layer_.tables.swap(tables_);
-    if (!mean_.empty()) {
-      layer_.k_mean.swap(mean_);
-      layer_.k_shift.swap(shift_);
-      layer_.v_mean.swap(v_mean_);
-    }
+    if (sets_.count > 0) std::swap(layer_.sets, sets_);
   }
   const bool cut = new_length_ < layer_.length;
   layer_.length = new_length_;
   for (const Entry& e : replaced_) cache_.drop(e);
   taken_.clear();
-  if (cut) layer_.forget_mean();
+  if (cut) layer_.forget_sets(cache_.options);
 }
 
 }  // namespace qattn::kv

@@ -66,19 +66,29 @@ class AppendPlan {
   void extend(std::int64_t head);
   Status assign_tiers();
   void take_pages();
-  void make_mean();
-  /// f(position, row, size) for the rows of K or V of a head that its mean may be of.
+  // append_sets.cpp
+  struct Moments;
+  struct Both;
+  struct Moved;
+  struct Choices;
+  struct Span;
+  void choose_sets();
+  void choose_set(std::int64_t head, const DriftParts& parts, LaneSums& sums,
+                  Choices& choices) const;
+  void choose_part(const Span& part, std::uint32_t& named, int& last, Choices& choices) const;
+  void put_set(std::int64_t head, const Moved& moved);
+  /// f(position, row, size) for the rows of K or V that a mean may be of.
   template <class F>
-  void for_rows(Part part, std::int64_t head, F f) const;
-  KeyTimes sum_rows(Part part, std::int64_t head, LaneSums& sums) const;
-  void freeze_k(std::int64_t head, float* mean, std::uint8_t* shift) const;
-  void freeze_v(std::int64_t head, float* mean) const;
+  void for_rows(Part part, const Span& span, F f) const;
+  Moments moments(Part part, const Span& span) const;
+  void freeze_k(const Moments& m, Moved& moved) const;
+  void freeze_v(const Moments& m, Moved& moved) const;
   /// Sets what is known of a page that is new, grows or leaves the window; negative: nothing.
   void weigh(Job& job) const;
   float key_importance(const Job& job) const;
   void load_new(Part part, std::int64_t head, std::int64_t position, float* row) const;
   void store_new_rows(const Job& job, std::byte* page) const;
-  Frames frames(std::int64_t head) const;
+  Frames frames(std::int64_t head, int set) const;
 
   detail::KvCacheData& cache_;
   Layer& layer_;
@@ -86,8 +96,7 @@ class AppendPlan {
   std::int64_t new_length_;
   bool fast_ = false;  ///< the last page of every table takes it all; tables_ is not used
   std::vector<Table> tables_;
-  std::vector<float> mean_, v_mean_;  ///< and shift_: a layer's, where they are frozen now
-  std::vector<std::uint8_t> shift_;
+  Sets sets_;  ///< the layer's, where one more is made now
   std::vector<Job> jobs_;
   std::vector<Entry> taken_;     ///< pages of this plan
   std::vector<Entry> replaced_;  ///< pages that the tables give up

@@ -94,6 +94,7 @@ Result<KvCache> KvCache::create(const KvCacheOptions& options) {
                      " tokens on; with a window of " + text(options.window) + " and " +
                      text(options.sinks) + " sinks in 16 bits it holds from " + text(*shortest));
     }
+    data->most_sets = kv::sets_within(options, data->budget_from);
     data->make_pools();
     return KvCache(std::move(data));
   });
@@ -186,7 +187,7 @@ Status KvCache::truncate(std::int64_t sequence, std::int64_t length) {
       if (layer.length <= length) continue;
       for (Table& table : layer.tables) forget_tokens(*data_, table, length, layer.length);
       layer.length = length;
-      layer.forget_mean();
+      layer.forget_sets(data_->options);
     }
     return {};
   });
@@ -204,7 +205,7 @@ Status KvCache::evict(std::int64_t sequence, std::int64_t layer, std::int64_t he
         if (head >= 0 && static_cast<std::int64_t>(h) != head) continue;
         forget_tokens(*data_, s.layers[l].tables[h], begin, end);
       }
-      s.layers[l].forget_mean();
+      s.layers[l].forget_sets(data_->options);
     }
     return {};
   });
@@ -227,11 +228,12 @@ KvBytes KvCache::bytes() const {
   for (const Sequence& s : c.sequences) {
     held += static_cast<std::int64_t>(s.layers.capacity() * sizeof(Layer));
     for (const Layer& layer : s.layers) {
-      const std::size_t means = layer.k_mean.capacity() + layer.v_mean.capacity();
+      const kv::Sets& sets = layer.sets;
+      const std::size_t means = sets.k_mean.capacity() + sets.v_mean.capacity();
       held += static_cast<std::int64_t>(layer.tables.capacity() * sizeof(Table) +
-                                        means * sizeof(float) + layer.k_shift.capacity());
+                                        means * sizeof(float) + sets.k_shift.capacity());
       b.means += static_cast<std::int64_t>(
-          (layer.k_mean.size() + layer.v_mean.size()) * sizeof(float) + layer.k_shift.size());
+          (sets.k_mean.size() + sets.v_mean.size()) * sizeof(float) + sets.k_shift.size());
       for (const Table& table : layer.tables) {
         held += static_cast<std::int64_t>(table.capacity() * sizeof(Entry));
         b.tables += static_cast<std::int64_t>(table.size() * sizeof(Entry));
@@ -245,7 +247,7 @@ KvBytes KvCache::bytes() const {
 
 bool kv::fits(const KvCacheData& cache, const Layer& layer, std::int64_t length) {
   const std::int64_t allowed = cache.allowed_bytes(length);
-  std::int64_t bytes = mean_bytes(cache.options);
+  std::int64_t bytes = std::max<std::int64_t>(layer.sets.count, 1) * mean_bytes(cache.options);
   for (const Table& table : layer.tables) {
     for (const Entry& e : table) {
       const bool stays = (e.live & live_bits(0, length, e.first, cache.options.page_size)) != 0;
@@ -255,24 +257,41 @@ bool kv::fits(const KvCacheData& cache, const Layer& layer, std::int64_t length)
   return allowed < 0 || bytes <= allowed;
 }
 
+namespace {
+
+/// Channels and heads that some set moves.
+void count_moved(const Layer& layer, const KvCacheData& cache, KvUsage& u) {
+  for (std::int64_t h = 0; h < cache.options.heads_kv; ++h) {
+    std::vector<bool> balanced(static_cast<std::size_t>(cache.d()));
+    bool shifted = false;
+    for (int set = 0; set < layer.sets.count; ++set) {
+      const kv::Frames f = layer.sets.frames(h, set, cache.d(), cache.dv());
+      for (std::size_t c = 0; f.k.shift && c < balanced.size(); ++c) {
+        if (f.k.shift[c] > 0) balanced[c] = true;
+      }
+      const auto moves = [](float x) { return x != 0; };
+      shifted |= f.v.mean && std::any_of(f.v.mean, f.v.mean + cache.dv(), moves);
+    }
+    u.balanced_channels += std::count(balanced.begin(), balanced.end(), true);
+    u.shifted_heads += shifted ? 1 : 0;
+  }
+}
+
+}  // namespace
+
 KvUsage kv::usage_of(const KvCacheData& cache, const Layer& layer) {
   const KvCacheOptions& o = cache.options;
   KvUsage u;
   u.length = layer.length;
   u.tier_tokens.resize(o.tiers.size());
-  u.bytes = mean_bytes(o);
+  u.bytes = std::max<std::int64_t>(layer.sets.count, 1) * mean_bytes(o);
   for (const Table& table : layer.tables) {
     for (const Entry& e : table) {
       u.bytes += cache.page_bytes(e.tier) + static_cast<std::int64_t>(sizeof(Entry));
       (e.tier == 0 ? u.window_tokens : u.tier_tokens[e.tier - std::size_t{1}]) += e.tokens();
     }
   }
-  for (const std::uint8_t shift : layer.k_shift) u.balanced_channels += shift > 0 ? 1 : 0;
-  const auto dv = static_cast<std::size_t>(cache.dv());
-  for (std::size_t h = 0; h * dv < layer.v_mean.size(); ++h) {
-    const float* mean = layer.v_mean.data() + h * dv;
-    u.shifted_heads += std::any_of(mean, mean + dv, [](float x) { return x != 0; }) ? 1 : 0;
-  }
+  count_moved(layer, cache, u);
   u.allowed_bytes = std::max<std::int64_t>(cache.allowed_bytes(layer.length), 0);
   const std::int64_t values = layer.length * o.heads_kv * (o.d + o.dv);
   if (values > 0) u.average_bits = 8.0 * static_cast<double>(u.bytes) / static_cast<double>(values);

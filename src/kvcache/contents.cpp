@@ -46,7 +46,8 @@ void kv::Contents::clear() const {
 }
 
 void kv::Contents::page(std::int64_t head, const Entry& e, const std::byte* page,
-                        const Frames& frames) const {
+                        const Sets& sets) const {
+  const Frames frames = sets.frames(head, e.set, cache_.d(), cache_.dv());
   constexpr int most_channels = 256;
   float row[most_channels];
   for (std::uint64_t live = e.live; live != 0; live &= live - 1) {
@@ -143,9 +144,8 @@ Status KvCache::read(std::int64_t sequence, std::int64_t layer, const TensorView
     if (Status s = out.check(); !s.ok()) return s;
     out.clear();
     for (std::int64_t h = 0; h < data_->options.heads_kv; ++h) {
-      const kv::Frames frames = l.frames(h, data_->d(), data_->dv());
       for (const Entry& e : l.tables[static_cast<std::size_t>(h)]) {
-        out.page(h, e, data_->page(e), frames);
+        out.page(h, e, data_->page(e), l.sets);
       }
     }
     return {};

@@ -17,7 +17,7 @@ class Contents {
       : cache_(cache), k_(k), v_(v), tiers_(tiers), length_(length) {}
   Status check() const;
   void clear() const;  ///< to what tokens read as that are not there
-  void page(std::int64_t head, const Entry& e, const std::byte* page, const Frames& frames) const;
+  void page(std::int64_t head, const Entry& e, const std::byte* page, const Sets& sets) const;
 
  private:
   const detail::KvCacheData& cache_;

@@ -11,7 +11,7 @@
 #include "formats/kv_layout.hpp"
 #include "kernels/cpu/words.hpp"
 #include "kvcache/entry.hpp"
-#include "kvcache/key_balance.hpp"
+#include "kvcache/key_drift.hpp"
 #include "kvcache/pool.hpp"
 #include "qattn/kv_cache.hpp"
 
@@ -22,42 +22,50 @@ inline constexpr std::int64_t most_tokens = std::int64_t{1} << 30;
 
 using Table = std::vector<Entry>;
 
-struct Layer {
-  std::int64_t length = 0;
-  std::vector<Table> tables;  ///< [heads_kv]
-  // Of heads_kv heads; empty until a page is quantised, and where the options ask for none of them.
-  std::vector<float> k_mean;          ///< [heads_kv][d]; zeros without smooth_k
-  std::vector<std::uint8_t> k_shift;  ///< [heads_kv][d] exponents of what K is divided by
+/// What pages are moved by before they are quantised (kvcache/key_drift.hpp); none until a page is
+/// quantised, and where the options ask for none of them. A head need not have all sets.
+struct Sets {
+  std::int64_t count = 0, heads = 0;
+  std::vector<float> k_mean;          ///< [count][heads][d]; zeros without smooth_k
+  std::vector<std::uint8_t> k_shift;  ///< [count][heads][d] exponents of what K is divided by
+  std::vector<float> v_mean;          ///< [count][heads][dv]; zeros of heads that keep theirs
 
-  std::vector<float> v_mean;  ///< [heads_kv][dv]; zeros of heads that keep theirs
-
-  Frames frames(std::int64_t head, std::int64_t d, std::int64_t dv) const {
-    return {{k_mean.empty() ? nullptr : k_mean.data() + head * d,
-             k_shift.empty() ? nullptr : k_shift.data() + head * d},
-            {v_mean.empty() ? nullptr : v_mean.data() + head * dv, nullptr}};
-  }
-
-  /// After tokens went: a mean that no page was quantised with any more goes, too.
-  void forget_mean() {
-    for (const Table& table : tables) {
-      for (const Entry& e : table) {
-        if (e.tier > 0) return;
-      }
-    }
-    k_mean = {};
-    k_shift = {};
-    v_mean = {};
+  void resize(std::int64_t sets, const KvCacheOptions& options);
+  std::int64_t index(std::int64_t head, int set) const { return set * heads + head; }
+  Frames frames(std::int64_t head, int set, std::int64_t d, std::int64_t dv) const {
+    const std::int64_t i = index(head, set);
+    return {{k_mean.empty() ? nullptr : k_mean.data() + i * d,
+             k_shift.empty() ? nullptr : k_shift.data() + i * d},
+            {v_mean.empty() ? nullptr : v_mean.data() + i * dv, nullptr}};
   }
 };
 
-/// Channels that pages have for rows of that many: panels of codes want multiples of 32, and what
-/// is behind a row is zeros.
-inline std::int64_t stored_channels(std::int64_t channels) { return (channels + 31) / 32 * 32; }
+struct Layer {
+  std::int64_t length = 0;
+  std::vector<Table> tables;  ///< [heads_kv]
+  Sets sets;
+
+  /// After tokens went: sets that no page was quantised with any more go, too, but for those below
+  /// one that stays.
+  void forget_sets(const KvCacheOptions& options) {
+    std::int64_t stay = 0;
+    for (const Table& table : tables) {
+      for (const Entry& e : table) {
+        if (e.tier > 0) stay = std::max<std::int64_t>(stay, e.set + 1);
+      }
+    }
+    if (stay < sets.count) sets.resize(stay, options);
+  }
+};
 
 struct Sequence {
   std::int64_t id = 0;
   std::vector<Layer> layers;
 };
+
+/// Channels that pages have for rows of that many: panels of codes want multiples of 32, and what
+/// is behind a row is zeros.
+inline std::int64_t stored_channels(std::int64_t channels) { return (channels + 31) / 32 * 32; }
 
 /// Is K over powers of two of its channels what is quantised?
 inline bool balances_k(const KvCacheOptions& o) {
@@ -66,6 +74,21 @@ inline bool balances_k(const KvCacheOptions& o) {
 /// Is something of K or V frozen when a layer's first page is quantised?
 inline bool freezes(const KvCacheOptions& o) { return o.smooth_k || balances_k(o) || o.smooth_v; }
 
+inline void Sets::resize(std::int64_t sets, const KvCacheOptions& o) {
+  if (sets == 0) {
+    *this = {};
+    return;
+  }
+  const auto rows = static_cast<std::size_t>(sets * o.heads_kv);
+  const auto d = static_cast<std::size_t>(stored_channels(o.d));
+  const auto dv = static_cast<std::size_t>(stored_channels(o.dv));
+  k_mean.resize(rows * d);
+  k_shift.resize(balances_k(o) ? rows * d : 0);
+  v_mean.resize(o.smooth_v ? rows * dv : 0);
+  count = sets;
+  heads = o.heads_kv;
+}
+
 }  // namespace qattn::kv
 
 namespace qattn::detail {
@@ -73,6 +96,7 @@ namespace qattn::detail {
 struct KvCacheData {
   KvCacheOptions options;
   std::int64_t budget_from = 0;
+  int most_sets = 1;  ///< of a layer of a sequence: as many as the budget has room for
   const cpu::Words* words = nullptr;
   std::vector<kv::PagePool> pools;      ///< [1 + tiers]; pools[0]: 16 bits
   std::vector<kv::Sequence> sequences;  ///< by ascending id
@@ -145,8 +169,11 @@ inline Status invalid(std::string message) {
   return Status(Code::invalid_argument, std::move(message));
 }
 
-/// Bytes that the budget counts beside pages and their entries: means, and K's powers of two.
+/// Bytes of one set of a layer's means and powers of two, of which the budget counts at least one.
 std::int64_t mean_bytes(const KvCacheOptions& options);
+
+/// How many sets a layer may have so that the budget holds from `budget_from` on in any case.
+int sets_within(const KvCacheOptions& options, std::int64_t budget_from);
 
 /// Bytes that K and V of one token and layer may take on average.
 double budget_per_token(const KvCacheOptions& options);

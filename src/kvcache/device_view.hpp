@@ -7,6 +7,7 @@
 
 #include "formats/kv_layout.hpp"
 #include "kvcache/entry.hpp"
+#include "kvcache/key_drift.hpp"
 
 namespace qattn::kv {
 
@@ -58,17 +59,17 @@ struct DeviceCache {
   std::int32_t k_by_channel = 0;  ///< K in tiers has a scale a channel, and is not rotated
   std::int32_t balance_k = 0;     ///< K in tiers is divided by powers of two of its channels
   std::int32_t smooth_v = 0;      ///< V in tiers may lack its mean
+  std::int32_t sets = 1;          ///< of means and powers of two that a layer has room for
   DevicePool pool[most_tiers];
 
-  Entry* entries = nullptr;          ///< [slots][layers][heads_kv][most_pages], by `first`
-  std::int32_t* counts = nullptr;    ///< [slots][layers][heads_kv] entries in use
-  std::int32_t* lengths = nullptr;   ///< [slots][layers] tokens
-  float* k_means = nullptr;          ///< [slots][layers][heads_kv][d]; zeros until they are frozen
-  std::int32_t* has_mean = nullptr;  ///< [slots][layers]
-  /// [slots][layers][heads_kv][d] exponents of what K is divided by; zeros until they are frozen.
-  /// With balance_k alone.
+  Entry* entries = nullptr;            ///< [slots][layers][heads_kv][most_pages], by `first`
+  std::int32_t* counts = nullptr;      ///< [slots][layers][heads_kv] entries in use
+  std::int32_t* lengths = nullptr;     ///< [slots][layers] tokens
+  std::int32_t* set_counts = nullptr;  ///< [slots][layers] sets in use (kvcache/key_drift.hpp)
+  float* k_means = nullptr;            ///< [slots][layers][sets][heads_kv][d]; zeros until then
+  /// Likewise: exponents of what K is divided by. With balance_k alone.
   std::uint8_t* k_shifts = nullptr;
-  float* v_means = nullptr;  ///< [slots][layers][heads_kv][dv], zeros likewise; with smooth_v alone
+  float* v_means = nullptr;  ///< [slots][layers][sets][heads_kv][dv] likewise; with smooth_v alone
 
   /// [slots] SlotError: not 0 where a slot is in no use, or where its contents are not what was
   /// asked for. Nothing is appended to it then, and decode gives its queries NaN. Null: for decode
@@ -87,14 +88,19 @@ struct DeviceCache {
     return entries + head_index(slot, layer, head) * most_pages;
   }
   QATTN_HD bool freezes() const { return smooth_k != 0 || balance_k != 0 || smooth_v != 0; }
-  QATTN_HD float* v_mean(std::int64_t slot, std::int64_t layer, std::int64_t head) const {
-    return v_means + head_index(slot, layer, head) * dv;
+  QATTN_HD std::int64_t set_index(std::int64_t slot, std::int64_t layer, std::int64_t head,
+                                  int set) const {
+    return (layer_index(slot, layer) * sets + set) * heads_kv + head;
   }
-  QATTN_HD std::uint8_t* k_shift(std::int64_t slot, std::int64_t layer, std::int64_t head) const {
-    return k_shifts + head_index(slot, layer, head) * d;
+  QATTN_HD float* v_mean(std::int64_t slot, std::int64_t layer, std::int64_t head, int set) const {
+    return v_means + set_index(slot, layer, head, set) * dv;
   }
-  QATTN_HD float* k_mean(std::int64_t slot, std::int64_t layer, std::int64_t head) const {
-    return k_means + head_index(slot, layer, head) * d;
+  QATTN_HD std::uint8_t* k_shift(std::int64_t slot, std::int64_t layer, std::int64_t head,
+                                 int set) const {
+    return k_shifts + set_index(slot, layer, head, set) * d;
+  }
+  QATTN_HD float* k_mean(std::int64_t slot, std::int64_t layer, std::int64_t head, int set) const {
+    return k_means + set_index(slot, layer, head, set) * d;
   }
 };
 

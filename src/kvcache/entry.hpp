@@ -19,7 +19,7 @@ struct Entry {
   std::uint8_t tier = 0;   ///< 0: 16 bits; i: options.tiers[i - 1]
   std::uint8_t path = 0;   ///< bit i - 1: its codes went through tier i; of 16 bits: 0
   std::uint8_t guess = 0;  ///< 1: importance is key_norm's, which the first mass replaces
-  std::uint8_t reserved = 0;
+  std::uint8_t set = 0;    ///< of means and powers of two that its codes are of; of 16 bits: 0
 
   QATTN_HD int tokens() const { return __builtin_popcountll(live); }
 };

@@ -4,16 +4,16 @@
 //   lengths      I64 [n][layers]
 //   table_sizes  I64 [n][layers][heads]
 //   tables       U8  [entries][24]        kv::Entry, one table behind the other, pages renumbered
-//   k_means      F32 [frozen][heads][D]
+//   k_means      F32 [sets][heads][D]
 //   pages.0 ..   U8  [pages][page bytes]  a pool each (formats/kv_layout.hpp); shared pages once
-//   mean_flags   U8  [n][layers]          1: the layer's mean is frozen, and the next of k_means
-//   k_shifts     U8  [frozen][heads][D]   with balance_k: what K is divided by, exponents of 2
-//   v_means      F32 [frozen][heads][Dv]  with smooth_v; before mean_flags
+//   mean_flags   U8  [n][layers]          how many of the next of k_means are the layer's
+//   k_shifts     U8  [sets][heads][D]     with balance_k: what K is divided by, exponents of 2
+//   v_means      F32 [sets][heads][Dv]    with smooth_v; before mean_flags
 //
 // Everything that the header says follows from the options and counts in its one line of metadata,
 // so load() reads that line, writes the header again and compares: there is no parser to trust.
 // Versions 1 and 2 (k_granularity=per_channel) have neither balance_k nor smooth_v; version 3 says
-// of both and of the granularity.
+// of both and of the granularity; in version 4 some layer has more than one set.
 #include "kvcache/file.hpp"
 
 #include <sys/stat.h>
@@ -83,11 +83,13 @@ Image image_of(const KvCacheData& data, Renumber& renumber, FileCounts& c) {
     image.sequences.push_back(s.id);
     for (const Layer& layer : s.layers) {
       image.lengths.push_back(layer.length);
-      image.flags.push_back(layer.k_mean.empty() ? 0 : 1);
-      c.means += layer.k_mean.empty() ? 0 : 1;
-      image.means.insert(image.means.end(), layer.k_mean.begin(), layer.k_mean.end());
-      image.v_means.insert(image.v_means.end(), layer.v_mean.begin(), layer.v_mean.end());
-      image.shifts.insert(image.shifts.end(), layer.k_shift.begin(), layer.k_shift.end());
+      const kv::Sets& sets = layer.sets;
+      image.flags.push_back(static_cast<std::uint8_t>(sets.count));
+      c.means += sets.count;
+      c.drifted |= sets.count > 1;
+      image.means.insert(image.means.end(), sets.k_mean.begin(), sets.k_mean.end());
+      image.v_means.insert(image.v_means.end(), sets.v_mean.begin(), sets.v_mean.end());
+      image.shifts.insert(image.shifts.end(), sets.k_shift.begin(), sets.k_shift.end());
       for (const Table& table : layer.tables) {
         image.table_sizes.push_back(static_cast<std::int64_t>(table.size()));
         for (Entry e : table) {
@@ -220,12 +222,13 @@ Status check_size(const Reader& file, const std::string& header, const FileCount
 }
 
 /// What an entry must be, whoever wrote it; `table`: those before it.
-bool is_valid(const Entry& e, const Table& table, const FileCounts& c, std::int64_t length) {
+bool is_valid(const Entry& e, const Table& table, const FileCounts& c, const Layer& layer) {
   const std::int64_t size = c.options.page_size;
   const auto tiers = c.options.tiers.size();
-  if (e.tier > tiers || e.page < 0 || e.page >= c.pages[e.tier] || e.reserved != 0) return false;
+  if (e.tier > tiers || e.page < 0 || e.page >= c.pages[e.tier]) return false;
+  if (e.set >= (e.tier > 0 ? std::max<std::int64_t>(layer.sets.count, 1) : 1)) return false;
   if (e.first < 0 || e.first % size != 0 || e.live == 0) return false;
-  if ((e.live & ~kv::live_bits(0, length, e.first, size)) != 0) return false;
+  if ((e.live & ~kv::live_bits(0, layer.length, e.first, size)) != 0) return false;
   // The codes' path ends in the page's tier.
   if (static_cast<unsigned>(std::bit_width(e.path)) != e.tier) return false;
   if (!kv::is_weight(e)) return false;
@@ -254,22 +257,21 @@ Status build(const Image& image, const FileCounts& c, KvCacheData& data,
       if (layer.length < 0 || layer.length > kv::most_tokens) {
         return invalid("lengths: " + text(layer.length) + " is not from 0 to 2^30");
       }
-      if (image.flags[l] > 1 || (image.flags[l] == 1 && (mean + 1) * width > image.means.size())) {
+      const std::size_t sets = image.flags[l];
+      if (sets > (c.drifted ? static_cast<std::size_t>(data.most_sets) : 1) ||
+          (mean + sets) * width > image.means.size()) {
         return invalid("mean_flags: do not fit k_means");
       }
-      if (image.flags[l] == 1) {
-        const float* from = image.means.data() + mean++ * width;
-        layer.k_mean.assign(from, from + width);
-        if (data.options.smooth_v) {
-          const auto values = static_cast<std::size_t>(c.options.heads_kv * data.dv());
-          const float* v = image.v_means.data() + (mean - 1) * values;
-          layer.v_mean.assign(v, v + values);
-        }
-        if (data.balances_k()) {
-          const std::uint8_t* shift = image.shifts.data() + (mean - 1) * width;
-          layer.k_shift.assign(shift, shift + width);
-        }
-      }
+      layer.sets.resize(static_cast<std::int64_t>(sets), data.options);
+      const auto copy = [&](const auto& from, auto& to) {
+        if (sets == 0 || to.empty()) return;
+        const std::size_t each = to.size() / sets;
+        std::copy_n(from.begin() + static_cast<std::ptrdiff_t>(mean * each), to.size(), to.begin());
+      };
+      copy(image.means, layer.sets.k_mean);
+      copy(image.v_means, layer.sets.v_mean);
+      copy(image.shifts, layer.sets.k_shift);
+      mean += sets;
       for (std::size_t h = 0; h < heads; ++h) {
         const std::int64_t size = image.table_sizes[l * heads + h];
         if (size < 0 || size > static_cast<std::int64_t>(image.entries.size() - entry)) {
@@ -279,7 +281,7 @@ Status build(const Image& image, const FileCounts& c, KvCacheData& data,
         table.reserve(static_cast<std::size_t>(size));
         for (std::int64_t k = 0; k < size; ++k) {
           const Entry& e = image.entries[entry++];
-          if (!is_valid(e, table, c, layer.length)) {
+          if (!is_valid(e, table, c, layer)) {
             return invalid("tables: entry " + text(static_cast<std::int64_t>(entry) - 1) +
                            " is not that of a page");
           }

@@ -37,8 +37,11 @@ std::string hexadecimal(double value) {
 
 std::string FileCounts::line() const {
   const bool by_channel = options.k_granularity == Granularity::per_channel;
-  const bool newer = balances_k(options) || options.smooth_v;
-  std::string s = newer ? "version=3" : by_channel ? "version=2" : "version=1";
+  const bool newer = drifted || balances_k(options) || options.smooth_v;
+  std::string s = drifted      ? "version=4"
+                  : newer      ? "version=3"
+                  : by_channel ? "version=2"
+                               : "version=1";
   each_number(*this, [&](const char* name, std::int64_t value) {
     s += std::string(" ") + name + "=" + text(value);
   });
@@ -112,7 +115,8 @@ Result<FileCounts> FileCounts::parse(const std::string& line) {
   FileCounts c;
   Fields f(line);
   const std::int64_t version = f.integer("version");
-  if (version < 1 || version > 3) return invalid("is of none of the versions 1 to 3");
+  if (version < 1 || version > 4) return invalid("is of none of the versions 1 to 4");
+  c.drifted = version == 4;
   each_number(c, [&](const char* name, std::int64_t& value) { value = f.integer(name); });
   c.options.window_format = format_named(f.take("window_format")).value_or(Format::none);
   c.options.tiers.clear();
@@ -133,7 +137,7 @@ Result<FileCounts> FileCounts::parse(const std::string& line) {
     c.options.k_granularity =
         granularity_named(f.take("k_granularity")).value_or(Granularity::automatic);
   }
-  if (version == 3) {
+  if (version >= 3) {
     c.options.balance_k = f.integer("balance_k") != 0;
     c.options.smooth_v = f.integer("smooth_v") != 0;
   }

@@ -18,6 +18,7 @@ struct FileCounts {
   KvCacheOptions options;
   std::int64_t next_id = 0, sequences = 0, entries = 0, means = 0;
   std::vector<std::int64_t> pages;  ///< [1 + tiers]
+  bool drifted = false;             ///< some layer has more than one set
 
   std::string line() const;
   /// Errors: invalid_argument, without the path.

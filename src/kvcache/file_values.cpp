@@ -23,11 +23,11 @@ Status check_means(const detail::KvCacheData& cache) {
   std::int64_t element = 0;
   for (const Sequence& s : cache.sequences) {
     for (const Layer& layer : s.layers) {
-      if (!freezes(cache.options) && !layer.k_mean.empty()) {
+      if (!freezes(cache.options) && layer.sets.count > 0) {
         return invalid("mean_flags: a layer of sequence " + text(s.id) +
                        " has a mean, and there are none without smooth_k");
       }
-      for (const float x : layer.k_mean) {
+      for (const float x : layer.sets.k_mean) {
         const bool none = !cache.options.smooth_k && x != 0;
         if (!formats::is_finite(x) || none) {
           return invalid("k_means: element " + text(element) + " is " + text(x) +
@@ -35,12 +35,12 @@ Status check_means(const detail::KvCacheData& cache) {
         }
         ++element;
       }
-      for (const float x : layer.v_mean) {
+      for (const float x : layer.sets.v_mean) {
         if (formats::is_finite(x)) continue;
         return invalid("v_means: an element of sequence " + text(s.id) + " is " + text(x) +
                        ", should be finite");
       }
-      for (const std::uint8_t shift : layer.k_shift) {
+      for (const std::uint8_t shift : layer.sets.k_shift) {
         if (shift > most_key_shift) {
           return invalid("k_shifts: an element of sequence " + text(s.id) + " is " +
                          text(std::int64_t{shift}) + ", should be at most 15");

@@ -70,7 +70,7 @@ Status check_tiers(const std::vector<KvTier>& tiers) {
 
 /// What a layer of `pages` pages takes at the worst of its lengths, all in the last tier but the
 /// window. Just after a page was opened the window has a page more than it is long.
-double least_bytes(const KvCacheOptions& o, std::int64_t pages) {
+double least_bytes(const KvCacheOptions& o, std::int64_t pages, int sets) {
   detail::KvCacheData sizes;
   sizes.options = o;
   const auto entry = static_cast<std::int64_t>(sizeof(Entry));
@@ -79,7 +79,36 @@ double least_bytes(const KvCacheOptions& o, std::int64_t pages) {
   const std::int64_t bytes =
       in_window * (sizes.page_bytes(0) + entry) +
       (pages - in_window) * (sizes.page_bytes(static_cast<int>(o.tiers.size())) + entry);
-  return static_cast<double>(o.heads_kv * bytes + mean_bytes(o));
+  return static_cast<double>(o.heads_kv * bytes + sets * mean_bytes(o));
+}
+
+/// The length from which on the budget holds where a layer has so many sets.
+Result<std::int64_t> shortest_with(const KvCacheOptions& o, int sets) {
+  if (o.average_bits == 0) return std::int64_t{0};
+  const double page = static_cast<double>(o.page_size) * budget_per_token(o);
+  // From `many` pages on the window is full and every page is one of the last tier.
+  const std::int64_t many = (o.window + o.sinks) / o.page_size + 1;
+  const double last = least_bytes(o, many + 1, sets) - least_bytes(o, many, sets);
+  const double first = least_bytes(o, many, sets) - last * static_cast<double>(many);
+  const double most_pages = static_cast<double>(most_tokens / o.page_size);
+  if (page <= last || (first + page) / (page - last) > most_pages) {
+    return invalid("average_bits: " + text(o.average_bits) +
+                   " hold at no length up to 2^30 tokens: a page of the last tier takes " +
+                   text(last * 8 / static_cast<double>(o.page_size * o.heads_kv * (o.d + o.dv))) +
+                   " with its scales and table entry");
+  }
+  // At `enough` pages the line through the last tier's pages is below the budget; where the
+  // window fills it is above, so the budget holds from one number on.
+  std::int64_t enough = static_cast<std::int64_t>((first + page) / (page - last)) + 2, few = 0;
+  const auto holds = [&](std::int64_t n) {
+    const double tokens = static_cast<double>((n - 1) * o.page_size + 1);
+    return least_bytes(o, n, sets) <= tokens * budget_per_token(o);
+  };
+  while (enough - few > 1) {
+    const std::int64_t middle = few + (enough - few) / 2;
+    (holds(middle) ? enough : few) = middle;
+  }
+  return (enough - 1) * o.page_size + 1;
 }
 
 }  // namespace
@@ -92,6 +121,15 @@ std::int64_t mean_bytes(const KvCacheOptions& o) {
   if (!freezes(o)) return 0;
   const std::int64_t d = stored_channels(o.d), dv = stored_channels(o.dv);
   return o.heads_kv * (d * (balances_k(o) ? 5 : 4) + (o.smooth_v ? dv * 4 : 0));
+}
+
+int sets_within(const KvCacheOptions& o, std::int64_t budget_from) {
+  int sets = freezes(o) ? most_sets : 1;
+  for (; sets > 1; --sets) {
+    const Result<std::int64_t> shortest = shortest_with(o, sets);
+    if (shortest.ok() && *shortest <= budget_from) break;
+  }
+  return sets;
 }
 
 Status check_options(const KvCacheOptions& o) {
@@ -171,32 +209,7 @@ int detail::KvCacheData::threads() const { return most_threads(options.threads);
 Result<std::int64_t> KvCache::shortest_length(const KvCacheOptions& o) {
   return guarded<Result<std::int64_t>>([&]() -> Result<std::int64_t> {
     if (Status s = kv::check_options(o); !s.ok()) return s;
-    if (o.average_bits == 0) return std::int64_t{0};
-    const double page = static_cast<double>(o.page_size) * kv::budget_per_token(o);
-    // From `many` pages on the window is full and every page is one of the last tier.
-    const std::int64_t many = (o.window + o.sinks) / o.page_size + 1;
-    const double last = kv::least_bytes(o, many + 1) - kv::least_bytes(o, many);
-    const double first = kv::least_bytes(o, many) - last * static_cast<double>(many);
-    const double most_pages = static_cast<double>(kv::most_tokens / o.page_size);
-    if (page <= last || (first + page) / (page - last) > most_pages) {
-      return kv::invalid(
-          "average_bits: " + kv::text(o.average_bits) +
-          " hold at no length up to 2^30 tokens: a page of the last tier takes " +
-          kv::text(last * 8 / static_cast<double>(o.page_size * o.heads_kv * (o.d + o.dv))) +
-          " with its scales and table entry");
-    }
-    // At `enough` pages the line through the last tier's pages is below the budget; where the
-    // window fills it is above, so the budget holds from one number on.
-    std::int64_t enough = static_cast<std::int64_t>((first + page) / (page - last)) + 2, few = 0;
-    const auto holds = [&](std::int64_t n) {
-      const double tokens = static_cast<double>((n - 1) * o.page_size + 1);
-      return kv::least_bytes(o, n) <= tokens * kv::budget_per_token(o);
-    };
-    while (enough - few > 1) {
-      const std::int64_t middle = few + (enough - few) / 2;
-      (holds(middle) ? enough : few) = middle;
-    }
-    return (enough - 1) * o.page_size + 1;
+    return kv::shortest_with(o, 1);
   });
 }
 

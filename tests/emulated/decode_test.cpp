@@ -182,6 +182,26 @@ TEST(DeviceDecode, SeveralPartsOfATable) {
   expect_same(c, f.cache, {f.id}, "70000 tokens: ", -1);
 }
 
+/// Keys and values that drift and come back: both parts have pages of several sets.
+TEST(DeviceDecode, SetsInSeveralPartsOfATable) {
+  const KvCacheOptions o = uniform(2, 2, 1, 64);
+  Result<KvCache> cache = KvCache::create(o);
+  const std::int64_t id = *cache->add_sequence();
+  unsigned seed = 1;
+  for (const auto& [count, shift] :
+       {std::pair{400, 0.0f}, {400, 9.0f}, {32200, 0.0f}, {600, -9.0f}}) {
+    test::KvRows rows = normal_rows(count, 1, 64, 64, seed++);
+    for (std::size_t i = 0; i < rows.k.size(); ++i) {
+      rows.k[i] += shift * std::cos(static_cast<float>(i % 64));
+      rows.v[i] += shift * std::sin(static_cast<float>(i % 64));
+    }
+    append_rows(*cache, id, 0, rows);
+  }
+  EXPECT_EQ(cache->data().find(id)->layers[0].sets.count, 3);
+  DecodeCase c = queries_for(o, 1, 1);
+  expect_same(c, *cache, {id}, "drift: ", -1);
+}
+
 TEST(DeviceDecode, OptionsOfTheCache) {
   KvCacheOptions o = mixed(1);
   o.window = 128;

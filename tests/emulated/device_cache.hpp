@@ -35,6 +35,7 @@ class MirroredCache {
     view_.smooth_k = o.smooth_k ? 1 : 0;
     view_.balance_k = data_.balances_k() ? 1 : 0;
     view_.smooth_v = o.smooth_v ? 1 : 0;
+    view_.sets = data_.most_sets;
     view_.k_by_channel = data_.k_by_channel() ? 1 : 0;
     std::size_t most = 1;
     each_table([&](std::size_t, std::size_t, std::size_t, const kv::Table& table) {
@@ -106,20 +107,21 @@ class MirroredCache {
     for (const std::int64_t id : sequences_) {
       for (const kv::Layer& layer : data_.find(id)->layers) {
         lengths_.push_back(static_cast<std::int32_t>(layer.length));
-        has_mean_.push_back(layer.k_mean.empty() ? 0 : 1);
-        std::vector<float> mean = layer.k_mean;
-        mean.resize(static_cast<std::size_t>(view_.heads_kv * view_.d), 0.0f);
+        set_counts_.push_back(static_cast<std::int32_t>(layer.sets.count));
+        const auto rows = static_cast<std::size_t>(view_.sets * view_.heads_kv);
+        std::vector<float> mean = layer.sets.k_mean;
+        mean.resize(rows * static_cast<std::size_t>(view_.d), 0.0f);
         means_.insert(means_.end(), mean.begin(), mean.end());
-        std::vector<std::uint8_t> shift = layer.k_shift;
+        std::vector<std::uint8_t> shift = layer.sets.k_shift;
         shift.resize(mean.size());
         shifts_.insert(shifts_.end(), shift.begin(), shift.end());
-        std::vector<float> value = layer.v_mean;
-        value.resize(static_cast<std::size_t>(view_.heads_kv * view_.dv), 0.0f);
+        std::vector<float> value = layer.sets.v_mean;
+        value.resize(rows * static_cast<std::size_t>(view_.dv), 0.0f);
         v_means_.insert(v_means_.end(), value.begin(), value.end());
       }
     }
     view_.lengths = lengths_.data();
-    view_.has_mean = has_mean_.data();
+    view_.set_counts = set_counts_.data();
     view_.k_means = means_.data();
     view_.k_shifts = shifts_.data();
     view_.v_means = v_means_.data();
@@ -147,7 +149,7 @@ class MirroredCache {
   std::vector<std::int64_t> sequences_;
   kv::DeviceCache view_;
   std::vector<kv::Entry> entries_;
-  std::vector<std::int32_t> counts_, lengths_, has_mean_;
+  std::vector<std::int32_t> counts_, lengths_, set_counts_;
   std::vector<float> means_, v_means_;
   std::vector<std::uint8_t> shifts_;
   std::vector<std::vector<std::uint8_t>> pages_;

@@ -317,7 +317,7 @@ TEST_F(KvFile, ScalesOfChannelsThatNoPageHasAreRefused) {
   refused(option, "k_granularity=per_tokennn", "has metadata that is not a cache's");
   refused(good.find("version=2"), "version=1", "has metadata that is not a cache's");
   refused(good.find("version=2"), "version=3", "has metadata that is not a cache's");
-  refused(good.find("version=2"), "version=4", "is of none of the versions 1 to 3");
+  refused(good.find("version=2"), "version=5", "is of none of the versions 1 to 4");
 }
 
 TEST_P(KvFileBy, DamagedFilesAreRefusedOrHarmless) {

@@ -31,6 +31,7 @@ PairOptions shaped(unsigned i) {
   o.cache.balance_k = i % 4 != 0;
   o.cache.smooth_v = i % 5 != 1;
   o.loud = i % 3 != 0;
+  o.drift = i % 5 > 1;
   o.cache.importance = i % 3 == 2 ? KvImportance::key_norm : KvImportance::uniform;
   o.cache.hysteresis = i % 2 ? 0.25f : 2.0f;
   if (i % 4 != 2) {

@@ -233,6 +233,40 @@ TEST(KvDeviceDecode, SoItDoesWithAScaleAChannelForK) {
   stays_the_hosts(o);
 }
 
+/// Sets of means and powers of two: pages of one part of a table name different ones.
+TEST(KvDeviceDecode, SoItDoesWhereKeysAndValuesDrift) {
+  for (const bool by_channel : {false, true}) {
+    SCOPED_TRACE(by_channel ? "a scale a channel" : "a scale a token");
+    PairOptions o = mixed(by_channel ? 64 : 128);
+    if (by_channel) o.cache.k_granularity = Granularity::per_channel;
+    o.cache.page_size = o.cache.sinks = 16;
+    o.cache.average_bits = 6;
+    o.cache.budget_from = 0;
+    o.drift = true;
+    // Q in f16 times scales, which are f16: where keys are 1000 times as loud, 1e-2 of a score.
+    o.loud = !by_channel;
+    Pair pair(o);
+    pair.add();
+    pair.add();
+    for (int i = 0; i < 20; ++i) append(pair, 1, {0, 1}, {40, i % 3});
+    pair.compare();
+    const auto sets = [&] { return pair.host().data().find(pair.id(0))->layers[1].sets.count; };
+    EXPECT_GE(sets(), 3);
+    for (const unsigned kind : {0, 5, 12}) expect_equal_decode(pair, {0, 1}, 1, kind);
+    pair.fork(0);
+    pair.truncate(0, 300);
+    pair.evict(1, 1, 0, 0, 30);
+    for (int i = 0; i < 3; ++i) append(pair, 1, {2, 0}, {20, 40});
+    pair.through_files(testing::TempDir() + "qattn_kv_drift");
+    pair.compare();
+    expect_equal_decode(pair, {2, 0}, 1, 4);
+    pair.truncate(0, 16);  // no page of codes is left, and no set
+    pair.compare();
+    EXPECT_EQ(sets(), 0);
+    if (HasFailure()) return;
+  }
+}
+
 /// append, decode with mass, observe, again and again: what the device saw decides tiers in both.
 TEST(KvDeviceDecode, WhatDecodeSawIsObserved) {
   Pair pair(mixed());

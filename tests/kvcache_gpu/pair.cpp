@@ -71,13 +71,15 @@ std::vector<std::uint8_t> Pair::random_rows(std::int64_t rows, std::int64_t chan
                                             const Step& step, bool loud) {
   std::normal_distribution<float> normal;
   const std::int64_t size = info(o_.input).bits / 8;
+  const int phase = o_.drift ? calls_ / 4 % 3 : 0;
   std::vector<std::uint8_t> bytes(static_cast<std::size_t>(rows * channels * size));
   for (std::int64_t r = 0; r < rows; ++r) {
     const unsigned kind = step.all_bad ? 0 : step.bad_rows ? random_() % 12 : 99;
     const float sigma = random_() % 9 == 0 ? 1e-3f : 1.0f;
     for (std::int64_t c = 0; c < channels; ++c) {
       float x = normal(random_) * sigma + (c % 7 == 0 ? 3.0f : 0.0f);
-      if (loud && c % 32 == 5) x *= 50.0f;
+      if (loud && c % 32 == 5) x *= phase == 1 ? 1000.0f : 50.0f;
+      if (phase > 0) x += 6 * std::cos(static_cast<float>(phase * c));
       if (kind == 0 && c == 5) x = std::nanf("");
       if (kind == 1 && c == 7) x = INFINITY;
       if (kind == 2) x = c % 2 ? 0.0f : -0.0f;
@@ -105,6 +107,7 @@ void Pair::append(const Step& step) {
   const std::int64_t pitch_k = c.d + 8, pitch_v = c.dv + 8, heads = c.heads_kv;
   std::vector<std::uint8_t> k = random_rows(batch * tokens * heads, pitch_k, step, o_.loud);
   std::vector<std::uint8_t> v = random_rows(batch * tokens * heads, pitch_v, step, false);
+  ++calls_;
   const bool bshd = o_.layout == Layout::bshd;
   const auto view = [&](std::vector<std::uint8_t>& data, std::int64_t pitch,
                         std::int64_t channels) {

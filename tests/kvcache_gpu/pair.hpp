@@ -20,6 +20,8 @@ struct PairOptions {
   Layout layout = Layout::bshd;
   unsigned seed = 1;
   bool loud = false;  ///< channels 5, 37, ... of K vary fifty times as much as the others
+  bool drift =
+      false;  ///< means of K and V, and how loud those channels are, change every few calls
 };
 
 /// What an append is given.
@@ -78,6 +80,7 @@ class Pair {
   std::unique_ptr<GpuKvCache> device_;
   std::vector<std::int64_t> ids_;  ///< the host's sequence of every slot; -1: it has none
   std::mt19937 random_;
+  int calls_ = 0;  ///< of append()
 };
 
 /// All of a cache's device memory but the slots' error words and the plan under way.

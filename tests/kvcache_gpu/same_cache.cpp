@@ -51,10 +51,35 @@ std::string entry_difference(const kv::Entry& a, const kv::Entry& b) {
   if (a.first != b.first) return "first token " + text(a.first) + " and " + text(b.first);
   if (a.live != b.live) return "tokens alive differ";
   if (a.tier != b.tier) return "tier " + text(a.tier) + " and " + text(b.tier);
+  if (a.set != b.set) return "set " + text(a.set) + " and " + text(b.set);
   if (a.path != b.path) return "path " + text(a.path) + " and " + text(b.path);
   if (a.guess != b.guess) return "importance is a guess of one only";
   if (bits(a.importance) == bits(b.importance)) return "";
   return "importance " + std::to_string(a.importance) + " and " + std::to_string(b.importance);
+}
+
+/// Sets that are not in use are zeros on a device.
+std::string set_difference(const kv::Layer& layer, const kv::DeviceCache& c, std::int64_t slot,
+                           std::int64_t number, std::int64_t h, int set) {
+  kv::Frames frames;
+  if (set < layer.sets.count) frames = layer.sets.frames(h, set, c.d, c.dv);
+  for (std::int64_t i = 0; i < c.d; ++i) {
+    const float mean = frames.k.mean ? frames.k.mean[i] : 0.0f;
+    if (bits(mean) != bits(c.k_mean(slot, number, h, set)[i])) {
+      return "mean of channel " + text(i) + " differs";
+    }
+    const int shift = frames.k.shift ? frames.k.shift[i] : 0;
+    if (c.balance_k != 0 && shift != c.k_shift(slot, number, h, set)[i]) {
+      return "what channel " + text(i) + " is divided by differs";
+    }
+  }
+  for (std::int64_t i = 0; c.smooth_v != 0 && i < c.dv; ++i) {
+    const float mean = frames.v.mean ? frames.v.mean[i] : 0.0f;
+    if (bits(mean) != bits(c.v_mean(slot, number, h, set)[i])) {
+      return "V's mean of channel " + text(i) + " differs";
+    }
+  }
+  return "";
 }
 
 std::string layer_difference(const detail::KvCacheData& host, const kv::Layer& layer,
@@ -64,26 +89,14 @@ std::string layer_difference(const detail::KvCacheData& host, const kv::Layer& l
   if (layer.length != c.lengths[at]) {
     return "length " + text(layer.length) + " and " + text(c.lengths[at]);
   }
-  if (layer.k_mean.empty() != (c.has_mean[at] == 0)) return "only one has a mean";
+  if (layer.sets.count != c.set_counts[at]) {
+    return text(layer.sets.count) + " and " + text(c.set_counts[at]) + " sets";
+  }
   for (std::int64_t h = 0; h < c.heads_kv; ++h) {
     const std::string head = "head " + text(h) + ": ";
-    for (std::int64_t i = 0; i < c.d; ++i) {
-      const auto k = static_cast<std::size_t>(h * c.d + i);
-      const float mean = layer.k_mean.empty() ? 0.0f : layer.k_mean[k];
-      if (bits(mean) != bits(c.k_mean(slot, number, h)[i])) {
-        return head + "mean of channel " + text(i) + " differs";
-      }
-      const int shift = layer.k_shift.empty() ? 0 : layer.k_shift[k];
-      if (c.balance_k != 0 && shift != c.k_shift(slot, number, h)[i]) {
-        return head + "what channel " + text(i) + " is divided by differs";
-      }
-    }
-    for (std::int64_t i = 0; c.smooth_v != 0 && i < c.dv; ++i) {
-      const auto k = static_cast<std::size_t>(h * c.dv + i);
-      const float mean = layer.v_mean.empty() ? 0.0f : layer.v_mean[k];
-      if (bits(mean) != bits(c.v_mean(slot, number, h)[i])) {
-        return head + "V's mean of channel " + text(i) + " differs";
-      }
+    for (int set = 0; set < c.sets; ++set) {
+      std::string what = set_difference(layer, c, slot, number, h, set);
+      if (!what.empty()) return head + "set " + text(set) + ": " + what;
     }
     const kv::Table& table = layer.tables[static_cast<std::size_t>(h)];
     const std::int32_t count = c.counts[c.head_index(slot, number, h)];

@@ -46,14 +46,17 @@ class Decode {
 
  private:
   void split();
-  void split_tier(std::int64_t b, std::int64_t h, int tier);
+  void split_tier(std::int64_t b, std::int64_t h, int tier, int set);
   void allocate();
   std::int64_t unit(std::int64_t b, std::int64_t head) const {
     return b * call_.cache->options.heads_kv + head;
   }
-  Queries queries(std::int64_t unit);
+  const kv::Sets& sets(std::int64_t unit) const {
+    return call_.layers[static_cast<std::size_t>(unit / call_.cache->options.heads_kv)]->sets;
+  }
+  Queries queries(std::int64_t unit, int set);
   Partial partial(std::int64_t index);
-  void prepare(std::int64_t unit);
+  void prepare(std::int64_t unit, int set);
   void work(const Task& task, Scratch& scratch);
   void combine(std::int64_t unit, float* scratch);
   void merge_row(std::int64_t unit, int r, float* rotated, float* raw);
@@ -63,6 +66,7 @@ class Decode {
 
   const DecodeCall& call_;
   const int rows_, d_, dv_;
+  int sets_ = 1;                          ///< at most, of a layer
   std::vector<Task> tasks_;               ///< those of a (sequence, KV head) side by side
   std::vector<std::int64_t> first_task_;  ///< [units + 1]
   std::int64_t tiles_ = 0;                ///< of all tasks, with `mass`
@@ -78,27 +82,32 @@ void Decode::split() {
   for (std::int64_t b = 0; b < call_.batch; ++b) {
     for (std::int64_t h = 0; h < call_.cache->options.heads_kv; ++h) {
       first_task_.push_back(static_cast<std::int64_t>(tasks_.size()));
-      for (int tier = 0; tier < tiers; ++tier) split_tier(b, h, tier);
+      const auto sets = static_cast<int>(call_.layers[static_cast<std::size_t>(b)]->sets.count);
+      sets_ = std::max(sets_, sets);
+      split_tier(b, h, 0, 0);
+      for (int set = 0; set < std::max(sets, 1); ++set) {
+        for (int tier = 1; tier < tiers; ++tier) split_tier(b, h, tier, set);
+      }
     }
   }
   first_task_.push_back(static_cast<std::int64_t>(tasks_.size()));
 }
 
-void Decode::split_tier(std::int64_t b, std::int64_t h, int tier) {
+void Decode::split_tier(std::int64_t b, std::int64_t h, int tier, int set) {
   const Table& table =
       call_.layers[static_cast<std::size_t>(b)]->tables[static_cast<std::size_t>(h)];
   const auto end = static_cast<std::int64_t>(table.size());
   std::int64_t begin = 0, bytes = 0, blocks = 0;
   const auto add = [&](std::int64_t last) {
     const auto place = static_cast<std::int64_t>(tasks_.size());
-    tasks_.push_back({b, h, tier, begin, last, place, tiles_});
+    tasks_.push_back({b, h, tier, set, begin, last, place, tiles_});
     if (call_.tensors.mass.present()) tiles_ += (blocks + tile_blocks - 1) / tile_blocks;
     begin = last;
     bytes = blocks = 0;
   };
   for (std::int64_t i = 0; i < end; ++i) {
     const Entry& e = table[static_cast<std::size_t>(i)];
-    if (e.tier != tier) continue;
+    if (e.tier != tier || e.set != set) continue;
     bytes += call_.cache->page_bytes(tier);
     blocks += kv::live_blocks(e);
     if (bytes >= task_bytes) add(i + 1);
@@ -108,7 +117,7 @@ void Decode::split_tier(std::int64_t b, std::int64_t h, int tier) {
 
 void Decode::allocate() {
   const auto rows = static_cast<std::size_t>(rows_);
-  const auto units = static_cast<std::size_t>(first_task_.size() - 1);
+  const std::size_t units = (first_task_.size() - 1) * static_cast<std::size_t>(sets_);
   q_raw_.allocate(units * rows * static_cast<std::size_t>(d_));
   q_planes_.allocate(units * rows * 2 * static_cast<std::size_t>(d_));
   for (auto* x : {&q_sum_, &q_scale_, &q_offset_, &q_noise_}) x->allocate(units * rows);
@@ -126,8 +135,8 @@ std::int64_t Decode::last_tile(std::int64_t task) const {
   return next < tasks_.size() ? tasks_[next].first_tile : tiles_;
 }
 
-Queries Decode::queries(std::int64_t unit) {
-  const std::int64_t at = unit * rows_;
+Queries Decode::queries(std::int64_t unit, int set) {
+  const std::int64_t at = (unit * sets_ + set) * rows_;
   return {q_raw_.data() + at * d_, q_planes_.data() + at * 2 * d_, q_sum_.data() + at,
           q_scale_.data() + at,    q_offset_.data() + at,          q_noise_.data() + at};
 }
@@ -137,14 +146,13 @@ Partial Decode::partial(std::int64_t index) {
   return {out_.data() + at * dv_, max_.data() + at, sum_.data() + at, bad_.data() + at};
 }
 
-/// The query rows of one (sequence, KV head).
-void Decode::prepare(std::int64_t u) {
+/// The query rows of one (sequence, KV head) for pages of one set.
+void Decode::prepare(std::int64_t u, int set) {
   const detail::KvCacheData& cache = *call_.cache;
   const TensorView& view = call_.tensors.q;
   const std::int64_t b = u / cache.options.heads_kv, h = u % cache.options.heads_kv;
-  const kv::Layer& layer = *call_.layers[static_cast<std::size_t>(b)];
-  const auto [mean, shift] = layer.frames(h, d_, dv_).k;
-  const Queries q = queries(u);
+  const auto [mean, shift] = sets(u).frames(h, set, d_, dv_).k;
+  const Queries q = queries(u, set);
   const std::int64_t bytes = info(view.format).bits / 8;
   float row[256];
   for (int r = 0; r < rows_; ++r) {
@@ -173,7 +181,7 @@ void Decode::prepare(std::int64_t u) {
 }
 
 void Decode::work(const Task& task, Scratch& scratch) {
-  const Queries q = queries(unit(task.batch, task.head));
+  const Queries q = queries(unit(task.batch, task.head), task.set);
   TileMass* mass = call_.tensors.mass.present() ? mass_.data() + task.first_tile : nullptr;
   for (std::int64_t i = task.first_tile; i < last_tile(task.partial); ++i) {
     const std::int64_t at = i * rows_;
@@ -206,21 +214,25 @@ void Decode::merge_row(std::int64_t u, int r, float* rotated, float* raw) {
   std::fill_n(raw, dv_, 0.0f);
   float sum = sink == minus_infinity ? 0.0f : cache.words->exp_one(sink - top);
   bool codes = false;
-  float of_codes = 0;
+  float of_codes[kv::most_sets] = {};
   for (std::int64_t t = begin; t < end; ++t) {
     const Partial p = partial(t);
     if (p.max[r] == minus_infinity) continue;
     const float factor = cache.words->exp_one(p.max[r] - top);
     sum += p.sum[r] * factor;
-    const bool window = tasks_[static_cast<std::size_t>(t)].tier == 0;
+    const Task& task = tasks_[static_cast<std::size_t>(t)];
+    const bool window = task.tier == 0;
     codes |= !window;
-    if (!window) of_codes += p.sum[r] * factor;
+    if (!window) of_codes[task.set] += p.sum[r] * factor;
     float* to = window ? raw : rotated;
     for (int c = 0; c < dv_; ++c) to[c] += factor * p.out[std::int64_t{r} * dv_ + c];
   }
   if (codes && cache.options.rotate) unrotate(*cache.words, rotated, dv_);
-  const float* mean = call_.layers[static_cast<std::size_t>(b)]->frames(h, d_, dv_).v.mean;
-  for (int c = 0; codes && mean && c < dv_; ++c) rotated[c] += of_codes * mean[c];
+  for (int set = 0; set < static_cast<int>(sets(u).count); ++set) {
+    const float* mean = sets(u).frames(h, set, d_, dv_).v.mean;
+    if (!mean || of_codes[set] == 0) continue;
+    for (int c = 0; c < dv_; ++c) rotated[c] += of_codes[set] * mean[c];
+  }
   const float lse = nan       ? std::numeric_limits<float>::quiet_NaN()
                     : sum > 0 ? top + std::log(sum)
                               : top;
@@ -285,7 +297,10 @@ void Decode::run() {
   {
     Scratch& mine = scratch[static_cast<std::size_t>(kv::thread_index())];
     Phases phases;
-    phases.each(units, [&](std::int64_t u) { prepare(u); });
+    phases.each(units * sets_, [&](std::int64_t i) {
+      const auto set = static_cast<int>(i % sets_);
+      if (set < std::max<std::int64_t>(sets(i / sets_).count, 1)) prepare(i / sets_, set);
+    });
     phases.each(tasks, [&](std::int64_t t) { work(tasks_[static_cast<std::size_t>(t)], mine); });
     phases.each(units, [&](std::int64_t u) { combine(u, mine.v_rows.data()); });
   }

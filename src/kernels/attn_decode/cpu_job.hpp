@@ -12,7 +12,7 @@ namespace qattn::cpu {
 
 inline constexpr int tile_blocks = tile_keys / formats::kv_block_tokens;
 
-/// The query rows of one (sequence, KV head), ready for all kinds of pages.
+/// The query rows of one (sequence, KV head), ready for all kinds of pages that name one set.
 struct Queries {
   float* raw;           ///< [rows][d] times the softmax scale, for pages in 16 bits
   std::int8_t* planes;  ///< [2 rows][d] rotated; not made where K has a scale a channel
@@ -24,14 +24,17 @@ struct Queries {
 /// Half of the sum of squares.
 float half_square(const float* x, int n);
 
-/// Pages of one tier of one (sequence, KV head). P times V's scale is rounded against its largest
-/// in a tile, and scales of one tier are alike.
+/// Pages of one tier and set of one (sequence, KV head). P times V's scale is rounded against its
+/// largest in a tile, and scales of one tier are alike.
 struct Task {
   std::int64_t batch, head;  ///< of KV
   int tier;                  ///< 0: 16 bits
-  std::int64_t begin, end;   ///< entries in the table, among which it takes its tier's
+  int set;                   ///< of means and powers of two
+  std::int64_t begin, end;   ///< entries in the table, among which it takes its own
   std::int64_t partial;      ///< its place among the partial results
   std::int64_t first_tile;   ///< its place among the mass records, with `mass`
+
+  bool takes(const kv::Entry& e) const { return e.tier == tier && e.set == set; }
 };
 
 /// What a task leaves, per row.

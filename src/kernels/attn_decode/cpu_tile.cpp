@@ -43,7 +43,7 @@ class Blocks {
     const std::int64_t per_page = call_.cache->blocks_per_page();
     for (; entry_ < task_.end; ++entry_, block_ = 0) {
       const Entry& e = table_[static_cast<std::size_t>(entry_)];
-      if (e.tier != task_.tier) continue;
+      if (!task_.takes(e)) continue;
       for (; block_ < per_page; ++block_) {
         const auto live =
             static_cast<std::uint32_t>(e.live >> (block_ * kv_block_tokens) & 0xffffu);

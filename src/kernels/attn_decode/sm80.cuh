@@ -97,20 +97,23 @@ struct FindPlace {
   /// The last place in list `i`, from its tier's first on a multiple of every tile's blocks, with a
   /// cost of at most `left` before it.
   QATTN_DEVICE std::uint32_t place_at(std::int64_t i, std::uint32_t left) const {
-    const auto* counts =
-        reinterpret_cast<const isa::Words4*>(p.part_counts + of_pair(i) * kv::most_tiers);
-    const isa::Words4 low = isa::load_global(counts), high = isa::load_global(counts + 1);
     std::uint32_t start = 0;
-    for (int tier = 0; tier < p.cache.pools; ++tier) {
-      std::uint32_t blocks = 0;
+    const std::int64_t list = of_pair(i);
+    const int sets = DecodePair(p, Quotient(list, p.parts()).quotient).sets;
+    for (int set = 0; set < sets; ++set) {
+      const auto* counts = reinterpret_cast<const isa::Words4*>(p.counts_of(list, set));
+      const isa::Words4 low = isa::load_global(counts), high = isa::load_global(counts + 1);
+      for (int tier = 0; tier < p.cache.pools; ++tier) {
+        std::uint32_t blocks = 0;
 #pragma unroll
-      for (int t = 0; t < kv::most_tiers; ++t) {
-        if (t == tier) blocks = t < 4 ? low.w[t & 3] : high.w[t & 3];
+        for (int t = 0; t < kv::most_tiers; ++t) {
+          if (t == tier) blocks = t < 4 ? low.w[t & 3] : high.w[t & 3];
+        }
+        const std::uint32_t one = block_cost(p.cache.pool[tier].layout.block);
+        if (left < blocks * one) return start + left / one / 4 * 4;
+        left -= blocks * one;
+        start += blocks;
       }
-      const std::uint32_t one = block_cost(p.cache.pool[tier].layout.block);
-      if (left < blocks * one) return start + left / one / 4 * 4;
-      left -= blocks * one;
-      start += blocks;
     }
     return start;
   }
@@ -203,7 +206,7 @@ struct DecodeUnit : DecodeLoad<C> {
     if (index >= run.count) return;
     if (coded) {
       this->unrotate();
-      this->move_by_mean(1.0f);
+      this->move_by_mean(0, 1.0f);
     }
     this->forget_unit();
     const kv::DevicePool& pool = p.cache.pool[0];
@@ -223,7 +226,7 @@ struct DecodeUnit : DecodeLoad<C> {
       isa::sync_warp();  // nobody reads the ring any more
       note<16>(run, index, mass);
     }
-    this->move_by_mean(-1.0f);
+    this->move_by_mean(0, -1.0f);
     this->rotate();
     coded = true;
   }
@@ -320,37 +323,74 @@ struct DecodeUnit : DecodeLoad<C> {
     isa::sync_threads();  // the rings are free again
   }
 
+  /// To pages of another set: other queries; and O so far lacks one set's mean of V, and is to lack
+  /// the other's. Which set it was is in shared memory: registers are short.
+  QATTN_DEVICE void take_set(int set) {
+    const isa::SharedAddress place = at(S::unit_sets);
+    const auto before = isa::load_shared<std::uint32_t>(place);
+    if (coded && p.cache.smooth_v != 0) {
+      this->unrotate();
+      this->move_by_mean(static_cast<int>(before), 1.0f);
+      this->move_by_mean(set, -1.0f);
+      this->rotate();
+    }
+    isa::sync_threads();  // nobody reads the queries, nor the word, any more
+    if (isa::thread() == 0) isa::store_shared(place, static_cast<std::uint32_t>(set));
+    this->store_queries(set);
+    this->store_facts(set);
+    isa::sync_threads();
+  }
+  QATTN_DEVICE std::uint32_t current_set() const {
+    return isa::load_shared<std::uint32_t>(at(S::unit_sets));
+  }
+
   /// Places [begin, end) of the unit.
   QATTN_DEVICE void run(std::uint32_t begin, std::uint32_t end) {
     const std::int64_t first_list = Quotient(unit, p.pairs()).remainder * p.parts();
-    const auto load_counts = [&](std::uint32_t part) {
-      return isa::load_global(p.part_counts + (first_list + part) * kv::most_tiers +
-                              (isa::lane() & 7));
+    const auto load_counts = [&](std::uint32_t part, int set) {
+      return isa::load_global(p.counts_of(first_list + part, set) + (isa::lane() & 7));
     };
-    std::uint32_t counts = load_counts(begin / part_blocks);  // on its way with the queries
-    this->store_queries();
-    this->store_facts();
+    std::uint32_t counts = load_counts(begin / part_blocks, 0);  // on its way with the queries
+    if (isa::thread() == 0) {
+      const int sets = DecodePair(p, Quotient(unit, p.pairs()).remainder).sets;
+      isa::store_shared(at(S::unit_sets), isa::Words2{{0u, static_cast<std::uint32_t>(sets)}});
+    }
+    this->store_queries(0);
+    this->store_facts(0);
     isa::sync_threads();
     int turn = 0;
     for (std::uint32_t part = begin / part_blocks; part * part_blocks < end; ++part) {
       const std::int64_t list = first_list + part;
-      if (part > begin / part_blocks) counts = load_counts(part);
       const std::uint32_t from = part * part_blocks < begin ? begin % part_blocks : 0;
       const std::uint32_t to =
           end - part * part_blocks < part_blocks ? end - part * part_blocks : part_blocks;
       std::uint32_t tier_begin = 0;
-      for (int tier = 0; tier < p.cache.pools; ++tier) {
+      int n = 0;  // a set and a tier
+      while (true) {
+        const int tier = n & (kv::most_tiers - 1), set = n / kv::most_tiers;
+        if (tier == 0 && (set > 0 || part > begin / part_blocks)) counts = load_counts(part, set);
         const std::uint32_t tier_end = tier_begin + isa::shuffle(counts, tier);
         const std::uint32_t first = tier_begin > from ? tier_begin : from;
         const std::uint32_t last = tier_end < to ? tier_end : to;
         if (first < last) {
+          if (current_set() != static_cast<std::uint32_t>(set)) take_set(set);
           const TierRun run{tier, static_cast<int>(last - first),
                             p.lists + list * part_blocks + first};
           turn = run_tier(run, turn);
         }
         tier_begin = tier_end;
+        if (tier + 1 < p.cache.pools) {
+          ++n;
+          continue;
+        }
+        n = (set + 1) * kv::most_tiers;
+        if (static_cast<std::uint32_t>(set + 1) >=
+            isa::load_shared<std::uint32_t>(at(S::unit_sets + 4))) {
+          break;
+        }
       }
     }
+    if (current_set() != 0) take_set(0);
     merge();
   }
 };

@@ -75,11 +75,11 @@ struct DecodeCodes : DecodeState<C> {
       b[n][0] = words.w[0], b[n][1] = words.w[1];
     }
   }
-  /// The unit's queries: as they are for bytes, and divided by what codes in place are worth for 3
-  /// and 4 bits, whose later half of k steps is of planes 4 bits up, and for 2.
-  QATTN_DEVICE void store_queries() const {
-    const std::uint32_t* from = this->p.query_words + std::int64_t{this->unit} * query_planes *
-                                                          this->p.unit_rows * (C.d / 2);
+  /// The unit's queries for a set: as they are for bytes, and divided by what codes in place are
+  /// worth for 3 and 4 bits, whose later half of k steps is of planes 4 bits up, and for 2.
+  QATTN_DEVICE void store_queries(int set) const {
+    const std::uint32_t* from =
+        this->p.query_words + this->p.query_plane(this->unit, query_codes + set);
     for (int i = isa::thread(); i < S::k_steps * N * 16; i += S::threads) {
       const auto words = isa::load_global(reinterpret_cast<const isa::Words4*>(from) + i);
       const int step = i / (16 * N);

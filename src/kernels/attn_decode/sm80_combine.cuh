@@ -83,7 +83,7 @@ struct DecodeCombine {
     if (p.cache.rotate != 0) x.out.unrotate();
     if (p.cache.smooth_v != 0 && !bad) {
       const std::int64_t slot = isa::load_global(p.slots + place.quotient);
-      const float* mean = p.cache.v_mean(slot, p.layer, place.remainder);
+      const float* mean = p.cache.v_mean(slot, p.layer, place.remainder, 0);
 #pragma unroll
       for (int i = 0; i < LaneRow<Dv>::count; ++i) {
         x.out.x[i] = fmaf(x.sum.total, isa::load_global(mean + x.out.channel(i)), x.out.x[i]);

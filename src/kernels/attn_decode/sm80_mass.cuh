@@ -127,7 +127,8 @@ struct DecodeMass {
 
   /// Where the lists have this thread's block of entry `n`; negative: nobody reads it.
   QATTN_DEVICE std::int64_t place_of(const kv::Entry& e, std::int32_t n) const {
-    if (!valid_entry(p.cache, e) || !reads_block(e, block, pair.visible_begin(p, 0))) return -1;
+    const bool valid = valid_entry(p.cache, pair, e);
+    if (!valid || !reads_block(e, block, pair.visible_begin(p, 0))) return -1;
     const std::int64_t in_table = index * p.parts() * part_blocks + n * per_page + block;
     return in_table / part_blocks * part_blocks + isa::load_global(p.list_places + in_table);
   }

@@ -49,6 +49,7 @@ struct DecodeShape {
   static constexpr int facts = queries + 3 * k_steps * n * 256;
   static constexpr int share = facts + n * 96;  ///< DecodeShare
   static constexpr int scratch = share + 16;
+  static constexpr int unit_sets = scratch + 64;  ///< the set whose queries these are, how many
   static constexpr int ring = (scratch + 128 + 127) / 128 * 128;
   static constexpr int shared_bytes = ring + warps * ring_bytes;
   static_assert(ring_bytes % 128 == 0);
@@ -87,6 +88,20 @@ QATTN_HD std::uint32_t block_cost(const formats::KvBlock& b) {
 /// a share that begins where a unit does must not begin before it, or its block has two units.
 inline double share_of(std::int32_t blocks) { return (1 + 0x1p-50) / blocks; }
 
+/// Forms of Q that products read, as fragments of the B operand of mma.m16n8k16:
+/// [k step][8 rows][lane][2 words].
+///   codes   f16, as K of a set is: balanced, rotated. k step j of lane t holds channels 16 j + 4 t
+///   + {0, 2} and + {1, 3} high    of the window's element, as it came: channels 32 (j / 2) + 8 t +
+///   4 (j % 2) + {0, 1}
+///           and + {2, 3}
+///   low     what `high` left
+/// Planes from query_codes on are of one set each.
+enum QueryPlane { query_high, query_low, query_codes };
+
+/// What products need of a row: q.mean, and of Q times its scale the sum of its f16 codes and
+/// |q|^2.
+inline constexpr int query_fact_count = 3;
+
 struct DecodeParams {
   kv::DeviceCache cache;
   const std::int32_t* slots = nullptr;  ///< [batch]: which sequences of the cache
@@ -109,12 +124,12 @@ struct DecodeParams {
   std::uint32_t* error = nullptr;  ///< the device's sticky error word; may be null
 
   // The workspace.
-  std::uint32_t* query_words = nullptr;  ///< [units][3][unit_rows * d / 2]: QueryPlane
-  float* query_facts = nullptr;          ///< [units][unit_rows][query_fact_count]
+  std::uint32_t* query_words = nullptr;  ///< [units][query_planes()][unit_rows * d / 2]: QueryPlane
+  float* query_facts = nullptr;          ///< [units][sets][unit_rows][query_fact_count]
   float* query_scale = nullptr;          ///< [units]: what Q was multiplied by, a power of two;
                                          ///< NaN where its sequence is bad
-  DecodeBlock* lists = nullptr;          ///< [pairs][parts][part_blocks], by tier
-  std::uint32_t* part_counts = nullptr;  ///< [pairs][parts][most_tiers] blocks of a tier
+  DecodeBlock* lists = nullptr;          ///< [pairs][parts][part_blocks], by set and tier
+  std::uint32_t* part_counts = nullptr;  ///< [pairs][parts][sets][most_tiers] blocks of a tier
   std::uint32_t* part_costs = nullptr;   ///< [pairs][parts]
   DecodeShare* shares = nullptr;         ///< [blocks]
   std::int32_t* first_block = nullptr;   ///< [units] of Decode that takes places of it
@@ -131,6 +146,17 @@ struct DecodeParams {
     return static_cast<std::uint64_t>(static_cast<double>(total) * share * n);
   }
   QATTN_HD std::int32_t rows() const { return group * queries; }
+  QATTN_HD std::int64_t query_planes() const { return query_codes + std::int64_t{cache.sets}; }
+  /// Words from the workspace's first to a plane of a unit.
+  QATTN_HD std::int64_t query_plane(std::int64_t unit, int plane) const {
+    return (unit * query_planes() + plane) * unit_rows * (cache.d / 2);
+  }
+  QATTN_HD float* facts_of(std::int64_t unit, int set, int row) const {
+    return query_facts + ((unit * cache.sets + set) * unit_rows + row) * query_fact_count;
+  }
+  QATTN_HD std::uint32_t* counts_of(std::int64_t list, int set) const {
+    return part_counts + (list * cache.sets + set) * kv::most_tiers;
+  }
   /// Which of its pair's units has row `r`.
   QATTN_HD std::int64_t chunk_of(std::int32_t r) const { return unit_rows == 8 ? r >> 3 : r >> 4; }
   QATTN_HD std::int64_t pairs() const { return std::int64_t{batch} * cache.heads_kv; }
@@ -156,19 +182,6 @@ struct DecodeParams {
   QATTN_HD std::int64_t combine_blocks() const { return pairs() * rows() + pairs() * mass_parts(); }
 };
 
-/// Forms of Q that products read, as fragments of the B operand of mma.m16n8k16:
-/// [k step][8 rows][lane][2 words].
-///   codes   f16, rotated where K is. k step j of lane t holds channels 16 j + 4 t + {0, 2} and +
-///   {1, 3} high    of the window's element, as it came: channels 32 (j / 2) + 8 t + 4 (j % 2) +
-///   {0, 1}
-///           and + {2, 3}
-///   low     what `high` left
-enum QueryPlane { query_codes, query_high, query_low, query_planes };
-
-/// What products need of a row: q.mean, and of Q times its scale the sum of its f16 codes and
-/// |q|^2.
-inline constexpr int query_fact_count = 3;
-
 /// Where the workspace keeps what; offsets in bytes.
 struct DecodeWorkspace {
   std::size_t query_words, query_facts, query_scale, lists, part_counts, part_costs, shares,
@@ -183,11 +196,11 @@ inline DecodeWorkspace decode_workspace(const DecodeParams& p) {
     return at;
   };
   const std::int64_t rows = p.units() * p.unit_rows, slots = p.blocks + p.units();
-  w.query_words = take(rows * p.cache.d / 2 * query_planes, 4);
-  w.query_facts = take(rows * query_fact_count, 4);
+  w.query_words = take(rows * p.cache.d / 2 * p.query_planes(), 4);
+  w.query_facts = take(rows * p.cache.sets * query_fact_count, 4);
   w.query_scale = take(p.units(), 4);
   w.lists = take(p.list_blocks(), sizeof(DecodeBlock));
-  w.part_counts = take(p.pairs() * p.parts() * kv::most_tiers, 4);
+  w.part_counts = take(p.pairs() * p.parts() * p.cache.sets * kv::most_tiers, 4);
   w.part_costs = take(p.pairs() * p.parts(), 4);
   w.shares = take(p.blocks, sizeof(DecodeShare));
   w.first_block = take(p.units(), 4);
@@ -217,7 +230,8 @@ struct Quotient {
 /// One (sequence, KV head), as the device finds it.
 struct DecodePair {
   std::int32_t batch = 0, head = 0, slot = 0, length = 0, entries = 0;
-  bool bad = false;  ///< no such sequence, one in error, or fewer tokens than queries
+  std::int32_t sets = 1;  ///< of means and powers of two, at least one
+  bool bad = false;       ///< no such sequence, one in error, or fewer tokens than queries
 
   QATTN_DEVICE DecodePair(const DecodeParams& p, std::int64_t pair) {
     const Quotient place(pair, p.cache.heads_kv);
@@ -229,9 +243,13 @@ struct DecodePair {
     // All are on their way before one is looked at.
     length = isa::load_global(p.cache.lengths + p.cache.layer_index(slot, p.layer));
     entries = isa::load_global(p.cache.counts + p.cache.head_index(slot, p.layer, head));
+    if (p.cache.sets > 1) {
+      sets = isa::load_global(p.cache.set_counts + p.cache.layer_index(slot, p.layer));
+    }
     bad = p.cache.errors != nullptr && isa::load_global(p.cache.errors + slot) != 0;
     bad = bad || length < p.queries || entries < 0 || entries > p.cache.most_pages;
     if (bad) length = entries = 0;
+    sets = sets < 1 ? 1 : sets < p.cache.sets ? sets : p.cache.sets;
   }
   QATTN_DEVICE std::int32_t position(const DecodeParams& p, int query) const {
     return length - p.queries + query;
@@ -264,6 +282,7 @@ QATTN_DEVICE kv::Entry load_entry(const kv::Entry* from) {
   e.first = static_cast<std::int32_t>(place.w[1]);
   e.live = live.w[0] | static_cast<std::uint64_t>(live.w[1]) << 32;
   e.tier = static_cast<std::uint8_t>(rest.w[1]);
+  e.set = static_cast<std::uint8_t>(rest.w[1] >> 24);
   return e;
 }
 
@@ -280,10 +299,11 @@ QATTN_DEVICE std::uint64_t bad_keys(const kv::DeviceCache& c, const kv::Entry& e
   return isa::load_global(pool.bad_tokens(e.page));
 }
 
-/// Is the entry's page one that exists? Tables are written on the device; a wild page must not
-/// become a wild address.
-QATTN_DEVICE bool valid_entry(const kv::DeviceCache& c, const kv::Entry& e) {
-  return e.tier < c.pools && e.page >= 0 && e.page < c.pool[e.tier].capacity;
+/// Are the entry's page and set such that exist? Tables are written on the device; a wild page must
+/// not become a wild address.
+QATTN_DEVICE bool valid_entry(const kv::DeviceCache& c, const DecodePair& pair,
+                              const kv::Entry& e) {
+  return e.set < pair.sets && e.tier < c.pools && e.page >= 0 && e.page < c.pool[e.tier].capacity;
 }
 
 }  // namespace QATTN_TARGET

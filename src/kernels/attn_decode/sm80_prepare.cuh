@@ -83,7 +83,7 @@ struct DecodePrepare {
   /// Where one 16-bit half of plane `plane` lies, in halves from the unit's first.
   static QATTN_DEVICE std::int64_t half_place(const Params& p, int plane, int row, int c) {
     int step, t, pair, half;
-    if (plane == query_codes) {
+    if (plane >= query_codes) {
       step = c / 16, t = c % 16 / 4, pair = c % 2, half = c % 4 / 2;
     } else {
       step = c / 32 * 2 + c % 8 / 4, t = c % 32 / 8, pair = c % 4 / 2, half = c % 2;
@@ -115,55 +115,83 @@ struct DecodePrepare {
     return warp_max(top);
   }
 
-  /// 16 bits and what they leave; the codes' plane takes f16 whatever the window has.
+  static QATTN_DEVICE void store_half(const Params& p, std::uint16_t* to, int plane, int row,
+                                      int c, std::uint32_t bits) {
+    isa::store_global(to + half_place(p, plane, row, c), static_cast<std::uint16_t>(bits));
+  }
+  /// 16 bits of the window's element and what they leave.
   static QATTN_DEVICE void store_halves(const Params& p, std::uint16_t* to, int row, int c,
-                                        float rotated, float raw) {
+                                        float raw) {
     const bool bf16 = p.cache.bf16 != 0;
     const auto narrow = [&](float x) {
       return bf16 ? isa::pack_bf16(x, 0.0f) : isa::pack_f16(x, 0.0f);
     };
     const std::uint32_t high = narrow(raw);
     const float kept = bf16 ? isa::unpack_bf16(high).lo : isa::unpack_f16(high).lo;
-    const auto put = [&](int plane, std::uint32_t bits) {
-      isa::store_global(to + half_place(p, plane, row, c), static_cast<std::uint16_t>(bits));
-    };
-    put(query_codes, isa::pack_f16(rotated, 0.0f));
-    put(query_high, high);
-    put(query_low, narrow(raw - kept));
+    store_half(p, to, query_high, row, c, high);
+    store_half(p, to, query_low, row, c, narrow(raw - kept));
   }
 
-  /// A row as it came, as codes take it (balanced, rotated), and its product with K's mean.
+  /// A row as it came, as codes of a set take it (balanced, rotated), and its product with the
+  /// set's mean of K.
   struct QueryRow {
     LaneRow<D> raw, rotated;
     float dot = 0;
+
+    QATTN_DEVICE void take_set(const Params& p, const DecodePair& pair, int set) {
+      rotated = raw;
+      dot = 0;
+      if (pair.bad) {
+        if (p.cache.rotates_k()) rotated.rotate();
+        return;
+      }
+      if (p.cache.smooth_k != 0) {
+        const float* mean = p.cache.k_mean(pair.slot, p.layer, pair.head, set);
+#pragma unroll
+        for (int x = 0; x < LaneRow<D>::count; ++x) {
+          dot = fmaf(raw.x[x], isa::load_global(mean + raw.channel(x)), dot);
+        }
+      }
+      if (p.cache.balance_k != 0) {
+        const std::uint8_t* shift = p.cache.k_shift(pair.slot, p.layer, pair.head, set);
+#pragma unroll
+        for (int x = 0; x < LaneRow<D>::count; ++x) {
+          rotated.x[x] *= kv::key_factor(isa::load_global(shift + raw.channel(x)));
+        }
+      }
+      if (p.cache.rotates_k()) rotated.rotate();
+    }
   };
 
   static QATTN_DEVICE void store_row(const Params& p, const QueryRow& query, std::int64_t unit,
-                                     int row, float factor) {
+                                     int set, int row, float factor) {
     const auto& [raw, rotated, dot] = query;
-    auto* to = reinterpret_cast<std::uint16_t*>(p.query_words +
-                                                unit * query_planes * p.unit_rows * (D / 2));
+    auto* to = reinterpret_cast<std::uint16_t*>(p.query_words + p.query_plane(unit, 0));
     float sum = 0, square = 0;
 #pragma unroll
     for (int i = 0; i < LaneRow<D>::count; ++i) {
       const float x = rotated.x[i] * factor;
-      store_halves(p, to, row, raw.channel(i), x, raw.x[i] * factor);
-      sum += isa::unpack_f16(isa::pack_f16(x, 0.0f)).lo;
+      // The codes' plane takes f16 whatever the window has.
+      const std::uint32_t code = isa::pack_f16(x, 0.0f);
+      store_half(p, to, query_codes + set, row, raw.channel(i), code);
+      if (set == 0) store_halves(p, to, row, raw.channel(i), raw.x[i] * factor);
+      sum += isa::unpack_f16(code).lo;
       square = fmaf(x, x, square);
     }
     const float offset = warp_sum(dot);
     sum = warp_sum(sum);
     square = warp_sum(square);
     if (isa::lane() == 0) {
-      float* facts = p.query_facts + (unit * p.unit_rows + row) * query_fact_count;
+      float* facts = p.facts_of(unit, set, row);
       isa::store_global(facts, offset);
       isa::store_global(facts + 1, sum);
       isa::store_global(facts + 2, square);
     }
   }
 
-  /// One power of two for all rows of a unit brings the largest element of Q or of its rotation
-  /// to [2^11, 2^12]: rows 2^19 times smaller still have all bits of f16, 1 / 64 of them included.
+  /// One power of two for all rows of a unit, and all sets, brings the largest element of Q or of
+  /// its rotation to [2^11, 2^12]: rows 2^19 times smaller still have all bits of f16, 1 / 64 of
+  /// them included.
   static QATTN_DEVICE void prepare_unit(const Params& p, std::int64_t unit) {
     const Quotient place(unit, p.pairs());
     const std::int64_t pair_index = place.remainder;
@@ -183,31 +211,14 @@ struct DecodePrepare {
     const isa::SharedAddress top_at = isa::shared_base();
     if (isa::thread() == 0) isa::store_shared(top_at, 0u);
     isa::sync_threads();
-    const bool smooth = p.cache.smooth_k != 0 && !pair.bad;
-    const bool balanced = p.cache.balance_k != 0 && !pair.bad;
-    const float* mean = smooth ? p.cache.k_mean(pair.slot, p.layer, pair.head) : nullptr;
 #pragma unroll
     for (int i = 0; i < most_rows; ++i) {
       if (warp + i * warps >= p.unit_rows) continue;
-      QueryRow& query = queries[i];
-      if (smooth) {
-#pragma unroll
-        for (int x = 0; x < LaneRow<D>::count; ++x) {
-          const float k = isa::load_global(mean + query.raw.channel(x));
-          query.dot = fmaf(query.raw.x[x], k, query.dot);
-        }
+      float top = amax(queries[i].raw);
+      for (int set = pair.sets - 1; set >= 0; --set) {  // the first one's stay in registers
+        queries[i].take_set(p, pair, set);
+        top = fmaxf(top, amax(queries[i].rotated));
       }
-      query.rotated = query.raw;
-      if (balanced) {
-        const std::uint8_t* shift = p.cache.k_shift(pair.slot, p.layer, pair.head);
-#pragma unroll
-        for (int x = 0; x < LaneRow<D>::count; ++x) {
-          query.rotated.x[x] *= kv::key_factor(isa::load_global(shift + query.raw.channel(x)));
-        }
-      }
-      float top = amax(query.raw);
-      if (p.cache.rotates_k()) query.rotated.rotate();
-      if (p.cache.rotates_k() || balanced) top = fmaxf(top, amax(query.rotated));
       if (isa::lane() == 0) isa::atomic_max_shared(top_at, formats::bits_of(top));
     }
     isa::sync_threads();
@@ -221,13 +232,18 @@ struct DecodePrepare {
     }
 #pragma unroll
     for (int i = 0; i < most_rows; ++i) {
-      if (warp + i * warps < p.unit_rows) store_row(p, queries[i], unit, warp + i * warps, factor);
+      if (warp + i * warps >= p.unit_rows) continue;
+      for (int set = 0; set < pair.sets; ++set) {
+        if (set > 0) queries[i].take_set(p, pair, set);
+        store_row(p, queries[i], unit, set, warp + i * warps, factor);
+      }
     }
   }
 
   // ---- Lists ----------------------------------------------------------------------------------
 
   static constexpr std::uint32_t no_tier = 255;
+  static_assert(kv::most_tiers == 8, "a tier and its set are in a byte");
   static constexpr int each = part_blocks / threads;  ///< blocks of a thread
   /// [part_blocks] DecodeBlock, [part_blocks] bytes of tiers, [warps] TierCounts.
   static constexpr int tiers_at = part_blocks * 8, sums_at = tiers_at + part_blocks;
@@ -258,10 +274,10 @@ struct DecodePrepare {
     const auto index = static_cast<std::uint32_t>(part * p.part_entries() + (i >> shift));
     std::uint32_t tier = no_tier;
     if (static_cast<std::int32_t>(index) < pair.entries) {
-      if (!valid_entry(p.cache, e)) {
+      if (!valid_entry(p.cache, pair, e)) {
         if (p.error != nullptr) isa::atomic_or_global(p.error, tile::error_page);
       } else if (reads_block(e, block, pair.visible_begin(p, 0))) {
-        tier = e.tier;
+        tier = e.tier | static_cast<std::uint32_t>(e.set) << 3;
       }
     }
     const std::int32_t first = e.first + block * formats::kv_block_tokens;
@@ -341,44 +357,46 @@ struct DecodePrepare {
     // Thread t has blocks [each t, each (t + 1)) in their order.
     const auto own = static_cast<isa::SharedAddress>(isa::thread() * each);
     const isa::SharedAddress base = isa::shared_base();
-    const auto tier_of = [&](int i) {
-      return static_cast<int>(isa::load_shared<std::uint8_t>(base + tiers_at + own +
-                                                             static_cast<isa::SharedAddress>(i)));
-    };
-    TierCounts mine, before;
-    for (int i = 0; i < each; ++i) {
-      if (tier_of(i) != no_tier) mine.count(tier_of(i));
-    }
-    const TierCounts all = add_up(mine, before);
-    before.add(all.starts());
     isa::Words2 places{};
     static_assert(each == 4, "two in a word");
+    std::uint32_t done = 0, cost = 0;  // of the sets before
+    for (int set = 0; set < pair.sets; ++set) {
+      const auto tier_of = [&](int i) {
+        const int both = isa::load_shared<std::uint8_t>(base + tiers_at + own +
+                                                        static_cast<isa::SharedAddress>(i));
+        return both != no_tier && both >> 3 == set ? both & 7 : int{no_tier};
+      };
+      TierCounts mine, before;
+      for (int i = 0; i < each; ++i) {
+        if (tier_of(i) != no_tier) mine.count(tier_of(i));
+      }
+      const TierCounts all = add_up(mine, before);
+      before.add(all.starts());
 #pragma unroll
-    for (int i = 0; i < each; ++i) {
-      const int tier = tier_of(i);
-      if (tier == no_tier) continue;
-      const std::uint32_t to = before.of(tier);
-      before.count(tier);
-      isa::store_global(
-          reinterpret_cast<isa::Words2*>(p.lists + index * part_blocks + to),
-          isa::load_shared<isa::Words2>(base + (own + static_cast<isa::SharedAddress>(i)) * 8));
-      places.w[i / 2] |= to << i % 2 * 16;
+      for (int i = 0; i < each; ++i) {
+        const int tier = tier_of(i);
+        if (tier == no_tier) continue;
+        const std::uint32_t to = done + before.of(tier);
+        before.count(tier);
+        isa::store_global(
+            reinterpret_cast<isa::Words2*>(p.lists + index * part_blocks + to),
+            isa::load_shared<isa::Words2>(base + (own + static_cast<isa::SharedAddress>(i)) * 8));
+        places.w[i / 2] |= to << i % 2 * 16;
+      }
+      if (isa::thread() < kv::most_tiers) {
+        isa::store_global(p.counts_of(index, set) + isa::thread(), all.of(isa::thread()));
+      }
+      for (int t = 0; t < p.cache.pools; ++t) {
+        done += all.of(t);
+        cost += all.of(t) * block_cost(p.cache.pool[t].layout.block);
+      }
+      if (set + 1 < pair.sets) isa::sync_threads();  // sums are read
     }
     if (p.mass != nullptr) {
       isa::store_global(reinterpret_cast<isa::Words2*>(p.list_places + index * part_blocks + own),
                         places);
     }
-    if (isa::thread() < kv::most_tiers) {
-      isa::store_global(p.part_counts + index * kv::most_tiers + isa::thread(),
-                        all.of(isa::thread()));
-    }
-    if (isa::thread() == 0) {
-      std::uint32_t cost = 0;
-      for (int t = 0; t < p.cache.pools; ++t) {
-        cost += all.of(t) * block_cost(p.cache.pool[t].layout.block);
-      }
-      isa::store_global(p.part_costs + index, cost);
-    }
+    if (isa::thread() == 0) isa::store_global(p.part_costs + index, cost);
   }
 
   static QATTN_DEVICE void run(const Params& p) {

@@ -99,14 +99,14 @@ struct DecodeRowTiles : DecodeCodes<C> {
     hadamard();
   }
 
-  /// V of codes may lack its mean, rows have it; O so far is of the one or of the other. The
-  /// combination adds the mean to what is as of codes.
-  QATTN_DEVICE void move_by_mean(float sign) {
+  /// V of codes may lack its set's mean, rows have it; O so far is of the one or of the other. The
+  /// combination adds the first set's mean to what is as of codes.
+  QATTN_DEVICE void move_by_mean(int set, float sign) {
     if (p.cache.smooth_v == 0) return;
     const DecodePair pair(p, Quotient(unit, p.pairs()).remainder);
     if (pair.bad) return;
     this->forget_lane();
-    const float* mean = p.cache.v_mean(pair.slot, p.layer, pair.head) + 4 * g;
+    const float* mean = p.cache.v_mean(pair.slot, p.layer, pair.head, set) + 4 * g;
     // O is in units of v_unit * 2^24.
     const float factor = sign * 0x1p-24f *
                          formats::float_of(0x7f000000u - formats::bits_of(this->v_unit));
@@ -133,8 +133,7 @@ struct DecodeRowTiles : DecodeCodes<C> {
 
   template <isa::Element E>
   QATTN_DEVICE void multiply_row_keys(isa::SharedAddress keys, float (&acc)[1][N][4]) const {
-    const std::uint32_t* queries =
-        p.query_words + (std::int64_t{unit} * query_planes + query_high) * p.unit_rows * (C.d / 2);
+    const std::uint32_t* queries = p.query_words + p.query_plane(unit, query_high);
     const std::int64_t to_low = std::int64_t{p.unit_rows} * (C.d / 2);
 #pragma unroll
     for (int n = 0; n < N; ++n) {

@@ -108,10 +108,9 @@ struct DecodeState {
     const auto words = isa::load_shared<isa::Words2>(fact(n, t, which));
     return {formats::float_of(words.w[0]), formats::float_of(words.w[1])};
   }
-  QATTN_DEVICE void store_facts() const {
+  QATTN_DEVICE void store_facts(int set) const {
     for (int r = isa::thread(); r < 8 * N; r += S::threads) {
-      const float* facts =
-          p.query_facts + (std::int64_t{unit} * p.unit_rows + r) * query_fact_count;
+      const float* facts = p.facts_of(unit, set, r);
       const auto at = static_cast<isa::SharedAddress>(r % 2 * 4);
       isa::store_shared(fact(r / 8, r % 8 / 2, 0) + at,
                         isa::load_global(facts) * (p.softmax_scale * tile::log2_e));

@@ -25,18 +25,23 @@ struct ForkTables {
       store_struct(cache.entries + to * cache.most_pages + i, e);
       isa::atomic_add_global(share_count(p.state, e.tier, e.page), 1u);
     }
-    for (int c = isa::thread(); c < cache.d; c += threads) {
-      isa::store_global(cache.k_means + to * cache.d + c,
-                        isa::load_global(cache.k_means + from * cache.d + c));
-      if (cache.balance_k == 0) continue;
-      isa::store_global(cache.k_shifts + to * cache.d + c,
-                        isa::load_global(cache.k_shifts + from * cache.d + c));
-    }
-    for (int c = isa::thread(); cache.smooth_v != 0 && c < cache.dv; c += threads) {
-      isa::store_global(cache.v_means + to * cache.dv + c,
-                        isa::load_global(cache.v_means + from * cache.dv + c));
-    }
     if (isa::thread() == 0) isa::store_global(cache.counts + to, count);
+  }
+
+  static QATTN_DEVICE void copy_sets(const Params& p, std::int64_t from, std::int64_t to) {
+    const kv::DeviceCache& cache = p.state.cache;
+    const std::int64_t rows = std::int64_t{cache.sets} * cache.heads_kv;
+    const auto copy = [&](auto* all, std::int64_t count) {
+      for (std::int64_t i = isa::thread(); i < count; i += threads) {
+        isa::store_global(all + to * count + i, isa::load_global(all + from * count + i));
+      }
+    };
+    copy(cache.k_means, rows * cache.d);
+    if (cache.balance_k != 0) copy(cache.k_shifts, rows * cache.d);
+    if (cache.smooth_v != 0) copy(cache.v_means, rows * cache.dv);
+    if (isa::thread() == 0) {
+      isa::store_global(cache.set_counts + to, isa::load_global(cache.set_counts + from));
+    }
   }
 
   static QATTN_DEVICE void run(const Params& p) {
@@ -53,12 +58,14 @@ struct ForkTables {
     for (std::int64_t table = block; table < tables; table += blocks) {
       copy_table(p, p.from * tables + table, p.to * tables + table);
     }
+    for (std::int64_t layer = block; layer < cache.layers; layer += blocks) {
+      copy_sets(p, cache.layer_index(p.from, layer), cache.layer_index(p.to, layer));
+    }
     for (std::int64_t layer = block * threads + isa::thread(); layer < cache.layers;
          layer += blocks * threads) {
       const std::int64_t from = cache.layer_index(p.from, layer);
       const std::int64_t to = cache.layer_index(p.to, layer);
       isa::store_global(cache.lengths + to, isa::load_global(cache.lengths + from));
-      isa::store_global(cache.has_mean + to, isa::load_global(cache.has_mean + from));
     }
   }
 };

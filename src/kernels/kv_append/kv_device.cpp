@@ -74,9 +74,7 @@ LaunchError carry_out(const AppendParams& p, Stream stream) {
   LaunchError e = isa::launch<TakePages>(p, {1, 1, 1}, stream, isa::Start::early);
   if (!e.empty()) return e;
   if (state.cache.freezes() && !p.shortens()) {
-    const int parts = state.cache.smooth_v != 0 ? 2 : 1;
-    e = isa::launch<FreezeMean>(p, {state.cache.heads_kv, p.batch, parts}, stream,
-                                isa::Start::early);
+    e = isa::launch<FreezeMean>(p, {state.cache.heads_kv, p.batch, 1}, stream, isa::Start::early);
     if (!e.empty()) return e;
   }
   if (e = write_pages(p, stream); !e.empty() || state.cache.k_by_channel == 0) return e;

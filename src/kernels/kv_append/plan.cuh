@@ -103,6 +103,7 @@ struct PlanAppend {
       isa::store_global(&plan->old_count, old);
       isa::store_global(&plan->new_count, static_cast<std::int32_t>(count));
       isa::store_global(&plan->jobs, 0);
+      isa::store_global(&plan->sets, 0u);
     }
     fast = !any(slow);
     return any(full);
@@ -302,8 +303,14 @@ struct PlanAppend {
     isa::store_global((which == 0 ? plan->takes : plan->gives) + t, sum);
   }
 
+  /// Sets of means and powers of two that the layer has.
+  static QATTN_DEVICE std::int32_t sets(const Params& p, const Facts& f) {
+    const kv::DeviceCache& cache = p.state.cache;
+    return isa::load_global(cache.set_counts + cache.layer_index(f.slot, p.layer));
+  }
+
   /// Tiers, and jobs of all heads. Returns what is wrong.
-  static QATTN_DEVICE std::uint32_t make(const Params& p, const Facts& f, bool& freezes) {
+  static QATTN_DEVICE std::uint32_t make(const Params& p, const Facts& f, bool& quantises) {
     bool fast = false;
     if (count_pages(p, f, fast)) return kv::slot_capacity;
     Allocator allocator{p.state.prices, pages(p, f)};
@@ -317,12 +324,11 @@ struct PlanAppend {
         weigh_keys(p, f);
         isa::sync_threads();
       }
-      freezes = staged.quantises && p.state.cache.freezes() &&
-                isa::load_global(p.state.cache.has_mean +
-                                 p.state.cache.layer_index(f.slot, p.layer)) == 0;
+      quantises = staged.quantises;
       if (p.state.has_budget != 0) {
         allocator.weigh();
-        const std::int64_t fixed = p.state.mean_bytes + staged.window_bytes;
+        const int reserved = kv::reserved_sets(sets(p, f), quantises, p.state.cache.sets);
+        const std::int64_t fixed = reserved * p.state.mean_bytes + staged.window_bytes;
         const std::int64_t rest = p.state.allowed_bytes(f.new_length) - fixed;
         const std::int64_t need = allocator.bytes() - (rest > 0 ? rest : 0);
         if (!allocator.find(need)) return kv::slot_budget;
@@ -352,9 +358,9 @@ struct PlanAppend {
     if (!p.shortens() && f.slot >= 0 && any(named_twice<threads>(p.slots, p.batch, f.b))) {
       f.error |= kv::slot_twice;
     }
-    bool freezes = false;
+    bool quantises = false;
     const bool asked = p.shortens() || f.new_length > f.old_length;
-    if (f.error == 0 && asked) f.error = make(p, f, freezes);
+    if (f.error == 0 && asked) f.error = make(p, f, quantises);
     if (isa::thread() != 0) return;
     const bool changes = f.error == 0 && asked;
     if (p.shortens()) f.error = 0;
@@ -364,7 +370,8 @@ struct PlanAppend {
     isa::store_global(&plan->old_length, static_cast<std::int32_t>(f.old_length));
     isa::store_global(&plan->new_length, static_cast<std::int32_t>(f.new_length));
     isa::store_global(&plan->changes, changes ? 1 : 0);
-    isa::store_global(&plan->freezes, freezes ? 1 : 0);
+    isa::store_global(&plan->quantises, quantises ? 1 : 0);
+    isa::store_global(&plan->sets, changes ? sets(p, f) : 0);
     isa::store_global(&plan->granted, 0);
   }
 };

@@ -36,14 +36,15 @@ struct InitCache {
     const std::int64_t heads = layers * cache.heads_kv;
     fill(cache.counts, heads, 0);
     fill(cache.lengths, layers, 0);
-    fill(cache.has_mean, layers, 0);
+    fill(cache.set_counts, layers, 0);
     // DecodePrepare loads entries before it knows how many a table has.
     fill(reinterpret_cast<std::uint64_t*>(cache.entries),
          heads * cache.most_pages * static_cast<std::int64_t>(sizeof(kv::Entry) / 8),
          std::uint64_t{0});
-    fill(cache.k_means, heads * cache.d, 0.0f);
-    if (cache.balance_k != 0) fill(cache.k_shifts, heads * cache.d, std::uint8_t{0});
-    if (cache.smooth_v != 0) fill(cache.v_means, heads * cache.dv, 0.0f);
+    const std::int64_t rows = heads * cache.sets;
+    fill(cache.k_means, rows * cache.d, 0.0f);
+    if (cache.balance_k != 0) fill(cache.k_shifts, rows * cache.d, std::uint8_t{0});
+    if (cache.smooth_v != 0) fill(cache.v_means, rows * cache.dv, 0.0f);
     fill(cache.errors, cache.slots, std::uint32_t{kv::slot_unused});
     const std::int64_t step = std::int64_t{isa::grid().x} * threads;
     const std::int64_t mine = std::int64_t{isa::block().x} * threads + isa::thread();
@@ -121,43 +122,51 @@ struct ForgetTokens {
     if (isa::lane() == 0) isa::store_global(cache.counts + table, out);
   }
 
-  /// Has some page of the layer codes? By one warp.
-  static QATTN_DEVICE bool has_codes(const Params& p, std::int32_t layer) {
+  /// How many sets there must be for those that pages of the layer name. By one warp.
+  static QATTN_DEVICE std::int32_t named_sets(const Params& p, std::int32_t layer) {
     const kv::DeviceCache& cache = p.state.cache;
+    std::int32_t sets = 0;
     for (std::int32_t h = 0; h < cache.heads_kv; ++h) {
       const std::int64_t table = cache.head_index(p.slot, layer, h);
       const std::int32_t count = isa::load_global(cache.counts + table);
-      for (std::int32_t first = 0; first < count; first += 32) {
-        const std::int32_t i = first + isa::lane();
-        const kv::Entry* e = cache.entries + table * cache.most_pages + i;
-        if (isa::any(i < count && isa::load_global(&e->tier) != 0)) return true;
+      for (std::int32_t i = isa::lane(); i < count; i += 32) {
+        const kv::Entry e = load_struct(cache.entries + table * cache.most_pages + i);
+        if (e.tier != 0 && e.set >= sets) sets = e.set + 1;
       }
     }
-    return false;
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) {
+      const std::int32_t other = isa::shuffle_xor(sets, mask);
+      sets = other > sets ? other : sets;
+    }
+    return sets;
   }
 
-  /// K's means that no page was quantised with any more go. A warp a layer.
-  static QATTN_DEVICE void forget_means(const Params& p) {
+  /// Sets that no page was quantised with any more go, but for those below one that stays. A warp a
+  /// layer.
+  static QATTN_DEVICE void forget_sets(const Params& p) {
     const kv::DeviceCache& cache = p.state.cache;
-    const std::int64_t means = std::int64_t{cache.heads_kv} * cache.d;
     for (std::int32_t layer = p.first_layer + isa::warp(); layer < p.end_layer;
          layer += kv::most_tiers) {
       const std::int64_t at = cache.layer_index(p.slot, layer);
       const bool shorter = p.truncates == 0 || isa::load_global(cache.lengths + at) > p.begin;
       if (!shorter && p.resets == 0) continue;
-      if (isa::load_global(cache.has_mean + at) == 0 || has_codes(p, layer)) continue;
+      const std::int32_t sets = isa::load_global(cache.set_counts + at);
+      if (sets == 0) continue;
+      const std::int32_t stay = named_sets(p, layer);
+      if (stay >= sets) continue;
       isa::sync_warp();  // all have looked
-      for (std::int64_t i = isa::lane(); i < means; i += 32) {
-        isa::store_global(cache.k_means + at * means + i, 0.0f);
-        if (cache.balance_k != 0) {
-          isa::store_global(cache.k_shifts + at * means + i, std::uint8_t{0});
+      const auto clear = [&](auto* all, std::int64_t row, auto zero) {
+        const std::int64_t each = std::int64_t{cache.heads_kv} * row;
+        auto* to = all + at * cache.sets * each;
+        for (std::int64_t i = stay * each + isa::lane(); i < sets * each; i += 32) {
+          isa::store_global(to + i, zero);
         }
-      }
-      const std::int64_t values = std::int64_t{cache.heads_kv} * cache.dv;
-      for (std::int64_t i = isa::lane(); cache.smooth_v != 0 && i < values; i += 32) {
-        isa::store_global(cache.v_means + at * values + i, 0.0f);
-      }
-      if (isa::lane() == 0) isa::store_global(cache.has_mean + at, 0);
+      };
+      clear(cache.k_means, cache.d, 0.0f);
+      if (cache.balance_k != 0) clear(cache.k_shifts, cache.d, std::uint8_t{0});
+      if (cache.smooth_v != 0) clear(cache.v_means, cache.dv, 0.0f);
+      if (isa::lane() == 0) isa::store_global(cache.set_counts + at, stay);
     }
   }
 
@@ -170,7 +179,7 @@ struct ForgetTokens {
       if (turn++ % kv::most_tiers == isa::warp()) close_up(p, table);
     });
     isa::sync_threads();
-    forget_means(p);
+    forget_sets(p);
     isa::sync_threads();  // lengths are read no more
     if (p.truncates != 0) {
       for (std::int64_t layer = isa::thread(); layer < cache.layers; layer += threads) {

@@ -169,7 +169,6 @@ struct TakePages {
       }
       const std::int64_t layer = cache.layer_index(slot, p.layer);
       isa::store_global(cache.lengths + layer, isa::load_global(&plan->new_length));
-      if (isa::load_global(&plan->freezes) != 0) isa::store_global(cache.has_mean + layer, 1);
     }
     isa::sync_threads();
     const std::int64_t heads = std::int64_t{p.batch} * cache.heads_kv;

@@ -47,6 +47,8 @@ struct BlockPart {
 struct HeadJobs {
   std::int64_t b = isa::block().z, h = isa::block().y, slot = 0, old_length = 0, count = 0;
   const kv::AppendJob* jobs = nullptr;
+  std::uint32_t sets = 0;    ///< that parts of what leaves the window take
+  std::int64_t from, to;     ///< where the window began and where it begins
 
   QATTN_DEVICE explicit HeadJobs(const AppendParams& p) {
     const kv::SlotPlan* plan = p.state.plans + b;
@@ -56,6 +58,18 @@ struct HeadJobs {
     const std::int64_t head = p.state.plan_head(b, h);
     jobs = p.state.jobs + head * p.state.cache.most_pages;
     count = isa::load_global(&p.state.heads[head].jobs);
+    sets = isa::load_global(&p.state.heads[head].sets);
+    from = p.state.window_begin(old_length);
+    to = p.state.window_begin(isa::load_global(&plan->new_length));
+  }
+
+  /// The set of means and powers of two that the page is to name.
+  QATTN_DEVICE std::uint8_t set_of(const AppendParams& p, const kv::AppendJob& job) const {
+    if (job.to.tier == 0) return 0;
+    if (job.from_tier > 0 && !job.opens()) return job.to.set;
+    const kv::DeviceCache& cache = p.state.cache;
+    const int part = kv::DriftParts(from, to, cache.sinks, cache.page_size).of(job.to.first);
+    return static_cast<std::uint8_t>(sets >> 4 * part & 15u);
   }
 };
 
@@ -100,6 +114,7 @@ struct WritePages {
     const NewRows& rows;
     std::int64_t new_row;  ///< of the call, at the page's first token
     std::int32_t page;     ///< where it goes
+    std::uint8_t set;      ///< that it is to name
 
     /// A token of this block that the call brings.
     QATTN_DEVICE bool is_new(int token) const {
@@ -189,15 +204,15 @@ struct WritePages {
     }
   }
 
-  static QATTN_DEVICE kv::Frame frame_of(const Params& p, const Unit& u) {
+  static QATTN_DEVICE kv::Frame frame_of(const Params& p, const Unit& u, int set) {
     const kv::DeviceCache& cache = p.state.cache;
     kv::Frame frame;
     if (u.value) {
-      if (cache.smooth_v != 0) frame.mean = cache.v_mean(u.slot, p.layer, u.head);
+      if (cache.smooth_v != 0) frame.mean = cache.v_mean(u.slot, p.layer, u.head, set);
       return frame;
     }
-    if (cache.smooth_k != 0) frame.mean = cache.k_mean(u.slot, p.layer, u.head);
-    if (cache.balance_k != 0) frame.shift = cache.k_shift(u.slot, p.layer, u.head);
+    if (cache.smooth_k != 0) frame.mean = cache.k_mean(u.slot, p.layer, u.head, set);
+    if (cache.balance_k != 0) frame.shift = cache.k_shift(u.slot, p.layer, u.head, set);
     return frame;
   }
   static QATTN_DEVICE bool rotates(const Params& p, const Unit& u) {
@@ -209,7 +224,7 @@ struct WritePages {
                                     LaneRow<N>& row) {
     const bool bf16 = p.state.cache.bf16 != 0;
     const float top = formats::largest_16bit(bf16);
-    const kv::Frame frame = frame_of(p, u);
+    const kv::Frame frame = frame_of(p, u, u.job.to.set);
     const int channels = u.value ? p.state.cache.dv : p.state.cache.d;
     load_codes(p, u, token, there, row);
     if (rotates(p, u)) row.unrotate(channels);
@@ -243,7 +258,7 @@ struct WritePages {
     const BlockPart from = part_of(p, 0, u.job.from_page < 0 || opens ? 0 : u.job.from_page, u);
     const int channels = from.channels;
     const std::int64_t at = alive && is_new ? u.element(token) : 0;
-    const kv::Frame frame = frame_of(p, u);
+    const kv::Frame frame = frame_of(p, u, u.set);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const int c = LaneRow<N>::channel(j);
@@ -356,6 +371,7 @@ struct WritePages {
   static QATTN_DEVICE void enter(const Params& p, const Unit& u) {
     kv::Entry e = u.job.to;
     e.page = u.page;
+    e.set = u.set;
     store_struct(p.state.cache.table(u.slot, p.layer, u.head) + u.job.index, e);
     if (!u.job.lets_go() || u.job.drops()) return;
     const int tier = u.job.from_tier;
@@ -385,7 +401,8 @@ struct WritePages {
                    value,
                    value ? p.v : p.k,
                    job.to.first - head.old_length,
-                   resolve(p, head.b, head.h, job)};
+                   resolve(p, head.b, head.h, job),
+                   head.set_of(p, job)};
       if (part == 0 && isa::thread() == 0) enter(p, u);
       if (job.to.tier == 0) {
         job.opens() ? open_rows(p, u) : store_rows(p, u);

@@ -153,7 +153,8 @@ struct WriteChannels {
              false,
              p.k,
              job.to.first - head.old_length,
-             Write::resolve(p, head.b, head.h, job)};
+             Write::resolve(p, head.b, head.h, job),
+             head.set_of(p, job)};
       encode(p, u);
     }
   }

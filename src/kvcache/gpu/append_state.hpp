@@ -56,6 +56,7 @@ static_assert(sizeof(AppendJob) == 40);
 
 /// An append to one head.
 struct HeadPlan {
+  std::uint32_t sets = 0;  ///< that parts of what leaves the window take, four bits each
   std::int32_t jobs = 0, old_count = 0, new_count = 0;
   std::int32_t takes[most_tiers] = {};  ///< pages of each pool; later: taken by heads before it
   std::int32_t gives[most_tiers] = {};
@@ -68,7 +69,8 @@ struct SlotPlan {
   std::uint32_t error = 0;
   std::int32_t old_length = 0, new_length = 0;
   std::int32_t changes = 0;             ///< there is something to do
-  std::int32_t freezes = 0;             ///< K's mean is taken now
+  std::int32_t quantises = 0;           ///< pages leave the window: they need a set
+  std::int32_t sets = 0;                ///< that there were
   std::int32_t granted = 0;             ///< it is carried out
   std::int32_t takes[most_tiers] = {};  ///< of all heads; later: place in the ring of the first
   std::int32_t gives[most_tiers] = {};
@@ -92,7 +94,7 @@ struct AppendState {
   std::int32_t has_budget = 0, key_norm = 0;
   std::int64_t budget_from = 0;
   double budget_per_token = 0;    ///< bytes
-  std::int64_t mean_bytes = 0;    ///< that the budget counts
+  std::int64_t mean_bytes = 0;    ///< of a set, that the budget counts
   std::int64_t window_bytes = 0;  ///< of a page in 16 bits with its entry
   float decay = 0;
   std::int64_t most_tokens = 0;  ///< of a sequence

@@ -39,23 +39,22 @@ Status kv::fetch_layer(const GpuKvCache::Data& d, std::int64_t slot, std::int64_
   const DeviceCache& c = d.state.cache;
   const std::int64_t heads = c.heads_kv, at = c.layer_index(slot, layer);
   const std::int64_t first = c.head_index(slot, layer, 0);
-  std::vector<std::int32_t> length, counts, has_mean;
+  std::vector<std::int32_t> length, counts, sets;
   if (Status s = fetch(d, c.lengths + at, 1, stream, length); !s.ok()) return s;
-  if (Status s = fetch(d, c.has_mean + at, 1, stream, has_mean); !s.ok()) return s;
+  if (Status s = fetch(d, c.set_counts + at, 1, stream, sets); !s.ok()) return s;
   if (Status s = fetch(d, c.counts + first, heads, stream, counts); !s.ok()) return s;
   to.length = length[0];
-  to.k_mean.clear();
-  to.k_shift.clear();
-  to.v_mean.clear();
-  if (has_mean[0] != 0) {
-    Status s = fetch(d, c.k_means + first * c.d, heads * c.d, stream, to.k_mean);
+  to.sets.resize(sets[0], d.options());
+  if (sets[0] > 0) {
+    const std::int64_t index = c.set_index(slot, layer, 0, 0), rows = sets[0] * heads;
+    Status s = fetch(d, c.k_means + index * c.d, rows * c.d, stream, to.sets.k_mean);
     if (!s.ok()) return s;
     if (c.balance_k != 0) {
-      s = fetch(d, c.k_shifts + first * c.d, heads * c.d, stream, to.k_shift);
+      s = fetch(d, c.k_shifts + index * c.d, rows * c.d, stream, to.sets.k_shift);
       if (!s.ok()) return s;
     }
     if (c.smooth_v != 0) {
-      s = fetch(d, c.v_means + first * c.dv, heads * c.dv, stream, to.v_mean);
+      s = fetch(d, c.v_means + index * c.dv, rows * c.dv, stream, to.sets.v_mean);
       if (!s.ok()) return s;
     }
   }
@@ -129,12 +128,11 @@ Status GpuKvCache::read(std::int64_t slot, std::int64_t layer, const TensorView&
     out.clear();
     std::vector<std::byte> page;
     for (std::int64_t h = 0; h < c.heads_kv; ++h) {
-      const kv::Frames frames = held.frames(h, c.d, c.dv);
       for (const kv::Entry& e : held.tables[static_cast<std::size_t>(h)]) {
         const auto* from = reinterpret_cast<const std::byte*>(c.pool[e.tier].page(e.page));
         Status s = fetch(d, from, d.host().page_bytes(e.tier), stream, page);
         if (!s.ok()) return s;
-        out.page(h, e, page.data(), frames);
+        out.page(h, e, page.data(), held.sets);
       }
     }
     return {};

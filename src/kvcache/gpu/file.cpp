@@ -162,12 +162,12 @@ Status put_pages(const KvCacheData& host, const Data& d, Stream stream) {
 
 Status put_sequence(const Sequence& sequence, Data& d, Stream stream) {
   const kv::DeviceCache& c = d.state.cache;
-  const std::int64_t slot = sequence.id, width = std::int64_t{c.heads_kv} * c.d;
+  const std::int64_t slot = sequence.id;
   for (std::int64_t l = 0; l < c.layers; ++l) {
     const Layer& layer = sequence.layers[static_cast<std::size_t>(l)];
     const std::int64_t at = c.layer_index(slot, l), first = c.head_index(slot, l, 0);
     const auto length = static_cast<std::int32_t>(layer.length);
-    const std::int32_t has_mean = layer.k_mean.empty() ? 0 : 1;
+    const auto sets = static_cast<std::int32_t>(layer.sets.count);
     std::vector<std::int32_t> counts;
     for (std::int64_t h = 0; h < c.heads_kv; ++h) {
       const Table& table = layer.tables[static_cast<std::size_t>(h)];
@@ -177,15 +177,17 @@ Status put_sequence(const Sequence& sequence, Data& d, Stream stream) {
     }
     if (Status s = put(d, c.counts + first, counts.data(), c.heads_kv, stream); !s.ok()) return s;
     if (Status s = put(d, c.lengths + at, &length, 1, stream); !s.ok()) return s;
-    if (Status s = put(d, c.has_mean + at, &has_mean, 1, stream); !s.ok()) return s;
-    if (has_mean == 0) continue;
-    Status s = put(d, c.k_means + first * c.d, layer.k_mean.data(), width, stream);
+    if (Status s = put(d, c.set_counts + at, &sets, 1, stream); !s.ok()) return s;
+    if (sets == 0) continue;
+    const std::int64_t index = c.set_index(slot, l, 0, 0), rows = std::int64_t{sets} * c.heads_kv;
+    Status s = put(d, c.k_means + index * c.d, layer.sets.k_mean.data(), rows * c.d, stream);
     if (!s.ok()) return s;
-    if (c.balance_k != 0) s = put(d, c.k_shifts + first * c.d, layer.k_shift.data(), width, stream);
+    if (c.balance_k != 0) {
+      s = put(d, c.k_shifts + index * c.d, layer.sets.k_shift.data(), rows * c.d, stream);
+    }
     if (!s.ok()) return s;
     if (c.smooth_v != 0) {
-      s = put(d, c.v_means + first * c.dv, layer.v_mean.data(), std::int64_t{c.heads_kv} * c.dv,
-              stream);
+      s = put(d, c.v_means + index * c.dv, layer.sets.v_mean.data(), rows * c.dv, stream);
     }
     if (!s.ok()) return s;
   }

@@ -116,6 +116,7 @@ std::size_t lay_out(const detail::KvCacheData& host, const KvGpuCapacity& capaci
   c.k_by_channel = host.k_by_channel() ? 1 : 0;
   c.balance_k = host.balances_k() ? 1 : 0;
   c.smooth_v = o.smooth_v ? 1 : 0;
+  c.sets = host.most_sets;
   const std::int64_t layers = capacity.sequences * o.layers, heads = layers * o.heads_kv;
   const std::int64_t plans = capacity.sequences * o.heads_kv;
   Room room(base);
@@ -130,10 +131,10 @@ std::size_t lay_out(const detail::KvCacheData& host, const KvGpuCapacity& capaci
   room.take(c.entries, heads * c.most_pages);
   room.take(c.counts, heads);
   room.take(c.lengths, layers);
-  room.take(c.k_means, heads * c.d);
-  room.take(c.has_mean, layers);
-  room.take(c.k_shifts, c.balance_k != 0 ? heads * c.d : 0);
-  room.take(c.v_means, c.smooth_v != 0 ? heads * c.dv : 0);
+  room.take(c.set_counts, layers);
+  room.take(c.k_means, heads * c.sets * c.d);
+  room.take(c.k_shifts, c.balance_k != 0 ? heads * c.sets * c.d : 0);
+  room.take(c.v_means, c.smooth_v != 0 ? heads * c.sets * c.dv : 0);
   room.take(c.errors, capacity.sequences);
   room.take(s.rings, c.pools);
   room.take(s.plans, capacity.sequences);
