@@ -71,12 +71,19 @@ struct FindBalance {
     const std::int64_t count = all || length == 0 ? length : sharing_keys(p.seen, b, head);
     const int tokens = formats::balance_tokens(count);
     const SharedAddress to = isa::shared_base() + row_at;
-    if (all && isa::thread() < tokens) {
-      const std::int64_t token = formats::balance_token(isa::thread(), count);
-      isa::store_shared(to + 8 * isa::thread(), tile::row_offset(p.rows, span, b, head, token));
+    if (isa::thread() < most_tokens) {
+      std::int64_t at = -1;
+      if (all && isa::thread() < tokens) {
+        const std::int64_t token = formats::balance_token(isa::thread(), count);
+        at = tile::row_offset(p.rows, span, b, head, token);
+      }
+      isa::store_shared(to + 8 * isa::thread(), at);
     }
-    if (!all && isa::thread() == 0) find_sharing(p, span, b, head, count, to);
     isa::sync_threads();
+    if (!all) {
+      if (isa::thread() == 0) find_sharing(p, span, b, head, count, to);
+      isa::sync_threads();
+    }
     return tokens;
   }
   /// The same where some keys do not share, by one thread: those before are counted.
