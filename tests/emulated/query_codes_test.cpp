@@ -16,7 +16,10 @@ constexpr const char* in_kernel = "q_codes: in the attention kernel\n";
 
 std::vector<Recipe> code_recipes() {
   std::vector<Recipe> all;
-  for (const char* name : {"int8_full", "int8_fp8", "fp8"}) all.push_back(*recipe_named(name));
+  for (const char* name : {"int8_full", "int8_fp8", "fp8"}) {
+    all.push_back(*recipe_named(name));
+    all.back().balance_k = Toggle::off;  // whose factors the kernel lacks
+  }
   return all;
 }
 
