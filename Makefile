@@ -15,8 +15,8 @@ BUILD := build
 PY := .venv/bin/python
 JOBS ?= $(shell nproc)
 
-.PHONY: all demo check test test-all docs setup-demo setup setup-all configure build ctest-check ctest \
-        ctest-all pytest-check pytest sanitize sanitize-all tsan fuzz arm wheel wheels cuda \
+.PHONY: all demo check test test-all docs setup-demo setup setup-all configure build ctest-check \
+        ctest ctest-all pytest-check pytest sanitize sanitize-all tsan fuzz arm wheel wheels cuda \
         cuda-all gpu-build gpu-test gpu-sanitize gpu-bench model format clean
 all: build
 
@@ -151,7 +151,7 @@ wheels: setup
 	  fi; \
 	done
 
-# ---- Pages -----------------------------------------------------------------------------------------
+# ---- Pages --------------------------------------------------------------------------------------
 
 # Every link is followed, and a warning is an error (with --quiet mkdocs would not count them).
 docs: $(BUILD)/.apt-demo

@@ -68,14 +68,16 @@ class KvCache:
         out = cache.decode(q, layer, s)          # (1, 1, 32, 128), its K and V appended before
 
     head_dim, v_head_dim: multiples of 8 from 8 to 256; pages hold multiples of 32, the rest zeros
-    that count as bytes (so GpuKvCache takes those alone). tiers: best first, numbers of bits or pairs (K, V); None: 4, with a budget 8, 4, 3 and 2.
+    that count as bytes (so GpuKvCache takes those alone). tiers: best first, numbers of bits or
+    pairs (K, V); None: 4, with a budget 8, 4, 3 and 2.
     average_bits: bits an element of K and V, window, scales and tables counted, in every (sequence,
     layer), from budget_from tokens on (None: twice shortest_length); None: no budget, one tier.
     smooth_k: subtract each channel's mean of K before it is quantised; rotate: turn K and V by a
     Hadamard matrix; balance_k: divide channels of K that are louder than others by powers of two
     first (and multiply Q by them), chosen with the mean by layer and head; usage() says how many;
     without effect with k_granularity "per_channel". smooth_v: subtract V's means, too, in heads
-    where they are large, and add them to what decode() gives. Keys and values that drift get further
+    where they are large, and add them to what decode() gives. Keys and values that drift get
+    further
     means and powers of two for their pages, up to 8. importance_decay: what observe()
     keeps of the old, in [0, 1). hysteresis: a page that was demoted before is demoted again only
     where that costs this much less than demoting another. threads: at most so many of the CPU; 0:

@@ -23,7 +23,7 @@ using detail::Kernel;
 using detail::PlanData;
 
 Recipe resolve(const Problem& problem, bool fast_integers) {
-  return detail::resolve_recipe(problem, fast_integers ? "int8_full" : "f32", {}, {});
+  return detail::resolve_recipe(problem, fast_integers ? "int8_full" : "f32");
 }
 
 bool v_block_fits(const Scaling& s) {
@@ -35,9 +35,8 @@ bool v_block_fits(const Scaling& s) {
 int value_block(const Problem& p, const Recipe& r) {
   const bool by_block = r.v_scale.granularity == Granularity::per_block_channel;
   const int block = by_block ? std::min<int>(r.v_scale.block, tile_keys) : tile_keys;
-  const bool of_pages =
-      p.paged && p.tensors.v_scale.present() && (by_block || r.v == Format::nvfp4);
-  return of_pages ? static_cast<int>(std::gcd(std::int64_t{block}, p.page_size)) : block;
+  const bool pages = p.paged && p.tensors.v_scale.present() && (by_block || r.v == Format::nvfp4);
+  return pages ? static_cast<int>(std::gcd(std::int64_t{block}, p.page_size)) : block;
 }
 
 Status refuse(const std::string& why) { return Status(Code::unsupported, why); }

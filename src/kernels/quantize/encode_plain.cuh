@@ -225,9 +225,9 @@ struct EncodePlain : FirstPass<Input, Channels> {
     const SharedAddress shared = isa::shared_base();
     int block = isa::block().x;
     const int role = role_of_block(params, block);
-    // Only who reads a mean, factors or V's scales needs the kernels before. The others read and write what
-    // those do not touch, and wait when they are done, so that this kernel's end is that of the
-    // chain.
+    // Only who reads a mean, factors or V's scales needs the kernels before. The others read and
+    // write what those do not touch, and wait when they are done, so that this kernel's end is that
+    // of the chain.
     const bool reads = role < 2
                            ? params.row[role].mean != nullptr || params.row[role].factors != nullptr
                            : params.v_shared == SharedScales::channel;
