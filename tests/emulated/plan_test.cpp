@@ -154,7 +154,6 @@ TEST_P(EmulatedPlan, ServesQueriesThatTheKernelEncodesOrNot) {
   Laid even = lay_out(call, f.how), odd = lay_out(call, how);
   AttentionOptions options = call.options;
   options.recipe = GetParam();
-  options.recipe.balance_k = Toggle::off;  // whose factors that kernel lacks
   {
     const EmulatedBackend backend(architecture_for(GetParam()));
     const auto made = [&](const Laid& x) { return plan(x.tensors(), options)->to_string(); };

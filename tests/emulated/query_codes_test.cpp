@@ -18,7 +18,6 @@ std::vector<Recipe> code_recipes() {
   std::vector<Recipe> all;
   for (const char* name : {"int8_full", "int8_fp8", "fp8"}) {
     all.push_back(*recipe_named(name));
-    all.back().balance_k = Toggle::off;  // whose factors the kernel lacks
   }
   return all;
 }
@@ -61,6 +60,26 @@ TEST_P(QueryCodes, AreThoseOfTheQuantisationKernels) {
   Feature causal = unprepared(128, {260, 260}, {390, 390});
   causal.options.causal = true;
   expect_equal(causal, Format::f16, 4, "causal");
+}
+
+/// Whose channels change by powers of two.
+TEST_P(QueryCodes, OfLoudKeys) {
+  Recipe r = recipe();
+  if (r.qk != Format::s8) GTEST_SKIP() << "floats need no balancing";
+  for (const int dim : {64, 96, 128}) {
+    Feature f = unprepared(dim, {200, 200}, {150, 150});
+    f.family = Family::loud;
+    f.heads_q = 4, f.heads_k = 2;
+    expect_equal(f, dim == 64 ? Format::f16 : Format::bf16, 12, "loud keys");
+    f = with_inputs(std::move(f), r, Format::bf16);
+    const Call call = make_call(f, 12);
+    Laid laid = lay_out(call, f.how);
+    const Outcome balanced = run_emulated(call, laid, r, every_timing().first(1));
+    EXPECT_NE(balanced.plan.find("balance_k=on"), std::string::npos) << balanced.plan;
+    r.balance_k = Toggle::off;
+    EXPECT_FALSE(same_bits(balanced, run_emulated(call, laid, r, every_timing().first(1))));
+    r = recipe();
+  }
 }
 
 TEST_P(QueryCodes, OfPackedAndShortSequences) {

@@ -137,7 +137,8 @@ Status supports(const Problem& p) {
 bool makes_queries(const Sm90Plan& plan, const Problem& p) {
   const bool sixteen = p.q.format == Format::f16 || p.q.format == Format::bf16;
   if (plan.raw == nullptr || !sixteen || p.tensors.q_scale.present() || p.max_k == 0) return false;
-  if (plan.recipe.rotate == Toggle::on || plan.recipe.balance_k == Toggle::on) return false;
+  if (plan.recipe.rotate == Toggle::on) return false;
+  if (plan.recipe.balance_k == Toggle::on && plan.recipe.qk != Format::s8) return false;
   if (plan.prepared.needs.dot_mean) return false;
   if (plan.recipe.q_scale.granularity != Granularity::per_token) return false;
   if (plan.spread.all_parts() || !aligned(p.q)) return false;
@@ -246,6 +247,7 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
   if (queries) {
     params.q = rows_of(p, Role::q);
     params.q_input = p.q.format == Format::f16 ? Element::f16 : Element::bf16;
+    query_factors(plan.prepared, p, workspace, params.q_factors, params.loud);
   }
   std::string e = p.max_k > 0 ? make_maps(instance.config, p, params) : std::string();
   const int blocks = std::min(params.works, plan.multiprocessors);

@@ -45,10 +45,32 @@ struct Sm90Encoder {
     isa::store_shared(codes + (at ^ (at >> 3 & mask)), code);
   }
 
+  /// What balances this lane's channels of panel `n`.
+  QATTN_DEVICE static void load_times(const float* factors, int n, float (&times)[8]) {
+    const int channel = 64 * n + isa::lane() % row_lanes * 8;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Words4 w{};  // of channels that are not there, which are zeros
+      if (channel < C.d) {
+        w = isa::load_global(reinterpret_cast<const Words4*>(factors + channel) + i);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) times[4 * i + j] = formats::float_of(w.w[j]);
+    }
+  }
+  /// Factors of the head's channels, null where all are 1.
+  QATTN_DEVICE const float* factors_of(const PrefillWork& work) const {
+    if (p.loud == nullptr) return nullptr;
+    const std::int64_t unit = std::int64_t{work.b} * p.k.heads + work.kv_head;
+    if (isa::load_global(p.loud + unit) == 0) return nullptr;
+    return p.q_factors + unit * 2 * C.d;
+  }
+
   /// 64 rows, of which `count` exist.
-  template <isa::Element Input>
-  QATTN_DEVICE void encode(int buffer, int count) const {
+  template <isa::Element Input, bool Balanced>
+  QATTN_DEVICE void encode(int buffer, int count, const float* factors) const {
     using Row = RowCodes<Input>;
+    constexpr float none[8] = {};
     constexpr float most = e4m3 ? formats::E4m3::max : formats::S8::max;
     const SharedAddress codes = base + S::q_at + buffer * S::q_bytes;
     const SharedAddress facts = base + S::facts_at + buffer * S::fact_bytes;
@@ -58,7 +80,14 @@ struct Sm90Encoder {
       std::uint32_t top = 0;
 #pragma unroll
       for (int n = 0; n < S::raw_panels; ++n) {
-        const std::uint32_t x = Row::magnitude(raw(row, n));
+        std::uint32_t x;
+        if constexpr (Balanced) {
+          float times[8];
+          load_times(factors, n, times);
+          x = Row::magnitude(raw(row, n), none, times);
+        } else {
+          x = Row::magnitude(raw(row, n));
+        }
         top = top > x ? top : x;
       }
 #pragma unroll
@@ -70,7 +99,13 @@ struct Sm90Encoder {
       const float factor = code_factor(row < count, scale);
 #pragma unroll
       for (int n = 0; n < S::raw_panels; ++n) {
-        put(codes, row, n, Row::template encoded<e4m3>(raw(row, n), factor));
+        if constexpr (Balanced) {
+          float times[8];
+          load_times(factors, n, times);
+          put(codes, row, n, Row::encoded(raw(row, n), factor, none, times));
+        } else {
+          put(codes, row, n, Row::template encoded<e4m3>(raw(row, n), factor));
+        }
       }
       if (isa::lane() % row_lanes == 0) {
         isa::store_shared(facts + 4 * row, row < count ? scale : 0.0f);
@@ -78,10 +113,19 @@ struct Sm90Encoder {
     }
   }
 
+  template <isa::Element Input>
+  QATTN_DEVICE void encode(int buffer, int count, const float* factors) const {
+    if constexpr (!e4m3) {
+      if (factors != nullptr) return encode<Input, true>(buffer, count, factors);
+    }
+    encode<Input, false>(buffer, count, factors);
+  }
+
   QATTN_DEVICE void run() {
     if constexpr (S::raw_queries) {
       for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
         const PrefillWork work = locate_work(p, index, S::rows, S::keys);
+        const float* factors = factors_of(work);
         for (int w = 0; w < S::consumers; ++w) {
           const int buffer = place.stage * S::consumers + w, first = work.first_row + 64 * w;
           const int count = work.q.bad ? 0 : static_cast<int>(work.q.length) - first;
@@ -90,8 +134,8 @@ struct Sm90Encoder {
           if (count > 0) {
             isa::mbarrier_wait(base + S::raw_full, parity);
             parity ^= 1;
-            p.q_input == isa::Element::bf16 ? encode<isa::Element::bf16>(buffer, count)
-                                            : encode<isa::Element::f16>(buffer, count);
+            p.q_input == isa::Element::bf16 ? encode<isa::Element::bf16>(buffer, count, factors)
+                                            : encode<isa::Element::f16>(buffer, count, factors);
             isa::fence_async_proxy();
             isa::barrier_sync(barrier, threads);  // the rows may be overwritten
           }

@@ -52,6 +52,8 @@ struct Sm90Params : PrefillParams {
   /// Some feature touches single scores: every tile takes the long way.
   bool general = false;
   isa::Element q_input = isa::Element::bf16;  ///< raw queries, of which q_map is then
+  const float* q_factors = nullptr;           ///< theirs: PlainRows::factors
+  const std::uint32_t* loud = nullptr;        ///< null: none is balanced
   AwaitedCodes awaited;
 };
 

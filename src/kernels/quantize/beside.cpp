@@ -66,8 +66,9 @@ isa::LaunchError encode_beside(const Problem& p, const Recipe& recipe, const Pre
   b.progress = progress;
   awaited = {progress + 1, progress + BesideParams::first_word + BesideParams::codes_there,
              static_cast<std::uint32_t>(b.codes)};
-  if (auto e = clear_words(progress, beside_words(p), stream); !e.empty()) return e;
-  if (auto e = find_balance(p, recipe, layout, workspace, stream); !e.empty()) return e;
+  const std::int64_t words = beside_words(p);
+  auto e = begin(p, recipe, layout, workspace, progress, words, stream);
+  if (!e.empty()) return e;
   return b.plain.input == isa::Element::bf16
              ? launch<isa::Element::bf16>(b, prepared_channels(p.d), blocks, stream)
              : launch<isa::Element::f16>(b, prepared_channels(p.d), blocks, stream);

@@ -350,8 +350,7 @@ struct BesideCoder {
       encode_values(job);
     } else {
       const bool less = job.step == Step::code_k && p.k_mean != nullptr;
-      const std::uint32_t* loud = p.plain.row[0].loud;
-      const bool balanced = loud != nullptr && isa::load_global(loud + job.unit) != 0;
+      const bool balanced = job.balanced != 0;
       less ? balanced ? encode_rows<true, true>(job) : encode_rows<true, false>(job)
       : balanced ? encode_rows<false, true>(job)
                  : encode_rows<false, false>(job);

@@ -47,6 +47,7 @@ struct alignas(16) BesideJob {
   std::int32_t last;   ///< is it the operand's last tile of all?
   std::int64_t slot;   ///< of its first token, in what prepared.hpp describes
   std::int32_t first, head, b;
+  std::int32_t balanced;  ///< are the channels of Q and K?
 };
 
 /// What the clerk and the coders share, a buffer of the raw tiles each.
@@ -146,6 +147,8 @@ struct BesideClerk {
     job.count = left < slot_tile ? static_cast<int>(left) : slot_tile;
     job.slot = job.head * slots + (job.b * std::int64_t{tiles} + index) * slot_tile;
     job.last = job.slot + slot_tile == heads * slots;
+    const std::uint32_t* loud = p.plain.row[1].loud;
+    if (loud != nullptr) job.balanced = isa::load_global(loud + job.unit) != 0 ? 1 : 0;
     return job;
   }
 

@@ -16,17 +16,24 @@ struct BalanceParams {
   float* factors = nullptr;  ///< [batches][heads][2][padded]: of K's rows, of Q's
   std::uint32_t* loud = nullptr;  ///< [batches][heads]: is a factor not 1?
   std::int32_t padded = 0;
+  std::uint32_t* zeros = nullptr;  ///< words that are cleared meanwhile
+  std::int64_t zero_count = 0;
+  bool after = false;  ///< is there a kernel before it in the chain whose results it does not read?
 };
 
 /// One block a (sequence, head), a thread a channel.
+template <int Channels>
 struct FindBalance {
   using Params = BalanceParams;
-  static constexpr int threads = 256, min_blocks = 1, most_tokens = 32;
-  // Shared memory: mean squares of channels, their median, which tokens are bad, and where they
-  // are.
-  static constexpr int median_at = 8 * threads, bad_at = median_at + 16;
-  static constexpr int row_at = bad_at + 4 * most_tokens;
+  static constexpr int threads = Channels, min_blocks = 512 / Channels, most_tokens = 32;
+  static constexpr int warps = threads / 32;
+  // Shared memory: mean squares of channels, their median, of each warp the loudest channel, which
+  // tokens are bad and how many channels are heard and quiet, and where the tokens are.
+  static constexpr int median_at = 8 * threads, loudest_at = median_at + 16;
+  static constexpr int bad_at = loudest_at + 8 * warps, heard_at = bad_at + 4 * warps;
+  static constexpr int row_at = heard_at + 4 * warps;
   static constexpr int shared_bytes = row_at + 8 * most_tokens;
+  static_assert(most_tokens <= 32 && row_at % 8 == 0);
   static constexpr bool dependent = true;
 
   struct Sums {
@@ -106,24 +113,32 @@ struct FindBalance {
     }
   }
 
+  /// Which tokens are bad: a bit a token, of all channels.
+  static QATTN_DEVICE std::uint32_t find_bad(const float (&x)[most_tokens]) {
+    std::uint32_t bad = 0;
+#pragma unroll
+    for (int i = 0; i < most_tokens; ++i) bad |= formats::is_finite(x[i]) ? 0u : 1u << i;
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) bad |= isa::shuffle_xor(bad, mask);
+    const SharedAddress words = isa::shared_base() + bad_at, mine = words + 4 * isa::warp();
+    if (isa::lane() == 0) isa::store_shared(mine, bad);
+    isa::sync_threads();
+#pragma unroll
+    for (int n = 0; n < warps; ++n) bad |= isa::load_shared<std::uint32_t>(words + 4 * n);
+    return bad;
+  }
+
   /// Over the tokens that tell, without those that hold NaN or Inf.
   static QATTN_DEVICE Sums add_up(const Params& p, const tile::Span& span, int b, int head) {
     const int tokens = choose(p, span, b, head);
-    const SharedAddress bad = isa::shared_base() + bad_at;
-    if (isa::thread() < most_tokens) isa::store_shared(bad + 4 * isa::thread(), 0u);
     float x[most_tokens];
     p.format == Format::f32 ? load_rows<std::uint32_t>(p, tokens, x)
                             : load_rows<std::uint16_t>(p, tokens, x);
-    isa::sync_threads();
-#pragma unroll
-    for (int i = 0; i < most_tokens; ++i) {
-      if (!formats::is_finite(x[i])) isa::atomic_max_shared(bad + 4 * i, 1u);
-    }
-    isa::sync_threads();
+    const std::uint32_t bad = find_bad(x);
     Sums sums;
 #pragma unroll
     for (int i = 0; i < most_tokens; ++i) {
-      if (i >= tokens || isa::load_shared<std::uint32_t>(bad + 4 * i) != 0) continue;
+      if (i >= tokens || (bad >> i & 1) != 0) continue;
       ++sums.count;
       const auto y = static_cast<double>(x[i]);
       sums.sum = formats::add_rn(sums.sum, y);
@@ -132,50 +147,91 @@ struct FindBalance {
     return sums;
   }
 
-  /// Is K loud? If so the median is in shared memory, but for a barrier.
-  static QATTN_DEVICE bool find_median(int channels, double mine) {
-    const SharedAddress squares = isa::shared_base();
+  /// The largest mean square of all channels. Those below 2^1024 are ordered like their patterns.
+  static QATTN_DEVICE double find_loudest(double mine) {
+    auto top = __builtin_bit_cast(std::uint64_t, mine);
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) {
+      const std::uint32_t low = isa::shuffle_xor(static_cast<std::uint32_t>(top), mask);
+      const std::uint32_t high = isa::shuffle_xor(static_cast<std::uint32_t>(top >> 32), mask);
+      const std::uint64_t other = std::uint64_t{high} << 32 | low;
+      top = other > top ? other : top;
+    }
+    const SharedAddress words = isa::shared_base() + loudest_at, at = words + 8 * isa::warp();
+    if (isa::lane() == 0) store(at, __builtin_bit_cast(double, top));
+    isa::sync_threads();
     double loudest = 0.0;
-#pragma unroll 8
-    for (int c = 0; c < channels; ++c) {
-      const double x = load(squares + 8 * c);
+#pragma unroll
+    for (int n = 0; n < warps; ++n) {
+      const double x = load(words + 8 * n);
       loudest = x > loudest ? x : loudest;
     }
-    const double quiet = loudest / formats::kLoudSquare;
-    int heard = 0, below = 0, before = 0;  // channels that are not 0 throughout
+    return loudest;
+  }
+
+  struct Heard {
+    int all = 0, quiet = 0;  ///< channels that are not 0 throughout, and those far below the loudest
+  };
+  static QATTN_DEVICE Heard count_heard(double mine, double quiet) {
+    const SharedAddress words = isa::shared_base() + heard_at, at = words + 4 * isa::warp();
+    const std::uint32_t all = isa::ballot(mine > 0.0);
+    const std::uint32_t below = isa::ballot(mine > 0.0 && mine <= quiet);
+    if (isa::lane() == 0) {
+      const int both = formats::popcount(all) << 16 | formats::popcount(below);
+      isa::store_shared(at, static_cast<std::uint32_t>(both));
+    }
+    isa::sync_threads();
+    std::uint32_t sum = 0;
+#pragma unroll
+    for (int n = 0; n < warps; ++n) sum += isa::load_shared<std::uint32_t>(words + 4 * n);
+    return {static_cast<int>(sum >> 16), static_cast<int>(sum & 0xffff)};
+  }
+
+  /// The median of the channels that are heard, `heard` of them.
+  static QATTN_DEVICE double find_median(int channels, int heard, double mine) {
+    const SharedAddress squares = isa::shared_base();
+    store(squares + 8 * isa::thread(), mine);
+    isa::sync_threads();
+    int before = 0;
 #pragma unroll 8
     for (int c = 0; c < channels; ++c) {
       const double x = load(squares + 8 * c);
-      if (!(x > 0.0)) continue;
-      ++heard;
-      below += x <= quiet ? 1 : 0;
-      before += x < mine || (x == mine && c < isa::thread()) ? 1 : 0;
+      before += x > 0.0 && (x < mine || (x == mine && c < isa::thread())) ? 1 : 0;
     }
     if (mine > 0.0 && before == heard / 2) store(squares + median_at, mine);
-    return below > heard / 2;
+    isa::sync_threads();
+    return load(squares + median_at);
   }
 
   static QATTN_DEVICE void run(const Params& p) {
     isa::grid_dependency_launch();
-    isa::grid_dependency_wait();
+    if (!p.after) isa::grid_dependency_wait();
+    find(p);
+    // This kernel's end is that of the chain.
+    if (p.after) isa::grid_dependency_wait();
+  }
+
+ private:
+  static QATTN_DEVICE void find(const Params& p) {
     const int unit = isa::block().x, b = unit / p.rows.heads, head = unit % p.rows.heads;
     const int c = isa::thread();
+    for (std::int64_t i = std::int64_t{unit} * threads + c; i < p.zero_count;
+         i += std::int64_t{isa::grid().x} * threads) {
+      isa::store_global(p.zeros + i, 0u);
+    }
     const Sums sums = add_up(p, tile::span_of(p.rows, b), b, head);
     const bool enough = sums.count >= formats::kBalanceLeast;
     double square = enough && c < p.rows.channels ? sums.squares : 0.0;
     if (enough && p.central) {
       square = formats::central_squares(sums.sum, square, 1.0 / sums.count);
     }
-    store(isa::shared_base() + 8 * c, square);
-    isa::sync_threads();
-    const bool loud = find_median(p.rows.channels, square);
-    isa::sync_threads();
+    const Heard heard = count_heard(square, find_loudest(square) / formats::kLoudSquare);
+    const bool loud = heard.quiet > heard.all / 2;
+    const double median = loud ? find_median(p.rows.channels, heard.all, square) : 1.0;
     if (c == 0) isa::store_global(p.loud + unit, loud ? 1u : 0u);
     if (c >= p.padded) return;
     int power = 0;
-    if (loud && square > 0.0) {
-      power = formats::balance_exponent(square / load(isa::shared_base() + median_at));
-    }
+    if (loud && square > 0.0) power = formats::balance_exponent(square / median);
     float* to = p.factors + std::int64_t{unit} * 2 * p.padded + c;
     isa::store_global(to, formats::power_of_two(-power));
     isa::store_global(to + p.padded, formats::power_of_two(power));

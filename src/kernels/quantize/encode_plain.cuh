@@ -60,6 +60,7 @@ struct EncodePlain : FirstPass<Input, Channels> {
 
   static QATTN_DEVICE void run_rows(const PlainRows& row, const TilePlace& p, bool e4m3, bool dots,
                                     SharedAddress shared) {
+    const bool loud = is_loud(row, p);
     Words4 raw[8];
     load(row.rows, p, shared, raw);
     float mean[8] = {};
@@ -84,7 +85,6 @@ struct EncodePlain : FirstPass<Input, Channels> {
 #pragma unroll
       for (int i = 0; i < 8; ++i) mean[i] = 0.0f;  // Q's is not subtracted
     }
-    const bool loud = is_loud(row, p);
     if (loud) {
       float times[8];
       load_times(row, p, times);
@@ -203,9 +203,10 @@ struct EncodePlain : FirstPass<Input, Channels> {
       return behind < values ? 2 : 1;
     }
     if (behind >= 0) block -= again;
-    if (block < params.blocks[0]) return 0;
-    block -= params.blocks[0];
-    return 2;
+    const int first = params.values_lead ? 2 : 0;
+    if (block < params.blocks[first]) return first;
+    block -= params.blocks[first];
+    return 2 - first;
   }
 
   static QATTN_DEVICE void encode(const Params& params, int role, const TilePlace& p,

@@ -110,17 +110,8 @@ LaunchError block_means(const Call& call, Launches& launches) {
 }
 
 LaunchError balance(const Call& call, Launches& launches) {
-  if (call.layout.factors == PrepareLayout::none) return {};
-  const Facts& f = call.facts[1];
-  BalanceParams params;
-  params.rows = call.rows[1];
-  params.format = f.tensor.format;
-  params.seen = call.seen(Role::k);
-  params.central = subtracts_mean(call.recipe, f);
-  params.factors = at<float>(call.workspace, call.layout.factors);
-  params.loud = at<std::uint32_t>(call.workspace, call.layout.loud);
-  params.padded = f.padded;
-  return launches.launch<FindBalance>(params, call.problem.batch * f.heads);
+  if (call.layout.factors == PrepareLayout::none || call.reads_twice(Role::k)) return {};
+  return find_factors(call, BalanceParams{}, launches);
 }
 
 Grouping grouping_of(const Call& call, const Facts& f) {
@@ -401,12 +392,6 @@ LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareL
   return {};
 }
 
-LaunchError find_balance(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
-                         void* workspace, void* stream) {
-  Launches launches(stream);
-  return balance(make_call(problem, recipe, layout, workspace), launches);
-}
-
 bool plan_plain(const Problem& p, const Recipe& recipe, const PrepareLayout& layout,
                 void* workspace, PlainParams& params) {
   const Call call = make_call(p, recipe, layout, workspace);
@@ -429,11 +414,25 @@ bool plan_plain(const Problem& p, const Recipe& recipe, const PrepareLayout& lay
   return true;
 }
 
-LaunchError clear_words(std::uint32_t* words, std::int64_t count, void* stream) {
-  ClearParams c;
-  c.words[0] = words;
-  c.counts[0] = count;
+void query_factors(const PrepareLayout& layout, const Problem& problem, void* workspace,
+                   const float*& factors, const std::uint32_t*& loud) {
+  factors = at<float>(workspace, layout.factors);
+  if (factors != nullptr) factors += prepared_channels(problem.d);
+  loud = at<std::uint32_t>(workspace, layout.loud);
+}
+
+LaunchError begin(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
+                  void* workspace, std::uint32_t* zeros, std::int64_t count, void* stream) {
   Launches first(stream);
+  if (layout.factors != PrepareLayout::none) {
+    BalanceParams params;
+    params.zeros = zeros;
+    params.zero_count = count;
+    return find_factors(make_call(problem, recipe, layout, workspace), params, first);
+  }
+  ClearParams c;
+  c.words[0] = zeros;
+  c.counts[0] = count;
   return first.launch<ClearWords>(c, std::clamp<std::int64_t>(count / 1024, 1, 64));
 }
 

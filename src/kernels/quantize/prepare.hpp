@@ -88,12 +88,14 @@ isa::LaunchError prepare(const Problem& problem, const Recipe& recipe, const Pre
 bool plan_plain(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
                 void* workspace, PlainParams& params);
 
-/// Enqueues what finds the factors that balance K's channels, if the recipe asks for them.
-isa::LaunchError find_balance(const Problem& problem, const Recipe& recipe,
-                              const PrepareLayout& layout, void* workspace, void* stream);
+/// Where what balances Q's channels is; null if nothing does (PlainRows::factors).
+void query_factors(const PrepareLayout& layout, const Problem& problem, void* workspace,
+                   const float*& factors, const std::uint32_t*& loud);
 
-/// Enqueues zeros, by the first kernel of a chain.
-isa::LaunchError clear_words(std::uint32_t* words, std::int64_t count, void* stream);
+/// The first kernel of a chain: clears `count` words, and finds the factors that balance K's
+/// channels, if the recipe asks for them.
+isa::LaunchError begin(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
+                       void* workspace, std::uint32_t* zeros, std::int64_t count, void* stream);
 
 /// Where prepare() puts its results.
 Prepared prepared_in(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,

@@ -25,6 +25,21 @@ LaunchError launch_plain(const PlainParams& params, int padded, std::int64_t blo
   }
 }
 
+/// What balances K's channels. `params`: what else the kernel is told.
+inline LaunchError find_factors(const Call& call, BalanceParams params, Launches& launches) {
+  const Facts& f = call.facts[1];
+  params.rows = call.rows[1];
+  params.format = f.tensor.format;
+  params.seen = call.seen(Role::k);
+  params.central = subtracts_mean(call.recipe, f);
+  params.factors = at<float>(call.workspace, call.layout.factors);
+  params.loud = at<std::uint32_t>(call.workspace, call.layout.loud);
+  params.padded = f.padded;
+  const std::int64_t blocks = call.problem.batch * f.heads;
+  return f.padded <= 128 ? launches.launch<FindBalance<128>>(params, blocks)
+                         : launches.launch<FindBalance<256>>(params, blocks);
+}
+
 /// The plain operands among those of a set of bits by Role, which share input format and padded
 /// size.
 class PlainRun {
@@ -42,6 +57,7 @@ class PlainRun {
     if (any_ == nullptr) return {};
     if (reads_twice(Role::k) || reads_twice(Role::v)) {
       if (LaunchError e = first_pass(); !e.empty()) return e;
+      if (LaunchError e = balance(); !e.empty()) return e;
       if (LaunchError e = finish(); !e.empty()) return e;
     }
     return encode();
@@ -92,9 +108,12 @@ class PlainRun {
     constexpr std::int32_t wave = 1024;
     const bool values = reads_twice(Role::v);
     const bool queries_wait = params.row[0].mean != nullptr || params.row[0].factors != nullptr;
-    if ((params.row[1].mean != nullptr || values) && !queries_wait && !params.first_pass) {
+    const bool keys_wait = params.row[1].mean != nullptr || params.row[1].factors != nullptr;
+    params.values_lead = queries_wait && !values;
+    if ((keys_wait || values) && !(queries_wait && values) && !params.first_pass) {
       const std::int32_t others = values ? 0 : params.blocks[2];
-      params.lead = std::min(wave, std::max(params.blocks[0], others));
+      const std::int32_t first = queries_wait ? others : std::max(params.blocks[0], others);
+      params.lead = std::min(wave, first);
     }
     return any_->tensor.format == Format::bf16
                ? launch_plain<isa::Element::bf16>(params, any_->padded, blocks, launches_)
@@ -109,6 +128,14 @@ class PlainRun {
       params.sums[static_cast<int>(role)] = at<float>(call_.workspace, call_.part(role).sums);
     }
     return launch(params, wanted);
+  }
+
+  /// Beside the end of the first pass, if that reads K.
+  LaunchError balance() {
+    if (call_.layout.factors == PrepareLayout::none || !reads_twice(Role::k)) return {};
+    BalanceParams params;
+    params.after = true;
+    return find_factors(call_, params, launches_);
   }
 
   LaunchError finish() {

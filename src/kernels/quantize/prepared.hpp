@@ -108,6 +108,7 @@ struct PlainParams {
   SharedScales v_shared = SharedScales::none;
   std::int32_t blocks[3] = {};  ///< slot tiles of all heads, of Q, K, V
   std::int32_t lead = 0;        ///< of the blocks of Q and V, how many come before the others
+  bool values_lead = false;     ///< those of V in front of those of Q
   bool e4m3 = false;            ///< codes of Q and K
   isa::Element input = isa::Element::bf16;
   /// The first of two passes: no codes, but what FinishMeans reads.
