@@ -170,7 +170,8 @@ struct FindBalance {
   }
 
   struct Heard {
-    int all = 0, quiet = 0;  ///< channels that are not 0 throughout, and those far below the loudest
+    int all = 0;    ///< channels that are not 0 throughout
+    int quiet = 0;  ///< those of them that are far below the loudest
   };
   static QATTN_DEVICE Heard count_heard(double mine, double quiet) {
     const SharedAddress words = isa::shared_base() + heard_at, at = words + 4 * isa::warp();
