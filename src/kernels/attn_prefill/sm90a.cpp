@@ -248,6 +248,7 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
     params.q = rows_of(p, Role::q);
     params.q_input = p.q.format == Format::f16 ? Element::f16 : Element::bf16;
     query_factors(plan.prepared, p, workspace, params.q_factors, params.loud);
+    params.factor_channels = prepared_channels(p.d);
   }
   std::string e = p.max_k > 0 ? make_maps(instance.config, p, params) : std::string();
   const int blocks = std::min(params.works, plan.multiprocessors);

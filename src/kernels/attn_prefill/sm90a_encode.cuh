@@ -46,12 +46,12 @@ struct Sm90Encoder {
   }
 
   /// What balances this lane's channels of panel `n`.
-  QATTN_DEVICE static void load_times(const float* factors, int n, float (&times)[8]) {
+  QATTN_DEVICE void load_times(const float* factors, int n, float (&times)[8]) const {
     const int channel = 64 * n + isa::lane() % row_lanes * 8;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       Words4 w{};  // of channels that are not there, which are zeros
-      if (channel < C.d) {
+      if (channel < p.factor_channels) {
         w = isa::load_global(reinterpret_cast<const Words4*>(factors + channel) + i);
       }
 #pragma unroll
@@ -63,7 +63,7 @@ struct Sm90Encoder {
     if (p.loud == nullptr) return nullptr;
     const std::int64_t unit = std::int64_t{work.b} * p.k.heads + work.kv_head;
     if (isa::load_global(p.loud + unit) == 0) return nullptr;
-    return p.q_factors + unit * 2 * C.d;
+    return p.q_factors + unit * 2 * p.factor_channels;
   }
 
   /// 64 rows, of which `count` exist.

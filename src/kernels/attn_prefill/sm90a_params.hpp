@@ -54,6 +54,7 @@ struct Sm90Params : PrefillParams {
   isa::Element q_input = isa::Element::bf16;  ///< raw queries, of which q_map is then
   const float* q_factors = nullptr;           ///< theirs: PlainRows::factors
   const std::uint32_t* loud = nullptr;        ///< null: none is balanced
+  std::int32_t factor_channels = 0;           ///< padded as codes are, not as this kernel's are
   AwaitedCodes awaited;
 };
 

@@ -110,7 +110,7 @@ LaunchError block_means(const Call& call, Launches& launches) {
 }
 
 LaunchError balance(const Call& call, Launches& launches) {
-  if (call.layout.factors == PrepareLayout::none || call.reads_twice(Role::k)) return {};
+  if (call.layout.factors == PrepareLayout::none || call.balances_late()) return {};
   return find_factors(call, BalanceParams{}, launches);
 }
 

@@ -61,6 +61,12 @@ struct Call {
   bool reads_twice(Role role) const {
     return plain(role) && two_passes(problem, recipe, facts[static_cast<std::size_t>(role)]);
   }
+  /// Are the factors that balance K found beside its first pass? Only the plain kernels read them
+  /// behind that.
+  bool balances_late() const {
+    return layout.factors != PrepareLayout::none && reads_twice(Role::k) &&
+           (plain(Role::q) || !facts[0].wanted);
+  }
   /// Where FindSeen puts what it finds.
   SeenKeys seen() const {
     return {at<std::uint32_t>(workspace, layout.seen),

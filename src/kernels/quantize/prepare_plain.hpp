@@ -132,7 +132,7 @@ class PlainRun {
 
   /// Beside the end of the first pass, if that reads K.
   LaunchError balance() {
-    if (call_.layout.factors == PrepareLayout::none || !reads_twice(Role::k)) return {};
+    if (!has(Role::k) || !call_.balances_late()) return {};
     BalanceParams params;
     params.after = true;
     return find_factors(call_, params, launches_);
