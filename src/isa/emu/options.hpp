@@ -7,7 +7,7 @@
 #include <functional>
 #include <string>
 
-#include "isa/emu/chain.hpp"
+#include "isa/emu/block/chain.hpp"
 
 namespace qattn::isa {
 struct Index3;

@@ -10,9 +10,9 @@
 
 #include "isa/isa.hpp"
 // The block after the words.
-#include "isa/emu/async_engine.hpp"
-#include "isa/emu/block.hpp"
-#include "isa/emu/wgmma.hpp"
+#include "isa/emu/block/block.hpp"
+#include "isa/emu/units/async_engine.hpp"
+#include "isa/emu/units/wgmma.hpp"
 
 namespace qattn::emu {
 namespace {

@@ -1,7 +1,7 @@
 // mbarriers: arrivals, bytes, phases.
 #include <algorithm>
 
-#include "isa/emu/async_engine.hpp"
+#include "isa/emu/units/async_engine.hpp"
 
 namespace qattn::emu {
 namespace {

@@ -1,4 +1,4 @@
-#include "isa/emu/block.hpp"
+#include "isa/emu/block/block.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -6,8 +6,8 @@
 #include <cstring>
 #include <thread>
 
-#include "isa/emu/async_engine.hpp"
-#include "isa/emu/wgmma.hpp"
+#include "isa/emu/units/async_engine.hpp"
+#include "isa/emu/units/wgmma.hpp"
 
 namespace qattn::emu {
 

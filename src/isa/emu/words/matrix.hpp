@@ -4,9 +4,8 @@
 #include <algorithm>
 #include <iterator>
 
-#include "isa/emu/matrix.hpp"
-#include "isa/emu/words_sm80.hpp"
-#include "isa/isa.hpp"
+#include "isa/emu/units/matrix.hpp"
+#include "isa/emu/words/order.hpp"
 
 namespace qattn::isa {
 inline namespace QATTN_TARGET {

@@ -8,12 +8,12 @@
 #include <string>
 #include <vector>
 
-#include "isa/emu/chain.hpp"
+#include "isa/emu/block/chain.hpp"
+#include "isa/emu/block/fiber.hpp"
+#include "isa/emu/block/races.hpp"
+#include "isa/emu/block/shared_memory.hpp"
 #include "isa/emu/error.hpp"
-#include "isa/emu/fiber.hpp"
 #include "isa/emu/options.hpp"
-#include "isa/emu/races.hpp"
-#include "isa/emu/shared_memory.hpp"
 
 namespace qattn::emu {
 

@@ -6,7 +6,7 @@
 #include <deque>
 #include <vector>
 
-#include "isa/emu/block.hpp"
+#include "isa/emu/block/block.hpp"
 
 namespace qattn::isa {
 enum class Element;

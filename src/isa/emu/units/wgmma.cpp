@@ -1,11 +1,11 @@
-#include "isa/emu/wgmma.hpp"
+#include "isa/emu/units/wgmma.hpp"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
 
-#include "isa/emu/async_engine.hpp"
-#include "isa/emu/matrix.hpp"
+#include "isa/emu/units/async_engine.hpp"
+#include "isa/emu/units/matrix.hpp"
 #include "isa/isa.hpp"
 
 namespace qattn::emu {

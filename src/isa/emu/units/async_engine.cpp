@@ -1,5 +1,5 @@
 // Bulk copies and TMA.
-#include "isa/emu/async_engine.hpp"
+#include "isa/emu/units/async_engine.hpp"
 
 #include <algorithm>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "isa/emu/races.hpp"
+#include "isa/emu/block/races.hpp"
 
 #include <algorithm>
 #include <bit>

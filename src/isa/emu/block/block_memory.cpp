@@ -1,7 +1,7 @@
 // Shared-memory accesses of lanes and copy_async.
 #include <cstring>
 
-#include "isa/emu/block.hpp"
+#include "isa/emu/block/block.hpp"
 
 namespace qattn::emu {
 

@@ -1,0 +1,51 @@
+// Bulk copies and TMA, emulated. Meanings: isa.hpp.
+#pragma once
+
+#include "isa/emu/words/mbarrier.hpp"
+
+namespace qattn::isa {
+inline namespace QATTN_TARGET {
+
+using emu::TensorMap;
+
+inline void bulk_load(SharedAddress to, const void* from, std::uint32_t bytes,
+                      SharedAddress mbarrier, Where where = Where::current()) {
+  async().bulk_load(to, from, bytes, mbarrier, where);
+}
+inline void bulk_store(void* to, SharedAddress from, std::uint32_t bytes,
+                       Where where = Where::current()) {
+  async().bulk_store(to, from, bytes, where);
+}
+inline void check_rank(const TensorMap& map, int rank, const Where& where) {
+  if (map.rank != rank) {
+    throw emu::Error(emu::text("TMA of rank %d with a tensor map of rank %d, at %s", rank, map.rank,
+                               emu::describe(where).c_str()));
+  }
+}
+template <int Rank>
+void tma_load(SharedAddress to, const TensorMap& map, const int (&c)[Rank], SharedAddress mbarrier,
+              Where where = Where::current()) {
+  static_assert(Rank >= 2 && Rank <= 5);
+  check_rank(map, Rank, where);
+  async().tma_load(to, map, c, mbarrier, where);
+}
+template <int Rank>
+void tma_store(const TensorMap& map, const int (&c)[Rank], SharedAddress from,
+               Where where = Where::current()) {
+  static_assert(Rank >= 2 && Rank <= 5);
+  check_rank(map, Rank, where);
+  async().tma_store(map, c, from, where);
+}
+inline void tma_prefetch(const TensorMap&) {}
+inline void bulk_commit() { async().commit_stores(); }
+template <int N>
+void bulk_wait() {
+  async().wait_stores(N, false);
+}
+template <int N>
+void bulk_wait_read() {
+  async().wait_stores(N, true);
+}
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::isa
