@@ -6,12 +6,14 @@
 // A kernel never touches shared memory through a pointer, only through these words and 32-bit
 // addresses, so that the emulator sees every access. Words marked (warp) and (warpgroup) are
 // collective: every lane of the warp, or of four consecutive warps, calls them at the same place.
+// Which GPUs have which word is told once, in emu/vocabulary.cpp; the emulator refuses the others.
 // Layouts are the PTX ISA's; g = lane / 4 and t = lane % 4 throughout.
 //
 //   Places
 //     Index3 {x, y, z}
 //     int target_architecture            a constant: of the GPU that this is compiled for, 89 for
-//                                        sm_89; the emulator, which has every word, says 120
+//                                        sm_89; the emulator, which compiles a kernel once, says
+//                                        120 and looks at the kernel's target (launch.hpp)
 //     int thread(), lane()               within the block
 //     int warp()                         (warp) of the block; uniform to the compiler
 //     Index3 block(), grid()             this block's index; how many there are
@@ -127,6 +129,8 @@
 #pragma once
 
 #include <cstdint>
+
+#include "isa/target.hpp"
 
 #if defined(__CUDACC__)
 #define QATTN_CONSTEXPR __host__ __device__ constexpr

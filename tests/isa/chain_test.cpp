@@ -50,6 +50,7 @@ template <bool Meets>
 struct Neighbours {
   using Params = std::uint32_t*;
   static constexpr int threads = 32, min_blocks = 1, shared_bytes = 16, cluster = 2;
+  static constexpr Target target = sm_90;
   static void run(const Params& p) {
     atomic_add_global(p, 1u);
     if (Meets) cluster_sync();
@@ -136,6 +137,7 @@ struct Follower {
   };
   static constexpr int threads = 64, min_blocks = 1, shared_bytes = 16;
   static constexpr bool dependent = true;
+  static constexpr Target target = sm_90;
 
   static void run(const Params& p) {
     if (thread() == 0) {
@@ -208,6 +210,7 @@ struct Copies {
   };
   static constexpr int threads = 32, min_blocks = 1, shared_bytes = 512;
   static constexpr bool dependent = true;
+  static constexpr Target target = sm_90;
 
   static void run(const Params& p) {
     if (p.wait_first) grid_dependency_wait();

@@ -15,6 +15,7 @@ struct AllWords {
     int* integers;
   };
   static constexpr int threads = 128, min_blocks = 1, shared_bytes = 65536;
+  static constexpr Target target = sm_90a;
 
   template <Element A, Element B, int N>
   static QATTN_DEVICE void both(std::uint64_t a, std::uint64_t b, float* out) {

@@ -12,8 +12,9 @@
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define QATTN_HAS_SM90 1
 #endif
-// setmaxnreg belongs to the architecture-specific targets.
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) || __CUDA_ARCH__ >= 1000
+// setmaxnreg belongs to the architecture-specific targets: ptxas refuses it for sm_120.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) || \
+    defined(__CUDA_ARCH_SPECIFIC__) || defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
 #define QATTN_HAS_SETMAXNREG 1
 #endif
 

@@ -14,6 +14,9 @@ LaunchError launch(const typename K::Params& params, Index3 grid, void* /*stream
                    Start start = Start::after_all) {
   emu::Options options = emu::options();
   options.cluster = cluster_of<K>();
+  options.target = target_of<K>();
+  options.kernel = &typeid(K);
+  if (std::string error = emu::check_target(options); !error.empty()) return error;
   if (grid.x % options.cluster != 0) {
     return "grid of " + std::to_string(grid.x) + " blocks: no multiple of clusters of " +
            std::to_string(options.cluster);

@@ -380,6 +380,7 @@ struct EncodeBeside {
   static constexpr int threads = S::threads, shared_bytes = S::shared_bytes, min_blocks = 1;
   static constexpr bool dependent = true;
   static constexpr int cluster = 2;
+  static constexpr isa::Target target = isa::sm_90;
 
   static QATTN_DEVICE void run(const Params& p) {
     const int warp = isa::warp() % (S::team_threads / 32);

@@ -15,6 +15,7 @@ Block::Block(int threads)
     : threads_(threads),
       stacks_(threads),
       lanes_(static_cast<std::size_t>(threads)),
+      vocabulary_(options_.vocabulary()),
       async_(std::make_unique<AsyncEngine>(*this)),
       wgmma_(std::make_unique<WgmmaUnit>(*this)) {
   for (int i = 0; i < threads; ++i) {
@@ -34,6 +35,7 @@ Block::~Block() {
 
 void Block::prepare(std::uint32_t shared_bytes, const Options& options) {
   options_ = options;
+  vocabulary_ = options.vocabulary();
   shared_.prepare(shared_bytes);
   stats = {};
   prepare_chain(Chain::none, nullptr);
@@ -92,6 +94,11 @@ void Block::run(Position index, Position grid, const std::function<void()>& body
   if (!error_.empty()) {
     throw Error(text("block (%d,%d,%d): ", index_.x, index_.y, index_.z) + error_);
   }
+}
+
+void Block::refuse(Word word, const Where& where) const {
+  throw Error(text("%s, in kernel %s, at %s", vocabulary_.lack(word).c_str(),
+                   kernel_name(options_.kernel).c_str(), describe(where).c_str()));
 }
 
 std::uint64_t Block::random() {  // splitmix64
@@ -247,6 +254,7 @@ void Block::poll_outside(const Where& where) {
 
 bool Block::gather(Group& group, int size, int slot, Word word, void* argument,
                    const Where& where) {
+  require(word, where);
   if (group.arrived == 0) {
     group.word = word;
     group.where = where;

@@ -88,6 +88,15 @@ class Block {
   Lane& lane(int thread) { return lanes_[static_cast<std::size_t>(thread)]; }
   Stats stats;
 
+  /// A word that the kernel's target or this GPU lacks is an error.
+  void require(Word word, const Where& where) const {
+    if (!vocabulary_.has(word)) [[unlikely]]
+      refuse(word, where);
+  }
+  void use(Word word, const Where& where) {
+    require(word, where);
+    count(word);
+  }
   void count(Word word, std::uint64_t lanes = 1) {
     stats.lanes[static_cast<std::size_t>(word)] += lanes;
   }
@@ -151,6 +160,7 @@ class Block {
     Clock clock;
   };
 
+  [[noreturn]] void refuse(Word word, const Where& where) const;
   static void enter(boost::context::detail::transfer_t transfer);
   void reset(Position index);
   Lane* pick();
@@ -172,6 +182,7 @@ class Block {
   std::vector<Lane> lanes_;
   Fiber host_;
   Options options_;
+  Vocabulary vocabulary_;
   Position index_, grid_;
   const std::function<void()>* body_ = nullptr;
   std::string error_;

@@ -30,18 +30,18 @@ std::uint8_t* Block::write_as(int thread, std::uint32_t address, std::uint32_t b
 }
 
 void Block::load(std::uint32_t address, std::uint32_t bytes, void* to, const Where& where) {
-  count(Word::load_shared);
+  use(Word::load_shared, where);
   std::memcpy(to, read_as(current_lane->thread, address, bytes, "load_shared", where), bytes);
 }
 
 void Block::store(std::uint32_t address, std::uint32_t bytes, const void* from,
                   const Where& where) {
-  count(Word::store_shared);
+  use(Word::store_shared, where);
   std::memcpy(write_as(current_lane->thread, address, bytes, "store_shared", where), from, bytes);
 }
 
 std::uint32_t* Block::atomic_shared(std::uint32_t address, const Where& where) {
-  count(Word::atomic_shared);
+  use(Word::atomic_shared, where);
   shared_.check_place(address, 4, 4, "atomic", where);
   shared_.check_readable(address, 4, "atomic", where);
   if (options_.races) {
@@ -68,7 +68,7 @@ void Block::touch_global(const void* at, std::size_t bytes, Touch touch, bool wa
 
 void Block::copy_async(int size, std::uint32_t to, const void* from, int bytes,
                        const Where& where) {
-  count(Word::copy_async);
+  use(Word::copy_async, where);
   const char* what = size == 16 ? "copy_async16" : size == 8 ? "copy_async8" : "copy_async4";
   if (bytes < 0 || bytes > size) {
     throw Error(text("%s: %d bytes, at %s", what, bytes, describe(where).c_str()));

@@ -10,11 +10,11 @@ using emu::TensorMap;
 
 inline void bulk_load(SharedAddress to, const void* from, std::uint32_t bytes,
                       SharedAddress mbarrier, Where where = Where::current()) {
-  async().bulk_load(to, from, bytes, mbarrier, where);
+  async(Word::bulk_load, where).bulk_load(to, from, bytes, mbarrier, where);
 }
 inline void bulk_store(void* to, SharedAddress from, std::uint32_t bytes,
                        Where where = Where::current()) {
-  async().bulk_store(to, from, bytes, where);
+  async(Word::bulk_store, where).bulk_store(to, from, bytes, where);
 }
 inline void check_rank(const TensorMap& map, int rank, const Where& where) {
   if (map.rank != rank) {
@@ -27,24 +27,28 @@ void tma_load(SharedAddress to, const TensorMap& map, const int (&c)[Rank], Shar
               Where where = Where::current()) {
   static_assert(Rank >= 2 && Rank <= 5);
   check_rank(map, Rank, where);
-  async().tma_load(to, map, c, mbarrier, where);
+  async(Word::tma_load, where).tma_load(to, map, c, mbarrier, where);
 }
 template <int Rank>
 void tma_store(const TensorMap& map, const int (&c)[Rank], SharedAddress from,
                Where where = Where::current()) {
   static_assert(Rank >= 2 && Rank <= 5);
   check_rank(map, Rank, where);
-  async().tma_store(map, c, from, where);
+  async(Word::tma_store, where).tma_store(map, c, from, where);
 }
-inline void tma_prefetch(const TensorMap&) {}
-inline void bulk_commit() { async().commit_stores(); }
-template <int N>
-void bulk_wait() {
-  async().wait_stores(N, false);
+inline void tma_prefetch(const TensorMap&, Where where = Where::current()) {
+  emu::current_block().require(Word::tma_prefetch, where);
+}
+inline void bulk_commit(Where where = Where::current()) {
+  async(Word::bulk_commit, where).commit_stores();
 }
 template <int N>
-void bulk_wait_read() {
-  async().wait_stores(N, true);
+void bulk_wait(Where where = Where::current()) {
+  async(Word::bulk_wait, where).wait_stores(N, false);
+}
+template <int N>
+void bulk_wait_read(Where where = Where::current()) {
+  async(Word::bulk_wait_read, where).wait_stores(N, true);
 }
 
 }  // namespace QATTN_TARGET

@@ -18,9 +18,13 @@ inline void copy_async4(SharedAddress to, const void* from, int bytes,
                         Where where = Where::current()) {
   emu::current_block().copy_async(4, to, from, bytes, where);
 }
-inline void copy_async_commit() { emu::current_block().copy_async_commit(); }
+inline void copy_async_commit(Where where = Where::current()) {
+  emu::current_block().require(Word::copy_async_commit, where);
+  emu::current_block().copy_async_commit();
+}
 template <int N>
-void copy_async_wait() {
+void copy_async_wait(Where where = Where::current()) {
+  emu::current_block().require(Word::copy_async_wait, where);
   emu::current_block().copy_async_wait(N);
 }
 

@@ -38,7 +38,7 @@ inline void cluster_sync(Where where = Where::current()) {
     throw emu::Error("cluster_sync: blocks of a cluster run one after another here, at " +
                      emu::describe(where));
   }
-  block.count(Word::cluster_sync);
+  block.use(Word::cluster_sync, where);
   block.barrier(emu::kClusterBarrier, block.threads(), emu::BarrierUse::sync, where);
 }
 inline void grid_dependency_wait() { emu::current_lane->waited = true; }

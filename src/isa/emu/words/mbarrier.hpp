@@ -7,37 +7,46 @@
 namespace qattn::isa {
 inline namespace QATTN_TARGET {
 
-inline emu::AsyncEngine& async() { return emu::current_block().async(); }
+/// Whoever executes the word, if there is one.
+inline emu::AsyncEngine& async(Word word, const Where& where) {
+  emu::Block& block = emu::current_block();
+  block.require(word, where);
+  return block.async();
+}
 
 inline void mbarrier_init(SharedAddress a, int arrivals, Where where = Where::current()) {
-  async().init(a, arrivals, where);
+  async(Word::mbarrier_init, where).init(a, arrivals, where);
 }
-inline void fence_mbarrier_init() { async().fence_init(); }
+inline void fence_mbarrier_init(Where where = Where::current()) {
+  async(Word::fence_mbarrier_init, where).fence_init();
+}
 inline void mbarrier_arrive(SharedAddress a, Where where = Where::current()) {
-  async().arrive(a, where);
+  async(Word::mbarrier_arrive, where).arrive(a, where);
 }
 inline void mbarrier_expect(SharedAddress a, std::uint32_t bytes, Where where = Where::current()) {
-  async().expect(a, bytes, where);
+  async(Word::mbarrier_expect, where).expect(a, bytes, where);
 }
 inline void mbarrier_arrive_expect(SharedAddress a, std::uint32_t bytes,
                                    Where where = Where::current()) {
-  async().expect(a, bytes, where);
-  async().arrive(a, where);
+  async(Word::mbarrier_expect, where).expect(a, bytes, where);
+  async(Word::mbarrier_arrive, where).arrive(a, where);
 }
 inline void mbarrier_wait(SharedAddress a, std::uint32_t parity, Where where = Where::current()) {
-  async().wait(a, parity, where);
+  async(Word::mbarrier_wait, where).wait(a, parity, where);
 }
 inline bool mbarrier_test(SharedAddress a, std::uint32_t parity, Where where = Where::current()) {
-  return async().test(a, parity, where);
+  return async(Word::mbarrier_test, where).test(a, parity, where);
 }
-inline void fence_async_proxy() {
+inline void fence_async_proxy(Where where = Where::current()) {
   emu::Block& block = emu::current_block();
-  block.count(Word::fence_async_proxy);
+  block.use(Word::fence_async_proxy, where);
   block.async().fence_init();
   if (block.options().races) block.races().fence_async(emu::current_lane->thread);
 }
 /// Every access of the emulator to global memory is one of a single proxy.
-inline void fence_async_global() { emu::current_block().count(Word::fence_async_proxy); }
+inline void fence_async_global(Where where = Where::current()) {
+  emu::current_block().use(Word::fence_async_global, where);
+}
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::isa

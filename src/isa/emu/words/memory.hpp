@@ -39,14 +39,14 @@ void check_global(const T* p, const char* what, const Where& where) {
 template <class T>
 T load_global(const T* p, Where where = Where::current()) {
   check_global(p, "load_global", where);
-  emu::current_block().count(Word::load_global);
+  emu::current_block().use(Word::load_global, where);
   emu::current_block().touch_global(p, sizeof(T), emu::Touch::read, where);
   return *p;
 }
 template <class T>
 void store_global(T* p, T value, Where where = Where::current()) {
   check_global(p, "store_global", where);
-  emu::current_block().count(Word::store_global);
+  emu::current_block().use(Word::store_global, where);
   emu::current_block().touch_global(p, sizeof(T), emu::Touch::write, where);
   *p = value;
 }
@@ -76,7 +76,7 @@ inline std::uint32_t atomic_add_shared(SharedAddress a, std::uint32_t v,
 template <class T>
 std::atomic_ref<T> global_atomic(T* p, const Where& where) {
   check_global(p, "atomic", where);
-  emu::current_block().count(Word::atomic_global);
+  emu::current_block().use(Word::atomic_global, where);
   emu::current_block().touch_global(p, sizeof(T), emu::Touch::atomic, where);
   return std::atomic_ref<T>(*p);
 }

@@ -8,19 +8,19 @@ inline namespace QATTN_TARGET {
 
 inline void sync_threads(Where where = Where::current()) {
   emu::Block& block = emu::current_block();
-  block.count(Word::sync_threads);
+  block.use(Word::sync_threads, where);
   block.barrier(0, block.threads(), emu::BarrierUse::sync, where);
 }
 inline void barrier_sync(int id, int threads, Where where = Where::current()) {
-  emu::current_block().count(Word::barrier_sync);
+  emu::current_block().use(Word::barrier_sync, where);
   emu::current_block().barrier(id, threads, emu::BarrierUse::sync, where);
 }
 inline void barrier_sync_anywhere(int id, int threads, Where where = Where::current()) {
-  emu::current_block().count(Word::barrier_sync_anywhere);
+  emu::current_block().use(Word::barrier_sync_anywhere, where);
   emu::current_block().barrier(id, threads, emu::BarrierUse::sync_anywhere, where);
 }
 inline void barrier_arrive(int id, int threads, Where where = Where::current()) {
-  emu::current_block().count(Word::barrier_arrive);
+  emu::current_block().use(Word::barrier_arrive, where);
   emu::current_block().barrier(id, threads, emu::BarrierUse::arrive, where);
 }
 inline int opaque(int v) { return v; }
