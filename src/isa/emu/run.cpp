@@ -16,8 +16,6 @@
 #include "isa/isa.hpp"
 // The block after the words.
 #include "isa/emu/block/block.hpp"
-#include "isa/emu/units/async_engine.hpp"
-#include "isa/emu/units/wgmma.hpp"
 
 namespace qattn::emu {
 namespace {

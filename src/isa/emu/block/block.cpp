@@ -6,8 +6,7 @@
 #include <cstring>
 #include <thread>
 
-#include "isa/emu/units/async_engine.hpp"
-#include "isa/emu/units/wgmma.hpp"
+#include "isa/emu/units/units.hpp"
 
 namespace qattn::emu {
 
@@ -16,8 +15,7 @@ Block::Block(int threads)
       stacks_(threads),
       lanes_(static_cast<std::size_t>(threads)),
       vocabulary_(options_.vocabulary()),
-      async_(std::make_unique<AsyncEngine>(*this)),
-      wgmma_(std::make_unique<WgmmaUnit>(*this)) {
+      units_(std::make_unique<Units>(*this)) {
   for (int i = 0; i < threads; ++i) {
     Lane& l = lane(i);
     l.block = this;
@@ -63,15 +61,13 @@ void Block::reset(Position index) {
   runnable_ = {};
   pollers_.clear();
   idle_polls_ = outside_polls_ = 0;
-  async_->reset();
-  wgmma_->reset();
+  units_->mbarriers.reset();
+  for (AsyncUnit* unit : units_->all()) unit->reset();
   elected_lane_ = options_.order == LaneOrder::forward   ? 0
                   : options_.order == LaneOrder::reverse ? 31
                                                          : static_cast<int>(random() % 32);
   for (Lane& l : lanes_) {
     l.waiting = Waiting::nothing;
-    l.copies.clear();
-    l.copy_groups.clear();
     l.waited = false;
     restart(l.fiber, enter);
     wake(l);
@@ -89,8 +85,10 @@ void Block::run(Position index, Position grid, const std::function<void()>& body
       std::none_of(lanes_.begin(), lanes_.end(), [](const Lane& l) { return l.waited; })) {
     error_ = "ends without grid_dependency_wait() in any thread, and the kernel started beside one";
   }
-  if (error_.empty() && alive_ == 0) error_ = wgmma_->check_end();
-  if (error_.empty() && alive_ == 0) error_ = async_->check_end();
+  for (AsyncUnit* unit : units_->all()) {
+    if (error_.empty() && alive_ == 0) error_ = unit->check_end();
+  }
+  if (error_.empty() && alive_ == 0) error_ = units_->mbarriers.check_end();
   if (!error_.empty()) {
     throw Error(text("block (%d,%d,%d): ", index_.x, index_.y, index_.z) + error_);
   }
@@ -191,19 +189,35 @@ Lane* Block::next_runnable() {
 
 Lane* Block::pick() {
   if (options_.schedule == Schedule::random && alive_ > 0 && random() % 8 == 0) {
-    async_->advance();
+    advance();
   }
   for (;;) {
     if (Lane* next = next_runnable()) return next;
     if (alive_ == 0) return nullptr;
     // Late operations complete when nobody can go on without them.
-    if (async_->advance()) {
+    if (advance()) {
       idle_polls_ = 0;
       wake_pollers();
     } else if (++idle_polls_ > 1000 || !wake_pollers()) {
       if (!wait_for_others()) return nullptr;
     }
   }
+}
+
+/// Ends one of the asynchronous operations that nothing orders; false: there is none.
+bool Block::advance() {
+  std::size_t count = 0;
+  for (const AsyncUnit* unit : units_->all()) count += unit->unordered();
+  if (count == 0) return false;
+  std::size_t i = options_.schedule == Schedule::random ? random() % count : count - 1;
+  for (AsyncUnit* unit : units_->all()) {
+    if (i < unit->unordered()) {
+      unit->complete(i);
+      return true;
+    }
+    i -= unit->unordered();
+  }
+  return false;
 }
 
 /// Gives other blocks time, if a lane waits for one. False: enough of it.
@@ -390,7 +404,7 @@ std::string Block::describe_waiting(const Lane& lane) {
                   b.expected);
     }
     case Waiting::mbarrier:
-      return async_->describe_mbarrier(lane.address, lane.parity);
+      return units_->mbarriers.describe(lane.address, lane.parity);
     case Waiting::poll:
       return "poll";
     case Waiting::nothing:

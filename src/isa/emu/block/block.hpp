@@ -18,8 +18,7 @@
 namespace qattn::emu {
 
 class Block;
-class AsyncEngine;
-class WgmmaUnit;
+struct Units;
 
 struct Position {
   int x = 0, y = 0, z = 0;
@@ -31,16 +30,6 @@ enum class Waiting : std::uint8_t { nothing, warp, warpgroup, barrier, mbarrier,
 /// `sync` must be one place of the code for all that wait, as __syncthreads() and bar.sync must.
 enum class BarrierUse : std::uint8_t { arrive, sync, sync_anywhere };
 
-/// A copy_async of `size` bytes that has been issued, `bytes` of them from memory; `done`: it has
-/// been written already.
-struct Copy {
-  std::uint32_t to;
-  const void* from;
-  int size, bytes;
-  bool done;
-  Where where;
-};
-
 struct Lane {
   Fiber fiber;
   Block* block = nullptr;
@@ -48,9 +37,7 @@ struct Lane {
   Waiting waiting = Waiting::nothing;
   std::uint32_t address = 0, parity = 0;  ///< of the barrier it waits at
   Where where;
-  std::vector<Copy> copies;      ///< committed groups first, then the open one
-  std::vector<int> copy_groups;  ///< copies in each committed group
-  bool waited = false;           ///< for the kernels before this one (grid_dependency_wait)
+  bool waited = false;  ///< for the kernels before this one (grid_dependency_wait)
 };
 
 /// The lane that runs on this thread; null outside of kernels.
@@ -82,8 +69,7 @@ class Block {
   const Options& options() const { return options_; }
   SharedMemory& shared() { return shared_; }
   Races& races() { return races_; }
-  AsyncEngine& async() { return *async_; }
-  WgmmaUnit& wgmma() { return *wgmma_; }
+  Units& units() { return *units_; }
   int elected_lane() const { return elected_lane_; }
   Lane& lane(int thread) { return lanes_[static_cast<std::size_t>(thread)]; }
   Stats stats;
@@ -120,10 +106,6 @@ class Block {
   void touch_global(const void* at, std::size_t bytes, Touch touch, const Where& where) {
     touch_global(at, bytes, touch, current_lane->waited, where);
   }
-
-  void copy_async(int size, std::uint32_t to, const void* from, int bytes, const Where& where);
-  void copy_async_commit();
-  void copy_async_wait(int groups_in_flight);
 
   // ---- Collectives: the arguments for the last lane to arrive, null for the others, afterwards
   // ----
@@ -167,13 +149,12 @@ class Block {
   Lane* next_runnable();
   Lane* take(int warp, int lane);
   bool wake_pollers();
+  bool advance();
   bool wait_for_others();
   void resume(Fiber& from, Lane& to, bool last);
   void leave(Fiber& from, bool last);
   bool gather(Group& group, int size, int slot, Word word, void* argument, const Where& where);
   void check_barrier_site(int id, Barrier& barrier, BarrierUse use, const Where& where);
-  void land(const Copy& copy);
-  void write_copy(const Copy& copy);
   std::string deadlock_report();
   std::string describe_waiting(const Lane& lane);
 
@@ -198,8 +179,7 @@ class Block {
   std::array<Group, 32> warp_groups_;
   std::array<Group, 8> warpgroups_;
   std::array<Barrier, 17> barriers_;  ///< the last is cluster_sync's
-  std::unique_ptr<AsyncEngine> async_;
-  std::unique_ptr<WgmmaUnit> wgmma_;
+  std::unique_ptr<Units> units_;
   int elected_lane_ = 0;
   Chain chain_ = Chain::none;
   const Footprint* earlier_ = nullptr;

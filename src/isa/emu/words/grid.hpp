@@ -1,7 +1,7 @@
 // Warpgroups, clusters, grids, emulated. Meanings: isa.hpp.
 #pragma once
 
-#include "isa/emu/units/wgmma.hpp"
+#include "isa/emu/units/units.hpp"
 #include "isa/emu/words/places.hpp"
 
 namespace qattn::isa {
@@ -13,7 +13,7 @@ void set_registers(const Where& where) {
   char none = 0;
   emu::warpgroup_collective(Word::registers, none, where,
                             [&](emu::Block& block, emu::Arguments<char>) {
-                              block.wgmma().set_registers(N, Increase, where);
+                              block.units().wgmma.set_registers(N, Increase, where);
                             });
 }
 template <int N>

@@ -1,7 +1,7 @@
 // wgmma, emulated. Meanings: isa.hpp.
 #pragma once
 
-#include "isa/emu/units/wgmma.hpp"
+#include "isa/emu/units/units.hpp"
 #include "isa/emu/words/matrix.hpp"
 
 namespace qattn::isa {
@@ -20,21 +20,22 @@ inline constexpr bool has_wgmma = true;
 
 inline void wgmma_fence(Where where = Where::current()) {
   char none = 0;
-  emu::warpgroup_collective(Word::wgmma_fence, none, where,
-                            [](emu::Block& block, emu::Arguments<char>) { block.wgmma().fence(); });
+  emu::warpgroup_collective(
+      Word::wgmma_fence, none, where,
+      [](emu::Block& block, emu::Arguments<char>) { block.units().wgmma.fence(); });
 }
 inline void wgmma_commit(Where where = Where::current()) {
   char none = 0;
   emu::warpgroup_collective(
       Word::wgmma_commit, none, where,
-      [](emu::Block& block, emu::Arguments<char>) { block.wgmma().commit(); });
+      [](emu::Block& block, emu::Arguments<char>) { block.units().wgmma.commit(); });
 }
 template <int N>
 void wgmma_wait(Where where = Where::current()) {
   char none = 0;
   emu::warpgroup_collective(
       Word::wgmma_wait, none, where,
-      [&](emu::Block& block, emu::Arguments<char>) { block.wgmma().wait(N, where); });
+      [&](emu::Block& block, emu::Arguments<char>) { block.units().wgmma.wait(N, where); });
 }
 
 /// The shapes that exist: 8-bit operands are K-major, integers skip most odd multiples of 8.
@@ -50,7 +51,7 @@ void issue_wgmma(emu::WgmmaArguments& mine, const Where& where) {
                 "no such product");
   emu::warpgroup_collective(
       Word::wgmma, mine, where, [&](emu::Block& block, emu::Arguments<emu::WgmmaArguments> lanes) {
-        block.wgmma().issue({A, B, N, is_integer(A), TransposeA, TransposeB}, lanes, where);
+        block.units().wgmma.issue({A, B, N, is_integer(A), TransposeA, TransposeB}, lanes, where);
       });
 }
 template <Element A, Element B, int N, bool TransposeA = false, bool TransposeB = false>
