@@ -365,6 +365,7 @@ struct BesideCoder {
       isa::mbarrier_wait(Jobs::full(buffer), parity);
       const BesideJob job = Jobs::job(buffer);
       if (job.step != Step::none) work(job);
+      isa::fence_async_global();  // TMA reads codes and scales
       // All lanes, whose reads racecheck would not see behind those of one.
       isa::mbarrier_arrive(Jobs::done(buffer));
       if (job.step == Step::none) break;
