@@ -122,7 +122,13 @@
 //     uint64 matrix_descriptor(SharedAddress, leading_bytes, stride_bytes, Swizzle)
 //     void registers_increase<N>(), registers_decrease<N>()                (warpgroup)
 //     bool elect()                                 (warp) true in one lane
-//     void cluster_sync()
+//     int cluster_rank(), cluster_blocks()         this block's place in its cluster; how many it
+//     has void cluster_sync()                          all threads of the cluster SharedAddress
+//     map_shared(SharedAddress, int rank)   the same place in that block of the
+//                                                  cluster, for the next two words alone
+//     T load_cluster<T>(SharedAddress), void store_cluster(SharedAddress, T)   4, 8 or 16 bytes;
+//     who
+//                                                  owns them must not have ended
 //     void grid_dependency_wait()      until the kernels before have ended
 //     void grid_dependency_launch()    the next kernel may start when all blocks have said so or
 //                                      ended; both for Start::early (launch.hpp)

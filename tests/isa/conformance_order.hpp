@@ -91,7 +91,7 @@ struct MbarrierTest : Defaults {
   }
 };
 
-/// A cluster of one block: the emulator has this word in no other.
+/// A cluster of one block.
 struct ClusterSync : Defaults {
   static constexpr const char* name = "cluster_sync, one block";
   static constexpr int arch = 90, shared_bytes = 512;

@@ -17,10 +17,6 @@ LaunchError launch(const typename K::Params& params, Index3 grid, void* /*stream
   options.target = target_of<K>();
   options.kernel = &typeid(K);
   if (std::string error = emu::check_target(options); !error.empty()) return error;
-  if (grid.x % options.cluster != 0) {
-    return "grid of " + std::to_string(grid.x) + " blocks: no multiple of clusters of " +
-           std::to_string(options.cluster);
-  }
   const typename K::Params copy = params;
   const emu::Chain chain = !Dependent<K>            ? emu::Chain::none
                            : start == Start::early  ? emu::Chain::early

@@ -87,12 +87,12 @@ std::string kernel_name(const std::type_info* kernel) {
 
 std::string check_target(const Options& o) {
   const int code = o.code_architecture > 0 ? o.code_architecture : o.architecture;
-  const std::string kernel = "kernel " + kernel_name(o.kernel);
+  const auto kernel = [&] { return "kernel " + kernel_name(o.kernel); };
   if (!isa::runs_on(o.target, code)) {
-    return kernel + " is for " + name(o.target) + ", not for " + name(isa::Target{code});
+    return kernel() + " is for " + name(o.target) + ", not for " + name(isa::Target{code});
   }
   if (o.cluster > 1 && !exists(Word::cluster_sync, o.target)) {
-    return kernel + " is launched in clusters, which " + name(o.target) + " has not";
+    return kernel() + " is launched in clusters, which " + name(o.target) + " has not";
   }
   return {};
 }
@@ -153,6 +153,9 @@ Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& option
   if (threads <= 0 || threads % 32 || threads > 1024 || shared_bytes < 0) {
     throw Error(text("launch of %d threads with %d bytes of shared memory", threads, shared_bytes));
   }
+  if (options.cluster < 1 || grid.x % options.cluster != 0) {
+    throw Error(text("grid of %d blocks: no multiple of clusters of %d", grid.x, options.cluster));
+  }
   const std::int64_t blocks = std::int64_t{grid.x} * grid.y * grid.z;
   std::atomic<std::int64_t> next{0};
   std::atomic<bool> failed{false};
@@ -167,13 +170,18 @@ Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& option
   const Footprint& earlier = chain_so_far;  // of this thread, not of the workers
   Footprint touched;
   const auto work = [&] {
-    std::unique_ptr<Block> block = pool().take(threads);
-    block->prepare(static_cast<std::uint32_t>(shared_bytes), options);
-    block->prepare_chain(chain, &earlier);
+    std::vector<std::unique_ptr<Block>> held;
+    std::vector<Block*> cluster;
+    for (int i = 0; i < options.cluster; ++i) {
+      held.push_back(pool().take(threads));
+      cluster.push_back(held.back().get());
+      cluster.back()->prepare(static_cast<std::uint32_t>(shared_bytes), options);
+      cluster.back()->prepare_chain(chain, &earlier);
+    }
     try {
-      for (std::int64_t i; !failed && (i = next.fetch_add(1)) < blocks;) {
+      for (std::int64_t i; !failed && (i = next.fetch_add(options.cluster)) < blocks;) {
         const auto at = [&](std::int64_t n) { return static_cast<int>(n); };
-        block->run({at(i % grid.x), at(i / grid.x % grid.y), at(i / grid.x / grid.y)},
+        Block::run(cluster, {at(i % grid.x), at(i / grid.x % grid.y), at(i / grid.x / grid.y)},
                    {grid.x, grid.y, grid.z}, body);
       }
     } catch (const std::exception& e) {
@@ -182,9 +190,11 @@ Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& option
       if (error.empty()) error = e.what();
     }
     const std::lock_guard lock(mutex);
-    total += block->stats;
-    touched.add(block->touched());
-    pool().give_back(std::move(block));
+    for (std::unique_ptr<Block>& block : held) {
+      total += block->stats;
+      touched.add(block->touched());
+      pool().give_back(std::move(block));
+    }
   };
   if (options.workers <= 1) {
     work();

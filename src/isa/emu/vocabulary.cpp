@@ -92,6 +92,9 @@ constexpr WordInfo kWords[] = {
      "setmaxnreg"},
     {Word::elect, "elect", Pipe::control, nvidia, "elect.sync"},
     {Word::cluster_sync, "cluster_sync", Pipe::control, from(90), "barrier.cluster"},
+    {Word::map_shared, "map_shared", Pipe::integer, from(90), "mapa"},
+    {Word::load_cluster, "load_cluster", Pipe::memory, from(90), "ld.shared::cluster"},
+    {Word::store_cluster, "store_cluster", Pipe::memory, from(90), "st.shared::cluster"},
 };
 
 constexpr bool in_order() {

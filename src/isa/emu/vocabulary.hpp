@@ -68,6 +68,9 @@ enum class Word : std::uint8_t {
   registers,
   elect,
   cluster_sync,
+  map_shared,
+  load_cluster,
+  store_cluster,
   count
 };
 

@@ -54,7 +54,8 @@ void Block::reset(Position index) {
                   0x9E3779B97F4A7C15ull * static_cast<std::uint64_t>(
                                               1 + index.x + 7919 * (index.y + 104729LL * index.z));
   shared_.prepare(shared_.bytes());
-  if (options_.races) races_.prepare(threads_, shared_.bytes());
+  if (options_.races && rank_ == 0) races_.prepare(threads_, shared_.bytes(), cluster_blocks());
+  if (options_.races && rank_ > 0) races_.join(first().races_, rank_);
   for (Group& g : warp_groups_) g.arrived = 0;
   for (Group& g : warpgroups_) g.arrived = 0;
   for (Barrier& b : barriers_) b = {};
@@ -74,24 +75,43 @@ void Block::reset(Position index) {
   }
 }
 
-void Block::run(Position index, Position grid, const std::function<void()>& body) {
-  grid_ = grid;
-  body_ = &body;
-  reset(index);
-  ++stats.blocks;
-  adopt_thread(host_);
-  resume(host_, *pick(), false);
-  if (error_.empty() && chain_ == Chain::beside &&
+void Block::run(std::span<Block* const> cluster, Position index, Position grid,
+                const std::function<void()>& body) {
+  Block& first = *cluster.front();
+  for (int rank = 0; rank < static_cast<int>(cluster.size()); ++rank) {
+    Block& block = *cluster[static_cast<std::size_t>(rank)];
+    block.cluster_.assign(cluster.begin(), cluster.end());
+    block.rank_ = rank;
+    block.grid_ = grid;
+    block.body_ = &body;
+    block.reset({index.x + rank, index.y, index.z});
+    ++block.stats.blocks;
+  }
+  adopt_thread(first.host_);
+  Block& begin = first.options_.order == LaneOrder::reverse ? *cluster.back() : first;
+  begin.resume(first.host_, *begin.pick(), false);
+  for (Block* block : cluster) block->check_end();
+  if (!first.error_.empty()) throw Error(first.error_);
+}
+
+void Block::check_end() {
+  std::string error;
+  if (!first().error_.empty()) return;
+  if (chain_ == Chain::beside &&
       std::none_of(lanes_.begin(), lanes_.end(), [](const Lane& l) { return l.waited; })) {
-    error_ = "ends without grid_dependency_wait() in any thread, and the kernel started beside one";
+    error = "ends without grid_dependency_wait() in any thread, and the kernel started beside one";
   }
   for (AsyncUnit* unit : units_->all()) {
-    if (error_.empty() && alive_ == 0) error_ = unit->check_end();
+    if (error.empty()) error = unit->check_end();
   }
-  if (error_.empty() && alive_ == 0) error_ = units_->mbarriers.check_end();
-  if (!error_.empty()) {
-    throw Error(text("block (%d,%d,%d): ", index_.x, index_.y, index_.z) + error_);
-  }
+  if (error.empty()) error = units_->mbarriers.check_end();
+  fail(error);
+}
+
+/// Of all blocks, the first error counts.
+void Block::fail(const std::string& error) {
+  if (error.empty() || !first().error_.empty()) return;
+  first().error_ = text("block (%d,%d,%d): ", index_.x, index_.y, index_.z) + error;
 }
 
 void Block::refuse(Word word, const Where& where) const {
@@ -124,20 +144,21 @@ void Block::enter(boost::context::detail::transfer_t transfer) {
       throw Error("ends without grid_dependency_wait(), and the kernel started early");
     }
   } catch (const std::exception& e) {
-    block.error_ = text("thread %d (warp %d lane %d): ", me.thread, me.warp, me.lane) + e.what();
+    block.fail(text("thread %d (warp %d lane %d): ", me.thread, me.warp, me.lane) + e.what());
   }
   me.waiting = Waiting::finished;
   --block.alive_;
+  const std::string& error = block.first().error_;
   Lane* next = nullptr;
-  if (block.error_.empty()) {
+  if (error.empty()) {
     try {
       next = block.pick();
     } catch (const std::exception& e) {  // an asynchronous operation completed, with an error
-      block.error_ = e.what();
+      block.fail(e.what());
     }
   }
   if (next) block.resume(me.fiber, *next, true);
-  if (block.error_.empty() && block.alive_ > 0) block.error_ = block.deadlock_report();
+  if (error.empty() && !block.cluster_has_ended()) block.fail(block.deadlock_report());
   block.leave(me.fiber, true);
 }
 
@@ -149,7 +170,7 @@ void Block::resume(Fiber& from, Lane& to, bool last) {
 
 void Block::leave(Fiber& from, bool last) {
   current_lane = nullptr;
-  switch_to(from, host_, last);
+  switch_to(from, first().host_, last);
 }
 
 Lane* Block::take(int warp, int lane_index) {
@@ -187,18 +208,36 @@ Lane* Block::next_runnable() {
   return nullptr;
 }
 
+bool Block::cluster_has_ended() const {
+  return std::all_of(cluster_.begin(), cluster_.end(), [](Block* b) { return b->has_ended(); });
+}
+
+/// Of this block as long as it can run, then of its neighbours.
+Lane* Block::next_of_cluster() {
+  const int n = cluster_blocks();
+  if (n == 1) return next_runnable();
+  int rank = rank_, step = options_.order == LaneOrder::reverse ? n - 1 : 1;
+  if (options_.order == LaneOrder::random) {
+    rank = static_cast<int>(first().random() % static_cast<std::uint64_t>(n));
+  }
+  for (int i = 0; i < n; ++i, rank = (rank + step) % n) {
+    if (Lane* next = cluster_[static_cast<std::size_t>(rank)]->next_runnable()) return next;
+  }
+  return nullptr;
+}
+
 Lane* Block::pick() {
   if (options_.schedule == Schedule::random && alive_ > 0 && random() % 8 == 0) {
     advance();
   }
   for (;;) {
-    if (Lane* next = next_runnable()) return next;
-    if (alive_ == 0) return nullptr;
+    if (Lane* next = next_of_cluster()) return next;
+    if (cluster_has_ended()) return nullptr;
     // Late operations complete when nobody can go on without them.
-    if (advance()) {
-      idle_polls_ = 0;
+    if (std::any_of(cluster_.begin(), cluster_.end(), [](Block* b) { return b->advance(); })) {
+      first().idle_polls_ = 0;
       wake_pollers();
-    } else if (++idle_polls_ > 1000 || !wake_pollers()) {
+    } else if (++first().idle_polls_ > 1000 || !wake_pollers()) {
       if (!wait_for_others()) return nullptr;
     }
   }
@@ -224,16 +263,19 @@ bool Block::advance() {
 bool Block::wait_for_others() {
   constexpr std::chrono::microseconds nap(100);
   constexpr int most_naps = 600'000;
-  if (outside_polls_ == 0 || idle_polls_ > most_naps) return false;
+  if (first().outside_polls_ == 0 || first().idle_polls_ > most_naps) return false;
   std::this_thread::sleep_for(nap);
   return wake_pollers();
 }
 
 bool Block::wake_pollers() {
-  if (pollers_.empty()) return false;
-  for (Lane* l : pollers_) wake(*l);
-  pollers_.clear();
-  return true;
+  bool any = false;
+  for (Block* block : cluster_) {
+    any = any || !block->pollers_.empty();
+    for (Lane* l : block->pollers_) block->wake(*l);
+    block->pollers_.clear();
+  }
+  return any;
 }
 
 void Block::wait(Waiting why, const Where& where, std::uint32_t address, std::uint32_t parity) {
@@ -247,7 +289,7 @@ void Block::wait(Waiting why, const Where& where, std::uint32_t address, std::ui
   if (next) {
     resume(me.fiber, *next, false);
   } else {
-    error_ = deadlock_report();
+    fail(deadlock_report());
     leave(me.fiber, true);
   }
 }
@@ -258,9 +300,9 @@ void Block::poll(const Where& where) {
 }
 
 void Block::poll_outside(const Where& where) {
-  ++outside_polls_;
+  ++first().outside_polls_;
   poll(where);
-  --outside_polls_;
+  --first().outside_polls_;
 }
 
 // ---- Collectives
@@ -378,61 +420,6 @@ void Block::barrier(int id, int threads, BarrierUse use, const Where& where) {
   b.warps = 0;
   b.synced = false;
   b.clock.clear();
-}
-
-// ---- Deadlock
-// ------------------------------------------------------------------------------------
-
-std::string Block::describe_waiting(const Lane& lane) {
-  switch (lane.waiting) {
-    case Waiting::finished:
-      return "finished";
-    case Waiting::warp: {
-      const Group& g = warp_groups_[static_cast<std::size_t>(lane.warp)];
-      return text("wait in %s, %d of 32 lanes arrived", name(g.word), g.arrived);
-    }
-    case Waiting::warpgroup: {
-      const Group& g = warpgroups_[static_cast<std::size_t>(lane.warp / 4)];
-      return text("wait in %s, %d of 128 lanes arrived", name(g.word), g.arrived);
-    }
-    case Waiting::barrier: {
-      const Barrier& b = barriers_[lane.address];
-      if (lane.address == kClusterBarrier) {
-        return text("wait in cluster_sync, %d of %d threads arrived", b.arrived, b.expected);
-      }
-      return text("wait at barrier %u, %d of %d threads arrived", lane.address, b.arrived,
-                  b.expected);
-    }
-    case Waiting::mbarrier:
-      return units_->mbarriers.describe(lane.address, lane.parity);
-    case Waiting::poll:
-      return "poll";
-    case Waiting::nothing:
-      break;
-  }
-  return "can run";
-}
-
-std::string Block::deadlock_report() {
-  std::string report = "deadlock";
-  for (int first = 0; first < threads_;) {
-    const Lane& l = lane(first);
-    int end = first + 1;
-    for (; end < threads_; ++end) {  // neighbours that wait for the same, at the same place
-      const Lane& other = lane(end);
-      if (other.waiting != l.waiting || other.address != l.address || other.parity != l.parity) {
-        break;
-      }
-      if (l.waiting == Waiting::warp && other.warp != l.warp) break;
-      if (l.waiting != Waiting::finished && other.where.line() != l.where.line()) break;
-    }
-    report += first + 1 == end ? text("\n  thread %d: ", first)
-                               : text("\n  threads %d to %d: ", first, end - 1);
-    report += describe_waiting(l);
-    if (l.waiting != Waiting::finished) report += ", at " + describe(l.where);
-    first = end;
-  }
-  return report;
 }
 
 }  // namespace qattn::emu

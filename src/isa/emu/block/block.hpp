@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -59,13 +60,17 @@ class Block {
   /// This kernel's place in a chain; `earlier`: what the kernels before it touched.
   void prepare_chain(Chain chain, const Footprint* earlier);
   const Footprint& touched() const { return touched_; }
-  /// Runs all threads of block `index` to their end. Throws Error.
-  void run(Position index, Position grid, const std::function<void()>& body);
+  /// Runs all threads of a cluster's blocks, the first of which is `index`, to their end. Throws
+  /// Error.
+  static void run(std::span<Block* const> cluster, Position index, Position grid,
+                  const std::function<void()>& body);
 
   int threads() const { return threads_; }
   int warps() const { return threads_ / 32; }
   Position index() const { return index_; }
   Position grid() const { return grid_; }
+  int rank() const { return rank_; }  ///< in the cluster
+  int cluster_blocks() const { return static_cast<int>(cluster_.size()); }
   const Options& options() const { return options_; }
   SharedMemory& shared() { return shared_; }
   Races& races() { return races_; }
@@ -99,6 +104,12 @@ class Block {
                          const Where& where);
   std::uint32_t* atomic_shared(std::uint32_t address, const Where& where);
 
+  /// The block whose shared memory holds a cluster's address, and its address there.
+  Block& owner_of(std::uint32_t& address, const char* what, const Where& where);
+  void load_cluster(std::uint32_t address, std::uint32_t bytes, void* to, const Where& where);
+  void store_cluster(std::uint32_t address, std::uint32_t bytes, const void* from,
+                     const Where& where);
+
   // ---- Global memory ----
   /// Counts an access. `waited`: has the lane that asked for it waited for the kernels before?
   void touch_global(const void* at, std::size_t bytes, Touch touch, bool waited,
@@ -115,6 +126,7 @@ class Block {
   void release_warpgroup();
   void sync_warp(const Where& where);
   void barrier(int id, int threads, BarrierUse use, const Where& where);
+  void cluster_barrier(const Where& where);
 
   // ---- Scheduling ----
   void wait(Waiting why, const Where& where, std::uint32_t address = 0, std::uint32_t parity = 0);
@@ -123,7 +135,7 @@ class Block {
   void poll(const Where& where);
   /// The same for what another block may change, on another thread.
   void poll_outside(const Where& where);
-  void end_polls() { idle_polls_ = 0; }  ///< that has happened
+  void end_polls() { first().idle_polls_ = 0; }  ///< that has happened
 
  private:
   struct Group {
@@ -144,8 +156,14 @@ class Block {
 
   [[noreturn]] void refuse(Word word, const Where& where) const;
   static void enter(boost::context::detail::transfer_t transfer);
+  /// Of the cluster, whose common state it holds.
+  Block& first() { return *cluster_.front(); }
   void reset(Position index);
+  void check_end();
+  bool has_ended() const { return alive_ == 0; }
+  bool cluster_has_ended() const;
   Lane* pick();
+  Lane* next_of_cluster();
   Lane* next_runnable();
   Lane* take(int warp, int lane);
   bool wake_pollers();
@@ -155,7 +173,9 @@ class Block {
   void leave(Fiber& from, bool last);
   bool gather(Group& group, int size, int slot, Word word, void* argument, const Where& where);
   void check_barrier_site(int id, Barrier& barrier, BarrierUse use, const Where& where);
+  void fail(const std::string& error);
   std::string deadlock_report();
+  void describe_lanes(std::string& report);
   std::string describe_waiting(const Lane& lane);
 
   const int threads_;
@@ -165,6 +185,8 @@ class Block {
   Options options_;
   Vocabulary vocabulary_;
   Position index_, grid_;
+  std::vector<Block*> cluster_;  ///< all blocks of the cluster, this one too
+  int rank_ = 0;
   const std::function<void()>* body_ = nullptr;
   std::string error_;
 
@@ -178,7 +200,7 @@ class Block {
   Races races_;
   std::array<Group, 32> warp_groups_;
   std::array<Group, 8> warpgroups_;
-  std::array<Barrier, 17> barriers_;  ///< the last is cluster_sync's
+  std::array<Barrier, 17> barriers_;  ///< the last is cluster_sync's, of the cluster's first block
   std::unique_ptr<Units> units_;
   int elected_lane_ = 0;
   Chain chain_ = Chain::none;
@@ -187,10 +209,12 @@ class Block {
 };
 
 inline constexpr int kClusterBarrier = 16;
+/// Addresses of a cluster's shared memory name the block, its rank and one, above this bit.
+inline constexpr int kRankShift = 24;
 
 inline Block& current_block() { return *current_lane->block; }
 
-/// Runs `execute(block, arguments)` once, when all 32 lanes of the warp have come.
+/// Runs `execute(block, arguments)` once, when all lanes of the warp have come.
 template <class T, class Execute>
 void warp_collective(Word word, T& argument, const Where& where, Execute execute) {
   Block& block = current_block();

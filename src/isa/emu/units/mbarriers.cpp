@@ -128,7 +128,7 @@ void Mbarriers::complete(std::uint32_t address, std::uint32_t bytes, int agent, 
   Mbarrier& barrier = all_.at(address);
   if (block_.options().races) {
     if (barrier.arriving.empty()) barrier.arriving = block_.races().empty_clock();
-    Races::observe(barrier.arriving, agent, time);
+    block_.races().observe(barrier.arriving, agent, time);
   }
   barrier.missing_bytes -= bytes;
   end_phase(address, barrier, where);
