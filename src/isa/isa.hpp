@@ -14,7 +14,8 @@
 //     int target_architecture            a constant: of the GPU that this is compiled for, 89 for
 //                                        sm_89; the emulator, which compiles a kernel once, says
 //                                        120 and looks at the kernel's target (launch.hpp)
-//     int thread(), lane()               within the block
+//     int thread(), lane()               within the block, within the warp
+//     int warp_lanes()                   32; 64 on GPUs of AMD
 //     int warp()                         (warp) of the block; uniform to the compiler
 //     Index3 block(), grid()             this block's index; how many there are
 //     SharedAddress shared_base()        first byte of the block's shared memory, 1024-byte aligned
@@ -43,7 +44,7 @@
 //                                                     known outside of a loop, nor kept from there
 //     void schedule_fence()                           compilers move nothing across it
 //     T shuffle_xor(T, mask), shuffle(T, source_lane), shuffle_up(T, delta), shuffle_down  (warp)
-//     bool any(bool), all(bool); uint32 ballot(bool)  (warp)
+//     bool any(bool), all(bool); uint32 ballot(bool)  (warp); warps of 64 have uint64 ballot64(bool)
 //
 //   Copies from global to shared memory, sm_80
 //     void copy_async16(SharedAddress, const void*, int bytes)   16 bytes, those past `bytes` zero

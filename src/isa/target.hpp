@@ -17,6 +17,9 @@ constexpr int first_amd = 900;
 constexpr bool is_amd(int number) { return number >= first_amd; }
 constexpr bool is_amd(Target t) { return is_amd(t.number); }
 
+/// Lanes of a warp, which AMD calls a wavefront.
+constexpr int lanes_of_warp(int gpu) { return is_amd(gpu) ? 64 : 32; }
+
 /// Does a GPU run such code?
 constexpr bool runs_on(Target code, int gpu) {
   if (is_amd(code) != is_amd(gpu)) return false;

@@ -68,8 +68,10 @@ struct Stats {
   std::uint64_t switches = 0;           ///< of the emulator, between lanes
   std::uint64_t blocks = 0;
 
+  int warp_lanes = 32;
+
   double warp_instructions(Word word) const {
-    return static_cast<double>(lanes[static_cast<std::size_t>(word)]) / 32;
+    return static_cast<double>(lanes[static_cast<std::size_t>(word)]) / warp_lanes;
   }
   double warp_instructions(Pipe which) const;
   Stats& operator+=(const Stats& other);

@@ -123,6 +123,7 @@ Stats& Stats::operator+=(const Stats& other) {
   tensor_macs_16bit += other.tensor_macs_16bit;
   switches += other.switches;
   blocks += other.blocks;
+  warp_lanes = other.warp_lanes;
   return *this;
 }
 
@@ -150,7 +151,8 @@ Stats take_stats() { return std::exchange(untaken, {}); }
 
 Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& options,
           const std::function<void()>& body, Chain chain) {
-  if (threads <= 0 || threads % 32 || threads > 1024 || shared_bytes < 0) {
+  if (threads <= 0 || threads % isa::lanes_of_warp(options.architecture) || threads > 1024 ||
+      shared_bytes < 0) {
     throw Error(text("launch of %d threads with %d bytes of shared memory", threads, shared_bytes));
   }
   if (options.cluster < 1 || grid.x % options.cluster != 0) {

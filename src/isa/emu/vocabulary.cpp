@@ -14,6 +14,7 @@ struct Availability {
 };
 constexpr Availability everywhere{.amd = true};
 constexpr Availability nvidia{};
+constexpr Availability amd{.first = isa::first_amd, .amd = true};
 constexpr Availability of_mma{};  // isa::has_mma() says
 constexpr Availability from(int first) { return {.first = first}; }
 constexpr Availability specific_from(int first) { return {.first = first, .specific = true}; }
@@ -45,14 +46,17 @@ constexpr WordInfo kWords[] = {
     {Word::barrier_sync_anywhere, "barrier_sync_anywhere", Pipe::control, nvidia, "barrier.sync"},
     {Word::barrier_arrive, "barrier_arrive", Pipe::control, nvidia, "bar.arrive"},
     {Word::sync_warp, "sync_warp", Pipe::control, everywhere, "bar.warp.sync"},
-    {Word::shuffle, "shuffle", Pipe::memory, everywhere, "shfl.sync, movmatrix"},
+    {Word::shuffle, "shuffle", Pipe::memory, everywhere, "shfl.sync"},
     {Word::warp, "warp", Pipe::control, everywhere, "shfl.sync"},
     {Word::vote, "vote", Pipe::control, everywhere, "vote.sync"},
+    {Word::ballot, "ballot", Pipe::control, nvidia, "vote.sync.ballot"},
+    {Word::ballot64, "ballot64", Pipe::control, amd, "v_cmp, of 64 lanes"},
     {Word::copy_async, "copy_async", Pipe::memory, nvidia, "cp.async"},
     {Word::copy_async_commit, "copy_async_commit", Pipe::control, nvidia, "cp.async.commit_group"},
     {Word::copy_async_wait, "copy_async_wait", Pipe::control, nvidia, "cp.async.wait_group"},
     {Word::load_matrix, "load_matrix", Pipe::memory, nvidia, "ldmatrix"},
     {Word::store_matrix, "store_matrix", Pipe::memory, from(90), "stmatrix"},
+    {Word::transpose_matrix, "transpose_matrix", Pipe::memory, nvidia, "movmatrix"},
     {Word::mma_f16, "mma f16", Pipe::tensor, of_mma, "mma.sync"},
     {Word::mma_bf16, "mma bf16", Pipe::tensor, of_mma, "mma.sync"},
     {Word::mma_int8, "mma int8", Pipe::tensor, of_mma, "mma.sync"},
@@ -113,6 +117,7 @@ bool is_mma(Word word) { return word >= Word::mma_f16 && word <= Word::mma_fp8; 
 std::string describe(Word word) {
   if (word == Word::mma_fp8) return "is one instruction on sm_89 and from sm_120 on";
   const Availability& a = info(word).where;
+  if (a.first >= isa::first_amd) return "exists on GPUs of AMD alone";
   if (a.first == a.last) return "exists on " + name({a.first, a.specific}) + " alone";
   return text("exists from sm_%d%s on", a.first, a.specific ? "a" : "");
 }

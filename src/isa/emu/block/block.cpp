@@ -20,8 +20,6 @@ Block::Block(int threads)
     Lane& l = lane(i);
     l.block = this;
     l.thread = i;
-    l.lane = i % 32;
-    l.warp = i / 32;
     stacks_.give(i, l.fiber);
     create_sanitizer_fiber(l.fiber);
   }
@@ -34,8 +32,14 @@ Block::~Block() {
 void Block::prepare(std::uint32_t shared_bytes, const Options& options) {
   options_ = options;
   vocabulary_ = options.vocabulary();
+  warp_lanes_ = isa::lanes_of_warp(options.architecture);
+  for (Lane& l : lanes_) {
+    l.lane = l.thread % warp_lanes_;
+    l.warp = l.thread / warp_lanes_;
+  }
   shared_.prepare(shared_bytes);
   stats = {};
+  stats.warp_lanes = warp_lanes_;
   prepare_chain(Chain::none, nullptr);
 }
 
@@ -64,9 +68,10 @@ void Block::reset(Position index) {
   idle_polls_ = outside_polls_ = 0;
   units_->mbarriers.reset();
   for (AsyncUnit* unit : units_->all()) unit->reset();
-  elected_lane_ = options_.order == LaneOrder::forward   ? 0
-                  : options_.order == LaneOrder::reverse ? 31
-                                                         : static_cast<int>(random() % 32);
+  elected_lane_ = options_.order == LaneOrder::forward ? 0
+                  : options_.order == LaneOrder::reverse
+                      ? warp_lanes_ - 1
+                      : static_cast<int>(random() % static_cast<unsigned>(warp_lanes_));
   for (Lane& l : lanes_) {
     l.waiting = Waiting::nothing;
     l.waited = false;
@@ -175,8 +180,8 @@ void Block::leave(Fiber& from, bool last) {
 
 Lane* Block::take(int warp, int lane_index) {
   warp_ = warp;
-  runnable_[static_cast<std::size_t>(warp)] &= ~(1u << lane_index);
-  Lane& l = lane(32 * warp + lane_index);
+  runnable_[static_cast<std::size_t>(warp)] &= ~(std::uint64_t{1} << lane_index);
+  Lane& l = lane(warp_lanes_ * warp + lane_index);
   l.waiting = Waiting::nothing;
   return &l;
 }
@@ -189,7 +194,7 @@ Lane* Block::next_runnable() {
     if (total == 0) return nullptr;
     int skip = static_cast<int>(random() % static_cast<std::uint64_t>(total));
     for (int w = 0;; ++w) {
-      std::uint32_t lanes = runnable_[static_cast<std::size_t>(w)];
+      std::uint64_t lanes = runnable_[static_cast<std::size_t>(w)];
       const int here = std::popcount(lanes);
       if (skip < here) {
         while (skip-- > 0) lanes &= lanes - 1;
@@ -201,8 +206,8 @@ Lane* Block::next_runnable() {
   // Staying within a warp as long as it can run keeps collectives together.
   const bool forward = options_.order == LaneOrder::forward;
   for (int i = 0, w = warp_; i < n; ++i) {
-    const std::uint32_t lanes = runnable_[static_cast<std::size_t>(w)];
-    if (lanes) return take(w, forward ? std::countr_zero(lanes) : 31 - std::countl_zero(lanes));
+    const std::uint64_t lanes = runnable_[static_cast<std::size_t>(w)];
+    if (lanes) return take(w, forward ? std::countr_zero(lanes) : 63 - std::countl_zero(lanes));
     w = forward ? (w + 1 == n ? 0 : w + 1) : (w == 0 ? n - 1 : w - 1);
   }
   return nullptr;
@@ -308,7 +313,7 @@ void Block::poll_outside(const Where& where) {
 // ---- Collectives
 // ---------------------------------------------------------------------------------
 
-bool Block::gather(Group& group, int size, int slot, Word word, void* argument,
+bool Block::gather(Group& group, Waiting kind, int size, int slot, Word word, void* argument,
                    const Where& where) {
   require(word, where);
   if (group.arrived == 0) {
@@ -317,12 +322,13 @@ bool Block::gather(Group& group, int size, int slot, Word word, void* argument,
   } else if (group.word != word || group.where.line() != where.line() ||
              group.where.column() != where.column()) {
     throw Error(text("divergent collective: %s at %s, while other lanes of the %s are in %s at %s",
-                     name(word), describe(where).c_str(), size == 32 ? "warp" : "warpgroup",
-                     name(group.word), describe(group.where).c_str()));
+                     name(word), describe(where).c_str(),
+                     kind == Waiting::warp ? "warp" : "warpgroup", name(group.word),
+                     describe(group.where).c_str()));
   }
   group.arguments[static_cast<std::size_t>(slot)] = argument;
   if (++group.arrived < size) {
-    wait(size == 32 ? Waiting::warp : Waiting::warpgroup, where);
+    wait(kind, where);
     return false;
   }
   count(word, static_cast<std::uint64_t>(size));
@@ -332,14 +338,16 @@ bool Block::gather(Group& group, int size, int slot, Word word, void* argument,
 void* const* Block::gather_warp(Word word, void* argument, const Where& where) {
   const Lane& me = *current_lane;
   Group& group = warp_groups_[static_cast<std::size_t>(me.warp)];
-  return gather(group, 32, me.lane, word, argument, where) ? group.arguments.data() : nullptr;
+  return gather(group, Waiting::warp, warp_lanes_, me.lane, word, argument, where)
+             ? group.arguments.data()
+             : nullptr;
 }
 
 void Block::release_warp() {
   const Lane& me = *current_lane;
   const auto warp = static_cast<std::size_t>(me.warp);
   warp_groups_[warp].arrived = 0;
-  runnable_[warp] |= ~(1u << me.lane);
+  runnable_[warp] |= all_lanes() & ~(std::uint64_t{1} << me.lane);
 }
 
 void* const* Block::gather_warpgroup(Word word, void* argument, const Where& where) {
@@ -349,8 +357,9 @@ void* const* Block::gather_warpgroup(Word word, void* argument, const Where& whe
                      me.warp, describe(where).c_str()));
   }
   Group& group = warpgroups_[static_cast<std::size_t>(me.warp / 4)];
-  return gather(group, 128, me.thread % 128, word, argument, where) ? group.arguments.data()
-                                                                    : nullptr;
+  return gather(group, Waiting::warpgroup, 128, me.thread % 128, word, argument, where)
+             ? group.arguments.data()
+             : nullptr;
 }
 
 void Block::release_warpgroup() {
@@ -358,14 +367,17 @@ void Block::release_warpgroup() {
   const int first = me.warp / 4 * 4;
   warpgroups_[static_cast<std::size_t>(me.warp / 4)].arrived = 0;
   for (int w = first; w < first + 4; ++w) {
-    runnable_[static_cast<std::size_t>(w)] |= w == me.warp ? ~(1u << me.lane) : ~0u;
+    runnable_[static_cast<std::size_t>(w)] |=
+        w == me.warp ? all_lanes() & ~(std::uint64_t{1} << me.lane) : all_lanes();
   }
 }
 
 void Block::sync_warp(const Where& where) {
   char none = 0;
   warp_collective(Word::sync_warp, none, where, [](Block& block, Arguments<char>) {
-    if (block.options_.races) block.races_.meet(32 * current_lane->warp, 32);
+    if (block.options_.races) {
+      block.races_.meet(block.warp_lanes_ * current_lane->warp, block.warp_lanes_);
+    }
   });
 }
 
@@ -391,11 +403,12 @@ void Block::check_barrier_site(int id, Barrier& barrier, BarrierUse use, const W
 
 void Block::barrier(int id, int threads, BarrierUse use, const Where& where) {
   const bool wait_here = use != BarrierUse::arrive;
-  if (id < 0 || id > kClusterBarrier || threads <= 0 || threads % 32 || threads > threads_) {
+  if (id < 0 || id >= kClusterBarrier || threads <= 0 || threads % warp_lanes_ ||
+      threads > threads_) {
     throw Error(
-        text("barrier %d of %d threads: ids are 0 to 15, counts multiples of 32 up to the "
+        text("barrier %d of %d threads: ids are 0 to 15, counts multiples of %d up to the "
              "block's %d, at %s",
-             id, threads, threads_, describe(where).c_str()));
+             id, threads, warp_lanes_, threads_, describe(where).c_str()));
   }
   Barrier& b = barriers_[static_cast<std::size_t>(id)];
   if (b.arrived == 0) b.expected = threads;

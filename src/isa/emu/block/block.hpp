@@ -66,7 +66,8 @@ class Block {
                   const std::function<void()>& body);
 
   int threads() const { return threads_; }
-  int warps() const { return threads_ / 32; }
+  int warps() const { return threads_ / warp_lanes_; }
+  int warp_lanes() const { return warp_lanes_; }
   Position index() const { return index_; }
   Position grid() const { return grid_; }
   int rank() const { return rank_; }  ///< in the cluster
@@ -130,7 +131,7 @@ class Block {
 
   // ---- Scheduling ----
   void wait(Waiting why, const Where& where, std::uint32_t address = 0, std::uint32_t parity = 0);
-  void wake(Lane& lane) { runnable_[lane.warp] |= 1u << lane.lane; }
+  void wake(Lane& lane) { runnable_[lane.warp] |= std::uint64_t{1} << lane.lane; }
   /// Lets the others run; the lane comes back when something has changed.
   void poll(const Where& where);
   /// The same for what another block may change, on another thread.
@@ -171,7 +172,9 @@ class Block {
   bool wait_for_others();
   void resume(Fiber& from, Lane& to, bool last);
   void leave(Fiber& from, bool last);
-  bool gather(Group& group, int size, int slot, Word word, void* argument, const Where& where);
+  std::uint64_t all_lanes() const { return ~std::uint64_t{0} >> (64 - warp_lanes_); }
+  bool gather(Group& group, Waiting kind, int size, int slot, Word word, void* argument,
+              const Where& where);
   void check_barrier_site(int id, Barrier& barrier, BarrierUse use, const Where& where);
   void fail(const std::string& error);
   std::string deadlock_report();
@@ -190,9 +193,10 @@ class Block {
   const std::function<void()>* body_ = nullptr;
   std::string error_;
 
-  std::array<std::uint32_t, 32> runnable_{};
+  std::array<std::uint64_t, 32> runnable_{};  ///< lanes of each warp
   std::vector<Lane*> pollers_;
   int idle_polls_ = 0, outside_polls_ = 0;
+  int warp_lanes_ = 32;
   int warp_ = 0, alive_ = 0;
   std::uint64_t random_state_ = 0;
 

@@ -10,7 +10,7 @@ std::string Block::describe_waiting(const Lane& lane) {
       return "finished";
     case Waiting::warp: {
       const Group& g = warp_groups_[static_cast<std::size_t>(lane.warp)];
-      return text("wait in %s, %d of 32 lanes arrived", name(g.word), g.arrived);
+      return text("wait in %s, %d of %d lanes arrived", name(g.word), g.arrived, warp_lanes_);
     }
     case Waiting::warpgroup: {
       const Group& g = warpgroups_[static_cast<std::size_t>(lane.warp / 4)];

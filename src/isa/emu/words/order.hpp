@@ -30,7 +30,7 @@ inline void sync_warp(Where where = Where::current()) { emu::current_block().syn
 template <class T>
 struct Shuffled {
   T value;
-  int source;  ///< outside 0..31: keep one's own
+  int source;  ///< of no lane: keep one's own
   T result;
 };
 template <class T>
@@ -38,10 +38,11 @@ T shuffle_from(T value, int source, const Where& where) {
   static_assert(is_memory_type<T>);
   Shuffled<T> mine{value, source, value};
   emu::warp_collective(Word::shuffle, mine, where,
-                       [](emu::Block&, emu::Arguments<Shuffled<T>> lanes) {
-                         for (int i = 0; i < 32; ++i) {
+                       [](emu::Block& block, emu::Arguments<Shuffled<T>> lanes) {
+                         const int count = block.warp_lanes();
+                         for (int i = 0; i < count; ++i) {
                            const int from = lanes[i].source;
-                           if (from >= 0 && from < 32) lanes[i].result = lanes[from].value;
+                           if (from >= 0 && from < count) lanes[i].result = lanes[from].value;
                          }
                        });
   return mine.result;
@@ -52,7 +53,7 @@ T shuffle_xor(T v, int mask, Where where = Where::current()) {
 }
 template <class T>
 T shuffle(T v, int source, Where where = Where::current()) {
-  return shuffle_from(v, source & 31, where);
+  return shuffle_from(v, source & (warp_lanes() - 1), where);
 }
 template <class T>
 T shuffle_up(T v, int delta, Where where = Where::current()) {
@@ -72,19 +73,28 @@ inline int warp(Where where = Where::current()) {
 
 struct Vote {
   bool yes;
-  std::uint32_t result;
+  std::uint64_t result;
 };
-inline std::uint32_t ballot(bool p, Where where = Where::current()) {
+inline std::uint64_t vote(bool p, const Where& where) {
   Vote mine{p, 0};
-  emu::warp_collective(Word::vote, mine, where, [](emu::Block&, emu::Arguments<Vote> lanes) {
-    std::uint32_t all = 0;
-    for (int i = 0; i < 32; ++i) all |= static_cast<std::uint32_t>(lanes[i].yes) << i;
-    for (int i = 0; i < 32; ++i) lanes[i].result = all;
+  emu::warp_collective(Word::vote, mine, where, [](emu::Block& block, emu::Arguments<Vote> lanes) {
+    const int count = block.warp_lanes();
+    std::uint64_t all = 0;
+    for (int i = 0; i < count; ++i) all |= static_cast<std::uint64_t>(lanes[i].yes) << i;
+    for (int i = 0; i < count; ++i) lanes[i].result = all;
   });
   return mine.result;
 }
-inline bool any(bool p, Where where = Where::current()) { return ballot(p, where) != 0; }
-inline bool all(bool p, Where where = Where::current()) { return ballot(p, where) == ~0u; }
+inline std::uint32_t ballot(bool p, Where where = Where::current()) {
+  emu::current_block().require(Word::ballot, where);
+  return static_cast<std::uint32_t>(vote(p, where));
+}
+inline std::uint64_t ballot64(bool p, Where where = Where::current()) {
+  emu::current_block().require(Word::ballot64, where);
+  return vote(p, where);
+}
+inline bool any(bool p, Where where = Where::current()) { return vote(p, where) != 0; }
+inline bool all(bool p, Where where = Where::current()) { return vote(!p, where) == 0; }
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::isa

@@ -14,6 +14,7 @@ inline constexpr bool is_emulated = true;
 inline constexpr int target_architecture = 120;
 
 inline int thread() { return emu::current_lane->thread; }
+inline int warp_lanes() { return emu::current_block().warp_lanes(); }
 inline int lane() { return emu::current_lane->lane; }
 inline Index3 block() {
   const emu::Position p = emu::current_block().index();
