@@ -6,13 +6,16 @@
 // A kernel never touches shared memory through a pointer, only through these words and 32-bit
 // addresses, so that the emulator sees every access. Words marked (warp) and (warpgroup) are
 // collective: every lane of the warp, or of four consecutive warps, calls them at the same place.
+// Which GPUs have which word is told once, in emu/vocabulary.cpp; the emulator refuses the others.
 // Layouts are the PTX ISA's; g = lane / 4 and t = lane % 4 throughout.
 //
 //   Places
 //     Index3 {x, y, z}
 //     int target_architecture            a constant: of the GPU that this is compiled for, 89 for
-//                                        sm_89; the emulator, which has every word, says 120
-//     int thread(), lane()               within the block
+//                                        sm_89; the emulator, which compiles a kernel once, says
+//                                        120 and looks at the kernel's target (launch.hpp)
+//     int thread(), lane()               within the block, within the warp
+//     int warp_lanes()                   32; 64 on GPUs of AMD
 //     int warp()                         (warp) of the block; uniform to the compiler
 //     Index3 block(), grid()             this block's index; how many there are
 //     SharedAddress shared_base()        first byte of the block's shared memory, 1024-byte aligned
@@ -41,7 +44,7 @@
 //                                                     known outside of a loop, nor kept from there
 //     void schedule_fence()                           compilers move nothing across it
 //     T shuffle_xor(T, mask), shuffle(T, source_lane), shuffle_up(T, delta), shuffle_down  (warp)
-//     bool any(bool), all(bool); uint32 ballot(bool)  (warp)
+//     bool any(bool), all(bool); uint32 ballot(bool)  (warp); warps of 64 have uint64 ballot64(bool)
 //
 //   Copies from global to shared memory, sm_80
 //     void copy_async16(SharedAddress, const void*, int bytes)   16 bytes, those past `bytes` zero
@@ -120,13 +123,21 @@
 //     uint64 matrix_descriptor(SharedAddress, leading_bytes, stride_bytes, Swizzle)
 //     void registers_increase<N>(), registers_decrease<N>()                (warpgroup)
 //     bool elect()                                 (warp) true in one lane
-//     void cluster_sync()
+//     int cluster_rank(), cluster_blocks()         this block's place in its cluster; how many it
+//     has void cluster_sync()                          all threads of the cluster SharedAddress
+//     map_shared(SharedAddress, int rank)   the same place in that block of the
+//                                                  cluster, for the next two words alone
+//     T load_cluster<T>(SharedAddress), void store_cluster(SharedAddress, T)   4, 8 or 16 bytes;
+//     who
+//                                                  owns them must not have ended
 //     void grid_dependency_wait()      until the kernels before have ended
 //     void grid_dependency_launch()    the next kernel may start when all blocks have said so or
 //                                      ended; both for Start::early (launch.hpp)
 #pragma once
 
 #include <cstdint>
+
+#include "isa/target.hpp"
 
 #if defined(__CUDACC__)
 #define QATTN_CONSTEXPR __host__ __device__ constexpr

@@ -8,6 +8,8 @@
 //     static constexpr bool dependent = true;      // optional: it may start early, see Start
 //     static constexpr int cluster = 2;            // optional, of sm_90 on: so many neighbouring
 //                                                  // blocks run on neighbouring multiprocessors
+//     static constexpr isa::Target target = isa::sm_90a;   // optional: what has all of its words,
+//                                                  // to which the emulator holds it; else sm_80
 //     static QATTN_DEVICE void run(const Params&);
 //   };
 #pragma once
@@ -54,6 +56,13 @@ template <class K>
 constexpr int cluster_of() {
   if constexpr (requires { K::cluster; }) return K::cluster;
   return 1;
+}
+
+/// What the kernel's code is for.
+template <class K>
+constexpr Target target_of() {
+  if constexpr (requires { K::target; }) return K::target;
+  return sm_80;
 }
 
 /// LaunchError launch<K>(const typename K::Params&, Index3 grid, void* stream,

@@ -70,6 +70,7 @@ struct ConformanceKernel {
   using Params = Data;
   static constexpr int threads = Op::threads, min_blocks = 1, shared_bytes = Op::shared_bytes;
   static constexpr bool dependent = Op::launches > 1;
+  static constexpr Target target{Op::arch, Op::hopper_only};
   static QATTN_DEVICE void run(const Params& p) {
     const int index = block().x * threads + thread();
     Word32 in[Op::inputs], out[Op::outputs];

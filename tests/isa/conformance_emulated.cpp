@@ -21,6 +21,7 @@ bool run(Op op, Results& results) {
     const std::string error = make_tensor_map(shape_of(op, data.in, out), data.map);
     if (!error.empty()) return std::fprintf(stderr, "%s: %s\n", name.c_str(), error.c_str()), false;
   }
+  emu::options().architecture = Op::arch;
   for (const auto schedule : {emu::Schedule::early, emu::Schedule::late, emu::Schedule::random}) {
     std::fill(out_lines.begin(), out_lines.end(), Line{});
     emu::options().schedule = schedule;

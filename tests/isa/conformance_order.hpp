@@ -91,7 +91,7 @@ struct MbarrierTest : Defaults {
   }
 };
 
-/// A cluster of one block: the emulator has this word in no other.
+/// A cluster of one block.
 struct ClusterSync : Defaults {
   static constexpr const char* name = "cluster_sync, one block";
   static constexpr int arch = 90, shared_bytes = 512;
@@ -107,6 +107,7 @@ struct ClusterSync : Defaults {
 struct MoveRegisters : Defaults {
   static constexpr const char* name = "registers_decrease, registers_increase";
   static constexpr int arch = 90, cases = 4, inputs = 4, threads = 384;
+  static constexpr bool hopper_only = true;  // sm_90a
   static QATTN_DEVICE void apply(const Data&, const Word32 (&in)[4], Word32 (&out)[1]) {
     if (warp() < 4) {
       registers_decrease<40>();

@@ -204,7 +204,8 @@ template <Element A, Element B>
 void expect_mma() {
   constexpr int M = 2, N = 3;
   static const Operands<M, N> operands(A, B, 7);
-  run_block(32, 0, [] {
+  const Options options{.architecture = has_mma(A, 90) ? 90 : 89};
+  const std::string error = error_of(32, 0, options, [] {
     const int l = lane(), g = l / 4, t = l % 4;
     std::uint32_t a[M][4], b[N][2];
     operands.fragments(l, a, b);
@@ -224,6 +225,7 @@ void expect_mma() {
       }
     }
   });
+  EXPECT_EQ(error, "");
 }
 
 TEST(Mma, MultipliesEveryPairOfFormats) {

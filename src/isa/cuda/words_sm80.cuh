@@ -28,6 +28,7 @@ inline constexpr int target_architecture = 120;  // the host's pass, which looks
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
 QATTN_DEVICE int thread() { return static_cast<int>(threadIdx.x); }
+QATTN_DEVICE int warp_lanes() { return 32; }
 QATTN_DEVICE int lane() { return static_cast<int>(threadIdx.x) & 31; }
 QATTN_DEVICE int warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) >> 5, 0); }
 QATTN_DEVICE Index3 block() {

@@ -12,8 +12,9 @@
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define QATTN_HAS_SM90 1
 #endif
-// setmaxnreg belongs to the architecture-specific targets.
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) || __CUDA_ARCH__ >= 1000
+// setmaxnreg belongs to the architecture-specific targets: ptxas refuses it for sm_120.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) || \
+    defined(__CUDA_ARCH_SPECIFIC__) || defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
 #define QATTN_HAS_SETMAXNREG 1
 #endif
 
@@ -250,6 +251,70 @@ QATTN_DEVICE void cluster_sync() {
 #if defined(QATTN_HAS_SM90)
   ::cuda::ptx::barrier_cluster_arrive();
   ::cuda::ptx::barrier_cluster_wait();
+#endif
+}
+QATTN_DEVICE int cluster_rank() {
+#if defined(QATTN_HAS_SM90)
+  return static_cast<int>(::cuda::ptx::get_sreg_cluster_ctarank());
+#else
+  return 0;
+#endif
+}
+QATTN_DEVICE int cluster_blocks() {
+#if defined(QATTN_HAS_SM90)
+  return static_cast<int>(::cuda::ptx::get_sreg_cluster_nctarank());
+#else
+  return 1;
+#endif
+}
+QATTN_DEVICE SharedAddress map_shared(SharedAddress a, int rank) {
+#if defined(QATTN_HAS_SM90)
+  SharedAddress there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(a), "r"(rank));
+  return there;
+#else
+  return a;
+#endif
+}
+template <class T>
+QATTN_DEVICE T load_cluster(SharedAddress a) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+  std::uint32_t w[sizeof(T) / 4]{};
+#if defined(QATTN_HAS_SM90)
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(w[0]) : "r"(a) : "memory");
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(w[0]), "=r"(w[1])
+                 : "r"(a)
+                 : "memory");
+  } else {
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "r"(a)
+                 : "memory");
+  }
+#endif
+  T value;
+  memcpy(&value, w, sizeof value);
+  return value;
+}
+template <class T>
+QATTN_DEVICE void store_cluster(SharedAddress a, T value) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+  std::uint32_t w[sizeof(T) / 4];
+  memcpy(w, &value, sizeof value);
+#if defined(QATTN_HAS_SM90)
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(a), "r"(w[0]) : "memory");
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(a), "r"(w[0]), "r"(w[1])
+                 : "memory");
+  } else {
+    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(w[0]),
+                 "r"(w[1]), "r"(w[2]), "r"(w[3])
+                 : "memory");
+  }
 #endif
 }
 QATTN_DEVICE void grid_dependency_wait() {

@@ -4,6 +4,7 @@
 #include <source_location>
 #include <stdexcept>
 #include <string>
+#include <typeinfo>
 
 namespace qattn::emu {
 
@@ -16,6 +17,9 @@ struct Error : std::runtime_error {
 
 /// printf into a string.
 [[gnu::format(printf, 1, 2)]] std::string text(const char* format, ...);
+
+/// A kernel's type as people write it, without the namespaces of this project.
+std::string kernel_name(const std::type_info* kernel);
 
 /// "kernel.hpp:42"
 std::string describe(const Where& where);

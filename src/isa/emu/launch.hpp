@@ -14,17 +14,17 @@ LaunchError launch(const typename K::Params& params, Index3 grid, void* /*stream
                    Start start = Start::after_all) {
   emu::Options options = emu::options();
   options.cluster = cluster_of<K>();
-  if (grid.x % options.cluster != 0) {
-    return "grid of " + std::to_string(grid.x) + " blocks: no multiple of clusters of " +
-           std::to_string(options.cluster);
-  }
+  options.target = target_of<K>();
+  options.kernel = &typeid(K);
+  if (std::string error = emu::check_target(options); !error.empty()) return error;
   const typename K::Params copy = params;
   const emu::Chain chain = !Dependent<K>            ? emu::Chain::none
                            : start == Start::early  ? emu::Chain::early
                            : start == Start::beside ? emu::Chain::beside
                                                     : emu::Chain::first;
   try {
-    emu::run(grid, K::threads, K::shared_bytes, options, [&copy] { K::run(copy); }, chain);
+    emu::run(
+        grid, K::threads, K::shared_bytes, options, [&copy] { K::run(copy); }, chain);
   } catch (const emu::Error& e) {
     return e.what();
   }

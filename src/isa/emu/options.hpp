@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <typeinfo>
 
-#include "isa/emu/chain.hpp"
+#include "isa/emu/block/chain.hpp"
+#include "isa/emu/vocabulary.hpp"
 
 namespace qattn::isa {
 struct Index3;
@@ -30,77 +32,25 @@ struct Options {
   bool races = true;  ///< track happens-before between lanes (about +50% time)
   int workers = 1;    ///< threads that run blocks of the grid
   /// What isa::architecture() and code_architecture() (0: the same) say, so that kernels are chosen
-  /// as on that GPU. Whatever they are, the words are the same.
+  /// as on that GPU. Of the words there are those that it has.
   int architecture = 90, code_architecture = 0;
   /// What isa::multiprocessors() says: few, so that persistent blocks have more than one piece of
   /// work.
   int multiprocessors = 3;
-  int cluster = 1;  ///< blocks that are launched together, as the kernel says
+
+  // ---- What launch() knows of the kernel ----
+  int cluster = 1;  ///< blocks that are launched together
+  /// Of the words there are those of this target. 0: whatever the GPU has.
+  isa::Target target{0};
+  const std::type_info* kernel = nullptr;  ///< the kernel's type, for messages
+
+  Vocabulary vocabulary() const {
+    return {target.number > 0 ? target : isa::Target{architecture, true}, architecture};
+  }
 };
 
 /// What isa::launch uses.
 Options& options();
-
-/// Instructions as the counters name them.
-enum class Word : std::uint8_t {
-  none,
-  load_shared,
-  store_shared,
-  load_global,
-  store_global,
-  atomic_shared,
-  atomic_global,
-  sync_threads,
-  barrier_sync,
-  barrier_sync_anywhere,
-  barrier_arrive,
-  sync_warp,
-  shuffle,
-  warp,
-  vote,
-  copy_async,
-  copy_async_commit,
-  copy_async_wait,
-  load_matrix,
-  store_matrix,
-  mma_f16,
-  mma_bf16,
-  mma_int8,
-  mma_fp8,
-  exp2,
-  log2,
-  reciprocal,
-  convert,
-  byte_permute,
-  lop3,
-  dot4,
-  min_max,
-  fma,
-  mbarrier_init,
-  mbarrier_arrive,
-  mbarrier_wait,
-  fence_async_proxy,
-  bulk_load,
-  bulk_store,
-  tma_load,
-  tma_store,
-  bulk_commit,
-  bulk_wait,
-  wgmma_fence,
-  wgmma,
-  wgmma_commit,
-  wgmma_wait,
-  registers,
-  elect,
-  cluster_sync,
-  count
-};
-
-/// Execution units, as far as a bound on a kernel's speed needs them.
-enum class Pipe : std::uint8_t { control, memory, tensor, special, convert, integer, fma, count };
-
-const char* name(Word word);
-Pipe pipe(Word word);
 
 /// Counted over all blocks of a launch. What kernels write as operators of C++ (a + b, other casts
 /// than to_float()) leaves no trace: sums over words are lower bounds.
@@ -118,8 +68,10 @@ struct Stats {
   std::uint64_t switches = 0;           ///< of the emulator, between lanes
   std::uint64_t blocks = 0;
 
+  int warp_lanes = 32;
+
   double warp_instructions(Word word) const {
-    return static_cast<double>(lanes[static_cast<std::size_t>(word)]) / 32;
+    return static_cast<double>(lanes[static_cast<std::size_t>(word)]) / warp_lanes;
   }
   double warp_instructions(Pipe which) const;
   Stats& operator+=(const Stats& other);
@@ -131,6 +83,9 @@ struct Stats {
 const Stats& last_stats();
 /// Of all launches that ended on this thread since the last call.
 Stats take_stats();
+
+/// Why the emulated GPU cannot run the kernel, whatever its words; empty: it can.
+std::string check_target(const Options& options);
 
 /// Runs `body` once per thread of the grid. Throws Error. A chain is of launches by one thread.
 Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& options,

@@ -1,89 +1,24 @@
 // Options, counters, and launching a grid over worker threads.
+#include <cxxabi.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <mutex>
+#include <string_view>
 #include <thread>
 #include <utility>
 
 #include "isa/isa.hpp"
 // The block after the words.
-#include "isa/emu/async_engine.hpp"
-#include "isa/emu/block.hpp"
-#include "isa/emu/wgmma.hpp"
+#include "isa/emu/block/block.hpp"
 
 namespace qattn::emu {
 namespace {
-
-struct WordInfo {
-  Word word;
-  const char* name;
-  Pipe pipe;
-};
-
-constexpr WordInfo kWords[] = {
-    {Word::none, "none", Pipe::control},
-    {Word::load_shared, "load_shared", Pipe::memory},
-    {Word::store_shared, "store_shared", Pipe::memory},
-    {Word::load_global, "load_global", Pipe::memory},
-    {Word::store_global, "store_global", Pipe::memory},
-    {Word::atomic_shared, "atomic_shared", Pipe::memory},
-    {Word::atomic_global, "atomic_global", Pipe::memory},
-    {Word::sync_threads, "sync_threads", Pipe::control},
-    {Word::barrier_sync, "barrier_sync", Pipe::control},
-    {Word::barrier_sync_anywhere, "barrier_sync_anywhere", Pipe::control},
-    {Word::barrier_arrive, "barrier_arrive", Pipe::control},
-    {Word::sync_warp, "sync_warp", Pipe::control},
-    {Word::shuffle, "shuffle", Pipe::memory},
-    {Word::warp, "warp", Pipe::control},
-    {Word::vote, "vote", Pipe::control},
-    {Word::copy_async, "copy_async", Pipe::memory},
-    {Word::copy_async_commit, "copy_async_commit", Pipe::control},
-    {Word::copy_async_wait, "copy_async_wait", Pipe::control},
-    {Word::load_matrix, "load_matrix", Pipe::memory},
-    {Word::store_matrix, "store_matrix", Pipe::memory},
-    {Word::mma_f16, "mma f16", Pipe::tensor},
-    {Word::mma_bf16, "mma bf16", Pipe::tensor},
-    {Word::mma_int8, "mma int8", Pipe::tensor},
-    {Word::mma_fp8, "mma fp8", Pipe::tensor},
-    {Word::exp2, "exp2", Pipe::special},
-    {Word::log2, "log2", Pipe::special},
-    {Word::reciprocal, "reciprocal", Pipe::special},
-    {Word::convert, "convert", Pipe::convert},
-    {Word::byte_permute, "byte_permute", Pipe::integer},
-    {Word::lop3, "lop3", Pipe::integer},
-    {Word::dot4, "dot4", Pipe::integer},
-    {Word::min_max, "min, max", Pipe::integer},
-    {Word::fma, "fma", Pipe::fma},
-    {Word::mbarrier_init, "mbarrier_init", Pipe::control},
-    {Word::mbarrier_arrive, "mbarrier_arrive", Pipe::control},
-    {Word::mbarrier_wait, "mbarrier_wait", Pipe::control},
-    {Word::fence_async_proxy, "fence_async_proxy", Pipe::control},
-    {Word::bulk_load, "bulk_load", Pipe::memory},
-    {Word::bulk_store, "bulk_store", Pipe::memory},
-    {Word::tma_load, "tma_load", Pipe::memory},
-    {Word::tma_store, "tma_store", Pipe::memory},
-    {Word::bulk_commit, "bulk_commit", Pipe::control},
-    {Word::bulk_wait, "bulk_wait", Pipe::control},
-    {Word::wgmma_fence, "wgmma_fence", Pipe::control},
-    {Word::wgmma, "wgmma", Pipe::tensor},
-    {Word::wgmma_commit, "wgmma_commit", Pipe::control},
-    {Word::wgmma_wait, "wgmma_wait", Pipe::control},
-    {Word::registers, "registers_increase/decrease", Pipe::control},
-    {Word::elect, "elect", Pipe::control},
-    {Word::cluster_sync, "cluster_sync", Pipe::control},
-};
-
-constexpr bool in_order() {
-  std::size_t i = 0;
-  for (const WordInfo& info : kWords) {
-    if (static_cast<std::size_t>(info.word) != i++) return false;
-  }
-  return i == static_cast<std::size_t>(Word::count);
-}
-static_assert(in_order(), "one row per Word, in its order");
 
 thread_local Stats latest, untaken;
 thread_local Footprint chain_so_far;
@@ -136,19 +71,42 @@ std::string describe(const Where& where) {
   return text("%s:%u", slash ? slash + 1 : where.file_name(), where.line());
 }
 
+std::string kernel_name(const std::type_info* kernel) {
+  if (kernel == nullptr) return "without a name";
+  int status = 0;
+  const std::unique_ptr<char, void (*)(void*)> demangled(
+      abi::__cxa_demangle(kernel->name(), nullptr, nullptr, &status), std::free);
+  std::string name = status == 0 ? demangled.get() : kernel->name();
+  for (const std::string_view prefix : {"qattn::", "kernels::", "isa::", "emulated_target::"}) {
+    for (std::size_t at; (at = name.find(prefix)) != std::string::npos;) {
+      name.erase(at, prefix.size());
+    }
+  }
+  return name;
+}
+
+std::string check_target(const Options& o) {
+  const int code = o.code_architecture > 0 ? o.code_architecture : o.architecture;
+  const auto kernel = [&] { return "kernel " + kernel_name(o.kernel); };
+  if (!isa::runs_on(o.target, code)) {
+    return kernel() + " is for " + name(o.target) + ", not for " + name(isa::Target{code});
+  }
+  if (o.cluster > 1 && !exists(Word::cluster_sync, o.target)) {
+    return kernel() + " is launched in clusters, which " + name(o.target) + " has not";
+  }
+  return {};
+}
+
 Options& options() {
   static Options the_options;
   return the_options;
 }
 
-const char* name(Word word) { return kWords[static_cast<std::size_t>(word)].name; }
-Pipe pipe(Word word) { return kWords[static_cast<std::size_t>(word)].pipe; }
-
 double Stats::warp_instructions(Pipe which) const {
   double sum = 0;
-  for (const WordInfo& info : kWords) {
-    if (info.pipe == which) sum += warp_instructions(info.word);
-  }
+  for_each_word([&](Word word) {
+    if (pipe(word) == which) sum += warp_instructions(word);
+  });
   return sum;
 }
 
@@ -165,16 +123,17 @@ Stats& Stats::operator+=(const Stats& other) {
   tensor_macs_16bit += other.tensor_macs_16bit;
   switches += other.switches;
   blocks += other.blocks;
+  warp_lanes = other.warp_lanes;
   return *this;
 }
 
 std::string Stats::report() const {
   const auto number = [](std::uint64_t n) { return static_cast<unsigned long long>(n); };
   std::string lines;
-  for (const WordInfo& info : kWords) {
-    const double n = warp_instructions(info.word);
-    if (n > 0) lines += text("%-28s %14.1f warp instructions\n", info.name, n);
-  }
+  for_each_word([&](Word word) {
+    const double n = warp_instructions(word);
+    if (n > 0) lines += text("%-28s %14.1f warp instructions\n", name(word), n);
+  });
   lines +=
       text("shared memory: %llu bytes read, %llu written; %llu matrices in %llu waves\n",
            number(shared_read), number(shared_written), number(matrix_rows), number(matrix_waves));
@@ -192,8 +151,12 @@ Stats take_stats() { return std::exchange(untaken, {}); }
 
 Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& options,
           const std::function<void()>& body, Chain chain) {
-  if (threads <= 0 || threads % 32 || threads > 1024 || shared_bytes < 0) {
+  if (threads <= 0 || threads % isa::lanes_of_warp(options.architecture) || threads > 1024 ||
+      shared_bytes < 0) {
     throw Error(text("launch of %d threads with %d bytes of shared memory", threads, shared_bytes));
+  }
+  if (options.cluster < 1 || grid.x % options.cluster != 0) {
+    throw Error(text("grid of %d blocks: no multiple of clusters of %d", grid.x, options.cluster));
   }
   const std::int64_t blocks = std::int64_t{grid.x} * grid.y * grid.z;
   std::atomic<std::int64_t> next{0};
@@ -209,13 +172,18 @@ Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& option
   const Footprint& earlier = chain_so_far;  // of this thread, not of the workers
   Footprint touched;
   const auto work = [&] {
-    std::unique_ptr<Block> block = pool().take(threads);
-    block->prepare(static_cast<std::uint32_t>(shared_bytes), options);
-    block->prepare_chain(chain, &earlier);
+    std::vector<std::unique_ptr<Block>> held;
+    std::vector<Block*> cluster;
+    for (int i = 0; i < options.cluster; ++i) {
+      held.push_back(pool().take(threads));
+      cluster.push_back(held.back().get());
+      cluster.back()->prepare(static_cast<std::uint32_t>(shared_bytes), options);
+      cluster.back()->prepare_chain(chain, &earlier);
+    }
     try {
-      for (std::int64_t i; !failed && (i = next.fetch_add(1)) < blocks;) {
+      for (std::int64_t i; !failed && (i = next.fetch_add(options.cluster)) < blocks;) {
         const auto at = [&](std::int64_t n) { return static_cast<int>(n); };
-        block->run({at(i % grid.x), at(i / grid.x % grid.y), at(i / grid.x / grid.y)},
+        Block::run(cluster, {at(i % grid.x), at(i / grid.x % grid.y), at(i / grid.x / grid.y)},
                    {grid.x, grid.y, grid.z}, body);
       }
     } catch (const std::exception& e) {
@@ -224,9 +192,11 @@ Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& option
       if (error.empty()) error = e.what();
     }
     const std::lock_guard lock(mutex);
-    total += block->stats;
-    touched.add(block->touched());
-    pool().give_back(std::move(block));
+    for (std::unique_ptr<Block>& block : held) {
+      total += block->stats;
+      touched.add(block->touched());
+      pool().give_back(std::move(block));
+    }
   };
   if (options.workers <= 1) {
     work();

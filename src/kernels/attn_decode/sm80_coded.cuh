@@ -41,6 +41,7 @@ struct CodedDecode : CodedLoad<C> {
   static constexpr int min_blocks = coded_blocks(C.d);
   static constexpr bool dependent = true;
   static constexpr bool fp8_qk = C.qk == Element::e4m3;
+  static constexpr isa::Target target{fp8_qk ? coded_fp8_architecture : 80};
   /// x[m][i] of a lane: key 16 m + g + 8 (i / 2), row 2 t + i % 2.
   using Scores = float[S::key_tiles][4];
 

@@ -33,6 +33,8 @@ struct Prefill : PrefillValues<C> {
   static constexpr int min_blocks = C.d == 64 ? 3 : 2;
 
   static constexpr int threads = S::threads, shared_bytes = S::shared_bytes;
+  static constexpr bool has_fp8 = !isa::has_mma(C.qk, 80) || !isa::has_mma(C.pv, 80);
+  static constexpr isa::Target target = has_fp8 ? isa::sm_89 : isa::sm_80;
 
   using Base::Base;
 

@@ -317,6 +317,7 @@ struct Sm90Prefill {
   using S = Sm90Shape<C>;
   static constexpr int threads = S::threads, min_blocks = 1, shared_bytes = S::shared_bytes;
   static constexpr bool dependent = true;
+  static constexpr isa::Target target = isa::sm_90a;
 
   static QATTN_DEVICE void init_barriers(SharedAddress base) {
     if (isa::thread() == 0) {

@@ -364,6 +364,7 @@ struct BesideCoder {
       isa::mbarrier_wait(Jobs::full(buffer), parity);
       const BesideJob job = Jobs::job(buffer);
       if (job.step != Step::none) work(job);
+      isa::fence_async_global();  // TMA reads codes and scales
       // All lanes, whose reads racecheck would not see behind those of one.
       isa::mbarrier_arrive(Jobs::done(buffer));
       if (job.step == Step::none) break;
@@ -379,6 +380,7 @@ struct EncodeBeside {
   static constexpr int threads = S::threads, shared_bytes = S::shared_bytes, min_blocks = 1;
   static constexpr bool dependent = true;
   static constexpr int cluster = 2;
+  static constexpr isa::Target target = isa::sm_90;
 
   static QATTN_DEVICE void run(const Params& p) {
     const int warp = isa::warp() % (S::team_threads / 32);

@@ -226,6 +226,7 @@ struct BesideClerk {
     if (step != Step::sum_k) {
       tell(unit, BesideParams::codes_there, jobs);
     } else if (tell(unit, BesideParams::sums_there, jobs) == static_cast<std::uint32_t>(p.sums)) {
+      isa::sync_warp();  // lane 0 was told of sums that all lanes read
 #pragma unroll 1
       for (int pair = isa::lane(); pair < S::channels / 2; pair += 32) finish(unit, pair);
       tell(unit, BesideParams::mean_there, 1);

@@ -1,4 +1,4 @@
-#include "isa/emu/block.hpp"
+#include "isa/emu/block/block.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -6,8 +6,7 @@
 #include <cstring>
 #include <thread>
 
-#include "isa/emu/async_engine.hpp"
-#include "isa/emu/wgmma.hpp"
+#include "isa/emu/units/units.hpp"
 
 namespace qattn::emu {
 
@@ -15,14 +14,12 @@ Block::Block(int threads)
     : threads_(threads),
       stacks_(threads),
       lanes_(static_cast<std::size_t>(threads)),
-      async_(std::make_unique<AsyncEngine>(*this)),
-      wgmma_(std::make_unique<WgmmaUnit>(*this)) {
+      vocabulary_(options_.vocabulary()),
+      units_(std::make_unique<Units>(*this)) {
   for (int i = 0; i < threads; ++i) {
     Lane& l = lane(i);
     l.block = this;
     l.thread = i;
-    l.lane = i % 32;
-    l.warp = i / 32;
     stacks_.give(i, l.fiber);
     create_sanitizer_fiber(l.fiber);
   }
@@ -34,8 +31,15 @@ Block::~Block() {
 
 void Block::prepare(std::uint32_t shared_bytes, const Options& options) {
   options_ = options;
+  vocabulary_ = options.vocabulary();
+  warp_lanes_ = isa::lanes_of_warp(options.architecture);
+  for (Lane& l : lanes_) {
+    l.lane = l.thread % warp_lanes_;
+    l.warp = l.thread / warp_lanes_;
+  }
   shared_.prepare(shared_bytes);
   stats = {};
+  stats.warp_lanes = warp_lanes_;
   prepare_chain(Chain::none, nullptr);
 }
 
@@ -54,44 +58,70 @@ void Block::reset(Position index) {
                   0x9E3779B97F4A7C15ull * static_cast<std::uint64_t>(
                                               1 + index.x + 7919 * (index.y + 104729LL * index.z));
   shared_.prepare(shared_.bytes());
-  if (options_.races) races_.prepare(threads_, shared_.bytes());
+  if (options_.races && rank_ == 0) races_.prepare(threads_, shared_.bytes(), cluster_blocks());
+  if (options_.races && rank_ > 0) races_.join(first().races_, rank_);
   for (Group& g : warp_groups_) g.arrived = 0;
   for (Group& g : warpgroups_) g.arrived = 0;
   for (Barrier& b : barriers_) b = {};
   runnable_ = {};
   pollers_.clear();
   idle_polls_ = outside_polls_ = 0;
-  async_->reset();
-  wgmma_->reset();
-  elected_lane_ = options_.order == LaneOrder::forward   ? 0
-                  : options_.order == LaneOrder::reverse ? 31
-                                                         : static_cast<int>(random() % 32);
+  units_->mbarriers.reset();
+  for (AsyncUnit* unit : units_->all()) unit->reset();
+  elected_lane_ = options_.order == LaneOrder::forward ? 0
+                  : options_.order == LaneOrder::reverse
+                      ? warp_lanes_ - 1
+                      : static_cast<int>(random() % static_cast<unsigned>(warp_lanes_));
   for (Lane& l : lanes_) {
     l.waiting = Waiting::nothing;
-    l.copies.clear();
-    l.copy_groups.clear();
     l.waited = false;
     restart(l.fiber, enter);
     wake(l);
   }
 }
 
-void Block::run(Position index, Position grid, const std::function<void()>& body) {
-  grid_ = grid;
-  body_ = &body;
-  reset(index);
-  ++stats.blocks;
-  adopt_thread(host_);
-  resume(host_, *pick(), false);
-  if (error_.empty() && chain_ == Chain::beside &&
+void Block::run(std::span<Block* const> cluster, Position index, Position grid,
+                const std::function<void()>& body) {
+  Block& first = *cluster.front();
+  for (int rank = 0; rank < static_cast<int>(cluster.size()); ++rank) {
+    Block& block = *cluster[static_cast<std::size_t>(rank)];
+    block.cluster_.assign(cluster.begin(), cluster.end());
+    block.rank_ = rank;
+    block.grid_ = grid;
+    block.body_ = &body;
+    block.reset({index.x + rank, index.y, index.z});
+    ++block.stats.blocks;
+  }
+  adopt_thread(first.host_);
+  Block& begin = first.options_.order == LaneOrder::reverse ? *cluster.back() : first;
+  begin.resume(first.host_, *begin.pick(), false);
+  for (Block* block : cluster) block->check_end();
+  if (!first.error_.empty()) throw Error(first.error_);
+}
+
+void Block::check_end() {
+  std::string error;
+  if (!first().error_.empty()) return;
+  if (chain_ == Chain::beside &&
       std::none_of(lanes_.begin(), lanes_.end(), [](const Lane& l) { return l.waited; })) {
-    error_ = "ends without grid_dependency_wait() in any thread, and the kernel started beside one";
+    error = "ends without grid_dependency_wait() in any thread, and the kernel started beside one";
   }
-  if (error_.empty() && alive_ == 0) error_ = wgmma_->check_end();
-  if (error_.empty() && alive_ == 0) error_ = async_->check_end();
-  if (!error_.empty()) {
-    throw Error(text("block (%d,%d,%d): ", index_.x, index_.y, index_.z) + error_);
+  for (AsyncUnit* unit : units_->all()) {
+    if (error.empty()) error = unit->check_end();
   }
+  if (error.empty()) error = units_->mbarriers.check_end();
+  fail(error);
+}
+
+/// Of all blocks, the first error counts.
+void Block::fail(const std::string& error) {
+  if (error.empty() || !first().error_.empty()) return;
+  first().error_ = text("block (%d,%d,%d): ", index_.x, index_.y, index_.z) + error;
+}
+
+void Block::refuse(Word word, const Where& where) const {
+  throw Error(text("%s, in kernel %s, at %s", vocabulary_.lack(word).c_str(),
+                   kernel_name(options_.kernel).c_str(), describe(where).c_str()));
 }
 
 std::uint64_t Block::random() {  // splitmix64
@@ -119,20 +149,21 @@ void Block::enter(boost::context::detail::transfer_t transfer) {
       throw Error("ends without grid_dependency_wait(), and the kernel started early");
     }
   } catch (const std::exception& e) {
-    block.error_ = text("thread %d (warp %d lane %d): ", me.thread, me.warp, me.lane) + e.what();
+    block.fail(text("thread %d (warp %d lane %d): ", me.thread, me.warp, me.lane) + e.what());
   }
   me.waiting = Waiting::finished;
   --block.alive_;
+  const std::string& error = block.first().error_;
   Lane* next = nullptr;
-  if (block.error_.empty()) {
+  if (error.empty()) {
     try {
       next = block.pick();
     } catch (const std::exception& e) {  // an asynchronous operation completed, with an error
-      block.error_ = e.what();
+      block.fail(e.what());
     }
   }
   if (next) block.resume(me.fiber, *next, true);
-  if (block.error_.empty() && block.alive_ > 0) block.error_ = block.deadlock_report();
+  if (error.empty() && !block.cluster_has_ended()) block.fail(block.deadlock_report());
   block.leave(me.fiber, true);
 }
 
@@ -144,13 +175,13 @@ void Block::resume(Fiber& from, Lane& to, bool last) {
 
 void Block::leave(Fiber& from, bool last) {
   current_lane = nullptr;
-  switch_to(from, host_, last);
+  switch_to(from, first().host_, last);
 }
 
 Lane* Block::take(int warp, int lane_index) {
   warp_ = warp;
-  runnable_[static_cast<std::size_t>(warp)] &= ~(1u << lane_index);
-  Lane& l = lane(32 * warp + lane_index);
+  runnable_[static_cast<std::size_t>(warp)] &= ~(std::uint64_t{1} << lane_index);
+  Lane& l = lane(warp_lanes_ * warp + lane_index);
   l.waiting = Waiting::nothing;
   return &l;
 }
@@ -163,7 +194,7 @@ Lane* Block::next_runnable() {
     if (total == 0) return nullptr;
     int skip = static_cast<int>(random() % static_cast<std::uint64_t>(total));
     for (int w = 0;; ++w) {
-      std::uint32_t lanes = runnable_[static_cast<std::size_t>(w)];
+      std::uint64_t lanes = runnable_[static_cast<std::size_t>(w)];
       const int here = std::popcount(lanes);
       if (skip < here) {
         while (skip-- > 0) lanes &= lanes - 1;
@@ -175,44 +206,81 @@ Lane* Block::next_runnable() {
   // Staying within a warp as long as it can run keeps collectives together.
   const bool forward = options_.order == LaneOrder::forward;
   for (int i = 0, w = warp_; i < n; ++i) {
-    const std::uint32_t lanes = runnable_[static_cast<std::size_t>(w)];
-    if (lanes) return take(w, forward ? std::countr_zero(lanes) : 31 - std::countl_zero(lanes));
+    const std::uint64_t lanes = runnable_[static_cast<std::size_t>(w)];
+    if (lanes) return take(w, forward ? std::countr_zero(lanes) : 63 - std::countl_zero(lanes));
     w = forward ? (w + 1 == n ? 0 : w + 1) : (w == 0 ? n - 1 : w - 1);
+  }
+  return nullptr;
+}
+
+bool Block::cluster_has_ended() const {
+  return std::all_of(cluster_.begin(), cluster_.end(), [](Block* b) { return b->has_ended(); });
+}
+
+/// Of this block as long as it can run, then of its neighbours.
+Lane* Block::next_of_cluster() {
+  const int n = cluster_blocks();
+  if (n == 1) return next_runnable();
+  int rank = rank_, step = options_.order == LaneOrder::reverse ? n - 1 : 1;
+  if (options_.order == LaneOrder::random) {
+    rank = static_cast<int>(first().random() % static_cast<std::uint64_t>(n));
+  }
+  for (int i = 0; i < n; ++i, rank = (rank + step) % n) {
+    if (Lane* next = cluster_[static_cast<std::size_t>(rank)]->next_runnable()) return next;
   }
   return nullptr;
 }
 
 Lane* Block::pick() {
   if (options_.schedule == Schedule::random && alive_ > 0 && random() % 8 == 0) {
-    async_->advance();
+    advance();
   }
   for (;;) {
-    if (Lane* next = next_runnable()) return next;
-    if (alive_ == 0) return nullptr;
+    if (Lane* next = next_of_cluster()) return next;
+    if (cluster_has_ended()) return nullptr;
     // Late operations complete when nobody can go on without them.
-    if (async_->advance()) {
-      idle_polls_ = 0;
+    if (std::any_of(cluster_.begin(), cluster_.end(), [](Block* b) { return b->advance(); })) {
+      first().idle_polls_ = 0;
       wake_pollers();
-    } else if (++idle_polls_ > 1000 || !wake_pollers()) {
+    } else if (++first().idle_polls_ > 1000 || !wake_pollers()) {
       if (!wait_for_others()) return nullptr;
     }
   }
+}
+
+/// Ends one of the asynchronous operations that nothing orders; false: there is none.
+bool Block::advance() {
+  std::size_t count = 0;
+  for (const AsyncUnit* unit : units_->all()) count += unit->unordered();
+  if (count == 0) return false;
+  std::size_t i = options_.schedule == Schedule::random ? random() % count : count - 1;
+  for (AsyncUnit* unit : units_->all()) {
+    if (i < unit->unordered()) {
+      unit->complete(i);
+      return true;
+    }
+    i -= unit->unordered();
+  }
+  return false;
 }
 
 /// Gives other blocks time, if a lane waits for one. False: enough of it.
 bool Block::wait_for_others() {
   constexpr std::chrono::microseconds nap(100);
   constexpr int most_naps = 600'000;
-  if (outside_polls_ == 0 || idle_polls_ > most_naps) return false;
+  if (first().outside_polls_ == 0 || first().idle_polls_ > most_naps) return false;
   std::this_thread::sleep_for(nap);
   return wake_pollers();
 }
 
 bool Block::wake_pollers() {
-  if (pollers_.empty()) return false;
-  for (Lane* l : pollers_) wake(*l);
-  pollers_.clear();
-  return true;
+  bool any = false;
+  for (Block* block : cluster_) {
+    any = any || !block->pollers_.empty();
+    for (Lane* l : block->pollers_) block->wake(*l);
+    block->pollers_.clear();
+  }
+  return any;
 }
 
 void Block::wait(Waiting why, const Where& where, std::uint32_t address, std::uint32_t parity) {
@@ -226,7 +294,7 @@ void Block::wait(Waiting why, const Where& where, std::uint32_t address, std::ui
   if (next) {
     resume(me.fiber, *next, false);
   } else {
-    error_ = deadlock_report();
+    fail(deadlock_report());
     leave(me.fiber, true);
   }
 }
@@ -237,28 +305,30 @@ void Block::poll(const Where& where) {
 }
 
 void Block::poll_outside(const Where& where) {
-  ++outside_polls_;
+  ++first().outside_polls_;
   poll(where);
-  --outside_polls_;
+  --first().outside_polls_;
 }
 
 // ---- Collectives
 // ---------------------------------------------------------------------------------
 
-bool Block::gather(Group& group, int size, int slot, Word word, void* argument,
+bool Block::gather(Group& group, Waiting kind, int size, int slot, Word word, void* argument,
                    const Where& where) {
+  require(word, where);
   if (group.arrived == 0) {
     group.word = word;
     group.where = where;
   } else if (group.word != word || group.where.line() != where.line() ||
              group.where.column() != where.column()) {
     throw Error(text("divergent collective: %s at %s, while other lanes of the %s are in %s at %s",
-                     name(word), describe(where).c_str(), size == 32 ? "warp" : "warpgroup",
-                     name(group.word), describe(group.where).c_str()));
+                     name(word), describe(where).c_str(),
+                     kind == Waiting::warp ? "warp" : "warpgroup", name(group.word),
+                     describe(group.where).c_str()));
   }
   group.arguments[static_cast<std::size_t>(slot)] = argument;
   if (++group.arrived < size) {
-    wait(size == 32 ? Waiting::warp : Waiting::warpgroup, where);
+    wait(kind, where);
     return false;
   }
   count(word, static_cast<std::uint64_t>(size));
@@ -268,14 +338,16 @@ bool Block::gather(Group& group, int size, int slot, Word word, void* argument,
 void* const* Block::gather_warp(Word word, void* argument, const Where& where) {
   const Lane& me = *current_lane;
   Group& group = warp_groups_[static_cast<std::size_t>(me.warp)];
-  return gather(group, 32, me.lane, word, argument, where) ? group.arguments.data() : nullptr;
+  return gather(group, Waiting::warp, warp_lanes_, me.lane, word, argument, where)
+             ? group.arguments.data()
+             : nullptr;
 }
 
 void Block::release_warp() {
   const Lane& me = *current_lane;
   const auto warp = static_cast<std::size_t>(me.warp);
   warp_groups_[warp].arrived = 0;
-  runnable_[warp] |= ~(1u << me.lane);
+  runnable_[warp] |= all_lanes() & ~(std::uint64_t{1} << me.lane);
 }
 
 void* const* Block::gather_warpgroup(Word word, void* argument, const Where& where) {
@@ -285,8 +357,9 @@ void* const* Block::gather_warpgroup(Word word, void* argument, const Where& whe
                      me.warp, describe(where).c_str()));
   }
   Group& group = warpgroups_[static_cast<std::size_t>(me.warp / 4)];
-  return gather(group, 128, me.thread % 128, word, argument, where) ? group.arguments.data()
-                                                                    : nullptr;
+  return gather(group, Waiting::warpgroup, 128, me.thread % 128, word, argument, where)
+             ? group.arguments.data()
+             : nullptr;
 }
 
 void Block::release_warpgroup() {
@@ -294,14 +367,17 @@ void Block::release_warpgroup() {
   const int first = me.warp / 4 * 4;
   warpgroups_[static_cast<std::size_t>(me.warp / 4)].arrived = 0;
   for (int w = first; w < first + 4; ++w) {
-    runnable_[static_cast<std::size_t>(w)] |= w == me.warp ? ~(1u << me.lane) : ~0u;
+    runnable_[static_cast<std::size_t>(w)] |=
+        w == me.warp ? all_lanes() & ~(std::uint64_t{1} << me.lane) : all_lanes();
   }
 }
 
 void Block::sync_warp(const Where& where) {
   char none = 0;
   warp_collective(Word::sync_warp, none, where, [](Block& block, Arguments<char>) {
-    if (block.options_.races) block.races_.meet(32 * current_lane->warp, 32);
+    if (block.options_.races) {
+      block.races_.meet(block.warp_lanes_ * current_lane->warp, block.warp_lanes_);
+    }
   });
 }
 
@@ -327,11 +403,12 @@ void Block::check_barrier_site(int id, Barrier& barrier, BarrierUse use, const W
 
 void Block::barrier(int id, int threads, BarrierUse use, const Where& where) {
   const bool wait_here = use != BarrierUse::arrive;
-  if (id < 0 || id > kClusterBarrier || threads <= 0 || threads % 32 || threads > threads_) {
+  if (id < 0 || id >= kClusterBarrier || threads <= 0 || threads % warp_lanes_ ||
+      threads > threads_) {
     throw Error(
-        text("barrier %d of %d threads: ids are 0 to 15, counts multiples of 32 up to the "
+        text("barrier %d of %d threads: ids are 0 to 15, counts multiples of %d up to the "
              "block's %d, at %s",
-             id, threads, threads_, describe(where).c_str()));
+             id, threads, warp_lanes_, threads_, describe(where).c_str()));
   }
   Barrier& b = barriers_[static_cast<std::size_t>(id)];
   if (b.arrived == 0) b.expected = threads;
@@ -356,61 +433,6 @@ void Block::barrier(int id, int threads, BarrierUse use, const Where& where) {
   b.warps = 0;
   b.synced = false;
   b.clock.clear();
-}
-
-// ---- Deadlock
-// ------------------------------------------------------------------------------------
-
-std::string Block::describe_waiting(const Lane& lane) {
-  switch (lane.waiting) {
-    case Waiting::finished:
-      return "finished";
-    case Waiting::warp: {
-      const Group& g = warp_groups_[static_cast<std::size_t>(lane.warp)];
-      return text("wait in %s, %d of 32 lanes arrived", name(g.word), g.arrived);
-    }
-    case Waiting::warpgroup: {
-      const Group& g = warpgroups_[static_cast<std::size_t>(lane.warp / 4)];
-      return text("wait in %s, %d of 128 lanes arrived", name(g.word), g.arrived);
-    }
-    case Waiting::barrier: {
-      const Barrier& b = barriers_[lane.address];
-      if (lane.address == kClusterBarrier) {
-        return text("wait in cluster_sync, %d of %d threads arrived", b.arrived, b.expected);
-      }
-      return text("wait at barrier %u, %d of %d threads arrived", lane.address, b.arrived,
-                  b.expected);
-    }
-    case Waiting::mbarrier:
-      return async_->describe_mbarrier(lane.address, lane.parity);
-    case Waiting::poll:
-      return "poll";
-    case Waiting::nothing:
-      break;
-  }
-  return "can run";
-}
-
-std::string Block::deadlock_report() {
-  std::string report = "deadlock";
-  for (int first = 0; first < threads_;) {
-    const Lane& l = lane(first);
-    int end = first + 1;
-    for (; end < threads_; ++end) {  // neighbours that wait for the same, at the same place
-      const Lane& other = lane(end);
-      if (other.waiting != l.waiting || other.address != l.address || other.parity != l.parity) {
-        break;
-      }
-      if (l.waiting == Waiting::warp && other.warp != l.warp) break;
-      if (l.waiting != Waiting::finished && other.where.line() != l.where.line()) break;
-    }
-    report += first + 1 == end ? text("\n  thread %d: ", first)
-                               : text("\n  threads %d to %d: ", first, end - 1);
-    report += describe_waiting(l);
-    if (l.waiting != Waiting::finished) report += ", at " + describe(l.where);
-    first = end;
-  }
-  return report;
 }
 
 }  // namespace qattn::emu

@@ -1,4 +1,4 @@
-#include "isa/emu/matrix.hpp"
+#include "isa/emu/units/matrix.hpp"
 
 #include <array>
 #include <bit>

@@ -1,5 +1,5 @@
 // Bulk copies and TMA.
-#include "isa/emu/async_engine.hpp"
+#include "isa/emu/units/bulk.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -34,7 +34,7 @@ std::uint32_t TensorMap::box_bytes() const {
 /// visit(shared address, global address, bytes): pieces of at most 16 bytes; a null global address
 /// stands for what lies outside of the tensor.
 template <class Visit>
-void AsyncEngine::visit_chunks(const Transfer& t, Visit visit) {
+void BulkCopies::visit_chunks(const Transfer& t, Visit visit) {
   if (t.map.rank == 0) return visit(t.shared, t.map.address, t.bytes);
   const TensorMap& map = t.map;
   const std::int64_t size = map.element_bytes;
@@ -71,13 +71,9 @@ void AsyncEngine::visit_chunks(const Transfer& t, Visit visit) {
 // ---- Loads
 // -----------------------------------------------------------------------------------------
 
-void AsyncEngine::issue_load(Transfer load, const char* what) {
+void BulkCopies::issue_load(Transfer load, const char* what) {
   load.waited = current_lane->waited;
-  Mbarrier& barrier = find(load.mbarrier, what, load.where);
-  if (!barrier.fenced) {
-    throw Error(text("%s: mbarrier +0x%x was initialised without fence_mbarrier_init, at %s", what,
-                     SharedMemory::offset(load.mbarrier), describe(load.where).c_str()));
-  }
+  const Mbarrier& barrier = mbarriers_.ready(load.mbarrier, what, load.where);
   SharedMemory& shared = block_.shared();
   shared.check_writable(load.shared, load.bytes, what, load.where);
   shared.mark(load.shared, load.bytes, ByteState::in_flight);
@@ -91,14 +87,14 @@ void AsyncEngine::issue_load(Transfer load, const char* what) {
     races.write(SharedMemory::offset(load.shared), load.bytes, load.agent, Proxy::async,
                 load.where);
   }
-  if (block_.takes_effect_now()) {
-    complete_load(load);
+  if (at_once()) {
+    end_load(load);
   } else {
     loads_.push_back(load);
   }
 }
 
-void AsyncEngine::complete_load(const Transfer& load) {
+void BulkCopies::end_load(const Transfer& load) {
   visit_chunks(load, [&](std::uint32_t to, const char* from, std::uint32_t bytes) {
     if (from) {
       std::memcpy(block_.shared().at(to), from, bytes);
@@ -108,29 +104,17 @@ void AsyncEngine::complete_load(const Transfer& load) {
     }
   });
   block_.shared().mark(load.shared, load.bytes, ByteState::ready);
-  Mbarrier& barrier = mbarriers_.at(load.mbarrier);
-  if (block_.options().races) {
-    if (barrier.arriving.empty()) barrier.arriving = block_.races().empty_clock();
-    Races::observe(barrier.arriving, load.agent, load.time);
-  }
-  barrier.missing_bytes -= load.bytes;
-  complete_phase(load.mbarrier, barrier, load.where);
+  mbarriers_.complete(load.mbarrier, load.bytes, load.agent, load.time, load.where);
 }
 
-bool AsyncEngine::advance() {
-  if (loads_.empty()) return false;
-  // Nothing orders loads among each other: late ones complete youngest first.
-  const std::size_t i = block_.options().schedule == Schedule::random
-                            ? static_cast<std::size_t>(block_.random() % loads_.size())
-                            : loads_.size() - 1;
+void BulkCopies::complete(std::size_t i) {
   const Transfer load = loads_[i];
   loads_.erase(loads_.begin() + static_cast<std::ptrdiff_t>(i));
-  complete_load(load);
-  return true;
+  end_load(load);
 }
 
-void AsyncEngine::bulk_load(std::uint32_t to, const void* from, std::uint32_t bytes,
-                            std::uint32_t mbarrier, const Where& where) {
+void BulkCopies::bulk_load(std::uint32_t to, const void* from, std::uint32_t bytes,
+                           std::uint32_t mbarrier, const Where& where) {
   block_.count(Word::bulk_load);
   if (bytes == 0 || bytes % 16 || reinterpret_cast<std::uintptr_t>(from) % 16) {
     throw Error(text("bulk_load: %u bytes from %p: both must be multiples of 16, at %s", bytes,
@@ -150,8 +134,8 @@ void AsyncEngine::bulk_load(std::uint32_t to, const void* from, std::uint32_t by
 /// What an H200 answers with "illegal instruction": a box that does not begin at a multiple of 16
 /// bytes within its row, be that inside the tensor or not, and a store to negative coordinates. It
 /// also stores whole pieces of 16 bytes, over the end of a row that is no multiple of them.
-void AsyncEngine::check_corner(const TensorMap& map, const int* corner, bool store,
-                               const Where& where) {
+void BulkCopies::check_corner(const TensorMap& map, const int* corner, bool store,
+                              const Where& where) {
   const char* what = store ? "tma_store" : "tma_load";
   if (corner[0] * map.element_bytes % 16 != 0) {
     throw Error(text("%s: coordinate %d of %d-byte elements is no multiple of 16 bytes, at %s",
@@ -171,8 +155,8 @@ void AsyncEngine::check_corner(const TensorMap& map, const int* corner, bool sto
   }
 }
 
-void AsyncEngine::tma_load(std::uint32_t to, const TensorMap& map, const int* corner,
-                           std::uint32_t mbarrier, const Where& where) {
+void BulkCopies::tma_load(std::uint32_t to, const TensorMap& map, const int* corner,
+                          std::uint32_t mbarrier, const Where& where) {
   block_.count(Word::tma_load);
   check_corner(map, corner, false, where);
   Transfer load;
@@ -189,7 +173,7 @@ void AsyncEngine::tma_load(std::uint32_t to, const TensorMap& map, const int* co
 // ---- Stores
 // ----------------------------------------------------------------------------------------
 
-void AsyncEngine::issue_store(Transfer store, const char* what) {
+void BulkCopies::issue_store(Transfer store, const char* what) {
   store.waited = current_lane->waited;
   SharedMemory& shared = block_.shared();
   shared.check_readable(store.shared, store.bytes, what, store.where);
@@ -203,15 +187,15 @@ void AsyncEngine::issue_store(Transfer store, const char* what) {
                store.where);
   }
   Store pending{store, {}, false, false};
-  if (block_.takes_effect_now()) {
+  if (at_once()) {
     read_store(pending);
     write_store(pending);
     pending.read = false;  // nobody may count on it before the wait
   }
-  stores_[static_cast<std::size_t>(current_lane->thread)].stores.push_back(std::move(pending));
+  my_stores().begin(std::move(pending));
 }
 
-void AsyncEngine::read_store(Store& store) {
+void BulkCopies::read_store(Store& store) {
   if (!store.written && store.data.empty()) {
     visit_chunks(store.transfer, [&](std::uint32_t from, const char*, std::uint32_t bytes) {
       const std::uint8_t* data = block_.shared().at(from);
@@ -221,7 +205,7 @@ void AsyncEngine::read_store(Store& store) {
   store.read = true;
 }
 
-void AsyncEngine::write_store(Store& store) {
+void BulkCopies::write_store(Store& store) {
   if (store.written) return;
   const std::uint8_t* data = store.data.data();
   visit_chunks(store.transfer, [&](std::uint32_t, char* to, std::uint32_t bytes) {
@@ -234,8 +218,7 @@ void AsyncEngine::write_store(Store& store) {
   store.written = true;
 }
 
-void AsyncEngine::bulk_store(void* to, std::uint32_t from, std::uint32_t bytes,
-                             const Where& where) {
+void BulkCopies::bulk_store(void* to, std::uint32_t from, std::uint32_t bytes, const Where& where) {
   block_.count(Word::bulk_store);
   if (bytes == 0 || bytes % 16 || reinterpret_cast<std::uintptr_t>(to) % 16) {
     throw Error(text("bulk_store: %u bytes to %p: both must be multiples of 16, at %s", bytes, to,
@@ -251,8 +234,8 @@ void AsyncEngine::bulk_store(void* to, std::uint32_t from, std::uint32_t bytes,
   issue_store(store, "bulk_store");
 }
 
-void AsyncEngine::tma_store(const TensorMap& map, const int* corner, std::uint32_t from,
-                            const Where& where) {
+void BulkCopies::tma_store(const TensorMap& map, const int* corner, std::uint32_t from,
+                           const Where& where) {
   block_.count(Word::tma_store);
   check_corner(map, corner, true, where);
   Transfer store;
@@ -265,31 +248,51 @@ void AsyncEngine::tma_store(const TensorMap& map, const int* corner, std::uint32
   issue_store(store, "tma_store");
 }
 
-void AsyncEngine::commit_stores() {
+void BulkCopies::commit_stores() {
   block_.count(Word::bulk_commit);
-  StoreGroups& mine = stores_[static_cast<std::size_t>(current_lane->thread)];
-  int committed = 0;
-  for (int n : mine.groups) committed += n;
-  mine.groups.push_back(static_cast<int>(mine.stores.size()) - committed);
+  my_stores().commit();
 }
 
-void AsyncEngine::wait_stores(int groups, bool reads_only) {
+void BulkCopies::wait_stores(int groups, bool reads_only) {
   block_.count(Word::bulk_wait);
-  StoreGroups& mine = stores_[static_cast<std::size_t>(current_lane->thread)];
-  const int finished = static_cast<int>(mine.groups.size()) - groups;
-  int count = 0;
-  for (int i = 0; i < finished; ++i) count += mine.groups[static_cast<std::size_t>(i)];
-  for (int i = 0; i < count; ++i) {
-    Store& store = mine.stores[static_cast<std::size_t>(i)];
+  const auto end = [&](Store& store) {
     read_store(store);
     if (!reads_only) write_store(store);
     if (block_.options().races) {
       block_.races().observe(current_lane->thread, store.transfer.agent, store.transfer.time);
     }
+  };
+  if (reads_only) {
+    my_stores().visit(groups, end);
+  } else {
+    my_stores().wait(groups, end);
   }
-  if (reads_only || finished <= 0) return;
-  mine.stores.erase(mine.stores.begin(), mine.stores.begin() + count);
-  mine.groups.erase(mine.groups.begin(), mine.groups.begin() + finished);
+}
+
+// ---- Begin and end ------------------------------------------------------------------------------
+
+void BulkCopies::reset() {
+  loads_.clear();
+  stores_.resize(static_cast<std::size_t>(block_.threads()));
+  for (Groups<Store>& lane : stores_) lane.clear();
+}
+
+std::string BulkCopies::check_end() {
+  if (!loads_.empty()) {
+    return text("the kernel ended with %zu bulk loads in flight, one from %s", loads_.size(),
+                describe(loads_.front().where).c_str());
+  }
+  for (Groups<Store>& lane : stores_) {
+    for (Store& store : lane.operations()) {
+      if (!store.read) {
+        return "the kernel ended while a bulk store may still read shared memory: no "
+               "bulk_wait_read after the one from " +
+               describe(store.transfer.where);
+      }
+      write_store(store);
+    }
+  }
+  return {};
 }
 
 }  // namespace qattn::emu

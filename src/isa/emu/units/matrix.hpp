@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "isa/emu/block.hpp"
+#include "isa/emu/block/block.hpp"
 
 namespace qattn::isa {
 enum class Element;

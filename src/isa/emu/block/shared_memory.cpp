@@ -1,4 +1,4 @@
-#include "isa/emu/shared_memory.hpp"
+#include "isa/emu/block/shared_memory.hpp"
 
 #include <cstring>
 

@@ -1,4 +1,4 @@
-#include "isa/emu/fiber.hpp"
+#include "isa/emu/block/fiber.hpp"
 
 #include <sys/mman.h>
 

@@ -1,10 +1,10 @@
-// The hardware that copies beside the lanes: mbarriers, bulk copies and TMA.
+// Bulk copies and TMA: loads end at mbarriers in any order, stores in groups of a lane.
 #pragma once
 
-#include <map>
 #include <vector>
 
-#include "isa/emu/block.hpp"
+#include "isa/emu/units/mbarriers.hpp"
+#include "isa/emu/units/unit.hpp"
 
 namespace qattn::isa {
 enum class Swizzle;
@@ -27,22 +27,13 @@ struct TensorMap {
   std::uint32_t box_bytes() const;
 };
 
-class AsyncEngine {
+class BulkCopies final : public AsyncUnit {
  public:
-  explicit AsyncEngine(Block& block) : block_(block) {}
-  void reset();
-  /// Completes one pending load; false: there is none.
-  bool advance();
-  /// What the kernel's end must not leave behind; empty: nothing.
-  std::string check_end();
-
-  void init(std::uint32_t address, int arrivals, const Where& where);
-  void fence_init();
-  void arrive(std::uint32_t address, const Where& where);
-  void expect(std::uint32_t address, std::uint32_t bytes, const Where& where);
-  void wait(std::uint32_t address, std::uint32_t parity, const Where& where);
-  bool test(std::uint32_t address, std::uint32_t parity, const Where& where);
-  std::string describe_mbarrier(std::uint32_t address, std::uint32_t parity);
+  BulkCopies(Block& block, Mbarriers& mbarriers) : AsyncUnit(block), mbarriers_(mbarriers) {}
+  void reset() override;
+  std::size_t unordered() const override { return loads_.size(); }
+  void complete(std::size_t i) override;
+  std::string check_end() override;
 
   void bulk_load(std::uint32_t to, const void* from, std::uint32_t bytes, std::uint32_t mbarrier,
                  const Where& where);
@@ -55,16 +46,6 @@ class AsyncEngine {
   void wait_stores(int groups, bool reads_only);
 
  private:
-  struct Mbarrier {
-    int index = 0, count = 0, pending = 0;
-    std::int64_t missing_bytes = 0;
-    std::uint32_t phase = 0;
-    int initialiser = 0;
-    bool fenced = false;
-    std::vector<Lane*> waiting;
-    std::vector<int> arrived;  ///< threads, in this phase
-    Clock arriving, completed;
-  };
   /// A box of a tensor, or plain bytes (rank 0).
   struct Transfer {
     TensorMap map;
@@ -81,26 +62,20 @@ class AsyncEngine {
     std::vector<std::uint8_t> data;  ///< what was read, in the order of shared addresses
     bool read = false, written = false;
   };
-  struct StoreGroups {
-    std::vector<Store> stores;  ///< committed groups first, then the open one
-    std::vector<int> groups;
-  };
-
-  Mbarrier& find(std::uint32_t address, const char* what, const Where& where);
-  void complete_phase(std::uint32_t address, Mbarrier& barrier, const Where& where);
   static void check_corner(const TensorMap& map, const int* corner, bool store, const Where& where);
   void issue_load(Transfer load, const char* what);
-  void complete_load(const Transfer& load);
+  void end_load(const Transfer& load);
   void issue_store(Transfer store, const char* what);
   void read_store(Store& store);
   void write_store(Store& store);
   template <class Visit>
   static void visit_chunks(const Transfer& transfer, Visit visit);
 
-  Block& block_;
-  std::map<std::uint32_t, Mbarrier> mbarriers_;
+  Groups<Store>& my_stores() { return stores_[static_cast<std::size_t>(current_lane->thread)]; }
+
+  Mbarriers& mbarriers_;
   std::vector<Transfer> loads_;
-  std::vector<StoreGroups> stores_;
+  std::vector<Groups<Store>> stores_;
 };
 
 }  // namespace qattn::emu

@@ -4,9 +4,8 @@
 #include <algorithm>
 #include <iterator>
 
-#include "isa/emu/matrix.hpp"
-#include "isa/emu/words_sm80.hpp"
-#include "isa/isa.hpp"
+#include "isa/emu/units/matrix.hpp"
+#include "isa/emu/words/order.hpp"
 
 namespace qattn::isa {
 inline namespace QATTN_TARGET {
@@ -94,6 +93,7 @@ void store_matrix1_transposed(const SharedAddress (&row)[N], const std::uint32_t
 }
 
 inline std::uint32_t transpose_matrix(std::uint32_t v, Where where = Where::current()) {
+  emu::current_block().require(Word::transpose_matrix, where);
   Shuffled<std::uint32_t> mine{v, 0, v};
   emu::warp_collective(Word::shuffle, mine, where,
                        [](emu::Block&, emu::Arguments<Shuffled<std::uint32_t>> lanes) {

@@ -23,9 +23,17 @@ using Clock = std::vector<std::uint32_t>;
 
 class Races {
  public:
+  Races() = default;
+  Races(const Races&) = delete;
+  Races& operator=(const Races&) = delete;
+
   static constexpr int kBarrierAgents = 16;
 
-  void prepare(int lanes, std::uint32_t bytes);
+  /// A block begins; `blocks`: so many, of a cluster, share these clocks.
+  void prepare(int lanes, std::uint32_t bytes, int blocks = 1);
+  /// The block of this rank shares the clocks of the cluster's first. Agents, offsets and times are
+  /// told as each block knows them; clocks (Clock) are of all.
+  void join(Races& first, int rank);
 
   int wgmma_agent(int warpgroup) const { return lanes_ + warpgroup; }
   int store_agent(int warp) const { return lanes_ + lanes_ / 128 + 1 + warp; }
@@ -47,15 +55,40 @@ class Races {
   std::uint32_t begin_for_all(int agent, int first);
   /// `agent` has seen the operations of `other` up to time `until`.
   void observe(int agent, int other, std::uint32_t until);
-  static void observe(Clock& clock, int other, std::uint32_t until);
-  Clock empty_clock() const { return Clock(2 * static_cast<std::size_t>(agents_), 0); }
+  void observe(Clock& clock, int other, std::uint32_t until) const {
+    std::uint32_t& time = clock[static_cast<std::size_t>(base_ + other)];
+    time = time > until ? time : until;
+  }
+  Clock empty_clock() const { return Clock(first_->stride_, 0); }
 
   // ---- Accesses: throw Error at a race ----
-  void read(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy, const Where& where);
-  void write(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy, const Where& where);
-  void atomic(std::uint32_t offset, std::uint32_t bytes, int agent, const Where& where);
+  void read(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy, const Where& where) {
+    first_->read_at(offset + memory_, bytes, base_ + agent, proxy, where);
+  }
+  void write(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy,
+             const Where& where) {
+    first_->write_at(offset + memory_, bytes, base_ + agent, proxy, where);
+  }
+  void atomic(std::uint32_t offset, std::uint32_t bytes, int agent, const Where& where) {
+    first_->atomic_at(offset + memory_, bytes, base_ + agent, where);
+  }
+  /// Ordinary accesses to the memory of `owner`, a block of the same cluster.
+  void read_of(const Races& owner, std::uint32_t offset, std::uint32_t bytes, int agent,
+               const Where& where) {
+    first_->read_at(offset + owner.memory_, bytes, base_ + agent, Proxy::generic, where);
+  }
+  void write_of(const Races& owner, std::uint32_t offset, std::uint32_t bytes, int agent,
+                const Where& where) {
+    first_->write_at(offset + owner.memory_, bytes, base_ + agent, Proxy::generic, where);
+  }
 
  private:
+  void read_at(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy,
+               const Where& where);
+  void write_at(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy,
+                const Where& where);
+  void atomic_at(std::uint32_t offset, std::uint32_t bytes, int agent, const Where& where);
+
   struct Write {
     Where where;
     std::uint32_t time = 0;
@@ -79,6 +112,7 @@ class Races {
   std::uint32_t& visible(int agent, int other) { return seen(agent, agents_ + other); }
   std::size_t width() const { return fences_ ? stride_ : static_cast<std::size_t>(agents_); }
   std::string agent_name(int agent) const;
+  std::string agent_name_in_block(int agent) const;
 
   // A granule is a 4-byte word, or one byte of a word that narrower accesses have split.
   template <class Visit>
@@ -96,7 +130,11 @@ class Races {
   [[noreturn]] void fail(std::uint32_t granule, const Access& by, const char* verb, int other,
                          const char* earlier, const Where* place) const;
 
-  int lanes_ = 0, agents_ = 0, groups_ = 0;
+  Races* first_ = this;       ///< whoever has the clocks
+  int base_ = 0;              ///< this block's agents begin there
+  std::uint32_t memory_ = 0;  ///< and its shared memory
+  int lanes_ = 0, block_agents_ = 0, blocks_ = 1;
+  int agents_ = 0, groups_ = 0;  ///< of all blocks
   std::size_t stride_ = 0;
   bool fences_ = false;  ///< whether the second halves of the clocks are in use
   std::uint32_t words_ = 0;

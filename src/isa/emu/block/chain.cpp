@@ -1,4 +1,4 @@
-#include "isa/emu/chain.hpp"
+#include "isa/emu/block/chain.hpp"
 
 #include <algorithm>
 

@@ -1,11 +1,11 @@
-#include "isa/emu/wgmma.hpp"
+#include "isa/emu/units/wgmma.hpp"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
 
-#include "isa/emu/async_engine.hpp"
-#include "isa/emu/matrix.hpp"
+#include "isa/emu/units/bulk.hpp"
+#include "isa/emu/units/matrix.hpp"
 #include "isa/isa.hpp"
 
 namespace qattn::emu {
@@ -72,11 +72,11 @@ void WgmmaUnit::reset() {
   }
 }
 
-std::string WgmmaUnit::check_end() const {
+std::string WgmmaUnit::check_end() {
   for (const Warpgroup& group : warpgroups_) {
-    if (!group.operations.empty()) {
+    if (!group.products.empty()) {
       return "the kernel ended with a wgmma in flight, issued at " +
-             describe(group.operations.front().where);
+             describe(group.products.operations().front().where);
     }
   }
   return {};
@@ -205,9 +205,9 @@ void WgmmaUnit::issue(const WgmmaShape& shape, Arguments<WgmmaArguments> lanes,
   check_operands(operation);
   operation.tile = find_tile(group, shape, lanes, where);
   ++group.tiles[static_cast<std::size_t>(operation.tile)].pending;
-  group.operations.push_back(std::move(operation));
-  if (block_.takes_effect_now()) {
-    for (Operation& o : group.operations) execute(group, o);  // they execute in order
+  group.products.begin(std::move(operation));
+  if (at_once()) {
+    for (Operation& o : group.products.operations()) execute(group, o);  // in order
   }
 }
 
@@ -281,12 +281,7 @@ void WgmmaUnit::execute(Warpgroup& group, Operation& operation) {
   if (isa::is_16bit(shape.a)) block_.stats.tensor_macs_16bit += macs;
 }
 
-void WgmmaUnit::commit() {
-  Warpgroup& group = mine();
-  int committed = 0;
-  for (int count : group.groups) committed += count;
-  group.groups.push_back(static_cast<int>(group.operations.size()) - committed);
-}
+void WgmmaUnit::commit() { mine().products.commit(); }
 
 void WgmmaUnit::finish(Warpgroup& group, Operation& operation, const Where& where) {
   execute(group, operation);
@@ -308,14 +303,8 @@ void WgmmaUnit::finish(Warpgroup& group, Operation& operation, const Where& wher
 
 void WgmmaUnit::wait(int groups, const Where& where) {
   Warpgroup& group = mine();
-  while (static_cast<int>(group.groups.size()) > groups) {
-    for (int i = 0; i < group.groups.front(); ++i) {
-      finish(group, group.operations.front(), where);
-      group.operations.pop_front();
-    }
-    group.groups.pop_front();
-  }
-  if (group.operations.empty()) group.tiles.clear();
+  group.products.wait(groups, [&](Operation& operation) { finish(group, operation, where); });
+  if (group.products.empty()) group.tiles.clear();
   group.fenced = false;
 }
 

@@ -1,4 +1,4 @@
-#include "isa/emu/races.hpp"
+#include "isa/emu/block/races.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -44,10 +44,16 @@ void raise(std::uint32_t* to, const std::uint32_t* from, std::size_t count) {
 
 }  // namespace
 
-void Races::prepare(int lanes, std::uint32_t bytes) {
-  const std::uint32_t words = (bytes + 3) / 4;
+void Races::prepare(int lanes, std::uint32_t bytes, int blocks) {
+  const std::uint32_t words = (bytes + 3) / 4 * static_cast<std::uint32_t>(blocks);
+  first_ = this;
+  base_ = 0;
+  memory_ = 0;
   lanes_ = lanes;
-  agents_ = barrier_agent(kBarrierAgents - 1) + 1;
+  blocks_ = blocks;
+  block_agents_ = barrier_agent(kBarrierAgents - 1) + 1;
+  if (blocks > 1) block_agents_ = (block_agents_ + 31) / 32 * 32;  // a warp is one group of readers
+  agents_ = blocks * block_agents_;
   stride_ = 2 * static_cast<std::size_t>(agents_);
   fences_ = false;
   clocks_.assign(static_cast<std::size_t>(agents_) * stride_, 0);
@@ -67,20 +73,31 @@ void Races::prepare(int lanes, std::uint32_t bytes) {
   atomics_.clear();
 }
 
+void Races::join(Races& first, int rank) {
+  first_ = &first;
+  lanes_ = first.lanes_;
+  base_ = rank * first.block_agents_;
+  memory_ = 4 * first.words_ / static_cast<std::uint32_t>(first.blocks_) *
+            static_cast<std::uint32_t>(rank);
+}
+
 // ---- Order
 // ---------------------------------------------------------------------------------------
 
 void Races::release(int agent, Clock& clock) {
+  if (first_ != this) return first_->release(base_ + agent, clock);
   if (clock.empty()) clock.assign(stride_, 0);
   raise(clock.data(), &seen(agent, 0), width());
   ++seen(agent, agent);
 }
 
 void Races::acquire(int agent, const Clock& clock) {
+  if (first_ != this) return first_->acquire(base_ + agent, clock);
   if (!clock.empty()) raise(&seen(agent, 0), clock.data(), width());
 }
 
 void Races::meet(int first, int count) {
+  if (first_ != this) return first_->meet(base_ + first, count);
   thread_local Clock all;
   all.assign(stride_, 0);
   for (int a = first; a < first + count; ++a) raise(all.data(), &seen(a, 0), width());
@@ -91,18 +108,21 @@ void Races::meet(int first, int count) {
 }
 
 void Races::fence_async(int agent) {
+  if (first_ != this) return first_->fence_async(base_ + agent);
   fences_ = true;
   raise(&visible(agent, 0), &seen(agent, 0), static_cast<std::size_t>(agents_));
   ++seen(agent, agent);
 }
 
 std::uint32_t Races::begin(int agent, int issuer) {
+  if (first_ != this) return first_->begin(base_ + agent, base_ + issuer);
   const std::uint32_t time = seen(agent, agent) + 1;
   std::copy_n(&seen(issuer, 0), width(), &seen(agent, 0));
   return seen(agent, agent) = time;
 }
 
 std::uint32_t Races::begin_for_all(int agent, int first) {
+  if (first_ != this) return first_->begin_for_all(base_ + agent, base_ + first);
   const std::uint32_t time = seen(agent, agent) + 1;
   std::uint32_t* common = &seen(agent, 0);
   std::copy_n(&seen(first, 0), width(), common);
@@ -114,12 +134,8 @@ std::uint32_t Races::begin_for_all(int agent, int first) {
 }
 
 void Races::observe(int agent, int other, std::uint32_t until) {
+  if (first_ != this) return first_->observe(base_ + agent, base_ + other, until);
   std::uint32_t& time = seen(agent, other);
-  time = std::max(time, until);
-}
-
-void Races::observe(Clock& clock, int other, std::uint32_t until) {
-  std::uint32_t& time = clock[static_cast<std::size_t>(other)];
   time = std::max(time, until);
 }
 
@@ -177,13 +193,22 @@ void Races::visit_granules(std::uint32_t offset, std::uint32_t bytes, Visit visi
 }
 
 std::uint32_t Races::offset_of(std::uint32_t granule) const {
-  return granule < words_ ? 4 * granule : granule - words_;
+  const std::uint32_t bytes = 4 * words_ / static_cast<std::uint32_t>(blocks_);
+  return (granule < words_ ? 4 * granule : granule - words_) % bytes;
 }
 
 // ---- Accesses
 // ------------------------------------------------------------------------------------
 
 std::string Races::agent_name(int agent) const {
+  if (blocks_ > 1) {
+    const std::string of_block = text(" of block %d of the cluster", agent / block_agents_);
+    return agent_name_in_block(agent % block_agents_) + of_block;
+  }
+  return agent_name_in_block(agent);
+}
+
+std::string Races::agent_name_in_block(int agent) const {
   if (agent < lanes_) return text("thread %d", agent);
   if (agent < store_agent(0)) return text("wgmma of warpgroup %d", agent - lanes_);
   if (agent < barrier_agent(0)) return text("a bulk store of warp %d", agent - store_agent(0));
@@ -208,10 +233,10 @@ void Races::check_writers(std::uint32_t granule, const Access& by, Proxy proxy, 
   if (proxy == Proxy::async && last.proxy == Proxy::generic &&
       visible(by.agent, last.agent) < last.time) {
     throw Error(
-        text("%s %s shared memory +0x%x at %s, written by thread %d at %s without "
+        text("%s %s shared memory +0x%x at %s, written by %s at %s without "
              "fence_async_proxy between",
              agent_name(by.agent).c_str(), verb, offset_of(granule), describe(by.where).c_str(),
-             last.agent, describe(last.where).c_str()));
+             agent_name(last.agent).c_str(), describe(last.where).c_str()));
   }
 }
 
@@ -278,8 +303,8 @@ void Races::record_read(std::uint32_t granule, const Access& by) {
   }
 }
 
-void Races::read(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy,
-                 const Where& where) {
+void Races::read_at(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy,
+                    const Where& where) {
   const Access by{agent, seen(agent, agent), where};
   visit_granules(offset, bytes, [&](std::uint32_t granule) {
     check_writers(granule, by, proxy, "reads");
@@ -288,8 +313,8 @@ void Races::read(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy pro
   });
 }
 
-void Races::write(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy,
-                  const Where& where) {
+void Races::write_at(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy,
+                     const Where& where) {
   const Access by{agent, seen(agent, agent), where};
   const Write now{where, by.time, static_cast<std::uint16_t>(agent), proxy, false};
   visit_granules(offset, bytes, [&](std::uint32_t granule) {
@@ -309,7 +334,7 @@ void Races::write(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy pr
   }
 }
 
-void Races::atomic(std::uint32_t offset, std::uint32_t bytes, int agent, const Where& where) {
+void Races::atomic_at(std::uint32_t offset, std::uint32_t bytes, int agent, const Where& where) {
   const Access by{agent, seen(agent, agent), where};
   visit_granules(offset, bytes, [&](std::uint32_t granule) {
     check_writers(granule, by, Proxy::generic, "updates");

@@ -1,7 +1,7 @@
 // mbarriers: arrivals, bytes, phases.
-#include <algorithm>
+#include "isa/emu/units/mbarriers.hpp"
 
-#include "isa/emu/async_engine.hpp"
+#include <algorithm>
 
 namespace qattn::emu {
 namespace {
@@ -12,39 +12,32 @@ unsigned offset(std::uint32_t address) { return SharedMemory::offset(address); }
 
 }  // namespace
 
-void AsyncEngine::reset() {
-  mbarriers_.clear();
-  loads_.clear();
-  stores_.assign(static_cast<std::size_t>(block_.threads()), {});
-}
-
-void AsyncEngine::init(std::uint32_t address, int arrivals, const Where& where) {
+void Mbarriers::init(std::uint32_t address, int arrivals, const Where& where) {
   block_.count(Word::mbarrier_init);
   if (arrivals < 1 || arrivals > kLargestCount) {
-    throw Error(text("mbarrier_init: %d arrivals, at %s", arrivals, describe(where).c_str()));
+    throw Error(text("mbarrier_init: %d arrivals, at %s", arrivals, emu::describe(where).c_str()));
   }
   block_.write_as(current_lane->thread, address, 8, "mbarrier_init", where);
   block_.shared().mark(address, 8, ByteState::mbarrier);
   Mbarrier barrier;
-  barrier.index = static_cast<int>(mbarriers_.size());
+  barrier.index = static_cast<int>(all_.size());
   barrier.count = barrier.pending = arrivals;
   barrier.initialiser = current_lane->thread;
-  mbarriers_[address] = barrier;
+  all_[address] = barrier;
 }
 
-void AsyncEngine::fence_init() {
-  for (auto& [address, barrier] : mbarriers_) {
+void Mbarriers::fence_init() {
+  for (auto& [address, barrier] : all_) {
     if (barrier.initialiser == current_lane->thread) barrier.fenced = true;
   }
 }
 
-AsyncEngine::Mbarrier& AsyncEngine::find(std::uint32_t address, const char* what,
-                                         const Where& where) {
+Mbarrier& Mbarriers::find(std::uint32_t address, const char* what, const Where& where) {
   block_.shared().check_place(address, 8, 8, what, where);
-  const auto it = mbarriers_.find(address);
-  if (it == mbarriers_.end()) {
+  const auto it = all_.find(address);
+  if (it == all_.end()) {
     throw Error(text("%s: no mbarrier was initialised at shared memory +0x%x, at %s", what,
-                     offset(address), describe(where).c_str()));
+                     offset(address), emu::describe(where).c_str()));
   }
   // Whoever uses it must come after its initialisation.
   if (block_.options().races) {
@@ -53,10 +46,10 @@ AsyncEngine::Mbarrier& AsyncEngine::find(std::uint32_t address, const char* what
   return it->second;
 }
 
-void AsyncEngine::complete_phase(std::uint32_t address, Mbarrier& barrier, const Where& where) {
+void Mbarriers::end_phase(std::uint32_t address, Mbarrier& barrier, const Where& where) {
   if (barrier.pending < 0) {
     throw Error(text("mbarrier +0x%x: more arrivals than its %d in phase %u, at %s",
-                     offset(address), barrier.count, barrier.phase, describe(where).c_str()));
+                     offset(address), barrier.count, barrier.phase, emu::describe(where).c_str()));
   }
   if (barrier.pending > 0 || barrier.missing_bytes != 0) return;
   ++barrier.phase;
@@ -67,31 +60,31 @@ void AsyncEngine::complete_phase(std::uint32_t address, Mbarrier& barrier, const
   barrier.waiting.clear();
 }
 
-void AsyncEngine::arrive(std::uint32_t address, const Where& where) {
+void Mbarriers::arrive(std::uint32_t address, const Where& where) {
   block_.count(Word::mbarrier_arrive);
   Mbarrier& barrier = find(address, "mbarrier_arrive", where);
   const int thread = current_lane->thread;
   if (std::count(barrier.arrived.begin(), barrier.arrived.end(), thread)) {
     throw Error(text("mbarrier +0x%x: thread %d arrives twice in phase %u, at %s", offset(address),
-                     thread, barrier.phase, describe(where).c_str()));
+                     thread, barrier.phase, emu::describe(where).c_str()));
   }
   barrier.arrived.push_back(thread);
   if (block_.options().races) block_.races().release(thread, barrier.arriving);
   --barrier.pending;
-  complete_phase(address, barrier, where);
+  end_phase(address, barrier, where);
 }
 
-void AsyncEngine::expect(std::uint32_t address, std::uint32_t bytes, const Where& where) {
+void Mbarriers::expect(std::uint32_t address, std::uint32_t bytes, const Where& where) {
   Mbarrier& barrier = find(address, "mbarrier_expect", where);
   barrier.missing_bytes += bytes;
   if (barrier.missing_bytes > kLargestCount) {
     throw Error(text("mbarrier +0x%x: %lld bytes expected, more than it counts, at %s",
                      offset(address), static_cast<long long>(barrier.missing_bytes),
-                     describe(where).c_str()));
+                     emu::describe(where).c_str()));
   }
 }
 
-void AsyncEngine::wait(std::uint32_t address, std::uint32_t parity, const Where& where) {
+void Mbarriers::wait(std::uint32_t address, std::uint32_t parity, const Where& where) {
   block_.count(Word::mbarrier_wait);
   Mbarrier& barrier = find(address, "mbarrier_wait", where);
   while ((barrier.phase & 1) == (parity & 1)) {
@@ -101,7 +94,7 @@ void AsyncEngine::wait(std::uint32_t address, std::uint32_t parity, const Where&
   if (block_.options().races) block_.races().acquire(current_lane->thread, barrier.completed);
 }
 
-bool AsyncEngine::test(std::uint32_t address, std::uint32_t parity, const Where& where) {
+bool Mbarriers::test(std::uint32_t address, std::uint32_t parity, const Where& where) {
   block_.count(Word::mbarrier_wait);
   Mbarrier& barrier = find(address, "mbarrier_test", where);
   if ((barrier.phase & 1) == (parity & 1)) {
@@ -112,8 +105,8 @@ bool AsyncEngine::test(std::uint32_t address, std::uint32_t parity, const Where&
   return true;
 }
 
-std::string AsyncEngine::describe_mbarrier(std::uint32_t address, std::uint32_t parity) {
-  const Mbarrier& b = mbarriers_[address];
+std::string Mbarriers::describe(std::uint32_t address, std::uint32_t parity) {
+  const Mbarrier& b = all_[address];
   return text(
       "wait at mbarrier +0x%x for parity %u: phase %u lacks %d of %d arrivals and %lld "
       "bytes",
@@ -121,27 +114,33 @@ std::string AsyncEngine::describe_mbarrier(std::uint32_t address, std::uint32_t 
       static_cast<long long>(b.missing_bytes));
 }
 
-std::string AsyncEngine::check_end() {
-  if (!loads_.empty()) {
-    return text("the kernel ended with %zu bulk loads in flight, one from %s", loads_.size(),
-                describe(loads_.front().where).c_str());
+Mbarrier& Mbarriers::ready(std::uint32_t address, const char* what, const Where& where) {
+  Mbarrier& barrier = find(address, what, where);
+  if (!barrier.fenced) {
+    throw Error(text("%s: mbarrier +0x%x was initialised without fence_mbarrier_init, at %s", what,
+                     offset(address), emu::describe(where).c_str()));
   }
-  for (const auto& [address, b] : mbarriers_) {
+  return barrier;
+}
+
+void Mbarriers::complete(std::uint32_t address, std::uint32_t bytes, int agent, std::uint32_t time,
+                         const Where& where) {
+  Mbarrier& barrier = all_.at(address);
+  if (block_.options().races) {
+    if (barrier.arriving.empty()) barrier.arriving = block_.races().empty_clock();
+    block_.races().observe(barrier.arriving, agent, time);
+  }
+  barrier.missing_bytes -= bytes;
+  end_phase(address, barrier, where);
+}
+
+std::string Mbarriers::check_end() {
+  for (const auto& [address, b] : all_) {
     if (b.pending != b.count || b.missing_bytes != 0) {
       return text(
           "the kernel ended in the middle of a phase: mbarrier +0x%x phase %u lacks %d of "
           "%d arrivals and %lld bytes",
           offset(address), b.phase, b.pending, b.count, static_cast<long long>(b.missing_bytes));
-    }
-  }
-  for (StoreGroups& thread : stores_) {
-    for (Store& store : thread.stores) {
-      if (!store.read) {
-        return "the kernel ended while a bulk store may still read shared memory: no "
-               "bulk_wait_read after the one from " +
-               describe(store.transfer.where);
-      }
-      write_store(store);
     }
   }
   return {};

@@ -3,10 +3,9 @@
 
 #include <array>
 #include <cstdint>
-#include <deque>
 #include <vector>
 
-#include "isa/emu/block.hpp"
+#include "isa/emu/units/unit.hpp"
 
 namespace qattn::isa {
 enum class Element;
@@ -36,11 +35,11 @@ std::uint64_t make_descriptor(std::uint32_t address, std::uint32_t leading_bytes
 
 /// Accumulators belong to the hardware from the wgmma to the wait that completes it: meanwhile the
 /// lanes' variables hold poison, and must stay where they are.
-class WgmmaUnit {
+class WgmmaUnit final : public AsyncUnit {
  public:
-  explicit WgmmaUnit(Block& block) : block_(block) {}
-  void reset();
-  std::string check_end() const;
+  using AsyncUnit::AsyncUnit;
+  void reset() override;
+  std::string check_end() override;
 
   // Each once per warpgroup, by its last lane to arrive.
   void fence();
@@ -70,8 +69,7 @@ class WgmmaUnit {
   struct Warpgroup {
     bool fenced = false;
     std::vector<Tile> tiles;
-    std::deque<Operation> operations;  ///< committed groups first, then the open one
-    std::deque<int> groups;
+    Groups<Operation> products;
     int registers = 0;
   };
 
@@ -89,7 +87,6 @@ class WgmmaUnit {
   void execute(Warpgroup& group, Operation& operation);
   void finish(Warpgroup& group, Operation& operation, const Where& where);
 
-  Block& block_;
   std::array<Warpgroup, 8> warpgroups_;
 };
 

@@ -1,0 +1,29 @@
+// What the code of a kernel is for.
+#pragma once
+
+namespace qattn::isa {
+
+/// A GPU by its maker's number, 90 for sm_90 and 942 for gfx942; `specific`: code that no other GPU
+/// runs, with what only such code may use (sm_90a).
+struct Target {
+  int number = 80;
+  bool specific = false;
+};
+
+inline constexpr Target sm_80{80}, sm_89{89}, sm_90{90}, sm_90a{90, true}, gfx942{942, true};
+
+/// Numbers of AMD begin with 900, and NVIDIA's are far below.
+constexpr int first_amd = 900;
+constexpr bool is_amd(int number) { return number >= first_amd; }
+constexpr bool is_amd(Target t) { return is_amd(t.number); }
+
+/// Lanes of a warp, which AMD calls a wavefront.
+constexpr int lanes_of_warp(int gpu) { return is_amd(gpu) ? 64 : 32; }
+
+/// Does a GPU run such code?
+constexpr bool runs_on(Target code, int gpu) {
+  if (is_amd(code) != is_amd(gpu)) return false;
+  return code.specific ? code.number == gpu : code.number <= gpu;
+}
+
+}  // namespace qattn::isa
