@@ -1,12 +1,16 @@
 # qattn_cuda_instances(OUT TEMPLATE file LIST file GROUP n): one source in the build tree for every
 # n lines `QATTN_INSTANCE(...)` of LIST; @INSTANCE@ in TEMPLATE stands for the lines. OUT gets the
-# names. Every kernel is a few seconds to minutes of nvcc, and sources compile in parallel.
+# names, which begin with those of LIST's directory and LIST. Every kernel is a few seconds to
+# minutes of nvcc, and sources compile in parallel.
 function(qattn_cuda_instances out)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "TEMPLATE;LIST;GROUP" "")
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${arg_LIST})
   # Not file(STRINGS) alone: brackets and semicolons in a line would confuse CMake's lists.
   file(STRINGS ${arg_LIST} lines REGEX "^QATTN_INSTANCE\\(")
   get_filename_component(stem ${arg_LIST} NAME_WE)
+  get_filename_component(directory ${arg_LIST} DIRECTORY)
+  get_filename_component(directory ${directory} NAME)
+  string(PREPEND stem ${directory}_)
   set(sources "")
   set(INSTANCE "")
   set(count 0)

@@ -10,8 +10,8 @@
 #include <system_error>
 #include <utility>
 
-#include "kernels/attn_prefill/gpu.hpp"
-#include "kernels/attn_prefill/spread.hpp"
+#include "kernels/attention/gpu.hpp"
+#include "kernels/attention/schedule/split_kv.hpp"
 
 using namespace qattn;
 

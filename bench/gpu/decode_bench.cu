@@ -6,7 +6,7 @@
 // Build, in the repository:
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -cudart static -Isrc -Iinclude
 //     -gencode arch=compute_90a,code=sm_90a -x cu bench/gpu/decode_bench.cu
-//     src/kernels/attn_decode/sm80.cpp src/backends/cuda/device.cu src/core/status.cpp
+//     src/kernels/decode/mixed_kv/host.cpp src/backends/cuda/device.cu src/core/status.cpp
 //     -o decode_bench
 #include <cuda_runtime.h>
 
@@ -24,10 +24,10 @@
 #include "decode_cache.cuh"
 #include "formats/f16.hpp"
 #include "formats/hadamard.hpp"
-#include "formats/kv.hpp"
-#include "kernels/attn_decode/sm80_launch.cuh"
+#include "formats/kv/codes.hpp"
+#include "kernels/decode/mixed_kv/launch.cuh"
 // clang-format off: the kernels, behind what makes them
-#include "kernels/attn_decode/sm80_decode_instances.inc"
+#include "kernels/decode/mixed_kv/instances.inc"
 // clang-format on
 
 namespace {

@@ -3,7 +3,7 @@
 //   encode_bench [result.json]
 // Build: nvcc -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr -cudart static -Isrc -Iinclude
 //   -gencode arch=compute_90a,code=sm_90a bench/gpu/encode_bench.cu -x cu
-//   src/kernels/quantize/prepare.cpp src/backends/cuda/device.cu libqattn.a -lgomp -ldl
+//   src/kernels/quantize/gpu/prepare.cpp src/backends/cuda/device.cu libqattn.a -lgomp -ldl
 //   -o encode_bench
 #include <cuda_runtime.h>
 
@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "formats/bf16.hpp"
-#include "kernels/quantize/encode.cuh"
-#include "kernels/quantize/prepare.hpp"
+#include "kernels/quantize/gpu/encode.cuh"
+#include "kernels/quantize/gpu/prepare.hpp"
 #include "qattn/quantize.hpp"
 
 namespace {

@@ -1,9 +1,9 @@
-// Step 5 of the course: what the portable kernel does (src/kernels/attn_prefill/sm80.cuh), for one
-// head and without its features. Q and K are codes of 8 bits with a scale a token, as quantize()
-// makes them. P is u8, 255 times the weight relative to the largest of its row in this tile, with
-// the scale of V's token in it; V is s8, one row a channel. Both products are exact sums of
-// integers of 32 bits, and half as many instructions as in f16. Copies run under products: V of a
-// tile arrives under Q K, K of the next tile under the softmax and P V.
+// Step 5 of the course: what the portable kernel does (src/kernels/attention/sm80/kernel.cuh), for
+// one head and without its features. Q and K are codes of 8 bits with a scale a token, as
+// quantize() makes them. P is u8, 255 times the weight relative to the largest of its row in this
+// tile, with the scale of V's token in it; V is s8, one row a channel. Both products are exact sums
+// of integers of 32 bits, and half as many instructions as in f16. Copies run under products: V of
+// a tile arrives under Q K, K of the next tile under the softmax and P V.
 //
 // What to see: half of the instructions on tensor cores, fewer bytes, and an error of 1e-2. The
 // order of keys along the second product is free if P and V have the same: the one in which

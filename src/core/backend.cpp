@@ -8,7 +8,7 @@
 #include <mutex>
 
 #include "core/guarded.hpp"
-#include "kernels/attn_prefill/cpu.hpp"
+#include "kernels/attention/cpu/kernel.hpp"
 
 namespace qattn {
 namespace detail {

@@ -1,6 +1,6 @@
 // Part of libqattn and of every backend's library: the two compare their texts.
 #include "core/backend.hpp"
-#include "kernels/quantize/quantize_check.hpp"
+#include "kernels/quantize/host/quantize_check.hpp"
 #include "kvcache/gpu/device_ops.hpp"
 
 namespace qattn::detail {

@@ -6,10 +6,10 @@
 
 #include "core/threads.hpp"
 #include "formats/bits.hpp"
-#include "kernels/quantize/rows.hpp"
+#include "kernels/quantize/host/rows.hpp"
 #include "kvcache/allocator.hpp"
-#include "kvcache/key_size.hpp"
-#include "kvcache/key_sums.hpp"
+#include "kvcache/keys/size.hpp"
+#include "kvcache/keys/sums.hpp"
 #include "kvcache/pages.hpp"
 #include "kvcache/tensors.hpp"
 

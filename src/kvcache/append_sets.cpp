@@ -5,8 +5,8 @@
 #include "core/threads.hpp"
 #include "formats/bits.hpp"
 #include "kvcache/append.hpp"
-#include "kvcache/key_size.hpp"
-#include "kvcache/key_sums.hpp"
+#include "kvcache/keys/size.hpp"
+#include "kvcache/keys/sums.hpp"
 #include "kvcache/prices.hpp"
 #include "kvcache/tensors.hpp"
 

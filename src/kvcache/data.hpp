@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "formats/kv_layout.hpp"
+#include "formats/kv/layout.hpp"
 #include "kernels/cpu/words.hpp"
 #include "kvcache/entry.hpp"
-#include "kvcache/key_drift.hpp"
+#include "kvcache/keys/drift.hpp"
 #include "kvcache/pool.hpp"
 #include "qattn/kv_cache.hpp"
 
@@ -22,7 +22,7 @@ inline constexpr std::int64_t most_tokens = std::int64_t{1} << 30;
 
 using Table = std::vector<Entry>;
 
-/// What pages are moved by before they are quantised (kvcache/key_drift.hpp); none until a page is
+/// What pages are moved by before they are quantised (kvcache/keys/drift.hpp); none until a page is
 /// quantised, and where the options ask for none of them. A head need not have all sets.
 struct Sets {
   std::int64_t count = 0, heads = 0;

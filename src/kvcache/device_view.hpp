@@ -5,9 +5,9 @@
 
 #include <cstdint>
 
-#include "formats/kv_layout.hpp"
+#include "formats/kv/layout.hpp"
 #include "kvcache/entry.hpp"
-#include "kvcache/key_drift.hpp"
+#include "kvcache/keys/drift.hpp"
 
 namespace qattn::kv {
 
@@ -65,7 +65,7 @@ struct DeviceCache {
   Entry* entries = nullptr;            ///< [slots][layers][heads_kv][most_pages], by `first`
   std::int32_t* counts = nullptr;      ///< [slots][layers][heads_kv] entries in use
   std::int32_t* lengths = nullptr;     ///< [slots][layers] tokens
-  std::int32_t* set_counts = nullptr;  ///< [slots][layers] sets in use (kvcache/key_drift.hpp)
+  std::int32_t* set_counts = nullptr;  ///< [slots][layers] sets in use (kvcache/keys/drift.hpp)
   float* k_means = nullptr;            ///< [slots][layers][sets][heads_kv][d]; zeros until then
   /// Likewise: exponents of what K is divided by. With balance_k alone.
   std::uint8_t* k_shifts = nullptr;

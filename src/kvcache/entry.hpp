@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "formats/hd.hpp"
-#include "formats/kv_layout.hpp"
+#include "formats/kv/layout.hpp"
 
 namespace qattn::kv {
 

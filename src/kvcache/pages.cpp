@@ -5,9 +5,9 @@
 #include <cstring>
 
 #include "formats/bf16.hpp"
-#include "formats/kv_quantize.hpp"
-#include "kernels/quantize/kv_rows.hpp"
-#include "kernels/quantize/rows.hpp"
+#include "formats/kv/quantize.hpp"
+#include "kernels/quantize/host/kv_rows.hpp"
+#include "kernels/quantize/host/rows.hpp"
 
 namespace qattn::kv {
 namespace {

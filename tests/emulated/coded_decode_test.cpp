@@ -1,4 +1,4 @@
-// Decode over K and V that come as 8-bit codes (kernels/attn_decode/sm80_coded.cuh): what is read
+// Decode over K and V that come as 8-bit codes (kernels/decode/uniform8/kernel.cuh): what is read
 // in place gives what the semantic model gives, and pages give what rows do.
 #include <gtest/gtest.h>
 

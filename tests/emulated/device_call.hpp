@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "isa/emu/options.hpp"
-#include "kernels/attn_decode/sm80.hpp"
+#include "kernels/decode/mixed_kv/host.hpp"
 #include "kvcache/decode_case.hpp"
 
 namespace qattn::test {

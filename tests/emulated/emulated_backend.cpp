@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "isa/launch.hpp"
-#include "kernels/attn_prefill/gpu.hpp"
-#include "kernels/attn_prefill/spread.hpp"
+#include "kernels/attention/gpu.hpp"
+#include "kernels/attention/schedule/split_kv.hpp"
 #include "kernels/kv_append/kv_device.hpp"
 
 namespace qattn::test {

@@ -8,7 +8,7 @@
 #include "conformance/runner.hpp"
 #include "core/backend.hpp"
 #include "isa/emu/options.hpp"
-#include "kernels/attn_prefill/gpu.hpp"
+#include "kernels/attention/gpu.hpp"
 
 namespace qattn::test {
 

@@ -509,7 +509,7 @@ std::vector<Cell> hopper_cells() {
     all.push_back(std::move(cell));
   };
 #define QATTN_INSTANCE(D, QK, PV, ...) instance(D, #QK, #PV, __VA_ARGS__);
-#include "kernels/attn_prefill/sm90a_instances.inc"
+#include "kernels/attention/sm90a/instances.inc"
 #undef QATTN_INSTANCE
   return all;
 }
@@ -526,7 +526,7 @@ std::vector<InstanceCell> instance_cells() {
         {std::move(cell), std::string(general ? "general" : "plain") + " d" + std::to_string(d)});
   };
 #define QATTN_INSTANCE(D, QK, PV, GENERAL) instance(D, #QK, #PV, GENERAL);
-#include "kernels/attn_prefill/sm80_instances.inc"
+#include "kernels/attention/sm80/instances.inc"
 #undef QATTN_INSTANCE
   return all;
 }

@@ -30,10 +30,10 @@ std::vector<Cell> covering_cells();
 std::vector<Cell> all_cells();
 
 /// What Hopper's kernels do without the portable one: windows, masks, pages and block masks of
-/// 16-bit V, block masks of all recipes, and a call for every line of sm90a_instances.inc.
+/// 16-bit V, block masks of all recipes, and a call for every line of sm90a/instances.inc.
 std::vector<Cell> hopper_cells();
 
-/// One call for every line of sm80_instances.inc; the plan's text must begin its variant so.
+/// One call for every line of sm80/instances.inc; the plan's text must begin its variant so.
 struct InstanceCell {
   Cell cell;
   std::string variant;

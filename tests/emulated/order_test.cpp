@@ -1,6 +1,4 @@
 // The order in which kernels take their works (WorkOrder): each once, and shared out evenly.
-#include "kernels/attn_prefill/order.hpp"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,7 +6,8 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/attn_prefill/rows.cuh"
+#include "kernels/attention/common/rows.cuh"
+#include "kernels/attention/schedule/tile_scheduler.hpp"
 
 namespace qattn::kernels {
 namespace {

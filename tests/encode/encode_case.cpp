@@ -8,7 +8,7 @@
 
 #include "formats/bf16.hpp"
 #include "formats/f16.hpp"
-#include "kernels/quantize/prepare_facts.hpp"
+#include "kernels/quantize/gpu/prepare_facts.hpp"
 
 namespace qattn::encode_test {
 namespace {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "encode_case.hpp"
-#include "kernels/quantize/seen.hpp"
+#include "kernels/quantize/gpu/seen.hpp"
 
 namespace qattn::encode_test {
 

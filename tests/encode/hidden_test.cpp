@@ -11,7 +11,7 @@
 #include "formats/scale.hpp"
 #include "hidden_case.hpp"
 #include "kernels/cpu/words.hpp"
-#include "kernels/quantize/rows.hpp"
+#include "kernels/quantize/host/rows.hpp"
 #include "kernels/quantize/scale_groups.hpp"
 
 namespace qattn::encode_test {

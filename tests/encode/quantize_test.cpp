@@ -9,7 +9,7 @@
 
 #include "formats/bf16.hpp"
 #include "formats/f16.hpp"
-#include "kernels/quantize/quantize_device.hpp"
+#include "kernels/quantize/gpu/quantize_device.hpp"
 
 namespace qattn {
 namespace {

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "formats/int8.hpp"
-#include "formats/kv.hpp"
+#include "formats/kv/codes.hpp"
 #include "oracle.hpp"
 
 namespace qattn::formats {

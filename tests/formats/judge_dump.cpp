@@ -14,7 +14,7 @@
 #include "formats/e5m2.hpp"
 #include "formats/f16.hpp"
 #include "formats/int8.hpp"
-#include "formats/kv.hpp"
+#include "formats/kv/codes.hpp"
 #include "formats/ue8m0.hpp"
 
 namespace {

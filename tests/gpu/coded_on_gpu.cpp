@@ -1,4 +1,4 @@
-// Decode over codes of K and V (kernels/attn_decode/sm80_coded.cuh) on a GPU: every case of the
+// Decode over codes of K and V (kernels/decode/uniform8/kernel.cuh) on a GPU: every case of the
 // table against the semantic model.
 //   coded_on_gpu [--exact] [--run-only]: as sanitize_kernels has them
 #include <algorithm>

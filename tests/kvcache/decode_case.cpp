@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "formats/f16.hpp"
-#include "formats/kv_quantize.hpp"
+#include "formats/kv/quantize.hpp"
 #include "kvcache/data.hpp"
 
 namespace qattn::test {

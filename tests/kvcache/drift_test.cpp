@@ -1,4 +1,4 @@
-// Keys and values that drift after the first page was quantised (kvcache/key_drift.hpp).
+// Keys and values that drift after the first page was quantised (kvcache/keys/drift.hpp).
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -7,10 +7,10 @@
 #include <set>
 
 #include "formats/hadamard.hpp"
-#include "formats/kv_layout.hpp"
-#include "formats/kv_quantize.hpp"
-#include "kernels/quantize/kv_rows.hpp"
-#include "kernels/quantize/rows.hpp"
+#include "formats/kv/layout.hpp"
+#include "formats/kv/quantize.hpp"
+#include "kernels/quantize/host/kv_rows.hpp"
+#include "kernels/quantize/host/rows.hpp"
 #include "kvcache/plain_quantizer.hpp"
 #include "support/isas.hpp"
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/quantize/quantize_check.hpp"
+#include "kernels/quantize/host/quantize_check.hpp"
 #include "qattn/qattn.h"
 #include "qattn/qattn.hpp"
 

@@ -6,11 +6,11 @@
 
 #include "core/backend.hpp"
 #include "isa/launch.hpp"
-#include "kernels/attn_prefill/gpu.hpp"
+#include "kernels/attention/gpu.hpp"
 #include "kernels/kv_append/kv_device.hpp"
-#include "kernels/quantize/quantize_check.hpp"
-#include "kernels/quantize/quantize_device.hpp"
-#include "tile/sequence.hpp"
+#include "kernels/quantize/host/quantize_check.hpp"
+#include "kernels/quantize/gpu/quantize_device.hpp"
+#include "kernels/attention/common/sequence.hpp"
 
 namespace qattn {
 namespace {

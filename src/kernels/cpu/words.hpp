@@ -86,7 +86,7 @@ struct CodeRows {
   std::int64_t stride;
 };
 
-// --- The KV cache's codes (formats/kv_layout.hpp, formats/kv_quantize.hpp) -----------------------
+// --- The KV cache's codes (formats/kv/layout.hpp, formats/kv/quantize.hpp) -----------------------
 
 /// Rows of sixteen-bit fixed point as two planes of s8: x = scale * (128 * high + low), row r's
 /// high plane in row 2 r of an s8 array, its low plane in row 2 r + 1.

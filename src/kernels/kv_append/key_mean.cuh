@@ -1,14 +1,14 @@
-// K's mean of every channel and what it is divided by (kvcache/key_balance.hpp), when pages of a
+// K's mean of every channel and what it is divided by (kvcache/keys/balance.hpp), when pages of a
 // (slot, layer) are quantised: of the keys behind the sinks that are in 16 bits or new, those that
-// kvcache/key_size.hpp lets count. V's mean likewise. They are the layer's first set, or one more
-// where what is quantised has drifted (kvcache/key_drift.hpp). Before WritePages: what is quantised
-// then lies in 16 bits now.
+// kvcache/keys/size.hpp lets count. V's mean likewise. They are the layer's first set, or one more
+// where what is quantised has drifted (kvcache/keys/drift.hpp). Before WritePages: what is
+// quantised then lies in 16 bits now.
 #pragma once
 
 #include "kernels/kv_append/params.hpp"
 #include "kernels/kv_append/row.cuh"
-#include "kvcache/key_drift.hpp"
-#include "kvcache/key_size.hpp"
+#include "kvcache/keys/drift.hpp"
+#include "kvcache/keys/size.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

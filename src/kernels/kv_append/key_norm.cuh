@@ -1,11 +1,11 @@
 // Importance of pages from their keys: the inverse of the mean square of those that
-// kvcache/key_size.hpp lets count.
+// kvcache/keys/size.hpp lets count.
 #pragma once
 
 #include "kernels/kv_append/params.hpp"
 #include "kernels/kv_append/row.cuh"
 #include "kernels/kv_append/weights.cuh"
-#include "kvcache/key_size.hpp"
+#include "kvcache/keys/size.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

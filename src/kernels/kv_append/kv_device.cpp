@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "isa/launch.hpp"
-#include "kernels/attn_decode/sm80.hpp"
+#include "kernels/decode/mixed_kv/host.hpp"
 #include "kernels/kv_append/fork.cuh"
 #include "kernels/kv_append/key_mean.cuh"
 #include "kernels/kv_append/observe.cuh"

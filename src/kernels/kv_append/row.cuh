@@ -1,13 +1,13 @@
 // One row (a token of one head) in half a warp: lane s of sixteen holds channels s, s + 16, ..., so
-// that the sixteen sums of formats/kv_quantize.hpp are the lanes' own and are added in halves by
+// that the sixteen sums of formats/kv/quantize.hpp are the lanes' own and are added in halves by
 // exchanges. Codes, scales and rotations are those functions' bit for bit.
 #pragma once
 
 #include "formats/bf16.hpp"
 #include "formats/hadamard.hpp"
-#include "formats/kv_quantize.hpp"
+#include "formats/kv/quantize.hpp"
 #include "isa/isa.hpp"
-#include "kernels/quantize/input_kind.hpp"
+#include "kernels/quantize/gpu/input_kind.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

@@ -6,7 +6,7 @@
 
 #include "kernels/kv_append/params.hpp"
 #include "kernels/kv_append/row.cuh"
-#include "kvcache/key_balance.hpp"
+#include "kvcache/keys/balance.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

@@ -1,6 +1,6 @@
 // K's codes under a scale a channel, of every page that an append makes and whose K does not keep
 // its bits: what WritePages leaves out. Half a warp judges a token, then quantises a channel.
-// formats/kv_layout.hpp and kv_quantize.hpp say what is computed; the host's is the same bit for
+// formats/kv/layout.hpp and kv/quantize.hpp say what is computed; the host's is the same bit for
 // bit (src/kvcache/pages.cpp, encode_channels()).
 #pragma once
 

@@ -1,7 +1,7 @@
 // decode() of a GpuKvCache: checks on the host, then the backend's kernels.
 #include "core/guarded.hpp"
 #include "core/problem.hpp"
-#include "kernels/attn_decode/call.hpp"
+#include "kernels/decode/call.hpp"
 #include "kvcache/gpu/checks.hpp"
 #include "kvcache/tensors.hpp"
 

@@ -1,7 +1,7 @@
 // Files of a GpuKvCache: what the device holds becomes contents in host memory, which file.cpp of
 // the host's cache writes, and the other way round. Numbers of pages mean nothing in either; all
 // else that decides what calls do later lies in tables, lengths, means and counts of holders.
-#include "kvcache/file.hpp"
+#include "kvcache/file/file.hpp"
 
 #include <algorithm>
 #include <string>

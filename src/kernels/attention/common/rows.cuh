@@ -1,0 +1,444 @@
+// What prefill kernels know of their query rows, whatever multiplies the matrices: which rows and
+// keys a block works on, and what happens to scores before the softmax. How rows end: epilogue.cuh.
+//
+// A warp owns 16 M rows. Its accumulators lie as mma and wgmma leave them: x[m][n][i] of a lane is
+// row 16m + g + 8(i / 2), column 8n + 2t + i % 2, with g = lane / 4 and t = lane % 4.
+#pragma once
+
+#include "kernels/attention/common/params.hpp"
+#include "kernels/attention/common/copy.hpp"
+#include "kernels/attention/common/score.hpp"
+
+namespace qattn::kernels {
+
+using isa::Element;
+using isa::SharedAddress;
+
+inline constexpr float log2_255 = 7.99435343685885793f;
+
+inline namespace QATTN_TARGET {
+
+/// The part of the problem that a block works on.
+struct alignas(16) PrefillWork {
+  int b, head, kv_head, first_row;  ///< `head`: the first of p.pack
+  tile::Span q, k;
+  int key_begin, key_end;  ///< that any of the rows can see
+  int shift;               ///< Sk - Sq
+  int split;               ///< of the keys; negative: the rows are no part, and end in the kernel
+  std::int64_t q_slot, k_slot;
+};
+
+/// Q and K of sequence `b`, as index tensors have them.
+QATTN_DEVICE void locate_sequence(const PrefillParams& p, int b, tile::Span& q, tile::Span& k) {
+  q = tile::span_of(p.q, b);
+  k = tile::span_of(p.k, b);
+  k.bad |= q.length > p.mask_queries || k.length > p.mask_keys;
+}
+
+/// What PackedBlocks found; in order where nothing is packed.
+QATTN_DEVICE std::uint32_t verdict_of(const PrefillParams& p) {
+  return p.verdict == nullptr ? packed_in_order : isa::load_global(p.verdict);
+}
+
+/// Sequences that share tokens: nobody knows whose they are. All are bad, and packed queries have
+/// no rows.
+QATTN_DEVICE void heed_verdict(const PrefillParams& p, tile::Span& q, tile::Span& k) {
+  if (verdict_of(p) != packed_in_disorder) return;
+  q.bad = k.bad = true;
+  if (p.q.cu_seqlens != nullptr) q.rows = q.length = 0;
+}
+
+/// Where row `row` of sequence `b` and `head` lies among the rows of all parts, of its first split.
+/// Packed heads: rows are those of their tile. `q`: the sequence's.
+QATTN_DEVICE std::int64_t part_row(const PrefillParams& p, const tile::Span& q, int b, int head,
+                                   int row) {
+  const int size = p.parts.tile_rows, block = row / size;
+  std::int64_t pack = (std::int64_t{b} * p.q.heads + head) / p.pack, first = block;
+  if (p.q.cu_seqlens != nullptr) {
+    pack = head / p.pack, first += tile::first_block(p.q, q, b, size);
+  }
+  const std::int64_t part = (pack * p.q_blocks + first - p.whole) * p.splits;
+  return part * p.parts.rows + row - block * size;
+}
+
+/// Rows from the work's first on that exist, be they more than a block's; negative: none.
+QATTN_DEVICE int existing_rows(const PrefillParams& p, const PrefillWork& w) {
+  return static_cast<int>(w.q.length) * p.pack - w.first_row;
+}
+
+/// Leaves the work its split's share of the keys: as many tiles each as the rows can see in all.
+QATTN_DEVICE void take_split(const PrefillParams& p, PrefillWork& w) {
+  const int keys = w.key_end > w.key_begin ? w.key_end - w.key_begin : 0;
+  const int tiles = (keys + split_tile - 1) / split_tile;
+  const int share = (tiles + p.splits - 1) / p.splits * split_tile;
+  w.key_begin += w.split * share;
+  const int end = w.key_begin + share;
+  w.key_end = end < w.key_end ? end : w.key_end;
+}
+
+/// Where the order is folded (WorkOrder), multiprocessors take each second turn's works backwards.
+QATTN_DEVICE int unfold(const PrefillParams& p, int index) {
+  if (p.folded == 0) return index;
+  const int turn = index / p.folded, first = turn * p.folded;
+  const int works = p.works - first < p.folded ? p.works - first : p.folded;
+  return turn % 2 == 0 ? index : 2 * first + works - 1 - index;
+}
+
+/// Work number `index` of p.works, in blocks of `rows`; tiles of `keys`.
+QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows, int keys) {
+  PrefillWork w;
+  int block;
+  w.split = -1;
+  if (p.parts.out != nullptr && index >= p.whole) {
+    const int part = index - p.whole, before = part / p.splits;
+    w.split = part - before * p.splits, index = p.whole + before;
+  }
+  const int heads = p.pack > 1 ? p.q.heads / p.pack : p.q.heads;
+  const bool packed = p.packed_blocks != nullptr;
+  if (p.together > 0) {  // as WorkOrder says
+    index = unfold(p, index);
+    const int all = packed ? heads : heads * p.q.batches;
+    const int group = index / (p.together * p.q_blocks), first = group * p.together;
+    const int members = all - first < p.together ? all - first : p.together;
+    index -= first * p.q_blocks;
+    const int turn = index / members, head = first + index - turn * members;
+    block = (group + p.rising) % 2 == 0 ? p.q_blocks - 1 - turn : turn;
+    w.b = packed ? 0 : head / heads, w.head = head - w.b * heads;
+  } else {  // neighbours share K and V in L2
+    block = index % p.q_blocks, index /= p.q_blocks;
+    w.head = index % heads, w.b = index / heads;
+  }
+  w.first_row = block * rows;
+  if (packed) {
+    const auto place =
+        isa::load_global(reinterpret_cast<const isa::Words2*>(p.packed_blocks) + block);
+    w.b = static_cast<int>(place.w[0]), w.first_row = static_cast<int>(place.w[1]);
+  }
+  w.head *= p.pack;
+  w.kv_head = w.head / p.group;
+  locate_sequence(p, w.b, w.q, w.k);
+  heed_verdict(p, w.q, w.k);
+  w.q_slot = tile::first_slot(p.q, w.q, w.b);
+  w.k_slot = tile::first_slot(p.k, w.k, w.b);
+  w.shift = static_cast<int>(w.k.length - w.q.length);
+  const int length = static_cast<int>(w.k.length);
+  const int past = static_cast<int>(w.q.length) < w.first_row + rows ? static_cast<int>(w.q.length)
+                                                                     : w.first_row + rows;
+  const int end = p.window_right < 0 ? length : past + w.shift + p.window_right;
+  const int begin = p.window_left < 0 ? 0 : w.first_row + w.shift - p.window_left;
+  const bool none = past <= w.first_row || w.q.bad || w.k.bad;
+  w.key_end = none ? 0 : end < length ? end : length;
+  // Kernels with other tiles split keys at the same places: one does blocks of another again.
+  const int step = p.splits > 1 ? split_tile : keys;
+  w.key_begin = begin < 0 ? 0 : begin / step * step;
+  if (w.split >= 0) take_split(p, w);
+  return w;
+}
+
+/// `S` gives rows, keys, dv, m_tiles, warp_rows, n_tiles, d_tiles, out_channels, out_row, p_log2,
+/// wide_qk, wide_pv, u8, direct_sums: is P V of u8 in units of 2^-149? two_row_ends: is there a
+/// quick way to end usual rows? divides: by a division? and staged_rows: has a producer put what
+/// belongs to Q's rows into shared memory?
+template <class S>
+struct PrefillRows {
+  static constexpr int M = S::m_tiles, R = 2 * M;
+  using Scores = float[M][S::n_tiles][4];
+
+  const PrefillParams& p;
+  const PrefillWork& work;
+  int lane = isa::lane();
+  int warp;   ///< among those that own rows
+  int exist;  ///< rows of the block that do
+  float out[M][S::d_tiles][4] = {};
+  float max[R], sum[R] = {};
+  float excess[R] = {};      ///< add_excess()
+  float exact[R] = {};       ///< Hopper: the same of P before rounding
+  float row_scale[R];        ///< from a row's products to scores in units of log2: Q's scale and
+                             ///< softmax_scale * log2 e
+  float lse_offset[R] = {};  ///< what smooth_k took from all scores, in units of log2
+  /// Staged rows: this warp's part of Q's scales, and of q . mu.
+  SharedAddress scales_at = 0, dots_at = 0;
+  unsigned bad_rows = 0;  ///< bit r: row r of this thread is NaN
+  bool doubtful = false;  ///< 16-bit V: a row has met NaN or Inf in V, and may not have seen it
+
+  QATTN_DEVICE PrefillRows(const PrefillParams& params, const PrefillWork& w, int row_warp)
+      : p(params), work(w), warp(row_warp), exist(existing_rows(params, w)) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) max[r] = -tile::infinity();
+  }
+
+  // ---- Where things are -----------------------------------------------------------------------
+
+  /// Row r of this thread inside the block.
+  QATTN_DEVICE int local_row(int r) const {
+    return warp * S::warp_rows + r / 2 * 16 + lane / 4 + r % 2 * 8;
+  }
+
+  /// Does row r of this thread exist?
+  QATTN_DEVICE bool exists(int r) const { return local_row(r) < exist; }
+
+  /// Which query a row of the block is.
+  QATTN_DEVICE int query_of(int row) const {
+    row += work.first_row;
+    return p.pack > 1 ? row * p.pack_inverse >> 16 : row;
+  }
+  /// Which query row r is, and of which head.
+  QATTN_DEVICE int query(int r) const { return query_of(local_row(r)); }
+  QATTN_DEVICE int head(int r) const {
+    return p.pack > 1 ? work.head + local_row(r) - query(r) * p.pack : work.head;
+  }
+
+  QATTN_DEVICE static std::int64_t unit(const PreparedRows& x, int head, std::int64_t slot) {
+    return head * x.slots + slot;
+  }
+
+  QATTN_DEVICE tile::ScoreRow score_row(int r) const {
+    tile::ScoreRow row;
+    row.i = query(r);
+    row.head = head(r);
+    row.diagonal = row.i + work.shift;
+    const int length = static_cast<int>(work.k.length);
+    const int end = p.window_right < 0 ? length : row.diagonal + p.window_right + 1;
+    row.end = end < length ? end : length;
+    row.begin = p.window_left < 0 ? 0 : row.diagonal - p.window_left;
+    return row;
+  }
+
+  /// Does every row of the block see every key of the tile?
+  QATTN_DEVICE bool whole(int tile) const {
+    const int first = work.first_row + work.shift, last = first + S::rows - 1;
+    return tile + S::keys <= work.k.length &&
+           (p.window_right < 0 || tile + S::keys <= first + p.window_right + 1) &&
+           (p.window_left < 0 || tile >= last - p.window_left);
+  }
+
+  // ---- Scores ---------------------------------------------------------------------------------
+
+  /// Are the numbers that belong to rows staged? Those of packed heads lie apart.
+  QATTN_DEVICE bool has_staged() const { return S::staged_rows && p.pack == 1; }
+  /// One that belongs to row r, which exists.
+  template <bool Staged>
+  QATTN_DEVICE float row_fact(int r, const float* table, SharedAddress staged) const {
+    if constexpr (Staged) {
+      return isa::load_shared<float>(staged + 4 * (local_row(r) - warp * S::warp_rows));
+    } else {
+      return isa::load_global(table + unit(p.q8, head(r), work.q_slot + query(r)));
+    }
+  }
+
+  /// softmax_scale q . mu, what smooth_k took from every score of the row.
+  QATTN_DEVICE float mean_dot(int r) const {
+    if (!exists(r)) return 0.0f;
+    return p.scale * (has_staged() ? row_fact<true>(r, p.q8.dot_mean, dots_at)
+                                   : row_fact<false>(r, p.q8.dot_mean, dots_at));
+  }
+
+  /// Before write(), and before staged rows go.
+  QATTN_DEVICE void take_offsets() {
+    if (p.q8.dot_mean == nullptr || p.softcap > 0) return;
+#pragma unroll
+    for (int r = 0; r < R; ++r) lse_offset[r] = mean_dot(r) * tile::log2_e;
+  }
+
+  /// Q's scale of the row, 1 for one that is bad (bad_rows) or does not exist.
+  template <bool Staged = false>
+  QATTN_DEVICE float query_scale(int r) {
+    if constexpr (S::wide_qk) return 1.0f;
+    if (!exists(r)) return 1.0f;
+    const float s = row_fact<Staged>(r, p.q8.scale, scales_at);
+    if (tile::is_nan(s)) bad_rows |= 1u << r;
+    return tile::is_nan(s) ? 1.0f : s;
+  }
+
+  /// The bounds of a tile that not every row sees whole. `bad_value(key)`: V's token there turns
+  /// the rows that see it into NaN.
+  template <class BadValue>
+  QATTN_DEVICE void mask_edge(Scores& s, int tile, BadValue bad_value) {
+    tile::ScoreRow rows[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) rows[r] = score_row(r);
+    tile::each_score(s, [&](int r, int key, float& x) {
+      const bool visible = tile + key < rows[r].end;
+      // An infinity of a 16-bit product must not look like a masked score.
+      if (S::wide_qk && x == -tile::infinity()) x = tile::quiet_nan();
+      if (!visible) x = -tile::infinity();
+      if (visible && bad_value(key)) x = tile::quiet_nan();
+    });
+  }
+
+  /// Everything that may happen to a score; leaves units of log2. `key_scale(key)`: K's scale;
+  /// `add(scores)`: what else belongs to them, in natural units.
+  template <class KeyScale, class Add, class BadValue>
+  QATTN_DEVICE void finish_scores(Scores& s, int tile, KeyScale key_scale, Add add,
+                                  BadValue bad_value) {
+    tile::ScoreRow rows[R];
+    float factor[R], offset[R] = {};
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      rows[r] = score_row(r);
+      if (!exists(r)) rows[r].end = 0;  // masks have no row for it
+      factor[r] = row_scale[r] * tile::ln_2;
+      if (p.q8.dot_mean != nullptr) offset[r] = mean_dot(r);
+    }
+    tile::each_score(s, [&](int r, int key, float& x) {
+      x *= factor[r] * key_scale(key);
+      if (!tile::is_finite(x)) x = tile::quiet_nan();
+    });
+    add(s);
+    if (p.softcap > 0) {
+      const float inverse = 1.0f / p.softcap;
+      tile::each_score(
+          s, [&](int r, int, float& x) { x = tile::soft_cap(x + offset[r], p.softcap, inverse); });
+    }
+    if (p.alibi.data != nullptr) {
+      float slope[R];
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        slope[r] = tile::load_number(p.alibi.data, p.alibi.format,
+                                     work.b * p.alibi.stride[0] + rows[r].head * p.alibi.stride[1]);
+      }
+      tile::each_score(s, [&](int r, int key, float& x) {
+        const float distance = fabsf(static_cast<float>(tile + key - rows[r].diagonal));
+        x = tile::add_bias(x, tile::add_bias(-slope[r] * distance, 0.0f));
+      });
+    }
+    if (p.mask.data != nullptr) tile::apply_mask(p.mask, work.b, rows, tile, s);
+    tile::each_score(s, [&](int r, int key, float& x) {
+      x = tile::squeeze(x) * tile::log2_e;
+      const int j = tile + key;
+      if (j < rows[r].begin || j >= rows[r].end) x = -tile::infinity();
+      if (x != -tile::infinity() && bad_value(key)) x = tile::quiet_nan();
+    });
+  }
+
+  /// Beyond this size of a row's scores, in units of log2, they leave too few bits for what u8 P
+  /// adds to them, log2 of V's scales.
+  static constexpr float far_score = 4096.0f;
+
+  /// Takes what all scores of a row have in common where biases make that large: far[r], else 0.
+  QATTN_DEVICE void bring_near(Scores& s, float (&far)[R]) const {
+    if (p.mask.data == nullptr && p.alibi.data == nullptr) return;
+    float top[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
+    tile::each_score(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
+    row_maxima(top);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      far[r] = fabsf(top[r]) > far_score && top[r] != -tile::infinity() ? top[r] : 0.0f;
+    }
+    tile::each_score(s, [&](int r, int, float& x) { x -= far[r]; });
+  }
+
+  // ---- Softmax --------------------------------------------------------------------------------
+
+  /// Tokens of a tile of zeros join the sums as if V's scale were 2^-90, times the slack: 2^98.
+  static constexpr float slack = S::u8 ? 8.0f : 0.0f;
+
+  /// Takes the tile's maxima into the references; what was accumulated shrinks accordingly. With u8
+  /// P, relative to its own tile, any reference serves that keeps exponentials in range: it moves
+  /// only when a maximum is far above it, which is rare.
+  QATTN_DEVICE void raise_maxima(const float (&top)[R]) {
+    float shrink[R];
+    bool changed = false;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const float next = top[r] > max[r] + slack ? top[r] : max[r];
+      shrink[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - next);
+      // Nothing has joined the output before the first reference.
+      changed |= next != max[r] && max[r] != -tile::infinity();
+      max[r] = next;
+      sum[r] *= shrink[r];
+      if constexpr (S::u8) excess[r] *= shrink[r], exact[r] *= shrink[r];
+    }
+    if (!isa::any(changed)) return;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int n = 0; n < S::d_tiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[m][n][i] *= shrink[2 * m + i / 2];
+      }
+    }
+  }
+
+  /// The reference that is subtracted in exponents: 0 where nothing was seen, so that masked scores
+  /// give 0 and not NaN.
+  QATTN_DEVICE static float reference(float top) { return top == -tile::infinity() ? 0.0f : top; }
+
+  /// raise_maxima() after bring_near(): maxima of far rows leave V's scales out, which they have no
+  /// bits for. `ref`: what is subtracted in exponents of near scores.
+  QATTN_DEVICE void raise_far_maxima(const float (&top)[R], const float (&far)[R],
+                                     float (&ref)[R]) {
+    float raised[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) raised[r] = far[r] != 0.0f ? far[r] : top[r];
+    raise_maxima(raised);
+#pragma unroll
+    for (int r = 0; r < R; ++r) ref[r] = reference(max[r]) - far[r];
+  }
+
+  // ---- u8 P times V ---------------------------------------------------------------------------
+
+  // V's codes are 128 too large (PreparedTiles), so that products with P are never negative, and
+  // those of 128 keys stay below 2^23. Such an int32 is a float as it lies there, of 2^-149 for
+  // each 1, and joins the output without a conversion, which are scarce: a multiprocessor of
+  // Hopper makes 64 a clock, 34 beside products (H200). The output is in other units then, and
+  // holds an excess for the 128; rows end without either.
+
+  /// What the matrix unit left, in units of 2^-149.
+  QATTN_DEVICE static float as_float(std::int32_t product) {
+    static_assert(S::keys * 255 * 255 < 1 << 24);
+    return __builtin_bit_cast(float, product);
+  }
+  /// What a tile's weight is multiplied with to join P V, and what the output then with.
+  static constexpr float share_unit = 0x1p90f, value_unit = 0x1p59f;
+
+  /// What the 128 add to each channel, the part of this lane. `count`: its sums of a tile's P;
+  /// `share`: the tile's weight, times share_unit. (With the sums of all four lanes a channel of
+  /// zeros would end as exactly 0; their shuffles cost 5 % at D 64, 1 % at D 128, H200.)
+  QATTN_DEVICE void add_excess(const std::uint32_t (&count)[R], const float (&share)[R]) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      excess[r] = fmaf(as_float(static_cast<std::int32_t>(count[r])), share[r], excess[r]);
+    }
+  }
+  /// Takes that off, where rows are not ended.
+  QATTN_DEVICE void end_values() {
+    add_lanes(excess);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const float less = excess[r] * (-value_offset * value_unit);
+#pragma unroll
+      for (int n = 0; n < S::d_tiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = out[r / 2][n][r % 2 * 2 + e];
+          x = fmaf(x, value_unit, less);
+        }
+      }
+    }
+  }
+
+  /// The sums, and the maxima, of all four lanes that share a row.
+  QATTN_DEVICE static void add_lanes(float (&x)[R]) {
+    join_lanes(x, [](float a, float b) { return a + b; });
+  }
+  QATTN_DEVICE static void row_maxima(float (&x)[R]) {
+    join_lanes(x, [](float a, float b) { return fmaxf(a, b); });
+  }
+  template <class Join>
+  QATTN_DEVICE static void join_lanes(float (&x)[R], Join join) {
+#pragma unroll
+    for (int mask = 1; mask <= 2; mask *= 2) {
+      float other[R];
+#pragma unroll
+      for (int r = 0; r < R; ++r) other[r] = isa::shuffle_xor(x[r], mask);
+#pragma unroll
+      for (int r = 0; r < R; ++r) x[r] = join(x[r], other[r]);
+    }
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,500 @@
+#include "kernels/attention/cpu/kernel.hpp"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <string>
+
+#include "core/index_tensor.hpp"
+#include "core/threads.hpp"
+#include "kernels/attention/cpu/operand.hpp"
+#include "kernels/attention/cpu/task.hpp"
+#include "qattn/quantize.hpp"
+
+namespace qattn::cpu {
+namespace {
+
+using detail::Kernel;
+using detail::PlanData;
+
+Recipe resolve(const Problem& problem, bool fast_integers) {
+  return detail::resolve_recipe(problem, fast_integers ? "int8_full" : "f32");
+}
+
+bool v_block_fits(const Scaling& s) {
+  if (s.granularity != Granularity::per_block_channel) return true;
+  return s.block % tile_keys == 0 || (tile_keys % s.block == 0 && s.block % 4 == 0);
+}
+
+/// Keys of a tile that share V's scales per channel; given ones, and nvfp4's, end with a page.
+int value_block(const Problem& p, const Recipe& r) {
+  const bool by_block = r.v_scale.granularity == Granularity::per_block_channel;
+  const int block = by_block ? std::min<int>(r.v_scale.block, tile_keys) : tile_keys;
+  const bool pages = p.paged && p.tensors.v_scale.present() && (by_block || r.v == Format::nvfp4);
+  return pages ? static_cast<int>(std::gcd(std::int64_t{block}, p.page_size)) : block;
+}
+
+Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
+
+Status supports(const Problem& problem, const Words* wanted) {
+  using enum Format;
+  const Selection selection = select_words();
+  if (selection.words == nullptr) {
+    return refuse(std::string("QATTN_CPU_ISA asks for what this machine lacks: ") +
+                  selection.error);
+  }
+  if (wanted == nullptr) return refuse("not in this build");
+  if (selection.words != wanted) {
+    return refuse(std::string("the instruction set in force is ") + selection.words->isa);
+  }
+  const Recipe r = resolve(problem, true);
+  const auto among = [](Format f, std::initializer_list<Format> list) {
+    return std::find(list.begin(), list.end(), f) != list.end();
+  };
+  if (!among(r.qk, {f32, f16, bf16, s8, e4m3, e4m3fnuz, e5m2, mxfp8, mxfp4, nvfp4})) {
+    return refuse("no CPU path for Q and K in " + std::string(info(r.qk).name));
+  }
+  if (!among(r.v, {f32, f16, bf16, s8, e4m3, e4m3fnuz, e5m2, mxfp8, mxfp4, nvfp4})) {
+    return refuse("no CPU path for V in " + std::string(info(r.v).name));
+  }
+  if (!among(r.p, {f32, f16, bf16, e4m3, u8, mxfp8, nvfp4})) {
+    return refuse("no CPU path for P in " + std::string(info(r.p).name));
+  }
+  if ((r.p == u8) != (r.v == s8)) return refuse("u8 P goes with s8 V only, and s8 V with u8 P");
+  if (!v_block_fits(r.v_scale)) {
+    return refuse("v_scale block " + std::to_string(r.v_scale.block) +
+                  " neither divides nor is a multiple of the key tile of 128");
+  }
+  if (r.v == s8 && value_block(problem, r) % 4 != 0) {
+    return refuse("v_scale: belongs to pages of " + std::to_string(problem.page_size) +
+                  " tokens, and four of s8 V are multiplied at once");
+  }
+  return {};
+}
+
+Rounding rounding_of(const Recipe& r, bool v_token_scale) {
+  switch (r.p) {
+    case Format::f16:
+      return Rounding::f16;
+    case Format::bf16:
+      return Rounding::bf16;
+    case Format::e4m3:
+      return Rounding::e4m3;
+    case Format::mxfp8:
+      return Rounding::mxfp8;
+    case Format::nvfp4:
+      return Rounding::nvfp4;
+    case Format::u8:
+      return v_token_scale ? Rounding::u8_token : Rounding::u8;
+    default:
+      return Rounding::f32;
+  }
+}
+
+/// Is every value exact in bf16? Of 8- and 4-bit floats, with an e4m3 group scale 6 bits, it is.
+bool bf16_values(Format format) {
+  using enum Format;
+  return format != f32 && format != f16 && format != s8;
+}
+
+/// May a sequence's rows fit into one task? Of packed queries only the contents know.
+bool may_be_short(const Problem& p) { return p.varlen_q || p.group() * p.max_q <= tile_rows; }
+
+bool given_codes(const Problem& p, const Config& c) {
+  return p.k_codes && p.v_codes && c.qk == Engine::integer && c.pv == Engine::integer;
+}
+
+/// Config::rows_in_place.
+int rows_in_place(const Problem& p, const Config& c) {
+  if (!given_codes(p, c) || c.words->most_rows_in_place == nullptr) return 0;
+  if (p.paged && p.page_size % 16 != 0) return 0;
+  if (c.v_channel_scale && c.v_block % 16 != 0) return 0;
+  return c.words->most_rows_in_place(p.d, p.dv);
+}
+
+/// Config::heads_in_turn: where the heads of a token lie side by side, memory is read in long runs.
+int heads_in_turn(const Problem& p) {
+  const auto inside = [](const TokenTensor& x) { return std::abs(x.head) < std::abs(x.token); };
+  const bool side_by_side = inside(p.k) && inside(p.v);
+  if (!may_be_short(p) || !side_by_side) return 1;
+  return static_cast<int>(std::min<std::int64_t>(p.heads_kv, most_heads_in_turn));
+}
+
+std::shared_ptr<PlanData> tune(const Problem& problem) {
+  auto c = std::make_shared<Config>();
+  c->words = select_words().words;
+  c->recipe = resolve(problem, c->words != words_scalar());
+  const Recipe& r = c->recipe;
+  const bool native = c->words->qk_bf16 != nullptr;
+  const bool token = free_scale(r.v) && scaled_by_token(r.v_scale, Role::v);
+  c->qk = r.qk == Format::s8            ? Engine::integer
+          : native && bf16_values(r.qk) ? Engine::bf16
+                                        : Engine::f32;
+  c->v_block = value_block(problem, r);
+  const bool pairs = c->v_block % 2 == 0;  // of keys, which bf16 products take
+  c->pv = r.v == Format::s8                                                   ? Engine::integer
+          : native && pairs && bf16_values(r.v) && bf16_values(r.p) && !token ? Engine::bf16
+                                                                              : Engine::f32;
+  c->v_token_scale = c->pv == Engine::integer && token;
+  c->v_channel_scale = (free_scale(r.v) && !token) || r.v == Format::nvfp4;
+  c->rounding = rounding_of(r, c->v_token_scale);
+  c->smooth_k = r.smooth_k == Toggle::on;
+  c->smooth_q = r.smooth_q == Toggle::on;
+  c->smooth_v = r.smooth_v == Toggle::on;
+  c->rotate = r.rotate == Toggle::on;
+  c->finds_seen = detail::must_find_hidden_keys(problem, c->recipe);
+  c->rows_in_place = rows_in_place(problem, *c);
+  c->heads_in_turn = heads_in_turn(problem);
+  c->threads = most_threads(problem.threads);
+  Arrays unused;
+  c->workspace = layout(problem, *c, nullptr, unused);
+  const bool split = may_be_short(problem) && problem.max_k > c->split_keys;
+  const auto engine = [](Engine e) {
+    return e == Engine::integer ? "integer" : e == Engine::bf16 ? "bf16" : "f32";
+  };
+  c->text = std::string("isa: ") + c->words->isa + "\nengines: " + engine(c->qk) + " " +
+            engine(c->pv) + "\ntile: " + std::to_string(tile_rows) + " rows x " +
+            std::to_string(tile_keys) +
+            " keys\nsplit_keys: " + std::to_string(split ? c->split_keys : 0) +
+            "\nsplit_rows: " + std::to_string(split ? tile_rows : 0) +
+            "\nhidden_keys: " + (c->finds_seen ? "are looked for" : "none") +
+            "\nlost_mass: " + (c->pv == Engine::integer ? "a second byte" : "none") +
+            "\nrising_rows: " + std::to_string(c->pv == Engine::integer ? tile_rows : 0) +
+            "\nrows_in_place: " + std::to_string(c->rows_in_place) +
+            "\nheads_in_turn: " + std::to_string(c->heads_in_turn) +
+            "\nthreads: " + std::to_string(c->threads) + "\n";
+  return c;
+}
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+constexpr auto read_index = index_entry;
+
+/// Fills the sequence table; returns the number of tasks.
+std::int64_t plan_sequences(const Problem& p, const Config& c, SequenceInfo* table) {
+  std::int64_t slot = 0, task = 0, partial = 0;
+  for (std::int64_t b = 0; b < p.batch; ++b) {
+    SequenceInfo& s = table[b];
+    s = {};
+    s.q_rows = p.max_q;
+    if (p.varlen_q) {
+      s.q_begin = read_index(p.tensors.cu_seqlens_q, b);
+      s.q_rows = read_index(p.tensors.cu_seqlens_q, b + 1) - s.q_begin;
+    }
+    s.q_length = p.tensors.seqused_q.present() ? read_index(p.tensors.seqused_q, b) : s.q_rows;
+    s.k_length = p.max_k;
+    if (p.varlen_k) {
+      s.k_begin = read_index(p.tensors.cu_seqlens_k, b);
+      s.k_length = read_index(p.tensors.cu_seqlens_k, b + 1) - s.k_begin;
+    }
+    if (p.tensors.seqused_k.present()) s.k_length = read_index(p.tensors.seqused_k, b);
+    s.slot = slot;
+    slot += ceil_div(s.k_length, tile_keys) * tile_keys;
+    s.first_task = task;
+    s.first_partial = partial;
+    if (p.group() * s.q_rows <= tile_rows && s.k_length > c.split_keys) {
+      s.splits = ceil_div(s.k_length, c.split_keys);
+      task += p.heads_kv * s.splits;
+      partial += p.heads_kv * s.splits * p.group() * s.q_rows;
+    } else if (p.group() * s.q_rows <= tile_rows) {
+      task += s.q_rows > 0 ? p.heads_kv : 0;
+    } else {
+      task += p.heads_q * ceil_div(s.q_rows, tile_rows);
+    }
+  }
+  return task;
+}
+
+/// Packs the tile whose first slot is `slot`, unless it belongs to nobody or its task packs it.
+void prepare_tile(const Job& job, std::int64_t slot, std::int64_t head, Scratch& scratch) {
+  const auto [b, key] = owner_of(job, slot);
+  if (b < 0 || packs_itself(job.problem, job.arrays.sequences[b])) return;
+  pack_tile(job, b, head, key, job.prepared_tile(b, head, key), scratch);
+}
+
+void find_seen_tile(const Job& job, std::int64_t slot, std::int64_t head) {
+  const auto [b, key] = owner_of(job, slot);
+  if (b >= 0) find_seen_keys(job, b, head, key);
+}
+
+bool packs_tiles(const Problem& p, const SequenceInfo& s) { return !packs_itself(p, s); }
+bool is_split(const Problem&, const SequenceInfo& s) { return s.splits > 0; }
+
+bool some_sequence(const Job& job, bool (*is)(const Problem&, const SequenceInfo&)) {
+  const SequenceInfo* first = job.arrays.sequences;
+  return std::any_of(first, first + job.problem.batch,
+                     [&](const SequenceInfo& s) { return is(job.problem, s); });
+}
+
+/// Tasks that one thread takes at a time: heads to run in turn, as long as there are tasks enough.
+std::int64_t chunk_of_tasks(const Job& job, std::int64_t tasks) {
+  const Problem& p = job.problem;
+  if (some_sequence(job, packs_tiles)) return 1;  // long ones are better spread
+  const std::int64_t most = job.config.heads_in_turn;
+  std::int64_t chunk = std::clamp<std::int64_t>(tasks / (4 * job.config.threads), 1, most);
+  while (p.heads_kv % chunk != 0) --chunk;
+  return chunk;
+}
+
+void run_tasks(const Job& job, std::int64_t begin, std::int64_t end, Scratch& scratch) {
+  while (begin < end) {
+    const int in_turn = tasks_in_turn(job, begin, end - begin);
+    if (in_turn > 0) {
+      run_in_turn(job, begin, in_turn, scratch);
+    } else {
+      run_task(job, begin, scratch);
+    }
+    begin += std::max(in_turn, 1);
+  }
+}
+
+Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream) {
+  const auto& config = static_cast<const Config&>(plan);
+  Job job{problem, config, {}};
+  layout(problem, config, workspace, job.arrays);
+  Arrays& a = job.arrays;
+  const std::int64_t tasks = plan_sequences(problem, config, a.sequences);
+  const std::int64_t kv_units = problem.batch * problem.heads_kv;
+  const Problem& p = problem;
+  for (int t = 0; t < config.threads; ++t) {
+    for (std::int64_t& count : a.scratch[t].saturated) count = 0;
+  }
+  // How often each loop has something to do.
+  const std::int64_t means = has_means(problem, config) ? kv_units : 0;
+  const std::int64_t all_tiles = a.slots / tile_keys;
+  const std::int64_t tiles = some_sequence(job, packs_tiles) ? all_tiles : 0;
+  const std::int64_t merges = some_sequence(job, is_split) ? kv_units : 0;
+  const std::int64_t chunk = chunk_of_tasks(job, tasks);
+#pragma omp parallel num_threads(team(config.threads))
+  {
+    Scratch& mine = a.scratch[omp_get_thread_num()];
+    Phases phases;
+    phases.each(config.finds_seen ? p.heads_kv * all_tiles : 0, [&](std::int64_t i) {
+      find_seen_tile(job, i % all_tiles * tile_keys, i / all_tiles);
+    });
+    phases.each(config.finds_seen ? kv_units : 0,
+                [&](std::int64_t i) { settle_seen_keys(job, i / p.heads_kv, i % p.heads_kv); });
+    phases.each(means,
+                [&](std::int64_t i) { prepare_means(job, i / p.heads_kv, i % p.heads_kv, mine); });
+    for (const Role role : {Role::q, Role::k, Role::v}) {
+      const std::int64_t heads = role == Role::q ? p.heads_q : p.heads_kv;
+      const std::int64_t units = p.batch * heads;
+      phases.each(needs_head_pass(p, config, role) ? units : 0,
+                  [&](std::int64_t i) { prepare_head(job, role, i / heads, i % heads, mine); });
+      phases.each(needs_scale_pass(p, config, role) ? units : 0,
+                  [&](std::int64_t i) { prepare_scales(job, role, i / heads, i % heads, mine); });
+    }
+    phases.each(p.heads_kv * tiles,
+                [&](std::int64_t i) { prepare_tile(job, i % tiles * tile_keys, i / tiles, mine); });
+    phases.each((tasks + chunk - 1) / chunk, [&](std::int64_t i) {
+      run_tasks(job, i * chunk, std::min((i + 1) * chunk, tasks), mine);
+    });
+    phases.each(merges,
+                [&](std::int64_t i) { merge_splits(job, i / p.heads_kv, i % p.heads_kv, mine); });
+  }
+  if (problem.tensors.saturated.present()) {
+    auto* out = static_cast<std::int64_t*>(problem.tensors.saturated.data);
+    for (int i = 0; i < 3; ++i) {
+      std::int64_t total = 0;
+      for (int t = 0; t < config.threads; ++t) total += a.scratch[t].saturated[i];
+      out[i * problem.tensors.saturated.stride[0]] = total;
+    }
+  }
+  return {};
+}
+
+/// Hands out 64-byte-aligned arrays one behind the other; with base null it only counts.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+  template <class T>
+  T* take(std::int64_t count) {
+    if (count <= 0) return nullptr;
+    const std::size_t at = used_;
+    used_ += (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    return base_ ? reinterpret_cast<T*>(base_ + at) : nullptr;
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  std::size_t used_ = 0;
+};
+
+/// Entries that the coarse granularities of one thread's sequence need.
+std::int64_t most_groups(const Problem& p, const Config& c) {
+  std::int64_t groups = 0;
+  for (const Role role : {Role::q, Role::k}) {
+    if (!needs_scale_pass(p, c, role)) continue;
+    groups = std::max(groups,
+                      scale_count(scaling_of(c, role), role, role == Role::q ? p.max_q : p.max_k));
+  }
+  return groups;
+}
+
+void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t tile_bytes,
+                   Scratch& s) {
+  const int rows = tile_rows, own = tile_rows * c.heads_in_turn;
+  s.q = arena.take<float>(c.qk == Engine::f32 ? own * p.d : 0);
+  s.q_bf16 = arena.take<std::uint16_t>(c.qk == Engine::bf16 ? own * p.d : 0);
+  s.q_codes = arena.take<std::int8_t>(c.qk == Engine::integer ? own * p.d : 0);
+  s.scores = arena.take<float>(rows * tile_keys);
+  s.p = arena.take<float>(c.pv == Engine::f32 ? rows * tile_keys : 0);
+  s.p_bf16 = arena.take<std::uint16_t>(c.pv == Engine::bf16 ? rows * tile_keys : 0);
+  s.codes = arena.take<std::uint8_t>(c.pv == Engine::integer ? rows * tile_keys : 0);
+  s.rest = arena.take<std::uint8_t>(c.pv == Engine::integer ? rows * tile_keys : 0);
+  s.out = arena.take<float>(own * padded(p.dv));
+  for (float** f : {&s.max, &s.sum, &s.mass, &s.q_scale, &s.offset}) *f = arena.take<float>(own);
+  s.alpha = arena.take<float>(rows);
+  s.beta = arena.take<float>(rows);
+  s.correction = arena.take<std::int32_t>(own);
+  s.rows = arena.take<float>(tile_keys * padded(p.dv));
+  s.row = arena.take<float>(3 * 256);
+  s.bytes = arena.take<std::uint8_t>(tile_keys * 256);
+  s.codes_row = arena.take<std::uint8_t>(256);
+  const std::int64_t groups = most_groups(p, c);
+  s.token_amax = arena.take<float>(groups > 0 ? std::max(p.max_q, p.max_k) : 0);
+  s.group_amax = arena.take<float>(groups);
+  s.tile = arena.take<std::byte>(static_cast<std::int64_t>(tile_bytes));
+  s.q_panels = arena.take<std::uint8_t>(c.rows_in_place > 0 ? own * p.d : 0);
+}
+
+}  // namespace
+
+TileLayout tile_layout(const Problem& p, const Config& c) {
+  const auto width = [](Engine e) { return e == Engine::integer ? 1 : e == Engine::bf16 ? 2 : 4; };
+  const int dv = padded(p.dv);
+  Arena arena(nullptr);
+  TileLayout t{};
+  const auto part = [&arena](std::size_t& offset, std::int64_t bytes) {
+    offset = arena.used();
+    arena.take<std::byte>(bytes);
+  };
+  part(t.k, std::int64_t{tile_keys} * p.d * width(c.qk));
+  part(t.k_scale, tile_keys * 4);
+  part(t.v, std::int64_t{tile_keys} * dv * width(c.pv));
+  part(t.v_scale, c.v_channel_scale ? std::int64_t{tile_keys} / c.v_block * dv * 4 : 0);
+  part(t.v_log, c.v_token_scale ? tile_keys * 4 : 0);
+  part(t.v_inverse, c.v_token_scale ? tile_keys * 4 : 0);
+  part(t.v_bad, tile_keys);
+  part(t.any_bad, 1);
+  t.bytes = arena.used();
+  return t;
+}
+
+std::size_t layout(const Problem& p, const Config& c, void* base, Arrays& a) {
+  Arena arena(base);
+  const int d16 = padded(p.d), dv = padded(p.dv);
+  const std::int64_t heads = p.heads_kv, units = p.batch * heads;
+  a.tile = tile_layout(p, c);
+  a.sequences = arena.take<SequenceInfo>(p.batch);
+  a.slots = p.varlen_k ? p.tokens_k + tile_keys * p.batch
+                       : p.batch * ceil_div(p.max_k, tile_keys) * tile_keys;
+  a.slots = ceil_div(a.slots, tile_keys) * tile_keys;
+  a.seen = arena.take<Seen>(c.finds_seen ? heads * a.slots : 0);
+  a.k_mean = arena.take<float>(units * d16);
+  a.v_mean = arena.take<float>(units * dv);
+  a.balance = arena.take<float>(c.balances() ? 2 * units * d16 : 0);
+  a.loud = arena.take<bool>(c.balances() ? units : 0);
+  a.q_scale = arena.take<float>(needs_scale_pass(p, c, Role::q) ? p.heads_q * p.tokens_q : 0);
+  a.k_scale = arena.take<float>(needs_scale_pass(p, c, Role::k) ? heads * a.slots : 0);
+  a.v_groups = 0;
+  if (needs_scale_pass(p, c, Role::v)) {
+    const Scaling& s = c.recipe.v_scale;
+    a.v_groups = p.batch + (s.granularity == Granularity::per_channel ? 0 : a.slots / s.block);
+  }
+  a.v_channel = arena.take<float>(heads * a.v_groups * dv);
+  a.q_blocks = c.smooth_q ? ceil_div(p.max_q, c.recipe.q_scale.block) : 0;
+  a.q_mean = arena.take<float>(p.batch * p.heads_q * a.q_blocks * d16);
+  a.head_amax[0] = arena.take<float>(p.batch * p.heads_q);
+  a.head_amax[1] = arena.take<float>(units);
+  a.head_amax[2] = arena.take<float>(units);
+  // Decode calls need no prepared tiles at all; packed queries may mix long and short sequences.
+  const bool prepared = p.varlen_q || !may_be_short(p);
+  const std::int64_t stores = prepared ? heads * (a.slots / tile_keys) : 0;
+  a.tiles = arena.take<std::byte>(stores * static_cast<std::int64_t>(a.tile.bytes));
+  const std::int64_t split_rows = std::min(p.batch * tile_rows, p.group() * p.tokens_q);
+  const std::int64_t splits = p.max_k > c.split_keys ? ceil_div(p.max_k, c.split_keys) : 0;
+  a.partials = arena.take<float>(split_rows * heads * splits * (dv + 2));
+  a.scratch = arena.take<Scratch>(c.threads);
+  for (int t = 0; t < c.threads; ++t) {
+    Scratch unused;
+    layout_thread(arena, p, c, a.tile.bytes, base ? a.scratch[t] : unused);
+  }
+  return arena.used();
+}
+
+namespace {
+
+Sequence sequence(const Job& job, const TokenTensor& x, std::int64_t begin, std::int64_t length,
+                  std::int64_t b, std::int64_t head, int channels, bool paged) {
+  const Problem& p = job.problem;
+  Sequence s;
+  s.format = x.format;
+  s.bits = info(x.format).bits;
+  s.token_stride = x.token;
+  s.length = length;
+  s.channels = channels;
+  std::int64_t element = head * x.head + begin * x.token;
+  if (paged) {
+    const TensorView& table = p.tensors.page_table;
+    s.wide_pages = table.format == Format::s64;
+    s.pages = static_cast<const std::byte*>(table.data) +
+              b * table.stride[0] * (info(table.format).bits / 8);
+    s.page_table_stride = table.stride[1];
+    s.page_size = p.page_size;
+    s.page_stride = x.batch;
+  } else {
+    element += b * x.batch;
+  }
+  // An empty tensor may have no memory, and null takes no offset.
+  if (x.data != nullptr) s.base = static_cast<const std::byte*>(x.data) + element * s.bits / 8;
+  return s;
+}
+
+}  // namespace
+
+Sequence Job::q_sequence(std::int64_t b, std::int64_t head) const {
+  const SequenceInfo& s = arrays.sequences[b];
+  return sequence(*this, problem.q, s.q_begin, s.q_length, b, head, problem.d, false);
+}
+Sequence Job::k_sequence(std::int64_t b, std::int64_t head) const {
+  const SequenceInfo& s = arrays.sequences[b];
+  Sequence x = sequence(*this, problem.k, s.k_begin, s.k_length, b, head, problem.d, problem.paged);
+  x.seen = seen(b, head);
+  return x;
+}
+Sequence Job::v_sequence(std::int64_t b, std::int64_t head) const {
+  const SequenceInfo& s = arrays.sequences[b];
+  Sequence x =
+      sequence(*this, problem.v, s.k_begin, s.k_length, b, head, problem.dv, problem.paged);
+  x.seen = seen(b, head);
+  return x;
+}
+
+namespace {
+
+/// A registry entry of one instruction set: `supports` differs, the rest is the same text.
+template <const Words* (*words)()>
+Kernel kernel(const char* name) {
+  return {name, [](const Problem& p) { return supports(p, words()); }, tune, run};
+}
+
+}  // namespace
+
+std::array<Kernel, 7> attention_kernels() {
+  return {kernel<words_amx>("attn.cpu.amx"),
+          kernel<words_avx512bf16>("attn.cpu.avx512bf16"),
+          kernel<words_avx512vnni>("attn.cpu.avx512vnni"),
+          kernel<words_avx2>("attn.cpu.avx2"),
+          kernel<words_neon_i8mm>("attn.cpu.neon_i8mm"),
+          kernel<words_neon_dotprod>("attn.cpu.neon_dotprod"),
+          kernel<words_scalar>("attn.cpu.scalar")};
+}
+
+}  // namespace qattn::cpu

@@ -1,0 +1,475 @@
+// Rows to codes, and codes to the panels of a tile.
+//
+// A panel puts four bytes of the contraction of sixteen columns side by side, whatever the engine:
+// four codes, two bf16 values or one float. K's panels are rows of four-byte packs transposed; V's
+// contraction runs over keys, so four (integer) or two (bf16) rows are interleaved.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "formats/scale.hpp"
+#include "kernels/attention/cpu/kernel.hpp"
+#include "kernels/attention/cpu/operand.hpp"
+#include "qattn/quantize.hpp"
+
+namespace qattn::cpu {
+namespace {
+
+constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
+
+int tile_count(const Sequence& x, std::int64_t first) {
+  return static_cast<int>(std::min<std::int64_t>(tile_keys, x.length - first));
+}
+
+/// Scale of one row of a float operand in a format with a free scale.
+float row_scale(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
+                std::int64_t token, const float* row) {
+  const float qmax = code_max(job.config.recipe.qk);
+  if (scale_view(job.problem, role).present()) {  // static; it must not hide a bad row
+    if (std::isnan(job.words().amax(row, x.channels))) return nan_value;
+    return given_scale(job, role, x, b, head, token, 0);
+  }
+  if (needs_scale_pass(job.problem, job.config, role)) {
+    // The shared scale knows of every bad row but of one that has no part in it.
+    if (!x.shares(token) && std::isnan(job.words().amax(row, x.channels))) return nan_value;
+    return role == Role::q ? job.arrays.q_scale[job.q_place(b, head, token)]
+                           : job.arrays.k_scale[job.k_place(b, head, token)];
+  }
+  return formats::amax_scale(job.words().amax(row, x.channels), qmax);
+}
+
+/// Values of a row of given codes with a free scale. Inf, which e5m2 has, spoils like NaN.
+void decode_given_row(const Sequence& x, std::int64_t token, float* row) {
+  decode_row(x.format, reinterpret_cast<const std::uint8_t*>(x.row(token)), x.channels, row);
+  if (x.format != Format::e5m2) return;
+  for (int i = 0; i < x.channels; ++i) row[i] += row[i] - row[i];
+}
+
+/// Given scales of tokens [first, first + count) of one head, channel granularities aside.
+void given_token_scales(const Job& job, Role role, const Sequence& x, std::int64_t b,
+                        std::int64_t head, std::int64_t first, int count, float* scale) {
+  const Scaling& scaling = scaling_of(job.config, role);
+  if (scaled_by_token(scaling, role) && x.pages == nullptr) {
+    const TensorView& view = scale_view(job.problem, role);
+    const std::int64_t at = scale_map(job, role).offset(view, b, head, first, 0);
+    const float* from = static_cast<const float*>(view.data) + at;
+    if (view.stride[2] == 1) {
+      std::copy(from, from + count, scale);
+      return;
+    }
+    for (int j = 0; j < count; ++j) scale[j] = from[j * view.stride[2]];
+    return;
+  }
+  for (int j = 0; j < count; ++j) scale[j] = given_scale(job, role, x, b, head, first + j, 0);
+}
+
+// --- K -----------------------------------------------------------------------------------------
+
+void pack_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
+               const Tile& tile, Scratch& scratch) {
+  static constexpr std::uint8_t zeros[256 * 4] = {};
+  const Sequence x = job.k_sequence(b, head);
+  const int d = job.d(), count = tile_count(x, first);
+  const Engine engine = job.config.qk;
+  const int width = d * (engine == Engine::integer ? 1 : engine == Engine::bf16 ? 2 : 4);
+  auto* scale = tile.at<float>(&TileLayout::k_scale);
+  const bool as_given = job.problem.k_codes && engine == Engine::integer;
+  if (as_given) given_token_scales(job, Role::k, x, b, head, first, count, scale);
+  std::fill(scale + count, scale + tile_keys, 0.0f);
+  for (int j0 = 0; j0 < padded(count); j0 += lanes) {
+    const std::uint8_t* rows[lanes];
+    for (int lane = 0; lane < lanes; ++lane) {
+      const int j = j0 + lane;
+      rows[lane] = zeros;  // up to whole panels: codes 0, masked later
+      if (j >= count) continue;
+      if (as_given) {
+        rows[lane] = reinterpret_cast<const std::uint8_t*>(x.row(first + j));
+      } else {
+        std::uint8_t* bytes = scratch.bytes + lane * 1024;
+        float* values = engine == Engine::f32 ? reinterpret_cast<float*>(bytes) : scratch.row;
+        std::uint8_t* codes = engine == Engine::integer ? bytes : scratch.codes_row;
+        scale[j] = quantized_row(job, Role::k, x, b, head, first + j, scratch, values, codes);
+        // A bad key of the float engines: its scale says so, as an integer key's does.
+        if (engine != Engine::integer && std::isnan(job.words().amax(values, d))) {
+          scale[j] = nan_value;
+        }
+        if (engine == Engine::bf16) {
+          job.words().narrow_bf16(values, d, reinterpret_cast<std::uint16_t*>(bytes));
+        }
+        rows[lane] = bytes;
+      }
+    }
+    // Integer panels hold code + 128: the sign bits flip.
+    job.words().transpose_packs(rows, width, engine == Engine::integer ? 0x80808080u : 0u,
+                                tile.at<std::uint8_t>(&TileLayout::k) + j0 * width);
+  }
+}
+
+// --- V -----------------------------------------------------------------------------------------
+
+/// Loads a tile of V into scratch.rows ([tile_keys][dv padded]): transformed floats, or the values
+/// of given codes without their free scale. Rows that hold NaN or Inf become zeros and are flagged:
+/// the tile loop turns every query that can see such a token into NaN and nobody else.
+void load_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                 std::int64_t first, int count, const Tile& tile, Scratch& scratch) {
+  const int dv = job.dv();
+  const Format format = job.config.recipe.v;
+  auto* bad = tile.at<std::uint8_t>(&TileLayout::v_bad);
+  std::uint8_t any = 0;
+  for (int j = 0; j < count; ++j) {
+    float* row = scratch.rows + j * dv;
+    if (!job.problem.v_codes) {
+      load_row(job.words(), x, first + j, transform_of(job, Role::v, b, head, first + j), row);
+      if (!free_scale(format) && !grouped(format)) round_row(format, row, x.channels);
+    } else {
+      for (int i = x.channels; i < dv; ++i) row[i] = 0.0f;
+      if (grouped(format)) {
+        decode_grouped_row(job, Role::v, x, b, head, first + j, row);
+      } else {
+        decode_given_row(x, first + j, row);
+      }
+    }
+    bad[j] = std::isnan(job.words().amax(row, x.channels));
+    any |= bad[j];
+    if (bad[j]) std::memset(row, 0, sizeof(float) * static_cast<std::size_t>(dv));
+  }
+  *tile.at<std::uint8_t>(&TileLayout::any_bad) = any;
+}
+
+/// Scales per channel of the sub-blocks of a tile: given, from the pass over the sequence, of the
+/// head, or from the sub-block itself.
+void channel_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                    std::int64_t first, int count, const Tile& tile, const Scratch& scratch) {
+  const Config& c = job.config;
+  const int dv = job.dv();
+  const float qmax = code_max(c.recipe.v);
+  const Granularity g = c.recipe.v_scale.granularity;
+  for (int j0 = 0; j0 < count; j0 += c.v_block) {
+    float* scale = tile.at<float>(&TileLayout::v_scale) + j0 / c.v_block * dv;
+    if (grouped(c.recipe.v)) {  // nvfp4: the second level, the same for every channel
+      const float global = job.problem.v_codes ? given_global(job, Role::v, x, b, head, first + j0)
+                                               : head_scale(job, Role::v, b, head);
+      std::fill(scale, scale + dv, global);
+    } else if (scale_view(job.problem, Role::v).present()) {
+      for (int i = 0; i < dv; ++i) {
+        scale[i] = i < x.channels ? given_scale(job, Role::v, x, b, head, first + j0, i) : 0.0f;
+      }
+    } else if (needs_scale_pass(job.problem, c, Role::v)) {
+      const std::int64_t row = head * job.arrays.v_groups + v_group_base(job, b) +
+                               scale_index(c.recipe.v_scale, Role::v, first + j0);
+      const float* from = job.arrays.v_channel + row * dv;
+      std::copy(from, from + dv, scale);
+    } else if (g == Granularity::per_head || g == Granularity::per_tensor) {
+      std::fill(scale, scale + dv, head_scale(job, Role::v, b, head));
+    } else {
+      std::fill(scale, scale + dv, 0.0f);
+      const int end = std::min(count, j0 + c.v_block);
+      const bool shared = some_share(x, first + j0, first + end);
+      for (int j = j0; j < end; ++j) {
+        if (shared && !x.shares(first + j)) continue;
+        job.words().accumulate_amax(scratch.rows + j * dv, dv, scale);
+      }
+      for (int i = 0; i < dv; ++i) scale[i] = formats::amax_scale(scale[i], qmax);
+    }
+  }
+  // Products come in steps of 16 keys: blocks behind the last key are multiplied by codes of 0.
+  float* scales = tile.at<float>(&TileLayout::v_scale);
+  const auto blocks = [&c](int keys) { return (keys + c.v_block - 1) / c.v_block; };
+  std::fill(scales + blocks(count) * dv, scales + blocks(padded(count)) * dv, 0.0f);
+}
+
+/// One scale per token, given or from its row (flagged rows are zeros by now).
+void token_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                  std::int64_t first, int count, const Scratch& scratch, float* scale) {
+  if (scale_view(job.problem, Role::v).present()) {
+    given_token_scales(job, Role::v, x, b, head, first, count, scale);
+    return;
+  }
+  const float qmax = code_max(job.config.recipe.v);
+  for (int j = 0; j < count; ++j) {
+    scale[j] = job.words().amax(scratch.rows + j * job.dv(), x.channels);
+  }
+  if (joins_groups(job.config.recipe.v_scale, Role::v)) {
+    float own[tile_keys];
+    for (int j = 0; j < count; ++j) {
+      own[j] = scale[j];
+      if (!x.shares(first + j)) scale[j] = 0.0f;
+    }
+    join_amax(scale, count);
+    for (int j = 0; j < count; ++j) {
+      if (!x.shares(first + j)) scale[j] = own[j];
+    }
+  }
+  for (int j = 0; j < count; ++j) scale[j] = formats::amax_scale(scale[j], qmax);
+}
+
+void put_token_scales(const Job& job, const float* scale, int count, const Tile& tile) {
+  job.words().token_scale_tables(scale, count, tile.at<float>(&TileLayout::v_log),
+                                 tile.at<float>(&TileLayout::v_inverse));
+}
+
+/// Codes of one float row of V under 1 / scale per channel.
+void encode_values(const Job& job, float* row, int channels, const float* inverse, Scratch& scratch,
+                   std::uint8_t* codes) {
+  if (job.config.recipe.v == Format::s8) {
+    scratch.saturated[2] += job.words().encode_s8_channels(row, channels, inverse,
+                                                           reinterpret_cast<std::int8_t*>(codes));
+    return;
+  }
+  for (int i = 0; i < channels; ++i) row[i] *= inverse[i];
+  scratch.saturated[2] += encode_row(job.words(), job.config.recipe.v, row, channels, 1.0f, codes);
+  decode_row(job.config.recipe.v, codes, channels, row);
+}
+
+/// Free scales: finds them and leaves codes in scratch.bytes (integer engine, [tile_keys][dv]) or
+/// what the codes stand for in scratch.rows.
+void scale_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                  std::int64_t first, int count, const Tile& tile, Scratch& scratch) {
+  const Config& c = job.config;
+  const int dv = job.dv();
+  const bool by_token = !c.v_channel_scale;
+  float inverse[256] = {}, scale[tile_keys];
+  if (by_token) token_scales(job, x, b, head, first, count, scratch, scale);
+  for (int j = 0; j < count; ++j) {
+    float* row = scratch.rows + j * dv;
+    const float* by_channel = tile.at<float>(&TileLayout::v_scale) + j / c.v_block * dv;
+    if (!job.problem.v_codes) {
+      if (by_token) {
+        std::fill(inverse, inverse + x.channels, formats::reciprocal(scale[j]));
+      } else if (j % c.v_block == 0) {
+        for (int i = 0; i < x.channels; ++i) inverse[i] = formats::reciprocal(by_channel[i]);
+      }
+      const bool integer = c.pv == Engine::integer;
+      encode_values(job, row, x.channels, inverse, scratch,
+                    integer ? scratch.bytes + j * dv : scratch.codes_row);
+    }
+    // Scales per token join P in the integer engine, and the values in the float engines.
+    for (int i = 0; by_token && !c.v_token_scale && i < x.channels; ++i) row[i] *= scale[j];
+  }
+  if (!c.v_token_scale) return;
+  // A bad or hidden token's zeros must not make the tile a special one: nobody finite sees it.
+  const auto* bad = tile.at<std::uint8_t>(&TileLayout::v_bad);
+  const float top = *std::max_element(scale, scale + count);
+  for (int j = 0; j < count; ++j) {
+    if (bad[j] != 0 || x.hidden(first + j)) scale[j] = top;
+  }
+  put_token_scales(job, scale, count, tile);
+}
+
+/// Values of tokens [first, first + n) of one channel that have no part in their scale go no
+/// further than those that have one.
+void limit_to_shared(const Sequence& x, std::int64_t first, int n, float* column) {
+  if (x.seen == nullptr || !some_share(x, first, first + n)) return;
+  float most = 0.0f;
+  for (int j = 0; j < n; ++j) {
+    if (x.shares(first + j)) most = std::max(most, std::abs(column[j]));
+  }
+  for (int j = 0; j < n; ++j) column[j] = std::clamp(column[j], -most, most);
+}
+
+/// Groups along the keys (mxfp8, mxfp4, nvfp4), in place.
+void encode_groups_of_tile(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                           std::int64_t first, int count, Scratch& scratch) {
+  const Format format = job.config.recipe.v;
+  const int dv = job.dv(), group = info(format).group;
+  const float global = format == Format::nvfp4 ? head_scale(job, Role::v, b, head) : 1.0f;
+  for (int i = 0; i < job.problem.dv; ++i) {
+    float column[tile_keys];
+    std::uint8_t codes[tile_keys], scales[tile_keys / 16];
+    for (int j = 0; j < count; ++j) column[j] = scratch.rows[j * dv + i];
+    for (int j = 0; j < count; j += group) {
+      limit_to_shared(x, first + j, std::min(group, count - j), column + j);
+    }
+    encode_groups(format, column, count, global, codes, scales);
+    for (int j = 0; j < count; ++j) {
+      scratch.rows[j * dv + i] = decode_group_code(format, codes[j], scales[j / group], 1.0f);
+    }
+  }
+}
+
+/// Integer panels [keys / 4][dv][4] of `count` rows of codes. Rows are padded to dv channels.
+template <class RowOf>
+void put_integer_values(const Job& job, int count, const Tile& tile, RowOf row_of) {
+  static constexpr std::uint8_t zeros[256] = {};
+  const int dv = job.dv();
+  for (int j = 0; j < padded(count); j += 4) {
+    const std::uint8_t* rows[4];
+    for (int n = 0; n < 4; ++n) rows[n] = j + n < count ? row_of(j + n) : zeros;
+    job.words().interleave_bytes(rows, dv, tile.at<std::uint8_t>(&TileLayout::v) + j * dv);
+  }
+}
+
+/// scratch.rows into the panels of a float engine: [keys / 2][dv][2] bf16, or [keys][dv] f32.
+void put_float_values(const Job& job, int count, const Tile& tile, Scratch& scratch) {
+  const int dv = job.dv();
+  // Fused tiles take P in steps of 32 keys: behind the last one there must be no NaN.
+  const int filled = (count + 31) / 32 * 32;
+  std::fill(scratch.rows + count * dv, scratch.rows + filled * dv, 0.0f);
+  if (job.config.pv == Engine::f32) {
+    std::copy(scratch.rows, scratch.rows + padded(count) * dv, tile.at<float>(&TileLayout::v));
+    return;
+  }
+  auto* panel = tile.at<std::uint16_t>(&TileLayout::v);
+  std::uint16_t low[256], high[256];
+  for (int j = 0; j < filled; j += 2) {
+    job.words().narrow_bf16(scratch.rows + j * dv, dv, low);
+    job.words().narrow_bf16(scratch.rows + (j + 1) * dv, dv, high);
+    for (int i = 0; i < dv; ++i) {
+      panel[j * dv + 2 * i] = low[i];
+      panel[j * dv + 2 * i + 1] = high[i];
+    }
+  }
+}
+
+/// Scales of s8 codes of V for the integer engine.
+void given_value_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                        std::int64_t first, int count, const Tile& tile, Scratch& scratch) {
+  if (job.config.v_token_scale) {
+    float scale[tile_keys];
+    given_token_scales(job, Role::v, x, b, head, first, count, scale);
+    put_token_scales(job, scale, count, tile);
+  } else {
+    channel_scales(job, x, b, head, first, count, tile, scratch);
+  }
+  *tile.at<std::uint8_t>(&TileLayout::any_bad) = 0;
+  std::memset(tile.at<std::uint8_t>(&TileLayout::v_bad), 0, tile_keys);
+}
+
+/// The codes as a cache holds them: straight from memory to the panels.
+void pack_given_codes(const Job& job, const Sequence& x, std::int64_t first, int count,
+                      const Tile& tile, Scratch& scratch) {
+  const int dv = job.dv();
+  put_integer_values(job, count, tile, [&](int j) {
+    const auto* row = reinterpret_cast<const std::uint8_t*>(x.row(first + j));
+    if (x.channels == dv) return row;
+    std::uint8_t* padded_row = scratch.bytes + j * dv;  // the tensor ends where its channels end
+    std::memcpy(padded_row, row, static_cast<std::size_t>(x.channels));
+    std::memset(padded_row + x.channels, 0, static_cast<std::size_t>(dv - x.channels));
+    return static_cast<const std::uint8_t*>(padded_row);
+  });
+}
+
+void pack_values(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
+                 const Tile& tile, Scratch& scratch) {
+  const Config& c = job.config;
+  const Sequence x = job.v_sequence(b, head);
+  const int dv = job.dv(), count = tile_count(x, first);
+  if (job.problem.v_codes && c.pv == Engine::integer) {
+    given_value_scales(job, x, b, head, first, count, tile, scratch);
+    pack_given_codes(job, x, first, count, tile, scratch);
+    return;
+  }
+  load_values(job, x, b, head, first, count, tile, scratch);
+  if (c.v_channel_scale) channel_scales(job, x, b, head, first, count, tile, scratch);
+  if (grouped(c.recipe.v)) {
+    if (!job.problem.v_codes) encode_groups_of_tile(job, x, b, head, first, count, scratch);
+  } else if (free_scale(c.recipe.v)) {
+    scale_values(job, x, b, head, first, count, tile, scratch);
+  }
+  if (c.pv == Engine::integer) {
+    put_integer_values(job, count, tile, [&](int j) { return scratch.bytes + j * dv; });
+  } else {
+    put_float_values(job, count, tile, scratch);
+  }
+}
+
+}  // namespace
+
+float quantized_row(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
+                    std::int64_t token, Scratch& scratch, float* row, std::uint8_t* codes) {
+  const Format format = job.config.recipe.qk;
+  const int d = x.channels;
+  const bool integer = job.config.qk == Engine::integer;
+  if (has_codes(job.problem, role)) {
+    for (int i = d; i < padded(d); ++i) row[i] = 0.0f;
+    if (grouped(format)) {
+      decode_grouped_row(job, role, x, b, head, token, row);
+      return given_global(job, role, x, b, head, token);
+    }
+    std::memcpy(codes, x.row(token), static_cast<std::size_t>(d));
+    decode_given_row(x, token, row);
+    return given_scale(job, role, x, b, head, token, 0);
+  }
+  load_row(job.words(), x, token, transform_of(job, role, b, head, token), row);
+  if (free_scale(format)) {
+    const float scale = row_scale(job, role, x, b, head, token, row);
+    const int clipped = encode_row(job.words(), format, row, d, formats::reciprocal(scale), codes);
+    scratch.saturated[static_cast<int>(role)] += clipped;
+    if (!integer) decode_row(format, codes, d, row);
+    return scale;
+  }
+  if (!grouped(format)) {
+    round_row(format, row, d);
+    return 1.0f;
+  }
+  const float global = format == Format::nvfp4 ? head_scale(job, role, b, head) : 1.0f;
+  std::uint8_t scales[32];
+  encode_groups(format, row, d, global, codes, scales);
+  for (int i = 0; i < d; ++i) {
+    row[i] = decode_group_code(format, codes[i], scales[i / info(format).group], 1.0f);
+  }
+  return global;
+}
+
+namespace {
+
+/// Rows of a tile by groups of 16. Groups behind the last repeat it.
+const std::uint8_t** find_rows(const Sequence& x, std::int64_t first, const std::uint8_t** groups) {
+  const int last = (tile_count(x, first) - 1) / 16;
+  const auto at = [&](int g) {
+    return reinterpret_cast<const std::uint8_t*>(x.row(first + 16 * g));
+  };
+  groups[0] = at(0);
+  for (int g = 1; g < tile_keys / 16; ++g) {
+    groups[g] = g > last             ? groups[last]
+                : x.pages == nullptr ? groups[g - 1] + 16 * x.token_stride
+                                     : at(g);
+  }
+  return groups;
+}
+
+/// A bad key shows in its scale, and so does a key whose V is bad.
+void flag_bad_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
+                   const Tile& tile) {
+  auto* scale = tile.at<float>(&TileLayout::k_scale);
+  const auto* bad_value = tile.at<std::uint8_t>(&TileLayout::v_bad);
+  auto* any_bad = tile.at<std::uint8_t>(&TileLayout::any_bad);  // of V so far
+  const int count = *any_bad != 0 ? tile_count(job.k_sequence(b, head), first) : 0;
+  for (int j = 0; j < count; ++j) {
+    if (bad_value[j] != 0) scale[j] = nan_value;
+  }
+  if (std::isnan(job.words().amax(scale, tile_keys))) *any_bad = 1;
+}
+
+}  // namespace
+
+void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
+               const Tile& tile, Scratch& scratch) {
+  pack_keys(job, b, head, first, tile, scratch);
+  pack_values(job, b, head, first, tile, scratch);
+  flag_bad_keys(job, b, head, first, tile);
+}
+
+bool find_tile(const Job& job, std::int64_t b, const TilePlace& place, const TilePlace* next,
+               const Tile& tile, FoundRows& found, Scratch& scratch) {
+  const auto [head, first] = place;
+  const Sequence k = job.k_sequence(b, head), v = job.v_sequence(b, head);
+  const int count = tile_count(k, first);
+  if (count % 16 != 0) return false;
+  auto* groups = found.groups;
+  found.k = {find_rows(k, first, groups[0]), nullptr, k.token_stride};
+  found.v = {find_rows(v, first, groups[1]), nullptr, v.token_stride};
+  if (next != nullptr) {
+    found.k.next = find_rows(job.k_sequence(b, next->head), next->first, groups[2]);
+    found.v.next = find_rows(job.v_sequence(b, next->head), next->first, groups[3]);
+  }
+  auto* k_scale = tile.at<float>(&TileLayout::k_scale);
+  given_token_scales(job, Role::k, k, b, head, first, count, k_scale);
+  std::fill(k_scale + count, k_scale + tile_keys, 0.0f);
+  given_value_scales(job, v, b, head, first, count, tile, scratch);
+  flag_bad_keys(job, b, head, first, tile);
+  return true;
+}
+
+}  // namespace qattn::cpu

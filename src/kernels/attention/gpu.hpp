@@ -1,0 +1,63 @@
+// The GPU attention kernels of this target, and what their plans share. Compiled by nvcc for GPUs
+// and by the host compiler for the emulator.
+#pragma once
+
+#include <optional>
+#include <span>
+
+#include "core/plan.hpp"
+#include "kernels/attention/schedule/varlen.hpp"
+#include "kernels/quantize/gpu/prepare.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+/// Which codes the first step leaves to the attention kernel.
+enum class CodesLeft { none, queries, all };
+
+/// What the second step of a plan finds.
+struct Handover {
+  /// Early only behind the first step, whose kernels are a chain (isa/launch.hpp).
+  isa::Start start = isa::Start::after_all;
+  CodesLeft left = CodesLeft::none;
+};
+
+/// A plan in two steps, which benchmarks time apart: codes into the workspace, and attention on
+/// what the first left there.
+struct GpuPlan : detail::PlanData {
+  PrepareLayout prepared;
+  PackedPlan packed;
+  std::uint32_t* error = nullptr;  ///< the device's error word
+  Status (*attend)(const GpuPlan& plan, const Problem& problem, void* workspace, Stream stream,
+                   Handover handover) = nullptr;
+  /// Can the second step make these codes, with these addresses and strides? Null: none ever.
+  bool (*can_make)(const GpuPlan& plan, const Problem& problem, CodesLeft left) = nullptr;
+  bool gains_queries = false, gains_all = false;  ///< and is a call faster so?
+};
+
+/// All codes, and attention on them.
+Status quantize_operands(const detail::PlanData& plan, const Problem& problem, void* workspace,
+                         Stream stream);
+Status attend(const detail::PlanData& plan, const Problem& problem, void* workspace, Stream stream);
+
+/// Both steps: Kernel::run of every GPU kernel.
+Status run_steps(const detail::PlanData& plan, const Problem& problem, void* workspace,
+                 Stream stream);
+
+/// Instead of what plans choose, where that is possible. Set by tests and benchmarks alone, while
+/// no call runs.
+std::optional<CodesLeft>& codes_left_override();
+
+/// What run_steps() leaves to the attention kernel.
+CodesLeft codes_left(const GpuPlan& plan, const Problem& problem);
+
+detail::Kernel sm80_coded_decode();
+detail::Kernel sm80_prefill();
+detail::Kernel sm90a_prefill();
+detail::Kernel sm90a_wide_prefill();
+
+/// All of them, best first.
+std::span<const detail::Kernel> gpu_attention_kernels();
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

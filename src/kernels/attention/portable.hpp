@@ -1,0 +1,42 @@
+// What the portable prefill kernel's plans hold, for kernels that leave some calls or blocks to it.
+#pragma once
+
+#include "core/problem.hpp"
+#include "kernels/attention/common/params.hpp"
+#include "kernels/attention/gpu.hpp"
+#include "kernels/attention/schedule/split_kv.hpp"
+#include "kernels/attention/schedule/tile_scheduler.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+struct PrefillInstance {
+  PrefillConfig config;
+  isa::LaunchError (*launch)(const PrefillParams&, isa::Index3, void*);
+};
+
+struct PrefillPlan : GpuPlan {
+  /// Both have the same tiles. run() takes the plain one, if there is one, where is_plain() says so
+  /// of the call at hand: a plan knows neither its addresses nor its strides.
+  const PrefillInstance *plain = nullptr, *general = nullptr;
+  std::size_t bad_keys = 0;  ///< offset in the workspace
+  Spread spread;
+  WorkOrder order;
+};
+
+/// Is an operand of the format quantised?
+inline bool coded(Format format) { return format == Format::s8 || format == Format::e4m3; }
+/// Of a key's and a value's channel together, as kernels read them.
+inline int read_bytes(const Recipe& r) { return (coded(r.qk) ? 1 : 2) + (coded(r.v) ? 1 : 2); }
+
+/// Does the plain variant serve the call with these addresses, strides and values?
+bool is_plain(const Problem& problem, const Recipe& recipe);
+
+/// Bytes of PrefillParams::bad_keys.
+std::size_t bad_keys_bytes(const Problem& problem, const PrepareLayout& prepared);
+
+/// Turns the rows that see what PrefillParams::bad_keys notes into NaN.
+isa::LaunchError spoil_rows(const Problem& problem, const PrefillParams& params, Stream stream);
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,2 @@
+qattn_kernel_sources(host tile_scheduler.cpp)
+qattn_kernel_sources(portable split_kv.cpp varlen.cpp)

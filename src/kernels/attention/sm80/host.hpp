@@ -1,0 +1,15 @@
+// Launchers of the portable prefill kernel's instances.
+#pragma once
+
+#include "isa/launch.hpp"
+#include "kernels/attention/common/params.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+/// Launches one instance; defined in the units that instantiate kernels (launch.cuh).
+template <PrefillConfig C>
+isa::LaunchError launch_prefill(const PrefillParams& params, isa::Index3 grid, void* stream);
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

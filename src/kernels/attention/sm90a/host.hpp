@@ -1,0 +1,65 @@
+// Launchers of the Hopper prefill kernel's instances.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "isa/launch.hpp"
+#include "kernels/attention/common/row_map.hpp"
+#include "kernels/attention/gpu.hpp"
+#include "kernels/attention/schedule/split_kv.hpp"
+#include "kernels/attention/schedule/tile_scheduler.hpp"
+#include "kernels/attention/sm90a/params.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+/// Launches one instance; defined in the units that instantiate kernels (launch.cuh).
+template <Sm90Config C>
+isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* stream,
+                              isa::Start start);
+
+/// Is the code that would run on the current device that of sm_90a? Others have an empty kernel.
+template <Sm90Config C>
+bool compiled_sm90a();
+
+struct Sm90Instance {
+  Sm90Config config;
+  isa::LaunchError (*launch)(const Sm90Params&, isa::Index3, void*, isa::Start);
+  bool (*compiled)();
+};
+/// The padded head dimensions of the kernels that serve a problem.
+struct Sm90Dims {
+  int d, dv;
+};
+Sm90Dims sm90a_dims(const Problem& problem);
+
+/// That one, or the one with P in the other place; null: there is none.
+const Sm90Instance* find_sm90a(Sm90Config config);
+
+/// Do most rows see fewer keys than there are, since they end at the diagonal or near it?
+bool ends_at_diagonal(const Problem& problem);
+
+/// Keys that a row sees, on average.
+std::int64_t average_keys(const Problem& problem);
+
+/// Whether the current device can run the instance, and index what the problem has.
+Status check_sm90a(const Problem& problem, const Sm90Instance* instance,
+                   const PrepareLayout& layout);
+
+/// What plan_spread() and split_last() are told of a kernel that so many multiprocessors run.
+SpreadLimits sm90a_limits(const Sm90Config& config, int multiprocessors);
+
+/// Does something touch single scores of every tile?
+bool is_general(const Problem& problem, const Recipe& recipe);
+
+/// The maps of Q's and K's codes in the workspace. Empty, or why there are none.
+std::string map_codes(const Sm90Config& config, const Problem& problem, Sm90Params& params);
+
+inline constexpr int sm90a_rows = 128;  ///< of a block of work of two consumers
+
+/// The kernel's part of a plan's text.
+std::string sm90a_text(const Sm90Config& config);
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,3 @@
+qattn_kernel_sources(host host.cpp host_16bit.cpp)
+qattn_kernel_list(hopper instances)
+qattn_kernel_list(hopper o1_instances OPTIONS -Xptxas=-O1)

@@ -1,0 +1,31 @@
+// Makes the launchers that host.hpp declares. QATTN_INSTANCE(...) instantiates one kernel.
+#pragma once
+
+#include "kernels/attention/sm90a/kernel.cuh"
+#include "kernels/attention/sm90a/host.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+template <Sm90Config C>
+isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* stream,
+                              isa::Start start) {
+  return isa::launch<Sm90Prefill<C>>(params, grid, stream, start);
+}
+
+template <Sm90Config C>
+bool compiled_sm90a() {
+  // An empty kernel uses a handful of registers; the emulator has none to count.
+  const int registers = isa::resources<Sm90Prefill<C>>().registers;
+  return registers == 0 || registers > 40;
+}
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels
+
+#define QATTN_SM90A_CONFIG(D, QK, PV, ...) \
+  qattn::kernels::Sm90Config { D, qattn::isa::Element::QK, qattn::isa::Element::PV, __VA_ARGS__ }
+#define QATTN_INSTANCE(...)                                                                       \
+  template qattn::isa::LaunchError qattn::kernels::launch_sm90a<QATTN_SM90A_CONFIG(__VA_ARGS__)>( \
+      const qattn::kernels::Sm90Params&, qattn::isa::Index3, void*, qattn::isa::Start);           \
+  template bool qattn::kernels::compiled_sm90a<QATTN_SM90A_CONFIG(__VA_ARGS__)>();

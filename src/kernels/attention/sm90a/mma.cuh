@@ -1,0 +1,256 @@
+// The products of the Hopper prefill kernel's consumers, and what they wait for: stages of the ring
+// and turns.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/attention/sm90a/running_max_softmax.cuh"
+#include "kernels/attention/sm90a/tile_max_softmax.cuh"
+#include "kernels/attention/common/copy.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+template <Sm90Config C>
+using Sm90AnySoftmax = std::conditional_t<C.pv == isa::Element::u8, Sm90Softmax<C>, Sm90Online<C>>;
+
+template <Sm90Config C>
+struct Sm90Multiplier : Sm90AnySoftmax<C> {
+  using S = Sm90Shape<C>;
+  using Base = Sm90AnySoftmax<C>;
+  using Base::R, Base::codes, Base::lane, Base::out, Base::sum, Base::work;
+  using typename Base::Products;
+  /// P V of a tile and a part of the channels, that does not go straight to the output.
+  static constexpr int part_end(int part) {
+    return part + 1 < S::v_parts ? (part + 1) * S::part_channels : S::v_channels;
+  }
+  template <int Part>
+  using Values =
+      isa::Accumulator<C.pv>[S::wide_pv ? 1 : (part_end(Part) - Part * S::part_channels) / 2];
+
+  SharedAddress base;
+  int group;   ///< this warpgroup among the consumers
+  int buffer;  ///< Q's
+  RingPlace<S::stages>& place;
+  std::uint64_t q_descriptor, p_descriptor;
+  std::uint64_t k_descriptor, v_descriptor;  ///< of stage 0
+
+  QATTN_DEVICE Sm90Multiplier(const Sm90Params& a, const PrefillWork& w, const WorkFacts& facts,
+                              int q_buffer, RingPlace<S::stages>& ring)
+      : Base(a, w, facts, isa::thread() / 32 - 4, q_buffer),
+        base(isa::shared_base()),
+        group(q_buffer % S::consumers),
+        buffer(q_buffer),
+        place(ring),
+        q_descriptor(isa::matrix_descriptor(base + S::q_at + buffer * S::q_bytes, 16, S::qk_stride,
+                                            S::qk_swizzle)),
+        p_descriptor(isa::matrix_descriptor(p_base(), 16, 8 * sm90_panel, isa::Swizzle::bytes128)),
+        k_descriptor(
+            isa::matrix_descriptor(base + S::ring_at + S::k_at, 16, S::qk_stride, S::qk_swizzle)),
+        v_descriptor(isa::matrix_descriptor(
+            base + S::ring_at + S::v_at, S::wide_pv ? S::v_bytes : 16, S::v_stride, S::v_swizzle)) {
+  }
+
+  // ---- The ring -------------------------------------------------------------------------------
+
+  QATTN_DEVICE SharedAddress stage() const {
+    return base + S::ring_at + place.stage * S::stage_bytes;
+  }
+  QATTN_DEVICE void wait_full() {
+    isa::mbarrier_wait(base + S::full + 8 * place.stage, place.parity);
+  }
+  /// This thread reads the stage no more. One arrival a warp behind its barrier is no faster
+  /// (H200), and compute-sanitizer does not follow it.
+  QATTN_DEVICE void release() {
+    isa::mbarrier_arrive(base + S::empty + 8 * place.stage);
+    place.advance();
+  }
+
+  // ---- Operands -------------------------------------------------------------------------------
+
+  /// Descriptors of what a step multiplies.
+  struct Operands {
+    std::uint64_t q, k, p, v;
+  };
+  /// A descriptor of what lies 16 n bytes behind. Only its low half changes, and additions without
+  /// a carry are fewer. Kernels with P in registers were not measured so.
+  QATTN_DEVICE static std::uint64_t behind(std::uint64_t descriptor, int n) {
+    if constexpr (!S::shared_p) return descriptor + n;
+    return descriptor >> 32 << 32 |
+           (static_cast<std::uint32_t>(descriptor) + static_cast<std::uint32_t>(n));
+  }
+  QATTN_DEVICE static std::uint64_t opaque(std::uint64_t descriptor) {
+    const int low = isa::opaque(static_cast<int>(static_cast<std::uint32_t>(descriptor)));
+    return descriptor >> 32 << 32 | static_cast<std::uint32_t>(low);
+  }
+  /// Those of stage 0. Opaque, or they are worked out again between one product and the next, where
+  /// each instruction waits 20 to 35 clocks for the other consumer's (H100, sampled): 2 to 3 %.
+  QATTN_DEVICE Operands first_operands() const {
+    return {opaque(q_descriptor), opaque(k_descriptor), opaque(p_descriptor), opaque(v_descriptor)};
+  }
+  /// Those of this stage.
+  QATTN_DEVICE Operands operands(const Operands& first) const {
+    const int at = place.stage * (S::stage_bytes / 16);
+    return {first.q, behind(first.k, at), first.p, behind(first.v, at)};
+  }
+  QATTN_DEVICE Operands operands() const {
+    return operands({q_descriptor, k_descriptor, p_descriptor, v_descriptor});
+  }
+
+  // ---- Products -------------------------------------------------------------------------------
+
+  QATTN_DEVICE void multiply_keys(Products& s) { multiply_keys(s, operands()); }
+  QATTN_DEVICE void multiply_keys(Products& s, const Operands& from) {
+#pragma unroll
+    for (int step = 0; step < S::qk_row / 32; ++step) {
+      const int panel = 32 * step / S::qk_panel, in_panel = 2 * step - panel * S::qk_panel / 16;
+      isa::wgmma<C.qk, C.qk, S::keys>(s, behind(from.q, panel * S::q_panel_bytes / 16 + in_panel),
+                                      behind(from.k, panel * S::k_panel_bytes / 16 + in_panel),
+                                      step > 0);
+    }
+    isa::wgmma_commit();
+  }
+
+  /// V of the tile before, which lies in this stage.
+  template <int Part>
+  QATTN_DEVICE void multiply_values(Values<Part>& pv) {
+    multiply_values<Part>(pv, operands());
+  }
+  template <int Part>
+  QATTN_DEVICE void multiply_values(Values<Part>& pv, const Operands& operands) {
+    constexpr int first = Part * S::part_channels, channels = part_end(Part) - first;
+    const std::uint64_t v = behind(operands.v, first * S::v_row / 16);
+    if constexpr (S::wide_pv) {
+      auto& sums = reinterpret_cast<float(&)[S::dv / 2]>(out);
+#pragma unroll
+      for (int step = 0; step < S::keys / 16; ++step) {
+        const std::uint64_t from = behind(v, step * 16 * S::v_row / 16);
+        if constexpr (S::shared_p) {
+          isa::wgmma<C.pv, C.pv, S::dv, false, true>(sums, p_step(operands.p, step), from, true);
+        } else {
+          isa::wgmma<C.pv, C.pv, S::dv, true>(sums, codes[step], from, true);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int step = 0; step < S::keys / 32; ++step) {
+        const std::uint64_t from = behind(v, (step / 2 * S::v_bytes + step % 2 * 32) / 16);
+        if constexpr (S::shared_p) {
+          isa::wgmma<C.pv, C.pv, channels>(pv, p_step(operands.p, step), from, step > 0);
+        } else {
+          isa::wgmma<C.pv, C.pv, channels>(pv, codes[step], from, step > 0);
+        }
+      }
+    }
+    isa::wgmma_commit();
+  }
+
+  // ---- P in shared memory (S::shared_p) --------------------------------------------------------
+
+  /// This warpgroup's P.
+  QATTN_DEVICE SharedAddress p_base() const { return base + S::p_at + group * S::p_group_bytes; }
+  /// The 32 bytes of its rows that one product takes.
+  QATTN_DEVICE static std::uint64_t p_step(std::uint64_t p, int step) {
+    return behind(p, step / 4 * (S::p_panel_bytes / 16) + step % 4 * 2);
+  }
+  /// Takes P of a tile to where products read it, once the warpgroup has met in take_turn(); none
+  /// that read the P before may be under way.
+  QATTN_DEVICE void store_codes() const {
+    if constexpr (S::shared_p) {
+      constexpr int steps = S::p_row / 32;
+      const int row = this->warp % 4 * S::warp_rows + lane % 16, half = lane / 16;
+      const SharedAddress first = p_base() + row * sm90_panel + ((half ^ row % 8) << 4);
+      SharedAddress to[steps];
+#pragma unroll
+      for (int i = 0; i < steps; ++i) to[i] = (first ^ i % 4 << 5) + i / 4 * S::p_panel_bytes;
+      isa::store_matrix(to, codes);
+    }
+  }
+  /// Waits until the warpgroup's products have ended in all its warps: rows leave where P was. The
+  /// barrier is the one behind those of turns.
+  QATTN_DEVICE void end_products() const {
+    if constexpr (S::shared_p && S::p_over_out) {
+      isa::barrier_sync(turn_of(S::consumers + group), 128);
+    }
+  }
+
+  // ---- P V and the output ---------------------------------------------------------------------
+
+  /// What must happen to the output before P V joins it in the matrix unit.
+  QATTN_DEVICE void shrink_output() {
+    if constexpr (S::wide_pv) shrink_tiles(0, S::d_tiles);
+  }
+  QATTN_DEVICE void shrink_tiles(int from, int to) {
+#pragma unroll
+    for (int n = from; n < to; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[0][n][i] *= this->shrink[i / 2];
+    }
+  }
+
+  /// Joins P V to the output, and to the row sums what its product has of them.
+  template <int Part>
+  QATTN_DEVICE void add_values(const Values<Part>& pv) {
+    add_tiles<Part>(0, S::part_channels / 8, pv);
+  }
+  /// That of some of the part's tiles of eight channels.
+  template <int Part>
+  QATTN_DEVICE void add_tiles(int from, int to, const Values<Part>& pv) {
+    static_assert(!S::wide_pv);
+    constexpr int first = Part * S::part_channels / 8, tiles = S::part_channels / 8;
+#pragma unroll
+    for (int n = from; n < to; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = out[0][first + n][i];
+        if constexpr (S::u8) {
+          x = fmaf(this->as_float(pv[4 * n + i]), this->share[i / 2], x);
+        } else {
+          x = fmaf(x, this->shrink[i / 2], isa::to_float(pv[4 * n + i]));
+        }
+      }
+    }
+    if constexpr (S::e4m3_pv && Part + 1 == S::v_parts) {
+      // Columns 0 and 1 behind the channels lie in lane t = 0; only 0 is not zero.
+      if (to < tiles) return;
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        const auto* total = pv + 4 * tiles + 2 * r;
+        sum[r] = fmaf(sum[r], this->shrink[r], total[0] + total[1]);
+      }
+    }
+  }
+
+  /// P V of the tile before, a part of the channels after the other.
+  template <int Part = 0>
+  QATTN_DEVICE void join_parts() {
+    static_assert(S::v_parts > 1);
+    Values<Part> pv;
+    isa::wgmma_fence();
+    multiply_values<Part>(pv);
+    isa::wgmma_wait<0>();
+    add_values<Part>(pv);
+    if constexpr (Part + 1 < S::v_parts) join_parts<Part + 1>();
+  }
+
+  // ---- Turns ----------------------------------------------------------------------------------
+
+  /// Where P lies in shared memory this is also the barrier between its stores and its product.
+  QATTN_DEVICE void take_turn() {
+    if constexpr (S::shared_p) isa::fence_async_proxy();
+    if constexpr (S::turns) isa::barrier_sync(turn_of(group), turn_threads);
+  }
+  /// `zero`: no_sign().
+  QATTN_DEVICE void give_turn(std::uint32_t zero = 0) {
+    if constexpr (S::turns) {
+      const int next = turn_of(group + 1 < S::consumers ? group + 1 : 0);
+      isa::barrier_arrive(next + static_cast<int>(zero), turn_threads);
+    }
+  }
+  /// A barrier of those who have the turn and those who get it.
+  QATTN_DEVICE static int turn_of(int group) { return 1 + group; }
+  static constexpr int turn_threads = 256;
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,252 @@
+// Encoding without detours: 16-bit rows in 16-byte pieces to s8 or e4m3 with a scale per token or
+// per tile of 64, V in s8 per token and in e4m3 per channel, K less its mean. One block a tile; Q,
+// K and V in one launch. The same kernel makes the pass before it for K's mean and V's scales.
+#pragma once
+
+#include "kernels/quantize/gpu/encode/first.cuh"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+template <isa::Element Input, int Channels>
+struct EncodePlain : FirstPass<Input, Channels> {
+  using Params = PlainParams;
+  using Tile = PlainTile<Input, Channels>;
+  using First = FirstPass<Input, Channels>;
+  using Tile::chunk, Tile::chunks, Tile::clean_values, Tile::factor_of, Tile::find_scales;
+  using Tile::first_key, Tile::image_at, Tile::key_step, Tile::load, Tile::load_mean;
+  using Tile::load_values, Tile::magnitude, Tile::pair, Tile::stride, Tile::threads;
+  using Tile::rounded, Tile::unpack, Tile::word_at;
+  static constexpr bool dependent = true;
+
+  static QATTN_DEVICE void store_dots(const PlainRows& q, const TilePlace& p,
+                                      SharedAddress shared) {
+    for (int row = isa::thread(); row < slot_tile; row += threads) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int c = 0; c < chunks; c += 4) {
+        const Words4 w = isa::load_shared<Words4>(shared + image_at + 4 * (row * stride + c));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum = formats::add_rn(sum, formats::float_of(w.w[i]));
+      }
+      isa::store_global(q.out.dot_mean + slot_of(q.out, p) + row, sum);
+    }
+  }
+
+  /// Codes of a thread's rows: code(raw, 1 / scale).
+  template <class Code>
+  static QATTN_DEVICE void encode_rows(const PlainRows& row, const TilePlace& p,
+                                       SharedAddress shared, const Words4 (&raw)[8], Code code) {
+    const std::int64_t slot = slot_of(row.out, p) + first_key();
+    std::uint8_t* out = row.out.codes + slot * Channels + chunk() * chunk_channels;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float factor = factor_of(shared, first_key() + key_step(i));
+      isa::store_global(reinterpret_cast<Words2*>(out + key_step(i) * Channels),
+                        code(raw[i], factor));
+    }
+  }
+
+  static QATTN_DEVICE bool is_loud(const PlainRows& row, const TilePlace& p) {
+    const int heads = row.rows.heads / row.heads_per_mean, head = p.head / row.heads_per_mean;
+    return row.factors != nullptr && isa::load_global(row.loud + p.b * heads + head) != 0;
+  }
+  /// What balances this thread's channels.
+  static QATTN_DEVICE void load_times(const PlainRows& row, const TilePlace& p,
+                                      float (&times)[8]) {
+    const int heads = row.rows.heads / row.heads_per_mean, head = p.head / row.heads_per_mean;
+    load_mean(row.factors, p.b, 2 * heads, 2 * head, times);
+  }
+
+  static QATTN_DEVICE void run_rows(const PlainRows& row, const TilePlace& p, bool e4m3, bool dots,
+                                    SharedAddress shared) {
+    const bool loud = is_loud(row, p);
+    Words4 raw[8];
+    load(row.rows, p, shared, raw);
+    float mean[8] = {};
+    const bool has_mean = row.mean != nullptr;
+    if (has_mean) {
+      const int head = p.head / row.heads_per_mean;
+      load_mean(row.mean, p.b, row.rows.heads / row.heads_per_mean, head, mean);
+    }
+    const SharedAddress mine = shared + 4 * (first_key() * stride + chunk());
+    if (dots) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const isa::Pair x = unpack(raw[i].w[j]);
+          sum = formats::add_rn(sum, formats::mul_rn(x.lo, mean[2 * j]));
+          sum = formats::add_rn(sum, formats::mul_rn(x.hi, mean[2 * j + 1]));
+        }
+        isa::store_shared(mine + image_at + 4 * key_step(i) * stride, sum);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) mean[i] = 0.0f;  // Q's is not subtracted
+    }
+    if (loud) {
+      float times[8];
+      load_times(row, p, times);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        isa::store_shared(mine + 4 * key_step(i) * stride, magnitude(raw[i], mean, times));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const bool less = has_mean && !dots;
+        isa::store_shared(mine + 4 * key_step(i) * stride,
+                          less ? magnitude(raw[i], mean) : magnitude(raw[i]));
+      }
+    }
+    isa::sync_threads();
+    if (isa::warp() == 0) {
+      const RowPair r =
+          find_scales(shared, p.count(), row.shared, e4m3 ? formats::E4m3::max : formats::S8::max);
+      store_row_scales(row.out, p, r);
+    }
+    if (dots) store_dots(row, p, shared);
+    isa::sync_threads();
+    if (loud) {
+      float times[8];  // again, or they would be kept in registers that there are not
+      load_times(row, p, times);
+      encode_rows(row, p, shared, raw, [&](const Words4& x, float factor) {
+        return Tile::encoded(x, factor, mean, times);
+      });
+    } else if (e4m3) {
+      encode_rows(row, p, shared, raw, [&](const Words4& x, float factor) {
+        return Tile::template encoded<true>(x, factor, mean);
+      });
+    } else {
+      encode_rows(row, p, shared, raw, [&](const Words4& x, float factor) {
+        return Tile::template encoded<false>(x, factor, mean);
+      });
+    }
+  }
+
+  /// Codes of a thread's eight keys, in the low bytes or four to a word as they come.
+  static QATTN_DEVICE Words2 token_codes(const float (&x)[8], const float (&factor)[8]) {
+    std::uint32_t code[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) code[i] = rounded(x[i], factor[i]);
+    return {{low_bytes(code[0], code[1], code[2], code[3]),
+             low_bytes(code[4], code[5], code[6], code[7])}};
+  }
+  static QATTN_DEVICE Words2 channel_codes(const float (&x)[8], float factor) {
+    std::uint32_t pair[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // -0 becomes +0, as on the CPU
+      pair[i] = isa::pack_e4m3(formats::mul_rn(formats::add_rn(x[2 * i], 0.0f), factor),
+                               formats::mul_rn(formats::add_rn(x[2 * i + 1], 0.0f), factor));
+    }
+    return {{pair[0] | pair[1] << 16, pair[2] | pair[3] << 16}};
+  }
+
+  template <bool E4m3>
+  static QATTN_DEVICE void run_values(const PlainParams& params, const TilePlace& p,
+                                      SharedAddress shared) {
+    std::uint8_t* record = record_of(params.v_out, p, Channels);
+    Words4 raw[8];
+    const RowPair r = load_values(params, p, shared, raw);
+    const SharedAddress image = shared + image_at;
+    if (isa::warp() == 0) {
+      constexpr auto kind = E4m3 ? ValueScales::floating : ValueScales::integer_token;
+      constexpr std::uint32_t one = 0x38;  // in e4m3
+      store_value_tables(record, Channels, image + chunks * image_stride, r, kind, one);
+    }
+    isa::sync_threads();
+    float factor[8], scale[8];
+    clean_values(shared, raw, factor);
+    if constexpr (E4m3) {
+      load_mean(params.v_out.channel_scale, p.b, params.v.heads, p.head, scale);
+    }
+    const SharedAddress to = image + chunk() * image_stride + pair() / 2 * 16 + pair() % 2 * 8;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float even[8], odd[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const isa::Pair x = unpack(raw[i].w[j]);
+        even[i] = x.lo;
+        odd[i] = x.hi;
+      }
+      Words2 code[2];
+      if constexpr (E4m3) {
+        code[0] = channel_codes(even, code_factor(scale[2 * j] > 0.0f, scale[2 * j]));
+        code[1] = channel_codes(odd, code_factor(scale[2 * j + 1] > 0.0f, scale[2 * j + 1]));
+      } else {
+        code[0] = token_codes(even, factor);
+        code[1] = token_codes(odd, factor);
+      }
+      isa::store_shared(to + 2 * j * slot_tile, code[0]);
+      isa::store_shared(to + (2 * j + 1) * slot_tile, code[1]);
+    }
+    isa::sync_threads();
+    store_value_image<Channels, threads>(record, image, !E4m3);
+  }
+
+  /// Operand of a block, whose number becomes the one within its operand. What the first pass read
+  /// comes from its end, which that pass left in the L2, behind so many blocks of Q and V as fill
+  /// the GPU while that pass ends.
+  static QATTN_DEVICE int role_of_block(const Params& params, int& block) {
+    const int keys = params.blocks[1];
+    const int values = params.v_shared == SharedScales::channel ? params.blocks[2] : 0;
+    const int behind = block - params.lead, again = keys + values;
+    if (behind >= 0 && behind < again) {
+      if (params.first_pass) {
+        const bool key = behind < keys;
+        block = key ? behind : behind - keys;
+        return key ? 1 : 2;
+      }
+      block = behind < values ? values - 1 - behind : again - 1 - behind;
+      return behind < values ? 2 : 1;
+    }
+    if (behind >= 0) block -= again;
+    const int first = params.values_lead ? 2 : 0;
+    if (block < params.blocks[first]) return first;
+    block -= params.blocks[first];
+    return 2 - first;
+  }
+
+  static QATTN_DEVICE void encode(const Params& params, int role, const TilePlace& p,
+                                  SharedAddress shared) {
+    if (role < 2) {
+      const bool dots = role == 0 && params.row[0].out.dot_mean != nullptr;
+      run_rows(params.row[role], p, params.e4m3, dots, shared);
+    } else if (params.v_shared == SharedScales::channel) {
+      run_values<true>(params, p, shared);
+    } else {
+      run_values<false>(params, p, shared);
+    }
+  }
+
+  static QATTN_DEVICE void run(const Params& params) {
+    isa::grid_dependency_launch();
+    const SharedAddress shared = isa::shared_base();
+    int block = isa::block().x;
+    const int role = role_of_block(params, block);
+    // Only who reads a mean, factors or V's scales needs the kernels before. The others read and
+    // write what those do not touch, and wait when they are done, so that this kernel's end is that
+    // of the chain.
+    const bool reads = role < 2
+                           ? params.row[role].mean != nullptr || params.row[role].factors != nullptr
+                           : params.v_shared == SharedScales::channel;
+    if (reads && !params.first_pass) isa::grid_dependency_wait();
+    const tile::Rows& rows = params.rows(role);
+    const int tile = divide(block, rows.heads), head = block - tile * rows.heads;
+    const TilePlace p = find_tile(rows, tile, head, threads, shared + word_at);
+    if (!params.first_pass) {
+      const bool last = block == params.blocks[role] - 1;
+      role < 2 ? store_no_rows(params.row[role].out, p, last)
+               : store_no_values<Channels>(params.v_out, p, last);
+    }
+    if (p.used) {
+      params.first_pass ? First::run(params, role, p, shared) : encode(params, role, p, shared);
+    }
+    isa::grid_dependency_wait();  // also behind the first: to remember it costs a register too many
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

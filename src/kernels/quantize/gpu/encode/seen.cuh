@@ -1,0 +1,187 @@
+// Finds the keys that some row of the call sees (SeenKeys), as cpu/seen.cpp does.
+#pragma once
+
+#include "kernels/attention/common/params.hpp"
+#include "kernels/quantize/gpu/seen.hpp"
+#include "kernels/quantize/gpu/seen_keys.cuh"
+#include "kernels/attention/common/score.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+struct SeenParams {
+  tile::Rows q, k;
+  SeenKeys out;
+  std::int32_t group = 1;  ///< query heads of a head of `out`, where masks tell them apart
+  std::int32_t window_left = -1, window_right = -1;  ///< and the rest as in PrefillParams
+  BroadcastView mask;
+  std::int64_t mask_queries = no_limit, mask_keys = no_limit;
+  BroadcastView block_mask;
+  std::int32_t block_mask_q = 0, block_mask_k = 0;
+};
+
+/// One block a tile of 64 keys and head. Windows let a run of rows see a key; of masks that do not
+/// depend on the row one number is read a key, of others rows until one has seen every key: those
+/// at the diagonal, which see most, first.
+struct FindSeen {
+  using Params = SeenParams;
+  static constexpr int row_lanes = 4, threads = slot_tile * row_lanes, min_blocks = 1;
+  static constexpr int rows_at_once = 8;  ///< of a thread: loads in flight
+  static constexpr int votes_at = 16, shared_bytes = votes_at + threads / 32 * 8;
+  static constexpr bool dependent = true;
+  static constexpr int no = static_cast<int>(Seen::no), faintly = static_cast<int>(Seen::faintly),
+                       yes = static_cast<int>(Seen::yes);
+
+  /// A thread's key and which rows of a head windows let see it: [low, high].
+  struct Key {
+    std::int64_t j = 0, low = 0, high = -1;
+    int b = 0;
+  };
+
+  static QATTN_DEVICE std::int64_t lowest_row(const SeenParams& p, std::int64_t j,
+                                              std::int64_t shift) {
+    const std::int64_t low = p.window_right < 0 ? 0 : j - shift - p.window_right;
+    return low > 0 ? low : 0;
+  }
+  static QATTN_DEVICE std::int64_t highest_row(const SeenParams& p, std::int64_t j,
+                                               std::int64_t shift, std::int64_t queries) {
+    const std::int64_t high = p.window_left < 0 ? queries : j - shift + p.window_left;
+    return high < queries ? high : queries - 1;
+  }
+
+  /// What the mask lets a row see of a key.
+  static QATTN_DEVICE int look(const SeenParams& p, int b, int head, std::int64_t i,
+                               std::int64_t j) {
+    const BroadcastView& m = p.mask;
+    if (m.data == nullptr) return yes;
+    const std::int64_t at = b * m.stride[0] + head * m.stride[1] + i * m.stride[2] +
+                            j * m.stride[3];
+    const auto* bytes = static_cast<const std::uint8_t*>(m.data);
+    if (m.format == Format::b8) return isa::load_global(bytes + at) != 0 ? yes : no;
+    if (m.format == Format::b1) {
+      return (isa::load_global(bytes + (at >> 3)) >> (j & 7) & 1) != 0 ? yes : no;
+    }
+    const float bias = tile::load_number(m.data, m.format, at);
+    return !(bias <= faint_bias) ? yes : bias == -tile::infinity() ? no : faintly;
+  }
+
+  static QATTN_DEVICE bool block_visible(const SeenParams& p, int b, int head, std::int64_t block,
+                                         std::int64_t j) {
+    const BroadcastView& m = p.block_mask;
+    const std::int64_t at = b * m.stride[0] + head * m.stride[1] + block * m.stride[2] +
+                            tile::block_of(j, p.block_mask_k) * m.stride[3];
+    return isa::load_global(static_cast<const std::uint8_t*>(m.data) + at) != 0;
+  }
+
+  /// Where the mask's rows are the same, or there is none.
+  static QATTN_DEVICE int look_once(const SeenParams& p, const Key& key, int first_head) {
+    int best = no;
+    for (int h = first_head; h < first_head + p.group && key.low <= key.high; ++h) {
+      const int now = look(p, key.b, h, 0, key.j);
+      if (now <= best) continue;
+      bool visible = p.block_mask_q == 0;
+      if (!visible) {
+        const std::int64_t last = tile::block_of(key.high, p.block_mask_q);
+        for (auto n = tile::block_of(key.low, p.block_mask_q); n <= last && !visible; ++n) {
+          visible = block_visible(p, key.b, h, n, key.j);
+        }
+      }
+      if (visible) best = now;
+    }
+    return best;
+  }
+
+  /// What all threads have found; true where that is every key of the tile. By all threads.
+  static QATTN_DEVICE bool vote(int best, std::uint32_t low_keys, std::uint32_t high_keys,
+                                SharedAddress votes, TileSight& found) {
+    const std::uint32_t any = isa::ballot(best >= faintly), plainly = isa::ballot(best == yes);
+    const int mine = isa::warp();
+    if (isa::lane() == 0) isa::store_shared(votes + 8 * mine, Words2{{any, plainly}});
+    isa::sync_threads();
+    found = TileSight{};
+#pragma unroll
+    for (int warp = 0; warp < threads / 32; ++warp) {
+      const auto w = isa::load_shared<Words2>(votes + 8 * warp);
+      found.seen[warp % 2] |= w.w[0];
+      found.plainly[warp % 2] |= w.w[1];
+    }
+    isa::sync_threads();
+    return found.plainly[0] == low_keys && found.plainly[1] == high_keys;
+  }
+
+  static QATTN_DEVICE std::uint32_t first_bits(int count) {
+    return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1;
+  }
+
+  static QATTN_DEVICE void find(const SeenParams& p, const TilePlace& place, SharedAddress votes,
+                                TileSight& found) {
+    const tile::Span q = tile::span_of(p.q, place.b);
+    const std::int64_t length = place.span.length, shift = length - q.length;
+    const int n = isa::thread() % slot_tile, lane = isa::thread() / slot_tile;
+    const int count = place.count(), first_head = p.out.heads > 1 ? place.head * p.group : 0;
+    const std::uint32_t low_keys = first_bits(count), high_keys = first_bits(count - 32);
+    // Of what index tensors say wrongly all rows are NaN, and masks have no such places.
+    const bool wrong = q.bad || q.length > p.mask_queries || length > p.mask_keys;
+    Key key;
+    key.b = place.b, key.j = place.first + n;
+    key.low = lowest_row(p, key.j, shift), key.high = highest_row(p, key.j, shift, q.length);
+    if (n >= count) key.high = -1;
+    if (wrong || p.mask.data == nullptr || p.mask.stride[2] == 0) {
+      const int best = n >= count ? no : wrong ? yes : look_once(p, key, first_head);
+      vote(best, low_keys, high_keys, votes, found);
+      return;
+    }
+    const std::int64_t last = place.first + count - 1, low = lowest_row(p, place.first, shift);
+    const std::int64_t rows = highest_row(p, last, shift, q.length) - low + 1;
+    std::int64_t start = last - shift - low;
+    start = start >= rows ? rows - 1 : start > 0 ? start : 0;
+    int best = no;
+    found = TileSight{};
+    for (int h = first_head; h < first_head + p.group; ++h) {
+      for (std::int64_t done = 0; done < rows; done += rows_at_once * row_lanes) {
+#pragma unroll
+        for (int u = 0; u < rows_at_once; ++u) {
+          const std::int64_t m = done + u * row_lanes + lane;
+          std::int64_t i = start + m;
+          i = low + (i < rows ? i : i - rows);
+          if (m >= rows || i < key.low || i > key.high) continue;
+          const bool visible =
+              p.block_mask_q == 0 ||
+              block_visible(p, key.b, h, tile::block_of(i, p.block_mask_q), key.j);
+          const int now = visible ? look(p, key.b, h, i, key.j) : no;
+          best = best > now ? best : now;
+        }
+        if (vote(best, low_keys, high_keys, votes, found)) return;
+      }
+    }
+  }
+
+  static QATTN_DEVICE void run(const Params& p) {
+    isa::grid_dependency_launch();
+    isa::grid_dependency_wait();
+    const SharedAddress shared = isa::shared_base();
+    const int tile = divide(isa::block().x, p.out.heads);
+    const int head = isa::block().x - tile * p.out.heads;
+    const TilePlace place = find_tile(p.k, tile, head, threads, shared);
+    if (!place.used) return;
+    TileSight found;
+    find(p, place, shared + votes_at, found);
+    if (isa::thread() != 0) return;
+    isa::store_global(reinterpret_cast<Words4*>(p.out.bits) + head * p.out.tiles + tile,
+                      Words4{{found.seen[0], found.seen[1], found.plainly[0], found.plainly[1]}});
+    std::uint32_t* counts = p.out.counts + 2 * seen_unit(p.out, place.b, head);
+    isa::atomic_add_global(counts, set_bits(found.seen));
+    isa::atomic_add_global(counts + 1, set_bits(found.plainly));
+  }
+
+  static QATTN_DEVICE std::uint32_t set_bits(const std::uint32_t (&words)[2]) {
+    std::uint32_t count = 0;
+    for (std::uint32_t w : words) {
+      for (; w != 0; w &= w - 1) ++count;
+    }
+    return count;
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

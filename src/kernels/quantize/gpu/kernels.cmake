@@ -1,0 +1,1 @@
+qattn_kernel_sources(codes prepare.cpp quantize_device.cpp)

@@ -1,0 +1,112 @@
+// A call as prepare() launches its kernels: where its operands and results lie, and the chain of
+// launches.
+#pragma once
+
+#include <array>
+#include <string>
+
+#include "kernels/quantize/gpu/prepare_facts.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+using isa::LaunchError;
+
+template <class T>
+T* at(void* workspace, std::size_t offset) {
+  if (offset == PrepareLayout::none) return nullptr;
+  return reinterpret_cast<T*>(static_cast<std::uint8_t*>(workspace) + offset);
+}
+
+/// The launches of a pass, a chain (isa/launch.hpp).
+class Launches {
+ public:
+  explicit Launches(void* stream) : stream_(stream) {}
+
+  /// A grid of one dimension; kernels take more blocks than it has from nobody.
+  template <class K>
+  LaunchError launch(const typename K::Params& params, std::int64_t blocks, int rows = 1) {
+    if (blocks == 0) return {};
+    if (blocks > 0x7fffffff) return "prepare: " + std::to_string(blocks) + " tiles are over 2^31";
+    const isa::Start start = next();
+    any_ = true;
+    return isa::launch<K>(params, {static_cast<int>(blocks), rows, 1}, stream_, start);
+  }
+
+  /// When the next kernel may start.
+  isa::Start next() const { return any_ ? isa::Start::early : isa::Start::after_all; }
+
+ private:
+  void* stream_;
+  bool any_ = false;
+};
+
+/// The call as its launches see it.
+struct Call {
+  const Problem& problem;
+  const Recipe& recipe;
+  const PrepareLayout& layout;
+  void* workspace;
+  std::array<Facts, 3> facts;
+  tile::Rows rows[3];
+
+  const PrepareLayout::Part& part(Role role) const { return layout.part[static_cast<int>(role)]; }
+  /// Does the variant without detours make the operand's codes?
+  bool plain(Role role) const {
+    const auto i = static_cast<std::size_t>(role);
+    if (role != Role::q && layout.seen != PrepareLayout::none) return false;  // it knows no masks
+    return facts[i].wanted && is_plain(recipe, facts[i], rows[i]);
+  }
+  /// Is its first pass that variant's, too?
+  bool reads_twice(Role role) const {
+    return plain(role) && two_passes(problem, recipe, facts[static_cast<std::size_t>(role)]);
+  }
+  /// Are the factors that balance K found beside its first pass? Only the plain kernels read them
+  /// behind that.
+  bool balances_late() const {
+    return layout.factors != PrepareLayout::none && reads_twice(Role::k) &&
+           (plain(Role::q) || !facts[0].wanted);
+  }
+  /// Where FindSeen puts what it finds.
+  SeenKeys seen() const {
+    return {at<std::uint32_t>(workspace, layout.seen),
+            at<std::uint32_t>(workspace, layout.seen_counts), part(Role::k).slots / slot_tile,
+            layout.seen_heads, static_cast<std::int32_t>(problem.batch)};
+  }
+  /// The same, for operands that it matters to.
+  SeenKeys seen(Role role) const {
+    return role == Role::q || facts[static_cast<std::size_t>(role)].codes ? SeenKeys{} : seen();
+  }
+  const float* mean(Role role) const { return at<const float>(workspace, part(role).mean); }
+
+  PreparedRows prepared_rows(Role role) const {
+    const PrepareLayout::Part& p = part(role);
+    return {at<std::uint8_t>(workspace, p.codes),
+            at<float>(workspace, p.scale),
+            at<std::uint32_t>(workspace, p.flags),
+            at<float>(workspace, p.dot_mean),
+            p.slots,
+            facts[static_cast<std::size_t>(role)].padded};
+  }
+  PreparedTiles prepared_tiles() const {
+    const PrepareLayout::Part& p = part(Role::v);
+    return {at<std::uint8_t>(workspace, p.codes),
+            at<float>(workspace, layout.channel_scale),
+            layout.channel_groups,
+            layout.channel_block,
+            layout.packed_groups,
+            p.slots,
+            facts[2].padded};
+  }
+  PreparedMeans query_means() const {
+    const PrepareLayout::Part& p = part(Role::q);
+    return {p.mean_blocks > 0 ? at<float>(workspace, p.mean) : nullptr, p.mean_blocks,
+            recipe.q_scale.block, facts[0].padded};
+  }
+  std::int64_t blocks(Role role) const {
+    return part(role).slots / slot_tile * facts[static_cast<std::size_t>(role)].heads;
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,163 @@
+// What prepare() asks of an operand: its format and scales, and which kernels that needs.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "kernels/quantize/gpu/encode.cuh"
+#include "kernels/quantize/gpu/prepare.hpp"
+#include "qattn/quantize.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+inline bool free_scale(Format f) { return info(f).scale != Format::none && info(f).group == 0; }
+
+/// What a role of a call means, from the problem and the recipe.
+struct Facts {
+  Role role;
+  Format format;  ///< of the codes
+  Scaling scaling;
+  bool codes = false;  ///< the operand comes quantised
+  TensorView scale;    ///< given, or absent
+  TokenTensor tensor;
+  int channels = 0, padded = 0;
+  std::int64_t heads = 0;
+  bool wanted = false;
+};
+
+inline Facts facts_of(const Problem& p, const Recipe& r, const PrepareNeeds& needs, Role role) {
+  Facts f;
+  f.role = role;
+  const bool v = role == Role::v, q = role == Role::q;
+  f.format = v ? r.v : r.qk;
+  f.scaling = q ? r.q_scale : v ? r.v_scale : r.k_scale;
+  f.codes = q ? p.q_codes : v ? p.v_codes : p.k_codes;
+  f.scale = q ? p.tensors.q_scale : v ? p.tensors.v_scale : p.tensors.k_scale;
+  f.tensor = q ? p.q : v ? p.v : p.k;
+  f.channels = v ? p.dv : p.d;
+  f.padded = prepared_channels(f.channels);
+  f.heads = q ? p.heads_q : p.heads_kv;
+  f.wanted = q ? needs.q_rows : v ? needs.v_tiles : needs.k_rows;
+  return f;
+}
+
+inline std::array<Facts, 3> all_facts(const Problem& p, const Recipe& r,
+                                      const PrepareNeeds& needs) {
+  return {facts_of(p, r, needs, Role::q), facts_of(p, r, needs, Role::k),
+          facts_of(p, r, needs, Role::v)};
+}
+
+/// Can every row be read in pieces of eight channels, 16 bytes (f32: 32, codes: 8)?
+inline bool aligned_rows(const Facts& f, const tile::Rows& r) {
+  const int size = std::max(info(f.tensor.format).bits / 8, 1), unit = std::min(16, 8 * size);
+  const std::int64_t strides = r.batch | r.token | r.head;
+  return reinterpret_cast<std::uintptr_t>(r.data) % static_cast<unsigned>(unit) == 0 &&
+         strides * size % unit == 0 && f.channels % chunk_channels == 0;
+}
+
+/// Q's are of blocks, K's and V's of sequences.
+inline bool subtracts_mean(const Recipe& r, const Facts& f) {
+  const Toggle toggle = f.role == Role::q   ? r.smooth_q
+                        : f.role == Role::k ? r.smooth_k
+                                            : r.smooth_v;
+  return !f.codes && toggle == Toggle::on;
+}
+
+inline const TensorView& given_mean(const Problem& p, Role role) {
+  return role == Role::k ? p.tensors.k_mean : p.tensors.v_mean;
+}
+
+/// Is there a mean of K's or V's sequences?
+inline bool has_mean(const Problem& p, const Recipe& r, const Facts& f) {
+  return f.role != Role::q && (subtracts_mean(r, f) || given_mean(p, f.role).present());
+}
+
+inline bool two_bytes(const Facts& f) {
+  return f.tensor.format == Format::f16 || f.tensor.format == Format::bf16;
+}
+
+/// V in e4m3 with a scale per channel of the sequence, from 16 bits.
+inline bool scales_channels(const Recipe& r, const Facts& f) {
+  return f.role == Role::v && two_bytes(f) && f.format == Format::e4m3 &&
+         f.scaling.granularity == Granularity::per_channel && !f.scale.present() &&
+         !subtracts_mean(r, f);
+}
+
+/// Does the variant without detours serve this operand? Depends on its address, too.
+inline bool is_plain(const Recipe& r, const Facts& f, const tile::Rows& rows) {
+  if (!two_bytes(f) || f.codes || f.scale.present() || !aligned_rows(f, rows)) return false;
+  const Granularity g = f.scaling.granularity;
+  if (f.role == Role::v) {
+    if (scales_channels(r, f)) return true;
+    return f.format == Format::s8 && scaled_by_token(f.scaling, f.role) && !subtracts_mean(r, f);
+  }
+  if (f.role == Role::q && subtracts_mean(r, f)) return false;
+  if (r.rotate == Toggle::on) return false;
+  if (f.format != Format::s8 && (f.format != Format::e4m3 || r.balance_k == Toggle::on)) {
+    return false;
+  }
+  return g == Granularity::per_token ||
+         (g == Granularity::per_block && f.scaling.block == slot_tile) ||
+         (g == Granularity::per_thread && f.role == Role::k && f.scaling.block == slot_tile);
+}
+
+/// Must that variant read the operand twice: K for its mean, V for the maxima of its channels?
+inline bool two_passes(const Problem& p, const Recipe& r, const Facts& f) {
+  return f.role == Role::k ? has_mean(p, r, f) && !given_mean(p, f.role).present()
+                           : scales_channels(r, f);
+}
+
+inline ScaleSource source_of(const Facts& f) {
+  const Scaling& s = f.scaling;
+  const bool token = scaled_by_token(s, f.role);
+  if (f.role == Role::v && !token) return ScaleSource::channel;
+  if (f.scale.present()) return ScaleSource::given;
+  if (token) return ScaleSource::row;
+  switch (s.granularity) {
+    case Granularity::per_block:
+      return slot_tile % s.block == 0 ? ScaleSource::tile : ScaleSource::maxima;
+    case Granularity::per_warp:
+      return slot_tile % s.warp == 0 ? ScaleSource::tile : ScaleSource::maxima;
+    case Granularity::per_thread:
+      return slot_tile % (f.role == Role::q ? s.warp : s.block) == 0 ? ScaleSource::tile
+                                                                     : ScaleSource::maxima;
+    default:
+      return ScaleSource::maxima;
+  }
+}
+
+/// Must maxima be found before the codes?
+inline bool needs_maxima(const Facts& f) {
+  const ScaleSource s = source_of(f);
+  return s == ScaleSource::maxima || (s == ScaleSource::channel && !f.scale.present());
+}
+
+/// Groups in one block of the index maps.
+inline std::int32_t block_groups(const Facts& f) {
+  const Scaling& s = f.scaling;
+  if (s.granularity == Granularity::per_warp) return s.block / s.warp;
+  if (s.granularity == Granularity::per_thread) {
+    return f.role == Role::q ? s.block / s.warp * 8 : 4;
+  }
+  return 1;
+}
+
+/// Words of the table of maxima; `groups` is per head.
+inline std::int64_t maxima_words(const Facts& f, const tile::Rows& r, std::int64_t& groups) {
+  groups = 1;
+  if (f.scaling.granularity == Granularity::per_tensor) return 1;
+  if (f.scaling.granularity == Granularity::per_head ||
+      f.scaling.granularity == Granularity::per_channel) {
+    groups = r.batches;
+  } else if (r.cu_seqlens != nullptr) {
+    groups = (r.total / f.scaling.block + r.batches + 1) * block_groups(f);
+  } else {
+    groups = r.batches * scale_count(f.scaling, f.role, r.max_length);
+  }
+  return f.heads * groups * (by_channel(f.scaling.granularity) ? f.padded : 1);
+}
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,137 @@
+// Operands as GPU attention kernels read them: quantised, and V transposed, in the workspace. The
+// encode kernels write this, the attention kernels of every NVIDIA architecture read it.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/attention/common/sequence.hpp"
+
+namespace qattn::kernels {
+
+/// Tiles of V hold this many keys; slots come in multiples of it.
+inline constexpr int slot_tile = 64;
+/// V's codes in s8 lie in u8, so much larger.
+inline constexpr int value_offset = 128;
+/// Bits of PreparedRows::flags and of a V tile's `flags`: what a tile's keys need beyond the plain
+/// path.
+enum TileFlag : std::uint32_t {
+  tile_has_bad = 1,   ///< a token holds NaN or Inf
+  tile_is_mixed = 4,  ///< V's scale differs among keys of the same (key % 8) / 2
+};
+
+/// Q or K: codes [heads][slots][row_bytes], channels past the head dimension are zero, and so are
+/// the slots behind a sequence's end in its last tile of 64.
+/// Tiles without tokens, and one behind all tiles, have scales of zero; their codes are unwritten.
+struct PreparedRows {
+  std::uint8_t* codes = nullptr;
+  float* scale = nullptr;          ///< [heads][slots]; NaN for a bad token (or its scale's group)
+  std::uint32_t* flags = nullptr;  ///< [heads][slots / 64]
+  /// Q only, where asked for: q . (K's mean) of the unquantised row, [heads][slots].
+  float* dot_mean = nullptr;
+  std::int64_t slots = 0;
+  std::int32_t row_bytes = 0;
+};
+
+/// V in tiles of 64 keys, [heads][slots / 64] records of `tile_bytes`, 16-byte aligned:
+///   codes   [channels padded][64] bytes: channel-major, keys in the order of the P fragments:
+///           position p of a run of 16 holds key p_key(p). s8 codes are value_offset larger, in u8;
+///           codes of bad tokens stand for 0 in all channels, as do those of tokens that no row
+///           sees, whose scale is a neighbour's
+///   extra   512 bytes. s8: of each channel the mean of its codes, a signed byte, over the tokens
+///           that are not bad, rounded; floats: 64 bytes that weigh P for row sums, 1 for keys that
+///           exist, then zeros
+///   log     [64] float: log2 of the token's scale (s8 per token), else 0
+///   inverse [64] float: 1 / scale (s8 per token), else 1; 0 behind the end, NaN for a bad token
+///   flags   TileFlag
+/// Tiles without tokens, and one behind all tiles, have zeros behind their codes.
+struct PreparedTiles {
+  std::uint8_t* tiles = nullptr;
+  /// Scales per channel: [batches][heads][groups][channels padded]; group g holds the keys
+  /// [g * channel_block, (g + 1) * channel_block). packed_groups: [heads][groups][channels padded],
+  /// those of all sequences as tile::first_block() has them. Null where scales are per token.
+  float* channel_scale = nullptr;
+  std::int64_t groups = 0, channel_block = 0;
+  bool packed_groups = false;
+  std::int64_t slots = 0;
+  std::int32_t channels = 0;  ///< padded
+};
+
+inline namespace QATTN_TARGET {
+
+/// The group of key `s` of sequence `b`, whose tokens are `span`, among those of channel_scale.
+QATTN_DEVICE std::int64_t channel_group(const PreparedTiles& v, const tile::Rows& r,
+                                        const tile::Span& span, int b, int head, std::int64_t s) {
+  const std::int64_t group = s / v.channel_block;
+  if (!v.packed_groups) return (std::int64_t{b} * r.heads + head) * v.groups + group;
+  return head * v.groups + tile::first_block(r, span, b, v.channel_block) + group;
+}
+
+}  // namespace QATTN_TARGET
+
+/// Q's means (smooth_q), one for `block` tokens of a sequence, tile::first_block():
+/// [heads][blocks][channels padded].
+struct PreparedMeans {
+  float* data = nullptr;
+  std::int64_t blocks = 0;
+  std::int32_t block = 0, channels = 0;
+};
+
+// What the kernels are told that encode without detours: 16-bit rows in 16-byte pieces to s8 or
+// e4m3 with a scale per token or per tile of 64, V in s8 per token and in e4m3 per channel, K less
+// its mean.
+
+/// Which tokens of a tile share a scale.
+enum class SharedScales : std::int32_t {
+  none,
+  tile,     ///< all of them
+  thread,   ///< those of the same (key % 8) / 2: K's per_thread
+  joint,    ///< the same but for tokens that are far smaller: V's per_thread
+  channel,  ///< V in e4m3: PreparedTiles::channel_scale; the tokens have none
+};
+
+struct PlainRows {
+  tile::Rows rows;
+  PreparedRows out;
+  const float* mean = nullptr;  ///< [batches][heads][padded]: K: subtracted; Q: for dot_mean
+  /// Powers of two for the channels of s8 rows, [batches][heads of K][2][padded]; the first are
+  /// this operand's. Null: all are 1, as they are where `loud`, [batches][heads of K], says so.
+  const float* factors = nullptr;
+  const std::uint32_t* loud = nullptr;
+  std::int32_t heads_per_mean = 1;  ///< and per factors
+  SharedScales shared = SharedScales::none;
+};
+
+struct PlainParams {
+  PlainRows row[2];  ///< Q, K
+  tile::Rows v;
+  PreparedTiles v_out;
+  SharedScales v_shared = SharedScales::none;
+  std::int32_t blocks[3] = {};  ///< slot tiles of all heads, of Q, K, V
+  std::int32_t lead = 0;        ///< of the blocks of Q and V, how many come before the others
+  bool values_lead = false;     ///< those of V in front of those of Q
+  bool e4m3 = false;            ///< codes of Q and K
+  isa::Element input = isa::Element::bf16;
+  /// The first of two passes: no codes, but what FinishMeans reads.
+  bool first_pass = false;
+  float* sums[3] = {};  ///< of K's rows; of V maxima: [heads][slot tiles][Channels]
+
+  QATTN_CONSTEXPR const tile::Rows& rows(int role) const { return role == 2 ? v : row[role].rows; }
+};
+
+struct TileOffsets {
+  int codes, extra, log, inverse, flags, bytes;
+};
+constexpr TileOffsets tile_offsets(int channels) {
+  const int extra = channels * slot_tile, log = extra + 8 * slot_tile;
+  const int flags = log + 8 * slot_tile;
+  return {0, extra, log, log + 4 * slot_tile, flags, flags + 16};
+}
+
+/// Key (within 16) at position p of V's contraction order: the order in which the accumulators of
+/// Q K^T become the 8-bit A operand of P V without any exchange between lanes.
+constexpr int p_key(int p) {
+  const int t = p / 4, b = p % 4;
+  return 8 * (b / 2) + 2 * t + b % 2;
+}
+
+}  // namespace qattn::kernels

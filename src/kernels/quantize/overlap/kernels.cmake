@@ -1,0 +1,1 @@
+qattn_kernel_sources(hopper_codes overlap.cpp)
