@@ -73,8 +73,9 @@ int run_program(CLI::App& program, const Action& chosen, int argc, char** argv) 
   // The library does not throw; files, JSON and containers may.
   try {
     const Status status = chosen();
-    if (!status.ok())
+    if (!status.ok()) {
       return fail(program, exit_status(status.code()), in_program(status.message()));
+    }
     if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
       return fail(program, exit_usage, "standard output cannot be written");
     }
