@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from . import _qattn
 from ._bit_mask import BitMask
-from ._errors import InvalidArgument, Unsupported
+from ._errors import InvalidArgument, Unsupported, shown
 from ._interop import (
     CPU,
     FORMATS,
@@ -46,9 +47,45 @@ from ._recipe import (
 )
 
 _ROLES = ("q", "k", "v")
+#: what others call an argument, and what attention() does
+_OTHER_NAMES = {
+    "attn_mask": "mask",
+    "attn_bias": "mask",
+    "block_table": "page_table",
+    "is_causal": "causal",
+    "logits_soft_cap": "softcap",
+    "sm_scale": "scale",
+    "softmax_scale": "scale",
+    "window_size": "window",
+}
 _TOGGLES = ("smooth_k", "smooth_q", "smooth_v", "rotate", "balance_k")  # of the extension
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _check_names(function: str, known: Container[str], given: Iterable[str]) -> None:
+    """TypeError for arguments that there are not, with the name that one of another's has here."""
+    for name in given:
+        if name not in known:
+            own = _OTHER_NAMES.get(name)
+            hint = f"; here it is {own!r}" if own else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def _with_known_names(function: _Function) -> _Function:
+    """The function, which says what an argument is called here where it gets another's name."""
+    known = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        _check_names(function.__name__, known, options)
+        return function(*args, **options)
+
+    return cast(_Function, checked)
+
+
+@_with_known_names
 def attention(
     q: Any,
     k: Any,
@@ -221,6 +258,7 @@ def _filled(like: Any, shape: tuple[int, ...], value: float) -> Any:
 
 def _arguments(q: Any, k: Any, v: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Every argument of attention() by name; TypeError for names that it does not have."""
+    _check_names("attention", _SIGNATURE.parameters, options)
     bound = _SIGNATURE.bind(q, k, v, **options)
     bound.apply_defaults()
     return dict(bound.arguments)
@@ -364,7 +402,7 @@ class _Call:
     def _options(self) -> Any:
         given, r = self._given, self._recipe
         if not isinstance(given["layout"], str):
-            raise InvalidArgument(f"layout: {given['layout']!r} is not a name")
+            raise InvalidArgument(f"layout: {shown(given['layout'])} is not a name")
         return _qattn.options(
             recipe=(r.name, r.qk, r.p, r.v),
             layout=given["layout"],

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import _qattn
-from ._errors import InvalidArgument, Unsupported
+from ._errors import InvalidArgument, Unsupported, shown
 
 #: (array, format name); on a device (address, format name, shape, strides, device type, index);
 #: without memory (None, format name, shape, device type, index)
@@ -132,7 +132,7 @@ def device_named(device: Any) -> Device:
     kind, _, index = text.partition(":")
     kinds = {"cpu": CPU[0], "cuda": _CUDA}
     if kind not in kinds or (index and not index.isdecimal()) or len(index) > 9:
-        raise InvalidArgument(f"device: {device!r} is not like 'cpu', 'cuda' or 'cuda:1'")
+        raise InvalidArgument(f"device: {shown(device)} is not like 'cpu', 'cuda' or 'cuda:1'")
     if index or kind == "cpu" or _torch() is None:
         return kinds[kind], int(index or 0)
     return kinds[kind], _torch().cuda.current_device()
@@ -162,10 +162,21 @@ def format_of(name: str, x: Any, codes: str | None = None) -> str:
     if dtype not in _FORMATS:
         raise InvalidArgument(
             f"{name}: dtype {dtype} is not one of {', '.join([*_FORMATS, *_RAW_CODES])}"
+            + _conversion(name, x)
         )
     if dtype == "float8_e4m3fn" and codes == "mxfp8":
         return codes  # mxfp8's elements are e4m3
     return _FORMATS[dtype]
+
+
+def _conversion(name: str, x: Any) -> str:
+    """How to get numbers that qattn takes from real ones that it does not."""
+    if is_torch(x):
+        real = x.dtype.is_floating_point and x.dtype.itemsize > 4
+        return f"; numbers are float32, float16 or bfloat16: {name}.float()" if real else ""
+    if getattr(getattr(x, "dtype", None), "kind", "") != "f":
+        return ""
+    return f"; numbers are float32, float16 or bfloat16: {name}.astype(numpy.float32)"
 
 
 def entry(name: str, x: Any, codes: str | None = None) -> Entry:
@@ -248,7 +259,7 @@ def small_entry(name: str, x: Any, dtype: type, device: Device = CPU) -> Entry:
             made = np.asarray(x)
             whole = made.dtype.kind in "iu" and np.can_cast(made.dtype, np.int64)
             if dtype is np.int64 and made.size and not whole:
-                raise InvalidArgument(f"{name}: {x!r} is not a list of integers of 64 bits")
+                raise InvalidArgument(f"{name}: {shown(x)} is not a list of integers of 64 bits")
             x = made.astype(dtype, casting="unsafe" if made.dtype.kind in "iuf" else "safe")
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidArgument(f"{name}: {error}") from None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import _qattn
-from ._errors import InvalidArgument
+from ._errors import InvalidArgument, shown
 from ._fork import new_lock
 from ._interop import (
     device_of,
@@ -399,7 +399,9 @@ def decode_options(
 def _tier(value: Any) -> tuple[int, int]:
     pair = value if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2:
-        raise InvalidArgument(f"tiers: {value!r} is neither a number of bits nor a pair (K, V)")
+        raise InvalidArgument(
+            f"tiers: {shown(value)} is neither a number of bits nor a pair (K, V)"
+        )
     return integer("tiers", pair[0]), integer("tiers", pair[1])
 
 
@@ -410,11 +412,13 @@ def listed(name: str, values: Any) -> list[Any]:
             return list(values)
         except TypeError:
             pass
-    raise InvalidArgument(f"{name}: {values!r} is not a list")
+    raise InvalidArgument(f"{name}: {shown(values)} is not a list")
 
 
 def sequence_ids(sequences: Any) -> list[int]:
     """Numbers of sequences; an array without dimensions is one, like any other number."""
+    if getattr(sequences, "ndim", 1) > 1:
+        raise InvalidArgument(f"sequences: {shown(sequences)} is no number, nor a list of them")
     if hasattr(sequences, "__len__") and getattr(sequences, "ndim", 1) != 0:
         return [integer("sequences", s) for s in listed("sequences", sequences)]
     return [integer("sequences", sequences)]
@@ -433,7 +437,7 @@ def one_or_all(name: str, index: Any) -> int:
 def name_of(what: str, value: Any) -> str:
     if isinstance(value, str) and value.isascii():
         return value
-    raise InvalidArgument(f"{what}: {value!r} is not a name")
+    raise InvalidArgument(f"{what}: {shown(value)} is not a name")
 
 
 def layout_name(layout: Any) -> str:
@@ -446,9 +450,9 @@ def path_name(path: Any) -> str:
         text = os.fsdecode(path)
         text.encode()
     except (TypeError, UnicodeEncodeError):
-        raise InvalidArgument(f"path: {path!r} is not a path in UTF-8") from None
+        raise InvalidArgument(f"path: {shown(path)} is not a path in UTF-8") from None
     if "\0" in text:
-        raise InvalidArgument(f"path: {path!r} has a NUL in it, where C's paths end")
+        raise InvalidArgument(f"path: {shown(path)} has a NUL in it, where C's paths end")
     return text
 
 

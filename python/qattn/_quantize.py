@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import _qattn
-from ._errors import InvalidArgument, Unsupported
+from ._errors import InvalidArgument, Unsupported, shown
 from ._interop import (
     CPU,
     FORMATS,
@@ -145,7 +145,7 @@ def dequantize(x: Quantized, dtype: Any = "float32", *, threads: int = 0) -> Any
     if not isinstance(x, Quantized):
         raise InvalidArgument(f"x: is a {type(x).__name__}, not a qattn.Quantized")
     if x.format not in FORMATS:
-        raise InvalidArgument(f"format: {x.format!r} is not one of {', '.join(FORMATS)}")
+        raise InvalidArgument(f"format: {shown(x.format)} is not one of {', '.join(FORMATS)}")
     if device_of(x.codes) != CPU:
         raise Unsupported("codes: lie on a GPU, and dequantize() computes on the CPU")
     options = _options(
@@ -190,7 +190,7 @@ def _options(
 ) -> Any:
     for name, value in (("format", format), ("role", role), ("layout", layout)):
         if not isinstance(value, str):
-            raise InvalidArgument(f"{name}: {value!r} is not a name")
+            raise InvalidArgument(f"{name}: {shown(value)} is not a name")
     return _qattn.quantize_options(
         format=format,
         role=role,

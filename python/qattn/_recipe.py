@@ -9,7 +9,7 @@ from typing import Any, Union
 import numpy as np
 
 from . import _qattn
-from ._errors import InvalidArgument
+from ._errors import InvalidArgument, shown
 
 #: name, (name, block) or (name, block, warp)
 Granularity = Union[str, tuple[str, int], tuple[str, int, int]]
@@ -38,7 +38,7 @@ class Recipe:
 def recipe(name: str) -> Recipe:
     """The recipe called `name` ("auto" included). Raises InvalidArgument with the list of names."""
     if not isinstance(name, str):
-        raise InvalidArgument(f"recipe: {name!r} is neither a name nor a qattn.Recipe")
+        raise InvalidArgument(f"recipe: {shown(name)} is neither a name nor a qattn.Recipe")
     return Recipe(*_qattn.recipe(name))
 
 
@@ -56,9 +56,9 @@ def integer(name: str, value: Any) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise InvalidArgument(f"{name}: {value!r} is not an integer") from None
+        raise InvalidArgument(f"{name}: {shown(value)} is not an integer") from None
     if isinstance(value, _BOOLS) or not -(2**63) <= number < 2**63:
-        raise InvalidArgument(f"{name}: {value!r} is not an integer of 64 bits")
+        raise InvalidArgument(f"{name}: {shown(value)} is not an integer of 64 bits")
     return number
 
 
@@ -69,13 +69,13 @@ def real(name: str, value: Any) -> float:
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidArgument(f"{name}: {value!r} is not a real number") from None
+        raise InvalidArgument(f"{name}: {shown(value)} is not a real number") from None
 
 
 def boolean(name: str, value: Any) -> bool:
     if isinstance(value, _BOOLS):
         return bool(value)
-    raise InvalidArgument(f"{name}: {value!r} is neither True nor False")
+    raise InvalidArgument(f"{name}: {shown(value)} is neither True nor False")
 
 
 def toggle(name: str, value: Any) -> bool | None:
@@ -90,7 +90,7 @@ def scaling(name: str, value: Granularity | None) -> tuple[str, int, int]:
         return "automatic", 0, 0
     if not isinstance(parts, tuple) or not 1 <= len(parts) <= 3 or not isinstance(parts[0], str):
         raise InvalidArgument(
-            f"{name}: {value!r} is not a name, (name, block) or (name, block, warp)"
+            f"{name}: {shown(value)} is not a name, (name, block) or (name, block, warp)"
         )
     sizes = [integer(name, part) for part in parts[1:]] + [0, 0]
     return parts[0], sizes[0], sizes[1]
@@ -101,7 +101,7 @@ def block_pair(value: Any) -> tuple[int, int]:
     if value is None:
         return 0, 0
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise InvalidArgument(f"block_mask_size: {value!r} is not a pair (queries, keys)")
+        raise InvalidArgument(f"block_mask_size: {shown(value)} is not a pair (queries, keys)")
     return integer("block_mask_size", value[0]), integer("block_mask_size", value[1])
 
 
@@ -110,5 +110,7 @@ def window_pair(value: Any) -> tuple[int, int]:
     if value is None:
         return -1, -1
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise InvalidArgument(f"window: {value!r} is not a pair (left, right); -1 is unlimited")
+        raise InvalidArgument(
+            f"window: {shown(value)} is not a pair (left, right); -1 is unlimited"
+        )
     return integer("window_left", value[0]), integer("window_right", value[1])

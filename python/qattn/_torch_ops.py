@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import _attention
-from ._errors import InvalidArgument, Unsupported
+from ._errors import InvalidArgument, Unsupported, shown
 from ._interop import check_mask_dtype, unit_stride
 from ._recipe import Recipe
 from ._torch_tensors import as_mask, check_memory, check_tensor, is_causal_bias_of
@@ -86,7 +86,7 @@ def _recipe_text(recipe: str | Recipe) -> str:
     if isinstance(recipe, Recipe):
         return f"{recipe.name},{recipe.qk},{recipe.p},{recipe.v}"
     if not isinstance(recipe, str):
-        raise InvalidArgument(f"recipe: {recipe!r} is neither a name nor a qattn.Recipe")
+        raise InvalidArgument(f"recipe: {shown(recipe)} is neither a name nor a qattn.Recipe")
     return recipe
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import _quantize
-from ._errors import InvalidArgument
+from ._errors import InvalidArgument, shown
 from ._interop import FORMATS, packed_shape
 from ._quantize import Quantized, sizes_of
 from ._recipe import Granularity, boolean
@@ -52,7 +52,7 @@ def quantize(
     check_tensor("x", x)
     for name, value in (("format", format), ("role", role), ("layout", layout)):
         if not isinstance(value, str):
-            raise InvalidArgument(f"{name}: {value!r} is not a name")
+            raise InvalidArgument(f"{name}: {shown(value)} is not a name")
     kind, block, warp = sizes_of(granularity, block, warp)
     smooth, rotate = boolean("smooth", smooth), boolean("rotate", rotate)
     codes, scale, global_scale, mean = torch.ops.qattn.quantize(
@@ -124,7 +124,7 @@ def _fake(
     if x.dim() != 4:
         raise InvalidArgument(f"x: rank {x.dim()} should be 4")
     if format not in FORMATS:
-        raise InvalidArgument(f"format: {format!r} is not one of {', '.join(FORMATS)}")
+        raise InvalidArgument(f"format: {shown(format)} is not one of {', '.join(FORMATS)}")
     batch, tokens, heads, dim = x.shape
     if layout == "bhsd":
         tokens, heads = heads, tokens
@@ -174,7 +174,7 @@ def _scale_shape(
         "per_token": tokens,
     }
     if granularity not in counts:
-        raise InvalidArgument(f"granularity: {granularity!r} is not a known one")
+        raise InvalidArgument(f"granularity: {shown(granularity)} is not a known one")
     return (batch, heads, counts[granularity]), blocks
 
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from ._errors import InvalidArgument, Unsupported
+from ._errors import InvalidArgument, Unsupported, shown
 from ._recipe import Recipe, as_recipe, real
 from ._torch_ops import attention
 from ._torch_tensors import as_mask, check_tensor
@@ -45,7 +45,7 @@ def register(name: str = "qattn", recipe: str | Recipe = "auto") -> None:
     """
     chosen = as_recipe(recipe)
     if not isinstance(name, str) or not name:
-        raise InvalidArgument(f"name: {name!r} is not a name")
+        raise InvalidArgument(f"name: {shown(name)} is not a name")
     known = AttentionInterface().get(name)
     if name == "eager" or (known is not None and not hasattr(known, "qattn_recipe")):
         raise InvalidArgument(f"name: {name!r} is an implementation of transformers or another's")

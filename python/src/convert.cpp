@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <cctype>
 #include <limits>
 
 namespace qattn::python {
@@ -153,6 +154,28 @@ void register_errors() {
 
 void check(Status status) {
   if (!status.ok()) throw StatusError(std::move(status));
+}
+
+void rename_word(std::string& text, std::string_view word, std::string_view other) {
+  const auto inside = [&](std::size_t at) {
+    if (at >= text.size()) return false;
+    return std::isalnum(static_cast<unsigned char>(text[at])) != 0 ||
+           std::string_view("_/.-").find(text[at]) != std::string_view::npos;
+  };
+  for (std::size_t at = 0; (at = text.find(word, at)) != std::string::npos;) {
+    const bool part = (at > 0 && inside(at - 1)) || inside(at + word.size());
+    if (!part) text.replace(at, word.size(), other);
+    at += part ? word.size() : other.size();
+  }
+}
+
+std::string attention_text(std::string text) {
+  rename_word(text, "softmax_scale", "scale");
+  return text;
+}
+
+void attention_check(const Status& status) {
+  if (!status.ok()) throw StatusError(Status(status.code(), attention_text(status.message())));
 }
 
 TensorView Views::add(const char* name, nb::handle entry, bool writable) {

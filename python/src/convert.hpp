@@ -8,6 +8,7 @@
 #include <exception>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -33,6 +34,13 @@ void register_errors();
 
 /// Throws StatusError unless the status is ok.
 void check(Status status);
+
+/// Every `word` of a text that stands by itself, not in a longer name or a path, becomes `other`.
+void rename_word(std::string& text, std::string_view word, std::string_view other);
+/// A text of attention() as Python has it: arguments are named as there.
+std::string attention_text(std::string text);
+/// check() of attention() and what takes its arguments.
+void attention_check(const Status& status);
 
 template <class T>
 T check(Result<T> result) {

@@ -3,7 +3,6 @@
 
 #include <nanobind/stl/vector.h>
 
-#include <cctype>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -15,20 +14,6 @@ namespace qattn::python {
 /// A view of the entry of that name, or none.
 inline TensorView view_in(const nb::dict& entries, const char* name, bool writable, Views& views) {
   return entries.contains(name) ? views.add(name, entries[name], writable) : TensorView{};
-}
-
-/// Every `word` of a text that stands by itself, not in a longer name or a path, becomes `other`.
-inline void rename_word(std::string& text, std::string_view word, std::string_view other) {
-  const auto inside = [&](std::size_t at) {
-    if (at >= text.size()) return false;
-    return std::isalnum(static_cast<unsigned char>(text[at])) != 0 ||
-           std::string_view("_/.-").find(text[at]) != std::string_view::npos;
-  };
-  for (std::size_t at = 0; (at = text.find(word, at)) != std::string::npos;) {
-    const bool part = (at > 0 && inside(at - 1)) || inside(at + word.size());
-    if (!part) text.replace(at, word.size(), other);
-    at += part ? word.size() : other.size();
-  }
 }
 
 /// check() of a call that is given no text of the caller's: refusals name the arguments of the

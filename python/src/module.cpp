@@ -66,7 +66,9 @@ void run_attention(const nb::dict& entries, const AttentionOptions& options, std
     const nb::gil_scoped_release unlocked;
     status = attention(tensors, options, stream_from(stream));
   } else {
-    const Plan chosen = check(plan(tensors, options));
+    const Result<Plan> planned = plan(tensors, options);
+    attention_check(planned.status());
+    const Plan& chosen = *planned;
     const std::size_t bytes = chosen.workspace_bytes();
     const nb::object memory = allocate(bytes);
     const auto address = nb::cast<std::uintptr_t>(memory.attr("data_ptr")());
@@ -74,12 +76,12 @@ void run_attention(const nb::dict& entries, const AttentionOptions& options, std
     status =
         run(chosen, tensors, options, reinterpret_cast<void*>(address), bytes, stream_from(stream));
   }
-  check(std::move(status));
+  attention_check(status);
 }
 
 std::string run_explain(const nb::dict& entries, const AttentionOptions& options) {
   Views views;
-  return explain(attention_tensors(entries, views), options);
+  return attention_text(explain(attention_tensors(entries, views), options));
 }
 
 void run_reference(const nb::dict& entries, const AttentionOptions& options, const Doubles& out,
@@ -95,7 +97,7 @@ void run_reference(const nb::dict& entries, const AttentionOptions& options, con
     status =
         reference_attention(tensors, options, {out.data(), out.size()}, span_of(lse), reference);
   }
-  check(std::move(status));
+  attention_check(status);
 }
 
 /// Options of quantize() in one tuple: format, role, layout, scaling, smooth, rotate, threads.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/index_tensor.hpp"
+#include "core/layout_hint.hpp"
 
 namespace qattn {
 namespace {
@@ -224,6 +225,17 @@ class Maker {
     return {};
   }
 
+  /// Where lengths and heads do not fit, and would in the other layout: that.
+  std::string layout_hint() const {
+    const Layout other = o_.layout == Layout::bshd ? Layout::bhsd : Layout::bshd;
+    const Axes aq = axes(other, p_.varlen_q), ak = axes(other, p_.varlen_k);
+    const std::int64_t heads_q = t_.q.shape[aq.head], heads_kv = t_.k.shape[ak.head];
+    const bool fits = heads_q > 0 && heads_kv > 0 && heads_q % heads_kv == 0 &&
+                      t_.v.shape[ak.head] == heads_kv &&
+                      t_.v.shape[ak.token] == t_.k.shape[ak.token];
+    return fits ? other_layout(o_.layout) : "";
+  }
+
   Status dimensions() {
     const Axes aq = axes(o_.layout, p_.varlen_q), ak = axes(o_.layout, p_.varlen_k);
     p_.q = token_tensor(t_.q, aq);
@@ -247,15 +259,15 @@ class Maker {
     p_.dv = static_cast<int>(dv);
     if (p_.heads_q < 1 || p_.heads_kv < 1 || p_.heads_q % p_.heads_kv != 0) {
       return invalid("q: " + text(p_.heads_q) + " heads are not a positive multiple of k's " +
-                     text(p_.heads_kv));
+                     text(p_.heads_kv) + layout_hint());
     }
     if (t_.v.shape[ak.head] != p_.heads_kv) {
       return invalid("v: " + text(t_.v.shape[ak.head]) + " heads differ from k's " +
-                     text(p_.heads_kv));
+                     text(p_.heads_kv) + layout_hint());
     }
     if (t_.v.shape[ak.token] != t_.k.shape[ak.token]) {
       return invalid("v: length " + text(t_.v.shape[ak.token]) + " differs from k's " +
-                     text(t_.k.shape[ak.token]));
+                     text(t_.k.shape[ak.token]) + layout_hint());
     }
     p_.tokens_q = t_.q.shape[aq.token];
     p_.tokens_k = t_.k.shape[ak.token];

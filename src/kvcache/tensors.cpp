@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "core/index_tensor.hpp"
+#include "core/layout_hint.hpp"
 #include "core/problem.hpp"
 #include "formats/bits.hpp"
 
@@ -154,7 +155,12 @@ Status check_append(const detail::KvCacheData& cache, std::int64_t layer,
     Status status =
         packed ? check_tensor(name, *view, Format::none, {outer, inner, channels}, true)
                : check_tensor(name, *view, Format::none, {batch, outer, inner, channels}, true);
-    if (!status.ok()) return status;
+    if (status.ok()) continue;
+    const bool heads_elsewhere = view->rank == (packed ? 3 : 4) &&
+                                 view->shape[a.head] != o.heads_kv &&
+                                 view->shape[a.token] == o.heads_kv;
+    return heads_elsewhere ? Status(status.code(), status.message() + other_layout(layout))
+                           : status;
   }
   if (t.k.format != t.v.format) {
     return invalid("v: format " + std::string(info(t.v.format).name) + " differs from k's " +

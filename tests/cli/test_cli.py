@@ -136,6 +136,8 @@ def test_explain():
     refused("explain", "--shape", "1,2,2,0,5,64", says=["--shape", "positive"])
     refused("explain", "--recipe", "int9", "--shape", shape, says=["int9", "int8_full"])
     refused("explain", "--shape", "1,3,2,64,64,64", says=["3", "2"])
+    refused("explain", "--shape", "1,2,2,64,64,36", says=["and give --scale 1 / sqrt(36)"])
+    refused("explain", "--shape", shape, "--scale", "inf", says=["--scale: inf is not finite"])
     window = ("--shape", "1,2,2,64,64,64", "--window", "1")
     refused("explain", *window, says=["--window 1", "left,right"])
 

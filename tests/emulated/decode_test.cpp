@@ -40,6 +40,30 @@ TEST(DeviceDecode, FourBits) {
   expect_same(c, f.cache, {f.id}, "4/4: ", -1);
 }
 
+/// Pages behind 2^32 bytes of their pool: an offset of 32 bits finds others, or none.
+TEST(DeviceDecode, PoolsBeyond32Bits) {
+  for (const Granularity k : {Granularity::per_token, Granularity::per_channel}) {
+    for (const int bits : {2, 3, 4, 8}) {
+      SCOPED_TRACE(std::to_string(bits) + " bits, K " + std::string(name(k)));
+      KvCacheOptions options = uniform(bits, bits);
+      options.k_granularity = k;
+      const Filled f = fill(options, 300);
+      DecodeCase c = queries_for(f.cache.options(), 4, 1);
+      ASSERT_TRUE(c.run(f.cache, {f.id}).ok());
+      MirroredCache mirror(f.cache, {f.id});
+      std::vector<float> out;
+      for (const bool far : {false, true}) {
+        if (far) mirror.put_behind(std::uint64_t{1} << 32);
+        DeviceCall device(c, mirror.view(), {0}, 0);
+        ASSERT_TRUE(device.run(timings[0]).ok());
+        if (!far) out = device.results().out;
+        EXPECT_TRUE(out == device.results().out);
+      }
+      EXPECT_LE(nrmse(out, c.out), tight);
+    }
+  }
+}
+
 TEST(DeviceDecode, EveryPairOfBits) {
   int turn = 0;
   for (const int k_bits : {2, 3, 4, 8}) {

@@ -53,6 +53,25 @@ class MirroredCache {
   std::vector<kv::Entry>& entries() { return entries_; }
   std::vector<std::int32_t>& lengths() { return lengths_; }
 
+  /// Numbers pages as if `bytes` bytes of others, which are not there, lay before them in each
+  /// pool.
+  void put_behind(std::uint64_t bytes) {
+    std::vector<std::int32_t> first(pages_.size());
+    for (std::size_t i = 0; i < pages_.size(); ++i) {
+      const auto size = static_cast<std::uint64_t>(data_.page_bytes(static_cast<int>(i)));
+      first[i] = static_cast<std::int32_t>(bytes / size + 1);
+      kv::DevicePool& pool = view_.pool[i];
+      if (pool.pages == nullptr) continue;
+      const auto begin = reinterpret_cast<std::uintptr_t>(pool.pages);
+      pool.pages =
+          reinterpret_cast<std::uint8_t*>(begin - static_cast<std::uint64_t>(first[i]) * size);
+      pool.capacity += first[i];
+    }
+    for (kv::Entry& e : entries_) {
+      if (e.page != no_page) e.page += first[e.tier];
+    }
+  }
+
  private:
   template <class F>
   void each_table(F f) const {
@@ -69,7 +88,7 @@ class MirroredCache {
   void copy_tables() {
     const auto heads = static_cast<std::size_t>(view_.layers * view_.heads_kv);
     kv::Entry nonsense;
-    nonsense.page = 0x7fffffff;
+    nonsense.page = no_page;
     nonsense.live = ~std::uint64_t{0};
     entries_.assign(sequences_.size() * heads * static_cast<std::size_t>(view_.most_pages),
                     nonsense);
@@ -140,6 +159,8 @@ class MirroredCache {
       pool.pages = reinterpret_cast<std::uint8_t*>(words_.back().data());
     }
   }
+
+  static constexpr std::int32_t no_page = 0x7fffffff;
 
   struct alignas(16) Words {
     std::uint64_t w[2];

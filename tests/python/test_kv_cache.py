@@ -288,6 +288,41 @@ def test_refused_calls(rng):
     assert cache.length(s) == 4
 
 
+def test_arguments_in_another_order_are_told_without_their_elements(rng):
+    cache = qattn.KvCache(kv_heads=2, head_dim=32)
+    s, q = cache.add_sequence(), rows(rng, 1, 1, 4, 32)
+    shape = r"of shape \(1, 1, 4, 32\)"
+    for words, call in [
+        (rf"^sequences: a numpy.ndarray {shape} is no number", lambda: cache.decode(0, s, q)),
+        (rf"^layer: a numpy.ndarray {shape} is not an integer", lambda: cache.append(q, s, q, q)),
+        (rf"^sequence: a numpy.ndarray {shape} is not an integer", lambda: cache.fork(q)),
+        ("^sequences: a numpy.ndarray of shape", lambda: cache.append(0, [q[0]], q, q)),
+    ]:
+        with pytest.raises(qattn.InvalidArgument, match=words) as caught:
+            call()
+        assert len(str(caught.value)) < 120
+
+
+def test_the_other_layout_is_named(rng):
+    cache = qattn.KvCache(kv_heads=2, head_dim=32)
+    s = cache.add_sequence()
+    k, q = rows(rng, 1, 5, 2, 32), rows(rng, 1, 1, 4, 32)
+    bhsd = r"layout bshd, .* these fit bhsd, \(batch, heads, tokens, head_dim\)"
+    bshd = r"layout bhsd, .* these fit bshd, \(batch, tokens, heads, head_dim\)"
+    with pytest.raises(qattn.InvalidArgument, match=rf"k: shape \(1, 2, 5, 32\).*{bhsd}"):
+        cache.append(0, s, k.swapaxes(1, 2), k.swapaxes(1, 2))
+    with pytest.raises(qattn.InvalidArgument, match=f"k: shape.*{bshd}"):
+        cache.append(0, s, k, k, layout="bhsd")
+    cache.append(0, s, k, k)
+    with pytest.raises(qattn.InvalidArgument, match=f"q: 1 heads should be .*{bhsd}"):
+        cache.decode(q.swapaxes(1, 2), 0, s)
+    with pytest.raises(qattn.InvalidArgument, match=f"q: 1 heads should be .*{bshd}"):
+        cache.decode(q, 0, s, layout="bhsd")
+    many = np.repeat(q, 4, axis=2)
+    with pytest.raises(qattn.InvalidArgument, match=f"q: 16 queries .*{bhsd}"):
+        cache.decode(many.swapaxes(1, 2), 0, s)
+
+
 def test_refusals_name_pythons_arguments(rng, tmp_path):
     """No TypeError of the extension, no name that only C++ has."""
     cache = qattn.KvCache(kv_heads=2, head_dim=32)
@@ -302,7 +337,10 @@ def test_refusals_name_pythons_arguments(rng, tmp_path):
         ("q: int32 is not one of float32", lambda: cache.decode(q.astype(np.int32), 0, s)),
         ("return_lse: 1 is neither True nor", lambda: cache.decode(q, 0, s, return_lse=1)),
         ("debias: 1 is neither True nor", lambda: cache.decode(q, 0, s, debias=1)),
-        ("return_mass: array", lambda: cache.decode(q, 0, s, return_mass=np.zeros(2))),
+        (
+                "return_mass: a numpy.ndarray of shape",
+                lambda: cache.decode(q, 0, s, return_mass=np.zeros(2)),
+            ),
         ("layout: '.udc80' is not a name", lambda: cache.decode(q, 0, s, layout="\udc80")),
         ("mass: 3 query heads are no multiple of kv_heads 2", lambda: cache.observe(0, s, one)),
         ("sequences: b'0' is not a list", lambda: cache.observe(0, b"0", one)),

@@ -32,7 +32,10 @@ def refusal(error, words, q=Q, k=K, v=V, **options):
 REFUSALS = {
     "list": refusal(INVALID, "q: is a list", q=Q.tolist()),
     "masked array": refusal(INVALID, "k: is a masked array", k=np.ma.array(K)),
-    "float64": refusal(INVALID, "v: dtype float64", v=V.astype(np.float64)),
+    "float64": refusal(INVALID, r"v: dtype float64 .* float32, float16 or bfloat16: v.astype\(",
+                       v=V.astype(np.float64)),
+    "torch float64": refusal(INVALID, r"k: dtype float64 .* float16 or bfloat16: k.float\(",
+                             *T[:1], T[1].double(), T[2]),
     "byte order": refusal(INVALID, "q: dtype >f4", q=Q.astype(">f4")),
     "complex": refusal(INVALID, "q: dtype complex64", q=Q.astype(np.complex64)),
     "rank 3": refusal(INVALID, "q: rank 3", q=Q[0]),
@@ -69,9 +72,9 @@ REFUSALS = {
     ),
     "window type": refusal(INVALID, "window_right: 0.5", window=(4, 0.5)),
     "softcap": refusal(INVALID, "softcap: -1", softcap=-1.0),
-    "scale": refusal(INVALID, "softmax_scale: inf", scale=float("inf")),
+    "scale": refusal(INVALID, "^scale: inf", scale=float("inf")),
     "scale bool": refusal(INVALID, "scale: np.True_", scale=np.True_),
-    "head_dim": refusal(INVALID, "q: head_dim 36 .* pad q and k with zeros to 40",
+    "head_dim": refusal(INVALID, "q: head_dim 36 .* pad q and k with zeros to 40 and give scale 1",
                         *(np.zeros((1, 5, 1, 36), np.float32) for _ in range(3))),
     "head_dim too long": refusal(INVALID, "q: head_dim 264 .* longer heads have no kernel",
                                  *(np.zeros((1, 5, 1, 264), np.float32) for _ in range(3))),
@@ -256,9 +259,66 @@ def test_other_refusals():
         qattn.reference_attention(Q, K, V, rows=[70])
     with pytest.raises(INVALID, match="rows: is empty"):
         qattn.reference_attention(Q, K, V, rows=[])
-    with pytest.raises(TypeError, match="softmax_scale"):
-        qattn.attention(Q, K, V, softmax_scale=1.0)
     assert "refused: k_scale: is missing" in qattn.explain(Q, KQ.codes, VQ.codes, recipe="int8")
+
+
+@pytest.mark.parametrize(
+    ("name", "own"), [("is_causal", "causal"), ("softmax_scale", "scale"), ("attn_mask", "mask")]
+)
+def test_names_of_others_are_told_ours(name, own):
+    for call in (qattn.attention, qattn.explain, qattn.reference_attention):
+        words = f"unexpected keyword argument '{name}'; here it is '{own}'"
+        with pytest.raises(TypeError, match=words):
+            call(Q, K, V, **{name: None})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dropout'$"):
+        qattn.attention(Q, K, V, dropout=0.5)
+
+
+def test_explain_names_the_scale_as_python_does():
+    x = np.zeros((1, 5, 1, 36), np.float32)
+    text = qattn.explain(x, x, x)
+    assert "give scale 1 / sqrt(36)" in text and "softmax_scale" not in text
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_the_other_layout_is_named(layout):
+    q, k, v = (x if layout == "bhsd" else x.swapaxes(1, 2) for x in (Q, K, V))
+    other = "bshd" if layout == "bhsd" else "bhsd"
+    with pytest.raises(INVALID, match=rf"q: .* layout {layout}, \(.*, and these fit {other}, \("):
+        qattn.attention(q, k, v, layout=layout)
+    assert "these fit" not in qattn.explain(Q[:, :, :3], K, V)
+
+
+ARRAY = np.zeros((3, 70, 4, 32), np.float32)
+NOT_NUMBERS = {
+    "integer": ("threads", lambda x: qattn.attention(Q, K, V, threads=x)),
+    "real": ("scale", lambda x: qattn.attention(Q, K, V, scale=x)),
+    "boolean": ("causal", lambda x: qattn.attention(Q, K, V, causal=x)),
+    "toggle": ("smooth_k", lambda x: qattn.attention(Q, K, V, smooth_k=x)),
+    "recipe": ("recipe", lambda x: qattn.attention(Q, K, V, recipe=x)),
+    "layout": ("layout", lambda x: qattn.attention(Q, K, V, layout=x)),
+    "window": ("window", lambda x: qattn.attention(Q, K, V, window=x)),
+    "block of the mask": ("block_mask_size", lambda x: qattn.attention(Q, K, V, block_mask_size=x)),
+    "granularity": ("q_granularity", lambda x: qattn.attention(Q, K, V, q_granularity=x)),
+    "format": ("format", lambda x: qattn.quantize(Q, format=x)),
+    "role": ("role", lambda x: qattn.quantize(Q, role=x)),
+    "device": ("device", qattn.device_errors),
+}
+
+
+@pytest.mark.parametrize("case", NOT_NUMBERS)
+@pytest.mark.parametrize("array", [ARRAY, torch.from_numpy(ARRAY)], ids=["numpy", "torch"])
+def test_an_array_in_the_place_of_an_option_is_not_printed(case, array):
+    name, call = NOT_NUMBERS[case]
+    with pytest.raises(INVALID, match=rf"^{name}: .*of shape \(3, 70, 4, 32\)") as caught:
+        call(array)
+    assert len(str(caught.value)) < 200
+
+
+def test_a_long_value_is_cut():
+    with pytest.raises(INVALID, match=r"^threads: '0123456789.*\.\.\. is not an integer") as caught:
+        qattn.attention(Q, K, V, threads="0123456789" * 1000)
+    assert len(str(caught.value)) < 200
 
 
 def test_the_isa_can_be_forced(monkeypatch):

@@ -212,7 +212,7 @@ REFUSED = {
     "sparse": ((Q, K, V, torch.zeros(10, 20).to_sparse()), {}, "attn_mask: layout"),
     "is_causal": ((Q, K, V), {"is_causal": 1}, "is_causal"),
     "scale": ((Q, K, V), {"scale": "a"}, "scale"),
-    "nan scale": ((Q, K, V), {"scale": float("nan")}, "softmax_scale"),
+    "nan scale": ((Q, K, V), {"scale": float("nan")}, "scale: nan"),
     "recipe": ((Q, K, V), {"recipe": "int7"}, "int7"),
 }
 

@@ -183,6 +183,17 @@ TEST_F(BackendTest, ContentsAreReadOnTheHostOrWhereAskedFor) {
   }
 }
 
+/// A call that fails after its workspace is there gives that back.
+TEST_F(BackendTest, AFailedCallLeavesNoWorkspace) {
+  const Device device{DeviceType::cuda, 0};
+  use(device.type, true);
+  Call call(device);
+  call.pack(device);
+  call.cu = {0, 9, 8};
+  EXPECT_EQ(attention(call.t, call.o).code(), Code::invalid_argument);
+  EXPECT_EQ(events, (std::vector<std::string>{"allocate 128", "release"}));
+}
+
 TEST_F(BackendTest, WhatOnlyCpusHaveIsRefusedOnADevice) {
   use(DeviceType::cuda, false);
   const auto message = [](Device device, auto change) {

@@ -95,6 +95,7 @@ TEST(Plan, RunRefusesAnotherCall) {
   AttentionTensors t = shapes(64, 64, 64);
   t.q.data = q.data(), t.k.data = k.data(), t.v.data = v.data(), t.out.data = out.data();
   AttentionOptions o;
+  o.recipe = *recipe_named("int8_full");
   const Result<Plan> p = plan(shapes(64, 64, 64), o);
   const std::size_t bytes = (p->workspace_bytes() + 63) / 64 * 64;
   void* memory = std::aligned_alloc(64, bytes);
@@ -105,6 +106,14 @@ TEST(Plan, RunRefusesAnotherCall) {
   AttentionOptions other = o;
   other.softcap = 5;
   EXPECT_EQ(run(*p, t, other, memory, bytes).code(), Code::invalid_argument);
+  for (int i = 0; i < 4; ++i) {
+    AttentionOptions x = o;
+    if (i == 0) x.recipe = *recipe_named("int8");
+    if (i == 1) x.recipe.smooth_k = Toggle::off;
+    if (i == 2) x.recipe.k_scale = {Granularity::per_block, 64, 0};
+    if (i == 3) x.recipe.balance_k = Toggle::off;
+    EXPECT_EQ(run(*p, t, x, memory, bytes).code(), Code::invalid_argument) << i;
+  }
   AttentionOptions crowded = o;
   crowded.threads = 3;  // the plan's workspace holds scratch for its own number of threads
   EXPECT_EQ(run(*p, t, crowded, memory, bytes).code(), Code::invalid_argument);

@@ -115,6 +115,14 @@ const std::vector<Case>& cases() {
       {"GqaRatio",
        [](Call& c) { c.t.q.shape[2] = c.t.out.shape[2] = 3; },
        {"q: 3 heads", "multiple of k's 2"}},
+      {"OtherLayout",
+       [](Call& c) {
+         for (TensorView* x : {&c.t.q, &c.t.k, &c.t.v, &c.t.out}) {
+           std::swap(x->shape[1], x->shape[2]);
+           std::swap(x->stride[1], x->stride[2]);
+         }
+       },
+       {"q: 6 heads", "the call says layout bshd", "these fit bhsd, (batch, heads, tokens"}},
       {"NoHeads", [](Call& c) { c.t.k.shape[2] = 0; }, {"heads", "k's 0"}},
       {"VHeads", [](Call& c) { c.t.v.shape[2] = 1; }, {"v: 1 heads", "2"}},
       {"VLength", [](Call& c) { c.t.v.shape[1] = 9; }, {"v: length 9", "10"}},

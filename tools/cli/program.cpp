@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <exception>
 #include <new>
+#include <string>
+#include <string_view>
 
 #include "console.hpp"
 
@@ -50,6 +52,15 @@ std::string empty_option(const CLI::App& app) {
   return {};
 }
 
+/// A message of the library with the name that the program has for what it is about.
+std::string in_program(std::string text) {
+  constexpr std::string_view word = "softmax_scale";
+  for (std::size_t at = 0; (at = text.find(word, at)) != std::string::npos;) {
+    text.replace(at, word.size(), "--scale");
+  }
+  return text;
+}
+
 int run_program(CLI::App& program, const Action& chosen, int argc, char** argv) {
   try {
     program.parse(argc, argv);
@@ -62,7 +73,9 @@ int run_program(CLI::App& program, const Action& chosen, int argc, char** argv) 
   // The library does not throw; files, JSON and containers may.
   try {
     const Status status = chosen();
-    if (!status.ok()) return fail(program, exit_status(status.code()), status.message());
+    if (!status.ok()) {
+      return fail(program, exit_status(status.code()), in_program(status.message()));
+    }
     if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
       return fail(program, exit_usage, "standard output cannot be written");
     }

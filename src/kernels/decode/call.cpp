@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "core/guarded.hpp"
+#include "core/layout_hint.hpp"
 #include "core/problem.hpp"
 #include "kernels/decode/cpu/kernel.hpp"
 #include "kvcache/tensors.hpp"
@@ -29,13 +30,16 @@ Status check_queries(const KvCacheOptions& o, const KvDecodeTensors& t, Layout l
   call.queries = t.q.shape[query];
   call.heads_q = t.q.shape[head];
   if (call.queries < 1 || call.queries > most_queries) {
+    const bool heads_elsewhere =
+        call.queries % o.heads_kv == 0 && call.heads_q <= most_queries && call.heads_q > 0;
     return invalid("q: " + text(call.queries) + " queries of a sequence, should be 1 to " +
-                   text(most_queries));
+                   text(most_queries) + (heads_elsewhere ? other_layout(layout) : ""));
   }
   if (call.heads_q % o.heads_kv != 0 || call.heads_q == 0 ||
       call.heads_q / o.heads_kv > most_group) {
     return invalid("q: " + text(call.heads_q) + " heads should be 1 to " + text(most_group) +
-                   " times heads_kv " + text(o.heads_kv));
+                   " times heads_kv " + text(o.heads_kv) +
+                   (call.queries % o.heads_kv == 0 ? other_layout(layout) : ""));
   }
   s = check_tensor("out", t.out, Format::none, {call.batch, t.q.shape[1], t.q.shape[2], o.dv}, true,
                    device);
