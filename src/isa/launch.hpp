@@ -1,4 +1,5 @@
-// Launching a kernel, on a GPU or in the emulator, with the same call.
+// Launching a kernel, on a GPU or in the emulator, with the same call. A third target plans calls
+// for GPUs that are not here, and launches nothing (described/).
 //
 // A kernel is a type:
 //   struct K {
@@ -85,6 +86,8 @@ struct KernelResources {
 
 #if defined(__CUDACC__)
 #include "isa/cuda/launch.cuh"
+#elif defined(QATTN_DESCRIBED)
+#include "isa/described/launch.hpp"
 #else
 #include "isa/emu/launch.hpp"
 #endif

@@ -20,8 +20,7 @@ std::string explained(const Recipe& recipe, int architecture, const Feature& fea
 }
 
 std::string explained(const Recipe& recipe, int architecture) {
-  return explained(recipe, architecture,
-                   with_inputs(feature_named("plain"), recipe, Format::bf16));
+  return explained(recipe, architecture, with_inputs(feature_named("plain"), recipe, Format::bf16));
 }
 
 bool contains(const std::string& text, const std::string& part) {
@@ -80,8 +79,7 @@ TEST_P(EmulatedArchitecture, HopperPadsHeadDimensions) {
   for (const Case& c :
        {Case{64, 64, "d64"}, Case{72, 96, "d96"}, Case{96, 40, "d96"}, Case{128, 104, "d128"},
         Case{192, 128, "d192/128"}, Case{136, 64, "d192/128"}, Case{128, 136, "d192"},
-        Case{192, 192, "d192"}, Case{96, 200, "d256"},
-        Case{200, 64, "d256"}}) {
+        Case{192, 192, "d192"}, Case{96, 200, "d256"}, Case{200, 64, "d256"}}) {
     Feature feature = with_inputs(feature_named("plain"), GetParam(), Format::bf16);
     feature.dim = c.dim, feature.dim_v = c.dim_v;
     const std::string text = explained(GetParam(), 90, feature);

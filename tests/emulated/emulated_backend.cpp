@@ -1,24 +1,15 @@
 #include "emulated/emulated_backend.hpp"
 
 #include <cstdlib>
-#include <cstring>
 #include <utility>
 
-#include "isa/launch.hpp"
+#include "backends/emulated/backend.hpp"
 #include "kernels/attention/gpu.hpp"
 #include "kernels/attention/schedule/split_kv.hpp"
 #include "kernels/kv_append/kv_device.hpp"
 
 namespace qattn::test {
 namespace {
-
-Result<void*> allocate(std::size_t bytes, Stream) {
-  // Garbage, as on a GPU.
-  const std::size_t room = (bytes + 127) / 64 * 64;
-  void* memory = std::aligned_alloc(64, room);
-  std::memset(memory, 0xFF, room);
-  return memory;
-}
 
 /// Sets the emulator's options for as long as it lives.
 class ForceTiming {
@@ -64,24 +55,10 @@ int architecture_for(const Recipe& recipe) {
 }
 
 EmulatedBackend::EmulatedBackend(int architecture, bool host_memory)
-    : architecture_before_(std::exchange(emu::options().architecture, architecture)) {
-  backend_.name = "emulated";
+    : backend_(emulated::make_backend()),
+      architecture_before_(std::exchange(emu::options().architecture, architecture)) {
   backend_.device = DeviceType::cpu;
-  backend_.kernels = kernels::gpu_attention_kernels();
   backend_.host_memory = host_memory;
-  backend_.enter = [](int, int*) { return Status(); };
-  backend_.leave = [](int) {};
-  backend_.architecture = [] { return isa::architecture(0); };
-  backend_.allocate = allocate;
-  backend_.release = [](void* memory, Stream) { std::free(memory); };
-  backend_.copy_to_host =
-      backend_.copy_to_device = [](void* to, const void* from, std::size_t bytes, Stream) {
-        std::memcpy(to, from, bytes);
-        return Status();
-      };
-  backend_.take_errors = []() -> Result<std::uint32_t> {
-    return std::exchange(*isa::error_word(), 0u);
-  };
   backend_.kv = &kernels::kv_device_ops();
   detail::use_backend(&backend_);
 }

@@ -25,30 +25,21 @@ std::vector<std::string> split(const std::string& text) {
 
 }  // namespace
 
-void CallFlags::add_to(CLI::App& app) {
+void MeaningFlags::add_to(CLI::App& app) {
   app.add_option("--layout", layout, "order of the dimensions: bhsd (default) or bshd")
       ->check(CLI::IsMember({"bhsd", "bshd"}));
-  app.add_option("--backend", backend, "auto (default) or cpu")
-      ->check(CLI::IsMember({"auto", "cpu", "cuda", "hip"}));
   app.add_flag("--causal", causal, "query i sees keys j <= i + Sk - Sq");
   app.add_option("--scale", scale, "softmax scale (default 1/sqrt(D))");
   app.add_option("--window", window, "left,right: keys around the diagonal; -1 is unlimited");
   app.add_option("--softcap", softcap, "c: scores become c*tanh(s/c) (default off)");
-  app.add_option("--threads", threads, "CPU threads (default: all)");
 }
 
-Result<AttentionOptions> CallFlags::options() const {
-  if (backend == "cuda" || backend == "hip") {
-    return Status(Code::unsupported,
-                  fmt::format("--backend {}: this build has the backend cpu only", backend));
-  }
+Result<AttentionOptions> MeaningFlags::options() const {
   AttentionOptions options;
   options.layout = parse_layout(layout);
   options.softmax_scale = scale;
   options.causal = causal;
   options.softcap = softcap;
-  options.threads = threads;
-  if (threads < 0) return usage_error(fmt::format("--threads {}: at least 0", threads));
   if (!window.empty()) {
     const auto sides = parse_integers(window);
     if (!sides || sides->size() != 2) {
@@ -57,6 +48,24 @@ Result<AttentionOptions> CallFlags::options() const {
     options.window_left = (*sides)[0];
     options.window_right = (*sides)[1];
   }
+  return options;
+}
+
+void CallFlags::add_to(CLI::App& app) {
+  MeaningFlags::add_to(app);
+  app.add_option("--backend", backend, "auto (default) or cpu")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda", "hip"}));
+  app.add_option("--threads", threads, "CPU threads (default: all)");
+}
+
+Result<AttentionOptions> CallFlags::options() const {
+  if (backend == "cuda" || backend == "hip") {
+    return Status(Code::unsupported,
+                  fmt::format("--backend {}: this build has the backend cpu only", backend));
+  }
+  if (threads < 0) return usage_error(fmt::format("--threads {}: at least 0", threads));
+  Result<AttentionOptions> options = MeaningFlags::options();
+  if (options.ok()) options->threads = threads;
   return options;
 }
 
@@ -127,6 +136,34 @@ AttentionTensors Operands::tensors() const {
   tensors.k = k.view();
   tensors.v = v.view();
   return tensors;
+}
+
+Result<Case> make_case(Operands operands, const AttentionOptions& options) {
+  Case c{std::move(operands), options, {}};
+  AttentionTensors tensors = c.operands.tensors();
+  if (tensors.q.rank != 4 || tensors.k.rank != 4 || tensors.v.rank != 4) {
+    const bool q = tensors.q.rank != 4, k = tensors.k.rank != 4;
+    const io::Array& wrong = q ? c.operands.q : k ? c.operands.k : c.operands.v;
+    return usage_error(fmt::format("{}: shape {} has {} dimensions; 4 are needed ({})",
+                                   q   ? "q"
+                                   : k ? "k"
+                                       : "v",
+                                   io::shape_text(wrong.shape), wrong.shape.size(),
+                                   options.layout == Layout::bshd ? "B, S, H, D" : "B, H, S, D"));
+  }
+  c.geometry = geometry_of(tensors, options.layout);
+  const std::vector<std::int64_t> out_shape{c.geometry.batch, c.geometry.heads_q,
+                                            c.geometry.queries, c.geometry.dim_v};
+  if (!io::dense_bytes(Format::f32, out_shape)) {
+    return usage_error(fmt::format("out: shape {} overflows 64 bits", io::shape_text(out_shape)));
+  }
+  tensors.out = shapes_only(c.geometry, options.layout, Format::f32).out;
+  const Result<Recipe> f32 = recipe_named("f32");
+  if (!f32.ok()) return f32.status();
+  c.options.recipe = *f32;
+  const Result<Plan> planned = plan(tensors, c.options);
+  if (!planned.ok() && planned.status().code() != Code::unsupported) return planned.status();
+  return c;
 }
 
 Geometry geometry_of(const AttentionTensors& tensors, Layout layout) {

@@ -12,14 +12,22 @@
 
 namespace qattn::cli {
 
-/// As typed; options() checks what CLI11 does not.
-struct CallFlags {
+/// What a call computes, on whatever device. As typed; options() checks what CLI11 does not.
+struct MeaningFlags {
   std::string layout = "bhsd";
-  std::string backend = "auto";
   bool causal = false;
   std::optional<float> scale;
   std::string window;
   float softcap = 0.0f;
+
+  void add_to(CLI::App& app);
+  /// Options of the call, with recipe "auto". Errors: invalid_argument.
+  Result<AttentionOptions> options() const;
+};
+
+/// And what it runs on.
+struct CallFlags : MeaningFlags {
+  std::string backend = "auto";
   int threads = 0;
 
   void add_to(CLI::App& app);
@@ -59,6 +67,16 @@ struct Operands {
   static Result<Operands> load(const OperandFlags& flags);
   AttentionTensors tensors() const;
 };
+
+/// One call: inputs and everything but the recipe.
+struct Case {
+  Operands operands;
+  AttentionOptions options;
+  Geometry geometry;
+};
+
+/// Checks the call with a recipe that every CPU has and fills in the geometry.
+Result<Case> make_case(Operands operands, const AttentionOptions& options);
 
 /// Sizes of operands whose ranks and shapes plan() accepted.
 Geometry geometry_of(const AttentionTensors& tensors, Layout layout);

@@ -129,34 +129,6 @@ Result<double> time_runs(const TimingOptions& timing, const Run& run) {
 
 }  // namespace
 
-Result<Case> make_case(Operands operands, const AttentionOptions& options) {
-  Case c{std::move(operands), options, {}};
-  AttentionTensors tensors = c.operands.tensors();
-  if (tensors.q.rank != 4 || tensors.k.rank != 4 || tensors.v.rank != 4) {
-    const bool q = tensors.q.rank != 4, k = tensors.k.rank != 4;
-    const io::Array& wrong = q ? c.operands.q : k ? c.operands.k : c.operands.v;
-    return usage_error(fmt::format("{}: shape {} has {} dimensions; 4 are needed ({})",
-                                   q   ? "q"
-                                   : k ? "k"
-                                       : "v",
-                                   io::shape_text(wrong.shape), wrong.shape.size(),
-                                   options.layout == Layout::bshd ? "B, S, H, D" : "B, H, S, D"));
-  }
-  c.geometry = geometry_of(tensors, options.layout);
-  const std::vector<std::int64_t> out_shape{c.geometry.batch, c.geometry.heads_q,
-                                            c.geometry.queries, c.geometry.dim_v};
-  if (!io::dense_bytes(Format::f32, out_shape)) {
-    return usage_error(fmt::format("out: shape {} overflows 64 bits", io::shape_text(out_shape)));
-  }
-  tensors.out = shapes_only(c.geometry, options.layout, Format::f32).out;
-  const Result<Recipe> f32 = recipe_named("f32");
-  if (!f32.ok()) return f32.status();
-  c.options.recipe = *f32;
-  const Result<Plan> planned = plan(tensors, c.options);
-  if (!planned.ok() && planned.status().code() != Code::unsupported) return planned.status();
-  return c;
-}
-
 std::vector<std::int64_t> sample_rows(std::int64_t queries, std::int64_t count) {
   std::vector<std::int64_t> rows;
   if (count >= queries) return rows;

@@ -12,16 +12,6 @@
 
 namespace qattn::cli {
 
-/// One call: inputs and everything but the recipe.
-struct Case {
-  Operands operands;
-  AttentionOptions options;
-  Geometry geometry;
-};
-
-/// Checks the call with a recipe that every device has and fills in the geometry.
-Result<Case> make_case(Operands operands, const AttentionOptions& options);
-
 /// Evenly spaced query rows, both ends included; empty (= all) if `count` is at least `queries`.
 std::vector<std::int64_t> sample_rows(std::int64_t queries, std::int64_t count);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <boost/context/detail/fcontext.hpp>
 #include <chrono>
 #include <cstring>
 #include <thread>

@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <boost/context/detail/fcontext.hpp>
 #include <new>
 
 #include "isa/emu/sanitizers.hpp"

@@ -2,13 +2,17 @@
 // and ThreadSanitizer.
 #pragma once
 
-#include <boost/context/detail/fcontext.hpp>
 #include <cstddef>
+
+// Named, not included: who only plans calls has the words, and needs no Boost for it.
+namespace boost::context::detail {
+struct transfer_t;
+}
 
 namespace qattn::emu {
 
 struct Fiber {
-  boost::context::detail::fcontext_t context = nullptr;
+  void* context = nullptr;  ///< a boost::context::detail::fcontext_t
   char* stack = nullptr;  ///< lowest address; null for a thread's own stack until it is first left
   std::size_t stack_bytes = 0;
   void* asan_fake_stack = nullptr;

@@ -1,0 +1,90 @@
+#include "backends/described/devices.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <sstream>
+#include <string>
+#include <string_view>
+
+#include "core/backend.hpp"
+#include "isa/launch.hpp"
+#include "kernels/attention/gpu.hpp"
+
+namespace qattn::described {
+namespace {
+
+/// The code of one of the library's architectures ("80", "90a", "100f") as far as it runs on a GPU:
+/// the number, or 0. Machine code runs on later GPUs of its generation, a family's (f) too, and one
+/// GPU's (a) there alone.
+int runs_on(std::string_view code, int gpu) {
+  int number = 0;
+  const char* end = code.data() + code.size();
+  const char* suffix = std::from_chars(code.data(), end, number).ptr;
+  const bool one = suffix != end && *suffix == 'a';
+  const bool runs = one ? gpu == number : gpu / 10 == number / 10 && gpu >= number;
+  return runs ? number : 0;
+}
+
+/// Of the released library: the best machine code, or that of the first, which is there as PTX,
+/// too.
+isa::DescribedGpu described(const Gpu& gpu) {
+  isa::DescribedGpu d;
+  d.architecture = gpu.architecture;
+  d.multiprocessors = gpu.multiprocessors;
+  std::istringstream list(released_code());
+  int first = 0;
+  for (std::string code; list >> code;) {
+    if (first == 0) first = std::stoi(code);
+    const int runs = runs_on(code, gpu.architecture);
+    if (runs == 0) continue;
+    d.code_architecture = std::max(d.code_architecture, runs);
+    d.has_sm90a = d.has_sm90a || code == "90a";
+  }
+  if (d.code_architecture == 0 && gpu.architecture >= first) d.code_architecture = first;
+  return d;
+}
+
+Status not_here() {
+  return Status(Code::unsupported, "the GPU is described and not here: calls are only planned");
+}
+
+/// The one that is in front; its kernels' plans point to it.
+detail::Backend& front() {
+  static detail::Backend backend;
+  return backend;
+}
+
+}  // namespace
+
+std::string released_code() { return QATTN_RELEASED_ARCHITECTURES; }
+
+OnGpu::OnGpu(const Gpu& gpu) {
+  detail::Backend& b = front();
+  b = {};
+  b.name = gpu.name;
+  b.device = gpu.type;
+  b.enter = [](int, int*) { return Status(); };
+  b.leave = [](int) {};
+  b.architecture = [] { return isa::architecture(0); };
+  b.allocate = [](std::size_t, Stream) -> Result<void*> { return not_here(); };
+  b.release = [](void*, Stream) {};
+  b.copy_to_host =
+      b.copy_to_device = [](void*, const void*, std::size_t, Stream) { return not_here(); };
+  b.take_errors = []() -> Result<std::uint32_t> { return not_here(); };
+  if (gpu.type == DeviceType::cuda) {
+    b.kernels = kernels::gpu_attention_kernels();
+    isa::described_gpu() = described(gpu);
+  } else {
+    b.enter = [](int, int*) {
+      return Status(Code::unsupported, "qattn has no kernels for AMD GPUs");
+    };
+  }
+  detail::use_backend(&b);
+}
+
+OnGpu::~OnGpu() {
+  detail::use_backend(nullptr);
+  isa::described_gpu() = {};
+}
+
+}  // namespace qattn::described

@@ -1,0 +1,42 @@
+// What isa/launch.hpp promises, of a GPU that is described and not here: calls are planned for it
+// as on the GPU itself, and nothing is launched, so that no kernel is instantiated. Included by
+// isa/launch.hpp where QATTN_DESCRIBED is defined.
+#pragma once
+
+#include <cstdint>
+
+#include "isa/launch.hpp"
+
+namespace qattn::isa {
+inline namespace QATTN_TARGET {
+
+/// The GPU that plans are made for: set by backends/described/devices.hpp.
+struct DescribedGpu {
+  int architecture = 0, code_architecture = 0;
+  int multiprocessors = 1;
+  bool has_sm90a = false;  ///< is the code that runs there sm_90a's?
+};
+inline DescribedGpu& described_gpu() {
+  static DescribedGpu gpu;
+  return gpu;
+}
+
+template <class K>
+LaunchError launch(const typename K::Params& /*params*/, Index3 /*grid*/, void* /*stream*/,
+                   Start /*start*/ = Start::after_all) {
+  return "the GPU is described and not here";
+}
+
+inline int architecture(int /*device*/) { return described_gpu().architecture; }
+inline int code_architecture() { return described_gpu().code_architecture; }
+inline int multiprocessors() { return described_gpu().multiprocessors; }
+inline std::uint32_t* error_word() { return nullptr; }
+
+/// Of an empty kernel where a kernel's code is sm_90a's and that does not run there.
+template <class K>
+KernelResources resources() {
+  return {described_gpu().has_sm90a ? 0 : 1, 0, 0};
+}
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::isa
