@@ -44,7 +44,7 @@
 //                                                     known outside of a loop, nor kept from there
 //     void schedule_fence()                           compilers move nothing across it
 //     T shuffle_xor(T, mask), shuffle(T, source_lane), shuffle_up(T, delta), shuffle_down  (warp)
-//     bool any(bool), all(bool); uint32 ballot(bool)  (warp); warps of 64 have uint64 ballot64(bool)
+//     bool any(bool), all(bool); uint32 ballot(bool)  (warp); of 64 lanes: uint64 ballot64(bool)
 //
 //   Copies from global to shared memory, sm_80
 //     void copy_async16(SharedAddress, const void*, int bytes)   16 bytes, those past `bytes` zero

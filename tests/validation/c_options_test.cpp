@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "core/c_translate_kv.hpp"
+#include "core/c/translate_kv.hpp"
 
 namespace qattn {
 namespace {

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <string>
 
-#include "core/c_translate.hpp"
+#include "core/c/translate.hpp"
 
 struct qattn_plan {
   qattn::Plan plan;

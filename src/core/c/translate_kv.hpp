@@ -1,7 +1,7 @@
 // What the files of the C interface of KV caches share.
 #pragma once
 
-#include "core/c_translate.hpp"
+#include "core/c/translate.hpp"
 
 namespace qattn::c {
 

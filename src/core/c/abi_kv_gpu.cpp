@@ -1,5 +1,5 @@
 // The C interface of the KV cache in a GPU's memory: translation only.
-#include "core/c_translate_kv.hpp"
+#include "core/c/translate_kv.hpp"
 
 struct qattn_kv_gpu_cache {
   qattn::GpuKvCache cache;

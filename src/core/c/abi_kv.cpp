@@ -1,5 +1,5 @@
 // The C interface of the KV cache: translation only.
-#include "core/c_translate_kv.hpp"
+#include "core/c/translate_kv.hpp"
 
 struct qattn_kv_cache {
   qattn::KvCache cache;
