@@ -3,7 +3,7 @@
 # build (src/backends/cuda) and the emulator's (tests/emulated).
 #
 #   qattn_kernel_sources(GROUP source...)
-#   qattn_kernel_list(GROUP list [OPTIONS option...])  # list.inc; a line is what instance.cu.in says
+#   qattn_kernel_list(GROUP list [OPTIONS option...])  # list.inc, for instance.cu.in
 #
 # GROUP names GPUs; src/backends/cuda/CMakeLists.txt has them all.
 foreach(directory IN ITEMS
