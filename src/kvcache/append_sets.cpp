@@ -24,14 +24,14 @@ bool codes_rows(const Job& job) {
 
 /// Sums over rows, by channel.
 struct AppendPlan::Moments {
-  KeyTimes times;
+  double count = 0;
   KeySums channel[most_channels];
 
   /// Of so few rows that they say nothing: 0.
   double energy(const Frame& frame, int channels) const {
     double sum[most_channels] = {};
-    for (int c = 0; times.count >= least_keys && c < channels; ++c) {
-      sum[c] = moved_energy(channel[c], times.count, frame.mean ? frame.mean[c] : 0.0f,
+    for (int c = 0; count >= least_keys && c < channels; ++c) {
+      sum[c] = moved_energy(channel[c], count, frame.mean ? frame.mean[c] : 0.0f,
                             frame.shift ? frame.shift[c] : 0);
     }
     add_in_halves<most_channels>(sum, 1);
@@ -52,7 +52,6 @@ struct AppendPlan::Moved {
 struct AppendPlan::Span {
   std::int64_t head, begin, end;
   LaneSums& sums;
-  bool timed = true;  ///< where they lie counts: what moves along a line goes on
 };
 
 /// What the parts of a head's pages that leave the window take, and the sets that are new.
@@ -88,13 +87,10 @@ AppendPlan::Moments AppendPlan::moments(Part part, const Span& span) const {
   const int channels = part == Part::k ? cache_.d() : cache_.dv();
   LaneSums& sums = span.sums;
   sums.clear(channels);
-  KeyTimes times[mean_lanes];
+  Moments m;
   const auto add = [&](std::int64_t position, const float* row) {
-    const std::int64_t block = position / formats::kv_block_tokens;
-    const std::int64_t lane = block % mean_lanes;
-    const double time = span.timed ? static_cast<double>(block) : 0.0;
-    times[lane].add(time);
-    sums.add(static_cast<int>(lane), row, time);
+    m.count += 1;
+    sums.add(static_cast<int>(position / formats::kv_block_tokens % mean_lanes), row);
   };
   KeySizes sizes;
   int top = 0;
@@ -106,41 +102,38 @@ AppendPlan::Moments AppendPlan::moments(Part part, const Span& span) const {
   });
   if (const int largest = sizes.largest(); top > largest) {
     sums.clear(channels);
-    for (KeyTimes& of_lane : times) of_lane = {};
+    m.count = 0;
     for_rows(part, span, [&](std::int64_t position, const float* row, int size) {
       if (size <= largest) add(position, row);
     });
   }
-  add_lanes(times);
-  Moments m;
-  m.times = times[0];
   sums.add_up();
   for (int c = 0; c < channels; ++c) m.channel[c] = sums.of(c);
   return m;
 }
 
 void AppendPlan::freeze_k(const Moments& m, Moved& moved) const {
-  if (m.times.count == 0) return;
+  if (m.count == 0) return;
   const bool smooth = cache_.options.smooth_k;
   KeyEnergy energy[most_channels];
   for (int c = 0; c < cache_.d(); ++c) {
     const KeySums& all = m.channel[c];
-    if (smooth) moved.k_mean[c] = static_cast<float>(all.x / m.times.count);
-    energy[c] = KeyEnergy(all, m.times, smooth);
+    if (smooth) moved.k_mean[c] = static_cast<float>(all.x / m.count);
+    energy[c] = KeyEnergy(all, m.count, smooth);
   }
-  if (balances_k(cache_.options)) set_key_shifts(energy, m.times, cache_.d(), moved.k_shift);
+  if (balances_k(cache_.options)) set_key_shifts(energy, cache_.d(), moved.k_shift);
 }
 
 void AppendPlan::freeze_v(const Moments& m, Moved& moved) const {
-  if (m.times.count == 0) return;
+  if (m.count == 0) return;
   double of_means = 0, own = 0;
   for (int c = 0; c < cache_.dv(); ++c) {
-    const KeyEnergy energy(m.channel[c], m.times, true);
+    const KeyEnergy energy(m.channel[c], m.count, true);
     of_means += energy.whole - energy.own;
     own += energy.own;
   }
   for (int c = 0; is_far(of_means, own) && c < cache_.dv(); ++c) {
-    moved.v_mean[c] = static_cast<float>(m.channel[c].x / m.times.count);
+    moved.v_mean[c] = static_cast<float>(m.channel[c].x / m.count);
   }
 }
 
@@ -216,7 +209,7 @@ void AppendPlan::choose_set(std::int64_t head, const DriftParts& parts, LaneSums
   }
   if (named == 0) named = 1;
   for (int i = 0; i < parts.count(); ++i) {
-    choose_part({head, parts.begin(i), parts.end(i), sums, false}, named, last, choices);
+    choose_part({head, parts.begin(i), parts.end(i), sums}, named, last, choices);
     choices.set[i] = static_cast<std::uint8_t>(last);
   }
 }

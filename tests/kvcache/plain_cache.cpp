@@ -167,40 +167,25 @@ int largest_size(const std::vector<const std::vector<float>*>& rows) {
 namespace {
 
 struct Moves {
-  double whole = 0, own = 0, line = 0;
+  double whole = 0, own = 0;
 };
-Moves moves_of(const PlainSums& x, const PlainSums& times, bool smooth) {
-  const double mean = x[0] / times[0];
-  if (!smooth) return {x[1], x[1], 0};
-  const double own = std::max(x[1] - x[0] * mean, 0.0);
-  const double spread = times[2] - times[1] * (times[1] / times[0]);
-  const double slope = x[2] - times[1] * mean;
-  return {x[1], own, spread > 0 ? std::min(slope * (slope / spread), own) : 0.0};
+Moves moves_of(const PlainSums& x, double count, bool smooth) {
+  const double own = std::max(x[1] - x[0] * (x[0] / count), 0.0);
+  return {x[1], smooth ? own : x[1]};
 }
 
-/// 2^round(13 / 16 log2(loudness / median)) of pairs of channels half a row apart, 1 below 4.
-std::vector<float> balance(const std::vector<Moves>& of, const PlainSums& times) {
+/// 2^round(13 / 16 log2(loudness / median)) of pairs of channels half a row apart, 1 below 8.
+std::vector<float> balance(const std::vector<Moves>& of) {
   const std::size_t pairs = of.size() / 2;
-  std::vector<Moves> pair(pairs);
-  std::vector<double> sorted;
-  for (std::size_t j = 0; j < pairs; ++j) {
-    const Moves &a = of[j], &b = of[j + pairs];
-    pair[j] = {a.whole + b.whole, a.own + b.own, a.line + b.line};
-    sorted.push_back(pair[j].own);
-  }
+  std::vector<double> pair(pairs);
+  for (std::size_t j = 0; j < pairs; ++j) pair[j] = of[j].own + of[j + pairs].own;
+  std::vector<double> sorted = pair;
   std::sort(sorted.begin(), sorted.end());
   const double median = sorted[(pairs - 1) / 2];
   std::vector<float> over(of.size(), 1.0f);
   for (std::size_t j = 0; j < pairs && median > 0; ++j) {
-    double loud = pair[j].own;
-    const double rest = pair[j].own - pair[j].line;
-    if (pair[j].whole >= 64 * median && pair[j].line * times[0] > 12 * rest) {
-      const double spread = times[2] - times[1] * (times[1] / times[0]);
-      const double reach = times[0] * 4194304.0 / spread;
-      loud = std::max(loud, std::min(pair[j].whole, pair[j].line * reach));
-    }
-    const double e = loud > 0 ? std::round(13.0 / 32 * std::log2(loud / median)) : 0;
-    if (e >= 2) over[j] = over[j + pairs] = static_cast<float>(std::exp2(std::min(e, 15.0)));
+    const double e = pair[j] > 0 ? std::round(13.0 / 32 * std::log2(pair[j] / median)) : 0;
+    if (e >= 3) over[j] = over[j + pairs] = static_cast<float>(std::exp2(std::min(e, 15.0)));
   }
   return over;
 }
@@ -209,7 +194,7 @@ std::vector<float> balance(const std::vector<Moves>& of, const PlainSums& times)
 PlainSums add_up(std::vector<PlainSums> lanes) {
   for (std::size_t half = 8; half > 0; half /= 2) {
     for (std::size_t i = 0; i < half; ++i) {
-      for (std::size_t k = 0; k < 3; ++k) lanes[i][k] += lanes[i + half][k];
+      for (std::size_t k = 0; k < 2; ++k) lanes[i][k] += lanes[i + half][k];
     }
   }
   return lanes[0];
@@ -218,9 +203,9 @@ PlainSums add_up(std::vector<PlainSums> lanes) {
 }  // namespace
 
 /// Sums over the rows of K or V of a head that are in 16 bits behind the sinks, without those
-/// far above the median: of each channel, and of the rows' times.
+/// far above the median: of each channel, and how many rows there are.
 void PlainCache::sum_rows(const std::vector<PlainPage>& pages, std::vector<float> PlainToken::*part,
-                          std::vector<PlainSums>& sums, PlainSums& times) const {
+                          std::vector<PlainSums>& sums, double& count) const {
   std::vector<const std::vector<float>*> rows;
   for (const PlainPage& page : pages) {
     if (page.tier != 0 || page.first < o_.sinks) continue;
@@ -229,54 +214,49 @@ void PlainCache::sum_rows(const std::vector<PlainPage>& pages, std::vector<float
   const int largest = largest_size(rows);
   // Sixteen sums, by block of 16 tokens.
   std::vector<std::vector<PlainSums>> lanes(sums.size(), std::vector<PlainSums>(16));
-  std::vector<PlainSums> time_lanes(16);
+  count = 0;
   for (const PlainPage& page : pages) {
     if (page.tier != 0 || page.first < o_.sinks) continue;
     for (const auto& [at, token] : page.tokens) {
       const std::vector<float>& row = token.*part;
       if (size_of(row) > largest) continue;
       const auto lane = static_cast<std::size_t>(at / 16 % 16);
-      const auto t = static_cast<double>(at / 16);
-      const auto add = [](PlainSums& to, double a, double b, double c) {
-        to = {to[0] + a, to[1] + b, to[2] + c};
-      };
-      add(time_lanes[lane], 1, t, t * t);
+      count += 1;
       for (std::size_t c = 0; c < row.size(); ++c) {
         const auto x = static_cast<double>(row[c]);
-        add(lanes[c][lane], x, x * x, t * x);
+        lanes[c][lane] = {lanes[c][lane][0] + x, lanes[c][lane][1] + x * x};
       }
     }
   }
-  times = add_up(time_lanes);
   for (std::size_t c = 0; c < sums.size(); ++c) sums[c] = add_up(lanes[c]);
 }
 
 void PlainCache::freeze_mean(PlainLayer& layer) const {
   for (const std::vector<PlainPage>& pages : layer.heads) {
     std::vector<PlainSums> k(static_cast<std::size_t>(o_.d)), v(static_cast<std::size_t>(o_.dv));
-    PlainSums times{};
-    sum_rows(pages, &PlainToken::k16, k, times);
+    double count = 0;
+    sum_rows(pages, &PlainToken::k16, k, count);
     std::vector<Moves> moves(k.size());
     layer.mean.emplace_back();
     for (std::size_t c = 0; c < k.size(); ++c) {
-      const bool none = times[0] == 0;
-      if (!none) moves[c] = moves_of(k[c], times, o_.smooth_k);
+      const bool none = count == 0;
+      if (!none) moves[c] = moves_of(k[c], count, o_.smooth_k);
       layer.mean.back().push_back(none || !o_.smooth_k ? 0.0f
-                                                       : static_cast<float>(k[c][0] / times[0]));
+                                                       : static_cast<float>(k[c][0] / count));
     }
-    if (balances()) layer.over.push_back(balance(moves, times));
+    if (balances()) layer.over.push_back(balance(moves));
     if (!o_.smooth_v) continue;
-    sum_rows(pages, &PlainToken::v16, v, times);
+    sum_rows(pages, &PlainToken::v16, v, count);
     double of_means = 0, own = 0;
-    for (std::size_t c = 0; times[0] > 0 && c < v.size(); ++c) {
-      const Moves m = moves_of(v[c], times, true);
+    for (std::size_t c = 0; count > 0 && c < v.size(); ++c) {
+      const Moves m = moves_of(v[c], count, true);
       of_means += m.whole - m.own;
       own += m.own;
     }
     layer.v_mean.emplace_back();
     for (const PlainSums& sum : v) {
-      const bool moved = times[0] > 0 && 16 * of_means > own;
-      layer.v_mean.back().push_back(moved ? static_cast<float>(sum[0] / times[0]) : 0.0f);
+      const bool moved = count > 0 && 16 * of_means > own;
+      layer.v_mean.back().push_back(moved ? static_cast<float>(sum[0] / count) : 0.0f);
     }
   }
 }

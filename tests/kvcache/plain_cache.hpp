@@ -45,7 +45,7 @@ struct PlainLayer {
 };
 
 /// Sums over rows, of one channel: x, x^2, t x; or of the rows' times t: 1, t, t^2.
-using PlainSums = std::array<double, 3>;
+using PlainSums = std::array<double, 2>;
 
 using PlainSequence = std::vector<PlainLayer>;
 
@@ -85,7 +85,7 @@ class PlainCache {
   void open(const PlainLayer& layer, std::size_t head, PlainPage& page) const;
   bool balances() const { return o_.balance_k && !k_by_channel(); }
   void sum_rows(const std::vector<PlainPage>& pages, std::vector<float> PlainToken::*part,
-                std::vector<PlainSums>& sums, PlainSums& times) const;
+                std::vector<PlainSums>& sums, double& count) const;
   void freeze_mean(PlainLayer& layer) const;
   void requantise(const PlainLayer& layer, std::size_t head, PlainPage& page, int tier) const;
   std::int64_t code_bytes(int tier) const;

@@ -17,8 +17,8 @@ struct FreezeMean {
   using Params = AppendParams;
   static constexpr int lanes = kv::mean_lanes, most_channels = 256, per_lane = most_channels / 32;
   static constexpr int threads = 32 * lanes, min_blocks = 1;
-  static constexpr int times_at = 8 * lanes * most_channels;
-  static constexpr int sizes_at = times_at + 3 * 8 * lanes;
+  static constexpr int counts_at = 8 * lanes * most_channels;
+  static constexpr int sizes_at = counts_at + 8 * lanes;
   /// Which sets are named, and the last.
   static constexpr int named_at = sizes_at + 4 * kv::key_sizes;
   static constexpr int last_at = named_at + 4 * kv::most_sets;
@@ -28,7 +28,7 @@ struct FreezeMean {
   /// What a warp adds up: channels lane, lane + 32, ...
   struct Sums {
     kv::KeySums channel[per_lane];
-    kv::KeyTimes times;
+    double count = 0;
   };
 
   /// A key's channels of this lane, and its size.
@@ -57,19 +57,17 @@ struct FreezeMean {
     return isa::shared_base() +
            static_cast<isa::SharedAddress>(8 * (lane * most_channels + channel));
   }
-  static QATTN_DEVICE isa::SharedAddress time_at(int which, int lane) {
-    return isa::shared_base() +
-           static_cast<isa::SharedAddress>(times_at + 8 * (which * lanes + lane));
+  static QATTN_DEVICE isa::SharedAddress count_at(int lane) {
+    return isa::shared_base() + static_cast<isa::SharedAddress>(counts_at + 8 * lane);
   }
 
   /// Rows [begin, end) of K or V of a head.
   struct Rows {
     std::int64_t b, h, begin, end;
     bool value;
-    bool timed;  ///< where they lie counts: what moves along a line goes on
   };
 
-  /// f(key, its block of 16 tokens) for those of the calling warp, in order.
+  /// f(key) for those of the calling warp, in order.
   template <class F>
   static QATTN_DEVICE void for_keys(const Params& p, const Rows& of, F f) {
     const kv::DeviceCache& cache = p.state.cache;
@@ -95,8 +93,7 @@ struct FreezeMean {
         if ((e.live >> token & 1) == 0) continue;
         const auto* row = reinterpret_cast<const std::uint16_t*>(pool.block(e.page, block)) +
                           first + token % formats::kv_block_tokens * channels;
-        f(Key(channels, bf16, [&](int c) { return isa::load_global(row + c); }),
-          e.first / formats::kv_block_tokens + block);
+        f(Key(channels, bf16, [&](int c) { return isa::load_global(row + c); }));
       }
     }
     std::int64_t position = old_length > begin ? old_length : begin;
@@ -110,8 +107,7 @@ struct FreezeMean {
       for (; position < next && position < of.end; ++position) {
         const std::int64_t row = rows.row(b, h, position - old_length);
         f(Key(channels, bf16,
-              [&](int c) { return window_bits(rows.data, rows.kind, row + c, bf16); }),
-          block);
+              [&](int c) { return window_bits(rows.data, rows.kind, row + c, bf16); }));
       }
     }
   }
@@ -124,7 +120,7 @@ struct FreezeMean {
   static QATTN_DEVICE int largest(const Params& p, const Rows& rows) {
     for (int i = isa::thread(); i < kv::key_sizes; i += threads) isa::store_shared(keys_of(i), 0u);
     isa::sync_threads();
-    for_keys(p, rows, [](const Key& key, std::int64_t) {
+    for_keys(p, rows, [](const Key& key) {
       if (isa::lane() == 0) isa::atomic_add_shared(keys_of(key.size), 1u);
     });
     isa::sync_threads();
@@ -143,13 +139,12 @@ struct FreezeMean {
 
   static QATTN_DEVICE Sums add_lane(const Params& p, const Rows& rows, int largest) {
     Sums s;
-    for_keys(p, rows, [&](const Key& key, std::int64_t block) {
+    for_keys(p, rows, [&](const Key& key) {
       if (key.size > largest) return;
-      const double time = rows.timed ? static_cast<double>(block) : 0.0;
-      s.times.add(time);
+      s.count += 1;
 #pragma unroll
       for (int j = 0; j < per_lane; ++j) {
-        s.channel[j].add(static_cast<double>(clean(key.x[j])), time);
+        s.channel[j].add(static_cast<double>(clean(key.x[j])));
       }
     });
     return s;
@@ -183,34 +178,24 @@ struct FreezeMean {
     const int c = isa::thread() % most_channels;
     return add_lanes([&](int n) { return isa::load_shared<double>(at(n, c)); });
   }
-  static QATTN_DEVICE kv::KeyTimes add_times(const kv::KeyTimes& own) {
+  static QATTN_DEVICE double add_counts(double own) {
     const int warp = isa::warp();
-    if (isa::lane() == 0) {
-      isa::store_shared(time_at(0, warp), own.count);
-      isa::store_shared(time_at(1, warp), own.t);
-      isa::store_shared(time_at(2, warp), own.tt);
-    }
+    if (isa::lane() == 0) isa::store_shared(count_at(warp), own);
     isa::sync_threads();
-    const auto sum = [](int which) {
-      return add_lanes([&](int n) { return isa::load_shared<double>(time_at(which, n)); });
-    };
-    kv::KeyTimes all;
-    all.count = sum(0), all.t = sum(1), all.tt = sum(2);
-    return all;
+    return add_lanes([](int n) { return isa::load_shared<double>(count_at(n)); });
   }
 
   /// Sums over rows, of this thread's channel.
   struct Moments {
-    kv::KeyTimes times;
+    double count = 0;
     kv::KeySums sums;
   };
   static QATTN_DEVICE Moments moments(const Params& p, const Rows& rows) {
     const Sums s = add_lane(p, rows, largest(p, rows));
     Moments m;
-    m.times = add_times(s.times);
+    m.count = add_counts(s.count);
     m.sums.x = add_warps([&](int j) { return s.channel[j].x; });
     m.sums.xx = add_warps([&](int j) { return s.channel[j].xx; });
-    m.sums.tx = add_warps([&](int j) { return s.channel[j].tx; });
     return m;
   }
 
@@ -220,45 +205,33 @@ struct FreezeMean {
     int k_shift = 0;
   };
 
-  /// What this thread's channel is divided by. Collective.
-  static QATTN_DEVICE int balance(const Params& p, const kv::KeyEnergy& mine,
-                                  const kv::KeyTimes& times) {
+  /// What this thread's channel is divided by. `mine`: its energy. Collective.
+  static QATTN_DEVICE int balance(const Params& p, double mine) {
     const int pairs = p.state.cache.d / 2, j = isa::thread();
     isa::sync_threads();  // what was there before is read
-    if (j < 2 * pairs) {
-      isa::store_shared(at(0, j), mine.whole);
-      isa::store_shared(at(1, j), mine.own);
-      isa::store_shared(at(2, j), mine.line);
-    }
+    if (j < 2 * pairs) isa::store_shared(at(0, j), mine);
     isa::sync_threads();
-    const auto of_channel = [](int c) {
-      kv::KeyEnergy e;
-      e.whole = isa::load_shared<double>(at(0, c));
-      e.own = isa::load_shared<double>(at(1, c));
-      e.line = isa::load_shared<double>(at(2, c));
-      return e;
+    const auto of_pair = [&](int i) {
+      return isa::load_shared<double>(at(0, i)) + isa::load_shared<double>(at(0, i + pairs));
     };
-    const auto of_pair = [&](int i) { return of_channel(i) + of_channel(i + pairs); };
-    const auto own = [&](int i) { return of_pair(i).own; };
-    if (j < pairs && kv::is_median(j, pairs, own)) isa::store_shared(at(3, 0), own(j));
+    if (j < pairs && kv::is_median(j, pairs, of_pair)) isa::store_shared(at(1, 0), of_pair(j));
     isa::sync_threads();
-    const auto median = isa::load_shared<double>(at(3, 0));
-    return kv::key_shift(of_pair(j % pairs).later(times, median), median);
+    return kv::key_shift(of_pair(j % pairs), isa::load_shared<double>(at(1, 0)));
   }
 
   static QATTN_DEVICE void freeze_k(const Params& p, const Moments& m, Moved& moved) {
     const kv::DeviceCache& cache = p.state.cache;
-    const bool smooth = cache.smooth_k != 0, has_keys = m.times.count > 0;
-    if (smooth && has_keys) moved.k_mean = static_cast<float>(m.sums.x / m.times.count);
+    const bool smooth = cache.smooth_k != 0, has_keys = m.count > 0;
+    if (smooth && has_keys) moved.k_mean = static_cast<float>(m.sums.x / m.count);
     if (cache.balance_k == 0) return;
-    const int shift = balance(p, kv::KeyEnergy(m.sums, m.times, smooth), m.times);
+    const int shift = balance(p, kv::KeyEnergy(m.sums, m.count, smooth).own);
     if (has_keys) moved.k_shift = shift;
   }
 
   /// V's mean, where it is far from 0. Collective.
   static QATTN_DEVICE void freeze_v(const Params& p, const Moments& m, Moved& moved) {
     const int c = isa::thread(), channels = p.state.cache.dv;
-    const kv::KeyEnergy mine(m.sums, m.times, true);
+    const kv::KeyEnergy mine(m.sums, m.count, true);
     isa::sync_threads();  // what was there before is read
     if (c < channels) {
       isa::store_shared(at(0, c), formats::add_rn(mine.whole, -mine.own));
@@ -270,8 +243,8 @@ struct FreezeMean {
       of_means = formats::add_rn(of_means, isa::load_shared<double>(at(0, i)));
       own = formats::add_rn(own, isa::load_shared<double>(at(1, i)));
     }
-    const bool far = m.times.count > 0 && kv::is_far(of_means, own);
-    if (far) moved.v_mean = static_cast<float>(m.sums.x / m.times.count);
+    const bool far = m.count > 0 && kv::is_far(of_means, own);
+    if (far) moved.v_mean = static_cast<float>(m.sums.x / m.count);
   }
 
   /// The sum over channels, in halves, of a number a thread's channel. Collective.
@@ -294,8 +267,8 @@ struct FreezeMean {
 
   /// Of rows under what channels are moved by; of so few that they say nothing: 0. Collective.
   static QATTN_DEVICE double energy(const Moments& m, int channels, float mean, int shift) {
-    const bool counts = isa::thread() % most_channels < channels && m.times.count >= kv::least_keys;
-    return add_channels(counts ? kv::moved_energy(m.sums, m.times.count, mean, shift) : 0.0);
+    const bool counts = isa::thread() % most_channels < channels && m.count >= kv::least_keys;
+    return add_channels(counts ? kv::moved_energy(m.sums, m.count, mean, shift) : 0.0);
   }
 
   static QATTN_DEVICE Moved load_set(const Params& p, std::int64_t slot, std::int64_t h, int set) {
@@ -359,11 +332,11 @@ struct FreezeMean {
     Moments k, v;
 
     QATTN_DEVICE Both(const Params& p, std::int64_t b, std::int64_t h, std::int64_t begin,
-                      std::int64_t end, bool timed) {
+                      std::int64_t end) {
       const kv::DeviceCache& cache = p.state.cache;
       const bool has_k = cache.smooth_k != 0 || cache.balance_k != 0;
-      if (has_k) k = moments(p, {b, h, begin, end, false, timed});
-      if (cache.smooth_v != 0) v = moments(p, {b, h, begin, end, true, timed});
+      if (has_k) k = moments(p, {b, h, begin, end, false});
+      if (cache.smooth_v != 0) v = moments(p, {b, h, begin, end, true});
     }
     QATTN_DEVICE Moved freeze(const Params& p) const {
       Moved m;
@@ -398,14 +371,14 @@ struct FreezeMean {
         p, slot, h, isa::load_global(&state.heads[state.plan_head(b, h)].old_count), last);
 #pragma unroll 1
     for (int part = 0; part < parts.count(); ++part) {
-      const Both rows(p, b, h, parts.begin(part), parts.end(part), false);
+      const Both rows(p, b, h, parts.begin(part), parts.end(part));
       Moved fresh;
       kv::Choice choice{};
 #pragma unroll 1
       for (int turn = 0; turn < 2; ++turn) {
         const std::int64_t behind = parts.end(part) + cache.window_tokens + cache.page_size;
         const std::int64_t end = behind < length ? behind : length;
-        fresh = turn == 0 ? rows.freeze(p) : Both(p, b, h, parts.begin(part), end, true).freeze(p);
+        fresh = turn == 0 ? rows.freeze(p) : Both(p, b, h, parts.begin(part), end).freeze(p);
         const typename Both::Energy of = rows.energy(p, fresh);
         choice = kv::best_set(named, last, [&](int set) {
           const typename Both::Energy over = rows.energy(p, load_set(p, slot, h, set));
@@ -435,7 +408,7 @@ struct FreezeMean {
     const std::int64_t slot = isa::load_global(&plan->slot);
     const std::int32_t sets = isa::load_global(&plan->sets);
     if (sets == 0) {
-      const Both all(p, b, h, 0, isa::load_global(&plan->new_length), true);
+      const Both all(p, b, h, 0, isa::load_global(&plan->new_length));
       return store_set(p, slot, h, 0, all.freeze(p));
     }
     const std::uint32_t chosen = choose(p, slot, b, h, sets);

@@ -37,17 +37,16 @@ void for_tokens(std::uint64_t live, F f) {
 inline constexpr int most_key_pairs = 128;
 
 /// Of each channel, from the energies of all.
-inline void set_key_shifts(const KeyEnergy* energy, const KeyTimes& times, int d,
-                           std::uint8_t* shift) {
+inline void set_key_shifts(const KeyEnergy* energy, int d, std::uint8_t* shift) {
   const int pairs = d / 2;
-  const auto of_pair = [&](int j) { return energy[j] + energy[j + pairs]; };
+  const auto of_pair = [&](int j) { return energy[j].own + energy[j + pairs].own; };
   double own[most_key_pairs];
-  for (int j = 0; j < pairs; ++j) own[j] = of_pair(j).own;
+  for (int j = 0; j < pairs; ++j) own[j] = of_pair(j);
   double* const middle = own + (pairs - 1) / 2;
   std::nth_element(own, middle, own + pairs);
   const double median = *middle;
   for (int j = 0; j < pairs; ++j) {
-    const int s = key_shift(of_pair(j).later(times, median), median);
+    const int s = key_shift(of_pair(j), median);
     shift[j] = shift[j + pairs] = static_cast<std::uint8_t>(s);
   }
 }
@@ -58,24 +57,22 @@ class LaneSums {
  public:
   /// Room for so many channels.
   explicit LaneSums(int channels)
-      : sums_(static_cast<std::size_t>(3 * mean_lanes) * static_cast<std::size_t>(channels)) {}
+      : sums_(static_cast<std::size_t>(2 * mean_lanes) * static_cast<std::size_t>(channels)) {}
 
   void clear(int channels) {
     channels_ = channels;
     used_ = 0;
   }
-  void add(int lane, const float* row, double time) {
-    if (!used(lane)) std::fill_n(at(lane, 0), 3 * channels_, 0.0);
+  void add(int lane, const float* row) {
+    if (!used(lane)) std::fill_n(at(lane, 0), 2 * channels_, 0.0);
     used_ |= 1u << lane;
     double* const x = at(lane, 0);
     double* const xx = at(lane, 1);
-    double* const tx = at(lane, 2);
     for (int c = 0; c < channels_; ++c) {
       const auto value = static_cast<double>(row[c]);
       x[c] += value;
       xx[c] += value * value;
     }
-    for (int c = 0; time != 0 && c < channels_; ++c) tx[c] += time * static_cast<double>(row[c]);
   }
   /// All lanes, in halves; then of(channel) may be asked.
   void add_up() {
@@ -85,9 +82,9 @@ class LaneSums {
         const double* from = at(lane + half, 0);
         double* const to = at(lane, 0);
         if (!used(lane)) {
-          std::copy_n(from, 3 * channels_, to);
+          std::copy_n(from, 2 * channels_, to);
         } else {
-          for (int i = 0; i < 3 * channels_; ++i) to[i] += from[i];
+          for (int i = 0; i < 2 * channels_; ++i) to[i] += from[i];
         }
         used_ |= 1u << lane;
       }
@@ -96,27 +93,16 @@ class LaneSums {
   KeySums of(int channel) const {
     if (!used(0)) return {};
     const double* const first = sums_.data() + channel;
-    return {first[0], first[channels_], first[2 * channels_]};
+    return {first[0], first[channels_]};
   }
 
  private:
   bool used(int lane) const { return (used_ >> lane & 1) != 0; }
-  double* at(int lane, int which) { return sums_.data() + (3 * lane + which) * channels_; }
+  double* at(int lane, int which) { return sums_.data() + (2 * lane + which) * channels_; }
 
   int channels_ = 0;
   std::uint32_t used_ = 0;
   std::vector<double> sums_;
 };
-
-/// Lanes into the first, in halves.
-inline void add_lanes(KeyTimes* lanes) {
-  for (int half = mean_lanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) {
-      KeyTimes& to = lanes[i];
-      const KeyTimes& from = lanes[i + half];
-      to = {to.count + from.count, to.t + from.t, to.tt + from.tt};
-    }
-  }
-}
 
 }  // namespace qattn::kv
