@@ -81,7 +81,8 @@ class AppendPlan {
   template <class F>
   void for_rows(Part part, const Span& span, F f) const;
   Moments moments(Part part, const Span& span) const;
-  void freeze_k(const Moments& m, Moved& moved) const;
+  /// `from`: means from which keys have moved; null: they have not.
+  void freeze_k(const Moments& m, const float* from, Moved& moved) const;
   void freeze_v(const Moments& m, Moved& moved) const;
   /// Sets what is known of a page that is new, grows or leaves the window; negative: nothing.
   void weigh(Job& job) const;

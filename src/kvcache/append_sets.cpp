@@ -112,7 +112,7 @@ AppendPlan::Moments AppendPlan::moments(Part part, const Span& span) const {
   return m;
 }
 
-void AppendPlan::freeze_k(const Moments& m, Moved& moved) const {
+void AppendPlan::freeze_k(const Moments& m, const float* from, Moved& moved) const {
   if (m.count == 0) return;
   const bool smooth = cache_.options.smooth_k;
   KeyEnergy energy[most_channels];
@@ -120,6 +120,9 @@ void AppendPlan::freeze_k(const Moments& m, Moved& moved) const {
     const KeySums& all = m.channel[c];
     if (smooth) moved.k_mean[c] = static_cast<float>(all.x / m.count);
     energy[c] = KeyEnergy(all, m.count, smooth);
+    if (from != nullptr) {
+      energy[c].own = std::max(energy[c].own, moved_energy(all, m.count, from[c], 0));
+    }
   }
   if (balances_k(cache_.options)) set_key_shifts(energy, cache_.d(), moved.k_shift);
 }
@@ -146,8 +149,8 @@ struct AppendPlan::Both {
     if (o.smooth_k || balances_k(o)) k = plan.moments(Part::k, span);
     if (o.smooth_v) v = plan.moments(Part::v, span);
   }
-  void freeze(const AppendPlan& plan, Moved& moved) const {
-    plan.freeze_k(k, moved);
+  void freeze(const AppendPlan& plan, Moved& moved, const float* from = nullptr) const {
+    plan.freeze_k(k, from, moved);
     plan.freeze_v(v, moved);
   }
   /// Of K or of V, whichever is more.
@@ -177,7 +180,7 @@ void AppendPlan::choose_part(const Span& part, std::uint32_t& named, int& last,
   if (choice.excess > drift) {
     const KvCacheOptions& o = cache_.options;
     const std::int64_t end = std::min(new_length_, part.end + o.window + o.page_size);
-    Both(*this, {part.head, part.begin, end, part.sums}).freeze(*this, fresh);
+    Both(*this, {part.head, part.begin, end, part.sums}).freeze(*this, fresh, frames_of(last).k.mean);
     choice = best(fresh);
     // As many as the budget was asked for.
     const auto sets = static_cast<int>(layer_.sets.count);

@@ -219,12 +219,19 @@ struct FreezeMean {
     return kv::key_shift(of_pair(j % pairs), isa::load_shared<double>(at(1, 0)));
   }
 
-  static QATTN_DEVICE void freeze_k(const Params& p, const Moments& m, Moved& moved) {
+  /// `from`: the mean of this thread's channel from which keys have moved; null: they have not.
+  static QATTN_DEVICE void freeze_k(const Params& p, const Moments& m, const float* from,
+                                    Moved& moved) {
     const kv::DeviceCache& cache = p.state.cache;
     const bool smooth = cache.smooth_k != 0, has_keys = m.count > 0;
     if (smooth && has_keys) moved.k_mean = static_cast<float>(m.sums.x / m.count);
     if (cache.balance_k == 0) return;
-    const int shift = balance(p, kv::KeyEnergy(m.sums, m.count, smooth).own);
+    double own = kv::KeyEnergy(m.sums, m.count, smooth).own;
+    if (from != nullptr && has_keys) {
+      const double gone = kv::moved_energy(m.sums, m.count, *from, 0);
+      own = gone > own ? gone : own;
+    }
+    const int shift = balance(p, own);
     if (has_keys) moved.k_shift = shift;
   }
 
@@ -338,9 +345,9 @@ struct FreezeMean {
       if (has_k) k = moments(p, {b, h, begin, end, false});
       if (cache.smooth_v != 0) v = moments(p, {b, h, begin, end, true});
     }
-    QATTN_DEVICE Moved freeze(const Params& p) const {
+    QATTN_DEVICE Moved freeze(const Params& p, const float* from = nullptr) const {
       Moved m;
-      freeze_k(p, k, m);
+      freeze_k(p, k, from, m);
       freeze_v(p, v, m);
       return m;
     }
@@ -378,7 +385,9 @@ struct FreezeMean {
       for (int turn = 0; turn < 2; ++turn) {
         const std::int64_t behind = parts.end(part) + cache.window_tokens + cache.page_size;
         const std::int64_t end = behind < length ? behind : length;
-        fresh = turn == 0 ? rows.freeze(p) : Both(p, b, h, parts.begin(part), end).freeze(p);
+        const float from = load_set(p, slot, h, last).k_mean;
+        fresh = turn == 0 ? rows.freeze(p)
+                          : Both(p, b, h, parts.begin(part), end).freeze(p, &from);
         const typename Both::Energy of = rows.energy(p, fresh);
         choice = kv::best_set(named, last, [&](int set) {
           const typename Both::Energy over = rows.energy(p, load_set(p, slot, h, set));
