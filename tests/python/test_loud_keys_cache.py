@@ -43,12 +43,12 @@ def logits(model, ids, cache, prompt):
     return torch.cat(parts, 1).log_softmax(-1)
 
 
-# Pairs from 45 on hardly turn in so few tokens, and are as loud as they will be all the same.
+# Pairs from 45 on hardly turn in so few tokens.
 @pytest.mark.parametrize(
-    "size, first, prompt, bound",
-    [(50, 30, 160, 1.5), (200, 30, 160, 1.5), (200, 0, 600, 1.5), (400, 45, 160, 2.2)],
+    "size, first, prompt",
+    [(50, 30, 160), (200, 30, 160), (200, 0, 600), (400, 30, 160), (400, 45, 160)],
 )
-def test_loud_keys_at_four_bits(size, first, prompt, bound):
+def test_loud_keys_at_four_bits(size, first, prompt):
     model = loud_model(size, first)
     ids = torch.randint(2, 128, (1, 760), generator=torch.Generator().manual_seed(1))
     exact = logits(model, ids, DynamicCache(), prompt)
@@ -64,6 +64,6 @@ def test_loud_keys_at_four_bits(size, first, prompt, bound):
     for options in {}, budget:  # 4 bits, and 4 on average
         ours, usage = divergence(**options)
         channels = divergence(**options, k_granularity="per_channel")[0]
-        assert usage.balanced_channels >= 2 * 8 and ours <= bound * channels
+        assert usage.balanced_channels >= 2 * 8 and ours <= 1.5 * channels
     if size == 200:
         assert divergence(balance_k=False)[0] > 10 * divergence()[0]
