@@ -48,8 +48,9 @@ inline std::string describe(const Options& o) {
 }
 
 /// One block under the default schedule, which must succeed.
-inline void run_block(int threads, int shared_bytes, const std::function<void()>& kernel) {
-  EXPECT_EQ(error_of(threads, shared_bytes, Options{}, kernel), "");
+inline void run_block(int threads, int shared_bytes, const std::function<void()>& kernel,
+                      int architecture = Options{}.architecture) {
+  EXPECT_EQ(error_of(threads, shared_bytes, Options{.architecture = architecture}, kernel), "");
 }
 
 }  // namespace qattn::isa_test

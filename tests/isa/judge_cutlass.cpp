@@ -32,7 +32,7 @@ void judge_mma() {
   const typename Traits::ALayout a_layout;
   const typename Traits::BLayout b_layout;
   const typename Traits::CLayout c_layout;
-  run_block(32, 0, [&] {
+  const auto kernel = [&] {
     const int l = isa::lane();
     std::uint32_t a[1][4] = {}, b[1][2] = {};
     for (int v = 0; v < 4 * 32 / bits; ++v) {
@@ -49,7 +49,8 @@ void judge_mma() {
       const int at = c_layout(l, v);
       ASSERT_EQ(static_cast<double>(d[0][0][v]), operands.product(at % 16, at / 16)) << l << v;
     }
-  });
+  };
+  run_block(32, 0, kernel, 89);  // which has products of FP8
   EXPECT_EQ(int(cute::get<2>(typename Traits::Shape_MNK{})), k);
 }
 
