@@ -180,7 +180,8 @@ void AppendPlan::choose_part(const Span& part, std::uint32_t& named, int& last,
   if (choice.excess > drift) {
     const KvCacheOptions& o = cache_.options;
     const std::int64_t end = std::min(new_length_, part.end + o.window + o.page_size);
-    Both(*this, {part.head, part.begin, end, part.sums}).freeze(*this, fresh, frames_of(last).k.mean);
+    Both(*this, {part.head, part.begin, end, part.sums})
+        .freeze(*this, fresh, frames_of(last).k.mean);
     choice = best(fresh);
     // As many as the budget was asked for.
     const auto sets = static_cast<int>(layer_.sets.count);
