@@ -81,8 +81,8 @@ void AppendPlan::for_rows(Part part, const Span& span, F f) const {
   }
 }
 
-/// Of rows that keys/size.hpp lets count, behind the sinks, in 16 bits or new. Two passes only where
-/// some are too large.
+/// Of rows that keys/size.hpp lets count, behind the sinks, in 16 bits or new. Two passes only
+/// where some are too large.
 AppendPlan::Moments AppendPlan::moments(Part part, const Span& span) const {
   const int channels = part == Part::k ? cache_.d() : cache_.dv();
   LaneSums& sums = span.sums;
