@@ -384,6 +384,9 @@ ModelOutput model_attention(const Call& given, const ModelOptions& model) {
       CodeRequest k_request = o.k, v_request = o.v;
       k_request.static_scale = share(o.k_static, b * call.heads_k + hk, batch * call.heads_k);
       v_request.static_scale = share(o.v_static, b * call.heads_k + hk, batch * call.heads_k);
+      if (!model.given_codes) {
+        k_request.seen = v_request.seen = seen_keys(call, static_cast<std::size_t>(b), hk);
+      }
       x.k = code_operand(k, call.dim, k_request);
       x.v = code_operand(head(seq.v, hk, seq.len_k * call.dim_v), call.dim_v, v_request);
       if (model.lost_mass == LostMass::value_mean && !x.v.token_scale.empty()) {

@@ -75,6 +75,7 @@ struct CodeRequest {
   bool smooth = false, rotate = false;
   std::span<const float> static_scale;  ///< this sequence and head's, or empty
   Mutation mutation = Mutation::none;
+  std::vector<bool> seen = {};  ///< per token: does it share in the mean? Empty: all do
 };
 
 /// Quantises x [token][dim] through the public quantize() and dequantises with the index maps of

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
+#include <utility>
 
 #include "qattn/quantize.hpp"
 #include "support/model.hpp"
@@ -61,6 +62,33 @@ std::int64_t mutate_slot(const CodeRequest& request, std::int64_t slot, std::int
   return slot < width ? slot + width : slot - width;
 }
 
+/// `x` without the mean of the tokens that are seen, zeros for the others. quantize() knows only
+/// means of all tokens, and that with neutral ones for the others may be the next float, which
+/// turns codes beside a tie over. So this mean is added up as docs/NUMERICS.md says.
+std::pair<std::vector<float>, std::vector<double>> centred(std::span<const float> x,
+                                                           std::int64_t dim,
+                                                           const std::vector<bool>& seen) {
+  std::vector<float> rows(x.size(), 0.0f);
+  std::vector<double> mean(static_cast<std::size_t>(dim), 0.0);
+  const auto width = static_cast<std::size_t>(dim);
+  const auto count = std::count(seen.begin(), seen.end(), true);
+  for (std::size_t d = 0; d < width && count > 0; ++d) {
+    double total = 0;
+    for (std::size_t tile = 0; tile < seen.size(); tile += 64) {
+      float partial = 0;
+      for (std::size_t s = tile; s < std::min(seen.size(), tile + 64); ++s) {
+        if (seen[s]) partial += x[s * width + d];
+      }
+      total += partial;
+    }
+    mean[d] = static_cast<float>(total / static_cast<double>(count));
+    for (std::size_t s = 0; s < seen.size(); ++s) {
+      if (seen[s]) rows[s * width + d] = x[s * width + d] - static_cast<float>(mean[d]);
+    }
+  }
+  return {std::move(rows), std::move(mean)};
+}
+
 /// f32, f16 and bf16 operands have no codes: they are rounded, after the mean where there is one.
 Coded round_operand(std::span<const float> x, std::int64_t dim, const CodeRequest& request) {
   Coded coded;
@@ -98,6 +126,14 @@ struct Storage {
 }  // namespace
 
 Coded code_operand(std::span<const float> x, std::int64_t dim, const CodeRequest& request) {
+  if (request.smooth && std::count(request.seen.begin(), request.seen.end(), false) > 0) {
+    const auto [rows, mean] = centred(x, dim, request.seen);
+    CodeRequest rest = request;
+    rest.smooth = false;
+    Coded coded = code_operand(rows, dim, rest);
+    coded.mean = mean;
+    return coded;
+  }
   if (is_real(request.format)) return round_operand(x, dim, request);
   const std::int64_t tokens = static_cast<std::int64_t>(x.size()) / dim;
   Coded coded;
