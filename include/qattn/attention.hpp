@@ -69,6 +69,7 @@ struct AttentionTensors {
   /// can. Broadcasts to (B, Hq, ceil(Sq / block_mask_q), ceil(Sk / block_mask_k)); one more mask.
   /// Packed sequences: Sq and Sk are the longest one's, on a GPU all tokens in memory.
   TensorView block_mask;
+  bool operator==(const AttentionTensors&) const = default;
 };
 
 struct AttentionOptions {
@@ -96,6 +97,7 @@ struct AttentionOptions {
   /// index makes its rows NaN and is reported by device_errors(), a bad scale makes the rows that
   /// use it NaN. CPUs always look.
   bool validate = false;
+  bool operator==(const AttentionOptions&) const = default;
 };
 
 namespace detail {

@@ -77,6 +77,7 @@ struct Recipe {
   /// changes where K has none. Automatic: beside `rotate`, and on CPUs for s8 and 4-bit floats;
   /// off where Q or K has codes or static scales.
   Toggle balance_k = Toggle::automatic;
+  bool operator==(const Recipe&) const = default;
 };
 
 /// Every named recipe except "auto", in the order of docs/NUMERICS.md.

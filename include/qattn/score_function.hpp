@@ -50,6 +50,7 @@ struct ScoreFunction {
   void (*apply)(const void* context, const ScoreRun& run, float* scores) = nullptr;
   const void* context = nullptr;
   explicit operator bool() const { return apply != nullptr; }
+  bool operator==(const ScoreFunction&) const = default;
 };
 
 /// Hides keys: writes 0 where the query may not look. The same rules.
@@ -57,6 +58,7 @@ struct MaskFunction {
   void (*apply)(const void* context, const ScoreRun& run, std::uint8_t* visible) = nullptr;
   const void* context = nullptr;
   explicit operator bool() const { return apply != nullptr; }
+  bool operator==(const MaskFunction&) const = default;
 };
 
 /// float f(float score, int64 batch, int64 head, int64 query, int64 key); `f` is kept by address.

@@ -54,6 +54,7 @@ struct TensorView {
                           std::initializer_list<std::int64_t> shape) {
     return dense(const_cast<void*>(data), format, shape);
   }
+  bool operator==(const TensorView&) const = default;  ///< the same memory, seen the same way
 };
 
 }  // namespace qattn

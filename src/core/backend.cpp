@@ -125,6 +125,7 @@ void release_backends() {
 }
 
 void use_backend(const Backend* backend) { front = backend; }
+bool is_backend_replaced() { return front.load() != nullptr; }
 
 Result<const Backend*> backend_of(Device device) {
   const Backend* first = front;

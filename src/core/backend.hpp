@@ -95,6 +95,8 @@ void release_backends();
 /// Puts a backend before all others: test programs run emulated GPU kernels on CPU tensors so. Null
 /// takes it away. Not while other threads call qattn.
 void use_backend(const Backend* backend);
+/// Is there one in front? It may be another GPU at every call, so no plan is kept.
+bool is_backend_replaced();
 
 /// What a backend's library and libqattn must share: the version and the layout of what crosses
 /// between them. The library's one symbol is

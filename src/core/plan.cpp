@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <new>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -56,6 +57,9 @@ const Recipe& Plan::recipe() const { return data_->recipe; }
 const std::string& Plan::kernel() const { return data_->kernel; }
 
 namespace {
+
+using detail::plan_key;
+using detail::PlanKey;
 
 /// A few words on why `auto` chose as it did; the rule itself is in the kernels' tune().
 constexpr const char* auto_reason =
@@ -113,7 +117,7 @@ Walk walk(const Problem& problem) {
   return w;
 }
 
-Result<Plan> plan_for(const Problem& problem) {
+Result<Plan> make_plan(const Problem& problem, const PlanKey& key) {
   const bool cpu = problem.device().type == DeviceType::cpu;
   if (const cpu::Selection selection = cpu::select_words(); cpu && selection.unknown_name) {
     return Status(
@@ -122,7 +126,19 @@ Result<Plan> plan_for(const Problem& problem) {
   }
   Walk w = walk(problem);
   if (!w.plan) return Status(Code::unsupported, "no kernel can serve this call:\n" + w.log);
+  w.plan->key = key;
   return Plan(std::move(w.plan));
+}
+
+/// The same, of a call that this thread may have planned before.
+Result<Plan> plan_for(const Problem& problem, const AttentionTensors& tensors,
+                      const AttentionOptions& options) {
+  const PlanKey key = plan_key(tensors, options);
+  if (detail::is_backend_replaced()) return make_plan(problem, key);
+  if (std::optional<Plan> known = detail::known_plan(key)) return *std::move(known);
+  Result<Plan> made = make_plan(problem, key);
+  if (made.ok()) detail::keep_plan(key, *made);
+  return made;
 }
 
 }  // namespace
@@ -131,7 +147,7 @@ Result<Plan> plan(const AttentionTensors& tensors, const AttentionOptions& optio
   return guarded<Result<Plan>>([&]() -> Result<Plan> {
     Result<Problem> problem = Problem::make(tensors, options);
     if (!problem.ok()) return problem.status();
-    return plan_for(*problem);
+    return plan_for(*problem, tensors, options);
   });
 }
 
@@ -175,6 +191,20 @@ Status run_problem(const Plan& plan, const Problem& problem, void* workspace, st
   return data.owner->run(data, problem, workspace, stream);
 }
 
+/// Shapes, formats and options decide a plan; other strides or addresses it may serve.
+Status check_serves(const Plan& plan, const Problem& problem) {
+  const Problem& planned = plan.data().problem;
+  if (problem.describe() == planned.describe() &&
+      detail::recipe_text(problem.recipe) == detail::recipe_text(planned.recipe) &&
+      problem.threads == planned.threads && problem.tokens_q == planned.tokens_q &&
+      problem.tokens_k == planned.tokens_k) {
+    return {};
+  }
+  return Status(Code::invalid_argument, "plan: was made for other shapes, formats or options:\n" +
+                                            planned.describe() + "but this call has\n" +
+                                            problem.describe());
+}
+
 }  // namespace
 
 Status run(const Plan& plan, const AttentionTensors& tensors, const AttentionOptions& options,
@@ -182,15 +212,8 @@ Status run(const Plan& plan, const AttentionTensors& tensors, const AttentionOpt
   return guarded<Status>([&]() -> Status {
     Result<Problem> problem = Problem::make(tensors, options);
     if (!problem.ok()) return problem.status();
-    const Problem& planned = plan.data().problem;
-    // The tensors' shapes, formats and options decide the plan; a mismatch means the wrong plan.
-    if (problem->describe() != planned.describe() ||
-        detail::recipe_text(problem->recipe) != detail::recipe_text(planned.recipe) ||
-        problem->threads != planned.threads || problem->tokens_q != planned.tokens_q ||
-        problem->tokens_k != planned.tokens_k) {
-      return Status(Code::invalid_argument,
-                    "plan: was made for other shapes, formats or options:\n" + planned.describe() +
-                        "but this call has\n" + problem->describe());
+    if (detail::plan_key(tensors, options) != plan.data().key) {
+      if (Status s = check_serves(plan, *problem); !s.ok()) return s;
     }
     const detail::DeviceGuard guard(*plan.data().backend, problem->device());
     if (!guard.status().ok()) return guard.status();
@@ -202,7 +225,7 @@ Status attention(const AttentionTensors& tensors, const AttentionOptions& option
   return guarded<Status>([&]() -> Status {
     Result<Problem> problem = Problem::make(tensors, options);
     if (!problem.ok()) return problem.status();
-    Result<Plan> plan = plan_for(*problem);
+    Result<Plan> plan = plan_for(*problem, tensors, options);
     if (!plan.ok()) return plan.status();
     const detail::Backend& backend = *plan->data().backend;
     const detail::DeviceGuard guard(backend, problem->device());

@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/plan_cache.hpp"
 #include "core/problem.hpp"
 
 namespace qattn::detail {
@@ -14,6 +15,7 @@ namespace qattn::detail {
 struct PlanData {
   virtual ~PlanData() = default;
   Problem problem;  ///< as planned; its addresses are not used
+  PlanKey key;      ///< of the call that was planned
   Recipe recipe;    ///< nothing automatic left in it
   std::string kernel;
   std::string text;  ///< the kernel's part of Plan::to_string()

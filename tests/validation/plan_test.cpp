@@ -1,5 +1,7 @@
 // Plans: what they say, what their hash covers, and that run() refuses a plan made for another
 // call.
+#include "core/plan.hpp"
+
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -120,6 +122,71 @@ TEST(Plan, RunRefusesAnotherCall) {
   for (const float x : out) ASSERT_EQ(x, -7.0f);
   EXPECT_TRUE(run(*p, t, o, memory, bytes).ok());
   std::free(memory);
+}
+
+/// The plan itself, to see whether it is made anew.
+const detail::PlanData* made(const AttentionTensors& t, const AttentionOptions& o) {
+  const Result<Plan> p = plan(t, o);
+  EXPECT_TRUE(p.ok()) << p.status().message();
+  return p.ok() ? &p->data() : nullptr;
+}
+
+TEST(Plan, TheSameCallIsPlannedOnce) {
+  AttentionTensors t = shapes(64, 64, 64);
+  AttentionOptions o;
+  o.recipe = *recipe_named("int8");
+  const Result<Plan> first = plan(t, o);
+  EXPECT_EQ(made(t, o), &first->data());
+  alignas(128) static float memory[2 * 64 * 4 * 64];
+  t.q.data = memory;
+  EXPECT_EQ(made(t, o), &first->data());  // null has the same alignment
+}
+
+/// Whatever a plan may follow from: a field that the key forgets would give another call's plan.
+TEST(Plan, OtherCallsHavePlansOfTheirOwn) {
+  const AttentionTensors plain = shapes(64, 64, 64);
+  AttentionOptions o;
+  o.recipe = *recipe_named("int8");
+  const Result<Plan> first = plan(plain, o);
+  std::vector<float> some(4096);
+  const auto tensors = [&](auto change) {
+    AttentionTensors t = plain;
+    change(t);
+    EXPECT_NE(made(t, o), &first->data());
+  };
+  tensors([](AttentionTensors& t) { t = shapes(64, 65, 64); });
+  tensors([](AttentionTensors& t) { t.q.format = t.k.format = t.v.format = Format::f16; });
+  tensors([](AttentionTensors& t) { t.q.stride[1] += 8; });
+  tensors([&](AttentionTensors& t) { t.q.data = reinterpret_cast<std::byte*>(some.data()) + 4; });
+  tensors([&](AttentionTensors& t) {
+    t.lse = TensorView::dense(some.data(), Format::f32, {1, 4, 64});
+  });
+  tensors([&](AttentionTensors& t) {
+    t.mask = TensorView::dense(some.data(), Format::b8, {1, 1, 64, 64});
+  });
+  const auto options = [&](auto change) {
+    AttentionOptions x = o;
+    change(x);
+    EXPECT_NE(made(plain, x), &first->data());
+  };
+  options([](AttentionOptions& x) { x.causal = true; });
+  options([](AttentionOptions& x) { x.softcap = 1; });
+  options([](AttentionOptions& x) { x.softmax_scale = 2.0f; });
+  options([](AttentionOptions& x) { x.recipe.smooth_k = Toggle::off; });
+  options([](AttentionOptions& x) { x.threads = 3; });
+  setenv("QATTN_CPU_ISA", "scalar", 1);
+  const Result<Plan> scalar = plan(plain, o);
+  unsetenv("QATTN_CPU_ISA");
+  ASSERT_TRUE(scalar.ok());
+  EXPECT_NE(&scalar->data(), &first->data());
+}
+
+TEST(Plan, ManyPlansPushOldOnesOut) {
+  AttentionOptions o;
+  o.recipe = *recipe_named("int8");
+  const Result<Plan> first = plan(shapes(64, 64, 64), o);
+  for (int n = 0; n < 16; ++n) made(shapes(64, 65 + n, 64), o);
+  EXPECT_NE(made(shapes(64, 64, 64), o), &first->data());
 }
 
 }  // namespace
