@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -47,6 +48,11 @@ from ._recipe import (
 )
 
 _ROLES = ("q", "k", "v")
+#: the arguments beside an operand: granularity, scale, and what else its codes may need
+_OPERANDS = {
+    role: (f"{role}_granularity", f"{role}_scale", f"{role}_global", f"{role}_mean")
+    for role in _ROLES
+}
 #: what others call an argument, and what attention() does
 _OTHER_NAMES = {
     "attn_mask": "mask",
@@ -275,6 +281,44 @@ def _same_numbers(a: Any, b: Any) -> bool:
     return np.array_equal(np.asarray(a), np.asarray(b))
 
 
+#: The scaling of an operand whose granularity is left to the recipe.
+AUTOMATIC = ("automatic", 0, 0)
+
+
+# Calls of a model repeat a few. -0.0 and 0.0 are one key, and mean one thing wherever they may come.
+@functools.lru_cache(maxsize=256)
+def made_options(
+    recipe: tuple[str, str, str, str],
+    layout: str,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    scale: float | None = None,
+    scalings: tuple[tuple[str, int, int], ...] = (AUTOMATIC,) * 3,
+    toggles: tuple[bool | None, ...] = (None,) * len(_TOGGLES),
+    threads: int = 0,
+    validate: bool = False,
+    block_mask_size: tuple[int, int] = (0, 0),
+) -> Any:
+    """The extension's options, which nothing changes."""
+    return _qattn.options(
+        recipe=recipe,
+        layout=layout,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        scalings=scalings,
+        toggles=toggles,
+        threads=threads,
+        validate=validate,
+        block_mask_size=block_mask_size,
+    )
+
+
+atexit.register(made_options.cache_clear)  # or nanobind says that its objects leaked
+
+
 class _Call:
     """Tensors and options of one call in the extension's terms."""
 
@@ -295,24 +339,22 @@ class _Call:
         self.options = self._options()
 
     def _add_operand(self, role: str) -> None:
-        x = self._given[role]
-        if isinstance(x, Quantized):
-            self._unwrap(role, x)
-            x = x.codes
-        scales = scaling(f"{role}_granularity", self._given[f"{role}_granularity"])
-        self._scalings.append(scales)
-        codes = self._recipe.v if role == "v" else self._recipe.qk
+        given = self._given
+        granularity, scale, *others = _OPERANDS[role]
         original = self._quantized(role)
+        if original:
+            self._unwrap(role, original)
+        x = original.codes if original else given[role]
+        self._scalings.append(scaling(granularity, given[granularity]))
+        codes = self._recipe.v if role == "v" else self._recipe.qk
         self.tensors[role] = entry(role, x, original.format if original else codes)
         unit_stride(role, x)
-        scale_format = FORMATS[codes][2] if codes in FORMATS else None
-        for name, raw in (
-            (f"{role}_scale", scale_format),
-            (f"{role}_global", None),
-            (f"{role}_mean", None),
-        ):
-            if self._given.get(name) is not None:
-                self.tensors[name] = entry(name, self._given[name], raw)
+        if given[scale] is not None:
+            raw = FORMATS[codes][2] if codes in FORMATS else None
+            self.tensors[scale] = entry(scale, given[scale], raw)
+        for name in others:
+            if given.get(name) is not None:
+                self.tensors[name] = entry(name, given[name])
 
     def _quantized(self, role: str) -> Quantized | None:
         x = self._given[role]
@@ -403,18 +445,18 @@ class _Call:
         given, r = self._given, self._recipe
         if not isinstance(given["layout"], str):
             raise InvalidArgument(f"layout: {shown(given['layout'])} is not a name")
-        return _qattn.options(
-            recipe=(r.name, r.qk, r.p, r.v),
-            layout=given["layout"],
-            causal=boolean("causal", given["causal"]),
-            window=window_pair(given["window"]),
-            softcap=0.0 if given["softcap"] is None else real("softcap", given["softcap"]),
-            scale=None if given["scale"] is None else real("scale", given["scale"]),
-            scalings=self._scalings,
-            toggles=[toggle(n, given[n]) for n in _TOGGLES],
-            threads=integer("threads", given["threads"]),
-            validate=boolean("validate", given["validate"]),
-            block_mask_size=block_pair(given["block_mask_size"]),
+        return made_options(
+            (r.name, r.qk, r.p, r.v),
+            given["layout"],
+            boolean("causal", given["causal"]),
+            window_pair(given["window"]),
+            0.0 if given["softcap"] is None else real("softcap", given["softcap"]),
+            None if given["scale"] is None else real("scale", given["scale"]),
+            tuple(self._scalings),
+            tuple(toggle(n, given[n]) for n in _TOGGLES),
+            integer("threads", given["threads"]),
+            boolean("validate", given["validate"]),
+            block_pair(given["block_mask_size"]),
         )
 
     def out_shape(self) -> tuple[int, ...]:

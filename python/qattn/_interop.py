@@ -7,6 +7,7 @@ __cuda_array_interface__ (CuPy, Numba). torch is looked up among the imported mo
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -17,8 +18,9 @@ import numpy as np
 from . import _qattn
 from ._errors import InvalidArgument, Unsupported, shown
 
-#: (array, format name); on a device (address, format name, shape, strides, device type, index);
-#: without memory (None, format name, shape, device type, index)
+#: (numpy array, format name); of torch, and on a device: (address, format name, shape, strides,
+#: device type, index, what owns the memory); without memory (None, format name, shape, device type,
+#: index)
 Entry = tuple
 
 #: DLPack's numbers: (device type, index)
@@ -29,11 +31,9 @@ _LEGACY_STREAM = 1  # how a __cuda_array_interface__ names stream 0
 
 
 class _OnStream(tuple):
-    """An Entry on a device, with the stream that its array names, and the array, which must live
-    until the call is enqueued."""
+    """An Entry with the stream that its array names."""
 
     stream: int | None = None
-    owner: Any = None
 
 
 # The name of a dtype, which numpy (with ml_dtypes) and torch share, to the name of a format.
@@ -69,7 +69,12 @@ def is_torch(x: object) -> bool:
 
 def dtype_name(x: Any) -> str:
     """ "float32", "bfloat16", ...: torch's and numpy's names agree."""
-    return str(x.dtype).removeprefix("torch.")
+    return _name_of(x.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def is_cuda_array(x: object) -> bool:
@@ -80,13 +85,18 @@ def is_cuda_array(x: object) -> bool:
 def device_of(x: Any) -> Device:
     """Where an array lies that check_array() has accepted."""
     if is_torch(x):
-        if x.device.type == "cpu":
-            return CPU
-        return (_HIP if _torch().version.hip else _CUDA), x.device.index
+        return _torch_device(x.device)
     if is_cuda_array(x):
         own = getattr(x, "__dlpack_device__", None)
         return (_CUDA, int(own()[1])) if own else (_CUDA, 0)
     return CPU
+
+
+@functools.lru_cache(maxsize=64)
+def _torch_device(device: Any) -> Device:
+    if device.type == "cpu":
+        return CPU
+    return (_HIP if _torch().version.hip else _CUDA), device.index
 
 
 def stream_of(x: Any, tensors: Mapping[str, Entry] | None = None) -> int:
@@ -96,12 +106,15 @@ def stream_of(x: Any, tensors: Mapping[str, Entry] | None = None) -> int:
     that names another is refused: nothing here would wait for what is under way there.
     """
     stream = None
-    if is_torch(x) and x.device.type != "cpu":
-        stream = _torch().cuda.current_stream(x.device).cuda_stream
+    if is_torch(x):
+        device = _torch_device(x.device)
+        stream = None if device == CPU else _torch().cuda.current_stream(x.device).cuda_stream
     elif is_cuda_array(x):
         stream = _named_stream(x)
     for name, made in (tensors or {}).items():
-        own = getattr(made, "stream", None)
+        if type(made) is not _OnStream:
+            continue
+        own = made.stream
         if stream is None:
             stream = own
         elif own is not None and (own or _LEGACY_STREAM) != (stream or _LEGACY_STREAM):
@@ -122,7 +135,12 @@ def workspace_of(x: Any) -> Callable[[int], Any] | None:
     """torch's own allocator for x's device; None: qattn allocates by itself."""
     if not is_torch(x) or x.device.type == "cpu":
         return None
-    torch, device = _torch(), x.device
+    return _allocator_of(x.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _allocator_of(device: Any) -> Callable[[int], Any]:
+    torch = _torch()
     return lambda size: torch.empty(size, dtype=torch.uint8, device=device)
 
 
@@ -183,30 +201,34 @@ def entry(name: str, x: Any, codes: str | None = None) -> Entry:
     """An input as the extension takes it."""
     check_array(name, x)
     format_name = format_of(name, x, codes)
-    device = device_of(x)
-    if device != CPU:
-        made = _OnStream((*_memory(name, x, format_name), *device))
-        made.owner = x
-        if is_cuda_array(x):
-            made.stream = _named_stream(x)
-        return made
     if is_torch(x):
-        torch = _torch()
-        x = x.detach()
-        if dtype_name(x).startswith(("float8", "float4")):
-            x = x.view(torch.uint8)  # DLPack of older consumers has no float8
-    elif dtype_name(x) == "bfloat16":
+        return torch_entry(x, format_name)
+    if is_cuda_array(x):
+        made = _OnStream((*_memory(name, x, format_name), *device_of(x), x))
+        made.stream = _named_stream(x)
+        return made
+    if dtype_name(x) == "bfloat16":
         x = x.view(np.uint16)  # numpy exports no types of ml_dtypes
     elif dtype_name(x).startswith("float8"):
         x = x.view(np.uint8)
     return x, format_name
 
 
+def torch_entry(x: Any, format_name: str | None = None) -> Entry:
+    """entry() of a torch tensor that was checked."""
+    # Not DLPack: its exchange makes the default stream wait, which no graph capture survives.
+    return (
+        x.data_ptr(),
+        format_name or _FORMATS[_name_of(x.dtype)],
+        x.shape,
+        x.stride(),
+        *_torch_device(x.device),
+        x,
+    )
+
+
 def _memory(name: str, x: Any, format_name: str) -> tuple:
-    """Address, format, shape and strides (in elements) of an array on a device."""
-    if is_torch(x):
-        # Not DLPack: its exchange makes the default stream wait, which no graph capture survives.
-        return x.data_ptr(), format_name, tuple(x.shape), tuple(x.stride())
+    """Address, format, shape and strides (in elements) of a __cuda_array_interface__."""
     own = x.__cuda_array_interface__
     if own.get("mask") is not None:
         raise InvalidArgument(f"{name}: has a mask, which would be ignored")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from typing import Any, Union
 
@@ -39,6 +40,11 @@ def recipe(name: str) -> Recipe:
     """The recipe called `name` ("auto" included). Raises InvalidArgument with the list of names."""
     if not isinstance(name, str):
         raise InvalidArgument(f"recipe: {shown(name)} is neither a name nor a qattn.Recipe")
+    return _recipe_named(name)
+
+
+@functools.lru_cache(maxsize=64)
+def _recipe_named(name: str) -> Recipe:
     return Recipe(*_qattn.recipe(name))
 
 
@@ -85,9 +91,9 @@ def toggle(name: str, value: Any) -> bool | None:
 
 def scaling(name: str, value: Granularity | None) -> tuple[str, int, int]:
     """(granularity, block, warp), with "automatic" and 0 for what is not given."""
-    parts = (value,) if isinstance(value, str) else value
-    if parts is None:
+    if value is None:
         return "automatic", 0, 0
+    parts = (value,) if isinstance(value, str) else value
     if not isinstance(parts, tuple) or not 1 <= len(parts) <= 3 or not isinstance(parts[0], str):
         raise InvalidArgument(
             f"{name}: {shown(value)} is not a name, (name, block) or (name, block, warp)"

@@ -6,15 +6,26 @@ softcap and a window. What torch.compile, torch.export and autocast have to know
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from . import _attention
+from . import _qattn
+from ._attention import made_options
 from ._errors import InvalidArgument, Unsupported, shown
-from ._interop import check_mask_dtype, unit_stride
-from ._recipe import Recipe
-from ._torch_tensors import as_mask, check_memory, check_tensor, is_causal_bias_of
+from ._interop import (
+    check_mask_dtype,
+    entry,
+    stream_of,
+    torch_entry,
+    unit_stride,
+    workspace_of,
+)
+from ._recipe import Recipe, as_recipe
+from ._torch_tensors import as_mask, check_memory, check_tensor, is_causal_bias_of, is_known
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 _library = torch.library.Library("qattn", "DEF")
 _library.define(
@@ -44,7 +55,11 @@ def attention(
     sinks: (H) logits that join the denominator only. softcap: 0 is off. window_left: query i sees
     no keys before i + S - L - window_left (with is_causal L = S); -1 is unlimited.
     """
+    recipe = _recipe_text(recipe)
+    options = (recipe, is_causal, enable_gqa, scale, softcap, window_left)
     tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "sinks": sinks}
+    if attn_mask is None and _nobody_looks(query, key, value, sinks):
+        return _computed(query, key, value, None, sinks, *options)
     for name, x in tensors.items():
         if x is None and name in ("attn_mask", "sinks"):
             continue
@@ -57,17 +72,28 @@ def attention(
             x = attn_mask
         check_tensor(name, x)
     return torch.ops.qattn.attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        sinks,
-        _recipe_text(recipe),
-        is_causal,
-        enable_gqa,
-        scale,
-        softcap,
-        window_left,
+        query, key, value, attn_mask, sinks, recipe, is_causal, *options[2:]
+    )
+
+
+def _nobody_looks(*tensors: torch.Tensor | None) -> bool:
+    """May the operator be left out, which costs a small call more than its kernels?
+
+    It is for those who see operators: compilers, tracers, profilers, modes, autocast and
+    transformations, whose tensors are not known as plain ones.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    for x in tensors:
+        if x is not None and not is_known(x):
+            return False
+    own = torch._C
+    return not (
+        own._len_torch_dispatch_stack()
+        or own._len_torch_function_stack()
+        or own._get_tracing_state() is not None
+        or own._is_any_autocast_enabled()
+        or own._autograd._profiler_enabled()
     )
 
 
@@ -90,9 +116,11 @@ def _recipe_text(recipe: str | Recipe) -> str:
     return recipe
 
 
-def _recipe_of(text: str) -> str | Recipe:
+@functools.lru_cache(maxsize=64)
+def _recipe_tuple(text: str) -> tuple[str, str, str, str]:
     parts = text.rsplit(",", 3)
-    return Recipe(*parts) if len(parts) == 4 else text
+    made = Recipe(*parts) if len(parts) == 4 else as_recipe(text)
+    return made.name, made.qk, made.p, made.v
 
 
 @torch.library.impl(_library, "attention", "CPU")
@@ -116,34 +144,65 @@ def _compute(
     for name, x in tensors.items():
         if x is not None:
             check_memory(name, x)
-    query, key, value, mask, out = _operands(query, key, value, attn_mask, enable_gqa)
-    query, key, value = (
-        _unit_stride(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    )
+    options = (recipe, is_causal, enable_gqa, scale, softcap, window_left)
+    return _computed(query, key, value, attn_mask, sinks, *options)
+
+
+def _computed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    recipe: str,
+    is_causal: bool,
+    enable_gqa: bool,
+    scale: float | None,
+    softcap: float,
+    window_left: int,
+) -> torch.Tensor:
+    """The operator on tensors that check_memory() has let pass."""
+    mask = attn_mask
+    if mask is None and _is_ready(query, key, value, enable_gqa):
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    else:
+        query, key, value, mask, out = _operands(query, key, value, attn_mask, enable_gqa)
+        query, key, value = (
+            _unit_stride(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+        )
     length, keys = query.shape[-2], key.shape[-2]
-    window = None if window_left == -1 else (window_left, -1)
+    window = (window_left, -1)
     if is_causal:
         if mask is not None:
             raise InvalidArgument("attn_mask: excludes is_causal=True, as in torch")
-        if window is not None and length != keys:
+        if window_left != -1 and length != keys:
             raise InvalidArgument(
                 f"window_left: needs as many keys as queries if is_causal, not {keys} and {length}"
             )
         # Only keys j < L can be seen; then L >= S, and the bottom-right rule j <= i + S - L + right
         # of qattn says j <= i for right = L - S.
-        key, value = key[..., :length, :], value[..., :length, :]
-        window = (window_left, length - key.shape[-2])
-    options = {
-        "recipe": _recipe_of(recipe),
-        "layout": "bhsd",
-        "window": window,
-        "scale": scale,
-        "softcap": softcap,
-        "sinks": sinks,
-    }
+        if keys > length:
+            key, value = key[..., :length, :], value[..., :length, :]
+        window = (window_left, max(length - keys, 0))
+    options = made_options(_recipe_tuple(recipe), "bhsd", False, window, softcap, scale)
     if query.dim() < 3 or query.shape[-3] > 0:  # without heads there is nothing to attend with
-        _run(query, key, value, mask, out, options)
+        _run(query, key, value, mask, sinks, out, options)
     return out
+
+
+def _is_ready(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> bool:
+    """May the call be made as it is? So it is mostly, and to see it takes less than to check it."""
+    q, k, v = query.shape, key.shape, value.shape
+    if not len(q) == len(k) == len(v) == 4 or not q[0] == k[0] == v[0]:
+        return False
+    if not (q[1] == k[1] == v[1] or (enable_gqa and k[1] == v[1] > 0 and q[1] % k[1] == 0)):
+        return False
+    dtype = query.dtype
+    if dtype not in _FLOATS or key.dtype is not dtype or value.dtype is not dtype:
+        return False
+    return query.stride(3) == key.stride(3) == value.stride(3) == 1
 
 
 @torch.library.register_fake("qattn::attention", lib=_library)
@@ -236,7 +295,7 @@ def _check_tensors(
         if x.dim() < 2:
             raise InvalidArgument(f"{name}: rank {x.dim()} should be at least 2")
     dtype = query.dtype
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if dtype not in _FLOATS:
         raise InvalidArgument(f"query: dtype {dtype} is not float32, float16 or bfloat16")
     for name, x in (("key", key), ("value", value)):
         if x.dtype != dtype:
@@ -312,22 +371,33 @@ def _run(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
-    options: dict,
+    options: Any,
 ) -> None:
     """Fills `out`. Further batch dimensions are walked, so that no view has to be copied flat."""
     if query.dim() > 4:
         for i in range(query.shape[0]):
-            _run(query[i], key[i], value[i], None if mask is None else mask[i], out[i], options)
+            own = None if mask is None else mask[i]
+            _run(query[i], key[i], value[i], own, sinks, out[i], options)
         return
     while query.dim() < 4:
         query, key, value, out = (x.unsqueeze(0) for x in (query, key, value, out))
         mask = None if mask is None else mask.unsqueeze(0)
-    with torch.no_grad():
-        try:
-            _attention.attention(query, key, value, mask=mask, out=out, **options)
-        except InvalidArgument as error:
-            raise InvalidArgument(_with_way_out(str(error))) from None
+    tensors = {
+        "q": torch_entry(query),
+        "k": torch_entry(key),
+        "v": torch_entry(value),
+        "out": torch_entry(out),
+    }
+    if mask is not None:
+        tensors["mask"] = torch_entry(mask)
+    if sinks is not None:
+        tensors["sinks"] = entry("sinks", sinks)
+    try:
+        _qattn.attention(tensors, options, stream_of(query), workspace_of(query))
+    except InvalidArgument as error:
+        raise InvalidArgument(_with_way_out(str(error))) from None
 
 
 def _with_way_out(text: str) -> str:

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cstring>
+#include <iterator>
 #include <limits>
 
 namespace qattn::python {
@@ -200,14 +202,16 @@ TensorView Views::add(const char* name, nb::handle entry, bool writable) {
 
 AttentionTensors attention_tensors(const nb::dict& entries, Views& views) {
   AttentionTensors tensors;
-  std::size_t known = 0;
-  for (const Field& field : fields) {
-    if (!entries.contains(field.name)) continue;
-    tensors.*field.member = views.add(field.name, entries[field.name], field.output);
-    ++known;
-  }
-  if (known != entries.size()) {
-    throw StatusError(Status(Code::internal, "a tensor has a name that attention() does not know"));
+  for (const auto& [key, entry] : entries) {
+    const auto* name = nb::cast<const char*>(key);
+    const auto* field = std::find_if(std::begin(fields), std::end(fields), [&](const Field& f) {
+      return std::strcmp(f.name, name) == 0;
+    });
+    if (field == std::end(fields)) {
+      throw StatusError(
+          Status(Code::internal, std::string(name) + ": a tensor that attention() does not know"));
+    }
+    tensors.*field->member = views.add(field->name, entry, field->output);
   }
   return tensors;
 }

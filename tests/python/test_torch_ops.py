@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import nrmse
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qattn
 from qattn.torch import sdpa
@@ -202,3 +203,45 @@ def test_refusals_of_the_operator():
         OP(query, key, value, None, None, "int7")
     with pytest.raises(qattn.InvalidArgument, match="recipe: 7"):
         sdpa(query, key, value, recipe=7)
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_whoever_watches_operators_sees_one():
+    """Without anybody who looks the operator is left out; results are the same."""
+    q = torch.randn(1, 2, 16, 64, generator=torch.Generator().manual_seed(1))
+    want = [qattn.torch.sdpa(q, q, q, recipe="int8") for _ in range(3)]
+    with _Seen() as seen:
+        watched = qattn.torch.sdpa(q, q, q, recipe="int8")
+    assert "qattn::attention" in seen.names
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        profiled = qattn.torch.sdpa(q, q, q, recipe="int8")
+    assert "qattn::attention" in [event.key for event in profile.key_averages()]
+    traced = torch.jit.trace(lambda x: qattn.torch.sdpa(x, x, x, recipe="int8"), q)
+    for other in (*want[1:], watched, profiled, traced(q)):
+        assert torch.equal(want[0], other)
+    assert not torch.equal(traced(2 * q), want[0])
+
+
+def test_a_call_after_others_is_checked_as_the_first_was():
+    q = torch.zeros(1, 2, 16, 64)
+    for _ in range(2):
+        qattn.torch.sdpa(q, q, q, recipe="int8")
+    with pytest.raises(qattn.InvalidArgument, match="requires a gradient"):
+        qattn.torch.sdpa(q.clone().requires_grad_(), q, q, recipe="f32")
+    with pytest.raises(qattn.InvalidArgument, match="key: dtype"):
+        qattn.torch.sdpa(q, q.half(), q, recipe="int8")
+    with pytest.raises(qattn.InvalidArgument, match="value: shape"):
+        qattn.torch.sdpa(q, q, torch.zeros(1, 3, 16, 64), recipe="int8")
+    strided = torch.zeros(1, 2, 64, 16).transpose(2, 3)
+    assert torch.equal(qattn.torch.sdpa(strided, q, q, recipe="int8"), q)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert qattn.torch.sdpa(q, q, q, recipe="int8").dtype == torch.bfloat16
