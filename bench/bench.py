@@ -8,7 +8,8 @@
   bench.py decode --program DECODE_BENCH  decode over a KV cache on a GPU, beside torch
   bench.py paged                      decode over 8-bit pages of other libraries on a GPU
   bench.py smoothing --library LIBRARY  K's mean, a sequence or a tile, on a GPU
-  bench.py kv -o RECORD.json          the same on a CPU
+  bench.py host --program HOST_TIME   how long small calls on a GPU keep the host
+  bench.py kv -o RECORD.json          decode over a KV cache on a CPU
   bench.py counters --library LIBRARY hardware counters of the attention kernels, by ncu
 
 Candidates take turns, round by round, and medians are compared; results are compared with float64.
@@ -29,6 +30,7 @@ COMMANDS = {
     "decode": "decode over a KV cache on a GPU",
     "paged": "decode over 8-bit pages on a GPU",
     "smoothing": "K's mean, a sequence or a tile",
+    "host": "how long small calls on a GPU keep the host",
     "kv": "decode over a KV cache on a CPU",
     "counters": "hardware counters of the attention kernels, by ncu",
     "roofline": "peaks of a CPU's units, and attention beside them",

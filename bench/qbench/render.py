@@ -10,6 +10,7 @@ from . import (
     choices,
     counters,
     decode,
+    host,
     kv,
     model,
     paged,
@@ -266,7 +267,7 @@ PAGES = {
     "gpu-decode": ("Decode on GPUs", lambda: decode.section() + paged.section()),
     "gpu-choices": (
         "Builds and choices on GPUs",
-        lambda: choices.section() + variants.section() + smoothing.section(),
+        lambda: choices.section() + variants.section() + smoothing.section() + host.section(),
     ),
     "gpu-kernels": ("Hopper's kernels", lambda: counters.section() + model.section(committed())),
     "kv-models": ("What a KV cache costs a language model", summary.kv_models),
