@@ -2,8 +2,8 @@
 
 Python: qattn.torch.sdpa and qattn.attention on CUDA tensors, torch's own attention and one
 addition, which is a single launch, beside them; --also names folders of other builds' Python
-packages, each a process of its own. C++: host_time (bench/gpu/host_time.cpp). Candidates take
-turns; medians of rounds.
+packages. C++: host_time (bench/gpu/host_time.cpp). Processes take turns, since a host's clocks
+differ by half between them, and calls within one; medians of rounds, then of turns.
 """
 
 import json
@@ -26,7 +26,8 @@ HEADS, TOKENS, CALLS = 8, 128, 200
 def add_arguments(parser):
     parser.add_argument("--program", required=True, help="host_time")
     parser.add_argument("--also", nargs="*", default=[], metavar="NAME=FOLDER")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--commit", help="where the tree is no git checkout")
     parser.add_argument("-o", "--output", default=str(RESULTS / NAME))
     parser.add_argument("--child", action="store_true", help="print this process's times alone")
@@ -67,18 +68,31 @@ def python_times(torch, rounds):
 
 
 def child(folder, rounds):
-    """python_times() in a process that imports another build's package."""
+    """python_times() in a process; `folder`: of another build's package."""
     command = [sys.executable, str(pathlib.Path(__file__).parents[1] / "bench.py"), "host"]
     command += ["--program", "-", "--child", "--rounds", str(rounds)]
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    environment.pop("QATTN_CUDA_LIBRARY", None)
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    environment = dict(os.environ)
+    if folder:
+        environment["PYTHONPATH"] = folder
+        environment.pop("QATTN_CUDA_LIBRARY", None)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(done.stdout)
+
+
+def median_of(turns):
+    """Of dictionaries of one form, number by number."""
+    if not isinstance(turns[0], dict):
+        return round(statistics.median(turns), 2)
+    return {key: median_of([turn[key] for turn in turns]) for key in turns[0]}
 
 
 def program_times(program, rounds):
-    done = subprocess.run([program, str(CALLS), str(rounds)], check=True, capture_output=True)
-    return json.loads(done.stdout)
+    """{"RECIPE D": {"attention_us", "run_us"}}"""
+    done = subprocess.run([program, str(CALLS), str(rounds)], check=True, stdout=subprocess.PIPE)
+    return {
+        f"{row['recipe']} {row['d']}": {key: row[key] for key in ("attention_us", "run_us")}
+        for row in json.loads(done.stdout)
+    }
 
 
 def run(args):
@@ -89,11 +103,14 @@ def run(args):
         return 0
     facts = provenance.common(args.commit) | provenance.gpu_facts(torch)
     facts["torch"] = torch.__version__
-    record = {"provenance": facts, "python": {"this": python_times(torch, args.rounds)}}
-    for named in args.also:
-        name, _, folder = named.partition("=")
-        record["python"][name] = child(folder, args.rounds)
-    record["cpp"] = program_times(args.program, args.rounds)
+    builds = {"this": ""} | dict(named.split("=", 1) for named in args.also)
+    python, cpp = {name: [] for name in builds}, []
+    for _ in range(args.turns):
+        for name, folder in builds.items():
+            python[name].append(child(folder, args.rounds))
+        cpp.append(program_times(args.program, args.rounds))
+    medians = {name: median_of(turns) for name, turns in python.items()}
+    record = {"provenance": facts, "python": medians, "cpp": median_of(cpp)}
     pathlib.Path(args.output).write_text(json.dumps(record, indent=1) + "\n")
     print("\n".join(tables(record)))
     return 0
@@ -107,9 +124,9 @@ def tables(record):
         for call in builds["this"][f"D {DIMS[0]}"]
     ]
     lines = markdown(head, rows)
-    cpp = {(row["recipe"], row["d"]): row for row in record["cpp"]}
+    cpp = record["cpp"]
     keys = [(d, key) for d in DIMS for key in ("attention_us", "run_us")]
-    rows = [[r, *(f"{cpp[r, d][key]:.1f}" for d, key in keys)] for r in RECIPES]
+    rows = [[r, *(f"{cpp[f'{r} {d}'][key]:.1f}" for d, key in keys)] for r in RECIPES]
     head = ["C++", *(f"D {d}, {name}" for d in DIMS for name in ("attention()", "run()"))]
     return [*lines, "", *markdown(head, rows)]
 

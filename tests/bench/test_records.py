@@ -16,6 +16,7 @@ from qbench import (  # noqa: E402
     choices,
     counters,
     decode,
+    host,
     kv,
     model,
     plot,
@@ -509,6 +510,17 @@ def test_the_committed_decode_record_is_consistent():
             assert row["nrmse"] <= 2e-3
             assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["us"] * 1e-3)
             assert row["gb_per_s"] <= run["read_gb_per_s"]
+
+
+def test_the_committed_host_record_is_consistent():
+    record = json.loads((host.RESULTS / host.NAME).read_text())
+    for times in record["python"]["this"].values():
+        own = [x for name, x in times.items() if name.startswith("sdpa ")]
+        assert len(own) == len(host.RECIPES)
+        # A call of several kernels takes longer than one launch, or it did not run.
+        assert all(x > times["torch add_"] > 0 for x in own)
+    for row in record["cpp"].values():
+        assert row["attention_us"] >= 0.9 * row["run_us"] > 0  # a workspace more
 
 
 def test_the_committed_kv_records_are_consistent():
