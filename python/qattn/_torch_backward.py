@@ -255,7 +255,7 @@ def _on_cuda(
         # To look whether there are such rows would wait for the GPU, to make their LSE again would
         # cost a forward. Padding asks for nothing and gets it; others get NaN.
         asked = grad_out.ne(0).any(-1)
-        worth = torch.where(asked, math.nan, math.inf)
+        worth = torch.where(asked, math.nan, math.inf).to(rest.lse.dtype)
         rest = rest._replace(lse=torch.where(rest.far, worth, rest.lse))
     beside_flash = causal and lengths[0] != lengths[1]
     if rest.bias is not None or beside_flash or query.dtype == torch.float32:
