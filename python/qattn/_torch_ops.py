@@ -23,15 +23,23 @@ from ._interop import (
     workspace_of,
 )
 from ._recipe import Recipe, as_recipe
-from ._torch_tensors import as_mask, check_memory, check_tensor, is_causal_bias_of, is_known
+from ._torch_library import library as _library
+from ._torch_tensors import (
+    as_mask,
+    check_memory,
+    check_tensor,
+    is_causal_bias_of,
+    is_known,
+    refuse_tangent,
+)
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
-_library = torch.library.Library("qattn", "DEF")
 _library.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
     "Tensor? sinks=None, str recipe='auto', bool is_causal=False, bool enable_gqa=False, "
-    "float? scale=None, float softcap=0.0, SymInt window_left=-1) -> Tensor",
+    "float? scale=None, float softcap=0.0, SymInt window_left=-1, str backward='forward') "
+    "-> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -49,6 +57,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     window_left: int = -1,
+    backward: str = "forward",
 ) -> torch.Tensor:
     """qattn.torch.sdpa() with further options, which the caller has checked for their types.
 
@@ -56,6 +65,7 @@ def attention(
     no keys before i + S - L - window_left (with is_causal L = S); -1 is unlimited.
     """
     recipe = _recipe_text(recipe)
+    _torch_training.check_backward(backward)
     options = (recipe, is_causal, enable_gqa, scale, softcap, window_left)
     tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "sinks": sinks}
     if attn_mask is None and _nobody_looks(query, key, value, sinks):
@@ -70,9 +80,9 @@ def attention(
             if attn_mask is None:
                 continue
             x = attn_mask
-        check_tensor(name, x)
+        check_tensor(name, x, differentiable=True)
     return torch.ops.qattn.attention(
-        query, key, value, attn_mask, sinks, recipe, is_causal, *options[2:]
+        query, key, value, attn_mask, sinks, recipe, is_causal, *options[2:], backward
     )
 
 
@@ -137,7 +147,9 @@ def _compute(
     scale: float | None = None,
     softcap: float = 0.0,
     window_left: int = -1,
+    backward: str = "forward",
 ) -> torch.Tensor:
+    _torch_training.check_backward(backward)
     if attn_mask is not None and min(query.dim(), key.dim()) >= 2:
         attn_mask, is_causal = _plain_mask(attn_mask, query, key, is_causal)
     tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "sinks": sinks}
@@ -160,8 +172,9 @@ def _computed(
     scale: float | None,
     softcap: float,
     window_left: int,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The operator on tensors that check_memory() has let pass."""
+    """The operator on tensors that check_memory() has let pass; fills `lse`, if given."""
     mask = attn_mask
     if mask is None and _is_ready(query, key, value, enable_gqa):
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
@@ -186,7 +199,7 @@ def _computed(
         window = (window_left, max(length - keys, 0))
     options = made_options(_recipe_tuple(recipe), "bhsd", False, window, softcap, scale)
     if query.dim() < 3 or query.shape[-3] > 0:  # without heads there is nothing to attend with
-        _run(query, key, value, mask, sinks, out, options)
+        _run(query, key, value, mask, sinks, out, lse, options)
     return out
 
 
@@ -218,6 +231,7 @@ def _fake(
     scale: float | None = None,
     softcap: float = 0.0,
     window_left: int = -1,
+    backward: str = "forward",
 ) -> torch.Tensor:
     return _operands(query, key, value, attn_mask, enable_gqa)[-1]
 
@@ -248,24 +262,25 @@ _register_autocast("cpu", "AutocastCPU")
 _register_autocast("cuda", "AutocastCUDA")
 
 
-def _refuse_gradients(operator: str, names: str) -> None:
-    """Where one of the inputs wants a gradient, the operator raises; before torch 2.5, which calls
-    setup_context for every call, whoever asks for that gradient."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise InvalidArgument(
-            f"{names}: requires a gradient, which qattn does not compute; detach it, or call "
-            "inside torch.no_grad()"
-        )
-
-    early = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 5)
-    torch.library.register_autograd(
-        operator, refuse, setup_context=refuse if early else None, lib=_library
-    )
+def below_autograd(operator: Any, keyset: Any, arguments: Any) -> Any:
+    """The operator's own result, for an Autograd kernel that has nothing to add."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
 
-# attention() names the tensor; callers of torch.ops end here.
-_refuse_gradients("qattn::attention", "query, key, value, attn_mask or sinks")
+def _refuse_gradients(operator: str, name: str) -> None:
+    """Where its first argument, `name`, wants a derivative, the operator raises."""
+
+    def refuse(keyset: Any, x: torch.Tensor, *options: Any) -> Any:
+        refuse_tangent(name, x)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise InvalidArgument(
+                f"{name}: requires a gradient, which qattn does not compute; detach it, or call "
+                "inside torch.no_grad()"
+            )
+        return below_autograd(getattr(torch.ops.qattn, operator).default, keyset, (x, *options))
+
+    _library.impl(operator, refuse, "Autograd", with_keyset=True)
 
 
 def _operands(
@@ -373,17 +388,19 @@ def _run(
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
+    lse: torch.Tensor | None,
     options: Any,
 ) -> None:
-    """Fills `out`. Further batch dimensions are walked, so that no view has to be copied flat."""
+    """Fills `out` and `lse`. Further batch dimensions are walked, so that no view has to be copied
+    flat."""
     if query.dim() > 4:
         for i in range(query.shape[0]):
-            own = None if mask is None else mask[i]
-            _run(query[i], key[i], value[i], own, sinks, out[i], options)
+            own, own_lse = (None if x is None else x[i] for x in (mask, lse))
+            _run(query[i], key[i], value[i], own, sinks, out[i], own_lse, options)
         return
     while query.dim() < 4:
         query, key, value, out = (x.unsqueeze(0) for x in (query, key, value, out))
-        mask = None if mask is None else mask.unsqueeze(0)
+        mask, lse = (None if x is None else x.unsqueeze(0) for x in (mask, lse))
     tensors = {
         "q": torch_entry(query),
         "k": torch_entry(key),
@@ -394,6 +411,8 @@ def _run(
         tensors["mask"] = torch_entry(mask)
     if sinks is not None:
         tensors["sinks"] = entry("sinks", sinks)
+    if lse is not None:
+        tensors["lse"] = torch_entry(lse)
     try:
         _qattn.attention(tensors, options, stream_of(query), workspace_of(query))
     except InvalidArgument as error:
@@ -408,3 +427,6 @@ def _with_way_out(text: str) -> str:
         f"{rule}, torch.nn.functional.scaled_dot_product_attention takes them (in transformers "
         'attn_implementation="sdpa")',
     )
+
+
+from . import _torch_training  # noqa: E402  its operators are made of what stands above

@@ -16,7 +16,8 @@ from ._errors import InvalidArgument, shown
 from ._interop import FORMATS, packed_shape
 from ._quantize import Quantized, sizes_of
 from ._recipe import Granularity, boolean
-from ._torch_ops import _library, _refuse_gradients, _unit_stride
+from ._torch_library import library as _library
+from ._torch_ops import _refuse_gradients, _unit_stride
 from ._torch_tensors import check_memory, check_tensor
 
 _library.define(
@@ -179,4 +180,4 @@ def _scale_shape(
 
 
 # quantize() refuses before; callers of torch.ops end here.
-_refuse_gradients("qattn::quantize", "x")
+_refuse_gradients("quantize", "x")

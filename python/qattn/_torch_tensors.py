@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ._errors import InvalidArgument, Unsupported
 
@@ -26,13 +27,15 @@ _MEANS = {
 _seen_plain: set[int] = set()  # key sets, as integers, that were found plain
 
 
-def check_tensor(name: str, x: torch.Tensor) -> None:
+def check_tensor(name: str, x: torch.Tensor, differentiable: bool = False) -> None:
     """Refuses what no operator of qattn computes with: all but strided tensors on a CPU or a CUDA
-    GPU, of torch.Tensor or a subclass that changes nothing.
+    GPU, of torch.Tensor or a subclass that changes nothing. differentiable: gradients are left to
+    the operator.
 
     Transformations (torch.func, tracing) may wrap them: torch's dispatcher unwraps for operators.
     """
     _check_class(name, x)
+    refuse_tangent(name, x)
     if x.is_nested:
         raise InvalidArgument(f"{name}: is a nested tensor; qattn.attention() takes packed ones")
     if x.device.type not in ("cpu", "cuda"):
@@ -43,10 +46,21 @@ def check_tensor(name: str, x: torch.Tensor) -> None:
         raise InvalidArgument(
             f"{name}: is a quantised tensor of torch ({x.dtype}), whose scales qattn does not read"
         )
-    if x.requires_grad and torch.is_grad_enabled():
+    if not differentiable and x.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
-            f"{name}: requires a gradient, which qattn does not compute; detach it, or call inside "
-            "torch.no_grad()"
+            f"{name}: requires a gradient, which only qattn.torch.sdpa() computes; detach it, or "
+            "call inside torch.no_grad()"
+        )
+
+
+def refuse_tangent(name: str, x: torch.Tensor) -> None:
+    """Refuses what carries a derivative forward: the result would have none."""
+    if forward_ad._current_level < 0 or not isinstance(x, torch.Tensor):
+        return
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise Unsupported(
+            f"{name}: has a tangent (forward-mode differentiation, as of torch.func.jvp), which "
+            "qattn does not compute"
         )
 
 
@@ -54,6 +68,8 @@ def is_known(x: Any) -> bool:
     """Does x mean its memory, like others that check_memory() has let pass? It asks no gradient."""
     kind = type(x)
     if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or x.requires_grad:
+        return False
+    if forward_ad._current_level >= 0:  # x may have a tangent
         return False
     return torch._C._dispatch_keys(x).raw_repr() in _seen_plain
 
@@ -64,7 +80,7 @@ def check_memory(name: str, x: torch.Tensor) -> None:
         return
     check_tensor(name, x)
     keys = torch._C._dispatch_keys(x)
-    for key in _names_of(keys):
+    for key in names_of(keys):
         if key in ("CPU", "CUDA") or key.startswith(_PLAIN_KEYS):
             continue
         if key.startswith("FuncTorch"):
@@ -145,6 +161,6 @@ def _is_tracing() -> bool:
     return bool(_python_dispatch._get_current_dispatch_mode_stack())
 
 
-def _names_of(keys: Any) -> list[str]:
+def names_of(keys: Any) -> list[str]:
     text = str(keys)  # "DispatchKeySet(CPU, ADInplaceOrView, ...)": no other way lists them all
     return [key.strip() for key in text[text.index("(") + 1 : -1].split(",") if key.strip()]

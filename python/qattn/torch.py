@@ -5,8 +5,9 @@
 
 The meaning is that of torch 2.13, not that of qattn.attention(): is_causal is aligned to the top
 left, and dimensions are (..., H, L, E). sdpa() is one operator, torch.ops.qattn.attention, so that
-torch.compile(fullgraph=True) and torch.export take it, with dynamic shapes too. quantize() is
-another, torch.ops.qattn.quantize: codes and scales of an operand, for qattn.attention().
+torch.compile(fullgraph=True) and torch.export take it, with dynamic shapes too; with recipe int8 it
+has gradients. quantize() is another, torch.ops.qattn.quantize: codes and scales of an operand, for
+qattn.attention().
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def sdpa(
     enable_gqa: bool = False,
     *,
     recipe: str | Recipe = "auto",
+    backward: str = "forward",
 ) -> torch.Tensor:
     """torch.nn.functional.scaled_dot_product_attention, computed by qattn, on CPUs and CUDA GPUs.
 
@@ -41,15 +43,23 @@ def sdpa(
     (added), rank 2 and up, broadcasts to (..., H, L, S); or torch's causal_upper_left(L, S) or
     causal_lower_right(L, S). is_causal: query i sees keys j <= i, also
     where L != S. A row that sees no key gives 0, as in torch.
+    Gradients of query, key and value: recipe "int8" has its own (backward="forward"), torch's flash
+    backward of the forward's O and LSE and of K less its mean. backward="16bit" gives any recipe
+    those of torch's own attention in the operands' dtype, which the backward computes anew. Where a
+    gradient is asked for, GPUs take masks of bool or query's dtype; there a row whose largest bias
+    is beyond 1e4 or -1e4, as in rows of padding, gets NaN unless its output's gradient is 0
+    (backward="forward").
     Inside torch.autocast the operands are cast as torch does. Tensors whose last stride is not 1
     are copied on CPUs and refused on GPUs; others are taken as they are. On a GPU the call only
     enqueues work on the current stream and can be captured in a CUDA graph.
 
     Raises InvalidArgument: attn_mask together with is_causal, mixed dtypes, shapes that do not fit,
-    E or Ev not a multiple of 8 up to 256, inputs that require gradients while grad mode is enabled.
-    Raises Unsupported: dropout_p > 0, devices other than CPUs and CUDA GPUs, enable_gqa with key
-    and value of different numbers of heads, subclasses of torch.Tensor that answer by functions of
-    their own (DTensor, nested tensors of layout jagged, FakeTensor outside of tracing, ...).
+    E or Ev not a multiple of 8 up to 256, inputs that require gradients while grad mode is enabled
+    where the recipe has none, an unknown backward.
+    Raises Unsupported: dropout_p > 0, second derivatives, those of torch.func and of forward-mode,
+    devices other than CPUs and CUDA GPUs, enable_gqa with key and value of different numbers of
+    heads, subclasses of torch.Tensor that answer by functions of their own (DTensor, nested tensors
+    of layout jagged, FakeTensor outside of tracing, ...), a torch whose backward is another.
     """
     _check_dropout(dropout_p)
     if boolean("is_causal", is_causal) and attn_mask is not None:
@@ -63,6 +73,7 @@ def sdpa(
         is_causal=is_causal,
         enable_gqa=boolean("enable_gqa", enable_gqa),
         scale=None if scale is None else real("scale", scale),
+        backward=backward,
     )
 
 
@@ -71,4 +82,4 @@ def _check_dropout(dropout_p: float) -> None:
     if not 0.0 <= p <= 1.0:
         raise InvalidArgument(f"dropout_p: {p} is not in [0, 1]")
     if p > 0.0:
-        raise Unsupported(f"dropout_p: {p}; qattn is for inference and has no dropout")
+        raise Unsupported(f"dropout_p: {p}; qattn has no dropout")

@@ -23,6 +23,7 @@ from ._errors import InvalidArgument, Unsupported, shown
 from ._recipe import Recipe, as_recipe, real
 from ._torch_ops import attention
 from ._torch_tensors import as_mask, check_tensor
+from ._torch_training import check_backward
 from ._transformers_cache import Features, QattnCache
 from ._transformers_in_cache import InCache
 
@@ -37,10 +38,13 @@ _WITHOUT_EFFECT = frozenset({
 _PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 
 
-def register(name: str = "qattn", recipe: str | Recipe = "auto") -> None:
+def register(
+    name: str = "qattn", recipe: str | Recipe = "auto", *, backward: str = "forward"
+) -> None:
     """Makes `attn_implementation=name` run qattn with that recipe, in every model.
 
-    Several recipes can be registered under several names; the same name again replaces its recipe.
+    backward: where gradients come from, as in qattn.torch.sdpa(). Several recipes can be registered
+    under several names; the same name again replaces its recipe.
     Raises InvalidArgument for a recipe that does not exist and for names of transformers' own.
     """
     chosen = as_recipe(recipe)
@@ -49,11 +53,11 @@ def register(name: str = "qattn", recipe: str | Recipe = "auto") -> None:
     known = AttentionInterface().get(name)
     if name == "eager" or (known is not None and not hasattr(known, "qattn_recipe")):
         raise InvalidArgument(f"name: {name!r} is an implementation of transformers or another's")
-    AttentionInterface.register(name, _forward(chosen))
+    AttentionInterface.register(name, _forward(chosen, check_backward(backward)))
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
-def _forward(recipe: Recipe) -> Callable[..., tuple[torch.Tensor, None]]:
+def _forward(recipe: Recipe, backward: str) -> Callable[..., tuple[torch.Tensor, None]]:
     """The function that transformers calls in each attention layer."""
 
     def forward(
@@ -76,7 +80,7 @@ def _forward(recipe: Recipe) -> Callable[..., tuple[torch.Tensor, None]]:
         if attention_mask is not None:
             lengths = length, key.shape[2]
             attention_mask = as_mask("attention_mask", attention_mask, lengths, query.device)
-            check_tensor("attention_mask", attention_mask)
+            check_tensor("attention_mask", attention_mask, differentiable=True)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         # As for "sdpa": a mask says everything, and one query sees all keys of the cache.
         causal = bool(causal) and attention_mask is None and length > 1
@@ -108,6 +112,7 @@ def _forward(recipe: Recipe) -> Callable[..., tuple[torch.Tensor, None]]:
             scale=None if scaling is None else real("scaling", scaling),
             softcap=0.0 if softcap is None else real("softcap", softcap),
             window_left=window,
+            backward=backward,
         )
         if cached is not None:
             cached.cache.store_prompt(cached.layer, query, attention_mask, asked)
@@ -120,7 +125,7 @@ def _forward(recipe: Recipe) -> Callable[..., tuple[torch.Tensor, None]]:
 def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) -> None:
     """Refuses what the caller asked for and would not get."""
     if real("dropout", dropout) > 0.0:
-        raise Unsupported(f"dropout: {dropout}; qattn is for inference, call model.eval()")
+        raise Unsupported(f"dropout: {dropout}; qattn has none; configure 0, or call model.eval()")
     for name, value in others.items():
         if value is None or value is False or name in _WITHOUT_EFFECT:
             continue

@@ -256,6 +256,24 @@ def test_training_is_refused():
         own.train()(tokens())
 
 
+@pytest.mark.parametrize("recipe, backward", [("int8", "forward"), ("fp8", "16bit")])
+def test_training(recipe, backward):
+    """Gradients of all weights, as with torch's attention; padding as a mask."""
+    qattn.transformers.register("qattn_training", recipe, backward=backward)
+    theirs, own = models(LlamaForCausalLM, LlamaConfig(**GROUPED), "qattn_training")
+    ids, mask = tokens(), torch.ones_like(tokens())
+    mask[1, -3:] = 0
+    made = []
+    for model in (theirs, own):
+        model.train()
+        model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+        made.append({name: x.grad for name, x in model.named_parameters()})
+    for name, x in made[0].items():
+        assert nrmse(made[1][name], x) < (2e-2 if recipe == "int8" else 0.2), name
+    with pytest.raises(qattn.InvalidArgument, match="backward: 'own'"):
+        qattn.transformers.register("qattn_training", recipe, backward="own")
+
+
 def test_registration():
     with pytest.raises(qattn.InvalidArgument, match="int7"):
         qattn.transformers.register("other", "int7")

@@ -16,6 +16,7 @@ import platform
 import struct
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -153,12 +154,17 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return x * cos.to(x.dtype) + torch.cat((-x[..., half:], x[..., :half]), -1) * sin.to(x.dtype)
 
 
+#: (query, key, value, is_causal=, enable_gqa=) as torch's scaled_dot_product_attention has them
+Attention = Callable[..., torch.Tensor]
+
+
 class Block(nn.Module):
     """One layer. Modules have Llama's names, which become the names of the weights."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, attention: Attention | None = None) -> None:
         super().__init__()
         self.shape = shape
+        self.attention = attention or functional.scaled_dot_product_attention
         wide, narrow = (n * shape.head_dim for n in (shape.heads, shape.kv_heads))
         self.input_layernorm = nn.RMSNorm(shape.hidden, 1e-5)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, 1e-5)
@@ -180,9 +186,7 @@ class Block(nn.Module):
             self.self_attn[name](normal).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
             for name in ("q_proj", "k_proj", "v_proj")
         )
-        seen = functional.scaled_dot_product_attention(
-            rotated(q), rotated(k), v, is_causal=True, enable_gqa=True
-        )
+        seen = self.attention(rotated(q), rotated(k), v, is_causal=True, enable_gqa=True)
         x = x + self.self_attn["o_proj"](seen.transpose(1, 2).flatten(2))
         normal = self.post_attention_layernorm(x)
         gate = functional.silu(self.mlp["gate_proj"](normal))
@@ -190,12 +194,13 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """Llama over bytes: (B, S) int64 to logits (B, S, 256); embedding and output share weights."""
+    """Llama over bytes: (B, S) int64 to logits (B, S, 256); embedding and output share weights.
+    attention: instead of torch's own."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, attention: Attention | None = None) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(256, shape.hidden)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(Block(shape, attention) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, 1e-5)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
@@ -231,6 +236,24 @@ def save_weights(model: ByteModel, path: Path) -> str:
     whole = b"".join([struct.pack("<Q", len(text)), text, *payload])
     path.write_bytes(whole)
     return hashlib.sha256(whole).hexdigest()
+
+
+@torch.no_grad()
+def load_weights(model: ByteModel, path: Path) -> None:
+    """The other way. Raises ValueError for a file that holds other weights."""
+    whole = path.read_bytes()
+    (size,) = struct.unpack_from("<Q", whole)
+    header, payload = json.loads(whole[8 : 8 + size]), whole[8 + size :]
+    header.pop("__metadata__", None)
+    own = dict(model.named_parameters())
+    if sorted(header) != sorted(f"model.{name}" for name in own):
+        raise ValueError(f"{path}: holds other weights than the model's")
+    for name, x in own.items():
+        entry = header[f"model.{name}"]
+        if entry["dtype"] != "F16" or entry["shape"] != list(x.shape):
+            raise ValueError(f"{path}: {name} is {entry['dtype']} of shape {entry['shape']}")
+        part = bytearray(payload[slice(*entry["data_offsets"])])
+        x.copy_(torch.frombuffer(part, dtype=torch.float16).view(x.shape))
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -275,10 +298,14 @@ def train(
     device: str,
     roots: list[Path] | None,
     commit: str,
+    attention: Attention | None = None,
+    start: Path | None = None,
+    reports: int = 10,
 ) -> dict:
     """Trains a preset and writes config.json, held_out.bin, and at every report model.safetensors
     and training.json to `out`. Returns what training.json says. Raises ValueError for text that is
-    shorter than the context. commit: of this program, for training.json."""
+    shorter than the context. commit: of this program, for training.json. attention: of the model,
+    instead of torch's. start: a file of weights to go on from."""
     shape = PRESETS[preset]
     if steps is not None:
         shape = dataclasses.replace(shape, steps=steps)
@@ -295,7 +322,9 @@ def train(
     (out / "held_out.bin").write_bytes(text.held_out)
 
     torch.manual_seed(seed)
-    model = ByteModel(shape).to(device)
+    model = ByteModel(shape, attention).to(device)
+    if start is not None:
+        load_weights(model, start)
     matrices = [x for x in model.parameters() if x.dim() == 2]
     vectors = [x for x in model.parameters() if x.dim() != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -314,7 +343,7 @@ def train(
         "curve": [],  # (step, nats a byte in training, nats a byte held out)
     }
     begun, recent = time.monotonic(), []
-    report = max(1, shape.steps // 10)
+    report = max(1, shape.steps // reports)
     for step in range(shape.steps):
         starts = torch.randint(len(train_bytes) - shape.context, (shape.batch,), generator=choose)
         ids = train_bytes[starts.to(device)[:, None] + span].long()

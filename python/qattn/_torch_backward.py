@@ -1,0 +1,309 @@
+"""The operator torch.ops.qattn.attention_backward: torch's own backward, fed with O and LSE that
+another forward made, on CPUs and GPUs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from ._errors import Unsupported
+from ._torch_library import library
+from ._torch_tensors import refuse_tangent
+
+#: Arguments of torch's operators as they are called here; others belong to another torch.
+_ARGUMENTS = {
+    "_scaled_dot_product_flash_attention_for_cpu": "query key value dropout_p is_causal attn_mask "
+    "scale",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "grad_out query key value out "
+    "logsumexp dropout_p is_causal attn_mask scale",
+    "_scaled_dot_product_flash_attention": "query key value dropout_p is_causal "
+    "return_debug_mask scale",
+    "_scaled_dot_product_flash_attention_backward": "grad_out query key value out logsumexp "
+    "cum_seq_q cum_seq_k max_q max_k dropout_p is_causal philox_seed philox_offset scale",
+    "_scaled_dot_product_efficient_attention": "query key value attn_bias compute_log_sumexp "
+    "dropout_p is_causal scale",
+    "_scaled_dot_product_efficient_attention_backward": "grad_out_ query key value attn_bias out "
+    "logsumexp philox_seed philox_offset dropout_p grad_input_mask is_causal scale",
+}
+
+#: Biases whose largest of a row is beyond this leave too few bits of float32 to the row's LSE.
+_FAR = 1e4
+#: A key under no larger bias than this anywhere has no part in what keys share (docs/NUMERICS.md).
+_FAINT = -4096.0
+
+library.define(
+    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+    "Tensor? attn_mask, Tensor? out, Tensor? lse, Tensor? key_mean, bool is_causal, float scale) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@torch.library.impl(library, "attention_backward", "CPU")
+@torch.library.impl(library, "attention_backward", "CUDA")
+def _backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    key_mean: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs = (query, key, value)
+    for name, x in zip(("grad_out", "query", "key", "value"), (grad_out, *inputs)):
+        refuse_tangent(name, x)
+    if 0 in (grad_out.numel(), query.numel(), key.numel(), value.numel()):
+        return tuple(torch.zeros_like(x) for x in inputs)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        if key_mean is None or lse is None:
+            key = (key - mean_of_seen(key, attn_mask)).to(key.dtype)
+        else:
+            lse = _lse_of_centred(query, lse, key_mean, scale)
+            key = (key - key_mean).to(key.dtype)
+        bias = far = None
+        if attn_mask is not None:
+            key, value = _without_hidden(key, value, attn_mask)
+            bias, far = _additive(attn_mask, query.dtype)
+        width = max(query.shape[-1], value.shape[-1])
+        operands = [_padded(x, width) for x in (grad_out, query, key, value)]
+        out = None if out is None else _padded(out, width)
+        compute = _on_cuda if query.is_cuda else _on_cpu
+        grads = compute(*operands, _Rest(out, lse, bias, far, is_causal, scale))
+        return tuple(_shaped_as(grad, x) for grad, x in zip(grads, inputs))
+
+
+@torch.library.register_fake("qattn::attention_backward", lib=library)
+def _fake_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    key_mean: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _refuse_again(*_: Any) -> None:
+    raise Unsupported("query, key or value: second derivatives, which qattn does not compute")
+
+
+torch.library.register_autograd("qattn::attention_backward", _refuse_again, lib=library)
+
+
+def mean_of_seen(key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """(B, H, 1, E): float32 mean of the keys that somebody sees, as quantize(smooth=True) has it of
+    all. Keys under biases of -4096 or less everywhere join it only if there are no others."""
+    if mask is None:
+        return key.mean(-2, keepdim=True, dtype=torch.float32)
+    chosen = _seen(mask, key)
+    if mask.dtype != torch.bool:
+        near = _seen(mask, key, _FAINT)
+        chosen = torch.where(near.any(-2, keepdim=True), near, chosen)
+    total = torch.where(chosen, key, 0).sum(-2, keepdim=True, dtype=torch.float32)
+    return total / chosen.sum(-2, keepdim=True).clamp(min=1)
+
+
+def _seen(mask: torch.Tensor, key: torch.Tensor, bias: float = -math.inf) -> torch.Tensor:
+    """(B or 1, H or 1, S, 1): keys that some query of their KV head sees under more than `bias`."""
+    seen = (mask if mask.dtype == torch.bool else mask > bias).any(-2)
+    if seen.shape[1] not in (1, key.shape[1]):
+        seen = seen.unflatten(1, (key.shape[1], -1)).any(2)
+    return seen.expand(-1, -1, key.shape[-2]).unsqueeze(-1)
+
+
+def _lse_of_centred(
+    query: torch.Tensor, lse: torch.Tensor, mean: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The LSE that belongs to K less its mean; +inf, so that P is 0, in rows that see no key.
+
+    A sum of float32 products, since torch may round the operands of a float32 matrix product.
+    """
+    grouped = query.unflatten(1, (mean.shape[1], -1))
+    shift = (grouped * mean.unsqueeze(2)).sum(-1, dtype=torch.float32).flatten(1, 2)
+    return torch.where(lse == -math.inf, math.inf, lse - scale * shift)
+
+
+def _without_hidden(
+    key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros for the keys that no query sees: 0 times what they hold might be NaN."""
+    seen = _seen(mask, key)
+    return torch.where(seen, key, 0), torch.where(seen, value, 0)
+
+
+def _additive(
+    mask: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What is added to the scores, and rows (B or 1, H or 1, L or 1) whose LSE is worth nothing.
+
+    Those are rows that biases move so far that the scores in their LSE are rounded off, such as of
+    finfo.min alone. Their bias comes without its maximum, which does not change P.
+    """
+    if mask.dtype == torch.bool:
+        zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        return zeros.masked_fill_(~mask, -math.inf), None
+    largest = mask.amax(-1, keepdim=True)
+    far = largest.isfinite() & (largest.abs() > _FAR)
+    return mask - torch.where(far, largest, 0), far.squeeze(-1)
+
+
+def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Rows of `width` that lie dense: torch's backward wants one head dimension of all operands."""
+    if x.shape[-1] < width:
+        return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _shaped_as(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The gradient in shape and strides of empty_like(x), which torch.compile counts on."""
+    grad = grad[..., : x.shape[-1]]
+    if grad.stride() == torch.empty_like(x, device="meta").stride():
+        return grad
+    return torch.empty_like(x).copy_(grad)
+
+
+# ---- torch's operators ---------------------------------------------------------------------------
+
+
+class _Rest(NamedTuple):
+    """What torch's backward takes besides operands; without out and lse its forward makes them."""
+
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    bias: torch.Tensor | None
+    far: torch.Tensor | None  #: rows whose lse is worth nothing, if there are biases
+    is_causal: bool
+    scale: float
+
+
+_Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def check_operators(query: torch.Tensor) -> None:
+    """Refuses, before the forward runs, a torch whose operators are not those known here."""
+    for name in _ARGUMENTS:
+        if ("for_cpu" in name) == (query.device.type == "cpu"):
+            _aten(name)
+
+
+@functools.cache
+def _aten(name: str) -> Any:
+    """One of torch's operators, whose arguments are those that this file passes."""
+    packet = getattr(torch.ops.aten, name, None)
+    known = _ARGUMENTS[name].split()
+    own = [x.name for x in packet.default._schema.arguments] if packet is not None else None
+    if own != known:
+        takes = "has none" if own is None else f"takes ({', '.join(own)})"
+        raise Unsupported(
+            f"backward: aten::{name} of torch {torch.__version__} {takes}, qattn knows "
+            f"({', '.join(known)}); call inside torch.no_grad()"
+        )
+    return packet.default
+
+
+def _for_every_head(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
+
+
+def _of_groups(grad: torch.Tensor, heads: int) -> torch.Tensor:
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+def _on_cpu(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rest: _Rest,
+) -> _Gradients:
+    heads, out, lse = key.shape[1], rest.out, rest.lse
+    key, value = (_for_every_head(x, query) for x in (key, value))
+    options = {"attn_mask": rest.bias, "scale": rest.scale}
+    if out is None or lse is None or (rest.far is not None and rest.far.any()):
+        forward = _aten("_scaled_dot_product_flash_attention_for_cpu")
+        made, own = forward(query, key, value, 0.0, rest.is_causal, **options)
+        out = made if out is None else out
+        lse = own if lse is None else torch.where(rest.far, own, lse)
+    backward = _aten("_scaled_dot_product_flash_attention_for_cpu_backward")
+    grads = backward(grad_out, query, key, value, out, lse, 0.0, rest.is_causal, **options)
+    return grads[0], _of_groups(grads[1], heads), _of_groups(grads[2], heads)
+
+
+def _on_cuda(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rest: _Rest,
+) -> _Gradients:
+    """Flash attention, which groups heads by itself. It has no masks, and its causality is of the
+    bottom right: where those matter, the attention that torch calls efficient."""
+    causal, scale, lengths = rest.is_causal, rest.scale, (query.shape[-2], key.shape[-2])
+    if rest.far is not None and rest.lse is not None:
+        # To look whether there are such rows would wait for the GPU, to make their LSE again would
+        # cost a forward. Padding asks for nothing and gets it; others get NaN.
+        asked = grad_out.ne(0).any(-1)
+        worth = torch.where(asked, math.nan, math.inf).to(rest.lse.dtype)
+        rest = rest._replace(lse=torch.where(rest.far, worth, rest.lse))
+    beside_flash = causal and lengths[0] != lengths[1]
+    if rest.bias is not None or beside_flash or query.dtype == torch.float32:
+        return _efficient(grad_out, query, key, value, rest)
+    out, lse = rest.out, rest.lse
+    if out is None or lse is None:
+        forward = _aten("_scaled_dot_product_flash_attention")
+        out, lse = forward(query, key, value, 0.0, causal, False, scale=scale)[:2]
+    backward = _aten("_scaled_dot_product_flash_attention_backward")
+    nothing = _no_dropout(query)
+    return backward(
+        grad_out, query, key, value, out, lse, None, None, *lengths, 0.0, causal, nothing, nothing,
+        scale=scale,
+    )  # fmt: skip
+
+
+def _efficient(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rest: _Rest,
+) -> _Gradients:
+    heads, (length, keys) = key.shape[1], (query.shape[-2], key.shape[-2])
+    key, value = (_for_every_head(x, query) for x in (key, value))
+    out, lse, bias, scale = rest.out, rest.lse, rest.bias, rest.scale
+    if bias is not None:  # rows of biases begin at multiples of 16 elements
+        bias = bias.expand(*bias.shape[:-1], keys)
+        bias = torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys]
+        bias = bias.expand(*query.shape[:-1], keys)
+    if out is None or lse is None:
+        forward = _aten("_scaled_dot_product_efficient_attention")
+        made = forward(query, key, value, bias, True, 0.0, rest.is_causal, scale=scale)
+        out, lse = made[:2]
+    else:
+        # The kernel assumes what its own forward makes: O of strides (B, L, H, E), which it does
+        # not check, and an LSE of a multiple of 32 rows.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        lse = torch.nn.functional.pad(lse, (0, -length % 32), value=math.inf)
+    backward = _aten("_scaled_dot_product_efficient_attention_backward")
+    wanted, nothing = [True, True, True, False], _no_dropout(query)
+    grads = backward(
+        grad_out, query, key, value, bias, out, lse, nothing, nothing, 0.0, wanted,
+        rest.is_causal, scale=scale,
+    )  # fmt: skip
+    return grads[0], _of_groups(grads[1], heads), _of_groups(grads[2], heads)
+
+
+def _no_dropout(like: torch.Tensor) -> torch.Tensor:
+    """State of a generator, which nobody reads where nothing is dropped."""
+    return like.new_empty(2, dtype=torch.int64)
