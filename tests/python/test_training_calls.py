@@ -44,6 +44,7 @@ def stand_in(name):
             key, value = (x.repeat_interleave(group, 1) for x in (key, value))
         if "backward" not in name:
             lse = probabilities(query, key, torch.zeros(1), bias, causal, scale).sum(-1).log()
+            lse = torch.where(lse == -math.inf, 0.0, lse)  # of rows that see no key
             p = probabilities(query, key, lse, bias, causal, scale)
             out = (p @ value.double()).to(query.dtype)
             if "efficient" not in name:
@@ -79,6 +80,7 @@ GPU_CASES = {
     "more queries": ({"length": 70, "kv_heads": 2}, {"is_causal": True, "enable_gqa": True},
                      "efficient"),
     "mask": ({"kv_heads": 2}, {"mask": normal(2, 4, 40, 56, seed=4) > -1, "enable_gqa": True}, "efficient"),
+    "rows without keys": ({}, {"mask": (torch.arange(40) % 3 > 0)[:, None]}, "efficient"),
     "padding": ({"dim_v": 16}, {"mask": padding()}, "efficient"),
     "bias": ({"keys": 50}, {"mask": normal(40, 1, dtype=torch.bfloat16)}, "efficient"),
 }  # fmt: skip
