@@ -24,13 +24,13 @@ class Place:
     #: further denoisers with their own name in front, "transformer_2.blocks.0.attn1"
     layer: str = ""
     #: index in the scheduler's list of timesteps, from 0; image-to-image starts at a later one
-    step: Optional[int] = None
+    step: int | None = None
     #: the scheduler's sigma at that step
-    sigma: Optional[float] = None
+    sigma: float | None = None
     #: "cond" or "uncond" where a pipeline runs them one after the other and says which
-    branch: Optional[str] = None
+    branch: str | None = None
     #: length of the scheduler's list of timesteps
-    steps: Optional[int] = None
+    steps: int | None = None
     #: the first step of this run, 0 but for image-to-image
     begin: int = 0
 
@@ -40,8 +40,9 @@ class Place:
 OnAttention = Callable[[Place, Any, Any, Any], None]
 
 #: What gives static scales for a place: None (dynamic ones), or arguments of qattn.attention() by
-#: name: "q_scale", "k_scale", "v_scale", and where needed "q_granularity" and the like, "k_mean",
-#: "v_mean" and "saturated".
+#: name, on the operands' device: "q_scale", "k_scale", "v_scale", float32 of shape (1), (heads) or
+#: (B, heads); of other shapes with "q_granularity" and the like; "saturated", which counts codes
+#: that were clipped; "smooth_k". Of these a recipe takes what it has a use for: "int8" none for v.
 Scales = Callable[[Place], Optional[dict[str, Any]]]
 
 _current: contextvars.ContextVar[Place] = contextvars.ContextVar("qattn_place", default=Place())
