@@ -7,8 +7,8 @@
     print(run.report())
 
 attach() reaches the attention layers of a pipeline or model and reports on them, register() makes
-the attention backend "qattn" of diffusers, comfyui.override() is ComfyUI's override function. This
-module imports neither torch nor diffusers before one of them is used.
+the attention backend "qattn" of diffusers, comfyui.override() is ComfyUI's override function.
+calibrate() finds static scales. This module imports neither torch nor diffusers before one of them is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .calibration import Calibration, Maxima, calibrate
 from .place import OnAttention, Place, Scales, current_place, placed
+from .scales import Clipped, StaticScales
 from .schedule import Rule, Schedule
 
 if TYPE_CHECKING:
@@ -37,14 +39,19 @@ _LATER = {
 
 __all__ = [
     "Attachment",
+    "Calibration",
+    "Clipped",
     "LayerReport",
+    "Maxima",
     "OnAttention",
     "Place",
     "Report",
     "Rule",
     "Scales",
     "Schedule",
+    "StaticScales",
     "attach",
+    "calibrate",
     "comfyui",
     "current_place",
     "placed",
