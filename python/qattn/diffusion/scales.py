@@ -74,7 +74,7 @@ class StaticScales:
             raise InvalidArgument(f"margin: {self.margin} is not positive and finite")
         self._units = _units(self.recipe)
         self._device = device
-        self._reference = calibration.steps // 2
+        self._reference = (calibration.steps - 1) // 2
         if reference is not None:
             self._reference = integer("reference", reference)
         if not 0 <= self._reference < calibration.steps:
