@@ -181,9 +181,10 @@ def growth(calibration) -> dict:
 
 def cells(recipes: list[str] | None, policies: list[str] | None) -> list[tuple[str, str]]:
     """(recipe, policy) of what is measured; those that are asked about most first."""
-    every = [(r, p) for r in STATIC[:2] for p in POLICIES]
+    every = [(r, p) for r in STATIC[:2] for p in POLICIES[:-1]]
     every += [(r, "dynamic") for r in DYNAMIC]
     every += [(r, p) for r in STATIC[2:] for p in POLICIES[:-1]]
+    every += [(r, "between") for r in STATIC[:2]]
     return [(r, p) for r, p in every if r in (recipes or [r]) and p in (policies or [p])]
 
 
@@ -198,8 +199,6 @@ def evaluate(asked: argparse.Namespace, keep: Callable[[dict], None] = lambda _:
     wanted = cells(asked.recipes, asked.policies)
     sampler, file = Sampler(asked.images), model_file()
     found = {"table": calibrated(sampler, asked.calibration_seeds)}
-    if any(policy == "between" for _, policy in wanted):
-        found["between"] = calibrated(sampler, asked.calibration_seeds, BETWEEN)
     reference = {seed: sampler.run(seed, float_attention) for seed in asked.seeds}
     result = {
         "schema": SCHEMA,
@@ -229,9 +228,10 @@ def evaluate(asked: argparse.Namespace, keep: Callable[[dict], None] = lambda _:
     for recipe, policy in wanted:
         scales = None
         if policy != "dynamic":
-            of = found["between" if policy == "between" else "table"]
-            named = "table" if policy == "between" else policy
-            scales = of.scales(recipe, policy=named, margin=MARGIN, reference=REFERENCE)
+            of, named = ("between", "table") if policy == "between" else ("table", policy)
+            if of not in found:
+                found[of] = calibrated(sampler, asked.calibration_seeds, BETWEEN)
+            scales = found[of].scales(recipe, policy=named, margin=MARGIN, reference=REFERENCE)
         attend, values = LowPrecision(recipe, scales), []
         for seed in asked.seeds:
             made = sampler.run(seed, attend)
