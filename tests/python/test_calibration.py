@@ -82,7 +82,7 @@ def test_sixteen_bits_and_views_are_taken(dtype):
 
 def test_layers_and_steps_that_were_not_seen():
     def run(on_attention):
-        on_attention(place(0, layer="a"), *operands(0))
+        on_attention(place(0, layer="a"), *operands(0))  # which tells not that there are four
         on_attention(place(2, layer="b", steps=4), *operands(2))
 
     made = calibrate(run, model="net")
@@ -107,6 +107,7 @@ def test_a_place_with_a_sigma_alone_finds_its_step():
     [
         ([(place(layer=""), 4)], "place: has no layer"),
         ([(place(), 4)], "place: a has no step"),
+        ([(place(1, steps=20), 4)], "place: a runs in 20 steps, and 4 are calibrated"),
         ([(place(4), 4)], "place: a is at step 4, and the schedule has 4 sigmas"),
         ([(place(1, 7.0), 4)], "place: a is at step 1 with sigma 7, whose sigma is 8"),
         ([(place(sigma=3.0), 4)], "place: sigma 3 of a is not in `sigmas`"),
@@ -121,6 +122,17 @@ def test_refusals_of_runs(calls, says):
 
     with pytest.raises(qattn.InvalidArgument, match=re.escape(says)):
         calibrate(run, model="net", sigmas=SIGMAS)
+
+
+def test_places_that_change_their_schedule():
+    def run(*places):
+        return lambda on: [on(x, *operands(0)) for x in places]
+
+    with pytest.raises(qattn.InvalidArgument, match="runs in 6 steps, and 4 are calibrated"):
+        calibrate(run(place(0, steps=4), place(0, steps=6)), model="net")
+    with pytest.raises(qattn.InvalidArgument, match="at step 0 with sigma 3, whose sigma is 5"):
+        calibrate(run(place(0), place(0, 5.0), place(0, 3.0)), model="net")
+    assert calibrate(run(place(0), place(0, 5.0)), model="net").sigmas == (5.0,)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -309,7 +321,7 @@ def test_the_law_is_that_of_scheduled_scale():
     with pytest.raises(qattn.InvalidArgument, match="policy: law needs sigmas"):
         without.scales("int8", policy="law")
     assert without.scales("int8", margin=1).values(place(1))["q_scale"] == pytest.approx([2 / 127])
-    with pytest.raises(qattn.InvalidArgument, match="step: step None of a"):
+    with pytest.raises(qattn.InvalidArgument, match="place: a tells no step"):
         without.scales("int8").values(place(sigma=2.0))
 
 
@@ -318,9 +330,11 @@ def test_the_law_is_that_of_scheduled_scale():
     [
         ({"policy": "sigma"}, "policy: 'sigma' is not one of table, max, law"),
         ({"unseen": "clamp"}, "unseen: 'clamp' is not one of refuse, extrapolate"),
+        ({"policy": "max", "unseen": "extrapolate"}, "unseen: belongs to policy table"),
+        ({"reference": 1}, "reference: belongs to policy law, not to table"),
         ({"margin": 0}, "margin: 0.0 is not positive"),
         ({"margin": float("inf")}, "margin: inf is not positive"),
-        ({"reference": 3}, "reference: step 3 is not one of 3"),
+        ({"policy": "law", "reference": 3}, "reference: step 3 is not one of 3"),
         ({"recipe": "bf16"}, "recipe: bf16 has no codes"),
         ({"recipe": "auto"}, "recipe: auto has no codes"),
         ({"recipe": "mxfp8"}, "recipe: mxfp8 has q in mxfp8, whose scales belong to groups"),

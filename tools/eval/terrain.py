@@ -231,7 +231,8 @@ def evaluate(asked: argparse.Namespace, keep: Callable[[dict], None] = lambda _:
             of, named = ("between", "table") if policy == "between" else ("table", policy)
             if of not in found:
                 found[of] = calibrated(sampler, asked.calibration_seeds, BETWEEN)
-            scales = found[of].scales(recipe, policy=named, margin=MARGIN, reference=REFERENCE)
+            reference_step = REFERENCE if policy == "law" else None
+            scales = found[of].scales(recipe, policy=named, margin=MARGIN, reference=reference_step)
         attend, values = LowPrecision(recipe, scales), []
         for seed in asked.seeds:
             made = sampler.run(seed, attend)

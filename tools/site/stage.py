@@ -30,6 +30,8 @@ PYTHON = [
     ("Diffusion", "qattn.diffusion", ["attach", "Attachment", "Schedule", "Rule", "register",
                                       "comfyui.override", "Report", "LayerReport", "Place",
                                       "current_place"]),
+    ("Static scales of diffusion models", "qattn.diffusion",
+     ["calibrate", "Calibration", "StaticScales", "Clipped", "Maxima"]),
 ]  # fmt: skip
 
 

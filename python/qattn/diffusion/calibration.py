@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from .._errors import InvalidArgument, Unsupported, shown
-from .._interop import check_array, is_torch
+from .._interop import check_array, is_cuda_array, is_torch
 from .._recipe import Recipe, boolean, real
 from .place import OnAttention, Place
 from .scales import StaticScales
@@ -101,10 +101,10 @@ class Calibration:
           qattn.scheduled_scale(). Networks normalise, and their operands do not follow sigma:
           measured, it costs dozens of decibels (docs/tables/diffusion.md). It is here to compare.
         margin: room for what calibration did not see; positive. What exceeds it is clipped, and
-        StaticScales.clipped() tells. unseen: what "table" does with a sigma beyond the calibrated
+        StaticScales.clipped() tells. unseen: what "table" alone does with a sigma beyond the calibrated
         ones: "refuse", or "extrapolate": the line through the two outermost steps in log sigma,
         and no less than the outermost one's m. A step without a sigma must be a calibrated one.
-        reference: the step of "law", by default the middle one. smooth_k: whether attention() will
+        reference: the step of "law" alone, by default the middle one. smooth_k: whether attention() will
         take off K's mean, as recipes do unless told otherwise; smooth_q, smooth_v and rotate change
         operands in ways that were not calibrated. device: where the tensors of
         StaticScales.__call__() lie.
@@ -216,13 +216,16 @@ class Collector:
         self._sigmas = None if sigmas is None else checked_sigmas(sigmas)
         self._k_means = boolean("k_means", k_means)
         self._told: dict[int, float | None] = {}  # sigmas of the places, by step
-        self._steps = 0
+        self._steps = 0  # at least so many
+        self._all_steps: int | None = None  # as places tell it
         self._seen: dict[str, dict[int, _Seen]] = {}
 
     def __call__(self, place: Place, q: Any, k: Any, v: Any) -> None:
         """Looks at one attention's operands, in layout (B, S, H, D)."""
         for name, x in (("q", q), ("k", k), ("v", v)):
             check_array(name, x)
+            if is_cuda_array(x):
+                raise Unsupported(f"{name}: is a {type(x).__name__}; on GPUs give torch tensors")
             if len(x.shape) != 4 or 0 in x.shape:
                 raise InvalidArgument(f"{name}: shape {tuple(x.shape)} is not (B, S, H, D)")
         step = self._step_of(place)
@@ -253,15 +256,29 @@ class Collector:
                 f"place: {place.layer} is at step {step}, and the schedule has "
                 f"{len(self._sigmas or ())} sigmas"
             )
+        self._check_steps(place)
         if known is None:
-            known = self._told.setdefault(step, sigma)
+            known = self._told.get(step)
+            self._told[step] = known = sigma if known is None else known
         if sigma is not None and known is not None and not same_sigma(sigma, known):
             raise InvalidArgument(
                 f"place: {place.layer} is at step {step} with sigma {sigma:g}, whose sigma is "
                 f"{known:g}; a schedule is calibrated at a time"
             )
-        self._steps = max(self._steps, step + 1, place.steps or 0)
+        self._steps = max(self._steps, step + 1)
         return step
+
+    def _check_steps(self, place: Place) -> None:
+        """Refuses a run of another number of steps, whose numbers mean other noise."""
+        if place.steps is None:
+            return
+        own = len(self._sigmas) if self._sigmas is not None else self._all_steps
+        if own is not None and place.steps != own:
+            raise InvalidArgument(
+                f"place: {place.layer} runs in {place.steps} steps, and {own} are calibrated; a "
+                "schedule is calibrated at a time"
+            )
+        self._all_steps = place.steps
 
     def _step_at(self, place: Place) -> int:
         """The step of a place that tells its sigma alone."""
@@ -291,15 +308,18 @@ class Collector:
 
     def result(self, model: str) -> Calibration:
         """What was seen so far. Raises InvalidArgument for NaN or Inf, by layer and step."""
-        steps = len(self._sigmas) if self._sigmas is not None else self._steps
+        steps = len(self._sigmas) if self._sigmas is not None else self._count()
         return Calibration(
             model,
             self._sigmas if self._sigmas is not None else self._told_sigmas(),
             {layer: _maxima(layer, seen, steps) for layer, seen in self._seen.items()},
         )
 
+    def _count(self) -> int:
+        return max(self._steps, self._all_steps or 0)
+
     def _told_sigmas(self) -> tuple[float, ...] | None:
-        told = [self._told.get(step) for step in range(self._steps)]
+        told = [self._told.get(step) for step in range(self._count())]
         known = [x for x in told if x is not None]
         if not known:
             return None

@@ -66,6 +66,10 @@ class StaticScales:
         for name, value, known in (("policy", policy, POLICIES), ("unseen", unseen, UNSEEN)):
             if value not in known:
                 raise InvalidArgument(f"{name}: {shown(value)} is not one of {', '.join(known)}")
+        if unseen != "refuse" and policy != "table":
+            raise InvalidArgument(f"unseen: belongs to policy table, and {policy} has no such step")
+        if reference is not None and policy != "law":
+            raise InvalidArgument(f"reference: belongs to policy law, not to {policy}")
         self.calibration = calibration
         self.recipe = as_recipe(recipe)
         self.policy, self.unseen, self.smooth_k = policy, unseen, smooth_k
@@ -164,7 +168,11 @@ class StaticScales:
             return rows[seen].max(0)
         sigmas, step = self.calibration.sigmas, self._step_of(place)
         if sigmas is None:
-            if step is None or not seen[step]:
+            if step is None:
+                raise InvalidArgument(
+                    f"place: {place.layer} tells no step, and the calibration has no sigmas"
+                )
+            if not seen[step]:
                 raise InvalidArgument(_not_seen(place, "step", step))
             return rows[step]
         sigma = place.sigma
