@@ -9,6 +9,7 @@ import torch
 from cases import array, normal, nrmse
 
 import qattn
+import qattn.diffusion
 from qattn.diffusion import Calibration, Maxima, Place, calibrate
 
 SIGMAS = (80.0, 8.0, 0.8, 0.08)
@@ -486,3 +487,54 @@ def test_a_margin_leaves_room():
         totals.append((scales.clipped()[0].total, nrmse(out, qattn.reference_attention(q, k, v))))
     assert totals[0][0] > 0 and totals[1][0] == totals[2][0] == 0
     assert totals[1][1] < totals[2][1]  # room costs bits
+
+
+# ---- With the hooks on a model -------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    """x + self-attention of x, two heads of 32."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(64, 192)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (2, 32)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.skipif(
+    not hasattr(qattn.diffusion, "attach"), reason="this build's package has no attach()"
+)
+def test_calibrated_through_attach():
+    attach = qattn.diffusion.attach
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(Layer(), Layer())
+
+    def sample(run, seed):
+        generator, x = torch.Generator().manual_seed(seed), torch.zeros(1, 50, 64)
+        with torch.inference_mode():
+            for step, sigma in enumerate((8.0, 2.0, 0.5)):
+                with run.at(step=step, steps=3, sigma=sigma):
+                    noise = torch.randn(x.shape, generator=generator) * sigma
+                    x = net(x + noise) / (1 + sigma)
+        return x
+
+    def observe(on_attention):
+        with attach(net, "torch", on_attention=on_attention) as run:
+            sample(run, 1), sample(run, 2)
+
+    made = calibrate(observe, model="net")
+    assert made.sigmas == (8.0, 2.0, 0.5) and tuple(made.layers) == ("0", "1")
+    scales = made.scales("int8_full")
+    outputs = []
+    for recipe, given in (("torch", None), ("int8_full", None), ("int8_full", scales)):
+        with attach(net, recipe, scales=given) as run:
+            outputs.append(sample(run, 3))
+    exact, dynamic, static = outputs
+    assert nrmse(static, exact) < 1.5 * nrmse(dynamic, exact)
+    assert not torch.equal(static, dynamic)
+    rows = [(x.layer, x.step, x.calls) for x in scales.clipped()]
+    assert sorted(rows) == [(layer, step, 1) for layer in "01" for step in range(3)]
