@@ -122,7 +122,8 @@ class StaticScales:
         self, place: Place, q: Any, k: Any, v: Any, *, layout: str = "bshd"
     ) -> dict[str, Any]:
         """Arguments of qattn.attention() for these operands, beside recipe and layout: scales of
-        shape (B, H) where q lies, granularities "per_head", smooth_k, and the counter `saturated`.
+        shape (B, H) where q lies, of v in s8 (B, Hkv, Sk) as GPU kernels want it, granularities,
+        smooth_k, and the counter `saturated`.
 
         q: (B, S, Hq, D), k and v: (B, Sk, Hkv, D), or with layout "bhsd" dimensions 1 and 2
         swapped. Raises what values() does, and InvalidArgument for other heads than calibrated.
@@ -146,10 +147,14 @@ class StaticScales:
                     f"{role}: has {x.shape[heads]} heads, and {place.layer} was calibrated with "
                     f"{scale.shape[0]}"
                 )
-            shape = (x.shape[0], scale.shape[0])
+            # Kernels take s8 values with a scale a token. One number stands for all tokens.
+            tokens = role == "v" and self.recipe.v == "s8"
+            shape = (x.shape[0], scale.shape[0], *((x.shape[3 - heads],) if tokens else ()))
+            if tokens:
+                scale = scale[:, None]
             wide = scale.expand(shape) if is_torch(scale) else np.broadcast_to(scale, shape)
             result[f"{role}_scale"] = wide
-            result[f"{role}_granularity"] = "per_head"
+            result[f"{role}_granularity"] = "per_token" if tokens else "per_head"
         return {**result, "saturated": counter.next()}
 
     def clipped(self) -> list[Clipped]:
