@@ -101,13 +101,14 @@ class Calibration:
           qattn.scheduled_scale(). Networks normalise, and their operands do not follow sigma:
           measured, it costs dozens of decibels (docs/tables/diffusion.md). It is here to compare.
         margin: room for what calibration did not see; positive. What exceeds it is clipped, and
-        StaticScales.clipped() tells. unseen: what "table" alone does with a sigma beyond the calibrated
-        ones: "refuse", or "extrapolate": the line through the two outermost steps in log sigma,
-        and no less than the outermost one's m. A step without a sigma must be a calibrated one.
-        reference: the step of "law" alone, by default the middle one. smooth_k: whether attention() will
-        take off K's mean, as recipes do unless told otherwise; smooth_q, smooth_v and rotate change
-        operands in ways that were not calibrated. device: where the tensors of
-        StaticScales.__call__() lie.
+        StaticScales.clipped() tells.
+        unseen: what "table" alone does with a sigma beyond the calibrated ones: "refuse", or
+        "extrapolate": the line through the two outermost steps in log sigma, and no less than the
+        outermost one's m. A step without a sigma must be a calibrated one.
+        reference: the step of "law" alone, by default the middle one.
+        smooth_k: whether attention() will take off K's mean, as recipes do unless told otherwise;
+        smooth_q, smooth_v and rotate change operands in ways that were not calibrated.
+        device: where the tensors of StaticScales.__call__() lie.
 
         Raises InvalidArgument for a policy or a recipe that cannot be, such as "auto", "bf16" and
         mxfp8, whose scales belong to groups.
