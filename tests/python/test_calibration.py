@@ -509,9 +509,6 @@ class Layer(torch.nn.Module):
         return x + out.transpose(1, 2).flatten(2)
 
 
-@pytest.mark.skipif(
-    not hasattr(qattn.diffusion, "attach"), reason="this build's package has no attach()"
-)
 def test_calibrated_through_attach():
     attach = qattn.diffusion.attach
     torch.manual_seed(0)

@@ -8,7 +8,8 @@
 
 attach() reaches the attention layers of a pipeline or model and reports on them, register() makes
 the attention backend "qattn" of diffusers, comfyui.override() is ComfyUI's override function.
-calibrate() finds static scales. This module imports neither torch nor diffusers before one of them is used.
+calibrate() finds static scales. This module imports neither torch nor diffusers before one of them
+is used.
 """
 
 from __future__ import annotations
