@@ -44,7 +44,12 @@ $(BUILD)/.python-%: python/requirements-%.txt python/requirements-demo.txt
 	@test -x $(PY) || python3 -m venv .venv
 	@echo "installing Python packages into .venv"
 	@$(PY) -m pip install -q --disable-pip-version-check -r $<
+	@if [ -f python/requirements-$*-no-deps.txt ]; then \
+	  $(PY) -m pip install -q --disable-pip-version-check --no-deps \
+	    -r python/requirements-$*-no-deps.txt; \
+	fi
 	@touch $@
+$(BUILD)/.python-dev: python/requirements-dev-no-deps.txt
 
 setup-demo: $(BUILD)/.apt-demo
 	@$(MAKE) --no-print-directory $(BUILD)/.python-demo

@@ -17,6 +17,7 @@ from . import (
     roofline,
     smoothing,
     summary,
+    terrain,
     variants,
     wheel,
 )
@@ -271,6 +272,7 @@ PAGES = {
     ),
     "gpu-kernels": ("Hopper's kernels", lambda: counters.section() + model.section(committed())),
     "kv-models": ("What a KV cache costs a language model", summary.kv_models),
+    "diffusion": ("What 8-bit attention costs a diffusion model", terrain.section),
     "wheel": ("Packages", wheel.section),
 }
 

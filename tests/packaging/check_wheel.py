@@ -40,7 +40,7 @@ def check_environment() -> None:
         assert importlib.util.find_spec(name) is None, f"{name} is installed; this proves nothing"
     assert importlib.metadata.version("qattn") == qattn.__version__
     installed = {file.name for file in importlib.metadata.files("qattn") or []}
-    assert {"py.typed", "_qattn.pyi", "torch.py", "LICENSE"} <= installed
+    assert {"py.typed", "_qattn.pyi", "torch.py", "comfyui.py", "LICENSE"} <= installed
     assert not any(name.endswith((".a", ".h", ".hpp", ".cmake", ".pc")) for name in installed)
 
 

@@ -27,6 +27,11 @@ PYTHON = [
                          "InternalError"]),
     ("torch", "qattn.torch", ["sdpa", "quantize"]),
     ("transformers", "qattn.transformers", ["register", "QattnCache"]),
+    ("Diffusion", "qattn.diffusion", ["attach", "Attachment", "Schedule", "Rule", "register",
+                                      "comfyui.override", "Report", "LayerReport", "Place",
+                                      "current_place"]),
+    ("Static scales of diffusion models", "qattn.diffusion",
+     ["calibrate", "Calibration", "StaticScales", "Clipped", "Maxima"]),
 ]  # fmt: skip
 
 
