@@ -18,6 +18,7 @@ from . import (
     smoothing,
     summary,
     terrain,
+    training,
     variants,
     wheel,
 )
@@ -273,6 +274,7 @@ PAGES = {
     "gpu-kernels": ("Hopper's kernels", lambda: counters.section() + model.section(committed())),
     "kv-models": ("What a KV cache costs a language model", summary.kv_models),
     "diffusion": ("What 8-bit attention costs a diffusion model", terrain.section),
+    "training": ("Training with INT8 attention", training.section),
     "wheel": ("Packages", wheel.section),
 }
 

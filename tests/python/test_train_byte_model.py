@@ -32,7 +32,8 @@ def test_summary():
             row("int8", 1, 3.0, 2.1), row("detached", 0, 3.5, 3.4)]  # fmt: skip
     made = train_byte_model.summary(rows)
     assert made["torch"]["spread"] == pytest.approx(0.2)
-    assert made["torch"]["steps_over_torch"] is None, "seed 1 never comes within 2 % of the mean"
+    assert made["torch"]["steps_over_torch"] == 1.0
+    assert made["int8"]["steps_over_torch"] is None, "seed 0 never comes within 2 % of torch's end"
     assert made["int8"]["over_torch"] == pytest.approx(-0.025) and made["int8"]["within_spread"]
     assert made["int8"]["apart"] == pytest.approx(-0.1)
     assert made["detached"]["over_torch"] == pytest.approx(1.4)

@@ -25,8 +25,8 @@ start; "rows": [{"attention", "seed", "curve": [[step, loss in training, loss he
 seeds, "spread": largest less smallest, "over_torch": mean less torch's over the same seeds,
 "apart": the difference of the seed in which it is largest,
 "within_spread": is that at most torch's spread?, "steps": mean of the steps to the loss that is 2 %
-above torch's mean at its end, null where a seed never gets there, "steps_over_torch": the ratio to
-torch's steps}.
+above the one at which torch ends with that seed, null where a seed never gets there,
+"steps_over_torch": the ratio to torch's steps}.
 """
 
 from __future__ import annotations
@@ -143,7 +143,6 @@ def summary(rows: list[dict]) -> dict:
     for row in rows:
         losses.setdefault(row["attention"], {})[row["seed"]] = row
     base = losses.get("torch", {})
-    target = _NEAR * statistics.mean(r["held_out"] for r in base.values()) if base else None
     made: dict[str, dict] = {}
     for way, own in losses.items():
         finals = [row["held_out"] for row in own.values()]
@@ -152,14 +151,15 @@ def summary(rows: list[dict]) -> dict:
             "spread": max(finals) - min(finals),
         }
         shared = sorted(set(own) & set(base))
-        if not shared or target is None:
+        if not shared:
             continue
         apart = [own[seed]["held_out"] - base[seed]["held_out"] for seed in shared]
         facts["over_torch"], facts["apart"] = statistics.mean(apart), max(apart, key=abs)
         spread = [row["held_out"] for row in base.values()]
         facts["within_spread"] = facts["over_torch"] <= max(spread) - min(spread)
-        facts["steps"] = _mean([steps_to(own[seed]["curve"], target) for seed in shared])
-        theirs = _mean([steps_to(base[seed]["curve"], target) for seed in shared])
+        near = {seed: _NEAR * base[seed]["held_out"] for seed in shared}
+        facts["steps"] = _mean([steps_to(own[seed]["curve"], near[seed]) for seed in shared])
+        theirs = _mean([steps_to(base[seed]["curve"], near[seed]) for seed in shared])
         reached = facts["steps"] is not None and theirs is not None
         facts["steps_over_torch"] = facts["steps"] / theirs if reached else None
     return made
