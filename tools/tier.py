@@ -1,10 +1,11 @@
 """One tier of tests: its phases one after the other, their times, and a record.
 
-    python3 tools/tier.py check|test|test-all [--record FILE]
+    python3 tools/tier.py check|test|test-all [--record FILE] [--resume]
 
 A phase is a target of the Makefile, which alone knows the commands. The first phase that fails
 ends the tier. At its end, however it ends, each phase's minutes are printed, and written as JSON to
-build/tier-TIER.json (or FILE: bench/results/ keeps the last one of each tier).
+build/tier-TIER.json (or FILE: bench/results/ keeps the last one of each tier). --resume goes on
+after the phases that passed in the last run of this tier, if that was of this very commit.
 """
 
 import argparse
@@ -77,6 +78,17 @@ def commit():
     return git.stdout.strip() or "no repository"
 
 
+def passed_before(tier):
+    """Phases of the last run, in order up to the first that failed; none if the tree is another."""
+    try:
+        last = json.loads((ROOT / "build" / f"tier-{tier}.json").read_text())
+    except (OSError, ValueError):
+        return []
+    if last["commit"] != commit() or "dirty" in last["commit"]:
+        return []
+    return last["phases"] if last["ok"] else last["phases"][:-1]
+
+
 def clock(seconds):
     return f"{int(seconds) // 60:3} min {int(seconds) % 60:2} s"
 
@@ -85,20 +97,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tier", choices=TIERS)
     parser.add_argument("--record", type=pathlib.Path, help="also write the record to this file")
+    parser.add_argument("--resume", action="store_true", help="leave out what has passed")
     args = parser.parse_args()
-    phases, status, total = [], 0, [0, 0, 0]
-    begin = time.monotonic()
-    for name in TIERS[args.tier]:
+    phases, status = passed_before(args.tier) if args.resume else [], 0
+    for name in TIERS[args.tier][len(phases):]:
         print(f"==== make {args.tier}: {name}", flush=True)
         start = time.monotonic()
         status, text = run_phase(name)
         found = counts(text)
-        total = [a + b for a, b in zip(total, found, strict=True)]
         phases.append({"phase": name, "seconds": round(time.monotonic() - start, 1),
                        "passed": found[0], "failed": found[1], "skipped": found[2]})
         if status != 0:
             break
-    seconds = time.monotonic() - begin
+    seconds = sum(phase["seconds"] for phase in phases)
+    total = [sum(phase[key] for phase in phases) for key in ("passed", "failed", "skipped")]
 
     print(f"\nmake {args.tier}, {os.cpu_count()} cores, {processor()}")
     for phase in phases:
