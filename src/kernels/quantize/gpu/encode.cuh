@@ -4,6 +4,7 @@
 #include "kernels/quantize/gpu/encode/balance.cuh"
 #include "kernels/quantize/gpu/encode/clear.cuh"
 #include "kernels/quantize/gpu/encode/general.cuh"
+#include "kernels/quantize/gpu/encode/given.cuh"
 #include "kernels/quantize/gpu/encode/groups.cuh"
 #include "kernels/quantize/gpu/encode/means.cuh"
 #include "kernels/quantize/gpu/encode/plain.cuh"

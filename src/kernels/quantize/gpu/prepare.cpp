@@ -114,26 +114,6 @@ LaunchError balance(const Call& call, Launches& launches) {
   return find_factors(call, BalanceParams{}, launches);
 }
 
-Grouping grouping_of(const Call& call, const Facts& f) {
-  const tile::Rows& r = call.rows[static_cast<int>(f.role)];
-  Grouping g;
-  g.role = f.role;
-  g.granularity = f.scaling.granularity;
-  g.block = f.scaling.block;
-  g.warp = f.scaling.warp;
-  g.maxima = at<std::uint32_t>(call.workspace, call.part(f.role).maxima);
-  maxima_words(f, r, g.groups);
-  g.block_groups = block_groups(f);
-  g.sequence_groups = scale_count(f.scaling, f.role, r.max_length);
-  if (f.scale.present()) {
-    g.given = static_cast<const float*>(f.scale.data);
-    std::copy_n(f.scale.stride.begin(), 4, g.given_stride);
-    // Without a dimension of groups there is group 0; of channels, which may stand there, as well.
-    g.given_groups = f.scale.rank > 2 ? f.scale.shape[2] : 1;
-  }
-  return g;
-}
-
 GeneralRole general_role(const Call& call, const Facts& f, bool maxima_pass) {
   const int i = static_cast<int>(f.role);
   GeneralRole r;
@@ -160,10 +140,7 @@ GeneralRole general_role(const Call& call, const Facts& f, bool maxima_pass) {
   if (f.role == Role::q && r.out.dot_mean != nullptr && !maxima_pass) {
     r.dot = call.mean(Role::k);
   }
-  const TensorView& s = call.problem.tensors.saturated;
-  if (s.present() && !f.codes) {
-    r.saturated = static_cast<std::uint64_t*>(s.data) + i * s.stride[0];
-  }
+  r.saturated = call.saturated(f);
   return r;
 }
 
@@ -198,7 +175,8 @@ LaunchError general(const Call& call, unsigned mask, bool maxima_pass, Launches&
 
 LaunchError channel_scales(const Call& call, Launches& launches) {
   const Facts& f = call.facts[2];
-  if (!f.wanted || source_of(f) != ScaleSource::channel || call.plain(f.role)) return {};
+  if (!f.wanted || source_of(f) != ScaleSource::channel) return {};
+  if (call.plain(f.role) && !f.scale.present()) return {};  // FinishMeans makes them
   ChannelScaleParams params;
   params.rows = call.rows[2];
   params.grouping = grouping_of(call, f);
@@ -402,6 +380,7 @@ bool plan_plain(const Problem& p, const Recipe& recipe, const PrepareLayout& lay
   }
   for (const Facts& f : call.facts) {
     if (!call.plain(f.role) || f.tensor.format != call.facts[0].tensor.format) return false;
+    if (f.scale.present()) return false;
     if (f.role != Role::q && given_mean(p, f.role).present()) return false;
   }
   Launches none(nullptr);

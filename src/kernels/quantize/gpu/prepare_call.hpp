@@ -2,6 +2,7 @@
 // launches.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <string>
 
@@ -77,6 +78,12 @@ struct Call {
   SeenKeys seen(Role role) const {
     return role == Role::q || facts[static_cast<std::size_t>(role)].codes ? SeenKeys{} : seen();
   }
+  /// The counter of codes that a given scale clips; null: nobody asked.
+  std::uint64_t* saturated(const Facts& f) const {
+    const TensorView& s = problem.tensors.saturated;
+    if (!s.present() || f.codes) return nullptr;
+    return static_cast<std::uint64_t*>(s.data) + static_cast<int>(f.role) * s.stride[0];
+  }
   const float* mean(Role role) const { return at<const float>(workspace, part(role).mean); }
 
   PreparedRows prepared_rows(Role role) const {
@@ -107,6 +114,26 @@ struct Call {
     return part(role).slots / slot_tile * facts[static_cast<std::size_t>(role)].heads;
   }
 };
+
+inline Grouping grouping_of(const Call& call, const Facts& f) {
+  const tile::Rows& r = call.rows[static_cast<int>(f.role)];
+  Grouping g;
+  g.role = f.role;
+  g.granularity = f.scaling.granularity;
+  g.block = f.scaling.block;
+  g.warp = f.scaling.warp;
+  g.maxima = at<std::uint32_t>(call.workspace, call.part(f.role).maxima);
+  maxima_words(f, r, g.groups);
+  g.block_groups = block_groups(f);
+  g.sequence_groups = scale_count(f.scaling, f.role, r.max_length);
+  if (f.scale.present()) {
+    g.given = static_cast<const float*>(f.scale.data);
+    std::copy_n(f.scale.stride.begin(), 4, g.given_stride);
+    // Without a dimension of groups there is group 0; of channels, which may stand there, as well.
+    g.given_groups = f.scale.rank > 2 ? f.scale.shape[2] : 1;
+  }
+  return g;
+}
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

@@ -85,20 +85,25 @@ inline bool scales_channels(const Recipe& r, const Facts& f) {
          !subtracts_mean(r, f);
 }
 
-/// Does the variant without detours serve this operand? Depends on its address, too.
+/// Does a variant without detours serve this operand: EncodePlain, under given scales EncodeGiven?
+/// Depends on its address, too.
 inline bool is_plain(const Recipe& r, const Facts& f, const tile::Rows& rows) {
-  if (!two_bytes(f) || f.codes || f.scale.present() || !aligned_rows(f, rows)) return false;
+  if (!two_bytes(f) || f.codes || !aligned_rows(f, rows)) return false;
   const Granularity g = f.scaling.granularity;
+  const bool given = f.scale.present();
   if (f.role == Role::v) {
-    if (scales_channels(r, f)) return true;
-    return f.format == Format::s8 && scaled_by_token(f.scaling, f.role) && !subtracts_mean(r, f);
+    if (subtracts_mean(r, f)) return false;
+    if (f.format == Format::s8) return scaled_by_token(f.scaling, f.role);
+    const bool of_sequence = g == Granularity::per_channel || g == Granularity::per_head ||
+                             g == Granularity::per_tensor;
+    return scales_channels(r, f) || (given && f.format == Format::e4m3 && of_sequence);
   }
   if (f.role == Role::q && subtracts_mean(r, f)) return false;
   if (r.rotate == Toggle::on) return false;
   if (f.format != Format::s8 && (f.format != Format::e4m3 || r.balance_k == Toggle::on)) {
     return false;
   }
-  return g == Granularity::per_token ||
+  return given || g == Granularity::per_token ||
          (g == Granularity::per_block && f.scaling.block == slot_tile) ||
          (g == Granularity::per_thread && f.role == Role::k && f.scaling.block == slot_tile);
 }

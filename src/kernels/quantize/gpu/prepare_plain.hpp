@@ -10,19 +10,27 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-template <isa::Element Input>
-LaunchError launch_plain(const PlainParams& params, int padded, std::int64_t blocks,
+/// Of a kernel of input format and padded size, the one for this call.
+template <template <isa::Element, int> class Kernel, isa::Element Input, class Params>
+LaunchError launch_sized(const Params& params, int padded, std::int64_t blocks,
                          Launches& launches) {
   switch (padded) {
     case 64:
-      return launches.launch<EncodePlain<Input, 64>>(params, blocks);
+      return launches.launch<Kernel<Input, 64>>(params, blocks);
     case 96:
-      return launches.launch<EncodePlain<Input, 96>>(params, blocks);
+      return launches.launch<Kernel<Input, 96>>(params, blocks);
     case 128:
-      return launches.launch<EncodePlain<Input, 128>>(params, blocks);
+      return launches.launch<Kernel<Input, 128>>(params, blocks);
     default:
-      return launches.launch<EncodePlain<Input, 256>>(params, blocks);
+      return launches.launch<Kernel<Input, 256>>(params, blocks);
   }
+}
+template <template <isa::Element, int> class Kernel, class Params>
+LaunchError launch_plain(const Params& params, Format input, int padded, std::int64_t blocks,
+                         Launches& launches) {
+  return input == Format::bf16
+             ? launch_sized<Kernel, isa::Element::bf16>(params, padded, blocks, launches)
+             : launch_sized<Kernel, isa::Element::f16>(params, padded, blocks, launches);
 }
 
 /// What balances K's channels. `params`: what else the kernel is told.
@@ -50,6 +58,7 @@ class PlainRun {
       any_ = &f;
       has_[static_cast<int>(f.role)] = true;
       f.role == Role::v ? add_values(f) : add_rows(f);
+      if (f.scale.present()) add_given(f);
     }
   }
 
@@ -95,7 +104,14 @@ class PlainRun {
     if (queries && r.factors != nullptr) r.factors += f.padded;
   }
 
-  LaunchError launch(PlainParams& params, const bool (&wanted)[3]) {
+  void add_given(const Facts& f) {
+    const int i = static_cast<int>(f.role);
+    given_ = true;
+    params_.grouping[i] = grouping_of(call_, f);
+    params_.saturated[i] = call_.saturated(f);
+  }
+
+  LaunchError launch(GivenParams& params, const bool (&wanted)[3]) {
     std::int64_t blocks = 0;
     for (const Role role : {Role::q, Role::k, Role::v}) {
       const int i = static_cast<int>(role);
@@ -115,13 +131,15 @@ class PlainRun {
       const std::int32_t first = queries_wait ? others : std::max(params.blocks[0], others);
       params.lead = std::min(wave, first);
     }
-    return any_->tensor.format == Format::bf16
-               ? launch_plain<isa::Element::bf16>(params, any_->padded, blocks, launches_)
-               : launch_plain<isa::Element::f16>(params, any_->padded, blocks, launches_);
+    const Format input = any_->tensor.format;
+    if (given_ && !params.first_pass) {
+      return launch_plain<EncodeGiven>(params, input, any_->padded, blocks, launches_);
+    }
+    return launch_plain<EncodePlain, PlainParams>(params, input, any_->padded, blocks, launches_);
   }
 
   LaunchError first_pass() {
-    PlainParams params = params_;
+    GivenParams params = params_;
     params.first_pass = true;
     const bool wanted[3] = {false, reads_twice(Role::k), reads_twice(Role::v)};
     for (const Role role : {Role::k, Role::v}) {
@@ -162,13 +180,14 @@ class PlainRun {
   }
 
   LaunchError encode() {
-    PlainParams params = params_;
+    GivenParams params = params_;
     return launch(params, has_);
   }
 
   const Call& call_;
   Launches& launches_;
-  PlainParams params_;
+  GivenParams params_;
+  bool given_ = false;  ///< are there scales that the caller gives?
   bool has_[3] = {};
   const Facts* any_ = nullptr;
 };

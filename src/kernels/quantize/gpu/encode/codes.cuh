@@ -91,6 +91,13 @@ QATTN_DEVICE void with_codes(CodeKind kind, bool given, Body body) {
   }
 }
 
+/// Adds what the threads of a warp have counted.
+QATTN_DEVICE void add_clipped(std::uint64_t* to, std::uint32_t clipped) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) clipped += isa::shuffle_xor(clipped, mask);
+  if (isa::lane() == 0 && clipped > 0) isa::atomic_add_global(to, std::uint64_t{clipped});
+}
+
 QATTN_DEVICE_CALL float decode_code(CodeKind kind, std::uint8_t code) {
   switch (kind) {
     case CodeKind::s8:

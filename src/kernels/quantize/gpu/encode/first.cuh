@@ -41,7 +41,8 @@ struct FirstPass : PlainTile<Input, Channels> {
   static QATTN_DEVICE void find_maxima(const PlainParams& params, const TilePlace& p, float* maxima,
                                        SharedAddress shared) {
     Words4 raw[8];
-    load_values(params, p, shared, raw);
+    typename Tile::OwnScales scales;
+    load_values(params, p, shared, raw, scales);
     isa::sync_threads();
     float factor[8];
     clean_values(shared, raw, factor);

@@ -310,14 +310,6 @@ struct EncodeGeneral : GeneralTile<Channels> {
                                          w.role.kind == CodeKind::s8);
   }
 
-  static QATTN_DEVICE void count_clipped(const Work& w, std::uint32_t clipped) {
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) clipped += isa::shuffle_xor(clipped, mask);
-    if (isa::lane() == 0 && clipped > 0) {
-      isa::atomic_add_global(w.role.saturated, std::uint64_t{clipped});
-    }
-  }
-
   static QATTN_DEVICE void store_tables(const Work& w, const RowPair& r) {
     if (!w.is_value()) {
       store_row_scales(w.role.out, w.place, r);
@@ -375,7 +367,7 @@ struct EncodeGeneral : GeneralTile<Channels> {
       const bool given = w.role.grouping.given != nullptr;
       with_codes(w.role.kind, given, [&](auto codes) {
         const std::uint32_t clipped = encode_values<decltype(codes)>(w, v);
-        if (given && w.role.saturated != nullptr) count_clipped(w, clipped);
+        if (given && w.role.saturated != nullptr) add_clipped(w.role.saturated, clipped);
       });
     }
     if (w.is_value()) {

@@ -13,10 +13,10 @@ struct EncodePlain : FirstPass<Input, Channels> {
   using Params = PlainParams;
   using Tile = PlainTile<Input, Channels>;
   using First = FirstPass<Input, Channels>;
-  using Tile::chunk, Tile::chunks, Tile::clean_values, Tile::factor_of, Tile::find_scales;
+  using Tile::chunk, Tile::chunks, Tile::clean_values, Tile::factor_of;
   using Tile::first_key, Tile::image_at, Tile::key_step, Tile::load, Tile::load_mean;
   using Tile::load_values, Tile::magnitude, Tile::pair, Tile::stride, Tile::threads;
-  using Tile::rounded, Tile::unpack, Tile::word_at;
+  using Tile::unpack, Tile::word_at;
   static constexpr bool dependent = true;
 
   static QATTN_DEVICE void store_dots(const PlainRows& q, const TilePlace& p,
@@ -58,8 +58,9 @@ struct EncodePlain : FirstPass<Input, Channels> {
     load_mean(row.factors, p.b, 2 * heads, 2 * head, times);
   }
 
+  template <class Scales>
   static QATTN_DEVICE void run_rows(const PlainRows& row, const TilePlace& p, bool e4m3, bool dots,
-                                    SharedAddress shared) {
+                                    SharedAddress shared, Scales& scales) {
     const bool loud = is_loud(row, p);
     Words4 raw[8];
     load(row.rows, p, shared, raw);
@@ -103,7 +104,7 @@ struct EncodePlain : FirstPass<Input, Channels> {
     isa::sync_threads();
     if (isa::warp() == 0) {
       const RowPair r =
-          find_scales(shared, p.count(), row.shared, e4m3 ? formats::E4m3::max : formats::S8::max);
+          scales.find(shared, p, row.shared, e4m3 ? formats::E4m3::max : formats::S8::max);
       store_row_scales(row.out, p, r);
     }
     if (dots) store_dots(row, p, shared);
@@ -116,39 +117,42 @@ struct EncodePlain : FirstPass<Input, Channels> {
       });
     } else if (e4m3) {
       encode_rows(row, p, shared, raw, [&](const Words4& x, float factor) {
-        return Tile::template encoded<true>(x, factor, mean);
+        return scales.template row<true>(x, factor, mean);
       });
     } else {
       encode_rows(row, p, shared, raw, [&](const Words4& x, float factor) {
-        return Tile::template encoded<false>(x, factor, mean);
+        return scales.template row<false>(x, factor, mean);
       });
     }
   }
 
   /// Codes of a thread's eight keys, in the low bytes or four to a word as they come.
-  static QATTN_DEVICE Words2 token_codes(const float (&x)[8], const float (&factor)[8]) {
+  template <class Scales>
+  static QATTN_DEVICE Words2 token_codes(const float (&x)[8], const float (&factor)[8],
+                                         Scales& scales) {
     std::uint32_t code[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) code[i] = rounded(x[i], factor[i]);
+    for (int i = 0; i < 8; ++i) code[i] = scales.value(x[i], factor[i]);
     return {{low_bytes(code[0], code[1], code[2], code[3]),
              low_bytes(code[4], code[5], code[6], code[7])}};
   }
-  static QATTN_DEVICE Words2 channel_codes(const float (&x)[8], float factor) {
+  template <class Scales>
+  static QATTN_DEVICE Words2 channel_codes(const float (&x)[8], float factor, Scales& scales) {
     std::uint32_t pair[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // -0 becomes +0, as on the CPU
-      pair[i] = isa::pack_e4m3(formats::mul_rn(formats::add_rn(x[2 * i], 0.0f), factor),
-                               formats::mul_rn(formats::add_rn(x[2 * i + 1], 0.0f), factor));
+      pair[i] = isa::pack_e4m3(scales.scaled(formats::add_rn(x[2 * i], 0.0f), factor),
+                               scales.scaled(formats::add_rn(x[2 * i + 1], 0.0f), factor));
     }
     return {{pair[0] | pair[1] << 16, pair[2] | pair[3] << 16}};
   }
 
-  template <bool E4m3>
+  template <bool E4m3, class Scales>
   static QATTN_DEVICE void run_values(const PlainParams& params, const TilePlace& p,
-                                      SharedAddress shared) {
+                                      SharedAddress shared, Scales& scales) {
     std::uint8_t* record = record_of(params.v_out, p, Channels);
     Words4 raw[8];
-    const RowPair r = load_values(params, p, shared, raw);
+    const RowPair r = load_values(params, p, shared, raw, scales);
     const SharedAddress image = shared + image_at;
     if (isa::warp() == 0) {
       constexpr auto kind = E4m3 ? ValueScales::floating : ValueScales::integer_token;
@@ -173,11 +177,12 @@ struct EncodePlain : FirstPass<Input, Channels> {
       }
       Words2 code[2];
       if constexpr (E4m3) {
-        code[0] = channel_codes(even, code_factor(scale[2 * j] > 0.0f, scale[2 * j]));
-        code[1] = channel_codes(odd, code_factor(scale[2 * j + 1] > 0.0f, scale[2 * j + 1]));
+        code[0] = channel_codes(even, code_factor(scale[2 * j] > 0.0f, scale[2 * j]), scales);
+        code[1] = channel_codes(odd, code_factor(scale[2 * j + 1] > 0.0f, scale[2 * j + 1]),
+                                scales);
       } else {
-        code[0] = token_codes(even, factor);
-        code[1] = token_codes(odd, factor);
+        code[0] = token_codes(even, factor, scales);
+        code[1] = token_codes(odd, factor, scales);
       }
       isa::store_shared(to + 2 * j * slot_tile, code[0]);
       isa::store_shared(to + (2 * j + 1) * slot_tile, code[1]);
@@ -189,7 +194,7 @@ struct EncodePlain : FirstPass<Input, Channels> {
   /// Operand of a block, whose number becomes the one within its operand. What the first pass read
   /// comes from its end, which that pass left in the L2, behind so many blocks of Q and V as fill
   /// the GPU while that pass ends.
-  static QATTN_DEVICE int role_of_block(const Params& params, int& block) {
+  static QATTN_DEVICE int role_of_block(const PlainParams& params, int& block) {
     const int keys = params.blocks[1];
     const int values = params.v_shared == SharedScales::channel ? params.blocks[2] : 0;
     const int behind = block - params.lead, again = keys + values;
@@ -209,16 +214,31 @@ struct EncodePlain : FirstPass<Input, Channels> {
     return 2 - first;
   }
 
-  static QATTN_DEVICE void encode(const Params& params, int role, const TilePlace& p,
-                                  SharedAddress shared) {
+  template <class Scales>
+  static QATTN_DEVICE void encode(const PlainParams& params, int role, const TilePlace& p,
+                                  SharedAddress shared, Scales& scales) {
     if (role < 2) {
       const bool dots = role == 0 && params.row[0].out.dot_mean != nullptr;
-      run_rows(params.row[role], p, params.e4m3, dots, shared);
+      run_rows(params.row[role], p, params.e4m3, dots, shared, scales);
     } else if (params.v_shared == SharedScales::channel) {
-      run_values<true>(params, p, shared);
+      run_values<true>(params, p, shared, scales);
     } else {
-      run_values<false>(params, p, shared);
+      run_values<false>(params, p, shared, scales);
     }
+  }
+
+  /// The tile that block `block` of a role has; what belongs to tiles without tokens is stored.
+  static QATTN_DEVICE TilePlace begin_tile(const PlainParams& params, int role, int block,
+                                           SharedAddress shared) {
+    const tile::Rows& rows = params.rows(role);
+    const int tile = divide(block, rows.heads), head = block - tile * rows.heads;
+    const TilePlace p = find_tile(rows, tile, head, threads, shared + word_at);
+    if (!params.first_pass) {
+      const bool last = block == params.blocks[role] - 1;
+      role < 2 ? store_no_rows(params.row[role].out, p, last)
+               : store_no_values<Channels>(params.v_out, p, last);
+    }
+    return p;
   }
 
   static QATTN_DEVICE void run(const Params& params) {
@@ -233,16 +253,11 @@ struct EncodePlain : FirstPass<Input, Channels> {
                            ? params.row[role].mean != nullptr || params.row[role].factors != nullptr
                            : params.v_shared == SharedScales::channel;
     if (reads && !params.first_pass) isa::grid_dependency_wait();
-    const tile::Rows& rows = params.rows(role);
-    const int tile = divide(block, rows.heads), head = block - tile * rows.heads;
-    const TilePlace p = find_tile(rows, tile, head, threads, shared + word_at);
-    if (!params.first_pass) {
-      const bool last = block == params.blocks[role] - 1;
-      role < 2 ? store_no_rows(params.row[role].out, p, last)
-               : store_no_values<Channels>(params.v_out, p, last);
-    }
+    const TilePlace p = begin_tile(params, role, block, shared);
+    typename Tile::OwnScales scales;
     if (p.used) {
-      params.first_pass ? First::run(params, role, p, shared) : encode(params, role, p, shared);
+      params.first_pass ? First::run(params, role, p, shared)
+                        : encode(params, role, p, shared, scales);
     }
     isa::grid_dependency_wait();  // also behind the first: to remember it costs a register too many
   }

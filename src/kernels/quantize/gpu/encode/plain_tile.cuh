@@ -108,10 +108,33 @@ struct PlainTile : RowCodes<Input> {
     return isa::load_shared<float>(shared + factor_at + 4 * row);
   }
 
+  /// Scales that come from the rows themselves, under which every code fits. EncodeGiven has
+  /// others.
+  struct OwnScales {
+    /// Of a tile's rows, by the first warp; factors go to shared memory.
+    QATTN_DEVICE RowPair find(SharedAddress shared, const TilePlace& p, SharedScales scales,
+                              float qmax) {
+      return find_scales(shared, p.count(), scales, qmax);
+    }
+    /// Codes of a chunk of Q or K less its mean.
+    template <bool E4m3>
+    QATTN_DEVICE Words2 row(const Words4& raw, float factor, const float (&mean)[8]) {
+      return RowCodes<Input>::template encoded<E4m3>(raw, factor, mean);
+    }
+    /// The code in s8 of a value of V, in the low byte.
+    QATTN_DEVICE std::uint32_t value(float x, float factor) {
+      return RowCodes<Input>::rounded(x, factor);
+    }
+    /// A value of V that becomes e4m3.
+    QATTN_DEVICE float scaled(float x, float factor) { return formats::mul_rn(x, factor); }
+  };
+
   /// V's rows. When it returns, the first warp has their scales, and their factors are in shared
   /// memory but for a barrier.
+  template <class Scales>
   static QATTN_DEVICE RowPair load_values(const PlainParams& params, const TilePlace& p,
-                                          SharedAddress shared, Words4 (&raw)[8]) {
+                                          SharedAddress shared, Words4 (&raw)[8],
+                                          Scales& scales) {
     load(params.v, p, shared, raw);
     const SharedAddress mine = shared + 4 * (first_key() * stride + chunk());
 #pragma unroll
@@ -120,7 +143,7 @@ struct PlainTile : RowCodes<Input> {
     }
     isa::sync_threads();
     RowPair r{};
-    if (isa::warp() == 0) r = find_scales(shared, p.count(), params.v_shared, formats::S8::max);
+    if (isa::warp() == 0) r = scales.find(shared, p, params.v_shared, formats::S8::max);
     return r;
   }
 
