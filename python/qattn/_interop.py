@@ -222,7 +222,7 @@ def torch_entry(x: Any, format_name: str | None = None) -> Entry:
         format_name or _FORMATS[_name_of(x.dtype)],
         x.shape,
         x.stride(),
-        *_torch_device(x.device),
+        *device_of(x),
         x,
     )
 

