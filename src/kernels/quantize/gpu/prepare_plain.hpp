@@ -133,6 +133,8 @@ class PlainRun {
     }
     const Format input = any_->tensor.format;
     if (given_ && !params.first_pass) {
+      params.lead = 0;  // all of its blocks wait
+      params.values_lead = false;
       return launch_plain<EncodeGiven>(params, input, any_->padded, blocks, launches_);
     }
     return launch_plain<EncodePlain, PlainParams>(params, input, any_->padded, blocks, launches_);
