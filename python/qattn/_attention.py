@@ -285,7 +285,7 @@ def _same_numbers(a: Any, b: Any) -> bool:
 AUTOMATIC = ("automatic", 0, 0)
 
 
-# Calls of a model repeat a few. -0.0 and 0.0 are one key, and mean one thing wherever they may come.
+# Calls of a model repeat a few. -0.0 and 0.0 are one key, and mean one thing wherever they come.
 @functools.lru_cache(maxsize=256)
 def made_options(
     recipe: tuple[str, str, str, str],
