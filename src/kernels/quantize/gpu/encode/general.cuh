@@ -1,4 +1,4 @@
-// Encoding of everything that EncodePlain leaves out: any granularity, rotation, given scales,
+// Encoding of everything that EncodePlain and EncodeGiven leave out: any granularity, rotation,
 // given codes, float32 and unaligned rows, all 8-bit formats. One block a tile; Q, K and V in one
 // launch. The same kernel makes the pass for the maxima of groups that are larger than a tile.
 #pragma once
