@@ -37,10 +37,10 @@ struct KeyShare {
   QATTN_DEVICE KeyShare(const PrefillParams& p, const PrefillWork& work, int rows) {
     const int length = static_cast<int>(work.q.length);
     blocks = (length + rows - 1) / rows, block = work.first_row / rows;
-    const int first = (length < rows ? length : rows) + work.shift + p.window_right;
-    common = p.window_right >= 0 && first < work.key_end ? first : work.key_end;
-    before = work.first_row + work.shift + p.window_right;
-    if (p.window_right < 0 || block == 0) before = no_key;
+    const int last = (length < rows ? length : rows) - 1;  // row of the first block
+    common = visible_end(p.window_right, last + work.shift, work.key_end);
+    before = visible_end(p.window_right, work.first_row - 1 + work.shift, no_key);
+    if (block == 0) before = no_key;
     if (work.head % p.group != 0) common = 0, before = no_key;
   }
 

@@ -1,6 +1,7 @@
 // How query rows end: sums, sinks, LSE, and their way to the output.
 #pragma once
 
+#include "formats/bits.hpp"
 #include "kernels/attention/common/rows.cuh"
 #include "kernels/attention/common/finish.hpp"
 
@@ -38,8 +39,10 @@ QATTN_DEVICE void copy_rows(SharedAddress from, std::uint16_t* to, std::int64_t 
 template <class S>
 struct PrefillOutput : PrefillRows<S> {
   using Base = PrefillRows<S>;
-  using Base::M, Base::R, Base::bad_rows, Base::doubtful, Base::excess, Base::lane, Base::local_row,
-      Base::lse_offset, Base::max, Base::out, Base::p, Base::sum, Base::warp, Base::work;
+  using F = typename S::Fragment;
+  using Base::M, Base::R, Base::bad_rows, Base::column, Base::doubtful, Base::element, Base::excess,
+      Base::first_column, Base::lane, Base::local_row, Base::lse_offset, Base::max, Base::out, Base::p, Base::sum,
+      Base::warp, Base::work;
 
   using Base::Base;
 
@@ -60,7 +63,7 @@ struct PrefillOutput : PrefillRows<S> {
   // This counts where blocks have few tiles: of 22000 clocks at S 1024 (H200, D 128) rows that
   // ended one after the other took 1300, and stores by the warps that own them 1050.
   QATTN_DEVICE bool end(bool part) {
-    this->add_lanes(sum);
+    isa::add_rows<F>(sum);
     if (part) {
       if constexpr (S::direct_sums) this->end_values();
       write_part();
@@ -88,8 +91,7 @@ struct PrefillOutput : PrefillRows<S> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float poison = row_poison(r), top = max[r] - S::p_log2;
-      const unsigned bad_lanes = isa::ballot((bad_rows >> r & 1) != 0);
-      const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
+      const bool bad = isa::any_in_row<F>(lane, (bad_rows >> r & 1) != 0);
       const bool exists = this->exists(r);
       if constexpr (S::wide_pv) {
         doubtful |= exists && tile::is_nan(poison) && !bad && tile::is_finite(sum[r]);
@@ -97,19 +99,22 @@ struct PrefillOutput : PrefillRows<S> {
       const float total = bad && top != -tile::infinity() ? tile::quiet_nan() : sum[r];
       if (!exists) continue;
       const std::int64_t row = first + local_row(r);
-      if (lane % 4 == 0) {
+      if (isa::leads_row<F>(lane)) {
         isa::store_global(reinterpret_cast<isa::Words2*>(parts.state + 2 * row),
                           isa::Words2{{__builtin_bit_cast(std::uint32_t, top),
                                        __builtin_bit_cast(std::uint32_t, total)}});
       }
       if (top == -tile::infinity() && !tile::is_nan(total)) continue;
-      float* to = parts.out + row * parts.channels + lane % 4 * 2;
+      float* to = parts.out + row * parts.channels + first_column();
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
-        const float* x = out[r / 2][n] + r % 2 * 2;
-        isa::store_global(reinterpret_cast<isa::Words2*>(to + 8 * n),
-                          isa::Words2{{__builtin_bit_cast(std::uint32_t, x[0]),
-                                       __builtin_bit_cast(std::uint32_t, x[1])}});
+#pragma unroll
+        for (int e = 0; e < F::row_elements; e += 2) {
+          const std::uint32_t words[2] = {formats::bits_of(element(out, r, n, e)),
+                                          formats::bits_of(element(out, r, n, e + 1))};
+          isa::store_global(reinterpret_cast<isa::Words2*>(to + column(n, e)),
+                            isa::Words2{{words[0], words[1]}});
+        }
       }
     }
   }
@@ -135,7 +140,7 @@ struct PrefillOutput : PrefillRows<S> {
   }
 
   QATTN_DEVICE void store_lse(int i, float lse) {
-    if (lane % 4 == 0 && p.out.lse != nullptr && i < work.q.rows) {
+    if (isa::leads_row<F>(lane) && p.out.lse != nullptr && i < work.q.rows) {
       isa::store_global(p.out.lse + work.b * p.out.lse_batch +
                             (work.q.begin + i) * p.out.lse_token + work.head * p.out.lse_head,
                         lse);
@@ -176,9 +181,8 @@ struct PrefillOutput : PrefillRows<S> {
 #pragma unroll 1
     for (int r = 0; r < R; ++r) {
       const int i = work.first_row + local_row(r);
-      // Any of the four lanes that share the row may have found it bad.
-      const unsigned bad_lanes = isa::ballot((bad_rows >> r & 1) != 0);
-      const bool bad = (bad_lanes >> (lane & ~3) & 15u) != 0;
+      // Any of the lanes that share the row may have found it bad.
+      const bool bad = isa::any_in_row<F>(lane, (bad_rows >> r & 1) != 0);
       const float total = pick(sum, r);
       const tile::RowEnd end =
           tile::finish_row(p, work.b, work.head, this->exists(r), bad, pick(max, r) - S::p_log2,
@@ -211,8 +215,8 @@ struct PrefillOutput : PrefillRows<S> {
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = out[r / 2][n][r % 2 * 2 + e];
+        for (int e = 0; e < F::row_elements; ++e) {
+          float& x = element(out, r, n, e);
           x = (none ? 0.0f : x) + ends.poison[r];
         }
       }
@@ -234,7 +238,7 @@ struct PrefillOutput : PrefillRows<S> {
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) out[r / 2][n][r % 2 * 2 + e] *= ends.factor[r];
+        for (int e = 0; e < F::row_elements; ++e) element(out, r, n, e) *= ends.factor[r];
       }
       excess[r] = 0.0f, ends.factor[r] = 1 / Base::value_unit;
     }
@@ -244,7 +248,7 @@ struct PrefillOutput : PrefillRows<S> {
 #pragma unroll
     for (int r = 0; r < R; ++r) by[r] = ends.factor[r];
     if constexpr (S::direct_sums) {
-      this->add_lanes(excess);
+      isa::add_rows<F>(excess);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         by[r] *= Base::value_unit;
@@ -256,8 +260,8 @@ struct PrefillOutput : PrefillRows<S> {
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = out[r / 2][n][r % 2 * 2 + e];
+        for (int e = 0; e < F::row_elements; ++e) {
+          float& x = element(out, r, n, e);
           x = S::direct_sums ? fmaf(x, by[r], less[r]) : x * by[r];
         }
       }
@@ -265,20 +269,18 @@ struct PrefillOutput : PrefillRows<S> {
   }
 
   /// NaN if a channel of row r is not finite, else 0.
-  QATTN_DEVICE float row_poison(int r) const {
+  QATTN_DEVICE float row_poison(int r) {
     if constexpr (!S::wide_pv) return 0.0f;
     float part[4] = {};  // chains that do not wait for one another
 #pragma unroll
     for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& x = part[n % 2 * 2 + e];
-        x = fmaf(out[r / 2][n][r % 2 * 2 + e], 0.0f, x);
+      for (int e = 0; e < F::row_elements; ++e) {
+        float& x = part[(n % 2 * 2 + e) % 4];
+        x = fmaf(element(this->out, r, n, e), 0.0f, x);
       }
     }
-    float poison = (part[0] + part[1]) + (part[2] + part[3]);
-    poison += isa::shuffle_xor(poison, 1);
-    return poison + isa::shuffle_xor(poison, 2);
+    return isa::row_sum<F>((part[0] + part[1]) + (part[2] + part[3]));
   }
 
   /// The numbers of this thread's channels of N tiles from `first` on, from a table of `channels`;
@@ -286,13 +288,16 @@ struct PrefillOutput : PrefillRows<S> {
   /// of a row took 4 us (H200, D 128).
   template <int N>
   QATTN_DEVICE void load_channels(const float* table, int channels, int first,
-                                  float (&x)[N][2]) const {
+                                  float (&x)[N][F::row_elements]) const {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const int c = 8 * (first + n) + lane % 4 * 2;
-      const float* at = table + (c < channels ? c : 0);
-      x[n][0] = isa::load_global(at);
-      x[n][1] = isa::load_global(at + 1);
+#pragma unroll
+      for (int e = 0; e < F::row_elements; e += F::run) {
+        const int c = column(first + n, e) + first_column();
+        const float* at = table + (c < channels ? c : 0);
+#pragma unroll
+        for (int i = 0; i < F::run; ++i) x[n][e + i] = isa::load_global(at + i);
+      }
     }
   }
 
@@ -302,15 +307,15 @@ struct PrefillOutput : PrefillRows<S> {
     constexpr int together = 4;  // all at once have no room in registers beside the output
 #pragma unroll
     for (int first = 0; first < S::d_tiles; first += together) {
-      float mean[together][2];
+      float mean[together][F::row_elements];
       load_channels(table, p.v_mean_channels, first, mean);
 #pragma unroll
       for (int n = 0; n < together; ++n) {
 #pragma unroll
         for (int r = 0; r < R; ++r) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = out[r / 2][first + n][r % 2 * 2 + e];
+          for (int e = 0; e < F::row_elements; ++e) {
+            float& x = element(out, r, first + n, e);
             if (weight[r] != 0.0f) x += weight[r] * mean[n][e];
           }
         }
@@ -324,11 +329,15 @@ struct PrefillOutput : PrefillRows<S> {
   QATTN_DEVICE void stage(SharedAddress rows, int first, Pack pack) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const SharedAddress row = rows + local_row(r) * S::out_row + lane % 4 * 4;
+      const SharedAddress row = rows + local_row(r) * S::out_row + 2 * first_column();
 #pragma unroll
-      for (int n = 0; n < S::out_channels / 8; ++n) {
-        const float* x = out[r / 2][first / 8 + n] + r % 2 * 2;
-        isa::store_shared(row + 16 * n, pack(x[0], x[1]));
+      for (int n = 0; n < S::out_channels / F::tile_columns; ++n) {
+#pragma unroll
+        for (int e = 0; e < F::row_elements; e += 2) {
+          const int from = first / F::tile_columns + n;
+          isa::store_shared(row + 2 * column(n, e),
+                            pack(element(out, r, from, e), element(out, r, from, e + 1)));
+        }
       }
     }
   }
@@ -358,15 +367,15 @@ struct PrefillOutput : PrefillRows<S> {
   QATTN_DEVICE void store_floats() {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int row = local_row(r), c = lane % 4 * 2;
+      const int row = local_row(r), first = first_column();
       if (row >= rows_in_memory()) continue;
-      float* to = static_cast<float*>(p.out.data) + out_offset(row) + c;
+      float* to = static_cast<float*>(p.out.data) + out_offset(row) + first;
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (8 * n + c + e < p.out.channels) {
-            isa::store_global(to + 8 * n + e, out[r / 2][n][r % 2 * 2 + e]);
+        for (int e = 0; e < F::row_elements; ++e) {
+          if (column(n, e) + first < p.out.channels) {
+            isa::store_global(to + column(n, e), element(out, r, n, e));
           }
         }
       }

@@ -1,13 +1,15 @@
 // What prefill kernels know of their query rows, whatever multiplies the matrices: which rows and
 // keys a block works on, and what happens to scores before the softmax. How rows end: epilogue.cuh.
 //
-// A warp owns 16 M rows. Its accumulators lie as mma and wgmma leave them: x[m][n][i] of a lane is
-// row 16m + g + 8(i / 2), column 8n + 2t + i % 2, with g = lane / 4 and t = lane % 4.
+// A warp owns M tiles of rows. Its accumulators lie as the kernel's fragment says
+// (isa/fragment.hpp): x[m][n][i] is element i of a lane in row tile m and column tile n.
 #pragma once
 
-#include "kernels/attention/common/params.hpp"
+#include "isa/fragment.hpp"
 #include "kernels/attention/common/copy.hpp"
+#include "kernels/attention/common/params.hpp"
 #include "kernels/attention/common/score.hpp"
+#include "kernels/attention/common/visible_keys.hpp"
 
 namespace qattn::kernels {
 
@@ -124,10 +126,10 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   const int length = static_cast<int>(w.k.length);
   const int past = static_cast<int>(w.q.length) < w.first_row + rows ? static_cast<int>(w.q.length)
                                                                      : w.first_row + rows;
-  const int end = p.window_right < 0 ? length : past + w.shift + p.window_right;
-  const int begin = p.window_left < 0 ? 0 : w.first_row + w.shift - p.window_left;
+  const int end = visible_end(p.window_right, past - 1 + w.shift, length);
+  const int begin = visible_begin(p.window_left, w.first_row + w.shift);
   const bool none = past <= w.first_row || w.q.bad || w.k.bad;
-  w.key_end = none ? 0 : end < length ? end : length;
+  w.key_end = none ? 0 : end;
   // Kernels with other tiles split keys at the same places: one does blocks of another again.
   const int step = p.splits > 1 ? split_tile : keys;
   w.key_begin = begin < 0 ? 0 : begin / step * step;
@@ -135,21 +137,22 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   return w;
 }
 
-/// `S` gives rows, keys, dv, m_tiles, warp_rows, n_tiles, d_tiles, out_channels, out_row, p_log2,
-/// wide_qk, wide_pv, u8, direct_sums: is P V of u8 in units of 2^-149? two_row_ends: is there a
+/// `S` gives Fragment, rows, keys, dv, m_tiles, warp_rows, n_tiles, d_tiles, out_channels, out_row,
+/// p_log2, wide_qk, wide_pv, u8, direct_sums: is P V of u8 in units of 2^-149? two_row_ends: is there a
 /// quick way to end usual rows? divides: by a division? and staged_rows: has a producer put what
 /// belongs to Q's rows into shared memory?
 template <class S>
 struct PrefillRows {
-  static constexpr int M = S::m_tiles, R = 2 * M;
-  using Scores = float[M][S::n_tiles][4];
+  using F = typename S::Fragment;
+  static constexpr int M = S::m_tiles, R = F::rows * M;
+  using Scores = float[M][S::n_tiles][F::elements];
 
   const PrefillParams& p;
   const PrefillWork& work;
   int lane = isa::lane();
   int warp;   ///< among those that own rows
   int exist;  ///< rows of the block that do
-  float out[M][S::d_tiles][4] = {};
+  float out[M][S::d_tiles][F::elements] = {};
   float max[R], sum[R] = {};
   float excess[R] = {};      ///< add_excess()
   float exact[R] = {};       ///< Hopper: the same of P before rounding
@@ -171,8 +174,19 @@ struct PrefillRows {
 
   /// Row r of this thread inside the block.
   QATTN_DEVICE int local_row(int r) const {
-    return warp * S::warp_rows + r / 2 * 16 + lane / 4 + r % 2 * 8;
+    return warp * S::warp_rows + r / F::rows * F::tile_rows + F::row(lane, r % F::rows);
   }
+
+  /// Element e of row r in column tile n of accumulators.
+  template <class T, int N>
+  QATTN_DEVICE static auto& element(T (&x)[M][N][F::elements], int r, int n, int e) {
+    return x[r / F::rows][n][F::element(r % F::rows, e)];
+  }
+  /// How far that element's column is behind first_column().
+  QATTN_CONSTEXPR static int column(int n, int e) {
+    return n * F::tile_columns + F::element_column(e);
+  }
+  QATTN_DEVICE int first_column() const { return F::lane_column(lane); }
 
   /// Does row r of this thread exist?
   QATTN_DEVICE bool exists(int r) const { return local_row(r) < exist; }
@@ -197,19 +211,16 @@ struct PrefillRows {
     row.i = query(r);
     row.head = head(r);
     row.diagonal = row.i + work.shift;
-    const int length = static_cast<int>(work.k.length);
-    const int end = p.window_right < 0 ? length : row.diagonal + p.window_right + 1;
-    row.end = end < length ? end : length;
-    row.begin = p.window_left < 0 ? 0 : row.diagonal - p.window_left;
+    row.end = visible_end(p.window_right, row.diagonal, static_cast<int>(work.k.length));
+    row.begin = visible_begin(p.window_left, row.diagonal);
     return row;
   }
 
   /// Does every row of the block see every key of the tile?
   QATTN_DEVICE bool whole(int tile) const {
     const int first = work.first_row + work.shift, last = first + S::rows - 1;
-    return tile + S::keys <= work.k.length &&
-           (p.window_right < 0 || tile + S::keys <= first + p.window_right + 1) &&
-           (p.window_left < 0 || tile >= last - p.window_left);
+    return tile + S::keys <= visible_end(p.window_right, first, static_cast<int>(work.k.length)) &&
+           tile >= visible_begin(p.window_left, last);
   }
 
   // ---- Scores ---------------------------------------------------------------------------------
@@ -257,7 +268,7 @@ struct PrefillRows {
     tile::ScoreRow rows[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) rows[r] = score_row(r);
-    tile::each_score(s, [&](int r, int key, float& x) {
+    tile::each_score<F>(s, [&](int r, int key, float& x) {
       const bool visible = tile + key < rows[r].end;
       // An infinity of a 16-bit product must not look like a masked score.
       if (S::wide_qk && x == -tile::infinity()) x = tile::quiet_nan();
@@ -280,14 +291,14 @@ struct PrefillRows {
       factor[r] = row_scale[r] * tile::ln_2;
       if (p.q8.dot_mean != nullptr) offset[r] = mean_dot(r);
     }
-    tile::each_score(s, [&](int r, int key, float& x) {
+    tile::each_score<F>(s, [&](int r, int key, float& x) {
       x *= factor[r] * key_scale(key);
       if (!tile::is_finite(x)) x = tile::quiet_nan();
     });
     add(s);
     if (p.softcap > 0) {
       const float inverse = 1.0f / p.softcap;
-      tile::each_score(
+      tile::each_score<F>(
           s, [&](int r, int, float& x) { x = tile::soft_cap(x + offset[r], p.softcap, inverse); });
     }
     if (p.alibi.data != nullptr) {
@@ -297,13 +308,13 @@ struct PrefillRows {
         slope[r] = tile::load_number(p.alibi.data, p.alibi.format,
                                      work.b * p.alibi.stride[0] + rows[r].head * p.alibi.stride[1]);
       }
-      tile::each_score(s, [&](int r, int key, float& x) {
+      tile::each_score<F>(s, [&](int r, int key, float& x) {
         const float distance = fabsf(static_cast<float>(tile + key - rows[r].diagonal));
         x = tile::add_bias(x, tile::add_bias(-slope[r] * distance, 0.0f));
       });
     }
-    if (p.mask.data != nullptr) tile::apply_mask(p.mask, work.b, rows, tile, s);
-    tile::each_score(s, [&](int r, int key, float& x) {
+    if (p.mask.data != nullptr) tile::apply_mask<F>(p.mask, work.b, rows, tile, s);
+    tile::each_score<F>(s, [&](int r, int key, float& x) {
       x = tile::squeeze(x) * tile::log2_e;
       const int j = tile + key;
       if (j < rows[r].begin || j >= rows[r].end) x = -tile::infinity();
@@ -321,13 +332,13 @@ struct PrefillRows {
     float top[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
-    tile::each_score(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
-    row_maxima(top);
+    tile::each_score<F>(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
+    isa::row_maxima<F>(top);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       far[r] = fabsf(top[r]) > far_score && top[r] != -tile::infinity() ? top[r] : 0.0f;
     }
-    tile::each_score(s, [&](int r, int, float& x) { x -= far[r]; });
+    tile::each_score<F>(s, [&](int r, int, float& x) { x -= far[r]; });
   }
 
   // ---- Softmax --------------------------------------------------------------------------------
@@ -357,7 +368,9 @@ struct PrefillRows {
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) out[m][n][i] *= shrink[2 * m + i / 2];
+        for (int i = 0; i < F::elements; ++i) {
+          out[m][n][i] *= shrink[F::rows * m + isa::row_of_element<F>(i)];
+        }
       }
     }
   }
@@ -405,37 +418,18 @@ struct PrefillRows {
   }
   /// Takes that off, where rows are not ended.
   QATTN_DEVICE void end_values() {
-    add_lanes(excess);
+    isa::add_rows<F>(excess);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float less = excess[r] * (-value_offset * value_unit);
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = out[r / 2][n][r % 2 * 2 + e];
+        for (int e = 0; e < F::row_elements; ++e) {
+          float& x = element(out, r, n, e);
           x = fmaf(x, value_unit, less);
         }
       }
-    }
-  }
-
-  /// The sums, and the maxima, of all four lanes that share a row.
-  QATTN_DEVICE static void add_lanes(float (&x)[R]) {
-    join_lanes(x, [](float a, float b) { return a + b; });
-  }
-  QATTN_DEVICE static void row_maxima(float (&x)[R]) {
-    join_lanes(x, [](float a, float b) { return fmaxf(a, b); });
-  }
-  template <class Join>
-  QATTN_DEVICE static void join_lanes(float (&x)[R], Join join) {
-#pragma unroll
-    for (int mask = 1; mask <= 2; mask *= 2) {
-      float other[R];
-#pragma unroll
-      for (int r = 0; r < R; ++r) other[r] = isa::shuffle_xor(x[r], mask);
-#pragma unroll
-      for (int r = 0; r < R; ++r) x[r] = join(x[r], other[r]);
     }
   }
 };

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "isa/fragment.hpp"
 #include "isa/isa.hpp"
 #include "kernels/attention/common/params.hpp"
 
@@ -70,36 +71,41 @@ struct ScoreRow {
   std::int32_t diagonal = 0;  ///< i + Sk - Sq
 };
 
-/// Scores of one warp as mma leaves them: x[m][n][i] of a lane is row 16m + g + 8(i / 2), key
-/// 8n + 2t + i % 2. Calls f(r, key, x) with r = 2m + i / 2 for every element.
-template <int M, int N, class Function>
-QATTN_DEVICE void each_score(float (&x)[M][N][4], Function f) {
-  const int column = isa::lane() % 4 * 2;
+/// Calls f(r, key, x) for every score that a lane has in fragments F: row r of the lane's, `key` of
+/// the tile.
+template <class F, int M, int N, class Function>
+QATTN_DEVICE void each_score(float (&x)[M][N][F::elements], Function f) {
+  const int column = F::lane_column(isa::lane());
 #pragma unroll
   for (int m = 0; m < M; ++m) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) f(2 * m + i / 2, 8 * n + column + i % 2, x[m][n][i]);
+      for (int i = 0; i < F::elements; ++i) {
+        const int r = m * F::rows + isa::row_of_element<F>(i);
+        const int place = n * F::tile_columns + F::element_column(isa::place_in_row<F>(i));
+        f(r, column + place, x[m][n][i]);
+      }
     }
   }
 }
 
 /// Adds a mask tensor, or turns what it forbids into -infinity. Keys outside a row's bounds are not
 /// looked up: the tensor need not have them.
-template <int M, int N>
+template <class F, int M, int N>
 QATTN_DEVICE void apply_mask(const kernels::BroadcastView& mask, int b,
-                             const ScoreRow (&rows)[2 * M], int tile, float (&x)[M][N][4]) {
-  std::int64_t base[2 * M];
+                             const ScoreRow (&rows)[F::rows * M], int tile,
+                             float (&x)[M][N][F::elements]) {
+  std::int64_t base[F::rows * M];
 #pragma unroll
-  for (int r = 0; r < 2 * M; ++r) {
+  for (int r = 0; r < F::rows * M; ++r) {
     base[r] = b * mask.stride[0] + rows[r].head * mask.stride[1] + rows[r].i * mask.stride[2];
   }
   const auto at = [&](int r, int j) { return base[r] + j * mask.stride[3]; };
   const auto inside = [&](int r, int j) { return j >= rows[r].begin && j < rows[r].end; };
   if (mask.format == Format::b1) {  // two keys of a lane lie in one byte
     const auto* data = static_cast<const std::uint8_t*>(mask.data);
-    each_score(x, [&](int r, int key, float& s) {
+    each_score<F>(x, [&](int r, int key, float& s) {
       const int j = tile + key;
       if (!inside(r, j)) return;
       if ((isa::load_global(data + (at(r, j) >> 3)) >> (j & 7) & 1) == 0) s = -infinity();
@@ -108,7 +114,7 @@ QATTN_DEVICE void apply_mask(const kernels::BroadcastView& mask, int b,
   }
   if (mask.format == Format::b8) {
     const auto* data = static_cast<const std::uint8_t*>(mask.data);
-    each_score(x, [&](int r, int key, float& s) {
+    each_score<F>(x, [&](int r, int key, float& s) {
       if (inside(r, tile + key) && isa::load_global(data + at(r, tile + key)) == 0) s = -infinity();
     });
     return;
@@ -116,14 +122,14 @@ QATTN_DEVICE void apply_mask(const kernels::BroadcastView& mask, int b,
   const auto add = [](float& s, float bias) { s = bias == -infinity() ? bias : add_bias(s, bias); };
   if (mask.format == Format::f32) {
     const auto* data = static_cast<const float*>(mask.data);
-    each_score(x, [&](int r, int key, float& s) {
+    each_score<F>(x, [&](int r, int key, float& s) {
       if (inside(r, tile + key)) add(s, isa::load_global(data + at(r, tile + key)));
     });
     return;
   }
   const auto* data = static_cast<const std::uint16_t*>(mask.data);
   const bool half = mask.format == Format::f16;
-  each_score(x, [&](int r, int key, float& s) {
+  each_score<F>(x, [&](int r, int key, float& s) {
     if (!inside(r, tile + key)) return;
     const std::uint32_t bits = isa::load_global(data + at(r, tile + key));
     add(s, half ? isa::unpack_f16(bits).lo : isa::unpack_bf16(bits).lo);

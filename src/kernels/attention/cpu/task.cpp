@@ -4,21 +4,18 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/attention/common/visible_keys.hpp"
 #include "qattn/quantize.hpp"
 
 namespace qattn::cpu {
 
 void set_window(const Problem& p, const SequenceInfo& s, Row& row) {
   const std::int64_t diagonal = row.i + s.k_length - s.q_length;
-  row.begin = 0;
-  row.end = row.i < s.q_length ? s.k_length : 0;  // rows past seqused_q see nothing
-  // A window wider than everything cannot overflow the sum: both terms are below 2^62.
-  if (p.window_left >= 0 && p.window_left < diagonal) row.begin = diagonal - p.window_left;
-  // With Sq > Sk the diagonal starts below 0, so only a right side of Sq + Sk hides nothing for
-  // sure.
-  if (p.window_right >= 0 && p.window_right < s.q_length + s.k_length) {
-    row.end = std::min(row.end, diagonal + p.window_right + 1);
-  }
+  const std::int64_t keys = row.i < s.q_length ? s.k_length : 0;  // past seqused_q: nothing
+  // No sum overflows: a diagonal lies between -Sq and Sk, so that a window of both sees all.
+  const std::int64_t all = s.q_length + s.k_length;
+  row.begin = kernels::visible_begin(std::min(p.window_left, all), diagonal);
+  row.end = kernels::visible_end(std::min(p.window_right, all), diagonal, keys);
   row.begin = std::max<std::int64_t>(row.begin, 0);
   row.end = std::max(row.end, row.begin);
 }

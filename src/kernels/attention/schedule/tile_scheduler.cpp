@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/attention/common/call_params.hpp"
+#include "kernels/attention/common/visible_keys.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -49,10 +50,9 @@ std::vector<std::int64_t> block_costs(const Problem& p, std::int64_t rows) {
     const std::int64_t sequence = n / blocks, block = n % blocks;
     const std::int64_t first = block * rows, past = std::min(first + rows, queries);
     // No sum of these overflows: a window is compared with the keys first.
-    const std::int64_t end = past + shift + std::min(p.window_right, keys);
-    const std::int64_t begin =
-        p.window_left < 0 ? 0 : first + shift - std::min(p.window_left, keys);
-    const std::int64_t seen = std::min(end, keys) - std::max<std::int64_t>(begin, 0);
+    const std::int64_t end = visible_end(std::min(p.window_right, keys), past - 1 + shift, keys);
+    const std::int64_t begin = visible_begin(std::min(p.window_left, keys), first + shift);
+    const std::int64_t seen = end - std::max<std::int64_t>(begin, 0);
     const std::int64_t at = sequence * queries / rows + sequence + block;
     costs[static_cast<std::size_t>(at)] = row_keys + std::max<std::int64_t>(seen, 0);
   }

@@ -25,6 +25,7 @@ template <PrefillConfig C>
 struct Prefill : PrefillValues<C> {
   using Params = PrefillParams;
   using S = PrefillShape<C>;
+  using F = typename S::Fragment;
   using Base = PrefillValues<C>;
   using Base::M, Base::R, Base::base, Base::channels, Base::lane, Base::max, Base::out, Base::p,
       Base::row_scale, Base::sum, Base::warp, Base::work;
@@ -70,7 +71,7 @@ struct Prefill : PrefillValues<C> {
       } else {
         this->mask_edge(s, tile, bad_values);
         if (bad_keys) {
-          tile::each_score(
+          tile::each_score<F>(
               s, [&](int, int, float& x) { x = x == -tile::infinity() ? x : tile::quiet_nan(); });
         }
       }

@@ -10,6 +10,7 @@ namespace qattn::kernels {
 
 template <PrefillConfig C>
 struct PrefillShape {
+  using Fragment = isa::MmaFragment;
   static constexpr bool wide_qk = isa::is_16bit(C.qk), wide_pv = isa::is_16bit(C.pv);
   /// The second one costs registers: 1196 bytes of spills at D 256 on sm_100.
   static constexpr bool two_row_ends = false, divides = true, staged_rows = false;
@@ -46,6 +47,7 @@ inline namespace QATTN_TARGET {
 template <PrefillConfig C>
 struct PrefillScores : PrefillOutput<PrefillShape<C>> {
   using S = PrefillShape<C>;
+  using F = typename S::Fragment;
   using Base = PrefillOutput<S>;
   using Base::M, Base::R, Base::bad_rows, Base::lane, Base::local_row, Base::p, Base::unit,
       Base::warp, Base::work;
@@ -230,13 +232,13 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const int block = (first_row + r / 2 * 16 + r % 2 * 8) / size;
-      const SharedAddress scores = mine + ((block < last ? block : last) - first) * 4 * S::keys;
+      const SharedAddress scores = mine + ((block < last ? block : last) - first) * 4 * S::keys +
+                                   4 * this->first_column();
 #pragma unroll
       for (int n = 0; n < S::n_tiles; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          s[r / 2][n][r % 2 * 2 + e] +=
-              isa::load_shared<float>(scores + 4 * (8 * n + lane % 4 * 2 + e));
+        for (int e = 0; e < F::row_elements; ++e) {
+          this->element(s, r, n, e) += isa::load_shared<float>(scores + 4 * this->column(n, e));
         }
       }
     }

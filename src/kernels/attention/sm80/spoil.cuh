@@ -40,8 +40,7 @@ struct SpoilRows {
     first = static_cast<std::int32_t>(~isa::load_shared<std::uint32_t>(isa::shared_base()));
     if (first == no_key) return;
     for (int i = 0; i < q.length; ++i) {
-      const int row_end = p.window_right < 0 ? length : i + shift + p.window_right + 1;
-      if (first < row_end && first < length) spoil(p, b, head, q.begin + i);
+      if (first < visible_end(p.window_right, i + shift, length)) spoil(p, b, head, q.begin + i);
     }
   }
 

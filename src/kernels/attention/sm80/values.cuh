@@ -11,6 +11,7 @@ inline namespace QATTN_TARGET {
 template <PrefillConfig C>
 struct PrefillValues : PrefillScores<C> {
   using S = PrefillShape<C>;
+  using F = typename S::Fragment;
   using Base = PrefillScores<C>;
   using Base::M, Base::R, Base::base, Base::excess, Base::lane, Base::max, Base::out, Base::p,
       Base::sum, Base::work;
@@ -29,8 +30,8 @@ struct PrefillValues : PrefillScores<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
     // In the order in which the products end: a tree of maxima was 2 % slower on an H200.
-    tile::each_score(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
-    this->row_maxima(top);
+    tile::each_score<F>(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
+    isa::row_maxima<F>(top);
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] *= scale[r];
   }
@@ -208,8 +209,8 @@ struct PrefillValues : PrefillScores<C> {
       some |= fabsf(lost[r]) > most[r];
     }
     if (!isa::any(some)) return 0;
-    this->add_lanes(lost);
-    this->add_lanes(most);
+    isa::add_rows<F>(lost);
+    isa::add_rows<F>(most);
     unsigned lossy = 0;
 #pragma unroll
     for (int r = 0; r < R; ++r) lossy |= fabsf(lost[r]) > most[r] ? 1u << r : 0u;
@@ -260,10 +261,9 @@ struct PrefillValues : PrefillScores<C> {
     if constexpr (S::direct_sums) {
       this->add_excess(count, share);
     } else {
+      isa::add_rows<F>(count);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        count[r] += isa::shuffle_xor(count[r], 1);
-        count[r] += isa::shuffle_xor(count[r], 2);
         surplus[r] = static_cast<std::int32_t>(count[r] * value_offset);
       }
     }
@@ -302,7 +302,7 @@ struct PrefillValues : PrefillScores<C> {
   /// NaN in the place of what rows see of bad tokens of V, whose codes are zeros.
   QATTN_DEVICE void spoil_rows(Scores& s) {
     const SharedAddress inverse = base + S::tail_at + 4 * S::keys;
-    tile::each_score(s, [&](int, int key, float& x) {
+    tile::each_score<F>(s, [&](int, int key, float& x) {
       if (x != -tile::infinity() && tile::is_nan(isa::load_shared<float>(inverse + 4 * key))) {
         x = tile::quiet_nan();
       }

@@ -112,7 +112,7 @@ struct Sm90Consumer : Sm90Multiplier<C> {
   QATTN_DEVICE void start_plain(Products& s, Plain& t) {
     this->take_maxima(s, 0, t);
     if constexpr (S::halves > 1) this->take_maxima(s, 1, t);
-    this->row_maxima(t.top);
+    isa::row_maxima<isa::MmaFragment>(t.top);
     if constexpr (!S::u8) this->begin_plain(t);
   }
   /// Its exponentials.

@@ -128,10 +128,10 @@ struct alignas(16) WorkFacts {
   static QATTN_DEVICE WorkFacts of(const PrefillParams& p, const PrefillWork& work, int rows,
                                    int keys, bool general) {
     const int first = work.first_row + work.shift, length = static_cast<int>(work.k.length);
-    const int end = p.window_right < 0 ? length : first + p.window_right + 1;
-    const int left = p.window_left < 0 ? 0 : first + rows - 1 - p.window_left;
+    const int end = visible_end(p.window_right, first, length);
+    const int left = visible_begin(p.window_left, first + rows - 1);
     const int from = left < 0 ? 0 : left;  // negative tiles are none
-    const int last = general ? -1 : (end < length ? end : length) - keys;
+    const int last = general ? -1 : end - keys;
     WorkFacts facts{};
     facts.plain_first = last < from ? no_tile : from;
     facts.plain_span = last < from ? 0 : last - from;

@@ -1,6 +1,7 @@
 // What the Hopper prefill kernel is told, and how its shared memory is laid out.
 #pragma once
 
+#include "isa/fragment.hpp"
 #include "isa/tensor_map.hpp"
 #include "kernels/attention/common/copy.hpp"
 #include "kernels/attention/common/params.hpp"
@@ -63,6 +64,7 @@ struct Sm90Params : PrefillParams {
 /// multiplied in the same step.
 template <Sm90Config C>
 struct Sm90Shape {
+  using Fragment = isa::MmaFragment;
   static constexpr bool wide_qk = isa::is_16bit(C.qk), wide_pv = isa::is_16bit(C.pv);
   static constexpr bool staged_rows = !wide_qk;  ///< Q's scales come with Q
   static constexpr bool u8 = C.pv == isa::Element::u8, e4m3_pv = C.pv == isa::Element::e4m3;

@@ -11,6 +11,7 @@ inline namespace QATTN_TARGET {
 template <Sm90Config C>
 struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
   using S = Sm90Shape<C>;
+  using F = typename S::Fragment;
   using Base = PrefillOutput<S>;
   using Base::p, Base::R, Base::work;
 
@@ -165,7 +166,7 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
   /// Hides what the block mask forbids of scores that are ready.
   QATTN_DEVICE static void hide_half(typename Base::Scores& s, std::uint32_t flags) {
     if (hidden_halves(flags) == 0) return;
-    tile::each_score(s, [&](int, int key, float& x) {
+    tile::each_score<F>(s, [&](int, int key, float& x) {
       if ((hidden_halves(flags) >> key / slot_tile & 1) != 0) x = -tile::infinity();
     });
   }

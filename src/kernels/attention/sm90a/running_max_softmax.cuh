@@ -10,6 +10,7 @@ inline namespace QATTN_TARGET {
 template <Sm90Config C>
 struct Sm90Online : Sm90Rows<C> {
   using S = Sm90Shape<C>;
+  using F = typename S::Fragment;
   using Base = Sm90Rows<C>;
   using Base::R, Base::lane, Base::max, Base::out, Base::p, Base::sum, Base::work;
   using typename Base::Scores;
@@ -199,7 +200,7 @@ struct Sm90Online : Sm90Rows<C> {
         most[r] = h == 0 ? largest : fmaxf(most[r], largest);
       }
     }
-    this->row_maxima(top);
+    isa::row_maxima<F>(top);
     this->spoil_overflow(most, top);
 #pragma unroll
     for (int r = 0; r < R; ++r) {

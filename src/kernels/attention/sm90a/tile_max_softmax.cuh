@@ -11,6 +11,7 @@ inline namespace QATTN_TARGET {
 template <Sm90Config C>
 struct Sm90Softmax : Sm90Rows<C> {
   using S = Sm90Shape<C>;
+  using F = typename S::Fragment;
   using Base = Sm90Rows<C>;
   using Base::R, Base::exact, Base::excess, Base::lane, Base::max, Base::out, Base::p, Base::sum,
       Base::work;
@@ -209,8 +210,8 @@ struct Sm90Softmax : Sm90Rows<C> {
     bool some = false;
 #pragma unroll
     for (int r = 0; r < R; ++r) lost[r] = exact[r] - excess[r], most[r] = excess[r];
-    this->add_lanes(lost);
-    this->add_lanes(most);
+    isa::add_rows<F>(lost);
+    isa::add_rows<F>(most);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const bool lossy = fabsf(lost[r]) > most[r] * formats::kMostReplaced;
@@ -286,7 +287,7 @@ struct Sm90Softmax : Sm90Rows<C> {
         most[r] = h == 0 ? largest : fmaxf(most[r], largest);
       }
     }
-    this->row_maxima(top);
+    isa::row_maxima<F>(top);
     this->spoil_overflow(most, top);
     raise(top);
     weigh(top);
@@ -342,14 +343,14 @@ struct Sm90Softmax : Sm90Rows<C> {
     this->hide_half(s, facts.flags);
     float far[R] = {}, run[R];  // run: the rows' references
     this->bring_near(s, far);
-    tile::each_score(s, [&](int, int key, float& x) {
+    tile::each_score<F>(s, [&](int, int key, float& x) {
       if (x != -tile::infinity()) x += table(S::log_at, key);
     });
     float top[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
-    tile::each_score(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
-    this->row_maxima(top);
+    tile::each_score<F>(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
+    isa::row_maxima<F>(top);
     this->raise_far_maxima(top, far, run);
     Sums sums[S::halves] = {};
 #pragma unroll

@@ -268,8 +268,7 @@ struct DecodeUnit : DecodeLoad<C> {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float total = sum[n][c];
-#pragma unroll
-        for (int mask = 4; mask < 32; mask *= 2) total += isa::shuffle_xor(total, mask);
+        total = isa::row_sum<typename Base::F>(total);
         const isa::SharedAddress row =
             this->ring() + static_cast<isa::SharedAddress>(this->row(n, c) * row_bytes);
 #pragma unroll

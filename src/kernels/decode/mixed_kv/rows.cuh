@@ -115,8 +115,7 @@ struct DecodeRowTiles : DecodeCodes<C> {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float total = this->sum[n][c] * factor;
-#pragma unroll
-        for (int mask = 4; mask < 32; mask *= 2) total += isa::shuffle_xor(total, mask);
+        total = isa::row_sum<typename Base::F>(total);
 #pragma unroll
         for (int group = 0; group < S::groups; ++group) {
 #pragma unroll
@@ -200,8 +199,8 @@ struct DecodeRowTiles : DecodeCodes<C> {
     }
     std::uint32_t bad = bad_rows<E>(w);
     if (!isa::any(bad != 0)) return 0;
-#pragma unroll
-    for (int mask = 4; mask < 32; mask *= 2) bad |= isa::shuffle_xor(bad, mask);
+    bad = isa::join_row<typename Base::F>(
+        bad, [](std::uint32_t a, std::uint32_t b) { return a | b; });
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll

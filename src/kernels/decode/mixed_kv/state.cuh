@@ -20,6 +20,7 @@
 #pragma once
 
 #include "formats/bits.hpp"
+#include "isa/fragment.hpp"
 #include "kernels/decode/mixed_kv/params.hpp"
 #include "kernels/attention/common/score.hpp"
 
@@ -40,6 +41,7 @@ QATTN_CONSTEXPR int plane_shift(int bits, int i) {
 template <DecodeConfig C>
 struct DecodeState {
   using S = DecodeShape<C>;
+  using F = isa::MmaTransposedFragment;
   static constexpr int N = C.n;
   static constexpr float headroom = 14.0f, start = 8.0f;  ///< of P in f16, as powers of two
 
@@ -83,7 +85,7 @@ struct DecodeState {
   }
 
   /// Row of the unit of accumulator column c.
-  QATTN_DEVICE int row(int n, int c) const { return 8 * n + 2 * t + c; }
+  QATTN_DEVICE int row(int n, int c) const { return F::tile_rows * n + F::row(lane, c); }
 
   /// Block and first token of what this lane holds in row m of tiles; V's bits.
   template <int V>
@@ -210,18 +212,14 @@ struct DecodeState {
         float top = -tile::infinity();
 #pragma unroll
         for (int m = 0; m < M; ++m) top = fmaxf(top, fmaxf(s[m][n][c], s[m][n][c + 2]));
-#pragma unroll
-        for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, isa::shuffle_xor(top, mask));
+        top = isa::join_row<F>(top, [](float a, float b) { return fmaxf(a, b); });
         const bool higher = top > base[n][c] + headroom;  // any number is above -inf
         const float next = higher ? top - start : base[n][c];
         alpha[n][c] = higher ? isa::exp2(base[n][c] - next) : 1.0f;
         base[n][c] = next;
       }
     }
-#pragma unroll
-    for (int mask = 4; mask < 32; mask *= 2) {
-      top_scale = fmaxf(top_scale, isa::shuffle_xor(top_scale, mask));
-    }
+    top_scale = isa::join_row<F>(top_scale, [](float a, float b) { return fmaxf(a, b); });
     const bool fresh = v_inverse == tile::infinity();
     float factor = 1.0f;
     if (fresh || top_scale * v_inverse > 1.0f) {

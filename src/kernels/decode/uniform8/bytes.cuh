@@ -12,10 +12,11 @@ inline namespace QATTN_TARGET {
 /// Of a tile of `Keys` keys. A lane holds two rows of keys 8 n + lane / 4.
 template <int Keys>
 struct CodedBytes {
-  static constexpr int R = 2;
+  using F = isa::MmaTransposedFragment;
+  static constexpr int R = F::rows;
   /// Added to a float, it leaves a whole number, in its low bits.
   static constexpr float whole_numbers = 12582912.0f;
-  using Scores = float[Keys / 16][4];
+  using Scores = float[1][Keys / F::tile_columns][F::elements];
   using Codes = std::uint32_t[Keys / 32][1][2];
 
   /// Calls f(y, r) for P of every key and row of this lane, of which 255 stands at 2^ref, keys 8 n
@@ -32,7 +33,7 @@ struct CodedBytes {
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         // Of the largest the difference is 0, whatever it is; its code is 255 then.
-        const float y = isa::exp2(s[n / 2][n % 2 * 2 + r] - ref[r] + log2_255);
+        const float y = isa::exp2(s[0][n / 2][n % 2 * 2 + r] - ref[r] + log2_255);
         bits[r] = formats::bits_of(f(y, r));
       }
       turned[n % 4] = isa::transpose_matrix(isa::byte_permute(bits[0], bits[1], 0x5410));
@@ -54,14 +55,8 @@ struct CodedBytes {
       some |= fabsf(lost[r]) > most[r];
     }
     if (!isa::any(some)) return 0;
-#pragma unroll
-    for (int mask = 4; mask < 32; mask *= 2) {
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-        lost[r] += isa::shuffle_xor(lost[r], mask);
-        most[r] += isa::shuffle_xor(most[r], mask);
-      }
-    }
+    isa::add_rows<F>(lost);
+    isa::add_rows<F>(most);
     unsigned lossy = 0;
 #pragma unroll
     for (int r = 0; r < R; ++r) lossy |= fabsf(lost[r]) > most[r] ? 1u << r : 0u;

@@ -42,8 +42,8 @@ struct CodedDecode : CodedLoad<C> {
   static constexpr bool dependent = true;
   static constexpr bool fp8_qk = C.qk == Element::e4m3;
   static constexpr isa::Target target{fp8_qk ? coded_fp8_architecture : 80};
-  /// x[m][i] of a lane: key 16 m + g + 8 (i / 2), row 2 t + i % 2.
-  using Scores = float[S::key_tiles][4];
+  using F = isa::MmaTransposedFragment;
+  using Scores = float[1][S::key_tiles][F::elements];
 
   /// Channel 16 j + 2 g + i / 2, row 2 t + i % 2.
   float out[1][S::channel_tiles][4] = {};
@@ -118,26 +118,16 @@ struct CodedDecode : CodedLoad<C> {
 #pragma unroll
     for (int m = 0; m < S::key_tiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[m][i] = number(acc[m][0][i]);
-    }
-  }
-
-  /// Calls f(key, row of the lane, x) for every score.
-  template <class Function>
-  QATTN_DEVICE void each_score(Scores& s, Function f) const {
-#pragma unroll
-    for (int m = 0; m < S::key_tiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) f(16 * m + g + i / 2 * 8, i % 2, s[m][i]);
+      for (int i = 0; i < 4; ++i) s[0][m][i] = number(acc[m][0][i]);
     }
   }
 
   /// Leaves units of log2. `bad`: bits of the keys whose V is not finite.
   QATTN_DEVICE void finish_scores(Scores& s, int tile, std::uint64_t bad) const {
-    each_score(s, [&](int key, int r, float& x) { x *= row_scale[r] * fact(S::scales_at, key); });
+    tile::each_score<F>(s, [&](int r, int key, float& x) { x *= row_scale[r] * fact(S::scales_at, key); });
     if (p.softcap > 0) {
       const float inverse = 1.0f / p.softcap;
-      each_score(s, [&](int, int, float& x) {
+      tile::each_score<F>(s, [&](int, int, float& x) {
         x = tile::soft_cap(x * tile::ln_2, p.softcap, inverse) * tile::log2_e;
       });
     }
@@ -145,12 +135,11 @@ struct CodedDecode : CodedLoad<C> {
     int begin[R], end[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int diagonal = query(2 * t + r) + work.shift, length = static_cast<int>(work.k.length);
-      const int last = p.window_right < 0 ? length : diagonal + p.window_right + 1;
-      begin[r] = p.window_left < 0 ? 0 : diagonal - p.window_left;
-      end[r] = last < length ? last : length;
+      const int diagonal = query(F::row(lane, r)) + work.shift;
+      begin[r] = visible_begin(p.window_left, diagonal);
+      end[r] = visible_end(p.window_right, diagonal, static_cast<int>(work.k.length));
     }
-    each_score(s, [&](int key, int r, float& x) {
+    tile::each_score<F>(s, [&](int r, int key, float& x) {
       const bool sees = tile + key >= begin[r] && tile + key < end[r];
       if (!sees) x = -tile::infinity();
       if (sees && (bad >> key & 1) != 0) x = tile::quiet_nan();
@@ -159,19 +148,10 @@ struct CodedDecode : CodedLoad<C> {
 
   // ---- Softmax and product with V -------------------------------------------------------------
 
-  /// The largest of the lane's values, over all eight lanes that share its rows.
-  static QATTN_DEVICE void share_maxima(float (&x)[R]) {
-#pragma unroll
-    for (int mask = 4; mask < 32; mask *= 2) {
-#pragma unroll
-      for (int r = 0; r < R; ++r) x[r] = fmaxf(x[r], isa::shuffle_xor(x[r], mask));
-    }
-  }
-
   QATTN_DEVICE void find_maxima(Scores& s, float (&top)[R]) const {
     top[0] = top[1] = -tile::infinity();
-    each_score(s, [&](int, int r, float& x) { top[r] = fmaxf(top[r], x); });
-    share_maxima(top);
+    tile::each_score<F>(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
+    isa::row_maxima<F>(top);
   }
 
   /// Takes the tile's maxima into the references. With u8 P, relative to its own tile, any
@@ -219,7 +199,7 @@ struct CodedDecode : CodedLoad<C> {
   QATTN_DEVICE void attend_u8(Scores& s) {
     const bool scaled = by_token();
     if (scaled) {
-      each_score(s, [&](int key, int, float& x) {
+      tile::each_score<F>(s, [&](int, int key, float& x) {
         x = x == -tile::infinity() ? x : x + fact(S::logs_at, key);
       });
     }
@@ -290,7 +270,7 @@ struct CodedDecode : CodedLoad<C> {
     std::uint32_t b[S::key_tiles][1][2];
 #pragma unroll
     for (int n = 0; n < S::keys / 8; ++n) {  // keys 8 n + g
-      const float* x = s[n / 2] + n % 2 * 2;
+      const float* x = s[0][n / 2] + n % 2 * 2;
       const std::uint32_t codes = isa::unpack_e4m3(
           isa::pack_e4m3(isa::exp2(x[0] + offset[0]), isa::exp2(x[1] + offset[1])));
       const isa::Pair rounded = isa::unpack_f16(codes);
@@ -440,15 +420,14 @@ struct CodedDecode : CodedLoad<C> {
     const PartsView& parts = p.parts;
     const std::int64_t first = part_row(p, work.q, work.b, work.head, work.first_row) +
                                std::int64_t{work.split} * parts.rows;
+    isa::add_rows<F>(sum);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-#pragma unroll
-      for (int mask = 4; mask < 32; mask *= 2) sum[r] += isa::shuffle_xor(sum[r], mask);
-      const int local = 2 * t + r;
+      const int local = F::row(lane, r);
       if (query(local) >= work.q.length) continue;
       const std::int64_t row = first + local;
       const float top = max[r] - S::p_log2;
-      if (g == 0) {
+      if (isa::leads_row<F>(lane)) {
         isa::store_global(reinterpret_cast<isa::Words2*>(parts.state + 2 * row),
                           isa::Words2{{formats::bits_of(top), formats::bits_of(sum[r])}});
       }

@@ -57,9 +57,8 @@ struct CodedLoad {
   /// Does every row of the block see every key of the tile?
   QATTN_DEVICE bool whole(int tile) const {
     const int first = query(0) + work.shift, last = query(S::rows - 1) + work.shift;
-    return tile + S::keys <= work.k.length &&
-           (p.window_right < 0 || tile + S::keys <= first + p.window_right + 1) &&
-           (p.window_left < 0 || tile >= last - p.window_left);
+    return tile + S::keys <= visible_end(p.window_right, first, static_cast<int>(work.k.length)) &&
+           tile >= visible_begin(p.window_left, last);
   }
 
   /// Q's codes as prepare() made them.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/attention/common/params.hpp"
+#include "kernels/attention/common/visible_keys.hpp"
 #include "kernels/quantize/gpu/seen.hpp"
 #include "kernels/quantize/gpu/seen_keys.cuh"
 #include "kernels/attention/common/score.hpp"
@@ -40,13 +41,12 @@ struct FindSeen {
 
   static QATTN_DEVICE std::int64_t lowest_row(const SeenParams& p, std::int64_t j,
                                               std::int64_t shift) {
-    const std::int64_t low = p.window_right < 0 ? 0 : j - shift - p.window_right;
+    const std::int64_t low = first_query(std::int64_t{p.window_right}, j, shift);
     return low > 0 ? low : 0;
   }
   static QATTN_DEVICE std::int64_t highest_row(const SeenParams& p, std::int64_t j,
                                                std::int64_t shift, std::int64_t queries) {
-    const std::int64_t high = p.window_left < 0 ? queries : j - shift + p.window_left;
-    return high < queries ? high : queries - 1;
+    return last_query(std::int64_t{p.window_left}, j, shift, queries);
   }
 
   /// What the mask lets a row see of a key.
