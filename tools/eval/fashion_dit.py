@@ -50,9 +50,9 @@ class Budget:
     def left(self) -> float:
         return float("inf") if self.end is None else self.end - time.monotonic()
 
-    def allows(self) -> bool:
-        """Is there time for what takes as long as the longest part so far?"""
-        return self.left() > 1.1 * self.longest
+    def allows(self, parts: float = 1) -> bool:
+        """Is there time for what takes as long as so many of the longest part so far?"""
+        return self.left() > 1.1 * parts * self.longest
 
     def took(self, seconds: float) -> None:
         self.longest = max(self.longest, seconds)
@@ -146,6 +146,41 @@ def train(asked: argparse.Namespace) -> dict:
     return result
 
 
+def read(path: Path) -> dict:
+    result = json.loads(path.read_text())
+    if result.get("schema") != 1:
+        raise ValueError(f"schema: {result.get('schema')!r} should be 1")
+    return result
+
+
+def judge(asked: argparse.Namespace) -> dict:
+    """evaluate and finetune, which begin and keep their results alike."""
+    import dit_evaluate
+    import dit_finetune
+    import qattn
+
+    budget = Budget(asked.budget_seconds)
+    asked.device = device_of(asked)
+    files = {"model": MODEL, "classifier": CLASSIFIER, "statistics": STATISTICS,
+             "training": TRAINING}  # fmt: skip
+    files = {name: asked.model / file for name, file in files.items()}
+    result = read(asked.out) if asked.resume and asked.out.exists() else {"schema": 1}
+    result["provenance"] = {**provenance_of(asked), "qattn": qattn.__version__}
+
+    def keep(made: dict) -> None:
+        asked.out.write_text(json.dumps(made, indent=1) + "\n")
+
+    work = dit_evaluate.evaluate if asked.command == "evaluate" else dit_finetune.finetune
+    return work(asked, files, result, budget, keep)
+
+
+def table(result: dict) -> str:
+    import dit_evaluate
+    import dit_finetune
+
+    return (dit_finetune if "training" in result else dit_evaluate).table(result)
+
+
 # ---- Command line --------------------------------------------------------------------------------
 
 
@@ -176,17 +211,42 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     one.add_argument("--batch", type=int, default=128)
     one.add_argument("--rate", type=float, default=8e-4)
     one.add_argument("--seed", type=int, default=0)
+
+    def judged(name: str, what: str) -> argparse.ArgumentParser:
+        made = command(name, what, "JSON file, kept part by part")
+        made.add_argument("--model", type=Path, required=True, help="folder that train wrote")
+        made.add_argument("--resume", action="store_true", help="do what the JSON file lacks")
+        return made
+
+    two = judged("evaluate", "sample images by recipe and policy")
+    two.add_argument("--samples", type=int, default=10000, help="images a row")
+    two.add_argument("--batch", type=int, default=500)
+    two.add_argument("--steps", type=int, default=20, help="of the sampler")
+    two.add_argument("--late", type=int, default=5, help="steps in 16 bits of policy late")
+    three = judged("finetune", "train on, by torch's attention and INT8")
+    three.add_argument("--attention", nargs="+", default=["torch", "int8", "detached"])
+    three.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    three.add_argument("--steps", type=int, default=120)
+    three.add_argument("--batch", type=int, default=128)
+    three.add_argument("--rate", type=float, default=3e-4)
+    three.add_argument("--reports", type=int, default=24, help="losses held out in one training")
+    show = commands.add_parser("table", help="print a result")
+    show.add_argument("result", type=Path)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     asked = parsed(arguments)
     try:
-        train(asked)
+        if asked.command == "train":
+            train(asked)
+            return 0
+        result = read(asked.result) if asked.command == "table" else judge(asked)
+        print(table(result))
     except (OSError, ValueError, KeyError, ImportError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    return 0
+    return 0 if result.get("complete", True) else 3
 
 
 if __name__ == "__main__":
