@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 import dit_model
 import torch
+from qattn import QattnError
 from torch.nn import functional
 
 SCHEMA = 1
@@ -60,7 +61,8 @@ _STATIC = {"int8": 2, "int8_full": 3, "fp8": 3}  # operands that are codes
 PAIRED = (
     TORCH,
     Way("bf16"),
-    *(Way(r, p) for r in RECIPES for p in ("dynamic", "table", "late") if (r, p) != ("fp8", "late")),
+    *(Way(r, p) for r in RECIPES[:2] for p in ("dynamic", "table", "late")),
+    *(Way("fp8", p) for p in ("dynamic", "table")),
 )
 #: (way, which seed of the noise), those that are asked about first
 DISTANCES = (
@@ -155,6 +157,16 @@ class Sampler:
         }
 
 
+@contextlib.contextmanager
+def went_on(what: object) -> Iterator[None]:
+    """Prints what fails inside, and the rest goes on: a GPU is not borrowed twice for one recipe.
+    What failed is not in the result, which is then not complete."""
+    try:
+        yield
+    except (QattnError, RuntimeError, ValueError) as error:
+        print(f"FAILED {what}: {type(error).__name__}: {error}", flush=True)
+
+
 # ---- Beside float32 ------------------------------------------------------------------------------
 
 
@@ -171,26 +183,33 @@ def paired(sampler: Sampler, count: int, seed: int) -> tuple[list[dict], list, l
         path = sampler.run(FLOAT, at, x, labels)
     rows, sheet = [], [(FLOAT, path[-1])]
     for way in PAIRED:
-        with sampler.running(way) as at:
-            steps = [
-                psnr(sampler.step(way, at, k, path[k], labels), path[k + 1])
-                for k in range(sampler.steps)
-            ]
-            final = sampler.run(way, at, x, labels)[-1]
-        ends = psnr(final, path[-1])
-        rows.append({
-            "recipe": way.recipe,
-            "policy": way.policy,
-            "psnr": [statistics.mean(values) for values in steps],
-            "worst": [min(values) for values in steps],
-            "final": statistics.mean(ends),
-            "final_worst": min(ends),
-        })  # fmt: skip
-        if way != Way("bf16"):
-            sheet.append((way, final))
-        print(f"{way}: one step {min(rows[-1]['psnr']):.1f} to {max(rows[-1]['psnr']):.1f} dB, "
-              f"whole samplings {rows[-1]['final']:.1f} dB", flush=True)  # fmt: skip
+        with went_on(way):
+            row, final = paired_row(sampler, way, path, labels)
+            rows.append(row)
+            if way != Way("bf16"):
+                sheet.append((way, final))
+            print(f"{way}: one step {min(row['psnr']):.1f} to {max(row['psnr']):.1f} dB, "
+                  f"whole samplings {row['final']:.1f} dB", flush=True)  # fmt: skip
     return rows, path, sheet
+
+
+def paired_row(sampler: Sampler, way: Way, path: list, labels: torch.Tensor) -> tuple[dict, Any]:
+    with sampler.running(way) as at:
+        steps = [
+            psnr(sampler.step(way, at, k, path[k], labels), path[k + 1])
+            for k in range(sampler.steps)
+        ]
+        final = sampler.run(way, at, path[0], labels)[-1]
+    ends = psnr(final, path[-1])
+    row = {
+        "recipe": way.recipe,
+        "policy": way.policy,
+        "psnr": [statistics.mean(values) for values in steps],
+        "worst": [min(values) for values in steps],
+        "final": statistics.mean(ends),
+        "final_worst": min(ends),
+    }
+    return row, final
 
 
 def write_sheet(path: Path, rows: list[torch.Tensor]) -> None:
@@ -220,17 +239,20 @@ def turns(candidates: dict[str, Callable], device: torch.device, calls: int) -> 
 
     A candidate is a context manager that gives what is called; what it does itself is not timed.
     """
-    marks: dict[str, list] = {name: [] for name in candidates}
-    for turn in range(TIMED + 1):
-        for name, context in candidates.items():
+    marks: dict[str, list] = {}
+    for name, context in candidates.items():
+        with went_on(name), context() as call:
+            call()
+            marks[name] = []
+    for _ in range(TIMED):
+        for name, pairs in marks.items():
             begin, end = (_Mark(device) for _ in range(2))
-            with context() as call:
+            with candidates[name]() as call:
                 begin.set()
                 for _ in range(calls):
                     call()
                 end.set()
-            if turn > 0:  # the first one warms up
-                marks[name].append((begin, end))
+            pairs.append((begin, end))
     if device.type == "cuda":
         torch.cuda.synchronize()
     return {
@@ -272,9 +294,8 @@ def plain(call: Callable, name: str = "") -> Iterator[Callable]:
 @torch.no_grad()
 def timing(sampler: Sampler, path: list) -> dict:
     """Of a step in the middle and of the attention of its middle layer."""
-    from qattn.diffusion import Place
-
     import qattn.torch
+    from qattn.diffusion import Place
 
     k, device = sampler.steps // 2, sampler.device
     x, labels = path[k], sampler.noise(len(path[k]), 0, 0)[1]
@@ -301,9 +322,12 @@ def timing(sampler: Sampler, path: list) -> dict:
         options = scales.arguments(place, q, key, v, layout="bhsd")
         return lambda: qattn.attention(q, key, v, layout="bhsd", recipe=recipe, **options)
 
-    calls = {name: by_torch for name in _torch_names(device)} | {"bf16": dynamic("bf16")}
-    calls |= {f"{recipe} dynamic": dynamic(recipe) for recipe in RECIPES}
-    calls |= {f"{recipe} table": static(recipe) for recipe in RECIPES}
+    calls: dict[str, Callable] = dict.fromkeys(_torch_names(device), by_torch)
+    calls["bf16"] = dynamic("bf16")
+    for recipe in RECIPES:
+        calls[f"{recipe} dynamic"] = dynamic(recipe)
+        with went_on(f"{recipe} table"):
+            calls[f"{recipe} table"] = static(recipe)
     alone = {name: partial(plain, call, name) for name, call in calls.items()}
     return {
         "batch": len(x),
@@ -322,9 +346,11 @@ def _steps(sampler: Sampler, k: int, x: torch.Tensor, labels: torch.Tensor) -> d
 
     @contextlib.contextmanager
     def step(way: Way, name: str, static: Any) -> Iterator[Callable]:
-        with sampler.running(way, static=static) as at:
-            with plain(lambda: sampler.step(way, at, k, x, labels), name) as call:
-                yield call
+        with (
+            sampler.running(way, static=static) as at,
+            plain(lambda: sampler.step(way, at, k, x, labels), name) as call,
+        ):
+            yield call
 
     made = {name: partial(step, TORCH, name, None) for name in _torch_names(sampler.device)}
     for way in (Way("bf16"), *(Way(r, p) for r in RECIPES for p in ("dynamic", "table"))):
@@ -433,11 +459,12 @@ def evaluate(
             print(f"budget: {way}, seed {seed} and what follows are left to --resume", flush=True)
             break
         begun = time.monotonic()
-        result["rows"].append(distance_row(sampler, way, seed, asked, judge))
+        with went_on(f"{way}, seed {seed}"):
+            row = distance_row(sampler, way, seed, asked, judge)
+            result["rows"].append(row)
+            print(f"{way}, seed {seed}: distance {row['distance']:.4f}, "
+                  f"agreement {row['agreement']:.3f}, {row['seconds']} s", flush=True)  # fmt: skip
         budget.took(time.monotonic() - begun)
-        row = result["rows"][-1]
-        print(f"{way}, seed {seed}: distance {row['distance']:.4f}, "
-              f"agreement {row['agreement']:.3f}, {row['seconds']} s", flush=True)  # fmt: skip
         keep(result)
     result["complete"] = len(result["rows"]) == len(DISTANCES)
     keep(result)
