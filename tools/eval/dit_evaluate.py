@@ -125,7 +125,8 @@ class Sampler:
     def step(self, way: Way, at: Callable, k: int, x: torch.Tensor, labels: torch.Tensor) -> Any:
         """x at the next step."""
         t = torch.full((len(x),), self.times[k], device=self.device)
-        with at(k), dit_model.autocast(self.device.type, enabled=way != FLOAT):
+        eager = torch.compiler.set_stance("force_eager" if way == FLOAT else "default")
+        with at(k), eager, dit_model.autocast(self.device.type, enabled=way != FLOAT):
             velocity = self.model(x, t, labels)
         return x + (self.times[k + 1] - self.times[k]) * velocity
 

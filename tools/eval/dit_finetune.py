@@ -127,6 +127,7 @@ def finetune(
     rows = result.setdefault("rows", [])
     done = {(row["attention"], row["seed"]) for row in rows}
     wanted = [(way, seed) for seed in asked.seeds for way in asked.attention]
+    wanted.sort(key=lambda x: x[0] == "detached")  # what time may not be left for
     for way, seed in wanted:
         if (way, seed) in done:
             continue
