@@ -7,19 +7,18 @@ logits against each other.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import hashlib
 import json
 import math
 import platform
-import struct
 import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import weights
 from torch import nn
 from torch.nn import functional
 
@@ -214,46 +213,19 @@ class ByteModel(nn.Module):
         return functional.linear(self.norm(x), self.embed_tokens.weight)
 
 
+def _named(model: ByteModel) -> dict[str, torch.Tensor]:
+    """Weights under the names that Llama gives them."""
+    return {f"model.{name}": x for name, x in model.named_parameters()}
+
+
 def save_weights(model: ByteModel, path: Path) -> str:
-    """Writes float16 weights under Llama's names to a .safetensors file; returns its SHA-256.
-
-    By hand, because the format is simple and the package need not be where the GPU is.
-    """
-    tensors = {f"model.{name}": x.detach() for name, x in model.named_parameters()}
-    header, payload, at = {"__metadata__": {"format": "pt"}}, [], 0
-    for name, x in sorted(tensors.items()):
-        half = x.to("cpu", torch.float16).contiguous()
-        data = ctypes.string_at(half.data_ptr(), half.nbytes)  # numpy need not be there either
-        header[name] = {
-            "dtype": "F16",
-            "shape": list(x.shape),
-            "data_offsets": [at, at + len(data)],
-        }
-        payload.append(data)
-        at += len(data)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    whole = b"".join([struct.pack("<Q", len(text)), text, *payload])
-    path.write_bytes(whole)
-    return hashlib.sha256(whole).hexdigest()
+    """Writes float16 weights under Llama's names to a .safetensors file; returns its SHA-256."""
+    return weights.save(_named(model), path)
 
 
-@torch.no_grad()
 def load_weights(model: ByteModel, path: Path) -> None:
     """The other way. Raises ValueError for a file that holds other weights."""
-    whole = path.read_bytes()
-    (size,) = struct.unpack_from("<Q", whole)
-    header, payload = json.loads(whole[8 : 8 + size]), whole[8 + size :]
-    header.pop("__metadata__", None)
-    own = dict(model.named_parameters())
-    if sorted(header) != sorted(f"model.{name}" for name in own):
-        raise ValueError(f"{path}: holds other weights than the model's")
-    for name, x in own.items():
-        entry = header[f"model.{name}"]
-        if entry["dtype"] != "F16" or entry["shape"] != list(x.shape):
-            raise ValueError(f"{path}: {name} is {entry['dtype']} of shape {entry['shape']}")
-        part = bytearray(payload[slice(*entry["data_offsets"])])
-        x.copy_(torch.frombuffer(part, dtype=torch.float16).view(x.shape))
+    weights.load(_named(model), path)
 
 
 # ---- Training ------------------------------------------------------------------------------------
