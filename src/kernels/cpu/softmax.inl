@@ -286,7 +286,7 @@ constexpr auto pv_bf16 = nullptr;
 #endif
 #endif
 
-const Words table = {
+const KernelTable table = {
     .isa = v::name,
     .load_row = load_row,
     .amax = amax,

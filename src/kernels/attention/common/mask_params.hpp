@@ -10,7 +10,7 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// Windows, masks and block masks, in fields as PrefillParams has them.
+/// Windows, masks and block masks, in fields as AttentionParams has them.
 template <class Params>
 void tell_masks(const Problem& p, Params& a) {
   const auto window = [](std::int64_t w) {

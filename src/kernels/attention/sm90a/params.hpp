@@ -23,7 +23,7 @@ struct Sm90Config {
   isa::Element pv = isa::Element::u8;  ///< P and V
   /// Q comes in 16 bits, and the kernel makes its codes, with scales per token. Kernels of their
   /// own, for the code moves ptxas's order of the other warps' loops.
-  bool raw_queries = false;
+  bool fused_q_quant = false;
   int consumers = 2;      ///< warpgroups of 64 query rows
   bool shared_p = false;  ///< Sm90Shape::shared_p
   int v = 0;              ///< padded head dimension of V; 0: d
@@ -41,7 +41,7 @@ struct Sm90Config {
   bool operator==(const Sm90Config&) const = default;
 };
 
-struct Sm90Params : PrefillParams {
+struct Sm90Params : AttentionParams {
   /// Codes: (row bytes, heads * slots). 16 bits, in place: (channels, tokens, heads, sequences).
   /// Boxes of 64 rows of Q and a tile's of K, one panel wide. Q with pack > 1: (row bytes, heads,
   /// slots) and (channels, heads, tokens, sequences), boxes of `pack` heads. Pages of K: (channels,
@@ -65,8 +65,8 @@ struct Sm90Params : PrefillParams {
 template <Sm90Config C>
 struct Sm90Shape {
   using Fragment = isa::MmaFragment;
-  static constexpr bool wide_qk = isa::is_16bit(C.qk), wide_pv = isa::is_16bit(C.pv);
-  static constexpr bool staged_rows = !wide_qk;  ///< Q's scales come with Q
+  static constexpr bool qk_16bit = isa::is_16bit(C.qk), pv_16bit = isa::is_16bit(C.pv);
+  static constexpr bool staged_rows = !qk_16bit;  ///< Q's scales come with Q
   static constexpr bool u8 = C.pv == isa::Element::u8, e4m3_pv = C.pv == isa::Element::e4m3;
   static constexpr bool direct_sums = u8, two_row_ends = true;
   /// Without the function that divisions call ptxas spills 1024 bytes of u8 P at D 192, not 124 (7
@@ -91,7 +91,7 @@ struct Sm90Shape {
   static constexpr bool shared_p = C.shared_p;
   /// Rounded P joins a row's sum number by number, not by pairs: with ptxas -O1 bf16 is 6 to 9 %
   /// faster so (H200, D 128, S 4096 and 16384), with P in registers 3 to 10 % slower with -O3.
-  static constexpr bool serial_sums = wide_pv && shared_p;
+  static constexpr bool serial_sums = pv_16bit && shared_p;
   /// Maxima of a row's scores as a tree of three-input ones, not a chain: u8 P 2 %, e4m3 P -2 %.
   static constexpr bool tree_maxima = shared_p && u8;
   /// Two groups of exponentials of a row, then two of the other, instead of in turns: u8 P 1 %,
@@ -109,14 +109,14 @@ struct Sm90Shape {
   /// K, where 4 is 1 to 4 % better than 5 to 8. With sums of P before rounding, number by number,
   /// join_until 14 beside 13 is 1.01 of its speed (H100, u8 P, D 128, S 4096 and 16384; 16 more
   /// schedules have 0.75 to 1.0).
-  static constexpr int shared_give = u8 && C.d == 128 ? 6 : wide_pv && !wide_qk ? 4 : 5;
-  static constexpr int give_after = three ? -1 : shared_p ? shared_give : wide_pv ? 3 : 2;
+  static constexpr int shared_give = u8 && C.d == 128 ? 6 : pv_16bit && !qk_16bit ? 4 : 5;
+  static constexpr int give_after = three ? -1 : shared_p ? shared_give : pv_16bit ? 3 : 2;
   /// Three consumers with e4m3 Q and K, after 3, 4, 5, 6, 7, 9: S 8192 892 913 930 936 933 937, S
   /// 16384 965 962 966 973 969 975.
   static constexpr bool late_look = three && C.d == 128 && C.qk == isa::Element::e4m3;
-  static constexpr int shared_look = (u8 && C.d == 128) || wide_qk ? 8 : 10;
+  static constexpr int shared_look = (u8 && C.d == 128) || qk_16bit ? 8 : 10;
   static constexpr int look_after = shared_p       ? shared_look
-                                    : wide_pv      ? 7
+                                    : pv_16bit     ? 7
                                     : u8 && !three ? 6
                                     : late_look    ? 9
                                                    : 3;
@@ -129,17 +129,17 @@ struct Sm90Shape {
   static constexpr int m_tiles = 1, warp_rows = 16, n_tiles = keys / 8, d_tiles = dv / 8;
   static_assert(!shared_p || (look_after < n_tiles && join_until <= n_tiles));
   /// setmaxnreg's; a multiprocessor has 64 Ki.
-  static constexpr int consumer_registers = three ? 160 : wide_pv ? 224 : 240;
-  static constexpr int producer_registers = three ? 32 : wide_pv ? 56 : 24;
+  static constexpr int consumer_registers = three ? 160 : pv_16bit ? 224 : 240;
+  static constexpr int producer_registers = three ? 32 : pv_16bit ? 56 : 24;
   static_assert(128 * (consumers * consumer_registers + producer_registers) <= 65536);
   /// Do consumers learn from the producer when there are no more works, so that blocks may take
   /// what comes? Where other warps have to know, too, all go by the numbers of blocks, and where P
   /// is e4m3, because the loop over tiles is 1 to 3 % slower so (H100, D 128).
-  static constexpr bool told_works = u8 && !C.raw_queries;
-  static_assert(!three || (!wide_pv && d <= 128));
+  static constexpr bool dynamic_scheduler = u8 && !C.fused_q_quant;
+  static_assert(!three || (!pv_16bit && d <= 128));
   static constexpr int threads = 128 * (consumers + 1), row_warps = 4 * consumers;
-  static constexpr int checkers = wide_qk ? 64 : 0;  ///< threads that test K
-  static constexpr int halves = keys / slot_tile;    ///< prepared V tiles in one of ours
+  static constexpr int checkers = qk_16bit ? 64 : 0;  ///< threads that test K
+  static constexpr int halves = keys / slot_tile;     ///< prepared V tiles in one of ours
 
   // A row of Q or K.
   static constexpr int qk_row = C.qk_row(), qk_panel = C.qk_panel();
@@ -159,22 +159,22 @@ struct Sm90Shape {
   static constexpr int part_channels = three || (u8 && dv > 128) ? 64
                                        : dv > 128                ? dv / 2
                                                                  : dv,
-                       v_parts = wide_pv ? 1 : dv / part_channels;
-  static constexpr int v_row = wide_pv ? sm90_panel : slot_tile;
-  static constexpr int v_panels = wide_pv ? (2 * dv + sm90_panel - 1) / sm90_panel : halves;
+                       v_parts = pv_16bit ? 1 : dv / part_channels;
+  static constexpr int v_row = pv_16bit ? sm90_panel : slot_tile;
+  static constexpr int v_panels = pv_16bit ? (2 * dv + sm90_panel - 1) / sm90_panel : halves;
   static constexpr int v_stride = 8 * v_row;
   static constexpr isa::Swizzle v_swizzle =
-      wide_pv ? isa::Swizzle::bytes128 : isa::Swizzle::bytes64;
+      pv_16bit ? isa::Swizzle::bytes128 : isa::Swizzle::bytes64;
 
   // Bytes of one copy.
   static constexpr TileOffsets record = tile_offsets(dv);
   static constexpr int q_panel_bytes = 64 * qk_panel, q_bytes = qk_panels * q_panel_bytes;
   static constexpr int k_panel_bytes = keys * qk_panel, k_bytes = qk_panels * k_panel_bytes;
-  static constexpr int v_bytes = wide_pv ? keys * v_row : v_channels * slot_tile;  ///< a panel
+  static constexpr int v_bytes = pv_16bit ? keys * v_row : v_channels * slot_tile;  ///< a panel
   /// The tables behind V's codes of 64 keys.
   static constexpr int tail_from = record.log;
-  static constexpr int tail_bytes = wide_pv ? 0 : record.bytes - tail_from;
-  static constexpr int scale_bytes = wide_qk ? 0 : 4 * keys;
+  static constexpr int tail_bytes = pv_16bit ? 0 : record.bytes - tail_from;
+  static constexpr int scale_bytes = qk_16bit ? 0 : 4 * keys;
   static constexpr int key_bytes = k_bytes + scale_bytes + halves * tail_bytes;
 
   // Inside a stage.
@@ -191,27 +191,27 @@ struct Sm90Shape {
   /// the consumers waited 2000 clocks for it (H200), but there is no room for wide rows. Buffer n
   /// is consumer n % consumers's.
   static constexpr int q_stages = d > 128 ? 1 : 2, q_buffers = q_stages * consumers;
-  static constexpr int dots_at = 64 * 4;                        ///< in facts: q . mu
-  static constexpr int fact_bytes = wide_qk ? 0 : 2 * dots_at;  ///< of a buffer: Q's scales first
-  static constexpr int work_bytes = 128;  ///< room for a PrefillWork and its WorkFacts
+  static constexpr int dots_at = 64 * 4;                         ///< in facts: q . mu
+  static constexpr int fact_bytes = qk_16bit ? 0 : 2 * dots_at;  ///< of a buffer: Q's scales first
+  static constexpr int work_bytes = 128;  ///< room for a WorkTile and its TileRange
   /// Q in 16 bits comes 64 rows at a time, in panels of 64 channels. 16-bit V needs the warps, and
   /// D 256 has no room.
-  static constexpr bool raw_queries = C.raw_queries;
-  static_assert(!raw_queries || (!wide_pv && d <= 128 && !shared_p));
+  static constexpr bool fused_q_quant = C.fused_q_quant;
+  static_assert(!fused_q_quant || (!pv_16bit && d <= 128 && !shared_p));
   static constexpr int encoders = 3, encoder_rows = 4;  ///< warps; rows of each at a time
-  static constexpr int raw_panels = raw_queries ? (d + 63) / 64 : 0;
+  static constexpr int raw_panels = fused_q_quant ? (d + 63) / 64 : 0;
   static constexpr int raw_panel_bytes = 64 * sm90_panel;
   static constexpr int raw_bytes = raw_panels * raw_panel_bytes;
   /// Warps of the producer's warpgroup that take rows from shared memory to the output. Consumers
   /// took 1050 clocks of 22000 at S 1024 (H200, D 128). Those that leave in parts would have to
   /// wait for them, and Sm90Encoder and Sm90Checker take their warps.
-  static constexpr int writers = raw_queries || out_channels < dv ? 0 : wide_pv ? 1 : consumers;
+  static constexpr int writers = fused_q_quant || out_channels < dv ? 0 : pv_16bit ? 1 : consumers;
   static constexpr int staged_bytes = writers > 0 ? 32 * consumers : 0;  ///< StagedRows
   static constexpr int q_at = 0, ring_at = q_at + q_buffers * q_bytes;
   static constexpr int limit = 232448;  ///< sm_90 has 227 KiB a block
   /// P of 64 rows, in panels of 128 bytes of each; where the rows leave, if more stages fit so.
-  static constexpr int p_row = keys * (wide_pv ? 2 : 1), p_panel_bytes = 64 * sm90_panel;
-  static constexpr bool p_over_out = (wide_pv && dv > 64) || d > 128;
+  static constexpr int p_row = keys * (pv_16bit ? 2 : 1), p_panel_bytes = 64 * sm90_panel;
+  static constexpr bool p_over_out = (pv_16bit && dv > 64) || d > 128;
   static constexpr int p_group_bytes = 64 * (p_over_out ? out_row : p_row);
   static constexpr int p_bytes = shared_p && !p_over_out ? consumers * p_group_bytes : 0;
   static_assert(!shared_p || (!three && v_parts == 1 && p_group_bytes >= 64 * p_row));
@@ -230,7 +230,7 @@ struct Sm90Shape {
   static constexpr int full = q_empty + 8 * q_buffers, empty = full + 8 * stages;
   static constexpr int unclean = empty + 8 * stages;
   static constexpr int raw_full = unclean + 8 * stages;
-  static constexpr int rows_there = raw_full + (raw_queries ? 8 : 0);  // of each consumer
+  static constexpr int rows_there = raw_full + (fused_q_quant ? 8 : 0);  // of each consumer
   static constexpr int rows_gone = rows_there + (writers > 0 ? 8 * consumers : 0);
   static constexpr int shared_bytes = rows_gone + (writers > 0 ? 8 * consumers : 0);
   static_assert(shared_bytes <= limit && stages >= 2);

@@ -70,7 +70,7 @@ LaunchError means(const Call& call, Launches& launches) {
   MeanParams params;
   std::int64_t finishing = 0, blocks = 0;
   for (int i = 0; i < 2; ++i) {
-    const Facts& f = call.facts[static_cast<std::size_t>(i + 1)];
+    const OperandSpec& f = call.facts[static_cast<std::size_t>(i + 1)];
     const PrepareLayout::Part& p = call.part(f.role);
     if (p.mean == PrepareLayout::none || call.reads_twice(f.role)) continue;
     MeanRole& m = params.role[i];
@@ -98,7 +98,7 @@ LaunchError means(const Call& call, Launches& launches) {
 }
 
 LaunchError block_means(const Call& call, Launches& launches) {
-  const Facts& f = call.facts[0];
+  const OperandSpec& f = call.facts[0];
   BlockMeanParams params;
   params.role.rows = call.rows[0];
   params.role.padded = f.padded;
@@ -114,7 +114,7 @@ LaunchError balance(const Call& call, Launches& launches) {
   return find_factors(call, BalanceParams{}, launches);
 }
 
-GeneralRole general_role(const Call& call, const Facts& f, bool maxima_pass) {
+GeneralRole general_role(const Call& call, const OperandSpec& f, bool maxima_pass) {
   const int i = static_cast<int>(f.role);
   GeneralRole r;
   r.rows = call.rows[i];
@@ -151,7 +151,7 @@ LaunchError general(const Call& call, unsigned mask, bool maxima_pass, Launches&
   params.v_out = call.prepared_tiles();
   std::int64_t blocks = 0;
   int padded = 0;
-  for (const Facts& f : call.facts) {
+  for (const OperandSpec& f : call.facts) {
     const int i = static_cast<int>(f.role);
     if ((mask >> i & 1) == 0 || (maxima_pass && !needs_maxima(f))) continue;
     params.role[i] = general_role(call, f, maxima_pass);
@@ -174,7 +174,7 @@ LaunchError general(const Call& call, unsigned mask, bool maxima_pass, Launches&
 }
 
 LaunchError channel_scales(const Call& call, Launches& launches) {
-  const Facts& f = call.facts[2];
+  const OperandSpec& f = call.facts[2];
   if (!f.wanted || source_of(f) != ScaleSource::channel) return {};
   if (call.plain(f.role) && !f.scale.present()) return {};  // FinishMeans makes them
   ChannelScaleParams params;
@@ -188,12 +188,12 @@ LaunchError channel_scales(const Call& call, Launches& launches) {
 
 LaunchError encode(const Call& call, Launches& launches) {
   unsigned general_mask = 0;
-  for (const Facts& f : call.facts) {
+  for (const OperandSpec& f : call.facts) {
     if (f.wanted && !call.plain(f.role)) general_mask |= 1u << static_cast<int>(f.role);
   }
   // Launches are of one padded size, and the plain one of one format; V's may differ from those of
   // Q and K, where these are codes.
-  const auto fits = [&](const Facts& f) {
+  const auto fits = [&](const OperandSpec& f) {
     return !call.plain(f.role) || !call.plain(Role::v) ||
            f.tensor.format == call.facts[2].tensor.format;
   };
@@ -245,7 +245,7 @@ std::string prepare_refusal(const Problem& p, const Recipe& recipe, const Prepar
   if (recipe.balance_k == Toggle::on && !(needs.q_rows && needs.k_rows)) {
     return "balance_k is for quantised Q and K";
   }
-  for (const Facts& f : all_facts(p, recipe, needs)) {
+  for (const OperandSpec& f : all_facts(p, recipe, needs)) {
     if (!f.wanted) continue;
     const std::string who(name(f.role));
     if (!free_scale(f.format)) {
@@ -267,7 +267,7 @@ std::string prepare_refusal(const Problem& p, const Recipe& recipe, const Prepar
 }
 
 std::int64_t channel_block(const Problem& p, const Recipe& recipe, const PrepareNeeds& needs) {
-  const Facts f = facts_of(p, recipe, needs, Role::v);
+  const OperandSpec f = facts_of(p, recipe, needs, Role::v);
   const std::int64_t all = std::max<std::int64_t>(p.max_k, 1);
   if (!f.wanted || f.scaling.granularity != Granularity::per_block_channel) return all;
   // Given scales of paged V belong to pages, so that a group must end where its page ends.
@@ -280,7 +280,7 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
   layout.needs = needs;
   layout.error = isa::error_word();
   Allocator memory;
-  for (const Facts& f : all_facts(p, recipe, needs)) {
+  for (const OperandSpec& f : all_facts(p, recipe, needs)) {
     PrepareLayout::Part& part = layout.part[static_cast<int>(f.role)];
     tile::Rows r = rows_of(p, f.role);
     // slot_count() and others look whether the sequence is packed; at planning there may be no
@@ -378,7 +378,7 @@ bool plan_plain(const Problem& p, const Recipe& recipe, const PrepareLayout& lay
       t.saturated.present()) {
     return false;
   }
-  for (const Facts& f : call.facts) {
+  for (const OperandSpec& f : call.facts) {
     if (!call.plain(f.role) || f.tensor.format != call.facts[0].tensor.format) return false;
     if (f.scale.present()) return false;
     if (f.role != Role::q && given_mean(p, f.role).present()) return false;

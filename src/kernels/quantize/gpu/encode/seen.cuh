@@ -14,7 +14,7 @@ struct SeenParams {
   tile::Rows q, k;
   SeenKeys out;
   std::int32_t group = 1;  ///< query heads of a head of `out`, where masks tell them apart
-  std::int32_t window_left = -1, window_right = -1;  ///< and the rest as in PrefillParams
+  std::int32_t window_left = -1, window_right = -1;  ///< and the rest as in AttentionParams
   BroadcastView mask;
   std::int64_t mask_queries = no_limit, mask_keys = no_limit;
   BroadcastView block_mask;
