@@ -10,6 +10,7 @@
 
 #include "core/index_tensor.hpp"
 #include "core/layout_hint.hpp"
+#include "core/operand.hpp"
 
 namespace qattn {
 namespace {
@@ -333,12 +334,14 @@ class Maker {
   }
 
   /// One operand's scale tensors against its granularity.
-  Status operand_scales(const char* name, Role role, bool codes, Format target, const TensorView& x,
-                        const TensorView& scale, const TensorView& global, const TensorView& mean,
-                        const Scaling& asked) {
+  Status operand_scales(Role role) {
+    const Operand x = operand_of(p_, role);
+    const auto& [name, codes, scale, global, mean] =
+        std::tie(x.name, x.codes, x.scale, x.global, x.mean);
+    const auto [target, asked, smooth] = operand_recipe(o_.recipe, role);
     const std::string scale_name = std::string(name) + "_scale";
-    if (codes && x.format != target) {
-      return invalid(std::string(name) + ": format " + std::string(info(x.format).name) +
+    if (codes && x.tokens.format != target) {
+      return invalid(std::string(name) + ": format " + std::string(info(x.tokens.format).name) +
                      " differs from the recipe's " + std::string(info(target).name));
     }
     if (codes && !scale.present())
@@ -351,18 +354,14 @@ class Maker {
       return invalid(scale_name + ": is given, but " + name + " in format " +
                      std::string(info(target).name) + " takes no static scale");
     }
-    const bool q = role == Role::q;
-    const bool paged = p_.paged && !q;
-    const std::int64_t heads = q ? p_.heads_q : p_.heads_kv;
-    const std::int64_t outer = paged ? p_.pages : p_.batch;
-    const std::int64_t channels = role == Role::v ? p_.dv : p_.d;
+    const std::int64_t outer = x.paged ? p_.pages : p_.batch;
     if (global.present() != (codes && target == Format::nvfp4)) {
       return invalid(std::string(name) + "_global: " +
                      (global.present()
                           ? "belongs to nvfp4 codes only"
                           : "is missing, and " + std::string(name) + " holds nvfp4 codes"));
     }
-    if (Status s = check_small((std::string(name) + "_global").c_str(), global, {outer, heads},
+    if (Status s = check_small((std::string(name) + "_global").c_str(), global, {outer, x.heads},
                                {Format::f32});
         !s.ok()) {
       return s;
@@ -371,7 +370,7 @@ class Maker {
       return invalid(std::string(name) + "_mean: belongs to quantised " + name + " only");
     }
     if (Status s = check_small((std::string(name) + "_mean").c_str(), mean,
-                               {p_.batch, p_.heads_kv, channels}, {Format::f32});
+                               {p_.batch, x.heads, x.channels}, {Format::f32});
         !s.ok()) {
       return s;
     }
@@ -379,40 +378,28 @@ class Maker {
     const Scaling scaling = resolve_scaling(asked, role, target);
     if (Status s = check_scaling(name, scaling, role, target); !s.ok()) return s;
     if (Status s = check_format(scale_name.c_str(), scale, {info(target).scale}); !s.ok()) return s;
-    const bool packed = q ? p_.varlen_q : p_.varlen_k;
-    const std::int64_t tokens = paged ? p_.page_size : q ? p_.max_q : p_.max_k;
-    ScaleShape want =
-        ScaleMap{scaling, role, info(target).group, paged}.shape(outer, heads, tokens, channels);
+    const std::int64_t tokens = x.paged ? p_.page_size : x.longest;
+    ScaleShape want = ScaleMap{scaling, role, info(target).group, x.paged}.shape(
+        outer, x.heads, tokens, x.channels);
     // Packed sequences: the longest one is known from the contents only; check_contents() looks.
-    if (packed && want.rank >= 3 && scale.rank == want.rank) want.extent[2] = scale.shape[2];
-    if (packed && scaling.granularity == Granularity::per_channel) want.extent[2] = channels;
+    if (x.varlen && want.rank >= 3 && scale.rank == want.rank) want.extent[2] = scale.shape[2];
+    if (x.varlen && scaling.granularity == Granularity::per_channel) want.extent[2] = x.channels;
     return check_shape(scale_name.c_str(), scale, want.extent.data(), want.rank);
   }
 
   Status scales() {
     const Recipe& r = o_.recipe;
-    if (r.qk == Format::none) {
-      for (const auto& [name, used] : {std::pair{"q", p_.q_codes || t_.q_scale.present()},
-                                       std::pair{"k", p_.k_codes || t_.k_scale.present()},
-                                       std::pair{"v", p_.v_codes || t_.v_scale.present()}}) {
-        if (used) {
-          return invalid(std::string(name) + ": codes and static scales need a named recipe, not " +
-                         "auto");
-        }
+    for (const Role role : all_roles) {
+      const Operand x = operand_of(p_, role);
+      if (r.qk == Format::none && (x.codes || x.scale.present())) {
+        return invalid(std::string(x.name) + ": codes and static scales need a named recipe, not " +
+                       "auto");
       }
     }
-    if (Status s = operand_scales("q", Role::q, p_.q_codes, r.qk, t_.q, t_.q_scale, t_.q_global, {},
-                                  r.q_scale);
-        !s.ok()) {
-      return s;
+    for (const Role role : all_roles) {
+      if (Status s = operand_scales(role); !s.ok()) return s;
     }
-    if (Status s = operand_scales("k", Role::k, p_.k_codes, r.qk, t_.k, t_.k_scale, t_.k_global,
-                                  t_.k_mean, r.k_scale);
-        !s.ok()) {
-      return s;
-    }
-    return operand_scales("v", Role::v, p_.v_codes, r.v, t_.v, t_.v_scale, t_.v_global, t_.v_mean,
-                          r.v_scale);
+    return {};
   }
 
   Status extras() {

@@ -214,27 +214,25 @@ LaunchError encode(const Call& call, Launches& launches) {
 }  // namespace
 
 tile::Rows rows_of(const Problem& p, Role role) {
-  const bool q = role == Role::q;
-  const TokenTensor& t = q ? p.q : role == Role::k ? p.k : p.v;
+  const Operand x = operand_of(p, role);
   tile::Rows r;
-  r.data = t.data;
-  r.batch = t.batch;
-  r.token = t.token;
-  r.head = t.head;
-  r.max_length = q ? p.max_q : p.max_k;
+  r.data = x.tokens.data;
+  r.batch = x.tokens.batch;
+  r.token = x.tokens.token;
+  r.head = x.tokens.head;
+  r.max_length = x.longest;
   r.batches = static_cast<std::int32_t>(p.batch);
-  r.heads = static_cast<std::int32_t>(q ? p.heads_q : p.heads_kv);
-  r.channels = role == Role::v ? p.dv : p.d;
+  r.heads = static_cast<std::int32_t>(x.heads);
+  r.channels = x.channels;
   const auto index = [](const TensorView& v) { return static_cast<const std::int32_t*>(v.data); };
-  const AttentionTensors& x = p.tensors;
-  r.used = index(q ? x.seqused_q : x.seqused_k);
-  if (q ? p.varlen_q : p.varlen_k) {
-    r.cu_seqlens = index(q ? x.cu_seqlens_q : x.cu_seqlens_k);
-    r.total = q ? p.tokens_q : p.tokens_k;
+  r.used = index(x.seqused);
+  if (x.varlen) {
+    r.cu_seqlens = index(x.cu_seqlens);
+    r.total = x.in_memory;
   }
-  if (!q && p.paged) {
-    r.page_table = index(x.page_table);
-    r.page_table_stride = x.page_table.stride[0];
+  if (x.paged) {
+    r.page_table = index(p.tensors.page_table);
+    r.page_table_stride = p.tensors.page_table.stride[0];
     r.page_size = static_cast<std::int32_t>(p.page_size);
     r.total = p.pages;
   }

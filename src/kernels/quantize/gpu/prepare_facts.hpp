@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 
+#include "core/operand.hpp"
 #include "kernels/quantize/gpu/encode.cuh"
 #include "kernels/quantize/gpu/prepare.hpp"
 #include "qattn/quantize.hpp"
@@ -29,18 +30,19 @@ struct OperandSpec {
 
 inline OperandSpec facts_of(const Problem& p, const Recipe& r, const PrepareNeeds& needs,
                             Role role) {
+  const Operand x = operand_of(p, role);
+  const OperandRecipe asked = operand_recipe(r, role);
   OperandSpec f;
   f.role = role;
-  const bool v = role == Role::v, q = role == Role::q;
-  f.format = v ? r.v : r.qk;
-  f.scaling = q ? r.q_scale : v ? r.v_scale : r.k_scale;
-  f.codes = q ? p.q_codes : v ? p.v_codes : p.k_codes;
-  f.scale = q ? p.tensors.q_scale : v ? p.tensors.v_scale : p.tensors.k_scale;
-  f.tensor = q ? p.q : v ? p.v : p.k;
-  f.channels = v ? p.dv : p.d;
+  f.format = asked.format;
+  f.scaling = asked.scaling;
+  f.codes = x.codes;
+  f.scale = x.scale;
+  f.tensor = x.tokens;
+  f.channels = x.channels;
   f.padded = prepared_channels(f.channels);
-  f.heads = q ? p.heads_q : p.heads_kv;
-  f.wanted = q ? needs.q_rows : v ? needs.v_tiles : needs.k_rows;
+  f.heads = x.heads;
+  f.wanted = role == Role::q ? needs.q_rows : role == Role::v ? needs.v_tiles : needs.k_rows;
   return f;
 }
 
@@ -60,14 +62,11 @@ inline bool aligned_rows(const OperandSpec& f, const tile::Rows& r) {
 
 /// Q's are of blocks, K's and V's of sequences.
 inline bool subtracts_mean(const Recipe& r, const OperandSpec& f) {
-  const Toggle toggle = f.role == Role::q   ? r.smooth_q
-                        : f.role == Role::k ? r.smooth_k
-                                            : r.smooth_v;
-  return !f.codes && toggle == Toggle::on;
+  return !f.codes && operand_recipe(r, f.role).smooth == Toggle::on;
 }
 
 inline const TensorView& given_mean(const Problem& p, Role role) {
-  return role == Role::k ? p.tensors.k_mean : p.tensors.v_mean;
+  return operand_of(p, role).mean;
 }
 
 /// Is there a mean of K's or V's sequences?
