@@ -62,12 +62,12 @@ static Status take_asked(std::string_view& name, Asked& asked) {
     if (word.starts_with("splits=")) number = &asked.split_kv.splits;
     if (word.starts_with("pack=")) number = &asked.split_kv.pack_gqa;
     if (word.starts_with("consumers=")) number = &asked.split_kv.consumers;
-    if (word.starts_with("shared_p=")) number = &asked.split_kv.shared_p;
+    if (word.starts_with("shared_p=")) number = &asked.split_kv.p_in_smem;
     if (word.starts_with("last_splits=")) number = &asked.split_kv.last_splits;
     const char *begin = word.data() + word.find('=') + 1, *end = word.data() + word.size();
     int value = 0;
     const std::from_chars_result read = std::from_chars(begin, end, value);
-    const int least = number == &asked.split_kv.shared_p ? 0 : 1;
+    const int least = number == &asked.split_kv.p_in_smem ? 0 : 1;
     const bool good = number != nullptr && *number < least && read.ec == std::errc() &&
                       read.ptr == end && value >= least && value <= kernels::most_splits;
     if (good) *number = value;
@@ -96,7 +96,7 @@ static std::string missed(const Asked& asked, kernels::GpuPlan& plan, const Prob
   if (!says("consumers: ", asked.split_kv.consumers)) return "has other consumers";
   const int last = asked.split_kv.last_splits;
   if (last > 1 && !says("last_splits: ", last)) return "splits no last works so";
-  if (!says("shared_p: ", asked.split_kv.shared_p, -1)) return "has P in the other place";
+  if (!says("shared_p: ", asked.split_kv.p_in_smem, -1)) return "has P in the other place";
   return {};
 }
 

@@ -65,7 +65,7 @@ isa::LaunchError combine_parts(const AttentionParams& params, void* stream,
 /// consumers (of Hopper's kernel) that a call cannot have it does not take.
 struct SplitKvOverride {
   int pack_gqa = 0, splits = 0, consumers = 0;
-  int shared_p = -1;    ///< 16-bit P in shared memory (Sm90Shape::shared_p), or not; -1: nothing
+  int p_in_smem = -1;   ///< 16-bit P in shared memory (Sm90Config::p_in_smem), or not; -1: nothing
   int last_splits = 0;  ///< of works behind the last full turn; 1: they stay whole
 };
 SplitKvOverride& split_kv_override();

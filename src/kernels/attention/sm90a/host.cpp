@@ -166,7 +166,7 @@ bool can_make(const GpuPlan& data, const Problem& p, CodesLeft left) {
 /// kernel. Nor has any with P in shared memory (`instance`), which gains 3 to 7 % from 4096 keys
 /// on.
 bool gains_by_encoding(const Problem& p, const Recipe& r, const Sm90Config& instance) {
-  if (instance.shared_p) return average_keys(p) <= 2048;
+  if (instance.p_in_smem) return average_keys(p) <= 2048;
   return r.v == Format::s8 || average_keys(p) <= 4096;
 }
 
@@ -296,7 +296,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   if (left == CodesLeft::all) plan->text += "codes: beside attention\n";
   if (left == CodesLeft::queries) {  // by the other kernel, whose P may be elsewhere
     plan->text += "q_codes: in the attention kernel\nq_codes_shared_p: " +
-                  std::to_string(plan->raw->config.shared_p ? 1 : 0) + "\n";
+                  std::to_string(plan->raw->config.p_in_smem ? 1 : 0) + "\n";
     if (plan->raw_order.heads_per_group > 0) {
       plan->text += "q_codes_heads_together: " + std::to_string(plan->raw_order.heads_per_group) +
                     "\nq_codes_folded: " + (plan->raw_order.snake > 0 ? "1\n" : "0\n");
@@ -331,8 +331,8 @@ Sm90Dims sm90a_dims(const Problem& p) {
 
 const Sm90Instance* find_sm90a(Sm90Config config) {
   config.v = config.dv() == config.d ? 0 : config.v;
-  for (const bool shared_p : {config.shared_p, !config.shared_p}) {
-    config.shared_p = shared_p;
+  for (const bool p_in_smem : {config.p_in_smem, !config.p_in_smem}) {
+    config.p_in_smem = p_in_smem;
     for (const Sm90Instance& i : instances) {
       if (i.config == config) return &i;
     }
@@ -402,7 +402,7 @@ std::string sm90a_text(const Sm90Config& config) {
   text += "\ntile: " + std::to_string(config.rows()) + " rows x " + keys + " keys\ntile_keys: ";
   text += keys + "\nconsumers: " + std::to_string(config.consumers) + "\n";
   text.append("lost_mass: ").append(config.pv == isa::Element::u8 ? "the mean of V" : "none");
-  return text + "\nshared_p: " + (config.shared_p ? "1" : "0") + "\n";
+  return text + "\nshared_p: " + (config.p_in_smem ? "1" : "0") + "\n";
 }
 
 detail::Kernel sm90a_prefill() { return {"sm90a_prefill", supports, tune, run_steps}; }

@@ -39,7 +39,7 @@ Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
 /// registers: bf16 full 1.6 % less at 1024 and 2048, causal 313 448 526 (305 436 496) at S 1024
 /// 2048 4096, with heads 32/8 537 (494); int8 full 670 711 742 (681 692 723) at S 2048 4096 16384,
 /// causal 1 % less at 4096.
-bool wants_shared_p(const Problem& p, bool codes) {
+bool wants_p_in_smem(const Problem& p, bool codes) {
   const bool causal = p.window_right >= 0;
   return codes ? !causal && average_keys(p) >= 4096 : causal || average_keys(p) >= 4096;
 }
@@ -47,10 +47,10 @@ bool wants_shared_p(const Problem& p, bool codes) {
 const Sm90Instance* find(const Problem& p, const Recipe& r) {
   const Sm90Dims dims = sm90a_dims(p);
   const Element pv = r.v == Format::f16 ? Element::f16 : Element::bf16;
-  const int asked = split_kv_override().shared_p;
-  const bool shared_p = asked >= 0 ? asked > 0 : wants_shared_p(p, r.qk == Format::s8);
+  const int asked = split_kv_override().p_in_smem;
+  const bool p_in_smem = asked >= 0 ? asked > 0 : wants_p_in_smem(p, r.qk == Format::s8);
   const Element qk = r.qk == Format::s8 ? Element::s8 : pv;
-  return find_sm90a({dims.d, qk, pv, false, 2, shared_p, dims.dv});
+  return find_sm90a({dims.d, qk, pv, false, 2, p_in_smem, dims.dv});
 }
 
 Status supports(const Problem& p) {

@@ -4,7 +4,7 @@
 // (Sm90Shape::writers), and two or three consumer warpgroups that own 64 query rows each and take
 // turns: while one multiplies, another is in its softmax. In a step a consumer multiplies P of the
 // tile before with its V, then Q with K of the tile at hand. With P in shared memory
-// (Sm90Shape::shared_p) it is the other way round, and P V runs on beside the tile's softmax.
+// (Sm90Config::p_in_smem) it is the other way round, and P V runs on beside the tile's softmax.
 //
 // u8 P is relative to the maximum of its own row and tile, so products with s8 V are exact in int32
 // and no running maximum lies on the critical path. e4m3 P is relative to the running maximum. Both
@@ -78,7 +78,7 @@ struct Sm90Consumer : Sm90Mma<C> {
       return;
     }
     Values<0> pv;
-    if constexpr (!First && !S::shared_p) rescale_o();
+    if constexpr (!First && !S::p_in_smem) rescale_o();
     pingpong_wait();
     isa::wgmma_fence();
     if constexpr (!First) this->template multiply_values<0>(pv);
@@ -94,11 +94,11 @@ struct Sm90Consumer : Sm90Mma<C> {
   /// Among the exponentials, behind group `g`: waits for that product and joins a share of it to
   /// the output. 16-bit P V is in the output already, which shrinks to this tile's reference.
   QATTN_DEVICE void join_overlapped(int g, const Values<0>& pv) {
-    if (g == S::join_after) {
+    if (g == S::tuning.join_after) {
       isa::wgmma_wait<0>();
       release();
     }
-    const int groups = S::join_until - S::join_after, at = g - S::join_after;
+    const int groups = S::tuning.join_until - S::tuning.join_after, at = g - S::tuning.join_after;
     if (at < 0 || at >= groups) return;
     const int from = S::d_tiles * at / groups, to = S::d_tiles * (at + 1) / groups;
     if constexpr (S::pv_16bit) {
@@ -131,8 +131,8 @@ struct Sm90Consumer : Sm90Mma<C> {
       release();
       start_plain(s, t);
       exponentiate(s, t, [&](int g, std::uint32_t) {
-        if (g == S::give_after) pingpong_arrive();
-        if (g == S::look_after) peek_next_tile();
+        if (g == S::tuning.give_after) pingpong_arrive();
+        if (g == S::tuning.look_after) peek_next_tile();
       });
       this->end_unmasked(t);
       store_codes();
@@ -155,9 +155,9 @@ struct Sm90Consumer : Sm90Mma<C> {
     while (true) {
       start_plain(s, t);
       exponentiate(s, t, [&](int g, std::uint32_t zero) {
-        if (g == S::give_after) pingpong_arrive(zero);
+        if (g == S::tuning.give_after) pingpong_arrive(zero);
         join_overlapped(g, pv);
-        if (g == S::look_after) peek_next_tile();
+        if (g == S::tuning.look_after) peek_next_tile();
       });
       store_codes();
       if (plain_next) [[likely]] {
@@ -192,7 +192,7 @@ struct Sm90Consumer : Sm90Mma<C> {
       this->attend_special(s, now, walk.tile, stage());
       release();
     }
-    if constexpr (S::shared_p) rescale_o();
+    if constexpr (S::p_in_smem) rescale_o();
     store_codes();
     ready = false;
     next_tile();
@@ -246,10 +246,10 @@ struct Sm90Consumer : Sm90Mma<C> {
     wait_full();
     load_facts();
     multiply<true>(s);
-    if constexpr (S::shared_p && S::p_over_out) staging.await_room();  // for P
+    if constexpr (S::p_in_smem && S::p_over_out) staging.await_room();  // for P
     while (true) {
       if (this->is_unmasked(walk.tile, scales)) {
-        if constexpr (S::shared_p) {
+        if constexpr (S::p_in_smem) {
           attend_unmasked_overlapped(s);
         } else {
           attend_plain_tiles(s);
@@ -268,7 +268,7 @@ struct Sm90Consumer : Sm90Mma<C> {
   /// P V of the last tile.
   QATTN_DEVICE void multiply_last() {
     Values<0> pv;
-    if constexpr (!S::shared_p) rescale_o();
+    if constexpr (!S::p_in_smem) rescale_o();
     pingpong_wait();
     if constexpr (S::v_parts > 1) {
       this->join_parts();
@@ -357,7 +357,8 @@ struct Sm90Attention {
     if (p.parts.out == nullptr) return false;
     if constexpr (S::e4m3_pv) return true;
     // Where blocks take what comes no rows are parts.
-    return (S::dynamic_scheduler ? index * isa::grid().x + isa::block().x : index) >= p.whole;
+    const int at = S::tuning.dynamic_scheduler ? index * isa::grid().x + isa::block().x : index;
+    return at >= p.whole;
   }
 
   static QATTN_DEVICE void consume(const Params& p) {
@@ -369,19 +370,19 @@ struct Sm90Attention {
     Sm90Staging<C> staging{group};
     // The first consumer's first turn is nobody's gift.
     using Consumer = Sm90Consumer<C>;
-    if (S::turns && group == S::consumers - 1) {
+    if (S::tuning.pingpong && group == S::consumers - 1) {
       isa::barrier_arrive(Consumer::turn_of(0), Consumer::turn_threads);
     }
     // A block has all works at most. (ptxas spilled 560 bytes where the loop had no such end.)
-    const int first = S::dynamic_scheduler ? 0 : isa::block().x;
-    const int step = S::dynamic_scheduler ? 1 : isa::grid().x;
+    const int first = S::tuning.dynamic_scheduler ? 0 : isa::block().x;
+    const int step = S::tuning.dynamic_scheduler ? 1 : isa::grid().x;
     for (int index = first; index < p.work_tiles; index += step) {
       const int buffer = queries.stage * S::consumers + group;
       isa::mbarrier_wait(base + S::q_full + 8 * buffer, queries.parity);
       queries.advance();
       const SharedAddress told = base + S::work_at + buffer * S::work_bytes;
       const auto work = take_shared<WorkTile>(told);
-      if (S::dynamic_scheduler && work.b < 0) break;
+      if (S::tuning.dynamic_scheduler && work.b < 0) break;
       const auto facts = take_shared<TileRange>(told + static_cast<int>(sizeof work));
       if (work.first_row >= work.q.rows) {
         Sm90Consumer<C>::return_queries(buffer);
@@ -404,18 +405,20 @@ struct Sm90Attention {
       }
       report(p, index, row_warp, self.needs_fallback);
     }
-    if (S::turns && group == 0) isa::barrier_sync(Consumer::turn_of(0), Consumer::turn_threads);
+    if (S::tuning.pingpong && group == 0) {
+      isa::barrier_sync(Consumer::turn_of(0), Consumer::turn_threads);
+    }
     staging.end();
   }
 
   static QATTN_DEVICE void run(const Params& p) {
     if constexpr (!isa::has_wgmma) return;  // sm_90a alone runs it, others need not compile it
     init_barriers(isa::shared_base());
-    if (!S::dynamic_scheduler || p.awaited.works == nullptr) {
+    if (!S::tuning.dynamic_scheduler || p.awaited.works == nullptr) {
       isa::grid_dependency_wait();  // for codes, scales and means
     }
     if (isa::thread() < 128) {
-      isa::registers_decrease<S::producer_registers>();
+      isa::registers_decrease<S::tuning.producer_registers>();
       const int warp = isa::warp();
       if (warp == 0) {
         if (isa::elect()) Sm90Producer<C>{p}.run();
@@ -423,15 +426,15 @@ struct Sm90Attention {
         Sm90Encoder<C>{p}.run();
       } else if (warp <= S::writers) {
         Sm90Writer<C>{p, warp - 1}.run();
-        if (S::dynamic_scheduler) isa::grid_dependency_wait();
-      } else if (S::dynamic_scheduler) {
+        if (S::tuning.dynamic_scheduler) isa::grid_dependency_wait();
+      } else if (S::tuning.dynamic_scheduler) {
         // Where the kernel before is still making codes this one must not end before it.
         isa::grid_dependency_wait();
       } else if (warp == 2 || (S::qk_16bit && warp == 3)) {
         Sm90Checker<C>{p, warp == 2}.run();
       }
     } else {
-      isa::registers_increase<S::consumer_registers>();
+      isa::registers_increase<S::tuning.consumer_registers>();
       consume(p);
     }
   }

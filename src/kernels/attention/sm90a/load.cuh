@@ -342,17 +342,17 @@ struct Sm90Producer {
   QATTN_DEVICE void run() {
     const bool awaits = p.awaited.works != nullptr;
     const auto take = [&] { return static_cast<int>(isa::atomic_add_global(p.awaited.works, 1u)); };
-    int index = S::dynamic_scheduler && awaits ? take() : isa::block().x;
+    int index = S::tuning.dynamic_scheduler && awaits ? take() : isa::block().x;
     while (index < p.work_tiles) {
       bad_page = false;
       const WorkTile work = locate_work(p, index, S::rows, S::keys);
       if (work.q.bad || work.k.bad) isa::atomic_or_global(p.error, tile::error_sequence);
-      if (S::dynamic_scheduler && awaits) await_codes(work);
+      if (S::tuning.dynamic_scheduler && awaits) await_codes(work);
       load(work);
       if constexpr (S::pv_16bit) flag_fallback(p, index, fallback_producer, bad_page);
-      index = S::dynamic_scheduler && awaits ? take() : index + isa::grid().x;
+      index = S::tuning.dynamic_scheduler && awaits ? take() : index + isa::grid().x;
     }
-    if constexpr (S::dynamic_scheduler) {
+    if constexpr (S::tuning.dynamic_scheduler) {
       WorkTile none{};
       none.b = -1;
       hand_out(none, false);

@@ -77,7 +77,7 @@ struct Sm90Mma : Sm90Softmax<C> {
   /// A descriptor of what lies 16 n bytes behind. Only its low half changes, and additions without
   /// a carry are fewer. Kernels with P in registers were not measured so.
   QATTN_DEVICE static std::uint64_t behind(std::uint64_t descriptor, int n) {
-    if constexpr (!S::shared_p) return descriptor + n;
+    if constexpr (!S::p_in_smem) return descriptor + n;
     return descriptor >> 32 << 32 |
            (static_cast<std::uint32_t>(descriptor) + static_cast<std::uint32_t>(n));
   }
@@ -127,7 +127,7 @@ struct Sm90Mma : Sm90Softmax<C> {
 #pragma unroll
       for (int step = 0; step < S::keys / 16; ++step) {
         const std::uint64_t from = behind(v, step * 16 * S::v_row / 16);
-        if constexpr (S::shared_p) {
+        if constexpr (S::p_in_smem) {
           isa::wgmma<C.pv, C.pv, S::dv, false, true>(sums, p_step(operands.p, step), from, true);
         } else {
           isa::wgmma<C.pv, C.pv, S::dv, true>(sums, codes[step], from, true);
@@ -137,7 +137,7 @@ struct Sm90Mma : Sm90Softmax<C> {
 #pragma unroll
       for (int step = 0; step < S::keys / 32; ++step) {
         const std::uint64_t from = behind(v, (step / 2 * S::v_bytes + step % 2 * 32) / 16);
-        if constexpr (S::shared_p) {
+        if constexpr (S::p_in_smem) {
           isa::wgmma<C.pv, C.pv, channels>(pv, p_step(operands.p, step), from, step > 0);
         } else {
           isa::wgmma<C.pv, C.pv, channels>(pv, codes[step], from, step > 0);
@@ -147,7 +147,7 @@ struct Sm90Mma : Sm90Softmax<C> {
     isa::wgmma_commit();
   }
 
-  // ---- P in shared memory (S::shared_p) --------------------------------------------------------
+  // ---- P in shared memory (S::p_in_smem) --------------------------------------------------------
 
   /// This warpgroup's P.
   QATTN_DEVICE SharedAddress p_base() const { return base + S::p_at + group * S::p_group_bytes; }
@@ -158,7 +158,7 @@ struct Sm90Mma : Sm90Softmax<C> {
   /// Takes P of a tile to where products read it, once the warpgroup has met in pingpong_wait();
   /// none that read the P before may be under way.
   QATTN_DEVICE void store_codes() const {
-    if constexpr (S::shared_p) {
+    if constexpr (S::p_in_smem) {
       constexpr int steps = S::p_row / 32;
       const int row = this->warp % 4 * S::warp_rows + lane % 16, half = lane / 16;
       const SharedAddress first = p_base() + row * sm90_panel + ((half ^ row % 8) << 4);
@@ -171,7 +171,7 @@ struct Sm90Mma : Sm90Softmax<C> {
   /// Waits until the warpgroup's products have ended in all its warps: rows leave where P was. The
   /// barrier is the one behind those of turns.
   QATTN_DEVICE void end_products() const {
-    if constexpr (S::shared_p && S::p_over_out) {
+    if constexpr (S::p_in_smem && S::p_over_out) {
       isa::barrier_sync(turn_of(S::consumers + group), 128);
     }
   }
@@ -239,12 +239,12 @@ struct Sm90Mma : Sm90Softmax<C> {
 
   /// Where P lies in shared memory this is also the barrier between its stores and its product.
   QATTN_DEVICE void pingpong_wait() {
-    if constexpr (S::shared_p) isa::fence_async_proxy();
-    if constexpr (S::turns) isa::barrier_sync(turn_of(group), turn_threads);
+    if constexpr (S::p_in_smem) isa::fence_async_proxy();
+    if constexpr (S::tuning.pingpong) isa::barrier_sync(turn_of(group), turn_threads);
   }
   /// `zero`: no_sign().
   QATTN_DEVICE void pingpong_arrive(std::uint32_t zero = 0) {
-    if constexpr (S::turns) {
+    if constexpr (S::tuning.pingpong) {
       const int next = turn_of(group + 1 < S::consumers ? group + 1 : 0);
       isa::barrier_arrive(next + static_cast<int>(zero), turn_threads);
     }

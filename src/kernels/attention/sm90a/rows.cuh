@@ -56,7 +56,7 @@ struct Sm90Rows : Epilogue<Sm90Shape<C>> {
   template <class Product>
   QATTN_DEVICE static Product largest_of(const Product* first) {
     Product largest = first[0] > first[1] ? first[0] : first[1];
-    if constexpr (S::tree_maxima) {
+    if constexpr (S::tuning.tree_maxima) {
       const auto at = [&](int n) { return first[4 * (n / 2) + n % 2]; };
       Product part[5];
 #pragma unroll
@@ -74,9 +74,9 @@ struct Sm90Rows : Epilogue<Sm90Shape<C>> {
   }
 
   /// Row and first score tile of group `g` of exponentials: four of one row, from two tiles.
-  QATTN_DEVICE static int row_of(int g) { return (S::paired_groups ? g / 2 : g) % 2; }
+  QATTN_DEVICE static int row_of(int g) { return (S::tuning.paired_groups ? g / 2 : g) % 2; }
   QATTN_DEVICE static int tile_of(int g) {
-    return S::paired_groups ? g / 4 * 4 + g % 2 * 2 : g / 2 * 2;
+    return S::tuning.paired_groups ? g / 4 * 4 + g % 2 * 2 : g / 2 * 2;
   }
 
   /// 0, of two exponentials: ptxas cannot move what takes it as an operand in front of the maxima.

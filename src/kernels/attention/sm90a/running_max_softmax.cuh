@@ -92,7 +92,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
     float scale[S::halves][R];  ///< of scores, in units of log2
     float top[R];               ///< maximum of the scores, in units of log2
     float offset[R];
-    float rescale[R];  ///< the tile's, S::shared_p: P V of the tile before is still to join
+    float rescale[R];  ///< the tile's, S::p_in_smem: P V of the tile before is still to join
   };
 
   /// Takes the maxima of the keys of half `h`. Scales are positive or NaN.
@@ -113,7 +113,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
     for (int r = 0; r < R; ++r) {
       const float next = fmaxf(max[r], t.top[r]);
       t.rescale[r] = isa::exp2(max[r] - next);
-      if constexpr (S::pv_16bit || !S::shared_p) rescale[r] = t.rescale[r];
+      if constexpr (S::pv_16bit || !S::p_in_smem) rescale[r] = t.rescale[r];
       max[r] = next;
       t.offset[r] = S::p_log2 - next;
       if constexpr (S::pv_16bit) sum[r] *= rescale[r];
@@ -132,7 +132,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
   }
 
   QATTN_DEVICE void end_unmasked(const Unmasked& t) {
-    if constexpr (!S::pv_16bit && S::shared_p) {
+    if constexpr (!S::pv_16bit && S::p_in_smem) {
 #pragma unroll
       for (int r = 0; r < R; ++r) rescale[r] = t.rescale[r];
     }
@@ -171,7 +171,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
         word =
             half ? isa::pack_f16(e[2 * i], e[2 * i + 1]) : isa::pack_bf16(e[2 * i], e[2 * i + 1]);
         const isa::Pair rounded = half ? isa::unpack_f16(word) : isa::unpack_bf16(word);
-        if constexpr (S::serial_sums) {
+        if constexpr (S::tuning.serial_sums) {
           sum[r] += rounded.lo;
           sum[r] += rounded.hi;
         } else {

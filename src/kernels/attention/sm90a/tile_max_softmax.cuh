@@ -119,7 +119,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
   /// The tile's weight, and its part of the row sums.
   QATTN_DEVICE void end_unmasked(const Unmasked& t) {
     // D 128 is as fast without it (H200), D 64 was not measured.
-    if constexpr (!S::shared_p) isa::sync_warp();
+    if constexpr (!S::p_in_smem) isa::sync_warp();
     raise(t.top);
     weigh(t.top);
     add_sums(t.x, t.sums);
