@@ -62,6 +62,9 @@ constexpr Sm90Tuning sm90_tuning(const Sm90Config& c) {
   t.consumer_registers = three ? 160 : pv_16bit ? 224 : 240;
   t.producer_registers = three ? 32 : pv_16bit ? 56 : 24;
   t.dynamic_scheduler = u8 && !c.fused_q_quant;
+#if defined(QATTN_SM90_TUNING)  // tools/tune_sm90.py tries others
+  QATTN_SM90_TUNING(t);
+#endif
   return t;
 }
 
