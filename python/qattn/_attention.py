@@ -143,7 +143,8 @@ def attention(
     strides whose last one is 1; Hq a multiple of Hkv; D and Dv multiples of 8 from 8 to 256.
     Each may be a Quantized instead, or an array of codes in the recipe's format (int8, uint8 or a
     float8 dtype; packed 4-bit codes (..., D / 2)) with its scales in q_scale, q_global, k_mean, ...
-    With float inputs, q_scale, k_scale and v_scale are static scales. Scales are positive and
+    With float inputs, q_scale, k_scale and v_scale are static scales, and k_mean (B, Hkv, D) is
+    what smooth_k subtracts instead of k's own mean: any vector, exactly. Scales are positive and
     finite; on a GPU, where only validate=True looks, others make the rows that use them NaN.
 
     recipe: a name of recipes(), a Recipe, or "auto". q_granularity and the like: a name, (name,

@@ -367,7 +367,7 @@ class Maker {
       return s;
     }
     if (mean.present() && !codes) {
-      return invalid(std::string(name) + "_mean: belongs to quantised " + name + " only");
+      if (Status s = mean_of_numbers(x, target, smooth); !s.ok()) return s;
     }
     if (Status s = check_small((std::string(name) + "_mean").c_str(), mean,
                                {p_.batch, x.heads, x.channels}, {Format::f32});
@@ -385,6 +385,21 @@ class Maker {
     if (x.varlen && want.rank >= 3 && scale.rank == want.rank) want.extent[2] = scale.shape[2];
     if (x.varlen && scaling.granularity == Granularity::per_channel) want.extent[2] = x.channels;
     return check_shape(scale_name.c_str(), scale, want.extent.data(), want.rank);
+  }
+
+  /// A mean that comes with numbers is taken off them instead of their own.
+  Status mean_of_numbers(const Operand& x, Format target, Toggle smooth) const {
+    const std::string name = std::string(x.name) + "_mean: ";
+    if (x.role != Role::k) {
+      return invalid(name + "belongs to quantised " + x.name + " only");
+    }
+    if (target == Format::none) return invalid(name + "needs a named recipe, not auto");
+    if (!is_codes(target)) {
+      return invalid(name + "is given, but k in format " + std::string(info(target).name) +
+                     " keeps its mean");
+    }
+    if (smooth == Toggle::off) return invalid(name + "is given, but smooth_k is off");
+    return {};
   }
 
   Status scales() {

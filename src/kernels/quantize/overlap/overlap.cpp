@@ -32,6 +32,7 @@ bool overlaps_quantisation(const Problem& p, const Recipe& r, const PrepareLayou
   const int channels = prepared_channels(p.d);
   if ((channels != 64 && channels != 128) || prepared_channels(p.dv) != channels) return false;
   if (r.qk != Format::s8 || r.v != Format::s8 || layout.needs.dot_mean) return false;
+  if (p.tensors.k_mean.present()) return false;  // there K's own mean is found
   PlainParams plain;
   OverlapParams params;
   if (!plan_plain(p, r, layout, nullptr, plain)) return false;
