@@ -271,6 +271,7 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
   const std::int64_t tiles = some_sequence(job, packs_tiles) ? all_tiles : 0;
   const std::int64_t merges = some_sequence(job, is_split) ? kv_units : 0;
   const std::int64_t chunk = chunk_of_tasks(job, tasks);
+  const std::int64_t packs = weight_blocks(p);  // of which attention needs nothing
 #pragma omp parallel num_threads(team(config.threads))
   {
     Scratch& mine = a.scratch[omp_get_thread_num()];
@@ -292,9 +293,10 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
     }
     phases.each(p.heads_kv * tiles,
                 [&](std::int64_t i) { prepare_tile(job, i % tiles * tile_keys, i / tiles, mine); });
-    phases.each(weight_blocks(p), [&](std::int64_t i) { pack_weight(job, i, mine); });
-    phases.each((tasks + chunk - 1) / chunk, [&](std::int64_t i) {
-      run_tasks(job, i * chunk, std::min((i + 1) * chunk, tasks), mine);
+    phases.each(packs + (tasks + chunk - 1) / chunk, [&](std::int64_t i) {
+      if (i < packs) return pack_weight(job, i, mine);
+      const std::int64_t first = (i - packs) * chunk;
+      run_tasks(job, first, std::min(first + chunk, tasks), mine);
     });
     phases.each(merges,
                 [&](std::int64_t i) { merge_splits(job, i / p.heads_kv, i % p.heads_kv, mine); });
