@@ -372,7 +372,7 @@ void pv_f32(const float* p, int rows, const float* value, int keys, int channels
 
 // --- Products with a packed weight ---------------------------------------------------------------
 
-/// Columns of a block in sixteens: 6 x 64 sums fill AVX-512's registers, 6 x 16 those of the others.
+/// Columns of a block in sixteens: 6 x 64 sums fill AVX-512's registers, 6 x 16 those of others.
 #if defined(__AVX512F__)
 constexpr int linear_groups = 4;
 #else
