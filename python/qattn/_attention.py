@@ -34,7 +34,13 @@ from ._interop import (
     zeros,
 )
 from ._options import AUTOMATIC, TOGGLES, layout_swaps, made_options
-from ._projection import linear, multiplies_behind, projected_shape, two_steps_text
+from ._projection import (
+    check_bias,
+    linear,
+    multiplies_behind,
+    projected_shape,
+    two_steps_text,
+)
 from ._quantize import Quantized
 from ._recipe import (
     Granularity,
@@ -173,10 +179,10 @@ def attention(
     D); needs seqused_k. These are int32 or int64 (on GPUs torch's alone, which are copied to
     int32), or lists of integers.
     saturated: (3) int64 output, codes of q, k, v that a static scale clipped.
-    projection: (E, Hq * Dv), as torch.nn.Linear has its weight, in out's dtype with rows of stride 1;
-    bias: (E), finite, in out's dtype. The result is then the tokens' rows of all heads, rounded to
-    that dtype, times projection^T, plus bias: (B, Sq, E) or packed (T, E) in both layouts. On CPUs
-    in the call itself; CUDA tensors of torch take torch's linear behind it, on the same stream.
+    projection: (E, Hq * Dv) as torch.nn.Linear has its weight, rows of stride 1; bias: (E), finite
+    (on GPUs looked at with validate=True alone); both in out's dtype. The result is then each
+    token's row of all heads, rounded to that dtype, times projection^T, plus bias: (B, Sq, E) or
+    (T, E) in both layouts; on CUDA by torch's linear on the same stream, for torch tensors alone.
     threads: at most so many, 0 is the OpenMP default. One in a child of os.fork() if the thread
     that forked had used several: GNU's OpenMP would wait for them for ever.
 
@@ -446,6 +452,8 @@ class _Call:
             self.tensors["out"] = output_entry("out", given)
             unit_stride("out", given)
         _qattn.check(self.tensors, self.options)  # before anything is written
+        if self._given["validate"] and self._given["bias"] is not None:
+            check_bias(self._given["bias"])
         self.forget_projection()
         shape = self.out_shape()
         swaps = layout_swaps("bhsd" if layout == "bshd" else "bshd", len(shape))
@@ -476,8 +484,7 @@ class _Call:
         """Adds out and lse to the tensors, new ones where the caller gave none; returns both."""
         return_lse = boolean("return_lse", self._given["return_lse"])
         out_format, lse = self._out_format(), None
-        if out is None:
-            out = self._given["out"]
+        out = self._given["out"] if out is None else out
         if out is None:
             out = zeros(self.q, out_format, self.out_shape(), filled=True)
         self.tensors["out"] = output_entry("out", out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ._errors import InvalidArgument
 from ._interop import is_torch
 
 two_steps_text = (
@@ -22,6 +23,14 @@ def projected_shape(rows: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int
     """(B, Sq, E) or (T, E) from (B, Hq, Sq) or (Hq, T); wrong ranks are left to the validator."""
     features = weight[0] if len(weight) == 2 else 0
     return (*rows[:-2], *rows[-1:], features)
+
+
+def check_bias(bias: Any) -> None:
+    """The library's rule where it cannot look; waits for the stream."""
+    bad = (~bias.isfinite()).nonzero()
+    if len(bad):
+        at = int(bad[0])
+        raise InvalidArgument(f"bias: value {float(bias[at])} at ({at}) is not finite")
 
 
 def linear(heads: Any, weight: Any, bias: Any, out: Any) -> Any:

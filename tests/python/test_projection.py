@@ -1,4 +1,4 @@
-"""attention(..., projection=W, bias=b): what comes out, and what is refused, on arrays and tensors."""
+"""attention(..., projection=W, bias=b): what comes out and what is refused."""
 
 import numpy as np
 import pytest
@@ -119,6 +119,12 @@ def test_two_steps_as_on_a_gpu(monkeypatch, layout):
     with pytest.raises(qattn.InvalidArgument, match="^bias: shape"):
         qattn.attention(q, k, v, **{**options, "bias": b[:5]}, out=wide[..., :24])
     assert (wide == 7).all()
+    b[3] = torch.nan
+    with pytest.raises(qattn.InvalidArgument, match=r"^bias: value nan at \(3\) is not finite"):
+        qattn.attention(q, k, v, **options, validate=True, out=wide[..., :24])
+    assert (wide == 7).all()
+    b[3] = 0.5
+    two = qattn.attention(q, k, v, **options)
     qattn.attention(q, k, v, **options, out=wide[..., :24])
     assert torch.equal(wide[..., :24], two) and (wide[..., 24:] == 7).all()
     text = qattn.explain(q, k, v, **options)

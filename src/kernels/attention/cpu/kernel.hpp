@@ -109,6 +109,7 @@ struct Scratch {
   std::uint8_t* q_panels;   ///< [tile_rows / 16][d / 4][16][4] for products in place
   float* projected;         ///< [project_rows][project_columns]
   float* weight_rows;       ///< [16][Hq * Dv padded] of a 16-bit weight for the f32 engine
+  std::byte* weight;        ///< [project_columns / 16] panels, unless all threads share them
   std::int64_t saturated[3];
 };
 
@@ -127,7 +128,7 @@ struct Arrays {
   std::byte* tiles;         ///< [heads_kv][slots / tile_keys] stores
   float* partials;          ///< [rows][dv padded + 2] of split sequences
   std::byte* joined;        ///< [tokens_q][heads_q * dv] in the projection's engine's type
-  std::byte* weight;        ///< [E / 16] panels [heads_q * dv][16], in bf16 of pairs
+  std::byte* weight;        ///< [E / 16] panels [heads_q * dv][16], in bf16 of pairs; or null
   float* bias;              ///< [E padded]
   Scratch* scratch;         ///< [threads]
   TileLayout tile;
@@ -258,6 +259,8 @@ int tasks_in_turn(const Job& job, std::int64_t task, std::int64_t most);
 void run_in_turn(const Job& job, std::int64_t task, int count, Scratch& scratch);
 
 // project.cpp: after all heads. Both loops are empty without a projection.
+/// Are the weight's panels there for all threads? Else each makes those of the block that it is at.
+bool shares_panels(const Problem& problem);
 std::int64_t weight_blocks(const Problem& problem);
 void pack_weight(const Job& job, std::int64_t block, Scratch& scratch);
 std::int64_t projection_blocks(const Problem& problem);

@@ -65,10 +65,11 @@ void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t 
   s.tile = arena.take<std::byte>(static_cast<std::int64_t>(tile_bytes));
   s.q_panels = arena.take<std::uint8_t>(c.rows_in_place > 0 ? own * p.d : 0);
   if (!p.projects()) return;
-  s.projected = arena.take<float>(project_rows * project_columns);
+  const std::int64_t width = p.heads_q * p.dv, bytes = c.projection == Engine::bf16 ? 2 : 4;
   const bool widens = c.projection == Engine::f32 && p.out.format != Format::f32;
-  s.weight_rows =
-      arena.take<float>(widens ? lanes * padded(static_cast<int>(p.heads_q * p.dv)) : 0);
+  s.projected = arena.take<float>(project_rows * project_columns);
+  s.weight_rows = arena.take<float>(widens ? lanes * padded(static_cast<int>(width)) : 0);
+  s.weight = arena.take<std::byte>(shares_panels(p) ? 0 : project_columns * width * bytes);
 }
 
 }  // namespace
@@ -132,7 +133,7 @@ std::size_t layout(const Problem& p, const Config& c, void* base, Arrays& a) {
     const std::int64_t bytes = c.projection == Engine::bf16 ? 2 : 4, width = p.heads_q * p.dv;
     const std::int64_t columns = ceil_div(p.tensors.projection.shape[0], lanes) * lanes;
     a.joined = arena.take<std::byte>(p.tokens_q * width * bytes);
-    a.weight = arena.take<std::byte>(columns * width * bytes);
+    a.weight = arena.take<std::byte>(shares_panels(p) ? columns * width * bytes : 0);
     a.bias = arena.take<float>(columns);
   }
   a.scratch = arena.take<Scratch>(c.threads);

@@ -23,6 +23,12 @@ int bytes_of(const Config& c) { return c.projection == Engine::bf16 ? 2 : 4; }
 std::int64_t row_blocks(const Problem& p) { return ceil_div(p.tokens_q, project_rows); }
 std::int64_t column_blocks(const Problem& p) { return ceil_div(features(p), project_columns); }
 
+/// Panel g: of all, where several blocks of rows share them, else of the thread's block.
+std::byte* panel_at(const Job& job, std::int64_t g, const Scratch& s) {
+  const std::int64_t bytes = job.problem.heads_q * job.problem.dv * lanes * bytes_of(job.config);
+  return job.arrays.weight ? job.arrays.weight + g * bytes : s.weight + g % panels * bytes;
+}
+
 /// Columns 16 g to 16 g + 15 of the weight's transpose, and their bias. Those behind the last one
 /// repeat it.
 void pack_panel(const Job& job, std::int64_t g, Scratch& s) {
@@ -41,8 +47,8 @@ void pack_panel(const Job& job, std::int64_t g, Scratch& s) {
     }
     job.arrays.bias[g * lanes + i] = bias.present() ? read_float(bias, e * bias.stride[0]) : 0.0f;
   }
-  std::byte* panel = job.arrays.weight + g * lanes * width * bytes;
-  job.words().transpose_packs(rows, width * bytes, 0, reinterpret_cast<std::uint8_t*>(panel));
+  job.words().transpose_packs(rows, width * bytes, 0,
+                              reinterpret_cast<std::uint8_t*>(panel_at(job, g, s)));
 }
 
 void pack_columns(const Job& job, std::int64_t block, Scratch& s) {
@@ -51,25 +57,21 @@ void pack_columns(const Job& job, std::int64_t block, Scratch& s) {
 }
 
 /// Bias and products of `rows` rows from `token` on, [rows][project_columns].
-void multiply(const Job& job, std::int64_t token, int rows, std::int64_t block, float* sums) {
+void multiply(const Job& job, std::int64_t token, int rows, std::int64_t block, const Scratch& s) {
   const Problem& p = job.problem;
   const std::int64_t width = p.heads_q * p.dv, first = block * panels;
   const int bytes = bytes_of(job.config);
   const std::int64_t groups = std::min<std::int64_t>(ceil_div(features(p), lanes) - first, panels);
+  float* sums = s.projected;
   for (int r = 0; r < rows; ++r) {
     std::memcpy(sums + r * project_columns, job.arrays.bias + first * lanes,
                 sizeof(float) * static_cast<std::size_t>(groups * lanes));
   }
   for (std::int64_t k = 0; k < width; k += depth) {
-    const LinearTile tile{job.arrays.joined + (token * width + k) * bytes,
-                          width,
-                          rows,
-                          job.arrays.weight + (first * width + k) * lanes * bytes,
-                          lanes * width,
-                          static_cast<int>(groups),
-                          static_cast<int>(std::min(depth, width - k)),
-                          sums,
-                          project_columns};
+    const LinearTile tile{
+        job.arrays.joined + (token * width + k) * bytes, width,         rows,
+        panel_at(job, first, s) + k * lanes * bytes,     lanes * width, static_cast<int>(groups),
+        static_cast<int>(std::min(depth, width - k)),    sums,          project_columns};
     (job.config.projection == Engine::bf16 ? job.words().linear_bf16
                                            : job.words().linear_f32)(tile);
   }
@@ -90,8 +92,10 @@ void join_row(const Job& job, std::int64_t b, const Row& row, const float* out) 
   }
 }
 
+bool shares_panels(const Problem& p) { return row_blocks(p) > 1; }
+
 std::int64_t weight_blocks(const Problem& p) {
-  return p.projects() && row_blocks(p) > 1 ? column_blocks(p) : 0;
+  return p.projects() && shares_panels(p) ? column_blocks(p) : 0;
 }
 
 void pack_weight(const Job& job, std::int64_t index, Scratch& s) { pack_columns(job, index, s); }
@@ -107,8 +111,8 @@ void project(const Job& job, std::int64_t index, Scratch& s) {
   const auto rows = static_cast<int>(std::min<std::int64_t>(p.tokens_q - token, project_rows));
   const std::int64_t e = block * project_columns;
   const auto count = static_cast<int>(std::min<std::int64_t>(features(p) - e, project_columns));
-  if (row_blocks(p) == 1) pack_columns(job, block, s);
-  multiply(job, token, rows, block, s.projected);
+  if (!shares_panels(p)) pack_columns(job, block, s);
+  multiply(job, token, rows, block, s);
   for (int r = 0; r < rows; ++r) {
     const std::int64_t t = token + r;
     const std::int64_t at =
