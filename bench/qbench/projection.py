@@ -1,4 +1,4 @@
-"""Attention with its output projection in one call, beside attention and torch's linear, on CPUs."""
+"""Attention with its output projection in one call, beside two steps, on CPUs."""
 
 import json
 import os
@@ -107,9 +107,10 @@ def section():
             f"## Output projection, {p['cpu']}, {p['threads']} threads",
             "",
             f"{p['date']}, commit {p['commit']}, torch {p['torch']}, `{path.name}` "
-            f"(`bench/bench.py projection`). `{RECIPE}`, {HEADS} heads, as many features as channels, queries as "
-            f"many as keys (of one query: {CACHED} keys), on {p['isa']}. Two steps: attention and "
-            "torch's linear. Errors: NRMSE against float64 of both, of all or 16 rows.",
+            f"(`bench/bench.py projection`). `{RECIPE}`, {HEADS} heads, as many "
+            f"features as channels, queries as many as keys (of one query: {CACHED} keys), on "
+            f"{p['isa']}. Two steps: attention and torch's linear. Errors: NRMSE against "
+            "float64 of both, of all or 16 rows.",
             "",
             *table(record["runs"]),
         ]
