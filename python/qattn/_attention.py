@@ -33,7 +33,7 @@ from ._interop import (
     workspace_of,
     zeros,
 )
-from ._options import AUTOMATIC, TOGGLES, layout_swaps, made_options
+from ._options import TOGGLES, layout_swaps, made_options
 from ._projection import (
     check_bias,
     linear,

@@ -106,6 +106,22 @@ void expect_products(const Call& call, const Laid& laid, const Projected& x,
   }
 }
 
+/// Plans and runs in a workspace of garbage, behind whose end nothing may be written.
+Status run_guarded(const AttentionTensors& tensors, const AttentionOptions& options) {
+  const Result<Plan> planned = plan(tensors, options);
+  if (!planned.ok()) return planned.status();
+  constexpr std::size_t alignment = 64, guard = 4096;
+  const std::size_t bytes = planned->workspace_bytes();
+  std::vector<std::uint8_t> workspace(bytes + alignment + guard, 0xFF);
+  const auto address = reinterpret_cast<std::uintptr_t>(workspace.data());
+  std::uint8_t* begin = workspace.data() + (alignment - address % alignment) % alignment;
+  const Status status = run(*planned, tensors, options, begin, bytes);
+  for (const std::uint8_t* at = begin + bytes; at < workspace.data() + workspace.size(); ++at) {
+    if (*at != 0xFF) return {Code::internal, "a byte past the workspace was written"};
+  }
+  return status;
+}
+
 struct Cell {
   Recipe recipe;
   const Feature* feature;
@@ -165,7 +181,7 @@ TEST_P(Projection, IsTheProductOfAttentionsRows) {
     ASSERT_TRUE(heads.status.ok()) << heads.status.message();
     x.out.clear();
     laid.lse.clear();
-    const Status status = attention(x.tensors, options);
+    const Status status = run_guarded(x.tensors, options);
     ASSERT_TRUE(status.ok()) << status.message();
     expect_products(call, laid, x, heads.out);
     EXPECT_TRUE(same_bits(laid.read_lse(call), heads.lse));

@@ -214,8 +214,8 @@ void pv_bf16(const std::uint16_t* p, int rows, const std::uint16_t* value, int k
                          out);
 }
 
-/// Sums of a block on tiles, which join what `out` holds. Few rows too: a row's bits must not depend
-/// on how many others there are.
+/// Sums of a block on tiles, which join what `out` holds. Few rows too: a row's bits must not
+/// depend on how many others there are.
 void linear_bf16(const LinearTile& x) {
   alignas(64) std::int32_t buffer[32 * 32];
   const int width_bytes = 2 * x.d;
