@@ -287,7 +287,7 @@ constexpr auto linear_bf16 = nullptr;
 #endif
 #endif
 
-const Words table = {
+const KernelTable table = {
     .isa = v::name,
     .load_row = load_row,
     .amax = amax,

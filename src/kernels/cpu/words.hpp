@@ -135,7 +135,7 @@ struct LinearTile {
   std::int64_t out_stride;
 };
 
-struct Words {
+struct KernelTable {
   const char* isa;
 
   /// dst[0, n) = src - mean (mean may be null), zeros up to the next multiple of 16. +-Inf becomes
@@ -238,17 +238,17 @@ struct Words {
 
 /// One table an instruction set; null where this build has no such unit. Only select_words() may
 /// hand one out: it has asked the CPU.
-const Words* words_scalar();
-const Words* words_avx2();
-const Words* words_avx512vnni();
-const Words* words_avx512bf16();
-const Words* words_amx();
-const Words* words_neon_dotprod();
-const Words* words_neon_i8mm();
+const KernelTable* words_scalar();
+const KernelTable* words_avx2();
+const KernelTable* words_avx512vnni();
+const KernelTable* words_avx512bf16();
+const KernelTable* words_amx();
+const KernelTable* words_neon_dotprod();
+const KernelTable* words_neon_i8mm();
 
 /// The table in force: QATTN_CPU_ISA if set, else the best that this CPU runs.
 struct Selection {
-  const Words* words = nullptr;
+  const KernelTable* words = nullptr;
   const char* error = nullptr;  ///< why there is none
   bool unknown_name = false;
 };

@@ -41,7 +41,7 @@ int value_block(const Problem& p, const Recipe& r) {
 
 Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
 
-Status supports(const Problem& problem, const Words* wanted) {
+Status supports(const Problem& problem, const KernelTable* wanted) {
   using enum Format;
   const Selection selection = select_words();
   if (selection.words == nullptr) {
@@ -362,7 +362,7 @@ Sequence Job::v_sequence(std::int64_t b, std::int64_t head) const {
 namespace {
 
 /// A registry entry of one instruction set: `supports` differs, the rest is the same text.
-template <const Words* (*words)()>
+template <const KernelTable* (*words)()>
 Kernel kernel(const char* name) {
   return {name, [](const Problem& p) { return supports(p, words()); }, tune, run, true};
 }

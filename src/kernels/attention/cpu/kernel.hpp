@@ -25,7 +25,7 @@ inline constexpr int most_heads_in_turn = 16;
 /// Everything that selects code. Derived from the problem alone, so results do not depend on the
 /// number of threads or on the rest of the batch.
 struct Config : detail::PlanData {
-  const Words* words = nullptr;
+  const KernelTable* words = nullptr;
   Engine qk = Engine::f32, pv = Engine::f32;
   bool v_token_scale = false;    ///< V's scale per token is folded into P (Rounding::u8_token)
   bool v_channel_scale = false;  ///< the product with V is multiplied by a scale per channel
@@ -142,7 +142,7 @@ struct Job {
   const Config& config;
   Arrays arrays;
 
-  const Words& words() const { return *config.words; }
+  const KernelTable& words() const { return *config.words; }
   int d() const { return problem.d; }
   int dv() const { return padded(problem.dv); }
   std::int64_t unit(std::int64_t b, std::int64_t head) const { return b * problem.heads_kv + head; }
