@@ -8,7 +8,9 @@
 #include "core/index_tensor.hpp"
 #include "core/operand.hpp"
 #include "core/problem.hpp"
+#include "formats/bf16.hpp"
 #include "formats/e4m3.hpp"
+#include "formats/f16.hpp"
 #include "formats/scale.hpp"
 #include "formats/ue8m0.hpp"
 #include "qattn/quantize.hpp"
@@ -211,6 +213,25 @@ Status check_packed_scale(const Problem& p, Role role, std::int64_t longest) {
                  ", which the longest sequence of " + text(longest) + " tokens needs");
 }
 
+/// Of an f32, f16 or bf16 tensor.
+float float_at(const TensorView& view, std::int64_t offset) {
+  if (view.format == Format::f32) return static_cast<const float*>(view.data)[offset];
+  const std::uint16_t code = static_cast<const std::uint16_t*>(view.data)[offset];
+  return view.format == Format::f16 ? formats::F16::decode(code) : formats::Bf16::decode(code);
+}
+
+/// A bias that is not finite would hide in every token what its heads hold.
+Status check_bias_values(const TensorView& bias) {
+  if (!bias.present()) return {};
+  for (std::int64_t i = 0; i < bias.shape[0]; ++i) {
+    const float value = float_at(bias, i * bias.stride[0]);
+    if (std::isfinite(value)) continue;
+    return invalid("projection_bias: value " + std::to_string(value) + " at (" + text(i) +
+                   ") is not finite");
+  }
+  return {};
+}
+
 }  // namespace
 
 Status check_given_scales(const char* name, const TensorView& scale, const Scaling& scaling,
@@ -244,7 +265,9 @@ Status check_pointers(const Problem& p) {
                                    std::pair{"seqused_q", &t.seqused_q},
                                    std::pair{"seqused_k", &t.seqused_k},
                                    std::pair{"page_table", &t.page_table},
-                                   std::pair{"block_mask", &t.block_mask}}) {
+                                   std::pair{"block_mask", &t.block_mask},
+                                   std::pair{"projection", &t.projection},
+                                   std::pair{"projection_bias", &t.projection_bias}}) {
     if (!view->present() || view->data != nullptr) continue;  // who is absent may have any rank
     bool empty = false;
     for (int i = 0; i < view->rank; ++i) empty |= view->shape[i] == 0;
@@ -287,6 +310,7 @@ Status check_contents(const Problem& p) {
   for (const Role role : {Role::q, Role::k, Role::v}) {
     if (Status s = check_scale_values(p, role); !s.ok()) return s;
   }
+  if (Status s = check_bias_values(t.projection_bias); !s.ok()) return s;
   for (const Role role : all_roles) {
     const std::int64_t longest = role == Role::q ? longest_q : longest_k;
     if (Status s = check_packed_scale(p, role, longest); !s.ok()) return s;

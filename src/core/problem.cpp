@@ -51,7 +51,9 @@ std::vector<Named> all_views(const AttentionTensors& t) {
           {"seqused_q", &t.seqused_q, false},
           {"seqused_k", &t.seqused_k, false},
           {"page_table", &t.page_table, false},
-          {"block_mask", &t.block_mask, false}};
+          {"block_mask", &t.block_mask, false},
+          {"projection", &t.projection, false},
+          {"projection_bias", &t.projection_bias, false}};
 }
 
 Status check_format(const char* name, const TensorView& view,
@@ -187,6 +189,7 @@ class Maker {
           "seqused_k)");
     }
     if (p_.paged && !t_.seqused_k.present()) return invalid("page_table: needs seqused_k");
+    const int projected = t_.projection.present() ? 1 : 0;  // out has no heads
     const struct {
       const char* name;
       const TensorView* view;
@@ -199,10 +202,11 @@ class Maker {
     for (const auto& item : list) {
       const TensorView& view = *item.view;
       if (!view.present()) return invalid(std::string(item.name) + ": is missing");
-      const int rank = item.packed ? 3 : 4;
+      const int rank = (item.packed ? 3 : 4) - (item.codes ? 0 : projected);
       if (view.rank != rank) {
         return invalid(std::string(item.name) + ": rank " + text(view.rank) + " should be " +
-                       text(rank) + (item.packed ? " (packed by cu_seqlens)" : ""));
+                       text(rank) + (item.packed ? " (packed by cu_seqlens)" : "") +
+                       (rank < 3 + !item.packed ? " (projected)" : ""));
       }
       const bool codes = item.codes && is_codes(view.format);
       if (item.codes) *item.codes = codes;
@@ -240,7 +244,6 @@ class Maker {
   Status dimensions() {
     const Axes aq = axes(o_.layout, p_.varlen_q), ak = axes(o_.layout, p_.varlen_k);
     p_.q = token_tensor(t_.q, aq);
-    p_.out = token_tensor(t_.out, aq);
     p_.k = token_tensor(t_.k, ak);
     p_.v = token_tensor(t_.v, ak);
     p_.heads_q = t_.q.shape[aq.head];
@@ -276,9 +279,46 @@ class Maker {
       return invalid("v: batch " + text(t_.v.shape[ak.batch]) + " differs from k's " +
                      text(t_.k.shape[ak.batch]));
     }
+    return t_.projection.present() ? projected_out(aq) : plain_out(aq);
+  }
+
+  Status plain_out(const Axes& aq) {
+    if (t_.projection_bias.present())
+      return invalid("projection_bias: is given without projection");
+    p_.out = token_tensor(t_.out, aq);
     std::array<std::int64_t, max_rank> out = t_.q.shape;
-    out[aq.channel] = dv;
+    out[aq.channel] = p_.dv;
     return check_shape("out", t_.out, out.data(), t_.q.rank);
+  }
+
+  /// The weight, its bias, and what they leave of out's dimensions.
+  Status projected_out(const Axes& aq) {
+    const TensorView &w = t_.projection, &bias = t_.projection_bias;
+    for (const auto& [name, view] :
+         {std::pair{"projection", &w}, std::pair{"projection_bias", &bias}}) {
+      if (view->present() && view->format != t_.out.format) {
+        return invalid(std::string(name) + ": format " + std::string(info(view->format).name) +
+                       " differs from out's " + std::string(info(t_.out.format).name));
+      }
+    }
+    const std::int64_t width = p_.heads_q * p_.dv;
+    if (w.rank != 2 || w.shape[0] < 1 || w.shape[1] != width) {
+      return invalid("projection: shape " + shape_text(w.shape.data(), w.rank) +
+                     " should be (E, Hq * Dv) with Hq * Dv = " + text(width) + " and E at least 1");
+    }
+    if (width > 1 << 24) return invalid("projection: Hq * Dv = " + text(width) + " is over 2^24");
+    if (w.stride[1] != 1) {
+      return invalid("projection: stride " + text(w.stride[1]) +
+                     " of the last dimension should be 1 (torch.nn.Linear has its weight so)");
+    }
+    if (bias.present()) {
+      if (Status s = check_shape("projection_bias", bias, {w.shape[0]}); !s.ok()) return s;
+    }
+    p_.out = {t_.out.data, t_.out.format, aq.batch < 0 ? 0 : t_.out.stride[0],
+              t_.out.stride[t_.out.rank - 2], 0};
+    const std::int64_t tokens = t_.q.shape[aq.token];
+    return aq.batch < 0 ? check_shape("out", t_.out, {tokens, w.shape[0]})
+                        : check_shape("out", t_.out, {t_.q.shape[aq.batch], tokens, w.shape[0]});
   }
 
   Status sequences() {
@@ -764,6 +804,8 @@ std::string Problem::describe() const {
         std::pair{" v_mean", &tensors.v_mean}, std::pair{" saturated", &tensors.saturated}}) {
     if (view->present()) extras += name;
   }
+  if (projects()) extras += " projection-to-" + text(tensors.projection.shape[0]);
+  if (tensors.projection_bias.present()) extras += " projection_bias";
   line("extras", extras.empty() ? "none" : extras.substr(1));
   if (device().type != DeviceType::cpu) line("device", device_text(device()));
   return s;
