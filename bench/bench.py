@@ -10,6 +10,7 @@
   bench.py smoothing --library LIBRARY  K's mean, a sequence or a tile, on a GPU
   bench.py host --program HOST_TIME   how long small calls on a GPU keep the host
   bench.py kv -o RECORD.json          decode over a KV cache on a CPU
+  bench.py projection -o RECORD.json  attention with its output projection on a CPU
   bench.py counters --library LIBRARY hardware counters of the attention kernels, by ncu
 
 Candidates take turns, round by round, and medians are compared; results are compared with float64.
@@ -32,6 +33,7 @@ COMMANDS = {
     "smoothing": "K's mean, a sequence or a tile",
     "host": "how long small calls on a GPU keep the host",
     "kv": "decode over a KV cache on a CPU",
+    "projection": "attention with its output projection on a CPU",
     "counters": "hardware counters of the attention kernels, by ncu",
     "roofline": "peaks of a CPU's units, and attention beside them",
 }

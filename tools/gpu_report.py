@@ -122,21 +122,22 @@ def wanted_instructions(architecture, name):
     """The matrix instructions that a kernel is about."""
     if re.match(r"Decode<", name):
         return {"HMMA"}
-    if match := re.match(r"CodedDecode<CodedConfig\{\d+, \(Element\)(\d)", name):
+    if match := re.match(r"Uniform8Decode<Uniform8Config\{\d+, \(Element\)(\d)", name):
         if ELEMENTS[int(match[1])] == "s8":
             return {"IMMA"}
         return set() if architecture == "sm_80" else {"HMMA"}  # empty there
-    match = re.match(r"(Sm90)?Prefill<\w+\{\d+, \(Element\)(\d), \(Element\)(\d)", name)
+    match = re.match(r"(Sm80|Sm90)Attention<\w+\{\d+, \(Element\)(\d), \(Element\)(\d)", name)
     if match is None:
-        if re.match(r"(Sm90)?Prefill<", name):
+        if re.match(r"(Sm80|Sm90)Attention<", name):
             sys.exit(f"{name}: what it multiplies is not known")
         return set()
     elements = [ELEMENTS[int(match[i])] for i in (2, 3)]
-    if match[1] and not architecture.startswith("sm_90a"):
+    hopper = match[1] == "Sm90"
+    if hopper and not architecture.startswith("sm_90a"):
         return set()  # empty there
-    if not match[1] and "e4m3" in elements and not re.match(r"sm_(89|12)", architecture):
+    if not hopper and "e4m3" in elements and not re.match(r"sm_(89|12)", architecture):
         return set()  # likewise
-    return {(WARPGROUP if match[1] else WARP)[element] for element in elements}
+    return {(WARPGROUP if hopper else WARP)[element] for element in elements}
 
 
 def cubin_sizes(tools, library):

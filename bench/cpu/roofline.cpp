@@ -256,7 +256,7 @@ json peaks(const std::string& isa, int threads) {
 }
 
 /// Scores a second that the softmax of a tile in cache turns into rounded P.
-double softmax_rate(const cpu::Words& words, cpu::Rounding rounding, int threads) {
+double softmax_rate(const cpu::KernelTable& words, cpu::Rounding rounding, int threads) {
   constexpr int rows = cpu::tile_rows, keys = cpu::tile_keys;
   const int calls = std::max(1, static_cast<int>(2000 * scale));
   const double t = least_seconds([&] {
@@ -418,14 +418,14 @@ double attention_seconds(const Shape& s, const std::string& recipe, int threads)
 }
 
 /// The unit that multiplies Q, K and P, V of a recipe.
-std::string engine(const std::string& recipe, const cpu::Words& words) {
+std::string engine(const std::string& recipe, const cpu::KernelTable& words) {
   if (recipe == "int8_full") return "integer";
   return recipe == "bf16" && words.qk_bf16 != nullptr ? "bf16" : "f32";
 }
 
 /// Attention on the instruction set in force: seconds, and what they would be with products at
 /// their peak and with the softmax alone; and the bytes of K and V.
-json paths(const cpu::Words& words, const json& peak, int threads) {
+json paths(const cpu::KernelTable& words, const json& peak, int threads) {
   const std::int64_t length = std::max<std::int64_t>(256, static_cast<std::int64_t>(4096 * scale));
   // A decode that quantised its whole cache each time would be nobody's: integer units read codes.
   const Shape shapes[] = {{8, 8, length, length, 128},

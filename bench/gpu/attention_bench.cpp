@@ -41,7 +41,7 @@ static int failed(const Status& status) {
 /// What stands behind a recipe's name.
 struct Asked {
   std::optional<kernels::CodesLeft> codes;
-  kernels::SpreadOverride spread;
+  kernels::SplitKvOverride split_kv;
   bool smooth_k = true;
 };
 
@@ -59,15 +59,15 @@ static Status take_asked(std::string_view& name, Asked& asked) {
       asked.smooth_k = false;
       continue;
     }
-    if (word.starts_with("splits=")) number = &asked.spread.splits;
-    if (word.starts_with("pack=")) number = &asked.spread.pack;
-    if (word.starts_with("consumers=")) number = &asked.spread.consumers;
-    if (word.starts_with("shared_p=")) number = &asked.spread.shared_p;
-    if (word.starts_with("last_splits=")) number = &asked.spread.last_splits;
+    if (word.starts_with("splits=")) number = &asked.split_kv.splits;
+    if (word.starts_with("pack=")) number = &asked.split_kv.pack_gqa;
+    if (word.starts_with("consumers=")) number = &asked.split_kv.consumers;
+    if (word.starts_with("shared_p=")) number = &asked.split_kv.p_in_smem;
+    if (word.starts_with("last_splits=")) number = &asked.split_kv.last_splits;
     const char *begin = word.data() + word.find('=') + 1, *end = word.data() + word.size();
     int value = 0;
     const std::from_chars_result read = std::from_chars(begin, end, value);
-    const int least = number == &asked.spread.shared_p ? 0 : 1;
+    const int least = number == &asked.split_kv.p_in_smem ? 0 : 1;
     const bool good = number != nullptr && *number < least && read.ec == std::errc() &&
                       read.ptr == end && value >= least && value <= kernels::most_splits;
     if (good) *number = value;
@@ -91,12 +91,12 @@ static std::string missed(const Asked& asked, kernels::GpuPlan& plan, const Prob
     return asked.codes == kernels::CodesLeft::all ? "makes no codes beside attention for this call"
                                                   : "makes no codes of Q for this call";
   }
-  if (!says("splits: ", asked.spread.splits)) return "takes other splits";
-  if (!says("packed_heads: ", asked.spread.pack)) return "packs other heads";
-  if (!says("consumers: ", asked.spread.consumers)) return "has other consumers";
-  const int last = asked.spread.last_splits;
+  if (!says("splits: ", asked.split_kv.splits)) return "takes other splits";
+  if (!says("packed_heads: ", asked.split_kv.pack_gqa)) return "packs other heads";
+  if (!says("consumers: ", asked.split_kv.consumers)) return "has other consumers";
+  const int last = asked.split_kv.last_splits;
   if (last > 1 && !says("last_splits: ", last)) return "splits no last works so";
-  if (!says("shared_p: ", asked.spread.shared_p, -1)) return "has P in the other place";
+  if (!says("shared_p: ", asked.split_kv.p_in_smem, -1)) return "has P in the other place";
   return {};
 }
 
@@ -137,9 +137,9 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
     const Status status = kernel.supports(*problem);
     if (status.ok()) {
       kernels::codes_left_override() = asked.codes;
-      kernels::spread_override() = asked.spread;
+      kernels::split_kv_override() = asked.split_kv;
       auto plan = kernel.tune(*problem);
-      kernels::spread_override() = {};
+      kernels::split_kv_override() = {};
       error = missed(asked, static_cast<kernels::GpuPlan&>(*plan), *problem);
       kernels::codes_left_override() = {};
       if (!error.empty()) {

@@ -74,7 +74,7 @@ def launch_all(args):
 def under_ncu(args):
     """What ncu writes as CSV."""
     command = ["ncu", "--csv", "--page", "raw", "--clock-control", "none"]
-    command += ["--kernel-name-base", "demangled", "--kernel-name", "regex:Sm90Prefill"]
+    command += ["--kernel-name-base", "demangled", "--kernel-name", "regex:Sm90Attention"]
     for section in SECTIONS:
         command += ["--section", section]
     command += [sys.executable, str(ROOT / "bench" / "bench.py"), "counters", "--child"]

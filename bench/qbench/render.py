@@ -14,6 +14,7 @@ from . import (
     kv,
     model,
     paged,
+    projection,
     roofline,
     smoothing,
     summary,
@@ -258,7 +259,7 @@ def records_of(word):
 
 def records_of_cpus():
     found = [line for r in committed() if "cpu" in r.provenance for line in record_section(r)]
-    return found + roofline.section() + kv.section()
+    return found + roofline.section() + kv.section() + projection.section()
 
 
 #: {file: (title, function that gives its lines)}

@@ -24,10 +24,10 @@ struct Online {
       for (int c = 0; c < dim; ++c) s = fmaf(q[c], isa::load_global(p.k + j * dim + c), s);
       const float before = top;
       top = fmaxf(top, s);
-      const float shrink = isa::exp2(before - top), weight = isa::exp2(s - top);
-      sum = fmaf(sum, shrink, weight);
+      const float rescale = isa::exp2(before - top), weight = isa::exp2(s - top);
+      sum = fmaf(sum, rescale, weight);
       for (int c = 0; c < dim; ++c) {
-        o[c] = fmaf(weight, isa::load_global(p.v + j * dim + c), o[c] * shrink);
+        o[c] = fmaf(weight, isa::load_global(p.v + j * dim + c), o[c] * rescale);
       }
     }
     for (int c = 0; c < dim; ++c) isa::store_global(p.out + i * dim + c, o[c] / sum);

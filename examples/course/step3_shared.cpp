@@ -47,11 +47,11 @@ struct Shared {
         }
         const float before = top;
         top = fmaxf(top, s);
-        const float shrink = isa::exp2(before - top), weight = isa::exp2(s - top);
-        sum = fmaf(sum, shrink, weight);
+        const float rescale = isa::exp2(before - top), weight = isa::exp2(s - top);
+        sum = fmaf(sum, rescale, weight);
         for (int c = 0; c < dim; c += 4) {
           const Words4 w = piece(v, j, c);
-          for (int e = 0; e < 4; ++e) o[c + e] = fmaf(weight, number(w.w[e]), o[c + e] * shrink);
+          for (int e = 0; e < 4; ++e) o[c + e] = fmaf(weight, number(w.w[e]), o[c + e] * rescale);
         }
       }
       isa::sync_threads();  // nobody reads the tile any more

@@ -59,16 +59,16 @@ struct Tensor {
       for (auto& x : s[0]) most = fmaxf(most, fmaxf(x[2 * h], x[2 * h + 1]) * score_scale);
       most = fmaxf(most, isa::shuffle_xor(most, 1));
       most = fmaxf(most, isa::shuffle_xor(most, 2));
-      const float shrink = isa::exp2(top[h] - most);
+      const float rescale = isa::exp2(top[h] - most);
       top[h] = most;
-      sum[h] *= shrink;
+      sum[h] *= rescale;
       for (auto& x : s[0]) {
         for (int i = 2 * h; i < 2 * h + 2; ++i) {
           x[i] = isa::exp2(fmaf(x[i], score_scale, -most));
           sum[h] += x[i];
         }
       }
-      for (auto& x : o[0]) x[2 * h] *= shrink, x[2 * h + 1] *= shrink;
+      for (auto& x : o[0]) x[2 * h] *= rescale, x[2 * h + 1] *= rescale;
     }
   }
 

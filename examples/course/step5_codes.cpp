@@ -73,7 +73,7 @@ struct Codes {
 
   /// What a row has gathered, relative to 2^top.
   struct Row {
-    float top = -INFINITY, sum = 0, shrink = 0, join = 0;
+    float top = -INFINITY, sum = 0, rescale = 0, join = 0;
   };
 
   /// P in place of scores, which are in units of log2 and have log2 of V's scale in them.
@@ -84,7 +84,7 @@ struct Codes {
     most = fmaxf(most, isa::shuffle_xor(most, 1));
     most = fmaxf(most, isa::shuffle_xor(most, 2));
     const float top = fmaxf(row.top, most);
-    row.shrink = isa::exp2(row.top - top);
+    row.rescale = isa::exp2(row.top - top);
     row.join = isa::exp2(most - top) / 255;
     row.top = top;
     float sum = 0;
@@ -95,7 +95,7 @@ struct Codes {
         sum = fmaf(x, inverse[n][e], sum);
       }
     }
-    row.sum = fmaf(sum, row.join, row.sum * row.shrink);
+    row.sum = fmaf(sum, row.join, row.sum * row.rescale);
   }
 
   static QATTN_DEVICE void run(const Params& p) {
@@ -150,7 +150,7 @@ struct Codes {
       for (int n = 0; n < 8; ++n) {
         for (int i = 0; i < 4; ++i) {
           o[n][i] =
-              fmaf(isa::to_float(values[0][n][i]), row[i / 2].join, o[n][i] * row[i / 2].shrink);
+              fmaf(isa::to_float(values[0][n][i]), row[i / 2].join, o[n][i] * row[i / 2].rescale);
         }
       }
       isa::sync_threads();  // nobody reads V any more

@@ -32,10 +32,12 @@ using Stream = void*;
 /// The tensors of one call, all on q's device. Required: q, k, v, out. Everything else is optional
 /// (leave it default-constructed). Shapes are in elements; "f" means f32, f16 or bf16.
 struct AttentionTensors {
-  TensorView q;    ///< (B, Sq, Hq, D), f, or codes in the recipe's Q/K format with q_scale
-  TensorView k;    ///< (B, Sk, Hkv, D), f, or codes with k_scale; Hq is a multiple of Hkv
-  TensorView v;    ///< (B, Sk, Hkv, Dv), f, or codes with v_scale
-  TensorView out;  ///< (B, Sq, Hq, Dv), f; must not overlap any other tensor
+  TensorView q;  ///< (B, Sq, Hq, D), f, or codes in the recipe's Q/K format with q_scale
+  TensorView k;  ///< (B, Sk, Hkv, D), f, or codes with k_scale; Hq is a multiple of Hkv
+  TensorView v;  ///< (B, Sk, Hkv, Dv), f, or codes with v_scale
+  /// (B, Sq, Hq, Dv), f; must not overlap any other tensor. With `projection`: (B, Sq, E), packed
+  /// (T, E), in both layouts.
+  TensorView out;
   TensorView lse;  ///< (B, Hq, Sq) f32; packed variable length: (Hq, T)
 
   /// Scales of the operands: with codes, the scales that quantize() gave; with f inputs in a recipe
@@ -43,8 +45,10 @@ struct AttentionTensors {
   /// Shape and meaning: Granularity. Dequantised value = code * scale (* global).
   TensorView q_scale, k_scale, v_scale;
   TensorView q_global, k_global, v_global;  ///< (B, H) f32, the second level of nvfp4 codes
-  TensorView k_mean;     ///< (B, Hkv, D) f32 that was subtracted from k before it was quantised;
-                         ///< rotated where the codes of q and k are
+  /// (B, Hkv, D) f32. With codes: what was subtracted from k before it was quantised, rotated where
+  /// the codes of q and k are. With numbers: what smooth_k is to subtract instead of their own mean,
+  /// any vector, for the result is the same; K is then read once. Recipes without smooth_k refuse.
+  TensorView k_mean;
   TensorView v_mean;     ///< (B, Hkv, Dv) f32 that was subtracted from v before it was quantised
   TensorView saturated;  ///< (3) s64: codes of q, k, v that a static scale clipped (overwritten)
 
@@ -69,6 +73,12 @@ struct AttentionTensors {
   /// can. Broadcasts to (B, Hq, ceil(Sq / block_mask_q), ceil(Sk / block_mask_k)); one more mask.
   /// Packed sequences: Sq and Sk are the longest one's, on a GPU all tokens in memory.
   TensorView block_mask;
+
+  /// (E, Hq * Dv) in out's format, rows of stride 1, as torch.nn.Linear has its weight: the result
+  /// is the row of all heads of a token times its transpose. Heads are rounded to out's format
+  /// first, products are summed in float32. CPUs only.
+  TensorView projection;
+  TensorView projection_bias;  ///< (E) in out's format, finite: the sums begin with it
   bool operator==(const AttentionTensors&) const = default;
 };
 

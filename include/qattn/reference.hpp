@@ -20,8 +20,9 @@ struct ReferenceOptions {
 };
 
 /// O and LSE in float64 by the definition at the top of attention.hpp. `out` is dense
-/// (B, Hq, Sq, Dv) (packed variable length: (Hq, T, Dv)), `lse` may be empty or (B, Hq, Sq) / (Hq,
-/// T). q, k, v must be f32, f16 or bf16. Errors as plan() and run().
+/// (B, Hq, Sq, Dv) (packed variable length: (Hq, T, Dv); projected: (B, Sq, E) and (T, E)), `lse`
+/// may be empty or (B, Hq, Sq) / (Hq, T). q, k, v must be f32, f16 or bf16. Errors as plan() and
+/// run().
 Status reference_attention(const AttentionTensors& tensors, const AttentionOptions& options,
                            std::span<double> out, std::span<double> lse = {},
                            const ReferenceOptions& reference = {});

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import inspect
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -26,12 +25,21 @@ from ._interop import (
     is_torch,
     mask_entry,
     output_entry,
+    same_numbers,
     shape_entry,
     small_entry,
     stream_of,
     unit_stride,
     workspace_of,
     zeros,
+)
+from ._options import TOGGLES, layout_swaps, made_options
+from ._projection import (
+    check_bias,
+    linear,
+    multiplies_behind,
+    projected_shape,
+    two_steps_text,
 )
 from ._quantize import Quantized
 from ._recipe import (
@@ -60,11 +68,11 @@ _OTHER_NAMES = {
     "block_table": "page_table",
     "is_causal": "causal",
     "logits_soft_cap": "softcap",
+    "projection_bias": "bias",
     "sm_scale": "scale",
     "softmax_scale": "scale",
     "window_size": "window",
 }
-_TOGGLES = ("smooth_k", "smooth_q", "smooth_v", "rotate", "balance_k")  # of the extension
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -122,6 +130,8 @@ def attention(
     k_mean: Any = None,
     v_mean: Any = None,
     saturated: Any = None,
+    projection: Any = None,
+    bias: Any = None,
     return_lse: bool = False,
     out: Any = None,
     out_dtype: Any = None,
@@ -143,7 +153,8 @@ def attention(
     strides whose last one is 1; Hq a multiple of Hkv; D and Dv multiples of 8 from 8 to 256.
     Each may be a Quantized instead, or an array of codes in the recipe's format (int8, uint8 or a
     float8 dtype; packed 4-bit codes (..., D / 2)) with its scales in q_scale, q_global, k_mean, ...
-    With float inputs, q_scale, k_scale and v_scale are static scales. Scales are positive and
+    With float inputs, q_scale, k_scale and v_scale are static scales, and k_mean (B, Hkv, D) is
+    what smooth_k subtracts instead of k's own mean: any vector, exactly. Scales are positive and
     finite; on a GPU, where only validate=True looks, others make the rows that use them NaN.
 
     recipe: a name of recipes(), a Recipe, or "auto". q_granularity and the like: a name, (name,
@@ -169,6 +180,10 @@ def attention(
     D); needs seqused_k. These are int32 or int64 (on GPUs torch's alone, which are copied to
     int32), or lists of integers.
     saturated: (3) int64 output, codes of q, k, v that a static scale clipped.
+    projection: (E, Hq * Dv) as torch.nn.Linear has its weight, rows of stride 1; bias: (E), finite
+    (on GPUs looked at with validate=True alone); both in out's dtype. The result is then each
+    token's row of all heads, rounded to that dtype, times projection^T, plus bias: (B, Sq, E) or
+    (T, E) in both layouts; on CUDA by torch's linear on the same stream, for torch tensors alone.
     threads: at most so many, 0 is the OpenMP default. One in a child of os.fork() if the thread
     that forked had used several: GNU's OpenMP would wait for them for ever.
 
@@ -186,9 +201,7 @@ def attention(
     Raises InvalidArgument, Unsupported, OutOfMemory; outputs are untouched then.
     """
     call = _Call(dict(locals()))
-    out, lse = call.outputs()
-    stream = stream_of(call.q, call.tensors)
-    _qattn.attention(call.tensors, call.options, stream, workspace_of(call.q))
+    out, lse = call.in_two_steps() if call.takes_two_steps() else call.run()
     return (out, lse) if return_lse else out
 
 
@@ -199,7 +212,12 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> str:
     """Which kernel attention() would run for these arguments and why, or why they are refused."""
     call = _Call(_arguments(q, k, v, options))
     call.shapes_of_outputs()
-    return _qattn.explain(call.tensors, call.options)
+    text = _qattn.explain(call.tensors, call.options)
+    if not call.takes_two_steps() or text.startswith("refused: "):
+        return text
+    call.forget_projection()
+    call.shapes_of_outputs()
+    return two_steps_text + _qattn.explain(call.tensors, call.options)
 
 
 def reference_attention(
@@ -237,7 +255,8 @@ def reference_attention(
     if call.device != CPU:
         raise Unsupported("q: lies on a GPU, and reference_attention() computes on the CPU")
     shape, lse_shape = call.out_shape(), call.lse_shape()
-    swapped = layout_swaps(arguments["layout"], len(shape))
+    projected = arguments["projection"] is not None
+    swapped = range(len(shape)) if projected else layout_swaps(arguments["layout"], len(shape))
     out = _filled(q, tuple(shape[i] for i in swapped), np.nan)
     lse = _filled(q, lse_shape, np.nan) if return_lse else None
     chosen = [] if rows is None else [integer("rows", row) for row in rows]
@@ -246,14 +265,6 @@ def reference_attention(
     _qattn.reference_attention(call.tensors, call.options, out, lse, chosen)
     out = out.permute(*swapped) if is_torch(out) else out.transpose(swapped)
     return (out, lse) if return_lse else out
-
-
-def layout_swaps(layout: str, rank: int) -> tuple[int, ...]:
-    """Order of dimensions between a layout and (B, H, S, D) or (H, T, D); its own inverse."""
-    order = list(range(rank))
-    if layout == "bshd" and rank >= 3:
-        order[rank - 3], order[rank - 2] = order[rank - 2], order[rank - 3]
-    return tuple(order)
 
 
 def _filled(like: Any, shape: tuple[int, ...], value: float) -> Any:
@@ -268,55 +279,6 @@ def _arguments(q: Any, k: Any, v: Any, options: dict[str, Any]) -> dict[str, Any
     bound = _SIGNATURE.bind(q, k, v, **options)
     bound.apply_defaults()
     return dict(bound.arguments)
-
-
-def _same_numbers(a: Any, b: Any) -> bool:
-    """Do two index tensors or lists hold the same? On a GPU this waits, unless they are one."""
-    if a is b:
-        return True
-    if is_torch(a) and is_torch(b):
-        return a.device == b.device and bool(a.shape == b.shape and (a == b).all())
-    if is_torch(a) or is_torch(b):
-        a, b = (x.cpu() if is_torch(x) else x for x in (a, b))
-    return np.array_equal(np.asarray(a), np.asarray(b))
-
-
-#: The scaling of an operand whose granularity is left to the recipe.
-AUTOMATIC = ("automatic", 0, 0)
-
-
-# Calls of a model repeat a few. -0.0 and 0.0 are one key, and mean one thing wherever they come.
-@functools.lru_cache(maxsize=256)
-def made_options(
-    recipe: tuple[str, str, str, str],
-    layout: str,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    scale: float | None = None,
-    scalings: tuple[tuple[str, int, int], ...] = (AUTOMATIC,) * 3,
-    toggles: tuple[bool | None, ...] = (None,) * len(_TOGGLES),
-    threads: int = 0,
-    validate: bool = False,
-    block_mask_size: tuple[int, int] = (0, 0),
-) -> Any:
-    """The extension's options, which nothing changes."""
-    return _qattn.options(
-        recipe=recipe,
-        layout=layout,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        scale=scale,
-        scalings=scalings,
-        toggles=toggles,
-        threads=threads,
-        validate=validate,
-        block_mask_size=block_mask_size,
-    )
-
-
-atexit.register(made_options.cache_clear)  # or nanobind says that its objects leaked
 
 
 class _Call:
@@ -396,7 +358,7 @@ class _Call:
         name = "cu_seqlens_q" if role == "q" else "cu_seqlens_k"
         packed = self._given[name]
         if (x.cu_seqlens is None) != (packed is None) or (
-            packed is not None and not _same_numbers(packed, x.cu_seqlens)
+            packed is not None and not same_numbers(packed, x.cu_seqlens)
         ):
             raise InvalidArgument(f"{role}: was quantised with other {name} than the call's")
 
@@ -422,6 +384,10 @@ class _Call:
             self.tensors["mask"] = mask_entry("mask", mask)
         if self._given["block_mask"] is not None:
             self.tensors["block_mask"] = mask_entry("block_mask", self._given["block_mask"], False)
+        for name, given in (("projection", "projection"), ("projection_bias", "bias")):
+            if self._given[given] is not None:
+                self.tensors[name] = entry(given, self._given[given])
+                unit_stride(given, self._given[given])
         if self._given["saturated"] is not None:
             self.tensors["saturated"] = output_entry("saturated", self._given["saturated"])
 
@@ -453,20 +419,55 @@ class _Call:
             0.0 if given["softcap"] is None else real("softcap", given["softcap"]),
             None if given["scale"] is None else real("scale", given["scale"]),
             tuple(self._scalings),
-            tuple(toggle(n, given[n]) for n in _TOGGLES),
+            tuple(toggle(n, given[n]) for n in TOGGLES),
             integer("threads", given["threads"]),
             boolean("validate", given["validate"]),
             block_pair(given["block_mask_size"]),
         )
 
     def out_shape(self) -> tuple[int, ...]:
-        """q's shape with v's channels; wrong ranks are left to the validator."""
+        """q's shape with v's channels, or projected; wrong ranks are left to the validator."""
+        if "projection" in self.tensors:
+            weight = entry_shape(self.tensors["projection"])
+            return projected_shape(self.lse_shape(), weight)
         return (*entry_shape(self.tensors["q"])[:-1], *entry_shape(self.tensors["v"])[-1:])
 
     def lse_shape(self) -> tuple[int, ...]:
         shape = entry_shape(self.tensors["q"])
         order = layout_swaps(self._given["layout"], len(shape))
         return tuple(shape[i] for i in order)[:-1]
+
+    def takes_two_steps(self) -> bool:
+        return "projection" in self.tensors and multiplies_behind(self.q)
+
+    def forget_projection(self) -> None:
+        """From here on the call is attention alone."""
+        self.tensors.pop("projection")
+        self.tensors.pop("projection_bias", None)
+
+    def in_two_steps(self) -> tuple[Any, Any]:
+        """Attention, whose heads lie side by side then, and torch's linear; the results."""
+        given, layout = self._given["out"], self._given["layout"]
+        self.shapes_of_outputs()
+        if given is not None:
+            self.tensors["out"] = output_entry("out", given)
+            unit_stride("out", given)
+        _qattn.check(self.tensors, self.options)  # before anything is written
+        if self._given["validate"] and self._given["bias"] is not None:
+            check_bias(self._given["bias"])
+        self.forget_projection()
+        shape = self.out_shape()
+        swaps = layout_swaps("bhsd" if layout == "bshd" else "bshd", len(shape))
+        heads = zeros(self.q, self._out_format(), tuple(shape[i] for i in swaps), filled=True)
+        lse = self.run(heads.permute(*swaps))[1]
+        return linear(heads, self._given["projection"], self._given["bias"], given), lse
+
+    def run(self, out: Any = None) -> tuple[Any, Any]:
+        """Computes; returns out, that of the caller unless it is given here, and the LSE."""
+        results = self.outputs(out)
+        stream = stream_of(self.q, self.tensors)
+        _qattn.attention(self.tensors, self.options, stream, workspace_of(self.q))
+        return results
 
     def _out_format(self) -> str:
         given, q = self._given, self.tensors["q"][1]
@@ -480,10 +481,11 @@ class _Call:
             return float_format(given["out_dtype"])
         return q if q in ("f32", "f16", "bf16") else "f32"
 
-    def outputs(self) -> tuple[Any, Any]:
+    def outputs(self, out: Any = None) -> tuple[Any, Any]:
         """Adds out and lse to the tensors, new ones where the caller gave none; returns both."""
         return_lse = boolean("return_lse", self._given["return_lse"])
-        out_format, out, lse = self._out_format(), self._given["out"], None
+        out_format, lse = self._out_format(), None
+        out = self._given["out"] if out is None else out
         if out is None:
             out = zeros(self.q, out_format, self.out_shape(), filled=True)
         self.tensors["out"] = output_entry("out", out)

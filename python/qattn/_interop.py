@@ -370,3 +370,14 @@ def element_shape(format_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape in elements of an array of that format; the opposite of packed_shape."""
     bits = FORMATS[format_name][0]
     return shape if bits >= 8 or not shape else (*shape[:-1], shape[-1] * 8 // bits)
+
+
+def same_numbers(a: Any, b: Any) -> bool:
+    """Do two index tensors or lists hold the same? On a GPU this waits, unless they are one."""
+    if a is b:
+        return True
+    if is_torch(a) and is_torch(b):
+        return a.device == b.device and bool(a.shape == b.shape and (a == b).all())
+    if is_torch(a) or is_torch(b):
+        a, b = (x.cpu() if is_torch(x) else x for x in (a, b))
+    return np.array_equal(np.asarray(a), np.asarray(b))

@@ -132,6 +132,8 @@ constexpr Field fields[] = {
     {"seqused_k", &AttentionTensors::seqused_k, false},
     {"page_table", &AttentionTensors::page_table, false},
     {"block_mask", &AttentionTensors::block_mask, false},
+    {"projection", &AttentionTensors::projection, false},
+    {"projection_bias", &AttentionTensors::projection_bias, false},
 };
 
 std::int32_t narrow(const std::string& what, std::int64_t value) {
@@ -173,6 +175,7 @@ void rename_word(std::string& text, std::string_view word, std::string_view othe
 
 std::string attention_text(std::string text) {
   rename_word(text, "softmax_scale", "scale");
+  rename_word(text, "projection_bias", "bias");
   return text;
 }
 

@@ -79,6 +79,13 @@ void run_attention(const nb::dict& entries, const AttentionOptions& options, std
   attention_check(status);
 }
 
+/// Refuses what is wrong with a call, whether or not a kernel here can serve it.
+void run_check(const nb::dict& entries, const AttentionOptions& options) {
+  Views views;
+  const Status status = plan(attention_tensors(entries, views), options).status();
+  if (status.code() != Code::unsupported) attention_check(status);
+}
+
 std::string run_explain(const nb::dict& entries, const AttentionOptions& options) {
   Views views;
   return attention_text(explain(attention_tensors(entries, views), options));
@@ -214,6 +221,7 @@ NB_MODULE(_qattn, m) {
     }
     check(std::move(status));
   });
+  m.def("check", &run_check, "tensors"_a, "options"_a);
   m.def("explain", &run_explain, "tensors"_a, "options"_a);
   m.def("reference_attention", &run_reference, "tensors"_a, "options"_a, "out"_a, "lse"_a.none(),
         "rows"_a);

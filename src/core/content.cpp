@@ -6,8 +6,11 @@
 #include <string>
 
 #include "core/index_tensor.hpp"
+#include "core/operand.hpp"
 #include "core/problem.hpp"
+#include "formats/bf16.hpp"
 #include "formats/e4m3.hpp"
+#include "formats/f16.hpp"
 #include "formats/scale.hpp"
 #include "formats/ue8m0.hpp"
 #include "qattn/quantize.hpp"
@@ -176,23 +179,15 @@ Status check_entry(const char* name, const TensorView& view, std::int64_t outer,
 /// Checks an operand's scales, and the globals of nvfp4: those of tokens that exist. A cache has
 /// never written the rest.
 Status check_scale_values(const Problem& p, Role role) {
-  const AttentionTensors& t = p.tensors;
-  struct Operand {
-    const char *scale_name, *global_name;
-    const TensorView &scale, &global;
-    const Scaling& asked;
-    Format format;
-  };
-  const Recipe& r = p.recipe;
-  const Operand x =
-      role == Role::q   ? Operand{"q_scale", "q_global", t.q_scale, t.q_global, r.q_scale, r.qk}
-      : role == Role::k ? Operand{"k_scale", "k_global", t.k_scale, t.k_global, r.k_scale, r.qk}
-                        : Operand{"v_scale", "v_global", t.v_scale, t.v_global, r.v_scale, r.v};
+  const Operand x = operand_of(p, role);
+  const OperandRecipe asked = operand_recipe(p.recipe, role);
   if (!x.scale.present()) return {};  // nor a global, then
+  const std::string name = std::string(x.name) + "_scale";
   const auto check = [&](std::int64_t outer, std::int64_t tokens) {
-    return check_given_scales(x.scale_name, x.scale, x.asked, role, x.format, outer, tokens);
+    return check_given_scales(name.c_str(), x.scale, asked.scaling, role, asked.format, outer,
+                              tokens);
   };
-  if (scale_entries(x.asked, role, x.format, 0) < 0) {
+  if (scale_entries(asked.scaling, role, asked.format, 0) < 0) {
     for (std::int64_t i = 0; i < x.scale.shape[0]; ++i) {
       if (Status s = check(i, 0); !s.ok()) return s;
     }
@@ -201,19 +196,40 @@ Status check_scale_values(const Problem& p, Role role) {
   return each_entry(p, role, [&](std::int64_t outer, std::int64_t tokens) -> Status {
     if (Status s = check(outer, tokens); !s.ok() || tokens == 0) return s;
     if (!x.global.present()) return {};
-    return check_entry(x.global_name, x.global, outer, all_entries);
+    return check_entry((std::string(x.name) + "_global").c_str(), x.global, outer, all_entries);
   });
 }
 
 /// Packed sequences: the scale tensors must reach the longest one, which only the contents tell.
-Status check_packed_scale(const char* name, const TensorView& scale, const Scaling& asked,
-                          Role role, Format format, std::int64_t longest) {
-  if (!scale.present() || format == Format::none) return {};
-  const std::int64_t need = scale_entries(asked, role, format, longest);
+Status check_packed_scale(const Problem& p, Role role, std::int64_t longest) {
+  const Operand x = operand_of(p, role);
+  const OperandRecipe asked = operand_recipe(p.recipe, role);
+  const TensorView& scale = x.scale;
+  if (!x.varlen || !scale.present() || asked.format == Format::none) return {};
+  const std::int64_t need = scale_entries(asked.scaling, role, asked.format, longest);
   if (need < 0 || scale.shape[2] >= need) return {};
-  return invalid(std::string(name) + ": extent " + text(scale.shape[2]) + " of dimension 2 is " +
-                 "below " + text(need) + ", which the longest sequence of " + text(longest) +
-                 " tokens needs");
+  return invalid(std::string(x.name) + "_scale: extent " + text(scale.shape[2]) +
+                 " of dimension 2 is " + "below " + text(need) +
+                 ", which the longest sequence of " + text(longest) + " tokens needs");
+}
+
+/// Of an f32, f16 or bf16 tensor.
+float float_at(const TensorView& view, std::int64_t offset) {
+  if (view.format == Format::f32) return static_cast<const float*>(view.data)[offset];
+  const std::uint16_t code = static_cast<const std::uint16_t*>(view.data)[offset];
+  return view.format == Format::f16 ? formats::F16::decode(code) : formats::Bf16::decode(code);
+}
+
+/// A bias that is not finite would hide in every token what its heads hold.
+Status check_bias_values(const TensorView& bias) {
+  if (!bias.present()) return {};
+  for (std::int64_t i = 0; i < bias.shape[0]; ++i) {
+    const float value = float_at(bias, i * bias.stride[0]);
+    if (std::isfinite(value)) continue;
+    return invalid("projection_bias: value " + std::to_string(value) + " at (" + text(i) +
+                   ") is not finite");
+  }
+  return {};
 }
 
 }  // namespace
@@ -249,7 +265,9 @@ Status check_pointers(const Problem& p) {
                                    std::pair{"seqused_q", &t.seqused_q},
                                    std::pair{"seqused_k", &t.seqused_k},
                                    std::pair{"page_table", &t.page_table},
-                                   std::pair{"block_mask", &t.block_mask}}) {
+                                   std::pair{"block_mask", &t.block_mask},
+                                   std::pair{"projection", &t.projection},
+                                   std::pair{"projection_bias", &t.projection_bias}}) {
     if (!view->present() || view->data != nullptr) continue;  // who is absent may have any rank
     bool empty = false;
     for (int i = 0; i < view->rank; ++i) empty |= view->shape[i] == 0;
@@ -292,17 +310,12 @@ Status check_contents(const Problem& p) {
   for (const Role role : {Role::q, Role::k, Role::v}) {
     if (Status s = check_scale_values(p, role); !s.ok()) return s;
   }
-  const Recipe& r = p.recipe;
-  if (p.varlen_q) {
-    Status s = check_packed_scale("q_scale", t.q_scale, r.q_scale, Role::q, r.qk, longest_q);
-    if (!s.ok()) return s;
+  if (Status s = check_bias_values(t.projection_bias); !s.ok()) return s;
+  for (const Role role : all_roles) {
+    const std::int64_t longest = role == Role::q ? longest_q : longest_k;
+    if (Status s = check_packed_scale(p, role, longest); !s.ok()) return s;
   }
-  if (!p.varlen_k) return {};
-  if (Status s = check_packed_scale("k_scale", t.k_scale, r.k_scale, Role::k, r.qk, longest_k);
-      !s.ok()) {
-    return s;
-  }
-  return check_packed_scale("v_scale", t.v_scale, r.v_scale, Role::v, r.v, longest_k);
+  return {};
 }
 
 }  // namespace qattn

@@ -66,6 +66,11 @@ constexpr const char* auto_reason =
     "recipe auto: int8_full where integer dot products are native (lowest error and highest speed "
     "of the 8-bit recipes), else f32\n";
 
+/// Of kernels whose device has matrix libraries that qattn does not link.
+constexpr const char* no_projection =
+    "projection: this kernel has none; leave it out and multiply out by a library of the device "
+    "(cuBLAS), as qattn.attention() does in Python for torch tensors";
+
 struct Walk {
   std::shared_ptr<detail::PlanData> plan;
   std::string log;  ///< one line a kernel: its reason, or "chosen"
@@ -81,6 +86,10 @@ void try_kernel(const detail::Backend& backend, const detail::Kernel& kernel,
                      : backend.device == DeviceType::cpu
                          ? ": tensors are not on the CPU\n"
                          : ": tensors are not on a device of " + std::string(backend.name) + "\n");
+    return;
+  }
+  if (problem.projects() && !kernel.projects) {
+    w.log += name + ": " + no_projection + "\n";
     return;
   }
   if (const Status s = kernel.supports(problem); !s.ok()) {

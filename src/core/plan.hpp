@@ -35,6 +35,7 @@ struct Kernel {
   /// Configuration and workspace of a supported problem.
   std::shared_ptr<PlanData> (*tune)(const Problem& problem);
   Status (*run)(const PlanData& plan, const Problem& problem, void* workspace, Stream stream);
+  bool projects = false;  ///< serves calls with an output projection
 };
 
 /// The problem's recipe with nothing automatic left in it: `automatic` names what "auto" means,

@@ -48,7 +48,9 @@ PlanKey plan_key(const AttentionTensors& tensors, const AttentionOptions& option
                                &t.seqused_q,
                                &t.seqused_k,
                                &t.page_table,
-                               &t.block_mask};
+                               &t.block_mask,
+                               &t.projection,
+                               &t.projection_bias};
   static_assert(std::size(views) * sizeof(TensorView) == sizeof(AttentionTensors));
   for (TensorView* view : views) forget_address(*view);
   return key;

@@ -10,6 +10,7 @@
 
 #include "core/index_tensor.hpp"
 #include "core/layout_hint.hpp"
+#include "core/operand.hpp"
 
 namespace qattn {
 namespace {
@@ -50,7 +51,9 @@ std::vector<Named> all_views(const AttentionTensors& t) {
           {"seqused_q", &t.seqused_q, false},
           {"seqused_k", &t.seqused_k, false},
           {"page_table", &t.page_table, false},
-          {"block_mask", &t.block_mask, false}};
+          {"block_mask", &t.block_mask, false},
+          {"projection", &t.projection, false},
+          {"projection_bias", &t.projection_bias, false}};
 }
 
 Status check_format(const char* name, const TensorView& view,
@@ -186,6 +189,7 @@ class Maker {
           "seqused_k)");
     }
     if (p_.paged && !t_.seqused_k.present()) return invalid("page_table: needs seqused_k");
+    const int projected = t_.projection.present() ? 1 : 0;  // out has no heads
     const struct {
       const char* name;
       const TensorView* view;
@@ -198,10 +202,11 @@ class Maker {
     for (const auto& item : list) {
       const TensorView& view = *item.view;
       if (!view.present()) return invalid(std::string(item.name) + ": is missing");
-      const int rank = item.packed ? 3 : 4;
+      const int rank = (item.packed ? 3 : 4) - (item.codes ? 0 : projected);
       if (view.rank != rank) {
         return invalid(std::string(item.name) + ": rank " + text(view.rank) + " should be " +
-                       text(rank) + (item.packed ? " (packed by cu_seqlens)" : ""));
+                       text(rank) + (item.packed ? " (packed by cu_seqlens)" : "") +
+                       (rank < 3 + !item.packed ? " (projected)" : ""));
       }
       const bool codes = item.codes && is_codes(view.format);
       if (item.codes) *item.codes = codes;
@@ -239,7 +244,6 @@ class Maker {
   Status dimensions() {
     const Axes aq = axes(o_.layout, p_.varlen_q), ak = axes(o_.layout, p_.varlen_k);
     p_.q = token_tensor(t_.q, aq);
-    p_.out = token_tensor(t_.out, aq);
     p_.k = token_tensor(t_.k, ak);
     p_.v = token_tensor(t_.v, ak);
     p_.heads_q = t_.q.shape[aq.head];
@@ -275,9 +279,46 @@ class Maker {
       return invalid("v: batch " + text(t_.v.shape[ak.batch]) + " differs from k's " +
                      text(t_.k.shape[ak.batch]));
     }
+    return t_.projection.present() ? projected_out(aq) : plain_out(aq);
+  }
+
+  Status plain_out(const Axes& aq) {
+    if (t_.projection_bias.present())
+      return invalid("projection_bias: is given without projection");
+    p_.out = token_tensor(t_.out, aq);
     std::array<std::int64_t, max_rank> out = t_.q.shape;
-    out[aq.channel] = dv;
+    out[aq.channel] = p_.dv;
     return check_shape("out", t_.out, out.data(), t_.q.rank);
+  }
+
+  /// The weight, its bias, and what they leave of out's dimensions.
+  Status projected_out(const Axes& aq) {
+    const TensorView &w = t_.projection, &bias = t_.projection_bias;
+    for (const auto& [name, view] :
+         {std::pair{"projection", &w}, std::pair{"projection_bias", &bias}}) {
+      if (view->present() && view->format != t_.out.format) {
+        return invalid(std::string(name) + ": format " + std::string(info(view->format).name) +
+                       " differs from out's " + std::string(info(t_.out.format).name));
+      }
+    }
+    const std::int64_t width = p_.heads_q * p_.dv;
+    if (w.rank != 2 || w.shape[0] < 1 || w.shape[1] != width) {
+      return invalid("projection: shape " + shape_text(w.shape.data(), w.rank) +
+                     " should be (E, Hq * Dv) with Hq * Dv = " + text(width) + " and E at least 1");
+    }
+    if (width > 1 << 24) return invalid("projection: Hq * Dv = " + text(width) + " is over 2^24");
+    if (w.stride[1] != 1) {
+      return invalid("projection: stride " + text(w.stride[1]) +
+                     " of the last dimension should be 1 (torch.nn.Linear has its weight so)");
+    }
+    if (bias.present()) {
+      if (Status s = check_shape("projection_bias", bias, {w.shape[0]}); !s.ok()) return s;
+    }
+    p_.out = {t_.out.data, t_.out.format, aq.batch < 0 ? 0 : t_.out.stride[0],
+              t_.out.stride[t_.out.rank - 2], 0};
+    const std::int64_t tokens = t_.q.shape[aq.token];
+    return aq.batch < 0 ? check_shape("out", t_.out, {tokens, w.shape[0]})
+                        : check_shape("out", t_.out, {t_.q.shape[aq.batch], tokens, w.shape[0]});
   }
 
   Status sequences() {
@@ -333,12 +374,14 @@ class Maker {
   }
 
   /// One operand's scale tensors against its granularity.
-  Status operand_scales(const char* name, Role role, bool codes, Format target, const TensorView& x,
-                        const TensorView& scale, const TensorView& global, const TensorView& mean,
-                        const Scaling& asked) {
+  Status operand_scales(Role role) {
+    const Operand x = operand_of(p_, role);
+    const auto& [name, codes, scale, global, mean] =
+        std::tie(x.name, x.codes, x.scale, x.global, x.mean);
+    const auto [target, asked, smooth] = operand_recipe(o_.recipe, role);
     const std::string scale_name = std::string(name) + "_scale";
-    if (codes && x.format != target) {
-      return invalid(std::string(name) + ": format " + std::string(info(x.format).name) +
+    if (codes && x.tokens.format != target) {
+      return invalid(std::string(name) + ": format " + std::string(info(x.tokens.format).name) +
                      " differs from the recipe's " + std::string(info(target).name));
     }
     if (codes && !scale.present())
@@ -351,27 +394,23 @@ class Maker {
       return invalid(scale_name + ": is given, but " + name + " in format " +
                      std::string(info(target).name) + " takes no static scale");
     }
-    const bool q = role == Role::q;
-    const bool paged = p_.paged && !q;
-    const std::int64_t heads = q ? p_.heads_q : p_.heads_kv;
-    const std::int64_t outer = paged ? p_.pages : p_.batch;
-    const std::int64_t channels = role == Role::v ? p_.dv : p_.d;
+    const std::int64_t outer = x.paged ? p_.pages : p_.batch;
     if (global.present() != (codes && target == Format::nvfp4)) {
       return invalid(std::string(name) + "_global: " +
                      (global.present()
                           ? "belongs to nvfp4 codes only"
                           : "is missing, and " + std::string(name) + " holds nvfp4 codes"));
     }
-    if (Status s = check_small((std::string(name) + "_global").c_str(), global, {outer, heads},
+    if (Status s = check_small((std::string(name) + "_global").c_str(), global, {outer, x.heads},
                                {Format::f32});
         !s.ok()) {
       return s;
     }
     if (mean.present() && !codes) {
-      return invalid(std::string(name) + "_mean: belongs to quantised " + name + " only");
+      if (Status s = mean_of_numbers(x, target, smooth); !s.ok()) return s;
     }
     if (Status s = check_small((std::string(name) + "_mean").c_str(), mean,
-                               {p_.batch, p_.heads_kv, channels}, {Format::f32});
+                               {p_.batch, x.heads, x.channels}, {Format::f32});
         !s.ok()) {
       return s;
     }
@@ -379,40 +418,43 @@ class Maker {
     const Scaling scaling = resolve_scaling(asked, role, target);
     if (Status s = check_scaling(name, scaling, role, target); !s.ok()) return s;
     if (Status s = check_format(scale_name.c_str(), scale, {info(target).scale}); !s.ok()) return s;
-    const bool packed = q ? p_.varlen_q : p_.varlen_k;
-    const std::int64_t tokens = paged ? p_.page_size : q ? p_.max_q : p_.max_k;
-    ScaleShape want =
-        ScaleMap{scaling, role, info(target).group, paged}.shape(outer, heads, tokens, channels);
+    const std::int64_t tokens = x.paged ? p_.page_size : x.longest;
+    ScaleShape want = ScaleMap{scaling, role, info(target).group, x.paged}.shape(
+        outer, x.heads, tokens, x.channels);
     // Packed sequences: the longest one is known from the contents only; check_contents() looks.
-    if (packed && want.rank >= 3 && scale.rank == want.rank) want.extent[2] = scale.shape[2];
-    if (packed && scaling.granularity == Granularity::per_channel) want.extent[2] = channels;
+    if (x.varlen && want.rank >= 3 && scale.rank == want.rank) want.extent[2] = scale.shape[2];
+    if (x.varlen && scaling.granularity == Granularity::per_channel) want.extent[2] = x.channels;
     return check_shape(scale_name.c_str(), scale, want.extent.data(), want.rank);
+  }
+
+  /// A mean that comes with numbers is taken off them instead of their own.
+  Status mean_of_numbers(const Operand& x, Format target, Toggle smooth) const {
+    const std::string name = std::string(x.name) + "_mean: ";
+    if (x.role != Role::k) {
+      return invalid(name + "belongs to quantised " + x.name + " only");
+    }
+    if (target == Format::none) return invalid(name + "needs a named recipe, not auto");
+    if (!is_codes(target)) {
+      return invalid(name + "is given, but k in format " + std::string(info(target).name) +
+                     " keeps its mean");
+    }
+    if (smooth == Toggle::off) return invalid(name + "is given, but smooth_k is off");
+    return {};
   }
 
   Status scales() {
     const Recipe& r = o_.recipe;
-    if (r.qk == Format::none) {
-      for (const auto& [name, used] : {std::pair{"q", p_.q_codes || t_.q_scale.present()},
-                                       std::pair{"k", p_.k_codes || t_.k_scale.present()},
-                                       std::pair{"v", p_.v_codes || t_.v_scale.present()}}) {
-        if (used) {
-          return invalid(std::string(name) + ": codes and static scales need a named recipe, not " +
-                         "auto");
-        }
+    for (const Role role : all_roles) {
+      const Operand x = operand_of(p_, role);
+      if (r.qk == Format::none && (x.codes || x.scale.present())) {
+        return invalid(std::string(x.name) + ": codes and static scales need a named recipe, not " +
+                       "auto");
       }
     }
-    if (Status s = operand_scales("q", Role::q, p_.q_codes, r.qk, t_.q, t_.q_scale, t_.q_global, {},
-                                  r.q_scale);
-        !s.ok()) {
-      return s;
+    for (const Role role : all_roles) {
+      if (Status s = operand_scales(role); !s.ok()) return s;
     }
-    if (Status s = operand_scales("k", Role::k, p_.k_codes, r.qk, t_.k, t_.k_scale, t_.k_global,
-                                  t_.k_mean, r.k_scale);
-        !s.ok()) {
-      return s;
-    }
-    return operand_scales("v", Role::v, p_.v_codes, r.v, t_.v, t_.v_scale, t_.v_global, t_.v_mean,
-                          r.v_scale);
+    return {};
   }
 
   Status extras() {
@@ -762,6 +804,8 @@ std::string Problem::describe() const {
         std::pair{" v_mean", &tensors.v_mean}, std::pair{" saturated", &tensors.saturated}}) {
     if (view->present()) extras += name;
   }
+  if (projects()) extras += " projection-to-" + text(tensors.projection.shape[0]);
+  if (tensors.projection_bias.present()) extras += " projection_bias";
   line("extras", extras.empty() ? "none" : extras.substr(1));
   if (device().type != DeviceType::cpu) line("device", device_text(device()));
   return s;

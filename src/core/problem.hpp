@@ -44,7 +44,7 @@ struct Problem {
   ScoreFunction score_function;
   MaskFunction mask_function;
 
-  TokenTensor q, k, v, out;
+  TokenTensor q, k, v, out;  ///< out, projected: stride 0 between heads
   AttentionTensors tensors;  ///< the views as given
 
   /// May query i of the head see key j at all? Only with a block mask in host memory.
@@ -55,6 +55,8 @@ struct Problem {
                                         j / block_mask_k * st[3]] != 0;
   }
 
+  /// Is out the projection of the heads?
+  bool projects() const { return tensors.projection.present(); }
   /// Do scales of Q and K come from their rows as they are quantised here?
   bool scales_own_rows() const {
     return !q_codes && !k_codes && !tensors.q_scale.present() && !tensors.k_scale.present();

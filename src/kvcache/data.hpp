@@ -97,7 +97,7 @@ struct KvCacheData {
   KvCacheOptions options;
   std::int64_t budget_from = 0;
   int most_sets = 1;  ///< of a layer of a sequence: as many as the budget has room for
-  const cpu::Words* words = nullptr;
+  const cpu::KernelTable* words = nullptr;
   std::vector<kv::PagePool> pools;      ///< [1 + tiers]; pools[0]: 16 bits
   std::vector<kv::Sequence> sequences;  ///< by ascending id
   std::int64_t next_id = 0;

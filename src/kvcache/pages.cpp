@@ -69,7 +69,7 @@ class BlockEncoder {
   }
 
  private:
-  const cpu::Words& words_;
+  const cpu::KernelTable& words_;
   const PagePart& part_;
   std::byte* to_;
   std::uint16_t scales_[kv_block_tokens] = {};

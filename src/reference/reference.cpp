@@ -240,6 +240,32 @@ void compute(const AttentionTensors& tensors, const AttentionOptions& options,
   if (reference.progress) reference.progress(1.0);
 }
 
+/// Rows of all heads times the weight's transpose, and the bias. `heads` is as compute() leaves it;
+/// only rows that it computed are written.
+void project(const AttentionTensors& tensors, const Problem& problem,
+             const std::vector<double>& heads, std::span<double> out,
+             const ReferenceOptions& reference) {
+  const TensorView &w = tensors.projection, &bias = tensors.projection_bias;
+  const std::int64_t dim = problem.v.dim, features = w.shape[0];
+  for (std::int64_t b = 0; b < problem.batch; ++b) {
+    for (const std::int64_t i : rows_of(reference, problem.room_q[b])) {
+      const std::int64_t row = problem.first_q[b] + i;  // inside its batch entry
+      const std::int64_t token = (problem.packed_q ? 0 : b * problem.rows) + row;
+      for (std::int64_t e = 0; e < features; ++e) {
+        double sum = bias.present() ? load_real(bias, e * bias.stride[0]) : 0.0;
+        for (std::int64_t h = 0; h < problem.q.heads; ++h) {
+          const std::int64_t lead = problem.packed_q ? h : b * problem.q.heads + h;
+          const double* o = &heads[(lead * problem.rows + row) * dim];
+          for (std::int64_t d = 0; d < dim; ++d) {
+            sum += o[d] * load_real(w, e * w.stride[0] + (h * dim + d) * w.stride[1]);
+          }
+        }
+        out[token * features + e] = sum;
+      }
+    }
+  }
+}
+
 /// The library's validator, asked about a float32 call whose outputs are of the right shape (the
 /// reference has its own) and which has no scales (the reference reads none).
 Status validate(const AttentionTensors& tensors, const AttentionOptions& options) {
@@ -254,8 +280,15 @@ Status validate(const AttentionTensors& tensors, const AttentionOptions& options
   call.out.format = Format::f32;
   if (last >= 0 && last < max_rank && tensors.v.rank >= 1 && tensors.v.rank <= max_rank) {
     call.out.shape[last] = tensors.v.shape[tensors.v.rank - 1];
+    if (const TensorView& w = tensors.projection; w.present() && last >= 2) {
+      const bool first = options.layout == Layout::bshd;  // tokens before heads
+      call.out.format = w.format;
+      call.out.rank = last;
+      call.out.shape[last - 2] = tensors.q.shape[first ? last - 2 : last - 1];
+      call.out.shape[last - 1] = w.shape[0];
+    }
     std::int64_t step = 1;
-    for (int d = last; d >= 0; --d) {
+    for (int d = call.out.rank - 1; d >= 0; --d) {
       call.out.stride[d] = step;
       step *= call.out.shape[d];
     }
@@ -268,12 +301,15 @@ Status validate(const AttentionTensors& tensors, const AttentionOptions& options
   return planned.ok() ? Status() : planned.status();
 }
 
-Status check_sizes(const Problem& problem, std::span<double> out, std::span<double> lse,
-                   const ReferenceOptions& reference) {
+/// `features`: of the projection, or 0.
+Status check_sizes(const Problem& problem, std::int64_t features, std::span<double> out,
+                   std::span<double> lse, const ReferenceOptions& reference) {
   const std::int64_t rows = (problem.packed_q ? 1 : problem.batch) * problem.q.heads * problem.rows;
-  if (static_cast<std::int64_t>(out.size()) != rows * problem.v.dim) {
+  const std::int64_t values =
+      features > 0 ? rows / problem.q.heads * features : rows * problem.v.dim;
+  if (static_cast<std::int64_t>(out.size()) != values) {
     return {Code::invalid_argument, "out holds " + std::to_string(out.size()) +
-                                        " values: must be " + std::to_string(rows * problem.v.dim)};
+                                        " values: must be " + std::to_string(values)};
   }
   if (!lse.empty() && static_cast<std::int64_t>(lse.size()) != rows) {
     return {Code::invalid_argument, "lse holds " + std::to_string(lse.size()) +
@@ -302,8 +338,17 @@ Status reference_attention(const AttentionTensors& tensors, const AttentionOptio
   try {
     Result<Problem> problem = reference::make_problem(tensors, options);
     if (!problem.ok()) return problem.status();
-    status = check_sizes(*problem, out, lse, reference);
-    if (status.ok()) compute(tensors, options, *problem, out, lse, reference);
+    const TensorView& w = tensors.projection;
+    status = check_sizes(*problem, w.present() ? w.shape[0] : 0, out, lse, reference);
+    if (!status.ok()) return status;
+    if (!w.present()) {
+      compute(tensors, options, *problem, out, lse, reference);
+      return status;
+    }
+    const std::int64_t rows = (problem->packed_q ? 1 : problem->batch) * problem->rows;
+    std::vector<double> heads(static_cast<std::size_t>(rows * problem->q.heads * problem->v.dim));
+    compute(tensors, options, *problem, heads, lse, reference);
+    project(tensors, *problem, heads, out, reference);
     return status;
   } catch (const std::bad_alloc&) {
     return {Code::out_of_memory, "the reference could not allocate its float64 copies"};

@@ -27,20 +27,20 @@ def test_every_recorded_kernel_has_the_instructions_that_it_is_about(record):
 def test_every_gpu_with_conversions_from_fp8_decodes_codes(record):
     """Code of sm_80, which sm_89 would run, has empty kernels for them."""
     for architecture in ("sm_89", "sm_90", "sm_100", "sm_120"):
-        assert any(n.startswith("CodedDecode<") for n in record["kernels"][architecture])
+        assert any(n.startswith("Uniform8Decode<") for n in record["kernels"][architecture])
 
 
 def test_what_kernels_are_about():
     wanted = gpu_report.wanted_instructions
-    assert wanted("sm_90a", "Sm90Prefill<Sm90Config{128, (Element)2, (Element)4, true}>") == {
+    assert wanted("sm_90a", "Sm90Attention<Sm90Config{128, (Element)2, (Element)4, true}>") == {
         "IGMMA", "QGMMA",
     }  # fmt: skip
-    assert wanted("sm_80", "Prefill<PrefillConfig{64, (Element)1, (Element)1, false}>") == {"HMMA"}
-    assert wanted("sm_89", "CodedDecode<CodedConfig{64, (Element)4, (Element)4}>") == {"HMMA"}
-    assert wanted("sm_80", "CodedDecode<CodedConfig{64, (Element)4, (Element)4}>") == set()
-    assert wanted("sm_90", "PrefillCombine") == set()  # no matrices
+    assert wanted("sm_80", "Sm80Attention<Sm80Config{64, (Element)1, (Element)1, false}>") == {"HMMA"}
+    assert wanted("sm_89", "Uniform8Decode<Uniform8Config{64, (Element)4, (Element)4}>") == {"HMMA"}
+    assert wanted("sm_80", "Uniform8Decode<Uniform8Config{64, (Element)4, (Element)4}>") == set()
+    assert wanted("sm_90", "CombineSplits") == set()  # no matrices
     with pytest.raises(SystemExit, match="not known"):
-        wanted("sm_90", "Prefill<of something else>")
+        wanted("sm_90", "Sm80Attention<of something else>")
 
 
 @pytest.mark.parametrize("key", ["registers", "spill", "shared"])
@@ -55,11 +55,11 @@ def test_more_than_recorded_is_worse_and_less_is_not(record, key):
 
 def test_lost_instructions_new_kernels_and_growth_are_told(record):
     now = copy.deepcopy(record)
-    name = next(n for n in now["kernels"]["sm_90a"] if n.startswith("Sm90Prefill<"))
+    name = next(n for n in now["kernels"]["sm_90a"] if n.startswith("Sm90Attention<"))
     now["kernels"]["sm_90a"][name]["instructions"] = {}
-    now["kernels"]["sm_90"]["New"] = now["kernels"]["sm_90"].pop("PrefillCombine")
+    now["kernels"]["sm_90"]["New"] = now["kernels"]["sm_90"].pop("CombineSplits")
     now["sizes"]["library"] *= 2
     lines = "\n".join(gpu_report.compare(now, record))
-    for text in (f"{name}: has no", "New: is not in the record", "PrefillCombine: is not built",
+    for text in (f"{name}: has no", "New: is not in the record", "CombineSplits: is not built",
                  "the library: "):
         assert text in lines, lines

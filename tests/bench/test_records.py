@@ -427,11 +427,11 @@ def test_counters_by_hand():
     values = ["2,500.0", "9", "50", "40", "30", "20", "10", "1", "3", "1", "8"]
     line = ",".join(f'"{x}"' for x in ["Kernel Name", *names])
     units = ",".join('"us"' for _ in range(len(names) + 1))
-    launch = ",".join(f'"{x}"' for x in ["entry<Sm90Prefill>", *values])
+    launch = ",".join(f'"{x}"' for x in ["entry<Sm90Attention>", *values])
     text = f"==PROF== Connected\n{line}\n{units}\n{launch}\n"
     shape = parse_custom("1,32,32,16384,16384,128,causal")
     (row,) = counters.rows_of(text, [("fp8", shape)])
-    assert row["kernel"] == "entry<Sm90Prefill>" and "launch__grid_size" not in row["counters"]
+    assert row["kernel"] == "entry<Sm90Attention>" and "launch__grid_size" not in row["counters"]
     assert counters.stalls(row["counters"]) == [(0.75, "wait"), (0.25, "short_scoreboard")]
     table = "\n".join(counters.table([row]))
     told = "| fp8, causal, D 128, S 16384 | 2 us | 50 % | 40 % | 30 % | 20 % | 10 % |"

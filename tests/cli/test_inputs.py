@@ -181,3 +181,27 @@ def test_a_file_that_may_not_be_written_is_not(files, tmp_path):
     done = qattn("attention", *files(lambda x: x), "-o", out)
     assert done.returncode == 2 and "cannot be written" in done.stderr
     assert out.read_bytes() == b"old"
+
+
+def test_projection(files, tmp_path):
+    w, b = R.standard_normal((6, 32)).astype(np.float32), np.arange(6, dtype=np.float32)
+    for name, x in (("w", w), ("b", b), ("short", b[:4])):
+        np.save(tmp_path / f"{name}.npy", x)
+    rows, _ = attention(files(lambda x: x), tmp_path / "rows.npy")
+    given = ["--projection", tmp_path / "w.npy", "--projection-bias", tmp_path / "b.npy"]
+    out, _ = attention([*files(lambda x: x), *given], tmp_path / "out.npy")
+    want = rows.transpose(0, 2, 1, 3).reshape(1, 5, 32).astype(np.float64) @ w.T + b
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    given[3] = tmp_path / "short.npy"
+    for options, text in [
+        (given, "projection_bias: shape (4) should be (6)"),
+        (given[2:], "projection_bias: is given without projection"),
+        (["--projection", tmp_path / "b.npy"], "projection: shape (6) should be (E, Hq * Dv)"),
+    ]:
+        new = tmp_path / "new.npy"
+        done = qattn("attention", *files(lambda x: x), *options, "-o", new)
+        assert done.returncode == 2 and text in done.stderr and not new.exists(), done.stderr
+    done = qattn("explain", "--shape", "1,2,2,8,8,16", "--projection", 6)
+    assert done.returncode == 0 and "projection: f32 products, after all heads" in done.stdout
+    done = qattn("explain", "--shape", "1,2,2,8,8,64", "--projection", 6, "--device", "sm_90")
+    assert done.returncode == 3 and "projection: this kernel has none" in done.stdout

@@ -333,6 +333,35 @@ void compare_key_means(std::int64_t queries, Recipe recipe) {
 TEST_P(CodedInput, KeyMean) { compare_key_means(40, GetParam()); }
 TEST_P(CodedInput, KeyMeanOfFewQueries) { compare_key_means(2, GetParam()); }
 
+/// A mean beside numbers is taken off instead of K's own.
+TEST_P(CodedInput, KeyMeanOfNumbers) {
+  Recipe recipe = GetParam();
+  if (!has_codes(recipe.qk)) GTEST_SKIP() << "K keeps its mean";
+  recipe.balance_k = Toggle::off;  // which channels are loud depends on whether a mean is taken off
+  Feature feature = small(true);
+  feature.family = Family::k_shift;
+  feature.options.softcap = 6;
+  const Call call = make_call(feature, 29);
+  Laid laid = lay_out(call, feature.how);
+  AttentionTensors t = laid.tensors();
+  const auto with = [&](Toggle smooth) {
+    Recipe r = recipe;
+    r.smooth_k = smooth;
+    return attend(t, call.options, r, call, laid);
+  };
+  const Results own = with(Toggle::on), none = with(Toggle::off);
+  QuantizeOptions options = options_for(Role::k, recipe.qk, recipe.k_scale, call.options.layout);
+  options.smooth = true;
+  CodedTensor k = quantised(t.k, options, t.cu_seqlens_k);
+  t.k_mean = k.mean.view();
+  const Results given = with(Toggle::automatic);
+  EXPECT_TRUE(same_bits(given.out, own.out) && same_bits(given.lse, own.lse));
+  std::memset(k.mean.view().data, 0, sizeof(float) * static_cast<std::size_t>(k.mean.count()));
+  const Results zero = with(Toggle::on);
+  EXPECT_TRUE(same_bits(zero.out, none.out) && same_bits(zero.lse, none.lse));
+  EXPECT_FALSE(same_bits(zero.out, own.out));
+}
+
 INSTANTIATE_TEST_SUITE_P(Cpu, CodedInput, testing::ValuesIn(recipes().begin(), recipes().end()),
                          [](const auto& recipe) { return recipe.param.name; });
 

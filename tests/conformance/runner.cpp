@@ -61,7 +61,7 @@ Outcome run_call(const Call& call, Laid& laid, const Recipe& recipe) {
   outcome.split_rows = plan_number(*planned, "split_rows");
   outcome.rising_rows = plan_number(*planned, "rising_rows");
   if (const std::int64_t keys = plan_number(*planned, "tile_keys")) outcome.tile_keys = keys;
-  const PlanSpread spread = spread_of(*planned);
+  const PlanSplitKv spread = split_kv_of(*planned);
   outcome.splits = spread.splits, outcome.tile_rows = spread.tile_rows;
 
   constexpr std::size_t alignment = 64;

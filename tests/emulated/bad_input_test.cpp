@@ -43,7 +43,7 @@ class EmulatedBadInput : public testing::TestWithParam<OnGpu> {
 
  private:
   OnArchitecture on_{GetParam().architecture};
-  ForceSpread forced_{0, 0, GetParam().consumers, GetParam().shared_p ? 1 : -1};
+  ForceSplitKv forced_{0, 0, GetParam().consumers, GetParam().shared_p ? 1 : -1};
   // The kernels that make Q's codes have P in registers.
   std::optional<LeaveQueries> prepared_ =
       GetParam().shared_p ? std::optional<LeaveQueries>(std::in_place, false) : std::nullopt;
@@ -54,7 +54,7 @@ TEST_P(EmulatedBadInput, StaysInItsPlace) {
 }
 
 TEST_P(EmulatedBadInput, StaysInItsPlaceWhereKeysAreSplit) {
-  const ForceSpread forced(0, 2);
+  const ForceSplitKv forced(0, 2);
   expect_bad_input_stays(feature(), in_turn(recipe()), again());
 }
 
@@ -247,7 +247,7 @@ class EmulatedBadLengths : public testing::TestWithParam<Recipe> {
   void expect(Tensor Laid::*tensor, std::int64_t at, double value, Fate fate) {
     for (const int splits : {0, 2}) {
       SCOPED_TRACE(std::to_string(at) + ": " + std::to_string(value));
-      const ForceSpread forced(0, splits);
+      const ForceSplitKv forced(0, splits);
       Feature f = with_inputs(Feature(), recipe_, Format::f16);
       f.heads_q = 2, f.heads_k = 1, f.options.causal = true;
       f.sq = {40, 150, 20}, f.sk = {130, 190, 65};
@@ -327,7 +327,7 @@ TEST_P(EmulatedBadLengths, BeyondTheEndSpoilsItsNeighbours) {
 }
 
 TEST_P(EmulatedBadIndex, FewQueriesOfSplitKeys) {
-  const ForceSpread forced(0, 3);
+  const ForceSplitKv forced(0, 3);
   Feature f;
   f.heads_q = 4, f.heads_k = 1, f.options.causal = true;
   f.sq = {4, 7, 2}, f.sk = {130, 90, 265};

@@ -102,11 +102,11 @@ TEST_P(EmulatedCodedDecode, SharesOfKeys) {
   Feature f = feature();
   f.sk = {1000, 1000};
   for (const int splits : {1, 3, 8}) {
-    const ForceSpread forced(0, splits);
+    const ForceSplitKv forced(0, splits);
     matches_model(f);
     if (HasFailure()) FAIL() << splits;
   }
-  const ForceSpread forced(1, 1);  // no parts but one
+  const ForceSplitKv forced(1, 1);  // no parts but one
   for (const Format output : {Format::f32, Format::f16}) {
     f.how.output = output;
     matches_model(f);
@@ -114,7 +114,7 @@ TEST_P(EmulatedCodedDecode, SharesOfKeys) {
 }
 
 TEST_P(EmulatedCodedDecode, PagesGiveWhatRowsGive) {
-  const ForceSpread forced(0, 2);  // pages have room for more keys, which a plan knows of alone
+  const ForceSplitKv forced(0, 2);  // pages have room for more keys, which a plan knows of alone
   const bool s8 = GetParam().v == Format::s8;
   for (const bool by_token : {true, false}) {
     scales(by_token ? per_token : per_tensor, by_token && s8 ? per_token : per_tensor);

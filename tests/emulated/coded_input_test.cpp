@@ -2,6 +2,8 @@
 // for rounding where decode over codes takes the call (coded_decode_test.cpp).
 #include <gtest/gtest.h>
 
+#include <cstring>
+
 #include "conformance/coded.hpp"
 #include "emulated/emulated_backend.hpp"
 #include "emulated/matrix.hpp"
@@ -132,6 +134,35 @@ TEST_P(EmulatedCodedInput, PagedDecode) {
   Feature f = in_pages(64);
   f.sq = {1, 1, 1}, f.heads_q = 8, f.how.shared_pages = 2, f.used_k = {261, 128, 130};
   compare(f);
+}
+
+/// A mean beside numbers is taken off instead of K's own, and K is read once.
+TEST_P(EmulatedCodedInput, KeyMeanOfNumbers) {
+  Recipe recipe = GetParam();
+  if (!has_codes(recipe.qk)) GTEST_SKIP() << "K keeps its mean";
+  recipe.balance_k = Toggle::off;  // which channels are loud depends on whether a mean is taken off
+  Feature f = small();
+  f.family = Family::k_shift;
+  f = with_inputs(f, recipe, Format::bf16);
+  const Call call = make_call(f, 29);
+  Laid laid = lay_out(call, f.how);
+  AttentionTensors t = laid.tensors();
+  const auto with = [&](Toggle smooth) {
+    Recipe r = recipe;
+    r.smooth_k = smooth;
+    return attend(t, call, r, laid);
+  };
+  const Results own = with(Toggle::on), none = with(Toggle::off);
+  QuantizeOptions options = options_for(Role::k, recipe.qk, recipe.k_scale, call.options.layout);
+  options.smooth = true;
+  CodedTensor k = quantised(t.k, options, t.cu_seqlens_k);
+  t.k_mean = k.mean.view();
+  const Results given = with(Toggle::automatic);
+  EXPECT_TRUE(same_bits(given.out, own.out) && same_bits(given.lse, own.lse));
+  std::memset(k.mean.view().data, 0, sizeof(float) * static_cast<std::size_t>(k.mean.count()));
+  const Results zero = with(Toggle::on);
+  EXPECT_TRUE(same_bits(zero.out, none.out) && same_bits(zero.lse, none.lse));
+  EXPECT_FALSE(same_bits(zero.out, own.out));
 }
 
 INSTANTIATE_TEST_SUITE_P(Cover, EmulatedCodedInput, testing::ValuesIn(gpu_recipes()),

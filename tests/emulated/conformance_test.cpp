@@ -37,7 +37,7 @@ bool is_left_out(const Cell& cell) {
 Outcome expect_conforms(const Cell& cell) {
   const auto& [name, recipe, feature, refused, architecture, splits, consumers, shared_p] = cell;
   const OnArchitecture on(architecture);
-  const ForceSpread forced(0, splits, consumers, shared_p);
+  const ForceSplitKv forced(0, splits, consumers, shared_p);
   Call call = make_call(feature, 1);
   Laid laid = lay_out(call, feature.how);
   const Result<Plan> planned = plan_emulated(call, laid, recipe);
@@ -58,7 +58,7 @@ Outcome expect_conforms(const Cell& cell) {
   EXPECT_TRUE(consumers == 0 || outcome.plan.find(line) != std::string::npos) << outcome.plan;
   if (testing::Test::HasFailure()) return outcome;
   if (shared_p == 1 && !has_codes(run.v)) {  // but for the order in which rows' sums are added up
-    const ForceSpread registers(0, splits, 2, 0);
+    const ForceSplitKv registers(0, splits, 2, 0);
     const Outcome other = run_emulated(call, laid, run, every_timing().first(1));
     const std::vector<double> want(other.out.begin(), other.out.end());
     const bool floats = feature.how.output == Format::f32;
@@ -82,7 +82,7 @@ TEST_P(Emulated, MatchesModelAndReference) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cover, Emulated, testing::ValuesIn(covering_cells()), name_of);
-INSTANTIATE_TEST_SUITE_P(Spread, Emulated, testing::ValuesIn(spread_cells()), name_of);
+INSTANTIATE_TEST_SUITE_P(SplitKv, Emulated, testing::ValuesIn(spread_cells()), name_of);
 INSTANTIATE_TEST_SUITE_P(Full, Emulated, testing::ValuesIn(all_cells()), name_of);
 
 /// Hopper's kernels themselves, without the portable one's help.

@@ -37,10 +37,10 @@ OnArchitecture::OnArchitecture(int architecture)
     : before_(std::exchange(chosen_architecture, architecture)) {}
 OnArchitecture::~OnArchitecture() { chosen_architecture = before_; }
 
-ForceSpread::ForceSpread(int pack, int splits, int consumers, int shared_p, int last_splits) {
-  kernels::spread_override() = {pack, splits, consumers, shared_p, last_splits};
+ForceSplitKv::ForceSplitKv(int pack, int splits, int consumers, int shared_p, int last_splits) {
+  kernels::split_kv_override() = {pack, splits, consumers, shared_p, last_splits};
 }
-ForceSpread::~ForceSpread() { kernels::spread_override() = {}; }
+ForceSplitKv::~ForceSplitKv() { kernels::split_kv_override() = {}; }
 
 LeaveQueries::LeaveQueries(bool leave)
     : LeaveQueries(leave ? kernels::CodesLeft::queries : kernels::CodesLeft::none) {}

@@ -29,12 +29,12 @@ class OnArchitecture {
 
 /// What plans take instead of their own choice of packed heads, splits and consumers (0: nothing),
 /// of the place of P (-1: nothing) and of splits of the last works, for as long as it lives.
-class ForceSpread {
+class ForceSplitKv {
  public:
-  ForceSpread(int pack, int splits, int consumers = 0, int shared_p = -1, int last_splits = 0);
-  ~ForceSpread();
-  ForceSpread(const ForceSpread&) = delete;
-  ForceSpread& operator=(const ForceSpread&) = delete;
+  ForceSplitKv(int pack, int splits, int consumers = 0, int shared_p = -1, int last_splits = 0);
+  ~ForceSplitKv();
+  ForceSplitKv(const ForceSplitKv&) = delete;
+  ForceSplitKv& operator=(const ForceSplitKv&) = delete;
 };
 
 /// Kernels that can make Q's codes do so, or none does, for as long as it lives.

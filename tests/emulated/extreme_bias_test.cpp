@@ -13,7 +13,7 @@ class EmulatedExtremeBias : public OnGpuTest {
     f.sq = {sq}, f.sk = {sk}, f.dim = f.dim_v = dim, f.options.causal = false;
     return f;
   }
-  /// `pack`, `splits`: as ForceSpread has them.
+  /// `pack`, `splits`: as ForceSplitKv has them.
   RunCall run_on(int pack, int splits) {
     return [=, this](const Call& call, Laid& laid) { return run(call, laid, pack, splits); };
   }

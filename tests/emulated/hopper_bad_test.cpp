@@ -116,7 +116,7 @@ class HopperBadKeys : public testing::TestWithParam<HidingRecipe> {
 
  private:
   const OnArchitecture on_{90};
-  const ForceSpread forced_{0, GetParam().hiding.splits};
+  const ForceSplitKv forced_{0, GetParam().hiding.splits};
   std::size_t turn_ = 0;
 };
 

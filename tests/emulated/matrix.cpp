@@ -136,15 +136,15 @@ std::vector<std::pair<Recipe, Feature>> pairs() {
   return all;
 }
 
-struct SpreadFeature {
+struct SplitKvFeature {
   Feature feature;
   int splits;
 };
 
 /// Rows of several heads in a tile, and keys that several blocks share: everything that depends on
 /// a row's head, its query or on where its keys begin and end.
-std::vector<SpreadFeature> spread_features() {
-  std::vector<SpreadFeature> all;
+std::vector<SplitKvFeature> split_kv_features() {
+  std::vector<SplitKvFeature> all;
   const auto add = [&](const std::string& name, std::int64_t sq, std::int64_t sk,
                        std::int64_t heads_q, std::int64_t heads_k, int splits, auto edit) {
     Feature f;
@@ -245,7 +245,7 @@ std::vector<Cell> spread_cells() {
   std::vector<Cell> all;
   std::size_t n = 0;
   for (const Recipe& recipe : gpu_recipes()) {
-    for (const auto& [row, splits] : spread_features()) {
+    for (const auto& [row, splits] : split_kv_features()) {
       if (!row.applies(recipe)) continue;
       Feature f = with_inputs(row, recipe, n % 2 ? Format::f16 : Format::bf16);
       const Heads heads = rotation[n / 2 % std::size(rotation)];
@@ -496,7 +496,7 @@ std::vector<Cell> hopper_cells() {
   add_wide_codes(all);
   add_shared_p(all);
   add_other_dims(all);
-  // One call for every line of the list; raw queries: query_codes_test.cpp.
+  // One call for every line of the list; raw queries: fused_q_quant_test.cpp.
   const auto instance = [&](int d, const char* qk, const char* pv, bool raw, int consumers,
                             bool shared_p = false, int v = 0) {
     if (raw) return;

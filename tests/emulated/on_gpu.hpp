@@ -44,9 +44,9 @@ class OnGpuTest : public testing::TestWithParam<OnGpu> {
     return with_inputs(f, recipe(), Format::bf16);
   }
 
-  /// One timing: Cover and Spread cells compare them.
+  /// One timing: Cover and SplitKv cells compare them.
   Outcome run(const Call& call, Laid& laid, int pack, int splits) {
-    const ForceSpread forced(pack, splits);
+    const ForceSplitKv forced(pack, splits);
     Outcome outcome = run_emulated(call, laid, recipe(), every_timing().subspan(1, 1));
     EXPECT_EQ(outcome.splits, std::max(splits, 1));
     return outcome;

@@ -110,7 +110,7 @@ TEST_P(EmulatedPlan, PackedSequencesNeedNoAddressesToPlan) {
   for (const int splits : {0, 2}) {
     for (std::size_t n = 0; n < std::size(queries); ++n) {
       SCOPED_TRACE(std::to_string(queries[n].size()) + " sequences");
-      const ForceSpread forced(0, splits);
+      const ForceSplitKv forced(0, splits);
       Feature f = feature();
       f.sq = queries[n], f.sk = keys[n], f.how.packed_q = f.how.packed_k = true;
       const Call call = make_call(f, 3);

@@ -265,7 +265,7 @@ std::int64_t Case::first_block(Role r, std::int64_t b, std::int64_t size) const 
 bool Case::is_plain(Role r) const {
   const Result<Problem> problem = Problem::make(tensors, attention);
   if (!problem.ok()) return false;
-  const kernels::Facts f =
+  const kernels::OperandSpec f =
       kernels::facts_of(*problem, o_.recipe, {true, true, true, o_.dot_mean}, r);
   return kernels::is_plain(o_.recipe, f, kernels::rows_of(*problem, r));
 }

@@ -99,7 +99,7 @@ struct Made {
 Made make_on_cpu(const Hidden& x, Role r, std::int64_t b, int h) {
   const Case& c = x.c;
   const Recipe& recipe = c.options().recipe;
-  const cpu::Words& words = *cpu::select_words().words;
+  const cpu::KernelTable& words = *cpu::select_words().words;
   const std::int64_t length = c.length(b);
   const int n = c.channels(r), wide = cpu::padded(n);
   const Format format = r == Role::v ? recipe.v : recipe.qk;

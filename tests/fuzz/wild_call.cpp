@@ -177,6 +177,14 @@ void WildCall::extras(Choices& c) {
     const std::int64_t extent = format == Format::b1 ? (keys + 7) / 8 * 8 : one(keys);
     t.mask = TensorView::dense(none, format, {one(batch_), one(heads_q_), one(queries_), extent});
   }
+  if (c.chance(8)) {
+    const Format format = t.out.format;
+    const std::int64_t features = 1 + c.below(40), width = heads_q_ * t.v.shape[t.v.rank - 1];
+    t.projection = TensorView::dense(none, format, {features, width});
+    if (c.chance(2)) t.projection_bias = TensorView::dense(none, format, {features});
+    t.out = t.q.rank == 3 ? TensorView::dense(none, format, {queries_, features})
+                          : TensorView::dense(none, format, {batch_, queries_, features});
+  }
 }
 
 void WildCall::choose_options(Choices& c) {

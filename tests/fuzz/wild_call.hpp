@@ -40,6 +40,8 @@ inline constexpr Member members[] = {
     {"seqused_q", &AttentionTensors::seqused_q, false},
     {"seqused_k", &AttentionTensors::seqused_k, false},
     {"page_table", &AttentionTensors::page_table, false},
+    {"projection", &AttentionTensors::projection, false},
+    {"projection_bias", &AttentionTensors::projection_bias, false},
 };
 
 /// With `real` memory every tensor that is small enough has memory, else all pointers are null.

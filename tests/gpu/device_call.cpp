@@ -105,7 +105,7 @@ DeviceOutcome run_on_device(const Call& call, Laid& laid, const Recipe& recipe, 
   outcome.plan = planned->to_string();
   outcome.resolved = planned->recipe();
   outcome.tile_keys = plan_number(*planned, "tile_keys");
-  const PlanSpread spread = spread_of(*planned);
+  const PlanSplitKv spread = split_kv_of(*planned);
   outcome.splits = spread.splits, outcome.tile_rows = spread.tile_rows;
   const std::size_t bytes = planned->workspace_bytes();
   const bool guarded = memory == Memory::guarded;

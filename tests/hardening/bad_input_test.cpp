@@ -53,7 +53,9 @@ CCall c_call(const WildCall& call) {
                                 &t.cu_seqlens_k,
                                 &t.seqused_q,
                                 &t.seqused_k,
-                                &t.page_table};
+                                &t.page_table,
+                                &t.projection,
+                                &t.projection_bias};
   static_assert(sizeof list / sizeof *list == sizeof fuzz::members / sizeof *fuzz::members);
   for (std::size_t i = 0; i < std::size(list); ++i) {
     *list[i] = c_tensor(call.tensors.*fuzz::members[i].view);

@@ -20,8 +20,8 @@ namespace {
 using test::PlainRow;
 using test::quantize_plainly;
 
-std::vector<const cpu::Words*> all_words() {
-  std::vector<const cpu::Words*> list;
+std::vector<const cpu::KernelTable*> all_words() {
+  std::vector<const cpu::KernelTable*> list;
   for (const std::string& isa : test::isas()) {
     const test::ForceIsa forced(isa);
     if (forced.available()) list.push_back(cpu::select_words().words);
@@ -84,7 +84,7 @@ TEST(KvQuantizer, IsItsDefinitionBitForBit) {
           codes[i] = formats::kv_encode(x[i], formats::kv_inverse(scale), bits);
         }
         expect_row(want, codes, scale, "header ");
-        for (const cpu::Words* w : words) {
+        for (const cpu::KernelTable* w : words) {
           const std::uint16_t own = cpu::encode_kv_row(*w, x.data(), n, bits, codes.data());
           EXPECT_EQ(own, scale) << w->isa;
           expect_row(want, codes, own, w->isa);
@@ -138,7 +138,7 @@ TEST(KvRows, ScalesOfEverySizeAreAsDefined) {
     for (const int bits : {2, 3, 4, 8}) {
       const std::uint16_t want = formats::kv_row_scale(row.data(), 16, bits);
       std::uint8_t codes[16];
-      for (const cpu::Words* w : words) {
+      for (const cpu::KernelTable* w : words) {
         ASSERT_EQ(cpu::encode_kv_row(*w, row.data(), 16, bits, codes), want)
             << w->isa << " " << bits << " bits, size " << size;
       }
@@ -150,7 +150,7 @@ TEST(KvRows, ScalesOfEverySizeAreAsDefined) {
 TEST(KvRows, RotateBitByBitAsDefined) {
   std::mt19937 random(13);
   std::normal_distribution<float> normal(0.0f, 3.0f);
-  for (const cpu::Words* w : all_words()) {
+  for (const cpu::KernelTable* w : all_words()) {
     for (const int n : {8, 16, 24, 32, 64, 72, 80, 96, 128, 192, 224, 256, 272}) {
       std::vector<float> row(static_cast<std::size_t>(n));
       for (float& x : row) x = normal(random);
@@ -202,7 +202,7 @@ TEST(KvLayout, PackingIsItsDefinitionAndUnpackingItsInverse) {
         ASSERT_EQ(formats::kv_code_at(packed.data(), n, bits, x),
                   panel[static_cast<std::size_t>(x)]);
       }
-      for (const cpu::Words* w : words) {
+      for (const cpu::KernelTable* w : words) {
         std::vector<std::uint8_t> unpacked(static_cast<std::size_t>(n), 0xee);
         w->kv_unpack(packed.data(), n, bits, unpacked.data());
         EXPECT_EQ(unpacked, bytes) << w->isa << " " << n << " " << bits;

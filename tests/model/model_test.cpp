@@ -106,17 +106,17 @@ TEST_P(Emulated, ATileIsWhatTheAlgorithmSays) {
       predict(c.recipe, {1, 1, 1, 1024, 1024, c.dim, false}, c.choice, h200());
   ASSERT_TRUE(p.ok()) << p.status().message();
   EXPECT_EQ(p->kernel, c.kernel);
-  const bool wide_qk = std::string(c.recipe) == "bf16",
-             wide_pv = c.recipe != std::string("int8_full");
+  const bool qk_16bit = std::string(c.recipe) == "bf16",
+             pv_16bit = c.recipe != std::string("int8_full");
   const double product = 128.0 * 128 * static_cast<double>(c.dim);
   EXPECT_DOUBLE_EQ(p->per_tile.tile[Unit::tensor],
-                   product * (wide_qk ? 2 : 1) + product * (wide_pv ? 2 : 1));
+                   product * (qk_16bit ? 2 : 1) + product * (pv_16bit ? 2 : 1));
   // One EX2 a score, and a few a row and tile.
   EXPECT_GE(p->per_tile.tile[Unit::special], 128.0 * 128);
   EXPECT_LE(p->per_tile.tile[Unit::special], 128.0 * 128 * 1.15);
   // K and V of the tile, each once, with their scales.
-  const double bytes = 128.0 * static_cast<double>(c.dim) * (wide_qk ? 2 : 1) +
-                       128.0 * static_cast<double>(c.dim) * (wide_pv ? 2 : 1);
+  const double bytes = 128.0 * static_cast<double>(c.dim) * (qk_16bit ? 2 : 1) +
+                       128.0 * static_cast<double>(c.dim) * (pv_16bit ? 2 : 1);
   EXPECT_GE(p->per_tile.tile[Unit::l2], bytes);
   EXPECT_LE(p->per_tile.tile[Unit::l2], bytes * 1.25);
 }

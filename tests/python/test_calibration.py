@@ -401,6 +401,40 @@ def test_a_table_is_as_good_as_dynamic_scales(recipe):
     assert max(errors["law"]) > 8 * max(errors["table"])
 
 
+@pytest.mark.parametrize("recipe", ["int8", "int8_full", "fp8"])
+def test_a_mean_of_the_table_is_as_good_as_the_calls_own(recipe):
+    """K's offset is 4: without a mean its codes are spent on that."""
+    made = calibrate(runner(seeds=range(4)), model="net", k_means=True)
+    own, table = (made.scales(recipe, k_mean=mean) for mean in ("own", "table"))
+    for step in range(4):
+        given = operands(step, seed=70)
+        exact = qattn.reference_attention(*given)
+        errors = {}
+        for name, scales in (("own", own), ("table", table)):
+            for convert in (lambda x: x, torch.from_numpy):
+                q, k, v = map(convert, given)
+                options = scales.arguments(at(step), q, k, v)
+                assert ("k_mean" in options) == (name == "table")
+                out = array(qattn.attention(q, k, v, recipe=recipe, **options))
+                errors.setdefault(name, []).append(nrmse(out, exact))
+        assert errors["table"][0] == errors["table"][1]
+        assert errors["table"][0] < 1.1 * errors["own"][0]
+    nearest = table.values(place(None, SIGMAS[1] * 1.2, layer="block.0.attn"))["k_mean"]
+    np.testing.assert_array_equal(nearest, table.values(at(1))["k_mean"])
+    mean = made.scales(recipe, policy="max", k_mean="table").values(at(0))["k_mean"]
+    np.testing.assert_allclose(mean, made.layers["block.0.attn"].k_mean.mean(0), rtol=1e-6)
+
+
+def test_means_that_are_not_there_are_refused():
+    with pytest.raises(qattn.InvalidArgument, match="k_mean: of no table"):
+        found().scales("int8", k_mean="table")
+    kept = calibrate(runner(), model="net", k_means=True)
+    with pytest.raises(qattn.InvalidArgument, match="smooth_k is off"):
+        kept.scales("int8", k_mean="table", smooth_k=False)
+    with pytest.raises(qattn.InvalidArgument, match="k_mean: 'none' is not one of own, table"):
+        kept.scales("int8", k_mean="none")
+
+
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_torch_and_numpy_agree_in_both_layouts(layout):
     made = found().scales("int8_full")

@@ -173,8 +173,8 @@ REFUSALS = {
                            **replaced(k_scale=NAN_SCALE[:1], k_granularity="per_head")),
     "scale of a float recipe": refusal(INVALID, "q_scale: is given", recipe="f32",
                                        q_scale=np.ones((2, 4, 70), np.float32)),
-    "mean of floats": refusal(INVALID, "k_mean: belongs", recipe="int8",
-                              k_mean=np.zeros((2, 2, 32), np.float32)),
+    "mean of floats": refusal(INVALID, "k_mean: is given, but smooth_k", recipe="int8",
+                              smooth_k=False, k_mean=np.zeros((2, 2, 32), np.float32)),
     "global of s8": refusal(INVALID, "k_global: belongs", recipe="int8", k=KQ.codes,
                             k_scale=KQ.scale, k_global=np.ones((2, 2), np.float32)),
 }  # fmt: skip

@@ -20,8 +20,8 @@ std::int64_t plan_number(const Plan& plan, const std::string& field) {
   return at == std::string::npos ? 0 : std::atoll(text.c_str() + at + key.size());
 }
 
-PlanSpread spread_of(const Plan& plan) {
-  PlanSpread spread;
+PlanSplitKv split_kv_of(const Plan& plan) {
+  PlanSplitKv spread;
   spread.splits = std::max<std::int64_t>(1, plan_number(plan, "splits"));
   if (plan_number(plan, "packed_heads") <= 1) spread.tile_rows = plan_number(plan, "\ntile");
   return spread;

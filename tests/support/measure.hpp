@@ -13,10 +13,10 @@ namespace qattn::test {
 std::int64_t plan_number(const Plan& plan, const std::string& field);
 
 /// How a plan shares the keys among blocks, as ModelOptions wants it.
-struct PlanSpread {
+struct PlanSplitKv {
   std::int64_t splits = 1, tile_rows = 0;
 };
-PlanSpread spread_of(const Plan& plan);
+PlanSplitKv split_kv_of(const Plan& plan);
 
 /// |out - want| / |want| over everything, and the same without the `spared` worst rows. A NaN in
 /// either makes both NaN.

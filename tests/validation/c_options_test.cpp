@@ -183,7 +183,9 @@ TEST(COptions, EveryTensorOfAttentionArrives) {
       {"seqused_q", &T::seqused_q},
       {"seqused_k", &T::seqused_k},
       {"page_table", &T::page_table},
-      {"block_mask_q: 0", &T::block_mask}};
+      {"block_mask_q: 0", &T::block_mask},
+      {"out: rank 4 should be 3 (projected)", &T::projection},
+      {"projection_bias", &T::projection_bias}};
   static_assert(sizeof(T) == sizeof(std::size_t) + std::size(all) * sizeof(qattn_tensor));
   std::uint8_t byte = 0;
   const std::int64_t shape[] = {1, 1, 1, 1, 1};

@@ -299,9 +299,28 @@ const std::vector<Case>& cases() {
        {"q_global", "nvfp4"}},
       {"MeanWithoutCodes",
        [](Call& c) {
+         c.t.v_mean = c.floats({2, 2, 16});
+       },
+       {"v_mean", "quantised v"}},
+      {"MeanOfNumbersThatKeepTheirs",
+       [](Call& c) {
+         c.o.recipe = *recipe_named("bf16");
          c.t.k_mean = c.floats({2, 2, 16});
        },
-       {"k_mean", "quantised k"}},
+       {"k_mean: is given", "bf16"}},
+      {"MeanWithoutSmoothing",
+       [](Call& c) {
+         c.o.recipe = *recipe_named("int8");
+         c.o.recipe.smooth_k = Toggle::off;
+         c.t.k_mean = c.floats({2, 2, 16});
+       },
+       {"k_mean: is given", "smooth_k"}},
+      {"MeanWithoutARecipe",
+       [](Call& c) {
+         c.o.recipe = Recipe{};
+         c.t.k_mean = c.floats({2, 2, 16});
+       },
+       {"k_mean: needs a named recipe"}},
       {"MeanShape",
        [](Call& c) {
          c.code_k();

@@ -27,11 +27,52 @@ AttentionTensors on(Device device, AttentionTensors tensors) {
   return tensors;
 }
 
-Result<Computed> compute(const Case& c, Format output_format, bool with_lse, Device device) {
+/// Weight and bias; the weight is empty where there is none.
+struct Projection {
+  io::Array weight, bias;
+  bool given = false, biased = false;
+
+  static Result<Projection> load(const ProjectionFlags& flags, bool bf16) {
+    Projection made;
+    made.given = !flags.weight.empty();
+    made.biased = !flags.bias.empty();
+    const struct {
+      const char* name;
+      const std::string& spec;
+      io::Array& into;
+    } list[] = {{"projection", flags.weight, made.weight},
+                {"projection_bias", flags.bias, made.bias}};
+    for (const auto& item : list) {
+      if (item.spec.empty()) continue;
+      Result<io::Array> array = load_tensor(item.name, item.spec, bf16);
+      if (!array.ok()) return array.status();
+      item.into = std::move(*array);
+    }
+    return made;
+  }
+};
+
+/// out's view without memory, and weight and bias.
+void add_outputs(const Case& c, const Projection& projection, Format format,
+                 AttentionTensors& tensors) {
+  const Geometry& g = c.geometry;
+  if (projection.biased) tensors.projection_bias = projection.bias.view();
+  if (projection.given) {
+    tensors.projection = projection.weight.view();
+    const std::int64_t features = tensors.projection.rank > 0 ? tensors.projection.shape[0] : 0;
+    tensors.out =
+        TensorView::dense(static_cast<void*>(nullptr), format, {g.batch, g.queries, features});
+  } else {
+    tensors.out = shapes_only(g, c.options.layout, format).out;
+    tensors.out.format = format;
+  }
+}
+
+Result<Computed> compute(const Case& c, const Projection& projection, Format output_format,
+                         bool with_lse, Device device) {
   const Geometry& g = c.geometry;
   AttentionTensors tensors = c.operands.tensors();
-  tensors.out = shapes_only(g, c.options.layout, output_format).out;
-  tensors.out.format = output_format;
+  add_outputs(c, projection, output_format, tensors);
   const Result<Plan> first = plan(on(device, tensors), c.options);
   if (!first.ok()) return first.status();
 
@@ -55,11 +96,12 @@ Result<Computed> compute(const Case& c, Format output_format, bool with_lse, Dev
   if (!status.ok()) return status;
   computed.ms =
       std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
-  computed.rows = g.batch * g.heads_q * g.queries;
+  computed.rows = g.batch * g.queries * (projection.given ? 1 : g.heads_q);
+  const std::int64_t width = projection.given ? computed.out.shape[2] : g.dim_v;
   for (std::int64_t row = 0; row < computed.rows; ++row) {
     bool finite = true;
-    for (std::int64_t channel = 0; channel < g.dim_v; ++channel) {
-      finite = finite && std::isfinite(io::get(computed.out, row * g.dim_v + channel));
+    for (std::int64_t channel = 0; channel < width; ++channel) {
+      finite = finite && std::isfinite(io::get(computed.out, row * width + channel));
     }
     computed.nan_rows += finite ? 0 : 1;
   }
@@ -85,8 +127,14 @@ void ResultFlags::add_to(CLI::App& app) {
   app.add_flag("--json", json, "print JSON");
 }
 
+void ProjectionFlags::add_to(CLI::App& app) {
+  app.add_option("--projection", weight, "(E, Hq*Dv) weight: the output is (B, Sq, E)");
+  app.add_option("--projection-bias", bias, "(E), added to it");
+}
+
 Result<Computed> attend(const OperandFlags& operands, const AttentionOptions& options,
-                        const ResultFlags& results, Device device) {
+                        const ResultFlags& results, Device device,
+                        const ProjectionFlags& projected) {
   const Result<Recipe> recipe = recipe_named(results.recipe);
   if (!recipe.ok()) return recipe.status();
   if (Status s = check_output("--output", results.output); !s.ok()) return s;
@@ -104,7 +152,10 @@ Result<Computed> attend(const OperandFlags& operands, const AttentionOptions& op
     if (!format.ok()) return format.status();
     output_format = *format;
   }
-  Result<Computed> computed = compute(*call, output_format, !results.lse.empty(), device);
+  const Result<Projection> projection = Projection::load(projected, operands.bf16);
+  if (!projection.ok()) return projection.status();
+  Result<Computed> computed =
+      compute(*call, *projection, output_format, !results.lse.empty(), device);
   if (!computed.ok()) return computed;
   if (Status s = write(results, *computed); !s.ok()) return s;
   if (computed->nan_rows > 0) {

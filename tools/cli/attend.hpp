@@ -16,6 +16,13 @@ struct ResultFlags {
   void add_to(CLI::App& app);
 };
 
+/// The output projection, if there is one.
+struct ProjectionFlags {
+  std::string weight, bias;
+
+  void add_to(CLI::App& app);
+};
+
 struct Computed {
   io::Array out, lse;
   std::int64_t rows = 0, nan_rows = 0;  ///< of out; those with NaN or Inf
@@ -26,7 +33,8 @@ struct Computed {
 /// Reads the operands, computes on `device`, whose memory the host's is, and writes the results;
 /// where something is refused no file is written. Says on standard error which rows are bad.
 Result<Computed> attend(const OperandFlags& operands, const AttentionOptions& options,
-                        const ResultFlags& results, Device device);
+                        const ResultFlags& results, Device device,
+                        const ProjectionFlags& projection = {});
 
 /// What was computed: the beginning of a report in JSON, and a line.
 Json json_of(const ResultFlags& results, const Computed& computed);

@@ -10,10 +10,12 @@ struct AttentionFlags {
   OperandFlags operands;
   CallFlags call;
   ResultFlags results;
+  ProjectionFlags projection;
 
   void add_to(CLI::App& app) {
     operands.add_to(app);
     results.add_to(app);
+    projection.add_to(app);
     call.add_to(app);
   }
 };
@@ -21,7 +23,8 @@ struct AttentionFlags {
 Status run_attention(const AttentionFlags& flags) {
   const Result<AttentionOptions> options = flags.call.options();
   if (!options.ok()) return options.status();
-  const Result<Computed> computed = attend(flags.operands, *options, flags.results, Device());
+  const Result<Computed> computed =
+      attend(flags.operands, *options, flags.results, Device(), flags.projection);
   if (!computed.ok()) return computed.status();
   if (flags.results.json) {
     print_json(json_of(flags.results, *computed));

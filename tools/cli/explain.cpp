@@ -17,6 +17,7 @@ struct ExplainFlags {
   CallFlags call;
   std::string recipe = "auto", shape, input_format = "f32", device;
   std::optional<int> multiprocessors;
+  std::int64_t projection = 0;
   bool json = false;
 
   void add_to(CLI::App& app) {
@@ -24,6 +25,8 @@ struct ExplainFlags {
     app.add_option("--shape", shape, "B,Hq,Hkv,Sq,Sk,D")->required();
     app.add_option("--input-format", input_format, "of Q, K and V: f32 (default), f16 or bf16");
     call.add_to(app);
+    app.add_option("--projection", projection, "E: out is projected to so many features")
+        ->check(CLI::PositiveNumber);
     app.add_option("--device", device, "a GPU that need not be here: sm_90, sm_120, gfx950, ...");
     app.add_option("--multiprocessors", multiprocessors, "of that GPU (default: a product's)");
     app.add_flag("--json", json, "print JSON");
@@ -83,12 +86,19 @@ Status run_explain(const ExplainFlags& flags) {
   if (!format.ok()) return format.status();
 
   AttentionTensors tensors = shapes_only(*geometry, options->layout, *format);
+  if (flags.projection > 0) {
+    tensors.projection = TensorView::dense(static_cast<void*>(nullptr), Format::f32,
+                                           {flags.projection, geometry->heads_q * geometry->dim_v});
+    tensors.out = TensorView::dense(static_cast<void*>(nullptr), Format::f32,
+                                    {geometry->batch, geometry->queries, flags.projection});
+  }
   std::optional<described::OnGpu> there;
   std::string given;
   if (*gpu) {
     there.emplace(**gpu);
     given = text_of(**gpu);
-    for (TensorView* view : {&tensors.q, &tensors.k, &tensors.v, &tensors.out}) {
+    for (TensorView* view :
+         {&tensors.q, &tensors.k, &tensors.v, &tensors.out, &tensors.projection}) {
       view->device = {(*gpu)->type, 0};
     }
   }

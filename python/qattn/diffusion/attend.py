@@ -22,7 +22,7 @@ torch_attention = torch._C._nn.scaled_dot_product_attention
 
 _SCALE_KEYS = frozenset({
     "q_scale", "k_scale", "v_scale", "q_granularity", "k_granularity", "v_granularity",
-    "saturated", "smooth_k",
+    "saturated", "smooth_k", "k_mean",
 })  # fmt: skip
 
 
@@ -239,6 +239,8 @@ def _static(scales: Any, recipe: str | Recipe, *operands: torch.Tensor) -> dict[
         used |= _one_static(role, code, x, scales)
     if used:
         used |= {name: scales[name] for name in ("saturated", "smooth_k") if name in scales}
+    if "k_scale" in used and (mean := scales.get("k_mean")) is not None:
+        used["k_mean"] = mean.expand(operands[1].shape[0], -1, -1)
     return used
 
 

@@ -90,6 +90,7 @@ class Calibration:
         unseen: str = "refuse",
         reference: int | None = None,
         smooth_k: bool = True,
+        k_mean: str = "own",
         device: Any = "cpu",
     ) -> StaticScales:
         """Static scales for a recipe whose formats have free scales (s8, e4m3, ...).
@@ -108,6 +109,9 @@ class Calibration:
         reference: the step of "law" alone, by default the middle one.
         smooth_k: whether attention() will take off K's mean, as recipes do unless told otherwise;
         smooth_q, smooth_v and rotate change operands in ways that were not calibrated.
+        k_mean: what smooth_k takes off: "own", the mean of the call's keys, which a GPU must read
+        K once more for; or "table", the mean that calibrate(k_means=True) kept, the nearest step's.
+        K's maxima were taken less its own mean: `margin` has to cover the difference.
         device: where the tensors of StaticScales.__call__() lie.
 
         Raises InvalidArgument for a policy or a recipe that cannot be, such as "auto", "bf16" and
@@ -121,6 +125,7 @@ class Calibration:
             unseen=unseen,
             reference=reference,
             smooth_k=boolean("smooth_k", smooth_k),
+            k_mean=k_mean,
             device=device,
         )
 

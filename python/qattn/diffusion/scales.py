@@ -17,10 +17,11 @@ from .._recipe import Recipe, as_recipe, integer, real
 from .place import Place
 
 if TYPE_CHECKING:
-    from .calibration import Calibration
+    from .calibration import Calibration, Maxima
 
 POLICIES = ("table", "max", "law")
 UNSEEN = ("refuse", "extrapolate")
+MEANS = ("own", "table")
 _ROLES = ("q", "k", "v")
 #: of scales, by the rule of dynamic ones
 _SMALLEST = 2.0**-126
@@ -61,16 +62,24 @@ class StaticScales:
         unseen: str,
         reference: int | None,
         smooth_k: bool,
+        k_mean: str,
         device: Any,
     ) -> None:
-        for name, value, known in (("policy", policy, POLICIES), ("unseen", unseen, UNSEEN)):
+        for name, value, known in (
+            ("policy", policy, POLICIES), ("unseen", unseen, UNSEEN), ("k_mean", k_mean, MEANS)
+        ):  # fmt: skip
             if value not in known:
                 raise InvalidArgument(f"{name}: {shown(value)} is not one of {', '.join(known)}")
         if unseen != "refuse" and policy != "table":
             raise InvalidArgument(f"unseen: belongs to policy table, and {policy} has no such step")
         if reference is not None and policy != "law":
             raise InvalidArgument(f"reference: belongs to policy law, not to {policy}")
-        self.calibration = calibration
+        if k_mean == "table":
+            if not smooth_k:
+                raise InvalidArgument("k_mean: is of a table, but smooth_k is off")
+            if any(maxima.k_mean is None for maxima in calibration.layers.values()):
+                raise InvalidArgument("k_mean: of no table; calibrate with k_means=True")
+        self.calibration, self.k_mean = calibration, k_mean
         self.recipe = as_recipe(recipe)
         self.policy, self.unseen, self.smooth_k = policy, unseen, smooth_k
         self.margin = real("margin", margin)
@@ -92,7 +101,8 @@ class StaticScales:
         self._counters: dict[tuple[str, int | None], dict[str, _Counter]] = {}
 
     def values(self, place: Place) -> dict[str, np.ndarray]:
-        """ "q_scale" (Hq), "k_scale" (Hkv) and, where V becomes codes, "v_scale" (Hkv), float32.
+        """ "q_scale" (Hq), "k_scale" (Hkv) and, where V becomes codes, "v_scale" (Hkv), float32;
+        with k_mean "table" also "k_mean" (Hkv, D), of the calibrated step that is nearest.
 
         Raises InvalidArgument for a layer that was not calibrated, for a step or sigma that was
         not unless `unseen` allows it, and for a place that tells neither.
@@ -109,7 +119,21 @@ class StaticScales:
             largest = self._largest(place, rows, maxima.seen)
             scale = np.maximum(self.margin * largest * unit, _SMALLEST)
             result[f"{role}_scale"] = scale.astype(np.float32)
+        if self.k_mean == "table":
+            result["k_mean"] = self._mean_at(place, maxima)
         return result
+
+    def _mean_at(self, place: Place, maxima: Maxima) -> np.ndarray:
+        """K's mean: any vector leaves the result as it is, so that a near one serves."""
+        assert maxima.k_mean is not None
+        means, sigmas = maxima.k_mean[maxima.seen], self.calibration.sigmas
+        step, steps = self._step_of(place), np.flatnonzero(maxima.seen)
+        if self.policy == "max" or (step is None and place.sigma is None):
+            return means.mean(0, dtype=np.float32)
+        if step is not None:
+            return means[np.abs(steps - step).argmin()]
+        far = np.abs(np.log(np.asarray(sigmas)[maxima.seen]) - math.log(place.sigma))
+        return means[far.argmin()]
 
     def __call__(self, place: Place) -> dict[str, Any]:
         """values() as torch tensors on `device`, and "saturated", the counter of that layer and
@@ -123,7 +147,7 @@ class StaticScales:
     ) -> dict[str, Any]:
         """Arguments of qattn.attention() for these operands, beside recipe and layout: scales of
         shape (B, H) where q lies, of v in s8 (B, Hkv, Sk) as GPU kernels want it, granularities,
-        smooth_k, and the counter `saturated`.
+        smooth_k, k_mean (B, Hkv, D) if it is of the table, and the counter `saturated`.
 
         q: (B, S, Hq, D), k and v: (B, Sk, Hkv, D), or with layout "bhsd" dimensions 1 and 2
         swapped. Raises what values() does, and InvalidArgument for other heads than calibrated.
@@ -155,6 +179,9 @@ class StaticScales:
             wide = scale.expand(shape) if is_torch(scale) else np.broadcast_to(scale, shape)
             result[f"{role}_scale"] = wide
             result[f"{role}_granularity"] = "per_token" if tokens else "per_head"
+        if (mean := made.get("k_mean")) is not None:
+            shape = (k.shape[0], *mean.shape)
+            result["k_mean"] = mean.expand(shape) if is_torch(mean) else np.broadcast_to(mean, shape)
         return {**result, "saturated": counter.next()}
 
     def clipped(self) -> list[Clipped]:

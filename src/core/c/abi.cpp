@@ -113,7 +113,9 @@ Status read_call(const qattn_attention_tensors* given, const qattn_attention_opt
       {&call.tensors.seqused_q, &t.seqused_q},
       {&call.tensors.seqused_k, &t.seqused_k},
       {&call.tensors.page_table, &t.page_table},
-      {&call.tensors.block_mask, &t.block_mask}};
+      {&call.tensors.block_mask, &t.block_mask},
+      {&call.tensors.projection, &t.projection},
+      {&call.tensors.projection_bias, &t.projection_bias}};
   for (const auto& [to, from] : list) *to = view(*from);
   Result<Recipe> recipe = recipe_named(o.recipe ? o.recipe : "auto");
   if (!recipe.ok()) return recipe.status();

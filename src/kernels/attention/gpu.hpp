@@ -26,7 +26,7 @@ struct Handover {
 /// what the first left there.
 struct GpuPlan : detail::PlanData {
   PrepareLayout prepared;
-  PackedPlan packed;
+  VarlenPlan packed;
   std::uint32_t* error = nullptr;  ///< the device's error word
   Status (*attend)(const GpuPlan& plan, const Problem& problem, void* workspace, Stream stream,
                    Handover handover) = nullptr;

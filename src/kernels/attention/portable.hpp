@@ -10,18 +10,18 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-struct PrefillInstance {
-  PrefillConfig config;
-  isa::LaunchError (*launch)(const PrefillParams&, isa::Index3, void*);
+struct Sm80Instance {
+  Sm80Config config;
+  isa::LaunchError (*launch)(const AttentionParams&, isa::Index3, void*);
 };
 
-struct PrefillPlan : GpuPlan {
-  /// Both have the same tiles. run() takes the plain one, if there is one, where is_plain() says so
-  /// of the call at hand: a plan knows neither its addresses nor its strides.
-  const PrefillInstance *plain = nullptr, *general = nullptr;
+struct Sm80Plan : GpuPlan {
+  /// Both have the same tiles. run() takes the plain one, if there is one, where is_unmasked() says
+  /// so of the call at hand: a plan knows neither its addresses nor its strides.
+  const Sm80Instance *plain = nullptr, *general = nullptr;
   std::size_t bad_keys = 0;  ///< offset in the workspace
-  Spread spread;
-  WorkOrder order;
+  SplitKv split_kv;
+  TileScheduler order;
 };
 
 /// Is an operand of the format quantised?
@@ -30,13 +30,13 @@ inline bool coded(Format format) { return format == Format::s8 || format == Form
 inline int read_bytes(const Recipe& r) { return (coded(r.qk) ? 1 : 2) + (coded(r.v) ? 1 : 2); }
 
 /// Does the plain variant serve the call with these addresses, strides and values?
-bool is_plain(const Problem& problem, const Recipe& recipe);
+bool is_unmasked(const Problem& problem, const Recipe& recipe);
 
-/// Bytes of PrefillParams::bad_keys.
+/// Bytes of AttentionParams::bad_keys.
 std::size_t bad_keys_bytes(const Problem& problem, const PrepareLayout& prepared);
 
-/// Turns the rows that see what PrefillParams::bad_keys notes into NaN.
-isa::LaunchError spoil_rows(const Problem& problem, const PrefillParams& params, Stream stream);
+/// Turns the rows that see what AttentionParams::bad_keys notes into NaN.
+isa::LaunchError spoil_rows(const Problem& problem, const AttentionParams& params, Stream stream);
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

@@ -90,7 +90,7 @@ bool once() {
 
 struct Candidate {
   const char* name;
-  const Words* (*words)();
+  const KernelTable* (*words)();
   bool (*runs)();
 };
 

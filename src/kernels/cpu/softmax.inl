@@ -283,10 +283,11 @@ constexpr auto pv_bf16 = pv_bf16_lanes;
 #else
 constexpr auto qk_bf16 = nullptr;
 constexpr auto pv_bf16 = nullptr;
+constexpr auto linear_bf16 = nullptr;
 #endif
 #endif
 
-const Words table = {
+const KernelTable table = {
     .isa = v::name,
     .load_row = load_row,
     .amax = amax,
@@ -311,6 +312,9 @@ const Words table = {
     .pv_u8s8_rows = pv_u8s8_rows,
     .pv_f32 = pv_f32,
     .pv_bf16 = pv_bf16,
+    .linear_f32 = linear_f32,
+    .linear_bf16 = linear_bf16,
+    .encode_bf16 = encode_bf16,
     .kv_errors = kv_errors,
     .kv_codes = kv_codes,
     .kv_pack = kv_pack,

@@ -213,3 +213,31 @@ void pv_bf16(const std::uint16_t* p, int rows, const std::uint16_t* value, int k
   tile_pv<Product::bf16>(p, rows, value, keys * 2, tile_keys * 2, channels, alpha, beta, v_scale,
                          out);
 }
+
+/// Sums of a block on tiles, which join what `out` holds. Few rows too: a row's bits must not
+/// depend on how many others there are.
+void linear_bf16(const LinearTile& x) {
+  alignas(64) std::int32_t buffer[32 * 32];
+  const int width_bytes = 2 * x.d;
+  for (int r0 = 0; r0 < x.rows; r0 += 32) {
+    const int rows = x.rows - r0 < 32 ? x.rows - r0 : 32;
+    if (width_bytes % 64 == 0) configure(rows, 64);
+    for (int g = 0; g < x.groups; g += 2) {
+      const bool two = g + 1 < x.groups;
+      const TileOperands block{static_cast<const char*>(x.x) + 2 * r0 * x.x_stride,
+                               2 * x.x_stride,
+                               static_cast<const char*>(x.w) + 2 * g * x.w_stride,
+                               64,
+                               2 * x.w_stride,
+                               1024};
+      tile_block<Product::bf16>(block, rows, width_bytes, two, buffer);
+      for (int r = 0; r < rows; ++r) {
+        for (int n = 0; n < (two ? 2 : 1); ++n) {
+          float* o = x.out + (r0 + r) * x.out_stride + (g + n) * v::lanes;
+          v::store(o, v::add(v::load(o), sums(buffer + r * 32 + n * 16, 0, Product::bf16)));
+        }
+      }
+    }
+  }
+  _tile_release();
+}

@@ -119,7 +119,23 @@ struct KvSoftmax {
   float* top;                     ///< [rows] maximum of this tile, with `mass`
 };
 
-struct Words {
+// --- Products with a weight that is packed once (the output projection) --------------------------
+
+/// out[r][j] += x_r . w_j over `d` elements, for `rows` rows and 16 * `groups` columns. Strides are
+/// in elements. x: rows of floats or, in bf16, pairs (d is even); w: panels of sixteen columns, one
+/// every w_stride, [d][16], or [d / 2][16][2] in bf16.
+struct LinearTile {
+  const void* x;
+  std::int64_t x_stride;
+  int rows;
+  const void* w;
+  std::int64_t w_stride;
+  int groups, d;
+  float* out;
+  std::int64_t out_stride;
+};
+
+struct KernelTable {
   const char* isa;
 
   /// dst[0, n) = src - mean (mean may be null), zeros up to the next multiple of 16. +-Inf becomes
@@ -191,6 +207,11 @@ struct Words {
   /// The same for bf16; v: [keys / 2][channels][2], keys even. Null where not native.
   void (*pv_bf16)(const std::uint16_t* p, int rows, const std::uint16_t* v, int keys, int channels,
                   const float* alpha, const float* beta, const float* v_scale, float* out);
+  void (*linear_f32)(const LinearTile& tile);
+  /// Null where not native.
+  void (*linear_bf16)(const LinearTile& tile);
+  /// formats::Bf16::encode() of n floats, n a multiple of 16.
+  void (*encode_bf16)(const float* x, int n, std::uint16_t* out);
   /// kv_error() of a row under `count` positive scales.
   void (*kv_errors)(const float* x, int n, int bits, const float* scales, int count, float* errors);
   /// codes[i] = kv_encode(x[i], inverse); x * inverse is no NaN. n is a multiple of 16.
@@ -217,17 +238,17 @@ struct Words {
 
 /// One table an instruction set; null where this build has no such unit. Only select_words() may
 /// hand one out: it has asked the CPU.
-const Words* words_scalar();
-const Words* words_avx2();
-const Words* words_avx512vnni();
-const Words* words_avx512bf16();
-const Words* words_amx();
-const Words* words_neon_dotprod();
-const Words* words_neon_i8mm();
+const KernelTable* words_scalar();
+const KernelTable* words_avx2();
+const KernelTable* words_avx512vnni();
+const KernelTable* words_avx512bf16();
+const KernelTable* words_amx();
+const KernelTable* words_neon_dotprod();
+const KernelTable* words_neon_i8mm();
 
 /// The table in force: QATTN_CPU_ISA if set, else the best that this CPU runs.
 struct Selection {
-  const Words* words = nullptr;
+  const KernelTable* words = nullptr;
   const char* error = nullptr;  ///< why there is none
   bool unknown_name = false;
 };

@@ -369,3 +369,64 @@ void pv_f32(const float* p, int rows, const float* value, int keys, int channels
             const float* alpha, const float* beta, const float* v_scale, float* out) {
   pv<Single>({p, value, keys, channels, alpha, beta, v_scale, out}, rows);
 }
+
+// --- Products with a packed weight ---------------------------------------------------------------
+
+/// Columns of a block in sixteens: 6 x 64 sums fill AVX-512's registers, 6 x 16 those of others.
+#if defined(__AVX512F__)
+constexpr int linear_groups = 4;
+#else
+constexpr int linear_groups = 1;
+#endif
+
+template <class E, int R, int N>
+static inline void linear_block(const LinearTile& x, int r0, int g0) {
+  using Row = typename E::Row;
+  using Panel = typename E::Panel;
+  float* out = x.out + r0 * x.out_stride + g0 * v::lanes;
+  typename E::Sum acc[R][N];
+  for (int r = 0; r < R; ++r) {
+    for (int n = 0; n < N; ++n) acc[r][n] = v::load(out + r * x.out_stride + n * v::lanes);
+  }
+  block<E, R, N>(static_cast<const Row*>(x.x) + r0 * x.x_stride, x.x_stride,
+                 static_cast<const Panel*>(x.w) + g0 * x.w_stride, x.w_stride, E::pack * v::lanes,
+                 x.d / E::pack, acc);
+  for (int r = 0; r < R; ++r) {
+    for (int n = 0; n < N; ++n) v::store(out + r * x.out_stride + n * v::lanes, acc[r][n]);
+  }
+}
+
+template <class E, int R>
+static inline void linear_rows(const LinearTile& x, int r0) {
+  int g = 0;
+  for (; g + linear_groups <= x.groups; g += linear_groups) {
+    linear_block<E, R, linear_groups>(x, r0, g);
+  }
+  for (; g < x.groups; ++g) linear_block<E, R, 1>(x, r0, g);
+}
+
+template <class E>
+static inline void linear(const LinearTile& x) {
+  int r = 0;
+  for (; r + 6 <= x.rows; r += 6) linear_rows<E, 6>(x, r);
+  for (; r + 2 <= x.rows; r += 2) linear_rows<E, 2>(x, r);
+  for (; r < x.rows; ++r) linear_rows<E, 1>(x, r);
+}
+
+void linear_f32(const LinearTile& tile) { linear<Single>(tile); }
+#if defined(QATTN_NATIVE_BF16) && !defined(QATTN_TILE_PRODUCTS)
+void linear_bf16(const LinearTile& tile) { linear<Brain>(tile); }
+#endif
+
+void encode_bf16(const float* x, int n, std::uint16_t* out) {
+  for (int i = 0; i < n; i += v::lanes) {
+    const F a = v::load(x + i);
+    v::store_bf16(out + i, v::round_mantissa(a, 16));
+    if (!v::any(v::or_nan(v::no_lanes(), a))) continue;
+    for (int k = i; k < i + v::lanes; ++k) {  // rounding may carry a NaN's payload away
+      std::uint32_t bits;
+      __builtin_memcpy(&bits, x + k, sizeof bits);
+      if (x[k] != x[k]) out[k] = static_cast<std::uint16_t>(bits >> 16 | 0x40u);
+    }
+  }
+}

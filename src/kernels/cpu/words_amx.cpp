@@ -17,12 +17,12 @@
 // Second half: softmax.
 #include "kernels/cpu/softmax.inl"
 
-const Words* words_amx() { return &table; }
+const KernelTable* words_amx() { return &table; }
 
 }  // namespace qattn::cpu
 
 #else
 
-const qattn::cpu::Words* qattn::cpu::words_amx() { return nullptr; }
+const qattn::cpu::KernelTable* qattn::cpu::words_amx() { return nullptr; }
 
 #endif

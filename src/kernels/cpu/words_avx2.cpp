@@ -9,12 +9,12 @@
 // Second half: softmax.
 #include "kernels/cpu/softmax.inl"
 
-const Words* words_avx2() { return &table; }
+const KernelTable* words_avx2() { return &table; }
 
 }  // namespace qattn::cpu
 
 #else
 
-const qattn::cpu::Words* qattn::cpu::words_avx2() { return nullptr; }
+const qattn::cpu::KernelTable* qattn::cpu::words_avx2() { return nullptr; }
 
 #endif

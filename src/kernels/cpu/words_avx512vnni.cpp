@@ -10,12 +10,12 @@
 // Second half: softmax.
 #include "kernels/cpu/softmax.inl"
 
-const Words* words_avx512vnni() { return &table; }
+const KernelTable* words_avx512vnni() { return &table; }
 
 }  // namespace qattn::cpu
 
 #else
 
-const qattn::cpu::Words* qattn::cpu::words_avx512vnni() { return nullptr; }
+const qattn::cpu::KernelTable* qattn::cpu::words_avx512vnni() { return nullptr; }
 
 #endif

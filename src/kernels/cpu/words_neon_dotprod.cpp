@@ -10,12 +10,12 @@
 // Second half: softmax.
 #include "kernels/cpu/softmax.inl"
 
-const Words* words_neon_dotprod() { return &table; }
+const KernelTable* words_neon_dotprod() { return &table; }
 
 }  // namespace qattn::cpu
 
 #else
 
-const qattn::cpu::Words* qattn::cpu::words_neon_dotprod() { return nullptr; }
+const qattn::cpu::KernelTable* qattn::cpu::words_neon_dotprod() { return nullptr; }
 
 #endif

@@ -5,6 +5,6 @@
 // Second half: softmax.
 #include "kernels/cpu/softmax.inl"
 
-const Words* words_scalar() { return &table; }
+const KernelTable* words_scalar() { return &table; }
 
 }  // namespace qattn::cpu

@@ -18,7 +18,7 @@ struct PlanAppend {
   static constexpr bool dependent = true;
 
   /// What every thread knows of the slot.
-  struct Facts {
+  struct AppendState {
     std::int64_t b, slot;
     std::int64_t old_length, new_length;
     std::uint32_t error;
@@ -29,9 +29,9 @@ struct PlanAppend {
   }
   static QATTN_DEVICE bool any(bool value) { return block_any<threads>(value, scratch()); }
 
-  static QATTN_DEVICE Facts facts(const Params& p) {
+  static QATTN_DEVICE AppendState facts(const Params& p) {
     const kv::DeviceCache& cache = p.state.cache;
-    Facts f{};
+    AppendState f{};
     f.b = isa::block().x;
     f.slot = p.shortens() ? p.slot : isa::load_global(p.slots + f.b);
     if (f.slot < 0 || f.slot >= cache.slots) {
@@ -55,10 +55,11 @@ struct PlanAppend {
     return f;
   }
 
-  static QATTN_DEVICE kv::HeadPlan* head_plan(const Params& p, const Facts& f, std::int32_t h) {
+  static QATTN_DEVICE kv::HeadPlan* head_plan(const Params& p, const AppendState& f,
+                                              std::int32_t h) {
     return p.state.heads + p.state.plan_head(f.b, h);
   }
-  static QATTN_DEVICE PageList pages(const Params& p, const Facts& f) {
+  static QATTN_DEVICE PageList pages(const Params& p, const AppendState& f) {
     const kv::DeviceCache& cache = p.state.cache;
     const std::int64_t head = p.state.plan_head(f.b, 0), page = head * cache.most_pages;
     return {p.state.pages + page,
@@ -68,13 +69,13 @@ struct PlanAppend {
             cache.heads_kv,
             cache.most_pages};
   }
-  static QATTN_DEVICE kv::Entry entry(const Params& p, const Facts& f, std::int32_t h,
+  static QATTN_DEVICE kv::Entry entry(const Params& p, const AppendState& f, std::int32_t h,
                                       std::int32_t i) {
     return load_struct(p.state.cache.table(f.slot, p.layer, h) + i);
   }
 
   /// Does a table's last page take the next tokens?
-  static QATTN_DEVICE bool grows(const Params& p, const Facts& f, const kv::Entry& last) {
+  static QATTN_DEVICE bool grows(const Params& p, const AppendState& f, const kv::Entry& last) {
     const std::int64_t size = p.state.cache.page_size;
     return f.old_length % size != 0 && f.new_length > f.old_length &&
            last.first == f.old_length / size * size;
@@ -82,7 +83,7 @@ struct PlanAppend {
 
   /// How many pages there are and will be in every table. Returns whether some table has no room;
   /// `fast`: the last page of every table takes all tokens, and the window stays where it is.
-  static QATTN_DEVICE bool count_pages(const Params& p, const Facts& f, bool& fast) {
+  static QATTN_DEVICE bool count_pages(const Params& p, const AppendState& f, bool& fast) {
     const kv::DeviceCache& cache = p.state.cache;
     const std::int64_t size = cache.page_size, page = f.old_length / size;
     const bool fills = f.old_length % size != 0 && f.new_length <= (page + 1) * size &&
@@ -110,7 +111,7 @@ struct PlanAppend {
   }
 
   /// The entry of a page of the table to be, without what this call changes in old ones.
-  static QATTN_DEVICE kv::Entry entry_to_be(const Params& p, const Facts& f, std::int32_t h,
+  static QATTN_DEVICE kv::Entry entry_to_be(const Params& p, const AppendState& f, std::int32_t h,
                                             std::int32_t i, std::int32_t old, std::int32_t count) {
     if (i < old) return entry(p, f, h, i);
     const std::int64_t size = p.state.cache.page_size;
@@ -122,7 +123,7 @@ struct PlanAppend {
   }
 
   /// What becomes of a page, and what is known of its importance; `bad`: it is out of range.
-  static QATTN_DEVICE kv::Candidate classify(const Params& p, const Facts& f, std::int32_t h,
+  static QATTN_DEVICE kv::Candidate classify(const Params& p, const AppendState& f, std::int32_t h,
                                              std::int32_t i, std::int32_t old, std::int32_t count,
                                              bool& bad) {
     const kv::Entry e = entry_to_be(p, f, h, i, old, count);
@@ -155,7 +156,7 @@ struct PlanAppend {
     std::int64_t window_bytes;
     bool bad, quantises;
   };
-  static QATTN_DEVICE Staged stage(const Params& p, const Facts& f) {
+  static QATTN_DEVICE Staged stage(const Params& p, const AppendState& f) {
     const kv::DeviceCache& cache = p.state.cache;
     std::int64_t inside = 0;
     bool bad = false, quantises = false;
@@ -179,7 +180,7 @@ struct PlanAppend {
   }
 
   /// Importance of pages that are quantised now and of which nothing is known, half a warp each.
-  static QATTN_DEVICE void weigh_keys(const Params& p, const Facts& f) {
+  static QATTN_DEVICE void weigh_keys(const Params& p, const AppendState& f) {
     const kv::DeviceCache& cache = p.state.cache;
     const std::int64_t size = cache.page_size;
     for (std::int32_t h = 0; h < cache.heads_kv; ++h) {
@@ -208,7 +209,7 @@ struct PlanAppend {
   }
 
   /// The job of a page, without numbers of pages; false: nothing happens to it.
-  static QATTN_DEVICE bool make_job(const Params& p, const Facts& f, std::int32_t i,
+  static QATTN_DEVICE bool make_job(const Params& p, const AppendState& f, std::int32_t i,
                                     const kv::Entry& e, const kv::Candidate& c, int tier,
                                     kv::AppendJob& job) {
     const std::int64_t size = p.state.cache.page_size;
@@ -238,7 +239,7 @@ struct PlanAppend {
 
   /// Jobs of a head, by one warp, 32 pages at a time; pages are ranked among those that the head
   /// takes from, or gives back to, the same pool.
-  static QATTN_DEVICE void emit(const Params& p, const Facts& f, const Allocator& allocator,
+  static QATTN_DEVICE void emit(const Params& p, const AppendState& f, const Allocator& allocator,
                                 std::int32_t h, bool fast) {
     const kv::DeviceCache& cache = p.state.cache;
     kv::HeadPlan* plan = head_plan(p, f, h);
@@ -288,7 +289,7 @@ struct PlanAppend {
   }
 
   /// Heads one behind the other: sums of what those before take and give, and of all.
-  static QATTN_DEVICE void add_heads(const Params& p, const Facts& f) {
+  static QATTN_DEVICE void add_heads(const Params& p, const AppendState& f) {
     const int t = isa::thread() % kv::most_tiers, which = isa::thread() / kv::most_tiers;
     if (which > 1) return;
     std::int32_t sum = 0;
@@ -304,13 +305,13 @@ struct PlanAppend {
   }
 
   /// Sets of means and powers of two that the layer has.
-  static QATTN_DEVICE std::int32_t sets(const Params& p, const Facts& f) {
+  static QATTN_DEVICE std::int32_t sets(const Params& p, const AppendState& f) {
     const kv::DeviceCache& cache = p.state.cache;
     return isa::load_global(cache.set_counts + cache.layer_index(f.slot, p.layer));
   }
 
   /// Tiers, and jobs of all heads. Returns what is wrong.
-  static QATTN_DEVICE std::uint32_t make(const Params& p, const Facts& f, bool& quantises) {
+  static QATTN_DEVICE std::uint32_t make(const Params& p, const AppendState& f, bool& quantises) {
     bool fast = false;
     if (count_pages(p, f, fast)) return kv::slot_capacity;
     Allocator allocator{p.state.prices, pages(p, f)};
@@ -341,7 +342,7 @@ struct PlanAppend {
     add_heads(p, f);
     return 0;
   }
-  static QATTN_DEVICE bool bad_tails(const Params& p, const Facts& f) {
+  static QATTN_DEVICE bool bad_tails(const Params& p, const AppendState& f) {
     bool bad = false;
     for (std::int32_t h = isa::thread(); h < p.state.cache.heads_kv; h += threads) {
       const kv::HeadPlan* plan = head_plan(p, f, h);
@@ -354,7 +355,7 @@ struct PlanAppend {
   static QATTN_DEVICE void run(const Params& p) {
     isa::grid_dependency_launch();
     isa::grid_dependency_wait();
-    Facts f = facts(p);
+    AppendState f = facts(p);
     if (!p.shortens() && f.slot >= 0 && any(named_twice<threads>(p.slots, p.batch, f.b))) {
       f.error |= kv::slot_twice;
     }

@@ -7,8 +7,8 @@
 //   c_j  2^round(13/16 log2(r_j / median r)), at most 2^15, and 1 where that is below 8
 //
 // A bias is turned, and has not come far when a mean is made: it becomes louder. Later pages have
-// another set then (drift.hpp), in which r_j is of K - the mean before, if that is more. To foresee
-// it would be wrong where queries listen to such a pair.
+// another set then (drift.hpp), in which r_j is of K - the mean before, if that is more. To
+// peek_next_tile it would be wrong where queries listen to such a pair.
 //
 // 13/16: where queries are as loud as elsewhere 1/2 is best and 1 as good as nothing; where they
 // are smaller as keys are louder, as in Qwen2.5, 1 is best.

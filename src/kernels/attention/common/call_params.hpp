@@ -1,4 +1,4 @@
-// From a call to PrefillParams: what every GPU prefill kernel is told of it.
+// From a call to AttentionParams: what every GPU prefill kernel is told of it.
 #pragma once
 
 #include <algorithm>
@@ -70,9 +70,9 @@ inline OutputView output_of(const Problem& p) {
 }
 
 /// Blocks of `rows` query rows.
-inline PrefillParams params_of(const Problem& p, const Prepared& prepared, int rows,
-                               std::uint32_t* error) {
-  PrefillParams a;
+inline AttentionParams params_of(const Problem& p, const Prepared& prepared, int rows,
+                                 std::uint32_t* error) {
+  AttentionParams a;
   a.q = rows_of(p, Role::q);
   a.k = rows_of(p, Role::k);
   a.v = rows_of(p, Role::v);
@@ -102,7 +102,7 @@ inline PrefillParams params_of(const Problem& p, const Prepared& prepared, int r
   a.group = static_cast<std::int32_t>(p.group());
   const std::int64_t blocks = row_blocks(p, rows);
   a.q_blocks = static_cast<std::int32_t>(p.varlen_q ? blocks : (p.max_q + rows - 1) / rows);
-  a.works = static_cast<std::int32_t>(blocks * p.heads_q);
+  a.work_tiles = static_cast<std::int32_t>(blocks * p.heads_q);
   a.error = error;
   return a;
 }

@@ -34,7 +34,7 @@ struct KeyShare {
   int common;  ///< end of the keys that the first block sees, and so every block
   int before;  ///< end of those that the block before sees
 
-  QATTN_DEVICE KeyShare(const PrefillParams& p, const PrefillWork& work, int rows) {
+  QATTN_DEVICE KeyShare(const AttentionParams& p, const WorkTile& work, int rows) {
     const int length = static_cast<int>(work.q.length);
     blocks = (length + rows - 1) / rows, block = work.first_row / rows;
     const int last = (length < rows ? length : rows) - 1;  // row of the first block
@@ -52,7 +52,7 @@ struct KeyShare {
 
 /// Notes the smallest of the warps' `first`, the first key that a thread found bad in the 64 keys
 /// from `tile` on. `warp`: among `warps` that test.
-QATTN_DEVICE void note_keys_of(const PrefillParams& p, const PrefillWork& work, int tile,
+QATTN_DEVICE void note_keys_of(const AttentionParams& p, const WorkTile& work, int tile,
                                std::int32_t first, int warp, int warps) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
@@ -71,8 +71,8 @@ QATTN_DEVICE void note_keys_of(const PrefillParams& p, const PrefillWork& work, 
 template <Element E, int RowBytes, int Threads>
 struct KeyCheck {
   static_assert(Threads / 32 <= note_warps);
-  const PrefillParams& p;
-  const PrefillWork& work;
+  const AttentionParams& p;
+  const WorkTile& work;
   const tile::RowSource& source;  ///< of K
   int thread;                     ///< among those that test
 

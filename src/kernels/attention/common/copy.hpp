@@ -131,8 +131,8 @@ QATTN_DEVICE void copy_rows(isa::SharedAddress to, const RowSource& s, int first
 /// Starts copying rows of `pack` heads, `head_stride` bytes apart: row n is token n / pack of head
 /// n % pack. `s` is the first head's.
 template <int RowBytes, int Rows, int Threads>
-QATTN_DEVICE void copy_packed_rows(isa::SharedAddress to, const RowSource& s, int pack,
-                                   std::int64_t head_stride) {
+QATTN_DEVICE void copy_gqa_rows(isa::SharedAddress to, const RowSource& s, int pack,
+                                std::int64_t head_stride) {
   constexpr int chunks = RowBytes / 16;
 #pragma unroll 1
   for (int n = isa::thread(); n < Rows * chunks; n += Threads) {

@@ -35,14 +35,14 @@ QATTN_DEVICE void copy_rows(SharedAddress from, std::uint16_t* to, std::int64_t 
   }
 }
 
-/// The second half of PrefillRows.
+/// The second half of AttentionRows.
 template <class S>
-struct PrefillOutput : PrefillRows<S> {
-  using Base = PrefillRows<S>;
+struct Epilogue : AttentionRows<S> {
+  using Base = AttentionRows<S>;
   using F = typename S::Fragment;
-  using Base::M, Base::R, Base::bad_rows, Base::column, Base::doubtful, Base::element, Base::excess,
-      Base::first_column, Base::lane, Base::local_row, Base::lse_offset, Base::max, Base::out, Base::p, Base::sum,
-      Base::warp, Base::work;
+  using Base::M, Base::R, Base::bad_rows, Base::column, Base::element, Base::excess,
+      Base::first_column, Base::lane, Base::local_row, Base::lse_offset, Base::max,
+      Base::needs_fallback, Base::out, Base::p, Base::sum, Base::warp, Base::work;
 
   using Base::Base;
 
@@ -83,7 +83,7 @@ struct PrefillOutput : PrefillRows<S> {
     return p.out.format != Format::f32;
   }
 
-  /// Leaves the rows to PrefillCombine. A bad row has a sum of NaN, unless it has seen no key.
+  /// Leaves the rows to CombineSplits. A bad row has a sum of NaN, unless it has seen no key.
   QATTN_DEVICE void write_part() {
     const PartsView& parts = p.parts;
     const std::int64_t first = part_row(p, work.q, work.b, work.head, work.first_row) +
@@ -93,8 +93,8 @@ struct PrefillOutput : PrefillRows<S> {
       const float poison = row_poison(r), top = max[r] - S::p_log2;
       const bool bad = isa::any_in_row<F>(lane, (bad_rows >> r & 1) != 0);
       const bool exists = this->exists(r);
-      if constexpr (S::wide_pv) {
-        doubtful |= exists && tile::is_nan(poison) && !bad && tile::is_finite(sum[r]);
+      if constexpr (S::pv_16bit) {
+        needs_fallback |= exists && tile::is_nan(poison) && !bad && tile::is_finite(sum[r]);
       }
       const float total = bad && top != -tile::infinity() ? tile::quiet_nan() : sum[r];
       if (!exists) continue;
@@ -194,7 +194,9 @@ struct PrefillOutput : PrefillRows<S> {
                            : exists                 ? pick(ends.poison, r)
                                                     : 0.0f;
       // With NaN or Inf in Q or K the sum is none either, and rightly so.
-      if constexpr (S::wide_pv) doubtful |= tile::is_nan(poison) && !bad && tile::is_finite(total);
+      if constexpr (S::pv_16bit) {
+        needs_fallback |= tile::is_nan(poison) && !bad && tile::is_finite(total);
+      }
       store_lse(i, end.lse + poison);
       put(ends.factor, r, end.factor);
       put(ends.poison, r, poison);
@@ -270,7 +272,7 @@ struct PrefillOutput : PrefillRows<S> {
 
   /// NaN if a channel of row r is not finite, else 0.
   QATTN_DEVICE float row_poison(int r) {
-    if constexpr (!S::wide_pv) return 0.0f;
+    if constexpr (!S::pv_16bit) return 0.0f;
     float part[4] = {};  // chains that do not wait for one another
 #pragma unroll
     for (int n = 0; n < S::d_tiles; ++n) {

@@ -18,7 +18,7 @@ struct RowEnd {
 inline namespace QATTN_TARGET {
 
 /// `max` and `sum` as the tiles left them, in units of log2 (offset too); `sees`: the row exists.
-QATTN_DEVICE RowEnd finish_row(const kernels::PrefillParams& p, int b, int head, bool exists,
+QATTN_DEVICE RowEnd finish_row(const kernels::AttentionParams& p, int b, int head, bool exists,
                                bool bad, float max, float sum, float offset) {
   RowEnd end;
   if (exists && is_nan(sum)) {  // maxima skip NaN: `max` may look as if the row saw no key

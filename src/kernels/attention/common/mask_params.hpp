@@ -6,13 +6,12 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
+#include "kernels/attention/common/params.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// Windows, masks and block masks, in fields as PrefillParams has them.
-template <class Params>
-void tell_masks(const Problem& p, Params& a) {
+inline void tell_masks(const Problem& p, MaskParams& a) {
   const auto window = [](std::int64_t w) {
     return static_cast<std::int32_t>(std::min<std::int64_t>(w, 0x3fffffff));
   };

@@ -45,9 +45,52 @@ inline constexpr int most_splits = 128;
 
 /// Of cu_seqlens: a list that rises from 0 to the number of tokens; one that does not, or not all
 /// the way; one whose sequences share tokens.
-enum PackedVerdict : std::uint32_t { packed_in_order, packed_incomplete, packed_in_disorder };
+enum VarlenVerdict : std::uint32_t { varlen_in_order, varlen_incomplete, varlen_in_disorder };
 
-struct PrefillParams {
+/// Which keys queries see, and what is added to scores.
+struct MaskParams {
+  std::int32_t window_left = -1, window_right = -1;  ///< -1: unlimited
+  BroadcastView mask;                                ///< b8, b1 or float
+  /// Queries and keys that the mask has. cu_seqlens may name longer sequences.
+  std::int64_t mask_queries = no_limit, mask_keys = no_limit;
+  BroadcastView block_mask;  ///< b8 per (batch, head, query block, key block)
+  std::int32_t block_mask_q = 0, block_mask_k = 0;  ///< tokens per block
+};
+
+/// Which work tiles there are, in which order, and which keys of a row each has.
+struct ScheduleParams {
+  /// Blocks of rows: of the longest sequence; of packed queries as tile::block_count() has them.
+  std::int32_t q_blocks = 0;
+  std::int32_t heads_per_group = 0, shortest_first = 0, snake = 0;  ///< TileScheduler
+  /// Heads whose rows share a tile: row n is query n / pack_gqa of head n % pack_gqa of these,
+  /// which have one KV head. More than 1: one tile holds all queries of a sequence, and `parts` are
+  /// made.
+  std::int32_t pack_gqa = 1;
+  std::int32_t pack_gqa_inverse = 1 << 16;  ///< n / pack_gqa is n * this >> 16, for rows of a tile
+  std::int32_t splits = 1;  ///< blocks that share the keys of a block of rows, if that has parts
+  std::int32_t whole = 0;   ///< work tiles that come before the first with parts, if there are any
+  PartsView parts;
+  /// Blocks of rows and splits of keys: q_blocks, heads / pack_gqa, splits and, unless queries are
+  /// packed, sequences multiplied; of blocks of rows before `whole`, no splits.
+  std::int32_t work_tiles = 0;
+  /// Packed queries (schedule/varlen.cuh): [q_blocks][2], which sequence a block of rows belongs
+  /// to, and its first row there, which may be one that the sequence does not have.
+  const std::int32_t* varlen_blocks = nullptr;
+  const std::uint32_t* verdict = nullptr;  ///< packed queries or keys: a VarlenVerdict
+};
+
+/// What a kernel leaves to others that come behind it.
+struct FallbackParams {
+  std::uint32_t* error = nullptr;  ///< sticky error word of the device
+  /// 16-bit Q and K, plain variant: the first key of a tile that holds NaN or Inf (else no_key),
+  /// one number a warp, [heads_kv][slots / 64][4].
+  std::int32_t* bad_keys = nullptr;
+  /// Not 0 where a warp of the Hopper kernel met what it cannot do, [work tiles][fallback_stride]:
+  /// the portable kernel does these blocks again, and these alone.
+  std::uint32_t* fallback_flags = nullptr;
+};
+
+struct AttentionParams : MaskParams, ScheduleParams, FallbackParams {
   /// Operands in place: 16-bit tensors, or codes (whose scales are in q8, k8). `data` null: the
   /// prepared form is read instead.
   tile::Rows q, k, v;
@@ -66,57 +109,28 @@ struct PrefillParams {
   const float* k_mean = nullptr;  ///< [batches][heads_kv][q_mean.channels], or none
 
   OutputView out;
-  float scale = 1;                                   ///< softmax_scale
-  float softcap = 0;                                 ///< 0: none
-  std::int32_t window_left = -1, window_right = -1;  ///< -1: unlimited
-  BroadcastView mask;                                ///< b8, b1 or float
-  /// Queries and keys that the mask has. cu_seqlens may name longer sequences.
-  std::int64_t mask_queries = no_limit, mask_keys = no_limit;
-  BroadcastView block_mask;  ///< b8 per (batch, head, query block, key block)
-  std::int32_t block_mask_q = 0, block_mask_k = 0;  ///< tokens per block
-  BroadcastView alibi, sinks;                       ///< (batch, head)
-  std::int32_t group = 1;                           ///< query heads per KV head
-  /// Blocks of rows: of the longest sequence; of packed queries as tile::block_count() has them.
-  std::int32_t q_blocks = 0;
-  std::int32_t together = 0, rising = 0, folded = 0;  ///< WorkOrder
-  std::uint32_t* error = nullptr;                     ///< sticky error word of the device
-  /// 16-bit Q and K, plain variant: the first key of a tile that holds NaN or Inf (else no_key),
-  /// one number a warp, [heads_kv][slots / 64][4].
-  std::int32_t* bad_keys = nullptr;
-  /// Heads whose rows share a tile: row n is query n / pack of head n % pack of these, which have
-  /// one KV head. More than 1: one tile holds all queries of a sequence, and `parts` are made.
-  std::int32_t pack = 1;
-  std::int32_t pack_inverse = 1 << 16;  ///< n / pack is n * pack_inverse >> 16, for rows of a tile
-  std::int32_t splits = 1;  ///< blocks that share the keys of a block of rows, if that has parts
-  std::int32_t whole = 0;   ///< works that come before the first with parts, if there are any
-  PartsView parts;
-  /// Blocks of rows and splits of keys: q_blocks, heads / pack, splits and, unless queries are
-  /// packed, sequences multiplied; of blocks of rows before `whole`, no splits.
-  std::int32_t works = 0;
-  /// Packed queries (schedule/varlen.cuh): [q_blocks][2], which sequence a block of rows belongs
-  /// to, and its first row there, which may be one that the sequence does not have.
-  const std::int32_t* packed_blocks = nullptr;
-  const std::uint32_t* verdict = nullptr;  ///< packed queries or keys: a PackedVerdict
-  /// Not 0 where a warp of the Hopper kernel met what it cannot do, [works][doubt_stride]: the
-  /// portable kernel does these blocks again, and these alone.
-  std::uint32_t* doubts = nullptr;
+  float scale = 1;             ///< softmax_scale
+  float softcap = 0;           ///< 0: none
+  BroadcastView alibi, sinks;  ///< (batch, head)
+  std::int32_t group = 1;      ///< query heads per KV head
 };
-inline constexpr int doubt_rows = 128;  ///< of the blocks that doubts are about
+inline constexpr int fallback_rows = 128;  ///< of the blocks that fallback_flags are about
 /// Doubts of warps that own rows: about numbers in V that are not finite. Of the producer: about
 /// pages that do not exist. Of two warps that test 16-bit K.
-inline constexpr int doubt_warps = 8, doubt_producer = 8, doubt_checkers = 9, doubt_stride = 12;
+inline constexpr int fallback_warps = 8, fallback_producer = 8, fallback_checkers = 9,
+                     fallback_stride = 12;
 
 inline constexpr std::int32_t no_key = 0x7fffffff;
 
 /// Everything that selects code of the portable kernel.
-struct PrefillConfig {
+struct Sm80Config {
   int d = 128;                           ///< padded head dimension of Q, K and V
   isa::Element qk = isa::Element::bf16;  ///< Q and K
   isa::Element pv = isa::Element::bf16;  ///< P and V
   /// false: dense or packed sequences, causal or none, scale > 0, one K scale a tile, V's scale per
   /// token (s8) or one a channel (e4m3). true: everything.
   bool general = false;
-  bool operator==(const PrefillConfig&) const = default;
+  bool operator==(const Sm80Config&) const = default;
 };
 
 }  // namespace qattn::kernels

@@ -11,7 +11,7 @@ inline namespace QATTN_TARGET {
 /// softmax_scale * (mean number `index` of Q) . (k - mean of K) of keys [tile, tile + Keys) of a
 /// sequence to shared memory, for all lanes; 0 behind its end. By one warp: four lanes share a key.
 template <int Keys>
-QATTN_DEVICE void store_mean_scores(const kernels::PrefillParams& p, const Span& k, int b,
+QATTN_DEVICE void store_mean_scores(const kernels::AttentionParams& p, const Span& k, int b,
                                     int kv_head, std::int64_t index, int tile,
                                     isa::SharedAddress to) {
   constexpr int chunk = 8;  // channels of 16 bytes

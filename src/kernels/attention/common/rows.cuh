@@ -21,8 +21,8 @@ inline constexpr float log2_255 = 7.99435343685885793f;
 inline namespace QATTN_TARGET {
 
 /// The part of the problem that a block works on.
-struct alignas(16) PrefillWork {
-  int b, head, kv_head, first_row;  ///< `head`: the first of p.pack
+struct alignas(16) WorkTile {
+  int b, head, kv_head, first_row;  ///< `head`: the first of p.pack_gqa
   tile::Span q, k;
   int key_begin, key_end;  ///< that any of the rows can see
   int shift;               ///< Sk - Sq
@@ -31,45 +31,45 @@ struct alignas(16) PrefillWork {
 };
 
 /// Q and K of sequence `b`, as index tensors have them.
-QATTN_DEVICE void locate_sequence(const PrefillParams& p, int b, tile::Span& q, tile::Span& k) {
+QATTN_DEVICE void locate_sequence(const AttentionParams& p, int b, tile::Span& q, tile::Span& k) {
   q = tile::span_of(p.q, b);
   k = tile::span_of(p.k, b);
   k.bad |= q.length > p.mask_queries || k.length > p.mask_keys;
 }
 
-/// What PackedBlocks found; in order where nothing is packed.
-QATTN_DEVICE std::uint32_t verdict_of(const PrefillParams& p) {
-  return p.verdict == nullptr ? packed_in_order : isa::load_global(p.verdict);
+/// What VarlenBlocks found; in order where nothing is packed.
+QATTN_DEVICE std::uint32_t verdict_of(const AttentionParams& p) {
+  return p.verdict == nullptr ? varlen_in_order : isa::load_global(p.verdict);
 }
 
 /// Sequences that share tokens: nobody knows whose they are. All are bad, and packed queries have
 /// no rows.
-QATTN_DEVICE void heed_verdict(const PrefillParams& p, tile::Span& q, tile::Span& k) {
-  if (verdict_of(p) != packed_in_disorder) return;
+QATTN_DEVICE void heed_verdict(const AttentionParams& p, tile::Span& q, tile::Span& k) {
+  if (verdict_of(p) != varlen_in_disorder) return;
   q.bad = k.bad = true;
   if (p.q.cu_seqlens != nullptr) q.rows = q.length = 0;
 }
 
 /// Where row `row` of sequence `b` and `head` lies among the rows of all parts, of its first split.
 /// Packed heads: rows are those of their tile. `q`: the sequence's.
-QATTN_DEVICE std::int64_t part_row(const PrefillParams& p, const tile::Span& q, int b, int head,
+QATTN_DEVICE std::int64_t part_row(const AttentionParams& p, const tile::Span& q, int b, int head,
                                    int row) {
   const int size = p.parts.tile_rows, block = row / size;
-  std::int64_t pack = (std::int64_t{b} * p.q.heads + head) / p.pack, first = block;
+  std::int64_t pack = (std::int64_t{b} * p.q.heads + head) / p.pack_gqa, first = block;
   if (p.q.cu_seqlens != nullptr) {
-    pack = head / p.pack, first += tile::first_block(p.q, q, b, size);
+    pack = head / p.pack_gqa, first += tile::first_block(p.q, q, b, size);
   }
   const std::int64_t part = (pack * p.q_blocks + first - p.whole) * p.splits;
   return part * p.parts.rows + row - block * size;
 }
 
 /// Rows from the work's first on that exist, be they more than a block's; negative: none.
-QATTN_DEVICE int existing_rows(const PrefillParams& p, const PrefillWork& w) {
-  return static_cast<int>(w.q.length) * p.pack - w.first_row;
+QATTN_DEVICE int existing_rows(const AttentionParams& p, const WorkTile& w) {
+  return static_cast<int>(w.q.length) * p.pack_gqa - w.first_row;
 }
 
 /// Leaves the work its split's share of the keys: as many tiles each as the rows can see in all.
-QATTN_DEVICE void take_split(const PrefillParams& p, PrefillWork& w) {
+QATTN_DEVICE void take_split(const AttentionParams& p, WorkTile& w) {
   const int keys = w.key_end > w.key_begin ? w.key_end - w.key_begin : 0;
   const int tiles = (keys + split_tile - 1) / split_tile;
   const int share = (tiles + p.splits - 1) / p.splits * split_tile;
@@ -78,33 +78,33 @@ QATTN_DEVICE void take_split(const PrefillParams& p, PrefillWork& w) {
   w.key_end = end < w.key_end ? end : w.key_end;
 }
 
-/// Where the order is folded (WorkOrder), multiprocessors take each second turn's works backwards.
-QATTN_DEVICE int unfold(const PrefillParams& p, int index) {
-  if (p.folded == 0) return index;
-  const int turn = index / p.folded, first = turn * p.folded;
-  const int works = p.works - first < p.folded ? p.works - first : p.folded;
+/// In a snake (TileScheduler) multiprocessors take each second turn's tiles backwards.
+QATTN_DEVICE int snake_index(const AttentionParams& p, int index) {
+  if (p.snake == 0) return index;
+  const int turn = index / p.snake, first = turn * p.snake;
+  const int works = p.work_tiles - first < p.snake ? p.work_tiles - first : p.snake;
   return turn % 2 == 0 ? index : 2 * first + works - 1 - index;
 }
 
-/// Work number `index` of p.works, in blocks of `rows`; tiles of `keys`.
-QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows, int keys) {
-  PrefillWork w;
+/// Work number `index` of p.work_tiles, in blocks of `rows`; tiles of `keys`.
+QATTN_DEVICE WorkTile locate_work(const AttentionParams& p, int index, int rows, int keys) {
+  WorkTile w;
   int block;
   w.split = -1;
   if (p.parts.out != nullptr && index >= p.whole) {
     const int part = index - p.whole, before = part / p.splits;
     w.split = part - before * p.splits, index = p.whole + before;
   }
-  const int heads = p.pack > 1 ? p.q.heads / p.pack : p.q.heads;
-  const bool packed = p.packed_blocks != nullptr;
-  if (p.together > 0) {  // as WorkOrder says
-    index = unfold(p, index);
+  const int heads = p.pack_gqa > 1 ? p.q.heads / p.pack_gqa : p.q.heads;
+  const bool packed = p.varlen_blocks != nullptr;
+  if (p.heads_per_group > 0) {  // as TileScheduler says
+    index = snake_index(p, index);
     const int all = packed ? heads : heads * p.q.batches;
-    const int group = index / (p.together * p.q_blocks), first = group * p.together;
-    const int members = all - first < p.together ? all - first : p.together;
+    const int group = index / (p.heads_per_group * p.q_blocks), first = group * p.heads_per_group;
+    const int members = all - first < p.heads_per_group ? all - first : p.heads_per_group;
     index -= first * p.q_blocks;
     const int turn = index / members, head = first + index - turn * members;
-    block = (group + p.rising) % 2 == 0 ? p.q_blocks - 1 - turn : turn;
+    block = (group + p.shortest_first) % 2 == 0 ? p.q_blocks - 1 - turn : turn;
     w.b = packed ? 0 : head / heads, w.head = head - w.b * heads;
   } else {  // neighbours share K and V in L2
     block = index % p.q_blocks, index /= p.q_blocks;
@@ -113,10 +113,10 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
   w.first_row = block * rows;
   if (packed) {
     const auto place =
-        isa::load_global(reinterpret_cast<const isa::Words2*>(p.packed_blocks) + block);
+        isa::load_global(reinterpret_cast<const isa::Words2*>(p.varlen_blocks) + block);
     w.b = static_cast<int>(place.w[0]), w.first_row = static_cast<int>(place.w[1]);
   }
-  w.head *= p.pack;
+  w.head *= p.pack_gqa;
   w.kv_head = w.head / p.group;
   locate_sequence(p, w.b, w.q, w.k);
   heed_verdict(p, w.q, w.k);
@@ -138,17 +138,17 @@ QATTN_DEVICE PrefillWork locate_work(const PrefillParams& p, int index, int rows
 }
 
 /// `S` gives Fragment, rows, keys, dv, m_tiles, warp_rows, n_tiles, d_tiles, out_channels, out_row,
-/// p_log2, wide_qk, wide_pv, u8, direct_sums: is P V of u8 in units of 2^-149? two_row_ends: is there a
-/// quick way to end usual rows? divides: by a division? and staged_rows: has a producer put what
-/// belongs to Q's rows into shared memory?
+/// p_log2, qk_16bit, pv_16bit, u8, direct_sums: is P V of u8 in units of 2^-149? two_row_ends: is
+/// there a quick way to end usual rows? divides: by a division? and staged_rows: has a producer put
+/// what belongs to Q's rows into shared memory?
 template <class S>
-struct PrefillRows {
+struct AttentionRows {
   using F = typename S::Fragment;
   static constexpr int M = S::m_tiles, R = F::rows * M;
   using Scores = float[M][S::n_tiles][F::elements];
 
-  const PrefillParams& p;
-  const PrefillWork& work;
+  const AttentionParams& p;
+  const WorkTile& work;
   int lane = isa::lane();
   int warp;   ///< among those that own rows
   int exist;  ///< rows of the block that do
@@ -162,9 +162,10 @@ struct PrefillRows {
   /// Staged rows: this warp's part of Q's scales, and of q . mu.
   SharedAddress scales_at = 0, dots_at = 0;
   unsigned bad_rows = 0;  ///< bit r: row r of this thread is NaN
-  bool doubtful = false;  ///< 16-bit V: a row has met NaN or Inf in V, and may not have seen it
+  /// 16-bit V: a row has met NaN or Inf there, and may not have seen it.
+  bool needs_fallback = false;
 
-  QATTN_DEVICE PrefillRows(const PrefillParams& params, const PrefillWork& w, int row_warp)
+  QATTN_DEVICE AttentionRows(const AttentionParams& params, const WorkTile& w, int row_warp)
       : p(params), work(w), warp(row_warp), exist(existing_rows(params, w)) {
 #pragma unroll
     for (int r = 0; r < R; ++r) max[r] = -tile::infinity();
@@ -194,12 +195,12 @@ struct PrefillRows {
   /// Which query a row of the block is.
   QATTN_DEVICE int query_of(int row) const {
     row += work.first_row;
-    return p.pack > 1 ? row * p.pack_inverse >> 16 : row;
+    return p.pack_gqa > 1 ? row * p.pack_gqa_inverse >> 16 : row;
   }
   /// Which query row r is, and of which head.
   QATTN_DEVICE int query(int r) const { return query_of(local_row(r)); }
   QATTN_DEVICE int head(int r) const {
-    return p.pack > 1 ? work.head + local_row(r) - query(r) * p.pack : work.head;
+    return p.pack_gqa > 1 ? work.head + local_row(r) - query(r) * p.pack_gqa : work.head;
   }
 
   QATTN_DEVICE static std::int64_t unit(const PreparedRows& x, int head, std::int64_t slot) {
@@ -226,7 +227,7 @@ struct PrefillRows {
   // ---- Scores ---------------------------------------------------------------------------------
 
   /// Are the numbers that belong to rows staged? Those of packed heads lie apart.
-  QATTN_DEVICE bool has_staged() const { return S::staged_rows && p.pack == 1; }
+  QATTN_DEVICE bool has_staged() const { return S::staged_rows && p.pack_gqa == 1; }
   /// One that belongs to row r, which exists.
   template <bool Staged>
   QATTN_DEVICE float row_fact(int r, const float* table, SharedAddress staged) const {
@@ -254,7 +255,7 @@ struct PrefillRows {
   /// Q's scale of the row, 1 for one that is bad (bad_rows) or does not exist.
   template <bool Staged = false>
   QATTN_DEVICE float query_scale(int r) {
-    if constexpr (S::wide_qk) return 1.0f;
+    if constexpr (S::qk_16bit) return 1.0f;
     if (!exists(r)) return 1.0f;
     const float s = row_fact<Staged>(r, p.q8.scale, scales_at);
     if (tile::is_nan(s)) bad_rows |= 1u << r;
@@ -271,7 +272,7 @@ struct PrefillRows {
     tile::each_score<F>(s, [&](int r, int key, float& x) {
       const bool visible = tile + key < rows[r].end;
       // An infinity of a 16-bit product must not look like a masked score.
-      if (S::wide_qk && x == -tile::infinity()) x = tile::quiet_nan();
+      if (S::qk_16bit && x == -tile::infinity()) x = tile::quiet_nan();
       if (!visible) x = -tile::infinity();
       if (visible && bad_value(key)) x = tile::quiet_nan();
     });
@@ -349,18 +350,18 @@ struct PrefillRows {
   /// Takes the tile's maxima into the references; what was accumulated shrinks accordingly. With u8
   /// P, relative to its own tile, any reference serves that keeps exponentials in range: it moves
   /// only when a maximum is far above it, which is rare.
-  QATTN_DEVICE void raise_maxima(const float (&top)[R]) {
-    float shrink[R];
+  QATTN_DEVICE void update_max(const float (&top)[R]) {
+    float rescale[R];
     bool changed = false;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float next = top[r] > max[r] + slack ? top[r] : max[r];
-      shrink[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - next);
+      rescale[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - next);
       // Nothing has joined the output before the first reference.
       changed |= next != max[r] && max[r] != -tile::infinity();
       max[r] = next;
-      sum[r] *= shrink[r];
-      if constexpr (S::u8) excess[r] *= shrink[r], exact[r] *= shrink[r];
+      sum[r] *= rescale[r];
+      if constexpr (S::u8) excess[r] *= rescale[r], exact[r] *= rescale[r];
     }
     if (!isa::any(changed)) return;
 #pragma unroll
@@ -369,7 +370,7 @@ struct PrefillRows {
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
         for (int i = 0; i < F::elements; ++i) {
-          out[m][n][i] *= shrink[F::rows * m + isa::row_of_element<F>(i)];
+          out[m][n][i] *= rescale[F::rows * m + isa::row_of_element<F>(i)];
         }
       }
     }
@@ -379,14 +380,14 @@ struct PrefillRows {
   /// give 0 and not NaN.
   QATTN_DEVICE static float reference(float top) { return top == -tile::infinity() ? 0.0f : top; }
 
-  /// raise_maxima() after bring_near(): maxima of far rows leave V's scales out, which they have no
+  /// update_max() after bring_near(): maxima of far rows leave V's scales out, which they have no
   /// bits for. `ref`: what is subtracted in exponents of near scores.
-  QATTN_DEVICE void raise_far_maxima(const float (&top)[R], const float (&far)[R],
+  QATTN_DEVICE void update_far_max(const float (&top)[R], const float (&far)[R],
                                      float (&ref)[R]) {
     float raised[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) raised[r] = far[r] != 0.0f ? far[r] : top[r];
-    raise_maxima(raised);
+    update_max(raised);
 #pragma unroll
     for (int r = 0; r < R; ++r) ref[r] = reference(max[r]) - far[r];
   }

@@ -41,7 +41,7 @@ int value_block(const Problem& p, const Recipe& r) {
 
 Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
 
-Status supports(const Problem& problem, const Words* wanted) {
+Status supports(const Problem& problem, const KernelTable* wanted) {
   using enum Format;
   const Selection selection = select_words();
   if (selection.words == nullptr) {
@@ -102,9 +102,6 @@ bool bf16_values(Format format) {
   return format != f32 && format != f16 && format != s8;
 }
 
-/// May a sequence's rows fit into one task? Of packed queries only the contents know.
-bool may_be_short(const Problem& p) { return p.varlen_q || p.group() * p.max_q <= tile_rows; }
-
 bool given_codes(const Problem& p, const Config& c) {
   return p.k_codes && p.v_codes && c.qk == Engine::integer && c.pv == Engine::integer;
 }
@@ -150,6 +147,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
   c->finds_seen = detail::must_find_hidden_keys(problem, c->recipe);
   c->rows_in_place = rows_in_place(problem, *c);
   c->heads_in_turn = heads_in_turn(problem);
+  c->projection = native && problem.out.format == Format::bf16 ? Engine::bf16 : Engine::f32;
   c->threads = most_threads(problem.threads);
   Arrays unused;
   c->workspace = layout(problem, *c, nullptr, unused);
@@ -168,6 +166,9 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
             "\nrows_in_place: " + std::to_string(c->rows_in_place) +
             "\nheads_in_turn: " + std::to_string(c->heads_in_turn) +
             "\nthreads: " + std::to_string(c->threads) + "\n";
+  if (problem.projects()) {
+    c->text += std::string("projection: ") + engine(c->projection) + " products, after all heads\n";
+  }
   return c;
 }
 
@@ -270,6 +271,7 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
   const std::int64_t tiles = some_sequence(job, packs_tiles) ? all_tiles : 0;
   const std::int64_t merges = some_sequence(job, is_split) ? kv_units : 0;
   const std::int64_t chunk = chunk_of_tasks(job, tasks);
+  const std::int64_t packs = weight_blocks(p);  // of which attention needs nothing
 #pragma omp parallel num_threads(team(config.threads))
   {
     Scratch& mine = a.scratch[omp_get_thread_num()];
@@ -291,11 +293,14 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
     }
     phases.each(p.heads_kv * tiles,
                 [&](std::int64_t i) { prepare_tile(job, i % tiles * tile_keys, i / tiles, mine); });
-    phases.each((tasks + chunk - 1) / chunk, [&](std::int64_t i) {
-      run_tasks(job, i * chunk, std::min((i + 1) * chunk, tasks), mine);
+    phases.each(packs + (tasks + chunk - 1) / chunk, [&](std::int64_t i) {
+      if (i < packs) return pack_weight(job, i, mine);
+      const std::int64_t first = (i - packs) * chunk;
+      run_tasks(job, first, std::min(first + chunk, tasks), mine);
     });
     phases.each(merges,
                 [&](std::int64_t i) { merge_splits(job, i / p.heads_kv, i % p.heads_kv, mine); });
+    phases.each(projection_blocks(p), [&](std::int64_t i) { project(job, i, mine); });
   }
   if (problem.tensors.saturated.present()) {
     auto* out = static_cast<std::int64_t*>(problem.tensors.saturated.data);
@@ -307,129 +312,6 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
   }
   return {};
 }
-
-/// Hands out 64-byte-aligned arrays one behind the other; with base null it only counts.
-class Arena {
- public:
-  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
-  template <class T>
-  T* take(std::int64_t count) {
-    if (count <= 0) return nullptr;
-    const std::size_t at = used_;
-    used_ += (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
-    return base_ ? reinterpret_cast<T*>(base_ + at) : nullptr;
-  }
-  std::size_t used() const { return used_; }
-
- private:
-  char* base_;
-  std::size_t used_ = 0;
-};
-
-/// Entries that the coarse granularities of one thread's sequence need.
-std::int64_t most_groups(const Problem& p, const Config& c) {
-  std::int64_t groups = 0;
-  for (const Role role : {Role::q, Role::k}) {
-    if (!needs_scale_pass(p, c, role)) continue;
-    groups = std::max(groups,
-                      scale_count(scaling_of(c, role), role, role == Role::q ? p.max_q : p.max_k));
-  }
-  return groups;
-}
-
-void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t tile_bytes,
-                   Scratch& s) {
-  const int rows = tile_rows, own = tile_rows * c.heads_in_turn;
-  s.q = arena.take<float>(c.qk == Engine::f32 ? own * p.d : 0);
-  s.q_bf16 = arena.take<std::uint16_t>(c.qk == Engine::bf16 ? own * p.d : 0);
-  s.q_codes = arena.take<std::int8_t>(c.qk == Engine::integer ? own * p.d : 0);
-  s.scores = arena.take<float>(rows * tile_keys);
-  s.p = arena.take<float>(c.pv == Engine::f32 ? rows * tile_keys : 0);
-  s.p_bf16 = arena.take<std::uint16_t>(c.pv == Engine::bf16 ? rows * tile_keys : 0);
-  s.codes = arena.take<std::uint8_t>(c.pv == Engine::integer ? rows * tile_keys : 0);
-  s.rest = arena.take<std::uint8_t>(c.pv == Engine::integer ? rows * tile_keys : 0);
-  s.out = arena.take<float>(own * padded(p.dv));
-  for (float** f : {&s.max, &s.sum, &s.mass, &s.q_scale, &s.offset}) *f = arena.take<float>(own);
-  s.alpha = arena.take<float>(rows);
-  s.beta = arena.take<float>(rows);
-  s.correction = arena.take<std::int32_t>(own);
-  s.rows = arena.take<float>(tile_keys * padded(p.dv));
-  s.row = arena.take<float>(3 * 256);
-  s.bytes = arena.take<std::uint8_t>(tile_keys * 256);
-  s.codes_row = arena.take<std::uint8_t>(256);
-  const std::int64_t groups = most_groups(p, c);
-  s.token_amax = arena.take<float>(groups > 0 ? std::max(p.max_q, p.max_k) : 0);
-  s.group_amax = arena.take<float>(groups);
-  s.tile = arena.take<std::byte>(static_cast<std::int64_t>(tile_bytes));
-  s.q_panels = arena.take<std::uint8_t>(c.rows_in_place > 0 ? own * p.d : 0);
-}
-
-}  // namespace
-
-TileLayout tile_layout(const Problem& p, const Config& c) {
-  const auto width = [](Engine e) { return e == Engine::integer ? 1 : e == Engine::bf16 ? 2 : 4; };
-  const int dv = padded(p.dv);
-  Arena arena(nullptr);
-  TileLayout t{};
-  const auto part = [&arena](std::size_t& offset, std::int64_t bytes) {
-    offset = arena.used();
-    arena.take<std::byte>(bytes);
-  };
-  part(t.k, std::int64_t{tile_keys} * p.d * width(c.qk));
-  part(t.k_scale, tile_keys * 4);
-  part(t.v, std::int64_t{tile_keys} * dv * width(c.pv));
-  part(t.v_scale, c.v_channel_scale ? std::int64_t{tile_keys} / c.v_block * dv * 4 : 0);
-  part(t.v_log, c.v_token_scale ? tile_keys * 4 : 0);
-  part(t.v_inverse, c.v_token_scale ? tile_keys * 4 : 0);
-  part(t.v_bad, tile_keys);
-  part(t.any_bad, 1);
-  t.bytes = arena.used();
-  return t;
-}
-
-std::size_t layout(const Problem& p, const Config& c, void* base, Arrays& a) {
-  Arena arena(base);
-  const int d16 = padded(p.d), dv = padded(p.dv);
-  const std::int64_t heads = p.heads_kv, units = p.batch * heads;
-  a.tile = tile_layout(p, c);
-  a.sequences = arena.take<SequenceInfo>(p.batch);
-  a.slots = p.varlen_k ? p.tokens_k + tile_keys * p.batch
-                       : p.batch * ceil_div(p.max_k, tile_keys) * tile_keys;
-  a.slots = ceil_div(a.slots, tile_keys) * tile_keys;
-  a.seen = arena.take<Seen>(c.finds_seen ? heads * a.slots : 0);
-  a.k_mean = arena.take<float>(units * d16);
-  a.v_mean = arena.take<float>(units * dv);
-  a.balance = arena.take<float>(c.balances() ? 2 * units * d16 : 0);
-  a.loud = arena.take<bool>(c.balances() ? units : 0);
-  a.q_scale = arena.take<float>(needs_scale_pass(p, c, Role::q) ? p.heads_q * p.tokens_q : 0);
-  a.k_scale = arena.take<float>(needs_scale_pass(p, c, Role::k) ? heads * a.slots : 0);
-  a.v_groups = 0;
-  if (needs_scale_pass(p, c, Role::v)) {
-    const Scaling& s = c.recipe.v_scale;
-    a.v_groups = p.batch + (s.granularity == Granularity::per_channel ? 0 : a.slots / s.block);
-  }
-  a.v_channel = arena.take<float>(heads * a.v_groups * dv);
-  a.q_blocks = c.smooth_q ? ceil_div(p.max_q, c.recipe.q_scale.block) : 0;
-  a.q_mean = arena.take<float>(p.batch * p.heads_q * a.q_blocks * d16);
-  a.head_amax[0] = arena.take<float>(p.batch * p.heads_q);
-  a.head_amax[1] = arena.take<float>(units);
-  a.head_amax[2] = arena.take<float>(units);
-  // Decode calls need no prepared tiles at all; packed queries may mix long and short sequences.
-  const bool prepared = p.varlen_q || !may_be_short(p);
-  const std::int64_t stores = prepared ? heads * (a.slots / tile_keys) : 0;
-  a.tiles = arena.take<std::byte>(stores * static_cast<std::int64_t>(a.tile.bytes));
-  const std::int64_t split_rows = std::min(p.batch * tile_rows, p.group() * p.tokens_q);
-  const std::int64_t splits = p.max_k > c.split_keys ? ceil_div(p.max_k, c.split_keys) : 0;
-  a.partials = arena.take<float>(split_rows * heads * splits * (dv + 2));
-  a.scratch = arena.take<Scratch>(c.threads);
-  for (int t = 0; t < c.threads; ++t) {
-    Scratch unused;
-    layout_thread(arena, p, c, a.tile.bytes, base ? a.scratch[t] : unused);
-  }
-  return arena.used();
-}
-
-namespace {
 
 Sequence sequence(const Job& job, const TokenTensor& x, std::int64_t begin, std::int64_t length,
                   std::int64_t b, std::int64_t head, int channels, bool paged) {
@@ -480,9 +362,9 @@ Sequence Job::v_sequence(std::int64_t b, std::int64_t head) const {
 namespace {
 
 /// A registry entry of one instruction set: `supports` differs, the rest is the same text.
-template <const Words* (*words)()>
+template <const KernelTable* (*words)()>
 Kernel kernel(const char* name) {
-  return {name, [](const Problem& p) { return supports(p, words()); }, tune, run};
+  return {name, [](const Problem& p) { return supports(p, words()); }, tune, run, true};
 }
 
 }  // namespace

@@ -13,6 +13,9 @@
 
 namespace qattn::cpu {
 
+/// A block of the output projection; rows are a multiple of the six that are multiplied at once.
+inline constexpr int project_rows = 48, project_columns = 64;
+
 /// One entry of the registry per instruction set, best first.
 std::array<detail::Kernel, 7> attention_kernels();
 
@@ -22,7 +25,7 @@ inline constexpr int most_heads_in_turn = 16;
 /// Everything that selects code. Derived from the problem alone, so results do not depend on the
 /// number of threads or on the rest of the batch.
 struct Config : detail::PlanData {
-  const Words* words = nullptr;
+  const KernelTable* words = nullptr;
   Engine qk = Engine::f32, pv = Engine::f32;
   bool v_token_scale = false;    ///< V's scale per token is folded into P (Rounding::u8_token)
   bool v_channel_scale = false;  ///< the product with V is multiplied by a scale per channel
@@ -38,6 +41,7 @@ struct Config : detail::PlanData {
   /// Sequences of at most tile_rows rows take their tiles from so many heads in turn.
   int heads_in_turn = 1;
   int threads = 1;
+  Engine projection = Engine::f32;  ///< of its products
 
   bool balances() const { return recipe.balance_k == Toggle::on; }
 };
@@ -103,6 +107,9 @@ struct Scratch {
   float* group_amax;        ///< [most groups of a sequence], likewise
   std::byte* tile;          ///< store of a tile that only this thread's task uses
   std::uint8_t* q_panels;   ///< [tile_rows / 16][d / 4][16][4] for products in place
+  float* projected;         ///< [project_rows][project_columns]
+  float* weight_rows;       ///< [16][Hq * Dv padded] of a 16-bit weight for the f32 engine
+  std::byte* weight;        ///< [project_columns / 16] panels, unless all threads share them
   std::int64_t saturated[3];
 };
 
@@ -120,6 +127,9 @@ struct Arrays {
   float* head_amax[3];      ///< [batch * heads] of Q, K, V
   std::byte* tiles;         ///< [heads_kv][slots / tile_keys] stores
   float* partials;          ///< [rows][dv padded + 2] of split sequences
+  std::byte* joined;        ///< [tokens_q][heads_q * dv] in the projection's engine's type
+  std::byte* weight;        ///< [E / 16] panels [heads_q * dv][16], in bf16 of pairs; or null
+  float* bias;              ///< [E padded]
   Scratch* scratch;         ///< [threads]
   TileLayout tile;
   std::int64_t slots;     ///< key slots per head, all sequences
@@ -132,7 +142,7 @@ struct Job {
   const Config& config;
   Arrays arrays;
 
-  const Words& words() const { return *config.words; }
+  const KernelTable& words() const { return *config.words; }
   int d() const { return problem.d; }
   int dv() const { return padded(problem.dv); }
   std::int64_t unit(std::int64_t b, std::int64_t head) const { return b * problem.heads_kv + head; }
@@ -190,6 +200,11 @@ struct GivenScale {
 };
 GivenScale given_scale(const Job& job, Role role);
 
+/// May a sequence's rows fit into one task? Of packed queries only the contents know.
+inline bool may_be_short(const Problem& p) {
+  return p.varlen_q || p.group() * p.max_q <= tile_rows;
+}
+
 /// Lays the arrays out from `base`; with base null only counts. Returns bytes.
 std::size_t layout(const Problem& problem, const Config& config, void* base, Arrays& arrays);
 
@@ -242,6 +257,14 @@ void run_task(const Job& job, std::int64_t task, Scratch& scratch);
 /// How many tasks from `task` on, at most `most`, are heads that may run in turn; 0: run_task()'s.
 int tasks_in_turn(const Job& job, std::int64_t task, std::int64_t most);
 void run_in_turn(const Job& job, std::int64_t task, int count, Scratch& scratch);
+
+// project.cpp: after all heads. Both loops are empty without a projection.
+/// Are the weight's panels there for all threads? Else each makes those of the block that it is at.
+bool shares_panels(const Problem& problem);
+std::int64_t weight_blocks(const Problem& problem);
+void pack_weight(const Job& job, std::int64_t block, Scratch& scratch);
+std::int64_t projection_blocks(const Problem& problem);
+void project(const Job& job, std::int64_t block, Scratch& scratch);
 
 // write.cpp
 /// Merges the splits of one (sequence, KV head) and writes its rows.

@@ -1,6 +1,7 @@
 // Facts about one operand (Q, K or V) of a CPU job that several steps ask for.
 #pragma once
 
+#include "core/operand.hpp"
 #include "kernels/attention/cpu/kernel.hpp"
 
 namespace qattn::cpu {
@@ -11,18 +12,14 @@ inline bool free_scale(Format format) {
 inline bool grouped(Format format) { return info(format).group > 0; }
 
 inline Format format_of(const Config& config, Role role) {
-  return role == Role::v ? config.recipe.v : config.recipe.qk;
+  return operand_recipe(config.recipe, role).format;
 }
-inline const Scaling& scaling_of(const Config& config, Role role) {
-  const Recipe& r = config.recipe;
-  return role == Role::q ? r.q_scale : role == Role::k ? r.k_scale : r.v_scale;
+inline Scaling scaling_of(const Config& config, Role role) {
+  return operand_recipe(config.recipe, role).scaling;
 }
-inline bool has_codes(const Problem& p, Role role) {
-  return role == Role::q ? p.q_codes : role == Role::k ? p.k_codes : p.v_codes;
-}
+inline bool has_codes(const Problem& p, Role role) { return operand_of(p, role).codes; }
 inline const TensorView& scale_view(const Problem& p, Role role) {
-  const AttentionTensors& t = p.tensors;
-  return role == Role::q ? t.q_scale : role == Role::k ? t.k_scale : t.v_scale;
+  return operand_of(p, role).scale;
 }
 inline ScaleMap scale_map(const Job& job, Role role) {
   return {scaling_of(job.config, role), role, info(format_of(job.config, role)).group,

@@ -227,8 +227,7 @@ void decode_grouped_row(const Job& job, Role role, const Sequence& x, std::int64
 
 float given_global(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
                    std::int64_t token) {
-  const AttentionTensors& t = job.problem.tensors;
-  const TensorView& g = role == Role::q ? t.q_global : role == Role::k ? t.k_global : t.v_global;
+  const TensorView& g = operand_of(job.problem, role).global;
   if (!g.present()) return 1.0f;
   const Place at = place(x, b, token);
   return static_cast<const float*>(g.data)[at.outer * g.stride[0] + head * g.stride[1]];

@@ -64,6 +64,10 @@ void run_single_tile(const Job& job, const Task& t, const Tile& tile, std::int64
 /// Writes rows that have seen everything, or the task's partial result.
 void finish_rows(const Job& job, const Task& t, const Scratch& s);
 
+// project.cpp
+/// Puts a row of one head where the projection wants it.
+void join_row(const Job& job, std::int64_t b, const Row& row, const float* out);
+
 // write.cpp
 /// Normalises one row and writes it and its LSE. `max`, `sum`, `out` as the tiles left them.
 void write_row(const Job& job, std::int64_t b, const Row& row, float max, float sum, float offset,

@@ -163,13 +163,13 @@ bool sees_all(const Task& t, std::int64_t first) {
 }
 
 /// May the tile skip finish_scores()? Every row sees every key of it and nothing is added.
-bool is_plain(const Job& job, const Task& t, const Tile& tile, std::int64_t first) {
+bool is_unmasked(const Job& job, const Task& t, const Tile& tile, std::int64_t first) {
   return adds_nothing(job) && *tile.at<std::uint8_t>(&TileLayout::any_bad) == 0 &&
          sees_all(t, first);
 }
 
 void multiply_queries(const Job& job, const Task& t, const Tile& tile, int keys, Scratch& s) {
-  const Words& w = job.words();
+  const KernelTable& w = job.words();
   const auto* scale = tile.at<float>(&TileLayout::k_scale);
   if (tile.found != nullptr) {
     w.qk_s8_rows(s.q_panels, t.count, tile.found->k, keys, job.d(), s.q_scale, s.correction, scale,
@@ -194,7 +194,7 @@ CodeRows from_group(const CodeRows& rows, int group) {
 void multiply_codes(const Job& job, const Tile& tile, const std::uint8_t* codes, int rows, int j,
                     int count, const float* alpha, const float* beta, const float* scale,
                     float* out) {
-  const Words& w = job.words();
+  const KernelTable& w = job.words();
   const int dv = job.dv();
   if (tile.found != nullptr) {
     const CodeRows from = from_group(tile.found->v, j / 16);
@@ -208,7 +208,7 @@ void multiply_codes(const Job& job, const Tile& tile, const std::uint8_t* codes,
 /// Multiplies P with V, sub-block by sub-block of V's scales. `lossy`: SoftmaxTile's.
 void multiply_values(const Job& job, const Task& t, const Tile& tile, int keys, std::uint32_t lossy,
                      Scratch& s) {
-  const Words& w = job.words();
+  const KernelTable& w = job.words();
   const Config& c = job.config;
   const int dv = job.dv();
   const int block = c.v_channel_scale ? c.v_block : tile_keys;
@@ -277,14 +277,15 @@ void run_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t firs
     x.v_inverse = tile.at<float>(&TileLayout::v_inverse);
     x.biased = adds_biases(job.problem);
   }
-  const bool plain = is_plain(job, t, tile, first);
+  const bool plain = is_unmasked(job, t, tile, first);
   multiply_queries(job, t, tile, keys16, s);
   if (!plain) finish_scores(job, t, tile, first, keys, s);
   job.words().softmax(x);
   multiply_values(job, t, tile, keys16, x.lossy, s);
 }
 
-/// Tiles that go through Words::attend() together: all but those whose scores or V need a look.
+/// Tiles that go through KernelTable::attend() together: all but those whose scores or V need a
+/// look.
 class FusedTiles {
  public:
   FusedTiles(const Job& job, const Task& t, Scratch& s) : job_(job), task_(t), scratch_(s) {

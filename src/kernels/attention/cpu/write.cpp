@@ -55,7 +55,11 @@ void write_row(const Job& job, std::int64_t b, const Row& row, float max, float 
     }
     lse = top + std::log(sum);
   }
-  store_row(out, p.dv, p.out.format, output_row(job, b, row));
+  if (p.projects()) {
+    join_row(job, b, row, out);
+  } else {
+    store_row(out, p.dv, p.out.format, output_row(job, b, row));
+  }
   if (!p.tensors.lse.present()) return;
   const auto& st = p.tensors.lse.stride;
   const std::int64_t token = job.arrays.sequences[b].q_begin + row.i;

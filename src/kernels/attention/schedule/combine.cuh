@@ -1,5 +1,5 @@
 // After kernels that leave parts (PartsView): adds up the splits of a row and ends it, as
-// PrefillOutput::end() ends rows that are nobody's part.
+// Epilogue::end() ends rows that are nobody's part.
 #pragma once
 
 #include "kernels/attention/common/rows.cuh"
@@ -9,8 +9,8 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 /// A block of the grid is a query row of a head; its warps take the row's splits in turn.
-struct PrefillCombine {
-  using Params = PrefillParams;
+struct CombineSplits {
+  using Params = AttentionParams;
   static constexpr int threads = 128, min_blocks = 1, warps = threads / 32;
   static constexpr bool dependent = true;
   static constexpr int most_channels = 256, pieces = most_channels / 128;
@@ -59,7 +59,7 @@ struct PrefillCombine {
       locate_sequence(p, row.b, row.q, row.k);
     }
     row.parts = row.query < row.q.length ? p.splits : 0;
-    const int in_tile = p.pack > 1 ? row.query * p.pack + row.head % p.pack : row.query;
+    const int in_tile = p.pack_gqa > 1 ? row.query * p.pack_gqa + row.head % p.pack_gqa : row.query;
     row.at = part_row(p, row.q, row.b, row.head, in_tile);
     return row;
   }
@@ -168,7 +168,7 @@ struct PrefillCombine {
     return poison;
   }
 
-  /// softmax_scale q . mu, as PrefillRows::take_offsets().
+  /// softmax_scale q . mu, as AttentionRows::take_offsets().
   static QATTN_DEVICE float offset_of(const Params& p, const Row& row) {
     if (p.q8.dot_mean == nullptr || p.softcap > 0 || row.parts == 0) return 0.0f;
     const std::int64_t slot = tile::first_slot(p.q, row.q, row.b) + row.query;
@@ -212,7 +212,7 @@ struct PrefillCombine {
   static QATTN_DEVICE void run(const Params& p) {
     Row row = locate(p);  // inputs alone, while the kernel before may still run
     isa::grid_dependency_wait();
-    if (verdict_of(p) == packed_incomplete) row = locate(p, true);
+    if (verdict_of(p) == varlen_incomplete) row = locate(p, true);
     heed_verdict(p, row.q, row.k);
     if (row.query < 0 || row.query >= row.q.rows) return;
     Sums x = {};

@@ -97,7 +97,7 @@ double imbalance(const std::vector<std::int64_t>& works, std::size_t blocks, boo
 
 }  // namespace
 
-WorkOrder plan_order(const Problem& p, const Dealing& dealing) {
+TileScheduler plan_order(const Problem& p, const Dealing& dealing) {
   const int rows = dealing.rows, blocks = dealing.blocks;
   const std::int64_t works = row_blocks(p, rows) * p.heads_q;
   if (p.window_right < 0 || works == 0) return {};  // nothing ends at a diagonal
@@ -108,10 +108,10 @@ WorkOrder plan_order(const Problem& p, const Dealing& dealing) {
     const std::int64_t n = turns * blocks * sequences / each / pair * pair;
     return std::min(heads, std::max(pair, n));
   };
-  WorkOrder order;
+  TileScheduler order;
   if (!dealing.in_turn) {
-    order.together = static_cast<std::int32_t>(heads_of(turns_as_others_end));
-    order.rising = is_rising(heads, order.together);
+    order.heads_per_group = static_cast<std::int32_t>(heads_of(turns_as_others_end));
+    order.shortest_first = is_rising(heads, order.heads_per_group);
     return order;
   }
   if (works <= blocks) return {};  // each block has one
@@ -122,32 +122,32 @@ WorkOrder plan_order(const Problem& p, const Dealing& dealing) {
        n = std::min(heads, n + std::max(pair, n / 4 / pair * pair))) {
     const double turns = static_cast<double>(n * each / sequences) / blocks;
     const double spread = turn_cost * dealing.bytes * dealing.bytes * std::sqrt(turns);
-    if (order.together == 0) order.together = static_cast<std::int32_t>(n);
+    if (order.heads_per_group == 0) order.heads_per_group = static_cast<std::int32_t>(n);
     if ((least > 0 && 1 + spread >= least) || n > most_works / each) break;
     const std::vector<std::int64_t> taken = in_order(costs, std::max(n, looked_at), n);
     for (const bool folded : {false, true}) {
       const double cost = spread + imbalance(taken, static_cast<std::size_t>(blocks), folded);
       if (least > 0 && cost >= least) continue;
       least = cost;
-      order.together = static_cast<std::int32_t>(n);
-      order.folded = folded ? blocks : 0;
+      order.heads_per_group = static_cast<std::int32_t>(n);
+      order.snake = folded ? blocks : 0;
     }
     if (n == heads) break;
   }
-  order.rising = is_rising(heads, order.together);
+  order.shortest_first = is_rising(heads, order.heads_per_group);
   return order;
 }
 
-std::string text_of(const WorkOrder& order) {
-  if (order.together == 0) return {};
-  return "heads_together: " + std::to_string(order.together) +
-         "\nfolded: " + std::to_string(order.folded > 0 ? 1 : 0) + "\n";
+std::string text_of(const TileScheduler& order) {
+  if (order.heads_per_group == 0) return {};
+  return "heads_together: " + std::to_string(order.heads_per_group) +
+         "\nfolded: " + std::to_string(order.snake > 0 ? 1 : 0) + "\n";
 }
 
-void set_order(const WorkOrder& order, PrefillParams& a) {
-  a.together = order.together;
-  a.rising = order.rising ? 1 : 0;
-  a.folded = order.folded;
+void set_order(const TileScheduler& order, AttentionParams& a) {
+  a.heads_per_group = order.heads_per_group;
+  a.shortest_first = order.shortest_first ? 1 : 0;
+  a.snake = order.snake;
 }
 
 }  // namespace QATTN_TARGET

@@ -15,11 +15,12 @@ inline namespace QATTN_TARGET {
 /// last to the first, which in a causal sequence is from the longest to the shortest, its heads
 /// beside one another; the next group's the other way round.
 /// Folded: of works that blocks of a grid take in turn, each second turn is taken backwards.
-struct WorkOrder {
-  std::int32_t together = 0;  ///< heads of a group (of all sequences); 0: one head after another
-  bool rising = false;        ///< the first group begins with its shortest blocks, for the last one
-                              ///< is to end with them
-  std::int32_t folded = 0;    ///< works of a turn; 0: not folded
+struct TileScheduler {
+  std::int32_t heads_per_group =
+      0;                        ///< heads of a group (of all sequences); 0: one head after another
+  bool shortest_first = false;  ///< the first group begins with its shortest blocks, for the last
+                                ///< one is to end with them
+  std::int32_t snake = 0;  ///< work tiles of a turn; 0: all turns run the same way
 };
 
 /// How works come to the blocks of a grid.
@@ -30,12 +31,12 @@ struct Dealing {
   bool in_turn = true;  ///< these blocks take all works in turn; false: a block starts as one ends
   int least_turns = 0;  ///< works of a group, in turns of these blocks
 };
-WorkOrder plan_order(const Problem& problem, const Dealing& dealing);
+TileScheduler plan_order(const Problem& problem, const Dealing& dealing);
 
 /// Its lines of a plan's text, if it orders anything.
-std::string text_of(const WorkOrder& order);
+std::string text_of(const TileScheduler& order);
 
-void set_order(const WorkOrder& order, PrefillParams& params);
+void set_order(const TileScheduler& order, AttentionParams& params);
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

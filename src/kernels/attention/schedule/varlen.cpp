@@ -9,8 +9,8 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-PackedPlan plan_packed(const Problem& p, int rows, std::size_t& workspace) {
-  PackedPlan plan;
+VarlenPlan plan_varlen(const Problem& p, int rows, std::size_t& workspace) {
+  VarlenPlan plan;
   if (!p.varlen_q && !p.varlen_k) return plan;
   plan.rows = rows;
   plan.at = (workspace + 63) / 64 * 64;
@@ -19,10 +19,10 @@ PackedPlan plan_packed(const Problem& p, int rows, std::size_t& workspace) {
   return plan;
 }
 
-isa::LaunchError locate_packed(const PackedPlan& plan, const Problem& p, void* workspace,
-                               PrefillParams& a, void* stream, isa::Start& start) {
+isa::LaunchError locate_varlen(const VarlenPlan& plan, const Problem& p, void* workspace,
+                               AttentionParams& a, void* stream, isa::Start& start) {
   if (plan.rows == 0) return {};
-  PackedParams params;
+  VarlenParams params;
   params.q = rows_of(p, Role::q);
   params.k = rows_of(p, Role::k);
   params.out = a.out;
@@ -33,10 +33,10 @@ isa::LaunchError locate_packed(const PackedPlan& plan, const Problem& p, void* w
   params.blocks = words + 2;
   params.error = a.error;
   a.verdict = params.verdict;
-  if (p.varlen_q) a.packed_blocks = params.blocks;
-  const int needed = (params.q_blocks + PackedBlocks::threads - 1) / PackedBlocks::threads;
+  if (p.varlen_q) a.varlen_blocks = params.blocks;
+  const int needed = (params.q_blocks + VarlenBlocks::threads - 1) / VarlenBlocks::threads;
   const int blocks = std::clamp(needed, 1, isa::multiprocessors());
-  const isa::LaunchError e = isa::launch<PackedBlocks>(params, {blocks, 1, 1}, stream, start);
+  const isa::LaunchError e = isa::launch<VarlenBlocks>(params, {blocks, 1, 1}, stream, start);
   start = isa::Start::early;
   return e;
 }

@@ -8,12 +8,12 @@
 
 namespace qattn::kernels {
 
-struct PackedParams {
+struct VarlenParams {
   tile::Rows q, k;
   OutputView out;
   std::int32_t rows = 0;           ///< of a block
-  std::int32_t q_blocks = 0;       ///< PrefillParams::q_blocks, if queries are packed
-  std::int32_t* blocks = nullptr;  ///< PrefillParams::packed_blocks
+  std::int32_t q_blocks = 0;       ///< AttentionParams::q_blocks, if queries are packed
+  std::int32_t* blocks = nullptr;  ///< AttentionParams::varlen_blocks
   std::uint32_t* verdict = nullptr;
   std::uint32_t* error = nullptr;
 };
@@ -22,8 +22,8 @@ inline namespace QATTN_TARGET {
 
 /// Where a list is not in order the error word is set, and all rows of packed queries become NaN:
 /// the attention kernel then overwrites those of sequences that are well, if there is no disorder.
-struct PackedBlocks {
-  using Params = PackedParams;
+struct VarlenBlocks {
+  using Params = VarlenParams;
   static constexpr int threads = 256, min_blocks = 1, shared_bytes = 4;
   static constexpr bool dependent = true;
 
@@ -58,14 +58,14 @@ struct PackedBlocks {
   /// among them, and lists are short.
   static QATTN_DEVICE std::uint32_t judge(const Params& p) {
     const isa::SharedAddress shared = isa::shared_base();
-    if (isa::thread() == 0) isa::store_shared(shared, std::uint32_t{packed_in_order});
+    if (isa::thread() == 0) isa::store_shared(shared, std::uint32_t{varlen_in_order});
     isa::sync_threads();
-    if (!rises(p.q) || !rises(p.k)) isa::atomic_max_shared(shared, packed_incomplete);
+    if (!rises(p.q) || !rises(p.k)) isa::atomic_max_shared(shared, varlen_incomplete);
     isa::sync_threads();
-    if (isa::load_shared<std::uint32_t>(shared) == packed_in_order) return packed_in_order;
+    if (isa::load_shared<std::uint32_t>(shared) == varlen_in_order) return varlen_in_order;
     isa::sync_threads();
     if (isa::thread() == 0 && (overlaps(p.q) || overlaps(p.k))) {
-      isa::store_shared(shared, std::uint32_t{packed_in_disorder});
+      isa::store_shared(shared, std::uint32_t{varlen_in_disorder});
     }
     isa::sync_threads();
     return isa::load_shared<std::uint32_t>(shared);
@@ -113,16 +113,16 @@ struct PackedBlocks {
     const std::int64_t step = isa::grid().x * std::int64_t{threads};
     if (first == 0) {
       isa::store_global(p.verdict, verdict);
-      if (verdict != packed_in_order) {
+      if (verdict != varlen_in_order) {
         isa::atomic_or_global(p.error, std::uint32_t{tile::error_sequence});
       }
     }
     if (p.q.cu_seqlens == nullptr) return;
     for (std::int64_t n = first; n < p.q_blocks; n += step) {
       isa::store_global(reinterpret_cast<isa::Words2*>(p.blocks) + n,
-                        place_of(p, n, verdict == packed_in_order));
+                        place_of(p, n, verdict == varlen_in_order));
     }
-    if (verdict != packed_in_order) fill(p, first, step);
+    if (verdict != varlen_in_order) fill(p, first, step);
   }
 };
 

@@ -11,7 +11,7 @@
 namespace qattn::kernels {
 
 /// Room in the workspace.
-struct PackedPlan {
+struct VarlenPlan {
   int rows = 0;        ///< of a block; 0: nothing is packed
   std::size_t at = 0;  ///< a verdict, and the table
 };
@@ -19,12 +19,12 @@ struct PackedPlan {
 inline namespace QATTN_TARGET {
 
 /// Takes room behind `workspace`, which grows.
-PackedPlan plan_packed(const Problem& problem, int rows, std::size_t& workspace);
+VarlenPlan plan_varlen(const Problem& problem, int rows, std::size_t& workspace);
 
 /// Enqueues what makes the table, if sequences are packed, and says where it is. `start`: when the
 /// kernel may start; afterwards, when the one behind it may.
-isa::LaunchError locate_packed(const PackedPlan& plan, const Problem& problem, void* workspace,
-                               PrefillParams& params, void* stream, isa::Start& start);
+isa::LaunchError locate_varlen(const VarlenPlan& plan, const Problem& problem, void* workspace,
+                               AttentionParams& params, void* stream, isa::Start& start);
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

@@ -16,22 +16,22 @@ namespace {
 using detail::PlanData;
 using isa::Element;
 
-using Instance = PrefillInstance;
+using Instance = Sm80Instance;
 
-template <PrefillConfig C>
+template <Sm80Config C>
 constexpr Instance instance() {
-  return {C, &launch_prefill<C>};
+  return {C, &launch_sm80<C>};
 }
 
 constexpr Instance instances[] = {
 #define QATTN_INSTANCE(D, QK, PV, GENERAL) \
-  instance<PrefillConfig{D, Element::QK, Element::PV, GENERAL}>(),
+  instance<Sm80Config{D, Element::QK, Element::PV, GENERAL}>(),
 #include "kernels/attention/sm80/instances.inc"
 #undef QATTN_INSTANCE
 };
 static_assert(sizeof instances / sizeof *instances <= 40);
 
-const Instance* find(const PrefillConfig& config) {
+const Instance* find(const Sm80Config& config) {
   for (const Instance& i : instances) {
     if (i.config == config) return &i;
   }
@@ -39,10 +39,10 @@ const Instance* find(const PrefillConfig& config) {
 }
 
 /// Does a kernel note bad keys, for SpoilRows?
-bool notes_bad_keys(const PrefillConfig& c) { return isa::is_16bit(c.qk) && !c.general; }
+bool notes_bad_keys(const Sm80Config& c) { return isa::is_16bit(c.qk) && !c.general; }
 
 constexpr int tile_keys = 64;
-constexpr int tile_rows(const PrefillConfig& c) { return c.d > 128 ? 64 : 128; }
+constexpr int tile_rows(const Sm80Config& c) { return c.d > 128 ? 64 : 128; }
 
 // ---- What the problem asks for ------------------------------------------------------------------
 
@@ -67,8 +67,8 @@ bool tile_scaled(const Problem& p, const Recipe& r) {
          (s.granularity == per_block && s.block % tile_keys == 0);
 }
 
-PrefillConfig config_of(const Problem& p, const Recipe& r, bool general) {
-  PrefillConfig c;
+Sm80Config config_of(const Problem& p, const Recipe& r, bool general) {
+  Sm80Config c;
   c.d = prepared_channels(std::max(p.d, p.dv));
   c.qk = element_of(r.qk);
   c.pv = r.v == Format::s8 ? Element::u8 : element_of(r.v);
@@ -88,7 +88,7 @@ bool plain_values(const Problem& p, const Recipe& r) {
 
 }  // namespace
 
-bool is_plain(const Problem& p, const Recipe& r) {
+bool is_unmasked(const Problem& p, const Recipe& r) {
   const bool codes = coded(r.qk), v_codes = coded(r.v);
   const bool q_in_place = !codes || p.q_codes, k_in_place = !codes || p.k_codes;
   const bool v_in_place = !v_codes;
@@ -105,15 +105,15 @@ std::size_t bad_keys_bytes(const Problem& p, const PrepareLayout& prepared) {
          sizeof(std::int32_t);
 }
 
-isa::LaunchError spoil_rows(const Problem& p, const PrefillParams& params, Stream stream) {
+isa::LaunchError spoil_rows(const Problem& p, const AttentionParams& params, Stream stream) {
   return isa::launch<SpoilRows>(params, {static_cast<int>(p.batch * p.heads_q), 1, 1}, stream);
 }
 
 namespace {
 
 /// What will run, as far as a plan can tell.
-const Instance& instance_of(const Problem& p, const PrefillPlan& plan) {
-  return plan.plain != nullptr && is_plain(p, plan.recipe) ? *plan.plain : *plan.general;
+const Instance& instance_of(const Problem& p, const Sm80Plan& plan) {
+  return plan.plain != nullptr && is_unmasked(p, plan.recipe) ? *plan.plain : *plan.general;
 }
 
 PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
@@ -161,7 +161,7 @@ Status check_formats(const Problem& p, const Recipe& r) {
 }
 
 /// The products that this GPU has, and that this library has code of for it.
-Status check_products(const Problem& p, const PrefillConfig& c) {
+Status check_products(const Problem& p, const Sm80Config& c) {
   const int gpu = isa::architecture(p.device().index);
   const std::string sm = "sm_" + std::to_string(gpu);
   if (gpu < 80) return refuse("needs sm_80 or newer");
@@ -185,7 +185,7 @@ Status check_products(const Problem& p, const PrefillConfig& c) {
 Status supports(const Problem& p) {
   const Recipe r = resolve(p);
   if (Status s = check_formats(p, r); !s.ok()) return s;
-  const PrefillConfig c = config_of(p, r, true);
+  const Sm80Config c = config_of(p, r, true);
   if (Status s = check_products(p, c); !s.ok()) return s;
   if (r.smooth_q == Toggle::on && !coded(r.qk)) {
     return refuse("smooth_q has no effect on 16-bit products");
@@ -222,7 +222,7 @@ Status supports(const Problem& p) {
 Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Stream stream, Handover);
 
 std::shared_ptr<PlanData> tune(const Problem& p) {
-  auto plan = std::make_shared<PrefillPlan>();
+  auto plan = std::make_shared<Sm80Plan>();
   plan->attend = attend_sm80;
   plan->recipe = resolve(p);
   plan->plain = find(config_of(p, plan->recipe, false));  // d96 and d256 have none
@@ -233,33 +233,33 @@ std::shared_ptr<PlanData> tune(const Problem& p) {
     plan->bad_keys = plan->workspace;
     plan->workspace += bad_keys_bytes(p, plan->prepared);
   }
-  const PrefillConfig& c = instance_of(p, *plan).config;
-  SpreadLimits limits;
+  const Sm80Config& c = instance_of(p, *plan).config;
+  SplitKvLimits limits;
   limits.rows = tile_rows(c), limits.channels = c.d;
   limits.blocks = isa::multiprocessors() * (c.d == 64 ? 3 : 2);
-  plan->spread = plan_spread(p, plan->recipe, limits, plan->workspace);
-  if (plan->spread.rows == 0) {
+  plan->split_kv = plan_split_kv(p, plan->recipe, limits, plan->workspace);
+  if (plan->split_kv.rows == 0) {
     plan->order = plan_order(p, {limits.rows, limits.blocks, read_bytes(plan->recipe), false});
   }
-  plan->packed = plan_packed(p, tile_rows(c), plan->workspace);
+  plan->packed = plan_varlen(p, tile_rows(c), plan->workspace);
   plan->error = isa::error_word();
   plan->text = "variant: " + std::string(c.general ? "general" : "plain") + " d" +
                std::to_string(c.d) + "\ntile: " + std::to_string(tile_rows(c)) + " rows x " +
                std::to_string(tile_keys) + " keys\ntile_keys: " + std::to_string(tile_keys) +
                "\nlost_mass: " + (c.pv == isa::Element::u8 ? "a second byte" : "none") + "\n" +
-               text_of(plan->spread) + text_of(plan->order) + hidden_keys_text(plan->prepared);
+               text_of(plan->split_kv) + text_of(plan->order) + hidden_keys_text(plan->prepared);
   return plan;
 }
 
 /// Its kernels are not `dependent`: they start after all.
 Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
                    Handover) {
-  const auto& plan = static_cast<const PrefillPlan&>(data);
+  const auto& plan = static_cast<const Sm80Plan&>(data);
   const Instance& instance = instance_of(p, plan);
-  PrefillParams params = params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace),
-                                   tile_rows(instance.config), plan.error);
-  if (params.works == 0) return {};
-  set_spread(plan.spread, tile_rows(instance.config), workspace, params);
+  AttentionParams params = params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace),
+                                     tile_rows(instance.config), plan.error);
+  if (params.work_tiles == 0) return {};
+  set_split_kv(plan.split_kv, tile_rows(instance.config), workspace, params);
   set_order(plan.order, params);
   const bool notes = notes_bad_keys(instance.config);
   if (notes) {
@@ -267,8 +267,8 @@ Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Strea
         reinterpret_cast<std::int32_t*>(static_cast<std::byte*>(workspace) + plan.bad_keys);
   }
   isa::Start start = isa::Start::after_all;
-  isa::LaunchError e = locate_packed(plan.packed, p, workspace, params, stream, start);
-  if (e.empty()) e = instance.launch(params, {params.works, 1, 1}, stream);
+  isa::LaunchError e = locate_varlen(plan.packed, p, workspace, params, stream, start);
+  if (e.empty()) e = instance.launch(params, {params.work_tiles, 1, 1}, stream);
   if (e.empty()) e = combine_parts(params, stream);
   if (e.empty() && notes) e = spoil_rows(p, params, stream);
   return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);

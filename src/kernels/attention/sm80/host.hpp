@@ -8,8 +8,8 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 /// Launches one instance; defined in the units that instantiate kernels (launch.cuh).
-template <PrefillConfig C>
-isa::LaunchError launch_prefill(const PrefillParams& params, isa::Index3 grid, void* stream);
+template <Sm80Config C>
+isa::LaunchError launch_sm80(const AttentionParams& params, isa::Index3 grid, void* stream);
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

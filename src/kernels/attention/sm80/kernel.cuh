@@ -21,12 +21,12 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-template <PrefillConfig C>
-struct Prefill : PrefillValues<C> {
-  using Params = PrefillParams;
-  using S = PrefillShape<C>;
+template <Sm80Config C>
+struct Sm80Attention : Sm80Values<C> {
+  using Params = AttentionParams;
+  using S = Sm80Shape<C>;
   using F = typename S::Fragment;
-  using Base = PrefillValues<C>;
+  using Base = Sm80Values<C>;
   using Base::M, Base::R, Base::base, Base::channels, Base::lane, Base::max, Base::out, Base::p,
       Base::row_scale, Base::sum, Base::warp, Base::work;
   using typename Base::Scores;
@@ -65,7 +65,7 @@ struct Prefill : PrefillValues<C> {
     if constexpr (Special) {
       const bool edge = !this->whole(tile);
       const bool bad_values =
-          S::wide_pv && (edge || p.mask.data != nullptr) && this->clean_values();
+          S::pv_16bit && (edge || p.mask.data != nullptr) && this->clean_values();
       if constexpr (C.general) {
         this->finish_scores(s, tile, bad_values);
       } else {
@@ -80,15 +80,15 @@ struct Prefill : PrefillValues<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       scale[r] = C.general    ? 1.0f
-                 : S::wide_qk ? p.scale * tile::log2_e
+                 : S::qk_16bit ? p.scale * tile::log2_e
                               : row_scale[r] * (bad_keys ? 1.0f : k_scale);
       // Of rows and keys that are zeros the product may be: masked scores are -Inf, and stay it.
-      if constexpr (Special && !C.general && !S::wide_qk) {
+      if constexpr (Special && !C.general && !S::qk_16bit) {
         if (scale[r] == 0.0f) scale[r] = 0x1p-126f;
       }
     }
-    if constexpr (S::wide_pv) {
-      this->attend_wide(s, scale);
+    if constexpr (S::pv_16bit) {
+      this->attend_16bit(s, scale);
     } else if constexpr (S::u8) {
       this->template attend_u8<Special>(s, scale);
     } else {
@@ -108,7 +108,7 @@ struct Prefill : PrefillValues<C> {
     if (next >= 0) this->start_keys(next);
     isa::copy_async_commit();
     if constexpr (C.general) {
-      if (!S::wide_pv && p.v8.channel_scale != nullptr) channels = this->channel_scales(tile);
+      if (!S::pv_16bit && p.v8.channel_scale != nullptr) channels = this->channel_scales(tile);
       attend<true>(s, tile, k_scale);
     } else if (!this->whole(tile) || tile::is_nan(k_scale) || this->value_flags() != 0) {
       attend<true>(s, tile, k_scale);
@@ -130,7 +130,7 @@ struct Prefill : PrefillValues<C> {
       this->meet();
       if (next >= 0) this->start_keys(next);
       isa::copy_async_commit();
-      if (S::wide_pv && (!this->whole(tile) || p.mask.data != nullptr)) this->clean_values();
+      if (S::pv_16bit && (!this->whole(tile) || p.mask.data != nullptr)) this->clean_values();
       tile = next;
     }
   }
@@ -166,15 +166,15 @@ struct Prefill : PrefillValues<C> {
 
   /// Rows from `first` on of block `index` of `block_rows`.
   static QATTN_DEVICE void run_block(const Params& p, int index, int block_rows, int first) {
-    PrefillWork work = locate_work(p, index, block_rows, S::keys);
+    WorkTile work = locate_work(p, index, block_rows, S::keys);
     work.first_row += first;
     if ((work.q.bad || work.k.bad) && isa::thread() == 0) {
       isa::atomic_or_global(p.error, tile::error_sequence);
     }
     if (work.first_row >= work.q.rows) return;
-    Prefill self(p, work);
+    Sm80Attention self(p, work);
     self.run_tiles();
-    if constexpr (S::wide_qk && !C.general) {
+    if constexpr (S::qk_16bit && !C.general) {
       if (work.key_begin < work.key_end) self.check_operands();
     }
     if constexpr (S::e4m3_pv && !C.general) self.scale_channels();
@@ -184,24 +184,24 @@ struct Prefill : PrefillValues<C> {
   }
 
   /// Did a warp of the Hopper kernel meet in block `index` what it cannot do?
-  static QATTN_DEVICE bool is_doubtful(const Params& p, int index) {
+  static QATTN_DEVICE bool has_fallback_flag(const Params& p, int index) {
     std::uint32_t any = 0;
 #pragma unroll
-    for (int w = 0; w < doubt_checkers + (S::wide_qk ? 2 : 0); ++w) {
-      any |= isa::load_global(p.doubts + index * std::int64_t{doubt_stride} + w);
+    for (int w = 0; w < fallback_checkers + (S::qk_16bit ? 2 : 0); ++w) {
+      any |= isa::load_global(p.fallback_flags + index * std::int64_t{fallback_stride} + w);
     }
     return any != 0;
   }
 
-  /// All blocks of rows; with doubts those that a warp of the Hopper kernel noted. Both call
+  /// All blocks of rows; with fallback_flags those that a warp of the Hopper kernel set. Both call
   /// run_block() here, because each call is a copy of the kernel: two were half of the general
   /// kernels' code, and more than half of their compilation.
   static QATTN_DEVICE void run_blocks(const Params& p) {
-    const bool again = p.doubts != nullptr;
-    const int block_rows = again ? doubt_rows : S::rows;
-    for (std::int64_t work = isa::block().x; work < p.works; work += isa::grid().x) {
+    const bool again = p.fallback_flags != nullptr;
+    const int block_rows = again ? fallback_rows : S::rows;
+    for (std::int64_t work = isa::block().x; work < p.work_tiles; work += isa::grid().x) {
       const int index = static_cast<int>(work);
-      if (again && !is_doubtful(p, index)) continue;
+      if (again && !has_fallback_flag(p, index)) continue;
       // Above 128 channels a tile has fewer rows than the block that the note is about.
       for (int first = 0; first < block_rows; first += S::rows) {
         isa::sync_threads();  // the rows before have left shared memory

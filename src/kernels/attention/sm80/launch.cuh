@@ -8,15 +8,15 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-template <PrefillConfig C>
-isa::LaunchError launch_prefill(const PrefillParams& params, isa::Index3 grid, void* stream) {
-  return isa::launch<Prefill<C>>(params, grid, stream);
+template <Sm80Config C>
+isa::LaunchError launch_sm80(const AttentionParams& params, isa::Index3 grid, void* stream) {
+  return isa::launch<Sm80Attention<C>>(params, grid, stream);
 }
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels
 
 #define QATTN_INSTANCE(D, QK, PV, GENERAL)                                                       \
-  template qattn::isa::LaunchError qattn::kernels::launch_prefill<qattn::kernels::PrefillConfig{ \
+  template qattn::isa::LaunchError qattn::kernels::launch_sm80<qattn::kernels::Sm80Config{ \
       D, qattn::isa::Element::QK, qattn::isa::Element::PV, GENERAL}>(                            \
-      const qattn::kernels::PrefillParams&, qattn::isa::Index3, void*);
+      const qattn::kernels::AttentionParams&, qattn::isa::Index3, void*);

@@ -8,15 +8,15 @@
 
 namespace qattn::kernels {
 
-template <PrefillConfig C>
-struct PrefillShape {
+template <Sm80Config C>
+struct Sm80Shape {
   using Fragment = isa::MmaFragment;
-  static constexpr bool wide_qk = isa::is_16bit(C.qk), wide_pv = isa::is_16bit(C.pv);
+  static constexpr bool qk_16bit = isa::is_16bit(C.qk), pv_16bit = isa::is_16bit(C.pv);
   /// The second one costs registers: 1196 bytes of spills at D 256 on sm_100.
   static constexpr bool two_row_ends = false, divides = true, staged_rows = false;
   static constexpr bool u8 = C.pv == Element::u8, e4m3_pv = C.pv == Element::e4m3;
-  /// P V joins the output as floats that it is already (PrefillRows::as_float()). Not where scales
-  /// per channel stand between: of such small numbers these would cost bits.
+  /// P V joins the output as floats that it is already (AttentionRows::as_float()). Not where
+  /// scales per channel stand between: of such small numbers these would cost bits.
   static constexpr bool direct_sums = u8 && !C.general;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
   static constexpr float p_log2 = e4m3_pv ? 8.0f : 0.0f;
@@ -26,16 +26,16 @@ struct PrefillShape {
   static constexpr int thread_rows = 2 * m_tiles;  ///< query rows that a thread holds parts of
   static constexpr int n_tiles = keys / 8, d_tiles = C.d / 8;
 
-  static constexpr int qk_bytes = C.d * (wide_qk ? 2 : 1), qk_row = tile::padded_row(qk_bytes);
-  static constexpr int v_bytes = wide_pv ? 2 * C.d : keys, v_row = tile::padded_row(v_bytes);
-  static constexpr int v_rows = wide_pv ? keys : C.d + (e4m3_pv ? 8 : 0);
+  static constexpr int qk_bytes = C.d * (qk_16bit ? 2 : 1), qk_row = tile::padded_row(qk_bytes);
+  static constexpr int v_bytes = pv_16bit ? 2 * C.d : keys, v_row = tile::padded_row(v_bytes);
+  static constexpr int v_rows = pv_16bit ? keys : C.d + (e4m3_pv ? 8 : 0);
   static constexpr int k_at = rows * qk_row, v_at = k_at + keys * qk_row;
   static constexpr int tail_at = v_at + v_rows * v_row;  ///< log, inverse, flags of a V tile
-  static constexpr int tail_bytes = wide_pv ? 0 : 8 * keys + 16;
+  static constexpr int tail_bytes = pv_16bit ? 0 : 8 * keys + 16;
   static constexpr int k_scale_at = tail_at + tail_bytes;
   static constexpr int mean_at = k_scale_at + 4 * keys;  ///< smooth_q: 64 floats a block of Q
   static constexpr int used_bytes =
-      C.general && !wide_qk ? mean_at + 4 * keys * thread_rows * warps : k_scale_at;
+      C.general && !qk_16bit ? mean_at + 4 * keys * thread_rows * warps : k_scale_at;
   static constexpr int out_channels = C.d;  ///< that leave through shared memory together
   static constexpr int out_row = tile::padded_row(2 * out_channels);
   static constexpr int shared_bytes = used_bytes > rows* out_row ? used_bytes
@@ -44,11 +44,11 @@ struct PrefillShape {
 
 inline namespace QATTN_TARGET {
 
-template <PrefillConfig C>
-struct PrefillScores : PrefillOutput<PrefillShape<C>> {
-  using S = PrefillShape<C>;
+template <Sm80Config C>
+struct Sm80Scores : Epilogue<Sm80Shape<C>> {
+  using S = Sm80Shape<C>;
   using F = typename S::Fragment;
-  using Base = PrefillOutput<S>;
+  using Base = Epilogue<S>;
   using Base::M, Base::R, Base::bad_rows, Base::lane, Base::local_row, Base::p, Base::unit,
       Base::warp, Base::work;
   using typename Base::Scores;
@@ -56,7 +56,7 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
   SharedAddress base = isa::shared_base();
   tile::RowSource k_source, v_source;
 
-  QATTN_DEVICE PrefillScores(const PrefillParams& params, const PrefillWork& w)
+  QATTN_DEVICE Sm80Scores(const AttentionParams& params, const WorkTile& w)
       : Base(params, w, isa::thread() / 32) {}
 
   QATTN_DEVICE static tile::RowSource prepared_source(const PreparedRows& x, int head,
@@ -79,8 +79,8 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
   QATTN_DEVICE void set_sources() {
     k_source = p.k.data == nullptr ? prepared_source(p.k8, work.kv_head, work.k_slot, work.k.length)
                                    : tile::row_source(p.k, work.k, work.b, work.kv_head,
-                                                      S::wide_qk ? 2 : 1, p.k_vectors);
-    if constexpr (S::wide_pv) {
+                                                      S::qk_16bit ? 2 : 1, p.k_vectors);
+    if constexpr (S::pv_16bit) {
       v_source = tile::row_source(p.v, work.k, work.b, work.kv_head, 2, p.v_vectors);
     }
   }
@@ -89,11 +89,11 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
     const tile::RowSource source =
         p.q.data == nullptr
             ? prepared_source(p.q8, work.head, work.q_slot, work.q.length)
-            : tile::row_source(p.q, work.q, work.b, work.head, S::wide_qk ? 2 : 1, p.q_vectors);
-    if (p.pack > 1) {
+            : tile::row_source(p.q, work.q, work.b, work.head, S::qk_16bit ? 2 : 1, p.q_vectors);
+    if (p.pack_gqa > 1) {
       const std::int64_t head_stride =
-          p.q.data == nullptr ? p.q8.slots * p.q8.row_bytes : p.q.head * (S::wide_qk ? 2 : 1);
-      tile::copy_packed_rows<S::qk_bytes, S::rows, S::threads>(base, source, p.pack, head_stride);
+          p.q.data == nullptr ? p.q8.slots * p.q8.row_bytes : p.q.head * (S::qk_16bit ? 2 : 1);
+      tile::copy_gqa_rows<S::qk_bytes, S::rows, S::threads>(base, source, p.pack_gqa, head_stride);
       return;
     }
     tile::copy_rows<S::qk_bytes, S::rows, S::threads, C.general>(base, source, work.first_row,
@@ -107,7 +107,7 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
 
   /// K's scales of a tile come with its V: softmax reads them when the next tile's K is on its way.
   QATTN_DEVICE void start_key_scales(int tile) {
-    if constexpr (C.general && !S::wide_qk) {
+    if constexpr (C.general && !S::qk_16bit) {
       const float* scales = p.k8.scale + unit(p.k8, work.kv_head, work.k_slot + tile);
       tile::copy_linear<S::threads>(base + S::k_scale_at,
                                     reinterpret_cast<const std::byte*>(scales), 4 * S::keys);
@@ -115,7 +115,7 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
   }
 
   QATTN_DEVICE void start_values(int tile) {
-    if constexpr (S::wide_pv) {
+    if constexpr (S::pv_16bit) {
       tile::copy_rows<S::v_bytes, S::keys, S::threads, C.general>(base + S::v_at, v_source, tile,
                                                                   p.error);
     } else {
@@ -141,7 +141,7 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
 
   /// V's padded channels, which no copy writes.
   QATTN_DEVICE void clear_missing_channels() {
-    if constexpr (!S::wide_pv && C.general) {
+    if constexpr (!S::pv_16bit && C.general) {
       for (int n = p.v8.channels * 4 + isa::thread(); n < C.d * 4; n += S::threads) {
         isa::store_shared(base + S::v_at + n / 4 * S::v_row + n % 4 * 16, isa::Words4{});
       }
@@ -198,19 +198,19 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
   /// The bounds of a tile that not every row sees whole. `bad_values`: flagged tokens of V turn the
   /// rows that see them into NaN.
   QATTN_DEVICE void mask_edge(Scores& s, int tile, bool bad_values) {
-    Base::mask_edge(s, tile, [&](int key) { return S::wide_pv && bad_values && bad_value(key); });
+    Base::mask_edge(s, tile, [&](int key) { return S::pv_16bit && bad_values && bad_value(key); });
   }
 
   /// Everything that may happen to a score; leaves units of log2.
   QATTN_DEVICE void finish_scores(Scores& s, int tile, bool bad_values) {
     const auto key_scale = [&](int key) {
-      return S::wide_qk ? 1.0f : isa::load_shared<float>(base + S::k_scale_at + 4 * key);
+      return S::qk_16bit ? 1.0f : isa::load_shared<float>(base + S::k_scale_at + 4 * key);
     };
     const auto add = [&](Scores& scores) {
-      if (!S::wide_qk && p.q_mean.data != nullptr) add_query_mean(scores, tile);
+      if (!S::qk_16bit && p.q_mean.data != nullptr) add_query_mean(scores, tile);
     };
     Base::finish_scores(s, tile, key_scale, add,
-                        [&](int key) { return S::wide_pv && bad_values && bad_value(key); });
+                        [&](int key) { return S::pv_16bit && bad_values && bad_value(key); });
   }
 
   /// smooth_q: what Q's means took from the scores. Rows that share r are eight in a row of the
@@ -246,7 +246,7 @@ struct PrefillScores : PrefillOutput<PrefillShape<C>> {
 
   /// One K scale for the whole tile (plain variant).
   QATTN_DEVICE float key_scale(int tile) const {
-    if constexpr (S::wide_qk || C.general) return 1.0f;
+    if constexpr (S::qk_16bit || C.general) return 1.0f;
     return isa::load_global(p.k8.scale + unit(p.k8, work.kv_head, work.k_slot + tile));
   }
 

@@ -10,7 +10,7 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 struct SpoilRows {
-  using Params = PrefillParams;
+  using Params = AttentionParams;
   static constexpr int threads = 128, min_blocks = 1, shared_bytes = 16;
 
   /// One block a (query head, sequence).

@@ -8,11 +8,11 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-template <PrefillConfig C>
-struct PrefillValues : PrefillScores<C> {
-  using S = PrefillShape<C>;
+template <Sm80Config C>
+struct Sm80Values : Sm80Scores<C> {
+  using S = Sm80Shape<C>;
   using F = typename S::Fragment;
-  using Base = PrefillScores<C>;
+  using Base = Sm80Scores<C>;
   using Base::M, Base::R, Base::base, Base::excess, Base::lane, Base::max, Base::out, Base::p,
       Base::sum, Base::work;
   using typename Base::Scores;
@@ -37,10 +37,10 @@ struct PrefillValues : PrefillScores<C> {
   }
 
   /// 16-bit P, relative to the running maximum.
-  QATTN_DEVICE void attend_wide(Scores& s, const float (&scale)[R]) {
+  QATTN_DEVICE void attend_16bit(Scores& s, const float (&scale)[R]) {
     float top[R];
     scaled_maxima(s, scale, top);
-    this->raise_maxima(top);
+    this->update_max(top);
 #pragma unroll
     for (int step = 0; step < S::keys / 16; ++step) {
       std::uint32_t a[M][4];
@@ -59,12 +59,12 @@ struct PrefillValues : PrefillScores<C> {
           sum[r] += rounded.lo + rounded.hi;
         }
       }
-      multiply_wide(step, a);
+      multiply_16bit(step, a);
     }
   }
 
   /// out += P V for 16 keys.
-  QATTN_DEVICE void multiply_wide(int step, const std::uint32_t (&a)[M][4]) {
+  QATTN_DEVICE void multiply_16bit(int step, const std::uint32_t (&a)[M][4]) {
     constexpr int pairs = S::d_tiles / 2, chunk = pairs % 4 == 0 ? 4 : 3;
     const SharedAddress v = base + S::v_at + (step * 16 + lane % 16) * S::v_row + lane / 16 * 16;
 #pragma unroll
@@ -87,7 +87,7 @@ struct PrefillValues : PrefillScores<C> {
 
   /// TileFlags of the V tile in shared memory, as far as they matter here.
   QATTN_DEVICE std::uint32_t value_flags() const {
-    if constexpr (S::wide_pv) return 0;
+    if constexpr (S::pv_16bit) return 0;
     return isa::load_shared<std::uint32_t>(base + S::tail_at + 8 * S::keys) & tile_has_bad;
   }
 
@@ -121,9 +121,9 @@ struct PrefillValues : PrefillScores<C> {
     for (int r = 0; r < R; ++r) one[r] = 1.0f;
     scaled_maxima(s, one, top);
     if constexpr (C.general) {
-      this->raise_far_maxima(top, far, run);
+      this->update_far_max(top, far, run);
     } else {
-      this->raise_maxima(top);
+      this->update_max(top);
 #pragma unroll
       for (int r = 0; r < R; ++r) run[r] = this->reference(max[r]);
     }
@@ -274,7 +274,7 @@ struct PrefillValues : PrefillScores<C> {
   QATTN_DEVICE void attend_e4m3(Scores& s, const float (&scale)[R]) {
     float top[R];
     scaled_maxima(s, scale, top);
-    this->raise_maxima(top);
+    this->update_max(top);
     if (Special && value_flags() != 0) spoil_rows(s);
     float one[R];
     Codes a;

@@ -24,7 +24,7 @@ struct Sm90Checker {
   RingPlace<S::stages> place{};
   std::uint32_t parities = 0;  ///< of the stages' unclean barriers, which few rounds use
 
-  QATTN_DEVICE void clean(const PrefillWork& work, int tile) {
+  QATTN_DEVICE void clean(const WorkTile& work, int tile) {
     isa::mbarrier_wait(base + S::unclean + 8 * place.stage, parities >> place.stage & 1);
     parities ^= 1u << place.stage;
     const SharedAddress values = base + S::ring_at + place.stage * S::stage_bytes + S::v_at;
@@ -42,7 +42,7 @@ struct Sm90Checker {
   }
 
   /// A thread tests a row in 64. Lanes take a row's chunks in turns that spare banks.
-  QATTN_DEVICE bool test(const PrefillWork& work, int tile, SharedAddress keys) const {
+  QATTN_DEVICE bool test(const WorkTile& work, int tile, SharedAddress keys) const {
     const int thread = isa::thread() % S::checkers, length = static_cast<int>(work.k.length);
     bool any = false;
     for (int row = thread; row < S::keys; row += note_keys) {
@@ -66,7 +66,7 @@ struct Sm90Checker {
   }
 
   /// K of a tile. Is any of it bad?
-  QATTN_DEVICE bool check(const PrefillWork& work, const KeyShare& share, int tile) {
+  QATTN_DEVICE bool check(const WorkTile& work, const KeyShare& share, int tile) {
     isa::mbarrier_wait(base + S::full + 8 * place.stage, place.parity);
     const bool mine = p.bad_keys != nullptr ? share.has(tile, S::keys) : !p.general;
     const bool bad = tile >= 0 && mine &&
@@ -76,23 +76,23 @@ struct Sm90Checker {
   }
 
   QATTN_DEVICE void run() {
-    if constexpr (S::wide_pv) {
-      static_assert(!S::wide_qk || S::checkers == note_keys);
-      for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
-        const PrefillWork work = locate_work(p, index, S::rows, S::keys);
+    if constexpr (S::pv_16bit) {
+      static_assert(!S::qk_16bit || S::checkers == note_keys);
+      for (int index = isa::block().x; index < p.work_tiles; index += isa::grid().x) {
+        const WorkTile work = locate_work(p, index, S::rows, S::keys);
         const KeyShare share(p, work, S::rows);
-        bool doubtful = false;
+        bool needs_fallback = false;
         each_stage(p, work, S::keys, [&](int tile, int before) {
           if (cleans && before >= 0 && needs_cleaning(p, work, before, S::keys)) {
             clean(work, before);
           }
-          if constexpr (S::wide_qk) doubtful |= check(work, share, tile);
+          if constexpr (S::qk_16bit) needs_fallback |= check(work, share, tile);
           place.advance();
         });
-        if constexpr (S::wide_qk) {
-          const bool again = p.bad_keys == nullptr && isa::any(doubtful);
+        if constexpr (S::qk_16bit) {
+          const bool again = p.bad_keys == nullptr && isa::any(needs_fallback);
           if (isa::lane() == 0) {
-            doubt(p, index, doubt_checkers + isa::thread() % S::checkers / 32, again);
+            flag_fallback(p, index, fallback_checkers + isa::thread() % S::checkers / 32, again);
           }
         }
       }

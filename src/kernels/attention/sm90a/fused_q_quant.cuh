@@ -23,7 +23,7 @@ struct Sm90Encoder {
   RingPlace<S::q_stages> place{};
   std::uint32_t parity = 0;  ///< of the rows that come
 
-  QATTN_DEVICE void load(const PrefillWork& work, int first) const {
+  QATTN_DEVICE void load(const WorkTile& work, int first) const {
     const SharedAddress full = base + S::raw_full;
     isa::mbarrier_arrive_expect(full, S::raw_bytes);
     for (int n = 0; n < S::raw_panels; ++n) {
@@ -59,7 +59,7 @@ struct Sm90Encoder {
     }
   }
   /// Factors of the head's channels, null where all are 1.
-  QATTN_DEVICE const float* factors_of(const PrefillWork& work) const {
+  QATTN_DEVICE const float* factors_of(const WorkTile& work) const {
     if (p.loud == nullptr) return nullptr;
     const std::int64_t unit = std::int64_t{work.b} * p.k.heads + work.kv_head;
     if (isa::load_global(p.loud + unit) == 0) return nullptr;
@@ -122,9 +122,9 @@ struct Sm90Encoder {
   }
 
   QATTN_DEVICE void run() {
-    if constexpr (S::raw_queries) {
-      for (int index = isa::block().x; index < p.works; index += isa::grid().x) {
-        const PrefillWork work = locate_work(p, index, S::rows, S::keys);
+    if constexpr (S::fused_q_quant) {
+      for (int index = isa::block().x; index < p.work_tiles; index += isa::grid().x) {
+        const WorkTile work = locate_work(p, index, S::rows, S::keys);
         const float* factors = factors_of(work);
         for (int w = 0; w < S::consumers; ++w) {
           const int buffer = place.stage * S::consumers + w, first = work.first_row + 64 * w;

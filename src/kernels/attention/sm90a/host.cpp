@@ -29,15 +29,15 @@ constexpr Sm90Instance instances[] = {
 constexpr int q_box = 64;  ///< rows of Q that one copy moves
 
 using Shape = Sm90Shape<Sm90Config{}>;
-static_assert(Shape::rows == sm90a_rows && sm90a_rows == doubt_rows);
+static_assert(Shape::rows == sm90a_rows && sm90a_rows == fallback_rows);
 
 struct Sm90Plan : GpuPlan {
   const Sm90Instance* instance = nullptr;
   const Sm90Instance* raw = nullptr;  ///< the same for Q in 16 bits, if there is one
   int multiprocessors = 1;
-  Spread spread;
-  WorkOrder order, raw_order;  ///< the latter where Q's codes are made in the kernel
-  std::size_t progress = 0;    ///< BesideParams::progress in the workspace, if planned for
+  SplitKv split_kv;
+  TileScheduler order, raw_order;  ///< the latter where Q's codes are made in the kernel
+  std::size_t progress = 0;        ///< OverlapParams::progress in the workspace, if planned for
 };
 
 Recipe resolve(const Problem& problem) {
@@ -46,26 +46,26 @@ Recipe resolve(const Problem& problem) {
   return detail::resolve_recipe(problem, "int8_full", thread, thread);
 }
 
-const Sm90Instance* find(const Problem& p, const Recipe& r, bool raw_queries = false,
+const Sm90Instance* find(const Problem& p, const Recipe& r, bool fused_q_quant = false,
                          int consumers = 2) {
   const Sm90Dims dims = sm90a_dims(p);
   return find_sm90a({dims.d, r.qk == Format::s8 ? Element::s8 : Element::e4m3,
-                     r.v == Format::s8 ? Element::u8 : Element::e4m3, raw_queries, consumers, true,
-                     dims.dv});
+                     r.v == Format::s8 ? Element::u8 : Element::e4m3, fused_q_quant, consumers,
+                     true, dims.dv});
 }
 
-/// Rows of Q in 16 bits want more heads at a time (WorkOrder), which lie beside one another. End to
-/// end on an H100 (int8_full, 16 times 32 heads of 1024 tokens, TFLOP/s, all heads in one group
-/// first): D 128 231, groups of 6 239, of 32 246; heads 32/8 340 320 345; D 64 175 164 173.
+/// Rows of Q in 16 bits want more heads at a time (TileScheduler), which lie beside one another.
+/// End to end on an H100 (int8_full, 16 times 32 heads of 1024 tokens, TFLOP/s, all heads in one
+/// group first): D 128 231, groups of 6 239, of 32 246; heads 32/8 340 320 345; D 64 175 164 173.
 constexpr int raw_turns = 2;
 
 /// Warpgroups that share a tile of keys. Three are faster for long rows (Sm90Shape has numbers),
 /// and where 192 rows a block do not leave more multiprocessors idle, at the end of a sequence or
 /// of the call, than 128 do: a third of the waves more make 12 % at 1024 queries. How long packed
 /// sequences are the device alone knows. All have the same bits.
-int consumers_for(const Problem& p, const Recipe& r, const Spread& spread, int multiprocessors) {
-  if (p.block_mask_q > 0 || spread.rows > 0) return 2;
-  const int asked = spread_override().consumers;
+int consumers_for(const Problem& p, const Recipe& r, const SplitKv& split_kv, int multiprocessors) {
+  if (p.block_mask_q > 0 || split_kv.rows > 0) return 2;
+  const int asked = split_kv_override().consumers;
   if (asked > 0 && find(p, r, false, asked) != nullptr) return asked;
   const Sm90Instance* three = find(p, r, false, 3);
   if (three == nullptr || p.varlen_q || p.varlen_k) return 2;
@@ -141,14 +141,14 @@ bool makes_queries(const Sm90Plan& plan, const Problem& p) {
   if (plan.recipe.balance_k == Toggle::on && plan.recipe.qk != Format::s8) return false;
   if (plan.prepared.needs.dot_mean) return false;
   if (plan.recipe.q_scale.granularity != Granularity::per_token) return false;
-  if (plan.spread.all_parts() || !aligned(p.q)) return false;
+  if (plan.split_kv.all_parts() || !aligned(p.q)) return false;
   isa::TensorMap map;
   return p.q.data == nullptr ||  // while planning
          map_rows(rows_of(p, Role::q), plan.raw->config.d, q_box, map).empty();
 }
 
 bool makes_all(const Sm90Plan& plan, const Problem& p) {
-  return !plan.spread.all_parts() && makes_beside(p, plan.recipe, plan.prepared);
+  return !plan.split_kv.all_parts() && overlaps_quantisation(p, plan.recipe, plan.prepared);
 }
 
 bool can_make(const GpuPlan& data, const Problem& p, CodesLeft left) {
@@ -166,7 +166,7 @@ bool can_make(const GpuPlan& data, const Problem& p, CodesLeft left) {
 /// kernel. Nor has any with P in shared memory (`instance`), which gains 3 to 7 % from 4096 keys
 /// on.
 bool gains_by_encoding(const Problem& p, const Recipe& r, const Sm90Config& instance) {
-  if (instance.shared_p) return average_keys(p) <= 2048;
+  if (instance.p_in_smem) return average_keys(p) <= 2048;
   return r.v == Format::s8 || average_keys(p) <= 4096;
 }
 
@@ -176,7 +176,7 @@ bool gains_by_encoding(const Problem& p, const Recipe& r, const Sm90Config& inst
 /// 34, 40, 48 of 132: S 512 212 263 310 342 338, causal 108 135 158 178 179; S 1024 causal 269 315
 /// 317 (28, 34, 40); S 2048 causal 489 488 484 (28, 34, 40); S 4096 causal 671 669 668 664 659; S
 /// 16384 causal 877 878 872 873 868 (16, 22, 28, 34, 40).
-int beside_blocks(const Problem& p, int multiprocessors) {
+int overlap_blocks(const Problem& p, int multiprocessors) {
   const auto queries = static_cast<double>(p.group() * std::max<std::int64_t>(p.max_q, 1));
   const double bytes = 1 + 3.0 * static_cast<double>(p.max_k) / queries;  // to code for one of Q
   const auto keys = static_cast<double>(average_keys(p));
@@ -193,7 +193,7 @@ int beside_blocks(const Problem& p, int multiprocessors) {
 /// with both). The first unit's codes are waited for: 64 units of 2048 tokens 1.06, causal 1.08; 32
 /// units of 2048 and 4096 0.99 1.00, causal 1.06 1.06; 24 of 17000 0.98; 16 of 8192, causal, heads
 /// 32/8 1.03; 8 of 8192 or 16384 0.86 to 0.97.
-bool gains_beside(const Problem& p, std::int64_t works, int multiprocessors) {
+bool gains_by_overlap(const Problem& p, std::int64_t works, int multiprocessors) {
   const std::int64_t keys = average_keys(p), units = p.batch * p.heads_kv;
   return keys >= 128 && keys <= 4096 && works >= 3 * multiprocessors &&
          units >= (ends_at_diagonal(p) ? 16 : 64);
@@ -201,7 +201,7 @@ bool gains_beside(const Problem& p, std::int64_t works, int multiprocessors) {
 
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
   if (std::string e = map_codes(c, p, a); !e.empty()) return e;
-  if (c.raw_queries) {
+  if (c.fused_q_quant) {
     if (std::string e = map_rows(a.q, c.d, q_box, a.q_map); !e.empty()) return e;
   }
   isa::TensorShape t;
@@ -227,20 +227,21 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
   const auto& plan = static_cast<const Sm90Plan&>(data);
   const int rows = plan.instance->config.rows();
   Sm90Params params;
-  static_cast<PrefillParams&>(params) =
+  static_cast<AttentionParams&>(params) =
       params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), rows, plan.error);
   params.general = is_general(p, plan.recipe);
-  if (params.works == 0) return {};
+  if (params.work_tiles == 0) return {};
   const bool queries = handover.left == CodesLeft::queries, all = handover.left == CodesLeft::all;
   // Of kernels that leave codes to others none has parts: up to 4096 keys little is to be gained.
-  if (handover.left == CodesLeft::none) set_spread(plan.spread, rows, workspace, params);
+  if (handover.left == CodesLeft::none) set_split_kv(plan.split_kv, rows, workspace, params);
   set_order(queries ? plan.raw_order : plan.order, params);
   const Sm90Instance& instance = queries ? *plan.raw : *plan.instance;
   if (all) {
     auto* progress =
         reinterpret_cast<std::uint32_t*>(static_cast<std::uint8_t*>(workspace) + plan.progress);
-    std::string e = encode_beside(p, plan.recipe, plan.prepared, workspace, progress,
-                                  beside_blocks(p, plan.multiprocessors), stream, params.awaited);
+    std::string e =
+        encode_overlapped(p, plan.recipe, plan.prepared, workspace, progress,
+                          overlap_blocks(p, plan.multiprocessors), stream, params.awaited);
     if (!e.empty()) return Status(Code::internal, "quantisation: " + e);
     handover.start = isa::Start::beside;
   }
@@ -251,8 +252,8 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
     params.factor_channels = prepared_channels(p.d);
   }
   std::string e = p.max_k > 0 ? make_maps(instance.config, p, params) : std::string();
-  const int blocks = std::min(params.works, plan.multiprocessors);
-  if (e.empty()) e = locate_packed(plan.packed, p, workspace, params, stream, handover.start);
+  const int blocks = std::min(params.work_tiles, plan.multiprocessors);
+  if (e.empty()) e = locate_varlen(plan.packed, p, workspace, params, stream, handover.start);
   if (e.empty()) e = instance.launch(params, {blocks, 1, 1}, stream, handover.start);
   if (e.empty()) e = combine_parts(params, stream, isa::Start::early);
   return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);
@@ -267,38 +268,38 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->workspace = plan->prepared.bytes;
   plan->error = isa::error_word();
   plan->multiprocessors = isa::multiprocessors();
-  plan->spread = plan_spread(p, plan->recipe,
-                             sm90a_limits(find(p, plan->recipe)->config, plan->multiprocessors),
-                             plan->workspace);
-  const int consumers = consumers_for(p, plan->recipe, plan->spread, plan->multiprocessors);
+  plan->split_kv = plan_split_kv(p, plan->recipe,
+                                 sm90a_limits(find(p, plan->recipe)->config, plan->multiprocessors),
+                                 plan->workspace);
+  const int consumers = consumers_for(p, plan->recipe, plan->split_kv, plan->multiprocessors);
   plan->instance = find(p, plan->recipe, false, consumers);
   plan->raw = find(p, plan->recipe, true, consumers);
   plan->gains_queries = gains_by_encoding(p, plan->recipe, plan->instance->config);
   if (makes_all(*plan, p)) {
     const std::int64_t works = row_blocks(p, plan->instance->config.rows()) * p.heads_q;
-    plan->gains_all = gains_beside(p, works, plan->multiprocessors);
+    plan->gains_all = gains_by_overlap(p, works, plan->multiprocessors);
     plan->progress = (plan->workspace + 255) / 256 * 256;
-    plan->workspace = plan->progress + 4 * static_cast<std::size_t>(beside_words(p));
+    plan->workspace = plan->progress + 4 * static_cast<std::size_t>(overlap_words(p));
   }
-  if (plan->spread.rows == 0) {
+  if (plan->split_kv.rows == 0) {
     Dealing dealing{plan->instance->config.rows(), plan->multiprocessors, read_bytes(plan->recipe)};
     plan->order = plan_order(p, dealing);
     dealing.least_turns = raw_turns;
     plan->raw_order = plan_order(p, dealing);
   }
   split_last(p, plan->recipe, sm90a_limits(plan->instance->config, plan->multiprocessors),
-             plan->spread, plan->workspace);
-  plan->text = sm90a_text(plan->instance->config) + text_of(plan->spread) + text_of(plan->order);
-  plan->packed = plan_packed(p, plan->instance->config.rows(), plan->workspace);
+             plan->split_kv, plan->workspace);
+  plan->text = sm90a_text(plan->instance->config) + text_of(plan->split_kv) + text_of(plan->order);
+  plan->packed = plan_varlen(p, plan->instance->config.rows(), plan->workspace);
   const CodesLeft left = codes_left(*plan, p);
   plan->text += hidden_keys_text(plan->prepared);
   if (left == CodesLeft::all) plan->text += "codes: beside attention\n";
   if (left == CodesLeft::queries) {  // by the other kernel, whose P may be elsewhere
     plan->text += "q_codes: in the attention kernel\nq_codes_shared_p: " +
-                  std::to_string(plan->raw->config.shared_p ? 1 : 0) + "\n";
-    if (plan->raw_order.together > 0) {
-      plan->text += "q_codes_heads_together: " + std::to_string(plan->raw_order.together) +
-                    "\nq_codes_folded: " + (plan->raw_order.folded > 0 ? "1\n" : "0\n");
+                  std::to_string(plan->raw->config.p_in_smem ? 1 : 0) + "\n";
+    if (plan->raw_order.heads_per_group > 0) {
+      plan->text += "q_codes_heads_together: " + std::to_string(plan->raw_order.heads_per_group) +
+                    "\nq_codes_folded: " + (plan->raw_order.snake > 0 ? "1\n" : "0\n");
     }
   }
   return plan;
@@ -330,8 +331,8 @@ Sm90Dims sm90a_dims(const Problem& p) {
 
 const Sm90Instance* find_sm90a(Sm90Config config) {
   config.v = config.dv() == config.d ? 0 : config.v;
-  for (const bool shared_p : {config.shared_p, !config.shared_p}) {
-    config.shared_p = shared_p;
+  for (const bool p_in_smem : {config.p_in_smem, !config.p_in_smem}) {
+    config.p_in_smem = p_in_smem;
     for (const Sm90Instance& i : instances) {
       if (i.config == config) return &i;
     }
@@ -359,8 +360,8 @@ Status check_sm90a(const Problem& p, const Sm90Instance* instance, const Prepare
   return {};
 }
 
-SpreadLimits sm90a_limits(const Sm90Config& c, int multiprocessors) {
-  SpreadLimits limits;
+SplitKvLimits sm90a_limits(const Sm90Config& c, int multiprocessors) {
+  SplitKvLimits limits;
   limits.rows = c.rows(), limits.channels = c.dv();
   limits.blocks = multiprocessors;
   limits.pack_rows = q_box;  // TMA brings whole tokens
@@ -380,14 +381,14 @@ std::string map_codes(const Sm90Config& c, const Problem& p, Sm90Params& a) {
     return t;
   };
   isa::TensorShape q = shape(a.q8, p.heads_q, q_box);
-  if (a.pack > 1) {
+  if (a.pack_gqa > 1) {
     q.rank = 3;
     q.sizes[1] = static_cast<std::uint64_t>(p.heads_q);
     q.sizes[2] = static_cast<std::uint64_t>(a.q8.slots);
     q.stride_bytes[2] = q.stride_bytes[1];
     q.stride_bytes[1] *= q.sizes[2];
-    q.box[1] = static_cast<std::uint32_t>(a.pack);
-    q.box[2] = static_cast<std::uint32_t>(q_box / a.pack);
+    q.box[1] = static_cast<std::uint32_t>(a.pack_gqa);
+    q.box[2] = static_cast<std::uint32_t>(q_box / a.pack_gqa);
   }
   if (auto e = isa::make_tensor_map(q, a.q_map); !e.empty()) return e;
   return isa::make_tensor_map(shape(a.k8, p.heads_kv, static_cast<std::uint32_t>(c.keys())),
@@ -401,7 +402,7 @@ std::string sm90a_text(const Sm90Config& config) {
   text += "\ntile: " + std::to_string(config.rows()) + " rows x " + keys + " keys\ntile_keys: ";
   text += keys + "\nconsumers: " + std::to_string(config.consumers) + "\n";
   text.append("lost_mass: ").append(config.pv == isa::Element::u8 ? "the mean of V" : "none");
-  return text + "\nshared_p: " + (config.shared_p ? "1" : "0") + "\n";
+  return text + "\nshared_p: " + (config.p_in_smem ? "1" : "0") + "\n";
 }
 
 detail::Kernel sm90a_prefill() { return {"sm90a_prefill", supports, tune, run_steps}; }

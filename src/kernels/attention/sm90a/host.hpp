@@ -47,8 +47,8 @@ std::int64_t average_keys(const Problem& problem);
 Status check_sm90a(const Problem& problem, const Sm90Instance* instance,
                    const PrepareLayout& layout);
 
-/// What plan_spread() and split_last() are told of a kernel that so many multiprocessors run.
-SpreadLimits sm90a_limits(const Sm90Config& config, int multiprocessors);
+/// What plan_split_kv() and split_last() are told of a kernel that so many multiprocessors run.
+SplitKvLimits sm90a_limits(const Sm90Config& config, int multiprocessors);
 
 /// Does something touch single scores of every tile?
 bool is_general(const Problem& problem, const Recipe& recipe);

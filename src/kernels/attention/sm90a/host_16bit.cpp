@@ -21,11 +21,11 @@ struct WidePlan : GpuPlan {
   std::shared_ptr<detail::PlanData> portable;
   const Sm90Instance* instance = nullptr;
   int multiprocessors = 1;
-  std::size_t bad_keys = 0, doubts = 0;  ///< offsets in the workspace
-  Spread spread;  ///< of this kernel, as the order; the portable one has its own
-  WorkOrder order;
+  std::size_t bad_keys = 0, fallback_flags = 0;  ///< offsets in the workspace
+  SplitKv split_kv;  ///< of this kernel, as the order; the portable one has its own
+  TileScheduler order;
 
-  const PrefillPlan& other() const { return static_cast<const PrefillPlan&>(*portable); }
+  const Sm80Plan& other() const { return static_cast<const Sm80Plan&>(*portable); }
 };
 
 Recipe resolve(const Problem& p) {
@@ -39,7 +39,7 @@ Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
 /// registers: bf16 full 1.6 % less at 1024 and 2048, causal 313 448 526 (305 436 496) at S 1024
 /// 2048 4096, with heads 32/8 537 (494); int8 full 670 711 742 (681 692 723) at S 2048 4096 16384,
 /// causal 1 % less at 4096.
-bool wants_shared_p(const Problem& p, bool codes) {
+bool wants_p_in_smem(const Problem& p, bool codes) {
   const bool causal = p.window_right >= 0;
   return codes ? !causal && average_keys(p) >= 4096 : causal || average_keys(p) >= 4096;
 }
@@ -47,10 +47,10 @@ bool wants_shared_p(const Problem& p, bool codes) {
 const Sm90Instance* find(const Problem& p, const Recipe& r) {
   const Sm90Dims dims = sm90a_dims(p);
   const Element pv = r.v == Format::f16 ? Element::f16 : Element::bf16;
-  const int asked = spread_override().shared_p;
-  const bool shared_p = asked >= 0 ? asked > 0 : wants_shared_p(p, r.qk == Format::s8);
+  const int asked = split_kv_override().p_in_smem;
+  const bool p_in_smem = asked >= 0 ? asked > 0 : wants_p_in_smem(p, r.qk == Format::s8);
   const Element qk = r.qk == Format::s8 ? Element::s8 : pv;
-  return find_sm90a({dims.d, qk, pv, false, 2, shared_p, dims.dv});
+  return find_sm90a({dims.d, qk, pv, false, 2, p_in_smem, dims.dv});
 }
 
 Status supports(const Problem& p) {
@@ -91,7 +91,7 @@ constexpr int most_part_channels = 128;
 /// The same of a plan.
 bool serves(const WidePlan& plan, const Problem& p) {
   const Sm90Config& c = plan.instance->config;
-  return (plan.spread.rows == 0 || c.d <= most_part_channels) && is_native(p, plan.recipe, c);
+  return (plan.split_kv.rows == 0 || c.d <= most_part_channels) && is_native(p, plan.recipe, c);
 }
 
 // ---- Launch -------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ bool serves(const WidePlan& plan, const Problem& p) {
 /// Empty, or why TMA cannot read the operands as they lie.
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
   if (isa::is_16bit(c.qk)) {
-    if (std::string e = map_rows(a.q, c.d, 64, a.q_map, a.pack); !e.empty()) return e;
+    if (std::string e = map_rows(a.q, c.d, 64, a.q_map, a.pack_gqa); !e.empty()) return e;
     if (std::string e = map_rows(a.k, c.d, c.keys(), a.k_map); !e.empty()) return e;
   } else {
     if (a.q8.codes == nullptr || a.k8.codes == nullptr) return "codes in place";
@@ -108,29 +108,29 @@ std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
   return map_rows(a.v, c.dv(), c.keys(), a.v_map);
 }
 
-Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
-                   Handover handover) {
+Status attend_16bit(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
+                    Handover handover) {
   const auto& plan = static_cast<const WidePlan&>(data);
-  const PrefillPlan& other = plan.other();
+  const Sm80Plan& other = plan.other();
   Sm90Params params;
-  static_cast<PrefillParams&>(params) =
+  static_cast<AttentionParams&>(params) =
       params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), sm90a_rows, plan.error);
-  if (params.works == 0) return {};
-  set_spread(plan.spread, sm90a_rows, workspace, params);
+  if (params.work_tiles == 0) return {};
+  set_split_kv(plan.split_kv, sm90a_rows, workspace, params);
   set_order(plan.order, params);
   const Sm90Config& c = plan.instance->config;
   if (!serves(plan, p) || !make_maps(c, p, params).empty()) {
     return other.attend(other, p, workspace, stream, handover);
   }
   auto* bytes = static_cast<std::byte*>(workspace);
-  params.doubts = reinterpret_cast<std::uint32_t*>(bytes + plan.doubts);
+  params.fallback_flags = reinterpret_cast<std::uint32_t*>(bytes + plan.fallback_flags);
   params.general = is_general(p, plan.recipe);
   const bool notes = takes_notes(p, plan.recipe);
   if (notes) params.bad_keys = reinterpret_cast<std::int32_t*>(bytes + plan.bad_keys);
-  const int blocks = std::min(params.works, plan.multiprocessors);
-  isa::LaunchError e = locate_packed(plan.packed, p, workspace, params, stream, handover.start);
+  const int blocks = std::min(params.work_tiles, plan.multiprocessors);
+  isa::LaunchError e = locate_varlen(plan.packed, p, workspace, params, stream, handover.start);
   if (e.empty()) e = plan.instance->launch(params, {blocks, 1, 1}, stream, handover.start);
-  const int again = std::min(params.works, 2 * plan.multiprocessors);
+  const int again = std::min(params.work_tiles, 2 * plan.multiprocessors);
   if (e.empty()) e = other.general->launch(params, {again, 1, 1}, stream);
   if (e.empty()) e = combine_parts(params, stream);
   if (e.empty() && notes) e = spoil_rows(p, params, stream);
@@ -139,30 +139,30 @@ Status attend_wide(const GpuPlan& data, const Problem& p, void* workspace, Strea
 
 std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   auto plan = std::make_shared<WidePlan>();
-  plan->attend = attend_wide;
+  plan->attend = attend_16bit;
   plan->recipe = resolve(p);
   plan->portable = sm80_prefill().tune(p);
-  const PrefillPlan& other = plan->other();
+  const Sm80Plan& other = plan->other();
   plan->instance = find(p, plan->recipe);
   plan->prepared = other.prepared;
   plan->error = other.error;
   plan->multiprocessors = isa::multiprocessors();
   plan->bad_keys = plan->portable->workspace;
   plan->workspace = plan->bad_keys + bad_keys_bytes(p, plan->prepared);
-  const SpreadLimits limits = sm90a_limits(plan->instance->config, plan->multiprocessors);
-  plan->spread = plan_spread(p, plan->recipe, limits, plan->workspace);
-  if (plan->spread.rows == 0) {
+  const SplitKvLimits limits = sm90a_limits(plan->instance->config, plan->multiprocessors);
+  plan->split_kv = plan_split_kv(p, plan->recipe, limits, plan->workspace);
+  if (plan->split_kv.rows == 0) {
     plan->order = plan_order(p, {sm90a_rows, plan->multiprocessors, read_bytes(plan->recipe)});
   }
   if (plan->instance->config.d <= most_part_channels) {
-    split_last(p, plan->recipe, limits, plan->spread, plan->workspace);
+    split_last(p, plan->recipe, limits, plan->split_kv, plan->workspace);
   }
-  plan->doubts = plan->workspace;
+  plan->fallback_flags = plan->workspace;
   plan->workspace +=
-      static_cast<std::size_t>(plan->spread.works) * doubt_stride * sizeof(std::uint32_t);
-  plan->packed = plan_packed(p, sm90a_rows, plan->workspace);
+      static_cast<std::size_t>(plan->split_kv.work_tiles) * fallback_stride * sizeof(std::uint32_t);
+  plan->packed = plan_varlen(p, sm90a_rows, plan->workspace);
   // What will run, as far as a plan can tell.
-  plan->text = serves(*plan, p) ? sm90a_text(plan->instance->config) + text_of(plan->spread) +
+  plan->text = serves(*plan, p) ? sm90a_text(plan->instance->config) + text_of(plan->split_kv) +
                                       text_of(plan->order) + hidden_keys_text(plan->prepared)
                                 : "by the portable kernel\n" + plan->portable->text;
   return plan;

@@ -10,13 +10,13 @@ inline namespace QATTN_TARGET {
 template <Sm90Config C>
 isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* stream,
                               isa::Start start) {
-  return isa::launch<Sm90Prefill<C>>(params, grid, stream, start);
+  return isa::launch<Sm90Attention<C>>(params, grid, stream, start);
 }
 
 template <Sm90Config C>
 bool compiled_sm90a() {
   // An empty kernel uses a handful of registers; the emulator has none to count.
-  const int registers = isa::resources<Sm90Prefill<C>>().registers;
+  const int registers = isa::resources<Sm90Attention<C>>().registers;
   return registers == 0 || registers > 40;
 }
 

@@ -29,7 +29,7 @@ struct TileWalk {
   std::int64_t mask_stride;
   const std::uint8_t* mask = nullptr;  ///< the block mask's row; null: none
 
-  QATTN_DEVICE TileWalk(const PrefillParams& p, const PrefillWork& work, int keys)
+  QATTN_DEVICE TileWalk(const AttentionParams& p, const WorkTile& work, int keys)
       : tile(-1),
         begin(work.key_begin),
         end(work.key_end),
@@ -72,7 +72,7 @@ struct TileWalk {
 /// Calls stage(tile, before) for every stage of the ring that a work item fills: with K of `tile`
 /// and V of `before`, the tile before; negative: none.
 template <class Stage>
-QATTN_DEVICE void each_stage(const PrefillParams& p, const PrefillWork& work, int keys,
+QATTN_DEVICE void each_stage(const AttentionParams& p, const WorkTile& work, int keys,
                              Stage stage) {
   TileWalk walk(p, work, keys);
   int before = -1;
@@ -85,15 +85,16 @@ QATTN_DEVICE void each_stage(const PrefillParams& p, const PrefillWork& work, in
 
 /// May 16-bit V of a tile hold rows behind the sequence's end that are in memory? What they hold
 /// must not meet P, even though that is zero there. TMA itself fills rows behind the tensor's end.
-QATTN_DEVICE bool needs_cleaning(const PrefillParams& p, const PrefillWork& work, int tile,
+QATTN_DEVICE bool needs_cleaning(const AttentionParams& p, const WorkTile& work, int tile,
                                  int keys) {
   return tile + keys > work.k.length &&
          (p.v.cu_seqlens != nullptr || work.k.length < p.v.max_length);
 }
 
 /// One thread: does the portable kernel have to do work `index` again?
-QATTN_DEVICE void doubt(const PrefillParams& p, int index, int who, bool doubtful) {
-  isa::store_global(p.doubts + index * std::int64_t{doubt_stride} + who, doubtful ? 1u : 0u);
+QATTN_DEVICE void flag_fallback(const AttentionParams& p, int index, int who, bool needs_fallback) {
+  std::uint32_t* flags = p.fallback_flags + index * std::int64_t{fallback_stride};
+  isa::store_global(flags + who, needs_fallback ? 1u : 0u);
 }
 
 template <class T>
@@ -116,25 +117,25 @@ QATTN_DEVICE T take_shared(SharedAddress from) {
 }
 
 /// What follows from a work, which is told with it.
-struct alignas(16) WorkFacts {
+struct alignas(16) TileRange {
   static constexpr int no_tile = 0x40000000;  ///< behind all that there can be, 2^30 at most
 
-  int plain_first;  ///< the first tile that every row sees whole
-  int plain_span;   ///< how far behind it the last is
+  int unmasked_first;  ///< the first tile that every row sees whole
+  int unmasked_span;   ///< how far behind it the last is
   int exist;        ///< existing_rows()
   int unused;
 
   /// Blocks of `rows`, tiles of `keys`. `general`: no tile is plain.
-  static QATTN_DEVICE WorkFacts of(const PrefillParams& p, const PrefillWork& work, int rows,
+  static QATTN_DEVICE TileRange of(const AttentionParams& p, const WorkTile& work, int rows,
                                    int keys, bool general) {
     const int first = work.first_row + work.shift, length = static_cast<int>(work.k.length);
     const int end = visible_end(p.window_right, first, length);
     const int left = visible_begin(p.window_left, first + rows - 1);
     const int from = left < 0 ? 0 : left;  // negative tiles are none
     const int last = general ? -1 : end - keys;
-    WorkFacts facts{};
-    facts.plain_first = last < from ? no_tile : from;
-    facts.plain_span = last < from ? 0 : last - from;
+    TileRange facts{};
+    facts.unmasked_first = last < from ? no_tile : from;
+    facts.unmasked_span = last < from ? 0 : last - from;
     facts.exist = existing_rows(p, work);
     return facts;
   }
@@ -142,7 +143,7 @@ struct alignas(16) WorkFacts {
 
 /// Panel `n` of rows of 16 bits in place: `token` counts from the sequence's first.
 QATTN_DEVICE void load_panel(SharedAddress to, const isa::TensorMap& map, const tile::Rows& rows,
-                             const PrefillWork& work, const tile::Span& span, int head, int token,
+                             const WorkTile& work, const tile::Span& span, int head, int token,
                              int n, SharedAddress full) {
   const int b = rows.cu_seqlens != nullptr ? 0 : work.b;
   isa::tma_load<4>(to, map, {n * sm90_panel / 2, static_cast<int>(span.begin) + token, head, b},
@@ -163,8 +164,8 @@ struct Sm90Producer {
   /// K or V of `tile` in 16 bits, so many panels of them, which are alike.
   template <int Panels>
   QATTN_DEVICE void load_tokens(SharedAddress to, const isa::TensorMap& map, const tile::Rows& rows,
-                                const PrefillWork& work, int tile, SharedAddress full) {
-    static_assert(!S::wide_qk || S::k_panel_bytes == S::v_bytes);
+                                const WorkTile& work, int tile, SharedAddress full) {
+    static_assert(!S::qk_16bit || S::k_panel_bytes == S::v_bytes);
     if (rows.page_table == nullptr) {
       for (int n = 0; n < Panels; ++n) {
         load_panel(to + n * S::v_bytes, map, rows, work, work.k, work.kv_head, tile, n, full);
@@ -175,7 +176,7 @@ struct Sm90Producer {
   }
   template <int Panels>
   QATTN_DEVICE void load_pages(SharedAddress to, const isa::TensorMap& map, const tile::Rows& rows,
-                               const PrefillWork& work, int tile, SharedAddress full) {
+                               const WorkTile& work, int tile, SharedAddress full) {
     const int box = rows.page_size < S::keys ? rows.page_size : S::keys;
     const int first = tile / rows.page_size, start = tile - first * rows.page_size;
     const std::int32_t* table = rows.page_table + work.b * rows.page_table_stride + first;
@@ -201,11 +202,11 @@ struct Sm90Producer {
   }
 
   /// K of `tile`, with what else softmax reads; negative: none.
-  QATTN_DEVICE void load_keys(const PrefillWork& work, int tile, SharedAddress stage,
+  QATTN_DEVICE void load_keys(const WorkTile& work, int tile, SharedAddress stage,
                               SharedAddress full) {
     if (tile < 0) return;
     const std::int64_t slot = work.k_slot + tile, row = work.kv_head * p.k8.slots + slot;
-    if constexpr (S::wide_qk) {
+    if constexpr (S::qk_16bit) {
       load_tokens<S::qk_panels>(stage + S::k_at, p.k_map, p.k, work, tile, full);
     } else {
       for (int n = 0; n < S::qk_panels; ++n) {
@@ -214,7 +215,7 @@ struct Sm90Producer {
       }
       isa::bulk_load(stage + S::scale_at, p.k8.scale + row, S::scale_bytes, full);
     }
-    if constexpr (!S::wide_pv) {
+    if constexpr (!S::pv_16bit) {
       const int bytes = tile_offsets(p.v8.channels).bytes;
       const std::uint8_t* tail = p.v8.tiles + row / slot_tile * bytes + bytes - S::tail_bytes;
       for (int h = 0; h < S::halves; ++h) {
@@ -223,11 +224,11 @@ struct Sm90Producer {
       }
     }
   }
-  QATTN_DEVICE void load_values(const PrefillWork& work, int tile, SharedAddress stage,
+  QATTN_DEVICE void load_values(const WorkTile& work, int tile, SharedAddress stage,
                                 SharedAddress full) {
     if (tile < 0) return;
     const SharedAddress to = stage + S::v_at;
-    if constexpr (S::wide_pv) {
+    if constexpr (S::pv_16bit) {
       load_tokens<S::v_panels>(to, p.v_map, p.v, work, tile, full);
     } else {
       const std::int64_t row = work.kv_head * p.v8.slots + work.k_slot + tile;
@@ -245,16 +246,16 @@ struct Sm90Producer {
   }
 
   /// 64 rows of Q from row `first` of the work's on.
-  QATTN_DEVICE void load_queries(const PrefillWork& work, int first, SharedAddress to,
+  QATTN_DEVICE void load_queries(const WorkTile& work, int first, SharedAddress to,
                                  SharedAddress full) {
-    const int query = p.pack > 1 ? first / p.pack : first;
+    const int query = p.pack_gqa > 1 ? first / p.pack_gqa : first;
     const auto slot = static_cast<int>(work.q_slot) + query;
-    if constexpr (S::wide_qk) {
+    if constexpr (S::qk_16bit) {
       const int b = p.q.cu_seqlens != nullptr ? 0 : work.b;
       const int token = static_cast<int>(work.q.begin) + query;
       for (int n = 0; n < S::qk_panels; ++n) {
         const SharedAddress panel = to + n * S::q_panel_bytes;
-        if (p.pack > 1) {
+        if (p.pack_gqa > 1) {
           isa::tma_load<4>(panel, p.q_map, {n * sm90_panel / 2, work.head, token, b}, full);
         } else {
           load_panel(panel, p.q_map, p.q, work, work.q, work.head, query, n, full);
@@ -264,7 +265,7 @@ struct Sm90Producer {
       const auto row = static_cast<int>(work.head * p.q8.slots + slot);
       for (int n = 0; n < S::qk_panels; ++n) {
         const SharedAddress panel = to + n * S::q_panel_bytes;
-        if (p.pack > 1) {
+        if (p.pack_gqa > 1) {
           isa::tma_load<3>(panel, p.q_map, {n * sm90_panel, work.head, slot}, full);
         } else {
           isa::tma_load<2>(panel, p.q_map, {n * sm90_panel, row}, full);
@@ -276,7 +277,7 @@ struct Sm90Producer {
   /// Work for the consumers, with its Q if it has tiles. Q in 16 bits is the encoders'.
   // They located it between two blocks of rows, which took 1000 clocks of 23700 at S = 1024 (H200,
   // int8_full, D 128).
-  QATTN_DEVICE void hand_out(const PrefillWork& work, bool has_tiles) {
+  QATTN_DEVICE void hand_out(const WorkTile& work, bool has_tiles) {
     const std::int64_t row = work.head * p.q8.slots + work.q_slot + work.first_row;
     for (int w = 0; w < S::consumers; ++w) {
       const int buffer = q_place.stage * S::consumers + w;
@@ -286,13 +287,14 @@ struct Sm90Producer {
       const SharedAddress slot = base + S::work_at + buffer * S::work_bytes;
       put_shared(slot, work);
       put_shared(slot + static_cast<int>(sizeof work),
-                 WorkFacts::of(p, work, S::rows, S::keys, p.general));
-      if (!has_tiles || S::raw_queries) {
+                 TileRange::of(p, work, S::rows, S::keys, p.general));
+      if (!has_tiles || S::fused_q_quant) {
         isa::mbarrier_arrive(full);
         continue;
       }
       // Tables end with the slots; TMA knows that of the codes. Those of packed heads lie apart.
-      const bool tables = !S::wide_qk && p.pack == 1 && work.first_row + 64 * w < work.q.length;
+      const bool tables =
+          !S::qk_16bit && p.pack_gqa == 1 && work.first_row + 64 * w < work.q.length;
       const bool dots = tables && p.q8.dot_mean != nullptr;
       isa::mbarrier_arrive_expect(full, S::q_bytes + 64 * 4 * (tables + dots));
       const SharedAddress facts = base + S::facts_at + buffer * S::fact_bytes;
@@ -303,7 +305,7 @@ struct Sm90Producer {
     q_place.advance();
   }
 
-  QATTN_DEVICE void load(const PrefillWork& work) {
+  QATTN_DEVICE void load(const WorkTile& work) {
     hand_out(work, TileWalk(p, work, S::keys).tile >= 0);
     each_stage(p, work, S::keys, [&](int tile, int before) {
       const SharedAddress stage = base + S::ring_at + place.stage * S::stage_bytes;
@@ -312,7 +314,7 @@ struct Sm90Producer {
       const int key_bytes = tile < 0 ? 0 : S::key_bytes;
       const int value_bytes = before < 0 ? 0 : S::v_panels * S::v_bytes;
       SharedAddress v_full = full;
-      if (S::wide_pv && before >= 0 && needs_cleaning(p, work, before, S::keys)) {
+      if (S::pv_16bit && before >= 0 && needs_cleaning(p, work, before, S::keys)) {
         v_full = base + S::unclean + 8 * place.stage;
         isa::mbarrier_arrive_expect(v_full, value_bytes);
         isa::mbarrier_expect(full, key_bytes);  // who cleans V arrives
@@ -326,10 +328,10 @@ struct Sm90Producer {
   }
 
   /// Until the codes of the work's unit are there.
-  QATTN_DEVICE void await_codes(const PrefillWork& work) {
+  QATTN_DEVICE void await_codes(const WorkTile& work) {
     const int unit = work.b * p.k.heads + work.kv_head;
     if (unit == coded_unit) return;
-    isa::wait_global(p.awaited.there + std::int64_t{unit} * BesideParams::words_of_unit,
+    isa::wait_global(p.awaited.there + std::int64_t{unit} * OverlapParams::words_of_unit,
                      p.awaited.codes);
     isa::fence_async_global();
     coded_unit = unit;
@@ -340,18 +342,18 @@ struct Sm90Producer {
   QATTN_DEVICE void run() {
     const bool awaits = p.awaited.works != nullptr;
     const auto take = [&] { return static_cast<int>(isa::atomic_add_global(p.awaited.works, 1u)); };
-    int index = S::told_works && awaits ? take() : isa::block().x;
-    while (index < p.works) {
+    int index = S::tuning.dynamic_scheduler && awaits ? take() : isa::block().x;
+    while (index < p.work_tiles) {
       bad_page = false;
-      const PrefillWork work = locate_work(p, index, S::rows, S::keys);
+      const WorkTile work = locate_work(p, index, S::rows, S::keys);
       if (work.q.bad || work.k.bad) isa::atomic_or_global(p.error, tile::error_sequence);
-      if (S::told_works && awaits) await_codes(work);
+      if (S::tuning.dynamic_scheduler && awaits) await_codes(work);
       load(work);
-      if constexpr (S::wide_pv) doubt(p, index, doubt_producer, bad_page);
-      index = S::told_works && awaits ? take() : index + isa::grid().x;
+      if constexpr (S::pv_16bit) flag_fallback(p, index, fallback_producer, bad_page);
+      index = S::tuning.dynamic_scheduler && awaits ? take() : index + isa::grid().x;
     }
-    if constexpr (S::told_works) {
-      PrefillWork none{};
+    if constexpr (S::tuning.dynamic_scheduler) {
+      WorkTile none{};
       none.b = -1;
       hand_out(none, false);
     }

@@ -12,12 +12,13 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <Sm90Config C>
-using Sm90AnySoftmax = std::conditional_t<C.pv == isa::Element::u8, Sm90Softmax<C>, Sm90Online<C>>;
+using Sm90Softmax =
+    std::conditional_t<C.pv == isa::Element::u8, TileMaxSoftmax<C>, RunningMaxSoftmax<C>>;
 
 template <Sm90Config C>
-struct Sm90Multiplier : Sm90AnySoftmax<C> {
+struct Sm90Mma : Sm90Softmax<C> {
   using S = Sm90Shape<C>;
-  using Base = Sm90AnySoftmax<C>;
+  using Base = Sm90Softmax<C>;
   using Base::R, Base::codes, Base::lane, Base::out, Base::sum, Base::work;
   using typename Base::Products;
   /// P V of a tile and a part of the channels, that does not go straight to the output.
@@ -26,7 +27,7 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
   }
   template <int Part>
   using Values =
-      isa::Accumulator<C.pv>[S::wide_pv ? 1 : (part_end(Part) - Part * S::part_channels) / 2];
+      isa::Accumulator<C.pv>[S::pv_16bit ? 1 : (part_end(Part) - Part * S::part_channels) / 2];
 
   SharedAddress base;
   int group;   ///< this warpgroup among the consumers
@@ -35,7 +36,7 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
   std::uint64_t q_descriptor, p_descriptor;
   std::uint64_t k_descriptor, v_descriptor;  ///< of stage 0
 
-  QATTN_DEVICE Sm90Multiplier(const Sm90Params& a, const PrefillWork& w, const WorkFacts& facts,
+  QATTN_DEVICE Sm90Mma(const Sm90Params& a, const WorkTile& w, const TileRange& facts,
                               int q_buffer, RingPlace<S::stages>& ring)
       : Base(a, w, facts, isa::thread() / 32 - 4, q_buffer),
         base(isa::shared_base()),
@@ -48,7 +49,8 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
         k_descriptor(
             isa::matrix_descriptor(base + S::ring_at + S::k_at, 16, S::qk_stride, S::qk_swizzle)),
         v_descriptor(isa::matrix_descriptor(
-            base + S::ring_at + S::v_at, S::wide_pv ? S::v_bytes : 16, S::v_stride, S::v_swizzle)) {
+            base + S::ring_at + S::v_at, S::pv_16bit ? S::v_bytes : 16, S::v_stride,
+            S::v_swizzle)) {
   }
 
   // ---- The ring -------------------------------------------------------------------------------
@@ -75,7 +77,7 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
   /// A descriptor of what lies 16 n bytes behind. Only its low half changes, and additions without
   /// a carry are fewer. Kernels with P in registers were not measured so.
   QATTN_DEVICE static std::uint64_t behind(std::uint64_t descriptor, int n) {
-    if constexpr (!S::shared_p) return descriptor + n;
+    if constexpr (!S::p_in_smem) return descriptor + n;
     return descriptor >> 32 << 32 |
            (static_cast<std::uint32_t>(descriptor) + static_cast<std::uint32_t>(n));
   }
@@ -120,12 +122,12 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
   QATTN_DEVICE void multiply_values(Values<Part>& pv, const Operands& operands) {
     constexpr int first = Part * S::part_channels, channels = part_end(Part) - first;
     const std::uint64_t v = behind(operands.v, first * S::v_row / 16);
-    if constexpr (S::wide_pv) {
+    if constexpr (S::pv_16bit) {
       auto& sums = reinterpret_cast<float(&)[S::dv / 2]>(out);
 #pragma unroll
       for (int step = 0; step < S::keys / 16; ++step) {
         const std::uint64_t from = behind(v, step * 16 * S::v_row / 16);
-        if constexpr (S::shared_p) {
+        if constexpr (S::p_in_smem) {
           isa::wgmma<C.pv, C.pv, S::dv, false, true>(sums, p_step(operands.p, step), from, true);
         } else {
           isa::wgmma<C.pv, C.pv, S::dv, true>(sums, codes[step], from, true);
@@ -135,7 +137,7 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
 #pragma unroll
       for (int step = 0; step < S::keys / 32; ++step) {
         const std::uint64_t from = behind(v, (step / 2 * S::v_bytes + step % 2 * 32) / 16);
-        if constexpr (S::shared_p) {
+        if constexpr (S::p_in_smem) {
           isa::wgmma<C.pv, C.pv, channels>(pv, p_step(operands.p, step), from, step > 0);
         } else {
           isa::wgmma<C.pv, C.pv, channels>(pv, codes[step], from, step > 0);
@@ -145,7 +147,7 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
     isa::wgmma_commit();
   }
 
-  // ---- P in shared memory (S::shared_p) --------------------------------------------------------
+  // ---- P in shared memory (S::p_in_smem) --------------------------------------------------------
 
   /// This warpgroup's P.
   QATTN_DEVICE SharedAddress p_base() const { return base + S::p_at + group * S::p_group_bytes; }
@@ -153,10 +155,10 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
   QATTN_DEVICE static std::uint64_t p_step(std::uint64_t p, int step) {
     return behind(p, step / 4 * (S::p_panel_bytes / 16) + step % 4 * 2);
   }
-  /// Takes P of a tile to where products read it, once the warpgroup has met in take_turn(); none
-  /// that read the P before may be under way.
+  /// Takes P of a tile to where products read it, once the warpgroup has met in pingpong_wait();
+  /// none that read the P before may be under way.
   QATTN_DEVICE void store_codes() const {
-    if constexpr (S::shared_p) {
+    if constexpr (S::p_in_smem) {
       constexpr int steps = S::p_row / 32;
       const int row = this->warp % 4 * S::warp_rows + lane % 16, half = lane / 16;
       const SharedAddress first = p_base() + row * sm90_panel + ((half ^ row % 8) << 4);
@@ -169,7 +171,7 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
   /// Waits until the warpgroup's products have ended in all its warps: rows leave where P was. The
   /// barrier is the one behind those of turns.
   QATTN_DEVICE void end_products() const {
-    if constexpr (S::shared_p && S::p_over_out) {
+    if constexpr (S::p_in_smem && S::p_over_out) {
       isa::barrier_sync(turn_of(S::consumers + group), 128);
     }
   }
@@ -177,14 +179,14 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
   // ---- P V and the output ---------------------------------------------------------------------
 
   /// What must happen to the output before P V joins it in the matrix unit.
-  QATTN_DEVICE void shrink_output() {
-    if constexpr (S::wide_pv) shrink_tiles(0, S::d_tiles);
+  QATTN_DEVICE void rescale_o() {
+    if constexpr (S::pv_16bit) rescale_tiles(0, S::d_tiles);
   }
-  QATTN_DEVICE void shrink_tiles(int from, int to) {
+  QATTN_DEVICE void rescale_tiles(int from, int to) {
 #pragma unroll
     for (int n = from; n < to; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) out[0][n][i] *= this->shrink[i / 2];
+      for (int i = 0; i < 4; ++i) out[0][n][i] *= this->rescale[i / 2];
     }
   }
 
@@ -196,7 +198,7 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
   /// That of some of the part's tiles of eight channels.
   template <int Part>
   QATTN_DEVICE void add_tiles(int from, int to, const Values<Part>& pv) {
-    static_assert(!S::wide_pv);
+    static_assert(!S::pv_16bit);
     constexpr int first = Part * S::part_channels / 8, tiles = S::part_channels / 8;
 #pragma unroll
     for (int n = from; n < to; ++n) {
@@ -206,7 +208,7 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
         if constexpr (S::u8) {
           x = fmaf(this->as_float(pv[4 * n + i]), this->share[i / 2], x);
         } else {
-          x = fmaf(x, this->shrink[i / 2], isa::to_float(pv[4 * n + i]));
+          x = fmaf(x, this->rescale[i / 2], isa::to_float(pv[4 * n + i]));
         }
       }
     }
@@ -216,7 +218,7 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         const auto* total = pv + 4 * tiles + 2 * r;
-        sum[r] = fmaf(sum[r], this->shrink[r], total[0] + total[1]);
+        sum[r] = fmaf(sum[r], this->rescale[r], total[0] + total[1]);
       }
     }
   }
@@ -236,13 +238,13 @@ struct Sm90Multiplier : Sm90AnySoftmax<C> {
   // ---- Turns ----------------------------------------------------------------------------------
 
   /// Where P lies in shared memory this is also the barrier between its stores and its product.
-  QATTN_DEVICE void take_turn() {
-    if constexpr (S::shared_p) isa::fence_async_proxy();
-    if constexpr (S::turns) isa::barrier_sync(turn_of(group), turn_threads);
+  QATTN_DEVICE void pingpong_wait() {
+    if constexpr (S::p_in_smem) isa::fence_async_proxy();
+    if constexpr (S::tuning.pingpong) isa::barrier_sync(turn_of(group), turn_threads);
   }
   /// `zero`: no_sign().
-  QATTN_DEVICE void give_turn(std::uint32_t zero = 0) {
-    if constexpr (S::turns) {
+  QATTN_DEVICE void pingpong_arrive(std::uint32_t zero = 0) {
+    if constexpr (S::tuning.pingpong) {
       const int next = turn_of(group + 1 < S::consumers ? group + 1 : 0);
       isa::barrier_arrive(next + static_cast<int>(zero), turn_threads);
     }

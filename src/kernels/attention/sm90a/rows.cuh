@@ -9,16 +9,16 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <Sm90Config C>
-struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
+struct Sm90Rows : Epilogue<Sm90Shape<C>> {
   using S = Sm90Shape<C>;
   using F = typename S::Fragment;
-  using Base = PrefillOutput<S>;
+  using Base = Epilogue<S>;
   using Base::p, Base::R, Base::work;
 
   const Sm90Params& params;
   /// The tiles that every row sees whole: the first, and how far behind it the last is.
-  int plain_first;
-  unsigned plain_span;
+  int unmasked_first;
+  unsigned unmasked_span;
   /// In the flags of a tile: the block mask forbids its first half, and in the next bit its second.
   static constexpr int hidden_at = 28;
   QATTN_DEVICE static std::uint32_t hidden_halves(std::uint32_t flags) {
@@ -26,12 +26,12 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
   }
 
   /// `buffer`: Q's.
-  QATTN_DEVICE Sm90Rows(const Sm90Params& a, const PrefillWork& w, const WorkFacts& facts,
+  QATTN_DEVICE Sm90Rows(const Sm90Params& a, const WorkTile& w, const TileRange& facts,
                         int row_warp, int buffer)
       : Base(a, w, row_warp),
         params(a),
-        plain_first(facts.plain_first),
-        plain_span(static_cast<unsigned>(facts.plain_span)) {
+        unmasked_first(facts.unmasked_first),
+        unmasked_span(static_cast<unsigned>(facts.unmasked_span)) {
     this->exist = facts.exist;
     this->scales_at = isa::shared_base() + S::facts_at + buffer * S::fact_bytes +
                       4 * S::warp_rows * (row_warp % 4);
@@ -56,7 +56,7 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
   template <class Product>
   QATTN_DEVICE static Product largest_of(const Product* first) {
     Product largest = first[0] > first[1] ? first[0] : first[1];
-    if constexpr (S::tree_maxima) {
+    if constexpr (S::tuning.tree_maxima) {
       const auto at = [&](int n) { return first[4 * (n / 2) + n % 2]; };
       Product part[5];
 #pragma unroll
@@ -74,9 +74,9 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
   }
 
   /// Row and first score tile of group `g` of exponentials: four of one row, from two tiles.
-  QATTN_DEVICE static int row_of(int g) { return (S::paired_groups ? g / 2 : g) % 2; }
+  QATTN_DEVICE static int row_of(int g) { return (S::tuning.paired_groups ? g / 2 : g) % 2; }
   QATTN_DEVICE static int tile_of(int g) {
-    return S::paired_groups ? g / 4 * 4 + g % 2 * 2 : g / 2 * 2;
+    return S::tuning.paired_groups ? g / 4 * 4 + g % 2 * 2 : g / 2 * 2;
   }
 
   /// 0, of two exponentials: ptxas cannot move what takes it as an operand in front of the maxima.
@@ -86,7 +86,7 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
 
   /// Does every row see every key of the tile? None does of a negative one.
   QATTN_DEVICE bool sees_whole(int tile) const {
-    return static_cast<unsigned>(tile - plain_first) <= plain_span;
+    return static_cast<unsigned>(tile - unmasked_first) <= unmasked_span;
   }
 
   /// Are there keys in half `h` of a tile, and none that the block mask forbids?
@@ -133,7 +133,7 @@ struct Sm90Rows : PrefillOutput<Sm90Shape<C>> {
       for (int i = 0; i < 4; ++i) {
         float x = isa::to_float(s[4 * n + i]);
         // An infinity of a 16-bit product must not look like a masked score.
-        if (S::wide_qk && x == -tile::infinity()) x = tile::quiet_nan();
+        if (S::qk_16bit && x == -tile::infinity()) x = tile::quiet_nan();
         y[0][n][i] = 8 * n + i % 2 < b.end[i / 2] ? x : -tile::infinity();
       }
     }

@@ -8,7 +8,7 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <Sm90Config C>
-struct Sm90Online : Sm90Rows<C> {
+struct RunningMaxSoftmax : Sm90Rows<C> {
   using S = Sm90Shape<C>;
   using F = typename S::Fragment;
   using Base = Sm90Rows<C>;
@@ -17,13 +17,13 @@ struct Sm90Online : Sm90Rows<C> {
   /// S as wgmma leaves it: element 4n + i is element i of score tile n.
   using Products = isa::Accumulator<C.qk>[S::keys / 2];
   static constexpr int half_tiles = slot_tile / 8;        ///< score tiles in 64 keys
-  static constexpr int step_keys = S::wide_pv ? 16 : 32;  ///< of one wgmma
+  static constexpr int step_keys = S::pv_16bit ? 16 : 32;  ///< of one wgmma
   static constexpr int step_tiles = step_keys / 8;
 
   std::uint32_t codes[S::keys / step_keys][4];  ///< P: A fragments of the products with V
-  float shrink[R];  ///< what `out` is multiplied with before P V of this tile joins it
+  float rescale[R];  ///< what `out` is multiplied with before P V of this tile joins it
 
-  QATTN_DEVICE Sm90Online(const Sm90Params& a, const PrefillWork& w, const WorkFacts& facts,
+  QATTN_DEVICE RunningMaxSoftmax(const Sm90Params& a, const WorkTile& w, const TileRange& facts,
                           int row_warp, int buffer)
       : Base(a, w, facts, row_warp, buffer) {
     settle();
@@ -31,7 +31,7 @@ struct Sm90Online : Sm90Rows<C> {
   /// The output has all P V: what joins it next is zero.
   QATTN_DEVICE void settle() {
 #pragma unroll
-    for (int r = 0; r < R; ++r) shrink[r] = 1.0f;
+    for (int r = 0; r < R; ++r) rescale[r] = 1.0f;
   }
 
   /// K's scales as far as a thread needs them: the same for all keys with the same (key % 8) / 2 in
@@ -46,7 +46,7 @@ struct Sm90Online : Sm90Rows<C> {
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       x.k[h] = 1.0f;
-      if constexpr (!S::wide_qk) {
+      if constexpr (!S::qk_16bit) {
         const int key = h * slot_tile + lane % 4 * 2;
         x.k[h] = isa::load_shared<float>(stage + S::scale_at + 4 * key);
       }
@@ -61,7 +61,7 @@ struct Sm90Online : Sm90Rows<C> {
 
   /// Does every row see every key, and can V be multiplied as it is? The same answer in the whole
   /// warpgroup.
-  QATTN_DEVICE bool is_plain(int tile, const Scales& x) const {
+  QATTN_DEVICE bool is_unmasked(int tile, const Scales& x) const {
     return x.flags == 0 && this->sees_whole(tile);
   }
 
@@ -73,7 +73,7 @@ struct Sm90Online : Sm90Rows<C> {
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       const bool exists = this->has_half(h, x.flags, tile);
-      if constexpr (!S::wide_qk) {
+      if constexpr (!S::qk_16bit) {
         x.k[h] = exists ? x.k[h] : 0.0f;
         bad |= tile::is_nan(x.k[h]);
       }
@@ -87,16 +87,16 @@ struct Sm90Online : Sm90Rows<C> {
 
   // ---- The plain tile -------------------------------------------------------------------------
 
-  struct Plain {
+  struct Unmasked {
     Scales x;
     float scale[S::halves][R];  ///< of scores, in units of log2
     float top[R];               ///< maximum of the scores, in units of log2
     float offset[R];
-    float shrink[R];  ///< the tile's, S::shared_p: P V of the tile before is still to join
+    float rescale[R];  ///< the tile's, S::p_in_smem: P V of the tile before is still to join
   };
 
   /// Takes the maxima of the keys of half `h`. Scales are positive or NaN.
-  QATTN_DEVICE void take_maxima(const Products& s, int h, Plain& t) const {
+  QATTN_DEVICE void take_maxima(const Products& s, int h, Unmasked& t) const {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const auto* first = s + 4 * half_tiles * h + 2 * r;
@@ -108,21 +108,21 @@ struct Sm90Online : Sm90Rows<C> {
   }
 
   /// Moves the references to the tile's maxima.
-  QATTN_DEVICE void begin_plain(Plain& t) {
+  QATTN_DEVICE void begin_unmasked(Unmasked& t) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float next = fmaxf(max[r], t.top[r]);
-      t.shrink[r] = isa::exp2(max[r] - next);
-      if constexpr (S::wide_pv || !S::shared_p) shrink[r] = t.shrink[r];
+      t.rescale[r] = isa::exp2(max[r] - next);
+      if constexpr (S::pv_16bit || !S::p_in_smem) rescale[r] = t.rescale[r];
       max[r] = next;
       t.offset[r] = S::p_log2 - next;
-      if constexpr (S::wide_pv) sum[r] *= shrink[r];
+      if constexpr (S::pv_16bit) sum[r] *= rescale[r];
     }
   }
 
   /// P of the keys of half `h`.
   template <class Meanwhile>
-  QATTN_DEVICE void attend_plain(const Products& s, int h, Plain& t, Meanwhile meanwhile) {
+  QATTN_DEVICE void attend_unmasked(const Products& s, int h, Unmasked& t, Meanwhile meanwhile) {
     exponentiate(
         h,
         [&](int n, int i) {
@@ -131,10 +131,10 @@ struct Sm90Online : Sm90Rows<C> {
         meanwhile);
   }
 
-  QATTN_DEVICE void end_plain(const Plain& t) {
-    if constexpr (!S::wide_pv && S::shared_p) {
+  QATTN_DEVICE void end_unmasked(const Unmasked& t) {
+    if constexpr (!S::pv_16bit && S::p_in_smem) {
 #pragma unroll
-      for (int r = 0; r < R; ++r) shrink[r] = t.shrink[r];
+      for (int r = 0; r < R; ++r) rescale[r] = t.rescale[r];
     }
   }
 
@@ -163,7 +163,7 @@ struct Sm90Online : Sm90Rows<C> {
   /// Rounds group `g` of P; 16 bits: adds up what that gives.
   QATTN_DEVICE void pack(int g, const float (&e)[4]) {
     const int r = this->row_of(g), n = this->tile_of(g);
-    if constexpr (S::wide_pv) {
+    if constexpr (S::pv_16bit) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         std::uint32_t& word = codes[n / 2][r + 2 * i];
@@ -171,7 +171,7 @@ struct Sm90Online : Sm90Rows<C> {
         word =
             half ? isa::pack_f16(e[2 * i], e[2 * i + 1]) : isa::pack_bf16(e[2 * i], e[2 * i + 1]);
         const isa::Pair rounded = half ? isa::unpack_f16(word) : isa::unpack_bf16(word);
-        if constexpr (S::serial_sums) {
+        if constexpr (S::tuning.serial_sums) {
           sum[r] += rounded.lo;
           sum[r] += rounded.hi;
         } else {
@@ -205,10 +205,10 @@ struct Sm90Online : Sm90Rows<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float next = fmaxf(max[r], top[r]), ref = this->reference(next);
-      shrink[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - ref);
+      rescale[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - ref);
       max[r] = next;
       offset[r] = S::p_log2 - ref;
-      if constexpr (S::wide_pv) sum[r] *= shrink[r];
+      if constexpr (S::pv_16bit) sum[r] *= rescale[r];
     }
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
@@ -241,10 +241,10 @@ struct Sm90Online : Sm90Rows<C> {
       for (int i = 0; i < 4; ++i) s[0][n][i] = isa::to_float(products[4 * n + i]);
     }
     const auto key_scale = [&](int key) {
-      return S::wide_qk ? 1.0f : isa::load_shared<float>(stage + S::scale_at + 4 * key);
+      return S::qk_16bit ? 1.0f : isa::load_shared<float>(stage + S::scale_at + 4 * key);
     };
     const auto bad_value = [&](int key) {
-      if constexpr (S::wide_pv) return false;  // such rows are looked at in the end
+      if constexpr (S::pv_16bit) return false;  // such rows are looked at in the end
       return tile::is_nan(isa::load_shared<float>(stage + S::tail_at +
                                                   key / slot_tile * S::tail_bytes + S::inverse_at +
                                                   4 * (key % slot_tile)));

@@ -9,7 +9,7 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <Sm90Config C>
-struct Sm90Softmax : Sm90Rows<C> {
+struct TileMaxSoftmax : Sm90Rows<C> {
   using S = Sm90Shape<C>;
   using F = typename S::Fragment;
   using Base = Sm90Rows<C>;
@@ -24,7 +24,7 @@ struct Sm90Softmax : Sm90Rows<C> {
   float share[R];       ///< weight of the tile for each unit of P, times Base::share_unit
   float poison = 0.0f;  ///< NaN once a scale of K was
 
-  QATTN_DEVICE Sm90Softmax(const Sm90Params& a, const PrefillWork& w, const WorkFacts& facts,
+  QATTN_DEVICE TileMaxSoftmax(const Sm90Params& a, const WorkTile& w, const TileRange& facts,
                            int row_warp, int buffer)
       : Base(a, w, facts, row_warp, buffer) {}
   /// The output has all P V: what joins it next is zero.
@@ -55,7 +55,7 @@ struct Sm90Softmax : Sm90Rows<C> {
   }
 
   /// Does every row see every key, with constant scales? The same answer in the whole warpgroup.
-  QATTN_DEVICE bool is_plain(int tile, const Scales& x) const {
+  QATTN_DEVICE bool is_unmasked(int tile, const Scales& x) const {
     return x.flags == 0 && this->sees_whole(tile);
   }
 
@@ -85,7 +85,7 @@ struct Sm90Softmax : Sm90Rows<C> {
   // ---- The plain tile -------------------------------------------------------------------------
 
   /// A tile that needs one factor for all keys of a half that a thread holds.
-  struct Plain {
+  struct Unmasked {
     Scales x;
     float scale[S::halves][R];          ///< of scores, in units of log2
     float top[R];                       ///< maximum of score + log of V's scale, in units of log2
@@ -93,7 +93,7 @@ struct Sm90Softmax : Sm90Rows<C> {
   };
 
   /// Takes the maxima of the keys of half `h`.
-  QATTN_DEVICE void take_maxima(const Products& s, int h, Plain& t) const {
+  QATTN_DEVICE void take_maxima(const Products& s, int h, Unmasked& t) const {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const std::int32_t* first = s + 4 * half_tiles * h + 2 * r;
@@ -106,7 +106,7 @@ struct Sm90Softmax : Sm90Rows<C> {
 
   /// P of the keys of half `h`.
   template <class Meanwhile>
-  QATTN_DEVICE void attend_plain(const Products& s, int h, Plain& t, Meanwhile meanwhile) {
+  QATTN_DEVICE void attend_unmasked(const Products& s, int h, Unmasked& t, Meanwhile meanwhile) {
     float offset[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) offset[r] = log2_255 - t.top[r] + t.x.v_log[h];
@@ -117,9 +117,9 @@ struct Sm90Softmax : Sm90Rows<C> {
   }
 
   /// The tile's weight, and its part of the row sums.
-  QATTN_DEVICE void end_plain(const Plain& t) {
+  QATTN_DEVICE void end_unmasked(const Unmasked& t) {
     // D 128 is as fast without it (H200), D 64 was not measured.
-    if constexpr (!S::shared_p) isa::sync_warp();
+    if constexpr (!S::p_in_smem) isa::sync_warp();
     raise(t.top);
     weigh(t.top);
     add_sums(t.x, t.sums);
@@ -166,7 +166,7 @@ struct Sm90Softmax : Sm90Rows<C> {
     bool far = false;
 #pragma unroll
     for (int r = 0; r < R; ++r) far |= top[r] > max[r] + Base::slack;
-    if (isa::any(far)) this->raise_maxima(top);
+    if (isa::any(far)) this->update_max(top);
   }
   QATTN_DEVICE void weigh(const float (&top)[R]) {
 #pragma unroll
@@ -351,7 +351,7 @@ struct Sm90Softmax : Sm90Rows<C> {
     for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
     tile::each_score<F>(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
     isa::row_maxima<F>(top);
-    this->raise_far_maxima(top, far, run);
+    this->update_far_max(top, far, run);
     Sums sums[S::halves] = {};
 #pragma unroll
     for (int r = 0; r < R; ++r) {

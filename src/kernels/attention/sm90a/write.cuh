@@ -47,7 +47,7 @@ struct Sm90Staging {
     free = true;
   }
   /// Behind await_room() and what the warpgroup has staged. `rows`: StagedRows.
-  QATTN_DEVICE void hand_over(const PrefillWork& work, int rows) {
+  QATTN_DEVICE void hand_over(const WorkTile& work, int rows) {
     if (isa::thread() % 128 == 0) {
       StagedRows x{};
       x.token = work.q.begin + work.first_row + 64 * group;
@@ -62,7 +62,7 @@ struct Sm90Staging {
   QATTN_DEVICE void end() {
     if constexpr (S::writers > 0) {
       await_room();
-      hand_over(PrefillWork{}, StagedRows::last);
+      hand_over(WorkTile{}, StagedRows::last);
     }
   }
 };

@@ -131,7 +131,7 @@ struct TokenTables {
 void unpack_block(const DecodeCall& call, const Block& block, int i, Scratch& scratch,
                   TokenTables& t) {
   const detail::KvCacheData& cache = *call.cache;
-  const Words& words = *cache.words;
+  const KernelTable& words = *cache.words;
   const formats::KvPage page = cache.layout(block.entry->tier);
   const formats::KvBlock& b = page.block;
   const int d = cache.d(), dv = cache.dv(), at = i * kv_block_tokens;
@@ -170,7 +170,7 @@ void unpack_block(const DecodeCall& call, const Block& block, int i, Scratch& sc
 void scale_queries(const DecodeCall& call, const Entry& entry, const Queries& queries,
                    Scratch& scratch) {
   const detail::KvCacheData& cache = *call.cache;
-  const Words& words = *cache.words;
+  const KernelTable& words = *cache.words;
   const int d = cache.d();
   float scale[256], row[256];
   words.load_row(cache.page(entry) + cache.layout(entry.tier).channel_scales(), Element::f16, d,
@@ -248,7 +248,7 @@ Scratch::Scratch(const DecodeCall& call) {
 
 void run_codes_task(const DecodeCall& call, const Task& task, const Queries& queries,
                     const Partial& partial, TileMass* mass, Scratch& scratch) {
-  const Words& words = *call.cache->words;
+  const KernelTable& words = *call.cache->words;
   const int rows = call.rows(), dv = call.cache->dv();
   clear(call, partial);
   Blocks walk(call, task);
@@ -276,7 +276,7 @@ namespace {
 std::uint32_t load_window_block(const DecodeCall& call, const Block& block, int i,
                                 Scratch& scratch) {
   const detail::KvCacheData& cache = *call.cache;
-  const Words& words = *cache.words;
+  const KernelTable& words = *cache.words;
   const formats::KvBlock b = cache.block(0);
   const Element element = element_of(cache.options.window_format);
   const int d = cache.d(), dv = cache.dv();
@@ -302,7 +302,7 @@ std::uint32_t load_window_block(const DecodeCall& call, const Block& block, int 
 
 void run_window_task(const DecodeCall& call, const Task& task, const Queries& queries,
                      const Partial& partial, TileMass* mass, Scratch& scratch) {
-  const Words& words = *call.cache->words;
+  const KernelTable& words = *call.cache->words;
   const int rows = call.rows(), dv = call.cache->dv();
   clear(call, partial);
   Blocks walk(call, task);

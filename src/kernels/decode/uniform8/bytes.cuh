@@ -11,7 +11,7 @@ inline namespace QATTN_TARGET {
 
 /// Of a tile of `Keys` keys. A lane holds two rows of keys 8 n + lane / 4.
 template <int Keys>
-struct CodedBytes {
+struct Uniform8Bytes {
   using F = isa::MmaTransposedFragment;
   static constexpr int R = F::rows;
   /// Added to a float, it leaves a whole number, in its low bits.

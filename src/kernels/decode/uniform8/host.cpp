@@ -20,24 +20,24 @@ using isa::Element;
 constexpr std::int64_t most_queries = 16;
 
 struct Instance {
-  CodedConfig config;
-  isa::LaunchError (*launch)(const CodedParams&, isa::Index3, void*, isa::Start);
+  Uniform8Config config;
+  isa::LaunchError (*launch)(const Uniform8Params&, isa::Index3, void*, isa::Start);
 };
 
-template <CodedConfig C>
+template <Uniform8Config C>
 constexpr Instance instance() {
-  return {C, &launch_coded<C>};
+  return {C, &launch_uniform8<C>};
 }
 
 constexpr Instance instances[] = {
-#define QATTN_INSTANCE(D, QK, PV) instance<CodedConfig{D, Element::QK, Element::PV}>(),
+#define QATTN_INSTANCE(D, QK, PV) instance<Uniform8Config{D, Element::QK, Element::PV}>(),
 #include "kernels/decode/uniform8/instances.inc"
 #undef QATTN_INSTANCE
 };
 
-struct CodedPlan : GpuPlan {
+struct Uniform8Plan : GpuPlan {
   const Instance* instance = nullptr;
-  Spread spread;
+  SplitKv split_kv;
 };
 
 Recipe resolve(const Problem& p) { return detail::resolve_recipe(p, "int8_full", {}); }
@@ -47,10 +47,10 @@ const Instance* find(const Problem& p, const Recipe& r) {
   if (!s8 && r.qk != Format::e4m3) return nullptr;
   if (!u8 && (r.v != Format::e4m3 || r.p != Format::e4m3)) return nullptr;
   const int channels = std::max(p.d, p.dv);
-  const CodedConfig wanted{channels <= 64    ? 64
-                           : channels <= 128 ? 128
-                                             : 256,
-                           s8 ? Element::s8 : Element::e4m3, u8 ? Element::u8 : Element::e4m3};
+  const Uniform8Config wanted{channels <= 64    ? 64
+                              : channels <= 128 ? 128
+                                                : 256,
+                              s8 ? Element::s8 : Element::e4m3, u8 ? Element::u8 : Element::e4m3};
   for (const Instance& i : instances) {
     if (i.config == wanted) return &i;
   }
@@ -66,12 +66,12 @@ PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
 
 Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
 
-CodedScales scales_of(const Problem& p, const TensorView& given, Role role, const Scaling& s) {
+Uniform8Scales scales_of(const Problem& p, const TensorView& given, Role role, const Scaling& s) {
   const ScaleGroups groups{role, s.granularity, s.block, s.warp, 0};
   const auto at = [&](int outer, int head, int token, int channel) {
     return groups.offset(given.stride.data(), p.paged, outer, head, token, channel);
   };
-  CodedScales x;
+  Uniform8Scales x;
   x.data = static_cast<const float*>(given.data);
   x.outer = at(1, 0, 0, 0), x.head = at(0, 1, 0, 0);
   x.token = at(0, 0, 1, 0), x.channel = at(0, 0, 0, 1);
@@ -111,7 +111,7 @@ Status supports(const Problem& p) {
     return refuse("no instance for codes of K in " + std::string(info(r.qk).name) + ", V in " +
                   std::string(info(r.v).name) + " and P in " + std::string(info(r.p).name));
   }
-  if (r.qk == Format::e4m3 && code < coded_fp8_architecture) {
+  if (r.qk == Format::e4m3 && code < uniform8_fp8_architecture) {
     return refuse("the code for sm_" + std::to_string(code) + " has no conversions of FP8");
   }
   if (Status s = check_scales(p, r); !s.ok()) return s;
@@ -123,7 +123,7 @@ Status supports(const Problem& p) {
   if (p.tensors.alibi_slopes.present()) return refuse("knows no ALiBi slopes");
   if (too_long(p)) return refuse("sequences longer than 2^30 tokens");
   const std::int64_t heads = std::max<std::int64_t>(p.heads_q, 1);
-  if (row_blocks(p, coded_rows) > 0x7fffffff / most_splits / heads) {
+  if (row_blocks(p, uniform8_rows) > 0x7fffffff / most_splits / heads) {
     return refuse("more than 2^31 blocks");
   }
   const std::string why = prepare_refusal(p, r, needs_of(p, r));
@@ -140,32 +140,32 @@ bool can_make(const GpuPlan& plan, const Problem& p, CodesLeft left) {
 
 Status attend_codes(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
                     Handover handover) {
-  const auto& plan = static_cast<const CodedPlan&>(data);
-  CodedParams params;
-  params.call =
-      params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), coded_rows, plan.error);
-  if (params.call.works == 0) return {};
+  const auto& plan = static_cast<const Uniform8Plan&>(data);
+  Uniform8Params params;
+  params.call = params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), uniform8_rows,
+                          plan.error);
+  if (params.call.work_tiles == 0) return {};
   if (handover.left == CodesLeft::queries) {
     params.call.q = rows_of(p, Role::q);
-    params.raw_queries = p.q.format;
+    params.fused_q_quant = p.q.format;
   }
-  set_spread(plan.spread, coded_rows, workspace, params.call);
+  set_split_kv(plan.split_kv, uniform8_rows, workspace, params.call);
   if (p.paged && std::has_single_bit(static_cast<std::uint64_t>(p.page_size))) {
     params.page_shift = std::countr_zero(static_cast<std::uint64_t>(p.page_size));
   }
   params.k_scale = scales_of(p, p.tensors.k_scale, Role::k, plan.recipe.k_scale);
   params.v_scale = scales_of(p, p.tensors.v_scale, Role::v, plan.recipe.v_scale);
   isa::LaunchError e =
-      locate_packed(plan.packed, p, workspace, params.call, stream, handover.start);
+      locate_varlen(plan.packed, p, workspace, params.call, stream, handover.start);
   if (e.empty()) {
-    e = plan.instance->launch(params, {params.call.works, 1, 1}, stream, handover.start);
+    e = plan.instance->launch(params, {params.call.work_tiles, 1, 1}, stream, handover.start);
   }
   if (e.empty()) e = combine_parts(params.call, stream, isa::Start::early);
   return e.empty() ? Status() : Status(Code::internal, "decode kernel: " + e);
 }
 
 std::shared_ptr<detail::PlanData> tune(const Problem& p) {
-  auto plan = std::make_shared<CodedPlan>();
+  auto plan = std::make_shared<Uniform8Plan>();
   plan->attend = attend_codes;
   plan->can_make = can_make;
   plan->gains_queries = true;
@@ -173,19 +173,19 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->instance = find(p, plan->recipe);
   plan->prepared = plan_prepare(p, plan->recipe, needs_of(p, plan->recipe));
   plan->workspace = plan->prepared.bytes;
-  SpreadLimits limits;
-  limits.rows = coded_rows, limits.channels = plan->instance->config.d;
+  SplitKvLimits limits;
+  limits.rows = uniform8_rows, limits.channels = plan->instance->config.d;
   limits.parts = true;
-  limits.blocks = isa::multiprocessors() * coded_blocks(limits.channels);
-  plan->spread = plan_spread(p, plan->recipe, limits, plan->workspace);
-  plan->packed = plan_packed(p, coded_rows, plan->workspace);
+  limits.blocks = isa::multiprocessors() * uniform8_blocks(limits.channels);
+  plan->split_kv = plan_split_kv(p, plan->recipe, limits, plan->workspace);
+  plan->packed = plan_varlen(p, uniform8_rows, plan->workspace);
   plan->error = isa::error_word();
   plan->text = "variant: codes d" + std::to_string(limits.channels) +
-               "\ntile: " + std::to_string(coded_rows) + " rows x " +
+               "\ntile: " + std::to_string(uniform8_rows) + " rows x " +
                std::to_string(coded_tile_keys) +
                " keys\ntile_keys: " + std::to_string(coded_tile_keys) +
                "\nlost_mass: " + (plan->recipe.p == Format::u8 ? "a second byte" : "none") + "\n" +
-               text_of(plan->spread) + hidden_keys_text(plan->prepared);
+               text_of(plan->split_kv) + hidden_keys_text(plan->prepared);
   if (codes_left(*plan, p) == CodesLeft::queries) {
     plan->text += "q_codes: in the attention kernel\n";
   }

@@ -3,7 +3,7 @@
 // sm_80 on.
 //
 // A block is one warp with up to 8 query rows (the heads of a KV head, times a few queries) and a
-// share of the keys; PrefillCombine adds up the shares. It holds one tile of 64 keys: the next K
+// share of the keys; CombineSplits adds up the shares. It holds one tile of 64 keys: the next K
 // arrives under softmax and product with V, the next V under the product with K and softmax; page
 // numbers are read two tiles ahead, scales one, so that no load waits for another. Nothing is
 // shared between warps: what hides latency are the other blocks, as many as shared memory holds.
@@ -30,18 +30,18 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-template <CodedConfig C>
-struct CodedDecode : CodedLoad<C> {
-  using Params = CodedParams;
-  using S = CodedShape<C>;
-  using Base = CodedLoad<C>;
+template <Uniform8Config C>
+struct Uniform8Decode : Uniform8Load<C> {
+  using Params = Uniform8Params;
+  using S = Uniform8Shape<C>;
+  using Base = Uniform8Load<C>;
   using Base::R, Base::base, Base::by_token, Base::fact, Base::g, Base::lane, Base::p, Base::params,
       Base::q, Base::query, Base::row_scale, Base::t, Base::work;
   static constexpr int threads = S::threads, shared_bytes = S::shared_bytes;
-  static constexpr int min_blocks = coded_blocks(C.d);
+  static constexpr int min_blocks = uniform8_blocks(C.d);
   static constexpr bool dependent = true;
   static constexpr bool fp8_qk = C.qk == Element::e4m3;
-  static constexpr isa::Target target{fp8_qk ? coded_fp8_architecture : 80};
+  static constexpr isa::Target target{fp8_qk ? uniform8_fp8_architecture : 80};
   using F = isa::MmaTransposedFragment;
   using Scores = float[1][S::key_tiles][F::elements];
 
@@ -52,7 +52,7 @@ struct CodedDecode : CodedLoad<C> {
   /// Some V that a row sees holds NaN (e4m3): which rows see it must be found out.
   bool careful = false;
 
-  QATTN_DEVICE CodedDecode(const CodedParams& x, const PrefillWork& w) : Base(x, w) {
+  QATTN_DEVICE Uniform8Decode(const Uniform8Params& x, const WorkTile& w) : Base(x, w) {
     max[0] = max[1] = -tile::infinity();
   }
 
@@ -157,24 +157,24 @@ struct CodedDecode : CodedLoad<C> {
   /// Takes the tile's maxima into the references. With u8 P, relative to its own tile, any
   /// reference serves that keeps exponentials in range: it moves only when a maximum is far above
   /// it.
-  QATTN_DEVICE void raise_maxima(const float (&top)[R]) {
+  QATTN_DEVICE void update_max(const float (&top)[R]) {
     constexpr float slack = S::u8 ? 32.0f : 0.0f;
-    float shrink[R];
+    float rescale[R];
     bool changed = false;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float next = top[r] > max[r] + slack ? top[r] : max[r];
-      shrink[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - next);
+      rescale[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - next);
       changed |= next != max[r];
       max[r] = next;
-      sum[r] *= shrink[r];
-      code_sum[r] *= shrink[r];
+      sum[r] *= rescale[r];
+      code_sum[r] *= rescale[r];
     }
     if (!isa::any(changed)) return;
 #pragma unroll
     for (int j = 0; j < S::channel_tiles; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) out[0][j][i] *= shrink[i % 2];
+      for (int i = 0; i < 4; ++i) out[0][j][i] *= rescale[i % 2];
     }
   }
 
@@ -193,7 +193,7 @@ struct CodedDecode : CodedLoad<C> {
     isa::load_matrix_transposed<1>(r, row);
   }
 
-  using Bytes = CodedBytes<S::keys>;
+  using Bytes = Uniform8Bytes<S::keys>;
   using Codes = typename Bytes::Codes;
 
   QATTN_DEVICE void attend_u8(Scores& s) {
@@ -205,7 +205,7 @@ struct CodedDecode : CodedLoad<C> {
     }
     float top[R], share[R], ref[R], mass[R] = {}, exact[R] = {}, whole[R] = {}, inverse = 1.0f;
     find_maxima(s, top);
-    raise_maxima(top);
+    update_max(top);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       ref[r] = reference(top[r]);
@@ -264,7 +264,7 @@ struct CodedDecode : CodedLoad<C> {
   QATTN_DEVICE void attend_e4m3(Scores& s) {
     float top[R], offset[R];
     find_maxima(s, top);
-    raise_maxima(top);
+    update_max(top);
 #pragma unroll
     for (int r = 0; r < R; ++r) offset[r] = S::p_log2 - reference(max[r]);
     std::uint32_t b[S::key_tiles][1][2];
@@ -341,7 +341,7 @@ struct CodedDecode : CodedLoad<C> {
   /// copies do not wait for Q.
   QATTN_DEVICE void run_tiles() {
     const int last = last_tile();
-    CodedKeys keys, next;
+    Uniform8Keys keys, next;
     this->load_pages(last, next);
     // The round before the last tile only starts copies: they have one place in the code.
     for (int tile = last + S::keys; tile >= work.key_begin; tile -= S::keys) {
@@ -399,7 +399,7 @@ struct CodedDecode : CodedLoad<C> {
   /// V's scales that P does not have.
   QATTN_DEVICE void scale_channels() {
     if (S::u8 && by_token()) return;
-    const CodedScales& x = params.v_scale;
+    const Uniform8Scales& x = params.v_scale;
     const float* scale =
         x.data + (p.k.page_table == nullptr ? work.b : 0) * x.outer + work.kv_head * x.head;
 #pragma unroll
@@ -415,7 +415,7 @@ struct CodedDecode : CodedLoad<C> {
     }
   }
 
-  /// Leaves the rows to PrefillCombine.
+  /// Leaves the rows to CombineSplits.
   QATTN_DEVICE void write_part() {
     const PartsView& parts = p.parts;
     const std::int64_t first = part_row(p, work.q, work.b, work.head, work.first_row) +
@@ -441,18 +441,18 @@ struct CodedDecode : CodedLoad<C> {
     }
   }
 
-  static QATTN_DEVICE void run(const CodedParams& x) {
-    if constexpr (!fp8_qk || isa::target_architecture >= coded_fp8_architecture) run_block(x);
+  static QATTN_DEVICE void run(const Uniform8Params& x) {
+    if constexpr (!fp8_qk || isa::target_architecture >= uniform8_fp8_architecture) run_block(x);
   }
 
-  static QATTN_DEVICE void run_block(const CodedParams& x) {
+  static QATTN_DEVICE void run_block(const Uniform8Params& x) {
     isa::grid_dependency_launch();
     if (x.call.verdict != nullptr) isa::grid_dependency_wait();  // for schedule/varlen.cuh
-    const PrefillWork work = locate_work(x.call, isa::block().x, S::rows, S::keys);
+    const WorkTile work = locate_work(x.call, isa::block().x, S::rows, S::keys);
     if ((work.q.bad || work.k.bad) && isa::lane() == 0) {
       isa::atomic_or_global(x.call.error, tile::error_sequence);
     }
-    CodedDecode self(x, work);
+    Uniform8Decode self(x, work);
     const bool any = work.first_row < work.q.rows && self.last_tile() >= 0;
     if (!any) isa::grid_dependency_wait();
     if (work.first_row >= work.q.rows) return;

@@ -10,11 +10,11 @@
 
 namespace qattn::kernels {
 
-template <CodedConfig C>
-struct CodedShape {
+template <Uniform8Config C>
+struct Uniform8Shape {
   static constexpr bool u8 = C.pv == Element::u8;
   static constexpr float p_log2 = u8 ? 0.0f : 8.0f;  ///< log2 of what P is scaled by
-  static constexpr int d = C.d, keys = coded_tile_keys, rows = coded_rows, threads = 32;
+  static constexpr int d = C.d, keys = coded_tile_keys, rows = uniform8_rows, threads = 32;
   static constexpr int key_tiles = keys / 16, channel_tiles = C.d / 16;
   static constexpr int row = tile::padded_row(C.d), v_at = keys * row;
   static constexpr int scales_at = 2 * keys * row, logs_at = scales_at + 4 * keys;
@@ -24,34 +24,34 @@ struct CodedShape {
 inline namespace QATTN_TARGET {
 
 /// What a lane knows of the keys `lane` and `lane` + 32 of a tile.
-struct CodedKeys {
+struct Uniform8Keys {
   std::int32_t page[2];  ///< as the table has it; unpaged: 0
   float k_scale[2], v_scale[2];
 };
 
-template <CodedConfig C>
-struct CodedLoad {
-  using S = CodedShape<C>;
+template <Uniform8Config C>
+struct Uniform8Load {
+  using S = Uniform8Shape<C>;
   static constexpr int R = 2;  ///< query rows of a lane: 2 t and the one behind it
-  const CodedParams& params;
-  const PrefillParams& p;
-  const PrefillWork& work;
+  const Uniform8Params& params;
+  const AttentionParams& p;
+  const WorkTile& work;
   int lane = isa::lane(), g = lane / 4, t = lane % 4;
   SharedAddress base = isa::shared_base();
   std::uint32_t q[C.d / 32][2];  ///< B of K Q^T: codes
   float row_scale[R];            ///< from a row's products to scores in units of log2
 
-  QATTN_DEVICE CodedLoad(const CodedParams& x, const PrefillWork& w)
+  QATTN_DEVICE Uniform8Load(const Uniform8Params& x, const WorkTile& w)
       : params(x), p(x.call), work(w) {}
 
   // ---- Rows -----------------------------------------------------------------------------------
 
   QATTN_DEVICE int query(int row) const {
     row += work.first_row;
-    return p.pack > 1 ? row * p.pack_inverse >> 16 : row;
+    return p.pack_gqa > 1 ? row * p.pack_gqa_inverse >> 16 : row;
   }
   QATTN_DEVICE int head(int row) const {
-    return p.pack > 1 ? work.head + row - query(row) * p.pack : work.head;
+    return p.pack_gqa > 1 ? work.head + row - query(row) * p.pack_gqa : work.head;
   }
 
   /// Does every row of the block see every key of the tile?
@@ -130,9 +130,9 @@ struct CodedLoad {
   QATTN_DEVICE void load_queries() {
     isa::grid_dependency_wait();
     float scale[R];
-    if (params.raw_queries == Format::f16) {
+    if (params.fused_q_quant == Format::f16) {
       encode_queries<Element::f16>(scale);
-    } else if (params.raw_queries == Format::bf16) {
+    } else if (params.fused_q_quant == Format::bf16) {
       encode_queries<Element::bf16>(scale);
     } else {
       load_codes(scale);
@@ -147,7 +147,7 @@ struct CodedLoad {
   QATTN_DEVICE bool exists(int token) const { return token < work.k.length; }
 
   /// Only loads: nobody asks what came before the next tile.
-  QATTN_DEVICE void load_pages(int tile, CodedKeys& keys) const {
+  QATTN_DEVICE void load_pages(int tile, Uniform8Keys& keys) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = tile + lane + 32 * i;
@@ -174,13 +174,13 @@ struct CodedLoad {
     return static_cast<int>(params.page_shift >= 0 ? s & (page_size() - 1) : s % page_size());
   }
 
-  QATTN_DEVICE void load_scales(int tile, CodedKeys& keys) const {
+  QATTN_DEVICE void load_scales(int tile, Uniform8Keys& keys) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = tile + lane + 32 * i, place = place_of(token);
       const bool paged = p.k.page_table != nullptr, known = is_page(keys.page[i]);
       const std::int64_t outer = paged ? keys.page[i] : work.b;
-      const auto load = [&](const CodedScales& x) {
+      const auto load = [&](const Uniform8Scales& x) {
         const std::int64_t at = outer * x.outer + work.kv_head * x.head + place * x.token;
         const bool there = known && (x.tokens < 0 || place < x.tokens);
         return there ? isa::load_global(x.data + at) : tile::quiet_nan();
@@ -203,7 +203,7 @@ struct CodedLoad {
 
   /// Scales of the tile to shared memory, where lanes find those of their keys: NaN where they are
   /// negative or no numbers.
-  QATTN_DEVICE void store_scales(const CodedKeys& keys) const {
+  QATTN_DEVICE void store_scales(const Uniform8Keys& keys) const {
     const auto at = base + static_cast<SharedAddress>(4 * lane);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -284,8 +284,8 @@ struct CodedLoad {
   }
 
   /// Starts copying one operand of a tile.
-  QATTN_DEVICE void start_tile(const tile::Rows& x, bool vectors, int tile, const CodedKeys& keys,
-                               SharedAddress to) const {
+  QATTN_DEVICE void start_tile(const tile::Rows& x, bool vectors, int tile,
+                               const Uniform8Keys& keys, SharedAddress to) const {
     const bool runs = in_runs(x, vectors);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -309,10 +309,10 @@ struct CodedLoad {
       }
     }
   }
-  QATTN_DEVICE void start_keys(int tile, const CodedKeys& keys) const {
+  QATTN_DEVICE void start_keys(int tile, const Uniform8Keys& keys) const {
     start_tile(p.k, p.k_vectors, tile, keys, base);
   }
-  QATTN_DEVICE void start_values(int tile, const CodedKeys& keys) const {
+  QATTN_DEVICE void start_values(int tile, const Uniform8Keys& keys) const {
     start_tile(p.v, p.v_vectors, tile, keys, base + S::v_at);
   }
 };

@@ -70,7 +70,7 @@ LaunchError means(const Call& call, Launches& launches) {
   MeanParams params;
   std::int64_t finishing = 0, blocks = 0;
   for (int i = 0; i < 2; ++i) {
-    const Facts& f = call.facts[static_cast<std::size_t>(i + 1)];
+    const OperandSpec& f = call.facts[static_cast<std::size_t>(i + 1)];
     const PrepareLayout::Part& p = call.part(f.role);
     if (p.mean == PrepareLayout::none || call.reads_twice(f.role)) continue;
     MeanRole& m = params.role[i];
@@ -98,7 +98,7 @@ LaunchError means(const Call& call, Launches& launches) {
 }
 
 LaunchError block_means(const Call& call, Launches& launches) {
-  const Facts& f = call.facts[0];
+  const OperandSpec& f = call.facts[0];
   BlockMeanParams params;
   params.role.rows = call.rows[0];
   params.role.padded = f.padded;
@@ -114,7 +114,7 @@ LaunchError balance(const Call& call, Launches& launches) {
   return find_factors(call, BalanceParams{}, launches);
 }
 
-GeneralRole general_role(const Call& call, const Facts& f, bool maxima_pass) {
+GeneralRole general_role(const Call& call, const OperandSpec& f, bool maxima_pass) {
   const int i = static_cast<int>(f.role);
   GeneralRole r;
   r.rows = call.rows[i];
@@ -151,7 +151,7 @@ LaunchError general(const Call& call, unsigned mask, bool maxima_pass, Launches&
   params.v_out = call.prepared_tiles();
   std::int64_t blocks = 0;
   int padded = 0;
-  for (const Facts& f : call.facts) {
+  for (const OperandSpec& f : call.facts) {
     const int i = static_cast<int>(f.role);
     if ((mask >> i & 1) == 0 || (maxima_pass && !needs_maxima(f))) continue;
     params.role[i] = general_role(call, f, maxima_pass);
@@ -174,7 +174,7 @@ LaunchError general(const Call& call, unsigned mask, bool maxima_pass, Launches&
 }
 
 LaunchError channel_scales(const Call& call, Launches& launches) {
-  const Facts& f = call.facts[2];
+  const OperandSpec& f = call.facts[2];
   if (!f.wanted || source_of(f) != ScaleSource::channel) return {};
   if (call.plain(f.role) && !f.scale.present()) return {};  // FinishMeans makes them
   ChannelScaleParams params;
@@ -188,12 +188,12 @@ LaunchError channel_scales(const Call& call, Launches& launches) {
 
 LaunchError encode(const Call& call, Launches& launches) {
   unsigned general_mask = 0;
-  for (const Facts& f : call.facts) {
+  for (const OperandSpec& f : call.facts) {
     if (f.wanted && !call.plain(f.role)) general_mask |= 1u << static_cast<int>(f.role);
   }
   // Launches are of one padded size, and the plain one of one format; V's may differ from those of
   // Q and K, where these are codes.
-  const auto fits = [&](const Facts& f) {
+  const auto fits = [&](const OperandSpec& f) {
     return !call.plain(f.role) || !call.plain(Role::v) ||
            f.tensor.format == call.facts[2].tensor.format;
   };
@@ -214,27 +214,25 @@ LaunchError encode(const Call& call, Launches& launches) {
 }  // namespace
 
 tile::Rows rows_of(const Problem& p, Role role) {
-  const bool q = role == Role::q;
-  const TokenTensor& t = q ? p.q : role == Role::k ? p.k : p.v;
+  const Operand x = operand_of(p, role);
   tile::Rows r;
-  r.data = t.data;
-  r.batch = t.batch;
-  r.token = t.token;
-  r.head = t.head;
-  r.max_length = q ? p.max_q : p.max_k;
+  r.data = x.tokens.data;
+  r.batch = x.tokens.batch;
+  r.token = x.tokens.token;
+  r.head = x.tokens.head;
+  r.max_length = x.longest;
   r.batches = static_cast<std::int32_t>(p.batch);
-  r.heads = static_cast<std::int32_t>(q ? p.heads_q : p.heads_kv);
-  r.channels = role == Role::v ? p.dv : p.d;
+  r.heads = static_cast<std::int32_t>(x.heads);
+  r.channels = x.channels;
   const auto index = [](const TensorView& v) { return static_cast<const std::int32_t*>(v.data); };
-  const AttentionTensors& x = p.tensors;
-  r.used = index(q ? x.seqused_q : x.seqused_k);
-  if (q ? p.varlen_q : p.varlen_k) {
-    r.cu_seqlens = index(q ? x.cu_seqlens_q : x.cu_seqlens_k);
-    r.total = q ? p.tokens_q : p.tokens_k;
+  r.used = index(x.seqused);
+  if (x.varlen) {
+    r.cu_seqlens = index(x.cu_seqlens);
+    r.total = x.in_memory;
   }
-  if (!q && p.paged) {
-    r.page_table = index(x.page_table);
-    r.page_table_stride = x.page_table.stride[0];
+  if (x.paged) {
+    r.page_table = index(p.tensors.page_table);
+    r.page_table_stride = p.tensors.page_table.stride[0];
     r.page_size = static_cast<std::int32_t>(p.page_size);
     r.total = p.pages;
   }
@@ -245,7 +243,7 @@ std::string prepare_refusal(const Problem& p, const Recipe& recipe, const Prepar
   if (recipe.balance_k == Toggle::on && !(needs.q_rows && needs.k_rows)) {
     return "balance_k is for quantised Q and K";
   }
-  for (const Facts& f : all_facts(p, recipe, needs)) {
+  for (const OperandSpec& f : all_facts(p, recipe, needs)) {
     if (!f.wanted) continue;
     const std::string who(name(f.role));
     if (!free_scale(f.format)) {
@@ -267,7 +265,7 @@ std::string prepare_refusal(const Problem& p, const Recipe& recipe, const Prepar
 }
 
 std::int64_t channel_block(const Problem& p, const Recipe& recipe, const PrepareNeeds& needs) {
-  const Facts f = facts_of(p, recipe, needs, Role::v);
+  const OperandSpec f = facts_of(p, recipe, needs, Role::v);
   const std::int64_t all = std::max<std::int64_t>(p.max_k, 1);
   if (!f.wanted || f.scaling.granularity != Granularity::per_block_channel) return all;
   // Given scales of paged V belong to pages, so that a group must end where its page ends.
@@ -280,7 +278,7 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
   layout.needs = needs;
   layout.error = isa::error_word();
   Allocator memory;
-  for (const Facts& f : all_facts(p, recipe, needs)) {
+  for (const OperandSpec& f : all_facts(p, recipe, needs)) {
     PrepareLayout::Part& part = layout.part[static_cast<int>(f.role)];
     tile::Rows r = rows_of(p, f.role);
     // slot_count() and others look whether the sequence is packed; at planning there may be no
@@ -378,7 +376,7 @@ bool plan_plain(const Problem& p, const Recipe& recipe, const PrepareLayout& lay
       t.saturated.present()) {
     return false;
   }
-  for (const Facts& f : call.facts) {
+  for (const OperandSpec& f : call.facts) {
     if (!call.plain(f.role) || f.tensor.format != call.facts[0].tensor.format) return false;
     if (f.scale.present()) return false;
     if (f.role != Role::q && given_mean(p, f.role).present()) return false;

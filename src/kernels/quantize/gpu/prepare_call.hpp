@@ -48,7 +48,7 @@ struct Call {
   const Recipe& recipe;
   const PrepareLayout& layout;
   void* workspace;
-  std::array<Facts, 3> facts;
+  std::array<OperandSpec, 3> facts;
   tile::Rows rows[3];
 
   const PrepareLayout::Part& part(Role role) const { return layout.part[static_cast<int>(role)]; }
@@ -79,7 +79,7 @@ struct Call {
     return role == Role::q || facts[static_cast<std::size_t>(role)].codes ? SeenKeys{} : seen();
   }
   /// The counter of codes that a given scale clips; null: nobody asked.
-  std::uint64_t* saturated(const Facts& f) const {
+  std::uint64_t* saturated(const OperandSpec& f) const {
     const TensorView& s = problem.tensors.saturated;
     if (!s.present() || f.codes) return nullptr;
     return static_cast<std::uint64_t*>(s.data) + static_cast<int>(f.role) * s.stride[0];
@@ -115,7 +115,7 @@ struct Call {
   }
 };
 
-inline Grouping grouping_of(const Call& call, const Facts& f) {
+inline Grouping grouping_of(const Call& call, const OperandSpec& f) {
   const tile::Rows& r = call.rows[static_cast<int>(f.role)];
   Grouping g;
   g.role = f.role;

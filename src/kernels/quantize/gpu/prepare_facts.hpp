@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 
+#include "core/operand.hpp"
 #include "kernels/quantize/gpu/encode.cuh"
 #include "kernels/quantize/gpu/prepare.hpp"
 #include "qattn/quantize.hpp"
@@ -15,7 +16,7 @@ inline namespace QATTN_TARGET {
 inline bool free_scale(Format f) { return info(f).scale != Format::none && info(f).group == 0; }
 
 /// What a role of a call means, from the problem and the recipe.
-struct Facts {
+struct OperandSpec {
   Role role;
   Format format;  ///< of the codes
   Scaling scaling;
@@ -27,30 +28,32 @@ struct Facts {
   bool wanted = false;
 };
 
-inline Facts facts_of(const Problem& p, const Recipe& r, const PrepareNeeds& needs, Role role) {
-  Facts f;
+inline OperandSpec facts_of(const Problem& p, const Recipe& r, const PrepareNeeds& needs,
+                            Role role) {
+  const Operand x = operand_of(p, role);
+  const OperandRecipe asked = operand_recipe(r, role);
+  OperandSpec f;
   f.role = role;
-  const bool v = role == Role::v, q = role == Role::q;
-  f.format = v ? r.v : r.qk;
-  f.scaling = q ? r.q_scale : v ? r.v_scale : r.k_scale;
-  f.codes = q ? p.q_codes : v ? p.v_codes : p.k_codes;
-  f.scale = q ? p.tensors.q_scale : v ? p.tensors.v_scale : p.tensors.k_scale;
-  f.tensor = q ? p.q : v ? p.v : p.k;
-  f.channels = v ? p.dv : p.d;
+  f.format = asked.format;
+  f.scaling = asked.scaling;
+  f.codes = x.codes;
+  f.scale = x.scale;
+  f.tensor = x.tokens;
+  f.channels = x.channels;
   f.padded = prepared_channels(f.channels);
-  f.heads = q ? p.heads_q : p.heads_kv;
-  f.wanted = q ? needs.q_rows : v ? needs.v_tiles : needs.k_rows;
+  f.heads = x.heads;
+  f.wanted = role == Role::q ? needs.q_rows : role == Role::v ? needs.v_tiles : needs.k_rows;
   return f;
 }
 
-inline std::array<Facts, 3> all_facts(const Problem& p, const Recipe& r,
-                                      const PrepareNeeds& needs) {
+inline std::array<OperandSpec, 3> all_facts(const Problem& p, const Recipe& r,
+                                            const PrepareNeeds& needs) {
   return {facts_of(p, r, needs, Role::q), facts_of(p, r, needs, Role::k),
           facts_of(p, r, needs, Role::v)};
 }
 
 /// Can every row be read in pieces of eight channels, 16 bytes (f32: 32, codes: 8)?
-inline bool aligned_rows(const Facts& f, const tile::Rows& r) {
+inline bool aligned_rows(const OperandSpec& f, const tile::Rows& r) {
   const int size = std::max(info(f.tensor.format).bits / 8, 1), unit = std::min(16, 8 * size);
   const std::int64_t strides = r.batch | r.token | r.head;
   return reinterpret_cast<std::uintptr_t>(r.data) % static_cast<unsigned>(unit) == 0 &&
@@ -58,28 +61,25 @@ inline bool aligned_rows(const Facts& f, const tile::Rows& r) {
 }
 
 /// Q's are of blocks, K's and V's of sequences.
-inline bool subtracts_mean(const Recipe& r, const Facts& f) {
-  const Toggle toggle = f.role == Role::q   ? r.smooth_q
-                        : f.role == Role::k ? r.smooth_k
-                                            : r.smooth_v;
-  return !f.codes && toggle == Toggle::on;
+inline bool subtracts_mean(const Recipe& r, const OperandSpec& f) {
+  return !f.codes && operand_recipe(r, f.role).smooth == Toggle::on;
 }
 
 inline const TensorView& given_mean(const Problem& p, Role role) {
-  return role == Role::k ? p.tensors.k_mean : p.tensors.v_mean;
+  return operand_of(p, role).mean;
 }
 
 /// Is there a mean of K's or V's sequences?
-inline bool has_mean(const Problem& p, const Recipe& r, const Facts& f) {
+inline bool has_mean(const Problem& p, const Recipe& r, const OperandSpec& f) {
   return f.role != Role::q && (subtracts_mean(r, f) || given_mean(p, f.role).present());
 }
 
-inline bool two_bytes(const Facts& f) {
+inline bool two_bytes(const OperandSpec& f) {
   return f.tensor.format == Format::f16 || f.tensor.format == Format::bf16;
 }
 
 /// V in e4m3 with a scale per channel of the sequence, from 16 bits.
-inline bool scales_channels(const Recipe& r, const Facts& f) {
+inline bool scales_channels(const Recipe& r, const OperandSpec& f) {
   return f.role == Role::v && two_bytes(f) && f.format == Format::e4m3 &&
          f.scaling.granularity == Granularity::per_channel && !f.scale.present() &&
          !subtracts_mean(r, f);
@@ -87,15 +87,15 @@ inline bool scales_channels(const Recipe& r, const Facts& f) {
 
 /// Does a variant without detours serve this operand: EncodePlain, under given scales EncodeGiven?
 /// Depends on its address, too.
-inline bool is_plain(const Recipe& r, const Facts& f, const tile::Rows& rows) {
+inline bool is_plain(const Recipe& r, const OperandSpec& f, const tile::Rows& rows) {
   if (!two_bytes(f) || f.codes || !aligned_rows(f, rows)) return false;
   const Granularity g = f.scaling.granularity;
   const bool given = f.scale.present();
   if (f.role == Role::v) {
     if (subtracts_mean(r, f)) return false;
     if (f.format == Format::s8) return scaled_by_token(f.scaling, f.role);
-    const bool of_sequence = g == Granularity::per_channel || g == Granularity::per_head ||
-                             g == Granularity::per_tensor;
+    const bool of_sequence =
+        g == Granularity::per_channel || g == Granularity::per_head || g == Granularity::per_tensor;
     return scales_channels(r, f) || (given && f.format == Format::e4m3 && of_sequence);
   }
   if (f.role == Role::q && subtracts_mean(r, f)) return false;
@@ -109,12 +109,12 @@ inline bool is_plain(const Recipe& r, const Facts& f, const tile::Rows& rows) {
 }
 
 /// Must that variant read the operand twice: K for its mean, V for the maxima of its channels?
-inline bool two_passes(const Problem& p, const Recipe& r, const Facts& f) {
+inline bool two_passes(const Problem& p, const Recipe& r, const OperandSpec& f) {
   return f.role == Role::k ? has_mean(p, r, f) && !given_mean(p, f.role).present()
                            : scales_channels(r, f);
 }
 
-inline ScaleSource source_of(const Facts& f) {
+inline ScaleSource source_of(const OperandSpec& f) {
   const Scaling& s = f.scaling;
   const bool token = scaled_by_token(s, f.role);
   if (f.role == Role::v && !token) return ScaleSource::channel;
@@ -134,13 +134,13 @@ inline ScaleSource source_of(const Facts& f) {
 }
 
 /// Must maxima be found before the codes?
-inline bool needs_maxima(const Facts& f) {
+inline bool needs_maxima(const OperandSpec& f) {
   const ScaleSource s = source_of(f);
   return s == ScaleSource::maxima || (s == ScaleSource::channel && !f.scale.present());
 }
 
 /// Groups in one block of the index maps.
-inline std::int32_t block_groups(const Facts& f) {
+inline std::int32_t block_groups(const OperandSpec& f) {
   const Scaling& s = f.scaling;
   if (s.granularity == Granularity::per_warp) return s.block / s.warp;
   if (s.granularity == Granularity::per_thread) {
@@ -150,7 +150,7 @@ inline std::int32_t block_groups(const Facts& f) {
 }
 
 /// Words of the table of maxima; `groups` is per head.
-inline std::int64_t maxima_words(const Facts& f, const tile::Rows& r, std::int64_t& groups) {
+inline std::int64_t maxima_words(const OperandSpec& f, const tile::Rows& r, std::int64_t& groups) {
   groups = 1;
   if (f.scaling.granularity == Granularity::per_tensor) return 1;
   if (f.scaling.granularity == Granularity::per_head ||

@@ -35,7 +35,7 @@ LaunchError launch_plain(const Params& params, Format input, int padded, std::in
 
 /// What balances K's channels. `params`: what else the kernel is told.
 inline LaunchError find_factors(const Call& call, BalanceParams params, Launches& launches) {
-  const Facts& f = call.facts[1];
+  const OperandSpec& f = call.facts[1];
   params.rows = call.rows[1];
   params.format = f.tensor.format;
   params.seen = call.seen(Role::k);
@@ -53,7 +53,7 @@ inline LaunchError find_factors(const Call& call, BalanceParams params, Launches
 class PlainRun {
  public:
   PlainRun(const Call& call, unsigned mask, Launches& launches) : call_(call), launches_(launches) {
-    for (const Facts& f : call.facts) {
+    for (const OperandSpec& f : call.facts) {
       if ((mask >> static_cast<int>(f.role) & 1) == 0 || !call.plain(f.role)) continue;
       any_ = &f;
       has_[static_cast<int>(f.role)] = true;
@@ -79,7 +79,7 @@ class PlainRun {
   bool has(Role role) const { return has_[static_cast<int>(role)]; }
   bool reads_twice(Role role) const { return has(role) && call_.reads_twice(role); }
 
-  void add_values(const Facts& f) {
+  void add_values(const OperandSpec& f) {
     params_.v = call_.rows[2];
     params_.v_out = call_.prepared_tiles();
     params_.v_shared = joins_groups(f.scaling, f.role)      ? SharedScales::joint
@@ -87,7 +87,7 @@ class PlainRun {
                                                             : SharedScales::channel;
   }
 
-  void add_rows(const Facts& f) {
+  void add_rows(const OperandSpec& f) {
     const int i = static_cast<int>(f.role);
     PlainRows& r = params_.row[i];
     r.rows = call_.rows[i];
@@ -104,7 +104,7 @@ class PlainRun {
     if (queries && r.factors != nullptr) r.factors += f.padded;
   }
 
-  void add_given(const Facts& f) {
+  void add_given(const OperandSpec& f) {
     const int i = static_cast<int>(f.role);
     given_ = true;
     params_.grouping[i] = grouping_of(call_, f);
@@ -163,7 +163,7 @@ class PlainRun {
     std::int64_t blocks = 0;
     for (const Role role : {Role::k, Role::v}) {
       if (!reads_twice(role)) continue;
-      const Facts& f = call_.facts[static_cast<std::size_t>(role)];
+      const OperandSpec& f = call_.facts[static_cast<std::size_t>(role)];
       MeanRole& m = params.role[role == Role::v ? 1 : 0];
       m.rows = call_.rows[static_cast<int>(role)];
       m.sums = at<float>(call_.workspace, call_.part(role).sums);
@@ -191,7 +191,7 @@ class PlainRun {
   GivenParams params_;
   bool given_ = false;  ///< are there scales that the caller gives?
   bool has_[3] = {};
-  const Facts* any_ = nullptr;
+  const OperandSpec* any_ = nullptr;
 };
 
 }  // namespace QATTN_TARGET

@@ -19,7 +19,7 @@ float nearest_f16(float x) {
 
 }  // namespace
 
-std::uint16_t encode_kv_row(const Words& words, const float* x, int n, int bits,
+std::uint16_t encode_kv_row(const KernelTable& words, const float* x, int n, int bits,
                             std::uint8_t* codes) {
   const auto zeros = [&](int code) { std::memset(codes, code, static_cast<std::size_t>(n)); };
   const float amax = words.amax(x, n);

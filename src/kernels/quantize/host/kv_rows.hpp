@@ -9,7 +9,7 @@
 namespace qattn::cpu {
 
 /// Codes (one a byte) of a row of n elements, n a multiple of 16; returns its scale's f16 code.
-std::uint16_t encode_kv_row(const Words& words, const float* x, int n, int bits,
+std::uint16_t encode_kv_row(const KernelTable& words, const float* x, int n, int bits,
                             std::uint8_t* codes);
 
 }  // namespace qattn::cpu

@@ -31,7 +31,7 @@ struct Unit {
   const QuantizeTensors& t;
   const QuantizeOptions& o;
   const QuantizeFacts& f;
-  const cpu::Words& words;
+  const cpu::KernelTable& words;
   std::int64_t b, head, begin, length;
   std::vector<float> means;  ///< one padded row per mean
 
@@ -256,7 +256,7 @@ void quantize_grouped(const Unit& u) {
 /// Runs f(unit) over every (sequence, head), in parallel.
 template <class Function>
 void each_unit(const QuantizeTensors& t, const QuantizeOptions& o, const QuantizeFacts& f,
-               const cpu::Words& words, Function body) {
+               const cpu::KernelTable& words, Function body) {
   std::atomic<bool> failed = false;
 #pragma omp parallel for schedule(dynamic) num_threads(team(o.threads))
   for (std::int64_t i = 0; i < f.batch * f.heads; ++i) {
@@ -280,7 +280,7 @@ Result<QuantizeReport> quantize_checked(const QuantizeTensors& t, const Quantize
     return Status(selection.unknown_name ? Code::invalid_argument : Code::unsupported,
                   std::string("QATTN_CPU_ISA: ") + selection.error);
   }
-  const cpu::Words& words = *selection.words;
+  const cpu::KernelTable& words = *selection.words;
   std::vector<float> unit_amax(static_cast<std::size_t>(f.batch * f.heads), 0.0f);
   float common = 0.0f;
   if (f.scaling.granularity == Granularity::per_tensor) {

@@ -66,20 +66,20 @@ void flip(float* x, int n) {
 /// Do vectors hold whole blocks of the rotation?
 bool in_vectors(int n) { return n <= most_signs && formats::rotation_block(n) >= lanes; }
 
-void hadamard(const Words& words, float* x, int n) {
+void hadamard(const KernelTable& words, float* x, int n) {
   const int block = formats::rotation_block(n);
   words.hadamard(x, n, block, formats::rotation_norm(block));
 }
 
 }  // namespace
 
-void rotate(const Words& words, float* x, int n) {
+void rotate(const KernelTable& words, float* x, int n) {
   if (!in_vectors(n)) return formats::rotate(x, n);
   flip(x, n);
   hadamard(words, x, n);
 }
 
-void unrotate(const Words& words, float* x, int n) {
+void unrotate(const KernelTable& words, float* x, int n) {
   if (!in_vectors(n)) return formats::unrotate(x, n);
   hadamard(words, x, n);
   flip(x, n);
@@ -95,8 +95,8 @@ bool some_share(const Sequence& x, std::int64_t begin, std::int64_t end) {
   return x.seen == nullptr || std::find(x.seen + begin, x.seen + end, Seen::yes) != x.seen + end;
 }
 
-void load_row(const Words& words, const Sequence& x, std::int64_t token, const Transform& transform,
-              float* dst) {
+void load_row(const KernelTable& words, const Sequence& x, std::int64_t token,
+              const Transform& transform, float* dst) {
   if (x.hidden(token)) {
     std::memset(dst, 0, sizeof(float) * static_cast<std::size_t>(padded(x.channels)));
     return;
@@ -108,7 +108,7 @@ void load_row(const Words& words, const Sequence& x, std::int64_t token, const T
   if (transform.rotate) rotate(words, dst, x.channels);
 }
 
-void mean_of_rows(const Words& words, const Sequence& x, std::int64_t begin, std::int64_t end,
+void mean_of_rows(const KernelTable& words, const Sequence& x, std::int64_t begin, std::int64_t end,
                   float* mean, float* scratch) {
   const int n = padded(x.channels);
   float* row = scratch;
@@ -150,7 +150,7 @@ void each_balance_token(const Sequence& x, Use use) {
 }
 
 /// Sums over those rows, without the bad ones with `careful`. Returns how many there were.
-int sum_balance_rows(const Words& words, const Sequence& x, bool careful, double* sum,
+int sum_balance_rows(const KernelTable& words, const Sequence& x, bool careful, double* sum,
                      double* squares, float* row) {
   int count = 0;
   std::fill(sum, sum + x.channels, 0.0);
@@ -170,7 +170,8 @@ int sum_balance_rows(const Words& words, const Sequence& x, bool careful, double
 
 }  // namespace
 
-bool balance_rows(const Words& words, const Sequence& x, bool central, float* factors, float* row) {
+bool balance_rows(const KernelTable& words, const Sequence& x, bool central, float* factors,
+                  float* row) {
   const int n = x.channels;
   double sum[256], squares[256];
   int count = sum_balance_rows(words, x, false, sum, squares, row);
@@ -203,8 +204,8 @@ bool balance_rows(const Words& words, const Sequence& x, bool central, float* fa
   return true;
 }
 
-void amax_of_rows(const Words& words, const Sequence& x, const Transform& transform, float* amax,
-                  float* row) {
+void amax_of_rows(const KernelTable& words, const Sequence& x, const Transform& transform,
+                  float* amax, float* row) {
   for (std::int64_t s = 0; s < x.length; ++s) {
     load_row(words, x, s, transform, row);
     amax[s] = words.amax(row, x.channels);
@@ -249,7 +250,7 @@ float code_max(Format format) {
   }
 }
 
-int encode_row(const Words& words, Format format, const float* row, int n, float inverse,
+int encode_row(const KernelTable& words, Format format, const float* row, int n, float inverse,
                std::uint8_t* codes) {
   switch (format) {
     case Format::s8:

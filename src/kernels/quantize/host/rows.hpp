@@ -51,29 +51,30 @@ struct Transform {
 };
 
 /// formats::rotate() and formats::unrotate() at the speed of the instruction set, bit for bit.
-void rotate(const Words& words, float* x, int n);
-void unrotate(const Words& words, float* x, int n);
+void rotate(const KernelTable& words, float* x, int n);
+void unrotate(const KernelTable& words, float* x, int n);
 
 constexpr int padded(int n) { return (n + lanes - 1) / lanes * lanes; }
 
 /// Row `token` of a float tensor, transformed; dst is padded to a multiple of 16 with zeros. A
 /// hidden token's row is all zeros.
-void load_row(const Words& words, const Sequence& x, std::int64_t token, const Transform& transform,
-              float* dst);
+void load_row(const KernelTable& words, const Sequence& x, std::int64_t token,
+              const Transform& transform, float* dst);
 
 /// Mean over the tokens of [begin, end) that share() (0 without any), summed in float32 by 64 rows
 /// and in float64 above. `mean` and `scratch` (3 * padded(channels) floats) are padded.
-void mean_of_rows(const Words& words, const Sequence& x, std::int64_t begin, std::int64_t end,
+void mean_of_rows(const KernelTable& words, const Sequence& x, std::int64_t begin, std::int64_t end,
                   float* mean, float* scratch);
 
 /// Factors that balance K's loud channels, [2][padded(channels)]: of K's rows and of Q's
 /// (docs/NUMERICS.md, "Loud channels"). `central`: K's mean is subtracted. False: K is not loud;
 /// nothing is written. `row`: scratch for one.
-bool balance_rows(const Words& words, const Sequence& x, bool central, float* factors, float* row);
+bool balance_rows(const KernelTable& words, const Sequence& x, bool central, float* factors,
+                  float* row);
 
 /// max |x| of every transformed row (NaN if it holds a NaN); `row` is scratch for one row.
-void amax_of_rows(const Words& words, const Sequence& x, const Transform& transform, float* amax,
-                  float* row);
+void amax_of_rows(const KernelTable& words, const Sequence& x, const Transform& transform,
+                  float* amax, float* row);
 
 /// Folds the maxima of tokens into one per group; `group_amax` has scale_count() entries and is
 /// first set to 0.
@@ -89,7 +90,7 @@ float code_max(Format format);
 
 /// Codes of one row under one scale; returns how many were clipped (never with scale = amax /
 /// qmax).
-int encode_row(const Words& words, Format format, const float* row, int n, float inverse,
+int encode_row(const KernelTable& words, Format format, const float* row, int n, float inverse,
                std::uint8_t* codes);
 /// Codes (s8, e4m3, e4m3fnuz, e5m2) as floats, without their scale.
 void decode_row(Format format, const std::uint8_t* codes, int n, float* row);

@@ -13,7 +13,7 @@ inline namespace QATTN_TARGET {
 /// A block has several teams, which know nothing of each other: a clerk and four coders, two raw
 /// tiles in panels of 64 channels, and what belongs to these.
 template <isa::Element Input, int Channels>
-struct BesideShape {
+struct OverlapShape {
   static constexpr isa::Element input = Input;
   static constexpr int channels = Channels;
   /// Warps. With three coders, whose tiles have four parts, S 1024 took 5 % more (H100, D 128).
@@ -33,16 +33,16 @@ struct BesideShape {
   static_assert(shared_bytes > 116 * 1024 && shared_bytes <= 227 * 1024);
 };
 
-QATTN_DEVICE std::uint32_t* progress_of(const BesideParams& p, int unit) {
-  return p.progress + BesideParams::first_word + std::int64_t{unit} * BesideParams::words_of_unit;
+QATTN_DEVICE std::uint32_t* progress_of(const OverlapParams& p, int unit) {
+  return p.progress + OverlapParams::first_word + std::int64_t{unit} * OverlapParams::words_of_unit;
 }
 
 enum class Step : std::int32_t { none, sum_k, code_k, code_v, code_q };
 
 /// A tile of 64 tokens and what is done with it.
-struct alignas(16) BesideJob {
+struct alignas(16) OverlapJob {
   Step step;
-  std::int32_t unit;   ///< of BesideParams
+  std::int32_t unit;   ///< of OverlapParams
   std::int32_t count;  ///< tokens that exist
   std::int32_t last;   ///< is it the operand's last tile of all?
   std::int64_t slot;   ///< of its first token, in what prepared.hpp describes
@@ -52,9 +52,9 @@ struct alignas(16) BesideJob {
 
 /// What the clerk and the coders share, a buffer of the raw tiles each.
 template <class S>
-struct BesideJobs {
-  static constexpr int job_words = sizeof(BesideJob) / 16;
-  static_assert(sizeof(BesideJob) <= S::job_bytes);
+struct OverlapJobs {
+  static constexpr int job_words = sizeof(OverlapJob) / 16;
+  static_assert(sizeof(OverlapJob) <= S::job_bytes);
 
   QATTN_DEVICE static int team() { return isa::thread() / S::team_threads; }
   QATTN_DEVICE static SharedAddress scratch(int buffer) {
@@ -69,8 +69,8 @@ struct BesideJobs {
   }
   QATTN_DEVICE static SharedAddress done(int buffer) { return full(buffer) + 8 * S::buffers; }
 
-  QATTN_DEVICE static BesideJob job(int buffer) {
-    BesideJob job;
+  QATTN_DEVICE static OverlapJob job(int buffer) {
+    OverlapJob job;
     isa::Words4 words[job_words];
 #pragma unroll
     for (int n = 0; n < job_words; ++n) {
@@ -79,7 +79,7 @@ struct BesideJobs {
     std::memcpy(&job, words, sizeof job);
     return job;
   }
-  QATTN_DEVICE static void put(int buffer, const BesideJob& job) {
+  QATTN_DEVICE static void put(int buffer, const OverlapJob& job) {
     isa::Words4 words[job_words];
     std::memcpy(words, &job, sizeof job);
 #pragma unroll
@@ -92,17 +92,17 @@ struct BesideJobs {
 /// One warp: takes jobs, whichever come next, has their tiles copied, tells other blocks what has
 /// been made, and finishes the means of a unit whose last sum this block has made.
 template <class S>
-struct BesideClerk {
-  using Jobs = BesideJobs<S>;
-  static constexpr int chunk = BesideParams::chunk;
+struct OverlapScheduler {
+  using Jobs = OverlapJobs<S>;
+  static constexpr int chunk = OverlapParams::chunk;
 
-  const BesideParams& p;
+  const OverlapParams& p;
 
   // ---- What comes next ------------------------------------------------------------------------
 
-  QATTN_DEVICE BesideJob find(int index) const {
+  QATTN_DEVICE OverlapJob find(int index) const {
     const int lead = p.ahead * p.sums, step = p.sums + p.codes, tail = p.units - p.ahead;
-    BesideJob job{};
+    OverlapJob job{};
     if (index >= p.units * step) return job;
     bool sums = index < lead;
     if (sums) {
@@ -152,7 +152,7 @@ struct BesideClerk {
     return job;
   }
 
-  QATTN_DEVICE void load(const BesideJob& job, int buffer) const {
+  QATTN_DEVICE void load(const OverlapJob& job, int buffer) const {
     const SharedAddress full = Jobs::full(buffer);
     Jobs::put(buffer, job);
     if (job.step == Step::none) {
@@ -177,7 +177,7 @@ struct BesideClerk {
   // ---- What has been made ---------------------------------------------------------------------
 
   /// What coders wrote can be seen by who reads the count. Returns it.
-  QATTN_DEVICE std::uint32_t tell(int unit, BesideParams::Word word, std::uint32_t jobs) const {
+  QATTN_DEVICE std::uint32_t tell(int unit, OverlapParams::Word word, std::uint32_t jobs) const {
     isa::sync_warp();
     std::uint32_t before = 0;
     if (isa::lane() == 0) {
@@ -186,7 +186,7 @@ struct BesideClerk {
     return isa::shuffle(before, 0) + jobs;
   }
 
-  QATTN_DEVICE void store_flags(const BesideJob& job, int buffer) const {
+  QATTN_DEVICE void store_flags(const OverlapJob& job, int buffer) const {
     const auto bad = isa::load_shared<isa::Words4>(Jobs::scratch(buffer) + S::bad_at);
     const bool any = (bad.w[0] | bad.w[1] | bad.w[2] | bad.w[3]) != 0;
     const PreparedRows& out = p.plain.row[job.step == Step::code_q ? 0 : 1].out;
@@ -224,12 +224,12 @@ struct BesideClerk {
   /// for each time (1 us), but before other jobs, which may wait for these.
   QATTN_DEVICE void tell_of(Step step, int unit, std::uint32_t jobs) const {
     if (step != Step::sum_k) {
-      tell(unit, BesideParams::codes_there, jobs);
-    } else if (tell(unit, BesideParams::sums_there, jobs) == static_cast<std::uint32_t>(p.sums)) {
+      tell(unit, OverlapParams::codes_there, jobs);
+    } else if (tell(unit, OverlapParams::sums_there, jobs) == static_cast<std::uint32_t>(p.sums)) {
       isa::sync_warp();  // lane 0 was told of sums that all lanes read
 #pragma unroll 1
       for (int pair = isa::lane(); pair < S::channels / 2; pair += 32) finish(unit, pair);
-      tell(unit, BesideParams::mean_there, 1);
+      tell(unit, OverlapParams::mean_there, 1);
     }
   }
 
@@ -244,7 +244,7 @@ struct BesideClerk {
         index = static_cast<int>(isa::shuffle(next, 0)) * chunk;
         next = take();  // comes meanwhile
       }
-      const BesideJob job = find(index++);
+      const OverlapJob job = find(index++);
       const bool closes = open == S::buffers;
       if (closes) close(buffer, parity ^ 1);
       isa::sync_warp();
@@ -267,7 +267,7 @@ struct BesideClerk {
   /// Waits until all coders are done with the job in a buffer.
   QATTN_DEVICE void close(int buffer, std::uint32_t parity) const {
     isa::mbarrier_wait(Jobs::done(buffer), parity);
-    const BesideJob job = Jobs::job(buffer);
+    const OverlapJob job = Jobs::job(buffer);
     if (job.step == Step::code_k || job.step == Step::code_q) store_flags(job, buffer);
   }
   QATTN_DEVICE void account(Step step, int unit, Step later, int later_unit,

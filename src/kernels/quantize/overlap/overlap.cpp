@@ -9,7 +9,7 @@ inline namespace QATTN_TARGET {
 namespace {
 
 /// Maps of what the kernel reads. Empty, or why TMA cannot.
-std::string map_inputs(const Problem& p, BesideParams& params) {
+std::string map_inputs(const Problem& p, OverlapParams& params) {
   for (const Role role : {Role::q, Role::k, Role::v}) {
     isa::TensorMap& map = params.raw[static_cast<int>(role)];
     if (std::string e = map_rows(rows_of(p, role), 64, slot_tile, map); !e.empty()) return e;
@@ -18,21 +18,23 @@ std::string map_inputs(const Problem& p, BesideParams& params) {
 }
 
 template <isa::Element Input>
-isa::LaunchError launch(const BesideParams& p, int channels, int blocks, void* stream) {
+isa::LaunchError launch(const OverlapParams& p, int channels, int blocks, void* stream) {
   const isa::Index3 grid{blocks, 1, 1};
-  return channels > 64 ? isa::launch<EncodeBeside<Input, 128>>(p, grid, stream, isa::Start::early)
-                       : isa::launch<EncodeBeside<Input, 64>>(p, grid, stream, isa::Start::early);
+  return channels > 64
+             ? isa::launch<EncodeOverlapped<Input, 128>>(p, grid, stream, isa::Start::early)
+             : isa::launch<EncodeOverlapped<Input, 64>>(p, grid, stream, isa::Start::early);
 }
 
 }  // namespace
 
-bool makes_beside(const Problem& p, const Recipe& r, const PrepareLayout& layout) {
+bool overlaps_quantisation(const Problem& p, const Recipe& r, const PrepareLayout& layout) {
   if (p.batch == 0 || p.max_q == 0 || p.max_k == 0 || p.heads_q == 0) return false;
   const int channels = prepared_channels(p.d);
   if ((channels != 64 && channels != 128) || prepared_channels(p.dv) != channels) return false;
   if (r.qk != Format::s8 || r.v != Format::s8 || layout.needs.dot_mean) return false;
+  if (p.tensors.k_mean.present()) return false;  // there K's own mean is found
   PlainParams plain;
-  BesideParams params;
+  OverlapParams params;
   if (!plan_plain(p, r, layout, nullptr, plain)) return false;
   const SharedScales q = plain.row[0].shared, k = plain.row[1].shared;
   if (q != SharedScales::none || (k != SharedScales::none && k != SharedScales::thread)) {
@@ -41,14 +43,15 @@ bool makes_beside(const Problem& p, const Recipe& r, const PrepareLayout& layout
   return p.q.data == nullptr || map_inputs(p, params).empty();  // no address yet: while planning
 }
 
-std::int64_t beside_words(const Problem& p) {
-  return BesideParams::first_word + p.batch * p.heads_kv * BesideParams::words_of_unit;
+std::int64_t overlap_words(const Problem& p) {
+  return OverlapParams::first_word + p.batch * p.heads_kv * OverlapParams::words_of_unit;
 }
 
-isa::LaunchError encode_beside(const Problem& p, const Recipe& recipe, const PrepareLayout& layout,
-                               void* workspace, std::uint32_t* progress, int blocks, void* stream,
-                               AwaitedCodes& awaited) {
-  BesideParams b;
+isa::LaunchError encode_overlapped(const Problem& p, const Recipe& recipe,
+                                   const PrepareLayout& layout, void* workspace,
+                                   std::uint32_t* progress, int blocks, void* stream,
+                                   AwaitedCodes& awaited) {
+  OverlapParams b;
   plan_plain(p, recipe, layout, workspace, b.plain);
   if (std::string e = map_inputs(p, b); !e.empty()) return e;
   const auto tiles = [](std::int64_t tokens) {
@@ -64,9 +67,9 @@ isa::LaunchError encode_beside(const Problem& p, const Recipe& recipe, const Pre
   b.codes = 2 * b.k_tiles + b.group * b.q_tiles;
   b.ahead = std::min(b.units, (in_flight + b.codes - 1) / b.codes + finishing);
   b.progress = progress;
-  awaited = {progress + 1, progress + BesideParams::first_word + BesideParams::codes_there,
+  awaited = {progress + 1, progress + OverlapParams::first_word + OverlapParams::codes_there,
              static_cast<std::uint32_t>(b.codes)};
-  const std::int64_t words = beside_words(p);
+  const std::int64_t words = overlap_words(p);
   auto e = begin(p, recipe, layout, workspace, progress, words, stream);
   if (!e.empty()) return e;
   return b.plain.input == isa::Element::bf16

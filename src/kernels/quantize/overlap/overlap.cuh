@@ -11,14 +11,14 @@ inline namespace QATTN_TARGET {
 /// Codes, scales and means are bit by bit what prepare() makes. Warps wait for each other in tiles
 /// of V alone: of K a warp has the rows that share a scale, of Q sixteen.
 template <class S>
-struct BesideCoder {
-  using Jobs = BesideJobs<S>;
+struct OverlapQuantizer {
+  using Jobs = OverlapJobs<S>;
   static constexpr int warps = S::coders, part_rows = 16, parts = slot_tile / part_rows;
   static constexpr int row_lanes = S::channels / chunk_channels, step_rows = 32 / row_lanes;
   static constexpr int steps = part_rows / step_rows;  ///< of a warp through its rows
   using Row = RowCodes<S::input>;
 
-  const BesideParams& p;
+  const OverlapParams& p;
   int warp;  ///< among the coders
   int buffer = 0;
   int mean_of = -1;  ///< a unit whose mean is known to be there
@@ -82,7 +82,7 @@ struct BesideCoder {
 
   QATTN_DEVICE void await_mean(int unit) {
     if (unit == mean_of) return;
-    isa::wait_global(progress_of(p, unit) + BesideParams::mean_there, 1);
+    isa::wait_global(progress_of(p, unit) + OverlapParams::mean_there, 1);
     mean_of = unit;
   }
   /// Of row `n` of a table, this lane's channels.
@@ -130,7 +130,7 @@ struct BesideCoder {
 
   /// Q or K: a part's rows. Returns whether one is bad.
   template <bool Less, bool Balanced>
-  QATTN_DEVICE bool encode_part(const BesideJob& job, const PlainRows& row, int part,
+  QATTN_DEVICE bool encode_part(const OverlapJob& job, const PlainRows& row, int part,
                                 const Change<Less, Balanced>& change) const {
     const SharedAddress chunks = chunk_at(part);
     std::uint32_t top;
@@ -168,7 +168,7 @@ struct BesideCoder {
   }
 
   template <bool Less, bool Balanced>
-  QATTN_DEVICE void encode_rows(const BesideJob& job) {
+  QATTN_DEVICE void encode_rows(const OverlapJob& job) {
     const PlainRows& row = p.plain.row[job.step == Step::code_q ? 0 : 1];
     Change<Less, Balanced> change;
     if constexpr (Less) {
@@ -192,7 +192,7 @@ struct BesideCoder {
   }
 
   /// Scales of V's rows; this warp has their factors then.
-  QATTN_DEVICE RowPair find_scales(const BesideJob& job) const {
+  QATTN_DEVICE RowPair find_scales(const OverlapJob& job) const {
     const SharedAddress maxima = Jobs::scratch(buffer) + S::amax_at;
 #pragma unroll 1
     for (int part = warp; part < parts; part += warps) {
@@ -293,7 +293,7 @@ struct BesideCoder {
     return mean_code(static_cast<std::int32_t>(sum) - slot_tile * value_offset, per_token);
   }
 
-  QATTN_DEVICE void encode_values(const BesideJob& job) {
+  QATTN_DEVICE void encode_values(const OverlapJob& job) {
     std::uint8_t* record =
         p.plain.v_out.tiles + job.slot / slot_tile * tile_offsets(S::channels).bytes;
     const RowPair r = find_scales(job);
@@ -313,7 +313,7 @@ struct BesideCoder {
   // ---- The first pass -------------------------------------------------------------------------
 
   /// Sums of K's channels, row by row. Rows behind the end are zeros, which change no sum.
-  QATTN_DEVICE void sum_keys(const BesideJob& job) const {
+  QATTN_DEVICE void sum_keys(const OverlapJob& job) const {
     static_assert(S::panels <= warps);
     if (warp >= S::panels) return;
     float lo = 0.0f, hi = 0.0f;
@@ -329,7 +329,7 @@ struct BesideCoder {
   }
 
   /// Behind the last tile of all there is one that kernels read, and forget.
-  QATTN_DEVICE void store_none(const BesideJob& job) const {
+  QATTN_DEVICE void store_none(const OverlapJob& job) const {
     const int thread = 32 * warp + isa::lane();
     if (job.step == Step::code_v) {
       constexpr TileOffsets at = tile_offsets(S::channels);
@@ -344,7 +344,7 @@ struct BesideCoder {
     }
   }
 
-  QATTN_DEVICE void work(const BesideJob& job) {
+  QATTN_DEVICE void work(const OverlapJob& job) {
     if (job.step == Step::sum_k) return sum_keys(job);
     if (job.step == Step::code_v) {
       encode_values(job);
@@ -362,7 +362,7 @@ struct BesideCoder {
     std::uint32_t parity = 0;
     while (true) {
       isa::mbarrier_wait(Jobs::full(buffer), parity);
-      const BesideJob job = Jobs::job(buffer);
+      const OverlapJob job = Jobs::job(buffer);
       if (job.step != Step::none) work(job);
       isa::fence_async_global();  // TMA reads codes and scales
       // All lanes, whose reads racecheck would not see behind those of one.
@@ -374,9 +374,9 @@ struct BesideCoder {
 };
 
 template <isa::Element Input, int Channels>
-struct EncodeBeside {
-  using Params = BesideParams;
-  using S = BesideShape<Input, Channels>;
+struct EncodeOverlapped {
+  using Params = OverlapParams;
+  using S = OverlapShape<Input, Channels>;
   static constexpr int threads = S::threads, shared_bytes = S::shared_bytes, min_blocks = 1;
   static constexpr bool dependent = true;
   static constexpr int cluster = 2;
@@ -386,15 +386,15 @@ struct EncodeBeside {
     const int warp = isa::warp() % (S::team_threads / 32);
     if (isa::thread() % S::team_threads == 0) {
       for (int n = 0; n < S::buffers; ++n) {
-        isa::mbarrier_init(BesideJobs<S>::full(n), 1);
-        isa::mbarrier_init(BesideJobs<S>::done(n), 32 * S::coders);
+        isa::mbarrier_init(OverlapJobs<S>::full(n), 1);
+        isa::mbarrier_init(OverlapJobs<S>::done(n), 32 * S::coders);
       }
       isa::fence_mbarrier_init();
     }
     isa::sync_threads();
     isa::grid_dependency_wait();    // for counts of zero
     isa::grid_dependency_launch();  // which attention may read now
-    warp == 0 ? BesideClerk<S>{p}.run() : BesideCoder<S>{p, warp - 1}.run();
+    warp == 0 ? OverlapScheduler<S>{p}.run() : OverlapQuantizer<S>{p, warp - 1}.run();
   }
 };
 

@@ -21,7 +21,7 @@ namespace qattn::kernels {
 /// Jobs are tiles of 64 tokens of an operand. Those of a unit, which is a KV head of a sequence
 /// with its query heads: first sums of K, where it has a mean, then codes, of K last. Sums are made
 /// some units ahead, since the last of them is waited for.
-struct BesideParams {
+struct OverlapParams {
   PlainParams plain;
   isa::TensorMap raw[3];    ///< Q, K, V: (channels, tokens, heads, sequences), boxes of 64 by 64
   float* k_mean = nullptr;  ///< null: nothing is subtracted
@@ -45,17 +45,18 @@ struct AwaitedCodes {
 inline namespace QATTN_TARGET {
 
 /// Does the kernel serve this call: whole sequences of 16 bits, whose codes are plain ones in s8?
-bool makes_beside(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout);
+bool overlaps_quantisation(const Problem& problem, const Recipe& recipe,
+                           const PrepareLayout& layout);
 
-/// Words of BesideParams::progress.
-std::int64_t beside_words(const Problem& problem);
+/// Words of OverlapParams::progress.
+std::int64_t overlap_words(const Problem& problem);
 
 /// Enqueues it, behind a kernel that clears `progress`. The kernel behind it may start beside it.
 /// `blocks`: an even number.
-isa::LaunchError encode_beside(const Problem& problem, const Recipe& recipe,
-                               const PrepareLayout& layout, void* workspace,
-                               std::uint32_t* progress, int blocks, void* stream,
-                               AwaitedCodes& awaited);
+isa::LaunchError encode_overlapped(const Problem& problem, const Recipe& recipe,
+                                   const PrepareLayout& layout, void* workspace,
+                                   std::uint32_t* progress, int blocks, void* stream,
+                                   AwaitedCodes& awaited);
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

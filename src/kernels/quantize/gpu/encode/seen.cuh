@@ -10,15 +10,10 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-struct SeenParams {
+struct SeenParams : MaskParams {
   tile::Rows q, k;
   SeenKeys out;
   std::int32_t group = 1;  ///< query heads of a head of `out`, where masks tell them apart
-  std::int32_t window_left = -1, window_right = -1;  ///< and the rest as in PrefillParams
-  BroadcastView mask;
-  std::int64_t mask_queries = no_limit, mask_keys = no_limit;
-  BroadcastView block_mask;
-  std::int32_t block_mask_q = 0, block_mask_k = 0;
 };
 
 /// One block a tile of 64 keys and head. Windows let a run of rows see a key; of masks that do not

@@ -1,4 +1,6 @@
-// The order in which kernels take their works (WorkOrder): each once, and shared out evenly.
+// The order in which kernels take their works (TileScheduler): each once, and shared out evenly.
+#include "kernels/attention/schedule/tile_scheduler.hpp"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -7,7 +9,6 @@
 #include <vector>
 
 #include "kernels/attention/common/rows.cuh"
-#include "kernels/attention/schedule/tile_scheduler.hpp"
 
 namespace qattn::kernels {
 namespace {
@@ -28,8 +29,8 @@ Problem problem_of(const Shape& s) {
   return p;
 }
 
-PrefillParams params_of(const Shape& s, int rows) {
-  PrefillParams p;
+AttentionParams params_of(const Shape& s, int rows) {
+  AttentionParams p;
   const auto operand = [&](int length) {
     tile::Rows r;
     r.batches = s.batch, r.heads = s.heads;
@@ -39,35 +40,35 @@ PrefillParams params_of(const Shape& s, int rows) {
   p.q = operand(s.queries), p.k = operand(s.keys);
   p.window_left = s.window_left, p.window_right = 0;
   p.q_blocks = (s.queries + rows - 1) / rows;
-  p.works = p.q_blocks * s.heads * s.batch;
+  p.work_tiles = p.q_blocks * s.heads * s.batch;
   return p;
 }
 
-TEST(WorkOrder, TakesEachWorkOnce) {
+TEST(TileScheduler, TakesEachWorkOnce) {
   const Shape shape{3, 5, 700, 700};
-  PrefillParams p = params_of(shape, 128);
+  AttentionParams p = params_of(shape, 128);
   for (int together = 0; together <= shape.batch * shape.heads; ++together) {
     for (const bool rising : {false, true}) {
       const int folded = together % 3 * 4;
       set_order({together, rising, folded}, p);
       std::set<std::tuple<int, int, int>> seen;
-      for (int index = 0; index < p.works; ++index) {
-        const PrefillWork work = locate_work(p, index, 128, tile_keys);
+      for (int index = 0; index < p.work_tiles; ++index) {
+        const WorkTile work = locate_work(p, index, 128, tile_keys);
         EXPECT_TRUE(work.b < shape.batch && work.head < shape.heads && work.first_row < 700);
         seen.emplace(work.b, work.head, work.first_row);
       }
-      EXPECT_EQ(static_cast<int>(seen.size()), p.works) << together << rising;
+      EXPECT_EQ(static_cast<int>(seen.size()), p.work_tiles) << together << rising;
     }
   }
 }
 
 /// The time of the last of the blocks that works are dealt to, beside their mean. A work costs its
 /// keys and 384 more.
-double imbalance(const PrefillParams& p, int rows) {
+double imbalance(const AttentionParams& p, int rows) {
   std::vector<std::int64_t> time(blocks_of_h100);
   std::int64_t all = 0;
-  for (int index = 0; index < p.works; ++index) {
-    const PrefillWork work = locate_work(p, index, rows, tile_keys);
+  for (int index = 0; index < p.work_tiles; ++index) {
+    const WorkTile work = locate_work(p, index, rows, tile_keys);
     const int cost = 384 + std::max(0, work.key_end - work.key_begin);
     time[static_cast<std::size_t>(index % blocks_of_h100)] += cost;
     all += cost;
@@ -76,7 +77,7 @@ double imbalance(const PrefillParams& p, int rows) {
          static_cast<double>(all);
 }
 
-TEST(WorkOrder, SharesOutEvenly) {
+TEST(TileScheduler, SharesOutEvenly) {
   struct Case {
     Shape shape;
     int rows;
@@ -94,43 +95,43 @@ TEST(WorkOrder, SharesOutEvenly) {
   };
   for (const Case& c : cases) {
     for (const int bytes : {2, 4}) {  // with more, balance counts less
-      PrefillParams p = params_of(c.shape, c.rows);
+      AttentionParams p = params_of(c.shape, c.rows);
       set_order(plan_order(problem_of(c.shape), {c.rows, blocks_of_h100, bytes}), p);
       EXPECT_LE(imbalance(p, c.rows), c.most + 0.015 * (bytes - 2))
           << c.shape.batch << " " << c.shape.heads << " " << c.shape.queries << " " << c.shape.keys
-          << " by " << p.together;
+          << " by " << p.heads_per_group;
     }
   }
 }
 
 /// Where fewer blocks run at a time than was thought, the longest have to start first, however few.
-TEST(WorkOrder, StartsWithTheLongest) {
+TEST(TileScheduler, StartsWithTheLongest) {
   for (const Shape& shape : {Shape{1, 8, 4096, 4096}, Shape{1, 1, 300, 300}}) {
-    PrefillParams p = params_of(shape, 128);
+    AttentionParams p = params_of(shape, 128);
     set_order(plan_order(problem_of(shape), {128, 256, 4, false}), p);
     EXPECT_EQ(locate_work(p, 0, 128, tile_keys).first_row, (p.q_blocks - 1) * 128);
   }
 }
 
-TEST(WorkOrder, TakesAsManyHeadsAsAsked) {
+TEST(TileScheduler, TakesAsManyHeadsAsAsked) {
   const Shape shape{16, 32, 1024, 1024};  // 8 blocks a head
-  const WorkOrder free = plan_order(problem_of(shape), {128, blocks_of_h100, 2});
-  const WorkOrder asked = plan_order(problem_of(shape), {128, blocks_of_h100, 2, true, 2});
-  EXPECT_LT(free.together, 32);
-  EXPECT_GE(asked.together, 32);
+  const TileScheduler free = plan_order(problem_of(shape), {128, blocks_of_h100, 2});
+  const TileScheduler asked = plan_order(problem_of(shape), {128, blocks_of_h100, 2, true, 2});
+  EXPECT_LT(free.heads_per_group, 32);
+  EXPECT_GE(asked.heads_per_group, 32);
 }
 
 /// Sequences may have less than a token each, or be very many.
-TEST(WorkOrder, PackedSequences) {
+TEST(TileScheduler, PackedSequences) {
   for (const std::int64_t tokens : {1, 5, 1000, 1 << 20, 1 << 27}) {
     for (const std::int64_t batch : {1, 7, 1 << 20}) {
       Problem p = problem_of({1, 64, 4096, 4096});
       p.varlen_q = p.varlen_k = true;
       p.batch = batch, p.tokens_q = p.tokens_k = tokens;
       for (const bool in_turn : {false, true}) {
-        const WorkOrder order = plan_order(p, {128, blocks_of_h100, 2, in_turn});
-        EXPECT_GE(order.together, in_turn ? 0 : 2);
-        EXPECT_LE(order.together, 64);
+        const TileScheduler order = plan_order(p, {128, blocks_of_h100, 2, in_turn});
+        EXPECT_GE(order.heads_per_group, in_turn ? 0 : 2);
+        EXPECT_LE(order.heads_per_group, 64);
       }
     }
   }
@@ -138,13 +139,13 @@ TEST(WorkOrder, PackedSequences) {
 
 /// As imbalance(), of heads that have blocks of these costs; locate_work() would need a GPU's
 /// tables.
-double imbalance(const std::vector<int>& costs, int heads, const WorkOrder& order) {
+double imbalance(const std::vector<int>& costs, int heads, const TileScheduler& order) {
   std::vector<int> works;
-  bool rising = order.rising;
-  for (int first = 0; first < heads; first += order.together, rising = !rising) {
+  bool rising = order.shortest_first;
+  for (int first = 0; first < heads; first += order.heads_per_group, rising = !rising) {
     for (std::size_t n = 0; n < costs.size(); ++n) {
       const int cost = costs[rising ? n : costs.size() - 1 - n];
-      for (int head = first; head < std::min(heads, first + order.together); ++head) {
+      for (int head = first; head < std::min(heads, first + order.heads_per_group); ++head) {
         works.push_back(cost);
       }
     }
@@ -154,7 +155,7 @@ double imbalance(const std::vector<int>& costs, int heads, const WorkOrder& orde
   for (std::size_t first = 0, turn = 0; first < works.size(); first += time.size(), ++turn) {
     const std::size_t count = std::min(time.size(), works.size() - first);
     for (std::size_t n = 0; n < count; ++n) {
-      const bool backwards = order.folded > 0 && turn % 2 == 1;
+      const bool backwards = order.snake > 0 && turn % 2 == 1;
       time[n] += works[first + (backwards ? count - 1 - n : n)];
       all += works[first + n];
     }
@@ -163,7 +164,7 @@ double imbalance(const std::vector<int>& costs, int heads, const WorkOrder& orde
 }
 
 /// Of equal packed sequences, whose blocks tile::first_block() numbers.
-TEST(WorkOrder, SharesOutPackedSequences) {
+TEST(TileScheduler, SharesOutPackedSequences) {
   struct Case {
     Shape shape;
     double most;
@@ -181,25 +182,25 @@ TEST(WorkOrder, SharesOutPackedSequences) {
     Problem p = problem_of(c.shape);
     p.varlen_q = p.varlen_k = true;
     p.tokens_q = p.tokens_k = batch * length;
-    const WorkOrder order = plan_order(p, {128, blocks_of_h100, 2});
+    const TileScheduler order = plan_order(p, {128, blocks_of_h100, 2});
     EXPECT_LE(imbalance(costs, c.shape.heads, order), c.most)
-        << batch << " " << length << " by " << order.together;
+        << batch << " " << length << " by " << order.heads_per_group;
   }
 }
 
 /// What is read at a time has to fit L2: heads that the works of one turn of all blocks belong to.
-TEST(WorkOrder, FewHeadsAtATime) {
+TEST(TileScheduler, FewHeadsAtATime) {
   for (const Shape& shape : {Shape{16, 32, 1024, 1024}, Shape{8, 32, 2048, 2048},
                              Shape{4, 32, 4096, 4096}, Shape{1, 32, 16384, 16384}}) {
-    PrefillParams p = params_of(shape, 128);
+    AttentionParams p = params_of(shape, 128);
     set_order(plan_order(problem_of(shape), {128, blocks_of_h100, 4}), p);
     const int fewest = (blocks_of_h100 + p.q_blocks - 1) / p.q_blocks;
-    for (int turn = 0; turn * blocks_of_h100 < p.works; ++turn) {
+    for (int turn = 0; turn * blocks_of_h100 < p.work_tiles; ++turn) {
       std::set<std::pair<int, int>> heads;
       for (int n = 0; n < blocks_of_h100; ++n) {
         const int index = turn * blocks_of_h100 + n;
-        if (index >= p.works) break;
-        const PrefillWork work = locate_work(p, index, 128, tile_keys);
+        if (index >= p.work_tiles) break;
+        const WorkTile work = locate_work(p, index, 128, tile_keys);
         heads.emplace(work.b, work.head);
       }
       EXPECT_LE(static_cast<int>(heads.size()), 2 * fewest) << shape.queries;

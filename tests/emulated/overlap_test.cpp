@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* said = "codes: beside attention\n";
 
-class Beside : public testing::Test {
+class Overlap : public testing::Test {
  protected:
   const Recipe recipe_ = *recipe_named("int8_full");
 
@@ -56,9 +56,9 @@ class Beside : public testing::Test {
   OnArchitecture on_{90};
 };
 
-using CoverBeside = Beside;
+using CoverOverlap = Overlap;
 
-TEST_F(CoverBeside, HasTheBitsOfCodesMadeBefore) {
+TEST_F(CoverOverlap, HasTheBitsOfCodesMadeBefore) {
   expect_equal(unprepared(128, {200, 200}, {150, 150}), Format::bf16, 1, "D 128");
   expect_equal(unprepared(64, {300}, {200}), Format::f16, 2, "D 64");
   expect_equal(unprepared(120, {129}, {64}), Format::bf16, 3, "channels that are padded to 128");
@@ -72,7 +72,7 @@ TEST_F(CoverBeside, HasTheBitsOfCodesMadeBefore) {
 }
 
 /// More works than multiprocessors, which take them as they come, and three warpgroups a block.
-TEST_F(CoverBeside, OfManyWorksABlock) {
+TEST_F(CoverOverlap, OfManyWorksABlock) {
   Feature f = unprepared(64, {300, 300, 300, 300}, {64, 64, 64, 64});
   f.heads_q = 24, f.heads_k = 2;
   expect_equal(f, Format::bf16, 7, "many works");
@@ -80,11 +80,11 @@ TEST_F(CoverBeside, OfManyWorksABlock) {
       unprepared(64, std::vector<std::int64_t>(12, 70), std::vector<std::int64_t>(12, 70));
   units.heads_q = 6, units.heads_k = 2;  // of which sums of twelve are made ahead
   expect_equal(units, Format::bf16, 9, "many units");
-  const ForceSpread three(0, 0, 3);
+  const ForceSplitKv three(0, 0, 3);
   expect_equal(unprepared(64, {400, 400}, {200, 200}), Format::bf16, 8, "three consumers");
 }
 
-TEST_F(CoverBeside, WithAndWithoutAMeanAndAScaleForEachThread) {
+TEST_F(CoverOverlap, WithAndWithoutAMeanAndAScaleForEachThread) {
   Recipe plain = recipe_;
   plain.smooth_k = Toggle::off;
   expect_equal(unprepared(128, {200, 200}, {150, 150}), Format::bf16, 10, "no mean", plain);
@@ -96,7 +96,7 @@ TEST_F(CoverBeside, WithAndWithoutAMeanAndAScaleForEachThread) {
 }
 
 /// K's and Q's channels change by powers of two.
-TEST_F(CoverBeside, OfLoudKeys) {
+TEST_F(CoverOverlap, OfLoudKeys) {
   for (const bool mean : {false, true}) {
     Recipe recipe = recipe_;
     recipe.smooth_k = mean ? Toggle::on : Toggle::off;
@@ -109,7 +109,7 @@ TEST_F(CoverBeside, OfLoudKeys) {
   }
 }
 
-TEST_F(CoverBeside, OfBadValues) {
+TEST_F(CoverOverlap, OfBadValues) {
   const Feature f = with_inputs(unprepared(128, {200, 200}, {150, 150}), recipe_, Format::bf16);
   const Call call = make_call(f, 13);
   for (const float bad : {static_cast<float>(NAN), std::numeric_limits<float>::infinity()}) {
@@ -125,7 +125,7 @@ TEST_F(CoverBeside, OfBadValues) {
 }
 
 /// Calls with codes of other kinds, or sequences in other places, are prepared as ever.
-TEST_F(Beside, IsNotWhereMoreIsAsked) {
+TEST_F(Overlap, IsNotWhereMoreIsAsked) {
   const auto expect_not = [&](Feature f, const Recipe& recipe, const char* what) {
     EXPECT_EQ(plan_of(std::move(f), recipe).find(said), std::string::npos) << what;
   };
@@ -147,7 +147,7 @@ TEST_F(Beside, IsNotWhereMoreIsAsked) {
   EXPECT_EQ(plan_of(plain, recipe_, Format::f32).find(said), std::string::npos) << "f32";
 }
 
-TEST_F(Beside, IsChosenWhereThatIsFaster) {
+TEST_F(Overlap, IsChosenWhereThatIsFaster) {
   emu::options().multiprocessors = 132;
   const EmulatedBackend backend(90);
   const auto chosen = [&](std::int64_t batch, std::int64_t tokens, std::int64_t heads,

@@ -23,7 +23,7 @@ std::vector<Recipe> code_recipes() {
   return all;
 }
 
-class QueryCodes : public testing::TestWithParam<Recipe> {
+class FusedQQuant : public testing::TestWithParam<Recipe> {
  protected:
   const Recipe& recipe() const { return GetParam(); }
 
@@ -54,7 +54,7 @@ class QueryCodes : public testing::TestWithParam<Recipe> {
   OnArchitecture on_{90};
 };
 
-TEST_P(QueryCodes, AreThoseOfTheQuantisationKernels) {
+TEST_P(FusedQQuant, AreThoseOfTheQuantisationKernels) {
   expect_equal(unprepared(128, {200, 200}, {150, 150}), Format::bf16, 1, "dense, D 128");
   expect_equal(unprepared(64, {300}, {200}), Format::f16, 2, "dense, D 64");
   expect_equal(unprepared(80, {129}, {64}), Format::bf16, 3, "channels that are padded");
@@ -64,7 +64,7 @@ TEST_P(QueryCodes, AreThoseOfTheQuantisationKernels) {
 }
 
 /// Whose channels change by powers of two.
-TEST_P(QueryCodes, OfLoudKeys) {
+TEST_P(FusedQQuant, OfLoudKeys) {
   Recipe r = recipe();
   if (r.qk != Format::s8) GTEST_SKIP() << "floats need no balancing";
   // The first pair's kernel is one of 128 channels, but codes and factors have 64.
@@ -85,7 +85,7 @@ TEST_P(QueryCodes, OfLoudKeys) {
   }
 }
 
-TEST_P(QueryCodes, OfPackedAndShortSequences) {
+TEST_P(FusedQQuant, OfPackedAndShortSequences) {
   Feature packed = unprepared(128, {130, 0, 65, 200}, {200, 70, 0, 130});
   packed.how.packed_q = packed.how.packed_k = true;
   expect_equal(packed, Format::bf16, 5, "packed");
@@ -96,14 +96,14 @@ TEST_P(QueryCodes, OfPackedAndShortSequences) {
 }
 
 /// Every work of a persistent block finds its own rows: more works than multiprocessors.
-TEST_P(QueryCodes, OfManyWorksABlock) {
+TEST_P(FusedQQuant, OfManyWorksABlock) {
   Feature f = unprepared(64, {300, 300, 300, 300}, {64, 64, 64, 64});
   f.heads_q = 24, f.heads_k = 2;
   expect_equal(f, Format::bf16, 7, "many works");
 }
 
-TEST_P(QueryCodes, OfThreeConsumers) {
-  const ForceSpread three(0, 0, 3);
+TEST_P(FusedQQuant, OfThreeConsumers) {
+  const ForceSplitKv three(0, 0, 3);
   if (recipe().v != Format::s8) {  // e4m3 P is slower so
     const LeaveQueries on(true);
     const Feature f = with_inputs(unprepared(64, {200}, {64}), recipe(), Format::bf16);
@@ -120,7 +120,7 @@ TEST_P(QueryCodes, OfThreeConsumers) {
   expect_equal(packed, Format::f16, 11, "packed");
 }
 
-TEST_P(QueryCodes, OfBadRows) {
+TEST_P(FusedQQuant, OfBadRows) {
   const Feature f = with_inputs(unprepared(128, {200, 200}, {150, 150}), recipe(), Format::bf16);
   const Call call = make_call(f, 8);
   for (const float bad : {static_cast<float>(NAN), std::numeric_limits<float>::infinity(), 0.0f}) {
@@ -135,7 +135,7 @@ TEST_P(QueryCodes, OfBadRows) {
 }
 
 /// Calls that need more of Q than its codes, or have other scales, are prepared as ever.
-TEST_P(QueryCodes, AreNotMadeWhereMoreIsAsked) {
+TEST_P(FusedQQuant, AreNotMadeWhereMoreIsAsked) {
   const LeaveQueries on(true);
   const auto plan_of = [&](Feature f, const Recipe& r) {
     f = with_inputs(std::move(f), r, Format::bf16);
@@ -163,7 +163,7 @@ TEST_P(QueryCodes, AreNotMadeWhereMoreIsAsked) {
 }
 
 /// At D 128 up to 2048 keys that a row sees on average.
-TEST_P(QueryCodes, AreLeftToTheKernelWhereThatIsFaster) {
+TEST_P(FusedQQuant, AreLeftToTheKernelWhereThatIsFaster) {
   const EmulatedBackend backend(90);
   const auto leaves = [&](std::int64_t tokens, auto edit, std::int64_t dim = 128) {
     const auto view = [&](Format format) {
@@ -192,7 +192,7 @@ TEST_P(QueryCodes, AreLeftToTheKernelWhereThatIsFaster) {
 }
 
 /// So the batch may choose between them.
-TEST_P(QueryCodes, ThreeConsumersHaveTheBitsOfTwo) {
+TEST_P(FusedQQuant, ThreeConsumersHaveTheBitsOfTwo) {
   for (const std::int64_t dim : {64, 128}) {
     if (dim == 128 && recipe().v == Format::s8) continue;  // there are no three
     for (const bool causal : {false, true}) {
@@ -203,11 +203,11 @@ TEST_P(QueryCodes, ThreeConsumersHaveTheBitsOfTwo) {
       Laid laid = lay_out(call, f.how);
       Outcome two, three;
       {
-        const ForceSpread forced(0, 0, 2);
+        const ForceSplitKv forced(0, 0, 2);
         two = run_emulated(call, laid, recipe(), every_timing().first(1));
       }
       {
-        const ForceSpread forced(0, 0, 3);
+        const ForceSplitKv forced(0, 0, 3);
         three = run_emulated(call, laid, recipe(), every_timing().first(1));
       }
       EXPECT_NE(three.plan.find("\nconsumers: 3\n"), std::string::npos) << three.plan;
@@ -217,7 +217,7 @@ TEST_P(QueryCodes, ThreeConsumersHaveTheBitsOfTwo) {
 }
 
 /// Long rows, in blocks that fill the GPU's multiprocessors as well as those of two consumers.
-TEST_P(QueryCodes, ThreeConsumersServeLongRows) {
+TEST_P(FusedQQuant, ThreeConsumersServeLongRows) {
   const EmulatedBackend backend(90);
   const auto consumers = [&](std::int64_t dim, std::int64_t queries, std::int64_t keys, auto edit,
                              std::int64_t heads = 33, std::int64_t batch = 1) {
@@ -262,7 +262,7 @@ TEST_P(QueryCodes, ThreeConsumersServeLongRows) {
             2);
 }
 
-INSTANTIATE_TEST_SUITE_P(Cover, QueryCodes, testing::ValuesIn(code_recipes()),
+INSTANTIATE_TEST_SUITE_P(Cover, FusedQQuant, testing::ValuesIn(code_recipes()),
                          [](const testing::TestParamInfo<Recipe>& p) {
                            return std::string(p.param.name);
                          });

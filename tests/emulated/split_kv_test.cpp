@@ -18,9 +18,9 @@ std::vector<OnGpu> split_last() {
   return all;
 }
 
-using EmulatedSpread = OnGpuTest;
+using EmulatedSplitKv = OnGpuTest;
 
-TEST_P(EmulatedSpread, SplitsAreTheUnsplitCall) {
+TEST_P(EmulatedSplitKv, SplitsAreTheUnsplitCall) {
   Feature f = feature(3, 1000, 4, 1);
   f.sinks = true;
   const Call call = make_call(f, 6);
@@ -37,7 +37,7 @@ TEST_P(EmulatedSpread, SplitsAreTheUnsplitCall) {
 
 /// Rows do not know what shares a tile with them. Packed ones leave as parts, without the 128 of u8
 /// P already: rows that end in the kernel lose it and divide at once, with other last bits.
-TEST_P(EmulatedSpread, PackedHeadsChangeNothing) {
+TEST_P(EmulatedSplitKv, PackedHeadsChangeNothing) {
   for (const std::int64_t sq : {1, 2, 8}) {
     for (const std::int64_t heads_k : {1, 2, 4}) {
       Feature f = feature(sq, 200, 8, heads_k);
@@ -62,7 +62,7 @@ TEST_P(EmulatedSpread, PackedHeadsChangeNothing) {
 }
 
 /// What the plan says happens: products are as many as tiles, and blocks as splits.
-TEST_P(EmulatedSpread, DoesWhatThePlanSays) {
+TEST_P(EmulatedSplitKv, DoesWhatThePlanSays) {
   const Feature f = feature(2, 512, 8, 2);
   const Call call = make_call(f, 8);
   Laid laid = lay_out(call, f.how);
@@ -85,7 +85,7 @@ TEST_P(EmulatedSpread, DoesWhatThePlanSays) {
 }
 
 /// A grid has the blocks of rows that packed sequences have, not those of all tokens for each.
-TEST_P(EmulatedSpread, PackedSequencesTakeTheBlocksOfTheirOwnRows) {
+TEST_P(EmulatedSplitKv, PackedSequencesTakeTheBlocksOfTheirOwnRows) {
   const auto work = [&](bool packed) {
     Feature f = feature(40, 64, 2, 2);
     f.sq.assign(16, 40), f.sk.assign(16, 64);
@@ -103,7 +103,7 @@ TEST_P(EmulatedSpread, PackedSequencesTakeTheBlocksOfTheirOwnRows) {
 }
 
 /// No kernel looks up the sequence behind the last.
-TEST_P(EmulatedSpread, NoSequences) {
+TEST_P(EmulatedSplitKv, NoSequences) {
   for (const Toggle smooth_q : {Toggle::off, Toggle::on}) {
     Recipe recipe = this->recipe();
     const bool portable = GetParam().architecture < 90 && recipe.qk == Format::s8;
@@ -117,7 +117,7 @@ TEST_P(EmulatedSpread, NoSequences) {
   }
 }
 
-TEST_P(EmulatedSpread, BadTokensStayWhereTheyWere) {
+TEST_P(EmulatedSplitKv, BadTokensStayWhereTheyWere) {
   Recipe recipe = this->recipe();
   Feature f = feature(4, 500, 4, 2);
   f.options.window_left = -1;
@@ -150,17 +150,17 @@ TEST_P(EmulatedSpread, BadTokensStayWhereTheyWere) {
 
 /// Works that would keep few multiprocessors busy come in parts; all others have the bits that they
 /// have without.
-class LastWorks : public EmulatedSpread {
+class LastWorks : public EmulatedSplitKv {
  protected:
   /// Of the emulator's 3 multiprocessors one has a fifth turn, and the last head's last block.
   Feature feature(std::int64_t sk = 700) const {
-    Feature f = EmulatedSpread::feature(200, sk, 4, 2);
+    Feature f = EmulatedSplitKv::feature(200, sk, 4, 2);
     f.sq = {200}, f.sk = {sk};
     f.heads_q = 5, f.heads_k = 5, f.options.causal = false;
     return f;
   }
   Outcome run_last(const Call& call, Laid& laid, int splits) {
-    const ForceSpread forced(0, 0, 2, -1, splits);
+    const ForceSplitKv forced(0, 0, 2, -1, splits);
     const LeaveQueries prepared(false);  // else calls leave Q's codes to a kernel without parts
     return run_emulated(call, laid, recipe(), every_timing());
   }
@@ -231,7 +231,7 @@ TEST_P(LastWorks, PlansSplitThemWhereItPays) {
   EXPECT_EQ(splits(f), 0);
 }
 
-TEST_P(EmulatedSpread, ItsOwnChoice) {
+TEST_P(EmulatedSplitKv, ItsOwnChoice) {
   const auto expect = [&](const Feature& f, const std::string& lines) {
     const std::string text = planned(f);
     EXPECT_NE(text.find(lines), std::string::npos) << text << "\n" << lines;
@@ -255,7 +255,7 @@ TEST_P(EmulatedSpread, ItsOwnChoice) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cover, LastWorks, testing::ValuesIn(split_last()), recipe_name);
-INSTANTIATE_TEST_SUITE_P(Cover, EmulatedSpread, testing::ValuesIn(everywhere()), recipe_name);
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedSplitKv, testing::ValuesIn(everywhere()), recipe_name);
 
 }  // namespace
 }  // namespace qattn::test
