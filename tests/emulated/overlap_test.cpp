@@ -147,6 +147,22 @@ TEST_F(Overlap, IsNotWhereMoreIsAsked) {
   EXPECT_EQ(plan_of(plain, recipe_, Format::f32).find(said), std::string::npos) << "f32";
 }
 
+/// It finds K's own mean, and would not know of another.
+TEST_F(Overlap, IsNotWhereAMeanIsGiven) {
+  const LeaveQueries all(kernels::CodesLeft::all);
+  const EmulatedBackend backend(90);
+  const Feature f = with_inputs(unprepared(128, {200}, {150}), recipe_, Format::bf16);
+  const Call call = make_call(f, 9);
+  const Laid laid = lay_out(call, f.how);
+  AttentionTensors t = laid.tensors();
+  AttentionOptions options = call.options;
+  options.recipe = recipe_;
+  EXPECT_NE(plan(t, options)->to_string().find(said), std::string::npos);
+  const Tensor mean(Format::f32, {1, f.heads_k, 128});
+  t.k_mean = mean.view();
+  EXPECT_EQ(plan(t, options)->to_string().find(said), std::string::npos);
+}
+
 TEST_F(Overlap, IsChosenWhereThatIsFaster) {
   emu::options().multiprocessors = 132;
   const EmulatedBackend backend(90);
