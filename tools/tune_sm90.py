@@ -41,12 +41,13 @@ def combinations(vary):
     return [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values)]
 
 
-def definition(choices):
-    """What makes tuning.hpp take the choices."""
+def header(choices):
+    """What makes tuning.hpp take the choices. A file, for nvcc cuts -D at commas."""
     choices = dict(choices)
     if "give_after" in choices:  # which P V of the tile before waits for
         choices.setdefault("join_after", choices["give_after"])
-    return "-DQATTN_SM90_TUNING(t)=" + ",".join(f"t.{n}={v}" for n, v in choices.items())
+    told = ", ".join(f"t.{name} = {value}" for name, value in choices.items())
+    return f"#define QATTN_SM90_TUNING(t) {told}\n"
 
 
 def bare(line):
@@ -113,7 +114,9 @@ def build_variants(asked):
     def make(number, choices):
         name = f"v{number}"
         made, library = folder / f"{name}.o", folder / f"{name}.so"
-        if failed := compile_one(alone, made, definition(choices)):
+        told = folder / f"{name}.hpp"
+        told.write_text(header(choices))
+        if failed := compile_one(alone, made, "-include", str(told)):
             return name, choices, failed
         exchange = {compiled: [str(made), str(folder / "others.o")], LIBRARY: [str(library)]}
         failed = run(replaced(linking, exchange), build)

@@ -22,9 +22,11 @@ def test_every_combination_of_values():
 
 
 def test_what_is_given_is_what_p_v_waits_for_unless_said():
-    assert tune_sm90.definition({"give_after": "5"}).endswith("=t.give_after=5,t.join_after=5")
+    begin = "#define QATTN_SM90_TUNING(t) "
+    wanted = begin + "t.give_after = 5, t.join_after = 5\n"
+    assert tune_sm90.header({"give_after": "5"}) == wanted
     told = {"give_after": "5", "join_after": "6"}
-    assert tune_sm90.definition(told).endswith("=t.give_after=5,t.join_after=6")
+    assert tune_sm90.header(told) == begin + "t.give_after = 5, t.join_after = 6\n"
 
 
 def test_names_in_the_table_of_tuning():
