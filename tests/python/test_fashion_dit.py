@@ -188,6 +188,30 @@ def test_images_to_train_on_are_turned_and_apart(tmp_path):
         dit_finetune.split(images, 30, "cpu")
 
 
+@pytest.mark.parametrize("missing", ["qbench", "weights"])
+def test_what_is_missing_stops_a_training_before_it_begins(tmp_path, capsys, monkeypatch, missing):
+    data, out = write_data(tmp_path / "data", 20), tmp_path / "model"
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr(dit_model, "train_classifier", lambda *_: pytest.fail("trained"))
+    asked = ["train", "--data", str(data), "-o", str(out), "--device", "cpu", "--preset", "tiny"]
+    assert fashion_dit.main(asked) == 1
+    assert missing in capsys.readouterr().err and not out.exists()
+
+
+def test_a_training_is_kept_whose_loss_held_out_fails(tmp_path, capsys, monkeypatch):
+    data, out = write_data(tmp_path / "data", 20), tmp_path / "model"
+
+    def fails(*_):
+        raise ValueError("no loss")
+
+    monkeypatch.setattr(dit_model, "held_out_loss", fails)
+    asked = ["train", "--data", str(data), "-o", str(out), "--device", "cpu", "--preset", "tiny",
+             "--no-compile", "--steps", "2", "--classifier-steps", "1", "--batch", "4"]  # fmt: skip
+    assert fashion_dit.main(asked) == 1
+    training = json.loads((out / fashion_dit.TRAINING).read_text())
+    assert training["steps"] == 2 and training["held_out"] is None
+
+
 def test_refusals(tmp_path, capsys):
     assert fashion_dit.main(["train", "--data", str(tmp_path), "-o", str(tmp_path / "x")]) == 1
     assert "train-images-idx3-ubyte.gz" in capsys.readouterr().err
