@@ -6,8 +6,8 @@ The same record gives the same bytes of SVG with the same matplotlib: no date, n
 import io
 import statistics
 
-from . import summary
-from .record import ROOT, baselines, committed
+from . import fashion_dit, summary
+from .record import ROOT, baselines, committed, tool_record
 
 PLOTS = ROOT / "docs" / "plots"
 #: What pages show, beside the picture of qbench/summary.py.
@@ -260,9 +260,85 @@ def summary_figure():
     return figure
 
 
+#: (recipe, policy) of the curves: where the name stands, as (step, dB above the curve)
+PSNR_CURVES = {
+    ("torch", ""): (9, 1.2),
+    ("int8_full", "table"): (9.3, -2.3),
+    ("fp8", "table"): (7, -3),
+}
+LESS_CURVES = {
+    ("int8", "dynamic"): (12.5, 0.22),
+    ("int8", "table"): (14.3, 0.27),
+    ("int8_full", "dynamic"): (14, -0.16),
+    ("int8_full", "table"): (6.5, -1.0),
+    ("int8_full", "late"): (17.5, 0.09),
+}
+POLICY_DASHES = {"": "-", "dynamic": "-", "table": "--", "late": ":"}
+
+
+def psnr_figure(record):
+    """PSNR of one step, by step; and how far recipes are below torch's bf16."""
+    plt = pyplot()
+    rows = {(x["recipe"], x["policy"]): x["psnr"] for x in record["paired"]}
+    torch_own = rows["torch", ""]
+    figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.6))
+    panels = ((PSNR_CURVES, [0] * len(torch_own)), (LESS_CURVES, torch_own))
+    for axis, (curves, base) in zip(axes, panels):
+        for (recipe, policy), (at, above) in curves.items():
+            line = [x - y for x, y in zip(rows[recipe, policy], base)]
+            colour = "#000000" if recipe == "torch" else COLOURS[recipe]
+            steps = range(1, len(line) + 1)
+            axis.plot(steps, line, POLICY_DASHES[policy], color=colour)
+            name = "torch, bf16" if recipe == "torch" else f"{recipe}, {policy}"
+            axis.text(at, line[int(at) - 1] + above, name, color=colour, ha="center", va="center")
+        axis.set_xticks([1, *range(5, len(base) + 1, 5)])
+        axis.margins(y=0.09)
+        axis.set_xlabel("step")
+    axes[0].set_ylabel("PSNR of one step, dB")
+    axes[1].set_ylabel("less torch's bf16, dB")
+    figure.tight_layout()
+    return figure
+
+
+def distance_figure(record):
+    """Fréchet distance by way; the band is what torch's bf16 has from other noise."""
+    plt = pyplot()
+    found = fashion_dit.distances(record)
+    seeds = {seed: x["distance"] for seed, x in found.pop(("torch", "")).items()}
+    found = {way: x[0]["distance"] for way, x in found.items() if 0 in x}
+    figure, axis = plt.subplots(figsize=(6.4, 1.4 + 0.25 * len(found)))
+    low, high = fashion_dit.torch_band(record)
+    noises = ", ".join(map(str, sorted(seeds)))
+    axis.axvspan(low, high, color="#dddddd", zorder=0)
+    for seed, x in seeds.items():
+        axis.axvline(x, color="#000000", linewidth=1)
+        axis.annotate(f"{seed}", (x, 1), xycoords=("data", "axes fraction"), xytext=(0, 3),
+                      textcoords="offset points", ha="center")  # fmt: skip
+    for y, ((recipe, _), x) in enumerate(found.items()):
+        axis.plot(x, y, "o", color=COLOURS[recipe])
+    axis.text((low + high) / 2, (len(found) - 1) / 2, f"torch's bf16\nfrom noises {noises}",
+              ha="center", va="center")  # fmt: skip
+    axis.set_yticks(range(len(found)), [f"{recipe}, {policy}" for recipe, policy in found])
+    axis.invert_yaxis()
+    axis.margins(y=0.08)
+    axis.set_xlabel("Fréchet distance from the training images; dots: noise 0")
+    figure.tight_layout()
+    return figure
+
+
+def dit_drawings():
+    """As drawings(), of the diffusion transformer's record."""
+    if (found := tool_record(fashion_dit.RECORD)) is None:
+        return {}
+    return {
+        "fashion-dit-psnr": lambda: psnr_figure(found[0]),
+        "fashion-dit-distance": lambda: distance_figure(found[0]),
+    }
+
+
 def drawings(everything=False):
     """{file name without its end: function that draws} of what pages show, or of all there is."""
-    drawn = {SUMMARY: summary_figure}
+    drawn = {SUMMARY: summary_figure} | dit_drawings()
     for record in committed():
         for name, (_, draw) in figures(record).items():
             if everything or name in SHOWN:

@@ -10,6 +10,7 @@ from . import (
     choices,
     counters,
     decode,
+    fashion_dit,
     host,
     kv,
     model,
@@ -275,6 +276,7 @@ PAGES = {
     "gpu-kernels": ("Hopper's kernels", lambda: counters.section() + model.section(committed())),
     "kv-models": ("What a KV cache costs a language model", summary.kv_models),
     "diffusion": ("What 8-bit attention costs a diffusion model", terrain.section),
+    "fashion-dit": ("8-bit attention in a diffusion transformer", fashion_dit.section),
     "training": ("Training with INT8 attention", training.section),
     "wheel": ("Packages", wheel.section),
 }

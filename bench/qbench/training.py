@@ -1,8 +1,32 @@
-"""Table of tools/eval/train_byte_model.py: losses of models trained with INT8 attention."""
+"""Tables of tools/eval/train_byte_model.py: losses of models trained with INT8 attention."""
+
+import collections
 
 from .record import markdown, tool_record
 
 RECORD = "training-h100.json"
+
+
+def seeds_of(record):
+    """{way: how many trainings it has}."""
+    return collections.Counter(row["attention"] for row in record["rows"])
+
+
+def loss_table(record, digits=4):
+    """A line a way of attention."""
+    rows = []
+    for way, x in record["summary"].items():
+        steps = x.get("steps_over_torch")
+        rows.append([
+            way,
+            f"{seeds_of(record)[way]}",
+            f"{x['held_out']:.{digits}f}",
+            f"{x['spread']:.{digits}f}",
+            f"{x['over_torch']:+.{digits}f} ({x['apart']:+.{digits}f})",
+            "-" if steps is None else f"{steps:.3f}",
+        ])  # fmt: skip
+    head = ["attention", "seeds", "loss held out", "spread", "less torch's (furthest seed)"]
+    return markdown([*head, "steps"], rows)
 
 
 def section():
@@ -12,17 +36,6 @@ def section():
     record, p = found
     model, shape = record["model"], record["model"]["shape"]
     seeds = sorted({row["seed"] for row in record["rows"]})
-    rows = []
-    for way, x in record["summary"].items():
-        steps = x.get("steps_over_torch")
-        rows.append([
-            way,
-            f"{x['held_out']:.4f}",
-            f"{x['spread']:.4f}",
-            f"{x['over_torch']:+.4f} ({x['apart']:+.4f})",
-            "-" if steps is None else f"{steps:.3f}",
-        ])  # fmt: skip
-    head = ["attention", "loss held out", "spread", "less torch's (furthest seed)", "steps"]
     return [
         "",
         "## A language model of bytes",
@@ -37,5 +50,5 @@ def section():
         "nats a byte of text that no training has seen, means over seeds. Steps: to within 2 % of "
         "where torch ends with the same seed, over torch's.",
         "",
-        *markdown(head, rows),
+        *loss_table(record),
     ]

@@ -318,7 +318,8 @@ def test_pictures_are_those_that_pages_show():
     drawn = set(plot.drawings())
     assert {p.name for p in plot.PLOTS.iterdir()} == {f"{name}.svg" for name in drawn}
     assert set(plot.SHOWN) < drawn < set(plot.drawings(everything=True))
-    text = "".join(p.read_text() for p in (summary.README, summary.PAGE))
+    guide = ROOT / "docs" / "guide" / "diffusion-quality.md"
+    text = "".join(p.read_text() for p in (summary.README, summary.PAGE, guide))
     for name in drawn:
         assert f"plots/{name}.svg)" in text, name
 

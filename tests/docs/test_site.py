@@ -65,6 +65,7 @@ def test_a_header_by_hand(tmp_path):
     [
         ("README.md", "[a](docs/NUMERICS.md#metrics)", "[a](NUMERICS.md#metrics)"),
         ("README.md", "![a](docs/plots/speed-and-error.svg)", "![a](plots/speed-and-error.svg)"),
+        ("README.md", "![a](docs/images/fashion-dit.png)", "![a](images/fashion-dit.png)"),
         ("README.md", "[licence](LICENSE)", "licence"),
         ("docs/guide/torch.md", "[a](../../README.md)", "[a](../index.md)"),
         ("docs/ROADMAP.md", "[a](../CHANGELOG.md)", "[a](CHANGELOG.md)"),
@@ -73,7 +74,7 @@ def test_a_header_by_hand(tmp_path):
     ],
 )
 def test_links_follow_their_pages(page, link, staged):
-    files = [*stage.check_pages.pages(ROOT), ROOT / "docs/plots/speed-and-error.svg"]
+    files = [*stage.check_pages.pages(ROOT), *stage.pictures()]
     places = {path: stage.place_of(path) for path in files}
     assert stage.moved_links(f"x\n{link}\ny", ROOT / page, places) == f"x\n{staged}\ny"
 
@@ -89,3 +90,19 @@ def test_every_page_is_in_the_navigation_or_behind_a_list():
         place = stage.place_of(path)
         listed = place.parts[0] in ("experiments", "examples") and path.name != "README.md"
         assert listed or f": {place}\n" in text, place
+
+
+def test_every_image_is_small_and_shown():
+    """docs/plots is held by tests/bench, which knows what is drawn there."""
+    text = "".join(path.read_text() for path in stage.check_pages.pages(ROOT))
+    images = sorted((ROOT / "docs" / "images").iterdir())
+    assert images and {*images} <= {*stage.pictures()}
+    for path in images:
+        assert f"images/{path.name})" in text, path
+        assert path.stat().st_size < 150_000, path
+
+
+def test_pictures_are_staged(tmp_path):
+    stage.stage(tmp_path / "site")
+    for path in stage.pictures():
+        assert (tmp_path / "site" / stage.place_of(path)).read_bytes() == path.read_bytes()

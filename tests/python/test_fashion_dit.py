@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "eval"))
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+sys.path.insert(0, str(ROOT / "tools" / "eval"))
 
 import dit_evaluate  # noqa: E402
 import dit_finetune  # noqa: E402
 import dit_model  # noqa: E402
+import dit_sheet  # noqa: E402
 import fashion_dit  # noqa: E402
 
 
@@ -98,6 +101,24 @@ def test_psnr_and_picture(tmp_path):
     assert [grey[a, b] for a, b in ((0, 0), (60, 0), (60, 60), (57, 57))] == [128, 255, 0, 255]
 
 
+def test_sheet_beside_float32(tmp_path):
+    """Three ways of ten images each; the second differs by one step of grey, the third by many."""
+    pytest.importorskip("matplotlib")
+    x = torch.zeros(dit_model.CLASSES, 1, 32, 32)
+    result = tmp_path / "x.json"
+    result.write_text(json.dumps({"sheet": [["float32", ""], ["torch", ""], ["fp8", "table"]]}))
+    dit_evaluate.write_sheet(tmp_path / "x.png", [x, x + 1.5 / 127.5, x + 0.5])
+    rows = dit_sheet.rows_of(result, (("torch", ""), ("fp8", "table")))
+    assert [name for name, _ in rows] == ["float32", "torch, bf16", "difference x 16",
+                                          "fp8, table", "difference x 16"]  # fmt: skip
+    assert [pixels[3, 3] for _, pixels in rows] == [128, 129, 16, 191, 255]
+    assert all(pixels[57, 3] == pixels[3, 57] == 255 for _, pixels in rows)
+    dit_sheet.draw(rows, tmp_path / "y.png")
+    assert (tmp_path / "y.png").read_bytes()[16:24] == struct.pack(">II", 730, 290)
+    with pytest.raises(ValueError, match=r"no row of \[\('int8_full', 'table'\)\]"):
+        dit_sheet.rows_of(result)
+
+
 def test_budget():
     budget = fashion_dit.Budget(100)
     budget.took(10)
@@ -178,6 +199,25 @@ def _finetune(common, out, capsys):
     assert "| detached |" in capsys.readouterr().out
 
 
+def test_the_committed_records():
+    """What the pages say of them: 8-bit attention within what bf16's noise does, and a
+    training with INT8 that ends where torch's does, unlike the control."""
+    for name in ("fashion-dit.json", "fashion-dit-training.json"):
+        assert fashion_dit.main(["table", str(RESULTS / name)]) == 3  # some of it is left
+    result = json.loads((RESULTS / "fashion-dit.json").read_text())
+    distance = {(x["recipe"], x["policy"], x["seed"]): x["distance"] for x in result["rows"]}
+    of_torch = [x for (recipe, _, _), x in distance.items() if recipe == "torch"]
+    spread = max(of_torch) - min(of_torch)
+    assert len(of_torch) == 3 and result["floor"] < min(of_torch)
+    for recipe in ("int8", "int8_full"):
+        for policy in ("dynamic", "table", "late"):
+            apart = distance[recipe, policy, 0] / distance["torch", "", 0] - 1
+            assert apart < min(0.005, spread / distance["torch", "", 0]), (recipe, policy)
+    tuned = json.loads((RESULTS / "fashion-dit-training.json").read_text())["summary"]
+    assert tuned["int8"]["within_spread"] and tuned["int8"]["steps_over_torch"] < 1.05
+    assert not tuned["detached"]["within_spread"] and tuned["detached"]["steps"] is None
+
+
 def test_images_to_train_on_are_turned_and_apart(tmp_path):
     images = dit_model.read_images(write_data(tmp_path / "data", 45), "t10k")
     train, held_out = dit_finetune.split(images, 4, "cpu")
@@ -186,6 +226,30 @@ def test_images_to_train_on_are_turned_and_apart(tmp_path):
     assert train.pixels[3, 0, 18:26, 6:14].eq(1).all()
     with pytest.raises(ValueError, match="less than two batches"):
         dit_finetune.split(images, 30, "cpu")
+
+
+@pytest.mark.parametrize("missing", ["qbench", "weights"])
+def test_what_is_missing_stops_a_training_before_it_begins(tmp_path, capsys, monkeypatch, missing):
+    data, out = write_data(tmp_path / "data", 20), tmp_path / "model"
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr(dit_model, "train_classifier", lambda *_: pytest.fail("trained"))
+    asked = ["train", "--data", str(data), "-o", str(out), "--device", "cpu", "--preset", "tiny"]
+    assert fashion_dit.main(asked) == 1
+    assert missing in capsys.readouterr().err and not out.exists()
+
+
+def test_a_training_is_kept_whose_loss_held_out_fails(tmp_path, capsys, monkeypatch):
+    data, out = write_data(tmp_path / "data", 20), tmp_path / "model"
+
+    def fails(*_):
+        raise ValueError("no loss")
+
+    monkeypatch.setattr(dit_model, "held_out_loss", fails)
+    asked = ["train", "--data", str(data), "-o", str(out), "--device", "cpu", "--preset", "tiny",
+             "--no-compile", "--steps", "2", "--classifier-steps", "1", "--batch", "4"]  # fmt: skip
+    assert fashion_dit.main(asked) == 1
+    training = json.loads((out / fashion_dit.TRAINING).read_text())
+    assert training["steps"] == 2 and training["held_out"] is None
 
 
 def test_refusals(tmp_path, capsys):

@@ -83,6 +83,7 @@ def train(asked: argparse.Namespace) -> dict:
 
     budget = Budget(asked.budget_seconds)
     asked.device = device_of(asked)
+    made = provenance_of(asked)  # what can fail does before the training
     shape = dit_model.PRESETS[asked.preset]
     images = dit_model.read_images(asked.data, "train", asked.images).to(asked.device)
     unseen = dit_model.read_images(asked.data, "t10k", asked.images).to(asked.device)
@@ -105,6 +106,7 @@ def train(asked: argparse.Namespace) -> dict:
     torch.manual_seed(asked.seed)
     model = dit_model.DiT(shape).to(asked.device)
     batch = min(asked.batch, len(images.labels))
+    judged = min(100, batch, len(unseen.labels))
     example = (images.pixels[:batch], torch.rand(batch, device=asked.device), images.labels[:batch])
     compiled = asked.compile and dit_model.compile_parts(model, *example)
     seconds = min(asked.seconds, budget.left() - _SAVING)
@@ -119,7 +121,7 @@ def train(asked: argparse.Namespace) -> dict:
     run.run()
     result = {
         "schema": 1,
-        "provenance": provenance_of(asked),
+        "provenance": made,
         "preset": asked.preset,
         "shape": dataclasses.asdict(shape),
         "parameters": sum(x.numel() for x in model.parameters()),
@@ -135,8 +137,10 @@ def train(asked: argparse.Namespace) -> dict:
     }
     file = asked.out / MODEL
     result["sha256"], result["bytes"] = weights.save(run.mean_weights(), file), file.stat().st_size
+    result["held_out"] = None  # the file is there should the loss not come
+    (asked.out / TRAINING).write_text(json.dumps(result, indent=1) + "\n")
     mean_model = dit_model.make(shape, asked.device, file)
-    result["held_out"] = dit_model.held_out_loss(mean_model, unseen, min(100, batch))
+    result["held_out"] = dit_model.held_out_loss(mean_model, unseen, judged)
     (asked.out / TRAINING).write_text(json.dumps(result, indent=1) + "\n")
     print(
         f"trained: {run.done} steps of {batch} images in {run.passed:.0f} s, held-out loss "

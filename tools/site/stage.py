@@ -87,9 +87,15 @@ def python_page():
     return "\n".join(lines)
 
 
+def pictures():
+    """What pages show: drawn from records, and kept from a tool's run."""
+    docs = ROOT / "docs"
+    return [*sorted(docs.glob("plots/*.svg")), *sorted(docs.glob("images/*.png"))]
+
+
 def stage(folder):
     shutil.rmtree(folder, ignore_errors=True)
-    files = [*check_pages.pages(ROOT), *sorted((ROOT / "docs").glob("plots/*.svg"))]
+    files = [*check_pages.pages(ROOT), *pictures()]
     places = {path: place_of(path) for path in files}
     for path, place in places.items():
         target = folder / place
