@@ -15,7 +15,7 @@ std::string of_gpu_kernels(const std::string& text) {
   for (const char c : text) {
     line += c;
     if (c != '\n') continue;
-    plan = plan || line.starts_with("kernel: sm");
+    plan = plan || is_emulated_plan(line);
     const bool skipped = line.starts_with("device: ");
     if (!skipped && (plan || is_emulated(line))) kept += line;
     line.clear();

@@ -102,7 +102,7 @@ Outcome run_emulated(const Call& call, Laid& laid, const Recipe& recipe,
     EXPECT_TRUE(outcome.status.ok()) << outcome.status.message();
     EXPECT_EQ(outcome.violation, "");
     EXPECT_EQ(device_errors({}).message(), "");
-    if (outcome.plan.find("kernel: sm") == std::string::npos) {
+    if (!is_emulated_plan(outcome.plan)) {
       ADD_FAILURE() << "another kernel serves this call:\n"
                     << outcome.plan << explain(laid.tensors(), call.options);
     }

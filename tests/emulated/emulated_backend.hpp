@@ -1,6 +1,7 @@
 // The GPU kernels in the emulator, in front of the CPU's: ordinary plan() and run() get them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string_view>
@@ -87,7 +88,15 @@ std::span<const Timing> timings_for(std::string_view name);
 Outcome run_emulated(const Call& call, Laid& laid, const Recipe& recipe,
                      std::span<const Timing> timings = every_timing());
 
-/// Is this a name of one of the emulated kernels?
-inline bool is_emulated(std::string_view kernel) { return kernel.starts_with("sm"); }
+/// Does this begin with the name of one of the emulated kernels?
+inline bool is_emulated(std::string_view text) {
+  return std::ranges::any_of(kernels::gpu_attention_kernels(),
+                             [&](const auto& own) { return text.starts_with(own.name); });
+}
+/// The same of a plan's text.
+inline bool is_emulated_plan(std::string_view text) {
+  constexpr std::string_view begin = "kernel: ";
+  return text.starts_with(begin) && is_emulated(text.substr(begin.size()));
+}
 
 }  // namespace qattn::test
