@@ -220,8 +220,8 @@ struct AttentionRows {
   /// Does every row of the block see every key of the tile?
   QATTN_DEVICE bool whole(int tile) const {
     const int first = work.first_row + work.shift, last = first + S::rows - 1;
-    return tile + S::keys <= visible_end(p.window_right, first, static_cast<int>(work.k.length)) &&
-           tile >= visible_begin(p.window_left, last);
+    return all_visible(p.window_left, p.window_right, first, last, tile, tile + S::keys,
+                       static_cast<int>(work.k.length));
   }
 
   // ---- Scores ---------------------------------------------------------------------------------

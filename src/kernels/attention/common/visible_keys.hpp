@@ -22,6 +22,15 @@ QATTN_CONSTEXPR Int visible_end(Int window_right, Int diagonal, Int keys) {
   return end < keys ? end : keys;
 }
 
+/// Do all queries from diagonal `first` to diagonal `last` see the keys [begin, end), of `keys`?
+/// Bounds of the rows instead, which a loop over tiles keeps, cost the portable kernel spills.
+template <class Int>
+QATTN_CONSTEXPR bool all_visible(Int window_left, Int window_right, Int first, Int last, Int begin,
+                                 Int end, Int keys) {
+  return end <= keys && (window_right < 0 || end <= first + window_right + 1) &&
+         (window_left < 0 || begin >= last - window_left);
+}
+
 /// The first query that sees key `key`; negative: the sequence's first. `shift`: Sk - Sq.
 template <class Int>
 QATTN_CONSTEXPR Int first_query(Int window_right, Int key, Int shift) {
