@@ -130,6 +130,26 @@
 //     T load_cluster<T>(SharedAddress), void store_cluster(SharedAddress, T)   4, 8 or 16 bytes;
 //     who
 //                                                  owns them must not have ended
+//     bool has_scaled_mma                          constant: this target has the next words,
+//     sm_120a's void mma_scaled<S, M, N, Byte>(float (&d)[M][N][4], uint32 (&a)[M][4], uint32
+//     (&b)[N][2],
+//                                    uint32 (&sa)[M], uint32 (&sb)[N])                     (warp)
+//        d[m][n] += (a[m] times its scales) * (b[n] times its scales). mxfp8: 16 x 8 x 32 of e4m3,
+//        registers as mma's; mxfp4 and nvfp4: 16 x 8 x 64 of e2m1, the lower nibble first
+//          4-bit A register r, nibble b: row g + 8 (r % 2), k = 8t + b + 32 (r / 2)
+//          4-bit B register r, nibble b: k = 8t + b + 32r, column g
+//        A scale a row or column and block of k, one byte each, from byte Byte on: mxfp8 one of 32,
+//        mxfp4 two of 32 (Byte 0 or 2), both ue8m0, NaN is 255; nvfp4 four of 16, e4m3, not
+//        negative
+//          sa of lane t = 0: row g, of t = 1: row g + 8; sb of lane t = 0: column g; others' count
+//          not
+//        Sums hold 25 bits and are truncated; the emulator adds floats
+//     void load_bytes_transposed<N>(uint32 (&r)[N][4], SharedAddress (&row)[N])            (warp)
+//        lane i gives the address of row i % 16 of matrix i / 16 (16 x 16 bytes); byte b of r[.][i]
+//        of a lane is row 4t + b, column g + 8 (i % 2), of matrix i / 2
+//     uint32 pack_e2m1(float (&x)[8])              round to nearest even, saturate, first in the
+//     low
+//                                                  nibble; NaN is not looked at
 //     void grid_dependency_wait()      until the kernels before have ended
 //     void grid_dependency_launch()    the next kernel may start when all blocks have said so or
 //                                      ended; both for Start::early (launch.hpp)
@@ -176,6 +196,14 @@ QATTN_CONSTEXPR bool has_mma(Element e, int architecture) {
   const bool fp8 = e == Element::e4m3 || e == Element::e5m2;
   return fp8 ? architecture == 89 || architecture >= 120 : architecture >= 80;
 }
+
+/// Products whose operands have scales of blocks along the contraction, by their recipes' names.
+enum class Scaled { mxfp8, mxfp4, nvfp4 };
+/// May a product's scales begin at that byte of their registers?
+template <Scaled S, int Byte>
+inline constexpr bool has_scale_byte = S == Scaled::mxfp8   ? Byte >= 0 && Byte < 4
+                                       : S == Scaled::mxfp4 ? Byte == 0 || Byte == 2
+                                                            : Byte == 0;
 
 template <bool Integer>
 struct AccumulatorOf {

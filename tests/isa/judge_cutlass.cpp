@@ -3,6 +3,7 @@
 // headers of the PyPI package nvidia-cutlass, and no GPU.
 #include <gtest/gtest.h>
 
+#include <cute/atom/mma_traits_sm120.hpp>
 #include <cute/atom/mma_traits_sm80.hpp>
 #include <cute/atom/mma_traits_sm89.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
@@ -10,6 +11,7 @@
 
 #include "emulate.hpp"
 #include "operands.hpp"
+#include "scaled_operands.hpp"
 
 namespace qattn::isa_test {
 namespace {
@@ -66,6 +68,58 @@ TEST(JudgeCutlass, MmaLaneLayouts) {
   judge_mma<cute::SM89_16x8x32_F32E4M3E5M2F32_TN, e4m3, e5m2>();
   judge_mma<cute::SM89_16x8x32_F32E5M2E4M3F32_TN, e5m2, e4m3>();
   judge_mma<cute::SM89_16x8x32_F32E5M2E5M2F32_TN, e5m2, e5m2>();
+}
+
+/// Products with scales: CuTe also says which lane and byte holds the scale of a row and its k.
+template <class Atom, isa::Scaled S>
+void judge_scaled() {
+  using Traits = cute::MMA_Traits<Atom>;
+  using Own = ScaledOperands<S, 1, 1>;
+  static const Own operands(5);
+  const typename Traits::ALayout a_layout;
+  const typename Traits::BLayout b_layout;
+  const typename Traits::CLayout c_layout;
+  const typename Traits::SFALayout sa_layout;
+  const typename Traits::SFBLayout sb_layout;
+  const auto kernel = [&] {
+    const int l = isa::lane();
+    std::uint32_t a[1][4] = {}, b[1][2] = {}, sa[1] = {}, sb[1] = {};
+    for (int v = 0; v < 4 * Own::each; ++v) {
+      const int at = a_layout(l, v);  // column-major in (M, K)
+      a[0][v / Own::each] |= place(v, Own::bits, operands.a[at % 16][at / 16]);
+    }
+    for (int v = 0; v < 2 * Own::each; ++v) {
+      const int at = b_layout(l, v);  // column-major in (N, K)
+      b[0][v / Own::each] |= place(v, Own::bits, operands.b[at / 8][at % 8]);
+    }
+    for (int k = 0; k < Own::depth; k += Own::block) {
+      const int row = sa_layout(l, k), column = sb_layout(l, k), i = k / Own::block;
+      ASSERT_EQ(row / 16, k);
+      ASSERT_EQ(column / 8, k);
+      sa[0] |= operands.sa[row % 16][i] << 8 * i;
+      sb[0] |= operands.sb[column % 8][i] << 8 * i;
+    }
+    float d[1][1][4] = {};
+    isa::mma_scaled<S, 1, 1>(d, a, b, sa, sb);
+    for (int v = 0; v < 4; ++v) {
+      const int at = c_layout(l, v);
+      ASSERT_EQ(static_cast<double>(d[0][0][v]), operands.product(at % 16, at / 16)) << l << v;
+    }
+  };
+  run_block(32, 0, kernel, 120);
+  EXPECT_EQ(int(cute::get<2>(typename Traits::Shape_MNK{})), Own::depth);
+}
+
+TEST(JudgeCutlass, ScaledProducts) {
+  using namespace cute::SM120::BLOCKSCALED;
+  using cutlass::float_e2m1_t, cutlass::float_e4m3_t, cutlass::float_ue4m3_t,
+      cutlass::float_ue8m0_t;
+  judge_scaled<SM120_16x8x32_TN_VS<float_e4m3_t, float_e4m3_t, float, float_ue8m0_t, 32>,
+               isa::Scaled::mxfp8>();
+  judge_scaled<SM120_16x8x64_TN_VS<float_e2m1_t, float_e2m1_t, float, float_ue8m0_t, 32>,
+               isa::Scaled::mxfp4>();
+  judge_scaled<SM120_16x8x64_TN_VS<float_e2m1_t, float_e2m1_t, float, float_ue4m3_t, 16>,
+               isa::Scaled::nvfp4>();
 }
 
 // ---- wgmma

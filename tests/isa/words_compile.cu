@@ -49,6 +49,16 @@ struct AllWords {
     both<e5m2, e5m2, N>(a, b, out);
   }
 
+  template <Scaled S, int Byte>
+  static QATTN_DEVICE void scaled(SharedAddress s, float* out) {
+    std::uint32_t a[1][4], b[1][2] = {{1, 2}};
+    load_bytes_transposed<1>(a, {s});
+    float d[1][1][4] = {}, x[8] = {};
+    mma_scaled<S, 1, 1, Byte>(d, a, b, {3}, {4});
+    for (int i = 0; i < 4; ++i) x[i] = out[i] += d[0][0][i];
+    out[4] += static_cast<float>(pack_e2m1(x));
+  }
+
   static QATTN_DEVICE void copy(SharedAddress s, const Params& p) {
     copy_async16(s, p.out, 16);
     copy_async8(s + 16, p.out, 8);
@@ -104,6 +114,9 @@ struct AllWords {
     store_matrix2_transposed<1>({s}, {{1, 2}});
     store_matrix1<1>({s}, {{1}});
     store_matrix1_transposed<1>({s}, {{1}});
+    scaled<Scaled::mxfp8, 3>(s, p.out);
+    scaled<Scaled::mxfp4, 2>(s, p.out);
+    scaled<Scaled::nvfp4, 0>(s, p.out);
     fence_async_proxy();
     bulk_store(p.out, s, 64);
     tma_store<2>(p.map, {1, 2}, s);

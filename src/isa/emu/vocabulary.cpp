@@ -99,6 +99,11 @@ constexpr WordInfo kWords[] = {
     {Word::map_shared, "map_shared", Pipe::integer, from(90), "mapa"},
     {Word::load_cluster, "load_cluster", Pipe::memory, from(90), "ld.shared::cluster"},
     {Word::store_cluster, "store_cluster", Pipe::memory, from(90), "st.shared::cluster"},
+    {Word::mma_mxfp8, "mma_scaled mxfp8", Pipe::tensor, specific_from(120), "mma.sync block_scale"},
+    {Word::mma_fp4, "mma_scaled fp4", Pipe::tensor, specific_from(120), "mma.sync block_scale"},
+    {Word::load_bytes_transposed, "load_bytes_transposed", Pipe::memory, specific_from(120),
+     "ldmatrix.b8.trans"},
+    {Word::convert_e2m1, "convert to e2m1", Pipe::convert, specific_from(120), "cvt e2m1x2"},
 };
 
 constexpr bool in_order() {

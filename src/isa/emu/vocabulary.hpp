@@ -74,6 +74,10 @@ enum class Word : std::uint8_t {
   map_shared,
   load_cluster,
   store_cluster,
+  mma_mxfp8,
+  mma_fp4,
+  load_bytes_transposed,
+  convert_e2m1,
   count
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "isa/emu/words/arithmetic.hpp"
+#include "isa/emu/words/block_scaled.hpp"
 #include "isa/emu/words/bulk.hpp"
 #include "isa/emu/words/copy_async.hpp"
 #include "isa/emu/words/grid.hpp"
