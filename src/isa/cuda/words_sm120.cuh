@@ -3,7 +3,7 @@
 
 #include "isa/cuda/words_sm80.cuh"
 
-// Code for sm_120a, and for the family of it. On others the words are declared, and supports() keeps
+// For code of sm_120a and its family. On others the words are declared, and supports() keeps
 // kernels off them.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM120_ALL) ||                        \
     (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ / 10 == 120)

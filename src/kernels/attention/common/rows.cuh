@@ -220,8 +220,7 @@ struct AttentionRows {
   /// Does every row of the block see every key of the tile?
   QATTN_DEVICE bool whole(int tile) const {
     const int first = work.first_row + work.shift, last = first + S::rows - 1;
-    return all_visible(p.window_left, p.window_right, first, last, tile, tile + S::keys,
-                       static_cast<int>(work.k.length));
+    return all_visible(p, first, last, tile, tile + S::keys, work.k.length);
   }
 
   // ---- Scores ---------------------------------------------------------------------------------

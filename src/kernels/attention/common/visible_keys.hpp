@@ -2,6 +2,8 @@
 // kernels and for what plans and schedules them. Masks, and whose token it is, come on top.
 #pragma once
 
+#include <cstdint>
+
 #include "isa/isa.hpp"
 
 namespace qattn::kernels {
@@ -23,12 +25,13 @@ QATTN_CONSTEXPR Int visible_end(Int window_right, Int diagonal, Int keys) {
 }
 
 /// Do all queries from diagonal `first` to diagonal `last` see the keys [begin, end), of `keys`?
-/// Bounds of the rows instead, which a loop over tiles keeps, cost the portable kernel spills.
-template <class Int>
-QATTN_CONSTEXPR bool all_visible(Int window_left, Int window_right, Int first, Int last, Int begin,
-                                 Int end, Int keys) {
-  return end <= keys && (window_right < 0 || end <= first + window_right + 1) &&
-         (window_left < 0 || begin >= last - window_left);
+/// Bounds of the rows instead, or `keys` as an Int, are numbers more that a loop over tiles keeps:
+/// they cost the portable kernel spills.
+template <class Windows, class Int>
+QATTN_CONSTEXPR bool all_visible(const Windows& p, Int first, Int last, Int begin, Int end,
+                                 std::int64_t keys) {
+  return end <= keys && (p.window_right < 0 || end <= first + p.window_right + 1) &&
+         (p.window_left < 0 || begin >= last - p.window_left);
 }
 
 /// The first query that sees key `key`; negative: the sequence's first. `shift`: Sk - Sq.

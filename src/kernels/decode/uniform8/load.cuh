@@ -57,8 +57,7 @@ struct Uniform8Load {
   /// Does every row of the block see every key of the tile?
   QATTN_DEVICE bool whole(int tile) const {
     const int first = query(0) + work.shift, last = query(S::rows - 1) + work.shift;
-    return all_visible(p.window_left, p.window_right, first, last, tile, tile + S::keys,
-                       static_cast<int>(work.k.length));
+    return all_visible(p, first, last, tile, tile + S::keys, work.k.length);
   }
 
   /// Q's codes as prepare() made them.
