@@ -5,7 +5,7 @@
     tune_sm90.py run FOLDER -o RECORD.json --recipe int8_full --shape 4,32,32,4096,4096,128
 
 ptxas orders a tile anew after changes that mean nothing, so the choices in
-src/kernels/attention/sm90a/tuning.hpp are found by trying. `build` takes a build folder (Ninja)
+src/kernels/attention/sm90a/config.hpp are found by trying. `build` takes a build folder (Ninja)
 whose target attention_bench is up to date. It compiles the instance, named by its line in
 instances.inc, once for every combination of the values, and links a library of each into FOLDER; a
 combination that does not compile is told and left out. `run` lets them take turns with the library
@@ -42,7 +42,7 @@ def combinations(vary):
 
 
 def header(choices):
-    """What makes tuning.hpp take the choices. A file, for nvcc cuts -D at commas."""
+    """What makes config.hpp take the choices. A file, for nvcc cuts -D at commas."""
     choices = dict(choices)
     if "give_after" in choices:  # which P V of the tile before waits for
         choices.setdefault("join_after", choices["give_after"])
@@ -137,7 +137,7 @@ def build_variants(asked):
 
 
 def speeds(record, recipe, variants):
-    """[(geometric mean, smallest, choices)] of the kernels' speeds over the library's, best first."""
+    """[(geometric mean, smallest, choices)] of kernels' speeds over the library's, best first."""
     times = {}
     for cell in record["cells"]:
         if cell["step"] == "kernel" or not cell.get("quantises", True):

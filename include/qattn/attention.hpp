@@ -46,7 +46,7 @@ struct AttentionTensors {
   TensorView q_scale, k_scale, v_scale;
   TensorView q_global, k_global, v_global;  ///< (B, H) f32, the second level of nvfp4 codes
   /// (B, Hkv, D) f32. With codes: what was subtracted from k before it was quantised, rotated where
-  /// the codes of q and k are. With numbers: what smooth_k is to subtract instead of their own mean,
+  /// the codes of q and k are. With numbers: what smooth_k is to subtract instead of its own mean,
   /// any vector, for the result is the same; K is then read once. Recipes without smooth_k refuse.
   TensorView k_mean;
   TensorView v_mean;     ///< (B, Hkv, Dv) f32 that was subtracted from v before it was quantised

@@ -1,11 +1,11 @@
 // How the accumulators of a matrix product lie in the lanes of a warp, for what is written once for
-// all machines: which rows a lane has, and how the lanes that share a row join what they have of it.
+// all machines: which rows a lane has, and how the lanes that share a row join what they have.
 //
 // A fragment cuts accumulators into tiles of tile_rows x tile_columns. Of each tile a lane holds
-// `elements` numbers: row_elements of each of `rows` rows. Row r of a lane is tile row row(lane, r);
-// its element e lies in column lane_column(lane) + element_column(e), of which compilers know the
-// second, and is number element(r, e) of the lane's. Elements lie in runs of `run` neighbours. The lanes that share a row are those that differ in the
-// bits of first_mask to last_mask alone.
+// `elements` numbers: row_elements of each of `rows` rows. Row r of a lane is row(lane, r) of the
+// tile; element e of it lies in column lane_column(lane) + element_column(e), of which compilers
+// know the second, and is number element(r, e). Elements lie in runs of `run` neighbours. Lanes that
+// share a row differ in the bits of first_mask to last_mask alone.
 //
 // "Row" is a query and "column" a key or a channel, whichever of the product's they are: kernels
 // that multiply K Q^T take a transposed fragment. Layouts: the PTX ISA's (mma.sync, wgmma,
@@ -130,7 +130,7 @@ QATTN_DEVICE bool leads_row(int lane) {
   return (lane & row_mask<F>) == 0;
 }
 
-/// Is it so in any lane that shares this one's rows? (warp) `Bool` is bool: as a template's, for not
+/// Is it so in any lane that shares this one's rows? (warp) `Bool` is bool: a template's, for not
 /// every machine has both ballots.
 template <class F, class Bool>
 QATTN_DEVICE bool any_in_row(int lane, Bool x) {

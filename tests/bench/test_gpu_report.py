@@ -35,7 +35,8 @@ def test_what_kernels_are_about():
     assert wanted("sm_90a", "Sm90Attention<Sm90Config{128, (Element)2, (Element)4, true}>") == {
         "IGMMA", "QGMMA",
     }  # fmt: skip
-    assert wanted("sm_80", "Sm80Attention<Sm80Config{64, (Element)1, (Element)1, false}>") == {"HMMA"}
+    halves = "Sm80Attention<Sm80Config{64, (Element)1, (Element)1, false}>"
+    assert wanted("sm_80", halves) == {"HMMA"}
     assert wanted("sm_89", "Uniform8Decode<Uniform8Config{64, (Element)4, (Element)4}>") == {"HMMA"}
     assert wanted("sm_80", "Uniform8Decode<Uniform8Config{64, (Element)4, (Element)4}>") == set()
     assert wanted("sm_90", "CombineSplits") == set()  # no matrices

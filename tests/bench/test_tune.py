@@ -31,7 +31,7 @@ def test_what_is_given_is_what_p_v_waits_for_unless_said():
 
 def test_names_in_the_table_of_tuning():
     """The tool's hook is where the table ends, and the default variables are the table's."""
-    text = (tune_sm90.ROOT / "src/kernels/attention/sm90a/tuning.hpp").read_text()
+    text = (tune_sm90.ROOT / "src/kernels/attention/sm90a/config.hpp").read_text()
     assert "QATTN_SM90_TUNING(t);\n#endif\n  return t;" in text
     assert "give_after, look_after;" in text and "join_after, join_until;" in text
 

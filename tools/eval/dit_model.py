@@ -141,7 +141,7 @@ def normalised(x: torch.Tensor) -> torch.Tensor:
 
 
 class DiT(nn.Module):
-    """(B, 1, 32, 32) noisy images, (B) times from 0 (image) to 1 (noise), (B) labels to velocity."""
+    """(B, 1, 32, 32) noisy images, (B) times, 0 (image) to 1 (noise), (B) labels to velocity."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

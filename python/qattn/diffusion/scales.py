@@ -180,8 +180,8 @@ class StaticScales:
             result[f"{role}_scale"] = wide
             result[f"{role}_granularity"] = "per_token" if tokens else "per_head"
         if (mean := made.get("k_mean")) is not None:
-            shape = (k.shape[0], *mean.shape)
-            result["k_mean"] = mean.expand(shape) if is_torch(mean) else np.broadcast_to(mean, shape)
+            expand = mean.expand if is_torch(mean) else lambda to: np.broadcast_to(mean, to)
+            result["k_mean"] = expand((k.shape[0], *mean.shape))
         return {**result, "saturated": counter.next()}
 
     def clipped(self) -> list[Clipped]:

@@ -8,7 +8,7 @@
 
 #include "isa/fragment.hpp"
 #include "kernels/attention/common/copy.hpp"
-#include "kernels/attention/sm90a/tuning.hpp"
+#include "kernels/attention/sm90a/config.hpp"
 #include "kernels/quantize/gpu/prepared.hpp"
 
 namespace qattn::kernels {

@@ -124,7 +124,8 @@ struct Uniform8Decode : Uniform8Load<C> {
 
   /// Leaves units of log2. `bad`: bits of the keys whose V is not finite.
   QATTN_DEVICE void finish_scores(Scores& s, int tile, std::uint64_t bad) const {
-    tile::each_score<F>(s, [&](int r, int key, float& x) { x *= row_scale[r] * fact(S::scales_at, key); });
+    tile::each_score<F>(
+        s, [&](int r, int key, float& x) { x *= row_scale[r] * fact(S::scales_at, key); });
     if (p.softcap > 0) {
       const float inverse = 1.0f / p.softcap;
       tile::each_score<F>(s, [&](int, int, float& x) {
