@@ -4,8 +4,8 @@
 // A fragment cuts accumulators into tiles of tile_rows x tile_columns. Of each tile a lane holds
 // `elements` numbers: row_elements of each of `rows` rows. Row r of a lane is row(lane, r) of the
 // tile; element e of it lies in column lane_column(lane) + element_column(e), of which compilers
-// know the second, and is number element(r, e). Elements lie in runs of `run` neighbours. Lanes that
-// share a row differ in the bits of first_mask to last_mask alone.
+// know the second, and is number element(r, e). Elements lie in runs of `run` neighbours. The lanes
+// of a row differ in the bits of first_mask to last_mask alone.
 //
 // "Row" is a query and "column" a key or a channel, whichever of the product's they are: kernels
 // that multiply K Q^T take a transposed fragment. Layouts: the PTX ISA's (mma.sync, wgmma,
