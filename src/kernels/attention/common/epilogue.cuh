@@ -40,6 +40,7 @@ template <class S>
 struct Epilogue : AttentionRows<S> {
   using Base = AttentionRows<S>;
   using F = typename S::Fragment;
+  static_assert(F::run % 2 == 0);  // channels leave in pairs of neighbours
   using Base::M, Base::R, Base::bad_rows, Base::column, Base::element, Base::excess,
       Base::first_column, Base::lane, Base::local_row, Base::lse_offset, Base::max,
       Base::needs_fallback, Base::out, Base::p, Base::sum, Base::warp, Base::work;
