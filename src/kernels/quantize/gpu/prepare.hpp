@@ -16,13 +16,15 @@ namespace qattn::kernels {
 struct PrepareNeeds {
   bool q_rows = false, k_rows = false, v_tiles = false;
   bool dot_mean = false;  ///< PreparedRows::dot_mean of Q; needs smooth_k or a given k_mean
+  /// Of K, and of V in a format with built-in scales. Other formats know the natural one only.
+  KeyOrder key_order = KeyOrder::natural;
 };
 
 /// Where everything lies in the workspace, in bytes from its start; `none` for what is not there.
 struct PrepareLayout {
   static constexpr std::size_t none = ~std::size_t{0};
   struct Part {
-    std::size_t codes = none, scale = none, flags = none, dot_mean = none;
+    std::size_t codes = none, scale = none, flags = none, dot_mean = none, group_scale = none;
     std::size_t mean = none;
     std::size_t sums = none;    ///< of 64 rows, for the mean of K or V; or maxima of V
     std::size_t maxima = none;  ///< bits of max |x| of groups larger than a tile
@@ -54,7 +56,8 @@ struct Prepared {
   const float* v_mean = nullptr;
 };
 
-/// Head dimension that prepared rows and tiles are padded to: 64, 96, 128 or 256.
+/// Head dimension that prepared rows and tiles are padded to: 64, 96, 128 or 256; in formats with
+/// built-in scales micro_channels().
 constexpr int prepared_channels(int channels) {
   return channels <= 64 ? 64 : channels <= 96 ? 96 : channels <= 128 ? 128 : 256;
 }
