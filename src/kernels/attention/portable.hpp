@@ -32,11 +32,5 @@ inline int read_bytes(const Recipe& r) { return (coded(r.qk) ? 1 : 2) + (coded(r
 /// Does the plain variant serve the call with these addresses, strides and values?
 bool is_unmasked(const Problem& problem, const Recipe& recipe);
 
-/// Bytes of AttentionParams::bad_keys.
-std::size_t bad_keys_bytes(const Problem& problem, const PrepareLayout& prepared);
-
-/// Turns the rows that see what AttentionParams::bad_keys notes into NaN.
-isa::LaunchError spoil_rows(const Problem& problem, const AttentionParams& params, Stream stream);
-
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

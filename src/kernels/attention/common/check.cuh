@@ -3,7 +3,7 @@
 // An infinity in Q or K gives scores of +-infinity, and minus infinity looks like a masked key. To
 // test every score costs 6 to 10 % on an H200 (D 128, S 4096), so the operands are tested instead:
 // each block its own queries, and each tile of K by one of the blocks that read it. What that finds
-// is too late for the others; SpoilRows (sm80/spoil.cuh) sees to the rows after the kernel.
+// is too late for the others; SpoilRows (spoil.cuh) sees to the rows after the kernel.
 #pragma once
 
 #include "kernels/attention/common/rows.cuh"

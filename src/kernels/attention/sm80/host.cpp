@@ -6,8 +6,8 @@
 #include <string>
 
 #include "kernels/attention/common/call_params.hpp"
+#include "kernels/attention/common/spoil.hpp"
 #include "kernels/attention/portable.hpp"
-#include "kernels/attention/sm80/spoil.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -97,16 +97,6 @@ bool is_unmasked(const Problem& p, const Recipe& r) {
          !(p.paged && (k_in_place || v_in_place)) && (!q_in_place || aligned(p.q)) &&
          (!k_in_place || aligned(p.k)) && (!v_in_place || aligned(p.v)) &&
          (!codes || tile_scaled(p, r)) && (!v_codes || plain_values(p, r));
-}
-
-std::size_t bad_keys_bytes(const Problem& p, const PrepareLayout& prepared) {
-  const std::int64_t slots = prepared.part[static_cast<int>(Role::k)].slots;
-  return static_cast<std::size_t>(p.heads_kv * slots / note_keys * note_warps) *
-         sizeof(std::int32_t);
-}
-
-isa::LaunchError spoil_rows(const Problem& p, const AttentionParams& params, Stream stream) {
-  return isa::launch<SpoilRows>(params, {static_cast<int>(p.batch * p.heads_q), 1, 1}, stream);
 }
 
 namespace {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "kernels/attention/common/call_params.hpp"
+#include "kernels/attention/common/spoil.hpp"
 #include "kernels/attention/portable.hpp"
 #include "kernels/attention/sm90a/host.hpp"
 
