@@ -1,6 +1,7 @@
-# Where the GPU kernels are: a directory a line. Each says in its kernels.cmake which of its sources
-# and lists of instances are compiled for which GPUs, in words that its reader defines: nvcc's build
-# (src/backends/cuda) and the emulator's (tests/emulated), which compiles all of them.
+# Where the GPU kernels are: the directories of attention/architectures.inc, and those of this file.
+# Each says in its kernels.cmake which of its sources and lists of instances are compiled for which
+# GPUs, in words that its reader defines: nvcc's build (src/backends/cuda) and the emulator's
+# (tests/emulated), which compiles all of them.
 #
 #   qattn_kernel_group(GROUP [FOR regex] [BASES number...] [EXCEPT number...] [PTX]
 #                      [OPTIONS option...])
@@ -23,8 +24,12 @@
 qattn_kernel_group(host)
 qattn_kernel_group(everywhere BASES 80 90 100 EXCEPT 89 PTX)
 qattn_kernel_group(codes BASES 80 89 90 PTX OPTIONS --fmad=false)
+set(architectures ${CMAKE_CURRENT_LIST_DIR}/attention/architectures.inc)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${architectures})
+file(STRINGS ${architectures} directories REGEX "^QATTN_ARCHITECTURE\\(")
+list(TRANSFORM directories REPLACE "^[A-Z_]+\\((.*)\\)$" "attention/\\1")
 foreach(directory IN ITEMS
-    attention attention/common attention/schedule attention/sm80 attention/sm90a
+    attention attention/common attention/schedule ${directories}
     decode/mixed_kv decode/uniform8 kv_append quantize/gpu quantize/overlap)
   include(${CMAKE_CURRENT_LIST_DIR}/${directory}/kernels.cmake)
 endforeach()

@@ -1,6 +1,8 @@
 // Which GPUs the kernels say that they serve, and why not the others.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "emulated/emulated_backend.hpp"
 #include "emulated/matrix.hpp"
 
@@ -60,6 +62,38 @@ TEST_P(EmulatedArchitecture, SmoothQueriesOnHopper) {
   EXPECT_EQ(contains(text, "sm80_prefill: chosen") || contains(text, "sm90a_wide_prefill: chosen"),
             !has_fp8(recipe))
       << text;
+}
+
+/// A directory's kernels have its name, serve something where they say that they do, and are under
+/// test.
+TEST(GpuArchitectures, KernelsAreOfTheirDirectory) {
+  const std::vector<Cell> cells = covering_cells();
+  const auto check = [&](const std::string& directory, const kernels::GpuKernels& own) {
+    SCOPED_TRACE(directory);
+    for (const detail::Kernel& kernel : own.kernels) {
+      EXPECT_TRUE(std::string(kernel.name).starts_with(directory + "_")) << kernel.name;
+    }
+    ASSERT_FALSE(own.architectures.empty());
+    std::string all;
+    for (const kernels::Architecture& architecture : own.architectures) {
+      const int gpu = architecture.target.number;
+      all += " " + emu::name(architecture.target);
+      std::string text;
+      for (const Recipe& recipe : gpu_recipes()) text += explained(recipe, gpu);
+      EXPECT_TRUE(std::ranges::any_of(own.kernels, [&](const detail::Kernel& kernel) {
+        return contains(text, std::string(kernel.name) + ": chosen");
+      })) << gpu;
+    }
+    std::erase(all, '_');
+    EXPECT_TRUE(contains(all + " ", " " + directory + " ")) << all;
+    const int gpu = own.architectures.back().target.number;
+    EXPECT_TRUE(std::ranges::any_of(cells, [&](const Cell& cell) {
+      return (cell.architecture ? cell.architecture : architecture_for(cell.recipe)) == gpu;
+    })) << gpu;
+  };
+#define QATTN_ARCHITECTURE(NAME) check(#NAME, kernels::NAME##_kernels());
+#include "kernels/attention/architectures.inc"
+#undef QATTN_ARCHITECTURE
 }
 
 /// Hopper has kernels of its own for every recipe, up to head dimension 128.

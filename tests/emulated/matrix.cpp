@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "emulated/emulated_backend.hpp"
+#include "kernels/attention/gpu.hpp"
+
 namespace qattn::test {
 namespace {
 
@@ -83,39 +86,61 @@ Cell cell_of(const Recipe& recipe, const Feature& feature, std::string tail) {
   return cell;
 }
 
-/// A GPU on which another kernel serves the cell; 0: there is none. Hopper has kernels of its own,
-/// the portable one serves sm_89.
-int other_architecture(const Cell& cell) {
+/// A GPU for each directory of kernels.
+std::vector<int> gpus_under_test() {
+  std::vector<int> all;
+  for (const kernels::GpuKernels& own : kernels::gpu_architectures()) {
+    all.push_back(own.architectures.back().target.number);
+  }
+  std::ranges::sort(all);
+  return all;
+}
+
+/// Has the GPU a kernel for the cell? The portable one serves all but FP8 where mma.sync has none.
+bool is_served(const Cell& cell, int gpu) {
   const Recipe& r = cell.recipe;
-  if (r.qk != Format::e4m3 && r.v != Format::e4m3) return 89;
-  const bool hopper = r.smooth_q != Toggle::on && cell.feature.options.block_mask_q % 128 == 0 &&
-                      r.v_scale.granularity != Granularity::per_block_channel;
-  return hopper && !cell.refused ? 90 : 0;
+  if (r.qk != Format::e4m3 && r.v != Format::e4m3) return true;
+  if (cell.refused) return false;
+  if (gpu != 90) return isa::has_mma(isa::Element::e4m3, gpu);
+  return r.smooth_q != Toggle::on && cell.feature.options.block_mask_q % 128 == 0 &&
+         r.v_scale.granularity != Granularity::per_block_channel;
 }
 
-void move(Cell& cell) {
-  cell.architecture = other_architecture(cell);
-  cell.name += "_sm" + std::to_string(cell.architecture);
+/// The GPUs on which other kernels serve the cell than on its own.
+std::vector<int> other_gpus(const Cell& cell) {
+  std::vector<int> all;
+  for (const int gpu : gpus_under_test()) {
+    if (gpu != architecture_for(cell.recipe) && is_served(cell, gpu)) all.push_back(gpu);
+  }
+  return all;
 }
 
-/// Every cell once more on its other GPU.
+void move(Cell& cell, int gpu) {
+  cell.architecture = gpu;
+  cell.name += "_sm" + std::to_string(gpu);
+}
+
+/// Every cell once more on each of its other GPUs.
 void add_others(std::vector<Cell>& cells) {
   for (std::size_t n = 0, count = cells.size(); n < count; ++n) {
-    if (other_architecture(cells[n]) == 0) continue;
-    cells.push_back(cells[n]);
-    move(cells.back());
+    for (const int gpu : other_gpus(cells[n])) {
+      cells.push_back(cells[n]);
+      move(cells.back(), gpu);
+    }
   }
 }
 
-/// The same for s8 V; every second cell of other recipes moves.
+/// The same for s8 V; cells of other recipes take their GPUs in turn.
 void share_with_others(std::vector<Cell>& cells) {
   for (std::size_t n = 0, count = cells.size(); n < count; ++n) {
-    if (other_architecture(cells[n]) == 0) continue;
+    const std::vector<int> others = other_gpus(cells[n]);
     if (cells[n].recipe.v == Format::s8) {
-      cells.push_back(cells[n]);
-      move(cells.back());
-    } else if (n % 2 != 0) {
-      move(cells[n]);
+      for (const int gpu : others) {
+        cells.push_back(cells[n]);
+        move(cells.back(), gpu);
+      }
+    } else if (const std::size_t turn = n % (others.size() + 1); turn > 0) {
+      move(cells[n], others[turn - 1]);
     }
   }
 }
@@ -293,9 +318,10 @@ std::vector<Cell> all_cells() {
         const bool own = resized(f);
         if (!own) f.dim = heads.dim, f.dim_v = heads.dim_v;
         if (n % 2 && f.how.output == Format::f32) f.how.output = f.how.input;
-        all.push_back(cell_of(recipe, f,
-                              "_" + std::string(info(format).name) + "_" + std::to_string(f.dim) +
-                                  "_" + std::to_string(f.dim_v)));
+        std::string tail = "_";
+        tail.append(info(format).name).append("_").append(std::to_string(f.dim));
+        tail.append("_").append(std::to_string(f.dim_v));
+        all.push_back(cell_of(recipe, f, tail));
         ++n;
         if (own) break;
       }

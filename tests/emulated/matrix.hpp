@@ -23,7 +23,8 @@ struct Cell {
 /// Few queries, with several splits of the keys and as many heads in a tile as the kernel can have.
 std::vector<Cell> spread_cells();
 
-/// Every feature with every recipe that GPUs have, once: what else there is to choose rotates.
+/// Every feature with every recipe that GPUs have, once, with s8 V once for each directory of
+/// kernels: what else there is to choose rotates, the GPU too.
 std::vector<Cell> covering_cells();
 
 /// Every feature with every recipe, every shape of heads and every 16-bit format.

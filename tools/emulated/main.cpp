@@ -2,9 +2,9 @@
 // emulator. For a result to look into, and for what each word was called.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -13,18 +13,29 @@
 #include "cli/attend.hpp"
 #include "cli/program.hpp"
 #include "isa/emu/options.hpp"
+#include "kernels/attention/gpu.hpp"
 
 namespace qattn::cli {
 namespace {
 
+/// As `--arch` calls them: sm80, sm90a.
 struct Architecture {
-  const char *name, *gpu, *what;
+  std::string name;
+  kernels::Architecture of;
 };
-constexpr Architecture architectures[] = {
-    {"sm80", "sm_80", "portable kernels"},
-    {"sm89", "sm_89", "portable kernels, with FP8"},
-    {"sm90a", "sm_90", "Hopper's kernels"},
-};
+/// From the oldest on.
+std::vector<Architecture> architectures() {
+  std::vector<Architecture> all;
+  for (const kernels::GpuKernels& own : kernels::gpu_architectures()) {
+    for (const kernels::Architecture& of : own.architectures) {
+      std::string name = emu::name(of.target);
+      std::erase(name, '_');
+      all.push_back({name, of});
+    }
+  }
+  std::ranges::sort(all, {}, [](const Architecture& a) { return a.of.target.number; });
+  return all;
+}
 constexpr std::array schedules = {"early", "late", "random"};    // emu::Schedule
 constexpr std::array orders = {"forward", "reverse", "random"};  // emu::LaneOrder
 
@@ -38,7 +49,7 @@ struct EmulatedFlags {
 
   void add_to(CLI::App& app) {
     std::string known;
-    for (const Architecture& a : architectures) known += fmt::format("; {}: {}", a.name, a.what);
+    for (const auto& a : architectures()) known += fmt::format("; {}: {}", a.name, a.of.what);
     app.add_option("--arch", architecture, "whose kernels" + known)->required();
     operands.add_to(app);
     results.add_to(app);
@@ -52,11 +63,11 @@ struct EmulatedFlags {
 };
 
 /// The place of `text` in `names`.
-Result<int> one_of(const char* option, std::span<const char* const> names,
-                   const std::string& text) {
+template <class Names>
+Result<int> one_of(const char* option, const Names& names, const std::string& text) {
   std::string known;
   int place = 0;
-  for (const char* name : names) {
+  for (const std::string_view name : names) {
     if (name == text) return place;
     known.append(place++ > 0 ? ", " : "").append(name);
   }
@@ -65,11 +76,12 @@ Result<int> one_of(const char* option, std::span<const char* const> names,
 
 /// What the emulator is told.
 Result<emu::Options> emulator_options(const EmulatedFlags& flags) {
-  std::vector<const char*> names;
-  for (const Architecture& a : architectures) names.push_back(a.name);
+  std::vector<std::string> names;
+  for (const Architecture& a : architectures()) names.push_back(a.name);
   const Result<int> place = one_of("--arch", names, flags.architecture);
   if (!place.ok()) return place.status();
-  const Result<described::Gpu> gpu = described::gpu_named(architectures[*place].gpu);
+  const isa::Target target = architectures()[static_cast<std::size_t>(*place)].of.target;
+  const Result<described::Gpu> gpu = described::gpu_named(emu::name(isa::Target{target.number}));
   if (!gpu.ok()) return gpu.status();
   const Result<int> schedule = one_of("--schedule", schedules, flags.schedule);
   if (!schedule.ok()) return schedule.status();

@@ -51,9 +51,22 @@ Status run_steps(const detail::PlanData& data, const Problem& p, void* workspace
   return plan.attend(plan, p, workspace, stream, next);
 }
 
+std::vector<GpuKernels> gpu_architectures() {
+  return {
+#define QATTN_ARCHITECTURE(NAME) NAME##_kernels(),
+#include "kernels/attention/architectures.inc"
+#undef QATTN_ARCHITECTURE
+  };
+}
+
 std::span<const detail::Kernel> gpu_attention_kernels() {
-  static const detail::Kernel kernels[] = {sm80_coded_decode(), sm90a_prefill(),
-                                           sm90a_wide_prefill(), sm80_prefill()};
+  static const std::vector<detail::Kernel> kernels = [] {
+    std::vector<detail::Kernel> all = {sm80_coded_decode()};
+    for (const GpuKernels& own : gpu_architectures()) {
+      all.insert(all.end(), own.kernels.begin(), own.kernels.end());
+    }
+    return all;
+  }();
   return kernels;
 }
 

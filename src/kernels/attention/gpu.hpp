@@ -4,8 +4,10 @@
 
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "core/plan.hpp"
+#include "isa/target.hpp"
 #include "kernels/attention/schedule/varlen.hpp"
 #include "kernels/quantize/gpu/prepare.hpp"
 
@@ -51,12 +53,30 @@ std::optional<CodesLeft>& codes_left_override();
 /// What run_steps() leaves to the attention kernel.
 CodesLeft codes_left(const GpuPlan& plan, const Problem& problem);
 
-detail::Kernel sm80_coded_decode();
-detail::Kernel sm80_prefill();
-detail::Kernel sm90a_prefill();
-detail::Kernel sm90a_wide_prefill();
+/// Code that kernels were written for, and so what the emulator shows and tests them on: the GPU of
+/// that number, where code of that target runs.
+struct Architecture {
+  isa::Target target;
+  const char* what;  ///< "Hopper's kernels"
+};
 
-/// All of them, best first.
+/// What a directory of kernels brings.
+struct GpuKernels {
+  std::span<const detail::Kernel> kernels;      ///< best first
+  std::span<const Architecture> architectures;  ///< the last has all of the kernels
+};
+
+#define QATTN_ARCHITECTURE(NAME) GpuKernels NAME##_kernels();
+#include "kernels/attention/architectures.inc"
+#undef QATTN_ARCHITECTURE
+
+/// Those of architectures.inc, in its order.
+std::vector<GpuKernels> gpu_architectures();
+
+/// Few queries over 8-bit codes, on every GPU (decode/uniform8).
+detail::Kernel sm80_coded_decode();
+
+/// All kernels of attention on GPUs, best first.
 std::span<const detail::Kernel> gpu_attention_kernels();
 
 }  // namespace QATTN_TARGET

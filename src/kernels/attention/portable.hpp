@@ -24,6 +24,8 @@ struct Sm80Plan : GpuPlan {
   TileScheduler order;
 };
 
+detail::Kernel sm80_prefill();
+
 /// Is an operand of the format quantised?
 inline bool coded(Format format) { return format == Format::s8 || format == Format::e4m3; }
 /// Of a key's and a value's channel together, as kernels read them.

@@ -268,5 +268,12 @@ Status attend_sm80(const GpuPlan& data, const Problem& p, void* workspace, Strea
 
 detail::Kernel sm80_prefill() { return {"sm80_prefill", supports, tune, run_steps}; }
 
+GpuKernels sm80_kernels() {
+  static const detail::Kernel kernels[] = {sm80_prefill()};
+  static constexpr Architecture architectures[] = {{isa::sm_80, "portable kernels"},
+                                                   {isa::sm_89, "portable kernels, with FP8"}};
+  return {kernels, architectures};
+}
+
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

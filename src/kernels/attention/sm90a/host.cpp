@@ -405,7 +405,12 @@ std::string sm90a_text(const Sm90Config& config) {
   return text + "\nshared_p: " + (config.p_in_smem ? "1" : "0") + "\n";
 }
 
-detail::Kernel sm90a_prefill() { return {"sm90a_prefill", supports, tune, run_steps}; }
+GpuKernels sm90a_kernels() {
+  static const detail::Kernel kernels[] = {{"sm90a_prefill", supports, tune, run_steps},
+                                           sm90a_wide_prefill()};
+  static constexpr Architecture architectures[] = {{isa::sm_90a, "Hopper's kernels"}};
+  return {kernels, architectures};
+}
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

@@ -14,6 +14,9 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
+/// For 16-bit V.
+detail::Kernel sm90a_wide_prefill();
+
 /// Launches one instance; defined in the units that instantiate kernels (launch.cuh).
 template <Sm90Config C>
 isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* stream,
