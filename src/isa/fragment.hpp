@@ -76,6 +76,23 @@ struct Mfma16TransposedFragment {
   QATTN_CONSTEXPR static int element(int, int e) { return e; }
 };
 
+/// mma.sync's, of products whose columns were dealt out so that a lane has eight neighbours of each
+/// half of 64, as 4-bit A operands want them.
+struct MmaFragmentOfEights : MmaFragment {
+  QATTN_CONSTEXPR static int lane_column(int lane) { return lane % 4 * 8; }
+  QATTN_CONSTEXPR static int column_of_tile(int n) { return n / 4 * 32 + n % 4 * 2; }
+};
+
+/// Where the columns of tile n begin.
+template <class F>
+QATTN_CONSTEXPR int column_of_tile(int n) {
+  if constexpr (requires { F::column_of_tile(n); }) {
+    return F::column_of_tile(n);
+  } else {
+    return n * F::tile_columns;
+  }
+}
+
 /// Which of a lane's rows its element `i` belongs to, and which of that row's it is.
 template <class F>
 QATTN_CONSTEXPR int row_of_element(int i) {

@@ -186,19 +186,24 @@ struct Pair {
 };
 
 /// Element formats of matrix instructions.
-enum class Element { f16, bf16, s8, u8, e4m3, e5m2 };
+enum class Element { f16, bf16, s8, u8, e4m3, e5m2, e2m1 };
 QATTN_CONSTEXPR bool is_integer(Element e) { return e == Element::s8 || e == Element::u8; }
 QATTN_CONSTEXPR bool is_16bit(Element e) { return e == Element::f16 || e == Element::bf16; }
 
-/// Is mma of the element one instruction there? FP8 products begin with sm_89; sm_90 and sm_100
+QATTN_CONSTEXPR int element_bits(Element e) { return is_16bit(e) ? 16 : e == Element::e2m1 ? 4 : 8; }
+
+/// Is mma of the element, without scales, one instruction there? FP8 products begin with sm_89; sm_90 and sm_100
 /// have theirs in wgmma and tcgen05, and ptxas makes mma of conversions and 16-bit products.
 QATTN_CONSTEXPR bool has_mma(Element e, int architecture) {
   const bool fp8 = e == Element::e4m3 || e == Element::e5m2;
+  if (e == Element::e2m1) return false;
   return fp8 ? architecture == 89 || architecture >= 120 : architecture >= 80;
 }
 
 /// Products whose operands have scales of blocks along the contraction, by their recipes' names.
 enum class Scaled { mxfp8, mxfp4, nvfp4 };
+/// Of such a product's scales, how many elements share one?
+QATTN_CONSTEXPR int group_of(Scaled s) { return s == Scaled::nvfp4 ? 16 : 32; }
 /// May a product's scales begin at that byte of their registers?
 template <Scaled S, int Byte>
 inline constexpr bool has_scale_byte = S == Scaled::mxfp8   ? Byte >= 0 && Byte < 4

@@ -3,14 +3,15 @@
 
 namespace qattn::isa {
 
-/// A GPU by its maker's number, 90 for sm_90 and 942 for gfx942; `specific`: code that no other GPU
-/// runs, with what only such code may use (sm_90a).
+/// A GPU by its maker's number, 90 for sm_90 and 942 for gfx942; `specific`: code with what only
+/// such code may use, that no other GPU runs (sm_90a) or, `family`, no other generation (sm_120f).
 struct Target {
   int number = 80;
-  bool specific = false;
+  bool specific = false, family = false;
 };
 
-inline constexpr Target sm_80{80}, sm_89{89}, sm_90{90}, sm_90a{90, true}, gfx942{942, true};
+inline constexpr Target sm_80{80}, sm_89{89}, sm_90{90}, sm_90a{90, true},
+                        sm_120f{120, true, true}, gfx942{942, true};
 
 /// Numbers of AMD begin with 900, and NVIDIA's are far below.
 constexpr int first_amd = 900;
@@ -23,6 +24,7 @@ constexpr int lanes_of_warp(int gpu) { return is_amd(gpu) ? 64 : 32; }
 /// Does a GPU run such code?
 constexpr bool runs_on(Target code, int gpu) {
   if (is_amd(code) != is_amd(gpu)) return false;
+  if (code.family) return code.number / 10 == gpu / 10 && code.number <= gpu;
   return code.specific ? code.number == gpu : code.number <= gpu;
 }
 

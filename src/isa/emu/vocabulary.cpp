@@ -134,7 +134,7 @@ Pipe pipe(Word word) { return info(word).pipe; }
 
 std::string name(isa::Target target) {
   if (isa::is_amd(target)) return text("gfx%d", target.number);
-  return text("sm_%d%s", target.number, target.specific ? "a" : "");
+  return text("sm_%d%s", target.number, target.family ? "f" : target.specific ? "a" : "");
 }
 
 bool exists(Word word, isa::Target target) {

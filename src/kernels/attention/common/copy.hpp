@@ -150,25 +150,27 @@ QATTN_DEVICE void copy_gqa_rows(isa::SharedAddress to, const RowSource& s, int p
   }
 }
 
-/// Starts copying `Rows` contiguous rows of 64 bytes (a V tile) to padded rows.
-template <int Rows, int Threads>
-QATTN_DEVICE void copy_packed64(isa::SharedAddress to, const std::byte* from) {
+/// Starts copying `Rows` contiguous rows of RowBytes (a V tile) to padded rows.
+template <int RowBytes, int Rows, int Threads>
+QATTN_DEVICE void copy_packed(isa::SharedAddress to, const std::byte* from) {
+  constexpr int chunks = RowBytes / 16;
   const int n = isa::thread();
-  to += n / 4 * padded_row(64) + n % 4 * 16;
+  to += n / chunks * padded_row(RowBytes) + n % chunks * 16;
   from += n * 16;
 #pragma unroll
-  for (int i = 0; i < Rows * 4; i += Threads) {
-    if (i + Threads <= Rows * 4 || i + n < Rows * 4) {
-      isa::copy_async16(to + i / 4 * padded_row(64), from + i * 16, 16);
+  for (int i = 0; i < Rows * chunks; i += Threads) {
+    if (i + Threads <= Rows * chunks || i + n < Rows * chunks) {
+      isa::copy_async16(to + i / chunks * padded_row(RowBytes), from + i * 16, 16);
     }
   }
 }
 
 /// The same for a number of rows that is known at run time only.
-template <int Threads>
-QATTN_DEVICE void copy_packed64(isa::SharedAddress to, const std::byte* from, int rows) {
-  for (int n = isa::thread(); n < rows * 4; n += Threads) {
-    isa::copy_async16(to + n / 4 * padded_row(64) + n % 4 * 16, from + n * 16, 16);
+template <int RowBytes, int Threads>
+QATTN_DEVICE void copy_packed(isa::SharedAddress to, const std::byte* from, int rows) {
+  constexpr int chunks = RowBytes / 16;
+  for (int n = isa::thread(); n < rows * chunks; n += Threads) {
+    isa::copy_async16(to + n / chunks * padded_row(RowBytes) + n % chunks * 16, from + n * 16, 16);
   }
 }
 

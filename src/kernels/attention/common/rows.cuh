@@ -137,13 +137,15 @@ QATTN_DEVICE WorkTile locate_work(const AttentionParams& p, int index, int rows,
   return w;
 }
 
-/// `S` gives Fragment, rows, keys, dv, m_tiles, warp_rows, n_tiles, d_tiles, out_channels, out_row,
-/// p_log2, qk_16bit, pv_16bit, u8, direct_sums: is P V of u8 in units of 2^-149? two_row_ends: is
-/// there a quick way to end usual rows? divides: by a division? and staged_rows: has a producer put
-/// what belongs to Q's rows into shared memory?
+/// `S` gives Fragment, KeyFragment, rows, keys, dv, m_tiles, warp_rows, n_tiles, d_tiles,
+/// out_channels, out_row, p_log2, qk_16bit, pv_16bit, u8, tile_p: is P relative to its own tile?
+/// direct_sums: is P V of u8 in units of 2^-149? two_row_ends: is there a quick way to end usual
+/// rows? divides: by a division? and staged_rows: has a producer put what belongs to Q's rows into
+/// shared memory?
 template <class S>
 struct AttentionRows {
   using F = typename S::Fragment;
+  using K = typename S::KeyFragment;  ///< of scores: the same, but for which column is which key
   static constexpr int M = S::m_tiles, R = F::rows * M;
   using Scores = float[M][S::n_tiles][F::elements];
 
@@ -268,7 +270,7 @@ struct AttentionRows {
     tile::ScoreRow rows[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) rows[r] = score_row(r);
-    tile::each_score<F>(s, [&](int r, int key, float& x) {
+    tile::each_score<K>(s, [&](int r, int key, float& x) {
       const bool visible = tile + key < rows[r].end;
       // An infinity of a 16-bit product must not look like a masked score.
       if (S::qk_16bit && x == -tile::infinity()) x = tile::quiet_nan();
@@ -291,14 +293,14 @@ struct AttentionRows {
       factor[r] = row_scale[r] * tile::ln_2;
       if (p.q8.dot_mean != nullptr) offset[r] = mean_dot(r);
     }
-    tile::each_score<F>(s, [&](int r, int key, float& x) {
+    tile::each_score<K>(s, [&](int r, int key, float& x) {
       x *= factor[r] * key_scale(key);
       if (!tile::is_finite(x)) x = tile::quiet_nan();
     });
     add(s);
     if (p.softcap > 0) {
       const float inverse = 1.0f / p.softcap;
-      tile::each_score<F>(
+      tile::each_score<K>(
           s, [&](int r, int, float& x) { x = tile::soft_cap(x + offset[r], p.softcap, inverse); });
     }
     if (p.alibi.data != nullptr) {
@@ -308,13 +310,13 @@ struct AttentionRows {
         slope[r] = tile::load_number(p.alibi.data, p.alibi.format,
                                      work.b * p.alibi.stride[0] + rows[r].head * p.alibi.stride[1]);
       }
-      tile::each_score<F>(s, [&](int r, int key, float& x) {
+      tile::each_score<K>(s, [&](int r, int key, float& x) {
         const float distance = fabsf(static_cast<float>(tile + key - rows[r].diagonal));
         x = tile::add_bias(x, tile::add_bias(-slope[r] * distance, 0.0f));
       });
     }
-    if (p.mask.data != nullptr) tile::apply_mask<F>(p.mask, work.b, rows, tile, s);
-    tile::each_score<F>(s, [&](int r, int key, float& x) {
+    if (p.mask.data != nullptr) tile::apply_mask<K>(p.mask, work.b, rows, tile, s);
+    tile::each_score<K>(s, [&](int r, int key, float& x) {
       x = tile::squeeze(x) * tile::log2_e;
       const int j = tile + key;
       if (j < rows[r].begin || j >= rows[r].end) x = -tile::infinity();
@@ -332,22 +334,22 @@ struct AttentionRows {
     float top[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
-    tile::each_score<F>(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
+    tile::each_score<K>(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
     isa::row_maxima<F>(top);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       far[r] = fabsf(top[r]) > far_score && top[r] != -tile::infinity() ? top[r] : 0.0f;
     }
-    tile::each_score<F>(s, [&](int r, int, float& x) { x -= far[r]; });
+    tile::each_score<K>(s, [&](int r, int, float& x) { x -= far[r]; });
   }
 
   // ---- Softmax --------------------------------------------------------------------------------
 
   /// Tokens of a tile of zeros join the sums as if V's scale were 2^-90, times the slack: 2^98.
-  static constexpr float slack = S::u8 ? 8.0f : 0.0f;
+  static constexpr float slack = S::tile_p ? 8.0f : 0.0f;
 
-  /// Takes the tile's maxima into the references; what was accumulated shrinks accordingly. With u8
-  /// P, relative to its own tile, any reference serves that keeps exponentials in range: it moves
+  /// Takes the tile's maxima into the references; what was accumulated shrinks accordingly. With P
+  /// relative to its own tile any reference serves that keeps exponentials in range: it moves
   /// only when a maximum is far above it, which is rare.
   QATTN_DEVICE void update_max(const float (&top)[R]) {
     float rescale[R];

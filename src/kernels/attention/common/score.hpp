@@ -83,7 +83,7 @@ QATTN_DEVICE void each_score(float (&x)[M][N][F::elements], Function f) {
 #pragma unroll
       for (int i = 0; i < F::elements; ++i) {
         const int r = m * F::rows + isa::row_of_element<F>(i);
-        const int place = n * F::tile_columns + F::element_column(isa::place_in_row<F>(i));
+        const int place = isa::column_of_tile<F>(n) + F::element_column(isa::place_in_row<F>(i));
         f(r, column + place, x[m][n][i]);
       }
     }

@@ -17,9 +17,11 @@ namespace qattn::kernels {
 template <Sm90Config C>
 struct Sm90Sizes {
   using Fragment = isa::MmaFragment;
+  using KeyFragment = Fragment;
   static constexpr Sm90Tuning tuning = sm90_tuning(C);
   static constexpr bool qk_16bit = isa::is_16bit(C.qk), pv_16bit = isa::is_16bit(C.pv);
   static constexpr bool u8 = C.pv == isa::Element::u8, e4m3_pv = C.pv == isa::Element::e4m3;
+  static constexpr bool tile_p = u8;
   static constexpr bool staged_rows = !qk_16bit;  ///< Q's scales come with Q
   static constexpr bool direct_sums = u8, two_row_ends = true, divides = tuning.divides;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.

@@ -1,24 +1,25 @@
-// Second half of the portable prefill kernel (kernel.cuh): online softmax, rounding of P, product
+// Second half of the mma.sync prefill kernel (kernel.cuh): online softmax, rounding of P, product
 // with V.
 #pragma once
 
 #include "formats/lost_share.hpp"
-#include "kernels/attention/sm80/scores.cuh"
+#include "kernels/attention/mma/grouped_values.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-template <Sm80Config C>
-struct Sm80Values : Sm80Scores<C> {
-  using S = Sm80Shape<C>;
+template <class S>
+struct MmaValues : MmaScores<S> {
+  using Shape = S;
   using F = typename S::Fragment;
-  using Base = Sm80Scores<C>;
+  using K = typename S::KeyFragment;
+  using Base = MmaScores<S>;
   using Base::M, Base::R, Base::base, Base::excess, Base::lane, Base::max, Base::out, Base::p,
       Base::sum, Base::work;
   using typename Base::Scores;
 
   const float* channels = nullptr;    // V's scales of the tile, where they are per channel
-  isa::Accumulator<C.pv> surplus[R];  // of u8 P times V, unless S::direct_sums
+  isa::Accumulator<S::pv> surplus[R];  // of u8 P times V, unless S::direct_sums
   static constexpr float share_unit = S::direct_sums ? Base::share_unit : 1.0f;
 
   using Base::Base;
@@ -30,7 +31,7 @@ struct Sm80Values : Sm80Scores<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
     // In the order in which the products end: a tree of maxima was 2 % slower on an H200.
-    tile::each_score<F>(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
+    tile::each_score<K>(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
     isa::row_maxima<F>(top);
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] *= scale[r];
@@ -53,9 +54,9 @@ struct Sm80Values : Sm80Scores<C> {
           const float* x = s[m][2 * step + i / 2] + i % 2 * 2;
           const float lo = isa::exp2(fmaf(x[0], scale[r], -ref));
           const float hi = isa::exp2(fmaf(x[1], scale[r], -ref));
-          a[m][i] = C.pv == Element::f16 ? isa::pack_f16(lo, hi) : isa::pack_bf16(lo, hi);
+          a[m][i] = S::pv == Element::f16 ? isa::pack_f16(lo, hi) : isa::pack_bf16(lo, hi);
           const isa::Pair rounded =
-              C.pv == Element::f16 ? isa::unpack_f16(a[m][i]) : isa::unpack_bf16(a[m][i]);
+              S::pv == Element::f16 ? isa::unpack_f16(a[m][i]) : isa::unpack_bf16(a[m][i]);
           sum[r] += rounded.lo + rounded.hi;
         }
       }
@@ -82,7 +83,7 @@ struct Sm80Values : Sm80Scores<C> {
     for (int n = 0; n < 2 * Pairs; ++n) {
       b[n][0] = r[n / 2][n % 2 * 2], b[n][1] = r[n / 2][n % 2 * 2 + 1];
     }
-    isa::mma_at<C.pv, C.pv, M, 2 * Pairs>(out, 2 * first, a, b);
+    isa::mma_at<S::pv, S::pv, M, 2 * Pairs>(out, 2 * first, a, b);
   }
 
   /// TileFlags of the V tile in shared memory, as far as they matter here.
@@ -103,7 +104,7 @@ struct Sm80Values : Sm80Scores<C> {
     float far[R] = {}, run[R];  // run: the rows' references
     const bool bad = Special && value_flags() != 0;
     if (bad) spoil_rows(s);
-    if constexpr (C.general) this->bring_near(s, far);
+    if constexpr (S::general) this->bring_near(s, far);
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
       const auto log = isa::load_shared<isa::Words2>(tail + 4 * (8 * n + column));
@@ -120,7 +121,7 @@ struct Sm80Values : Sm80Scores<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) one[r] = 1.0f;
     scaled_maxima(s, one, top);
-    if constexpr (C.general) {
+    if constexpr (S::general) {
       this->update_far_max(top, far, run);
     } else {
       this->update_max(top);
@@ -302,22 +303,42 @@ struct Sm80Values : Sm80Scores<C> {
   /// NaN in the place of what rows see of bad tokens of V, whose codes are zeros.
   QATTN_DEVICE void spoil_rows(Scores& s) {
     const SharedAddress inverse = base + S::tail_at + 4 * S::keys;
-    tile::each_score<F>(s, [&](int, int key, float& x) {
+    tile::each_score<K>(s, [&](int, int key, float& x) {
       if (x != -tile::infinity() && tile::is_nan(isa::load_shared<float>(inverse + 4 * key))) {
         x = tile::quiet_nan();
       }
     });
   }
 
+  /// acc = the product of 64 keys.
+  template <int N>
+  QATTN_DEVICE static void multiply_pair(isa::Accumulator<S::pv> (&acc)[M][N][4], const Codes& a,
+                                         const std::uint32_t (&b0)[N][2],
+                                         const std::uint32_t (&b1)[N][2]) {
+    if constexpr (S::pv_scaled) {
+      std::uint32_t sa[M], sb[N];
+#pragma unroll
+      for (int m = 0; m < M; ++m) sa[m] = unit_scales;
+#pragma unroll
+      for (int n = 0; n < N; ++n) sb[n] = unit_scales;
+#pragma unroll
+      for (int i = 0; i < M * N * 4; ++i) acc[i / 4 / N][i / 4 % N][i % 4] = 0;
+      isa::mma_scaled<S::pv_product, M, N>(acc, a[0], b0, sa, sb);
+      isa::mma_scaled<S::pv_product, M, N>(acc, a[1], b1, sa, sb);
+    } else {
+      isa::mma_zero<S::pv, S::pv, M, N>(acc, a[0], b0);
+      isa::mma<S::pv, S::pv, M, N>(acc, a[1], b1);
+    }
+  }
+
   /// Row sums of the rounded e4m3 P: an extra row of V holds ones.
   QATTN_DEVICE void add_weights(const Codes& a) {
     std::uint32_t r[1][4];
-    const SharedAddress row[1] = {base + S::v_at + (C.d + lane % 8) * S::v_row + lane / 8 * 16};
+    const SharedAddress row[1] = {base + S::v_at + (S::d + lane % 8) * S::v_row + lane / 8 * 16};
     isa::load_matrix<1>(r, row);
-    isa::Accumulator<C.pv> acc[M][1][4];
+    isa::Accumulator<S::pv> acc[M][1][4];
     const std::uint32_t b0[1][2] = {{r[0][0], r[0][1]}}, b1[1][2] = {{r[0][2], r[0][3]}};
-    isa::mma_zero<C.pv, C.pv, M, 1>(acc, a[0], b0);
-    isa::mma<C.pv, C.pv, M, 1>(acc, a[1], b1);
+    multiply_pair(acc, a, b0, b1);
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -328,7 +349,7 @@ struct Sm80Values : Sm80Scores<C> {
   }
 
   static constexpr int value_chunk = 2;  // channel tiles a step of multiply_bytes
-  using Products = isa::Accumulator<C.pv>[M][value_chunk][4];
+  using Products = isa::Accumulator<S::pv>[M][value_chunk][4];
 
   /// acc = P V of channel tiles [first, first + value_chunk).
   QATTN_DEVICE void multiply_chunk(const Codes& a, int first,
@@ -343,8 +364,7 @@ struct Sm80Values : Sm80Scores<C> {
     for (int n = 0; n < value_chunk; ++n) {
       b0[n][0] = r[n][0], b0[n][1] = r[n][1], b1[n][0] = r[n][2], b1[n][1] = r[n][3];
     }
-    isa::mma_zero<C.pv, C.pv, M, value_chunk>(acc, a[0], b0);
-    isa::mma<C.pv, C.pv, M, value_chunk>(acc, a[1], b1);
+    multiply_pair(acc, a, b0, b1);
   }
 
   /// out += share * (P V). Inside the tile int32 is exact; e4m3 starts from zero in each, so that
@@ -360,7 +380,7 @@ struct Sm80Values : Sm80Scores<C> {
       if (first + value_chunk < S::d_tiles) multiply_chunk(a, first + value_chunk, acc[1 - at]);
 #pragma unroll
       for (int n = 0; n < value_chunk; ++n) {
-        const isa::Pair by = C.general ? channel_scale(8 * (first + n)) : isa::Pair{1.0f, 1.0f};
+        const isa::Pair by = S::general ? channel_scale(8 * (first + n)) : isa::Pair{1.0f, 1.0f};
 #pragma unroll
         for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -372,7 +392,7 @@ struct Sm80Values : Sm80Scores<C> {
             } else {
               x = isa::to_float(S::u8 ? product - surplus[2 * m + i / 2] : product);
             }
-            if constexpr (C.general) x *= i % 2 == 0 ? by.lo : by.hi;
+            if constexpr (S::general) x *= i % 2 == 0 ? by.lo : by.hi;
             out[m][first + n][i] = fmaf(x, share[2 * m + i / 2], out[m][first + n][i]);
           }
         }

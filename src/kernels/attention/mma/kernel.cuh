@@ -1,0 +1,215 @@
+// Prefill attention by warps that own rows and multiply with mma.sync: the portable kernel, and that
+// of GeForce Blackwell.
+//
+// A block owns some query rows of one head, each warp 16 or 32 of them, and walks the keys in tiles
+// of 64 from last to first. K and V have one buffer each: V of a tile arrives under the product of Q
+// and K, K of the next under softmax and the product with V; another block on the multiprocessor
+// fills what is left. 32 rows a warp halve the reads of K and V from shared memory, which otherwise
+// bind 8-bit products (an ldmatrix.x4 takes 4 clocks, two mma of 8 bits take 3.2).
+//
+// u8 P (int8_full) is scaled to the maximum of its own tile and row; products with V are exact in
+// int32 and join O in float32 tile by tile. The row sum of the rounded P comes from eight extra
+// rows of V that weigh each code by 1 / scale of its token (kernels/quantize/gpu/prepared.hpp).
+//
+// e4m3 P (int8_fp8, fp8) is relative to the running maximum, and 2^8 times that; products and row
+// sums take the same way. P with scales of groups: grouped_values.cuh.
+#pragma once
+
+#include "kernels/attention/mma/values.cuh"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+
+template <class S>
+struct MmaAttention : MmaValues<S> {
+  using Params = AttentionParams;
+  using F = typename S::Fragment;
+  using Base = MmaValues<S>;
+  using Base::M, Base::R, Base::base, Base::channels, Base::lane, Base::max, Base::out, Base::p,
+      Base::row_scale, Base::sum, Base::warp, Base::work;
+  using typename Base::Scores;
+  using Base::Base;
+
+  // ---- The tiles ------------------------------------------------------------------------------
+
+  /// The next tile at or below `tile` that the block mask does not forbid; negative: none is left.
+  QATTN_DEVICE int visible_tile(int tile) const {
+    if constexpr (S::general) {
+      while (p.block_mask.data != nullptr && tile >= work.key_begin) {
+        const std::int64_t at = work.b * p.block_mask.stride[0] +
+                                work.head * p.block_mask.stride[1] +
+                                work.first_row / p.block_mask_q * p.block_mask.stride[2] +
+                                tile / p.block_mask_k * p.block_mask.stride[3];
+        if (isa::load_global(static_cast<const std::uint8_t*>(p.block_mask.data) + at) != 0) break;
+        tile -= S::keys;
+      }
+    }
+    return tile < work.key_begin ? -1 : tile;
+  }
+
+  /// Softmax and product with V. `Special`: some rows do not see all keys, or some values are not
+  /// numbers. Two copies of this code, so that the common one has no branches: they keep ptxas from
+  /// mixing what can be mixed.
+  template <bool Special>
+  QATTN_DEVICE void attend(Scores& s, int tile, float k_scale) {
+    if constexpr (Special) {
+      const bool edge = !this->whole(tile);
+      const bool bad_values =
+          S::pv_16bit && (edge || p.mask.data != nullptr) && this->clean_values();
+      if constexpr (S::general) {
+        this->finish_scores(s, tile, bad_values);
+      } else {
+        this->mask_edge(s, tile, bad_values);
+        if (this->has_bad_keys(tile, k_scale)) this->spoil_scores(s, tile);
+      }
+    }
+    float scale[R];  // from what `s` holds to units of log2
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      scale[r] = S::general    ? 1.0f
+                 : S::qk_16bit ? p.scale * tile::log2_e
+                              : row_scale[r] * (Special && tile::is_nan(k_scale) ? 1.0f : k_scale);
+      // Of rows and keys that are zeros the product may be: masked scores are -Inf, and stay it.
+      if constexpr (Special && !S::general && !S::qk_16bit) {
+        if (scale[r] == 0.0f) scale[r] = 0x1p-126f;
+      }
+    }
+    if constexpr (S::pv_16bit) {
+      this->attend_16bit(s, scale);
+    } else if constexpr (S::u8) {
+      this->template attend_u8<Special>(s, scale);
+    } else if constexpr (S::e2m1_pv) {
+      GroupedValues<MmaValues<S>>{*this}.template attend_e2m1<Special>(s, scale);
+    } else if constexpr (S::pv_groups) {
+      GroupedValues<MmaValues<S>>{*this}.template attend_mxfp8<Special>(s, scale);
+    } else {
+      this->template attend_e4m3<Special>(s, scale);
+    }
+  }
+
+  QATTN_DEVICE void run_tile(int tile, int next) {
+    this->copies.start_values(tile);
+    this->copies.start_key_scales(tile);
+    isa::copy_async_commit();
+    const float k_scale = this->key_scale(tile);
+    Scores s;
+    this->multiply_queries(s);
+    isa::copy_async_wait<0>();
+    this->meet();  // V is there, and nobody reads K any more
+    if (next >= 0) this->copies.start_keys(next);
+    isa::copy_async_commit();
+    if constexpr (S::general) {
+      if (!S::pv_16bit && p.v8.channel_scale != nullptr) channels = this->channel_scales(tile);
+      attend<true>(s, tile, k_scale);
+    } else if (!this->whole(tile) || this->has_bad_keys(tile, k_scale) ||
+               this->value_flags() != 0) {
+      attend<true>(s, tile, k_scale);
+    } else {
+      attend<false>(s, tile, k_scale);
+    }
+  }
+
+  /// The tiles of a warp without rows: its share of what all threads do.
+  QATTN_DEVICE void pass_tiles(int tile) {
+    while (tile >= 0) {
+      const int next = visible_tile(tile - S::keys);
+      isa::copy_async_wait<0>();
+      this->meet();
+      this->copies.start_values(tile);
+      this->copies.start_key_scales(tile);
+      isa::copy_async_commit();
+      isa::copy_async_wait<0>();
+      this->meet();
+      if (next >= 0) this->copies.start_keys(next);
+      isa::copy_async_commit();
+      if (S::pv_16bit && (!this->whole(tile) || p.mask.data != nullptr)) this->clean_values();
+      tile = next;
+    }
+  }
+
+  QATTN_DEVICE void run_tiles() {
+    const int none = work.key_end <= work.key_begin;
+    int tile = none ? -1 : visible_tile((work.key_end - 1) / S::keys * S::keys);
+    if (tile < 0) return;
+    this->copies.set_sources();
+    this->copies.start_queries();
+    this->copies.start_keys(tile);
+    isa::copy_async_commit();
+    this->copies.clear_missing_channels();
+    if (this->idle()) {
+      pass_tiles(tile);
+      tile = -1;
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      row_scale[r] = this->query_scale(r) * p.scale * tile::log2_e;
+    }
+    while (tile >= 0) {
+      const int next = visible_tile(tile - S::keys);
+      isa::copy_async_wait<0>();
+      this->meet();  // K is there, and nobody reads V any more
+      run_tile(tile, next);
+      tile = next;
+    }
+    isa::copy_async_wait<0>();
+  }
+
+  // ---- Entry ----------------------------------------------------------------------------------
+
+  /// Rows from `first` on of block `index` of `block_rows`.
+  static QATTN_DEVICE void run_block(const Params& p, int index, int block_rows, int first) {
+    WorkTile work = locate_work(p, index, block_rows, S::keys);
+    work.first_row += first;
+    if ((work.q.bad || work.k.bad) && isa::thread() == 0) {
+      isa::atomic_or_global(p.error, tile::error_sequence);
+    }
+    if (work.first_row >= work.q.rows) return;
+    MmaAttention self(p, work);
+    self.run_tiles();
+    if constexpr (S::qk_16bit && !S::general) {
+      if (work.key_begin < work.key_end) self.check_operands();
+    }
+    if constexpr (S::scales_channels && !S::general) self.scale_channels();
+    self.take_offsets();
+    isa::sync_threads();  // the rows leave through the same shared memory
+    self.write(self.base, work.split >= 0);
+  }
+
+  /// Did a warp of the Hopper kernel meet in block `index` what it cannot do?
+  static QATTN_DEVICE bool has_fallback_flag(const Params& p, int index) {
+    std::uint32_t any = 0;
+#pragma unroll
+    for (int w = 0; w < fallback_checkers + (S::qk_16bit ? 2 : 0); ++w) {
+      any |= isa::load_global(p.fallback_flags + index * std::int64_t{fallback_stride} + w);
+    }
+    return any != 0;
+  }
+
+  /// All blocks of rows; with fallback_flags those that a warp of the Hopper kernel set. Both call
+  /// run_block() here, because each call is a copy of the kernel: two were half of the general
+  /// kernels' code, and more than half of their compilation.
+  static QATTN_DEVICE void run_blocks(const Params& p) {
+    const bool again = p.fallback_flags != nullptr;
+    const int block_rows = again ? fallback_rows : S::rows;
+    for (std::int64_t work = isa::block().x; work < p.work_tiles; work += isa::grid().x) {
+      const int index = static_cast<int>(work);
+      if (again && !has_fallback_flag(p, index)) continue;
+      // Above 128 channels a tile has fewer rows than the block that the note is about.
+      for (int first = 0; first < block_rows; first += S::rows) {
+        isa::sync_threads();  // the rows before have left shared memory
+        run_block(p, index, block_rows, first);
+      }
+    }
+  }
+
+  static QATTN_DEVICE void run(const Params& p) {
+    if constexpr (S::general) {
+      run_blocks(p);
+    } else {
+      run_block(p, isa::block().x, S::rows, 0);
+    }
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

@@ -1,0 +1,289 @@
+// First half of the mma.sync prefill kernel (kernel.cuh): the product of Q and K, and what happens
+// to scores before the softmax.
+#pragma once
+
+#include <utility>
+
+#include "kernels/attention/common/check.cuh"
+#include "kernels/attention/common/epilogue.cuh"
+#include "kernels/attention/common/query_mean.hpp"
+#include "kernels/attention/mma/copies.cuh"
+#include "kernels/attention/mma/shape.hpp"
+
+namespace qattn::kernels {
+
+/// Calls f with constants 0 to N - 1.
+template <int N, class Function>
+QATTN_DEVICE void unroll(Function f) {
+  [&]<int... I>(std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<int, I>{}), ...);
+  }(std::make_integer_sequence<int, N>{});
+}
+
+/// ue8m0's 1, four times.
+inline constexpr std::uint32_t unit_scales = 0x7f7f7f7f;
+
+inline namespace QATTN_TARGET {
+
+template <class S>
+struct MmaScores : Epilogue<S> {
+  using F = typename S::Fragment;
+  using K = typename S::KeyFragment;
+  using Base = Epilogue<S>;
+  using Base::M, Base::R, Base::bad_rows, Base::lane, Base::local_row, Base::p, Base::unit,
+      Base::warp, Base::work;
+  using typename Base::Scores;
+
+  SharedAddress base = isa::shared_base();
+  TileCopies<S> copies{Base::p, Base::work, base};
+
+  QATTN_DEVICE MmaScores(const AttentionParams& params, const WorkTile& w)
+      : Base(params, w, isa::thread() / 32) {}
+
+  /// All warps, those without rows at other places of the code (pass_tiles()).
+  QATTN_DEVICE static void meet() { isa::barrier_sync_anywhere(1, S::threads); }
+
+  /// Does none of this warp's rows exist?
+  QATTN_DEVICE bool idle() const { return this->query_of(warp * S::warp_rows) >= work.q.length; }
+
+  // ---- Product of Q and K ---------------------------------------------------------------------
+
+  using Products = isa::Accumulator<S::qk>[M][S::n_tiles][4];
+
+  QATTN_DEVICE void multiply_queries(Scores& scores) {
+    isa::Accumulator<S::qk> acc[M][S::n_tiles][4];
+    if constexpr (S::qk_scaled) {
+      multiply_scaled(acc);
+    } else {
+      multiply_plain(acc);
+    }
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int n = 0; n < S::n_tiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[m][n][i] = isa::to_float(acc[m][n][i]);
+      }
+    }
+  }
+
+  /// 32 bytes of each row, as A and B operands.
+  QATTN_DEVICE void load_step(int step, std::uint32_t (&a)[M][4],
+                              std::uint32_t (&b)[S::n_tiles][2]) const {
+    const SharedAddress q = base + (warp * S::warp_rows + lane % 16) * S::qk_row + lane / 16 * 16;
+    const SharedAddress k =
+        base + S::k_at + (lane % 8 + lane / 16 * 8) * S::qk_row + lane / 8 % 2 * 16;
+    std::uint32_t pair[S::n_tiles / 2][4];
+    SharedAddress a_row[M], b_row[S::n_tiles / 2];
+#pragma unroll
+    for (int m = 0; m < M; ++m) a_row[m] = q + m * 16 * S::qk_row + step * 32;
+#pragma unroll
+    for (int n = 0; n < S::n_tiles / 2; ++n) b_row[n] = k + n * 16 * S::qk_row + step * 32;
+    isa::load_matrix<M>(a, a_row);
+    isa::load_matrix<S::n_tiles / 2>(pair, b_row);
+#pragma unroll
+    for (int n = 0; n < S::n_tiles; ++n) {
+      b[n][0] = pair[n / 2][n % 2 * 2], b[n][1] = pair[n / 2][n % 2 * 2 + 1];
+    }
+  }
+
+  QATTN_DEVICE void multiply_plain(Products& acc) const {
+#pragma unroll
+    for (int step = 0; step < S::qk_bytes / 32; ++step) {
+      std::uint32_t a[M][4], b[S::n_tiles][2];
+      load_step(step, a, b);
+      if (step == 0) {
+        isa::mma_zero<S::qk, S::qk, M, S::n_tiles>(acc, a, b);
+      } else {
+        isa::mma<S::qk, S::qk, M, S::n_tiles>(acc, a, b);
+      }
+    }
+  }
+
+  QATTN_DEVICE void multiply_scaled(Products& acc) const {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int n = 0; n < S::n_tiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[m][n][i] = 0;
+      }
+    }
+    std::uint32_t sa[M], sb[S::n_tiles];
+    unroll<S::qk_bytes / 32>([&](auto step) {
+      // Bytes of scales that a step takes, and where they are in their word.
+      constexpr int bytes = S::qk_groups ? 256 / isa::element_bits(S::qk) / S::qk_group : 0;
+      constexpr int first = step * bytes, at = first % 4;
+      if (at == 0) load_query_scales(first / 4, sa), load_key_scales(first / 4, sb);
+      std::uint32_t a[M][4], b[S::n_tiles][2];
+      load_step(step, a, b);
+      isa::mma_scaled<S::qk_product, M, S::n_tiles, at>(acc, a, b, sa, sb);
+    });
+  }
+
+  /// Four scales of each row, where the product takes them: lanes t = 0 and 1 have rows g, g + 8.
+  QATTN_DEVICE void load_query_scales(int word, std::uint32_t (&s)[M]) const {
+    const int row = warp * S::warp_rows + lane / 4 + lane % 2 * 8;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      s[m] = S::qk_groups ? isa::load_shared<std::uint32_t>(
+                                base + S::q_groups_at + (row + 16 * m) * S::qk_group_bytes +
+                                4 * word)
+                          : unit_scales;
+    }
+  }
+  QATTN_DEVICE void load_key_scales(int word, std::uint32_t (&s)[S::n_tiles]) const {
+#pragma unroll
+    for (int n = 0; n < S::n_tiles; ++n) {
+      s[n] = S::qk_groups ? isa::load_shared<std::uint32_t>(
+                                base + S::k_groups_at + (lane / 4 + 8 * n) * S::qk_group_bytes +
+                                4 * word)
+                          : unit_scales;
+    }
+  }
+
+  // ---- From scores to units of log2 -----------------------------------------------------------
+
+  /// Is V's token at this key of the tile flagged by clean_values()?
+  QATTN_DEVICE bool bad_value(int key) const {
+    return isa::load_shared<std::uint32_t>(flag_address(key)) != 0;
+  }
+  QATTN_DEVICE SharedAddress flag_address(int key) const {
+    return base + S::v_at + key * S::v_row + S::v_bytes;  // in the padding of V's row
+  }
+
+  /// The bounds of a tile that not every row sees whole. `bad_values`: flagged tokens of V turn the
+  /// rows that see them into NaN.
+  QATTN_DEVICE void mask_edge(Scores& s, int tile, bool bad_values) {
+    Base::mask_edge(s, tile, [&](int key) { return S::pv_16bit && bad_values && bad_value(key); });
+  }
+
+  /// Everything that may happen to a score; leaves units of log2.
+  QATTN_DEVICE void finish_scores(Scores& s, int tile, bool bad_values) {
+    const auto key_scale = [&](int key) {
+      return S::qk_16bit ? 1.0f : isa::load_shared<float>(base + S::k_scale_at + 4 * key);
+    };
+    const auto add = [&](Scores& scores) {
+      if (!S::qk_16bit && p.q_mean.data != nullptr) add_query_mean(scores, tile);
+    };
+    Base::finish_scores(s, tile, key_scale, add,
+                        [&](int key) { return S::pv_16bit && bad_values && bad_value(key); });
+  }
+
+  /// smooth_q: what Q's means took from the scores. Rows that share r are eight in a row of the
+  /// sequence, and blocks are multiples of eight.
+  QATTN_DEVICE void add_query_mean(Scores& s, int tile) {
+    const SharedAddress mine = base + S::mean_at + warp * R * 4 * S::keys;
+    const int first_row = work.first_row + warp * S::warp_rows, size = p.q_mean.block;
+    const int length = static_cast<int>(work.q.length), past = first_row + S::warp_rows;
+    const int first = first_row / size, last = ((past < length ? past : length) - 1) / size;
+    if (first_row >= length) return;
+    const std::int64_t table =
+        work.head * p.q_mean.blocks + tile::first_block(p.q, work.q, work.b, size);
+    isa::sync_warp();  // the tile before is read
+#pragma unroll 1
+    for (int block = first; block <= last; ++block) {
+      tile::store_mean_scores<S::keys>(p, work.k, work.b, work.kv_head, table + block, tile,
+                                       mine + (block - first) * 4 * S::keys);
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int block = (first_row + r / 2 * 16 + r % 2 * 8) / size;
+      const SharedAddress scores = mine + ((block < last ? block : last) - first) * 4 * S::keys +
+                                   4 * K::lane_column(lane);
+#pragma unroll
+      for (int n = 0; n < S::n_tiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < F::row_elements; ++e) {
+          this->element(s, r, n, e) += isa::load_shared<float>(
+              scores + 4 * (isa::column_of_tile<K>(n) + K::element_column(e)));
+        }
+      }
+    }
+  }
+
+  /// One K scale for the whole tile (plain variant).
+  QATTN_DEVICE float key_scale(int tile) const {
+    if constexpr (S::qk_16bit || S::general) return 1.0f;
+    float scale = isa::load_global(key_scales(tile));
+    if constexpr (S::qk_groups) {  // the sequence's, which bad tokens do not have
+      for (int n = 1; n < S::keys && tile::is_nan(scale); ++n) {
+        scale = isa::load_global(key_scales(tile) + n);
+      }
+    }
+    return scale;
+  }
+  QATTN_DEVICE const float* key_scales(int tile) const {
+    return p.k8.scale + unit(p.k8, work.kv_head, work.k_slot + tile);
+  }
+
+  /// Does a key of the tile hold what is not a number? `scale`: key_scale().
+  QATTN_DEVICE bool has_bad_keys(int tile, float scale) const {
+    if constexpr (S::qk_groups) {
+      const std::int64_t at = unit(p.k8, work.kv_head, work.k_slot + tile) / slot_tile;
+      return (isa::load_global(p.k8.flags + at) & tile_has_bad) != 0;
+    }
+    return tile::is_nan(scale);
+  }
+  /// NaN in the place of what rows see of such keys: where keys share a scale, of all.
+  QATTN_DEVICE void spoil_scores(Scores& s, int tile) const {
+    tile::each_score<K>(s, [&](int, int key, float& x) {
+      const bool bad = !S::qk_groups || tile::is_nan(isa::load_global(key_scales(tile) + key));
+      x = x == -tile::infinity() || !bad ? x : tile::quiet_nan();
+    });
+  }
+
+  // ---- Values that are not numbers ------------------------------------------------------------
+
+  /// Marks this warp's rows of Q that are not finite.
+  QATTN_DEVICE void check_queries() {
+    bool bad = false;
+    const SharedAddress row = base + (warp * S::warp_rows + lane % S::warp_rows) * S::qk_row;
+#pragma unroll 4
+    for (int c = 0; c < S::qk_bytes; c += 16) {
+      bad |= not_finite<S::qk>(isa::load_shared<isa::Words4>(row + c));
+    }
+    const std::uint32_t rows = isa::ballot(bad);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      bad_rows |= (rows >> (local_row(r) - warp * S::warp_rows) & 1) != 0 ? 1u << r : 0u;
+    }
+  }
+
+  /// This block's share of the tests of Q and K.
+  QATTN_DEVICE void check_operands() {
+    check_queries();
+    if (p.bad_keys == nullptr) return;
+    KeyCheck<S::qk, S::qk_bytes, S::threads>{p, work, copies.k_source, isa::thread()}.run(S::rows);
+  }
+
+  /// 16-bit V: zeros in the place of tokens that hold NaN or Inf, and a flag in each row's padding.
+  /// Needed only where some row must not see such a token. Returns whether there was one.
+  QATTN_DEVICE bool clean_values() {
+    const SharedAddress any = base + S::k_at + S::qk_bytes;  // in the padding of K's first row
+    if (isa::thread() < S::keys) isa::store_shared(flag_address(isa::thread()), 0u);
+    if (isa::thread() == 0) isa::store_shared(any, 0u);
+    meet();
+    constexpr int chunks = S::v_bytes / 16;
+    for (int n = isa::thread(); n < S::keys * chunks; n += S::threads) {
+      const auto v =
+          isa::load_shared<isa::Words4>(base + S::v_at + n / chunks * S::v_row + n % chunks * 16);
+      if (not_finite<S::pv>(v)) {
+        isa::atomic_max_shared(flag_address(n / chunks), 1u);
+        isa::atomic_max_shared(any, 1u);
+      }
+    }
+    meet();
+    if (isa::load_shared<std::uint32_t>(any) == 0) return false;
+    for (int n = isa::thread(); n < S::keys * chunks; n += S::threads) {
+      if (bad_value(n / chunks)) {
+        isa::store_shared(base + S::v_at + n / chunks * S::v_row + n % chunks * 16, isa::Words4{});
+      }
+    }
+    meet();
+    return true;
+  }
+};
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels

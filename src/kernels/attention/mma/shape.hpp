@@ -1,0 +1,95 @@
+// What a block of the mma.sync prefill kernel (kernel.cuh) holds, and where in shared memory.
+#pragma once
+
+#include "isa/fragment.hpp"
+#include "kernels/attention/common/copy.hpp"
+#include "kernels/quantize/gpu/prepared.hpp"
+
+namespace qattn::kernels {
+
+/// Everything that selects code of the kernel.
+struct MmaConfig {
+  int d = 128;                           ///< padded head dimension of Q, K and V
+  isa::Element qk = isa::Element::bf16;  ///< Q and K
+  isa::Element pv = isa::Element::bf16;  ///< P and V
+  /// false: dense or packed sequences, causal or none, scale > 0, one K scale a tile, V's scale per
+  /// token (s8) or one a channel (e4m3). true: everything.
+  bool general = false;
+  int qk_group = 0, pv_group = 0;  ///< elements that share a scale of the products; 0: none do
+  int m_tiles = 2;                 ///< row tiles of a warp
+  int rows = 128;                  ///< of a block
+  bool scaled_fp8 = false;         ///< e4m3 without groups takes products with scales of 1
+  bool operator==(const MmaConfig&) const = default;
+};
+
+/// The product with scales for groups of `group` of the element.
+constexpr isa::Scaled scaled_product(isa::Element e, int group) {
+  return e == isa::Element::e4m3 ? isa::Scaled::mxfp8
+         : group == 16           ? isa::Scaled::nvfp4
+                                 : isa::Scaled::mxfp4;
+}
+
+template <MmaConfig C>
+struct MmaShape {
+  using Element = isa::Element;
+  using Fragment = isa::MmaFragment;
+  static constexpr Element qk = C.qk, pv = C.pv;
+  static constexpr bool general = C.general;
+  static constexpr bool qk_16bit = isa::is_16bit(C.qk), pv_16bit = isa::is_16bit(C.pv);
+  static constexpr int qk_group = C.qk_group, pv_group = C.pv_group;
+  static constexpr bool qk_groups = qk_group > 0, pv_groups = pv_group > 0;
+  /// Are there scales in the products, be they all 1?
+  static constexpr bool qk_scaled = qk_groups || (C.scaled_fp8 && C.qk == Element::e4m3);
+  static constexpr bool pv_scaled = pv_groups || (C.scaled_fp8 && C.pv == Element::e4m3);
+  static constexpr isa::Scaled qk_product = scaled_product(C.qk, C.qk_group);
+  static constexpr isa::Scaled pv_product = scaled_product(C.pv, C.pv_group);
+  /// 4-bit P lies in registers in the order of the keys: K's rows were dealt out for that.
+  static constexpr KeyOrder key_order =
+      C.pv == Element::e2m1 ? KeyOrder::fp4 : KeyOrder::natural;
+  using KeyFragment = std::conditional_t<key_order == KeyOrder::fp4, isa::MmaFragmentOfEights,
+                                         Fragment>;
+  /// The second one costs registers: 1196 bytes of spills at D 256 on sm_100.
+  static constexpr bool two_row_ends = false, divides = true, staged_rows = false;
+  static constexpr bool u8 = C.pv == Element::u8, e2m1_pv = C.pv == Element::e2m1;
+  static constexpr bool e4m3_pv = C.pv == Element::e4m3;
+  /// Has V a scale a channel for the end, of a sequence?
+  static constexpr bool scales_channels = e2m1_pv ? pv_group == 16 : e4m3_pv && !pv_groups;
+  static constexpr bool tile_p = u8 || e2m1_pv;  ///< P is relative to its own tile
+  /// P V joins the output as floats that it is already (AttentionRows::as_float()). Not where
+  /// scales per channel stand between: of such small numbers these would cost bits.
+  static constexpr bool direct_sums = u8 && !C.general;
+  /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
+  static constexpr float p_log2 = e4m3_pv && !pv_groups ? 8.0f : 0.0f;
+  static constexpr int d = C.d, dv = d, keys = 64, rows = C.rows;
+  static constexpr int m_tiles = C.m_tiles, warp_rows = 16 * m_tiles;
+  static constexpr int warps = rows / warp_rows, threads = 32 * warps;
+  static constexpr int thread_rows = 2 * m_tiles;  ///< query rows that a thread holds parts of
+  static constexpr int n_tiles = keys / 8, d_tiles = C.d / 8;
+
+  static constexpr int qk_bytes = C.d * isa::element_bits(C.qk) / 8;
+  static constexpr int qk_row = tile::padded_row(qk_bytes);
+  static constexpr int v_bits = isa::element_bits(C.pv);
+  static constexpr int v_bytes = pv_16bit ? 2 * C.d : keys * v_bits / 8;
+  static constexpr int v_row = tile::padded_row(v_bytes);
+  static constexpr int v_rows = pv_16bit ? keys : C.d + (u8 ? 0 : 8);
+  static constexpr int k_at = rows * qk_row, v_at = k_at + keys * qk_row;
+  static constexpr int tail_at = v_at + v_rows * v_row;  ///< log, inverse, flags of a V tile
+  static constexpr int tail_bytes = pv_16bit ? 0 : 8 * keys + 16;
+  // Scales of groups: of Q's and K's rows, of V's channels.
+  static constexpr int qk_group_bytes = qk_groups ? (C.d / C.qk_group + 3) / 4 * 4 : 0;
+  static constexpr int v_group_bytes = pv_groups ? keys / C.pv_group : 0;
+  static constexpr int q_groups_at = tail_at + tail_bytes;
+  static constexpr int k_groups_at = q_groups_at + rows * qk_group_bytes;
+  static constexpr int v_groups_at = k_groups_at + keys * qk_group_bytes;
+  static constexpr int v_groups_bytes = (v_rows * v_group_bytes + 15) / 16 * 16;
+  static constexpr int k_scale_at = v_groups_at + v_groups_bytes;
+  static constexpr int mean_at = k_scale_at + 4 * keys;  ///< smooth_q: 64 floats a block of Q
+  static constexpr int used_bytes =
+      C.general && !qk_16bit ? mean_at + 4 * keys * thread_rows * warps : k_scale_at;
+  static constexpr int out_channels = C.d;  ///< that leave through shared memory together
+  static constexpr int out_row = tile::padded_row(2 * out_channels);
+  static constexpr int shared_bytes = used_bytes > rows* out_row ? used_bytes
+                                                                 : (rows* out_row + 15) / 16 * 16;
+};
+
+}  // namespace qattn::kernels
