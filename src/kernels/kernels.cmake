@@ -29,7 +29,7 @@ set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${architectures})
 file(STRINGS ${architectures} directories REGEX "^QATTN_ARCHITECTURE\\(")
 list(TRANSFORM directories REPLACE "^[A-Z_]+\\((.*)\\)$" "attention/\\1")
 foreach(directory IN ITEMS
-    attention attention/common attention/schedule ${directories}
+    attention attention/common attention/mma attention/schedule ${directories}
     decode/mixed_kv decode/uniform8 kv_append quantize/gpu quantize/overlap)
   include(${CMAKE_CURRENT_LIST_DIR}/${directory}/kernels.cmake)
 endforeach()

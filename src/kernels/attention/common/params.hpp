@@ -122,15 +122,4 @@ inline constexpr int fallback_warps = 8, fallback_producer = 8, fallback_checker
 
 inline constexpr std::int32_t no_key = 0x7fffffff;
 
-/// Everything that selects code of the portable kernel.
-struct Sm80Config {
-  int d = 128;                           ///< padded head dimension of Q, K and V
-  isa::Element qk = isa::Element::bf16;  ///< Q and K
-  isa::Element pv = isa::Element::bf16;  ///< P and V
-  /// false: dense or packed sequences, causal or none, scale > 0, one K scale a tile, V's scale per
-  /// token (s8) or one a channel (e4m3). true: everything.
-  bool general = false;
-  bool operator==(const Sm80Config&) const = default;
-};
-
 }  // namespace qattn::kernels

@@ -12,7 +12,7 @@ struct TileCopies {
   const AttentionParams& p;
   const WorkTile& work;
   SharedAddress base;
-  tile::RowSource k_source, v_source;
+  tile::RowSource k_source = {}, v_source = {};
 
   /// Elements of Q and K in place, in bytes.
   static constexpr int width = S::qk_16bit ? 2 : 1;

@@ -3,6 +3,7 @@
 
 #include "isa/launch.hpp"
 #include "kernels/attention/common/params.hpp"
+#include "kernels/attention/sm80/config.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

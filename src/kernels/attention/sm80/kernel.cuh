@@ -2,15 +2,9 @@
 #pragma once
 
 #include "kernels/attention/mma/kernel.cuh"
+#include "kernels/attention/sm80/config.hpp"
 
 namespace qattn::kernels {
-
-constexpr MmaConfig mma_config(const Sm80Config& c) {
-  MmaConfig m{c.d, c.qk, c.pv, c.general};
-  m.m_tiles = c.d > 128 ? 1 : 2;
-  m.rows = c.d > 128 ? 64 : 128;
-  return m;
-}
 
 inline namespace QATTN_TARGET {
 

@@ -309,7 +309,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
 
 bool is_general(const Problem& p, const Recipe& r) {
   return p.softcap > 0 || p.tensors.alibi_slopes.present() || p.mask != MaskKind::none ||
-         !(p.softmax_scale > 0) || (coded(r.qk) && !thread_scaled(p, r));
+         !(p.softmax_scale > 0) || (quantised(r.qk) && !thread_scaled(p, r));
 }
 
 bool ends_at_diagonal(const Problem& p) {

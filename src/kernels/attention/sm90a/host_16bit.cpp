@@ -26,7 +26,7 @@ struct WidePlan : GpuPlan {
   SplitKv split_kv;  ///< of this kernel, as the order; the portable one has its own
   TileScheduler order;
 
-  const Sm80Plan& other() const { return static_cast<const Sm80Plan&>(*portable); }
+  const MmaPlan& other() const { return static_cast<const MmaPlan&>(*portable); }
 };
 
 Recipe resolve(const Problem& p) {
@@ -62,7 +62,7 @@ Status supports(const Problem& p) {
   }
   if (Status s = sm80_prefill().supports(p); !s.ok()) return s;
   PrepareNeeds needs;
-  needs.q_rows = needs.k_rows = coded(r.qk);
+  needs.q_rows = needs.k_rows = quantised(r.qk);
   return check_sm90a(p, find(p, r), plan_prepare(p, r, needs));
 }
 
@@ -73,7 +73,7 @@ bool whole_pages(std::int64_t size, int keys) {
 
 /// Does this kernel serve the call with these addresses, strides and values?
 bool is_native(const Problem& p, const Recipe& r, const Sm90Config& c) {
-  const bool in_place = !coded(r.qk);
+  const bool in_place = !quantised(r.qk);
   return p.max_k > 0 && r.smooth_q != Toggle::on && (!in_place || aligned(p.q)) &&
          (!in_place || aligned(p.k)) && aligned(p.v) &&
          (!p.paged || whole_pages(p.page_size, c.keys()));
@@ -82,7 +82,7 @@ bool is_native(const Problem& p, const Recipe& r, const Sm90Config& c) {
 /// Do blocks leave notes of bad keys to SpoilRows? That knows no left window and no block mask; a
 /// general call has tests of every score.
 bool takes_notes(const Problem& p, const Recipe& r) {
-  return !coded(r.qk) && p.window_left < 0 && p.block_mask_q == 0 && !is_general(p, r);
+  return !quantised(r.qk) && p.window_left < 0 && p.block_mask_q == 0 && !is_general(p, r);
 }
 
 /// Parts of rows can be done again only where the portable kernel's tiles have as many rows, which
@@ -112,7 +112,7 @@ std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {
 Status attend_16bit(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
                     Handover handover) {
   const auto& plan = static_cast<const WidePlan&>(data);
-  const Sm80Plan& other = plan.other();
+  const MmaPlan& other = plan.other();
   Sm90Params params;
   static_cast<AttentionParams&>(params) =
       params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), sm90a_rows, plan.error);
@@ -143,7 +143,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->attend = attend_16bit;
   plan->recipe = resolve(p);
   plan->portable = sm80_prefill().tune(p);
-  const Sm80Plan& other = plan->other();
+  const MmaPlan& other = plan->other();
   plan->instance = find(p, plan->recipe);
   plan->prepared = other.prepared;
   plan->error = other.error;

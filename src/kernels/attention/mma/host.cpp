@@ -1,0 +1,211 @@
+#include "kernels/attention/mma/host.hpp"
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+
+#include "kernels/attention/common/call_params.hpp"
+#include "kernels/attention/common/check.cuh"
+#include "kernels/attention/common/spoil.hpp"
+
+namespace qattn::kernels {
+inline namespace QATTN_TARGET {
+namespace {
+
+using isa::Element;
+
+/// Does a kernel note bad keys, for SpoilRows?
+bool notes_bad_keys(const MmaConfig& c) { return isa::is_16bit(c.qk) && !c.general; }
+
+constexpr int tile_keys = slot_tile;
+
+Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
+
+std::string text(Format f) { return std::string(info(f).name); }
+
+/// What prepared rows or tiles of the format are padded to.
+int padded(Format format, int channels) {
+  return info(format).group > 0 ? micro_channels(channels) : prepared_channels(channels);
+}
+
+/// Is K's scale the same for all keys of a tile?
+bool tile_scaled(const Problem& p, const Recipe& r, int channels) {
+  using enum Granularity;
+  if (info(r.qk).group > 0) return padded(r.qk, p.d) == channels;
+  const Scaling& s = r.k_scale;
+  if (p.paged && p.tensors.k_scale.present()) return false;  // given with the pages
+  return s.granularity == per_tensor || s.granularity == per_head ||
+         (s.granularity == per_block && s.block % tile_keys == 0);
+}
+
+/// Are V's scales nothing that the loop over the tiles must see? s8: of tokens, which P carries;
+/// e4m3 and nvfp4: one a channel in a sequence, at the end. And does its tile fill the plain
+/// variant's?
+bool plain_values(const Problem& p, const Recipe& r, int channels) {
+  const Granularity g = r.v_scale.granularity;
+  const bool scales =
+      r.v == Format::s8 ? g == Granularity::per_token : g != Granularity::per_block_channel;
+  return scales && padded(r.v, p.dv) == channels;
+}
+
+/// What will run, as far as a plan can tell.
+const MmaInstance& instance_of(const Problem& p, const MmaPlan& plan) {
+  const bool plain = plan.plain != nullptr && is_unmasked(p, plan.recipe, plan.plain->config.d);
+  return plain ? *plan.plain : *plan.general;
+}
+
+/// Its kernels are not `dependent`: they start after all.
+Status attend_mma(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
+                  Handover) {
+  const auto& plan = static_cast<const MmaPlan&>(data);
+  const MmaInstance& instance = instance_of(p, plan);
+  const int rows = instance.config.rows;
+  AttentionParams params =
+      params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), rows, plan.error);
+  if (params.work_tiles == 0) return {};
+  set_split_kv(plan.split_kv, rows, workspace, params);
+  set_order(plan.order, params);
+  const bool notes = notes_bad_keys(instance.config);
+  if (notes) {
+    params.bad_keys =
+        reinterpret_cast<std::int32_t*>(static_cast<std::byte*>(workspace) + plan.bad_keys);
+  }
+  isa::Start start = isa::Start::after_all;
+  isa::LaunchError e = locate_varlen(plan.packed, p, workspace, params, stream, start);
+  if (e.empty()) e = instance.launch(params, {params.work_tiles, 1, 1}, stream);
+  if (e.empty()) e = combine_parts(params, stream);
+  if (e.empty() && notes) e = spoil_rows(p, params, stream);
+  return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);
+}
+
+}  // namespace
+
+bool is_unmasked(const Problem& p, const Recipe& r, int channels) {
+  const bool codes = quantised(r.qk), v_codes = quantised(r.v);
+  const bool q_in_place = !codes || p.q_codes, k_in_place = !codes || p.k_codes;
+  const bool v_in_place = !v_codes;
+  return p.window_left < 0 && p.softcap <= 0 && p.mask == MaskKind::none && p.block_mask_q == 0 &&
+         !p.tensors.alibi_slopes.present() && p.softmax_scale > 0 && r.smooth_q != Toggle::on &&
+         !(p.paged && (k_in_place || v_in_place)) && (!q_in_place || aligned(p.q)) &&
+         (!k_in_place || aligned(p.k)) && (!v_in_place || aligned(p.v)) &&
+         (!codes || tile_scaled(p, r, channels)) && (!v_codes || plain_values(p, r, channels));
+}
+
+PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
+  PrepareNeeds n;
+  n.q_rows = n.k_rows = quantised(r.qk);
+  n.v_tiles = quantised(r.v);
+  n.dot_mean = n.q_rows && needs_dot_mean(p, r);
+  if (element_of(r.v) == Element::e2m1) n.key_order = KeyOrder::fp4;
+  return n;
+}
+
+isa::Element element_of(Format format) {
+  switch (format) {
+    case Format::f16:
+      return Element::f16;
+    case Format::bf16:
+      return Element::bf16;
+    case Format::e4m3:
+    case Format::mxfp8:
+      return Element::e4m3;
+    case Format::mxfp4:
+    case Format::nvfp4:
+      return Element::e2m1;
+    default:
+      return Element::s8;
+  }
+}
+
+Status check_formats(const Problem& p, const Recipe& r, bool (*serves)(Format)) {
+  const bool wide = r.qk == Format::f16 || r.qk == Format::bf16;
+  if (!wide && !serves(r.qk)) return refuse("no GPU path for Q and K in " + text(r.qk));
+  if (wide && (p.q.format != r.qk || p.k.format != r.qk)) {
+    return refuse("the recipe multiplies Q and K in " + text(r.qk) + ", but q is " +
+                  text(p.q.format) + " and k " + text(p.k.format));
+  }
+  for (const auto& [name, t, codes] :
+       {std::tuple{"q", &p.q, quantised(r.qk)}, std::tuple{"k", &p.k, quantised(r.qk)},
+        std::tuple{"v", &p.v, quantised(r.v)}}) {
+    if (!codes && t->format == Format::f32) {
+      return refuse(std::string(name) + ": is f32; GPU kernels multiply f16, bf16 and codes");
+    }
+  }
+  if (r.v != Format::f16 && r.v != Format::bf16 && !serves(r.v)) {
+    return refuse("no GPU path for V in " + text(r.v));
+  }
+  if (info(r.v).group > 0) {
+    return r.p == r.v ? Status() : refuse(text(r.v) + " V goes with " + text(r.v) + " P");
+  }
+  if (r.v == Format::s8) {
+    return r.p == Format::u8 ? Status() : refuse("s8 V goes with u8 P");
+  }
+  if (r.v == Format::e4m3) {
+    if (r.p != Format::e4m3) return refuse("e4m3 V goes with e4m3 P");
+    return r.v_scale.granularity != Granularity::per_token
+               ? Status()
+               : refuse("v: scales per token do not fit e4m3 P, which is rounded without them");
+  }
+  if (p.v.format != r.v || r.p != r.v) {
+    return refuse("the recipe multiplies P and V in " + text(r.p) + " and " + text(r.v) +
+                  ", but v is " + text(p.v.format));
+  }
+  return {};
+}
+
+Status check_mma(const Problem& p, const Recipe& r, const MmaConfig& c) {
+  if (r.smooth_q == Toggle::on && !quantised(r.qk)) {
+    return refuse("smooth_q has no effect on 16-bit products");
+  }
+  if (r.smooth_k == Toggle::on && !quantised(r.qk)) {
+    return refuse("smooth_k has no effect on 16-bit products");
+  }
+  if (r.smooth_v == Toggle::on && !quantised(r.v)) return refuse("smooth_v is for quantised V");
+  if (r.rotate == Toggle::on && !quantised(r.qk)) return refuse("rotate is for quantised Q and K");
+  if (too_long(p)) return refuse("sequences longer than 2^30 tokens");
+  // A tile of V has one scale a channel.
+  const std::int64_t v_block = channel_block(p, r, needs_of(p, r));
+  if (v_block % tile_keys != 0 && v_block < p.max_k) {
+    return refuse("v: scales per channel change every " + std::to_string(v_block) +
+                  " keys; GPU kernels have one for " + std::to_string(tile_keys));
+  }
+  if (p.block_mask_q % c.rows != 0) {  // blocks of keys are multiples of 64 anyway
+    return refuse("block_mask_q: " + std::to_string(p.block_mask_q) + " is not a multiple of " +
+                  std::to_string(c.rows) + ", the rows of a tile");
+  }
+  if (row_blocks(p, c.rows) > 0x7fffffff / std::max<std::int64_t>(p.heads_q, 1)) {
+    return refuse("more than 2^31 blocks of rows");
+  }
+  if (const std::string why = prepare_refusal(p, r, needs_of(p, r)); !why.empty()) {
+    return refuse(why);
+  }
+  return {};
+}
+
+void plan_mma(MmaPlan& plan, const Problem& p, int resident) {
+  plan.attend = attend_mma;
+  plan.prepared = plan_prepare(p, plan.recipe, needs_of(p, plan.recipe));
+  plan.workspace = plan.prepared.bytes;
+  if (plan.plain != nullptr && notes_bad_keys(plan.plain->config)) {
+    plan.bad_keys = plan.workspace;
+    plan.workspace += bad_keys_bytes(p, plan.prepared);
+  }
+  const MmaConfig& c = instance_of(p, plan).config;
+  SplitKvLimits limits;
+  limits.rows = c.rows, limits.channels = c.d;
+  limits.blocks = isa::multiprocessors() * resident;
+  plan.split_kv = plan_split_kv(p, plan.recipe, limits, plan.workspace);
+  if (plan.split_kv.rows == 0) {
+    plan.order = plan_order(p, {limits.rows, limits.blocks, read_bytes(plan.recipe), false});
+  }
+  plan.packed = plan_varlen(p, c.rows, plan.workspace);
+  plan.error = isa::error_word();
+  plan.text = "variant: " + std::string(c.general ? "general" : "plain") + " d" +
+              std::to_string(c.d) + "\ntile: " + std::to_string(c.rows) + " rows x " +
+              std::to_string(tile_keys) + " keys\ntile_keys: " + std::to_string(tile_keys) +
+              "\nlost_mass: " + (c.pv == Element::u8 ? "a second byte" : "none") + "\n" +
+              text_of(plan.split_kv) + text_of(plan.order) + hidden_keys_text(plan.prepared);
+}
+
+}  // namespace QATTN_TARGET
+}  // namespace qattn::kernels
