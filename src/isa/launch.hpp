@@ -49,7 +49,9 @@ using LaunchError = std::string;
 enum class Start { after_all, early, beside };
 
 template <class K>
-concept Dependent = requires { requires K::dependent; };
+concept Dependent = requires {
+  requires K::dependent;
+};
 
 /// Blocks that are launched together, of which a grid has a multiple. Two are a pair on one TPC,
 /// whose multiprocessors share a cache of instructions (H200, by %smid; the manuals promise a GPC).
@@ -68,7 +70,8 @@ constexpr Target target_of() {
 
 /// LaunchError launch<K>(const typename K::Params&, Index3 grid, void* stream,
 ///                       Start = Start::after_all);
-/// KernelResources resources<K>();
+/// bool has_code<K>(): was what the current device runs of the kernel compiled for target_of<K>(),
+/// or newer? Elsewhere kernels are empty.
 ///
 /// int architecture(int device): 90 for sm_90, 0 if there is no such device.
 /// int multiprocessors(): of the current device.
@@ -76,11 +79,6 @@ constexpr Target target_of() {
 /// than architecture() where that is an older GPU's code, or came from PTX; 0 where none runs.
 /// std::uint32_t* error_word(): the current device's sticky error word, which kernels get in their
 /// Params; null where there is none. Asked for when a plan is made: the first time takes a while.
-
-/// Registers and memory of a compiled kernel (zeros in the emulator).
-struct KernelResources {
-  int registers = 0, local_bytes = 0, shared_bytes = 0;
-};
 
 }  // namespace qattn::isa
 

@@ -21,6 +21,13 @@ constexpr bool is_amd(Target t) { return is_amd(t.number); }
 /// Lanes of a warp, which AMD calls a wavefront.
 constexpr int lanes_of_warp(int gpu) { return is_amd(gpu) ? 64 : 32; }
 
+/// May code for `code` use all that a kernel for `kernel` does?
+constexpr bool has_all(Target code, Target kernel) {
+  if (is_amd(code) != is_amd(kernel)) return false;
+  return kernel.specific ? code.specific && code.number == kernel.number
+                         : code.number >= kernel.number;
+}
+
 /// Does a GPU run such code?
 constexpr bool runs_on(Target code, int gpu) {
   if (is_amd(code) != is_amd(gpu)) return false;

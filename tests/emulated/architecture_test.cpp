@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <string>
+#include <vector>
 
 #include "emulated/emulated_backend.hpp"
 #include "emulated/matrix.hpp"
@@ -74,18 +76,18 @@ TEST(GpuArchitectures, KernelsAreOfTheirDirectory) {
       EXPECT_TRUE(std::string(kernel.name).starts_with(directory + "_")) << kernel.name;
     }
     ASSERT_FALSE(own.architectures.empty());
-    std::string all;
+    std::vector<std::string> names;
     for (const kernels::Architecture& architecture : own.architectures) {
       const int gpu = architecture.target.number;
-      all += " " + emu::name(architecture.target);
+      names.push_back(emu::name(architecture.target));
+      std::erase(names.back(), '_');
       std::string text;
       for (const Recipe& recipe : gpu_recipes()) text += explained(recipe, gpu);
       EXPECT_TRUE(std::ranges::any_of(own.kernels, [&](const detail::Kernel& kernel) {
         return contains(text, std::string(kernel.name) + ": chosen");
       })) << gpu;
     }
-    std::erase(all, '_');
-    EXPECT_TRUE(contains(all + " ", " " + directory + " ")) << all;
+    EXPECT_TRUE(std::ranges::find(names, directory) != names.end());
     const int gpu = own.architectures.back().target.number;
     EXPECT_TRUE(std::ranges::any_of(cells, [&](const Cell& cell) {
       return (cell.architecture ? cell.architecture : architecture_for(cell.recipe)) == gpu;

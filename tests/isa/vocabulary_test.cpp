@@ -170,6 +170,18 @@ class OnGpu {
   Options before_;
 };
 
+TEST(Target, WhatIsCompiledForOneGpuNeedsItsCode) {
+  for (const int code : {80, 89, 90, 100}) {
+    const OnGpu on(code == 89 ? 90 : code, code);
+    EXPECT_TRUE(has_code<Portable>()) << code;
+    EXPECT_EQ(has_code<Hopper>(), code == 90) << code;
+  }
+  constexpr Target alone{120, true}, family{120};
+  EXPECT_TRUE(has_all(sm_90a, sm_90a) && has_all(sm_90a, sm_80) && has_all(alone, family));
+  EXPECT_FALSE(has_all(sm_90, sm_90a) || has_all(alone, sm_90a) || has_all(family, alone) ||
+               has_all(sm_80, sm_89) || has_all(gfx942, sm_80) || has_all(alone, gfx942));
+}
+
 TEST(Vocabulary, HoldsPortableKernelsToTheirTargetOnEveryGpu) {
   for (const int gpu : {80, 89, 90, 120}) {
     const OnGpu on(gpu);

@@ -1,10 +1,8 @@
 #include "backends/described/devices.hpp"
 
 #include <algorithm>
-#include <charconv>
 #include <sstream>
 #include <string>
-#include <string_view>
 
 #include "core/backend.hpp"
 #include "isa/launch.hpp"
@@ -13,17 +11,22 @@
 namespace qattn::described {
 namespace {
 
-/// The code of one of the library's architectures ("80", "90a", "100f") as far as it runs on a GPU:
-/// the number, or 0. Machine code runs on later GPUs of its generation, a family's (f) too, and one
-/// GPU's (a) there alone.
-int runs_on(std::string_view code, int gpu) {
-  int number = 0;
-  const char* end = code.data() + code.size();
-  const char* suffix = std::from_chars(code.data(), end, number).ptr;
-  const bool one = suffix != end && *suffix == 'a';
-  const bool runs = one ? gpu == number : gpu / 10 == number / 10 && gpu >= number;
-  return runs ? number : 0;
-}
+/// The machine code of one of the library's architectures: "80", "90a", "100f". It runs on later
+/// GPUs of its generation, a family's (f) too, and one GPU's (a) there alone.
+struct MachineCode {
+  isa::Target target;
+  bool one = false;
+
+  explicit MachineCode(const std::string& name) {
+    target.number = std::stoi(name);
+    target.specific = name.back() == 'a' || name.back() == 'f';
+    one = name.back() == 'a';
+  }
+  bool runs_on(int gpu) const {
+    const int number = target.number;
+    return one ? gpu == number : gpu / 10 == number / 10 && gpu >= number;
+  }
+};
 
 /// Of the released library: the best machine code, or that of the first, which is there as PTX,
 /// too.
@@ -34,13 +37,16 @@ isa::DescribedGpu described(const Gpu& gpu) {
   std::istringstream list(released_code());
   int first = 0;
   for (std::string code; list >> code;) {
-    if (first == 0) first = std::stoi(code);
-    const int runs = runs_on(code, gpu.architecture);
-    if (runs == 0) continue;
-    d.code_architecture = std::max(d.code_architecture, runs);
-    d.has_sm90a = d.has_sm90a || code == "90a";
+    const MachineCode machine(code);
+    if (first == 0) first = machine.target.number;
+    if (!machine.runs_on(gpu.architecture)) continue;
+    d.code_architecture = std::max(d.code_architecture, machine.target.number);
+    d.code.push_back(machine.target);
   }
-  if (d.code_architecture == 0 && gpu.architecture >= first) d.code_architecture = first;
+  if (d.code.empty() && gpu.architecture >= first) {
+    d.code_architecture = first;
+    d.code.push_back({first});
+  }
   return d;
 }
 

@@ -3,7 +3,9 @@
 // isa/launch.hpp where QATTN_DESCRIBED is defined.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "isa/launch.hpp"
 
@@ -14,7 +16,7 @@ inline namespace QATTN_TARGET {
 struct DescribedGpu {
   int architecture = 0, code_architecture = 0;
   int multiprocessors = 1;
-  bool has_sm90a = false;  ///< is the code that runs there sm_90a's?
+  std::vector<Target> code;  ///< machine code that runs there
 };
 inline DescribedGpu& described_gpu() {
   static DescribedGpu gpu;
@@ -32,10 +34,10 @@ inline int code_architecture() { return described_gpu().code_architecture; }
 inline int multiprocessors() { return described_gpu().multiprocessors; }
 inline std::uint32_t* error_word() { return nullptr; }
 
-/// Of an empty kernel where a kernel's code is sm_90a's and that does not run there.
 template <class K>
-KernelResources resources() {
-  return {described_gpu().has_sm90a ? 0 : 1, 0, 0};
+bool has_code() {
+  return std::ranges::any_of(described_gpu().code,
+                             [](Target code) { return has_all(code, target_of<K>()); });
 }
 
 }  // namespace QATTN_TARGET

@@ -46,8 +46,8 @@ inline std::uint32_t* error_word() {
 }
 
 template <class K>
-KernelResources resources() {
-  return {};
+bool has_code() {
+  return runs_on(target_of<K>(), code_architecture());
 }
 
 }  // namespace QATTN_TARGET

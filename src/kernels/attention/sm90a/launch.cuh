@@ -15,9 +15,7 @@ isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* 
 
 template <Sm90Config C>
 bool compiled_sm90a() {
-  // An empty kernel uses a handful of registers; the emulator has none to count.
-  const int registers = isa::resources<Sm90Attention<C>>().registers;
-  return registers == 0 || registers > 40;
+  return isa::has_code<Sm90Attention<C>>();
 }
 
 }  // namespace QATTN_TARGET
