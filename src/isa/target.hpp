@@ -24,6 +24,9 @@ constexpr int lanes_of_warp(int gpu) { return is_amd(gpu) ? 64 : 32; }
 /// May code for `code` use all that a kernel for `kernel` does?
 constexpr bool has_all(Target code, Target kernel) {
   if (is_amd(code) != is_amd(kernel)) return false;
+  if (kernel.family) {
+    return code.specific && code.number / 10 == kernel.number / 10 && code.number >= kernel.number;
+  }
   return kernel.specific ? code.specific && code.number == kernel.number
                          : code.number >= kernel.number;
 }

@@ -1,7 +1,6 @@
 // From a call to AttentionParams: what every GPU prefill kernel is told of it.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "core/problem.hpp"
@@ -11,11 +10,6 @@
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
-
-/// Sequences that kernels can index with 32 bits, a tile behind the end included.
-inline bool too_long(const Problem& p) {
-  return std::max(p.max_q, p.max_k) > std::int64_t{1} << 30;
-}
 
 /// Blocks of `rows` query rows of a head that a grid has, in all sequences. Packed ones are
 /// numbered by tile::first_block(), of whose numbers these are all that rows can have; it takes no

@@ -7,6 +7,7 @@
 #include "kernels/attention/common/call_params.hpp"
 #include "kernels/attention/common/check.cuh"
 #include "kernels/attention/common/spoil.hpp"
+#include "kernels/attention/common/supports.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -19,23 +20,15 @@ bool notes_bad_keys(const MmaConfig& c) { return isa::is_16bit(c.qk) && !c.gener
 
 constexpr int tile_keys = slot_tile;
 
-Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
-
-std::string text(Format f) { return std::string(info(f).name); }
-
 /// What prepared rows or tiles of the format are padded to.
 int padded(Format format, int channels) {
   return info(format).group > 0 ? micro_channels(channels) : prepared_channels(channels);
 }
 
-/// Is K's scale the same for all keys of a tile?
+/// Is K's scale the same for all keys of a tile, or do groups fill the kernel's rows?
 bool tile_scaled(const Problem& p, const Recipe& r, int channels) {
-  using enum Granularity;
   if (info(r.qk).group > 0) return padded(r.qk, p.d) == channels;
-  const Scaling& s = r.k_scale;
-  if (p.paged && p.tensors.k_scale.present()) return false;  // given with the pages
-  return s.granularity == per_tensor || s.granularity == per_head ||
-         (s.granularity == per_block && s.block % tile_keys == 0);
+  return shares_k_scale(p, r, tile_keys, false);
 }
 
 /// Are V's scales nothing that the loop over the tiles must see? s8: of tokens, which P carries;
@@ -81,7 +74,7 @@ Status attend_mma(const GpuPlan& data, const Problem& p, void* workspace, Stream
 }  // namespace
 
 bool is_unmasked(const Problem& p, const Recipe& r, int channels) {
-  const bool codes = quantised(r.qk), v_codes = quantised(r.v);
+  const bool codes = coded(r.qk), v_codes = coded(r.v);
   const bool q_in_place = !codes || p.q_codes, k_in_place = !codes || p.k_codes;
   const bool v_in_place = !v_codes;
   return p.window_left < 0 && p.softcap <= 0 && p.mask == MaskKind::none && p.block_mask_q == 0 &&
@@ -93,45 +86,28 @@ bool is_unmasked(const Problem& p, const Recipe& r, int channels) {
 
 PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
   PrepareNeeds n;
-  n.q_rows = n.k_rows = quantised(r.qk);
-  n.v_tiles = quantised(r.v);
+  n.q_rows = n.k_rows = coded(r.qk);
+  n.v_tiles = coded(r.v);
   n.dot_mean = n.q_rows && needs_dot_mean(p, r);
   if (element_of(r.v) == Element::e2m1) n.key_order = KeyOrder::fp4;
   return n;
 }
 
-isa::Element element_of(Format format) {
-  switch (format) {
-    case Format::f16:
-      return Element::f16;
-    case Format::bf16:
-      return Element::bf16;
-    case Format::e4m3:
-    case Format::mxfp8:
-      return Element::e4m3;
-    case Format::mxfp4:
-    case Format::nvfp4:
-      return Element::e2m1;
-    default:
-      return Element::s8;
-  }
-}
-
 Status check_formats(const Problem& p, const Recipe& r, bool (*serves)(Format)) {
-  const bool wide = r.qk == Format::f16 || r.qk == Format::bf16;
+  const bool wide = is_16bit(r.qk);
   if (!wide && !serves(r.qk)) return refuse("no GPU path for Q and K in " + text(r.qk));
   if (wide && (p.q.format != r.qk || p.k.format != r.qk)) {
     return refuse("the recipe multiplies Q and K in " + text(r.qk) + ", but q is " +
                   text(p.q.format) + " and k " + text(p.k.format));
   }
   for (const auto& [name, t, codes] :
-       {std::tuple{"q", &p.q, quantised(r.qk)}, std::tuple{"k", &p.k, quantised(r.qk)},
-        std::tuple{"v", &p.v, quantised(r.v)}}) {
+       {std::tuple{"q", &p.q, coded(r.qk)}, std::tuple{"k", &p.k, coded(r.qk)},
+        std::tuple{"v", &p.v, coded(r.v)}}) {
     if (!codes && t->format == Format::f32) {
       return refuse(std::string(name) + ": is f32; GPU kernels multiply f16, bf16 and codes");
     }
   }
-  if (r.v != Format::f16 && r.v != Format::bf16 && !serves(r.v)) {
+  if (!is_16bit(r.v) && !serves(r.v)) {
     return refuse("no GPU path for V in " + text(r.v));
   }
   if (info(r.v).group > 0) {
@@ -141,10 +117,7 @@ Status check_formats(const Problem& p, const Recipe& r, bool (*serves)(Format)) 
     return r.p == Format::u8 ? Status() : refuse("s8 V goes with u8 P");
   }
   if (r.v == Format::e4m3) {
-    if (r.p != Format::e4m3) return refuse("e4m3 V goes with e4m3 P");
-    return r.v_scale.granularity != Granularity::per_token
-               ? Status()
-               : refuse("v: scales per token do not fit e4m3 P, which is rounded without them");
+    return r.p == Format::e4m3 ? check_value_scales(r) : refuse("e4m3 V goes with e4m3 P");
   }
   if (p.v.format != r.v || r.p != r.v) {
     return refuse("the recipe multiplies P and V in " + text(r.p) + " and " + text(r.v) +
@@ -153,33 +126,21 @@ Status check_formats(const Problem& p, const Recipe& r, bool (*serves)(Format)) 
   return {};
 }
 
-Status check_mma(const Problem& p, const Recipe& r, const MmaConfig& c) {
-  if (r.smooth_q == Toggle::on && !quantised(r.qk)) {
-    return refuse("smooth_q has no effect on 16-bit products");
-  }
-  if (r.smooth_k == Toggle::on && !quantised(r.qk)) {
-    return refuse("smooth_k has no effect on 16-bit products");
-  }
-  if (r.smooth_v == Toggle::on && !quantised(r.v)) return refuse("smooth_v is for quantised V");
-  if (r.rotate == Toggle::on && !quantised(r.qk)) return refuse("rotate is for quantised Q and K");
-  if (too_long(p)) return refuse("sequences longer than 2^30 tokens");
+Status check_options(const Problem& p, const Recipe& r) {
+  Status s = check_preparation(r);
+  return s.ok() ? check_lengths(p) : s;
+}
+
+Status check_tiles(const Problem& p, const Recipe& r, const MmaConfig& c) {
   // A tile of V has one scale a channel.
   const std::int64_t v_block = channel_block(p, r, needs_of(p, r));
   if (v_block % tile_keys != 0 && v_block < p.max_k) {
     return refuse("v: scales per channel change every " + std::to_string(v_block) +
                   " keys; GPU kernels have one for " + std::to_string(tile_keys));
   }
-  if (p.block_mask_q % c.rows != 0) {  // blocks of keys are multiples of 64 anyway
-    return refuse("block_mask_q: " + std::to_string(p.block_mask_q) + " is not a multiple of " +
-                  std::to_string(c.rows) + ", the rows of a tile");
-  }
-  if (row_blocks(p, c.rows) > 0x7fffffff / std::max<std::int64_t>(p.heads_q, 1)) {
-    return refuse("more than 2^31 blocks of rows");
-  }
-  if (const std::string why = prepare_refusal(p, r, needs_of(p, r)); !why.empty()) {
-    return refuse(why);
-  }
-  return {};
+  if (Status s = check_block_mask(p, c.rows, "the rows of a tile"); !s.ok()) return s;
+  if (too_many_blocks(p, c.rows)) return refuse("more than 2^31 blocks of rows");
+  return check_prepared(p, r, needs_of(p, r));
 }
 
 void plan_mma(MmaPlan& plan, const Problem& p, int resident) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/problem.hpp"
+#include "kernels/attention/common/supports.hpp"
 #include "kernels/attention/gpu.hpp"
 #include "kernels/attention/mma/shape.hpp"
 #include "kernels/attention/schedule/split_kv.hpp"
@@ -24,11 +25,9 @@ struct MmaPlan : GpuPlan {
   TileScheduler order;
 };
 
-/// Is an operand of the format quantised?
-inline bool quantised(Format format) { return info(format).scale != Format::none; }
 /// Of a key's and a value's channel together, as kernels read them.
 inline int read_bytes(const Recipe& r) {
-  const auto bits = [](Format f) { return quantised(f) ? info(f).bits : 16; };
+  const auto bits = [](Format f) { return coded(f) ? info(f).bits : 16; };
   return (bits(r.qk) + bits(r.v) + 7) / 8;
 }
 
@@ -38,15 +37,14 @@ bool is_unmasked(const Problem& problem, const Recipe& recipe, int channels);
 
 PrepareNeeds needs_of(const Problem& problem, const Recipe& recipe);
 
-/// The elements of an operand in the format, and how many share a scale of the products.
-isa::Element element_of(Format format);
-
 /// The formats that go together, and how inputs must come for them. `serves`: the formats with
 /// scales that have products.
 Status check_formats(const Problem& problem, const Recipe& recipe, bool (*serves)(Format));
 
-/// What these kernels cannot do of a call, whatever the GPU. `config`: the general variant's.
-Status check_mma(const Problem& problem, const Recipe& recipe, const MmaConfig& config);
+/// Options without an effect, and lengths.
+Status check_options(const Problem& problem, const Recipe& recipe);
+/// What tiles cannot do, whatever the GPU. `config`: the general variant's.
+Status check_tiles(const Problem& problem, const Recipe& recipe, const MmaConfig& config);
 
 /// Fills in what follows from the recipe and the variants. `resident`: blocks that a multiprocessor
 /// has at a time.

@@ -14,7 +14,7 @@ namespace {
 using isa::Element;
 
 struct Instance : MmaInstance {
-  bool (*compiled)();
+  bool (*has_code)();  ///< for the current device, and not an empty kernel
 };
 
 template <Sm120Config C>
@@ -37,7 +37,7 @@ const Instance* find(const Problem& p, const Recipe& r, bool general) {
   Sm120Config c;
   c.d = micro_channels(std::max(p.d, p.dv));
   c.qk = element_of(r.qk), c.qk_group = info(r.qk).group;
-  c.pv = r.v == Format::s8 ? Element::u8 : element_of(r.v), c.pv_group = info(r.v).group;
+  c.pv = probability_of(r.v), c.pv_group = info(r.v).group;
   c.general = general;
   const MmaConfig wanted = mma_config(c);
   for (const Instance& i : instances) {
@@ -46,26 +46,23 @@ const Instance* find(const Problem& p, const Recipe& r, bool general) {
   return nullptr;
 }
 
-Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
-
-std::string text(Format f) { return std::string(info(f).name); }
-
 Status supports(const Problem& p) {
   const Recipe r = resolve(p);
   const int gpu = isa::architecture(p.device().index);
   if (gpu / 10 != 12) {
     return refuse("for sm_120 and sm_121, not for sm_" + std::to_string(gpu));
   }
-  if (Status s = check_formats(p, r, quantised); !s.ok()) return s;
+  if (Status s = check_formats(p, r, coded); !s.ok()) return s;
+  if (Status s = check_options(p, r); !s.ok()) return s;
   const Instance* general = find(p, r, true);
   if (general == nullptr) {
     return refuse("no instance for Q and K in " + text(r.qk) + ", V in " + text(r.v) +
                   " and head dimension " + std::to_string(std::max(p.d, p.dv)));
   }
-  if (!general->compiled()) {
+  if (!general->has_code()) {
     return refuse("the library has no code of sm_120f or sm_120a, which has these products");
   }
-  return check_mma(p, r, general->config);
+  return check_tiles(p, r, general->config);
 }
 
 std::shared_ptr<detail::PlanData> tune(const Problem& p) {

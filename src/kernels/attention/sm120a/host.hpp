@@ -12,7 +12,6 @@ inline namespace QATTN_TARGET {
 template <Sm120Config C>
 isa::LaunchError launch_sm120a(const AttentionParams& params, isa::Index3 grid, void* stream);
 
-/// Is there code of the instance for the current device, and not an empty kernel?
 template <Sm120Config C>
 bool compiled_sm120a();
 

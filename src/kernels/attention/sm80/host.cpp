@@ -37,7 +37,7 @@ Sm80Config config_of(const Problem& p, const Recipe& r, bool general) {
   Sm80Config c;
   c.d = prepared_channels(std::max(p.d, p.dv));
   c.qk = element_of(r.qk);
-  c.pv = r.v == Format::s8 ? Element::u8 : element_of(r.v);
+  c.pv = probability_of(r.v);
   if (c.pv == Element::e4m3 && c.d == 96) c.d = 128;  // no instances of 96: zeros fill the rest
   c.general = general;
   return c;
@@ -50,10 +50,6 @@ const MmaInstance* find(const Problem& p, const Recipe& r, bool general) {
   }
   return nullptr;
 }
-
-Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
-
-std::string text(Format f) { return std::string(info(f).name); }
 
 /// Has the format products here?
 bool serves(Format f) { return f == Format::s8 || f == Format::e4m3; }
@@ -72,7 +68,7 @@ Status check_products(const Problem& p, const Sm80Config& c) {
                                   "FP8 is for sm_89 and sm_120");
   }
   const int code = isa::code_architecture();
-  if (code == 0) return refuse("the library has no code that runs on " + sm);
+  if (code == 0) return no_code(gpu);
   if (missing(code)) {
     return refuse("the library has no machine code for " + sm + ", and its code for sm_" +
                   std::to_string(code) + " has no FP8 products");
@@ -85,12 +81,13 @@ Status supports(const Problem& p) {
   if (Status s = check_formats(p, r, serves); !s.ok()) return s;
   const Sm80Config c = config_of(p, r, true);
   if (Status s = check_products(p, c); !s.ok()) return s;
+  if (Status s = check_options(p, r); !s.ok()) return s;
   const MmaInstance* general = find(p, r, true);
   if (general == nullptr) {
     return refuse("no instance for Q and K in " + text(r.qk) + ", P in " + text(r.p) +
                   " and head dimension " + std::to_string(c.d));
   }
-  return check_mma(p, r, general->config);
+  return check_tiles(p, r, general->config);
 }
 
 std::shared_ptr<detail::PlanData> tune(const Problem& p) {

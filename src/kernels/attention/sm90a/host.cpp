@@ -49,9 +49,8 @@ Recipe resolve(const Problem& problem) {
 const Sm90Instance* find(const Problem& p, const Recipe& r, bool fused_q_quant = false,
                          int consumers = 2) {
   const Sm90Dims dims = sm90a_dims(p);
-  return find_sm90a({dims.d, r.qk == Format::s8 ? Element::s8 : Element::e4m3,
-                     r.v == Format::s8 ? Element::u8 : Element::e4m3, fused_q_quant, consumers,
-                     true, dims.dv});
+  return find_sm90a(
+      {dims.d, element_of(r.qk), probability_of(r.v), fused_q_quant, consumers, true, dims.dv});
 }
 
 /// Rows of Q in 16 bits want more heads at a time (TileScheduler), which lie beside one another.
@@ -79,23 +78,12 @@ int consumers_for(const Problem& p, const Recipe& r, const SplitKv& split_kv, in
   return average_keys(p) >= least && rows(192) * 100 <= rows(128) * 104 ? 3 : 2;
 }
 
-/// Is K's scale the same for all keys of 64 with the same (key % 8) / 2?
-bool thread_scaled(const Problem& p, const Recipe& r) {
-  using enum Granularity;
-  const Scaling& s = r.k_scale;
-  if (p.paged && p.tensors.k_scale.present()) return false;  // given with the pages
-  return s.granularity == per_tensor || s.granularity == per_head ||
-         ((s.granularity == per_block || s.granularity == per_thread) && s.block % slot_tile == 0);
-}
-
 PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
   PrepareNeeds n;
   n.q_rows = n.k_rows = n.v_tiles = true;
   n.dot_mean = needs_dot_mean(p, r);
   return n;
 }
-
-Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
 
 /// Products of this kernel: s8 or e4m3 Q and K with u8 P and s8 V, or e4m3 both.
 Status check_formats(const Problem& p, const Recipe& r) {
@@ -108,9 +96,7 @@ Status check_formats(const Problem& p, const Recipe& r) {
   if (s8 && !scaled_by_token(r.v_scale, Role::v)) {
     return refuse("v: its scales are not per token");
   }
-  if (e4m3 && r.v_scale.granularity == Granularity::per_token) {
-    return refuse("v: scales per token do not fit e4m3 P, which is rounded without them");
-  }
+  if (Status s = check_value_scales(r); !s.ok()) return s;
   if (e4m3 && channel_block(p, r, needs_of(p, r)) < p.max_k) {
     return refuse("v: scales per channel change along the keys, which no FP8 kernel has on sm_90");
   }
@@ -126,8 +112,8 @@ Status supports(const Problem& p) {
                       : "smooth_q: the portable kernel has it");
   }
   const PrepareNeeds needs = needs_of(p, r);
-  if (const std::string why = prepare_refusal(p, r, needs); !why.empty()) return refuse(why);
-  if (too_long(p)) return refuse("sequences longer than 2^30 tokens");
+  if (Status s = check_prepared(p, r, needs); !s.ok()) return s;
+  if (Status s = check_lengths(p); !s.ok()) return s;
   return check_sm90a(p, find(p, r), plan_prepare(p, r, needs));
 }
 
@@ -135,13 +121,9 @@ Status supports(const Problem& p) {
 
 /// Rows of Q in 16 bits that TMA can read, for scales per token?
 bool makes_queries(const Sm90Plan& plan, const Problem& p) {
-  const bool sixteen = p.q.format == Format::f16 || p.q.format == Format::bf16;
-  if (plan.raw == nullptr || !sixteen || p.tensors.q_scale.present() || p.max_k == 0) return false;
-  if (plan.recipe.rotate == Toggle::on) return false;
+  if (plan.raw == nullptr || p.max_k == 0 || !has_plain_queries(p, plan.recipe)) return false;
   if (plan.recipe.balance_k == Toggle::on && plan.recipe.qk != Format::s8) return false;
-  if (plan.prepared.needs.dot_mean) return false;
-  if (plan.recipe.q_scale.granularity != Granularity::per_token) return false;
-  if (plan.split_kv.all_parts() || !aligned(p.q)) return false;
+  if (plan.prepared.needs.dot_mean || plan.split_kv.all_parts()) return false;
   isa::TensorMap map;
   return p.q.data == nullptr ||  // while planning
          map_rows(rows_of(p, Role::q), plan.raw->config.d, q_box, map).empty();
@@ -247,7 +229,7 @@ Status attend_sm90a(const GpuPlan& data, const Problem& p, void* workspace, Stre
   }
   if (queries) {
     params.q = rows_of(p, Role::q);
-    params.q_input = p.q.format == Format::f16 ? Element::f16 : Element::bf16;
+    params.q_input = element_of(p.q.format);
     query_factors(plan.prepared, p, workspace, params.q_factors, params.loud);
     params.factor_channels = prepared_channels(p.d);
   }
@@ -309,7 +291,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
 
 bool is_general(const Problem& p, const Recipe& r) {
   return p.softcap > 0 || p.tensors.alibi_slopes.present() || p.mask != MaskKind::none ||
-         !(p.softmax_scale > 0) || (quantised(r.qk) && !thread_scaled(p, r));
+         !(p.softmax_scale > 0) || (coded(r.qk) && !shares_k_scale(p, r, slot_tile, true));
 }
 
 bool ends_at_diagonal(const Problem& p) {
@@ -346,15 +328,11 @@ Status check_sm90a(const Problem& p, const Sm90Instance* instance, const Prepare
   if (!instance->compiled()) {
     return refuse("the library has no machine code for sm_90a, or GPUs run another's");
   }
-  if (p.block_mask_q % sm90a_rows != 0) {  // blocks of keys are multiples of 64 anyway
-    return refuse("block_mask_q: " + std::to_string(p.block_mask_q) + " is not a multiple of " +
-                  std::to_string(sm90a_rows) + ", the rows of a block of work");
-  }
+  if (Status s = check_block_mask(p, sm90a_rows, "the rows of a block of work"); !s.ok()) return s;
   // TMA's coordinates and the loop over works are 32-bit and run a little past the end.
   constexpr std::int64_t limit = 0x7fffffff - 4096;
   if (p.heads_q * layout.part[0].slots > limit || p.heads_kv * layout.part[1].slots > limit ||
-      p.tokens_q > limit || p.tokens_k > limit ||
-      row_blocks(p, sm90a_rows) > limit / std::max<std::int64_t>(p.heads_q, 1)) {
+      p.tokens_q > limit || p.tokens_k > limit || too_many_blocks(p, sm90a_rows, limit)) {
     return refuse("more than 2^31 rows");
   }
   return {};

@@ -34,8 +34,6 @@ Recipe resolve(const Problem& p) {
   return detail::resolve_recipe(p, "int8_full", {Granularity::per_block, slot_tile, 0});
 }
 
-Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
-
 /// Where P goes through shared memory, if there is such a kernel. H200, D 128, TFLOP/s beside P in
 /// registers: bf16 full 1.6 % less at 1024 and 2048, causal 313 448 526 (305 436 496) at S 1024
 /// 2048 4096, with heads 32/8 537 (494); int8 full 670 711 742 (681 692 723) at S 2048 4096 16384,
@@ -47,22 +45,19 @@ bool wants_p_in_smem(const Problem& p, bool codes) {
 
 const Sm90Instance* find(const Problem& p, const Recipe& r) {
   const Sm90Dims dims = sm90a_dims(p);
-  const Element pv = r.v == Format::f16 ? Element::f16 : Element::bf16;
   const int asked = split_kv_override().p_in_smem;
   const bool p_in_smem = asked >= 0 ? asked > 0 : wants_p_in_smem(p, r.qk == Format::s8);
-  const Element qk = r.qk == Format::s8 ? Element::s8 : pv;
-  return find_sm90a({dims.d, qk, pv, false, 2, p_in_smem, dims.dv});
+  return find_sm90a({dims.d, element_of(r.qk), element_of(r.v), false, 2, p_in_smem, dims.dv});
 }
 
 Status supports(const Problem& p) {
   const Recipe r = resolve(p);
-  const bool wide = r.v == Format::f16 || r.v == Format::bf16;
-  if (!wide || (r.qk != Format::s8 && r.qk != r.v)) {
+  if (!is_16bit(r.v) || (r.qk != Format::s8 && r.qk != r.v)) {
     return refuse("multiplies 16-bit P and V, with Q and K of the same format or s8");
   }
   if (Status s = sm80_prefill().supports(p); !s.ok()) return s;
   PrepareNeeds needs;
-  needs.q_rows = needs.k_rows = quantised(r.qk);
+  needs.q_rows = needs.k_rows = coded(r.qk);
   return check_sm90a(p, find(p, r), plan_prepare(p, r, needs));
 }
 
@@ -73,7 +68,7 @@ bool whole_pages(std::int64_t size, int keys) {
 
 /// Does this kernel serve the call with these addresses, strides and values?
 bool is_native(const Problem& p, const Recipe& r, const Sm90Config& c) {
-  const bool in_place = !quantised(r.qk);
+  const bool in_place = !coded(r.qk);
   return p.max_k > 0 && r.smooth_q != Toggle::on && (!in_place || aligned(p.q)) &&
          (!in_place || aligned(p.k)) && aligned(p.v) &&
          (!p.paged || whole_pages(p.page_size, c.keys()));
@@ -82,7 +77,7 @@ bool is_native(const Problem& p, const Recipe& r, const Sm90Config& c) {
 /// Do blocks leave notes of bad keys to SpoilRows? That knows no left window and no block mask; a
 /// general call has tests of every score.
 bool takes_notes(const Problem& p, const Recipe& r) {
-  return !quantised(r.qk) && p.window_left < 0 && p.block_mask_q == 0 && !is_general(p, r);
+  return !coded(r.qk) && p.window_left < 0 && p.block_mask_q == 0 && !is_general(p, r);
 }
 
 /// Parts of rows can be done again only where the portable kernel's tiles have as many rows, which

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "kernels/attention/common/call_params.hpp"
+#include "kernels/attention/common/supports.hpp"
 #include "kernels/attention/gpu.hpp"
 #include "kernels/attention/schedule/split_kv.hpp"
 #include "kernels/decode/uniform8/params.hpp"
@@ -64,8 +64,6 @@ PrepareNeeds needs_of(const Problem& p, const Recipe& r) {
   return n;
 }
 
-Status refuse(const std::string& why) { return Status(Code::unsupported, why); }
-
 Uniform8Scales scales_of(const Problem& p, const TensorView& given, Role role, const Scaling& s) {
   const ScaleGroups groups{role, s.granularity, s.block, s.warp, 0};
   const auto at = [&](int outer, int head, int token, int channel) {
@@ -90,7 +88,7 @@ Status check_scales(const Problem& p, const Recipe& r) {
   if (k != per_token && !uniform(k)) return refuse("k: scales " + std::string(name(k)));
   const bool tokens = v == per_token && r.v == Format::s8;  // P in u8 has room for them
   if (!tokens && !uniform(v) && v != per_channel) {
-    return refuse("v: scales " + std::string(name(v)) + " of " + std::string(info(r.v).name));
+    return refuse("v: scales " + std::string(name(v)) + " of " + text(r.v));
   }
   return {};
 }
@@ -104,12 +102,10 @@ Status supports(const Problem& p) {
   }
   const int gpu = isa::architecture(p.device().index);
   const int code = isa::code_architecture();
-  if (gpu < 80 || code == 0) {
-    return refuse("the library has no code that runs on sm_" + std::to_string(gpu));
-  }
+  if (gpu < 80 || code == 0) return no_code(gpu);
   if (find(p, r) == nullptr) {
-    return refuse("no instance for codes of K in " + std::string(info(r.qk).name) + ", V in " +
-                  std::string(info(r.v).name) + " and P in " + std::string(info(r.p).name));
+    return refuse("no instance for codes of K in " + text(r.qk) + ", V in " + text(r.v) +
+                  " and P in " + text(r.p));
   }
   if (r.qk == Format::e4m3 && code < uniform8_fp8_architecture) {
     return refuse("the code for sm_" + std::to_string(code) + " has no conversions of FP8");
@@ -121,21 +117,16 @@ Status supports(const Problem& p) {
   if (r.smooth_q == Toggle::on) return refuse("knows no mean of Q");
   if (p.block_mask_q > 0 || p.mask != MaskKind::none) return refuse("reads no masks");
   if (p.tensors.alibi_slopes.present()) return refuse("knows no ALiBi slopes");
-  if (too_long(p)) return refuse("sequences longer than 2^30 tokens");
-  const std::int64_t heads = std::max<std::int64_t>(p.heads_q, 1);
-  if (row_blocks(p, uniform8_rows) > 0x7fffffff / most_splits / heads) {
+  if (Status s = check_lengths(p); !s.ok()) return s;
+  if (too_many_blocks(p, uniform8_rows, 0x7fffffff / most_splits)) {
     return refuse("more than 2^31 blocks");
   }
-  const std::string why = prepare_refusal(p, r, needs_of(p, r));
-  return why.empty() ? Status() : refuse(why);
+  return check_prepared(p, r, needs_of(p, r));
 }
 
 /// Can the kernel make Q's codes? It always gains by it: a launch, and a pass over a few rows.
 bool can_make(const GpuPlan& plan, const Problem& p, CodesLeft left) {
-  if (left != CodesLeft::queries) return false;
-  const bool sixteen = p.q.format == Format::f16 || p.q.format == Format::bf16;
-  return sixteen && !p.tensors.q_scale.present() && plan.recipe.rotate != Toggle::on &&
-         plan.recipe.q_scale.granularity == Granularity::per_token && aligned(p.q);
+  return left == CodesLeft::queries && has_plain_queries(p, plan.recipe);
 }
 
 Status attend_codes(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
