@@ -81,6 +81,9 @@
 //     Pair {lo, hi} unpack_f16(uint32), unpack_bf16
 //     uint32 multiply_f16(a, b)                two products, round to nearest even, subnormals kept
 //     uint32 fma_f16(a, b, c)                  two a b + c, each rounded once; likewise
+//     Pair fma_pair(Pair a, b, c), multiply_pair(a, b), add_pair(a, b)   each half as fmaf(), * and
+//                                              +, rounded to nearest even, subnormals kept; fma
+//                                              and sum are one instruction on sm_100 and 103
 //     uint32 pack_u8(float, float, float, float)   round to nearest even, saturate to 0..255, first
 //                                                  in the low byte; NaN gives 0
 //     uint32 pack_s8(float, float, float, float)   likewise, to -128..127
@@ -91,6 +94,7 @@
 //     int32 dot4_s8(a, b, c), dot4_u8(a, b, c)     c + sum of four products of bytes
 //     float to_float(int32), to_float(float)   a sum of a product, of whichever type, as a number
 //     float max3(a, b, c); int32 max3(a, b, c); uint32 max3(a, b, c), min3(a, b, c)
+//        of floats: NaN only if all are, +0 is larger than -0; one instruction on sm_100, 103, 110
 //     uint32 max3_u16(a, b, c)                 of both halves
 //     uint32 max_f16(a, b), min_f16, max_bf16, min_bf16   likewise; NaN, 0x7fff, if one is; -0 < +0
 //
@@ -123,33 +127,37 @@
 //     uint64 matrix_descriptor(SharedAddress, leading_bytes, stride_bytes, Swizzle)
 //     void registers_increase<N>(), registers_decrease<N>()                (warpgroup)
 //     bool elect()                                 (warp) true in one lane
-//     int cluster_rank(), cluster_blocks()         this block's place in its cluster; how many it
-//     has void cluster_sync()                          all threads of the cluster SharedAddress
-//     map_shared(SharedAddress, int rank)   the same place in that block of the
+//     int cluster_rank(), cluster_blocks()         this block's place in its cluster; its blocks
+//     void cluster_sync()                          all threads of the cluster
+//     SharedAddress map_shared(SharedAddress, int rank)   the same place in that block of the
 //                                                  cluster, for the next two words alone
 //     T load_cluster<T>(SharedAddress), void store_cluster(SharedAddress, T)   4, 8 or 16 bytes;
-//     who
-//                                                  owns them must not have ended
-//     bool has_scaled_mma                          constant: this target has the next words,
-//     sm_120a's void mma_scaled<S, M, N, Byte>(float (&d)[M][N][4], uint32 (&a)[M][4], uint32
-//     (&b)[N][2],
+//                                                  who owns them must not have ended
+//
+//   sm_120a
+//     bool has_scaled_mma                          constant: this target has the next words
+//     void mma_scaled<S, M, N, Byte>(float (&d)[M][N][4], uint32 (&a)[M][4], uint32 (&b)[N][2],
 //                                    uint32 (&sa)[M], uint32 (&sb)[N])                     (warp)
 //        d[m][n] += (a[m] times its scales) * (b[n] times its scales). mxfp8: 16 x 8 x 32 of e4m3,
 //        registers as mma's; mxfp4 and nvfp4: 16 x 8 x 64 of e2m1, the lower nibble first
 //          4-bit A register r, nibble b: row g + 8 (r % 2), k = 8t + b + 32 (r / 2)
 //          4-bit B register r, nibble b: k = 8t + b + 32r, column g
 //        A scale a row or column and block of k, one byte each, from byte Byte on: mxfp8 one of 32,
-//        mxfp4 two of 32 (Byte 0 or 2), both ue8m0, NaN is 255; nvfp4 four of 16, e4m3, not
-//        negative
-//          sa of lane t = 0: row g, of t = 1: row g + 8; sb of lane t = 0: column g; others' count
-//          not
+//        mxfp4 two of 32 (Byte 0 or 2), both ue8m0, NaN is 255; nvfp4 four of 16, e4m3, not < 0
+//          sa of lane t = 0: row g, of t = 1: row g + 8; sb of lane t = 0: column g; others' not
 //        Sums hold 25 bits and are truncated; the emulator adds floats
+//     void mma_f8f6f4<A, B, M, N>(float (&d)[M][N][4], uint32 (&a)[M][4], uint32 (&b)[N][2])
+//        (warp) as mma of bytes: 16 x 8 x 32, of e4m3, e5m2 and e2m1 in any mixture
 //     void load_bytes_transposed<N>(uint32 (&r)[N][4], SharedAddress (&row)[N])            (warp)
 //        lane i gives the address of row i % 16 of matrix i / 16 (16 x 16 bytes); byte b of r[.][i]
 //        of a lane is row 4t + b, column g + 8 (i % 2), of matrix i / 2
-//     uint32 pack_e2m1(float (&x)[8])              round to nearest even, saturate, first in the
-//     low
-//                                                  nibble; NaN is not looked at
+//     uint32 pack_e2m1(float (&x)[8])              round to nearest even, saturate; the first in
+//                                                  the low nibble; NaN is not looked at
+//     uint16 pack_ue8m0(lo, hi), pack_ue8m0_up     of the magnitudes, rounded to a power of two
+//        toward zero, or up; NaN gives 255, infinities 254, what is below 2^-127 code 0. Toward
+//        zero it is formats::Ue8m0::floor_encode(x, 0) but for infinities, which are NaN there
+//
+//   Launches
 //     void grid_dependency_wait()      until the kernels before have ended
 //     void grid_dependency_launch()    the next kernel may start when all blocks have said so or
 //                                      ended; both for Start::early (launch.hpp)
@@ -185,25 +193,30 @@ struct Pair {
   float lo, hi;
 };
 
-/// Element formats of matrix instructions.
+/// Element formats of matrix instructions. Two e2m1 lie in a byte, the first below, or, of
+/// mma_f8f6f4, one in bits 2 to 5.
 enum class Element { f16, bf16, s8, u8, e4m3, e5m2, e2m1 };
 QATTN_CONSTEXPR bool is_integer(Element e) { return e == Element::s8 || e == Element::u8; }
 QATTN_CONSTEXPR bool is_16bit(Element e) { return e == Element::f16 || e == Element::bf16; }
+QATTN_CONSTEXPR int element_bits(Element e) {
+  return is_16bit(e) ? 16 : e == Element::e2m1 ? 4 : 8;
+}
 
-QATTN_CONSTEXPR int element_bits(Element e) { return is_16bit(e) ? 16 : e == Element::e2m1 ? 4 : 8; }
-
-/// Is mma of the element, without scales, one instruction there? FP8 products begin with sm_89; sm_90 and sm_100
-/// have theirs in wgmma and tcgen05, and ptxas makes mma of conversions and 16-bit products.
+/// Is mma of the element, without scales, one instruction there? FP8 products begin with sm_89;
+/// sm_90 and sm_100 have theirs in wgmma and tcgen05, and ptxas makes mma of conversions and 16-bit
+/// products.
 QATTN_CONSTEXPR bool has_mma(Element e, int architecture) {
   const bool fp8 = e == Element::e4m3 || e == Element::e5m2;
   if (e == Element::e2m1) return false;
   return fp8 ? architecture == 89 || architecture >= 120 : architecture >= 80;
 }
 
+QATTN_CONSTEXPR bool is_f8f6f4(Element e) {
+  return e == Element::e4m3 || e == Element::e5m2 || e == Element::e2m1;
+}
+
 /// Products whose operands have scales of blocks along the contraction, by their recipes' names.
 enum class Scaled { mxfp8, mxfp4, nvfp4 };
-/// Of such a product's scales, how many elements share one?
-QATTN_CONSTEXPR int group_of(Scaled s) { return s == Scaled::nvfp4 ? 16 : 32; }
 /// May a product's scales begin at that byte of their registers?
 template <Scaled S, int Byte>
 inline constexpr bool has_scale_byte = S == Scaled::mxfp8   ? Byte >= 0 && Byte < 4

@@ -26,7 +26,7 @@ std::uint32_t place(int value, int element_bits, std::uint32_t code) {
 // ---- mma
 // -------------------------------------------------------------------------------------------
 
-template <class Atom, Element A, Element B>
+template <class Atom, Element A, Element B, bool Narrow = false>
 void judge_mma() {
   using Traits = cute::MMA_Traits<Atom>;
   constexpr int bits = isa::is_16bit(A) ? 16 : 8, k = 256 / bits;
@@ -46,13 +46,17 @@ void judge_mma() {
       b[0][v * bits / 32] |= place(v, bits, operands.b[at / 8][at % 8]);
     }
     isa::Accumulator<A> d[1][1][4] = {};
-    isa::mma<A, B>(d, a, b);
+    if constexpr (Narrow) {
+      isa::mma_f8f6f4<A, B>(d, a, b);
+    } else {
+      isa::mma<A, B>(d, a, b);
+    }
     for (int v = 0; v < 4; ++v) {
       const int at = c_layout(l, v);
       ASSERT_EQ(static_cast<double>(d[0][0][v]), operands.product(at % 16, at / 16)) << l << v;
     }
   };
-  run_block(32, 0, kernel, 89);  // which has products of FP8
+  run_block(32, 0, kernel, Narrow ? 120 : 89);  // which have products of FP8
   EXPECT_EQ(int(cute::get<2>(typename Traits::Shape_MNK{})), k);
 }
 
@@ -68,6 +72,15 @@ TEST(JudgeCutlass, MmaLaneLayouts) {
   judge_mma<cute::SM89_16x8x32_F32E4M3E5M2F32_TN, e4m3, e5m2>();
   judge_mma<cute::SM89_16x8x32_F32E5M2E4M3F32_TN, e5m2, e4m3>();
   judge_mma<cute::SM89_16x8x32_F32E5M2E5M2F32_TN, e5m2, e5m2>();
+}
+
+TEST(JudgeCutlass, NarrowProducts) {
+  using enum Element;
+  using cutlass::float_e2m1_t, cutlass::float_e4m3_t, cutlass::float_e5m2_t;
+  judge_mma<cute::SM120_16x8x32_TN<float_e4m3_t, float_e4m3_t, float>, e4m3, e4m3, true>();
+  judge_mma<cute::SM120_16x8x32_TN<float_e4m3_t, float_e5m2_t, float>, e4m3, e5m2, true>();
+  judge_mma<cute::SM120_16x8x32_TN<float_e5m2_t, float_e2m1_t, float>, e5m2, e2m1, true>();
+  judge_mma<cute::SM120_16x8x32_TN<float_e2m1_t, float_e2m1_t, float>, e2m1, e2m1, true>();
 }
 
 /// Products with scales: CuTe also says which lane and byte holds the scale of a row and its k.

@@ -21,6 +21,8 @@ inline double value_of(Element element, std::uint32_t bits) {
       return formats::E4m3::decode(static_cast<std::uint8_t>(bits));
     case Element::e5m2:
       return formats::E5m2::decode(static_cast<std::uint8_t>(bits));
+    case Element::e2m1:
+      return formats::E2m1::decode(static_cast<std::uint8_t>(bits >> 2));
     case Element::f16:
       return formats::F16::decode(static_cast<std::uint16_t>(bits));
     default:
@@ -40,6 +42,8 @@ inline std::uint32_t small_code(Element element, std::mt19937& random) {
       return formats::E4m3::encode(static_cast<float>(v));
     case Element::e5m2:
       return formats::E5m2::encode(static_cast<float>(v));
+    case Element::e2m1:  // padding that counts not
+      return static_cast<std::uint8_t>(random());
     case Element::f16:
       return formats::F16::encode(static_cast<float>(v));
     default:

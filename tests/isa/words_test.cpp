@@ -291,6 +291,53 @@ TEST(Arithmetic, ApproximationsFlushSubnormals) {
   EXPECT_TRUE(std::isnan(max3(kNan, kNan, kNan)));
 }
 
+/// Every order of three numbers, and NaN in every place. +0 is the larger zero.
+TEST(Arithmetic, MaximumOfThreeFloats) {
+  const float numbers[] = {-kInf, -2.0f, -0x1p-140f, -0.0f, 0.0f, 0x1p-149f, 1.0f, kInf};
+  const float nan = std::numeric_limits<float>::signaling_NaN();
+  const auto bits = [](float x) { return std::bit_cast<std::uint32_t>(x); };
+  for (std::size_t i = 0; i < std::size(numbers); ++i) {
+    const float most = numbers[i];
+    for (std::size_t j = 0; j <= i; ++j) {
+      const float x = numbers[j];
+      for (const float y : {x, most, nan, -kNan}) {
+        EXPECT_EQ(bits(max3(most, x, y)), bits(most)) << most << ' ' << x << ' ' << y;
+        EXPECT_EQ(bits(max3(x, most, y)), bits(most)) << most << ' ' << x << ' ' << y;
+        EXPECT_EQ(bits(max3(y, x, most)), bits(most)) << most << ' ' << x << ' ' << y;
+      }
+      EXPECT_EQ(bits(max3(kNan, most, nan)), bits(most)) << most;
+    }
+  }
+}
+
+/// Each half is the plain operation, rounded once, whatever lies beside it.
+TEST(Arithmetic, PairsAreTwoOfThePlainOperations) {
+  const float numbers[] = {0.0f,      -0.0f,      1.0f,        -3.0f, 1.0f + 0x1p-23f,
+                           0x1p-149f, -0x1p-130f, 0x1.8p-126f, 1e38f, -0x1p127f,
+                           kInf,      kNan};
+  const auto same = [](Pair p, float lo, float hi) {
+    const auto equal = [](float x, float y) {
+      if (std::isnan(x) || std::isnan(y)) return std::isnan(x) && std::isnan(y);
+      return std::bit_cast<std::uint32_t>(x) == std::bit_cast<std::uint32_t>(y);
+    };
+    return equal(p.lo, lo) && equal(p.hi, hi);
+  };
+  for (const float x : numbers) {
+    for (const float y : numbers) {
+      EXPECT_TRUE(same(multiply_pair({x, 2.0f}, {y, -0.5f}), x * y, -1.0f)) << x << ' ' << y;
+      EXPECT_TRUE(same(multiply_pair({kNan, x}, {1.0f, y}), kNan, x * y)) << x << ' ' << y;
+      EXPECT_TRUE(same(add_pair({x, 1.0f}, {y, 0x1p-25f}), x + y, 1.0f)) << x << ' ' << y;
+      EXPECT_TRUE(same(add_pair({kInf, x}, {-kInf, y}), kNan, x + y)) << x << ' ' << y;
+      for (const float z : numbers) {
+        EXPECT_TRUE(same(fma_pair({x, y}, {y, z}, {z, x}), std::fmaf(x, y, z), std::fmaf(y, z, x)))
+            << x << ' ' << y << ' ' << z;
+      }
+    }
+  }
+  const float e = 1.0f + 0x1p-12f;  // e * e = 1 + 2^-11 + 2^-24, rounded once or twice
+  EXPECT_TRUE(same(fma_pair({e, e}, {e, e}, {-1, 0}), 0x1p-11f + 0x1p-24f, 1.0f + 0x1p-11f));
+}
+
 TEST(Arithmetic, ExtremesOfThreeIntegers) {
   const std::uint32_t large = ~0u;  // -1 where signs count
   for (const auto& [a, b, c] : {std::tuple{1u, 5u, large}, {5u, large, 1u}, {large, 1u, 5u}}) {
@@ -383,10 +430,11 @@ TEST(Counters, CountWhatAWordIsOnTheMachine) {
     float x = fmaf(exp2(1.0f), 2.0f, 3.0f);
     x = fmaxf(max3(x, 1.0f, 2.0f), fminf(x, 5.0f));                                 // 2 + 1 + 1
     x += static_cast<float>(max3(1, 2, 3) + pack_u8(x, x, x, x) + pack_f16(x, x));  // 1; 2 + 1
-    if (thread() == 0) sink = x;
+    const Pair pair = add_pair(multiply_pair({x, x}, {x, x}), fma_pair({x, x}, {x, x}, {x, x}));
+    if (thread() == 0) sink = x + pair.lo;
   });
   EXPECT_GT(sink, 0);
-  EXPECT_EQ(stats.warp_instructions(emu::Pipe::fma), 1);
+  EXPECT_EQ(stats.warp_instructions(emu::Pipe::fma), 1 + 6);
   EXPECT_EQ(stats.warp_instructions(emu::Pipe::special), 1);
   EXPECT_EQ(stats.warp_instructions(emu::Pipe::integer), 5);
   EXPECT_EQ(stats.warp_instructions(emu::Pipe::convert), 3);

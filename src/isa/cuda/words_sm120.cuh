@@ -55,6 +55,47 @@ QATTN_DEVICE void mma_scaled(float (&d)[M][N][4], const std::uint32_t (&a)[M][4]
 #endif
 }
 
+#if defined(QATTN_HAS_SCALED_MMA)
+#define QATTN_F8F6F4_MMA(types)                                                                   \
+  asm("mma.sync.aligned.kind::f8f6f4.m16n8k32.row.col.f32." types                                 \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                      \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                            \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+
+template <Element A, Element B>
+QATTN_DEVICE void mma_f8f6f4_one(float (&d)[4], const std::uint32_t (&a)[4],
+                                 const std::uint32_t (&b)[2]) {
+  using enum Element;
+  if constexpr (A == e4m3) {
+    if constexpr (B == e4m3) QATTN_F8F6F4_MMA("e4m3.e4m3");
+    if constexpr (B == e5m2) QATTN_F8F6F4_MMA("e4m3.e5m2");
+    if constexpr (B == e2m1) QATTN_F8F6F4_MMA("e4m3.e2m1");
+  } else if constexpr (A == e5m2) {
+    if constexpr (B == e4m3) QATTN_F8F6F4_MMA("e5m2.e4m3");
+    if constexpr (B == e5m2) QATTN_F8F6F4_MMA("e5m2.e5m2");
+    if constexpr (B == e2m1) QATTN_F8F6F4_MMA("e5m2.e2m1");
+  } else {
+    if constexpr (B == e4m3) QATTN_F8F6F4_MMA("e2m1.e4m3");
+    if constexpr (B == e5m2) QATTN_F8F6F4_MMA("e2m1.e5m2");
+    if constexpr (B == e2m1) QATTN_F8F6F4_MMA("e2m1.e2m1");
+  }
+}
+#undef QATTN_F8F6F4_MMA
+#endif
+
+template <Element A, Element B, int M, int N>
+QATTN_DEVICE void mma_f8f6f4(float (&d)[M][N][4], const std::uint32_t (&a)[M][4],
+                             const std::uint32_t (&b)[N][2]) {
+  static_assert(is_f8f6f4(A) && is_f8f6f4(B), "no such product");
+#if defined(QATTN_HAS_SCALED_MMA)
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) mma_f8f6f4_one<A, B>(d[m][n], a[m], b[n]);
+  }
+#endif
+}
+
 template <int N>
 QATTN_DEVICE void load_bytes_transposed(std::uint32_t (&r)[N][4], const SharedAddress (&row)[N]) {
 #if defined(QATTN_HAS_SCALED_MMA)
@@ -84,6 +125,21 @@ QATTN_DEVICE std::uint32_t pack_e2m1(const float (&x)[8]) {
       : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "f"(x[4]), "f"(x[5]), "f"(x[6]), "f"(x[7]));
 #endif
   return word;
+}
+
+QATTN_DEVICE std::uint16_t pack_ue8m0(float lo, float hi) {
+  std::uint16_t codes = 0;
+#if defined(QATTN_HAS_SCALED_MMA)
+  asm("cvt.rz.satfinite.ue8m0x2.f32 %0, %2, %1;" : "=h"(codes) : "f"(lo), "f"(hi));
+#endif
+  return codes;
+}
+QATTN_DEVICE std::uint16_t pack_ue8m0_up(float lo, float hi) {
+  std::uint16_t codes = 0;
+#if defined(QATTN_HAS_SCALED_MMA)
+  asm("cvt.rp.satfinite.ue8m0x2.f32 %0, %2, %1;" : "=h"(codes) : "f"(lo), "f"(hi));
+#endif
+  return codes;
 }
 
 }  // namespace QATTN_TARGET

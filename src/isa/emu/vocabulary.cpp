@@ -104,6 +104,8 @@ constexpr WordInfo kWords[] = {
     {Word::load_bytes_transposed, "load_bytes_transposed", Pipe::memory, specific_from(120),
      "ldmatrix.b8.trans"},
     {Word::convert_e2m1, "convert to e2m1", Pipe::convert, specific_from(120), "cvt e2m1x2"},
+    {Word::convert_ue8m0, "convert to ue8m0", Pipe::convert, specific_from(120), "cvt ue8m0x2"},
+    {Word::mma_f8f6f4, "mma f8f6f4", Pipe::tensor, specific_from(120), "mma.sync kind::f8f6f4"},
 };
 
 constexpr bool in_order() {

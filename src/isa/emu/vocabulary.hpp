@@ -78,6 +78,8 @@ enum class Word : std::uint8_t {
   mma_fp4,
   load_bytes_transposed,
   convert_e2m1,
+  convert_ue8m0,
+  mma_f8f6f4,
   count
 };
 

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 
+#include "formats/e2m1.hpp"
 #include "formats/e4m3.hpp"
 #include "formats/e5m2.hpp"
 #include "formats/f16.hpp"
@@ -35,6 +36,12 @@ const ByteTable& byte_table(Element element) {
   struct U8 {
     static float decode(std::uint8_t v) { return v; }
   };
+  struct PaddedE2m1 {
+    static float decode(std::uint8_t v) {
+      return formats::E2m1::decode(static_cast<std::uint8_t>(v >> 2));
+    }
+  };
+  static const ByteTable e2m1 = table_of<PaddedE2m1>();
   static const ByteTable s8 = table_of<S8>(), u8 = table_of<U8>();
   static const ByteTable e4m3 = table_of<formats::E4m3>(), e5m2 = table_of<formats::E5m2>();
   switch (element) {
@@ -44,6 +51,8 @@ const ByteTable& byte_table(Element element) {
       return u8;
     case Element::e4m3:
       return e4m3;
+    case Element::e2m1:
+      return e2m1;
     default:
       return e5m2;
   }
@@ -187,7 +196,7 @@ void accumulate(const Product& lane, int index, const float* sums, AccumulatorKi
 }  // namespace
 
 void multiply_accumulate(Block& block, Arguments<Product> lanes, Element a, Element b,
-                         AccumulatorKind kind) {
+                         AccumulatorKind kind, Word word) {
   const int m_tiles = lanes[0].m, n_tiles = lanes[0].n;
   const int per_register = isa::is_16bit(a) ? 2 : 4;
   const int depth = 8 * per_register, rows = 16 * m_tiles, columns = 8 * n_tiles;
@@ -218,7 +227,7 @@ void multiply_accumulate(Block& block, Arguments<Product> lanes, Element a, Elem
   multiply(a_values.data(), b_values.data(), sums.data(), rows, columns, depth);
   for (int lane = 0; lane < 32; ++lane) accumulate(lanes[lane], lane, sums.data(), kind);
   const std::uint64_t instructions = static_cast<std::uint64_t>(m_tiles) * n_tiles;
-  block.count(mma_word(a), 32 * (instructions - 1));  // the collective itself counted one
+  block.count(word, 32 * (instructions - 1));  // the collective itself counted one
   const std::uint64_t macs = static_cast<std::uint64_t>(rows) * columns * depth;
   block.stats.tensor_macs += macs;
   if (isa::is_16bit(a)) block.stats.tensor_macs_16bit += macs;

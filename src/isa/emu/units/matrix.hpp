@@ -33,8 +33,9 @@ enum class AccumulatorKind : std::uint8_t { float32, int32, float16 };
 
 /// Floats are summed in float32 from zero over ascending k, exact products, then added to d: one
 /// fixed order, the same on every machine. Sums of 8-bit integers stay below 2^24 and so are exact.
+/// Instructions are counted as `word`.
 void multiply_accumulate(Block& block, Arguments<Product> lanes, isa::Element a, isa::Element b,
-                         AccumulatorKind kind);
+                         AccumulatorKind kind, Word word);
 
 /// d[rows][columns] = a[rows][depth] * b[depth][columns], in float32; columns a multiple of 8.
 void multiply(const float* a, const float* b, float* d, int rows, int columns, int depth);

@@ -149,6 +149,19 @@ inline std::uint32_t fma_f16(std::uint32_t a, std::uint32_t b, std::uint32_t c) 
   };
   return half(0) | half(16) << 16;
 }
+/// Counted as the two instructions that they are on most GPUs.
+inline Pair fma_pair(Pair a, Pair b, Pair c) {
+  count_word(Word::fma, 2);
+  return {std::fmaf(a.lo, b.lo, c.lo), std::fmaf(a.hi, b.hi, c.hi)};
+}
+inline Pair multiply_pair(Pair a, Pair b) {
+  count_word(Word::fma, 2);
+  return {a.lo * b.lo, a.hi * b.hi};
+}
+inline Pair add_pair(Pair a, Pair b) {
+  count_word(Word::fma, 2);
+  return {a.lo + b.lo, a.hi + b.hi};
+}
 inline std::uint32_t pack_u8(float x0, float x1, float x2, float x3) {
   count_word(Word::convert, 2);
   const auto code = [](float x) -> std::uint32_t {

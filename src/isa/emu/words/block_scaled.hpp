@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "formats/e2m1.hpp"
+#include "formats/ue8m0.hpp"
 #include "isa/emu/units/block_scaled.hpp"
 #include "isa/emu/words/arithmetic.hpp"
 #include "isa/emu/words/matrix.hpp"
@@ -25,6 +26,18 @@ void mma_scaled(float (&d)[M][N][4], const std::uint32_t (&a)[M][4], const std::
                        });
 }
 
+template <Element A, Element B, int M, int N>
+void mma_f8f6f4(float (&d)[M][N][4], const std::uint32_t (&a)[M][4], const std::uint32_t (&b)[N][2],
+                Where where = Where::current()) {
+  static_assert(is_f8f6f4(A) && is_f8f6f4(B), "no such product");
+  emu::Product mine{&d[0][0][0], &a[0][0], &b[0][0], M, N};
+  emu::warp_collective(Word::mma_f8f6f4, mine, where,
+                       [](emu::Block& block, emu::Arguments<emu::Product> lanes) {
+                         emu::multiply_accumulate(block, lanes, A, B, emu::AccumulatorKind::float32,
+                                                  Word::mma_f8f6f4);
+                       });
+}
+
 template <int N>
 void load_bytes_transposed(std::uint32_t (&r)[N][4], const SharedAddress (&row)[N],
                            Where where = Where::current()) {
@@ -43,6 +56,27 @@ inline std::uint32_t pack_e2m1(const float (&x)[8], Where where = Where::current
     word |= static_cast<std::uint32_t>(formats::E2m1::encode(x[i])) << 4 * i;
   }
   return word;
+}
+
+/// Two codes, `up` away from zero and else toward it. As CUDA's headers have it on the host: of the
+/// magnitude, infinities as the largest number.
+inline std::uint16_t pack_ue8m0_as(float lo, float hi, bool up, const Where& where) {
+  emu::current_block().require(Word::convert_ue8m0, where);
+  count_word(Word::convert_ue8m0);
+  const auto code = [up](float x) -> std::uint32_t {
+    if (std::isnan(x)) return formats::Ue8m0::nan;
+    const float magnitude = std::min(std::fabs(x), std::numeric_limits<float>::max());
+    const std::uint32_t below = formats::Ue8m0::floor_encode(magnitude, 0);
+    const bool beyond = magnitude > formats::Ue8m0::decode(static_cast<std::uint8_t>(below));
+    return up && beyond && below < 254 ? below + 1 : below;
+  };
+  return static_cast<std::uint16_t>(code(lo) | code(hi) << 8);
+}
+inline std::uint16_t pack_ue8m0(float lo, float hi, Where where = Where::current()) {
+  return pack_ue8m0_as(lo, hi, false, where);
+}
+inline std::uint16_t pack_ue8m0_up(float lo, float hi, Where where = Where::current()) {
+  return pack_ue8m0_as(lo, hi, true, where);
 }
 
 }  // namespace QATTN_TARGET

@@ -113,6 +113,7 @@ inline std::uint32_t transpose_matrix(std::uint32_t v, Where where = Where::curr
 template <Element A, Element B>
 constexpr bool can_multiply() {
   if (is_16bit(A) || is_16bit(B)) return A == B;
+  if (A == Element::e2m1 || B == Element::e2m1) return false;
   return is_integer(A) == is_integer(B);
 }
 template <Element A, Element B, int M, int N>
@@ -124,7 +125,7 @@ void mma(Accumulator<A> (&d)[M][N][4], const std::uint32_t (&a)[M][4],
       emu::mma_word(A), mine, where, [](emu::Block& block, emu::Arguments<emu::Product> lanes) {
         constexpr auto kind =
             is_integer(A) ? emu::AccumulatorKind::int32 : emu::AccumulatorKind::float32;
-        emu::multiply_accumulate(block, lanes, A, B, kind);
+        emu::multiply_accumulate(block, lanes, A, B, kind, emu::mma_word(A));
       });
 }
 template <Element A, Element B, int M, int N>
@@ -150,7 +151,7 @@ void mma_f16(std::uint32_t (&d)[M][N][2], const std::uint32_t (&a)[M][4],
   emu::warp_collective(Word::mma_f16, mine, where,
                        [](emu::Block& block, emu::Arguments<emu::Product> lanes) {
                          emu::multiply_accumulate(block, lanes, Element::f16, Element::f16,
-                                                  emu::AccumulatorKind::float16);
+                                                  emu::AccumulatorKind::float16, Word::mma_f16);
                        });
 }
 
