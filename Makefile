@@ -104,6 +104,7 @@ ctest-all: build
 PYTEST := QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_LIBRARY=$(CURDIR)/$(BUILD)/src/libqattn.a \
   QATTN_FORMATS_DUMP=$(CURDIR)/$(BUILD)/bin/formats_dump \
   QATTN_BENCH_LIBRARY=$(CURDIR)/$(BUILD)/tests/emulated/libattention_bench_emulated.so \
+  QATTN_JUDGE_WORDS=$(CURDIR)/$(BUILD)/tests/isa/libisa_judge_words.so \
   QATTN_FAKE_CUDA=$(CURDIR)/$(BUILD)/tests/validation/libqattn_fake_cuda.so \
   QATTN_EMULATED_CUDA=$(CURDIR)/$(BUILD)/tests/kvcache_gpu/libqattn_emulated_cuda.so \
   PYTHONPATH=$(BUILD)/python $(PY) -m pytest -q -p no:cacheprovider -n $(JOBS)
