@@ -22,6 +22,29 @@ QATTN_HD float group_amax(const float* x, int count) {
   return amax;
 }
 
+/// A group's scale code, and what its elements are multiplied by before they are encoded; 0: its
+/// codes are zeros.
+struct GroupScale {
+  std::uint8_t code;
+  float inverse;
+};
+
+/// MXFP8 and MXFP4, by the format of the elements.
+template <class Element>
+QATTN_HD GroupScale mx_group_scale(float amax) {
+  const std::uint8_t code = mx_scale_code(amax, Element::emax);
+  return {code, code == Ue8m0::nan ? 0.0f : reciprocal(Ue8m0::decode(code))};
+}
+
+/// `global` is nvfp4_global() of the tensor, or a given scale.
+QATTN_HD GroupScale nvfp4_group_scale(float amax, float global) {
+  const std::uint8_t code = nvfp4_scale_code(amax, global);
+  const float combined = mul_rn(E4m3::decode(code), global);
+  // A scale of 0 has no reciprocal, and below 2^-126 it would overflow: such groups are zeros. The
+  // comparison is also false for NaN.
+  return {code, combined >= kMinNormal ? reciprocal(combined) : 0.0f};
+}
+
 template <class Element>
 QATTN_HD void encode_scaled(const float* x, int count, int group, float inverse,
                             std::uint8_t* codes) {
@@ -31,11 +54,9 @@ QATTN_HD void encode_scaled(const float* x, int count, int group, float inverse,
 
 template <class Element>
 QATTN_HD std::uint8_t encode_group_mx(const float* x, int count, std::uint8_t* codes) {
-  const std::uint8_t scale = mx_scale_code(group_amax(x, count), Element::emax);
-  const bool broken = scale == Ue8m0::nan;
-  const float inverse = broken ? 0.0f : reciprocal(Ue8m0::decode(scale));
-  encode_scaled<Element>(x, broken ? 0 : count, kMxGroup, inverse, codes);
-  return scale;
+  const GroupScale scale = mx_group_scale<Element>(group_amax(x, count));
+  encode_scaled<Element>(x, scale.inverse > 0.0f ? count : 0, kMxGroup, scale.inverse, codes);
+  return scale.code;
 }
 
 /// count <= 32; writes 32 codes.
@@ -48,17 +69,12 @@ QATTN_HD std::uint8_t encode_group_mxfp4(const float* x, int count, std::uint8_t
   return encode_group_mx<E2m1>(x, count, codes);
 }
 
-/// count <= 16; writes 16 codes. `global` is nvfp4_global() of the tensor, or a given scale.
+/// count <= 16; writes 16 codes.
 QATTN_HD std::uint8_t encode_group_nvfp4(const float* x, int count, float global,
                                          std::uint8_t* codes) {
-  const std::uint8_t scale = nvfp4_scale_code(group_amax(x, count), global);
-  const float combined = mul_rn(E4m3::decode(scale), global);
-  // A scale of 0 has no reciprocal, and below 2^-126 it would overflow: such groups are zeros. The
-  // comparison is also false for NaN.
-  const bool usable = combined >= kMinNormal;
-  const float inverse = usable ? reciprocal(combined) : 0.0f;
-  encode_scaled<E2m1>(x, usable ? count : 0, kNvfp4Group, inverse, codes);
-  return scale;
+  const GroupScale scale = nvfp4_group_scale(group_amax(x, count), global);
+  encode_scaled<E2m1>(x, scale.inverse > 0.0f ? count : 0, kNvfp4Group, scale.inverse, codes);
+  return scale.code;
 }
 
 QATTN_HD float decode_mxfp8(std::uint8_t code, std::uint8_t scale) {

@@ -262,22 +262,34 @@ std::int64_t Case::first_block(Role r, std::int64_t b, std::int64_t size) const 
   return b * ((rows + size - 1) / size);
 }
 
+int Case::padded(Role r) const {
+  return info(format(r)).group > 0 ? kernels::micro_channels(channels(r))
+                                   : kernels::prepared_channels(channels(r));
+}
+
+kernels::PrepareNeeds Case::needs() const {
+  kernels::PrepareNeeds n;
+  n.q_rows = n.k_rows = info(o_.recipe.qk).scale != Format::none;
+  n.v_tiles = info(o_.recipe.v).scale != Format::none;
+  n.dot_mean = o_.dot_mean;
+  n.key_order = o_.key_order;
+  return n;
+}
+
 bool Case::is_plain(Role r) const {
   const Result<Problem> problem = Problem::make(tensors, attention);
   if (!problem.ok()) return false;
-  const kernels::OperandSpec f =
-      kernels::facts_of(*problem, o_.recipe, {true, true, true, o_.dot_mean}, r);
+  const kernels::OperandSpec f = kernels::facts_of(*problem, o_.recipe, needs(), r);
   return kernels::is_plain(o_.recipe, f, kernels::rows_of(*problem, r));
 }
 
 std::string Case::prepare() {
   const Result<Problem> problem = Problem::make(tensors, attention);
   if (!problem.ok()) return problem.status().message();
-  const kernels::PrepareNeeds needs{true, true, true, o_.dot_mean};
-  if (std::string why = kernels::prepare_refusal(*problem, o_.recipe, needs); !why.empty()) {
+  if (std::string why = kernels::prepare_refusal(*problem, o_.recipe, needs()); !why.empty()) {
     return why;
   }
-  layout = kernels::plan_prepare(*problem, o_.recipe, needs);
+  layout = kernels::plan_prepare(*problem, o_.recipe, needs());
   workspace_.assign(layout.bytes + 64, 0xcd);  // what nobody writes shows
   void* at = const_cast<std::uint8_t*>(workspace().data());
   out = kernels::prepared_in(*problem, o_.recipe, layout, at);

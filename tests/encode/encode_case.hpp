@@ -33,6 +33,7 @@ struct CaseOptions {
   bool given_codes[3] = {};
   bool saturated = false;
   bool ties = false;  ///< given scales are 2^-6, and some values 127.5 times that
+  kernels::KeyOrder key_order = kernels::KeyOrder::natural;
 };
 
 /// Tensors with everything that no kernel may read filled with NaN (or code 0x7f).
@@ -45,6 +46,11 @@ class Case {
   std::int64_t length(std::int64_t b) const { return o_.lengths[static_cast<std::size_t>(b)]; }
   int channels(Role r) const { return r == Role::v ? o_.dv : o_.d; }
   int heads(Role r) const { return r == Role::q ? o_.heads_q : o_.heads_kv; }
+  Format format(Role r) const { return r == Role::v ? o_.recipe.v : o_.recipe.qk; }
+  /// What the channels are padded to.
+  int padded(Role r) const;
+  /// What is prepared: operands that do not stay in 16 bits.
+  kernels::PrepareNeeds needs() const;
   /// Value of an element as the operand's format holds it (codes: undefined).
   float value(Role r, std::int64_t b, std::int64_t h, std::int64_t s, int c) const;
   void put_value(Role r, std::int64_t b, std::int64_t h, std::int64_t s, int c, float value);

@@ -304,7 +304,7 @@ void check_dots(const Case& c) {
   ASSERT_EQ(c.out.q.dot_mean != nullptr, c.options().dot_mean);
   if (!c.options().dot_mean) return;
   Differences wrong("q . mean of k");
-  const int d = c.options().d, padded = kernels::prepared_channels(d);
+  const int d = c.options().d, padded = c.padded(Role::k);
   const int group = c.options().heads_q / c.options().heads_kv;
   for (std::int64_t b = 0; b < c.batch(); ++b) {
     for (int h = 0; h < c.options().heads_q; ++h) {

@@ -7,5 +7,6 @@
 #include "kernels/quantize/gpu/encode/given.cuh"
 #include "kernels/quantize/gpu/encode/groups.cuh"
 #include "kernels/quantize/gpu/encode/means.cuh"
+#include "kernels/quantize/gpu/encode/micro.cuh"
 #include "kernels/quantize/gpu/encode/plain.cuh"
 #include "kernels/quantize/gpu/encode/seen.cuh"

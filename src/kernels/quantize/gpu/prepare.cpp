@@ -121,6 +121,8 @@ GeneralRole general_role(const Call& call, const OperandSpec& f, bool maxima_pas
   r.grouping = grouping_of(call, f);
   r.source = source_of(f);
   r.kind = code_kind(f.format);
+  r.micro = micro_of(f.format);
+  if (f.role != Role::q) r.order = call.layout.needs.key_order;
   r.input = input_kind(f.tensor.format);
   r.codes = f.codes;
   r.aligned = aligned_rows(f, call.rows[i]);
@@ -144,8 +146,26 @@ GeneralRole general_role(const Call& call, const OperandSpec& f, bool maxima_pas
   return r;
 }
 
-/// The operands among `mask` (bits by Role), which share a padded size.
-LaunchError general(const Call& call, unsigned mask, bool maxima_pass, Launches& launches) {
+/// The codes of formats with built-in scales.
+LaunchError launch_micro(const GeneralParams& params, int padded, std::int64_t blocks,
+                         Launches& launches) {
+  switch (padded) {
+    case 64:
+      return launches.launch<EncodeMicro<64>>(params, blocks);
+    case 128:
+      return launches.launch<EncodeMicro<128>>(params, blocks);
+    default:
+      return launches.launch<EncodeMicro<256>>(params, blocks);
+  }
+}
+
+enum class Pass { maxima, codes };
+
+/// The operands among `mask` (bits by Role), which share a padded size, and in the pass for codes
+/// whether their formats have built-in scales.
+LaunchError general(const Call& call, unsigned mask, Pass pass, Launches& launches) {
+  const bool maxima_pass = pass == Pass::maxima;
+  bool micro = false;
   GeneralParams params;
   params.maxima_pass = maxima_pass;
   params.v_out = call.prepared_tiles();
@@ -158,10 +178,11 @@ LaunchError general(const Call& call, unsigned mask, bool maxima_pass, Launches&
     params.blocks[i] = call.blocks(f.role);
     blocks += params.blocks[i];
     padded = f.padded;
+    micro = is_micro(f.format);
   }
+  if (padded == 0) return {};
+  if (micro && !maxima_pass) return launch_micro(params, padded, blocks, launches);
   switch (padded) {
-    case 0:
-      return {};
     case 64:
       return launches.launch<EncodeGeneral<64>>(params, blocks);
     case 96:
@@ -180,16 +201,18 @@ LaunchError channel_scales(const Call& call, Launches& launches) {
   ChannelScaleParams params;
   params.rows = call.rows[2];
   params.grouping = grouping_of(call, f);
-  params.kind = code_kind(f.format);
+  params.limit = f.format == Format::nvfp4 ? formats::E2m1::max * formats::E4m3::max
+                                           : code_limit(code_kind(f.format));
   params.out = call.prepared_tiles();
   return launches.launch<FinishChannelScales>(
       params, (params.out.packed_groups ? 1 : call.problem.batch) * f.heads * params.out.groups);
 }
 
 LaunchError encode(const Call& call, Launches& launches) {
-  unsigned general_mask = 0;
+  unsigned general_mask = 0, micro_mask = 0;
   for (const OperandSpec& f : call.facts) {
-    if (f.wanted && !call.plain(f.role)) general_mask |= 1u << static_cast<int>(f.role);
+    if (!f.wanted || call.plain(f.role)) continue;
+    (is_micro(f.format) ? micro_mask : general_mask) |= 1u << static_cast<int>(f.role);
   }
   // Launches are of one padded size, and the plain one of one format; V's may differ from those of
   // Q and K, where these are codes.
@@ -201,12 +224,15 @@ LaunchError encode(const Call& call, Launches& launches) {
       call.facts[0].padded == call.facts[2].padded && fits(call.facts[0]) && fits(call.facts[1]);
   const unsigned runs[2] = {together ? 7u : 3u, together ? 0u : 4u};
   for (const unsigned run : runs) {
-    if (LaunchError e = general(call, general_mask & run, true, launches); !e.empty()) return e;
+    const unsigned mask = (general_mask | micro_mask) & run;
+    if (LaunchError e = general(call, mask, Pass::maxima, launches); !e.empty()) return e;
   }
   if (LaunchError e = channel_scales(call, launches); !e.empty()) return e;
   for (const unsigned run : runs) {
     if (LaunchError e = PlainRun(call, run, launches).run(); !e.empty()) return e;
-    if (LaunchError e = general(call, general_mask & run, false, launches); !e.empty()) return e;
+    for (const unsigned mask : {general_mask & run, micro_mask & run}) {
+      if (LaunchError e = general(call, mask, Pass::codes, launches); !e.empty()) return e;
+    }
   }
   return {};
 }
@@ -246,9 +272,12 @@ std::string prepare_refusal(const Problem& p, const Recipe& recipe, const Prepar
   for (const OperandSpec& f : all_facts(p, recipe, needs)) {
     if (!f.wanted) continue;
     const std::string who(name(f.role));
-    if (!free_scale(f.format)) {
-      return who + ": format " + std::string(info(f.format).name) + " has built-in scales or none";
+    const std::string format(info(f.format).name);
+    if (!free_scale(f.format) && !is_micro(f.format)) {
+      return who + ": format " + format + " has no codes";
     }
+    if (is_micro(f.format) && f.codes)
+      return who + ": codes in " + format + " are read by CPUs only";
   }
   const AttentionTensors& t = p.tensors;
   for (const TensorView* v : {&t.cu_seqlens_q, &t.cu_seqlens_k, &t.seqused_q, &t.seqused_k}) {
@@ -289,9 +318,10 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
     const std::int64_t rows = f.heads * part.slots, tiles = rows / slot_tile;
     if (f.wanted && f.role == Role::v) {
       // Kernels with tiles of 128 keys read a tile behind the last, and ignore it.
-      part.codes = memory.take((tiles + 1) * tile_offsets(f.padded).bytes);
+      part.codes = memory.take((tiles + 1) * tile_offsets(f).bytes);
     } else if (f.wanted) {
-      part.codes = memory.take(rows * f.padded);
+      part.codes = memory.take(rows * row_bytes(f));
+      if (is_micro(f.format)) part.group_scale = memory.take(rows * group_bytes(f));
       part.scale = memory.take((rows + slot_tile) * 4);
       part.flags = memory.take(tiles * 4);
       if (f.role == Role::q && needs.dot_mean) part.dot_mean = memory.take(rows * 4);
@@ -324,7 +354,8 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
     }
   }
   if (recipe.balance_k == Toggle::on && needs.k_rows) {
-    layout.factors = memory.take(p.batch * p.heads_kv * 2 * prepared_channels(p.d) * 4);
+    const int padded = facts_of(p, recipe, needs, Role::k).padded;
+    layout.factors = memory.take(p.batch * p.heads_kv * 2 * padded * 4);
     layout.loud = memory.take(p.batch * p.heads_kv * 4);
   }
   if (detail::must_find_hidden_keys(p, recipe) && (needs.k_rows || needs.v_tiles)) {

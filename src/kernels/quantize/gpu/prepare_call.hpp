@@ -88,12 +88,15 @@ struct Call {
 
   PreparedRows prepared_rows(Role role) const {
     const PrepareLayout::Part& p = part(role);
+    const OperandSpec& f = facts[static_cast<std::size_t>(role)];
     return {at<std::uint8_t>(workspace, p.codes),
             at<float>(workspace, p.scale),
             at<std::uint32_t>(workspace, p.flags),
             at<float>(workspace, p.dot_mean),
             p.slots,
-            facts[static_cast<std::size_t>(role)].padded};
+            row_bytes(f),
+            at<std::uint8_t>(workspace, p.group_scale),
+            group_bytes(f)};
   }
   PreparedTiles prepared_tiles() const {
     const PrepareLayout::Part& p = part(Role::v);
@@ -103,7 +106,9 @@ struct Call {
             layout.channel_block,
             layout.packed_groups,
             p.slots,
-            facts[2].padded};
+            facts[2].padded,
+            code_bits(facts[2].format),
+            info(facts[2].format).group};
   }
   PreparedMeans query_means() const {
     const PrepareLayout::Part& p = part(Role::q);

@@ -14,6 +14,8 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 inline bool free_scale(Format f) { return info(f).scale != Format::none && info(f).group == 0; }
+/// Has every group of elements a scale that belongs to the format?
+inline bool is_micro(Format f) { return info(f).group > 0; }
 
 /// What a role of a call means, from the problem and the recipe.
 struct OperandSpec {
@@ -40,7 +42,9 @@ inline OperandSpec facts_of(const Problem& p, const Recipe& r, const PrepareNeed
   f.scale = x.scale;
   f.tensor = x.tokens;
   f.channels = x.channels;
-  f.padded = prepared_channels(f.channels);
+  f.padded = is_micro(f.format) ? micro_channels(f.channels) : prepared_channels(f.channels);
+  // Tokens have nothing in common then but the second level of nvfp4.
+  if (is_micro(f.format)) f.scaling.granularity = Granularity::per_head;
   f.heads = x.heads;
   f.wanted = role == Role::q ? needs.q_rows : role == Role::v ? needs.v_tiles : needs.k_rows;
   return f;
@@ -116,6 +120,7 @@ inline bool two_passes(const Problem& p, const Recipe& r, const OperandSpec& f) 
 
 inline ScaleSource source_of(const OperandSpec& f) {
   const Scaling& s = f.scaling;
+  if (is_micro(f.format) && f.format != Format::nvfp4) return ScaleSource::row;
   const bool token = scaled_by_token(s, f.role);
   if (f.role == Role::v && !token) return ScaleSource::channel;
   if (f.scale.present()) return ScaleSource::given;
@@ -131,6 +136,16 @@ inline ScaleSource source_of(const OperandSpec& f) {
     default:
       return ScaleSource::maxima;
   }
+}
+
+inline std::int32_t code_bits(Format f) { return free_scale(f) || is_micro(f) ? info(f).bits : 8; }
+/// Bytes of a row of Q or K, and of its built-in scales.
+inline std::int32_t row_bytes(const OperandSpec& f) { return f.padded * code_bits(f.format) / 8; }
+inline std::int32_t group_bytes(const OperandSpec& f) {
+  return is_micro(f.format) ? (f.padded / info(f.format).group + 3) / 4 * 4 : 0;
+}
+inline TileOffsets tile_offsets(const OperandSpec& f) {
+  return kernels::tile_offsets(f.padded, code_bits(f.format), info(f.format).group);
 }
 
 /// Must maxima be found before the codes?

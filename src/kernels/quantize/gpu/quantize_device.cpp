@@ -56,10 +56,7 @@ TokenParams token_params(const QuantizeTensors& t, const QuantizeOptions& o, con
   p.aligned = reinterpret_cast<std::uintptr_t>(t.x.data) % static_cast<unsigned>(unit) == 0 &&
               (f.stride_batch | f.stride_token | f.stride_head) * size % unit == 0;
   p.rotate = o.rotate;
-  p.micro = o.format == Format::mxfp8   ? Micro::mxfp8
-            : o.format == Format::mxfp4 ? Micro::mxfp4
-            : o.format == Format::nvfp4 ? Micro::nvfp4
-                                        : Micro::none;
+  p.micro = micro_of(o.format);
   p.kind = code_kind(o.format);
   p.group = info(o.format).group;
   p.longest = f.longest;

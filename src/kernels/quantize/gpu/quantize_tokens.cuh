@@ -2,14 +2,10 @@
 // the CPU's. One warp a row; made to be right rather than fast.
 #pragma once
 
-#include "formats/micro.hpp"
 #include "kernels/quantize/gpu/encode/general_tile.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
-
-/// Formats with built-in scales, and the free ones.
-enum class Micro : std::int32_t { none, mxfp8, mxfp4, nvfp4 };
 
 struct TokenParams {
   tile::Rows rows;
@@ -307,23 +303,11 @@ struct TokenCodes {
       if (leader) isa::store_global(scales, std::uint8_t{0});
       return;
     }
-    const float amax = formats::float_of(top);
-    std::uint8_t scale;
-    float inverse = 0.0f;
-    bool usable;
-    if (p.micro == Micro::nvfp4) {
-      const float global = p.global_scale(t.b, t.head);
-      scale = formats::nvfp4_scale_code(amax, global);
-      const float combined = formats::mul_rn(formats::E4m3::decode(scale), global);
-      usable = combined >= formats::kMinNormal;
-      if (usable) inverse = formats::reciprocal(combined);
-    } else {
-      const int emax = p.micro == Micro::mxfp8 ? formats::E4m3::emax : formats::E2m1::emax;
-      scale = formats::mx_scale_code(amax, emax);
-      usable = scale != formats::Ue8m0::nan;
-      if (usable) inverse = formats::reciprocal(formats::Ue8m0::decode(scale));
-    }
-    if (leader) isa::store_global(scales, scale);
+    const formats::GroupScale scale =
+        group_scale(p.micro, formats::float_of(top), p.global_scale(t.b, t.head));
+    const float inverse = scale.inverse;
+    const bool usable = inverse > 0.0f;
+    if (leader) isa::store_global(scales, scale.code);
     const std::int64_t at = p.code_offset(t.span, t.b, t.head, t.s) + first;
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {

@@ -4,6 +4,7 @@
 #include "formats/e4m3.hpp"
 #include "formats/e4m3fnuz.hpp"
 #include "formats/e5m2.hpp"
+#include "formats/micro.hpp"
 #include "kernels/quantize/gpu/encode/groups.cuh"
 
 namespace qattn::kernels {
@@ -71,6 +72,13 @@ struct Codes {
                      one<Codec>(y[2], clipped), one<Codec>(y[3], clipped));
   }
 };
+
+/// The scale of a group whose largest magnitude is `amax`.
+QATTN_DEVICE formats::GroupScale group_scale(Micro micro, float amax, float global) {
+  return micro == Micro::nvfp4   ? formats::nvfp4_group_scale(amax, global)
+         : micro == Micro::mxfp8 ? formats::mx_group_scale<formats::E4m3>(amax)
+                                 : formats::mx_group_scale<formats::E2m1>(amax);
+}
 
 /// Calls body(codes) with the Codes of a format.
 template <class Body>

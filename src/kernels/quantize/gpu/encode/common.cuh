@@ -206,19 +206,21 @@ QATTN_DEVICE void store_no_rows(const PreparedRows& out, const TilePlace& p, boo
   if (!p.used && isa::thread() == 0) isa::store_global(out.flags + slot / slot_tile, 0u);
   if (last) isa::store_global(out.scale + slot + slot_tile, 0.0f);
 }
-/// The same of V: the rows that weigh P, and the tables.
-template <int Channels>
-QATTN_DEVICE void store_no_values(const PreparedTiles& out, const TilePlace& p, bool last) {
-  constexpr TileOffsets at = tile_offsets(Channels);
-  constexpr int from = Channels * slot_tile, pieces = (at.bytes - from) / 16;
-  std::uint8_t* record = record_of(out, p, Channels);
+/// The same of V: the rows that weigh P, and the tables. `record` is the tile's.
+QATTN_DEVICE void store_no_values(std::uint8_t* record, const TileOffsets& at, const TilePlace& p,
+                                  bool last) {
+  const int pieces = (at.bytes - at.extra) / 16;
   const bool here[2] = {!p.used, last};
   for (int tile = 0; tile < 2; ++tile, record += at.bytes) {
     for (int n = isa::thread(); here[tile] && n < pieces; n += slot_tile) {
       if (isa::thread() >= slot_tile) break;
-      isa::store_global(reinterpret_cast<Words4*>(record + from) + n, Words4{{0, 0, 0, 0}});
+      isa::store_global(reinterpret_cast<Words4*>(record + at.extra) + n, Words4{{0, 0, 0, 0}});
     }
   }
+}
+template <int Channels>
+QATTN_DEVICE void store_no_values(const PreparedTiles& out, const TilePlace& p, bool last) {
+  store_no_values(record_of(out, p, Channels), tile_offsets(Channels), p, last);
 }
 
 /// Scales and flags of 64 rows of Q or K, by one warp.

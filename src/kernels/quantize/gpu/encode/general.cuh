@@ -377,21 +377,32 @@ struct EncodeGeneral : GeneralTile<Channels> {
     }
   }
 
+  /// What a block of the grid is for, and whether it is its role's last.
+  struct Block {
+    int role;
+    TilePlace place;
+    bool last;
+  };
   /// Blocks are numbered over roles, then tiles, then heads: neighbours read neighbouring memory of
   /// a (B, S, H, D) tensor.
+  static QATTN_DEVICE Block find_block(const Params& params, SharedAddress shared) {
+    std::int64_t block = isa::block().x;
+    int i = 0;
+    for (; i < 2 && block >= params.blocks[i]; ++i) block -= params.blocks[i];
+    const tile::Rows& rows = params.role[i].rows;
+    const int tile = divide(block, rows.heads);
+    const int head = static_cast<int>(block) - tile * rows.heads;
+    return {i, find_tile(rows, tile, head, threads, shared + word_at),
+            block == params.blocks[i] - 1};
+  }
+
   static QATTN_DEVICE void run(const Params& params) {
     isa::grid_dependency_launch();
     isa::grid_dependency_wait();
     const SharedAddress shared = isa::shared_base();
-    std::int64_t block = isa::block().x;
-    int i = 0;
-    for (; i < 2 && block >= params.blocks[i]; ++i) block -= params.blocks[i];
+    const auto [i, p, last] = find_block(params, shared);
     const GeneralRole& role = params.role[i];
-    const int tile = divide(block, role.rows.heads);
-    const int head = static_cast<int>(block) - tile * role.rows.heads;
-    const TilePlace p = find_tile(role.rows, tile, head, threads, shared + word_at);
     if (!params.maxima_pass) {
-      const bool last = block == params.blocks[i] - 1;
       i < 2 ? store_no_rows(role.out, p, last) : store_no_values<Channels>(params.v_out, p, last);
     }
     if (!p.used) return;

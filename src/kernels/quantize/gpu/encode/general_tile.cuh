@@ -12,6 +12,8 @@ struct GeneralRole {
   Grouping grouping;
   ScaleSource source = ScaleSource::row;
   CodeKind kind = CodeKind::s8;
+  Micro micro = Micro::none;           ///< instead of `kind`
+  KeyOrder order = KeyOrder::natural;  ///< of K's and V's codes in a micro format
   InputKind input = InputKind::bf16;
   bool codes = false;    ///< the operand comes quantised
   bool aligned = false;  ///< rows can be read in pieces of eight channels
@@ -284,10 +286,13 @@ struct GeneralTile {
     }
     subtract_mean(w, v);
     if (role.factors != nullptr) balance(w, v);
-    if (role.seen.bits != nullptr) clear_hidden(w, v);
+    if (role.rotate) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rotate(w.chunk(), role.rows.channels, v.x[i]);
+    }
+    if (role.seen.bits != nullptr) clear_hidden(w, v);  // a rotation makes some zeros -0
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (role.rotate) rotate(w.chunk(), role.rows.channels, v.x[i]);
       std::uint32_t top = 0;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {

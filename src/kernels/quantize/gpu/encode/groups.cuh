@@ -16,8 +16,18 @@ inline CodeKind code_kind(Format f) {
                              : CodeKind::e4m3fnuz;
 }
 
+/// Formats with built-in scales, and the others.
+enum class Micro : std::int32_t { none, mxfp8, mxfp4, nvfp4 };
+
+inline Micro micro_of(Format f) {
+  return f == Format::mxfp8   ? Micro::mxfp8
+         : f == Format::mxfp4 ? Micro::mxfp4
+         : f == Format::nvfp4 ? Micro::nvfp4
+                              : Micro::none;
+}
+
 /// Largest magnitude of a code.
-QATTN_DEVICE float code_limit(CodeKind kind) {
+QATTN_CONSTEXPR float code_limit(CodeKind kind) {
   return kind == CodeKind::s8     ? 127.0f
          : kind == CodeKind::e4m3 ? 448.0f
          : kind == CodeKind::e5m2 ? 57344.0f
@@ -78,11 +88,12 @@ struct Grouping : ScaleGroups {
   }
 };
 
-/// V's scales per channel, from maxima or as given: one block a (sequence, head, group).
+/// V's scales per channel, from maxima or as given, or nvfp4's second level: one block a (sequence,
+/// head, group).
 struct ChannelScaleParams {
   tile::Rows rows;
   Grouping grouping;
-  CodeKind kind = CodeKind::s8;
+  float limit = 1.0f;  ///< what the scale brings the maximum to
   PreparedTiles out;
 };
 
@@ -108,14 +119,15 @@ struct FinishChannelScales {
     const std::int64_t s = group * p.out.channel_block;
     if (s != 0 && (s < 0 || s >= span.length)) return;
     float scale = 0.0f;
-    if (c < r.channels && s < span.length && !span.bad) {
+    const bool here = c < r.channels || p.out.group > 0;
+    if (here && s < span.length && !span.bad) {
       if (p.grouping.given != nullptr) {
         scale = p.grouping.given_scale(r, b, head, s, c);
       } else {
         std::int64_t at = p.grouping.base(r, span, b, head) + p.grouping.index(s);
         if (p.grouping.by_channel()) at = at * p.out.channels + c;
         const std::uint32_t amax = isa::load_global(p.grouping.maxima + at);
-        scale = formats::amax_scale(formats::float_of(amax), code_limit(p.kind));
+        scale = formats::amax_scale(formats::float_of(amax), p.limit);
       }
     }
     isa::store_global(p.out.channel_scale + place * p.out.channels + c, scale);
