@@ -51,6 +51,7 @@ LeaveQueries::~LeaveQueries() { kernels::codes_left_override() = before_; }
 
 int architecture_for(const Recipe& recipe) {
   if (chosen_architecture != 0) return chosen_architecture;
+  if (info(recipe.qk).group > 0 || info(recipe.v).group > 0) return 120;
   return recipe.qk == Format::e4m3 || recipe.v == Format::e4m3 ? 89 : 90;
 }
 

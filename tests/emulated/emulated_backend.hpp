@@ -13,7 +13,8 @@
 
 namespace qattn::test {
 
-/// The GPU that a recipe is emulated on: 89 where the portable kernel needs FP8 products, else 90.
+/// The GPU that a recipe is emulated on: 120 for scales of groups, 89 where the portable kernel
+/// needs FP8 products, else 90.
 int architecture_for(const Recipe& recipe);
 
 /// Another GPU instead, for as long as it lives; 0: none.

@@ -251,6 +251,14 @@ std::vector<Recipe> gpu_recipes() {
   return all;
 }
 
+std::vector<Recipe> grouped_recipes() {
+  std::vector<Recipe> all;
+  for (const char* name : {"mxfp8", "nvfp4_qk", "nvfp4"}) all.push_back(*recipe_named(name));
+  all.push_back(all.back());  // no name of its own: e4m3 P and V beside Q and K of 4 bits
+  all.back().name = "nvfp4_qk_fp8", all.back().p = all.back().v = Format::e4m3;
+  return all;
+}
+
 Feature unprepared(std::int64_t dim, std::vector<std::int64_t> sq, std::vector<std::int64_t> sk) {
   Feature f;
   f.dim = f.dim_v = dim, f.heads_q = 4, f.heads_k = 2;
@@ -300,6 +308,31 @@ std::vector<Cell> covering_cells() {
     ++n;
   }
   share_with_others(all);
+  return all;
+}
+
+std::vector<Cell> grouped_cells() {
+  constexpr Heads dims[] = {{64, 64},  {128, 128}, {64, 64}, {80, 80},
+                            {128, 64}, {64, 128},  {64, 64}, {200, 200}};
+  std::vector<SplitKvFeature> rows;
+  for (Feature& f : features_of_gpus()) rows.push_back({std::move(f), 0});
+  for (Feature& f : gpu_features()) rows.push_back({std::move(f), 0});
+  for (SplitKvFeature& f : split_kv_features()) rows.push_back(std::move(f));
+  std::vector<Cell> all;
+  std::size_t n = 0;
+  for (const Recipe& recipe : grouped_recipes()) {
+    for (const auto& [row, splits] : rows) {
+      if (!row.applies(recipe)) continue;
+      Feature f = with_inputs(row, recipe, n % 2 ? Format::f16 : Format::bf16);
+      const Heads heads = dims[n / 2 % std::size(dims)];
+      if (!resized(f)) f.dim = heads.dim, f.dim_v = heads.dim_v;
+      if (n % 3 == 1 && f.how.output == Format::f32) f.how.output = f.how.input;
+      Cell cell = cell_of(recipe, f, "");
+      cell.splits = splits, cell.architecture = 120;
+      all.push_back(std::move(cell));
+      ++n;
+    }
+  }
   return all;
 }
 

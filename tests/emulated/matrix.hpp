@@ -27,6 +27,9 @@ std::vector<Cell> spread_cells();
 /// kernels: what else there is to choose rotates, the GPU too.
 std::vector<Cell> covering_cells();
 
+/// Every feature with every recipe of scaled groups once, of whole rows and of split keys.
+std::vector<Cell> grouped_cells();
+
 /// Every feature with every recipe, every shape of heads and every 16-bit format.
 std::vector<Cell> all_cells();
 
@@ -43,6 +46,8 @@ std::vector<InstanceCell> instance_cells();
 
 /// Recipes of the table that have GPU kernels.
 std::vector<Recipe> gpu_recipes();
+/// Those with scales of groups, which GeForce Blackwell alone has.
+std::vector<Recipe> grouped_recipes();
 
 /// Sequences of four heads, two of K and V, whose codes attention kernels may make: without LSE,
 /// which needs more of Q where K has a mean.
