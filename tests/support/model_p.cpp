@@ -29,7 +29,8 @@ Values round_mxfp8(const Values& p) {
   Values out(p.size());
   for_groups(p, 32, [&](std::size_t begin, std::size_t end, double amax) {
     if (amax == 0) return;
-    const double scale = std::exp2(std::floor(std::log2(amax)) - 8);
+    double scale = std::exp2(std::floor(std::log2(amax)) - 8);
+    if (amax / scale > 448) scale *= 2;  // nothing saturates
     for (std::size_t j = begin; j < end; ++j) out[j] = round_e4m3(p[j] / scale) * scale;
   });
   return out;

@@ -56,11 +56,12 @@ static inline float p_elementwise(const float* s, int keys, float ref, Destinati
   return v::reduce_add(sum);
 }
 
-/// 2^(floor(log2 amax) - 8) as mxfp8 scales its groups of 32; amax > 0 and normal.
+/// The smallest power of two that brings amax to e4m3's largest code, 448, or below: OCP's rule,
+/// 2^(floor(log2 amax) - 8), saturates what lies above 1.75 powers of two. amax > 0 and normal.
 static inline float mx_scale(float amax) {
   std::uint32_t bits;
   __builtin_memcpy(&bits, &amax, sizeof bits);
-  const std::uint32_t exponent = bits >> 23;
+  const std::uint32_t exponent = (bits + 0x1fffff) >> 23;
   bits = (exponent > 9 ? exponent - 8 : 1) << 23;
   float scale;
   __builtin_memcpy(&scale, &bits, sizeof scale);

@@ -4,8 +4,9 @@
 // keys, its maximum / 6 in e4m3, reaches at most 448, and codes at most 6: nothing saturates. The
 // products of a tile leave for the output times what the tile weighs.
 //
-// e4m3 P with scales of 32 (mxfp8) is relative to the running maximum; scales are powers of two,
-// 2^8 below the group's largest, and products join the output in the matrix unit.
+// e4m3 P with scales of 32 (mxfp8) is relative to the running maximum; scales are the smallest
+// powers of two that bring the group's largest to 448, e4m3's largest code, or below. Products join
+// the output in the matrix unit.
 #pragma once
 
 #include "formats/e4m3.hpp"
@@ -83,6 +84,9 @@ struct GroupedValues {
     }
   }
 
+  /// Carries into the exponent of a float whose significand is above 448 / 256.
+  static constexpr std::uint32_t above_448 = 0x1fffff;
+
   /// Codes of P in e4m3 with powers of two for groups of 32 keys.
   QATTN_DEVICE void round_mxfp8(const Scores& s, const float (&scale)[R], const float (&offset)[R],
                                 Codes& a, Scales& sa) const {
@@ -99,7 +103,8 @@ struct GroupedValues {
             return fmaxf(x, y);
           });
           const auto exponent =
-              static_cast<std::int32_t>(formats::bits_of(top) >> 23) - formats::E4m3::emax;
+              static_cast<std::int32_t>((formats::bits_of(top) + above_448) >> 23) -
+              formats::E4m3::emax;
           const std::uint32_t biased = exponent > 0 ? static_cast<std::uint32_t>(exponent) : 0u;
           const float factor = formats::float_of((254 - biased) << 23);
 #pragma unroll
