@@ -145,7 +145,7 @@ struct EncodeMicro : EncodeGeneral<Channels> {
   template <class Format>
   static QATTN_DEVICE void find_sharing(const Work& w, bool (&joins)[4]) {
     const TileSight sight = sight_of(w.role.seen, w.place);
-    std::uint32_t plainly = sight.plainly[w.first_key() / 32];
+    std::uint32_t plainly = w.first_key() < 32 ? sight.plainly[0] : sight.plainly[1];
     if (Format::group == 16) plainly = plainly >> w.first_key() % 32 / 16 * 16 & 0xffffu;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -245,6 +245,7 @@ struct EncodeMicro : EncodeGeneral<Channels> {
   static QATTN_DEVICE void store_tables(const Work& w, RowPair& r) {
     constexpr TileOffsets at = tile_offsets(Channels, Format::bits, Format::group);
     constexpr int groups = slot_tile / Format::group, ones = 8 * groups;
+    static_assert(at.scales + Channels * groups + ones == at.log);
     const int lane = isa::lane();
     const SharedAddress extra = w.shared + tail_at, scales = extra + 8 * Format::row;
     if (w.role.seen.bits != nullptr) hide_values(sight_of(w.role.seen, w.place), r);
@@ -253,14 +254,13 @@ struct EncodeMicro : EncodeGeneral<Channels> {
     for (int n = lane; n < Format::row / 2; n += 32) {
       isa::store_shared(extra + 16 * n, Words4{{0, 0, 0, 0}});
     }
-    for (int n = lane; n < at.log - at.scales - Channels * groups; n += 32) {
-      const std::uint8_t code = n < ones ? Format::scale_one : 0;
-      isa::store_shared(scales + Channels * groups + n, code);
+    for (int n = lane; n < ones; n += 32) {
+      isa::store_shared(scales + Channels * groups + n, Format::scale_one);
     }
     isa::sync_warp();
     const int place = 2 * lane;  // two of them are neighbouring keys in every order
     const int key = w.role.order == KeyOrder::fp4 ? place : place / 16 * 16 + p_key(place % 16);
-    const std::uint32_t here = exists[key / 32] >> key % 32;
+    const std::uint32_t here = (key < 32 ? exists[0] : exists[1]) >> key % 32;
     const std::uint32_t pair = (here & 1) * Format::one |
                                (here >> 1 & 1) * Format::one << Format::bits;
     isa::store_shared(extra + lane * 2 * Format::bits / 8,
