@@ -1,4 +1,4 @@
-#include "micro_case.hpp"
+#include "encode_micro_case.hpp"
 
 #include <gtest/gtest.h>
 

@@ -9,8 +9,8 @@
 #include <set>
 
 #include "encode_check.hpp"
+#include "encode_micro_case.hpp"
 #include "isa/emu/options.hpp"
-#include "micro_case.hpp"
 
 namespace qattn::encode_test {
 namespace {
@@ -60,7 +60,7 @@ CaseOptions shaped(unsigned i) {
 }
 
 /// What a lane of a product of Q and K holds are neighbouring keys, if K lies so.
-TEST(Micro, KeyOrderMakesALanesKeysNeighbours) {
+TEST(EncodeMicro, KeyOrderMakesALanesKeysNeighbours) {
   std::set<int> keys;
   for (int p = 0; p < 32; ++p) {
     EXPECT_EQ(kernels::fp4_position(kernels::fp4_key(p)), p);
@@ -76,7 +76,7 @@ TEST(Micro, KeyOrderMakesALanesKeysNeighbours) {
   }
 }
 
-TEST(Micro, TilesOfOtherFormatsLieAsBefore) {
+TEST(EncodeMicro, TilesOfOtherFormatsLieAsBefore) {
   for (const int channels : {64, 96, 128, 256}) {
     const kernels::TileOffsets o = kernels::tile_offsets(channels);
     const int codes = 64 * channels;
@@ -93,7 +93,7 @@ TEST(Micro, TilesOfOtherFormatsLieAsBefore) {
 }
 
 /// One value that is not 0 in a row, and in a column.
-TEST(Micro, LowerChannelsAndKeysAreLowerHalvesOfBytes) {
+TEST(EncodeMicro, LowerChannelsAndKeysAreLowerHalvesOfBytes) {
   for (const KeyOrder order : {KeyOrder::natural, KeyOrder::fp4}) {
     CaseOptions o;
     o.lengths = {64};
@@ -125,7 +125,7 @@ TEST(Micro, LowerChannelsAndKeysAreLowerHalvesOfBytes) {
   }
 }
 
-TEST(Micro, StoragesSizesAndFormats) {
+TEST(EncodeMicro, StoragesSizesAndFormats) {
   for (unsigned i = 0; i < 45; ++i) {
     SCOPED_TRACE(i);
     Case c(shaped(i));
@@ -135,7 +135,7 @@ TEST(Micro, StoragesSizesAndFormats) {
   }
 }
 
-TEST(Micro, MeansRotationAndBalance) {
+TEST(EncodeMicro, MeansRotationAndBalance) {
   for (unsigned i = 0; i < 45; ++i) {
     SCOPED_TRACE(i);
     CaseOptions o = shaped(i * 7 + i / 5);
@@ -158,7 +158,7 @@ TEST(Micro, MeansRotationAndBalance) {
   }
 }
 
-TEST(Micro, GivenMeans) {
+TEST(EncodeMicro, GivenMeans) {
   for (unsigned i = 0; i < 9; ++i) {
     SCOPED_TRACE(i);
     CaseOptions o = shaped(i);
@@ -176,7 +176,7 @@ TEST(Micro, GivenMeans) {
 }
 
 /// In nvfp4 a bad token of Q or K is its head's second level, so that all are bad.
-TEST(Micro, NanAndInf) {
+TEST(EncodeMicro, NanAndInf) {
   for (unsigned i = 0; i < 30; ++i) {
     SCOPED_TRACE(i);
     CaseOptions o = shaped(i * 2 + i / 4);
@@ -194,7 +194,7 @@ TEST(Micro, NanAndInf) {
 }
 
 /// Zeros, numbers whose scales are the smallest that there are, and the largest numbers.
-TEST(Micro, SmallAndLargeNumbers) {
+TEST(EncodeMicro, SmallAndLargeNumbers) {
   for (unsigned i = 0; i < 24; ++i) {
     SCOPED_TRACE(i);
     CaseOptions o = shaped(i);
@@ -220,7 +220,7 @@ TEST(Micro, SmallAndLargeNumbers) {
 }
 
 /// V in other formats, or as it is, beside Q and K in these.
-TEST(Micro, OfQueriesAndKeysAlone) {
+TEST(EncodeMicro, OfQueriesAndKeysAlone) {
   constexpr Format formats[] = {Format::e4m3, Format::s8, Format::bf16};
   for (unsigned i = 0; i < 18; ++i) {
     SCOPED_TRACE(i);
@@ -235,7 +235,7 @@ TEST(Micro, OfQueriesAndKeysAlone) {
 }
 
 /// And V in these beside others.
-TEST(Micro, OfValuesAlone) {
+TEST(EncodeMicro, OfValuesAlone) {
   for (unsigned i = 0; i < 9; ++i) {
     SCOPED_TRACE(i);
     CaseOptions o = shaped(i);
@@ -249,7 +249,7 @@ TEST(Micro, OfValuesAlone) {
 }
 
 /// The public function on a sequence's tokens.
-TEST(Micro, AreWhatQuantizeMakes) {
+TEST(EncodeMicro, AreWhatQuantizeMakes) {
   for (unsigned i = 0; i < 27; ++i) {
     SCOPED_TRACE(i);
     CaseOptions o = shaped(i);
@@ -295,7 +295,7 @@ TEST(Micro, AreWhatQuantizeMakes) {
 }
 
 /// What the kernels make of two contents of hidden tokens, and of the rest.
-TEST(Micro, HiddenKeysLeaveNoTrace) {
+TEST(EncodeMicro, HiddenKeysLeaveNoTrace) {
   unsigned i = 0;
   for (const Hiding& hiding : hidings) {
     for (int n = 0; n < 2; ++n, ++i) {
@@ -329,7 +329,7 @@ TEST(Micro, HiddenKeysLeaveNoTrace) {
 }
 
 /// Tokens under biases that leave them no weight have codes, but no part in what others share.
-TEST(Micro, FaintTokensAreKeptToTheOthersSizes) {
+TEST(EncodeMicro, FaintTokensAreKeptToTheOthersSizes) {
   for (unsigned i = 0; i < 6; ++i) {
     SCOPED_TRACE(i);
     CaseOptions o = shaped(i);
@@ -353,7 +353,7 @@ TEST(Micro, FaintTokensAreKeptToTheOthersSizes) {
   }
 }
 
-TEST(Micro, SchedulesAndLaneOrdersGiveTheSameBits) {
+TEST(EncodeMicro, SchedulesAndLaneOrdersGiveTheSameBits) {
   const emu::Options before = emu::options();
   for (const auto schedule : {emu::Schedule::early, emu::Schedule::late, emu::Schedule::random}) {
     for (const auto order :
@@ -374,7 +374,7 @@ TEST(Micro, SchedulesAndLaneOrdersGiveTheSameBits) {
 }
 
 /// Attention kernels load, and forget, what lies in the 64 slots behind a sequence's last tile.
-TEST(Micro, SlotsWithoutTokensHaveScalesAndTables) {
+TEST(EncodeMicro, SlotsWithoutTokensHaveScalesAndTables) {
   for (const Format f : micro_formats) {
     CaseOptions o = shaped(0);
     o.lengths = {1, 200, 64};
@@ -395,7 +395,7 @@ TEST(Micro, SlotsWithoutTokensHaveScalesAndTables) {
   }
 }
 
-TEST(Micro, APageThatDoesNotExistSpoilsItsTokensOnly) {
+TEST(EncodeMicro, APageThatDoesNotExistSpoilsItsTokensOnly) {
   CaseOptions o = shaped(2);
   ASSERT_EQ(o.storage, Storage::paged);
   o.lengths = {129, 65};
@@ -414,7 +414,7 @@ TEST(Micro, APageThatDoesNotExistSpoilsItsTokensOnly) {
   }
 }
 
-TEST(Micro, CodesAreRefused) {
+TEST(EncodeMicro, CodesAreRefused) {
   CaseOptions o;
   o.lengths = {64};
   o.recipe = recipe_of(Format::mxfp8, Format::mxfp8);
