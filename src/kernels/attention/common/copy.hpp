@@ -67,44 +67,51 @@ QATTN_DEVICE isa::Words4 gather16(const std::byte* from, int bytes) {
   return v;
 }
 
-/// Copies rows that the plain way cannot: scattered over pages, or not aligned to 16 bytes. The
-/// rows of a page that does not exist become NaN (of either 16-bit format) and set `error`.
-template <int RowBytes, int Rows, int Threads>
-QATTN_DEVICE void copy_scattered_rows(isa::SharedAddress to, const RowSource& s, int first,
-                                      std::uint32_t* error) {
+/// How many of 16 bytes exist where `left` are left of a row, or less than none.
+QATTN_DEVICE int of_16(int left) { return left < 0 ? 0 : left > 16 ? 16 : left; }
+
+// Which thread brings which 16 bytes from where, however it brings them and wherever to:
+// place(row, chunk) is where the bytes of a row from `chunk` on belong, and move(to, from, bytes)
+// brings 16 of which the first `bytes` exist, from an aligned address; the others are zeros.
+
+/// Tokens [first, first + Rows) that the plain way cannot bring: scattered over pages, or not
+/// aligned to 16 bytes. The rows of a page that does not exist become NaN (of either 16-bit format)
+/// and set `error`.
+template <int RowBytes, int Rows, int Threads, class Place, class Move>
+QATTN_DEVICE void bring_scattered_rows(const RowSource& s, int first, int thread,
+                                       std::uint32_t* error, Place place, Move move) {
   constexpr int chunks = RowBytes / 16;
 #pragma unroll 1
-  for (int n = isa::thread(); n < Rows * chunks; n += Threads) {
+  for (int n = thread; n < Rows * chunks; n += Threads) {
     const int row = n / chunks, chunk = n % chunks * 16, token = first + row;
     const int left = token < s.length ? s.row_bytes - chunk : 0;
-    const int bytes = left < 0 ? 0 : left > 16 ? 16 : left;
-    const isa::SharedAddress place = to + row * padded_row(RowBytes) + chunk;
+    const int bytes = of_16(left);
+    const isa::SharedAddress to = place(row, chunk);
     const std::byte* from = bytes > 0 ? row_address(s, token) : s.base;
     if (from == nullptr) {
-      isa::store_shared(place, isa::Words4{{~0u, ~0u, ~0u, ~0u}});
+      isa::store_shared(to, isa::Words4{{~0u, ~0u, ~0u, ~0u}});
       isa::atomic_or_global(error, error_page);
     } else if (s.vectors) {
-      isa::copy_async16(place, bytes > 0 ? from + chunk : from, bytes);
+      move(to, bytes > 0 ? from + chunk : from, bytes);
     } else {
-      isa::store_shared(place, gather16(from + chunk, bytes));
+      isa::store_shared(to, gather16(from + chunk, bytes));
     }
   }
 }
 
-/// Starts copying tokens [first, first + Rows) to padded rows at `to`; the caller commits and
-/// waits.
-template <int RowBytes, int Rows, int Threads, bool General>
-QATTN_DEVICE void copy_rows(isa::SharedAddress to, const RowSource& s, int first,
-                            std::uint32_t* error) {
+/// Tokens [first, first + Rows), which lie anyhow if `General`.
+template <int RowBytes, int Rows, int Threads, bool General, class Place, class Move>
+QATTN_DEVICE void bring_rows(const RowSource& s, int first, int thread, std::uint32_t* error,
+                             Place place, Move move) {
   constexpr int chunks = RowBytes / 16;
   if constexpr (General) {
     if (s.pages != nullptr || !s.vectors) {
-      copy_scattered_rows<RowBytes, Rows, Threads>(to, s, first, error);
+      bring_scattered_rows<RowBytes, Rows, Threads>(s, first, thread, error, place, move);
       return;
     }
   }
-  // A copy of 0 bytes reads nothing, so rows behind the end need no address of their own.
-  const int row0 = isa::thread() / chunks, chunk0 = isa::thread() % chunks * 16;
+  // Of 0 bytes nothing is read, so rows behind the end need no address of their own.
+  const int row0 = thread / chunks, chunk0 = thread % chunks * 16;
   const std::byte* from0 = s.base + (first + row0) * s.stride + chunk0;
 #pragma unroll
   for (int i = 0; i < (Rows * chunks + Threads - 1) / Threads; ++i) {
@@ -115,39 +122,69 @@ QATTN_DEVICE void copy_rows(isa::SharedAddress to, const RowSource& s, int first
       row = row0 + i * (Threads / chunks), chunk = chunk0;
       from = from0 + i * (Threads / chunks) * s.stride;
     } else {
-      const int n = i * Threads + isa::thread();
+      const int n = i * Threads + thread;
       row = n / chunks, chunk = n % chunks * 16;
       from = s.base + (first + row) * s.stride + chunk;
       if (n >= Rows * chunks) break;
     }
     const int left = first + row < s.length ? s.row_bytes - chunk : 0;
-    isa::copy_async16(to + row * padded_row(RowBytes) + chunk, from,
-                      left < 0    ? 0
-                      : left > 16 ? 16
-                                  : left);
+    move(place(row, chunk), from, of_16(left));
   }
 }
 
-/// Starts copying rows of `pack` heads, `head_stride` bytes apart: row n is token n / pack of head
-/// n % pack. `s` is the first head's.
-template <int RowBytes, int Rows, int Threads>
-QATTN_DEVICE void copy_gqa_rows(isa::SharedAddress to, const RowSource& s, int pack,
-                                std::int64_t head_stride) {
+/// Rows of `pack` heads, `head_stride` bytes apart: row n is token n / pack of head n % pack. `s`
+/// is the first head's, and not in pages.
+template <int RowBytes, int Rows, int Threads, class Place, class Move>
+QATTN_DEVICE void bring_gqa_rows(const RowSource& s, int pack, std::int64_t head_stride, int thread,
+                                 Place place, Move move) {
   constexpr int chunks = RowBytes / 16;
 #pragma unroll 1
-  for (int n = isa::thread(); n < Rows * chunks; n += Threads) {
+  for (int n = thread; n < Rows * chunks; n += Threads) {
     const int row = n / chunks, chunk = n % chunks * 16, token = row / pack;
     const int left = token < s.length ? s.row_bytes - chunk : 0;
-    const int bytes = left < 0 ? 0 : left > 16 ? 16 : left;
-    const isa::SharedAddress place = to + row * padded_row(RowBytes) + chunk;
+    const int bytes = left < 0 ? 0 : left > 16 ? 16 : left;  // of_16() makes another comparison
+    const isa::SharedAddress to = place(row, chunk);
     const std::byte* from =
         bytes > 0 ? s.base + token * s.stride + (row - token * pack) * head_stride + chunk : s.base;
     if (s.vectors) {
-      isa::copy_async16(place, from, bytes);
+      move(to, from, bytes);
     } else {
-      isa::store_shared(place, gather16(from, bytes));
+      isa::store_shared(to, gather16(from, bytes));
     }
   }
+}
+
+/// By cp.async.
+struct CopyAsync {
+  QATTN_DEVICE void operator()(isa::SharedAddress to, const std::byte* from, int bytes) const {
+    isa::copy_async16(to, from, bytes);
+  }
+};
+
+/// To padded rows at `base`.
+template <int RowBytes>
+struct PaddedRows {
+  isa::SharedAddress base;
+  QATTN_DEVICE isa::SharedAddress operator()(int row, int chunk) const {
+    return base + row * padded_row(RowBytes) + chunk;
+  }
+};
+
+/// Starts copying tokens [first, first + Rows) to padded rows at `to`; the caller commits and
+/// waits.
+template <int RowBytes, int Rows, int Threads, bool General>
+QATTN_DEVICE void copy_rows(isa::SharedAddress to, const RowSource& s, int first,
+                            std::uint32_t* error) {
+  bring_rows<RowBytes, Rows, Threads, General>(s, first, isa::thread(), error,
+                                               PaddedRows<RowBytes>{to}, CopyAsync{});
+}
+
+/// The same of rows of `pack` heads, by bring_gqa_rows().
+template <int RowBytes, int Rows, int Threads>
+QATTN_DEVICE void copy_gqa_rows(isa::SharedAddress to, const RowSource& s, int pack,
+                                std::int64_t head_stride) {
+  bring_gqa_rows<RowBytes, Rows, Threads>(s, pack, head_stride, isa::thread(),
+                                          PaddedRows<RowBytes>{to}, CopyAsync{});
 }
 
 /// Starts copying `Rows` contiguous rows of RowBytes (a V tile) to padded rows.
