@@ -225,7 +225,7 @@ std::vector<SplitKvFeature> split_kv_features() {
     f.loose = 12;
   });
   add("few_2_k_per_token", 2, 300, 4, 1, 2, [](Feature& f) {
-    f.applies = [](const Recipe& r) { return has_codes(r.qk); };
+    f.applies = [](const Recipe& r) { return free_scales(r.qk); };
     f.tweak = [](Recipe& r) { r.k_scale = {Granularity::per_token, 0, 0}; };
   });
   add("blocks_block_mask", 0, 0, 2, 1, 2, [](Feature& f) {
@@ -312,7 +312,7 @@ std::vector<Cell> covering_cells() {
 }
 
 std::vector<Cell> grouped_cells() {
-  constexpr Heads dims[] = {{64, 64},  {128, 128}, {64, 64}, {80, 80},
+  constexpr Heads dims[] = {{64, 64},  {128, 128}, {96, 96}, {80, 80},
                             {128, 64}, {64, 128},  {64, 64}, {200, 200}};
   std::vector<SplitKvFeature> rows;
   for (Feature& f : features_of_gpus()) rows.push_back({std::move(f), 0});

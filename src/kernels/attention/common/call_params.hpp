@@ -86,7 +86,7 @@ inline AttentionParams params_of(const Problem& p, const Prepared& prepared, int
     a.k_mean = prepared.k_mean;
   }
   a.v_mean = prepared.v_mean;
-  a.v_mean_channels = prepared_channels(p.dv);
+  a.v_mean_channels = prepared.v_channels;
   a.out = output_of(p);
   a.scale = p.softmax_scale;
   a.softcap = p.softcap;

@@ -454,6 +454,7 @@ Prepared prepared_in(const Problem& problem, const Recipe& recipe, const Prepare
   out.q_mean = call.query_means();
   out.k_mean = call.mean(Role::k);
   out.v_mean = call.mean(Role::v);
+  out.v_channels = call.facts[2].padded;
   return out;
 }
 

@@ -54,6 +54,7 @@ struct Prepared {
   PreparedMeans q_mean;
   const float* k_mean = nullptr;
   const float* v_mean = nullptr;
+  std::int32_t v_channels = 0;  ///< of a row of v_mean, padded
 };
 
 /// Head dimension that prepared rows and tiles are padded to: 64, 96, 128 or 256; in formats with
