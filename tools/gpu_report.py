@@ -35,10 +35,12 @@ STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 LAUNCHED = re.compile(r"(.*), (\d+)$")  # entry<KERNEL, DYNAMIC SHARED BYTES>
-OPCODE = re.compile(r"\s(?:@!?U?P\w+ )?([A-Z0-9]*MMA)(?:\.|\s)")
-# What multiplies elements of isa::Element's order: in Hopper's kernels, and in the portable ones.
-ELEMENTS = ("f16", "bf16", "s8", "u8", "e4m3")
+OPCODE = re.compile(r"\s(?:@!?U?P\w+ )?([A-Z0-9]*MMA(?:\.SF)?)(?:\.|\s)")
+# What multiplies elements of isa::Element's order: in Hopper's kernels, in the portable ones, and
+# in those of GeForce Blackwell, with scales.
+ELEMENTS = ("f16", "bf16", "s8", "u8", "e4m3", "e5m2", "e2m1")
 WARPGROUP = {"f16": "HGMMA", "bf16": "HGMMA", "s8": "IGMMA", "u8": "IGMMA", "e4m3": "QGMMA"}
+SCALED = {"f16": "HMMA", "bf16": "HMMA", "s8": "IMMA", "e4m3": "QMMA.SF", "e2m1": "OMMA.SF"}
 WARP = {"f16": "HMMA", "bf16": "HMMA", "s8": "IMMA", "u8": "IMMA", "e4m3": "QMMA"}
 
 
@@ -126,6 +128,10 @@ def wanted_instructions(architecture, name):
         if ELEMENTS[int(match[1])] == "s8":
             return {"IMMA"}
         return set() if architecture == "sm_80" else {"HMMA"}  # empty there
+    if match := re.match(r"Sm120Attention<\w+\{\d+, \(Element\)(\d), \d+, \(Element\)(\d)", name):
+        if not architecture.startswith("sm_12"):
+            return set()  # empty there
+        return {SCALED[ELEMENTS[int(match[i])]] for i in (1, 2)}
     match = re.match(r"(Sm80|Sm90)Attention<\w+\{\d+, \(Element\)(\d), \(Element\)(\d)", name)
     if match is None:
         if re.match(r"(Sm80|Sm90)Attention<", name):

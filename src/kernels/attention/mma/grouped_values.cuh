@@ -23,7 +23,8 @@ struct GroupedValues {
   using K = typename S::KeyFragment;
   using Scores = typename Kernel::Scores;
   static constexpr int M = Kernel::M, R = Kernel::R, steps = S::v_bytes / 32;
-  static constexpr int together = 2;  ///< channel tiles that are multiplied at a time
+  /// Channel tiles that are multiplied at a time.
+  static constexpr int together = Kernel::value_chunk;
   using Codes = std::uint32_t[steps][M][4];
   using Scales = std::uint32_t[M];
 
@@ -33,7 +34,7 @@ struct GroupedValues {
 
   static constexpr float levels = 6 * 448, log2_levels = 11.3923174227787603f;
 
-  /// Scores of one row in the four column tiles from `n` on, to what stands in the exponent's place.
+  /// 2^(score * scale + offset) of one row in the four column tiles from `n` on.
   QATTN_DEVICE static void exponentials(const Scores& s, int r, int n, float scale, float offset,
                                         float (&e)[8]) {
 #pragma unroll
@@ -255,21 +256,9 @@ struct GroupedValues {
     Scales sa;
     round_mxfp8(s, scale, offset, a, sa);
     add_weights(a, sa, one);
-#pragma unroll
-    for (int first = 0; first < S::d_tiles; first += together) {
-      float acc[M][together][4];
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int n = 0; n < together * 4; ++n) acc[m][n / 4][n % 4] = k.out[m][first + n / 4][n % 4];
-      }
+    k.multiply_in_place([&](int first, float(&acc)[M][together][4]) {
       multiply<together>(a, sa, 8 * first, acc);
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int n = 0; n < together * 4; ++n) k.out[m][first + n / 4][n % 4] = acc[m][n / 4][n % 4];
-      }
-    }
+    });
   }
 };
 

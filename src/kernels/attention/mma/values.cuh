@@ -297,7 +297,11 @@ struct MmaValues : MmaScores<S> {
       }
     }
     add_weights(a);
-    multiply_bytes(a, one);
+    if constexpr (S::pv_scaled && !S::general) {
+      multiply_in_place([&](int first, Products& acc) { multiply_chunk<false>(a, first, acc); });
+    } else {
+      multiply_bytes(a, one);
+    }
   }
 
   /// NaN in the place of what rows see of bad tokens of V, whose codes are zeros.
@@ -310,8 +314,8 @@ struct MmaValues : MmaScores<S> {
     });
   }
 
-  /// acc = the product of 64 keys.
-  template <int N>
+  /// acc = or, if not `Zero`, += the product of 64 keys.
+  template <bool Zero, int N>
   QATTN_DEVICE static void multiply_pair(isa::Accumulator<S::pv> (&acc)[M][N][4], const Codes& a,
                                          const std::uint32_t (&b0)[N][2],
                                          const std::uint32_t (&b1)[N][2]) {
@@ -322,10 +326,11 @@ struct MmaValues : MmaScores<S> {
 #pragma unroll
       for (int n = 0; n < N; ++n) sb[n] = unit_scales;
 #pragma unroll
-      for (int i = 0; i < M * N * 4; ++i) acc[i / 4 / N][i / 4 % N][i % 4] = 0;
+      for (int i = 0; Zero && i < M * N * 4; ++i) acc[i / 4 / N][i / 4 % N][i % 4] = 0;
       isa::mma_scaled<S::pv_product, M, N>(acc, a[0], b0, sa, sb);
       isa::mma_scaled<S::pv_product, M, N>(acc, a[1], b1, sa, sb);
     } else {
+      static_assert(Zero);  // see multiply_bytes()
       isa::mma_zero<S::pv, S::pv, M, N>(acc, a[0], b0);
       isa::mma<S::pv, S::pv, M, N>(acc, a[1], b1);
     }
@@ -338,7 +343,7 @@ struct MmaValues : MmaScores<S> {
     isa::load_matrix<1>(r, row);
     isa::Accumulator<S::pv> acc[M][1][4];
     const std::uint32_t b0[1][2] = {{r[0][0], r[0][1]}}, b1[1][2] = {{r[0][2], r[0][3]}};
-    multiply_pair(acc, a, b0, b1);
+    multiply_pair<true>(acc, a, b0, b1);
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -351,7 +356,8 @@ struct MmaValues : MmaScores<S> {
   static constexpr int value_chunk = 2;  // channel tiles a step of multiply_bytes
   using Products = isa::Accumulator<S::pv>[M][value_chunk][4];
 
-  /// acc = P V of channel tiles [first, first + value_chunk).
+  /// acc = or, if not `Zero`, += P V of channel tiles [first, first + value_chunk).
+  template <bool Zero = true>
   QATTN_DEVICE void multiply_chunk(const Codes& a, int first,
                                    Products& acc) {
     const SharedAddress v = base + S::v_at + lane % 8 * S::v_row + lane / 8 * 16;
@@ -364,7 +370,7 @@ struct MmaValues : MmaScores<S> {
     for (int n = 0; n < value_chunk; ++n) {
       b0[n][0] = r[n][0], b0[n][1] = r[n][1], b1[n][0] = r[n][2], b1[n][1] = r[n][3];
     }
-    multiply_pair(acc, a, b0, b1);
+    multiply_pair<Zero>(acc, a, b0, b1);
   }
 
   /// out += share * (P V). Inside the tile int32 is exact; e4m3 starts from zero in each, so that
@@ -398,6 +404,26 @@ struct MmaValues : MmaScores<S> {
         }
       }
     }
+  }
+
+  /// out += P V in the matrix unit, whose sums hold 25 bits where there are scales.
+  /// multiply(first, acc): acc += P V of channel tiles [first, first + value_chunk).
+  template <class Multiply>
+  QATTN_DEVICE void multiply_in_place(Multiply multiply) {
+#pragma unroll
+    for (int first = 0; first < S::d_tiles; first += value_chunk) {
+      float acc[M][value_chunk][4];
+#pragma unroll
+      for (int i = 0; i < M * value_chunk * 4; ++i) at(acc, 0, i) = at(out, first, i);
+      multiply(first, acc);
+#pragma unroll
+      for (int i = 0; i < M * value_chunk * 4; ++i) at(out, first, i) = at(acc, 0, i);
+    }
+  }
+  /// Number i of a chunk of accumulators.
+  template <int N>
+  QATTN_DEVICE static float& at(float (&x)[M][N][4], int first, int i) {
+    return x[i / 4 / value_chunk][first + i / 4 % value_chunk][i % 4];
   }
 
   /// The scales per channel of a tile of V, where there are any.
