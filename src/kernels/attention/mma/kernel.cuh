@@ -1,5 +1,5 @@
-// Prefill attention by warps that own rows and multiply with mma.sync: the portable kernel, and that
-// of GeForce Blackwell.
+// Prefill attention by warps that own rows and multiply with mma.sync: the portable kernel, and
+// that of GeForce Blackwell.
 //
 // A block owns some query rows of one head, each warp 16 or 32 of them, and walks the keys in tiles
 // of 64 from last to first. K and V have one buffer each: V of a tile arrives under the product of
