@@ -1,4 +1,4 @@
-// Step 5 of the course: what the portable kernel does (src/kernels/attention/sm80/kernel.cuh), for
+// Step 5 of the course: what the portable kernel does (src/kernels/attention/mma/kernel.cuh), for
 // one head and without its features. Q and K are codes of 8 bits with a scale a token, as
 // quantize() makes them. P is u8, 255 times the weight relative to the largest of its row in this
 // tile, with the scale of V's token in it; V is s8, one row a channel. Both products are exact sums

@@ -48,8 +48,7 @@ const MmaInstance& instance_of(const Problem& p, const MmaPlan& plan) {
 }
 
 /// Its kernels are not `dependent`: they start after all.
-Status attend_mma(const GpuPlan& data, const Problem& p, void* workspace, Stream stream,
-                  Handover) {
+Status attend_mma(const GpuPlan& data, const Problem& p, void* workspace, Stream stream, Handover) {
   const auto& plan = static_cast<const MmaPlan&>(data);
   const MmaInstance& instance = instance_of(p, plan);
   const int rows = instance.config.rows;

@@ -44,10 +44,9 @@ struct MmaShape {
   static constexpr isa::Scaled qk_product = scaled_product(C.qk, C.qk_group);
   static constexpr isa::Scaled pv_product = scaled_product(C.pv, C.pv_group);
   /// 4-bit P lies in registers in the order of the keys: K's rows were dealt out for that.
-  static constexpr KeyOrder key_order =
-      C.pv == Element::e2m1 ? KeyOrder::fp4 : KeyOrder::natural;
-  using KeyFragment = std::conditional_t<key_order == KeyOrder::fp4, isa::MmaFragmentOfEights,
-                                         Fragment>;
+  static constexpr KeyOrder key_order = C.pv == Element::e2m1 ? KeyOrder::fp4 : KeyOrder::natural;
+  using KeyFragment =
+      std::conditional_t<key_order == KeyOrder::fp4, isa::MmaFragmentOfEights, Fragment>;
   /// The second one costs registers: 1196 bytes of spills at D 256 on sm_100.
   static constexpr bool two_row_ends = false, divides = true, staged_rows = false;
   static constexpr bool u8 = C.pv == Element::u8, e2m1_pv = C.pv == Element::e2m1;
