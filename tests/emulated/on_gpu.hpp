@@ -14,7 +14,10 @@ struct OnGpu {
   int architecture;
 };
 
-inline bool has_fp8(const Recipe& r) { return r.qk == Format::e4m3 || r.v == Format::e4m3; }
+inline bool has_fp8(const Recipe& r) {
+  const auto fp8 = [](Format f) { return f == Format::e4m3 || f == Format::mxfp8; };
+  return fp8(r.qk) || fp8(r.v);
+}
 
 inline std::vector<OnGpu> everywhere() {
   std::vector<OnGpu> all;
@@ -22,7 +25,9 @@ inline std::vector<OnGpu> everywhere() {
     for (const int architecture : {90, has_fp8(recipe) ? 89 : 80}) {
       all.push_back({recipe, architecture});
     }
+    if (has_fp8(recipe)) all.push_back({recipe, 120});
   }
+  for (const Recipe& recipe : grouped_recipes()) all.push_back({recipe, 120});
   return all;
 }
 
@@ -65,7 +70,8 @@ class OnGpuTest : public testing::TestWithParam<OnGpu> {
   /// Rounded P has other roundings where its references differ: u8 P has its own tile's. What is
   /// done about lost mass depends on the codes so far, and parts know their own.
   double tolerance() const {
-    return recipe().p == Format::u8 ? 3e-3 : recipe().p == Format::e4m3 ? 3e-2 : 2e-3;
+    const bool fp8 = recipe().p == Format::e4m3 || recipe().p == Format::mxfp8;
+    return recipe().p == Format::u8 ? 3e-3 : fp8 ? 3e-2 : 2e-3;
   }
 
  private:
