@@ -449,9 +449,11 @@ std::vector<OnGpu> recipes_on_gpus() {
   std::vector<OnGpu> all;
   for (const Recipe& recipe : gpu_recipes()) {
     for (const int architecture : {89, 90}) all.push_back({recipe, architecture});
+    if (recipe.v == Format::e4m3) all.push_back({recipe, 120});
     if (has_codes(recipe.v)) all.push_back({recipe, 90, 3});
     if (has_codes(recipe.v) || !has_codes(recipe.qk)) all.push_back({recipe, 90, 0, true});
   }
+  for (const Recipe& recipe : grouped_recipes()) all.push_back({recipe, 120});
   return all;
 }
 
@@ -463,8 +465,8 @@ INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadInput, testing::ValuesIn(recipes_on_g
                                   (on.param.shared_p ? "_shared_p" : "");
                          });
 INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadScale, testing::ValuesIn(gpu_recipes()), recipe_name);
-INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadIndex, testing::ValuesIn(gpu_recipes()), recipe_name);
-INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadLengths, testing::ValuesIn(gpu_recipes()), recipe_name);
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadIndex, testing::ValuesIn(every_recipe()), recipe_name);
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedBadLengths, testing::ValuesIn(every_recipe()), recipe_name);
 
 }  // namespace
 }  // namespace qattn::test

@@ -259,6 +259,12 @@ std::vector<Recipe> grouped_recipes() {
   return all;
 }
 
+std::vector<Recipe> every_recipe() {
+  std::vector<Recipe> all = gpu_recipes();
+  for (Recipe& recipe : grouped_recipes()) all.push_back(std::move(recipe));
+  return all;
+}
+
 Feature unprepared(std::int64_t dim, std::vector<std::int64_t> sq, std::vector<std::int64_t> sk) {
   Feature f;
   f.dim = f.dim_v = dim, f.heads_q = 4, f.heads_k = 2;

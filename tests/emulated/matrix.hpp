@@ -48,6 +48,8 @@ std::vector<InstanceCell> instance_cells();
 std::vector<Recipe> gpu_recipes();
 /// Those with scales of groups, which GeForce Blackwell alone has.
 std::vector<Recipe> grouped_recipes();
+/// Both.
+std::vector<Recipe> every_recipe();
 
 /// Sequences of four heads, two of K and V, whose codes attention kernels may make: without LSE,
 /// which needs more of Q where K has a mean.

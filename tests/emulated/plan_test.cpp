@@ -1,6 +1,8 @@
 // A plan knows shapes, formats and options; addresses, strides and numbers come with run().
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "emulated/emulated_backend.hpp"
 #include "emulated/matrix.hpp"
 
@@ -120,6 +122,40 @@ TEST_P(EmulatedPlan, PackedSequencesNeedNoAddressesToPlan) {
   }
 }
 
+/// As replays of a captured graph: the workspace is full of what the data before left there.
+TEST_P(EmulatedPlan, ServesOtherDataInAUsedWorkspace) {
+  for (const std::int64_t dim_v : {64, 128}) {
+    Feature f = feature();
+    f.dim_v = dim_v, f.used_k = {150, 70}, f.used_q = {130, 129};
+    f.how.seqused_q = f.how.seqused_k = true;
+    Feature other = f;
+    other.used_k = {40, 150}, other.used_q = {130, 3};
+    const Call before = make_call(other, 3), call = make_call(f, 4);
+    Laid laid_before = lay_out(before, other.how), laid = lay_out(call, f.how);
+    // NaN in a key and in a value of what is gone.
+    poke(laid_before, before, Operand::k, 1, 0, 100, 5, NAN);
+    poke(laid_before, before, Operand::v, 1, 1, 101, 5, NAN);
+    const Outcome want = run_emulated(call, laid, GetParam());
+    ASSERT_FALSE(HasFailure());
+    const EmulatedBackend backend(architecture_for(GetParam()));
+    AttentionOptions options = call.options;
+    options.recipe = GetParam();
+    const Result<Plan> made = plan(laid.tensors(), options);
+    ASSERT_TRUE(made.ok()) << made.status().message();
+    Workspace workspace(made->workspace_bytes());
+    for (Laid* each : {&laid_before, &laid}) {
+      each->out.clear();
+      each->lse.clear();
+      const Status ran =
+          run(*made, each->tensors(), options, workspace.data(), made->workspace_bytes());
+      ASSERT_TRUE(ran.ok()) << ran.message();
+    }
+    EXPECT_TRUE(workspace.intact());
+    EXPECT_TRUE(same_bits(laid.read_out(call), want.out)) << dim_v;
+    EXPECT_TRUE(same_bits(laid.read_lse(call), want.lse)) << dim_v;
+  }
+}
+
 /// Whose sequences may be as long as all together, but are not.
 TEST_P(EmulatedPlan, PackedScalesTakeTheRoomOfTheirTokens) {
   Recipe recipe = GetParam();
@@ -208,7 +244,7 @@ TEST_P(EmulatedPlan, GivenScalesKeepTheirShape) {
   EXPECT_TRUE(same_bits(named, automatic));
 }
 
-INSTANTIATE_TEST_SUITE_P(Cover, EmulatedPlan, testing::ValuesIn(gpu_recipes()),
+INSTANTIATE_TEST_SUITE_P(Cover, EmulatedPlan, testing::ValuesIn(every_recipe()),
                          [](const auto& recipe) { return recipe.param.name; });
 
 }  // namespace
