@@ -30,6 +30,26 @@ Amounts each(const Amounts& a, const Amounts& b, Operation operation) {
 
 double ceil_div(std::int64_t a, std::int64_t b) { return static_cast<double>((a + b - 1) / b); }
 
+/// Products of wgmma, which no word tells apart, have one weight on all machines that have them.
+double products_of(const emu::Stats& s, const Products& products) {
+  const struct {
+    emu::Word word;
+    double macs, counted, weight;  ///< of an instruction; as the counters have it, as it is
+  } kinds[] = {
+      {emu::Word::mma_f16, 16 * 8 * 16, 2, products.wide},
+      {emu::Word::mma_bf16, 16 * 8 * 16, 2, products.wide},
+      {emu::Word::mma_fp8, 16 * 8 * 32, 1, products.fp8},
+      {emu::Word::mma_f8f6f4, 16 * 8 * 32, 1, products.fp8},
+      {emu::Word::mma_mxfp8, 16 * 8 * 32, 1, products.scaled_fp8},
+      {emu::Word::mma_fp4, 16 * 8 * 64, 1, products.fp4},
+  };
+  double sum = static_cast<double>(s.tensor_macs + s.tensor_macs_16bit);
+  for (const auto& kind : kinds) {
+    sum += s.warp_instructions(kind.word) * kind.macs * (kind.weight - kind.counted);
+  }
+  return sum;
+}
+
 }  // namespace
 
 const char* name(Unit unit) { return texts[static_cast<int>(unit)].name; }
@@ -45,11 +65,11 @@ Amounts operator*(double factor, const Amounts& a) {
   return each(a, a, [&](double x, double) { return factor * x; });
 }
 
-Amounts amounts_of(const emu::Stats& s) {
+Amounts amounts_of(const emu::Stats& s, const Products& products) {
   const auto number = [](std::uint64_t n) { return static_cast<double>(n); };
   const auto lanes = [&](emu::Pipe pipe) { return 32 * s.warp_instructions(pipe); };
   Amounts a;
-  a[Unit::tensor] = number(s.tensor_macs + s.tensor_macs_16bit);
+  a[Unit::tensor] = products_of(s, products);
   a[Unit::special] = lanes(emu::Pipe::special);
   a[Unit::convert] = lanes(emu::Pipe::convert);
   a[Unit::integer] = lanes(emu::Pipe::integer);
@@ -69,19 +89,6 @@ double Machine::seconds(Unit unit, double amount, double blocks) const {
   if (unit == Unit::dram) return amount / dram_bytes_per_second;
   const double busy = std::min(multiprocessors, blocks);
   return amount / (per_clock[static_cast<int>(unit)] * busy * hertz);
-}
-
-const Machine& h200() {
-  // Lanes a clock: microbenchmarks on an H200 (EX2 16; F2IP, F2FP, PRMT, FMNMX 64; FFMA 128).
-  // Products: the data sheet's 1979 TOP/s are 4096 multiply-accumulates of 8 bits at 1.83 GHz; the
-  // 1870 to 1917 that a microbenchmark of wgmma sustains are that at 1.73 to 1.77. Shared memory is
-  // 32 banks of 4 bytes, the port to L2, which TMA uses too, 64 bytes, the schedulers four, by the
-  // architecture. Clock: what runs of these kernels sustain. Memory: the data sheet's.
-  static const Machine machine{
-      "NVIDIA H200", 132,
-      1.755e9,       {4096, 16, 64, 64, 128, 4, 128, 64, 64, 0},
-      4.8e12,        "microbenchmarks and data sheet of the H200; clock sustained under load"};
-  return machine;
 }
 
 Tiles tiles_of(const Shape& s, Block block) {
@@ -107,6 +114,14 @@ PerTile PerTile::fit(const Runs& r) {
   p.keys = 1 / (r.both - r.more) * (2 * p.block + r.both * slope - r.two_more);
   p.tile = slope - p.keys;
   return p;
+}
+
+double Bound::in_turn() const {
+  double other = 0;
+  for (int i = 0; i < units; ++i) {
+    if (static_cast<Unit>(i) != Unit::tensor) other = std::max(other, seconds[i]);
+  }
+  return seconds[static_cast<int>(Unit::tensor)] + other;
 }
 
 Bound bound_of(const Amounts& amounts, const Machine& machine, double blocks) {

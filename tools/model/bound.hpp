@@ -48,19 +48,34 @@ Amounts operator+(const Amounts& a, const Amounts& b);
 Amounts operator-(const Amounts& a, const Amounts& b);
 Amounts operator*(double factor, const Amounts& a);
 
+/// As how many of 8 bits a multiply-accumulate of mma.sync counts, by what it multiplies: the rate
+/// of s8 over its own. Sums are float32.
+struct Products {
+  double wide = 2;        ///< f16 and bf16
+  double fp8 = 1;         ///< e4m3 without scales
+  double scaled_fp8 = 1;  ///< with them
+  double fp4 = 1;
+};
+
 /// What the emulator counted; dram is left 0, for the emulator knows no caches.
-Amounts amounts_of(const emu::Stats& stats);
+Amounts amounts_of(const emu::Stats& stats, const Products& products = {});
 
 struct Machine {
-  std::string name;
+  std::string key, name;
+  struct {
+    int best, portable;  ///< whose kernels run: its own, or those for GPUs without any
+  } architecture;
   double multiprocessors, hertz;
   double per_clock[units];  ///< of one multiprocessor
   double dram_bytes_per_second;
+  Products products;
   const char* source;
 
   /// Where `blocks` thread blocks share the work: each runs on one multiprocessor.
   double seconds(Unit unit, double amount, double blocks) const;
 };
+const std::vector<Machine>& machines();                ///< all that the model knows
+const Machine* machine_named(const std::string& key);  ///< nullptr: it does not know it
 const Machine& h200();
 
 struct Shape {
@@ -102,6 +117,8 @@ struct Bound {
   Unit limit = Unit::tensor;  ///< the unit that takes longest
 
   double predicted() const { return seconds[static_cast<int>(limit)]; }
+  /// Where nothing else runs beside the products: the longest of the other units comes on top.
+  double in_turn() const;
 };
 /// The kernel can take no less: units overlap at best, and `blocks` thread blocks are as long as
 /// each other at best.

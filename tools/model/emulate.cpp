@@ -17,17 +17,21 @@
 namespace qattn::model {
 namespace {
 
+int architecture(const Machine& machine, Choice choice) {
+  return choice == Choice::best ? machine.architecture.best : machine.architecture.portable;
+}
+
 /// The emulator's options for as long as it lives. No race checks: tests do those, and they cost.
-class Hopper {
+class OnMachine {
  public:
-  explicit Hopper(Choice choice) : before_(emu::options()) {
-    emu::options().architecture = choice == Choice::best ? 90 : 80;
+  OnMachine(const Machine& machine, Choice choice) : before_(emu::options()) {
+    emu::options().architecture = architecture(machine, choice);
     emu::options().races = false;
-    emu::options().multiprocessors = static_cast<int>(h200().multiprocessors);
+    emu::options().multiprocessors = static_cast<int>(machine.multiprocessors);
   }
-  ~Hopper() { emu::options() = before_; }
-  Hopper(const Hopper&) = delete;
-  Hopper& operator=(const Hopper&) = delete;
+  ~OnMachine() { emu::options() = before_; }
+  OnMachine(const OnMachine&) = delete;
+  OnMachine& operator=(const OnMachine&) = delete;
 
  private:
   emu::Options before_;
@@ -93,8 +97,9 @@ std::int64_t number_in(const std::string& plan, const std::string& name, std::in
   return at == plan.npos ? other : std::atoll(plan.c_str() + at + line.size());
 }
 
-Result<Whole> planned(const std::string& recipe, const Shape& s, Choice choice) {
-  const Hopper hopper(choice);
+Result<Whole> planned(const std::string& recipe, const Shape& s, Choice choice,
+                      const Machine& machine) {
+  const OnMachine on(machine, choice);
   const BenchShape shape = bench_shape(recipe, s);
   // Nothing is read while a call is planned: any addresses will do that are far apart.
   const auto place = [](std::uintptr_t n) { return reinterpret_cast<void*>(n << 44); };
@@ -116,11 +121,12 @@ struct Fitted {
 
 /// Emulates one block of queries over a few tiles, over more, and two blocks. Once a process: the
 /// shapes of a sweep share it.
-Result<Fitted> fitted(const std::string& recipe, const Shape& s, Block block, Choice choice) {
-  using Key = std::tuple<std::string, std::int64_t, bool, std::int64_t, Block, Choice>;
+Result<Fitted> fitted(const std::string& recipe, const Shape& s, Block block, Choice choice,
+                      const Machine& machine) {
+  using Key = std::tuple<std::string, std::string, std::int64_t, bool, std::int64_t, Block, Choice>;
   static std::map<Key, Fitted> known;
   const std::int64_t pack = block.pack, queries = std::min(s.queries, block.rows);
-  const Key key{recipe, s.dim, s.causal, queries, block, choice};
+  const Key key{machine.key, recipe, s.dim, s.causal, queries, block, choice};
   if (const auto it = known.find(key); it != known.end()) return it->second;
   // Pipelines of a few stages are full after two tiles; plans pack heads from four on.
   const std::int64_t few = pack > 1 ? 4 : 2, more = few + 4;
@@ -132,7 +138,7 @@ Result<Fitted> fitted(const std::string& recipe, const Shape& s, Block block, Ch
   Fitted f;
   std::vector<Emulation> runs;
   for (const Shape& shape : shapes) {
-    const Result<Emulation> e = emulate(recipe, shape, choice, block);
+    const Result<Emulation> e = emulate(recipe, shape, choice, block, machine);
     if (!e.ok()) return e.status();
     runs.push_back(*e);
   }
@@ -145,8 +151,9 @@ Result<Fitted> fitted(const std::string& recipe, const Shape& s, Block block, Ch
 
 }  // namespace
 
-Result<Emulation> emulate(const std::string& recipe, const Shape& s, Choice choice, Block block) {
-  const Hopper hopper(choice);
+Result<Emulation> emulate(const std::string& recipe, const Shape& s, Choice choice, Block block,
+                          const Machine& machine) {
+  const OnMachine on(machine, choice);
   const bool f16 = takes_f16(recipe);
   const std::int64_t q_count = s.batch * s.queries * s.heads_q * s.dim;
   const std::int64_t kv_count = s.batch * s.keys * s.heads_kv * s.dim;
@@ -166,19 +173,28 @@ Result<Emulation> emulate(const std::string& recipe, const Shape& s, Choice choi
   emu::take_stats();
   if (step(2) != 0) return Status(Code::internal, bench_error());
   const emu::Stats stats = emu::take_stats();
-  run.amounts = amounts_of(stats);
+  run.amounts = amounts_of(stats, machine.products);
   run.blocks = static_cast<double>(stats.blocks);
   return run;
 }
 
 Result<Prediction> predict(const std::string& recipe, const Shape& shape, Choice choice,
-                           const Machine& machine) {
-  const Result<Whole> whole = planned(recipe, shape, choice);
+                           const Machine& machine, const Compiled& compiled) {
+  const Result<Whole> whole = planned(recipe, shape, choice, machine);
   if (!whole.ok()) return whole.status();
   const Block block = whole->block;
-  const Result<Fitted> f = fitted(recipe, shape, block, choice);
+  const Result<Fitted> f = fitted(recipe, shape, block, choice, machine);
   if (!f.ok()) return f.status();
-  Prediction p{recipe, f->emulation.kernel, f->emulation.quantises, shape, block, f->per_tile, {}};
+  Prediction p{
+      recipe, f->emulation.kernel, f->emulation.quantises, shape, block, f->per_tile, false, {}};
+  const auto slots =
+      compiled.find({architecture(machine, choice), p.kernel, recipe, static_cast<int>(shape.dim)});
+  if (slots != compiled.end()) {
+    p.compiled = true;
+    for (int i = 0; i < units; ++i) {
+      p.per_tile.tile.of[i] = std::max(p.per_tile.tile.of[i], slots->second.of[i]);
+    }
+  }
   const Tiles tiles = tiles_of(shape, block);
   Amounts amounts = p.per_tile.scaled(tiles);
   amounts[Unit::dram] = whole->dram_bytes;
