@@ -238,6 +238,8 @@ gpu-bench: gpu-build
 # Bounds on the GPU kernels' time, from the emulator: after a change of a kernel.
 model: build
 	$(BUILD)/bin/qattn_model --json >bench/results/model-h200.json
+	$(BUILD)/bin/qattn_model --json --device 5090,pro6000,4090,a100 \
+	  --compiled bench/results/gpu-slots.json >bench/results/model-sm120.json
 	$(PY) bench/bench.py render
 
 format:

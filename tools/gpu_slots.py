@@ -36,7 +36,6 @@ SM89 = SM80 | {"fp8": "e4m3, e4m3, false", "int8_fp8": "s8, e4m3, false"}
 #: (target of nvcc, folder of the kernel, recipes)
 KERNELS = (
     ("sm_120f", "sm120a", SM120A),
-    ("sm_120f", "sm80", SM80),
     ("sm_89", "sm80", SM89),
     ("sm_80", "sm80", SM80),
 )
@@ -155,7 +154,8 @@ def machine_code(folder, target, dim, arguments, nvdisasm, place):
         ["nvcc", "-std=c++20", "-O3", f"-arch={target}", "-cubin", "--expt-relaxed-constexpr",
          f"-I{ROOT / 'src'}", f"-I{ROOT / 'include'}", '-DQATTN_VERSION="x"', source,
          "-o", cubin], check=True, capture_output=True)  # fmt: skip
-    return subprocess.run([nvdisasm, "-c", cubin], check=True, capture_output=True, text=True).stdout
+    run = subprocess.run([nvdisasm, "-c", cubin], check=True, capture_output=True, text=True)
+    return run.stdout
 
 
 def main():
@@ -163,7 +163,7 @@ def main():
     parser.add_argument("--write", action="store_true", help=f"write {RECORD.name}")
     parser.add_argument("--nvdisasm", default=shutil.which("nvdisasm") or "nvdisasm")
     args = parser.parse_args()
-    version = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
     rows = []
     with tempfile.TemporaryDirectory() as place:
         for target, folder, recipes in KERNELS:

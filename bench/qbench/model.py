@@ -11,9 +11,11 @@ from .shapes import Shape
 
 
 def models():
-    return [
+    """Those of one machine, whose measurements stand beside them; others: predictions.py."""
+    found = [
         (path.name, json.loads(path.read_text())) for path in sorted(RESULTS.glob("model-*.json"))
     ]
+    return [(name, model) for name, model in found if "machine" in model]
 
 
 def find(row, record):

@@ -62,6 +62,51 @@ TEST(Bound, AmountsOfCounters) {
   EXPECT_EQ(a[Unit::tma], 9);
 }
 
+TEST(Bound, ProductsHaveTheRatesOfTheMachine) {
+  emu::Stats s;
+  const auto executed = [&](emu::Word word) {
+    s.lanes[static_cast<std::size_t>(word)] = std::uint64_t{32} * 1000;
+  };
+  // A thousand of each; the counters tell 16 bits from the rest and no more.
+  for (const emu::Word word : {emu::Word::mma_bf16, emu::Word::mma_int8, emu::Word::mma_fp8,
+                               emu::Word::mma_mxfp8, emu::Word::mma_fp4}) {
+    executed(word);
+  }
+  s.tensor_macs_16bit = 2048000;
+  s.tensor_macs = 2048000 + 3 * 4096000 + 8192000;
+  const auto clocks = [&](const char* device) {
+    const Machine& m = *machine_named(device);
+    return amounts_of(s, m.products)[Unit::tensor] / m.per_clock[0] / 1000;
+  };
+  // FLOP a clock and multiprocessor: 5090: bf16 512, s8 2048, e4m3 1024, with scales 2048, FP4
+  // 4096.
+  EXPECT_DOUBLE_EQ(clocks("5090"), 8 + 4 + 8 + 4 + 4);
+  EXPECT_DOUBLE_EQ(clocks("pro6000"), 4 + 4 + 4 + 4 + 4);
+  EXPECT_EQ(machine_named("3090"), nullptr);
+}
+
+TEST(Bound, PeaksAreThePublishedOnes) {
+  const auto tops = [](const char* device, double weight) {
+    const Machine& m = *machine_named(device);
+    return 2 * m.per_clock[0] / weight * m.multiprocessors * m.hertz / 1e12;
+  };
+  EXPECT_NEAR(tops("5090", 1), 838, 1);
+  EXPECT_NEAR(tops("5090", machine_named("5090")->products.fp4), 1676, 1);
+  EXPECT_NEAR(tops("5090", machine_named("5090")->products.wide), 209.5, 0.1);
+  EXPECT_NEAR(tops("pro6000", machine_named("pro6000")->products.wide), 503.8, 0.1);
+  EXPECT_NEAR(tops("4090", machine_named("4090")->products.fp8), 330.3, 0.1);
+  EXPECT_NEAR(tops("a100", 2), 312, 1);
+  EXPECT_NEAR(tops("h100", 1), 1979, 1);
+}
+
+TEST(Bound, InTurnNothingRunsBesideProducts) {
+  Amounts a;
+  a[Unit::tensor] = 4096.0 * 10;
+  a[Unit::special] = 16.0 * 5;
+  a[Unit::issue] = 4.0 * 7;
+  EXPECT_DOUBLE_EQ(bound_of(a, h200(), 1).in_turn() * clock_rate, 17);
+}
+
 TEST(Bound, TilesOfShapes) {
   const auto expect = [](const Shape& s, double blocks, double tiles, double keys) {
     EXPECT_EQ(tiles_of(s).blocks, blocks);
@@ -228,6 +273,31 @@ TEST(Predict, RefusesWhatNoKernelServes) {
   EXPECT_EQ(p.status().code(), Code::unsupported);
   EXPECT_NE(p.status().message().find("sm80_prefill"), std::string::npos);
   EXPECT_FALSE(predict("bf16", {1, 1, 1, 128, 128, 12, false}, Choice::best, h200()).ok());
+}
+
+TEST(Bound, CompiledInstructionsCountWhereTheyAreMore) {
+  const Shape s{1, 1, 1, 1024, 1024, 64, false};
+  const Machine& gpu = *machine_named("5090");
+  Amounts more;
+  more[Unit::issue] = 1e5;
+  more[Unit::special] = 1;
+  const Compiled compiled = {{{120, "sm120a_prefill", "nvfp4", 64}, more}};
+  const Result<Prediction> counted = predict("nvfp4", s, Choice::best, gpu),
+                           whole = predict("nvfp4", s, Choice::best, gpu, compiled),
+                           other = predict("mxfp8", s, Choice::best, gpu, compiled);
+  ASSERT_TRUE(counted.ok() && whole.ok() && other.ok()) << counted.status().message();
+  EXPECT_EQ(whole->kernel, "sm120a_prefill");
+  EXPECT_EQ(whole->per_tile.tile[Unit::issue], 1e5);
+  EXPECT_EQ(whole->per_tile.tile[Unit::special], counted->per_tile.tile[Unit::special]);
+  EXPECT_EQ(whole->bound.limit, Unit::issue);
+  EXPECT_TRUE(whole->compiled);
+  EXPECT_FALSE(counted->compiled || other->compiled);
+  // The portable kernel has plain FP8 at half rate.
+  const Result<Prediction> own = predict("fp8", s, Choice::best, gpu),
+                           portable = predict("fp8", s, Choice::portable, gpu);
+  ASSERT_TRUE(own.ok() && portable.ok());
+  EXPECT_EQ(portable->kernel, "sm80_prefill");
+  EXPECT_DOUBLE_EQ(portable->per_tile.tile[Unit::tensor], 2 * own->per_tile.tile[Unit::tensor]);
 }
 
 }  // namespace

@@ -187,8 +187,11 @@ Result<Prediction> predict(const std::string& recipe, const Shape& shape, Choice
   if (!f.ok()) return f.status();
   Prediction p{
       recipe, f->emulation.kernel, f->emulation.quantises, shape, block, f->per_tile, false, {}};
-  const auto slots =
-      compiled.find({architecture(machine, choice), p.kernel, recipe, static_cast<int>(shape.dim)});
+  const auto code_for = [&](int gpu) {
+    return compiled.find({gpu, p.kernel, recipe, static_cast<int>(shape.dim)});
+  };
+  auto slots = code_for(architecture(machine, choice));
+  if (slots == compiled.end()) slots = code_for(machine.architecture.portable);
   if (slots != compiled.end()) {
     p.compiled = true;
     for (int i = 0; i < units; ++i) {
