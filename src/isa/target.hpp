@@ -10,8 +10,8 @@ struct Target {
   bool specific = false, family = false;
 };
 
-inline constexpr Target sm_80{80}, sm_89{89}, sm_90{90}, sm_90a{90, true}, sm_120f{120, true, true},
-    gfx942{942, true};
+inline constexpr Target sm_80{80}, sm_89{89}, sm_90{90}, sm_90a{90, true}, sm_120a{120, true},
+    sm_120f{120, true, true}, gfx942{942, true};
 
 /// Numbers of AMD begin with 900, and NVIDIA's are far below.
 constexpr int first_amd = 900;

@@ -78,7 +78,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
 
 GpuKernels sm120a_kernels() {
   static const detail::Kernel kernels[] = {{"sm120a_prefill", supports, tune, run_steps}};
-  static constexpr Architecture architectures[] = {{isa::sm_120f, "GeForce Blackwell's kernels"}};
+  static constexpr Architecture architectures[] = {{isa::sm_120a, "GeForce Blackwell's kernels"}};
   return {kernels, architectures};
 }
 
