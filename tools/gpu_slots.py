@@ -163,7 +163,7 @@ def main():
     parser.add_argument("--write", action="store_true", help=f"write {RECORD.name}")
     parser.add_argument("--nvdisasm", default=shutil.which("nvdisasm") or "nvdisasm")
     args = parser.parse_args()
-    version = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
+    told = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True)
     rows = []
     with tempfile.TemporaryDirectory() as place:
         for target, folder, recipes in KERNELS:
@@ -176,7 +176,7 @@ def main():
                     print(json.dumps(row), flush=True)
                     rows.append(row)
     if args.write:
-        record = {"nvcc": re.search(r"V([\d.]+)", version)[1], "rows": rows}
+        record = {"nvcc": re.search(r"V([\d.]+)", told.stdout)[1], "rows": rows}
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
