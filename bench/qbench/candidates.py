@@ -36,7 +36,7 @@ class Candidate:
 
 
 def one_line(text):
-    return " ".join(str(text).split())[:300]
+    return " ".join(str(text).split())[:500]
 
 
 def empty_output(q, v):

@@ -58,12 +58,13 @@ def test_the_text_says_what_is_taken_for_given():
 def test_rules_are_those_of_the_kernels():
     fp8 = ("--recipe", "fp8", "--input-format", "bf16")
     for gpu, kernel in (("sm_89", "sm80_prefill"), ("sm_90", "sm90a_prefill"),
-                        ("sm_120", "sm80_prefill"), ("sm_121", "sm80_prefill")):
+                        ("sm_120", "sm120a_prefill"), ("sm_121", "sm120a_prefill")):
         assert explained("--device", gpu, *fp8)["kernel"] == kernel
     done = refused("--device", "sm_100", *fp8, status=3, says=["emulates mma.sync of FP8"])
     assert "sm80_prefill: sm_100 emulates mma.sync" in done.stdout
     refused("--device", "sm_86", *fp8, status=3, says=["sm_86 has no FP8 products"])
     refused("--device", "sm_75", status=3, says=["needs sm_80 or newer"])
+    assert explained("--device", "sm_120", "--recipe", "nvfp4")["kernel"] == "sm120a_prefill"
     refused("--device", "sm_90", "--recipe", "nvfp4", status=3,
             says=["no GPU path for Q and K in nvfp4"])
     refused("--device", "sm_90", "--recipe", "bf16", status=3, says=["q is f32"])
