@@ -300,7 +300,7 @@ def test_a_run_on_the_emulated_gpu(library, tmp_path):
         *(("int8_full", step) for step in ("e2e", "quantise", "kernel")),
     }  # fmt: skip
     # The reasons of every kernel.
-    assert cells["f32", "e2e"]["refused"].count("_prefill: ") == 3
+    assert cells["f32", "e2e"]["refused"].count("_prefill: ") == 4
     assert "no codes of Q" in cells["bf16+q", "e2e"]["refused"]
     assert "never makes codes of Q" in cells["bf16+no_q", "e2e"]["refused"]
     full = cells["int8_full", "kernel"]
