@@ -1,6 +1,6 @@
 // Prefill attention for GeForce Blackwell: products with scales of groups, which sm_120 has in code
 // of its family alone. FP8 without groups takes them, too, with scales of 1: on GeForce plain FP8
-// products with float32 sums have half their rate (docs/experiments).
+// products with float32 sums have half their rate (docs/internals/geforce.md).
 #pragma once
 
 #include "kernels/attention/mma/kernel.cuh"
