@@ -93,6 +93,7 @@
 //     uint32 lop3<table>(a, b, c)
 //     int32 dot4_s8(a, b, c), dot4_u8(a, b, c)     c + sum of four products of bytes
 //     float to_float(int32), to_float(float)   a sum of a product, of whichever type, as a number
+//     float to_float_22(int32), (float)        likewise, of -2^22 to 2^22
 //     float max3(a, b, c); int32 max3(a, b, c); uint32 max3(a, b, c), min3(a, b, c)
 //        of floats: NaN only if all are, +0 is larger than -0; one instruction on sm_100, 103, 110
 //     uint32 max3_u16(a, b, c)                 of both halves

@@ -232,6 +232,13 @@ inline float to_float(std::int32_t x) {
   return static_cast<float>(x);
 }
 inline float to_float(float x) { return x; }
+inline float to_float_22(std::int32_t x, Where where = Where::current()) {
+  if (x < -(1 << 22) || x > 1 << 22) {
+    throw emu::Error(emu::text("to_float_22: %d, at %s", x, emu::describe(where).c_str()));
+  }
+  return to_float(x);
+}
+inline float to_float_22(float x) { return x; }
 inline std::int32_t dot4_s8(std::uint32_t a, std::uint32_t b, std::int32_t c) {
   count_word(Word::dot4);
   std::uint32_t sum = static_cast<std::uint32_t>(c);

@@ -206,11 +206,8 @@ struct GroupedValues {
     }
   }
 
-  template <bool Special>
   QATTN_DEVICE void attend_e2m1(Scores& s, const float (&scale)[R]) const {
     float top[R], share[R], offset[R];
-    if (Special && k.value_flags() != 0) k.spoil_rows(s);
-    if constexpr (Special) note_bad(s);
     k.scaled_maxima(s, scale, top);
     k.update_max(top);
 #pragma unroll
@@ -244,12 +241,10 @@ struct GroupedValues {
     }
   }
 
-  template <bool Special>
   QATTN_DEVICE void attend_mxfp8(Scores& s, const float (&scale)[R]) const {
     float top[R], one[R], offset[R];
     k.scaled_maxima(s, scale, top);
     k.update_max(top);
-    if (Special && k.value_flags() != 0) k.spoil_rows(s);
 #pragma unroll
     for (int r = 0; r < R; ++r) one[r] = 1.0f, offset[r] = -k.reference(k.max[r]);
     Codes a;

@@ -8,11 +8,11 @@
 // bind 8-bit products (an ldmatrix.x4 takes 4 clocks, two mma of 8 bits take 3.2).
 //
 // u8 P (int8_full) is scaled to the maximum of its own tile and row; products with V are exact in
-// int32 and join O in float32 tile by tile. The row sum of the rounded P comes from eight extra
-// rows of V that weigh each code by 1 / scale of its token (kernels/quantize/gpu/prepared.hpp).
+// int32 and join O in float32 tile by tile. Row sums take P before rounding, by 1 / scale of the
+// token of V (kernels/quantize/gpu/prepared.hpp).
 //
-// e4m3 P (int8_fp8, fp8) is relative to the running maximum, and 2^8 times that; products and row
-// sums take the same way. P with scales of groups: grouped_values.cuh.
+// e4m3 P (int8_fp8, fp8) is relative to the running maximum, and 2^8 times that; the row sum of the
+// rounded P comes from eight extra rows of V that hold those weights. P with scales of groups: grouped_values.cuh.
 #pragma once
 
 #include "kernels/attention/mma/values.cuh"
@@ -47,43 +47,48 @@ struct MmaAttention : MmaValues<S> {
     return tile < work.key_begin ? -1 : tile;
   }
 
-  /// Softmax and product with V. `Special`: some rows do not see all keys, or some values are not
-  /// numbers. Two copies of this code, so that the common one has no branches: they keep ptxas from
-  /// mixing what can be mixed.
-  template <bool Special>
-  QATTN_DEVICE void attend(Scores& s, int tile, float k_scale) {
-    if constexpr (Special) {
-      const bool edge = !this->whole(tile);
-      const bool bad_values =
-          S::pv_16bit && (edge || p.mask.data != nullptr) && this->clean_values();
-      if constexpr (S::general) {
-        this->finish_scores(s, tile, bad_values);
-      } else {
-        this->mask_edge(s, tile, bad_values);
-        if (this->has_bad_keys(tile, k_scale)) this->spoil_scores(s, tile);
-      }
+  /// Is there more to do to the tile's scores than to scale them?
+  QATTN_DEVICE bool special(int tile, float k_scale) const {
+    return S::general || !this->whole(tile) || this->has_bad_keys(tile, k_scale) ||
+           this->value_flags() != 0;
+  }
+  /// Does that.
+  QATTN_DEVICE void mend_scores(Scores& s, int tile, float k_scale) {
+    const bool edge = !this->whole(tile);
+    const bool bad_values =
+        S::pv_16bit && (edge || p.mask.data != nullptr) && this->clean_values();
+    if constexpr (S::general) {
+      this->finish_scores(s, tile, bad_values);
+    } else {
+      this->mask_edge(s, tile, bad_values);
+      if (this->has_bad_keys(tile, k_scale)) this->spoil_scores(s, tile);
     }
+    if (this->value_flags() != 0) this->spoil_rows(s);
+    if constexpr (S::e2m1_pv) GroupedValues<MmaValues<S>>{*this}.note_bad(s);
+  }
+
+  /// Softmax and product with V. `Mended`: mend_scores() may have been at work.
+  template <bool Mended>
+  QATTN_DEVICE void attend(Scores& s, float k_scale) {
     float scale[R];  // from what `s` holds to units of log2
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       scale[r] = S::general    ? 1.0f
                  : S::qk_16bit ? p.scale * tile::log2_e
-                              : row_scale[r] * (Special && tile::is_nan(k_scale) ? 1.0f : k_scale);
+                              : row_scale[r] * (Mended && tile::is_nan(k_scale) ? 1.0f : k_scale);
       // Of rows and keys that are zeros the product may be: masked scores are -Inf, and stay it.
-      if constexpr (Special && !S::general && !S::qk_16bit) {
-        if (scale[r] == 0.0f) scale[r] = 0x1p-126f;
-      }
+      if constexpr (Mended && !S::general && !S::qk_16bit) scale[r] = fmaxf(scale[r], 0x1p-126f);
     }
     if constexpr (S::pv_16bit) {
       this->attend_16bit(s, scale);
     } else if constexpr (S::u8) {
-      this->template attend_u8<Special>(s, scale);
+      this->attend_u8(s, scale);
     } else if constexpr (S::e2m1_pv) {
-      GroupedValues<MmaValues<S>>{*this}.template attend_e2m1<Special>(s, scale);
+      GroupedValues<MmaValues<S>>{*this}.attend_e2m1(s, scale);
     } else if constexpr (S::pv_groups) {
-      GroupedValues<MmaValues<S>>{*this}.template attend_mxfp8<Special>(s, scale);
+      GroupedValues<MmaValues<S>>{*this}.attend_mxfp8(s, scale);
     } else {
-      this->template attend_e4m3<Special>(s, scale);
+      this->attend_e4m3(s, scale);
     }
   }
 
@@ -100,13 +105,14 @@ struct MmaAttention : MmaValues<S> {
     isa::copy_async_commit();
     if constexpr (S::general) {
       if (!S::pv_16bit && p.v8.channel_scale != nullptr) channels = this->channel_scales(tile);
-      attend<true>(s, tile, k_scale);
-    } else if (!this->whole(tile) || this->has_bad_keys(tile, k_scale) ||
-               this->value_flags() != 0) {
-      attend<true>(s, tile, k_scale);
-    } else {
-      attend<false>(s, tile, k_scale);
     }
+    if (special(tile, k_scale)) {
+      mend_scores(s, tile, k_scale);
+      if constexpr (S::attends_twice) attend<true>(s, k_scale);
+    } else {
+      if constexpr (S::attends_twice) attend<false>(s, k_scale);
+    }
+    if constexpr (!S::attends_twice) attend<true>(s, k_scale);
   }
 
   /// The tiles of a warp without rows: its share of what all threads do.
@@ -123,6 +129,7 @@ struct MmaAttention : MmaValues<S> {
       if (next >= 0) this->copies.start_keys(next);
       isa::copy_async_commit();
       if (S::pv_16bit && (!this->whole(tile) || p.mask.data != nullptr)) this->clean_values();
+      if (S::u8 && this->value_flags() != 0) this->clear_bad_weights();
       tile = next;
     }
   }

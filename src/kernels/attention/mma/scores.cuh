@@ -51,6 +51,7 @@ struct MmaScores : Epilogue<S> {
   using Products = isa::Accumulator<S::qk>[M][S::n_tiles][4];
 
   QATTN_DEVICE void multiply_queries(Scores& scores) {
+    static_assert(!isa::is_integer(S::qk) || S::d * 128 * 128 <= 1 << 22);
     isa::Accumulator<S::qk> acc[M][S::n_tiles][4];
     if constexpr (S::qk_scaled) {
       multiply_scaled(acc);
@@ -62,7 +63,7 @@ struct MmaScores : Epilogue<S> {
 #pragma unroll
       for (int n = 0; n < S::n_tiles; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[m][n][i] = isa::to_float(acc[m][n][i]);
+        for (int i = 0; i < 4; ++i) scores[m][n][i] = isa::to_float_22(acc[m][n][i]);
       }
     }
   }
