@@ -1,0 +1,271 @@
+"""Errors of the recipes of 4-bit floats, and of mxfp8, beside SageAttention3's recipe simulated.
+
+Families of tools/sim/recipe_sim.py, Q, K and V of a sentence encoder (data/) and, with --model, of
+a language model (the folder that `tools/eval/kv_language_model.py pretrained` writes).
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import numpy as np
+
+from . import provenance
+from .record import RESULTS, ROOT, markdown, tool_record
+
+sys.path.insert(0, str(ROOT / "tools" / "sim"))
+import recipe_sim  # noqa: E402
+import sageattention3  # noqa: E402
+
+NAME = "fp4-errors.json"
+QUERIES, KEYS, DIMS = 256, 2048, (128, 64)
+SAGE = {f"SageAttention3, {form}": form for form in sageattention3.FORMS}
+E4M3 = {"p": "e4m3", "v": "e4m3"}
+SMOOTH = {"smooth_q": True}
+SMOOTH_128 = SMOOTH | {"q_granularity": ("group", 128)}
+ROTATE = {"rotate": True}
+#: {recipe: {column: (changes of the recipe, options)}}
+VARIANTS = {
+    "nvfp4": {
+        "as it is": ({}, {}),
+        "smooth_q": ({}, SMOOTH),
+        "smooth_q, blocks of 128": ({}, SMOOTH_128),
+        "rotate": ({}, ROTATE),
+        "smooth_q, rotate": ({}, SMOOTH | ROTATE),
+    },
+    "nvfp4_qk": {
+        "as it is": ({}, {}),
+        "e4m3 P and V": (E4M3, {}),
+        "smooth_q": ({}, SMOOTH),
+        "smooth_q, blocks of 128": ({}, SMOOTH_128),
+        "rotate": ({}, ROTATE),
+        "e4m3 P and V, smooth_q": (E4M3, SMOOTH),
+    },
+    "mxfp8": {
+        "as it is": ({}, {}),
+        "smooth_q": ({}, SMOOTH),
+        "smooth_q, blocks of 128": ({}, SMOOTH_128),
+        "rotate": ({}, ROTATE),
+    },
+}
+#: of a standard deviation by the mean, above which a table says it
+LARGE_SPREAD = 0.25
+
+
+def add_arguments(parser):
+    parser.add_argument("--seeds", type=int, default=6, help="of each family")
+    parser.add_argument("--model", type=pathlib.Path, help="folder of a language model")
+    parser.add_argument("--layers", type=int, default=6, help="of the language model, spread")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--commit", help="where the tree is no git checkout")
+    parser.add_argument("-o", "--output", default=str(RESULTS / NAME), help="the record")
+
+
+def relative(out, exact):
+    return float(np.linalg.norm(out - exact) / np.linalg.norm(exact))
+
+
+def exact(q, k, v, causal):
+    """Attention in float64; causal: bottom right."""
+    s = q @ k.T / np.sqrt(q.shape[1])
+    if causal:
+        s[np.arange(len(k)) > np.arange(len(q))[:, None] + len(k) - len(q)] = -np.inf
+    p = np.exp(s - s.max(1, keepdims=True))
+    return p @ v / p.sum(1, keepdims=True)
+
+
+def errors(qattn, tensors, causal, threads):
+    """{recipe or form: NRMSE or {variant: NRMSE}} of q, k, v (S, D), which are rounded to f16."""
+    tensors = [x.astype(np.float16) for x in tensors]
+    numbers = [x.astype(np.float64) for x in tensors]
+    want = exact(*numbers, causal)
+    found = {}
+    for recipe, variants in VARIANTS.items():
+        for variant, (changes, options) in variants.items():
+            chosen = dataclasses.replace(qattn.recipe(recipe), **changes)
+            out = qattn.attention(
+                *(x[None, :, None] for x in tensors),
+                recipe=chosen,
+                causal=causal,
+                threads=threads,
+                out_dtype="float32",
+                **options,
+            )
+            found.setdefault(recipe, {})[variant] = relative(out[0, :, 0], want)
+    for name, form in SAGE.items():
+        found[name] = relative(sageattention3.attention(*numbers, causal, form), want)
+    return found
+
+
+def family_heads(seeds):
+    """(inputs, D, causal, heads): every family of recipe_sim."""
+    for dim in DIMS:
+        for i, family in enumerate(recipe_sim.FAMILIES):
+            heads = [
+                recipe_sim.family(family, np.random.default_rng((s, dim, i)), KEYS, dim, QUERIES)
+                for s in range(seeds)
+            ]
+            yield family, dim, False, heads
+
+
+def encoder_heads():
+    """The sentence encoder of data/: all heads of all layers."""
+    from safetensors.numpy import load_file
+
+    tensors = load_file(ROOT / "data" / "minilm_qkv.safetensors")
+    for layer in range(len(tensors) // 3):
+        q, k, v = (tensors[f"layer{layer}.{x}"][0] for x in "qkv")
+        yield f"MiniLM, layer {layer}", q.shape[-1], False, list(zip(q, k, v))
+
+
+def model_heads(folder, layers):
+    """Some layers of a language model on KEYS held-out tokens: every query head's last QUERIES."""
+    import torch
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    seen = {}
+
+    def keep(module, query, key, value, *args, **options):
+        seen[module.layer_idx] = [x[0].numpy() for x in (query[:, :, -QUERIES:], key, value)]
+        return sdpa_attention_forward(module, query, key, value, *args, **options)
+
+    AttentionInterface.register("fp4_errors", keep)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="fp4_errors", local_files_only=True
+    ).eval()
+    ids = np.fromfile(folder / "held_out.bin", "<i4", KEYS).astype(np.int64)
+    if len(ids) != KEYS:
+        raise ValueError(f"{folder}: held_out.bin has {len(ids)} tokens; {KEYS} are needed")
+    with torch.no_grad():
+        model(torch.from_numpy(ids)[None])
+    for layer in np.unique(np.linspace(0, len(seen) - 1, layers).astype(int)):
+        q, k, v = seen[layer]
+        group = len(q) // len(k)
+        heads = [(q[h], k[h // group], v[h // group]) for h in range(len(q))]
+        yield f"language model, layer {layer}", q.shape[-1], True, heads
+
+
+def run(args):
+    import qattn
+
+    sources = [*family_heads(args.seeds), *encoder_heads()]
+    facts = provenance.common(args.commit) | {
+        "cpu": provenance.cpu_model(),
+        "isa": qattn.cpu_isa(),
+        "qattn": qattn.__version__,
+    }
+    if args.model:
+        facts["model"] = json.loads((args.model / "training.json").read_text()).get("package")
+        sources += model_heads(args.model, args.layers)
+    rows = []
+    for inputs, dim, causal, heads in sources:
+        each = [errors(qattn, head, causal, args.threads) for head in heads]
+        row = {"inputs": inputs, "dim": dim, "causal": causal, "heads": len(heads)}
+        for name in (*VARIANTS, *SAGE):
+            row[name] = joined([x[name] for x in each])
+        rows.append(row)
+        print(f"{inputs}, D {dim}", flush=True)
+    settings = {"queries": QUERIES, "keys": KEYS, "seeds": args.seeds}
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    pathlib.Path(args.output).write_text(
+        f'{{\n "provenance": {json.dumps(facts)},\n "settings": {json.dumps(settings)},\n'
+        f' "rows": [\n{lines}\n ]\n}}\n'
+    )
+    return 0
+
+
+def joined(values):
+    """Mean and standard deviation, of every variant where there are some."""
+    if isinstance(values[0], dict):
+        return {name: joined([x[name] for x in values]) for name in values[0]}
+    return {"mean": float(f"{np.mean(values):.4g}"), "deviation": float(f"{np.std(values):.2g}")}
+
+
+# ---- Tables --------------------------------------------------------------------------------------
+
+
+def text_of(cell):
+    spread = cell["deviation"] > LARGE_SPREAD * cell["mean"]
+    return f"{cell['mean']:.4f}" + (f" ± {cell['deviation']:.4f}" if spread else "")
+
+
+def is_real(row):
+    return row["inputs"] not in recipe_sim.FAMILIES
+
+
+def label(row):
+    return row["inputs"] + (", causal" if row["causal"] else "")
+
+
+def table(rows, recipe):
+    header = ["inputs", "D", *VARIANTS[recipe]]
+    beside = SAGE if recipe == "nvfp4" else {}
+    body = [
+        [label(row), str(row["dim"]), *(text_of(row[recipe][v]) for v in VARIANTS[recipe])]
+        + [text_of(row[name]) for name in beside]
+        for row in rows
+    ]
+    return markdown([*header, *beside], body)
+
+
+def ratio(row, recipe, variant):
+    return row[recipe][variant]["mean"] / row[recipe]["as it is"]["mean"]
+
+
+def verdicts(rows):
+    """How many times an option's error is that of the recipe as it is: geometric means."""
+    kinds = {
+        "N(0,1)": [r for r in rows if r["inputs"] == "N(0,1)"],
+        "families": [r for r in rows if not is_real(r)],
+        "real tensors": [r for r in rows if is_real(r)],
+    }
+    body = []
+    for recipe, variants in VARIANTS.items():
+        for variant in list(variants)[1:]:
+            cells = [f"`{recipe}`, {variant}"]
+            for members in kinds.values():
+                ratios = [ratio(row, recipe, variant) for row in members]
+                cells.append(f"{np.exp(np.mean(np.log(ratios))):.2f}" if ratios else "")
+            halved = sum(ratio(row, recipe, variant) <= 0.5 for row in kinds["families"])
+            cells.append(f"{halved} of {len(kinds['families'])}")
+            body.append(cells)
+    return markdown(["", *kinds, "families halved"], body)
+
+
+def section():
+    """Lines of docs/tables."""
+    loaded = tool_record(NAME)
+    if loaded is None:
+        return []
+    record, p = loaded
+    rows, settings = record["rows"], record["settings"]
+    lines = [
+        "",
+        f"{p['date']}, commit {p['commit']}, `{NAME}` (`bench/bench.py fp4`). NRMSE against "
+        f"float64, mean over heads: {settings['seeds']} draws of each family "
+        f"([what they are](recipe-errors.md)), {settings['queries']} queries and "
+        f"{settings['keys']} keys; all heads of the sentence encoder all-MiniLM-L6-v2 on 512 "
+        "tokens; a language model"
+        + (f" ({p['model']})" if p.get("model") else "")
+        + f" on {settings['keys']} tokens, causal. ± is the standard deviation where it is more "
+        "than a quarter of the mean.",
+        "",
+        "Computed by the CPU backend. The kernels of GeForce Blackwell compute the same within "
+        "an NRMSE of 2e-3 (in the emulator: [GeForce Blackwell](../internals/geforce.md)). "
+        "SageAttention3's recipe is simulated from its paper and, in a second form, from what its "
+        "kernel does with P (`tools/sim/sageattention3.py`). smooth_q takes the mean of blocks "
+        "of 16 queries where no other size is named; SageAttention3 of 128.",
+        "",
+        "## What options change",
+        "",
+        "Times the error of the recipe as it is, geometric mean over inputs. The last column: of "
+        "how many families and head dimensions the option halves the error.",
+        "",
+        *verdicts(rows),
+    ]
+    for recipe in VARIANTS:
+        beside = " beside SageAttention3" if recipe == "nvfp4" else ""
+        lines += ["", f"## `{recipe}`{beside}", "", *table(rows, recipe)]
+    return lines
