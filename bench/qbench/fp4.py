@@ -351,9 +351,10 @@ def section():
         "",
         "Computed by the CPU backend. [GeForce Blackwell's kernels](../internals/geforce.md) have "
         "the same formats and scales, but tiles of 64 keys instead of 128: their errors in the "
-        "emulator stand at the end. SageAttention3's recipe is simulated from its paper and, in a second form, from what its "
-        "kernel does with P (`tools/sim/sageattention3.py`). smooth_q takes the mean of blocks "
-        "of 16 queries where no other size is named; SageAttention3 of 128.",
+        "emulator stand at the end. SageAttention3's recipe is simulated from its paper and, in a "
+        "second form, from what its kernel does with P (`tools/sim/sageattention3.py`). smooth_q "
+        "takes the mean of blocks of 16 queries where no other size is named; SageAttention3 of "
+        "128.",
         "",
         "## Beside SageAttention3's recipe",
         "",
