@@ -11,6 +11,7 @@
   bench.py host --program HOST_TIME   how long small calls on a GPU keep the host
   bench.py kv -o RECORD.json          decode over a KV cache on a CPU
   bench.py projection -o RECORD.json  attention with its output projection on a CPU
+  bench.py fp4 --model FOLDER         errors of 4-bit recipes beside SageAttention3's, on a CPU
   bench.py counters --library LIBRARY hardware counters of the attention kernels, by ncu
 
 Candidates take turns, round by round, and medians are compared; results are compared with float64.
@@ -34,6 +35,7 @@ COMMANDS = {
     "host": "how long small calls on a GPU keep the host",
     "kv": "decode over a KV cache on a CPU",
     "projection": "attention with its output projection on a CPU",
+    "fp4": "errors of 4-bit recipes beside SageAttention3's, simulated",
     "counters": "hardware counters of the attention kernels, by ncu",
     "roofline": "peaks of a CPU's units, and attention beside them",
 }

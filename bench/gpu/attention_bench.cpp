@@ -42,7 +42,7 @@ static int failed(const Status& status) {
 struct Asked {
   std::optional<kernels::CodesLeft> codes;
   kernels::SplitKvOverride split_kv;
-  bool smooth_k = true;
+  bool smooth_k = true, smooth_q = false;
 };
 
 /// Takes what is asked for off the name.
@@ -57,6 +57,10 @@ static Status take_asked(std::string_view& name, Asked& asked) {
     }
     if (word == "no_smooth_k") {
       asked.smooth_k = false;
+      continue;
+    }
+    if (word == "smooth_q") {
+      asked.smooth_q = true;
       continue;
     }
     if (word.starts_with("splits=")) number = &asked.split_kv.splits;
@@ -126,6 +130,7 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
   }
   o.recipe = *named;
   if (!asked.smooth_k) o.recipe.smooth_k = Toggle::off;
+  if (asked.smooth_q) o.recipe.smooth_q = Toggle::on;
   o.causal = s->causal != 0;
   Result<Problem> problem = Problem::make(t, o);
   if (!problem.ok()) {

@@ -21,8 +21,8 @@ const char* bench_error();
 /// codes to one beside it, or none; "+splits=N", "+pack=N": so many blocks share the keys, so many
 /// heads a tile; "+consumers=N": of Hopper's kernel; "+shared_p=1", "+shared_p=0": P in shared
 /// memory or not; "+last_splits=N": so many blocks share the keys of works behind the last full
-/// turn, of 1 each has its own; "+no_smooth_k": K keeps its mean. Null on failure: no kernel takes
-/// it, or not so.
+/// turn, of 1 each has its own; "+no_smooth_k": K keeps its mean; "+smooth_q": blocks of Q lose
+/// theirs. Null on failure: no kernel takes it, or not so.
 BenchHandle* bench_create(const char* recipe, const BenchShape* s, void* q, void* k, void* v,
                           void* out);
 const char* bench_kernel(const BenchHandle* h);

@@ -112,7 +112,7 @@ STEPS = {"e2e": 0, "quantise": 1, "kernel": 2}
 
 def steps_of(recipe, quantises):
     """Who makes codes ("+q", "+no_q", "+beside") tells in the whole; splits leave them alone."""
-    asked = [word for word in recipe.split("+")[1:] if word != "no_smooth_k"]
+    asked = [word for word in recipe.split("+")[1:] if word not in ("no_smooth_k", "smooth_q")]
     if not quantises or {"q", "no_q", "beside"} & set(asked):
         return ["e2e"]
     return ["e2e", "kernel"] if asked else list(STEPS)

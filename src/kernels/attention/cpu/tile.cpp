@@ -13,27 +13,41 @@
 namespace qattn::cpu {
 namespace {
 
+/// In eight sums, which need not wait for one another.
+float dot(const float* x, const float* y, int n) {
+  constexpr int sums = 8;
+  float sum[sums] = {};
+  int i = 0;
+  for (; i + sums <= n; i += sums) {
+    for (int j = 0; j < sums; ++j) sum[j] += x[i + j] * y[i + j];
+  }
+  for (int j = 0; i < n; ++i, ++j) sum[j] += x[i] * y[i];
+  for (int step = sums / 2; step > 0; step /= 2) {
+    for (int j = 0; j < step; ++j) sum[j] += sum[j + step];
+  }
+  return sum[0];
+}
+
 /// smooth_q: adds softmax_scale * (block mean of q) . (k - mu), exactly, to the scores of a tile.
 void add_query_mean(const Job& job, const Task& t, std::int64_t first, int keys, Scratch& s) {
-  const int d = job.d();
   const Sequence x = job.k_sequence(t.b, t.kv_head);
+  const float *means[tile_rows], *mean_of[tile_rows];
+  int count = 0;
+  for (int r = 0; r < t.count; ++r) {
+    const bool exists = t.rows[r].i < job.arrays.sequences[t.b].q_length;
+    mean_of[r] = exists ? job.q_mean(t.b, t.rows[r].head, t.rows[r].i) : nullptr;
+    if (exists && (count == 0 || means[count - 1] != mean_of[r])) means[count++] = mean_of[r];
+  }
+  float products[tile_rows][tile_keys];
   for (int j = 0; j < keys; ++j) {
     load_row(job.words(), x, first + j, {job.k_mean(t.b, t.kv_head), false}, s.row);
-    const float* last = nullptr;
-    float delta = 0.0f;
-    for (int r = 0; r < t.count; ++r) {
-      if (t.rows[r].i >= job.arrays.sequences[t.b].q_length) continue;
-      const float* mean = job.q_mean(t.b, t.rows[r].head, t.rows[r].i);
-      if (mean != last) {
-        double dot = 0;
-        for (int i = 0; i < d; ++i) {
-          dot += static_cast<double>(mean[i]) * static_cast<double>(s.row[i]);
-        }
-        delta = static_cast<float>(dot) * job.problem.softmax_scale;
-        last = mean;
-      }
-      s.scores[r * tile_keys + j] += delta;
-    }
+    for (int n = 0; n < count; ++n) products[n][j] = dot(means[n], s.row, job.d());
+  }
+  for (int r = 0, n = 0; r < t.count; ++r) {
+    if (mean_of[r] == nullptr) continue;
+    if (means[n] != mean_of[r]) ++n;
+    float* scores = s.scores + r * tile_keys;
+    for (int j = 0; j < keys; ++j) scores[j] += products[n][j] * job.problem.softmax_scale;
   }
 }
 

@@ -73,6 +73,18 @@ std::int64_t ScaleMap::offset(const TensorView& scale, std::int64_t outer, std::
       .offset(scale.stride.data(), paged, outer, head, token, channel);
 }
 
+namespace {
+
+/// Tokens. Formats of groups have blocks for Q's means alone (smooth_q): the rows of a warp of GPU
+/// kernels, each of which multiplies its means with K itself, so that fewer rows cost no more.
+/// docs/tables/fp4-errors.md has the errors.
+std::int32_t default_block(Role role, Granularity granularity) {
+  if (role == Role::q && granularity == Granularity::group) return 16;
+  return role == Role::v && granularity == Granularity::per_thread ? 64 : 128;
+}
+
+}  // namespace
+
 Scaling resolve_scaling(const Scaling& asked, Role role, Format format) {
   Scaling s = asked;
   if (s.granularity == Granularity::automatic) {
@@ -85,8 +97,7 @@ Scaling resolve_scaling(const Scaling& asked, Role role, Format format) {
       s.granularity = Granularity::per_token;
     }
   }
-  if (s.block == 0)
-    s.block = role == Role::v && s.granularity == Granularity::per_thread ? 64 : 128;
+  if (s.block == 0) s.block = default_block(role, s.granularity);
   if (s.warp == 0) s.warp = 16;
   return s;
 }
