@@ -169,9 +169,9 @@ double graph_us(const kernels::DeviceDecodeCall& call, void* workspace,
 }
 
 /// The main kernel alone: its neighbours' work has been done.
-template <int D, int N, bool ByChannel>
+template <int D, int N, bool ByChannel, bool Small = false>
 void launch_alone(const kernels::DecodeParams& p) {
-  using Kernel = kernels::Decode<kernels::DecodeConfig{D, D, N, ByChannel}>;
+  using Kernel = kernels::Decode<kernels::DecodeConfig{D, D, N, ByChannel, Small}>;
   const isa::LaunchError e = isa::launch<Kernel>(p, {static_cast<int>(p.blocks), 1, 1}, nullptr);
   if (!e.empty()) check(Status(Code::internal, e));
 }
@@ -186,6 +186,10 @@ void launch_alone(const kernels::DecodeParams& p) {
     return narrow ? launch_alone<64, 1, false>(p) : launch_alone<64, 2, false>(p);
   }
   if (p.cache.d == 128) {
+    int most = 0;
+    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), "attribute");
+    using Large = kernels::DecodeShape<kernels::DecodeConfig{128, 128, 1, false, false}>;
+    if (Large::shared_bytes > most) return launch_alone<128, 1, false, true>(p);
     return narrow ? launch_alone<128, 1, false>(p) : launch_alone<128, 2, false>(p);
   }
   launch_alone<256, 1, false>(p);

@@ -4,11 +4,13 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -119,6 +121,29 @@ inline void expect_spoilt_by(const KvCacheOptions& o, bool in_v, std::int64_t ba
   EXPECT_EQ(spoilt, 2 * 128 * (bad == 397 ? 3 : 8));
   ASSERT_TRUE(cache->evict(id, 0, -1, bad, bad + 1).ok());
   expect_same(c, *cache, {id}, "after its eviction ", turn + 1);
+}
+
+/// Several queries, windows, softcap, sinks, debias and trees, in every combination.
+inline void expect_same_with_every_feature(const Filled& f) {
+  for (int features = 0; features < 32; ++features) {
+    const std::int64_t queries = std::array<std::int64_t, 4>{1, 3, 8, 2}[features % 4];
+    DecodeCase c = queries_for(f.cache.options(), features % 3 == 0 ? 1 : 4, queries);
+    c.options.causal = (features & 1) == 0;
+    if (features & 2) c.options.window_left = queries == 2 ? 3 : 317;
+    if (features & 4) c.options.softcap = 2.5f;
+    c.options.debias = (features & 5) == 1;
+    if (features & 8) c.sinks = normal_values(c.heads_q, 5, 3.0f);
+    if (features & 16) {
+      std::mt19937 random(static_cast<unsigned>(features));
+      for (std::int64_t i = 0; i < queries * queries; ++i) {
+        c.tree.push_back(static_cast<std::uint8_t>(random() % 2));
+      }
+    }
+    expect_same(
+        c, f.cache, {f.id},
+        "queries " + std::to_string(queries) + " features " + std::to_string(features) + ": ",
+        features);
+  }
 }
 
 /// With and without rotation and means, in either format of the window.

@@ -2,10 +2,8 @@
 // schedule gives the same bits, and those are the CPU's up to f16 Q and P.
 #include <gtest/gtest.h>
 
-#include <array>
 #include <cmath>
 #include <limits>
-#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,7 +23,6 @@ using test::Filled;
 using test::MirroredCache;
 using test::mixed;
 using test::normal_rows;
-using test::normal_values;
 using test::nrmse;
 using test::queries_for;
 using test::tight;
@@ -149,26 +146,7 @@ TEST(DeviceDecode, SeveralQueriesWindowsSoftcapSinksAndTrees) {
   ASSERT_TRUE(f.cache.evict(f.id, 0, -1, 100, 133).ok());
   ASSERT_TRUE(f.cache.evict(f.id, 0, 1, 401, 402).ok());
   ASSERT_TRUE(f.cache.evict(f.id, 0, 0, 680, 683).ok());
-  int turn = 0;
-  for (int features = 0; features < 32; ++features) {
-    const std::int64_t queries = std::array<std::int64_t, 4>{1, 3, 8, 2}[features % 4];
-    DecodeCase c = queries_for(f.cache.options(), features % 3 == 0 ? 1 : 4, queries);
-    c.options.causal = (features & 1) == 0;
-    if (features & 2) c.options.window_left = queries == 2 ? 3 : 317;
-    if (features & 4) c.options.softcap = 2.5f;
-    c.options.debias = (features & 5) == 1;
-    if (features & 8) c.sinks = normal_values(c.heads_q, 5, 3.0f);
-    if (features & 16) {
-      std::mt19937 random(static_cast<unsigned>(features));
-      for (std::int64_t i = 0; i < queries * queries; ++i) {
-        c.tree.push_back(static_cast<std::uint8_t>(random() % 2));
-      }
-    }
-    expect_same(
-        c, f.cache, {f.id},
-        "queries " + std::to_string(queries) + " features " + std::to_string(features) + ": ",
-        turn++);
-  }
+  test::expect_same_with_every_feature(f);
 }
 
 TEST(DeviceDecode, MostRowsAndTruncatedPages) {
@@ -418,8 +396,6 @@ TEST(DeviceDecode, RefusalsNameTheTensorTheValueAndTheRule) {
         x.tensors.q.shape[3] = 96;
       },
       "no GPU kernel for K of head dimension 96 and V of 128; there are 64/64 128/128 256/256");
-  emu::options().architecture = 89;
-  expect([](Call&) {}, "bytes of shared memory a block; sm_89 has 101376");
   emu::options().architecture = 75;
   expect([](Call&) {}, "needs sm_80 or newer, not sm_75");
   emu::options().architecture = 90;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "emulate.hpp"
 
@@ -53,6 +54,14 @@ TEST(Scheduler, WorkersRunEveryBlockOnce) {
 TEST(Scheduler, RefusesImpossibleLaunches) {
   EXPECT_NE(error_of(33, 0, Options{}, [] {}).find("launch of 33 threads"), std::string::npos);
   EXPECT_NE(error_of(2048, 0, Options{}, [] {}).find("launch of 2048 threads"), std::string::npos);
+  for (const auto& [gpu, most] :
+       {std::pair{80, 166912}, {89, 101376}, {90, 232448}, {120, 101376}}) {
+    const Options options{.architecture = gpu};
+    EXPECT_EQ(error_of(32, most, options, [] {}), "");
+    EXPECT_EQ(error_of(32, most + 1, options, [] {}),
+              emu::text("launch with %d bytes of shared memory a block; sm_%d has %d", most + 1,
+                        gpu, most));
+  }
 }
 
 TEST(Scheduler, NamesTheThreadThatFailed) {

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include "kvcache/decode_case.hpp"
 #include "pair.hpp"
@@ -194,6 +195,36 @@ TEST(KvDeviceDecode, EveryHeadDimensionGroupAndLength) {
     }
     for (const std::int64_t tokens : tested) EXPECT_GT(tokens, 0) << "a tier is not tested";
   }
+}
+
+/// Where a block may have 99 KiB: head dimension 128 is decoded where K has a scale a token.
+TEST(KvDeviceDecode, HeadDimension128InLessSharedMemory) {
+  const int before = std::exchange(emu::options().architecture, 89);
+  for (const bool by_channel : {false, true}) {
+    PairOptions o = mixed(128);
+    if (by_channel) {
+      o.cache.k_granularity = Granularity::per_channel;
+      o.cache.page_size = o.cache.sinks = 32;
+      o.cache.budget_from = *KvCache::shortest_length(o.cache);
+    }
+    Pair pair(o);
+    for (int i = 0; i < 3; ++i) pair.add();
+    append(pair, 1, {0, 1, 2}, {1100, 17, 130});
+    if (!by_channel) {
+      for (unsigned kind = 0; kind < 32; kind += 3) expect_equal_decode(pair, {2, 0, 1}, 1, kind);
+      continue;
+    }
+    DecodeCase c = queries_of(o.cache, 3, 3);
+    DeviceDecode d(c, pair.device(), {2, 0, 1}, 80);
+    d.layer = 1;
+    const Status s = d.run(pair.device());
+    EXPECT_EQ(s.code(), Code::unsupported);
+    EXPECT_EQ(s.message(),
+              "head dimension 128, K with a scale a channel, needs 110848 bytes of shared memory "
+              "a block; sm_89 has 101376");
+    for (const float x : d.out) ASSERT_EQ(x, 7.0f);
+  }
+  emu::options().architecture = before;
 }
 
 void stays_the_hosts(const PairOptions& options) {

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "isa/isa.hpp"
+#include "isa/shared_limit.hpp"
 // The block after the words.
 #include "isa/emu/block/block.hpp"
 
@@ -154,6 +155,11 @@ Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& option
   if (threads <= 0 || threads % isa::lanes_of_warp(options.architecture) || threads > 1024 ||
       shared_bytes < 0) {
     throw Error(text("launch of %d threads with %d bytes of shared memory", threads, shared_bytes));
+  }
+  const int gpu = options.architecture;
+  if (!isa::is_amd(gpu) && shared_bytes > isa::shared_limit(gpu)) {
+    throw Error(text("launch with %d bytes of shared memory a block; sm_%d has %d", shared_bytes,
+                     gpu, isa::shared_limit(gpu)));
   }
   if (options.cluster < 1 || grid.x % options.cluster != 0) {
     throw Error(text("grid of %d blocks: no multiple of clusters of %d", grid.x, options.cluster));

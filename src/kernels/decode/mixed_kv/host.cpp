@@ -5,6 +5,7 @@
 #include <string>
 #include <type_traits>
 
+#include "isa/shared_limit.hpp"
 #include "kernels/decode/options.hpp"
 
 namespace qattn::kernels {
@@ -24,31 +25,32 @@ constexpr Instance instance() {
   return {C, &launch_decode<C>, DecodeShape<C>::shared_bytes, DecodeShape<C>::min_blocks};
 }
 constexpr Instance instances[] = {
-#define QATTN_INSTANCE(D, DV, N, BY_CHANNEL) instance<DecodeConfig{D, DV, N, BY_CHANNEL}>(),
+#define QATTN_INSTANCE(D, DV, N, BY_CHANNEL, SMALL) \
+  instance<DecodeConfig{D, DV, N, BY_CHANNEL, SMALL}>(),
 #include "kernels/decode/mixed_kv/instances.inc"
 #undef QATTN_INSTANCE
 };
 
-/// The instance for that many query rows: with more than 8, one that reads K and V for 16 at once,
-/// if there is one.
-const Instance* find(const kv::DeviceCache& cache, std::int64_t rows) {
-  const Instance* found = nullptr;
-  for (const Instance& i : instances) {
-    if (i.config.d != cache.d || i.config.dv != cache.dv) continue;
-    if (i.config.by_channel != (cache.k_by_channel != 0)) continue;
-    const bool better = found == nullptr ||
-                        (rows > 8 ? i.config.n > found->config.n : i.config.n < found->config.n);
-    if (better) found = &i;
-  }
-  return found;
+bool serves(const Instance& i, const kv::DeviceCache& cache) {
+  return i.config.d == cache.d && i.config.dv == cache.dv &&
+         i.config.by_channel == (cache.k_by_channel != 0);
 }
 
-/// Shared memory that a block may have (CUDA C++ Programming Guide, Technical Specifications per
-/// Compute Capability); a multiprocessor has 1 KiB more, and 1 KiB of every block is the system's.
-int shared_limit(int architecture) {
-  const bool large = architecture == 90 || (architecture >= 100 && architecture < 120);
-  const bool middle = architecture == 80 || architecture == 87;
-  return (large ? 227 : middle ? 163 : 99) * 1024;
+int shared_limit(const DeviceDecodeCall& call) {
+  return isa::shared_limit(isa::architecture(call.tensors.q.device.index));
+}
+
+/// The instance for that many query rows, of those that the GPU has shared memory for: with more
+/// than 8, one that reads K and V for 16 at once, if there is one; and no small one beside a large.
+const Instance* find(const DeviceDecodeCall& call, std::int64_t rows) {
+  const int limit = shared_limit(call);
+  const auto rank = [&](const DecodeConfig& c) { return 2 * (rows > 8 ? c.n : -c.n) - c.small; };
+  const Instance* found = nullptr;
+  for (const Instance& i : instances) {
+    if (!serves(i, *call.cache) || i.shared_bytes > limit) continue;
+    if (found == nullptr || rank(i.config) > rank(found->config)) found = &i;
+  }
+  return found;
 }
 
 std::string text(std::int64_t value) { return std::to_string(value); }
@@ -181,7 +183,7 @@ DecodeParams params_of(const DeviceDecodeCall& call) {
   p.queries = static_cast<std::int32_t>(t.q.shape[static_cast<std::size_t>(query)]);
   p.heads_q = static_cast<std::int32_t>(t.q.shape[static_cast<std::size_t>(head)]);
   p.group = p.heads_q / p.cache.heads_kv;
-  const Instance& i = *find(p.cache, p.rows());
+  const Instance& i = *find(call, p.rows());
   p.unit_rows = 8 * i.config.n;
   p.chunks = (p.rows() + p.unit_rows - 1) / p.unit_rows;
   const auto rows = [&](const TensorView& v) {
@@ -202,13 +204,34 @@ DecodeParams params_of(const DeviceDecodeCall& call) {
   p.debias = o.debias ? 1 : 0;
   // A window longer than any sequence is none.
   p.window_left = o.window_left > 0x3fffffff ? -1 : static_cast<std::int32_t>(o.window_left);
-  const int fit =
-      (shared_limit(isa::architecture(t.q.device.index)) + 1024) / (i.shared_bytes + 1024);
+  const int fit = (shared_limit(call) + 1024) / (i.shared_bytes + 1024);
   p.blocks =
       block_count(p.units(), isa::multiprocessors() * std::max(1, std::min(fit, i.min_blocks)));
   p.share = share_of(p.blocks);
   p.mass_chunk = p.list_blocks();
   return p;
+}
+
+/// Why there is no instance for a call.
+Status refuse_dimensions(const DeviceDecodeCall& call) {
+  const kv::DeviceCache& c = *call.cache;
+  const Instance* least = nullptr;
+  std::string known;
+  for (const Instance& i : instances) {
+    if (serves(i, c) && (least == nullptr || i.shared_bytes < least->shared_bytes)) least = &i;
+    const bool other = i.config.n != 1 || i.config.small;
+    if (other || i.config.by_channel != (c.k_by_channel != 0)) continue;
+    known.append(known.empty() ? "" : " ").append(text(i.config.d));
+    known.append("/").append(text(i.config.dv));
+  }
+  if (least == nullptr) {
+    return refuse("no GPU kernel for K of head dimension " + text(c.d) + " and V of " + text(c.dv) +
+                  "; there are " + known);
+  }
+  return refuse(
+      "head dimension " + text(c.d) + (c.k_by_channel != 0 ? ", K with a scale a channel," : "") +
+      " needs " + text(least->shared_bytes) + " bytes of shared memory a block; sm_" +
+      text(isa::architecture(call.tensors.q.device.index)) + " has " + text(shared_limit(call)));
 }
 
 }  // namespace
@@ -228,16 +251,7 @@ Status supports(const DeviceDecodeCall& call) {
     // It would be a sum over channels, of a page and a row.
     return refuse("debias: should be off on a GPU where K has a scale a channel");
   }
-  if (find(c, 1) == nullptr) {
-    std::string known;
-    for (const Instance& i : instances) {
-      if (i.config.n != 1 || i.config.by_channel != (c.k_by_channel != 0)) continue;
-      known.append(known.empty() ? "" : " ").append(text(i.config.d));
-      known.append("/").append(text(i.config.dv));
-    }
-    return refuse("no GPU kernel for K of head dimension " + text(c.d) + " and V of " + text(c.dv) +
-                  "; there are " + known);
-  }
+  if (find(call, 1) == nullptr) return refuse_dimensions(call);
   if (c.pools < 1 || c.pools > kv::most_tiers) {
     return refuse("pools: " + text(c.pools) + " should be 1 to " + text(kv::most_tiers));
   }
@@ -246,11 +260,6 @@ Status supports(const DeviceDecodeCall& call) {
                   " pages a sequence, should be below 2^28");
   }
   const DecodeParams p = params_of(call);
-  const Instance& instance = *find(c, p.rows());
-  if (const int limit = shared_limit(gpu); instance.shared_bytes > limit) {
-    return refuse("head dimension " + text(c.d) + " needs " + text(instance.shared_bytes) +
-                  " bytes of shared memory a block; sm_" + text(gpu) + " has " + text(limit));
-  }
   constexpr std::int64_t most = 0x7fffffff;
   if (p.combine_blocks() > most || p.units() + p.pairs() * p.parts() > most ||
       std::int64_t{p.batch} * p.heads_q > most || p.units() * p.parts() > most) {
@@ -296,7 +305,7 @@ Status run(const DeviceDecodeCall& call, void* workspace, void* stream) {
     return invalid("workspace: address is no multiple of 256 bytes");
   }
   const DecodeParams p = params_in(call, workspace);
-  const isa::LaunchError e = find(p.cache, p.rows())->launch(p, stream);
+  const isa::LaunchError e = find(call, p.rows())->launch(p, stream);
   return e.empty() ? Status() : Status(Code::internal, "decode kernels: " + e);
 }
 

@@ -25,7 +25,7 @@ isa::LaunchError launch_decode(const DecodeParams& p, void* stream) {
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels
 
-#define QATTN_INSTANCE(D, DV, N, BY_CHANNEL)                                         \
-  template qattn::isa::LaunchError                                                   \
-  qattn::kernels::launch_decode<qattn::kernels::DecodeConfig{D, DV, N, BY_CHANNEL}>( \
+#define QATTN_INSTANCE(D, DV, N, BY_CHANNEL, SMALL)                                         \
+  template qattn::isa::LaunchError                                                          \
+  qattn::kernels::launch_decode<qattn::kernels::DecodeConfig{D, DV, N, BY_CHANNEL, SMALL}>( \
       const qattn::kernels::DecodeParams&, void*);

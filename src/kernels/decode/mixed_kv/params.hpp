@@ -21,10 +21,11 @@ namespace qattn::kernels {
 inline constexpr int combine_threads = 256;
 inline constexpr int part_blocks = 2048;  ///< of 16 tokens, in one block of DecodePrepare
 
-/// One kernel: D, Dv, query rows of a unit / 8; K in tiers has a scale a channel.
+/// One kernel: D, Dv, query rows of a unit / 8; K in tiers has a scale a channel; `small`: its
+/// rings hold just the largest tile, for GPUs whose blocks may have 99 KiB.
 struct DecodeConfig {
   int d, dv, n;
-  bool by_channel;
+  bool by_channel, small;
   constexpr bool operator==(const DecodeConfig&) const = default;
 };
 
@@ -35,10 +36,10 @@ struct DecodeShape {
   static constexpr int k_steps = C.d / 16, n = C.n;
   static constexpr int groups = C.dv / 32;  ///< of channels: two rows of tiles of O^T
   /// Of one warp: three tiles of equal bits of K and V, but two of 3 bits; with K's scales a
-  /// channel two (three at D 64 in 8 bits), but one of 3 bits.
-  static constexpr int ring_bytes = 48 * (C.d + C.dv) + 768;
-  /// Blocks on a multiprocessor that registers allow.
-  static constexpr int min_blocks = C.d + C.dv > 256 || C.n > 1 ? 1 : 2;
+  /// channel two (three at D 64 in 8 bits), but one of 3 bits. Small: two, but one of 3 bits.
+  static constexpr int ring_bytes = C.small ? 45 * (C.d + C.dv) : 48 * (C.d + C.dv) + 768;
+  /// Blocks on a multiprocessor that registers allow; of small ones 100 KiB hold no more.
+  static constexpr int min_blocks = C.d + C.dv > 256 || C.n > 1 || C.small ? 1 : 2;
 
   static constexpr int queries = 0;
   /// For K of that many bits: see DecodeCodes::store_queries().
