@@ -38,6 +38,7 @@ double products_of(const emu::Stats& s, const Products& products) {
   } kinds[] = {
       {emu::Word::mma_f16, 16 * 8 * 16, 2, products.wide},
       {emu::Word::mma_bf16, 16 * 8 * 16, 2, products.wide},
+      {emu::Word::mma_int8, 16 * 8 * 32, 1, products.integer},
       {emu::Word::mma_fp8, 16 * 8 * 32, 1, products.fp8},
       {emu::Word::mma_f8f6f4, 16 * 8 * 32, 1, products.fp8},
       {emu::Word::mma_mxfp8, 16 * 8 * 32, 1, products.scaled_fp8},

@@ -49,8 +49,9 @@ Amounts operator-(const Amounts& a, const Amounts& b);
 Amounts operator*(double factor, const Amounts& a);
 
 /// As how many of 8 bits a multiply-accumulate of mma.sync counts, by what it multiplies: the rate
-/// of s8 over its own. Sums are float32.
+/// of s8 (on Hopper that of wgmma) over its own. Sums are float32.
 struct Products {
+  double integer = 1;     ///< s8 and u8
   double wide = 2;        ///< f16 and bf16
   double fp8 = 1;         ///< e4m3 without scales
   double scaled_fp8 = 1;  ///< with them
