@@ -57,8 +57,6 @@ struct MmaShape {
   /// P V joins the output as floats that it is already (AttentionRows::as_float()). Not where
   /// scales per channel stand between: of such small numbers these would cost bits.
   static constexpr bool direct_sums = u8 && !C.general;
-  /// Do tensor cores add the codes of P? In general kernels that spills.
-  static constexpr bool mma_sums = u8 && !C.general;
   /// Does what follows mended scores have code of its own? Where that is faster (H100): no by 6 to
   /// 15 %, yes by up to 4 % (docs/experiments/one-copy-of-attention.md).
   static constexpr bool attends_twice = pv_16bit && (qk == Element::s8 || C.d == 128) && !C.general;

@@ -152,56 +152,39 @@ struct MmaValues : MmaScores<S> {
   }
 
   /// Codes of P, of which 255 stands at 2^ref, and the row sums, which take P unrounded. `before`:
-  /// sums of P, in codes, before rounding (but to f16), of rows or of this lane (mma_sums).
+  /// this lane's sums of P, in codes, before rounding.
   QATTN_DEVICE void round_p(const Scores& s, const float (&ref)[R], const float (&share)[R],
                             Codes& a, float (&before)[R]) {
     const SharedAddress inverse = base + S::tail_at + 4 * (S::keys + lane % 4 * 2);
-    float mass[R] = {}, sums[M][1][4];
+    float mass[R] = {};
+#pragma unroll
+    for (int r = 0; r < R; ++r) before[r] = 0.0f;
 #pragma unroll
     for (int n = 0; n < S::n_tiles; n += 2) {
       float by[4];
 #pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        const auto pair = isa::load_shared<isa::Words2>(inverse + 4 * 8 * (n + i / 2));
-#pragma unroll
-        for (int j = 0; j < 2; ++j) by[i + j] = __builtin_bit_cast(float, pair.w[j]);
+      for (int i = 0; i < 4; ++i) {
+        by[i] = isa::load_shared<float>(inverse + 4 * (8 * (n + i / 2) + i % 2));
       }
-      std::uint32_t halves[M][4];
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         const float* x[2] = {s[r / 2][n] + r % 2 * 2, s[r / 2][n + 1] + r % 2 * 2};
         float e[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) e[i] = isa::exp2(x[i / 2][i % 2] - ref[r]);
-        if constexpr (S::mma_sums) {
-          std::uint32_t (&half)[4] = halves[r / 2];
-          half[r % 2] = isa::pack_f16(e[0], e[1]), half[r % 2 + 2] = isa::pack_f16(e[2], e[3]);
-        } else {
-          before[r] = (n == 0 ? 0.0f : before[r]) + ((e[0] + e[1]) + (e[2] + e[3]));
-        }
         a[n / 4][r / 2][r % 2 + n / 2 % 2 * 2] = isa::pack_u8(e[0], e[1], e[2], e[3]);
+        before[r] += (e[0] + e[1]) + (e[2] + e[3]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) mass[r] = fmaf(e[i], by[i], mass[r]);
       }
-      if constexpr (S::mma_sums) {
-        constexpr std::uint32_t ones[1][2] = {{0x3c003c00u, 0x3c003c00u}};
-        if (n == 0) {
-          isa::mma_zero<Element::f16, Element::f16, M, 1>(sums, halves, ones);
-        } else {
-          isa::mma<Element::f16, Element::f16, M, 1>(sums, halves, ones);
-        }
-      }
     }
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      if constexpr (S::mma_sums) before[r] = sums[r / 2][0][r % 2 * 2];
-      sum[r] = fmaf(mass[r], share[r] * (1.0f / share_unit), sum[r]);
-    }
+    for (int r = 0; r < R; ++r) sum[r] = fmaf(mass[r], share[r] * (1.0f / share_unit), sum[r]);
   }
 
   /// The rows of this thread whose codes of the tile miss more than formats::kMostLost of those so
-  /// far, a bit each. `before`: round_p()'s. Lanes that have lost less than that by themselves
-  /// spare the others the question.
+  /// far, a bit each. `before`: of this lane, the sum of P before rounding. Lanes that have lost
+  /// less than that by themselves spare the others the question.
   QATTN_DEVICE unsigned find_lossy(const std::uint32_t (&count)[R], const float (&share)[R],
                                    const float (&before)[R]) {
     float lost[R], most[R];
@@ -210,10 +193,10 @@ struct MmaValues : MmaScores<S> {
     for (int r = 0; r < R; ++r) {
       const auto codes = static_cast<std::int32_t>(count[r]);
       lost[r] = before[r] - isa::to_float(codes);
-      if constexpr (S::direct_sums) {  // in the units of `excess`, of which a lane has a quarter
+      if constexpr (S::direct_sums) {  // in the units of `excess`
         lost[r] *= 0x1p-75f;
         lost[r] *= share[r] * 0x1p-74f;
-        most[r] = fmaf(this->as_float(codes), share[r], 4.0f * excess[r]) * formats::kMostLost;
+        most[r] = fmaf(this->as_float(codes), share[r], excess[r]) * formats::kMostLost;
       } else {  // which nothing else needs here
         lost[r] *= share[r];
         excess[r] = fmaf(isa::to_float(codes), share[r], excess[r]);
@@ -222,10 +205,8 @@ struct MmaValues : MmaScores<S> {
       some |= fabsf(lost[r]) > most[r];
     }
     if (!isa::any(some)) return 0;
-    if constexpr (!S::mma_sums) {
-      isa::add_rows<F>(lost);
-      isa::add_rows<F>(most);
-    }
+    isa::add_rows<F>(lost);
+    isa::add_rows<F>(most);
     unsigned lossy = 0;
 #pragma unroll
     for (int r = 0; r < R; ++r) lossy |= fabsf(lost[r]) > most[r] ? 1u << r : 0u;
@@ -257,27 +238,15 @@ struct MmaValues : MmaScores<S> {
     }
   }
 
-  /// Sums of the codes of each row, or of this lane's.
+  /// Sums of this lane's codes of each row.
   QATTN_DEVICE static void count_codes(const Codes& a, std::uint32_t (&count)[R]) {
-    if constexpr (S::mma_sums) {
-      constexpr std::uint32_t ones[1][2] = {{0x01010101u, 0x01010101u}};
-      std::int32_t sums[M][1][4];
-      isa::mma_zero<Element::u8, Element::u8, M, 1>(sums, a[0], ones);
 #pragma unroll
-      for (int k = 1; k < S::keys / 32; ++k) {
-        isa::mma<Element::u8, Element::u8, M, 1>(sums, a[k], ones);
-      }
+    for (int r = 0; r < R; ++r) {
+      count[r] = 0;
 #pragma unroll
-      for (int r = 0; r < R; ++r) count[r] = static_cast<std::uint32_t>(sums[r / 2][0][r % 2 * 2]);
-    } else {
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-        count[r] = 0;
-#pragma unroll
-        for (int n = 0; n < S::keys / 16; ++n) {
-          const std::uint32_t word = a[n / 2][r / 2][r % 2 + n % 2 * 2];
-          count[r] = isa::dot4_u8(word, 0x01010101u, count[r]);
-        }
+      for (int n = 0; n < S::keys / 16; ++n) {
+        const std::uint32_t word = a[n / 2][r / 2][r % 2 + n % 2 * 2];
+        count[r] = isa::dot4_u8(word, 0x01010101u, count[r]);
       }
     }
   }
@@ -286,12 +255,9 @@ struct MmaValues : MmaScores<S> {
   /// multiply_bytes().
   QATTN_DEVICE void take_count(std::uint32_t (&count)[R], const float (&share)[R]) {
     if constexpr (S::direct_sums) {
-      float quarter[R];  // that each of a row's four lanes adds
-#pragma unroll
-      for (int r = 0; r < R; ++r) quarter[r] = share[r] * 0.25f;
-      this->add_excess(count, quarter);
+      this->add_excess(count, share);
     } else {
-      if constexpr (!S::mma_sums) isa::add_rows<F>(count);
+      isa::add_rows<F>(count);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         surplus[r] = static_cast<std::int32_t>(count[r] * value_offset);
