@@ -10,8 +10,8 @@ namespace {
 // FFMA: 64 lanes on sm_80, else 128. Products: the data sheet divided by multiprocessors and boost
 // clock, of s8; what others take beside it is in Products.
 
-// Hopper has its products by wgmma. A microbenchmark on an H100: m16n8k16 of bf16 and m16n8k32 of s8
-// take 6.2 clocks of a scheduler each, where wgmma takes 4.
+// Hopper's own products are wgmma's. A microbenchmark on an H100: m16n8k16 of bf16 and m16n8k32 of
+// s8 take 6.2 clocks of a scheduler each, where wgmma takes 4.
 constexpr Products mma_on_hopper{.integer = 1.55, .wide = 3.1};
 
 std::vector<Machine> all() {

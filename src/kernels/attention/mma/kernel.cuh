@@ -12,7 +12,8 @@
 // token of V (kernels/quantize/gpu/prepared.hpp).
 //
 // e4m3 P (int8_fp8, fp8) is relative to the running maximum, and 2^8 times that; the row sum of the
-// rounded P comes from eight extra rows of V that hold those weights. P with scales of groups: grouped_values.cuh.
+// rounded P comes from eight extra rows of V that hold those weights. P with scales of groups:
+// grouped_values.cuh.
 #pragma once
 
 #include "kernels/attention/mma/values.cuh"

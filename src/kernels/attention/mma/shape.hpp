@@ -57,8 +57,8 @@ struct MmaShape {
   /// P V joins the output as floats that it is already (AttentionRows::as_float()). Not where
   /// scales per channel stand between: of such small numbers these would cost bits.
   static constexpr bool direct_sums = u8 && !C.general;
-  /// Does what follows mended scores have code of its own? Where that is faster (H100): no by 6 to
-  /// 15 %, yes by up to 4 % (docs/experiments/one-copy-of-attention.md).
+  /// Does what follows mended scores have code of its own? Where that was faster on an H100
+  /// (docs/experiments/one-copy-of-attention.md).
   static constexpr bool attends_twice = pv_16bit && (qk == Element::s8 || C.d == 128) && !C.general;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
   static constexpr float p_log2 = e4m3_pv && !pv_groups ? 8.0f : 0.0f;
