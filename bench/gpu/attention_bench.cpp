@@ -23,6 +23,7 @@ struct BenchHandle {
 };
 
 static std::string error;
+static BenchStatic statics{};
 
 /// Bits that one element of an operand takes where the attention step reads it.
 static std::int64_t bits_read(Format of_recipe, const TensorView& given) {
@@ -43,6 +44,7 @@ struct Asked {
   std::optional<kernels::CodesLeft> codes;
   kernels::SplitKvOverride split_kv;
   bool smooth_k = true, smooth_q = false;
+  bool scales = false, mean = false;  ///< static
 };
 
 /// Takes what is asked for off the name.
@@ -63,6 +65,10 @@ static Status take_asked(std::string_view& name, Asked& asked) {
       asked.smooth_q = true;
       continue;
     }
+    if (word == "static" || word == "static_mean") {
+      asked.scales = true, asked.mean = word == "static_mean";
+      continue;
+    }
     if (word.starts_with("splits=")) number = &asked.split_kv.splits;
     if (word.starts_with("pack=")) number = &asked.split_kv.pack_gqa;
     if (word.starts_with("consumers=")) number = &asked.split_kv.consumers;
@@ -80,6 +86,24 @@ static Status take_asked(std::string_view& name, Asked& asked) {
     }
   }
   return {};
+}
+
+/// Puts bench_static()'s into the call: a scale a head, and of s8 V the same for each token.
+static void take_static(const BenchShape& s, bool mean, AttentionTensors& t, Recipe& r) {
+  const auto view = [](void* data, std::initializer_list<std::int64_t> shape) {
+    TensorView x = TensorView::dense(data, Format::f32, shape);
+    x.device = {DeviceType::cuda, 0};
+    return x;
+  };
+  t.q_scale = view(statics.q_scale, {s.batch, s.heads_q});
+  t.k_scale = view(statics.k_scale, {s.batch, s.heads_kv});
+  r.q_scale.granularity = r.k_scale.granularity = Granularity::per_head;
+  if (is_code(r.v)) {
+    t.v_scale = view(statics.v_scale, {s.batch, s.tokens_k, s.heads_kv});
+    t.v_scale.stride[0] = s.heads_kv, t.v_scale.stride[1] = 0;
+    r.v_scale.granularity = Granularity::per_token;
+  }
+  if (mean) t.k_mean = view(statics.k_mean, {s.batch, s.heads_kv, s.d});
 }
 
 /// Empty, or what the plan does not do of what was asked.
@@ -131,6 +155,7 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
   o.recipe = *named;
   if (!asked.smooth_k) o.recipe.smooth_k = Toggle::off;
   if (asked.smooth_q) o.recipe.smooth_q = Toggle::on;
+  if (asked.scales) take_static(*s, asked.mean, t, o.recipe);
   o.causal = s->causal != 0;
   Result<Problem> problem = Problem::make(t, o);
   if (!problem.ok()) {
@@ -157,6 +182,8 @@ BENCH_EXPORT BenchHandle* bench_create(const char* recipe, const BenchShape* s, 
   }
   return nullptr;
 }
+
+BENCH_EXPORT void bench_static(const BenchStatic* scales) { statics = *scales; }
 
 BENCH_EXPORT const char* bench_kernel(const BenchHandle* h) { return h->kernel.c_str(); }
 

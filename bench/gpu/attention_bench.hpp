@@ -14,6 +14,12 @@ struct BenchShape {
   std::int32_t causal, f16;
 };
 
+/// Static scales for "+static": float32, (B, Hq) of Q, (B, Hkv) of K and V; and (B, Hkv, D): what
+/// is subtracted from K.
+struct BenchStatic {
+  void *q_scale, *k_scale, *v_scale, *k_mean;
+};
+
 /// Why the last call failed.
 const char* bench_error();
 /// Q, K, V, out: dense (B, S, H, D) in 16 bits. Behind the recipe's name may stand, instead of the
@@ -22,9 +28,12 @@ const char* bench_error();
 /// heads a tile; "+consumers=N": of Hopper's kernel; "+shared_p=1", "+shared_p=0": P in shared
 /// memory or not; "+last_splits=N": so many blocks share the keys of works behind the last full
 /// turn, of 1 each has its own; "+no_smooth_k": K keeps its mean; "+smooth_q": blocks of Q lose
-/// theirs. Null on failure: no kernel takes it, or not so.
+/// theirs; "+static": the scales of bench_static(); "+static_mean": its mean of K, too. Null on
+/// failure: no kernel takes it, or not so.
 BenchHandle* bench_create(const char* recipe, const BenchShape* s, void* q, void* k, void* v,
                           void* out);
+/// What calls of bench_create() behind this one take. The tensors stay until the handle goes.
+void bench_static(const BenchStatic* scales);
 const char* bench_kernel(const BenchHandle* h);
 /// The plan's text.
 const char* bench_plan(const BenchHandle* h);

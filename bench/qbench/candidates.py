@@ -6,6 +6,7 @@ emulator: it serves the driver's tests and no record.
 
 import ctypes
 import dataclasses
+import importlib.util
 import math
 import re
 from collections.abc import Callable
@@ -87,12 +88,28 @@ class BenchShape(ctypes.Structure):
     ]
 
 
+class BenchStatic(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("q_scale", "k_scale", "v_scale", "k_mean")]
+
+
+#: of static scales above the largest number, as qattn.diffusion.calibrate() has it
+MARGIN = 1.1
+
+
+def static_scales(q, k, v):
+    """What "+static" takes: scales by head and K's mean, of the operands themselves."""
+    mean = k.float().mean(1)  # (B, H, D)
+    largest = [x.float().abs().amax((1, 3)) for x in (q, k - mean[:, None], v)]
+    return [(x * (MARGIN / 127)).contiguous() for x in largest] + [mean.contiguous()]
+
+
 def load_library(path):
     """libattention_bench (bench/gpu/attention_bench.cpp)."""
     lib, pointer = ctypes.CDLL(str(path)), ctypes.c_void_p
     for name, result, arguments in (
         ("error", ctypes.c_char_p, []),
         ("create", pointer, [ctypes.c_char_p, ctypes.POINTER(BenchShape)] + [pointer] * 4),
+        ("static", None, [ctypes.POINTER(BenchStatic)]),
         ("kernel", ctypes.c_char_p, [pointer]),
         ("plan", ctypes.c_char_p, [pointer]),
         ("workspace", ctypes.c_int64, [pointer]),
@@ -112,7 +129,8 @@ STEPS = {"e2e": 0, "quantise": 1, "kernel": 2}
 
 def steps_of(recipe, quantises):
     """Who makes codes ("+q", "+no_q", "+beside") tells in the whole; splits leave them alone."""
-    asked = [word for word in recipe.split("+")[1:] if word not in ("no_smooth_k", "smooth_q")]
+    aside = ("no_smooth_k", "smooth_q", "static", "static_mean")
+    asked = [word for word in recipe.split("+")[1:] if word not in aside]
     if not quantises or {"q", "no_q", "beside"} & set(asked):
         return ["e2e"]
     return ["e2e", "kernel"] if asked else list(STEPS)
@@ -136,6 +154,9 @@ def library_candidate(lib, name, recipe, io, shape, tensors, stream):
     sizes = (shape.batch, shape.heads_q, shape.heads_kv, shape.queries, shape.keys, shape.dim)
     sizes += (shape.channels_v,)
     described = BenchShape(*sizes, shape.causal, io == "f16")
+    scales = static_scales(q, k, v) if "+static" in recipe else []
+    if scales:
+        lib.bench_static(BenchStatic(*(x.data_ptr() for x in scales)))
     handle = lib.bench_create(
         recipe.encode(), described, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
     )
@@ -159,8 +180,8 @@ def library_candidate(lib, name, recipe, io, shape, tensors, stream):
         name,
         io,
         {step_name: step(STEPS[step_name]) for step_name in steps_of(recipe, quantises)},
-        # The workspace lives as long as the candidate does.
-        lambda _=workspace: out,
+        # The workspace and the scales live as long as the candidate does.
+        lambda _=(workspace, scales): out,
         {
             "quantises": quantises,
             "kernel": lib.bench_kernel(handle).decode(),
@@ -178,6 +199,30 @@ def library_candidate(lib, name, recipe, io, shape, tensors, stream):
         },
         lambda: lib.bench_destroy(handle),
     )
+
+
+class Peers:
+    """Other implementations, from a Python file. It has NAMES, and make(name, q, k, v, causal) for
+    bf16 tensors (B, S, H, D), which returns ({step: call}, out): "e2e" first; out() has the result
+    of the last call."""
+
+    def __init__(self, path):
+        self.names, self.module = (), None
+        if path is None:
+            return
+        spec = importlib.util.spec_from_file_location("beside", path)
+        if spec is None:
+            raise ValueError(f"beside: {path} is no Python file")
+        self.module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.module)
+        self.names = tuple(self.module.NAMES)
+
+    def candidate(self, name, shape, tensors):
+        try:
+            steps, out = self.module.make(name, *tensors, shape.causal)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise Refused(one_line(error)) from None
+        return Candidate(name, "bf16", steps, out, {"quantises": True})
 
 
 def gpu_io(recipe):
@@ -207,23 +252,26 @@ class Cuda:
                    ("torch cudnn", SDPBackend.CUDNN_ATTENTION))  # fmt: skip
     default_recipes = "bf16,f16,int8,int8_full,int8_fp8,fp8,fp8_p16"
 
-    def __init__(self, library, against=()):
+    def __init__(self, library, against=(), beside=None):
         if not torch.cuda.is_available():
             raise ValueError("device: torch sees no CUDA device")
         if library is None:
             raise ValueError("library: --library names libattention_bench.so on GPUs")
-        self.builds = load_builds(library, against)
+        self.builds, self.peers = load_builds(library, against), Peers(beside)
         self.clock = timing.CudaClock(torch)
 
     def names(self, recipes):
         """(candidate, io) of everything that is to be measured."""
         every = builds_of(recipes, self.builds)
-        return [(name, "bf16") for name, _ in self.torch_names] + [(r, gpu_io(r)) for r in every]
+        others = [name for name, _ in self.torch_names] + list(self.peers.names)
+        return [(name, "bf16") for name in others] + [(r, gpu_io(r)) for r in every]
 
     def candidate(self, name, io, shape, tensors):
         backends = dict(self.torch_names)
         if name in backends:
             return torch_candidate(name, io, backends[name], shape, tensors)
+        if name in self.peers.names:
+            return self.peers.candidate(name, shape, tensors)
         recipe, _, build = name.partition("@")
         build = self.builds[build]
         return library_candidate(build, name, recipe, io, shape, tensors, self.stream)
@@ -331,10 +379,10 @@ class Emulated(Cuda):
     device = "cpu"
     torch_names = (("torch", None),)
 
-    def __init__(self, library, against=()):
+    def __init__(self, library, against=(), beside=None):
         if library is None:
             raise ValueError("library: --library names libattention_bench_emulated.so")
-        self.builds = load_builds(library, against)
+        self.builds, self.peers = load_builds(library, against), Peers(beside)
         self.clock = timing.WallClock()
 
     def stream(self):
@@ -350,9 +398,11 @@ class Emulated(Cuda):
         return provenance.NoSampler()
 
 
-def machine(device, library, threads, against=()):
+def machine(device, library, threads, against=(), beside=None):
     if device == "cpu":
-        if library is not None or against:
-            raise ValueError("library, against: CPUs are measured through the Python package")
+        if library is not None or against or beside:
+            raise ValueError(
+                "library, against, beside: CPUs are measured through the Python package"
+            )
         return Cpu(threads)
-    return (Cuda if device == "cuda" else Emulated)(library, against)
+    return (Cuda if device == "cuda" else Emulated)(library, against, beside)

@@ -29,6 +29,9 @@ def add_arguments(parser):
         help="another build's, that takes turns with it as RECIPE@NAME; repeatable",
     )
     parser.add_argument(
+        "--beside", metavar="FILE", help="Python file with other implementations (candidates.Peers)"
+    )
+    parser.add_argument(
         "--shapes", help=f"groups: {', '.join(shapes.GROUPS)}; default: those of the device"
     )
     parser.add_argument(
@@ -161,7 +164,9 @@ def run(args):
     groups = shapes.DEFAULT[args.device] if args.shapes is None and not args.shape else args.shapes
     chosen = shapes.select(names_list(groups or ""), args.only, args.shape)
     recipes = DEFAULT_RECIPES[args.device] if args.recipes is None else args.recipes
-    device = machine(args.device, args.library, args.threads or os.cpu_count(), args.against)
+    device = machine(
+        args.device, args.library, args.threads or os.cpu_count(), args.against, args.beside
+    )
     names = device.names(names_list(recipes))
 
     deadline = time.monotonic() + args.seconds

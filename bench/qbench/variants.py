@@ -27,10 +27,11 @@ def table(cells):
         gain = f" ({own / plain:.3f})" if plain and candidate != plain_name(candidate) else ""
         return f"{own:.3f}{gain}"
 
+    static = any("+static" in c["candidate"] for c in cells)
     rows = [
         [f"{candidate} {step}", *(text(candidate, step, s) for s in shapes)]
         for candidate, step in dict.fromkeys(key[:2] for key in times)
-        if not candidate.startswith("torch") and step != "quantise"
+        if not candidate.startswith("torch") and (step != "quantise" or static)
     ]
     return markdown(["", *map(column_name, shapes)], rows)
 

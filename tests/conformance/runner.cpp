@@ -95,9 +95,13 @@ void expect_matches_model(const Outcome& outcome, const Call& call, Format outpu
       << "NRMSE " << d.nrmse << ", worst row " << d.worst_at << " of " << call.total_rows()
       << " with " << d.worst_row;
   EXPECT_LE(spared > 0 ? d.worst_row : 0.0, 0.1) << "row " << d.worst_at;
-  const double lse = outcome.lse.empty() ? 0 : lse_distance(outcome.lse, model.lse, spared);
+  // Where one key dominates, the sum of 16-bit P is that of one number, which may round up or down.
+  const Format p = outcome.resolved.p;
+  const bool halves = p == Format::f16 || p == Format::bf16;
+  const std::int64_t spared_sums = halves ? 1 + call.total_rows() / 50 : spared;
+  const double lse = outcome.lse.empty() ? 0 : lse_distance(outcome.lse, model.lse, spared_sums);
   // A code of u8 P that falls on the other side of a tie is worth 1e-4 of a short row's sum.
-  EXPECT_LE(lse, outcome.resolved.p == Format::u8 ? 2e-4 : 1e-4) << "LSE";
+  EXPECT_LE(lse, p == Format::u8 ? 2e-4 : 1e-4) << "LSE";
   EXPECT_LE(outcome.lse.empty() ? 0 : lse_distance(outcome.lse, model.lse), 0.05) << "any LSE";
   for (std::size_t n = 0; n < outcome.saturated.size(); ++n) {
     EXPECT_EQ(outcome.saturated[n], static_cast<double>(model.saturated[n])) << "operand " << n;

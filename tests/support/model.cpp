@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <numbers>
 #include <optional>
 #include <utility>
 
@@ -148,6 +149,11 @@ Call as_quantised(Call call, const ModelOptions& model) {
   return call;
 }
 
+double softmax_scale(const Call& call) {
+  const std::optional<float>& given = call.options.softmax_scale;
+  return given ? static_cast<double>(*given) : 1 / std::sqrt(static_cast<double>(call.dim));
+}
+
 /// The score, or -inf where masked.
 double score(const Call& call, const ModelOptions& model, const Head& x, std::int64_t i,
              std::int64_t j) {
@@ -159,9 +165,7 @@ double score(const Call& call, const ModelOptions& model, const Head& x, std::in
   if (!call.alibi.empty()) {
     bias -= call.alibi[x.b * call.heads_q + x.h] * static_cast<double>(std::abs(j - diagonal));
   }
-  const double scale = o.softmax_scale ? static_cast<double>(*o.softmax_scale)
-                                       : 1 / std::sqrt(static_cast<double>(call.dim));
-  double s = scale * product(x, call.dim, i, j);
+  double s = softmax_scale(call) * product(x, call.dim, i, j);
   if (o.softcap > 0) s = o.softcap * std::tanh(s / o.softcap);
   return through_function(o, {x.b, x.h, i, j, 1, x.len_q, x.len_k}, s + bias);
 }
@@ -187,6 +191,20 @@ struct State {
   }
 };
 
+/// What smooth_k takes from all scores of row i. Where scores go through functions, it comes back
+/// before.
+double taken_from_row(const Call& call, const Head& x, std::int64_t i) {
+  if (x.k.mean.empty() || call.options.softcap > 0 || call.options.score_function) return 0;
+  return softmax_scale(call) * dot(&x.q_exact[i * call.dim], x.k.mean.data(), call.dim);
+}
+
+/// The reference of P in a row that reaches `top`: for 16-bit P a power of two, to which floats
+/// round alike whichever it is, so that kernels may choose.
+double reference_for(const PRule& rule, double top) {
+  if (rule.p != Format::f16 && rule.p != Format::bf16) return top;
+  return std::ceil((top - rule.taken) * std::numbers::log2e) / std::numbers::log2e + rule.taken;
+}
+
 /// Keys [begin, end) of one row, tile by tile from the last to the first, or as they rise.
 State attend_keys(const PRule& rule, std::span<const double> s, const Coded& v, std::int64_t dim_v,
                   std::int64_t tile_keys, std::int64_t begin, std::int64_t end) {
@@ -200,7 +218,7 @@ State attend_keys(const PRule& rule, std::span<const double> s, const Coded& v, 
     const auto scores = s.subspan(first, last - first);
     const double m_tile = *std::max_element(scores.begin(), scores.end());
     if (m_tile == -infinity) continue;
-    state.rescale(std::max(state.m, m_tile));
+    state.rescale(std::max(state.m, reference_for(rule, m_tile)));
     std::span<const double> sv;
     if (rule.token_scale) sv = std::span<const double>(v.token_scale).subspan(first, last - first);
     state.add(round_p(rule, scores, state.m, state.codes, sv), &v.value[first * dim_v], dim_v);
@@ -291,9 +309,9 @@ Values mean_of_codes(const Coded& v, std::int64_t dim_v) {
 }
 
 void attend_head(const Call& call, const ModelOptions& model, const Head& x, ModelOutput& output) {
-  const PRule rule{model.recipe.p, model.recipe.p == Format::u8 && !x.v.token_scale.empty(),
-                   model.lost_mass,
-                   call.sequences[x.b].room_q * (call.heads_q / call.heads_k) <= model.rising_rows};
+  const PRule shared{model.recipe.p, model.recipe.p == Format::u8 && !x.v.token_scale.empty(),
+                     model.lost_mass,
+                     call.sequences[x.b].room_q * (call.heads_q / call.heads_k) <= model.rising_rows};
   const std::int64_t room = call.sequences[x.b].room_q;
 #pragma omp parallel for schedule(dynamic, 4)
   for (std::int64_t i = 0; i < room; ++i) {
@@ -305,6 +323,8 @@ void attend_head(const Call& call, const ModelOptions& model, const Head& x, Mod
     Values s(static_cast<std::size_t>(x.len_k));
     for (std::int64_t j = 0; j < x.len_k; ++j) s[j] = score(call, model, x, i, j);
     const auto [first, split] = split_of(call, model, x, i);
+    PRule rule = shared;
+    rule.taken = taken_from_row(call, x, i);
     State state = attend_splits(rule, s, x.v, call.dim_v, model.tile_keys, first, split);
     std::optional<double> sink;
     if (!call.sinks.empty()) sink = call.sinks[x.h];

@@ -93,6 +93,7 @@ struct PRule {
   bool token_scale = false;  ///< u8 with V per token: V's scale is folded into P before rounding
   LostMass lost_mass = LostMass::second_byte;
   bool rises = false;  ///< tiles come from the first to the last
+  double taken = 0;    ///< what kernels' scores of the row are short of
 };
 
 /// Weights of a row's keys in one tile: O += factor * sum value[j] * V[j], l += factor * sum
@@ -103,7 +104,7 @@ struct TileWeights {
 };
 
 /// `s`: scores of the tile's keys, -inf where masked, at least one finite. `m_run`: the row's
-/// maximum over this tile and those visited before; `codes`: the sum of factor * codes of these.
+/// reference, of this tile and those visited before; `codes`: the sum of factor * codes of these.
 /// `sv`: V's token scales in the tile, or empty.
 TileWeights round_p(const PRule& rule, std::span<const double> s, double m_run, double codes,
                     std::span<const double> sv);

@@ -346,17 +346,20 @@ struct AttentionRows {
   // ---- Softmax --------------------------------------------------------------------------------
 
   /// Tokens of a tile of zeros join the sums as if V's scale were 2^-90, times the slack: 2^98.
-  static constexpr float slack = S::tile_p ? 8.0f : 0.0f;
+  static constexpr float slack = S::tile_p || S::pv_16bit ? 8.0f : 0.0f;
+  /// The reference for rows that reach `top`. Those of 16-bit P are powers of two, to which floats
+  /// round alike: which of them it is, does not matter.
+  QATTN_DEVICE static float reference_for(float top) { return S::pv_16bit ? ceilf(top) : top; }
 
-  /// Takes the tile's maxima into the references; what was accumulated shrinks accordingly. With P
-  /// relative to its own tile any reference serves that keeps exponentials in range: it moves
-  /// only when a maximum is far above it, which is rare.
+  /// Takes the tile's maxima into the references; what was accumulated shrinks accordingly. Where P
+  /// is relative to its own tile, or of 16 bits, any reference serves that keeps exponentials in
+  /// range: it moves only when a maximum is far above it, which is rare.
   QATTN_DEVICE void update_max(const float (&top)[R]) {
     float rescale[R];
     bool changed = false;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float next = top[r] > max[r] + slack ? top[r] : max[r];
+      const float next = top[r] > max[r] + slack ? reference_for(top[r]) : max[r];
       rescale[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - next);
       // Nothing has joined the output before the first reference.
       changed |= next != max[r] && max[r] != -tile::infinity();

@@ -13,6 +13,7 @@ struct TileCopies {
   const WorkTile& work;
   SharedAddress base;
   tile::RowSource k_source = {}, v_source = {};
+  int k_buffer = 0;  ///< that start_keys() fills, in bytes behind the first
 
   /// Elements of Q and K in place, in bytes.
   static constexpr int width = S::qk_16bit ? 2 : 1;
@@ -59,7 +60,7 @@ struct TileCopies {
   }
 
   QATTN_DEVICE void start_keys(int tile) const {
-    tile::copy_rows<S::qk_bytes, S::keys, S::threads, S::general>(base + S::k_at, k_source, tile,
+    tile::copy_rows<S::qk_bytes, S::keys, S::threads, S::general>(base + S::k_at + k_buffer, k_source, tile,
                                                                   p.error);
     if constexpr (S::qk_groups) {
       const std::uint8_t* from =

@@ -2,9 +2,8 @@
 // that of GeForce Blackwell.
 //
 // A block owns some query rows of one head, each warp 16 or 32 of them, and walks the keys in tiles
-// of 64 from last to first. K and V have one buffer each: V of a tile arrives under the product of
-// Q and K, K of the next under softmax and the product with V; another block on the multiprocessor
-// fills what is left. 32 rows a warp halve the reads of K and V from shared memory, which otherwise
+// of 64 from last to first. V of a tile arrives under the product of Q and K, K of the next under
+// softmax and the product with V; another block on the multiprocessor fills what is left. 32 rows a warp halve the reads of K and V from shared memory, which otherwise
 // bind 8-bit products (an ldmatrix.x4 takes 4 clocks, two mma of 8 bits take 3.2).
 //
 // u8 P (int8_full) is scaled to the maximum of its own tile and row; products with V are exact in
@@ -93,17 +92,33 @@ struct MmaAttention : MmaValues<S> {
     }
   }
 
-  QATTN_DEVICE void run_tile(int tile, int next) {
+  QATTN_DEVICE void start_next_keys(int next) {
+    if (next >= 0) this->copies.start_keys(next);
+    isa::copy_async_commit();
+  }
+  /// Before the product of Q and K: V of the tile starts.
+  QATTN_DEVICE void start_tile(int tile, int next) {
     this->copies.start_values(tile);
     this->copies.start_key_scales(tile);
     isa::copy_async_commit();
+    if constexpr (S::k_buffers == 2) {
+      this->copies.k_buffer = S::k_bytes - this->copies.k_buffer;
+      start_next_keys(next);
+    }
+  }
+  /// Behind it: V is there, and nobody reads K any more.
+  QATTN_DEVICE void await_values(int next) {
+    isa::copy_async_wait<S::k_buffers - 1>();
+    this->meet();
+    if constexpr (S::k_buffers == 1) start_next_keys(next);
+  }
+
+  QATTN_DEVICE void run_tile(int tile, int next) {
+    start_tile(tile, next);
     const float k_scale = this->key_scale(tile);
     Scores s;
     this->multiply_queries(s);
-    isa::copy_async_wait<0>();
-    this->meet();  // V is there, and nobody reads K any more
-    if (next >= 0) this->copies.start_keys(next);
-    isa::copy_async_commit();
+    await_values(next);
     if constexpr (S::general) {
       if (!S::pv_16bit && p.v8.channel_scale != nullptr) channels = this->channel_scales(tile);
     }
@@ -122,13 +137,8 @@ struct MmaAttention : MmaValues<S> {
       const int next = visible_tile(tile - S::keys);
       isa::copy_async_wait<0>();
       this->meet();
-      this->copies.start_values(tile);
-      this->copies.start_key_scales(tile);
-      isa::copy_async_commit();
-      isa::copy_async_wait<0>();
-      this->meet();
-      if (next >= 0) this->copies.start_keys(next);
-      isa::copy_async_commit();
+      start_tile(tile, next);
+      await_values(next);
       if (S::pv_16bit && (!this->whole(tile) || p.mask.data != nullptr)) this->clean_values();
       if (S::u8 && this->value_flags() != 0) this->clear_bad_weights();
       tile = next;

@@ -68,12 +68,17 @@ struct MmaScores : Epilogue<S> {
     }
   }
 
+  /// Where K of the tile is. Where there are two buffers, the other one is being filled.
+  QATTN_DEVICE int k_at() const {
+    return S::k_at + (S::k_buffers == 2 ? S::k_bytes - copies.k_buffer : 0);
+  }
+
   /// 32 bytes of each row, as A and B operands.
   QATTN_DEVICE void load_step(int step, std::uint32_t (&a)[M][4],
                               std::uint32_t (&b)[S::n_tiles][2]) const {
     const SharedAddress q = base + (warp * S::warp_rows + lane % 16) * S::qk_row + lane / 16 * 16;
-    const SharedAddress k =
-        base + S::k_at + (lane % 8 + lane / 16 * 8) * S::qk_row + lane / 8 % 2 * 16;
+    const SharedAddress k = base + k_at() + (lane % 8 + lane / 16 * 8) * S::qk_row +
+                            lane / 8 % 2 * 16;
     std::uint32_t pair[S::n_tiles / 2][4];
     SharedAddress a_row[M], b_row[S::n_tiles / 2];
 #pragma unroll

@@ -47,8 +47,8 @@ struct MmaShape {
   static constexpr KeyOrder key_order = C.pv == Element::e2m1 ? KeyOrder::fp4 : KeyOrder::natural;
   using KeyFragment =
       std::conditional_t<key_order == KeyOrder::fp4, isa::MmaFragmentOfEights, Fragment>;
-  /// The second one costs registers: 1196 bytes of spills at D 256 on sm_100.
-  static constexpr bool two_row_ends = false, divides = true, staged_rows = false;
+  /// In general kernels the second one costs registers: 1196 bytes of spills at D 256 on sm_100.
+  static constexpr bool two_row_ends = !C.general, divides = C.general, staged_rows = false;
   static constexpr bool u8 = C.pv == Element::u8, e2m1_pv = C.pv == Element::e2m1;
   static constexpr bool e4m3_pv = C.pv == Element::e4m3;
   /// Has V a scale a channel for the end, of a sequence?
@@ -59,7 +59,8 @@ struct MmaShape {
   static constexpr bool direct_sums = u8 && !C.general;
   /// Does what follows mended scores have code of its own? Where that was faster on an H100
   /// (docs/experiments/one-copy-of-attention.md).
-  static constexpr bool attends_twice = pv_16bit && (qk == Element::s8 || C.d == 128) && !C.general;
+  static constexpr bool attends_twice =
+      pv_16bit && qk == Element::s8 && C.d == 128 && !C.general;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
   static constexpr float p_log2 = e4m3_pv && !pv_groups ? 8.0f : 0.0f;
   static constexpr int d = C.d, dv = d, keys = 64, rows = C.rows;
@@ -74,7 +75,11 @@ struct MmaShape {
   static constexpr int v_bytes = pv_16bit ? 2 * C.d : keys * v_bits / 8;
   static constexpr int v_row = tile::padded_row(v_bytes);
   static constexpr int v_rows = pv_16bit ? keys : C.d + (u8 ? 0 : 8);
-  static constexpr int k_at = rows * qk_row, v_at = k_at + keys * qk_row;
+  /// Buffers of K: with two, K of the next tile starts with V of this one. Where that was faster on
+  /// an H100 and two blocks still fit into the 100 KB of sm_89.
+  static constexpr int k_buffers = u8 && C.d == 128 && !C.general ? 2 : 1;
+  static constexpr int k_bytes = keys * qk_row;  ///< of one
+  static constexpr int k_at = rows * qk_row, v_at = k_at + k_buffers * k_bytes;
   static constexpr int tail_at = v_at + v_rows * v_row;  ///< log, inverse, flags of a V tile
   static constexpr int tail_bytes = pv_16bit ? 0 : 8 * keys + 16;
   // Scales of groups: of Q's and K's rows, of V's channels.

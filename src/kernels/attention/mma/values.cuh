@@ -26,22 +26,36 @@ struct MmaValues : MmaScores<S> {
 
   // ---- Softmax and product with V -------------------------------------------------------------
 
-  /// Maximum of scale[r] * score over the tile's keys, of all four lanes that share a row.
-  QATTN_DEVICE void scaled_maxima(Scores& s, const float (&scale)[R], float (&top)[R]) {
+  /// Maximum of scale[r] * score over this lane's keys of the tile.
+  QATTN_DEVICE void lane_maxima(Scores& s, const float (&scale)[R], float (&top)[R]) {
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
     // In the order in which the products end: a tree of maxima was 2 % slower on an H200.
     tile::each_score<K>(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
-    isa::row_maxima<F>(top);
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] *= scale[r];
   }
+  /// The same of all four lanes that share a row.
+  QATTN_DEVICE void scaled_maxima(Scores& s, const float (&scale)[R], float (&top)[R]) {
+    lane_maxima(s, scale, top);
+    isa::row_maxima<F>(top);
+  }
 
-  /// 16-bit P, relative to the running maximum.
+  /// 16-bit P. Lanes ask one another for maxima only when a reference has to move. The row sums
+  /// come from the matrix unit, as a product with a column of ones.
   QATTN_DEVICE void attend_16bit(Scores& s, const float (&scale)[R]) {
-    float top[R];
-    scaled_maxima(s, scale, top);
-    this->update_max(top);
+    float top[R], mass[M][1][4];
+    lane_maxima(s, scale, top);
+    bool above = false;
+#pragma unroll
+    for (int r = 0; r < R; ++r) above |= top[r] > max[r] + this->slack;
+    if (isa::any(above)) {
+      isa::row_maxima<F>(top);
+      this->update_max(top);
+    }
+    constexpr std::uint32_t two_ones = S::pv == Element::f16 ? 0x3c003c00 : 0x3f803f80;
+    const std::uint32_t one = lane < 4 ? two_ones : 0;  // in column 0, which lane t = 0 sums
+    const std::uint32_t ones[1][2] = {{one, one}};
 #pragma unroll
     for (int step = 0; step < S::keys / 16; ++step) {
       std::uint32_t a[M][4];
@@ -55,13 +69,17 @@ struct MmaValues : MmaScores<S> {
           const float lo = isa::exp2(fmaf(x[0], scale[r], -ref));
           const float hi = isa::exp2(fmaf(x[1], scale[r], -ref));
           a[m][i] = S::pv == Element::f16 ? isa::pack_f16(lo, hi) : isa::pack_bf16(lo, hi);
-          const isa::Pair rounded =
-              S::pv == Element::f16 ? isa::unpack_f16(a[m][i]) : isa::unpack_bf16(a[m][i]);
-          sum[r] += rounded.lo + rounded.hi;
         }
+      }
+      if (step == 0) {
+        isa::mma_zero<S::pv, S::pv, M, 1>(mass, a, ones);
+      } else {
+        isa::mma<S::pv, S::pv, M, 1>(mass, a, ones);
       }
       multiply_16bit(step, a);
     }
+#pragma unroll
+    for (int r = 0; r < R; ++r) sum[r] += mass[r / 2][0][r % 2 * 2];
   }
 
   /// out += P V for 16 keys.
