@@ -99,8 +99,8 @@ static void take_static(const BenchShape& s, bool mean, AttentionTensors& t, Rec
   t.k_scale = view(statics.k_scale, {s.batch, s.heads_kv});
   r.q_scale.granularity = r.k_scale.granularity = Granularity::per_head;
   if (is_code(r.v)) {
-    t.v_scale = view(statics.v_scale, {s.batch, s.tokens_k, s.heads_kv});
-    t.v_scale.stride[0] = s.heads_kv, t.v_scale.stride[1] = 0;
+    t.v_scale = view(statics.v_scale, {s.batch, s.heads_kv, s.tokens_k});
+    t.v_scale.stride = {s.heads_kv, 1, 0};
     r.v_scale.granularity = Granularity::per_token;
   }
   if (mean) t.k_mean = view(statics.k_mean, {s.batch, s.heads_kv, s.d});
