@@ -29,18 +29,25 @@ template <class S>
 struct MmaScores : Epilogue<S> {
   using F = typename S::Fragment;
   using K = typename S::KeyFragment;
+  using V = typename S::Values;
   using Base = Epilogue<S>;
   using Base::M, Base::R, Base::bad_rows, Base::lane, Base::local_row, Base::p, Base::unit,
       Base::warp, Base::work;
   using typename Base::Scores;
 
   SharedAddress base = isa::shared_base();
+  SharedAddress stage = base;  ///< where the tile's K and V are
   TileCopies<S> copies{Base::p, Base::work, base};
 
   QATTN_DEVICE MmaScores(const AttentionParams& params, const WorkTile& w)
       : Base(params, w, isa::thread() / 32) {}
 
-  /// All warps, those without rows at other places of the code (pass_tiles()).
+  /// Of what lies so far behind the beginning of the tile's stage.
+  QATTN_DEVICE SharedAddress at_stage(int offset) const {
+    return (S::ring ? stage : base) + offset;
+  }
+
+  /// All warps that own rows, those without rows at other places of the code (pass_tiles()).
   QATTN_DEVICE static void meet() { isa::barrier_sync_anywhere(1, S::threads); }
 
   /// Does none of this warp's rows exist?
@@ -71,15 +78,19 @@ struct MmaScores : Epilogue<S> {
   /// 32 bytes of each row, as A and B operands.
   QATTN_DEVICE void load_step(int step, std::uint32_t (&a)[M][4],
                               std::uint32_t (&b)[S::n_tiles][2]) const {
-    const SharedAddress q = base + (warp * S::warp_rows + lane % 16) * S::qk_row + lane / 16 * 16;
+    using Q = typename S::Queries;
+    using Keys = typename S::Keys;
+    const SharedAddress q = Q::place(base, warp * S::warp_rows + lane % 16, lane / 16 * 16);
     const SharedAddress k =
-        base + S::k_at + (lane % 8 + lane / 16 * 8) * S::qk_row + lane / 8 % 2 * 16;
+        Keys::place(at_stage(S::k_at), lane % 8 + lane / 16 * 8, lane / 8 % 2 * 16);
     std::uint32_t pair[S::n_tiles / 2][4];
     SharedAddress a_row[M], b_row[S::n_tiles / 2];
 #pragma unroll
-    for (int m = 0; m < M; ++m) a_row[m] = q + m * 16 * S::qk_row + step * 32;
+    for (int m = 0; m < M; ++m) a_row[m] = Q::along(q, step * 32) + m * 16 * Q::stride;
 #pragma unroll
-    for (int n = 0; n < S::n_tiles / 2; ++n) b_row[n] = k + n * 16 * S::qk_row + step * 32;
+    for (int n = 0; n < S::n_tiles / 2; ++n) {
+      b_row[n] = Keys::along(k, step * 32) + n * 16 * Keys::stride;
+    }
     isa::load_matrix<M>(a, a_row);
     isa::load_matrix<S::n_tiles / 2>(pair, b_row);
 #pragma unroll
@@ -137,7 +148,7 @@ struct MmaScores : Epilogue<S> {
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
       s[n] = S::qk_groups ? isa::load_shared<std::uint32_t>(
-                                base + S::k_groups_at + (lane / 4 + 8 * n) * S::qk_group_bytes +
+                                at_stage(S::k_groups_at) + (lane / 4 + 8 * n) * S::qk_group_bytes +
                                 4 * word)
                           : unit_scales;
     }
@@ -150,7 +161,8 @@ struct MmaScores : Epilogue<S> {
     return isa::load_shared<std::uint32_t>(flag_address(key)) != 0;
   }
   QATTN_DEVICE SharedAddress flag_address(int key) const {
-    return base + S::v_at + key * S::v_row + S::v_bytes;  // in the padding of V's row
+    if constexpr (S::ring) return at_stage(S::marks_at) + 4 * key;
+    return V::place(at_stage(S::v_at), key, S::v_bytes);  // in the padding of V's row
   }
 
   /// The bounds of a tile that not every row sees whole. `bad_values`: flagged tokens of V turn the
@@ -239,10 +251,10 @@ struct MmaScores : Epilogue<S> {
   /// Marks this warp's rows of Q that are not finite.
   QATTN_DEVICE void check_queries() {
     bool bad = false;
-    const SharedAddress row = base + (warp * S::warp_rows + lane % S::warp_rows) * S::qk_row;
+    const int row = warp * S::warp_rows + lane % S::warp_rows;
 #pragma unroll 4
     for (int c = 0; c < S::qk_bytes; c += 16) {
-      bad |= not_finite<S::qk>(isa::load_shared<isa::Words4>(row + c));
+      bad |= not_finite<S::qk>(isa::load_shared<isa::Words4>(S::Queries::place(base, row, c)));
     }
     const std::uint32_t rows = isa::ballot(bad);
 #pragma unroll
@@ -261,14 +273,15 @@ struct MmaScores : Epilogue<S> {
   /// 16-bit V: zeros in the place of tokens that hold NaN or Inf, and a flag in each row's padding.
   /// Needed only where some row must not see such a token. Returns whether there was one.
   QATTN_DEVICE bool clean_values() {
-    const SharedAddress any = base + S::k_at + S::qk_bytes;  // in the padding of K's first row
+    const SharedAddress any = S::ring ? flag_address(S::keys)
+                                      : base + S::k_at + S::qk_bytes;  // in K's first padding
     if (isa::thread() < S::keys) isa::store_shared(flag_address(isa::thread()), 0u);
     if (isa::thread() == 0) isa::store_shared(any, 0u);
     meet();
     constexpr int chunks = S::v_bytes / 16;
     for (int n = isa::thread(); n < S::keys * chunks; n += S::threads) {
       const auto v =
-          isa::load_shared<isa::Words4>(base + S::v_at + n / chunks * S::v_row + n % chunks * 16);
+          isa::load_shared<isa::Words4>(V::place(at_stage(S::v_at), n / chunks, n % chunks * 16));
       if (not_finite<S::pv>(v)) {
         isa::atomic_max_shared(flag_address(n / chunks), 1u);
         isa::atomic_max_shared(any, 1u);
@@ -278,9 +291,10 @@ struct MmaScores : Epilogue<S> {
     if (isa::load_shared<std::uint32_t>(any) == 0) return false;
     for (int n = isa::thread(); n < S::keys * chunks; n += S::threads) {
       if (bad_value(n / chunks)) {
-        isa::store_shared(base + S::v_at + n / chunks * S::v_row + n % chunks * 16, isa::Words4{});
+        isa::store_shared(V::place(at_stage(S::v_at), n / chunks, n % chunks * 16), isa::Words4{});
       }
     }
+    if constexpr (S::ring) isa::fence_async_proxy();  // TMA writes there next
     meet();
     return true;
   }
