@@ -152,7 +152,8 @@ struct TileCopies {
     if constexpr (!S::pv_16bit && S::general) {
       constexpr int chunks = S::v_bytes / 16;
       for (int n = p.v8.channels * chunks + isa::thread(); n < S::d * chunks; n += S::threads) {
-        isa::store_shared(base + S::v_at + n / chunks * S::Values::stride + n % chunks * 16, isa::Words4{});
+        isa::store_shared(S::Values::place(base + S::v_at, n / chunks, n % chunks * 16),
+                          isa::Words4{});
       }
       if constexpr (S::pv_groups) {
         for (int n = p.v8.channels + isa::thread(); n < S::d; n += S::threads) {

@@ -1,11 +1,11 @@
 // The mma.sync prefill kernel whose K and V come by TMA.
 //
-// A thread beside the warps that own rows fills a ring of stages, each with K and V of a tile. Who owns
-// rows waits for K, multiplies, gives K's place back, waits for V, and so on: no barrier holds the
-// warps together, so that the softmax of one runs under the products of another. They meet where
-// one of them changes what all read (clean_values(), clear_bad_weights()): in tiles that not every
-// row sees whole, which all warps take for that, and in tiles with bad tokens. Q comes by cp.async
-// of all of them, once.
+// A thread beside the warps that own rows fills a ring of stages, each with K and V of a tile. Who
+// owns rows waits for K, multiplies, gives K's place back, waits for V, and so on: no barrier holds
+// the warps together, so that the softmax of one runs under the products of another. They meet
+// where one of them changes what all read (clean_values(), clear_bad_weights()): in tiles that not
+// every row sees whole, which all warps take for that, and in tiles with bad tokens. Q comes by
+// cp.async of all of them, once.
 #pragma once
 
 #include "kernels/attention/common/ring.hpp"

@@ -86,10 +86,10 @@ struct MmaScores : Epilogue<S> {
     std::uint32_t pair[S::n_tiles / 2][4];
     SharedAddress a_row[M], b_row[S::n_tiles / 2];
 #pragma unroll
-    for (int m = 0; m < M; ++m) a_row[m] = Q::along(q, step * 32) + m * 16 * Q::stride;
+    for (int m = 0; m < M; ++m) a_row[m] = Q::along(q + m * 16 * Q::stride, step * 32);
 #pragma unroll
     for (int n = 0; n < S::n_tiles / 2; ++n) {
-      b_row[n] = Keys::along(k, step * 32) + n * 16 * Keys::stride;
+      b_row[n] = Keys::along(k + n * 16 * Keys::stride, step * 32);
     }
     isa::load_matrix<M>(a, a_row);
     isa::load_matrix<S::n_tiles / 2>(pair, b_row);

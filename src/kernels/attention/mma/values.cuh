@@ -68,8 +68,8 @@ struct MmaValues : MmaScores<S> {
   /// out += P V for 16 keys.
   QATTN_DEVICE void multiply_16bit(int step, const std::uint32_t (&a)[M][4]) {
     constexpr int pairs = S::d_tiles / 2, chunk = pairs % 4 == 0 ? 4 : 3;
-    const SharedAddress v = V::place(this->at_stage(S::v_at), lane % 16, lane / 16 * 16) +
-                            step * 16 * V::stride;
+    const SharedAddress v =
+        V::place(this->at_stage(S::v_at), step * 16 + lane % 16, lane / 16 * 16);
 #pragma unroll
     for (int first = 0; first < pairs; first += chunk) multiply_channels<chunk>(first, v, a);
   }
@@ -348,8 +348,8 @@ struct MmaValues : MmaScores<S> {
   /// Row sums of the rounded e4m3 P: an extra row of V holds ones.
   QATTN_DEVICE void add_weights(const Codes& a) {
     std::uint32_t r[1][4];
-    const SharedAddress row[1] = {V::place(this->at_stage(S::v_at), lane % 8, lane / 8 * 16) +
-                                  S::d * V::stride};
+    const SharedAddress row[1] = {
+        V::place(this->at_stage(S::v_at), S::d + lane % 8, lane / 8 * 16)};
     isa::load_matrix<1>(r, row);
     isa::Accumulator<S::pv> acc[M][1][4];
     const std::uint32_t b0[1][2] = {{r[0][0], r[0][1]}}, b1[1][2] = {{r[0][2], r[0][3]}};
