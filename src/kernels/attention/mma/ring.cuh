@@ -170,6 +170,8 @@ struct RingAttention : MmaAttention<S> {
     }
     isa::copy_async_wait<0>();
     this->meet();
+#pragma unroll
+    for (int step = 0; step < Base::qk_steps; ++step) this->load_queries(step, this->queries[step]);
     for (int tile = last_tile<S>(work); tile >= work.key_begin; tile -= S::keys) {
       if (idle) {
         pass_tile(tile);

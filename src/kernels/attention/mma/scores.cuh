@@ -37,6 +37,8 @@ struct MmaScores : Epilogue<S> {
 
   SharedAddress base = isa::shared_base();
   SharedAddress stage = base;  ///< where the tile's K and V are
+  static constexpr int qk_steps = S::qk_bytes / 32;
+  std::uint32_t queries[S::ring ? qk_steps : 1][M][4];  ///< with a ring Q stays in registers
   TileCopies<S> copies{Base::p, Base::work, base};
 
   QATTN_DEVICE MmaScores(const AttentionParams& params, const WorkTile& w)
@@ -78,25 +80,34 @@ struct MmaScores : Epilogue<S> {
   /// 32 bytes of each row, as A and B operands.
   QATTN_DEVICE void load_step(int step, std::uint32_t (&a)[M][4],
                               std::uint32_t (&b)[S::n_tiles][2]) const {
-    using Q = typename S::Queries;
     using Keys = typename S::Keys;
-    const SharedAddress q = Q::place(base, warp * S::warp_rows + lane % 16, lane / 16 * 16);
     const SharedAddress k =
         Keys::place(at_stage(S::k_at), lane % 8 + lane / 16 * 8, lane / 8 % 2 * 16);
     std::uint32_t pair[S::n_tiles / 2][4];
-    SharedAddress a_row[M], b_row[S::n_tiles / 2];
-#pragma unroll
-    for (int m = 0; m < M; ++m) a_row[m] = Q::along(q + m * 16 * Q::stride, step * 32);
+    SharedAddress b_row[S::n_tiles / 2];
 #pragma unroll
     for (int n = 0; n < S::n_tiles / 2; ++n) {
       b_row[n] = Keys::along(k + n * 16 * Keys::stride, step * 32);
     }
-    isa::load_matrix<M>(a, a_row);
+    if constexpr (S::ring) {
+#pragma unroll
+      for (int i = 0; i < 4 * M; ++i) a[i / 4][i % 4] = queries[step][i / 4][i % 4];
+    } else {
+      load_queries(step, a);
+    }
     isa::load_matrix<S::n_tiles / 2>(pair, b_row);
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
       b[n][0] = pair[n / 2][n % 2 * 2], b[n][1] = pair[n / 2][n % 2 * 2 + 1];
     }
+  }
+  QATTN_DEVICE void load_queries(int step, std::uint32_t (&a)[M][4]) const {
+    using Q = typename S::Queries;
+    const SharedAddress q = Q::place(base, warp * S::warp_rows + lane % 16, lane / 16 * 16);
+    SharedAddress a_row[M];
+#pragma unroll
+    for (int m = 0; m < M; ++m) a_row[m] = Q::along(q + m * 16 * Q::stride, step * 32);
+    isa::load_matrix<M>(a, a_row);
   }
 
   QATTN_DEVICE void multiply_plain(Products& acc) const {
