@@ -48,7 +48,7 @@ struct TileCopies {
         p.q.data == nullptr
             ? prepared_source(p.q8, work.head, work.q_slot, work.q.length)
             : tile::row_source(p.q, work.q, work.b, work.head, width, p.q_vectors);
-    const typename S::Queries::At to{base};
+    const typename S::Queries::At to{base + S::q_at};
     if constexpr (S::qk_groups) copy_query_groups();
     if (p.pack_gqa > 1) {
       const std::int64_t head_stride =

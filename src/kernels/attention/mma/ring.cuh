@@ -26,22 +26,33 @@ template <class S>
 struct RingStage : RingPlace<S::stages> {
   SharedAddress base = isa::shared_base();
 
-  QATTN_DEVICE SharedAddress data() const {
-    return base + S::ring_at + this->stage * S::stage_bytes;
+  QATTN_DEVICE SharedAddress data() const { return base + this->stage * S::stage_bytes; }
+  QATTN_DEVICE SharedAddress marks() const {
+    return base + S::marks_at + this->stage * S::mark_bytes;
   }
   QATTN_DEVICE SharedAddress barrier(int first) const { return base + first + 8 * this->stage; }
 
-  /// Until what the barriers from `first` on tell is so. Stages begin empty.
+  /// Until what the barriers from `first` on tell is so. Stages begin empty, but for the last,
+  /// which holds Q first.
   QATTN_DEVICE void await_full(int first) const {
     isa::mbarrier_wait(barrier(first), this->parity);
   }
   QATTN_DEVICE void await_empty(int first) const {
-    isa::mbarrier_wait(barrier(first), this->parity ^ 1);
+    const std::uint32_t begins_full = this->stage == S::stages - 1;
+    isa::mbarrier_wait(barrier(first), this->parity ^ begins_full ^ 1);
   }
   /// A warp reads it no more.
   QATTN_DEVICE void release(int first) const {
     isa::sync_warp();
     if (isa::lane() == 0) isa::mbarrier_arrive(barrier(first));
+  }
+  /// Q neither.
+  QATTN_DEVICE void release_queries() const {
+    RingStage last = *this;
+    last.stage = S::stages - 1;
+    isa::fence_async_proxy();  // TMA writes there next
+    last.release(S::k_empty);
+    last.release(S::v_empty);
   }
 };
 
@@ -125,14 +136,14 @@ struct RingProducer {
 template <class S>
 struct RingAttention : MmaAttention<S> {
   using Base = MmaAttention<S>;
-  using Base::R, Base::p, Base::row_scale, Base::stage, Base::work;
+  using Base::R, Base::marks, Base::p, Base::row_scale, Base::stage, Base::work;
   using typename Base::Scores;
   using Base::Base;
 
   RingStage<S> ring{};
 
   QATTN_DEVICE void run_tile(int tile) {
-    stage = ring.data();
+    stage = ring.data(), marks = ring.marks();
     const float k_scale = this->key_scale(tile);
     ring.await_full(S::k_full);
     Scores s;
@@ -151,7 +162,7 @@ struct RingAttention : MmaAttention<S> {
 
   /// The same of a warp without rows: its share of what all do.
   QATTN_DEVICE void pass_tile(int tile) {
-    stage = ring.data();
+    stage = ring.data(), marks = ring.marks();
     ring.await_full(S::k_full);
     ring.release(S::k_empty);
     ring.await_full(S::v_full);
@@ -172,6 +183,8 @@ struct RingAttention : MmaAttention<S> {
     this->meet();
 #pragma unroll
     for (int step = 0; step < Base::qk_steps; ++step) this->load_queries(step, this->queries[step]);
+    if constexpr (S::qk_16bit) this->check_queries();
+    ring.release_queries();
     for (int tile = last_tile<S>(work); tile >= work.key_begin; tile -= S::keys) {
       if (idle) {
         pass_tile(tile);
@@ -184,10 +197,7 @@ struct RingAttention : MmaAttention<S> {
 
   static QATTN_DEVICE void run(const AttentionParams& p, const WorkTile& work) {
     RingAttention self(p, work);
-    if (work.key_begin < work.key_end) {
-      self.run_tiles();
-      if constexpr (S::qk_16bit) self.check_queries();
-    }
+    if (work.key_begin < work.key_end) self.run_tiles();
     if constexpr (S::scales_channels) self.scale_channels();
     self.take_offsets();
     self.meet();  // the rows leave through the same shared memory

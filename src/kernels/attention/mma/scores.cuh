@@ -36,7 +36,7 @@ struct MmaScores : Epilogue<S> {
   using typename Base::Scores;
 
   SharedAddress base = isa::shared_base();
-  SharedAddress stage = base;  ///< where the tile's K and V are
+  SharedAddress stage = base, marks = base;  ///< of a ring: where the tile's K and V are
   static constexpr int qk_steps = S::qk_bytes / 32;
   std::uint32_t queries[S::ring ? qk_steps : 1][M][4];  ///< with a ring Q stays in registers
   TileCopies<S> copies{Base::p, Base::work, base};
@@ -103,7 +103,7 @@ struct MmaScores : Epilogue<S> {
   }
   QATTN_DEVICE void load_queries(int step, std::uint32_t (&a)[M][4]) const {
     using Q = typename S::Queries;
-    const SharedAddress q = Q::place(base, warp * S::warp_rows + lane % 16, lane / 16 * 16);
+    const SharedAddress q = Q::place(base + S::q_at, warp * S::warp_rows + lane % 16, lane / 16 * 16);
     SharedAddress a_row[M];
 #pragma unroll
     for (int m = 0; m < M; ++m) a_row[m] = Q::along(q + m * 16 * Q::stride, step * 32);
@@ -172,7 +172,7 @@ struct MmaScores : Epilogue<S> {
     return isa::load_shared<std::uint32_t>(flag_address(key)) != 0;
   }
   QATTN_DEVICE SharedAddress flag_address(int key) const {
-    if constexpr (S::ring) return at_stage(S::marks_at) + 4 * key;
+    if constexpr (S::ring) return marks + 4 * key;
     return V::place(at_stage(S::v_at), key, S::v_bytes);  // in the padding of V's row
   }
 
@@ -265,7 +265,7 @@ struct MmaScores : Epilogue<S> {
     const int row = warp * S::warp_rows + lane % S::warp_rows;
 #pragma unroll 4
     for (int c = 0; c < S::qk_bytes; c += 16) {
-      bad |= not_finite<S::qk>(isa::load_shared<isa::Words4>(S::Queries::place(base, row, c)));
+      bad |= not_finite<S::qk>(isa::load_shared<isa::Words4>(S::Queries::place(base + S::q_at, row, c)));
     }
     const std::uint32_t rows = isa::ballot(bad);
 #pragma unroll

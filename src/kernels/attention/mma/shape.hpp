@@ -90,28 +90,31 @@ struct MmaShape {
   static constexpr int v_groups_bytes = (v_rows * v_group_bytes + 15) / 16 * 16;
   static constexpr int tail_bytes = pv_16bit ? 0 : 8 * keys + 16;
 
-  // Q, with its groups' scales, lies at the base. All else is a stage's, whose K lies at k_at
-  // behind its beginning: which is the base, too, where there is no ring.
+  // Where there is no ring, Q lies at the base, and K of a tile and all else behind it.
   static constexpr int k_at = ring ? 0 : Queries::bytes, v_at = k_at + Keys::bytes;
   static constexpr int tail_at = v_at + Values::bytes;  ///< log, inverse, flags of a V tile
-  static constexpr int q_groups_at = ring ? Queries::bytes : tail_at + tail_bytes;
-  static constexpr int q_end = q_groups_at + rows * qk_group_bytes;
-  static constexpr int k_groups_at = ring ? tail_at + tail_bytes : q_end;
+  static constexpr int plain_q_groups_at = tail_at + tail_bytes;
+  static constexpr int q_group_end = plain_q_groups_at + rows * qk_group_bytes;
+  static constexpr int k_groups_at = ring ? tail_at + tail_bytes : q_group_end;
   static constexpr int v_groups_at = k_groups_at + keys * qk_group_bytes;
   static constexpr int k_scale_at = v_groups_at + v_groups_bytes;
   static constexpr int mean_at = k_scale_at + 4 * keys;  ///< smooth_q: 64 floats a block of Q
 
-  // The ring: marks of bad tokens of 16-bit V behind the rest of a stage; barriers behind all
-  // stages, of each whether K and V are there, and whether they have been read.
-  static constexpr int marks_at = v_groups_at + v_groups_bytes;
-  static constexpr int stage_end = marks_at + (pv_16bit ? 4 * keys + 16 : 0);
-  static constexpr int stage_bytes = (stage_end + 1023) / 1024 * 1024;
-  static constexpr int ring_at = (q_end + 1023) / 1024 * 1024;
-  static constexpr int room = isa::shared_limit(120) - ring_at - 256;
-  static constexpr int stages = room / stage_bytes < 4 ? room / stage_bytes : 4;
-  static constexpr int k_full = ring_at + stages * stage_bytes, v_full = k_full + 8 * stages;
+  // A ring begins at the base, and these are places within a stage. Q comes to the last stage's
+  // place and goes on to registers before a tile does. Behind the stages: scales of Q's groups;
+  // marks of bad tokens of 16-bit V, and barriers, of each stage: whether K and V are there, and
+  // whether they have been read.
+  static constexpr int stage_bytes = (v_groups_at + v_groups_bytes + 1023) / 1024 * 1024;
+  static constexpr int mark_bytes = pv_16bit ? 4 * keys + 16 : 0;
+  static constexpr int room = isa::shared_limit(120) - rows * qk_group_bytes - 32 * 4;
+  static constexpr int fit = room / (stage_bytes + mark_bytes), stages = fit < 4 ? fit : 4;
+  static constexpr int q_at = ring ? (stages - 1) * stage_bytes : 0;
+  static constexpr int q_groups_at = ring ? stages * stage_bytes : plain_q_groups_at;
+  static constexpr int marks_at = q_groups_at + rows * qk_group_bytes;
+  static constexpr int k_full = marks_at + stages * mark_bytes, v_full = k_full + 8 * stages;
   static constexpr int k_empty = v_full + 8 * stages, v_empty = k_empty + 8 * stages;
   static_assert(!ring || (stages >= 2 && v_at % 1024 == 0 && !C.general));
+  static_assert(!ring || Queries::bytes <= stage_bytes);
 
   static constexpr int used_bytes = ring ? v_empty + 8 * stages
                                     : C.general && !qk_16bit
