@@ -25,6 +25,13 @@ struct TensorShape {
   Swizzle swizzle = Swizzle::none;
 };
 
+/// The swizzle of rows of 32, 64 or 128 bytes.
+constexpr Swizzle swizzle_of(int row_bytes) {
+  return row_bytes == 32   ? Swizzle::bytes32
+         : row_bytes == 64 ? Swizzle::bytes64
+                           : Swizzle::bytes128;
+}
+
 /// Why there can be no map of this tensor; empty: there can. The limits are the driver's, and one
 /// of ours: a swizzled row fills its span, so that a row's place does not depend on the hardware.
 inline std::string check_tensor_shape(const TensorShape& t) {

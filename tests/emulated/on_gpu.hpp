@@ -25,7 +25,7 @@ inline std::vector<OnGpu> everywhere() {
     for (const int architecture : {90, has_fp8(recipe) ? 89 : 80}) {
       all.push_back({recipe, architecture});
     }
-    if (has_fp8(recipe)) all.push_back({recipe, 120});
+    all.push_back({recipe, 120});
   }
   for (const Recipe& recipe : grouped_recipes()) all.push_back({recipe, 120});
   return all;

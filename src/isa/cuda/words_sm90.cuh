@@ -12,6 +12,9 @@
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define QATTN_HAS_SM90 1
 #endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#define QATTN_LOADS_TO_BLOCK 1
+#endif
 // setmaxnreg belongs to the architecture-specific targets: ptxas refuses it for sm_120.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) || \
     defined(__CUDA_ARCH_SPECIFIC__) || defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
@@ -161,9 +164,15 @@ QATTN_DEVICE void fence_async_global() {
 
 // ---- Bulk copies, TMA --------------------------------------------------------------------------
 
+// Loads to the block's own shared memory. Those to a cluster's are, beyond Hopper, code that asks
+// whose it is and may call the system; and where there is a call, ptxas ignores setmaxnreg.
 QATTN_DEVICE void bulk_load(SharedAddress to, const void* from, std::uint32_t bytes,
                             SharedAddress mbarrier) {
-#if defined(QATTN_HAS_SM90)
+#if defined(QATTN_LOADS_TO_BLOCK)
+  ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_shared, ::cuda::ptx::space_global,
+                             shared_pointer(to), from, bytes,
+                             shared_pointer<std::uint64_t>(mbarrier));
+#elif defined(QATTN_HAS_SM90)
   ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_cluster, ::cuda::ptx::space_global,
                              shared_pointer(to), from, bytes,
                              shared_pointer<std::uint64_t>(mbarrier));
@@ -178,7 +187,11 @@ QATTN_DEVICE void bulk_store(void* to, SharedAddress from, std::uint32_t bytes) 
 template <int Rank>
 QATTN_DEVICE void tma_load(SharedAddress to, const TensorMap& map, const int (&c)[Rank],
                            SharedAddress mbarrier) {
-#if defined(QATTN_HAS_SM90)
+#if defined(QATTN_LOADS_TO_BLOCK)
+  ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_shared, ::cuda::ptx::space_global,
+                                    shared_pointer(to), &map, c,
+                                    shared_pointer<std::uint64_t>(mbarrier));
+#elif defined(QATTN_HAS_SM90)
   ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_cluster, ::cuda::ptx::space_global,
                                     shared_pointer(to), &map, c,
                                     shared_pointer<std::uint64_t>(mbarrier));

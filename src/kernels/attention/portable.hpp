@@ -9,5 +9,8 @@ inline namespace QATTN_TARGET {
 /// Its plans are MmaPlan.
 detail::Kernel sm80_prefill();
 
+/// Its general instance for 64 or 128 channels, in tiles of 128 rows; null: there is none.
+const MmaInstance* portable_instance(int channels, isa::Element qk, isa::Element pv);
+
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

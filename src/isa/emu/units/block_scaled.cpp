@@ -74,8 +74,9 @@ void multiply_scaled(Block& block, Arguments<ScaledProduct> lanes, Scaled s, int
   const Kind kind(s);
   const int m_tiles = lanes[0].product.m, n_tiles = lanes[0].product.n;
   const int rows = 16 * m_tiles, columns = 8 * n_tiles, each = kind.in_register();
-  const auto [planted, broken_tiles] = planted_fault();
-  const Fault fault = broken_tiles == 0 || broken_tiles == n_tiles ? planted : Fault::none;
+  const PlantedFault& planted = planted_fault();
+  const bool here = planted.column_tiles == 0 || planted.column_tiles == n_tiles;
+  const Fault fault = here ? planted.fault : Fault::none;
   const int other_lane = fault == Fault::scale_lane, swap = fault == Fault::neighbours;
   const int other_byte = fault == Fault::scale_byte;
   std::vector<std::uint32_t> stale;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "isa/emu/fault.hpp"
 #include "isa/isa.hpp"
 
 namespace qattn::emu {
@@ -161,6 +162,7 @@ void BulkCopies::tma_load(std::uint32_t to, const TensorMap& map, const int* cor
   check_corner(map, corner, false, where);
   Transfer load;
   load.map = map;
+  if (planted_fault().fault == Fault::no_swizzle) load.map.swizzle = 0;
   std::copy_n(corner, map.rank, load.corner);
   load.shared = to;
   load.bytes = map.box_bytes();

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "isa/emu/fault.hpp"
+
 namespace qattn::emu {
 namespace {
 
@@ -69,6 +71,7 @@ void Mbarriers::arrive(std::uint32_t address, const Where& where) {
                      thread, barrier.phase, emu::describe(where).c_str()));
   }
   barrier.arrived.push_back(thread);
+  if (planted_fault().at(Fault::lost_arrival, barrier.index)) return;
   if (block_.options().races) block_.races().release(thread, barrier.arriving);
   --barrier.pending;
   end_phase(address, barrier, where);
@@ -76,6 +79,8 @@ void Mbarriers::arrive(std::uint32_t address, const Where& where) {
 
 void Mbarriers::expect(std::uint32_t address, std::uint32_t bytes, const Where& where) {
   Mbarrier& barrier = find(address, "mbarrier_expect", where);
+  if (planted_fault().at(Fault::few_bytes, barrier.index)) bytes -= 16;
+  if (planted_fault().at(Fault::many_bytes, barrier.index)) bytes += 16;
   barrier.missing_bytes += bytes;
   if (barrier.missing_bytes > kLargestCount) {
     throw Error(text("mbarrier +0x%x: %lld bytes expected, more than it counts, at %s",
@@ -87,6 +92,7 @@ void Mbarriers::expect(std::uint32_t address, std::uint32_t bytes, const Where& 
 void Mbarriers::wait(std::uint32_t address, std::uint32_t parity, const Where& where) {
   block_.count(Word::mbarrier_wait);
   Mbarrier& barrier = find(address, "mbarrier_wait", where);
+  if (planted_fault().at(Fault::lost_wait, barrier.index)) return;
   while ((barrier.phase & 1) == (parity & 1)) {
     barrier.waiting.push_back(current_lane);
     block_.wait(Waiting::mbarrier, where, address, parity & 1);

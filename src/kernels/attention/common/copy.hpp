@@ -179,14 +179,6 @@ QATTN_DEVICE void copy_rows(isa::SharedAddress to, const RowSource& s, int first
                                                PaddedRows<RowBytes>{to}, CopyAsync{});
 }
 
-/// The same of rows of `pack` heads, by bring_gqa_rows().
-template <int RowBytes, int Rows, int Threads>
-QATTN_DEVICE void copy_gqa_rows(isa::SharedAddress to, const RowSource& s, int pack,
-                                std::int64_t head_stride) {
-  bring_gqa_rows<RowBytes, Rows, Threads>(s, pack, head_stride, isa::thread(),
-                                          PaddedRows<RowBytes>{to}, CopyAsync{});
-}
-
 /// Starts copying `Rows` contiguous rows of RowBytes (a V tile) to padded rows.
 template <int RowBytes, int Rows, int Threads>
 QATTN_DEVICE void copy_packed(isa::SharedAddress to, const std::byte* from) {

@@ -1,4 +1,4 @@
-// Tensor maps of tokens in 16 bits where they lie.
+// Tensor maps of tokens where they lie.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,15 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// 16-bit rows in place: boxes of `rows` tokens, of a page at most, a panel wide. `pack` > 1: of so
-/// many heads of rows / pack tokens each. Empty, or why TMA cannot read them.
+/// Rows of `d` elements in place, of 16 bits or `width` bytes: boxes of `rows` tokens, of a page at
+/// most, a panel wide, which is what a swizzle spans. `pack` > 1: of so many heads of rows / pack
+/// tokens each. Empty, or why TMA cannot read them.
 inline std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map,
-                            int pack = 1) {
+                            int pack = 1, int width = 2) {
+  const int panel = std::min(width * d, 128);
   isa::TensorShape t;
   t.address = x.data;
-  t.element_bytes = 2;
+  t.element_bytes = width;
   t.rank = 4;
   const bool packed = x.cu_seqlens != nullptr, paged = x.page_table != nullptr;
   if (paged) rows = std::min(rows, x.page_size);
@@ -31,10 +33,10 @@ inline std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap
     if (sizes[i] > 1 && strides[i] < 0) return "tensor map: a stride is negative";
     t.sizes[i] = static_cast<std::uint64_t>(sizes[i]);
     // A dimension of one element has any stride; this one is a multiple of 16 bytes.
-    t.stride_bytes[i] = static_cast<std::uint64_t>(sizes[i] > 1 ? 2 * strides[i] : 16);
+    t.stride_bytes[i] = static_cast<std::uint64_t>(sizes[i] > 1 ? width * strides[i] : 16);
     t.box[i] = 1;
   }
-  t.box[0] = static_cast<std::uint32_t>(std::min(d, 64));
+  t.box[0] = static_cast<std::uint32_t>(panel / width);
   t.box[1] = static_cast<std::uint32_t>(rows);
   if (pack > 1) {
     std::swap(t.sizes[1], t.sizes[2]);
@@ -42,7 +44,7 @@ inline std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap
     t.box[1] = static_cast<std::uint32_t>(pack);
     t.box[2] = static_cast<std::uint32_t>(rows / pack);
   }
-  t.swizzle = isa::Swizzle::bytes128;
+  t.swizzle = isa::swizzle_of(panel);
   return isa::make_tensor_map(t, map);
 }
 

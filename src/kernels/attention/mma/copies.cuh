@@ -1,4 +1,5 @@
-// How tiles of the mma.sync prefill kernel come to shared memory: by cp.async of all threads.
+// How Q and tiles of the mma.sync prefill kernel come to shared memory: by cp.async of all threads,
+// or K and V by TMA (ring.cuh).
 #pragma once
 
 #include "kernels/attention/common/rows.cuh"
@@ -48,20 +49,22 @@ struct TileCopies {
         p.q.data == nullptr
             ? prepared_source(p.q8, work.head, work.q_slot, work.q.length)
             : tile::row_source(p.q, work.q, work.b, work.head, width, p.q_vectors);
+    const typename S::Queries::At to{base + S::q_at};
     if constexpr (S::qk_groups) copy_query_groups();
     if (p.pack_gqa > 1) {
       const std::int64_t head_stride =
           p.q.data == nullptr ? p.q8.slots * p.q8.row_bytes : p.q.head * width;
-      tile::copy_gqa_rows<S::qk_bytes, S::rows, S::threads>(base, source, p.pack_gqa, head_stride);
+      tile::bring_gqa_rows<S::qk_bytes, S::rows, S::threads>(source, p.pack_gqa, head_stride,
+                                                             isa::thread(), to, tile::CopyAsync{});
       return;
     }
-    tile::copy_rows<S::qk_bytes, S::rows, S::threads, S::general>(base, source, work.first_row,
-                                                                  p.error);
+    tile::bring_rows<S::qk_bytes, S::rows, S::threads, S::general>(
+        source, work.first_row, isa::thread(), p.error, to, tile::CopyAsync{});
   }
 
   QATTN_DEVICE void start_keys(int tile) const {
-    tile::copy_rows<S::qk_bytes, S::keys, S::threads, S::general>(base + S::k_at + k_buffer, k_source, tile,
-                                                                  p.error);
+    tile::copy_rows<S::qk_bytes, S::keys, S::threads, S::general>(base + S::k_at + k_buffer,
+                                                                  k_source, tile, p.error);
     if constexpr (S::qk_groups) {
       const std::uint8_t* from =
           p.k8.group_scale + unit(p.k8, work.kv_head, work.k_slot + tile) * p.k8.group_bytes;
@@ -126,7 +129,7 @@ struct TileCopies {
       } else {  // the weights go behind the padded channels
         tile::copy_packed<S::v_bytes, S::threads>(base + S::v_at, record, p.v8.channels);
         if constexpr (!S::u8) {
-          tile::copy_packed<S::v_bytes, S::threads>(base + S::v_at + S::d * S::v_row,
+          tile::copy_packed<S::v_bytes, S::threads>(base + S::v_at + S::d * S::Values::stride,
                                                     record + at.extra, 8);
         }
         if constexpr (S::pv_groups) {
@@ -150,7 +153,8 @@ struct TileCopies {
     if constexpr (!S::pv_16bit && S::general) {
       constexpr int chunks = S::v_bytes / 16;
       for (int n = p.v8.channels * chunks + isa::thread(); n < S::d * chunks; n += S::threads) {
-        isa::store_shared(base + S::v_at + n / chunks * S::v_row + n % chunks * 16, isa::Words4{});
+        isa::store_shared(S::Values::place(base + S::v_at, n / chunks, n % chunks * 16),
+                          isa::Words4{});
       }
       if constexpr (S::pv_groups) {
         for (int n = p.v8.channels + isa::thread(); n < S::d; n += S::threads) {

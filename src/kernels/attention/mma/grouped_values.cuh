@@ -21,6 +21,7 @@ struct GroupedValues {
   using S = typename Kernel::Shape;
   using F = typename S::Fragment;
   using K = typename S::KeyFragment;
+  using V = typename S::Values;
   using Scores = typename Kernel::Scores;
   static constexpr int M = Kernel::M, R = Kernel::R, steps = S::v_bytes / 32;
   /// Channel tiles that are multiplied at a time.
@@ -128,14 +129,14 @@ struct GroupedValues {
   QATTN_DEVICE void load_values(int first, std::uint32_t (&b)[steps][N][2],
                                 std::uint32_t (&sb)[N]) const {
     const int lane = k.lane;
-    const SharedAddress v = k.base + S::v_at + first * S::v_row;
+    const SharedAddress v = k.at_stage(S::v_at) + first * V::stride;
     if constexpr (steps == 1) {  // an ldmatrix has two tiles of channels
       std::uint32_t r[(N + 1) / 2][4];
       SharedAddress row[(N + 1) / 2];
 #pragma unroll
       for (int n = 0; n < (N + 1) / 2; ++n) {
         const int tile = N == 1 ? 0 : lane / 16;
-        row[n] = v + (16 * n + 8 * tile + lane % 8) * S::v_row + lane / 8 % 2 * 16;
+        row[n] = V::place(v, 8 * tile + lane % 8, lane / 8 % 2 * 16) + 16 * n * V::stride;
       }
       isa::load_matrix<(N + 1) / 2>(r, row);
 #pragma unroll
@@ -146,7 +147,7 @@ struct GroupedValues {
       std::uint32_t r[N][4];
       SharedAddress row[N];
 #pragma unroll
-      for (int n = 0; n < N; ++n) row[n] = v + (8 * n + lane % 8) * S::v_row + lane / 8 * 16;
+      for (int n = 0; n < N; ++n) row[n] = V::place(v, lane % 8, lane / 8 * 16) + 8 * n * V::stride;
       isa::load_matrix<N>(r, row);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
@@ -157,7 +158,7 @@ struct GroupedValues {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const SharedAddress at =
-          k.base + S::v_groups_at + (first + 8 * n + lane / 4) * S::v_group_bytes;
+          k.at_stage(S::v_groups_at) + (first + 8 * n + lane / 4) * S::v_group_bytes;
       if constexpr (S::v_group_bytes == 4) {
         sb[n] = isa::load_shared<std::uint32_t>(at);
       } else {

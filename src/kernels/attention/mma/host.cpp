@@ -6,6 +6,7 @@
 
 #include "kernels/attention/common/call_params.hpp"
 #include "kernels/attention/common/check.cuh"
+#include "kernels/attention/common/row_map.hpp"
 #include "kernels/attention/common/spoil.hpp"
 #include "kernels/attention/common/supports.hpp"
 
@@ -47,24 +48,62 @@ const MmaInstance& instance_of(const Problem& p, const MmaPlan& plan) {
   return plain ? *plan.plain : *plan.general;
 }
 
+/// Tensor maps for a kernel with a ring. Empty, or why TMA cannot read the operands.
+std::string map_tiles(const MmaConfig& c, RingParams& a) {
+  const int width = isa::is_16bit(c.qk) ? 2 : 1;
+  tile::Rows k = a.k;
+  if (k.data == nullptr) {  // prepared
+    k = {};
+    k.data = a.k8.codes, k.channels = a.k8.row_bytes, k.heads = a.k.heads, k.batches = 1;
+    k.token = a.k8.row_bytes, k.head = a.k8.slots * a.k8.row_bytes, k.max_length = a.k8.slots;
+  }
+  const int row = c.d * isa::element_bits(c.qk) / 8;
+  std::string e = map_rows(k, row / width, tile_keys, a.k_map, 1, width);
+  if (!e.empty()) return e;
+  if (isa::is_16bit(c.pv)) return map_rows(a.v, c.d, tile_keys, a.v_map);
+  const int bits = isa::element_bits(c.pv), bytes = tile_keys * bits / 8;
+  const int rows = c.d + (c.pv == Element::u8 ? 0 : 8);
+  isa::TensorShape t;
+  t.address = a.v8.tiles;
+  t.rank = 3;
+  t.sizes[0] = static_cast<std::uint64_t>(bytes);
+  t.sizes[1] = static_cast<std::uint64_t>(rows);
+  t.sizes[2] = static_cast<std::uint64_t>(a.k.heads * a.v8.slots / tile_keys);
+  t.stride_bytes[1] = static_cast<std::uint64_t>(bytes);
+  t.stride_bytes[2] = static_cast<std::uint64_t>(tile_offsets(c.d, bits, c.pv_group).bytes);
+  t.box[0] = static_cast<std::uint32_t>(bytes);
+  t.box[1] = static_cast<std::uint32_t>(rows);
+  t.box[2] = 1;
+  t.swizzle = isa::swizzle_of(bytes);
+  return isa::make_tensor_map(t, a.v_map);
+}
+
 /// Its kernels are not `dependent`: they start after all.
 Status attend_mma(const GpuPlan& data, const Problem& p, void* workspace, Stream stream, Handover) {
   const auto& plan = static_cast<const MmaPlan&>(data);
-  const MmaInstance& instance = instance_of(p, plan);
-  const int rows = instance.config.rows;
-  AttentionParams params =
+  const MmaInstance* instance = &instance_of(p, plan);
+  const int rows = instance->config.rows;
+  RingParams params;
+  static_cast<AttentionParams&>(params) =
       params_of(p, prepared_in(p, plan.recipe, plan.prepared, workspace), rows, plan.error);
   if (params.work_tiles == 0) return {};
   set_split_kv(plan.split_kv, rows, workspace, params);
   set_order(plan.order, params);
-  const bool notes = notes_bad_keys(instance.config);
+  if (instance->config.ring && !map_tiles(instance->config, params).empty()) {
+    instance = plan.general;
+  }
+  const bool notes = notes_bad_keys(instance->config);
   if (notes) {
     params.bad_keys =
         reinterpret_cast<std::int32_t*>(static_cast<std::byte*>(workspace) + plan.bad_keys);
   }
   isa::Start start = isa::Start::after_all;
   isa::LaunchError e = locate_varlen(plan.packed, p, workspace, params, stream, start);
-  if (e.empty()) e = instance.launch(params, {params.work_tiles, 1, 1}, stream);
+  if (e.empty()) {
+    const isa::Index3 grid{params.work_tiles, 1, 1};
+    e = instance->config.ring ? instance->launch_ring(params, grid, stream)
+                              : instance->launch(params, grid, stream);
+  }
   if (e.empty()) e = combine_parts(params, stream);
   if (e.empty() && notes) e = spoil_rows(p, params, stream);
   return e.empty() ? Status() : Status(Code::internal, "attention kernel: " + e);

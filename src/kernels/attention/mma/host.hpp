@@ -4,6 +4,7 @@
 #include "core/problem.hpp"
 #include "kernels/attention/common/supports.hpp"
 #include "kernels/attention/gpu.hpp"
+#include "kernels/attention/mma/ring_params.hpp"
 #include "kernels/attention/mma/shape.hpp"
 #include "kernels/attention/schedule/split_kv.hpp"
 #include "kernels/attention/schedule/tile_scheduler.hpp"
@@ -13,12 +14,14 @@ inline namespace QATTN_TARGET {
 
 struct MmaInstance {
   MmaConfig config;
-  isa::LaunchError (*launch)(const AttentionParams&, isa::Index3, void*);
+  isa::LaunchError (*launch)(const AttentionParams&, isa::Index3, void*) = nullptr;
+  isa::LaunchError (*launch_ring)(const RingParams&, isa::Index3, void*) = nullptr;
 };
 
 struct MmaPlan : GpuPlan {
   /// Both have the same tiles. run() takes the plain one, if there is one, where is_unmasked() says
-  /// so of the call at hand: a plan knows neither its addresses nor its strides.
+  /// so of the call at hand, and TMA can read its operands if it has a ring: a plan knows neither
+  /// addresses nor strides.
   const MmaInstance *plain = nullptr, *general = nullptr;
   std::size_t bad_keys = 0;  ///< offset in the workspace
   SplitKv split_kv;

@@ -3,8 +3,9 @@
 //
 // A block owns some query rows of one head, each warp 16 or 32 of them, and walks the keys in tiles
 // of 64 from last to first. V of a tile arrives under the product of Q and K, K of the next under
-// softmax and the product with V; another block on the multiprocessor fills what is left. 32 rows a warp halve the reads of K and V from shared memory, which otherwise
-// bind 8-bit products (an ldmatrix.x4 takes 4 clocks, two mma of 8 bits take 3.2).
+// softmax and the product with V; another block on the multiprocessor fills what is left. (With a
+// ring it is otherwise: ring.cuh.) 32 rows a warp halve the reads of K and V from shared memory,
+// which otherwise bind 8-bit products (an ldmatrix.x4 takes 4 clocks, two mma of 8 bits take 3.2).
 //
 // u8 P (int8_full) is scaled to the maximum of its own tile and row; products with V are exact in
 // int32 and join O in float32 tile by tile. Row sums take P before rounding, by 1 / scale of the
@@ -102,7 +103,7 @@ struct MmaAttention : MmaValues<S> {
     this->copies.start_key_scales(tile);
     isa::copy_async_commit();
     if constexpr (S::k_buffers == 2) {
-      this->copies.k_buffer = S::k_bytes - this->copies.k_buffer;
+      this->copies.k_buffer = S::Keys::bytes - this->copies.k_buffer;
       start_next_keys(next);
     }
   }

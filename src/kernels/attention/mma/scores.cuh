@@ -29,18 +29,27 @@ template <class S>
 struct MmaScores : Epilogue<S> {
   using F = typename S::Fragment;
   using K = typename S::KeyFragment;
+  using V = typename S::Values;
   using Base = Epilogue<S>;
   using Base::M, Base::R, Base::bad_rows, Base::lane, Base::local_row, Base::p, Base::unit,
       Base::warp, Base::work;
   using typename Base::Scores;
 
   SharedAddress base = isa::shared_base();
+  SharedAddress stage = base, marks = base;  ///< of a ring: where the tile's K and V are
+  static constexpr int qk_steps = S::qk_bytes / 32;
+  std::uint32_t queries[S::ring ? qk_steps : 1][M][4];  ///< with a ring Q stays in registers
   TileCopies<S> copies{Base::p, Base::work, base};
 
   QATTN_DEVICE MmaScores(const AttentionParams& params, const WorkTile& w)
       : Base(params, w, isa::thread() / 32) {}
 
-  /// All warps, those without rows at other places of the code (pass_tiles()).
+  /// Of what lies so far behind the beginning of the tile's stage.
+  QATTN_DEVICE SharedAddress at_stage(int offset) const {
+    return (S::ring ? stage : base) + offset;
+  }
+
+  /// All warps that own rows, those without rows at other places of the code (pass_tiles()).
   QATTN_DEVICE static void meet() { isa::barrier_sync_anywhere(1, S::threads); }
 
   /// Does none of this warp's rows exist?
@@ -70,27 +79,41 @@ struct MmaScores : Epilogue<S> {
 
   /// Where K of the tile is. Where there are two buffers, the other one is being filled.
   QATTN_DEVICE int k_at() const {
-    return S::k_at + (S::k_buffers == 2 ? S::k_bytes - copies.k_buffer : 0);
+    return S::k_at + (S::k_buffers == 2 ? S::Keys::bytes - copies.k_buffer : 0);
   }
 
   /// 32 bytes of each row, as A and B operands.
   QATTN_DEVICE void load_step(int step, std::uint32_t (&a)[M][4],
                               std::uint32_t (&b)[S::n_tiles][2]) const {
-    const SharedAddress q = base + (warp * S::warp_rows + lane % 16) * S::qk_row + lane / 16 * 16;
-    const SharedAddress k = base + k_at() + (lane % 8 + lane / 16 * 8) * S::qk_row +
-                            lane / 8 % 2 * 16;
+    using Keys = typename S::Keys;
+    const SharedAddress k =
+        Keys::place(at_stage(k_at()), lane % 8 + lane / 16 * 8, lane / 8 % 2 * 16);
     std::uint32_t pair[S::n_tiles / 2][4];
-    SharedAddress a_row[M], b_row[S::n_tiles / 2];
+    SharedAddress b_row[S::n_tiles / 2];
 #pragma unroll
-    for (int m = 0; m < M; ++m) a_row[m] = q + m * 16 * S::qk_row + step * 32;
+    for (int n = 0; n < S::n_tiles / 2; ++n) {
+      b_row[n] = Keys::along(k + n * 16 * Keys::stride, step * 32);
+    }
+    if constexpr (S::ring) {
 #pragma unroll
-    for (int n = 0; n < S::n_tiles / 2; ++n) b_row[n] = k + n * 16 * S::qk_row + step * 32;
-    isa::load_matrix<M>(a, a_row);
+      for (int i = 0; i < 4 * M; ++i) a[i / 4][i % 4] = queries[step][i / 4][i % 4];
+    } else {
+      load_queries(step, a);
+    }
     isa::load_matrix<S::n_tiles / 2>(pair, b_row);
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
       b[n][0] = pair[n / 2][n % 2 * 2], b[n][1] = pair[n / 2][n % 2 * 2 + 1];
     }
+  }
+  QATTN_DEVICE void load_queries(int step, std::uint32_t (&a)[M][4]) const {
+    using Q = typename S::Queries;
+    const int row = warp * S::warp_rows + lane % 16;
+    const SharedAddress q = Q::place(base + S::q_at, row, lane / 16 * 16);
+    SharedAddress a_row[M];
+#pragma unroll
+    for (int m = 0; m < M; ++m) a_row[m] = Q::along(q + m * 16 * Q::stride, step * 32);
+    isa::load_matrix<M>(a, a_row);
   }
 
   QATTN_DEVICE void multiply_plain(Products& acc) const {
@@ -142,7 +165,7 @@ struct MmaScores : Epilogue<S> {
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
       s[n] = S::qk_groups ? isa::load_shared<std::uint32_t>(
-                                base + S::k_groups_at + (lane / 4 + 8 * n) * S::qk_group_bytes +
+                                at_stage(S::k_groups_at) + (lane / 4 + 8 * n) * S::qk_group_bytes +
                                 4 * word)
                           : unit_scales;
     }
@@ -155,7 +178,8 @@ struct MmaScores : Epilogue<S> {
     return isa::load_shared<std::uint32_t>(flag_address(key)) != 0;
   }
   QATTN_DEVICE SharedAddress flag_address(int key) const {
-    return base + S::v_at + key * S::v_row + S::v_bytes;  // in the padding of V's row
+    if constexpr (S::ring) return marks + 4 * key;
+    return V::place(at_stage(S::v_at), key, S::v_bytes);  // in the padding of V's row
   }
 
   /// The bounds of a tile that not every row sees whole. `bad_values`: flagged tokens of V turn the
@@ -244,10 +268,11 @@ struct MmaScores : Epilogue<S> {
   /// Marks this warp's rows of Q that are not finite.
   QATTN_DEVICE void check_queries() {
     bool bad = false;
-    const SharedAddress row = base + (warp * S::warp_rows + lane % S::warp_rows) * S::qk_row;
+    const int row = warp * S::warp_rows + lane % S::warp_rows;
 #pragma unroll 4
     for (int c = 0; c < S::qk_bytes; c += 16) {
-      bad |= not_finite<S::qk>(isa::load_shared<isa::Words4>(row + c));
+      const SharedAddress at = S::Queries::place(base + S::q_at, row, c);
+      bad |= not_finite<S::qk>(isa::load_shared<isa::Words4>(at));
     }
     const std::uint32_t rows = isa::ballot(bad);
 #pragma unroll
@@ -266,14 +291,15 @@ struct MmaScores : Epilogue<S> {
   /// 16-bit V: zeros in the place of tokens that hold NaN or Inf, and a flag in each row's padding.
   /// Needed only where some row must not see such a token. Returns whether there was one.
   QATTN_DEVICE bool clean_values() {
-    const SharedAddress any = base + S::k_at + S::qk_bytes;  // in the padding of K's first row
+    const SharedAddress any = S::ring ? flag_address(S::keys)
+                                      : base + S::k_at + S::qk_bytes;  // in K's first padding
     if (isa::thread() < S::keys) isa::store_shared(flag_address(isa::thread()), 0u);
     if (isa::thread() == 0) isa::store_shared(any, 0u);
     meet();
     constexpr int chunks = S::v_bytes / 16;
     for (int n = isa::thread(); n < S::keys * chunks; n += S::threads) {
       const auto v =
-          isa::load_shared<isa::Words4>(base + S::v_at + n / chunks * S::v_row + n % chunks * 16);
+          isa::load_shared<isa::Words4>(V::place(at_stage(S::v_at), n / chunks, n % chunks * 16));
       if (not_finite<S::pv>(v)) {
         isa::atomic_max_shared(flag_address(n / chunks), 1u);
         isa::atomic_max_shared(any, 1u);
@@ -283,9 +309,10 @@ struct MmaScores : Epilogue<S> {
     if (isa::load_shared<std::uint32_t>(any) == 0) return false;
     for (int n = isa::thread(); n < S::keys * chunks; n += S::threads) {
       if (bad_value(n / chunks)) {
-        isa::store_shared(base + S::v_at + n / chunks * S::v_row + n % chunks * 16, isa::Words4{});
+        isa::store_shared(V::place(at_stage(S::v_at), n / chunks, n % chunks * 16), isa::Words4{});
       }
     }
+    if constexpr (S::ring) isa::fence_async_proxy();  // TMA writes there next
     meet();
     return true;
   }

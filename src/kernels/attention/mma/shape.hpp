@@ -2,7 +2,8 @@
 #pragma once
 
 #include "isa/fragment.hpp"
-#include "kernels/attention/common/copy.hpp"
+#include "isa/shared_limit.hpp"
+#include "kernels/attention/mma/tile_rows.hpp"
 #include "kernels/quantize/gpu/prepared.hpp"
 
 namespace qattn::kernels {
@@ -19,6 +20,8 @@ struct MmaConfig {
   int m_tiles = 2;                 ///< row tiles of a warp
   int rows = 128;                  ///< of a block
   bool scaled_fp8 = false;         ///< e4m3 without groups takes products with scales of 1
+  /// K and V come by TMA, from a warp of its own, to a ring (ring.cuh). Not general.
+  bool ring = false;
   bool operator==(const MmaConfig&) const = default;
 };
 
@@ -34,7 +37,7 @@ struct MmaShape {
   using Element = isa::Element;
   using Fragment = isa::MmaFragment;
   static constexpr Element qk = C.qk, pv = C.pv;
-  static constexpr bool general = C.general;
+  static constexpr bool general = C.general, ring = C.ring;
   static constexpr bool qk_16bit = isa::is_16bit(C.qk), pv_16bit = isa::is_16bit(C.pv);
   static constexpr int qk_group = C.qk_group, pv_group = C.pv_group;
   static constexpr bool qk_groups = qk_group > 0, pv_groups = pv_group > 0;
@@ -66,35 +69,64 @@ struct MmaShape {
   static constexpr int d = C.d, dv = d, keys = 64, rows = C.rows;
   static constexpr int m_tiles = C.m_tiles, warp_rows = 16 * m_tiles;
   static constexpr int warps = rows / warp_rows, threads = 32 * warps;
+  /// With the warpgroup that fills the ring. Registers go from it to the others, which begin with
+  /// 168 each and are threads of two warps a scheduler.
+  static constexpr int block_threads = threads + (ring ? 128 : 0);
+  static constexpr int producer_registers = 72, row_registers = 216;
+  static_assert(!ring || threads == 256);
+  static_assert(2 * row_registers + producer_registers <= 3 * 168);
   static constexpr int thread_rows = 2 * m_tiles;  ///< query rows that a thread holds parts of
   static constexpr int n_tiles = keys / 8, d_tiles = C.d / 8;
 
   static constexpr int qk_bytes = C.d * isa::element_bits(C.qk) / 8;
-  static constexpr int qk_row = tile::padded_row(qk_bytes);
   static constexpr int v_bits = isa::element_bits(C.pv);
   static constexpr int v_bytes = pv_16bit ? 2 * C.d : keys * v_bits / 8;
-  static constexpr int v_row = tile::padded_row(v_bytes);
   static constexpr int v_rows = pv_16bit ? keys : C.d + (u8 ? 0 : 8);
-  /// Buffers of K: with two, K of the next tile starts with V of this one. Where that was faster on
-  /// an H100 and two blocks still fit into the 100 KB of sm_89.
-  static constexpr int k_buffers = u8 && C.d == 128 && !C.general ? 2 : 1;
-  static constexpr int k_bytes = keys * qk_row;  ///< of one
-  static constexpr int k_at = rows * qk_row, v_at = k_at + k_buffers * k_bytes;
-  static constexpr int tail_at = v_at + v_rows * v_row;  ///< log, inverse, flags of a V tile
-  static constexpr int tail_bytes = pv_16bit ? 0 : 8 * keys + 16;
+  using Queries = TileRows<qk_bytes, rows, ring>;
+  using Keys = TileRows<qk_bytes, keys, ring>;
+  using Values = TileRows<v_bytes, v_rows, ring>;
+  /// Buffers of K without a ring: with two, K of the next tile starts with V of this one. Where
+  /// that was faster on an H100 and two blocks still fit into the 100 KB of sm_89.
+  static constexpr int k_buffers = u8 && C.d == 128 && !C.general && !ring ? 2 : 1;
   // Scales of groups: of Q's and K's rows, of V's channels.
   static constexpr int qk_group_bytes = qk_groups ? (C.d / C.qk_group + 3) / 4 * 4 : 0;
   static constexpr int v_group_bytes = pv_groups ? keys / C.pv_group : 0;
-  static constexpr int q_groups_at = tail_at + tail_bytes;
-  static constexpr int k_groups_at = q_groups_at + rows * qk_group_bytes;
-  static constexpr int v_groups_at = k_groups_at + keys * qk_group_bytes;
   static constexpr int v_groups_bytes = (v_rows * v_group_bytes + 15) / 16 * 16;
+  static constexpr int tail_bytes = pv_16bit ? 0 : 8 * keys + 16;
+
+  // Where there is no ring, Q lies at the base, and K of a tile and all else behind it.
+  static constexpr int k_at = ring ? 0 : Queries::bytes, v_at = k_at + k_buffers * Keys::bytes;
+  static constexpr int tail_at = v_at + Values::bytes;  ///< log, inverse, flags of a V tile
+  static constexpr int plain_q_groups_at = tail_at + tail_bytes;
+  static constexpr int q_group_end = plain_q_groups_at + rows * qk_group_bytes;
+  static constexpr int k_groups_at = ring ? tail_at + tail_bytes : q_group_end;
+  static constexpr int v_groups_at = k_groups_at + keys * qk_group_bytes;
   static constexpr int k_scale_at = v_groups_at + v_groups_bytes;
   static constexpr int mean_at = k_scale_at + 4 * keys;  ///< smooth_q: 64 floats a block of Q
-  static constexpr int used_bytes =
-      C.general && !qk_16bit ? mean_at + 4 * keys * thread_rows * warps : k_scale_at;
+
+  // A ring begins at the base, and these are places within a stage. Q comes to the last stage's
+  // place and goes on to registers before a tile does. Behind the stages: scales of Q's groups;
+  // marks of bad tokens of 16-bit V, and barriers, of each stage: whether K and V are there, and
+  // whether they have been read.
+  static constexpr int stage_bytes = (v_groups_at + v_groups_bytes + 1023) / 1024 * 1024;
+  static constexpr int mark_bytes = pv_16bit ? 4 * keys + 16 : 0;
+  static constexpr int room = isa::shared_limit(120) - rows * qk_group_bytes - 32 * 4;
+  static constexpr int fit = room / (stage_bytes + mark_bytes), stages = fit < 4 ? fit : 4;
+  static constexpr int q_at = ring ? (stages - 1) * stage_bytes : 0;
+  static constexpr int q_groups_at = ring ? stages * stage_bytes : plain_q_groups_at;
+  static constexpr int marks_at = q_groups_at + rows * qk_group_bytes;
+  static constexpr int k_full = marks_at + stages * mark_bytes, v_full = k_full + 8 * stages;
+  static constexpr int k_empty = v_full + 8 * stages, v_empty = k_empty + 8 * stages;
+  static_assert(!ring || (stages >= 2 && v_at % 1024 == 0 && !C.general));
+  static_assert(!ring || Queries::bytes <= stage_bytes);
+
+  static constexpr int used_bytes = ring ? v_empty + 8 * stages
+                                    : C.general && !qk_16bit
+                                        ? mean_at + 4 * keys * thread_rows * warps
+                                        : k_scale_at;
   static constexpr int out_channels = C.d;  ///< that leave through shared memory together
   static constexpr int out_row = tile::padded_row(2 * out_channels);
+  static_assert(!ring || rows * out_row <= k_full);  // rows that leave spare the barriers
   static constexpr int shared_bytes = used_bytes > rows* out_row ? used_bytes
                                                                  : (rows* out_row + 15) / 16 * 16;
 };

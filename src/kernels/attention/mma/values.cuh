@@ -13,6 +13,7 @@ struct MmaValues : MmaScores<S> {
   using Shape = S;
   using F = typename S::Fragment;
   using K = typename S::KeyFragment;
+  using V = typename S::Values;
   using Base = MmaScores<S>;
   using Base::M, Base::R, Base::base, Base::excess, Base::lane, Base::max, Base::out, Base::p,
       Base::sum, Base::work;
@@ -85,7 +86,8 @@ struct MmaValues : MmaScores<S> {
   /// out += P V for 16 keys.
   QATTN_DEVICE void multiply_16bit(int step, const std::uint32_t (&a)[M][4]) {
     constexpr int pairs = S::d_tiles / 2, chunk = pairs % 4 == 0 ? 4 : 3;
-    const SharedAddress v = base + S::v_at + (step * 16 + lane % 16) * S::v_row + lane / 16 * 16;
+    const SharedAddress v =
+        V::place(this->at_stage(S::v_at), step * 16 + lane % 16, lane / 16 * 16);
 #pragma unroll
     for (int first = 0; first < pairs; first += chunk) multiply_channels<chunk>(first, v, a);
   }
@@ -95,7 +97,7 @@ struct MmaValues : MmaScores<S> {
     std::uint32_t r[Pairs][4], b[2 * Pairs][2];
     SharedAddress row[Pairs];
 #pragma unroll
-    for (int n = 0; n < Pairs; ++n) row[n] = v + (first + n) * 32;
+    for (int n = 0; n < Pairs; ++n) row[n] = V::along(v, (first + n) * 32);
     isa::load_matrix_transposed<Pairs>(r, row);
 #pragma unroll
     for (int n = 0; n < 2 * Pairs; ++n) {
@@ -107,7 +109,7 @@ struct MmaValues : MmaScores<S> {
   /// TileFlags of the V tile in shared memory, as far as they matter here.
   QATTN_DEVICE std::uint32_t value_flags() const {
     if constexpr (S::pv_16bit) return 0;
-    return isa::load_shared<std::uint32_t>(base + S::tail_at + 8 * S::keys) & tile_has_bad;
+    return isa::load_shared<std::uint32_t>(this->at_stage(S::tail_at) + 8 * S::keys) & tile_has_bad;
   }
 
   // ---- u8 P -----------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ struct MmaValues : MmaScores<S> {
 
   /// u8 P, relative to its own row's maximum in this tile. `log`: log2 of V's token scales.
   QATTN_DEVICE void attend_u8(Scores& s, const float (&scale)[R]) {
-    const SharedAddress tail = base + S::tail_at;
+    const SharedAddress tail = this->at_stage(S::tail_at);
     const int column = lane % 4 * 2;
     float far[R] = {}, run[R];  // run: the rows' references
     if constexpr (S::general) this->bring_near(s, far);
@@ -173,7 +175,7 @@ struct MmaValues : MmaScores<S> {
   /// this lane's sums of P, in codes, before rounding.
   QATTN_DEVICE void round_p(const Scores& s, const float (&ref)[R], const float (&share)[R],
                             Codes& a, float (&before)[R]) {
-    const SharedAddress inverse = base + S::tail_at + 4 * (S::keys + lane % 4 * 2);
+    const SharedAddress inverse = weight_address(lane % 4 * 2);
     float mass[R] = {};
 #pragma unroll
     for (int r = 0; r < R; ++r) before[r] = 0.0f;
@@ -326,7 +328,7 @@ struct MmaValues : MmaScores<S> {
   }
   /// Where 1 / scale of a token of V is.
   QATTN_DEVICE SharedAddress weight_address(int key) const {
-    return base + S::tail_at + 4 * (S::keys + key);
+    return this->at_stage(S::tail_at) + 4 * (S::keys + key);
   }
   /// Zeros in the place of NaN, for rows that do not see such tokens.
   QATTN_DEVICE void clear_bad_weights() {
@@ -335,6 +337,7 @@ struct MmaValues : MmaScores<S> {
       const SharedAddress at = weight_address(isa::thread());
       if (tile::is_nan(isa::load_shared<float>(at))) isa::store_shared(at, 0.0f);
     }
+    if constexpr (S::ring) isa::fence_async_proxy();  // a bulk copy writes there next
     Base::meet();
   }
 
@@ -363,7 +366,8 @@ struct MmaValues : MmaScores<S> {
   /// Row sums of the rounded e4m3 P: an extra row of V holds ones.
   QATTN_DEVICE void add_weights(const Codes& a) {
     std::uint32_t r[1][4];
-    const SharedAddress row[1] = {base + S::v_at + (S::d + lane % 8) * S::v_row + lane / 8 * 16};
+    const SharedAddress row[1] = {
+        V::place(this->at_stage(S::v_at), S::d + lane % 8, lane / 8 * 16)};
     isa::load_matrix<1>(r, row);
     isa::Accumulator<S::pv> acc[M][1][4];
     const std::uint32_t b0[1][2] = {{r[0][0], r[0][1]}}, b1[1][2] = {{r[0][2], r[0][3]}};
@@ -384,11 +388,11 @@ struct MmaValues : MmaScores<S> {
   template <bool Zero = true>
   QATTN_DEVICE void multiply_chunk(const Codes& a, int first,
                                    Products& acc) {
-    const SharedAddress v = base + S::v_at + lane % 8 * S::v_row + lane / 8 * 16;
+    const SharedAddress v = V::place(this->at_stage(S::v_at), lane % 8, lane / 8 * 16);
     std::uint32_t r[value_chunk][4], b0[value_chunk][2], b1[value_chunk][2];
     SharedAddress row[value_chunk];
 #pragma unroll
-    for (int n = 0; n < value_chunk; ++n) row[n] = v + (first + n) * 8 * S::v_row;
+    for (int n = 0; n < value_chunk; ++n) row[n] = v + (first + n) * 8 * V::stride;
     isa::load_matrix<value_chunk>(r, row);
 #pragma unroll
     for (int n = 0; n < value_chunk; ++n) {

@@ -1,6 +1,9 @@
 // Everything that selects code of the kernels for GeForce Blackwell, and what follows from it.
 #pragma once
 
+#include <type_traits>
+
+#include "kernels/attention/mma/ring_params.hpp"
 #include "kernels/attention/mma/shape.hpp"
 
 namespace qattn::kernels {
@@ -23,7 +26,12 @@ constexpr MmaConfig mma_config(const Sm120Config& c) {
   m.qk_group = c.qk_group, m.pv_group = c.pv_group;
   m.m_tiles = 1, m.rows = 128;
   m.scaled_fp8 = true;
+  m.ring = !c.general;
   return m;
 }
+
+/// What a kernel is told.
+template <Sm120Config C>
+using Sm120Params = std::conditional_t<mma_config(C).ring, RingParams, AttentionParams>;
 
 }  // namespace qattn::kernels

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "kernels/attention/common/call_params.hpp"
-#include "kernels/attention/mma/host.hpp"
+#include "kernels/attention/portable.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -19,7 +19,12 @@ struct Instance : MmaInstance {
 
 template <Sm120Config C>
 constexpr Instance instance() {
-  return {{mma_config(C), &launch_sm120a<C>}, &compiled_sm120a<C>};
+  constexpr MmaConfig config = mma_config(C);
+  if constexpr (config.ring) {
+    return {{config, nullptr, &launch_sm120a<C>}, &compiled_sm120a<C>};
+  } else {
+    return {{config, &launch_sm120a<C>}, &compiled_sm120a<C>};
+  }
 }
 
 constexpr Instance instances[] = {
@@ -33,17 +38,31 @@ Recipe resolve(const Problem& p) {
   return detail::resolve_recipe(p, "int8_full", {Granularity::per_block, slot_tile, 0});
 }
 
-const Instance* find(const Problem& p, const Recipe& r, bool general) {
+Sm120Config config_of(const Problem& p, const Recipe& r, bool general) {
   Sm120Config c;
   c.d = micro_channels(std::max(p.d, p.dv));
   c.qk = element_of(r.qk), c.qk_group = info(r.qk).group;
   c.pv = probability_of(r.v), c.pv_group = info(r.v).group;
   c.general = general;
-  const MmaConfig wanted = mma_config(c);
+  return c;
+}
+
+const Instance* find(const Problem& p, const Recipe& r, bool general) {
+  const MmaConfig wanted = mma_config(config_of(p, r, general));
   for (const Instance& i : instances) {
     if (i.config == wanted) return &i;
   }
   return nullptr;
+}
+
+/// The portable kernel's where there is a plain one alone: a plan knows no strides, and calls with
+/// odd ones may come.
+const MmaInstance* general_of(const Problem& p, const Recipe& r) {
+  if (const Instance* own = find(p, r, true)) return own;
+  const Instance* plain = find(p, r, false);
+  if (plain == nullptr) return nullptr;
+  const MmaConfig& c = plain->config;
+  return portable_instance(c.d, c.qk, c.pv);
 }
 
 Status supports(const Problem& p) {
@@ -54,12 +73,17 @@ Status supports(const Problem& p) {
   }
   if (Status s = check_formats(p, r, coded); !s.ok()) return s;
   if (Status s = check_options(p, r); !s.ok()) return s;
-  const Instance* general = find(p, r, true);
+  const MmaInstance* general = general_of(p, r);
+  const Instance* plain = find(p, r, false);
   if (general == nullptr) {
     return refuse("no instance for Q and K in " + text(r.qk) + ", V in " + text(r.v) +
                   " and head dimension " + std::to_string(std::max(p.d, p.dv)));
   }
-  if (!general->has_code()) {
+  const Instance* own = find(p, r, true);
+  if (own == nullptr && !is_unmasked(p, r, plain->config.d)) {
+    return refuse("of " + r.name + " it serves the plain calls, and leaves this to another");
+  }
+  if (!(own != nullptr ? own : plain)->has_code()) {
     return refuse("the library has no code of sm_120f or sm_120a, which has these products");
   }
   return check_tiles(p, r, general->config);
@@ -69,7 +93,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   auto plan = std::make_shared<MmaPlan>();
   plan->recipe = resolve(p);
   plan->plain = find(p, plan->recipe, false);
-  plan->general = find(p, plan->recipe, true);
+  plan->general = general_of(p, plan->recipe);
   plan_mma(*plan, p, 1);
   return plan;
 }

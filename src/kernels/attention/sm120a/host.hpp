@@ -2,7 +2,6 @@
 #pragma once
 
 #include "isa/launch.hpp"
-#include "kernels/attention/common/params.hpp"
 #include "kernels/attention/sm120a/config.hpp"
 
 namespace qattn::kernels {
@@ -10,7 +9,7 @@ inline namespace QATTN_TARGET {
 
 /// Launches one instance; defined in the units that instantiate kernels (launch.cuh).
 template <Sm120Config C>
-isa::LaunchError launch_sm120a(const AttentionParams& params, isa::Index3 grid, void* stream);
+isa::LaunchError launch_sm120a(const Sm120Params<C>& params, isa::Index3 grid, void* stream);
 
 template <Sm120Config C>
 bool compiled_sm120a();

@@ -3,22 +3,34 @@
 // products with float32 sums have half their rate (docs/internals/geforce.md).
 #pragma once
 
-#include "kernels/attention/mma/kernel.cuh"
+#include "kernels/attention/mma/ring.cuh"
 #include "kernels/attention/sm120a/config.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-template <Sm120Config C>
+/// `Target`: what the code is for. The library has them for sm_120f alone; those without products
+/// of groups can be compiled for others, from sm_90 on, to be timed there.
+template <Sm120Config C, isa::Target Target = isa::sm_120f>
 struct Sm120Attention {
-  using Params = AttentionParams;
+  using Params = Sm120Params<C>;
   using S = MmaShape<mma_config(C)>;
-  static constexpr int threads = S::threads, shared_bytes = S::shared_bytes, min_blocks = 1;
-  static constexpr isa::Target target = isa::sm_120f;
-  static_assert(shared_bytes <= 101376, "what a block of sm_120 can have");
+  static constexpr int threads = S::block_threads, shared_bytes = S::shared_bytes, min_blocks = 1;
+  static constexpr isa::Target target = Target;
+  static_assert(shared_bytes <= isa::shared_limit(120));
+  static constexpr bool scaled = S::qk_scaled || S::pv_scaled;
+  static constexpr bool has_products =
+      Target.number == 120 ? isa::has_scaled_mma
+                           : !scaled && isa::target_architecture >= Target.number;
 
   static QATTN_DEVICE void run(const Params& p) {
-    if constexpr (isa::has_scaled_mma) MmaAttention<S>::run(p);
+    if constexpr (has_products) {
+      if constexpr (S::ring) {
+        RingKernel<S>::run(p);
+      } else {
+        MmaAttention<S>::run(p);
+      }
+    }
   }
 };
 

@@ -8,7 +8,7 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <Sm120Config C>
-isa::LaunchError launch_sm120a(const AttentionParams& params, isa::Index3 grid, void* stream) {
+isa::LaunchError launch_sm120a(const Sm120Params<C>& params, isa::Index3 grid, void* stream) {
   return isa::launch<Sm120Attention<C>>(params, grid, stream);
 }
 
@@ -27,5 +27,6 @@ bool compiled_sm120a() {
 #define QATTN_INSTANCE(...)                                                                   \
   template qattn::isa::LaunchError                                                            \
   qattn::kernels::launch_sm120a<QATTN_SM120A_CONFIG(__VA_ARGS__)>(                            \
-      const qattn::kernels::AttentionParams&, qattn::isa::Index3, void*);                     \
+      const qattn::kernels::Sm120Params<QATTN_SM120A_CONFIG(__VA_ARGS__)>&,                   \
+      qattn::isa::Index3, void*);                                                             \
   template bool qattn::kernels::compiled_sm120a<QATTN_SM120A_CONFIG(__VA_ARGS__)>();

@@ -43,12 +43,15 @@ Sm80Config config_of(const Problem& p, const Recipe& r, bool general) {
   return c;
 }
 
-const MmaInstance* find(const Problem& p, const Recipe& r, bool general) {
-  const MmaConfig wanted = mma_config(config_of(p, r, general));
+const MmaInstance* find(const Sm80Config& c) {
+  const MmaConfig wanted = mma_config(c);
   for (const MmaInstance& i : instances) {
     if (i.config == wanted) return &i;
   }
   return nullptr;
+}
+const MmaInstance* find(const Problem& p, const Recipe& r, bool general) {
+  return find(config_of(p, r, general));
 }
 
 /// Has the format products here?
@@ -100,6 +103,10 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
 }
 
 }  // namespace
+
+const MmaInstance* portable_instance(int channels, Element qk, Element pv) {
+  return find({channels, qk, pv, true});
+}
 
 detail::Kernel sm80_prefill() { return {"sm80_prefill", supports, tune, run_steps}; }
 

@@ -3,22 +3,12 @@
 
 #include <cstring>
 
+#include "kernels/attention/common/ring.hpp"
 #include "kernels/attention/common/rows.cuh"
 #include "kernels/attention/sm90a/params.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
-
-/// A place in a ring of N buffers, and the parity of its current round.
-template <int N>
-struct RingPlace {
-  int stage = 0;
-  std::uint32_t parity = 0;
-
-  QATTN_DEVICE void advance() {
-    if (++stage == N) stage = 0, parity ^= 1;
-  }
-};
 
 /// The tiles of a work item, from the last to the first. Producer and consumers walk the same.
 struct TileWalk {
