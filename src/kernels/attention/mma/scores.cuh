@@ -103,7 +103,8 @@ struct MmaScores : Epilogue<S> {
   }
   QATTN_DEVICE void load_queries(int step, std::uint32_t (&a)[M][4]) const {
     using Q = typename S::Queries;
-    const SharedAddress q = Q::place(base + S::q_at, warp * S::warp_rows + lane % 16, lane / 16 * 16);
+    const SharedAddress q =
+        Q::place(base + S::q_at, warp * S::warp_rows + lane % 16, lane / 16 * 16);
     SharedAddress a_row[M];
 #pragma unroll
     for (int m = 0; m < M; ++m) a_row[m] = Q::along(q + m * 16 * Q::stride, step * 32);
@@ -265,7 +266,8 @@ struct MmaScores : Epilogue<S> {
     const int row = warp * S::warp_rows + lane % S::warp_rows;
 #pragma unroll 4
     for (int c = 0; c < S::qk_bytes; c += 16) {
-      bad |= not_finite<S::qk>(isa::load_shared<isa::Words4>(S::Queries::place(base + S::q_at, row, c)));
+      bad |= not_finite<S::qk>(
+          isa::load_shared<isa::Words4>(S::Queries::place(base + S::q_at, row, c)));
     }
     const std::uint32_t rows = isa::ballot(bad);
 #pragma unroll
