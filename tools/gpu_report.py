@@ -40,7 +40,8 @@ OPCODE = re.compile(r"\s(?:@!?U?P\w+ )?([A-Z0-9]*MMA(?:\.SF)?)(?:\.|\s)")
 # in those of GeForce Blackwell, with scales.
 ELEMENTS = ("f16", "bf16", "s8", "u8", "e4m3", "e5m2", "e2m1")
 WARPGROUP = {"f16": "HGMMA", "bf16": "HGMMA", "s8": "IGMMA", "u8": "IGMMA", "e4m3": "QGMMA"}
-SCALED = {"f16": "HMMA", "bf16": "HMMA", "s8": "IMMA", "e4m3": "QMMA.SF", "e2m1": "OMMA.SF"}
+SCALED = {"f16": "HMMA", "bf16": "HMMA", "s8": "IMMA", "u8": "IMMA", "e4m3": "QMMA.SF",
+          "e2m1": "OMMA.SF"}
 WARP = {"f16": "HMMA", "bf16": "HMMA", "s8": "IMMA", "u8": "IMMA", "e4m3": "QMMA"}
 
 

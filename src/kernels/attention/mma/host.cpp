@@ -57,6 +57,8 @@ std::string map_tiles(const MmaConfig& c, RingParams& a) {
     k.data = a.k8.codes, k.channels = a.k8.row_bytes, k.heads = a.k.heads, k.batches = 1;
     k.token = a.k8.row_bytes, k.head = a.k8.slots * a.k8.row_bytes, k.max_length = a.k8.slots;
   }
+  constexpr std::int64_t limit = 0x7fffffff - 4096;  // of coordinates
+  if (std::max({k.total, k.max_length, a.v.total, a.v.max_length}) > limit) return "2^31 tokens";
   const int row = c.d * isa::element_bits(c.qk) / 8;
   std::string e = map_rows(k, row / width, tile_keys, a.k_map, 1, width);
   if (!e.empty()) return e;

@@ -5,7 +5,7 @@
 // the warps together, so that the softmax of one runs under the products of another. They meet
 // where one of them changes what all read (clean_values(), clear_bad_weights()): in tiles that not
 // every row sees whole, which all warps take for that, and in tiles with bad tokens. Q comes by
-// cp.async of all of them, once.
+// cp.async of all of them, once, to the last stage's place, and stays in registers.
 #pragma once
 
 #include "kernels/attention/common/ring.hpp"

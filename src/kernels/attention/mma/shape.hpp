@@ -97,9 +97,8 @@ struct MmaShape {
   // Where there is no ring, Q lies at the base, and K of a tile and all else behind it.
   static constexpr int k_at = ring ? 0 : Queries::bytes, v_at = k_at + k_buffers * Keys::bytes;
   static constexpr int tail_at = v_at + Values::bytes;  ///< log, inverse, flags of a V tile
-  static constexpr int plain_q_groups_at = tail_at + tail_bytes;
-  static constexpr int q_group_end = plain_q_groups_at + rows * qk_group_bytes;
-  static constexpr int k_groups_at = ring ? tail_at + tail_bytes : q_group_end;
+  static constexpr int tail_end = tail_at + tail_bytes;
+  static constexpr int k_groups_at = tail_end + (ring ? 0 : rows * qk_group_bytes);  // Q's first
   static constexpr int v_groups_at = k_groups_at + keys * qk_group_bytes;
   static constexpr int k_scale_at = v_groups_at + v_groups_bytes;
   static constexpr int mean_at = k_scale_at + 4 * keys;  ///< smooth_q: 64 floats a block of Q
@@ -113,7 +112,7 @@ struct MmaShape {
   static constexpr int room = isa::shared_limit(120) - rows * qk_group_bytes - 32 * 4;
   static constexpr int fit = room / (stage_bytes + mark_bytes), stages = fit < 4 ? fit : 4;
   static constexpr int q_at = ring ? (stages - 1) * stage_bytes : 0;
-  static constexpr int q_groups_at = ring ? stages * stage_bytes : plain_q_groups_at;
+  static constexpr int q_groups_at = ring ? stages * stage_bytes : tail_end;
   static constexpr int marks_at = q_groups_at + rows * qk_group_bytes;
   static constexpr int k_full = marks_at + stages * mark_bytes, v_full = k_full + 8 * stages;
   static constexpr int k_empty = v_full + 8 * stages, v_empty = k_empty + 8 * stages;

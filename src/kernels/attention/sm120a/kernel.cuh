@@ -9,10 +9,10 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// `Target`: what the code is for. The library has them for sm_120f alone; those without products
-/// of groups can be compiled for others, from sm_90 on, to be timed there.
-template <Sm120Config C, isa::Target Target = isa::sm_120f>
-struct Sm120Attention {
+/// A kernel whose code is for `Target`. Those without scales in their products can be compiled for
+/// sm_90a, too, to be timed there.
+template <Sm120Config C, isa::Target Target>
+struct Sm120Code {
   using Params = Sm120Params<C>;
   using S = MmaShape<mma_config(C)>;
   static constexpr int threads = S::block_threads, shared_bytes = S::shared_bytes, min_blocks = 1;
@@ -33,6 +33,10 @@ struct Sm120Attention {
     }
   }
 };
+
+/// Those of the library.
+template <Sm120Config C>
+struct Sm120Attention : Sm120Code<C, isa::sm_120f> {};
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels
