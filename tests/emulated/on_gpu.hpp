@@ -25,7 +25,7 @@ inline std::vector<OnGpu> everywhere() {
     for (const int architecture : {90, has_fp8(recipe) ? 89 : 80}) {
       all.push_back({recipe, architecture});
     }
-    all.push_back({recipe, 120});
+    if (recipe.name != "int8_full") all.push_back({recipe, 120});  // that is the portable kernel's
   }
   for (const Recipe& recipe : grouped_recipes()) all.push_back({recipe, 120});
   return all;
