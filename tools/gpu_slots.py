@@ -33,13 +33,15 @@ SM120A = {
 }
 SM80 = {"bf16": "bf16, bf16, false", "int8": "s8, bf16, false", "int8_full": "s8, u8, false"}
 SM89 = SM80 | {"fp8": "e4m3, e4m3, false", "int8_fp8": "s8, e4m3, false"}
-#: (target of nvcc, folder of the kernel, recipes)
+#: of 128 channels alone
+SM120A_128 = {"bf16": "bf16, 0, bf16, 0, false", "int8": "s8, 0, bf16, 0, false"}
+#: (target of nvcc, folder of the kernel, recipes, head dimensions)
 KERNELS = (
-    ("sm_120f", "sm120a", SM120A),
-    ("sm_89", "sm80", SM89),
-    ("sm_80", "sm80", SM80),
+    ("sm_120f", "sm120a", SM120A, (128, 64)),
+    ("sm_120f", "sm120a", SM120A_128, (128,)),
+    ("sm_89", "sm80", SM89, (128, 64)),
+    ("sm_80", "sm80", SM80, (128, 64)),
 )
-DIMS = (128, 64)
 
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z0-9_.]+)([^;]*);")
 LABEL = re.compile(r"^(\.L_\w+):")
@@ -166,9 +168,9 @@ def main():
     told = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True)
     rows = []
     with tempfile.TemporaryDirectory() as place:
-        for target, folder, recipes in KERNELS:
+        for target, folder, recipes, dims in KERNELS:
             for recipe, arguments in recipes.items():
-                for dim in DIMS:
+                for dim in dims:
                     text = machine_code(folder, target, dim, arguments, args.nvdisasm,
                                         pathlib.Path(place))  # fmt: skip
                     row = {"target": target, "kernel": f"{folder}_prefill", "recipe": recipe,

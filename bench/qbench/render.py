@@ -222,6 +222,14 @@ def turns_text(provenance):
     )
 
 
+def portable_text(record):
+    """A GPU with kernels of its own, measured with a library that had none of them."""
+    kernels = {c["kernel"] for c in record.cells if c.measured and "kernel" in c}
+    if kernels != {"sm80_prefill"}:
+        return ""
+    return " The library was built without code for this GPU alone: these are the portable kernels."
+
+
 def record_section(record):
     p = record.provenance
     on = f", {p['threads']} threads, {p['isa']}" if "cpu" in p else ""
@@ -234,6 +242,7 @@ def record_section(record):
         "",
         f"{p['date']}, commit {p['commit']}, torch {p['torch']}, `{record.name}`."
         + (f" Memory reads {bandwidth:.1f} GB/s in the same run." if bandwidth else "")
+        + portable_text(record)
         + clocks_text(p)
         + turns_text(p),
         "",

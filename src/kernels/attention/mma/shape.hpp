@@ -20,6 +20,7 @@ struct MmaConfig {
   int m_tiles = 2;                 ///< row tiles of a warp
   int rows = 128;                  ///< of a block
   bool scaled_fp8 = false;         ///< e4m3 without groups takes products with scales of 1
+  bool lane_sums = false;  ///< lanes add up rows of 16-bit P, not the matrix unit
   /// K and V come by TMA, from a warp of its own, to a ring (ring.cuh). Not general.
   bool ring = false;
   bool operator==(const MmaConfig&) const = default;
@@ -53,7 +54,7 @@ struct MmaShape {
   /// In general kernels the second one costs registers: 1196 bytes of spills at D 256 on sm_100.
   static constexpr bool two_row_ends = !C.general, divides = C.general, staged_rows = false;
   static constexpr bool u8 = C.pv == Element::u8, e2m1_pv = C.pv == Element::e2m1;
-  static constexpr bool e4m3_pv = C.pv == Element::e4m3;
+  static constexpr bool e4m3_pv = C.pv == Element::e4m3, lane_sums = C.lane_sums;
   /// Has V a scale a channel for the end, of a sequence?
   static constexpr bool scales_channels = e2m1_pv ? pv_group == 16 : e4m3_pv && !pv_groups;
   static constexpr bool tile_p = u8 || e2m1_pv;  ///< P is relative to its own tile

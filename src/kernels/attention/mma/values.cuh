@@ -42,10 +42,10 @@ struct MmaValues : MmaScores<S> {
     isa::row_maxima<F>(top);
   }
 
-  /// 16-bit P. Lanes ask one another for maxima only when a reference has to move. The row sums
-  /// come from the matrix unit, as a product with a column of ones.
+  /// 16-bit P. Lanes ask one another for maxima only when a reference has to move. The matrix unit
+  /// sums rows, as a product with a column of ones, or lanes do.
   QATTN_DEVICE void attend_16bit(Scores& s, const float (&scale)[R]) {
-    float top[R], mass[M][1][4];
+    float top[R], mass[M][1][4] = {};
     lane_maxima(s, scale, top);
     bool above = false;
 #pragma unroll
@@ -70,17 +70,24 @@ struct MmaValues : MmaScores<S> {
           const float lo = isa::exp2(fmaf(x[0], scale[r], -ref));
           const float hi = isa::exp2(fmaf(x[1], scale[r], -ref));
           a[m][i] = S::pv == Element::f16 ? isa::pack_f16(lo, hi) : isa::pack_bf16(lo, hi);
+          if constexpr (S::lane_sums) add_halves(a[m][i], sum[r]);
         }
       }
-      if (step == 0) {
-        isa::mma_zero<S::pv, S::pv, M, 1>(mass, a, ones);
-      } else {
-        isa::mma<S::pv, S::pv, M, 1>(mass, a, ones);
+      if constexpr (!S::lane_sums) {
+        if (step == 0) {
+          isa::mma_zero<S::pv, S::pv, M, 1>(mass, a, ones);
+        } else {
+          isa::mma<S::pv, S::pv, M, 1>(mass, a, ones);
+        }
       }
       multiply_16bit(step, a);
     }
 #pragma unroll
-    for (int r = 0; r < R; ++r) sum[r] += mass[r / 2][0][r % 2 * 2];
+    for (int r = 0; !S::lane_sums && r < R; ++r) sum[r] += mass[r / 2][0][r % 2 * 2];
+  }
+  QATTN_DEVICE static void add_halves(std::uint32_t pair, float& to) {
+    const isa::Pair x = S::pv == Element::f16 ? isa::unpack_f16(pair) : isa::unpack_bf16(pair);
+    to += x.lo + x.hi;
   }
 
   /// out += P V for 16 keys.

@@ -26,7 +26,7 @@ constexpr MmaConfig mma_config(const Sm120Config& c) {
   m.qk_group = c.qk_group, m.pv_group = c.pv_group;
   m.m_tiles = 1, m.rows = 128;
   m.scaled_fp8 = true;
-  m.ring = !c.general;
+  m.ring = m.lane_sums = !c.general;
   return m;
 }
 

@@ -8,12 +8,21 @@ namespace qattn::kernels {
 
 inline namespace QATTN_TARGET {
 
+/// GeForce, which also runs code of sm_80, multiplies 16 bits with float32 sums at half the rate of
+/// others, and its lanes have time. General kernels sum in the same way everywhere.
+constexpr MmaConfig config_here(const Sm80Config& c) {
+  MmaConfig m = mma_config(c);
+  const bool whole_rate = isa::target_architecture == 90 || isa::target_architecture == 100;
+  m.lane_sums = !c.general && !whole_rate;
+  return m;
+}
+
 /// GPUs whose mma.sync of FP8 is not one instruction get empty kernels, and supports() refuses
 /// them.
 template <Sm80Config C>
 struct Sm80Attention {
   using Params = AttentionParams;
-  using S = MmaShape<mma_config(C)>;
+  using S = MmaShape<config_here(C)>;
   /// 255 registers hold 32 rows of D = 128; with D = 64 three blocks of 168 hide more latency.
   static constexpr int min_blocks = C.d == 64 ? 3 : 2;
   static constexpr int threads = S::threads, shared_bytes = S::shared_bytes;
