@@ -30,9 +30,6 @@ SM120A = {
     "mxfp8": "e4m3, 32, e4m3, 32, false",
     "fp8": "e4m3, 0, e4m3, 0, false",
     "int8_fp8": "s8, 0, e4m3, 0, false",
-    "bf16": "bf16, 0, bf16, 0, false",
-    "int8": "s8, 0, bf16, 0, false",
-    "int8_full": "s8, 0, u8, 0, false",
 }
 SM80 = {"bf16": "bf16, bf16, false", "int8": "s8, bf16, false", "int8_full": "s8, u8, false"}
 SM89 = SM80 | {"fp8": "e4m3, e4m3, false", "int8_fp8": "s8, e4m3, false"}
