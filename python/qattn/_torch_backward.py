@@ -63,10 +63,10 @@ def _backward(
         return tuple(torch.zeros_like(x) for x in inputs)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         if key_mean is None or lse is None:
-            key = (key - mean_of_seen(key, attn_mask)).to(key.dtype)
+            key = centred(key, mean_of_seen(key, attn_mask))
         else:
             lse = _lse_of_centred(query, lse, key_mean, scale)
-            key = (key - key_mean).to(key.dtype)
+            key = centred(key, key_mean)
         bias = far = None
         if attn_mask is not None:
             key, value = _without_hidden(key, value, attn_mask)
@@ -113,6 +113,11 @@ def mean_of_seen(key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         chosen = torch.where(near.any(-2, keepdim=True), near, chosen)
     total = torch.where(chosen, key, 0).sum(-2, keepdim=True, dtype=torch.float32)
     return total / chosen.sum(-2, keepdim=True).clamp(min=1)
+
+
+def centred(key: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """K less its float32 mean, rounded once; on GPUs K is read and written once, in its dtype."""
+    return torch.sub(key, mean, out=torch.empty_like(key))
 
 
 def _seen(mask: torch.Tensor, key: torch.Tensor, bias: float = -math.inf) -> torch.Tensor:

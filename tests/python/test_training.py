@@ -1,6 +1,8 @@
 """Gradients of qattn.torch.sdpa: against float64, compiled, under autocast and checkpointing, and
 what is refused because it has none."""
 
+import math
+
 import pytest
 import torch
 from gradients import errors, family, gradients, leaves, normal, operands, padding
@@ -165,6 +167,18 @@ def test_keys_that_nobody_sees_have_no_influence(additive):
     for x, y in zip(got, want, strict=True):
         assert torch.equal(x, y)
     assert (got[1][1, :, 40:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_centred_keys_are_rounded_once(dtype):
+    dense = normal(2, 3, 50, 48, dtype=dtype)
+    dense[..., 0, 0], dense[..., 1, 0], dense[..., 2, 0] = math.nan, math.inf, 6e4
+    apart = dense.transpose(1, 2).contiguous().transpose(1, 2)
+    for key in (dense, apart, dense[..., ::2], dense[:, :1].expand(-1, 3, -1, -1)):
+        mean = key[..., 3:, :].mean(-2, keepdim=True, dtype=torch.float32)
+        made, expected = _torch_backward.centred(key, mean), (key - mean).to(dtype)
+        assert made.dtype == dtype
+        torch.testing.assert_close(made, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_mean_of_seen_keys_alone():
