@@ -309,10 +309,9 @@ Values mean_of_codes(const Coded& v, std::int64_t dim_v) {
 }
 
 void attend_head(const Call& call, const ModelOptions& model, const Head& x, ModelOutput& output) {
-  const PRule shared{model.recipe.p, model.recipe.p == Format::u8 && !x.v.token_scale.empty(),
-                     model.lost_mass,
-                     call.sequences[x.b].room_q * (call.heads_q / call.heads_k) <= model.rising_rows};
   const std::int64_t room = call.sequences[x.b].room_q;
+  const PRule shared{model.recipe.p, model.recipe.p == Format::u8 && !x.v.token_scale.empty(),
+                     model.lost_mass, room * (call.heads_q / call.heads_k) <= model.rising_rows};
 #pragma omp parallel for schedule(dynamic, 4)
   for (std::int64_t i = 0; i < room; ++i) {
     const std::int64_t row = call.row(x.b, x.h, i);
