@@ -62,7 +62,7 @@ struct MmaShape {
   /// scales per channel stand between: of such small numbers these would cost bits.
   static constexpr bool direct_sums = u8 && !C.general;
   /// Does what follows mended scores have code of its own? Where that was faster on an H100
-  /// (docs/experiments/one-copy-of-attention.md).
+  /// (docs/experiments/late-references.md).
   static constexpr bool attends_twice =
       pv_16bit && qk == Element::s8 && C.d == 128 && !C.general;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.

@@ -1,5 +1,5 @@
 // Softmax of the Hopper prefill kernel for P in e4m3 or 16 bits: relative to the running maximum of
-// its row.
+// its row, in 16 bits to the power of two above.
 #pragma once
 
 #include "kernels/attention/sm90a/rows.cuh"
