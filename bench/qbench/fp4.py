@@ -24,32 +24,21 @@ NAME = "fp4-errors.json"
 QUERIES, KEYS, DIMS = 256, 2048, (128, 64)
 SAGE = {f"SageAttention3, {form}": form for form in sageattention3.FORMS}
 E4M3 = {"p": "e4m3", "v": "e4m3"}
-SMOOTH = {"smooth_q": True}
-SMOOTH_128 = SMOOTH | {"q_granularity": ("group", 128)}
+PLAIN = {"smooth_q": False}
+BY_16, BY_128 = ({"q_granularity": ("group", n)} for n in (16, 128))
 ROTATE = {"rotate": True}
 #: {recipe: {column: (changes of the recipe, options)}}
+COMMON = {
+    "as it is": ({}, {}),
+    "smooth_q off": ({}, PLAIN),
+    "blocks of 16": ({}, BY_16),
+    "blocks of 128": ({}, BY_128),
+    "rotate": ({}, ROTATE),
+}
 VARIANTS = {
-    "nvfp4": {
-        "as it is": ({}, {}),
-        "smooth_q": ({}, SMOOTH),
-        "smooth_q, blocks of 128": ({}, SMOOTH_128),
-        "rotate": ({}, ROTATE),
-        "smooth_q, rotate": ({}, SMOOTH | ROTATE),
-    },
-    "nvfp4_qk": {
-        "as it is": ({}, {}),
-        "e4m3 P and V": (E4M3, {}),
-        "smooth_q": ({}, SMOOTH),
-        "smooth_q, blocks of 128": ({}, SMOOTH_128),
-        "rotate": ({}, ROTATE),
-        "e4m3 P and V, smooth_q": (E4M3, SMOOTH),
-    },
-    "mxfp8": {
-        "as it is": ({}, {}),
-        "smooth_q": ({}, SMOOTH),
-        "smooth_q, blocks of 128": ({}, SMOOTH_128),
-        "rotate": ({}, ROTATE),
-    },
+    "nvfp4": COMMON,
+    "nvfp4_qk": COMMON | {"e4m3 P and V": (E4M3, {})},
+    "mxfp8": COMMON,
 }
 #: of a standard deviation by the mean, above which a table says it
 LARGE_SPREAD = 0.25
@@ -353,7 +342,7 @@ def section():
         "the same formats and scales, but tiles of 64 keys instead of 128: their errors in the "
         "emulator stand at the end. SageAttention3's recipe is simulated from its paper and, in a "
         "second form, from what its kernel does with P (`tools/sim/sageattention3.py`). smooth_q "
-        "takes the mean of blocks of 16 queries where no other size is named; SageAttention3 of "
+        "takes the mean of blocks of 64 queries where no other size is named; SageAttention3 of "
         "128.",
         "",
         "## Beside SageAttention3's recipe",

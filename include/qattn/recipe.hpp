@@ -70,7 +70,9 @@ struct Recipe {
   Format v = Format::none;   ///< codes of V; none: the input's 16-bit format (f16 for f32 inputs)
   Scaling q_scale, k_scale, v_scale;
   Toggle smooth_k = Toggle::automatic;  ///< subtract K's mean over its sequence; exact
-  Toggle smooth_q = Toggle::automatic;  ///< subtract each Q block's mean; exact; automatic = off
+  /// Subtract each Q block's mean; exact. Automatic: for formats of groups and 64 queries or more
+  /// of numbers. Blocks are q_scale.block; with groups by themselves 64, or at most 64 a sequence.
+  Toggle smooth_q = Toggle::automatic;
   Toggle smooth_v = Toggle::automatic;  ///< subtract V's mean over its sequence; automatic = off
   Toggle rotate = Toggle::automatic;    ///< Hadamard rotation of Q and K; automatic = off
   /// Divide loud channels of K by powers of two and multiply Q's by them; exact, and nothing

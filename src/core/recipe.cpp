@@ -1,5 +1,6 @@
 #include "qattn/recipe.hpp"
 
+#include <algorithm>
 #include <array>
 #include <utility>
 #include <vector>
@@ -78,6 +79,15 @@ bool is_scaled(Format format) { return info(format).scale != Format::none; }
 /// against bf16's 8; a V beyond f16's range gives NaN rows, never wrong numbers).
 Format sixteen_bits(Format input) { return input == Format::bf16 ? Format::bf16 : Format::f16; }
 
+/// smooth_q in formats of groups: a mean for so many queries, or so many times as many that a
+/// sequence has at most most_means. Their products with K are then as large as K of 128 channels.
+constexpr std::int64_t mean_rows = 64, most_means = 64;
+
+std::int32_t mean_block(std::int64_t queries) {
+  const std::int64_t most = most_means * mean_rows, times = (queries + most - 1) / most;
+  return static_cast<std::int32_t>(mean_rows * std::max<std::int64_t>(times, 1));
+}
+
 }  // namespace
 
 Recipe resolve_recipe(const Problem& problem, std::string_view automatic, const Scaling& k_default,
@@ -100,6 +110,7 @@ Recipe resolve_recipe(const Problem& problem, std::string_view automatic, const 
   if (free && r.k_scale == Scaling{} && !given) r.k_scale = k_default;
   const bool v_given = problem.v_codes || problem.tensors.v_scale.present();
   if (r.v == Format::s8 && r.v_scale == Scaling{} && !v_given) r.v_scale = v_default;
+  const bool block_asked = r.q_scale.block != 0;
   r.q_scale = is_scaled(r.qk) ? resolve_scaling(r.q_scale, Role::q, r.qk) : Scaling{};
   r.k_scale = is_scaled(r.qk) ? resolve_scaling(r.k_scale, Role::k, r.qk) : Scaling{};
   r.v_scale = is_scaled(r.v) ? resolve_scaling(r.v_scale, Role::v, r.v) : Scaling{};
@@ -107,7 +118,12 @@ Recipe resolve_recipe(const Problem& problem, std::string_view automatic, const 
   if (r.smooth_k == Toggle::automatic) {
     r.smooth_k = is_scaled(r.qk) && !problem.k_codes ? Toggle::on : Toggle::off;
   }
-  for (Toggle* t : {&r.smooth_q, &r.smooth_v, &r.rotate}) {
+  const bool groups = info(r.qk).group > 0;
+  if (r.smooth_q == Toggle::automatic) {
+    const bool gains = groups && !problem.q_codes && !problem.k_codes;
+    r.smooth_q = gains && problem.max_q >= mean_rows ? Toggle::on : Toggle::off;
+  }
+  for (Toggle* t : {&r.smooth_v, &r.rotate}) {
     if (*t == Toggle::automatic) *t = Toggle::off;
   }
   // In floats of 8 bits loud channels cost the others nothing, unless rotated together with them.
@@ -119,6 +135,9 @@ Recipe resolve_recipe(const Problem& problem, std::string_view automatic, const 
   // Q's means are of blocks, also where no scales are.
   if (r.smooth_q == Toggle::on && r.q_scale.block == 0) {
     r.q_scale.block = resolve_scaling({}, Role::q, r.qk).block;
+  }
+  if (r.smooth_q == Toggle::on && groups && !block_asked) {
+    r.q_scale.block = mean_block(problem.max_q);
   }
   return r;
 }

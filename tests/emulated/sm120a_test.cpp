@@ -92,7 +92,10 @@ TEST_P(Geforce, Zeros) {
         if (HasFailure()) return;
         const auto row = static_cast<std::size_t>(call.row(1, 0, 5));
         if (operand != 'v' && (operand == 'q' || last > 192) && first <= 5) {
-          EXPECT_NEAR(outcome.lse[row], std::log(static_cast<double>(s.len_k)), 2e-2);
+          // A row of zeros among others is their mean's opposite to smooth_q, and rounded.
+          const bool rounded = outcome.resolved.smooth_q == Toggle::on && last == 6;
+          EXPECT_NEAR(outcome.lse[row], std::log(static_cast<double>(s.len_k)),
+                      rounded ? 6e-2 : 2e-2);
         }
       }
     }

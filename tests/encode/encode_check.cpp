@@ -300,6 +300,49 @@ void check_block_means(const Case& c) {
   }
 }
 
+void check_mean_scores(const Case& c) {
+  const kernels::PreparedMeans& out = c.out.q_mean;
+  if (out.data == nullptr) return;
+  const int d = c.options().d, group = c.options().heads_q / c.options().heads_kv;
+  const bool groups = info(c.format(Role::q)).group > 0;
+  Differences wrong("mean of q . k");
+  for (std::int64_t b = 0; b < c.batch(); ++b) {
+    for (int h = 0; h < c.options().heads_q; ++h) {
+      const int hk = h / group;
+      const std::int64_t first = h * out.blocks + c.first_block(Role::q, b, out.block);
+      const float* k_mean = c.out.k_mean == nullptr
+                                ? nullptr
+                                : c.out.k_mean + (b * c.heads(Role::k) + hk) * c.padded(Role::k);
+      // Bad tokens have no second level; where all are bad nobody reads the scores.
+      const auto unit = [&](const kernels::PreparedRows& x, Role r, int head) {
+        double scale = 0;
+        for (std::int64_t s = 0; s < c.length(b) && !(scale > 0); ++s) {
+          scale = x.scale[head * x.slots + c.first_slot(r, b) + s];
+        }
+        return scale;
+      };
+      const double factor = groups ? unit(c.out.q, Role::q, h) * unit(c.out.k, Role::k, hk)
+                                   : std::sqrt(static_cast<double>(d));
+      for (std::int64_t n = 0; n * out.block < c.length(b); ++n) {
+        const float* mean = out.data + (first + n) * out.channels;
+        for (std::int64_t s = 0; s < c.length(b); ++s) {
+          double sum = 0, size = 0;
+          for (int k = 0; k < d; ++k) {
+            const float less = k_mean == nullptr ? 0.0f : k_mean[k];
+            const double term =
+                static_cast<double>(c.value(Role::k, b, hk, s, k) - less) * mean[k];
+            sum += term;
+            size += std::abs(term);
+          }
+          const double got = out.scores[(first + n) * out.key_slots + s] * factor;
+          wrong.add(std::abs(got - sum) <= 2e-5 * size || (std::isnan(got) && std::isnan(sum)),
+                    text("mean score", b, h, s, got, sum));
+        }
+      }
+    }
+  }
+}
+
 void check_dots(const Case& c) {
   ASSERT_EQ(c.out.q.dot_mean != nullptr, c.options().dot_mean);
   if (!c.options().dot_mean) return;
@@ -333,6 +376,7 @@ void check_case(const CaseOptions& options) {
   check_means(c, Role::k);
   check_means(c, Role::v);
   check_block_means(c);
+  check_mean_scores(c);
   check_dots(c);
 }
 

@@ -14,6 +14,8 @@ void check_rows(const Case& c, Role r);
 void check_tiles(const Case& c);
 void check_means(const Case& c, Role r);
 void check_block_means(const Case& c);
+/// Products of those with K, against float64.
+void check_mean_scores(const Case& c);
 void check_dots(const Case& c);
 /// All of these, after running the kernels.
 void check_case(const CaseOptions& options);

@@ -192,6 +192,7 @@ MicroMade make_micro(const Case& c, Role r, std::int64_t b, int h, const Hidden*
     if (x.shares(s) && !(r == Role::v && made.bad.back())) amax = formats::fold_amax(amax, top);
   }
   if (c.format(r) == Format::nvfp4) made.global = cpu::global_scale(amax);
+  made.zeros = amax == 0;
   made.codes.resize(static_cast<std::size_t>(x.length * n));
   if (r == Role::v) {
     encode_columns(c, x, rows, made);
@@ -243,7 +244,8 @@ void check_micro_rows(const Case& c, Role r, const Hidden* hidden) {
         scales.expect(out.scale[first + s],
                       !exists ? 0.0f
                       : bad   ? nan_value
-                              : made.global,
+                              : made.zeros ? 1.0f
+                                         : made.global,
                       b, h, s);
         const auto in = static_cast<int>(s % 64);
         const std::int64_t slot = first + s - in + (r == Role::k ? key_place(c, in) : in);
@@ -317,6 +319,7 @@ void check_micro(Case& c) {
     if (info(c.format(r)).group > 0) check_micro_rows(c, r);
   }
   if (info(c.format(Role::v)).group > 0) check_micro_values(c);
+  check_mean_scores(c);
   check_dots(c);
 }
 

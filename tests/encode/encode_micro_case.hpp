@@ -17,6 +17,7 @@ struct MicroMade {
   std::vector<std::uint8_t> scales;  ///< Q, K: [token][group]; V: [group][channel]
   std::vector<bool> bad;             ///< [token]
   std::vector<float> mean;           ///< [mean][channels padded to 16]: Q's of blocks
+  bool zeros = false;                ///< all numbers are
   int row_groups = 0;
 };
 MicroMade make_micro(const Case& c, Role r, std::int64_t b, int h, const Hidden* hidden = nullptr);

@@ -53,13 +53,13 @@ def encoder_heads(layer):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_normal_inputs(dim):
-    """With Q smoothed, as SageAttention3 does; without, within 2 %, what draws differ by."""
+    """Q is smoothed, as SageAttention3's; without, within 2 %, what draws differ by."""
     draws = (np.random.default_rng((s, dim)) for s in range(SEEDS))
     heads = [rounded(recipe_sim.family("N(0,1)", rng, KEYS, dim, QUERIES)) for rng in draws]
     bound = theirs(heads)
     assert 0.1 < bound < 0.25  # is this attention in 4 bits?
-    assert ours(heads, smooth_q=True) <= bound
-    assert ours(heads) <= 1.02 * bound
+    assert ours(heads) <= bound
+    assert ours(heads, smooth_q=False) <= 1.02 * bound
 
 
 @pytest.mark.parametrize("layer", range(6))
@@ -67,18 +67,36 @@ def test_tensors_of_a_model(layer):
     heads = encoder_heads(layer)
     bound = theirs(heads)
     assert 0.02 < bound < 0.25
-    assert ours(heads, smooth_q=True) <= bound
+    assert ours(heads) <= bound
 
 
 def test_blocks_of_smooth_q():
-    """Formats of groups: 16 queries by default. Fewer take more of Q's mean away."""
+    """Formats of groups: 64 queries by default. Fewer take more of Q's mean away."""
     heads = encoder_heads(1)
-    default, of_16, of_128 = (
-        ours(heads, smooth_q=True, **options)
-        for options in ({}, {"q_granularity": ("group", 16)}, {"q_granularity": ("group", 128)})
+    default, off, of_16, of_64, of_256 = (
+        ours(heads, **options)
+        for options in (
+            {},
+            {"smooth_q": False},
+            *({"q_granularity": ("group", n)} for n in (16, 64, 256)),
+        )
     )
-    assert default == of_16
-    assert of_16 < 0.95 * of_128
+    assert default == of_64
+    assert of_16 < 0.95 * of_64 and of_64 < 0.95 * of_256 and of_256 < off
+
+
+def test_smooth_q_is_chosen():
+    """For 64 queries or more of numbers; at most 64 means a sequence."""
+    rng = np.random.default_rng(1)
+
+    def plan(queries, **options):
+        q, k = (rng.standard_normal((1, n, 1, 32), np.float32) for n in (queries, 64))
+        return qattn.explain(q, k, k, **({"recipe": "nvfp4_qk"} | options))
+
+    assert "smooth_q=off" in plan(63) and "smooth_q=on" in plan(64)
+    assert "smooth_q=off" in plan(64, recipe="int8")
+    assert "group/64" in plan(4096) and "group/128" in plan(4097)
+    assert "group/16" in plan(4097, q_granularity=("group", 16))
 
 
 def test_simulation_rounds_as_it_says():

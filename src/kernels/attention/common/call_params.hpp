@@ -80,11 +80,6 @@ inline AttentionParams params_of(const Problem& p, const Prepared& prepared, int
   if (prepared.k.codes != nullptr) a.k.data = nullptr;
   a.coded_values = p.v_codes || prepared.v.tiles != nullptr;
   a.q_mean = prepared.q_mean;
-  if (a.q_mean.data != nullptr) {
-    a.k_input = rows_of(p, Role::k);
-    a.k_format = p.k.format;
-    a.k_mean = prepared.k_mean;
-  }
   a.v_mean = prepared.v_mean;
   a.v_mean_channels = prepared.v_channels;
   a.out = output_of(p);

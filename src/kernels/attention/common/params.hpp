@@ -101,12 +101,7 @@ struct AttentionParams : MaskParams, ScheduleParams, FallbackParams {
   const float* v_mean = nullptr;  ///< [batches][heads_kv][v_mean_channels] to add to the output
   std::int32_t v_mean_channels = 0;
 
-  /// smooth_q: the means of Q's blocks, whose products with K, as it came less its mean, join the
-  /// scores.
-  PreparedMeans q_mean;
-  tile::Rows k_input;
-  Format k_format = Format::none;
-  const float* k_mean = nullptr;  ///< [batches][heads_kv][q_mean.channels], or none
+  PreparedMeans q_mean;  ///< smooth_q: their products with K join the scores
 
   OutputView out;
   float scale = 1;             ///< softmax_scale

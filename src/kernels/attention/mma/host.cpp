@@ -42,6 +42,12 @@ bool plain_values(const Problem& p, const Recipe& r, int channels) {
   return scales && padded(r.v, p.dv) == channels;
 }
 
+/// Are Q's means nothing that scores must see? Products of groups begin with what they give, for
+/// blocks of 64 queries and multiples.
+bool plain_means(const Recipe& r) {
+  return r.smooth_q != Toggle::on || (info(r.qk).group > 0 && r.q_scale.block % slot_tile == 0);
+}
+
 /// What will run, as far as a plan can tell.
 const MmaInstance& instance_of(const Problem& p, const MmaPlan& plan) {
   const bool plain = plan.plain != nullptr && is_unmasked(p, plan.recipe, plan.plain->config.d);
@@ -118,7 +124,7 @@ bool is_unmasked(const Problem& p, const Recipe& r, int channels) {
   const bool q_in_place = !codes || p.q_codes, k_in_place = !codes || p.k_codes;
   const bool v_in_place = !v_codes;
   return p.window_left < 0 && p.softcap <= 0 && p.mask == MaskKind::none && p.block_mask_q == 0 &&
-         !p.tensors.alibi_slopes.present() && p.softmax_scale > 0 && r.smooth_q != Toggle::on &&
+         !p.tensors.alibi_slopes.present() && p.softmax_scale > 0 && plain_means(r) &&
          !(p.paged && (k_in_place || v_in_place)) && (!q_in_place || aligned(p.q)) &&
          (!k_in_place || aligned(p.k)) && (!v_in_place || aligned(p.v)) &&
          (!codes || tile_scaled(p, r, channels)) && (!v_codes || plain_values(p, r, channels));

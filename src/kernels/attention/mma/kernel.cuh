@@ -118,7 +118,7 @@ struct MmaAttention : MmaValues<S> {
     start_tile(tile, next);
     const float k_scale = this->key_scale(tile);
     Scores s;
-    this->multiply_queries(s);
+    this->multiply_queries(s, tile);
     await_values(next);
     if constexpr (S::general) {
       if (!S::pv_16bit && p.v8.channel_scale != nullptr) channels = this->channel_scales(tile);

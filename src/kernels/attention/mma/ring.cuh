@@ -88,7 +88,8 @@ struct RingProducer {
   QATTN_DEVICE void load_keys(int tile) const {
     constexpr int group_bytes = S::keys * S::qk_group_bytes;
     const SharedAddress full = to.barrier(S::k_full);
-    isa::mbarrier_arrive_expect(full, S::Keys::bytes + group_bytes);
+    const int means = S::qk_groups && p.q_mean.scores != nullptr ? mean_count() : 0;
+    isa::mbarrier_arrive_expect(full, S::Keys::bytes + group_bytes + means * 4 * S::keys);
     const bool prepared = p.k.data == nullptr;
     load_rows<typename S::Keys>(to.data() + S::k_at, p.k_map, width,
                                 prepared ? static_cast<int>(work.k_slot) + tile : token(tile),
@@ -97,7 +98,18 @@ struct RingProducer {
       isa::bulk_load(to.data() + S::k_groups_at,
                      p.k8.group_scale + slot(tile, p.k8.slots) * S::qk_group_bytes, group_bytes,
                      full);
+      for (int n = 0; n < means; ++n) {
+        const std::int64_t mean = mean_row(p, work, work.first_row) + n;
+        isa::bulk_load(to.data() + S::mean_at + n * 4 * S::keys,
+                       p.q_mean.scores + mean * p.q_mean.key_slots + tile, 4 * S::keys, full);
+      }
     }
+  }
+  /// How many means the block's rows have, one or two.
+  QATTN_DEVICE int mean_count() const {
+    const std::int64_t more = mean_row(p, work, work.first_row + S::rows - 1) -
+                              mean_row(p, work, work.first_row);
+    return static_cast<int>(more) + 1;
   }
 
   QATTN_DEVICE void load_values(int tile) const {
@@ -147,7 +159,7 @@ struct RingAttention : MmaAttention<S> {
     const float k_scale = this->key_scale(tile);
     ring.await_full(S::k_full);
     Scores s;
-    this->multiply_queries(s);
+    this->multiply_queries(s, tile);
     ring.release(S::k_empty);
     ring.await_full(S::v_full);
     if (this->special(tile, k_scale)) {
@@ -184,6 +196,7 @@ struct RingAttention : MmaAttention<S> {
 #pragma unroll
     for (int step = 0; step < Base::qk_steps; ++step) this->load_queries(step, this->queries[step]);
     if constexpr (S::qk_16bit) this->check_queries();
+    if constexpr (S::qk_groups) this->find_means();
     ring.release_queries();
     for (int tile = last_tile<S>(work); tile >= work.key_begin; tile -= S::keys) {
       if (idle) {

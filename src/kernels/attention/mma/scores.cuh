@@ -6,7 +6,6 @@
 
 #include "kernels/attention/common/check.cuh"
 #include "kernels/attention/common/epilogue.cuh"
-#include "kernels/attention/common/query_mean.hpp"
 #include "kernels/attention/mma/copies.cuh"
 #include "kernels/attention/mma/shape.hpp"
 
@@ -25,6 +24,14 @@ inline constexpr std::uint32_t unit_scales = 0x7f7f7f7f;
 
 inline namespace QATTN_TARGET {
 
+/// Which row of the tables of Q's means belongs to a row of the work's sequence and head; to one
+/// behind the end, the last.
+QATTN_DEVICE std::int64_t mean_row(const AttentionParams& p, const WorkTile& work, int row) {
+  const int length = static_cast<int>(work.q.length), size = p.q_mean.block;
+  return work.head * p.q_mean.blocks + tile::first_block(p.q, work.q, work.b, size) +
+         (row < length ? row : length - 1) / size;
+}
+
 template <class S>
 struct MmaScores : Epilogue<S> {
   using F = typename S::Fragment;
@@ -37,6 +44,7 @@ struct MmaScores : Epilogue<S> {
 
   SharedAddress base = isa::shared_base();
   SharedAddress stage = base, marks = base;  ///< of a ring: where the tile's K and V are
+  int means_at = 0;  ///< find_means()
   static constexpr int qk_steps = S::qk_bytes / 32;
   std::uint32_t queries[S::ring ? qk_steps : 1][M][4];  ///< with a ring Q stays in registers
   TileCopies<S> copies{Base::p, Base::work, base};
@@ -59,11 +67,11 @@ struct MmaScores : Epilogue<S> {
 
   using Products = isa::Accumulator<S::qk>[M][S::n_tiles][4];
 
-  QATTN_DEVICE void multiply_queries(Scores& scores) {
+  QATTN_DEVICE void multiply_queries(Scores& scores, int tile) {
     static_assert(!isa::is_integer(S::qk) || S::d * 128 * 128 <= 1 << 22);
     isa::Accumulator<S::qk> acc[M][S::n_tiles][4];
     if constexpr (S::qk_scaled) {
-      multiply_scaled(acc);
+      multiply_scaled(acc, tile);
     } else {
       multiply_plain(acc);
     }
@@ -129,7 +137,7 @@ struct MmaScores : Epilogue<S> {
     }
   }
 
-  QATTN_DEVICE void multiply_scaled(Products& acc) const {
+  QATTN_DEVICE void multiply_scaled(Products& acc, int tile) const {
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -138,6 +146,7 @@ struct MmaScores : Epilogue<S> {
         for (int i = 0; i < 4; ++i) acc[m][n][i] = 0;
       }
     }
+    if constexpr (S::qk_groups) begin_with_means(acc, tile);
     std::uint32_t sa[M], sb[S::n_tiles];
     unroll<S::qk_bytes / 32>([&](auto step) {
       // Bytes of scales that a step takes, and where they are in their word.
@@ -194,42 +203,65 @@ struct MmaScores : Epilogue<S> {
       return S::qk_16bit ? 1.0f : isa::load_shared<float>(base + S::k_scale_at + 4 * key);
     };
     const auto add = [&](Scores& scores) {
-      if (!S::qk_16bit && p.q_mean.data != nullptr) add_query_mean(scores, tile);
+      if constexpr (!S::qk_16bit && !S::qk_groups) {
+        if (p.q_mean.scores != nullptr) add_query_mean(scores, tile);
+      }
     };
     Base::finish_scores(s, tile, key_scale, add,
                         [&](int key) { return S::pv_16bit && bad_values && bad_value(key); });
   }
 
-  /// smooth_q: what Q's means took from the scores. Rows that share r are eight in a row of the
-  /// sequence, and blocks are multiples of eight.
-  QATTN_DEVICE void add_query_mean(Scores& s, int tile) {
-    const SharedAddress mine = base + S::mean_at + warp * R * 4 * S::keys;
-    const int first_row = work.first_row + warp * S::warp_rows, size = p.q_mean.block;
-    const int length = static_cast<int>(work.q.length), past = first_row + S::warp_rows;
-    const int first = first_row / size, last = ((past < length ? past : length) - 1) / size;
-    if (first_row >= length) return;
-    const std::int64_t table =
-        work.head * p.q_mean.blocks + tile::first_block(p.q, work.q, work.b, size);
-    isa::sync_warp();  // the tile before is read
-#pragma unroll 1
-    for (int block = first; block <= last; ++block) {
-      tile::store_mean_scores<S::keys>(p, work.k, work.b, work.kv_head, table + block, tile,
-                                       mine + (block - first) * 4 * S::keys);
-    }
+  // ---- smooth_q: what Q's means took from the scores ------------------------------------------
+
+  /// Those of row r's mean and the keys of the tile. Blocks are multiples of eight.
+  QATTN_DEVICE const float* mean_scores(int r, int tile) const {
+    const std::int64_t mean = mean_row(p, work, this->query_of(this->local_row(r)));
+    return p.q_mean.scores + mean * p.q_mean.key_slots + tile;
+  }
+
+  /// The lane's scores of column tile n, of two neighbouring keys.
+  QATTN_DEVICE int mean_key(int n) const {
+    return K::lane_column(lane) + isa::column_of_tile<K>(n);
+  }
+
+  /// Products of codes with groups begin with them, in the same units.
+  QATTN_DEVICE void begin_with_means(Products& acc, int tile) const {
+    if (p.q_mean.scores == nullptr) return;
+    static_assert(F::row_elements == 2 && K::element_column(1) == 1);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int block = (first_row + r / 2 * 16 + r % 2 * 8) / size;
-      const SharedAddress scores = mine + ((block < last ? block : last) - first) * 4 * S::keys +
-                                   4 * K::lane_column(lane);
+      const float* from = S::ring ? nullptr : mean_scores(r, tile);
 #pragma unroll
       for (int n = 0; n < S::n_tiles; ++n) {
+        isa::Words2 pair;
+        if constexpr (S::ring) {
+          pair = isa::load_shared<isa::Words2>(stage + means_at + 4 * mean_key(n));
+        } else {
+          pair = isa::load_global(reinterpret_cast<const isa::Words2*>(from + mean_key(n)));
+        }
 #pragma unroll
-        for (int e = 0; e < F::row_elements; ++e) {
-          this->element(s, r, n, e) += isa::load_shared<float>(
-              scores + 4 * (isa::column_of_tile<K>(n) + K::element_column(e)));
+        for (int e = 0; e < 2; ++e) {
+          this->element(acc, r, n, e) = formats::float_of(pair.w[e]);
         }
       }
     }
+  }
+  /// A ring: where a stage has those of this warp, whose rows share a mean.
+  QATTN_DEVICE void find_means() {
+    if (p.q_mean.scores == nullptr) return;
+    const std::int64_t before = mean_row(p, work, work.first_row + warp * S::warp_rows) -
+                                mean_row(p, work, work.first_row);
+    means_at = S::mean_at + static_cast<int>(before) * 4 * S::keys;
+  }
+
+  /// All others add them.
+  QATTN_DEVICE void add_query_mean(Scores& s, int tile) const {
+    const float* from[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) from[r] = mean_scores(r, tile);
+    tile::each_score<K>(s, [&](int r, int key, float& x) {
+      x += isa::load_global(from[r] + key);
+    });
   }
 
   /// One K scale for the whole tile (plain variant).

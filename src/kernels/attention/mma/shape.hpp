@@ -102,13 +102,15 @@ struct MmaShape {
   static constexpr int k_groups_at = tail_end + (ring ? 0 : rows * qk_group_bytes);  // Q's first
   static constexpr int v_groups_at = k_groups_at + keys * qk_group_bytes;
   static constexpr int k_scale_at = v_groups_at + v_groups_bytes;
-  static constexpr int mean_at = k_scale_at + 4 * keys;  ///< smooth_q: 64 floats a block of Q
+  /// A ring: products of the tile's K with the means of two blocks of Q (smooth_q).
+  static constexpr int mean_at = v_groups_at + v_groups_bytes;
+  static constexpr int mean_bytes = ring && qk_groups ? 2 * 4 * keys : 0;
 
   // A ring begins at the base, and these are places within a stage. Q comes to the last stage's
   // place and goes on to registers before a tile does. Behind the stages: scales of Q's groups;
   // marks of bad tokens of 16-bit V, and barriers, of each stage: whether K and V are there, and
   // whether they have been read.
-  static constexpr int stage_bytes = (v_groups_at + v_groups_bytes + 1023) / 1024 * 1024;
+  static constexpr int stage_bytes = (mean_at + mean_bytes + 1023) / 1024 * 1024;
   static constexpr int mark_bytes = pv_16bit ? 4 * keys + 16 : 0;
   static constexpr int room = isa::shared_limit(120) - rows * qk_group_bytes - 32 * 4;
   static constexpr int fit = room / (stage_bytes + mark_bytes), stages = fit < 4 ? fit : 4;
@@ -121,9 +123,8 @@ struct MmaShape {
   static_assert(!ring || Queries::bytes <= stage_bytes);
 
   static constexpr int used_bytes = ring ? v_empty + 8 * stages
-                                    : C.general && !qk_16bit
-                                        ? mean_at + 4 * keys * thread_rows * warps
-                                        : k_scale_at;
+                                    : C.general && !qk_16bit ? k_scale_at + 4 * keys
+                                                             : k_scale_at;
   static constexpr int out_channels = C.d;  ///< that leave through shared memory together
   static constexpr int out_row = tile::padded_row(2 * out_channels);
   static_assert(!ring || rows * out_row <= k_full);  // rows that leave spare the barriers

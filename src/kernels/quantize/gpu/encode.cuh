@@ -6,6 +6,7 @@
 #include "kernels/quantize/gpu/encode/general.cuh"
 #include "kernels/quantize/gpu/encode/given.cuh"
 #include "kernels/quantize/gpu/encode/groups.cuh"
+#include "kernels/quantize/gpu/encode/mean_scores.cuh"
 #include "kernels/quantize/gpu/encode/means.cuh"
 #include "kernels/quantize/gpu/encode/micro.cuh"
 #include "kernels/quantize/gpu/encode/plain.cuh"

@@ -7,6 +7,7 @@
 
 #include "core/plan.hpp"
 #include "kernels/attention/common/mask_params.hpp"
+#include "kernels/quantize/gpu/prepare_means.hpp"
 #include "kernels/quantize/gpu/prepare_plain.hpp"
 
 namespace qattn::kernels {
@@ -63,50 +64,6 @@ LaunchError find_seen(const Call& call, Launches& launches) {
   }
   tell_masks(call.problem, params);
   return launches.launch<FindSeen>(params, params.out.tiles * params.out.heads);
-}
-
-/// Those that the plain path does not make.
-LaunchError means(const Call& call, Launches& launches) {
-  MeanParams params;
-  std::int64_t finishing = 0, blocks = 0;
-  for (int i = 0; i < 2; ++i) {
-    const OperandSpec& f = call.facts[static_cast<std::size_t>(i + 1)];
-    const PrepareLayout::Part& p = call.part(f.role);
-    if (p.mean == PrepareLayout::none || call.reads_twice(f.role)) continue;
-    MeanRole& m = params.role[i];
-    m.rows = call.rows[i + 1];
-    m.mean = at<float>(call.workspace, p.mean);
-    m.padded = f.padded;
-    m.tiles = p.slots / slot_tile;
-    const std::int64_t units = std::int64_t{m.rows.batches} * m.rows.heads;
-    finishing = std::max(finishing, FinishMeans::blocks(units, m.padded));
-    const TensorView& given = given_mean(call.problem, f.role);
-    if (given.present()) {
-      m.given = static_cast<const float*>(given.data);
-      std::copy_n(given.stride.begin(), 3, m.given_stride);
-      continue;
-    }
-    m.seen = call.seen(f.role);
-    m.input = input_kind(f.tensor.format);
-    m.aligned = aligned_rows(f, m.rows);
-    m.sums = at<float>(call.workspace, p.sums);
-    params.blocks[i] = SumRows::blocks(m.tiles, f.heads, f.padded);
-    blocks += params.blocks[i];
-  }
-  if (LaunchError e = launches.launch<SumRows>(params, blocks); !e.empty()) return e;
-  return launches.launch<FinishMeans>(params, finishing, 2);
-}
-
-LaunchError block_means(const Call& call, Launches& launches) {
-  const OperandSpec& f = call.facts[0];
-  BlockMeanParams params;
-  params.role.rows = call.rows[0];
-  params.role.padded = f.padded;
-  params.role.input = input_kind(f.tensor.format);
-  params.role.aligned = aligned_rows(f, call.rows[0]);
-  params.out = call.query_means();
-  if (params.out.data == nullptr) return {};
-  return launches.launch<BlockMeans>(params, params.out.blocks * f.heads);
 }
 
 LaunchError balance(const Call& call, Launches& launches) {
@@ -344,6 +301,8 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
     if (f.wanted && f.role == Role::q && subtracts_mean(recipe, f)) {
       part.mean_blocks = tile::block_count(r, recipe.q_scale.block);
       part.mean = memory.take(f.heads * part.mean_blocks * f.padded * 4);
+      layout.key_slots = (p.max_k + slot_tile - 1) / slot_tile * slot_tile;
+      part.mean_scores = memory.take(f.heads * part.mean_blocks * layout.key_slots * 4);
     }
     if (f.wanted && f.role == Role::v && scales_channels(recipe, f)) {
       part.sums = memory.take(tiles * f.padded * 4);
@@ -392,7 +351,7 @@ LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareL
   const Call call = make_call(problem, recipe, layout, workspace);
   Launches launches(stream);
   if (problem.batch == 0) return {};  // packed: there is no sequence that kernels could look up
-  for (auto step : {&clear, &find_seen, &balance, &means, &block_means, &encode}) {
+  for (auto step : {&clear, &find_seen, &balance, &means, &block_means, &encode, &mean_scores}) {
     if (LaunchError e = step(call, launches); !e.empty()) return e;
   }
   next = launches.next();

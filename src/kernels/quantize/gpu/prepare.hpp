@@ -31,6 +31,7 @@ struct PrepareLayout {
     std::int64_t slots = 0;
     std::int64_t groups = 0;       ///< maxima: groups per head, all sequences
     std::int64_t mean_blocks = 0;  ///< means of Q per head, all sequences
+    std::size_t mean_scores = none;  ///< of Q: PreparedMeans::scores
   };
   PrepareNeeds needs;
   Part part[3];                      ///< by Role; V's `codes` are its tiles
@@ -38,6 +39,7 @@ struct PrepareLayout {
   std::size_t factors = none;        ///< that balance K's channels, and Q's
   std::size_t loud = none;           ///< are there any that are not 1?
   std::int64_t channel_groups = 0, channel_block = 0;
+  std::int64_t key_slots = 0;  ///< PreparedMeans
   bool packed_groups = false;
   /// Which keys are hidden from all rows, and must leave no trace: SeenKeys. `none`: no key can be.
   std::size_t seen = none, seen_counts = none;

@@ -113,7 +113,10 @@ struct Call {
   PreparedMeans query_means() const {
     const PrepareLayout::Part& p = part(Role::q);
     return {p.mean_blocks > 0 ? at<float>(workspace, p.mean) : nullptr, p.mean_blocks,
-            recipe.q_scale.block, facts[0].padded};
+            recipe.q_scale.block,
+            facts[0].padded,
+            at<float>(workspace, p.mean_scores),
+            layout.key_slots};
   }
   std::int64_t blocks(Role role) const {
     return part(role).slots / slot_tile * facts[static_cast<std::size_t>(role)].heads;

@@ -28,8 +28,8 @@ enum TileFlag : std::uint32_t {
 struct PreparedRows {
   std::uint8_t* codes = nullptr;
   /// [heads][slots]; NaN for a bad token (or its scale's group). Formats with built-in scales: the
-  /// second level of nvfp4, of a head and sequence, or 1; bad tokens have codes and group scales of
-  /// zero.
+  /// second level of nvfp4, of a head and sequence (of codes in pages: a page), or 1, as where all
+  /// numbers are zeros; bad tokens have codes and group scales of zero.
   float* scale = nullptr;
   std::uint32_t* flags = nullptr;  ///< [heads][slots / 64]
   /// Q only, where asked for: q . (K's mean) of the unquantised row, [heads][slots].
@@ -90,6 +90,11 @@ struct PreparedMeans {
   float* data = nullptr;
   std::int64_t blocks = 0;
   std::int32_t block = 0, channels = 0;
+  /// A mean times K, as it came less its own mean: [heads][blocks][key_slots], the keys of the
+  /// mean's sequence in their own order. Formats of groups: in units of the products of codes, so
+  /// that these begin with them; else times softmax_scale. Behind the end of the keys: anything.
+  float* scores = nullptr;
+  std::int64_t key_slots = 0;
 };
 
 // What the kernels are told that encode without detours: 16-bit rows in 16-byte pieces to s8 or

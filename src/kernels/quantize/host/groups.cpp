@@ -75,11 +75,10 @@ std::int64_t ScaleMap::offset(const TensorView& scale, std::int64_t outer, std::
 
 namespace {
 
-/// Tokens. Formats of groups have blocks for Q's means alone (smooth_q): the rows of a warp of GPU
-/// kernels, each of which multiplies its means with K itself, so that fewer rows cost no more.
-/// docs/tables/fp4-errors.md has the errors.
+/// Tokens. Formats of groups have blocks for Q's means alone (smooth_q); docs/tables/fp4-errors.md
+/// has the errors.
 std::int32_t default_block(Role role, Granularity granularity) {
-  if (role == Role::q && granularity == Granularity::group) return 16;
+  if (role == Role::q && granularity == Granularity::group) return 64;
   return role == Role::v && granularity == Granularity::per_thread ? 64 : 128;
 }
 

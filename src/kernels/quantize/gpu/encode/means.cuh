@@ -299,7 +299,9 @@ struct BlockMeanParams {
 /// on. One block a mean; a thread adds up eight channels of a piece, then all pieces of a channel.
 struct BlockMeans {
   using Params = BlockMeanParams;
-  static constexpr int threads = 256, min_blocks = 2;
+  /// A thread reads 64 rows one by one: few a block, for means of 64, and many blocks.
+  static constexpr int threads = 64, min_blocks = 8;
+  static constexpr int most_channels = 256 / threads;  ///< of a thread, in the end
   static constexpr int shared_bytes = 4 * chunk_channels * threads;  ///< sums: [piece][channel]
   static constexpr bool dependent = true;
 
@@ -312,11 +314,11 @@ struct BlockMeans {
     return p.first >= 0 && p.first < p.span.length && !p.span.bad;
   }
 
-  static QATTN_DEVICE double add_up(const MeanRole& role, TilePlace p, std::int64_t end) {
+  static QATTN_DEVICE void add_up(const MeanRole& role, TilePlace p, std::int64_t end,
+                                  double (&total)[most_channels]) {
     const int chunks = role.padded / chunk_channels, pieces = threads / chunks;
     const int chunk = isa::thread() % chunks, piece = isa::thread() / chunks;
     const SharedAddress shared = isa::shared_base();
-    double total = 0.0;
     for (std::int64_t first = p.first; first < end; first += slot_tile * pieces) {
       p.first = first + slot_tile * piece;
       if (piece < pieces && p.first < end) {
@@ -330,13 +332,16 @@ struct BlockMeans {
       }
       isa::sync_threads();
       for (int n = 0; n < pieces && first + slot_tile * n < end; ++n) {
-        if (isa::thread() >= role.padded) break;
-        const auto sum = isa::load_shared<float>(shared + 4 * (n * role.padded + isa::thread()));
-        total += static_cast<double>(sum);
+#pragma unroll
+        for (int i = 0; i < most_channels; ++i) {
+          const int c = isa::thread() + i * threads;
+          if (c >= role.padded) break;
+          const auto sum = isa::load_shared<float>(shared + 4 * (n * role.padded + c));
+          total[i] += static_cast<double>(sum);
+        }
       }
       isa::sync_threads();
     }
-    return total;
   }
 
   static QATTN_DEVICE void run(const Params& params) {
@@ -350,15 +355,17 @@ struct BlockMeans {
     if (!find(r, size, index, p)) return;
     const std::int64_t left = p.span.length - p.first, count = left < size ? left : size;
     p.span.length = p.first + count;
-    const double total = add_up(role, p, p.span.length);
-    const int c = isa::thread();
-    if (c >= role.padded) return;
-    float mean = static_cast<float>(total / static_cast<double>(count));
-    if (!formats::is_finite(mean)) mean = formats::quiet_nan();
-    if (c >= r.channels) mean = 0.0f;
-    isa::store_global(
-        params.out.data + (p.head * params.out.blocks + index) * std::int64_t{role.padded} + c,
-        mean);
+    double total[most_channels] = {};
+    add_up(role, p, p.span.length, total);
+    float* to = params.out.data + (p.head * params.out.blocks + index) * std::int64_t{role.padded};
+#pragma unroll
+    for (int i = 0; i < most_channels; ++i) {
+      const int c = isa::thread() + i * threads;
+      if (c >= role.padded) break;
+      float mean = static_cast<float>(total[i] / static_cast<double>(count));
+      if (!formats::is_finite(mean)) mean = formats::quiet_nan();
+      isa::store_global(to + c, c < r.channels ? mean : 0.0f);
+    }
   }
 };
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/quantize/gpu/encode/general.cuh"
+#include "kernels/quantize/gpu/encode/mean_scores.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -70,10 +71,8 @@ struct EncodeMicro : EncodeGeneral<Channels> {
   /// The second level of the tile's head and sequence.
   static QATTN_DEVICE float global_scale(const Work& w) {
     if (w.role.micro != Micro::nvfp4) return 1.0f;
-    const Grouping& g = w.role.grouping;
     const TilePlace& p = w.place;
-    const std::int64_t at = g.base(w.role.rows, p.span, p.b, p.head);
-    return formats::nvfp4_global(formats::float_of(isa::load_global(g.maxima + at)));
+    return row_global(w.role.grouping, w.role.rows, p.span, p.b, p.head);
   }
 
   /// By the first warp: exists, bad and scale of the rows; shared memory says which have codes.
