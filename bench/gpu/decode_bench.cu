@@ -178,18 +178,23 @@ void launch_alone(const kernels::DecodeParams& p) {
 
 void launch_alone(const kernels::DecodeParams& p) {
   const bool narrow = p.unit_rows == 8;
+  const auto small = [&](int large_bytes) {
+    int most = 0;
+    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), "attribute");
+    return large_bytes > most;
+  };
   if (p.cache.k_by_channel != 0) {
     if (p.cache.d == 64) return launch_alone<64, 1, true>(p);
+    using Large = kernels::DecodeShape<kernels::DecodeConfig{128, 128, 1, true, false}>;
+    if (p.cache.d == 128 && small(Large::shared_bytes)) return launch_alone<128, 1, true, true>(p);
     return p.cache.d == 128 ? launch_alone<128, 1, true>(p) : launch_alone<256, 1, true>(p);
   }
   if (p.cache.d == 64) {
     return narrow ? launch_alone<64, 1, false>(p) : launch_alone<64, 2, false>(p);
   }
   if (p.cache.d == 128) {
-    int most = 0;
-    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0), "attribute");
     using Large = kernels::DecodeShape<kernels::DecodeConfig{128, 128, 1, false, false}>;
-    if (Large::shared_bytes > most) return launch_alone<128, 1, false, true>(p);
+    if (small(Large::shared_bytes)) return launch_alone<128, 1, false, true>(p);
     return narrow ? launch_alone<128, 1, false>(p) : launch_alone<128, 2, false>(p);
   }
   launch_alone<256, 1, false>(p);

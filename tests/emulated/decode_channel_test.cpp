@@ -14,6 +14,7 @@ namespace qattn {
 namespace {
 
 using test::append_rows;
+using test::by_channel;
 using test::DecodeCase;
 using test::DeviceCall;
 using test::expect_same;
@@ -24,14 +25,6 @@ using test::normal_rows;
 using test::normal_values;
 using test::queries_for;
 using test::timings;
-
-KvCacheOptions by_channel(KvCacheOptions o, std::int64_t page = 32) {
-  o.k_granularity = Granularity::per_channel;
-  o.page_size = page;
-  o.window = o.sinks = page;
-  if (o.average_bits > 0) o.budget_from = *KvCache::shortest_length(o);
-  return o;
-}
 
 TEST(DeviceDecodeByChannel, EveryPairOfBits) {
   int turn = 0;

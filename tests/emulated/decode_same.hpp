@@ -102,6 +102,15 @@ inline KvCacheOptions mixed(std::int64_t heads = 2, std::int64_t d = 128) {
   return o;
 }
 
+/// With a scale a channel for K, in pages of that many tokens.
+inline KvCacheOptions by_channel(KvCacheOptions o, std::int64_t page = 32) {
+  o.k_granularity = Granularity::per_channel;
+  o.page_size = page;
+  o.window = o.sinks = page;
+  if (o.average_bits > 0) o.budget_from = *KvCache::shortest_length(o);
+  return o;
+}
+
 /// NaN or -Inf in token `bad` of 400, of two heads' second: exactly who sees it is spoilt, until it
 /// is evicted. 8 queries, at 392 to 399.
 inline void expect_spoilt_by(const KvCacheOptions& o, bool in_v, std::int64_t bad, bool debias,

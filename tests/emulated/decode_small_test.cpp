@@ -14,6 +14,7 @@ namespace {
 using test::append_rows;
 using test::DecodeCase;
 using test::DeviceCall;
+using test::EmulatedGpu;
 using test::expect_same;
 using test::fill;
 using test::Filled;
@@ -26,28 +27,13 @@ using test::uniform;
 
 constexpr int small_gpus[] = {86, 89, 120, 121};
 
-/// Another emulated GPU for as long as it lives.
-class OnGpu {
- public:
-  explicit OnGpu(int architecture, int multiprocessors = 3) : before_(emu::options()) {
-    emu::options().architecture = architecture;
-    emu::options().multiprocessors = multiprocessors;
-  }
-  ~OnGpu() { emu::options() = before_; }
-  OnGpu(const OnGpu&) = delete;
-  OnGpu& operator=(const OnGpu&) = delete;
-
- private:
-  emu::Options before_;
-};
-
 /// The one predicate: which GPU has which kernel. Of up to 8 rows large rings leave two blocks on a
 /// multiprocessor of an sm_90, of 16 rows or with small rings there is one.
 TEST(SmallDecode, IsChosenWhereLargeRingsDoNotFit) {
   const Filled f = fill(uniform(4, 4), 40);
   MirroredCache mirror(f.cache, {f.id});
   const auto params = [&](int gpu, std::int64_t group) {
-    const OnGpu on(gpu);
+    const EmulatedGpu on(gpu);
     const DecodeCase c = queries_for(f.cache.options(), group, 1);
     DeviceCall device(c, mirror.view(), {0}, 3);
     EXPECT_TRUE(kernels::supports(device.call()).ok());
@@ -78,7 +64,7 @@ TEST(SmallDecode, GivesTheBitsOfTheLargeOne) {
       DecodeCase c = queries_for(f.cache.options(), 4, 1);
       MirroredCache mirror(f.cache, {f.id});
       const auto run = [&](int gpu, int multiprocessors, int timing) {
-        const OnGpu on(gpu, multiprocessors);
+        const EmulatedGpu on(gpu, multiprocessors);
         DeviceCall device(c, mirror.view(), {0}, 32);
         const Status s = device.run(timings[timing]);
         EXPECT_TRUE(s.ok()) << bits << s.message();
@@ -93,7 +79,7 @@ TEST(SmallDecode, GivesTheBitsOfTheLargeOne) {
 }
 
 TEST(SmallDecode, EveryPairOfBitsUnderEverySchedule) {
-  const OnGpu on(89);
+  const EmulatedGpu on(89);
   for (const int k_bits : {2, 3, 4, 8}) {
     for (const int v_bits : {2, 3, 4, 8}) {
       const Filled f = fill(uniform(k_bits, v_bits), 500);
@@ -107,7 +93,7 @@ TEST(SmallDecode, EveryPairOfBitsUnderEverySchedule) {
 
 /// 16 to 128 rows are units of 8.
 TEST(SmallDecode, MixedTiersAtEveryGroup) {
-  const OnGpu on(120);
+  const EmulatedGpu on(120);
   const Filled f = fill(mixed(), 1200);
   const Result<KvUsage> usage = f.cache.usage(f.id, 0);
   for (const std::int64_t tokens : usage->tier_tokens) EXPECT_GT(tokens, 0) << "a tier";
@@ -119,7 +105,7 @@ TEST(SmallDecode, MixedTiersAtEveryGroup) {
 }
 
 TEST(SmallDecode, LengthsAcrossPagesAndTiles) {
-  const OnGpu on(86);
+  const EmulatedGpu on(86);
   int turn = 0;
   for (const std::int64_t page : {16, 32, 64}) {
     KvCacheOptions o = uniform(3, 3);
@@ -135,7 +121,7 @@ TEST(SmallDecode, LengthsAcrossPagesAndTiles) {
 }
 
 TEST(SmallDecode, SeveralQueriesWindowsSoftcapSinksAndTrees) {
-  const OnGpu on(89);
+  const EmulatedGpu on(89);
   Filled f = fill(mixed(), 700);
   ASSERT_TRUE(f.cache.evict(f.id, 0, -1, 100, 133).ok());
   ASSERT_TRUE(f.cache.evict(f.id, 0, 1, 401, 402).ok());
@@ -143,12 +129,12 @@ TEST(SmallDecode, SeveralQueriesWindowsSoftcapSinksAndTrees) {
 }
 
 TEST(SmallDecode, OptionsOfTheCache) {
-  const OnGpu on(89);
+  const EmulatedGpu on(89);
   test::expect_same_under_every_option(uniform(8, 3), 300);
 }
 
 TEST(SmallDecode, BadTokensSpoilExactlyTheRowsThatSeeThem) {
-  const OnGpu on(89);
+  const EmulatedGpu on(89);
   int turn = 0;
   for (const bool in_v : {false, true}) {
     for (const std::int64_t bad : {5, 200, 397}) {  // a sink, a quantised token, the window
@@ -159,7 +145,7 @@ TEST(SmallDecode, BadTokensSpoilExactlyTheRowsThatSeeThem) {
 }
 
 TEST(SmallDecode, ABatchOfDifferentLengths) {
-  const OnGpu on(89);
+  const EmulatedGpu on(89);
   const KvCacheOptions o = mixed();
   Result<KvCache> cache = KvCache::create(o);
   ASSERT_TRUE(cache.ok());
@@ -173,24 +159,23 @@ TEST(SmallDecode, ABatchOfDifferentLengths) {
   expect_same(c, *cache, ids, "batch: ", -1);
 }
 
-/// Rings of K with a scale a channel, and of head dimension 256, are larger than what is left.
+/// A warp's block of 16 bits alone is 16 KiB at head dimension 256, and eight warps have one each.
 TEST(SmallDecode, WhatDoesNotFitIsRefused) {
   const auto refused = [](const KvCacheOptions& o, int gpu, const std::string& what,
                           const std::string& rule) {
     const Filled f = fill(o, 100);
     const DecodeCase c = queries_for(o, 4, 1);
     MirroredCache mirror(f.cache, {f.id});
-    const OnGpu on(gpu);
+    const EmulatedGpu on(gpu);
     DeviceCall device(c, mirror.view(), {0}, 7);
     const Status s = device.run(timings[0]);
     EXPECT_EQ(s.code(), Code::unsupported);
     EXPECT_EQ(s.message(), what + " bytes of shared memory a block; " + rule);
     for (const float x : device.results().out) ASSERT_EQ(x, 7.0f);
   };
-  KvCacheOptions by_channel = uniform(4, 4);
-  by_channel.k_granularity = Granularity::per_channel;
   for (const int gpu : small_gpus) {
-    refused(by_channel, gpu, "head dimension 128, K with a scale a channel, needs 110848",
+    refused(test::by_channel(uniform(4, 4, 1, 256)), gpu,
+            "head dimension 256, K with a scale a channel, needs 215296",
             "sm_" + std::to_string(gpu) + " has 101376");
   }
   refused(uniform(4, 4, 1, 256), 89, "head dimension 256 needs 215296", "sm_89 has 101376");

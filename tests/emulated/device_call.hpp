@@ -22,6 +22,21 @@ inline constexpr Timing timings[] = {{emu::Schedule::late, emu::LaneOrder::forwa
                                      {emu::Schedule::early, emu::LaneOrder::reverse},
                                      {emu::Schedule::random, emu::LaneOrder::random}};
 
+/// Another emulated GPU for as long as it lives.
+class EmulatedGpu {
+ public:
+  explicit EmulatedGpu(int architecture, int multiprocessors = 3) : before_(emu::options()) {
+    emu::options().architecture = architecture;
+    emu::options().multiprocessors = multiprocessors;
+  }
+  ~EmulatedGpu() { emu::options() = before_; }
+  EmulatedGpu(const EmulatedGpu&) = delete;
+  EmulatedGpu& operator=(const EmulatedGpu&) = delete;
+
+ private:
+  emu::Options before_;
+};
+
 struct FreeMemory {
   void operator()(void* p) const { std::free(p); }
 };

@@ -197,7 +197,7 @@ TEST(KvDeviceDecode, EveryHeadDimensionGroupAndLength) {
   }
 }
 
-/// Where a block may have 99 KiB: head dimension 128 is decoded where K has a scale a token.
+/// Where a block may have 99 KiB, head dimension 128 is decoded and 256 refused.
 TEST(KvDeviceDecode, HeadDimension128InLessSharedMemory) {
   const int before = std::exchange(emu::options().architecture, 89);
   for (const bool by_channel : {false, true}) {
@@ -210,20 +210,20 @@ TEST(KvDeviceDecode, HeadDimension128InLessSharedMemory) {
     Pair pair(o);
     for (int i = 0; i < 3; ++i) pair.add();
     append(pair, 1, {0, 1, 2}, {1100, 17, 130});
-    if (!by_channel) {
-      for (unsigned kind = 0; kind < 32; kind += 3) expect_equal_decode(pair, {2, 0, 1}, 1, kind);
-      continue;
-    }
-    DecodeCase c = queries_of(o.cache, 3, 3);
-    DeviceDecode d(c, pair.device(), {2, 0, 1}, 80);
-    d.layer = 1;
-    const Status s = d.run(pair.device());
-    EXPECT_EQ(s.code(), Code::unsupported);
-    EXPECT_EQ(s.message(),
-              "head dimension 128, K with a scale a channel, needs 110848 bytes of shared memory "
-              "a block; sm_89 has 101376");
-    for (const float x : d.out) ASSERT_EQ(x, 7.0f);
+    for (unsigned kind = 0; kind < 32; kind += 3) expect_equal_decode(pair, {2, 0, 1}, 1, kind);
   }
+  const PairOptions o = mixed(256);
+  Pair pair(o);
+  for (int i = 0; i < 3; ++i) pair.add();
+  append(pair, 1, {0, 1, 2}, {1100, 17, 130});
+  DecodeCase c = queries_of(o.cache, 3, 3);
+  DeviceDecode d(c, pair.device(), {2, 0, 1}, 80);
+  d.layer = 1;
+  const Status s = d.run(pair.device());
+  EXPECT_EQ(s.code(), Code::unsupported);
+  EXPECT_EQ(s.message(),
+            "head dimension 256 needs 215296 bytes of shared memory a block; sm_89 has 101376");
+  for (const float x : d.out) ASSERT_EQ(x, 7.0f);
   emu::options().architecture = before;
 }
 

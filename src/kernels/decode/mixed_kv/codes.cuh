@@ -64,22 +64,37 @@ struct DecodeCodes : DecodeState<C> {
                                 : Bits == 4 ? 2
                                             : 4;
 
+  const std::uint32_t* set_queries = nullptr;  ///< those that are not in shared memory
+
   /// Q's fragment of a k step, for K's codes in place.
   template <int K>
   QATTN_DEVICE void load_query(std::uint32_t (&b)[N][2], int step) const {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const auto words = isa::load_shared<isa::Words2>(
-          isa::shared_base() + S::queries_of(K) +
-          static_cast<isa::SharedAddress>(((step * N + n) * 32 + lane) * 8));
+      const int at = ((step * N + n) * 32 + lane) * 2;
+      isa::Words2 words;
+      if constexpr (S::has_queries) {
+        words = isa::load_shared<isa::Words2>(isa::shared_base() + S::queries_of(K) +
+                                              static_cast<isa::SharedAddress>(at * 4));
+      } else {
+        words = isa::load_global(reinterpret_cast<const isa::Words2*>(set_queries + at));
+      }
       b[n][0] = words.w[0], b[n][1] = words.w[1];
     }
   }
-  /// The unit's queries for a set: as they are for bytes, and divided by what codes in place are
-  /// worth for 3 and 4 bits, whose later half of k steps is of planes 4 bits up, and for 2.
-  QATTN_DEVICE void store_queries(int set) const {
+  /// The unit's queries for a set, to where products find them.
+  QATTN_DEVICE void store_queries(int set) {
     const std::uint32_t* from =
         this->p.query_words + this->p.query_plane(this->unit, query_codes + set);
+    if constexpr (S::has_queries) {
+      copy_queries(from);
+    } else {
+      set_queries = from;
+    }
+  }
+  /// As they are for bytes, and divided by what codes in place are worth for 3 and 4 bits, whose
+  /// later half of k steps is of planes 4 bits up, and for 2.
+  QATTN_DEVICE void copy_queries(const std::uint32_t* from) const {
     for (int i = isa::thread(); i < S::k_steps * N * 16; i += S::threads) {
       const auto words = isa::load_global(reinterpret_cast<const isa::Words4*>(from) + i);
       const int step = i / (16 * N);

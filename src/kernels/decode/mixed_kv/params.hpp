@@ -37,17 +37,21 @@ struct DecodeShape {
   static constexpr int groups = C.dv / 32;  ///< of channels: two rows of tiles of O^T
   /// Of one warp: three tiles of equal bits of K and V, but two of 3 bits; with K's scales a
   /// channel two (three at D 64 in 8 bits), but one of 3 bits. Small: two, but one of 3 bits.
-  static constexpr int ring_bytes = C.small ? 45 * (C.d + C.dv) : 48 * (C.d + C.dv) + 768;
+  static constexpr int ring_bytes = C.small ? (C.by_channel ? 49 : 45) * (C.d + C.dv)
+                                            : 48 * (C.d + C.dv) + 768;
   /// Blocks on a multiprocessor that registers allow; of small ones 100 KiB hold no more.
   static constexpr int min_blocks = C.d + C.dv > 256 || C.n > 1 || C.small ? 1 : 2;
 
+  /// Are queries in shared memory? Small rings of tiles with K's scales a channel leave no room:
+  /// products read the workspace, of which L1 can hold a unit's 2 KiB.
+  static constexpr bool has_queries = !(C.small && C.by_channel);
   static constexpr int queries = 0;
   /// For K of that many bits: see DecodeCodes::store_queries().
   static constexpr int queries_of(int k_bits) {
     return queries + (k_bits == 8 ? 0 : k_bits > 2 ? 1 : 2) * k_steps * n * 256;
   }
   /// [n][4] x {offset, offset, sum, sum, noise, noise}
-  static constexpr int facts = queries + 3 * k_steps * n * 256;
+  static constexpr int facts = queries + (has_queries ? 3 * k_steps * n * 256 : 0);
   static constexpr int share = facts + n * 96;  ///< DecodeShare
   static constexpr int scratch = share + 16;
   static constexpr int unit_sets = scratch + 64;  ///< the set whose queries these are, how many
