@@ -10,28 +10,15 @@
 
 namespace qattn::test {
 namespace {
-
-/// Sets the emulator's options for as long as it lives.
-class ForceTiming {
- public:
-  explicit ForceTiming(const Timing& t) : before_(emu::options()) {
-    emu::options().schedule = t.schedule;
-    emu::options().order = t.order;
-    emu::options().seed = t.seed;
-  }
-  ~ForceTiming() { emu::options() = before_; }
-  ForceTiming(const ForceTiming&) = delete;
-  ForceTiming& operator=(const ForceTiming&) = delete;
-
- private:
-  emu::Options before_;
-};
-
-}  // namespace
-
-namespace {
 int chosen_architecture = 0;
 }
+
+ForceTiming::ForceTiming(const Timing& t) : before_(emu::options()) {
+  emu::options().schedule = t.schedule;
+  emu::options().order = t.order;
+  emu::options().seed = t.seed;
+}
+ForceTiming::~ForceTiming() { emu::options() = before_; }
 
 OnArchitecture::OnArchitecture(int architecture)
     : before_(std::exchange(chosen_architecture, architecture)) {}

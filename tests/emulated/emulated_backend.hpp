@@ -73,6 +73,18 @@ struct Timing {
   std::uint64_t seed = 1;
 };
 
+/// Sets the emulator's options for as long as it lives.
+class ForceTiming {
+ public:
+  explicit ForceTiming(const Timing& t);
+  ~ForceTiming();
+  ForceTiming(const ForceTiming&) = delete;
+  ForceTiming& operator=(const ForceTiming&) = delete;
+
+ private:
+  emu::Options before_;
+};
+
 /// Early, late and one random schedule, each with another order of lanes.
 std::span<const Timing> every_timing();
 

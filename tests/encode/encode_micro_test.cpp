@@ -414,19 +414,5 @@ TEST(EncodeMicro, APageThatDoesNotExistSpoilsItsTokensOnly) {
   }
 }
 
-TEST(EncodeMicro, CodesAreRefused) {
-  CaseOptions o;
-  o.lengths = {64};
-  o.recipe = recipe_of(Format::mxfp8, Format::mxfp8);
-  const Case c(o);
-  const Result<Problem> problem = Problem::make(c.tensors, c.attention);
-  ASSERT_TRUE(problem.ok()) << problem.status().message();
-  EXPECT_EQ(kernels::prepare_refusal(*problem, o.recipe, c.needs()), "");
-  Problem coded = *problem;
-  coded.k_codes = true;
-  EXPECT_EQ(kernels::prepare_refusal(coded, o.recipe, c.needs()),
-            "k: codes in mxfp8 are read by CPUs only");
-}
-
 }  // namespace
 }  // namespace qattn::encode_test

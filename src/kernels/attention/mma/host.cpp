@@ -4,6 +4,7 @@
 #include <string>
 #include <tuple>
 
+#include "core/operand.hpp"
 #include "kernels/attention/common/call_params.hpp"
 #include "kernels/attention/common/check.cuh"
 #include "kernels/attention/common/row_map.hpp"
@@ -26,9 +27,17 @@ int padded(Format format, int channels) {
   return info(format).group > 0 ? micro_channels(channels) : prepared_channels(channels);
 }
 
+/// Has every page of such codes a second level of its own?
+bool scaled_by_page(const Problem& p, Format format, bool codes) {
+  return p.paged && codes && format == Format::nvfp4;
+}
+
 /// Is K's scale the same for all keys of a tile, or do groups fill the kernel's rows?
 bool tile_scaled(const Problem& p, const Recipe& r, int channels) {
-  if (info(r.qk).group > 0) return padded(r.qk, p.d) == channels;
+  if (info(r.qk).group > 0) {
+    const bool by_page = scaled_by_page(p, r.qk, p.k_codes) && p.page_size % tile_keys != 0;
+    return padded(r.qk, p.d) == channels && !by_page;
+  }
   return shares_k_scale(p, r, tile_keys, false);
 }
 
@@ -38,7 +47,8 @@ bool tile_scaled(const Problem& p, const Recipe& r, int channels) {
 bool plain_values(const Problem& p, const Recipe& r, int channels) {
   const Granularity g = r.v_scale.granularity;
   const bool scales =
-      r.v == Format::s8 ? g == Granularity::per_token : g != Granularity::per_block_channel;
+      r.v == Format::s8 ? g == Granularity::per_token
+                        : g != Granularity::per_block_channel && !scaled_by_page(p, r.v, p.v_codes);
   return scales && padded(r.v, p.dv) == channels;
 }
 
@@ -86,6 +96,17 @@ std::string map_tiles(const MmaConfig& c, RingParams& a) {
   return isa::make_tensor_map(t, a.v_map);
 }
 
+/// Which operands come quantised with scales of groups.
+std::string text_of_gathered(const Problem& p, const Recipe& r) {
+  std::string names;
+  for (const Role role : all_roles) {
+    const Operand x = operand_of(p, role);
+    if (x.codes && info(operand_recipe(r, role).format).group > 0)
+      names += std::string(" ") + x.name;
+  }
+  return names.empty() ? names : "gathered:" + names + "\n";
+}
+
 /// Its kernels are not `dependent`: they start after all.
 Status attend_mma(const GpuPlan& data, const Problem& p, void* workspace, Stream stream, Handover) {
   const auto& plan = static_cast<const MmaPlan&>(data);
@@ -121,7 +142,9 @@ Status attend_mma(const GpuPlan& data, const Problem& p, void* workspace, Stream
 
 bool is_unmasked(const Problem& p, const Recipe& r, int channels) {
   const bool codes = coded(r.qk), v_codes = coded(r.v);
-  const bool q_in_place = !codes || p.q_codes, k_in_place = !codes || p.k_codes;
+  // Codes with scales of groups are gathered, wherever they lie.
+  const bool free = info(r.qk).group == 0;
+  const bool q_in_place = !codes || (free && p.q_codes), k_in_place = !codes || (free && p.k_codes);
   const bool v_in_place = !v_codes;
   return p.window_left < 0 && p.softcap <= 0 && p.mask == MaskKind::none && p.block_mask_q == 0 &&
          !p.tensors.alibi_slopes.present() && p.softmax_scale > 0 && plain_means(r) &&
@@ -178,6 +201,7 @@ Status check_options(const Problem& p, const Recipe& r) {
 }
 
 Status check_tiles(const Problem& p, const Recipe& r, const MmaConfig& c) {
+  if (Status s = check_prepared(p, r, needs_of(p, r)); !s.ok()) return s;
   // A tile of V has one scale a channel.
   const std::int64_t v_block = channel_block(p, r, needs_of(p, r));
   if (v_block % tile_keys != 0 && v_block < p.max_k) {
@@ -185,8 +209,7 @@ Status check_tiles(const Problem& p, const Recipe& r, const MmaConfig& c) {
                   " keys; GPU kernels have one for " + std::to_string(tile_keys));
   }
   if (Status s = check_block_mask(p, c.rows, "the rows of a tile"); !s.ok()) return s;
-  if (too_many_blocks(p, c.rows)) return refuse("more than 2^31 blocks of rows");
-  return check_prepared(p, r, needs_of(p, r));
+  return too_many_blocks(p, c.rows) ? refuse("more than 2^31 blocks of rows") : Status();
 }
 
 void plan_mma(MmaPlan& plan, const Problem& p, int resident) {
@@ -211,7 +234,8 @@ void plan_mma(MmaPlan& plan, const Problem& p, int resident) {
               std::to_string(c.d) + "\ntile: " + std::to_string(c.rows) + " rows x " +
               std::to_string(tile_keys) + " keys\ntile_keys: " + std::to_string(tile_keys) +
               "\nlost_mass: " + (c.pv == Element::u8 ? "a second byte" : "none") + "\n" +
-              text_of(plan.split_kv) + text_of(plan.order) + hidden_keys_text(plan.prepared);
+              text_of(plan.split_kv) + text_of(plan.order) + hidden_keys_text(plan.prepared) +
+              text_of_gathered(p, plan.recipe);
 }
 
 }  // namespace QATTN_TARGET

@@ -3,6 +3,7 @@
 
 #include "kernels/quantize/gpu/encode/balance.cuh"
 #include "kernels/quantize/gpu/encode/clear.cuh"
+#include "kernels/quantize/gpu/encode/gather.cuh"
 #include "kernels/quantize/gpu/encode/general.cuh"
 #include "kernels/quantize/gpu/encode/given.cuh"
 #include "kernels/quantize/gpu/encode/groups.cuh"

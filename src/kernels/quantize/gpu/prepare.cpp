@@ -7,6 +7,7 @@
 
 #include "core/plan.hpp"
 #include "kernels/attention/common/mask_params.hpp"
+#include "kernels/quantize/gpu/prepare_gather.hpp"
 #include "kernels/quantize/gpu/prepare_means.hpp"
 #include "kernels/quantize/gpu/prepare_plain.hpp"
 
@@ -166,10 +167,11 @@ LaunchError channel_scales(const Call& call, Launches& launches) {
 }
 
 LaunchError encode(const Call& call, Launches& launches) {
-  unsigned general_mask = 0, micro_mask = 0;
+  unsigned general_mask = 0, micro_mask = 0, gather_mask = 0;
   for (const OperandSpec& f : call.facts) {
     if (!f.wanted || call.plain(f.role)) continue;
-    (is_micro(f.format) ? micro_mask : general_mask) |= 1u << static_cast<int>(f.role);
+    unsigned& mask = gathered(f) ? gather_mask : is_micro(f.format) ? micro_mask : general_mask;
+    mask |= 1u << static_cast<int>(f.role);
   }
   // Launches are of one padded size, and the plain one of one format; V's may differ from those of
   // Q and K, where these are codes.
@@ -190,6 +192,7 @@ LaunchError encode(const Call& call, Launches& launches) {
     for (const unsigned mask : {general_mask & run, micro_mask & run}) {
       if (LaunchError e = general(call, mask, Pass::codes, launches); !e.empty()) return e;
     }
+    if (LaunchError e = gather(call, gather_mask & run, launches); !e.empty()) return e;
   }
   return {};
 }
@@ -233,8 +236,7 @@ std::string prepare_refusal(const Problem& p, const Recipe& recipe, const Prepar
     if (!free_scale(f.format) && !is_micro(f.format)) {
       return who + ": format " + format + " has no codes";
     }
-    if (is_micro(f.format) && f.codes)
-      return who + ": codes in " + format + " are read by CPUs only";
+    if (std::string why = gather_refusal(p, f); !why.empty()) return why;
   }
   const AttentionTensors& t = p.tensors;
   for (const TensorView* v : {&t.cu_seqlens_q, &t.cu_seqlens_k, &t.seqused_q, &t.seqused_k}) {
@@ -253,6 +255,7 @@ std::string prepare_refusal(const Problem& p, const Recipe& recipe, const Prepar
 std::int64_t channel_block(const Problem& p, const Recipe& recipe, const PrepareNeeds& needs) {
   const OperandSpec f = facts_of(p, recipe, needs, Role::v);
   const std::int64_t all = std::max<std::int64_t>(p.max_k, 1);
+  if (f.wanted && f.scaling.granularity == Granularity::per_block) return f.scaling.block;  // pages
   if (!f.wanted || f.scaling.granularity != Granularity::per_block_channel) return all;
   // Given scales of paged V belong to pages, so that a group must end where its page ends.
   const bool pages = p.paged && f.scale.present();

@@ -23,12 +23,16 @@ struct OperandSpec {
   Format format;  ///< of the codes
   Scaling scaling;
   bool codes = false;  ///< the operand comes quantised
-  TensorView scale;    ///< given, or absent
+  TensorView scale;    ///< given, or absent; of codes in nvfp4 the second level
+  TensorView groups;   ///< built-in scales of codes
   TokenTensor tensor;
   int channels = 0, padded = 0;
   std::int64_t heads = 0;
   bool wanted = false;
 };
+
+/// Does it come in codes with built-in scales, which GatherMicro brings?
+inline bool gathered(const OperandSpec& f) { return is_micro(f.format) && f.codes; }
 
 inline OperandSpec facts_of(const Problem& p, const Recipe& r, const PrepareNeeds& needs,
                             Role role) {
@@ -45,6 +49,14 @@ inline OperandSpec facts_of(const Problem& p, const Recipe& r, const PrepareNeed
   f.padded = is_micro(f.format) ? micro_channels(f.channels) : prepared_channels(f.channels);
   // Tokens have nothing in common then but the second level of nvfp4.
   if (is_micro(f.format)) f.scaling.granularity = Granularity::per_head;
+  if (gathered(f)) {
+    f.groups = x.scale;
+    f.scale = x.global;
+    if (x.paged && f.format == Format::nvfp4) {  // which every page has
+      f.scaling.granularity = Granularity::per_block;
+      f.scaling.block = static_cast<std::int32_t>(p.page_size);
+    }
+  }
   f.heads = x.heads;
   f.wanted = role == Role::q ? needs.q_rows : role == Role::v ? needs.v_tiles : needs.k_rows;
   return f;

@@ -38,7 +38,7 @@ struct EncodeGeneral : GeneralTile<Channels> {
             sum, isa::load_shared<float>(w.shared + image_at + 4 * (row * stride + c)));
       }
       const TilePlace& p = w.place;
-      if (w.role.codes && row < p.count()) {
+      if (w.role.codes && w.role.grouping.given != nullptr && row < p.count()) {
         sum *= w.role.grouping.given_scale(w.role.rows, p.b, p.head, p.first + row, 0);
       }
       isa::store_global(out.dot_mean + p.head * out.slots + p.tile * slot_tile + row, sum);
@@ -385,7 +385,8 @@ struct EncodeGeneral : GeneralTile<Channels> {
   };
   /// Blocks are numbered over roles, then tiles, then heads: neighbours read neighbouring memory of
   /// a (B, S, H, D) tensor.
-  static QATTN_DEVICE Block find_block(const Params& params, SharedAddress shared) {
+  template <class AnyParams>
+  static QATTN_DEVICE Block find_block(const AnyParams& params, SharedAddress shared) {
     std::int64_t block = isa::block().x;
     int i = 0;
     for (; i < 2 && block >= params.blocks[i]; ++i) block -= params.blocks[i];

@@ -126,13 +126,13 @@ struct GeneralTile {
     }
   }
 
-  static QATTN_DEVICE void load(const Work& w, Values& v) {
+  /// Where a thread's rows are, in elements, and which of them lie in pages that do not exist.
+  static QATTN_DEVICE void locate(const Work& w, Values& v, std::int64_t (&at)[4],
+                                  bool (&missing)[4]) {
     const tile::Rows& r = w.role.rows;
     const int count = w.place.count(), first = w.first_key();
     const int channel = w.chunk() * chunk_channels;
     const TileSight sight = sight_of(w.role.seen, w.place);
-    std::int64_t at[4];
-    bool missing[4];
     if (r.page_table != nullptr) {
       store_row_offsets(r, w.place, w.shared + offsets_at);
     }
@@ -153,6 +153,12 @@ struct GeneralTile {
       v.here[i] = exists && !missing[i];
       at[i] = row + channel;
     }
+  }
+
+  static QATTN_DEVICE void load(const Work& w, Values& v) {
+    std::int64_t at[4];
+    bool missing[4];
+    locate(w, v, at, missing);
     if (w.role.codes) {
       load_codes(w, at, v);
     } else {
@@ -267,23 +273,27 @@ struct GeneralTile {
     }
   }
 
+  /// A chunk's share of q . (K's mean), for every row of the thread, to shared memory.
+  static QATTN_DEVICE void multiply_mean(const Work& w, const Values& v) {
+    const SharedAddress mine = w.shared + 4 * (w.first_key() * stride + w.chunk());
+    float mean[8];
+    load_mean(w, w.role.dot, head_mean(w), mean);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        sum = formats::add_rn(sum, formats::mul_rn(v.x[i][j], mean[j]));
+      }
+      isa::store_shared(mine + image_at + 4 * key_step(i) * stride, sum);
+    }
+  }
+
   /// Mean, balance, rotation, dot products; the maxima of a thread's rows go to shared memory.
   static QATTN_DEVICE void transform(const Work& w, Values& v) {
     const GeneralRole& role = w.role;
     const SharedAddress mine = w.shared + 4 * (w.first_key() * stride + w.chunk());
-    if (role.dot != nullptr) {
-      float mean[8];
-      load_mean(w, role.dot, head_mean(w), mean);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          sum = formats::add_rn(sum, formats::mul_rn(v.x[i][j], mean[j]));
-        }
-        isa::store_shared(mine + image_at + 4 * key_step(i) * stride, sum);
-      }
-    }
+    if (role.dot != nullptr) multiply_mean(w, v);
     subtract_mean(w, v);
     if (role.factors != nullptr) balance(w, v);
     if (role.rotate) {

@@ -43,6 +43,18 @@ enum class ScaleSource : std::int32_t {
   channel,  ///< V: PreparedTiles::channel_scale
 };
 
+/// Which entry of a tensor of scales has those of a token, a sequence or a page, and the token's
+/// number there. False: the page does not exist.
+QATTN_DEVICE bool find_scales(const tile::Rows& r, int b, std::int64_t s, std::int64_t& outer,
+                              std::int64_t& token) {
+  outer = b, token = s;
+  if (r.page_table == nullptr) return true;
+  outer = isa::load_global(r.page_table + b * r.page_table_stride + s / r.page_size);
+  if (outer < 0 || outer >= r.total) return false;
+  token = s % r.page_size;
+  return true;
+}
+
 struct Grouping : ScaleGroups {
   // Maxima: [heads][groups], by_channel [heads][groups][padded]; per_tensor: one.
   std::uint32_t* maxima = nullptr;
@@ -74,12 +86,8 @@ struct Grouping : ScaleGroups {
   QATTN_DEVICE float given_scale(const tile::Rows& r, int b, int head, std::int64_t s,
                                  int channel) const {
     const bool paged = r.page_table != nullptr;
-    std::int64_t outer = b, token = s;
-    if (paged) {
-      outer = isa::load_global(r.page_table + b * r.page_table_stride + s / r.page_size);
-      if (outer < 0 || outer >= r.total) return formats::quiet_nan();
-      token = s % r.page_size;
-    }
+    std::int64_t outer, token;
+    if (!find_scales(r, b, s, outer, token)) return formats::quiet_nan();
     // The host cannot see how long packed sequences are.
     if (index(token) >= given_groups) return formats::quiet_nan();
     const float scale =

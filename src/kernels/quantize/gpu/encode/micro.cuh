@@ -75,12 +75,15 @@ struct EncodeMicro : EncodeGeneral<Channels> {
     return row_global(w.role.grouping, w.role.rows, p.span, p.b, p.head);
   }
 
-  /// By the first warp: exists, bad and scale of the rows; shared memory says which have codes.
-  static QATTN_DEVICE RowPair find_rows(const Work& w, float global) {
+  /// By the first warp: exists, bad and scale of the rows, whose second level is global_of(row);
+  /// shared memory says which have codes.
+  template <class GlobalOf>
+  static QATTN_DEVICE RowPair find_rows(const Work& w, GlobalOf global_of) {
     RowPair r;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = isa::lane() + 32 * i;
+      const float global = global_of(row);
       r.exists[i] = row < w.place.count();
       r.bad[i] = r.exists[i] && !formats::is_finite(row_amax(w.shared, row));
       r.bad[i] |= !formats::is_finite(global);
@@ -97,10 +100,8 @@ struct EncodeMicro : EncodeGeneral<Channels> {
   /// Q and K: groups are channels of neighbouring lanes.
   template <class Format>
   static QATTN_DEVICE void encode_rows(const Work& w, const Values& v, float global) {
-    constexpr int lanes = Format::group / chunk_channels, groups = Channels / Format::group;
+    constexpr int lanes = Format::group / chunk_channels;
     constexpr int words = Format::bits / 4, pair_bits = 2 * Format::bits;
-    const PreparedRows& out = w.role.out;
-    const bool swapped = w.role.order == KeyOrder::fp4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int key = w.first_key() + key_step(i);
@@ -124,19 +125,30 @@ struct EncodeMicro : EncodeGeneral<Channels> {
         const float y1 = usable ? formats::mul_rn(v.x[i][j + 1], scale.inverse) : 0.0f;
         code[j * words / 8] |= Format::pair(y0, y1) << j / 2 * pair_bits % 32;
       }
-      const int place = swapped ? key / 32 * 32 + fp4_position(key % 32) : key;
-      const std::int64_t slot = slot_of(out, w.place) + place;
-      std::uint8_t* to = out.codes + slot * out.row_bytes + w.chunk() * Format::bits;
-      if constexpr (words == 2) {
-        isa::store_global(reinterpret_cast<Words2*>(to), Words2{{code[0], code[1]}});
-      } else {
-        isa::store_global(reinterpret_cast<std::uint32_t*>(to), code[0]);
-      }
-      if (w.chunk() % lanes != 0) continue;
-      std::uint8_t* scales = out.group_scale + slot * out.group_bytes + w.chunk() / lanes;
-      isa::store_global(scales, coded ? scale.code : std::uint8_t{0});
-      if (groups < 4) isa::store_global(scales + groups, std::uint8_t{0});  // two are a word's half
+      store_codes<Format>(w, key, code, coded ? scale.code : std::uint8_t{0});
     }
+  }
+
+  /// Q and K: eight codes of a row and, by a group's first lane, its scale.
+  template <class Format>
+  static QATTN_DEVICE void store_codes(const Work& w, int key,
+                                       const std::uint32_t (&code)[Format::bits / 4],
+                                       std::uint8_t scale) {
+    constexpr int lanes = Format::group / chunk_channels, groups = Channels / Format::group;
+    const PreparedRows& out = w.role.out;
+    const bool swapped = w.role.order == KeyOrder::fp4;
+    const int place = swapped ? key / 32 * 32 + fp4_position(key % 32) : key;
+    const std::int64_t slot = slot_of(out, w.place) + place;
+    std::uint8_t* to = out.codes + slot * out.row_bytes + w.chunk() * Format::bits;
+    if constexpr (Format::bits == 8) {
+      isa::store_global(reinterpret_cast<Words2*>(to), Words2{{code[0], code[1]}});
+    } else {
+      isa::store_global(reinterpret_cast<std::uint32_t*>(to), code[0]);
+    }
+    if (w.chunk() % lanes != 0) return;
+    std::uint8_t* scales = out.group_scale + slot * out.group_bytes + w.chunk() / lanes;
+    isa::store_global(scales, scale);
+    if (groups < 4) isa::store_global(scales + groups, std::uint8_t{0});  // two are a word's half
   }
 
   /// V: which of a thread's four keys their group's scale comes from: those that are seen plainly,
@@ -196,24 +208,15 @@ struct EncodeMicro : EncodeGeneral<Channels> {
   /// V: codes to the image in shared memory, scales behind it. Keys without codes are zeros.
   template <class Format>
   static QATTN_DEVICE void encode_values(const Work& w, Values& v, float global) {
-    using Pair = typename Format::Pair;
-    constexpr int quads = Format::group / 4, groups = slot_tile / Format::group;
-    const int quad = isa::thread() / chunks, first = w.first_key();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (has_codes(w, first + key_step(i))) continue;
+      if (has_codes(w, w.first_key() + key_step(i))) continue;
 #pragma unroll
       for (int j = 0; j < 8; ++j) v.x[i][j] = 0.0f;
     }
     float amax[8];
     group_maxima<Format>(w, v, amax);
-    // Positions of a thread's first two keys and of the others, in bytes.
-    const bool natural = w.role.order == KeyOrder::fp4;
-    const int low = (natural ? first : 4 * quad) * Format::bits / 8;
-    const int high = low + (natural ? 8 : 2) * Format::bits / 8;
-    const SharedAddress image = w.shared + image_at + w.chunk() * image_bytes<Format>();
-    const SharedAddress scales = w.shared + tail_at + 8 * Format::row +
-                                 w.chunk() * chunk_channels * groups + quad / quads;
+    const ValuePlace place = value_place<Format>(w);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const formats::GroupScale scale = Format::scale(amax[j], global);
@@ -225,11 +228,38 @@ struct EncodeMicro : EncodeGeneral<Channels> {
         x = x < -amax[j] ? -amax[j] : amax[j] < x ? amax[j] : x;
         y[i] = scale.inverse > 0.0f ? formats::mul_rn(x, scale.inverse) : 0.0f;
       }
-      const SharedAddress to = image + j * Format::row;
-      isa::store_shared(to + low, static_cast<Pair>(Format::pair(y[0], y[1])));
-      isa::store_shared(to + high, static_cast<Pair>(Format::pair(y[2], y[3])));
-      if (quad % quads == 0) isa::store_shared(scales + j * groups, scale.code);
+      store_channel<Format>(place, j, Format::pair(y[0], y[1]), Format::pair(y[2], y[3]),
+                            scale.code);
     }
+  }
+
+  /// V: where in shared memory a thread's codes go, of its first two keys and of the others, and
+  /// the scales of its group. Of the first channel.
+  struct ValuePlace {
+    SharedAddress low, high, scales;
+    bool first;  ///< of its group's threads
+  };
+  template <class Format>
+  static QATTN_DEVICE ValuePlace value_place(const Work& w) {
+    constexpr int quads = Format::group / 4, groups = slot_tile / Format::group;
+    const int quad = isa::thread() / chunks;
+    const bool natural = w.role.order == KeyOrder::fp4;
+    const int low = (natural ? w.first_key() : 4 * quad) * Format::bits / 8;
+    const int high = low + (natural ? 8 : 2) * Format::bits / 8;
+    const SharedAddress image = w.shared + image_at + w.chunk() * image_bytes<Format>();
+    const SharedAddress scales = w.shared + tail_at + 8 * Format::row +
+                                 w.chunk() * chunk_channels * groups + quad / quads;
+    return {image + low, image + high, scales, quad % quads == 0};
+  }
+  /// Pairs of codes of channel `j` of a thread.
+  template <class Format>
+  static QATTN_DEVICE void store_channel(const ValuePlace& to, int j, std::uint32_t low,
+                                         std::uint32_t high, std::uint8_t scale) {
+    using Pair = typename Format::Pair;
+    isa::store_shared(to.low + j * Format::row, static_cast<Pair>(low));
+    isa::store_shared(to.high + j * Format::row, static_cast<Pair>(high));
+    constexpr int groups = slot_tile / Format::group;
+    if (to.first) isa::store_shared(to.scales + j * groups, scale);
   }
 
   /// Bytes between the channel octets of V's image, which start in different banks.
@@ -292,17 +322,22 @@ struct EncodeMicro : EncodeGeneral<Channels> {
     }
   }
 
+  /// What belongs to the rows of a tile. By the first warp.
+  template <class Format>
+  static QATTN_DEVICE void store_facts(const Work& w, RowPair r) {
+    if (w.is_value()) {
+      store_tables<Format>(w, r);
+    } else {
+      store_row_scales(w.role.out, w.place, r);
+    }
+  }
+
   template <class Format>
   static QATTN_DEVICE void run_tile(const Work& w, Values& v) {
     const float global = global_scale(w);
     isa::sync_threads();
     if (isa::warp() == 0) {
-      RowPair r = find_rows(w, global);
-      if (w.is_value()) {
-        store_tables<Format>(w, r);
-      } else {
-        store_row_scales(w.role.out, w.place, r);
-      }
+      store_facts<Format>(w, find_rows(w, [&](int) { return global; }));
     }
     if (w.role.dot != nullptr) store_dots(w);
     isa::sync_threads();
@@ -315,16 +350,23 @@ struct EncodeMicro : EncodeGeneral<Channels> {
     store_image<Format>(w);
   }
 
+  /// For slots without tokens.
+  template <class AnyParams>
+  static QATTN_DEVICE void store_nothing(const AnyParams& params, int role, const TilePlace& p,
+                                         bool last) {
+    if (role < 2) {
+      store_no_rows(params.role[role].out, p, last);
+    } else {
+      store_no_values(record_at(params.v_out, p), offsets(params.v_out), p, last);
+    }
+  }
+
   static QATTN_DEVICE void run(const Params& params) {
     isa::grid_dependency_launch();
     isa::grid_dependency_wait();
     const SharedAddress shared = isa::shared_base();
     const auto [i, p, last] = find_block(params, shared);
-    if (i < 2) {
-      store_no_rows(params.role[i].out, p, last);
-    } else {
-      store_no_values(record_at(params.v_out, p), offsets(params.v_out), p, last);
-    }
+    store_nothing(params, i, p, last);
     if (!p.used) return;
     const Work w{params.role[i], params.v_out, p, shared};
     Values v;
