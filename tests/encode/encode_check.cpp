@@ -328,14 +328,13 @@ void check_mean_scores(const Case& c) {
         for (std::int64_t s = 0; s < c.length(b); ++s) {
           double sum = 0, size = 0;
           for (int k = 0; k < d; ++k) {
-            const float less = k_mean == nullptr ? 0.0f : k_mean[k];
-            const double term =
-                static_cast<double>(c.value(Role::k, b, hk, s, k) - less) * mean[k];
-            sum += term;
-            size += std::abs(term);
+            const double x = c.value(Role::k, b, hk, s, k);
+            const double less = k_mean == nullptr ? 0.0 : k_mean[k];
+            sum += (x - less) * mean[k];
+            size += (std::abs(x) + std::abs(less)) * std::abs(mean[k]);
           }
           const double got = out.scores[(first + n) * out.key_slots + s] * factor;
-          wrong.add(std::abs(got - sum) <= 2e-5 * size || (std::isnan(got) && std::isnan(sum)),
+          wrong.add(std::abs(got - sum) <= 4e-6 * size || (std::isnan(got) && std::isnan(sum)),
                     text("mean score", b, h, s, got, sum));
         }
       }
