@@ -25,11 +25,14 @@ class GeforceRing : public OnGpuTest {
 
   /// Under every timing, with the same bits, as the model says, and by TMA.
   void expect_ring(const Feature& f, int pack = 0, int splits = 0) {
+    expect_ring(f, recipe(), pack, splits);
+  }
+  void expect_ring(const Feature& f, const Recipe& recipe, int pack, int splits) {
     const Call call = make_call(f, 21);
     Laid laid = lay_out(call, f.how);
     const ForceSplitKv forced(pack, splits);
     emu::take_stats();
-    const Outcome outcome = run_emulated(call, laid, recipe(), every_timing());
+    const Outcome outcome = run_emulated(call, laid, recipe, every_timing());
     const emu::Stats done = emu::take_stats();
     ASSERT_FALSE(HasFailure());
     EXPECT_EQ(outcome.splits, std::max(splits, 1));
@@ -57,6 +60,25 @@ TEST_P(GeforceRing, ServesPackedSequences) {
   f.sq = {64, 1, 150, 65}, f.sk = {64, 129, 300, 65}, f.options.causal = true;
   f.how.packed_q = f.how.packed_k = true;
   expect_ring(f);
+  if (HasFailure() || info(recipe().qk).group == 0) return;
+  Recipe smooth = recipe();
+  smooth.smooth_q = Toggle::on;
+  expect_ring(f, smooth, 0, 0);
+}
+
+/// Q's means come with K, of one block of Q or of two: some that end inside a block of threads, and
+/// such as are longer than one.
+TEST_P(GeforceRing, MeansOfQueries) {
+  if (info(recipe().qk).group == 0) GTEST_SKIP() << "formats of groups";
+  for (const std::int32_t block : {64, 128, 192, 320}) {
+    SCOPED_TRACE(block);
+    Recipe smooth = recipe();
+    smooth.smooth_q = Toggle::on, smooth.q_scale = {Granularity::group, block, 0};
+    Feature f = feature(330, 200, small());
+    f.family = Family::outliers;
+    expect_ring(f, smooth, 0, 0);
+    if (HasFailure()) return;
+  }
 }
 
 TEST_P(GeforceRing, ServesFewQueries) {
