@@ -228,8 +228,9 @@ struct MmaScores : Epilogue<S> {
   QATTN_DEVICE void begin_with_means(Products& acc, int tile) const {
     if (p.q_mean.scores == nullptr) return;
     static_assert(F::row_elements == 2 && K::element_column(1) == 1);
+    constexpr int apart = S::ring ? R : 1;  // rows of a ring's warp share a mean
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < R; r += apart) {
       const float* from = S::ring ? nullptr : mean_scores(r, tile);
 #pragma unroll
       for (int n = 0; n < S::n_tiles; ++n) {
@@ -240,8 +241,8 @@ struct MmaScores : Epilogue<S> {
           pair = isa::load_global(reinterpret_cast<const isa::Words2*>(from + mean_key(n)));
         }
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          this->element(acc, r, n, e) = formats::float_of(pair.w[e]);
+        for (int i = 0; i < 2 * apart; ++i) {
+          this->element(acc, r + i / 2, n, i % 2) = formats::float_of(pair.w[i % 2]);
         }
       }
     }
