@@ -18,7 +18,7 @@ Sequences are whole tiles here, so that padding does not matter.
 """
 
 import numpy as np
-from recipe_sim import e2m1, e4m3
+from recipe_sim import block_means, e2m1, e4m3
 
 GROUP, BLOCK, TILE = 16, 128, 128
 LEVELS = 448 * 6
@@ -34,17 +34,12 @@ def coded(x, rounded_first=True):
     return (e2m1(np.divide(g, by, out=np.zeros_like(g), where=by > 0)) * scale).reshape(x.shape)
 
 
-def block_means(q):
-    blocks = (q[i : i + BLOCK] for i in range(0, len(q), BLOCK))
-    return np.concatenate([np.tile(block.mean(0), (len(block), 1)) for block in blocks])
-
-
 def attention(q, k, v, causal=False, form="paper"):
     """q (n, D), k (S, D), v (S, Dv) float64; S a multiple of 128. Returns (n, Dv)."""
     if form not in FORMS or len(k) % TILE != 0:
         raise ValueError(f"form: {form} of {FORMS}; {len(k)} keys: a multiple of {TILE}")
     k = k - k.mean(0)
-    mean = block_means(q)
+    mean = block_means(q, BLOCK)
     s = (coded(q - mean) @ coded(k).T + mean @ k.T) / np.sqrt(q.shape[1])
     if causal:  # bottom right
         s = np.where(np.arange(len(k)) > np.arange(len(q))[:, None] + len(k) - len(q), -np.inf, s)
