@@ -121,9 +121,7 @@ Recipe resolve_recipe(const Problem& problem, std::string_view automatic, const 
   const bool groups = info(r.qk).group > 0;
   if (r.smooth_q == Toggle::automatic) {
     const bool gains = groups && !problem.q_codes && !problem.k_codes;
-    // Of packed sequences nobody knows how long they are: room would be needed for all of them.
-    const bool cheap = problem.max_q >= mean_rows && !problem.varlen_q && !problem.varlen_k;
-    r.smooth_q = gains && cheap ? Toggle::on : Toggle::off;
+    r.smooth_q = gains && problem.max_q >= mean_rows ? Toggle::on : Toggle::off;
   }
   for (Toggle* t : {&r.smooth_v, &r.rotate}) {
     if (*t == Toggle::automatic) *t = Toggle::off;

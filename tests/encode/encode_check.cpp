@@ -325,6 +325,8 @@ void check_mean_scores(const Case& c) {
                                    : std::sqrt(static_cast<double>(d));
       for (std::int64_t n = 0; n * out.block < c.length(b); ++n) {
         const float* mean = out.data + (first + n) * out.channels;
+        const float* scores =
+            out.scores + (h * out.most + n) * out.key_slots + c.first_slot(Role::k, b);
         for (std::int64_t s = 0; s < c.length(b); ++s) {
           double sum = 0, size = 0;
           for (int k = 0; k < d; ++k) {
@@ -333,7 +335,7 @@ void check_mean_scores(const Case& c) {
             sum += (x - less) * mean[k];
             size += (std::abs(x) + std::abs(less)) * std::abs(mean[k]);
           }
-          const double got = out.scores[(first + n) * out.key_slots + s] * factor;
+          const double got = scores[s] * factor;
           wrong.add(std::abs(got - sum) <= 4e-6 * size || (std::isnan(got) && std::isnan(sum)),
                     text("mean score", b, h, s, got, sum));
         }

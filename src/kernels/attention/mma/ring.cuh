@@ -99,17 +99,15 @@ struct RingProducer {
                      p.k8.group_scale + slot(tile, p.k8.slots) * S::qk_group_bytes, group_bytes,
                      full);
       for (int n = 0; n < means; ++n) {
-        const std::int64_t mean = mean_row(p, work, work.first_row) + n;
         isa::bulk_load(to.data() + S::mean_at + n * 4 * S::keys,
-                       p.q_mean.scores + mean * p.q_mean.key_slots + tile, 4 * S::keys, full);
+                       mean_scores(p, work, mean_of(p, work, work.first_row) + n, tile),
+                       4 * S::keys, full);
       }
     }
   }
   /// How many means the block's rows have, one or two.
   QATTN_DEVICE int mean_count() const {
-    const std::int64_t more = mean_row(p, work, work.first_row + S::rows - 1) -
-                              mean_row(p, work, work.first_row);
-    return static_cast<int>(more) + 1;
+    return mean_of(p, work, work.first_row + S::rows - 1) - mean_of(p, work, work.first_row) + 1;
   }
 
   QATTN_DEVICE void load_values(int tile) const {

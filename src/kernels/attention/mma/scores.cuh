@@ -24,12 +24,17 @@ inline constexpr std::uint32_t unit_scales = 0x7f7f7f7f;
 
 inline namespace QATTN_TARGET {
 
-/// Which row of the tables of Q's means belongs to a row of the work's sequence and head; to one
-/// behind the end, the last.
-QATTN_DEVICE std::int64_t mean_row(const AttentionParams& p, const WorkTile& work, int row) {
-  const int length = static_cast<int>(work.q.length), size = p.q_mean.block;
-  return work.head * p.q_mean.blocks + tile::first_block(p.q, work.q, work.b, size) +
-         (row < length ? row : length - 1) / size;
+/// Which of its sequence's means belongs to a row of the work; to one behind the end, the last.
+QATTN_DEVICE int mean_of(const AttentionParams& p, const WorkTile& work, int row) {
+  const int length = static_cast<int>(work.q.length);
+  return (row < length ? row : length - 1) / p.q_mean.block;
+}
+
+/// The scores of a mean of the work's sequence with the keys from `tile` on.
+QATTN_DEVICE const float* mean_scores(const AttentionParams& p, const WorkTile& work, int mean,
+                                      int tile) {
+  return p.q_mean.scores + (work.head * p.q_mean.most + mean) * p.q_mean.key_slots + work.k_slot +
+         tile;
 }
 
 template <class S>
@@ -214,9 +219,8 @@ struct MmaScores : Epilogue<S> {
   // ---- smooth_q: what Q's means took from the scores ------------------------------------------
 
   /// Those of row r's mean and the keys of the tile. Blocks are multiples of eight.
-  QATTN_DEVICE const float* mean_scores(int r, int tile) const {
-    const std::int64_t mean = mean_row(p, work, this->query_of(this->local_row(r)));
-    return p.q_mean.scores + mean * p.q_mean.key_slots + tile;
+  QATTN_DEVICE const float* row_means(int r, int tile) const {
+    return mean_scores(p, work, mean_of(p, work, this->query_of(this->local_row(r))), tile);
   }
 
   /// The lane's scores of column tile n, of two neighbouring keys.
@@ -231,7 +235,7 @@ struct MmaScores : Epilogue<S> {
     constexpr int apart = S::ring ? R : 1;  // rows of a ring's warp share a mean
 #pragma unroll
     for (int r = 0; r < R; r += apart) {
-      const float* from = S::ring ? nullptr : mean_scores(r, tile);
+      const float* from = S::ring ? nullptr : row_means(r, tile);
 #pragma unroll
       for (int n = 0; n < S::n_tiles; ++n) {
         isa::Words2 pair;
@@ -250,16 +254,16 @@ struct MmaScores : Epilogue<S> {
   /// A ring: where a stage has those of this warp, whose rows share a mean.
   QATTN_DEVICE void find_means() {
     if (p.q_mean.scores == nullptr) return;
-    const std::int64_t before = mean_row(p, work, work.first_row + warp * S::warp_rows) -
-                                mean_row(p, work, work.first_row);
-    means_at = S::mean_at + static_cast<int>(before) * 4 * S::keys;
+    const int before = mean_of(p, work, work.first_row + warp * S::warp_rows) -
+                       mean_of(p, work, work.first_row);
+    means_at = S::mean_at + before * 4 * S::keys;
   }
 
   /// All others add them.
   QATTN_DEVICE void add_query_mean(Scores& s, int tile) const {
     const float* from[R];
 #pragma unroll
-    for (int r = 0; r < R; ++r) from[r] = mean_scores(r, tile);
+    for (int r = 0; r < R; ++r) from[r] = row_means(r, tile);
     tile::each_score<K>(s, [&](int r, int key, float& x) {
       x += isa::load_global(from[r] + key);
     });

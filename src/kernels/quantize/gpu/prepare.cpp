@@ -304,8 +304,6 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
     if (f.wanted && f.role == Role::q && subtracts_mean(recipe, f)) {
       part.mean_blocks = tile::block_count(r, recipe.q_scale.block);
       part.mean = memory.take(f.heads * part.mean_blocks * f.padded * 4);
-      layout.key_slots = (p.max_k + slot_tile - 1) / slot_tile * slot_tile;
-      part.mean_scores = memory.take(f.heads * part.mean_blocks * layout.key_slots * 4);
     }
     if (f.wanted && f.role == Role::v && scales_channels(recipe, f)) {
       part.sums = memory.take(tiles * f.padded * 4);
@@ -314,6 +312,10 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
       part.mean = memory.take(p.batch * f.heads * f.padded * 4);
       if (!given_mean(p, f.role).present()) part.sums = memory.take(tiles * f.padded * 4);
     }
+  }
+  if (PrepareLayout::Part& q = layout.part[0]; q.mean_blocks > 0) {
+    layout.most_means = (p.max_q + recipe.q_scale.block - 1) / recipe.q_scale.block;
+    q.mean_scores = memory.take(p.heads_q * layout.most_means * layout.part[1].slots * 4);
   }
   if (recipe.balance_k == Toggle::on && needs.k_rows) {
     const int padded = facts_of(p, recipe, needs, Role::k).padded;

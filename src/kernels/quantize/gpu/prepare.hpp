@@ -39,7 +39,7 @@ struct PrepareLayout {
   std::size_t factors = none;        ///< that balance K's channels, and Q's
   std::size_t loud = none;           ///< are there any that are not 1?
   std::int64_t channel_groups = 0, channel_block = 0;
-  std::int64_t key_slots = 0;  ///< PreparedMeans
+  std::int64_t most_means = 0;  ///< PreparedMeans::most
   bool packed_groups = false;
   /// Which keys are hidden from all rows, and must leave no trace: SeenKeys. `none`: no key can be.
   std::size_t seen = none, seen_counts = none;

@@ -116,7 +116,8 @@ struct Call {
             recipe.q_scale.block,
             facts[0].padded,
             at<float>(workspace, p.mean_scores),
-            layout.key_slots};
+            layout.most_means,
+            part(Role::k).slots};
   }
   std::int64_t blocks(Role role) const {
     return part(role).slots / slot_tile * facts[static_cast<std::size_t>(role)].heads;

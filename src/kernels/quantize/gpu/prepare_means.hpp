@@ -53,6 +53,26 @@ inline LaunchError block_means(const Call& call, Launches& launches) {
   return launches.launch<BlockMeans>(params, params.out.blocks * f.heads);
 }
 
+/// With `Keys` keys a block of threads.
+template <int Keys>
+LaunchError mean_scores(Format format, const MeanScoreParams& params, Launches& launches) {
+  using isa::Element;
+  const auto launch = [&](auto kernel) {
+    using Kernel = decltype(kernel);
+    return launches.launch<Kernel>(params, Kernel::Work::blocks(params));
+  };
+  const bool many = params.means.most > 16;
+  if (format == Format::bf16) {
+    return many ? launch(MeanProducts<Element::bf16, 64, Keys>{})
+                : launch(MeanProducts<Element::bf16, 16, Keys>{});
+  }
+  if (format == Format::f16) {
+    return many ? launch(MeanProducts<Element::f16, 64, Keys>{})
+                : launch(MeanProducts<Element::f16, 16, Keys>{});
+  }
+  return launch(MeanScores<Keys>{});
+}
+
 /// Their products with K.
 inline LaunchError mean_scores(const Call& call, Launches& launches) {
   const OperandSpec& q = call.facts[0];
@@ -72,24 +92,9 @@ inline LaunchError mean_scores(const Call& call, Launches& launches) {
   } else {
     params.scale = call.problem.softmax_scale;
   }
-  const std::int64_t means = (call.problem.max_q + params.means.block - 1) / params.means.block;
-  const auto launch = [&](auto kernel) {
-    using Kernel = decltype(kernel);
-    const std::int64_t units = q.heads * call.problem.batch;
-    return launches.launch<Kernel>(params,
-                                   Kernel::Work::blocks(units, means, params.means.key_slots));
-  };
-  using isa::Element;
-  const bool many = means > 16;
-  if (k.tensor.format == Format::bf16) {
-    return many ? launch(MeanProducts<Element::bf16, 64>{})
-                : launch(MeanProducts<Element::bf16, 16>{});
-  }
-  if (k.tensor.format == Format::f16) {
-    return many ? launch(MeanProducts<Element::f16, 64>{})
-                : launch(MeanProducts<Element::f16, 16>{});
-  }
-  return launch(MeanScores{});
+  const bool packed = params.k.cu_seqlens != nullptr;
+  return packed ? mean_scores<slot_tile>(k.tensor.format, params, launches)
+                : mean_scores<2 * slot_tile>(k.tensor.format, params, launches);
 }
 
 }  // namespace QATTN_TARGET

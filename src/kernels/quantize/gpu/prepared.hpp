@@ -90,10 +90,12 @@ struct PreparedMeans {
   float* data = nullptr;
   std::int64_t blocks = 0;
   std::int32_t block = 0, channels = 0;
-  /// A mean times K, as it came less its own mean: [heads][blocks][key_slots], the keys of the
-  /// mean's sequence in their own order. Formats of groups: in units of the products of codes, so
-  /// that these begin with them; else times softmax_scale. Behind the end of the keys: anything.
+  /// A mean times K, as it came less its own mean: [heads][most][key_slots], in the slots of K's
+  /// keys the means of their sequence, one after the other; keys in their own order. Formats of
+  /// groups: in units of the products of codes, so that these begin with them; else times
+  /// softmax_scale. Behind the end of the keys: anything.
   float* scores = nullptr;
+  std::int64_t most = 0;  ///< means that a sequence can have
   std::int64_t key_slots = 0;
 };
 

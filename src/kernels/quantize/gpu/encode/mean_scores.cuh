@@ -31,32 +31,48 @@ struct MeanScoreParams {
 /// Up to `Means` means of a head and sequence, and `Keys` keys, which a block of threads serves.
 template <int Means, int Keys>
 struct MeanScoreWork {
-  const MeanScoreParams& p;
+  using Params = MeanScoreParams;
+  const Params& p;
   int b, head, kv_head;
   tile::Span q, k;
   std::int64_t first_mean;  ///< of all sequences
+  int first_of_sequence;    ///< the same of its own
   int means;                ///< from there on
   std::int64_t first_key;
 
-  /// Blocks for all heads and sequences, of which the longest has `longest` means.
-  static constexpr std::int64_t blocks(std::int64_t units, std::int64_t longest,
-                                       std::int64_t key_slots) {
-    return units * ((longest + Means - 1) / Means) * ((key_slots + Keys - 1) / Keys);
+  /// Blocks for all heads. Packed sequences: Keys are 64, a tile of slots.
+  static constexpr std::int64_t blocks(const Params& p) {
+    const std::int64_t tiles = p.k.cu_seqlens != nullptr ? p.means.key_slots / slot_tile
+                                                         : p.k.batches * tiles_of(p);
+    return p.q.heads * groups_of(p) * tiles;
+  }
+  /// Of a sequence that is not packed.
+  QATTN_CONSTEXPR static std::int64_t tiles_of(const Params& p) {
+    return (p.k.max_length + Keys - 1) / Keys;
+  }
+  QATTN_CONSTEXPR static std::int64_t groups_of(const Params& p) {
+    return (p.means.most + Means - 1) / Means;
   }
 
-  /// False: nothing is there to do.
+  /// By all threads. False: nothing is there to do.
   QATTN_DEVICE bool find() {
-    const int tiles = static_cast<int>((p.means.key_slots + Keys - 1) / Keys);
-    const int longest = static_cast<int>((p.q.max_length + p.means.block - 1) / p.means.block);
-    const int groups = (longest + Means - 1) / Means;
+    const int groups = static_cast<int>(groups_of(p));
     int index = isa::block().x;
-    first_key = std::int64_t{index % tiles} * Keys, index /= tiles;
     const int first = index % groups * Means;
     index /= groups;
-    head = index % p.q.heads, b = index / p.q.heads;
+    head = index % p.q.heads, index /= p.q.heads;
     kv_head = head / (p.q.heads / p.k.heads);
+    if (p.k.cu_seqlens != nullptr) {
+      const TilePlace place = find_tile(p.k, index, kv_head, Keys, isa::shared_base());
+      b = place.b, first_key = place.first;
+      if (!place.used) return false;
+    } else {
+      const int tiles = static_cast<int>(tiles_of(p));
+      b = index / tiles, first_key = std::int64_t{index % tiles} * Keys;
+    }
     q = tile::span_of(p.q, b);
     k = tile::span_of(p.k, b);
+    first_of_sequence = first;
     first_mean = tile::first_block(p.q, q, b, p.means.block) + first;
     const int left = (static_cast<int>(q.length) + p.means.block - 1) / p.means.block - first;
     means = left < Means ? left : Means;
@@ -90,8 +106,8 @@ struct MeanScoreWork {
     isa::atomic_or_global(p.k_flags + (slot + first_key + key) / slot_tile, tile_has_bad);
   }
   QATTN_DEVICE float* scores(int mean) const {
-    return p.means.scores + (head * p.means.blocks + first_mean + mean) * p.means.key_slots +
-           first_key;
+    const std::int64_t row = head * p.means.most + first_of_sequence + mean;
+    return p.means.scores + row * p.means.key_slots + tile::first_slot(p.k, k, b) + first_key;
   }
 };
 
@@ -110,11 +126,11 @@ struct SplitFloats {
 };
 
 /// K of 16 bits. A warp has 32 keys and all means of the block.
-template <isa::Element E, int Means>
+template <isa::Element E, int Means, int Keys>
 struct MeanProducts {
   using Params = MeanScoreParams;
   using F = isa::MmaFragment;
-  static constexpr int threads = 128, min_blocks = 3, keys = 128, warp_keys = 32;
+  static constexpr int threads = Keys, min_blocks = 3 * 128 / Keys, keys = Keys, warp_keys = 32;
   static constexpr int m_tiles = Means / 16, n_tiles = warp_keys / 8;
   static constexpr int depth = 64, row = tile::padded_row(2 * depth);  ///< channels at a time
   static constexpr int terms = SplitFloats<E>::terms;
@@ -222,7 +238,7 @@ struct MeanProducts {
 
   static QATTN_DEVICE void store(const Work& w, const Sums& sum) {
     const int lane = isa::lane(), first = isa::warp() * warp_keys;
-    if (w.first_key + first >= w.p.means.key_slots) return;
+    if (w.first_key + first >= (w.k.length + slot_tile - 1) / slot_tile * slot_tile) return;
     float factor[2], bad = 0.0f;
     w.factors(factor);
 #pragma unroll
@@ -271,9 +287,10 @@ struct MeanProducts {
 
 /// K of 32 bits. A thread has a key and eight means, whose channels come 32 at a time to shared
 /// memory.
+template <int Keys>
 struct MeanScores {
   using Params = MeanScoreParams;
-  static constexpr int threads = 128, min_blocks = 4, keys = threads, means = 8, depth = 32;
+  static constexpr int threads = Keys, min_blocks = 4, keys = Keys, means = 8, depth = 32;
   static constexpr int shared_bytes = 4 * means * depth;  ///< [channel][mean]
   static constexpr bool dependent = true;
   using Work = MeanScoreWork<means, keys>;
@@ -327,7 +344,7 @@ struct MeanScores {
     }
     float factor[2], bad = 0.0f;
     w.factors(factor);
-    if (w.first_key + isa::thread() >= p.means.key_slots) return;
+    if (w.first_key + isa::thread() >= w.k.length) return;
 #pragma unroll
     for (int n = 0; n < means; ++n) {
       if (n >= w.means) break;
