@@ -163,6 +163,41 @@ void check_micro_tail(const Case& c, const std::uint8_t* record, const MicroMade
 
 }  // namespace
 
+Recipe micro_recipe(Format qk, Format v) {
+  Recipe r;
+  r.name = "test";
+  r.qk = qk, r.v = v;
+  r.p = v == Format::s8 ? Format::u8 : info(v).group > 0 ? v : Format::e4m3;
+  r.q_scale = resolve_scaling({Granularity::automatic, 64, 16}, Role::q, qk);
+  r.k_scale = resolve_scaling({}, Role::k, qk);
+  if (info(v).scale != Format::none) r.v_scale = resolve_scaling({}, Role::v, v);
+  r.smooth_k = r.smooth_q = r.smooth_v = r.rotate = r.balance_k = Toggle::off;
+  return r;
+}
+
+CaseOptions micro_case(unsigned i) {
+  constexpr Storage storages[] = {Storage::dense, Storage::packed, Storage::paged, Storage::strided,
+                                  Storage::unaligned};
+  constexpr Format inputs[] = {Format::bf16, Format::f16, Format::f32};
+  constexpr std::int64_t lengths[] = {1, 31, 64, 65, 112, 129, 200};
+  CaseOptions o;
+  o.storage = storages[i % 5];
+  o.layout = i / 5 % 2 ? Layout::bhsd : Layout::bshd;
+  o.d = micro_dims[i / 3 % 5];
+  o.dv = micro_dims[(i / 3 + i / 15) % 5];
+  o.input = inputs[i / 2 % 3];
+  o.lengths = {lengths[i % 7], lengths[(i + 3) % 7]};
+  if (i % 4 == 0) o.lengths.push_back(0);
+  o.used = o.storage == Storage::packed ? i % 2 == 1 : true;
+  o.heads_q = 2;
+  o.heads_kv = i % 2 ? 2 : 1;
+  o.page_size = i % 2 ? 16 : 24;
+  o.seed = i + 1;
+  o.recipe = micro_recipe(micro_formats[i % 3], micro_formats[(i + i / 9) % 3]);
+  o.key_order = i % 2 ? kernels::KeyOrder::fp4 : kernels::KeyOrder::natural;
+  return o;
+}
+
 MicroMade make_micro(const Case& c, Role r, std::int64_t b, int h, const Hidden* hidden) {
   const Recipe& recipe = c.options().recipe;
   const Gathered from = gather(c, r, b, h, hidden);
@@ -242,10 +277,10 @@ void check_micro_rows(const Case& c, Role r, const Hidden* hidden) {
         const bool exists = s < c.length(b), bad = exists && made.bad[at];
         any_bad = bad || (any_bad && s % 64 != 0);
         scales.expect(out.scale[first + s],
-                      !exists ? 0.0f
-                      : bad   ? nan_value
-                              : made.zeros ? 1.0f
-                                         : made.global,
+                      !exists      ? 0.0f
+                      : bad        ? nan_value
+                      : made.zeros ? 1.0f
+                                   : made.global,
                       b, h, s);
         const auto in = static_cast<int>(s % 64);
         const std::int64_t slot = first + s - in + (r == Role::k ? key_place(c, in) : in);

@@ -10,6 +10,16 @@
 
 namespace qattn::encode_test {
 
+inline constexpr Format micro_formats[] = {Format::nvfp4, Format::mxfp8, Format::mxfp4};
+inline constexpr int micro_dims[] = {40, 64, 104, 128, 200};
+inline constexpr Role every_role[] = {Role::q, Role::k, Role::v};
+
+/// Without means, rotation, or balanced channels.
+Recipe micro_recipe(Format qk, Format v);
+/// Format, storage, dimensions, lengths and order from a number, so that a list of cases covers
+/// them.
+CaseOptions micro_case(unsigned i);
+
 /// A head of a sequence, by the functions that the CPU's attention consists of, in its order.
 struct MicroMade {
   float global = 1.0f;

@@ -18,47 +18,6 @@ namespace {
 using kernels::KeyOrder;
 using enum Granularity;
 
-constexpr Format micro_formats[] = {Format::nvfp4, Format::mxfp8, Format::mxfp4};
-constexpr int dims[] = {40, 64, 104, 128, 200};
-constexpr Format inputs[] = {Format::bf16, Format::f16, Format::f32};
-constexpr Storage storages[] = {Storage::dense, Storage::packed, Storage::paged, Storage::strided,
-                                Storage::unaligned};
-constexpr Role all[] = {Role::q, Role::k, Role::v};
-
-Recipe recipe_of(Format qk, Format v) {
-  Recipe r;
-  r.name = "test";
-  r.qk = qk, r.v = v;
-  r.p = v == Format::s8 ? Format::u8 : info(v).group > 0 ? v : Format::e4m3;
-  r.q_scale = resolve_scaling({Granularity::automatic, 64, 16}, Role::q, qk);
-  r.k_scale = resolve_scaling({}, Role::k, qk);
-  if (info(v).scale != Format::none) r.v_scale = resolve_scaling({}, Role::v, v);
-  r.smooth_k = r.smooth_q = r.smooth_v = r.rotate = r.balance_k = Toggle::off;
-  return r;
-}
-
-/// Format, storage, dimensions, lengths and order from a number, so that a list of cases covers
-/// them.
-CaseOptions shaped(unsigned i) {
-  constexpr std::int64_t lengths[] = {1, 31, 64, 65, 112, 129, 200};
-  CaseOptions o;
-  o.storage = storages[i % 5];
-  o.layout = i / 5 % 2 ? Layout::bhsd : Layout::bshd;
-  o.d = dims[i / 3 % 5];
-  o.dv = dims[(i / 3 + i / 15) % 5];
-  o.input = inputs[i / 2 % 3];
-  o.lengths = {lengths[i % 7], lengths[(i + 3) % 7]};
-  if (i % 4 == 0) o.lengths.push_back(0);
-  o.used = o.storage == Storage::packed ? i % 2 == 1 : true;
-  o.heads_q = 2;
-  o.heads_kv = i % 2 ? 2 : 1;
-  o.page_size = i % 2 ? 16 : 24;
-  o.seed = i + 1;
-  o.recipe = recipe_of(micro_formats[i % 3], micro_formats[(i + i / 9) % 3]);
-  o.key_order = i % 2 ? KeyOrder::fp4 : KeyOrder::natural;
-  return o;
-}
-
 /// What a lane of a product of Q and K holds are neighbouring keys, if K lies so.
 TEST(EncodeMicro, KeyOrderMakesALanesKeysNeighbours) {
   std::set<int> keys;
@@ -97,7 +56,7 @@ TEST(EncodeMicro, LowerChannelsAndKeysAreLowerHalvesOfBytes) {
   for (const KeyOrder order : {KeyOrder::natural, KeyOrder::fp4}) {
     CaseOptions o;
     o.lengths = {64};
-    o.recipe = recipe_of(Format::nvfp4, Format::nvfp4);
+    o.recipe = micro_recipe(Format::nvfp4, Format::nvfp4);
     o.key_order = order;
     Case c(o);
     for (std::int64_t s = 0; s < 64; ++s) {
@@ -128,8 +87,8 @@ TEST(EncodeMicro, LowerChannelsAndKeysAreLowerHalvesOfBytes) {
 TEST(EncodeMicro, StoragesSizesAndFormats) {
   for (unsigned i = 0; i < 45; ++i) {
     SCOPED_TRACE(i);
-    Case c(shaped(i));
-    for (const Role r : all) EXPECT_FALSE(c.is_plain(r));
+    Case c(micro_case(i));
+    for (const Role r : every_role) EXPECT_FALSE(c.is_plain(r));
     check_micro(c);
     if (HasFailure()) return;
   }
@@ -138,7 +97,7 @@ TEST(EncodeMicro, StoragesSizesAndFormats) {
 TEST(EncodeMicro, MeansRotationAndBalance) {
   for (unsigned i = 0; i < 45; ++i) {
     SCOPED_TRACE(i);
-    CaseOptions o = shaped(i * 7 + i / 5);
+    CaseOptions o = micro_case(i * 7 + i / 5);
     o.recipe.smooth_k = i % 3 ? Toggle::on : Toggle::off;
     o.recipe.smooth_q = i % 4 == 1 ? Toggle::on : Toggle::off;
     o.recipe.smooth_v = i % 5 == 2 ? Toggle::on : Toggle::off;
@@ -161,7 +120,7 @@ TEST(EncodeMicro, MeansRotationAndBalance) {
 TEST(EncodeMicro, GivenMeans) {
   for (unsigned i = 0; i < 9; ++i) {
     SCOPED_TRACE(i);
-    CaseOptions o = shaped(i);
+    CaseOptions o = micro_case(i);
     o.recipe.smooth_k = Toggle::on;
     o.dot_mean = true;
     Case c(o);
@@ -179,7 +138,7 @@ TEST(EncodeMicro, GivenMeans) {
 TEST(EncodeMicro, NanAndInf) {
   for (unsigned i = 0; i < 30; ++i) {
     SCOPED_TRACE(i);
-    CaseOptions o = shaped(i * 2 + i / 4);
+    CaseOptions o = micro_case(i * 2 + i / 4);
     o.recipe.smooth_v = i % 7 == 6 ? Toggle::on : Toggle::off;
     if (i % 2) o.bad[0] = {3, 62, 64};
     if (i % 3) o.bad[1] = {0, 126};
@@ -197,11 +156,11 @@ TEST(EncodeMicro, NanAndInf) {
 TEST(EncodeMicro, SmallAndLargeNumbers) {
   for (unsigned i = 0; i < 24; ++i) {
     SCOPED_TRACE(i);
-    CaseOptions o = shaped(i);
+    CaseOptions o = micro_case(i);
     o.input = i % 2 ? Format::f32 : Format::bf16;
     Case c(o);
     const int least = i / 2 % 3 == 0 ? -149 : i / 2 % 3 == 1 ? -40 : 100;
-    for (const Role r : all) {
+    for (const Role r : every_role) {
       for (std::int64_t b = 0; b < c.batch(); ++b) {
         for (int h = 0; h < c.heads(r); ++h) {
           for (std::int64_t s = 0; s < c.length(b); ++s) {
@@ -224,8 +183,8 @@ TEST(EncodeMicro, OfQueriesAndKeysAlone) {
   constexpr Format formats[] = {Format::e4m3, Format::s8, Format::bf16};
   for (unsigned i = 0; i < 18; ++i) {
     SCOPED_TRACE(i);
-    CaseOptions o = shaped(i);
-    o.recipe = recipe_of(micro_formats[i / 3 % 3], formats[i % 3]);
+    CaseOptions o = micro_case(i);
+    o.recipe = micro_recipe(micro_formats[i / 3 % 3], formats[i % 3]);
     o.recipe.smooth_k = i % 2 ? Toggle::on : Toggle::off;
     Case c(o);
     check_micro(c);
@@ -238,8 +197,8 @@ TEST(EncodeMicro, OfQueriesAndKeysAlone) {
 TEST(EncodeMicro, OfValuesAlone) {
   for (unsigned i = 0; i < 9; ++i) {
     SCOPED_TRACE(i);
-    CaseOptions o = shaped(i);
-    o.recipe = recipe_of(i % 2 ? Format::s8 : Format::e4m3, micro_formats[i % 3]);
+    CaseOptions o = micro_case(i);
+    o.recipe = micro_recipe(i % 2 ? Format::s8 : Format::e4m3, micro_formats[i % 3]);
     Case c(o);
     check_micro(c);
     check_rows(c, Role::q);
@@ -252,14 +211,14 @@ TEST(EncodeMicro, OfValuesAlone) {
 TEST(EncodeMicro, AreWhatQuantizeMakes) {
   for (unsigned i = 0; i < 27; ++i) {
     SCOPED_TRACE(i);
-    CaseOptions o = shaped(i);
+    CaseOptions o = micro_case(i);
     o.used = true;
-    o.d = o.dv = dims[i / 3 % 5];
+    o.d = o.dv = micro_dims[i / 3 % 5];
     o.recipe.smooth_k = o.recipe.smooth_v = i % 2 ? Toggle::on : Toggle::off;
     o.recipe.smooth_q = i % 4 == 3 ? Toggle::on : Toggle::off;
     o.recipe.rotate = i % 3 == 1 ? Toggle::on : Toggle::off;
     const Case c(o);
-    for (const Role r : all) {
+    for (const Role r : every_role) {
       const MicroMade made = make_micro(c, r, 0, 0);
       std::vector<float> x;
       for (std::int64_t s = 0; s < c.length(0); ++s) {
@@ -300,7 +259,7 @@ TEST(EncodeMicro, HiddenKeysLeaveNoTrace) {
   for (const Hiding& hiding : hidings) {
     for (int n = 0; n < 2; ++n, ++i) {
       SCOPED_TRACE(hiding.name + " " + std::to_string(i));
-      CaseOptions o = shaped(i * 2 + n);
+      CaseOptions o = micro_case(i * 2 + n);
       o.used = true;
       o.heads_q = 4, o.heads_kv = 2;
       o.lengths = {200, 7, 130};
@@ -332,7 +291,7 @@ TEST(EncodeMicro, HiddenKeysLeaveNoTrace) {
 TEST(EncodeMicro, FaintTokensAreKeptToTheOthersSizes) {
   for (unsigned i = 0; i < 6; ++i) {
     SCOPED_TRACE(i);
-    CaseOptions o = shaped(i);
+    CaseOptions o = micro_case(i);
     o.used = true;
     o.lengths = {200, 7, 130};
     o.heads_q = 4, o.heads_kv = 2;
@@ -362,7 +321,7 @@ TEST(EncodeMicro, SchedulesAndLaneOrdersGiveTheSameBits) {
       emu::options().order = order;
       for (unsigned i = 0; i < 4; ++i) {
         SCOPED_TRACE(i);
-        CaseOptions o = shaped(i * 5 + 1);
+        CaseOptions o = micro_case(i * 5 + 1);
         o.recipe.smooth_k = Toggle::on;
         o.dot_mean = true;
         Case c(o);
@@ -376,10 +335,10 @@ TEST(EncodeMicro, SchedulesAndLaneOrdersGiveTheSameBits) {
 /// Attention kernels load, and forget, what lies in the 64 slots behind a sequence's last tile.
 TEST(EncodeMicro, SlotsWithoutTokensHaveScalesAndTables) {
   for (const Format f : micro_formats) {
-    CaseOptions o = shaped(0);
+    CaseOptions o = micro_case(0);
     o.lengths = {1, 200, 64};
     o.used = true;
-    o.recipe = recipe_of(f, f);
+    o.recipe = micro_recipe(f, f);
     Case c(o);
     ASSERT_EQ(c.prepare(), "");
     const kernels::TileOffsets at =
@@ -396,11 +355,11 @@ TEST(EncodeMicro, SlotsWithoutTokensHaveScalesAndTables) {
 }
 
 TEST(EncodeMicro, APageThatDoesNotExistSpoilsItsTokensOnly) {
-  CaseOptions o = shaped(2);
+  CaseOptions o = micro_case(2);
   ASSERT_EQ(o.storage, Storage::paged);
   o.lengths = {129, 65};
   o.page_size = 16;
-  o.recipe = recipe_of(Format::mxfp8, Format::nvfp4);
+  o.recipe = micro_recipe(Format::mxfp8, Format::nvfp4);
   Case c(o);
   c.page_table()[1] = -1;  // tokens 16 to 31 of the first sequence
   ASSERT_EQ(c.prepare(), "");

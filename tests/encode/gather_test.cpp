@@ -14,42 +14,12 @@
 namespace qattn::encode_test {
 namespace {
 
-using kernels::KeyOrder;
-
-constexpr Format micro_formats[] = {Format::nvfp4, Format::mxfp8, Format::mxfp4};
-constexpr int dims[] = {64, 40, 128, 80, 200};
-constexpr Storage storages[] = {Storage::dense, Storage::packed, Storage::paged, Storage::strided,
-                                Storage::unaligned};
-constexpr Role all[] = {Role::q, Role::k, Role::v};
 constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
 
-Recipe recipe_of(Format qk, Format v) {
-  Recipe r;
-  r.name = "test";
-  r.qk = qk, r.v = v;
-  r.p = info(v).group > 0 ? v : Format::e4m3;
-  r.q_scale = resolve_scaling({}, Role::q, qk);
-  r.k_scale = resolve_scaling({}, Role::k, qk);
-  r.v_scale = resolve_scaling({}, Role::v, v);
-  r.smooth_k = r.smooth_q = r.smooth_v = r.rotate = r.balance_k = Toggle::off;
-  return r;
-}
-
-/// Format, storage, dimensions, lengths and order from a number.
+/// A case in pages that hold whole groups.
 CaseOptions shaped(unsigned i) {
-  constexpr std::int64_t lengths[] = {1, 31, 64, 65, 112, 129, 200};
-  CaseOptions o;
-  o.storage = storages[i % 5];
-  o.layout = i / 5 % 2 ? Layout::bhsd : Layout::bshd;
-  o.d = dims[i / 3 % 5], o.dv = dims[(i / 3 + i / 15) % 5];
-  o.lengths = {lengths[i % 7], lengths[(i + 3) % 7]};
-  if (i % 4 == 0) o.lengths.push_back(0);
-  o.used = o.storage == Storage::packed ? i % 2 == 1 : true;
-  o.heads_q = 2, o.heads_kv = i % 2 ? 2 : 1;
+  CaseOptions o = micro_case(i);
   o.page_size = 64;
-  o.seed = i + 1;
-  o.recipe = recipe_of(micro_formats[i % 3], micro_formats[(i + i / 9) % 3]);
-  o.key_order = i % 2 ? KeyOrder::fp4 : KeyOrder::natural;
   return o;
 }
 
@@ -230,7 +200,9 @@ void check(const CaseOptions& o) {
     }
     Made got;
     ASSERT_EQ(prepare(t, c, got), "") << which;
-    for (const Role r : all) ASSERT_EQ(compare(c, r, got.out, want.out), "") << name(r) << which;
+    for (const Role r : every_role) {
+      ASSERT_EQ(compare(c, r, got.out, want.out), "") << name(r) << which;
+    }
   }
 }
 
@@ -261,8 +233,8 @@ CaseOptions whole(Format format, Storage storage = Storage::dense) {
   o.storage = storage;
   o.lengths = {129}, o.heads_q = o.heads_kv = 1, o.d = o.dv = 80;
   o.page_size = 64;
-  o.recipe = recipe_of(format, format);
-  o.key_order = format == Format::mxfp8 ? KeyOrder::natural : KeyOrder::fp4;
+  o.recipe = micro_recipe(format, format);
+  o.key_order = format == Format::mxfp8 ? kernels::KeyOrder::natural : kernels::KeyOrder::fp4;
   return o;
 }
 
