@@ -190,19 +190,17 @@ Lane* Block::take(int warp, int lane_index) {
 Lane* Block::next_runnable() {
   const int n = warps();
   if (options_.order == LaneOrder::random) {
-    int total = 0;
-    for (int w = 0; w < n; ++w) total += std::popcount(runnable_[static_cast<std::size_t>(w)]);
-    if (total == 0) return nullptr;
-    int skip = static_cast<int>(random() % static_cast<std::uint64_t>(total));
-    for (int w = 0;; ++w) {
+    int w = static_cast<int>(random() % static_cast<std::uint64_t>(n));
+    for (int i = 0; i < n; ++i, w = w + 1 == n ? 0 : w + 1) {
       std::uint64_t lanes = runnable_[static_cast<std::size_t>(w)];
-      const int here = std::popcount(lanes);
-      if (skip < here) {
-        while (skip-- > 0) lanes &= lanes - 1;
-        return take(w, std::countr_zero(lanes));
+      if (lanes == 0) continue;
+      for (auto skip = random() % static_cast<std::uint64_t>(std::popcount(lanes)); skip > 0;
+           --skip) {
+        lanes &= lanes - 1;
       }
-      skip -= here;
+      return take(w, std::countr_zero(lanes));
     }
+    return nullptr;
   }
   // Staying within a warp as long as it can run keeps collectives together.
   const bool forward = options_.order == LaneOrder::forward;

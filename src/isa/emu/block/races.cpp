@@ -13,33 +13,46 @@ constexpr std::uint32_t kPageWords = 64;
 // lower these eight numbers to whatever vectors the target has.
 using Times8 [[gnu::vector_size(32)]] = std::uint32_t;
 
-[[gnu::always_inline]] inline void raise_all(std::uint32_t* to, const std::uint32_t* from,
-                                             std::size_t count) {
+/// to = max(to, from), or their minima.
+template <bool maxima>
+[[gnu::always_inline]] inline void join_all(std::uint32_t* to, const std::uint32_t* from,
+                                            std::size_t count) {
   std::size_t i = 0;
   for (; i + 8 <= count; i += 8) {
     Times8 x, y;
     std::memcpy(&x, to + i, sizeof x);
     std::memcpy(&y, from + i, sizeof y);
-    x = x > y ? x : y;
+    x = (maxima ? x > y : x < y) ? x : y;
     std::memcpy(to + i, &x, sizeof x);
   }
-  for (; i < count; ++i) to[i] = std::max(to[i], from[i]);
+  for (; i < count; ++i) to[i] = maxima ? std::max(to[i], from[i]) : std::min(to[i], from[i]);
 }
 
 #if defined(__x86_64__)
-[[gnu::target("avx2")]] void raise_avx2(std::uint32_t* to, const std::uint32_t* from,
-                                        std::size_t count) {
-  raise_all(to, from, count);
+template <bool maxima>
+[[gnu::target("avx2")]] void join_avx2(std::uint32_t* to, const std::uint32_t* from,
+                                       std::size_t count) {
+  join_all<maxima>(to, from, count);
 }
 #endif
+
+template <bool maxima>
+void join(std::uint32_t* to, const std::uint32_t* from, std::size_t count) {
+#if defined(__x86_64__)
+  static const bool avx2 = __builtin_cpu_supports("avx2");
+  if (avx2) return join_avx2<maxima>(to, from, count);
+#endif
+  join_all<maxima>(to, from, count);
+}
 
 /// to = max(to, from)
 void raise(std::uint32_t* to, const std::uint32_t* from, std::size_t count) {
-#if defined(__x86_64__)
-  static const bool avx2 = __builtin_cpu_supports("avx2");
-  if (avx2) return raise_avx2(to, from, count);
-#endif
-  raise_all(to, from, count);
+  join<true>(to, from, count);
+}
+
+/// to = min(to, from)
+void lower(std::uint32_t* to, const std::uint32_t* from, std::size_t count) {
+  join<false>(to, from, count);
 }
 
 }  // namespace
@@ -126,10 +139,7 @@ std::uint32_t Races::begin_for_all(int agent, int first) {
   const std::uint32_t time = seen(agent, agent) + 1;
   std::uint32_t* common = &seen(agent, 0);
   std::copy_n(&seen(first, 0), width(), common);
-  for (int lane = first + 1; lane < first + 128; ++lane) {
-    const std::uint32_t* known = &seen(lane, 0);
-    for (std::size_t i = 0; i < width(); ++i) common[i] = std::min(common[i], known[i]);
-  }
+  for (int lane = first + 1; lane < first + 128; ++lane) lower(common, &seen(lane, 0), width());
   return seen(agent, agent) = time;
 }
 
@@ -143,9 +153,9 @@ void Races::observe(int agent, int other, std::uint32_t until) {
 // ------------------------------------------------------------------------------------
 
 void Races::touch(std::uint32_t word) {
-  std::uint32_t& generation = page_generation_[word / kPageWords];
-  if (generation == generation_) return;
-  generation = generation_;
+  if (page_generation_[word / kPageWords] == generation_) [[likely]]
+    return;
+  page_generation_[word / kPageWords] = generation_;
   const std::uint32_t first = word / kPageWords * kPageWords;
   const std::uint32_t end = std::min(first + kPageWords, words_);
   std::fill(writes_.begin() + first, writes_.begin() + end, Write{});
@@ -224,7 +234,17 @@ void Races::fail(std::uint32_t granule, const Access& by, const char* verb, int 
   throw Error(message);
 }
 
-void Races::check_writers(std::uint32_t granule, const Access& by, Proxy proxy, const char* verb) {
+void Races::fail_fence(std::uint32_t granule, const Access& by, const char* verb) const {
+  const Write& last = writes_[granule];
+  throw Error(
+      text("%s %s shared memory +0x%x at %s, written by %s at %s without "
+           "fence_async_proxy between",
+           agent_name(by.agent).c_str(), verb, offset_of(granule), describe(by.where).c_str(),
+           agent_name(last.agent).c_str(), describe(last.where).c_str()));
+}
+
+inline void Races::check_writers(std::uint32_t granule, const Access& by, Proxy proxy,
+                                 const char* verb) {
   const Write& last = writes_[granule];
   if (last.time == 0) return;
   if (last.agent != by.agent && seen(by.agent, last.agent) < last.time) {
@@ -232,16 +252,11 @@ void Races::check_writers(std::uint32_t granule, const Access& by, Proxy proxy, 
   }
   if (proxy == Proxy::async && last.proxy == Proxy::generic &&
       visible(by.agent, last.agent) < last.time) {
-    throw Error(
-        text("%s %s shared memory +0x%x at %s, written by %s at %s without "
-             "fence_async_proxy between",
-             agent_name(by.agent).c_str(), verb, offset_of(granule), describe(by.where).c_str(),
-             agent_name(last.agent).c_str(), describe(last.where).c_str()));
+    fail_fence(granule, by, verb);
   }
 }
 
 void Races::check_atomics(std::uint32_t granule, const Access& by, const char* verb) {
-  if (!writes_[granule].atomic) return;
   for (const Access& a : atomics_[granule]) {
     if (a.agent != by.agent && seen(by.agent, a.agent) < a.time) {
       fail(granule, by, verb, a.agent, "the atomic operation", &a.where);
@@ -272,17 +287,21 @@ void Races::check_readers(std::uint32_t granule, const Access& by) {
   more_reads_.erase(more);
 }
 
-void Races::record_read(std::uint32_t granule, const Access& by) {
+inline void Races::record_read(std::uint32_t granule, const Access& by) {
   Reads& slot = reads_of(granule)[by.agent / 32];
   const std::uint32_t lane = 1u << (by.agent % 32);
   if (slot.lanes == 0 || slot.lanes == lane) {
     slot = {by.time, lane};
-    return;
-  }
-  if (slot.time == by.time) {
+  } else if (slot.time == by.time) {
     slot.lanes |= lane;
-    return;
+  } else {
+    record_later_read(granule, by);
   }
+}
+
+void Races::record_later_read(std::uint32_t granule, const Access& by) {
+  Reads& slot = reads_of(granule)[by.agent / 32];
+  const std::uint32_t lane = 1u << (by.agent % 32);
   // Readers that come before this one need no memory: who is ordered after it, is after them.
   bool ordered = true;
   for (std::uint32_t lanes = slot.lanes & ~lane; lanes; lanes &= lanes - 1) {
@@ -308,7 +327,7 @@ void Races::read_at(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy 
   const Access by{agent, seen(agent, agent), where};
   visit_granules(offset, bytes, [&](std::uint32_t granule) {
     check_writers(granule, by, proxy, "reads");
-    check_atomics(granule, by, "reads");
+    if (writes_[granule].atomic) check_atomics(granule, by, "reads");
     record_read(granule, by);
   });
 }
@@ -319,7 +338,7 @@ void Races::write_at(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy
   const Write now{where, by.time, static_cast<std::uint16_t>(agent), proxy, false};
   visit_granules(offset, bytes, [&](std::uint32_t granule) {
     check_writers(granule, by, proxy, "writes");
-    check_atomics(granule, by, "writes");
+    if (writes_[granule].atomic) check_atomics(granule, by, "writes");
     check_readers(granule, by);
     writes_[granule] = now;
   });

@@ -127,6 +127,8 @@ class Races {
   void check_atomics(std::uint32_t granule, const Access& by, const char* verb);
   void check_readers(std::uint32_t granule, const Access& by);
   void record_read(std::uint32_t granule, const Access& by);
+  void record_later_read(std::uint32_t granule, const Access& by);
+  [[noreturn]] void fail_fence(std::uint32_t granule, const Access& by, const char* verb) const;
   [[noreturn]] void fail(std::uint32_t granule, const Access& by, const char* verb, int other,
                          const char* earlier, const Where* place) const;
 
