@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <span>
 
 namespace qattn::test {
 namespace {
@@ -134,7 +135,8 @@ Fate fate(const Recipe& r, Operand operand, std::int64_t b, std::int64_t h, std:
   return last_key >= shared ? Fate::may_be_nan : Fate::untouched;
 }
 
-void expect_bad_input_stays(const Feature& feature, const RunCall& run, bool again) {
+void expect_bad_input_stays(const Feature& feature, const RunCall& run, bool again,
+                            BadValues values) {
   const Call call = make_call(feature, 5);
   Laid laid = lay_out(call, feature.how);
   const Outcome clean = run(call, laid);
@@ -146,7 +148,9 @@ void expect_bad_input_stays(const Feature& feature, const RunCall& run, bool aga
     const std::int64_t token = q ? bad_query : bad_key;
     const auto& x = q ? sequence.q : operand == Operand::k ? sequence.k : sequence.v;
     const float good = x[(bad_h * (q ? 100 : 200) + token) * dim + bad_d];
-    for (const double bad : {quiet_nan, infinity, -infinity}) {
+    constexpr double every[] = {quiet_nan, infinity, -infinity};
+    const auto one = std::span(every).subspan(static_cast<std::size_t>(operand) % 3, 1);
+    for (const double bad : values == BadValues::all ? std::span<const double>(every) : one) {
       SCOPED_TRACE(std::string("operand ") + "qkv"[static_cast<int>(operand)] + ", value " +
                    std::to_string(bad));
       poke(laid, call, operand, bad_b, bad_h, token, bad_d, bad);

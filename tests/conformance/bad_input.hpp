@@ -19,10 +19,14 @@ Fate fate(const Recipe& resolved, Operand operand, std::int64_t b, std::int64_t 
 
 using RunCall = std::function<Outcome(const Call&, Laid&)>;
 
-/// Puts NaN and both infinities into the bad element of each operand in turn and records failures
-/// unless every row has its fate. `again`: a kernel that meets them in V leaves the block to one
-/// with other tiles, so that its rows may be rounded differently.
-void expect_bad_input_stays(const Feature& feature, const RunCall& run, bool again = false);
+/// NaN and both infinities in each operand, or one of them in each.
+enum class BadValues { all, one_each };
+
+/// Puts bad values into the bad element of each operand in turn and records failures unless every
+/// row has its fate. `again`: a kernel that meets them in V leaves the block to one with other
+/// tiles, so that its rows may be rounded differently.
+void expect_bad_input_stays(const Feature& feature, const RunCall& run, bool again = false,
+                            BadValues values = BadValues::all);
 
 /// A key and its value are bad together: of rows that see no key which shares a scale with it no
 /// bit changes.

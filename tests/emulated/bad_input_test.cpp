@@ -55,13 +55,13 @@ TEST_P(EmulatedBadInput, StaysInItsPlace) {
 
 TEST_P(EmulatedBadInput, StaysInItsPlaceWhereKeysAreSplit) {
   const ForceSplitKv forced(0, 2);
-  expect_bad_input_stays(feature(), in_turn(recipe()), again());
+  expect_bad_input_stays(feature(), in_turn(recipe()), again(), BadValues::one_each);
 }
 
 TEST_P(EmulatedBadInput, SoftcapDoesNotHideIt) {
   Feature f = feature(Format::f16);
   f.options.softcap = 2.0f;
-  expect_bad_input_stays(f, in_turn(recipe()), again());
+  expect_bad_input_stays(f, in_turn(recipe()), again(), BadValues::one_each);
 }
 
 TEST_P(EmulatedBadInput, StaysInItsPlaceWithoutSharedScales) {
@@ -71,7 +71,7 @@ TEST_P(EmulatedBadInput, StaysInItsPlaceWithoutSharedScales) {
   if (recipe.v == Format::s8) recipe.v_scale.granularity = Granularity::per_token;
   Feature f = feature(Format::f16);
   f.how.strides = Strides::odd;
-  expect_bad_input_stays(f, in_turn(recipe));
+  expect_bad_input_stays(f, in_turn(recipe), false, BadValues::one_each);
 }
 
 TEST_P(EmulatedBadInput, BadKeyAndValue) {
@@ -87,7 +87,7 @@ TEST_P(EmulatedBadInput, ChannelScales) {
   Recipe recipe = this->recipe();
   if (!free_scales(recipe.v)) GTEST_SKIP() << "V has no scales";
   recipe.v_scale.granularity = Granularity::per_channel;
-  expect_bad_input_stays(feature(), in_turn(recipe));
+  expect_bad_input_stays(feature(), in_turn(recipe), false, BadValues::one_each);
 }
 
 TEST_P(EmulatedBadInput, SmoothedQueries) {

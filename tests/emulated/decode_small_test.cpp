@@ -1,7 +1,7 @@
-// The GPU's decode at head dimension 128 where a block may have 99 KiB of shared memory: the kernels
-// with small rings in the emulator, against the CPU's decode() and those with large ones. Where K
-// has a scale a channel, rings leave no room for queries, and products read them where they are in
-// the workspace.
+// The GPU's decode at head dimension 128 where a block may have 99 KiB of shared memory: the
+// kernels with small rings in the emulator, against the CPU's decode() and those with large ones.
+// Where K has a scale a channel, rings leave no room for queries, and products read them where they
+// are in the workspace.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -103,7 +103,7 @@ TEST(SmallDecode, WhatDoesNotFitIsRefused) {
   refused(uniform(4, 4, 1, 256), 80, "head dimension 256 needs 215296", "sm_80 has 166912");
 }
 
-// ---- Both kernels ---------------------------------------------------------------------------------
+// ---- Both kernels -------------------------------------------------------------------------------
 
 /// Scales of K: of tokens, or of channels.
 class SmallDecodeBy : public testing::TestWithParam<bool> {
@@ -200,7 +200,7 @@ INSTANTIATE_TEST_SUITE_P(Scales, SmallDecodeBy, testing::Bool(), [](const auto& 
   return std::string(info.param ? "Channel" : "Token");
 });
 
-// ---- K with a scale a channel ---------------------------------------------------------------------
+// ---- K with a scale a channel -------------------------------------------------------------------
 
 /// The one predicate: which GPU has which kernel. Large rings leave two blocks on a multiprocessor
 /// of an sm_90 alone.

@@ -211,7 +211,7 @@ TEST(HopperPlan, NamesThePortableKernel) {
     const auto expect = [&](std::int64_t dim, std::int64_t page_size, Strides strides,
                             bool portable, std::int64_t queries = 200) {
       Feature f = with_inputs(Feature(), recipe, Format::bf16);
-      f.dim = f.dim_v = dim, f.sq = {queries, queries}, f.sk = {768, 768};
+      f.dim = f.dim_v = dim, f.sq = {queries}, f.sk = {768}, f.heads_q = 2, f.heads_k = 1;
       f.how.page_size = page_size, f.how.strides = strides;
       const Call call = make_call(f, 1);
       const Laid laid = lay_out(call, f.how);

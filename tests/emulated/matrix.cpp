@@ -317,7 +317,7 @@ std::vector<Cell> covering_cells() {
   return all;
 }
 
-std::vector<Cell> grouped_cells() {
+std::vector<Cell> grouped_cells(bool every) {
   constexpr Heads dims[] = {{64, 64},  {128, 128}, {96, 96}, {80, 80},
                             {128, 64}, {64, 128},  {64, 64}, {200, 200}};
   std::vector<SplitKvFeature> rows;
@@ -327,7 +327,10 @@ std::vector<Cell> grouped_cells() {
   std::vector<Cell> all;
   std::size_t n = 0;
   for (const Recipe& recipe : grouped_recipes()) {
+    const bool shares = !every && recipe.qk == Format::nvfp4 && recipe.v != Format::nvfp4;
+    int turn = has_codes(recipe.v) ? 1 : 0;
     for (const auto& [row, splits] : rows) {
+      if (shares && turn++ % 2 == 1) continue;
       if (!row.applies(recipe)) continue;
       Feature f = with_inputs(row, recipe, n % 2 ? Format::f16 : Format::bf16);
       const Heads heads = dims[n / 2 % std::size(dims)];
@@ -367,6 +370,7 @@ std::vector<Cell> all_cells() {
     }
   }
   add_others(all);
+  for (Cell& cell : grouped_cells(true)) all.push_back(std::move(cell));
   return all;
 }
 

@@ -27,10 +27,12 @@ std::vector<Cell> spread_cells();
 /// kernels: what else there is to choose rotates, the GPU too.
 std::vector<Cell> covering_cells();
 
-/// Every feature with every recipe of scaled groups once, of whole rows and of split keys.
-std::vector<Cell> grouped_cells();
+/// Every feature with every recipe of scaled groups once, of whole rows and of split keys. Recipes
+/// that have nvfp4's products of Q and K but not its V share the features, unless `every`.
+std::vector<Cell> grouped_cells(bool every = false);
 
-/// Every feature with every recipe, every shape of heads and every 16-bit format.
+/// Every feature with every recipe, every shape of heads and every 16-bit format, and of recipes of
+/// scaled groups those above.
 std::vector<Cell> all_cells();
 
 /// What Hopper's kernels do without the portable one: windows, masks, pages and block masks of

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <utility>
 
 #include "emulated/emulated_backend.hpp"
 #include "emulated/matrix.hpp"
@@ -109,16 +110,14 @@ TEST_P(EmulatedPlan, ServesAnotherSignOfTheScale) {
 TEST_P(EmulatedPlan, PackedSequencesNeedNoAddressesToPlan) {
   const std::vector<std::int64_t> queries[] = {{40, 64, 3, 129, 1}, {128}, {1, 1, 1}};
   const std::vector<std::int64_t> keys[] = {{40, 64, 65, 129, 200}, {150}, {130, 300, 64}};
-  for (const int splits : {0, 2}) {
-    for (std::size_t n = 0; n < std::size(queries); ++n) {
-      SCOPED_TRACE(std::to_string(queries[n].size()) + " sequences");
-      const ForceSplitKv forced(0, splits);
-      Feature f = feature();
-      f.sq = queries[n], f.sk = keys[n], f.how.packed_q = f.how.packed_k = true;
-      const Call call = make_call(f, 3);
-      Laid laid = lay_out(call, f.how);
-      expect_same(call, without_addresses(laid.tensors()), call.options, laid);
-    }
+  for (const auto& [n, splits] : {std::pair{0, 0}, {0, 2}, {1, 2}, {2, 0}}) {
+    SCOPED_TRACE(std::to_string(queries[n].size()) + " sequences");
+    const ForceSplitKv forced(0, splits);
+    Feature f = feature();
+    f.sq = queries[n], f.sk = keys[n], f.how.packed_q = f.how.packed_k = true;
+    const Call call = make_call(f, 3);
+    Laid laid = lay_out(call, f.how);
+    expect_same(call, without_addresses(laid.tensors()), call.options, laid);
   }
 }
 
