@@ -29,22 +29,19 @@ class Differences {
  public:
   explicit Differences(std::string what) : what_(std::move(what)) {}
   ~Differences() { EXPECT_EQ(count_, 0) << what_ << ": first " << first_; }
-  void add(bool equal, const std::string& where) {
-    if (equal) return;
-    if (count_++ == 0) first_ = where;
+  /// Of millions that are equal nothing is said.
+  void add(bool equal, const char* what, std::int64_t b, std::int64_t h, std::int64_t s, double got,
+           double want) {
+    if (equal || count_++ > 0) return;
+    first_ = std::string(what) + " of sequence " + std::to_string(b) + " head " +
+             std::to_string(h) + " token " + std::to_string(s) + ": " + std::to_string(got) +
+             " should be " + std::to_string(want);
   }
 
  private:
   std::string what_, first_;
   std::int64_t count_ = 0;
 };
-
-std::string text(const char* what, std::int64_t b, std::int64_t h, std::int64_t s, double got,
-                 double want) {
-  return std::string(what) + " of sequence " + std::to_string(b) + " head " + std::to_string(h) +
-         " token " + std::to_string(s) + ": " + std::to_string(got) + " should be " +
-         std::to_string(want);
-}
 
 bool same(float a, float b) {
   return (std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, sizeof a) == 0;
@@ -144,31 +141,32 @@ void check_tables(const Case& c, const Truth& truth, const std::uint8_t* record,
       scale = std::max<double>(truth.scale(b, h, s, 0), std::ldexp(1.0, -90));
     }
     wrong.add(std::abs(log - std::log2(scale)) <= 1e-5 * std::max(1.0, std::abs(std::log2(scale))),
-              text("log", b, h, s, log, std::log2(scale)));
+              "log", b, h, s, log, std::log2(scale));
     const float want = bad                  ? NAN
                        : exists && !integer ? 1.0f
                        : exists             ? 1.0f / static_cast<float>(scale)
                                             : 0.0f;
-    wrong.add(same(inverse, want), text("inverse", b, h, s, inverse, want));
+    wrong.add(same(inverse, want), "inverse", b, h, s, inverse, want);
     if (!integer) {
       const std::uint8_t one = encode(c.options().recipe.v, 1.0f);
-      wrong.add(extra[position(j)] == (exists ? one : 0), text("one", b, h, s, extra[j], one));
+      wrong.add(extra[position(j)] == (exists ? one : 0), "one", b, h, s, extra[j], one);
     }
   }
-  for (int i = 64; i < 512 && !integer; ++i) wrong.add(extra[i] == 0, "extra rows 1 to 7");
+  for (int i = 64; i < 512 && !integer; ++i)
+    wrong.add(extra[i] == 0, "extra rows 1 to 7", b, h, first, extra[i], 0);
   for (int k = 0; k < channels && integer; ++k) {
     int sum = 0;
     for (int j = 0; j < 64; ++j) sum += record[o.codes + 64 * k + j] - kernels::value_offset;
     const double want = usable > 0 ? std::max(-127.0, static_cast<double>(sum) / usable) : 0;
     const int got = static_cast<std::int8_t>(extra[k]);
-    wrong.add(std::abs(got - want) <= 0.5001, text("mean", b, h, k, got, want));
+    wrong.add(std::abs(got - want) <= 0.5001, "mean", b, h, k, got, want);
   }
   const bool mixed = count < 7 || is_mixed(c, truth, b, h, first, count);
   const std::uint32_t want_flags = (any_bad ? 1u : 0u) | (mixed ? 4u : 0u);
   // An edge, or a bad token, is enough by itself.
   const std::uint32_t known = count < 7 || any_bad ? 1u : 5u;
   const auto flags = at<std::uint32_t>(record + o.flags);
-  wrong.add((flags & known) == (want_flags & known), text("flags", b, h, first, flags, want_flags));
+  wrong.add((flags & known) == (want_flags & known), "flags", b, h, first, flags, want_flags);
 }
 
 void check_channel_scales(const Case& c, const Truth& truth) {
@@ -187,7 +185,7 @@ void check_channel_scales(const Case& c, const Truth& truth) {
         const float* scale = v.channel_scale + (first + s / v.channel_block) * v.channels;
         for (int k = 0; k < v.channels; ++k) {
           const float want = k < c.options().dv ? truth.scale(b, h, s, k) : 0.0f;
-          wrong.add(same(scale[k], want), text("scale", b, h, s, scale[k], want));
+          wrong.add(same(scale[k], want), "scale", b, h, s, scale[k], want);
         }
       }
     }
@@ -213,16 +211,16 @@ void check_rows(const Case& c, Role r) {
         float scale = exists ? truth.scale(b, h, s, 0) : 0.0f;
         if (exists && c.is_spoiled(r, b, s)) scale = NAN;
         any_bad |= std::isnan(scale);
-        scales.add(same(out.scale[slot], scale), text("scale", b, h, s, out.scale[slot], scale));
+        scales.add(same(out.scale[slot], scale), "scale", b, h, s, out.scale[slot], scale);
         for (int k = 0; k < out.row_bytes; ++k) {
           const std::uint8_t got = out.codes[slot * out.row_bytes + k];
           const bool zero = !exists || k >= n || std::isnan(scale);
           const std::uint8_t want = zero ? 0 : truth.code(b, h, s, k);
-          codes.add(got == want, text("code", b, h, s, got, want));
+          codes.add(got == want, "code", b, h, s, got, want);
         }
         if (s % 64 == 63) {
-          flags.add(out.flags[slot / 64] == (any_bad ? 1u : 0u),
-                    text("flags", b, h, s, out.flags[slot / 64], any_bad));
+          flags.add(out.flags[slot / 64] == (any_bad ? 1u : 0u), "flags", b, h, s,
+                    out.flags[slot / 64], any_bad);
         }
       }
     }
@@ -250,7 +248,7 @@ void check_tiles(const Case& c) {
             const auto want =
                 static_cast<std::uint8_t>((zero ? 0 : truth.code(b, h, first + j, k)) + offset);
             const std::uint8_t got = record[k * 64 + position(j)];
-            codes.add(got == want, text("code", b, h, first + j, got, want));
+            codes.add(got == want, "code", b, h, first + j, got, want);
           }
         }
       }
@@ -271,8 +269,7 @@ void check_means(const Case& c, Role r) {
     for (int k = 0; k < padded; ++k) {
       const float want = k < n ? e.mean[static_cast<std::size_t>(i * n + k)] : 0.0f;
       // The sums have the CPU's order, so they are not merely close.
-      wrong.add(same(mean[i * padded + k], want),
-                text("mean", i, 0, k, mean[i * padded + k], want));
+      wrong.add(same(mean[i * padded + k], want), "mean", i, 0, k, mean[i * padded + k], want);
     }
   }
 }
@@ -293,7 +290,7 @@ void check_block_means(const Case& c) {
           const std::int64_t at = ((b * c.options().heads_q + h) * blocks + n) * d + k;
           const float want = k < d ? e.mean[static_cast<std::size_t>(at)] : 0.0f;
           const float got = out.data[(first + n) * out.channels + k];
-          wrong.add(same(got, want), text("mean of block", b, h, n, got, want));
+          wrong.add(same(got, want), "mean of block", b, h, n, got, want);
         }
       }
     }
@@ -337,7 +334,7 @@ void check_mean_scores(const Case& c) {
           }
           const double got = scores[s] * factor;
           wrong.add(std::abs(got - sum) <= 4e-6 * size || (std::isnan(got) && std::isnan(sum)),
-                    text("mean score", b, h, s, got, sum));
+                    "mean score", b, h, s, got, sum);
         }
       }
     }
@@ -361,8 +358,8 @@ void check_dots(const Case& c) {
           size += std::abs(term);
         }
         const float got = c.out.q.dot_mean[h * c.out.q.slots + c.first_slot(Role::q, b) + s];
-        wrong.add(std::abs(got - sum) <= 1e-5 * size || (std::isnan(got) && std::isnan(sum)),
-                  text("dot", b, h, s, got, sum));
+        wrong.add(std::abs(got - sum) <= 1e-5 * size || (std::isnan(got) && std::isnan(sum)), "dot",
+                  b, h, s, got, sum);
       }
     }
   }
