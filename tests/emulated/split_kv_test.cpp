@@ -89,8 +89,8 @@ TEST_P(EmulatedSplitKv, DoesWhatThePlanSays) {
 /// A grid has the blocks of rows that packed sequences have, not those of all tokens for each.
 TEST_P(EmulatedSplitKv, PackedSequencesTakeTheBlocksOfTheirOwnRows) {
   const auto work = [&](bool packed) {
-    Feature f = feature(40, 64, 2, 2);
-    f.sq.assign(16, 40), f.sk.assign(16, 64);
+    Feature f = feature(64, 64, 2, 2);
+    f.sq.assign(16, 64), f.sk.assign(16, 64);
     f.how.packed_q = f.how.packed_k = packed;
     const Call call = make_call(f, 9);
     Laid laid = lay_out(call, f.how);
