@@ -70,8 +70,8 @@ struct Recipe {
   Format v = Format::none;   ///< codes of V; none: the input's 16-bit format (f16 for f32 inputs)
   Scaling q_scale, k_scale, v_scale;
   Toggle smooth_k = Toggle::automatic;  ///< subtract K's mean over its sequence; exact
-  /// Subtract each Q block's mean; exact. Automatic: formats of groups, numbers, 64 queries or more
-  /// (packed: on average); blocks (q_scale.block) of 64, or so large that there are 64.
+  /// Subtract each Q block's mean; exact. Automatic: for formats of groups, 64 queries or more of
+  /// numbers, not packed; blocks (q_scale.block) of 64, or so large that a sequence has 64.
   Toggle smooth_q = Toggle::automatic;
   Toggle smooth_v = Toggle::automatic;  ///< subtract V's mean over its sequence; automatic = off
   Toggle rotate = Toggle::automatic;    ///< Hadamard rotation of Q and K; automatic = off

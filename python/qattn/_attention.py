@@ -160,7 +160,7 @@ def attention(
     recipe: a name of recipes(), a Recipe, or "auto". q_granularity and the like: a name, (name,
     block) or (name, block, warp). smooth_k, smooth_q, smooth_v, rotate, balance_k: None leaves the
     choice to the recipe, which never rotates. smooth_q is on by itself for nvfp4_qk, nvfp4 and
-    mxfp8 from 64 queries on (packed: on average) where q, k are numbers. balance_k divides loud
+    mxfp8 from 64 queries on, where q and k come as numbers and not packed. balance_k divides loud
     channels of k by powers of two and multiplies q's by them: exact; on by itself with rotate,
     which without it makes loud keys worse in FP8 and FP4, and on CPUs where q and k become int8 or
     4-bit floats; off where q or k comes as codes or has static scales.

@@ -121,9 +121,10 @@ Recipe resolve_recipe(const Problem& problem, std::string_view automatic, const 
   const bool groups = info(r.qk).group > 0;
   if (r.smooth_q == Toggle::automatic) {
     const bool gains = groups && !problem.q_codes && !problem.k_codes;
-    // Of packed sequences nobody knows the longest: their average counts.
-    const std::int64_t sequences = problem.varlen_q ? std::max<std::int64_t>(problem.batch, 1) : 1;
-    r.smooth_q = gains && problem.max_q >= mean_rows * sequences ? Toggle::on : Toggle::off;
+    // The host does not know how long packed sequences are, and what one gives must not depend on
+    // its neighbours.
+    const bool packed = problem.varlen_q || problem.varlen_k;
+    r.smooth_q = gains && !packed && problem.max_q >= mean_rows ? Toggle::on : Toggle::off;
   }
   for (Toggle* t : {&r.smooth_v, &r.rotate}) {
     if (*t == Toggle::automatic) *t = Toggle::off;

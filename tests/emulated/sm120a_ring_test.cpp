@@ -62,9 +62,9 @@ TEST_P(GeforceRing, ServesPackedSequences) {
   f.how.packed_q = f.how.packed_k = true;
   expect_ring(f);
   if (HasFailure() || info(recipe().qk).group == 0) return;
-  Recipe plain = recipe();
-  plain.smooth_q = Toggle::off;
-  expect_ring(f, plain, 0, 0);
+  Recipe smooth = recipe();
+  smooth.smooth_q = Toggle::on;
+  expect_ring(f, smooth, 0, 0);
 }
 
 /// Q's means come with K, of one block of Q or of two: some that end inside a block of threads, and

@@ -98,12 +98,10 @@ def test_smooth_q_is_chosen():
     assert "smooth_q=off" in plan(64, recipe="int8")
     assert "group/64" in plan(4096) and "group/128" in plan(4097)
     assert "group/16" in plan(4097, q_granularity=("group", 16))
-    # Of packed sequences the average counts.
-    for tokens, expected in ((127, "off"), (128, "on")):
-        q = rng.standard_normal((tokens, 1, 32), np.float32)
-        starts = np.array([0, 30, tokens], np.int32)
-        text = qattn.explain(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts, recipe="nvfp4")
-        assert f"smooth_q={expected}" in text
+    # What a packed sequence gives does not depend on its neighbours.
+    q, starts = rng.standard_normal((128, 1, 32), np.float32), np.array([0, 30, 128], np.int32)
+    text = qattn.explain(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts, recipe="nvfp4")
+    assert "smooth_q=off" in text
 
 
 def test_simulation_rounds_as_it_says():
