@@ -85,9 +85,11 @@ TEST(Broken, CopyIsReadAfterItsWaitButNotOrderedAfterIt) {
   const auto is_early = [&](const std::string& error) {
     return has(error, "load_shared: read of bytes with a copy in flight");
   };
+  // In a random order a lane's copy is seldom waited for when it is read: one in 32 or so.
+  constexpr int seeds = 200;
   for (const Schedule schedule : {Schedule::early, Schedule::late, Schedule::random}) {
     int races = 0;
-    for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    for (std::uint64_t seed = 1; seed <= seeds; ++seed) {
       // Warp 1 meets last, goes on at once and waits before warp 0 runs.
       Options options{.schedule = schedule, .order = LaneOrder::forward, .seed = seed};
       std::string error = caught(options);
@@ -107,7 +109,7 @@ TEST(Broken, CopyIsReadAfterItsWaitButNotOrderedAfterIt) {
       races += is_race(error);
     }
     EXPECT_GT(races, 0) << "no random order in which a lane waits before its copy is read";
-    EXPECT_LT(races, 20) << "no random order in which a copy is read before its lane waits";
+    EXPECT_LT(races, seeds) << "no random order in which a copy is read before its lane waits";
   }
 }
 
