@@ -196,8 +196,8 @@ TEST_P(SmallDecodeBy, ABatchOfDifferentLengths) {
   expect_same(c, *cache, ids, "batch: ", -1);
 }
 
-INSTANTIATE_TEST_SUITE_P(Scales, SmallDecodeBy, testing::Bool(), [](const auto& info) {
-  return std::string(info.param ? "Channel" : "Token");
+INSTANTIATE_TEST_SUITE_P(Scales, SmallDecodeBy, testing::Bool(), [](const auto& scales) {
+  return std::string(scales.param ? "Channel" : "Token");
 });
 
 // ---- K with a scale a channel -------------------------------------------------------------------
