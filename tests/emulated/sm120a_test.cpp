@@ -109,7 +109,7 @@ TEST_P(Geforce, Zeros) {
 /// Every tile has larger scores than those before it, by more than P has room for: P is relative to
 /// what has been seen, and nothing saturates.
 TEST_P(Geforce, RisingScores) {
-  for (const float step : {4.0f, 30.0f}) {
+  for (const float step : {1.0f, 4.0f, 30.0f}) {
     for (const bool rising : {false, true}) {
       SCOPED_TRACE(testing::Message() << step << (rising ? " rising" : " falling"));
       Feature f = feature(false);
