@@ -40,7 +40,7 @@ TEST_P(EmulatedSplitKv, SplitsAreTheUnsplitCall) {
 /// Rows do not know what shares a tile with them. Packed ones leave as parts, without the 128 of u8
 /// P already: rows that end in the kernel lose it and divide at once, with other last bits.
 TEST_P(EmulatedSplitKv, PackedHeadsChangeNothing) {
-  for (const std::int64_t sq : {1, 8}) {
+  for (const std::int64_t sq : {1, 2, 8}) {
     for (const std::int64_t heads_k : {1, 2, 4}) {
       Feature f = feature(sq, 200, 8, heads_k);
       f.sinks = true;
