@@ -2,6 +2,7 @@
 // decoding for the semantic model and for filling test tensors.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -16,10 +17,18 @@ namespace qattn::test {
 inline double round_float(double x, int fraction, int min_exponent, double max) {
   if (std::isnan(x) || x == 0) return x;
   if (std::isinf(x)) return std::copysign(max, x);
-  int exponent;
-  std::frexp(x, &exponent);  // |x| is in [2^(exponent-1), 2^exponent)
-  const double step = std::ldexp(1.0, std::max(exponent - 1, min_exponent) - fraction);
-  const double rounded = std::nearbyint(x / step) * step;
+  std::uint64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const int exponent = static_cast<int>(bits >> 52 & 0x7ff) - 1023;  // of |x|, in [2^e, 2^(e+1))
+  const int of_step = std::max(exponent, min_exponent) - fraction;
+  const auto power = [](int e) {
+    const std::uint64_t code = static_cast<std::uint64_t>(e + 1023) << 52;
+    double two;
+    std::memcpy(&two, &code, sizeof two);
+    return two;
+  };
+  constexpr double whole = 0x1.8p52;  // what is added to it is rounded to a whole number
+  const double rounded = ((x * power(-of_step) + whole) - whole) * power(of_step);
   return std::copysign(std::min(std::abs(rounded), max), x);
 }
 

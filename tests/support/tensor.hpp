@@ -3,7 +3,9 @@
 // its result, and a sentinel that shows whatever it writes there.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 #include "qattn/tensor_view.hpp"
@@ -14,7 +16,35 @@ namespace qattn::test {
 /// negative strides in every dimension but the last.
 enum class Strides { dense, odd, reversed };
 
-using Index = std::vector<std::int64_t>;
+/// Up to max_rank numbers in place: tests make one for every element they touch.
+class Index {
+ public:
+  Index() = default;
+  explicit Index(std::size_t count, std::int64_t value = 0) : count_(count) {
+    for (std::size_t i = 0; i < count; ++i) values_[i] = value;
+  }
+  Index(std::initializer_list<std::int64_t> values) {
+    for (const std::int64_t v : values) push_back(v);
+  }
+  Index(const std::vector<std::int64_t>& values) {
+    for (const std::int64_t v : values) push_back(v);
+  }
+  std::size_t size() const { return count_; }
+  bool empty() const { return count_ == 0; }
+  void push_back(std::int64_t v) { values_.at(count_++) = v; }
+  std::int64_t& operator[](std::size_t i) { return values_[i]; }
+  std::int64_t operator[](std::size_t i) const { return values_[i]; }
+  std::int64_t& back() { return values_[count_ - 1]; }
+  std::int64_t back() const { return values_[count_ - 1]; }
+  std::int64_t* begin() { return values_.data(); }
+  std::int64_t* end() { return values_.data() + count_; }
+  const std::int64_t* begin() const { return values_.data(); }
+  const std::int64_t* end() const { return values_.data() + count_; }
+
+ private:
+  std::array<std::int64_t, 8> values_{};
+  std::size_t count_ = 0;
+};
 
 class Tensor {
  public:

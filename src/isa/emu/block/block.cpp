@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <type_traits>
 
 #include "isa/emu/units/units.hpp"
 
@@ -187,15 +188,35 @@ Lane* Block::take(int warp, int lane_index) {
   return &l;
 }
 
+namespace {
+
+/// std::popcount, which is a call where the instruction is not known to be there.
+std::uint64_t ones_of(std::uint64_t bits) {
+  bits -= bits >> 1 & 0x5555555555555555u;
+  bits = (bits & 0x3333333333333333u) + (bits >> 2 & 0x3333333333333333u);
+  return ((bits + (bits >> 4)) & 0x0f0f0f0f0f0f0f0fu) * 0x0101010101010101u >> 56;
+}
+
+}  // namespace
+
+/// The first lane of the warp that can run, in an order that is not random; or none.
+Lane* Block::next_of_warp(int warp) {
+  const std::uint64_t lanes = runnable_[static_cast<std::size_t>(warp)];
+  if (lanes == 0) return nullptr;
+  const bool forward = options_.order == LaneOrder::forward;
+  return take(warp, forward ? std::countr_zero(lanes) : 63 - std::countl_zero(lanes));
+}
+
 Lane* Block::next_runnable() {
   const int n = warps();
   if (options_.order == LaneOrder::random) {
-    int w = static_cast<int>(random() % static_cast<std::uint64_t>(n));
+    // One number for the warp and the lane, without divisions.
+    const std::uint64_t draw = random();
+    int w = static_cast<int>((draw >> 32) * static_cast<std::uint64_t>(n) >> 32);
     for (int i = 0; i < n; ++i, w = w + 1 == n ? 0 : w + 1) {
       std::uint64_t lanes = runnable_[static_cast<std::size_t>(w)];
       if (lanes == 0) continue;
-      for (auto skip = random() % static_cast<std::uint64_t>(std::popcount(lanes)); skip > 0;
-           --skip) {
+      for (auto skip = (draw & 0xffffffffu) * ones_of(lanes) >> 32; skip > 0; --skip) {
         lanes &= lanes - 1;
       }
       return take(w, std::countr_zero(lanes));
@@ -205,8 +226,7 @@ Lane* Block::next_runnable() {
   // Staying within a warp as long as it can run keeps collectives together.
   const bool forward = options_.order == LaneOrder::forward;
   for (int i = 0, w = warp_; i < n; ++i) {
-    const std::uint64_t lanes = runnable_[static_cast<std::size_t>(w)];
-    if (lanes) return take(w, forward ? std::countr_zero(lanes) : 63 - std::countl_zero(lanes));
+    if (Lane* next = next_of_warp(w)) return next;
     w = forward ? (w + 1 == n ? 0 : w + 1) : (w == 0 ? n - 1 : w - 1);
   }
   return nullptr;
@@ -288,7 +308,12 @@ void Block::wait(Waiting why, const Where& where, std::uint32_t address, std::ui
   me.where = where;
   me.address = address;
   me.parity = parity;
-  Lane* next = pick();
+  Lane* next = nullptr;
+  // What pick() finds first, if it draws no number.
+  if (options_.order != LaneOrder::random && options_.schedule != Schedule::random) {
+    next = next_of_warp(warp_);
+  }
+  if (next == nullptr) next = pick();
   if (next == &me) return;
   if (next) {
     resume(me.fiber, *next, false);
@@ -312,14 +337,23 @@ void Block::poll_outside(const Where& where) {
 // ---- Collectives
 // ---------------------------------------------------------------------------------
 
+namespace {
+
+/// Equal places are nearly always one object of the compiler's, which is the faster question.
+bool is_same_place(const Where& a, const Where& b) {
+  static_assert(std::is_trivially_copyable_v<Where>);
+  return std::memcmp(&a, &b, sizeof a) == 0 || (a.line() == b.line() && a.column() == b.column());
+}
+
+}  // namespace
+
 bool Block::gather(Group& group, Waiting kind, int size, int slot, Word word, void* argument,
                    const Where& where) {
   require(word, where);
   if (group.arrived == 0) {
     group.word = word;
     group.where = where;
-  } else if (group.word != word || group.where.line() != where.line() ||
-             group.where.column() != where.column()) {
+  } else if (group.word != word || !is_same_place(group.where, where)) {
     throw Error(text("divergent collective: %s at %s, while other lanes of the %s are in %s at %s",
                      name(word), describe(where).c_str(),
                      kind == Waiting::warp ? "warp" : "warpgroup", name(group.word),

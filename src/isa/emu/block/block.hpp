@@ -165,6 +165,7 @@ class Block {
   bool cluster_has_ended() const;
   Lane* pick();
   Lane* next_of_cluster();
+  Lane* next_of_warp(int warp);
   Lane* next_runnable();
   Lane* take(int warp, int lane);
   bool wake_pollers();

@@ -22,7 +22,8 @@ void visit_words(const void* at, std::size_t bytes, std::size_t page_bytes, Visi
 
 void Footprint::add(const void* at, std::size_t bytes, Touch touch) {
   visit_words(at, bytes, page_bytes, [&](std::uintptr_t page, std::size_t word, std::uint64_t m) {
-    pages_[page].touched[static_cast<std::size_t>(touch)][word] |= m;
+    if (last_ == nullptr || last_number_ != page) last_ = &pages_[page], last_number_ = page;
+    last_->touched[static_cast<std::size_t>(touch)][word] |= m;
   });
 }
 

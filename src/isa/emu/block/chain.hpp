@@ -21,9 +21,15 @@ enum class Touch : std::uint8_t { read, write, atomic };
 /// Bytes of global memory and how they were touched.
 class Footprint {
  public:
+  Footprint() = default;
+  Footprint(const Footprint&) = delete;  // last_ points into pages_
+  Footprint& operator=(const Footprint&) = delete;
   void add(const void* at, std::size_t bytes, Touch touch);
   void add(const Footprint& other);
-  void clear() { pages_.clear(); }
+  void clear() {
+    pages_.clear();
+    last_ = nullptr;
+  }
   /// Does the order of this access and those matter?
   bool conflicts(const void* at, std::size_t bytes, Touch touch) const;
 
@@ -33,6 +39,8 @@ class Footprint {
     std::array<std::array<std::uint64_t, page_bytes / 64>, 3> touched{};  ///< by Touch
   };
   std::unordered_map<std::uintptr_t, Page> pages_;
+  std::uintptr_t last_number_ = 0;
+  Page* last_ = nullptr;  ///< what add() met last
 };
 
 }  // namespace qattn::emu

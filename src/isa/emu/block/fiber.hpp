@@ -1,5 +1,5 @@
-// Stackful coroutines, one per lane: Boost.Context's raw jump (6 to 8 ns), told to AddressSanitizer
-// and ThreadSanitizer.
+// Stackful coroutines, one per lane: a switch of our own on x86-64, elsewhere and under
+// AddressSanitizer and ThreadSanitizer, which are told, Boost.Context's raw jump.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ struct transfer_t;
 namespace qattn::emu {
 
 struct Fiber {
-  void* context = nullptr;  ///< a boost::context::detail::fcontext_t
+  void* context = nullptr;  ///< where its stack ends, or a boost::context::detail::fcontext_t
   char* stack = nullptr;  ///< lowest address; null for a thread's own stack until it is first left
   std::size_t stack_bytes = 0;
   void* asan_fake_stack = nullptr;

@@ -3,57 +3,12 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <new>
 
 namespace qattn::emu {
 namespace {
 
 constexpr std::uint32_t kPageWords = 64;
-
-// Clocks are joined at every barrier, so this is most of the race checker's time. GCC and clang
-// lower these eight numbers to whatever vectors the target has.
-using Times8 [[gnu::vector_size(32)]] = std::uint32_t;
-
-/// to = max(to, from), or their minima.
-template <bool maxima>
-[[gnu::always_inline]] inline void join_all(std::uint32_t* to, const std::uint32_t* from,
-                                            std::size_t count) {
-  std::size_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    Times8 x, y;
-    std::memcpy(&x, to + i, sizeof x);
-    std::memcpy(&y, from + i, sizeof y);
-    x = (maxima ? x > y : x < y) ? x : y;
-    std::memcpy(to + i, &x, sizeof x);
-  }
-  for (; i < count; ++i) to[i] = maxima ? std::max(to[i], from[i]) : std::min(to[i], from[i]);
-}
-
-#if defined(__x86_64__)
-template <bool maxima>
-[[gnu::target("avx2")]] void join_avx2(std::uint32_t* to, const std::uint32_t* from,
-                                       std::size_t count) {
-  join_all<maxima>(to, from, count);
-}
-#endif
-
-template <bool maxima>
-void join(std::uint32_t* to, const std::uint32_t* from, std::size_t count) {
-#if defined(__x86_64__)
-  static const bool avx2 = __builtin_cpu_supports("avx2");
-  if (avx2) return join_avx2<maxima>(to, from, count);
-#endif
-  join_all<maxima>(to, from, count);
-}
-
-/// to = max(to, from)
-void raise(std::uint32_t* to, const std::uint32_t* from, std::size_t count) {
-  join<true>(to, from, count);
-}
-
-/// to = min(to, from)
-void lower(std::uint32_t* to, const std::uint32_t* from, std::size_t count) {
-  join<false>(to, from, count);
-}
 
 }  // namespace
 
@@ -67,16 +22,16 @@ void Races::prepare(int lanes, std::uint32_t bytes, int blocks) {
   block_agents_ = barrier_agent(kBarrierAgents - 1) + 1;
   if (blocks > 1) block_agents_ = (block_agents_ + 31) / 32 * 32;  // a warp is one group of readers
   agents_ = blocks * block_agents_;
-  stride_ = 2 * static_cast<std::size_t>(agents_);
-  fences_ = false;
-  clocks_.assign(static_cast<std::size_t>(agents_) * stride_, 0);
-  for (int a = 0; a < agents_; ++a) seen(a, a) = 1;
+  order_.prepare(agents_);
   const int groups = (agents_ + 31) / 32;
   if (words != words_ || groups != groups_) {
     words_ = words;
     groups_ = groups;
     writes_.assign(words, {});
-    reads_.assign(words * static_cast<std::size_t>(groups), {});
+    readers_.assign(words, 0);
+    reads_.reset(static_cast<Reads*>(
+        std::calloc(static_cast<std::size_t>(groups) * 5 * words + 1, sizeof(Reads))));
+    if (!reads_) throw std::bad_alloc();
     split_.assign(words, 0);
     page_generation_.assign(words / kPageWords + 1, 0);
     generation_ = 0;
@@ -94,74 +49,22 @@ void Races::join(Races& first, int rank) {
             static_cast<std::uint32_t>(rank);
 }
 
-// ---- Order
-// ---------------------------------------------------------------------------------------
-
-void Races::release(int agent, Clock& clock) {
-  if (first_ != this) return first_->release(base_ + agent, clock);
-  if (clock.empty()) clock.assign(stride_, 0);
-  raise(clock.data(), &seen(agent, 0), width());
-  ++seen(agent, agent);
-}
-
-void Races::acquire(int agent, const Clock& clock) {
-  if (first_ != this) return first_->acquire(base_ + agent, clock);
-  if (!clock.empty()) raise(&seen(agent, 0), clock.data(), width());
-}
-
-void Races::meet(int first, int count) {
-  if (first_ != this) return first_->meet(base_ + first, count);
-  thread_local Clock all;
-  all.assign(stride_, 0);
-  for (int a = first; a < first + count; ++a) raise(all.data(), &seen(a, 0), width());
-  for (int a = first; a < first + count; ++a) {
-    std::copy(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(width()), &seen(a, 0));
-    ++seen(a, a);
-  }
-}
-
-void Races::fence_async(int agent) {
-  if (first_ != this) return first_->fence_async(base_ + agent);
-  fences_ = true;
-  raise(&visible(agent, 0), &seen(agent, 0), static_cast<std::size_t>(agents_));
-  ++seen(agent, agent);
-}
-
-std::uint32_t Races::begin(int agent, int issuer) {
-  if (first_ != this) return first_->begin(base_ + agent, base_ + issuer);
-  const std::uint32_t time = seen(agent, agent) + 1;
-  std::copy_n(&seen(issuer, 0), width(), &seen(agent, 0));
-  return seen(agent, agent) = time;
-}
-
-std::uint32_t Races::begin_for_all(int agent, int first) {
-  if (first_ != this) return first_->begin_for_all(base_ + agent, base_ + first);
-  const std::uint32_t time = seen(agent, agent) + 1;
-  std::uint32_t* common = &seen(agent, 0);
-  std::copy_n(&seen(first, 0), width(), common);
-  for (int lane = first + 1; lane < first + 128; ++lane) lower(common, &seen(lane, 0), width());
-  return seen(agent, agent) = time;
-}
-
-void Races::observe(int agent, int other, std::uint32_t until) {
-  if (first_ != this) return first_->observe(base_ + agent, base_ + other, until);
-  std::uint32_t& time = seen(agent, other);
-  time = std::max(time, until);
-}
-
 // ---- Granules
 // ------------------------------------------------------------------------------------
 
-void Races::touch(std::uint32_t word) {
+inline void Races::touch(std::uint32_t word) {
   if (page_generation_[word / kPageWords] == generation_) [[likely]]
     return;
+  touch_page(word);
+}
+
+void Races::touch_page(std::uint32_t word) {
   page_generation_[word / kPageWords] = generation_;
   const std::uint32_t first = word / kPageWords * kPageWords;
   const std::uint32_t end = std::min(first + kPageWords, words_);
   std::fill(writes_.begin() + first, writes_.begin() + end, Write{});
   std::fill(split_.begin() + first, split_.begin() + end, std::uint8_t{0});
-  std::fill(reads_of(first), reads_of(first) + (end - first) * static_cast<std::size_t>(groups_),
-            Reads{});
+  std::fill(readers_.begin() + first, readers_.begin() + end, std::uint64_t{0});
 }
 
 void Races::split(std::uint32_t word) {
@@ -170,11 +73,12 @@ void Races::split(std::uint32_t word) {
   // The bytes' granules follow the words'; most kernels never need them.
   if (writes_.size() == words_) {
     writes_.resize(std::size_t{5} * words_);
-    reads_.resize(std::size_t{5} * words_ * static_cast<std::size_t>(groups_));
+    readers_.resize(std::size_t{5} * words_);
   }
   for (std::uint32_t g = words_ + 4 * word; g < words_ + 4 * word + 4; ++g) {
     writes_[g] = writes_[word];
-    std::copy_n(reads_of(word), groups_, reads_of(g));
+    readers_[g] = readers_[word];
+    for (int group = 0; group < groups_; ++group) reads_of(g, group) = reads_of(word, group);
     more_reads_.erase(g);
     atomics_.erase(g);
     if (const auto it = more_reads_.find(word); it != more_reads_.end()) {
@@ -189,6 +93,15 @@ void Races::split(std::uint32_t word) {
 template <class Visit>
 void Races::visit_granules(std::uint32_t offset, std::uint32_t bytes, Visit visit) {
   const std::uint32_t first = offset / 4, last = (offset + bytes - 1) / 4;
+  if (bytes == 16 && offset % 16 == 0) {  // of one page
+    touch(first);
+    std::uint32_t splits;
+    std::memcpy(&splits, &split_[first], sizeof splits);
+    if (splits == 0) [[likely]] {
+      for (std::uint32_t i = 0; i < 4; ++i) visit(first + i);
+      return;
+    }
+  }
   for (std::uint32_t word = first; word <= last; ++word) {
     touch(word);
     if (bytes < 4) split(word);
@@ -247,40 +160,45 @@ inline void Races::check_writers(std::uint32_t granule, const Access& by, Proxy 
                                  const char* verb) {
   const Write& last = writes_[granule];
   if (last.time == 0) return;
-  if (last.agent != by.agent && seen(by.agent, last.agent) < last.time) {
+  if (last.agent != by.agent && order_.seen(by.agent, last.agent) < last.time) {
     fail(granule, by, verb, last.agent, "the write", &last.where);
   }
   if (proxy == Proxy::async && last.proxy == Proxy::generic &&
-      visible(by.agent, last.agent) < last.time) {
+      order_.visible(by.agent, last.agent) < last.time) {
     fail_fence(granule, by, verb);
   }
 }
 
 void Races::check_atomics(std::uint32_t granule, const Access& by, const char* verb) {
   for (const Access& a : atomics_[granule]) {
-    if (a.agent != by.agent && seen(by.agent, a.agent) < a.time) {
+    if (a.agent != by.agent && order_.seen(by.agent, a.agent) < a.time) {
       fail(granule, by, verb, a.agent, "the atomic operation", &a.where);
     }
   }
 }
 
-void Races::check_readers(std::uint32_t granule, const Access& by) {
-  Reads* groups = reads_of(granule);
-  for (int group = 0; group < groups_; ++group) {
-    std::uint32_t lanes = groups[group].lanes;
-    for (; lanes; lanes &= lanes - 1) {
-      const int reader = 32 * group + std::countr_zero(lanes);
-      if (reader != by.agent && seen(by.agent, reader) < groups[group].time) {
-        fail(granule, by, "writes", reader, "the read", nullptr);
+inline void Races::check_readers(std::uint32_t granule, const Access& by) {
+  for (std::uint64_t bits = readers_[granule]; bits; bits &= bits - 1) {
+    for (int group = std::countr_zero(bits); group < groups_; group += 64) {
+      Reads& reads = reads_of(granule, group);
+      for (std::uint32_t lanes = reads.lanes; lanes; lanes &= lanes - 1) {
+        const int reader = 32 * group + std::countr_zero(lanes);
+        if (reader != by.agent && order_.seen(by.agent, reader) < reads.time) {
+          fail(granule, by, "writes", reader, "the read", nullptr);
+        }
       }
+      reads = {};
     }
-    groups[group] = {};
   }
-  if (more_reads_.empty()) return;
+  readers_[granule] = 0;
+  if (!more_reads_.empty()) check_more_readers(granule, by);
+}
+
+void Races::check_more_readers(std::uint32_t granule, const Access& by) {
   const auto more = more_reads_.find(granule);
   if (more == more_reads_.end()) return;
   for (const Access& reader : more->second) {
-    if (reader.agent != by.agent && seen(by.agent, reader.agent) < reader.time) {
+    if (reader.agent != by.agent && order_.seen(by.agent, reader.agent) < reader.time) {
       fail(granule, by, "writes", reader.agent, "the read", &reader.where);
     }
   }
@@ -288,9 +206,14 @@ void Races::check_readers(std::uint32_t granule, const Access& by) {
 }
 
 inline void Races::record_read(std::uint32_t granule, const Access& by) {
-  Reads& slot = reads_of(granule)[by.agent / 32];
+  const int group = by.agent / 32;
+  Reads& slot = reads_of(granule, group);
   const std::uint32_t lane = 1u << (by.agent % 32);
-  if (slot.lanes == 0 || slot.lanes == lane) {
+  if ((readers_[granule] & bit_of(group)) == 0) {
+    readers_[granule] |= bit_of(group);
+    for (int g = group % 64; g < groups_; g += 64) reads_of(granule, g) = {};
+    slot = {by.time, lane};
+  } else if (slot.lanes == 0 || slot.lanes == lane) {
     slot = {by.time, lane};
   } else if (slot.time == by.time) {
     slot.lanes |= lane;
@@ -300,13 +223,13 @@ inline void Races::record_read(std::uint32_t granule, const Access& by) {
 }
 
 void Races::record_later_read(std::uint32_t granule, const Access& by) {
-  Reads& slot = reads_of(granule)[by.agent / 32];
+  Reads& slot = reads_of(granule, by.agent / 32);
   const std::uint32_t lane = 1u << (by.agent % 32);
   // Readers that come before this one need no memory: who is ordered after it, is after them.
   bool ordered = true;
   for (std::uint32_t lanes = slot.lanes & ~lane; lanes; lanes &= lanes - 1) {
     const int reader = by.agent / 32 * 32 + std::countr_zero(lanes);
-    ordered = ordered && seen(by.agent, reader) >= slot.time;
+    ordered = ordered && order_.seen(by.agent, reader) >= slot.time;
   }
   if (ordered) {
     slot = {by.time, lane};
@@ -324,7 +247,7 @@ void Races::record_later_read(std::uint32_t granule, const Access& by) {
 
 void Races::read_at(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy,
                     const Where& where) {
-  const Access by{agent, seen(agent, agent), where};
+  const Access by{agent, order_.now(agent), where};
   visit_granules(offset, bytes, [&](std::uint32_t granule) {
     check_writers(granule, by, proxy, "reads");
     if (writes_[granule].atomic) check_atomics(granule, by, "reads");
@@ -334,7 +257,7 @@ void Races::read_at(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy 
 
 void Races::write_at(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy,
                      const Where& where) {
-  const Access by{agent, seen(agent, agent), where};
+  const Access by{agent, order_.now(agent), where};
   const Write now{where, by.time, static_cast<std::uint16_t>(agent), proxy, false};
   visit_granules(offset, bytes, [&](std::uint32_t granule) {
     check_writers(granule, by, proxy, "writes");
@@ -347,14 +270,14 @@ void Races::write_at(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy
     if (!split_[word]) continue;
     split_[word] = 0;  // one writer again
     writes_[word] = now;
-    std::fill_n(reads_of(word), groups_, Reads{});
+    readers_[word] = 0;
     more_reads_.erase(word);
     atomics_.erase(word);
   }
 }
 
 void Races::atomic_at(std::uint32_t offset, std::uint32_t bytes, int agent, const Where& where) {
-  const Access by{agent, seen(agent, agent), where};
+  const Access by{agent, order_.now(agent), where};
   visit_granules(offset, bytes, [&](std::uint32_t granule) {
     check_writers(granule, by, Proxy::generic, "updates");
     check_readers(granule, by);

@@ -1,25 +1,25 @@
-// Happens-before between the lanes of a block, in the manner of FastTrack: every agent has a vector
-// clock; every word of shared memory knows its last writer and its readers since then. Values and
-// schedules alone miss most races; the clocks show them in every schedule.
+// Races between the lanes of a block: every word of shared memory knows its last writer and its
+// readers since then, and clocks (order.hpp) say whether they come before. Values and schedules alone
+// miss most races; the clocks show them in every schedule.
 //
 // Agents are the lanes and the hardware that reads and writes on their behalf: wgmma of each
 // warpgroup, bulk copies of each mbarrier, bulk stores of each warp.
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "isa/emu/block/order.hpp"
 #include "isa/emu/error.hpp"
 
 namespace qattn::emu {
 
 /// Ordinary loads and stores, or TMA and wgmma: a fence orders the first before the second.
 enum class Proxy : std::uint8_t { generic, async };
-
-/// What an agent has seen of every other one; the second half: what of it the async proxy sees.
-using Clock = std::vector<std::uint32_t>;
 
 class Races {
  public:
@@ -43,23 +43,30 @@ class Races {
 
   // ---- Order ----
   /// Everything that `agent` did so far becomes known to those who acquire `clock`.
-  void release(int agent, Clock& clock);
-  void acquire(int agent, const Clock& clock);
+  void release(int agent, Clock& clock) { order().release(base_ + agent, clock); }
+  void acquire(int agent, const Clock& clock) { order().acquire(base_ + agent, clock); }
   /// Lanes first..first+count-1 see each other's past (sync_warp).
-  void meet(int first, int count);
+  void meet(int first, int count) { order().meet(base_ + first, count); }
   /// Generic accesses that `agent` has seen come before async ones ordered after this.
-  void fence_async(int agent);
+  void fence_async(int agent) { order().fence_async(base_ + agent); }
   /// `agent` begins an operation on behalf of `issuer`; the operation's time.
-  std::uint32_t begin(int agent, int issuer);
-  /// The same for the 128 lanes from `first`: it knows what all of them know.
-  std::uint32_t begin_for_all(int agent, int first);
-  /// `agent` has seen the operations of `other` up to time `until`.
-  void observe(int agent, int other, std::uint32_t until);
-  void observe(Clock& clock, int other, std::uint32_t until) const {
-    std::uint32_t& time = clock[static_cast<std::size_t>(base_ + other)];
-    time = time > until ? time : until;
+  std::uint32_t begin(int agent, int issuer) {
+    return order().begin(base_ + agent, base_ + issuer);
   }
-  Clock empty_clock() const { return Clock(first_->stride_, 0); }
+  /// The same for the 128 lanes from `first`: it knows what all of them know.
+  std::uint32_t begin_for_all(int agent, int first) {
+    return order().begin_for_all(base_ + agent, base_ + first);
+  }
+  /// `agent` has seen the operations of `other` up to time `until`; or who acquires `clock` will.
+  void observe(int agent, int other, std::uint32_t until) {
+    order().observe(base_ + agent, base_ + other, until);
+  }
+  void observe(Clock& clock, int other, std::uint32_t until) const {
+    first_->order_.observe(clock, base_ + other, until);
+  }
+
+  /// What agents know, by their places among all of the cluster.
+  const Order& known() const { return first_->order_; }
 
   // ---- Accesses: throw Error at a race ----
   void read(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy, const Where& where) {
@@ -106,11 +113,7 @@ class Races {
     Where where;
   };
 
-  std::uint32_t& seen(int agent, int other) {
-    return clocks_[static_cast<std::size_t>(agent) * stride_ + static_cast<std::size_t>(other)];
-  }
-  std::uint32_t& visible(int agent, int other) { return seen(agent, agents_ + other); }
-  std::size_t width() const { return fences_ ? stride_ : static_cast<std::size_t>(agents_); }
+  Order& order() { return first_->order_; }
   std::string agent_name(int agent) const;
   std::string agent_name_in_block(int agent) const;
 
@@ -118,14 +121,18 @@ class Races {
   template <class Visit>
   void visit_granules(std::uint32_t offset, std::uint32_t bytes, Visit visit);
   void touch(std::uint32_t word);
+  void touch_page(std::uint32_t word);
   void split(std::uint32_t word);
   std::uint32_t offset_of(std::uint32_t granule) const;
-  Reads* reads_of(std::uint32_t granule) {
-    return &reads_[granule * static_cast<std::size_t>(groups_)];
+  /// Of the agents 32 * group and on. What nobody reads is not cleared: readers_ says who did.
+  Reads& reads_of(std::uint32_t granule, int group) {
+    return reads_.get()[static_cast<std::size_t>(group) * 5 * words_ + granule];
   }
+  static std::uint64_t bit_of(int group) { return std::uint64_t{1} << (group % 64); }
   void check_writers(std::uint32_t granule, const Access& by, Proxy proxy, const char* verb);
   void check_atomics(std::uint32_t granule, const Access& by, const char* verb);
   void check_readers(std::uint32_t granule, const Access& by);
+  void check_more_readers(std::uint32_t granule, const Access& by);
   void record_read(std::uint32_t granule, const Access& by);
   void record_later_read(std::uint32_t granule, const Access& by);
   [[noreturn]] void fail_fence(std::uint32_t granule, const Access& by, const char* verb) const;
@@ -137,12 +144,14 @@ class Races {
   std::uint32_t memory_ = 0;  ///< and its shared memory
   int lanes_ = 0, block_agents_ = 0, blocks_ = 1;
   int agents_ = 0, groups_ = 0;  ///< of all blocks
-  std::size_t stride_ = 0;
-  bool fences_ = false;  ///< whether the second halves of the clocks are in use
+  Order order_;                  ///< of all blocks, where first_ is this
   std::uint32_t words_ = 0;
-  Clock clocks_;
   std::vector<Write> writes_;
-  std::vector<Reads> reads_;
+  struct Free {
+    void operator()(Reads* p) const { std::free(p); }
+  };
+  std::unique_ptr<Reads[], Free> reads_;
+  std::vector<std::uint64_t> readers_;  ///< groups that read since the last write
   std::vector<std::uint8_t> split_;
   // Cells are cleared when a block first touches their page.
   std::uint32_t generation_ = 0;

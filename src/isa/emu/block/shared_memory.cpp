@@ -8,6 +8,35 @@ namespace {
 /// A number that no kernel computes by accident and that is not zero.
 constexpr std::uint8_t kPoison = 0xA5;
 
+/// `bits`: of each state, those that must be as in `wanted`.
+template <class T>
+bool like(const std::uint8_t* states, std::uint64_t bits, std::uint64_t wanted) {
+  T some;
+  std::memcpy(&some, states, sizeof some);
+  return (some & static_cast<T>(bits)) == static_cast<T>(wanted);
+}
+bool all_like(const std::uint8_t* states, std::uint32_t bytes, std::uint64_t bits,
+              std::uint64_t wanted) {
+  for (; bytes >= 8; bytes -= 8, states += 8) {
+    if (!like<std::uint64_t>(states, bits, wanted)) return false;
+  }
+  if (bytes & 4) {
+    if (!like<std::uint32_t>(states, bits, wanted)) return false;
+    states += 4;
+  }
+  for (bytes &= 3; bytes > 0; --bytes, ++states) {
+    if (!like<std::uint8_t>(states, bits, wanted)) return false;
+  }
+  return true;
+}
+constexpr std::uint64_t kOnes = 0x0101010101010101u;
+bool all_ready(const std::uint8_t* states, std::uint32_t bytes) {
+  return all_like(states, bytes, ~std::uint64_t{0}, kOnes);
+}
+bool all_below_2(const std::uint8_t* states, std::uint32_t bytes) {
+  return all_like(states, bytes, 0xfe * kOnes, 0);
+}
+
 }  // namespace
 
 void SharedMemory::prepare(std::uint32_t bytes) {
@@ -32,9 +61,7 @@ void SharedMemory::fail_place(std::uint32_t address, std::uint32_t bytes, std::u
 void SharedMemory::check_readable(std::uint32_t address, std::uint32_t bytes, const char* what,
                                   const Where& where) const {
   const std::uint8_t* states = &states_[address - kBase];
-  std::uint8_t all = 1;
-  for (std::uint32_t i = 0; i < bytes; ++i) all &= static_cast<std::uint8_t>(states[i] == 1);
-  if (all) [[likely]]
+  if (all_ready(states, bytes)) [[likely]]
     return;
   std::uint32_t i = 0;
   while (states[i] == 1) ++i;
@@ -48,9 +75,7 @@ void SharedMemory::check_readable(std::uint32_t address, std::uint32_t bytes, co
 void SharedMemory::check_writable(std::uint32_t address, std::uint32_t bytes, const char* what,
                                   const Where& where) const {
   const std::uint8_t* states = &states_[address - kBase];
-  std::uint8_t all = 1;
-  for (std::uint32_t i = 0; i < bytes; ++i) all &= static_cast<std::uint8_t>(states[i] <= 1);
-  if (all) [[likely]]
+  if (all_below_2(states, bytes)) [[likely]]
     return;
   std::uint32_t i = 0;
   while (states[i] <= 1) ++i;

@@ -133,7 +133,6 @@ void Mbarriers::complete(std::uint32_t address, std::uint32_t bytes, int agent, 
                          const Where& where) {
   Mbarrier& barrier = all_.at(address);
   if (block_.options().races) {
-    if (barrier.arriving.empty()) barrier.arriving = block_.races().empty_clock();
     block_.races().observe(barrier.arriving, agent, time);
   }
   barrier.missing_bytes -= bytes;
