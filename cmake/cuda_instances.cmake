@@ -1,3 +1,26 @@
+# qattn_list_of_dimensions(OUT LIST dimensions FOLDER folder): where only some head dimensions are
+# built, OUT is a copy of the list with their lines alone, at its place below src in FOLDER, for who
+# includes that in front of src: tables of kernels are made of the same lists. dimensions is a
+# regular expression; empty, OUT is the list itself.
+function(qattn_list_of_dimensions out list dimensions)
+  cmake_parse_arguments(PARSE_ARGV 3 arg "" "FOLDER" "")
+  set(${out} ${list} PARENT_SCOPE)
+  if(dimensions STREQUAL "")
+    return()
+  endif()
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${list})
+  file(STRINGS ${list} lines)
+  set(text "")
+  foreach(line IN LISTS lines)
+    if(NOT line MATCHES "^QATTN_INSTANCE\\(" OR line MATCHES "^QATTN_INSTANCE\\((${dimensions}),")
+      string(APPEND text "${line}\n")
+    endif()
+  endforeach()
+  file(RELATIVE_PATH place ${PROJECT_SOURCE_DIR}/src ${list})
+  file(CONFIGURE OUTPUT ${arg_FOLDER}/${place} CONTENT "${text}" @ONLY)
+  set(${out} ${arg_FOLDER}/${place} PARENT_SCOPE)
+endfunction()
+
 # qattn_cuda_instances(OUT TEMPLATE file LIST file GROUP n): one source in the build tree for every
 # n lines `QATTN_INSTANCE(...)` of LIST; @INSTANCE@ in TEMPLATE stands for the lines. OUT gets the
 # names, which begin with those of LIST's directory and LIST. Every kernel is a few seconds to

@@ -1,10 +1,10 @@
-# qattn_host_kernels(OUT [MATCH regex] [EXCEPT regex] SIZE n [SMALL folder]): the sources of GPU
-# kernels that the host's compiler takes, by src/kernels/kernels.cmake; the expressions are about
-# places below src/kernels. SIZE instances are a source. With SMALL, lists of instances are copied
-# to that folder without those of head dimensions above 64, for who includes it in front of src.
+# qattn_host_kernels(OUT [MATCH regex] [EXCEPT regex] SIZE n [DIMENSIONS regex FOLDER folder]): the
+# sources of GPU kernels that the host's compiler takes, by src/kernels/kernels.cmake; the
+# expressions are about places below src/kernels. SIZE instances are a source. DIMENSIONS and FOLDER:
+# as in qattn_list_of_dimensions().
 include(${CMAKE_CURRENT_LIST_DIR}/cuda_instances.cmake)
 function(qattn_host_kernels out)
-  cmake_parse_arguments(PARSE_ARGV 1 host "" "MATCH;EXCEPT;SIZE;SMALL" "")
+  cmake_parse_arguments(PARSE_ARGV 1 host "" "MATCH;EXCEPT;SIZE;DIMENSIONS;FOLDER" "")
   set(root ${PROJECT_SOURCE_DIR}/src)
   set(found "")
   macro(qattn_kernel_wanted name)
@@ -28,14 +28,8 @@ function(qattn_host_kernels out)
   macro(qattn_kernel_list group list)
     qattn_kernel_wanted(${list}.inc)
     if(wanted)
-      set(file ${root}/kernels/${place})
-      if(host_SMALL)
-        set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file})
-        file(READ ${file} text)
-        string(REGEX REPLACE "QATTN_INSTANCE\\((96|[12][0-9][0-9]),[^\n]*\n" "" text "${text}")
-        set(file ${host_SMALL}/kernels/${place})
-        file(CONFIGURE OUTPUT ${file} CONTENT "${text}" @ONLY)
-      endif()
+      qattn_list_of_dimensions(file ${root}/kernels/${place} "${host_DIMENSIONS}"
+                               FOLDER "${host_FOLDER}")
       qattn_cuda_instances(generated TEMPLATE ${CMAKE_CURRENT_LIST_DIR}/instance.cu.in
                            LIST ${file} GROUP ${host_SIZE})
       set_source_files_properties(${generated} PROPERTIES LANGUAGE CXX)
