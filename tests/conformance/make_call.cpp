@@ -168,7 +168,7 @@ Call make_call(const Feature& feature, std::uint64_t seed) {
   return call;
 }
 
-void add_static_scales(Call& call, Laid& laid, const Recipe& resolved, double shrink) {
+Recipe add_static_scales(Call& call, Laid& laid, const Recipe& resolved, double shrink) {
   const auto make = [&](std::vector<float> Sequence::*x, Role role, Format format,
                         const Scaling& scaling, std::vector<float>& given, Tensor& tensor) {
     if (!free_scales(format)) return;
@@ -184,6 +184,9 @@ void add_static_scales(Call& call, Laid& laid, const Recipe& resolved, double sh
   make(&Sequence::q, Role::q, resolved.qk, resolved.q_scale, call.static_q, laid.q_scale);
   make(&Sequence::k, Role::k, resolved.qk, resolved.k_scale, call.static_k, laid.k_scale);
   make(&Sequence::v, Role::v, resolved.v, resolved.v_scale, call.static_v, laid.v_scale);
+  Recipe recipe = resolved;
+  recipe.balance_k = Toggle::off;  // the scales are of rows that nobody balanced
+  return recipe;
 }
 
 }  // namespace qattn::test

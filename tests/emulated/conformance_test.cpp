@@ -47,8 +47,8 @@ Outcome expect_conforms(const Cell& cell) {
   if (refused || testing::Test::HasFailure()) return {};
   Recipe run = recipe;
   if (feature.static_scales) {
-    add_static_scales(call, laid, planned->recipe(), 0.6);
-    run.k_scale = planned->recipe().k_scale;  // with given scales, automatic is one a token
+    // With given scales other things are automatic: one of K's a token.
+    run = add_static_scales(call, laid, planned->recipe(), 0.6);
   }
   const Outcome outcome = run_emulated(call, laid, run, timings_for(name));
   EXPECT_TRUE(splits == 0 || outcome.splits == splits) << outcome.plan;

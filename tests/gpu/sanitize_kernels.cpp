@@ -214,8 +214,8 @@ void run_feature(Check& check, const Kind& kind, Feature feature) {
   DeviceOutcome outcome;
   if (feature.static_scales) {
     if (!check.run(name, kind, call, laid, recipe, outcome)) return;
-    recipe = outcome.resolved;  // given scales change what is automatic
-    add_static_scales(call, laid, recipe, 0.6);
+    // Given scales change what is automatic.
+    recipe = add_static_scales(call, laid, outcome.resolved, 0.6);
   }
   if (!check.run(name, kind, call, laid, recipe, outcome)) return;
   if (check.settings().compare) check.matches_model(name, kind, call, outcome);
