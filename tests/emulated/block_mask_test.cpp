@@ -126,6 +126,7 @@ TEST(EmulatedWideBlockMask, BlocksOf64RowsOnHopper) {
     EXPECT_NE(outcome.plan.find("kernel: sm80_prefill\n"), std::string::npos) << outcome.plan;
     ModelOptions options{.recipe = outcome.resolved, .tile_keys = outcome.tile_keys};
     options.lost_mass = lost_mass_of(outcome.plan);
+    options.whole_references = has_whole_references(outcome.plan);
     options.splits = outcome.splits, options.tile_rows = outcome.tile_rows;
     const ModelOutput model = model_attention(call, options);
     EXPECT_LE(distance(outcome.out, model.out, call.dim_v).nrmse, 2e-3);

@@ -32,6 +32,7 @@ std::string fault_of(const CodedCase& c, Memory memory, bool compare, double& wo
   if (!compare) return {};
   ModelOptions options{.recipe = now.resolved, .tile_keys = now.tile_keys};
   options.lost_mass = lost_mass_of(now.plan);
+  options.whole_references = has_whole_references(now.plan);
   options.given_codes = true;
   options.splits = now.splits, options.tile_rows = now.tile_rows;
   const ModelOutput model = model_attention(call, options);

@@ -133,6 +133,7 @@ void Check::matches_model(const std::string& name, const Kind& kind, const Call&
                           const DeviceOutcome& outcome) {
   ModelOptions options{.recipe = outcome.resolved, .tile_keys = outcome.tile_keys};
   options.lost_mass = lost_mass_of(outcome.plan);
+  options.whole_references = has_whole_references(outcome.plan);
   options.splits = outcome.splits, options.tile_rows = outcome.tile_rows;
   const ModelOutput model = model_attention(call, options);
   const std::int64_t spared = spared_rows(outcome.resolved, call.total_rows());

@@ -198,11 +198,21 @@ double taken_from_row(const Call& call, const Head& x, std::int64_t i) {
   return softmax_scale(call) * dot(&x.q_exact[i * call.dim], x.k.mean.data(), call.dim);
 }
 
-/// The reference of P in a row that reaches `top`: for 16-bit P a power of two, to which floats
-/// round alike whichever it is, so that kernels may choose.
+bool in_halves(const PRule& rule) { return rule.p == Format::f16 || rule.p == Format::bf16; }
+
+/// The reference of P in a row that reaches `top`. To powers of two floats round alike whichever it
+/// is, so that kernels may choose.
 double reference_for(const PRule& rule, double top) {
-  if (rule.p != Format::f16 && rule.p != Format::bf16) return top;
+  if (!rule.whole_references || !in_halves(rule)) return top;
   return std::ceil((top - rule.taken) * std::numbers::log2e) / std::numbers::log2e + rule.taken;
+}
+
+/// The mass of a row, but not its output, takes P of the largest score as it was before rounding.
+void mend_mass(const PRule& rule, std::span<const double> s, State& state) {
+  if (!rule.whole_references || !in_halves(rule) || state.l == 0) return;
+  const double exact = state.l + rounded_off(rule, *std::max_element(s.begin(), s.end()), state.m);
+  for (double& value : state.o) value *= exact / state.l;
+  state.l = exact;
 }
 
 /// Keys [begin, end) of one row, tile by tile from the last to the first, or as they rise.
@@ -227,6 +237,7 @@ State attend_keys(const PRule& rule, std::span<const double> s, const Coded& v, 
   for (std::size_t d = 0; lossy && d < v.code_mean.size(); ++d) {
     state.o[d] += state.lost * v.code_mean[d];
   }
+  if (begin < end) mend_mass(rule, s.subspan(begin, end - begin), state);
   return state;
 }
 
@@ -323,6 +334,7 @@ void attend_head(const Call& call, const ModelOptions& model, const Head& x, Mod
     for (std::int64_t j = 0; j < x.len_k; ++j) s[j] = score(call, model, x, i, j);
     const auto [first, split] = split_of(call, model, x, i);
     PRule rule = shared;
+    rule.whole_references = model.whole_references;
     rule.taken = taken_from_row(call, x, i);
     State state = attend_splits(rule, s, x.v, call.dim_v, model.tile_keys, first, split);
     std::optional<double> sink;

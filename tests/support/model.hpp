@@ -31,6 +31,9 @@ enum class LostMass {
 /// As a plan says.
 LostMass lost_mass_of(const std::string& plan);
 
+/// Is 16-bit P relative to powers of two, as a plan says, and not to running maxima?
+bool has_whole_references(const std::string& plan);
+
 struct ModelOptions {
   Recipe recipe;                ///< as resolved by the plan
   std::int64_t split_keys = 0;  ///< keys per split; 0: none
@@ -42,6 +45,7 @@ struct ModelOptions {
   /// all rows of a sequence where tile_rows is 0.
   std::int64_t splits = 1, tile_rows = 0;
   LostMass lost_mass = LostMass::second_byte;
+  bool whole_references = false;  ///< has_whole_references()
   /// Codes of K and V come from quantize(), which knows no masks: hidden keys are in what keys
   /// share.
   bool given_codes = false;
@@ -92,8 +96,9 @@ struct PRule {
   Format p = Format::f32;
   bool token_scale = false;  ///< u8 with V per token: V's scale is folded into P before rounding
   LostMass lost_mass = LostMass::second_byte;
-  bool rises = false;  ///< tiles come from the first to the last
-  double taken = 0;    ///< what kernels' scores of the row are short of
+  bool rises = false;             ///< tiles come from the first to the last
+  bool whole_references = false;  ///< of 16-bit P: powers of two
+  double taken = 0;               ///< what kernels' scores of the row are short of
 };
 
 /// Weights of a row's keys in one tile: O += factor * sum value[j] * V[j], l += factor * sum
@@ -108,5 +113,8 @@ struct TileWeights {
 /// `sv`: V's token scales in the tile, or empty.
 TileWeights round_p(const PRule& rule, std::span<const double> s, double m_run, double codes,
                     std::span<const double> sv);
+
+/// What rounding takes from P of score `s` relative to `reference`, in 16 bits.
+double rounded_off(const PRule& rule, double s, double reference);
 
 }  // namespace qattn::test

@@ -80,6 +80,15 @@ LostMass lost_mass_of(const std::string& plan) {
   return mean ? LostMass::value_mean : LostMass::second_byte;
 }
 
+bool has_whole_references(const std::string& plan) {
+  return plan.find("\nreferences: powers of two") != std::string::npos;
+}
+
+double rounded_off(const PRule& rule, double s, double reference) {
+  const double p = std::exp(s - reference);
+  return p - round_real(p, rule.p);
+}
+
 TileWeights round_p(const PRule& rule, std::span<const double> s, double m_run, double codes,
                     std::span<const double> sv) {
   const double m_tile = *std::max_element(s.begin(), s.end());

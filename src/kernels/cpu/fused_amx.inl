@@ -157,8 +157,7 @@ class Attention {
     done = 0;
     for (int first = 0; first < x_.rows; first += 16) {
       alignas(64) float references[16];
-      const F reached = v::load(tops + first);
-      const F top = Codes ? reached : _mm512_roundscale_ps(reached, _MM_FROUND_TO_POS_INF);
+      const F top = v::load(tops + first);
       const F old = v::mul(v::load(x_.max + first), v::set(log2_e));
       const F reference = Codes ? top : v::max(old, top);
       // A row that sees nothing: any reference makes its P zero.

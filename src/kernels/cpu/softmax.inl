@@ -165,13 +165,6 @@ static float bring_near(float* s, int keys) {
   return top;
 }
 
-/// The reference of 16-bit P in a row that reaches `top`: a power of two, to which floats round
-/// alike whichever it is. Scores too large for it have no bits for the difference.
-static float whole_reference(float top) {
-  const bool small = top < 0x1p20f && top > -0x1p20f;
-  return small ? __builtin_ceilf(top * log2_e) / log2_e : top;
-}
-
 /// Row r's u8 P against its own maximum `top`, which weighs `local`; `alpha`: weight of all before.
 /// Returns its sum.
 static float bytes_of_row(SoftmaxTile& tile, int r, float top, float local, float alpha) {
@@ -205,9 +198,7 @@ void softmax(SoftmaxTile& tile) {
       continue;
     }
     // Of a far row the running one leaves V's scales out, and `top` is relative to `far`.
-    const bool halves = tile.rounding == Rounding::f16 || tile.rounding == Rounding::bf16;
-    const float old = tile.max[r];
-    const float reached = far != 0.0f ? far : halves ? whole_reference(top) : top;
+    const float old = tile.max[r], reached = far != 0.0f ? far : top;
     const float now = reached > old || top != top ? reached : old;
     const float alpha = old == minus_infinity ? 0.0f : exp_one(old - now);
     float local = 1.0f, unit = 1.0f, sum = 0.0f;

@@ -33,7 +33,7 @@ struct SoftmaxTile {
   int rows;
   int keys;  ///< multiple of 16; keys behind hold -inf
   Rounding rounding;
-  float* max;             ///< [rows] running maximum; 16-bit P: the power of two above
+  float* max;             ///< [rows] running maximum
   float* sum;             ///< [rows] running sum of P: rounded, but of u8 P unrounded
   float* mass;            ///< u8: [rows] running sum of P's codes, or null
   float* alpha;           ///< [rows] factor of what O held before

@@ -65,6 +65,7 @@ struct Epilogue : AttentionRows<S> {
   // ended one after the other took 1300, and stores by the warps that own them 1050.
   QATTN_DEVICE bool end(bool part) {
     isa::add_rows<F>(sum);
+    if constexpr (S::whole_references) end_references(part);
     if (part) {
       if constexpr (S::direct_sums) this->end_values();
       write_part();
@@ -82,6 +83,28 @@ struct Epilogue : AttentionRows<S> {
     if (p.v_mean != nullptr) add_mean(ends.mean_weight);
     if (p.out.format == Format::f32) store_floats();
     return p.out.format != Format::f32;
+  }
+
+  /// What rounding to P's 16 bits takes from 2^x.
+  QATTN_DEVICE static float rounded_off(float x) {
+    const float e = isa::exp2(x);
+    if constexpr (S::pv == Element::f16) return e - isa::unpack_f16(isa::pack_f16(e, e)).lo;
+    return e - isa::unpack_bf16(isa::pack_bf16(e, e)).lo;
+  }
+  /// Sums are of rounded P, as the output is. Relative to a power of two, P of the largest score is
+  /// rounded, too, and the sum of a row that it dominates is this one number. What the row's mass is
+  /// more than its sum moves the reference, for the LSE and for what the row weighs beside a sink or
+  /// other parts. The largest exponent is what the tiles had, to the bit: its key has left the
+  /// reference where it is now.
+  QATTN_DEVICE void end_references(bool part) {
+    const bool weighs = part || p.out.lse != nullptr || p.sinks.data != nullptr;
+    if (weighs) isa::row_maxima<F>(this->peak);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      max[r] = max[r] == Base::unseen ? -tile::infinity() : max[r];
+      const float more = rounded_off(this->peak[r]) * isa::reciprocal(sum[r]);
+      if (weighs && sum[r] > 0.0f) max[r] += isa::log2(1.0f + more);
+    }
   }
 
   /// Leaves the rows to CombineSplits. A bad row has a sum of NaN, unless it has seen no key.

@@ -139,6 +139,7 @@ QATTN_DEVICE WorkTile locate_work(const AttentionParams& p, int index, int rows,
 
 /// `S` gives Fragment, KeyFragment, rows, keys, dv, m_tiles, warp_rows, n_tiles, d_tiles,
 /// out_channels, out_row, p_log2, qk_16bit, pv_16bit, u8, tile_p: is P relative to its own tile?
+/// whole_references: is it to powers of two, which seldom move, and update_max() has the choice?
 /// direct_sums: is P V of u8 in units of 2^-149? two_row_ends: is there a quick way to end usual
 /// rows? divides: by a division? and staged_rows: has a producer put what belongs to Q's rows into
 /// shared memory?
@@ -158,6 +159,7 @@ struct AttentionRows {
   float max[R], sum[R] = {};
   float excess[R] = {};      ///< add_excess()
   float exact[R] = {};       ///< Hopper: the same of P before rounding
+  float peak[R];             ///< whole references: this lane's largest exponent of P
   float row_scale[R];        ///< from a row's products to scores in units of log2: Q's scale and
                              ///< softmax_scale * log2 e
   float lse_offset[R] = {};  ///< what smooth_k took from all scores, in units of log2
@@ -170,7 +172,7 @@ struct AttentionRows {
   QATTN_DEVICE AttentionRows(const AttentionParams& params, const WorkTile& w, int row_warp)
       : p(params), work(w), warp(row_warp), exist(existing_rows(params, w)) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) max[r] = -tile::infinity();
+    for (int r = 0; r < R; ++r) max[r] = unseen, peak[r] = -tile::infinity();
   }
 
   // ---- Where things are -----------------------------------------------------------------------
@@ -346,23 +348,29 @@ struct AttentionRows {
   // ---- Softmax --------------------------------------------------------------------------------
 
   /// Tokens of a tile of zeros join the sums as if V's scale were 2^-90, times the slack: 2^98.
-  static constexpr float slack = S::tile_p || S::pv_16bit ? 8.0f : 0.0f;
-  /// The reference for rows that reach `top`. Those of 16-bit P are powers of two, to which floats
-  /// round alike: which of them it is, does not matter.
-  QATTN_DEVICE static float reference_for(float top) { return S::pv_16bit ? ceilf(top) : top; }
+  static constexpr float slack = S::tile_p || S::whole_references ? 8.0f : 0.0f;
+  /// The reference for rows that reach `top`. To powers of two floats round alike: which of them it
+  /// is, does not matter.
+  QATTN_DEVICE static float reference_for(float top) {
+    return S::whole_references ? ceilf(top) : top;
+  }
+
+  /// The reference before a key was seen. Powers of two are subtracted as they are: it lies below
+  /// all scores, but lets those that are masked be 0.
+  static constexpr float unseen = S::whole_references ? -0x1p127f : -__builtin_huge_valf();
 
   /// Takes the tile's maxima into the references; what was accumulated shrinks accordingly. Where P
-  /// is relative to its own tile, or of 16 bits, any reference serves that keeps exponentials in
-  /// range: it moves only when a maximum is far above it, which is rare.
+  /// is relative to its own tile, or to powers of two, any reference serves that keeps exponentials
+  /// in range: it moves only when a maximum is far above it, which is rare.
   QATTN_DEVICE void update_max(const float (&top)[R]) {
     float rescale[R];
     bool changed = false;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float next = top[r] > max[r] + slack ? reference_for(top[r]) : max[r];
-      rescale[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - next);
+      rescale[r] = max[r] == unseen ? 0.0f : isa::exp2(max[r] - next);
       // Nothing has joined the output before the first reference.
-      changed |= next != max[r] && max[r] != -tile::infinity();
+      changed |= next != max[r] && max[r] != unseen;
       max[r] = next;
       sum[r] *= rescale[r];
       if constexpr (S::u8) excess[r] *= rescale[r], exact[r] *= rescale[r];
@@ -378,6 +386,33 @@ struct AttentionRows {
         }
       }
     }
+  }
+
+  /// Takes a tile's largest exponents of P, to the bit what P itself is made of, from the lanes'
+  /// own scores `top`, times `scale`. They ask one another for maxima only when a reference has to
+  /// move: beside the key that moves it older exponents are forgotten.
+  QATTN_DEVICE void take_peaks(const float (&top)[R], const float (&scale)[R]) {
+    float near[R];
+    bool above = false;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      near[r] = fmaf(top[r], scale[r], -max[r]);
+      above |= near[r] > slack;
+    }
+    if (isa::any(above)) {
+      float row_top[R], before[R];
+#pragma unroll
+      for (int r = 0; r < R; ++r) row_top[r] = top[r] * scale[r], before[r] = max[r];
+      isa::row_maxima<F>(row_top);
+      update_max(row_top);
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        if (max[r] != before[r]) peak[r] = -tile::infinity();
+        near[r] = fmaf(top[r], scale[r], -max[r]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) peak[r] = fmaxf(peak[r], near[r]);
   }
 
   /// The reference that is subtracted in exponents: 0 where nothing was seen, so that masked scores

@@ -234,7 +234,8 @@ void plan_mma(MmaPlan& plan, const Problem& p, int resident) {
               std::to_string(c.d) + "\ntile: " + std::to_string(c.rows) + " rows x " +
               std::to_string(tile_keys) + " keys\ntile_keys: " + std::to_string(tile_keys) +
               "\nlost_mass: " + (c.pv == Element::u8 ? "a second byte" : "none") + "\n" +
-              text_of(plan.split_kv) + text_of(plan.order) + hidden_keys_text(plan.prepared) +
+              (isa::is_16bit(c.pv) ? "references: powers of two\n" : "") + text_of(plan.split_kv) +
+              text_of(plan.order) + hidden_keys_text(plan.prepared) +
               text_of_gathered(p, plan.recipe);
 }
 

@@ -27,33 +27,26 @@ struct MmaValues : MmaScores<S> {
 
   // ---- Softmax and product with V -------------------------------------------------------------
 
-  /// Maximum of scale[r] * score over this lane's keys of the tile.
-  QATTN_DEVICE void lane_maxima(Scores& s, const float (&scale)[R], float (&top)[R]) {
+  /// The largest of this lane's numbers of the tile.
+  QATTN_DEVICE void lane_maxima(Scores& s, float (&top)[R]) {
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
     // In the order in which the products end: a tree of maxima was 2 % slower on an H200.
     tile::each_score<K>(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
+  }
+  /// Of all four lanes that share a row the largest of scale[r] * score.
+  QATTN_DEVICE void scaled_maxima(Scores& s, const float (&scale)[R], float (&top)[R]) {
+    lane_maxima(s, top);
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] *= scale[r];
-  }
-  /// The same of all four lanes that share a row.
-  QATTN_DEVICE void scaled_maxima(Scores& s, const float (&scale)[R], float (&top)[R]) {
-    lane_maxima(s, scale, top);
     isa::row_maxima<F>(top);
   }
 
-  /// 16-bit P. Lanes ask one another for maxima only when a reference has to move. The matrix unit
-  /// sums rows, as a product with a column of ones, or lanes do.
+  /// 16-bit P. The matrix unit sums rows, as a product with a column of ones, or lanes do.
   QATTN_DEVICE void attend_16bit(Scores& s, const float (&scale)[R]) {
     float top[R], mass[M][1][4] = {};
-    lane_maxima(s, scale, top);
-    bool above = false;
-#pragma unroll
-    for (int r = 0; r < R; ++r) above |= top[r] > max[r] + this->slack;
-    if (isa::any(above)) {
-      isa::row_maxima<F>(top);
-      this->update_max(top);
-    }
+    lane_maxima(s, top);
+    this->take_peaks(top, scale);
     constexpr std::uint32_t two_ones = S::pv == Element::f16 ? 0x3c003c00 : 0x3f803f80;
     const std::uint32_t one = lane < 4 ? two_ones : 0;  // in column 0, which lane t = 0 sums
     const std::uint32_t ones[1][2] = {{one, one}};
@@ -65,10 +58,9 @@ struct MmaValues : MmaScores<S> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // register i: row half i % 2, score tile 2 step + i / 2
           const int r = 2 * m + i % 2;
-          const float ref = this->reference(max[r]);
           const float* x = s[m][2 * step + i / 2] + i % 2 * 2;
-          const float lo = isa::exp2(fmaf(x[0], scale[r], -ref));
-          const float hi = isa::exp2(fmaf(x[1], scale[r], -ref));
+          const float lo = isa::exp2(fmaf(x[0], scale[r], -max[r]));
+          const float hi = isa::exp2(fmaf(x[1], scale[r], -max[r]));
           a[m][i] = S::pv == Element::f16 ? isa::pack_f16(lo, hi) : isa::pack_bf16(lo, hi);
           if constexpr (S::lane_sums) add_halves(a[m][i], sum[r]);
         }

@@ -1,5 +1,5 @@
 // Softmax of the Hopper prefill kernel for P in e4m3 or 16 bits: relative to the running maximum of
-// its row, in 16 bits to the power of two above.
+// its row.
 #pragma once
 
 #include "kernels/attention/sm90a/rows.cuh"
@@ -111,7 +111,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
   QATTN_DEVICE void begin_unmasked(Unmasked& t) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float next = fmaxf(max[r], this->reference_for(t.top[r]));
+      const float next = fmaxf(max[r], t.top[r]);
       t.rescale[r] = isa::exp2(max[r] - next);
       if constexpr (S::pv_16bit || !S::p_in_smem) rescale[r] = t.rescale[r];
       max[r] = next;
@@ -204,7 +204,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
     this->spoil_overflow(most, top);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float next = fmaxf(max[r], this->reference_for(top[r])), ref = this->reference(next);
+      const float next = fmaxf(max[r], top[r]), ref = this->reference(next);
       rescale[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - ref);
       max[r] = next;
       offset[r] = S::p_log2 - ref;

@@ -20,6 +20,7 @@ struct Sm90Sizes {
   using KeyFragment = Fragment;
   static constexpr Sm90Tuning tuning = sm90_tuning(C);
   static constexpr bool qk_16bit = isa::is_16bit(C.qk), pv_16bit = isa::is_16bit(C.pv);
+  static constexpr bool whole_references = false;
   static constexpr bool u8 = C.pv == isa::Element::u8, e4m3_pv = C.pv == isa::Element::e4m3;
   static constexpr bool tile_p = u8;
   static constexpr bool staged_rows = !qk_16bit;  ///< Q's scales come with Q
