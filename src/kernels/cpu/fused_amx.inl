@@ -179,7 +179,7 @@ class Attention {
           multiply_keys(*next, done, other.sums);
       }
       const auto add = [](F a, F b) { return v::add(a, b); };
-      update_state(slot, first, top, reduce_rows(sums, add));
+      update_state(t, slot, first, top, reduce_rows(sums, add));
       if constexpr (Codes) {
         mend_rows(slot, first, references, reduce_rows(exact, add), reduce_rows(codes, add));
       }
@@ -227,7 +227,12 @@ class Attention {
     }
   }
 
-  void update_state(Slot& slot, int first, F top, F added) {
+  bool sees_key(const AttentionTile& t, int r) const {
+    const std::int64_t begin = x_.begin[r] - t.first, end = x_.end[r] - t.first;
+    return !t.windowed || (begin < end && begin < tile_keys && end > 0);
+  }
+
+  void update_state(const AttentionTile& t, Slot& slot, int first, F top, F added) {
     const __mmask16 none = _mm512_cmp_ps_mask(top, v::set(minus_infinity), _CMP_EQ_OQ);
     const F old = v::load(x_.max + first), old_sum = v::load(x_.sum + first);
     const F here = v::mul(top, v::set(1.0f / log2_e));
@@ -242,6 +247,10 @@ class Attention {
     v::store(slot.beta + first, _mm512_mask_mov_ps(beta, none, v::set(0.0f)));
     v::store(x_.max + first, now);
     v::store(x_.sum + first, _mm512_mask_mov_ps(sum, none, old_sum));
+    for (unsigned left = none; left != 0; left &= left - 1) {
+      const int r = first + __builtin_ctz(left);
+      if (r < x_.rows && x_.max[r] == minus_infinity && sees_key(t, r)) x_.sum[r] = sum_of_below;
+    }
   }
 
   /// Floats are added up in `out` itself, so what is there is scaled first.

@@ -195,6 +195,7 @@ void softmax(SoftmaxTile& tile) {
                                                           : row_max(s, tile.keys);
     if (top == minus_infinity) {
       clear_row(tile, r);
+      if ((tile.below >> r & 1) != 0 && tile.max[r] == minus_infinity) tile.sum[r] = sum_of_below;
       continue;
     }
     // Of a far row the running one leaves V's scales out, and `top` is relative to `far`.

@@ -50,7 +50,13 @@ struct SoftmaxTile {
   /// u8_token: biases may have made all scores of a row so large that log of V's scale is lost in
   /// them. What they have in common is taken off them then.
   bool biased;
+  /// Rows, a bit each, that see a key of this tile which may have a score of -inf.
+  std::uint32_t below;
 };
+
+/// The sum of a row that has seen keys, but none with a score above -inf: scores below the floats.
+/// It goes where a maximum is met, with all that was before.
+inline constexpr float sum_of_below = -1.0f;
 
 /// The query rows of attend(), and their state. Arrays of rows have room for tile_rows.
 struct AttentionRows {

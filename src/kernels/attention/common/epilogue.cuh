@@ -207,10 +207,11 @@ struct Epilogue : AttentionRows<S> {
       const int i = work.first_row + local_row(r);
       // Any of the lanes that share the row may have found it bad.
       const bool bad = isa::any_in_row<F>(lane, (bad_rows >> r & 1) != 0);
-      const float total = pick(sum, r);
-      const tile::RowEnd end =
-          tile::finish_row(p, work.b, work.head, this->exists(r), bad, pick(max, r) - S::p_log2,
-                           total, pick(lse_offset, r));
+      const float top = pick(max, r) - S::p_log2;
+      const bool below = top == -tile::infinity() && this->sees_below(r);
+      const float total = below ? tile::quiet_nan() : pick(sum, r);
+      const tile::RowEnd end = tile::finish_row(p, work.b, work.head, this->exists(r), bad, top,
+                                                total, pick(lse_offset, r));
       // An index tensor that holds nonsense makes the whole row NaN; so does, in all channels, a
       // bad token of 16-bit V in one.
       const bool exists = this->exists(r);  // Q of a row that does not may hold anything

@@ -206,6 +206,11 @@ struct AttentionRows {
   QATTN_DEVICE int head(int r) const {
     return p.pack_gqa > 1 ? work.head + local_row(r) - query(r) * p.pack_gqa : work.head;
   }
+  /// Does row r see a key that lies below the floats, if its scores are all -infinity?
+  QATTN_DEVICE bool sees_below(int r) const {
+    return exists(r) && tile::sees_key(p, work.b, head(r), query(r), work.shift,
+                                       static_cast<int>(work.k.length));
+  }
 
   QATTN_DEVICE static std::int64_t unit(const PreparedRows& x, int head, std::int64_t slot) {
     return head * x.slots + slot;

@@ -8,6 +8,7 @@
 #include "isa/fragment.hpp"
 #include "isa/isa.hpp"
 #include "kernels/attention/common/params.hpp"
+#include "kernels/attention/common/visible_keys.hpp"
 
 namespace qattn::tile {
 
@@ -42,6 +43,25 @@ QATTN_DEVICE float unsqueeze(float x) {
   const float base = copysignf(squeezed_from * (1 - squeezed_by), x);
   const float wide = add_bias((x - base) * (1 / squeezed_by), 0.0f);
   return fabsf(x) > squeezed_from ? wide : x;
+}
+
+/// Does a query whose scores are all -infinity see a key? Then these lie below the floats. Where
+/// there is a mask, kernels have made such scores NaN.
+QATTN_DEVICE bool sees_key(const kernels::AttentionParams& p, int b, int head, int query, int shift,
+                           int keys) {
+  int key = kernels::visible_begin(p.window_left, query + shift);
+  const int end = kernels::visible_end(p.window_right, query + shift, keys);
+  key = key < 0 ? 0 : key;
+  if (p.mask.data != nullptr) return false;
+  if (p.block_mask.data == nullptr) return key < end;
+  const std::int64_t row = b * p.block_mask.stride[0] + head * p.block_mask.stride[1] +
+                           query / p.block_mask_q * p.block_mask.stride[2];
+#pragma unroll 1
+  for (; key < end; key = (key / p.block_mask_k + 1) * p.block_mask_k) {
+    const auto* blocks = static_cast<const std::uint8_t*>(p.block_mask.data) + row;
+    if (isa::load_global(blocks + key / p.block_mask_k * p.block_mask.stride[3]) != 0) return true;
+  }
+  return false;
 }
 
 /// One number of a float tensor.

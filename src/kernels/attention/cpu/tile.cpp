@@ -89,34 +89,71 @@ void apply_mask(const Problem& p, std::int64_t b, const Row& row, std::int64_t f
   }
 }
 
-/// The caller's functions on keys [first, first + keys) of one row.
-void apply_functions(const Problem& p, const SequenceInfo& seq, std::int64_t b, const Row& row,
-                     std::int64_t first, int keys, float* scores) {
-  const ScoreRun run{b, row.head, row.i, first, keys, seq.q_length, seq.k_length};
-  if (p.score_function) {
-    float before[tile_keys];
-    std::copy(scores, scores + keys, before);
-    p.score_function.apply(p.score_function.context, run, scores);
-    for (int j = 0; j < keys; ++j) {  // bad values stay bad, masked keys stay masked
-      if (std::isnan(before[j]) || before[j] == -infinity) scores[j] = before[j];
-    }
+/// The caller's score function on a run of keys of one row.
+void apply_score_function(const Problem& p, const ScoreRun& run, float* scores) {
+  if (!p.score_function) return;
+  float before[tile_keys];
+  std::copy(scores, scores + run.count, before);
+  p.score_function.apply(p.score_function.context, run, scores);
+  for (int j = 0; j < run.count; ++j) {  // bad values stay bad, masked keys stay masked
+    if (std::isnan(before[j]) || before[j] == -infinity) scores[j] = before[j];
   }
-  if (p.mask_function) {
-    std::uint8_t visible[tile_keys];
-    std::memset(visible, 1, sizeof visible);
-    p.mask_function.apply(p.mask_function.context, run, visible);
-    for (int j = 0; j < keys; ++j) {
-      if (visible[j] == 0) scores[j] = -infinity;
-    }
+}
+/// And the mask function.
+void apply_mask_function(const Problem& p, const ScoreRun& run, float* scores) {
+  if (!p.mask_function) return;
+  std::uint8_t visible[tile_keys];
+  std::memset(visible, 1, sizeof visible);
+  p.mask_function.apply(p.mask_function.context, run, visible);
+  for (int j = 0; j < run.count; ++j) {
+    if (visible[j] == 0) scores[j] = -infinity;
   }
+}
+
+/// A run of keys of one row in a tile: keys first + begin to first + end - 1.
+struct KeyRun {
+  const SequenceInfo& seq;
+  std::int64_t b;
+  const Row& row;
+  std::int64_t first;
+  int begin, end;
+
+  ScoreRun run() const {
+    return {b, row.head, row.i, first + begin, end - begin, seq.q_length, seq.k_length};
+  }
+};
+
+/// Does the row see a key of those in `low`, whatever its score?
+bool sees_any(const Problem& p, const KeyRun& keys, const bool* low) {
+  float scores[tile_keys] = {};
+  const int begin = keys.begin, end = keys.end;
+  if (p.mask != MaskKind::none) {
+    apply_mask(p, keys.b, keys.row, keys.first + begin, end - begin, scores + begin);
+  }
+  if (p.block_mask_q > 0) apply_block_mask(p, keys.b, keys.row, keys.first, end, scores);
+  apply_mask_function(p, keys.run(), scores + begin);
+  for (int j = begin; j < end; ++j) {
+    if (low[j] && scores[j] != -infinity) return true;
+  }
+  return false;
+}
+
+/// Notes scores below the floats before masks make others look like them. Are there any?
+bool find_low(const float* scores, const KeyRun& keys, bool* low) {
+  bool any = false;
+  for (int j = keys.begin; j < keys.end; ++j) any |= scores[j] == -infinity;
+  for (int j = keys.begin; any && j < keys.end; ++j) low[j] = scores[j] == -infinity;
+  return any;
 }
 
 /// Are the scores passed through a function for which K's mean must be back in place?
 bool needs_true_scores(const Problem& p) { return p.softcap > 0 || p.score_function; }
 
-/// Everything between the product and the softmax that the plain case does without.
-void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t first, int keys,
-                   Scratch& s) {
+/// Everything between the product and the softmax that the plain case does without. Returns
+/// SoftmaxTile::below.
+std::uint32_t finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t first,
+                            int keys, Scratch& s) {
+  std::uint32_t below = 0;
   const Problem& p = job.problem;
   const SequenceInfo& seq = job.arrays.sequences[t.b];
   if (job.config.smooth_q) add_query_mean(job, t, first, keys, s);
@@ -127,6 +164,11 @@ void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t
     float* scores = s.scores + r * tile_keys;
     for (int j = 0; needs_true_scores(p) && j < keys; ++j) scores[j] += s.offset[r];
     if (p.softcap > 0) job.words().softcap(scores, keys, p.softcap);
+    const int begin = static_cast<int>(std::clamp<std::int64_t>(row.begin - first, 0, keys));
+    const int end = static_cast<int>(std::clamp<std::int64_t>(row.end - first, begin, keys));
+    const KeyRun seen{seq, t.b, row, first, begin, end};
+    bool low[tile_keys];
+    const bool any_low = find_low(scores, seen, low);
     if (p.tensors.alibi_slopes.present()) {
       const TensorView& v = p.tensors.alibi_slopes;
       const std::int64_t at =
@@ -138,15 +180,15 @@ void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t
         scores[j] = add_bias(scores[j], std::clamp(-slope * distance, -largest, largest));
       }
     }
-    const int begin = static_cast<int>(std::clamp<std::int64_t>(row.begin - first, 0, keys));
-    const int end = static_cast<int>(std::clamp<std::int64_t>(row.end - first, begin, keys));
     if (p.mask != MaskKind::none && begin < end) {
       apply_mask(p, t.b, row, first + begin, end - begin, scores + begin);
     }
     if (p.block_mask_q > 0) apply_block_mask(p, t.b, row, first, keys, scores);
-    if ((p.score_function || p.mask_function) && begin < end) {
-      apply_functions(p, seq, t.b, row, first + begin, end - begin, scores + begin);
+    if (begin < end) {
+      apply_score_function(p, seen.run(), scores + begin);
+      apply_mask_function(p, seen.run(), scores + begin);
     }
+    if (any_low && sees_any(p, seen, low)) below |= 1u << r;
     std::fill(scores, scores + begin, -infinity);
     std::fill(scores + end, scores + tile_keys, -infinity);
     if (!any_bad) continue;
@@ -154,6 +196,7 @@ void finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t
       if (bad[j] && scores[j] != -infinity) scores[j] = nan_value;
     }
   }
+  return below;
 }
 
 /// May what is added to scores be of any size?
@@ -293,7 +336,7 @@ void run_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t firs
   }
   const bool plain = is_unmasked(job, t, tile, first);
   multiply_queries(job, t, tile, keys16, s);
-  if (!plain) finish_scores(job, t, tile, first, keys, s);
+  x.below = plain ? ~0u : finish_scores(job, t, tile, first, keys, s);
   job.words().softmax(x);
   multiply_values(job, t, tile, keys16, x.lossy, s);
 }
@@ -416,7 +459,8 @@ void finish_rows(const Job& job, const Task& t, const Scratch& s) {
     float* partial = job.arrays.partials + (t.partial + r) * (dv + 2);
     std::memcpy(partial, s.out + r * dv, sizeof(float) * static_cast<std::size_t>(dv));
     partial[dv] = s.max[r] == -infinity ? -infinity : s.max[r] + offset;
-    partial[dv + 1] = s.sum[r];
+    const bool below = s.max[r] != -infinity && partial[dv] == -infinity;
+    partial[dv + 1] = below ? sum_of_below : s.sum[r];
   }
 }
 

@@ -22,6 +22,8 @@ void write_row(const Job& job, std::int64_t b, const Row& row, float max, float 
   const Problem& p = job.problem;
   const std::int64_t kv_head = row.head / p.group();
   float top = max == -infinity ? max : max + offset;
+  // Keys that the row sees have scores below the floats, by themselves or with what smooth_k took.
+  const bool below = top == -infinity && (max != -infinity || sum == sum_of_below);
   float p_sink = 0.0f;
   float factor = 1.0f;  // of everything accumulated so far
   const bool exists = row.i < job.arrays.sequences[b].q_length;
@@ -38,7 +40,10 @@ void write_row(const Job& job, std::int64_t b, const Row& row, float max, float 
     }
   }
   float lse = -infinity;
-  if (top == -infinity) {
+  if (below) {
+    std::fill(out, out + p.dv, nan_value);
+    lse = nan_value;
+  } else if (top == -infinity) {
     std::fill(out, out + p.dv, 0.0f);
   } else if (max == -infinity) {  // the sink alone
     std::fill(out, out + p.dv, 0.0f);
@@ -82,13 +87,16 @@ void merge_splits(const Job& job, std::int64_t b, std::int64_t head, Scratch& s)
       if (!std::isnan(top) && (std::isnan(max) || max > top)) top = max;
     }
     std::fill(s.out, s.out + dv, 0.0f);
+    bool below = false;
     for (std::int64_t k = seq.splits - 1; k >= 0; --k) {
       const float* partial = first + (k * rows + r) * (dv + 2);
+      below |= partial[dv] == -infinity && partial[dv + 1] == sum_of_below;
       if (partial[dv] == -infinity) continue;
       const float weight = job.words().exp_one(partial[dv] - top);
       for (int c = 0; c < dv; ++c) s.out[c] += weight * partial[c];
       sum += weight * partial[dv + 1];
     }
+    if (top == -infinity && below) sum = sum_of_below;
     const Row row{head * job.problem.group() + r / seq.q_rows, r % seq.q_rows, 0, 0};
     write_row(job, b, row, top, sum, 0.0f, s.out);
   }

@@ -177,8 +177,13 @@ struct CombineSplits {
 
   static QATTN_DEVICE void end(const Params& p, const Row& row, const Weights& w, Sums& x) {
     const float poison = poison_of(p, row, x);
-    const tile::RowEnd end = tile::finish_row(p, row.b, row.head, row.parts > 0, false, w.top,
-                                              w.total, offset_of(p, row));
+    const auto keys = static_cast<int>(row.k.length);
+    const int shift = keys - static_cast<int>(row.q.length);
+    const bool below = w.top == -tile::infinity() && row.parts > 0 &&
+                       tile::sees_key(p, row.b, row.head, row.query, shift, keys);
+    const tile::RowEnd end =
+        tile::finish_row(p, row.b, row.head, row.parts > 0, false, w.top,
+                         below ? tile::quiet_nan() : w.total, offset_of(p, row));
     const std::int64_t token = row.q.begin + row.query;
     const float* mean = nullptr;
     if (p.v_mean != nullptr && end.mean_weight != 0.0f) {
