@@ -91,7 +91,8 @@ void expect_matches_model(const Outcome& outcome, const Call& call, Format outpu
   ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
   EXPECT_EQ(outcome.violation, "");
   const std::int64_t spared = spared_rows(outcome.resolved, call.total_rows());
-  const Distance d = distance(outcome.out, model.out, call.dim_v, spared);
+  const std::vector<double> want = in_format(model.out, output);
+  const Distance d = distance(outcome.out, want, call.dim_v, spared);
   EXPECT_LE(d.trimmed, tight_bound(output))
       << "NRMSE " << d.nrmse << ", worst row " << d.worst_at << " of " << call.total_rows()
       << " with " << d.worst_row;

@@ -107,7 +107,7 @@ class Check {
     }
     return true;
   }
-  void matches_model(const std::string& name, const Kind& kind, const Call& call,
+  void matches_model(const std::string& name, const Kind& kind, const Call& call, Format output,
                      const DeviceOutcome& outcome);
   void quantised(bool refused) { ++(refused ? quantise_refused_ : quantised_); }
 
@@ -130,14 +130,14 @@ class Check {
 };
 
 void Check::matches_model(const std::string& name, const Kind& kind, const Call& call,
-                          const DeviceOutcome& outcome) {
+                          Format output, const DeviceOutcome& outcome) {
   ModelOptions options{.recipe = outcome.resolved, .tile_keys = outcome.tile_keys};
   options.lost_mass = lost_mass_of(outcome.plan);
   options.whole_references = has_whole_references(outcome.plan);
   options.splits = outcome.splits, options.tile_rows = outcome.tile_rows;
   const ModelOutput model = model_attention(call, options);
   const std::int64_t spared = spared_rows(outcome.resolved, call.total_rows());
-  const Distance d = distance(outcome.out, model.out, call.dim_v, spared);
+  const Distance d = distance(outcome.out, in_format(model.out, output), call.dim_v, spared);
   const double lse = outcome.lse.empty() ? 0 : lse_distance(outcome.lse, model.lse, spared);
   Worst& worst = worst_[kind.name()];
   worst.nrmse = std::max(worst.nrmse, d.trimmed);
@@ -219,7 +219,9 @@ void run_feature(Check& check, const Kind& kind, Feature feature) {
     recipe = add_static_scales(call, laid, outcome.resolved, 0.6);
   }
   if (!check.run(name, kind, call, laid, recipe, outcome)) return;
-  if (check.settings().compare) check.matches_model(name, kind, call, outcome);
+  if (check.settings().compare) {
+    check.matches_model(name, kind, call, feature.how.output, outcome);
+  }
 }
 
 // ---- NaN and Inf -------------------------------------------------------------------------------

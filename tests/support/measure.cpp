@@ -7,6 +7,8 @@
 #include <numeric>
 #include <vector>
 
+#include "support/numbers.hpp"
+
 namespace qattn::test {
 namespace {
 
@@ -70,6 +72,12 @@ double lse_distance(std::span<const float> lse, std::span<const double> want, st
 
 std::int64_t spared_rows(const Recipe& resolved, std::int64_t rows) {
   return resolved.p == Format::f32 ? 0 : 1 + rows / 200;
+}
+
+std::vector<double> in_format(std::vector<double> out, Format output) {
+  if (output == Format::f32) return out;
+  for (double& x : out) x = round_real(x, output);
+  return out;
 }
 
 double tight_bound(Format output) { return output == Format::f32 ? 1e-4 : 2e-3; }

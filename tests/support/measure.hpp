@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "qattn/attention.hpp"
 
@@ -36,6 +37,10 @@ double lse_distance(std::span<const float> lse, std::span<const double> want,
 /// float32 bit differs can put its P on the other side of a rounding boundary (about one P in 10^5;
 /// a unit of u8 P, 1/255, moves the LSE of a row of weight 35 by 1e-4).
 std::int64_t spared_rows(const Recipe& resolved, std::int64_t rows);
+
+/// The model's output in the format of the call's. Of numbers below 2^-14 f16 keeps so few bits
+/// that rounding them is more than the bounds on errors.
+std::vector<double> in_format(std::vector<double> out, Format output);
 
 /// NRMSE that a kernel may be from the model.
 double tight_bound(Format output);
