@@ -167,8 +167,8 @@ bool must_find_hidden_keys(const Problem& p, const Recipe& r) {
   const auto free = [](Format f) { return is_scaled(f) && info(f).group == 0; };
   const bool k_groups =
       free(r.qk) && r.k_scale.granularity != Granularity::per_token && !p.tensors.k_scale.present();
-  const bool k_shares =
-      !p.k_codes && (r.smooth_k == Toggle::on || r.qk == Format::nvfp4 || k_groups);
+  const bool k_shares = !p.k_codes && (r.smooth_k == Toggle::on || r.balance_k == Toggle::on ||
+                                       r.qk == Format::nvfp4 || k_groups);
   const bool v_shares = !p.v_codes && (r.smooth_v == Toggle::on || grouped(r.v) ||
                                        (free(r.v) && !p.tensors.v_scale.present()));
   return k_shares || v_shares;

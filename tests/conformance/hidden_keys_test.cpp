@@ -57,6 +57,25 @@ TEST_P(HiddenKeys, HaveNoInfluence) {
   });
 }
 
+/// Nor on the factors that balance K's channels, where keys share nothing else.
+TEST_P(HiddenKeys, HaveNoInfluenceOnBalance) {
+  if (!free_scales(GetParam().qk)) GTEST_SKIP() << "no scales per token";
+  Recipe recipe = GetParam();
+  recipe.k_scale = {Granularity::per_token, 0, 0};
+  recipe.smooth_k = Toggle::off, recipe.balance_k = Toggle::on;
+  Feature feature;
+  feature.sq = {queries}, feature.sk = {keys}, feature.family = Family::loud;
+  on_every_isa([&] {
+    Call call = make_call(feature, 3);
+    call.mask = padding_mask({1, 1, 1, keys}, true, 1, 0);
+    const Outcome want = run(call, recipe);
+    for (const float value : {0.0f, 1000.0f, std::nanf("")}) {
+      fill_keys(call, is_padding, value);
+      EXPECT_TRUE(same_bits(want, run(call, recipe))) << "filled with " << value;
+    }
+  });
+}
+
 /// Many rows, so that tiles are prepared before the tasks: another way through the code.
 TEST_P(HiddenKeys, HaveNoInfluenceOnManyRows) {
   on_every_isa([&] {

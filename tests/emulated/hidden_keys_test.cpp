@@ -112,6 +112,27 @@ TEST_P(EmulatedHiddenKeys, HaveNoInfluenceUnderOtherOptions) {
   }
 }
 
+/// The factors that balance K's channels, where keys share nothing else.
+TEST_P(EmulatedHiddenKeys, HaveNoInfluenceOnBalance) {
+  if (!free_scales(recipe().qk)) GTEST_SKIP() << "no scales per token";
+  Recipe options = recipe();
+  options.k_scale = {Granularity::per_token, 0, 0};
+  options.smooth_k = Toggle::off, options.balance_k = Toggle::on;
+  Feature f = small();
+  f.family = Family::loud;
+  Call call = make_call(f, 5);
+  call.mask = padding_mask({1, 1, 1, keys}, true, 1, 0);
+  Outcome want;
+  for (const float value : {0.0f, 1000.0f}) {
+    fill_keys(call, is_padding, value);
+    Laid laid = lay_out(call, f.how);
+    const Outcome got = run_emulated(call, laid, options, every_timing().subspan(1, 1));
+    if (HasFailure()) return;
+    if (value == 0.0f) want = got;
+    EXPECT_TRUE(same_bits(want, got)) << value;
+  }
+}
+
 /// Without masks, under causality, and where windows reach every key.
 TEST_P(EmulatedHiddenKeys, AreNotLookedForWhereNoneCanBe) {
   Feature f = small(140);
