@@ -39,6 +39,8 @@ const std::vector<Feature>& features();
 std::vector<Feature> features_of_gpus();
 const Feature& feature_named(const std::string& name);
 
+/// A feature's call without numbers: shapes, options, and which tensors there are.
+Call make_shapes(const Feature& feature);
 /// Numbers for a feature; equal seeds give equal numbers.
 Call make_call(const Feature& feature, std::uint64_t seed);
 
@@ -47,8 +49,8 @@ bool free_scales(Format format);
 bool has_codes(Format format);
 
 /// Computes static scales at the recipe's resolved granularities, `shrink` times the exact ones,
-/// and puts them into the call and the tensors. Returns what to ask for with them: `resolved`
-/// without what given scales forbid.
+/// and puts them into the call and the tensors; of a call without numbers their shapes alone. Returns
+/// what to ask for with them: `resolved` without what given scales forbid.
 Recipe add_static_scales(Call& call, Laid& laid, const Recipe& resolved, double shrink);
 
 }  // namespace qattn::test

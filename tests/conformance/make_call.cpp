@@ -37,9 +37,6 @@ std::vector<std::int64_t> mask_extents(const Feature& feature, const Call& call)
 /// Boolean: 3 of 10 keys masked. Additive: N(0,1), 2 of 10 keys -inf. Every seventh row of a mask
 /// that has rows sees nothing at all.
 void make_mask(const Feature& feature, Call& call, std::mt19937_64& engine) {
-  call.mask.boolean = feature.boolean_mask;
-  call.mask.bits = feature.bit_mask;
-  call.mask.shape = mask_extents(feature, call);
   if (call.mask.shape.empty()) return;
   std::int64_t count = 1;
   for (const std::int64_t extent : call.mask.shape) count *= extent;
@@ -58,8 +55,7 @@ void make_mask(const Feature& feature, Call& call, std::mt19937_64& engine) {
   }
 }
 
-/// 4 of 10 blocks are forbidden, and every third row of blocks sees nothing, if rows there are.
-void make_block_mask(const Feature& feature, Call& call, std::mt19937_64& engine) {
+void shape_block_mask(const Feature& feature, Call& call) {
   if (feature.block_mask == MaskShape::none) return;
   Feature as_mask = feature;
   as_mask.mask = feature.block_mask;
@@ -70,14 +66,21 @@ void make_block_mask(const Feature& feature, Call& call, std::mt19937_64& engine
   shape.back() = blocks(shape.back(), call.options.block_mask_k);
   std::int64_t& rows = shape[shape.size() - 2];
   rows = blocks(rows, call.options.block_mask_q);
+  call.block_mask.boolean = true;
+  call.block_mask.shape = shape;
+}
+
+/// 4 of 10 blocks are forbidden, and every third row of blocks sees nothing, if rows there are.
+void make_block_mask(Call& call, std::mt19937_64& engine) {
+  const std::vector<std::int64_t>& shape = call.block_mask.shape;
+  if (shape.empty()) return;
+  const std::int64_t rows = shape[shape.size() - 2];
   std::int64_t count = 1;
   for (const std::int64_t extent : shape) count *= extent;
   for (std::int64_t n = 0; n < count; ++n) {
     const bool blind = rows > 1 && n / shape.back() % rows % 3 == 1;
     call.block_mask.values.push_back(blind || engine() % 10 < 4 ? 0.0f : 1.0f);
   }
-  call.block_mask.boolean = true;
-  call.block_mask.shape = shape;
 }
 
 /// Keys that tensors share between sequences must be the same numbers.
@@ -111,7 +114,8 @@ Tensor exact_scales(const Call& call, std::vector<float> Sequence::*x, Role role
   for (const Sequence& sequence : call.sequences) {
     all.insert(all.end(), (sequence.*x).begin(), (sequence.*x).end());
   }
-  const std::int64_t tokens = static_cast<std::int64_t>(all.size()) / (batch * heads * dim);
+  const Sequence& first = call.sequences.at(0);
+  const std::int64_t tokens = role == Role::q ? first.len_q : first.len_k;
   QuantizeOptions options;
   options.format = format;
   options.role = role;
@@ -122,6 +126,7 @@ Tensor exact_scales(const Call& call, std::vector<float> Sequence::*x, Role role
   const Result<QuantizeShapes> shapes = quantize_shapes(tensors.x, options);
   if (!shapes.ok()) throw std::runtime_error(shapes.status().message());
   Tensor codes(shapes->codes), scale(shapes->scale);
+  if (all.empty()) return scale;
   tensors.codes = codes.view();
   tensors.scale = scale.view();
   const Result<QuantizeReport> report = quantize(tensors, options);
@@ -134,7 +139,7 @@ Tensor exact_scales(const Call& call, std::vector<float> Sequence::*x, Role role
 bool has_codes(Format format) { return info(format).scale != Format::none; }
 bool free_scales(Format format) { return has_codes(format) && info(format).group == 0; }
 
-Call make_call(const Feature& feature, std::uint64_t seed) {
+Call make_shapes(const Feature& feature) {
   Call call;
   call.heads_q = feature.heads_q;
   call.heads_k = feature.heads_k;
@@ -151,20 +156,30 @@ Call make_call(const Feature& feature, std::uint64_t seed) {
     sequence.len_k = feature.used_k.empty() ? feature.sk[b] : feature.used_k[b];
     call.sequences.push_back(sequence);
   }
+  call.sinks.resize(feature.sinks ? static_cast<std::size_t>(call.heads_q) : 0);
+  call.alibi.resize(feature.alibi ? feature.sq.size() * static_cast<std::size_t>(call.heads_q) : 0);
+  call.mask.boolean = feature.boolean_mask;
+  call.mask.bits = feature.bit_mask;
+  call.mask.shape = mask_extents(feature, call);
+  shape_block_mask(feature, call);
+  return call;
+}
+
+Call make_call(const Feature& feature, std::uint64_t seed) {
+  Call call = make_shapes(feature);
   fill(call, feature.family, feature.how.input, seed);
   if (feature.how.zero_stride_kv || feature.how.shared_pages > 0) share_keys(feature, call);
   std::mt19937_64 engine(seed);
   std::normal_distribution<double> draw;
-  for (std::int64_t h = 0; feature.sinks && h < call.heads_q; ++h) {
-    call.sinks.push_back(static_cast<float>(round_real(1 + 2 * draw(engine), feature.how.bias)));
+  for (float& sink : call.sinks) {
+    sink = static_cast<float>(round_real(1 + 2 * draw(engine), feature.how.bias));
   }
-  const auto slopes = static_cast<std::int64_t>(feature.sq.size()) * call.heads_q;
-  for (std::int64_t n = 0; feature.alibi && n < slopes; ++n) {
+  for (std::size_t n = 0; n < call.alibi.size(); ++n) {
     const double slope = std::exp2(-1.0 - static_cast<double>(n % 8));
-    call.alibi.push_back(feature.slope * static_cast<float>(slope));
+    call.alibi[n] = feature.slope * static_cast<float>(slope);
   }
   make_mask(feature, call, engine);
-  make_block_mask(feature, call, engine);
+  make_block_mask(call, engine);
   return call;
 }
 

@@ -43,19 +43,13 @@ Place place_k(const Laid& laid, const Call& call, std::int64_t b, std::int64_t s
 
 /// Page numbers in a shuffled order; the last page of the pool belongs to nobody and stays NaN, and
 /// entries behind a sequence's end name it.
-void make_pages(Laid& laid, const Call& call) {
+void number_pages(Laid& laid, const Call& call, std::int64_t width, std::int64_t used) {
   const auto batch = static_cast<std::int64_t>(call.sequences.size());
   const std::int64_t size = laid.how.page_size;
-  std::int64_t width = 1, used = 0;
-  for (const Sequence& sequence : call.sequences) {
-    width = std::max(width, (sequence.room_k + size - 1) / size);
-    used += (sequence.len_k + size - 1) / size;
-  }
   std::vector<std::int64_t> order(static_cast<std::size_t>(used));
   std::iota(order.begin(), order.end(), 0);
   std::mt19937_64 engine(laid.how.page_seed);
   std::shuffle(order.begin(), order.end(), engine);
-  laid.pages = Tensor(Format::s32, {batch, width}, laid.how.strides);
   std::size_t next = 0;
   for (std::int64_t b = 0; b < batch; ++b) {
     const std::int64_t own = (call.sequences[b].len_k + size - 1) / size;
@@ -66,10 +60,22 @@ void make_pages(Laid& laid, const Call& call) {
       laid.pages.set({b, n}, page);
     }
   }
+}
+
+void make_pages(Laid& laid, const Call& call) {
+  const std::int64_t size = laid.how.page_size;
+  std::int64_t width = 1, used = 0;
+  for (const Sequence& sequence : call.sequences) {
+    width = std::max(width, (sequence.room_k + size - 1) / size);
+    used += (sequence.len_k + size - 1) / size;
+  }
+  const Index table{static_cast<std::int64_t>(call.sequences.size()), width};
+  laid.pages = Tensor(Format::s32, table, laid.how.strides, laid.how.memory);
+  if (laid.how.memory) number_pages(laid, call, width, used);
   const Index k = token_shape(laid.how, false, used + 1, size, call.heads_k, call.dim);
   const Index v = token_shape(laid.how, false, used + 1, size, call.heads_k, call.dim_v);
-  laid.k = Tensor(laid.how.input, k, laid.how.strides);
-  laid.v = Tensor(laid.how.input, v, laid.how.strides);
+  laid.k = Tensor(laid.how.input, k, laid.how.strides, laid.how.memory);
+  laid.v = Tensor(laid.how.input, v, laid.how.strides, laid.how.memory);
 }
 
 void make_operands(Laid& laid, const Call& call) {
@@ -84,14 +90,15 @@ void make_operands(Laid& laid, const Call& call) {
   const std::int64_t room_k = how.packed_k ? total_k : call.sequences.at(0).room_k;
   const auto make = [&](Format format, bool packed, std::int64_t tokens, std::int64_t heads,
                         std::int64_t dim) {
-    return Tensor(format, token_shape(how, packed, batch, tokens, heads, dim), how.strides);
+    const Index shape = token_shape(how, packed, batch, tokens, heads, dim);
+    return Tensor(format, shape, how.strides, how.memory);
   };
   laid.q = make(how.input, call.packed_q, room_q, call.heads_q, call.dim);
   laid.out = make(how.output, call.packed_q, room_q, call.heads_q, call.dim_v);
   if (how.lse) {
     const Index shape =
         call.packed_q ? Index{call.heads_q, room_q} : Index{batch, call.heads_q, room_q};
-    laid.lse = Tensor(Format::f32, shape, how.strides);
+    laid.lse = Tensor(Format::f32, shape, how.strides, how.memory);
   }
   if (how.page_size > 0) {
     make_pages(laid, call);
@@ -121,18 +128,19 @@ void write_operands(Laid& laid, const Call& call) {
   }
 }
 
-Tensor lengths(const Call& call, std::int64_t Sequence::*length) {
-  Tensor tensor(Format::s32, {static_cast<std::int64_t>(call.sequences.size())});
-  for (std::size_t b = 0; b < call.sequences.size(); ++b) {
+Tensor lengths(const Call& call, const LayoutOptions& how, std::int64_t Sequence::*length) {
+  const auto batch = static_cast<std::int64_t>(call.sequences.size());
+  Tensor tensor(Format::s32, {batch}, Strides::dense, how.memory);
+  for (std::size_t b = 0; how.memory && b < call.sequences.size(); ++b) {
     tensor.set({static_cast<std::int64_t>(b)}, static_cast<double>(call.sequences[b].*length));
   }
   return tensor;
 }
 
-Tensor cumulated(const Call& call, std::int64_t Sequence::*room) {
+Tensor cumulated(const Call& call, const LayoutOptions& how, std::int64_t Sequence::*room) {
   const auto batch = static_cast<std::int64_t>(call.sequences.size());
-  Tensor tensor(Format::s32, {batch + 1});
-  for (std::int64_t b = 0; b <= batch; ++b) {
+  Tensor tensor(Format::s32, {batch + 1}, Strides::dense, how.memory);
+  for (std::int64_t b = 0; how.memory && b <= batch; ++b) {
     tensor.set({b}, static_cast<double>(first_token(call, b, room)));
   }
   return tensor;
@@ -151,9 +159,10 @@ void fill(Tensor& tensor, const Index& shape, const std::vector<float>& x) {
   }
 }
 
-Tensor filled(Format format, const Index& shape, Strides strides, const std::vector<float>& x) {
-  Tensor tensor(format, shape, strides);
-  fill(tensor, shape, x);
+Tensor filled(Format format, const Index& shape, const LayoutOptions& how,
+              const std::vector<float>& x) {
+  Tensor tensor(format, shape, how.strides, how.memory);
+  if (how.memory) fill(tensor, shape, x);
   return tensor;
 }
 
@@ -162,29 +171,28 @@ Tensor make_mask(const Mask& mask, const LayoutOptions& how) {
   Index shape = mask.shape;
   if (mask.bits) shape.back() = (shape.back() + 7) / 8 * 8;
   const Format format = mask.bits ? Format::b1 : mask.boolean ? Format::b8 : how.bias;
-  Tensor tensor(format, shape, how.strides);
-  fill(tensor, mask.shape, mask.values);
+  Tensor tensor(format, shape, how.strides, how.memory);
+  if (how.memory) fill(tensor, mask.shape, mask.values);
   return tensor;
 }
 
 void make_extras(Laid& laid, const Call& call) {
   const LayoutOptions& how = laid.how;
   const auto batch = static_cast<std::int64_t>(call.sequences.size());
-  if (!call.sinks.empty()) laid.sinks = filled(how.bias, {call.heads_q}, how.strides, call.sinks);
+  if (!call.sinks.empty()) laid.sinks = filled(how.bias, {call.heads_q}, how, call.sinks);
   if (!call.alibi.empty()) {
-    laid.alibi = filled(Format::f32, {batch, call.heads_q}, how.strides, call.alibi);
+    laid.alibi = filled(Format::f32, {batch, call.heads_q}, how, call.alibi);
   }
   if (!call.mask.shape.empty()) {
     laid.mask = make_mask(call.mask, how);
   }
   if (!call.block_mask.shape.empty()) {
-    laid.block_mask =
-        filled(Format::b8, call.block_mask.shape, how.strides, call.block_mask.values);
+    laid.block_mask = filled(Format::b8, call.block_mask.shape, how, call.block_mask.values);
   }
-  if (call.packed_q) laid.cu_q = cumulated(call, &Sequence::room_q);
-  if (how.packed_k) laid.cu_k = cumulated(call, &Sequence::room_k);
-  if (how.seqused_q) laid.used_q = lengths(call, &Sequence::len_q);
-  if (how.seqused_k || how.page_size > 0) laid.used_k = lengths(call, &Sequence::len_k);
+  if (call.packed_q) laid.cu_q = cumulated(call, how, &Sequence::room_q);
+  if (how.packed_k) laid.cu_k = cumulated(call, how, &Sequence::room_k);
+  if (how.seqused_q) laid.used_q = lengths(call, how, &Sequence::len_q);
+  if (how.seqused_k || how.page_size > 0) laid.used_k = lengths(call, how, &Sequence::len_k);
   laid.saturated = Tensor(Format::s64, {3});
 }
 
@@ -307,7 +315,7 @@ Laid lay_out(const Call& call, const LayoutOptions& how) {
   laid.how = how;
   laid.packed_q = call.packed_q;
   make_operands(laid, call);
-  write_operands(laid, call);
+  if (how.memory) write_operands(laid, call);
   make_extras(laid, call);
   laid.freeze();
   return laid;

@@ -21,6 +21,8 @@ struct LayoutOptions {
   std::int64_t shared_pages = 0;  ///< leading pages that sequences 1, 2, ... share with sequence 0
   bool lse = true;
   Format bias = Format::f32;  ///< format of additive masks and sinks
+  bool memory = true;         ///< false: the views alone, as plan() takes them
+  bool operator==(const LayoutOptions&) const = default;
 };
 
 /// The tensors of one call and their views. Everything that no token owns is NaN.

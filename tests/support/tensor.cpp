@@ -14,7 +14,7 @@ constexpr std::uint8_t sentinel = 0xFF;
 
 }  // namespace
 
-Tensor::Tensor(Format format, const Index& shape, Strides strides) {
+Tensor::Tensor(Format format, const Index& shape, Strides strides, bool memory) {
   view_.format = format;
   view_.rank = static_cast<std::int32_t>(shape.size());
   std::int64_t step = 1, lowest = 0, highest = 0;
@@ -28,6 +28,7 @@ Tensor::Tensor(Format format, const Index& shape, Strides strides) {
     if (strides != Strides::dense) step += d + 1 == view_.rank ? 3 : step / shape[d] * 2 + 1;
     if (format == Format::b1) step = (step + 7) / 8 * 8;  // rows are whole bytes
   }
+  if (!memory) return;
   const std::int64_t shift = strides == Strides::dense ? 0 : format == Format::b1 ? 8 : 1;
   allocate(highest - lowest + 1 + shift);
   origin_ = guard_bytes + (shift - lowest) * info(format).bits / 8;

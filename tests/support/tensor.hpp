@@ -49,7 +49,8 @@ class Index {
 class Tensor {
  public:
   Tensor() = default;
-  Tensor(Format format, const Index& shape, Strides strides = Strides::dense);
+  /// Without `memory` a view alone, as plan() takes it, which nobody reads or writes.
+  Tensor(Format format, const Index& shape, Strides strides = Strides::dense, bool memory = true);
   /// Dense storage of the shape and format of `like` (an answer of quantize_shapes()).
   explicit Tensor(const TensorView& like);
   Tensor(Tensor&&) = default;  // moving keeps the memory where view() points; copying would not
