@@ -70,7 +70,8 @@ void shape_block_mask(const Feature& feature, Call& call) {
   call.block_mask.shape = shape;
 }
 
-/// 4 of 10 blocks are forbidden, and every third row of blocks sees nothing, if rows there are.
+/// 4 of 10 blocks are forbidden, and every third row of blocks sees nothing, if rows there are. The
+/// first one is not, so that calls of one block are no empty ones.
 void make_block_mask(Call& call, std::mt19937_64& engine) {
   const std::vector<std::int64_t>& shape = call.block_mask.shape;
   if (shape.empty()) return;
@@ -79,7 +80,7 @@ void make_block_mask(Call& call, std::mt19937_64& engine) {
   for (const std::int64_t extent : shape) count *= extent;
   for (std::int64_t n = 0; n < count; ++n) {
     const bool blind = rows > 1 && n / shape.back() % rows % 3 == 1;
-    call.block_mask.values.push_back(blind || engine() % 10 < 4 ? 0.0f : 1.0f);
+    call.block_mask.values.push_back(blind || (engine() % 10 < 4 && n > 0) ? 0.0f : 1.0f);
   }
 }
 
