@@ -1,4 +1,5 @@
-"""PTX lives in src/isa/cuda alone (ARCHITECTURE.md): nothing else contains inline assembly."""
+"""PTX lives in src/isa/cuda alone (ARCHITECTURE.md): nothing else contains inline assembly, but for
+the emulator's switch of lanes."""
 
 import pathlib
 import re
@@ -10,6 +11,7 @@ FOLDERS = ("include", "src", "tools", "bench", "tests", "python", "cmake")
 # Sources of every kind, templates of sources among them.
 ENDINGS = (".c", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".in", ".inc", ".inl", ".def")
 PLACE = pathlib.Path("src/isa/cuda")
+SWITCH = pathlib.Path("src/isa/emu/block/fiber.cpp")
 
 COMMENT_OR_STRING = re.compile(
     r'//[^\n]*|/\*.*?\*/|R"(?P<mark>[^(\s]*)\(.*?\)(?P=mark)"|"(?:\\.|[^"\\\n])*"', re.S)
@@ -42,7 +44,7 @@ def test_only_the_cuda_vocabulary_contains_assembly():
             found += inside
             # An empty text holds no instruction: it keeps a compiler from moving a value.
             empty = path == pathlib.Path("bench/cpu/roofline.cpp") and instructions == ""
-            assert inside or empty, f"{path}:{line}: inline assembly outside of {PLACE}"
+            assert inside or empty or path == SWITCH, f"{path}:{line}: inline assembly outside of {PLACE}"
     assert found > 30, "the search finds too little of what there is"
 
 

@@ -80,6 +80,12 @@ std::vector<double> in_format(std::vector<double> out, Format output) {
   return out;
 }
 
+double resolution(std::span<const double> want, Format output) {
+  const double squares = std::inner_product(want.begin(), want.end(), want.begin(), 0.0);
+  if (output != Format::f16 || !(squares > 0)) return 0;
+  return std::ldexp(1.0, -24) / std::sqrt(squares / static_cast<double>(want.size()));
+}
+
 double tight_bound(Format output) { return output == Format::f32 ? 1e-4 : 2e-3; }
 
 double loose_bound(const Recipe& resolved, Format output) {

@@ -42,6 +42,10 @@ std::int64_t spared_rows(const Recipe& resolved, std::int64_t rows);
 /// that rounding them is more than the bounds on errors.
 std::vector<double> in_format(std::vector<double> out, Format output);
 
+/// What the smallest number of the output's format is of an average one that it should hold: where
+/// a sink draws all weight outputs are as small as 1e-8, and f16 has nothing between 0 and 6e-8.
+double resolution(std::span<const double> want, Format output);
+
 /// NRMSE that a kernel may be from the model.
 double tight_bound(Format output);
 
