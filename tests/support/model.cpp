@@ -98,10 +98,12 @@ void neutralise(std::vector<float>& x, const std::vector<bool>& seen, std::int64
 }
 
 /// Which keys does some query of their KV head see?
-std::vector<bool> seen_keys(const Call& call, std::size_t b, std::int64_t hk) {
+std::vector<bool> seen_keys(const Call& call, const ModelOptions& model, std::size_t b,
+                            std::int64_t hk) {
   const std::int64_t group = call.heads_q / call.heads_k;
   const Sequence& seq = call.sequences[b];
-  std::vector<bool> seen(static_cast<std::size_t>(seq.len_k), false);
+  const bool unasked = seq.len_q == 0 && !model.finds_hidden_keys;
+  std::vector<bool> seen(static_cast<std::size_t>(seq.len_k), unasked);
   for (std::int64_t n = 0; n < group * seq.len_q; ++n) {
     for (std::int64_t j = 0; j < seq.len_k; ++j) {
       if (!seen[j]) {
@@ -134,13 +136,17 @@ Call as_quantised(Call call, const ModelOptions& model) {
   for (std::size_t b = 0; b < call.sequences.size(); ++b) {
     Sequence& seq = call.sequences[b];
     for (std::int64_t hk = 0; hk < call.heads_k; ++hk) {
-      const std::vector<bool> seen = seen_keys(call, b, hk);
+      const std::vector<bool> seen = seen_keys(call, model, b, hk);
       std::vector<float> factors;
       if (recipe.balance_k == Toggle::on) {
         factors = balance(head(seq.k, hk, seq.len_k * call.dim), seen, call.dim, smooth);
       }
-      if (!model.given_codes) {
-        neutralise(seq.k, seen, hk * seq.len_k, call.dim, smooth);
+      // Beside static scales hidden keys do no harm; where nobody looks for them they may saturate.
+      const auto stay = [&](const std::vector<float>& scales) {
+        return model.given_codes || (!model.finds_hidden_keys && !scales.empty());
+      };
+      if (!stay(call.static_k)) neutralise(seq.k, seen, hk * seq.len_k, call.dim, smooth);
+      if (!stay(call.static_v)) {
         neutralise(seq.v, seen, hk * seq.len_k, call.dim_v, recipe.smooth_v == Toggle::on);
       }
       if (!factors.empty()) balance_head(call, b, hk, factors);
@@ -416,7 +422,7 @@ ModelOutput model_attention(const Call& given, const ModelOptions& model) {
       k_request.static_scale = share(o.k_static, b * call.heads_k + hk, batch * call.heads_k);
       v_request.static_scale = share(o.v_static, b * call.heads_k + hk, batch * call.heads_k);
       if (!model.given_codes) {
-        k_request.seen = v_request.seen = seen_keys(call, static_cast<std::size_t>(b), hk);
+        k_request.seen = v_request.seen = seen_keys(call, model, static_cast<std::size_t>(b), hk);
       }
       x.k = code_operand(k, call.dim, k_request);
       x.v = code_operand(head(seq.v, hk, seq.len_k * call.dim_v), call.dim_v, v_request);

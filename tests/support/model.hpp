@@ -49,6 +49,9 @@ struct ModelOptions {
   /// Codes of K and V come from quantize(), which knows no masks: hidden keys are in what keys
   /// share.
   bool given_codes = false;
+  /// Does the plan look for hidden keys? Only then have those of a sequence without queries no part
+  /// in a scale of the tensor.
+  bool finds_hidden_keys = true;
   /// Sequences with at most so many rows a KV head take tiles from the first to the last.
   std::int64_t rising_rows = 0;
 };
