@@ -69,7 +69,7 @@ TEST_P(EmulatedArchitecture, SmoothQueriesOnHopper) {
 /// A directory's kernels have its name, serve something where they say that they do, and are under
 /// test.
 TEST(GpuArchitectures, KernelsAreOfTheirDirectory) {
-  const std::vector<Cell> cells = covering_cells();
+  const std::vector<Cell> cells = paired_cells();
   const auto check = [&](const std::string& directory, const kernels::GpuKernels& own) {
     SCOPED_TRACE(directory);
     for (const detail::Kernel& kernel : own.kernels) {

@@ -25,7 +25,7 @@ std::vector<Cell> spread_cells();
 
 /// Every feature with every recipe that GPUs have, once, with s8 V once for each directory of
 /// kernels: what else there is to choose rotates, the GPU too.
-std::vector<Cell> covering_cells();
+std::vector<Cell> paired_cells();
 
 /// Every feature with every recipe of scaled groups once, of whole rows and of split keys. Recipes
 /// that have nvfp4's products of Q and K but not its V share the features, unless `every`.
@@ -35,8 +35,11 @@ std::vector<Cell> grouped_cells(bool every = false);
 /// scaled groups those above.
 std::vector<Cell> all_cells();
 
+/// One call for every line of sm90a/instances.inc; raw queries: fused_q_quant_test.cpp.
+std::vector<Cell> hopper_instance_cells();
+
 /// What Hopper's kernels do without the portable one: windows, masks, pages and block masks of
-/// 16-bit V, block masks of all recipes, and a call for every line of sm90a/instances.inc.
+/// 16-bit V, block masks of all recipes, and the above.
 std::vector<Cell> hopper_cells();
 
 /// One call for every line of sm80/instances.inc; the plan's text must begin its variant so.
