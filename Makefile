@@ -95,8 +95,8 @@ ctest-check: build
 	$(CTEST) -LE slow
 ctest: build
 	$(CTEST)
-# Every emulated kernel under all three schedules, then the whole matrices, whose cells take turns
-# with schedules: three times an hour of a core would say little more.
+# Every emulated kernel and every feature alone under all three schedules, then the whole matrices,
+# whose cells take turns with schedules: three times an hour of a core would say little more.
 ctest-all: build
 	QATTN_EMULATED_SCHEDULES=all QATTN_KV_SEQUENCES=10000 QATTN_EVERY_ISA=1 $(CTEST)
 	$(CTEST) -C all -L full

@@ -69,14 +69,14 @@ std::uint64_t hash_of(std::string_view name) {
   return hash >> 32;
 }
 
-std::span<const Timing> timings_for(std::string_view name) {
+std::span<const Timing> timings_for(std::string_view name, int timing) {
   const char* schedules = std::getenv("QATTN_EMULATED_SCHEDULES");
   const bool all = schedules != nullptr && std::string_view(schedules) == "all";
   EXPECT_TRUE(all || schedules == nullptr)
       << "QATTN_EMULATED_SCHEDULES=" << schedules << ": \"all\" is the one value that it has";
   const std::uint64_t hash = hash_of(name);
   if (all || hash % 8 == 0) return every_timing();
-  return every_timing().subspan(hash / 8 % 3, 1);
+  return every_timing().subspan(timing >= 0 ? static_cast<std::size_t>(timing) : hash / 8 % 3, 1);
 }
 
 Outcome run_emulated(const Call& call, Laid& laid, const Recipe& recipe,

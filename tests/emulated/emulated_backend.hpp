@@ -93,8 +93,8 @@ std::uint64_t hash_of(std::string_view name);
 
 /// Those under which one of many cases runs: for every eighth name all three, for the others one of
 /// them. With QATTN_EMULATED_SCHEDULES=all in the environment every case has all three. Names
-/// choose, so that a new case moves no other.
-std::span<const Timing> timings_for(std::string_view name);
+/// choose, so that a new case moves no other, unless the case has a `timing` of its own.
+std::span<const Timing> timings_for(std::string_view name, int timing = -1);
 
 /// run_call() on the emulated kernels once per timing. Records a failure where results differ in a
 /// bit, or where another kernel served the call.

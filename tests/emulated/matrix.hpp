@@ -18,6 +18,7 @@ struct Cell {
   int splits = 0;        ///< of the keys; 0: what the kernel takes
   int consumers = 0;     ///< of Hopper's kernel; 0: what it takes
   int shared_p = -1;     ///< of Hopper's kernel: P in shared memory; -1: as plans do
+  int timing = -1;       ///< of every_timing(); -1: timings_for() the name
 };
 
 /// Few queries, with several splits of the keys and as many heads in a tile as the kernel can have.
