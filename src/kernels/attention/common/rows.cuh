@@ -140,6 +140,7 @@ QATTN_DEVICE WorkTile locate_work(const AttentionParams& p, int index, int rows,
 /// `S` gives Fragment, KeyFragment, rows, keys, dv, m_tiles, warp_rows, n_tiles, d_tiles,
 /// out_channels, out_row, p_log2, qk_16bit, pv_16bit, u8, tile_p: is P relative to its own tile?
 /// whole_references: is it to powers of two, which seldom move, and update_max() has the choice?
+/// does_blocks_again: may it be asked for what Hopper's kernel has left?
 /// direct_sums: is P V of u8 in units of 2^-149? two_row_ends: is there a quick way to end usual
 /// rows? divides: by a division? and staged_rows: has a producer put what belongs to Q's rows into
 /// shared memory?
@@ -354,10 +355,24 @@ struct AttentionRows {
 
   /// Tokens of a tile of zeros join the sums as if V's scale were 2^-90, times the slack: 2^98.
   static constexpr float slack = S::tile_p || S::whole_references ? 8.0f : 0.0f;
+  /// Does it do blocks again that Hopper's kernel has left? Then P rounds as there, relative to the
+  /// maximum: what made it leave them must not show in their other rows.
+  QATTN_DEVICE bool refers_to_maximum() const {
+    if constexpr (!S::whole_references) {
+      return true;
+    } else if constexpr (S::does_blocks_again) {
+      return p.fallback_flags != nullptr;
+    } else {
+      return false;
+    }
+  }
+  QATTN_DEVICE float reach() const {
+    return S::whole_references && refers_to_maximum() ? 0.0f : slack;
+  }
   /// The reference for rows that reach `top`. To powers of two floats round alike: which of them it
   /// is, does not matter.
-  QATTN_DEVICE static float reference_for(float top) {
-    return S::whole_references ? ceilf(top) : top;
+  QATTN_DEVICE float reference_for(float top) const {
+    return refers_to_maximum() ? top : ceilf(top);
   }
 
   /// The reference before a key was seen. Powers of two are subtracted as they are: it lies below
@@ -372,7 +387,7 @@ struct AttentionRows {
     bool changed = false;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float next = top[r] > max[r] + slack ? reference_for(top[r]) : max[r];
+      const float next = top[r] > max[r] + reach() ? reference_for(top[r]) : max[r];
       rescale[r] = max[r] == unseen ? 0.0f : isa::exp2(max[r] - next);
       // Nothing has joined the output before the first reference.
       changed |= next != max[r] && max[r] != unseen;
@@ -402,7 +417,7 @@ struct AttentionRows {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       near[r] = fmaf(top[r], scale[r], -max[r]);
-      above |= near[r] > slack;
+      above |= near[r] > reach();
     }
     if (isa::any(above)) {
       float row_top[R], before[R];
