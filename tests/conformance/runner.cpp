@@ -101,7 +101,10 @@ void expect_matches_model(const Outcome& outcome, const Call& call, Format outpu
   EXPECT_LE(spared > 0 ? d.worst_row : 0.0, 0.1 + step) << "row " << d.worst_at;
   const double lse = outcome.lse.empty() ? 0 : lse_distance(outcome.lse, model.lse, spared);
   // A code of P that falls on the other side of a tie is worth 1e-4 of a short row's sum.
-  EXPECT_LE(lse, outcome.resolved.p == Format::u8 ? 2e-4 : 1e-4) << "LSE";
+  // So is the rounding of a sum of few codes of 16 bits, but for that of a dominating key.
+  const Format p = outcome.resolved.p;
+  const bool coarse = p == Format::u8 || p == Format::f16 || p == Format::bf16;
+  EXPECT_LE(lse, coarse ? 2e-4 : 1e-4) << "LSE";
   EXPECT_LE(outcome.lse.empty() ? 0 : lse_distance(outcome.lse, model.lse), 0.05) << "any LSE";
   for (std::size_t n = 0; n < outcome.saturated.size(); ++n) {
     EXPECT_EQ(outcome.saturated[n], static_cast<double>(model.saturated[n])) << "operand " << n;
