@@ -2,6 +2,8 @@
 
     python tools/gpu_report.py BUILD           prints what the build in folder BUILD contains
     python tools/gpu_report.py BUILD --write   and records it in bench/results/gpu-resources.json
+    python tools/gpu_report.py BUILD --merge   records the kernels that the build has, beside what
+                                               the record says of others
     python tools/gpu_report.py BUILD --check   fails where a kernel needs more registers or shared
                                                memory than recorded, spills more, has not the
                                                instructions that it is about, or is new, and where
@@ -247,6 +249,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("build", type=pathlib.Path)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--merge", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--wheel", help="a built wheel, whose size is recorded too")
     parser.add_argument("--record", type=pathlib.Path, default=RECORD)
@@ -263,6 +266,12 @@ def main():
             sys.exit("\n".join(worse))
         else:
             print(f"nothing is worse than in {args.record.name}")
+    if args.merge:
+        if then is None or then["nvcc"] != now["nvcc"]:
+            sys.exit("--merge: the record is of another nvcc, or there is none; run with --write")
+        for architecture, rows in now["kernels"].items():
+            then["kernels"].setdefault(architecture, {}).update(rows)
+        args.record.write_text(json.dumps(then, indent=1) + "\n")
     if args.write:
         if "cubins" not in now["sizes"]:
             sys.exit("--write: without cuobjdump the record would lose its instructions")
