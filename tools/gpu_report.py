@@ -2,8 +2,8 @@
 
     python tools/gpu_report.py BUILD           prints what the build in folder BUILD contains
     python tools/gpu_report.py BUILD --write   and records it in bench/results/gpu-resources.json
-    python tools/gpu_report.py BUILD --merge   records the kernels that the build has, beside what
-                                               the record says of others
+    python tools/gpu_report.py BUILD --merge   records anew those kernels of the record that the
+                                               build has
     python tools/gpu_report.py BUILD --check   fails where a kernel needs more registers or shared
                                                memory than recorded, spills more, has not the
                                                instructions that it is about, or is new, and where
@@ -270,7 +270,8 @@ def main():
         if then is None or then["nvcc"] != now["nvcc"]:
             sys.exit("--merge: the record is of another nvcc, or there is none; run with --write")
         for architecture, rows in now["kernels"].items():
-            then["kernels"].setdefault(architecture, {}).update(rows)
+            recorded = then["kernels"].get(architecture, {})
+            recorded.update({name: row for name, row in rows.items() if name in recorded})
         args.record.write_text(json.dumps(then, indent=1) + "\n")
     if args.write:
         if "cubins" not in now["sizes"]:
