@@ -49,8 +49,8 @@ bool free_scales(Format format);
 bool has_codes(Format format);
 
 /// Computes static scales at the recipe's resolved granularities, `shrink` times the exact ones,
-/// and puts them into the call and the tensors; of a call without numbers their shapes alone. Returns
-/// what to ask for with them: `resolved` without what given scales forbid.
+/// and puts them into the call and the tensors; of a call without numbers their shapes alone.
+/// Returns what to ask for with them: `resolved` without what given scales forbid.
 Recipe add_static_scales(Call& call, Laid& laid, const Recipe& resolved, double shrink);
 
 }  // namespace qattn::test

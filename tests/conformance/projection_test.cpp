@@ -126,7 +126,7 @@ Status run_guarded(const AttentionTensors& tensors, const AttentionOptions& opti
 struct Cell {
   Recipe recipe;
   const Feature* feature;
-  std::size_t turn;  ///< from which on it takes every third instruction set, unless all are asked for
+  std::size_t turn;  ///< from which on it takes every third instruction set
 };
 
 void PrintTo(const Cell& cell, std::ostream* out) {

@@ -321,7 +321,8 @@ void PlainRaces::write_at(std::uint32_t offset, std::uint32_t bytes, int agent, 
   }
 }
 
-void PlainRaces::atomic_at(std::uint32_t offset, std::uint32_t bytes, int agent, const Where& where) {
+void PlainRaces::atomic_at(std::uint32_t offset, std::uint32_t bytes, int agent,
+                           const Where& where) {
   const Access by{agent, seen(agent, agent), where};
   visit_granules(offset, bytes, [&](std::uint32_t granule) {
     check_writers(granule, by, Proxy::generic, "updates");

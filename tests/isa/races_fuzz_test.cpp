@@ -115,7 +115,9 @@ TEST_P(RacesFuzz, FindsWhatThePlainOneFinds) {
   int errors = 0, lanes_of_all = 0;
   for (int round = 0; round < 10; ++round) {
     std::mt19937 generator(static_cast<unsigned>(10 * GetParam() + round));
-    const auto draw = [&](int n) { return static_cast<int>(generator() % static_cast<unsigned>(n)); };
+    const auto draw = [&](int n) {
+      return static_cast<int>(generator() % static_cast<unsigned>(n));
+    };
     const int lanes = 128 * (1 + draw(3)), blocks = draw(4) == 0 ? 2 : 1;
     const int units = lanes / 128 + 1 + lanes / 32 + emu::Races::kBarrierAgents;
     lanes_of_all += lanes;

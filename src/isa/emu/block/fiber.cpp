@@ -15,9 +15,9 @@
 #include <sanitizer/tsan_interface.h>
 #endif
 
-// A switch of our own where no sanitizer must be told: it keeps the registers that a call keeps, and
-// returns, so that returns stay predicted. Boost's jumps, and saves the floating-point control words
-// too, which no kernel changes.
+// A switch of our own where no sanitizer must be told: it keeps the registers that a call keeps
+// and returns, so that returns stay predicted. Boost's jumps, and saves the floating-point control
+// words too, which no kernel changes.
 #if defined(__x86_64__) && !defined(QATTN_ASAN) && !defined(QATTN_TSAN)
 #define QATTN_OWN_SWITCH
 extern "C" void qattn_emu_switch(void** from, void* to);

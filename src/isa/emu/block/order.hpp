@@ -1,6 +1,6 @@
 // What happened before what: every agent has a vector clock of all agents' times, in the manner of
-// FastTrack. Lanes that met at a barrier know the same but for their own time, so clocks are shared:
-// a barrier makes one, not one a lane.
+// FastTrack. Lanes that met at a barrier know the same but for their own time, so clocks are
+// shared: a barrier makes one, not one a lane.
 #pragma once
 
 #include <cstddef>
@@ -99,7 +99,7 @@ class Order {
   std::vector<const std::uint32_t*> known_;
   std::vector<std::uint32_t> own_, own_visible_;
   Last acquired_, fenced_, observed_;
-  // begin_for_all(): the snapshots of 128 lanes and how many lanes have each; of the last time, too.
+  // begin_for_all(): the snapshots of 128 lanes, how many lanes have each; of the last time, too.
   std::vector<std::pair<Snapshot, int>> group_, last_group_;
   Snapshot least_;
 };

@@ -1,6 +1,6 @@
 // Races between the lanes of a block: every word of shared memory knows its last writer and its
-// readers since then, and clocks (order.hpp) say whether they come before. Values and schedules alone
-// miss most races; the clocks show them in every schedule.
+// readers since then, and clocks (order.hpp) say whether they come before. Values and schedules
+// alone miss most races; the clocks show them in every schedule.
 //
 // Agents are the lanes and the hardware that reads and writes on their behalf: wgmma of each
 // warpgroup, bulk copies of each mbarrier, bulk stores of each warp.

@@ -92,8 +92,8 @@ struct Epilogue : AttentionRows<S> {
     return e - isa::unpack_bf16(isa::pack_bf16(e, e)).lo;
   }
   /// Sums are of rounded P, as the output is. Relative to a power of two, P of the largest score is
-  /// rounded, too, and the sum of a row that it dominates is this one number. What the row's mass is
-  /// more than its sum moves the reference, for the LSE and for what the row weighs beside a sink or
+  /// rounded, too, and the sum of a row that it dominates is this one number. What the row's mass
+  /// is more than its sum moves the reference, for the LSE and for what it weighs beside a sink or
   /// other parts. The largest exponent is what the tiles had, to the bit: its key has left the
   /// reference where it is now.
   QATTN_DEVICE void end_references(bool part) {
