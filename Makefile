@@ -40,14 +40,15 @@ $(BUILD)/.apt-%: Makefile
 	fi
 	@touch $@
 
+# Modules are compiled where they are imported, which few of them are.
+PIP := $(PY) -m pip install -q --disable-pip-version-check --no-compile
 $(BUILD)/.python-%: python/requirements-%.txt python/requirements-demo.txt
 	@mkdir -p $(BUILD)
 	@test -x $(PY) || python3 -m venv .venv
 	@echo "installing Python packages into .venv"
-	@$(PY) -m pip install -q --disable-pip-version-check -r $<
+	@$(PIP) -r $<
 	@if [ -f python/requirements-$*-no-deps.txt ]; then \
-	  $(PY) -m pip install -q --disable-pip-version-check --no-deps \
-	    -r python/requirements-$*-no-deps.txt; \
+	  $(PIP) --no-deps -r python/requirements-$*-no-deps.txt; \
 	fi
 	@touch $@
 $(BUILD)/.python-dev: python/requirements-dev-no-deps.txt
@@ -98,7 +99,7 @@ ctest: build
 # Every emulated kernel and every feature alone under all three schedules, then the whole matrices,
 # whose cells take turns with schedules: three times an hour of a core would say little more.
 ctest-all: build
-	QATTN_EMULATED_SCHEDULES=all QATTN_KV_SEQUENCES=10000 QATTN_EVERY_ISA=1 $(CTEST)
+	QATTN_EMULATED_SCHEDULES=all QATTN_KV_SEQUENCES=10000 QATTN_THOROUGH=1 $(CTEST)
 	$(CTEST) -C all -L full
 
 PYTEST := QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_LIBRARY=$(CURDIR)/$(BUILD)/src/libqattn.a \
@@ -172,13 +173,14 @@ docs: $(BUILD)/.apt-demo
 
 # ---- GPU code, compiled where nvcc is --------------------------------------------------------------
 
-# $(call machine_code,FOLDER,ARCHITECTURES,DIMENSIONS): libqattn_cuda, its registers and spills
-# compared with the record. Of the host's code none is run.
+# $(call machine_code,FOLDER,ARCHITECTURES,DIMENSIONS,QUICK): libqattn_cuda, its registers and spills
+# compared with the record, but for groups that are compiled quickly. Of the host's code none is run.
 define machine_code
 @if ! command -v nvcc >/dev/null; then echo "no nvcc: GPU code is not compiled"; exit 0; fi; \
 set -e; mkdir -p $(1); \
 cmake -G Ninja -S . -B $(1) -DCMAKE_BUILD_TYPE=Release -DQATTN_TESTS=OFF -DQATTN_CLI=OFF \
-  -DQATTN_CUDA=ON -DQATTN_CUDA_ARCHITECTURES="$(2)" -DQATTN_TIME_STEPS=ON -DQATTN_CUDA_DIMENSIONS="$(3)" \
+  -DQATTN_CUDA=ON -DQATTN_CUDA_ARCHITECTURES="$(2)" -DQATTN_TIME_STEPS=ON \
+  -DQATTN_CUDA_DIMENSIONS="$(3)" -DQATTN_CUDA_QUICK="$(4)" \
   -DCMAKE_CUDA_FLAGS_RELEASE="-O0 -DNDEBUG" >$(1)/configure.log || \
   { cat $(1)/configure.log; exit 1; }; \
 cmake --build $(1) -j $(JOBS) --target qattn_cuda; \
@@ -186,11 +188,11 @@ $(PY) tools/gpu_report.py $(1) --check
 endef
 
 # Hopper's target has code of most kernels; those of one head dimension share all their headers with
-# the others.
+# the others. What makes codes and what reads KV caches must be accepted.
 cuda: setup
-	$(call machine_code,$(BUILD)/cuda,90a,128)
+	$(call machine_code,$(BUILD)/cuda,90a,128,codes;mixed_kv)
 cuda-all: setup
-	$(call machine_code,$(BUILD)/cuda-all,80;89;90a;100f;120f,)
+	$(call machine_code,$(BUILD)/cuda-all,80;89;90a;100f;120f,,)
 
 # ---- On a machine with a GPU -----------------------------------------------------------------------
 

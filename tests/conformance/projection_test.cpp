@@ -126,7 +126,6 @@ Status run_guarded(const AttentionTensors& tensors, const AttentionOptions& opti
 struct Cell {
   Recipe recipe;
   const Feature* feature;
-  std::size_t turn;  ///< from which on it takes every third instruction set
 };
 
 void PrintTo(const Cell& cell, std::ostream* out) {
@@ -135,9 +134,7 @@ void PrintTo(const Cell& cell, std::ostream* out) {
 
 std::vector<Cell> cells() {
   std::vector<Cell> all;
-  std::size_t recipe_turn = 0;
   for (const Recipe& recipe : recipes()) {
-    std::size_t turn = recipe_turn++;
     for (const char* name : {"plain",
                              "gqa_8_2",
                              "causal",
@@ -161,7 +158,7 @@ std::vector<Cell> cells() {
                              "no_lse"}) {
       const Feature& feature = feature_named(name);
       if (!feature.applies(recipe)) continue;
-      all.push_back({recipe, &feature, turn++});
+      all.push_back({recipe, &feature});
       feature.tweak(all.back().recipe);
     }
   }
@@ -171,19 +168,15 @@ std::vector<Cell> cells() {
 class Projection : public testing::TestWithParam<Cell> {};
 
 TEST_P(Projection, IsTheProductOfAttentionsRows) {
-  const auto& [recipe, feature, turn] = GetParam();
+  const auto& [recipe, feature] = GetParam();
   const Call call = make_call(*feature, 1);
   Laid laid = lay_out(call, feature->how);
   Projected x(call, laid, 75);  // neither whole panels of 16 nor whole blocks of 64
   AttentionOptions options = call.options;
   options.recipe = recipe;
-  const bool every = std::getenv("QATTN_EVERY_ISA") != nullptr;
-  std::size_t n = turn;
-  for (const std::string& isa : isas()) {
+  for (const std::string& isa : IsaTurns().next()) {
     SCOPED_TRACE(isa);
-    if (n++ % 3 != 0 && !every) continue;
     const ForceIsa forced(isa);
-    if (!forced.available()) continue;
     const Outcome heads = run_call(call, laid, recipe);
     ASSERT_TRUE(heads.status.ok()) << heads.status.message();
     x.out.clear();

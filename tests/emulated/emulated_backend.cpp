@@ -47,7 +47,9 @@ EmulatedBackend::EmulatedBackend(int architecture, bool host_memory)
       architecture_before_(std::exchange(emu::options().architecture, architecture)) {
   backend_.device = DeviceType::cpu;
   backend_.host_memory = host_memory;
+#ifndef QATTN_SAMPLE  // whose kernels are not in it
   backend_.kv = &kernels::kv_device_ops();
+#endif
   detail::use_backend(&backend_);
 }
 

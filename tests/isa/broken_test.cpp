@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <utility>
+
 namespace qattn::isa_test {
 namespace {
 
@@ -293,6 +295,35 @@ TEST(Broken, WrongSwizzleOfAPartlyFilledTileReadsNothing) {
                    out[number(lane())] = r[0][0];
                  }},
                 "load_matrix: read of uninitialised bytes");
+}
+
+/// Of 16 bytes all are written but byte kByte, and a word of kSize has it.
+template <int kByte, class Words_>
+void expect_missing_byte_caught() {
+  SCOPED_TRACE(kByte);
+  expect_caught({32, 512,
+                 [](bool broken, Words& out) {
+                   const auto mine = word_of(4 * lane());
+                   for (unsigned n = 0; n < 16; ++n) {
+                     if (broken && n == kByte) continue;
+                     store_shared(mine + n, static_cast<std::uint8_t>(n));
+                   }
+                   const unsigned size = sizeof(Words_);
+                   const auto read = load_shared<Words_>(mine + kByte / size * size);
+                   out[number(lane())] = reinterpret_cast<const std::uint32_t&>(read);
+                 }},
+                "load_shared: read of uninitialised bytes");
+}
+template <class Words_, int... kBytes>
+void expect_missing_bytes_caught(std::integer_sequence<int, kBytes...>) {
+  (expect_missing_byte_caught<kBytes, Words_>(), ...);
+}
+
+TEST(Broken, NoByteOfAWordMayBeMissing) {
+  const std::make_integer_sequence<int, 16> bytes;
+  expect_missing_bytes_caught<std::uint32_t>(bytes);
+  expect_missing_bytes_caught<Words2>(bytes);
+  expect_missing_bytes_caught<Words4>(bytes);
 }
 
 // ---- Collectives, barriers

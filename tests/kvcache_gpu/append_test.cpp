@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "pair.hpp"
+#include "support/thorough.hpp"
 
 namespace qattn {
 namespace {
@@ -111,7 +112,9 @@ void run_sequence(unsigned i, int steps) {
 }
 
 class KvDeviceAppend : public testing::TestWithParam<unsigned> {};
-TEST_P(KvDeviceAppend, HoldsWhatTheHostHolds) { run_sequence(GetParam(), 40); }
+TEST_P(KvDeviceAppend, HoldsWhatTheHostHolds) {
+  run_sequence(GetParam(), test::thorough() ? 40 : 15);
+}
 INSTANTIATE_TEST_SUITE_P(Cases, KvDeviceAppend, testing::Range(0u, 30u));
 
 /// K with a scale a channel where every token is bad, and pages with bad tokens that are demoted.

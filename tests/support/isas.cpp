@@ -4,11 +4,13 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <set>
 #include <sstream>
 #include <vector>
 
 #include "qattn/attention.hpp"
+#include "support/thorough.hpp"
 
 namespace qattn::test {
 namespace {
@@ -88,6 +90,35 @@ std::span<const std::string> isas() {
   static const std::vector<std::string> all = {"scalar", "avx2",         "avx512vnni", "avx512bf16",
                                                "amx",    "neon_dotprod", "neon_i8mm"};
   return all;
+}
+
+namespace {
+
+const std::vector<std::string>& available_isas() {
+  static const std::vector<std::string> all = [] {
+    std::vector<std::string> found;
+    for (const std::string& isa : isas()) {
+      const IsaVariable variable(isa);
+      cpu_isa().ok() ? found.push_back(isa) : void(seen().lacking.insert(isa));
+    }
+    return found;
+  }();
+  return all;
+}
+
+}  // namespace
+
+IsaTurns::IsaTurns() {
+  const testing::TestInfo* test = testing::UnitTest::GetInstance()->current_test_info();
+  const std::string name = std::string(test->test_suite_name()) + "." + test->name();
+  turn_ = std::hash<std::string>()(name);
+}
+
+std::vector<std::string> IsaTurns::next() {
+  const std::vector<std::string>& all = available_isas();
+  if (all.size() <= 2 || thorough()) return all;
+  const std::size_t first = turn_++ % all.size();
+  return {all[first], all[(first + 1 + turn_ / all.size() % (all.size() - 1)) % all.size()]};
 }
 
 }  // namespace qattn::test

@@ -4,6 +4,7 @@
 
 #include <span>
 #include <string>
+#include <vector>
 
 namespace qattn::test {
 
@@ -35,5 +36,16 @@ class ForceIsa {
 
 /// Every instruction set that the library knows; tests skip those that this CPU lacks.
 std::span<const std::string> isas();
+
+/// For tests of many cases: of the instruction sets that this CPU has, two a case, which take turns
+/// from a start that the test's name gives. All of them where tests are thorough().
+class IsaTurns {
+ public:
+  IsaTurns();
+  std::vector<std::string> next();
+
+ private:
+  std::size_t turn_ = 0;
+};
 
 }  // namespace qattn::test

@@ -29,7 +29,7 @@ constexpr const char* data_file = "minilm_qkv.safetensors";
 
 struct DemoFlags {
   std::string report = "report.html", data, embeddings;
-  int threads = 0;
+  int threads = 0, runs = 0;
   bool json = false;
 
   void add_to(CLI::App& app) {
@@ -37,6 +37,7 @@ struct DemoFlags {
     app.add_option("--data", data, "captured Q, K, V (.safetensors, layer{i}.q, .k, .v)");
     app.add_option("--embeddings", embeddings, "JSON of tools/capture/embed_minilm.py to include");
     app.add_option("--threads", threads, "CPU threads (default: all)");
+    app.add_option("--runs", runs, "timed runs per recipe (default: as many as a second allows)");
     app.add_flag("--json", json, "print JSON");
   }
 };
@@ -113,17 +114,17 @@ DemoRow summarise(const std::string& recipe, const std::vector<Comparison>& laye
   return row;
 }
 
-Result<Comparison> measure_case(const Case& c, std::int64_t rows, double budget_s,
+Result<Comparison> measure_case(const Case& c, std::int64_t rows, TimingOptions timing,
                                 Progress& progress, double& done, const std::string& label) {
   const Result<Reference> reference = make_reference(c, rows);
   if (!reference.ok()) return reference.status();
   const std::vector<Recipe> list(recipes().begin(), recipes().end());
   return compare_recipes(
-      c, list, &*reference, {.budget_s = budget_s},
+      c, list, &*reference, timing,
       [&](std::string_view recipe) { progress.show(done++, fmt::format("{} {}", label, recipe)); });
 }
 
-Status measure_demo(Demo& demo, const std::vector<Case>& layers) {
+Status measure_demo(Demo& demo, const std::vector<Case>& layers, int runs) {
   Result<Operands> operands = long_context_operands(long_geometry);
   if (!operands.ok()) return operands.status();
   const Result<Case> long_case = make_case(std::move(*operands), layers.front().options);
@@ -134,7 +135,7 @@ Status measure_demo(Demo& demo, const std::vector<Case>& layers) {
   std::vector<Comparison> by_layer;
   for (const Case& layer : layers) {
     Result<Comparison> comparison =
-        measure_case(layer, layer.geometry.queries, layer_budget_s, progress, done,
+        measure_case(layer, layer.geometry.queries, {runs, layer_budget_s}, progress, done,
                      fmt::format("layer {}", by_layer.size()));
     if (!comparison.ok()) return comparison.status();
     warn_of_nan(fmt::format("layer {}: ", by_layer.size()), comparison->results);
@@ -142,7 +143,8 @@ Status measure_demo(Demo& demo, const std::vector<Case>& layers) {
     demo.f32_ms += by_layer.back().f32_ms / static_cast<double>(layers.size());
   }
   const Result<Comparison> long_context =
-      measure_case(*long_case, long_reference_rows, long_budget_s, progress, done, "long context");
+      measure_case(*long_case, long_reference_rows, {runs, long_budget_s}, progress, done,
+                   "long context");
   if (!long_context.ok()) return long_context.status();
 
   warn_of_nan("long context: ", long_context->results);
@@ -176,6 +178,7 @@ std::string meaning(const Demo& demo, const std::string& report) {
 
 Status run_demo(const DemoFlags& flags) {
   if (flags.threads < 0) return usage_error(fmt::format("--threads {}: at least 0", flags.threads));
+  if (flags.runs < 0) return usage_error(fmt::format("--runs {}: at least 0", flags.runs));
   if (Status s = io::OutputFiles::check(flags.report); !s.ok()) return s;
   Demo demo;
   if (!flags.embeddings.empty()) {
@@ -194,7 +197,7 @@ Status run_demo(const DemoFlags& flags) {
   if (!machine.ok()) return machine.status();
   demo.machine = *machine;
   demo.source = file->metadata();
-  if (Status s = measure_demo(demo, *layers); !s.ok()) return s;
+  if (Status s = measure_demo(demo, *layers, flags.runs); !s.ok()) return s;
 
   io::OutputFiles files;
   if (Status s = files.add_text(flags.report, html_report(demo)); !s.ok()) return s;

@@ -104,19 +104,6 @@ GeneralRole general_role(const Call& call, const OperandSpec& f, bool maxima_pas
   return r;
 }
 
-/// The codes of formats with built-in scales.
-LaunchError launch_micro(const GeneralParams& params, int padded, std::int64_t blocks,
-                         Launches& launches) {
-  switch (padded) {
-    case 64:
-      return launches.launch<EncodeMicro<64>>(params, blocks);
-    case 128:
-      return launches.launch<EncodeMicro<128>>(params, blocks);
-    default:
-      return launches.launch<EncodeMicro<256>>(params, blocks);
-  }
-}
-
 enum class Pass { maxima, codes };
 
 /// The operands among `mask` (bits by Role), which share a padded size, and in the pass for codes
@@ -138,18 +125,9 @@ LaunchError general(const Call& call, unsigned mask, Pass pass, Launches& launch
     padded = f.padded;
     micro = is_micro(f.format);
   }
-  if (padded == 0) return {};
-  if (micro && !maxima_pass) return launch_micro(params, padded, blocks, launches);
-  switch (padded) {
-    case 64:
-      return launches.launch<EncodeGeneral<64>>(params, blocks);
-    case 96:
-      return launches.launch<EncodeGeneral<96>>(params, blocks);
-    case 128:
-      return launches.launch<EncodeGeneral<128>>(params, blocks);
-    default:
-      return launches.launch<EncodeGeneral<256>>(params, blocks);
-  }
+  // Formats with built-in scales have kernels of their own for codes.
+  return micro && !maxima_pass ? launches.launch_encoder<Encoder::micro>(params, padded, blocks)
+                               : launches.launch_encoder<Encoder::general>(params, padded, blocks);
 }
 
 LaunchError channel_scales(const Call& call, Launches& launches) {

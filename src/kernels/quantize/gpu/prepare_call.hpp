@@ -6,6 +6,7 @@
 #include <array>
 #include <string>
 
+#include "kernels/quantize/gpu/encoders.hpp"
 #include "kernels/quantize/gpu/prepare_facts.hpp"
 
 namespace qattn::kernels {
@@ -27,17 +28,43 @@ class Launches {
   /// A grid of one dimension; kernels take more blocks than it has from nobody.
   template <class K>
   LaunchError launch(const typename K::Params& params, std::int64_t blocks, int rows = 1) {
-    if (blocks == 0) return {};
-    if (blocks > 0x7fffffff) return "prepare: " + std::to_string(blocks) + " tiles are over 2^31";
-    const isa::Start start = next();
-    any_ = true;
-    return isa::launch<K>(params, {static_cast<int>(blocks), rows, 1}, stream_, start);
+    return go(blocks, [&](isa::Start start) {
+      return isa::launch<K>(params, {static_cast<int>(blocks), rows, 1}, stream_, start);
+    });
+  }
+
+  /// The kernel for rows of so many channels with their padding.
+  template <Encoder E, class Params>
+  LaunchError launch_encoder(const Params& params, int padded, std::int64_t blocks) {
+    return go(blocks, [&](isa::Start start) -> LaunchError {
+#define QATTN_INSTANCE(PADDED, KIND)                                              \
+  if constexpr (E == Encoder::KIND) {                                             \
+    if (padded == PADDED) return encoder<E, PADDED>(params, blocks, start);       \
+  }
+#include "kernels/quantize/gpu/encoders.inc"
+#undef QATTN_INSTANCE
+      return "prepare: this build has no encoder of " + std::to_string(padded) + " channels";
+    });
   }
 
   /// When the next kernel may start.
   isa::Start next() const { return any_ ? isa::Start::early : isa::Start::after_all; }
 
  private:
+  template <Encoder E, int kPadded, class Params>
+  LaunchError encoder(const Params& params, std::int64_t blocks, isa::Start start) const {
+    return kernels::launch_encoder<E, kPadded>(params, {static_cast<int>(blocks), 1, 1}, stream_,
+                                               start);
+  }
+  template <class Launch>
+  LaunchError go(std::int64_t blocks, Launch launch) {
+    if (blocks == 0) return {};
+    if (blocks > 0x7fffffff) return "prepare: " + std::to_string(blocks) + " tiles are over 2^31";
+    const isa::Start start = next();
+    any_ = true;
+    return launch(start);
+  }
+
   void* stream_;
   bool any_ = false;
 };

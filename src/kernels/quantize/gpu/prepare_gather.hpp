@@ -58,16 +58,7 @@ inline LaunchError gather(const Call& call, unsigned mask, Launches& launches) {
     blocks += params.blocks[i];
     padded = f.padded;
   }
-  switch (padded) {
-    case 0:
-      return {};
-    case 64:
-      return launches.launch<GatherMicro<64>>(params, blocks);
-    case 128:
-      return launches.launch<GatherMicro<128>>(params, blocks);
-    default:
-      return launches.launch<GatherMicro<256>>(params, blocks);
-  }
+  return launches.launch_encoder<Encoder::gather>(params, padded, blocks);
 }
 
 }  // namespace QATTN_TARGET

@@ -10,29 +10,6 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// Of a kernel of input format and padded size, the one for this call.
-template <template <isa::Element, int> class Kernel, isa::Element Input, class Params>
-LaunchError launch_sized(const Params& params, int padded, std::int64_t blocks,
-                         Launches& launches) {
-  switch (padded) {
-    case 64:
-      return launches.launch<Kernel<Input, 64>>(params, blocks);
-    case 96:
-      return launches.launch<Kernel<Input, 96>>(params, blocks);
-    case 128:
-      return launches.launch<Kernel<Input, 128>>(params, blocks);
-    default:
-      return launches.launch<Kernel<Input, 256>>(params, blocks);
-  }
-}
-template <template <isa::Element, int> class Kernel, class Params>
-LaunchError launch_plain(const Params& params, Format input, int padded, std::int64_t blocks,
-                         Launches& launches) {
-  return input == Format::bf16
-             ? launch_sized<Kernel, isa::Element::bf16>(params, padded, blocks, launches)
-             : launch_sized<Kernel, isa::Element::f16>(params, padded, blocks, launches);
-}
-
 /// What balances K's channels. `params`: what else the kernel is told.
 inline LaunchError find_factors(const Call& call, BalanceParams params, Launches& launches) {
   const OperandSpec& f = call.facts[1];
@@ -131,13 +108,16 @@ class PlainRun {
       const std::int32_t first = queries_wait ? others : std::max(params.blocks[0], others);
       params.lead = std::min(wave, first);
     }
-    const Format input = any_->tensor.format;
+    const bool bf16 = any_->tensor.format == Format::bf16;
+    const int padded = any_->padded;
     if (given_ && !params.first_pass) {
       params.lead = 0;  // all of its blocks wait
       params.values_lead = false;
-      return launch_plain<EncodeGiven>(params, input, any_->padded, blocks, launches_);
+      return bf16 ? launches_.launch_encoder<Encoder::given_bf16>(params, padded, blocks)
+                  : launches_.launch_encoder<Encoder::given_f16>(params, padded, blocks);
     }
-    return launch_plain<EncodePlain, PlainParams>(params, input, any_->padded, blocks, launches_);
+    return bf16 ? launches_.launch_encoder<Encoder::plain_bf16>(params, padded, blocks)
+                : launches_.launch_encoder<Encoder::plain_f16>(params, padded, blocks);
   }
 
   LaunchError first_pass() {

@@ -3,6 +3,7 @@
 // 32 bits without it.
 #pragma once
 
+#include "isa/fragment.hpp"
 #include "kernels/attention/common/copy.hpp"
 #include "kernels/quantize/gpu/encode/groups.cuh"
 
