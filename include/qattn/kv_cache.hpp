@@ -196,7 +196,7 @@ class KvCache {
 /// Queries of B sequences against one layer of their caches. They are the newest Sq tokens: query i
 /// is at position length - Sq + i, and its own K and V were appended before.
 struct KvDecodeTensors {
-  TensorView q;          ///< (B, Sq, Hq, D) or (B, Hq, Sq, D), f; Sq 1 to 8, Hq / Hkv 1 to 16
+  TensorView q;          ///< (B, Sq, Hq, D) or (B, Hq, Sq, D), f; Sq 1 to 8
   TensorView out;        ///< (B, Sq, Hq, Dv) or (B, Hq, Sq, Dv), f
   TensorView lse;        ///< optional (B, Hq, Sq) f32
   TensorView sinks;      ///< optional (Hq) f32: logits that only join the denominator

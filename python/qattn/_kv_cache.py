@@ -68,8 +68,9 @@ class KvCache:
         out = cache.decode(q, layer, s)          # (1, 1, 32, 128), its K and V appended before
 
     head_dim, v_head_dim: multiples of 8 from 8 to 256; pages hold multiples of 32, the rest zeros
-    that count as bytes (so GpuKvCache takes those alone). tiers: best first, numbers of bits or
-    pairs (K, V); None: 4, with a budget 8, 4, 3 and 2.
+    that count as bytes (so GpuKvCache takes those alone). bits: of all pages, a number or a pair
+    (K, V), as one tier. tiers: best first, numbers of bits or pairs (K, V); None: 4, with a budget
+    8, 4, 3 and 2.
     average_bits: bits an element of K and V, window, scales and tables counted, in every (sequence,
     layer), from budget_from tokens on (None: twice shortest_length); None: no budget, one tier.
     smooth_k: subtract each channel's mean of K before it is quantised; rotate: turn K and V by a
@@ -101,6 +102,7 @@ class KvCache:
         kv_heads: int,
         head_dim: int,
         v_head_dim: int | None = None,
+        bits: Tier | None = None,
         tiers: Iterable[Tier] | None = None,
         average_bits: float | None = None,
         budget_from: int | None = None,
@@ -118,6 +120,12 @@ class KvCache:
         hysteresis: float = 0.25,
         threads: int = 0,
     ) -> None:
+        if bits is not None:
+            if tiers is not None or average_bits is not None:
+                raise InvalidArgument(
+                    f"bits: {shown(bits)} is for all pages; leave out tiers and average_bits"
+                )
+            tiers = (bits,)
         if tiers is None:
             tiers = (4,) if average_bits is None else (8, 4, 3, 2)
         options = _qattn.kv_options(
@@ -238,7 +246,7 @@ class KvCache:
     ) -> Any:
         """Attention of the newest Sq tokens over window, sinks and every tier of their sequences.
 
-        q: (B, Sq, Hq, head_dim), or (B, Hq, Sq, head_dim) with "bhsd"; Sq 1 to 8, Hq 1 to 16 times
+        q: (B, Sq, Hq, head_dim), or (B, Hq, Sq, head_dim) with "bhsd"; Sq 1 to 8, Hq a multiple of
         kv_heads; query i is at position length - Sq + i. scale: default 1 / sqrt(head_dim). causal:
         no query sees a token behind its own. window_left: keys at or behind position - window_left.
         softcap: s = c tanh(s / c). debias: adds half the variance that rounding K to 2, 3 or 4 bits

@@ -119,6 +119,20 @@ TEST(DeviceDecode, MixedTiersAtEveryHeadDimensionAndGroup) {
   }
 }
 
+/// With their mass, for which rows have a thread each.
+TEST(DeviceDecode, AnyNumberOfHeadsOfAKvHead) {
+  int turn = 0;
+  const Filled f = fill(mixed(2, 64), 600);
+  for (const auto& [queries, group] :
+       {std::pair{1, 17}, std::pair{8, 20}, std::pair{3, 71}, std::pair{1, 130}}) {
+    DecodeCase c = queries_for(f.cache.options(), group, queries);
+    c.sinks = test::normal_values(c.heads_q, 5, 3.0f);
+    expect_same(c, f.cache, {f.id},
+                std::to_string(queries) + " queries, group " + std::to_string(group) + ": ",
+                turn++);
+  }
+}
+
 TEST(DeviceDecode, DebiasInEveryTierAndPairOfBits) {
   int turn = 0;
   for (const std::int64_t d : {64, 128}) {
@@ -381,7 +395,7 @@ TEST(DeviceDecode, RefusalsNameTheTensorTheValueAndTheRule) {
   };
   expect([](Call& x) { x.layer = 1; }, "layer: 1 should be 0 to 0");
   expect([](Call& x) { x.tensors.q.shape[1] = 9; }, "q: 9 queries of a sequence, should be 1 to 8");
-  expect([](Call& x) { x.tensors.q.shape[2] = 17; }, "q: 17 heads should be 1 to 16 times");
+  expect([](Call& x) { x.tensors.q.shape[2] = 0; }, "q: 0 heads should be a multiple of");
   expect([](Call& x) { x.tensors.out.shape[3] = 64; },
          "out: extent 64 of dimension 3 should be 128");
   expect([](Call& x) { x.options.softcap = -1; }, "softcap: -1");

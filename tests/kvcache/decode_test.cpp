@@ -224,6 +224,21 @@ TEST(KvDecode, MoreThan32RowsOfAKvHead) {
   }
 }
 
+/// More than a tile has room for: Falcon has 71 on one.
+TEST(KvDecode, AnyNumberOfHeadsOfAKvHead) {
+  Filled f = fill(mixed(2, 128, 64), 700);
+  const std::int64_t copy = *f.cache.fork(f.id);
+  append_rows(f.cache, copy, 0, normal_rows(90, 2, 128, 64, 8));
+  for (const auto& [queries, group] :
+       {std::pair{1, 17}, std::pair{8, 20}, std::pair{3, 32}, std::pair{2, 71}}) {
+    DecodeCase c = queries_for(f.cache.options(), group, queries, 2);
+    c.options.window_left = 417;
+    c.sinks = normal_values(c.heads_q, 5, 3.0f);
+    expect_close(c, f.cache, {f.id, copy},
+                 std::to_string(queries) + " queries, group " + std::to_string(group) + ": ");
+  }
+}
+
 TEST_P(KvDecodeBy, ScaleAndOptionsOfTheCache) {
   for (const bool rotate : {false, true}) {
     for (const bool smooth : {false, true}) {

@@ -218,7 +218,7 @@ TEST_F(KvCalls, SequencesAndContents) {
 TEST_F(KvCalls, Decode) {
   const KvDecodeTensors good = d_;
   d_.q = TensorView::dense(k_.data(), Format::f32, {1, 1, 3, 64});
-  expect_decode("q: 3 heads should be 1 to 16 times heads_kv 2");
+  expect_decode("q: 3 heads should be a multiple of heads_kv 2");
   d_.q = TensorView::dense(k_.data(), Format::f32, {1, 9, 4, 16});
   expect_decode("q: shape");
   std::vector<float> many(9 * 2 * 64);

@@ -332,7 +332,7 @@ def test_refusals_name_pythons_arguments(rng, tmp_path):
     cache.append(0, s, good, good)
     one = np.ones((1, 3, 1), np.float32)
     for words, call in [
-        ("q: 3 heads should be 1 to 16 times kv_heads 2", lambda: cache.decode(q[:, :, :3], 0, s)),
+        ("q: 3 heads should be a multiple of kv_heads 2", lambda: cache.decode(q[:, :, :3], 0, s)),
         ("scale: nan is not finite", lambda: cache.decode(q, 0, s, scale=np.nan)),
         ("q: int32 is not one of float32", lambda: cache.decode(q.astype(np.int32), 0, s)),
         ("return_lse: 1 is neither True nor", lambda: cache.decode(q, 0, s, return_lse=1)),
@@ -461,3 +461,32 @@ def test_v_far_from_zero_costs_no_bits(rng, tmp_path):
     assert heads == 2 and moved < 0.06
     kept, heads = error(smooth_v=False)
     assert heads == 0 and kept > 0.5
+
+
+@pytest.mark.parametrize("layout, shape", [("bshd", (1, 1, 71, 64)), ("bhsd", (1, 71, 1, 64))])
+def test_any_number_of_query_heads_on_one(rng, layout, shape):
+    """Falcon has 71."""
+    k, v = rows(rng, 1, 50, 1, 64), rows(rng, 1, 50, 1, 64)
+    q = rows(rng, 1, 71, 1, 64)
+    cache = qattn.KvCache(kv_heads=1, head_dim=64, bits=8)
+    s = cache.add_sequence()
+    cache.append(0, s, k, v)
+    got = cache.decode(q.reshape(shape), 0, s, layout=layout)
+    want = qattn.reference_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), layout="bhsd")
+    assert got.shape == shape
+    difference = got.reshape(want.shape) - want
+    assert np.linalg.norm(difference) < 3e-2 * np.linalg.norm(want)
+
+
+def test_bits_are_one_tier(rng):
+    k, v = rows(rng, 1, 300, 2, 64), rows(rng, 1, 300, 2, 64)
+    usages = []
+    for options in ({"bits": 3}, {"tiers": [3]}, {"bits": (8, 4)}, {"tiers": [(8, 4)]}):
+        cache = qattn.KvCache(kv_heads=2, head_dim=64, **options)
+        s = cache.add_sequence()
+        cache.append(0, s, k, v)
+        usages.append(cache.usage(s, 0))
+    assert usages[0] == usages[1] != usages[2] == usages[3]
+    for more in ({"tiers": [8]}, {"average_bits": 4.0}):
+        with pytest.raises(qattn.InvalidArgument, match="bits: 3 is for all pages"):
+            qattn.KvCache(kv_heads=2, head_dim=64, bits=3, **more)

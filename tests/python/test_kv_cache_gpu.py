@@ -468,7 +468,7 @@ for words, call in [
     ("device: 'cuda:99999999999' is not like", made(device="cuda:99999999999")),
     ("sequences: format s64 is not s32", decode(sequences=wide)),
     ("sequences: there are 4, should be 1 to the capacity of 3 seq", decode(sequences=many)),
-    ("q: 3 heads should be 1 to 16 times kv_heads 2", decode(q=q[:, :, :3])),
+    ("q: 3 heads should be a multiple of kv_heads 2", decode(q=q[:, :, :3])),
     ("q: int32 is not one of float32", decode(q=q.int())),
     ("scale: inf is not finite", decode(scale=float("inf"))),
     ("return_mass: 1 is neither True nor False", decode(return_mass=1)),

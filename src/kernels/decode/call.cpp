@@ -35,11 +35,10 @@ Status check_queries(const KvCacheOptions& o, const KvDecodeTensors& t, Layout l
     return invalid("q: " + text(call.queries) + " queries of a sequence, should be 1 to " +
                    text(most_queries) + (heads_elsewhere ? other_layout(layout) : ""));
   }
-  if (call.heads_q % o.heads_kv != 0 || call.heads_q == 0 ||
-      call.heads_q / o.heads_kv > most_group) {
-    return invalid("q: " + text(call.heads_q) + " heads should be 1 to " + text(most_group) +
-                   " times heads_kv " + text(o.heads_kv) +
-                   (call.queries % o.heads_kv == 0 ? other_layout(layout) : ""));
+  if (call.heads_q % o.heads_kv != 0 || call.heads_q == 0) {
+    const bool fits = call.queries % o.heads_kv == 0 && call.heads_q <= most_queries;
+    return invalid("q: " + text(call.heads_q) + " heads should be a multiple of heads_kv " +
+                   text(o.heads_kv) + (fits && call.heads_q > 0 ? other_layout(layout) : ""));
   }
   s = check_tensor("out", t.out, Format::none, {call.batch, t.q.shape[1], t.q.shape[2], o.dv}, true,
                    device);
@@ -91,6 +90,7 @@ Status make_call(const detail::KvCacheData& cache, std::int64_t layer,
   }
   call.blocks = formats::kv_blocks(longest);
   if (Status s = check_the_rest(tensors, {}, call); !s.ok()) return s;
+  call.group_size = call.heads_q / cache.options.heads_kv;
   const auto [query, head] = axes_of(options.layout);
   call.q = {tensors.q.stride[0], tensors.q.stride[query], tensors.q.stride[head]};
   call.out = {tensors.out.stride[0], tensors.out.stride[query], tensors.out.stride[head]};
@@ -102,6 +102,21 @@ Status make_call(const detail::KvCacheData& cache, std::int64_t layer,
   call.window_left = options.window_left;
   call.threads = options.threads > 0 ? options.threads : cache.threads();
   return {};
+}
+
+DecodeCall DecodeCall::of_heads(std::int64_t first, std::int64_t count) const {
+  DecodeCall part = *this;
+  part.group_size = count;
+  const auto move = [](TensorView& view, std::int64_t elements) {
+    if (!view.present()) return;
+    view.data = static_cast<std::byte*>(view.data) + elements * (info(view.format).bits / 8);
+  };
+  move(part.tensors.q, first * q.head);
+  move(part.tensors.out, first * out.head);
+  move(part.tensors.lse, first * queries);
+  move(part.tensors.sinks, first);
+  move(part.tensors.mass, first * blocks);
+  return part;
 }
 
 }  // namespace qattn::kv

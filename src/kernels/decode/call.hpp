@@ -34,8 +34,15 @@ struct DecodeCall : DecodeExtents {
   bool causal = true, debias = false;
   std::int64_t window_left = -1;
   int threads = 1;
+  std::int64_t group_size = 1;  ///< heads of each KV head that this call has
 
-  std::int64_t group() const { return heads_q / cache->options.heads_kv; }
+  std::int64_t group() const { return group_size; }
+  /// The head of row `r` of a KV head, in tensors whose address is that of the first one's.
+  std::int64_t head_of(std::int64_t head_kv, int r) const {
+    return head_kv * (heads_q / cache->options.heads_kv) + r / queries;
+  }
+  /// The call for heads [first, first + count) of each KV head: tiles have room for most_group.
+  DecodeCall of_heads(std::int64_t first, std::int64_t count) const;
   /// Rows of one (sequence, KV head): row r is query r % queries of head r / queries of the group.
   int rows() const { return static_cast<int>(group() * queries); }
   std::int64_t position(std::int64_t b, std::int64_t query) const {

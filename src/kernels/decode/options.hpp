@@ -10,7 +10,7 @@
 namespace qattn::kv {
 
 inline constexpr std::int64_t most_queries = 8;  ///< of a sequence in one call
-inline constexpr std::int64_t most_group = 16;   ///< query heads of a KV head
+inline constexpr std::int64_t most_group = 16;   ///< heads of a KV head that are read together
 
 /// All but the threads, which are the CPU's.
 inline Status check_decode_options(const KvDecodeOptions& o) {

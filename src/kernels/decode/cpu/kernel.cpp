@@ -42,6 +42,8 @@ class Decode {
   explicit Decode(const DecodeCall& call)
       : call_(call), rows_(call.rows()), d_(call.cache->d()), dv_(call.cache->dv()) {}
 
+  /// What may fail.
+  void prepare_memory();
   void run();
 
  private:
@@ -75,6 +77,7 @@ class Decode {
   Array<float> out_, max_, sum_, mass_sums_, mass_top_;
   Array<std::uint8_t> bad_;
   Array<TileMass> mass_;
+  std::vector<Scratch> scratch_;  ///< [threads]
 };
 
 void Decode::split() {
@@ -156,7 +159,7 @@ void Decode::prepare(std::int64_t u, int set) {
   const std::int64_t bytes = info(view.format).bits / 8;
   float row[256];
   for (int r = 0; r < rows_; ++r) {
-    const std::int64_t head = h * call_.group() + r / call_.queries;
+    const std::int64_t head = call_.head_of(h, r);
     const std::int64_t element =
         b * call_.q.batch + r % call_.queries * call_.q.query + head * call_.q.head;
     kv::load_given_row(cache, kv::Part::k,
@@ -197,7 +200,7 @@ void Decode::work(const Task& task, Scratch& scratch) {
 void Decode::merge_row(std::int64_t u, int r, float* rotated, float* raw) {
   const detail::KvCacheData& cache = *call_.cache;
   const std::int64_t b = u / cache.options.heads_kv, h = u % cache.options.heads_kv;
-  const std::int64_t head = h * call_.group() + r / call_.queries, query = r % call_.queries;
+  const std::int64_t head = call_.head_of(h, r), query = r % call_.queries;
   const std::int64_t begin = first_task_[static_cast<std::size_t>(u)];
   const std::int64_t end = first_task_[static_cast<std::size_t>(u) + 1];
   const auto* sinks = static_cast<const float*>(call_.tensors.sinks.data);
@@ -254,7 +257,7 @@ void Decode::merge_row(std::int64_t u, int r, float* rotated, float* raw) {
 
 void Decode::add_mass(std::int64_t u, int r, float lse) {
   const std::int64_t b = u / call_.cache->options.heads_kv;
-  const std::int64_t head = u % call_.cache->options.heads_kv * call_.group() + r / call_.queries;
+  const std::int64_t head = call_.head_of(u % call_.cache->options.heads_kv, r);
   float* row =
       static_cast<float*>(call_.tensors.mass.data) + (b * call_.heads_q + head) * call_.blocks;
   const float share = 1.0f / static_cast<float>(call_.queries);
@@ -278,24 +281,30 @@ void Decode::add_mass(std::int64_t u, int r, float lse) {
 
 void Decode::combine(std::int64_t u, float* scratch) {
   if (call_.tensors.mass.present()) {
-    float* mass = static_cast<float*>(call_.tensors.mass.data) + u * call_.group() * call_.blocks;
+    // Heads of all sequences follow one another.
+    float* mass =
+        static_cast<float*>(call_.tensors.mass.data) + call_.head_of(u, 0) * call_.blocks;
     std::fill_n(mass, call_.group() * call_.blocks, 0.0f);
   }
   for (int r = 0; r < rows_; ++r) merge_row(u, r, scratch, scratch + dv_);
 }
 
-void Decode::run() {
+void Decode::prepare_memory() {
   split();
   allocate();
   const auto units = static_cast<std::int64_t>(first_task_.size()) - 1;
   const auto tasks = static_cast<std::int64_t>(tasks_.size());
   const auto useful = std::max({units, tasks, std::int64_t{1}});
   const auto threads = static_cast<int>(std::min<std::int64_t>(call_.threads, useful));
-  std::vector<Scratch> scratch;
-  for (int t = 0; t < threads; ++t) scratch.emplace_back(call_);
-#pragma omp parallel num_threads(team(threads))
+  for (int t = 0; t < threads; ++t) scratch_.emplace_back(call_);
+}
+
+void Decode::run() {
+  const auto units = static_cast<std::int64_t>(first_task_.size()) - 1;
+  const auto tasks = static_cast<std::int64_t>(tasks_.size());
+#pragma omp parallel num_threads(team(static_cast<int>(scratch_.size())))
   {
-    Scratch& mine = scratch[static_cast<std::size_t>(kv::thread_index())];
+    Scratch& mine = scratch_[static_cast<std::size_t>(kv::thread_index())];
     Phases phases;
     phases.each(units * sets_, [&](std::int64_t i) {
       const auto set = static_cast<int>(i % sets_);
@@ -309,7 +318,13 @@ void Decode::run() {
 }  // namespace
 
 Status decode(const DecodeCall& call) {
-  Decode(call).run();
+  std::vector<DecodeCall> parts;
+  for (std::int64_t first = 0; first < call.group(); first += kv::most_group) {
+    parts.push_back(call.of_heads(first, std::min(kv::most_group, call.group() - first)));
+  }
+  std::vector<Decode> all(parts.begin(), parts.end());
+  for (Decode& part : all) part.prepare_memory();
+  for (Decode& part : all) part.run();
   return {};
 }
 

@@ -90,14 +90,14 @@ struct DecodeMass {
 
   // ---- LSE ------------------------------------------------------------------------------------
 
-  /// Of all rows of the pair, in units of log2, to shared memory. Some threads share each row's
-  /// blocks of Decode.
-  QATTN_DEVICE void find_lse() const {
+  /// Of the pair's rows from `begin` on, at most as many as threads, in units of log2, to shared
+  /// memory. Some threads share each row's blocks of Decode.
+  QATTN_DEVICE void find_lse(int begin, int end) const {
     int lanes = 32;
-    while (lanes * p.rows() > threads) lanes /= 2;
-    const int r = isa::thread() / lanes, lane = isa::thread() % lanes;
+    while (lanes * (end - begin) > threads) lanes /= 2;
+    const int r = begin + isa::thread() / lanes, lane = isa::thread() % lanes;
     RowSum row;
-    if (r < p.rows()) {
+    if (r < end) {
       const std::int64_t unit = index + p.chunk_of(r) * p.pairs();
       const int last = isa::load_global(p.last_block + unit);
       for (int n = isa::load_global(p.first_block + unit) + lane; n <= last; n += lanes) {
@@ -112,12 +112,12 @@ struct DecodeMass {
       const float other_top = isa::shuffle_xor(row.top, mask);
       row.add(other_top, isa::shuffle_xor(row.total, mask));
     }
-    if (r >= p.rows() || lane != 0) return;
+    if (r >= end || lane != 0) return;
     if (p.sinks != nullptr) {
       const int head = pair.head * p.group + r / p.queries;
       row.add(isa::load_global(p.sinks + head) * tile::log2_e, 1.0f);
     }
-    isa::store_shared(lse_at(r), row.lse());
+    isa::store_shared(lse_at(r - begin), row.lse());
   }
   static QATTN_DEVICE isa::SharedAddress lse_at(int r) {
     return isa::shared_base() + static_cast<isa::SharedAddress>(r * 4);
@@ -135,26 +135,27 @@ struct DecodeMass {
 
   static constexpr int heads = 4;  ///< at a time: their loads do not wait for one another
 
-  /// What one query of heads `first` and on gave to the block at place `at` of the lists, as
-  /// logarithms.
-  QATTN_DEVICE void load_logs(float (&log)[heads], int first, int query, std::int64_t at) const {
+  /// What one query of heads from `first` on, before `end`, gave to the block at place `at` of the
+  /// lists, as logarithms.
+  QATTN_DEVICE void load_logs(float (&log)[heads], int first, int end, int query,
+                              std::int64_t at) const {
 #pragma unroll
     for (int k = 0; k < heads; ++k) {
       const int r = (first + k) * p.queries + query;
       log[k] = -tile::infinity();
-      if (at >= 0 && first + k < p.group) {
+      if (at >= 0 && first + k < end) {
         log[k] = isa::load_global(p.mass_log + (p.chunk_of(r) * p.mass_chunk + at) * p.unit_rows +
                                   (r & (p.unit_rows - 1)));
       }
     }
   }
-  QATTN_DEVICE void add_logs(float (&mass)[heads], const float (&log)[heads], int first,
-                             int query) const {
+  QATTN_DEVICE void add_logs(float (&mass)[heads], const float (&log)[heads], int first, int query,
+                             int begin) const {
 #pragma unroll
     for (int k = 0; k < heads; ++k) {
       if (log[k] == -tile::infinity()) continue;
       const int r = (first + k) * p.queries + query;
-      mass[k] += isa::exp2(log[k] - isa::load_shared<float>(lse_at(r)));
+      mass[k] += isa::exp2(log[k] - isa::load_shared<float>(lse_at(r - begin)));
     }
   }
 
@@ -179,26 +180,36 @@ struct DecodeMass {
     if (pair.bad) {
       return fill(0, p.mass_blocks, place, p.mass_parts() * threads, tile::quiet_nan());
     }
-    std::int64_t own_at = -1;
-    if ((place - isa::thread()) >> p.page_shift() < pair.entries) {  // some thread has an entry
-      if (entry < pair.entries) own_at = place_of(own, entry);
-      find_lse();
-      isa::sync_threads();
-    }
-    fill_gaps();
     // Entries of one position follow one another; the first adds up for all.
-    if (entry >= pair.entries || (entry > 0 && before_first == own.first)) return;
     const std::int64_t at = block_at(own.first) + block;
-    if (at >= p.mass_blocks) return;
+    const bool adds = entry < pair.entries && at < p.mass_blocks &&
+                      !(entry > 0 && before_first == own.first);
+    const bool any = (place - isa::thread()) >> p.page_shift() < pair.entries;  // of the threads
+    const std::int64_t own_at = entry < pair.entries ? place_of(own, entry) : -1;
+    const int together = threads / p.queries;  // heads whose rows have a thread each
+    for (int first = 0; first < p.group; first += together) {
+      const int end = first + together < p.group ? first + together : p.group;
+      if (first > 0) isa::sync_threads();
+      if (any) {
+        find_lse(first * p.queries, end * p.queries);
+        isa::sync_threads();
+      }
+      if (first == 0) fill_gaps();
+      if (adds) add_heads(first, end, own_at, at);
+    }
+  }
+
+  /// This thread's block, `own_at` in the lists, for heads [begin, end): to place `at` of the mass.
+  QATTN_DEVICE void add_heads(int begin, int end, std::int64_t own_at, std::int64_t at) const {
     const bool alone = entry + 1 >= pair.entries || after_first != own.first;
-    for (int head = 0; head < p.group; head += heads) {
+    for (int head = begin; head < end; head += heads) {
       float mass[heads] = {};
       std::int64_t list_at = own_at;
       for (std::int32_t n = entry;;) {
         for (int query = 0; query < p.queries; ++query) {
           float log[heads];
-          load_logs(log, head, query, list_at);
-          add_logs(mass, log, head, query);
+          load_logs(log, head, end, query, list_at);
+          add_logs(mass, log, head, query, begin * p.queries);
         }
         if (alone || ++n >= pair.entries) break;
         const kv::Entry e = load_entry(table + n);
@@ -207,7 +218,7 @@ struct DecodeMass {
       }
 #pragma unroll
       for (int k = 0; k < heads; ++k) {
-        if (head + k < p.group) store(head + k, at, mass[k] / static_cast<float>(p.queries));
+        if (head + k < end) store(head + k, at, mass[k] / static_cast<float>(p.queries));
       }
     }
   }
