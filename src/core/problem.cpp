@@ -223,10 +223,6 @@ class Maker {
       return invalid("v: format " + std::string(info(t_.v.format).name) + " differs from k's " +
                      std::string(info(t_.k.format).name));
     }
-    if (t_.q.format != t_.k.format && is_float(t_.q.format) && is_float(t_.k.format)) {
-      return invalid("k: format " + std::string(info(t_.k.format).name) + " differs from q's " +
-                     std::string(info(t_.q.format).name));
-    }
     return {};
   }
 

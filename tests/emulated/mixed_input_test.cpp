@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "conformance/coded.hpp"
 #include "emulated/emulated_backend.hpp"
@@ -108,6 +109,28 @@ TEST_P(EmulatedMixedInput, MeansOfQueriesBesideKeysInF32) {
     const AttentionTensors t = laid.tensors();
     expect_near(run_emulated(t, call, recipe_, laid, portable(recipe_)),
                 run(t, call, recipe_, laid), call, bound());
+  }
+}
+
+/// As beside a cache in 16 bits; on kernels that read Q themselves, too.
+TEST_P(EmulatedMixedInput, QueriesInAnotherFormatThanKeysAndValues) {
+  for (const int gpu : {portable(recipe_), 90}) {
+    for (const auto& [of_q, of_kv] :
+         {std::pair{Format::f32, Format::f16}, std::pair{Format::bf16, Format::f16}}) {
+      Feature f = small();
+      const Call call = make_call(f, 34);
+      f.how.input = of_q;
+      Laid queries = lay_out(call, f.how);
+      f.how.input = of_kv;
+      Laid laid = lay_out(call, f.how);
+      laid.q = std::move(queries.q);
+      for (const Toggle smooth : {Toggle::off, Toggle::on}) {
+        recipe_.smooth_k = smooth;
+        const AttentionTensors t = laid.tensors();
+        expect_near(run_emulated(t, call, recipe_, laid, gpu), run(t, call, recipe_, laid), call,
+                    bound());
+      }
+    }
   }
 }
 

@@ -82,8 +82,13 @@ struct Call {
   /// Does the variant without detours make the operand's codes?
   bool plain(Role role) const {
     const auto i = static_cast<std::size_t>(role);
+    if (mixes_floats()) return false;  // a launch of it reads one format
     if (role != Role::q && layout.seen != PrepareLayout::none) return false;  // it knows no masks
     return facts[i].wanted && is_plain(recipe, facts[i], rows[i]);
+  }
+  bool mixes_floats() const {
+    const Format q = facts[0].tensor.format, k = facts[1].tensor.format;
+    return q != k && !facts[0].codes && !facts[1].codes;
   }
   /// Is its first pass that variant's, too?
   bool reads_twice(Role role) const {
