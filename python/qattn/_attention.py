@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -63,15 +64,33 @@ _OPERANDS = {
 }
 #: what others call an argument, and what attention() does
 _OTHER_NAMES = {
+    "attention_mask": "mask",
     "attn_mask": "mask",
     "attn_bias": "mask",
     "block_table": "page_table",
+    "block_tables": "page_table",
+    "cache_seqlens": "seqused_k",
     "is_causal": "causal",
+    "k_descale": "k_scale",
     "logits_soft_cap": "softcap",
     "projection_bias": "bias",
+    "q_descale": "q_scale",
+    "return_attn_probs": "return_lse",
+    "return_softmax_lse": "return_lse",
+    "s_aux": "sinks",
     "sm_scale": "scale",
     "softmax_scale": "scale",
+    "v_descale": "v_scale",
     "window_size": "window",
+}
+#: what others ask for, and why attention() does not
+_NOT_NEEDED = {
+    "deterministic": "results never depend on threads or timing; leave it out",
+    "dropout_p": "qattn has no dropout; leave it out where it is 0",
+    "enable_gqa": "k and v may have fewer heads than q; leave it out",
+    "max_seqlen_k": "lengths are read from cu_seqlens_k; leave it out",
+    "max_seqlen_q": "lengths are read from cu_seqlens_q; leave it out",
+    "num_splits": "the plan splits keys by itself; leave it out",
 }
 
 
@@ -82,8 +101,8 @@ def _check_names(function: str, known: Container[str], given: Iterable[str]) -> 
     """TypeError for arguments that there are not, with the name that one of another's has here."""
     for name in given:
         if name not in known:
-            own = _OTHER_NAMES.get(name)
-            hint = f"; here it is {own!r}" if own else ""
+            own, reason = _OTHER_NAMES.get(name), _NOT_NEEDED.get(name)
+            hint = f"; here it is {own!r}" if own else f": {reason}" if reason else ""
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
@@ -107,7 +126,8 @@ def attention(
     *,
     recipe: str | Recipe = "auto",
     layout: str = "bshd",
-    causal: bool = False,
+    causal: bool | str = False,
+    causal_offset: int | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: Any = None,
@@ -156,6 +176,8 @@ def attention(
     With float inputs, q_scale, k_scale and v_scale are static scales, and k_mean (B, Hkv, D) is
     what smooth_k subtracts instead of k's own mean: any vector, exactly. Scales are positive and
     finite; on a GPU, where only validate=True looks, others make the rows that use them NaN.
+    q may be of another float dtype than k and v, as beside a cache in 16 bits. q_scale per head may
+    be (B, Hkv), one for all heads that share k's, as FlashAttention has it.
 
     recipe: a name of recipes(), a Recipe, or "auto". q_granularity and the like: a name, (name,
     block) or (name, block, warp). smooth_k, smooth_q, smooth_v, rotate, balance_k: None leaves the
@@ -165,19 +187,22 @@ def attention(
     which without it makes loud keys worse in FP8 and FP4, and on CPUs where q and k become int8 or
     4-bit floats; off where q or k comes as codes or has static scales.
     scale: softmax scale, default 1 / sqrt(D). softcap: s = c tanh(s / c).
-    causal: query i sees keys j <= i + Sk - Sq (bottom right). window: (left, right), keys from
-    i + Sk - Sq - left to i + Sk - Sq + right; -1 is unlimited. With causal, right is 0, -1, left
-    (a distance: (w, w) is then (w, 0), as in FlashAttention) or hides nothing, from Sq - 1 on.
+    causal: query i sees keys j <= i + Sk - Sq (True or "lower_right") or j <= i ("upper_left").
+    causal_offset: j <= i + causal_offset, the tokens before q where others follow it in k. Upper
+    left and offsets are for sequences of one length, of which the mask tells the rest.
+    window: (left, right), keys from i + Sk - Sq - left to i + Sk - Sq + right; -1 is unlimited.
+    With causal, right is 0, -1, left (a distance: (w, w) is then (w, 0), as in FlashAttention) or
+    hides nothing, from Sq - 1 on.
     mask: bool (True = may look) or float (added), broadcasts to (B, Hq, Sq, Sk); or a BitMask; or
     torch's causal_upper_left(Sq, Sk) or causal_lower_right(Sq, Sk). Other tensors of torch that
     are not what their memory holds are refused by name.
     block_mask: bool, one for each block of block_mask_size = (queries, keys) tokens, multiples of
     64; broadcasts to (B, Hq, blocks of queries, blocks of keys). Kernels skip what it forbids.
     sinks: (Hq) logits that join the denominator only.
-    alibi_slopes: (Hq) or (B, Hq) float32. Adds -slope * |i + Sk - Sq - j| to the score of query i
-    and key j, Sq and Sk being the sequence's own lengths.
+    alibi_slopes: (Hq) or (B, Hq). Adds -slope * |i + Sk - Sq - j| to the score of query i
+    and key j, Sq and Sk being the sequence's own lengths. Both may be of any float dtype.
     cu_seqlens_q, cu_seqlens_k: (B + 1), tensors are packed (T, H, D) or (H, T, D). seqused_q,
-    seqused_k: (B), tokens that exist. page_table: (B, pages), k and v are (pages, page_size, Hkv,
+    seqused_k: (B), tokens that exist, or one number for all. page_table: (B, pages), k and v are (pages, page_size, Hkv,
     D); needs seqused_k. These are int32 or int64 (on GPUs torch's alone, which are copied to
     int32), or lists of integers.
     saturated: (3) int64 output, codes of q, k, v that a static scale clipped.
@@ -282,6 +307,24 @@ def _arguments(q: Any, k: Any, v: Any, options: dict[str, Any]) -> dict[str, Any
     return dict(bound.arguments)
 
 
+def _only_until(mask: Any, queries: int, keys: int, offset: int, like: Any) -> Any:
+    """The mask, or none, of which query i keeps keys j <= i + offset, where `like` lies."""
+    if is_torch(like):
+        import torch
+
+        seen = torch.ones((queries, keys), dtype=torch.bool, device=like.device).tril(offset)
+        if mask is None:
+            return seen
+        return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+    seen = np.tri(queries, keys, offset, dtype=bool)
+    if mask is None:
+        return seen
+    check_array("mask", mask)
+    if mask.dtype == bool:
+        return mask & seen
+    return np.where(seen, mask, np.asarray(-np.inf, mask.dtype))
+
+
 class _Call:
     """Tensors and options of one call in the extension's terms."""
 
@@ -297,7 +340,9 @@ class _Call:
         self.device = device_of(self.q)
         for role in _ROLES:
             self._add_operand(role)
+        self._spread_q_scale()
         self._check_rotation()
+        self._take_causal()
         self._add_extras()
         self.options = self._options()
 
@@ -363,6 +408,25 @@ class _Call:
         ):
             raise InvalidArgument(f"{role}: was quantised with other {name} than the call's")
 
+    def _spread_q_scale(self) -> None:
+        """A scale of q for each head of k, (B, Hkv), becomes one for each head of q."""
+        scale = self._given["q_scale"]
+        if scale is None or len(scale.shape) != 2 or self._given["cu_seqlens_q"] is not None:
+            return
+        place = 2 if self._given["layout"] == "bshd" else 1
+        heads_q, heads_k = (
+            shape[place] if len(shape) == 4 else 0
+            for shape in (entry_shape(self.tensors[role]) for role in ("q", "k"))
+        )
+        if heads_k in (0, heads_q) or scale.shape[1] != heads_k or heads_q % heads_k != 0:
+            return
+        group = heads_q // heads_k
+        spread = (
+            scale.repeat_interleave(group, 1) if is_torch(scale) else np.repeat(scale, group, 1)
+        )
+        self._given["q_scale"] = spread
+        self.tensors["q_scale"] = entry("q_scale", spread)
+
     def _check_rotation(self) -> None:
         q, k = self._quantized("q"), self._quantized("k")
         for role, one, other in (("q", q, k), ("k", k, q)):
@@ -374,7 +438,8 @@ class _Call:
     def _add_extras(self) -> None:
         for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table"):
             if self._given[name] is not None:
-                self.tensors[name] = index_entry(name, self._given[name], self.device)
+                given = self._one_for_all(name, self._given[name])
+                self.tensors[name] = index_entry(name, given, self.device)
         for name in ("sinks", "alibi_slopes"):
             if self._given[name] is not None:
                 self.tensors[name] = small_entry(name, self._given[name], np.float32, self.device)
@@ -391,6 +456,71 @@ class _Call:
                 unit_stride(given, self._given[given])
         if self._given["saturated"] is not None:
             self.tensors["saturated"] = output_entry("saturated", self._given["saturated"])
+
+    def _one_for_all(self, name: str, x: Any) -> Any:
+        """Of one number of used tokens as many as there are sequences."""
+        if not name.startswith("seqused") or isinstance(x, (list, tuple)):
+            return x
+        if getattr(x, "shape", ()) != () or not isinstance(x, (int, np.integer)):
+            return x
+        count = integer(name, x)
+        packed = self._given["cu_seqlens_q" if name == "seqused_q" else "cu_seqlens_k"]
+        table = self._given["page_table"]
+        if packed is not None:
+            batch = len(packed) - 1
+        elif table is not None and not isinstance(table, (list, tuple)):
+            batch = table.shape[0]
+        else:
+            batch = len(table) if table is not None else entry_shape(self.tensors["q"])[0]
+        if self.device == CPU:
+            return [count] * batch
+        if not is_torch(self.q):
+            raise Unsupported(f"{name}: is one number; on a GPU give an array of {batch}")
+        import torch
+
+        return self.q.new_full((batch,), count, dtype=torch.int32)
+
+    def _take_causal(self) -> None:
+        """causal by name and causal_offset, in what the extension knows: causal, window, mask."""
+        given = self._given
+        corner, offset = given["causal"], given["causal_offset"]
+        if isinstance(corner, str) and corner not in ("upper_left", "lower_right"):
+            raise InvalidArgument(
+                f"causal: {shown(corner)} is not True, False, 'upper_left' or 'lower_right'"
+            )
+        if offset is not None:
+            offset = integer("causal_offset", offset)
+            if isinstance(corner, str):
+                raise InvalidArgument(f"causal_offset: {offset} beside causal={corner!r}; give one")
+            given["causal"] = False
+        elif isinstance(corner, str):
+            offset = 0 if corner == "upper_left" else None
+            given["causal"] = offset is None
+        if offset is not None:
+            self._hide_behind(offset)
+
+    def _hide_behind(self, offset: int) -> None:
+        """Query i sees keys j <= i + offset."""
+        given = self._given
+        what = "causal: 'upper_left'" if given["causal_offset"] is None else "causal_offset"
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "page_table", "window", "alibi_slopes"):
+            if given[name] is not None:
+                raise InvalidArgument(
+                    f"{what}: is not known beside {name}; give a mask, or lower_right"
+                )
+        place = 1 if given["layout"] == "bshd" else 2
+        shapes = [entry_shape(self.tensors[role]) for role in ("q", "k")]
+        if min(len(shape) for shape in shapes) < 4:
+            return  # the validator says what is wrong
+        queries, keys = (shape[place] for shape in shapes)
+        right = offset + queries - keys
+        if right >= 0 and given["seqused_q"] is None and given["seqused_k"] is None:
+            given["window"] = (-1, right)
+            return
+        mask = self._plain_mask(given["mask"])
+        if isinstance(mask, BitMask):
+            raise InvalidArgument(f"{what}: is not known beside a BitMask; put it there")
+        given["mask"] = _only_until(mask, queries, keys, offset, self.q)
 
     def _plain_mask(self, mask: Any) -> Any:
         """The mask; of torch's causal biases what they mean."""

@@ -23,8 +23,11 @@ class QattnError(Exception):
     """Base of all errors of qattn. A call that raises one has written to no output."""
 
 
-class InvalidArgument(QattnError, ValueError):
-    """The call itself is wrong: shape, stride, dtype, option, or contents of an index tensor."""
+class InvalidArgument(QattnError, ValueError, RuntimeError):
+    """The call itself is wrong: shape, stride, dtype, option, or contents of an index tensor.
+
+    A RuntimeError, too, since torch's own attention refuses by one and callers fall back on it.
+    """
 
 
 class Unsupported(QattnError, NotImplementedError):

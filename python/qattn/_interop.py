@@ -50,6 +50,19 @@ _FORMATS = {
     "float8_e5m2": "e5m2",
     "float8_e8m0fnu": "ue8m0",
 }
+#: dtypes that arguments other than operands and outputs take; those take floats
+_TAKEN = {
+    "sinks": ("float32",),
+    "alibi_slopes": ("float32",),
+    "cu_seqlens_q": ("int32", "int64"),
+    "cu_seqlens_k": ("int32", "int64"),
+    "seqused_q": ("int32", "int64"),
+    "seqused_k": ("int32", "int64"),
+    "page_table": ("int32", "int64"),
+    "saturated": ("int64",),
+    **{f"{role}_{what}": ("float32",) for role in "qkv" for what in ("global", "mean")},
+    **{f"{role}_scale": ("float32", "float8_e4m3fn", "float8_e8m0fnu") for role in "qkv"},
+}
 _FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 # dtypes that hold codes of a format which the recipe names
 _RAW_CODES = ("uint8", "float4_e2m1fn_x2")
@@ -179,7 +192,7 @@ def format_of(name: str, x: Any, codes: str | None = None) -> str:
         return codes
     if dtype not in _FORMATS:
         raise InvalidArgument(
-            f"{name}: dtype {dtype} is not one of {', '.join([*_FORMATS, *_RAW_CODES])}"
+            f"{name}: dtype {dtype} is not one of {', '.join(_taken(name, codes))}"
             + _conversion(name, x)
         )
     if dtype == "float8_e4m3fn" and codes == "mxfp8":
@@ -187,8 +200,20 @@ def format_of(name: str, x: Any, codes: str | None = None) -> str:
     return _FORMATS[dtype]
 
 
+def _taken(name: str, codes: str | None) -> list[str]:
+    """The dtypes that an argument takes, of codes those in the format that the recipe names."""
+    if name in _TAKEN:
+        return [*_TAKEN[name]]
+    if codes not in FORMATS or FORMATS[codes][0] > 8:
+        return [*_FLOATS.values()]
+    own = [dtype for dtype, format_name in _FORMATS.items() if format_name == codes]
+    return [*_FLOATS.values(), *(own or _RAW_CODES)]
+
+
 def _conversion(name: str, x: Any) -> str:
     """How to get numbers that qattn takes from real ones that it does not."""
+    if name in _TAKEN:
+        return ""
     if is_torch(x):
         real = x.dtype.is_floating_point and x.dtype.itemsize > 4
         return f"; numbers are float32, float16 or bfloat16: {name}.float()" if real else ""
@@ -285,7 +310,22 @@ def small_entry(name: str, x: Any, dtype: type, device: Device = CPU) -> Entry:
             x = made.astype(dtype, casting="unsafe" if made.dtype.kind in "iuf" else "safe")
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidArgument(f"{name}: {error}") from None
+    if dtype is np.float32:
+        x = _widened(name, x)
     return entry(name, x)
+
+
+def _widened(name: str, x: Any) -> Any:
+    """A few numbers in float32, from float16, bfloat16 or float64, which is rounded."""
+    if is_torch(x):
+        if not x.is_floating_point() or _name_of(x.dtype) not in ("float64", "float16", "bfloat16"):
+            return x
+        check_array(name, x)
+        return x.float()
+    if isinstance(x, np.ndarray) and dtype_name(x) in ("float64", "float16", "bfloat16"):
+        check_array(name, x)
+        return x.astype(np.float32)
+    return x
 
 
 def index_entry(name: str, x: Any, device: Device = CPU) -> Entry:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import _qattn
@@ -16,7 +17,8 @@ from ._attention import made_options
 from ._errors import InvalidArgument, Unsupported, shown
 from ._interop import (
     check_mask_dtype,
-    entry,
+    device_of,
+    small_entry,
     stream_of,
     torch_entry,
     unit_stride,
@@ -410,7 +412,7 @@ def _run(
     if mask is not None:
         tensors["mask"] = torch_entry(mask)
     if sinks is not None:
-        tensors["sinks"] = entry("sinks", sinks)
+        tensors["sinks"] = small_entry("sinks", sinks, np.float32, device_of(query))
     if lse is not None:
         tensors["lse"] = torch_entry(lse)
     try:

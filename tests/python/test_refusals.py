@@ -104,8 +104,8 @@ REFUSALS = {
                           mask=np.ones((70, 150), np.uint8)),
     "sinks": refusal(INVALID, "sinks: shape", sinks=[0.0, 1.0]),
     "ragged sinks": refusal(INVALID, "sinks: ", sinks=[[1.0], [1.0, 2.0]]),
-    "alibi dtype": refusal(INVALID, "alibi_slopes: format f16", alibi_slopes=Q[0, 0, :, 0].astype(
-        np.float16)),
+    "alibi dtype": refusal(INVALID, "alibi_slopes: format s32", alibi_slopes=Q[0, 0, :, 0].astype(
+        np.int32)),
     "seqused": refusal(INVALID, "seqused_k: entry 1 is 151", seqused_k=[3, 151]),
     "seqused dtype": refusal(INVALID, "seqused_k: format f32", seqused_k=np.float32([3, 4])),
     "seqused wide": refusal(
