@@ -3,30 +3,55 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .._errors import InvalidArgument, shown
+from .._fork import new_lock
 from .._recipe import integer, real
 from .place import Place
+from .steps import Run
 
 
 class Clock:
-    """Tells the step and sigma of a forward pass, in a scheduler's terms.
+    """Tells the step and sigma of a forward pass of one denoiser, in its scheduler's terms.
 
     scheduler: of diffusers, or what has `timesteps` and, where it counts, `step_index`; or None.
     """
 
     def __init__(self, scheduler: Any = None) -> None:
-        self.scheduler = scheduler
-        self.given: Place | None = None  # by Attachment.at()
-        self._timesteps: Any = None  # of the run under way: a new list begins a new run
-        self._begin = 0
+        self._source: Callable[[], Any] = lambda: scheduler
+        self._run: Run | None = None  # a new list of timesteps begins a new run
+        self._lock = new_lock()
 
-    def moment(self, model: torch.nn.Module, args: tuple, kwargs: dict, context: Any) -> Place:
-        """A Place without a layer. context: diffusers' CacheContext of the call, or None."""
+    @classmethod
+    def of(cls, model: Any, name: str, scheduler: Any) -> Clock:
+        """The clock of a pipeline's denoiser of that name. scheduler: given instead.
+
+        A pipeline is asked at each pass: its scheduler may be replaced meanwhile.
+        """
+        clock = cls(scheduler)
+        if scheduler is None and not isinstance(model, torch.nn.Module):
+            clock._source = lambda: _scheduler_of(model, name)
+        return clock
+
+    @property
+    def scheduler(self) -> Any:
+        """The denoiser's scheduler at this time, or None."""
+        return self._source()
+
+    def moment(
+        self,
+        model: torch.nn.Module,
+        args: tuple,
+        kwargs: dict,
+        context: Any,
+        given: Place | None = None,
+    ) -> Place:
+        """A Place without a layer. context: diffusers' CacheContext of the call, or None. given:
+        what goes before all that, by Attachment.at()."""
         place = self._scheduled(model, args, kwargs)
         if context is not None:
             said = {
@@ -36,41 +61,40 @@ class Clock:
                 "sigma": None if context.sigma is None else float(context.sigma),
             }
             place = dataclasses.replace(place, **{k: x for k, x in said.items() if x is not None})
-        if self.given is not None:
+        if given is not None:
             said = {
-                name: getattr(self.given, name)
+                name: getattr(given, name)
                 for name in ("branch", "step", "steps", "sigma")
-                if getattr(self.given, name) is not None
+                if getattr(given, name) is not None
             }
             place = dataclasses.replace(place, **said)
         return place
 
     def _scheduled(self, model: torch.nn.Module, args: tuple, kwargs: dict) -> Place:
-        timesteps = getattr(self.scheduler, "timesteps", None)
+        scheduler = self.scheduler
+        timesteps = getattr(scheduler, "timesteps", None)
         if timesteps is None or len(timesteps) == 0:
             return Place()
-        fresh = timesteps is not self._timesteps
-        step = self._step(timesteps, model, args, kwargs)
-        if step is None:
-            return Place(steps=len(timesteps))
-        begin = getattr(self.scheduler, "begin_index", None)
-        if fresh:
-            self._timesteps, self._begin = timesteps, step
-        if begin is not None:
-            self._begin = int(begin)
-        sigma = _sigma(self.scheduler, timesteps, step)
-        return Place(step=step, sigma=sigma, steps=len(timesteps), begin=self._begin)
+        with self._lock:
+            if self._run is None or not self._run.of(scheduler):
+                self._run = Run(scheduler)
+            run = self._run
+            found = run.place(model, args, kwargs)
+        if found is None:
+            return Place() if run.lost else Place(steps=len(timesteps))
+        step, begin = found
+        return Place(step=step, sigma=run.sigma(step), steps=len(timesteps), begin=begin)
 
-    def _step(self, timesteps: Any, model: torch.nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Schedulers count the steps that were done, which is the index of the one under way."""
-        step = getattr(self.scheduler, "step_index", None)
-        if step is None and not hasattr(self.scheduler, "step_index"):
-            step = getattr(self.scheduler, "counter", None)  # PNDM's
-        if step is None:  # before a run's first step, and schedulers that do not count
-            step = getattr(self.scheduler, "begin_index", None)
-        if step is None:
-            step = _index_of(_timestep(model, args, kwargs), timesteps, self.scheduler)
-        return int(step) if step is not None and 0 <= int(step) < len(timesteps) else None
+
+def _scheduler_of(pipeline: Any, name: str) -> Any:
+    """The scheduler of a pipeline's denoiser: the one that has its name, or its name's beginning,
+    as prior_scheduler is that of prior_prior; else the pipeline's own."""
+    words = name.split("_")
+    for count in range(len(words), 0, -1):
+        named = getattr(pipeline, "_".join((*words[:count], "scheduler")), None)
+        if named is not None:
+            return named
+    return getattr(pipeline, "scheduler", None)
 
 
 def given_place(step: Any, steps: Any, sigma: Any, branch: Any) -> Place:
@@ -84,51 +108,3 @@ def given_place(step: Any, steps: Any, sigma: Any, branch: Any) -> Place:
     if branch is not None and not isinstance(branch, str):
         raise InvalidArgument(f"branch: {shown(branch)} is not a name")
     return Place("", step, None if sigma is None else real("sigma", sigma), branch, steps)
-
-
-def _timestep(model: torch.nn.Module, args: tuple, kwargs: dict) -> float | None:
-    """The timestep that a forward pass was called with. Waits for a GPU where it lies there."""
-    try:
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        return None
-    for name in ("timestep", "timesteps", "t"):
-        value = given.get(name)
-        if isinstance(value, torch.Tensor) and value.numel() > 0:
-            return float(value.max())  # of several tokens' the noisy ones'
-        if isinstance(value, (int, float)):
-            return float(value)
-    return None
-
-
-def _index_of(value: float | None, timesteps: Any, scheduler: Any) -> int | None:
-    """The entry that a model's timestep is; models may take it as a share of the training's."""
-    if value is None:
-        return None
-    config = getattr(scheduler, "config", {})
-    train = config.get("num_train_timesteps", 1000) if hasattr(config, "get") else 1000
-    listed = torch.as_tensor(timesteps).detach().to("cpu", torch.float64)
-    found = set()
-    for unit in (1.0, 1.0 / train):
-        away = (listed * unit - value).abs()
-        nearest = int(away.argmin())
-        # Models take timesteps in 16 bits, too: 2^-8 of the value, if no other one is as near.
-        if away[nearest] <= max(abs(value) * 2**-8, 1e-6 * unit) and (
-            away[nearest] == 0 or int((away <= 4 * away[nearest]).sum()) == 1
-        ):
-            found.add(nearest)
-    return found.pop() if len(found) == 1 else None  # 1.0 may be the first step or the last
-
-
-def _sigma(scheduler: Any, timesteps: Any, step: int) -> float | None:
-    sigmas = getattr(scheduler, "sigmas", None)
-    if sigmas is not None and len(sigmas) in (len(timesteps), len(timesteps) + 1):
-        return float(sigmas[step])
-    products = getattr(scheduler, "alphas_cumprod", None)
-    if products is None:
-        return None
-    t = int(timesteps[step])
-    if not 0 <= t < len(products):
-        return None
-    alpha = float(products[t])
-    return ((1 - alpha) / alpha) ** 0.5 if alpha > 0 else None

@@ -20,10 +20,12 @@ class Counts:
         if place.step is not None:
             self.steps.setdefault((place.layer, name), set()).add(place.step)
 
-    def of_layer(self, layer: str, kind: str, forwards: int, missed: int) -> LayerReport:
+    def of_layer(
+        self, layer: str, kind: str, forwards: int, missed: int, answered: int = 0
+    ) -> LayerReport:
         calls = dict(self.calls.get(layer, {}))
         steps = {name: tuple(sorted(self.steps.get((layer, name), ()))) for name in calls}
-        return LayerReport(layer, kind, forwards, calls, steps, missed)
+        return LayerReport(layer, kind, forwards, calls, steps, missed, answered)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,8 @@ class LayerReport:
     calls: dict[str, int]  #: attention calls that were seen, by recipe ("torch": torch's own)
     steps: dict[str, tuple[int, ...]]  #: the steps of those calls, where they are known
     missed: int  #: how often its forward() ran without an attention call that was seen
+    #: how often another answered for it: a cache of diffusers, a hook that skips it
+    answered: int = 0
 
     @property
     def reached(self) -> bool:
@@ -61,7 +65,7 @@ class Report:
 
     @property
     def idle(self) -> tuple[LayerReport, ...]:
-        """Layers that did not run."""
+        """Layers that did not run, or for which others answered whenever they ran."""
         return tuple(x for x in self.layers if not x.reached and not x.missed)
 
     def __str__(self) -> str:
@@ -71,7 +75,9 @@ class Report:
                 rows.append((layer.layer, name, str(calls), spans(layer.steps.get(name, ()))))
             if layer.missed:
                 rows.append((layer.layer, f"NOT REACHED ({layer.kind})", str(layer.missed), ""))
-            elif not layer.calls:
+            if layer.answered:
+                rows.append((layer.layer, "another's answer", str(layer.answered), ""))
+            if not (layer.calls or layer.missed or layer.answered):
                 rows.append((layer.layer, "did not run", "0", ""))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [
