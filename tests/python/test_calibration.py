@@ -153,7 +153,7 @@ def test_sigmas_that_nothing_tells():
 @pytest.mark.parametrize(
     "sigmas, says",
     [
-        ([80, 8, 0], "step 2 has 0.0, which is not positive and finite; leave out the final 0"),
+        ([80, 8, 0], "step 2 has 0.0, which is not positive; leave out the final 0"),
         ([1, float("nan")], "step 1 has nan"),
         ([1, 3, 2], "rise and fall"),
         ([], "is empty"),

@@ -27,6 +27,7 @@ from .moment import Clock, given_place
 from .place import OnAttention, Place, Scales
 from .report import Report
 from .schedule import TORCH, Schedule, as_schedule
+from .steps import Run
 
 #: a pipeline's components that are denoisers; the first one's layers have no prefix
 _DENOISERS = ("transformer", "unet", "prior", "prior_prior", "decoder", "controlnet")
@@ -90,8 +91,9 @@ class Attachment:
         self.strict = strict
         self.open = True
         self._undo = contextlib.ExitStack()
+        runs: dict[int, Run] = {}
         self._denoisers = [
-            _Denoiser(self, prefix, part, Clock.of(model, name, scheduler))
+            _Denoiser(self, prefix, part, Clock.of(model, name, scheduler, runs))
             for name, prefix, part in _denoisers_of(model)
         ]
         for denoiser in self._denoisers:

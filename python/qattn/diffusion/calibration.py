@@ -57,7 +57,8 @@ class Calibration:
     """What calibrate() found. save() and Calibration.load() keep it in a .safetensors file."""
 
     model: str  #: the name that calibrate() was given
-    #: noise at each step, positive and never rising or never falling; None: steps are numbers only
+    #: noise at each step, positive and never rising or never falling, infinite where a schedule
+    #: leaves no signal; None: steps are numbers only
     sigmas: tuple[float, ...] | None
     layers: dict[str, Maxima]  #: by the layer's name, in the order of first calls
 
@@ -337,7 +338,8 @@ class Collector:
 
 
 def checked_sigmas(sigmas: Iterable[float]) -> tuple[float, ...]:
-    """A schedule's sigmas as numbers: positive, finite, never rising or never falling."""
+    """A schedule's sigmas as numbers: positive, never rising or never falling. Infinite ones are
+    of steps of nothing but noise, as zero-SNR betas begin with."""
     if hasattr(sigmas, "tolist"):
         sigmas = sigmas.tolist()
     if isinstance(sigmas, str) or not isinstance(sigmas, Iterable):
@@ -346,12 +348,10 @@ def checked_sigmas(sigmas: Iterable[float]) -> tuple[float, ...]:
     if not levels:
         raise InvalidArgument("sigmas: is empty")
     for step, sigma in enumerate(levels):
-        if not 0 < sigma < math.inf:
+        if not sigma > 0:
             last = sigma == 0 and step == len(levels) - 1
             hint = "; leave out the final 0, at which nothing is evaluated" if last else ""
-            raise InvalidArgument(
-                f"sigmas: step {step} has {sigma}, which is not positive and finite{hint}"
-            )
+            raise InvalidArgument(f"sigmas: step {step} has {sigma}, which is not positive{hint}")
     pairs = list(zip(levels, levels[1:]))
     if any(a < b for a, b in pairs) and any(a > b for a, b in pairs):
         raise InvalidArgument("sigmas: rise and fall; a schedule does one of them")
@@ -360,7 +360,7 @@ def checked_sigmas(sigmas: Iterable[float]) -> tuple[float, ...]:
 
 def same_sigma(a: float, b: float) -> bool:
     """Is it the same step's noise, but for rounding?"""
-    return abs(a - b) <= _SAME_SIGMA * max(abs(a), abs(b))
+    return a == b or abs(a - b) <= _SAME_SIGMA * min(abs(a), abs(b))
 
 
 def _largest(x: Any) -> Any:

@@ -15,24 +15,27 @@ from .place import Place
 from .steps import Run
 
 
+_lock = new_lock()
+
+
 class Clock:
     """Tells the step and sigma of a forward pass of one denoiser, in its scheduler's terms.
 
     scheduler: of diffusers, or what has `timesteps` and, where it counts, `step_index`; or None.
+    runs: of all schedulers, by id, shared by the denoisers that one scheduler runs in turn.
     """
 
-    def __init__(self, scheduler: Any = None) -> None:
+    def __init__(self, scheduler: Any = None, runs: dict[int, Run] | None = None) -> None:
         self._source: Callable[[], Any] = lambda: scheduler
-        self._run: Run | None = None  # a new list of timesteps begins a new run
-        self._lock = new_lock()
+        self._runs = {} if runs is None else runs
 
     @classmethod
-    def of(cls, model: Any, name: str, scheduler: Any) -> Clock:
+    def of(cls, model: Any, name: str, scheduler: Any, runs: dict[int, Run]) -> Clock:
         """The clock of a pipeline's denoiser of that name. scheduler: given instead.
 
         A pipeline is asked at each pass: its scheduler may be replaced meanwhile.
         """
-        clock = cls(scheduler)
+        clock = cls(scheduler, runs)
         if scheduler is None and not isinstance(model, torch.nn.Module):
             clock._source = lambda: _scheduler_of(model, name)
         return clock
@@ -75,10 +78,10 @@ class Clock:
         timesteps = getattr(scheduler, "timesteps", None)
         if timesteps is None or len(timesteps) == 0:
             return Place()
-        with self._lock:
-            if self._run is None or not self._run.of(scheduler):
-                self._run = Run(scheduler)
-            run = self._run
+        with _lock:
+            run = self._runs.get(id(scheduler))
+            if run is None or not run.of(scheduler):  # a new list of timesteps begins a new run
+                run = self._runs[id(scheduler)] = Run(scheduler)
             found = run.place(model, args, kwargs)
         if found is None:
             return Place() if run.lost else Place(steps=len(timesteps))

@@ -64,9 +64,6 @@ class Pass:
     def enter(self, name: str) -> None:
         self.entered.append(Entered(name))
 
-    def enter(self, name: str) -> None:
-        self.entered.append(Entered(name))
-
     def place(self) -> Place:
         return dataclasses.replace(self.moment, layer=self.entered[-1].layer)
 
@@ -117,14 +114,6 @@ def pass_under_way() -> Pass | None:
     """The forward pass of an attached model that this thread is in."""
     now = _pass.get()
     while now is not None and not now.alive():
-        now = now.outer
-    return now
-
-
-def innermost_of(denoiser: _Denoiser) -> Pass | None:
-    """The innermost pass of that model, also where an error has ended its forward()."""
-    now = _pass.get()
-    while now is not None and now.denoiser is not denoiser:
         now = now.outer
     return now
 

@@ -96,6 +96,10 @@ class StaticScales:
             )
         if policy == "law" and calibration.sigmas is None:
             raise InvalidArgument("policy: law needs sigmas, and this calibration has none")
+        if policy == "law" and math.isinf(calibration.sigmas[self._reference]):
+            raise InvalidArgument(
+                f"reference: step {self._reference} has an infinite sigma; give another"
+            )
         self._made: dict[Any, dict[str, Any]] = {}
         #: by layer and step, then by where the call's tensors lie
         self._counters: dict[tuple[str, int | None], dict[str, _Counter]] = {}
@@ -132,8 +136,10 @@ class StaticScales:
             return means.mean(0, dtype=np.float32)
         if step is not None:
             return means[np.abs(steps - step).argmin()]
-        far = np.abs(np.log(np.asarray(sigmas)[maxima.seen]) - math.log(place.sigma))
-        return means[far.argmin()]
+        levels = np.asarray(sigmas)[maxima.seen]
+        if math.isinf(place.sigma):  # type: ignore[arg-type]
+            return means[levels.argmax()]
+        return means[np.abs(np.log(levels) - math.log(place.sigma)).argmin()]
 
     def __call__(self, place: Place) -> dict[str, Any]:
         """values() as torch tensors on `device`, and "saturated", the counter of that layer and
@@ -212,9 +218,13 @@ class StaticScales:
             if step is None:
                 raise InvalidArgument(f"place: {place.layer} has neither step nor sigma")
             sigma = sigmas[step]
-        if not 0 < sigma < math.inf:
-            raise InvalidArgument(f"sigma: {sigma} of {place.layer} is not positive and finite")
+        if not sigma > 0:
+            raise InvalidArgument(f"sigma: {sigma} of {place.layer} is not positive")
         if self.policy == "law":
+            if math.isinf(sigma):
+                raise InvalidArgument(
+                    f"sigma: of {place.layer} is infinite, which policy 'law' has no scale for"
+                )
             if not seen[self._reference]:
                 raise InvalidArgument(_not_seen(place, "reference step", self._reference))
             # The library's own function of document 003, whose two steps are these.
@@ -239,10 +249,20 @@ class StaticScales:
     def _between(
         self, place: Place, rows: np.ndarray, sigmas: np.ndarray, sigma: float
     ) -> np.ndarray:
-        """Rows interpolated in log sigma. Steps of one sigma are one, with the larger maxima."""
+        """Rows interpolated in log sigma. Steps of one sigma are one, with the larger maxima; an
+        infinite one stands for itself alone."""
         levels, which = np.unique(sigmas, return_inverse=True)
         table = np.full((len(levels), rows.shape[1]), -np.inf)
         np.maximum.at(table, which, rows)
+        if math.isinf(levels[-1]) and math.isinf(sigma):
+            return table[-1]
+        finite = levels[~np.isinf(levels)]
+        if math.isinf(sigma) or not len(finite):
+            raise InvalidArgument(
+                f"sigma: {sigma:g} of {place.layer} was not calibrated, and nothing lies between a "
+                "finite sigma and an infinite one"
+            )
+        levels, table = finite, table[: len(finite)]
         x, at = np.log(levels), math.log(sigma)
         if levels[0] * (1 - _ROUNDING) <= sigma <= levels[-1] * (1 + _ROUNDING):
             at = min(max(at, x[0]), x[-1])
