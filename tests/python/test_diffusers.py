@@ -23,7 +23,7 @@ from diffusion_models import (
 import qattn
 import qattn.diffusion as qd
 from qattn.diffusion import Place, Rule, Schedule, attend
-from qattn.diffusion.attachment import pass_under_way
+from qattn.diffusion.passes import pass_under_way
 
 TIGHT = 2e-6
 #: of one call of int8_full; docs/tables/recipe-errors.md has 1.5 % on random inputs

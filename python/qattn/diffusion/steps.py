@@ -31,10 +31,8 @@ class Run:
         self.timesteps = scheduler.timesteps
         listed = torch.as_tensor(self.timesteps).detach().to("cpu", torch.float64).flatten()
         self._listed: list[float] = listed.tolist()
-        config = getattr(scheduler, "config", {})
-        train = config.get("num_train_timesteps", 1000) if hasattr(config, "get") else 1000
-        #: timesteps as models take them: as listed, as a share, and as what is left of 1
-        self._forms = [listed, listed / train, 1 - listed / train]
+        #: timesteps as models take them
+        self._forms = _forms(scheduler, listed)
         self._lost = _never_set(scheduler)
         #: steps that the last call may have been, each with the step at which the run began
         self._possible: dict[int, int] | None = None
@@ -79,11 +77,13 @@ class Run:
         if value is None:
             return None
         kind = given.dtype if isinstance(given, torch.Tensor) else None
-        within = abs(value) * _ROUNDING.get(kind, _EXACT) + 1e-9
-        found = [
-            {i for i, near in enumerate(((form - value).abs() <= within).tolist()) if near}
-            for form in self._forms
-        ]
+        whole = isinstance(given, int) or (kind is not None and not kind.is_floating_point)
+        found = []
+        for form in self._forms[: 1 if whole else None]:  # shares are no whole numbers
+            away = (form - value).abs()
+            exact = kind not in _ROUNDING and bool((away == 0).any())
+            within = 0 if exact else abs(value) * _ROUNDING.get(kind, _EXACT) + 1e-9
+            found.append(set((away <= within).nonzero().flatten().tolist()))
         # In 16 bits a share is near many entries, and being near another's proves nothing.
         self._sure = kind not in _ROUNDING or (bool(found[0]) and abs(value) > 1)
         return set().union(*found) or None
@@ -92,9 +92,14 @@ class Run:
         """Most schedulers: `step_index` counts the steps done, which is the step under way."""
         index, begin = self.scheduler.step_index, getattr(self.scheduler, "begin_index", None)
         if index is None and begin is None:  # nothing was done since the list was set
-            self._early = True
             found = self._read(given)
-            self._possible = None if found is None else {i: i for i in self._first(found)}
+            if self._early and not self._same and self._value is not None:
+                self._possible = {}  # the model goes on, and the scheduler does not
+                return
+            self._early = True
+            # Some make the list of training themselves, and are not known to run by it.
+            known = found is not None and not _is_of_training(self.scheduler)
+            self._possible = {i: i for i in self._first(found)} if known else None
             return
         index = int(begin if index is None else index)
         if not 0 <= index < len(self._listed):
@@ -140,8 +145,8 @@ class Run:
         """PNDM: `counter` is the number of steps done in this run, wherever it began."""
         done = int(self.scheduler.counter)
         if found is None:
-            if self._possible is not None and self._value is not None:
-                self._possible = {}  # a timestep that is not in the list
+            if self._value is not None:  # a timestep that is not in the list
+                self._possible = {}
             return
         begins = {i - done for i in found if i >= done}
         if self._possible is not None:
@@ -152,7 +157,7 @@ class Run:
         """By the timesteps alone: each call is at the step of the call before, or at the next."""
         before = self._possible
         if found is None:
-            if before is not None and self._value is not None:
+            if self._value is not None:  # a timestep that is not in the list
                 self._possible = {}
             return
         if before is None:
@@ -199,11 +204,38 @@ class Run:
         return ((1 - alpha) / alpha) ** 0.5 if alpha > 0 else math.inf
 
 
+def _forms(scheduler: Any, listed: torch.Tensor) -> list[torch.Tensor]:
+    """Timesteps as models take them: as listed, as a share of the training's, as what is left of 1;
+    of ScoreSdeVe as sigmas."""
+    forms, train = [listed], _train_steps(scheduler)
+    if not hasattr(scheduler, "config"):  # another's than diffusers'
+        train = 1000
+    if train is not None and listed.max() > 2:
+        forms += [listed / train, 1 - listed / train]
+    sigmas = getattr(scheduler, "sigmas", None)
+    if hasattr(scheduler, "set_sigmas") and sigmas is not None and len(sigmas) == len(listed):
+        forms.append(torch.as_tensor(sigmas).detach().to("cpu", torch.float64))
+    return forms
+
+
 def _never_set(scheduler: Any) -> bool:
     """Is the list the one of training that schedulers have before set_timesteps()?"""
     if getattr(scheduler, "custom_timesteps", False):
         return False
-    return getattr(scheduler, "num_inference_steps", 0) is None
+    # Some have the number only once it was set.
+    unset = None if _is_of_training(scheduler) else 0
+    return getattr(scheduler, "num_inference_steps", unset) is None
+
+
+def _train_steps(scheduler: Any) -> int | None:
+    config = getattr(scheduler, "config", {})
+    return config.get("num_train_timesteps") if hasattr(config, "get") else None
+
+
+def _is_of_training(scheduler: Any) -> bool:
+    """Is the list as long as that of training?"""
+    train = _train_steps(scheduler)
+    return train is not None and len(scheduler.timesteps) >= train
 
 
 def _timestep(model: torch.nn.Module, args: tuple, kwargs: dict) -> Any:
