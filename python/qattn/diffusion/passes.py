@@ -18,11 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode, _get_overloaded_args, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .._errors import InvalidArgument, Unsupported
 from .._torch_tensors import _is_causal_bias
 from .attend import torch_attention
 from .place import Place
+from .schedule import TORCH
 
 if TYPE_CHECKING:
     from .attachment import _Denoiser
@@ -69,7 +71,15 @@ class Pass:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Attention of (B, S, H, D) by the schedule, as Runner takes it."""
-        out = self.denoiser.attachment.runner(self.place(), *args, **kwargs)
+        place, runner = self.place(), self.denoiser.attachment.runner
+        modes = _get_current_dispatch_mode_stack()
+        if modes and runner.schedule.recipe_at(place) != TORCH:
+            raise Unsupported(
+                f"{place.layer}: a TorchDispatchMode ({type(modes[-1]).__name__}) stands between the "
+                "model and torch, and would see nothing of qattn's kernels; "
+                f"Rule('torch', layers={place.layer!r}) leaves this layer to torch"
+            )
+        out = runner(place, *args, **kwargs)
         self.entered[-1].calls += 1
         return out
 
@@ -148,6 +158,8 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _ATTENTIONS or func is _MULTI_HEAD:
+            if torch.compiler.is_compiling():
+                _refuse_compiled()
             now = pass_under_way()
             if now is not None:
                 return self._caught(now, func, types, args, kwargs)
@@ -157,14 +169,13 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _caught(self, now: Pass, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            raise Unsupported(
-                f"{now.entered[-1].layer}: calls attention in what torch.compile compiled, whose "
-                "graphs do not ask for the step"
-            )
         # Tensors with a function of their own come after all modes; what they call comes here.
-        operands = [x for x in (*args, *kwargs.values()) if not _is_causal_bias(x)]
-        asked = _get_overloaded_args(operands)
+        operands = (*args, *kwargs.values())
+        asked = [
+            x
+            for x in _get_overloaded_args([x for x in operands if not _is_causal_bias(x)])
+            if type(x) is not torch.Tensor
+        ]
         for x in asked:
             with self:
                 out = type(x).__torch_function__(func, types, args, kwargs)
@@ -176,6 +187,19 @@ class _Watch(TorchFunctionMode):
             with self:
                 return _open_multi_head()(*args, **kwargs)
         return _attend(now, *args, **kwargs)
+
+
+def _refuse_compiled() -> None:
+    """Runs while torch.compile traces. It would leave out what raises and go on without the mode,
+    in silence, so that its own refusal has to do where there is one."""
+    words = (
+        "torch.compile: compiled code in a model attached to qattn calls attention, and graphs do "
+        "not ask for the step; torch.compiler.disable() takes the function out"
+    )
+    if hasattr(torch._dynamo, "error_on_graph_break"):
+        with torch._dynamo.error_on_graph_break(True):
+            torch._dynamo.graph_break(msg=words)
+    raise Unsupported(words)
 
 
 def _attend(
