@@ -17,7 +17,7 @@ from diffusers.hooks.smoothed_energy_guidance_utils import (
 )
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.cache_utils import CacheMixin
-from diffusion_models import build, pixart, rand, run, wan
+from diffusion_models import build, pixart, qwen, rand, run, wan
 
 import qattn
 import qattn.diffusion as qd
@@ -213,11 +213,14 @@ def test_dispatch_modes_see_torchs_operators_or_are_named(recipe):
                 net(x)
 
 
-@pytest.mark.parametrize("make", [wan, pixart], ids=["wan", "pixart"])
-@pytest.mark.parametrize("skips", [
-    {"skip_attention": False, "skip_attention_scores": True, "skip_ff": False},
-    {"skip_attention": True, "skip_ff": False}, {}, {"skip_attention": False, "skip_ff": True},
-], ids=["scores", "attention", "blocks", "feed-forward"])  # fmt: skip
+SCORES = {"skip_attention": False, "skip_attention_scores": True, "skip_ff": False}
+
+
+@pytest.mark.parametrize("make, skips", [
+    (qwen, SCORES), (pixart, SCORES), (pixart, {"skip_ff": False}), (pixart, {}), (wan, {}),
+    (pixart, {"skip_attention": False}), (qwen, {"skip_attention": False}),
+], ids=["qwen scores", "scores", "attention", "blocks", "wan blocks", "feed-forward",
+        "qwen feed-forward"])  # fmt: skip
 @pytest.mark.parametrize("late", [False, True], ids=["before attach", "after"])
 def test_skipped_layers_of_diffusers_are_skipped(make, skips, late):
     model, inputs = build(make)
@@ -237,11 +240,13 @@ def test_skipped_layers_of_diffusers_are_skipped(make, skips, late):
     report = attached.report()
     assert not report.unreached
     answered = {x.layer for x in report.layers if x.answered}
-    if skips.get("skip_attention", True) and skips.get("skip_ff", True) and skips == {}:
+    if skips == {}:
         assert not answered and len(report.idle) == 2
-    elif "skip_attention_scores" in skips or skips["skip_attention"]:
-        assert answered == {f"{blocks}.0.attn1"}
+    elif skips is SCORES or skips.get("skip_attention", True):
+        assert answered == {f"{blocks}.0.attn" + ("" if make is qwen else "1")}
         assert "another's answer" in str(report)
+    else:
+        assert not answered and len(report.reached) == len(report.layers)
 
 
 def test_smoothed_energy_guidance_is_kept():
