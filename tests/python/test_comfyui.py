@@ -1,5 +1,8 @@
 """ComfyUI's override function, called as ComfyUI calls it."""
 
+import copy
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,6 +83,32 @@ def test_comfyui_schedules():
     assert layers["input.4.0"].calls == {"f16": 1}
     with pytest.raises(qattn.InvalidArgument, match="step is not known"):
         call(override, q, q, q, 2)
+
+
+@pytest.mark.parametrize("schedule, steps", [
+    ([14.6, 7.0, 3.0, 0.5, 0.0], {14.6: 0, 7.0: 1, 5.0: 1, 3.0: 2, 0.5: 3, 0.1: 3, 20.0: None}),
+    ([0.0, 0.5, 3.0, 7.0, 14.6], {0.0: 0, 0.5: 1, 2.0: 1, 3.0: 2, 7.0: 3, 9.0: 3}),  # backwards
+    ([math.inf, 3.0, 0.5, 0.0], {math.inf: 0, 100.0: 0, 3.0: 1, 0.5: 2}),
+    ([9.0, 3.0, 3.0, 1.0, 0.0], {9.0: 0, 3.0: None, 1.0: 3}),  # nobody tells which of the two
+    ([9.0, 3.0, 5.0, 1.0, 0.0], {9.0: None, 5.0: None, 1.0: None}),  # noise in between
+    ([9.0, 0.0], {9.0: 0, 1.0: 0}),
+], ids=["falling", "rising", "infinite", "equal", "restarts", "one"])  # fmt: skip
+def test_comfyui_steps_of_lists(schedule, steps):
+    """The step, or that it is not known."""
+    override = qd.comfyui.override("f32")
+    for sigma, step in steps.items():
+        options = {"sigmas": torch.tensor([sigma]), "sample_sigmas": torch.tensor(schedule)}
+        place = override._place(options)
+        assert (place.step, place.steps) == (step, len(schedule) - 1), sigma
+        assert place.sigma == pytest.approx(sigma)
+
+
+def test_comfyui_copies_of_options_have_the_same_override():
+    """Some versions copy a model's options deeply."""
+    override = qd.comfyui.override("f32")
+    assert copy.deepcopy({"optimized_attention_override": override}) == {
+        "optimized_attention_override": override
+    }
 
 
 @pytest.mark.parametrize("options, words", [

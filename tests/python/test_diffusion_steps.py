@@ -258,6 +258,26 @@ def test_a_clock_for_each_denoiser():
     assert Clock.of(pipeline, "decoder", None, {}).scheduler == "scheduler"
 
 
+def test_steps_of_a_combined_pipelines_prior():
+    """As Kandinsky 2.2 combined has it: each denoiser's steps are of its own scheduler's list."""
+    pipeline = type("Pipeline", (), {})()
+    pipeline.unet, pipeline.prior_prior = Attention(), Attention()
+    pipeline.scheduler = diffusers.DDPMScheduler()
+    pipeline.prior_scheduler = diffusers.DDIMScheduler()
+    places = []
+    with qd.attach(pipeline, "f32", on_attention=lambda p, *_: places.append(p)):
+        for model, scheduler, steps in (
+            (pipeline.prior_prior, pipeline.prior_scheduler, 5),
+            (pipeline.unet, pipeline.scheduler, 4),
+        ):
+            set_steps(scheduler, steps)
+            for t in scheduler.timesteps:
+                model(rand(1, 4, 4, 4), t)
+    assert [(p.layer, p.step, p.steps) for p in places] == [
+        *(("prior_prior", i, 5) for i in range(5)), *(("Attention", i, 4) for i in range(4)),
+    ]  # fmt: skip
+
+
 def test_two_denoisers_of_one_run():
     """As Wan 2.2 has them: the second takes over where the first has stopped."""
     for name in ("UniPCMultistepScheduler", "DDIMScheduler", "PNDMScheduler"):

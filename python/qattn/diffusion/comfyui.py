@@ -65,6 +65,10 @@ class Override:
                           enable_gqa=call.enable_gqa)  # fmt: skip
         return out.transpose(1, 2) if call.skip_output_reshape else out.flatten(2)
 
+    def __deepcopy__(self, memo: object) -> Override:
+        """Itself, as of a function: ComfyUI copies the options of a model."""
+        return self
+
     def report(self) -> Report:
         """The layers that were reached, by what and how often. Others ComfyUI does not tell."""
         counts = self.runner.counts
@@ -83,9 +87,7 @@ class Override:
         schedule = self._numbers(options.get("sample_sigmas"))
         step = None
         if sigma is not None and schedule is not None:
-            # Solvers of second order also ask between two entries: the step is the earlier one.
-            reached = [i for i, s in enumerate(schedule[:-1]) if s >= sigma * (1 - 1e-5)]
-            step = reached[-1] if reached else None
+            step = _step_of(sigma, schedule)
         steps = None if schedule is None else len(schedule) - 1
         return Place(layer, step, sigma, branch, steps)
 
@@ -184,3 +186,20 @@ class _Call:
 
 def _known(index: Any) -> tuple[Any, ...]:
     return () if index is None else (index,)
+
+
+def _step_of(sigma: float, schedule: list[float]) -> int | None:
+    """The entry of the sampler's list under way. Solvers of second order also ask between two: the
+    step is the earlier one. None for lists that rise and fall, and sigmas before the first."""
+    steps = schedule[:-1]
+    pairs = list(zip(steps, steps[1:]))
+    falls, rises = (all(p) for p in ([a >= b for a, b in pairs], [a <= b for a, b in pairs]))
+    if falls and schedule[-1] <= schedule[0]:
+        reached = [i for i, s in enumerate(steps) if s >= sigma * (1 - 1e-5)]
+    elif rises:  # backwards, from an image to its noise
+        reached = [i for i, s in enumerate(steps) if s <= sigma * (1 + 1e-5)]
+    else:
+        return None
+    if not reached or steps.count(steps[reached[-1]]) > 1:  # of equal ones nobody tells which
+        return None
+    return reached[-1]
