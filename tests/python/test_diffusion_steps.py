@@ -286,14 +286,15 @@ def test_two_denoisers_of_one_run():
         pipeline.scheduler = prepared(name)
         count, places = len(pipeline.scheduler.timesteps), []
         schedule = qd.Schedule("f32", qd.Rule("bf16", first=1))
-        with qd.attach(pipeline, schedule, on_attention=lambda p, *_, to=places: to.append(p)) as at:
+        observe = lambda place, *_, to=places: to.append(place)  # noqa: E731
+        with qd.attach(pipeline, schedule, on_attention=observe) as attached:
             for index, t in enumerate(pipeline.scheduler.timesteps):
                 model = pipeline.transformer if index < 3 else pipeline.transformer_2
                 model(rand(1, 4, 4, 4), t)
                 if index + 1 < count:
                     go_on(pipeline.scheduler, index)
         assert [p.step for p in places] == list(range(count)) and {p.begin for p in places} == {0}
-        assert [x.calls for x in at.report().layers] == [
+        assert [x.calls for x in attached.report().layers] == [
             {"bf16": 1, "f32": 2}, {"f32": count - 3},
         ]  # fmt: skip
 

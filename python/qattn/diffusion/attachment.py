@@ -38,7 +38,9 @@ _COMPILED = (
 #: models that are attached; copies of them are not
 _attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 #: what Attachment.at() says in this thread, by the attachment's id
-_given: contextvars.ContextVar[dict[int, Place]] = contextvars.ContextVar("qattn_given", default={})
+_given: contextvars.ContextVar[dict[int, Place]] = contextvars.ContextVar(
+    "qattn_given", default={}
+)
 
 
 def attach(
@@ -134,7 +136,8 @@ class Attachment:
     ) -> Iterator[None]:
         """Says where a loop of your own is; what is given goes before what a scheduler says.
 
-        It is for this thread alone. step: from 0, of `steps` in all. Raises InvalidArgument for a step out of range.
+        It is for this thread alone. step: from 0, of `steps` in all. Raises InvalidArgument for a
+        step out of range.
         """
         given = given_place(step, steps, sigma, branch)
         token = _given.set({**_given.get(), id(self): given})

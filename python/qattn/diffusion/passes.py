@@ -75,8 +75,8 @@ class Pass:
         modes = _get_current_dispatch_mode_stack()
         if modes and runner.schedule.recipe_at(place) != TORCH:
             raise Unsupported(
-                f"{place.layer}: a TorchDispatchMode ({type(modes[-1]).__name__}) stands between the "
-                "model and torch, and would see nothing of qattn's kernels; "
+                f"{place.layer}: a TorchDispatchMode ({type(modes[-1]).__name__}) stands between "
+                "the model and torch, and would see nothing of qattn's kernels; "
                 f"Rule('torch', layers={place.layer!r}) leaves this layer to torch"
             )
         out = runner(place, *args, **kwargs)
