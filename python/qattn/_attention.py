@@ -202,9 +202,9 @@ def attention(
     alibi_slopes: (Hq) or (B, Hq). Adds -slope * |i + Sk - Sq - j| to the score of query i
     and key j, Sq and Sk being the sequence's own lengths. Both may be of any float dtype.
     cu_seqlens_q, cu_seqlens_k: (B + 1), tensors are packed (T, H, D) or (H, T, D). seqused_q,
-    seqused_k: (B), tokens that exist, or one number for all. page_table: (B, pages), k and v are (pages, page_size, Hkv,
-    D); needs seqused_k. These are int32 or int64 (on GPUs torch's alone, which are copied to
-    int32), or lists of integers.
+    seqused_k: (B), tokens that exist, or one number for all. page_table: (B, pages), k and v are
+    (pages, page_size, Hkv, D); needs seqused_k. These are int32 or int64 (on GPUs torch's alone,
+    which are copied to int32), or lists of integers.
     saturated: (3) int64 output, codes of q, k, v that a static scale clipped.
     projection: (E, Hq * Dv) as torch.nn.Linear has its weight, rows of stride 1; bias: (E), finite
     (on GPUs looked at with validate=True alone); both in out's dtype. The result is then each

@@ -80,8 +80,10 @@ def test_sinks_of_torch_in_other_floats(dtype):
     cache = qattn.KvCache(kv_heads=2, head_dim=64)
     s = cache.add_sequence()
     cache.append(0, s, k[:1], v[:1], layout="bhsd")
-    a, b = (cache.decode(q[:1, :, :1], 0, s, layout="bhsd", sinks=x) for x in (sinks, sinks.float()))
-    assert torch.equal(a, b)
+    got, want = (
+        cache.decode(q[:1, :, :1], 0, s, layout="bhsd", sinks=x) for x in (sinks, sinks.float())
+    )
+    assert torch.equal(got, want)
 
 
 def test_integers_are_no_sinks():
@@ -171,7 +173,7 @@ def test_corners_in_the_other_layout_and_for_the_reference():
 @pytest.mark.parametrize("options, what", [
     ({"causal": "upper left"}, "causal: 'upper left' is not True"),
     ({"causal": "upper_left", "causal_offset": 3}, "causal_offset: 3 beside"),
-    ({"causal": "upper_left", "window": (3, 0)}, "causal: 'upper_left': is not known beside window"),
+    ({"causal": "upper_left", "window": (3, 0)}, "'upper_left': is not known beside window"),
     ({"causal_offset": 1, "alibi_slopes": [1.0] * 4}, "causal_offset: is not known beside alibi"),
     ({"causal_offset": 1.5}, "causal_offset"),
 ])  # fmt: skip
