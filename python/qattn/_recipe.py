@@ -57,6 +57,17 @@ def as_recipe(value: str | Recipe) -> Recipe:
     return value if isinstance(value, Recipe) else recipe(value)
 
 
+def check_made_for(role: str, made_for: Recipe, recipe: Recipe) -> None:
+    """Refuses a static scale of `role` that was made for codes of another format: it would clip
+    most of them, or leave most of the format's range unused."""
+    own, other = (x.v if role == "v" else x.qk for x in (recipe, made_for))
+    if own != other:
+        raise InvalidArgument(
+            f"{role}_scale: was made for recipe {made_for}, {role} in {other}; recipe {recipe} has "
+            f"{role} in {own}"
+        )
+
+
 def integer(name: str, value: Any) -> int:
     """An option that must be an integer of 64 bits."""
     try:

@@ -10,7 +10,7 @@ import torch
 from .. import _attention, _torch_ops
 from .._errors import InvalidArgument, QattnError, Unsupported, shown
 from .._fork import new_lock
-from .._recipe import Recipe, as_recipe, boolean, real
+from .._recipe import Recipe, as_recipe, boolean, check_made_for, real
 from .._torch_tensors import as_mask, check_memory, check_tensor
 from ..torch import _check_dropout
 from .place import OnAttention, Place, Scales, placed
@@ -22,7 +22,7 @@ torch_attention = torch._C._nn.scaled_dot_product_attention
 
 _SCALE_KEYS = frozenset({
     "q_scale", "k_scale", "v_scale", "q_granularity", "k_granularity", "v_granularity",
-    "saturated", "smooth_k", "k_mean",
+    "saturated", "smooth_k", "k_mean", "made_for",
 })  # fmt: skip
 
 
@@ -236,7 +236,10 @@ def _static(scales: Any, recipe: str | Recipe, *operands: torch.Tensor) -> dict[
     for (role, code), x in zip(formats.items(), operands):
         if code in ("f32", "f16", "bf16", "none") and codes.name != "auto":
             continue
-        used |= _one_static(role, code, x, scales)
+        one = _one_static(role, code, x, scales)
+        if one and scales.get("made_for") is not None:
+            check_made_for(role, as_recipe(scales["made_for"]), codes)
+        used |= one
     if used:
         used |= {name: scales[name] for name in ("saturated", "smooth_k") if name in scales}
     if "k_scale" in used and (mean := scales.get("k_mean")) is not None:

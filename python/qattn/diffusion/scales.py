@@ -49,7 +49,8 @@ class StaticScales:
     """What Calibration.scales() returns: scales by place, and counts of the codes they clipped.
 
     scales(place) is for qattn.diffusion.attach(scales=...); arguments() is for qattn.attention().
-    Both hand a counter to the call. One object serves one thread and one recipe at a time.
+    Both hand a counter to the call, and the recipe that the scales were made for: others, whose
+    codes are of another format, are refused. One object serves one thread at a time.
     """
 
     def __init__(
@@ -146,14 +147,14 @@ class StaticScales:
         step: what qattn.diffusion.Scales is to give."""
         made, counter = self._in_torch(place, self._device)
         told = {} if self.smooth_k else {"smooth_k": False}
-        return {**made, "saturated": counter.next(), **told}
+        return {**made, "saturated": counter.next(), "made_for": self.recipe, **told}
 
     def arguments(
         self, place: Place, q: Any, k: Any, v: Any, *, layout: str = "bshd"
     ) -> dict[str, Any]:
         """Arguments of qattn.attention() for these operands, beside recipe and layout: scales of
         shape (B, H) where q lies, of v in s8 (B, Hkv, Sk) as GPU kernels want it, granularities,
-        smooth_k, k_mean (B, Hkv, D) if it is of the table, and the counter `saturated`.
+        scales_for, smooth_k, k_mean (B, Hkv, D) if it is of the table, and the counter `saturated`.
 
         q: (B, S, Hq, D), k and v: (B, Sk, Hkv, D), or with layout "bhsd" dimensions 1 and 2
         swapped. Raises what values() does, and InvalidArgument for other heads than calibrated.
@@ -168,7 +169,7 @@ class StaticScales:
         else:
             made = self._kept(place, "numpy", lambda x: x)
             counter = self._counter(place, "numpy", lambda: np.zeros(3, np.int64))
-        result: dict[str, Any] = {"smooth_k": self.smooth_k}
+        result: dict[str, Any] = {"smooth_k": self.smooth_k, "scales_for": self.recipe}
         for role, x in zip(_ROLES, (q, k, v)):
             if (scale := made.get(f"{role}_scale")) is None:
                 continue
