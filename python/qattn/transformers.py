@@ -12,12 +12,12 @@ QattnCache keeps keys and values in 2 to 16 bits, and decode steps read them as 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from ._errors import InvalidArgument, Unsupported, shown
 from ._recipe import Recipe, as_recipe, real
@@ -26,6 +26,7 @@ from ._torch_tensors import as_mask, check_tensor
 from ._torch_training import check_backward
 from ._transformers_cache import Features, QattnCache
 from ._transformers_in_cache import InCache
+from ._transformers_models import guard, is_ours, knows, mask, reached
 
 __all__ = ["QattnCache", "register"]
 
@@ -50,11 +51,11 @@ def register(
     chosen = as_recipe(recipe)
     if not isinstance(name, str) or not name:
         raise InvalidArgument(f"name: {shown(name)} is not a name")
-    known = AttentionInterface().get(name)
-    if name == "eager" or (known is not None and not hasattr(known, "qattn_recipe")):
+    if name == "eager" or (AttentionInterface().get(name) is not None and not is_ours(name)):
         raise InvalidArgument(f"name: {name!r} is an implementation of transformers or another's")
     AttentionInterface.register(name, _forward(chosen, check_backward(backward)))
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, mask)
+    guard()
 
 
 def _forward(recipe: Recipe, backward: str) -> Callable[..., tuple[torch.Tensor, None]]:
@@ -75,15 +76,17 @@ def _forward(recipe: Recipe, backward: str) -> Callable[..., tuple[torch.Tensor,
         position_bias: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        _check(dropout, attention_mask, others)
+        reached(module, attention_mask)
+        _check(module, dropout, attention_mask, others)
         length = query.shape[2]
         if attention_mask is not None:
             lengths = length, key.shape[2]
             attention_mask = as_mask("attention_mask", attention_mask, lengths, query.device)
             check_tensor("attention_mask", attention_mask, differentiable=True)
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if is_causal is None:
+            is_causal = getattr(module, "qattn_is_causal", getattr(module, "is_causal", True))
         # As for "sdpa": a mask says everything, and one query sees all keys of the cache.
-        causal = bool(causal) and attention_mask is None and length > 1
+        causal = bool(is_causal) and attention_mask is None and length > 1
         cached = key if isinstance(key, InCache) else None
         if cached is not None:
             asked = _cache_features(
@@ -119,10 +122,13 @@ def _forward(recipe: Recipe, backward: str) -> Callable[..., tuple[torch.Tensor,
         return out.transpose(1, 2).contiguous(), None
 
     forward.qattn_recipe = recipe  # type: ignore[attr-defined]
+    knows({*inspect.signature(forward).parameters, *_WITHOUT_EFFECT, *_PACKED, "output_attentions"})
     return forward
 
 
-def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) -> None:
+def _check(
+    module: torch.nn.Module, dropout: float, mask: torch.Tensor | None, others: dict[str, Any]
+) -> None:
     """Refuses what the caller asked for and would not get."""
     if real("dropout", dropout) > 0.0:
         raise Unsupported(f"dropout: {dropout}; qattn has none; configure 0, or call model.eval()")
@@ -135,7 +141,7 @@ def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) ->
         elif name == "output_attentions":
             raise Unsupported("output_attentions: qattn never has the probabilities; use 'eager'")
         else:
-            raise Unsupported(f"{name}: qattn does not know this argument of an attention layer")
+            raise Unsupported(f"{name}: qattn does not know this argument of {type(module).__name__}")
 
 
 def _cache_features(
