@@ -23,6 +23,7 @@ from . import (
     summary,
     terrain,
     training,
+    transformers_models,
     variants,
     wheel,
 )
@@ -291,6 +292,7 @@ PAGES = {
     "diffusion": ("What 8-bit attention costs a diffusion model", terrain.section),
     "fashion-dit": ("8-bit attention in a diffusion transformer", fashion_dit.section),
     "training": ("Training with INT8 attention", training.section),
+    "transformers-models": ("Models of transformers", transformers_models.section),
     "wheel": ("Packages", wheel.section),
 }
 

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-# Code of these packages is not a model's own.
-_FOREIGN = ("torch.", "transformers.modeling_", "transformers.generation", "transformers.utils",
-            "transformers.integrations", "transformers.cache_utils")  # fmt: skip
+_MODELS = "transformers.models."
 _MASKS = frozenset({"transformers.masking_utils", "transformers.modeling_attn_mask_utils"})
 # Of that module, what makes no mask of queries by keys, or makes it for no implementation.
 _NO_MASKS = frozenset({"create_recurrent_attention_mask", "find_packed_sequence_indices"})
@@ -39,7 +37,8 @@ class Code:
         for code in _parts(function.__code__):
             self.names.update(code.co_names)
             self.constants.update(x for x in code.co_consts if isinstance(x, (str, tuple)))
-            if any(x.opname == "BINARY_OP" and x.argrepr == "@" for x in dis.get_instructions(code)):
+            steps = dis.get_instructions(code)
+            if any(x.argrepr == "@" or x.opname == "BINARY_MATRIX_MULTIPLY" for x in steps):
                 self.names.add("@")
             for name in code.co_names:
                 if name in function.__globals__:
@@ -107,8 +106,9 @@ def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _is_foreign(thing: Any) -> bool:
-    module = getattr(thing, "__module__", None) or ""
-    return f"{module}.".startswith(_FOREIGN)
+    """Is it of torch or of transformers itself, and no model's own?"""
+    module = f"{getattr(thing, '__module__', None)}."
+    return module.startswith(("torch.", "transformers.")) and not module.startswith(_MODELS)
 
 
 def _methods(cls: type) -> Iterator[types.FunctionType]:
@@ -144,8 +144,7 @@ def code_of(cls: type) -> Code:
             x = function.__globals__.get(name)
             x = inspect.unwrap(x) if callable(x) and not inspect.isclass(x) else None
             if isinstance(x, types.FunctionType) and not _is_foreign(x):
-                if x.__module__ not in _MASKS:
-                    waiting.append(x)
+                waiting.append(x)
     return found
 
 

@@ -67,8 +67,8 @@ def reached(module: torch.nn.Module, given: torch.Tensor | None) -> None:
     if model is None or given is None:
         return
     made = [x for ref in getattr(_local, "made", ()) if (x := ref()) is not None]
-    place = given.untyped_storage().data_ptr()
-    if any(x.untyped_storage().data_ptr() == place for x in made):
+    place = given.untyped_storage()._cdata
+    if any(x.untyped_storage()._cdata == place for x in made):
         return
     changed = any(x.shape[-2] == given.shape[-2] for x in made)
     if changed or (is_mixed and given.dtype == torch.bool):

@@ -141,7 +141,8 @@ def _check(
         elif name == "output_attentions":
             raise Unsupported("output_attentions: qattn never has the probabilities; use 'eager'")
         else:
-            raise Unsupported(f"{name}: qattn does not know this argument of {type(module).__name__}")
+            layer = type(module).__name__
+            raise Unsupported(f"{name}: qattn does not know this argument of {layer}")
 
 
 def _cache_features(

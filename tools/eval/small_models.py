@@ -28,7 +28,8 @@ _LARGEST = [
     (r"(q|kv|o)_lora_rank", 32),
     (r"qk_head_dim|index_head_dim", 32),
     (r".*(head_dim|d_kv|d_head|head_size|kv_channels|head_width)", 16),
-    (r".*(hidden_size|embed_dim|d_model|hidden_dim|embedding_dim|embedding_size|projection_dim)", 64),
+    (r".*(hidden_size|embed_dim|d_model|hidden_dim|projection_dim)", 64),
+    (r".*(embedding_dim|embedding_size)", 64),
     (r"n_embd|n_embed|dim|emb_dim|embed_size|width|.*proj_dim|.*output_dim|.*lru_width", 64),
     (r".*(ffn_dim|intermediate_size|intermediate_dim|inner|mlp_dim|d_ff|ffn_size|ff_dim)", 64),
     (r".*(ffn_hidden_size|mlp_hidden_size|feedforward_dim|feedforward_size|feed_forward_dim)", 64),
@@ -37,12 +38,15 @@ _LARGEST = [
     (r"max_(source|target)_positions|n_ctx|block_size|seq_length|max_seqlen", 128),
     (r"(num_queries|.*query_tokens|num_latents|.*num_query)", 8),
     (r"image_size|img_size", 32),
+    (r".*window_size", 4),
     (r".*patch_size", 8),
     (r"num_frames|frames_per_clip", 4),
 ]  # fmt: skip
 _TOKEN = re.compile(r".*(token|pad|bos|eos|sep|cls|mask)(_token)?_(id|ids|index|idx)|.*_token")
 _BY_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers",
              "indexer_types", "rope_layers", "layers_attn_types")  # fmt: skip
+_NUMBER_OF_LAYERS = r".*(layers|n_layer|depths?|num_blocks)|.*vocab_size"
+VARIANTS = "small", "ungrouped", "shallow"
 _HEADS = "num_attention_heads", "num_heads", "encoder_attention_heads"
 #: what a few configurations want besides
 _BY_TYPE = {
@@ -53,6 +57,7 @@ _BY_TYPE = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_expand": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "xmod": {"default_language": "en_XX"},
     "longformer": {"attention_window": 4},
     "led": {"attention_window": 4},
     "reformer": {"axial_pos_shape": (4, 8), "axial_pos_embds_dim": (16, 48), "attn_layers": [
@@ -88,19 +93,23 @@ def _of_list(name: str, value: list | tuple) -> list | tuple:
     return value
 
 
-def _changes(fields: dict[str, Any]) -> dict[str, Any]:
+def _changes(fields: dict[str, Any], variant: str) -> dict[str, Any]:
     made: dict[str, Any] = {}
     next_id = FIRST_ID
     for name, value in fields.items():
         if name.startswith("_") or value is None or isinstance(value, bool):
             continue
         if hasattr(value, "sub_configs"):
-            made[name] = shrunk(type(value))
+            made[name] = shrunk(type(value), variant)
         elif isinstance(value, int) and _TOKEN.fullmatch(name):
             if value >= FIRST_ID:
                 made[name], next_id = next_id, next_id + 1
+        elif variant == "shallow" and not re.fullmatch(_NUMBER_OF_LAYERS, name):
+            continue
         elif isinstance(value, int) and value > 0:
             made[name] = _smaller(name, value)
+        elif isinstance(value, dict) and "mrope_section" in value:
+            made[name] = value | {"mrope_section": [2, 3, 3]}  # half of 16 channels
         elif isinstance(value, (list, tuple)) and name not in _BY_LAYER:
             made[name] = _of_list(name, value)
     if fields.get("kv_lora_rank") and "num_key_value_heads" in made:
@@ -113,7 +122,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _by_layer(fields: dict[str, Any], made: dict[str, Any]) -> None:
-    """Lists with an entry a layer: every kind of layer is kept, and as many layers as that takes."""
+    """Lists with an entry a layer: every kind is kept, and as many layers as that takes."""
     lists = {k: list(fields[k]) for k in _BY_LAYER if isinstance(fields.get(k), (list, tuple))}
     count = next((made.get(k, fields.get(k)) for k in _LAYERS if k in fields), None)
     if not lists or not isinstance(count, int):
@@ -127,10 +136,22 @@ def _by_layer(fields: dict[str, Any], made: dict[str, Any]) -> None:
             made[name] = count
 
 
-def shrunk(config_class: Any) -> Any:
-    """A small configuration of the class. Raises what its constructor raises."""
+def _one_kv_head_each(made: dict[str, Any]) -> None:
+    """Layers that know no groups of query heads."""
+    for name in made:
+        if name.endswith("num_key_value_heads"):
+            made[name] = made.get(name.replace("key_value", "attention"), 4)
+
+
+def shrunk(config_class: Any, variant: str = VARIANTS[0]) -> Any:
+    """A small configuration of the class. Raises what its constructor raises.
+
+    variant: "small"; "ungrouped", as many KV heads as heads; "shallow", of the width that it has.
+    """
     fields = dict(vars(config_class()))
-    made = _changes(fields)
+    made = _changes(fields, variant)
+    if variant == "ungrouped":
+        _one_kv_head_each(made)
     _by_layer(fields, made)
     made |= _BY_TYPE.get(getattr(config_class, "model_type", ""), {})
     numbers = {k: v for k, v in made.items() if not isinstance(v, (list, tuple))}

@@ -130,21 +130,23 @@ def short(failed: BaseException) -> str:
     return f"{type(failed).__name__}: {' '.join(str(failed).split())}"[:240]
 
 
-def small(cls: Any) -> tuple[Any, Any]:
+def small(cls: Any, variant: str) -> tuple[Any, Any]:
     """(configuration, eager model). Raises ValueError with the reason."""
     import torch
     from small_models import shrunk
 
     try:
-        config = shrunk(cls.config_class)
+        config = shrunk(cls.config_class, variant)
+    except Exception as failed:
+        raise ValueError(short(failed)) from failed
+    try:
         with torch.device("meta"):
             count = sum(x.numel() for x in cls(copy.deepcopy(config)).parameters())
     except Exception:
         count = 0  # some do not build without memory
+    if count > PARAMETERS:
+        raise ValueError(f"{count / 1e6:.0f} M parameters")
     try:
-        config = shrunk(cls.config_class)
-        if count > PARAMETERS:
-            raise ValueError(f"{count / 1e6:.0f} M parameters")
         return config, build(cls, config, "eager")
     except Exception as failed:
         raise ValueError(short(failed)) from failed
@@ -175,7 +177,7 @@ def trials(model: Any) -> tuple[list[tuple[dict[str, Any], Any]], str]:
             except Exception:
                 pass  # takes no padding
         break
-    return found, "; ".join(dict.fromkeys(whys))
+    return found, "inputs: " + "; ".join(dict.fromkeys(whys))
 
 
 def under(cls: Any, config: Any, kind: str, weights: Any, tried: Any) -> dict[str, Any]:
@@ -190,12 +192,15 @@ def under(cls: Any, config: Any, kind: str, weights: Any, tried: Any) -> dict[st
     return {"error": worst, "said": said}
 
 
-def own_attention(model: Any) -> bool:
+def attends(model: Any) -> bool:
+    """Is there attention of any kind in it, by code or by name?"""
     import torch
     from qattn._transformers_code import code_of
 
     return any(
-        isinstance(x, torch.nn.MultiheadAttention) or code_of(type(x)).computes
+        isinstance(x, torch.nn.MultiheadAttention)
+        or code_of(type(x)).computes
+        or "Attention" in type(x).__name__
         for x in model.modules()
     )
 
@@ -204,14 +209,21 @@ def examine(cls: Any, counted: Counted) -> dict[str, Any]:
     """A row of the record."""
     import qattn
 
-    row = {"class": cls.__name__, "module": cls.__module__.rsplit("modeling_", 1)[-1]}
-    try:
-        config, eager = small(cls)
-    except ValueError as failed:
-        return row | {"verdict": "not made", "why": str(failed)}
-    tried, why = trials(eager)
-    if not tried:
-        return row | {"verdict": "not made", "why": f"inputs: {why}"[:400]}
+    from small_models import VARIANTS
+
+    row = named(cls)
+    whys: list[str] = []
+    for variant in VARIANTS:
+        try:
+            config, eager = small(cls, variant)
+            tried, why = trials(eager)
+        except ValueError as failed:
+            tried, why = [], str(failed)
+        if tried:
+            break
+        whys.append(why)
+    else:
+        return row | {"verdict": "not made", "why": whys[0][:300]}
     if error(forward(eager, tried[0][0])[0], tried[0][1], None) > BOUND / 10:
         return row | {"verdict": "random"}
     weights = eager.state_dict()
@@ -233,17 +245,17 @@ def examine(cls: Any, counted: Counted) -> dict[str, Any]:
     except Exception as failed:
         return row | {"verdict": "failed", "why": short(failed)}
     row |= {"calls": counted.calls, "error": found["error"]}
-    return row | {"verdict": verdict(row, found["said"], own_attention(eager))}
+    return row | {"verdict": verdict(row, found["said"], attends(eager))}
 
 
-def verdict(row: dict[str, Any], said: list[str], attends: bool) -> str:
+def verdict(row: dict[str, Any], said: list[str], has_attention: bool) -> str:
     if not row["error"] <= BOUND:
         return "wrong" if row.get("sdpa", 0.0) <= BOUND else "differs under sdpa too"
     if row["calls"]:
         return "right"
     if not any(row["class"] in text for text in said):
         return "silent"
-    return "not reached" if attends else "no attention"
+    return "not reached" if has_attention else "no attention"
 
 
 # ---- All classes ---------------------------------------------------------------------------------
@@ -271,6 +283,10 @@ def classes(only: str | None, one: bool) -> Iterator[list[Any]]:
         yield from [found] if one else ([x] for x in found)
 
 
+def named(cls: Any) -> dict[str, Any]:
+    return {"class": cls.__name__, "module": cls.__module__.rsplit("modeling_", 1)[-1]}
+
+
 def apart(cls: Any, counted: Counted) -> dict[str, Any]:
     """examine() in a process that a crash or a long run ends alone."""
     reading, writing = os.pipe()
@@ -281,8 +297,8 @@ def apart(cls: Any, counted: Counted) -> dict[str, Any]:
         try:
             row = examine(cls, counted)
         except BaseException as failed:
-            row = {"class": cls.__name__, "module": cls.__module__.rsplit("modeling_", 1)[-1],
-                   "verdict": "failed", "why": short(failed) + traceback.format_exc()[-200:]}  # fmt: skip
+            why = short(failed) + traceback.format_exc()[-200:]
+            row = named(cls) | {"verdict": "failed", "why": why}
         with os.fdopen(writing, "w") as pipe:
             json.dump(row, pipe)
         os._exit(0)
@@ -292,8 +308,8 @@ def apart(cls: Any, counted: Counted) -> dict[str, Any]:
     _, status = os.waitpid(child, 0)
     if text:
         return json.loads(text)
-    return {"class": cls.__name__, "module": cls.__module__.rsplit("modeling_", 1)[-1],
-            "verdict": "not made", "why": f"ended by signal {status & 127}: time or memory"}  # fmt: skip
+    why = f"ended by signal {status & 127}: time or memory"
+    return named(cls) | {"verdict": "not made", "why": why}
 
 
 def run(asked: argparse.Namespace) -> int:
