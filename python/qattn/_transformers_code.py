@@ -32,14 +32,17 @@ class Code:
         self.names: set[str] = set()  #: of globals and attributes; "@" for the operator
         self.constants: set[Any] = set()
         self.globals: dict[str, Any] = {}
+        self.reads_is_causal = False
 
     def add(self, function: types.FunctionType) -> None:
         for code in _parts(function.__code__):
             self.names.update(code.co_names)
             self.constants.update(x for x in code.co_consts if isinstance(x, (str, tuple)))
-            steps = dis.get_instructions(code)
-            if any(x.argrepr == "@" or x.opname == "BINARY_MATRIX_MULTIPLY" for x in steps):
-                self.names.add("@")
+            for step in dis.get_instructions(code):
+                if step.argrepr == "@" or step.opname == "BINARY_MATRIX_MULTIPLY":
+                    self.names.add("@")
+                if step.opname.startswith("LOAD") and step.argval == "is_causal":
+                    self.reads_is_causal |= step.opname in ("LOAD_ATTR", "LOAD_CONST")
             for name in code.co_names:
                 if name in function.__globals__:
                     self.globals[name] = function.__globals__[name]
@@ -87,7 +90,7 @@ class Code:
     @property
     def hides_future(self) -> bool:
         """Does it speak of causality, other than by what torch's attention is told?"""
-        return "is_causal" in self.passed or any(
+        return self.reads_is_causal or "is_causal" in self.passed or any(
             "causal" in x.lower() or x in ("tril", "triu") for x in self.names - {"is_causal"}
         )
 
@@ -162,11 +165,3 @@ def built(cls: type, inside: type) -> Iterator[type]:
             if inspect.isclass(x) and issubclass(x, torch.nn.Module) and not _is_foreign(x):
                 if not issubclass(x, inside):
                     waiting.append(x)
-
-
-def takes_mask(module: torch.nn.Module) -> bool:
-    try:
-        names = inspect.signature(inspect.unwrap(type(module).forward)).parameters
-    except (TypeError, ValueError):
-        return True
-    return any("mask" in name for name in names)

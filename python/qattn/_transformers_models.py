@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ._errors import Unsupported
-from ._transformers_code import built, code_of, takes_mask
+from ._transformers_code import built, code_of
 
 _models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 #: what masks are made of for configurations of a class: "whole", never None where a causal mask was
@@ -67,15 +67,32 @@ def reached(module: torch.nn.Module, given: torch.Tensor | None) -> None:
     if model is None or given is None:
         return
     made = [x for ref in getattr(_local, "made", ()) if (x := ref()) is not None]
-    place = given.untyped_storage()._cdata
-    if any(x.untyped_storage()._cdata == place for x in made):
+    if any(_is_part_or_copy(given, x) for x in made):
         return
-    changed = any(x.shape[-2] == given.shape[-2] for x in made)
+    changed = any(x.shape[-2] == given.shape[-2] and x.device == given.device for x in made)
     if changed or (is_mixed and given.dtype == torch.bool):
         raise Unsupported(
             f"attention_mask: of a {type(module).__name__} in {model} is not the one that was made "
-            f"for qattn; use 'eager' for this model"
+            f"for qattn; {_WAY_OUT}"
         )
+
+
+def _is_part_or_copy(given: torch.Tensor, made: torch.Tensor) -> bool:
+    if given.untyped_storage()._cdata == made.untyped_storage()._cdata:
+        return True
+    alike = given.shape == made.shape and given.dtype == made.dtype
+    return alike and given.device == made.device and torch.equal(given, made)
+
+
+def _with_parts(*configs: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The configurations and those inside them, one time each."""
+    waiting, found = list(configs), {}
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found and isinstance(config, PreTrainedConfig):
+            found[id(config)] = config
+            waiting += [getattr(config, key, None) for key in config.sub_configs]
+    return list(found.values())
 
 
 # ---- What a model does ---------------------------------------------------------------------------
@@ -132,11 +149,11 @@ def _choose_forms(found: list[tuple[torch.nn.Module, _Models, Any]]) -> None:
     for owner in {owners[-1] for _, owners, code in found if code.makes_masks}:
         inside = [(m, owners[-1] is owner, c) for m, owners, c in found if owner in owners]
         if not owner._supports_sdpa and any(
-            code.names & _ON_NUMBERS if code.dispatches else code.computes and takes_mask(module)
+            code.names & _ON_NUMBERS if code.dispatches else code.computes
             for module, _, code in inside
             if not isinstance(module, PreTrainedModel)
         ):
-            _forms[type(owner.config)] = "eager"
+            _forms.update((type(x), "eager") for x in _with_parts(owner.config))
             continue
         causal: dict[type, bool] = {}
         for module, is_own, code in inside:
@@ -146,24 +163,25 @@ def _choose_forms(found: list[tuple[torch.nn.Module, _Models, Any]]) -> None:
         if any(c.makes_causal_masks for _, is_own, c in inside if is_own) and (
             not all(causal.values()) or code_of(type(owner)).asks_for_sdpa
         ):
-            _forms.setdefault(type(owner.config), "whole")
+            for x in _with_parts(owner.config):
+                _forms.setdefault(type(x), "whole")
 
 
 def _describe(module: torch.nn.Module, owners: _Models) -> None:
     """Leaves with a layer what its calls do not say.
 
-    qattn_is_causal = False: nothing around it hides the future, so that is_causal, which its own
-    attention does not read, is a default. qattn_model: (name, does another model hand it masks?)
-    where masks might not arrive as they were made.
+    qattn_is_causal = False: transformers has no torch attention for the model, whose own reads no
+    is_causal, and nothing around the layer hides the future: then it is a default without meaning.
+    qattn_model: (name, does another model hand it masks?) where masks might not arrive as made.
     """
     vars(module).pop("qattn_is_causal", None)
     vars(module).pop("qattn_model", None)
     around = [code_of(type(x)) for x in (*owners, module)]
-    if getattr(module, "is_causal", True) and not any(x.hides_future for x in around):
+    by_torch = owners[-1]._supports_sdpa
+    if not by_torch and not any(x.hides_future for x in around):
         module.qattn_is_causal = False  # type: ignore[assignment]
-    strict = [x for x in owners if not x._supports_sdpa]
-    if strict and _forms.get(type(owners[-1].config)) != "eager":
-        module.qattn_model = (type(owners[0]).__name__, owners[-1]._supports_sdpa)  # type: ignore
+    if not all(x._supports_sdpa for x in owners) and _forms.get(type(owners[-1].config)) != "eager":
+        module.qattn_model = (type(owners[0]).__name__, by_torch)  # type: ignore[assignment]
 
 
 def _refuse(model: PreTrainedModel, kind: type, why: str) -> None:
@@ -228,26 +246,19 @@ def _approve(model: PreTrainedModel, is_part: bool = False) -> None:
 def _get_correct(original: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(original)
     def get_correct_attn_implementation(
-        self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False
+        self: PreTrainedModel, requested_attention: str | None, *args: Any, **options: Any
     ) -> str:
         if is_ours(requested_attention):
             for kind in built(type(self), PreTrainedModel):  # before a table has a KeyError
                 _check_table(self, kind, str(requested_attention))
-        return original(self, requested_attention, is_init_check)
+        return original(self, requested_attention, *args, **options)
 
     return get_correct_attn_implementation
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """All that the model and the models in it have, one time each."""
-    waiting = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
-    found: dict[int, PreTrainedConfig] = {}
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in found and isinstance(config, PreTrainedConfig):
-            found[id(config)] = config
-            waiting += [getattr(config, key, None) for key in config.sub_configs]
-    return list(found.values())
+    return _with_parts(*(m.config for m in model.modules() if isinstance(m, PreTrainedModel)))
 
 
 def _names(asked: Any) -> Iterator[Any]:
