@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import re
@@ -261,26 +262,34 @@ def verdict(row: dict[str, Any], said: list[str], has_attention: bool) -> str:
 # ---- All classes ---------------------------------------------------------------------------------
 
 
-def classes(only: str | None, one: bool) -> Iterator[list[Any]]:
-    """Classes of each modeling file, those that hold the most of it first; all in one list where
-    the first that can be made is enough."""
+def by_file(only: str | None) -> list[list[str]]:
+    """Names of each modeling file, those first whose classes hold the most of it."""
     import transformers
 
     files: dict[str, list[str]] = {}
-    for name, module in transformers._class_to_module.items():
+    for name, module in sorted(transformers._class_to_module.items()):
         if "modeling_" in module and name[0].isupper() and not name.endswith("PreTrainedModel"):
-            files.setdefault(module, []).append(name)
-    for module in sorted(files):
-        names = [x for x in files[module] if not only or re.search(only, x)]
-        ends = lambda name: [not name.endswith(end) for end in _BASES]  # noqa: E731
-        found = [getattr(transformers, x, None) for x in sorted(names, key=lambda x: (ends(x), x))]
-        found = [
-            x
-            for x in found
-            if isinstance(x, type) and issubclass(x, transformers.PreTrainedModel)
-            if x.config_class is not None and "AutoModel" not in x.__name__
-        ]
-        yield from [found] if one else ([x] for x in found)
+            if "AutoModel" not in name and (not only or re.search(only, name)):
+                files.setdefault(module, []).append(name)
+    ends = lambda name: [not name.endswith(end) for end in _BASES]  # noqa: E731
+    return [sorted(files[module], key=lambda x: (ends(x), x)) for module in sorted(files)]
+
+
+def classes(only: str | None, one: bool) -> Iterator[Iterator[Any]]:
+    """A group a file, of which the first that can be made is enough, or groups of one class: the
+    first of all files before the second."""
+    found = by_file(only)
+    turns = found if one else ([x] for t in itertools.zip_longest(*found) for x in t if x)
+    for names in turns:
+        yield (x for name in names if (x := model_class(name)) is not None)
+
+
+def model_class(name: str) -> Any:
+    import transformers
+
+    x = getattr(transformers, name, None)
+    is_model = isinstance(x, type) and issubclass(x, transformers.PreTrainedModel)
+    return x if is_model and x.config_class is not None else None
 
 
 def named(cls: Any) -> dict[str, Any]:
