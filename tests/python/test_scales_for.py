@@ -46,7 +46,7 @@ def clash(recipe, made_for):
 def test_every_recipe_with_scales_of_every_other(calibrated, recipe, made_for):
     net, x, found = calibrated
     role = clash(recipe, made_for)
-    text = rf"^{role}_scale: was made for recipe {made_for}, .*; recipe {recipe} has "
+    text = rf"{role}_scale: was made for recipe {made_for}, .*; recipe {recipe} has "
 
     def attached():
         with qd.attach(net, recipe, scales=found.scales(made_for)) as run, run.at(step=0, steps=1):
@@ -77,5 +77,5 @@ def test_scales_for_is_of_numbers_and_names_a_recipe():
     np.testing.assert_array_equal(got, want)
     with pytest.raises(qattn.InvalidArgument, match="q_scale: was made for recipe fp8, q in e4m3"):
         qattn.attention(x, x, x, scales_for=qattn.recipe("fp8"), **options)
-    with pytest.raises(qattn.InvalidArgument, match="recipe: 'int9'"):
+    with pytest.raises(qattn.InvalidArgument, match="recipe: .*int9"):
         qattn.attention(x, x, x, scales_for="int9", **options)
