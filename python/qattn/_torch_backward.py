@@ -31,6 +31,8 @@ _ARGUMENTS = {
 
 #: Biases whose largest of a row is beyond this leave too few bits of float32 to the row's LSE.
 _FAR = 1e4
+#: So many scores of such rows are in memory at a time.
+_FAR_SCORES = 1 << 22
 #: A key under no larger bias than this anywhere has no part in what keys share (docs/NUMERICS.md).
 _FAINT = -4096.0
 
@@ -74,8 +76,11 @@ def _backward(
         width = max(query.shape[-1], value.shape[-1])
         operands = [_padded(x, width) for x in (grad_out, query, key, value)]
         out = None if out is None else _padded(out, width)
-        compute = _on_cuda if query.is_cuda else _on_cpu
-        grads = compute(*operands, _Rest(out, lse, bias, far, is_causal, scale))
+        rest = _Rest(out, lse, bias, far, is_causal, scale)
+        if query.is_cuda:
+            grads = _on_cuda(*operands, rest)
+        else:
+            grads = _on_cpu(*operands, rest, attn_mask)
         return tuple(_shaped_as(grad, x) for grad, x in zip(grads, inputs))
 
 
@@ -232,18 +237,58 @@ def _on_cpu(
     key: torch.Tensor,
     value: torch.Tensor,
     rest: _Rest,
+    mask: torch.Tensor | None,
 ) -> _Gradients:
     heads, out, lse = key.shape[1], rest.out, rest.lse
-    key, value = (_for_every_head(x, query) for x in (key, value))
+    asked = None
+    if rest.far is not None and rest.far.any():
+        asked = rest.far & grad_out.ne(0).any(-1)
+        near = grad_out.masked_fill(asked.unsqueeze(-1), 0)
+        if lse is not None:
+            lse = torch.where(rest.far, math.inf, lse)  # P is 0 then
+    else:
+        near = grad_out
+    key_of, value_of = (_for_every_head(x, query) for x in (key, value))
     options = {"attn_mask": rest.bias, "scale": rest.scale}
-    if out is None or lse is None or (rest.far is not None and rest.far.any()):
+    if out is None or lse is None:
         forward = _aten("_scaled_dot_product_flash_attention_for_cpu")
-        made, own = forward(query, key, value, 0.0, rest.is_causal, **options)
-        out = made if out is None else out
-        lse = own if lse is None else torch.where(rest.far, own, lse)
+        out, lse = forward(query, key_of, value_of, 0.0, rest.is_causal, **options)
     backward = _aten("_scaled_dot_product_flash_attention_for_cpu_backward")
-    grads = backward(grad_out, query, key, value, out, lse, 0.0, rest.is_causal, **options)
-    return grads[0], _of_groups(grads[1], heads), _of_groups(grads[2], heads)
+    grads = backward(near, query, key_of, value_of, out, lse, 0.0, rest.is_causal, **options)
+    grads = (grads[0], _of_groups(grads[1], heads), _of_groups(grads[2], heads))
+    if asked is not None and mask is not None and asked.any():
+        return _with_far_rows(grads, asked, grad_out, query, key, value, mask, rest.scale)
+    return grads
+
+
+def _with_far_rows(
+    grads: _Gradients,
+    asked: torch.Tensor,
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+) -> _Gradients:
+    """The gradients with those of rows `asked` (B, H, L), whose biases are so large that scores
+    are rounded off beside them in float32, as in the forward: under finfo.min alone P is uniform.
+    """
+    dq, dk, dv = (x.float() for x in grads)
+    group = query.shape[1] // key.shape[1]
+    bias = mask.expand(*query.shape[:-1], key.shape[-2])
+    most = max(1, _FAR_SCORES // key.shape[-2])
+    for b, h in asked.any(-1).nonzero().tolist():
+        k, v = key[b, h // group].float(), value[b, h // group].float()
+        for rows in asked[b, h].nonzero().squeeze(-1).split(most):
+            q, g = query[b, h, rows].float(), grad_out[b, h, rows].float()
+            p = torch.softmax(scale * (q @ k.mT) + bias[b, h, rows].float(), -1)
+            dp = g @ v.mT
+            ds = scale * p * (dp - (p * dp).sum(-1, keepdim=True))
+            dq[b, h, rows] = ds @ k
+            dk[b, h // group] += ds.mT @ q
+            dv[b, h // group] += p.mT @ g
+    return dq.to(grads[0].dtype), dk.to(grads[1].dtype), dv.to(grads[2].dtype)
 
 
 def _on_cuda(

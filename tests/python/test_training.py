@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from cases import nrmse
 from gradients import errors, family, gradients, leaves, normal, operands, padding
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -198,10 +199,61 @@ def test_rows_that_see_nothing_or_lie_far_off():
     hidden[7] = False
     found = errors(operands(), hidden)
     assert max(found) < 1.5e-2
-    for shift in (least, -1e7, 3e5):
-        mask = torch.zeros(40, 56)
-        mask[7] = shift
-        assert max(errors(operands(), mask, torch.zeros(40, 56))) < 4e-2
+    mask = torch.zeros(40, 56)
+    mask[7] = 3e5
+    assert max(errors(operands(), mask, torch.zeros(40, 56))) < 4e-2
+
+
+FAR = [-3.4e38, torch.finfo(torch.float32).min, -1e20, -1e9, 1e9, 1e30]
+
+
+@pytest.mark.parametrize("recipe, backward", [("int8", "forward"), ("int8_full", "16bit")])
+@pytest.mark.parametrize("value", FAR)
+@pytest.mark.parametrize("some", [False, True])
+def test_rows_under_biases_beside_which_scores_vanish(recipe, backward, value, some):
+    """The forward gives such a row the mean of V at its largest biases; so are its gradients."""
+    query, key, value_ = operands(8, 12, 4, 2)
+    mask = torch.zeros(8, 12)
+    mask[5] = value
+    chosen = torch.ones(12)
+    if some:  # other keys lie twice as far below, or are hidden
+        mask[5, 7:] = 0 if value > 0 else -math.inf if value < -1e38 else value * 2
+        mask[5, 3] = -math.inf
+        chosen[7:], chosen[3] = 0, 0
+    share = chosen / chosen.sum()
+    grad = torch.zeros(2, 4, 8, 32)
+    grad[:, :, 5] = normal(2, 4, 32, seed=3)
+    given = leaves((query, key, value_))
+    out = sdpa(*given, mask, recipe=recipe, backward=backward, enable_gqa=True)
+    k, v = (x.repeat_interleave(2, 1).double() for x in (key, value_))
+    g = grad[:, :, 5:6].double()
+    want = share.double() @ v
+    assert nrmse(out[:, :, 5].detach(), want) < 2e-2
+    dq, dk, dv = torch.autograd.grad(out, given, grad)
+    dp = g @ v.mT
+    ds = share * (dp - (share * dp).sum(-1, keepdim=True)) / math.sqrt(32)
+    assert nrmse(dq[:, :, 5:6], ds @ k) < 1e-3
+    assert (dq[:, :, :5] == 0).all() and (dq[:, :, 6:] == 0).all()
+    expected = [(ds.mT @ query[:, :, 5:6].double()), (share.double()[:, None] @ g)]
+    for x, y in zip((dk, dv), expected):
+        assert nrmse(x, y.unflatten(1, (2, 2)).sum(2)) < 1e-3
+
+
+def test_gradients_beside_rows_that_lie_far_off():
+    """Of other rows they are as without such rows, whatever recipe and grouping."""
+    given = operands(40, 56, 4, 2)
+    mask = normal(40, 56, seed=4)
+    far = mask.clone()
+    far[7:9] = -1e9
+    grad = normal(2, 4, 40, 32, seed=5)
+    grad[:, :, 7:9] = 0
+    found = []
+    for bias in (mask, far):
+        own = leaves(given)
+        out = sdpa(*own, bias, recipe="int8", enable_gqa=True)
+        found.append(torch.autograd.grad(out, own, grad))
+    for x, y in zip(*found):
+        assert nrmse(x, y.double()) < 1e-2
 
 
 # ---- backward="16bit" ----------------------------------------------------------------------------
