@@ -76,11 +76,8 @@ def _backward(
         width = max(query.shape[-1], value.shape[-1])
         operands = [_padded(x, width) for x in (grad_out, query, key, value)]
         out = None if out is None else _padded(out, width)
-        rest = _Rest(out, lse, bias, far, is_causal, scale)
-        if query.is_cuda:
-            grads = _on_cuda(*operands, rest)
-        else:
-            grads = _on_cpu(*operands, rest, attn_mask)
+        compute = _on_cuda if query.is_cuda else _on_cpu
+        grads = compute(*operands, _Rest(out, lse, bias, far, is_causal, scale, attn_mask))
         return tuple(_shaped_as(grad, x) for grad, x in zip(grads, inputs))
 
 
@@ -196,6 +193,7 @@ class _Rest(NamedTuple):
     far: torch.Tensor | None  #: rows whose lse is worth nothing, if there are biases
     is_causal: bool
     scale: float
+    mask: torch.Tensor | None = None  #: as the caller gave it
 
 
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -237,7 +235,6 @@ def _on_cpu(
     key: torch.Tensor,
     value: torch.Tensor,
     rest: _Rest,
-    mask: torch.Tensor | None,
 ) -> _Gradients:
     heads, out, lse = key.shape[1], rest.out, rest.lse
     asked = None
@@ -256,8 +253,8 @@ def _on_cpu(
     backward = _aten("_scaled_dot_product_flash_attention_for_cpu_backward")
     grads = backward(near, query, key_of, value_of, out, lse, 0.0, rest.is_causal, **options)
     grads = (grads[0], _of_groups(grads[1], heads), _of_groups(grads[2], heads))
-    if asked is not None and mask is not None and asked.any():
-        return _with_far_rows(grads, asked, grad_out, query, key, value, mask, rest.scale)
+    if asked is not None and rest.mask is not None and asked.any():
+        return _with_far_rows(grads, asked, grad_out, query, key, value, rest.mask, rest.scale)
     return grads
 
 

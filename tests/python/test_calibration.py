@@ -455,7 +455,7 @@ def test_the_provider_gives_what_attention_takes():
     scales = found().scales("int8_full")
     q, k, v = map(torch.from_numpy, operands(2))
     made = scales(at(2))
-    assert set(made) == {"q_scale", "k_scale", "v_scale", "saturated"}
+    assert set(made) == {"q_scale", "k_scale", "v_scale", "saturated", "made_for"}
     wanted = scales.arguments(at(2), q, k, v)
     for role in "qkv":
         assert made[f"{role}_scale"].shape == (q.shape[2] if role == "q" else k.shape[2],)
