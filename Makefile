@@ -173,8 +173,8 @@ docs: $(BUILD)/.apt-demo
 
 # ---- GPU code, compiled where nvcc is --------------------------------------------------------------
 
-# $(call machine_code,FOLDER,ARCHITECTURES,DIMENSIONS,QUICK): libqattn_cuda, its registers and spills
-# compared with the record, but for groups that are compiled quickly. Of the host's code none is run.
+# $(call machine_code,FOLDER,ARCHITECTURES,DIMENSIONS,QUICK): libqattn_cuda, registers and spills
+# compared with the record but for groups that are compiled quickly. No host code is run.
 define machine_code
 @if ! command -v nvcc >/dev/null; then echo "no nvcc: GPU code is not compiled"; exit 0; fi; \
 set -e; mkdir -p $(1); \
