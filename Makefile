@@ -8,7 +8,8 @@
 #   make docs       the site of the pages, with the interfaces' reference, in build/site
 #
 # The three tiers run the targets below as phases (tools/tier.py) and end with each phase's time.
-# RECORD=FILE keeps the times as JSON; RESUME=1 goes on after what passed at this commit.
+# RECORD=FILE keeps the times as JSON; RESUME=1 goes on after what passed at this commit, and
+# PHASES=A,B runs these alone.
 # CONTRIBUTING.md says what is in which tier.
 SHELL := /bin/bash
 export OMP_WAIT_POLICY ?= passive
@@ -89,7 +90,8 @@ demo: setup-demo
 
 check test test-all:
 	@command -v python3 >/dev/null || $(MAKE) --no-print-directory setup
-	@python3 tools/tier.py $@ $(if $(RECORD),--record $(RECORD)) $(if $(RESUME),--resume)
+	@python3 tools/tier.py $@ $(if $(PHASES),--phases $(PHASES)) $(if $(RECORD),--record $(RECORD)) \
+	  $(if $(RESUME),--resume)
 
 CTEST := ctest --test-dir $(BUILD) --output-on-failure --no-tests=error -j $(JOBS)
 ctest-check: build

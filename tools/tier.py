@@ -1,13 +1,17 @@
 """One tier of tests: its phases one after the other, their times, and a record.
 
-    python3 tools/tier.py check|test|test-all [--record FILE] [--resume]
+    python3 tools/tier.py check|test|test-all [--phases NAME,...] [--record FILE] [--resume]
 
 A phase is a target of the Makefile, which alone knows the commands. The first phase that fails
 ends the tier. At its end, however it ends, each phase's minutes and CPU seconds are printed, those
 of its build steps by kind, and what of the budget they used (tests/budget.json, in CPU seconds).
 The same as JSON is written to build/tier-TIER.json (or FILE: bench/results/ keeps the last one of
-each tier). --resume goes on after the phases that passed in the last run of this tier, if that was
-of this very commit.
+each tier).
+
+A tier that is longer than one sitting, or than one machine, is run in parts of one commit. --resume
+leaves out the phases that passed in the last run. --phases runs these alone. Either keeps the other
+phases of the record that is there, if it is of this very commit. QATTN_COMMIT names the commit of a
+tree that came without its repository.
 """
 
 import argparse
@@ -112,20 +116,22 @@ def processor():
 
 
 def commit():
+    if os.environ.get("QATTN_COMMIT"):
+        return os.environ["QATTN_COMMIT"]
     git = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=10"],
                          capture_output=True, text=True, check=False)
     return git.stdout.strip() or "no repository"
 
 
-def passed_before(tier):
-    """Phases of the last run, in order up to the first that failed; none if the tree is another."""
+def phases_before(tier, path):
+    """What the record has of this commit, by phase; nothing of another one, or of a changed tree."""
     try:
-        last = json.loads((ROOT / "build" / f"tier-{tier}.json").read_text())
+        last = json.loads(path.read_text())
     except (OSError, ValueError):
-        return []
-    if last["commit"] != commit() or "dirty" in last["commit"]:
-        return []
-    return last["phases"] if last["ok"] else last["phases"][:-1]
+        return {}
+    if last["tier"] != tier or last["commit"] != commit() or "dirty" in last["commit"]:
+        return {}
+    return {phase["phase"]: phase for phase in last["phases"]}
 
 
 def clock(seconds):
@@ -146,43 +152,69 @@ def print_phases(phases):
                   f"  {step['steps']} steps")
 
 
-def main():
+def timed_phase(name, asked):
+    """Runs a phase: its entry in the record."""
+    start, used, logs = time.monotonic(), cpu_seconds(), step_logs()
+    status, text = run_phase(name)
+    passed, failed, skipped = counts(text)
+    return {"phase": name, "ok": status == 0, "processor": processor(), "cores": os.cpu_count(),
+            "seconds": round(time.monotonic() - start, 1),
+            "cpu_seconds": round(cpu_seconds() - used, 1), "asked": asked,
+            "passed": passed, "failed": failed, "skipped": skipped, "steps": steps_since(logs)}
+
+
+def record_of(tier, phases):
+    """A record is good when every phase of the tier has passed."""
+    totals = {key: round(sum(phase[key] for phase in phases), 1)
+              for key in ("seconds", "cpu_seconds", "asked", "passed", "failed", "skipped")}
+    passed = {phase["phase"] for phase in phases if phase["ok"]}
+    return {"tier": tier, "commit": commit(),
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "ok": passed == set(TIERS[tier]), **totals, "phases": phases}
+
+
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tier", choices=TIERS)
+    parser.add_argument("--phases", help="only these, separated by commas")
     parser.add_argument("--record", type=pathlib.Path, help="also write the record to this file")
     parser.add_argument("--resume", action="store_true", help="leave out what has passed")
     args = parser.parse_args()
-    budget = json.loads((ROOT / "tests" / "budget.json").read_text()).get(args.tier, {})
-    phases, status = passed_before(args.tier) if args.resume else [], 0
-    for name in TIERS[args.tier][len(phases):]:
-        print(f"==== make {args.tier}: {name}", flush=True)
-        start, used, logs = time.monotonic(), cpu_seconds(), step_logs()
-        status, text = run_phase(name)
-        found = counts(text)
-        phases.append({"phase": name, "seconds": round(time.monotonic() - start, 1),
-                       "cpu_seconds": round(cpu_seconds() - used, 1),
-                       "asked": sum(budget.get(name, {}).values()),
-                       "passed": found[0], "failed": found[1], "skipped": found[2],
-                       "steps": steps_since(logs)})
-        if status != 0:
-            break
-    seconds, used, asked = (sum(phase[key] for phase in phases)
-                            for key in ("seconds", "cpu_seconds", "asked"))
-    total = [sum(phase[key] for phase in phases) for key in ("passed", "failed", "skipped")]
+    args.phases = args.phases.split(",") if args.phases else TIERS[args.tier]
+    for name in args.phases:
+        if name not in TIERS[args.tier]:
+            parser.error(f"{args.tier} has no phase {name}: {', '.join(TIERS[args.tier])}")
+    return args
 
-    print(f"\nmake {args.tier}, {os.cpu_count()} cores, {processor()}")
+
+def main():
+    args = arguments()
+    tier = args.tier
+    kept = args.record or ROOT / "build" / f"tier-{tier}.json"
+    part = args.resume or args.phases != TIERS[tier]
+    found = phases_before(tier, kept) if part else {}
+    budget = json.loads((ROOT / "tests" / "budget.json").read_text()).get(tier, {})
+    failed = ""
+    for name in args.phases:
+        if args.resume and name in found and found[name]["ok"]:
+            continue
+        print(f"==== make {tier}: {name}", flush=True)
+        found[name] = timed_phase(name, sum(budget.get(name, {}).values()))
+        if not found[name]["ok"]:
+            failed = name
+            break
+    phases = [found[name] for name in TIERS[tier] if name in found]
+    record = record_of(tier, phases)
+
+    print(f"\nmake {tier}, {os.cpu_count()} cores, {processor()}")
     print_phases(phases)
-    failed = f"; make {phases[-1]['phase']} failed" if status else ""
-    print(f"  {'together':<18}{clock(seconds):>12}{used:>9.0f}{asked or '':>7}{failed}")
-    record = {"tier": args.tier, "commit": commit(),
-              "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-              "processor": processor(), "cores": os.cpu_count(), "ok": status == 0,
-              "seconds": round(seconds, 1), "cpu_seconds": round(used, 1), "phases": phases}
-    for path in filter(None, [ROOT / "build" / f"tier-{args.tier}.json", args.record]):
+    print(f"  {'together':<18}{clock(record['seconds']):>12}{record['cpu_seconds']:>9.0f}"
+          f"{record['asked'] or '':>7}" + (f"; make {failed} failed" if failed else ""))
+    for path in filter(None, [ROOT / "build" / f"tier-{tier}.json", args.record]):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{total[0]} passed, {total[1]} failed, {total[2]} skipped")
-    return 1 if status else 0
+    print(f"{record['passed']} passed, {record['failed']} failed, {record['skipped']} skipped")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
