@@ -18,7 +18,7 @@ PY := .venv/bin/python
 JOBS ?= $(shell nproc)
 
 .PHONY: all demo check test test-all docs setup-demo setup setup-all configure build ctest-check \
-        ctest ctest-all pytest-check pytest sanitize sanitize-all tsan fuzz arm wheel wheels cuda \
+        ctest ctest-all ctest-full pytest-check pytest sanitize sanitize-all tsan fuzz arm wheel wheels cuda \
         cuda-all gpu-build gpu-test gpu-sanitize gpu-bench model format clean
 all: build
 
@@ -98,10 +98,12 @@ ctest-check: build
 	$(CTEST) -LE slow
 ctest: build
 	$(CTEST)
-# Every emulated kernel and every feature alone under all three schedules, then the whole matrices,
-# whose cells take turns with schedules: three times an hour of a core would say little more.
+# Every emulated kernel and every feature alone under all three schedules.
 ctest-all: build
 	QATTN_EMULATED_SCHEDULES=all QATTN_KV_SEQUENCES=10000 QATTN_THOROUGH=1 $(CTEST)
+# The whole matrices, whose cells take turns with schedules: three times an hour of a core would
+# say little more.
+ctest-full: build
 	$(CTEST) -C all -L full
 
 PYTEST := QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_LIBRARY=$(CURDIR)/$(BUILD)/src/libqattn.a \

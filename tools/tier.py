@@ -34,8 +34,8 @@ TIERS = {
     # What CI runs.
     "test": ["setup", "configure", "build", "ctest", "pytest", "docs", "sanitize", "cuda"],
     # Everything there is.
-    "test-all": ["setup-all", "configure", "build", "ctest-all", "pytest", "docs", "sanitize-all",
-                 "tsan", "fuzz", "arm", "wheels", "cuda-all"],
+    "test-all": ["setup-all", "configure", "build", "ctest-all", "ctest-full", "pytest", "docs",
+                 "sanitize-all", "tsan", "fuzz", "arm", "wheels", "cuda-all"],
 }
 
 # The closing lines of the runners, and what they count.
