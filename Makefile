@@ -18,8 +18,8 @@ PY := .venv/bin/python
 JOBS ?= $(shell nproc)
 
 .PHONY: all demo check test test-all docs setup-demo setup setup-all configure build ctest-check \
-        ctest ctest-all ctest-full pytest-check pytest sanitize sanitize-all tsan fuzz arm wheel wheels cuda \
-        cuda-all gpu-build gpu-test gpu-sanitize gpu-bench model format clean
+        ctest ctest-all ctest-full pytest-check pytest sanitize sanitize-all tsan fuzz arm wheel \
+        wheels cuda cuda-all gpu-build gpu-test gpu-sanitize gpu-bench model format clean
 all: build
 
 # ---- What each target needs of the system ------------------------------------------------------
