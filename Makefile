@@ -112,8 +112,9 @@ PYTEST := QATTN_CLI=$(CURDIR)/$(BUILD)/bin/qattn QATTN_LIBRARY=$(CURDIR)/$(BUILD
   QATTN_JUDGE_WORDS=$(CURDIR)/$(BUILD)/tests/isa/libisa_judge_words.so \
   QATTN_FAKE_CUDA=$(CURDIR)/$(BUILD)/tests/validation/libqattn_fake_cuda.so \
   QATTN_EMULATED_CUDA=$(CURDIR)/$(BUILD)/tests/kvcache_gpu/libqattn_emulated_cuda.so \
-  PYTHONPATH=$(BUILD)/python $(PY) -m pytest -q -p no:cacheprovider -n $(JOBS)
-# What needs neither torch nor a minute.
+  PYTHONPATH=$(BUILD)/python $(PY) -m pytest -q -p no:cacheprovider -n $(JOBS) --dist loadgroup \
+  --durations 10
+# What needs no minute.
 pytest-check: build
 	$(PYTEST) -m "not slow" tests/python tests/cli tests/docs
 pytest: build

@@ -395,7 +395,7 @@ def test_demo(tmp_path):
     row = {"recipe": "int8<b>", "min_cosine": 0.999, "mean_cosine": 0.9999}
     embeddings.write_text(json.dumps({"model": "m", "sentences": 3, "results": [row]}))
     report = result_json("demo", "--data", DATA, "--report", tmp_path / "report.html",
-                         "--embeddings", embeddings, "--runs", "1")
+                         "--embeddings", embeddings, "--runs", "1", "--tokens", "1024")
     measured = {row["recipe"]: row for row in report["results"]}
     assert set(RECIPES) <= measured.keys() | {row["recipe"] for row in report["skipped"]}
     assert len(measured["int8_full"]["nrmse_by_layer"]) == 6
@@ -420,6 +420,7 @@ def test_demo_refusals(tmp_path):
     refused("demo", "--data", tmp_path / "x.safetensors", "--report", report, says=["layer0.q"])
     refused("demo", "--report", tmp_path / "none" / "r.html", says=["directory"])
     refused("demo", "--runs", "-1", "--report", report, says=["--runs -1"])
+    refused("demo", "--tokens", "9", "--report", report, says=["--tokens 9", "at least 64"])
     assert not report.exists()
 
 

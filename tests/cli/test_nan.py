@@ -74,7 +74,7 @@ def test_other_commands_tell_of_nan(tmp_path, tensors):
             layers[f"layer{layer}.{name}"] = ("F32", x)
     write_safetensors(tmp_path / "x.safetensors", layers)
     done = qattn("demo", "--data", tmp_path / "x.safetensors", "--report", tmp_path / "r.html",
-                 "--runs", "1", "--json")
+                 "--runs", "1", "--tokens", "256", "--json")
     assert done.returncode == 4 and "layer 1: int8_full: 1 of" in done.stderr
     counts = {row["recipe"]: row["nan_rows"] for row in json.loads(done.stdout)["results"]}
     assert counts["int8_full"] == counts["f32"] == 1  # where a scale is shared, more

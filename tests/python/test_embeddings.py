@@ -7,6 +7,8 @@ pytest.importorskip("sentence_transformers")
 import embed_minilm
 from cases import RECIPES
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("embeddings")]
+
 # Lowest cosine over the sentences to the embedding with torch's own float32 attention: the measured
 # distance from 1, doubled.
 LEAST = {

@@ -18,6 +18,8 @@ import recipe_sim
 
 import qattn
 
+pytestmark = pytest.mark.slow
+
 KEYS, QUERIES = 2048, 256
 RULE = 1.10
 BLOCKS = {"q_granularity": ("per_block", 16), "k_granularity": ("per_block", 128)}

@@ -21,6 +21,8 @@ import dit_model  # noqa: E402
 import dit_sheet  # noqa: E402
 import fashion_dit  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def write_data(folder, count):
     """Squares whose side says their class, in the data set's format."""

@@ -9,7 +9,10 @@ import pytest
 
 import qattn
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork()")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork()"),
+]
 
 
 def normal(*shape, seed=0):

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 qattn = pytest.importorskip("qattn")
+pytestmark = pytest.mark.slow
 
 PREPARED = """
 import numpy as np, torch, qattn

@@ -19,6 +19,9 @@ import kivi  # noqa: E402
 import kv_language_model as tool  # noqa: E402
 import pretrained_model  # noqa: E402
 
+# One process makes the model once for all.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kv_language_model")]
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):

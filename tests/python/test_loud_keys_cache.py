@@ -7,6 +7,8 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 import qattn.transformers
 from qattn.transformers import QattnCache
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"vocab_size": 128, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "intermediate_size": 128, "pad_token_id": 0, "bos_token_id": 1,
          "eos_token_id": None, "max_position_embeddings": 4096, "head_dim": 128,

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import qattn
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {"deadline": None, "derandomize": True}
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 # Half an ulp of the output's format, over what float32 sums of tens of terms lose.

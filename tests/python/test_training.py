@@ -16,6 +16,8 @@ import qattn
 from qattn import _torch_backward
 from qattn.torch import sdpa
 
+pytestmark = pytest.mark.slow
+
 OP = torch.ops.qattn.attention.default
 TRAINING = torch.ops.qattn.attention_training.default
 BACKWARD = torch.ops.qattn.attention_backward.default

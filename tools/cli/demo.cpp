@@ -21,7 +21,10 @@ namespace {
 
 constexpr double nan = std::numeric_limits<double>::quiet_NaN();
 /// Two query heads' worth of GQA at a length where K and V leave the caches.
-constexpr Geometry long_geometry{1, 8, 2, 4096, 4096, 128, 128};
+constexpr int long_tokens = 4096;
+constexpr Geometry long_geometry(std::int64_t tokens) {
+  return {1, 8, 2, tokens, tokens, 128, 128};
+}
 constexpr std::int64_t long_reference_rows = 64;
 /// Seconds of timed runs per recipe: the whole demo stays under a minute on two cores.
 constexpr double layer_budget_s = 0.08, long_budget_s = 1.0;
@@ -29,7 +32,7 @@ constexpr const char* data_file = "minilm_qkv.safetensors";
 
 struct DemoFlags {
   std::string report = "report.html", data, embeddings;
-  int threads = 0, runs = 0;
+  int threads = 0, runs = 0, tokens = long_tokens;
   bool json = false;
 
   void add_to(CLI::App& app) {
@@ -38,6 +41,7 @@ struct DemoFlags {
     app.add_option("--embeddings", embeddings, "JSON of tools/capture/embed_minilm.py to include");
     app.add_option("--threads", threads, "CPU threads (default: all)");
     app.add_option("--runs", runs, "timed runs per recipe (default: as many as a second allows)");
+    app.add_option("--tokens", tokens, "length of the synthetic context (default 4096)");
     app.add_flag("--json", json, "print JSON");
   }
 };
@@ -124,8 +128,9 @@ Result<Comparison> measure_case(const Case& c, std::int64_t rows, TimingOptions 
       [&](std::string_view recipe) { progress.show(done++, fmt::format("{} {}", label, recipe)); });
 }
 
-Status measure_demo(Demo& demo, const std::vector<Case>& layers, int runs) {
-  Result<Operands> operands = long_context_operands(long_geometry);
+Status measure_demo(Demo& demo, const std::vector<Case>& layers, int runs, int tokens) {
+  const Geometry geometry = long_geometry(tokens);
+  Result<Operands> operands = long_context_operands(geometry);
   if (!operands.ok()) return operands.status();
   const Result<Case> long_case = make_case(std::move(*operands), layers.front().options);
   if (!long_case.ok()) return long_case.status();
@@ -149,7 +154,7 @@ Status measure_demo(Demo& demo, const std::vector<Case>& layers, int runs) {
 
   warn_of_nan("long context: ", long_context->results);
   demo.layer = layers.front().geometry;
-  demo.long_context = long_geometry;
+  demo.long_context = geometry;
   demo.long_reference_rows = long_reference_rows;
   demo.f32_long_ms = long_context->f32_ms;
   demo.skipped = by_layer.front().skipped;
@@ -179,6 +184,9 @@ std::string meaning(const Demo& demo, const std::string& report) {
 Status run_demo(const DemoFlags& flags) {
   if (flags.threads < 0) return usage_error(fmt::format("--threads {}: at least 0", flags.threads));
   if (flags.runs < 0) return usage_error(fmt::format("--runs {}: at least 0", flags.runs));
+  if (flags.tokens < long_reference_rows) {
+    return usage_error(fmt::format("--tokens {}: at least {}", flags.tokens, long_reference_rows));
+  }
   if (Status s = io::OutputFiles::check(flags.report); !s.ok()) return s;
   Demo demo;
   if (!flags.embeddings.empty()) {
@@ -197,7 +205,7 @@ Status run_demo(const DemoFlags& flags) {
   if (!machine.ok()) return machine.status();
   demo.machine = *machine;
   demo.source = file->metadata();
-  if (Status s = measure_demo(demo, *layers, flags.runs); !s.ok()) return s;
+  if (Status s = measure_demo(demo, *layers, flags.runs, flags.tokens); !s.ok()) return s;
 
   io::OutputFiles files;
   if (Status s = files.add_text(flags.report, html_report(demo)); !s.ok()) return s;
