@@ -279,8 +279,9 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
     phases.each(config.finds_seen ? p.heads_kv * all_tiles : 0, [&](std::int64_t i) {
       find_seen_tile(job, i % all_tiles * tile_keys, i / all_tiles);
     });
-    phases.each(config.finds_seen ? kv_units : 0,
-                [&](std::int64_t i) { settle_seen_keys(job, i / p.heads_kv, i % p.heads_kv); });
+    phases.each(config.finds_seen ? kv_units : 0, [&](std::int64_t i) {
+      settle_seen_keys(job, i / p.heads_kv, i % p.heads_kv, mine);
+    });
     phases.each(means,
                 [&](std::int64_t i) { prepare_means(job, i / p.heads_kv, i % p.heads_kv, mine); });
     for (const Role role : {Role::q, Role::k, Role::v}) {

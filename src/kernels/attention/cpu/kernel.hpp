@@ -211,8 +211,9 @@ std::size_t layout(const Problem& problem, const Config& config, void* base, Arr
 // seen.cpp
 /// Arrays::seen of one tile of keys, which begins at `first`.
 void find_seen_keys(const Job& job, std::int64_t b, std::int64_t kv_head, std::int64_t first);
-/// After all tiles of (b, kv_head): where every key is seen faintly at most, they share after all.
-void settle_seen_keys(const Job& job, std::int64_t b, std::int64_t kv_head);
+/// After all tiles of (b, kv_head): keys seen slightly are seen or not; where every key is seen
+/// faintly at most, they share after all.
+void settle_seen_keys(const Job& job, std::int64_t b, std::int64_t kv_head, Scratch& scratch);
 
 // scales.cpp: what must be known before any tile. One (sequence, head) each.
 /// Means of K and V, and K's balance.

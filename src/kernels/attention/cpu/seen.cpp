@@ -1,6 +1,7 @@
 // Which keys some row of the call sees. What keys share (means, scales, groups) comes from these
 // alone: a padded or unwritten token has no influence, whatever it holds.
 #include <algorithm>
+#include <cmath>
 
 #include "kernels/attention/cpu/operand.hpp"
 #include "kernels/attention/cpu/task.hpp"
@@ -29,7 +30,8 @@ void look(const Problem& p, const SequenceInfo& seq, std::int64_t b, const Row& 
       if (bytes[at] == 0) sight[j] = Seen::no;
     } else {
       const float bias = read_float(p.tensors.mask, at);
-      if (bias <= faint_bias) sight[j] = bias == -infinity ? Seen::no : Seen::faintly;
+      if (bias <= slight_bias) sight[j] = bias <= faint_bias ? Seen::faintly : Seen::slightly;
+      if (bias == -infinity) sight[j] = Seen::no;
     }
   }
   for (int j = 0; j < keys && p.block_mask_q > 0; ++j) {
@@ -85,9 +87,106 @@ void find_seen_keys(const Job& job, std::int64_t b, std::int64_t kv_head, std::i
   }
 }
 
-void settle_seen_keys(const Job& job, std::int64_t b, std::int64_t kv_head) {
+namespace {
+
+float norm_of(const float* row, int n) {
+  double sum = 0;
+  for (int i = 0; i < n; ++i) sum += double{row[i]} * double{row[i]};
+  return static_cast<float>(std::sqrt(sum));
+}
+
+/// By how much the score of a key seen slightly can exceed that of one which is seen, biases apart:
+/// |q (k - k')| <= |q| (|k - c| + |k' - c|), by Cauchy and Schwarz, where c is the mean of those
+/// that are seen. NaN or infinity where values are.
+float largest_advantage(const Job& job, std::int64_t b, std::int64_t kv_head, const Seen* seen,
+                        Scratch& scratch) {
+  const Problem& p = job.problem;
+  const Sequence k = job.k_sequence(b, kv_head);
+  float* center = scratch.rows;
+  mean_of_rows(job.words(), k, 0, k.length, center, scratch.row);
+  Transform centered;
+  centered.mean = center;
+  float plain = 0, slight = 0, query = 0;
+  for (std::int64_t j = 0; j < k.length; ++j) {
+    if (seen[j] != Seen::yes && seen[j] != Seen::slightly) continue;
+    load_row(job.words(), k, j, centered, scratch.row);
+    float& largest = seen[j] == Seen::yes ? plain : slight;
+    const float norm = norm_of(scratch.row, k.channels);
+    if (!(norm <= largest)) largest = norm;
+    if (std::isnan(norm)) return norm;
+  }
+  for (std::int64_t h = kv_head * p.group(); h < (kv_head + 1) * p.group(); ++h) {
+    const Sequence q = job.q_sequence(b, h);
+    for (std::int64_t i = 0; i < q.length; ++i) {
+      load_row(job.words(), q, i, Transform{}, scratch.row);
+      const float norm = norm_of(scratch.row, q.channels);
+      if (std::isnan(norm)) return norm;
+      query = std::max(query, norm);
+    }
+  }
+  const float bound = std::fabs(p.softmax_scale) * query * (plain + slight);
+  return p.softcap > 0 ? std::min(bound, 2 * p.softcap) : bound;
+}
+
+/// Calls `visit(j, bias)` for the keys that a row sees.
+template <class Visit>
+void each_seen_key(const Problem& p, const SequenceInfo& seq, std::int64_t b, const Row& row,
+                   const Seen* seen, const Visit& visit) {
+  Seen sight[tile_keys];
+  const auto& st = p.mask_stride;
+  const std::int64_t base = b * st[0] + row.head * st[1] + row.i * st[2];
+  for (std::int64_t first = row.begin; first < row.end; first += tile_keys) {
+    const int keys = static_cast<int>(std::min<std::int64_t>(tile_keys, row.end - first));
+    look(p, seq, b, row, first, keys, sight);
+    for (int j = 0; j < keys; ++j) {
+      if (sight[j] == Seen::no || seen[first + j] == Seen::no) continue;
+      visit(first + j, read_float(p.tensors.mask, base + (first + j) * st[3]));
+    }
+  }
+}
+
+/// Keys seen slightly that may have weight in some row are seen; the others are so faintly. Rows
+/// that see none plainly keep what they see.
+void settle_slight_keys(const Job& job, std::int64_t b, std::int64_t kv_head, Seen* seen,
+                        Scratch& scratch) {
+  const Problem& p = job.problem;
+  const SequenceInfo& seq = job.arrays.sequences[b];
+  Seen* end = seen + seq.k_length;
+  const bool bounded = !p.q_codes && !p.k_codes && !p.score_function &&
+                       !p.tensors.alibi_slopes.present() &&
+                       std::find(seen, end, Seen::yes) != end;
+  const float advantage =
+      bounded ? largest_advantage(job, b, kv_head, seen, scratch) : std::nanf("");
+  if (!(advantage <= no_weight - faint_bias)) {  // none could be without weight
+    return std::replace(seen, end, Seen::slightly, Seen::yes);
+  }
+  for (std::int64_t h = kv_head * p.group(); h < (kv_head + 1) * p.group(); ++h) {
+    for (std::int64_t i = 0; i < seq.q_length; ++i) {
+      Row row{h, i, 0, 0};
+      set_window(p, seq, row);
+      row.begin = std::max<std::int64_t>(row.begin, 0);
+      row.end = std::min<std::int64_t>(row.end, seq.k_length);
+      float best = -infinity;
+      each_seen_key(p, seq, b, row, seen, [&](std::int64_t, float bias) {
+        best = bias > best ? bias : best;
+      });
+      each_seen_key(p, seq, b, row, seen, [&](std::int64_t j, float bias) {
+        const bool none = best > slight_bias && bias - best + advantage <= no_weight;
+        if (seen[j] == Seen::slightly && !none) seen[j] = Seen::yes;
+      });
+    }
+  }
+  std::replace(seen, end, Seen::slightly, Seen::faintly);
+}
+
+}  // namespace
+
+void settle_seen_keys(const Job& job, std::int64_t b, std::int64_t kv_head, Scratch& scratch) {
   Seen* seen = job.arrays.seen + job.k_place(b, kv_head, 0);
   Seen* end = seen + job.arrays.sequences[b].k_length;
+  if (std::find(seen, end, Seen::slightly) != end) {
+    settle_slight_keys(job, b, kv_head, seen, scratch);
+  }
   if (std::find(seen, end, Seen::yes) == end) std::replace(seen, end, Seen::faintly, Seen::yes);
 }
 
