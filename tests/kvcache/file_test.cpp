@@ -192,6 +192,10 @@ TEST_F(KvFile, RefusalsNameTheFile) {
   bad.replace(bad.find("\"tables\""), 8, "\"TABLES\"");
   write(bad);
   refused("has a header that is not its metadata's");
+  bad = good;
+  bad.replace(bad.find("qattn_kv_cache"), 14, "qattn_kv_cachf");
+  write(bad);
+  refused("has no metadata qattn_kv_cache");
   EXPECT_FALSE(cache.save("/nonexistent/place/x.safetensors").ok());
 }
 

@@ -201,6 +201,34 @@ def test_torch_tensors(rng):
         cache.append(0, s, k.transpose(2, 3), v)
 
 
+def test_files_that_safetensors_wrote_again(rng, tmp_path):
+    """It sorts tensors by their kind and name; without metadata= it leaves out what they mean."""
+    safetensors = pytest.importorskip("safetensors")
+    from safetensors.numpy import load_file, save_file
+
+    cache = qattn.KvCache(kv_heads=2, head_dim=32, layers=2, tiers=[(4, 3)])
+    s = cache.add_sequence()
+    cache.append(1, s, rows(rng, 1, 300, 2, 32), rows(rng, 1, 300, 2, 32))
+    path, again = tmp_path / "cache.safetensors", tmp_path / "again.safetensors"
+    cache.save(path)
+    with safetensors.safe_open(path, "np") as file:
+        save_file(load_file(path), again, metadata=file.metadata())
+    assert again.read_bytes() != path.read_bytes()
+    for x, y in zip(cache.read(s, 1), qattn.KvCache.load(again).read(s, 1), strict=True):
+        np.testing.assert_array_equal(x, y)
+    good = again.read_bytes()
+    again.write_bytes(good.replace(b'"lengths"', b'"length2"'))
+    with pytest.raises(qattn.InvalidArgument, match="not its metadata's"):
+        qattn.KvCache.load(again)
+    first = good.index(b'"data_offsets":[0,')
+    again.write_bytes(good[:first] + good[first:].replace(b"[0,", b"[8,", 1))
+    with pytest.raises(qattn.InvalidArgument, match="not its metadata's"):
+        qattn.KvCache.load(again)
+    save_file(load_file(path), again)
+    with pytest.raises(qattn.InvalidArgument, match="no metadata qattn_kv_cache.*metadata="):
+        qattn.KvCache.load(again)
+
+
 def test_save_and_load(rng, tmp_path):
     cache = qattn.KvCache(kv_heads=2, head_dim=32, v_head_dim=64, layers=2, tiers=[(4, 3)])
     s = cache.add_sequence()

@@ -12,7 +12,10 @@ KEYS_BY_BIAS = {-100: 2, -300: 10, -1000: 30, -4000: 60}  # how loud keys may be
 
 
 def reference(q, k, v, bias):
-    scores = np.einsum("bhqd,bhkd->bhqk", q, k, dtype=np.float64) / np.sqrt(q.shape[-1]) + bias
+    scores = (
+        np.einsum("bhqd,bhkd->bhqk", q, k, dtype=np.float64) / np.sqrt(q.shape[-1])
+        + bias
+    )
     p = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("bhqk,bhkd->bhqd", p / p.sum(-1, keepdims=True), v)
 
@@ -23,7 +26,9 @@ def nrmse(x, y):
 
 def tensors(seed=10):
     rng = np.random.default_rng(seed)
-    return [rng.standard_normal((1, 2, n, 64)).astype(np.float32) for n in (40, KEYS, KEYS)]
+    return [
+        rng.standard_normal((1, 2, n, 64)).astype(np.float32) for n in (40, KEYS, KEYS)
+    ]
 
 
 def error(q, k, v, bias, recipe):
@@ -47,7 +52,9 @@ def test_keys_without_weight_leave_the_others_their_codes(recipe, low, by_row):
     assert error(q, k, v, bias, recipe) < 1.3 * alone
 
 
-@pytest.mark.parametrize("case", ["scores make up for it", "a row sees no others", "a row's best"])
+@pytest.mark.parametrize(
+    "case", ["scores make up for it", "a row sees no others", "a row's best"]
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_keys_with_weight_keep_it(recipe, case):
     """The same bits as where another row sees them without a bias; else they would be clipped."""

@@ -11,7 +11,8 @@
 //   v_means      F32 [sets][heads][Dv]    with smooth_v; before mean_flags
 //
 // Everything that the header says follows from the options and counts in its one line of metadata,
-// so load() reads that line, writes the header again and compares: there is no parser to trust.
+// so load() reads that line and knows each entry's text: there is no parser to trust. The tensors
+// may lie in another order, as after safetensors has read the file and written it again.
 // Versions 1 and 2 (k_granularity=per_channel) have neither balance_k nor smooth_v; version 3 says
 // of both and of the granularity; in version 4 some layer has more than one set.
 #include "kvcache/file/file.hpp"
@@ -166,6 +167,7 @@ class Reader {
     std::rewind(file_.get());
   }
   std::int64_t size() const { return size_; }
+  bool seek(std::int64_t place) { return std::fseek(file_.get(), place, SEEK_SET) == 0; }
   bool read(void* to, std::size_t bytes) {
     return bytes == 0 || std::fread(to, 1, bytes, file_.get()) == bytes;
   }
@@ -185,13 +187,18 @@ Status read_header(Reader& file, std::string& header, FileCounts& c) {
   std::uint64_t length = 0;
   if (!file.read(&length, sizeof length)) return invalid("is shorter than a header");
   const std::size_t least = std::string_view(kv::file_opening).size();
-  if (length < least || length > longest_line * 4 ||
-      static_cast<std::int64_t>(length) > file.size() - 8) {
+  if (length > longest_line * 4 || static_cast<std::int64_t>(length) > file.size() - 8) {
     return invalid("has no header of a KV cache");
   }
   header.resize(length);
   if (!file.read(header.data(), header.size())) return invalid("ends inside its header");
-  const std::size_t end = header.find('"', least);
+  if (header.find("\"sequences\":{") != std::string::npos &&
+      header.find("\"qattn_kv_cache\"") == std::string::npos) {
+    return invalid(
+        "has no metadata qattn_kv_cache, which says what its tensors mean: what wrote it again left "
+        "that out (safetensors keeps what save_file() gets as metadata=)");
+  }
+  const std::size_t end = length < least ? std::string::npos : header.find('"', least);
   if (header.rfind(kv::file_opening, 0) != 0 || end == std::string::npos ||
       end - least > longest_line) {
     return invalid("has no header of a KV cache");
@@ -202,9 +209,10 @@ Status read_header(Reader& file, std::string& header, FileCounts& c) {
   return {};
 }
 
-/// The header must be the one that its counts make, and the file as long as it says.
-Status check_size(const Reader& file, const std::string& header, const FileCounts& c,
-                  const KvCacheData& data) {
+/// The header must say what its counts do, and the file be as long as it says; where in the file
+/// the tensors are.
+Status find_parts(const Reader& file, const std::string& header, const FileCounts& c,
+                  const KvCacheData& data, std::vector<kv::FilePart>& parts) {
   // Every count is of things in the file, which bounds their products, too.
   const std::int64_t all = file.size();
   const std::int64_t widest = 8 * c.options.layers * c.options.heads_kv * std::int64_t{data.d()};
@@ -212,11 +220,12 @@ Status check_size(const Reader& file, const std::string& header, const FileCount
                  std::max(c.sequences, c.means) <= INT64_MAX / 16 / widest;
   for (const std::int64_t n : c.pages) bounded &= n <= all / 64;
   if (!bounded) return invalid("counts more than its size holds");
-  const std::vector<kv::FilePart> parts = kv::file_parts(c, data);
-  std::int64_t bytes = 8 + static_cast<std::int64_t>(header.size());
+  parts = kv::file_parts(c, data);
+  const std::int64_t body = 8 + static_cast<std::int64_t>(header.size());
+  std::int64_t bytes = body;
   for (const kv::FilePart& p : parts) bytes += p.bytes;
-  const bool same = kv::file_header(c, parts) == header;
-  if (!same) return invalid("has a header that is not its metadata's");
+  if (!kv::find_places(header, c, parts)) return invalid("has a header that is not its metadata's");
+  for (kv::FilePart& p : parts) p.place += body;
   if (bytes == all) return {};
   return invalid("has " + text(all) + " bytes, its header asks for " + text(bytes));
 }
@@ -300,24 +309,38 @@ Status build(const Image& image, const FileCounts& c, KvCacheData& data,
   return {};
 }
 
-Status read_body(Reader& file, const FileCounts& c, KvCacheData& data) {
-  Image image;
+bool read_tensors(Reader& file, const FileCounts& c, const std::vector<kv::FilePart>& parts,
+                  KvCacheData& data, Image& image) {
   const std::int64_t n = c.sequences, layers = c.options.layers, heads = c.options.heads_kv;
-  bool whole = file.read_all(image.sequences, n) && file.read_all(image.lengths, n * layers) &&
-               file.read_all(image.table_sizes, n * layers * heads) &&
-               file.read_all(image.entries, c.entries) &&
-               file.read_all(image.means, c.means * heads * data.d());
-  for (std::size_t t = 0; whole && t < data.pools.size(); ++t) {
+  auto part = parts.begin();  // in the order of file_parts()
+  bool whole = true;
+  const auto next = [&] { whole = whole && file.seek((part++)->place); };
+  const auto take = [&](auto& to, std::int64_t count) {
+    next();
+    whole = whole && file.read_all(to, count);
+  };
+  take(image.sequences, n);
+  take(image.lengths, n * layers);
+  take(image.table_sizes, n * layers * heads);
+  take(image.entries, c.entries);
+  take(image.means, c.means * heads * data.d());
+  for (std::size_t t = 0; t < data.pools.size(); ++t) {
     kv::PagePool& pool = data.pools[t];
+    next();
     for (std::int64_t i = 0; whole && i < c.pages[t]; ++i) {
       whole = file.read(pool.page(pool.allocate()), static_cast<std::size_t>(pool.page_bytes()));
     }
   }
-  whole = whole &&
-          file.read_all(image.v_means, data.options.smooth_v ? c.means * heads * data.dv() : 0) &&
-          file.read_all(image.flags, n * layers) &&
-          file.read_all(image.shifts, data.balances_k() ? c.means * heads * data.d() : 0);
-  if (!whole) return invalid("cannot be read to its end");
+  if (data.options.smooth_v) take(image.v_means, c.means * heads * data.dv());
+  take(image.flags, n * layers);
+  if (data.balances_k()) take(image.shifts, c.means * heads * data.d());
+  return whole;
+}
+
+Status read_body(Reader& file, const FileCounts& c, const std::vector<kv::FilePart>& parts,
+                 KvCacheData& data) {
+  Image image;
+  if (!read_tensors(file, c, parts, data, image)) return invalid("cannot be read to its end");
   std::vector<std::vector<std::int64_t>> references;
   for (const std::int64_t pages : c.pages) references.emplace_back(static_cast<std::size_t>(pages));
   if (Status s = build(image, c, data, references); !s.ok()) return s;
@@ -352,8 +375,9 @@ Result<KvCache> KvCache::load(const std::string& path, int threads) {
     Result<KvCache> made = create(c.options);
     if (!made.ok()) return about(made.status());
     KvCacheData& data = *made->data_;
-    if (Status s = check_size(file, header, c, data); !s.ok()) return about(s);
-    if (Status s = read_body(file, c, data); !s.ok()) return about(s);
+    std::vector<kv::FilePart> parts;
+    if (Status s = find_parts(file, header, c, data, parts); !s.ok()) return about(s);
+    if (Status s = read_body(file, c, parts, data); !s.ok()) return about(s);
     if (Status s = kv::check_values(data); !s.ok()) return about(s);
     return made;
   });

@@ -173,20 +173,66 @@ std::vector<FilePart> file_parts(const FileCounts& c, const detail::KvCacheData&
   return parts;
 }
 
+namespace {
+
+/// A tensor in the header up to its first offset.
+std::string entry_opening(const FilePart& p) {
+  std::string s = ",\"" + p.name + "\":{\"dtype\":\"" + p.dtype + "\",\"shape\":[";
+  for (std::size_t i = 0; i < p.shape.size(); ++i) {
+    s.append(i ? "," : "").append(text(p.shape[i]));
+  }
+  return s + "],\"data_offsets\":[";
+}
+
+std::string offsets(std::int64_t place, std::int64_t bytes) {
+  return text(place) + "," + text(place + bytes) + "]}";
+}
+
+}  // namespace
+
 std::string file_header(const FileCounts& c, const std::vector<FilePart>& parts) {
   std::string s = file_opening + c.line() + "\"}";
   std::int64_t at = 0;
   for (const FilePart& p : parts) {
-    s += ",\"" + p.name + "\":{\"dtype\":\"" + p.dtype + "\",\"shape\":[";
-    for (std::size_t i = 0; i < p.shape.size(); ++i) {
-      s.append(i ? "," : "").append(text(p.shape[i]));
-    }
-    s += "],\"data_offsets\":[" + text(at) + "," + text(at + p.bytes) + "]}";
+    s += entry_opening(p) + offsets(at, p.bytes);
     at += p.bytes;
   }
   s += "}";
   s.append((8 - s.size() % 8) % 8, ' ');
   return s;
+}
+
+bool find_places(const std::string& header, const FileCounts& c, std::vector<FilePart>& parts) {
+  const std::string opening = file_opening + c.line() + "\"}";
+  if (header.rfind(opening, 0) != 0) return false;
+  // Each entry once, and nothing else: then the header's length is that of all.
+  std::size_t length = opening.size() + 1;
+  std::vector<const FilePart*> by_place;
+  for (FilePart& p : parts) {
+    const std::string entry = entry_opening(p);
+    const std::size_t found = header.find(entry, opening.size());
+    if (found == std::string::npos) return false;
+    const char* digits = header.data() + found + entry.size();
+    const char* end = header.data() + header.size();
+    if (std::from_chars(digits, end, p.place).ec != std::errc() || p.place < 0 ||
+        p.place > INT64_MAX - p.bytes) {
+      return false;
+    }
+    const std::string rest = offsets(p.place, p.bytes);
+    if (header.compare(found + entry.size(), rest.size(), rest) != 0) return false;
+    length += entry.size() + rest.size();
+    by_place.push_back(&p);
+  }
+  if (header.find_last_not_of(' ') + 1 != length || header[length - 1] != '}') return false;
+  std::sort(by_place.begin(), by_place.end(), [](const FilePart* a, const FilePart* b) {
+    return a->place != b->place ? a->place < b->place : a->bytes < b->bytes;
+  });
+  std::int64_t at = 0;
+  for (const FilePart* p : by_place) {
+    if (p->place != at) return false;
+    at += p->bytes;
+  }
+  return true;
 }
 
 }  // namespace qattn::kv

@@ -31,6 +31,7 @@ struct FilePart {
   const char* dtype;
   std::vector<std::int64_t> shape;
   std::int64_t bytes;
+  std::int64_t place = 0;  ///< of its first byte behind the header
 };
 
 /// The tensors in the order of the file. Nothing overflows: load() has checked the total.
@@ -38,5 +39,8 @@ std::vector<FilePart> file_parts(const FileCounts& counts, const detail::KvCache
 
 /// The JSON header, padded with spaces to a multiple of 8.
 std::string file_header(const FileCounts& counts, const std::vector<FilePart>& parts);
+/// Does `header` say the same of the parts as file_header() would, in whatever order they lie? Then
+/// it sets their places. So are files that safetensors wrote again.
+bool find_places(const std::string& header, const FileCounts& counts, std::vector<FilePart>& parts);
 
 }  // namespace qattn::kv
