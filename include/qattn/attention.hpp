@@ -41,7 +41,8 @@ struct AttentionTensors {
   TensorView lse;  ///< (B, Hq, Sq) f32; packed variable length: (Hq, T)
 
   /// Scales of the operands: with codes, the scales that quantize() gave; with f inputs in a recipe
-  /// whose format has free granularity, static scales (codes that saturate are counted below).
+  /// whose format has free granularity, static scales (codes that saturate are counted below; what
+  /// they were made for: AttentionOptions::scales_for).
   /// Shape and meaning: Granularity. Dequantised value = code * scale (* global).
   TensorView q_scale, k_scale, v_scale;
   TensorView q_global, k_global, v_global;  ///< (B, H) f32, the second level of nvfp4 codes
@@ -107,6 +108,12 @@ struct AttentionOptions {
   /// index makes its rows NaN and is reported by device_errors(), a bad scale makes the rows that
   /// use it NaN. CPUs always look.
   bool validate = false;
+  /// What static scales (AttentionTensors::q_scale, k_scale, v_scale beside numbers) were made for.
+  /// Refused by name are scales of another format, whose range differs, and of rows that are not
+  /// the call's: less their mean or not, rotated or not. What is automatic in it is as recipes
+  /// choose for static scales: K less its mean (smooth_k), and nothing else. Absent: nobody knows,
+  /// and scales are taken as they are.
+  std::optional<Recipe> scales_for;
   bool operator==(const AttentionOptions&) const = default;
 };
 

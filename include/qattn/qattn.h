@@ -108,6 +108,12 @@ typedef void (*qattn_score_function)(const void* context, const qattn_score_run*
 typedef void (*qattn_mask_function)(const void* context, const qattn_score_run* run,
                                     uint8_t* visible);
 
+/* What static scales were made for: qattn::AttentionOptions::scales_for. */
+typedef struct qattn_scales_for {
+  const char* recipe;                           /* name; NULL: nobody knows, scales are taken */
+  int32_t smooth_k, smooth_q, smooth_v, rotate; /* QATTN_TOGGLE_*; AUTO: K less its mean alone */
+} qattn_scales_for;
+
 /* qattn::AttentionOptions with its Recipe. */
 typedef struct qattn_attention_options {
   size_t struct_size;
@@ -128,6 +134,7 @@ typedef struct qattn_attention_options {
   int32_t validate;  /* 0 or 1: look at contents on a GPU too, which waits for the stream */
   int32_t balance_k; /* QATTN_TOGGLE_*; once `reserved`, and 0 */
   int64_t block_mask_q, block_mask_k; /* tokens a block of block_mask; 0 without one */
+  qattn_scales_for scales_for;        /* of static scales */
 } qattn_attention_options;
 
 /* qattn::QuantizeOptions. */
@@ -140,6 +147,7 @@ typedef struct qattn_quantize_options {
   int32_t smooth; /* 0 or 1 */
   int32_t rotate; /* 0 or 1 */
   int32_t threads;
+  qattn_scales_for scales_for; /* of static_scale; `role` says what of it counts */
 } qattn_quantize_options;
 
 /* qattn::QuantizeTensors. */

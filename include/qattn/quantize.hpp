@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "qattn/attention.hpp"
@@ -21,6 +22,9 @@ struct QuantizeOptions {
   bool smooth = false;  ///< subtract a mean first and return it (Q: per block; K, V: per sequence)
   bool rotate = false;  ///< Hadamard rotation of the rows (after the mean); Q and K only
   int threads = 0;      ///< CPU threads, at most: AttentionOptions::threads; 0 on a GPU
+  /// What QuantizeTensors::static_scale was made for: AttentionOptions::scales_for. `role` says
+  /// which of its formats and toggles count, and these must be `format`, `smooth` and `rotate`.
+  std::optional<Recipe> scales_for;
 };
 
 /// Shapes and formats that quantize() needs for its outputs (data pointers null, dense strides).

@@ -20,7 +20,7 @@ from ._interop import device_named as _device_named
 from ._kv_cache import KvBytes, KvCache, KvUsage
 from ._kv_cache_gpu import GpuKvCache
 from ._quantize import Quantized, dequantize, quantize, scheduled_scale
-from ._recipe import Granularity, Recipe, recipe, recipes
+from ._recipe import Granularity, MadeFor, Recipe, recipe, recipes
 
 __version__: str = _qattn.version()
 
@@ -51,6 +51,7 @@ __all__ = [
     "KvBytes",
     "KvCache",
     "KvUsage",
+    "MadeFor",
     "OutOfMemory",
     "QattnError",
     "Quantized",

@@ -45,12 +45,13 @@ from ._projection import (
 from ._quantize import Quantized
 from ._recipe import (
     Granularity,
+    MadeFor,
     Recipe,
     as_recipe,
     block_pair,
     boolean,
-    check_made_for,
     integer,
+    made_for,
     real,
     scaling,
     toggle,
@@ -150,7 +151,7 @@ def attention(
     v_global: Any = None,
     k_mean: Any = None,
     v_mean: Any = None,
-    scales_for: str | Recipe | None = None,
+    scales_for: str | Recipe | MadeFor | None = None,
     saturated: Any = None,
     projection: Any = None,
     bias: Any = None,
@@ -177,8 +178,10 @@ def attention(
     float8 dtype; packed 4-bit codes (..., D / 2)) with its scales in q_scale, q_global, k_mean, ...
     With float inputs, q_scale, k_scale and v_scale are static scales, and k_mean (B, Hkv, D) is
     what smooth_k subtracts instead of k's own mean: any vector, exactly. scales_for: the recipe
-    that static scales were made for; one with another format is refused. Scales are positive and
-    finite; on a GPU, where only validate=True looks, others make the rows that use them NaN.
+    that static scales were made for, or a MadeFor; scales of another format are refused, and of
+    rows that are not the call's (k with its mean or less it). None: nobody knows, and they are
+    taken. Scales are positive and finite; on a GPU, where only validate=True looks, others make the
+    rows that use them NaN.
     q may be of another float dtype than k and v, as beside a cache in 16 bits. q_scale per head may
     be (B, Hkv), one for all heads that share k's, as FlashAttention has it.
 
@@ -344,7 +347,6 @@ class _Call:
         for role in _ROLES:
             self._add_operand(role)
         self._spread_q_scale()
-        self._check_scales()
         self._check_rotation()
         self._take_causal()
         self._add_extras()
@@ -430,16 +432,6 @@ class _Call:
         )
         self._given["q_scale"] = spread
         self.tensors["q_scale"] = entry("q_scale", spread)
-
-    def _check_scales(self) -> None:
-        """Refuses static scales that are told to be another recipe's."""
-        if self._given["scales_for"] is None:
-            return
-        made_for = as_recipe(self._given["scales_for"])
-        for role in _ROLES:
-            floats = self.tensors[role][1] in ("f32", "f16", "bf16")
-            if floats and self._given[f"{role}_scale"] is not None:
-                check_made_for(role, made_for, self._recipe)
 
     def _check_rotation(self) -> None:
         q, k = self._quantized("q"), self._quantized("k")
@@ -568,6 +560,7 @@ class _Call:
             integer("threads", given["threads"]),
             boolean("validate", given["validate"]),
             block_pair(given["block_mask_size"]),
+            made_for(given["scales_for"]),
         )
 
     def out_shape(self) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ def made_options(
     threads: int = 0,
     validate: bool = False,
     block_mask_size: tuple[int, int] = (0, 0),
+    scales_for: Any = None,
 ) -> Any:
     """The extension's options, which nothing changes."""
     return _qattn.options(
@@ -50,6 +51,7 @@ def made_options(
         threads=threads,
         validate=validate,
         block_mask_size=block_mask_size,
+        scales_for=scales_for,
     )
 
 

@@ -25,7 +25,7 @@ from ._interop import (
     unit_stride,
     zeros,
 )
-from ._recipe import Granularity, boolean, integer, real, scaling
+from ._recipe import Granularity, MadeFor, Recipe, boolean, integer, made_for, real, scaling
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,6 +73,7 @@ def quantize(
     smooth: bool = False,
     rotate: bool = False,
     static_scale: Any = None,
+    scales_for: str | Recipe | MadeFor | None = None,
     cu_seqlens: Any = None,
     threads: int = 0,
 ) -> Quantized:
@@ -85,8 +86,11 @@ def quantize(
     the defaults are the CPU's. smooth subtracts the mean over the sequence (q: over each block)
     and returns it; rotate applies a Hadamard rotation to the rows of q or k.
     static_scale: positive finite scales to use instead of the maxima; codes that they clip are
-    counted in `saturated`. On CUDA tensors the work is enqueued on torch's current stream; with
-    cu_seqlens or static_scale the call waits for it. Raises InvalidArgument, Unsupported.
+    counted in `saturated`. scales_for: the recipe that they were made for, or a MadeFor, of which
+    the role's part counts; scales of another format are refused, and of rows with or less their
+    mean where smooth says otherwise. None: nobody knows, and they are taken. On CUDA tensors the
+    work is enqueued on torch's current stream; with cu_seqlens or static_scale the call waits for
+    it. Raises InvalidArgument, Unsupported.
     """
     scales = sizes_of(granularity, block, warp)
     options = _options(
@@ -97,6 +101,7 @@ def quantize(
         boolean("smooth", smooth),
         boolean("rotate", rotate),
         threads,
+        scales_for,
     )
     tensors = {"x": entry("x", x)}
     unit_stride("x", x)
@@ -187,6 +192,7 @@ def _options(
     smooth: bool,
     rotate: bool,
     threads: Any,
+    scales_for: Any = None,
 ) -> Any:
     for name, value in (("format", format), ("role", role), ("layout", layout)):
         if not isinstance(value, str):
@@ -199,6 +205,7 @@ def _options(
         smooth=smooth,
         rotate=rotate,
         threads=integer("threads", threads),
+        scales_for=made_for(scales_for),
     )
 
 

@@ -57,15 +57,30 @@ def as_recipe(value: str | Recipe) -> Recipe:
     return value if isinstance(value, Recipe) else recipe(value)
 
 
-def check_made_for(role: str, made_for: Recipe, recipe: Recipe) -> None:
-    """Refuses a static scale of `role` that was made for codes of another format: it would clip
-    most of them, or leave most of the format's range unused."""
-    own, other = (x.v if role == "v" else x.qk for x in (recipe, made_for))
-    if own != other:
-        raise InvalidArgument(
-            f"{role}_scale: was made for recipe {made_for}, {role} in {other}; recipe {recipe} has "
-            f"{role} in {own}"
-        )
+@dataclasses.dataclass(frozen=True)
+class MadeFor:
+    """What static scales were made for, as `scales_for` of attention() and quantize() takes it.
+
+    A recipe says in which formats they are. The rest says of which rows: less their means, rotated.
+    None is as recipes choose for static scales: k less its mean (smooth_k), and nothing else.
+    """
+
+    recipe: str | Recipe
+    smooth_k: bool | None = None
+    smooth_q: bool | None = None
+    smooth_v: bool | None = None
+    rotate: bool | None = None
+
+
+def made_for(value: str | Recipe | MadeFor | None) -> tuple | None:
+    """What static scales were made for, in the extension's terms; None: nobody knows."""
+    if value is None:
+        return None
+    told = value if isinstance(value, MadeFor) else MadeFor(value)
+    r = as_recipe(told.recipe)
+    names = ("smooth_k", "smooth_q", "smooth_v", "rotate")
+    toggles = (toggle(f"scales_for: {name}", getattr(told, name)) for name in names)
+    return (r.name, r.qk, r.p, r.v), (*toggles, None)
 
 
 def integer(name: str, value: Any) -> int:

@@ -265,6 +265,26 @@ Toggle toggle_from(std::optional<bool> value) {
   return *value ? Toggle::on : Toggle::off;
 }
 
+Recipe recipe_from(const char* what, const RecipeTuple& tuple,
+                   const std::array<std::optional<bool>, 5>& toggles) {
+  Recipe recipe;
+  recipe.name = std::get<0>(tuple);
+  recipe.qk = format_from(what, std::get<1>(tuple));
+  recipe.p = format_from(what, std::get<2>(tuple));
+  recipe.v = format_from(what, std::get<3>(tuple));
+  recipe.smooth_k = toggle_from(toggles[0]);
+  recipe.smooth_q = toggle_from(toggles[1]);
+  recipe.smooth_v = toggle_from(toggles[2]);
+  recipe.rotate = toggle_from(toggles[3]);
+  recipe.balance_k = toggle_from(toggles[4]);
+  return recipe;
+}
+
+std::optional<Recipe> made_for_from(const std::optional<MadeForTuple>& tuple) {
+  if (!tuple) return {};
+  return recipe_from("scales_for", std::get<0>(*tuple), std::get<1>(*tuple));
+}
+
 RecipeTuple to_tuple(const Recipe& recipe) {
   const auto text = [](Format format) { return std::string(info(format).name); };
   return {recipe.name, text(recipe.qk), text(recipe.p), text(recipe.v)};

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <array>
 #include <cstdint>
 #include <exception>
 #include <optional>
@@ -72,11 +73,19 @@ using ScalingTuple = std::tuple<std::string, std::int64_t, std::int64_t>;
 /// (name, format of Q and K, of P, of V); "none" as in Recipe.
 using RecipeTuple = std::tuple<std::string, std::string, std::string, std::string>;
 
+/// What static scales were made for: a recipe and its toggles smooth_k, smooth_q, smooth_v, rotate
+/// and balance_k.
+using MadeForTuple = std::tuple<RecipeTuple, std::array<std::optional<bool>, 5>>;
+
 Format format_from(const char* what, const std::string& name);
 Layout layout_from(const std::string& name);
 Role role_from(const std::string& name);
 Scaling scaling_from(const char* operand, const ScalingTuple& tuple);
 Toggle toggle_from(std::optional<bool> value);
+/// A recipe by names of formats; `what` names it in an error.
+Recipe recipe_from(const char* what, const RecipeTuple& tuple,
+                   const std::array<std::optional<bool>, 5>& toggles);
+std::optional<Recipe> made_for_from(const std::optional<MadeForTuple>& tuple);
 RecipeTuple to_tuple(const Recipe& recipe);
 int threads_from(std::int64_t threads);
 

@@ -28,20 +28,13 @@ AttentionOptions make_options(const RecipeTuple& recipe, const std::string& layo
                               const std::array<ScalingTuple, 3>& scalings,
                               const std::array<std::optional<bool>, 5>& toggles,
                               std::int64_t threads, bool validate,
-                              std::pair<std::int64_t, std::int64_t> block_mask_size) {
+                              std::pair<std::int64_t, std::int64_t> block_mask_size,
+                              const std::optional<MadeForTuple>& scales_for) {
   AttentionOptions o;
-  o.recipe.name = std::get<0>(recipe);
-  o.recipe.qk = format_from("recipe", std::get<1>(recipe));
-  o.recipe.p = format_from("recipe", std::get<2>(recipe));
-  o.recipe.v = format_from("recipe", std::get<3>(recipe));
+  o.recipe = recipe_from("recipe", recipe, toggles);
   o.recipe.q_scale = scaling_from("q_", scalings[0]);
   o.recipe.k_scale = scaling_from("k_", scalings[1]);
   o.recipe.v_scale = scaling_from("v_", scalings[2]);
-  o.recipe.smooth_k = toggle_from(toggles[0]);
-  o.recipe.smooth_q = toggle_from(toggles[1]);
-  o.recipe.smooth_v = toggle_from(toggles[2]);
-  o.recipe.rotate = toggle_from(toggles[3]);
-  o.recipe.balance_k = toggle_from(toggles[4]);
   o.layout = layout_from(layout);
   if (scale) o.softmax_scale = static_cast<float>(*scale);
   o.causal = causal;
@@ -52,6 +45,7 @@ AttentionOptions make_options(const RecipeTuple& recipe, const std::string& layo
   o.validate = validate;
   o.block_mask_q = block_mask_size.first;
   o.block_mask_k = block_mask_size.second;
+  o.scales_for = made_for_from(scales_for);
   return o;
 }
 
@@ -107,10 +101,11 @@ void run_reference(const nb::dict& entries, const AttentionOptions& options, con
   attention_check(status);
 }
 
-/// Options of quantize() in one tuple: format, role, layout, scaling, smooth, rotate, threads.
+/// Options of quantize() in one object.
 QuantizeOptions make_quantize_options(const std::string& format, const std::string& role,
                                       const std::string& layout, const ScalingTuple& scaling,
-                                      bool smooth, bool rotate, std::int64_t threads) {
+                                      bool smooth, bool rotate, std::int64_t threads,
+                                      const std::optional<MadeForTuple>& scales_for) {
   QuantizeOptions o;
   o.format = format_from("format", format);
   o.role = role_from(role);
@@ -119,6 +114,7 @@ QuantizeOptions make_quantize_options(const std::string& format, const std::stri
   o.smooth = smooth;
   o.rotate = rotate;
   o.threads = threads_from(threads);
+  o.scales_for = made_for_from(scales_for);
   return o;
 }
 
@@ -211,7 +207,7 @@ NB_MODULE(_qattn, m) {
   nb::class_<qattn::QuantizeOptions>(m, "QuantizeOptions");
   m.def("options", &make_options, nb::kw_only(), "recipe"_a, "layout"_a, "causal"_a, "window"_a,
         "softcap"_a, "scale"_a.none(), "scalings"_a, "toggles"_a, "threads"_a, "validate"_a,
-        "block_mask_size"_a);
+        "block_mask_size"_a, "scales_for"_a.none());
   m.def("attention", &run_attention, "tensors"_a, "options"_a, "stream"_a, "allocate"_a.none());
   m.def("device_errors", [](std::int32_t type, std::int32_t index) {
     qattn::Status status;
@@ -226,7 +222,7 @@ NB_MODULE(_qattn, m) {
   m.def("reference_attention", &run_reference, "tensors"_a, "options"_a, "out"_a, "lse"_a.none(),
         "rows"_a);
   m.def("quantize_options", &make_quantize_options, nb::kw_only(), "format"_a, "role"_a, "layout"_a,
-        "scaling"_a, "smooth"_a, "rotate"_a, "threads"_a);
+        "scaling"_a, "smooth"_a, "rotate"_a, "threads"_a, "scales_for"_a.none());
   m.def("quantize_shapes", &run_quantize_shapes, "tensors"_a, "options"_a, "stream"_a);
   m.def("quantize", &run_quantize, "tensors"_a, "options"_a, "stream"_a);
   m.def("dequantize", &run_dequantize, "tensors"_a, "options"_a);

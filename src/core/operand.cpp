@@ -1,5 +1,7 @@
 #include "core/operand.hpp"
 
+#include <string>
+
 namespace qattn {
 
 Operand operand_of(const Problem& p, Role role) {
@@ -32,6 +34,52 @@ OperandRecipe operand_recipe(const Recipe& r, Role role) {
     default:
       return {r.v, r.v_scale, r.smooth_v};
   }
+}
+
+Status check_made_for(const std::string& name, Role role, const Recipe& made_for,
+                      const Recipe& call) {
+  const auto who = [](const Recipe& r) { return r.name.empty() ? "" : "recipe " + r.name; };
+  const std::string operand(qattn::name(role)), made = who(made_for), here = who(call);
+  const auto refusal = [&](const std::string& of, const std::string& caller,
+                           const std::string& has) {
+    return Status(Code::invalid_argument, name + ": was made for " + made +
+                                              (made.empty() ? "" : ", ") + operand + " " + of +
+                                              "; " + (caller.empty() ? "the call" : caller) +
+                                              " has " + operand + " " + has);
+  };
+  const OperandRecipe own = operand_recipe(call, role), other = operand_recipe(made_for, role);
+  if (own.format != other.format) {
+    const auto text = [](Format f) { return "in " + std::string(info(f).name); };
+    return refusal(text(other.format), here, text(own.format));
+  }
+  // As resolve_recipe() chooses for an operand of numbers with a static scale.
+  const auto less_mean = [&](Toggle smooth) {
+    return role == Role::k ? smooth != Toggle::off : smooth == Toggle::on;
+  };
+  const auto is_on = [&](Toggle t) { return role != Role::v && t == Toggle::on; };
+  const struct {
+    bool own, other;
+    const char *on, *off;
+  } rows[] = {
+      {less_mean(own.smooth), less_mean(other.smooth), "less its mean", "with its mean"},
+      {is_on(call.rotate), is_on(made_for.rotate), "rotated", "not rotated"},
+      {is_on(call.balance_k), is_on(made_for.balance_k), "balanced", "not balanced"},
+  };
+  for (const auto& row : rows) {
+    if (row.own == row.other) continue;
+    return refusal(row.other ? row.on : row.off, "", row.own ? row.on : row.off);
+  }
+  return {};
+}
+
+Status check_toggles(const char* name, const Recipe& r) {
+  for (const Toggle toggle : {r.smooth_k, r.smooth_q, r.smooth_v, r.rotate, r.balance_k}) {
+    if (toggle != Toggle::automatic && toggle != Toggle::off && toggle != Toggle::on) {
+      return Status(Code::invalid_argument,
+                    std::string(name) + ": a toggle is neither automatic, off nor on");
+    }
+  }
+  return {};
 }
 
 }  // namespace qattn

@@ -31,6 +31,14 @@ struct OperandRecipe {
 };
 OperandRecipe operand_recipe(const Recipe& recipe, Role role);
 
+/// Refuses a static scale of an operand that was made for codes of another format, or for rows that
+/// are not the call's. `name`: of its tensor. `call`: the call's recipe, or a nameless one.
+Status check_made_for(const std::string& name, Role role, const Recipe& made_for,
+                      const Recipe& call);
+
+/// Are all toggles of a recipe something? `name`: the argument that it is.
+Status check_toggles(const char* name, const Recipe& recipe);
+
 inline constexpr Role all_roles[] = {Role::q, Role::k, Role::v};
 
 }  // namespace qattn

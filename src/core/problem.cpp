@@ -448,6 +448,12 @@ class Maker {
       }
     }
     for (const Role role : all_roles) {
+      const Operand x = operand_of(p_, role);
+      if (!o_.scales_for || x.codes || !x.scale.present()) continue;
+      Status s = check_made_for(std::string(x.name) + "_scale", role, *o_.scales_for, r);
+      if (!s.ok()) return s;
+    }
+    for (const Role role : all_roles) {
       if (Status s = operand_scales(role); !s.ok()) return s;
     }
     return {};
@@ -593,10 +599,9 @@ class Maker {
 
   Status recipe() {
     const Recipe& r = o_.recipe;
-    for (const Toggle toggle : {r.smooth_k, r.smooth_q, r.smooth_v, r.rotate, r.balance_k}) {
-      if (toggle != Toggle::automatic && toggle != Toggle::off && toggle != Toggle::on) {
-        return invalid("recipe: a toggle is neither automatic, off nor on");
-      }
+    if (Status s = check_toggles("recipe", r); !s.ok()) return s;
+    if (o_.scales_for) {
+      if (Status s = check_toggles("scales_for", *o_.scales_for); !s.ok()) return s;
     }
     if (r.qk == Format::none && (r.p != Format::none || r.v != Format::none)) {
       return invalid("recipe: formats of P or V need a format of Q and K");

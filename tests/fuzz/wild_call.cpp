@@ -34,6 +34,17 @@ Scaling choose_scaling(Choices& c, Role role) {
   return s;
 }
 
+/// Last of a call's choices, so that bytes that were kept still make what they made.
+void choose_scales_for(Choices& c, std::optional<Recipe>& scales_for) {
+  if (!c.chance(8)) return;
+  const auto names = recipes();
+  scales_for = names[static_cast<std::size_t>(c.below(static_cast<int>(names.size())))];
+  for (Toggle* toggle : {&scales_for->smooth_k, &scales_for->smooth_q, &scales_for->smooth_v,
+                         &scales_for->rotate, &scales_for->balance_k}) {
+    if (c.chance(6)) *toggle = static_cast<Toggle>(c.below(4));
+  }
+}
+
 }  // namespace
 
 WildCall::WildCall(Choices c, bool real) {
@@ -59,6 +70,7 @@ WildCall::WildCall(Choices c, bool real) {
   }
   back(c, real);
   write_indices(c);
+  choose_scales_for(c, options.scales_for);
   memory.freeze();
 }
 
@@ -417,6 +429,7 @@ WildQuantize::WildQuantize(Choices c, bool real) {
     memory.back(item.name, *item.view, item.output, item.fill, 1, c.chance(64) ? 1 : 0);
   }
   Memory::store(t.cu_seqlens, 1, 0, c.chance(8) ? static_cast<std::int32_t>(c.wild()) : cu[1]);
+  choose_scales_for(c, options.scales_for);
   memory.freeze();
 }
 

@@ -84,7 +84,7 @@ CCall c_call(const WildCall& call) {
 }
 
 void break_struct(std::mt19937_64& random, CCall& c) {
-  switch (random() % 6) {
+  switch (random() % 7) {
     case 0:
       c.tensors.struct_size = random() % 4 ? random() % 4096 : random();
       break;
@@ -95,9 +95,13 @@ void break_struct(std::mt19937_64& random, CCall& c) {
       c.options.recipe = random() % 2 ? "int8_fulll" : "";
       break;
     case 3:
-      c.options.causal = static_cast<std::int32_t>(random());
+      c.options.scales_for = {random() % 2 ? "fp8" : "", static_cast<std::int32_t>(random() % 4),
+                              static_cast<std::int32_t>(random()), 0, 0};
       break;
     case 4:
+      c.options.causal = static_cast<std::int32_t>(random());
+      break;
+    case 5:
       c.options.has_softmax_scale = static_cast<std::int32_t>(random());
       break;
     default:

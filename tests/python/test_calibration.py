@@ -484,8 +484,10 @@ def test_k_is_scaled_as_it_is_smoothed():
         scales = made.scales("int8", smooth_k=smooth_k)
         qattn.attention(q, k, v, recipe="int8", **scales.arguments(at(0), q, k, v))
         assert [x.total for x in scales.clipped()] == [0]
-    wrong = made.scales("int8").arguments(at(0), q, k, v)
-    qattn.attention(q, k, v, recipe="int8", **{**wrong, "smooth_k": False})
+    wrong = {**made.scales("int8").arguments(at(0), q, k, v), "smooth_k": False}
+    with pytest.raises(qattn.InvalidArgument, match="k less its mean; the call has k with its"):
+        qattn.attention(q, k, v, recipe="int8", **wrong)
+    qattn.attention(q, k, v, recipe="int8", **{**wrong, "scales_for": None})
     assert wrong["saturated"][1] > 1000
 
 

@@ -2,6 +2,7 @@
 // place.
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <cstring>
 #include <functional>
 #include <string>
@@ -157,6 +158,101 @@ TEST(COptions, EveryOptionOfAttentionArrives) {
   EXPECT_TRUE(masked == of_cpp(data, cpp)) << masked.plan;
 }
 
+/// One and the same in both interfaces.
+struct ScalesFor {
+  qattn_scales_for c;
+  Recipe cpp;
+};
+
+std::vector<ScalesFor> scales_for() {
+  std::vector<ScalesFor> list;
+  for (const char* name : {"int8", "fp8", "mxfp8", "bf16", "auto"}) {
+    list.push_back({{name, 0, 0, 0, 0}, *recipe_named(name)});
+  }
+  constexpr std::int32_t on = QATTN_TOGGLE_ON, off = QATTN_TOGGLE_OFF;
+  const ScalesFor plain{{"int8_full", 0, 0, 0, 0}, *recipe_named("int8_full")};
+  for (int n = 0; n < 6; ++n) list.push_back(plain);
+  ScalesFor* s = &list[list.size() - 5];  // the first of them is as it is
+  s[0].c.smooth_k = off, s[0].cpp.smooth_k = Toggle::off;
+  s[1].c.smooth_q = on, s[1].cpp.smooth_q = Toggle::on;
+  s[2].c.smooth_v = on, s[2].cpp.smooth_v = Toggle::on;
+  s[3].c.rotate = on, s[3].cpp.rotate = Toggle::on;
+  s[4].c.rotate = 9, s[4].cpp.rotate = static_cast<Toggle>(9);
+  return list;
+}
+
+TEST(COptions, WhatScalesWereMadeForArrives) {
+  Data data;
+  std::vector<float> scale(heads, 0.05f);
+  const std::int64_t shape[] = {1, heads};
+  for (auto* t : {&data.c.q_scale, &data.c.k_scale, &data.c.v_scale}) {
+    *t = qattn_tensor_dense(scale.data(), QATTN_FORMAT_f32, 2, shape);
+  }
+  data.t.q_scale = data.t.k_scale = data.t.v_scale = c::view(data.c.q_scale);
+  qattn_attention_options c;
+  qattn_attention_options_init(&c);
+  c.recipe = "int8_full";
+  c.q_scaling = c.k_scaling = c.v_scaling = {QATTN_PER_HEAD, 0, 0};
+  AttentionOptions cpp;
+  cpp.recipe = *recipe_named("int8_full");
+  for (Scaling* s : {&cpp.recipe.q_scale, &cpp.recipe.k_scale, &cpp.recipe.v_scale}) {
+    s->granularity = Granularity::per_head;
+  }
+  EXPECT_EQ(qattn_attention(&data.c, &c), QATTN_OK) << qattn_last_error();
+  int taken = 0;
+  for (const ScalesFor& told : scales_for()) {
+    c.scales_for = told.c;
+    cpp.scales_for = told.cpp;
+    const Status want = attention(data.t, cpp);
+    EXPECT_EQ(qattn_attention(&data.c, &c), static_cast<int>(want.code())) << want.message();
+    if (!want.ok()) {
+      EXPECT_EQ(qattn_last_error(), want.message());
+    }
+    taken += want.ok();
+  }
+  EXPECT_EQ(taken, 1);
+  // A caller of the library before knew no such field.
+  c.struct_size = offsetof(qattn_attention_options, scales_for);
+  EXPECT_EQ(qattn_attention(&data.c, &c), QATTN_OK) << qattn_last_error();
+  c.struct_size = sizeof c;
+  c.scales_for = {"int9", 0, 0, 0, 0};
+  EXPECT_EQ(qattn_attention(&data.c, &c), QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(qattn_last_error()).rfind("scales_for: recipe: \"int9\"", 0), 0u);
+  c.scales_for = {nullptr, 0, 0, 0, QATTN_TOGGLE_OFF};
+  EXPECT_EQ(qattn_attention(&data.c, &c), QATTN_INVALID_ARGUMENT);
+  EXPECT_STREQ(qattn_last_error(), "scales_for: has toggles, and its recipe is NULL");
+}
+
+TEST(COptions, WhatAStaticScaleOfQuantizeWasMadeForArrives) {
+  Data data;
+  qattn_quantize_tensors t;
+  qattn_quantize_options o;
+  qattn_quantize_tensors_init(&t);
+  qattn_quantize_options_init(&o);
+  o.scaling.granularity = QATTN_PER_HEAD;
+  t.x = data.c.k;
+  ASSERT_EQ(qattn_quantize_shapes(&t, &o), QATTN_OK) << qattn_last_error();
+  std::vector<std::int8_t> codes(tokens * heads * dim, 77);
+  std::vector<float> scale(heads), given(heads, 0.01f);
+  t.static_scale = t.scale;
+  t.codes.data = codes.data(), t.scale.data = scale.data(), t.static_scale.data = given.data();
+  o.scales_for = {"fp8", 0, 0, 0, 0};
+  EXPECT_EQ(qattn_quantize(&t, &o, nullptr), QATTN_INVALID_ARGUMENT);
+  EXPECT_STREQ(qattn_last_error(),
+               "static_scale: was made for recipe fp8, k in e4m3; the call has k in s8");
+  o.scales_for = {"int8", 0, 0, 0, 0};
+  EXPECT_EQ(qattn_quantize(&t, &o, nullptr), QATTN_INVALID_ARGUMENT);
+  EXPECT_STREQ(
+      qattn_last_error(),
+      "static_scale: was made for recipe int8, k less its mean; the call has k with its mean");
+  for (const std::int8_t code : codes) ASSERT_EQ(code, 77);
+  o.scales_for.smooth_k = QATTN_TOGGLE_OFF;
+  EXPECT_EQ(qattn_quantize(&t, &o, nullptr), QATTN_OK) << qattn_last_error();
+  o.scales_for.recipe = "fp8";
+  o.struct_size = offsetof(qattn_quantize_options, scales_for);
+  EXPECT_EQ(qattn_quantize(&t, &o, nullptr), QATTN_OK) << qattn_last_error();
+}
+
 /// Every tensor, where it is wrong, is refused by its own name, or by what it asks of others.
 TEST(COptions, EveryTensorOfAttentionArrives) {
   using T = qattn_attention_tensors;
@@ -279,7 +375,7 @@ TEST(COptions, EveryOptionOfQuantizeArrives) {
   qattn_quantize_tensors_init(&c);
   qattn_quantize_options_init(&plain);
   c.x = data.c.k;
-  static_assert(sizeof(qattn_quantize_options) == 48);  // a new field needs a line here
+  static_assert(sizeof(qattn_quantize_options) == 72);  // a new field needs a line here
   const std::vector<std::function<void(qattn_quantize_options&, QuantizeOptions&)>> changes = {
       [](auto& a, auto& b) { a.format = QATTN_FORMAT_e4m3, b.format = Format::e4m3; },
       [](auto& a, auto& b) {

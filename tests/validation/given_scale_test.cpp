@@ -1,8 +1,10 @@
 // Scales that callers give, static ones of quantize() and those of attention(), are positive and
-// finite.
+// finite, and of what they are told to be made for.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <string>
 #include <vector>
@@ -104,6 +106,220 @@ TEST(GivenScales, OfVArePositiveAndFinite) {
       }
     }
   }
+}
+
+std::string name_of(Format f) { return std::string(info(f).name); }
+
+bool has_codes(Format f) { return info(f).scale != Format::none; }
+
+/// A call with a static scale a head for each operand that becomes codes.
+struct StaticCall {
+  std::vector<float> x = std::vector<float>(2 * 16 * 3 * 16, 1.0f);
+  std::vector<float> out = std::vector<float>(x.size(), -7.0f);
+  std::vector<float> scale = std::vector<float>(6, 0.1f);
+  AttentionTensors t;
+  AttentionOptions o;
+
+  explicit StaticCall(const Recipe& recipe) {
+    t.q = t.k = t.v = t.out = TensorView::dense(x.data(), Format::f32, {2, 16, 3, 16});
+    t.out.data = out.data();
+    o.recipe = recipe;
+    o.threads = 1;
+    const TensorView given = TensorView::dense(scale.data(), Format::f32, {2, 3});
+    if (has_codes(recipe.qk)) {
+      t.q_scale = t.k_scale = given;
+      o.recipe.q_scale.granularity = o.recipe.k_scale.granularity = Granularity::per_head;
+    }
+    if (has_codes(recipe.v)) {
+      t.v_scale = given;
+      o.recipe.v_scale.granularity = Granularity::per_head;
+    }
+  }
+  /// Refused with a message that begins so, at every door, and nothing is written; "": taken.
+  void expect(const std::string& start) {
+    SCOPED_TRACE(start);
+    AttentionOptions untold = o;
+    untold.scales_for.reset();
+    const Result<Plan> planned = plan(t, untold);
+    ASSERT_TRUE(planned.ok()) << planned.status().message();
+    void* workspace = std::aligned_alloc(64, (planned->workspace_bytes() + 63) / 64 * 64);
+    const Status all[] = {plan(t, o).status(),
+                          run(*planned, t, o, workspace, planned->workspace_bytes()),
+                          attention(t, o)};
+    std::free(workspace);
+    for (const Status& s : all) {
+      EXPECT_EQ(s.ok(), start.empty()) << s.message();
+      EXPECT_EQ(s.message().rfind(start, 0), 0u) << s.message();
+      if (!start.empty()) {
+        EXPECT_EQ(s.code(), Code::invalid_argument);
+      }
+    }
+    EXPECT_EQ(explain(t, o).rfind("refused: " + start, 0) == 0, !start.empty());
+    for (const float y : out) ASSERT_EQ(y == -7.0f, !start.empty());
+  }
+};
+
+/// Recipes whose operands' scales are free, and one of the caller's own.
+std::vector<Recipe> free_recipes() {
+  std::vector<Recipe> list;
+  for (const char* name : {"int8", "int8_full", "int8_fp8", "fp8", "fp8_p16"}) {
+    list.push_back(*recipe_named(name));
+  }
+  list.push_back(*recipe_named("fp8"));
+  list.back().name = "own", list.back().qk = Format::e4m3fnuz;
+  return list;
+}
+
+/// "NAME_scale: was made for ...", or "" where the operand's formats are one.
+std::string clash(const Recipe& recipe, const Recipe& made_for, const char* role) {
+  const bool v = *role == 'v';
+  const Format own = v ? recipe.v : recipe.qk, other = v ? made_for.v : made_for.qk;
+  if (own == other || !has_codes(own)) return "";
+  return std::string(role) + "_scale: was made for recipe " + made_for.name + ", " + role + " in " +
+         name_of(other) + "; recipe " + recipe.name + " has " + role + " in " + name_of(own);
+}
+
+TEST(ScalesFor, EveryRecipeWithScalesOfEveryOther) {
+  int taken = 0, refused = 0;
+  for (const Recipe& recipe : free_recipes()) {
+    for (const Recipe& made_for : free_recipes()) {
+      StaticCall call(recipe);
+      call.expect("");
+      std::fill(call.out.begin(), call.out.end(), -7.0f);
+      call.o.scales_for = made_for;
+      std::string start = clash(recipe, made_for, "q");
+      if (start.empty()) start = clash(recipe, made_for, "v");
+      call.expect(start);
+      ++(start.empty() ? taken : refused);
+      // One operand's alone.
+      for (const char* role : {"q", "k", "v"}) {
+        StaticCall one(recipe);
+        if (!has_codes(*role == 'v' ? recipe.v : recipe.qk)) continue;
+        if (*role != 'q') one.t.q_scale = {}, one.o.recipe.q_scale = {};
+        if (*role != 'k') one.t.k_scale = {}, one.o.recipe.k_scale = {};
+        if (*role != 'v') one.t.v_scale = {}, one.o.recipe.v_scale = {};
+        one.o.scales_for = made_for;
+        one.expect(clash(recipe, made_for, role));
+      }
+    }
+  }
+  EXPECT_EQ(taken, 10);  // each its own; int8 those of Q and K of two; fp8 and fp8_p16 are alike
+  EXPECT_EQ(refused, 26);
+}
+
+/// Means, rotation and balance change the rows, and so their largest values.
+TEST(ScalesFor, TheSameRows) {
+  using R = Recipe;
+  const struct {
+    void (*set)(Recipe&, Toggle);
+    bool usual;  ///< what is automatic, of static scales
+    const char *name, *on, *off;
+  } rows[] = {
+      {[](R& r, Toggle x) { r.smooth_k = x; }, true, "k", "less its mean", "with its mean"},
+      {[](R& r, Toggle x) { r.smooth_q = x; }, false, "q", "less its mean", "with its mean"},
+      {[](R& r, Toggle x) { r.smooth_v = x; }, false, "v", "less its mean", "with its mean"},
+      {[](R& r, Toggle x) { r.rotate = x; }, false, "q", "rotated", "not rotated"},
+  };
+  for (const auto& row : rows) {
+    for (const Toggle own : {Toggle::automatic, Toggle::off, Toggle::on}) {
+      for (const Toggle other : {Toggle::automatic, Toggle::off, Toggle::on}) {
+        Recipe recipe = *recipe_named("fp8"), made_for = recipe;
+        row.set(recipe, own), row.set(made_for, other);
+        const auto is_on = [&](Toggle t) {
+          return t == Toggle::automatic ? row.usual : t == Toggle::on;
+        };
+        StaticCall call(recipe);
+        call.o.scales_for = made_for;
+        const std::string role = row.name;
+        call.expect(is_on(own) == is_on(other)
+                        ? ""
+                        : role + "_scale: was made for recipe fp8, " + role + " " +
+                              (is_on(other) ? row.on : row.off) + "; the call has " + role + " " +
+                              (is_on(own) ? row.on : row.off));
+      }
+    }
+  }
+  StaticCall call(*recipe_named("int8"));
+  call.o.scales_for = call.o.recipe;
+  call.o.scales_for->balance_k = Toggle::on;
+  call.expect("q_scale: was made for recipe int8, q balanced; the call has q not balanced");
+  call.o.scales_for->name.clear();  // of a file, which knows no recipe
+  call.expect("q_scale: was made for q balanced; the call has q not balanced");
+  call.o.scales_for->balance_k = static_cast<Toggle>(7);
+  call.expect("scales_for: a toggle is neither automatic, off nor on");
+}
+
+/// Codes know their format; without a static scale there is nothing to tell.
+TEST(ScalesFor, IsOfNumbers) {
+  StaticCall call(*recipe_named("int8"));
+  std::vector<std::int8_t> codes(call.x.size(), 3);
+  call.t.q.data = call.t.k.data = codes.data();
+  call.t.q.format = call.t.k.format = Format::s8;
+  call.o.scales_for = *recipe_named("fp8");
+  call.expect("");
+  StaticCall dynamic(*recipe_named("fp8"));
+  dynamic.t.q_scale = dynamic.t.k_scale = dynamic.t.v_scale = {};
+  dynamic.o.scales_for = *recipe_named("int8");
+  dynamic.expect("");
+}
+
+/// quantize(): the role says which of a recipe's formats and toggles are meant.
+TEST(ScalesFor, OfQuantize) {
+  const std::vector<float> x(2 * 16 * 3 * 16, 1.0f), given(6, 0.1f);
+  int taken = 0, refused = 0;
+  for (const Format format : {Format::s8, Format::e4m3, Format::e4m3fnuz, Format::e5m2}) {
+    for (const Recipe& made_for : free_recipes()) {
+      for (const Role role : {Role::q, Role::k, Role::v}) {
+        for (const Toggle other : {Toggle::automatic, Toggle::off, Toggle::on}) {
+          for (const bool smooth : {false, true}) {
+            QuantizeOptions o;
+            o.format = format, o.role = role, o.smooth = smooth;
+            o.scaling.granularity = Granularity::per_head;
+            o.threads = 1;
+            o.scales_for = made_for;
+            Toggle Recipe::*const toggles[] = {&Recipe::smooth_q, &Recipe::smooth_k,
+                                               &Recipe::smooth_v};
+            (*o.scales_for).*toggles[static_cast<int>(role)] = other;
+            QuantizeTensors t;
+            t.x = TensorView::dense(x.data(), Format::f32, {2, 16, 3, 16});
+            const auto shapes = quantize_shapes(t.x, o);
+            ASSERT_TRUE(shapes.ok()) << shapes.status().message();
+            std::vector<std::uint8_t> codes(x.size(), 77);
+            std::vector<float> scale(6, -7.0f), mean(2 * 3 * 16, -7.0f);
+            t.codes = shapes->codes, t.scale = t.static_scale = shapes->scale;
+            t.mean = shapes->mean;
+            t.codes.data = codes.data(), t.scale.data = scale.data();
+            t.static_scale.data = const_cast<float*>(given.data());
+            if (smooth) t.mean.data = mean.data();
+            const bool less = other == Toggle::automatic ? role == Role::k : other == Toggle::on;
+            const Format made = role == Role::v ? made_for.v : made_for.qk;
+            const std::string operand(name(role));
+            std::string rule;
+            if (made != format) {
+              rule = " in " + name_of(made) + "; the call has " + operand + " in " +
+                     name_of(format);
+            } else if (less != smooth) {
+              rule = std::string(less ? " less" : " with") + " its mean; the call has " + operand +
+                     (smooth ? " less its mean" : " with its mean");
+            }
+            const Status s = quantize(t, o).status();
+            EXPECT_EQ(s.ok(), rule.empty()) << s.message();
+            ++(s.ok() ? taken : refused);
+            if (rule.empty()) continue;
+            EXPECT_EQ(s.message(),
+                      "static_scale: was made for recipe " + made_for.name + ", " + operand + rule);
+            for (const std::uint8_t c : codes) ASSERT_EQ(c, 77);
+            for (const float y : scale) ASSERT_EQ(y, -7.0f);
+            for (const float y : mean) ASSERT_EQ(y, -7.0f);
+            t.static_scale = {};  // nothing to be of another recipe
+            EXPECT_TRUE(quantize(t, o).ok());
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(taken, 40);
+  EXPECT_GT(refused, 300);
 }
 
 }  // namespace

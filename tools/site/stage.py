@@ -21,7 +21,7 @@ PYTHON = [
     ("Attention", "qattn", ["attention", "explain", "reference_attention", "device_errors",
                             "cpu_isa", "BitMask"]),
     ("Codes", "qattn", ["quantize", "dequantize", "Quantized", "scheduled_scale"]),
-    ("Recipes", "qattn", ["recipe", "recipes", "Recipe", "Granularity"]),
+    ("Recipes", "qattn", ["recipe", "recipes", "Recipe", "Granularity", "MadeFor"]),
     ("KV cache", "qattn", ["KvCache", "GpuKvCache", "KvBytes", "KvUsage"]),
     ("Errors", "qattn", ["QattnError", "InvalidArgument", "Unsupported", "OutOfMemory",
                          "InternalError"]),

@@ -10,7 +10,7 @@ import torch
 from .. import _attention, _torch_ops
 from .._errors import InvalidArgument, QattnError, Unsupported, shown
 from .._fork import new_lock
-from .._recipe import Recipe, as_recipe, boolean, check_made_for, real
+from .._recipe import MadeFor, Recipe, as_recipe, boolean, real
 from .._torch_tensors import as_mask, check_memory, check_tensor
 from ..torch import _check_dropout
 from .place import OnAttention, Place, Scales, placed
@@ -236,11 +236,12 @@ def _static(scales: Any, recipe: str | Recipe, *operands: torch.Tensor) -> dict[
     for (role, code), x in zip(formats.items(), operands):
         if code in ("f32", "f16", "bf16", "none") and codes.name != "auto":
             continue
-        one = _one_static(role, code, x, scales)
-        if one and scales.get("made_for") is not None:
-            check_made_for(role, as_recipe(scales["made_for"]), codes)
-        used |= one
+        used |= _one_static(role, code, x, scales)
     if used:
+        made_for = scales.get("made_for")
+        if made_for is not None and not isinstance(made_for, MadeFor):
+            made_for = MadeFor(made_for, scales.get("smooth_k"))
+        used["scales_for"] = made_for
         used |= {name: scales[name] for name in ("saturated", "smooth_k") if name in scales}
     if "k_scale" in used and (mean := scales.get("k_mean")) is not None:
         used["k_mean"] = mean.expand(operands[1].shape[0], -1, -1)

@@ -42,7 +42,7 @@ OnAttention = Callable[[Place, Any, Any, Any], None]
 #: What gives static scales for a place: None (dynamic ones), or arguments of qattn.attention() by
 #: name, on the operands' device: "q_scale", "k_scale", "v_scale", float32 of shape (1), (heads) or
 #: (B, heads); of other shapes with "q_granularity" and the like; "saturated", which counts codes
-#: that were clipped; "smooth_k"; "made_for", a recipe whose formats the scales are of: others are
+#: that were clipped; "smooth_k"; "made_for", `scales_for` of qattn.attention(): other scales are
 #: refused. Of these a recipe takes what it has a use for: "int8" none for v.
 Scales = Callable[[Place], Optional[dict[str, Any]]]
 

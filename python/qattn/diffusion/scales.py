@@ -13,7 +13,7 @@ from .. import _qattn
 from .._errors import InvalidArgument, shown
 from .._interop import FORMATS, check_array, is_torch
 from .._quantize import quantize
-from .._recipe import Recipe, as_recipe, integer, real
+from .._recipe import MadeFor, Recipe, as_recipe, integer, real
 from .place import Place
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ class StaticScales:
     """What Calibration.scales() returns: scales by place, and counts of the codes they clipped.
 
     scales(place) is for qattn.diffusion.attach(scales=...); arguments() is for qattn.attention().
-    Both hand a counter to the call, and the recipe that the scales were made for: others, whose
-    codes are of another format, are refused. One object serves one thread at a time.
+    Both hand a counter to the call, and say what the scales were made for, as qattn.MadeFor: calls
+    whose codes are of another format, or of K with or less its mean where the scales are not, are
+    refused. One object serves one thread at a time.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class StaticScales:
         self.margin = real("margin", margin)
         if not 0 < self.margin < math.inf:
             raise InvalidArgument(f"margin: {self.margin} is not positive and finite")
+        self.made_for = MadeFor(self.recipe, smooth_k)
         self._units = _units(self.recipe)
         self._device = device
         self._reference = (calibration.steps - 1) // 2
@@ -147,7 +149,7 @@ class StaticScales:
         step: what qattn.diffusion.Scales is to give."""
         made, counter = self._in_torch(place, self._device)
         told = {} if self.smooth_k else {"smooth_k": False}
-        return {**made, "saturated": counter.next(), "made_for": self.recipe, **told}
+        return {**made, "saturated": counter.next(), "made_for": self.made_for, **told}
 
     def arguments(
         self, place: Place, q: Any, k: Any, v: Any, *, layout: str = "bshd"
@@ -169,7 +171,7 @@ class StaticScales:
         else:
             made = self._kept(place, "numpy", lambda x: x)
             counter = self._counter(place, "numpy", lambda: np.zeros(3, np.int64))
-        result: dict[str, Any] = {"smooth_k": self.smooth_k, "scales_for": self.recipe}
+        result: dict[str, Any] = {"smooth_k": self.smooth_k, "scales_for": self.made_for}
         for role, x in zip(_ROLES, (q, k, v)):
             if (scale := made.get(f"{role}_scale")) is None:
                 continue

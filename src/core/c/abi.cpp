@@ -1,6 +1,7 @@
 // The C interface: translation only. Every entry catches what could be thrown by an allocation.
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string>
 
 #include "core/c/translate.hpp"
@@ -82,6 +83,23 @@ void read_functions(const qattn_attention_options& o, AttentionCall& call) {
   }
 }
 
+Status read_scales_for(const qattn_scales_for& given, std::optional<Recipe>& to) {
+  if (given.recipe == nullptr) {
+    if (given.smooth_k | given.smooth_q | given.smooth_v | given.rotate) {
+      return invalid("scales_for: has toggles, and its recipe is NULL");
+    }
+    return {};
+  }
+  Result<Recipe> recipe = recipe_named(given.recipe);
+  if (!recipe.ok()) return invalid("scales_for: " + recipe.status().message());
+  recipe->smooth_k = static_cast<Toggle>(given.smooth_k);
+  recipe->smooth_q = static_cast<Toggle>(given.smooth_q);
+  recipe->smooth_v = static_cast<Toggle>(given.smooth_v);
+  recipe->rotate = static_cast<Toggle>(given.rotate);
+  to = *recipe;
+  return {};
+}
+
 Status read_call(const qattn_attention_tensors* given, const qattn_attention_options* asked,
                  AttentionCall& call) {
   qattn_attention_tensors t;
@@ -142,7 +160,7 @@ Status read_call(const qattn_attention_tensors* given, const qattn_attention_opt
   call.options.block_mask_k = o.block_mask_k;
   call.options.validate = o.validate != 0;
   read_functions(o, call);
-  return {};
+  return read_scales_for(o.scales_for, call.options.scales_for);
 }
 
 Status read_quantize(const qattn_quantize_tensors* given, const qattn_quantize_options* asked,
@@ -164,7 +182,7 @@ Status read_quantize(const qattn_quantize_tensors* given, const qattn_quantize_o
   options.smooth = o.smooth != 0;
   options.rotate = o.rotate != 0;
   options.threads = o.threads;
-  return {};
+  return read_scales_for(o.scales_for, options.scales_for);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/index_tensor.hpp"
+#include "core/operand.hpp"
 
 namespace qattn {
 namespace {
@@ -79,6 +80,18 @@ Status check_like(const char* name, const TensorView& view, const TensorView& wa
   return {};
 }
 
+/// A static scale and the options must be of one format and of the same rows.
+Status check_scale_made_for(const QuantizeOptions& o) {
+  if (!o.scales_for) return {};
+  const auto toggle = [](bool on) { return on ? Toggle::on : Toggle::off; };
+  Recipe call;
+  call.name.clear();
+  call.qk = call.v = o.format;
+  call.smooth_q = call.smooth_k = call.smooth_v = toggle(o.smooth);
+  call.rotate = toggle(o.rotate);
+  return check_made_for("static_scale", o.role, *o.scales_for, call);
+}
+
 }  // namespace
 
 Result<QuantizeFacts> quantize_facts(const TensorView& x, const QuantizeOptions& o,
@@ -92,6 +105,9 @@ Result<QuantizeFacts> quantize_facts(const TensorView& x, const QuantizeOptions&
   }
   if (Status s = check_threads(o.threads); !s.ok()) return s;
   if (o.rotate && o.role == Role::v) return invalid("rotate: is for Q and K only");
+  if (o.scales_for) {
+    if (Status s = check_toggles("scales_for", *o.scales_for); !s.ok()) return s;
+  }
   QuantizeFacts f;
   f.packed = cu.present();
   if (!x.present()) return invalid("x: is missing");
@@ -170,6 +186,7 @@ Status check_quantize_tensors(const QuantizeTensors& t, const QuantizeFacts& f,
     if (info(o.format).group > 0) {
       return invalid("static_scale: format " + std::string(info(o.format).name) + " takes none");
     }
+    if (Status s = check_scale_made_for(o); !s.ok()) return s;
     if (Status s = check_like("static_scale", t.static_scale, f.shapes.scale); !s.ok()) return s;
   }
   const std::pair<const char*, const TensorView*> all[] = {{"codes", &t.codes},
