@@ -319,6 +319,69 @@ def test_quantize_counts_saturated_codes(tmp_path, tensors):
     assert report["saturated"] == pytest.approx(beyond, abs=2)
 
 
+@pytest.mark.parametrize("made", ["s8", "e4m3"])
+@pytest.mark.parametrize("asked", ["s8", "e4m3"])
+def test_files_of_scales_say_what_they_were_made_for(tmp_path, tensors, made, asked):
+    np.save(tmp_path / "x.npy", tensors[1])
+    quantize = ("quantize", tmp_path / "x.npy", "--granularity", "per_head")
+    told, plain = tmp_path / "scale.safetensors", tmp_path / "scale.npy"
+    for path in (told, plain):
+        result_json(*quantize, "--format", made, "-o", tmp_path / "codes.npy", "--scale", path)
+    header = read_header(told)
+    assert header["__metadata__"] == {"format": "qattn.scale", "version": "1", "codes": made,
+                                      "role": "k", "smooth": "off", "rotate": "off"}
+    assert told.read_bytes().endswith(np.load(plain).tobytes())
+    used = (*quantize, "--format", asked, "-o", tmp_path / "n.npy", "--scale", tmp_path / "s.npy")
+    scale = ("--static-scale", f"{told}:scale")
+    if made == asked:
+        assert result_json(*used, *scale)["saturated"] == 0
+        assert np.array_equal(np.load(tmp_path / "s.npy"), np.load(plain))
+        refused(*used, *scale, "--smooth", "--mean", tmp_path / "mean.npy",
+                says=["static_scale: was made for k with its mean; the call has k less its mean"])
+        refused(*used, *scale, "--rotate", says=["k not rotated; the call has k rotated"])
+        refused(*used, *scale, "--role", "q", says=["static_scale: ", "made for k; the call has q"])
+        refused(*used, *scale, "--scales-for", "int8", says=["--scales-for: ", "says itself"])
+    else:
+        refused(*used, *scale, says=[f"static_scale: was made for k in {made}; the call has k in "])
+        assert not (tmp_path / "n.npy").exists()
+    result_json(*used, "--static-scale", plain)  # nobody knows
+    for recipe, format in (("int8", "s8"), ("fp8", "e4m3")):
+        named = (*used, "--static-scale", plain, "--scales-for", recipe)
+        if format == asked:
+            result_json(*named, "--smooth", "--mean", tmp_path / "mean.npy")
+            refused(*named, says=[f"made for recipe {recipe}, k less its mean; the call has k w"])
+        else:
+            refused(*named, says=[f"made for recipe {recipe}, k in {format}; the call has k in "])
+    refused(*used, "--scales-for", "int8", says=["--scales-for: needs --static-scale"])
+    refused(*used, "--static-scale", plain, "--scales-for", "int9", says=["--scales-for: ", "int9"])
+
+
+def read_header(path):
+    data = path.read_bytes()
+    return json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
+
+
+def test_files_of_scales_that_say_nonsense(tmp_path, tensors):
+    np.save(tmp_path / "x.npy", tensors[1])
+    scale = np.full((1, 2), 0.1, np.float32)
+    path = tmp_path / "scale.safetensors"
+    right = {"format": "qattn.scale", "version": "1", "codes": "s8", "role": "k", "smooth": "off",
+             "rotate": "off"}
+    used = ("quantize", tmp_path / "x.npy", "--granularity", "per_head", "-o", tmp_path / "n.npy",
+            "--scale", tmp_path / "s.npy", "--static-scale", f"{path}:scale")
+    for key, value in (("version", "2"), ("codes", "s9"), ("role", "x"), ("smooth", "1"),
+                       ("rotate", None)):
+        metadata = {**right, key: value}
+        header = {"__metadata__": {n: x for n, x in metadata.items() if x is not None},
+                  "scale": {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}}
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + scale.tobytes())
+        refused(*used, says=["static_scale: ", key])
+    assert not (tmp_path / "n.npy").exists()
+    write_safetensors(path, {"scale": ("F32", scale)})  # another's file, which says nothing
+    result_json(*used)
+
+
 def test_bench():
     report = result_json("bench", "--shape", "1,2,1,64,64,32", "--shape", "1,2,2,1,128,64",
                          "--recipe", "f32,int8_full", "--runs", "1")

@@ -103,9 +103,11 @@ double Geometry::flops(bool causal) const {
   return 2 * products * static_cast<double>(dim + dim_v) * (causal ? 0.5 : 1.0);
 }
 
-Result<io::Array> load_tensor(const char* name, const std::string& spec, bool bf16) {
+Result<io::Array> load_tensor(const char* name, const std::string& spec, bool bf16,
+                              std::map<std::string, std::string>* metadata) {
   std::string converted;
-  Result<io::Array> array = io::load(spec, {.bf16 = bf16, .converted = &converted});
+  Result<io::Array> array =
+      io::load(spec, {.bf16 = bf16, .converted = &converted, .metadata = metadata});
   if (!array.ok()) {
     return Status(array.status().code(), fmt::format("{}: {}", name, array.status().message()));
   }

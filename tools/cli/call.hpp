@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -56,8 +57,9 @@ struct Geometry {
 };
 
 /// io::load() of the tensor called `name`, which begins a message; what had to be converted is said
-/// on standard error.
-Result<io::Array> load_tensor(const char* name, const std::string& spec, bool bf16);
+/// on standard error. `metadata`: of the file.
+Result<io::Array> load_tensor(const char* name, const std::string& spec, bool bf16,
+                              std::map<std::string, std::string>* metadata = nullptr);
 
 /// Inputs of one attention call.
 struct Operands {

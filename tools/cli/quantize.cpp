@@ -8,6 +8,8 @@
 #include "console.hpp"
 #include "io/half.hpp"
 #include "io/npy.hpp"
+#include "io/safetensors.hpp"
+#include "scale_file.hpp"
 
 namespace qattn::cli {
 
@@ -15,7 +17,7 @@ namespace {
 
 struct QuantizeFlags {
   std::string input, format = "s8", granularity = "automatic", role = "k", layout = "bhsd";
-  std::string output, scale, global, mean, static_scale;
+  std::string output, scale, global, mean, static_scale, scales_for;
   int block = 0, warp = 0, threads = 0;
   bool smooth = false, rotate = false, bf16 = false, json = false;
 
@@ -30,13 +32,18 @@ struct QuantizeFlags {
     app.add_option("--layout", layout, "bhsd (default) or bshd")
         ->check(CLI::IsMember({"bhsd", "bshd"}));
     app.add_option("-o,--output", output, "codes .npy")->required();
-    app.add_option("--scale", scale, "scales .npy")->required();
+    app.add_option("--scale", scale,
+                   "scales .npy, or .safetensors, which keeps what they were made for")
+        ->required();
     app.add_option("--global", global, "second-level scale .npy (nvfp4)");
     app.add_flag("--smooth", smooth, "subtract the mean first; needs --mean");
     app.add_option("--mean", mean, "mean .npy");
     app.add_flag("--rotate", rotate, "Hadamard rotation (q and k)");
     app.add_option("--static-scale", static_scale,
-                   "use these scales, positive and finite, instead of the data's");
+                   "use these scales, positive and finite, instead of the data's: .npy, or "
+                   "file.safetensors:scale, which are refused if made for something else");
+    app.add_option("--scales-for", scales_for,
+                   "recipe that a .npy file's static scales were made for: others are refused");
     app.add_flag("--bf16", bf16, "a uint16 .npy file holds bf16");
     app.add_option("--threads", threads, "CPU threads (default: all)");
     app.add_flag("--json", json, "print JSON");
@@ -73,7 +80,11 @@ Status check_outputs(const QuantizeFlags& flags, bool has_global) {
   }
   for (const std::string& path : {flags.output, flags.scale, flags.global, flags.mean}) {
     if (path.empty()) continue;
-    if (!path.ends_with(".npy")) return usage_error(path + ": the name must end with .npy");
+    const bool told = path == flags.scale && path.ends_with(".safetensors");
+    if (!told && !path.ends_with(".npy")) {
+      return usage_error(path + ": the name must end with .npy" +
+                         (path == flags.scale ? " or .safetensors" : ""));
+    }
     if (Status s = io::OutputFiles::check(path); !s.ok()) return s;
   }
   return {};
@@ -129,7 +140,7 @@ Status compute(Quantized& q, const QuantizeOptions& options, const QuantizeShape
   return {};
 }
 
-Status write(const QuantizeFlags& flags, const Quantized& q) {
+Status write(const QuantizeFlags& flags, const QuantizeOptions& options, const Quantized& q) {
   io::OutputFiles files;
   const std::pair<const std::string&, const io::Array&> outputs[] = {{flags.output, q.codes},
                                                                      {flags.scale, q.scale},
@@ -137,7 +148,10 @@ Status write(const QuantizeFlags& flags, const Quantized& q) {
                                                                      {flags.mean, q.mean}};
   for (const auto& [path, array] : outputs) {
     if (path.empty()) continue;
-    if (Status s = io::write_npy(files, path, array); !s.ok()) return s;
+    Status s = path.ends_with(".safetensors")
+                   ? io::write_safetensors(files, path, scale_tensor, array, metadata_of(options))
+                   : io::write_npy(files, path, array);
+    if (!s.ok()) return s;
   }
   return files.commit();
 }
@@ -164,8 +178,32 @@ void report(const QuantizeFlags& flags, const Quantized& q) {
                   q.saturated, scientific(q.relative_rms_error)));
 }
 
+/// --static-scale, and what it was made for as its file or --scales-for says.
+Status load_static_scale(const QuantizeFlags& flags, Quantized& q, QuantizeOptions& options) {
+  if (flags.static_scale.empty()) {
+    return flags.scales_for.empty() ? Status() : usage_error("--scales-for: needs --static-scale");
+  }
+  Metadata metadata;
+  Result<io::Array> scale = load_tensor("static_scale", flags.static_scale, false, &metadata);
+  if (!scale.ok()) return scale.status();
+  q.static_scale = std::move(*scale);
+  Result<std::optional<Recipe>> made = made_for(flags.static_scale, metadata, options.role);
+  if (!made.ok()) {
+    return Status(made.status().code(), "static_scale: " + made.status().message());
+  }
+  options.scales_for = *made;
+  if (flags.scales_for.empty()) return {};
+  if (*made) {
+    return usage_error("--scales-for: " + flags.static_scale + " says itself what it is made for");
+  }
+  Result<Recipe> recipe = recipe_named(flags.scales_for);
+  if (!recipe.ok()) return usage_error("--scales-for: " + recipe.status().message());
+  options.scales_for = *recipe;
+  return {};
+}
+
 Status run_quantize(const QuantizeFlags& flags) {
-  const Result<QuantizeOptions> options = options_of(flags);
+  Result<QuantizeOptions> options = options_of(flags);
   if (!options.ok()) return options.status();
   Quantized q;
   Result<io::Array> x = load_tensor("x", flags.input, flags.bf16);
@@ -174,13 +212,9 @@ Status run_quantize(const QuantizeFlags& flags) {
   const Result<QuantizeShapes> shapes = quantize_shapes(q.x.view(), *options);
   if (!shapes.ok()) return shapes.status();
   if (Status s = check_outputs(flags, shapes->global.present()); !s.ok()) return s;
-  if (!flags.static_scale.empty()) {
-    Result<io::Array> scale = load_tensor("static_scale", flags.static_scale, false);
-    if (!scale.ok()) return scale.status();
-    q.static_scale = std::move(*scale);
-  }
+  if (Status s = load_static_scale(flags, q, *options); !s.ok()) return s;
   if (Status s = compute(q, *options, *shapes); !s.ok()) return s;
-  if (Status s = write(flags, q); !s.ok()) return s;
+  if (Status s = write(flags, *options, q); !s.ok()) return s;
   report(flags, q);
   if (!std::isfinite(q.relative_rms_error)) {
     warn_of_nan("x: holds NaN or Inf, or values whose squares are none");

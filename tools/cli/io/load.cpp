@@ -13,6 +13,7 @@ Result<Array> load(const std::string& spec, const ReadOptions& options) {
     const std::size_t path_length = split + extension.size();
     Result<SafetensorsFile> file = SafetensorsFile::open(spec.substr(0, path_length));
     if (!file.ok()) return file.status();
+    if (options.metadata) *options.metadata = file->metadata();
     return file->tensor(spec.substr(path_length + 1), options.converted);
   }
   if (spec.ends_with(extension)) {

@@ -3,6 +3,7 @@
 // endian are converted.
 #pragma once
 
+#include <map>
 #include <string>
 
 #include "io/array.hpp"
@@ -15,6 +16,8 @@ struct ReadOptions {
   /// Is told what of the file is not as the array has it, as in "float64 to f32, Fortran to C
   /// order"; empty: nothing.
   std::string* converted = nullptr;
+  /// Is told what a .safetensors file says of itself; a .npy file says nothing.
+  std::map<std::string, std::string>* metadata = nullptr;
 };
 
 /// Errors: invalid_argument "path: rule". Allocates no more than twice the file's own size.

@@ -216,4 +216,27 @@ Result<Array> SafetensorsFile::tensor(const std::string& name, std::string* conv
   return array;
 }
 
+Status write_safetensors(OutputFiles& files, const std::string& path, const std::string& name,
+                         const Array& array, const std::map<std::string, std::string>& metadata) {
+  std::string_view dtype = "U8";
+  for (const Dtype& row : dtypes) {
+    if (row.format == array.format) dtype = row.name;
+  }
+  json header;
+  header["__metadata__"] = metadata;
+  header[name] = {{"dtype", dtype},
+                  {"shape", array.shape},
+                  {"data_offsets", {std::size_t{0}, array.bytes.size()}}};
+  std::string text = header.dump();
+  text.append((8 - text.size() % 8) % 8, ' ');  // so that the data lie at a multiple of 8
+  std::string prefix(length_bytes, '\0');
+  for (std::size_t i = 0; i < length_bytes; ++i) {
+    prefix[i] = static_cast<char>(text.size() >> 8 * i & 0xff);
+  }
+  text.insert(0, prefix);
+  const std::array<std::span<const std::byte>, 2> parts{std::as_bytes(std::span(text)),
+                                                        array.bytes};
+  return files.add(path, parts);
+}
+
 }  // namespace qattn::io

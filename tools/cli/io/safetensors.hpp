@@ -44,4 +44,9 @@ class SafetensorsFile {
   std::map<std::string, std::string> metadata_;
 };
 
+/// A file of one tensor, whose metadata readers of tensors alone pass over. Formats without a dtype
+/// of their own (codes) become U8. Errors: invalid_argument.
+Status write_safetensors(OutputFiles& files, const std::string& path, const std::string& name,
+                         const Array& array, const std::map<std::string, std::string>& metadata);
+
 }  // namespace qattn::io
