@@ -173,7 +173,7 @@ def attention(
 
     q: (B, Sq, Hq, D), k: (B, Sk, Hkv, D), v: (B, Sk, Hkv, Dv) with layout "bshd", dimensions 1 and
     2 swapped with "bhsd"; numpy arrays or torch tensors of float32, float16 or bfloat16, with any
-    strides whose last one is 1; Hq a multiple of Hkv; D and Dv multiples of 8 from 8 to 256.
+    strides whose last one is 1; Hq a multiple of Hkv; D from 1 to 576 and Dv from 1 to 512.
     Each may be a Quantized instead, or an array of codes in the recipe's format (int8, uint8 or a
     float8 dtype; packed 4-bit codes (..., D / 2)) with its scales in q_scale, q_global, k_mean, ...
     With float inputs, q_scale, k_scale and v_scale are static scales, and k_mean (B, Hkv, D) is

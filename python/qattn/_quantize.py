@@ -80,7 +80,8 @@ def quantize(
     """Quantises one operand, bit for bit as attention() does inside.
 
     x: (B, S, H, D), or (B, H, S, D) with layout "bhsd"; packed by cu_seqlens: (T, H, D) or
-    (H, T, D). float32, float16 or bfloat16; D a multiple of 8 from 8 to 256.
+    (H, T, D). float32, float16 or bfloat16; D from 1 to 576 (v: 512), even for
+    codes of 4 bits.
     format: s8, e4m3, e4m3fnuz, e5m2, mxfp8, mxfp4 or nvfp4. role: "q", "k" or "v" decides the
     direction of the groups. granularity, block (tokens), warp (rows): which elements share a scale;
     the defaults are the CPU's. smooth subtracts the mean over the sequence (q: over each block)

@@ -54,7 +54,7 @@ def sdpa(
     enqueues work on the current stream and can be captured in a CUDA graph.
 
     Raises InvalidArgument: attn_mask together with is_causal, mixed dtypes, shapes that do not fit,
-    E or Ev not a multiple of 8 up to 256, inputs that require gradients while grad mode is enabled
+    E beyond 576 or Ev beyond 512, inputs that require gradients while grad mode is enabled
     where the recipe has none, an unknown backward.
     Raises Unsupported: dropout_p > 0, second derivatives, those of torch.func and of forward-mode,
     devices other than CPUs and CUDA GPUs, enable_gqa with key and value of different numbers of

@@ -9,6 +9,7 @@
 
 #include "core/backend.hpp"
 #include "core/guarded.hpp"
+#include "core/head_size.hpp"
 #include "kernels/cpu/words.hpp"
 
 namespace qattn {
@@ -92,7 +93,8 @@ void try_kernel(const detail::Backend& backend, const detail::Kernel& kernel,
     w.log += name + ": " + no_projection + "\n";
     return;
   }
-  if (const Status s = kernel.supports(problem); !s.ok()) {
+  const Status heads = kernel.any_head ? Status() : check_device_head_sizes(problem);
+  if (const Status s = heads.ok() ? kernel.supports(problem) : heads; !s.ok()) {
     w.log += name + ": " + s.message() + "\n";
     return;
   }

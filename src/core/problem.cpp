@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/head_size.hpp"
 #include "core/index_tensor.hpp"
 #include "core/layout_hint.hpp"
 #include "core/operand.hpp"
@@ -116,18 +117,6 @@ Axes axes(Layout layout, bool packed) {
 
 /// Integers in a mask might say who may look or what is added.
 constexpr const char* bool_hint = "; where its numbers say who may look, pass mask != 0";
-
-constexpr std::int64_t most_channels = 256;
-
-/// What to do with heads of other sizes.
-std::string way_out(const std::string& name, std::int64_t extent) {
-  const std::int64_t next = std::max<std::int64_t>((extent + 7) / 8 * 8, 8);
-  if (next > most_channels) return "longer heads have no kernel here";
-  const std::string zeros = " with zeros to " + text(next);
-  return name == "v"
-             ? "pad v" + zeros + " and cut out"
-             : "pad q and k" + zeros + " and give softmax_scale 1 / sqrt(" + text(extent) + ")";
-}
 
 TokenTensor token_tensor(const TensorView& view, const Axes& a) {
   TokenTensor t;
@@ -249,11 +238,12 @@ class Maker {
       return invalid("k: head_dim " + text(t_.k.shape[ak.channel]) + " differs from q's " +
                      text(d));
     }
-    for (const auto& [name, extent] : {std::pair{"q", d}, std::pair{"v", dv}}) {
-      if (extent < 8 || extent > most_channels || extent % 8 != 0) {
-        return invalid(std::string(name) + ": head_dim " + text(extent) +
-                       " is not a multiple of 8 from 8 to 256; " + way_out(name, extent));
-      }
+    const bool cpu = t_.q.device.type == DeviceType::cpu;
+    for (const auto& [name, role, extent] :
+         {std::tuple{"q", Role::q, d}, std::tuple{"v", Role::v, dv}}) {
+      const std::string why = cpu ? head_size_refusal(name, role, extent)
+                                  : device_head_size_refusal(name, role, extent);
+      if (!why.empty()) return invalid(why);
     }
     p_.d = static_cast<int>(d);
     p_.dv = static_cast<int>(dv);

@@ -97,6 +97,23 @@ TEST_P(CodedInput, OddDims) {
   compare_with_codes(feature, GetParam());
 }
 
+/// Codes end where the channels end, and rows of them lie one behind the other.
+TEST_P(CodedInput, OddRows) {
+  if (info(GetParam().qk).bits == 4) GTEST_SKIP() << "two codes a byte";
+  Feature feature = small(true);
+  feature.dim = 21;
+  feature.dim_v = 69;
+  compare_with_codes(feature, GetParam());
+}
+
+TEST_P(CodedInput, RowsOfLatentAttention) {
+  Feature feature = small(true);
+  feature.sq = feature.sk = {9};
+  feature.dim = 576;
+  feature.dim_v = 512;
+  compare_with_codes(feature, GetParam());
+}
+
 TEST_P(CodedInput, Packed) {
   Feature feature = small(true);
   feature.sq = {40, 0, 7};

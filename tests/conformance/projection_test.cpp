@@ -132,8 +132,28 @@ void PrintTo(const Cell& cell, std::ostream* out) {
   *out << cell.recipe.name << " " << cell.feature->name;
 }
 
+/// Hq * Dv is odd: pairs and eights of channels end behind the last head.
+const std::vector<Feature>& odd_widths() {
+  static const std::vector<Feature> rows = [] {
+    std::vector<Feature> all;
+    for (const char* name : {"strides_odd", "f16", "bf16", "varlen_split", "decode"}) {
+      Feature f = feature_named(name);
+      f.name += "_odd", f.heads_q = f.heads_k = 3, f.dim = 13, f.dim_v = 7;
+      if (f.how.input != Format::f32) f.how.strides = Strides::odd;
+      all.push_back(f);
+    }
+    return all;
+  }();
+  return rows;
+}
+
 std::vector<Cell> cells() {
   std::vector<Cell> all;
+  for (const Feature& feature : odd_widths()) {
+    for (const char* recipe : {"f32", "int8_full"}) {
+      all.push_back({*recipe_named(recipe), &feature});
+    }
+  }
   for (const Recipe& recipe : recipes()) {
     for (const char* name : {"plain",
                              "gqa_8_2",

@@ -1,6 +1,7 @@
 """Wrong calls: the error names the tensor or option, and outputs stay as they were."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ REFUSALS = {
     "rank 3": refusal(INVALID, "q: rank 3", q=Q[0]),
     "rank 6": refusal(INVALID, "q: rank 6", q=Q[None, None]),
     "rank 0": refusal(INVALID, "v: rank 0", v=np.ones((), np.float32)),
-    "head dim": refusal(INVALID, "q: head_dim 28", Q[..., :28], K[..., :28]),
+    "head dim": refusal(INVALID, "q: head_dim 0", Q[..., :0], K[..., :0]),
     "head dim of k": refusal(INVALID, "k: head_dim 24", k=K[..., :24]),
     "heads": refusal(INVALID, "q: 3 heads", q=Q[:, :, :3]),
     "heads of v": refusal(INVALID, "v: 1 heads", v=V[:, :, :1]),
@@ -74,10 +75,10 @@ REFUSALS = {
     "softcap": refusal(INVALID, "softcap: -1", softcap=-1.0),
     "scale": refusal(INVALID, "^scale: inf", scale=float("inf")),
     "scale bool": refusal(INVALID, "scale: np.True_", scale=np.True_),
-    "head_dim": refusal(INVALID, "q: head_dim 36 .* pad q and k with zeros to 40 and give scale 1",
-                        *(np.zeros((1, 5, 1, 36), np.float32) for _ in range(3))),
-    "head_dim too long": refusal(INVALID, "q: head_dim 264 .* longer heads have no kernel",
-                                 *(np.zeros((1, 5, 1, 264), np.float32) for _ in range(3))),
+    "head_dim too long": refusal(INVALID, "q: head_dim 577 .* longer heads have no kernel",
+                                 *(np.zeros((1, 5, 1, 577), np.float32) for _ in range(3))),
+    "head_dim of v too long": refusal(INVALID, "v: head_dim 513 is not from 1 to 512",
+                                      *(np.zeros((1, 5, 1, 513), np.float32) for _ in range(3))),
     "scale type": refusal(INVALID, "scale: 'x'", scale="x"),
     "threads": refusal(INVALID, "threads: -1", threads=-1),
     "threads type": refusal(INVALID, "threads: 1.5", threads=1.5),
@@ -275,9 +276,8 @@ def test_names_of_others_are_told_ours(name, own):
 
 
 def test_explain_names_the_scale_as_python_does():
-    x = np.zeros((1, 5, 1, 36), np.float32)
-    text = qattn.explain(x, x, x)
-    assert "give scale 1 / sqrt(36)" in text and "softmax_scale" not in text
+    text = qattn.explain(Q, K, V, scale=math.inf)
+    assert "scale: inf" in text and "softmax_scale" not in text
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])

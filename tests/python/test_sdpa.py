@@ -193,10 +193,10 @@ REFUSED = {
     "gqa rank 2": ((Q[0, 0], K[0, 0], V[0, 0]), {"enable_gqa": True}, "query: rank 2"),
     "rank 1": ((Q[0, 0, 0], K, V), {}, "query: rank 1"),
     "head dim of key": ((Q, K[..., :8], V), {}, "k: head_dim 8"),
-    "head dim": ((Q[..., :12], K[..., :12], V), {}, "q: head_dim 12"),
+    "head dim": ((Q[..., :0], K[..., :0], V), {}, "q: head_dim 0"),
     "head dim that is too long": (
-        operands((2, 4, 10, 512), (2, 4, 20, 512)), {},
-        "q: head_dim 512 .* torch.nn.functional.scaled_dot_product_attention takes them",
+        operands((2, 4, 10, 640), (2, 4, 20, 640)), {},
+        "q: head_dim 640 .* torch.nn.functional.scaled_dot_product_attention takes them",
     ),
     "mask int64": (
         (Q, K, V, torch.ones(10, 20, dtype=torch.int64)), {}, "bool .* pass attn_mask != 0"

@@ -113,6 +113,28 @@ std::vector<double> numbers(const Tensor& tensor) {
   return out;
 }
 
+/// quantize() takes no odd rows of nibbles: with a channel of zeros, which changes no other one.
+Coded code_odd_rows(std::span<const float> x, std::int64_t dim, const CodeRequest& request) {
+  const std::int64_t tokens = static_cast<std::int64_t>(x.size()) / dim;
+  std::vector<float> even(static_cast<std::size_t>(tokens * (dim + 1)));
+  for (std::int64_t s = 0; s < tokens; ++s) {
+    std::copy_n(x.begin() + s * dim, dim, even.begin() + s * (dim + 1));
+  }
+  CodeRequest whole = request;
+  whole.rotate = false;  // of odd rows: signs alone, to which codes of these formats are blind
+  Coded coded = code_operand(even, dim + 1, whole);
+  const auto cut = [dim](std::vector<double>& rows) {
+    std::vector<double> kept;
+    for (std::size_t n = 0; n < rows.size(); ++n) {
+      if (static_cast<std::int64_t>(n) % (dim + 1) != dim) kept.push_back(rows[n]);
+    }
+    rows = kept;
+  };
+  cut(coded.value);
+  cut(coded.mean);
+  return coded;
+}
+
 /// Storage for the outputs of quantize(), and the static scale if there is one.
 struct Storage {
   Tensor codes, scale, global, mean, static_scale;
@@ -135,6 +157,7 @@ Coded code_operand(std::span<const float> x, std::int64_t dim, const CodeRequest
     return coded;
   }
   if (is_real(request.format)) return round_operand(x, dim, request);
+  if (info(request.format).bits < 8 && dim % 2 != 0) return code_odd_rows(x, dim, request);
   const std::int64_t tokens = static_cast<std::int64_t>(x.size()) / dim;
   Coded coded;
   if (tokens == 0) return coded;

@@ -102,13 +102,16 @@ const std::vector<Case>& cases() {
        {"k: address", "aligned"}},
       // Extents.
       {"HeadDimDiffers", [](Call& c) { c.t.k.shape[3] = 8; }, {"k: head_dim 8", "16"}},
-      {"HeadDimNotMultiple",
-       [](Call& c) { c.t.q.shape[3] = c.t.k.shape[3] = 12; },
-       {"q: head_dim 12", "multiple of 8"}},
+      {"HeadDimZero",
+       [](Call& c) { c.t.q.shape[3] = c.t.k.shape[3] = 0; },
+       {"q: head_dim 0 is not from 1 to 576"}},
       {"HeadDimTooLarge",
-       [](Call& c) { c.t.q.shape[3] = c.t.k.shape[3] = 264; },
-       {"q: head_dim 264"}},
-      {"VHeadDim", [](Call& c) { c.t.v.shape[3] = 20; }, {"v: head_dim 20"}},
+       [](Call& c) { c.t.q.shape[3] = c.t.k.shape[3] = 577; },
+       {"q: head_dim 577 is not from 1 to 576; longer heads have no kernel here"}},
+      {"VHeadDimZero", [](Call& c) { c.t.v.shape[3] = 0; }, {"v: head_dim 0"}},
+      {"VHeadDimTooLarge",
+       [](Call& c) { c.t.v.shape[3] = 513; },
+       {"v: head_dim 513 is not from 1 to 512"}},
       {"GqaRatio",
        [](Call& c) { c.t.q.shape[2] = c.t.out.shape[2] = 3; },
        {"q: 3 heads", "multiple of k's 2"}},
@@ -539,7 +542,7 @@ TEST(RefusalQuantize, NamesTheRule) {
   using O = QuantizeOptions;
   refuses([](T& t, O&) { t.x = {}; }, "x: is missing");
   refuses([](T& t, O&) { t.x.format = Format::s8; }, "x: format s8");
-  refuses([](T& t, O&) { t.x.shape[3] = 12; }, "x: head_dim 12");
+  refuses([](T& t, O&) { t.x.shape[3] = 600; }, "x: head_dim 600 is not from 1 to 576");
   refuses([](T& t, O&) { t.x.stride[3] = 2; }, "x: stride 2");
   refuses([](T&, O& o) { o.format = Format::u8; }, "format: u8");
   refuses([](T&, O& o) { o.format = Format::kv2; }, "format: kv2");

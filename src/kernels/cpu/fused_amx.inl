@@ -38,7 +38,7 @@ class Attention {
   }
 
  private:
-  static constexpr int p_bytes = Codes ? 1 : 2;
+  static constexpr int p_bytes = Codes ? 1 : 2, most_value = 512;  // channels of V
 
   /// A tile of keys under way. Two take turns: the next one's sums may be written while the last
   /// one's P is still read.
@@ -295,7 +295,7 @@ class Attention {
   int last_slot_ = 0;
   Slot slots_[2];
   alignas(64) std::uint8_t rest_[2][Codes ? tile_rows * tile_keys : 1];
-  alignas(64) std::int32_t products_[Codes ? tile_rows * 256 : 1];  ///< [rows][channels]
+  alignas(64) std::int32_t products_[Codes ? tile_rows * most_value : 1];  ///< [rows][channels]
 };
 
 bool attends(Engine engine, Rounding rounding, int rows, int width_bytes) {

@@ -365,7 +365,7 @@ namespace {
 /// A registry entry of one instruction set: `supports` differs, the rest is the same text.
 template <const KernelTable* (*words)()>
 Kernel kernel(const char* name) {
-  return {name, [](const Problem& p) { return supports(p, words()); }, tune, run, true};
+  return {name, [](const Problem& p) { return supports(p, words()); }, tune, run, true, true};
 }
 
 }  // namespace

@@ -3,10 +3,12 @@
 // with P in codes, from first to last).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 
+#include "core/head_size.hpp"
 #include "core/plan.hpp"
 #include "kernels/cpu/words.hpp"
 #include "kernels/quantize/host/rows.hpp"
@@ -48,7 +50,8 @@ struct Config : detail::PlanData {
 
 /// 128 keys of one head, quantised and in the engines' panels: byte offsets into its store.
 struct TileLayout {
-  std::size_t k;  ///< integer [8][d / 4][16][4] codes + 128; bf16 [8][d / 2][16][2]; f32 [8][d][16]
+  /// Integer [8][d / 4][16][4] codes + 128; bf16 [8][d / 2][16][2]; f32 [8][d][16]; d filled.
+  std::size_t k;
   std::size_t k_scale;    ///< [tile_keys] f32
   std::size_t v;          ///< integer [32][dv][4]; bf16 [64][dv][2]; f32 [128][dv]; dv padded
   std::size_t v_scale;    ///< [tile_keys / v_block][dv padded] with v_channel_scale
@@ -87,7 +90,10 @@ struct SequenceInfo {
   std::int64_t first_task, first_partial;
 };
 
-/// Scratch of one thread. A head in turn has its own queries (q to q_codes and
+/// Floats that any row of a call fits into.
+inline int row_width(const Problem& p) { return std::max(256, padded(std::max(p.d, p.dv))); }
+
+/// Scratch of one thread; d is filled. A head in turn has its own queries (q to q_codes and
 /// q_panels), q_scale, offset, correction, max, sum and out.
 struct Scratch {
   float* q;                                                   ///< [tile_rows][d] f32 engine
@@ -99,16 +105,16 @@ struct Scratch {
   float* out;                                                 ///< [tile_rows][dv padded]
   float *max, *sum, *mass, *alpha, *beta, *q_scale, *offset;  ///< [tile_rows]
   std::int32_t* correction;                                   ///< [tile_rows]
-  float* rows;                                                ///< [tile_keys][256] a tile of V
-  float* row;                                                 ///< [3][256]
-  std::uint8_t* bytes;      ///< [tile_keys][256] codes of a tile, or [16][1024] rows of K
-  std::uint8_t* codes_row;  ///< [256]
+  float* rows;              ///< [tile_keys][dv padded] a tile of V
+  float* row;               ///< [3][row width]
+  std::uint8_t* bytes;      ///< [tile_keys][row width] codes of a tile, or 16 rows of K
+  std::uint8_t* codes_row;  ///< [row width]
   float* token_amax;        ///< [longest sequence] where a coarse granularity needs it
   float* group_amax;        ///< [most groups of a sequence], likewise
   std::byte* tile;          ///< store of a tile that only this thread's task uses
   std::uint8_t* q_panels;   ///< [tile_rows / 16][d / 4][16][4] for products in place
   float* projected;         ///< [project_rows][project_columns]
-  float* weight_rows;       ///< [16][Hq * Dv padded] of a 16-bit weight for the f32 engine
+  float* weight_rows;       ///< [16][joined_width() padded] of a weight that is not read as it lies
   std::byte* weight;        ///< [project_columns / 16] panels, unless all threads share them
   std::int64_t saturated[3];
 };
@@ -127,8 +133,8 @@ struct Arrays {
   float* head_amax[3];      ///< [batch * heads] of Q, K, V
   std::byte* tiles;         ///< [heads_kv][slots / tile_keys] stores
   float* partials;          ///< [rows][dv padded + 2] of split sequences
-  std::byte* joined;        ///< [tokens_q][heads_q * dv] in the projection's engine's type
-  std::byte* weight;        ///< [E / 16] panels [heads_q * dv][16], in bf16 of pairs; or null
+  std::byte* joined;        ///< [tokens_q][joined_width()] in the projection's engine's type
+  std::byte* weight;        ///< [E / 16] panels [joined_width()][16], in bf16 of pairs; or null
   float* bias;              ///< [E padded]
   Scratch* scratch;         ///< [threads]
   TileLayout tile;
@@ -143,7 +149,8 @@ struct Job {
   Arrays arrays;
 
   const KernelTable& words() const { return *config.words; }
-  int d() const { return problem.d; }
+  /// Channels of Q and K in products: those behind the last one are zeros.
+  int d() const { return filled(problem.d); }
   int dv() const { return padded(problem.dv); }
   std::int64_t unit(std::int64_t b, std::int64_t head) const { return b * problem.heads_kv + head; }
   /// Place of a query row in q_scale, of a key in k_scale.
@@ -260,6 +267,13 @@ int tasks_in_turn(const Job& job, std::int64_t task, std::int64_t most);
 void run_in_turn(const Job& job, std::int64_t task, int count, Scratch& scratch);
 
 // project.cpp: after all heads. Both loops are empty without a projection.
+/// Hq * Dv, filled: products take bf16 in pairs.
+inline std::int64_t joined_width(const Problem& p) { return (p.heads_q * p.dv + 7) / 8 * 8; }
+/// Are the weight's rows widened or filled before they become panels?
+inline bool copies_weight(const Problem& p, const Config& c) {
+  const bool widens = c.projection == Engine::f32 && p.out.format != Format::f32;
+  return widens || joined_width(p) != p.heads_q * p.dv;
+}
 /// Are the weight's panels there for all threads? Else each makes those of the block that it is at.
 bool shares_panels(const Problem& problem);
 std::int64_t weight_blocks(const Problem& problem);

@@ -42,9 +42,10 @@ std::int64_t most_groups(const Problem& p, const Config& c) {
 void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t tile_bytes,
                    Scratch& s) {
   const int rows = tile_rows, own = tile_rows * c.heads_in_turn;
-  s.q = arena.take<float>(c.qk == Engine::f32 ? own * p.d : 0);
-  s.q_bf16 = arena.take<std::uint16_t>(c.qk == Engine::bf16 ? own * p.d : 0);
-  s.q_codes = arena.take<std::int8_t>(c.qk == Engine::integer ? own * p.d : 0);
+  const int d = filled(p.d), width = row_width(p);
+  s.q = arena.take<float>(c.qk == Engine::f32 ? own * d : 0);
+  s.q_bf16 = arena.take<std::uint16_t>(c.qk == Engine::bf16 ? own * d : 0);
+  s.q_codes = arena.take<std::int8_t>(c.qk == Engine::integer ? own * d : 0);
   s.scores = arena.take<float>(rows * tile_keys);
   s.p = arena.take<float>(c.pv == Engine::f32 ? rows * tile_keys : 0);
   s.p_bf16 = arena.take<std::uint16_t>(c.pv == Engine::bf16 ? rows * tile_keys : 0);
@@ -56,20 +57,20 @@ void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t 
   s.beta = arena.take<float>(rows);
   s.correction = arena.take<std::int32_t>(own);
   s.rows = arena.take<float>(tile_keys * padded(p.dv));
-  s.row = arena.take<float>(3 * 256);
-  s.bytes = arena.take<std::uint8_t>(tile_keys * 256);
-  s.codes_row = arena.take<std::uint8_t>(256);
+  s.row = arena.take<float>(3 * width);
+  s.bytes = arena.take<std::uint8_t>(tile_keys * width);
+  s.codes_row = arena.take<std::uint8_t>(width);
   const std::int64_t groups = most_groups(p, c);
   s.token_amax = arena.take<float>(groups > 0 ? std::max(p.max_q, p.max_k) : 0);
   s.group_amax = arena.take<float>(groups);
   s.tile = arena.take<std::byte>(static_cast<std::int64_t>(tile_bytes));
-  s.q_panels = arena.take<std::uint8_t>(c.rows_in_place > 0 ? own * p.d : 0);
+  s.q_panels = arena.take<std::uint8_t>(c.rows_in_place > 0 ? own * d : 0);
   if (!p.projects()) return;
-  const std::int64_t width = p.heads_q * p.dv, bytes = c.projection == Engine::bf16 ? 2 : 4;
-  const bool widens = c.projection == Engine::f32 && p.out.format != Format::f32;
+  const std::int64_t joined = joined_width(p), bytes = c.projection == Engine::bf16 ? 2 : 4;
   s.projected = arena.take<float>(project_rows * project_columns);
-  s.weight_rows = arena.take<float>(widens ? lanes * padded(static_cast<int>(width)) : 0);
-  s.weight = arena.take<std::byte>(shares_panels(p) ? 0 : project_columns * width * bytes);
+  const int row = padded(static_cast<int>(joined));
+  s.weight_rows = arena.take<float>(copies_weight(p, c) ? lanes * row : 0);
+  s.weight = arena.take<std::byte>(shares_panels(p) ? 0 : project_columns * joined * bytes);
 }
 
 }  // namespace
@@ -83,7 +84,7 @@ TileLayout tile_layout(const Problem& p, const Config& c) {
     offset = arena.used();
     arena.take<std::byte>(bytes);
   };
-  part(t.k, std::int64_t{tile_keys} * p.d * width(c.qk));
+  part(t.k, std::int64_t{tile_keys} * filled(p.d) * width(c.qk));
   part(t.k_scale, tile_keys * 4);
   part(t.v, std::int64_t{tile_keys} * dv * width(c.pv));
   part(t.v_scale, c.v_channel_scale ? std::int64_t{tile_keys} / c.v_block * dv * 4 : 0);
@@ -130,7 +131,7 @@ std::size_t layout(const Problem& p, const Config& c, void* base, Arrays& a) {
   const std::int64_t splits = p.max_k > c.split_keys ? ceil_div(p.max_k, c.split_keys) : 0;
   a.partials = arena.take<float>(split_rows * heads * splits * (dv + 2));
   if (p.projects()) {
-    const std::int64_t bytes = c.projection == Engine::bf16 ? 2 : 4, width = p.heads_q * p.dv;
+    const std::int64_t bytes = c.projection == Engine::bf16 ? 2 : 4, width = joined_width(p);
     const std::int64_t columns = ceil_div(p.tensors.projection.shape[0], lanes) * lanes;
     a.joined = arena.take<std::byte>(p.tokens_q * width * bytes);
     a.weight = arena.take<std::byte>(shares_panels(p) ? columns * width * bytes : 0);

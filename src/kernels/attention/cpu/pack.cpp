@@ -64,14 +64,25 @@ void given_token_scales(const Job& job, Role role, const Sequence& x, std::int64
   for (int j = 0; j < count; ++j) scale[j] = given_scale(job, role, x, b, head, first + j, 0);
 }
 
+/// A row of codes and zeros behind it, `width` in all: the tensor ends where its channels end.
+const std::uint8_t* filled_codes(const Sequence& x, std::int64_t token, int width,
+                                 std::uint8_t* memory) {
+  const auto* row = reinterpret_cast<const std::uint8_t*>(x.row(token));
+  if (x.channels == width) return row;
+  std::memcpy(memory, row, static_cast<std::size_t>(x.channels));
+  std::memset(memory + x.channels, 0, static_cast<std::size_t>(width - x.channels));
+  return memory;
+}
+
 // --- K -----------------------------------------------------------------------------------------
 
 void pack_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
                const Tile& tile, Scratch& scratch) {
-  static constexpr std::uint8_t zeros[256 * 4] = {};
+  static constexpr std::uint8_t zeros[most_key_channels * 4] = {};
   const Sequence x = job.k_sequence(b, head);
   const int d = job.d(), count = tile_count(x, first);
   const Engine engine = job.config.qk;
+  const int lane_bytes = 4 * row_width(job.problem);
   const int width = d * (engine == Engine::integer ? 1 : engine == Engine::bf16 ? 2 : 4);
   auto* scale = tile.at<float>(&TileLayout::k_scale);
   const bool as_given = job.problem.k_codes && engine == Engine::integer;
@@ -84,9 +95,9 @@ void pack_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
       rows[lane] = zeros;  // up to whole panels: codes 0, masked later
       if (j >= count) continue;
       if (as_given) {
-        rows[lane] = reinterpret_cast<const std::uint8_t*>(x.row(first + j));
+        rows[lane] = filled_codes(x, first + j, d, scratch.bytes + lane * lane_bytes);
       } else {
-        std::uint8_t* bytes = scratch.bytes + lane * 1024;
+        std::uint8_t* bytes = scratch.bytes + lane * lane_bytes;
         float* values = engine == Engine::f32 ? reinterpret_cast<float*>(bytes) : scratch.row;
         std::uint8_t* codes = engine == Engine::integer ? bytes : scratch.codes_row;
         scale[j] = quantized_row(job, Role::k, x, b, head, first + j, scratch, values, codes);
@@ -229,7 +240,8 @@ void scale_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_
   const Config& c = job.config;
   const int dv = job.dv();
   const bool by_token = !c.v_channel_scale;
-  float inverse[256] = {}, scale[tile_keys];
+  float inverse[most_value_channels], scale[tile_keys];
+  std::fill(inverse, inverse + dv, 0.0f);
   if (by_token) token_scales(job, x, b, head, first, count, scratch, scale);
   for (int j = 0; j < count; ++j) {
     float* row = scratch.rows + j * dv;
@@ -291,7 +303,7 @@ void encode_groups_of_tile(const Job& job, const Sequence& x, std::int64_t b, st
 /// Integer panels [keys / 4][dv][4] of `count` rows of codes. Rows are padded to dv channels.
 template <class RowOf>
 void put_integer_values(const Job& job, int count, const Tile& tile, RowOf row_of) {
-  static constexpr std::uint8_t zeros[256] = {};
+  static constexpr std::uint8_t zeros[most_value_channels] = {};
   const int dv = job.dv();
   for (int j = 0; j < padded(count); j += 4) {
     const std::uint8_t* rows[4];
@@ -311,7 +323,7 @@ void put_float_values(const Job& job, int count, const Tile& tile, Scratch& scra
     return;
   }
   auto* panel = tile.at<std::uint16_t>(&TileLayout::v);
-  std::uint16_t low[256], high[256];
+  std::uint16_t low[most_value_channels], high[most_value_channels];
   for (int j = 0; j < filled; j += 2) {
     job.words().narrow_bf16(scratch.rows + j * dv, dv, low);
     job.words().narrow_bf16(scratch.rows + (j + 1) * dv, dv, high);
@@ -341,12 +353,7 @@ void pack_given_codes(const Job& job, const Sequence& x, std::int64_t first, int
                       const Tile& tile, Scratch& scratch) {
   const int dv = job.dv();
   put_integer_values(job, count, tile, [&](int j) {
-    const auto* row = reinterpret_cast<const std::uint8_t*>(x.row(first + j));
-    if (x.channels == dv) return row;
-    std::uint8_t* padded_row = scratch.bytes + j * dv;  // the tensor ends where its channels end
-    std::memcpy(padded_row, row, static_cast<std::size_t>(x.channels));
-    std::memset(padded_row + x.channels, 0, static_cast<std::size_t>(dv - x.channels));
-    return static_cast<const std::uint8_t*>(padded_row);
+    return filled_codes(x, first + j, dv, scratch.bytes + j * dv);
   });
 }
 
@@ -388,6 +395,7 @@ float quantized_row(const Job& job, Role role, const Sequence& x, std::int64_t b
       return given_global(job, role, x, b, head, token);
     }
     std::memcpy(codes, x.row(token), static_cast<std::size_t>(d));
+    std::memset(codes + d, 0, static_cast<std::size_t>(job.d() - d));
     decode_given_row(x, token, row);
     return given_scale(job, role, x, b, head, token, 0);
   }
@@ -404,7 +412,7 @@ float quantized_row(const Job& job, Role role, const Sequence& x, std::int64_t b
     return 1.0f;
   }
   const float global = format == Format::nvfp4 ? head_scale(job, role, b, head) : 1.0f;
-  std::uint8_t scales[32];
+  std::uint8_t scales[most_key_channels / 16];
   encode_groups(format, row, d, global, codes, scales);
   for (int i = 0; i < d; ++i) {
     row[i] = decode_group_code(format, codes[i], scales[i / info(format).group], 1.0f);

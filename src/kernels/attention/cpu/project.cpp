@@ -25,7 +25,7 @@ std::int64_t column_blocks(const Problem& p) { return ceil_div(features(p), proj
 
 /// Panel g: of all, where several blocks of rows share them, else of the thread's block.
 std::byte* panel_at(const Job& job, std::int64_t g, const Scratch& s) {
-  const std::int64_t bytes = job.problem.heads_q * job.problem.dv * lanes * bytes_of(job.config);
+  const std::int64_t bytes = joined_width(job.problem) * lanes * bytes_of(job.config);
   return job.arrays.weight ? job.arrays.weight + g * bytes : s.weight + g % panels * bytes;
 }
 
@@ -34,20 +34,25 @@ std::byte* panel_at(const Job& job, std::int64_t g, const Scratch& s) {
 void pack_panel(const Job& job, std::int64_t g, Scratch& s) {
   const Problem& p = job.problem;
   const TensorView &w = p.tensors.projection, &bias = p.tensors.projection_bias;
-  const auto width = static_cast<int>(p.heads_q * p.dv);
+  const auto width = static_cast<int>(p.heads_q * p.dv), whole = static_cast<int>(joined_width(p));
   const int bytes = bytes_of(job.config), given = info(w.format).bits / 8;
   const std::uint8_t* rows[lanes];
   for (int i = 0; i < lanes; ++i) {
     const std::int64_t e = std::min(g * lanes + i, features(p) - 1);
     rows[i] = static_cast<const std::uint8_t*>(w.data) + e * w.stride[0] * given;
     if (given != bytes) {
-      float* row = s.weight_rows + i * padded(width);
+      float* row = s.weight_rows + i * padded(whole);
       job.words().load_row(rows[i], element_of(w.format), width, nullptr, row);
       rows[i] = reinterpret_cast<const std::uint8_t*>(row);
+    } else if (whole != width) {
+      auto* row = reinterpret_cast<std::uint8_t*>(s.weight_rows + i * padded(whole));
+      std::memcpy(row, rows[i], static_cast<std::size_t>(width * bytes));
+      std::memset(row + width * bytes, 0, static_cast<std::size_t>((whole - width) * bytes));
+      rows[i] = row;
     }
     job.arrays.bias[g * lanes + i] = bias.present() ? read_float(bias, e * bias.stride[0]) : 0.0f;
   }
-  job.words().transpose_packs(rows, width * bytes, 0,
+  job.words().transpose_packs(rows, whole * bytes, 0,
                               reinterpret_cast<std::uint8_t*>(panel_at(job, g, s)));
 }
 
@@ -59,7 +64,7 @@ void pack_columns(const Job& job, std::int64_t block, Scratch& s) {
 /// Bias and products of `rows` rows from `token` on, [rows][project_columns].
 void multiply(const Job& job, std::int64_t token, int rows, std::int64_t block, const Scratch& s) {
   const Problem& p = job.problem;
-  const std::int64_t width = p.heads_q * p.dv, first = block * panels;
+  const std::int64_t width = joined_width(p), first = block * panels;
   const int bytes = bytes_of(job.config);
   const std::int64_t groups = std::min<std::int64_t>(ceil_div(features(p), lanes) - first, panels);
   float* sums = s.projected;
@@ -82,14 +87,17 @@ void multiply(const Job& job, std::int64_t token, int rows, std::int64_t block, 
 void join_row(const Job& job, std::int64_t b, const Row& row, const float* out) {
   const Problem& p = job.problem;
   const std::int64_t first = p.varlen_q ? job.arrays.sequences[b].q_begin : b * p.max_q;
-  const std::int64_t at = ((first + row.i) * p.heads_q + row.head) * p.dv;
-  std::byte* to = job.arrays.joined + at * bytes_of(job.config);
+  const std::int64_t width = joined_width(p), end = (row.head + 1) * p.dv;
+  const int bytes = bytes_of(job.config);
+  std::byte* to = job.arrays.joined + ((first + row.i) * width + end - p.dv) * bytes;
   if (job.config.projection == Engine::bf16) {
     store_row(out, p.dv, Format::bf16, to);
   } else {
     store_row(out, p.dv, Format::f32, to);
     round_row(p.out.format, reinterpret_cast<float*>(to), p.dv);
   }
+  if (row.head + 1 < p.heads_q) return;
+  std::memset(to + p.dv * bytes, 0, static_cast<std::size_t>((width - end) * bytes));
 }
 
 bool shares_panels(const Problem& p) { return row_blocks(p) > 1; }

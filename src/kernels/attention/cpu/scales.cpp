@@ -84,7 +84,7 @@ void prepare_means(const Job& job, std::int64_t b, std::int64_t head, Scratch& s
   float* k_mean = job.arrays.k_mean + job.unit(b, head) * padded(job.d());
   float* v_mean = job.arrays.v_mean + job.unit(b, head) * job.dv();
   if (t.k_mean.present()) {
-    given_mean(t.k_mean, b, head, job.d(), k_mean);
+    given_mean(t.k_mean, b, head, job.problem.d, k_mean);
   } else if (job.config.smooth_k) {
     const Sequence x = job.k_sequence(b, head);
     mean_of_rows(job.words(), x, 0, x.length, k_mean, scratch.row);

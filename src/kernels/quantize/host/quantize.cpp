@@ -10,6 +10,7 @@
 
 #include "core/backend.hpp"
 #include "core/guarded.hpp"
+#include "core/head_size.hpp"
 #include "core/index_tensor.hpp"
 #include "core/threads.hpp"
 #include "formats/hadamard.hpp"
@@ -224,7 +225,7 @@ void quantize_grouped(const Unit& u) {
   fill_unused_scales(u);
   auto* scales_out = static_cast<std::uint8_t*>(u.t.scale.data);
   if (u.o.role != Role::v) {
-    std::uint8_t codes[256], scales[16];
+    std::uint8_t codes[most_key_channels], scales[most_key_channels / 16];
     for (std::int64_t s = 0; s < u.length; ++s) {
       cpu::load_row(u.words, x, s, u.transform(s), rows.data());
       cpu::encode_groups(u.o.format, rows.data(), u.f.channels, global, codes, scales);

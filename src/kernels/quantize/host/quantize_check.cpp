@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "core/head_size.hpp"
 #include "core/index_tensor.hpp"
 #include "core/operand.hpp"
 
@@ -121,9 +122,14 @@ Result<QuantizeFacts> quantize_facts(const TensorView& x, const QuantizeOptions&
     return invalid("x: stride " + std::to_string(x.stride[last]) +
                    " of the last dimension should be 1");
   }
-  if (x.shape[last] < 8 || x.shape[last] > 256 || x.shape[last] % 8 != 0) {
+  const std::string why = x.device.type == DeviceType::cpu
+                              ? head_size_refusal("x", o.role, x.shape[last])
+                              : device_head_size_refusal("x", o.role, x.shape[last]);
+  if (!why.empty()) return invalid(why);
+  if (const int bits = info(o.format).bits; bits < 8 && x.shape[last] % 2 != 0) {
     return invalid("x: head_dim " + std::to_string(x.shape[last]) +
-                   " is not a multiple of 8 from 8 to 256");
+                   " is odd, and a byte holds two " + std::string(info(o.format).name) +
+                   " codes of a row");
   }
   const int token = (f.packed ? 0 : 1) + (o.layout == Layout::bshd ? 0 : 1);
   const int head = (f.packed ? 0 : 1) + (o.layout == Layout::bshd ? 1 : 0);

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 
+#include "core/head_size.hpp"
 #include "formats/balance.hpp"
 #include "formats/bf16.hpp"
 #include "formats/e4m3.hpp"
@@ -49,7 +50,7 @@ void round_trip(float* row, int n) {
   }
 }
 
-constexpr int most_signs = 256;
+constexpr int most_signs = most_key_channels;
 
 /// x times rotation_sign(), exactly.
 void flip(float* x, int n) {
@@ -113,7 +114,7 @@ void mean_of_rows(const KernelTable& words, const Sequence& x, std::int64_t begi
   const int n = padded(x.channels);
   float* row = scratch;
   float* partial = scratch + n;
-  double total[256] = {};
+  double total[most_key_channels] = {};
   std::int64_t count = 0;
   for (std::int64_t s = begin; s < end;) {
     std::memset(partial, 0, sizeof(float) * static_cast<std::size_t>(n));
@@ -173,7 +174,7 @@ int sum_balance_rows(const KernelTable& words, const Sequence& x, bool careful, 
 bool balance_rows(const KernelTable& words, const Sequence& x, bool central, float* factors,
                   float* row) {
   const int n = x.channels;
-  double sum[256], squares[256];
+  double sum[most_key_channels], squares[most_key_channels];
   int count = sum_balance_rows(words, x, false, sum, squares, row);
   // A bad token spoils nobody else.
   if (std::any_of(sum, sum + n, [](double s) { return std::isnan(s); })) {
@@ -186,7 +187,7 @@ bool balance_rows(const KernelTable& words, const Sequence& x, bool central, flo
   }
   // Most channels are quiet beside the loudest, or none is loud.
   const double quiet = *std::max_element(squares, squares + n) / formats::kLoudSquare;
-  double sorted[256];
+  double sorted[most_key_channels];
   int heard = 0, below = 0;  // channels that are not 0 throughout
   for (int i = 0; i < n; ++i) {
     heard += squares[i] > 0.0 ? 1 : 0;
