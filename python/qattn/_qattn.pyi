@@ -1,12 +1,14 @@
 """The extension module: plain functions, wrapped by the package. See python/src/module.cpp."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Optional
 
 # (array, format name); on a device (address, format name, shape, strides, device type, device
 # index); without memory (None, format name, shape, device type, device index)
 _Tensors = Mapping[str, tuple[Any, ...]]
 _Scaling = tuple[str, int, int]
+# a recipe, and smooth_k, smooth_q, smooth_v, rotate, balance_k
+_MadeFor = tuple[tuple[str, str, str, str], Sequence[Optional[bool]]]
 
 class Options: ...
 class QuantizeOptions: ...
@@ -24,6 +26,7 @@ def options(
     threads: int,
     validate: bool,
     block_mask_size: tuple[int, int],
+    scales_for: _MadeFor | None,
 ) -> Options: ...
 def attention(
     tensors: _Tensors, options: Options, stream: int, allocate: Callable[[int], Any] | None
@@ -43,6 +46,7 @@ def quantize_options(
     smooth: bool,
     rotate: bool,
     threads: int,
+    scales_for: _MadeFor | None,
 ) -> QuantizeOptions: ...
 def quantize_shapes(
     tensors: _Tensors, options: QuantizeOptions, stream: int
