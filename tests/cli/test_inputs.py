@@ -163,6 +163,20 @@ def test_kv_of_any_multiple_of_8(tmp_path):
     assert done.returncode == 2 and "84 is not a multiple of 8" in done.stderr
 
 
+def test_attention_of_heads_of_any_size(tmp_path):
+    arrays = [R.standard_normal((1, 2, 30, dim)).astype(np.float32) for dim in (21, 21, 13)]
+    arguments = []
+    for name, x in zip("qkv", arrays, strict=True):
+        np.save(tmp_path / f"{name}.npy", x)
+        arguments += [f"--{name}", tmp_path / f"{name}.npy"]
+    out = tmp_path / "o.npy"
+    done = qattn("attention", *arguments, "--recipe", "f32", "-o", out)
+    assert done.returncode == 0, done.stderr
+    q, k, v = (x.astype(np.float64) for x in arrays)
+    p = np.exp(q @ k.swapaxes(-1, -2) / np.sqrt(21))
+    assert np.abs(np.load(out) - p @ v / p.sum(-1, keepdims=True)).max() < 1e-5
+
+
 def test_a_file_that_is_written_anew_keeps_its_mode(files, tmp_path):
     out = tmp_path / "out.npy"
     for mode in (0o600, 0o664, 0o640):

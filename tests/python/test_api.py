@@ -52,6 +52,25 @@ def test_numpy(recipe, dtype):
     assert np.abs(lse - ref_lse).max() < (0.3 if "nvfp4" in recipe else 0.1)
 
 
+@pytest.mark.parametrize("dtype", NUMPY, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("d, dv", [(1, 3), (13, 65), (100, 97), (257, 300), (576, 512)])
+def test_heads_of_any_size(d, dv, dtype):
+    """Of arrays whose rows lie between others of NaN, in which nothing may be read or written."""
+    q, k, v, out = (
+        np.full((2, tokens, heads, width + 3), np.nan, np.float32).astype(dtype)
+        for tokens, heads, width in ((9, 4, d), (70, 2, d), (70, 2, dv), (9, 4, dv))
+    )
+    for i, (x, width) in enumerate(((q, d), (k, d), (v, dv))):
+        x[..., :width] = normal(*x.shape[:-1], width, seed=i).astype(dtype)
+    q, k, v, written = q[..., :d], k[..., :d], v[..., :dv], out[..., :dv]
+    ref = qattn.reference_attention(q, k, v, causal=True)
+    for recipe, bound in (("f32", 4e-3), ("int8_full", 0.03), ("mxfp8", 0.2)):
+        qattn.attention(q, k, v, recipe=recipe, causal=True, out=written)
+        assert nrmse(written, ref) < bound
+        assert np.isnan(out[..., dv:].astype(np.float32)).all()
+        assert np.array_equal(qattn.attention(q, k, v, recipe=recipe, causal=True), written)
+
+
 @pytest.mark.parametrize("dtype", TORCH, ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_torch_equals_numpy(recipe, dtype):

@@ -63,6 +63,19 @@ def test_dtypes_and_recipes(dtype, recipe, tolerance, is_causal):
     agree(*given, recipe=recipe, tolerance=tolerance, is_causal=is_causal)
 
 
+HEADS = [(1, 1), (7, 13), (33, 100), (65, 65), (130, 255), (320, 320), (576, 512)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("e, ev", HEADS)
+def test_heads_of_any_size(e, ev, is_causal):
+    given = operands((2, 3, 50, e), (2, 3, 70, e), (2, 3, 70, ev))
+    agree(*given, is_causal=is_causal)
+    agree(*given, is_causal=is_causal, recipe="int8_full", tolerance=0.03)
+    halves = operands((3, 50, e), (3, 70, e), (3, 70, ev), dtype=torch.float16)
+    agree(*halves, is_causal=is_causal, recipe="f16", tolerance=2e-3)
+
+
 MASKS = [(64, 90), (1, 90), (64, 1), (1, 64, 90), (3, 64, 90), (2, 1, 1, 90), (2, 3, 64, 90),
          (1, 1, 64, 1), (1, 3, 1, 90)]  # fmt: skip
 

@@ -68,6 +68,11 @@ SHAPES = {
     "wide V": ({"dim_v": 64}, {}),
     "scale": ({}, {"scale": 0.05}),
     "one query": ({"length": 1}, {}),
+    "odd heads": ({"dim": 33, "dim_v": 21, "kv_heads": 2}, {"enable_gqa": True}),
+    "odd heads causal": ({"dim": 65}, {"is_causal": True}),
+    "odd heads of 16 bits": ({"dim": 50, "dim_v": 7}, {"backward": "16bit"}),
+    "heads of Gemma": ({"dim": 512, "heads": 2, "kv_heads": 1}, {"enable_gqa": True}),
+    "heads of latent attention": ({"dim": 576, "dim_v": 512, "batch": 1}, {"is_causal": True}),
 }
 
 
