@@ -11,6 +11,7 @@ from . import (
     counters,
     decode,
     fashion_dit,
+    foreign_cases,
     fp4,
     host,
     kv,
@@ -293,6 +294,7 @@ PAGES = {
     "fashion-dit": ("8-bit attention in a diffusion transformer", fashion_dit.section),
     "training": ("Training with INT8 attention", training.section),
     "transformers-models": ("Models of transformers", transformers_models.section),
+    "foreign-cases": ("Cases of other projects", foreign_cases.section),
     "wheel": ("Packages", wheel.section),
 }
 
