@@ -124,7 +124,7 @@ def commit():
 
 
 def phases_before(tier, path):
-    """What the record has of this commit, by phase; nothing of another one, or of a changed tree."""
+    """What the record has of this commit, by phase; nothing of another, or of a changed tree."""
     try:
         last = json.loads(path.read_text())
     except (OSError, ValueError):

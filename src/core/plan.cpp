@@ -9,7 +9,7 @@
 
 #include "core/backend.hpp"
 #include "core/guarded.hpp"
-#include "core/head_size.hpp"
+#include "core/operand.hpp"
 #include "kernels/cpu/words.hpp"
 
 namespace qattn {

@@ -36,7 +36,7 @@ struct Kernel {
   std::shared_ptr<PlanData> (*tune)(const Problem& problem);
   Status (*run)(const PlanData& plan, const Problem& problem, void* workspace, Stream stream);
   bool projects = false;  ///< serves calls with an output projection
-  bool any_head = false;  ///< serves every head dimension of CPUs (core/head_size.hpp)
+  bool any_head = false;  ///< serves every head dimension of CPUs (core/operand.hpp)
 };
 
 /// The problem's recipe with nothing automatic left in it: `automatic` names what "auto" means,

@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/head_size.hpp"
 #include "core/index_tensor.hpp"
 #include "core/layout_hint.hpp"
 #include "core/operand.hpp"

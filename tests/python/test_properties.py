@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 SETTINGS = {"deadline": None, "derandomize": True}
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
-# Times cases.TOLERANCE, of |LSE error|: an error of scores, which are up to ten. 1500 draws a recipe
+# Times cases.TOLERANCE, of |LSE error|: an error of scores, up to ten. 1500 draws a recipe
 # had at most 8.4.
 LSE = 10
 

@@ -195,8 +195,8 @@ Status read_header(Reader& file, std::string& header, FileCounts& c) {
   if (header.find("\"sequences\":{") != std::string::npos &&
       header.find("\"qattn_kv_cache\"") == std::string::npos) {
     return invalid(
-        "has no metadata qattn_kv_cache, which says what its tensors mean: what wrote it again left "
-        "that out (safetensors keeps what save_file() gets as metadata=)");
+        "has no metadata qattn_kv_cache, which says what its tensors mean: what wrote it again "
+        "left that out (safetensors keeps what save_file() gets as metadata=)");
   }
   const std::size_t end = length < least ? std::string::npos : header.find('"', least);
   if (header.rfind(kv::file_opening, 0) != 0 || end == std::string::npos ||

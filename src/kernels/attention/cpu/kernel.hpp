@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/head_size.hpp"
+#include "core/operand.hpp"
 #include "core/plan.hpp"
 #include "kernels/cpu/words.hpp"
 #include "kernels/quantize/host/rows.hpp"

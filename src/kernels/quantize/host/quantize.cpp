@@ -10,7 +10,7 @@
 
 #include "core/backend.hpp"
 #include "core/guarded.hpp"
-#include "core/head_size.hpp"
+#include "core/operand.hpp"
 #include "core/index_tensor.hpp"
 #include "core/threads.hpp"
 #include "formats/hadamard.hpp"

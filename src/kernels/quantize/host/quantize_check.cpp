@@ -4,7 +4,6 @@
 #include <string>
 #include <utility>
 
-#include "core/head_size.hpp"
 #include "core/index_tensor.hpp"
 #include "core/operand.hpp"
 

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <limits>
 
-#include "core/head_size.hpp"
+#include "core/operand.hpp"
 #include "formats/balance.hpp"
 #include "formats/bf16.hpp"
 #include "formats/e4m3.hpp"
