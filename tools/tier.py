@@ -39,7 +39,8 @@ TIERS = {
 }
 
 # The closing lines of the runners, and what they count.
-CTEST = re.compile(r"^\d+% tests passed, (\d+) tests failed out of (\d+)", re.M)
+# From CMake 4 on ctest names failures only where there are some.
+CTEST = re.compile(r"^\d+% tests passed(?:, (\d+) tests? failed)? out of (\d+)", re.M)
 PYTEST = re.compile(r"^(?=\d+ (?:passed|failed)).* in [\d.]+s\b.*$", re.M)
 
 
@@ -47,8 +48,8 @@ def counts(text):
     """(passed, failed, skipped) of every runner that closed in `text`."""
     passed = failed = skipped = 0
     for match in CTEST.finditer(text):
-        failed += int(match[1])
-        passed += int(match[2]) - int(match[1])
+        failed += int(match[1] or 0)
+        passed += int(match[2]) - int(match[1] or 0)
     for line in PYTEST.findall(text):
         found = dict((word, int(number)) for number, word in re.findall(r"(\d+) (\w+)", line))
         passed += found.get("passed", 0)
