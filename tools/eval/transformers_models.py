@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """attn_implementation="qattn" in every class of the installed transformers that can be made small.
 
-    python tools/eval/transformers_models.py run -o RECORD [--only REGEX] [--one] [--resume]
+    python tools/eval/transformers_models.py run -o RECORD [--only REGEX] [--one] [--resume] [--jobs N]
     python tools/eval/transformers_models.py show RECORD
 
 Each class gets random weights, and inputs with and without padding where it takes a mask, and runs
@@ -321,6 +321,24 @@ def apart(cls: Any, counted: Counted) -> dict[str, Any]:
     return named(cls) | {"verdict": "not made", "why": why}
 
 
+def rows_of(unfinished: Path) -> list[dict[str, Any]]:
+    return [json.loads(x) for x in unfinished.read_text().splitlines()]
+
+
+def work(
+    asked: argparse.Namespace, counted: Counted, done: dict[str, Any], unfinished: Path, part: int
+) -> None:
+    """Appends the rows of every asked.jobs-th group of classes, from `part` on."""
+    with unfinished.open("ab", buffering=0) as keep:  # a line a write: workers share the file
+        for group in itertools.islice(classes(asked.only, asked.one), part, None, asked.jobs):
+            for cls in group:
+                row = done.get(cls.__name__) or apart(cls, counted)
+                if cls.__name__ not in done:
+                    keep.write((json.dumps(row) + "\n").encode())
+                if asked.one and row["verdict"] != "not made":
+                    break
+
+
 def run(asked: argparse.Namespace) -> int:
     import torch
     import transformers
@@ -336,18 +354,19 @@ def run(asked: argparse.Namespace) -> int:
     counted = Counted(interface["qattn"])
     transformers.AttentionInterface.register("qattn", counted)
     unfinished = Path(f"{asked.output}.rows")
-    lines = unfinished.read_text().splitlines() if asked.resume and unfinished.exists() else []
-    rows = [json.loads(x) for x in lines]
-    done = {x["class"]: x for x in rows}
-    with unfinished.open("a" if asked.resume else "w") as keep:
-        for group in classes(asked.only, asked.one):
-            for cls in group:
-                row = done.get(cls.__name__) or apart(cls, counted)
-                if cls.__name__ not in done:
-                    rows.append(row)
-                    print(json.dumps(row), file=keep, flush=True)
-                if asked.one and row["verdict"] != "not made":
-                    break
+    if not (asked.resume and unfinished.exists()):
+        unfinished.write_text("")
+    done = {x["class"]: x for x in rows_of(unfinished)}
+    workers = []
+    for part in range(asked.jobs):
+        workers.append(os.fork())
+        if workers[-1] == 0:
+            work(asked, counted, done, unfinished, part)
+            os._exit(0)
+    for process in workers:
+        if os.waitpid(process, 0)[1] != 0:
+            raise RuntimeError(f"a worker failed: go on with --resume ({unfinished} has its rows)")
+    rows = rows_of(unfinished)
     record = {
         "schema": SCHEMA,
         "provenance": provenance.common(asked.commit)
@@ -389,6 +408,7 @@ def main() -> int:
     runs.add_argument("--only", help="classes whose names this regular expression finds")
     runs.add_argument("--one", action="store_true", help="one class of each modeling file")
     runs.add_argument("--resume", action="store_true", help="go on with RECORD.rows")
+    runs.add_argument("--jobs", type=int, default=1, help="how many processes")
     runs.add_argument("--commit", help="where the tree is no git checkout")
     shows = commands.add_parser("show")
     shows.add_argument("record", type=Path)
