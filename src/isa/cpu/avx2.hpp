@@ -38,6 +38,10 @@ static inline I load_i(const void* p) {
   const auto* q = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
 }
+static inline I load_bytes(const std::uint8_t* p) {
+  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepu8_epi32(a), _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8))};
+}
 static inline void store_i(void* p, I a) {
   auto* q = static_cast<__m256i*>(p);
   _mm256_storeu_si256(q, a.lo);

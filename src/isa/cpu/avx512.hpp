@@ -30,6 +30,9 @@ static inline F load(const float* p) { return _mm512_loadu_ps(p); }
 static inline F load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
 static inline void store(float* p, F a) { _mm512_storeu_ps(p, a); }
 static inline I load_i(const void* p) { return _mm512_loadu_si512(p); }
+static inline I load_bytes(const std::uint8_t* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 static inline void store_i(void* p, I a) { _mm512_storeu_si512(p, a); }
 static inline I field(I a, int shift, std::uint32_t mask) {
   return _mm512_and_si512(_mm512_srl_epi32(a, _mm_cvtsi32_si128(shift)),

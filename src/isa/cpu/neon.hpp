@@ -53,6 +53,13 @@ static inline I load_i(const void* p) {
   const auto* q = static_cast<const std::int8_t*>(p);
   return quarters<I>([&](int i) { return vreinterpretq_s32_s8(vld1q_s8(q + 16 * i)); });
 }
+static inline I load_bytes(const std::uint8_t* p) {
+  const uint8x16_t a = vld1q_u8(p);
+  const uint16x8_t lo = vmovl_u8(vget_low_u8(a)), hi = vmovl_u8(vget_high_u8(a));
+  const auto wide = [](uint16x4_t x) { return vreinterpretq_s32_u32(vmovl_u16(x)); };
+  return {wide(vget_low_u16(lo)), wide(vget_high_u16(lo)), wide(vget_low_u16(hi)),
+          wide(vget_high_u16(hi))};
+}
 static inline void store_i(void* p, I a) {
   auto* q = static_cast<std::int8_t*>(p);
   for (int i = 0; i < 4; ++i) vst1q_s8(q + 16 * i, vreinterpretq_s8_s32(a.x[i]));

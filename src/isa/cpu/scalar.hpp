@@ -46,6 +46,10 @@ static inline I load_i(const void* p) {
   return r;
 }
 static inline void store_i(void* p, I a) { std::memcpy(p, a.x, sizeof a.x); }
+/// Sixteen bytes, unsigned.
+static inline I load_bytes(const std::uint8_t* p) {
+  return each<I>([&](int i) { return p[i]; });
+}
 /// (a >> shift) & mask, bits coming in as zeros.
 static inline I field(I a, int shift, std::uint32_t mask) {
   return each<I>([&](int i) {

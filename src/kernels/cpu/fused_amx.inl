@@ -46,7 +46,7 @@ class Attention {
     alignas(64) std::int32_t sums[tile_rows * tile_keys];  ///< then scores
     alignas(64) std::uint8_t p[tile_rows * tile_keys * p_bytes];
     alignas(64) float alpha[tile_rows], beta[tile_rows];
-    std::uint8_t* rest;   ///< [tile_rows][tile_keys], as SoftmaxTile's
+    std::uint8_t* rest;  ///< [tile_rows][tile_keys], as SoftmaxTile's
     std::uint32_t lossy;
   };
 

@@ -240,20 +240,59 @@ void softmax(SoftmaxTile& tile) {
   }
 }
 
-void softcap(float* s, int n, float c) {
+void softcap(float* s, int n, float offset, float c) {
   // tanh(x) = 1 - 2 / (exp(2x) + 1), odd: evaluated at |x| so that nothing cancels or overflows.
-  for (int j = 0; j < n; ++j) {
-    const float x = s[j] / c;
-    const float a = x < 0 ? -x : x;
-    float t;
-    if (a < 0.0625f) {
-      const float y = a * a;  // odd Taylor series, relative error 1e-8 on this range
-      t = a * (1.0f + y * (-1.0f / 3 + y * (2.0f / 15 + y * (-17.0f / 315))));
-    } else {
-      t = 1.0f - 2.0f / (exp_one(2.0f * (a < 44.0f ? a : 44.0f)) + 1.0f);
-    }
-    s[j] = x != x ? x : c * (x < 0 ? -t : t);
+  // min() hands a NaN on. A cap whose inverse leaves the floats is below all that a score tells.
+  constexpr float most = 3.402823466e38f;
+  const float inverse_cap = 1.0f / c < most ? 1.0f / c : most;
+  const F one = v::set(1.0f), zero = v::set(0.0f), cap = v::set(c), inverse = v::set(inverse_cap);
+  for (int j = 0; j < n; j += v::lanes) {
+    const F x = v::mul(v::add(v::load(s + j), v::set(offset)), inverse);
+    const F a = v::min(v::set(44.0f), v::abs(x));
+    const F y = v::mul(a, a);  // odd Taylor series, relative error 1e-8 below 1/16
+    F small = v::fma(y, v::set(-17.0f / 315), v::set(2.0f / 15));
+    small = v::fma(y, small, v::set(-1.0f / 3));
+    small = v::mul(a, v::fma(y, small, one));
+    const F e = exp_minus(v::add(a, a), zero);
+    const F large = v::sub(one, v::div(v::set(2.0f), v::add(e, one)));
+    const F t = v::mul(cap, v::select_less(a, v::set(0.0625f), small, large));
+    v::store(s + j, v::select_less(x, zero, v::sub(zero, t), t));
   }
+}
+
+void hide(float* s, int n, const std::uint8_t* visible) {
+  const F half = v::set(0.5f), hidden = v::set(minus_infinity);
+  for (int j = 0; j < n; j += v::lanes) {
+    const F seen = v::to_float(v::load_bytes(visible + j));
+    v::store(s + j, v::select_less(seen, half, hidden, v::load(s + j)));
+  }
+}
+
+template <Element Kind>
+static inline void add_bias_of(float* s, int n, const void* bias) {
+  constexpr float largest = 3.402823466e38f;
+  const F infinity = v::set(-minus_infinity), high = v::set(largest), low = v::set(-largest);
+  for (int j = 0; j < n; j += v::lanes) {
+    const int m = n - j < v::lanes ? n - j : v::lanes;
+    const F b = load_elements<Kind>(bias, j, m), x = v::load_n(s + j, m), sum = v::add(x, b);
+    const F near = v::max(low, v::min(high, sum));  // NaN stays
+    const F finite = v::select_less(v::abs(b), infinity, near, sum);
+    const F added = v::select_less(v::abs(x), infinity, finite, sum);
+    const F out = v::select_less(b, low, v::set(minus_infinity), added);
+    if (m == v::lanes) {
+      v::store(s + j, out);
+      continue;
+    }
+    float last[v::lanes];
+    v::store(last, out);
+    for (int i = 0; i < m; ++i) s[j + i] = last[i];
+  }
+}
+
+void add_bias(float* s, int n, const void* bias, Element element) {
+  if (element == Element::f32) return add_bias_of<Element::f32>(s, n, bias);
+  if (element == Element::f16) return add_bias_of<Element::f16>(s, n, bias);
+  add_bias_of<Element::bf16>(s, n, bias);
 }
 
 #include "kernels/cpu/kv.inl"
@@ -326,6 +365,8 @@ const KernelTable table = {
     .kv_softmax = kv_softmax,
     .kv_values = kv_values,
     .softcap = softcap,
+    .hide = hide,
+    .add_bias = add_bias,
     .exp_one = exp_one,
 };
 

@@ -236,8 +236,13 @@ struct KernelTable {
                     int channels, const float* alpha, const float* beta, const float* shift,
                     float* out);
 
-  /// s = c * tanh(s / c) over n floats, n a multiple of 16.
-  void (*softcap)(float* s, int n, float c);
+  /// s = c * tanh((s + offset) / c) over n floats, n a multiple of 16.
+  void (*softcap)(float* s, int n, float offset, float c);
+  /// s = -inf where visible[j] is 0, over n keys, n a multiple of 16.
+  void (*hide)(float* s, int n, const std::uint8_t* visible);
+  /// s += bias over n keys. Numbers that leave the floats together stay the largest; a bias of -inf
+  /// hides its key whatever the score.
+  void (*add_bias)(float* s, int n, const void* bias, Element element);
   /// exp(x) of one value, the same arithmetic as inside softmax.
   float (*exp_one)(float x);
 };

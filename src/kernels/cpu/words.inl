@@ -42,21 +42,29 @@ static inline float first_lane(F a) {
 
 float exp_one(float x) { return first_lane(exp_minus(v::set(x), v::set(0.0f))); }
 
-void load_row(const void* src, Element element, int n, const float* mean, float* dst) {
+/// n <= lanes elements from the one at `at` on, zeros behind.
+template <Element Kind>
+static inline F load_elements(const void* p, int at, int n) {
+  if constexpr (Kind == Element::f32) return v::load_n(static_cast<const float*>(p) + at, n);
+  const auto* codes = static_cast<const std::uint16_t*>(p) + at;
+  return Kind == Element::f16 ? v::load_f16_n(codes, n) : v::load_bf16_n(codes, n);
+}
+
+template <Element Kind>
+static inline void load_row_of(const void* src, int n, const float* mean, float* dst) {
   for (int i = 0; i < n; i += v::lanes) {
     const int m = n - i < v::lanes ? n - i : v::lanes;
-    F x;
-    if (element == Element::f32) {
-      x = v::load_n(static_cast<const float*>(src) + i, m);
-    } else if (element == Element::f16) {
-      x = v::load_f16_n(static_cast<const std::uint16_t*>(src) + i, m);
-    } else {
-      x = v::load_bf16_n(static_cast<const std::uint16_t*>(src) + i, m);
-    }
+    F x = load_elements<Kind>(src, i, m);
     x = v::add(x, v::sub(x, x));  // Inf - Inf = NaN; finite values get + 0
     if (mean) x = v::sub(x, v::load_n(mean + i, m));
     v::store(dst + i, x);
   }
+}
+
+void load_row(const void* src, Element element, int n, const float* mean, float* dst) {
+  if (element == Element::f32) return load_row_of<Element::f32>(src, n, mean, dst);
+  if (element == Element::f16) return load_row_of<Element::f16>(src, n, mean, dst);
+  load_row_of<Element::bf16>(src, n, mean, dst);
 }
 
 float amax(const float* x, int n) {

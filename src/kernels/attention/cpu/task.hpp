@@ -48,6 +48,18 @@ Task make_task(const Job& job, std::int64_t index);
 /// Quantises the task's query rows into the engine's form.
 void load_queries(const Job& job, const Task& t, Scratch& s);
 
+// finish.cpp
+/// Are the scores passed through a function for which K's mean must be back in place?
+bool needs_true_scores(const Problem& p);
+/// May what is added to scores be of any size?
+bool adds_biases(const Problem& p);
+/// Is nothing added to scores but windows, and nothing else of theirs changed?
+bool adds_nothing(const Job& job);
+/// Everything between the product and the softmax that the plain case does without. Returns
+/// SoftmaxTile::below.
+std::uint32_t finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t first,
+                            int keys, Scratch& s);
+
 // tile.cpp
 /// First keys of the lowest and the last tile of which some row sees a key; last < lowest: none.
 struct TileRange {

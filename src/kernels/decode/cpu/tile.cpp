@@ -99,7 +99,7 @@ void mask_tile(const DecodeCall& call, const Task& task, const Block* blocks, in
 void cap_scores(const DecodeCall& call, float* scores, int keys) {
   if (call.softcap <= 0) return;
   for (int r = 0; r < call.rows(); ++r) {
-    call.cache->words->softcap(scores + static_cast<std::int64_t>(r) * tile_keys, keys,
+    call.cache->words->softcap(scores + static_cast<std::int64_t>(r) * tile_keys, keys, 0.0f,
                                call.softcap);
   }
 }
