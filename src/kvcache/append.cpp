@@ -245,7 +245,7 @@ void AppendPlan::load_new(Part part, std::int64_t head, std::int64_t position, f
   const int channels = k ? cache_.d() : cache_.dv();
   load_given_row(cache_, part, k ? rows_.k_row(head, token) : rows_.v_row(head, token),
                  rows_.format, row);
-  if (rows_.format != format) cpu::round_row(format, row, channels);
+  if (rows_.format != format) cpu::round_row(*cache_.words, format, row, channels);
 }
 
 void AppendPlan::weigh(Job& job) const {

@@ -123,7 +123,7 @@ void store_window_row(const KvCacheData& cache, std::byte* page, Part part, int 
   }
   float values[most_channels];
   cache.words->load_row(row, cpu::element_of(format), channels, nullptr, values);
-  cpu::store_row(values, channels, cache.options.window_format, to);
+  cpu::store_row(*cache.words, values, channels, cache.options.window_format, to);
 }
 
 void load_page_row(const KvCacheData& cache, int tier, const std::byte* page, Part part, int token,

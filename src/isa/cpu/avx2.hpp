@@ -219,6 +219,12 @@ static inline void store_bf16(std::uint16_t* p, F a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(mixed, 0xD8));
 }
 
+static inline void store_f16(std::uint16_t* p, F a) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT;
+  auto* q = reinterpret_cast<__m128i*>(p);
+  _mm_storeu_si128(q, _mm256_cvtps_ph(a.lo, mode));
+  _mm_storeu_si128(q + 1, _mm256_cvtps_ph(a.hi, mode));
+}
 static inline F load_f16_n(const std::uint16_t* p, int n) {
   std::uint16_t x[lanes] = {};
   std::memcpy(x, p, sizeof(std::uint16_t) * static_cast<std::size_t>(n < lanes ? n : lanes));

@@ -218,6 +218,9 @@ static inline F dot2(F c, I a, I b) {
 }
 #endif
 
+static inline void store_f16(std::uint16_t* p, F a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
 static inline F load_f16_n(const std::uint16_t* p, int n) {
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
 }

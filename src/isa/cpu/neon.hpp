@@ -225,6 +225,11 @@ static inline void store_bf16(std::uint16_t* p, F a) {
   }
 }
 
+static inline void store_f16(std::uint16_t* p, F a) {
+  for (int i = 0; i < 4; ++i) {
+    vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.x[i])));
+  }
+}
 static inline F load_f16_n(const std::uint16_t* p, int n) {
   std::uint16_t x[lanes] = {};
   std::memcpy(x, p, sizeof(std::uint16_t) * static_cast<std::size_t>(n < lanes ? n : lanes));

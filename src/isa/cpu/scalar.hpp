@@ -260,6 +260,28 @@ static inline float float_of_half(std::uint16_t h) {
   std::memcpy(&r, &bits, sizeof r);
   return r;
 }
+/// Nearest half, ties to even, as conversion instructions have it: overflow gives the infinity, NaN
+/// stays NaN with its sign and the top of its payload, quiet.
+static inline std::uint16_t half_of_float(float x) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const std::uint32_t sign = bits >> 31 << 15, magnitude = bits & 0x7FFFFFFFu;
+  std::uint32_t code;
+  if (magnitude > 0x7F800000u) {
+    code = 0x7E00u | (magnitude >> 13 & 0x1FFu);
+  } else if (magnitude >= 0x38800000u) {
+    code = (magnitude + 0xFFFu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
+    if (code > 0x7C00u) code = 0x7C00u;
+  } else {  // a multiple of 2^-24: the sum's last bit is worth that
+    const float sum = __builtin_fabsf(x) + 0.5f;
+    std::memcpy(&code, &sum, sizeof code);
+    code -= 0x3F000000u;
+  }
+  return static_cast<std::uint16_t>(sign | code);
+}
+static inline void store_f16(std::uint16_t* p, F a) {
+  for (int i = 0; i < lanes; ++i) p[i] = half_of_float(a.x[i]);
+}
 static inline F load_f16_n(const std::uint16_t* p, int n) {
   return each<F>([&](int i) { return i < n ? float_of_half(p[i]) : 0.0f; });
 }

@@ -296,6 +296,8 @@ void add_bias(float* s, int n, const void* bias, Element element) {
 }
 
 #include "kernels/cpu/kv.inl"
+// For few query rows.
+#include "kernels/cpu/float_rows.inl"
 
 #if defined(QATTN_CODES_IN_PLACE)
 // For few query rows.
@@ -353,9 +355,13 @@ const KernelTable table = {
     .pv_u8s8_rows = pv_u8s8_rows,
     .pv_f32 = pv_f32,
     .pv_bf16 = pv_bf16,
+    .finite_rows = finite_rows,
+    .qk_float_rows = qk_float_rows,
+    .pv_float_rows = pv_float_rows,
     .linear_f32 = linear_f32,
     .linear_bf16 = linear_bf16,
     .encode_bf16 = encode_bf16,
+    .encode_f16 = encode_f16,
     .kv_errors = kv_errors,
     .kv_codes = kv_codes,
     .kv_pack = kv_pack,

@@ -92,6 +92,13 @@ struct CodeRows {
   std::int64_t stride;
 };
 
+/// Rows of floats where the caller has them: row j begins at element j * stride.
+struct FloatRows {
+  const void* base;
+  std::int64_t stride;
+  Element element;
+};
+
 // --- The KV cache's codes (formats/kv/layout.hpp, formats/kv/quantize.hpp) -----------------------
 
 /// Rows of sixteen-bit fixed point as two planes of s8: x = scale * (128 * high + low), row r's
@@ -213,11 +220,22 @@ struct KernelTable {
   /// The same for bf16; v: [keys / 2][channels][2], keys even. Null where not native.
   void (*pv_bf16)(const std::uint16_t* p, int rows, const std::uint16_t* v, int keys, int channels,
                   const float* alpha, const float* beta, const float* v_scale, float* out);
+  /// Are all values of `rows` rows finite?
+  bool (*finite_rows)(const FloatRows& x, int rows, int channels);
+  /// scores[r][j] = (q_r . k_j) * q_scale[r] over d channels, K as it lies.
+  void (*qk_float_rows)(const float* q, std::int64_t q_stride, int rows, const FloatRows& k,
+                        int keys, int d, const float* q_scale, float* scores);
+  /// out[r][c] = out * alpha[r] + beta[r] * sum_j p[r][j] v[j][c], V as it lies. p: [rows]
+  /// [tile_keys]; out: rows of `channels` padded to 16.
+  void (*pv_float_rows)(const float* p, int rows, const FloatRows& v, int keys, int channels,
+                        const float* alpha, const float* beta, float* out);
   void (*linear_f32)(const LinearTile& tile);
   /// Null where not native.
   void (*linear_bf16)(const LinearTile& tile);
   /// formats::Bf16::encode() of n floats, n a multiple of 16.
   void (*encode_bf16)(const float* x, int n, std::uint16_t* out);
+  /// formats::F16::encode() of n floats, n a multiple of 16.
+  void (*encode_f16)(const float* x, int n, std::uint16_t* out);
   /// kv_error() of a row under `count` positive scales.
   void (*kv_errors)(const float* x, int n, int bits, const float* scales, int count, float* errors);
   /// codes[i] = kv_encode(x[i], inverse); x * inverse is no NaN. n is a multiple of 16.

@@ -438,3 +438,7 @@ void encode_bf16(const float* x, int n, std::uint16_t* out) {
     }
   }
 }
+
+void encode_f16(const float* x, int n, std::uint16_t* out) {
+  for (int i = 0; i < n; i += v::lanes) v::store_f16(out + i, v::load(x + i));
+}

@@ -49,12 +49,21 @@ void run_place(const Job& job, Walk& w, const TilePlace& place, const TilePlace*
   const Task& t = w.task;
   Scratch& s = w.scratch;
   FoundRows found;
-  Tile tile{s.tile, &job.arrays.tile, &found};
+  Tile tile{s.tile, &job.arrays.tile, nullptr};
+  if (t.count <= job.config.float_rows_in_place) {
+    if (next != nullptr) fetch(job, t.b, *next);
+    FloatRuns floats;
+    if (find_float_tile(job, t.b, place, tile, floats)) {
+      tile.floats = &floats;
+      return run_single_tile(job, t, tile, place.first, s);
+    }
+  }
   const bool in_place = t.count <= job.config.rows_in_place;
   if (!in_place || !find_tile(job, t.b, place, next, tile, found, s)) {
     if (next != nullptr) fetch(job, t.b, *next);
-    tile.found = nullptr;
     pack_tile(job, t.b, place.head, place.first, tile, s);
+  } else {
+    tile.found = &found;
   }
   run_single_tile(job, t, tile, place.first, s);
 }

@@ -114,6 +114,19 @@ int rows_in_place(const Problem& p, const Config& c) {
   return c.words->most_rows_in_place(p.d, p.dv);
 }
 
+/// Config::float_rows_in_place: where K and V are multiplied as they are. Eight rows read a tile
+/// twice from a core's cache; with more of them panels are worth their while.
+int float_rows_in_place(const Problem& p, const Config& c) {
+  const auto as_it_is = [](Format given, Format wanted) {
+    return given == wanted &&
+           (wanted == Format::f32 || wanted == Format::f16 || wanted == Format::bf16);
+  };
+  const bool plain = as_it_is(p.k.format, c.recipe.qk) && as_it_is(p.v.format, c.recipe.v) &&
+                     !c.smooth_k && !c.smooth_q && !c.smooth_v && !c.rotate && !c.balances() &&
+                     !p.tensors.k_mean.present() && !p.tensors.v_mean.present();
+  return plain && may_be_short(p) ? 8 : 0;
+}
+
 /// Config::heads_in_turn: where the heads of a token lie side by side, memory is read in long runs.
 int heads_in_turn(const Problem& p) {
   const auto inside = [](const TokenTensor& x) { return std::abs(x.head) < std::abs(x.token); };
@@ -146,6 +159,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
   c->rotate = r.rotate == Toggle::on;
   c->finds_seen = detail::must_find_hidden_keys(problem, c->recipe);
   c->rows_in_place = rows_in_place(problem, *c);
+  c->float_rows_in_place = float_rows_in_place(problem, *c);
   c->heads_in_turn = heads_in_turn(problem);
   c->projection = native && problem.out.format == Format::bf16 ? Engine::bf16 : Engine::f32;
   c->threads = most_threads(problem.threads);
@@ -164,6 +178,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
             "\nlost_mass: " + (c->pv == Engine::integer ? "a second byte" : "none") +
             "\nrising_rows: " + std::to_string(c->pv == Engine::integer ? tile_rows : 0) +
             "\nrows_in_place: " + std::to_string(c->rows_in_place) +
+            "\nfloat_rows_in_place: " + std::to_string(c->float_rows_in_place) +
             "\nheads_in_turn: " + std::to_string(c->heads_in_turn) +
             "\nthreads: " + std::to_string(c->threads) + "\n";
   if (problem.projects()) {
@@ -272,7 +287,11 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
   const std::int64_t merges = some_sequence(job, is_split) ? kv_units : 0;
   const std::int64_t chunk = chunk_of_tasks(job, tasks);
   const std::int64_t packs = weight_blocks(p);  // of which attention needs nothing
-#pragma omp parallel num_threads(team(config.threads))
+  // No more threads than the longest loop has turns: a team costs more than a small call.
+  const std::int64_t turns = std::max({means, kv_units, p.heads_kv * tiles, packs + tasks, merges,
+                                       projection_blocks(p), std::int64_t{1}});
+  const int threads = static_cast<int>(std::min<std::int64_t>(config.threads, turns));
+#pragma omp parallel num_threads(team(threads))
   {
     Scratch& mine = a.scratch[omp_get_thread_num()];
     Phases phases;
@@ -292,8 +311,9 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
       phases.each(needs_scale_pass(p, config, role) ? units : 0,
                   [&](std::int64_t i) { prepare_scales(job, role, i / heads, i % heads, mine); });
     }
-    phases.each(p.heads_kv * tiles,
-                [&](std::int64_t i) { prepare_tile(job, i % tiles * tile_keys, i / tiles, mine); });
+    phases.each(p.heads_kv * tiles, [&](std::int64_t i) {  // heads of a token may lie side by side
+      prepare_tile(job, i / p.heads_kv * tile_keys, i % p.heads_kv, mine);
+    });
     phases.each(packs + (tasks + chunk - 1) / chunk, [&](std::int64_t i) {
       if (i < packs) return pack_weight(job, i, mine);
       const std::int64_t first = (i - packs) * chunk;

@@ -40,6 +40,8 @@ struct Config : detail::PlanData {
   std::int64_t split_keys = 1024;
   /// Sequences of at most so many rows take given codes from where they lie.
   int rows_in_place = 0;
+  /// Sequences of at most so many rows take K and V in floats from where they lie.
+  int float_rows_in_place = 0;
   /// Sequences of at most tile_rows rows take their tiles from so many heads in turn.
   int heads_in_turn = 1;
   int threads = 1;
@@ -69,11 +71,23 @@ struct FoundRows {
   const std::uint8_t* groups[4][tile_keys / 16];
 };
 
+/// Rows of floats of a tile where they lie: runs of keys, which pages end.
+struct FloatRuns {
+  struct Run {
+    int first, keys;
+    FloatRows k, v;
+  };
+  int count = 0;
+  Run runs[tile_keys];
+};
+
 struct Tile {
   std::byte* store;
   const TileLayout* layout;
   /// Codes that are not in the store's panels but where the caller has them, or null.
   const FoundRows* found = nullptr;
+  /// The same of floats.
+  const FloatRuns* floats = nullptr;
 
   template <class T>
   T* at(std::size_t TileLayout::*part) const {
@@ -252,6 +266,9 @@ struct TilePlace {
 /// unless null. Returns false if the number of keys is no multiple of 16: they must be packed then.
 bool find_tile(const Job& job, std::int64_t b, const TilePlace& place, const TilePlace* next,
                const Tile& tile, FoundRows& found, Scratch& scratch);
+/// The same for floats. Returns false if some value is not finite: they must be packed then.
+bool find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, const Tile& tile,
+                     FloatRuns& found);
 /// Quantises keys [first, first + 128) and lays them out.
 void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
                const Tile& tile, Scratch& scratch);

@@ -43,11 +43,12 @@ void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t 
                    Scratch& s) {
   const int rows = tile_rows, own = tile_rows * c.heads_in_turn;
   const int d = filled(p.d), width = row_width(p);
-  s.q = arena.take<float>(c.qk == Engine::f32 ? own * d : 0);
+  const bool in_place = c.float_rows_in_place > 0;
+  s.q = arena.take<float>(c.qk == Engine::f32 || in_place ? own * d : 0);
   s.q_bf16 = arena.take<std::uint16_t>(c.qk == Engine::bf16 ? own * d : 0);
   s.q_codes = arena.take<std::int8_t>(c.qk == Engine::integer ? own * d : 0);
   s.scores = arena.take<float>(rows * tile_keys);
-  s.p = arena.take<float>(c.pv == Engine::f32 ? rows * tile_keys : 0);
+  s.p = arena.take<float>(c.pv == Engine::f32 || in_place ? rows * tile_keys : 0);
   s.p_bf16 = arena.take<std::uint16_t>(c.pv == Engine::bf16 ? rows * tile_keys : 0);
   s.codes = arena.take<std::uint8_t>(c.pv == Engine::integer ? rows * tile_keys : 0);
   s.rest = arena.take<std::uint8_t>(c.pv == Engine::integer ? rows * tile_keys : 0);

@@ -3,24 +3,73 @@
 // A panel puts four bytes of the contraction of sixteen columns side by side, whatever the engine:
 // four codes, two bf16 values or one float. K's panels are rows of four-byte packs transposed; V's
 // contraction runs over keys, so four (integer) or two (bf16) rows are interleaved.
+#include "kernels/attention/cpu/pack.hpp"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
 #include "formats/scale.hpp"
-#include "kernels/attention/cpu/kernel.hpp"
-#include "kernels/attention/cpu/operand.hpp"
 #include "qattn/quantize.hpp"
 
 namespace qattn::cpu {
-namespace {
-
-constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
 
 int tile_count(const Sequence& x, std::int64_t first) {
   return static_cast<int>(std::min<std::int64_t>(tile_keys, x.length - first));
 }
+
+void decode_given_row(const Sequence& x, std::int64_t token, float* row) {
+  decode_row(x.format, reinterpret_cast<const std::uint8_t*>(x.row(token)), x.channels, row);
+  if (x.format != Format::e5m2) return;
+  for (int i = 0; i < x.channels; ++i) row[i] += row[i] - row[i];
+}
+
+void given_token_scales(const Job& job, Role role, const Sequence& x, std::int64_t b,
+                        std::int64_t head, std::int64_t first, int count, float* scale) {
+  const Scaling& scaling = scaling_of(job.config, role);
+  if (scaled_by_token(scaling, role) && x.pages == nullptr) {
+    const TensorView& view = scale_view(job.problem, role);
+    const std::int64_t at = scale_map(job, role).offset(view, b, head, first, 0);
+    const float* from = static_cast<const float*>(view.data) + at;
+    if (view.stride[2] == 1) {
+      std::copy(from, from + count, scale);
+      return;
+    }
+    for (int j = 0; j < count; ++j) scale[j] = from[j * view.stride[2]];
+    return;
+  }
+  for (int j = 0; j < count; ++j) scale[j] = given_scale(job, role, x, b, head, first + j, 0);
+}
+
+const std::uint8_t* filled_codes(const Sequence& x, std::int64_t token, int width,
+                                 std::uint8_t* memory) {
+  const auto* row = reinterpret_cast<const std::uint8_t*>(x.row(token));
+  if (x.channels == width) return row;
+  std::memcpy(memory, row, static_cast<std::size_t>(x.channels));
+  std::memset(memory + x.channels, 0, static_cast<std::size_t>(width - x.channels));
+  return memory;
+}
+
+bool as_it_lies(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
+                int width) {
+  const bool native =
+      role == Role::k ? job.config.qk == Engine::bf16 : job.config.pv == Engine::bf16;
+  const Transform t = transform_of(job, role, b, head, 0);
+  return native && format_of(job.config, role) == Format::bf16 && x.format == Format::bf16 &&
+         x.channels == width && x.seen == nullptr && t.mean == nullptr && t.factors == nullptr &&
+         !t.rotate;
+}
+
+bool holds_bad(const std::uint16_t* row, int n) {
+  std::uint16_t bad = 0;
+  for (int i = 0; i < n; ++i) bad |= (row[i] & 0x7f80u) == 0x7f80u ? 1 : 0;
+  return bad != 0;
+}
+
+namespace {
+
+constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
 
 /// Scale of one row of a float operand in a format with a free scale.
 float row_scale(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
@@ -39,41 +88,6 @@ float row_scale(const Job& job, Role role, const Sequence& x, std::int64_t b, st
   return formats::amax_scale(job.words().amax(row, x.channels), qmax);
 }
 
-/// Values of a row of given codes with a free scale. Inf, which e5m2 has, spoils like NaN.
-void decode_given_row(const Sequence& x, std::int64_t token, float* row) {
-  decode_row(x.format, reinterpret_cast<const std::uint8_t*>(x.row(token)), x.channels, row);
-  if (x.format != Format::e5m2) return;
-  for (int i = 0; i < x.channels; ++i) row[i] += row[i] - row[i];
-}
-
-/// Given scales of tokens [first, first + count) of one head, channel granularities aside.
-void given_token_scales(const Job& job, Role role, const Sequence& x, std::int64_t b,
-                        std::int64_t head, std::int64_t first, int count, float* scale) {
-  const Scaling& scaling = scaling_of(job.config, role);
-  if (scaled_by_token(scaling, role) && x.pages == nullptr) {
-    const TensorView& view = scale_view(job.problem, role);
-    const std::int64_t at = scale_map(job, role).offset(view, b, head, first, 0);
-    const float* from = static_cast<const float*>(view.data) + at;
-    if (view.stride[2] == 1) {
-      std::copy(from, from + count, scale);
-      return;
-    }
-    for (int j = 0; j < count; ++j) scale[j] = from[j * view.stride[2]];
-    return;
-  }
-  for (int j = 0; j < count; ++j) scale[j] = given_scale(job, role, x, b, head, first + j, 0);
-}
-
-/// A row of codes and zeros behind it, `width` in all: the tensor ends where its channels end.
-const std::uint8_t* filled_codes(const Sequence& x, std::int64_t token, int width,
-                                 std::uint8_t* memory) {
-  const auto* row = reinterpret_cast<const std::uint8_t*>(x.row(token));
-  if (x.channels == width) return row;
-  std::memcpy(memory, row, static_cast<std::size_t>(x.channels));
-  std::memset(memory + x.channels, 0, static_cast<std::size_t>(width - x.channels));
-  return memory;
-}
-
 // --- K -----------------------------------------------------------------------------------------
 
 void pack_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
@@ -86,6 +100,7 @@ void pack_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
   const int width = d * (engine == Engine::integer ? 1 : engine == Engine::bf16 ? 2 : 4);
   auto* scale = tile.at<float>(&TileLayout::k_scale);
   const bool as_given = job.problem.k_codes && engine == Engine::integer;
+  const bool as_lies = count > 0 && as_it_lies(job, Role::k, x, b, head, d);
   if (as_given) given_token_scales(job, Role::k, x, b, head, first, count, scale);
   std::fill(scale + count, scale + tile_keys, 0.0f);
   for (int j0 = 0; j0 < padded(count); j0 += lanes) {
@@ -96,6 +111,10 @@ void pack_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
       if (j >= count) continue;
       if (as_given) {
         rows[lane] = filled_codes(x, first + j, d, scratch.bytes + lane * lane_bytes);
+      } else if (as_lies) {
+        rows[lane] = reinterpret_cast<const std::uint8_t*>(x.row(first + j));
+        const bool bad = holds_bad(reinterpret_cast<const std::uint16_t*>(rows[lane]), d);
+        scale[j] = bad ? nan_value : 1.0f;
       } else {
         std::uint8_t* bytes = scratch.bytes + lane * lane_bytes;
         float* values = engine == Engine::f32 ? reinterpret_cast<float*>(bytes) : scratch.row;
@@ -114,270 +133,6 @@ void pack_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
     // Integer panels hold code + 128: the sign bits flip.
     job.words().transpose_packs(rows, width, engine == Engine::integer ? 0x80808080u : 0u,
                                 tile.at<std::uint8_t>(&TileLayout::k) + j0 * width);
-  }
-}
-
-// --- V -----------------------------------------------------------------------------------------
-
-/// Loads a tile of V into scratch.rows ([tile_keys][dv padded]): transformed floats, or the values
-/// of given codes without their free scale. Rows that hold NaN or Inf become zeros and are flagged:
-/// the tile loop turns every query that can see such a token into NaN and nobody else.
-void load_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
-                 std::int64_t first, int count, const Tile& tile, Scratch& scratch) {
-  const int dv = job.dv();
-  const Format format = job.config.recipe.v;
-  auto* bad = tile.at<std::uint8_t>(&TileLayout::v_bad);
-  std::uint8_t any = 0;
-  for (int j = 0; j < count; ++j) {
-    float* row = scratch.rows + j * dv;
-    if (!job.problem.v_codes) {
-      load_row(job.words(), x, first + j, transform_of(job, Role::v, b, head, first + j), row);
-      if (!free_scale(format) && !grouped(format)) round_row(format, row, x.channels);
-    } else {
-      for (int i = x.channels; i < dv; ++i) row[i] = 0.0f;
-      if (grouped(format)) {
-        decode_grouped_row(job, Role::v, x, b, head, first + j, row);
-      } else {
-        decode_given_row(x, first + j, row);
-      }
-    }
-    bad[j] = std::isnan(job.words().amax(row, x.channels));
-    any |= bad[j];
-    if (bad[j]) std::memset(row, 0, sizeof(float) * static_cast<std::size_t>(dv));
-  }
-  *tile.at<std::uint8_t>(&TileLayout::any_bad) = any;
-}
-
-/// Scales per channel of the sub-blocks of a tile: given, from the pass over the sequence, of the
-/// head, or from the sub-block itself.
-void channel_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
-                    std::int64_t first, int count, const Tile& tile, const Scratch& scratch) {
-  const Config& c = job.config;
-  const int dv = job.dv();
-  const float qmax = code_max(c.recipe.v);
-  const Granularity g = c.recipe.v_scale.granularity;
-  for (int j0 = 0; j0 < count; j0 += c.v_block) {
-    float* scale = tile.at<float>(&TileLayout::v_scale) + j0 / c.v_block * dv;
-    if (grouped(c.recipe.v)) {  // nvfp4: the second level, the same for every channel
-      const float global = job.problem.v_codes ? given_global(job, Role::v, x, b, head, first + j0)
-                                               : head_scale(job, Role::v, b, head);
-      std::fill(scale, scale + dv, global);
-    } else if (scale_view(job.problem, Role::v).present()) {
-      for (int i = 0; i < dv; ++i) {
-        scale[i] = i < x.channels ? given_scale(job, Role::v, x, b, head, first + j0, i) : 0.0f;
-      }
-    } else if (needs_scale_pass(job.problem, c, Role::v)) {
-      const std::int64_t row = head * job.arrays.v_groups + v_group_base(job, b) +
-                               scale_index(c.recipe.v_scale, Role::v, first + j0);
-      const float* from = job.arrays.v_channel + row * dv;
-      std::copy(from, from + dv, scale);
-    } else if (g == Granularity::per_head || g == Granularity::per_tensor) {
-      std::fill(scale, scale + dv, head_scale(job, Role::v, b, head));
-    } else {
-      std::fill(scale, scale + dv, 0.0f);
-      const int end = std::min(count, j0 + c.v_block);
-      const bool shared = some_share(x, first + j0, first + end);
-      for (int j = j0; j < end; ++j) {
-        if (shared && !x.shares(first + j)) continue;
-        job.words().accumulate_amax(scratch.rows + j * dv, dv, scale);
-      }
-      for (int i = 0; i < dv; ++i) scale[i] = formats::amax_scale(scale[i], qmax);
-    }
-  }
-  // Products come in steps of 16 keys: blocks behind the last key are multiplied by codes of 0.
-  float* scales = tile.at<float>(&TileLayout::v_scale);
-  const auto blocks = [&c](int keys) { return (keys + c.v_block - 1) / c.v_block; };
-  std::fill(scales + blocks(count) * dv, scales + blocks(padded(count)) * dv, 0.0f);
-}
-
-/// One scale per token, given or from its row (flagged rows are zeros by now).
-void token_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
-                  std::int64_t first, int count, const Scratch& scratch, float* scale) {
-  if (scale_view(job.problem, Role::v).present()) {
-    given_token_scales(job, Role::v, x, b, head, first, count, scale);
-    return;
-  }
-  const float qmax = code_max(job.config.recipe.v);
-  for (int j = 0; j < count; ++j) {
-    scale[j] = job.words().amax(scratch.rows + j * job.dv(), x.channels);
-  }
-  if (joins_groups(job.config.recipe.v_scale, Role::v)) {
-    float own[tile_keys];
-    for (int j = 0; j < count; ++j) {
-      own[j] = scale[j];
-      if (!x.shares(first + j)) scale[j] = 0.0f;
-    }
-    join_amax(scale, count);
-    for (int j = 0; j < count; ++j) {
-      if (!x.shares(first + j)) scale[j] = own[j];
-    }
-  }
-  for (int j = 0; j < count; ++j) scale[j] = formats::amax_scale(scale[j], qmax);
-}
-
-void put_token_scales(const Job& job, const float* scale, int count, const Tile& tile) {
-  job.words().token_scale_tables(scale, count, tile.at<float>(&TileLayout::v_log),
-                                 tile.at<float>(&TileLayout::v_inverse));
-}
-
-/// Codes of one float row of V under 1 / scale per channel.
-void encode_values(const Job& job, float* row, int channels, const float* inverse, Scratch& scratch,
-                   std::uint8_t* codes) {
-  if (job.config.recipe.v == Format::s8) {
-    scratch.saturated[2] += job.words().encode_s8_channels(row, channels, inverse,
-                                                           reinterpret_cast<std::int8_t*>(codes));
-    return;
-  }
-  for (int i = 0; i < channels; ++i) row[i] *= inverse[i];
-  scratch.saturated[2] += encode_row(job.words(), job.config.recipe.v, row, channels, 1.0f, codes);
-  decode_row(job.config.recipe.v, codes, channels, row);
-}
-
-/// Free scales: finds them and leaves codes in scratch.bytes (integer engine, [tile_keys][dv]) or
-/// what the codes stand for in scratch.rows.
-void scale_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
-                  std::int64_t first, int count, const Tile& tile, Scratch& scratch) {
-  const Config& c = job.config;
-  const int dv = job.dv();
-  const bool by_token = !c.v_channel_scale;
-  float inverse[most_value_channels], scale[tile_keys];
-  std::fill(inverse, inverse + dv, 0.0f);
-  if (by_token) token_scales(job, x, b, head, first, count, scratch, scale);
-  for (int j = 0; j < count; ++j) {
-    float* row = scratch.rows + j * dv;
-    const float* by_channel = tile.at<float>(&TileLayout::v_scale) + j / c.v_block * dv;
-    if (!job.problem.v_codes) {
-      if (by_token) {
-        std::fill(inverse, inverse + x.channels, formats::reciprocal(scale[j]));
-      } else if (j % c.v_block == 0) {
-        for (int i = 0; i < x.channels; ++i) inverse[i] = formats::reciprocal(by_channel[i]);
-      }
-      const bool integer = c.pv == Engine::integer;
-      encode_values(job, row, x.channels, inverse, scratch,
-                    integer ? scratch.bytes + j * dv : scratch.codes_row);
-    }
-    // Scales per token join P in the integer engine, and the values in the float engines.
-    for (int i = 0; by_token && !c.v_token_scale && i < x.channels; ++i) row[i] *= scale[j];
-  }
-  if (!c.v_token_scale) return;
-  // A bad or hidden token's zeros must not make the tile a special one: nobody finite sees it.
-  const auto* bad = tile.at<std::uint8_t>(&TileLayout::v_bad);
-  const float top = *std::max_element(scale, scale + count);
-  for (int j = 0; j < count; ++j) {
-    if (bad[j] != 0 || x.hidden(first + j)) scale[j] = top;
-  }
-  put_token_scales(job, scale, count, tile);
-}
-
-/// Values of tokens [first, first + n) of one channel that have no part in their scale go no
-/// further than those that have one.
-void limit_to_shared(const Sequence& x, std::int64_t first, int n, float* column) {
-  if (x.seen == nullptr || !some_share(x, first, first + n)) return;
-  float most = 0.0f;
-  for (int j = 0; j < n; ++j) {
-    if (x.shares(first + j)) most = std::max(most, std::abs(column[j]));
-  }
-  for (int j = 0; j < n; ++j) column[j] = std::clamp(column[j], -most, most);
-}
-
-/// Groups along the keys (mxfp8, mxfp4, nvfp4), in place.
-void encode_groups_of_tile(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
-                           std::int64_t first, int count, Scratch& scratch) {
-  const Format format = job.config.recipe.v;
-  const int dv = job.dv(), group = info(format).group;
-  const float global = format == Format::nvfp4 ? head_scale(job, Role::v, b, head) : 1.0f;
-  for (int i = 0; i < job.problem.dv; ++i) {
-    float column[tile_keys];
-    std::uint8_t codes[tile_keys], scales[tile_keys / 16];
-    for (int j = 0; j < count; ++j) column[j] = scratch.rows[j * dv + i];
-    for (int j = 0; j < count; j += group) {
-      limit_to_shared(x, first + j, std::min(group, count - j), column + j);
-    }
-    encode_groups(format, column, count, global, codes, scales);
-    for (int j = 0; j < count; ++j) {
-      scratch.rows[j * dv + i] = decode_group_code(format, codes[j], scales[j / group], 1.0f);
-    }
-  }
-}
-
-/// Integer panels [keys / 4][dv][4] of `count` rows of codes. Rows are padded to dv channels.
-template <class RowOf>
-void put_integer_values(const Job& job, int count, const Tile& tile, RowOf row_of) {
-  static constexpr std::uint8_t zeros[most_value_channels] = {};
-  const int dv = job.dv();
-  for (int j = 0; j < padded(count); j += 4) {
-    const std::uint8_t* rows[4];
-    for (int n = 0; n < 4; ++n) rows[n] = j + n < count ? row_of(j + n) : zeros;
-    job.words().interleave_bytes(rows, dv, tile.at<std::uint8_t>(&TileLayout::v) + j * dv);
-  }
-}
-
-/// scratch.rows into the panels of a float engine: [keys / 2][dv][2] bf16, or [keys][dv] f32.
-void put_float_values(const Job& job, int count, const Tile& tile, Scratch& scratch) {
-  const int dv = job.dv();
-  // Fused tiles take P in steps of 32 keys: behind the last one there must be no NaN.
-  const int filled = (count + 31) / 32 * 32;
-  std::fill(scratch.rows + count * dv, scratch.rows + filled * dv, 0.0f);
-  if (job.config.pv == Engine::f32) {
-    std::copy(scratch.rows, scratch.rows + padded(count) * dv, tile.at<float>(&TileLayout::v));
-    return;
-  }
-  auto* panel = tile.at<std::uint16_t>(&TileLayout::v);
-  std::uint16_t low[most_value_channels], high[most_value_channels];
-  for (int j = 0; j < filled; j += 2) {
-    job.words().narrow_bf16(scratch.rows + j * dv, dv, low);
-    job.words().narrow_bf16(scratch.rows + (j + 1) * dv, dv, high);
-    for (int i = 0; i < dv; ++i) {
-      panel[j * dv + 2 * i] = low[i];
-      panel[j * dv + 2 * i + 1] = high[i];
-    }
-  }
-}
-
-/// Scales of s8 codes of V for the integer engine.
-void given_value_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
-                        std::int64_t first, int count, const Tile& tile, Scratch& scratch) {
-  if (job.config.v_token_scale) {
-    float scale[tile_keys];
-    given_token_scales(job, Role::v, x, b, head, first, count, scale);
-    put_token_scales(job, scale, count, tile);
-  } else {
-    channel_scales(job, x, b, head, first, count, tile, scratch);
-  }
-  *tile.at<std::uint8_t>(&TileLayout::any_bad) = 0;
-  std::memset(tile.at<std::uint8_t>(&TileLayout::v_bad), 0, tile_keys);
-}
-
-/// The codes as a cache holds them: straight from memory to the panels.
-void pack_given_codes(const Job& job, const Sequence& x, std::int64_t first, int count,
-                      const Tile& tile, Scratch& scratch) {
-  const int dv = job.dv();
-  put_integer_values(job, count, tile, [&](int j) {
-    return filled_codes(x, first + j, dv, scratch.bytes + j * dv);
-  });
-}
-
-void pack_values(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
-                 const Tile& tile, Scratch& scratch) {
-  const Config& c = job.config;
-  const Sequence x = job.v_sequence(b, head);
-  const int dv = job.dv(), count = tile_count(x, first);
-  if (job.problem.v_codes && c.pv == Engine::integer) {
-    given_value_scales(job, x, b, head, first, count, tile, scratch);
-    pack_given_codes(job, x, first, count, tile, scratch);
-    return;
-  }
-  load_values(job, x, b, head, first, count, tile, scratch);
-  if (c.v_channel_scale) channel_scales(job, x, b, head, first, count, tile, scratch);
-  if (grouped(c.recipe.v)) {
-    if (!job.problem.v_codes) encode_groups_of_tile(job, x, b, head, first, count, scratch);
-  } else if (free_scale(c.recipe.v)) {
-    scale_values(job, x, b, head, first, count, tile, scratch);
-  }
-  if (c.pv == Engine::integer) {
-    put_integer_values(job, count, tile, [&](int j) { return scratch.bytes + j * dv; });
-  } else {
-    put_float_values(job, count, tile, scratch);
   }
 }
 
@@ -408,7 +163,7 @@ float quantized_row(const Job& job, Role role, const Sequence& x, std::int64_t b
     return scale;
   }
   if (!grouped(format)) {
-    round_row(format, row, d);
+    round_row(job.words(), format, row, d);
     return 1.0f;
   }
   const float global = format == Format::nvfp4 ? head_scale(job, role, b, head) : 1.0f;
@@ -477,6 +232,28 @@ bool find_tile(const Job& job, std::int64_t b, const TilePlace& place, const Til
   std::fill(k_scale + count, k_scale + tile_keys, 0.0f);
   given_value_scales(job, v, b, head, first, count, tile, scratch);
   flag_bad_keys(job, b, head, first, tile);
+  return true;
+}
+
+bool find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, const Tile& tile,
+                     FloatRuns& found) {
+  const auto [head, first] = place;
+  const Sequence k = job.k_sequence(b, head), v = job.v_sequence(b, head);
+  const int count = tile_count(k, first);
+  found.count = 0;
+  for (int j = 0; j < count;) {
+    const std::int64_t left = k.pages == nullptr ? count : k.page_size - (first + j) % k.page_size;
+    const int keys = static_cast<int>(std::min<std::int64_t>(left, count - j));
+    const FloatRows rows[2] = {{k.row(first + j), k.token_stride, element_of(k.format)},
+                               {v.row(first + j), v.token_stride, element_of(v.format)}};
+    if (!job.words().finite_rows(rows[0], keys, k.channels) ||
+        !job.words().finite_rows(rows[1], keys, v.channels)) {
+      return false;
+    }
+    found.runs[found.count++] = {j, keys, rows[0], rows[1]};
+    j += keys;
+  }
+  *tile.at<std::uint8_t>(&TileLayout::any_bad) = 0;
   return true;
 }
 

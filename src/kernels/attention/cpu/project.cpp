@@ -91,10 +91,10 @@ void join_row(const Job& job, std::int64_t b, const Row& row, const float* out) 
   const int bytes = bytes_of(job.config);
   std::byte* to = job.arrays.joined + ((first + row.i) * width + end - p.dv) * bytes;
   if (job.config.projection == Engine::bf16) {
-    store_row(out, p.dv, Format::bf16, to);
+    store_row(job.words(), out, p.dv, Format::bf16, to);
   } else {
-    store_row(out, p.dv, Format::f32, to);
-    round_row(p.out.format, reinterpret_cast<float*>(to), p.dv);
+    store_row(job.words(), out, p.dv, Format::f32, to);
+    round_row(job.words(), p.out.format, reinterpret_cast<float*>(to), p.dv);
   }
   if (row.head + 1 < p.heads_q) return;
   std::memset(to + p.dv * bytes, 0, static_cast<std::size_t>((width - end) * bytes));
@@ -128,7 +128,7 @@ void project(const Job& job, std::int64_t index, Scratch& s) {
     std::byte* to = static_cast<std::byte*>(p.out.data) + (at + e) * (info(p.out.format).bits / 8);
     const float* sums = s.projected + r * project_columns;
     if (p.out.format != Format::bf16) {
-      store_row(sums, count, p.out.format, to);
+      store_row(job.words(), sums, count, p.out.format, to);
       continue;
     }
     std::uint16_t codes[project_columns];

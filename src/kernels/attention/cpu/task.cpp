@@ -82,8 +82,11 @@ namespace {
 /// softmax_scale * q . mu, from q as it came (codes: as they dequantise, rotated like mu).
 float mean_offset(const Job& job, const Task& t, const float* q) {
   const float* mean = job.arrays.k_mean + job.unit(t.b, t.kv_head) * padded(job.d());
-  double dot = 0;
-  for (int c = 0; c < job.d(); ++c) dot += static_cast<double>(q[c]) * static_cast<double>(mean[c]);
+  double part[lanes] = {}, dot = 0;  // in sums that need not wait for one another
+  for (int c = 0; c < padded(job.d()); c += lanes) {
+    for (int i = 0; i < lanes; ++i) part[i] += double{q[c + i]} * double{mean[c + i]};
+  }
+  for (const double x : part) dot += x;
   return static_cast<float>(dot) * job.problem.softmax_scale;
 }
 
@@ -133,10 +136,9 @@ void load_queries(const Job& job, const Task& t, Scratch& s) {
       std::memcpy(s.q_codes + r * d, codes, static_cast<std::size_t>(d));
       s.correction[r] = -128 * sum;  // panels hold code + 128
     } else if (job.config.qk == Engine::bf16) {
-      store_row(q, d, Format::bf16, reinterpret_cast<std::byte*>(s.q_bf16 + r * d));
-    } else {
-      std::memcpy(s.q + r * d, q, sizeof(float) * static_cast<std::size_t>(d));
+      store_row(job.words(), q, d, Format::bf16, reinterpret_cast<std::byte*>(s.q_bf16 + r * d));
     }
+    if (s.q != nullptr) std::memcpy(s.q + r * d, q, sizeof(float) * static_cast<std::size_t>(d));
   }
   if (t.key_begin > 0) s.saturated[0] = clipped_before;
   if (t.count <= job.config.rows_in_place) turn_queries(job, t.count, s);

@@ -26,7 +26,13 @@ bool is_unmasked(const Job& job, const Task& t, const Tile& tile, std::int64_t f
 void multiply_queries(const Job& job, const Task& t, const Tile& tile, int keys, Scratch& s) {
   const KernelTable& w = job.words();
   const auto* scale = tile.at<float>(&TileLayout::k_scale);
-  if (tile.found != nullptr) {
+  if (tile.floats != nullptr) {
+    for (int n = 0; n < tile.floats->count; ++n) {
+      const FloatRuns::Run& run = tile.floats->runs[n];
+      w.qk_float_rows(s.q, job.d(), t.count, run.k, run.keys, job.problem.d, s.q_scale,
+                      s.scores + run.first);
+    }
+  } else if (tile.found != nullptr) {
     w.qk_s8_rows(s.q_panels, t.count, tile.found->k, keys, job.d(), s.q_scale, s.correction, scale,
                  s.scores);
   } else if (job.config.qk == Engine::integer) {
@@ -57,6 +63,16 @@ void multiply_codes(const Job& job, const Tile& tile, const std::uint8_t* codes,
   } else {
     w.pv_u8s8(codes + j, rows, tile.at<std::int8_t>(&TileLayout::v) + j * dv, count, dv, alpha,
               beta, scale, out);
+  }
+}
+
+/// P in floats times V where it lies.
+void multiply_float_values(const Job& job, const Task& t, const Tile& tile, Scratch& s) {
+  for (int n = 0; n < tile.floats->count; ++n) {
+    const FloatRuns::Run& run = tile.floats->runs[n];
+    if (n > 0) std::fill(s.alpha, s.alpha + t.count, 1.0f);  // applied once
+    job.words().pv_float_rows(s.p + run.first, t.count, run.v, run.keys, job.problem.dv, s.alpha,
+                              s.beta, s.out);
   }
 }
 
@@ -122,8 +138,9 @@ void run_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t firs
   x.sum = s.sum;
   x.alpha = s.alpha;
   x.beta = s.beta;
-  x.p = c.pv == Engine::f32 ? s.p : nullptr;
-  x.p_bf16 = c.pv == Engine::bf16 ? s.p_bf16 : nullptr;
+  const bool floats = tile.floats != nullptr;
+  x.p = c.pv == Engine::f32 || floats ? s.p : nullptr;
+  x.p_bf16 = c.pv == Engine::bf16 && !floats ? s.p_bf16 : nullptr;
   x.codes = c.pv == Engine::integer ? s.codes : nullptr;
   x.mass = s.mass;
   x.rest = s.rest;
@@ -136,6 +153,7 @@ void run_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t firs
   multiply_queries(job, t, tile, keys16, s);
   x.below = plain ? ~0u : finish_scores(job, t, tile, first, keys, s);
   job.words().softmax(x);
+  if (floats) return multiply_float_values(job, t, tile, s);
   multiply_values(job, t, tile, keys16, x.lossy, s);
 }
 
@@ -221,6 +239,7 @@ bool packs_itself(const Problem& problem, const SequenceInfo& sequence) {
 
 void run_single_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t first,
                      Scratch& s) {
+  if (tile.floats != nullptr) return run_tile(job, t, tile, first, s);
   FusedTiles fused(job, t, s);
   if (!fused.add(tile, first)) run_tile(job, t, tile, first, s);
   fused.run();

@@ -63,7 +63,7 @@ void write_row(const Job& job, std::int64_t b, const Row& row, float max, float 
   if (p.projects()) {
     join_row(job, b, row, out);
   } else {
-    store_row(out, p.dv, p.out.format, output_row(job, b, row));
+    store_row(job.words(), out, p.dv, p.out.format, output_row(job, b, row));
   }
   if (!p.tensors.lse.present()) return;
   const auto& st = p.tensors.lse.stride;

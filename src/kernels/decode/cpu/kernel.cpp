@@ -246,7 +246,7 @@ void Decode::merge_row(std::int64_t u, int r, float* rotated, float* raw) {
   const TensorView& out = call_.tensors.out;
   const std::int64_t element =
       b * call_.out.batch + query * call_.out.query + head * call_.out.head;
-  store_row(raw, kv::given_channels(cache, kv::Part::v), out.format,
+  store_row(*cache.words, raw, kv::given_channels(cache, kv::Part::v), out.format,
             static_cast<std::byte*>(out.data) + element * (info(out.format).bits / 8));
   if (call_.tensors.lse.present()) {
     static_cast<float*>(

@@ -10,8 +10,8 @@
 
 #include "core/backend.hpp"
 #include "core/guarded.hpp"
-#include "core/operand.hpp"
 #include "core/index_tensor.hpp"
+#include "core/operand.hpp"
 #include "core/threads.hpp"
 #include "formats/hadamard.hpp"
 #include "formats/scale.hpp"
@@ -339,7 +339,7 @@ void dequantize_unit(Unit& u) {
           (u.o.role == Role::q ? u.mean_index(s) * m.stride[2] + c * m.stride[3] : c * m.stride[2]);
       row[static_cast<std::size_t>(c)] += static_cast<const float*>(m.data)[at];
     }
-    cpu::store_row(row.data(), u.f.channels, u.t.x.format,
+    cpu::store_row(u.words, row.data(), u.f.channels, u.t.x.format,
                    static_cast<std::byte*>(u.t.x.data) +
                        u.token_offset(u.t.x, s) * (info(u.t.x.format).bits / 8));
   }

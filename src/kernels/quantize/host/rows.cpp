@@ -42,11 +42,14 @@ void decode_fp8(const std::uint8_t* codes, int n, float* row) {
   for (int i = 0; i < n; ++i) row[i] = Codec::decode(codes[i]);
 }
 
-template <class Codec>
-void round_trip(float* row, int n) {
-  for (int i = 0; i < n; ++i) {
-    const float x = Codec::decode(Codec::encode(row[i]));
-    row[i] = x + (x - x);  // a value that overflows f16 becomes NaN, as +-Inf inputs do
+/// Codes of f16 or bf16.
+void encode_halves(const KernelTable& words, const float* x, int n, Format format,
+                   std::uint16_t* codes) {
+  const int whole = n / lanes * lanes;
+  const bool f16 = format == Format::f16;
+  (f16 ? words.encode_f16 : words.encode_bf16)(x, whole, codes);
+  for (int i = whole; i < n; ++i) {
+    codes[i] = f16 ? formats::F16::encode(x[i]) : formats::Bf16::encode(x[i]);
   }
 }
 
@@ -316,9 +319,21 @@ float decode_group_code(Format format, std::uint8_t code, std::uint8_t scale, fl
 
 float global_scale(float amax) { return formats::nvfp4_global(amax); }
 
-void round_row(Format format, float* row, int n) {
-  if (format == Format::f16) round_trip<formats::F16>(row, n);
-  if (format == Format::bf16) round_trip<formats::Bf16>(row, n);
+void round_row(const KernelTable& words, Format format, float* row, int n) {
+  if (format != Format::f16 && format != Format::bf16) return;
+  constexpr int step = 16 * lanes;
+  for (int i = 0; i < n; i += step) {
+    std::uint16_t codes[step];
+    const int count = std::min(step, n - i);
+    encode_halves(words, row + i, count, format, codes);
+    if (count % lanes == 0) {  // a value that overflows f16 becomes NaN, as +-Inf inputs do
+      words.load_row(codes, element_of(format), count, nullptr, row + i);
+      continue;
+    }
+    float rounded[step];
+    words.load_row(codes, element_of(format), count, nullptr, rounded);
+    std::copy(rounded, rounded + count, row + i);
+  }
 }
 
 std::uint8_t packed_code(const std::byte* row, std::int64_t index, int bits) {
@@ -327,16 +342,12 @@ std::uint8_t packed_code(const std::byte* row, std::int64_t index, int bits) {
   return index % 2 ? pair >> 4 : pair & 15;
 }
 
-void store_row(const float* row, int n, Format format, std::byte* dst) {
+void store_row(const KernelTable& words, const float* row, int n, Format format, std::byte* dst) {
   if (format == Format::f32) {
     std::memcpy(dst, row, sizeof(float) * static_cast<std::size_t>(n));
     return;
   }
-  for (int i = 0; i < n; ++i) {
-    const std::uint16_t code =
-        format == Format::f16 ? formats::F16::encode(row[i]) : formats::Bf16::encode(row[i]);
-    std::memcpy(dst + 2 * i, &code, sizeof code);
-  }
+  encode_halves(words, row, n, format, reinterpret_cast<std::uint16_t*>(dst));
 }
 
 }  // namespace qattn::cpu

@@ -81,11 +81,11 @@ void amax_of_rows(const KernelTable& words, const Sequence& x, const Transform& 
 void fold_groups(const Scaling& scaling, Role role, const float* token_amax, std::int64_t tokens,
                  float* group_amax, std::int64_t groups);
 
-/// Largest magnitude of a code with a free scale: 127, 448, 240 or 57344.
 /// Maxima of consecutive tokens of V, the first at the beginning of a block, to those that
 /// Granularity::per_thread codes them for.
 void join_amax(float* amax, std::int64_t tokens);
 
+/// Largest magnitude of a code with a free scale: 127, 448, 240 or 57344.
 float code_max(Format format);
 
 /// Codes of one row under one scale; returns how many were clipped (never with scale = amax /
@@ -105,13 +105,13 @@ float decode_group_code(Format format, std::uint8_t code, std::uint8_t scale, fl
 float global_scale(float amax);
 
 /// In place: rounds to f16 or bf16 and back; f32 stays.
-void round_row(Format format, float* row, int n);
+void round_row(const KernelTable& words, Format format, float* row, int n);
 
 /// One code of a packed row.
 std::uint8_t packed_code(const std::byte* row, std::int64_t index, int bits);
 
 /// Converts floats to an output row of f32, f16 or bf16.
-void store_row(const float* row, int n, Format format, std::byte* dst);
+void store_row(const KernelTable& words, const float* row, int n, Format format, std::byte* dst);
 
 Element element_of(Format format);
 

@@ -1,0 +1,31 @@
+// What packing K and packing V share.
+#pragma once
+
+#include "kernels/attention/cpu/kernel.hpp"
+#include "kernels/attention/cpu/operand.hpp"
+
+namespace qattn::cpu {
+
+/// Tokens of the tile that begins with token `first`.
+int tile_count(const Sequence& x, std::int64_t first);
+/// Values of a row of given codes with a free scale. Inf, which e5m2 has, spoils like NaN.
+void decode_given_row(const Sequence& x, std::int64_t token, float* row);
+/// Given scales of tokens [first, first + count) of one head, channel granularities aside.
+void given_token_scales(const Job& job, Role role, const Sequence& x, std::int64_t b,
+                        std::int64_t head, std::int64_t first, int count, float* scale);
+/// A row of codes and zeros behind it, `width` in all: the tensor ends where its channels end.
+const std::uint8_t* filled_codes(const Sequence& x, std::int64_t token, int width,
+                                 std::uint8_t* memory);
+/// Are rows of bf16 panels the rows of the tensor, as they lie?
+bool as_it_lies(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
+                int width);
+/// Does a row of bf16 hold NaN or Inf?
+bool holds_bad(const std::uint16_t* row, int n);
+/// Scales of s8 codes of V for the integer engine.
+void given_value_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                        std::int64_t first, int count, const Tile& tile, Scratch& scratch);
+/// V's panels of a tile.
+void pack_values(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
+                 const Tile& tile, Scratch& scratch);
+
+}  // namespace qattn::cpu
