@@ -75,9 +75,22 @@ def _torch() -> Any:
     return sys.modules.get("torch")
 
 
+#: What is_torch() knows of a type by now: a call asks some twenty times. Objects that stand for
+#: others are asked each time.
+_IS_TORCH: dict[type, bool] = {np.ndarray: False, type(None): False}
+
+
 def is_torch(x: object) -> bool:
+    known = _IS_TORCH.get(type(x))
+    if known is not None:
+        return known
     torch = _torch()
-    return torch is not None and isinstance(x, torch.Tensor)
+    if torch is None:
+        return False
+    if issubclass(type(x), torch.Tensor):
+        _IS_TORCH[type(x)] = True
+        return True
+    return isinstance(x, torch.Tensor)
 
 
 def dtype_name(x: Any) -> str:
@@ -92,6 +105,8 @@ def _name_of(dtype: Any) -> str:
 
 def is_cuda_array(x: object) -> bool:
     """Is it an array on a GPU that is not torch's?"""
+    if type(x) in _IS_TORCH:
+        return False
     return not is_torch(x) and hasattr(x, "__cuda_array_interface__")
 
 

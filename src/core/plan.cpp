@@ -62,10 +62,9 @@ namespace {
 using detail::plan_key;
 using detail::PlanKey;
 
-/// A few words on why `auto` chose as it did; the rule itself is in the kernels' tune().
+/// What `auto` looks for; how is in the kernels' tune(), whose plans may say why ("auto:").
 constexpr const char* auto_reason =
-    "recipe auto: int8_full where integer dot products are native (lowest error and highest speed "
-    "of the 8-bit recipes), else f32\n";
+    "recipe auto: the fastest whose error is at most that of int8_full\n";
 
 /// Of kernels whose device has matrix libraries that qattn does not link.
 constexpr const char* no_projection =

@@ -67,6 +67,45 @@ TEST(Plan, TextNamesKernelRecipeAndSplits) {
   }
 }
 
+/// What "auto" is for 4 query heads on 2: so many queries on 256 keys, in one format.
+std::string automatic(std::int64_t queries, Format format, std::int64_t batch = 1,
+                      bool packed = false) {
+  AttentionTensors t = shapes(queries, 256, 64);
+  void* none = nullptr;
+  for (TensorView* x : {&t.q, &t.k, &t.v, &t.out}) {
+    const std::int64_t tokens = x == &t.q || x == &t.out ? queries : 256;
+    const std::int64_t heads = x->shape[2];
+    *x = packed ? TensorView::dense(none, format, {batch * tokens, heads, 64})
+                : TensorView::dense(none, format, {batch, tokens, heads, 64});
+  }
+  AttentionOptions o;
+  if (packed) {
+    t.cu_seqlens_q = t.cu_seqlens_k = TensorView::dense(none, Format::s32, {batch + 1});
+  }
+  const Result<Plan> made = plan(t, o);
+  EXPECT_TRUE(made.ok()) << made.status().message();
+  return made.ok() ? made->recipe().name : "";
+}
+
+TEST(Plan, AutoLooksAtShapesAndFormats) {
+  const std::string isa(*cpu_isa());
+  const std::string bytes = isa == "scalar" ? "f32" : "int8_full";
+  for (const Format format : {Format::f32, Format::f16, Format::bf16}) {
+    const std::string many = format == Format::bf16 && isa == "amx" ? "bf16" : bytes;
+    for (const std::int64_t batch : {1, 64}) {
+      EXPECT_EQ(automatic(1, format, batch), "f32");
+      EXPECT_EQ(automatic(4, format, batch), "f32");  // 8 rows a KV head
+      EXPECT_EQ(automatic(5, format, batch), many);
+      EXPECT_EQ(automatic(512, format, batch), many);
+      EXPECT_EQ(automatic(1, format, batch, true), many) << "neighbours may be longer";
+    }
+  }
+  AttentionOptions o;
+  o.recipe.rotate = Toggle::on;
+  EXPECT_EQ(plan(shapes(1, 256, 64), o)->recipe().name, bytes);
+  EXPECT_NE(explain(shapes(1, 256, 64), {}).find("auto: few queries"), std::string::npos);
+}
+
 TEST(Plan, ForcedInstructionSetIsUsedAndUnknownOnesRefused) {
   setenv("QATTN_CPU_ISA", "scalar", 1);
   EXPECT_EQ(*cpu_isa(), "scalar");

@@ -40,7 +40,7 @@ class Runner:
         self.on_attention = on_attention
         self.counts = Counts()
         self._lock = new_lock()
-        self._auto: dict[tuple[torch.device, int, int], str] = {}
+        self._auto: dict[tuple[Any, ...], str] = {}
 
     def __call__(
         self,
@@ -68,17 +68,17 @@ class Runner:
             way = f"Rule('torch', layers={place.layer!r}) leaves this layer to torch"
             raise type(error)(f"{place.layer}: {error} ({way})") from None
         if not torch.compiler.is_compiling():
-            self.count(place, self._chosen(recipe, query, value))
+            self.count(place, self._chosen(recipe, query, key, value))
         return out
 
-    def _chosen(self, recipe: str | Recipe, query: torch.Tensor, value: torch.Tensor) -> str:
-        """A recipe's name; of "auto" what it is on this device."""
+    def _chosen(self, recipe: str | Recipe, *operands: torch.Tensor) -> str:
+        """A recipe's name; of "auto" what it is for a call on q, k and v (B, H, S, D)."""
         if name_of(recipe) != "auto":
             return name_of(recipe)
-        key = query.device, query.shape[-1], value.shape[-1]
+        key = operands[0].device, *((x.dtype, x.shape[1:]) for x in operands)
         if key not in self._auto:
-            q, v = (query.new_empty(1, 1, 1, channels) for channels in key[1:])
-            found = re.search(r"^recipe: (\S+)", _attention.explain(q, q, v), re.MULTILINE)
+            alike = [x.new_empty(x.shape[-1]).expand(1, *x.shape[1:]).transpose(1, 2) for x in operands]
+            found = re.search(r"^recipe: (\S+)", _attention.explain(*alike), re.MULTILINE)
             self._auto[key] = found[1] if found else "auto"
         return self._auto[key]
 

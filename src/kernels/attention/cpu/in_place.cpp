@@ -53,10 +53,9 @@ void run_place(const Job& job, Walk& w, const TilePlace& place, const TilePlace*
   if (t.count <= job.config.float_rows_in_place) {
     if (next != nullptr) fetch(job, t.b, *next);
     FloatRuns floats;
-    if (find_float_tile(job, t.b, place, tile, floats)) {
-      tile.floats = &floats;
-      return run_single_tile(job, t, tile, place.first, s);
-    }
+    find_float_tile(job, t.b, place, tile, floats, s);
+    tile.floats = &floats;
+    return run_single_tile(job, t, tile, place.first, s);
   }
   const bool in_place = t.count <= job.config.rows_in_place;
   if (!in_place || !find_tile(job, t.b, place, next, tile, found, s)) {

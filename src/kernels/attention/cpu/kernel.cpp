@@ -22,8 +22,43 @@ namespace {
 using detail::Kernel;
 using detail::PlanData;
 
-Recipe resolve(const Problem& problem, bool fast_integers) {
-  return detail::resolve_recipe(problem, fast_integers ? "int8_full" : "f32");
+/// Sequences of so many rows (query heads of a group times queries) take K and V in floats as they
+/// lie. Eight rows read a tile twice from a core's cache; with more of them panels are worth their
+/// while.
+constexpr std::int64_t few_rows = 8;
+
+/// What "auto" is, and why. Its error is at most that of int8_full.
+struct Automatic {
+  const char *recipe, *reason;
+};
+
+Automatic automatic(const Problem& p, const KernelTable* words) {
+  const Recipe& r = p.recipe;
+  const AttentionTensors& t = p.tensors;
+  const auto is_free = [](const Scaling& s) { return s == Scaling{}; };
+  const auto is_on = [](Toggle toggle) { return toggle == Toggle::on; };
+  const bool coded = p.q_codes || p.k_codes || p.v_codes || t.q_scale.present() ||
+                     t.k_scale.present() || t.v_scale.present() || t.k_mean.present() ||
+                     t.v_mean.present() || t.saturated.present();
+  const bool asks = is_on(r.smooth_k) || is_on(r.smooth_q) || is_on(r.smooth_v) ||
+                    is_on(r.rotate) || is_on(r.balance_k) || !is_free(r.q_scale) ||
+                    !is_free(r.k_scale) || !is_free(r.v_scale);
+  const bool free =
+      !coded && !asks && is_float(p.q.format) && is_float(p.k.format) && is_float(p.v.format);
+  // How long packed sequences are the host does not know, and neighbours have no influence.
+  if (free && !p.varlen_q && p.group() * p.max_q <= few_rows) {
+    return {"f32", "few queries read K and V once"};
+  }
+  const auto bf16 = [](const TokenTensor& x) { return x.format == Format::bf16; };
+  if (free && words->attend != nullptr && bf16(p.q) && bf16(p.k) && bf16(p.v)) {
+    return {"bf16", "products of bf16 are as fast as those of bytes, without codes to make"};
+  }
+  if (words == words_scalar()) return {"f32", "no products of bytes here"};
+  return {"int8_full", "products of bytes"};
+}
+
+Recipe resolve(const Problem& problem, const KernelTable* words) {
+  return detail::resolve_recipe(problem, automatic(problem, words).recipe);
 }
 
 bool v_block_fits(const Scaling& s) {
@@ -52,7 +87,7 @@ Status supports(const Problem& problem, const KernelTable* wanted) {
   if (selection.words != wanted) {
     return refuse(std::string("the instruction set in force is ") + selection.words->isa);
   }
-  const Recipe r = resolve(problem, true);
+  const Recipe r = resolve(problem, wanted);
   const auto among = [](Format f, std::initializer_list<Format> list) {
     return std::find(list.begin(), list.end(), f) != list.end();
   };
@@ -114,17 +149,15 @@ int rows_in_place(const Problem& p, const Config& c) {
   return c.words->most_rows_in_place(p.d, p.dv);
 }
 
-/// Config::float_rows_in_place: where K and V are multiplied as they are. Eight rows read a tile
-/// twice from a core's cache; with more of them panels are worth their while.
+/// Config::float_rows_in_place.
 int float_rows_in_place(const Problem& p, const Config& c) {
-  const auto as_it_is = [](Format given, Format wanted) {
-    return given == wanted &&
-           (wanted == Format::f32 || wanted == Format::f16 || wanted == Format::bf16);
+  const auto is_plain = [](Format f) {
+    return f == Format::f32 || f == Format::f16 || f == Format::bf16;
   };
-  const bool plain = as_it_is(p.k.format, c.recipe.qk) && as_it_is(p.v.format, c.recipe.v) &&
-                     !c.smooth_k && !c.smooth_q && !c.smooth_v && !c.rotate && !c.balances() &&
-                     !p.tensors.k_mean.present() && !p.tensors.v_mean.present();
-  return plain && may_be_short(p) ? 8 : 0;
+  const bool plain = is_plain(c.recipe.qk) && is_plain(c.recipe.v) && !c.smooth_k && !c.smooth_q &&
+                     !c.smooth_v && !c.rotate && !c.balances() && !p.tensors.k_mean.present() &&
+                     !p.tensors.v_mean.present();
+  return plain && may_be_short(p) ? static_cast<int>(few_rows) : 0;
 }
 
 /// Config::heads_in_turn: where the heads of a token lie side by side, memory is read in long runs.
@@ -138,7 +171,7 @@ int heads_in_turn(const Problem& p) {
 std::shared_ptr<PlanData> tune(const Problem& problem) {
   auto c = std::make_shared<Config>();
   c->words = select_words().words;
-  c->recipe = resolve(problem, c->words != words_scalar());
+  c->recipe = resolve(problem, c->words);
   const Recipe& r = c->recipe;
   const bool native = c->words->qk_bf16 != nullptr;
   const bool token = free_scale(r.v) && scaled_by_token(r.v_scale, Role::v);
@@ -181,6 +214,9 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
             "\nfloat_rows_in_place: " + std::to_string(c->float_rows_in_place) +
             "\nheads_in_turn: " + std::to_string(c->heads_in_turn) +
             "\nthreads: " + std::to_string(c->threads) + "\n";
+  if (problem.recipe.qk == Format::none) {
+    c->text += std::string("auto: ") + automatic(problem, c->words).reason + "\n";
+  }
   if (problem.projects()) {
     c->text += std::string("projection: ") + engine(c->projection) + " products, after all heads\n";
   }

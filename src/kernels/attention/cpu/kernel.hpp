@@ -40,7 +40,7 @@ struct Config : detail::PlanData {
   std::int64_t split_keys = 1024;
   /// Sequences of at most so many rows take given codes from where they lie.
   int rows_in_place = 0;
-  /// Sequences of at most so many rows take K and V in floats from where they lie.
+  /// Sequences of at most so many rows take K and V in floats from where they lie, without panels.
   int float_rows_in_place = 0;
   /// Sequences of at most tile_rows rows take their tiles from so many heads in turn.
   int heads_in_turn = 1;
@@ -71,7 +71,7 @@ struct FoundRows {
   const std::uint8_t* groups[4][tile_keys / 16];
 };
 
-/// Rows of floats of a tile where they lie: runs of keys, which pages end.
+/// Rows of floats of a tile: runs of keys, which pages end.
 struct FloatRuns {
   struct Run {
     int first, keys;
@@ -120,6 +120,7 @@ struct Scratch {
   float *max, *sum, *mass, *alpha, *beta, *q_scale, *offset;  ///< [tile_rows]
   std::int32_t* correction;                                   ///< [tile_rows]
   float* rows;              ///< [tile_keys][dv padded] a tile of V
+  float* k_rows;            ///< [tile_keys][d padded] a tile of K, with float_rows_in_place
   float* row;               ///< [3][row width]
   std::uint8_t* bytes;      ///< [tile_keys][row width] codes of a tile, or 16 rows of K
   std::uint8_t* codes_row;  ///< [row width]
@@ -266,9 +267,10 @@ struct TilePlace {
 /// unless null. Returns false if the number of keys is no multiple of 16: they must be packed then.
 bool find_tile(const Job& job, std::int64_t b, const TilePlace& place, const TilePlace* next,
                const Tile& tile, FoundRows& found, Scratch& scratch);
-/// The same for floats. Returns false if some value is not finite: they must be packed then.
-bool find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, const Tile& tile,
-                     FloatRuns& found);
+/// The same for floats. What does not lie there as the recipe has it, and bad values, are brought
+/// into rows of the scratch.
+void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, const Tile& tile,
+                     FloatRuns& found, Scratch& scratch);
 /// Quantises keys [first, first + 128) and lays them out.
 void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
                const Tile& tile, Scratch& scratch);

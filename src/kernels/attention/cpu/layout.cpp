@@ -58,6 +58,7 @@ void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t 
   s.beta = arena.take<float>(rows);
   s.correction = arena.take<std::int32_t>(own);
   s.rows = arena.take<float>(tile_keys * padded(p.dv));
+  s.k_rows = arena.take<float>(in_place ? tile_keys * padded(p.d) : 0);
   s.row = arena.take<float>(3 * width);
   s.bytes = arena.take<std::uint8_t>(tile_keys * width);
   s.codes_row = arena.take<std::uint8_t>(width);

@@ -24,6 +24,11 @@ bool holds_bad(const std::uint16_t* row, int n);
 /// Scales of s8 codes of V for the integer engine.
 void given_value_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
                         std::int64_t first, int count, const Tile& tile, Scratch& scratch);
+/// Loads a tile of V into scratch.rows ([tile_keys][dv padded]): transformed floats, or the values
+/// of given codes without their free scale. Rows that hold NaN or Inf become zeros and are flagged:
+/// the tile loop turns every query that can see such a token into NaN and nobody else.
+void load_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                 std::int64_t first, int count, const Tile& tile, Scratch& scratch);
 /// V's panels of a tile.
 void pack_values(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
                  const Tile& tile, Scratch& scratch);

@@ -8,11 +8,7 @@
 #include "qattn/quantize.hpp"
 
 namespace qattn::cpu {
-namespace {
 
-/// Loads a tile of V into scratch.rows ([tile_keys][dv padded]): transformed floats, or the values
-/// of given codes without their free scale. Rows that hold NaN or Inf become zeros and are flagged:
-/// the tile loop turns every query that can see such a token into NaN and nobody else.
 void load_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
                  std::int64_t first, int count, const Tile& tile, Scratch& scratch) {
   const int dv = job.dv();
@@ -38,6 +34,8 @@ void load_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_t
   }
   *tile.at<std::uint8_t>(&TileLayout::any_bad) = any;
 }
+
+namespace {
 
 /// Scales per channel of the sub-blocks of a tile: given, from the pass over the sequence, of the
 /// head, or from the sub-block itself.
