@@ -112,7 +112,7 @@ struct AttentionOptions {
   /// Refused by name are scales of another format, whose range differs, and of rows that are not
   /// the call's: less their mean or not, rotated or not. What is automatic in it is as recipes
   /// choose for static scales: K less its mean (smooth_k), and nothing else. Absent: nobody knows,
-  /// and scales are taken as they are.
+  /// and scales are taken as they are. Refused where no operand has a scale, static or of codes.
   std::optional<Recipe> scales_for;
   bool operator==(const AttentionOptions&) const = default;
 };

@@ -108,7 +108,7 @@ typedef void (*qattn_score_function)(const void* context, const qattn_score_run*
 typedef void (*qattn_mask_function)(const void* context, const qattn_score_run* run,
                                     uint8_t* visible);
 
-/* What static scales were made for: qattn::AttentionOptions::scales_for. */
+/* What static scales were made for: qattn::AttentionOptions::scales_for. Refused without scales. */
 typedef struct qattn_scales_for {
   const char* recipe;                           /* name; NULL: nobody knows, scales are taken */
   int32_t smooth_k, smooth_q, smooth_v, rotate; /* QATTN_TOGGLE_*; AUTO: K less its mean alone */

@@ -24,6 +24,7 @@ struct QuantizeOptions {
   int threads = 0;      ///< CPU threads, at most: AttentionOptions::threads; 0 on a GPU
   /// What QuantizeTensors::static_scale was made for: AttentionOptions::scales_for. `role` says
   /// which of its formats and toggles count, and these must be `format`, `smooth` and `rotate`.
+  /// quantize() refuses it without a static_scale.
   std::optional<Recipe> scales_for;
 };
 

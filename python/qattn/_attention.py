@@ -179,9 +179,9 @@ def attention(
     With float inputs, q_scale, k_scale and v_scale are static scales, and k_mean (B, Hkv, D) is
     what smooth_k subtracts instead of k's own mean: any vector, exactly. scales_for: the recipe
     that static scales were made for, or a MadeFor; scales of another format are refused, and of
-    rows that are not the call's (k with its mean or less it). None: nobody knows, and they are
-    taken. Scales are positive and finite; on a GPU, where only validate=True looks, others make the
-    rows that use them NaN.
+    rows that are not the call's (k with its mean or less it), and scales_for beside no scale at
+    all. None: nobody knows, and they are taken. Scales are positive and finite; on a GPU, where
+    only validate=True looks, others make the rows that use them NaN.
     q may be of another float dtype than k and v, as beside a cache in 16 bits. q_scale per head may
     be (B, Hkv), one for all heads that share k's, as FlashAttention has it.
 
@@ -280,6 +280,7 @@ def reference_attention(
         "v_global",
         "k_mean",
         "v_mean",
+        "scales_for",
     ):
         if arguments[name] is not None:
             raise InvalidArgument(f"{name}: reference_attention() takes none")

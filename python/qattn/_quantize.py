@@ -89,9 +89,9 @@ def quantize(
     static_scale: positive finite scales to use instead of the maxima; codes that they clip are
     counted in `saturated`. scales_for: the recipe that they were made for, or a MadeFor, of which
     the role's part counts; scales of another format are refused, and of rows with or less their
-    mean where smooth says otherwise. None: nobody knows, and they are taken. On CUDA tensors the
-    work is enqueued on torch's current stream; with cu_seqlens or static_scale the call waits for
-    it. Raises InvalidArgument, Unsupported.
+    mean where smooth says otherwise, and scales_for without static_scale. None: nobody knows,
+    and they are taken. On CUDA tensors the work is enqueued on torch's current stream; with
+    cu_seqlens or static_scale the call waits for it. Raises InvalidArgument, Unsupported.
     """
     scales = sizes_of(granularity, block, warp)
     options = _options(

@@ -72,6 +72,12 @@ Status check_made_for(const std::string& name, Role role, const Recipe& made_for
   return {};
 }
 
+Status check_made_for_something(bool any_scale, const char* names) {
+  if (any_scale) return {};
+  return Status(Code::invalid_argument, std::string("scales_for: is given without ") + names +
+                                            "; leave it out, or give the scales that it is of");
+}
+
 Status check_toggles(const char* name, const Recipe& r) {
   for (const Toggle toggle : {r.smooth_k, r.smooth_q, r.smooth_v, r.rotate, r.balance_k}) {
     if (toggle != Toggle::automatic && toggle != Toggle::off && toggle != Toggle::on) {

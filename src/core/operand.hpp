@@ -36,6 +36,10 @@ OperandRecipe operand_recipe(const Recipe& recipe, Role role);
 Status check_made_for(const std::string& name, Role role, const Recipe& made_for,
                       const Recipe& call);
 
+/// Refuses what static scales were made for where there are none, of any operand: it would be
+/// ignored. `any_scale`: is there one, beside numbers or beside codes? `names`: what to give.
+Status check_made_for_something(bool any_scale, const char* names);
+
 /// Are all toggles of a recipe something? `name`: the argument that it is.
 Status check_toggles(const char* name, const Recipe& recipe);
 

@@ -436,6 +436,11 @@ class Maker {
                        "auto");
       }
     }
+    if (o_.scales_for) {
+      const bool any = t_.q_scale.present() || t_.k_scale.present() || t_.v_scale.present();
+      Status s = check_made_for_something(any, "q_scale, k_scale or v_scale");
+      if (!s.ok()) return s;
+    }
     for (const Role role : all_roles) {
       const Operand x = operand_of(p_, role);
       if (!o_.scales_for || x.codes || !x.scale.present()) continue;

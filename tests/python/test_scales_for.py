@@ -170,3 +170,20 @@ def test_codes_know_their_format_and_their_mean(recipe, format):
         return
     want = qattn.reference_attention(x, x, x, return_lse=True)[1]
     np.testing.assert_allclose(qattn.attention(x, k, x, **options)[1], want, atol=2)  # of 140
+
+
+def test_scales_for_without_a_scale_is_refused():
+    x = np.random.default_rng(0).standard_normal((1, 20, 2, 32)).astype(np.float32)
+    given = {"scales_for": qattn.MadeFor("int8", smooth_k=False), "smooth_k": False}
+    for recipe in ("auto", "int8", "fp8", "f32"):
+        with pytest.raises(qattn.InvalidArgument, match="^scales_for: is given without q_scale"):
+            qattn.attention(x, x, x, recipe=recipe, scales_for="int8")
+    with pytest.raises(qattn.InvalidArgument, match="^scales_for: reference_attention.. takes"):
+        qattn.reference_attention(x, x, x, scales_for="int8")
+    with pytest.raises(qattn.InvalidArgument, match="^scales_for: is given without static_scale"):
+        qattn.quantize(x, format="s8", scales_for="int8")
+    # Of codes alone, or of one operand's static scale: taken.
+    k = qattn.quantize(x, format="s8")
+    assert np.isfinite(qattn.attention(x, k, x, recipe="int8", scales_for="int8")).all()
+    given |= {"k_scale": np.full((1, 2), 0.05, np.float32), "k_granularity": "per_head"}
+    assert np.isfinite(qattn.attention(x, x, x, recipe="int8", **given)).all()

@@ -221,6 +221,11 @@ TEST(COptions, WhatScalesWereMadeForArrives) {
   c.scales_for = {nullptr, 0, 0, 0, QATTN_TOGGLE_OFF};
   EXPECT_EQ(qattn_attention(&data.c, &c), QATTN_INVALID_ARGUMENT);
   EXPECT_STREQ(qattn_last_error(), "scales_for: has toggles, and its recipe is NULL");
+  c.scales_for = {"int8_full", 0, 0, 0, 0};
+  for (auto* t : {&data.c.q_scale, &data.c.k_scale, &data.c.v_scale}) *t = {};
+  c.q_scaling = c.k_scaling = c.v_scaling = {};
+  EXPECT_EQ(qattn_attention(&data.c, &c), QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(qattn_last_error()).rfind("scales_for: is given without q_scale", 0), 0u);
 }
 
 TEST(COptions, WhatAStaticScaleOfQuantizeWasMadeForArrives) {
@@ -248,6 +253,11 @@ TEST(COptions, WhatAStaticScaleOfQuantizeWasMadeForArrives) {
   for (const std::int8_t code : codes) ASSERT_EQ(code, 77);
   o.scales_for.smooth_k = QATTN_TOGGLE_OFF;
   EXPECT_EQ(qattn_quantize(&t, &o, nullptr), QATTN_OK) << qattn_last_error();
+  const qattn_tensor static_scale = t.static_scale;
+  t.static_scale = {};
+  EXPECT_EQ(qattn_quantize(&t, &o, nullptr), QATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(qattn_last_error()).rfind("scales_for: is given without static", 0), 0u);
+  t.static_scale = static_scale;
   o.scales_for.recipe = "fp8";
   o.struct_size = offsetof(qattn_quantize_options, scales_for);
   EXPECT_EQ(qattn_quantize(&t, &o, nullptr), QATTN_OK) << qattn_last_error();

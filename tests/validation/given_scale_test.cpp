@@ -249,7 +249,7 @@ TEST(ScalesFor, TheSameRows) {
   call.expect("scales_for: a toggle is neither automatic, off nor on");
 }
 
-/// Codes know their format; without a static scale there is nothing to tell.
+/// Codes know their format; without any scale there is nothing that it could be of.
 TEST(ScalesFor, IsOfNumbers) {
   StaticCall call(*recipe_named("int8"));
   std::vector<std::int8_t> codes(call.x.size(), 3);
@@ -259,8 +259,25 @@ TEST(ScalesFor, IsOfNumbers) {
   call.expect("");
   StaticCall dynamic(*recipe_named("fp8"));
   dynamic.t.q_scale = dynamic.t.k_scale = dynamic.t.v_scale = {};
-  dynamic.o.scales_for = *recipe_named("int8");
-  dynamic.expect("");
+  const std::string nothing = "scales_for: is given without q_scale, k_scale or v_scale; leave it";
+  for (const char* made_for : {"fp8", "int8", "bf16", "auto"}) {
+    dynamic.o.scales_for = *recipe_named(made_for);
+    dynamic.expect(nothing);
+  }
+  for (const char* recipe : {"auto", "f32", "mxfp8"}) {
+    StaticCall none(*recipe_named("f32"));
+    none.o.recipe = *recipe_named(recipe);
+    none.expect("");
+    std::fill(none.out.begin(), none.out.end(), -7.0f);
+    none.o.scales_for = none.o.recipe;
+    none.expect(nothing);
+  }
+  // A scale of one operand is enough, also one that stands beside codes.
+  StaticCall one(*recipe_named("fp8"));
+  one.t.q_scale = one.t.k_scale = {};
+  one.o.recipe.q_scale = one.o.recipe.k_scale = {};
+  one.o.scales_for = one.o.recipe;
+  one.expect("");
 }
 
 /// quantize(): the role says which of a recipe's formats and toggles are meant.
@@ -311,7 +328,12 @@ TEST(ScalesFor, OfQuantize) {
             for (const std::uint8_t c : codes) ASSERT_EQ(c, 77);
             for (const float y : scale) ASSERT_EQ(y, -7.0f);
             for (const float y : mean) ASSERT_EQ(y, -7.0f);
-            t.static_scale = {};  // nothing to be of another recipe
+            t.static_scale = {};  // nothing that it could be of
+            EXPECT_EQ(quantize(t, o).status().message(),
+                      "scales_for: is given without static_scale; leave it out, or give the "
+                      "scales that it is of");
+            for (const std::uint8_t c : codes) ASSERT_EQ(c, 77);
+            o.scales_for.reset();
             EXPECT_TRUE(quantize(t, o).ok());
           }
         }

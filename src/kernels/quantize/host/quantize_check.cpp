@@ -187,6 +187,10 @@ Status check_quantize_tensors(const QuantizeTensors& t, const QuantizeFacts& f,
   if (t.x.data == nullptr && f.tokens * f.batch * f.heads > 0) {
     return invalid("x: data pointer is null");
   }
+  if (o.scales_for && !writes_x) {  // options that quantize() had serve dequantize(), too
+    Status s = check_made_for_something(t.static_scale.present(), "static_scale");
+    if (!s.ok()) return s;
+  }
   if (t.static_scale.present()) {
     if (info(o.format).group > 0) {
       return invalid("static_scale: format " + std::string(info(o.format).name) + " takes none");
