@@ -37,10 +37,10 @@ enum class KvImportance : std::int32_t {
 struct KvCacheOptions {
   std::int64_t layers = 1;
   std::int64_t heads_kv = 1;
-  /// Head dimension of Q and K: a multiple of 8 from 8 to 256. Pages hold multiples of 32, the rest
-  /// zeros, which count as bytes; a cache on a GPU takes no others.
+  /// Head dimension of Q and K, from 1 to 576. Pages hold multiples of 32, the rest zeros, which
+  /// count as bytes; a cache on a GPU takes no others, and none above 256.
   std::int64_t d = 128;
-  std::int64_t dv = 128;               ///< of V: likewise
+  std::int64_t dv = 128;               ///< of V, from 1 to 512: likewise
   Format window_format = Format::f16;  ///< f16 or bf16: what rows are kept in first
   std::int64_t page_size = 16;         ///< tokens: 16, 32 or 64; a page lies in one tier
   std::int64_t window = 128;  ///< newest tokens in 16 bits: a multiple of page_size, at least one

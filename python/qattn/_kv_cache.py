@@ -67,8 +67,8 @@ class KvCache:
         cache.append(layer, s, k, v)             # (1, S, 8, 128): a prefill or a decode step
         out = cache.decode(q, layer, s)          # (1, 1, 32, 128), its K and V appended before
 
-    head_dim, v_head_dim: multiples of 8 from 8 to 256; pages hold multiples of 32, the rest zeros
-    that count as bytes (so GpuKvCache takes those alone). bits: of all pages, a number or a pair
+    head_dim, v_head_dim: from 1 to 576 and 512; pages hold multiples of 32, the rest zeros that
+    count as bytes (so GpuKvCache takes those alone, to 256). bits: of all pages, a number or a pair
     (K, V), as one tier. tiers: best first, numbers of bits or pairs (K, V); None: 4, with a budget
     8, 4, 3 and 2.
     average_bits: bits an element of K and V, window, scales and tables counted, in every (sequence,

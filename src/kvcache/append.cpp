@@ -14,11 +14,6 @@
 #include "kvcache/tensors.hpp"
 
 namespace qattn::kv {
-namespace {
-
-constexpr int most_channels = 256;
-
-}  // namespace
 
 AppendPlan::AppendPlan(AppendPlan&& other) noexcept
     : cache_(other.cache_),

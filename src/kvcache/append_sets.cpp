@@ -13,8 +13,6 @@
 namespace qattn::kv {
 namespace {
 
-constexpr int most_channels = 256;
-
 /// Is a page quantised by this job, and not only moved to a worse tier?
 bool codes_rows(const Job& job) {
   return job.to.tier > 0 && (job.from.tier == 0 || job.begin < job.end);
@@ -29,12 +27,21 @@ struct AppendPlan::Moments {
 
   /// Of so few rows that they say nothing: 0.
   double energy(const Frame& frame, int channels) const {
-    double sum[most_channels] = {};
+    constexpr int longest = 1024;
+    static_assert(most_channels <= longest);
+    // As kernels add; what is behind the channels changes no sum.
+    return channels <= 256 ? energy_in<256>(frame, channels) : energy_in<longest>(frame, channels);
+  }
+
+ private:
+  template <int Halves>
+  double energy_in(const Frame& frame, int channels) const {
+    double sum[Halves] = {};
     for (int c = 0; count >= least_keys && c < channels; ++c) {
       sum[c] = moved_energy(channel[c], count, frame.mean ? frame.mean[c] : 0.0f,
                             frame.shift ? frame.shift[c] : 0);
     }
-    add_in_halves<most_channels>(sum, 1);
+    add_in_halves<Halves>(sum, 1);
     return sum[0];
   }
 };
@@ -235,7 +242,8 @@ void AppendPlan::choose_sets() {
   std::vector<Choices> of_head(static_cast<std::size_t>(o.heads_kv));
   for (Choices& c : of_head) c.made.reserve(most_sets);
   const auto threads = static_cast<int>(std::min<std::int64_t>(o.heads_kv, cache_.threads()));
-  std::vector<LaneSums> sums(static_cast<std::size_t>(threads), LaneSums(most_channels));
+  std::vector<LaneSums> sums(static_cast<std::size_t>(threads),
+                             LaneSums(std::max(cache_.d(), cache_.dv())));
 #pragma omp parallel for num_threads(team(threads))
   for (std::int64_t h = 0; h < o.heads_kv; ++h) {
     choose_set(h, parts, sums[static_cast<std::size_t>(thread_index())],

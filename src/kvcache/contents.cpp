@@ -48,7 +48,6 @@ void kv::Contents::clear() const {
 void kv::Contents::page(std::int64_t head, const Entry& e, const std::byte* page,
                         const Sets& sets) const {
   const Frames frames = sets.frames(head, e.set, cache_.d(), cache_.dv());
-  constexpr int most_channels = 256;
   float row[most_channels];
   for (std::uint64_t live = e.live; live != 0; live &= live - 1) {
     const int token = std::countr_zero(live);

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/operand.hpp"
 #include "formats/kv/layout.hpp"
 #include "kernels/cpu/words.hpp"
 #include "kvcache/entry.hpp"
@@ -65,7 +66,13 @@ struct Sequence {
 
 /// Channels that pages have for rows of that many: panels of codes want multiples of 32, and what
 /// is behind a row is zeros.
-inline std::int64_t stored_channels(std::int64_t channels) { return (channels + 31) / 32 * 32; }
+inline constexpr std::int64_t stored_channels(std::int64_t channels) {
+  return (channels + 31) / 32 * 32;
+}
+/// Room for a row of K or of V.
+inline constexpr int most_channels = most_key_channels;
+static_assert(stored_channels(most_key_channels) == most_channels);
+static_assert(stored_channels(most_value_channels) <= most_channels);
 
 /// Is K over powers of two of its channels what is quantised?
 inline bool balances_k(const KvCacheOptions& o) {

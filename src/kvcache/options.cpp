@@ -26,10 +26,11 @@ Status check_dimensions(const KvCacheOptions& o) {
       return invalid(std::string(name) + ": " + text(value) + " is not from 1 to " + text(most));
     }
   }
-  for (const auto& [name, value] : {std::pair{"d", o.d}, std::pair{"dv", o.dv}}) {
-    if (value < 8 || value > 256 || value % 8 != 0) {
-      return invalid(std::string(name) + ": " + text(value) +
-                     " is not a multiple of 8 from 8 to 256");
+  for (const auto& [name, value, most] : {std::tuple{"d", o.d, most_key_channels},
+                                          std::tuple{"dv", o.dv, most_value_channels}}) {
+    if (value < 1 || value > most) {
+      return invalid(std::string(name) + ": " + text(value) + " is not from 1 to " +
+                     text(std::int64_t{most}));
     }
   }
   if (o.page_size != 16 && o.page_size != 32 && o.page_size != 64) {

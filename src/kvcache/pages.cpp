@@ -15,8 +15,6 @@ namespace {
 using detail::KvCacheData;
 using formats::kv_block_tokens;
 
-constexpr int most_channels = 256;
-
 constexpr int most_tokens_of_page = 64;
 
 /// K or V of a page: where it lies in a block, and how its places count.
@@ -47,7 +45,7 @@ class BlockEncoder {
  public:
   BlockEncoder(const KvCacheData& cache, const PagePart& part, std::byte* to)
       : words_(*cache.words), part_(part), to_(to) {
-    std::memset(codes_, 0, sizeof codes_);
+    for (auto& row : codes_) std::memset(row, 0, static_cast<std::size_t>(part.channels));
   }
   void row(int token, const float* x) {
     scales_[token] = cpu::encode_kv_row(words_, x, part_.channels, part_.bits, codes_[token]);
@@ -254,7 +252,8 @@ void Recoding::encode_channels(const PagePart& part) const {
       bad |= std::uint64_t{1} << token;
     }
   }
-  std::uint8_t panels[most_tokens_of_page * most_channels] = {};
+  std::uint8_t panels[most_tokens_of_page * most_channels];
+  std::memset(panels, 0, static_cast<std::size_t>(layout.blocks * part.count()));
   std::uint16_t scales[most_channels] = {};
   const int column_size = (count + formats::kv_lanes - 1) / formats::kv_lanes * formats::kv_lanes;
   for (int c = 0; count > 0 && c < part.channels; ++c) {

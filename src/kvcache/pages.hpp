@@ -14,7 +14,8 @@ enum class Part : std::int32_t { k, v };
 /// Channels of the callers' rows; a page's own may be more.
 int given_channels(const detail::KvCacheData& cache, Part part);
 
-/// A caller's row (f32, f16 or bf16) as a page has it: zeros behind it. `to` has 256 floats.
+/// A caller's row (f32, f16 or bf16) as a page has it: zeros behind it. `to` has
+/// most_channels floats.
 void load_given_row(const detail::KvCacheData& cache, Part part, const void* row, Format format,
                     float* to);
 /// Copies a caller's row into a page of 16 bits, rounding once.
@@ -39,7 +40,8 @@ void expand_page(const detail::KvCacheData& cache, int from, const std::byte* pa
 std::uint64_t bad_tokens(const formats::KvPage& layout, const std::byte* page);
 
 /// The row of a token, as it is (zeros behind the callers' channels) or, with `stored`, as the
-/// codes have it (mean, powers of two and rotation not undone). `row` has 256 floats.
+/// codes have it (mean, powers of two and rotation not undone). `row` has most_channels
+/// floats.
 void load_page_row(const detail::KvCacheData& cache, int tier, const std::byte* page, Part part,
                    int token, const Frames& frames, bool stored, float* row);
 

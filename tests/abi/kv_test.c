@@ -16,7 +16,7 @@ static int failures = 0;
     }                                                                                          \
   } while (0)
 
-enum { S = 300, D = 32, HQ = 2 }; /* 19 blocks of 16 tokens */
+enum { S = 300, D = 45, HQ = 2 }; /* 19 blocks of 16 tokens; D: padded inside */
 static float k[S * D], v[S * D], q[HQ * D], out[HQ * D], mass[HQ * 19], read_k[S * D],
     read_v[S * D];
 

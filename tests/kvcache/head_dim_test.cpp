@@ -1,5 +1,5 @@
-// Head dimensions that are no multiple of 32: a cache is what one of padded rows is, bit for bit,
-// and whoever calls it never sees the zeros.
+// Head dimensions that are no multiple of 32, and long ones: a cache is what one of padded rows is,
+// bit for bit, and whoever calls it never sees the zeros.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -99,45 +99,129 @@ void expect_padded(std::int64_t d, std::int64_t dv, KvTier tier, Granularity k) 
   EXPECT_EQ(mine->options().dv, dv);
 }
 
-TEST(KvHeadDim, AnyMultipleOf8IsItsPaddedCache) {
-  for (std::int64_t d = 8; d <= 256; d += 8) {
-    const KvTier tier = d % 24 == 0 ? KvTier{2, 3} : d % 16 == 0 ? KvTier{8, 4} : KvTier{4, 2};
-    for (const Granularity k : {Granularity::per_token, Granularity::per_channel}) {
-      expect_padded(d, d % 5 == 0 ? 264 - d : d, tier, k);
+TEST(KvHeadDim, AnySizeIsItsPaddedCache) {
+  std::vector<std::pair<std::int64_t, std::int64_t>> sizes;
+  for (std::int64_t d = 1; d <= 40; ++d) sizes.emplace_back(d, d % 5 == 0 ? 41 - d : d);
+  for (std::int64_t d = 48; d <= 256; d += 24) sizes.emplace_back(d, d % 5 == 0 ? 264 - d : d);
+  for (const auto& [d, dv] : {std::pair{47, 61}, std::pair{100, 127}, std::pair{191, 129},
+                              std::pair{255, 250}, std::pair{257, 300}, std::pair{289, 511},
+                              std::pair{513, 1}, std::pair{575, 33}, std::pair{3, 509}}) {
+    sizes.emplace_back(d, dv);
+  }
+  const KvTier tiers[] = {{2, 3}, {8, 4}, {4, 2}, {3, 8}};
+  std::size_t turn = 0;
+  for (const auto& [d, dv] : sizes) {
+    const auto k = turn % 3 == 0 ? Granularity::per_channel : Granularity::per_token;
+    expect_padded(d, dv, tiers[turn++ % 4], k);
+  }
+}
+
+/// Sizes that are their own padded ones: against float64 over what the cache reads as, and that
+/// against what was appended.
+TEST(KvHeadDim, LongHeadsInEveryTier) {
+  const struct {
+    KvTier tier;
+    double k, v;  // relative errors of rows of codes
+  } rows[] = {{{2, 3}, 0.42, 0.22}, {{3, 2}, 0.22, 0.42}, {{4, 8}, 0.12, 0.009},
+              {{8, 4}, 0.009, 0.12}};
+  for (const auto& [d, dv] : {std::pair{288, 512}, std::pair{576, 512}, std::pair{512, 288}}) {
+    for (const auto& row : rows) {
+      for (const Granularity k : {Granularity::per_token, Granularity::per_channel}) {
+        SCOPED_TRACE(std::to_string(d) + " " + std::to_string(row.tier.k_bits));
+        const KvCacheOptions o = options(d, dv, row.tier, k);
+        Result<KvCache> cache = KvCache::create(o);
+        ASSERT_TRUE(cache.ok()) << cache.status().message();
+        const KvRows given = normal_rows(200, o.heads_kv, d, dv, 7, 3.0f);
+        const std::int64_t id = *cache->add_sequence();
+        append_rows(*cache, id, 0, given);
+        const Contents held = read_contents(*cache, id);
+        const Contents want = test::contents_of(given, o.heads_kv, d, dv);
+        const auto doubles = [](const std::vector<float>& x) {
+          return std::vector<double>(x.begin(), x.end());
+        };
+        EXPECT_LE(test::nrmse(held.k, doubles(want.k)), row.k);
+        EXPECT_LE(test::nrmse(held.v, doubles(want.v)), row.v);
+        DecodeCase c = case_of(o, 1.0f / std::sqrt(static_cast<float>(d)));
+        c.options.debias = false;
+        c.q = normal_values(c.queries * c.heads_q * d, 11);
+        ASSERT_TRUE(c.run(*cache, {id}).ok());
+        const test::DecodeTruth truth = test::attend(c, o, {held});
+        EXPECT_LE(test::nrmse(c.out, truth.out), 4e-4);
+        EXPECT_LE(test::largest_difference(c.mass, truth.mass), 1e-3);
+      }
     }
   }
 }
 
 TEST(KvHeadDim, OthersAreRefused) {
-  for (const std::int64_t d : {0, 4, 12, 264, 512, -8}) {
+  for (const std::int64_t d : {0, 513, 577, -8}) {
     KvCacheOptions o;
+    const auto refused = [&](const std::string& what) {
+      return KvCache::create(o).status().message().find(what) == 0;
+    };
+    const std::string value = std::to_string(d);
     o.d = d;
-    const std::string what = std::to_string(d) + " is not a multiple of 8 from 8 to 256";
-    EXPECT_NE(KvCache::create(o).status().message().find("d: " + what), std::string::npos) << d;
+    EXPECT_EQ(refused("d: " + value + " is not from 1 to 576"), d != 513);
     o.d = 128, o.dv = d;
-    EXPECT_NE(KvCache::create(o).status().message().find("dv: " + what), std::string::npos) << d;
+    EXPECT_TRUE(refused("dv: " + value + " is not from 1 to 512"));
   }
 }
 
-TEST(KvHeadDim, ACacheOnAGpuTakesMultiplesOf32) {
-  KvCacheOptions o;
-  o.dv = 72;
-  KvGpuCapacity capacity;
-  capacity.sequences = 1;
-  capacity.tokens = 64;
-  const Status s = GpuKvCache::create(o, capacity, {DeviceType::cuda, 0}).status();
-  EXPECT_EQ(s.code(), Code::invalid_argument);
-  EXPECT_NE(s.message().find("dv: 72 is not a multiple of 32"), std::string::npos) << s.message();
+TEST(KvHeadDim, ACacheOnAGpuTakesMultiplesOf32To256) {
+  const struct {
+    std::int64_t d, dv;
+    const char* says;
+  } rows[] = {
+      {128, 72,
+       "dv: 72 is not a multiple of 32, as a cache on a GPU needs; pad rows with zeros to 96 and "
+       "cut out"},
+      {33, 128,
+       "d: 33 is not a multiple of 32, as a cache on a GPU needs; pad rows with zeros to 64 and "
+       "give softmax_scale 1 / sqrt(33)"},
+      {576, 512, "d: 576 is above 256, the most in a cache on a GPU; one on CPUs (KvCache) takes"},
+      {128, 257, "dv: 257 is above 256"},
+      {0, 64, "d: 0 is not from 1 to 576"},
+      {64, -3, "dv: -3 is not from 1 to 512"}};
+  for (const auto& row : rows) {
+    KvCacheOptions o;
+    o.d = row.d, o.dv = row.dv;
+    o.tiers = {{4, 4}};
+    KvGpuCapacity capacity;
+    capacity.sequences = 1;
+    capacity.tokens = 64;
+    const Status s = GpuKvCache::create(o, capacity, {DeviceType::cuda, 0}).status();
+    EXPECT_EQ(s.code(), Code::invalid_argument);
+    EXPECT_EQ(s.message().rfind(row.says, 0), 0u) << s.message();
+  }
+}
+
+/// Nor does one take a file of such rows.
+TEST(KvHeadDim, AFileOfOtherRowsIsRefusedOnAGpu) {
+  const std::string path = testing::TempDir() + "qattn_head_dim_gpu.safetensors";
+  for (const auto& [d, says] : {std::pair{33, "d: 33 is not a multiple of 32"},
+                                std::pair{288, "d: 288 is above 256"}}) {
+    KvCacheOptions o;
+    o.d = d;
+    o.tiers = {{4, 4}};
+    ASSERT_TRUE(KvCache::create(o)->save(path).ok());
+    KvGpuCapacity capacity;
+    capacity.sequences = 1;
+    capacity.tokens = 64;
+    const Status s = GpuKvCache::load(path, capacity, {DeviceType::cuda, 0}).status();
+    EXPECT_NE(s.message().find(says), std::string::npos) << s.message();
+  }
+  std::remove(path.c_str());
 }
 
 /// With a budget, forks, truncations that open a page of codes again, evictions and files.
-TEST(KvHeadDim, ServesEveryOperation) {
+void expect_every_operation(std::int64_t d, std::int64_t dv, double average_bits) {
+  SCOPED_TRACE("d " + std::to_string(d) + ", dv " + std::to_string(dv));
   KvCacheOptions o;
   o.heads_kv = 2;
-  o.d = 72;
-  o.dv = 40;
+  o.d = d;
+  o.dv = dv;
   o.window = 32;
-  o.average_bits = 6;
+  o.average_bits = average_bits;
   o.importance = KvImportance::key_norm;
   o.budget_from = *KvCache::shortest_length(o);
   Result<KvCache> cache = KvCache::create(o);
@@ -177,6 +261,14 @@ TEST(KvHeadDim, ServesEveryOperation) {
   const std::size_t half = c.out.size() / 2;
   EXPECT_TRUE(std::isnan(c.out[half - c.heads_q * static_cast<std::size_t>(o.dv)]));
   for (std::size_t i = half; i < c.out.size(); ++i) ASSERT_TRUE(std::isfinite(c.out[i]));
+}
+
+TEST(KvHeadDim, ServesEveryOperation) {
+  expect_every_operation(72, 40, 6);
+  expect_every_operation(33, 61, 5);
+  expect_every_operation(13, 5, 13);
+  expect_every_operation(257, 255, 4);
+  expect_every_operation(576, 512, 4);
 }
 
 }  // namespace

@@ -74,7 +74,7 @@ void expect_row(const PlainRow& want, const std::vector<std::uint8_t>& codes, st
 TEST(KvQuantizer, IsItsDefinitionBitForBit) {
   const auto words = all_words();
   ASSERT_FALSE(words.empty());
-  for (const int n : {32, 64, 96, 128, 256}) {
+  for (const int n : {32, 64, 96, 128, 256, 288, 576}) {
     for (const auto& x : rows_of(n)) {
       for (const int bits : {2, 3, 4, 8}) {
         const PlainRow want = quantize_plainly(x, bits);
@@ -151,7 +151,7 @@ TEST(KvRows, RotateBitByBitAsDefined) {
   std::mt19937 random(13);
   std::normal_distribution<float> normal(0.0f, 3.0f);
   for (const cpu::KernelTable* w : all_words()) {
-    for (const int n : {8, 16, 24, 32, 64, 72, 80, 96, 128, 192, 224, 256, 272}) {
+    for (const int n : {8, 16, 24, 32, 64, 72, 80, 96, 128, 192, 224, 256, 272, 288, 512, 576}) {
       std::vector<float> row(static_cast<std::size_t>(n));
       for (float& x : row) x = normal(random);
       row[3] = -0.0f, row[5] = 1e-41f, row[7] = 1e30f;
@@ -189,7 +189,7 @@ TEST(KvLayout, EveryElementHasItsOwnBits) {
 TEST(KvLayout, PackingIsItsDefinitionAndUnpackingItsInverse) {
   std::mt19937 random(9);
   const auto words = all_words();
-  for (const int n : {512, 1024, 1536, 2048, 4096}) {
+  for (const int n : {512, 1024, 1536, 2048, 4096, 4608, 9216}) {
     for (const int bits : {2, 3, 4, 8}) {
       std::vector<int> panel(static_cast<std::size_t>(n));
       for (int& code : panel) code = static_cast<int>(random() % (1u << bits));

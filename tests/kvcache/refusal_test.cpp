@@ -25,8 +25,8 @@ TEST(KvRefusal, Options) {
   } rows[] = {
       {[](KvCacheOptions& o) { o.layers = 0; }, "layers: 0 is not from 1 to 65536"},
       {[](KvCacheOptions& o) { o.heads_kv = -1; }, "heads_kv: -1"},
-      {[](KvCacheOptions& o) { o.d = 84; }, "d: 84 is not a multiple of 8 from 8 to 256"},
-      {[](KvCacheOptions& o) { o.dv = 288; }, "dv: 288"},
+      {[](KvCacheOptions& o) { o.d = 577; }, "d: 577 is not from 1 to 576"},
+      {[](KvCacheOptions& o) { o.dv = 513; }, "dv: 513 is not from 1 to 512"},
       {[](KvCacheOptions& o) { o.page_size = 48; }, "page_size: 48 is not 16, 32 or 64"},
       {[](KvCacheOptions& o) { o.window = 0; }, "window: 0 is not a multiple of page_size 16"},
       {[](KvCacheOptions& o) { o.window = 100; }, "window: 100"},

@@ -265,11 +265,41 @@ def test_importance_of_a_prefill_decides_tiers(rng):
     assert tiers[480:2000].max() == 4
 
 
+@pytest.mark.parametrize("k_granularity", ["per_token", "per_channel"])
+@pytest.mark.parametrize("dims", [(1, 3), (33, 21), (80, 97), (300, 257), (576, 512)])
+def test_heads_of_any_size(rng, tmp_path, dims, k_granularity):
+    d, dv = dims
+    cache = qattn.KvCache(
+        kv_heads=2, head_dim=d, v_head_dim=dv, tiers=[8], window=32, k_granularity=k_granularity
+    )
+    s = cache.add_sequence()
+    k, v = rows(rng, 1, 200, 2, d), rows(rng, 1, 200, 2, dv)
+    cache.append(0, s, k[:, :150], v[:, :150])
+    copy = cache.fork(s)
+    cache.append(0, s, k[:, 150:], v[:, 150:])
+    q = rows(rng, 1, 3, 4, d)
+    out, mass = cache.decode(q, 0, s, return_mass=True)
+    want = qattn.reference_attention(q, k, v, causal=True)
+    assert np.linalg.norm(out - want) < 0.02 * np.linalg.norm(want)
+    assert out.shape == (1, 3, 4, dv) and abs(mass.sum(-1) - 1).max() < 1e-3
+    cache.evict(copy, 20, 40)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = qattn.KvCache.load(tmp_path / "cache.safetensors")
+    assert (loaded.head_dim, loaded.v_head_dim) == dims
+    for sequence in (s, copy):
+        np.testing.assert_array_equal(
+            loaded.decode(q, 0, sequence), cache.decode(q, 0, sequence)
+        )
+        for x, y in zip(loaded.read(sequence), cache.read(sequence)):
+            np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"head_dim": 44}, "^head_dim: 44 is not a multiple of 8"),
-        ({"v_head_dim": 44}, "^v_head_dim: 44 is not a multiple of 8"),
+        ({"head_dim": 577}, "^head_dim: 577 is not from 1 to 576"),
+        ({"v_head_dim": 513}, "^v_head_dim: 513 is not from 1 to 512"),
+        ({"head_dim": 0}, "^head_dim: 0 is not from 1 to 576"),
         ({"kv_heads": 0}, "^kv_heads: 0 is not from 1 to 65536"),
         ({"tiers": 4}, "^tiers: 4 is not a list"),
         ({"tiers": "84"}, "^tiers: '84' is not a list"),

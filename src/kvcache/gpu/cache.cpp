@@ -158,18 +158,34 @@ GpuKvCache::~GpuKvCache() = default;
 
 const KvCacheOptions& GpuKvCache::options() const { return data_->options(); }
 
+namespace {
+
+/// Pages on a GPU have no room for what a row lacks, and kernels none for longer ones.
+Status check_device_channels(const KvCacheOptions& o) {
+  for (const auto& [name, channels, rest] :
+       {std::tuple{"d", o.d, " and give softmax_scale 1 / sqrt(" + text(o.d) + ")"},
+        std::tuple{"dv", o.dv, std::string(" and cut out")}}) {
+    const std::string value = std::string(name) + ": " + text(channels);
+    if (channels > most_device_channels) {
+      return invalid(value + " is above " + text(std::int64_t{most_device_channels}) +
+                     ", the most in a cache on a GPU; one on CPUs (KvCache) takes it");
+    }
+    if (channels == kv::stored_channels(channels)) continue;
+    return invalid(value + " is not a multiple of 32, as a cache on a GPU needs; pad rows with " +
+                   "zeros to " + text(kv::stored_channels(channels)) + rest);
+  }
+  return {};
+}
+
+}  // namespace
+
 Result<std::unique_ptr<GpuKvCache::Data>> kv::plan_memory(const KvCacheOptions& options,
                                                           const KvGpuCapacity& capacity,
                                                           Device device, Stream stream) {
   if (Status s = check_device("device", device, options.threads); !s.ok()) return s;
-  for (const auto& [name, channels] : {std::pair{"d", options.d}, std::pair{"dv", options.dv}}) {
-    if (channels == stored_channels(channels)) continue;
-    return invalid(std::string(name) + ": " + text(channels) +
-                   " is not a multiple of 32, as a cache on a GPU needs; pad rows with zeros to " +
-                   text(stored_channels(channels)) + " and give softmax_scale");
-  }
   Result<KvCache> facts = KvCache::create(options);
   if (!facts.ok()) return facts.status();
+  if (Status s = check_device_channels(options); !s.ok()) return s;
   auto d = std::make_unique<GpuKvCache::Data>(std::move(*facts));
   if (Status s = check_capacity(d->host(), capacity); !s.ok()) return s;
   const Result<const detail::Backend*> backend = detail::backend_of(device);

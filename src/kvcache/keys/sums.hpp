@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/operand.hpp"
 #include "kvcache/keys/balance.hpp"
 #include "kvcache/keys/size.hpp"
 #include "kvcache/prices.hpp"
@@ -34,7 +35,7 @@ void for_tokens(std::uint64_t live, F f) {
   for (; live != 0; live &= live - 1) f(std::countr_zero(live));
 }
 
-inline constexpr int most_key_pairs = 128;
+inline constexpr int most_key_pairs = most_key_channels / 2;
 
 /// Of each channel, from the energies of all.
 inline void set_key_shifts(const KeyEnergy* energy, int d, std::uint8_t* shift) {

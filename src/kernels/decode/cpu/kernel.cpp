@@ -157,7 +157,7 @@ void Decode::prepare(std::int64_t u, int set) {
   const auto [mean, shift] = sets(u).frames(h, set, d_, dv_).k;
   const Queries q = queries(u, set);
   const std::int64_t bytes = info(view.format).bits / 8;
-  float row[256];
+  float row[kv::most_channels];
   for (int r = 0; r < rows_; ++r) {
     const std::int64_t head = call_.head_of(h, r);
     const std::int64_t element =
@@ -173,7 +173,7 @@ void Decode::prepare(std::int64_t u, int set) {
     if (cache.k_by_channel()) continue;  // every page has planes of its own
     for (int c = 0; shift && c < d_; ++c) row[c] *= kv::key_factor(shift[c]);
     if (call_.debias) {
-      float scaled[256];
+      float scaled[kv::most_channels];
       for (int c = 0; c < d_; ++c) scaled[c] = row[c] * call_.softmax_scale;
       q.noise[r] = half_square(scaled, d_);
     }

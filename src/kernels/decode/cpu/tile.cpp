@@ -172,7 +172,7 @@ void scale_queries(const DecodeCall& call, const Entry& entry, const Queries& qu
   const detail::KvCacheData& cache = *call.cache;
   const KernelTable& words = *cache.words;
   const int d = cache.d();
-  float scale[256], row[256];
+  float scale[kv::most_channels], row[kv::most_channels];
   words.load_row(cache.page(entry) + cache.layout(entry.tier).channel_scales(), Element::f16, d,
                  nullptr, scale);
   for (int r = 0; r < call.rows(); ++r) {
