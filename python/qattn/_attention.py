@@ -18,6 +18,7 @@ from ._interop import (
     FORMATS,
     check_array,
     device_of,
+    dtype_name,
     entry,
     entry_shape,
     float_format,
@@ -194,8 +195,9 @@ def attention(
     4-bit floats; off where q or k comes as codes or has static scales.
     scale: softmax scale, default 1 / sqrt(D). softcap: s = c tanh(s / c).
     causal: query i sees keys j <= i + Sk - Sq (True or "lower_right") or j <= i ("upper_left").
-    causal_offset: j <= i + causal_offset, the tokens before q where others follow it in k. Upper
-    left and offsets are for sequences of one length, of which the mask tells the rest.
+    causal_offset: j <= i + causal_offset, the tokens before q where others follow it in k. Where
+    sequences differ in Sk - Sq, upper left and offsets are a mask (longest Sq x longest Sk, of
+    pages all that the table has); packed sequences on a GPU must share one cu_seqlens.
     window: (left, right), keys from i + Sk - Sq - left to i + Sk - Sq + right; -1 is unlimited.
     With causal, right is 0, -1, left (a distance: (w, w) is then (w, 0), as in FlashAttention) or
     hides nothing, from Sq - 1 on.
@@ -314,8 +316,32 @@ def _arguments(q: Any, k: Any, v: Any, options: dict[str, Any]) -> dict[str, Any
     return dict(bound.arguments)
 
 
+#: of queries or keys: those of each sequence, None on a GPU, and the longest that there may be
+_Lengths = tuple[Any, int | None]
+
+
+def _integers(x: Any) -> Any:
+    """An index tensor in host memory as int64; None: it is none."""
+    if is_torch(x) and x.device.type != "cpu":
+        return None
+    x = np.asarray(x)
+    whole = x.ndim == 1 and (x.dtype.kind in "iu" or x.size == 0)
+    return x.astype(np.int64) if whole else None
+
+
 def _only_until(mask: Any, queries: int, keys: int, offset: int, like: Any) -> Any:
     """The mask, or none, of which query i keeps keys j <= i + offset, where `like` lies."""
+    if mask is not None:
+        check_array("mask", mask)
+        if dtype_name(mask) not in ("bool", "float32", "float16", "bfloat16"):
+            return mask  # the validator says what is wrong
+        if len(mask.shape) > 1 and mask.shape[-2] != 1:
+            queries = max(queries, mask.shape[-2])  # of packed sequences it may be larger
+        if mask.shape and mask.shape[-1] != 1:
+            keys = max(keys, mask.shape[-1])
+        own = (1, 1, *mask.shape)[-2:]
+        if own[0] not in (1, queries) or own[1] not in (1, keys):
+            return mask  # likewise
     if is_torch(like):
         import torch
 
@@ -326,7 +352,6 @@ def _only_until(mask: Any, queries: int, keys: int, offset: int, like: Any) -> A
     seen = np.tri(queries, keys, offset, dtype=bool)
     if mask is None:
         return seen
-    check_array("mask", mask)
     if mask.dtype == bool:
         return mask & seen
     return np.where(seen, mask, np.asarray(-np.inf, mask.dtype))
@@ -349,6 +374,7 @@ class _Call:
             self._add_operand(role)
         self._spread_q_scale()
         self._check_rotation()
+        self._add_lengths()
         self._take_causal()
         self._add_extras()
         self.options = self._options()
@@ -442,11 +468,13 @@ class _Call:
                     f"{role}: was quantised with rotate=True; q and k must both be, or neither"
                 )
 
-    def _add_extras(self) -> None:
+    def _add_lengths(self) -> None:
         for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table"):
             if self._given[name] is not None:
-                given = self._one_for_all(name, self._given[name])
+                given = self._given[name] = self._one_for_all(name, self._given[name])
                 self.tensors[name] = index_entry(name, given, self.device)
+
+    def _add_extras(self) -> None:
         for name in ("sinks", "alibi_slopes"):
             if self._given[name] is not None:
                 self.tensors[name] = small_entry(name, self._given[name], np.float32, self.device)
@@ -510,24 +538,69 @@ class _Call:
         """Query i sees keys j <= i + offset."""
         given = self._given
         what = "causal: 'upper_left'" if given["causal_offset"] is None else "causal_offset"
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "page_table", "window", "alibi_slopes"):
+        for name in ("window", "alibi_slopes"):
             if given[name] is not None:
                 raise InvalidArgument(
                     f"{what}: is not known beside {name}; give a mask, or lower_right"
                 )
-        place = 1 if given["layout"] == "bshd" else 2
-        shapes = [entry_shape(self.tensors[role]) for role in ("q", "k")]
-        if min(len(shape) for shape in shapes) < 4:
+        lengths = [self._lengths_of(role) for role in ("q", "k")]
+        if any(x is None for x in lengths):
             return  # the validator says what is wrong
-        queries, keys = (shape[place] for shape in shapes)
-        right = offset + queries - keys
-        if right >= 0 and given["seqused_q"] is None and given["seqused_k"] is None:
-            given["window"] = (-1, right)
+        (queries, longest_q), (keys, longest_k) = cast(list[_Lengths], lengths)
+        rights = self._rights(queries, keys, offset)
+        if rights is not None and (len(rights) == 0 or (len(rights) == 1 and rights[0] >= 0)):
+            if len(rights) == 1:
+                given["window"] = (-1, int(rights[0]))
             return
+        if longest_q is None or longest_k is None:
+            raise InvalidArgument(
+                f"{what}: of packed sequences needs their lengths, which lie on a GPU; give a "
+                "mask, or lower_right, which is the same where each has as many queries as keys"
+            )
         mask = self._plain_mask(given["mask"])
         if isinstance(mask, BitMask):
             raise InvalidArgument(f"{what}: is not known beside a BitMask; put it there")
-        given["mask"] = _only_until(mask, queries, keys, offset, self.q)
+        given["mask"] = _only_until(mask, longest_q, longest_k, offset, self.q)
+
+    def _lengths_of(self, role: str) -> _Lengths | None:
+        """Of q or k; None where the validator refuses what tells them."""
+        given, shape = self._given, entry_shape(self.tensors[role])
+        packed, used = given[f"cu_seqlens_{role}"], given[f"seqused_{role}"]
+        if len(shape) != (4 if packed is None else 3):
+            return None
+        here = self.device == CPU
+        tokens = shape[(1 if given["layout"] == "bshd" else 2) - (packed is not None)]
+        own: Any = np.array([tokens])
+        if packed is not None:
+            if not here:
+                return None, None
+            ends = _integers(packed)
+            if ends is None:
+                return None
+            own = np.clip(np.diff(ends), 0, tokens)
+            tokens = int(own.max(initial=0))
+        elif role == "k" and "page_table" in self.tensors:
+            table = entry_shape(self.tensors["page_table"])
+            if len(table) != 2:
+                return None
+            tokens *= table[1]
+        if used is not None:
+            own = _integers(used) if here else None
+            if own is None and here:
+                return None
+        return own, tokens
+
+    def _rights(self, queries: Any, keys: Any, offset: int) -> Any:
+        """The last keys that queries i see, less i + Sk - Sq, of all sequences; None: not known."""
+        given = self._given
+        if given["cu_seqlens_q"] is not None and given["cu_seqlens_q"] is given["cu_seqlens_k"]:
+            if given["seqused_q"] is given["seqused_k"]:
+                return [offset]
+        if queries is None or keys is None:
+            return None
+        if len(queries) != len(keys) and 1 not in (len(queries), len(keys)):
+            return None  # the validator says what is wrong
+        return np.unique((offset + queries - keys)[(queries > 0) & (keys > 0)])
 
     def _plain_mask(self, mask: Any) -> Any:
         """The mask; of torch's causal biases what they mean."""

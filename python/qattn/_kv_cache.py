@@ -394,6 +394,11 @@ def decode_options(
     layout: Any, scale: Any, causal: Any, window_left: Any, softcap: Any, debias: Any
 ) -> dict[str, Any]:
     """decode()'s options as the extension takes them."""
+    if isinstance(causal, str):
+        raise InvalidArgument(
+            f"causal: {shown(causal)} is neither True nor False; queries of decode() are the "
+            "newest tokens, so that there is one corner"
+        )
     return {
         "layout": layout_name(layout),
         "scale": None if scale is None else real("scale", scale),

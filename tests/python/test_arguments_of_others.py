@@ -170,6 +170,127 @@ def test_corners_in_the_other_layout_and_for_the_reference():
     assert "kernel" in qattn.explain(q, k, v, recipe="f32", causal_offset=3)
 
 
+#: lengths of packed sequences: of several kinds, and of one
+SEVERAL = ([5, 12, 0, 7, 3], [9, 12, 4, 0, 20])
+AS_LONG = ([5, 12, 7], [5, 12, 7])
+ALL_LONGER = ([5, 12, 0, 7], [8, 15, 0, 10])
+
+
+def ends(lengths):
+    return np.cumsum([0, *lengths]).astype(np.int32)
+
+
+def packed_rows(lengths, heads):
+    return normal(sum(lengths), heads, 64)
+
+
+def one_by_one(q, k, v, lengths, offset, mask=None):
+    """attention() of packed sequences whose query i sees keys j <= i + offset, each for itself."""
+    out, at = np.zeros_like(q), [ends(x) for x in lengths]
+    for b, (i, j) in enumerate(zip(*lengths)):
+        of_q, of_k = slice(at[0][b], at[0][b] + i), slice(at[1][b], at[1][b] + j)
+        seen = np.tri(i, j, offset, dtype=bool)
+        own = seen if mask is None else seen & mask[:i, :j]
+        parts = (x[None, s] for x, s in ((q, of_q), (k, of_k), (v, of_k)))
+        out[of_q] = qattn.reference_attention(*parts, mask=own)[0] if i and j else 0
+    return out
+
+
+@pytest.mark.parametrize("lengths", [SEVERAL, AS_LONG, ALL_LONGER])
+@pytest.mark.parametrize("offset", [None, 0, 2, -2])
+@pytest.mark.parametrize("kind", ["numpy", "torch", "lists"])
+def test_corners_of_packed_sequences(lengths, offset, kind):
+    q, k, v = (packed_rows(x, h) for x, h in zip((lengths[0], lengths[1], lengths[1]), (4, 2, 2)))
+    where = {"causal": "upper_left"} if offset is None else {"causal_offset": offset}
+    want = one_by_one(q, k, v, lengths, offset or 0)
+    of_q, of_k = (ends(x) for x in lengths)
+    tensors, packed = (q, k, v), {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
+    if kind == "torch":
+        tensors = [torch.from_numpy(x) for x in tensors]
+        packed = {n: torch.from_numpy(x).long() for n, x in packed.items()}
+    elif kind == "lists":
+        packed = {n: x.tolist() for n, x in packed.items()}
+    got = qattn.attention(*tensors, recipe="f32", **packed, **where)
+    np.testing.assert_allclose(np.asarray(got), want, atol=2e-5)
+    turned = [x.swapaxes(0, 1) for x in tensors]
+    got = qattn.attention(*turned, recipe="f32", layout="bhsd", **packed, **where)
+    np.testing.assert_allclose(np.asarray(got).swapaxes(0, 1), want, atol=2e-5)
+    got = qattn.reference_attention(*tensors, **packed, **where)
+    np.testing.assert_allclose(np.asarray(got), want, atol=1e-6)
+    some = R.random((24, 24)) < 0.7  # larger than the longest
+    want = one_by_one(q, k, v, lengths, offset or 0, some)
+    for mask in (some, np.where(some, np.float32(0), np.float32(-np.inf))):
+        given = torch.from_numpy(mask) if kind == "torch" else mask
+        got = qattn.attention(*tensors, recipe="f32", mask=given, **packed, **where)
+        np.testing.assert_allclose(np.asarray(got), want, atol=2e-5)
+
+
+def test_corners_of_sequences_as_long_as_their_keys_need_no_mask():
+    q, k, v = (packed_rows(AS_LONG[0], h) for h in (4, 2, 2))
+    for packed in (ends(AS_LONG[0]), ends(AS_LONG[0]).tolist()):
+        options = {"cu_seqlens_q": packed, "cu_seqlens_k": packed, "recipe": "int8_full"}
+        got = qattn.attention(q, k, v, causal="upper_left", **options)
+        np.testing.assert_array_equal(got, qattn.attention(q, k, v, causal=True, **options))
+        assert "mask" not in qattn.explain(q, k, v, causal="upper_left", **options)
+
+
+@pytest.mark.parametrize("corner", ["upper_left", -3, 4, 27])
+@pytest.mark.parametrize("used", [33, [33, 20], [12, 12], [0, 40]])
+def test_corners_of_pages(corner, used):
+    pool_k, pool_v = (x.swapaxes(1, 2).reshape(10, 8, 2, 64) for x in (K, V))
+    options = {"page_table": np.arange(10, dtype=np.int32).reshape(2, 5), "seqused_k": used}
+    offset = 0 if corner == "upper_left" else corner
+    where = {"causal": corner} if corner == "upper_left" else {"causal_offset": corner}
+    both = [used, used] if isinstance(used, int) else used
+    want = attend(seqused_k=both, mask=np.tri(12, 40, offset, dtype=bool)).swapaxes(1, 2)
+    q = Q.swapaxes(1, 2)
+    got = qattn.attention(q, pool_k, pool_v, recipe="f32", **options, **where)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    got = qattn.reference_attention(q, pool_k, pool_v, **options, **where)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    flat = q.reshape(24, 4, 64)
+    got = qattn.attention(flat, pool_k, pool_v, recipe="f32", cu_seqlens_q=[0, 12, 24], **options,
+                          **where)
+    np.testing.assert_allclose(got.reshape(want.shape), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("options, what", [
+    ({"cu_seqlens_q": [0, 3], "cu_seqlens_k": [0, 9, 20]}, "cu_seqlens"),
+    ({"cu_seqlens_q": [0, 5, 3], "cu_seqlens_k": [0, 9, 20]}, "cu_seqlens_q"),
+    ({"cu_seqlens_q": [0, 5, 2**40], "cu_seqlens_k": [0, 9, 20]}, "cu_seqlens_q"),
+    ({"cu_seqlens_q": [0.0, 5.0, 20.0], "cu_seqlens_k": [0, 9, 20]}, "cu_seqlens_q"),
+    ({"cu_seqlens_q": [[0, 5, 20]], "cu_seqlens_k": [0, 9, 20]}, "cu_seqlens_q"),
+    ({"cu_seqlens_q": [], "cu_seqlens_k": [0, 9, 20]}, "cu_seqlens_q"),
+    ({"seqused_k": [1, 2, 3]}, "seqused_k"),
+    ({"seqused_k": [9, 12]}, "seqused_k"),
+    ({"mask": np.zeros((1, 7), bool)}, "mask: extent 7 is below the longest sequence"),
+    ({"mask": np.zeros((15, 11), np.int32)}, "mask: "),
+    ({"mask": qattn.BitMask.pack(np.ones((15, 16), bool))}, "'upper_left': .* beside a BitMask"),
+    ({"window": (3, 0)}, "'upper_left': is not known beside window"),
+    ({"alibi_slopes": [1.0] * 4}, "'upper_left': is not known beside alibi_slopes"),
+])  # fmt: skip
+def test_refused_corners_of_packed_sequences(options, what):
+    packed = {"cu_seqlens_q": [0, 5, 20], "cu_seqlens_k": [0, 9, 20]}
+    q, k = normal(20, 4, 64), normal(20, 2, 64)
+    with pytest.raises(qattn.InvalidArgument, match=what):
+        qattn.attention(q, k, k, recipe="f32", causal="upper_left", **{**packed, **options})
+
+
+@pytest.mark.parametrize("mask", [np.ones((3, 7), bool), np.ones((12, 40), np.int64)])
+def test_wrong_masks_beside_a_corner(mask):
+    with pytest.raises(qattn.InvalidArgument, match="^mask: "):
+        attend(mask=mask, causal="upper_left")
+
+
+def test_decode_has_one_corner():
+    cache = qattn.KvCache(kv_heads=2, head_dim=64)
+    s = cache.add_sequence()
+    cache.append(0, s, K[:1], V[:1], layout="bhsd")
+    for corner in ("upper_left", "lower_right"):
+        with pytest.raises(qattn.InvalidArgument, match=f"causal: '{corner}' is neither True"):
+            cache.decode(Q[:1, :, :1], 0, s, layout="bhsd", causal=corner)
+
+
 @pytest.mark.parametrize("options, what", [
     ({"causal": "upper left"}, "causal: 'upper left' is not True"),
     ({"causal": "upper_left", "causal_offset": 3}, "causal_offset: 3 beside"),
