@@ -22,6 +22,7 @@ _MASKS = frozenset({"transformers.masking_utils", "transformers.modeling_attn_ma
 # Of that module, what makes no mask of queries by keys, or makes it for no implementation.
 _NO_MASKS = frozenset({"create_recurrent_attention_mask", "find_packed_sequence_indices"})
 _PRODUCTS = frozenset({"baddbmm", "bmm", "einsum", "matmul", "@"})
+_SQUARES = frozenset({"eye", "tril", "triu"})
 _SELF_CONTAINED = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 
 
@@ -33,9 +34,12 @@ class Code:
         self.constants: set[Any] = set()
         self.globals: dict[str, Any] = {}
         self.reads_is_causal = False
+        self.own_masks: set[str] = set()  #: functions that make masks of tokens by tokens
 
     def add(self, function: types.FunctionType) -> None:
         for code in _parts(function.__code__):
+            if "mask" in function.__name__ and _SQUARES.intersection(code.co_names):
+                self.own_masks.add(function.__name__)
             self.names.update(code.co_names)
             self.constants.update(x for x in code.co_consts if isinstance(x, (str, tuple)))
             for step in dis.get_instructions(code):

@@ -129,6 +129,8 @@ def check(model: PreTrainedModel, is_part: bool = False) -> None:
         kind = type(alone[0] if alone else model)
         _refuse(model, kind, "computes attention itself, with masks made for another")
     _choose_forms(found)
+    for _, owners in dispatching:
+        _check_around(model, owners)
     if not is_part:
         for module, owners in dispatching:
             _describe(module, owners)
@@ -140,6 +142,19 @@ def _check_layer(model: PreTrainedModel, kind: type) -> None:
         _refuse(model, kind, "tells implementations apart and does not know this one")
     for name in sorted(code.passed - _KNOWN):
         _refuse(model, kind, f"passes {name}, which qattn does not know")
+
+
+def _check_around(model: PreTrainedModel, owners: _Models) -> None:
+    """Refuses a model without torch's attention that hands masks of its own to one that has it:
+    "eager" adds them to scores, whatever they are, and others read them as truth values."""
+    inner = owners[-1]
+    if not inner._supports_sdpa or _forms.get(type(inner.config)) == "eager":
+        return
+    for outer in owners[:-1]:
+        masks = code_of(type(outer)).own_masks
+        if masks and not outer._supports_sdpa:
+            why = f"hands its {type(inner).__name__} masks of its own ({', '.join(sorted(masks))})"
+            _refuse(model, type(outer), f"{why}, which 'eager' alone reads as numbers")
 
 
 def _choose_forms(found: list[tuple[torch.nn.Module, _Models, Any]]) -> None:
@@ -243,6 +258,14 @@ def _approve(model: PreTrainedModel, is_part: bool = False) -> None:
         _watch(model)
 
 
+def _approve_around(model: PreTrainedModel, is_part: bool = False) -> None:
+    """And the models that it is in."""
+    _approve(model, is_part)
+    for other in list(_models):
+        if other is not model and any(x is model for x in other.modules()):
+            _approve(other, _inside_another(other))
+
+
 def _get_correct(original: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(original)
     def get_correct_attn_implementation(
@@ -289,7 +312,7 @@ def _set_implementation(original: Callable[..., None]) -> Callable[..., None]:
             original(self, attn_implementation, *args, **options)
             if not any(is_ours(c._attn_implementation) for c in _configs(self)):
                 _refuse(self, type(self), "cannot change its attention once it is built")
-            _approve(self)
+            _approve_around(self)
 
         if any(is_ours(name) for name in _names(attn_implementation)):
             _restoring(_configs(self), change)
@@ -305,7 +328,7 @@ def _set_config(original: Callable[..., None]) -> Callable[..., None]:
         def change() -> None:
             original(self, value)
             for model in users:
-                _approve(model, _inside_another(model))
+                _approve_around(model, _inside_another(model))
 
         users = []
         if any(is_ours(name) for name in _names(value)):

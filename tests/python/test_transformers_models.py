@@ -229,6 +229,34 @@ def test_layers_that_tell_implementations_apart():
             transformers.DeepseekV32ForCausalLM._from_config(config, attn_implementation="qattn")
 
 
+def grounding_dino(name, kind):
+    config = getattr(transformers, name).config_class(
+        text_config=transformers.BertConfig(**TEXT), encoder_layers=1, decoder_layers=1, d_model=64,
+        encoder_attention_heads=4, decoder_attention_heads=4, num_queries=4,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return getattr(transformers, name)._from_config(config, attn_implementation=kind)
+
+
+@pytest.mark.parametrize("name", ["GroundingDinoModel", "MMGroundingDinoModel"])
+def test_masks_of_an_outer_model(name):
+    """Truth values, which "eager" adds to the scores of the BERT inside."""
+    refused = pytest.raises(qattn.Unsupported, match="GroundingDinoModel.* its BertModel masks")
+    with refused:
+        grounding_dino(name, "qattn")
+    model = grounding_dino(name, "eager")
+    (text,) = (x for x in model.modules() if type(x).__name__ == "BertModel")
+    for change in (
+        lambda: model.set_attn_implementation("qattn"),
+        lambda: model.set_attn_implementation({"text_config": "qattn"}),
+        lambda: text.set_attn_implementation("qattn"),
+        lambda: setattr(text.config, "_attn_implementation", "qattn"),
+    ):
+        with refused:
+            change()
+        assert text.config._attn_implementation == "eager"
+
+
 def said(model, **given):
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
