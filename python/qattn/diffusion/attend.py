@@ -72,12 +72,12 @@ class Runner:
         return out
 
     def _chosen(self, recipe: str | Recipe, *operands: torch.Tensor) -> str:
-        """A recipe's name; of "auto" what it is for a call on q, k and v (B, H, S, D)."""
+        """A recipe's name; of "auto" what it is for q, k and v (B, S, H, D)."""
         if name_of(recipe) != "auto":
             return name_of(recipe)
         key = operands[0].device, *((x.dtype, x.shape[1:]) for x in operands)
         if key not in self._auto:
-            alike = [x.new_empty(x.shape[-1]).expand(1, *x.shape[1:]).transpose(1, 2) for x in operands]
+            alike = [x.new_empty(x.shape[-1]).expand(1, *x.shape[1:]) for x in operands]
             found = re.search(r"^recipe: (\S+)", _attention.explain(*alike), re.MULTILINE)
             self._auto[key] = found[1] if found else "auto"
         return self._auto[key]
