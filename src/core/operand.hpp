@@ -49,7 +49,7 @@ inline constexpr Role all_roles[] = {Role::q, Role::k, Role::v};
 
 /// On CPUs: the longest keys are those of latent attention, 512 channels and 64 with positions.
 inline constexpr int most_key_channels = 576, most_value_channels = 512;
-/// On GPUs, and multiples of 8 alone.
+/// On GPUs, Q, K and V.
 inline constexpr int most_device_channels = 256;
 
 /// Channels that a row has in products: zeros fill it to whole eights.

@@ -34,6 +34,11 @@ inline bool aligned(const TokenTensor& t) {
          fits(t.head);
 }
 
+/// And are they whole pieces of eight channels? Kernels without detours read no others in place.
+inline bool in_pieces(const TokenTensor& t, int channels) {
+  return channels % 8 == 0 && aligned(t);
+}
+
 /// Strides of a tensor that broadcasts over leading dimensions it lacks.
 inline BroadcastView per_head(const TensorView& t) {
   BroadcastView v;
@@ -53,7 +58,7 @@ inline OutputView output_of(const Problem& p) {
   o.token = p.out.token;
   o.head = p.out.head;
   o.channels = p.dv;
-  o.vectors = p.out.format != Format::f32 && aligned(p.out) && p.dv % 8 == 0;
+  o.vectors = p.out.format != Format::f32 && in_pieces(p.out, p.dv);
   if (const TensorView& lse = p.tensors.lse; lse.present()) {
     o.lse = static_cast<float*>(lse.data);
     o.lse_batch = p.varlen_q ? 0 : lse.stride[0];

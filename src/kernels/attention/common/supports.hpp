@@ -61,7 +61,7 @@ inline bool shares_k_scale(const Problem& p, const Recipe& r, int keys, bool by_
 /// May a kernel that reads Q in 16 bits make its codes, a scale a row, as the encoders do?
 inline bool has_plain_queries(const Problem& p, const Recipe& r) {
   return is_16bit(p.q.format) && !p.tensors.q_scale.present() && r.rotate != Toggle::on &&
-         r.q_scale.granularity == Granularity::per_token && aligned(p.q);
+         r.q_scale.granularity == Granularity::per_token && in_pieces(p.q, p.d);
 }
 
 /// Code for none of the GPU's kind, and no PTX that it could be made of.

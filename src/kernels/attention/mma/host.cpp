@@ -148,8 +148,8 @@ bool is_unmasked(const Problem& p, const Recipe& r, int channels) {
   const bool v_in_place = !v_codes;
   return p.window_left < 0 && p.softcap <= 0 && p.mask == MaskKind::none && p.block_mask_q == 0 &&
          !p.tensors.alibi_slopes.present() && p.softmax_scale > 0 && plain_means(r) &&
-         !(p.paged && (k_in_place || v_in_place)) && (!q_in_place || aligned(p.q)) &&
-         (!k_in_place || aligned(p.k)) && (!v_in_place || aligned(p.v)) &&
+         !(p.paged && (k_in_place || v_in_place)) && (!q_in_place || in_pieces(p.q, p.d)) &&
+         (!k_in_place || in_pieces(p.k, p.d)) && (!v_in_place || in_pieces(p.v, p.dv)) &&
          (!codes || tile_scaled(p, r, channels)) && (!v_codes || plain_values(p, r, channels));
 }
 

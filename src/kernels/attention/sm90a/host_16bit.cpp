@@ -1,7 +1,7 @@
 // Host side of the Hopper prefill kernel for 16-bit V, whose 16-bit operands TMA reads in place.
-// What it cannot do (odd pages, rows at odd addresses, smooth_q, few queries of more than 128
-// channels) the portable kernel does, which also looks again at blocks that met numbers that are
-// not finite or pages that do not exist.
+// What it cannot do (odd pages, rows at odd addresses or not of whole 16 bytes, smooth_q, few
+// queries of more than 128 channels) the portable kernel does, which also looks again at blocks
+// that met numbers that are not finite or pages that do not exist.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -69,8 +69,8 @@ bool whole_pages(std::int64_t size, int keys) {
 /// Does this kernel serve the call with these addresses, strides and values?
 bool is_native(const Problem& p, const Recipe& r, const Sm90Config& c) {
   const bool in_place = !coded(r.qk);
-  return p.max_k > 0 && r.smooth_q != Toggle::on && (!in_place || aligned(p.q)) &&
-         (!in_place || aligned(p.k)) && aligned(p.v) &&
+  return p.max_k > 0 && r.smooth_q != Toggle::on && (!in_place || in_pieces(p.q, p.d)) &&
+         (!in_place || in_pieces(p.k, p.d)) && in_pieces(p.v, p.dv) &&
          (!p.paged || whole_pages(p.page_size, c.keys()));
 }
 

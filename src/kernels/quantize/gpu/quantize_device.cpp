@@ -54,7 +54,8 @@ TokenParams token_params(const QuantizeTensors& t, const QuantizeOptions& o, con
   const int size = info(t.x.format).bits / 8, unit = std::min(16, 8 * size);
   p.input = input_kind(t.x.format);
   p.aligned = reinterpret_cast<std::uintptr_t>(t.x.data) % static_cast<unsigned>(unit) == 0 &&
-              (f.stride_batch | f.stride_token | f.stride_head) * size % unit == 0;
+              (f.stride_batch | f.stride_token | f.stride_head) * size % unit == 0 &&
+              f.channels % chunk_channels == 0;
   p.rotate = o.rotate;
   p.micro = micro_of(o.format);
   p.kind = code_kind(o.format);

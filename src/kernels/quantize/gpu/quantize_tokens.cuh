@@ -311,12 +311,14 @@ struct TokenCodes {
     const std::int64_t at = p.code_offset(t.span, t.b, t.head, t.s) + first;
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
+      if (j >= left) continue;
       const float y0 = formats::mul_rn(t.x[j], inverse), y1 = formats::mul_rn(t.x[j + 1], inverse);
       if (p.micro == Micro::mxfp8) {
         isa::store_global(p.codes + at + j, usable ? formats::E4m3::encode(y0) : std::uint8_t{0});
+        if (j + 1 >= left) continue;
         isa::store_global(p.codes + at + j + 1,
                           usable ? formats::E4m3::encode(y1) : std::uint8_t{0});
-      } else {
+      } else {  // rows have whole bytes
         const std::uint32_t pair = formats::E2m1::encode(y0) | formats::E2m1::encode(y1) << 4;
         isa::store_global(p.codes + (at + j) / 2, static_cast<std::uint8_t>(usable ? pair : 0));
       }
@@ -343,13 +345,13 @@ struct TokenColumns {
     const std::int64_t s0 = isa::block().x % groups * p.group;
     const int b = static_cast<int>(unit / p.rows.heads),
               head = static_cast<int>(unit % p.rows.heads);
-    const int c0 = 2 * isa::thread();
+    const int c0 = 2 * isa::thread(), channels = p.rows.channels - c0 < 2 ? 1 : 2;
     if (c0 >= p.rows.channels) return;
     const tile::Span span = tile::span_of(p.rows, b);
     const std::int64_t left = span.bad ? 0 : span.length - s0;
     const int count = left < 0 ? 0 : left < p.group ? static_cast<int>(left) : p.group;
     std::uint8_t codes[2][formats::kMxGroup];
-    for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < channels; ++n) {
       float column[formats::kMxGroup];
       for (int j = 0; j < count; ++j) {
         const float x =
@@ -375,7 +377,7 @@ struct TokenColumns {
       const std::int64_t at = p.code_offset(span, b, head, s0 + j) + c0;
       if (p.micro == Micro::mxfp8) {
         isa::store_global(p.codes + at, codes[0][j]);
-        isa::store_global(p.codes + at + 1, codes[1][j]);
+        if (channels > 1) isa::store_global(p.codes + at + 1, codes[1][j]);
       } else {
         isa::store_global(p.codes + at / 2,
                           static_cast<std::uint8_t>(codes[0][j] | codes[1][j] << 4));

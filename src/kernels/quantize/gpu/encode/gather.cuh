@@ -45,10 +45,11 @@ struct GatherMicro : EncodeMicro<Channels> {
     return w.chunk() * chunk_channels < w.role.rows.channels;
   }
 
-  /// Eight codes of each row; zeros where there are none.
+  /// Eight codes of each row; zeros where there are none, as behind the row's end.
   template <class Format>
   static QATTN_DEVICE void load_codes(const Work& w, const std::int64_t (&at)[4], Values& v) {
     const auto* data = static_cast<const std::uint8_t*>(w.role.rows.data);
+    const int left = w.role.rows.channels - w.chunk() * chunk_channels;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       v.code[i][0] = v.code[i][1] = 0;
@@ -57,6 +58,7 @@ struct GatherMicro : EncodeMicro<Channels> {
       if (!w.role.aligned) {
 #pragma unroll
         for (int n = 0; n < Format::bits; ++n) {
+          if (8 * n >= left * Format::bits) continue;
           const std::uint32_t byte = isa::load_global(from + n);
           v.code[i][n / 4] |= byte << 8 * (n % 4);
         }
@@ -109,6 +111,7 @@ struct GatherMicro : EncodeMicro<Channels> {
     if (first >= w.place.count() || !has_channels(w)) return;
 #pragma unroll
     for (int j = 0; j < chunk_channels; ++j) {
+      if (w.chunk() * chunk_channels + j >= w.role.rows.channels) continue;
       s.code[j] = load_scale<Format>(role, w.place, w.place.first + first,
                                      w.chunk() * chunk_channels + j, s.bad[j]);
     }
