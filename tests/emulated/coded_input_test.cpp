@@ -104,6 +104,12 @@ TEST_P(EmulatedCodedInput, DenseWithOddDimsAndSoftcap) {
   compare(f);
 }
 
+TEST_P(EmulatedCodedInput, HeadsOfAnySize) {
+  Feature f = small();
+  f.dim = 36, f.dim_v = 65, f.sq = {20, 33}, f.sk = {70, 45};
+  compare(f);
+}
+
 TEST_P(EmulatedCodedInput, TokensOutOfUse) {
   Feature f = small();
   f.how.packed_q = f.how.packed_k = false;

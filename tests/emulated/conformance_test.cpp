@@ -91,6 +91,7 @@ TEST_P(Emulated, MatchesModelAndReference) {
 INSTANTIATE_TEST_SUITE_P(SplitKv, Emulated, testing::ValuesIn(spread_cells()), name_of);
 INSTANTIATE_TEST_SUITE_P(Pairs, Emulated, testing::ValuesIn(paired_cells()), name_of);
 INSTANTIATE_TEST_SUITE_P(PairsOfGroups, Emulated, testing::ValuesIn(grouped_cells()), name_of);
+INSTANTIATE_TEST_SUITE_P(HeadSizes, Emulated, testing::ValuesIn(head_size_cells()), name_of);
 INSTANTIATE_TEST_SUITE_P(Full, Emulated, testing::ValuesIn(all_cells()), name_of);
 
 /// Hopper's kernels themselves, without the portable one's help.

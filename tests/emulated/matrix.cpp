@@ -194,6 +194,44 @@ std::vector<Cell> grouped_cells(bool every) {
   return all;
 }
 
+std::vector<Cell> head_size_cells() {
+  constexpr Heads sizes[] = {{20, 36}, {65, 3}, {100, 65}, {1, 1}, {36, 20}, {3, 100}};
+  constexpr const char* names[] = {"causal",         "gqa_8_2",        "mask_bool",   "varlen",
+                                   "paged_24_bhsd",  "decode_paged",   "seqused_k",   "everything",
+                                   "static_scales",  "rotate_on",      "smooth_v_on", "loud",
+                                   "smooth_q_on",    "strides_odd",    "dim_8_8",     "paged_16",
+                                   "v_per_head_0",   "k_per_token_0"};
+  std::vector<Cell> all, grouped;
+  std::size_t n = 0, turn = 0;
+  for (const Recipe& recipe : every_recipe()) {
+    const bool groups = info(recipe.qk).group > 0;
+    for (const Heads& heads : sizes) {
+      while (!feature_named(names[turn % std::size(names)]).applies(recipe)) ++turn;
+      const Feature& row = feature_named(names[turn++ % std::size(names)]);
+      Feature f = with_inputs(row, recipe, n % 2 ? Format::f16 : Format::bf16);
+      f.dim = heads.dim, f.dim_v = heads.dim_v;
+      if (f.sq.size() < 3) f.sq.assign(f.sq.size(), std::min<std::int64_t>(f.sq[0], 40));
+      if (f.sk.size() == 1) f.sk = {std::min<std::int64_t>(f.sk[0], 150)};
+      if (n % 2) f.how.output = f.how.input;
+      if (n % 3 == 1) f.how.lse = false;
+      f.name += "_heads_" + std::to_string(f.dim) + "_" + std::to_string(f.dim_v);
+      Cell cell = cell_of(recipe, f, "");
+      if (groups) cell.architecture = 120;
+      (groups ? grouped : all).push_back(std::move(cell));
+      ++n;
+    }
+  }
+  // A kernel of 256 channels takes four times the time: once each.
+  for (const Recipe& recipe : {*recipe_named("int8_full"), *recipe_named("bf16")}) {
+    Feature f = with_inputs(feature_named("dim_8_8"), recipe, Format::bf16);
+    f.dim = 250, f.dim_v = 131, f.name = "causal_heads_250_131", f.options.causal = true;
+    all.push_back(cell_of(recipe, f, ""));
+  }
+  share_with_others(all);
+  all.insert(all.end(), grouped.begin(), grouped.end());
+  return all;
+}
+
 std::vector<Cell> all_cells() {
   std::vector<Cell> all;
   std::size_t n = 0;

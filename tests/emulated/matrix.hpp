@@ -36,6 +36,9 @@ std::vector<Cell> grouped_cells(bool every = false);
 /// scaled groups those above.
 std::vector<Cell> all_cells();
 
+/// Rows that are no whole pieces of eight channels: every recipe with sizes and features in turn.
+std::vector<Cell> head_size_cells();
+
 /// One call for every line of sm90a/instances.inc; raw queries: fused_q_quant_test.cpp.
 std::vector<Cell> hopper_instance_cells();
 

@@ -173,6 +173,17 @@ TEST_P(GeforceCoded, GeneralCalls) {
   compare(f);
 }
 
+/// Rows that end inside a group, and inside a piece of eight channels.
+TEST_P(GeforceCoded, HeadsOfAnySize) {
+  Feature f = small();
+  f.dim = 20, f.dim_v = 36, f.sq = {33, 33}, f.sk = {90, 90}, f.heads_q = 2, f.heads_k = 1;
+  compare(f);
+  const bool bytes = recipe_.qk == Format::mxfp8;
+  f.dim = bytes ? 65 : 66, f.dim_v = bytes ? 3 : 2, f.options.causal = true;
+  f.how.layout = Layout::bhsd;
+  compare(f);
+}
+
 TEST_P(GeforceCoded, FewQueriesOfManyHeads) {
   Feature f = small();
   f.sq = {2, 2}, f.sk = {330, 330}, f.heads_q = 8, f.options.causal = true;

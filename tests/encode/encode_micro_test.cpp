@@ -117,6 +117,25 @@ TEST(EncodeMicro, MeansRotationAndBalance) {
   }
 }
 
+/// Rows that end inside a group, and inside a piece of eight channels.
+TEST(EncodeMicro, RowsOfAnyLength) {
+  constexpr int sizes[] = {1, 3, 20, 36, 65, 100, 250};
+  for (unsigned i = 0; i < 28; ++i) {
+    SCOPED_TRACE(i);
+    CaseOptions o = micro_case(i);
+    o.d = sizes[i % 7], o.dv = sizes[(i / 7 + i + 1) % 7];
+    o.recipe.smooth_k = i % 3 ? Toggle::on : Toggle::off;
+    o.recipe.smooth_q = i % 4 == 1 ? Toggle::on : Toggle::off;
+    o.recipe.smooth_v = i % 5 == 2 ? Toggle::on : Toggle::off;
+    o.recipe.rotate = i % 2 ? Toggle::on : Toggle::off;
+    o.recipe.balance_k = i % 4 > 1 ? Toggle::on : Toggle::off;
+    o.dot_mean = i % 3 == 1;
+    Case c(o);
+    check_micro(c);
+    if (HasFailure()) return;
+  }
+}
+
 TEST(EncodeMicro, GivenMeans) {
   for (unsigned i = 0; i < 9; ++i) {
     SCOPED_TRACE(i);

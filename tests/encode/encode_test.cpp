@@ -298,6 +298,40 @@ TEST(Encode, GivenCodes) {
   }
 }
 
+/// Rows that are no whole pieces of eight channels: nothing behind their ends is read, and zeros
+/// fill the codes.
+TEST(Encode, RowsOfAnyLength) {
+  constexpr int sizes[] = {1, 3, 20, 36, 65, 100, 250};
+  const Scaling q_scales[] = {{per_token, 128, 16}, {per_block, 64, 16}, {per_thread, 64, 16}};
+  const Scaling k_scales[] = {{per_block, 64, 16}, {per_thread, 64, 16}, {per_tensor, 128, 16}};
+  const Scaling v_scales[] = {{per_token, 128, 16}, {per_channel, 128, 16}, {per_thread, 64, 16}};
+  for (unsigned i = 0; i < 42; ++i) {
+    SCOPED_TRACE(i);
+    CaseOptions o = shaped(i);
+    o.d = sizes[i % 7], o.dv = sizes[(i / 7 + i) % 7];
+    const Format v = i % 3 == 1 ? Format::e4m3 : Format::s8;
+    o.recipe = recipe_of(i % 4 ? Format::s8 : Format::e4m3, v, q_scales[i % 3], k_scales[i / 2 % 3],
+                         v_scales[i % 3]);
+    o.recipe.smooth_k = i % 5 ? Toggle::on : Toggle::off;
+    o.recipe.smooth_q = i % 6 == 2 ? Toggle::on : Toggle::off;
+    o.recipe.smooth_v = i % 4 == 3 ? Toggle::on : Toggle::off;
+    o.recipe.rotate = i % 3 == 2 ? Toggle::on : Toggle::off;
+    o.dot_mean = i % 3 == 1 && i % 5 > 0;
+    if (i % 7 == 6) {
+      o.given_codes[1] = o.given_codes[2] = true, o.dot_mean = false;
+      o.recipe.smooth_k = o.recipe.smooth_q = o.recipe.smooth_v = o.recipe.rotate = Toggle::off;
+    } else if (i % 5 == 1) {
+      o.bad = {std::vector<std::int64_t>{5}, {9, 64}, {0, 63}};
+      o.recipe.smooth_v = Toggle::off;
+    }
+    for (const Role r : {Role::q, Role::k, Role::v}) {
+      EXPECT_EQ(Case(o).is_plain(r) && Case(o).channels(r) % 8 != 0, false);
+    }
+    check_case(o);
+    if (HasFailure()) return;
+  }
+}
+
 /// Attention kernels load, and forget, what lies in the 64 slots behind a sequence's last tile.
 TEST(Encode, SlotsWithoutTokensHaveScalesAndTables) {
   for (const bool plain : {true, false}) {

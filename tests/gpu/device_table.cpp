@@ -24,6 +24,14 @@ std::vector<Feature> device_table() {
       all.push_back(f);
     }
   }
+  // Rows that are no whole pieces of eight channels.
+  for (const auto& [dim, dim_v] : {std::pair{1, 3}, {36, 36}, {65, 20}, {100, 65}, {250, 131}}) {
+    Feature f;
+    f.name = "heads_" + std::to_string(dim) + "_" + std::to_string(dim_v);
+    f.dim = dim, f.dim_v = dim_v, f.options.causal = dim % 2 == 0;
+    f.how.output = dim % 2 == 0 ? Format::none : Format::f32;
+    all.push_back(f);
+  }
   // Three consumers in a block of Hopper's kernel, by the room that there is for rows: a block for
   // each of an H200's multiprocessors, and more keys than any sequence uses.
   for (const std::int64_t dim : {64, 128}) {

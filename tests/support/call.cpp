@@ -34,6 +34,7 @@ void add_outliers(Values& x, Engine& engine) {
 
 /// The channels that are loud: in pairs (d, d + dim / 2) that RoPE turns fast, and slowly.
 bool is_loud(std::int64_t d, std::int64_t dim) {
+  if (dim < 2) return false;  // no pair
   const std::int64_t pair = d % (dim / 2);
   return pair == 1 || pair == dim / 8;
 }

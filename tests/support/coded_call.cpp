@@ -162,7 +162,14 @@ void add_shapes(Cases& cases) {
       c.feature.how.output = Format::bf16;
     });
   }
-  for (const auto& [d, dv] : {std::pair{128, 128}, {256, 256}, {72, 24}, {32, 200}, {40, 64}}) {
+  for (const auto& [d, dv] : {std::pair{128, 128},
+                              {256, 256},
+                              {72, 24},
+                              {32, 200},
+                              {40, 64},
+                              {20, 36},
+                              {65, 250},
+                              {100, 3}}) {
     cases.add("D " + std::to_string(d), [d, dv](C& c) {
       c.feature.dim = d, c.feature.dim_v = dv, c.feature.heads_q = 4, c.feature.sk = {200, 200};
       c.feature.how.input = Format::f16;
@@ -187,6 +194,10 @@ void add_shapes(Cases& cases) {
       });
     }
   }
+  cases.add("pages of 32 D 36", [](C& c) {
+    c.page_size = 32, c.feature.dim = 36, c.feature.dim_v = 65;
+    if (c.recipe.v == Format::e4m3) c.recipe.v_scale.granularity = per_tensor;
+  });
 }
 
 }  // namespace
