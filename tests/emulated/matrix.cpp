@@ -205,7 +205,8 @@ std::vector<Cell> head_size_cells() {
   std::size_t n = 0, turn = 0;
   for (const Recipe& recipe : every_recipe()) {
     const bool groups = info(recipe.qk).group > 0;
-    for (const Heads& heads : sizes) {
+    for (int i = 0; i < 3; ++i) {
+      const Heads& heads = sizes[n % std::size(sizes)];
       while (!feature_named(names[turn % std::size(names)]).applies(recipe)) ++turn;
       const Feature& row = feature_named(names[turn++ % std::size(names)]);
       Feature f = with_inputs(row, recipe, n % 2 ? Format::f16 : Format::bf16);
