@@ -244,6 +244,50 @@ TEST_P(EmulatedPlan, GivenScalesKeepTheirShape) {
   EXPECT_TRUE(same_bits(named, automatic));
 }
 
+/// Rows that end inside 16 bytes, as a cut of wider tensors: aligned, with NaN behind them, or close
+/// together.
+TEST_P(EmulatedPlan, RowsCutOutOfWiderOnes) {
+  constexpr std::int64_t keys = 70, queries = 20, widths[] = {36, 36, 20, 20};
+  const Recipe& recipe = GetParam();
+  const Format format = recipe.qk == Format::f16 ? Format::f16 : Format::bf16;
+  for (const int gpu : {80, 90, 120}) {
+    const EmulatedBackend backend(gpu);
+    std::vector<std::uint16_t> memory[2][4];
+    bool served = true;
+    for (const int cut : {0, 1}) {
+      AttentionTensors t;
+      int n = 0;
+      for (TensorView AttentionTensors::*at : {&AttentionTensors::q, &AttentionTensors::k,
+                                               &AttentionTensors::v, &AttentionTensors::out}) {
+        const std::int64_t width = widths[n], room = width + (cut ? 4 : 0);
+        const std::int64_t tokens = n % 3 == 0 ? queries : keys;
+        std::vector<std::uint16_t>& x = memory[cut][n++];
+        x.assign(static_cast<std::size_t>(tokens * room), 0x7fff);
+        for (std::int64_t i = 0; n < 4 && i < tokens * width; ++i) {  // between 0.5 and 2
+          const auto number = static_cast<std::uint16_t>(i * 2654435761u >> 7 & 0x80ff);
+          x[static_cast<std::size_t>(i / width * room + i % width)] =
+              static_cast<std::uint16_t>(number + (format == Format::f16 ? 0x3800 : 0x3f00));
+        }
+        t.*at = TensorView::dense(x.data(), format, {1, tokens, 1, room});
+        (t.*at).shape[3] = width;
+      }
+      AttentionOptions options;
+      options.recipe = recipe, options.causal = true;
+      const Result<Plan> made = plan(t, options);
+      served = made.ok() && is_emulated(made->kernel());
+      if (!served) break;
+      const Status status = attention(t, options);
+      ASSERT_TRUE(status.ok()) << status.message();
+    }
+    for (std::int64_t i = 0; served && i < queries * 24; ++i) {
+      const std::uint16_t x = memory[1][3][static_cast<std::size_t>(i)];
+      const std::int64_t at = i / 24 * 20 + i % 24;
+      ASSERT_EQ(x, i % 24 < 20 ? memory[0][3][static_cast<std::size_t>(at)] : 0x7fff) << gpu;
+      ASSERT_EQ(x == 0x7fff, i % 24 >= 20) << gpu << ": " << i;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Cover, EmulatedPlan, testing::ValuesIn(every_recipe()),
                          [](const auto& recipe) { return recipe.param.name; });
 
