@@ -250,6 +250,31 @@ static inline void block(const typename E::Row* row, std::int64_t row_stride,
   }
 }
 
+template <int Count>
+struct Rows {
+  static constexpr int count = Count;
+};
+
+/// Sixteens of a block, as many as registers hold sums for: 4 rows of 4 fill AVX-512's, 6 rows of
+/// one those of others.
+#if defined(__AVX512F__)
+constexpr int block_groups = 4;
+#else
+constexpr int block_groups = 1;
+#endif
+
+/// Calls f(first row, count as a type) for blocks of rows: fours, or sixes as long as what is left
+/// makes fours.
+template <class Function>
+static inline void each_rows(int rows, Function f) {
+  int r = 0;
+  if constexpr (block_groups == 1) {
+    for (; rows - r >= 6 && rows - r != 8; r += 6) f(r, Rows<6>{});
+  }
+  for (; r + 4 <= rows; r += 4) f(r, Rows<4>{});
+  for (; r < rows; ++r) f(r, Rows<1>{});
+}
+
 /// Operands of one Q K^T call; `correction` is null for the float engines.
 template <class E>
 struct QK {
@@ -290,15 +315,14 @@ static inline void qk_block(const QK<E>& x, int r0, int j0) {
 template <class E, int R>
 static inline void qk_rows(const QK<E>& x, int r0, int keys) {
   int j = 0;
-  for (; j + 64 <= keys; j += 64) qk_block<E, R, 4>(x, r0, j);
+  for (; j + block_groups * v::lanes <= keys; j += block_groups * v::lanes)
+    qk_block<E, R, block_groups>(x, r0, j);
   for (; j < keys; j += v::lanes) qk_block<E, R, 1>(x, r0, j);
 }
 
 template <class E>
 static inline void qk(const QK<E>& x, int rows, int keys) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4) qk_rows<E, 4>(x, r, keys);
-  for (; r < rows; ++r) qk_rows<E, 1>(x, r, keys);
+  each_rows(rows, [&](int r, auto some) { qk_rows<E, decltype(some)::count>(x, r, keys); });
 }
 
 /// Operands of one P V call.
@@ -332,16 +356,15 @@ static inline void pv_block(const PV<E>& x, int r0, int c0) {
 
 template <class E, int R>
 static inline void pv_rows(const PV<E>& x, int r0) {
+  constexpr int step = block_groups * v::lanes;
   int c = 0;
-  for (; c + 64 <= x.channels; c += 64) pv_block<E, R, 4>(x, r0, c);
+  for (; c + step <= x.channels; c += step) pv_block<E, R, block_groups>(x, r0, c);
   for (; c < x.channels; c += v::lanes) pv_block<E, R, 1>(x, r0, c);
 }
 
 template <class E>
 static inline void pv(const PV<E>& x, int rows) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4) pv_rows<E, 4>(x, r);
-  for (; r < rows; ++r) pv_rows<E, 1>(x, r);
+  each_rows(rows, [&](int r, auto some) { pv_rows<E, decltype(some)::count>(x, r); });
 }
 
 void qk_s8_lanes(const std::int8_t* q, int rows, const std::uint8_t* k, int keys, int d4,
@@ -380,13 +403,6 @@ void pv_f32(const float* p, int rows, const float* value, int keys, int channels
 
 // --- Products with a packed weight ---------------------------------------------------------------
 
-/// Columns of a block in sixteens: 6 x 64 sums fill AVX-512's registers, 6 x 16 those of others.
-#if defined(__AVX512F__)
-constexpr int linear_groups = 4;
-#else
-constexpr int linear_groups = 1;
-#endif
-
 template <class E, int R, int N>
 static inline void linear_block(const LinearTile& x, int r0, int g0) {
   using Row = typename E::Row;
@@ -407,8 +423,8 @@ static inline void linear_block(const LinearTile& x, int r0, int g0) {
 template <class E, int R>
 static inline void linear_rows(const LinearTile& x, int r0) {
   int g = 0;
-  for (; g + linear_groups <= x.groups; g += linear_groups) {
-    linear_block<E, R, linear_groups>(x, r0, g);
+  for (; g + block_groups <= x.groups; g += block_groups) {
+    linear_block<E, R, block_groups>(x, r0, g);
   }
   for (; g < x.groups; ++g) linear_block<E, R, 1>(x, r0, g);
 }

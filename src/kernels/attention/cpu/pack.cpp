@@ -235,11 +235,26 @@ bool find_tile(const Job& job, std::int64_t b, const TilePlace& place, const Til
   return true;
 }
 
+void bring_keys(const Job& job, std::int64_t b, const TilePlace& place, FloatRuns& found,
+                Scratch& scratch) {
+  const Sequence k = job.k_sequence(b, place.head);
+  const int count = tile_count(k, place.first), width = padded(k.channels);
+  for (int j = 0; j < count; ++j) {
+    float* row = scratch.k_rows + j * width;
+    load_row(job.words(), k, place.first + j, {}, row);
+    round_row(job.words(), job.config.recipe.qk, row, k.channels);
+  }
+  for (int n = 0; n < found.count; ++n) {
+    FloatRuns::Run& run = found.runs[n];
+    run.k = {scratch.k_rows + run.first * width, width, Element::f32};
+  }
+}
+
 void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, const Tile& tile,
                      FloatRuns& found, Scratch& scratch) {
   const auto [head, first] = place;
   const Sequence k = job.k_sequence(b, head), v = job.v_sequence(b, head);
-  const int count = tile_count(k, first), k_width = padded(k.channels);
+  const int count = tile_count(k, first);
   const KernelTable& words = job.words();
   const auto is_exact = [](Format given, Format wanted) {
     return given == wanted || wanted == Format::f32;
@@ -252,22 +267,17 @@ void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, con
     const int keys = static_cast<int>(std::min<std::int64_t>(left, count - j));
     const FloatRows k_rows{k.row(first + j), k.token_stride, element_of(k.format)};
     const FloatRows v_rows{v.row(first + j), v.token_stride, element_of(v.format)};
-    k_lies = k_lies && words.finite_rows(k_rows, keys, k.channels);
     v_lies = v_lies && words.finite_rows(v_rows, keys, v.channels);
     found.runs[found.count++] = {j, keys, k_rows, v_rows};
     j += keys;
   }
   *tile.at<std::uint8_t>(&TileLayout::any_bad) = 0;
-  for (int j = 0; !k_lies && j < count; ++j) {
-    float* row = scratch.k_rows + j * k_width;
-    load_row(words, k, first + j, {}, row);
-    round_row(words, job.config.recipe.qk, row, k.channels);
-  }
-  if (!v_lies) load_values(job, v, b, head, first, count, tile, scratch);
+  if (!k_lies) bring_keys(job, b, place, found, scratch);
+  if (v_lies) return;
+  load_values(job, v, b, head, first, count, tile, scratch);
   for (int n = 0; n < found.count; ++n) {
     FloatRuns::Run& run = found.runs[n];
-    if (!k_lies) run.k = {scratch.k_rows + run.first * k_width, k_width, Element::f32};
-    if (!v_lies) run.v = {scratch.rows + run.first * job.dv(), job.dv(), Element::f32};
+    run.v = {scratch.rows + run.first * job.dv(), job.dv(), Element::f32};
   }
 }
 

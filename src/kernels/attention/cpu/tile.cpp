@@ -23,16 +23,27 @@ bool is_unmasked(const Job& job, const Task& t, const Tile& tile, std::int64_t f
          sees_all(t, first);
 }
 
+void multiply_float_queries(const Job& job, const Task& t, const Tile& tile, std::int64_t first,
+                            Scratch& s) {
+  const auto multiply = [&] {
+    int keys = 0;
+    for (int n = 0; n < tile.floats->count; ++n) {
+      const FloatRuns::Run& run = tile.floats->runs[n];
+      job.words().qk_float_rows(s.q, job.d(), t.count, run.k, run.keys, job.problem.d, s.q_scale,
+                                s.scores + run.first);
+      keys += run.keys;
+    }
+    return job.words().finite_rows({s.scores, tile_keys, Element::f32}, t.count, keys);
+  };
+  if (multiply()) return;
+  bring_keys(job, t.b, {t.kv_head, first}, *tile.floats, s);  // where Inf is NaN, as anywhere
+  multiply();
+}
+
 void multiply_queries(const Job& job, const Task& t, const Tile& tile, int keys, Scratch& s) {
   const KernelTable& w = job.words();
   const auto* scale = tile.at<float>(&TileLayout::k_scale);
-  if (tile.floats != nullptr) {
-    for (int n = 0; n < tile.floats->count; ++n) {
-      const FloatRuns::Run& run = tile.floats->runs[n];
-      w.qk_float_rows(s.q, job.d(), t.count, run.k, run.keys, job.problem.d, s.q_scale,
-                      s.scores + run.first);
-    }
-  } else if (tile.found != nullptr) {
+  if (tile.found != nullptr) {
     w.qk_s8_rows(s.q_panels, t.count, tile.found->k, keys, job.d(), s.q_scale, s.correction, scale,
                  s.scores);
   } else if (job.config.qk == Engine::integer) {
@@ -150,7 +161,11 @@ void run_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t firs
     x.biased = adds_biases(job.problem);
   }
   const bool plain = is_unmasked(job, t, tile, first);
-  multiply_queries(job, t, tile, keys16, s);
+  if (floats) {
+    multiply_float_queries(job, t, tile, first, s);
+  } else {
+    multiply_queries(job, t, tile, keys16, s);
+  }
   x.below = plain ? ~0u : finish_scores(job, t, tile, first, keys, s);
   job.words().softmax(x);
   if (floats) return multiply_float_values(job, t, tile, s);
