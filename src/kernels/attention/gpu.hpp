@@ -4,6 +4,7 @@
 
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/plan.hpp"
@@ -75,6 +76,18 @@ std::vector<GpuKernels> gpu_architectures();
 
 /// Few queries over 8-bit codes, on every GPU (decode/uniform8).
 detail::Kernel sm80_coded_decode();
+
+/// Do most rows see fewer keys than there are, since they end at the diagonal or near it?
+bool ends_at_diagonal(const Problem& problem);
+
+/// Keys that a row sees, on average.
+std::int64_t average_keys(const Problem& problem);
+
+/// The problem's recipe on the current device. All kernels of a device make the same choice of
+/// "auto", since some leave blocks to others.
+Recipe resolve_on_gpu(const Problem& problem, const Scaling& k_default, const Scaling& v_default);
+/// The plan's line on that choice, if there was one.
+std::string automatic_text(const Problem& problem);
 
 /// All kernels of attention on GPUs, best first.
 std::span<const detail::Kernel> gpu_attention_kernels();

@@ -12,6 +12,7 @@
 
 #include "core/index_tensor.hpp"
 #include "core/threads.hpp"
+#include "kernels/attention/automatic.hpp"
 #include "kernels/attention/cpu/operand.hpp"
 #include "kernels/attention/cpu/task.hpp"
 #include "qattn/quantize.hpp"
@@ -27,24 +28,8 @@ using detail::PlanData;
 /// while.
 constexpr std::int64_t few_rows = 8;
 
-/// What "auto" is, and why. Its error is at most that of int8_full.
-struct Automatic {
-  const char *recipe, *reason;
-};
-
-Automatic automatic(const Problem& p, const KernelTable* words) {
-  const Recipe& r = p.recipe;
-  const AttentionTensors& t = p.tensors;
-  const auto is_free = [](const Scaling& s) { return s == Scaling{}; };
-  const auto is_on = [](Toggle toggle) { return toggle == Toggle::on; };
-  const bool coded = p.q_codes || p.k_codes || p.v_codes || t.q_scale.present() ||
-                     t.k_scale.present() || t.v_scale.present() || t.k_mean.present() ||
-                     t.v_mean.present() || t.saturated.present();
-  const bool asks = is_on(r.smooth_k) || is_on(r.smooth_q) || is_on(r.smooth_v) ||
-                    is_on(r.rotate) || is_on(r.balance_k) || !is_free(r.q_scale) ||
-                    !is_free(r.k_scale) || !is_free(r.v_scale);
-  const bool free =
-      !coded && !asks && is_float(p.q.format) && is_float(p.k.format) && is_float(p.v.format);
+detail::Automatic automatic(const Problem& p, const KernelTable* words) {
+  const bool free = detail::may_choose(p);
   // How long packed sequences are the host does not know, and neighbours have no influence.
   if (free && !p.varlen_q && p.group() * p.max_q <= few_rows) {
     return {"f32", "few queries read K and V once"};
@@ -214,9 +199,7 @@ std::shared_ptr<PlanData> tune(const Problem& problem) {
             "\nfloat_rows_in_place: " + std::to_string(c->float_rows_in_place) +
             "\nheads_in_turn: " + std::to_string(c->heads_in_turn) +
             "\nthreads: " + std::to_string(c->threads) + "\n";
-  if (problem.recipe.qk == Format::none) {
-    c->text += std::string("auto: ") + automatic(problem, c->words).reason + "\n";
-  }
+  c->text += detail::text_of(automatic(problem, c->words), problem);
   if (problem.projects()) {
     c->text += std::string("projection: ") + engine(c->projection) + " products, after all heads\n";
   }

@@ -236,7 +236,7 @@ void plan_mma(MmaPlan& plan, const Problem& p, int resident) {
               "\nlost_mass: " + (c.pv == Element::u8 ? "a second byte" : "none") + "\n" +
               (isa::is_16bit(c.pv) ? "references: powers of two\n" : "") + text_of(plan.split_kv) +
               text_of(plan.order) + hidden_keys_text(plan.prepared) +
-              text_of_gathered(p, plan.recipe);
+              text_of_gathered(p, plan.recipe) + automatic_text(p);
 }
 
 }  // namespace QATTN_TARGET

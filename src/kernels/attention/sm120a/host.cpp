@@ -35,7 +35,7 @@ constexpr Instance instances[] = {
 };
 
 Recipe resolve(const Problem& p) {
-  return detail::resolve_recipe(p, "int8_full", {Granularity::per_block, slot_tile, 0});
+  return resolve_on_gpu(p, {Granularity::per_block, slot_tile, 0}, {});
 }
 
 Sm120Config config_of(const Problem& p, const Recipe& r, bool general) {

@@ -30,7 +30,7 @@ static_assert(sizeof instances / sizeof *instances <= 40);
 
 Recipe resolve(const Problem& problem) {
   // One scale for a tile of K costs nothing in the kernel, one per token a multiplication a score.
-  return detail::resolve_recipe(problem, "int8_full", {Granularity::per_block, slot_tile, 0});
+  return resolve_on_gpu(problem, {Granularity::per_block, slot_tile, 0}, {});
 }
 
 Sm80Config config_of(const Problem& p, const Recipe& r, bool general) {

@@ -43,7 +43,7 @@ struct Sm90Plan : GpuPlan {
 Recipe resolve(const Problem& problem) {
   // Scales that a thread's own keys share cost nothing in the kernel.
   constexpr Scaling thread{Granularity::per_thread, slot_tile, 0};
-  return detail::resolve_recipe(problem, "int8_full", thread, thread);
+  return resolve_on_gpu(problem, thread, thread);
 }
 
 const Sm90Instance* find(const Problem& p, const Recipe& r, bool fused_q_quant = false,
@@ -274,7 +274,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
   plan->text = sm90a_text(plan->instance->config) + text_of(plan->split_kv) + text_of(plan->order);
   plan->packed = plan_varlen(p, plan->instance->config.rows(), plan->workspace);
   const CodesLeft left = codes_left(*plan, p);
-  plan->text += hidden_keys_text(plan->prepared);
+  plan->text += hidden_keys_text(plan->prepared) + automatic_text(p);
   if (left == CodesLeft::all) plan->text += "codes: beside attention\n";
   if (left == CodesLeft::queries) {  // by the other kernel, whose P may be elsewhere
     plan->text += "q_codes: in the attention kernel\nq_codes_shared_p: " +
@@ -292,15 +292,6 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
 bool is_general(const Problem& p, const Recipe& r) {
   return p.softcap > 0 || p.tensors.alibi_slopes.present() || p.mask != MaskKind::none ||
          !(p.softmax_scale > 0) || (coded(r.qk) && !shares_k_scale(p, r, slot_tile, true));
-}
-
-bool ends_at_diagonal(const Problem& p) {
-  return p.window_right >= 0 && p.window_right < p.max_k / 2;
-}
-
-std::int64_t average_keys(const Problem& p) {
-  const std::int64_t average = p.max_k - (ends_at_diagonal(p) ? std::min(p.max_q, p.max_k) / 2 : 0);
-  return std::min(average, visible_keys(p, 1));
 }
 
 Sm90Dims sm90a_dims(const Problem& p) {

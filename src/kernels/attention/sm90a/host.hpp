@@ -40,12 +40,6 @@ Sm90Dims sm90a_dims(const Problem& problem);
 /// That one, or the one with P in the other place; null: there is none.
 const Sm90Instance* find_sm90a(Sm90Config config);
 
-/// Do most rows see fewer keys than there are, since they end at the diagonal or near it?
-bool ends_at_diagonal(const Problem& problem);
-
-/// Keys that a row sees, on average.
-std::int64_t average_keys(const Problem& problem);
-
 /// Whether the current device can run the instance, and index what the problem has.
 Status check_sm90a(const Problem& problem, const Sm90Instance* instance,
                    const PrepareLayout& layout);

@@ -31,7 +31,7 @@ struct WidePlan : GpuPlan {
 
 Recipe resolve(const Problem& p) {
   // As the portable kernel's, so that both take the same codes.
-  return detail::resolve_recipe(p, "int8_full", {Granularity::per_block, slot_tile, 0});
+  return resolve_on_gpu(p, {Granularity::per_block, slot_tile, 0}, {});
 }
 
 /// Where P goes through shared memory, if there is such a kernel. H200, D 128, TFLOP/s beside P in
@@ -158,9 +158,10 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
       static_cast<std::size_t>(plan->split_kv.work_tiles) * fallback_stride * sizeof(std::uint32_t);
   plan->packed = plan_varlen(p, sm90a_rows, plan->workspace);
   // What will run, as far as a plan can tell.
-  plan->text = serves(*plan, p) ? sm90a_text(plan->instance->config) + text_of(plan->split_kv) +
-                                      text_of(plan->order) + hidden_keys_text(plan->prepared)
-                                : "by the portable kernel\n" + plan->portable->text;
+  plan->text = serves(*plan, p)
+                   ? sm90a_text(plan->instance->config) + text_of(plan->split_kv) +
+                         text_of(plan->order) + hidden_keys_text(plan->prepared) + automatic_text(p)
+                   : "by the portable kernel\n" + plan->portable->text;
   return plan;
 }
 
