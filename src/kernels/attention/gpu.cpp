@@ -1,11 +1,7 @@
 #include "kernels/attention/gpu.hpp"
 
-#include <algorithm>
-#include <array>
-
 #include "isa/launch.hpp"
 #include "kernels/attention/automatic.hpp"
-#include "kernels/attention/schedule/split_kv.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -77,58 +73,15 @@ std::span<const detail::Kernel> gpu_attention_kernels() {
   return kernels;
 }
 
-bool ends_at_diagonal(const Problem& p) {
-  return p.window_right >= 0 && p.window_right < p.max_k / 2;
-}
-
-std::int64_t average_keys(const Problem& p) {
-  const std::int64_t average = p.max_k - (ends_at_diagonal(p) ? std::min(p.max_q, p.max_k) / 2 : 0);
-  return std::min(average, visible_keys(p, 1));
-}
-
 namespace {
 
-/// From how many keys a row on codes gain what making them costs, where each KV head has as many
-/// rows of Q as keys; by head dimension, between those of records in proportion.
-struct BreakEven {
-  int channels;
-  double keys;
-};
-
-/// What codes a GPU's kernels gain most from: of Q and K alone, or of V, too.
-struct Codes {
-  const char* recipe;
-  bool of_v;
-  std::array<BreakEven, 3> break_even;
-};
+using detail::Codes;
 
 /// Fitted to end-to-end times of 8-bit recipes and of 16 bits: bench/results/gpu-h200-prefill.json
 /// and choices-h200.json, gpu-portable-h100.json (the portable kernel on an H100, in place of GPUs
 /// without a record). tests/cli/test_automatic.py holds the choices to those records.
 constexpr Codes hopper{"int8_full", true, {{{64, 1200.0}, {128, 650.0}, {256, 900.0}}}};
 constexpr Codes portable{"int8", false, {{{64, 4000.0}, {128, 1400.0}, {256, 1400.0}}}};
-
-double break_even(const Codes& codes, int channels) {
-  const auto& all = codes.break_even;
-  if (channels <= all.front().channels) return all.front().keys;
-  for (std::size_t i = 1; i < all.size(); ++i) {
-    const BreakEven &low = all[i - 1], &high = all[i];
-    if (channels > high.channels) continue;
-    const double part =
-        static_cast<double>(channels - low.channels) / (high.channels - low.channels);
-    return low.keys + part * (high.keys - low.keys);
-  }
-  return all.back().keys;
-}
-
-/// A row's products gain in proportion to its keys, codes cost in proportion to what is coded: with
-/// few rows a row of K or V costs twice what one of Q does.
-bool codes_gain(const Codes& codes, const Problem& p) {
-  const auto rows = static_cast<double>(p.group() * p.max_q), keys = static_cast<double>(p.max_k);
-  const double of_keys = codes.of_v ? 4.0 : 2.0, coded = of_keys * keys + rows;
-  const double gains = rows * static_cast<double>(average_keys(p));
-  return gains * (of_keys + 1.0) >= break_even(codes, std::max(p.d, p.dv)) * coded;
-}
 
 detail::Automatic automatic(const Problem& p) {
   const Format format = p.q.format;
@@ -138,7 +91,7 @@ detail::Automatic automatic(const Problem& p) {
   }
   const Codes& codes = isa::architecture(p.device().index) == 90 ? hopper : portable;
   // How long packed sequences are the host does not know, and neighbours have no influence.
-  if (p.varlen_q || p.varlen_k || codes_gain(codes, p)) {
+  if (p.varlen_q || p.varlen_k || detail::codes_gain(codes, p)) {
     return {codes.recipe, "enough rows and keys for codes to be worth their making"};
   }
   return {std::string(info(format).name), "too few rows and keys for codes"};

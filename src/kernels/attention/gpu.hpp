@@ -9,6 +9,7 @@
 
 #include "core/plan.hpp"
 #include "isa/target.hpp"
+#include "kernels/attention/automatic.hpp"
 #include "kernels/attention/schedule/varlen.hpp"
 #include "kernels/quantize/gpu/prepare.hpp"
 
@@ -77,11 +78,8 @@ std::vector<GpuKernels> gpu_architectures();
 /// Few queries over 8-bit codes, on every GPU (decode/uniform8).
 detail::Kernel sm80_coded_decode();
 
-/// Do most rows see fewer keys than there are, since they end at the diagonal or near it?
-bool ends_at_diagonal(const Problem& problem);
-
-/// Keys that a row sees, on average.
-std::int64_t average_keys(const Problem& problem);
+using detail::average_keys;
+using detail::ends_at_diagonal;
 
 /// The problem's recipe on the current device. All kernels of a device make the same choice of
 /// "auto", since some leave blocks to others.

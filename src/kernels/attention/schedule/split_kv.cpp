@@ -64,13 +64,6 @@ SplitKvOverride& split_kv_override() {
   return value;
 }
 
-std::int64_t visible_keys(const Problem& p, std::int64_t rows) {
-  if (p.window_left < 0 || p.window_right < 0) return p.max_k;
-  // No sum of these overflows: windows are compared with the keys first.
-  const std::int64_t left = std::min(p.window_left, p.max_k);
-  return std::min(p.max_k, left + std::min(p.window_right, p.max_k) + rows);
-}
-
 SplitKv plan_split_kv(const Problem& p, const Recipe& r, const SplitKvLimits& limits,
                       std::size_t& workspace) {
   SplitKv s;

@@ -9,6 +9,7 @@
 
 #include "core/problem.hpp"
 #include "isa/launch.hpp"
+#include "kernels/attention/automatic.hpp"
 #include "kernels/attention/common/params.hpp"
 
 namespace qattn::kernels {
@@ -37,8 +38,7 @@ struct SplitKv {
   bool all_parts() const { return rows > 0 && whole == 0; }
 };
 
-/// Keys that a block of `rows` queries can see, at most.
-std::int64_t visible_keys(const Problem& problem, std::int64_t rows);
+using detail::visible_keys;
 
 /// The choice for a call, and room for its parts behind `workspace`, which grows.
 SplitKv plan_split_kv(const Problem& problem, const Recipe& recipe, const SplitKvLimits& limits,
