@@ -1,5 +1,4 @@
-// Products with K and V in floats as they lie, on every instruction set, against float64; and that
-// decode takes them, whatever its pages, heads and bad values.
+// Products with K and V in floats as they lie, on every instruction set, against float64.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -17,18 +16,18 @@
 namespace qattn::test {
 namespace {
 
-/// Rows of floats in one format, as far apart as `stride`; behind the last value of a row lies NaN.
+/// Rows of floats in one format; behind the last value of a row lies NaN.
 struct Rows {
   std::vector<float> f32;
   std::vector<std::uint16_t> halves;
-  cpu::FloatRows view;
+  std::vector<const void*> row;
+  int stride;
 
-  Rows(cpu::Element element, int rows, int channels, std::mt19937& random) {
-    const int stride = channels + 3;
+  Rows(cpu::Element element, int rows, int channels, std::mt19937& random) : stride(channels + 3) {
     std::normal_distribution<float> normal;
     f32.assign(static_cast<std::size_t>(rows * stride), std::nanf(""));
     for (int j = 0; j < rows; ++j) {
-      for (int c = 0; c < channels; ++c) at(j, c, stride) = normal(random);
+      for (int c = 0; c < channels; ++c) f32[at(j, c)] = normal(random);
     }
     for (float& x : f32) {
       if (element == cpu::Element::f32) break;
@@ -36,15 +35,17 @@ struct Rows {
       halves.push_back(f16 ? formats::F16::encode(x) : formats::Bf16::encode(x));
       x = f16 ? formats::F16::decode(halves.back()) : formats::Bf16::decode(halves.back());
     }
-    const void* base = halves.empty() ? static_cast<const void*>(f32.data()) : halves.data();
-    view = {base, stride, element};
+    for (int j = 0; j < rows; ++j) {
+      row.push_back(halves.empty() ? static_cast<const void*>(&f32[at(j, 0)]) : &halves[at(j, 0)]);
+    }
+    view = {row.data(), element};
   }
-  float& at(int row, int channel, std::int64_t stride) {
-    return f32[static_cast<std::size_t>(row * stride + channel)];
+  std::size_t at(int j, int channel) const {
+    return static_cast<std::size_t>(j * stride + channel);
   }
-  double value(int row, int channel) const {
-    return double{f32[static_cast<std::size_t>(row * view.stride + channel)]};
-  }
+  double value(int j, int channel) const { return double{f32[at(j, channel)]}; }
+
+  cpu::FloatRows view;
 };
 
 std::vector<float> floats(std::size_t n, std::mt19937& random) {
@@ -138,7 +139,7 @@ TEST(FloatRows, OneBadValueIsFound) {
       Rows x(element, 9, channels, random);  // NaN lies between rows
       EXPECT_TRUE(words.finite_rows(x.view, 9, channels));
       for (int i = 0; i < 9 * channels; ++i) {
-        const auto at = static_cast<std::size_t>(i / channels * x.view.stride + i % channels);
+        const std::size_t at = x.at(i / channels, i % channels);
         const float inf = std::numeric_limits<float>::infinity();
         const float number = i % 3 == 0 ? inf : i % 3 == 1 ? -inf : std::nanf("");
         const float f32 = x.f32[at];

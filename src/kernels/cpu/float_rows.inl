@@ -1,11 +1,5 @@
 // Few query rows over K and V in floats as they lie: products without panels. Continues words.inl.
 
-template <Element Kind>
-static inline const void* row_of(const FloatRows& x, int j) {
-  const std::int64_t bytes = Kind == Element::f32 ? 4 : 2;
-  return static_cast<const char*>(x.base) + j * x.stride * bytes;
-}
-
 /// Are all values finite? Zero times anything else is NaN.
 template <Element Kind>
 static inline bool finite_rows_of(const FloatRows& x, int rows, int channels) {
@@ -13,7 +7,7 @@ static inline bool finite_rows_of(const FloatRows& x, int rows, int channels) {
   const F zero = v::set(0.0f);
   F sum[4] = {zero, zero, zero, zero};
   for (int j = 0; j < rows; ++j) {
-    const void* row = row_of<Kind>(x, j);
+    const void* row = x.row[j];
     int c = 0;
     for (; c + step <= channels; c += step) {
       for (int n = 0; n < 4; ++n) {
@@ -51,7 +45,7 @@ template <Element Kind, int R>
 static inline void four_products(const FloatQK& x, int r0, int j0, int keys, F* acc) {
   constexpr int count = 4 / R;
   const void* row[count];
-  for (int n = 0; n < count; ++n) row[n] = row_of<Kind>(x.k, j0 + n < keys ? j0 + n : keys - 1);
+  for (int n = 0; n < count; ++n) row[n] = x.k.row[j0 + n < keys ? j0 + n : keys - 1];
   for (int i = 0; i < 4; ++i) acc[i] = v::set(0.0f);
   const float* q = x.q + r0 * x.q_stride;
   int c = 0;
@@ -124,7 +118,7 @@ static inline void pv_float_block(const FloatPV& x, int r0, int c0, int last) {
   }
   const float* p = x.p + r0 * tile_keys;
   for (int j = 0; j < x.keys; ++j) {
-    const void* row = row_of<Kind>(x.values, j);
+    const void* row = x.values.row[j];
     F value[N];
     for (int n = 0; n < N; ++n) {
       value[n] = load_elements<Kind>(row, c0 + n * v::lanes, n + 1 < N ? v::lanes : last);
@@ -144,7 +138,7 @@ static inline void pv_float_block(const FloatPV& x, int r0, int c0, int last) {
 }
 
 /// As many sums as registers hold beside V's values.
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(__AVX512F__)
 constexpr int float_sums = 16;
 #else
 constexpr int float_sums = 4;

@@ -92,10 +92,9 @@ struct CodeRows {
   std::int64_t stride;
 };
 
-/// Rows of floats where the caller has them: row j begins at element j * stride.
+/// Rows of floats where the caller has them.
 struct FloatRows {
-  const void* base;
-  std::int64_t stride;
+  const void* const* row;
   Element element;
 };
 

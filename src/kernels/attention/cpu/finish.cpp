@@ -72,12 +72,6 @@ struct TileRow {
 
 constexpr float largest = std::numeric_limits<float>::max();
 
-Element element_of(Format format) {
-  return format == Format::f32   ? Element::f32
-         : format == Format::f16 ? Element::f16
-                                 : Element::bf16;
-}
-
 /// Adds a bias for each key from begin to end.
 void add_biases(const TileRow& x, const float* biases) {
   x.job.words().add_bias(x.scores + x.begin, x.end - x.begin, biases, Element::f32);

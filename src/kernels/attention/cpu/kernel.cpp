@@ -314,11 +314,11 @@ Status run(const PlanData& plan, const Problem& problem, void* workspace, Stream
   const std::int64_t merges = some_sequence(job, is_split) ? kv_units : 0;
   const std::int64_t chunk = chunk_of_tasks(job, tasks);
   const std::int64_t packs = weight_blocks(p);  // of which attention needs nothing
-  // No more threads than the longest loop has turns: a team costs more than a small call.
+  // Where no loop has two turns a team would cost more than the call. Between one and all there is
+  // nothing: OpenMP ends threads that a smaller team leaves out.
   const std::int64_t turns = std::max({means, kv_units, p.heads_kv * tiles, packs + tasks, merges,
                                        projection_blocks(p), std::int64_t{1}});
-  const int threads = static_cast<int>(std::min<std::int64_t>(config.threads, turns));
-#pragma omp parallel num_threads(team(threads))
+#pragma omp parallel num_threads(team(turns > 1 ? config.threads : 1))
   {
     Scratch& mine = a.scratch[omp_get_thread_num()];
     Phases phases;

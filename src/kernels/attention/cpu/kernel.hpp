@@ -71,14 +71,10 @@ struct FoundRows {
   const std::uint8_t* groups[4][tile_keys / 16];
 };
 
-/// Rows of floats of a tile: runs of keys, which pages end.
-struct FloatRuns {
-  struct Run {
-    int first, keys;
-    FloatRows k, v;
-  };
-  int count = 0;
-  Run runs[tile_keys];
+/// Rows of floats of a tile.
+struct FoundFloats {
+  FloatRows k, v;
+  const void *k_row[tile_keys], *v_row[tile_keys];
 };
 
 struct Tile {
@@ -87,10 +83,10 @@ struct Tile {
   /// Codes that are not in the store's panels but where the caller has them, or null.
   const FoundRows* found = nullptr;
   /// The same of floats.
-  FloatRuns* floats = nullptr;
+  FoundFloats* floats = nullptr;
 
   template <class T>
-  T* at(std::size_t TileLayout::*part) const {
+  T* at(std::size_t TileLayout::* part) const {
     return reinterpret_cast<T*>(store + layout->*part);
   }
 };
@@ -110,7 +106,7 @@ inline int row_width(const Problem& p) { return std::max(256, padded(std::max(p.
 /// Scratch of one thread; d is filled. A head in turn has its own queries (q to q_codes and
 /// q_panels), q_scale, offset, correction, max, sum and out.
 struct Scratch {
-  float* q;                                                   ///< [tile_rows][d] f32 engine
+  float* q;                                                   ///< [tile_rows][d] floats
   std::uint16_t* q_bf16;                                      ///< [tile_rows][d] bf16 engine
   std::int8_t* q_codes;                                       ///< [tile_rows][d] integer engine
   float *scores, *p;                                          ///< [tile_rows][tile_keys]
@@ -119,7 +115,7 @@ struct Scratch {
   float* out;                                                 ///< [tile_rows][dv padded]
   float *max, *sum, *mass, *alpha, *beta, *q_scale, *offset;  ///< [tile_rows]
   std::int32_t* correction;                                   ///< [tile_rows]
-  float* rows;              ///< [tile_keys][dv padded] a tile of V
+  float* rows;              ///< [tile_keys][dv padded] a tile of V, or its rows in floats
   float* k_rows;            ///< [tile_keys][d padded] a tile of K, with float_rows_in_place
   float* row;               ///< [3][row width]
   std::uint8_t* bytes;      ///< [tile_keys][row width] codes of a tile, or 16 rows of K
@@ -270,9 +266,9 @@ bool find_tile(const Job& job, std::int64_t b, const TilePlace& place, const Til
 /// The same for floats. What does not lie there as the recipe has it, and bad values of V, are
 /// brought into rows of the scratch.
 void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, const Tile& tile,
-                     FloatRuns& found, Scratch& scratch);
+                     FoundFloats& found, Scratch& scratch);
 /// K's rows of such a tile into the scratch, NaN for Inf.
-void bring_keys(const Job& job, std::int64_t b, const TilePlace& place, FloatRuns& found,
+void bring_keys(const Job& job, std::int64_t b, const TilePlace& place, FoundFloats& found,
                 Scratch& scratch);
 /// Quantises keys [first, first + 128) and lays them out.
 void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,

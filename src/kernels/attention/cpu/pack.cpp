@@ -235,7 +235,7 @@ bool find_tile(const Job& job, std::int64_t b, const TilePlace& place, const Til
   return true;
 }
 
-void bring_keys(const Job& job, std::int64_t b, const TilePlace& place, FloatRuns& found,
+void bring_keys(const Job& job, std::int64_t b, const TilePlace& place, FoundFloats& found,
                 Scratch& scratch) {
   const Sequence k = job.k_sequence(b, place.head);
   const int count = tile_count(k, place.first), width = padded(k.channels);
@@ -243,42 +243,34 @@ void bring_keys(const Job& job, std::int64_t b, const TilePlace& place, FloatRun
     float* row = scratch.k_rows + j * width;
     load_row(job.words(), k, place.first + j, {}, row);
     round_row(job.words(), job.config.recipe.qk, row, k.channels);
+    found.k_row[j] = row;
   }
-  for (int n = 0; n < found.count; ++n) {
-    FloatRuns::Run& run = found.runs[n];
-    run.k = {scratch.k_rows + run.first * width, width, Element::f32};
-  }
+  found.k.element = Element::f32;
 }
 
 void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, const Tile& tile,
-                     FloatRuns& found, Scratch& scratch) {
+                     FoundFloats& found, Scratch& scratch) {
   const auto [head, first] = place;
   const Sequence k = job.k_sequence(b, head), v = job.v_sequence(b, head);
   const int count = tile_count(k, first);
-  const KernelTable& words = job.words();
   const auto is_exact = [](Format given, Format wanted) {
     return given == wanted || wanted == Format::f32;
   };
-  bool k_lies = is_exact(k.format, job.config.recipe.qk);
-  bool v_lies = is_exact(v.format, job.config.recipe.v);
-  found.count = 0;
-  for (int j = 0; j < count;) {
-    const std::int64_t left = k.pages == nullptr ? count : k.page_size - (first + j) % k.page_size;
-    const int keys = static_cast<int>(std::min<std::int64_t>(left, count - j));
-    const FloatRows k_rows{k.row(first + j), k.token_stride, element_of(k.format)};
-    const FloatRows v_rows{v.row(first + j), v.token_stride, element_of(v.format)};
-    v_lies = v_lies && words.finite_rows(v_rows, keys, v.channels);
-    found.runs[found.count++] = {j, keys, k_rows, v_rows};
-    j += keys;
+  for (int j = 0; j < count; ++j) {
+    found.k_row[j] = k.row(first + j);
+    found.v_row[j] = v.row(first + j);
   }
+  found.k = {found.k_row, element_of(k.format)};
+  found.v = {found.v_row, element_of(v.format)};
   *tile.at<std::uint8_t>(&TileLayout::any_bad) = 0;
-  if (!k_lies) bring_keys(job, b, place, found, scratch);
-  if (v_lies) return;
-  load_values(job, v, b, head, first, count, tile, scratch);
-  for (int n = 0; n < found.count; ++n) {
-    FloatRuns::Run& run = found.runs[n];
-    run.v = {scratch.rows + run.first * job.dv(), job.dv(), Element::f32};
+  if (!is_exact(k.format, job.config.recipe.qk)) bring_keys(job, b, place, found, scratch);
+  if (is_exact(v.format, job.config.recipe.v) &&
+      job.words().finite_rows(found.v, count, v.channels)) {
+    return;
   }
+  load_values(job, v, b, head, first, count, tile, scratch);
+  for (int j = 0; j < count; ++j) found.v_row[j] = scratch.rows + j * job.dv();
+  found.v.element = Element::f32;
 }
 
 }  // namespace qattn::cpu

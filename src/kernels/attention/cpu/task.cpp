@@ -109,6 +109,8 @@ void load_queries(const Job& job, const Task& t, Scratch& s) {
   const Problem& p = job.problem;
   const int d = job.d();
   const bool offset = job.config.smooth_k || p.tensors.k_mean.present();
+  const bool in_place =
+      t.count <= job.config.float_rows_in_place && packs_itself(p, job.arrays.sequences[t.b]);
   // Every split of a sequence quantises the same rows; the first one counts what was clipped.
   const std::int64_t clipped_before = s.saturated[0];
   for (int r = 0; r < t.count; ++r) {
@@ -138,7 +140,12 @@ void load_queries(const Job& job, const Task& t, Scratch& s) {
     } else if (job.config.qk == Engine::bf16) {
       store_row(job.words(), q, d, Format::bf16, reinterpret_cast<std::byte*>(s.q_bf16 + r * d));
     }
-    if (s.q != nullptr) std::memcpy(s.q + r * d, q, sizeof(float) * static_cast<std::size_t>(d));
+    if (in_place) {  // scaled, so that products of large numbers stay in range
+      for (int i = 0; i < d; ++i) s.q[r * d + i] = q[i] * s.q_scale[r];
+      s.q_scale[r] = 1.0f;
+    } else if (job.config.qk == Engine::f32) {
+      std::memcpy(s.q + r * d, q, sizeof(float) * static_cast<std::size_t>(d));
+    }
   }
   if (t.key_begin > 0) s.saturated[0] = clipped_before;
   if (t.count <= job.config.rows_in_place) turn_queries(job, t.count, s);

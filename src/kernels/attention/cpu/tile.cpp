@@ -24,16 +24,13 @@ bool is_unmasked(const Job& job, const Task& t, const Tile& tile, std::int64_t f
 }
 
 void multiply_float_queries(const Job& job, const Task& t, const Tile& tile, std::int64_t first,
-                            Scratch& s) {
+                            int keys, Scratch& s) {
+  const void* rows[tile_rows];
+  for (int r = 0; r < t.count; ++r) rows[r] = s.scores + r * tile_keys;
   const auto multiply = [&] {
-    int keys = 0;
-    for (int n = 0; n < tile.floats->count; ++n) {
-      const FloatRuns::Run& run = tile.floats->runs[n];
-      job.words().qk_float_rows(s.q, job.d(), t.count, run.k, run.keys, job.problem.d, s.q_scale,
-                                s.scores + run.first);
-      keys += run.keys;
-    }
-    return job.words().finite_rows({s.scores, tile_keys, Element::f32}, t.count, keys);
+    job.words().qk_float_rows(s.q, job.d(), t.count, tile.floats->k, keys, job.problem.d, s.q_scale,
+                              s.scores);
+    return job.words().finite_rows({rows, Element::f32}, t.count, keys);
   };
   if (multiply()) return;
   bring_keys(job, t.b, {t.kv_head, first}, *tile.floats, s);  // where Inf is NaN, as anywhere
@@ -74,16 +71,6 @@ void multiply_codes(const Job& job, const Tile& tile, const std::uint8_t* codes,
   } else {
     w.pv_u8s8(codes + j, rows, tile.at<std::int8_t>(&TileLayout::v) + j * dv, count, dv, alpha,
               beta, scale, out);
-  }
-}
-
-/// P in floats times V where it lies.
-void multiply_float_values(const Job& job, const Task& t, const Tile& tile, Scratch& s) {
-  for (int n = 0; n < tile.floats->count; ++n) {
-    const FloatRuns::Run& run = tile.floats->runs[n];
-    if (n > 0) std::fill(s.alpha, s.alpha + t.count, 1.0f);  // applied once
-    job.words().pv_float_rows(s.p + run.first, t.count, run.v, run.keys, job.problem.dv, s.alpha,
-                              s.beta, s.out);
   }
 }
 
@@ -162,13 +149,17 @@ void run_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t firs
   }
   const bool plain = is_unmasked(job, t, tile, first);
   if (floats) {
-    multiply_float_queries(job, t, tile, first, s);
+    multiply_float_queries(job, t, tile, first, keys, s);
   } else {
     multiply_queries(job, t, tile, keys16, s);
   }
   x.below = plain ? ~0u : finish_scores(job, t, tile, first, keys, s);
   job.words().softmax(x);
-  if (floats) return multiply_float_values(job, t, tile, s);
+  if (floats) {
+    job.words().pv_float_rows(s.p, t.count, tile.floats->v, keys, job.problem.dv, s.alpha, s.beta,
+                              s.out);
+    return;
+  }
   multiply_values(job, t, tile, keys16, x.lossy, s);
 }
 
