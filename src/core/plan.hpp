@@ -50,6 +50,10 @@ Recipe resolve_recipe(const Problem& problem, std::string_view automatic,
 /// `recipe` as resolved.
 bool must_find_hidden_keys(const Problem& problem, const Recipe& recipe);
 
+/// Can keys be there whose biases leave them no weight without being faint (seen.hpp), and are
+/// their scores bounded by norms of Q's and K's rows?
+bool bounds_slight_keys(const Problem& problem);
+
 /// The recipe as text, one line, every field.
 std::string recipe_text(const Recipe& recipe);
 

@@ -174,5 +174,10 @@ bool must_find_hidden_keys(const Problem& p, const Recipe& r) {
   return k_shares || v_shares;
 }
 
+bool bounds_slight_keys(const Problem& p) {
+  return p.mask == MaskKind::additive && !p.q_codes && !p.k_codes && !p.score_function &&
+         !p.tensors.alibi_slopes.present();
+}
+
 }  // namespace detail
 }  // namespace qattn

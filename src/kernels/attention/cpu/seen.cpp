@@ -29,9 +29,7 @@ void look(const Problem& p, const SequenceInfo& seq, std::int64_t b, const Row& 
     } else if (p.mask == MaskKind::boolean) {
       if (bytes[at] == 0) sight[j] = Seen::no;
     } else {
-      const float bias = read_float(p.tensors.mask, at);
-      if (bias <= slight_bias) sight[j] = bias <= faint_bias ? Seen::faintly : Seen::slightly;
-      if (bias == -infinity) sight[j] = Seen::no;
+      sight[j] = sight_under(read_float(p.tensors.mask, at));
     }
   }
   for (int j = 0; j < keys && p.block_mask_q > 0; ++j) {
@@ -89,16 +87,14 @@ void find_seen_keys(const Job& job, std::int64_t b, std::int64_t kv_head, std::i
 
 namespace {
 
-float norm_of(const float* row, int n) {
+float row_norm(const float* row, int n) {
   double sum = 0;
   for (int i = 0; i < n; ++i) sum += double{row[i]} * double{row[i]};
-  return static_cast<float>(std::sqrt(sum));
+  return norm_of(sum);
 }
 
-/// By how much the score of a key seen slightly can exceed that of one which is seen, biases apart:
-/// |q (k - k')| <= |q| (|k - c| + |k' - c|), by Cauchy and Schwarz, where c is the mean of those
-/// that are seen. NaN or infinity where values are.
-float largest_advantage(const Job& job, std::int64_t b, std::int64_t kv_head, const Seen* seen,
+/// largest_advantage() of the rows of K and Q.
+float advantage_of(const Job& job, std::int64_t b, std::int64_t kv_head, const Seen* seen,
                         Scratch& scratch) {
   const Problem& p = job.problem;
   const Sequence k = job.k_sequence(b, kv_head);
@@ -111,7 +107,7 @@ float largest_advantage(const Job& job, std::int64_t b, std::int64_t kv_head, co
     if (seen[j] != Seen::yes && seen[j] != Seen::slightly) continue;
     load_row(job.words(), k, j, centered, scratch.row);
     float& largest = seen[j] == Seen::yes ? plain : slight;
-    const float norm = norm_of(scratch.row, k.channels);
+    const float norm = row_norm(scratch.row, k.channels);
     if (!(norm <= largest)) largest = norm;
     if (std::isnan(norm)) return norm;
   }
@@ -119,13 +115,12 @@ float largest_advantage(const Job& job, std::int64_t b, std::int64_t kv_head, co
     const Sequence q = job.q_sequence(b, h);
     for (std::int64_t i = 0; i < q.length; ++i) {
       load_row(job.words(), q, i, Transform{}, scratch.row);
-      const float norm = norm_of(scratch.row, q.channels);
+      const float norm = row_norm(scratch.row, q.channels);
       if (std::isnan(norm)) return norm;
       query = std::max(query, norm);
     }
   }
-  const float bound = std::fabs(p.softmax_scale) * query * (plain + slight);
-  return p.softcap > 0 ? std::min(bound, 2 * p.softcap) : bound;
+  return largest_advantage(p.softmax_scale, p.softcap, query, plain, slight);
 }
 
 /// Calls `visit(j, bias)` for the keys that a row sees.
@@ -152,12 +147,9 @@ void settle_slight_keys(const Job& job, std::int64_t b, std::int64_t kv_head, Se
   const Problem& p = job.problem;
   const SequenceInfo& seq = job.arrays.sequences[b];
   Seen* end = seen + seq.k_length;
-  const bool bounded = !p.q_codes && !p.k_codes && !p.score_function &&
-                       !p.tensors.alibi_slopes.present() &&
-                       std::find(seen, end, Seen::yes) != end;
-  const float advantage =
-      bounded ? largest_advantage(job, b, kv_head, seen, scratch) : std::nanf("");
-  if (!(advantage <= no_weight - faint_bias)) {  // none could be without weight
+  const bool bounded = detail::bounds_slight_keys(p) && std::find(seen, end, Seen::yes) != end;
+  const float advantage = bounded ? advantage_of(job, b, kv_head, seen, scratch) : nan_value;
+  if (!bounds_weight(advantage)) {  // none could be without weight
     return std::replace(seen, end, Seen::slightly, Seen::yes);
   }
   for (std::int64_t h = kv_head * p.group(); h < (kv_head + 1) * p.group(); ++h) {
@@ -171,7 +163,7 @@ void settle_slight_keys(const Job& job, std::int64_t b, std::int64_t kv_head, Se
         best = bias > best ? bias : best;
       });
       each_seen_key(p, seq, b, row, seen, [&](std::int64_t j, float bias) {
-        const bool none = best > slight_bias && bias - best + advantage <= no_weight;
+        const bool none = lacks_weight(bias, best, advantage);
         if (seen[j] == Seen::slightly && !none) seen[j] = Seen::yes;
       });
     }
