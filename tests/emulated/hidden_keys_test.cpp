@@ -134,6 +134,87 @@ TEST_P(EmulatedHiddenKeys, HaveNoInfluenceOnBalance) {
   }
 }
 
+constexpr std::int64_t plain_keys = 100;
+
+/// Loud keys under a bias behind the plain ones, in `rows` rows that differ, or one for all.
+Call with_slight_keys(const Feature& f, std::int64_t rows, float bias) {
+  Call call = make_call(f, 7);
+  call.mask = Mask{};
+  call.mask.shape = {1, 1, rows, keys};
+  for (std::int64_t n = 0; n < rows * keys; ++n) {
+    const std::int64_t i = n / keys, j = n % keys;
+    const bool missed = j >= plain_keys || (rows > 1 && i > 0 && (i + j) % 7 == 0);
+    call.mask.values.push_back(missed ? bias : 0.0f);
+  }
+  Sequence& s = call.sequences[0];
+  for (std::size_t n = 0; n < s.k.size(); ++n) {
+    if (static_cast<std::int64_t>(n) / call.dim % s.len_k >= plain_keys) s.k[n] *= 5.0f;
+  }
+  for (std::size_t n = 0; n < s.v.size(); ++n) {
+    if (static_cast<std::int64_t>(n) / call.dim_v % s.len_k >= plain_keys) s.v[n] += 20.0f;
+  }
+  return call;
+}
+
+/// The results of keys without weight are those of keys under a faint bias, to the bit.
+TEST_P(EmulatedHiddenKeys, SlightOnesWithoutWeightLeaveTheOthersTheirCodes) {
+  Feature f = small(12);
+  f.family = Family::normal;
+  for (const std::int64_t rows : {1, 12}) {
+    for (const bool causal : {false, true}) {
+      f.options.causal = causal;
+      Outcome want;
+      for (const float bias : {-1e4f, -300.0f}) {
+        const Call call = with_slight_keys(f, rows, bias);
+        Laid laid = lay_out(call, f.how);
+        const Outcome got = run(call, laid, 1, 1);
+        if (HasFailure()) return;
+        if (bias == -1e4f) want = got;
+        EXPECT_TRUE(same_bits(want, got)) << rows << " rows, causal " << causal;
+      }
+    }
+  }
+}
+
+/// The other rows' results where one row sees the keys without a bias, so that they join scales.
+TEST_P(EmulatedHiddenKeys, SlightOnesWithWeightKeepIt) {
+  Feature f = small(12);
+  f.family = Family::normal;
+  for (const char* why : {"scores make up for it", "a row sees no others", "a row's best"}) {
+    SCOPED_TRACE(why);
+    Call call = with_slight_keys(f, 12, -100.0f);
+    Sequence& s = call.sequences[0];
+    const auto bias_of_others = [&](float bias) {
+      std::fill_n(call.mask.values.begin() + 7 * keys, plain_keys, bias);
+    };
+    if (*why == 's') {  // what q and these keys have in common
+      for (std::int64_t n = 0; n < static_cast<std::int64_t>(s.q.size()); n += call.dim) {
+        s.q[static_cast<std::size_t>(n)] = 20.0f;
+      }
+      for (std::int64_t n = 0; n < static_cast<std::int64_t>(s.k.size()); n += call.dim) {
+        s.k[static_cast<std::size_t>(n)] = n / call.dim % s.len_k < plain_keys ? 0.0f : 40.0f;
+      }
+    } else {
+      bias_of_others(why[6] == 's' ? -std::numeric_limits<float>::infinity() : -300.0f);
+    }
+    Laid laid = lay_out(call, f.how);
+    const Outcome got = run(call, laid, 1, 1);
+    std::fill_n(call.mask.values.begin() + plain_keys, keys - plain_keys, 0.0f);
+    Laid plain = lay_out(call, f.how);
+    const Outcome want = run(call, plain, 1, 1);
+    if (HasFailure()) return;
+    std::int64_t wrong = 0;
+    for (std::int64_t h = 0; h < call.heads_q; ++h) {
+      for (std::int64_t i = 1; i < 12; ++i) {
+        const auto row = call.row(0, h, i) * call.dim_v;
+        wrong += !std::equal(got.out.begin() + row, got.out.begin() + row + call.dim_v,
+                             want.out.begin() + row);
+      }
+    }
+    EXPECT_EQ(wrong, 0) << "rows";
+  }
+}
+
 /// Without masks, under causality, and where windows reach every key.
 TEST_P(EmulatedHiddenKeys, AreNotLookedForWhereNoneCanBe) {
   Feature f = small(140);

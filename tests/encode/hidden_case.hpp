@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -26,6 +27,8 @@ struct Hiding {
   std::int64_t window_left = -1, window_right = -1;
   std::int64_t block = 0;
   std::int32_t queries = 0;  ///< at most
+  float spread = 0;          ///< every third key's bias is so much lower, every third twice
+  float loud = 1;            ///< factor of the padding's keys
 };
 
 inline const Hiding hidings[] = {
@@ -43,6 +46,14 @@ inline const Hiding hidings[] = {
     {"blocks", Format::none, {}, false, 0, -1, -1, 64, 60},
     {"blocks_and_rows", Format::b8, {true, false, true}, false, 0, -1, 0, 64},
     {"blocks_and_window", Format::none, {}, false, 0, 70, 5, 64, 100},
+    {"slight_padding", Format::f32, {true}, false, -100},
+    {"slight_heads", Format::f32, {true, true}, false, -64, -1, -1, 0, 0, 500},
+    {"slight_rows", Format::f32, {true, false, true}, false, -1000, -1, -1, 0, 40, 2000},
+    {"some_slight", Format::f32, {true}, false, -70, -1, -1, 0, 0, 150, 12},
+    {"some_slight_rows", Format::f32, {false, false, true}, false, -70, -1, -1, 0, 90, 150, 12},
+    {"slight_window", Format::f32, {true, true}, false, -80, 40, 3, 0, 60, 100, 8},
+    {"slight_blocks", Format::f32, {true}, false, -90, -1, -1, 64, 60, 100, 8},
+    {"too_loud", Format::f32, {true}, false, -300, -1, -1, 0, 0, 1000, 1000},
 };
 
 /// A case under a Hiding, and which of its keys are seen, found row by row.
@@ -67,6 +78,7 @@ class Hidden {
     queries_ = longest_ + (options.used ? 5 : 0);
     if (hiding.format != Format::none) make_mask();
     if (hiding.block > 0) make_block_mask();
+    if (hiding.loud != 1) make_loud();
     find();
   }
 
@@ -96,7 +108,23 @@ class Hidden {
     }
   }
 
+  /// Finds again which keys are seen.
+  void find() {
+    const int heads = c.heads(Role::k);
+    seen_.assign(static_cast<std::size_t>(c.batch() * heads * longest_), Seen::no);
+    each([&](std::int64_t b, int h, std::int64_t s) {
+      each_row(b, h, [&](int head, std::int64_t i) {
+        Seen& best = seen_[place(b, h, s)];
+        best = std::max(best, look(b, head, i, s));
+      });
+    });
+    for (std::int64_t b = 0; b < c.batch(); ++b) {
+      for (int h = 0; h < heads; ++h) settle(b, h);
+    }
+  }
+
   Case c;
+  bool bounded = true;  ///< scores, by norms
 
  private:
   static bool is_padding(std::int64_t b, std::int64_t j) {
@@ -111,6 +139,21 @@ class Hidden {
     if (hiding_.varies[1]) hides |= (j + h) % 2 == 0;
     if (hiding_.varies[2]) hides |= (j + i) % 5 != 0 && i != j;
     return hides;
+  }
+
+  /// Of a mask of floats.
+  float bias(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) const {
+    const bool hides = masked(b, h, i, j);
+    return hides ? hiding_.low - static_cast<float>(j % 3) * hiding_.spread : 0.25f;
+  }
+
+  void make_loud() {
+    each([&](std::int64_t b, int h, std::int64_t s) {
+      if (!is_padding(b, s)) return;
+      for (int k = 0; k < c.channels(Role::k); ++k) {
+        c.put_value(Role::k, b, h, s, k, hiding_.loud * c.value(Role::k, b, h, s, k));
+      }
+    });
   }
 
   void make_mask() {
@@ -129,15 +172,15 @@ class Hidden {
       for (std::int64_t h = 0; h < mask_shape_[1]; ++h) {
         for (std::int64_t i = 0; i < mask_shape_[2]; ++i) {
           for (std::int64_t j = 0; j < mask_shape_[3]; ++j) {
-            put_mask(b * v.stride[0] + h * v.stride[1] + i * v.stride[2] + j, masked(b, h, i, j));
+            put_mask(b * v.stride[0] + h * v.stride[1] + i * v.stride[2] + j, masked(b, h, i, j),
+                     bias(b, h, i, j));
           }
         }
       }
     }
   }
-  void put_mask(std::int64_t at, bool hides) {
+  void put_mask(std::int64_t at, bool hides, float bias) {
     std::uint8_t* data = mask_.data();
-    const float bias = hides ? hiding_.low : 0.25f;
     switch (hiding_.format) {
       case Format::b8:
         data[at] = hides ? 0 : 1;
@@ -183,23 +226,84 @@ class Hidden {
     if (hiding_.window_right >= 0 && j > diagonal + hiding_.window_right) return Seen::no;
     if (block_hides(h, i, j)) return Seen::no;
     if (!masked(b, h, i, j)) return Seen::yes;
-    return hiding_.low == 0 || hiding_.low == -infinity ? Seen::no : Seen::faintly;
+    if (hiding_.low == 0 || hiding_.low == -infinity) return Seen::no;
+    return bias(b, h, i, j) <= -4096 ? Seen::faintly : Seen::slightly;
   }
-  void find() {
-    const int heads = c.heads(Role::k), group = c.heads(Role::q) / heads;
-    seen_.assign(static_cast<std::size_t>(c.batch() * heads * longest_), Seen::no);
-    each([&](std::int64_t b, int h, std::int64_t s) {
-      Seen& best = seen_[static_cast<std::size_t>((b * heads + h) * longest_ + s)];
-      for (int g = 0; g < group; ++g) {
-        for (std::int64_t i = 0; i < used_q_[static_cast<std::size_t>(b)]; ++i) {
-          best = std::max(best, look(b, h * group + g, i, s));
+
+  std::size_t place(std::int64_t b, int h, std::int64_t s) const {
+    return static_cast<std::size_t>((b * c.heads(Role::k) + h) * longest_ + s);
+  }
+  /// Calls f(query head, query) for the rows of a KV head.
+  template <class F>
+  void each_row(std::int64_t b, int h, const F& f) const {
+    const int group = c.heads(Role::q) / c.heads(Role::k);
+    for (int g = 0; g < group; ++g) {
+      for (std::int64_t i = 0; i < used_q_[static_cast<std::size_t>(b)]; ++i) f(h * group + g, i);
+    }
+  }
+
+  /// The norm of a row, less `mean` if there is one.
+  double norm(Role r, std::int64_t b, int h, std::int64_t s,
+              const std::vector<double>& mean) const {
+    double sum = 0;
+    for (int k = 0; k < c.channels(r); ++k) {
+      const double x = c.value(r, b, h, s, k);
+      sum += std::pow(mean.empty() ? x : x - mean[static_cast<std::size_t>(k)], 2);
+    }
+    return std::sqrt(sum);
+  }
+  /// By how much scores of slight keys of a head can exceed those of keys that are seen.
+  double advantage(std::int64_t b, int h) const {
+    std::vector<double> mean(static_cast<std::size_t>(c.channels(Role::k)));
+    double count = 0, query = 0, most[4] = {};
+    for (std::int64_t s = 0; s < c.length(b); ++s) count += seen(b, h, s) == Seen::yes;
+    for (std::int64_t s = 0; s < c.length(b); ++s) {
+      if (seen(b, h, s) != Seen::yes) continue;
+      for (std::size_t k = 0; k < mean.size(); ++k) {
+        mean[k] += c.value(Role::k, b, h, s, static_cast<int>(k)) / count;
+      }
+    }
+    const auto larger = [](double a, double x) { return x <= a ? a : x; };  // NaN stays
+    for (std::int64_t s = 0; s < c.length(b); ++s) {
+      double& top = most[static_cast<int>(seen(b, h, s))];
+      if (!std::isnan(top)) top = larger(top, norm(Role::k, b, h, s, mean));
+    }
+    each_row(b, h, [&](int head, std::int64_t i) {
+      if (!std::isnan(query)) query = larger(query, norm(Role::q, b, head, i, {}));
+    });
+    const double sum = most[static_cast<int>(Seen::yes)] + most[static_cast<int>(Seen::slightly)];
+    return query * sum / std::sqrt(c.channels(Role::q));
+  }
+  /// Which slight keys of a head have weight.
+  void settle(std::int64_t b, int h) {
+    const auto from = seen_.begin() + static_cast<std::ptrdiff_t>(place(b, h, 0));
+    const auto to = from + c.length(b);
+    const bool any = std::find(from, to, Seen::slightly) != to;
+    const bool plain = std::find(from, to, Seen::yes) != to;
+    const double more = any && plain && bounded ? advantage(b, h) : infinity;
+    if (any && !(more <= 4056)) std::replace(from, to, Seen::slightly, Seen::yes);
+    std::vector<bool> weight(static_cast<std::size_t>(c.length(b)));
+    each_row(b, h, [&](int head, std::int64_t i) {
+      float best = -infinity;
+      const auto each_key = [&](auto f) {
+        for (std::int64_t s = 0; s < c.length(b); ++s) {
+          if (look(b, head, i, s) != Seen::no) f(s, bias(b, head, i, s));
         }
+      };
+      if (any && more <= 4056) {
+        each_key([&](std::int64_t, float x) { best = std::max(best, x); });
+        each_key([&](std::int64_t s, float x) {
+          const bool none = best > -64 && x - best + more <= -40;
+          if (!none) weight[static_cast<std::size_t>(s)] = true;
+        });
       }
     });
-    for (std::int64_t unit = 0; unit < c.batch() * heads; ++unit) {
-      const auto from = seen_.begin() + unit * longest_, to = from + longest_;
-      if (std::find(from, to, Seen::yes) == to) std::replace(from, to, Seen::faintly, Seen::yes);
+    for (std::int64_t s = 0; s < c.length(b); ++s) {
+      Seen& now = seen_[place(b, h, s)];
+      if (now != Seen::slightly) continue;
+      now = weight[static_cast<std::size_t>(s)] ? Seen::yes : Seen::faintly;
     }
+    if (std::find(from, to, Seen::yes) == to) std::replace(from, to, Seen::faintly, Seen::yes);
   }
 
   Hiding hiding_;

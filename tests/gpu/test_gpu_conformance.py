@@ -392,6 +392,38 @@ def test_what_attention_quantises_are_the_cpus_bits(recipe, dim, block, smooth):
         assert torch.equal(one, other)
 
 
+# ---- Keys without weight -------------------------------------------------------------------------
+
+
+@every_recipe
+@pytest.mark.parametrize("rows", [1, 40])
+def test_keys_without_weight_leave_the_others_their_codes(recipe, rows):
+    """The same bits under a bias of -300 as under one that is faint, whatever they hold."""
+    q, k, v = qkv(queries=40, keys=256, dtype=dtype_of(recipe))
+    k[:, 100:] *= 5
+    v[:, 100:] += 20
+    found = []
+    for bias in (-1e4, -300):
+        mask = torch.zeros(1, 1, rows, 256, device=DEVICE)
+        mask[..., 100:] = bias
+        mask[..., 20:, :10] = bias
+        found.append(attention(q, k, v, recipe, mask=mask))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+@every_recipe
+def test_keys_whose_scores_make_up_for_their_bias(recipe):
+    q, k, v = qkv(queries=40, keys=256, dtype=dtype_of(recipe))
+    q[..., 0], k[:, :100, :, 0], k[:, 100:, :, 0] = 20, 0, 60
+    v[:, 100:] += 20
+    mask = torch.zeros(1, 1, 40, 256, device=DEVICE)
+    mask[..., 100:] = -100
+    out, _ = attention(q, k, v, recipe, mask=mask)
+    mask[:, :, 0] = 0  # one row sees all plainly
+    seen, _ = attention(q, k, v, recipe, mask=mask)
+    assert nrmse(out[:, 1:], seen[:, 1:]) < 1e-4
+
+
 # ---- Bad values, repeatability -------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Keys under biases that leave them no weight, though not below -4096: those without weight leave
-the others their codes, those with weight keep theirs. A rule of CPUs (cpu/seen.cpp)."""
+the others their codes, those with weight keep theirs. On CPUs; on GPUs tests/emulated and tests/gpu
+ask for the same."""
 
 import numpy as np
 import pytest

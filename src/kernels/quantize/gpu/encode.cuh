@@ -12,3 +12,4 @@
 #include "kernels/quantize/gpu/encode/micro.cuh"
 #include "kernels/quantize/gpu/encode/plain.cuh"
 #include "kernels/quantize/gpu/encode/seen.cuh"
+#include "kernels/quantize/gpu/encode/settle.cuh"

@@ -43,6 +43,8 @@ LaunchError clear(const Call& call, Launches& launches) {
     c.words[3] = seen.counts;
     c.counts[3] = std::int64_t{2} * seen.heads * seen.batches;
     words += c.counts[3];
+    c.words[4] = call.slight().counts;
+    if (c.words[4] != nullptr) c.counts[4] = std::int64_t{seen.heads} * seen.batches;
   }
   const TensorView& s = call.problem.tensors.saturated;
   if (s.present()) {
@@ -58,13 +60,37 @@ LaunchError find_seen(const Call& call, Launches& launches) {
   SeenParams params;
   params.out = call.seen();
   if (params.out.bits == nullptr) return {};
+  params.slight = call.slight();
   params.q = call.rows[0];
   params.k = call.rows[1];
   if (call.problem.masks_vary_by_head()) {
+    params.heads = params.out.heads;
     params.group = static_cast<std::int32_t>(call.problem.group());
   }
   tell_masks(call.problem, params);
-  return launches.launch<FindSeen>(params, params.out.tiles * params.out.heads);
+  return launches.launch<FindSeen>(params, params.out.tiles * params.heads);
+}
+
+LaunchError settle_seen(const Call& call, Launches& launches) {
+  SettleParams params;
+  params.slight = call.slight();
+  if (params.slight.bits == nullptr) return {};
+  params.seen = call.seen();
+  const Problem& p = call.problem;
+  const auto rows = [&](Role role) {
+    const OperandSpec& f = call.facts[static_cast<std::size_t>(role)];
+    const tile::Rows& r = call.rows[static_cast<int>(role)];
+    return NormRows{r, input_kind(f.tensor.format), aligned_rows(f, r)};
+  };
+  params.q = rows(Role::q);
+  params.k = rows(Role::k);
+  params.padded = prepared_channels(call.facts[1].channels);
+  params.scale = p.softmax_scale;
+  params.softcap = p.softcap;
+  params.group = static_cast<std::int32_t>(p.group());
+  params.mask_heads = p.masks_vary_by_head() ? params.group : 1;
+  tell_masks(p, params);
+  return launches.launch<SettleSeen>(params, p.batch * p.heads_kv);
 }
 
 LaunchError balance(const Call& call, Launches& launches) {
@@ -301,10 +327,14 @@ PrepareLayout plan_prepare(const Problem& p, const Recipe& recipe, const Prepare
     layout.loud = memory.take(p.batch * p.heads_kv * 4);
   }
   if (detail::must_find_hidden_keys(p, recipe) && (needs.k_rows || needs.v_tiles)) {
-    layout.seen_heads = p.masks_vary_by_head() ? static_cast<std::int32_t>(p.heads_kv) : 1;
+    const bool slight = detail::bounds_slight_keys(p);  // by norms of each head
+    const std::int64_t heads = slight || p.masks_vary_by_head() ? p.heads_kv : 1;
     const std::int64_t tiles = layout.part[static_cast<int>(Role::k)].slots / slot_tile;
-    layout.seen = memory.take(layout.seen_heads * tiles * 16);
-    layout.seen_counts = memory.take(layout.seen_heads * p.batch * 2 * 4);
+    layout.seen_heads = static_cast<std::int32_t>(heads);
+    layout.seen = memory.take(heads * tiles * 16);
+    layout.seen_counts = memory.take(heads * p.batch * 2 * 4);
+    if (slight) layout.slight = memory.take(heads * tiles * 8);
+    if (slight) layout.slight_counts = memory.take(heads * p.batch * 4);
   }
   layout.bytes = memory.total();
   return layout;
@@ -334,7 +364,8 @@ LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareL
   const Call call = make_call(problem, recipe, layout, workspace);
   Launches launches(stream);
   if (problem.batch == 0) return {};  // packed: there is no sequence that kernels could look up
-  for (auto step : {&clear, &find_seen, &balance, &means, &block_means, &encode, &mean_scores}) {
+  for (auto step : {&clear, &find_seen, &settle_seen, &balance, &means, &block_means, &encode,
+                    &mean_scores}) {
     if (LaunchError e = step(call, launches); !e.empty()) return e;
   }
   next = launches.next();

@@ -44,6 +44,8 @@ struct PrepareLayout {
   /// Which keys are hidden from all rows, and must leave no trace: SeenKeys. `none`: no key can be.
   std::size_t seen = none, seen_counts = none;
   std::int32_t seen_heads = 1;
+  /// SlightKeys; `none`: no key can be, or scores are not bounded.
+  std::size_t slight = none, slight_counts = none;
   std::size_t bytes = 0;
   std::uint32_t* error = nullptr;  ///< of the device; asked for when a plan is made
 };

@@ -110,6 +110,10 @@ struct Call {
   SeenKeys seen(Role role) const {
     return role == Role::q || facts[static_cast<std::size_t>(role)].codes ? SeenKeys{} : seen();
   }
+  SlightKeys slight() const {
+    return {at<std::uint32_t>(workspace, layout.slight),
+            at<std::uint32_t>(workspace, layout.slight_counts)};
+  }
   /// The counter of codes that a given scale clips; null: nobody asked.
   std::uint64_t* saturated(const OperandSpec& f) const {
     const TensorView& s = problem.tensors.saturated;

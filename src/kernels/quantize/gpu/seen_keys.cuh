@@ -16,6 +16,13 @@ struct SeenKeys {
   std::int32_t heads = 1, batches = 0;
 };
 
+/// Of them, keys seen slightly, which SeenKeys has as faint ones until SettleSeen. Null: such keys
+/// are seen.
+struct SlightKeys {
+  std::uint32_t* bits = nullptr;    ///< [heads][slots / 64][2], likewise
+  std::uint32_t* counts = nullptr;  ///< [heads][batches]
+};
+
 inline namespace QATTN_TARGET {
 
 /// The keys of a tile.
@@ -45,12 +52,17 @@ QATTN_DEVICE std::int64_t sharing_keys(const SeenKeys& s, int b, int head) {
   return isa::load_global(s.counts + 2 * seen_unit(s, b, head) + (any_plainly(s, b, head) ? 1 : 0));
 }
 
+/// Number of a head's tile among the tiles of all heads.
+QATTN_DEVICE std::int64_t seen_tile(const SeenKeys& s, int head, std::int64_t tile) {
+  return std::int64_t{s.heads > 1 ? head : 0} * s.tiles + tile;
+}
+
 /// Of slot tile `tile` of the head, which belongs to sequence b.
 QATTN_DEVICE TileSight sight_of(const SeenKeys& s, int b, int head, std::int64_t tile) {
   TileSight sight{{~0u, ~0u}, {~0u, ~0u}};
   if (s.bits == nullptr) return sight;
-  const std::int64_t at = std::int64_t{s.heads > 1 ? head : 0} * s.tiles + tile;
-  const Words4 w = isa::load_global(reinterpret_cast<const Words4*>(s.bits) + at);
+  const Words4 w =
+      isa::load_global(reinterpret_cast<const Words4*>(s.bits) + seen_tile(s, head, tile));
   const int from = any_plainly(s, b, head) ? 2 : 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

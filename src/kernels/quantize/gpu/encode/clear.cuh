@@ -7,7 +7,7 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 struct ClearParams {
-  static constexpr int tables = 4;
+  static constexpr int tables = 5;
   std::uint32_t* words[tables] = {};
   std::int64_t counts[tables] = {};
   std::uint64_t* saturated = nullptr;  ///< three counters

@@ -13,7 +13,9 @@ inline namespace QATTN_TARGET {
 struct SeenParams : MaskParams {
   tile::Rows q, k;
   SeenKeys out;
-  std::int32_t group = 1;  ///< query heads of a head of `out`, where masks tell them apart
+  SlightKeys slight;
+  std::int32_t heads = 1;  ///< that masks tell apart: those of `out`, or one for all of them
+  std::int32_t group = 1;  ///< query heads of each of these, where masks tell them apart
 };
 
 /// One block a tile of 64 keys and head. Windows let a run of rows see a key; of masks that do not
@@ -21,11 +23,12 @@ struct SeenParams : MaskParams {
 /// at the diagonal, which see most, first.
 struct FindSeen {
   using Params = SeenParams;
-  static constexpr int row_lanes = 4, threads = slot_tile * row_lanes, min_blocks = 1;
+  static constexpr int row_lanes = 4, threads = slot_tile * row_lanes, min_blocks = 5;
   static constexpr int rows_at_once = 8;  ///< of a thread: loads in flight
   static constexpr int votes_at = 16, shared_bytes = votes_at + threads / 32 * 8;
   static constexpr bool dependent = true;
   static constexpr int no = static_cast<int>(Seen::no), faintly = static_cast<int>(Seen::faintly),
+                       slightly = static_cast<int>(Seen::slightly),
                        yes = static_cast<int>(Seen::yes);
 
   /// A thread's key and which rows of a head windows let see it: [low, high].
@@ -56,11 +59,11 @@ struct FindSeen {
     if (m.format == Format::b1) {
       return (isa::load_global(bytes + (at >> 3)) >> (j & 7) & 1) != 0 ? yes : no;
     }
-    const float bias = tile::load_number(m.data, m.format, at);
-    return !(bias <= faint_bias) ? yes : bias == -tile::infinity() ? no : faintly;
+    const int sight = static_cast<int>(sight_under(tile::load_number(m.data, m.format, at)));
+    return sight == slightly && p.slight.bits == nullptr ? yes : sight;
   }
 
-  static QATTN_DEVICE bool block_visible(const SeenParams& p, int b, int head, std::int64_t block,
+  static QATTN_DEVICE bool block_visible(const MaskParams& p, int b, int head, std::int64_t block,
                                          std::int64_t j) {
     const BroadcastView& m = p.block_mask;
     const std::int64_t at = b * m.stride[0] + head * m.stride[1] + block * m.stride[2] +
@@ -86,10 +89,10 @@ struct FindSeen {
     return best;
   }
 
-  /// What all threads have found; true where that is every key of the tile. By all threads.
-  static QATTN_DEVICE bool vote(int best, std::uint32_t low_keys, std::uint32_t high_keys,
-                                SharedAddress votes, TileSight& found) {
-    const std::uint32_t any = isa::ballot(best >= faintly), plainly = isa::ballot(best == yes);
+  /// What all threads have found, from `least` on; true where all keys are seen. By all threads.
+  static QATTN_DEVICE bool vote(int best, int least, std::uint32_t low_keys,
+                                std::uint32_t high_keys, SharedAddress votes, TileSight& found) {
+    const std::uint32_t any = isa::ballot(best >= least), plainly = isa::ballot(best == yes);
     const int mine = isa::warp();
     if (isa::lane() == 0) isa::store_shared(votes + 8 * mine, Words2{{any, plainly}});
     isa::sync_threads();
@@ -108,12 +111,13 @@ struct FindSeen {
     return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1;
   }
 
-  static QATTN_DEVICE void find(const SeenParams& p, const TilePlace& place, SharedAddress votes,
-                                TileSight& found) {
+  /// What the thread has seen of its key.
+  static QATTN_DEVICE int find(const SeenParams& p, const TilePlace& place, SharedAddress votes,
+                               TileSight& found) {
     const tile::Span q = tile::span_of(p.q, place.b);
     const std::int64_t length = place.span.length, shift = length - q.length;
     const int n = isa::thread() % slot_tile, lane = isa::thread() / slot_tile;
-    const int count = place.count(), first_head = p.out.heads > 1 ? place.head * p.group : 0;
+    const int count = place.count(), first_head = p.heads > 1 ? place.head * p.group : 0;
     const std::uint32_t low_keys = first_bits(count), high_keys = first_bits(count - 32);
     // Of what index tensors say wrongly all rows are NaN, and masks have no such places.
     const bool wrong = q.bad || q.length > p.mask_queries || length > p.mask_keys;
@@ -123,8 +127,8 @@ struct FindSeen {
     if (n >= count) key.high = -1;
     if (wrong || p.mask.data == nullptr || p.mask.stride[2] == 0) {
       const int best = n >= count ? no : wrong ? yes : look_once(p, key, first_head);
-      vote(best, low_keys, high_keys, votes, found);
-      return;
+      vote(best, faintly, low_keys, high_keys, votes, found);
+      return best;
     }
     const std::int64_t last = place.first + count - 1, low = lowest_row(p, place.first, shift);
     const std::int64_t rows = highest_row(p, last, shift, q.length) - low + 1;
@@ -146,35 +150,42 @@ struct FindSeen {
           const int now = visible ? look(p, key.b, h, i, key.j) : no;
           best = best > now ? best : now;
         }
-        if (vote(best, low_keys, high_keys, votes, found)) return;
+        if (vote(best, faintly, low_keys, high_keys, votes, found)) return best;
       }
     }
+    return best;
   }
 
   static QATTN_DEVICE void run(const Params& p) {
     isa::grid_dependency_launch();
     isa::grid_dependency_wait();
     const SharedAddress shared = isa::shared_base();
-    const int tile = divide(isa::block().x, p.out.heads);
-    const int head = isa::block().x - tile * p.out.heads;
+    const int tile = divide(isa::block().x, p.heads), head = isa::block().x - tile * p.heads;
     const TilePlace place = find_tile(p.k, tile, head, threads, shared);
     if (!place.used) return;
-    TileSight found;
-    find(p, place, shared + votes_at, found);
-    if (isa::thread() != 0) return;
-    isa::store_global(reinterpret_cast<Words4*>(p.out.bits) + head * p.out.tiles + tile,
-                      Words4{{found.seen[0], found.seen[1], found.plainly[0], found.plainly[1]}});
-    std::uint32_t* counts = p.out.counts + 2 * seen_unit(p.out, place.b, head);
-    isa::atomic_add_global(counts, set_bits(found.seen));
-    isa::atomic_add_global(counts + 1, set_bits(found.plainly));
+    TileSight found, slight;
+    const int best = find(p, place, shared + votes_at, found);
+    if (p.slight.bits != nullptr) {
+      vote(best, slightly, 0, 0, shared + votes_at, slight);
+      for (int n = 0; n < 2; ++n) slight.seen[n] &= ~slight.plainly[n];
+    }
+    const int copies = p.out.heads / p.heads;  // one where masks tell the heads apart
+    for (int n = isa::thread(); n < copies; n += threads) {
+      const std::int64_t at = seen_tile(p.out, head + n, place.tile);
+      const std::int64_t unit = seen_unit(p.out, place.b, head + n);
+      isa::store_global(reinterpret_cast<Words4*>(p.out.bits) + at,
+                        Words4{{found.seen[0], found.seen[1], found.plainly[0], found.plainly[1]}});
+      isa::atomic_add_global(p.out.counts + 2 * unit, set_bits(found.seen));
+      isa::atomic_add_global(p.out.counts + 2 * unit + 1, set_bits(found.plainly));
+      if (p.slight.bits == nullptr) continue;
+      isa::store_global(reinterpret_cast<Words2*>(p.slight.bits) + at,
+                        Words2{{slight.seen[0], slight.seen[1]}});
+      isa::atomic_add_global(p.slight.counts + unit, set_bits(slight.seen));
+    }
   }
 
   static QATTN_DEVICE std::uint32_t set_bits(const std::uint32_t (&words)[2]) {
-    std::uint32_t count = 0;
-    for (std::uint32_t w : words) {
-      for (; w != 0; w &= w - 1) ++count;
-    }
-    return count;
+    return static_cast<std::uint32_t>(formats::popcount(words[0]) + formats::popcount(words[1]));
   }
 };
 
