@@ -29,10 +29,16 @@ _ARGUMENTS = {
     "logsumexp philox_seed philox_offset dropout_p grad_input_mask is_causal scale",
 }
 
-#: Biases whose largest of a row is beyond this leave too few bits of float32 to the row's LSE.
-_FAR = 1e4
+#: Biases whose largest of a row is beyond this leave too few bits of float32 to the row's LSE. On
+#: GPUs, where such rows may get NaN, all that float16 holds is near: P errs by half a percent then.
+_FAR, _FAR_ON_GPUS = 1e4, 2.0**16
 #: So many scores of such rows are in memory at a time.
 _FAR_SCORES = 1 << 22
+#: A bias that lets no score be seen beside it. A power of two, which float32 multiplies by log2(e)
+#: as exactly as the LSE of the same number, however a kernel orders and fuses that.
+_OVERWHELMING = -(2.0**60)
+#: Biases less than twice this apart are as good as equal: of keys under others exp() is below 2e-7.
+_APART = 16.0
 #: A key under no larger bias than this anywhere has no part in what keys share (docs/NUMERICS.md).
 _FAINT = -4096.0
 
@@ -69,15 +75,15 @@ def _backward(
         else:
             lse = _lse_of_centred(query, lse, key_mean, scale)
             key = centred(key, key_mean)
-        bias = far = None
+        bias = largest = None
         if attn_mask is not None:
             key, value = _without_hidden(key, value, attn_mask)
-            bias, far = _additive(attn_mask, query.dtype)
+            bias, largest = _additive(attn_mask, query.dtype)
         width = max(query.shape[-1], value.shape[-1])
         operands = [_padded(x, width) for x in (grad_out, query, key, value)]
         out = None if out is None else _padded(out, width)
         compute = _on_cuda if query.is_cuda else _on_cpu
-        grads = compute(*operands, _Rest(out, lse, bias, far, is_causal, scale, attn_mask))
+        grads = compute(*operands, _Rest(out, lse, bias, largest, is_causal, scale))
         return tuple(_shaped_as(grad, x) for grad, x in zip(grads, inputs))
 
 
@@ -153,17 +159,19 @@ def _without_hidden(
 def _additive(
     mask: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What is added to the scores, and rows (B or 1, H or 1, L or 1) whose LSE is worth nothing.
-
-    Those are rows that biases move so far that the scores in their LSE are rounded off, such as of
-    finfo.min alone. Their bias comes without its maximum, which does not change P.
-    """
+    """What is added to the scores, and, if these are biases, the largest of each row (B or 1, H or
+    1, L or 1, 1)."""
     if mask.dtype == torch.bool:
         zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
         return zeros.masked_fill_(~mask, -math.inf), None
-    largest = mask.amax(-1, keepdim=True)
-    far = largest.isfinite() & (largest.abs() > _FAR)
-    return mask - torch.where(far, largest, 0), far.squeeze(-1)
+    return mask, mask.amax(-1, keepdim=True)
+
+
+def _far_rows(largest: torch.Tensor, limit: float) -> torch.Tensor:
+    """Rows, of the shape of `largest`, whose LSE is worth nothing: biases move them so far that the
+    scores in it are rounded off, such as of finfo.min alone. Their biases are taken without
+    `largest`, which does not change P."""
+    return largest.isfinite() & (largest.abs() > limit)
 
 
 def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -189,11 +197,11 @@ class _Rest(NamedTuple):
 
     out: torch.Tensor | None
     lse: torch.Tensor | None
-    bias: torch.Tensor | None
-    far: torch.Tensor | None  #: rows whose lse is worth nothing, if there are biases
+    bias: torch.Tensor | None  #: the caller's mask, as biases
+    largest: torch.Tensor | None  #: bias of each row, where the caller's mask is one of biases
     is_causal: bool
     scale: float
-    mask: torch.Tensor | None = None  #: as the caller gave it
+    uniform: torch.Tensor | None = None  #: rows (..., L) under biases of _OVERWHELMING
 
 
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -236,25 +244,26 @@ def _on_cpu(
     value: torch.Tensor,
     rest: _Rest,
 ) -> _Gradients:
-    heads, out, lse = key.shape[1], rest.out, rest.lse
-    asked = None
-    if rest.far is not None and rest.far.any():
-        asked = rest.far & grad_out.ne(0).any(-1)
-        near = grad_out.masked_fill(asked.unsqueeze(-1), 0)
-        if lse is not None:
-            lse = torch.where(rest.far, math.inf, lse)  # P is 0 then
-    else:
-        near = grad_out
+    heads, out, lse, bias = key.shape[1], rest.out, rest.lse, rest.bias
+    asked, near = None, grad_out
+    if bias is not None and rest.largest is not None:
+        far = _far_rows(rest.largest, _FAR)
+        bias, far = bias - torch.where(far, rest.largest, 0), far.squeeze(-1)
+        if far.any():
+            asked = far & grad_out.ne(0).any(-1)
+            near = grad_out.masked_fill(asked.unsqueeze(-1), 0)
+            if lse is not None:
+                lse = torch.where(far, math.inf, lse)  # P is 0 then
     key_of, value_of = (_for_every_head(x, query) for x in (key, value))
-    options = {"attn_mask": rest.bias, "scale": rest.scale}
+    options = {"attn_mask": bias, "scale": rest.scale}
     if out is None or lse is None:
         forward = _aten("_scaled_dot_product_flash_attention_for_cpu")
         out, lse = forward(query, key_of, value_of, 0.0, rest.is_causal, **options)
     backward = _aten("_scaled_dot_product_flash_attention_for_cpu_backward")
     grads = backward(near, query, key_of, value_of, out, lse, 0.0, rest.is_causal, **options)
     grads = (grads[0], _of_groups(grads[1], heads), _of_groups(grads[2], heads))
-    if asked is not None and rest.mask is not None and asked.any():
-        return _with_far_rows(grads, asked, grad_out, query, key, value, rest.mask, rest.scale)
+    if asked is not None and rest.bias is not None and asked.any():
+        return _with_far_rows(grads, asked, grad_out, query, key, value, rest.bias, rest.scale)
     return grads
 
 
@@ -298,12 +307,8 @@ def _on_cuda(
     """Flash attention, which groups heads by itself. It has no masks, and its causality is of the
     bottom right: where those matter, the attention that torch calls efficient."""
     causal, scale, lengths = rest.is_causal, rest.scale, (query.shape[-2], key.shape[-2])
-    if rest.far is not None and rest.lse is not None:
-        # To look whether there are such rows would wait for the GPU, to make their LSE again would
-        # cost a forward. Padding asks for nothing and gets it; others get NaN.
-        asked = grad_out.ne(0).any(-1)
-        worth = torch.where(asked, math.nan, math.inf).to(rest.lse.dtype)
-        rest = rest._replace(lse=torch.where(rest.far, worth, rest.lse))
+    if rest.largest is not None:
+        grad_out, rest = _with_uniform_rows(grad_out, query, key, rest)
     beside_flash = causal and lengths[0] != lengths[1]
     if rest.bias is not None or beside_flash or query.dtype == torch.float32:
         return _efficient(grad_out, query, key, value, rest)
@@ -317,6 +322,54 @@ def _on_cuda(
         grad_out, query, key, value, out, lse, None, None, *lengths, 0.0, causal, nothing, nothing,
         scale=scale,
     )  # fmt: skip
+
+
+def _with_uniform_rows(
+    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, rest: _Rest
+) -> tuple[torch.Tensor, _Rest]:
+    """What gives rows under large biases their gradients on a GPU that nobody waits for.
+
+    Beside biases such as finfo.min or -1e9 scores vanish, as in the forward, and P is uniform over
+    the n keys of the largest bias. No float32 LSE says log(n) beside it, so that P comes out as 1;
+    the row's gradient of O, divided by n, makes up for it. Rows between those and the near ones
+    depend on how single scores are rounded. To make their LSE again would cost a forward: where
+    the gradient of their output is not 0, as it is for padding, they get NaN.
+    """
+    bias, largest, lse = rest.bias, rest.largest, rest.lse
+    assert bias is not None and largest is not None
+    far = _far_rows(largest, _FAR_ON_GPUS)
+    uniform = far & (_room(largest) > _reach(query, key, rest.scale, largest.shape))
+    # 0 for the largest, far below for others; then _OVERWHELMING and -inf
+    times = torch.where(uniform, -_OVERWHELMING, 1).to(bias.dtype)
+    less = torch.where(uniform, -_OVERWHELMING, 0).to(bias.dtype)
+    bias = (bias - torch.where(far, largest, 0)).mul_(times).sub_(less)
+    keys = bias.eq(_OVERWHELMING).sum(-1, keepdim=True) * (key.shape[-2] // bias.shape[-1])
+    share = torch.where(uniform, 1 / keys, 1)
+    far, uniform = far.squeeze(-1), uniform.squeeze(-1)
+    if lse is not None:
+        worth = torch.where(grad_out.ne(0).any(-1), math.nan, math.inf).to(lse.dtype)
+        lse = torch.where(uniform, _OVERWHELMING, torch.where(far, worth, lse))
+    grad_out = torch.mul(grad_out, share, out=torch.empty_like(grad_out))
+    return grad_out, rest._replace(bias=bias, lse=lse, uniform=uniform)
+
+
+def _room(largest: torch.Tensor) -> torch.Tensor:
+    """How large a score may be that a bias of float32 swallows: half the gap to the next number."""
+    size = largest.float().abs()
+    return (size - torch.nextafter(size, torch.zeros_like(size))) / 2
+
+
+def _reach(
+    query: torch.Tensor, key: torch.Tensor, scale: float, shape: torch.Size
+) -> torch.Tensor:
+    """A bound of the scores of a row, and some more for codes' errors, of rows of that shape."""
+    longest = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32).amax(-1)
+    of_query = torch.linalg.vector_norm(query, dim=-1, keepdim=True, dtype=torch.float32)
+    reach = of_query * _for_every_head(longest, query)[..., None, None] * (1.1 * abs(scale))
+    for i, size in enumerate(shape[:3]):
+        if size == 1:
+            reach = reach.amax(i, keepdim=True)
+    return reach.clamp(min=_APART)
 
 
 def _efficient(
@@ -337,6 +390,8 @@ def _efficient(
         forward = _aten("_scaled_dot_product_efficient_attention")
         made = forward(query, key, value, bias, True, 0.0, rest.is_causal, scale=scale)
         out, lse = made[:2]
+        if rest.uniform is not None:
+            lse[..., :length].masked_fill_(rest.uniform, _OVERWHELMING)
     else:
         # The kernel assumes what its own forward makes: O of strides (B, L, H, E), which it does
         # not check, and an LSE of a multiple of 32 rows.

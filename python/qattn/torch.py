@@ -47,8 +47,8 @@ def sdpa(
     backward of the forward's O and LSE and of K less its mean. backward="16bit" gives any recipe
     those of torch's own attention in the operands' dtype, which the backward computes anew. Where a
     gradient is asked for, GPUs take masks of bool or query's dtype; there a row whose largest bias
-    is beyond 1e4 or -1e4, as in rows of padding, gets NaN unless its output's gradient is 0
-    (backward="forward").
+    is beyond 65536 or -65536, but not so far that it swallows every score in float32, as -1e9 and
+    finfo.min do, gets NaN unless its output's gradient is 0 (backward="forward").
     Inside torch.autocast the operands are cast as torch does. Tensors whose last stride is not 1
     are copied on CPUs and refused on GPUs; others are taken as they are. On a GPU the call only
     enqueues work on the current stream and can be captured in a CUDA graph.

@@ -132,7 +132,7 @@ def test_rows_that_see_nothing_or_lie_far_off():
     for backward in ("forward", "16bit"):
         assert max(errors(operands(), hidden, backward=backward)) < 1.5e-2
     mask = torch.zeros(300, 300, dtype=torch.bfloat16, device=DEVICE)
-    mask[7] = torch.finfo(torch.bfloat16).min
+    mask[7] = -1e7  # scores neither vanish beside it nor keep their digits
     given = leaves(operands())
     out = sdpa(*given, mask, recipe="int8")
     grad = normal(*out.shape, dtype=torch.bfloat16, seed=9)
@@ -141,6 +141,39 @@ def test_rows_that_see_nothing_or_lie_far_off():
     grad[:, :, 7] = 0
     got = torch.autograd.grad(out, given, grad)
     assert all(torch.isfinite(x).all() for x in got) and (got[0][:, :, 7] == 0).all()
+
+
+LEAST = {dtype: torch.finfo(dtype).min for dtype in DTYPES}
+FAR = [(dtype, value) for dtype in DTYPES for value in (LEAST[dtype], -2e4, 6e4)]
+FAR += [(torch.bfloat16, value) for value in (-3.3e38, -1e20, -1e9, 1e9, 1e30)]
+
+
+@pytest.mark.parametrize("keys", [300, 333])
+@pytest.mark.parametrize("dtype, value", FAR)
+@pytest.mark.parametrize("recipe, backward", [("int8", "forward"), ("int8_full", "16bit")])
+@pytest.mark.parametrize("some", [False, True])
+def test_rows_under_large_biases(recipe, backward, some, dtype, value, keys):
+    """Beside the largest P is uniform, as in the forward; those of float16 move nothing."""
+    given = operands(keys=keys, heads=8, kv_heads=2, dtype=dtype)
+    mask = torch.zeros(300, keys, dtype=dtype, device=DEVICE)
+    mask[7:9] = value
+    if some:  # keys that are hidden, or lie as low as there is
+        mask[7:9, 100:] = -math.inf if value == LEAST[dtype] else LEAST[dtype]
+    got = gradients(lambda *x: sdpa(*x, mask, recipe=recipe, backward=backward, enable_gqa=True),
+                    given)  # fmt: skip
+
+    def exact(query, key, value_):
+        key, value_ = (x.repeat_interleave(4, 1) for x in (key, value_))
+        scores = query @ key.mT / math.sqrt(128)
+        lost = (mask.abs() > 1e8) & (mask > -math.inf)
+        # lost in P beside the bias, but not in what P depends on
+        scores = torch.where(lost, scores - scores.detach(), scores) + mask.double()
+        return torch.softmax(scores, -1) @ value_
+
+    want = gradients(exact, [x.double() for x in given])
+    assert all(nrmse(x, y) < 2e-2 for x, y in zip(got, want, strict=True))
+    rows = [nrmse(x[:, :, 7:9], y[:, :, 7:9]) for x, y in zip(got[:1], want[:1], strict=True)]
+    assert rows[0] < 2e-2
 
 
 @every_dtype
