@@ -1,5 +1,7 @@
 """What the tests of gradients share: operands, and errors against float64."""
 
+import math
+
 import torch
 from cases import nrmse
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
@@ -61,3 +63,53 @@ def errors(given, mask=None, reference_mask=None, dtype=torch.float32, **options
 
 def padding(keys=56, real=40):
     return (torch.arange(keys) < torch.tensor([keys, real])[:, None])[:, None, None]
+
+
+# ---- Rows under biases beside which scores vanish ------------------------------------------------
+
+FAR = [-3.4e38, torch.finfo(torch.float32).min, -1e20, -1e9, 1e9, 1e30]
+
+
+def far_row(value, some):
+    """A mask whose row 5 lies far off, and that row's P: uniform over its largest biases."""
+    mask = torch.zeros(8, 12)
+    mask[5] = value
+    chosen = torch.ones(12)
+    if some:  # other keys lie twice as far below, or are hidden
+        mask[5, 7:] = 0 if value > 0 else -math.inf if value < -1e38 else value * 2
+        mask[5, 3] = -math.inf
+        chosen[7:], chosen[3] = 0, 0
+    return mask, chosen / chosen.sum()
+
+
+def row_gradients(given, mask, recipe, backward, row=5):
+    """O, and the gradients of that row alone, with the row's gradient of O."""
+    own = leaves(given)
+    out = sdpa(*own, mask, recipe=recipe, backward=backward, enable_gqa=True)
+    grad = torch.zeros_like(out)
+    grad[:, :, row] = normal(*grad[:, :, row].shape, seed=3)
+    return out.detach(), torch.autograd.grad(out, own, grad), grad[:, :, row : row + 1]
+
+
+def exact_row_gradients(given, share, grad, row=5):
+    """In float64, of a row (row,) of P of every head, or (B, H, 1, S)."""
+    query, key, value = (x.double() for x in given)
+    group = query.shape[1] // key.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (key, value))
+    share = share.double().expand(*k.shape[:2], 1, -1)
+    dp = grad.double() @ v.mT
+    ds = share * (dp - (share * dp).sum(-1, keepdim=True)) / math.sqrt(query.shape[-1])
+    dk, dv = ds.mT @ query[:, :, row : row + 1], share.mT @ grad.double()
+    return ds @ k, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+
+
+def check_far_row(value, some, recipe, backward, bound):
+    given = operands(8, 12, 4, 2)
+    mask, share = far_row(value, some)
+    out, got, grad = row_gradients(given, mask, recipe, backward)
+    v = given[2].repeat_interleave(2, 1).double()
+    assert nrmse(out[:, :, 5], share.double() @ v) < 2e-2
+    want = exact_row_gradients(given, share, grad)
+    assert (got[0][:, :, :5] == 0).all() and (got[0][:, :, 6:] == 0).all()
+    for x, y in zip((got[0][:, :, 5:6], *got[1:]), want, strict=True):
+        assert nrmse(x, y) < bound

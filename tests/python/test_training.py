@@ -6,7 +6,19 @@ import math
 import pytest
 import torch
 from cases import nrmse
-from gradients import errors, family, gradients, leaves, normal, operands, padding
+from gradients import (
+    FAR,
+    check_far_row,
+    errors,
+    exact_row_gradients,
+    family,
+    gradients,
+    leaves,
+    normal,
+    operands,
+    padding,
+    row_gradients,
+)
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
@@ -210,62 +222,9 @@ def test_rows_that_see_nothing_or_lie_far_off():
     assert max(errors(operands(), mask, torch.zeros(40, 56))) < 4e-2
 
 
-FAR = [-3.4e38, torch.finfo(torch.float32).min, -1e20, -1e9, 1e9, 1e30]
-of_far_rows = pytest.mark.parametrize("value", FAR)
-of_some_keys = pytest.mark.parametrize("some", [False, True])
-of_each_backward = pytest.mark.parametrize(
-    "recipe, backward", [("int8", "forward"), ("int8_full", "16bit")]
-)
-
-
-def far_row(value, some):
-    """A mask whose row 5 lies far off, and that row's P: uniform over its largest biases."""
-    mask = torch.zeros(8, 12)
-    mask[5] = value
-    chosen = torch.ones(12)
-    if some:  # other keys lie twice as far below, or are hidden
-        mask[5, 7:] = 0 if value > 0 else -math.inf if value < -1e38 else value * 2
-        mask[5, 3] = -math.inf
-        chosen[7:], chosen[3] = 0, 0
-    return mask, chosen / chosen.sum()
-
-
-def row_gradients(given, mask, recipe, backward, row=5):
-    """O, and the gradients of that row alone, with the row's gradient of O."""
-    own = leaves(given)
-    out = sdpa(*own, mask, recipe=recipe, backward=backward, enable_gqa=True)
-    grad = torch.zeros_like(out)
-    grad[:, :, row] = normal(*grad[:, :, row].shape, seed=3)
-    return out.detach(), torch.autograd.grad(out, own, grad), grad[:, :, row : row + 1]
-
-
-def exact_row_gradients(given, share, grad, row=5):
-    """In float64, of a row (row,) of P of every head, or (B, H, 1, S)."""
-    query, key, value = (x.double() for x in given)
-    group = query.shape[1] // key.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (key, value))
-    share = share.double().expand(*k.shape[:2], 1, -1)
-    dp = grad.double() @ v.mT
-    ds = share * (dp - (share * dp).sum(-1, keepdim=True)) / math.sqrt(query.shape[-1])
-    dk, dv = ds.mT @ query[:, :, row : row + 1], share.mT @ grad.double()
-    return ds @ k, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-
-
-def check_far_row(value, some, recipe, backward, bound):
-    given = operands(8, 12, 4, 2)
-    mask, share = far_row(value, some)
-    out, got, grad = row_gradients(given, mask, recipe, backward)
-    v = given[2].repeat_interleave(2, 1).double()
-    assert nrmse(out[:, :, 5], share.double() @ v) < 2e-2
-    want = exact_row_gradients(given, share, grad)
-    assert (got[0][:, :, :5] == 0).all() and (got[0][:, :, 6:] == 0).all()
-    for x, y in zip((got[0][:, :, 5:6], *got[1:]), want, strict=True):
-        assert nrmse(x, y) < bound
-
-
-@of_each_backward
-@of_far_rows
-@of_some_keys
+@pytest.mark.parametrize("recipe, backward", [("int8", "forward"), ("int8_full", "16bit")])
+@pytest.mark.parametrize("value", FAR)
+@pytest.mark.parametrize("some", [False, True])
 def test_rows_under_biases_beside_which_scores_vanish(recipe, backward, value, some):
     """The forward gives such a row the mean of V at its largest biases; so are its gradients."""
     check_far_row(value, some, recipe, backward, 1e-3)
@@ -285,100 +244,6 @@ def test_rows_under_biases_of_any_size(sign):
         want = exact_row_gradients(given, share, grad)
         found = [nrmse(x, y) for x, y in zip((got[0][:, :, 5:6], *got[1:]), want, strict=True)]
         assert max(found) < 1e-2, exponent
-
-
-# ---- The backward of GPUs ------------------------------------------------------------------------
-
-
-class Efficient:
-    """torch's efficient attention, which GPUs alone have, as far as the backward for GPUs needs it:
-    exponents in base 2, in float32, whose two orders of rounding must not matter."""
-
-    def __init__(self, fused):
-        self.fused = fused
-
-    def __call__(self, name):
-        return self.backward if name.endswith("_backward") else self.forward
-
-    def scores(self, query, key, bias, scale):
-        return query @ key.mT * scale + bias
-
-    def forward(self, query, key, value, bias, lse, dropout, causal, scale):
-        s = self.scores(query, key, bias, scale)
-        top = s.amax(-1, keepdim=True)
-        p = torch.exp2((s - top) * math.log2(math.e))
-        total = p.sum(-1, keepdim=True)
-        lse = (top * math.log2(math.e) + total.log2()) / math.log2(math.e)
-        padding = (0, -query.shape[-2] % 32)
-        return p / total @ value, torch.nn.functional.pad(lse.squeeze(-1), padding)
-
-    def backward(self, grad, query, key, value, bias, out, lse, _, __, ___, wanted, causal, scale):
-        lse, log2e = lse[..., : query.shape[-2], None], torch.tensor(math.log2(math.e))
-        s = self.scores(query, key, bias, scale)
-        if self.fused:  # the product is not rounded
-            p = torch.exp2((s.double() * log2e - (lse * log2e).double()).float())
-        else:
-            p = torch.exp2((s - lse) * log2e)
-        ds = p * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
-        return ds @ key, ds.mT @ query, p.mT @ grad, None
-
-
-@pytest.fixture(params=[False, True], ids=["rounded", "fused"])
-def as_on_gpus(monkeypatch, request):
-    monkeypatch.setattr(_torch_backward, "_on_cpu", _torch_backward._on_cuda)
-    monkeypatch.setattr(_torch_backward, "_aten", Efficient(request.param))
-
-
-@of_each_backward
-@of_far_rows
-@of_some_keys
-def test_rows_beside_whose_biases_scores_vanish_on_gpus(as_on_gpus, recipe, backward, value, some):
-    check_far_row(value, some, recipe, backward, 1e-2)
-
-
-def test_masks_of_gpus(as_on_gpus):
-    """Rows beside those that lie far off; biases of heads, of sequences, of queries alone."""
-    far = normal(40, 56, seed=4)
-    far[7:9] = -1e9
-    of_heads = normal(4, 40, 56, seed=5)
-    of_heads[2, 5] = torch.finfo(torch.float32).min
-    of_queries = normal(40, 1, seed=4)
-    of_queries[3] = -1e9
-    of_sequences = normal(2, 1, 1, 56, seed=6)
-    of_sequences[1] = 1e30
-    for mask in (far, of_heads, of_queries, of_sequences):
-        given, grad = operands(), normal(2, 4, 40, 32, seed=9)
-        own = leaves(given)
-        got = torch.autograd.grad(sdpa(*own, mask, recipe="int8"), own, grad)
-        exact = leaves([x.double() for x in given])
-        scores, lost = exact[0] @ exact[1].mT / math.sqrt(32), mask.abs() > 1e8
-        # As float32 rounds them: lost in P, but not in what P depends on.
-        scores = torch.where(lost, scores - scores.detach(), scores + mask)
-        want = torch.autograd.grad(torch.softmax(scores, -1) @ exact[2], exact, grad.double())
-        assert all(nrmse(x, y) < 1.5e-2 for x, y in zip(got, want, strict=True))
-
-
-def test_rows_of_gpus_whose_gradient_is_nan(as_on_gpus):
-    """Scores neither vanish beside -1e7 nor keep their digits: NaN, unless nothing is asked for."""
-    given = operands()
-    mask = torch.zeros(40, 56)
-    mask[7], mask[9] = -1e7, torch.finfo(torch.float16).min
-    own = leaves(given)
-    out = sdpa(*own, mask, recipe="int8")
-    grad = normal(*out.shape, seed=9)
-    got = torch.autograd.grad(out, own, grad, retain_graph=True)[0]
-    assert torch.isnan(got[:, :, 7]).all() and torch.isfinite(got[:, :, 8:]).all()
-    grad[:, :, 7] = 0
-    got = torch.autograd.grad(out, own, grad)
-    assert all(torch.isfinite(x).all() for x in got) and (got[0][:, :, 7] == 0).all()
-    loud = [given[0] * 40, *given[1:]]  # scores beyond 32, which -1e9 does not swallow
-    mask[7] = -1e9
-    own = leaves(loud)
-    got = torch.autograd.grad(sdpa(*own, mask, recipe="int8").sum(), own)
-    assert torch.isnan(got[0][:, :, 7]).all()
-
-
-# ---- Beside them ---------------------------------------------------------------------------------
 
 
 def test_gradients_beside_rows_that_lie_far_off():

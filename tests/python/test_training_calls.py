@@ -4,18 +4,25 @@ import math
 
 import pytest
 import torch
-from gradients import errors, leaves, normal, operands, padding
+from cases import nrmse
+from gradients import FAR, check_far_row, errors, leaves, normal, operands, padding
 
 from qattn import _torch_backward
 from qattn.torch import sdpa
 
 
-def probabilities(query, key, lse, bias, is_causal, scale):
+def scores_of(query, key, bias, is_causal, scale):
+    """In float32 beside biases."""
     scores = query.double() @ key.double().mT * scale
-    scores = scores if bias is None else scores + bias.double()
+    scores = scores if bias is None else (scores.float() + bias.float()).double()
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)
+    return scores
+
+
+def probabilities(query, key, lse, bias, is_causal, scale):
+    scores = scores_of(query, key, bias, is_causal, scale)
     return torch.exp(scores - lse.double().unsqueeze(-1))
 
 
@@ -43,9 +50,10 @@ def stand_in(name):
             group = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(group, 1) for x in (key, value))
         if "backward" not in name:
-            lse = probabilities(query, key, torch.zeros(1), bias, causal, scale).sum(-1).log()
+            scores = scores_of(query, key, bias, causal, scale)
+            lse = scores.logsumexp(-1)
             lse = torch.where(lse == -math.inf, 0.0, lse)  # of rows that see no key
-            p = probabilities(query, key, lse, bias, causal, scale)
+            p = scores.softmax(-1).nan_to_num(0.0)
             out = (p @ value.double()).to(query.dtype)
             if "efficient" not in name:
                 return out, lse.float()
@@ -105,15 +113,56 @@ def test_what_gpus_are_asked_for(case, backward, monkeypatch):
     assert all(kind in name for name in called) and len(called) == 1 + (backward == "16bit")
 
 
-def test_rows_far_off_on_gpus(monkeypatch):
+@pytest.fixture
+def as_on_gpus(monkeypatch):
     monkeypatch.setattr(_torch_backward, "_on_cpu", _torch_backward._on_cuda)
     monkeypatch.setattr(_torch_backward, "_aten", stand_in)
+
+
+@pytest.mark.parametrize("recipe, backward", [("int8", "forward"), ("int8_full", "16bit")])
+@pytest.mark.parametrize("value", FAR)
+@pytest.mark.parametrize("some", [False, True])
+def test_rows_under_biases_beside_which_scores_vanish(as_on_gpus, recipe, backward, value, some):
+    check_far_row(value, some, recipe, backward, 1e-2)
+
+
+def test_masks_with_rows_far_off(as_on_gpus):
+    """Rows beside those that lie far off; biases of heads, of sequences, of queries alone."""
+    far = normal(40, 56, seed=4)
+    far[7:9] = -1e9
+    of_heads = normal(4, 40, 56, seed=5)
+    of_heads[2, 5] = torch.finfo(torch.float32).min
+    of_queries = normal(40, 1, seed=4)
+    of_queries[3] = -1e9
+    of_sequences = normal(2, 1, 1, 56, seed=6)
+    of_sequences[1] = 1e30
+    for mask in (far, of_heads, of_queries, of_sequences):
+        given, grad = operands(), normal(2, 4, 40, 32, seed=9)
+        own = leaves(given)
+        got = torch.autograd.grad(sdpa(*own, mask, recipe="int8"), own, grad)
+        exact = leaves([x.double() for x in given])
+        scores, lost = exact[0] @ exact[1].mT / math.sqrt(32), mask.abs() > 1e8
+        # As float32 rounds them: lost in P, but not in what P depends on.
+        scores = torch.where(lost, scores - scores.detach(), scores + mask)
+        want = torch.autograd.grad(torch.softmax(scores, -1) @ exact[2], exact, grad.double())
+        assert all(nrmse(x, y) < 1.5e-2 for x, y in zip(got, want, strict=True))
+
+
+def test_rows_whose_gradient_is_nan(as_on_gpus):
+    """Scores neither vanish beside -1e7 nor keep their digits: NaN, unless nothing is asked for."""
+    given = operands()
     mask = torch.zeros(40, 56)
-    mask[7] = torch.finfo(torch.float32).min
-    given = leaves(operands())
-    out = sdpa(*given, mask, recipe="int8")
+    mask[7], mask[9] = -1e7, torch.finfo(torch.float16).min
+    own = leaves(given)
+    out = sdpa(*own, mask, recipe="int8")
     grad = normal(*out.shape, seed=9)
-    assert torch.isnan(torch.autograd.grad(out, given, grad, retain_graph=True)[0][:, :, 7]).all()
+    got = torch.autograd.grad(out, own, grad, retain_graph=True)[0]
+    assert torch.isnan(got[:, :, 7]).all() and torch.isfinite(got[:, :, 8:]).all()
     grad[:, :, 7] = 0
-    got = torch.autograd.grad(out, given, grad)
+    got = torch.autograd.grad(out, own, grad)
     assert all(torch.isfinite(x).all() for x in got) and (got[0][:, :, 7] == 0).all()
+    loud = [given[0] * 40, *given[1:]]  # scores beyond 32, which -1e9 does not swallow
+    mask[7] = -1e9
+    own = leaves(loud)
+    got = torch.autograd.grad(sdpa(*own, mask, recipe="int8").sum(), own)
+    assert torch.isnan(got[0][:, :, 7]).all()
