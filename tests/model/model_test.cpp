@@ -275,7 +275,7 @@ TEST(Predict, RefusesWhatNoKernelServes) {
   ASSERT_FALSE(p.ok());
   EXPECT_EQ(p.status().code(), Code::unsupported);
   EXPECT_NE(p.status().message().find("sm80_prefill"), std::string::npos);
-  EXPECT_FALSE(predict("bf16", {1, 1, 1, 128, 128, 12, false}, Choice::best, h200()).ok());
+  EXPECT_FALSE(predict("bf16", {1, 1, 1, 128, 128, 257, false}, Choice::best, h200()).ok());
 }
 
 TEST(Bound, CompiledInstructionsCountWhereTheyAreMore) {
