@@ -147,7 +147,7 @@ def test_refusals(tmp_path, files):
     refused("--arch", "sm90a", *call, "--recipe", "nvfp4", status=3,
             says=["sm80_prefill: no GPU path for Q and K in nvfp4"])
     refused("--arch", "sm90a", *call, "--recipe", "bf16", status=3, says=["q is f16"])
-    for dim, rule in ((84, "84"), (264, "264")):
+    for dim, rule in ((260, "260"), (264, "264")):
         odd = tmp_path.parent / f"{tmp_path.name}_odd.npy"
         np.save(odd, np.zeros((1, 4, 70, dim), np.float16))
         same = ("--q", odd, "--k", odd, "--v", odd, "-o", out)
