@@ -22,6 +22,7 @@ RECORDS = {
     "choices-h200": ("sm_90", ("bf16", "int8_full")),
     "gpu-portable-h100": ("sm_80", ("bf16", "int8")),
 }
+EXTENTS = "batch", "heads_q", "heads_kv", "queries", "keys", "dim"
 SLOWER = 0.93  #: of the fastest's speed, of each shape; the mean may lose a quarter of that
 
 
@@ -31,7 +32,7 @@ def times(record, recipes):
     for cell in json.loads((RESULTS / f"{record}.json").read_text())["cells"]:
         if cell["step"] == "e2e" and cell["io"] == "bf16" and "median_ms" in cell:
             shape = cell["shape"]
-            key = tuple(shape[x] for x in ("batch", "heads_q", "heads_kv", "queries", "keys", "dim"))
+            key = tuple(shape[x] for x in EXTENTS)
             found[*key, shape["causal"]][cell["candidate"]] = cell["median_ms"]
     return {shape: ms for shape, ms in found.items() if all(x in ms for x in recipes)}
 

@@ -244,7 +244,7 @@ TEST_P(EmulatedPlan, GivenScalesKeepTheirShape) {
   EXPECT_TRUE(same_bits(named, automatic));
 }
 
-/// Rows that end inside 16 bytes, as a cut of wider tensors: aligned, with NaN behind them, or close
+/// Rows that end inside 16 bytes, cut out of wider tensors: aligned, with NaN behind them, or close
 /// together.
 TEST_P(EmulatedPlan, RowsCutOutOfWiderOnes) {
   constexpr std::int64_t keys = 70, queries = 20, widths[] = {36, 36, 20, 20};

@@ -1,4 +1,4 @@
-"""Few queries over K and V in floats, which CPUs read where they lie: pages, hidden keys, formats."""
+"""Few queries over K and V in floats, which CPUs read where they lie: pages, hidden and bad keys."""
 
 import ml_dtypes
 import numpy as np

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """attn_implementation="qattn" in every class of the installed transformers that can be made small.
 
-    python tools/eval/transformers_models.py run -o RECORD [--only REGEX] [--one] [--resume] [--jobs N]
+    python tools/eval/transformers_models.py run -o RECORD [--only REGEX] [--one] [--resume]
+                                                 [--jobs N]
     python tools/eval/transformers_models.py show RECORD
 
 Each class gets random weights, and inputs with and without padding where it takes a mask, and runs
