@@ -58,14 +58,11 @@ std::vector<float> floats(std::size_t n, std::mt19937& random) {
 /// Calls f(words, element) for each instruction set of this CPU and each format.
 template <class Function>
 void on_each(Function f) {
-  for (const std::string& isa : isas()) {
-    const ForceIsa forced(isa);
-    if (!forced.available()) continue;
-    SCOPED_TRACE(isa);
+  on_each_isa([&] {
     for (const auto element : {cpu::Element::f32, cpu::Element::f16, cpu::Element::bf16}) {
       f(*cpu::select_words().words, element);
     }
-  }
+  });
 }
 
 constexpr int most_rows = 8;

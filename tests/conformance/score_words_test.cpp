@@ -22,12 +22,7 @@ constexpr float nan = std::numeric_limits<float>::quiet_NaN();
 /// Calls f(words) for each instruction set of this CPU.
 template <class Function>
 void on_each(Function f) {
-  for (const std::string& isa : isas()) {
-    const ForceIsa forced(isa);
-    if (!forced.available()) continue;
-    SCOPED_TRACE(isa);
-    f(*cpu::select_words().words);
-  }
+  on_each_isa([&] { f(*cpu::select_words().words); });
 }
 
 bool same(float x, float y) { return x == y || (std::isnan(x) && std::isnan(y)); }

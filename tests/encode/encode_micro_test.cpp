@@ -94,16 +94,22 @@ TEST(EncodeMicro, StoragesSizesAndFormats) {
   }
 }
 
+/// Case `number` with means, a rotation and balance in turns, which `i` counts.
+CaseOptions transformed_case(unsigned number, unsigned i) {
+  CaseOptions o = micro_case(number);
+  o.recipe.smooth_k = i % 3 ? Toggle::on : Toggle::off;
+  o.recipe.smooth_q = i % 4 == 1 ? Toggle::on : Toggle::off;
+  o.recipe.smooth_v = i % 5 == 2 ? Toggle::on : Toggle::off;
+  o.recipe.rotate = i % 2 ? Toggle::on : Toggle::off;
+  o.recipe.balance_k = i % 4 > 1 ? Toggle::on : Toggle::off;
+  o.dot_mean = i % 3 == 1;
+  return o;
+}
+
 TEST(EncodeMicro, MeansRotationAndBalance) {
   for (unsigned i = 0; i < 45; ++i) {
     SCOPED_TRACE(i);
-    CaseOptions o = micro_case(i * 7 + i / 5);
-    o.recipe.smooth_k = i % 3 ? Toggle::on : Toggle::off;
-    o.recipe.smooth_q = i % 4 == 1 ? Toggle::on : Toggle::off;
-    o.recipe.smooth_v = i % 5 == 2 ? Toggle::on : Toggle::off;
-    o.recipe.rotate = i % 2 ? Toggle::on : Toggle::off;
-    o.recipe.balance_k = i % 4 > 1 ? Toggle::on : Toggle::off;
-    o.dot_mean = i % 3 == 1;
+    CaseOptions o = transformed_case(i * 7 + i / 5, i);
     Case c(o);
     for (std::int64_t b = 0; b < c.batch() && i % 2; ++b) {
       for (std::int64_t s = 0; s < c.length(b); ++s) {  // loud channels
@@ -122,14 +128,8 @@ TEST(EncodeMicro, RowsOfAnyLength) {
   constexpr int sizes[] = {1, 3, 20, 36, 65, 100, 250};
   for (unsigned i = 0; i < 28; ++i) {
     SCOPED_TRACE(i);
-    CaseOptions o = micro_case(i);
+    CaseOptions o = transformed_case(i, i);
     o.d = sizes[i % 7], o.dv = sizes[(i / 7 + i + 1) % 7];
-    o.recipe.smooth_k = i % 3 ? Toggle::on : Toggle::off;
-    o.recipe.smooth_q = i % 4 == 1 ? Toggle::on : Toggle::off;
-    o.recipe.smooth_v = i % 5 == 2 ? Toggle::on : Toggle::off;
-    o.recipe.rotate = i % 2 ? Toggle::on : Toggle::off;
-    o.recipe.balance_k = i % 4 > 1 ? Toggle::on : Toggle::off;
-    o.dot_mean = i % 3 == 1;
     Case c(o);
     check_micro(c);
     if (HasFailure()) return;

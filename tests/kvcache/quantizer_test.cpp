@@ -22,10 +22,7 @@ using test::quantize_plainly;
 
 std::vector<const cpu::KernelTable*> all_words() {
   std::vector<const cpu::KernelTable*> list;
-  for (const std::string& isa : test::isas()) {
-    const test::ForceIsa forced(isa);
-    if (forced.available()) list.push_back(cpu::select_words().words);
-  }
+  test::on_each_isa([&] { list.push_back(cpu::select_words().words); });
   return list;
 }
 

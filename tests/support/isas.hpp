@@ -2,6 +2,8 @@
 // which of them ran and which this CPU lacks: a green test of seven may have been one of three.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <span>
 #include <string>
 #include <vector>
@@ -36,6 +38,17 @@ class ForceIsa {
 
 /// Every instruction set that the library knows; tests skip those that this CPU lacks.
 std::span<const std::string> isas();
+
+/// Calls f(), under each instruction set that this CPU has, traced by its name.
+template <class Function>
+void on_each_isa(Function f) {
+  for (const std::string& isa : isas()) {
+    const ForceIsa forced(isa);
+    if (!forced.available()) continue;
+    SCOPED_TRACE(isa);
+    f();
+  }
+}
 
 /// For tests of many cases: of the instruction sets that this CPU has, two a case, which take turns
 /// from a start that the test's name gives. All of them where tests are thorough().

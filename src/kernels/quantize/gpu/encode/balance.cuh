@@ -149,14 +149,7 @@ struct FindBalance {
 
   /// The largest mean square of all channels. Those below 2^1024 are ordered like their patterns.
   static QATTN_DEVICE double find_loudest(double mine) {
-    auto top = __builtin_bit_cast(std::uint64_t, mine);
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2) {
-      const std::uint32_t low = isa::shuffle_xor(static_cast<std::uint32_t>(top), mask);
-      const std::uint32_t high = isa::shuffle_xor(static_cast<std::uint32_t>(top >> 32), mask);
-      const std::uint64_t other = std::uint64_t{high} << 32 | low;
-      top = other > top ? other : top;
-    }
+    const std::uint64_t top = warp_max(__builtin_bit_cast(std::uint64_t, mine));
     const SharedAddress words = isa::shared_base() + loudest_at, at = words + 8 * isa::warp();
     if (isa::lane() == 0) store(at, __builtin_bit_cast(double, top));
     isa::sync_threads();

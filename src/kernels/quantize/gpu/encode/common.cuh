@@ -123,6 +123,16 @@ QATTN_DEVICE std::uint32_t warp_max(std::uint32_t v) {
   }
   return v;
 }
+QATTN_DEVICE std::uint64_t warp_max(std::uint64_t v) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const std::uint32_t low = isa::shuffle_xor(static_cast<std::uint32_t>(v), mask);
+    const std::uint32_t high = isa::shuffle_xor(static_cast<std::uint32_t>(v >> 32), mask);
+    const std::uint64_t other = std::uint64_t{high} << 32 | low;
+    v = v > other ? v : other;
+  }
+  return v;
+}
 
 /// Words between the rows of a table of one word per (row, chunk): rows start in different banks
 /// for reads of 16 bytes, too.

@@ -132,13 +132,7 @@ struct SettleSeen {
 
   /// The norm whose square is the largest of all threads'. By all of them.
   static QATTN_DEVICE float largest_norm(std::uint64_t top) {
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2) {
-      const std::uint32_t low = isa::shuffle_xor(static_cast<std::uint32_t>(top), mask);
-      const std::uint32_t high = isa::shuffle_xor(static_cast<std::uint32_t>(top >> 32), mask);
-      const std::uint64_t other = std::uint64_t{high} << 32 | low;
-      top = other > top ? other : top;
-    }
+    top = warp_max(top);
     const SharedAddress words = isa::shared_base() + most_at;
     const SharedAddress mine = words + 8 * static_cast<SharedAddress>(isa::warp());
     if (isa::lane() == 0) isa::store_shared(mine, __builtin_bit_cast(Words2, top));
