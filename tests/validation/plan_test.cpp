@@ -102,6 +102,10 @@ TEST(Plan, AutoLooksAtShapesAndFormats) {
       EXPECT_EQ(automatic(1, format, batch, true), packed) << "neighbours may be longer";
     }
   }
+  AttentionTensors counted = shapes(1, 256, 64);
+  std::int64_t counts[3];
+  counted.saturated = TensorView::dense(counts, Format::s64, {3});
+  EXPECT_EQ(plan(counted, {})->recipe().name, "f32") << "a report changes no results";
   AttentionOptions o;
   o.recipe.rotate = Toggle::on;
   EXPECT_EQ(plan(shapes(1, 256, 64), o)->recipe().name, isa == "scalar" ? "f32" : "int8_full");

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/plan.hpp"
+#include "kernels/attention/schedule/average_keys.hpp"
 
 namespace qattn::detail {
 
@@ -25,31 +26,11 @@ inline bool may_choose(const Problem& p) {
   for (const Scaling& x : {r.q_scale, r.k_scale, r.v_scale}) {
     if (!(x == Scaling{})) return false;
   }
-  for (const TensorView* x :
-       {&t.q_scale, &t.k_scale, &t.v_scale, &t.k_mean, &t.v_mean, &t.saturated}) {
+  for (const TensorView* x : {&t.q_scale, &t.k_scale, &t.v_scale, &t.k_mean, &t.v_mean}) {
     if (x->present()) return false;
   }
   return !p.q_codes && !p.k_codes && !p.v_codes && is_float(p.q.format) && is_float(p.k.format) &&
          is_float(p.v.format);
-}
-
-/// Keys that a block of `rows` queries can see, at most.
-inline std::int64_t visible_keys(const Problem& p, std::int64_t rows) {
-  if (p.window_left < 0 || p.window_right < 0) return p.max_k;
-  // No sum of these overflows: windows are compared with the keys first.
-  const std::int64_t left = std::min(p.window_left, p.max_k);
-  return std::min(p.max_k, left + std::min(p.window_right, p.max_k) + rows);
-}
-
-/// Do most rows see fewer keys than there are, since they end at the diagonal or near it?
-inline bool ends_at_diagonal(const Problem& p) {
-  return p.window_right >= 0 && p.window_right < p.max_k / 2;
-}
-
-/// Keys that a row sees, on average.
-inline std::int64_t average_keys(const Problem& p) {
-  const std::int64_t average = p.max_k - (ends_at_diagonal(p) ? std::min(p.max_q, p.max_k) / 2 : 0);
-  return std::min(average, visible_keys(p, 1));
 }
 
 /// From how many keys a row on codes gain what making them costs, where each KV head has as many

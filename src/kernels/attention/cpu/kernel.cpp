@@ -144,10 +144,7 @@ int rows_in_place(const Problem& p, const Config& c) {
 
 /// Config::float_rows_in_place.
 int float_rows_in_place(const Problem& p, const Config& c) {
-  const auto is_plain = [](Format f) {
-    return f == Format::f32 || f == Format::f16 || f == Format::bf16;
-  };
-  const bool plain = is_plain(c.recipe.qk) && is_plain(c.recipe.v) && !c.smooth_k && !c.smooth_q &&
+  const bool plain = is_float(c.recipe.qk) && is_float(c.recipe.v) && !c.smooth_k && !c.smooth_q &&
                      !c.smooth_v && !c.rotate && !c.balances() && !p.tensors.k_mean.present() &&
                      !p.tensors.v_mean.present();
   return plain && may_be_short(p) ? static_cast<int>(few_rows) : 0;

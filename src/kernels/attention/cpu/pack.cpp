@@ -248,6 +248,21 @@ void bring_keys(const Job& job, std::int64_t b, const TilePlace& place, FoundFlo
   found.k.element = Element::f32;
 }
 
+namespace {
+
+/// Where `count` rows from token `first` on begin. A page is looked up once.
+void point_at_rows(const Sequence& x, std::int64_t first, int count, const void** rows) {
+  const std::int64_t step = x.token_stride * x.bits / 8;
+  for (int j = 0; j < count;) {
+    const std::int64_t left = x.pages == nullptr ? count : x.page_size - (first + j) % x.page_size;
+    const int end = static_cast<int>(std::min<std::int64_t>(count, j + left));
+    const std::byte* row = x.row(first + j);
+    for (; j < end; ++j, row += step) rows[j] = row;
+  }
+}
+
+}  // namespace
+
 void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, const Tile& tile,
                      FoundFloats& found, Scratch& scratch) {
   const auto [head, first] = place;
@@ -256,10 +271,8 @@ void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, con
   const auto is_exact = [](Format given, Format wanted) {
     return given == wanted || wanted == Format::f32;
   };
-  for (int j = 0; j < count; ++j) {
-    found.k_row[j] = k.row(first + j);
-    found.v_row[j] = v.row(first + j);
-  }
+  point_at_rows(k, first, count, found.k_row);
+  point_at_rows(v, first, count, found.v_row);
   found.k = {found.k_row, element_of(k.format)};
   found.v = {found.v_row, element_of(v.format)};
   *tile.at<std::uint8_t>(&TileLayout::any_bad) = 0;

@@ -9,8 +9,8 @@
 
 #include "core/problem.hpp"
 #include "isa/launch.hpp"
-#include "kernels/attention/automatic.hpp"
 #include "kernels/attention/common/params.hpp"
+#include "kernels/attention/schedule/average_keys.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
