@@ -83,7 +83,7 @@ struct Tile {
   /// Codes that are not in the store's panels but where the caller has them, or null.
   const FoundRows* found = nullptr;
   /// The same of floats.
-  FoundFloats* floats = nullptr;
+  const FoundFloats* floats = nullptr;
 
   template <class T>
   T* at(std::size_t TileLayout::* part) const {
@@ -263,13 +263,10 @@ struct TilePlace {
 /// unless null. Returns false if the number of keys is no multiple of 16: they must be packed then.
 bool find_tile(const Job& job, std::int64_t b, const TilePlace& place, const TilePlace* next,
                const Tile& tile, FoundRows& found, Scratch& scratch);
-/// The same for floats. What does not lie there as the recipe has it, and bad values of V, are
-/// brought into rows of the scratch.
+/// The same for floats. Operands that do not lie there as the recipe has them, or hold bad values,
+/// are brought into rows of the scratch.
 void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, const Tile& tile,
                      FoundFloats& found, Scratch& scratch);
-/// K's rows of such a tile into the scratch, NaN for Inf.
-void bring_keys(const Job& job, std::int64_t b, const TilePlace& place, FoundFloats& found,
-                Scratch& scratch);
 /// Quantises keys [first, first + 128) and lays them out.
 void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
                const Tile& tile, Scratch& scratch);

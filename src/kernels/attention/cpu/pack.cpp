@@ -235,19 +235,6 @@ bool find_tile(const Job& job, std::int64_t b, const TilePlace& place, const Til
   return true;
 }
 
-void bring_keys(const Job& job, std::int64_t b, const TilePlace& place, FoundFloats& found,
-                Scratch& scratch) {
-  const Sequence k = job.k_sequence(b, place.head);
-  const int count = tile_count(k, place.first), width = padded(k.channels);
-  for (int j = 0; j < count; ++j) {
-    float* row = scratch.k_rows + j * width;
-    load_row(job.words(), k, place.first + j, {}, row);
-    round_row(job.words(), job.config.recipe.qk, row, k.channels);
-    found.k_row[j] = row;
-  }
-  found.k.element = Element::f32;
-}
-
 namespace {
 
 /// Where `count` rows from token `first` on begin. A page is looked up once.
@@ -259,6 +246,20 @@ void point_at_rows(const Sequence& x, std::int64_t first, int count, const void*
     const std::byte* row = x.row(first + j);
     for (; j < end; ++j, row += step) rows[j] = row;
   }
+}
+
+/// K's rows of a tile into the scratch, NaN for Inf.
+void bring_keys(const Job& job, std::int64_t b, const TilePlace& place, FoundFloats& found,
+                Scratch& scratch) {
+  const Sequence k = job.k_sequence(b, place.head);
+  const int count = tile_count(k, place.first), width = padded(k.channels);
+  for (int j = 0; j < count; ++j) {
+    float* row = scratch.k_rows + j * width;
+    load_row(job.words(), k, place.first + j, {}, row);
+    round_row(job.words(), job.config.recipe.qk, row, k.channels);
+    found.k_row[j] = row;
+  }
+  found.k.element = Element::f32;
 }
 
 }  // namespace
@@ -276,7 +277,11 @@ void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, con
   found.k = {found.k_row, element_of(k.format)};
   found.v = {found.v_row, element_of(v.format)};
   *tile.at<std::uint8_t>(&TileLayout::any_bad) = 0;
-  if (!is_exact(k.format, job.config.recipe.qk)) bring_keys(job, b, place, found, scratch);
+  // Reading rows in their order fetches them for products, which take several at a time.
+  if (!is_exact(k.format, job.config.recipe.qk) ||
+      !job.words().finite_rows(found.k, count, k.channels)) {
+    bring_keys(job, b, place, found, scratch);
+  }
   if (is_exact(v.format, job.config.recipe.v) &&
       job.words().finite_rows(found.v, count, v.channels)) {
     return;

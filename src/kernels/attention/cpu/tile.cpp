@@ -23,20 +23,6 @@ bool is_unmasked(const Job& job, const Task& t, const Tile& tile, std::int64_t f
          sees_all(t, first);
 }
 
-void multiply_float_queries(const Job& job, const Task& t, const Tile& tile, std::int64_t first,
-                            int keys, Scratch& s) {
-  const void* rows[tile_rows];
-  for (int r = 0; r < t.count; ++r) rows[r] = s.scores + r * tile_keys;
-  const auto multiply = [&] {
-    job.words().qk_float_rows(s.q, job.d(), t.count, tile.floats->k, keys, job.problem.d, s.q_scale,
-                              s.scores);
-    return job.words().finite_rows({rows, Element::f32}, t.count, keys);
-  };
-  if (multiply()) return;
-  bring_keys(job, t.b, {t.kv_head, first}, *tile.floats, s);  // where Inf is NaN, as anywhere
-  multiply();
-}
-
 void multiply_queries(const Job& job, const Task& t, const Tile& tile, int keys, Scratch& s) {
   const KernelTable& w = job.words();
   const auto* scale = tile.at<float>(&TileLayout::k_scale);
@@ -149,7 +135,8 @@ void run_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t firs
   }
   const bool plain = is_unmasked(job, t, tile, first);
   if (floats) {
-    multiply_float_queries(job, t, tile, first, keys, s);
+    job.words().qk_float_rows(s.q, job.d(), t.count, tile.floats->k, keys, job.problem.d, s.q_scale,
+                              s.scores);
   } else {
     multiply_queries(job, t, tile, keys16, s);
   }
