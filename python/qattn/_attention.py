@@ -12,7 +12,7 @@ import numpy as np
 from . import _qattn
 from ._bit_mask import BitMask
 from ._causal import Lengths
-from ._errors import InvalidArgument, Unsupported, shown
+from ._errors import InvalidArgument, Unsupported
 from ._interop import (
     CPU,
     FORMATS,
@@ -33,7 +33,8 @@ from ._interop import (
     workspace_of,
     zeros,
 )
-from ._options import TOGGLES, layout_swaps, made_options
+from ._options import call_options, layout_swaps
+from ._ordinary import attend
 from ._projection import (
     check_bias,
     linear,
@@ -47,14 +48,9 @@ from ._recipe import (
     MadeFor,
     Recipe,
     as_recipe,
-    block_pair,
     boolean,
     integer,
-    made_for,
-    real,
     scaling,
-    toggle,
-    window_pair,
 )
 
 _ROLES = ("q", "k", "v")
@@ -108,11 +104,16 @@ def _check_names(function: str, known: Container[str], given: Iterable[str]) -> 
 
 
 def _with_known_names(function: _Function) -> _Function:
-    """The function, which says what an argument is called here where it gets another's name."""
+    """attention(), which says what an argument is called here where it gets another's name, and
+    has a shorter way for ordinary calls."""
     known = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def checked(*args: Any, **options: Any) -> Any:
+        if len(args) == 3:
+            out = attend(*args, options)
+            if out is not None:
+                return out
         _check_names(function.__name__, known, options)
         return function(*args, **options)
 
@@ -445,23 +446,7 @@ class _Call:
             self.tensors["saturated"] = output_entry("saturated", self._given["saturated"])
 
     def _options(self) -> Any:
-        given, r = self._given, self._recipe
-        if not isinstance(given["layout"], str):
-            raise InvalidArgument(f"layout: {shown(given['layout'])} is not a name")
-        return made_options(
-            (r.name, r.qk, r.p, r.v),
-            given["layout"],
-            boolean("causal", given["causal"]),
-            window_pair(given["window"]),
-            0.0 if given["softcap"] is None else real("softcap", given["softcap"]),
-            None if given["scale"] is None else real("scale", given["scale"]),
-            tuple(self._scalings),
-            tuple(toggle(n, given[n]) for n in TOGGLES),
-            integer("threads", given["threads"]),
-            boolean("validate", given["validate"]),
-            block_pair(given["block_mask_size"]),
-            made_for(given["scales_for"]),
-        )
+        return call_options(self._given, self._recipe, tuple(self._scalings))
 
     def out_shape(self) -> tuple[int, ...]:
         """q's shape with v's channels, or projected; wrong ranks are left to the validator."""

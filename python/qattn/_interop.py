@@ -257,14 +257,34 @@ def entry(name: str, x: Any, codes: str | None = None) -> Entry:
 def torch_entry(x: Any, format_name: str | None = None) -> Entry:
     """entry() of a torch tensor that was checked."""
     # Not DLPack: its exchange makes the default stream wait, which no graph capture survives.
-    return (
-        x.data_ptr(),
-        format_name or _FORMATS[_name_of(x.dtype)],
-        x.shape,
-        x.stride(),
-        *device_of(x),
-        x,
-    )
+    kind, index = CPU if x.is_cpu else device_of(x)
+    format_name = format_name or _FORMATS[_name_of(x.dtype)]
+    return x.data_ptr(), format_name, x.shape, x.stride(), kind, index, x
+
+
+def torch_operands(q: Any, k: Any, v: Any) -> dict[str, Entry] | None:
+    """Entries of three plain torch tensors of rank 4 and one dtype of floats that have one batch
+    and rows of stride 1, as most have; None: they are others."""
+    dtype = q.dtype
+    own = _FORMATS.get(_name_of(dtype))
+    if own not in _FLOATS or k.dtype is not dtype or v.dtype is not dtype:
+        return None
+    tensors = {"q": torch_entry(q, own), "k": torch_entry(k, own), "v": torch_entry(v, own)}
+    shape = q.shape
+    for made in tensors.values():
+        strides = made[3]
+        if len(strides) != 4 or strides[3] != 1 or made[2][0] != shape[0]:
+            return None
+    return tensors
+
+
+def add_torch_output(tensors: dict[str, Entry], q: Any) -> Any:
+    """New memory for the output of torch_operands(), which it joins."""
+    own = tensors["q"]
+    batch, second, third, _ = own[2]  # of numbers new_empty() is quicker than of a tuple
+    out = q.new_empty(batch, second, third, tensors["v"][2][3])
+    tensors["out"] = torch_entry(out, own[1])
+    return out
 
 
 def _memory(name: str, x: Any, format_name: str) -> tuple:

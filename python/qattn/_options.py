@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import atexit
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from . import _qattn
+from ._errors import InvalidArgument, shown
+from ._recipe import Recipe, block_pair, boolean, integer, made_for, real, toggle, window_pair
 
 TOGGLES = ("smooth_k", "smooth_q", "smooth_v", "rotate", "balance_k")  # of the extension
+
 
 def layout_swaps(layout: str, rank: int) -> tuple[int, ...]:
     """Order of dimensions between a layout and (B, H, S, D) or (H, T, D); its own inverse."""
@@ -52,6 +56,28 @@ def made_options(
         validate=validate,
         block_mask_size=block_mask_size,
         scales_for=scales_for,
+    )
+
+
+def call_options(
+    given: Mapping[str, Any], r: Recipe, scalings: tuple[tuple[str, int, int], ...]
+) -> Any:
+    """The extension's options of attention()'s arguments by name."""
+    if not isinstance(given["layout"], str):
+        raise InvalidArgument(f"layout: {shown(given['layout'])} is not a name")
+    return made_options(
+        (r.name, r.qk, r.p, r.v),
+        given["layout"],
+        boolean("causal", given["causal"]),
+        window_pair(given["window"]),
+        0.0 if given["softcap"] is None else real("softcap", given["softcap"]),
+        None if given["scale"] is None else real("scale", given["scale"]),
+        scalings,
+        tuple([toggle(n, given[n]) for n in TOGGLES]),
+        integer("threads", given["threads"]),
+        boolean("validate", given["validate"]),
+        block_pair(given["block_mask_size"]),
+        made_for(given["scales_for"]),
     )
 
 

@@ -6,6 +6,7 @@ softcap and a window. What torch.compile, torch.export and autocast have to know
 
 from __future__ import annotations
 
+import atexit
 import functools
 from typing import Any
 
@@ -13,25 +14,27 @@ import numpy as np
 import torch
 
 from . import _qattn
-from ._attention import made_options
 from ._errors import InvalidArgument, Unsupported, shown
 from ._interop import (
+    add_torch_output,
     check_mask_dtype,
     device_of,
     small_entry,
     stream_of,
     torch_entry,
+    torch_operands,
     unit_stride,
     workspace_of,
 )
+from ._options import made_options
 from ._recipe import Recipe, as_recipe
 from ._torch_library import library as _library
 from ._torch_tensors import (
+    are_known,
     as_mask,
     check_memory,
     check_tensor,
     is_causal_bias_of,
-    is_known,
     refuse_tangent,
 )
 
@@ -66,12 +69,14 @@ def attention(
     sinks: (H) logits that join the denominator only. softcap: 0 is off. window_left: query i sees
     no keys before i + S - L - window_left (with is_causal L = S); -1 is unlimited.
     """
-    recipe = _recipe_text(recipe)
-    _torch_training.check_backward(backward)
+    if type(recipe) is not str:
+        recipe = _recipe_text(recipe)
+    if type(backward) is not str or backward != "forward":
+        _torch_training.check_backward(backward)
     options = (recipe, is_causal, enable_gqa, scale, softcap, window_left)
-    tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "sinks": sinks}
     if attn_mask is None and _nobody_looks(query, key, value, sinks):
         return _computed(query, key, value, None, sinks, *options)
+    tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "sinks": sinks}
     for name, x in tensors.items():
         if x is None and name in ("attn_mask", "sinks"):
             continue
@@ -94,11 +99,8 @@ def _nobody_looks(*tensors: torch.Tensor | None) -> bool:
     It is for those who see operators: compilers, tracers, profilers, modes, autocast and
     transformations, whose tensors are not known as plain ones.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not are_known(tensors):
         return False
-    for x in tensors:
-        if x is not None and not is_known(x):
-            return False
     own = torch._C
     return not (
         own._len_torch_dispatch_stack()
@@ -133,6 +135,15 @@ def _recipe_tuple(text: str) -> tuple[str, str, str, str]:
     parts = text.rsplit(",", 3)
     made = Recipe(*parts) if len(parts) == 4 else as_recipe(text)
     return made.name, made.qk, made.p, made.v
+
+
+@functools.lru_cache(maxsize=256)
+def _options(recipe: str, window: tuple[int, int], softcap: float, scale: float | None) -> Any:
+    """The extension's options, by the recipe as _recipe_text() has it."""
+    return made_options(_recipe_tuple(recipe), "bhsd", False, window, softcap, scale)
+
+
+atexit.register(_options.cache_clear)  # as that of made_options
 
 
 @torch.library.impl(_library, "attention", "CPU")
@@ -178,16 +189,17 @@ def _computed(
 ) -> torch.Tensor:
     """The operator on tensors that check_memory() has let pass; fills `lse`, if given."""
     mask = attn_mask
-    if mask is None and _is_ready(query, key, value, enable_gqa):
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    tensors = None if mask is not None else _ready(query, key, value, enable_gqa)
+    if tensors is not None:
+        out = add_torch_output(tensors, query)
     else:
         query, key, value, mask, out = _operands(query, key, value, attn_mask, enable_gqa)
         query, key, value = (
             _unit_stride(name, x) for name, x in (("query", query), ("key", key), ("value", value))
         )
-    length, keys = query.shape[-2], key.shape[-2]
     window = (window_left, -1)
     if is_causal:
+        length, keys = query.shape[-2], key.shape[-2]
         if mask is not None:
             raise InvalidArgument("attn_mask: excludes is_causal=True, as in torch")
         if window_left != -1 and length != keys:
@@ -198,26 +210,28 @@ def _computed(
         # of qattn says j <= i for right = L - S.
         if keys > length:
             key, value = key[..., :length, :], value[..., :length, :]
+            tensors = None
         window = (window_left, max(length - keys, 0))
-    options = made_options(_recipe_tuple(recipe), "bhsd", False, window, softcap, scale)
-    if query.dim() < 3 or query.shape[-3] > 0:  # without heads there is nothing to attend with
+    options = _options(recipe, window, softcap, scale)
+    if tensors is not None:
+        _enqueue(tensors, query, None, sinks, lse, options)
+    elif query.dim() < 3 or query.shape[-3] > 0:  # without heads there is nothing to attend with
         _run(query, key, value, mask, sinks, out, lse, options)
     return out
 
 
-def _is_ready(
+def _ready(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
-) -> bool:
-    """May the call be made as it is? So it is mostly, and to see it takes less than to check it."""
-    q, k, v = query.shape, key.shape, value.shape
-    if not len(q) == len(k) == len(v) == 4 or not q[0] == k[0] == v[0]:
-        return False
-    if not (q[1] == k[1] == v[1] or (enable_gqa and k[1] == v[1] > 0 and q[1] % k[1] == 0)):
-        return False
-    dtype = query.dtype
-    if dtype not in _FLOATS or key.dtype is not dtype or value.dtype is not dtype:
-        return False
-    return query.stride(3) == key.stride(3) == value.stride(3) == 1
+) -> dict[str, tuple] | None:
+    """The operands' entries if the call may be made as it is: so it is mostly, and to see it takes
+    less than to check it. None: it may not, or it has no heads."""
+    tensors = torch_operands(query, key, value)
+    if tensors is None:
+        return None
+    heads, own = tensors["q"][2][1], tensors["k"][2][1]
+    if tensors["v"][2][1] != own or own == 0 or heads == 0:
+        return None
+    return tensors if heads == own or (enable_gqa and heads % own == 0) else None
 
 
 @torch.library.register_fake("qattn::attention", lib=_library)
@@ -403,20 +417,31 @@ def _run(
     while query.dim() < 4:
         query, key, value, out = (x.unsqueeze(0) for x in (query, key, value, out))
         mask, lse = (None if x is None else x.unsqueeze(0) for x in (mask, lse))
-    tensors = {
-        "q": torch_entry(query),
-        "k": torch_entry(key),
-        "v": torch_entry(value),
-        "out": torch_entry(out),
-    }
+    operands = {"q": query, "k": key, "v": value, "out": out}
+    tensors = {name: torch_entry(x) for name, x in operands.items()}
+    _enqueue(tensors, query, mask, sinks, lse, options)
+
+
+def _enqueue(
+    tensors: dict[str, tuple],
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    options: Any,
+) -> None:
+    """One call of the extension with the entries of query, key, value and out, and the others."""
     if mask is not None:
         tensors["mask"] = torch_entry(mask)
     if sinks is not None:
         tensors["sinks"] = small_entry("sinks", sinks, np.float32, device_of(query))
     if lse is not None:
         tensors["lse"] = torch_entry(lse)
+    stream, allocate = 0, None
+    if not query.is_cpu:
+        stream, allocate = stream_of(query), workspace_of(query)
     try:
-        _qattn.attention(tensors, options, stream_of(query), workspace_of(query))
+        _qattn.attention(tensors, options, stream, allocate)
     except InvalidArgument as error:
         raise InvalidArgument(_with_way_out(str(error))) from None
 

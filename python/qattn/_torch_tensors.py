@@ -7,6 +7,7 @@ its memory is refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ _MEANS = {
     "ZeroTensor": "is a tensor of zeros without memory; call clone() first",
     "Functionalize": "belongs to torch.func.functionalize, which qattn.torch.sdpa() works inside",
 }
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_dispatch_keys = torch._C._dispatch_keys
 _seen_plain: set[int] = set()  # key sets, as integers, that were found plain
 
 
@@ -64,22 +67,26 @@ def refuse_tangent(name: str, x: torch.Tensor) -> None:
         )
 
 
-def is_known(x: Any) -> bool:
-    """Does x mean its memory, like others that check_memory() has let pass? It asks no gradient."""
-    kind = type(x)
-    if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or x.requires_grad:
+def are_known(tensors: Iterable[Any]) -> bool:
+    """Do all mean their memory, like others that check_memory() has let pass? Then they ask no
+    gradient. None is known, too."""
+    if forward_ad._current_level >= 0:  # they may have a tangent
         return False
-    if forward_ad._current_level >= 0:  # x may have a tangent
-        return False
-    return torch._C._dispatch_keys(x).raw_repr() in _seen_plain
+    for x in tensors:
+        if type(x) in _PLAIN_TYPES:
+            if x.requires_grad or _dispatch_keys(x).raw_repr() not in _seen_plain:
+                return False
+        elif x is not None:
+            return False
+    return True
 
 
 def check_memory(name: str, x: torch.Tensor) -> None:
     """Refuses also what torch's dispatcher would have unwrapped: x's own memory is read."""
-    if is_known(x):
+    if are_known((x,)):
         return
     check_tensor(name, x)
-    keys = torch._C._dispatch_keys(x)
+    keys = _dispatch_keys(x)
     for key in names_of(keys):
         if key in ("CPU", "CUDA") or key.startswith(_PLAIN_KEYS):
             continue

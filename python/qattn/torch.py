@@ -61,8 +61,9 @@ def sdpa(
     heads, subclasses of torch.Tensor that answer by functions of their own (DTensor, nested tensors
     of layout jagged, FakeTensor outside of tracing, ...), a torch whose backward is another.
     """
-    _check_dropout(dropout_p)
-    if boolean("is_causal", is_causal) and attn_mask is not None:
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        _check_dropout(dropout_p)
+    if is_causal is not False and boolean("is_causal", is_causal) and attn_mask is not None:
         raise InvalidArgument("attn_mask: excludes is_causal=True, as in torch")
     return attention(
         query,
@@ -71,7 +72,7 @@ def sdpa(
         attn_mask,
         recipe=recipe,
         is_causal=is_causal,
-        enable_gqa=boolean("enable_gqa", enable_gqa),
+        enable_gqa=False if enable_gqa is False else boolean("enable_gqa", enable_gqa),
         scale=None if scale is None else real("scale", scale),
         backward=backward,
     )

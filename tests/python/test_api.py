@@ -358,3 +358,128 @@ def test_block_mask(recipe):
     assert nrmse(out, ref) <= TOLERANCE[recipe]
     with pytest.raises(qattn.InvalidArgument, match="block_mask_q"):
         qattn.attention(q, k, v, block_mask=blocks)
+
+
+SHORT_OPTIONS = [
+    {},
+    {"causal": True, "threads": 1, "scale": 0.25},
+    {"causal": False, "softcap": 20, "smooth_k": False, "validate": True, "scale": 1},
+    {"smooth_q": True, "rotate": True, "balance_k": False},
+]
+
+
+def both_ways(q, k, v, **options):
+    """Of an ordinary call the short way, which takes operands by place, and the long way."""
+    return [
+        lambda: qattn.attention(q, k, v, **options),
+        lambda: qattn.attention(q=q, k=k, v=v, **options),
+    ]
+
+
+@pytest.mark.parametrize("make", [*NUMPY, *TORCH], ids=str)
+def test_the_short_way_gives_what_the_long_way_gives(make):
+    rng = np.random.default_rng(7)
+    for layout in ("bshd", "bhsd"):
+        for options in SHORT_OPTIONS:
+            shapes = [(2, 9, 4, 32), (2, 20, 2, 32), (2, 20, 2, 16)]
+            whole = [rng.standard_normal(s).astype(np.float32) for s in shapes]
+            if layout == "bhsd":
+                whole = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in whole]
+            q, k, v = (
+                torch.tensor(x, dtype=make) if make in TORCH else x.astype(make) for x in whole
+            )
+            short, long = (f() for f in both_ways(q, k, v, recipe="int8", layout=layout, **options))
+            assert type(short) is type(long) and short.dtype == long.dtype
+            assert short.shape == long.shape
+            short, long = (
+                x.float() if make in TORCH else x.astype(np.float32) for x in (short, long)
+            )
+            np.testing.assert_array_equal(short, long)
+
+
+class _Text(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"recipe": "int9"},
+        {"recipe": 8},
+        {"layout": "sbhd"},
+        {"layout": None},
+        {"causal": 1},
+        {"causal": "lower"},
+        {"scale": "small"},
+        {"scale": True},
+        {"scale": -math.inf},
+        {"softcap": -1.0},
+        {"threads": 1.0},
+        {"threads": True},
+        {"threads": -1},
+        {"smooth_k": 0},
+        {"validate": None},
+        {"q": (2, 9, 4, 64)},
+        {"k": (1, 20, 2, 32)},
+        {"k": (2, 20, 3, 32)},
+        {"v": (2, 21, 2, 32)},
+        {"v": (2, 20, 32)},
+        {"q": (4, 32)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_the_short_way_refuses_what_the_long_way_refuses(framework, wrong):
+    right = {"causal": True, "scale": 1.0, "softcap": 1.0, "threads": 1, "smooth_k": False}
+    shapes = {"q": (2, 9, 4, 32), "k": (2, 20, 2, 32), "v": (2, 20, 2, 32)}
+    options = {name: x for name, x in wrong.items() if name not in shapes}
+
+    def arrays(given):
+        made = [np.ones(given.get(name, shape), np.float32) for name, shape in shapes.items()]
+        return [torch.tensor(x) for x in made] if framework == "torch" else made
+
+    qattn.attention(*arrays({}), **right)  # its options are kept, and equal some wrong ones
+    texts = []
+    for call in both_ways(*arrays(wrong), **options):
+        with pytest.raises(qattn.InvalidArgument) as refused:
+            call()
+        texts.append(str(refused.value))
+    assert texts[0] == texts[1]
+
+
+def test_the_short_way_keeps_no_option_that_may_change():
+    q, k, v = qkv()
+    scale = torch.tensor(0.25)
+    before = qattn.attention(q, k, v, recipe="f32", scale=scale)
+    scale.mul_(8)
+    after = qattn.attention(q, k, v, recipe="f32", scale=scale)
+    np.testing.assert_array_equal(before, qattn.attention(q, k, v, recipe="f32", scale=0.25))
+    np.testing.assert_array_equal(after, qattn.attention(q, k, v, recipe="f32", scale=2.0))
+    named = qattn.attention(q, k, v, recipe=_Text("f32"), scale=2.0)
+    np.testing.assert_array_equal(after, named)
+
+
+def test_the_short_way_is_for_plain_tensors_alone():
+    q = torch.randn(1, 4, 2, 16)
+    qattn.attention(q, q, q)
+    for other, text in (
+        (torch._neg_view(q), "lazy negative"),
+        (q.clone().requires_grad_(), "requires a gradient"),
+        (q.transpose(2, 3), "stride"),
+        (q.to("meta"), "meta"),
+    ):
+        for name in "qkv":
+            operands = {x: q for x in "qkv"} | {name: other}
+            with pytest.raises(qattn.QattnError, match=f"{name}: .*{text}"):
+                qattn.attention(*operands.values())
+
+
+def test_the_short_way_under_modes_of_torch():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    q = torch.randn(1, 4, 2, 16)
+    want = qattn.attention(q, q, q)
+    with torch.inference_mode():
+        assert torch.equal(qattn.attention(q, q, q), want)
+    with FakeTensorMode(), pytest.raises(qattn.Unsupported, match="out"):
+        qattn.attention(q, q, q)
