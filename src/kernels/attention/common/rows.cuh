@@ -159,7 +159,7 @@ struct AttentionRows {
   float out[M][S::d_tiles][F::elements] = {};
   float max[R], sum[R] = {};
   float excess[R] = {};      ///< add_excess()
-  float exact[R] = {};       ///< Hopper: the same of P before rounding
+  float exact[R] = {};       ///< Hopper: the same of P before rounding, times value_unit
   float peak[R];             ///< whole references: this lane's largest exponent of P
   float row_scale[R];        ///< from a row's products to scores in units of log2: Q's scale and
                              ///< softmax_scale * log2 e

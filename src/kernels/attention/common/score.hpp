@@ -139,7 +139,9 @@ QATTN_DEVICE void apply_mask(const kernels::BroadcastView& mask, int b,
     });
     return;
   }
-  const auto add = [](float& s, float bias) { s = bias == -infinity() ? bias : add_bias(s, bias); };
+  // A choice of s, not of the sum: with that ptxas orders Hopper's hot loops of 16 bits otherwise,
+  // which are 2 % slower then (H200).
+  const auto add = [](float& s, float bias) { s = add_bias(bias == -infinity() ? 0.0f : s, bias); };
   if (mask.format == Format::f32) {
     const auto* data = static_cast<const float*>(mask.data);
     each_score<F>(x, [&](int r, int key, float& s) {

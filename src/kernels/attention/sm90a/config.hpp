@@ -79,7 +79,7 @@ constexpr Sm90Tuning sm90_tuning(const Sm90Config& c) {
   Sm90Tuning t{};
   t.pingpong = !three || c.d > 64;
   if (smem) {
-    t.give_after = u8_128 ? 6 : pv_16bit && !qk_16bit ? 4 : 5;
+    t.give_after = u8_128 ? 7 : pv_16bit && !qk_16bit ? 4 : 5;
     t.look_after = u8_128 || qk_16bit ? 8 : 10;
   } else {
     t.give_after = pv_16bit ? 3 : 2;
@@ -87,7 +87,7 @@ constexpr Sm90Tuning sm90_tuning(const Sm90Config& c) {
   }
   if (three) t.give_after = -1;
   t.join_after = t.give_after;
-  t.join_until = !u8 ? 16 : c.d == 128 ? 14 : 13;
+  t.join_until = !u8 ? 16 : 13;
   t.tree_maxima = smem && u8;
   t.paired_groups = u8 || (smem && c.qk == Element::e4m3);
   t.serial_sums = pv_16bit && smem;

@@ -143,13 +143,13 @@ bool can_make(const GpuPlan& data, const Problem& p, CodesLeft left) {
 /// Is a call faster if the attention kernel makes Q's codes? On an H200 (86ea62c; 16K tokens, 32
 /// heads, D 128 and 64, one run) u8 P won 2 to 7 % up to 4096 keys and 0 to 11 % beyond. Where P is
 /// e4m3 that kernel's loop is the slower one: 0 to 5 % won up to 4096 keys that a row sees on
-/// average (half of them where it is causal), at 16384 and 32768 up to 7 % lost. With three
-/// consumers u8 at D 64 won 2 to 4 % from 2048 keys on; the others lost 0 to 2 % and have no such
-/// kernel. Nor has any with P in shared memory (`instance`), which gains 3 to 7 % from 4096 keys
-/// on.
+/// average (half of them where it is causal), at 16384 and 32768 up to 7 % lost. So it is with u8 P
+/// at D 64 since its row sums are exact (16 heads): 8 and 1 % won at 1024 and 4096 keys, 4 and 6 %
+/// lost at 8192 and 16384. With three consumers others lost 0 to 2 % and have no such kernel. Nor
+/// has any with P in shared memory (`instance`), which gains 3 to 7 % from 4096 keys on.
 bool gains_by_encoding(const Problem& p, const Recipe& r, const Sm90Config& instance) {
   if (instance.p_in_smem) return average_keys(p) <= 2048;
-  return r.v == Format::s8 || average_keys(p) <= 4096;
+  return (r.v == Format::s8 && instance.d > 64) || average_keys(p) <= 4096;
 }
 
 /// Multiprocessors that make codes while the others attend, in pairs (overlap/overlap.hpp): a share
@@ -174,11 +174,14 @@ int overlap_blocks(const Problem& p, int multiprocessors) {
 /// (two records, each beside its kernels alone), on an H100 0.98 to 1.10 and 1.00 to 1.08 (two runs
 /// with both). The first unit's codes are waited for: 64 units of 2048 tokens 1.06, causal 1.08; 32
 /// units of 2048 and 4096 0.99 1.00, causal 1.06 1.06; 24 of 17000 0.98; 16 of 8192, causal, heads
-/// 32/8 1.03; 8 of 8192 or 16384 0.86 to 0.97.
+/// 32/8 1.03; 8 of 8192 or 16384 0.86 to 0.97. D 64, where Q's codes cost the attention kernel more
+/// than they do here: 32 units of 8192 1.02 times the better of the other choices, 16 of 16384,
+/// causal, 0.99 and full 0.97.
 bool gains_by_overlap(const Problem& p, std::int64_t works, int multiprocessors) {
   const std::int64_t keys = average_keys(p), units = p.batch * p.heads_kv;
-  return keys >= 128 && keys <= 4096 && works >= 3 * multiprocessors &&
-         units >= (ends_at_diagonal(p) ? 16 : 64);
+  const bool causal = ends_at_diagonal(p), narrow = prepared_channels(p.d) <= 64;
+  if (keys < 128 || keys > (narrow ? 8192 : 4096) || works < 3 * multiprocessors) return false;
+  return units >= (causal ? 16 : keys > 4096 ? 32 : 64);
 }
 
 std::string make_maps(const Sm90Config& c, const Problem& p, Sm90Params& a) {

@@ -177,15 +177,18 @@ struct TileMaxSoftmax : Sm90Rows<C> {
 
   /// A tile's part of the row sums, which take P unrounded.
   QATTN_DEVICE void add_sums(const Scales& x, const Sums (&sums)[S::halves]) {
+    float mass[R];
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       const float weight = isa::exp2(-x.v_log[h]);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        sum[r] = fmaf(sums[h].exact[r] * weight, share[r] * (1.0f / Base::share_unit), sum[r]);
+        mass[r] = fmaf(sums[h].exact[r], weight, h == 0 ? 0.0f : mass[r]);
       }
       poison = fmaf(x.k[h], 0.0f, poison);
     }
+#pragma unroll
+    for (int r = 0; r < R; ++r) sum[r] = fmaf(mass[r], share[r] * (1.0f / Base::share_unit), sum[r]);
     add_codes(sums);
   }
   /// And of the sums of codes, after and before rounding.
@@ -196,7 +199,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
       all[r] = sums[0].codes[r];
       float before = sums[0].exact[r];
       if constexpr (S::halves > 1) all[r] += sums[1].codes[r], before += sums[1].exact[r];
-      exact[r] = fmaf(before * 0x1p-75f, share[r] * 0x1p-74f, exact[r]);  // in units of excess
+      exact[r] = fmaf(before, share[r] * (1.0f / Base::share_unit), exact[r]);
     }
     this->add_excess(all, share);
   }
@@ -209,7 +212,10 @@ struct TileMaxSoftmax : Sm90Rows<C> {
     float lost[R], most[R];
     bool some = false;
 #pragma unroll
-    for (int r = 0; r < R; ++r) lost[r] = exact[r] - excess[r], most[r] = excess[r];
+    for (int r = 0; r < R; ++r) {
+      lost[r] = fmaf(exact[r], 1.0f / Base::value_unit, -excess[r]);  // in units of excess
+      most[r] = excess[r];
+    }
     isa::add_rows<F>(lost);
     isa::add_rows<F>(most);
 #pragma unroll
