@@ -29,6 +29,14 @@ bool finite_rows(const FloatRows& x, int rows, int channels) {
   return finite_rows_of<Element::bf16>(x, rows, channels);
 }
 
+/// Brings sixteen elements of the rows that are read after these into L2: products and memory take
+/// their time together.
+template <Element Kind>
+static inline void fetch_elements(const FloatRows& x, int j, int c) {
+  constexpr int bytes = Kind == Element::f32 ? 4 : 2;
+  __builtin_prefetch(static_cast<const char*>(x.next[j]) + c * bytes, 0, 2);
+}
+
 /// Operands of qk_float_rows().
 struct FloatQK {
   const float* q;
@@ -48,10 +56,12 @@ static inline void four_products(const FloatQK& x, int r0, int j0, int keys, F* 
   for (int n = 0; n < count; ++n) row[n] = x.k.row[j0 + n < keys ? j0 + n : keys - 1];
   for (int i = 0; i < 4; ++i) acc[i] = v::set(0.0f);
   const float* q = x.q + r0 * x.q_stride;
+  const bool fetches = x.k.next != nullptr && r0 == 0 && j0 + count <= keys;
   int c = 0;
   for (; c + v::lanes <= x.d; c += v::lanes) {
     F k[count];
     for (int n = 0; n < count; ++n) k[n] = load_elements<Kind>(row[n], c, v::lanes);
+    for (int n = 0; fetches && n < count; ++n) fetch_elements<Kind>(x.k, j0 + n, c);
     for (int r = 0; r < R; ++r) {
       const F a = v::load(q + r * x.q_stride + c);
       for (int n = 0; n < count; ++n) acc[n * R + r] = v::fma(a, k[n], acc[n * R + r]);
@@ -117,8 +127,10 @@ static inline void pv_float_block(const FloatPV& x, int r0, int c0, int last) {
     for (int n = 0; n < N; ++n) acc[r][n] = v::set(0.0f);
   }
   const float* p = x.p + r0 * tile_keys;
+  const bool fetches = x.values.next != nullptr && r0 == 0;
   for (int j = 0; j < x.keys; ++j) {
     const void* row = x.values.row[j];
+    for (int n = 0; fetches && n < N; ++n) fetch_elements<Kind>(x.values, j, c0 + n * v::lanes);
     F value[N];
     for (int n = 0; n < N; ++n) {
       value[n] = load_elements<Kind>(row, c0 + n * v::lanes, n + 1 < N ? v::lanes : last);

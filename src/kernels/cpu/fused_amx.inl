@@ -1,4 +1,4 @@
-// Plain and windowed tiles of attention in one go: Q K^T, softmax and P V of 32 query rows. The
+// Tiles of attention without biases in one go: Q K^T, softmax and P V of 32 query rows. The
 // same arithmetic as softmax.inl up to rounding. Continues probabilities_amx.inl.
 //
 // While one tile of keys is in its softmax, the tiles multiply the last one's values and the next
@@ -48,6 +48,7 @@ class Attention {
     alignas(64) float alpha[tile_rows], beta[tile_rows];
     std::uint8_t* rest;  ///< [tile_rows][tile_keys], as SoftmaxTile's
     std::uint32_t lossy;
+    std::uint32_t below;  ///< rows that see a key whose score lies below the floats
   };
 
   const AttentionTile* next_seen(const AttentionTile* t, const AttentionTile* end) const {
@@ -137,6 +138,7 @@ class Attention {
   void softmax(const AttentionTile& t, Slot& slot, const AttentionTile* next,
                const AttentionTile* last, Slot& other) {
     fill_tables(t);
+    slot.below = 0;
     if (last) begin_values(other);
     const int channels = last ? x_.channels : 0, keys = next ? seen_keys(*next) : 0;
     alignas(64) float tops[tile_rows];
@@ -190,6 +192,12 @@ class Attention {
   F scores(const AttentionTile& t, Slot& slot, int r) const {
     auto* row = reinterpret_cast<float*>(slot.sums) + r * tile_keys;
     const std::int32_t correction = QK == Product::bf16 ? 0 : x_.correction[r];
+    if (x_.change.change != nullptr) {
+      score_row<QK, false>(row, x_.q_scale[r], correction, tables_, 1.0f);
+      const bool low = x_.change.change(x_.change.context, t.first, r, row);
+      slot.below |= (low ? 1u : 0u) << r;
+      return octaves_of_row<Codes>(row, tables_);
+    }
     const F top = score_row<QK, Codes>(row, x_.q_scale[r], correction, tables_);
     if (!t.windowed) return top;
     const std::int64_t begin = x_.begin[r] - t.first, end = x_.end[r] - t.first;
@@ -227,7 +235,9 @@ class Attention {
     }
   }
 
-  bool sees_key(const AttentionTile& t, int r) const {
+  /// Of a row whose scores are all -infinity.
+  bool sees_key(const AttentionTile& t, const Slot& slot, int r) const {
+    if (x_.change.change != nullptr) return (slot.below >> r & 1) != 0;
     const std::int64_t begin = x_.begin[r] - t.first, end = x_.end[r] - t.first;
     return !t.windowed || (begin < end && begin < tile_keys && end > 0);
   }
@@ -249,7 +259,7 @@ class Attention {
     v::store(x_.sum + first, _mm512_mask_mov_ps(sum, none, old_sum));
     for (unsigned left = none; left != 0; left &= left - 1) {
       const int r = first + __builtin_ctz(left);
-      if (r < x_.rows && x_.max[r] == minus_infinity && sees_key(t, r)) x_.sum[r] = sum_of_below;
+      if (r < x_.rows && x_.max[r] == minus_infinity && sees_key(t, slot, r)) x_.sum[r] = sum_of_below;
     }
   }
 

@@ -1,5 +1,5 @@
 // Softmax of rows of 128 sums for fused_amx.inl: scores in place of sums, then P. Scores are in
-// octaves: base 2.
+// octaves: base 2 (changed ones at first in units of e, as their change takes them).
 
 /// Sixteen vectors to one: lane i is the reduction of vector i. 15 operations and 30 shuffles where
 /// sixteen reductions of their own take 128.
@@ -28,12 +28,13 @@ struct ScoreTables {
   alignas(64) float bias[tile_keys];
 };
 
-/// Scores of one row in place of its sums; returns their maxima by lane.
+/// Scores of one row in place of its sums; returns their maxima by lane. `unit`: by how much they
+/// are larger than those in units of e.
 template <Product P, bool Biased>
-static inline F score_row(float* row, float q_scale, std::int32_t correction,
-                          const ScoreTables& t) {
-  const F scale = v::set(q_scale * log2_e);
-  const F start = v::set(q_scale * log2_e * static_cast<float>(correction));
+static inline F score_row(float* row, float q_scale, std::int32_t correction, const ScoreTables& t,
+                          float unit = log2_e) {
+  const F scale = v::set(q_scale * unit);
+  const F start = v::set(q_scale * unit * static_cast<float>(correction));
   F top = v::set(minus_infinity);
   for (int j = 0; j < tile_keys; j += v::lanes) {
     const F x = P == Product::bf16 ? v::mul(v::load(row + j), scale)
@@ -44,6 +45,23 @@ static inline F score_row(float* row, float q_scale, std::int32_t correction,
     top = v::max(top, s);  // a bad query makes every score NaN, the last one too
   }
   return top;
+}
+
+/// Changed scores to octaves, with what their tile adds; returns their maxima by lane, NaN if one
+/// is.
+template <bool Biased>
+static inline F octaves_of_row(float* row, const ScoreTables& t) {
+  const F unit = v::set(log2_e);
+  F top = v::set(minus_infinity);
+  v::Mask nan = v::no_lanes();
+  for (int j = 0; j < tile_keys; j += v::lanes) {
+    const F x = v::load(row + j);
+    const F s = Biased ? v::fma(x, unit, v::load(t.bias + j)) : v::mul(x, unit);
+    v::store(row + j, s);
+    nan = v::or_nan(nan, s);
+    top = v::max(top, s);
+  }
+  return v::any(nan) ? v::set(__builtin_nanf("")) : top;
 }
 
 /// Hides all keys of a row but [begin, end); returns the maxima of what is left, NaN if one is.

@@ -275,6 +275,12 @@ static inline void add_bias_of(float* s, int n, const void* bias) {
   for (int j = 0; j < n; j += v::lanes) {
     const int m = n - j < v::lanes ? n - j : v::lanes;
     const F b = load_elements<Kind>(bias, j, m), x = v::load_n(s + j, m), sum = v::add(x, b);
+    // Zero times anything but a number is NaN.
+    const bool plain = !v::any(v::or_nan(v::no_lanes(), v::mul(sum, v::set(0.0f))));
+    if (m == v::lanes && plain) {
+      v::store(s + j, sum);
+      continue;
+    }
     const F near = v::max(low, v::min(high, sum));  // NaN stays
     const F finite = v::select_less(v::abs(b), infinity, near, sum);
     const F added = v::select_less(v::abs(x), infinity, finite, sum);

@@ -58,6 +58,13 @@ struct SoftmaxTile {
 /// It goes where a maximum is met, with all that was before.
 inline constexpr float sum_of_below = -1.0f;
 
+/// What changes the scores of row `row` of a tile, tile_keys of them, between products and softmax:
+/// masks and softcap. Returns whether the row sees a key whose score lies below the floats.
+struct ScoreChange {
+  bool (*change)(const void* context, std::int64_t first, int row, float* scores) = nullptr;
+  const void* context = nullptr;
+};
+
 /// The query rows of attend(), and their state. Arrays of rows have room for tile_rows.
 struct AttentionRows {
   Engine engine;      ///< of the product with K; V's follows from `rounding`
@@ -70,6 +77,7 @@ struct AttentionRows {
   float *max, *sum, *mass;          ///< running, as in SoftmaxTile
   float* out;                       ///< [rows][channels] not yet divided
   int channels;
+  ScoreChange change;               ///< knows windows, too; none: nothing but windows
 };
 
 /// One tile of keys of attend().
@@ -96,6 +104,7 @@ struct CodeRows {
 struct FloatRows {
   const void* const* row;
   Element element;
+  const void* const* next = nullptr;  ///< as many that are read after these; null: nobody knows
 };
 
 // --- The KV cache's codes (formats/kv/layout.hpp, formats/kv/quantize.hpp) -----------------------

@@ -52,13 +52,15 @@ static inline F load_elements(const void* p, int at, int n) {
 
 template <Element Kind>
 static inline void load_row_of(const void* src, int n, const float* mean, float* dst) {
-  for (int i = 0; i < n; i += v::lanes) {
-    const int m = n - i < v::lanes ? n - i : v::lanes;
+  const auto put = [&](int i, int m) {
     F x = load_elements<Kind>(src, i, m);
     x = v::add(x, v::sub(x, x));  // Inf - Inf = NaN; finite values get + 0
     if (mean) x = v::sub(x, v::load_n(mean + i, m));
     v::store(dst + i, x);
-  }
+  };
+  int i = 0;  // whole vectors by themselves: a count that is known takes one load
+  for (; i + v::lanes <= n; i += v::lanes) put(i, v::lanes);
+  if (i < n) put(i, n - i);
 }
 
 void load_row(const void* src, Element element, int n, const float* mean, float* dst) {

@@ -1,5 +1,6 @@
 // What comes between the product and the softmax: means, softcap, biases, masks, bad values.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -193,10 +194,13 @@ bool sees_any(const TileRow& x, const bool* low) {
 
 /// Notes scores below the floats before masks make others look like them. Are there any?
 bool find_low(const TileRow& x, bool* low) {
-  bool any = false;
-  for (int j = x.begin; j < x.end; ++j) any |= x.scores[j] == -infinity;
-  for (int j = x.begin; any && j < x.end; ++j) low[j] = x.scores[j] == -infinity;
-  return any;
+  constexpr auto none = std::bit_cast<std::uint32_t>(-infinity);
+  std::uint32_t any = 0;  // of integers compilers make vectors
+  for (int j = x.begin; j < x.end; ++j) {
+    any |= std::bit_cast<std::uint32_t>(x.scores[j]) == none ? 1u : 0u;
+  }
+  for (int j = x.begin; any != 0 && j < x.end; ++j) low[j] = x.scores[j] == -infinity;
+  return any != 0;
 }
 
 /// Returns whether the row sees a key whose score lies below the floats.
@@ -229,7 +233,20 @@ bool finish_row(const TileRow& x, float offset) {
   return any_low && sees_any(x, low);
 }
 
+TileRow row_of(const Job& job, const Task& t, std::int64_t first, int r, float* scores) {
+  const Row& row = t.rows[r];
+  const int keys = static_cast<int>(std::min<std::int64_t>(tile_keys, t.key_end - first));
+  const int begin = static_cast<int>(std::clamp<std::int64_t>(row.begin - first, 0, keys));
+  const int end = static_cast<int>(std::clamp<std::int64_t>(row.end - first, begin, keys));
+  return {job, job.arrays.sequences[t.b], t.b, row, first, keys, begin, end, scores};
+}
+
 }  // namespace
+
+bool finish_scores_of_row(const Job& job, const Task& t, std::int64_t first, int r, float offset,
+                          float* scores) {
+  return finish_row(row_of(job, t, first, r, scores), offset);
+}
 
 bool needs_true_scores(const Problem& p) { return p.softcap > 0 || p.score_function; }
 
@@ -251,14 +268,10 @@ std::uint32_t finish_scores(const Job& job, const Task& t, const Tile& tile, std
   const auto* bad = tile.at<std::uint8_t>(&TileLayout::v_bad);
   const bool any_bad = *tile.at<std::uint8_t>(&TileLayout::any_bad) != 0;
   for (int r = 0; r < t.count; ++r) {
-    const Row& row = t.rows[r];
-    float* scores = s.scores + r * tile_keys;
-    const int begin = static_cast<int>(std::clamp<std::int64_t>(row.begin - first, 0, keys));
-    const int end = static_cast<int>(std::clamp<std::int64_t>(row.end - first, begin, keys));
-    const TileRow x{job, job.arrays.sequences[t.b], t.b, row, first, keys, begin, end, scores};
+    const TileRow x = row_of(job, t, first, r, s.scores + r * tile_keys);
     if (finish_row(x, s.offset[r])) below |= 1u << r;
-    for (int j = begin; any_bad && j < end; ++j) {
-      if (bad[j] && scores[j] != -infinity) scores[j] = nan_value;
+    for (int j = x.begin; any_bad && j < x.end; ++j) {
+      if (bad[j] && x.scores[j] != -infinity) x.scores[j] = nan_value;
     }
   }
   return below;

@@ -51,9 +51,8 @@ void run_place(const Job& job, Walk& w, const TilePlace& place, const TilePlace*
   FoundRows found;
   Tile tile{s.tile, &job.arrays.tile, nullptr};
   if (t.count <= job.config.float_rows_in_place) {
-    if (next != nullptr) fetch(job, t.b, *next);
     FoundFloats floats;
-    find_float_tile(job, t.b, place, tile, floats, s);
+    find_float_tile(job, t.b, place, next, tile, floats, s);
     tile.floats = &floats;
     return run_single_tile(job, t, tile, place.first, s);
   }

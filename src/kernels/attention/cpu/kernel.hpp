@@ -75,6 +75,7 @@ struct FoundRows {
 struct FoundFloats {
   FloatRows k, v;
   const void *k_row[tile_keys], *v_row[tile_keys];
+  const void *next_k[tile_keys], *next_v[tile_keys];
 };
 
 struct Tile {
@@ -265,8 +266,8 @@ bool find_tile(const Job& job, std::int64_t b, const TilePlace& place, const Til
                const Tile& tile, FoundRows& found, Scratch& scratch);
 /// The same for floats. Operands that do not lie there as the recipe has them, or hold bad values,
 /// are brought into rows of the scratch.
-void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, const Tile& tile,
-                     FoundFloats& found, Scratch& scratch);
+void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, const TilePlace* next,
+                     const Tile& tile, FoundFloats& found, Scratch& scratch);
 /// Quantises keys [first, first + 128) and lays them out.
 void pack_tile(const Job& job, std::int64_t b, std::int64_t head, std::int64_t first,
                const Tile& tile, Scratch& scratch);

@@ -53,18 +53,27 @@ const std::uint8_t* filled_codes(const Sequence& x, std::int64_t token, int widt
 
 bool as_it_lies(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
                 int width) {
-  const bool native =
-      role == Role::k ? job.config.qk == Engine::bf16 : job.config.pv == Engine::bf16;
+  const Engine engine = role == Role::v ? job.config.pv : job.config.qk;
+  const Format native = engine == Engine::bf16 ? Format::bf16 : Format::f32;
   const Transform t = transform_of(job, role, b, head, 0);
-  return native && format_of(job.config, role) == Format::bf16 && x.format == Format::bf16 &&
-         x.channels == width && x.seen == nullptr && t.mean == nullptr && t.factors == nullptr &&
+  return engine != Engine::integer && format_of(job.config, role) == native &&
+         x.format == native && x.channels == width && x.seen == nullptr && t.mean == nullptr && t.factors == nullptr &&
          !t.rotate;
 }
 
-bool holds_bad(const std::uint16_t* row, int n) {
-  std::uint16_t bad = 0;
-  for (int i = 0; i < n; ++i) bad |= (row[i] & 0x7f80u) == 0x7f80u ? 1 : 0;
-  return bad != 0;
+std::uint8_t find_bad_rows(const Job& job, const Sequence& x, std::int64_t first, int count,
+                           std::uint8_t* bad) {
+  const void* rows[tile_keys];
+  for (int j = 0; j < count; ++j) rows[j] = x.row(first + j);
+  const Element element = element_of(x.format);
+  std::fill(bad, bad + count, std::uint8_t{0});
+  if (job.words().finite_rows({rows, element}, count, x.channels)) return 0;
+  std::uint8_t any = 0;
+  for (int j = 0; j < count; ++j) {
+    bad[j] = job.words().finite_rows({rows + j, element}, 1, x.channels) ? 0 : 1;
+    any |= bad[j];
+  }
+  return any;
 }
 
 namespace {
@@ -102,6 +111,8 @@ void pack_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
   const bool as_given = job.problem.k_codes && engine == Engine::integer;
   const bool as_lies = count > 0 && as_it_lies(job, Role::k, x, b, head, d);
   if (as_given) given_token_scales(job, Role::k, x, b, head, first, count, scale);
+  std::uint8_t bad[tile_keys];
+  if (as_lies) find_bad_rows(job, x, first, count, bad);
   std::fill(scale + count, scale + tile_keys, 0.0f);
   for (int j0 = 0; j0 < padded(count); j0 += lanes) {
     const std::uint8_t* rows[lanes];
@@ -113,8 +124,7 @@ void pack_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
         rows[lane] = filled_codes(x, first + j, d, scratch.bytes + lane * lane_bytes);
       } else if (as_lies) {
         rows[lane] = reinterpret_cast<const std::uint8_t*>(x.row(first + j));
-        const bool bad = holds_bad(reinterpret_cast<const std::uint16_t*>(rows[lane]), d);
-        scale[j] = bad ? nan_value : 1.0f;
+        scale[j] = bad[j] != 0 ? nan_value : 1.0f;
       } else {
         std::uint8_t* bytes = scratch.bytes + lane * lane_bytes;
         float* values = engine == Engine::f32 ? reinterpret_cast<float*>(bytes) : scratch.row;
@@ -248,6 +258,13 @@ void point_at_rows(const Sequence& x, std::int64_t first, int count, const void*
   }
 }
 
+/// Those of a whole tile; behind the last token it stands again.
+void point_at_next_rows(const Sequence& x, std::int64_t first, const void** rows) {
+  const int count = tile_count(x, first);
+  point_at_rows(x, first, count, rows);
+  std::fill(rows + count, rows + tile_keys, rows[count - 1]);
+}
+
 /// K's rows of a tile into the scratch, NaN for Inf.
 void bring_keys(const Job& job, std::int64_t b, const TilePlace& place, FoundFloats& found,
                 Scratch& scratch) {
@@ -259,13 +276,13 @@ void bring_keys(const Job& job, std::int64_t b, const TilePlace& place, FoundFlo
     round_row(job.words(), job.config.recipe.qk, row, k.channels);
     found.k_row[j] = row;
   }
-  found.k.element = Element::f32;
+  found.k = {found.k_row, Element::f32};
 }
 
 }  // namespace
 
-void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, const Tile& tile,
-                     FoundFloats& found, Scratch& scratch) {
+void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, const TilePlace* next,
+                     const Tile& tile, FoundFloats& found, Scratch& scratch) {
   const auto [head, first] = place;
   const Sequence k = job.k_sequence(b, head), v = job.v_sequence(b, head);
   const int count = tile_count(k, first);
@@ -276,6 +293,11 @@ void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, con
   point_at_rows(v, first, count, found.v_row);
   found.k = {found.k_row, element_of(k.format)};
   found.v = {found.v_row, element_of(v.format)};
+  if (next != nullptr) {
+    point_at_next_rows(job.k_sequence(b, next->head), next->first, found.next_k);
+    point_at_next_rows(job.v_sequence(b, next->head), next->first, found.next_v);
+    found.k.next = found.next_k, found.v.next = found.next_v;
+  }
   *tile.at<std::uint8_t>(&TileLayout::any_bad) = 0;
   // Reading rows in their order fetches them for products, which take several at a time.
   if (!is_exact(k.format, job.config.recipe.qk) ||
@@ -288,7 +310,7 @@ void find_float_tile(const Job& job, std::int64_t b, const TilePlace& place, con
   }
   load_values(job, v, b, head, first, count, tile, scratch);
   for (int j = 0; j < count; ++j) found.v_row[j] = scratch.rows + j * job.dv();
-  found.v.element = Element::f32;
+  found.v = {found.v_row, Element::f32};
 }
 
 }  // namespace qattn::cpu

@@ -16,11 +16,13 @@ void given_token_scales(const Job& job, Role role, const Sequence& x, std::int64
 /// A row of codes and zeros behind it, `width` in all: the tensor ends where its channels end.
 const std::uint8_t* filled_codes(const Sequence& x, std::int64_t token, int width,
                                  std::uint8_t* memory);
-/// Are rows of bf16 panels the rows of the tensor, as they lie?
+/// Are rows that a float engine takes the rows of the tensor, as they lie?
 bool as_it_lies(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
                 int width);
-/// Does a row of bf16 hold NaN or Inf?
-bool holds_bad(const std::uint16_t* row, int n);
+/// Which of the rows of tokens [first, first + count) hold NaN or Inf: a byte each. Returns whether
+/// any does; all of them are near then.
+std::uint8_t find_bad_rows(const Job& job, const Sequence& x, std::int64_t first, int count,
+                           std::uint8_t* bad);
 /// Scales of s8 codes of V for the integer engine.
 void given_value_scales(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
                         std::int64_t first, int count, const Tile& tile, Scratch& scratch);

@@ -213,25 +213,28 @@ void interleave_halves(const std::uint16_t* low, const std::uint16_t* high, int 
   }
 }
 
-/// Tokens as they lie into bf16 panels; bad ones become zeros and are flagged (load_values()).
-void put_values_as_they_lie(const Sequence& x, std::int64_t first, int count, int dv,
-                            const Tile& tile) {
-  static constexpr std::uint16_t zeros[most_value_channels] = {};
+/// Tokens as they lie into panels of their format; bad ones become zeros and are flagged
+/// (load_values()).
+void put_values_as_they_lie(const Job& job, const Sequence& x, std::int64_t first, int count,
+                            int dv, const Tile& tile) {
+  static constexpr std::byte zeros[most_value_channels * 4] = {};
   auto* bad = tile.at<std::uint8_t>(&TileLayout::v_bad);
-  std::uint8_t any = 0;
+  *tile.at<std::uint8_t>(&TileLayout::any_bad) = find_bad_rows(job, x, first, count, bad);
   const auto row_of = [&](int j) {
-    if (j >= count) return zeros;
-    const auto* row = reinterpret_cast<const std::uint16_t*>(x.row(first + j));
-    bad[j] = holds_bad(row, dv);
-    any |= bad[j];
-    return bad[j] != 0 ? zeros : row;
+    return j >= count || bad[j] != 0 ? zeros : x.row(first + j);
   };
+  if (x.format == Format::f32) {
+    const auto bytes = sizeof(float) * static_cast<std::size_t>(dv);
+    for (int j = 0; j < padded(count); ++j) {
+      std::memcpy(tile.at<float>(&TileLayout::v) + j * dv, row_of(j), bytes);
+    }
+    return;
+  }
+  const auto half_row = [&](int j) { return reinterpret_cast<const std::uint16_t*>(row_of(j)); };
   auto* panel = tile.at<std::uint16_t>(&TileLayout::v);
   for (int j = 0; j < filled_keys(count); j += 2) {
-    const std::uint16_t *low = row_of(j), *high = row_of(j + 1);
-    interleave_halves(low, high, dv, panel + j * dv);
+    interleave_halves(half_row(j), half_row(j + 1), dv, panel + j * dv);
   }
-  *tile.at<std::uint8_t>(&TileLayout::any_bad) = any;
 }
 
 /// scratch.rows into the panels of a float engine: [keys / 2][dv][2] bf16, or [keys][dv] f32.
@@ -286,7 +289,7 @@ void pack_values(const Job& job, std::int64_t b, std::int64_t head, std::int64_t
     return;
   }
   if (count > 0 && as_it_lies(job, Role::v, x, b, head, dv)) {
-    put_values_as_they_lie(x, first, count, dv, tile);
+    put_values_as_they_lie(job, x, first, count, dv, tile);
     return;
   }
   load_values(job, x, b, head, first, count, tile, scratch);

@@ -1,4 +1,5 @@
 // Which rows and keys a CPU task has, and its queries in the engine's form.
+#include "kernels/attention/cpu/pack.hpp"
 #include "kernels/attention/cpu/task.hpp"
 
 #include <algorithm>
@@ -113,14 +114,29 @@ void load_queries(const Job& job, const Task& t, Scratch& s) {
       t.count <= job.config.float_rows_in_place && packs_itself(p, job.arrays.sequences[t.b]);
   // Every split of a sequence quantises the same rows; the first one counts what was clipped.
   const std::int64_t clipped_before = s.saturated[0];
+  Sequence x;
+  std::int64_t head = -1;  // that x belongs to
+  bool as_lies = false;
+  const auto width = static_cast<std::size_t>(d);
   for (int r = 0; r < t.count; ++r) {
     const Row& row = t.rows[r];
     float* q = s.row;
     std::uint8_t* codes = s.codes_row;
     s.offset[r] = 0.0f;
     s.q_scale[r] = p.softmax_scale;
+    if (row.head != head) {
+      head = row.head;
+      x = job.q_sequence(t.b, head);
+      as_lies = !offset && !in_place && as_it_lies(job, Role::q, x, t.b, head, d);
+    }
     if (row.i < job.arrays.sequences[t.b].q_length) {
-      const Sequence x = job.q_sequence(t.b, row.head);
+      const void* from = x.row(row.i);
+      // Inf spoils a row like NaN, which load_row() sees to.
+      if (as_lies && job.words().finite_rows({&from, element_of(x.format)}, 1, d)) {
+        if (job.config.qk == Engine::bf16) std::memcpy(s.q_bf16 + r * d, from, 2 * width);
+        if (job.config.qk == Engine::f32) std::memcpy(s.q + r * d, from, 4 * width);
+        continue;
+      }
       if (offset && !p.q_codes) {
         load_row(job.words(), x, row.i, {}, q);
         s.offset[r] = mean_offset(job, t, q);

@@ -59,6 +59,10 @@ bool adds_nothing(const Job& job);
 /// SoftmaxTile::below.
 std::uint32_t finish_scores(const Job& job, const Task& t, const Tile& tile, std::int64_t first,
                             int keys, Scratch& s);
+/// The same of row r of a tile, without smooth_q and bad values of V, which show in K's scales.
+/// Returns its bit.
+bool finish_scores_of_row(const Job& job, const Task& t, std::int64_t first, int r, float offset,
+                          float* scores);
 
 // tile.cpp
 /// First keys of the lowest and the last tile of which some row sees a key; last < lowest: none.

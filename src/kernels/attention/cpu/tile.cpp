@@ -150,16 +150,16 @@ void run_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t firs
   multiply_values(job, t, tile, keys16, x.lossy, s);
 }
 
-/// Tiles that go through KernelTable::attend() together: all but those whose scores or V need a
-/// look.
+/// Tiles that go through KernelTable::attend() together: all but those to whose scores something is
+/// added.
 class FusedTiles {
  public:
   FusedTiles(const Job& job, const Task& t, Scratch& s) : job_(job), task_(t), scratch_(s) {
     const Config& c = job.config;
     const int width = job.d() * (c.qk == Engine::integer ? 1 : 2);
-    open_ = job.words().attend != nullptr &&
-            job.words().attends(c.qk, c.rounding, t.count, width) && adds_nothing(job) &&
-            c.v_block == tile_keys &&
+    const bool adds = adds_biases(job.problem) || c.smooth_q;
+    open_ = job.words().attend != nullptr && !adds && c.v_block == tile_keys &&
+            job.words().attends(c.qk, c.rounding, t.count, width) &&
             (c.pv == Engine::integer || (c.pv == Engine::bf16 && !c.v_channel_scale));
     for (int r = 0; r < t.count; ++r) {
       begin_[r] = t.rows[r].begin;
@@ -208,13 +208,20 @@ class FusedTiles {
                              s.sum,
                              s.mass,
                              s.out,
-                             job.dv()};
+                             job.dv(),
+                             adds_nothing(job) ? ScoreChange{} : ScoreChange{change_row, this}};
     if (count_ > 0) job.words().attend(rows, tiles_, count_);
     count_ = 0;
   }
 
  private:
   static constexpr int most = 32;
+
+  static bool change_row(const void* context, std::int64_t first, int r, float* scores) {
+    const auto& x = *static_cast<const FusedTiles*>(context);
+    return finish_scores_of_row(x.job_, x.task_, first, r, x.scratch_.offset[r], scores);
+  }
+
   const Job& job_;
   const Task& task_;
   Scratch& scratch_;
