@@ -9,6 +9,7 @@
   bench.py paged                      decode over 8-bit pages of other libraries on a GPU
   bench.py smoothing --library LIBRARY  K's mean, a sequence or a tile, on a GPU
   bench.py host --program HOST_TIME   how long small calls on a GPU keep the host
+  bench.py cpu -o RECORD.json         attention on a CPU beside torch, of many shapes
   bench.py kv -o RECORD.json          decode over a KV cache on a CPU
   bench.py projection -o RECORD.json  attention with its output projection on a CPU
   bench.py fp4 --model FOLDER         errors of 4-bit recipes beside SageAttention3's, on a CPU
@@ -33,6 +34,7 @@ COMMANDS = {
     "paged": "decode over 8-bit pages on a GPU",
     "smoothing": "K's mean, a sequence or a tile",
     "host": "how long small calls on a GPU keep the host",
+    "cpu": "attention on a CPU beside torch, of many shapes",
     "kv": "decode over a KV cache on a CPU",
     "projection": "attention with its output projection on a CPU",
     "fp4": "errors of 4-bit recipes beside SageAttention3's, simulated",

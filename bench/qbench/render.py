@@ -7,6 +7,7 @@ of shapes.
 import textwrap
 
 from . import (
+    cpu,
     choices,
     counters,
     decode,
@@ -273,7 +274,7 @@ def records_of(word):
 
 def records_of_cpus():
     found = [line for r in committed() if "cpu" in r.provenance for line in record_section(r)]
-    return found + roofline.section() + kv.section() + projection.section()
+    return found + cpu.section() + roofline.section() + kv.section() + projection.section()
 
 
 #: {file: (title, function that gives its lines)}
