@@ -45,6 +45,7 @@ struct Codes {
   const char* recipe;
   bool of_v;
   std::array<BreakEven, 3> break_even;
+  double causal = 1.0;  ///< how many times that, where rows end at the diagonal
 };
 
 inline double break_even(const Codes& codes, int channels) {
@@ -66,7 +67,9 @@ inline bool codes_gain(const Codes& codes, const Problem& p) {
   const auto rows = static_cast<double>(p.group() * p.max_q), keys = static_cast<double>(p.max_k);
   const double of_keys = codes.of_v ? 4.0 : 2.0, coded = of_keys * keys + rows;
   const double gains = rows * static_cast<double>(average_keys(p));
-  return gains * (of_keys + 1.0) >= break_even(codes, std::max(p.d, p.dv)) * coded;
+  const double least = break_even(codes, std::max(p.d, p.dv)) *
+                       (ends_at_diagonal(p) ? codes.causal : 1.0);
+  return gains * (of_keys + 1.0) >= least * coded;
 }
 
 /// The plan's line, if the caller left the choice to us.

@@ -28,10 +28,18 @@ using detail::PlanData;
 /// while.
 constexpr std::int64_t few_rows = 8;
 
-/// Of products of four bytes that take three instructions. Zen 3, one thread, int8_full over f32:
-/// D 64 1.05 to 1.2 times the time to 256 keys, 0.9 to 1.1 at 1024 and 2048; D 128 1.0 at 256, 0.9
-/// at 1024, 0.85 at 2048.
+/// From how many keys on int8_full is faster than f32 over f32 tensors, one thread. Zen 3, where a
+/// product of four bytes takes three instructions: D 64 1.05 to 1.2 times the time to 256 keys, 0.9
+/// to 1.1 at 1024 and 2048; D 128 1.0 at 256, 0.9 at 1024, 0.85 at 2048. The others of a Xeon
+/// (bench/results/cpu-shapes-*.json): D 64 1.09 and 0.87 of the time at 256 and 512 keys, D 128
+/// 0.88 at 256 without tiles; 0.90 and 0.70 at 256 with them.
 constexpr detail::Codes avx2{"int8_full", true, {{{64, 1500.0}, {128, 400.0}, {256, 200.0}}}};
+constexpr detail::Codes avx512{"int8_full", true, {{{64, 350.0}, {128, 150.0}, {256, 100.0}}}};
+constexpr detail::Codes amx{"int8_full", true, {{{64, 200.0}, {128, 100.0}, {256, 64.0}}}};
+
+const detail::Codes& codes_of(const KernelTable* words) {
+  return words == words_avx2() ? avx2 : words->attend != nullptr ? amx : avx512;
+}
 
 detail::Automatic automatic(const Problem& p, const KernelTable* words) {
   const bool free = detail::may_choose(p);
@@ -44,7 +52,7 @@ detail::Automatic automatic(const Problem& p, const KernelTable* words) {
     return {"bf16", "products of bf16 are as fast as those of bytes, without codes to make"};
   }
   if (words == words_scalar()) return {"f32", "no products of bytes here"};
-  if (free && !p.varlen_q && !p.varlen_k && words == words_avx2() && !codes_gain(avx2, p)) {
+  if (free && !p.varlen_q && !p.varlen_k && !codes_gain(codes_of(words), p)) {
     return {"f32", "too few rows and keys for codes"};
   }
   return {"int8_full", "products of bytes"};
