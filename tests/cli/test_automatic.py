@@ -37,11 +37,15 @@ def times(record, recipes):
     return {shape: ms for shape, ms in found.items() if all(x in ms for x in recipes)}
 
 
-def automatic(device, shape):
+def explained(device, shape, *options):
     *extents, causal = shape
     command = [PROGRAM, "explain", "--device", device, "--shape", ",".join(map(str, extents)),
-               "--input-format", "bf16", *(["--causal"] if causal else [])]  # fmt: skip
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+               "--input-format", "bf16", *(["--causal"] if causal else []), *options]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def automatic(device, shape):
+    text = explained(device, shape)
     assert re.search(r"^auto: .+", text, re.MULTILINE), text
     return re.search(r"^recipe: (\S+)", text, re.MULTILINE)[1]
 
@@ -65,3 +69,23 @@ def test_auto_does_not_depend_on_the_batch():
         for extents in ((32, 8, 1, 4096, 128), (32, 32, 1024, 1024, 64), (16, 16, 4096, 4096, 128)):
             chosen = {automatic(device, (batch, *extents, False)) for batch in (1, 3, 256)}
             assert len(chosen) == 1, (device, extents)
+
+
+#: choice of the plan: the word of a record's recipe that asks for it
+CHOICES = {"codes: beside attention": "+beside", "q_codes: in the attention kernel": ""}
+
+
+def test_codes_of_narrow_heads_are_made_where_that_is_fastest():
+    """Of the record's choices: in the attention kernel (the recipe's own then), beside, first."""
+    found = defaultdict(dict)
+    record = json.loads((RESULTS / "variants-h200-way-back-d64.json").read_text())
+    for cell in record["cells"]:
+        name = cell["candidate"]
+        if cell["step"] == "e2e" and name.startswith("int8_full") and "@" not in name:
+            key = *(cell["shape"][x] for x in EXTENTS), cell["shape"]["causal"]
+            found[key][name.removeprefix("int8_full")] = cell["median_ms"]
+    assert len(found) == 10
+    for shape, ms in found.items():
+        text = explained("sm_90", shape, "--recipe", "int8_full")
+        chosen = next((word for line, word in CHOICES.items() if line in text), "+no_q")
+        assert min(ms.values()) / ms[chosen] > 0.97, (shape, chosen, ms)

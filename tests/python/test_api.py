@@ -483,3 +483,17 @@ def test_the_short_way_under_modes_of_torch():
         assert torch.equal(qattn.attention(q, q, q), want)
     with FakeTensorMode(), pytest.raises(qattn.Unsupported, match="out"):
         qattn.attention(q, q, q)
+
+
+@pytest.mark.parametrize("recipe", ["f32", "bf16", "int8", "int8_full"])
+@pytest.mark.parametrize("heads,queries", [((8, 2), 16), ((6, 2), 13), ((5, 1), 11), ((14, 2), 9)])
+def test_heads_of_a_group_whose_rows_fill_a_task_together(recipe, heads, queries):
+    q, k, v = qkv(1, queries, 300, *heads, dim=64)
+    whole, lse = qattn.attention(q, k, v, recipe=recipe, causal=True, return_lse=True)
+    ref, ref_lse = qattn.reference_attention(q, k, v, causal=True, return_lse=True)
+    assert nrmse(whole, ref) < TOLERANCE[recipe] and np.abs(lse - ref_lse).max() < 0.05
+    bias = np.zeros((1, heads[0], queries, 300), np.float32)
+    bias[:, 1::2, ::2, 5:] = -np.inf  # heads and rows of a task see other keys
+    masked = qattn.attention(q, k, v, recipe=recipe, mask=bias > -1)
+    assert nrmse(masked, qattn.reference_attention(q, k, v, mask=bias > -1)) < TOLERANCE[recipe]
+    assert nrmse(qattn.attention(q, k, v, recipe=recipe, mask=bias), masked) < TOLERANCE[recipe]

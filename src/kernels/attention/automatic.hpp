@@ -67,8 +67,8 @@ inline bool codes_gain(const Codes& codes, const Problem& p) {
   const auto rows = static_cast<double>(p.group() * p.max_q), keys = static_cast<double>(p.max_k);
   const double of_keys = codes.of_v ? 4.0 : 2.0, coded = of_keys * keys + rows;
   const double gains = rows * static_cast<double>(average_keys(p));
-  const double least = break_even(codes, std::max(p.d, p.dv)) *
-                       (ends_at_diagonal(p) ? codes.causal : 1.0);
+  const double least =
+      break_even(codes, std::max(p.d, p.dv)) * (ends_at_diagonal(p) ? codes.causal : 1.0);
   return gains * (of_keys + 1.0) >= least * coded;
 }
 

@@ -259,7 +259,8 @@ class Attention {
     v::store(x_.sum + first, _mm512_mask_mov_ps(sum, none, old_sum));
     for (unsigned left = none; left != 0; left &= left - 1) {
       const int r = first + __builtin_ctz(left);
-      if (r < x_.rows && x_.max[r] == minus_infinity && sees_key(t, slot, r)) x_.sum[r] = sum_of_below;
+      if (r < x_.rows && x_.max[r] == minus_infinity && sees_key(t, slot, r))
+        x_.sum[r] = sum_of_below;
     }
   }
 

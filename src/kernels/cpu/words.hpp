@@ -77,7 +77,7 @@ struct AttentionRows {
   float *max, *sum, *mass;          ///< running, as in SoftmaxTile
   float* out;                       ///< [rows][channels] not yet divided
   int channels;
-  ScoreChange change;               ///< knows windows, too; none: nothing but windows
+  ScoreChange change;  ///< knows windows, too; none: nothing but windows
 };
 
 /// One tile of keys of attend().

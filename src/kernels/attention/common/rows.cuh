@@ -142,8 +142,8 @@ QATTN_DEVICE WorkTile locate_work(const AttentionParams& p, int index, int rows,
 /// whole_references: is it to powers of two, which seldom move, and update_max() has the choice?
 /// does_blocks_again: may it be asked for what Hopper's kernel has left?
 /// direct_sums: is P V of u8 in units of 2^-149? two_row_ends: is there a quick way to end usual
-/// rows? divides: by a division? and staged_rows: has a producer put what belongs to Q's rows into
-/// shared memory?
+/// rows? divides: by a division? masks_scores: apply_mask()'s OfScores; and staged_rows: has a
+/// producer put what belongs to Q's rows into shared memory?
 template <class S>
 struct AttentionRows {
   using F = typename S::Fragment;
@@ -323,7 +323,9 @@ struct AttentionRows {
         x = tile::add_bias(x, tile::add_bias(-slope[r] * distance, 0.0f));
       });
     }
-    if (p.mask.data != nullptr) tile::apply_mask<K>(p.mask, work.b, rows, tile, s);
+    if (p.mask.data != nullptr) {
+      tile::apply_mask<K, S::masks_scores>(p.mask, work.b, rows, tile, s);
+    }
     tile::each_score<K>(s, [&](int r, int key, float& x) {
       x = tile::squeeze(x) * tile::log2_e;
       const int j = tile + key;
@@ -441,8 +443,7 @@ struct AttentionRows {
 
   /// update_max() after bring_near(): maxima of far rows leave V's scales out, which they have no
   /// bits for. `ref`: what is subtracted in exponents of near scores.
-  QATTN_DEVICE void update_far_max(const float (&top)[R], const float (&far)[R],
-                                     float (&ref)[R]) {
+  QATTN_DEVICE void update_far_max(const float (&top)[R], const float (&far)[R], float (&ref)[R]) {
     float raised[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) raised[r] = far[r] != 0.0f ? far[r] : top[r];

@@ -252,7 +252,7 @@ std::int64_t plan_sequences(const Problem& p, const Config& c, SequenceInfo* tab
     } else if (p.group() * s.q_rows <= tile_rows) {
       task += s.q_rows > 0 ? p.heads_kv : 0;
     } else {
-      task += p.heads_q * ceil_div(s.q_rows, tile_rows);
+      task += tasks_of(p, s);
     }
   }
   return task;

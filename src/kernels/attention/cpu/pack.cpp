@@ -56,8 +56,8 @@ bool as_it_lies(const Job& job, Role role, const Sequence& x, std::int64_t b, st
   const Engine engine = role == Role::v ? job.config.pv : job.config.qk;
   const Format native = engine == Engine::bf16 ? Format::bf16 : Format::f32;
   const Transform t = transform_of(job, role, b, head, 0);
-  return engine != Engine::integer && format_of(job.config, role) == native &&
-         x.format == native && x.channels == width && x.seen == nullptr && t.mean == nullptr && t.factors == nullptr &&
+  return engine != Engine::integer && format_of(job.config, role) == native && x.format == native &&
+         x.channels == width && x.seen == nullptr && t.mean == nullptr && t.factors == nullptr &&
          !t.rotate;
 }
 

@@ -220,9 +220,7 @@ void put_values_as_they_lie(const Job& job, const Sequence& x, std::int64_t firs
   static constexpr std::byte zeros[most_value_channels * 4] = {};
   auto* bad = tile.at<std::uint8_t>(&TileLayout::v_bad);
   *tile.at<std::uint8_t>(&TileLayout::any_bad) = find_bad_rows(job, x, first, count, bad);
-  const auto row_of = [&](int j) {
-    return j >= count || bad[j] != 0 ? zeros : x.row(first + j);
-  };
+  const auto row_of = [&](int j) { return j >= count || bad[j] != 0 ? zeros : x.row(first + j); };
   if (x.format == Format::f32) {
     const auto bytes = sizeof(float) * static_cast<std::size_t>(dv);
     for (int j = 0; j < padded(count); ++j) {

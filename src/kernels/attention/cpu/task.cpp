@@ -1,11 +1,11 @@
 // Which rows and keys a CPU task has, and its queries in the engine's form.
-#include "kernels/attention/cpu/pack.hpp"
 #include "kernels/attention/cpu/task.hpp"
 
 #include <algorithm>
 #include <cstring>
 
 #include "kernels/attention/common/visible_keys.hpp"
+#include "kernels/attention/cpu/pack.hpp"
 #include "qattn/quantize.hpp"
 
 namespace qattn::cpu {
@@ -40,6 +40,17 @@ std::int64_t sequence_of_task(const Job& job, std::int64_t index) {
   return found - s - 1;
 }
 
+std::int64_t heads_together(const SequenceInfo& sequence) {
+  return sequence.q_rows > 0 ? tile_rows / sequence.q_rows : 0;
+}
+
+std::int64_t tasks_of(const Problem& p, const SequenceInfo& sequence) {
+  const auto ceil_div = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
+  const std::int64_t together = heads_together(sequence);
+  if (together > 1) return p.heads_kv * ceil_div(p.group(), together);
+  return p.heads_q * ceil_div(sequence.q_rows, tile_rows);
+}
+
 Task make_task(const Job& job, std::int64_t index) {
   const Problem& p = job.problem;
   Task t{};
@@ -58,6 +69,15 @@ Task make_task(const Job& job, std::int64_t index) {
           seq.first_partial + (t.kv_head * seq.splits + local / p.heads_kv) * group * seq.q_rows;
     }
     for (std::int64_t g = 0; g < group; ++g) {
+      for (std::int64_t i = 0; i < seq.q_rows; ++i) {
+        t.rows[t.count++] = {t.kv_head * group + g, i, 0, 0};
+      }
+    }
+  } else if (const std::int64_t together = heads_together(seq); together > 1) {
+    const std::int64_t blocks = (group + together - 1) / together;
+    t.kv_head = local / blocks;
+    const std::int64_t first = local % blocks * together;
+    for (std::int64_t g = first; g < std::min(first + together, group); ++g) {
       for (std::int64_t i = 0; i < seq.q_rows; ++i) {
         t.rows[t.count++] = {t.kv_head * group + g, i, 0, 0};
       }

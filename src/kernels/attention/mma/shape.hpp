@@ -53,6 +53,7 @@ struct MmaShape {
       std::conditional_t<key_order == KeyOrder::fp4, isa::MmaFragmentOfEights, Fragment>;
   /// In general kernels the second one costs registers: 1196 bytes of spills at D 256 on sm_100.
   static constexpr bool two_row_ends = !C.general, divides = C.general, staged_rows = false;
+  static constexpr bool masks_scores = false;
   static constexpr bool u8 = C.pv == Element::u8, e2m1_pv = C.pv == Element::e2m1;
   static constexpr bool e4m3_pv = C.pv == Element::e4m3, lane_sums = C.lane_sums;
   /// Has V a scale a channel for the end, of a sequence?

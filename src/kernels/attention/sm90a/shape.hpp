@@ -25,6 +25,7 @@ struct Sm90Sizes {
   static constexpr bool tile_p = u8;
   static constexpr bool staged_rows = !qk_16bit;  ///< Q's scales come with Q
   static constexpr bool direct_sums = u8, two_row_ends = true, divides = tuning.divides;
+  static constexpr bool masks_scores = qk_16bit || (u8 && C.d <= 128);
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
   static constexpr float p_log2 = e4m3_pv ? 8.0f : 0.0f;
   /// A product whose A lies in registers holds its warp until it has read them. With P in shared

@@ -25,7 +25,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
   float poison = 0.0f;  ///< NaN once a scale of K was
 
   QATTN_DEVICE TileMaxSoftmax(const Sm90Params& a, const WorkTile& w, const TileRange& facts,
-                           int row_warp, int buffer)
+                              int row_warp, int buffer)
       : Base(a, w, facts, row_warp, buffer) {}
   /// The output has all P V: what joins it next is zero.
   QATTN_DEVICE void settle() {
@@ -87,8 +87,8 @@ struct TileMaxSoftmax : Sm90Rows<C> {
   /// A tile that needs one factor for all keys of a half that a thread holds.
   struct Unmasked {
     Scales x;
-    float scale[S::halves][R];          ///< of scores, in units of log2
-    float top[R];                       ///< maximum of score + log of V's scale, in units of log2
+    float scale[S::halves][R];  ///< of scores, in units of log2
+    float top[R];               ///< maximum of score + log of V's scale, in units of log2
     Sums sums[S::halves];
   };
 
@@ -188,7 +188,8 @@ struct TileMaxSoftmax : Sm90Rows<C> {
       poison = fmaf(x.k[h], 0.0f, poison);
     }
 #pragma unroll
-    for (int r = 0; r < R; ++r) sum[r] = fmaf(mass[r], share[r] * (1.0f / Base::share_unit), sum[r]);
+    for (int r = 0; r < R; ++r)
+      sum[r] = fmaf(mass[r], share[r] * (1.0f / Base::share_unit), sum[r]);
     add_codes(sums);
   }
   /// And of the sums of codes, after and before rounding.
