@@ -22,7 +22,7 @@ SOURCES = {
     "variants-h100-lost-mass.json": ("int8_full",),
 }
 OTHER_GPU = {"gpu-h200-turns-d128.json": ("int8_full", "int8_fp8", "fp8")}
-CPU, AMX = "cpu-zen5-2.json", "cpu-shapes-amx-1.json"
+CPU = "cpu-zen5-2.json"
 NAMES = {
     "torch flash": "FlashAttention-2 (torch)",
     "torch cudnn": "cuDNN (torch)",
@@ -86,17 +86,6 @@ def cpu_points():
     return found
 
 
-def amx_points():
-    """The same of `bench.py cpu` on a CPU with AMX, by candidate alone."""
-    wanted = {"queries": LONG[0], "keys": LONG[0], "dim": 128, "io": "bf16", "causal": False}
-    for one in json.loads((RESULTS / AMX).read_text())["runs"]:
-        if wanted.items() <= one["case"].items():
-            ms = {name: x["median_ms"] for name, x in one["times"].items()}
-            names = {"torch": "torch", "bf16": "own", "int8_full": "int8_full"}
-            return {name: ms["torch"] / ms[other] for name, other in names.items()}
-    raise ValueError(f"{AMX}: has no case of {wanted}")
-
-
 def ordered(points):
     return [name for name in PRODUCTS if name in points]
 
@@ -121,7 +110,7 @@ def name_of(candidate):
 
 def speed_and_error():
     """One row a candidate; a GPU's, and beside it a CPU's."""
-    points, on_cpu, on_amx = gpu_points(), cpu_points(), amx_points()
+    points, on_cpu = gpu_points(), cpu_points()
     rows = []
     for name in ordered(points):
         p = points[name]
@@ -129,15 +118,14 @@ def speed_and_error():
         cells = [times(p, "e2e", keys) for keys in LONG]
         cells += [times(p, codes, keys) if codes else "" for keys in LONG]
         cells.append(times(on_cpu.get(name, {}), "e2e", LONG[0]))
-        cells.append(f"{on_amx[name]:.2f}x" if name in on_amx else "")
         rows.append([name_of(name), *PRODUCTS[name], percent(p["nrmse"]), *cells])
     torch_row = on_cpu["torch"]
     rows.append(
         ["torch on the CPU", *PRODUCTS["torch"], percent(torch_row["nrmse"]), "", "", "", "",
-         times(torch_row, "e2e", LONG[0]), f"{on_amx['torch']:.2f}x"]
+         times(torch_row, "e2e", LONG[0])]
     )  # fmt: skip
     lengths = [f"{where}, {n // 1024}K" for where in ("GPU", "codes") for n in LONG]
-    return markdown(["", "QK", "PV", "error", *lengths, "CPU, 4K", "AMX, 4K"], rows)
+    return markdown(["", "QK", "PV", "error", *lengths, "CPU, 4K"], rows)
 
 
 def machines():

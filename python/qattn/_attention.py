@@ -25,6 +25,7 @@ from ._interop import (
     is_torch,
     mask_entry,
     output_entry,
+    refuse_tracing,
     same_numbers,
     shape_entry,
     small_entry,
@@ -327,6 +328,7 @@ class _Call:
         #: the array of q, which decides device, stream and framework of everything new
         self.q = q.codes if q else arguments["q"]
         check_array("q", self.q)
+        refuse_tracing("q", self.q)
         self.device = device_of(self.q)
         for role in _ROLES:
             self._add_operand(role)

@@ -196,6 +196,23 @@ def check_array(name: str, x: Any) -> None:
         raise InvalidArgument(f"{name}: is a {type(x).__name__}, not a numpy array or torch tensor")
 
 
+def refuse_tracing(name: str, x: Any) -> None:
+    """Refuses what a trace of torch would record as memory that nobody writes: this is for calls
+    that are no operators."""
+    if not is_torch(x):
+        return
+    own = _torch()._C
+    traced = own._get_tracing_state() is not None
+    if not traced and own._len_torch_dispatch_stack():
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        traced = get_proxy_mode() is not None
+    if traced:
+        raise Unsupported(
+            f"{name}: is traced, and a trace records operators; qattn.torch.sdpa() is one"
+        )
+
+
 def format_of(name: str, x: Any, codes: str | None = None) -> str:
     """Format of an array's elements. `codes`: the format that raw bytes are in, if they may be."""
     dtype = dtype_name(x)

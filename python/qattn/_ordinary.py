@@ -34,6 +34,7 @@ _DEFAULTS: dict[str, Any] = {
 _OTHERS = {"window": None, "block_mask_size": None, "scales_for": None}
 #: of their values: what nobody can change while _options() keeps it
 _IMMUTABLE = frozenset({str, bool, int, float, type(None)})
+_torch_tensors: Any = None  # that module, once a tensor of torch was seen
 _NUMPY_FORMATS = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16"}
 
 
@@ -67,9 +68,14 @@ def _attend_numpy(q: Any, k: Any, v: Any, given: dict[str, Any]) -> Any:
 
 
 def _attend_torch(q: Any, k: Any, v: Any, given: dict[str, Any]) -> Any:
-    own = _torch_tensors()
+    global _torch_tensors
+    if _torch_tensors is None:
+        from . import _torch_tensors
+    own = _torch_tensors
     torch = own.torch
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return None
+    if torch._C._get_tracing_state() is not None:
         return None
     if not (q.is_cpu and k.is_cpu and v.is_cpu and own.are_known((q, k, v))):
         return None
@@ -82,13 +88,6 @@ def _attend_torch(q: Any, k: Any, v: Any, given: dict[str, Any]) -> Any:
         return None
     _qattn.attention(tensors, options, 0, None)
     return out
-
-
-@functools.lru_cache(maxsize=1)
-def _torch_tensors() -> Any:
-    from . import _torch_tensors
-
-    return _torch_tensors
 
 
 # typed: True, 1 and 1.0 are one key else, and not one option.

@@ -231,6 +231,20 @@ def test_whoever_watches_operators_sees_one():
     assert not torch.equal(traced(2 * q), want[0])
 
 
+def test_traces_refuse_what_is_no_operator():
+    """They would record the memory of the result, and nothing that fills it."""
+    q = torch.randn(1, 16, 2, 64)
+    for call in (
+        lambda x: qattn.attention(x, x, x),
+        lambda x: qattn.attention(x, x, x, recipe="f32", window=(3, 3)),
+    ):
+        call(q)  # seen before, as a short call is
+        with pytest.raises(qattn.Unsupported, match=r"q: is traced.*qattn\.torch\.sdpa"):
+            torch.jit.trace(call, q)
+        with pytest.raises(qattn.Unsupported, match="q: is traced"):
+            torch.fx.experimental.proxy_tensor.make_fx(call)(q)
+
+
 def test_a_call_after_others_is_checked_as_the_first_was():
     q = torch.zeros(1, 2, 16, 64)
     for _ in range(2):

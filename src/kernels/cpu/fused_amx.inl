@@ -194,9 +194,10 @@ class Attention {
     const std::int32_t correction = QK == Product::bf16 ? 0 : x_.correction[r];
     if (x_.change.change != nullptr) {
       score_row<QK, false>(row, x_.q_scale[r], correction, tables_, 1.0f);
-      const bool low = x_.change.change(x_.change.context, t.first, r, row);
+      bool low = x_.change.change(x_.change.context, t.first, r, row);
+      const F top = octaves_of_row<Codes>(row, tables_, low);
       slot.below |= (low ? 1u : 0u) << r;
-      return octaves_of_row<Codes>(row, tables_);
+      return top;
     }
     const F top = score_row<QK, Codes>(row, x_.q_scale[r], correction, tables_);
     if (!t.windowed) return top;

@@ -48,19 +48,22 @@ static inline F score_row(float* row, float q_scale, std::int32_t correction, co
 }
 
 /// Changed scores to octaves, with what their tile adds; returns their maxima by lane, NaN if one
-/// is.
+/// is. `low`: has one left the floats, for which it is too low in octaves alone?
 template <bool Biased>
-static inline F octaves_of_row(float* row, const ScoreTables& t) {
-  const F unit = v::set(log2_e);
-  F top = v::set(minus_infinity);
+static inline F octaves_of_row(float* row, const ScoreTables& t, bool& low) {
+  const F unit = v::set(log2_e), lowest = v::set(minus_infinity);
+  F top = lowest;
   v::Mask nan = v::no_lanes();
+  unsigned left = 0;
   for (int j = 0; j < tile_keys; j += v::lanes) {
     const F x = v::load(row + j);
     const F s = Biased ? v::fma(x, unit, v::load(t.bias + j)) : v::mul(x, unit);
     v::store(row + j, s);
     nan = v::or_nan(nan, s);
     top = v::max(top, s);
+    left |= _mm512_cmp_ps_mask(s, lowest, _CMP_EQ_OQ) & _mm512_cmp_ps_mask(x, lowest, _CMP_GT_OQ);
   }
+  low |= left != 0;
   return v::any(nan) ? v::set(__builtin_nanf("")) : top;
 }
 

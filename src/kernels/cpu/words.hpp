@@ -201,8 +201,9 @@ struct KernelTable {
   void (*qk_bf16)(const std::uint16_t* q, int rows, const std::uint16_t* k, int keys, int d2,
                   const float* q_scale, const float* k_scale, float* scores);
   void (*softmax)(SoftmaxTile& tile);
-  /// Both products and softmax of several tiles, nothing added to scores. V's panels hold no NaN
-  /// within the last step of 64 bytes of P. Null where there is none.
+  /// Both products and softmax of several tiles. AttentionRows::change leaves -infinity in all of a
+  /// row's tile_keys scores that it hides: those behind the last key hold anything before. V's
+  /// panels hold no NaN within the last step of 64 bytes of P. Null where there is none.
   void (*attend)(const AttentionRows& rows, const AttentionTile* tiles, int count);
   /// Does it serve rows of these kinds? Else the single steps do.
   bool (*attends)(Engine engine, Rounding rounding, int rows, int width_bytes);

@@ -32,13 +32,15 @@ constexpr std::int64_t few_rows = 8;
 /// product of four bytes takes three instructions: D 64 1.05 to 1.2 times the time to 256 keys, 0.9
 /// to 1.1 at 1024 and 2048; D 128 1.0 at 256, 0.9 at 1024, 0.85 at 2048. The others of a Xeon
 /// (bench/results/cpu-shapes-*.json): D 64 1.09 and 0.87 of the time at 256 and 512 keys, D 128
-/// 0.88 at 256 without tiles; 0.90 and 0.70 at 256 with them.
+/// 0.88 at 256 without tiles; 0.90 and 0.70 at 256 with them. NEON has no record.
 constexpr detail::Codes avx2{"int8_full", true, {{{64, 1500.0}, {128, 400.0}, {256, 200.0}}}};
 constexpr detail::Codes avx512{"int8_full", true, {{{64, 350.0}, {128, 150.0}, {256, 100.0}}}};
 constexpr detail::Codes amx{"int8_full", true, {{{64, 200.0}, {128, 100.0}, {256, 64.0}}}};
 
-const detail::Codes& codes_of(const KernelTable* words) {
-  return words == words_avx2() ? avx2 : words->attend != nullptr ? amx : avx512;
+/// Null: nothing is known of the machine's.
+const detail::Codes* codes_of(const KernelTable* words) {
+  if (words == words_neon_dotprod() || words == words_neon_i8mm()) return nullptr;
+  return words == words_avx2() ? &avx2 : words->attend != nullptr ? &amx : &avx512;
 }
 
 detail::Automatic automatic(const Problem& p, const KernelTable* words) {
@@ -47,13 +49,16 @@ detail::Automatic automatic(const Problem& p, const KernelTable* words) {
   if (free && !p.varlen_q && p.group() * p.max_q <= few_rows) {
     return {"f32", "few queries read K and V once"};
   }
-  const auto bf16 = [](const TokenTensor& x) { return x.format == Format::bf16; };
-  if (free && words->attend != nullptr && bf16(p.q) && bf16(p.k) && bf16(p.v)) {
+  const auto is_bf16 = [](const TokenTensor& x) { return x.format == Format::bf16; };
+  const bool bf16 = is_bf16(p.q) && is_bf16(p.k) && is_bf16(p.v);
+  if (free && words->attend != nullptr && bf16) {
     return {"bf16", "products of bf16 are as fast as those of bytes, without codes to make"};
   }
   if (words == words_scalar()) return {"f32", "no products of bytes here"};
-  if (free && !p.varlen_q && !p.varlen_k && !codes_gain(codes_of(words), p)) {
-    return {"f32", "too few rows and keys for codes"};
+  const detail::Codes* codes = codes_of(words);
+  if (free && codes != nullptr && !p.varlen_q && !p.varlen_k && !codes_gain(*codes, p)) {
+    const bool native = bf16 && words->qk_bf16 != nullptr;
+    return {native ? "bf16" : "f32", "too few rows and keys for codes"};
   }
   return {"int8_full", "products of bytes"};
 }

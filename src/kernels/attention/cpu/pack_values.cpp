@@ -217,7 +217,7 @@ void interleave_halves(const std::uint16_t* low, const std::uint16_t* high, int 
 /// (load_values()).
 void put_values_as_they_lie(const Job& job, const Sequence& x, std::int64_t first, int count,
                             int dv, const Tile& tile) {
-  static constexpr std::byte zeros[most_value_channels * 4] = {};
+  alignas(64) static constexpr std::byte zeros[most_value_channels * 4] = {};
   auto* bad = tile.at<std::uint8_t>(&TileLayout::v_bad);
   *tile.at<std::uint8_t>(&TileLayout::any_bad) = find_bad_rows(job, x, first, count, bad);
   const auto row_of = [&](int j) { return j >= count || bad[j] != 0 ? zeros : x.row(first + j); };

@@ -157,7 +157,8 @@ class FusedTiles {
   FusedTiles(const Job& job, const Task& t, Scratch& s) : job_(job), task_(t), scratch_(s) {
     const Config& c = job.config;
     const int width = job.d() * (c.qk == Engine::integer ? 1 : 2);
-    const bool adds = adds_biases(job.problem) || c.smooth_q;
+    // A caller's function may use the tiles of AMX itself.
+    const bool adds = adds_biases(job.problem) || job.problem.mask_function || c.smooth_q;
     open_ = job.words().attend != nullptr && !adds && c.v_block == tile_keys &&
             job.words().attends(c.qk, c.rounding, t.count, width) &&
             (c.pv == Engine::integer || (c.pv == Engine::bf16 && !c.v_channel_scale));
