@@ -3,6 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <limits>
+#include <vector>
+
 namespace qattn::test {
 namespace {
 
@@ -57,6 +61,36 @@ TEST_P(Overflow, UnderMasks) {
                            "window_both", "alibi_more_queries", "sinks"}) {
     SCOPED_TRACE(name);
     expect_bad(feature_named(name));
+    if (HasFailure()) return;
+  }
+}
+
+/// Scores that are floats by themselves, and none in units of log2: a row that sees one is no row
+/// that sees none.
+TEST_P(Overflow, InUnitsOfLog2Alone) {
+  Recipe recipe = GetParam();
+  recipe.smooth_k = Toggle::off;
+  for (const char* name : {"plain", "mask_bool", "block_mask"}) {
+    SCOPED_TRACE(name);
+    Feature f = feature_named(name);
+    f.how.input = Format::bf16, f.options.softmax_scale = 1.0f;
+    Call call = make_call(f, 3);
+    for (Sequence& s : call.sequences) {
+      const auto put = [&](std::vector<float>& x, float first) {
+        for (std::size_t n = 0; n < x.size(); ++n) x[n] = n % call.dim == 0 ? first : 0.0f;
+      };
+      put(s.q, 0x1.bp63f), put(s.k, -0x1.cp63f);
+    }
+    Laid laid = lay_out(call, f.how);
+    const Exact exact = reference(call, laid);
+    on_isas(recipe, [&](const RunCall& run) {
+      const Outcome now = run(call, laid);
+      ASSERT_TRUE(now.status.ok()) << now.status.message();
+      for (std::size_t row = 0; row < exact.lse.size(); ++row) {
+        const bool blind = std::isinf(exact.lse[row]);
+        ASSERT_EQ(now.lse[row] == -std::numeric_limits<float>::infinity(), blind) << "row " << row;
+      }
+    });
     if (HasFailure()) return;
   }
 }
