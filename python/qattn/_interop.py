@@ -113,7 +113,7 @@ def is_cuda_array(x: object) -> bool:
 def device_of(x: Any) -> Device:
     """Where an array lies that check_array() has accepted."""
     if is_torch(x):
-        return _torch_device(x.device)
+        return CPU if x.is_cpu else _torch_device(x.device)
     if is_cuda_array(x):
         own = getattr(x, "__dlpack_device__", None)
         return (_CUDA, int(own()[1])) if own else (_CUDA, 0)
@@ -274,7 +274,7 @@ def entry(name: str, x: Any, codes: str | None = None) -> Entry:
 def torch_entry(x: Any, format_name: str | None = None) -> Entry:
     """entry() of a torch tensor that was checked."""
     # Not DLPack: its exchange makes the default stream wait, which no graph capture survives.
-    kind, index = CPU if x.is_cpu else device_of(x)
+    kind, index = device_of(x)
     format_name = format_name or _FORMATS[_name_of(x.dtype)]
     return x.data_ptr(), format_name, x.shape, x.stride(), kind, index, x
 
