@@ -68,7 +68,7 @@ TEST(Plan, TextNamesKernelRecipeAndSplits) {
 }
 
 /// What "auto" is for 4 query heads on 2: so many queries on 256 keys, in one format. On AVX2 256
-/// keys are too few for codes to gain.
+/// keys are too few for codes to gain; on AMX they are for ten rows a KV head.
 std::string automatic(std::int64_t queries, Format format, std::int64_t batch = 1,
                       bool packed = false) {
   AttentionTensors t = shapes(queries, 256, 64);
@@ -97,7 +97,7 @@ TEST(Plan, AutoLooksAtShapesAndFormats) {
     for (const std::int64_t batch : {1, 64}) {
       EXPECT_EQ(automatic(1, format, batch), "f32");
       EXPECT_EQ(automatic(4, format, batch), "f32");  // 8 rows a KV head
-      EXPECT_EQ(automatic(5, format, batch), many);
+      EXPECT_EQ(automatic(5, format, batch), isa == "amx" && many == bytes ? "f32" : many);
       EXPECT_EQ(automatic(512, format, batch), many);
       EXPECT_EQ(automatic(1, format, batch, true), packed) << "neighbours may be longer";
     }
