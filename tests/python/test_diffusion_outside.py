@@ -313,3 +313,32 @@ def test_a_module_put_in_place_of_another():
         "blocks.0.attn1": {"f32": 1}, "blocks.0.attn2": {"f32": 1},
         "WanTransformer3DModel": {"f32": 2},
     }  # fmt: skip
+
+
+# ---- Ordinary calls, which go a shorter way ------------------------------------------------------
+
+
+class Attends(torch.nn.Module):
+    def forward(self, q, k, v, **options):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize("recipe", ["f32", "int8", "int8_full", "auto"])
+@pytest.mark.parametrize("rank", [3, 4])
+def test_the_short_way_has_the_results_of_the_long_one(recipe, rank):
+    torch.manual_seed(3)
+    shapes = (2, 33, 64), (2, 70, 64), (2, 70, 32)
+    q, k, v = (torch.randn((1, *shape)[4 - rank :]) for shape in shapes)
+    net = Attends()
+    everything = torch.ones(33, 70, dtype=torch.bool)  # a mask goes the long way
+    with qd.attach(net, recipe) as run:
+        short, long = net(q, k, v), net(q, k, v, attn_mask=everything)
+    assert torch.equal(short, long) and short.stride() == long.stride()
+    assert sum(sum(row.calls.values()) for row in run.report().layers) == 2
+
+
+def test_a_refusal_of_the_short_way_names_layer_and_way_out():
+    q, k = torch.randn(1, 2, 8, 64), torch.randn(1, 2, 9, 64)
+    net = Attends()
+    with qd.attach(net, "f32"), pytest.raises(qattn.InvalidArgument, match=r"Attends: .*9.*layers="):
+        net(q, k, k[:, :, :5])

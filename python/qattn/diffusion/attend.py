@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import _attention, _torch_ops
+from .. import _attention, _ordinary, _torch_ops
 from .._errors import InvalidArgument, QattnError, Unsupported, shown
 from .._fork import new_lock
 from .._recipe import MadeFor, Recipe, as_recipe, boolean, real
@@ -140,6 +140,11 @@ def attend(
         raise InvalidArgument("attn_mask: excludes is_causal=True, as in torch")
     if scale is not None:
         scale = real("scale", scale)
+    plain = attn_mask is None and scales is None and not (is_causal or return_lse)
+    if plain and recipe != TORCH:
+        out = _ordinary_call(recipe, query, key, value, scale)
+        if out is not None:
+            return out
     mask = _key_padding(attn_mask, query.shape[0], key.shape[1])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if recipe == TORCH:
@@ -159,6 +164,24 @@ def attend(
         {"recipe": recipe, "scale": scale, **_static(scales, recipe, q, k, v)},
     )  # fmt: skip
     return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _ordinary_call(
+    recipe: str | Recipe,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor | None:
+    """Attention of (B, S, H, D) by the short way of qattn.attention(); None: it does not take it,
+    or torch would change the operands first."""
+    heads = query.shape[2]
+    if key.shape[2] != heads or value.shape[2] != heads or torch._C._is_any_autocast_enabled():
+        return None
+    try:
+        return _ordinary.attend(query, key, value, {"recipe": recipe, "scale": scale})
+    except QattnError as error:
+        raise type(error)(_torch_ops._with_way_out(str(error))) from None
 
 
 def _key_padding(mask: Any, batch: int, keys: int) -> Any:

@@ -42,6 +42,8 @@ _PRODUCTS = frozenset({
     torch.Tensor.bmm, torch.Tensor.baddbmm, torch.Tensor.addmm, torch.Tensor.softmax,
 })  # fmt: skip
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+#: operands that are nobody's but torch's own
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, type(None)})
 
 
 @dataclasses.dataclass
@@ -61,13 +63,17 @@ class Pass:
         self.moment = moment
         self.outer = pass_under_way()
         self.entered: list[Entered] = []
+        self._places: dict[str, Place] = {}
         self._frame: types.FrameType | None = frame  # what runs the model's forward()
 
     def enter(self, name: str) -> None:
         self.entered.append(Entered(name))
 
     def place(self) -> Place:
-        return dataclasses.replace(self.moment, layer=self.entered[-1].layer)
+        layer = self.entered[-1].layer
+        if layer not in self._places:
+            self._places[layer] = dataclasses.replace(self.moment, layer=layer)
+        return self._places[layer]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Attention of (B, S, H, D) by the schedule, as Runner takes it."""
@@ -170,12 +176,12 @@ class _Watch(TorchFunctionMode):
 
     def _caught(self, now: Pass, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         # Tensors with a function of their own come after all modes; what they call comes here.
-        operands = (*args, *kwargs.values())
+        operands = [x for x in (*args, *kwargs.values()) if type(x) not in _PLAIN]
         asked = [
             x
             for x in _get_overloaded_args([x for x in operands if not _is_causal_bias(x)])
             if type(x) is not torch.Tensor
-        ]
+        ] if operands else []
         for x in asked:
             with self:
                 out = type(x).__torch_function__(func, types, args, kwargs)
@@ -220,11 +226,16 @@ def _attend(
     rank = query.dim()
     if rank > 4 or min(rank, key.dim(), value.dim()) < 2:
         raise Unsupported(f"query: rank {rank} in an attached model; 2 to 4 are known")
-    heads = [x[(None,) * (4 - x.dim())].transpose(1, 2) for x in (query, key, value)]
+    heads = [_of_rank_4(x).transpose(1, 2) for x in (query, key, value)]
     if attn_mask is not None and attn_mask.dim() == 2:  # (L, S) here, never (B, S)
         attn_mask = attn_mask[None, None]
     out = now.run(*heads, attn_mask, dropout_p, is_causal, scale, enable_gqa).transpose(1, 2)
-    return out[(0,) * (4 - rank)]
+    return out if rank == 4 else out[(0,) * (4 - rank)]
+
+
+def _of_rank_4(x: torch.Tensor) -> torch.Tensor:
+    rank = x.dim()
+    return x if rank == 4 else x[(None,) * (4 - rank)]
 
 
 def _open_multi_head() -> Any:

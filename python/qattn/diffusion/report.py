@@ -16,9 +16,15 @@ class Counts:
         self.steps: dict[tuple[str, str], set[int]] = {}
 
     def add(self, place: Place, name: str) -> None:
-        self.calls.setdefault(place.layer, collections.Counter())[name] += 1
+        calls = self.calls.get(place.layer)
+        if calls is None:
+            calls = self.calls[place.layer] = collections.Counter()
+        calls[name] += 1
         if place.step is not None:
-            self.steps.setdefault((place.layer, name), set()).add(place.step)
+            steps = self.steps.get((place.layer, name))
+            if steps is None:
+                steps = self.steps[place.layer, name] = set()
+            steps.add(place.step)
 
     def of_layer(
         self, layer: str, kind: str, forwards: int, missed: int, answered: int = 0
