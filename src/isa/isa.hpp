@@ -166,13 +166,8 @@
 
 #include <cstdint>
 
+#include "isa/constexpr.hpp"
 #include "isa/target.hpp"
-
-#if defined(__CUDACC__)
-#define QATTN_CONSTEXPR __host__ __device__ constexpr
-#else
-#define QATTN_CONSTEXPR constexpr
-#endif
 
 namespace qattn::isa {
 

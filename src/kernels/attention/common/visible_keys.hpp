@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "isa/isa.hpp"
+#include "isa/constexpr.hpp"
 
 namespace qattn::kernels {
 
