@@ -1,4 +1,6 @@
 // Products with K and V in floats as they lie, on every instruction set, against float64.
+#include "conformance/float_rows.hpp"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -8,61 +10,14 @@
 #include <string>
 #include <vector>
 
-#include "formats/bf16.hpp"
-#include "formats/f16.hpp"
-#include "kernels/cpu/words.hpp"
-#include "support/isas.hpp"
-
 namespace qattn::test {
 namespace {
-
-/// Rows of floats in one format; behind the last value of a row lies NaN.
-struct Rows {
-  std::vector<float> f32;
-  std::vector<std::uint16_t> halves;
-  std::vector<const void*> row;
-  int stride;
-
-  Rows(cpu::Element element, int rows, int channels, std::mt19937& random) : stride(channels + 3) {
-    std::normal_distribution<float> normal;
-    f32.assign(static_cast<std::size_t>(rows * stride), std::nanf(""));
-    for (int j = 0; j < rows; ++j) {
-      for (int c = 0; c < channels; ++c) f32[at(j, c)] = normal(random);
-    }
-    for (float& x : f32) {
-      if (element == cpu::Element::f32) break;
-      const bool f16 = element == cpu::Element::f16;
-      halves.push_back(f16 ? formats::F16::encode(x) : formats::Bf16::encode(x));
-      x = f16 ? formats::F16::decode(halves.back()) : formats::Bf16::decode(halves.back());
-    }
-    for (int j = 0; j < rows; ++j) {
-      row.push_back(halves.empty() ? static_cast<const void*>(&f32[at(j, 0)]) : &halves[at(j, 0)]);
-    }
-    view = {row.data(), element};
-  }
-  std::size_t at(int j, int channel) const {
-    return static_cast<std::size_t>(j * stride + channel);
-  }
-  double value(int j, int channel) const { return double{f32[at(j, channel)]}; }
-
-  cpu::FloatRows view;
-};
 
 std::vector<float> floats(std::size_t n, std::mt19937& random) {
   std::normal_distribution<float> normal;
   std::vector<float> x(n);
   for (float& v : x) v = normal(random);
   return x;
-}
-
-/// Calls f(words, element) for each instruction set of this CPU and each format.
-template <class Function>
-void on_each(Function f) {
-  on_each_isa([&] {
-    for (const auto element : {cpu::Element::f32, cpu::Element::f16, cpu::Element::bf16}) {
-      f(*cpu::select_words().words, element);
-    }
-  });
 }
 
 constexpr int most_rows = 8;

@@ -301,6 +301,7 @@ void add_bias(float* s, int n, const void* bias, Element element) {
   add_bias_of<Element::bf16>(s, n, bias);
 }
 
+#include "kernels/cpu/codes.inl"
 #include "kernels/cpu/kv.inl"
 // For few query rows.
 #include "kernels/cpu/float_rows.inl"
@@ -342,7 +343,9 @@ const KernelTable table = {
     .amax = amax,
     .encode_s8 = encode_s8,
     .encode_s8_channels = encode_s8_channels,
-    .accumulate = accumulate,
+    .rows_to_codes = rows_to_codes,
+    .sum_rows = sum_rows,
+    .dot = dot,
     .accumulate_amax = accumulate_amax,
     .hadamard = hadamard,
     .narrow_bf16 = narrow_bf16,

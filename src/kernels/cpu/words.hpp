@@ -107,6 +107,19 @@ struct FloatRows {
   const void* const* next = nullptr;  ///< as many that are read after these; null: nobody knows
 };
 
+/// Rows of floats to s8 codes with a scale for each: what load_row(), amax(), formats::amax_scale()
+/// and encode_s8() make of them, bit for bit.
+struct RowsToCodes {
+  FloatRows rows;
+  int count, channels;
+  const float* mean;     ///< [channels] subtracted first, or null
+  const float* factors;  ///< [channels] then multiplied with, or null
+  std::int8_t* codes;    ///< rows of channels padded to 16, one every `stride` bytes
+  std::int64_t stride;
+  float* scale;       ///< [count]; NaN where a row holds NaN or Inf, whose codes are 0
+  std::int32_t* sum;  ///< [count] of a row's codes, or null
+};
+
 // --- The KV cache's codes (formats/kv/layout.hpp, formats/kv/quantize.hpp) -----------------------
 
 /// Rows of sixteen-bit fixed point as two planes of s8: x = scale * (128 * high + low), row r's
@@ -169,8 +182,11 @@ struct KernelTable {
   int (*encode_s8)(const float* x, int n, float inverse, std::int8_t* codes);
   /// The same with a factor for every channel, all finite.
   int (*encode_s8_channels)(const float* x, int n, const float* inverse, std::int8_t* codes);
-  /// sum += x, element by element.
-  void (*accumulate)(const float* x, int n, float* sum);
+  void (*rows_to_codes)(const RowsToCodes& x);
+  /// sum[0, channels padded to 16) = the rows, added one by one from 0 on. Inf is NaN.
+  void (*sum_rows)(const FloatRows& x, int count, int channels, float* sum);
+  /// row . with, in sixteen sums of doubles. Inf is NaN; `with` is padded to a multiple of 16.
+  double (*dot)(const void* row, Element element, int channels, const float* with);
   /// acc[i] = max(acc[i], |x[i]|), NaN wins.
   void (*accumulate_amax)(const float* x, int n, float* acc);
 

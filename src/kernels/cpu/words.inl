@@ -108,10 +108,6 @@ int encode_s8_channels(const float* x, int n, const float* inverse, std::int8_t*
   return clipped;
 }
 
-void accumulate(const float* x, int n, float* sum) {
-  for (int i = 0; i < n; i += v::lanes) v::store(sum + i, v::add(v::load(sum + i), v::load(x + i)));
-}
-
 void accumulate_amax(const float* x, int n, float* acc) {
   for (int i = 0; i < n; i += v::lanes) {
     const F a = v::abs(v::load(x + i));

@@ -76,6 +76,34 @@ std::uint8_t find_bad_rows(const Job& job, const Sequence& x, std::int64_t first
   return any;
 }
 
+bool coded_at_once(const Job& job, Role role, const Sequence& x) {
+  const Config& c = job.config;
+  const Scaling scaling = scaling_of(c, role);
+  const Engine engine = role == Role::v ? c.pv : c.qk;
+  const bool plain = role == Role::v   ? c.v_token_scale && !joins_groups(scaling, role)
+                     : role == Role::q ? !c.rotate && !c.smooth_q
+                                       : !c.rotate;
+  return plain && engine == Engine::integer && format_of(c, role) == Format::s8 &&
+         scaling.granularity == Granularity::per_token && is_float(x.format) && x.seen == nullptr &&
+         !scale_view(job.problem, role).present() && !job.problem.tensors.saturated.present();
+}
+
+void code_rows(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
+               std::int64_t first, int count, const CodedRows& to) {
+  const void* rows[tile_keys];
+  for (int j = 0; j < count; ++j) rows[j] = x.row(first + j);
+  const Transform t = transform_of(job, role, b, head, first);
+  job.words().rows_to_codes({{rows, element_of(x.format)},
+                             count,
+                             x.channels,
+                             t.mean,
+                             t.factors,
+                             reinterpret_cast<std::int8_t*>(to.codes),
+                             to.stride,
+                             to.scale,
+                             to.sum});
+}
+
 namespace {
 
 constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
@@ -110,18 +138,25 @@ void pack_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
   auto* scale = tile.at<float>(&TileLayout::k_scale);
   const bool as_given = job.problem.k_codes && engine == Engine::integer;
   const bool as_lies = count > 0 && as_it_lies(job, Role::k, x, b, head, d);
+  const bool at_once = coded_at_once(job, Role::k, x);
   if (as_given) given_token_scales(job, Role::k, x, b, head, first, count, scale);
   std::uint8_t bad[tile_keys];
   if (as_lies) find_bad_rows(job, x, first, count, bad);
   std::fill(scale + count, scale + tile_keys, 0.0f);
   for (int j0 = 0; j0 < padded(count); j0 += lanes) {
     const std::uint8_t* rows[lanes];
+    if (at_once) {
+      code_rows(job, Role::k, x, b, head, first + j0, std::min(lanes, count - j0),
+                {scratch.bytes, lane_bytes, scale + j0});
+    }
     for (int lane = 0; lane < lanes; ++lane) {
       const int j = j0 + lane;
       rows[lane] = zeros;  // up to whole panels: codes 0, masked later
       if (j >= count) continue;
       if (as_given) {
         rows[lane] = filled_codes(x, first + j, d, scratch.bytes + lane * lane_bytes);
+      } else if (at_once) {
+        rows[lane] = scratch.bytes + lane * lane_bytes;
       } else if (as_lies) {
         rows[lane] = reinterpret_cast<const std::uint8_t*>(x.row(first + j));
         scale[j] = bad[j] != 0 ? nan_value : 1.0f;

@@ -19,6 +19,20 @@ const std::uint8_t* filled_codes(const Sequence& x, std::int64_t token, int widt
 /// Are rows that a float engine takes the rows of the tensor, as they lie?
 bool as_it_lies(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
                 int width);
+/// Are rows of floats coded by code_rows(): s8 codes for the integer engine, a scale each? It
+/// counts no codes for a report.
+bool coded_at_once(const Job& job, Role role, const Sequence& x);
+/// Where code_rows() puts what it makes: codes every `stride` bytes, scales, and if it is wanted
+/// each row's sum of codes.
+struct CodedRows {
+  std::uint8_t* codes;
+  std::int64_t stride;
+  float* scale;
+  std::int32_t* sum = nullptr;
+};
+/// Tokens [first, first + count), tile_keys at most.
+void code_rows(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
+               std::int64_t first, int count, const CodedRows& to);
 /// Which of the rows of tokens [first, first + count) hold NaN or Inf: a byte each. Returns whether
 /// any does; all of them are near then.
 std::uint8_t find_bad_rows(const Job& job, const Sequence& x, std::int64_t first, int count,

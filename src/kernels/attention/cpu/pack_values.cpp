@@ -158,6 +158,27 @@ void scale_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_
   put_token_scales(job, scale, count, tile);
 }
 
+/// Tokens in floats as codes in scratch.bytes, each under a scale of its own (load_values(),
+/// scale_values()).
+void code_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_t head,
+                 std::int64_t first, int count, const Tile& tile, Scratch& scratch) {
+  float scale[tile_keys];
+  auto* bad = tile.at<std::uint8_t>(&TileLayout::v_bad);
+  std::uint8_t any = 0;
+  code_rows(job, Role::v, x, b, head, first, count, {scratch.bytes, job.dv(), scale});
+  float top = formats::kMinNormal;
+  for (int j = 0; j < count; ++j) {
+    bad[j] = std::isnan(scale[j]) ? 1 : 0;
+    any |= bad[j];
+    if (bad[j] == 0) top = std::max(top, scale[j]);
+  }
+  for (int j = 0; any != 0 && j < count; ++j) {
+    if (bad[j] != 0) scale[j] = top;
+  }
+  *tile.at<std::uint8_t>(&TileLayout::any_bad) = any;
+  put_token_scales(job, scale, count, tile);
+}
+
 /// Values of tokens [first, first + n) of one channel that have no part in their scale go no
 /// further than those that have one.
 void limit_to_shared(const Sequence& x, std::int64_t first, int n, float* column) {
@@ -288,6 +309,11 @@ void pack_values(const Job& job, std::int64_t b, std::int64_t head, std::int64_t
   }
   if (count > 0 && as_it_lies(job, Role::v, x, b, head, dv)) {
     put_values_as_they_lie(job, x, first, count, dv, tile);
+    return;
+  }
+  if (count > 0 && coded_at_once(job, Role::v, x)) {
+    code_values(job, x, b, head, first, count, tile, scratch);
+    put_integer_values(job, count, tile, [&](int j) { return scratch.bytes + j * dv; });
     return;
   }
   load_values(job, x, b, head, first, count, tile, scratch);

@@ -111,6 +111,30 @@ float mean_offset(const Job& job, const Task& t, const float* q) {
   return static_cast<float>(dot) * job.problem.softmax_scale;
 }
 
+/// Rows of one head from r on to codes, as many as exist. Returns the first that was not.
+int code_queries(const Job& job, const Task& t, const Sequence& x, int r, bool offset, Scratch& s) {
+  const Row& first = t.rows[r];
+  const auto left = job.arrays.sequences[t.b].q_length - first.i;
+  int end = r;
+  while (end < t.count && t.rows[end].head == first.head && end - r < left) ++end;
+  const int d = job.d();
+  code_rows(
+      job, Role::q, x, t.b, first.head, first.i, end - r,
+      {reinterpret_cast<std::uint8_t*>(s.q_codes + r * d), d, s.q_scale + r, s.correction + r});
+  const float* mean = job.arrays.k_mean + job.unit(t.b, t.kv_head) * padded(d);
+  for (int i = r; i < end; ++i) {
+    const Row& row = t.rows[i];
+    s.q_scale[i] *= job.problem.softmax_scale;
+    s.correction[i] *= -128;  // panels hold code + 128
+    s.offset[i] = 0.0f;
+    if (offset) {
+      const double dot = job.words().dot(x.row(row.i), element_of(x.format), x.channels, mean);
+      s.offset[i] = static_cast<float>(dot) * job.problem.softmax_scale;
+    }
+  }
+  return end;
+}
+
 /// Query codes to panels; rows behind the last one repeat it.
 void turn_queries(const Job& job, int count, Scratch& s) {
   const int d = job.d();
@@ -136,7 +160,7 @@ void load_queries(const Job& job, const Task& t, Scratch& s) {
   const std::int64_t clipped_before = s.saturated[0];
   Sequence x;
   std::int64_t head = -1;  // that x belongs to
-  bool as_lies = false;
+  bool as_lies = false, at_once = false;
   const auto width = static_cast<std::size_t>(d);
   for (int r = 0; r < t.count; ++r) {
     const Row& row = t.rows[r];
@@ -148,6 +172,11 @@ void load_queries(const Job& job, const Task& t, Scratch& s) {
       head = row.head;
       x = job.q_sequence(t.b, head);
       as_lies = !offset && !in_place && as_it_lies(job, Role::q, x, t.b, head, d);
+      at_once = d == padded(x.channels) && coded_at_once(job, Role::q, x);
+    }
+    if (at_once && row.i < job.arrays.sequences[t.b].q_length) {
+      r = code_queries(job, t, x, r, offset, s) - 1;
+      continue;
     }
     if (row.i < job.arrays.sequences[t.b].q_length) {
       const void* from = x.row(row.i);

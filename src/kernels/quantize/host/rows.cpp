@@ -113,21 +113,20 @@ void load_row(const KernelTable& words, const Sequence& x, std::int64_t token,
 }
 
 void mean_of_rows(const KernelTable& words, const Sequence& x, std::int64_t begin, std::int64_t end,
-                  float* mean, float* scratch) {
+                  float* mean, float* partial) {
+  constexpr int at_once = 64;
   const int n = padded(x.channels);
-  float* row = scratch;
-  float* partial = scratch + n;
   double total[most_key_channels] = {};
   std::int64_t count = 0;
   for (std::int64_t s = begin; s < end;) {
-    std::memset(partial, 0, sizeof(float) * static_cast<std::size_t>(n));
-    for (const std::int64_t stop = s + 64 < end ? s + 64 : end; s < stop; ++s) {
-      if (!x.shares(s)) continue;
-      words.load_row(x.row(s), element_of(x.format), x.channels, nullptr, row);
-      words.accumulate(row, n, partial);
-      ++count;
+    const void* rows[at_once];
+    int sharing = 0;
+    for (const std::int64_t stop = std::min(s + at_once, end); s < stop; ++s) {
+      if (x.shares(s)) rows[sharing++] = x.row(s);
     }
+    words.sum_rows({rows, element_of(x.format)}, sharing, x.channels, partial);
     for (int i = 0; i < x.channels; ++i) total[i] += static_cast<double>(partial[i]);
+    count += sharing;
   }
   const double tokens = count > 0 ? static_cast<double>(count) : 1.0;
   for (int i = 0; i < n; ++i) {

@@ -62,9 +62,9 @@ void load_row(const KernelTable& words, const Sequence& x, std::int64_t token,
               const Transform& transform, float* dst);
 
 /// Mean over the tokens of [begin, end) that share() (0 without any), summed in float32 by 64 rows
-/// and in float64 above. `mean` and `scratch` (3 * padded(channels) floats) are padded.
+/// and in float64 above. `mean` and `partial`, which is scratch, are padded.
 void mean_of_rows(const KernelTable& words, const Sequence& x, std::int64_t begin, std::int64_t end,
-                  float* mean, float* scratch);
+                  float* mean, float* partial);
 
 /// Factors that balance K's loud channels, [2][padded(channels)]: of K's rows and of Q's
 /// (docs/NUMERICS.md, "Loud channels"). `central`: K's mean is subtracted. False: K is not loud;
