@@ -295,13 +295,15 @@ def torch_operands(q: Any, k: Any, v: Any) -> dict[str, Entry] | None:
     return tensors
 
 
-def add_torch_output(tensors: dict[str, Entry], q: Any) -> Any:
-    """New memory for the output of torch_operands(), which it joins."""
-    own = tensors["q"]
-    batch, second, third, _ = own[2]  # of numbers new_empty() is quicker than of a tuple
-    out = q.new_empty(batch, second, third, tensors["v"][2][3])
-    tensors["out"] = torch_entry(out, own[1])
-    return out
+def new_torch_output(tensors: dict[str, Entry], q: Any) -> Any:
+    """New memory for the output of torch_operands()."""
+    batch, second, third, _ = tensors["q"][2]  # of numbers new_empty() is quicker than of a tuple
+    return q.new_empty(batch, second, third, tensors["v"][2][3])
+
+
+def add_torch_output(tensors: dict[str, Entry], out: Any) -> None:
+    """Joins new_torch_output() to the operands."""
+    tensors["out"] = torch_entry(out, tensors["q"][1])
 
 
 def _memory(name: str, x: Any, format_name: str) -> tuple:

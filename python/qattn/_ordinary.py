@@ -15,7 +15,7 @@ import numpy as np
 
 from . import _qattn
 from ._errors import QattnError
-from ._interop import add_torch_output, is_torch, torch_operands
+from ._interop import add_torch_output, is_torch, new_torch_output, torch_operands
 from ._options import AUTOMATIC, TOGGLES, call_options
 from ._recipe import as_recipe
 
@@ -83,9 +83,10 @@ def _attend_torch(q: Any, k: Any, v: Any, given: dict[str, Any]) -> Any:
     options = None if tensors is None else _options(**given)
     if options is None:
         return None
-    out = add_torch_output(tensors, q)
+    out = new_torch_output(tensors, q)
     if not own.are_known((out,)):  # a transformation of torch may make others
         return None
+    add_torch_output(tensors, out)
     _qattn.attention(tensors, options, 0, None)
     return out
 

@@ -19,6 +19,7 @@ from ._interop import (
     add_torch_output,
     check_mask_dtype,
     device_of,
+    new_torch_output,
     small_entry,
     stream_of,
     torch_entry,
@@ -191,7 +192,8 @@ def _computed(
     mask = attn_mask
     tensors = None if mask is not None else _ready(query, key, value, enable_gqa)
     if tensors is not None:
-        out = add_torch_output(tensors, query)
+        out = new_torch_output(tensors, query)
+        add_torch_output(tensors, out)
     else:
         query, key, value, mask, out = _operands(query, key, value, attn_mask, enable_gqa)
         query, key, value = (

@@ -10,6 +10,7 @@
 
 #include "conformance/float_rows.hpp"
 #include "formats/scale.hpp"
+#include "qattn/qattn.hpp"
 
 namespace qattn::test {
 namespace {
@@ -140,6 +141,30 @@ TEST(CodeRows, DotsAreExactSumsOfProducts) {
           EXPECT_TRUE(std::isnan(dot)) << channels << ' ' << r;
         }
       }
+    }
+  });
+}
+
+/// Less their mean, values of V may leave the floats.
+TEST(CodeRows, ARowOfVThatOverflowsIsNanWhetherClippedCodesAreCountedOrNot) {
+  on_each_isa([] {
+    constexpr int keys = 3, d = 16;
+    std::vector<float> zeros(keys * d), v(keys * d), out(d);
+    v[0] = 3.3e38f, v[d] = v[2 * d] = -3.3e38f;
+    std::vector<std::int64_t> clipped(3);
+    for (const bool counted : {false, true}) {
+      AttentionTensors t;
+      t.q = TensorView::dense(zeros.data(), Format::f32, {1, 1, 1, d});
+      t.k = TensorView::dense(zeros.data(), Format::f32, {1, keys, 1, d});
+      t.v = TensorView::dense(v.data(), Format::f32, {1, keys, 1, d});
+      t.out = TensorView::dense(out.data(), Format::f32, {1, 1, 1, d});
+      if (counted) t.saturated = TensorView::dense(clipped.data(), Format::s64, {3});
+      AttentionOptions o;
+      o.recipe = *recipe_named("int8_full");
+      o.recipe.smooth_v = Toggle::on;
+      const Status made = attention(t, o);
+      ASSERT_TRUE(made.ok()) << made.message();
+      EXPECT_TRUE(std::isnan(out[0])) << counted << ' ' << out[0];
     }
   });
 }

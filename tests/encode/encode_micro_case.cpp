@@ -49,7 +49,7 @@ std::vector<float> means_of(const Case& c, Role r, std::int64_t b, int h, const 
   const TensorView& given = r == Role::v ? c.tensors.v_mean : c.tensors.k_mean;
   const std::int64_t block =
       r == Role::q ? recipe.q_scale.block : std::max<std::int64_t>(x.length, 1);
-  std::vector<float> means, mean(wide), scratch(3 * wide);
+  std::vector<float> means, mean(wide), scratch(wide);
   for (std::int64_t s = 0; s == 0 || s < x.length; s += block) {
     if (r != Role::q && given.present()) {
       const auto* from = static_cast<const float*>(given.data) + (b * c.heads(r) + h) * x.channels;

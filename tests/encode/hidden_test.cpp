@@ -157,7 +157,7 @@ Made make_on_cpu(const Hidden& x, Role r, std::int64_t b, int h) {
   from.format = Format::f32, from.bits = 32, from.token_stride = n;
   from.length = length, from.channels = n, from.seen = x.row(b, h);
   Made made;
-  std::vector<float> scratch(static_cast<std::size_t>(3 * wide));
+  std::vector<float> scratch(static_cast<std::size_t>(wide));
   made.mean.resize(static_cast<std::size_t>(wide));
   cpu::mean_of_rows(words, from, 0, length, made.mean.data(), scratch.data());
   const cpu::Transform transform{smooth ? made.mean.data() : nullptr,

@@ -252,6 +252,14 @@ def test_transformations_of_torch_func():
         torch.func.grad(lambda x: sdpa(x, k[0], v[0], recipe="f32").sum())(q[0])
 
 
+def test_outputs_that_torch_func_wraps():
+    """The operands are plain, memory that is made inside of it is not."""
+    x = torch.randn(1, 8, 2, 64)
+    qattn.attention(x, x, x)  # from here on plain tensors are known
+    with pytest.raises(qattn.QattnError, match="is wrapped by a transformation of torch.func"):
+        torch.func.jacrev(lambda y: qattn.attention(x, x, x).sum() * y)(torch.ones(2))
+
+
 def test_tracing_takes_fake_tensors():
     with FakeTensorMode() as mode:
         q, k, v = (mode.from_tensor(x) for x in operands())

@@ -118,7 +118,7 @@ struct Scratch {
   std::int32_t* correction;                                   ///< [tile_rows]
   float* rows;              ///< [tile_keys][dv padded] a tile of V, or its rows in floats
   float* k_rows;            ///< [tile_keys][d padded] a tile of K, with float_rows_in_place
-  float* row;               ///< [3][row width]
+  float* row;               ///< [row width]
   std::uint8_t* bytes;      ///< [tile_keys][row width] codes of a tile, or 16 rows of K
   std::uint8_t* codes_row;  ///< [row width]
   float* token_amax;        ///< [longest sequence] where a coarse granularity needs it

@@ -59,7 +59,7 @@ void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t 
   s.correction = arena.take<std::int32_t>(own);
   s.rows = arena.take<float>(tile_keys * padded(p.dv));
   s.k_rows = arena.take<float>(in_place ? tile_keys * padded(p.d) : 0);
-  s.row = arena.take<float>(3 * width);
+  s.row = arena.take<float>(width);
   s.bytes = arena.take<std::uint8_t>(tile_keys * width);
   s.codes_row = arena.take<std::uint8_t>(width);
   const std::int64_t groups = most_groups(p, c);

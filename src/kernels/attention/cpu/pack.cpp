@@ -80,7 +80,7 @@ bool coded_at_once(const Job& job, Role role, const Sequence& x) {
   const Config& c = job.config;
   const Scaling scaling = scaling_of(c, role);
   const Engine engine = role == Role::v ? c.pv : c.qk;
-  const bool plain = role == Role::v   ? c.v_token_scale && !joins_groups(scaling, role)
+  const bool plain = role == Role::v   ? c.v_token_scale
                      : role == Role::q ? !c.rotate && !c.smooth_q
                                        : !c.rotate;
   return plain && engine == Engine::integer && format_of(c, role) == Format::s8 &&

@@ -28,7 +28,7 @@ void load_values(const Job& job, const Sequence& x, std::int64_t b, std::int64_t
         decode_given_row(x, first + j, row);
       }
     }
-    bad[j] = std::isnan(job.words().amax(row, x.channels));
+    bad[j] = !std::isfinite(job.words().amax(row, x.channels));
     any |= bad[j];
     if (bad[j]) std::memset(row, 0, sizeof(float) * static_cast<std::size_t>(dv));
   }

@@ -55,7 +55,7 @@ void channel_scales(const Job& job, std::int64_t b, std::int64_t head, Scratch& 
     if (shared && !x.shares(s)) continue;
     load_row(job.words(), x, s, transform_of(job, Role::v, b, head, s), scratch.row);
     // Bad tokens of V are flagged one by one (pack.cpp) and need not poison a shared scale.
-    if (std::isnan(job.words().amax(scratch.row, x.channels))) continue;
+    if (!std::isfinite(job.words().amax(scratch.row, x.channels))) continue;
     job.words().accumulate_amax(scratch.row, dv, scale + scale_index(scaling, Role::v, s) * dv);
   }
   const float qmax = code_max(job.config.recipe.v);
@@ -162,7 +162,7 @@ void prepare_head(const Job& job, Role role, std::int64_t b, std::int64_t head, 
     if (!x.shares(s)) continue;
     load_row(job.words(), x, s, transform_of(job, role, b, head, s), scratch.row);
     const float row = job.words().amax(scratch.row, x.channels);
-    if (role == Role::v && std::isnan(row)) continue;  // flagged per token instead
+    if (role == Role::v && !std::isfinite(row)) continue;  // flagged per token instead
     amax = formats::fold_amax(amax, row);
   }
   const std::int64_t heads = role == Role::q ? job.problem.heads_q : job.problem.heads_kv;

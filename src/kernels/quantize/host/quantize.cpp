@@ -76,7 +76,7 @@ void compute_means(Unit& u) {
       u.o.role == Role::q ? u.f.scaling.block : std::max<std::int64_t>(u.length, 1);
   const std::int64_t count = u.o.role == Role::q ? u.t.mean.shape[2] : 1;
   u.means.assign(static_cast<std::size_t>(count * n), 0.0f);
-  std::vector<float> scratch(static_cast<std::size_t>(3 * n));
+  std::vector<float> scratch(static_cast<std::size_t>(n));
   for (std::int64_t i = 0; i < count; ++i) {
     float* mean = u.means.data() + i * n;
     if (i * step < u.length) {
