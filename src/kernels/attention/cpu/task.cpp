@@ -101,13 +101,9 @@ Task make_task(const Job& job, std::int64_t index) {
 namespace {
 
 /// softmax_scale * q . mu, from q as it came (codes: as they dequantise, rotated like mu).
-float mean_offset(const Job& job, const Task& t, const float* q) {
+float mean_offset(const Job& job, const Task& t, const void* q, Element element, int channels) {
   const float* mean = job.arrays.k_mean + job.unit(t.b, t.kv_head) * padded(job.d());
-  double part[lanes] = {}, dot = 0;  // in sums that need not wait for one another
-  for (int c = 0; c < padded(job.d()); c += lanes) {
-    for (int i = 0; i < lanes; ++i) part[i] += double{q[c + i]} * double{mean[c + i]};
-  }
-  for (const double x : part) dot += x;
+  const double dot = job.words().dot(q, element, channels, mean);
   return static_cast<float>(dot) * job.problem.softmax_scale;
 }
 
@@ -121,16 +117,11 @@ int code_queries(const Job& job, const Task& t, const Sequence& x, int r, bool o
   code_rows(
       job, Role::q, x, t.b, first.head, first.i, end - r,
       {reinterpret_cast<std::uint8_t*>(s.q_codes + r * d), d, s.q_scale + r, s.correction + r});
-  const float* mean = job.arrays.k_mean + job.unit(t.b, t.kv_head) * padded(d);
+  const Element element = element_of(x.format);
   for (int i = r; i < end; ++i) {
-    const Row& row = t.rows[i];
     s.q_scale[i] *= job.problem.softmax_scale;
     s.correction[i] *= -128;  // panels hold code + 128
-    s.offset[i] = 0.0f;
-    if (offset) {
-      const double dot = job.words().dot(x.row(row.i), element_of(x.format), x.channels, mean);
-      s.offset[i] = static_cast<float>(dot) * job.problem.softmax_scale;
-    }
+    s.offset[i] = offset ? mean_offset(job, t, x.row(t.rows[i].i), element, x.channels) : 0.0f;
   }
   return end;
 }
@@ -188,11 +179,13 @@ void load_queries(const Job& job, const Task& t, Scratch& s) {
       }
       if (offset && !p.q_codes) {
         load_row(job.words(), x, row.i, {}, q);
-        s.offset[r] = mean_offset(job, t, q);
+        s.offset[r] = mean_offset(job, t, q, Element::f32, padded(d));
       }
       const float scale = quantized_row(job, Role::q, x, t.b, row.head, row.i, s, q, codes);
       s.q_scale[r] = scale * p.softmax_scale;
-      if (offset && p.q_codes) s.offset[r] = mean_offset(job, t, q) * scale;
+      if (offset && p.q_codes) {
+        s.offset[r] = mean_offset(job, t, q, Element::f32, padded(d)) * scale;
+      }
     } else {  // does not exist: nothing may be read
       std::memset(q, 0, sizeof(float) * static_cast<std::size_t>(padded(d)));
       std::memset(codes, 0, static_cast<std::size_t>(d));
