@@ -340,5 +340,6 @@ def test_the_short_way_has_the_results_of_the_long_one(recipe, rank):
 def test_a_refusal_of_the_short_way_names_layer_and_way_out():
     q, k = torch.randn(1, 2, 8, 64), torch.randn(1, 2, 9, 64)
     net = Attends()
-    with qd.attach(net, "f32"), pytest.raises(qattn.InvalidArgument, match=r"Attends: .*9.*layers="):
+    refusal = r"Attends: .*9.*layers="
+    with qd.attach(net, "f32"), pytest.raises(qattn.InvalidArgument, match=refusal):
         net(q, k, k[:, :, :5])
