@@ -6,7 +6,7 @@
 // is too late for the others; SpoilRows (spoil.cuh) sees to the rows after the kernel.
 #pragma once
 
-#include "kernels/attention/common/rows.cuh"
+#include "kernels/attention/common/work_tile.cuh"
 
 namespace qattn::kernels {
 

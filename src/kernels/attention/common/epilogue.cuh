@@ -41,9 +41,8 @@ struct Epilogue : AttentionRows<S> {
   using Base = AttentionRows<S>;
   using F = typename S::Fragment;
   static_assert(F::run % 2 == 0);  // channels leave in pairs of neighbours
-  using Base::M, Base::R, Base::bad_rows, Base::column, Base::element, Base::excess,
-      Base::first_column, Base::lane, Base::local_row, Base::lse_offset, Base::max,
-      Base::needs_fallback, Base::out, Base::p, Base::sum, Base::warp, Base::work;
+  using Base::M, Base::R, Base::bad_rows, Base::excess, Base::lse_offset, Base::map, Base::max,
+      Base::needs_fallback, Base::out, Base::p, Base::sum, Base::work;
 
   using Base::Base;
 
@@ -115,28 +114,28 @@ struct Epilogue : AttentionRows<S> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float poison = row_poison(r), top = max[r] - S::p_log2;
-      const bool bad = isa::any_in_row<F>(lane, (bad_rows >> r & 1) != 0);
-      const bool exists = this->exists(r);
+      const bool bad = isa::any_in_row<F>(map.lane, (bad_rows >> r & 1) != 0);
+      const bool exists = map.exists(r);
       if constexpr (S::pv_16bit) {
         needs_fallback |= exists && tile::is_nan(poison) && !bad && tile::is_finite(sum[r]);
       }
       const float total = bad && top != -tile::infinity() ? tile::quiet_nan() : sum[r];
       if (!exists) continue;
-      const std::int64_t row = first + local_row(r);
-      if (isa::leads_row<F>(lane)) {
+      const std::int64_t row = first + map.local_row(r);
+      if (isa::leads_row<F>(map.lane)) {
         isa::store_global(reinterpret_cast<isa::Words2*>(parts.state + 2 * row),
                           isa::Words2{{__builtin_bit_cast(std::uint32_t, top),
                                        __builtin_bit_cast(std::uint32_t, total)}});
       }
       if (top == -tile::infinity() && !tile::is_nan(total)) continue;
-      float* to = parts.out + row * parts.channels + first_column();
+      float* to = parts.out + row * parts.channels + map.first_column();
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
         for (int e = 0; e < F::row_elements; e += 2) {
-          const std::uint32_t words[2] = {formats::bits_of(element(out, r, n, e)),
-                                          formats::bits_of(element(out, r, n, e + 1))};
-          isa::store_global(reinterpret_cast<isa::Words2*>(to + column(n, e)),
+          const std::uint32_t words[2] = {formats::bits_of(map.element(out, r, n, e)),
+                                          formats::bits_of(map.element(out, r, n, e + 1))};
+          isa::store_global(reinterpret_cast<isa::Words2*>(to + map.column(n, e)),
                             isa::Words2{{words[0], words[1]}});
         }
       }
@@ -164,7 +163,7 @@ struct Epilogue : AttentionRows<S> {
   }
 
   QATTN_DEVICE void store_lse(int i, float lse) {
-    if (isa::leads_row<F>(lane) && p.out.lse != nullptr && i < work.q.rows) {
+    if (isa::leads_row<F>(map.lane) && p.out.lse != nullptr && i < work.q.rows) {
       isa::store_global(p.out.lse + work.b * p.out.lse_batch +
                             (work.q.begin + i) * p.out.lse_token + work.head * p.out.lse_head,
                         lse);
@@ -187,14 +186,14 @@ struct Epilogue : AttentionRows<S> {
         ends.factor[r] = fmaf(near, fmaf(-sum[r], near, 1.0f), near);
       }
       ends.mean_weight[r] = 1.0f;
-      usual = usual & this->exists(r) & (fabsf(top[r]) < tile::squeezed_from) & (sum[r] > least) &
+      usual = usual & map.exists(r) & (fabsf(top[r]) < tile::squeezed_from) & (sum[r] > least) &
               (sum[r] < 0x1p100f) & (ends.poison[r] == 0.0f);
     }
     if (!isa::all(usual)) return false;
     if (p.out.lse != nullptr) {
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        store_lse(work.first_row + local_row(r), (top[r] + isa::log2(sum[r])) * tile::ln_2);
+        store_lse(work.first_row + map.local_row(r), (top[r] + isa::log2(sum[r])) * tile::ln_2);
       }
     }
     return true;
@@ -204,17 +203,17 @@ struct Epilogue : AttentionRows<S> {
   QATTN_DEVICE void end_rows(RowEnds& ends) {
 #pragma unroll 1
     for (int r = 0; r < R; ++r) {
-      const int i = work.first_row + local_row(r);
+      const int i = work.first_row + map.local_row(r);
       // Any of the lanes that share the row may have found it bad.
-      const bool bad = isa::any_in_row<F>(lane, (bad_rows >> r & 1) != 0);
+      const bool bad = isa::any_in_row<F>(map.lane, (bad_rows >> r & 1) != 0);
       const float top = pick(max, r) - S::p_log2;
-      const bool below = top == -tile::infinity() && this->sees_below(r);
+      const bool below = top == -tile::infinity() && map.sees_below(r);
       const float total = below ? tile::quiet_nan() : pick(sum, r);
-      const tile::RowEnd end = tile::finish_row(p, work.b, work.head, this->exists(r), bad, top,
+      const tile::RowEnd end = tile::finish_row(p, work.b, work.head, map.exists(r), bad, top,
                                                 total, pick(lse_offset, r));
       // An index tensor that holds nonsense makes the whole row NaN; so does, in all channels, a
       // bad token of 16-bit V in one.
-      const bool exists = this->exists(r);  // Q of a row that does not may hold anything
+      const bool exists = map.exists(r);  // Q of a row that does not may hold anything
       const float poison = work.k.bad || work.q.bad ? tile::quiet_nan()
                            : exists                 ? pick(ends.poison, r)
                                                     : 0.0f;
@@ -243,7 +242,7 @@ struct Epilogue : AttentionRows<S> {
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
         for (int e = 0; e < F::row_elements; ++e) {
-          float& x = element(out, r, n, e);
+          float& x = map.element(out, r, n, e);
           x = (none ? 0.0f : x) + ends.poison[r];
         }
       }
@@ -265,7 +264,7 @@ struct Epilogue : AttentionRows<S> {
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
-        for (int e = 0; e < F::row_elements; ++e) element(out, r, n, e) *= ends.factor[r];
+        for (int e = 0; e < F::row_elements; ++e) map.element(out, r, n, e) *= ends.factor[r];
       }
       excess[r] = 0.0f, ends.factor[r] = 1 / Base::value_unit;
     }
@@ -288,7 +287,7 @@ struct Epilogue : AttentionRows<S> {
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
         for (int e = 0; e < F::row_elements; ++e) {
-          float& x = element(out, r, n, e);
+          float& x = map.element(out, r, n, e);
           x = S::direct_sums ? fmaf(x, by[r], less[r]) : x * by[r];
         }
       }
@@ -304,7 +303,7 @@ struct Epilogue : AttentionRows<S> {
 #pragma unroll
       for (int e = 0; e < F::row_elements; ++e) {
         float& x = part[(n % 2 * 2 + e) % 4];
-        x = fmaf(element(this->out, r, n, e), 0.0f, x);
+        x = fmaf(map.element(this->out, r, n, e), 0.0f, x);
       }
     }
     return isa::row_sum<F>((part[0] + part[1]) + (part[2] + part[3]));
@@ -320,7 +319,7 @@ struct Epilogue : AttentionRows<S> {
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int e = 0; e < F::row_elements; e += F::run) {
-        const int c = column(first + n, e) + first_column();
+        const int c = map.column(first + n, e) + map.first_column();
         const float* at = table + (c < channels ? c : 0);
 #pragma unroll
         for (int i = 0; i < F::run; ++i) x[n][e + i] = isa::load_global(at + i);
@@ -342,7 +341,7 @@ struct Epilogue : AttentionRows<S> {
         for (int r = 0; r < R; ++r) {
 #pragma unroll
           for (int e = 0; e < F::row_elements; ++e) {
-            float& x = element(out, r, first + n, e);
+            float& x = map.element(out, r, first + n, e);
             if (weight[r] != 0.0f) x += weight[r] * mean[n][e];
           }
         }
@@ -356,14 +355,14 @@ struct Epilogue : AttentionRows<S> {
   QATTN_DEVICE void stage(SharedAddress rows, int first, Pack pack) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const SharedAddress row = rows + local_row(r) * S::out_row + 2 * first_column();
+      const SharedAddress row = rows + map.local_row(r) * S::out_row + 2 * map.first_column();
 #pragma unroll
       for (int n = 0; n < S::out_channels / F::tile_columns; ++n) {
 #pragma unroll
         for (int e = 0; e < F::row_elements; e += 2) {
           const int from = first / F::tile_columns + n;
-          isa::store_shared(row + 2 * column(n, e),
-                            pack(element(out, r, from, e), element(out, r, from, e + 1)));
+          isa::store_shared(row + 2 * map.column(n, e),
+                            pack(map.element(out, r, from, e), map.element(out, r, from, e + 1)));
         }
       }
     }
@@ -378,7 +377,7 @@ struct Epilogue : AttentionRows<S> {
 
   /// Those from shared memory to the output.
   QATTN_DEVICE void store_rows(SharedAddress rows, int first) {
-    const int row = warp * S::warp_rows, left = rows_in_memory() - row;
+    const int row = map.warp * S::warp_rows, left = rows_in_memory() - row;
     std::uint16_t* to = static_cast<std::uint16_t*>(p.out.data) + out_offset(row) + first;
     rows += row * S::out_row;
     const int channels = p.out.channels - first;
@@ -394,15 +393,15 @@ struct Epilogue : AttentionRows<S> {
   QATTN_DEVICE void store_floats() {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int row = local_row(r), first = first_column();
+      const int row = map.local_row(r), first = map.first_column();
       if (row >= rows_in_memory()) continue;
       float* to = static_cast<float*>(p.out.data) + out_offset(row) + first;
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
         for (int e = 0; e < F::row_elements; ++e) {
-          if (column(n, e) + first < p.out.channels) {
-            isa::store_global(to + column(n, e), element(out, r, n, e));
+          if (map.column(n, e) + first < p.out.channels) {
+            isa::store_global(to + map.column(n, e), map.element(out, r, n, e));
           }
         }
       }

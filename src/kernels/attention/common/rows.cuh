@@ -1,141 +1,13 @@
-// What prefill kernels know of their query rows, whatever multiplies the matrices: which rows and
-// keys a block works on, and what happens to scores before the softmax. How rows end: epilogue.cuh.
-//
-// A warp owns M tiles of rows. Its accumulators lie as the kernel's fragment says
-// (isa/fragment.hpp): x[m][n][i] is element i of a lane in row tile m and column tile n.
+// What prefill kernels do to scores before the softmax, and its state. How rows end: epilogue.cuh.
 #pragma once
 
-#include "isa/fragment.hpp"
-#include "kernels/attention/common/copy.hpp"
-#include "kernels/attention/common/params.hpp"
-#include "kernels/attention/common/score.hpp"
-#include "kernels/attention/common/visible_keys.hpp"
+#include "kernels/attention/common/row_map.cuh"
 
 namespace qattn::kernels {
-
-using isa::Element;
-using isa::SharedAddress;
 
 inline constexpr float log2_255 = 7.99435343685885793f;
 
 inline namespace QATTN_TARGET {
-
-/// The part of the problem that a block works on.
-struct alignas(16) WorkTile {
-  int b, head, kv_head, first_row;  ///< `head`: the first of p.pack_gqa
-  tile::Span q, k;
-  int key_begin, key_end;  ///< that any of the rows can see
-  int shift;               ///< Sk - Sq
-  int split;               ///< of the keys; negative: the rows are no part, and end in the kernel
-  std::int64_t q_slot, k_slot;
-};
-
-/// Q and K of sequence `b`, as index tensors have them.
-QATTN_DEVICE void locate_sequence(const AttentionParams& p, int b, tile::Span& q, tile::Span& k) {
-  q = tile::span_of(p.q, b);
-  k = tile::span_of(p.k, b);
-  k.bad |= q.length > p.mask_queries || k.length > p.mask_keys;
-}
-
-/// What VarlenBlocks found; in order where nothing is packed.
-QATTN_DEVICE std::uint32_t verdict_of(const AttentionParams& p) {
-  return p.verdict == nullptr ? varlen_in_order : isa::load_global(p.verdict);
-}
-
-/// Sequences that share tokens: nobody knows whose they are. All are bad, and packed queries have
-/// no rows.
-QATTN_DEVICE void heed_verdict(const AttentionParams& p, tile::Span& q, tile::Span& k) {
-  if (verdict_of(p) != varlen_in_disorder) return;
-  q.bad = k.bad = true;
-  if (p.q.cu_seqlens != nullptr) q.rows = q.length = 0;
-}
-
-/// Where row `row` of sequence `b` and `head` lies among the rows of all parts, of its first split.
-/// Packed heads: rows are those of their tile. `q`: the sequence's.
-QATTN_DEVICE std::int64_t part_row(const AttentionParams& p, const tile::Span& q, int b, int head,
-                                   int row) {
-  const int size = p.parts.tile_rows, block = row / size;
-  std::int64_t pack = (std::int64_t{b} * p.q.heads + head) / p.pack_gqa, first = block;
-  if (p.q.cu_seqlens != nullptr) {
-    pack = head / p.pack_gqa, first += tile::first_block(p.q, q, b, size);
-  }
-  const std::int64_t part = (pack * p.q_blocks + first - p.whole) * p.splits;
-  return part * p.parts.rows + row - block * size;
-}
-
-/// Rows from the work's first on that exist, be they more than a block's; negative: none.
-QATTN_DEVICE int existing_rows(const AttentionParams& p, const WorkTile& w) {
-  return static_cast<int>(w.q.length) * p.pack_gqa - w.first_row;
-}
-
-/// Leaves the work its split's share of the keys: as many tiles each as the rows can see in all.
-QATTN_DEVICE void take_split(const AttentionParams& p, WorkTile& w) {
-  const int keys = w.key_end > w.key_begin ? w.key_end - w.key_begin : 0;
-  const int tiles = (keys + split_tile - 1) / split_tile;
-  const int share = (tiles + p.splits - 1) / p.splits * split_tile;
-  w.key_begin += w.split * share;
-  const int end = w.key_begin + share;
-  w.key_end = end < w.key_end ? end : w.key_end;
-}
-
-/// In a snake (TileScheduler) multiprocessors take each second turn's tiles backwards.
-QATTN_DEVICE int snake_index(const AttentionParams& p, int index) {
-  if (p.snake == 0) return index;
-  const int turn = index / p.snake, first = turn * p.snake;
-  const int works = p.work_tiles - first < p.snake ? p.work_tiles - first : p.snake;
-  return turn % 2 == 0 ? index : 2 * first + works - 1 - index;
-}
-
-/// Work number `index` of p.work_tiles, in blocks of `rows`; tiles of `keys`.
-QATTN_DEVICE WorkTile locate_work(const AttentionParams& p, int index, int rows, int keys) {
-  WorkTile w;
-  int block;
-  w.split = -1;
-  if (p.parts.out != nullptr && index >= p.whole) {
-    const int part = index - p.whole, before = part / p.splits;
-    w.split = part - before * p.splits, index = p.whole + before;
-  }
-  const int heads = p.pack_gqa > 1 ? p.q.heads / p.pack_gqa : p.q.heads;
-  const bool packed = p.varlen_blocks != nullptr;
-  if (p.heads_per_group > 0) {  // as TileScheduler says
-    index = snake_index(p, index);
-    const int all = packed ? heads : heads * p.q.batches;
-    const int group = index / (p.heads_per_group * p.q_blocks), first = group * p.heads_per_group;
-    const int members = all - first < p.heads_per_group ? all - first : p.heads_per_group;
-    index -= first * p.q_blocks;
-    const int turn = index / members, head = first + index - turn * members;
-    block = (group + p.shortest_first) % 2 == 0 ? p.q_blocks - 1 - turn : turn;
-    w.b = packed ? 0 : head / heads, w.head = head - w.b * heads;
-  } else {  // neighbours share K and V in L2
-    block = index % p.q_blocks, index /= p.q_blocks;
-    w.head = index % heads, w.b = index / heads;
-  }
-  w.first_row = block * rows;
-  if (packed) {
-    const auto place =
-        isa::load_global(reinterpret_cast<const isa::Words2*>(p.varlen_blocks) + block);
-    w.b = static_cast<int>(place.w[0]), w.first_row = static_cast<int>(place.w[1]);
-  }
-  w.head *= p.pack_gqa;
-  w.kv_head = w.head / p.group;
-  locate_sequence(p, w.b, w.q, w.k);
-  heed_verdict(p, w.q, w.k);
-  w.q_slot = tile::first_slot(p.q, w.q, w.b);
-  w.k_slot = tile::first_slot(p.k, w.k, w.b);
-  w.shift = static_cast<int>(w.k.length - w.q.length);
-  const int length = static_cast<int>(w.k.length);
-  const int past = static_cast<int>(w.q.length) < w.first_row + rows ? static_cast<int>(w.q.length)
-                                                                     : w.first_row + rows;
-  const int end = visible_end(p.window_right, past - 1 + w.shift, length);
-  const int begin = visible_begin(p.window_left, w.first_row + w.shift);
-  const bool none = past <= w.first_row || w.q.bad || w.k.bad;
-  w.key_end = none ? 0 : end;
-  // Kernels with other tiles split keys at the same places: one does blocks of another again.
-  const int step = p.splits > 1 ? split_tile : keys;
-  w.key_begin = begin < 0 ? 0 : begin / step * step;
-  if (w.split >= 0) take_split(p, w);
-  return w;
-}
 
 /// `S` gives Fragment, KeyFragment, rows, keys, dv, m_tiles, warp_rows, n_tiles, d_tiles,
 /// out_channels, out_row, p_log2, qk_16bit, pv_16bit, u8, tile_p: is P relative to its own tile?
@@ -153,9 +25,7 @@ struct AttentionRows {
 
   const AttentionParams& p;
   const WorkTile& work;
-  int lane = isa::lane();
-  int warp;   ///< among those that own rows
-  int exist;  ///< rows of the block that do
+  RowMap<S> map;
   float out[M][S::d_tiles][F::elements] = {};
   float max[R], sum[R] = {};
   float excess[R] = {};      ///< add_excess()
@@ -171,66 +41,9 @@ struct AttentionRows {
   bool needs_fallback = false;
 
   QATTN_DEVICE AttentionRows(const AttentionParams& params, const WorkTile& w, int row_warp)
-      : p(params), work(w), warp(row_warp), exist(existing_rows(params, w)) {
+      : p(params), work(w), map(params, w, row_warp) {
 #pragma unroll
     for (int r = 0; r < R; ++r) max[r] = unseen, peak[r] = -tile::infinity();
-  }
-
-  // ---- Where things are -----------------------------------------------------------------------
-
-  /// Row r of this thread inside the block.
-  QATTN_DEVICE int local_row(int r) const {
-    return warp * S::warp_rows + r / F::rows * F::tile_rows + F::row(lane, r % F::rows);
-  }
-
-  /// Element e of row r in column tile n of accumulators.
-  template <class T, int N>
-  QATTN_DEVICE static auto& element(T (&x)[M][N][F::elements], int r, int n, int e) {
-    return x[r / F::rows][n][F::element(r % F::rows, e)];
-  }
-  /// How far that element's column is behind first_column().
-  QATTN_CONSTEXPR static int column(int n, int e) {
-    return n * F::tile_columns + F::element_column(e);
-  }
-  QATTN_DEVICE int first_column() const { return F::lane_column(lane); }
-
-  /// Does row r of this thread exist?
-  QATTN_DEVICE bool exists(int r) const { return local_row(r) < exist; }
-
-  /// Which query a row of the block is.
-  QATTN_DEVICE int query_of(int row) const {
-    row += work.first_row;
-    return p.pack_gqa > 1 ? row * p.pack_gqa_inverse >> 16 : row;
-  }
-  /// Which query row r is, and of which head.
-  QATTN_DEVICE int query(int r) const { return query_of(local_row(r)); }
-  QATTN_DEVICE int head(int r) const {
-    return p.pack_gqa > 1 ? work.head + local_row(r) - query(r) * p.pack_gqa : work.head;
-  }
-  /// Does row r see a key that lies below the floats, if its scores are all -infinity?
-  QATTN_DEVICE bool sees_below(int r) const {
-    return exists(r) && tile::sees_key(p, work.b, head(r), query(r), work.shift,
-                                       static_cast<int>(work.k.length));
-  }
-
-  QATTN_DEVICE static std::int64_t unit(const PreparedRows& x, int head, std::int64_t slot) {
-    return head * x.slots + slot;
-  }
-
-  QATTN_DEVICE tile::ScoreRow score_row(int r) const {
-    tile::ScoreRow row;
-    row.i = query(r);
-    row.head = head(r);
-    row.diagonal = row.i + work.shift;
-    row.end = visible_end(p.window_right, row.diagonal, static_cast<int>(work.k.length));
-    row.begin = visible_begin(p.window_left, row.diagonal);
-    return row;
-  }
-
-  /// Does every row of the block see every key of the tile?
-  QATTN_DEVICE bool whole(int tile) const {
-    const int first = work.first_row + work.shift, last = first + S::rows - 1;
-    return all_visible(p, first, last, tile, tile + S::keys, work.k.length);
   }
 
   // ---- Scores ---------------------------------------------------------------------------------
@@ -241,15 +54,15 @@ struct AttentionRows {
   template <bool Staged>
   QATTN_DEVICE float row_fact(int r, const float* table, SharedAddress staged) const {
     if constexpr (Staged) {
-      return isa::load_shared<float>(staged + 4 * (local_row(r) - warp * S::warp_rows));
+      return isa::load_shared<float>(staged + 4 * (map.local_row(r) - map.warp * S::warp_rows));
     } else {
-      return isa::load_global(table + unit(p.q8, head(r), work.q_slot + query(r)));
+      return isa::load_global(table + prepared_row(p.q8, map.head(r), work.q_slot + map.query(r)));
     }
   }
 
   /// softmax_scale q . mu, what smooth_k took from every score of the row.
   QATTN_DEVICE float mean_dot(int r) const {
-    if (!exists(r)) return 0.0f;
+    if (!map.exists(r)) return 0.0f;
     return p.scale * (has_staged() ? row_fact<true>(r, p.q8.dot_mean, dots_at)
                                    : row_fact<false>(r, p.q8.dot_mean, dots_at));
   }
@@ -265,7 +78,7 @@ struct AttentionRows {
   template <bool Staged = false>
   QATTN_DEVICE float query_scale(int r) {
     if constexpr (S::qk_16bit) return 1.0f;
-    if (!exists(r)) return 1.0f;
+    if (!map.exists(r)) return 1.0f;
     const float s = row_fact<Staged>(r, p.q8.scale, scales_at);
     if (tile::is_nan(s)) bad_rows |= 1u << r;
     return tile::is_nan(s) ? 1.0f : s;
@@ -277,7 +90,7 @@ struct AttentionRows {
   QATTN_DEVICE void mask_edge(Scores& s, int tile, BadValue bad_value) {
     tile::ScoreRow rows[R];
 #pragma unroll
-    for (int r = 0; r < R; ++r) rows[r] = score_row(r);
+    for (int r = 0; r < R; ++r) rows[r] = map.score_row(r);
     tile::each_score<K>(s, [&](int r, int key, float& x) {
       const bool visible = tile + key < rows[r].end;
       // An infinity of a 16-bit product must not look like a masked score.
@@ -296,8 +109,8 @@ struct AttentionRows {
     float factor[R], offset[R] = {};
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      rows[r] = score_row(r);
-      if (!exists(r)) rows[r].end = 0;  // masks have no row for it
+      rows[r] = map.score_row(r);
+      if (!map.exists(r)) rows[r].end = 0;  // masks have no row for it
       factor[r] = row_scale[r] * tile::ln_2;
       if (p.q8.dot_mean != nullptr) offset[r] = mean_dot(r);
     }
@@ -487,7 +300,7 @@ struct AttentionRows {
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
         for (int e = 0; e < F::row_elements; ++e) {
-          float& x = element(out, r, n, e);
+          float& x = map.element(out, r, n, e);
           x = fmaf(x, value_unit, less);
         }
       }

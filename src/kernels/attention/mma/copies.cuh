@@ -2,7 +2,7 @@
 // or K and V by TMA (ring.cuh).
 #pragma once
 
-#include "kernels/attention/common/rows.cuh"
+#include "kernels/attention/common/work_tile.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -19,14 +19,11 @@ struct TileCopies {
   /// Elements of Q and K in place, in bytes.
   static constexpr int width = S::qk_16bit ? 2 : 1;
 
-  QATTN_DEVICE static std::int64_t unit(const PreparedRows& x, int head, std::int64_t slot) {
-    return AttentionRows<S>::unit(x, head, slot);
-  }
-
   QATTN_DEVICE static tile::RowSource prepared_source(const PreparedRows& x, int head,
                                                       std::int64_t slot, std::int64_t length) {
     tile::RowSource s;
-    s.base = reinterpret_cast<const std::byte*>(x.codes) + unit(x, head, slot) * x.row_bytes;
+    s.base = reinterpret_cast<const std::byte*>(x.codes) +
+             prepared_row(x, head, slot) * x.row_bytes;
     s.stride = s.row_bytes = x.row_bytes;
     s.length = static_cast<std::int32_t>(length);
     return s;
@@ -66,8 +63,8 @@ struct TileCopies {
     tile::copy_rows<S::qk_bytes, S::keys, S::threads, S::general>(base + S::k_at + k_buffer,
                                                                   k_source, tile, p.error);
     if constexpr (S::qk_groups) {
-      const std::uint8_t* from =
-          p.k8.group_scale + unit(p.k8, work.kv_head, work.k_slot + tile) * p.k8.group_bytes;
+      const std::int64_t row = prepared_row(p.k8, work.kv_head, work.k_slot + tile);
+      const std::uint8_t* from = p.k8.group_scale + row * p.k8.group_bytes;
       if (!S::general || p.k8.group_bytes == S::qk_group_bytes) {
         tile::copy_linear<S::threads>(base + S::k_groups_at,
                                       reinterpret_cast<const std::byte*>(from),
@@ -98,7 +95,7 @@ struct TileCopies {
     copy_groups<S::rows>(S::q_groups_at, p.q8.group_bytes, [&](int row) {
       const int n = work.first_row + row, token = n / p.pack_gqa;
       const std::int64_t at =
-          unit(p.q8, work.head + n - token * p.pack_gqa, work.q_slot + token);
+          prepared_row(p.q8, work.head + n - token * p.pack_gqa, work.q_slot + token);
       return token < work.q.length ? p.q8.group_scale + at * p.q8.group_bytes : nullptr;
     });
   }
@@ -106,7 +103,7 @@ struct TileCopies {
   /// K's scales of a tile come with its V: softmax reads them when the next tile's K is on its way.
   QATTN_DEVICE void start_key_scales(int tile) const {
     if constexpr (S::general && !S::qk_16bit) {
-      const float* scales = p.k8.scale + unit(p.k8, work.kv_head, work.k_slot + tile);
+      const float* scales = p.k8.scale + prepared_row(p.k8, work.kv_head, work.k_slot + tile);
       tile::copy_linear<S::threads>(base + S::k_scale_at,
                                     reinterpret_cast<const std::byte*>(scales), 4 * S::keys);
     }

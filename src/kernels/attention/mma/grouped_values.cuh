@@ -53,7 +53,7 @@ struct GroupedValues {
   /// P has in its exponent beside the score.
   QATTN_DEVICE void round_e2m1(const Scores& s, const float (&scale)[R], const float (&offset)[R],
                                Codes& a, Scales& sa) const {
-    const int lane = k.lane;
+    const int lane = k.map.lane;
     // Lanes 0 and 1 of four have the first 16 keys of 32, the others the last. Lanes t = 0 and 1
     // hand the product the scales of rows g and g + 8.
     const int place = lane % 4 / 2 * 8;
@@ -118,7 +118,7 @@ struct GroupedValues {
           code[h] |= biased << 8 * half;
         }
       }
-      sa[m] = k.lane % 2 == 0 ? code[0] : code[1];
+      sa[m] = k.map.lane % 2 == 0 ? code[0] : code[1];
     }
   }
 
@@ -128,7 +128,7 @@ struct GroupedValues {
   template <int N>
   QATTN_DEVICE void load_values(int first, std::uint32_t (&b)[steps][N][2],
                                 std::uint32_t (&sb)[N]) const {
-    const int lane = k.lane;
+    const int lane = k.map.lane;
     const SharedAddress v = k.at_stage(S::v_at) + first * V::stride;
     if constexpr (steps == 1) {  // an ldmatrix has two tiles of channels
       std::uint32_t r[(N + 1) / 2][4];

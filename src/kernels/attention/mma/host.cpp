@@ -7,7 +7,7 @@
 #include "core/operand.hpp"
 #include "kernels/attention/common/call_params.hpp"
 #include "kernels/attention/common/check.cuh"
-#include "kernels/attention/common/row_map.hpp"
+#include "kernels/attention/common/map_rows.hpp"
 #include "kernels/attention/common/spoil.hpp"
 #include "kernels/attention/common/supports.hpp"
 

@@ -26,8 +26,8 @@ struct MmaAttention : MmaValues<S> {
   using Params = AttentionParams;
   using F = typename S::Fragment;
   using Base = MmaValues<S>;
-  using Base::M, Base::R, Base::base, Base::channels, Base::lane, Base::max, Base::out, Base::p,
-      Base::row_scale, Base::sum, Base::warp, Base::work;
+  using Base::M, Base::R, Base::base, Base::channels, Base::map, Base::max, Base::out, Base::p,
+      Base::row_scale, Base::sum, Base::work;
   using typename Base::Scores;
   using Base::Base;
 
@@ -50,12 +50,12 @@ struct MmaAttention : MmaValues<S> {
 
   /// Is there more to do to the tile's scores than to scale them?
   QATTN_DEVICE bool special(int tile, float k_scale) const {
-    return S::general || !this->whole(tile) || this->has_bad_keys(tile, k_scale) ||
+    return S::general || !map.whole(tile) || this->has_bad_keys(tile, k_scale) ||
            this->value_flags() != 0;
   }
   /// Does that.
   QATTN_DEVICE void mend_scores(Scores& s, int tile, float k_scale) {
-    const bool edge = !this->whole(tile);
+    const bool edge = !map.whole(tile);
     const bool bad_values =
         S::pv_16bit && (edge || p.mask.data != nullptr) && this->clean_values();
     if constexpr (S::general) {
@@ -140,7 +140,7 @@ struct MmaAttention : MmaValues<S> {
       this->meet();
       start_tile(tile, next);
       await_values(next);
-      if (S::pv_16bit && (!this->whole(tile) || p.mask.data != nullptr)) this->clean_values();
+      if (S::pv_16bit && (!map.whole(tile) || p.mask.data != nullptr)) this->clean_values();
       if (S::u8 && this->value_flags() != 0) this->clear_bad_weights();
       tile = next;
     }

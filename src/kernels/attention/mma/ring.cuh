@@ -146,7 +146,7 @@ struct RingProducer {
 template <class S>
 struct RingAttention : MmaAttention<S> {
   using Base = MmaAttention<S>;
-  using Base::R, Base::marks, Base::p, Base::row_scale, Base::stage, Base::work;
+  using Base::R, Base::map, Base::marks, Base::p, Base::row_scale, Base::stage, Base::work;
   using typename Base::Scores;
   using Base::Base;
 
@@ -176,7 +176,7 @@ struct RingAttention : MmaAttention<S> {
     ring.await_full(S::k_full);
     ring.release(S::k_empty);
     ring.await_full(S::v_full);
-    if (S::pv_16bit && !this->whole(tile)) this->clean_values();
+    if (S::pv_16bit && !map.whole(tile)) this->clean_values();
     if (S::u8 && this->value_flags() != 0) this->clear_bad_weights();
     ring.release(S::v_empty);
   }

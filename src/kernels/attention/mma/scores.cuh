@@ -43,8 +43,7 @@ struct MmaScores : Epilogue<S> {
   using K = typename S::KeyFragment;
   using V = typename S::Values;
   using Base = Epilogue<S>;
-  using Base::M, Base::R, Base::bad_rows, Base::lane, Base::local_row, Base::p, Base::unit,
-      Base::warp, Base::work;
+  using Base::M, Base::R, Base::bad_rows, Base::map, Base::p, Base::work;
   using typename Base::Scores;
 
   SharedAddress base = isa::shared_base();
@@ -66,7 +65,9 @@ struct MmaScores : Epilogue<S> {
   QATTN_DEVICE static void meet() { isa::barrier_sync_anywhere(1, S::threads); }
 
   /// Does none of this warp's rows exist?
-  QATTN_DEVICE bool idle() const { return this->query_of(warp * S::warp_rows) >= work.q.length; }
+  QATTN_DEVICE bool idle() const {
+    return map.query_of(map.warp * S::warp_rows) >= work.q.length;
+  }
 
   // ---- Product of Q and K ---------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ struct MmaScores : Epilogue<S> {
                               std::uint32_t (&b)[S::n_tiles][2]) const {
     using Keys = typename S::Keys;
     const SharedAddress k =
-        Keys::place(at_stage(k_at()), lane % 8 + lane / 16 * 8, lane / 8 % 2 * 16);
+        Keys::place(at_stage(k_at()), map.lane % 8 + map.lane / 16 * 8, map.lane / 8 % 2 * 16);
     std::uint32_t pair[S::n_tiles / 2][4];
     SharedAddress b_row[S::n_tiles / 2];
 #pragma unroll
@@ -121,8 +122,8 @@ struct MmaScores : Epilogue<S> {
   }
   QATTN_DEVICE void load_queries(int step, std::uint32_t (&a)[M][4]) const {
     using Q = typename S::Queries;
-    const int row = warp * S::warp_rows + lane % 16;
-    const SharedAddress q = Q::place(base + S::q_at, row, lane / 16 * 16);
+    const int row = map.warp * S::warp_rows + map.lane % 16;
+    const SharedAddress q = Q::place(base + S::q_at, row, map.lane / 16 * 16);
     SharedAddress a_row[M];
 #pragma unroll
     for (int m = 0; m < M; ++m) a_row[m] = Q::along(q + m * 16 * Q::stride, step * 32);
@@ -166,7 +167,7 @@ struct MmaScores : Epilogue<S> {
 
   /// Four scales of each row, where the product takes them: lanes t = 0 and 1 have rows g, g + 8.
   QATTN_DEVICE void load_query_scales(int word, std::uint32_t (&s)[M]) const {
-    const int row = warp * S::warp_rows + lane / 4 + lane % 2 * 8;
+    const int row = map.warp * S::warp_rows + map.lane / 4 + map.lane % 2 * 8;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
       s[m] = S::qk_groups ? isa::load_shared<std::uint32_t>(
@@ -178,9 +179,9 @@ struct MmaScores : Epilogue<S> {
   QATTN_DEVICE void load_key_scales(int word, std::uint32_t (&s)[S::n_tiles]) const {
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
-      s[n] = S::qk_groups ? isa::load_shared<std::uint32_t>(
-                                at_stage(S::k_groups_at) + (lane / 4 + 8 * n) * S::qk_group_bytes +
-                                4 * word)
+      const int row = map.lane / 4 + 8 * n;
+      s[n] = S::qk_groups ? isa::load_shared<std::uint32_t>(at_stage(S::k_groups_at) +
+                                                            row * S::qk_group_bytes + 4 * word)
                           : unit_scales;
     }
   }
@@ -220,12 +221,12 @@ struct MmaScores : Epilogue<S> {
 
   /// Those of row r's mean and the keys of the tile. Blocks are multiples of eight.
   QATTN_DEVICE const float* row_means(int r, int tile) const {
-    return mean_scores(p, work, mean_of(p, work, this->query_of(this->local_row(r))), tile);
+    return mean_scores(p, work, mean_of(p, work, map.query_of(map.local_row(r))), tile);
   }
 
   /// The lane's scores of column tile n, of two neighbouring keys.
   QATTN_DEVICE int mean_key(int n) const {
-    return K::lane_column(lane) + isa::column_of_tile<K>(n);
+    return K::lane_column(map.lane) + isa::column_of_tile<K>(n);
   }
 
   /// Products of codes with groups begin with them, in the same units.
@@ -246,7 +247,7 @@ struct MmaScores : Epilogue<S> {
         }
 #pragma unroll
         for (int i = 0; i < 2 * apart; ++i) {
-          this->element(acc, r + i / 2, n, i % 2) = formats::float_of(pair.w[i % 2]);
+          map.element(acc, r + i / 2, n, i % 2) = formats::float_of(pair.w[i % 2]);
         }
       }
     }
@@ -254,7 +255,7 @@ struct MmaScores : Epilogue<S> {
   /// A ring: where a stage has those of this warp, whose rows share a mean.
   QATTN_DEVICE void find_means() {
     if (p.q_mean.scores == nullptr) return;
-    const int before = mean_of(p, work, work.first_row + warp * S::warp_rows) -
+    const int before = mean_of(p, work, work.first_row + map.warp * S::warp_rows) -
                        mean_of(p, work, work.first_row);
     means_at = S::mean_at + before * 4 * S::keys;
   }
@@ -281,13 +282,13 @@ struct MmaScores : Epilogue<S> {
     return scale;
   }
   QATTN_DEVICE const float* key_scales(int tile) const {
-    return p.k8.scale + unit(p.k8, work.kv_head, work.k_slot + tile);
+    return p.k8.scale + prepared_row(p.k8, work.kv_head, work.k_slot + tile);
   }
 
   /// Does a key of the tile hold what is not a number? `scale`: key_scale().
   QATTN_DEVICE bool has_bad_keys(int tile, float scale) const {
     if constexpr (S::qk_groups) {
-      const std::int64_t at = unit(p.k8, work.kv_head, work.k_slot + tile) / slot_tile;
+      const std::int64_t at = prepared_row(p.k8, work.kv_head, work.k_slot + tile) / slot_tile;
       return (isa::load_global(p.k8.flags + at) & tile_has_bad) != 0;
     }
     return tile::is_nan(scale);
@@ -305,7 +306,7 @@ struct MmaScores : Epilogue<S> {
   /// Marks this warp's rows of Q that are not finite.
   QATTN_DEVICE void check_queries() {
     bool bad = false;
-    const int row = warp * S::warp_rows + lane % S::warp_rows;
+    const int row = map.warp * S::warp_rows + map.lane % S::warp_rows;
 #pragma unroll 4
     for (int c = 0; c < S::qk_bytes; c += 16) {
       const SharedAddress at = S::Queries::place(base + S::q_at, row, c);
@@ -314,7 +315,7 @@ struct MmaScores : Epilogue<S> {
     const std::uint32_t rows = isa::ballot(bad);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      bad_rows |= (rows >> (local_row(r) - warp * S::warp_rows) & 1) != 0 ? 1u << r : 0u;
+      bad_rows |= (rows >> (map.local_row(r) - map.warp * S::warp_rows) & 1) != 0 ? 1u << r : 0u;
     }
   }
 

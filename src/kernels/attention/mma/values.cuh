@@ -15,7 +15,7 @@ struct MmaValues : MmaScores<S> {
   using K = typename S::KeyFragment;
   using V = typename S::Values;
   using Base = MmaScores<S>;
-  using Base::M, Base::R, Base::base, Base::excess, Base::lane, Base::max, Base::out, Base::p,
+  using Base::M, Base::R, Base::base, Base::excess, Base::map, Base::max, Base::out, Base::p,
       Base::sum, Base::work;
   using typename Base::Scores;
 
@@ -48,7 +48,7 @@ struct MmaValues : MmaScores<S> {
     lane_maxima(s, top);
     this->take_peaks(top, scale);
     constexpr std::uint32_t two_ones = S::pv == Element::f16 ? 0x3c003c00 : 0x3f803f80;
-    const std::uint32_t one = lane < 4 ? two_ones : 0;  // in column 0, which lane t = 0 sums
+    const std::uint32_t one = map.lane < 4 ? two_ones : 0;  // in column 0, which lane t = 0 sums
     const std::uint32_t ones[1][2] = {{one, one}};
 #pragma unroll
     for (int step = 0; step < S::keys / 16; ++step) {
@@ -86,7 +86,7 @@ struct MmaValues : MmaScores<S> {
   QATTN_DEVICE void multiply_16bit(int step, const std::uint32_t (&a)[M][4]) {
     constexpr int pairs = S::d_tiles / 2, chunk = pairs % 4 == 0 ? 4 : 3;
     const SharedAddress v =
-        V::place(this->at_stage(S::v_at), step * 16 + lane % 16, lane / 16 * 16);
+        V::place(this->at_stage(S::v_at), step * 16 + map.lane % 16, map.lane / 16 * 16);
 #pragma unroll
     for (int first = 0; first < pairs; first += chunk) multiply_channels<chunk>(first, v, a);
   }
@@ -118,7 +118,7 @@ struct MmaValues : MmaScores<S> {
   /// u8 P, relative to its own row's maximum in this tile. `log`: log2 of V's token scales.
   QATTN_DEVICE void attend_u8(Scores& s, const float (&scale)[R]) {
     const SharedAddress tail = this->at_stage(S::tail_at);
-    const int column = lane % 4 * 2;
+    const int column = map.lane % 4 * 2;
     float far[R] = {}, run[R];  // run: the rows' references
     if constexpr (S::general) this->bring_near(s, far);
 #pragma unroll
@@ -174,7 +174,7 @@ struct MmaValues : MmaScores<S> {
   /// this lane's sums of P, in codes, before rounding.
   QATTN_DEVICE void round_p(const Scores& s, const float (&ref)[R], const float (&share)[R],
                             Codes& a, float (&before)[R]) {
-    const SharedAddress inverse = weight_address(lane % 4 * 2);
+    const SharedAddress inverse = weight_address(map.lane % 4 * 2);
     float mass[R] = {};
 #pragma unroll
     for (int r = 0; r < R; ++r) before[r] = 0.0f;
@@ -366,7 +366,7 @@ struct MmaValues : MmaScores<S> {
   QATTN_DEVICE void add_weights(const Codes& a) {
     std::uint32_t r[1][4];
     const SharedAddress row[1] = {
-        V::place(this->at_stage(S::v_at), S::d + lane % 8, lane / 8 * 16)};
+        V::place(this->at_stage(S::v_at), S::d + map.lane % 8, map.lane / 8 * 16)};
     isa::load_matrix<1>(r, row);
     isa::Accumulator<S::pv> acc[M][1][4];
     const std::uint32_t b0[1][2] = {{r[0][0], r[0][1]}}, b1[1][2] = {{r[0][2], r[0][3]}};
@@ -387,7 +387,7 @@ struct MmaValues : MmaScores<S> {
   template <bool Zero = true>
   QATTN_DEVICE void multiply_chunk(const Codes& a, int first,
                                    Products& acc) {
-    const SharedAddress v = V::place(this->at_stage(S::v_at), lane % 8, lane / 8 * 16);
+    const SharedAddress v = V::place(this->at_stage(S::v_at), map.lane % 8, map.lane / 8 * 16);
     std::uint32_t r[value_chunk][4], b0[value_chunk][2], b1[value_chunk][2];
     SharedAddress row[value_chunk];
 #pragma unroll
@@ -476,7 +476,7 @@ struct MmaValues : MmaScores<S> {
   /// V's scales of this thread's two channels behind `first`; 1 where scales are per token.
   QATTN_DEVICE isa::Pair channel_scale(int first) const {
     if (channels == nullptr) return {1.0f, 1.0f};
-    const int c = first + lane % 4 * 2;
+    const int c = first + map.lane % 4 * 2;
     if (c >= p.v8.channels) return {0.0f, 0.0f};
     return {isa::load_global(channels + c), isa::load_global(channels + c + 1)};
   }

@@ -2,7 +2,7 @@
 // Epilogue::end() ends rows that are nobody's part.
 #pragma once
 
-#include "kernels/attention/common/rows.cuh"
+#include "kernels/attention/common/work_tile.cuh"
 #include "kernels/attention/common/finish.hpp"
 
 namespace qattn::kernels {

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "isa/launch.hpp"
-#include "kernels/attention/common/row_map.hpp"
+#include "kernels/attention/common/map_rows.hpp"
 #include "kernels/attention/gpu.hpp"
 #include "kernels/attention/schedule/split_kv.hpp"
 #include "kernels/attention/schedule/tile_scheduler.hpp"

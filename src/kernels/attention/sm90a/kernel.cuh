@@ -25,9 +25,9 @@ template <Sm90Config C>
 struct Sm90Consumer : Sm90Mma<C> {
   using S = Sm90Shape<C>;
   using Base = Sm90Mma<C>;
-  using Base::pingpong_arrive, Base::multiply_keys, Base::release, Base::rescale_o, Base::stage,
-      Base::store_codes, Base::pingpong_wait, Base::wait_full;
-  using Base::R, Base::base, Base::buffer, Base::codes, Base::group, Base::lane, Base::out,
+  using Base::multiply_keys, Base::pingpong_arrive, Base::pingpong_wait, Base::release,
+      Base::rescale_o, Base::stage, Base::store_codes, Base::wait_full;
+  using Base::R, Base::base, Base::buffer, Base::codes, Base::group, Base::map, Base::out,
       Base::place, Base::sum, Base::work;
   using typename Base::Unmasked, typename Base::Products, typename Base::Scales;
   template <int Part>
@@ -202,14 +202,14 @@ struct Sm90Consumer : Sm90Mma<C> {
   /// chunks in turns that spare banks.
   QATTN_DEVICE void check_queries() {
     const SharedAddress row = base + S::q_at + buffer * S::q_bytes +
-                              (this->warp % 4 * S::warp_rows + lane / 2) * S::qk_panel;
+                              (map.warp % 4 * S::warp_rows + map.lane / 2) * S::qk_panel;
     constexpr int chunks = S::qk_panel / 32;
     bool bad = false;
 #pragma unroll
     for (int n = 0; n < S::qk_panels; ++n) {
 #pragma unroll
       for (int c = 0; c < chunks; ++c) {
-        const int chunk = lane % 2 * chunks + (c + lane / 2) % chunks;
+        const int chunk = map.lane % 2 * chunks + (c + map.lane / 2) % chunks;
         bad |= not_finite<C.qk>(
             isa::load_shared<isa::Words4>(row + n * S::q_panel_bytes + 16 * chunk));
       }
@@ -217,7 +217,7 @@ struct Sm90Consumer : Sm90Mma<C> {
     const std::uint32_t rows = isa::ballot(bad);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int at = lane / 4 + 8 * r;
+      const int at = map.lane / 4 + 8 * r;
       if ((rows >> 2 * at & 3) != 0) this->bad_rows |= 1u << r;
     }
   }
@@ -236,7 +236,7 @@ struct Sm90Consumer : Sm90Mma<C> {
   }
 
   QATTN_DEVICE void run_tiles(Sm90Staging<C>& staging) {
-    if (64 * group >= this->exist) {
+    if (64 * group >= map.exist) {
       pass_tiles();
       return;
     }

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "kernels/attention/common/ring.hpp"
-#include "kernels/attention/common/rows.cuh"
+#include "kernels/attention/common/work_tile.cuh"
 #include "kernels/attention/sm90a/params.hpp"
 
 namespace qattn::kernels {

@@ -19,7 +19,7 @@ template <Sm90Config C>
 struct Sm90Mma : Sm90Softmax<C> {
   using S = Sm90Shape<C>;
   using Base = Sm90Softmax<C>;
-  using Base::R, Base::codes, Base::lane, Base::out, Base::sum, Base::work;
+  using Base::R, Base::codes, Base::map, Base::out, Base::sum, Base::work;
   using typename Base::Products;
   /// P V of a tile and a part of the channels, that does not go straight to the output.
   static constexpr int part_end(int part) {
@@ -160,7 +160,7 @@ struct Sm90Mma : Sm90Softmax<C> {
   QATTN_DEVICE void store_codes() const {
     if constexpr (S::p_in_smem) {
       constexpr int steps = S::p_row / 32;
-      const int row = this->warp % 4 * S::warp_rows + lane % 16, half = lane / 16;
+      const int row = map.warp % 4 * S::warp_rows + map.lane % 16, half = map.lane / 16;
       const SharedAddress first = p_base() + row * sm90_panel + ((half ^ row % 8) << 4);
       SharedAddress to[steps];
 #pragma unroll

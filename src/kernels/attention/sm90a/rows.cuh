@@ -13,7 +13,7 @@ struct Sm90Rows : Epilogue<Sm90Shape<C>> {
   using S = Sm90Shape<C>;
   using F = typename S::Fragment;
   using Base = Epilogue<S>;
-  using Base::p, Base::R, Base::work;
+  using Base::R, Base::map, Base::p, Base::work;
 
   const Sm90Params& params;
   /// The tiles that every row sees whole: the first, and how far behind it the last is.
@@ -32,7 +32,7 @@ struct Sm90Rows : Epilogue<Sm90Shape<C>> {
         params(a),
         unmasked_first(facts.unmasked_first),
         unmasked_span(static_cast<unsigned>(facts.unmasked_span)) {
-    this->exist = facts.exist;
+    map.exist = facts.exist;
     this->scales_at = isa::shared_base() + S::facts_at + buffer * S::fact_bytes +
                       4 * S::warp_rows * (row_warp % 4);
     this->dots_at = this->scales_at + S::dots_at;
@@ -96,7 +96,7 @@ struct Sm90Rows : Epilogue<Sm90Shape<C>> {
 
   /// The bounds of row r in a tile.
   QATTN_DEVICE tile::ScoreRow edge_row(int r, std::uint32_t flags, int tile) const {
-    tile::ScoreRow row = this->score_row(r);
+    tile::ScoreRow row = map.score_row(r);
     const int middle = tile + S::keys / 2;
     if ((hidden_halves(flags) & 1) != 0 && row.begin < middle) row.begin = middle;
     if ((hidden_halves(flags) & 2) != 0 && row.end > middle) row.end = middle;
@@ -111,7 +111,7 @@ struct Sm90Rows : Epilogue<Sm90Shape<C>> {
     bool upper;  ///< and one sees keys of the second half
   };
   QATTN_DEVICE EdgeBounds edge_bounds(std::uint32_t flags, int tile) const {
-    const int mine = tile + this->lane % 4 * 2;
+    const int mine = tile + map.lane % 4 * 2;
     EdgeBounds b;
     bool late = false, upper = false;
 #pragma unroll

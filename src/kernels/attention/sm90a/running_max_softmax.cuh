@@ -12,7 +12,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
   using S = Sm90Shape<C>;
   using F = typename S::Fragment;
   using Base = Sm90Rows<C>;
-  using Base::R, Base::lane, Base::max, Base::out, Base::p, Base::sum, Base::work;
+  using Base::R, Base::map, Base::max, Base::out, Base::p, Base::sum, Base::work;
   using typename Base::Scores;
   /// S as wgmma leaves it: element 4n + i is element i of score tile n.
   using Products = isa::Accumulator<C.qk>[S::keys / 2];
@@ -47,7 +47,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
     for (int h = 0; h < S::halves; ++h) {
       x.k[h] = 1.0f;
       if constexpr (!S::qk_16bit) {
-        const int key = h * slot_tile + lane % 4 * 2;
+        const int key = h * slot_tile + map.lane % 4 * 2;
         x.k[h] = isa::load_shared<float>(stage + S::scale_at + 4 * key);
       }
       if constexpr (S::e4m3_pv) {

@@ -13,7 +13,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
   using S = Sm90Shape<C>;
   using F = typename S::Fragment;
   using Base = Sm90Rows<C>;
-  using Base::R, Base::exact, Base::excess, Base::lane, Base::max, Base::out, Base::p, Base::sum,
+  using Base::R, Base::exact, Base::excess, Base::map, Base::max, Base::out, Base::p, Base::sum,
       Base::work;
   using typename Base::Scores;
   /// S as wgmma leaves it: element 4n + i is element i of score tile n.
@@ -46,7 +46,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       const SharedAddress tail = stage + S::tail_at + h * S::tail_bytes;
-      const int key = lane % 4 * 2;
+      const int key = map.lane % 4 * 2;
       x.k[h] = isa::load_shared<float>(stage + S::scale_at + 4 * (h * slot_tile + key));
       x.v_log[h] = isa::load_shared<float>(tail + S::log_at + 4 * key);
       x.flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at);
@@ -232,11 +232,11 @@ struct TileMaxSoftmax : Sm90Rows<C> {
 #pragma unroll
     for (int n = 0; n < S::d_tiles; ++n) {
       // Channels 8 n + 2 t and the next: halves of a word of lane 2 n + t / 2.
-      const int w = n / 16, from = (2 * n + lane % 4 / 2) % 32;
+      const int w = n / 16, from = (2 * n + map.lane % 4 / 2) % 32;
       const std::uint32_t low = isa::byte_permute(total[w][0], total[w][1], 0x5410);
       const std::uint32_t high = isa::byte_permute(total[w][2], total[w][3], 0x5410);
       const std::uint32_t even = isa::shuffle(low, from), odd = isa::shuffle(high, from);
-      const std::uint32_t pair = lane % 2 == 0 ? even : odd;
+      const std::uint32_t pair = map.lane % 2 == 0 ? even : odd;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const auto mean = static_cast<std::int16_t>(pair >> 16 * (i % 2));
@@ -254,7 +254,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
     std::uint32_t means[4][Words];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const std::uint8_t* from = first + std::int64_t{i * tiles / 4} * at.bytes + 4 * lane;
+      const std::uint8_t* from = first + std::int64_t{i * tiles / 4} * at.bytes + 4 * map.lane;
 #pragma unroll
       for (int w = 0; w < Words; ++w) {
         means[i][w] = isa::load_global(reinterpret_cast<const std::uint32_t*>(from) + 32 * w);
@@ -374,7 +374,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
           const float x = s[0][n + i / 2][2 * r + i % 2];
           e[i] = isa::exp2(x - ref);
           half.exact[r] += e[i];
-          const int key = 8 * (n + i / 2) + lane % 4 * 2 + i % 2;
+          const int key = 8 * (n + i / 2) + map.lane % 4 * 2 + i % 2;
           if (x != -tile::infinity()) mass = fmaf(e[i], table(S::inverse_at, key), mass);
         }
         std::uint32_t& word = codes[n / 4][r + n / 2 % 2 * 2];

@@ -4,7 +4,7 @@
 #include "formats/bits.hpp"
 #include "formats/lost_share.hpp"
 #include "isa/isa.hpp"
-#include "kernels/attention/common/rows.cuh"
+#include "kernels/attention/common/work_tile.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

@@ -4,7 +4,7 @@
 
 #include "formats/bits.hpp"
 #include "kernels/decode/uniform8/params.hpp"
-#include "kernels/attention/common/rows.cuh"
+#include "kernels/attention/common/work_tile.cuh"
 #include "kernels/quantize/gpu/encode/row.cuh"
 #include "kernels/attention/common/copy.hpp"
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/attention/common/row_map.hpp"
+#include "kernels/attention/common/map_rows.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
