@@ -41,8 +41,7 @@ struct Epilogue : AttentionRows<S> {
   using Base = AttentionRows<S>;
   using F = typename S::Fragment;
   static_assert(F::run % 2 == 0);  // channels leave in pairs of neighbours
-  using Base::M, Base::R, Base::bad_rows, Base::excess, Base::lse_offset, Base::map, Base::max,
-      Base::needs_fallback, Base::out, Base::p, Base::sum, Base::work;
+  using Base::M, Base::R, Base::map, Base::output, Base::p, Base::state, Base::work;
 
   using Base::Base;
 
@@ -63,10 +62,10 @@ struct Epilogue : AttentionRows<S> {
   // This counts where blocks have few tiles: of 22000 clocks at S 1024 (H200, D 128) rows that
   // ended one after the other took 1300, and stores by the warps that own them 1050.
   QATTN_DEVICE bool end(bool part) {
-    isa::add_rows<F>(sum);
+    isa::add_rows<F>(state.sum);
     if constexpr (S::whole_references) end_references(part);
     if (part) {
-      if constexpr (S::direct_sums) this->end_values();
+      if constexpr (S::direct_sums) output.end_values(state.excess);
       write_part();
       return false;
     }
@@ -97,12 +96,12 @@ struct Epilogue : AttentionRows<S> {
   /// reference where it is now.
   QATTN_DEVICE void end_references(bool part) {
     const bool weighs = part || p.out.lse != nullptr || p.sinks.data != nullptr;
-    if (weighs) isa::row_maxima<F>(this->peak);
+    if (weighs) isa::row_maxima<F>(state.peak);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      max[r] = max[r] == Base::unseen ? -tile::infinity() : max[r];
-      const float more = rounded_off(this->peak[r]) * isa::reciprocal(sum[r]);
-      if (weighs && sum[r] > 0.0f) max[r] += isa::log2(1.0f + more);
+      state.max[r] = state.max[r] == state.unseen ? -tile::infinity() : state.max[r];
+      const float more = rounded_off(state.peak[r]) * isa::reciprocal(state.sum[r]);
+      if (weighs && state.sum[r] > 0.0f) state.max[r] += isa::log2(1.0f + more);
     }
   }
 
@@ -113,13 +112,14 @@ struct Epilogue : AttentionRows<S> {
                                std::int64_t{work.split} * parts.rows;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float poison = row_poison(r), top = max[r] - S::p_log2;
-      const bool bad = isa::any_in_row<F>(map.lane, (bad_rows >> r & 1) != 0);
+      const float poison = row_poison(r), top = state.max[r] - S::p_log2;
+      const bool bad = isa::any_in_row<F>(map.lane, (state.bad_rows >> r & 1) != 0);
       const bool exists = map.exists(r);
       if constexpr (S::pv_16bit) {
-        needs_fallback |= exists && tile::is_nan(poison) && !bad && tile::is_finite(sum[r]);
+        state.needs_fallback |=
+            exists && tile::is_nan(poison) && !bad && tile::is_finite(state.sum[r]);
       }
-      const float total = bad && top != -tile::infinity() ? tile::quiet_nan() : sum[r];
+      const float total = bad && top != -tile::infinity() ? tile::quiet_nan() : state.sum[r];
       if (!exists) continue;
       const std::int64_t row = first + map.local_row(r);
       if (isa::leads_row<F>(map.lane)) {
@@ -133,8 +133,8 @@ struct Epilogue : AttentionRows<S> {
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
         for (int e = 0; e < F::row_elements; e += 2) {
-          const std::uint32_t words[2] = {formats::bits_of(map.element(out, r, n, e)),
-                                          formats::bits_of(map.element(out, r, n, e + 1))};
+          const std::uint32_t words[2] = {formats::bits_of(map.element(output.o, r, n, e)),
+                                          formats::bits_of(map.element(output.o, r, n, e + 1))};
           isa::store_global(reinterpret_cast<isa::Words2*>(to + map.column(n, e)),
                             isa::Words2{{words[0], words[1]}});
         }
@@ -174,26 +174,28 @@ struct Epilogue : AttentionRows<S> {
   /// false.
   QATTN_DEVICE bool end_usual_rows(RowEnds& ends) {
     constexpr float least = S::direct_sums ? 1 / most_direct_factor : 0x1p-100f;
-    bool usual = bad_rows == 0 && p.sinks.data == nullptr && !work.k.bad && !work.q.bad;
+    bool usual = state.bad_rows == 0 && p.sinks.data == nullptr && !work.k.bad && !work.q.bad;
     float top[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      top[r] = max[r] - S::p_log2 + lse_offset[r];
+      top[r] = state.max[r] - S::p_log2 + state.lse_offset[r];
       if constexpr (S::divides) {
-        ends.factor[r] = 1.0f / sum[r];
+        ends.factor[r] = 1.0f / state.sum[r];
       } else {  // the same within the bounds below, without a branch
-        const float near = isa::reciprocal(sum[r]);
-        ends.factor[r] = fmaf(near, fmaf(-sum[r], near, 1.0f), near);
+        const float near = isa::reciprocal(state.sum[r]);
+        ends.factor[r] = fmaf(near, fmaf(-state.sum[r], near, 1.0f), near);
       }
       ends.mean_weight[r] = 1.0f;
-      usual = usual & map.exists(r) & (fabsf(top[r]) < tile::squeezed_from) & (sum[r] > least) &
-              (sum[r] < 0x1p100f) & (ends.poison[r] == 0.0f);
+      const float total = state.sum[r];
+      usual = usual & map.exists(r) & (fabsf(top[r]) < tile::squeezed_from) & (total > least) &
+              (total < 0x1p100f) & (ends.poison[r] == 0.0f);
     }
     if (!isa::all(usual)) return false;
     if (p.out.lse != nullptr) {
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        store_lse(work.first_row + map.local_row(r), (top[r] + isa::log2(sum[r])) * tile::ln_2);
+        store_lse(work.first_row + map.local_row(r),
+                  (top[r] + isa::log2(state.sum[r])) * tile::ln_2);
       }
     }
     return true;
@@ -205,12 +207,12 @@ struct Epilogue : AttentionRows<S> {
     for (int r = 0; r < R; ++r) {
       const int i = work.first_row + map.local_row(r);
       // Any of the lanes that share the row may have found it bad.
-      const bool bad = isa::any_in_row<F>(map.lane, (bad_rows >> r & 1) != 0);
-      const float top = pick(max, r) - S::p_log2;
+      const bool bad = isa::any_in_row<F>(map.lane, (state.bad_rows >> r & 1) != 0);
+      const float top = pick(state.max, r) - S::p_log2;
       const bool below = top == -tile::infinity() && map.sees_below(r);
-      const float total = below ? tile::quiet_nan() : pick(sum, r);
+      const float total = below ? tile::quiet_nan() : pick(state.sum, r);
       const tile::RowEnd end = tile::finish_row(p, work.b, work.head, map.exists(r), bad, top,
-                                                total, pick(lse_offset, r));
+                                                total, pick(state.lse_offset, r));
       // An index tensor that holds nonsense makes the whole row NaN; so does, in all channels, a
       // bad token of 16-bit V in one.
       const bool exists = map.exists(r);  // Q of a row that does not may hold anything
@@ -219,7 +221,7 @@ struct Epilogue : AttentionRows<S> {
                                                     : 0.0f;
       // With NaN or Inf in Q or K the sum is none either, and rightly so.
       if constexpr (S::pv_16bit) {
-        needs_fallback |= tile::is_nan(poison) && !bad && tile::is_finite(total);
+        state.needs_fallback |= tile::is_nan(poison) && !bad && tile::is_finite(total);
       }
       store_lse(i, end.lse + poison);
       put(ends.factor, r, end.factor);
@@ -237,12 +239,12 @@ struct Epilogue : AttentionRows<S> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const bool none = ends.factor[r] == 0.0f;
-      if (none) excess[r] = 0.0f;
+      if (none) state.excess[r] = 0.0f;
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
         for (int e = 0; e < F::row_elements; ++e) {
-          float& x = map.element(out, r, n, e);
+          float& x = map.element(output.o, r, n, e);
           x = (none ? 0.0f : x) + ends.poison[r];
         }
       }
@@ -258,15 +260,15 @@ struct Epilogue : AttentionRows<S> {
 #pragma unroll
     for (int r = 0; r < R; ++r) far |= ends.factor[r] > most_direct_factor;
     if (!isa::any(far)) return;
-    this->end_values();
+    output.end_values(state.excess);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
 #pragma unroll
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
-        for (int e = 0; e < F::row_elements; ++e) map.element(out, r, n, e) *= ends.factor[r];
+        for (int e = 0; e < F::row_elements; ++e) map.element(output.o, r, n, e) *= ends.factor[r];
       }
-      excess[r] = 0.0f, ends.factor[r] = 1 / Base::value_unit;
+      state.excess[r] = 0.0f, ends.factor[r] = 1 / u8_value_unit;
     }
   }
   QATTN_DEVICE void scale_rows(const RowEnds& ends) {
@@ -274,11 +276,11 @@ struct Epilogue : AttentionRows<S> {
 #pragma unroll
     for (int r = 0; r < R; ++r) by[r] = ends.factor[r];
     if constexpr (S::direct_sums) {
-      isa::add_rows<F>(excess);
+      isa::add_rows<F>(state.excess);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        by[r] *= Base::value_unit;
-        less[r] = excess[r] * -value_offset * by[r];
+        by[r] *= u8_value_unit;
+        less[r] = state.excess[r] * -value_offset * by[r];
       }
     }
 #pragma unroll
@@ -287,7 +289,7 @@ struct Epilogue : AttentionRows<S> {
       for (int n = 0; n < S::d_tiles; ++n) {
 #pragma unroll
         for (int e = 0; e < F::row_elements; ++e) {
-          float& x = map.element(out, r, n, e);
+          float& x = map.element(output.o, r, n, e);
           x = S::direct_sums ? fmaf(x, by[r], less[r]) : x * by[r];
         }
       }
@@ -303,7 +305,7 @@ struct Epilogue : AttentionRows<S> {
 #pragma unroll
       for (int e = 0; e < F::row_elements; ++e) {
         float& x = part[(n % 2 * 2 + e) % 4];
-        x = fmaf(map.element(this->out, r, n, e), 0.0f, x);
+        x = fmaf(map.element(output.o, r, n, e), 0.0f, x);
       }
     }
     return isa::row_sum<F>((part[0] + part[1]) + (part[2] + part[3]));
@@ -341,7 +343,7 @@ struct Epilogue : AttentionRows<S> {
         for (int r = 0; r < R; ++r) {
 #pragma unroll
           for (int e = 0; e < F::row_elements; ++e) {
-            float& x = map.element(out, r, first + n, e);
+            float& x = map.element(output.o, r, first + n, e);
             if (weight[r] != 0.0f) x += weight[r] * mean[n][e];
           }
         }
@@ -362,7 +364,8 @@ struct Epilogue : AttentionRows<S> {
         for (int e = 0; e < F::row_elements; e += 2) {
           const int from = first / F::tile_columns + n;
           isa::store_shared(row + 2 * map.column(n, e),
-                            pack(map.element(out, r, from, e), map.element(out, r, from, e + 1)));
+                            pack(map.element(output.o, r, from, e),
+                                 map.element(output.o, r, from, e + 1)));
         }
       }
     }
@@ -401,7 +404,7 @@ struct Epilogue : AttentionRows<S> {
 #pragma unroll
         for (int e = 0; e < F::row_elements; ++e) {
           if (map.column(n, e) + first < p.out.channels) {
-            isa::store_global(to + map.column(n, e), map.element(out, r, n, e));
+            isa::store_global(to + map.column(n, e), map.element(output.o, r, n, e));
           }
         }
       }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/attention/common/row_map.cuh"
+#include "kernels/attention/common/row_state.cuh"
 
 namespace qattn::kernels {
 
@@ -26,25 +27,15 @@ struct AttentionRows {
   const AttentionParams& p;
   const WorkTile& work;
   RowMap<S> map;
-  float out[M][S::d_tiles][F::elements] = {};
-  float max[R], sum[R] = {};
-  float excess[R] = {};      ///< add_excess()
-  float exact[R] = {};       ///< Hopper: the same of P before rounding, times value_unit
-  float peak[R];             ///< whole references: this lane's largest exponent of P
+  RegisterOutput<S> output;
+  RowState<S> state;
   float row_scale[R];        ///< from a row's products to scores in units of log2: Q's scale and
                              ///< softmax_scale * log2 e
-  float lse_offset[R] = {};  ///< what smooth_k took from all scores, in units of log2
   /// Staged rows: this warp's part of Q's scales, and of q . mu.
   SharedAddress scales_at = 0, dots_at = 0;
-  unsigned bad_rows = 0;  ///< bit r: row r of this thread is NaN
-  /// 16-bit V: a row has met NaN or Inf there, and may not have seen it.
-  bool needs_fallback = false;
 
   QATTN_DEVICE AttentionRows(const AttentionParams& params, const WorkTile& w, int row_warp)
-      : p(params), work(w), map(params, w, row_warp) {
-#pragma unroll
-    for (int r = 0; r < R; ++r) max[r] = unseen, peak[r] = -tile::infinity();
-  }
+      : p(params), work(w), map(params, w, row_warp), state(params) {}
 
   // ---- Scores ---------------------------------------------------------------------------------
 
@@ -71,7 +62,7 @@ struct AttentionRows {
   QATTN_DEVICE void take_offsets() {
     if (p.q8.dot_mean == nullptr || p.softcap > 0) return;
 #pragma unroll
-    for (int r = 0; r < R; ++r) lse_offset[r] = mean_dot(r) * tile::log2_e;
+    for (int r = 0; r < R; ++r) state.lse_offset[r] = mean_dot(r) * tile::log2_e;
   }
 
   /// Q's scale of the row, 1 for one that is bad (bad_rows) or does not exist.
@@ -80,7 +71,7 @@ struct AttentionRows {
     if constexpr (S::qk_16bit) return 1.0f;
     if (!map.exists(r)) return 1.0f;
     const float s = row_fact<Staged>(r, p.q8.scale, scales_at);
-    if (tile::is_nan(s)) bad_rows |= 1u << r;
+    if (tile::is_nan(s)) state.bad_rows |= 1u << r;
     return tile::is_nan(s) ? 1.0f : s;
   }
 
@@ -164,147 +155,6 @@ struct AttentionRows {
       far[r] = fabsf(top[r]) > far_score && top[r] != -tile::infinity() ? top[r] : 0.0f;
     }
     tile::each_score<K>(s, [&](int r, int, float& x) { x -= far[r]; });
-  }
-
-  // ---- Softmax --------------------------------------------------------------------------------
-
-  /// Tokens of a tile of zeros join the sums as if V's scale were 2^-90, times the slack: 2^98.
-  static constexpr float slack = S::tile_p || S::whole_references ? 8.0f : 0.0f;
-  /// Does it do blocks again that Hopper's kernel has left? Then P rounds as there, relative to the
-  /// maximum: what made it leave them must not show in their other rows.
-  QATTN_DEVICE bool refers_to_maximum() const {
-    if constexpr (!S::whole_references) {
-      return true;
-    } else if constexpr (S::does_blocks_again) {
-      return p.fallback_flags != nullptr;
-    } else {
-      return false;
-    }
-  }
-  QATTN_DEVICE float reach() const {
-    return S::whole_references && refers_to_maximum() ? 0.0f : slack;
-  }
-  /// The reference for rows that reach `top`. To powers of two floats round alike: which of them it
-  /// is, does not matter.
-  QATTN_DEVICE float reference_for(float top) const {
-    return refers_to_maximum() ? top : ceilf(top);
-  }
-
-  /// The reference before a key was seen. Powers of two are subtracted as they are: it lies below
-  /// all scores, but lets those that are masked be 0.
-  static constexpr float unseen = S::whole_references ? -0x1p127f : -__builtin_huge_valf();
-
-  /// Takes the tile's maxima into the references; what was accumulated shrinks accordingly. Where P
-  /// is relative to its own tile, or to powers of two, any reference serves that keeps exponentials
-  /// in range: it moves only when a maximum is far above it, which is rare.
-  QATTN_DEVICE void update_max(const float (&top)[R]) {
-    float rescale[R];
-    bool changed = false;
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const float next = top[r] > max[r] + reach() ? reference_for(top[r]) : max[r];
-      rescale[r] = max[r] == unseen ? 0.0f : isa::exp2(max[r] - next);
-      // Nothing has joined the output before the first reference.
-      changed |= next != max[r] && max[r] != unseen;
-      max[r] = next;
-      sum[r] *= rescale[r];
-      if constexpr (S::u8) excess[r] *= rescale[r], exact[r] *= rescale[r];
-    }
-    if (!isa::any(changed)) return;
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-#pragma unroll
-      for (int n = 0; n < S::d_tiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < F::elements; ++i) {
-          out[m][n][i] *= rescale[F::rows * m + isa::row_of_element<F>(i)];
-        }
-      }
-    }
-  }
-
-  /// Takes a tile's largest exponents of P, to the bit what P itself is made of, from the lanes'
-  /// own scores `top`, times `scale`. They ask one another for maxima only when a reference has to
-  /// move: beside the key that moves it older exponents are forgotten.
-  QATTN_DEVICE void take_peaks(const float (&top)[R], const float (&scale)[R]) {
-    float near[R];
-    bool above = false;
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      near[r] = fmaf(top[r], scale[r], -max[r]);
-      above |= near[r] > reach();
-    }
-    if (isa::any(above)) {
-      float row_top[R], before[R];
-#pragma unroll
-      for (int r = 0; r < R; ++r) row_top[r] = top[r] * scale[r], before[r] = max[r];
-      isa::row_maxima<F>(row_top);
-      update_max(row_top);
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-        if (max[r] != before[r]) peak[r] = -tile::infinity();
-        near[r] = fmaf(top[r], scale[r], -max[r]);
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < R; ++r) peak[r] = fmaxf(peak[r], near[r]);
-  }
-
-  /// The reference that is subtracted in exponents: 0 where nothing was seen, so that masked scores
-  /// give 0 and not NaN.
-  QATTN_DEVICE static float reference(float top) { return top == -tile::infinity() ? 0.0f : top; }
-
-  /// update_max() after bring_near(): maxima of far rows leave V's scales out, which they have no
-  /// bits for. `ref`: what is subtracted in exponents of near scores.
-  QATTN_DEVICE void update_far_max(const float (&top)[R], const float (&far)[R], float (&ref)[R]) {
-    float raised[R];
-#pragma unroll
-    for (int r = 0; r < R; ++r) raised[r] = far[r] != 0.0f ? far[r] : top[r];
-    update_max(raised);
-#pragma unroll
-    for (int r = 0; r < R; ++r) ref[r] = reference(max[r]) - far[r];
-  }
-
-  // ---- u8 P times V ---------------------------------------------------------------------------
-
-  // V's codes are 128 too large (PreparedTiles), so that products with P are never negative, and
-  // those of 128 keys stay below 2^23. Such an int32 is a float as it lies there, of 2^-149 for
-  // each 1, and joins the output without a conversion, which are scarce: a multiprocessor of
-  // Hopper makes 64 a clock, 34 beside products (H200). The output is in other units then, and
-  // holds an excess for the 128; rows end without either.
-
-  /// What the matrix unit left, in units of 2^-149.
-  QATTN_DEVICE static float as_float(std::int32_t product) {
-    static_assert(S::keys * 255 * 255 < 1 << 24);
-    return __builtin_bit_cast(float, product);
-  }
-  /// What a tile's weight is multiplied with to join P V, and what the output then with.
-  static constexpr float share_unit = 0x1p90f, value_unit = 0x1p59f;
-
-  /// What the 128 add to each channel, the part of this lane. `count`: its sums of a tile's P;
-  /// `share`: the tile's weight, times share_unit. (With the sums of all four lanes a channel of
-  /// zeros would end as exactly 0; their shuffles cost 5 % at D 64, 1 % at D 128, H200.)
-  QATTN_DEVICE void add_excess(const std::uint32_t (&count)[R], const float (&share)[R]) {
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      excess[r] = fmaf(as_float(static_cast<std::int32_t>(count[r])), share[r], excess[r]);
-    }
-  }
-  /// Takes that off, where rows are not ended.
-  QATTN_DEVICE void end_values() {
-    isa::add_rows<F>(excess);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const float less = excess[r] * (-value_offset * value_unit);
-#pragma unroll
-      for (int n = 0; n < S::d_tiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < F::row_elements; ++e) {
-          float& x = map.element(out, r, n, e);
-          x = fmaf(x, value_unit, less);
-        }
-      }
-    }
   }
 };
 

@@ -186,7 +186,7 @@ struct GroupedValues {
 #pragma unroll
     for (int r = 0; r < R; ++r) {  // column 0 lies in lane t = 0, the others hold zeros
       const float* x = acc[r / 2][0] + r % 2 * 2;
-      k.sum[r] = fmaf(x[0] + x[1], share[r], k.sum[r]);
+      k.state.sum[r] = fmaf(x[0] + x[1], share[r], k.state.sum[r]);
     }
   }
 
@@ -201,7 +201,7 @@ struct GroupedValues {
       for (int n = 0; n < S::n_tiles; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (tile::is_nan(s[r / 2][n][r % 2 * 2 + e])) k.sum[r] = tile::quiet_nan();
+          if (tile::is_nan(s[r / 2][n][r % 2 * 2 + e])) k.state.sum[r] = tile::quiet_nan();
         }
       }
     }
@@ -210,11 +210,11 @@ struct GroupedValues {
   QATTN_DEVICE void attend_e2m1(Scores& s, const float (&scale)[R]) const {
     float top[R], share[R], offset[R];
     k.scaled_maxima(s, scale, top);
-    k.update_max(top);
+    k.state.update_max(top, k.output);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      share[r] = isa::exp2(top[r] - k.reference(k.max[r])) * (1 / levels);
-      offset[r] = log2_levels - k.reference(top[r]);
+      share[r] = isa::exp2(top[r] - k.state.reference(k.state.max[r])) * (1 / levels);
+      offset[r] = log2_levels - k.state.reference(top[r]);
     }
     Codes a;
     Scales sa;
@@ -234,7 +234,7 @@ struct GroupedValues {
           for (int i = 0; i < 4; ++i) {
             float x = acc[m][n][i];
             if constexpr (S::general) x *= i % 2 == 0 ? by.lo : by.hi;
-            float& out = k.out[m][first + n][i];
+            float& out = k.output.o[m][first + n][i];
             out = fmaf(x, share[2 * m + i / 2], out);
           }
         }
@@ -245,9 +245,9 @@ struct GroupedValues {
   QATTN_DEVICE void attend_mxfp8(Scores& s, const float (&scale)[R]) const {
     float top[R], one[R], offset[R];
     k.scaled_maxima(s, scale, top);
-    k.update_max(top);
+    k.state.update_max(top, k.output);
 #pragma unroll
-    for (int r = 0; r < R; ++r) one[r] = 1.0f, offset[r] = -k.reference(k.max[r]);
+    for (int r = 0; r < R; ++r) one[r] = 1.0f, offset[r] = -k.state.reference(k.state.max[r]);
     Codes a;
     Scales sa;
     round_mxfp8(s, scale, offset, a, sa);

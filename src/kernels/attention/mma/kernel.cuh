@@ -26,8 +26,8 @@ struct MmaAttention : MmaValues<S> {
   using Params = AttentionParams;
   using F = typename S::Fragment;
   using Base = MmaValues<S>;
-  using Base::M, Base::R, Base::base, Base::channels, Base::map, Base::max, Base::out, Base::p,
-      Base::row_scale, Base::sum, Base::work;
+  using Base::M, Base::R, Base::base, Base::channels, Base::map, Base::output, Base::p,
+      Base::row_scale, Base::state, Base::work;
   using typename Base::Scores;
   using Base::Base;
 

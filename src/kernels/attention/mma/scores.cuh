@@ -43,7 +43,7 @@ struct MmaScores : Epilogue<S> {
   using K = typename S::KeyFragment;
   using V = typename S::Values;
   using Base = Epilogue<S>;
-  using Base::M, Base::R, Base::bad_rows, Base::map, Base::p, Base::work;
+  using Base::M, Base::R, Base::map, Base::output, Base::p, Base::state, Base::work;
   using typename Base::Scores;
 
   SharedAddress base = isa::shared_base();
@@ -315,7 +315,8 @@ struct MmaScores : Epilogue<S> {
     const std::uint32_t rows = isa::ballot(bad);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      bad_rows |= (rows >> (map.local_row(r) - map.warp * S::warp_rows) & 1) != 0 ? 1u << r : 0u;
+      const int row_of_warp = map.local_row(r) - map.warp * S::warp_rows;
+      state.bad_rows |= (rows >> row_of_warp & 1) != 0 ? 1u << r : 0u;
     }
   }
 

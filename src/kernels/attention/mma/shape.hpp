@@ -60,7 +60,7 @@ struct MmaShape {
   static constexpr bool scales_channels = e2m1_pv ? pv_group == 16 : e4m3_pv && !pv_groups;
   static constexpr bool tile_p = u8 || e2m1_pv;  ///< P is relative to its own tile
   static constexpr bool whole_references = pv_16bit, does_blocks_again = C.general;
-  /// P V joins the output as floats that it is already (AttentionRows::as_float()). Not where
+  /// P V joins the output as floats that it is already (u8_sum_as_float()). Not where
   /// scales per channel stand between: of such small numbers these would cost bits.
   static constexpr bool direct_sums = u8 && !C.general;
   /// Does what follows mended scores have code of its own? Where that was faster on an H100

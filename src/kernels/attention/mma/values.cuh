@@ -15,13 +15,12 @@ struct MmaValues : MmaScores<S> {
   using K = typename S::KeyFragment;
   using V = typename S::Values;
   using Base = MmaScores<S>;
-  using Base::M, Base::R, Base::base, Base::excess, Base::map, Base::max, Base::out, Base::p,
-      Base::sum, Base::work;
+  using Base::M, Base::R, Base::base, Base::map, Base::output, Base::p, Base::state, Base::work;
   using typename Base::Scores;
 
   const float* channels = nullptr;    // V's scales of the tile, where they are per channel
   isa::Accumulator<S::pv> surplus[R];  // of u8 P times V, unless S::direct_sums
-  static constexpr float share_unit = S::direct_sums ? Base::share_unit : 1.0f;
+  static constexpr float share_unit = S::direct_sums ? u8_share_unit : 1.0f;
 
   using Base::Base;
 
@@ -46,7 +45,7 @@ struct MmaValues : MmaScores<S> {
   QATTN_DEVICE void attend_16bit(Scores& s, const float (&scale)[R]) {
     float top[R], mass[M][1][4] = {};
     lane_maxima(s, top);
-    this->take_peaks(top, scale);
+    state.take_peaks(top, scale, output);
     constexpr std::uint32_t two_ones = S::pv == Element::f16 ? 0x3c003c00 : 0x3f803f80;
     const std::uint32_t one = map.lane < 4 ? two_ones : 0;  // in column 0, which lane t = 0 sums
     const std::uint32_t ones[1][2] = {{one, one}};
@@ -59,10 +58,10 @@ struct MmaValues : MmaScores<S> {
         for (int i = 0; i < 4; ++i) {  // register i: row half i % 2, score tile 2 step + i / 2
           const int r = 2 * m + i % 2;
           const float* x = s[m][2 * step + i / 2] + i % 2 * 2;
-          const float lo = isa::exp2(fmaf(x[0], scale[r], -max[r]));
-          const float hi = isa::exp2(fmaf(x[1], scale[r], -max[r]));
+          const float lo = isa::exp2(fmaf(x[0], scale[r], -state.max[r]));
+          const float hi = isa::exp2(fmaf(x[1], scale[r], -state.max[r]));
           a[m][i] = S::pv == Element::f16 ? isa::pack_f16(lo, hi) : isa::pack_bf16(lo, hi);
-          if constexpr (S::lane_sums) add_halves(a[m][i], sum[r]);
+          if constexpr (S::lane_sums) add_halves(a[m][i], state.sum[r]);
         }
       }
       if constexpr (!S::lane_sums) {
@@ -75,7 +74,7 @@ struct MmaValues : MmaScores<S> {
       multiply_16bit(step, a);
     }
 #pragma unroll
-    for (int r = 0; !S::lane_sums && r < R; ++r) sum[r] += mass[r / 2][0][r % 2 * 2];
+    for (int r = 0; !S::lane_sums && r < R; ++r) state.sum[r] += mass[r / 2][0][r % 2 * 2];
   }
   QATTN_DEVICE static void add_halves(std::uint32_t pair, float& to) {
     const isa::Pair x = S::pv == Element::f16 ? isa::unpack_f16(pair) : isa::unpack_bf16(pair);
@@ -102,7 +101,7 @@ struct MmaValues : MmaScores<S> {
     for (int n = 0; n < 2 * Pairs; ++n) {
       b[n][0] = r[n / 2][n % 2 * 2], b[n][1] = r[n / 2][n % 2 * 2 + 1];
     }
-    isa::mma_at<S::pv, S::pv, M, 2 * Pairs>(out, 2 * first, a, b);
+    isa::mma_at<S::pv, S::pv, M, 2 * Pairs>(output.o, 2 * first, a, b);
   }
 
   /// TileFlags of the V tile in shared memory, as far as they matter here.
@@ -138,16 +137,16 @@ struct MmaValues : MmaScores<S> {
     for (int r = 0; r < R; ++r) one[r] = 1.0f;
     scaled_maxima(s, one, top);
     if constexpr (S::general) {
-      this->update_far_max(top, far, run);
+      state.update_far_max(top, far, run, output);
     } else {
-      this->update_max(top);
+      state.update_max(top, output);
 #pragma unroll
-      for (int r = 0; r < R; ++r) run[r] = this->reference(max[r]);
+      for (int r = 0; r < R; ++r) run[r] = state.reference(state.max[r]);
     }
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       share[r] = isa::exp2(top[r] - run[r]) * (share_unit / 255);
-      top[r] = this->reference(top[r]) - log2_255;
+      top[r] = state.reference(top[r]) - log2_255;
     }
     Codes a;
     float before[R];
@@ -198,7 +197,9 @@ struct MmaValues : MmaScores<S> {
       }
     }
 #pragma unroll
-    for (int r = 0; r < R; ++r) sum[r] = fmaf(mass[r], share[r] * (1.0f / share_unit), sum[r]);
+    for (int r = 0; r < R; ++r) {
+      state.sum[r] = fmaf(mass[r], share[r] * (1.0f / share_unit), state.sum[r]);
+    }
   }
 
   /// The rows of this thread whose codes of the tile miss more than formats::kMostLost of those so
@@ -215,11 +216,11 @@ struct MmaValues : MmaScores<S> {
       if constexpr (S::direct_sums) {  // in the units of `excess`
         lost[r] *= 0x1p-75f;
         lost[r] *= share[r] * 0x1p-74f;
-        most[r] = fmaf(this->as_float(codes), share[r], excess[r]) * formats::kMostLost;
+        most[r] = fmaf(u8_sum_as_float<S>(codes), share[r], state.excess[r]) * formats::kMostLost;
       } else {  // which nothing else needs here
         lost[r] *= share[r];
-        excess[r] = fmaf(isa::to_float(codes), share[r], excess[r]);
-        most[r] = excess[r] * formats::kMostLost;
+        state.excess[r] = fmaf(isa::to_float(codes), share[r], state.excess[r]);
+        most[r] = state.excess[r] * formats::kMostLost;
       }
       some |= fabsf(lost[r]) > most[r];
     }
@@ -274,7 +275,7 @@ struct MmaValues : MmaScores<S> {
   /// multiply_bytes().
   QATTN_DEVICE void take_count(std::uint32_t (&count)[R], const float (&share)[R]) {
     if constexpr (S::direct_sums) {
-      this->add_excess(count, share);
+      state.add_excess(count, share);
     } else {
       isa::add_rows<F>(count);
 #pragma unroll
@@ -288,7 +289,7 @@ struct MmaValues : MmaScores<S> {
   QATTN_DEVICE void attend_e4m3(Scores& s, const float (&scale)[R]) {
     float top[R];
     scaled_maxima(s, scale, top);
-    this->update_max(top);
+    state.update_max(top, output);
     float one[R];
     Codes a;
 #pragma unroll
@@ -296,7 +297,7 @@ struct MmaValues : MmaScores<S> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int r = 2 * m + h;
-        const float offset = S::p_log2 - this->reference(max[r]);
+        const float offset = S::p_log2 - state.reference(state.max[r]);
         one[r] = 1.0f;
         const auto pack = [&](const float* x) {
           return std::uint32_t{isa::pack_e4m3(isa::exp2(fmaf(x[0], scale[r], offset)),
@@ -375,7 +376,7 @@ struct MmaValues : MmaScores<S> {
     for (int m = 0; m < M; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // column 0 lies in lane t = 0, the others hold zeros
-        sum[2 * m + h] += acc[m][0][2 * h] + acc[m][0][2 * h + 1];
+        state.sum[2 * m + h] += acc[m][0][2 * h] + acc[m][0][2 * h + 1];
       }
     }
   }
@@ -421,12 +422,12 @@ struct MmaValues : MmaScores<S> {
             const auto product = acc[at][m][n][i];
             float x;
             if constexpr (S::direct_sums) {
-              x = this->as_float(product);
+              x = u8_sum_as_float<S>(product);
             } else {
               x = isa::to_float(S::u8 ? product - surplus[2 * m + i / 2] : product);
             }
             if constexpr (S::general) x *= i % 2 == 0 ? by.lo : by.hi;
-            out[m][first + n][i] = fmaf(x, share[2 * m + i / 2], out[m][first + n][i]);
+            output.o[m][first + n][i] = fmaf(x, share[2 * m + i / 2], output.o[m][first + n][i]);
           }
         }
       }
@@ -441,10 +442,10 @@ struct MmaValues : MmaScores<S> {
     for (int first = 0; first < S::d_tiles; first += value_chunk) {
       float acc[M][value_chunk][4];
 #pragma unroll
-      for (int i = 0; i < M * value_chunk * 4; ++i) at(acc, 0, i) = at(out, first, i);
+      for (int i = 0; i < M * value_chunk * 4; ++i) at(acc, 0, i) = at(output.o, first, i);
       multiply(first, acc);
 #pragma unroll
-      for (int i = 0; i < M * value_chunk * 4; ++i) at(out, first, i) = at(acc, 0, i);
+      for (int i = 0; i < M * value_chunk * 4; ++i) at(output.o, first, i) = at(acc, 0, i);
     }
   }
   /// Number i of a chunk of accumulators.
@@ -468,7 +469,7 @@ struct MmaValues : MmaScores<S> {
 #pragma unroll
       for (int m = 0; m < M; ++m) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) out[m][n][i] *= i % 2 == 0 ? by.lo : by.hi;
+        for (int i = 0; i < 4; ++i) output.o[m][n][i] *= i % 2 == 0 ? by.lo : by.hi;
       }
     }
   }

@@ -27,8 +27,8 @@ struct Sm90Consumer : Sm90Mma<C> {
   using Base = Sm90Mma<C>;
   using Base::multiply_keys, Base::pingpong_arrive, Base::pingpong_wait, Base::release,
       Base::rescale_o, Base::stage, Base::store_codes, Base::wait_full;
-  using Base::R, Base::base, Base::buffer, Base::codes, Base::group, Base::map, Base::out,
-      Base::place, Base::sum, Base::work;
+  using Base::R, Base::base, Base::buffer, Base::codes, Base::group, Base::map, Base::output,
+      Base::place, Base::state, Base::work;
   using typename Base::Unmasked, typename Base::Products, typename Base::Scales;
   template <int Part>
   using Values = typename Base::template Values<Part>;
@@ -218,7 +218,7 @@ struct Sm90Consumer : Sm90Mma<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const int at = map.lane / 4 + 8 * r;
-      if ((rows >> 2 * at & 3) != 0) this->bad_rows |= 1u << r;
+      if ((rows >> 2 * at & 3) != 0) state.bad_rows |= 1u << r;
     }
   }
 
@@ -296,7 +296,7 @@ struct Sm90Consumer : Sm90Mma<C> {
     if constexpr (S::u8) {
       this->replace_lost();
 #pragma unroll
-      for (int r = 0; r < R; ++r) sum[r] += this->poison;
+      for (int r = 0; r < R; ++r) state.sum[r] += this->poison;
     }
   }
 
@@ -403,7 +403,7 @@ struct Sm90Attention {
         self.stage_rows(base + S::out_at, 0);
         staging.hand_over(work, self.rows_in_memory() - 64 * group);
       }
-      report(p, index, row_warp, self.needs_fallback);
+      report(p, index, row_warp, self.state.needs_fallback);
     }
     if (S::tuning.pingpong && group == 0) {
       isa::barrier_sync(Consumer::turn_of(0), Consumer::turn_threads);

@@ -19,7 +19,7 @@ template <Sm90Config C>
 struct Sm90Mma : Sm90Softmax<C> {
   using S = Sm90Shape<C>;
   using Base = Sm90Softmax<C>;
-  using Base::R, Base::codes, Base::map, Base::out, Base::sum, Base::work;
+  using Base::R, Base::codes, Base::map, Base::output, Base::state, Base::work;
   using typename Base::Products;
   /// P V of a tile and a part of the channels, that does not go straight to the output.
   static constexpr int part_end(int part) {
@@ -123,7 +123,7 @@ struct Sm90Mma : Sm90Softmax<C> {
     constexpr int first = Part * S::part_channels, channels = part_end(Part) - first;
     const std::uint64_t v = behind(operands.v, first * S::v_row / 16);
     if constexpr (S::pv_16bit) {
-      auto& sums = reinterpret_cast<float(&)[S::dv / 2]>(out);
+      auto& sums = reinterpret_cast<float(&)[S::dv / 2]>(output.o);
 #pragma unroll
       for (int step = 0; step < S::keys / 16; ++step) {
         const std::uint64_t from = behind(v, step * 16 * S::v_row / 16);
@@ -186,7 +186,7 @@ struct Sm90Mma : Sm90Softmax<C> {
 #pragma unroll
     for (int n = from; n < to; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) out[0][n][i] *= this->rescale[i / 2];
+      for (int i = 0; i < 4; ++i) output.o[0][n][i] *= this->rescale[i / 2];
     }
   }
 
@@ -204,9 +204,9 @@ struct Sm90Mma : Sm90Softmax<C> {
     for (int n = from; n < to; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float& x = out[0][first + n][i];
+        float& x = output.o[0][first + n][i];
         if constexpr (S::u8) {
-          x = fmaf(this->as_float(pv[4 * n + i]), this->share[i / 2], x);
+          x = fmaf(u8_sum_as_float<S>(pv[4 * n + i]), this->share[i / 2], x);
         } else {
           x = fmaf(x, this->rescale[i / 2], isa::to_float(pv[4 * n + i]));
         }
@@ -218,7 +218,7 @@ struct Sm90Mma : Sm90Softmax<C> {
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         const auto* total = pv + 4 * tiles + 2 * r;
-        sum[r] = fmaf(sum[r], this->rescale[r], total[0] + total[1]);
+        state.sum[r] = fmaf(state.sum[r], this->rescale[r], total[0] + total[1]);
       }
     }
   }

@@ -13,7 +13,7 @@ struct Sm90Rows : Epilogue<Sm90Shape<C>> {
   using S = Sm90Shape<C>;
   using F = typename S::Fragment;
   using Base = Epilogue<S>;
-  using Base::R, Base::map, Base::p, Base::work;
+  using Base::R, Base::map, Base::p, Base::state, Base::work;
 
   const Sm90Params& params;
   /// The tiles that every row sees whole: the first, and how far behind it the last is.
@@ -159,7 +159,7 @@ struct Sm90Rows : Epilogue<Sm90Shape<C>> {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const bool hidden = largest[r] == -tile::infinity();
-      if (top[r] == -tile::infinity() && !hidden) this->sum[r] = tile::quiet_nan();
+      if (top[r] == -tile::infinity() && !hidden) state.sum[r] = tile::quiet_nan();
     }
   }
 

@@ -12,7 +12,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
   using S = Sm90Shape<C>;
   using F = typename S::Fragment;
   using Base = Sm90Rows<C>;
-  using Base::R, Base::map, Base::max, Base::out, Base::p, Base::sum, Base::work;
+  using Base::R, Base::map, Base::output, Base::p, Base::state, Base::work;
   using typename Base::Scores;
   /// S as wgmma leaves it: element 4n + i is element i of score tile n.
   using Products = isa::Accumulator<C.qk>[S::keys / 2];
@@ -111,12 +111,12 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
   QATTN_DEVICE void begin_unmasked(Unmasked& t) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float next = fmaxf(max[r], t.top[r]);
-      t.rescale[r] = isa::exp2(max[r] - next);
+      const float next = fmaxf(state.max[r], t.top[r]);
+      t.rescale[r] = isa::exp2(state.max[r] - next);
       if constexpr (S::pv_16bit || !S::p_in_smem) rescale[r] = t.rescale[r];
-      max[r] = next;
+      state.max[r] = next;
       t.offset[r] = S::p_log2 - next;
-      if constexpr (S::pv_16bit) sum[r] *= rescale[r];
+      if constexpr (S::pv_16bit) state.sum[r] *= rescale[r];
     }
   }
 
@@ -172,10 +172,10 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
             half ? isa::pack_f16(e[2 * i], e[2 * i + 1]) : isa::pack_bf16(e[2 * i], e[2 * i + 1]);
         const isa::Pair rounded = half ? isa::unpack_f16(word) : isa::unpack_bf16(word);
         if constexpr (S::tuning.serial_sums) {
-          sum[r] += rounded.lo;
-          sum[r] += rounded.hi;
+          state.sum[r] += rounded.lo;
+          state.sum[r] += rounded.hi;
         } else {
-          sum[r] += rounded.lo + rounded.hi;
+          state.sum[r] += rounded.lo + rounded.hi;
         }
       }
     } else {
@@ -204,11 +204,11 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
     this->spoil_overflow(most, top);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float next = fmaxf(max[r], top[r]), ref = this->reference(next);
-      rescale[r] = max[r] == -tile::infinity() ? 0.0f : isa::exp2(max[r] - ref);
-      max[r] = next;
+      const float next = fmaxf(state.max[r], top[r]), ref = state.reference(next);
+      rescale[r] = state.max[r] == -tile::infinity() ? 0.0f : isa::exp2(state.max[r] - ref);
+      state.max[r] = next;
       offset[r] = S::p_log2 - ref;
-      if constexpr (S::pv_16bit) sum[r] *= rescale[r];
+      if constexpr (S::pv_16bit) state.sum[r] *= rescale[r];
     }
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
@@ -272,7 +272,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) out[0][first + n][i] *= by[n][i % 2];
+      for (int i = 0; i < 4; ++i) output.o[0][first + n][i] *= by[n][i % 2];
     }
   }
   /// A few at a time: all at once have no room beside the output.

@@ -13,8 +13,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
   using S = Sm90Shape<C>;
   using F = typename S::Fragment;
   using Base = Sm90Rows<C>;
-  using Base::R, Base::exact, Base::excess, Base::map, Base::max, Base::out, Base::p, Base::sum,
-      Base::work;
+  using Base::R, Base::map, Base::output, Base::p, Base::state, Base::work;
   using typename Base::Scores;
   /// S as wgmma leaves it: element 4n + i is element i of score tile n.
   using Products = std::int32_t[S::keys / 2];
@@ -165,13 +164,13 @@ struct TileMaxSoftmax : Sm90Rows<C> {
   QATTN_DEVICE void raise(const float (&top)[R]) {
     bool far = false;
 #pragma unroll
-    for (int r = 0; r < R; ++r) far |= top[r] > max[r] + Base::slack;
-    if (isa::any(far)) this->update_max(top);
+    for (int r = 0; r < R; ++r) far |= top[r] > state.max[r] + state.slack;
+    if (isa::any(far)) state.update_max(top, output);
   }
   QATTN_DEVICE void weigh(const float (&top)[R]) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      share[r] = isa::exp2(top[r] - this->reference(max[r])) * (Base::share_unit / 255);
+      share[r] = isa::exp2(top[r] - state.reference(state.max[r])) * (u8_share_unit / 255);
     }
   }
 
@@ -189,7 +188,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
     }
 #pragma unroll
     for (int r = 0; r < R; ++r)
-      sum[r] = fmaf(mass[r], share[r] * (1.0f / Base::share_unit), sum[r]);
+      state.sum[r] = fmaf(mass[r], share[r] * (1.0f / u8_share_unit), state.sum[r]);
     add_codes(sums);
   }
   /// And of the sums of codes, after and before rounding.
@@ -200,9 +199,9 @@ struct TileMaxSoftmax : Sm90Rows<C> {
       all[r] = sums[0].codes[r];
       float before = sums[0].exact[r];
       if constexpr (S::halves > 1) all[r] += sums[1].codes[r], before += sums[1].exact[r];
-      exact[r] = fmaf(before, share[r] * (1.0f / Base::share_unit), exact[r]);
+      state.exact[r] = fmaf(before, share[r] * (1.0f / u8_share_unit), state.exact[r]);
     }
-    this->add_excess(all, share);
+    state.add_excess(all, share);
   }
 
   // ---- Lost mass ------------------------------------------------------------------------------
@@ -214,8 +213,8 @@ struct TileMaxSoftmax : Sm90Rows<C> {
     bool some = false;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      lost[r] = fmaf(exact[r], 1.0f / Base::value_unit, -excess[r]);  // in units of excess
-      most[r] = excess[r];
+      lost[r] = fmaf(state.exact[r], 1.0f / u8_value_unit, -state.excess[r]);  // in units of excess
+      most[r] = state.excess[r];
     }
     isa::add_rows<F>(lost);
     isa::add_rows<F>(most);
@@ -240,7 +239,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const auto mean = static_cast<std::int16_t>(pair >> 16 * (i % 2));
-        out[0][n][i] = fmaf(lost[i / 2], static_cast<float>(mean) * 0.25f, out[0][n][i]);
+        output.o[0][n][i] = fmaf(lost[i / 2], static_cast<float>(mean) * 0.25f, output.o[0][n][i]);
       }
     }
   }
@@ -300,7 +299,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
     weigh(top);
     float ref[R];
 #pragma unroll
-    for (int r = 0; r < R; ++r) ref[r] = log2_255 - this->reference(top[r]);
+    for (int r = 0; r < R; ++r) ref[r] = log2_255 - state.reference(top[r]);
     Sums sums[S::halves] = {};
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
@@ -358,12 +357,12 @@ struct TileMaxSoftmax : Sm90Rows<C> {
     for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
     tile::each_score<F>(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
     isa::row_maxima<F>(top);
-    this->update_far_max(top, far, run);
+    state.update_far_max(top, far, run, output);
     Sums sums[S::halves] = {};
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float ref = this->reference(top[r]) - log2_255;
-      share[r] = isa::exp2(top[r] - run[r]) * (Base::share_unit / 255);
+      const float ref = state.reference(top[r]) - log2_255;
+      share[r] = isa::exp2(top[r] - run[r]) * (u8_share_unit / 255);
       float mass = 0.0f;
 #pragma unroll
       for (int n = 0; n < S::n_tiles; n += 2) {
@@ -381,7 +380,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
         word = isa::pack_u8(e[0], e[1], e[2], e[3]);
         half.codes[r] = isa::dot4_u8(word, 0x01010101u, half.codes[r]);
       }
-      sum[r] = fmaf(mass, share[r] * (1.0f / Base::share_unit), sum[r]);
+      state.sum[r] = fmaf(mass, share[r] * (1.0f / u8_share_unit), state.sum[r]);
     }
     add_codes(sums);
   }
