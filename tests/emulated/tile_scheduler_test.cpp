@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/attention/common/rows.cuh"
+#include "kernels/attention/common/work_tile.cuh"
 
 namespace qattn::kernels {
 namespace {

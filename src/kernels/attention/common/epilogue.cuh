@@ -2,8 +2,8 @@
 #pragma once
 
 #include "formats/bits.hpp"
-#include "kernels/attention/common/rows.cuh"
 #include "kernels/attention/common/finish.hpp"
+#include "kernels/attention/common/score_rules.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -35,15 +35,21 @@ QATTN_DEVICE void copy_rows(SharedAddress from, std::uint16_t* to, std::int64_t 
   }
 }
 
-/// The second half of AttentionRows.
+/// Ends the rows of a thread whose O lies in registers. `S` gives Fragment, m_tiles, warp_rows, dv,
+/// d_tiles, out_channels, out_row, p_log2, pv, pv_16bit; whole_references: is P relative to powers
+/// of two? direct_sums: is P V of u8 in units of 2^-149? two_row_ends: is there a quick way to end
+/// usual rows? divides: by a division?
 template <class S>
-struct Epilogue : AttentionRows<S> {
-  using Base = AttentionRows<S>;
+struct Epilogue {
   using F = typename S::Fragment;
   static_assert(F::run % 2 == 0);  // channels leave in pairs of neighbours
-  using Base::M, Base::R, Base::map, Base::output, Base::p, Base::state, Base::work;
+  static constexpr int M = S::m_tiles, R = F::rows * M;
 
-  using Base::Base;
+  const RowMap<S>& map;
+  RowState<S>& state;
+  RegisterOutput<S>& output;
+  const AttentionParams& p = map.p;
+  const WorkTile& work = map.work;
 
   /// Ends all rows and writes them. `rows`: shared memory for S::out_row bytes a row of the block,
   /// of which a warp touches its own rows only. `part`: has the work a split?
@@ -315,8 +321,8 @@ struct Epilogue : AttentionRows<S> {
   /// behind its end, the first. All are on their way before any is used: one after the other those
   /// of a row took 4 us (H200, D 128).
   template <int N>
-  QATTN_DEVICE void load_channels(const float* table, int channels, int first,
-                                  float (&x)[N][F::row_elements]) const {
+  QATTN_DEVICE static void load_channels(const RowMap<S>& map, const float* table, int channels,
+                                         int first, float (&x)[N][F::row_elements]) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -336,7 +342,7 @@ struct Epilogue : AttentionRows<S> {
 #pragma unroll
     for (int first = 0; first < S::d_tiles; first += together) {
       float mean[together][F::row_elements];
-      load_channels(table, p.v_mean_channels, first, mean);
+      load_channels(map, table, p.v_mean_channels, first, mean);
 #pragma unroll
       for (int n = 0; n < together; ++n) {
 #pragma unroll

@@ -27,7 +27,7 @@ struct MmaAttention : MmaValues<S> {
   using F = typename S::Fragment;
   using Base = MmaValues<S>;
   using Base::M, Base::R, Base::base, Base::channels, Base::map, Base::output, Base::p,
-      Base::row_scale, Base::state, Base::work;
+      Base::rules, Base::state, Base::work;
   using typename Base::Scores;
   using Base::Base;
 
@@ -74,9 +74,10 @@ struct MmaAttention : MmaValues<S> {
     float scale[R];  // from what `s` holds to units of log2
 #pragma unroll
     for (int r = 0; r < R; ++r) {
+      const float scale_of_keys = Mended && tile::is_nan(k_scale) ? 1.0f : k_scale;
       scale[r] = S::general    ? 1.0f
                  : S::qk_16bit ? p.scale * tile::log2_e
-                              : row_scale[r] * (Mended && tile::is_nan(k_scale) ? 1.0f : k_scale);
+                               : rules.row_scale[r] * scale_of_keys;
       // Of rows and keys that are zeros the product may be: masked scores are -Inf, and stay it.
       if constexpr (Mended && !S::general && !S::qk_16bit) scale[r] = fmaxf(scale[r], 0x1p-126f);
     }
@@ -161,7 +162,7 @@ struct MmaAttention : MmaValues<S> {
     }
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      row_scale[r] = this->query_scale(r) * p.scale * tile::log2_e;
+      rules.row_scale[r] = rules.query_scale(map, r, state) * p.scale * tile::log2_e;
     }
     while (tile >= 0) {
       const int next = visible_tile(tile - S::keys);
@@ -189,9 +190,9 @@ struct MmaAttention : MmaValues<S> {
       if (work.key_begin < work.key_end) self.check_operands();
     }
     if constexpr (S::scales_channels && !S::general) self.scale_channels();
-    self.take_offsets();
+    self.rules.take_offsets(self.map, self.state);
     isa::sync_threads();  // the rows leave through the same shared memory
-    self.write(self.base, work.split >= 0);
+    self.epilogue().write(self.base, work.split >= 0);
   }
 
   /// Did a warp of the Hopper kernel meet in block `index` what it cannot do?

@@ -146,7 +146,8 @@ struct RingProducer {
 template <class S>
 struct RingAttention : MmaAttention<S> {
   using Base = MmaAttention<S>;
-  using Base::R, Base::map, Base::marks, Base::p, Base::row_scale, Base::stage, Base::work;
+  using Base::R, Base::map, Base::marks, Base::p, Base::rules, Base::stage, Base::state,
+      Base::work;
   using typename Base::Scores;
   using Base::Base;
 
@@ -187,7 +188,7 @@ struct RingAttention : MmaAttention<S> {
     const bool idle = this->idle();
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      row_scale[r] = this->query_scale(r) * p.scale * tile::log2_e;
+      rules.row_scale[r] = rules.query_scale(map, r, state) * p.scale * tile::log2_e;
     }
     isa::copy_async_wait<0>();
     this->meet();
@@ -210,9 +211,9 @@ struct RingAttention : MmaAttention<S> {
     RingAttention self(p, work);
     if (work.key_begin < work.key_end) self.run_tiles();
     if constexpr (S::scales_channels) self.scale_channels();
-    self.take_offsets();
+    self.rules.take_offsets(self.map, self.state);
     self.meet();  // the rows leave through the same shared memory
-    self.write(self.base, work.split >= 0);
+    self.epilogue().write(self.base, work.split >= 0);
   }
 };
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "kernels/attention/common/check.cuh"
-#include "kernels/attention/common/epilogue.cuh"
+#include "kernels/attention/common/row_parts.cuh"
 #include "kernels/attention/mma/copies.cuh"
 #include "kernels/attention/mma/shape.hpp"
 
@@ -38,11 +38,11 @@ QATTN_DEVICE const float* mean_scores(const AttentionParams& p, const WorkTile& 
 }
 
 template <class S>
-struct MmaScores : Epilogue<S> {
+struct MmaScores : RowParts<S> {
   using F = typename S::Fragment;
   using K = typename S::KeyFragment;
   using V = typename S::Values;
-  using Base = Epilogue<S>;
+  using Base = RowParts<S>;
   using Base::M, Base::R, Base::map, Base::output, Base::p, Base::state, Base::work;
   using typename Base::Scores;
 
@@ -200,7 +200,9 @@ struct MmaScores : Epilogue<S> {
   /// The bounds of a tile that not every row sees whole. `bad_values`: flagged tokens of V turn the
   /// rows that see them into NaN.
   QATTN_DEVICE void mask_edge(Scores& s, int tile, bool bad_values) {
-    Base::mask_edge(s, tile, [&](int key) { return S::pv_16bit && bad_values && bad_value(key); });
+    this->rules.mask_edge(map, s, tile, [&](int key) {
+      return S::pv_16bit && bad_values && bad_value(key);
+    });
   }
 
   /// Everything that may happen to a score; leaves units of log2.
@@ -213,8 +215,8 @@ struct MmaScores : Epilogue<S> {
         if (p.q_mean.scores != nullptr) add_query_mean(scores, tile);
       }
     };
-    Base::finish_scores(s, tile, key_scale, add,
-                        [&](int key) { return S::pv_16bit && bad_values && bad_value(key); });
+    this->rules.finish_scores(map, s, tile, key_scale, add,
+                              [&](int key) { return S::pv_16bit && bad_values && bad_value(key); });
   }
 
   // ---- smooth_q: what Q's means took from the scores ------------------------------------------

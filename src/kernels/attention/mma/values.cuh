@@ -119,7 +119,7 @@ struct MmaValues : MmaScores<S> {
     const SharedAddress tail = this->at_stage(S::tail_at);
     const int column = map.lane % 4 * 2;
     float far[R] = {}, run[R];  // run: the rows' references
-    if constexpr (S::general) this->bring_near(s, far);
+    if constexpr (S::general) this->rules.bring_near(p, s, far);
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
       const auto log = isa::load_shared<isa::Words2>(tail + 4 * (8 * n + column));

@@ -168,7 +168,7 @@ struct CombineSplits {
     return poison;
   }
 
-  /// softmax_scale q . mu, as AttentionRows::take_offsets().
+  /// softmax_scale q . mu, as ScoreRules::take_offsets().
   static QATTN_DEVICE float offset_of(const Params& p, const Row& row) {
     if (p.q8.dot_mean == nullptr || p.softcap > 0 || row.parts == 0) return 0.0f;
     const std::int64_t slot = tile::first_slot(p.q, row.q, row.b) + row.query;

@@ -260,7 +260,7 @@ struct Sm90Consumer : Sm90Mma<C> {
       if (walk.tile < 0) break;
       multiply<false>(s);
     }
-    if constexpr (!S::qk_16bit) this->take_offsets();
+    if constexpr (!S::qk_16bit) this->rules.take_offsets(map, state);
     return_queries(buffer);
     multiply_last();
   }
@@ -397,11 +397,11 @@ struct Sm90Attention {
       }
       self.end_products();
       if constexpr (S::writers == 0) {
-        self.write(base + S::out_at, is_part(p, index));
-      } else if (self.end(is_part(p, index))) {
+        self.epilogue().write(base + S::out_at, is_part(p, index));
+      } else if (self.epilogue().end(is_part(p, index))) {
         staging.await_room();
-        self.stage_rows(base + S::out_at, 0);
-        staging.hand_over(work, self.rows_in_memory() - 64 * group);
+        self.epilogue().stage_rows(base + S::out_at, 0);
+        staging.hand_over(work, self.epilogue().rows_in_memory() - 64 * group);
       }
       report(p, index, row_warp, self.state.needs_fallback);
     }

@@ -1,7 +1,7 @@
 // What every softmax of the Hopper prefill kernel knows of its rows.
 #pragma once
 
-#include "kernels/attention/common/epilogue.cuh"
+#include "kernels/attention/common/row_parts.cuh"
 #include "kernels/attention/sm90a/load.cuh"
 #include "kernels/attention/sm90a/params.hpp"
 
@@ -9,11 +9,11 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <Sm90Config C>
-struct Sm90Rows : Epilogue<Sm90Shape<C>> {
+struct Sm90Rows : RowParts<Sm90Shape<C>> {
   using S = Sm90Shape<C>;
   using F = typename S::Fragment;
-  using Base = Epilogue<S>;
-  using Base::R, Base::map, Base::p, Base::state, Base::work;
+  using Base = RowParts<S>;
+  using Base::R, Base::map, Base::p, Base::rules, Base::state, Base::work;
 
   const Sm90Params& params;
   /// The tiles that every row sees whole: the first, and how far behind it the last is.
@@ -33,22 +33,22 @@ struct Sm90Rows : Epilogue<Sm90Shape<C>> {
         unmasked_first(facts.unmasked_first),
         unmasked_span(static_cast<unsigned>(facts.unmasked_span)) {
     map.exist = facts.exist;
-    this->scales_at = isa::shared_base() + S::facts_at + buffer * S::fact_bytes +
+    rules.scales_at = isa::shared_base() + S::facts_at + buffer * S::fact_bytes +
                       4 * S::warp_rows * (row_warp % 4);
-    this->dots_at = this->scales_at + S::dots_at;
+    rules.dots_at = rules.scales_at + S::dots_at;
   }
 
   QATTN_DEVICE void start_rows() {
     const float scale = p.scale * tile::log2_e;
-    const bool staged = this->has_staged();  // one branch for all rows
+    const bool staged = rules.has_staged(p);  // one branch for all rows
     if (staged) {
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        this->row_scale[r] = this->template query_scale<S::staged_rows>(r) * scale;
+        rules.row_scale[r] = rules.template query_scale<S::staged_rows>(map, r, state) * scale;
       }
     } else {
 #pragma unroll
-      for (int r = 0; r < R; ++r) this->row_scale[r] = this->query_scale(r) * scale;
+      for (int r = 0; r < R; ++r) rules.row_scale[r] = rules.query_scale(map, r, state) * scale;
     }
   }
 
@@ -149,7 +149,7 @@ struct Sm90Rows : Epilogue<Sm90Shape<C>> {
   /// From those to scores in units of log2. Not 0, which -infinity does not survive; nor does it
   /// NaN, so that such keys make a tile a special one.
   QATTN_DEVICE float edge_scale(int r, float key_scale) const {
-    return fmaxf(this->row_scale[r] * key_scale, formats::kMinNormal);
+    return fmaxf(rules.row_scale[r] * key_scale, formats::kMinNormal);
   }
 
   /// Rows of an edge tile whose scores all lie below the floats, though they see a key: no number

@@ -101,7 +101,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
     for (int r = 0; r < R; ++r) {
       const auto* first = s + 4 * half_tiles * h + 2 * r;
       const auto largest = this->largest_of(first);
-      t.scale[h][r] = this->row_scale[r] * t.x.k[h];
+      t.scale[h][r] = this->rules.row_scale[r] * t.x.k[h];
       const float top = isa::to_float(largest) * t.scale[h][r];
       t.top[r] = h == 0 ? top : fmaxf(t.top[r], top);
     }
@@ -249,7 +249,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
                                                   key / slot_tile * S::tail_bytes + S::inverse_at +
                                                   4 * (key % slot_tile)));
     };
-    this->finish_scores(s, tile, key_scale, [](Scores&) {}, bad_value);
+    this->rules.finish_scores(map, s, tile, key_scale, [](Scores&) {}, bad_value);
     this->hide_half(s, facts.flags);
     float one[S::halves][R];
 #pragma unroll
@@ -264,8 +264,8 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
   template <int N>
   QATTN_DEVICE void load_channel_scales(int first, float (&scale)[N][2]) const {
     const std::int64_t head = work.b * p.k.heads + work.kv_head;
-    this->load_channels(p.v8.channel_scale + head * p.v8.groups * p.v8.channels, p.v8.channels,
-                        first, scale);
+    const float* table = p.v8.channel_scale + head * p.v8.groups * p.v8.channels;
+    Epilogue<S>::load_channels(map, table, p.v8.channels, first, scale);
   }
   template <int N>
   QATTN_DEVICE void scale_channels(int first, const float (&by)[N][2]) {

@@ -97,7 +97,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
     for (int r = 0; r < R; ++r) {
       const std::int32_t* first = s + 4 * half_tiles * h + 2 * r;
       const std::int32_t largest = this->largest_of(first);
-      t.scale[h][r] = this->row_scale[r] * t.x.k[h];
+      t.scale[h][r] = this->rules.row_scale[r] * t.x.k[h];
       const float top = fmaf(isa::to_float(largest), t.scale[h][r], t.x.v_log[h]);
       t.top[r] = h == 0 ? top : fmaxf(t.top[r], top);
     }
@@ -345,10 +345,10 @@ struct TileMaxSoftmax : Sm90Rows<C> {
       return isa::load_shared<float>(stage + S::scale_at + 4 * key);
     };
     const auto bad_value = [&](int key) { return tile::is_nan(table(S::inverse_at, key)); };
-    this->finish_scores(s, tile, key_scale, [](Scores&) {}, bad_value);
+    this->rules.finish_scores(map, s, tile, key_scale, [](Scores&) {}, bad_value);
     this->hide_half(s, facts.flags);
     float far[R] = {}, run[R];  // run: the rows' references
-    this->bring_near(s, far);
+    this->rules.bring_near(p, s, far);
     tile::each_score<F>(s, [&](int, int key, float& x) {
       if (x != -tile::infinity()) x += table(S::log_at, key);
     });
