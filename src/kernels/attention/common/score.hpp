@@ -10,6 +10,13 @@
 #include "kernels/attention/common/params.hpp"
 #include "kernels/attention/common/visible_keys.hpp"
 
+namespace qattn::kernels {
+
+/// Of u8 P, whose largest code stands at its reference.
+inline constexpr float log2_255 = 7.99435343685885793f;
+
+}  // namespace qattn::kernels
+
 namespace qattn::tile {
 
 inline constexpr float log2_e = 1.44269504088896341f, ln_2 = 0.693147180559945309f;

@@ -6,8 +6,6 @@
 
 namespace qattn::kernels {
 
-inline constexpr float log2_255 = 7.99435343685885793f;
-
 inline namespace QATTN_TARGET {
 
 /// The rules of a thread's rows. `S` gives Fragment, KeyFragment, m_tiles, warp_rows, n_tiles,

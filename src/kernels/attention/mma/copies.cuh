@@ -63,8 +63,8 @@ struct TileCopies {
     tile::copy_rows<S::qk_bytes, S::keys, S::threads, S::general>(base + S::k_at + k_buffer,
                                                                   k_source, tile, p.error);
     if constexpr (S::qk_groups) {
-      const std::int64_t row = prepared_row(p.k8, work.kv_head, work.k_slot + tile);
-      const std::uint8_t* from = p.k8.group_scale + row * p.k8.group_bytes;
+      const std::int64_t first = prepared_row(p.k8, work.kv_head, work.k_slot + tile);
+      const std::uint8_t* from = p.k8.group_scale + first * p.k8.group_bytes;
       if (!S::general || p.k8.group_bytes == S::qk_group_bytes) {
         tile::copy_linear<S::threads>(base + S::k_groups_at,
                                       reinterpret_cast<const std::byte*>(from),

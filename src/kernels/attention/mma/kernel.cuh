@@ -16,20 +16,18 @@
 // grouped_values.cuh.
 #pragma once
 
-#include "kernels/attention/mma/values.cuh"
+#include "kernels/attention/mma/rows.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <class S>
-struct MmaAttention : MmaValues<S> {
+struct MmaAttention {
   using Params = AttentionParams;
-  using F = typename S::Fragment;
-  using Base = MmaValues<S>;
-  using Base::M, Base::R, Base::base, Base::channels, Base::map, Base::output, Base::p,
-      Base::rules, Base::state, Base::work;
-  using typename Base::Scores;
-  using Base::Base;
+
+  const Params& p;
+  const WorkTile& work;
+  MmaRows<S> rows{p, work};
 
   // ---- The tiles ------------------------------------------------------------------------------
 
@@ -48,89 +46,37 @@ struct MmaAttention : MmaValues<S> {
     return tile < work.key_begin ? -1 : tile;
   }
 
-  /// Is there more to do to the tile's scores than to scale them?
-  QATTN_DEVICE bool special(int tile, float k_scale) const {
-    return S::general || !map.whole(tile) || this->has_bad_keys(tile, k_scale) ||
-           this->value_flags() != 0;
-  }
-  /// Does that.
-  QATTN_DEVICE void mend_scores(Scores& s, int tile, float k_scale) {
-    const bool edge = !map.whole(tile);
-    const bool bad_values =
-        S::pv_16bit && (edge || p.mask.data != nullptr) && this->clean_values();
-    if constexpr (S::general) {
-      this->finish_scores(s, tile, bad_values);
-    } else {
-      this->mask_edge(s, tile, bad_values);
-      if (this->has_bad_keys(tile, k_scale)) this->spoil_scores(s, tile);
-    }
-    if (this->value_flags() != 0) this->spoil_rows(s);
-    if constexpr (S::e2m1_pv) GroupedValues<MmaValues<S>>{*this}.note_bad(s);
-  }
-
-  /// Softmax and product with V. `Mended`: mend_scores() may have been at work.
-  template <bool Mended>
-  QATTN_DEVICE void attend(Scores& s, float k_scale) {
-    float scale[R];  // from what `s` holds to units of log2
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const float scale_of_keys = Mended && tile::is_nan(k_scale) ? 1.0f : k_scale;
-      scale[r] = S::general    ? 1.0f
-                 : S::qk_16bit ? p.scale * tile::log2_e
-                               : rules.row_scale[r] * scale_of_keys;
-      // Of rows and keys that are zeros the product may be: masked scores are -Inf, and stay it.
-      if constexpr (Mended && !S::general && !S::qk_16bit) scale[r] = fmaxf(scale[r], 0x1p-126f);
-    }
-    if constexpr (S::pv_16bit) {
-      this->attend_16bit(s, scale);
-    } else if constexpr (S::u8) {
-      this->attend_u8(s, scale);
-    } else if constexpr (S::e2m1_pv) {
-      GroupedValues<MmaValues<S>>{*this}.attend_e2m1(s, scale);
-    } else if constexpr (S::pv_groups) {
-      GroupedValues<MmaValues<S>>{*this}.attend_mxfp8(s, scale);
-    } else {
-      this->attend_e4m3(s, scale);
-    }
-  }
-
   QATTN_DEVICE void start_next_keys(int next) {
-    if (next >= 0) this->copies.start_keys(next);
+    if (next >= 0) rows.copies.start_keys(next);
     isa::copy_async_commit();
   }
   /// Before the product of Q and K: V of the tile starts.
   QATTN_DEVICE void start_tile(int tile, int next) {
-    this->copies.start_values(tile);
-    this->copies.start_key_scales(tile);
+    rows.copies.start_values(tile);
+    rows.copies.start_key_scales(tile);
     isa::copy_async_commit();
     if constexpr (S::k_buffers == 2) {
-      this->copies.k_buffer = S::Keys::bytes - this->copies.k_buffer;
+      rows.copies.k_buffer = S::Keys::bytes - rows.copies.k_buffer;
       start_next_keys(next);
     }
   }
   /// Behind it: V is there, and nobody reads K any more.
   QATTN_DEVICE void await_values(int next) {
     isa::copy_async_wait<S::k_buffers - 1>();
-    this->meet();
+    rows.meet();
     if constexpr (S::k_buffers == 1) start_next_keys(next);
   }
 
   QATTN_DEVICE void run_tile(int tile, int next) {
     start_tile(tile, next);
-    const float k_scale = this->key_scale(tile);
-    Scores s;
-    this->multiply_queries(s, tile);
+    const float k_scale = rows.key_scale(tile);
+    typename MmaRows<S>::Scores s;
+    rows.multiply_queries(s, tile);
     await_values(next);
     if constexpr (S::general) {
-      if (!S::pv_16bit && p.v8.channel_scale != nullptr) channels = this->channel_scales(tile);
+      if (!S::pv_16bit && p.v8.channel_scale != nullptr) rows.channels = rows.channel_scales(tile);
     }
-    if (special(tile, k_scale)) {
-      mend_scores(s, tile, k_scale);
-      if constexpr (S::attends_twice) attend<true>(s, k_scale);
-    } else {
-      if constexpr (S::attends_twice) attend<false>(s, k_scale);
-    }
-    if constexpr (!S::attends_twice) attend<true>(s, k_scale);
+    rows.attend_tile(s, tile, k_scale);
   }
 
   /// The tiles of a warp without rows: its share of what all threads do.
@@ -138,11 +84,10 @@ struct MmaAttention : MmaValues<S> {
     while (tile >= 0) {
       const int next = visible_tile(tile - S::keys);
       isa::copy_async_wait<0>();
-      this->meet();
+      rows.meet();
       start_tile(tile, next);
       await_values(next);
-      if (S::pv_16bit && (!map.whole(tile) || p.mask.data != nullptr)) this->clean_values();
-      if (S::u8 && this->value_flags() != 0) this->clear_bad_weights();
+      rows.pass_tile(!rows.map.whole(tile) || p.mask.data != nullptr);
       tile = next;
     }
   }
@@ -151,23 +96,20 @@ struct MmaAttention : MmaValues<S> {
     const int none = work.key_end <= work.key_begin;
     int tile = none ? -1 : visible_tile((work.key_end - 1) / S::keys * S::keys);
     if (tile < 0) return;
-    this->copies.set_sources();
-    this->copies.start_queries();
-    this->copies.start_keys(tile);
+    rows.copies.set_sources();
+    rows.copies.start_queries();
+    rows.copies.start_keys(tile);
     isa::copy_async_commit();
-    this->copies.clear_missing_channels();
-    if (this->idle()) {
+    rows.copies.clear_missing_channels();
+    if (rows.idle()) {
       pass_tiles(tile);
       tile = -1;
     }
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      rules.row_scale[r] = rules.query_scale(map, r, state) * p.scale * tile::log2_e;
-    }
+    rows.scale_queries();
     while (tile >= 0) {
       const int next = visible_tile(tile - S::keys);
       isa::copy_async_wait<0>();
-      this->meet();  // K is there, and nobody reads V any more
+      rows.meet();  // K is there, and nobody reads V any more
       run_tile(tile, next);
       tile = next;
     }
@@ -184,15 +126,16 @@ struct MmaAttention : MmaValues<S> {
       isa::atomic_or_global(p.error, tile::error_sequence);
     }
     if (work.first_row >= work.q.rows) return;
-    MmaAttention self(p, work);
+    MmaAttention self{p, work};
     self.run_tiles();
+    MmaRows<S>& rows = self.rows;
     if constexpr (S::qk_16bit && !S::general) {
-      if (work.key_begin < work.key_end) self.check_operands();
+      if (work.key_begin < work.key_end) rows.check_operands();
     }
-    if constexpr (S::scales_channels && !S::general) self.scale_channels();
-    self.rules.take_offsets(self.map, self.state);
+    if constexpr (S::scales_channels && !S::general) rows.scale_channels();
+    rows.rules.take_offsets(rows.map, rows.state);
     isa::sync_threads();  // the rows leave through the same shared memory
-    self.epilogue().write(self.base, work.split >= 0);
+    rows.epilogue().write(rows.base, work.split >= 0);
   }
 
   /// Did a warp of the Hopper kernel meet in block `index` what it cannot do?

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "kernels/attention/common/ring.hpp"
-#include "kernels/attention/mma/kernel.cuh"
+#include "kernels/attention/mma/rows.cuh"
 #include "kernels/attention/mma/ring_params.hpp"
 
 namespace qattn::kernels {
@@ -144,58 +144,50 @@ struct RingProducer {
 
 /// A warp that owns rows.
 template <class S>
-struct RingAttention : MmaAttention<S> {
-  using Base = MmaAttention<S>;
-  using Base::R, Base::map, Base::marks, Base::p, Base::rules, Base::stage, Base::state,
-      Base::work;
-  using typename Base::Scores;
-  using Base::Base;
-
+struct RingAttention {
+  const AttentionParams& p;
+  const WorkTile& work;
+  MmaRows<S> rows{p, work};
   RingStage<S> ring{};
 
+  /// Where the tile is.
+  QATTN_DEVICE void find_stage() { rows.stage = ring.data(), rows.marks = ring.marks(); }
+
   QATTN_DEVICE void run_tile(int tile) {
-    stage = ring.data(), marks = ring.marks();
-    const float k_scale = this->key_scale(tile);
+    find_stage();
+    const float k_scale = rows.key_scale(tile);
     ring.await_full(S::k_full);
-    Scores s;
-    this->multiply_queries(s, tile);
+    typename MmaRows<S>::Scores s;
+    rows.multiply_queries(s, tile);
     ring.release(S::k_empty);
     ring.await_full(S::v_full);
-    if (this->special(tile, k_scale)) {
-      this->mend_scores(s, tile, k_scale);
-      if constexpr (S::attends_twice) this->template attend<true>(s, k_scale);
-    } else {
-      if constexpr (S::attends_twice) this->template attend<false>(s, k_scale);
-    }
-    if constexpr (!S::attends_twice) this->template attend<true>(s, k_scale);
+    rows.attend_tile(s, tile, k_scale);
     ring.release(S::v_empty);
   }
 
   /// The same of a warp without rows: its share of what all do.
   QATTN_DEVICE void pass_tile(int tile) {
-    stage = ring.data(), marks = ring.marks();
+    find_stage();
     ring.await_full(S::k_full);
     ring.release(S::k_empty);
     ring.await_full(S::v_full);
-    if (S::pv_16bit && !map.whole(tile)) this->clean_values();
-    if (S::u8 && this->value_flags() != 0) this->clear_bad_weights();
+    rows.pass_tile(!rows.map.whole(tile));
     ring.release(S::v_empty);
   }
 
   QATTN_DEVICE void run_tiles() {
-    this->copies.start_queries();
+    rows.copies.start_queries();
     isa::copy_async_commit();
-    const bool idle = this->idle();
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      rules.row_scale[r] = rules.query_scale(map, r, state) * p.scale * tile::log2_e;
-    }
+    const bool idle = rows.idle();
+    rows.scale_queries();
     isa::copy_async_wait<0>();
-    this->meet();
+    rows.meet();
 #pragma unroll
-    for (int step = 0; step < Base::qk_steps; ++step) this->load_queries(step, this->queries[step]);
-    if constexpr (S::qk_16bit) this->check_queries();
-    if constexpr (S::qk_groups) this->find_means();
+    for (int step = 0; step < MmaRows<S>::qk_steps; ++step) {
+      rows.load_queries(step, rows.queries[step]);
+    }
+    if constexpr (S::qk_16bit) rows.check_queries();
+    if constexpr (S::qk_groups) rows.find_means();
     ring.release_queries();
     for (int tile = last_tile<S>(work); tile >= work.key_begin; tile -= S::keys) {
       if (idle) {
@@ -208,12 +200,13 @@ struct RingAttention : MmaAttention<S> {
   }
 
   static QATTN_DEVICE void run(const AttentionParams& p, const WorkTile& work) {
-    RingAttention self(p, work);
+    RingAttention self{p, work};
     if (work.key_begin < work.key_end) self.run_tiles();
-    if constexpr (S::scales_channels) self.scale_channels();
-    self.rules.take_offsets(self.map, self.state);
-    self.meet();  // the rows leave through the same shared memory
-    self.epilogue().write(self.base, work.split >= 0);
+    MmaRows<S>& rows = self.rows;
+    if constexpr (S::scales_channels) rows.scale_channels();
+    rows.rules.take_offsets(rows.map, rows.state);
+    rows.meet();  // the rows leave through the same shared memory
+    rows.epilogue().write(rows.base, work.split >= 0);
   }
 };
 

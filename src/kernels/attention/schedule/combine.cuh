@@ -2,8 +2,9 @@
 // Epilogue::end() ends rows that are nobody's part.
 #pragma once
 
-#include "kernels/attention/common/work_tile.cuh"
 #include "kernels/attention/common/finish.hpp"
+#include "kernels/attention/common/score.hpp"
+#include "kernels/attention/common/work_tile.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

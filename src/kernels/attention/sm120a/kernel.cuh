@@ -3,6 +3,7 @@
 // products with float32 sums have half their rate (docs/internals/geforce.md).
 #pragma once
 
+#include "kernels/attention/mma/kernel.cuh"
 #include "kernels/attention/mma/ring.cuh"
 #include "kernels/attention/sm120a/config.hpp"
 

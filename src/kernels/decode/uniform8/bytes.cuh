@@ -3,8 +3,8 @@
 
 #include "formats/bits.hpp"
 #include "formats/lost_share.hpp"
-#include "isa/isa.hpp"
-#include "kernels/attention/common/work_tile.cuh"
+#include "isa/fragment.hpp"
+#include "kernels/attention/common/score.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
