@@ -9,8 +9,14 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// The rows of a thread: R of them. An `Output` holds what P V has added up, wherever that is, and
-/// can rescale() it, a factor a row.
+/// Holds what P V has added up, wherever that is. rescale() multiplies it, a factor for each of the
+/// R rows of a thread.
+template <class T, int R>
+concept OutputOfRows = requires(T& output, const float (&by)[R]) { output.rescale(by); };
+
+/// The rows of a thread: R of them. `S` gives Fragment, m_tiles, keys, u8; tile_p: is P relative to
+/// its own tile? whole_references: is it to powers of two, which seldom move, and update_max() has
+/// the choice? does_blocks_again: may it be asked for what Hopper's kernel has left?
 template <class S>
 struct RowState {
   using F = typename S::Fragment;
@@ -60,7 +66,7 @@ struct RowState {
   /// Takes the tile's maxima into the references; what was accumulated shrinks accordingly. Where P
   /// is relative to its own tile, or to powers of two, any reference serves that keeps exponentials
   /// in range: it moves only when a maximum is far above it, which is rare.
-  template <class Output>
+  template <OutputOfRows<R> Output>
   QATTN_DEVICE void update_max(const float (&top)[R], Output& output) {
     float rescale[R];
     bool changed = false;
@@ -80,7 +86,7 @@ struct RowState {
   /// Takes a tile's largest exponents of P, to the bit what P itself is made of, from the lanes'
   /// own scores `top`, times `scale`. They ask one another for maxima only when a reference has to
   /// move: beside the key that moves it older exponents are forgotten.
-  template <class Output>
+  template <OutputOfRows<R> Output>
   QATTN_DEVICE void take_peaks(const float (&top)[R], const float (&scale)[R], Output& output) {
     float near[R];
     bool above = false;
@@ -111,7 +117,7 @@ struct RowState {
 
   /// update_max() after bring_near(): maxima of far rows leave V's scales out, which they have no
   /// bits for. `ref`: what is subtracted in exponents of near scores.
-  template <class Output>
+  template <OutputOfRows<R> Output>
   QATTN_DEVICE void update_far_max(const float (&top)[R], const float (&far)[R], float (&ref)[R],
                                    Output& output) {
     float raised[R];
@@ -128,7 +134,8 @@ struct RowState {
   QATTN_DEVICE void add_excess(const std::uint32_t (&count)[R], const float (&share)[R]) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      excess[r] = fmaf(u8_sum_as_float<S>(static_cast<std::int32_t>(count[r])), share[r], excess[r]);
+      const auto codes = static_cast<std::int32_t>(count[r]);
+      excess[r] = fmaf(u8_sum_as_float<S>(codes), share[r], excess[r]);
     }
   }
 };

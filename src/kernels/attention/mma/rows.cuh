@@ -79,7 +79,7 @@ struct MmaRows : MmaValues<S> {
     if constexpr (!S::attends_twice) attend<true>(s, k_scale);
   }
 
-  /// The same of a warp without rows: its share of what all threads do. `cleans`: of clean_values().
+  /// The same of a warp without rows: its share of what all do. `cleans`: of clean_values(), too.
   QATTN_DEVICE void pass_tile(bool cleans) {
     if (S::pv_16bit && cleans) this->clean_values();
     if (S::u8 && this->value_flags() != 0) this->clear_bad_weights();
