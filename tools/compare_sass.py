@@ -2,11 +2,12 @@
 
     python tools/compare_sass.py OLD NEW [--only TEXT]
 
-OLD and NEW are folders of builds with a CUDA backend. Branch targets aside, a kernel's code is the
-same, or it differs: before its first matrix instruction, behind its last one, or between them,
-where its loops are. Prints how many kernels are of each kind, and a line for each that differs
-between, with its number of instructions before and after. Exits with 1 if there is one of these.
-Needs cuobjdump, as gpu_report.py does.
+OLD and NEW are folders of builds with a CUDA backend. A kernel's code is the same to the bit, or it
+differs outside of what lies between its first and its last matrix instruction, or there, too.
+Between lies the body of its loops over keys, but also what ends rows, where a kernel has two such
+loops; what begins a loop may lie before. Prints a line for each kernel that is not the same, with
+its number of instructions before and after, and how many kernels are of each kind. Exits with 1 if
+code differs between, or if a kernel is in one build only. Needs cuobjdump, as gpu_report.py does.
 """
 
 import argparse
@@ -17,27 +18,51 @@ import pathlib
 import re
 import subprocess
 import sys
+import typing
 
 import gpu_report
 
-INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);")
-MATRIX = re.compile(r"(@!?U?P\w+ )?[A-Z]*MMA")
+INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);\s*/\* (0x[0-9a-f]+) \*/")
+SECOND_WORD = re.compile(r"\s*/\* (0x[0-9a-f]+) \*/$")
+PREDICATE = r"(@!?U?P\w+ )?"
+MATRIX = re.compile(PREDICATE + r"[A-Z]*MMA")
+# What holds an address of code, which moves with what is before it.
+JUMP = re.compile(PREDICATE + r"(BRA|BRX|BSSY|CALL|JMP|RET|WARPSYNC|MOV R\d+, 0x[0-9a-f]+$)")
+SAME, OUTSIDE, BETWEEN = "the same", "differ outside", "differ between"
+ALONE, NO_PRODUCTS = "in one build only", "without matrix instructions, differ"
 
 
-def code_of(tools, name):
-    """{(architecture, mangled name): instructions} of an object."""
-    environment = {**os.environ, "PATH": tools + os.pathsep + os.environ["PATH"]}
-    dump = subprocess.run([tools + "/cuobjdump", "-sass", name], env=environment, text=True,
-                          capture_output=True, check=True)
+class Instruction(typing.NamedTuple):
+    text: str
+    words: tuple
+
+    def located(self):
+        """What tells it from others wherever it lies: its text, and when it may start."""
+        if JUMP.match(self.text):
+            return re.sub(r"`?\(?0x[0-9a-f]+\)?", "", self.text)
+        return self.text, self.words[-1] >> 41
+
+
+def instructions_of(text):
+    """{(architecture, mangled name): instructions} of what cuobjdump -sass prints."""
     found, architecture, lines = {}, "", []
-    for line in dump.stdout.splitlines():
+    for line in text.splitlines():
         if match := INSTRUCTION.match(line):
-            lines.append(re.sub(r"0x[0-9a-f]{3,}", "0x", match[1].strip()))
+            lines.append(Instruction(match[1].strip(), (int(match[2], 16),)))
+        elif lines and (match := SECOND_WORD.match(line)):
+            lines[-1] = Instruction(lines[-1].text, (*lines[-1].words, int(match[1], 16)))
         elif match := re.match(r"\s*arch = (sm_\w+)", line):
             architecture = match[1]
         elif match := re.match(r"\s*Function : (\S+)", line):
             lines = found.setdefault((architecture, match[1]), [])
     return found
+
+
+def disassembled(tools, name):
+    environment = {**os.environ, "PATH": tools + os.pathsep + os.environ["PATH"]}
+    dump = subprocess.run([tools + "/cuobjdump", "-sass", name], env=environment, text=True,
+                          capture_output=True, check=True)
+    return instructions_of(dump.stdout)
 
 
 def code(tools, build):
@@ -48,28 +73,43 @@ def code(tools, build):
                if pathlib.Path(name + ".ptxas").exists()]
     found = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for part in pool.map(lambda name: code_of(tools, name), objects):
+        for part in pool.map(lambda name: disassembled(tools, name), objects):
             found.update(part)
     return found
 
 
-def common_start(a, b):
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
-                min(len(a), len(b)))
+def between(lines):
+    """From the first matrix instruction to the last one."""
+    matrix = [i for i, x in enumerate(lines) if MATRIX.match(x.text)]
+    return [x.located() for x in lines[matrix[0]:matrix[-1] + 1]] if matrix else []
 
 
 def kind_of(old, new):
     """Where a kernel's code differs."""
     if old == new:
-        return "the same"
-    matrix = [i for i, line in enumerate(old) if MATRIX.match(line)]
-    if not matrix:
-        return "without matrix instructions, differ"
-    if common_start(old, new) > matrix[-1]:
-        return "differ behind the last matrix instruction"
-    if common_start(old[::-1], new[::-1]) >= len(old) - matrix[0]:
-        return "differ before the first matrix instruction"
-    return "differ between"
+        return SAME
+    a, b = between(old), between(new)
+    if not a and not b:
+        return NO_PRODUCTS
+    return OUTSIDE if a == b else BETWEEN
+
+
+def compare(old, new, only=""):
+    """Prints what differs; returns how many kernels are of each kind."""
+    names = gpu_report.demangled({mangled for _, mangled in old.keys() | new.keys()})
+    kinds = collections.Counter()
+    for key in sorted(old.keys() | new.keys()):
+        name = f"{key[0]} {names[key[1]]}"
+        if only not in name:
+            continue
+        before, after = old.get(key), new.get(key)
+        kind = ALONE if before is None or after is None else kind_of(before, after)
+        kinds[kind] += 1
+        if kind != SAME:
+            print(f"{kind}, {len(before or [])} -> {len(after or [])} instructions: {name}")
+    for kind, count in sorted(kinds.items()):
+        print(f"{count:4} {kind}")
+    return kinds
 
 
 def main():
@@ -79,23 +119,10 @@ def main():
     parser.add_argument("--only", default="", help="kernels whose name holds this text")
     args = parser.parse_args()
     tools = gpu_report.find_cuobjdump() or sys.exit("cuobjdump, nvdisasm: not found")
-    old, new = code(tools, args.old), code(tools, args.new)
-    names = gpu_report.demangled({mangled for _, mangled in old.keys() | new.keys()})
-    kinds = collections.Counter()
-    for key in sorted(old.keys() | new.keys()):
-        name = f"{key[0]} {names[key[1]]}"
-        if args.only not in name:
-            continue
-        if key not in old or key not in new:
-            kinds["in one build only"] += 1
-            continue
-        kind = kind_of(old[key], new[key])
-        kinds[kind] += 1
-        if kind == "differ between":
-            print(f"{len(old[key]):6} -> {len(new[key]):6} instructions: {name}")
-    for kind, count in sorted(kinds.items()):
-        print(f"{count:4} {kind}")
-    sys.exit(1 if kinds["differ between"] else 0)
+    kinds = compare(code(tools, args.old), code(tools, args.new), args.only)
+    if not kinds:
+        sys.exit("no kernel was compared")
+    sys.exit(1 if kinds[BETWEEN] or kinds[ALONE] else 0)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ struct SmallShape {
   using Fragment = isa::MmaFragment;
   static constexpr int m_tiles = 1, keys = 8, rows = 16, channels = 4;
   static constexpr bool tile_p = TileP, whole_references = Whole, does_blocks_again = false;
-  static constexpr bool u8 = TileP;
+  static constexpr bool u8 = false;
 };
 
 /// Where the warps meet: a factor and a sum for each row, and P of a tile.
@@ -35,24 +35,48 @@ struct FarOutput {
   using F = typename S::Fragment;
   static constexpr int R = F::rows * S::m_tiles;
   Places<S> at;
+  int moves = 0;
 
-  QATTN_DEVICE void rescale(const float (&by)[R]) {
+  QATTN_DEVICE void store(const float (&by)[R]) const {
     if (!isa::leads_row<F>(isa::lane())) return;
     for (int r = 0; r < R; ++r) isa::store_shared(at.factors + 4 * F::row(isa::lane(), r), by[r]);
   }
-  QATTN_DEVICE void keep() {
+  QATTN_DEVICE void rescale(const float (&by)[R]) {
+    ++moves;
+    store(by);
+  }
+  /// For tiles that move no reference.
+  QATTN_DEVICE void keep() const {
     float one[R];
     std::fill(one, one + R, 1.0f);
-    rescale(one);
+    store(one);
   }
 };
 static_assert(kernels::OutputOfRows<FarOutput<SmallShape<false, false>>, 2>);
 
 struct Call {
   const float *scores, *v;  ///< [16][tiles * 8], units of log2; [tiles * 8][4]
-  float* out;               ///< [16][4]
+  float *out, *max;         ///< [16][4]; [16] last references
+  int* moves;               ///< tiles that moved references
   int tiles;
 };
+
+/// By the function that kernels with such references call.
+template <class S>
+void take_maxima(kernels::RowState<S>& state, float (&top)[2], FarOutput<S>& output) {
+  constexpr float one[2] = {1.0f, 1.0f}, near[2] = {};
+  if constexpr (S::whole_references) {  // of the lanes' own maxima
+    state.take_peaks(top, one, output);
+  } else {
+    isa::row_maxima<typename S::Fragment>(top);
+    float ref[2];
+    if constexpr (S::tile_p) {
+      state.update_far_max(top, near, ref, output);
+    } else {
+      state.update_max(top, output);
+    }
+  }
+}
 
 template <class S>
 void own_rows(const Call& call) {
@@ -71,10 +95,9 @@ void own_rows(const Call& call) {
       }
       top[r] = std::max(s[r][0], s[r][1]);
     }
-    isa::row_maxima<F>(top);
     output.keep();
     isa::sync_warp();
-    state.update_max(top, output);
+    take_maxima(state, top, output);
     for (int r = 0; r < R; ++r) {
       for (int e = 0; e < F::row_elements; ++e) {
         const float p = isa::exp2(s[r][e] - state.reference(state.max[r]));
@@ -83,14 +106,16 @@ void own_rows(const Call& call) {
         isa::store_shared(output.at.p + 4 * place, p);
       }
     }
-    isa::barrier_sync(1, 64);  // P and factors are there
-    isa::barrier_sync(2, 64);  // and have been read
+    isa::barrier_sync_anywhere(1, 64);  // P and factors are there
+    isa::barrier_sync_anywhere(2, 64);  // and have been read
   }
   isa::add_rows<F>(state.sum);
   for (int r = 0; r < R && isa::leads_row<F>(lane); ++r) {
     isa::store_shared(output.at.sums + 4 * F::row(lane, r), state.sum[r]);
+    isa::store_global(call.max + F::row(lane, r), state.max[r]);
   }
-  isa::barrier_sync(1, 64);
+  if (lane == 0) isa::store_global(call.moves, output.moves);
+  isa::barrier_sync_anywhere(1, 64);
 }
 
 /// Half the channels of a row a lane.
@@ -100,7 +125,7 @@ void own_output(const Call& call) {
   const int row = isa::lane() / 2, first = isa::lane() % 2 * 2;
   float o[2] = {};
   for (int t = 0; t < call.tiles; ++t) {
-    isa::barrier_sync(1, 64);
+    isa::barrier_sync_anywhere(1, 64);
     const float factor = isa::load_shared<float>(at.factors + 4 * row);
     for (int c = 0; c < 2; ++c) {
       o[c] *= factor;
@@ -109,36 +134,47 @@ void own_output(const Call& call) {
         o[c] += p * isa::load_global(call.v + (t * S::keys + j) * S::channels + first + c);
       }
     }
-    isa::barrier_sync(2, 64);
+    isa::barrier_sync_anywhere(2, 64);
   }
-  isa::barrier_sync(1, 64);
+  isa::barrier_sync_anywhere(1, 64);
   const float sum = isa::load_shared<float>(at.sums + 4 * row);
   for (int c = 0; c < 2; ++c) {
     isa::store_global(call.out + row * S::channels + first + c, o[c] / sum);
   }
 }
 
-/// Scores that rise by `step` from tile to tile, so that references have to move, or need not.
+/// Scores that rise by `step` from tile to tile move references in so many tiles of five.
 template <class S>
-void expect_softmax(float step, const Options& options) {
+void expect_softmax(float step, int moves, const Options& options) {
   constexpr int tiles = 5, keys = tiles * S::keys;
   std::mt19937 random(7);
   std::normal_distribution<float> normal;
   std::vector<float> scores(S::rows * keys), v(keys * S::channels), out(S::rows * S::channels);
+  std::vector<float> max(S::rows);
   for (float& x : v) x = normal(random);
   for (std::size_t i = 0; i < scores.size(); ++i) {
     scores[i] = normal(random) + step * static_cast<float>(i % keys / S::keys);
   }
-  const Call call{scores.data(), v.data(), out.data(), tiles};
+  int moved = -1;
+  const Call call{scores.data(), v.data(), out.data(), max.data(), &moved, tiles};
   const std::string error = error_of(64, Places<S>::bytes, options, [&] {
     isa::warp() == 0 ? own_rows<S>(call) : own_output<S>(call);
   });
   ASSERT_EQ(error, "") << describe(options);
+  EXPECT_EQ(moved, moves) << step;
   for (std::size_t row = 0; row < S::rows; ++row) {
+    const float* first = &scores[row * keys];
+    const float top = *std::max_element(first, first + keys);
+    if (S::whole_references) {
+      EXPECT_EQ(max[row], std::ceil(max[row]));
+    } else if (!S::tile_p) {
+      EXPECT_EQ(max[row], top);
+    }
+    EXPECT_NEAR(max[row], top, 9.0f);
     for (std::size_t c = 0; c < S::channels; ++c) {
       double sum = 0, want = 0;
       for (std::size_t j = 0; j < keys; ++j) {
-        const double p = std::exp2(double{scores[row * keys + j]});
+        const double p = std::exp2(double{first[j]});
         sum += p, want += p * double{v[j * S::channels + c]};
       }
       EXPECT_NEAR(out[row * S::channels + c], want / sum, 2e-6) << row << " " << c;
@@ -147,12 +183,19 @@ void expect_softmax(float step, const Options& options) {
 }
 
 TEST(OutputElsewhere, IsRescaledByItsOwner) {
+  using Maxima = SmallShape<false, false>;  // references are the rows' maxima,
+  using Tiles = SmallShape<true, false>;    // or move when one is far above them,
+  using Powers = SmallShape<false, true>;   // and are powers of two
   for (const Options& options : all_schedules()) {
-    for (const float step : {0.0f, 3.0f, 40.0f, -40.0f}) {
-      expect_softmax<SmallShape<false, false>>(step, options);  // references are maxima
-      expect_softmax<SmallShape<true, false>>(step, options);   // they move when one is far above
-      expect_softmax<SmallShape<false, true>>(step, options);   // and are powers of two
-    }
+    expect_softmax<Maxima>(0.0f, 4, options);
+    expect_softmax<Maxima>(3.0f, 4, options);
+    expect_softmax<Maxima>(-40.0f, 0, options);
+    expect_softmax<Tiles>(0.0f, 0, options);
+    expect_softmax<Tiles>(3.0f, 1, options);
+    expect_softmax<Tiles>(40.0f, 4, options);
+    expect_softmax<Powers>(0.0f, 0, options);
+    expect_softmax<Powers>(3.0f, 2, options);
+    expect_softmax<Powers>(40.0f, 4, options);
   }
 }
 
