@@ -1,7 +1,7 @@
 """What it costs that V's codes are 128 larger where u8 P meets them on GPUs (docs/NUMERICS.md).
 
 Usage: python3 direct_sums.py [--seed 0] [--keys 1024 32768 131072]
-Needs numpy only. Sums as AttentionRows::as_float() and add_excess() make them, ended as
+Needs numpy only. Sums as u8_sum_as_float() and RowState::add_excess() make them, ended as
 Epilogue::scale_rows() does, against the same codes and weights in float64. N(0,1) scores; V's
 channel 0 is zeros.
 """

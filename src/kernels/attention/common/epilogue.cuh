@@ -369,9 +369,9 @@ struct Epilogue {
 #pragma unroll
         for (int e = 0; e < F::row_elements; e += 2) {
           const int from = first / F::tile_columns + n;
-          isa::store_shared(row + 2 * map.column(n, e),
-                            pack(map.element(output.o, r, from, e),
-                                 map.element(output.o, r, from, e + 1)));
+          isa::store_shared(
+              row + 2 * map.column(n, e),
+              pack(map.element(output.o, r, from, e), map.element(output.o, r, from, e + 1)));
         }
       }
     }

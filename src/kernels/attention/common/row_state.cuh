@@ -10,7 +10,7 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 /// Holds what P V has added up, wherever that is. rescale() multiplies it, a factor for each of the
-/// R rows of a thread.
+/// R rows of a thread. All lanes of a warp call it, or none, where no reference moves.
 template <class T, int R>
 concept OutputOfRows = requires(T& output, const float (&by)[R]) { output.rescale(by); };
 
@@ -128,9 +128,10 @@ struct RowState {
     for (int r = 0; r < R; ++r) ref[r] = reference(max[r]) - far[r];
   }
 
-  /// What the 128 add to each channel, the part of this lane. `count`: its sums of a tile's P;
-  /// `share`: the tile's weight, times u8_share_unit. (With the sums of all four lanes a channel of
-  /// zeros would end as exactly 0; their shuffles cost 5 % at D 64, 1 % at D 128, H200.)
+  /// What V's codes, 128 too large (register_output.cuh), add to each channel, the part of this
+  /// lane. `count`: its sums of a tile's P; `share`: the tile's weight, times u8_share_unit. (With
+  /// the sums of all four lanes a channel of zeros would end as exactly 0; their shuffles cost 5 %
+  /// at D 64, 1 % at D 128, H200.)
   QATTN_DEVICE void add_excess(const std::uint32_t (&count)[R], const float (&share)[R]) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {

@@ -12,7 +12,7 @@
 
 namespace qattn::kernels {
 
-/// Of u8 P, whose largest code stands at its reference.
+/// log2 of u8 P's largest code.
 inline constexpr float log2_255 = 7.99435343685885793f;
 
 }  // namespace qattn::kernels

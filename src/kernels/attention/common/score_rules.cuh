@@ -36,8 +36,8 @@ struct ScoreRules {
     if constexpr (Staged) {
       return isa::load_shared<float>(staged + 4 * (map.local_row(r) - map.warp * S::warp_rows));
     } else {
-      return isa::load_global(
-          table + prepared_row(map.p.q8, map.head(r), map.work.q_slot + map.query(r)));
+      return isa::load_global(table +
+                              prepared_row(map.p.q8, map.head(r), map.work.q_slot + map.query(r)));
     }
   }
 
@@ -111,8 +111,7 @@ struct ScoreRules {
       float slope[R];
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        const std::int64_t at =
-            map.work.b * p.alibi.stride[0] + rows[r].head * p.alibi.stride[1];
+        const std::int64_t at = map.work.b * p.alibi.stride[0] + rows[r].head * p.alibi.stride[1];
         slope[r] = tile::load_number(p.alibi.data, p.alibi.format, at);
       }
       tile::each_score<K>(s, [&](int r, int key, float& x) {

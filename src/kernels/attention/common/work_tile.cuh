@@ -129,7 +129,7 @@ QATTN_DEVICE WorkTile locate_work(const AttentionParams& p, int index, int rows,
   return w;
 }
 
-/// Which of its operand's prepared rows that is.
+/// Number of the row of `head` and `slot` among an operand's prepared rows.
 QATTN_DEVICE std::int64_t prepared_row(const PreparedRows& x, int head, std::int64_t slot) {
   return head * x.slots + slot;
 }

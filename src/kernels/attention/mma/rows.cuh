@@ -10,9 +10,9 @@ inline namespace QATTN_TARGET {
 template <class S>
 struct MmaRows : MmaValues<S> {
   using Base = MmaValues<S>;
+  using Base::Base;
   using Base::R, Base::map, Base::p, Base::rules, Base::state;
   using typename Base::Scores;
-  using Base::Base;
 
   /// From products to scores.
   QATTN_DEVICE void scale_queries() {
@@ -30,8 +30,7 @@ struct MmaRows : MmaValues<S> {
   /// Does that.
   QATTN_DEVICE void mend_scores(Scores& s, int tile, float k_scale) {
     const bool edge = !map.whole(tile);
-    const bool bad_values =
-        S::pv_16bit && (edge || p.mask.data != nullptr) && this->clean_values();
+    const bool bad_values = S::pv_16bit && (edge || p.mask.data != nullptr) && this->clean_values();
     if constexpr (S::general) {
       this->finish_scores(s, tile, bad_values);
     } else {

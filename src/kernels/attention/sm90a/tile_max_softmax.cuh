@@ -20,7 +20,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
   static constexpr int half_tiles = slot_tile / 8;  ///< score tiles in 64 keys
 
   std::uint32_t codes[S::keys / 32][4];  ///< P: A fragments of the products with V
-  float share[R];       ///< weight of the tile for each unit of P, times Base::share_unit
+  float share[R];       ///< weight of the tile for each unit of P, times u8_share_unit
   float poison = 0.0f;  ///< NaN once a scale of K was
 
   QATTN_DEVICE TileMaxSoftmax(const Sm90Params& a, const WorkTile& w, const TileRange& facts,
