@@ -10,12 +10,12 @@
 #pragma once
 
 #include "formats/e4m3.hpp"
-#include "kernels/attention/mma/scores.cuh"
+#include "kernels/attention/mma/values.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-/// `Kernel`: MmaValues.
+/// `Kernel`: MmaRows.
 template <class Kernel>
 struct GroupedValues {
   using S = typename Kernel::Shape;
@@ -25,11 +25,13 @@ struct GroupedValues {
   using Scores = typename Kernel::Scores;
   static constexpr int M = Kernel::M, R = Kernel::R, steps = S::v_bytes / 32;
   /// Channel tiles that are multiplied at a time.
-  static constexpr int together = Kernel::value_chunk;
+  static constexpr int together = MmaValues<Kernel>::value_chunk;
   using Codes = std::uint32_t[steps][M][4];
   using Scales = std::uint32_t[M];
 
   Kernel& k;
+
+  QATTN_DEVICE MmaValues<Kernel> values() const { return {k}; }
 
   // ---- Rounding of P --------------------------------------------------------------------------
 
@@ -70,8 +72,7 @@ struct GroupedValues {
           top[h] = fmaxf(top[h], isa::shuffle_xor(top[h], 1)) * (1.0f / 6);
         }
         const std::uint32_t codes = isa::pack_e4m3(top[0], top[1]);
-        const isa::Pair by =
-            isa::unpack_f16(isa::unpack_e4m3(static_cast<std::uint16_t>(codes)));
+        const isa::Pair by = isa::unpack_f16(isa::unpack_e4m3(static_cast<std::uint16_t>(codes)));
         const float factor[2] = {by.lo > 0.0f ? isa::reciprocal(by.lo) : 0.0f,
                                  by.hi > 0.0f ? isa::reciprocal(by.hi) : 0.0f};
 #pragma unroll
@@ -101,9 +102,8 @@ struct GroupedValues {
         for (int h = 0; h < 2; ++h) {
           float e[8];
           exponentials(s, 2 * m + h, 4 * half, scale[2 * m + h], offset[2 * m + h], e);
-          const float top = isa::join_row<F>(largest(e), [](float x, float y) {
-            return fmaxf(x, y);
-          });
+          const float top =
+              isa::join_row<F>(largest(e), [](float x, float y) { return fmaxf(x, y); });
           const auto exponent =
               static_cast<std::int32_t>((formats::bits_of(top) + above_448) >> 23) -
               formats::E4m3::emax;
@@ -111,10 +111,10 @@ struct GroupedValues {
           const float factor = formats::float_of((254 - biased) << 23);
 #pragma unroll
           for (int i = 0; i < 8; ++i) e[i] *= factor;
-          a[half][m][h] = isa::pack_e4m3(e[0], e[1]) |
-                          std::uint32_t{isa::pack_e4m3(e[2], e[3])} << 16;
-          a[half][m][h + 2] = isa::pack_e4m3(e[4], e[5]) |
-                              std::uint32_t{isa::pack_e4m3(e[6], e[7])} << 16;
+          a[half][m][h] = isa::pack_e4m3(e[0], e[1]) | std::uint32_t{isa::pack_e4m3(e[2], e[3])}
+                                                           << 16;
+          a[half][m][h + 2] = isa::pack_e4m3(e[4], e[5]) | std::uint32_t{isa::pack_e4m3(e[6], e[7])}
+                                                               << 16;
           code[h] |= biased << 8 * half;
         }
       }
@@ -209,7 +209,7 @@ struct GroupedValues {
 
   QATTN_DEVICE void attend_e2m1(Scores& s, const float (&scale)[R]) const {
     float top[R], share[R], offset[R];
-    k.scaled_maxima(s, scale, top);
+    values().scaled_maxima(s, scale, top);
     k.state.update_max(top, k.output);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -227,7 +227,7 @@ struct GroupedValues {
 #pragma unroll
       for (int n = 0; n < together; ++n) {
         const isa::Pair by =
-            S::general ? k.channel_scale(8 * (first + n)) : isa::Pair{1.0f, 1.0f};
+            S::general ? values().channel_scale(8 * (first + n)) : isa::Pair{1.0f, 1.0f};
 #pragma unroll
         for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -244,7 +244,7 @@ struct GroupedValues {
 
   QATTN_DEVICE void attend_mxfp8(Scores& s, const float (&scale)[R]) const {
     float top[R], one[R], offset[R];
-    k.scaled_maxima(s, scale, top);
+    values().scaled_maxima(s, scale, top);
     k.state.update_max(top, k.output);
 #pragma unroll
     for (int r = 0; r < R; ++r) one[r] = 1.0f, offset[r] = -k.state.reference(k.state.max[r]);
@@ -252,7 +252,7 @@ struct GroupedValues {
     Scales sa;
     round_mxfp8(s, scale, offset, a, sa);
     add_weights(a, sa, one);
-    k.multiply_in_place([&](int first, float(&acc)[M][together][4]) {
+    values().multiply_in_place([&](int first, float (&acc)[M][together][4]) {
       multiply<together>(a, sa, 8 * first, acc);
     });
   }

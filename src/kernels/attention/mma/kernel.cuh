@@ -69,12 +69,13 @@ struct MmaAttention {
 
   QATTN_DEVICE void run_tile(int tile, int next) {
     start_tile(tile, next);
-    const float k_scale = rows.key_scale(tile);
+    const float k_scale = rows.bad().key_scale(tile);
     typename MmaRows<S>::Scores s;
-    rows.multiply_queries(s, tile);
+    rows.product().multiply_queries(s, tile);
     await_values(next);
     if constexpr (S::general) {
-      if (!S::pv_16bit && p.v8.channel_scale != nullptr) rows.channels = rows.channel_scales(tile);
+      if (!S::pv_16bit && p.v8.channel_scale != nullptr)
+        rows.channels = rows.values().channel_scales(tile);
     }
     rows.attend_tile(s, tile, k_scale);
   }
@@ -130,9 +131,9 @@ struct MmaAttention {
     self.run_tiles();
     MmaRows<S>& rows = self.rows;
     if constexpr (S::qk_16bit && !S::general) {
-      if (work.key_begin < work.key_end) rows.check_operands();
+      if (work.key_begin < work.key_end) rows.bad().check_operands();
     }
-    if constexpr (S::scales_channels && !S::general) rows.scale_channels();
+    if constexpr (S::scales_channels && !S::general) rows.values().scale_channels();
     rows.rules.take_offsets(rows.map, rows.state);
     isa::sync_threads();  // the rows leave through the same shared memory
     rows.epilogue().write(rows.base, work.split >= 0);

@@ -9,8 +9,8 @@
 #pragma once
 
 #include "kernels/attention/common/ring.hpp"
-#include "kernels/attention/mma/rows.cuh"
 #include "kernels/attention/mma/ring_params.hpp"
+#include "kernels/attention/mma/rows.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -77,9 +77,7 @@ struct RingProducer {
   }
   /// Where a token lies in a tensor's map.
   QATTN_DEVICE int token(int tile) const { return static_cast<int>(work.k.begin) + tile; }
-  QATTN_DEVICE int batch(const tile::Rows& x) const {
-    return x.cu_seqlens != nullptr ? 0 : work.b;
-  }
+  QATTN_DEVICE int batch(const tile::Rows& x) const { return x.cu_seqlens != nullptr ? 0 : work.b; }
   /// The first of a tile's slots in all prepared rows.
   QATTN_DEVICE std::int64_t slot(int tile, std::int64_t slots) const {
     return work.kv_head * slots + work.k_slot + tile;
@@ -155,10 +153,10 @@ struct RingAttention {
 
   QATTN_DEVICE void run_tile(int tile) {
     find_stage();
-    const float k_scale = rows.key_scale(tile);
+    const float k_scale = rows.bad().key_scale(tile);
     ring.await_full(S::k_full);
     typename MmaRows<S>::Scores s;
-    rows.multiply_queries(s, tile);
+    rows.product().multiply_queries(s, tile);
     ring.release(S::k_empty);
     ring.await_full(S::v_full);
     rows.attend_tile(s, tile, k_scale);
@@ -184,10 +182,10 @@ struct RingAttention {
     rows.meet();
 #pragma unroll
     for (int step = 0; step < MmaRows<S>::qk_steps; ++step) {
-      rows.load_queries(step, rows.queries[step]);
+      rows.product().load_queries(step, rows.queries[step]);
     }
-    if constexpr (S::qk_16bit) rows.check_queries();
-    if constexpr (S::qk_groups) rows.find_means();
+    if constexpr (S::qk_16bit) rows.bad().check_queries();
+    if constexpr (S::qk_groups) rows.product().find_means();
     ring.release_queries();
     for (int tile = last_tile<S>(work); tile >= work.key_begin; tile -= S::keys) {
       if (idle) {
@@ -203,7 +201,7 @@ struct RingAttention {
     RingAttention self{p, work};
     if (work.key_begin < work.key_end) self.run_tiles();
     MmaRows<S>& rows = self.rows;
-    if constexpr (S::scales_channels) rows.scale_channels();
+    if constexpr (S::scales_channels) rows.values().scale_channels();
     rows.rules.take_offsets(rows.map, rows.state);
     rows.meet();  // the rows leave through the same shared memory
     rows.epilogue().write(rows.base, work.split >= 0);

@@ -3,38 +3,39 @@
 #pragma once
 
 #include "formats/lost_share.hpp"
-#include "kernels/attention/mma/grouped_values.cuh"
+#include "kernels/attention/common/row_state.cuh"
+#include "kernels/attention/mma/bad_values.cuh"
+#include "kernels/attention/mma/product.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-template <class S>
-struct MmaValues : MmaScores<S> {
-  using Shape = S;
+/// Softmax, P and its product with V. `Kernel`: MmaRows.
+template <class Kernel>
+struct MmaValues {
+  using S = typename Kernel::Shape;
   using F = typename S::Fragment;
   using K = typename S::KeyFragment;
   using V = typename S::Values;
-  using Base = MmaScores<S>;
-  using Base::M, Base::R, Base::base, Base::map, Base::output, Base::p, Base::state, Base::work;
-  using typename Base::Scores;
+  using Scores = typename Kernel::Scores;
+  static constexpr int M = Kernel::M, R = Kernel::R;
 
-  const float* channels = nullptr;    // V's scales of the tile, where they are per channel
-  isa::Accumulator<S::pv> surplus[R];  // of u8 P times V, unless S::direct_sums
+  Kernel& k;
+
+  /// What a tile's weight is multiplied with to join P V.
   static constexpr float share_unit = S::direct_sums ? u8_share_unit : 1.0f;
-
-  using Base::Base;
 
   // ---- Softmax and product with V -------------------------------------------------------------
 
   /// The largest of this lane's numbers of the tile.
-  QATTN_DEVICE void lane_maxima(Scores& s, float (&top)[R]) {
+  QATTN_DEVICE void lane_maxima(Scores& s, float (&top)[R]) const {
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
     // In the order in which the products end: a tree of maxima was 2 % slower on an H200.
     tile::each_score<K>(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
   }
   /// Of all four lanes that share a row the largest of scale[r] * score.
-  QATTN_DEVICE void scaled_maxima(Scores& s, const float (&scale)[R], float (&top)[R]) {
+  QATTN_DEVICE void scaled_maxima(Scores& s, const float (&scale)[R], float (&top)[R]) const {
     lane_maxima(s, top);
 #pragma unroll
     for (int r = 0; r < R; ++r) top[r] *= scale[r];
@@ -42,12 +43,12 @@ struct MmaValues : MmaScores<S> {
   }
 
   /// 16-bit P. The matrix unit sums rows, as a product with a column of ones, or lanes do.
-  QATTN_DEVICE void attend_16bit(Scores& s, const float (&scale)[R]) {
+  QATTN_DEVICE void attend_16bit(Scores& s, const float (&scale)[R]) const {
     float top[R], mass[M][1][4] = {};
     lane_maxima(s, top);
-    state.take_peaks(top, scale, output);
+    k.state.take_peaks(top, scale, k.output);
     constexpr std::uint32_t two_ones = S::pv == Element::f16 ? 0x3c003c00 : 0x3f803f80;
-    const std::uint32_t one = map.lane < 4 ? two_ones : 0;  // in column 0, which lane t = 0 sums
+    const std::uint32_t one = k.map.lane < 4 ? two_ones : 0;  // in column 0, which lane t = 0 sums
     const std::uint32_t ones[1][2] = {{one, one}};
 #pragma unroll
     for (int step = 0; step < S::keys / 16; ++step) {
@@ -58,10 +59,10 @@ struct MmaValues : MmaScores<S> {
         for (int i = 0; i < 4; ++i) {  // register i: row half i % 2, score tile 2 step + i / 2
           const int r = 2 * m + i % 2;
           const float* x = s[m][2 * step + i / 2] + i % 2 * 2;
-          const float lo = isa::exp2(fmaf(x[0], scale[r], -state.max[r]));
-          const float hi = isa::exp2(fmaf(x[1], scale[r], -state.max[r]));
+          const float lo = isa::exp2(fmaf(x[0], scale[r], -k.state.max[r]));
+          const float hi = isa::exp2(fmaf(x[1], scale[r], -k.state.max[r]));
           a[m][i] = S::pv == Element::f16 ? isa::pack_f16(lo, hi) : isa::pack_bf16(lo, hi);
-          if constexpr (S::lane_sums) add_halves(a[m][i], state.sum[r]);
+          if constexpr (S::lane_sums) add_halves(a[m][i], k.state.sum[r]);
         }
       }
       if constexpr (!S::lane_sums) {
@@ -74,7 +75,7 @@ struct MmaValues : MmaScores<S> {
       multiply_16bit(step, a);
     }
 #pragma unroll
-    for (int r = 0; !S::lane_sums && r < R; ++r) state.sum[r] += mass[r / 2][0][r % 2 * 2];
+    for (int r = 0; !S::lane_sums && r < R; ++r) k.state.sum[r] += mass[r / 2][0][r % 2 * 2];
   }
   QATTN_DEVICE static void add_halves(std::uint32_t pair, float& to) {
     const isa::Pair x = S::pv == Element::f16 ? isa::unpack_f16(pair) : isa::unpack_bf16(pair);
@@ -82,16 +83,17 @@ struct MmaValues : MmaScores<S> {
   }
 
   /// out += P V for 16 keys.
-  QATTN_DEVICE void multiply_16bit(int step, const std::uint32_t (&a)[M][4]) {
+  QATTN_DEVICE void multiply_16bit(int step, const std::uint32_t (&a)[M][4]) const {
     constexpr int pairs = S::d_tiles / 2, chunk = pairs % 4 == 0 ? 4 : 3;
     const SharedAddress v =
-        V::place(this->at_stage(S::v_at), step * 16 + map.lane % 16, map.lane / 16 * 16);
+        V::place(k.at_stage(S::v_at), step * 16 + k.map.lane % 16, k.map.lane / 16 * 16);
 #pragma unroll
     for (int first = 0; first < pairs; first += chunk) multiply_channels<chunk>(first, v, a);
   }
 
   template <int Pairs>
-  QATTN_DEVICE void multiply_channels(int first, SharedAddress v, const std::uint32_t (&a)[M][4]) {
+  QATTN_DEVICE void multiply_channels(int first, SharedAddress v,
+                                      const std::uint32_t (&a)[M][4]) const {
     std::uint32_t r[Pairs][4], b[2 * Pairs][2];
     SharedAddress row[Pairs];
 #pragma unroll
@@ -101,13 +103,7 @@ struct MmaValues : MmaScores<S> {
     for (int n = 0; n < 2 * Pairs; ++n) {
       b[n][0] = r[n / 2][n % 2 * 2], b[n][1] = r[n / 2][n % 2 * 2 + 1];
     }
-    isa::mma_at<S::pv, S::pv, M, 2 * Pairs>(output.o, 2 * first, a, b);
-  }
-
-  /// TileFlags of the V tile in shared memory, as far as they matter here.
-  QATTN_DEVICE std::uint32_t value_flags() const {
-    if constexpr (S::pv_16bit) return 0;
-    return isa::load_shared<std::uint32_t>(this->at_stage(S::tail_at) + 8 * S::keys) & tile_has_bad;
+    isa::mma_at<S::pv, S::pv, M, 2 * Pairs>(k.output.o, 2 * first, a, b);
   }
 
   // ---- u8 P -----------------------------------------------------------------------------------
@@ -115,11 +111,11 @@ struct MmaValues : MmaScores<S> {
   using Codes = std::uint32_t[S::keys / 32][M][4];
 
   /// u8 P, relative to its own row's maximum in this tile. `log`: log2 of V's token scales.
-  QATTN_DEVICE void attend_u8(Scores& s, const float (&scale)[R]) {
-    const SharedAddress tail = this->at_stage(S::tail_at);
-    const int column = map.lane % 4 * 2;
+  QATTN_DEVICE void attend_u8(Scores& s, const float (&scale)[R]) const {
+    const SharedAddress tail = k.at_stage(S::tail_at);
+    const int column = k.map.lane % 4 * 2;
     float far[R] = {}, run[R];  // run: the rows' references
-    if constexpr (S::general) this->rules.bring_near(p, s, far);
+    if constexpr (S::general) k.rules.bring_near(k.p, s, far);
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
       const auto log = isa::load_shared<isa::Words2>(tail + 4 * (8 * n + column));
@@ -137,16 +133,16 @@ struct MmaValues : MmaScores<S> {
     for (int r = 0; r < R; ++r) one[r] = 1.0f;
     scaled_maxima(s, one, top);
     if constexpr (S::general) {
-      state.update_far_max(top, far, run, output);
+      k.state.update_far_max(top, far, run, k.output);
     } else {
-      state.update_max(top, output);
+      k.state.update_max(top, k.output);
 #pragma unroll
-      for (int r = 0; r < R; ++r) run[r] = state.reference(state.max[r]);
+      for (int r = 0; r < R; ++r) run[r] = k.state.reference(k.state.max[r]);
     }
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       share[r] = isa::exp2(top[r] - run[r]) * (share_unit / 255);
-      top[r] = state.reference(top[r]) - log2_255;
+      top[r] = k.state.reference(top[r]) - log2_255;
     }
     Codes a;
     float before[R];
@@ -172,8 +168,8 @@ struct MmaValues : MmaScores<S> {
   /// Codes of P, of which 255 stands at 2^ref, and the row sums, which take P unrounded. `before`:
   /// this lane's sums of P, in codes, before rounding.
   QATTN_DEVICE void round_p(const Scores& s, const float (&ref)[R], const float (&share)[R],
-                            Codes& a, float (&before)[R]) {
-    const SharedAddress inverse = weight_address(map.lane % 4 * 2);
+                            Codes& a, float (&before)[R]) const {
+    const SharedAddress inverse = MmaBadValues<Kernel>{k}.weight_address(k.map.lane % 4 * 2);
     float mass[R] = {};
 #pragma unroll
     for (int r = 0; r < R; ++r) before[r] = 0.0f;
@@ -198,7 +194,7 @@ struct MmaValues : MmaScores<S> {
     }
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      state.sum[r] = fmaf(mass[r], share[r] * (1.0f / share_unit), state.sum[r]);
+      k.state.sum[r] = fmaf(mass[r], share[r] * (1.0f / share_unit), k.state.sum[r]);
     }
   }
 
@@ -206,7 +202,7 @@ struct MmaValues : MmaScores<S> {
   /// far, a bit each. `before`: of this lane, the sum of P before rounding. Lanes that have lost
   /// less than that by themselves spare the others the question.
   QATTN_DEVICE unsigned find_lossy(const std::uint32_t (&count)[R], const float (&share)[R],
-                                   const float (&before)[R]) {
+                                   const float (&before)[R]) const {
     float lost[R], most[R];
     bool some = false;
 #pragma unroll
@@ -216,11 +212,11 @@ struct MmaValues : MmaScores<S> {
       if constexpr (S::direct_sums) {  // in the units of `excess`
         lost[r] *= 0x1p-75f;
         lost[r] *= share[r] * 0x1p-74f;
-        most[r] = fmaf(u8_sum_as_float<S>(codes), share[r], state.excess[r]) * formats::kMostLost;
+        most[r] = fmaf(u8_sum_as_float<S>(codes), share[r], k.state.excess[r]) * formats::kMostLost;
       } else {  // which nothing else needs here
         lost[r] *= share[r];
-        state.excess[r] = fmaf(isa::to_float(codes), share[r], state.excess[r]);
-        most[r] = state.excess[r] * formats::kMostLost;
+        k.state.excess[r] = fmaf(isa::to_float(codes), share[r], k.state.excess[r]);
+        most[r] = k.state.excess[r] * formats::kMostLost;
       }
       some |= fabsf(lost[r]) > most[r];
     }
@@ -235,7 +231,7 @@ struct MmaValues : MmaScores<S> {
 
   /// Codes rounded down of the rows in `lossy`, and what they leave, in 1 / 255 of a code.
   QATTN_DEVICE void split_codes(const Scores& s, const float (&ref)[R], unsigned lossy, Codes& a,
-                                Codes& rest) {
+                                Codes& rest) const {
 #pragma unroll
     for (int n = 0; n < S::n_tiles; n += 2) {
 #pragma unroll
@@ -273,23 +269,23 @@ struct MmaValues : MmaScores<S> {
 
   /// What P V has too much, because V's codes are 128 too large: as a sum of its own, or for
   /// multiply_bytes().
-  QATTN_DEVICE void take_count(std::uint32_t (&count)[R], const float (&share)[R]) {
+  QATTN_DEVICE void take_count(std::uint32_t (&count)[R], const float (&share)[R]) const {
     if constexpr (S::direct_sums) {
-      state.add_excess(count, share);
+      k.state.add_excess(count, share);
     } else {
       isa::add_rows<F>(count);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        surplus[r] = static_cast<std::int32_t>(count[r] * value_offset);
+        k.surplus[r] = static_cast<std::int32_t>(count[r] * value_offset);
       }
     }
   }
 
   /// e4m3 P, 2^8 times itself relative to the running maximum.
-  QATTN_DEVICE void attend_e4m3(Scores& s, const float (&scale)[R]) {
+  QATTN_DEVICE void attend_e4m3(Scores& s, const float (&scale)[R]) const {
     float top[R];
     scaled_maxima(s, scale, top);
-    state.update_max(top, output);
+    k.state.update_max(top, k.output);
     float one[R];
     Codes a;
 #pragma unroll
@@ -297,7 +293,7 @@ struct MmaValues : MmaScores<S> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int r = 2 * m + h;
-        const float offset = S::p_log2 - state.reference(state.max[r]);
+        const float offset = S::p_log2 - k.state.reference(k.state.max[r]);
         one[r] = 1.0f;
         const auto pack = [&](const float* x) {
           return std::uint32_t{isa::pack_e4m3(isa::exp2(fmaf(x[0], scale[r], offset)),
@@ -315,30 +311,6 @@ struct MmaValues : MmaScores<S> {
     } else {
       multiply_bytes(a, one);
     }
-  }
-
-  /// NaN in the place of what rows see of bad tokens of V: codes are zeros there, 1 / scale NaN.
-  QATTN_DEVICE void spoil_rows(Scores& s) {
-    tile::each_score<K>(s, [&](int, int key, float& x) {
-      if (x != -tile::infinity() && tile::is_nan(isa::load_shared<float>(weight_address(key)))) {
-        x = tile::quiet_nan();
-      }
-    });
-    if constexpr (S::u8) clear_bad_weights();
-  }
-  /// Where 1 / scale of a token of V is.
-  QATTN_DEVICE SharedAddress weight_address(int key) const {
-    return this->at_stage(S::tail_at) + 4 * (S::keys + key);
-  }
-  /// Zeros in the place of NaN, for rows that do not see such tokens.
-  QATTN_DEVICE void clear_bad_weights() {
-    Base::meet();  // all have seen the NaN
-    if (isa::thread() < S::keys) {
-      const SharedAddress at = weight_address(isa::thread());
-      if (tile::is_nan(isa::load_shared<float>(at))) isa::store_shared(at, 0.0f);
-    }
-    if constexpr (S::ring) isa::fence_async_proxy();  // a bulk copy writes there next
-    Base::meet();
   }
 
   /// acc = or, if not `Zero`, += the product of 64 keys.
@@ -364,10 +336,10 @@ struct MmaValues : MmaScores<S> {
   }
 
   /// Row sums of the rounded e4m3 P: an extra row of V holds ones.
-  QATTN_DEVICE void add_weights(const Codes& a) {
+  QATTN_DEVICE void add_weights(const Codes& a) const {
     std::uint32_t r[1][4];
     const SharedAddress row[1] = {
-        V::place(this->at_stage(S::v_at), S::d + map.lane % 8, map.lane / 8 * 16)};
+        V::place(k.at_stage(S::v_at), S::d + k.map.lane % 8, k.map.lane / 8 * 16)};
     isa::load_matrix<1>(r, row);
     isa::Accumulator<S::pv> acc[M][1][4];
     const std::uint32_t b0[1][2] = {{r[0][0], r[0][1]}}, b1[1][2] = {{r[0][2], r[0][3]}};
@@ -376,7 +348,7 @@ struct MmaValues : MmaScores<S> {
     for (int m = 0; m < M; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // column 0 lies in lane t = 0, the others hold zeros
-        state.sum[2 * m + h] += acc[m][0][2 * h] + acc[m][0][2 * h + 1];
+        k.state.sum[2 * m + h] += acc[m][0][2 * h] + acc[m][0][2 * h + 1];
       }
     }
   }
@@ -386,9 +358,8 @@ struct MmaValues : MmaScores<S> {
 
   /// acc = or, if not `Zero`, += P V of channel tiles [first, first + value_chunk).
   template <bool Zero = true>
-  QATTN_DEVICE void multiply_chunk(const Codes& a, int first,
-                                   Products& acc) {
-    const SharedAddress v = V::place(this->at_stage(S::v_at), map.lane % 8, map.lane / 8 * 16);
+  QATTN_DEVICE void multiply_chunk(const Codes& a, int first, Products& acc) const {
+    const SharedAddress v = V::place(k.at_stage(S::v_at), k.map.lane % 8, k.map.lane / 8 * 16);
     std::uint32_t r[value_chunk][4], b0[value_chunk][2], b1[value_chunk][2];
     SharedAddress row[value_chunk];
 #pragma unroll
@@ -405,7 +376,7 @@ struct MmaValues : MmaScores<S> {
   /// only sums of 64 keys see the matrix unit's accumulator, which is narrow for FP8 (Hopper's
   /// wgmma keeps 13 fraction bits; the same is reported of Ada). The products of the next channels
   /// are under way while these are added.
-  QATTN_DEVICE void multiply_bytes(const Codes& a, const float (&share)[R]) {
+  QATTN_DEVICE void multiply_bytes(const Codes& a, const float (&share)[R]) const {
     Products acc[2];
     multiply_chunk(a, 0, acc[0]);
 #pragma unroll
@@ -424,10 +395,11 @@ struct MmaValues : MmaScores<S> {
             if constexpr (S::direct_sums) {
               x = u8_sum_as_float<S>(product);
             } else {
-              x = isa::to_float(S::u8 ? product - surplus[2 * m + i / 2] : product);
+              x = isa::to_float(S::u8 ? product - k.surplus[2 * m + i / 2] : product);
             }
             if constexpr (S::general) x *= i % 2 == 0 ? by.lo : by.hi;
-            output.o[m][first + n][i] = fmaf(x, share[2 * m + i / 2], output.o[m][first + n][i]);
+            k.output.o[m][first + n][i] =
+                fmaf(x, share[2 * m + i / 2], k.output.o[m][first + n][i]);
           }
         }
       }
@@ -437,15 +409,15 @@ struct MmaValues : MmaScores<S> {
   /// out += P V in the matrix unit, whose sums hold 25 bits where there are scales.
   /// multiply(first, acc): acc += P V of channel tiles [first, first + value_chunk).
   template <class Multiply>
-  QATTN_DEVICE void multiply_in_place(Multiply multiply) {
+  QATTN_DEVICE void multiply_in_place(Multiply multiply) const {
 #pragma unroll
     for (int first = 0; first < S::d_tiles; first += value_chunk) {
       float acc[M][value_chunk][4];
 #pragma unroll
-      for (int i = 0; i < M * value_chunk * 4; ++i) at(acc, 0, i) = at(output.o, first, i);
+      for (int i = 0; i < M * value_chunk * 4; ++i) at(acc, 0, i) = at(k.output.o, first, i);
       multiply(first, acc);
 #pragma unroll
-      for (int i = 0; i < M * value_chunk * 4; ++i) at(output.o, first, i) = at(acc, 0, i);
+      for (int i = 0; i < M * value_chunk * 4; ++i) at(k.output.o, first, i) = at(acc, 0, i);
     }
   }
   /// Number i of a chunk of accumulators.
@@ -456,30 +428,30 @@ struct MmaValues : MmaScores<S> {
 
   /// The scales per channel of a tile of V, where there are any.
   QATTN_DEVICE const float* channel_scales(int tile) const {
-    return p.v8.channel_scale +
-           channel_group(p.v8, p.k, work.k, work.b, work.kv_head, tile) * p.v8.channels;
+    return k.p.v8.channel_scale +
+           channel_group(k.p.v8, k.p.k, k.work.k, k.work.b, k.work.kv_head, tile) * k.p.v8.channels;
   }
 
   /// out *= V's scales, where one a channel serves all tiles.
-  QATTN_DEVICE void scale_channels() {
-    channels = channel_scales(0);
+  QATTN_DEVICE void scale_channels() const {
+    k.channels = channel_scales(0);
 #pragma unroll
     for (int n = 0; n < S::d_tiles; ++n) {
       const isa::Pair by = channel_scale(8 * n);
 #pragma unroll
       for (int m = 0; m < M; ++m) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) output.o[m][n][i] *= i % 2 == 0 ? by.lo : by.hi;
+        for (int i = 0; i < 4; ++i) k.output.o[m][n][i] *= i % 2 == 0 ? by.lo : by.hi;
       }
     }
   }
 
   /// V's scales of this thread's two channels behind `first`; 1 where scales are per token.
   QATTN_DEVICE isa::Pair channel_scale(int first) const {
-    if (channels == nullptr) return {1.0f, 1.0f};
-    const int c = first + map.lane % 4 * 2;
-    if (c >= p.v8.channels) return {0.0f, 0.0f};
-    return {isa::load_global(channels + c), isa::load_global(channels + c + 1)};
+    if (k.channels == nullptr) return {1.0f, 1.0f};
+    const int c = first + k.map.lane % 4 * 2;
+    if (c >= k.p.v8.channels) return {0.0f, 0.0f};
+    return {isa::load_global(k.channels + c), isa::load_global(k.channels + c + 1)};
   }
 };
 
