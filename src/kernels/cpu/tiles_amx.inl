@@ -28,9 +28,13 @@ static inline void configure(int rows, int step_bytes) {
     c.rows[6 + i] = static_cast<std::uint8_t>(step_bytes / 4);
     c.row_bytes[6 + i] = 64;
   }
-  // GCC's intrinsic says that it reads eight bytes, so that stores to the others may be left out.
-  __asm__ volatile("" : : "r"(&c) : "memory");
-  _tile_loadconfig(&c);
+  // GCC's intrinsic says that it reads eight bytes: stores to the others might be left out.
+  std::uint64_t words[8];
+  static_assert(sizeof words == sizeof c);
+  __builtin_memcpy(words, &c, sizeof c);
+  alignas(64) volatile std::uint64_t stored[8];
+  for (int i = 0; i < 8; ++i) stored[i] = words[i];
+  _tile_loadconfig(const_cast<const std::uint64_t*>(stored));
 }
 
 enum class Product { s8u8, u8s8, bf16 };

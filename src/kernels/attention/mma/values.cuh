@@ -1,5 +1,4 @@
-// Second half of the mma.sync prefill kernel (kernel.cuh): online softmax, rounding of P, product
-// with V.
+// Softmax of the mma.sync prefill kernels: references, P in its format, and its product with V.
 #pragma once
 
 #include "formats/lost_share.hpp"
