@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "emulate.hpp"
-#include "kernels/attention/common/row_state.cuh"
+#include "kernels/attention/rows/row_state.cuh"
 
 namespace qattn::isa_test {
 namespace {

@@ -2,9 +2,9 @@
 // came to shared memory.
 #pragma once
 
-#include "kernels/attention/common/row_parts.cuh"
 #include "kernels/attention/mma/copies.cuh"
 #include "kernels/attention/mma/grouped_values.cuh"
+#include "kernels/attention/rows/epilogue.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

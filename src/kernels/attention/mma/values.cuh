@@ -2,9 +2,9 @@
 #pragma once
 
 #include "formats/lost_share.hpp"
-#include "kernels/attention/common/row_state.cuh"
 #include "kernels/attention/mma/bad_values.cuh"
 #include "kernels/attention/mma/product.cuh"
+#include "kernels/attention/rows/row_state.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

@@ -1,7 +1,7 @@
 // What every softmax of the Hopper prefill kernel knows of its rows.
 #pragma once
 
-#include "kernels/attention/common/row_parts.cuh"
+#include "kernels/attention/rows/epilogue.cuh"
 #include "kernels/attention/sm90a/load.cuh"
 #include "kernels/attention/sm90a/params.hpp"
 
@@ -9,12 +9,18 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <Sm90Config C>
-struct Sm90Rows : RowParts<Sm90Shape<C>> {
+struct Sm90Rows {
   using S = Sm90Shape<C>;
   using F = typename S::Fragment;
-  using Base = RowParts<S>;
-  using Base::R, Base::map, Base::p, Base::rules, Base::state, Base::work;
+  using Scores = typename ScoreRules<S>::Scores;
+  static constexpr int M = S::m_tiles, R = F::rows * M;
 
+  const AttentionParams& p;
+  const WorkTile& work;
+  RowMap<S> map;
+  RegisterOutput<S> output;
+  RowState<S> state;
+  ScoreRules<S> rules;
   const Sm90Params& params;
   /// The tiles that every row sees whole: the first, and how far behind it the last is.
   int unmasked_first;
@@ -28,7 +34,10 @@ struct Sm90Rows : RowParts<Sm90Shape<C>> {
   /// `buffer`: Q's.
   QATTN_DEVICE Sm90Rows(const Sm90Params& a, const WorkTile& w, const TileRange& facts,
                         int row_warp, int buffer)
-      : Base(a, w, row_warp),
+      : p(a),
+        work(w),
+        map(a, w, row_warp),
+        state(a),
         params(a),
         unmasked_first(facts.unmasked_first),
         unmasked_span(static_cast<unsigned>(facts.unmasked_span)) {
@@ -37,6 +46,8 @@ struct Sm90Rows : RowParts<Sm90Shape<C>> {
                       4 * S::warp_rows * (row_warp % 4);
     rules.dots_at = rules.scales_at + S::dots_at;
   }
+
+  QATTN_DEVICE Epilogue<S> epilogue() { return {map, state, output}; }
 
   QATTN_DEVICE void start_rows() {
     const float scale = p.scale * tile::log2_e;
@@ -126,7 +137,7 @@ struct Sm90Rows : RowParts<Sm90Shape<C>> {
   /// Products, -infinity where a row does not see the key.
   template <class Product>
   QATTN_DEVICE void edge_products(const Product* s, const EdgeBounds& b,
-                                  typename Base::Scores& y) const {
+                                  Scores& y) const {
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
 #pragma unroll
@@ -164,7 +175,7 @@ struct Sm90Rows : RowParts<Sm90Shape<C>> {
   }
 
   /// Hides what the block mask forbids of scores that are ready.
-  QATTN_DEVICE static void hide_half(typename Base::Scores& s, std::uint32_t flags) {
+  QATTN_DEVICE static void hide_half(Scores& s, std::uint32_t flags) {
     if (hidden_halves(flags) == 0) return;
     tile::each_score<F>(s, [&](int, int key, float& x) {
       if ((hidden_halves(flags) >> key / slot_tile & 1) != 0) x = -tile::infinity();

@@ -3,7 +3,7 @@
 // stores them while the consumer is at its next rows.
 #pragma once
 
-#include "kernels/attention/common/epilogue.cuh"
+#include "kernels/attention/rows/epilogue.cuh"
 #include "kernels/attention/sm90a/load.cuh"
 
 namespace qattn::kernels {

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "isa/fragment.hpp"
-#include "kernels/attention/common/register_output.cuh"
 #include "kernels/attention/common/score.hpp"
+#include "kernels/attention/rows/register_output.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

@@ -3,7 +3,7 @@
 
 #include "formats/bits.hpp"
 #include "kernels/attention/common/finish.hpp"
-#include "kernels/attention/common/score_rules.cuh"
+#include "kernels/attention/rows/score_rules.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

@@ -1,8 +1,8 @@
 // What prefill kernels do to scores before the softmax.
 #pragma once
 
-#include "kernels/attention/common/row_map.cuh"
-#include "kernels/attention/common/row_state.cuh"
+#include "kernels/attention/rows/row_map.cuh"
+#include "kernels/attention/rows/row_state.cuh"
 
 namespace qattn::kernels {
 
