@@ -9,8 +9,11 @@
 /// read memory.
 static inline void memory_is_read() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 
-template <Product QK, bool Codes>
+/// QParts: of a value of Q and K; Parts: of a value of P (half_row()), 0: P is codes.
+template <Product QK, int QParts, int Parts>
 class Attention {
+  static constexpr bool Codes = Parts == 0;
+
  public:
   explicit Attention(const AttentionRows& rows) : x_(rows), two_rows_(rows.rows > 16) {
     slots_[0].rest = rest_[0], slots_[1].rest = rest_[1];
@@ -38,15 +41,17 @@ class Attention {
   }
 
  private:
-  static constexpr int p_bytes = Codes ? 1 : 2, most_value = 512;  // channels of V
+  static constexpr int p_bytes = Codes ? 1 : 2, p_row = tile_keys * (Codes ? 1 : Parts) * p_bytes;
+  static constexpr int most_value = 512;  // channels of V
 
   /// A tile of keys under way. Two take turns: the next one's sums may be written while the last
   /// one's P is still read.
   struct Slot {
     alignas(64) std::int32_t sums[tile_rows * tile_keys];  ///< then scores
-    alignas(64) std::uint8_t p[tile_rows * tile_keys * p_bytes];
+    alignas(64) std::uint8_t p[tile_rows * p_row];
     alignas(64) float alpha[tile_rows], beta[tile_rows];
-    std::uint8_t* rest;  ///< [tile_rows][tile_keys], as SoftmaxTile's
+    alignas(64) float far[tile_rows] = {};  ///< biased: what scores are relative to (far_score())
+    std::uint8_t* rest;                     ///< [tile_rows][tile_keys], as SoftmaxTile's
     std::uint32_t lossy;
     std::uint32_t below;  ///< rows that see a key whose score lies below the floats
   };
@@ -92,35 +97,40 @@ class Attention {
   }
 
   /// Keys [j, j + 32) of a tile times Q.
-  void multiply_keys(const AttentionTile& t, int j, std::int32_t* sums) const {
-    const int width = x_.width_bytes;
+  [[gnu::always_inline]] void multiply_keys(const AttentionTile& t, int j,
+                                            std::int32_t* sums) const {
+    const int width = x_.width_bytes, part = width / QParts;
     const TileOperands operands{static_cast<const char*>(x_.q),
                                 width,
                                 static_cast<const char*>(t.k) + std::int64_t{j} * width,
                                 64,
                                 std::int64_t{16} * width,
-                                1024};
+                                1024,
+                                part,
+                                std::int64_t{16} * part};
     memory_is_read();
     clear_sums();
-    accumulate_steps<QK>(operands, 0, width / 64, two_rows_, true);
+    accumulate_parts<QK, QParts>(operands, part / 64, two_rows_, true);
     put_sums(sums + j, tile_keys * 4, true);
   }
 
   /// P times channels [c, c + 32) of V: sums of codes by themselves, floats on top of `out`.
-  void multiply_values(const AttentionTile& t, const Slot& slot, int c) {
+  [[gnu::always_inline]] void multiply_values(const AttentionTile& t, const Slot& slot, int c) {
     const std::int64_t stride = std::int64_t{x_.channels} * 4;
     const TileOperands operands{reinterpret_cast<const char*>(slot.p),
-                                tile_keys * p_bytes,
+                                p_row,
                                 static_cast<const char*>(t.v) + c * 4,
                                 stride,
                                 64,
-                                16 * stride};
+                                16 * stride,
+                                tile_keys * p_bytes,
+                                tile_keys * p_bytes * std::int64_t{x_.channels}};
     const bool two = c + 16 < x_.channels;
     const int steps = (seen_keys(t) * p_bytes + 63) / 64;
     memory_is_read();
     if constexpr (Codes) {
       clear_sums();
-      accumulate_steps<Product::u8s8>(operands, 0, steps, two_rows_, two);
+      accumulate_parts<Product::u8s8, 1>(operands, steps, two_rows_, two);
       put_sums(products_ + c, stride, two);
     } else {
       float* out = x_.out + c;
@@ -128,7 +138,7 @@ class Attention {
       if (two) _tile_loadd(1, out + 16, stride);
       if (two_rows_) _tile_loadd(2, out + 16 * x_.channels, stride);
       if (two_rows_ && two) _tile_loadd(3, out + 16 * x_.channels + 16, stride);
-      accumulate_steps<Product::bf16>(operands, 0, steps, two_rows_, two);
+      accumulate_parts<Product::bf16, Parts>(operands, steps, two_rows_, two);
       put_sums(out, stride, two);
     }
   }
@@ -160,7 +170,9 @@ class Attention {
     for (int first = 0; first < x_.rows; first += 16) {
       alignas(64) float references[16];
       const F top = v::load(tops + first);
-      const F old = v::mul(v::load(x_.max + first), v::set(log2_e));
+      F old = v::load(x_.max + first);
+      if (x_.biased) old = v::sub(old, v::load(slot.far + first));
+      old = v::mul(old, v::set(log2_e));
       const F reference = Codes ? top : v::max(old, top);
       // A row that sees nothing: any reference makes its P zero.
       const auto some = _mm512_cmp_ps_mask(reference, v::set(minus_infinity), _CMP_NEQ_UQ);
@@ -195,7 +207,9 @@ class Attention {
     if (x_.change.change != nullptr) {
       score_row<QK, false>(row, x_.q_scale[r], correction, tables_, 1.0f);
       bool low = x_.change.change(x_.change.context, t.first, r, row);
-      const F top = octaves_of_row<Codes>(row, tables_, low);
+      const float far = x_.biased ? far_score(row) : 0.0f;
+      slot.far[r] = far;
+      const F top = octaves_of_row<Codes>(row, far, tables_, low);
       slot.below |= (low ? 1u : 0u) << r;
       return top;
     }
@@ -212,8 +226,8 @@ class Attention {
     return code_row(scores_of(slot, r), v::set(reference), t.v_inverse, slot.p + r * tile_keys);
   }
   static F halves_of(Slot& slot, int r, float reference) {
-    return half_row(scores_of(slot, r), v::set(reference),
-                    reinterpret_cast<std::uint16_t*>(slot.p) + r * tile_keys);
+    return half_row<Parts>(scores_of(slot, r), v::set(reference),
+                           reinterpret_cast<std::uint16_t*>(slot.p + r * p_row));
   }
 
   /// Rows [first, first + 16) whose codes lose too much get a second byte of P (SoftmaxTile).
@@ -246,11 +260,17 @@ class Attention {
   void update_state(const AttentionTile& t, Slot& slot, int first, F top, F added) {
     const __mmask16 none = _mm512_cmp_ps_mask(top, v::set(minus_infinity), _CMP_EQ_OQ);
     const F old = v::load(x_.max + first), old_sum = v::load(x_.sum + first);
-    const F here = v::mul(top, v::set(1.0f / log2_e));
+    const F own = v::mul(top, v::set(1.0f / log2_e));
+    F far = v::set(0.0f), here = own;
+    if (x_.biased) {
+      far = v::load(slot.far + first);
+      // The running maximum of a far row leaves V's scales out, for which it has no bits.
+      here = _mm512_mask_mov_ps(own, _mm512_cmp_ps_mask(far, v::set(0.0f), _CMP_NEQ_OQ), far);
+    }
     // The larger one, and NaN once there is one.
     F now = v::max(old, here);
     now = _mm512_mask_mov_ps(now, _mm512_cmp_ps_mask(old, old, _CMP_UNORD_Q), old);
-    const F local = Codes ? exp_minus(here, now) : v::set(1.0f);
+    const F local = Codes ? exp_minus(own, v::sub(now, far)) : v::set(1.0f);
     const F beta = Codes ? v::mul(local, v::set(1.0f / 255.0f)) : local;
     const F alpha = _mm512_mask_mov_ps(exp_minus(old, now), none, v::set(1.0f));
     const F sum = v::fma(added, beta, v::mul(old_sum, alpha));
@@ -311,22 +331,31 @@ class Attention {
 };
 
 bool attends(Engine engine, Rounding rounding, int rows, int width_bytes) {
-  const bool codes = rounding == Rounding::u8_token || rounding == Rounding::u8;
-  return rows >= least_tile_rows && width_bytes % 64 == 0 && engine != Engine::f32 &&
-         (codes || rounding == Rounding::bf16);
+  const int parts = is_split(engine) ? parts_of(engine) : 1;
+  const bool known = rounding == Rounding::u8_token || rounding == Rounding::u8 ||
+                     rounding == Rounding::bf16 || rounding == Rounding::f16;
+  return known && rows >= least_tile_rows && engine != Engine::f32 &&
+         width_bytes % (64 * parts) == 0;
+}
+
+/// Attention with scores from products QK.
+template <Product QK, int QParts>
+static void attend_with(const AttentionRows& x, const AttentionTile* tiles, int count) {
+  if (x.rounding == Rounding::bf16) {
+    Attention<QK, QParts, 1>(x).run(tiles, count);
+  } else if (x.rounding == Rounding::f16) {
+    Attention<QK, QParts, 2>(x).run(tiles, count);
+  } else {
+    Attention<QK, QParts, 0>(x).run(tiles, count);
+  }
 }
 
 void attend(const AttentionRows& x, const AttentionTile* tiles, int count) {
-  const bool codes = x.rounding != Rounding::bf16;
-  if (x.engine == Engine::bf16) {
-    if (codes) {
-      Attention<Product::bf16, true>(x).run(tiles, count);
-    } else {
-      Attention<Product::bf16, false>(x).run(tiles, count);
-    }
-  } else if (codes) {
-    Attention<Product::s8u8, true>(x).run(tiles, count);
+  if (x.engine == Engine::integer) {
+    attend_with<Product::s8u8, 1>(x, tiles, count);
+  } else if (x.engine == Engine::bf16x2) {
+    attend_with<Product::bf16, 2>(x, tiles, count);
   } else {
-    Attention<Product::s8u8, false>(x).run(tiles, count);
+    attend_with<Product::bf16, 1>(x, tiles, count);
   }
 }

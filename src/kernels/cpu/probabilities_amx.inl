@@ -47,16 +47,26 @@ static inline F score_row(float* row, float q_scale, std::int32_t correction, co
   return top;
 }
 
-/// Changed scores to octaves, with what their tile adds; returns their maxima by lane, NaN if one
-/// is. `low`: has one left the floats, for which it is too low in octaves alone?
+/// The largest score of a row where that is so large that octaves or V's scales would have too
+/// few bits, else 0.
+static inline float far_score(const float* row) {
+  F top = v::set(minus_infinity);
+  for (int j = 0; j < tile_keys; j += v::lanes) top = v::max(top, v::load(row + j));
+  const float most = v::reduce_max(top);
+  const bool far = (most > 4096.0f || most < -4096.0f) && most != minus_infinity;
+  return far ? most : 0.0f;
+}
+
+/// Changed scores, less `far`, to octaves, with what their tile adds; returns their maxima by lane,
+/// NaN if one is. `low`: has one left the floats, for which it is too low in octaves alone?
 template <bool Biased>
-static inline F octaves_of_row(float* row, const ScoreTables& t, bool& low) {
-  const F unit = v::set(log2_e), lowest = v::set(minus_infinity);
+static inline F octaves_of_row(float* row, float far, const ScoreTables& t, bool& low) {
+  const F unit = v::set(log2_e), lowest = v::set(minus_infinity), less = v::set(far);
   F top = lowest;
   v::Mask nan = v::no_lanes();
   unsigned left = 0;
   for (int j = 0; j < tile_keys; j += v::lanes) {
-    const F x = v::load(row + j);
+    const F x = v::sub(v::load(row + j), less);
     const F s = Biased ? v::fma(x, unit, v::load(t.bias + j)) : v::mul(x, unit);
     v::store(row + j, s);
     nan = v::or_nan(nan, s);
@@ -145,16 +155,31 @@ static inline void code_row_twice(const float* s, F reference, std::uint8_t* cod
   }
 }
 
-/// One row of P in bf16; returns the sum of the rounded values by lane.
+static inline F nearest_f16(F x) {
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+/// One row of P in bf16 (one part) or f16 (two), [Parts][tile_keys]; returns the sum
+/// of the rounded values by lane.
+template <int Parts>
 static inline F half_row(const float* s, F reference, std::uint16_t* p) {
   const I pair_of_ones = v::set_i(0x3F803F80);
   F sum = v::set(0.0f);
   for (int j = 0; j < tile_keys; j += 32) {
-    const F a = octaves(v::sub(v::load(s + j), reference));
-    const F b = octaves(v::sub(v::load(s + j + 16), reference));
-    const auto both = reinterpret_cast<I>(_mm512_cvtne2ps_pbh(b, a));
-    v::store_i(p + j, both);
-    sum = v::dot2(sum, both, pair_of_ones);
+    F a = octaves(v::sub(v::load(s + j), reference));
+    F b = octaves(v::sub(v::load(s + j + 16), reference));
+    if constexpr (Parts == 2) {
+      a = nearest_f16(a);
+      b = nearest_f16(b);
+    }
+    if constexpr (Parts > 1) sum = v::add(sum, v::add(a, b));
+    for (int part = 0; part < Parts; ++part) {
+      const auto both = reinterpret_cast<I>(_mm512_cvtne2ps_pbh(b, a));
+      v::store_i(p + part * tile_keys + j, both);
+      if constexpr (Parts == 1) sum = v::dot2(sum, both, pair_of_ones);
+      a = v::sub(a, lower_floats(both));
+      b = v::sub(b, upper_floats(both));
+    }
   }
   return sum;
 }

@@ -325,6 +325,9 @@ constexpr auto pv_u8s8_rows = nullptr;
 #else
 constexpr auto attend = nullptr;
 constexpr auto attends = nullptr;
+constexpr auto split_bf16 = nullptr;
+constexpr auto qk_bf16x2 = nullptr;
+constexpr auto pv_bf16x2 = nullptr;
 constexpr auto qk_s8 = qk_s8_lanes;
 constexpr auto pv_u8s8 = pv_u8s8_lanes;
 #if defined(QATTN_NATIVE_BF16)
@@ -355,6 +358,8 @@ const KernelTable table = {
     .qk_s8 = qk_s8,
     .qk_f32 = qk_f32,
     .qk_bf16 = qk_bf16,
+    .split_bf16 = split_bf16,
+    .qk_bf16x2 = qk_bf16x2,
     .softmax = softmax,
     .attend = attend,
     .attends = attends,
@@ -364,6 +369,7 @@ const KernelTable table = {
     .pv_u8s8_rows = pv_u8s8_rows,
     .pv_f32 = pv_f32,
     .pv_bf16 = pv_bf16,
+    .pv_bf16x2 = pv_bf16x2,
     .finite_rows = finite_rows,
     .qk_float_rows = qk_float_rows,
     .pv_float_rows = pv_float_rows,

@@ -65,6 +65,7 @@ struct TileOperands {
   std::int64_t a_stride;
   const char* b;
   std::int64_t b_stride, b_group, b_step;
+  std::int64_t a_part = 0, b_part = 0;  ///< between the parts of sums
 };
 
 template <Product P>
@@ -79,10 +80,25 @@ static inline void accumulate_steps(const TileOperands& x, int first, int steps,
   }
 }
 
+/// A and B are sums of so many parts: all their products.
+template <Product P, int Parts>
+static inline void accumulate_parts(const TileOperands& x, int steps, bool two_rows,
+                                    bool two_columns) {
+  if constexpr (Parts == 1) return accumulate_steps<P>(x, 0, steps, two_rows, two_columns);
+  for (int i = 0; i < Parts; ++i) {
+    for (int j = 0; j < Parts; ++j) {
+      TileOperands part = x;
+      part.a += i * x.a_part;
+      part.b += j * x.b_part;
+      accumulate_steps<P>(part, 0, steps, two_rows, two_columns);
+    }
+  }
+}
+
 /// C = A B for up to 32 rows and 32 columns, into buffer[32][32] of 32-bit sums. `bytes` of A's
-/// rows are contracted. A rest under 64 bytes runs first, under a shape of its own: C survives a
-/// change of configuration only in memory.
-template <Product P>
+/// rows are contracted. A rest under 64 bytes, which sums of parts do not have, runs first, under a
+/// shape of its own: C survives a change of configuration only in memory.
+template <Product P, int Parts = 1>
 static inline void tile_block(const TileOperands& x, int rows, int bytes, bool two_columns,
                               std::int32_t* buffer) {
   const bool two_rows = rows > 16;
@@ -101,7 +117,7 @@ static inline void tile_block(const TileOperands& x, int rows, int bytes, bool t
   };
   if (tail == 0) {
     clear();
-    accumulate_steps<P>(x, 0, steps, two_rows, two_columns);
+    accumulate_parts<P, Parts>(x, steps, two_rows, two_columns);
     put();
     return;
   }
@@ -125,22 +141,25 @@ static inline F sums(const std::int32_t* buffer, std::int32_t correction, Produc
   return v::to_float(v::add_i(v::load_i(buffer), v::set_i(correction)));
 }
 
-template <Product P>
+template <Product P, int Parts = 1>
 static inline void tile_qk(const void* q, int rows, const void* k, int keys, int width_bytes,
                            const float* q_scale, const std::int32_t* correction,
                            const float* k_scale, float* scores) {
   alignas(64) std::int32_t buffer[32 * 32];
   if (width_bytes % 64 == 0) configure(rows, 64);
+  const std::int64_t row_bytes = std::int64_t{Parts} * width_bytes;
   for (int j = 0; j < keys; j += 32) {
     const bool two = j + 16 < keys;
-    // A panel of 16 keys is width_bytes / 4 rows of 64 bytes; 16 of them are one step.
+    // A panel of 16 keys is row_bytes / 4 rows of 64 bytes; 16 of them are one step.
     const TileOperands x{static_cast<const char*>(q),
-                         width_bytes,
-                         static_cast<const char*>(k) + std::int64_t{j} * width_bytes,
+                         row_bytes,
+                         static_cast<const char*>(k) + j * row_bytes,
                          64,
-                         std::int64_t{16} * width_bytes,
-                         1024};
-    tile_block<P>(x, rows, width_bytes, two, buffer);
+                         16 * row_bytes,
+                         1024,
+                         width_bytes,
+                         std::int64_t{16} * width_bytes};
+    tile_block<P, Parts>(x, rows, width_bytes, two, buffer);
     for (int r = 0; r < rows; ++r) {
       const std::int32_t start = P == Product::bf16 ? 0 : correction[r];
       const F scale = v::set(q_scale[r]);
@@ -154,9 +173,9 @@ static inline void tile_qk(const void* q, int rows, const void* k, int keys, int
   _tile_release();
 }
 
-template <Product P>
+template <Product P, int Parts = 1>
 static inline void tile_pv(const void* p, int rows, const void* values, int width_bytes,
-                           int row_bytes, int channels, const float* alpha, const float* beta,
+                           int part_bytes, int channels, const float* alpha, const float* beta,
                            const float* v_scale, float* out) {
   alignas(64) std::int32_t buffer[32 * 32];
   if (width_bytes % 64 == 0) configure(rows, 64);
@@ -164,12 +183,14 @@ static inline void tile_pv(const void* p, int rows, const void* values, int widt
     const bool two = c + 16 < channels;
     const std::int64_t stride = std::int64_t{channels} * 4;
     const TileOperands x{static_cast<const char*>(p),
-                         row_bytes,
+                         std::int64_t{Parts} * part_bytes,
                          static_cast<const char*>(values) + c * 4,
                          stride,
                          64,
-                         16 * stride};
-    tile_block<P>(x, rows, width_bytes, two, buffer);
+                         16 * stride,
+                         part_bytes,
+                         std::int64_t{part_bytes} * channels};
+    tile_block<P, Parts>(x, rows, width_bytes, two, buffer);
     for (int r = 0; r < rows; ++r) {
       for (int n = 0; n < (two ? 32 : 16); n += 16) {
         F t = sums(buffer + r * 32 + n, 0, P);
@@ -218,6 +239,42 @@ void pv_bf16(const std::uint16_t* p, int rows, const std::uint16_t* value, int k
   }
   tile_pv<Product::bf16>(p, rows, value, keys * 2, tile_keys * 2, channels, alpha, beta, v_scale,
                          out);
+}
+
+/// Two vectors of bf16 side by side as floats.
+static inline F lower_floats(I halves) {
+  const I wide = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(halves));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+static inline F upper_floats(I halves) {
+  const I wide = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(halves, 1));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+void split_bf16(const float* x, int n, int stride, std::uint16_t* out) {
+  const F most = v::set(0x1.FEp127f);  // what is above it must not round to Inf
+  const F least = v::sub(v::set(0.0f), most);
+  for (int i = 0; i < n; i += v::lanes) {
+    F rest = v::load(x + i);
+    // Of a NaN both return the second one.
+    F near = _mm512_max_ps(least, _mm512_min_ps(most, rest));
+    for (int part = 0; part < 2; ++part) {
+      const auto halves = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(near));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + part * stride + i), halves);
+      rest = v::sub(rest, lower_floats(_mm512_castsi256_si512(halves)));
+      near = rest;
+    }
+  }
+}
+
+void qk_bf16x2(const std::uint16_t* q, int rows, const std::uint16_t* k, int keys, int d,
+               const float* q_scale, const float* k_scale, float* scores) {
+  tile_qk<Product::bf16, 2>(q, rows, k, keys, d * 2, q_scale, nullptr, k_scale, scores);
+}
+void pv_bf16x2(const std::uint16_t* p, int rows, const std::uint16_t* value, int keys, int channels,
+               const float* alpha, const float* beta, float* out) {
+  tile_pv<Product::bf16, 2>(p, rows, value, (keys + 31) / 32 * 64, tile_keys * 2, channels, alpha,
+                            beta, nullptr, out);
 }
 
 /// Sums of a block on tiles, which join what `out` holds. Few rows too: a row's bits must not

@@ -18,8 +18,17 @@ static_assert(4 * (2 * tile_keys * 256 + 2 * tile_rows * 256 + 2 * tile_rows * t
               512 * 1024);
 
 /// What multiplies: the panels' element type. bf16 panels hold bf16 values and, exactly, every
-/// value of the 8- and 4-bit floats without their outermost scale.
-enum class Engine : std::int32_t { f32, bf16, integer };
+/// value of the 8- and 4-bit floats without their outermost scale. bf16x2 holds a value as a sum
+/// of two bf16, which is exact for f16 (KernelTable::split_bf16()).
+enum class Engine : std::int32_t { f32, bf16, bf16x2, integer };
+
+/// bf16 values that hold one value together; 0: other elements.
+constexpr int parts_of(Engine e) { return e == Engine::bf16 ? 1 : e == Engine::bf16x2 ? 2 : 0; }
+constexpr bool is_split(Engine e) { return parts_of(e) > 1; }
+/// Of one value in panels.
+constexpr int bytes_of(Engine e) {
+  return e == Engine::integer ? 1 : e == Engine::f32 ? 4 : 2 * parts_of(e);
+}
 
 /// Element types that load_row() reads.
 enum class Element : std::int32_t { f32, f16, bf16 };
@@ -78,6 +87,9 @@ struct AttentionRows {
   float* out;                       ///< [rows][channels] not yet divided
   int channels;
   ScoreChange change;  ///< knows windows, too; none: nothing but windows
+  /// It adds biases, which may be of any size, that leave log of V's scale or even P's exponents no
+  /// bits. What a row's scores have in common is taken off them then.
+  bool biased = false;
 };
 
 /// One tile of keys of attend().
@@ -216,6 +228,12 @@ struct KernelTable {
   /// The same for bf16: q rows of `d2` pairs, k panels [d2][16][2]. Null where not native.
   void (*qk_bf16)(const std::uint16_t* q, int rows, const std::uint16_t* k, int keys, int d2,
                   const float* q_scale, const float* k_scale, float* scores);
+  /// x[i] as out[i] + out[stride + i], the larger one first, for n floats, a multiple of 16. This
+  /// and the products of such sums are null where there are none.
+  void (*split_bf16)(const float* x, int n, int stride, std::uint16_t* out);
+  /// qk_bf16() of sums: q rows [2][d], k panels [2][d / 2][16][2]; d a multiple of 32.
+  void (*qk_bf16x2)(const std::uint16_t* q, int rows, const std::uint16_t* k, int keys, int d,
+                    const float* q_scale, const float* k_scale, float* scores);
   void (*softmax)(SoftmaxTile& tile);
   /// Both products and softmax of several tiles. AttentionRows::change leaves -infinity in all of a
   /// row's tile_keys scores that it hides: those behind the last key hold anything before. V's
@@ -245,6 +263,10 @@ struct KernelTable {
   /// The same for bf16; v: [keys / 2][channels][2], keys even. Null where not native.
   void (*pv_bf16)(const std::uint16_t* p, int rows, const std::uint16_t* v, int keys, int channels,
                   const float* alpha, const float* beta, const float* v_scale, float* out);
+  /// pv_bf16() of sums: p rows [2][tile_keys], v [2][tile_keys / 2][channels][2]; of both the next
+  /// multiple of 32 keys is read.
+  void (*pv_bf16x2)(const std::uint16_t* p, int rows, const std::uint16_t* v, int keys,
+                    int channels, const float* alpha, const float* beta, float* out);
   /// Are all values of `rows` rows finite?
   bool (*finite_rows)(const FloatRows& x, int rows, int channels);
   /// scores[r][j] = (q_r . k_j) * q_scale[r] over d channels, K as it lies.

@@ -52,10 +52,12 @@ struct Config : detail::PlanData {
 
 /// 128 keys of one head, quantised and in the engines' panels: byte offsets into its store.
 struct TileLayout {
-  /// Integer [8][d / 4][16][4] codes + 128; bf16 [8][d / 2][16][2]; f32 [8][d][16]; d filled.
+  /// Integer [8][d / 4][16][4] codes + 128; bf16 [8][d / 2][16][2], of parts [8][parts][d / 2][16]
+  /// [2]; f32 [8][d][16]; d filled.
   std::size_t k;
-  std::size_t k_scale;    ///< [tile_keys] f32
-  std::size_t v;          ///< integer [32][dv][4]; bf16 [64][dv][2]; f32 [128][dv]; dv padded
+  std::size_t k_scale;  ///< [tile_keys] f32
+  /// Integer [32][dv][4]; bf16 [64][dv][2], of parts [parts][64][dv][2]; f32 [128][dv]; dv padded.
+  std::size_t v;
   std::size_t v_scale;    ///< [tile_keys / v_block][dv padded] with v_channel_scale
   std::size_t v_log;      ///< [tile_keys] log of the scale, with v_token_scale
   std::size_t v_inverse;  ///< [tile_keys] 1 / scale, with v_token_scale
@@ -108,10 +110,10 @@ inline int row_width(const Problem& p) { return std::max(256, padded(std::max(p.
 /// q_panels), q_scale, offset, correction, max, sum and out.
 struct Scratch {
   float* q;                                                   ///< [tile_rows][d] floats
-  std::uint16_t* q_bf16;                                      ///< [tile_rows][d] bf16 engine
+  std::uint16_t* q_bf16;                                      ///< [tile_rows][parts][d] bf16
   std::int8_t* q_codes;                                       ///< [tile_rows][d] integer engine
   float *scores, *p;                                          ///< [tile_rows][tile_keys]
-  std::uint16_t* p_bf16;                                      ///< [tile_rows][tile_keys]
+  std::uint16_t* p_bf16;                                      ///< [tile_rows][parts][tile_keys]
   std::uint8_t *codes, *rest;                                 ///< [tile_rows][tile_keys]
   float* out;                                                 ///< [tile_rows][dv padded]
   float *max, *sum, *mass, *alpha, *beta, *q_scale, *offset;  ///< [tile_rows]

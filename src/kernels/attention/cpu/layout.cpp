@@ -44,12 +44,13 @@ void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t 
   const int rows = tile_rows, own = tile_rows * c.heads_in_turn;
   const int d = filled(p.d), width = row_width(p);
   const bool in_place = c.float_rows_in_place > 0;
+  const bool float_p = c.pv == Engine::f32 || is_split(c.pv) || in_place;
   s.q = arena.take<float>(c.qk == Engine::f32 || in_place ? own * d : 0);
-  s.q_bf16 = arena.take<std::uint16_t>(c.qk == Engine::bf16 ? own * d : 0);
+  s.q_bf16 = arena.take<std::uint16_t>(parts_of(c.qk) * own * d);
   s.q_codes = arena.take<std::int8_t>(c.qk == Engine::integer ? own * d : 0);
   s.scores = arena.take<float>(rows * tile_keys);
-  s.p = arena.take<float>(c.pv == Engine::f32 || in_place ? rows * tile_keys : 0);
-  s.p_bf16 = arena.take<std::uint16_t>(c.pv == Engine::bf16 ? rows * tile_keys : 0);
+  s.p = arena.take<float>(float_p ? rows * tile_keys : 0);
+  s.p_bf16 = arena.take<std::uint16_t>(parts_of(c.pv) * rows * tile_keys);
   s.codes = arena.take<std::uint8_t>(c.pv == Engine::integer ? rows * tile_keys : 0);
   s.rest = arena.take<std::uint8_t>(c.pv == Engine::integer ? rows * tile_keys : 0);
   s.out = arena.take<float>(own * padded(p.dv));
@@ -68,7 +69,7 @@ void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t 
   s.tile = arena.take<std::byte>(static_cast<std::int64_t>(tile_bytes));
   s.q_panels = arena.take<std::uint8_t>(c.rows_in_place > 0 ? own * d : 0);
   if (!p.projects()) return;
-  const std::int64_t joined = joined_width(p), bytes = c.projection == Engine::bf16 ? 2 : 4;
+  const std::int64_t joined = joined_width(p), bytes = bytes_of(c.projection);
   s.projected = arena.take<float>(project_rows * project_columns);
   const int row = padded(static_cast<int>(joined));
   s.weight_rows = arena.take<float>(copies_weight(p, c) ? lanes * row : 0);
@@ -78,7 +79,6 @@ void layout_thread(Arena& arena, const Problem& p, const Config& c, std::size_t 
 }  // namespace
 
 TileLayout tile_layout(const Problem& p, const Config& c) {
-  const auto width = [](Engine e) { return e == Engine::integer ? 1 : e == Engine::bf16 ? 2 : 4; };
   const int dv = padded(p.dv);
   Arena arena(nullptr);
   TileLayout t{};
@@ -86,9 +86,9 @@ TileLayout tile_layout(const Problem& p, const Config& c) {
     offset = arena.used();
     arena.take<std::byte>(bytes);
   };
-  part(t.k, std::int64_t{tile_keys} * filled(p.d) * width(c.qk));
+  part(t.k, std::int64_t{tile_keys} * filled(p.d) * bytes_of(c.qk));
   part(t.k_scale, tile_keys * 4);
-  part(t.v, std::int64_t{tile_keys} * dv * width(c.pv));
+  part(t.v, std::int64_t{tile_keys} * dv * bytes_of(c.pv));
   part(t.v_scale, c.v_channel_scale ? std::int64_t{tile_keys} / c.v_block * dv * 4 : 0);
   part(t.v_log, c.v_token_scale ? tile_keys * 4 : 0);
   part(t.v_inverse, c.v_token_scale ? tile_keys * 4 : 0);
@@ -133,7 +133,7 @@ std::size_t layout(const Problem& p, const Config& c, void* base, Arrays& a) {
   const std::int64_t splits = p.max_k > c.split_keys ? ceil_div(p.max_k, c.split_keys) : 0;
   a.partials = arena.take<float>(split_rows * heads * splits * (dv + 2));
   if (p.projects()) {
-    const std::int64_t bytes = c.projection == Engine::bf16 ? 2 : 4, width = joined_width(p);
+    const std::int64_t bytes = bytes_of(c.projection), width = joined_width(p);
     const std::int64_t columns = ceil_div(p.tensors.projection.shape[0], lanes) * lanes;
     a.joined = arena.take<std::byte>(p.tokens_q * width * bytes);
     a.weight = arena.take<std::byte>(shares_panels(p) ? columns * width * bytes : 0);

@@ -54,6 +54,7 @@ const std::uint8_t* filled_codes(const Sequence& x, std::int64_t token, int widt
 bool as_it_lies(const Job& job, Role role, const Sequence& x, std::int64_t b, std::int64_t head,
                 int width) {
   const Engine engine = role == Role::v ? job.config.pv : job.config.qk;
+  if (is_split(engine)) return false;
   const Format native = engine == Engine::bf16 ? Format::bf16 : Format::f32;
   const Transform t = transform_of(job, role, b, head, 0);
   return engine != Engine::integer && format_of(job.config, role) == native && x.format == native &&
@@ -134,7 +135,7 @@ void pack_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
   const int d = job.d(), count = tile_count(x, first);
   const Engine engine = job.config.qk;
   const int lane_bytes = 4 * row_width(job.problem);
-  const int width = d * (engine == Engine::integer ? 1 : engine == Engine::bf16 ? 2 : 4);
+  const int width = d * bytes_of(engine);
   auto* scale = tile.at<float>(&TileLayout::k_scale);
   const bool as_given = job.problem.k_codes && engine == Engine::integer;
   const bool as_lies = count > 0 && as_it_lies(job, Role::k, x, b, head, d);
@@ -171,6 +172,8 @@ void pack_keys(const Job& job, std::int64_t b, std::int64_t head, std::int64_t f
         }
         if (engine == Engine::bf16) {
           job.words().narrow_bf16(values, d, reinterpret_cast<std::uint16_t*>(bytes));
+        } else if (is_split(engine)) {
+          job.words().split_bf16(values, d, d, reinterpret_cast<std::uint16_t*>(bytes));
         }
         rows[lane] = bytes;
       }

@@ -256,6 +256,20 @@ void put_values_as_they_lie(const Job& job, const Sequence& x, std::int64_t firs
   }
 }
 
+/// scratch.rows of `filled` keys into panels of sums of bf16 values.
+void put_split_values(const Job& job, int filled, const Tile& tile, const Scratch& scratch) {
+  const int dv = job.dv();
+  std::uint16_t low[2 * most_value_channels], high[2 * most_value_channels];
+  for (int j = 0; j < filled; j += 2) {
+    job.words().split_bf16(scratch.rows + j * dv, dv, dv, low);
+    job.words().split_bf16(scratch.rows + (j + 1) * dv, dv, dv, high);
+    for (int part = 0; part < 2; ++part) {
+      interleave_halves(low + part * dv, high + part * dv, dv,
+                        tile.at<std::uint16_t>(&TileLayout::v) + (part * tile_keys + j) * dv);
+    }
+  }
+}
+
 /// scratch.rows into the panels of a float engine: [keys / 2][dv][2] bf16, or [keys][dv] f32.
 void put_float_values(const Job& job, int count, const Tile& tile, Scratch& scratch) {
   const int dv = job.dv();
@@ -265,6 +279,7 @@ void put_float_values(const Job& job, int count, const Tile& tile, Scratch& scra
     std::copy(scratch.rows, scratch.rows + padded(count) * dv, tile.at<float>(&TileLayout::v));
     return;
   }
+  if (is_split(job.config.pv)) return put_split_values(job, filled, tile, scratch);
   auto* panel = tile.at<std::uint16_t>(&TileLayout::v);
   std::uint16_t low[most_value_channels], high[most_value_channels];
   for (int j = 0; j < filled; j += 2) {

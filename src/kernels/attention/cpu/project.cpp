@@ -18,14 +18,14 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 
 std::int64_t features(const Problem& p) { return p.tensors.projection.shape[0]; }
 
-int bytes_of(const Config& c) { return c.projection == Engine::bf16 ? 2 : 4; }
+int weight_bytes(const Config& c) { return bytes_of(c.projection); }
 
 std::int64_t row_blocks(const Problem& p) { return ceil_div(p.tokens_q, project_rows); }
 std::int64_t column_blocks(const Problem& p) { return ceil_div(features(p), project_columns); }
 
 /// Panel g: of all, where several blocks of rows share them, else of the thread's block.
 std::byte* panel_at(const Job& job, std::int64_t g, const Scratch& s) {
-  const std::int64_t bytes = joined_width(job.problem) * lanes * bytes_of(job.config);
+  const std::int64_t bytes = joined_width(job.problem) * lanes * weight_bytes(job.config);
   return job.arrays.weight ? job.arrays.weight + g * bytes : s.weight + g % panels * bytes;
 }
 
@@ -35,7 +35,7 @@ void pack_panel(const Job& job, std::int64_t g, Scratch& s) {
   const Problem& p = job.problem;
   const TensorView &w = p.tensors.projection, &bias = p.tensors.projection_bias;
   const auto width = static_cast<int>(p.heads_q * p.dv), whole = static_cast<int>(joined_width(p));
-  const int bytes = bytes_of(job.config), given = info(w.format).bits / 8;
+  const int bytes = weight_bytes(job.config), given = info(w.format).bits / 8;
   const std::uint8_t* rows[lanes];
   for (int i = 0; i < lanes; ++i) {
     const std::int64_t e = std::min(g * lanes + i, features(p) - 1);
@@ -65,7 +65,7 @@ void pack_columns(const Job& job, std::int64_t block, Scratch& s) {
 void multiply(const Job& job, std::int64_t token, int rows, std::int64_t block, const Scratch& s) {
   const Problem& p = job.problem;
   const std::int64_t width = joined_width(p), first = block * panels;
-  const int bytes = bytes_of(job.config);
+  const int bytes = weight_bytes(job.config);
   const std::int64_t groups = std::min<std::int64_t>(ceil_div(features(p), lanes) - first, panels);
   float* sums = s.projected;
   for (int r = 0; r < rows; ++r) {
@@ -88,7 +88,7 @@ void join_row(const Job& job, std::int64_t b, const Row& row, const float* out) 
   const Problem& p = job.problem;
   const std::int64_t first = p.varlen_q ? job.arrays.sequences[b].q_begin : b * p.max_q;
   const std::int64_t width = joined_width(p), end = (row.head + 1) * p.dv;
-  const int bytes = bytes_of(job.config);
+  const int bytes = weight_bytes(job.config);
   std::byte* to = job.arrays.joined + ((first + row.i) * width + end - p.dv) * bytes;
   if (job.config.projection == Engine::bf16) {
     store_row(job.words(), out, p.dv, Format::bf16, to);

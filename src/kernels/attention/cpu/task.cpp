@@ -197,6 +197,8 @@ void load_queries(const Job& job, const Task& t, Scratch& s) {
       s.correction[r] = -128 * sum;  // panels hold code + 128
     } else if (job.config.qk == Engine::bf16) {
       store_row(job.words(), q, d, Format::bf16, reinterpret_cast<std::byte*>(s.q_bf16 + r * d));
+    } else if (is_split(job.config.qk)) {
+      job.words().split_bf16(q, d, d, s.q_bf16 + r * 2 * d);
     }
     if (in_place) {  // scaled, so that products of large numbers stay in range
       for (int i = 0; i < d; ++i) s.q[r * d + i] = q[i] * s.q_scale[r];

@@ -32,6 +32,9 @@ void multiply_queries(const Job& job, const Task& t, const Tile& tile, int keys,
   } else if (job.config.qk == Engine::integer) {
     w.qk_s8(s.q_codes, t.count, tile.at<std::uint8_t>(&TileLayout::k), keys, job.d() / 4, s.q_scale,
             s.correction, scale, s.scores);
+  } else if (is_split(job.config.qk)) {
+    w.qk_bf16x2(s.q_bf16, t.count, tile.at<std::uint16_t>(&TileLayout::k), keys, job.d(),
+                s.q_scale, scale, s.scores);
   } else if (job.config.qk == Engine::bf16) {
     w.qk_bf16(s.q_bf16, t.count, tile.at<std::uint16_t>(&TileLayout::k), keys, job.d() / 2,
               s.q_scale, scale, s.scores);
@@ -60,11 +63,24 @@ void multiply_codes(const Job& job, const Tile& tile, const std::uint8_t* codes,
   }
 }
 
+/// Multiplies P with V, both sums of two bf16 values.
+void multiply_sums(const Job& job, const Task& t, const Tile& tile, int keys, Scratch& s) {
+  const int filled = (keys + 31) / 32 * 32;
+  for (int r = 0; r < t.count; ++r) {
+    float* p = s.p + r * tile_keys;
+    std::fill(p + keys, p + filled, 0.0f);
+    job.words().split_bf16(p, filled, tile_keys, s.p_bf16 + r * 2 * tile_keys);
+  }
+  job.words().pv_bf16x2(s.p_bf16, t.count, tile.at<std::uint16_t>(&TileLayout::v), keys, job.dv(),
+                        s.alpha, s.beta, s.out);
+}
+
 /// Multiplies P with V, sub-block by sub-block of V's scales. `lossy`: SoftmaxTile's.
 void multiply_values(const Job& job, const Task& t, const Tile& tile, int keys, std::uint32_t lossy,
                      Scratch& s) {
   const KernelTable& w = job.words();
   const Config& c = job.config;
+  if (is_split(c.pv)) return multiply_sums(job, t, tile, keys, s);
   const int dv = job.dv();
   const int block = c.v_channel_scale ? c.v_block : tile_keys;
   for (int j = 0; j < keys; j += block) {
@@ -123,7 +139,7 @@ void run_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t firs
   x.alpha = s.alpha;
   x.beta = s.beta;
   const bool floats = tile.floats != nullptr;
-  x.p = c.pv == Engine::f32 || floats ? s.p : nullptr;
+  x.p = c.pv == Engine::f32 || is_split(c.pv) || floats ? s.p : nullptr;
   x.p_bf16 = c.pv == Engine::bf16 && !floats ? s.p_bf16 : nullptr;
   x.codes = c.pv == Engine::integer ? s.codes : nullptr;
   x.mass = s.mass;
@@ -150,18 +166,18 @@ void run_tile(const Job& job, const Task& t, const Tile& tile, std::int64_t firs
   multiply_values(job, t, tile, keys16, x.lossy, s);
 }
 
-/// Tiles that go through KernelTable::attend() together: all but those to whose scores something is
-/// added.
+/// Tiles that go through KernelTable::attend() together: all but those to whose scores a caller's
+/// function or Q's means add something.
 class FusedTiles {
  public:
   FusedTiles(const Job& job, const Task& t, Scratch& s) : job_(job), task_(t), scratch_(s) {
     const Config& c = job.config;
-    const int width = job.d() * (c.qk == Engine::integer ? 1 : 2);
+    const int width = job.d() * bytes_of(c.qk);
     // A caller's function may use the tiles of AMX itself.
-    const bool adds = adds_biases(job.problem) || job.problem.mask_function || c.smooth_q;
-    open_ = job.words().attend != nullptr && !adds && c.v_block == tile_keys &&
+    const bool calls = job.problem.score_function || job.problem.mask_function;
+    open_ = job.words().attend != nullptr && !calls && !c.smooth_q && c.v_block == tile_keys &&
             job.words().attends(c.qk, c.rounding, t.count, width) &&
-            (c.pv == Engine::integer || (c.pv == Engine::bf16 && !c.v_channel_scale));
+            (c.pv == Engine::integer || (parts_of(c.pv) > 0 && !c.v_channel_scale));
     for (int r = 0; r < t.count; ++r) {
       begin_[r] = t.rows[r].begin;
       end_[r] = t.rows[r].end;
@@ -200,7 +216,7 @@ class FusedTiles {
                              job.config.rounding,
                              integer ? static_cast<const void*>(s.q_codes) : s.q_bf16,
                              task_.count,
-                             job.d() * (integer ? 1 : 2),
+                             job.d() * bytes_of(job.config.qk),
                              s.q_scale,
                              s.correction,
                              begin_,
@@ -210,7 +226,8 @@ class FusedTiles {
                              s.mass,
                              s.out,
                              job.dv(),
-                             adds_nothing(job) ? ScoreChange{} : ScoreChange{change_row, this}};
+                             adds_nothing(job) ? ScoreChange{} : ScoreChange{change_row, this},
+                             adds_biases(job.problem)};
     if (count_ > 0) job.words().attend(rows, tiles_, count_);
     count_ = 0;
   }
