@@ -18,11 +18,19 @@ TORCH = ("torch", "bf16")
 LONG = (4096, 16384)
 #: The newest record of each candidate. All are of one kind of GPU, and each has its own cuDNN.
 SOURCES = {
-    "gpu-h100-turns-d128.json": ("torch flash", "torch cudnn", "bf16", "int8", "int8_fp8", "fp8"),
+    "gpu-h100-turns-d128.json": (
+        "torch flash",
+        "torch cudnn",
+        "bf16",
+        "int8",
+        "int8_fp8",
+        "fp8",
+    ),
     "variants-h100-lost-mass.json": ("int8_full",),
 }
 OTHER_GPU = {"gpu-h200-turns-d128.json": ("int8_full", "int8_fp8", "fp8")}
 CPU = "cpu-zen5-2.json"
+AMX = "cpu-shapes-amx-2.json"
 NAMES = {
     "torch flash": "FlashAttention-2 (torch)",
     "torch cudnn": "cuDNN (torch)",
@@ -86,12 +94,30 @@ def cpu_points():
     return found
 
 
+def amx_points():
+    """{candidate: times as fast as torch's bf16} on a CPU with AMX, 4096 keys, no mask."""
+    runs = json.loads((RESULTS / AMX).read_text())["runs"]
+    (times,) = (
+        run["times"]
+        for run in runs
+        if (run["case"]["keys"], run["case"]["queries"]) == (LONG[0], LONG[0])
+        and (run["case"]["dim"], run["case"]["io"], run["case"]["causal"]) == (128, "bf16", False)
+    )
+    ms = {name: x["median_ms"] for name, x in times.items()}
+    return {name: ms["torch"] / ms[key]
+            for name, key in {"torch": "torch", "bf16": "own", "int8_full": "int8_full"}.items()}  # fmt: skip
+
+
 def ordered(points):
     return [name for name in PRODUCTS if name in points]
 
 
+def facts(name):
+    return json.loads((RESULTS / name).read_text())["provenance"]
+
+
 def machine(name):
-    p = Record.load(RESULTS / name).provenance
+    p = facts(name)
     return p.get("gpu") or f"{p['cpu']}, {p['threads']} threads, {p['isa']}"
 
 
@@ -110,29 +136,33 @@ def name_of(candidate):
 
 def speed_and_error():
     """One row a candidate; a GPU's, and beside it a CPU's."""
-    points, on_cpu = gpu_points(), cpu_points()
+    points, on_cpu, on_amx = gpu_points(), cpu_points(), amx_points()
+
+    def amx(name):
+        return f"{on_amx[name]:.2f}x" if name in on_amx else ""
+
     rows = []
     for name in ordered(points):
         p = points[name]
         codes = "kernel" if ("kernel", LONG[0]) in p else None
         cells = [times(p, "e2e", keys) for keys in LONG]
         cells += [times(p, codes, keys) if codes else "" for keys in LONG]
-        cells.append(times(on_cpu.get(name, {}), "e2e", LONG[0]))
+        cells += [times(on_cpu.get(name, {}), "e2e", LONG[0]), amx(name)]
         rows.append([name_of(name), *PRODUCTS[name], percent(p["nrmse"]), *cells])
     torch_row = on_cpu["torch"]
     rows.append(
         ["torch on the CPU", *PRODUCTS["torch"], percent(torch_row["nrmse"]), "", "", "", "",
-         times(torch_row, "e2e", LONG[0])]
+         times(torch_row, "e2e", LONG[0]), amx("torch")]
     )  # fmt: skip
     lengths = [f"{where}, {n // 1024}K" for where in ("GPU", "codes") for n in LONG]
-    return markdown(["", "QK", "PV", "error", *lengths, "CPU, 4K"], rows)
+    return markdown(["", "QK", "PV", "error", *lengths, "Zen 5, 4K", "AMX, 4K"], rows)
 
 
 def machines():
     """Where those numbers are from."""
     rows = []
-    for name in (*SOURCES, CPU):
-        p = Record.load(RESULTS / name).provenance
+    for name in (*SOURCES, CPU, AMX):
+        p = facts(name)
         rows.append([machine(name), p["date"], f"torch {p['torch']}", f"`bench/results/{name}`"])
     return markdown(["machine", "date", "beside", "record"], rows)
 
@@ -159,8 +189,7 @@ def gpu_speeds(causal):
     header = ["", "tensors given as", *(f"{n // 1024}K" for n in lengths)]
     said = {"e2e": "16 bits", "kernel": "codes"}
     body = [
-        [name_of(candidate), said[step]]
-        + [f"{row[n]:.2f}x" if n in row else "" for n in lengths]
+        [name_of(candidate), said[step]] + [f"{row[n]:.2f}x" if n in row else "" for n in lengths]
         for candidate, step, row in rows
     ]
     return markdown(header, body)
@@ -223,7 +252,14 @@ def kv_decode():
             values = 2 * row["tokens"] * row["batch"] * row["heads_kv"] * row["d"]
             speed = run["torch_us"]["cudnn"] / row["us"]
             bits = 8 * row["bytes"] / values
-            rows.append([CACHES[row["cache"]], f"{bits:.2f}", f"{row['us']:.0f}", f"{speed:.2f}x"])
+            rows.append(
+                [
+                    CACHES[row["cache"]],
+                    f"{bits:.2f}",
+                    f"{row['us']:.0f}",
+                    f"{speed:.2f}x",
+                ]
+            )
     return markdown(["cache", "bits in all", "microseconds", "times cuDNN's bf16"], rows)
 
 
