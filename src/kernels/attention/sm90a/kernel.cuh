@@ -12,304 +12,12 @@
 // accumulators are narrow (docs/ISA_CONFORMANCE.md). 16-bit P accumulates in the output itself.
 #pragma once
 
-#include "kernels/attention/sm90a/check.cuh"
+#include "kernels/attention/sm90a/consumer.cuh"
 #include "kernels/attention/sm90a/fused_q_quant.cuh"
 #include "kernels/attention/sm90a/load.cuh"
-#include "kernels/attention/sm90a/mma.cuh"
-#include "kernels/attention/sm90a/write.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
-
-template <Sm90Config C>
-struct Sm90Consumer : Sm90Mma<C> {
-  using S = Sm90Shape<C>;
-  using Base = Sm90Mma<C>;
-  using Base::multiply_keys, Base::pingpong_arrive, Base::pingpong_wait, Base::release,
-      Base::rescale_o, Base::stage, Base::store_codes, Base::wait_full;
-  using Base::R, Base::base, Base::buffer, Base::codes, Base::group, Base::map, Base::output,
-      Base::place, Base::state, Base::work;
-  using typename Base::Unmasked, typename Base::Products, typename Base::Scales;
-  template <int Part>
-  using Values = typename Base::template Values<Part>;
-
-  QATTN_DEVICE Sm90Consumer(const Sm90Params& a, const WorkTile& w, const TileRange& facts,
-                            int q_buffer, RingPlace<S::stages>& ring)
-      : Base(a, w, facts, q_buffer, ring), walk(a, w, S::keys) {}
-
-  // ---- The tiles ------------------------------------------------------------------------------
-
-  /// What the next step must know of its tile, if that is there already. Without a branch, because
-  /// ptxas moves nothing across one and so would bunch the exponentials in front of it; at worst a
-  /// piece of Q is read instead, and forgotten.
-  QATTN_DEVICE void peek_next_tile() {
-    ready = walk.mask == nullptr && walk.tile - S::keys >= walk.begin &&
-            isa::mbarrier_test(base + S::full + 8 * place.stage, place.parity);
-    constexpr int tables = S::stage_bytes - S::tail_at;
-    static_assert(tables == 0 || S::q_bytes >= tables);
-    const SharedAddress harmless = base + S::q_at + buffer * S::q_bytes - S::tail_at;
-    scales = this->load_scales(ready ? stage() : harmless);
-    plain_next = ready && this->is_unmasked(walk.tile - S::keys, scales);
-  }
-  QATTN_DEVICE void next_tile() {
-    walk.advance(S::keys);
-    if (ready) return;
-    wait_full();
-    if (walk.tile >= 0) load_facts();
-  }
-  QATTN_DEVICE void load_facts() {
-    scales = this->load_scales(stage());
-    // Flags of keys that do not exist hold anything.
-    constexpr std::uint32_t room = ~(3u << Base::hidden_at);
-    scales.flags = (scales.flags & room) | walk.hidden << Base::hidden_at;
-  }
-
-  /// P V of the tile before, if there is one, and Q K^T of this tile. P V joins the output while
-  /// Q K^T still runs. The turn is still ours then, unless there are three consumers.
-  template <bool First>
-  QATTN_DEVICE void multiply(Products& s) {
-    if constexpr (S::v_parts > 1) {
-      pingpong_wait();
-      if constexpr (!First) this->join_parts();
-      isa::wgmma_fence();
-      multiply_keys(s);
-      if constexpr (S::three) pingpong_arrive();
-      isa::wgmma_wait<0>();
-      return;
-    }
-    Values<0> pv;
-    if constexpr (!First && !S::p_in_smem) rescale_o();
-    pingpong_wait();
-    isa::wgmma_fence();
-    if constexpr (!First) this->template multiply_values<0>(pv);
-    multiply_keys(s);
-    if constexpr (!First && !S::pv_16bit) {
-      isa::wgmma_wait<1>();
-      this->template add_values<0>(pv);
-      isa::sync_warp();  // or ptxas moves the additions behind the next wait
-    }
-    isa::wgmma_wait<0>();
-  }
-
-  /// Among the exponentials, behind group `g`: waits for that product and joins a share of it to
-  /// the output. 16-bit P V is in the output already, which shrinks to this tile's reference.
-  QATTN_DEVICE void join_overlapped(int g, const Values<0>& pv) {
-    if (g == S::tuning.join_after) {
-      isa::wgmma_wait<0>();
-      release();
-    }
-    const int groups = S::tuning.join_until - S::tuning.join_after, at = g - S::tuning.join_after;
-    if (at < 0 || at >= groups) return;
-    const int from = S::d_tiles * at / groups, to = S::d_tiles * (at + 1) / groups;
-    if constexpr (S::pv_16bit) {
-      this->rescale_tiles(from, to);
-    } else {
-      this->template add_tiles<0>(from, to, pv);
-    }
-  }
-
-  /// A plain tile's maxima.
-  QATTN_DEVICE void start_plain(Products& s, Unmasked& t) {
-    this->take_maxima(s, 0, t);
-    if constexpr (S::halves > 1) this->take_maxima(s, 1, t);
-    isa::row_maxima<isa::MmaFragment>(t.top);
-    if constexpr (!S::u8) this->begin_unmasked(t);
-  }
-  /// Its exponentials.
-  template <class Meanwhile>
-  QATTN_DEVICE void exponentiate(Products& s, Unmasked& t, Meanwhile meanwhile) {
-    this->attend_unmasked(s, 0, t, meanwhile);
-    if constexpr (S::halves > 1) this->attend_unmasked(s, 1, t, meanwhile);
-  }
-
-  /// This tile and all that follow it up to one that is not plain. From the products to the end of
-  /// the exponentials there is no branch.
-  QATTN_DEVICE void attend_plain_tiles(Products& s) {
-    while (true) {
-      Unmasked t;
-      t.x = scales;
-      release();
-      start_plain(s, t);
-      exponentiate(s, t, [&](int g, std::uint32_t) {
-        if (g == S::tuning.give_after) pingpong_arrive();
-        if (g == S::tuning.look_after) peek_next_tile();
-      });
-      this->end_unmasked(t);
-      store_codes();
-      next_tile();
-      if (!this->is_unmasked(walk.tile, scales)) return;  // or there is none
-      multiply<false>(s);
-    }
-  }
-
-  /// As attend_plain_tiles(), with P V of a tile beside the softmax of the next, whose weight and
-  /// sums are found while products run.
-  QATTN_DEVICE void attend_unmasked_overlapped(Products& s) {
-    const auto first = this->first_operands();
-    Values<0> pv;  // none is under way
-#pragma unroll
-    for (auto& x : pv) x = 0;
-    this->settle();
-    Unmasked t;
-    t.x = scales;
-    while (true) {
-      start_plain(s, t);
-      exponentiate(s, t, [&](int g, std::uint32_t zero) {
-        if (g == S::tuning.give_after) pingpong_arrive(zero);
-        join_overlapped(g, pv);
-        if (g == S::tuning.look_after) peek_next_tile();
-      });
-      store_codes();
-      if (plain_next) [[likely]] {
-        walk.tile -= S::keys;
-      } else {
-        next_tile();
-        if (!this->is_unmasked(walk.tile, scales)) break;  // or there is none
-      }
-      const auto from = this->operands(first);
-      pingpong_wait();
-      isa::wgmma_fence();
-      multiply_keys(s, from);
-      // Between the products ptxas moves fewer accumulators for it: 2 to 3 % (H200).
-      this->end_unmasked(t);
-      if constexpr (!S::pv_16bit) isa::wgmma_fence();
-      this->template multiply_values<0>(pv, from);
-      t.x = scales;
-      if constexpr (!S::u8) isa::sync_warp();  // or ptxas moves more of that behind the wait
-      isa::wgmma_wait<1>();
-    }
-    this->end_unmasked(t);
-  }
-
-  /// Any other tile.
-  QATTN_DEVICE void attend_other_tile(const Products& s) {
-    if constexpr (!S::three) pingpong_arrive();
-    Scales now = scales;
-    if (this->is_edge(walk.tile, stage(), now)) {
-      release();
-      this->attend_edge(s, now, walk.tile);
-    } else {
-      this->attend_special(s, now, walk.tile, stage());
-      release();
-    }
-    if constexpr (S::p_in_smem) rescale_o();
-    store_codes();
-    ready = false;
-    next_tile();
-  }
-
-  /// Marks this warp's rows of 16-bit Q that are not finite. Two lanes share a row, and take its
-  /// chunks in turns that spare banks.
-  QATTN_DEVICE void check_queries() {
-    const SharedAddress row = base + S::q_at + buffer * S::q_bytes +
-                              (map.warp % 4 * S::warp_rows + map.lane / 2) * S::qk_panel;
-    constexpr int chunks = S::qk_panel / 32;
-    bool bad = false;
-#pragma unroll
-    for (int n = 0; n < S::qk_panels; ++n) {
-#pragma unroll
-      for (int c = 0; c < chunks; ++c) {
-        const int chunk = map.lane % 2 * chunks + (c + map.lane / 2) % chunks;
-        bad |= not_finite<C.qk>(
-            isa::load_shared<isa::Words4>(row + n * S::q_panel_bytes + 16 * chunk));
-      }
-    }
-    const std::uint32_t rows = isa::ballot(bad);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const int at = map.lane / 4 + 8 * r;
-      if ((rows >> 2 * at & 3) != 0) state.bad_rows |= 1u << r;
-    }
-  }
-
-  /// The tiles of a warpgroup without rows: what the others wait for.
-  QATTN_DEVICE void pass_tiles() {
-    while (true) {
-      wait_full();
-      pingpong_wait();
-      pingpong_arrive();
-      release();
-      if (walk.tile < 0) break;  // that stage had V of the last
-      walk.advance(S::keys);
-    }
-    return_queries(buffer);
-  }
-
-  QATTN_DEVICE void run_tiles(Sm90Staging<C>& staging) {
-    if (64 * group >= map.exist) {
-      pass_tiles();
-      return;
-    }
-    if constexpr (S::qk_16bit) check_queries();
-    this->start_rows();
-    Products s;
-    wait_full();
-    load_facts();
-    multiply<true>(s);
-    if constexpr (S::p_in_smem && S::p_over_out) staging.await_room();  // for P
-    while (true) {
-      if (this->is_unmasked(walk.tile, scales)) {
-        if constexpr (S::p_in_smem) {
-          attend_unmasked_overlapped(s);
-        } else {
-          attend_plain_tiles(s);
-        }
-      } else {
-        attend_other_tile(s);
-      }
-      if (walk.tile < 0) break;
-      multiply<false>(s);
-    }
-    if constexpr (!S::qk_16bit) this->rules.take_offsets(map, state);
-    return_queries(buffer);
-    multiply_last();
-  }
-
-  /// P V of the last tile.
-  QATTN_DEVICE void multiply_last() {
-    Values<0> pv;
-    if constexpr (!S::p_in_smem) rescale_o();
-    pingpong_wait();
-    if constexpr (S::v_parts > 1) {
-      this->join_parts();
-      pingpong_arrive();
-      release();
-      if constexpr (S::e4m3_pv) this->scale_all_channels();
-    } else {
-      isa::wgmma_fence();
-      this->template multiply_values<0>(pv);
-      if constexpr (S::e4m3_pv) {
-        typename Base::template ChannelScales<S::d_tiles> scale;  // they arrive meanwhile
-        this->load_channel_scales(0, scale);
-        isa::wgmma_wait<0>();
-        pingpong_arrive();
-        release();
-        this->template add_values<0>(pv);
-        this->scale_channels(0, scale);
-      } else {
-        isa::wgmma_wait<0>();
-        pingpong_arrive();
-        release();
-        if constexpr (S::u8) this->template add_values<0>(pv);
-      }
-    }
-    if constexpr (S::u8) {
-      this->replace_lost();
-#pragma unroll
-      for (int r = 0; r < R; ++r) state.sum[r] += this->poison;
-    }
-  }
-
-  /// Q and the work that came with it are read no more.
-  QATTN_DEVICE static void return_queries(int buffer) {
-    isa::mbarrier_arrive(isa::shared_base() + S::q_empty + 8 * buffer);
-  }
-
-  TileWalk walk;
-  Scales scales;            ///< of walk.tile
-  bool ready = false;       ///< foreseen
-  bool plain_next = false;  ///< ready, and plain
-};
 
 template <Sm90Config C>
 struct Sm90Attention {
@@ -369,9 +77,9 @@ struct Sm90Attention {
     static_assert(sizeof(WorkTile) + sizeof(TileRange) <= S::work_bytes);
     Sm90Staging<C> staging{group};
     // The first consumer's first turn is nobody's gift.
-    using Consumer = Sm90Consumer<C>;
+    using Turns = Sm90Products<Sm90Consumer<C>>;
     if (S::tuning.pingpong && group == S::consumers - 1) {
-      isa::barrier_arrive(Consumer::turn_of(0), Consumer::turn_threads);
+      isa::barrier_arrive(Turns::turn_of(0), Turns::turn_threads);
     }
     // A block has all works at most. (ptxas spilled 560 bytes where the loop had no such end.)
     const int first = S::tuning.dynamic_scheduler ? 0 : isa::block().x;
@@ -395,7 +103,7 @@ struct Sm90Attention {
       } else {
         Sm90Consumer<C>::return_queries(buffer);
       }
-      self.end_products();
+      self.products().end_products();
       if constexpr (S::writers == 0) {
         self.epilogue().write(base + S::out_at, is_part(p, index));
       } else if (self.epilogue().end(is_part(p, index))) {
@@ -406,7 +114,7 @@ struct Sm90Attention {
       report(p, index, row_warp, self.state.needs_fallback);
     }
     if (S::tuning.pingpong && group == 0) {
-      isa::barrier_sync(Consumer::turn_of(0), Consumer::turn_threads);
+      isa::barrier_sync(Turns::turn_of(0), Turns::turn_threads);
     }
     staging.end();
   }

@@ -2,70 +2,47 @@
 // and turns.
 #pragma once
 
-#include <type_traits>
-
-#include "kernels/attention/sm90a/running_max_softmax.cuh"
-#include "kernels/attention/sm90a/tile_max_softmax.cuh"
-#include "kernels/attention/common/copy.hpp"
+#include "kernels/attention/rows/register_output.cuh"
+#include "kernels/attention/common/ring.hpp"
+#include "kernels/attention/sm90a/shape.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-template <Sm90Config C>
-using Sm90Softmax =
-    std::conditional_t<C.pv == isa::Element::u8, TileMaxSoftmax<C>, RunningMaxSoftmax<C>>;
+/// Where a part of V's channels ends.
+template <class S>
+QATTN_CONSTEXPR int part_end(int part) {
+  return part + 1 < S::v_parts ? (part + 1) * S::part_channels : S::v_channels;
+}
+/// P V of a tile and a part of the channels, that does not go straight to the output.
+template <class S, int Part>
+using Sm90Values =
+    isa::Accumulator<S::pv>[S::pv_16bit ? 1 : (part_end<S>(Part) - Part * S::part_channels) / 2];
 
-template <Sm90Config C>
-struct Sm90Mma : Sm90Softmax<C> {
-  using S = Sm90Shape<C>;
-  using Base = Sm90Softmax<C>;
-  using Base::R, Base::codes, Base::map, Base::output, Base::state, Base::work;
-  using typename Base::Products;
-  /// P V of a tile and a part of the channels, that does not go straight to the output.
-  static constexpr int part_end(int part) {
-    return part + 1 < S::v_parts ? (part + 1) * S::part_channels : S::v_channels;
-  }
+/// `Kernel`: Sm90Consumer.
+template <class Kernel>
+struct Sm90Products {
+  using S = typename Kernel::S;
+  using Products = typename Kernel::Products;
+  static constexpr int R = Kernel::R;
   template <int Part>
-  using Values =
-      isa::Accumulator<C.pv>[S::pv_16bit ? 1 : (part_end(Part) - Part * S::part_channels) / 2];
+  using Values = Sm90Values<S, Part>;
 
-  SharedAddress base;
-  int group;   ///< this warpgroup among the consumers
-  int buffer;  ///< Q's
-  RingPlace<S::stages>& place;
-  std::uint64_t q_descriptor, p_descriptor;
-  std::uint64_t k_descriptor, v_descriptor;  ///< of stage 0
-
-  QATTN_DEVICE Sm90Mma(const Sm90Params& a, const WorkTile& w, const TileRange& facts,
-                              int q_buffer, RingPlace<S::stages>& ring)
-      : Base(a, w, facts, isa::thread() / 32 - 4, q_buffer),
-        base(isa::shared_base()),
-        group(q_buffer % S::consumers),
-        buffer(q_buffer),
-        place(ring),
-        q_descriptor(isa::matrix_descriptor(base + S::q_at + buffer * S::q_bytes, 16, S::qk_stride,
-                                            S::qk_swizzle)),
-        p_descriptor(isa::matrix_descriptor(p_base(), 16, 8 * sm90_panel, isa::Swizzle::bytes128)),
-        k_descriptor(
-            isa::matrix_descriptor(base + S::ring_at + S::k_at, 16, S::qk_stride, S::qk_swizzle)),
-        v_descriptor(isa::matrix_descriptor(
-            base + S::ring_at + S::v_at, S::pv_16bit ? S::v_bytes : 16, S::v_stride,
-            S::v_swizzle)) {
-  }
+  Kernel& k;
 
   // ---- The ring -------------------------------------------------------------------------------
 
   QATTN_DEVICE SharedAddress stage() const {
-    return base + S::ring_at + place.stage * S::stage_bytes;
+    return k.base + S::ring_at + k.place.stage * S::stage_bytes;
   }
   QATTN_DEVICE void wait_full() {
-    isa::mbarrier_wait(base + S::full + 8 * place.stage, place.parity);
+    isa::mbarrier_wait(k.base + S::full + 8 * k.place.stage, k.place.parity);
   }
   /// This thread reads the stage no more. One arrival a warp behind its barrier is no faster
   /// (H200), and compute-sanitizer does not follow it.
   QATTN_DEVICE void release() {
-    isa::mbarrier_arrive(base + S::empty + 8 * place.stage);
-    place.advance();
+    isa::mbarrier_arrive(k.base + S::empty + 8 * k.place.stage);
+    k.place.advance();
   }
 
   // ---- Operands -------------------------------------------------------------------------------
@@ -88,15 +65,16 @@ struct Sm90Mma : Sm90Softmax<C> {
   /// Those of stage 0. Opaque, or they are worked out again between one product and the next, where
   /// each instruction waits 20 to 35 clocks for the other consumer's (H100, sampled): 2 to 3 %.
   QATTN_DEVICE Operands first_operands() const {
-    return {opaque(q_descriptor), opaque(k_descriptor), opaque(p_descriptor), opaque(v_descriptor)};
+    return {opaque(k.q_descriptor), opaque(k.k_descriptor), opaque(k.p_descriptor),
+            opaque(k.v_descriptor)};
   }
   /// Those of this stage.
   QATTN_DEVICE Operands operands(const Operands& first) const {
-    const int at = place.stage * (S::stage_bytes / 16);
+    const int at = k.place.stage * (S::stage_bytes / 16);
     return {first.q, behind(first.k, at), first.p, behind(first.v, at)};
   }
   QATTN_DEVICE Operands operands() const {
-    return operands({q_descriptor, k_descriptor, p_descriptor, v_descriptor});
+    return operands({k.q_descriptor, k.k_descriptor, k.p_descriptor, k.v_descriptor});
   }
 
   // ---- Products -------------------------------------------------------------------------------
@@ -106,9 +84,9 @@ struct Sm90Mma : Sm90Softmax<C> {
 #pragma unroll
     for (int step = 0; step < S::qk_row / 32; ++step) {
       const int panel = 32 * step / S::qk_panel, in_panel = 2 * step - panel * S::qk_panel / 16;
-      isa::wgmma<C.qk, C.qk, S::keys>(s, behind(from.q, panel * S::q_panel_bytes / 16 + in_panel),
-                                      behind(from.k, panel * S::k_panel_bytes / 16 + in_panel),
-                                      step > 0);
+      isa::wgmma<S::qk, S::qk, S::keys>(s, behind(from.q, panel * S::q_panel_bytes / 16 + in_panel),
+                                        behind(from.k, panel * S::k_panel_bytes / 16 + in_panel),
+                                        step > 0);
     }
     isa::wgmma_commit();
   }
@@ -120,17 +98,17 @@ struct Sm90Mma : Sm90Softmax<C> {
   }
   template <int Part>
   QATTN_DEVICE void multiply_values(Values<Part>& pv, const Operands& operands) {
-    constexpr int first = Part * S::part_channels, channels = part_end(Part) - first;
+    constexpr int first = Part * S::part_channels, channels = part_end<S>(Part) - first;
     const std::uint64_t v = behind(operands.v, first * S::v_row / 16);
     if constexpr (S::pv_16bit) {
-      auto& sums = reinterpret_cast<float(&)[S::dv / 2]>(output.o);
+      auto& sums = reinterpret_cast<float (&)[S::dv / 2]>(k.output.o);
 #pragma unroll
       for (int step = 0; step < S::keys / 16; ++step) {
         const std::uint64_t from = behind(v, step * 16 * S::v_row / 16);
         if constexpr (S::p_in_smem) {
-          isa::wgmma<C.pv, C.pv, S::dv, false, true>(sums, p_step(operands.p, step), from, true);
+          isa::wgmma<S::pv, S::pv, S::dv, false, true>(sums, p_step(operands.p, step), from, true);
         } else {
-          isa::wgmma<C.pv, C.pv, S::dv, true>(sums, codes[step], from, true);
+          isa::wgmma<S::pv, S::pv, S::dv, true>(sums, k.weights.codes[step], from, true);
         }
       }
     } else {
@@ -138,9 +116,9 @@ struct Sm90Mma : Sm90Softmax<C> {
       for (int step = 0; step < S::keys / 32; ++step) {
         const std::uint64_t from = behind(v, (step / 2 * S::v_bytes + step % 2 * 32) / 16);
         if constexpr (S::p_in_smem) {
-          isa::wgmma<C.pv, C.pv, channels>(pv, p_step(operands.p, step), from, step > 0);
+          isa::wgmma<S::pv, S::pv, channels>(pv, p_step(operands.p, step), from, step > 0);
         } else {
-          isa::wgmma<C.pv, C.pv, channels>(pv, codes[step], from, step > 0);
+          isa::wgmma<S::pv, S::pv, channels>(pv, k.weights.codes[step], from, step > 0);
         }
       }
     }
@@ -150,7 +128,9 @@ struct Sm90Mma : Sm90Softmax<C> {
   // ---- P in shared memory (S::p_in_smem) --------------------------------------------------------
 
   /// This warpgroup's P.
-  QATTN_DEVICE SharedAddress p_base() const { return base + S::p_at + group * S::p_group_bytes; }
+  QATTN_DEVICE SharedAddress p_base() const {
+    return k.base + S::p_at + k.group * S::p_group_bytes;
+  }
   /// The 32 bytes of its rows that one product takes.
   QATTN_DEVICE static std::uint64_t p_step(std::uint64_t p, int step) {
     return behind(p, step / 4 * (S::p_panel_bytes / 16) + step % 4 * 2);
@@ -160,19 +140,19 @@ struct Sm90Mma : Sm90Softmax<C> {
   QATTN_DEVICE void store_codes() const {
     if constexpr (S::p_in_smem) {
       constexpr int steps = S::p_row / 32;
-      const int row = map.warp % 4 * S::warp_rows + map.lane % 16, half = map.lane / 16;
+      const int row = k.map.warp % 4 * S::warp_rows + k.map.lane % 16, half = k.map.lane / 16;
       const SharedAddress first = p_base() + row * sm90_panel + ((half ^ row % 8) << 4);
       SharedAddress to[steps];
 #pragma unroll
       for (int i = 0; i < steps; ++i) to[i] = (first ^ i % 4 << 5) + i / 4 * S::p_panel_bytes;
-      isa::store_matrix(to, codes);
+      isa::store_matrix(to, k.weights.codes);
     }
   }
   /// Waits until the warpgroup's products have ended in all its warps: rows leave where P was. The
   /// barrier is the one behind those of turns.
   QATTN_DEVICE void end_products() const {
     if constexpr (S::p_in_smem && S::p_over_out) {
-      isa::barrier_sync(turn_of(S::consumers + group), 128);
+      isa::barrier_sync(turn_of(S::consumers + k.group), 128);
     }
   }
 
@@ -186,7 +166,7 @@ struct Sm90Mma : Sm90Softmax<C> {
 #pragma unroll
     for (int n = from; n < to; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) output.o[0][n][i] *= this->rescale[i / 2];
+      for (int i = 0; i < 4; ++i) k.output.o[0][n][i] *= k.weights.rescale[i / 2];
     }
   }
 
@@ -204,11 +184,11 @@ struct Sm90Mma : Sm90Softmax<C> {
     for (int n = from; n < to; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float& x = output.o[0][first + n][i];
+        float& x = k.output.o[0][first + n][i];
         if constexpr (S::u8) {
-          x = fmaf(u8_sum_as_float<S>(pv[4 * n + i]), this->share[i / 2], x);
+          x = fmaf(u8_sum_as_float<S>(pv[4 * n + i]), k.weights.share[i / 2], x);
         } else {
-          x = fmaf(x, this->rescale[i / 2], isa::to_float(pv[4 * n + i]));
+          x = fmaf(x, k.weights.rescale[i / 2], isa::to_float(pv[4 * n + i]));
         }
       }
     }
@@ -218,7 +198,7 @@ struct Sm90Mma : Sm90Softmax<C> {
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         const auto* total = pv + 4 * tiles + 2 * r;
-        state.sum[r] = fmaf(state.sum[r], this->rescale[r], total[0] + total[1]);
+        k.state.sum[r] = fmaf(k.state.sum[r], k.weights.rescale[r], total[0] + total[1]);
       }
     }
   }
@@ -240,12 +220,12 @@ struct Sm90Mma : Sm90Softmax<C> {
   /// Where P lies in shared memory this is also the barrier between its stores and its product.
   QATTN_DEVICE void pingpong_wait() {
     if constexpr (S::p_in_smem) isa::fence_async_proxy();
-    if constexpr (S::tuning.pingpong) isa::barrier_sync(turn_of(group), turn_threads);
+    if constexpr (S::tuning.pingpong) isa::barrier_sync(turn_of(k.group), turn_threads);
   }
   /// `zero`: no_sign().
   QATTN_DEVICE void pingpong_arrive(std::uint32_t zero = 0) {
     if constexpr (S::tuning.pingpong) {
-      const int next = turn_of(group + 1 < S::consumers ? group + 1 : 0);
+      const int next = turn_of(k.group + 1 < S::consumers ? k.group + 1 : 0);
       isa::barrier_arrive(next + static_cast<int>(zero), turn_threads);
     }
   }

@@ -2,32 +2,21 @@
 // its row.
 #pragma once
 
-#include "kernels/attention/sm90a/rows.cuh"
+#include "kernels/attention/sm90a/edges.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-template <Sm90Config C>
-struct RunningMaxSoftmax : Sm90Rows<C> {
-  using S = Sm90Shape<C>;
-  using F = typename S::Fragment;
-  using Base = Sm90Rows<C>;
-  using Base::R, Base::map, Base::output, Base::p, Base::state, Base::work;
-  using typename Base::Scores;
-  /// S as wgmma leaves it: element 4n + i is element i of score tile n.
-  using Products = isa::Accumulator<C.qk>[S::keys / 2];
-  static constexpr int half_tiles = slot_tile / 8;        ///< score tiles in 64 keys
+/// P, and what a tile's products need, of RunningMaxSoftmax.
+template <class S>
+struct RunningMaxWeights {
+  static constexpr int R = 2;
   static constexpr int step_keys = S::pv_16bit ? 16 : 32;  ///< of one wgmma
-  static constexpr int step_tiles = step_keys / 8;
 
   std::uint32_t codes[S::keys / step_keys][4];  ///< P: A fragments of the products with V
-  float rescale[R];  ///< what `out` is multiplied with before P V of this tile joins it
+  float rescale[R];  ///< what O is multiplied with before P V of this tile joins it
 
-  QATTN_DEVICE RunningMaxSoftmax(const Sm90Params& a, const WorkTile& w, const TileRange& facts,
-                          int row_warp, int buffer)
-      : Base(a, w, facts, row_warp, buffer) {
-    settle();
-  }
+  QATTN_DEVICE RunningMaxWeights() { settle(); }
   /// The output has all P V: what joins it next is zero.
   QATTN_DEVICE void settle() {
 #pragma unroll
@@ -40,6 +29,30 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
     float k[S::halves];
     std::uint32_t flags;  ///< TileFlags of e4m3 V; the same in all lanes
   };
+  struct Unmasked {
+    Scales x;
+    float scale[S::halves][R];  ///< of scores, in units of log2
+    float top[R];               ///< maximum of the scores, in units of log2
+    float offset[R];
+    float rescale[R];  ///< the tile's, S::p_in_smem: P V of the tile before is still to join
+  };
+};
+
+/// `Kernel`: Sm90Consumer.
+template <class Kernel>
+struct RunningMaxSoftmax {
+  using S = typename Kernel::S;
+  using F = typename S::Fragment;
+  using Scores = typename Kernel::Scores;
+  using Products = typename Kernel::Products;
+  using Edges = Sm90Edges<Kernel>;
+  static constexpr int R = Kernel::R, half_tiles = slot_tile / 8;
+  using Weights = RunningMaxWeights<S>;
+  using Scales = typename Weights::Scales;
+  using Unmasked = typename Weights::Unmasked;
+
+  Kernel& k;
+
   QATTN_DEVICE Scales load_scales(SharedAddress stage) const {
     Scales x;
     x.flags = 0;
@@ -47,7 +60,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
     for (int h = 0; h < S::halves; ++h) {
       x.k[h] = 1.0f;
       if constexpr (!S::qk_16bit) {
-        const int key = h * slot_tile + map.lane % 4 * 2;
+        const int key = h * slot_tile + k.map.lane % 4 * 2;
         x.k[h] = isa::load_shared<float>(stage + S::scale_at + 4 * key);
       }
       if constexpr (S::e4m3_pv) {
@@ -62,7 +75,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
   /// Does every row see every key, and can V be multiplied as it is? The same answer in the whole
   /// warpgroup.
   QATTN_DEVICE bool is_unmasked(int tile, const Scales& x) const {
-    return x.flags == 0 && this->sees_whole(tile);
+    return x.flags == 0 && Edges{k}.sees_whole(tile);
   }
 
   /// Is the tile plain but for the bounds of what its rows see? Forgets the tables of keys behind
@@ -72,7 +85,7 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
     bool bad = false;
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
-      const bool exists = this->has_half(h, x.flags, tile);
+      const bool exists = Edges{k}.has_half(h, x.flags, tile);
       if constexpr (!S::qk_16bit) {
         x.k[h] = exists ? x.k[h] : 0.0f;
         bad |= tile::is_nan(x.k[h]);
@@ -82,26 +95,18 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
         if (exists) flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at) & tile_has_bad;
       }
     }
-    return flags == 0 && !this->params.general && !isa::any(bad);
+    return flags == 0 && !k.params.general && !isa::any(bad);
   }
 
   // ---- The plain tile -------------------------------------------------------------------------
-
-  struct Unmasked {
-    Scales x;
-    float scale[S::halves][R];  ///< of scores, in units of log2
-    float top[R];               ///< maximum of the scores, in units of log2
-    float offset[R];
-    float rescale[R];  ///< the tile's, S::p_in_smem: P V of the tile before is still to join
-  };
 
   /// Takes the maxima of the keys of half `h`. Scales are positive or NaN.
   QATTN_DEVICE void take_maxima(const Products& s, int h, Unmasked& t) const {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const auto* first = s + 4 * half_tiles * h + 2 * r;
-      const auto largest = this->largest_of(first);
-      t.scale[h][r] = this->rules.row_scale[r] * t.x.k[h];
+      const auto largest = Edges::largest_of(first);
+      t.scale[h][r] = k.rules.row_scale[r] * t.x.k[h];
       const float top = isa::to_float(largest) * t.scale[h][r];
       t.top[r] = h == 0 ? top : fmaxf(t.top[r], top);
     }
@@ -111,12 +116,12 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
   QATTN_DEVICE void begin_unmasked(Unmasked& t) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float next = fmaxf(state.max[r], t.top[r]);
-      t.rescale[r] = isa::exp2(state.max[r] - next);
-      if constexpr (S::pv_16bit || !S::p_in_smem) rescale[r] = t.rescale[r];
-      state.max[r] = next;
+      const float next = fmaxf(k.state.max[r], t.top[r]);
+      t.rescale[r] = isa::exp2(k.state.max[r] - next);
+      if constexpr (S::pv_16bit || !S::p_in_smem) k.weights.rescale[r] = t.rescale[r];
+      k.state.max[r] = next;
       t.offset[r] = S::p_log2 - next;
-      if constexpr (S::pv_16bit) state.sum[r] *= rescale[r];
+      if constexpr (S::pv_16bit) k.state.sum[r] *= k.weights.rescale[r];
     }
   }
 
@@ -134,17 +139,18 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
   QATTN_DEVICE void end_unmasked(const Unmasked& t) {
     if constexpr (!S::pv_16bit && S::p_in_smem) {
 #pragma unroll
-      for (int r = 0; r < R; ++r) rescale[r] = t.rescale[r];
+      for (int r = 0; r < R; ++r) k.weights.rescale[r] = t.rescale[r];
     }
   }
 
   /// P of the keys of half `h` from their exponents, in groups of four scores of one row, from two
-  /// neighbouring score tiles. Calls meanwhile(g, no_sign()) after each group g of S::n_tiles.
+  /// neighbouring score tiles. Calls meanwhile(g, Edges::no_sign()) after each group g of
+  /// S::n_tiles.
   template <class Exponent, class Meanwhile>
   QATTN_DEVICE void exponentiate(int h, Exponent exponent, Meanwhile meanwhile) {
     float e[half_tiles][4];
     const auto start = [&](int g) {
-      const int r = this->row_of(g), n = h * half_tiles + this->tile_of(g);
+      const int r = Edges::row_of(g), n = h * half_tiles + Edges::tile_of(g);
 #pragma unroll
       for (int i = 0; i < 4; ++i) e[g][i] = exponent(n + i / 2, 2 * r + i % 2);
     };
@@ -155,32 +161,32 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) e[g][i] = isa::exp2(e[g][i]);
       if (g > 0) pack(h * half_tiles + g - 1, e[g - 1]);
-      meanwhile(h * half_tiles + g, this->no_sign(e[g][3], e[g > 0 ? g - 1 : 0][3]));
+      meanwhile(h * half_tiles + g, Edges::no_sign(e[g][3], e[g > 0 ? g - 1 : 0][3]));
     }
     pack(h * half_tiles + half_tiles - 1, e[half_tiles - 1]);
   }
 
   /// Rounds group `g` of P; 16 bits: adds up what that gives.
   QATTN_DEVICE void pack(int g, const float (&e)[4]) {
-    const int r = this->row_of(g), n = this->tile_of(g);
+    const int r = Edges::row_of(g), n = Edges::tile_of(g);
     if constexpr (S::pv_16bit) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        std::uint32_t& word = codes[n / 2][r + 2 * i];
-        constexpr bool half = C.pv == isa::Element::f16;
+        std::uint32_t& word = k.weights.codes[n / 2][r + 2 * i];
+        constexpr bool half = S::pv == isa::Element::f16;
         word =
             half ? isa::pack_f16(e[2 * i], e[2 * i + 1]) : isa::pack_bf16(e[2 * i], e[2 * i + 1]);
         const isa::Pair rounded = half ? isa::unpack_f16(word) : isa::unpack_bf16(word);
         if constexpr (S::tuning.serial_sums) {
-          state.sum[r] += rounded.lo;
-          state.sum[r] += rounded.hi;
+          k.state.sum[r] += rounded.lo;
+          k.state.sum[r] += rounded.hi;
         } else {
-          state.sum[r] += rounded.lo + rounded.hi;
+          k.state.sum[r] += rounded.lo + rounded.hi;
         }
       }
     } else {
-      codes[n / 4][r + n / 2 % 2 * 2] = std::uint32_t{isa::pack_e4m3(e[0], e[1])} |
-                                        std::uint32_t{isa::pack_e4m3(e[2], e[3])} << 16;
+      k.weights.codes[n / 4][r + n / 2 % 2 * 2] = std::uint32_t{isa::pack_e4m3(e[0], e[1])} |
+                                                  std::uint32_t{isa::pack_e4m3(e[2], e[3])} << 16;
     }
   }
 
@@ -194,21 +200,22 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
     for (int r = 0; r < R; ++r) {
 #pragma unroll
       for (int h = 0; h < S::halves; ++h) {
-        const float largest = this->largest_of(&y[0][half_tiles * h][2 * r]);
+        const float largest = Edges::largest_of(&y[0][half_tiles * h][2 * r]);
         const float score = largest * scale[h][r];
         top[r] = h == 0 ? score : fmaxf(top[r], score);
         most[r] = h == 0 ? largest : fmaxf(most[r], largest);
       }
     }
     isa::row_maxima<F>(top);
-    this->spoil_overflow(most, top);
+    Edges{k}.spoil_overflow(most, top);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float next = fmaxf(state.max[r], top[r]), ref = state.reference(next);
-      rescale[r] = state.max[r] == -tile::infinity() ? 0.0f : isa::exp2(state.max[r] - ref);
-      state.max[r] = next;
+      const float next = fmaxf(k.state.max[r], top[r]), ref = k.state.reference(next);
+      k.weights.rescale[r] =
+          k.state.max[r] == -tile::infinity() ? 0.0f : isa::exp2(k.state.max[r] - ref);
+      k.state.max[r] = next;
       offset[r] = S::p_log2 - ref;
-      if constexpr (S::pv_16bit) state.sum[r] *= rescale[r];
+      if constexpr (S::pv_16bit) k.state.sum[r] *= k.weights.rescale[r];
     }
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
@@ -222,11 +229,11 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
   QATTN_DEVICE void attend_edge(const Products& s, const Scales& x, int tile) {
     Scores y;
     float scale[S::halves][R];
-    this->edge_products(s, this->edge_bounds(x.flags, tile), y);
+    Edges{k}.edge_products(s, Edges{k}.edge_bounds(x.flags, tile), y);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
 #pragma unroll
-      for (int h = 0; h < S::halves; ++h) scale[h][r] = this->edge_scale(r, x.k[h]);
+      for (int h = 0; h < S::halves; ++h) scale[h][r] = Edges{k}.edge_scale(r, x.k[h]);
     }
     attend_scores(y, scale);
   }
@@ -249,8 +256,8 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
                                                   key / slot_tile * S::tail_bytes + S::inverse_at +
                                                   4 * (key % slot_tile)));
     };
-    this->rules.finish_scores(map, s, tile, key_scale, [](Scores&) {}, bad_value);
-    this->hide_half(s, facts.flags);
+    k.rules.finish_scores(k.map, s, tile, key_scale, [](Scores&) {}, bad_value);
+    Edges::hide_half(s, facts.flags);
     float one[S::halves][R];
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) one[h][0] = one[h][1] = 1.0f;
@@ -263,16 +270,16 @@ struct RunningMaxSoftmax : Sm90Rows<C> {
   /// Those of N tiles from `first` on.
   template <int N>
   QATTN_DEVICE void load_channel_scales(int first, float (&scale)[N][2]) const {
-    const std::int64_t head = work.b * p.k.heads + work.kv_head;
-    const float* table = p.v8.channel_scale + head * p.v8.groups * p.v8.channels;
-    Epilogue<S>::load_channels(map, table, p.v8.channels, first, scale);
+    const std::int64_t head = k.work.b * k.p.k.heads + k.work.kv_head;
+    const float* table = k.p.v8.channel_scale + head * k.p.v8.groups * k.p.v8.channels;
+    Epilogue<S>::load_channels(k.map, table, k.p.v8.channels, first, scale);
   }
   template <int N>
   QATTN_DEVICE void scale_channels(int first, const float (&by)[N][2]) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) output.o[0][first + n][i] *= by[n][i % 2];
+      for (int i = 0; i < 4; ++i) k.output.o[0][first + n][i] *= by[n][i % 2];
     }
   }
   /// A few at a time: all at once have no room beside the output.

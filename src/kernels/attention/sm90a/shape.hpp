@@ -19,6 +19,7 @@ struct Sm90Sizes {
   using Fragment = isa::MmaFragment;
   using KeyFragment = Fragment;
   static constexpr Sm90Tuning tuning = sm90_tuning(C);
+  static constexpr isa::Element qk = C.qk, pv = C.pv;
   static constexpr bool qk_16bit = isa::is_16bit(C.qk), pv_16bit = isa::is_16bit(C.pv);
   static constexpr bool whole_references = false;
   static constexpr bool u8 = C.pv == isa::Element::u8, e4m3_pv = C.pv == isa::Element::e4m3;

@@ -3,29 +3,20 @@
 #pragma once
 
 #include "formats/lost_share.hpp"
-#include "kernels/attention/sm90a/rows.cuh"
+#include "kernels/attention/sm90a/edges.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-template <Sm90Config C>
-struct TileMaxSoftmax : Sm90Rows<C> {
-  using S = Sm90Shape<C>;
-  using F = typename S::Fragment;
-  using Base = Sm90Rows<C>;
-  using Base::R, Base::map, Base::output, Base::p, Base::state, Base::work;
-  using typename Base::Scores;
-  /// S as wgmma leaves it: element 4n + i is element i of score tile n.
-  using Products = std::int32_t[S::keys / 2];
-  static constexpr int half_tiles = slot_tile / 8;  ///< score tiles in 64 keys
+/// P, and what a tile's products need, of TileMaxSoftmax.
+template <class S>
+struct TileMaxWeights {
+  static constexpr int R = 2;
 
   std::uint32_t codes[S::keys / 32][4];  ///< P: A fragments of the products with V
   float share[R];       ///< weight of the tile for each unit of P, times u8_share_unit
   float poison = 0.0f;  ///< NaN once a scale of K was
 
-  QATTN_DEVICE TileMaxSoftmax(const Sm90Params& a, const WorkTile& w, const TileRange& facts,
-                              int row_warp, int buffer)
-      : Base(a, w, facts, row_warp, buffer) {}
   /// The output has all P V: what joins it next is zero.
   QATTN_DEVICE void settle() {
 #pragma unroll
@@ -39,13 +30,44 @@ struct TileMaxSoftmax : Sm90Rows<C> {
     float k[S::halves], v_log[S::halves];
     std::uint32_t flags;  ///< TileFlags of V; the same in all lanes
   };
+  /// P of 64 keys that this lane has, row by row.
+  struct Sums {
+    std::uint32_t codes[R];  ///< after rounding
+    float exact[R];          ///< and before
+  };
+
+  /// A tile that needs one factor for all keys of a half that a thread holds.
+  struct Unmasked {
+    Scales x;
+    float scale[S::halves][R];  ///< of scores, in units of log2
+    float top[R];               ///< maximum of score + log of V's scale, in units of log2
+    Sums sums[S::halves];
+  };
+};
+
+/// `Kernel`: Sm90Consumer.
+template <class Kernel>
+struct TileMaxSoftmax {
+  using S = typename Kernel::S;
+  using F = typename S::Fragment;
+  using Scores = typename Kernel::Scores;
+  using Products = typename Kernel::Products;
+  using Edges = Sm90Edges<Kernel>;
+  static constexpr int R = Kernel::R, half_tiles = slot_tile / 8;
+  using Weights = TileMaxWeights<S>;
+  using Scales = typename Weights::Scales;
+  using Sums = typename Weights::Sums;
+  using Unmasked = typename Weights::Unmasked;
+
+  Kernel& k;
+
   QATTN_DEVICE Scales load_scales(SharedAddress stage) const {
     Scales x;
     x.flags = 0;
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
       const SharedAddress tail = stage + S::tail_at + h * S::tail_bytes;
-      const int key = map.lane % 4 * 2;
+      const int key = k.map.lane % 4 * 2;
       x.k[h] = isa::load_shared<float>(stage + S::scale_at + 4 * (h * slot_tile + key));
       x.v_log[h] = isa::load_shared<float>(tail + S::log_at + 4 * key);
       x.flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at);
@@ -55,7 +77,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
 
   /// Does every row see every key, with constant scales? The same answer in the whole warpgroup.
   QATTN_DEVICE bool is_unmasked(int tile, const Scales& x) const {
-    return x.flags == 0 && this->sees_whole(tile);
+    return x.flags == 0 && Edges{k}.sees_whole(tile);
   }
 
   /// Is the tile plain but for the bounds of what its rows see? Forgets the tables of keys behind
@@ -65,39 +87,25 @@ struct TileMaxSoftmax : Sm90Rows<C> {
     bool bad = false;
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
-      const bool exists = this->has_half(h, x.flags, tile);
+      const bool exists = Edges{k}.has_half(h, x.flags, tile);
       x.k[h] = exists ? x.k[h] : 0.0f;
       x.v_log[h] = exists ? x.v_log[h] : 0.0f;
       const SharedAddress tail = stage + S::tail_at + h * S::tail_bytes;
       if (exists) flags |= isa::load_shared<std::uint32_t>(tail + S::flags_at);
       bad |= tile::is_nan(x.k[h]);
     }
-    return flags == 0 && !this->params.general && !isa::any(bad);
+    return flags == 0 && !k.params.general && !isa::any(bad);
   }
 
-  /// P of 64 keys that this lane has, row by row.
-  struct Sums {
-    std::uint32_t codes[R];  ///< after rounding
-    float exact[R];          ///< and before
-  };
-
   // ---- The plain tile -------------------------------------------------------------------------
-
-  /// A tile that needs one factor for all keys of a half that a thread holds.
-  struct Unmasked {
-    Scales x;
-    float scale[S::halves][R];  ///< of scores, in units of log2
-    float top[R];               ///< maximum of score + log of V's scale, in units of log2
-    Sums sums[S::halves];
-  };
 
   /// Takes the maxima of the keys of half `h`.
   QATTN_DEVICE void take_maxima(const Products& s, int h, Unmasked& t) const {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const std::int32_t* first = s + 4 * half_tiles * h + 2 * r;
-      const std::int32_t largest = this->largest_of(first);
-      t.scale[h][r] = this->rules.row_scale[r] * t.x.k[h];
+      const std::int32_t largest = Edges::largest_of(first);
+      t.scale[h][r] = k.rules.row_scale[r] * t.x.k[h];
       const float top = fmaf(isa::to_float(largest), t.scale[h][r], t.x.v_log[h]);
       t.top[r] = h == 0 ? top : fmaxf(t.top[r], top);
     }
@@ -124,7 +132,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
     add_sums(t.x, t.sums);
   }
 
-  /// P of the keys of half `h` from their exponents. Calls meanwhile(g, no_sign()) among the
+  /// P of the keys of half `h` from their exponents. Calls meanwhile(g, Edges::no_sign()) among the
   /// exponentials, after each group g of S::n_tiles of four scores that make a word of P: of one
   /// row, from two neighbouring score tiles.
   template <class Exponent, class Meanwhile>
@@ -133,13 +141,13 @@ struct TileMaxSoftmax : Sm90Rows<C> {
 #pragma unroll
     for (int r = 0; r < R; ++r) sums.codes[r] = 0, sums.exact[r] = 0.0f;
     const auto start = [&](int g) {
-      const int r = this->row_of(g), n = h * half_tiles + this->tile_of(g);
+      const int r = Edges::row_of(g), n = h * half_tiles + Edges::tile_of(g);
 #pragma unroll
       for (int i = 0; i < 4; ++i) e[g][i] = exponent(n + i / 2, 2 * r + i % 2);
     };
     const auto pack = [&](int g) {
-      const int r = this->row_of(g), n = h * half_tiles + this->tile_of(g);
-      std::uint32_t& word = codes[n / 4][r + n / 2 % 2 * 2];
+      const int r = Edges::row_of(g), n = h * half_tiles + Edges::tile_of(g);
+      std::uint32_t& word = k.weights.codes[n / 4][r + n / 2 % 2 * 2];
       word = isa::pack_u8(e[g][0], e[g][1], e[g][2], e[g][3]);
       sums.codes[r] = isa::dot4_u8(word, 0x01010101u, sums.codes[r]);
       // Number by number: sums of pairs first are 5 % slower (H100).
@@ -153,7 +161,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) e[g][i] = isa::exp2(e[g][i]);
       if (g > 0) pack(g - 1);
-      meanwhile(h * half_tiles + g, this->no_sign(e[g][3], e[g > 0 ? g - 1 : 0][3]));
+      meanwhile(h * half_tiles + g, Edges::no_sign(e[g][3], e[g > 0 ? g - 1 : 0][3]));
     }
     pack(half_tiles - 1);
   }
@@ -164,13 +172,14 @@ struct TileMaxSoftmax : Sm90Rows<C> {
   QATTN_DEVICE void raise(const float (&top)[R]) {
     bool far = false;
 #pragma unroll
-    for (int r = 0; r < R; ++r) far |= top[r] > state.max[r] + state.slack;
-    if (isa::any(far)) state.update_max(top, output);
+    for (int r = 0; r < R; ++r) far |= top[r] > k.state.max[r] + k.state.slack;
+    if (isa::any(far)) k.state.update_max(top, k.output);
   }
   QATTN_DEVICE void weigh(const float (&top)[R]) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      share[r] = isa::exp2(top[r] - state.reference(state.max[r])) * (u8_share_unit / 255);
+      k.weights.share[r] =
+          isa::exp2(top[r] - k.state.reference(k.state.max[r])) * (u8_share_unit / 255);
     }
   }
 
@@ -184,11 +193,11 @@ struct TileMaxSoftmax : Sm90Rows<C> {
       for (int r = 0; r < R; ++r) {
         mass[r] = fmaf(sums[h].exact[r], weight, h == 0 ? 0.0f : mass[r]);
       }
-      poison = fmaf(x.k[h], 0.0f, poison);
+      k.weights.poison = fmaf(x.k[h], 0.0f, k.weights.poison);
     }
 #pragma unroll
     for (int r = 0; r < R; ++r)
-      state.sum[r] = fmaf(mass[r], share[r] * (1.0f / u8_share_unit), state.sum[r]);
+      k.state.sum[r] = fmaf(mass[r], k.weights.share[r] * (1.0f / u8_share_unit), k.state.sum[r]);
     add_codes(sums);
   }
   /// And of the sums of codes, after and before rounding.
@@ -199,9 +208,10 @@ struct TileMaxSoftmax : Sm90Rows<C> {
       all[r] = sums[0].codes[r];
       float before = sums[0].exact[r];
       if constexpr (S::halves > 1) all[r] += sums[1].codes[r], before += sums[1].exact[r];
-      state.exact[r] = fmaf(before, share[r] * (1.0f / u8_share_unit), state.exact[r]);
+      k.state.exact[r] =
+          fmaf(before, k.weights.share[r] * (1.0f / u8_share_unit), k.state.exact[r]);
     }
-    state.add_excess(all, share);
+    k.state.add_excess(all, k.weights.share);
   }
 
   // ---- Lost mass ------------------------------------------------------------------------------
@@ -213,8 +223,9 @@ struct TileMaxSoftmax : Sm90Rows<C> {
     bool some = false;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      lost[r] = fmaf(state.exact[r], 1.0f / u8_value_unit, -state.excess[r]);  // in units of excess
-      most[r] = state.excess[r];
+      lost[r] =
+          fmaf(k.state.exact[r], 1.0f / u8_value_unit, -k.state.excess[r]);  // in units of excess
+      most[r] = k.state.excess[r];
     }
     isa::add_rows<F>(lost);
     isa::add_rows<F>(most);
@@ -231,29 +242,31 @@ struct TileMaxSoftmax : Sm90Rows<C> {
 #pragma unroll
     for (int n = 0; n < S::d_tiles; ++n) {
       // Channels 8 n + 2 t and the next: halves of a word of lane 2 n + t / 2.
-      const int w = n / 16, from = (2 * n + map.lane % 4 / 2) % 32;
+      const int w = n / 16, from = (2 * n + k.map.lane % 4 / 2) % 32;
       const std::uint32_t low = isa::byte_permute(total[w][0], total[w][1], 0x5410);
       const std::uint32_t high = isa::byte_permute(total[w][2], total[w][3], 0x5410);
       const std::uint32_t even = isa::shuffle(low, from), odd = isa::shuffle(high, from);
-      const std::uint32_t pair = map.lane % 2 == 0 ? even : odd;
+      const std::uint32_t pair = k.map.lane % 2 == 0 ? even : odd;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const auto mean = static_cast<std::int16_t>(pair >> 16 * (i % 2));
-        output.o[0][n][i] = fmaf(lost[i / 2], static_cast<float>(mean) * 0.25f, output.o[0][n][i]);
+        k.output.o[0][n][i] =
+            fmaf(lost[i / 2], static_cast<float>(mean) * 0.25f, k.output.o[0][n][i]);
       }
     }
   }
   /// Sums of the means of four tiles, spread over those of the sequence.
   template <int Words>
   QATTN_DEVICE void load_means(std::int32_t (&total)[Words][4]) const {
-    const TileOffsets at = tile_offsets(p.v8.channels);
-    const int tiles = static_cast<int>((work.k.length + slot_tile - 1) / slot_tile);
+    const TileOffsets at = tile_offsets(k.p.v8.channels);
+    const int tiles = static_cast<int>((k.work.k.length + slot_tile - 1) / slot_tile);
     const std::uint8_t* first =
-        p.v8.tiles + (work.kv_head * p.v8.slots + work.k_slot) / slot_tile * at.bytes + at.extra;
+        k.p.v8.tiles + (k.work.kv_head * k.p.v8.slots + k.work.k_slot) / slot_tile * at.bytes +
+        at.extra;
     std::uint32_t means[4][Words];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const std::uint8_t* from = first + std::int64_t{i * tiles / 4} * at.bytes + 4 * map.lane;
+      const std::uint8_t* from = first + std::int64_t{i * tiles / 4} * at.bytes + 4 * k.map.lane;
 #pragma unroll
       for (int w = 0; w < Words; ++w) {
         means[i][w] = isa::load_global(reinterpret_cast<const std::uint32_t*>(from) + 32 * w);
@@ -278,28 +291,28 @@ struct TileMaxSoftmax : Sm90Rows<C> {
   /// 16384). With its maxima behind a branch, too, ptxas spills 500 bytes and they are 9 to 16 %
   /// slower. e4m3 P gained nothing.
   QATTN_DEVICE void attend_edge(const Products& s, const Scales& x, int tile) {
-    const auto bounds = this->edge_bounds(x.flags, tile);
+    const auto bounds = Edges{k}.edge_bounds(x.flags, tile);
     Scores y;
     float scale[S::halves][R], top[R], most[R];
-    this->edge_products(s, bounds, y);
+    Edges{k}.edge_products(s, bounds, y);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
 #pragma unroll
       for (int h = 0; h < S::halves; ++h) {
-        scale[h][r] = this->edge_scale(r, x.k[h]);
-        const float largest = this->largest_of(&y[0][half_tiles * h][2 * r]);
+        scale[h][r] = Edges{k}.edge_scale(r, x.k[h]);
+        const float largest = Edges::largest_of(&y[0][half_tiles * h][2 * r]);
         const float score = fmaf(largest, scale[h][r], x.v_log[h]);
         top[r] = h == 0 ? score : fmaxf(top[r], score);
         most[r] = h == 0 ? largest : fmaxf(most[r], largest);
       }
     }
     isa::row_maxima<F>(top);
-    this->spoil_overflow(most, top);
+    Edges{k}.spoil_overflow(most, top);
     raise(top);
     weigh(top);
     float ref[R];
 #pragma unroll
-    for (int r = 0; r < R; ++r) ref[r] = log2_255 - state.reference(top[r]);
+    for (int r = 0; r < R; ++r) ref[r] = log2_255 - k.state.reference(top[r]);
     Sums sums[S::halves] = {};
 #pragma unroll
     for (int h = 0; h < S::halves; ++h) {
@@ -320,7 +333,7 @@ struct TileMaxSoftmax : Sm90Rows<C> {
 #pragma unroll
     for (int n = 2 * h; n < 2 * h + 2; ++n) {
 #pragma unroll
-      for (std::uint32_t& word : codes[n]) word = 0;
+      for (std::uint32_t& word : k.weights.codes[n]) word = 0;
     }
   }
 
@@ -345,10 +358,10 @@ struct TileMaxSoftmax : Sm90Rows<C> {
       return isa::load_shared<float>(stage + S::scale_at + 4 * key);
     };
     const auto bad_value = [&](int key) { return tile::is_nan(table(S::inverse_at, key)); };
-    this->rules.finish_scores(map, s, tile, key_scale, [](Scores&) {}, bad_value);
-    this->hide_half(s, facts.flags);
+    k.rules.finish_scores(k.map, s, tile, key_scale, [](Scores&) {}, bad_value);
+    Edges::hide_half(s, facts.flags);
     float far[R] = {}, run[R];  // run: the rows' references
-    this->rules.bring_near(p, s, far);
+    k.rules.bring_near(k.p, s, far);
     tile::each_score<F>(s, [&](int, int key, float& x) {
       if (x != -tile::infinity()) x += table(S::log_at, key);
     });
@@ -357,12 +370,12 @@ struct TileMaxSoftmax : Sm90Rows<C> {
     for (int r = 0; r < R; ++r) top[r] = -tile::infinity();
     tile::each_score<F>(s, [&](int r, int, float& x) { top[r] = fmaxf(top[r], x); });
     isa::row_maxima<F>(top);
-    state.update_far_max(top, far, run, output);
+    k.state.update_far_max(top, far, run, k.output);
     Sums sums[S::halves] = {};
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float ref = state.reference(top[r]) - log2_255;
-      share[r] = isa::exp2(top[r] - run[r]) * (u8_share_unit / 255);
+      const float ref = k.state.reference(top[r]) - log2_255;
+      k.weights.share[r] = isa::exp2(top[r] - run[r]) * (u8_share_unit / 255);
       float mass = 0.0f;
 #pragma unroll
       for (int n = 0; n < S::n_tiles; n += 2) {
@@ -373,14 +386,14 @@ struct TileMaxSoftmax : Sm90Rows<C> {
           const float x = s[0][n + i / 2][2 * r + i % 2];
           e[i] = isa::exp2(x - ref);
           half.exact[r] += e[i];
-          const int key = 8 * (n + i / 2) + map.lane % 4 * 2 + i % 2;
+          const int key = 8 * (n + i / 2) + k.map.lane % 4 * 2 + i % 2;
           if (x != -tile::infinity()) mass = fmaf(e[i], table(S::inverse_at, key), mass);
         }
-        std::uint32_t& word = codes[n / 4][r + n / 2 % 2 * 2];
+        std::uint32_t& word = k.weights.codes[n / 4][r + n / 2 % 2 * 2];
         word = isa::pack_u8(e[0], e[1], e[2], e[3]);
         half.codes[r] = isa::dot4_u8(word, 0x01010101u, half.codes[r]);
       }
-      state.sum[r] = fmaf(mass, share[r] * (1.0f / u8_share_unit), state.sum[r]);
+      k.state.sum[r] = fmaf(mass, k.weights.share[r] * (1.0f / u8_share_unit), k.state.sum[r]);
     }
     add_codes(sums);
   }

@@ -1,4 +1,5 @@
-// What every softmax of the Hopper prefill kernel knows of its rows.
+// What every softmax of the Hopper prefill kernel asks of its rows: which tiles they see whole, and
+// what they see of others.
 #pragma once
 
 #include "kernels/attention/rows/epilogue.cuh"
@@ -8,58 +9,33 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
-template <Sm90Config C>
-struct Sm90Rows {
-  using S = Sm90Shape<C>;
+/// In the flags of a tile: the block mask forbids its first half, and in the next bit its second.
+inline constexpr int hidden_at = 28;
+QATTN_DEVICE std::uint32_t hidden_halves(std::uint32_t flags) { return flags >> hidden_at & 3; }
+
+/// `Kernel`: Sm90Consumer.
+template <class Kernel>
+struct Sm90Edges {
+  using S = typename Kernel::S;
   using F = typename S::Fragment;
-  using Scores = typename ScoreRules<S>::Scores;
-  static constexpr int M = S::m_tiles, R = F::rows * M;
+  using Scores = typename Kernel::Scores;
+  static constexpr int R = Kernel::R;
 
-  const AttentionParams& p;
-  const WorkTile& work;
-  RowMap<S> map;
-  RegisterOutput<S> output;
-  RowState<S> state;
-  ScoreRules<S> rules;
-  const Sm90Params& params;
-  /// The tiles that every row sees whole: the first, and how far behind it the last is.
-  int unmasked_first;
-  unsigned unmasked_span;
-  /// In the flags of a tile: the block mask forbids its first half, and in the next bit its second.
-  static constexpr int hidden_at = 28;
-  QATTN_DEVICE static std::uint32_t hidden_halves(std::uint32_t flags) {
-    return flags >> hidden_at & 3;
-  }
-
-  /// `buffer`: Q's.
-  QATTN_DEVICE Sm90Rows(const Sm90Params& a, const WorkTile& w, const TileRange& facts,
-                        int row_warp, int buffer)
-      : p(a),
-        work(w),
-        map(a, w, row_warp),
-        state(a),
-        params(a),
-        unmasked_first(facts.unmasked_first),
-        unmasked_span(static_cast<unsigned>(facts.unmasked_span)) {
-    map.exist = facts.exist;
-    rules.scales_at = isa::shared_base() + S::facts_at + buffer * S::fact_bytes +
-                      4 * S::warp_rows * (row_warp % 4);
-    rules.dots_at = rules.scales_at + S::dots_at;
-  }
-
-  QATTN_DEVICE Epilogue<S> epilogue() { return {map, state, output}; }
+  Kernel& k;
 
   QATTN_DEVICE void start_rows() {
-    const float scale = p.scale * tile::log2_e;
-    const bool staged = rules.has_staged(p);  // one branch for all rows
+    const float scale = k.p.scale * tile::log2_e;
+    const bool staged = k.rules.has_staged(k.p);  // one branch for all rows
     if (staged) {
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        rules.row_scale[r] = rules.template query_scale<S::staged_rows>(map, r, state) * scale;
+        k.rules.row_scale[r] =
+            k.rules.template query_scale<S::staged_rows>(k.map, r, k.state) * scale;
       }
     } else {
 #pragma unroll
-      for (int r = 0; r < R; ++r) rules.row_scale[r] = rules.query_scale(map, r, state) * scale;
+      for (int r = 0; r < R; ++r)
+        k.rules.row_scale[r] = k.rules.query_scale(k.map, r, k.state) * scale;
     }
   }
 
@@ -97,17 +73,17 @@ struct Sm90Rows {
 
   /// Does every row see every key of the tile? None does of a negative one.
   QATTN_DEVICE bool sees_whole(int tile) const {
-    return static_cast<unsigned>(tile - unmasked_first) <= unmasked_span;
+    return static_cast<unsigned>(tile - k.unmasked_first) <= k.unmasked_span;
   }
 
   /// Are there keys in half `h` of a tile, and none that the block mask forbids?
   QATTN_DEVICE bool has_half(int h, std::uint32_t flags, int tile) const {
-    return tile + h * slot_tile < work.k.length && (hidden_halves(flags) >> h & 1) == 0;
+    return tile + h * slot_tile < k.work.k.length && (hidden_halves(flags) >> h & 1) == 0;
   }
 
   /// The bounds of row r in a tile.
   QATTN_DEVICE tile::ScoreRow edge_row(int r, std::uint32_t flags, int tile) const {
-    tile::ScoreRow row = map.score_row(r);
+    tile::ScoreRow row = k.map.score_row(r);
     const int middle = tile + S::keys / 2;
     if ((hidden_halves(flags) & 1) != 0 && row.begin < middle) row.begin = middle;
     if ((hidden_halves(flags) & 2) != 0 && row.end > middle) row.end = middle;
@@ -122,7 +98,7 @@ struct Sm90Rows {
     bool upper;  ///< and one sees keys of the second half
   };
   QATTN_DEVICE EdgeBounds edge_bounds(std::uint32_t flags, int tile) const {
-    const int mine = tile + map.lane % 4 * 2;
+    const int mine = tile + k.map.lane % 4 * 2;
     EdgeBounds b;
     bool late = false, upper = false;
 #pragma unroll
@@ -136,8 +112,7 @@ struct Sm90Rows {
   }
   /// Products, -infinity where a row does not see the key.
   template <class Product>
-  QATTN_DEVICE void edge_products(const Product* s, const EdgeBounds& b,
-                                  Scores& y) const {
+  QATTN_DEVICE void edge_products(const Product* s, const EdgeBounds& b, Scores& y) const {
 #pragma unroll
     for (int n = 0; n < S::n_tiles; ++n) {
 #pragma unroll
@@ -160,7 +135,7 @@ struct Sm90Rows {
   /// From those to scores in units of log2. Not 0, which -infinity does not survive; nor does it
   /// NaN, so that such keys make a tile a special one.
   QATTN_DEVICE float edge_scale(int r, float key_scale) const {
-    return fmaxf(rules.row_scale[r] * key_scale, formats::kMinNormal);
+    return fmaxf(k.rules.row_scale[r] * key_scale, formats::kMinNormal);
   }
 
   /// Rows of an edge tile whose scores all lie below the floats, though they see a key: no number
@@ -170,7 +145,7 @@ struct Sm90Rows {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const bool hidden = largest[r] == -tile::infinity();
-      if (top[r] == -tile::infinity() && !hidden) state.sum[r] = tile::quiet_nan();
+      if (top[r] == -tile::infinity() && !hidden) k.state.sum[r] = tile::quiet_nan();
     }
   }
 
