@@ -91,14 +91,14 @@ MaskFunction mask_function(const F&& f) = delete;
 
 /// Callables that kernels can take as a parameter: see the head of this file.
 template <class F>
-concept DeviceScoreFunction = std::is_class_v<F> && std::is_trivially_copyable_v<F> &&
-    requires(const F& f, std::int64_t n) {
-  { f(0.0f, n, n, n, n) } -> std::same_as<float>;
-};
+concept DeviceScoreFunction =
+    std::is_class_v<F> && std::is_trivially_copyable_v<F> && requires(const F& f, std::int64_t n) {
+      { f(0.0f, n, n, n, n) } -> std::same_as<float>;
+    };
 template <class F>
-concept DeviceMaskFunction = std::is_class_v<F> && std::is_trivially_copyable_v<F> &&
-    requires(const F& f, std::int64_t n) {
-  { f(n, n, n, n) } -> std::same_as<bool>;
-};
+concept DeviceMaskFunction =
+    std::is_class_v<F> && std::is_trivially_copyable_v<F> && requires(const F& f, std::int64_t n) {
+      { f(n, n, n, n) } -> std::same_as<bool>;
+    };
 
 }  // namespace qattn

@@ -104,7 +104,7 @@ TensorView plain_view(const char* name, const nb::tuple& tuple, Format format) {
 
 struct Field {
   const char* name;
-  TensorView AttentionTensors::*member;
+  TensorView AttentionTensors::* member;
   bool output;
 };
 

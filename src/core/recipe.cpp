@@ -131,8 +131,8 @@ Recipe resolve_recipe(const Problem& problem, std::string_view automatic, const 
   }
   // In floats of 8 bits loud channels cost the others nothing, unless rotated together with them.
   if (r.balance_k == Toggle::automatic) {
-    const bool gains = r.rotate == Toggle::on ? is_scaled(r.qk)
-                                              : r.qk == Format::s8 || info(r.qk).bits == 4;
+    const bool gains =
+        r.rotate == Toggle::on ? is_scaled(r.qk) : r.qk == Format::s8 || info(r.qk).bits == 4;
     r.balance_k = gains && problem.scales_own_rows() ? Toggle::on : Toggle::off;
   }
   // Q's means are of blocks, also where no scales are.

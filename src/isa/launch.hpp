@@ -49,9 +49,7 @@ using LaunchError = std::string;
 enum class Start { after_all, early, beside };
 
 template <class K>
-concept Dependent = requires {
-  requires K::dependent;
-};
+concept Dependent = requires { requires K::dependent; };
 
 /// Blocks that are launched together, of which a grid has a multiple. Two are a pair on one TPC,
 /// whose multiprocessors share a cache of instructions (H200, by %smid; the manuals promise a GPC).

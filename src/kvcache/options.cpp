@@ -26,8 +26,8 @@ Status check_dimensions(const KvCacheOptions& o) {
       return invalid(std::string(name) + ": " + text(value) + " is not from 1 to " + text(most));
     }
   }
-  for (const auto& [name, value, most] : {std::tuple{"d", o.d, most_key_channels},
-                                          std::tuple{"dv", o.dv, most_value_channels}}) {
+  for (const auto& [name, value, most] :
+       {std::tuple{"d", o.d, most_key_channels}, std::tuple{"dv", o.dv, most_value_channels}}) {
     if (value < 1 || value > most) {
       return invalid(std::string(name) + ": " + text(value) + " is not from 1 to " +
                      text(std::int64_t{most}));

@@ -108,9 +108,8 @@ void sequences(Rows& rows) {
     f.sq = {5, 0, 33}, f.sk = {140, 140, 140}, f.used_k = {140, 12, 131};
     f.how.packed_q = f.how.seqused_k = true, f.options.causal = true;
   });
-  add(rows, "seqused_q", [](Feature& f) {
-    f.used_q = {50, 0}, f.how.seqused_q = true, f.options.causal = true;
-  });
+  add(rows, "seqused_q",
+      [](Feature& f) { f.used_q = {50, 0}, f.how.seqused_q = true, f.options.causal = true; });
   add(rows, "seqused_k", [](Feature& f) {
     f.sq = {20, 20, 20}, f.sk = {200, 200, 200}, f.used_k = {150, 0, 200};
     f.how.seqused_k = true, f.options.causal = true;
@@ -119,9 +118,8 @@ void sequences(Rows& rows) {
     f.how.page_size = 16, f.sq = {20, 20, 20}, f.sk = {300, 300, 300};
     f.used_k = {261, 0, 130}, f.options.causal = true;
   });
-  add(rows, "paged_24_bhsd", [](Feature& f) {
-    f.how.page_size = 24, f.how.layout = Layout::bhsd, f.used_k = {131, 299};
-  });
+  add(rows, "paged_24_bhsd",
+      [](Feature& f) { f.how.page_size = 24, f.how.layout = Layout::bhsd, f.used_k = {131, 299}; });
   add(rows, "paged_shared_prefix", [](Feature& f) {
     f.how.page_size = 64, f.how.shared_pages = 2, f.sq = {9, 9, 9}, f.sk = {320, 320, 320};
     f.used_k = {200, 300, 129}, f.how.strides = Strides::odd;
@@ -130,9 +128,8 @@ void sequences(Rows& rows) {
     f.how.page_size = 128, f.how.packed_q = true, f.sq = {1, 40, 0}, f.sk = {300, 300, 300};
     f.used_k = {300, 129, 5}, f.options.causal = true;
   });
-  add(rows, "decode", [](Feature& f) {
-    f.sq = {1, 1}, f.sk = {300, 300}, f.heads_q = 8, f.options.causal = true;
-  });
+  add(rows, "decode",
+      [](Feature& f) { f.sq = {1, 1}, f.sk = {300, 300}, f.heads_q = 8, f.options.causal = true; });
   add(rows, "decode_paged", [](Feature& f) {
     f.sq = {1, 1, 1}, f.sk = {640, 640, 640}, f.used_k = {640, 1, 77}, f.heads_q = 8;
     f.how.page_size = 32, f.how.input = Format::f16;

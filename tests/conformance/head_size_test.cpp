@@ -126,7 +126,7 @@ TEST(HeadSizes, NothingIsReadOrWrittenBehindTheLastRow) {
         AttentionTensors t, plain;
         std::vector<Edge> edges;
         std::vector<std::vector<float>> numbers;
-        const auto put = [&](TensorView AttentionTensors::*at, std::int64_t tokens,
+        const auto put = [&](TensorView AttentionTensors::* at, std::int64_t tokens,
                              std::int64_t width) {
           numbers.push_back(draw({tokens, width}, 7));
           const std::size_t bytes = numbers.back().size() * sizeof(float);
@@ -167,9 +167,8 @@ TEST(HeadSizes, AreThoseWithZerosBehindThem) {
       AttentionTensors t[2];
       for (const int padded : {0, 1}) {
         int n = 0;
-        for (TensorView AttentionTensors::*at :
-             {&AttentionTensors::q, &AttentionTensors::k, &AttentionTensors::v,
-              &AttentionTensors::out}) {
+        for (TensorView AttentionTensors::* at : {&AttentionTensors::q, &AttentionTensors::k,
+                                                  &AttentionTensors::v, &AttentionTensors::out}) {
           const std::int64_t width = n < 2 ? d : dv, room = padded ? n < 2 ? wide : wide_v : width;
           const std::vector<float> x = draw({tokens, width}, 11 + n);
           std::vector<float>& own = bytes[padded][n++];

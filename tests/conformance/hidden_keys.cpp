@@ -56,9 +56,7 @@ std::vector<Hiding> every_hiding(std::int64_t queries, std::int64_t keys) {
                  },
                  [](std::int64_t j) { return j / 64 == 1; }});
   all.push_back({"function",
-                 [](Call& call) {
-                   call.options.mask_function = {hide_in_function, nullptr};
-                 },
+                 [](Call& call) { call.options.mask_function = {hide_in_function, nullptr}; },
                  is_padding});
   return all;
 }

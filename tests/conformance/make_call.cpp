@@ -89,7 +89,7 @@ void share_keys(const Feature& feature, Call& call) {
   const std::int64_t tokens = feature.how.zero_stride_kv
                                   ? call.sequences[0].len_k
                                   : feature.how.shared_pages * feature.how.page_size;
-  const auto copy = [&](std::vector<float> Sequence::*x, std::int64_t dim) {
+  const auto copy = [&](std::vector<float> Sequence::* x, std::int64_t dim) {
     const Sequence& from = call.sequences[0];
     for (std::size_t b = 1; b < call.sequences.size(); ++b) {
       Sequence& to = call.sequences[b];
@@ -106,7 +106,7 @@ void share_keys(const Feature& feature, Call& call) {
 }
 
 /// Scales that quantize() would choose for (B, S, H, D) numbers laid out [b][h][s][d].
-Tensor exact_scales(const Call& call, std::vector<float> Sequence::*x, Role role, Format format,
+Tensor exact_scales(const Call& call, std::vector<float> Sequence::* x, Role role, Format format,
                     const Scaling& scaling) {
   const auto batch = static_cast<std::int64_t>(call.sequences.size());
   const std::int64_t heads = role == Role::q ? call.heads_q : call.heads_k;
@@ -185,7 +185,7 @@ Call make_call(const Feature& feature, std::uint64_t seed) {
 }
 
 Recipe add_static_scales(Call& call, Laid& laid, const Recipe& resolved, double shrink) {
-  const auto make = [&](std::vector<float> Sequence::*x, Role role, Format format,
+  const auto make = [&](std::vector<float> Sequence::* x, Role role, Format format,
                         const Scaling& scaling, std::vector<float>& given, Tensor& tensor) {
     if (!free_scales(format)) return;
     tensor = exact_scales(call, x, role, format, scaling);

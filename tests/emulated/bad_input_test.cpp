@@ -184,7 +184,7 @@ void expect_one_bad(const Call& call, const Unchecked& now, const Unchecked& cle
 
 struct BadIndex {
   const char* name;
-  Tensor Laid::*tensor;
+  Tensor Laid::* tensor;
   Index at;
   double value;
   const char* what;
@@ -245,7 +245,7 @@ class EmulatedBadLengths : public testing::TestWithParam<Recipe> {
 
   /// `fate(b, i)`: of row i of sequence b.
   template <class Fate>
-  void expect(Tensor Laid::*tensor, std::int64_t at, double value, Fate fate) {
+  void expect(Tensor Laid::* tensor, std::int64_t at, double value, Fate fate) {
     for (const int splits : {0, 2}) {
       SCOPED_TRACE(std::to_string(at) + ": " + std::to_string(value));
       const ForceSplitKv forced(0, splits);
@@ -415,7 +415,7 @@ TEST_P(EmulatedBadScale, IsNaN) {
   }
   const Unchecked clean = run_unchecked(call, laid, recipe);
   ASSERT_TRUE(clean.status.ok()) << clean.status.message();
-  for (Tensor Laid::*tensor : {&Laid::q_scale, &Laid::k_scale, &Laid::v_scale}) {
+  for (Tensor Laid::* tensor : {&Laid::q_scale, &Laid::k_scale, &Laid::v_scale}) {
     TensorView view = (laid.*tensor).view();
     if (view.rank != 3) continue;  // V of 16 bits has none
     auto* place = static_cast<float*>(view.data) + view.stride[0] + view.stride[1];

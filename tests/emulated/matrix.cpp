@@ -196,11 +196,10 @@ std::vector<Cell> grouped_cells(bool every) {
 
 std::vector<Cell> head_size_cells() {
   constexpr Heads sizes[] = {{20, 36}, {65, 3}, {100, 65}, {1, 1}, {36, 20}, {3, 100}};
-  constexpr const char* names[] = {"causal",         "gqa_8_2",        "mask_bool",   "varlen",
-                                   "paged_24_bhsd",  "decode_paged",   "seqused_k",   "everything",
-                                   "static_scales",  "rotate_on",      "smooth_v_on", "loud",
-                                   "smooth_q_on",    "strides_odd",    "dim_8_8",     "paged_16",
-                                   "v_per_head_0",   "k_per_token_0"};
+  constexpr const char* names[] = {
+      "causal",      "gqa_8_2",     "mask_bool",     "varlen",    "paged_24_bhsd", "decode_paged",
+      "seqused_k",   "everything",  "static_scales", "rotate_on", "smooth_v_on",   "loud",
+      "smooth_q_on", "strides_odd", "dim_8_8",       "paged_16",  "v_per_head_0",  "k_per_token_0"};
   std::vector<Cell> all, grouped;
   std::size_t n = 0, turn = 0;
   for (const Recipe& recipe : every_recipe()) {

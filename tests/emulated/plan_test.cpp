@@ -257,8 +257,8 @@ TEST_P(EmulatedPlan, RowsCutOutOfWiderOnes) {
     for (const int cut : {0, 1}) {
       AttentionTensors t;
       int n = 0;
-      for (TensorView AttentionTensors::*at : {&AttentionTensors::q, &AttentionTensors::k,
-                                               &AttentionTensors::v, &AttentionTensors::out}) {
+      for (TensorView AttentionTensors::* at : {&AttentionTensors::q, &AttentionTensors::k,
+                                                &AttentionTensors::v, &AttentionTensors::out}) {
         const std::int64_t width = widths[n], room = width + (cut ? 4 : 0);
         const std::int64_t tokens = n % 3 == 0 ? queries : keys;
         std::vector<std::uint16_t>& x = memory[cut][n++];

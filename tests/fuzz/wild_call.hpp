@@ -13,7 +13,7 @@ namespace qattn::fuzz {
 /// Every tensor of a call by name.
 struct Member {
   const char* name;
-  TensorView AttentionTensors::*view;
+  TensorView AttentionTensors::* view;
   bool output;
 };
 inline constexpr Member members[] = {

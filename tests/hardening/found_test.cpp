@@ -62,7 +62,7 @@ TEST(Found, GranularityThatNothingUses) {
   const SmallCall call;
   std::vector<float> out = call.output();
   const AttentionTensors t = call.tensors(out);
-  const auto with = [&](const char* recipe, Scaling Recipe::*scaling, const Scaling& value) {
+  const auto with = [&](const char* recipe, Scaling Recipe::* scaling, const Scaling& value) {
     AttentionOptions options = options_of(recipe, 1);
     options.recipe.*scaling = value;
     return attention(t, options);

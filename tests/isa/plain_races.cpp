@@ -194,7 +194,7 @@ std::string PlainRaces::agent_name_in_block(int agent) const {
 }
 
 void PlainRaces::fail(std::uint32_t granule, const Access& by, const char* verb, int other,
-                 const char* earlier, const Where* place) const {
+                      const char* earlier, const Where* place) const {
   std::string message = text("race: %s %s shared memory +0x%x at %s, not ordered after %s of %s",
                              agent_name(by.agent).c_str(), verb, offset_of(granule),
                              describe(by.where).c_str(), earlier, agent_name(other).c_str());
@@ -212,7 +212,7 @@ void PlainRaces::fail_fence(std::uint32_t granule, const Access& by, const char*
 }
 
 inline void PlainRaces::check_writers(std::uint32_t granule, const Access& by, Proxy proxy,
-                                 const char* verb) {
+                                      const char* verb) {
   const Write& last = writes_[granule];
   if (last.time == 0) return;
   if (last.agent != by.agent && seen(by.agent, last.agent) < last.time) {
@@ -291,7 +291,7 @@ void PlainRaces::record_later_read(std::uint32_t granule, const Access& by) {
 }
 
 void PlainRaces::read_at(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy,
-                    const Where& where) {
+                         const Where& where) {
   const Access by{agent, seen(agent, agent), where};
   visit_granules(offset, bytes, [&](std::uint32_t granule) {
     check_writers(granule, by, proxy, "reads");
@@ -301,7 +301,7 @@ void PlainRaces::read_at(std::uint32_t offset, std::uint32_t bytes, int agent, P
 }
 
 void PlainRaces::write_at(std::uint32_t offset, std::uint32_t bytes, int agent, Proxy proxy,
-                     const Where& where) {
+                          const Where& where) {
   const Access by{agent, seen(agent, agent), where};
   const Write now{where, by.time, static_cast<std::uint16_t>(agent), proxy, false};
   visit_granules(offset, bytes, [&](std::uint32_t granule) {

@@ -132,7 +132,7 @@ class PlainRaces {
   [[noreturn]] void fail(std::uint32_t granule, const Access& by, const char* verb, int other,
                          const char* earlier, const Where* place) const;
 
-  PlainRaces* first_ = this;       ///< whoever has the clocks
+  PlainRaces* first_ = this;  ///< whoever has the clocks
   int base_ = 0;              ///< this block's agents begin there
   std::uint32_t memory_ = 0;  ///< and its shared memory
   int lanes_ = 0, block_agents_ = 0, blocks_ = 1;

@@ -44,7 +44,9 @@ std::uint32_t order(Side<Checker, ClockOf>& side, const Step& s, int lanes) {
   const int warp = s.lane / 32 * 32, group = s.lane / 128 * 128;
   std::uint32_t time = 0;
   switch (s.kind) {
-    case 0: r.meet(warp, 32); break;
+    case 0:
+      r.meet(warp, 32);
+      break;
     case 1:  // a barrier of all
       for (int l = 0; l < lanes; ++l) r.release(l, clock);
       for (int l = 0; l < lanes; ++l) r.acquire(l, clock);
@@ -56,14 +58,22 @@ std::uint32_t order(Side<Checker, ClockOf>& side, const Step& s, int lanes) {
     case 3:
       for (int l = warp; l < warp + 32; ++l) r.acquire(l, clock);
       break;
-    case 4: r.release(s.lane, clock); break;
-    case 5: r.acquire(s.lane, clock); break;
-    case 6: r.fence_async(s.lane); break;
+    case 4:
+      r.release(s.lane, clock);
+      break;
+    case 5:
+      r.acquire(s.lane, clock);
+      break;
+    case 6:
+      r.fence_async(s.lane);
+      break;
     case 7:
       for (int l = warp; l < warp + 32; ++l) r.fence_async(l);
       break;
-    case 8: return r.begin(r.barrier_agent(s.unit), s.lane);
-    case 9: return r.begin(r.store_agent(s.lane / 32), s.lane);
+    case 8:
+      return r.begin(r.barrier_agent(s.unit), s.lane);
+    case 9:
+      return r.begin(r.store_agent(s.lane / 32), s.lane);
     case 10:  // wgmma, and perhaps its wait
       time = r.begin_for_all(r.wgmma_agent(s.lane / 128), group);
       for (int l = group; s.flag && l < group + 128; ++l) {
@@ -74,9 +84,14 @@ std::uint32_t order(Side<Checker, ClockOf>& side, const Step& s, int lanes) {
       time = r.begin(r.barrier_agent(s.unit), s.lane);
       if (!clock.empty()) r.observe(clock, r.barrier_agent(s.unit), time);
       return time;
-    case 12: side.copies[s.copy] = clock; break;
-    case 13: r.acquire(s.lane, side.copies[s.copy]); break;
-    default: break;
+    case 12:
+      side.copies[s.copy] = clock;
+      break;
+    case 13:
+      r.acquire(s.lane, side.copies[s.copy]);
+      break;
+    default:
+      break;
   }
   return time;
 }
@@ -125,8 +140,8 @@ TEST_P(RacesFuzz, FindsWhatThePlainOneFinds) {
     plain.prepare(lanes, blocks);
     const emu::Order& known = fast.blocks[0].known();
     for (int step = 0; step < 400; ++step) {
-      const Step s{draw(blocks), draw(lanes), draw(16), draw(kClocks), draw(2), draw(16),
-                   draw(2) == 0};
+      const Step s{draw(blocks), draw(lanes), draw(16),    draw(kClocks),
+                   draw(2),      draw(16),    draw(2) == 0};
       ASSERT_EQ(order(fast, s, lanes), order(plain, s, lanes)) << "round " << round;
       for (int n = 0; n < 6; ++n) {
         const int agent = draw(3) == 0 ? lanes + draw(units) : draw(lanes);
@@ -136,8 +151,7 @@ TEST_P(RacesFuzz, FindsWhatThePlainOneFinds) {
         const Where where = Where::current();
         const std::string found =
             error_in([&] { access(fast.blocks[s.block], touch, lanes, where); });
-        ASSERT_EQ(found,
-                  error_in([&] { access(plain.blocks[s.block], touch, lanes, where); }))
+        ASSERT_EQ(found, error_in([&] { access(plain.blocks[s.block], touch, lanes, where); }))
             << "round " << round << ", step " << step;
         errors += !found.empty();
       }

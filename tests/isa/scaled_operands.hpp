@@ -69,7 +69,7 @@ struct ScaledOperands {
                  std::uint32_t (&fb)[N][2], std::uint32_t (&fsa)[M],
                  std::uint32_t (&fsb)[N]) const {
     const int g = l / 4, t = l % 4;
-    const auto scales = [&](const std::uint32_t(&of)[blocks]) {
+    const auto scales = [&](const std::uint32_t (&of)[blocks]) {
       std::uint32_t word = junk;
       for (int i = 0; i < blocks; ++i) {
         const int shift = 8 * (byte + i);

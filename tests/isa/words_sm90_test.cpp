@@ -333,7 +333,7 @@ void check_tma(Swizzle swizzle, int element_bytes, const int (&corner)[Rank]) {
         const int place =
             row * row_bytes + 16 * swizzled_chunk(swizzle, row, byte / 16) + byte % 16;
         for (const bool store : {false, true}) {
-          const int(&from_corner)[Rank] = store ? store_corner : corner;
+          const int (&from_corner)[Rank] = store ? store_corner : corner;
           const TensorShape& of = store ? store_shape : shape;
           int rest = row, x[Rank] = {from_corner[0] + byte / element_bytes};
           bool inside = x[0] >= 0 && x[0] < static_cast<int>(of.sizes[0]);
@@ -394,7 +394,7 @@ TEST(Tma, CoordinatesThatTheHardwareRefusesAreErrors) {
               std::string::npos)
         << error;
   }
-  const auto store_error = [](const TensorMap& to, const int(&corner)[2]) {
+  const auto store_error = [](const TensorMap& to, const int (&corner)[2]) {
     return error_of(32, 1024, Options{}, [&] {
       if (elect()) tma_store<2>(to, corner, shared_base());
     });

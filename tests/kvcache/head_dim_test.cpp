@@ -122,8 +122,8 @@ TEST(KvHeadDim, LongHeadsInEveryTier) {
   const struct {
     KvTier tier;
     double k, v;  // relative errors of rows of codes
-  } rows[] = {{{2, 3}, 0.42, 0.22}, {{3, 2}, 0.22, 0.42}, {{4, 8}, 0.12, 0.009},
-              {{8, 4}, 0.009, 0.12}};
+  } rows[] = {
+      {{2, 3}, 0.42, 0.22}, {{3, 2}, 0.22, 0.42}, {{4, 8}, 0.12, 0.009}, {{8, 4}, 0.009, 0.12}};
   for (const auto& [d, dv] : {std::pair{288, 512}, std::pair{576, 512}, std::pair{512, 288}}) {
     for (const auto& row : rows) {
       for (const Granularity k : {Granularity::per_token, Granularity::per_channel}) {
@@ -198,8 +198,8 @@ TEST(KvHeadDim, ACacheOnAGpuTakesMultiplesOf32To256) {
 /// Nor does one take a file of such rows.
 TEST(KvHeadDim, AFileOfOtherRowsIsRefusedOnAGpu) {
   const std::string path = testing::TempDir() + "qattn_head_dim_gpu.safetensors";
-  for (const auto& [d, says] : {std::pair{33, "d: 33 is not a multiple of 32"},
-                                std::pair{288, "d: 288 is above 256"}}) {
+  for (const auto& [d, says] :
+       {std::pair{33, "d: 33 is not a multiple of 32"}, std::pair{288, "d: 288 is above 256"}}) {
     KvCacheOptions o;
     o.d = d;
     o.tiers = {{4, 4}};

@@ -204,8 +204,9 @@ PlainSums add_up(std::vector<PlainSums> lanes) {
 
 /// Sums over the rows of K or V of a head that are in 16 bits behind the sinks, without those
 /// far above the median: of each channel, and how many rows there are.
-void PlainCache::sum_rows(const std::vector<PlainPage>& pages, std::vector<float> PlainToken::*part,
-                          std::vector<PlainSums>& sums, double& count) const {
+void PlainCache::sum_rows(const std::vector<PlainPage>& pages,
+                          std::vector<float> PlainToken::* part, std::vector<PlainSums>& sums,
+                          double& count) const {
   std::vector<const std::vector<float>*> rows;
   for (const PlainPage& page : pages) {
     if (page.tier != 0 || page.first < o_.sinks) continue;

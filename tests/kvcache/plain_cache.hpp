@@ -84,7 +84,7 @@ class PlainCache {
               const PlainToken& token, std::vector<float>& k, std::vector<float>& v) const;
   void open(const PlainLayer& layer, std::size_t head, PlainPage& page) const;
   bool balances() const { return o_.balance_k && !k_by_channel(); }
-  void sum_rows(const std::vector<PlainPage>& pages, std::vector<float> PlainToken::*part,
+  void sum_rows(const std::vector<PlainPage>& pages, std::vector<float> PlainToken::* part,
                 std::vector<PlainSums>& sums, double& count) const;
   void freeze_mean(PlainLayer& layer) const;
   void requantise(const PlainLayer& layer, std::size_t head, PlainPage& page, int tier) const;

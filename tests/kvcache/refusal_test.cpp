@@ -34,18 +34,9 @@ TEST(KvRefusal, Options) {
       {[](KvCacheOptions& o) { o.window_format = Format::f32; },
        "window_format: f32 is neither f16 nor bf16"},
       {[](KvCacheOptions& o) { o.tiers.clear(); }, "tiers: there are 0"},
-      {[](KvCacheOptions& o) {
-         o.tiers = {{5, 4}};
-       },
-       "tiers[0]: 5 bits of K and 4 of V"},
-      {[](KvCacheOptions& o) {
-         o.tiers = {{4, 2}, {2, 4}};
-       },
-       "tiers[1]: should have fewer bits"},
-      {[](KvCacheOptions& o) {
-         o.tiers = {{4, 4}, {4, 4}};
-       },
-       "tiers[1]: should have fewer bits"},
+      {[](KvCacheOptions& o) { o.tiers = {{5, 4}}; }, "tiers[0]: 5 bits of K and 4 of V"},
+      {[](KvCacheOptions& o) { o.tiers = {{4, 2}, {2, 4}}; }, "tiers[1]: should have fewer bits"},
+      {[](KvCacheOptions& o) { o.tiers = {{4, 4}, {4, 4}}; }, "tiers[1]: should have fewer bits"},
       {[](KvCacheOptions& o) { o.k_granularity = Granularity::per_head; },
        "k_granularity: per_head is neither per_token nor per_channel"},
       {[](KvCacheOptions& o) { o.k_granularity = static_cast<Granularity>(99); },

@@ -411,11 +411,8 @@ TEST(KvDeviceDecode, RefusalsNameTheTensorTheValueAndTheRule) {
   expect([](D& d) { d.slots.resize(5); }, "slots: there are 5, should be 1 to the capacity of 4");
   expect([](D& d) { d.t.q.shape[1] = 9; }, "q: 9 queries of a sequence, should be 1 to 8");
   expect([](D& d) { d.t.q.shape[3] = 32; }, "q: shape");
-  expect(
-      [](D& d) {
-        d.t.q.device = {DeviceType::cuda, 1};
-      },
-      "q: lies on cuda:1, and the KV cache lies in host memory");
+  expect([](D& d) { d.t.q.device = {DeviceType::cuda, 1}; },
+         "q: lies on cuda:1, and the KV cache lies in host memory");
   expect([](D& d) { d.t.mass.device = {DeviceType::cuda, 0}; }, "mass: lies on cuda:0");
   expect([](D& d) { d.t.out = {}; }, "out: is missing");
   expect([](D& d) { d.t.out = d.t.q; }, "out: overlaps the memory of q");

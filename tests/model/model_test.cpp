@@ -157,8 +157,7 @@ TEST_P(Emulated, ATileIsWhatTheAlgorithmSays) {
   Products rates{.integer = 1, .wide = 2};  // wgmma's
   if (c.choice == Choice::portable) rates = h200().products;
   const auto weight = [&](bool wide) { return wide ? rates.wide : rates.integer; };
-  EXPECT_DOUBLE_EQ(p->per_tile.tile[Unit::tensor],
-                   product * (weight(qk_16bit) + weight(pv_16bit)));
+  EXPECT_DOUBLE_EQ(p->per_tile.tile[Unit::tensor], product * (weight(qk_16bit) + weight(pv_16bit)));
   // One EX2 a score, and a few a row and tile.
   EXPECT_GE(p->per_tile.tile[Unit::special], 128.0 * 128);
   EXPECT_LE(p->per_tile.tile[Unit::special], 128.0 * 128 * 1.15);

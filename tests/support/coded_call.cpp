@@ -142,9 +142,8 @@ void add_features(Cases& cases) {
     c.feature.how.packed_q = c.feature.how.packed_k = true;
     c.feature.sq = {1, 4}, c.feature.sk = {70, 450};
   });
-  cases.add("heads first", [](C& c) {
-    c.feature.how.layout = Layout::bhsd, c.feature.sk = {129, 129};
-  });
+  cases.add("heads first",
+            [](C& c) { c.feature.how.layout = Layout::bhsd, c.feature.sk = {129, 129}; });
   cases.add("many queries", [](C& c) { c.feature.sq = {16, 16}, c.feature.sk = {150, 150}; });
   cases.add("no causal mask", [](C& c) { c.feature.options.causal = false; });
   if (!cases.s8()) return;

@@ -16,7 +16,7 @@ Index token_shape(const LayoutOptions& how, bool packed, std::int64_t outer, std
                                     : Index{outer, heads, tokens, dim};
 }
 
-std::int64_t first_token(const Call& call, std::int64_t b, std::int64_t Sequence::*room) {
+std::int64_t first_token(const Call& call, std::int64_t b, std::int64_t Sequence::* room) {
   std::int64_t first = 0;
   for (std::int64_t n = 0; n < b; ++n) first += call.sequences[n].*room;
   return first;
@@ -128,7 +128,7 @@ void write_operands(Laid& laid, const Call& call) {
   }
 }
 
-Tensor lengths(const Call& call, const LayoutOptions& how, std::int64_t Sequence::*length) {
+Tensor lengths(const Call& call, const LayoutOptions& how, std::int64_t Sequence::* length) {
   const auto batch = static_cast<std::int64_t>(call.sequences.size());
   Tensor tensor(Format::s32, {batch}, Strides::dense, how.memory);
   for (std::size_t b = 0; how.memory && b < call.sequences.size(); ++b) {
@@ -137,7 +137,7 @@ Tensor lengths(const Call& call, const LayoutOptions& how, std::int64_t Sequence
   return tensor;
 }
 
-Tensor cumulated(const Call& call, const LayoutOptions& how, std::int64_t Sequence::*room) {
+Tensor cumulated(const Call& call, const LayoutOptions& how, std::int64_t Sequence::* room) {
   const auto batch = static_cast<std::int64_t>(call.sequences.size());
   Tensor tensor(Format::s32, {batch + 1}, Strides::dense, how.memory);
   for (std::int64_t b = 0; how.memory && b <= batch; ++b) {

@@ -358,7 +358,7 @@ std::span<const float> share(const std::vector<float>& scales, std::int64_t n, s
 }
 
 /// per_tensor: one scale for everything, the largest that a sequence and head would have alone.
-std::vector<float> tensor_scale(const Call& call, std::vector<float> Sequence::*x,
+std::vector<float> tensor_scale(const Call& call, std::vector<float> Sequence::* x,
                                 std::int64_t heads, std::int64_t dim, CodeRequest request) {
   float largest = 0;
   for (const Sequence& sequence : call.sequences) {

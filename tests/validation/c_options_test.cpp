@@ -93,33 +93,16 @@ constexpr Option options[] = {
     {"window_right", [](auto& o) { o.window_right = 5; }, [](auto& o) { o.window_right = 5; }},
     {"softcap", [](auto& o) { o.softcap = 0.25f; }, [](auto& o) { o.softcap = 0.25f; }},
     {"threads", [](auto& o) { o.threads = 7; }, [](auto& o) { o.threads = 7; }},
-    {"q_scaling",
-     [](auto& o) {
-       o.q_scaling = {QATTN_PER_WARP, 64, 32};
-     },
-     [](auto& o) {
-       o.recipe.q_scale = {Granularity::per_warp, 64, 32};
-     }},
-    {"k_scaling",
-     [](auto& o) {
-       o.k_scaling = {QATTN_PER_BLOCK, 32, 0};
-     },
-     [](auto& o) {
-       o.recipe.k_scale = {Granularity::per_block, 32, 0};
-     }},
-    {"v_scaling",
-     [](auto& o) {
-       o.v_scaling = {QATTN_PER_CHANNEL, 0, 0};
-     },
-     [](auto& o) {
-       o.recipe.v_scale = {Granularity::per_channel, 0, 0};
-     }},
+    {"q_scaling", [](auto& o) { o.q_scaling = {QATTN_PER_WARP, 64, 32}; },
+     [](auto& o) { o.recipe.q_scale = {Granularity::per_warp, 64, 32}; }},
+    {"k_scaling", [](auto& o) { o.k_scaling = {QATTN_PER_BLOCK, 32, 0}; },
+     [](auto& o) { o.recipe.k_scale = {Granularity::per_block, 32, 0}; }},
+    {"v_scaling", [](auto& o) { o.v_scaling = {QATTN_PER_CHANNEL, 0, 0}; },
+     [](auto& o) { o.recipe.v_scale = {Granularity::per_channel, 0, 0}; }},
     {"smooth_k", [](auto& o) { o.smooth_k = QATTN_TOGGLE_OFF; },
      [](auto& o) { o.recipe.smooth_k = Toggle::off; }},
     {"smooth_q",
-     [](auto& o) {
-       o.smooth_q = QATTN_TOGGLE_ON, o.q_scaling = {QATTN_PER_BLOCK, 64, 0};
-     },
+     [](auto& o) { o.smooth_q = QATTN_TOGGLE_ON, o.q_scaling = {QATTN_PER_BLOCK, 64, 0}; },
      [](auto& o) {
        o.recipe.smooth_q = Toggle::on, o.recipe.q_scale = {Granularity::per_block, 64, 0};
      }},

@@ -294,8 +294,8 @@ TEST(ScalesFor, OfQuantize) {
             o.scaling.granularity = Granularity::per_head;
             o.threads = 1;
             o.scales_for = made_for;
-            Toggle Recipe::*const toggles[] = {&Recipe::smooth_q, &Recipe::smooth_k,
-                                               &Recipe::smooth_v};
+            Toggle Recipe::* const toggles[] = {&Recipe::smooth_q, &Recipe::smooth_k,
+                                                &Recipe::smooth_v};
             (*o.scales_for).*toggles[static_cast<int>(role)] = other;
             QuantizeTensors t;
             t.x = TensorView::dense(x.data(), Format::f32, {2, 16, 3, 16});
@@ -313,8 +313,8 @@ TEST(ScalesFor, OfQuantize) {
             const std::string operand(name(role));
             std::string rule;
             if (made != format) {
-              rule = " in " + name_of(made) + "; the call has " + operand + " in " +
-                     name_of(format);
+              rule =
+                  " in " + name_of(made) + "; the call has " + operand + " in " + name_of(format);
             } else if (less != smooth) {
               rule = std::string(less ? " less" : " with") + " its mean; the call has " + operand +
                      (smooth ? " less its mean" : " with its mean");

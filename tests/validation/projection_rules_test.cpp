@@ -81,9 +81,7 @@ TEST(ProjectionRules, Refusals) {
       [](Call& c) { c.t.projection = TensorView::dense(c.weight.data(), Format::f32, {160}); });
   expect_refusal(
       "projection: stride 5 of the last dimension should be 1 (torch.nn.Linear has its weight so)",
-      [](Call& c) {
-        c.t.projection.stride = {1, 5};
-      });
+      [](Call& c) { c.t.projection.stride = {1, 5}; });
   expect_refusal("projection: format bf16 differs from out's f32",
                  [](Call& c) { c.t.projection.format = Format::bf16; });
   expect_refusal("projection_bias: format f16 differs from out's f32",
@@ -108,9 +106,8 @@ TEST(ProjectionRules, Refusals) {
                  [](Call& c) { c.t.projection.data = nullptr; });
   expect_refusal("projection_bias: value inf at (2) is not finite",
                  [](Call& c) { c.bias[2] = std::numeric_limits<float>::infinity(); });
-  expect_refusal("projection: lies on another device than q (cuda:0, q on cpu)", [](Call& c) {
-    c.t.projection.device = {DeviceType::cuda, 0};
-  });
+  expect_refusal("projection: lies on another device than q (cuda:0, q on cpu)",
+                 [](Call& c) { c.t.projection.device = {DeviceType::cuda, 0}; });
 }
 
 TEST(ProjectionRules, PackedSequences) {

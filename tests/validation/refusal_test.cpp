@@ -209,14 +209,10 @@ const std::vector<Case>& cases() {
        },
        {"q_scale", "f32", "no scales"}},
       {"BlockSize",
-       [](Call& c) {
-         c.o.recipe.k_scale = {Granularity::per_block, 12, 0};
-       },
+       [](Call& c) { c.o.recipe.k_scale = {Granularity::per_block, 12, 0}; },
        {"k_scale", "block 12"}},
       {"WarpSize",
-       [](Call& c) {
-         c.o.recipe.q_scale = {Granularity::per_warp, 128, 48};
-       },
+       [](Call& c) { c.o.recipe.q_scale = {Granularity::per_warp, 128, 48}; },
        {"q_scale", "warp 48", "128"}},
       {"VBlock",
        [](Call& c) {
@@ -292,15 +288,9 @@ const std::vector<Case>& cases() {
          c.t.q_scale = c.floats({2, 4, 6});
        },
        {"q_scale: is given", "mxfp8"}},
-      {"GlobalUnused",
-       [](Call& c) {
-         c.t.q_global = c.floats({2, 4});
-       },
-       {"q_global", "nvfp4"}},
+      {"GlobalUnused", [](Call& c) { c.t.q_global = c.floats({2, 4}); }, {"q_global", "nvfp4"}},
       {"MeanWithoutCodes",
-       [](Call& c) {
-         c.t.v_mean = c.floats({2, 2, 16});
-       },
+       [](Call& c) { c.t.v_mean = c.floats({2, 2, 16}); },
        {"v_mean", "quantised v"}},
       {"MeanOfNumbersThatKeepTheirs",
        [](Call& c) {
@@ -436,29 +426,19 @@ const std::vector<Case>& cases() {
       // Extras.
       {"SinksShape", [](Call& c) { c.t.sinks = c.floats({2}); }, {"sinks: shape (2)", "(4)"}},
       {"MaskShape",
-       [](Call& c) {
-         c.t.mask = TensorView::dense(c.bytes.data(), Format::b8, {5, 10});
-       },
+       [](Call& c) { c.t.mask = TensorView::dense(c.bytes.data(), Format::b8, {5, 10}); },
        {"mask: shape (5, 10)", "(2, 4, 6, 10)"}},
       {"MaskFormat",
-       [](Call& c) {
-         c.t.mask = TensorView::dense(c.bytes.data(), Format::u8, {6, 10});
-       },
+       [](Call& c) { c.t.mask = TensorView::dense(c.bytes.data(), Format::u8, {6, 10}); },
        {"mask: format u8", "b8, b1"}},
       {"MaskBitsShape",  // 10 keys are two bytes
-       [](Call& c) {
-         c.t.mask = TensorView::dense(c.bytes.data(), Format::b1, {6, 24});
-       },
+       [](Call& c) { c.t.mask = TensorView::dense(c.bytes.data(), Format::b1, {6, 24}); },
        {"mask: shape (6, 24)", "(2, 4, 6, 16)"}},
       {"MaskBitsOfNoWholeBytes",
-       [](Call& c) {
-         c.t.mask = TensorView::dense(c.bytes.data(), Format::b1, {6, 10});
-       },
+       [](Call& c) { c.t.mask = TensorView::dense(c.bytes.data(), Format::b1, {6, 10}); },
        {"mask: stride 10 of dimension 0", "multiple of 8 packed b1"}},
       {"MaskBitsBroadcastOverKeys",
-       [](Call& c) {
-         c.t.mask = TensorView::dense(c.bytes.data(), Format::b1, {6, 1});
-       },
+       [](Call& c) { c.t.mask = TensorView::dense(c.bytes.data(), Format::b1, {6, 1}); },
        {"mask: stride 1 of dimension 0 is not a multiple of 8"}},
       {"MaskBitsStride",
        [](Call& c) {
@@ -467,9 +447,7 @@ const std::vector<Case>& cases() {
        },
        {"mask: stride 2 of b1"}},
       {"AlibiShape",
-       [](Call& c) {
-         c.t.alibi_slopes = c.floats({4, 2});
-       },
+       [](Call& c) { c.t.alibi_slopes = c.floats({4, 2}); },
        {"alibi_slopes: shape (4, 2)", "(2, 4)"}},
       {"AlibiFormat",
        [](Call& c) {

@@ -123,9 +123,9 @@ Result<Comparison> measure_case(const Case& c, std::int64_t rows, TimingOptions 
   const Result<Reference> reference = make_reference(c, rows);
   if (!reference.ok()) return reference.status();
   const std::vector<Recipe> list(recipes().begin(), recipes().end());
-  return compare_recipes(
-      c, list, &*reference, timing,
-      [&](std::string_view recipe) { progress.show(done++, fmt::format("{} {}", label, recipe)); });
+  return compare_recipes(c, list, &*reference, timing, [&](std::string_view recipe) {
+    progress.show(done++, fmt::format("{} {}", label, recipe));
+  });
 }
 
 Status measure_demo(Demo& demo, const std::vector<Case>& layers, int runs, int tokens) {
@@ -147,9 +147,8 @@ Status measure_demo(Demo& demo, const std::vector<Case>& layers, int runs, int t
     by_layer.push_back(std::move(*comparison));
     demo.f32_ms += by_layer.back().f32_ms / static_cast<double>(layers.size());
   }
-  const Result<Comparison> long_context =
-      measure_case(*long_case, long_reference_rows, {runs, long_budget_s}, progress, done,
-                   "long context");
+  const Result<Comparison> long_context = measure_case(
+      *long_case, long_reference_rows, {runs, long_budget_s}, progress, done, "long context");
   if (!long_context.ok()) return long_context.status();
 
   warn_of_nan("long context: ", long_context->results);

@@ -64,7 +64,7 @@ std::string errors(const Demo& demo) {
   return log_lines("NRMSE by layer and recipe", layers, series);
 }
 
-std::string speed(const std::string& label, const Demo& demo, double DemoRow::*ms,
+std::string speed(const std::string& label, const Demo& demo, double DemoRow::* ms,
                   double baseline) {
   std::vector<Bar> list;
   for (const DemoRow& row : demo.rows) {

@@ -30,8 +30,8 @@ Result<std::optional<Recipe>> made_for(const std::string& spec, const Metadata& 
                                        Role role) {
   if (entry(metadata, "format") != kind) return std::optional<Recipe>();
   if (entry(metadata, "version") != version) {
-    return io::file_error(spec, "version " + entry(metadata, "version") + " of scales is not " +
-                                    version);
+    return io::file_error(spec,
+                          "version " + entry(metadata, "version") + " of scales is not " + version);
   }
   const std::string codes = entry(metadata, "codes"), made = entry(metadata, "role");
   const std::optional<Format> format = format_named(codes);
@@ -44,14 +44,14 @@ Result<std::optional<Recipe>> made_for(const std::string& spec, const Metadata& 
     const char* key = i == 0 ? "smooth" : "rotate";
     const std::string value = entry(metadata, key);
     if (value != "on" && value != "off") {
-      return io::file_error(spec, std::string("says ") + key + " '" + value +
-                                      "', which is neither on nor off");
+      return io::file_error(
+          spec, std::string("says ") + key + " '" + value + "', which is neither on nor off");
     }
     toggles[i] = value == "on" ? Toggle::on : Toggle::off;
   }
   if (made != name(role)) {
-    return io::file_error(spec, "was made for " + made + "; the call has " +
-                                    std::string(name(role)));
+    return io::file_error(spec,
+                          "was made for " + made + "; the call has " + std::string(name(role)));
   }
   Recipe recipe;
   recipe.name.clear();

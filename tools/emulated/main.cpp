@@ -164,6 +164,5 @@ int main(int argc, char** argv) {
                    "emulated_attention");
   cli::EmulatedFlags flags;
   flags.add_to(program);
-  return cli::run_program(
-      program, [&flags] { return cli::run_emulated(flags); }, argc, argv);
+  return cli::run_program(program, [&flags] { return cli::run_emulated(flags); }, argc, argv);
 }

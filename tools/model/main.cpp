@@ -390,6 +390,5 @@ int main(int argc, char** argv) {
                    "qattn_model");
   cli::ModelFlags flags;
   flags.add_to(program);
-  return cli::run_program(
-      program, [&flags] { return cli::run_model(flags); }, argc, argv);
+  return cli::run_program(program, [&flags] { return cli::run_model(flags); }, argc, argv);
 }

@@ -5,7 +5,7 @@
 
 // For code of sm_120a and its family. On others the words are declared, and supports() keeps
 // kernels off them.
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM120_ALL) ||                        \
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM120_ALL) || \
     (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ / 10 == 120)
 #define QATTN_HAS_SCALED_MMA 1
 #endif
@@ -17,12 +17,12 @@ inline namespace QATTN_TARGET {
 inline constexpr bool has_scaled_mma = true;
 
 // The operands of all three kinds, but for the selectors of scales' bytes.
-#define QATTN_SCALED_MMA(kind, types)                                                             \
-  asm("mma.sync.aligned." kind ".row.col.f32." types                                              \
-      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, {%10}, {%12, 0}, "        \
-      "{%11}, {%12, 0};"                                                                          \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                            \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(sa), "r"(sb),       \
+#define QATTN_SCALED_MMA(kind, types)                                                       \
+  asm("mma.sync.aligned." kind ".row.col.f32." types                                        \
+      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, {%10}, {%12, 0}, "  \
+      "{%11}, {%12, 0};"                                                                    \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(sa), "r"(sb), \
         "n"(Byte))
 
 template <Scaled S, int Byte>
@@ -56,10 +56,10 @@ QATTN_DEVICE void mma_scaled(float (&d)[M][N][4], const std::uint32_t (&a)[M][4]
 }
 
 #if defined(QATTN_HAS_SCALED_MMA)
-#define QATTN_F8F6F4_MMA(types)                                                                   \
-  asm("mma.sync.aligned.kind::f8f6f4.m16n8k32.row.col.f32." types                                 \
-      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                      \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                            \
+#define QATTN_F8F6F4_MMA(types)                                              \
+  asm("mma.sync.aligned.kind::f8f6f4.m16n8k32.row.col.f32." types            \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                       \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
 
 template <Element A, Element B>
@@ -101,11 +101,10 @@ QATTN_DEVICE void load_bytes_transposed(std::uint32_t (&r)[N][4], const SharedAd
 #if defined(QATTN_HAS_SCALED_MMA)
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    asm volatile(
-        "ldmatrix.sync.aligned.m16n16.x2.trans.shared.b8 {%0, %1, %2, %3}, [%4];"
-        : "=r"(r[n][0]), "=r"(r[n][1]), "=r"(r[n][2]), "=r"(r[n][3])
-        : "r"(row[n])
-        : "memory");
+    asm volatile("ldmatrix.sync.aligned.m16n16.x2.trans.shared.b8 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[n][0]), "=r"(r[n][1]), "=r"(r[n][2]), "=r"(r[n][3])
+                 : "r"(row[n])
+                 : "memory");
   }
 #endif
 }

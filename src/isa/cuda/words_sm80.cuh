@@ -32,8 +32,7 @@ QATTN_DEVICE int warp_lanes() { return 32; }
 QATTN_DEVICE int lane() { return static_cast<int>(threadIdx.x) & 31; }
 QATTN_DEVICE int warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) >> 5, 0); }
 QATTN_DEVICE Index3 block() {
-  return {static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
-          static_cast<int>(blockIdx.z)};
+  return {static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
 }
 QATTN_DEVICE Index3 grid() {
   return {static_cast<int>(gridDim.x), static_cast<int>(gridDim.y), static_cast<int>(gridDim.z)};
@@ -243,17 +242,17 @@ QATTN_DEVICE std::uint32_t transpose_matrix(std::uint32_t v) {
 }
 
 // One instruction string a pair of element formats; the operand lists are the same for all.
-#define QATTN_MMA_FLOAT(types)                                                                     \
-  asm("mma.sync.aligned." types                                                                    \
-      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"                       \
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                             \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(d[0]), "f"(d[1]),    \
+#define QATTN_MMA_FLOAT(types)                                                                  \
+  asm("mma.sync.aligned." types                                                                 \
+      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"                    \
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                          \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(d[0]), "f"(d[1]), \
         "f"(d[2]), "f"(d[3]))
-#define QATTN_MMA_INTEGER(types)                                                                   \
-  asm("mma.sync.aligned." types                                                                    \
-      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"                       \
-      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                             \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(d[0]), "r"(d[1]),    \
+#define QATTN_MMA_INTEGER(types)                                                                \
+  asm("mma.sync.aligned." types                                                                 \
+      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"                    \
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                          \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(d[0]), "r"(d[1]), \
         "r"(d[2]), "r"(d[3]))
 
 template <Element A, Element B>

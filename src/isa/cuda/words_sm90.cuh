@@ -324,8 +324,8 @@ QATTN_DEVICE void store_cluster(SharedAddress a, T value) {
     asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(a), "r"(w[0]), "r"(w[1])
                  : "memory");
   } else {
-    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(w[0]),
-                 "r"(w[1]), "r"(w[2]), "r"(w[3])
+    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(w[0]), "r"(w[1]),
+                 "r"(w[2]), "r"(w[3])
                  : "memory");
   }
 #endif

@@ -9,9 +9,9 @@ namespace qattn::emu {
 /// if a kernel had it wrong.
 enum class Fault : std::uint8_t {
   none,
-  scale_lane,   ///< rows g and g + 8 of A take each other's scales
-  scale_byte,   ///< neighbouring scales of a register change places
-  neighbours,   ///< neighbouring elements of A do; those of 4 bits are a byte's nibbles
+  scale_lane,    ///< rows g and g + 8 of A take each other's scales
+  scale_byte,    ///< neighbouring scales of a register change places
+  neighbours,    ///< neighbouring elements of A do; those of 4 bits are a byte's nibbles
   stale_scales,  ///< B's scales are those of the warp's product before, of the same kind and size
   lost_wait,     ///< nobody waits
   lost_arrival,  ///< who arrives does not count

@@ -23,8 +23,7 @@ LaunchError launch(const typename K::Params& params, Index3 grid, void* /*stream
                            : start == Start::beside ? emu::Chain::beside
                                                     : emu::Chain::first;
   try {
-    emu::run(
-        grid, K::threads, K::shared_bytes, options, [&copy] { K::run(copy); }, chain);
+    emu::run(grid, K::threads, K::shared_bytes, options, [&copy] { K::run(copy); }, chain);
   } catch (const emu::Error& e) {
     return e.what();
   }

@@ -304,8 +304,8 @@ struct FreezeMean {
       isa::store_global(cache.v_mean(slot, p.layer, h, set) + c, m.v_mean);
     }
     if (isa::thread() != 0) return;
-    auto* count = reinterpret_cast<std::uint32_t*>(cache.set_counts) +
-                  cache.layer_index(slot, p.layer);
+    auto* count =
+        reinterpret_cast<std::uint32_t*>(cache.set_counts) + cache.layer_index(slot, p.layer);
     isa::atomic_max_global(count, static_cast<std::uint32_t>(set + 1));
   }
 
@@ -386,8 +386,7 @@ struct FreezeMean {
         const std::int64_t behind = parts.end(part) + cache.window_tokens + cache.page_size;
         const std::int64_t end = behind < length ? behind : length;
         const float from = load_set(p, slot, h, last).k_mean;
-        fresh = turn == 0 ? rows.freeze(p)
-                          : Both(p, b, h, parts.begin(part), end).freeze(p, &from);
+        fresh = turn == 0 ? rows.freeze(p) : Both(p, b, h, parts.begin(part), end).freeze(p, &from);
         const typename Both::Energy of = rows.energy(p, fresh);
         choice = kv::best_set(named, last, [&](int set) {
           const typename Both::Energy over = rows.energy(p, load_set(p, slot, h, set));

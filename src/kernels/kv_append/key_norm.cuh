@@ -50,14 +50,13 @@ QATTN_DEVICE float key_weight(const AppendParams& p, std::int64_t b, std::int32_
       const bool old = (e.live >> token & 1) != 0;
       const std::int64_t at = e.first + token;
       const bool is_new = !old && at >= begin && at < end;
-      const std::uint8_t* block =
-          pool.block(old ? e.page : 0, token / formats::kv_block_tokens);
+      const std::uint8_t* block = pool.block(old ? e.page : 0, token / formats::kv_block_tokens);
       const auto* row = reinterpret_cast<const std::uint16_t*>(block) +
                         token % formats::kv_block_tokens * cache.d;
       const std::int64_t place = is_new ? p.k.row(b, h, at - old_length) : 0;
       f(token, old || is_new, [&](int c) {
-        const std::uint16_t bits = old ? isa::load_global(row + c)
-                                       : window_bits(p.k.data, p.k.kind, place + c, bf16);
+        const std::uint16_t bits =
+            old ? isa::load_global(row + c) : window_bits(p.k.data, p.k.kind, place + c, bf16);
         return clean(widen(bits, bf16));
       });
     }

@@ -47,8 +47,8 @@ struct BlockPart {
 struct HeadJobs {
   std::int64_t b = isa::block().z, h = isa::block().y, slot = 0, old_length = 0, count = 0;
   const kv::AppendJob* jobs = nullptr;
-  std::uint32_t sets = 0;    ///< that parts of what leaves the window take
-  std::int64_t from, to;     ///< where the window began and where it begins
+  std::uint32_t sets = 0;  ///< that parts of what leaves the window take
+  std::int64_t from, to;   ///< where the window began and where it begins
 
   QATTN_DEVICE explicit HeadJobs(const AppendParams& p) {
     const kv::SlotPlan* plan = p.state.plans + b;
@@ -148,9 +148,9 @@ struct WritePages {
       for (int j = 0; j < N; ++j) {
         const int c = LaneRow<N>::channel(j);
         if (c >= to.channels) continue;
-        isa::store_global(to.row(token) + c,
-                          is_new ? window_bits(u.rows.data, u.rows.kind, at + c, bf16)
-                                 : narrow(row.x[j], bf16));
+        isa::store_global(
+            to.row(token) + c,
+            is_new ? window_bits(u.rows.data, u.rows.kind, at + c, bf16) : narrow(row.x[j], bf16));
       }
     }
   }

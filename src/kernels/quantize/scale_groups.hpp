@@ -21,9 +21,7 @@ struct ScaleGroups {
   std::int32_t group = 0;  ///< elements of a built-in scale
 
   /// V's per_thread: tokens join their group's scale unless they are far smaller.
-  QATTN_HD bool joins() const {
-    return role == Role::v && granularity == Granularity::per_thread;
-  }
+  QATTN_HD bool joins() const { return role == Role::v && granularity == Granularity::per_thread; }
   /// Has every token its own entry in the scale tensor?
   QATTN_HD bool by_token() const { return granularity == Granularity::per_token || joins(); }
 

@@ -1,9 +1,8 @@
 // The C++ interface of an installed library: every header, and calls of each of its parts.
 #include <cstdio>
+#include <qattn/qattn.hpp>
 #include <string>
 #include <vector>
-
-#include <qattn/qattn.hpp>
 
 int main() {
   const std::vector<float> ones(4 * 16, 1.0f);

@@ -94,8 +94,8 @@ void Order::release(int agent, Clock& clock) {
   if (!clock.has(of_[a])) {
     raise(times, known_[a], width());
     // An mbarrier's clock is never cleared. What it forgets here it may only merge again.
-    if (clock.merged_.size() >= 64) clock.merged_.erase(clock.merged_.begin(),
-                                                        clock.merged_.begin() + 32);
+    if (clock.merged_.size() >= 64)
+      clock.merged_.erase(clock.merged_.begin(), clock.merged_.begin() + 32);
     clock.merged_.push_back(of_[a]);
   }
   raise(times[a], own_[a]);
@@ -195,8 +195,8 @@ std::uint32_t Order::begin_for_all(int agent, int first) {
       group_.emplace_back(of_[lane], 1);
     }
   }
-  const bool alone = std::any_of(group_.begin(), group_.end(),
-                                 [](const auto& g) { return g.second == 1; });
+  const bool alone =
+      std::any_of(group_.begin(), group_.end(), [](const auto& g) { return g.second == 1; });
   Snapshot least = group_.front().first;
   if (alone) {  // their own times count, too, which move while snapshots stay
     least = least_of(begin);

@@ -10,9 +10,9 @@ namespace qattn::isa {
 inline namespace QATTN_TARGET {
 
 template <class T>
-inline constexpr bool is_memory_type = std::is_trivially_copyable_v<T> &&
-                                       (sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 ||
-                                        sizeof(T) == 8 || sizeof(T) == 16);
+inline constexpr bool is_memory_type =
+    std::is_trivially_copyable_v<T> &&
+    (sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
 
 template <class T>
 T load_shared(SharedAddress a, Where where = Where::current()) {

@@ -14,8 +14,8 @@ inline namespace QATTN_TARGET {
 /// Rows of `d` elements in place, of 16 bits or `width` bytes: boxes of `rows` tokens, of a page at
 /// most, a panel wide, which is what a swizzle spans. `pack` > 1: of so many heads of rows / pack
 /// tokens each. Empty, or why TMA cannot read them.
-inline std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map,
-                            int pack = 1, int width = 2) {
+inline std::string map_rows(const tile::Rows& x, int d, int rows, isa::TensorMap& map, int pack = 1,
+                            int width = 2) {
   const int panel = std::min(width * d, 128);
   isa::TensorShape t;
   t.address = x.data;

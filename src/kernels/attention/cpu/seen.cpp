@@ -95,7 +95,7 @@ float row_norm(const float* row, int n) {
 
 /// largest_advantage() of the rows of K and Q.
 float advantage_of(const Job& job, std::int64_t b, std::int64_t kv_head, const Seen* seen,
-                        Scratch& scratch) {
+                   Scratch& scratch) {
   const Problem& p = job.problem;
   const Sequence k = job.k_sequence(b, kv_head);
   float* center = scratch.rows;
@@ -159,9 +159,8 @@ void settle_slight_keys(const Job& job, std::int64_t b, std::int64_t kv_head, Se
       row.begin = std::max<std::int64_t>(row.begin, 0);
       row.end = std::min<std::int64_t>(row.end, seq.k_length);
       float best = -infinity;
-      each_seen_key(p, seq, b, row, seen, [&](std::int64_t, float bias) {
-        best = bias > best ? bias : best;
-      });
+      each_seen_key(p, seq, b, row, seen,
+                    [&](std::int64_t, float bias) { best = bias > best ? bias : best; });
       each_seen_key(p, seq, b, row, seen, [&](std::int64_t j, float bias) {
         const bool none = lacks_weight(bias, best, advantage);
         if (seen[j] == Seen::slightly && !none) seen[j] = Seen::yes;

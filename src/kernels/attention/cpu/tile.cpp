@@ -33,8 +33,8 @@ void multiply_queries(const Job& job, const Task& t, const Tile& tile, int keys,
     w.qk_s8(s.q_codes, t.count, tile.at<std::uint8_t>(&TileLayout::k), keys, job.d() / 4, s.q_scale,
             s.correction, scale, s.scores);
   } else if (is_split(job.config.qk)) {
-    w.qk_bf16x2(s.q_bf16, t.count, tile.at<std::uint16_t>(&TileLayout::k), keys, job.d(),
-                s.q_scale, scale, s.scores);
+    w.qk_bf16x2(s.q_bf16, t.count, tile.at<std::uint16_t>(&TileLayout::k), keys, job.d(), s.q_scale,
+                scale, s.scores);
   } else if (job.config.qk == Engine::bf16) {
     w.qk_bf16(s.q_bf16, t.count, tile.at<std::uint16_t>(&TileLayout::k), keys, job.d() / 2,
               s.q_scale, scale, s.scores);

@@ -22,8 +22,8 @@ struct TileCopies {
   QATTN_DEVICE static tile::RowSource prepared_source(const PreparedRows& x, int head,
                                                       std::int64_t slot, std::int64_t length) {
     tile::RowSource s;
-    s.base = reinterpret_cast<const std::byte*>(x.codes) +
-             prepared_row(x, head, slot) * x.row_bytes;
+    s.base =
+        reinterpret_cast<const std::byte*>(x.codes) + prepared_row(x, head, slot) * x.row_bytes;
     s.stride = s.row_bytes = x.row_bytes;
     s.length = static_cast<std::int32_t>(length);
     return s;
@@ -43,9 +43,8 @@ struct TileCopies {
 
   QATTN_DEVICE void start_queries() const {
     const tile::RowSource source =
-        p.q.data == nullptr
-            ? prepared_source(p.q8, work.head, work.q_slot, work.q.length)
-            : tile::row_source(p.q, work.q, work.b, work.head, width, p.q_vectors);
+        p.q.data == nullptr ? prepared_source(p.q8, work.head, work.q_slot, work.q.length)
+                            : tile::row_source(p.q, work.q, work.b, work.head, width, p.q_vectors);
     const typename S::Queries::At to{base + S::q_at};
     if constexpr (S::qk_groups) copy_query_groups();
     if (p.pack_gqa > 1) {
@@ -70,9 +69,8 @@ struct TileCopies {
                                       reinterpret_cast<const std::byte*>(from),
                                       S::keys * S::qk_group_bytes);
       } else {
-        copy_groups<S::keys>(S::k_groups_at, p.k8.group_bytes, [&](int row) {
-          return from + row * p.k8.group_bytes;
-        });
+        copy_groups<S::keys>(S::k_groups_at, p.k8.group_bytes,
+                             [&](int row) { return from + row * p.k8.group_bytes; });
       }
     }
   }
@@ -85,10 +83,9 @@ struct TileCopies {
     for (int n = isa::thread(); n < Rows * words; n += S::threads) {
       const std::uint8_t* from = row_at(n / words);
       const bool here = from != nullptr && n % words * 4 < bytes;
-      isa::store_shared(base + to + 4 * n,
-                        here ? isa::load_global(reinterpret_cast<const std::uint32_t*>(from) +
-                                                n % words)
-                             : 0u);
+      isa::store_shared(
+          base + to + 4 * n,
+          here ? isa::load_global(reinterpret_cast<const std::uint32_t*>(from) + n % words) : 0u);
     }
   }
   QATTN_DEVICE void copy_query_groups() const {

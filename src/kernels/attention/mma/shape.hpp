@@ -20,7 +20,7 @@ struct MmaConfig {
   int m_tiles = 2;                 ///< row tiles of a warp
   int rows = 128;                  ///< of a block
   bool scaled_fp8 = false;         ///< e4m3 without groups takes products with scales of 1
-  bool lane_sums = false;  ///< lanes add up rows of 16-bit P, not the matrix unit
+  bool lane_sums = false;          ///< lanes add up rows of 16-bit P, not the matrix unit
   /// K and V come by TMA, from a warp of its own, to a ring (ring.cuh). Not general.
   bool ring = false;
   bool operator==(const MmaConfig&) const = default;
@@ -65,8 +65,7 @@ struct MmaShape {
   static constexpr bool direct_sums = u8 && !C.general;
   /// Does what follows mended scores have code of its own? Where that was faster on an H100
   /// (docs/experiments/late-references.md).
-  static constexpr bool attends_twice =
-      pv_16bit && qk == Element::s8 && C.d == 128 && !C.general;
+  static constexpr bool attends_twice = pv_16bit && qk == Element::s8 && C.d == 128 && !C.general;
   /// log2 of what P is scaled by: e4m3's largest code is 448, and below 2^-6 it loses bits.
   static constexpr float p_log2 = e4m3_pv && !pv_groups ? 8.0f : 0.0f;
   static constexpr int d = C.d, dv = d, keys = 64, rows = C.rows;
@@ -124,14 +123,14 @@ struct MmaShape {
   static_assert(!ring || (stages >= 2 && v_at % 1024 == 0 && !C.general));
   static_assert(!ring || Queries::bytes <= stage_bytes);
 
-  static constexpr int used_bytes = ring ? v_empty + 8 * stages
+  static constexpr int used_bytes = ring                     ? v_empty + 8 * stages
                                     : C.general && !qk_16bit ? k_scale_at + 4 * keys
                                                              : k_scale_at;
   static constexpr int out_channels = C.d;  ///< that leave through shared memory together
   static constexpr int out_row = tile::padded_row(2 * out_channels);
   static_assert(!ring || rows * out_row <= k_full);  // rows that leave spare the barriers
-  static constexpr int shared_bytes = used_bytes > rows* out_row ? used_bytes
-                                                                 : (rows* out_row + 15) / 16 * 16;
+  static constexpr int out_bytes = (rows * out_row + 15) / 16 * 16;
+  static constexpr int shared_bytes = out_bytes < used_bytes ? used_bytes : out_bytes;
 };
 
 }  // namespace qattn::kernels

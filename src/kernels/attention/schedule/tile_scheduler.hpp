@@ -20,7 +20,7 @@ struct TileScheduler {
       0;                        ///< heads of a group (of all sequences); 0: one head after another
   bool shortest_first = false;  ///< the first group begins with its shortest blocks, for the last
                                 ///< one is to end with them
-  std::int32_t snake = 0;  ///< work tiles of a turn; 0: all turns run the same way
+  std::int32_t snake = 0;       ///< work tiles of a turn; 0: all turns run the same way
 };
 
 /// How works come to the blocks of a grid.

@@ -3,8 +3,8 @@
 // cu_seqlens cuts the tokens into sequences, which only a look at all of it can tell.
 #pragma once
 
-#include "kernels/attention/common/params.hpp"
 #include "kernels/attention/common/finish.hpp"
+#include "kernels/attention/common/params.hpp"
 
 namespace qattn::kernels {
 

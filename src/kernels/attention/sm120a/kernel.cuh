@@ -20,9 +20,9 @@ struct Sm120Code {
   static constexpr isa::Target target = Target;
   static_assert(shared_bytes <= isa::shared_limit(120));
   static constexpr bool scaled = S::qk_scaled || S::pv_scaled;
-  static constexpr bool has_products =
-      Target.number == 120 ? isa::has_scaled_mma
-                           : !scaled && isa::target_architecture >= Target.number;
+  static constexpr bool has_products = Target.number == 120
+                                           ? isa::has_scaled_mma
+                                           : !scaled && isa::target_architecture >= Target.number;
 
   static QATTN_DEVICE void run(const Params& p) {
     if constexpr (has_products) {

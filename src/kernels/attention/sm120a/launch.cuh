@@ -20,13 +20,13 @@ bool compiled_sm120a() {
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels
 
-#define QATTN_SM120A_CONFIG(D, QK, QK_GROUP, PV, PV_GROUP, GENERAL)                         \
-  qattn::kernels::Sm120Config {                                                             \
-    D, qattn::isa::Element::QK, QK_GROUP, qattn::isa::Element::PV, PV_GROUP, GENERAL        \
+#define QATTN_SM120A_CONFIG(D, QK, QK_GROUP, PV, PV_GROUP, GENERAL)                  \
+  qattn::kernels::Sm120Config {                                                      \
+    D, qattn::isa::Element::QK, QK_GROUP, qattn::isa::Element::PV, PV_GROUP, GENERAL \
   }
-#define QATTN_INSTANCE(...)                                                                   \
-  template qattn::isa::LaunchError                                                            \
-  qattn::kernels::launch_sm120a<QATTN_SM120A_CONFIG(__VA_ARGS__)>(                            \
-      const qattn::kernels::Sm120Params<QATTN_SM120A_CONFIG(__VA_ARGS__)>&,                   \
-      qattn::isa::Index3, void*);                                                             \
+#define QATTN_INSTANCE(...)                                                                     \
+  template qattn::isa::LaunchError                                                              \
+  qattn::kernels::launch_sm120a<QATTN_SM120A_CONFIG(__VA_ARGS__)>(                              \
+      const qattn::kernels::Sm120Params<QATTN_SM120A_CONFIG(__VA_ARGS__)>&, qattn::isa::Index3, \
+      void*);                                                                                   \
   template bool qattn::kernels::compiled_sm120a<QATTN_SM120A_CONFIG(__VA_ARGS__)>();

@@ -112,7 +112,7 @@ struct alignas(16) TileRange {
 
   int unmasked_first;  ///< the first tile that every row sees whole
   int unmasked_span;   ///< how far behind it the last is
-  int exist;        ///< existing_rows()
+  int exist;           ///< existing_rows()
   int unused;
 
   /// Blocks of `rows`, tiles of `keys`. `general`: no tile is plain.

@@ -2,8 +2,8 @@
 // and turns.
 #pragma once
 
-#include "kernels/attention/rows/register_output.cuh"
 #include "kernels/attention/common/ring.hpp"
+#include "kernels/attention/rows/register_output.cuh"
 #include "kernels/attention/sm90a/shape.hpp"
 
 namespace qattn::kernels {

@@ -282,8 +282,7 @@ void Decode::add_mass(std::int64_t u, int r, float lse) {
 void Decode::combine(std::int64_t u, float* scratch) {
   if (call_.tensors.mass.present()) {
     // Heads of all sequences follow one another.
-    float* mass =
-        static_cast<float*>(call_.tensors.mass.data) + call_.head_of(u, 0) * call_.blocks;
+    float* mass = static_cast<float*>(call_.tensors.mass.data) + call_.head_of(u, 0) * call_.blocks;
     std::fill_n(mass, call_.group() * call_.blocks, 0.0f);
   }
   for (int r = 0; r < rows_; ++r) merge_row(u, r, scratch, scratch + dv_);

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "isa/launch.hpp"
-#include "kernels/decode/mixed_kv/kernel.cuh"
-#include "kernels/decode/mixed_kv/host.hpp"
 #include "kernels/decode/mixed_kv/combine.cuh"
+#include "kernels/decode/mixed_kv/host.hpp"
+#include "kernels/decode/mixed_kv/kernel.cuh"
 #include "kernels/decode/mixed_kv/prepare.cuh"
 
 namespace qattn::kernels {

@@ -182,8 +182,8 @@ struct DecodeMass {
     }
     // Entries of one position follow one another; the first adds up for all.
     const std::int64_t at = block_at(own.first) + block;
-    const bool adds = entry < pair.entries && at < p.mass_blocks &&
-                      !(entry > 0 && before_first == own.first);
+    const bool adds =
+        entry < pair.entries && at < p.mass_blocks && !(entry > 0 && before_first == own.first);
     const bool any = (place - isa::thread()) >> p.page_shift() < pair.entries;  // of the threads
     const std::int64_t own_at = entry < pair.entries ? place_of(own, entry) : -1;
     const int together = threads / p.queries;  // heads whose rows have a thread each

@@ -37,8 +37,8 @@ struct DecodeShape {
   static constexpr int groups = C.dv / 32;  ///< of channels: two rows of tiles of O^T
   /// Of one warp: three tiles of equal bits of K and V, but two of 3 bits; with K's scales a
   /// channel two (three at D 64 in 8 bits), but one of 3 bits. Small: two, but one of 3 bits.
-  static constexpr int ring_bytes = C.small ? (C.by_channel ? 49 : 45) * (C.d + C.dv)
-                                            : 48 * (C.d + C.dv) + 768;
+  static constexpr int ring_bytes =
+      C.small ? (C.by_channel ? 49 : 45) * (C.d + C.dv) : 48 * (C.d + C.dv) + 768;
   /// Blocks on a multiprocessor that registers allow; of small ones 100 KiB hold no more.
   static constexpr int min_blocks = C.d + C.dv > 256 || C.n > 1 || C.small ? 1 : 2;
 

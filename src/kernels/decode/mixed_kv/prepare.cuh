@@ -3,9 +3,9 @@
 
 #include "formats/bits.hpp"
 #include "formats/hadamard.hpp"
+#include "kernels/attention/common/score.hpp"
 #include "kernels/decode/mixed_kv/params.hpp"
 #include "kvcache/keys/balance.hpp"
-#include "kernels/attention/common/score.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -115,8 +115,8 @@ struct DecodePrepare {
     return warp_max(top);
   }
 
-  static QATTN_DEVICE void store_half(const Params& p, std::uint16_t* to, int plane, int row,
-                                      int c, std::uint32_t bits) {
+  static QATTN_DEVICE void store_half(const Params& p, std::uint16_t* to, int plane, int row, int c,
+                                      std::uint32_t bits) {
     isa::store_global(to + half_place(p, plane, row, c), static_cast<std::uint16_t>(bits));
   }
   /// 16 bits of the window's element and what they leave.

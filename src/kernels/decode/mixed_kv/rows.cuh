@@ -108,8 +108,8 @@ struct DecodeRowTiles : DecodeCodes<C> {
     this->forget_lane();
     const float* mean = p.cache.v_mean(pair.slot, p.layer, pair.head, set) + 4 * g;
     // O is in units of v_unit * 2^24.
-    const float factor = sign * 0x1p-24f *
-                         formats::float_of(0x7f000000u - formats::bits_of(this->v_unit));
+    const float factor =
+        sign * 0x1p-24f * formats::float_of(0x7f000000u - formats::bits_of(this->v_unit));
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -199,8 +199,8 @@ struct DecodeRowTiles : DecodeCodes<C> {
     }
     std::uint32_t bad = bad_rows<E>(w);
     if (!isa::any(bad != 0)) return 0;
-    bad = isa::join_row<typename Base::F>(
-        bad, [](std::uint32_t a, std::uint32_t b) { return a | b; });
+    bad = isa::join_row<typename Base::F>(bad,
+                                          [](std::uint32_t a, std::uint32_t b) { return a | b; });
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll

@@ -21,8 +21,8 @@
 
 #include "formats/bits.hpp"
 #include "isa/fragment.hpp"
-#include "kernels/decode/mixed_kv/params.hpp"
 #include "kernels/attention/common/score.hpp"
+#include "kernels/decode/mixed_kv/params.hpp"
 
 namespace qattn::kernels {
 

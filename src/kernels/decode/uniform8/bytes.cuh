@@ -64,8 +64,8 @@ struct Uniform8Bytes {
   }
 
   /// Codes rounded down of the rows in `lossy`, and what they leave, in 1 / 255 of a code.
-  QATTN_DEVICE static void split(const Scores& s, const float (&ref)[R], unsigned lossy,
-                                 Codes& b, Codes& rest) {
+  QATTN_DEVICE static void split(const Scores& s, const float (&ref)[R], unsigned lossy, Codes& b,
+                                 Codes& rest) {
     const auto lower = [](float y) { return y - 0.5f + whole_numbers; };
     pack(
         s, ref, b, [](int) {},

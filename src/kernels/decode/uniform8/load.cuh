@@ -3,10 +3,10 @@
 #pragma once
 
 #include "formats/bits.hpp"
-#include "kernels/decode/uniform8/params.hpp"
-#include "kernels/attention/common/work_tile.cuh"
-#include "kernels/quantize/gpu/encode/row.cuh"
 #include "kernels/attention/common/copy.hpp"
+#include "kernels/attention/common/work_tile.cuh"
+#include "kernels/decode/uniform8/params.hpp"
+#include "kernels/quantize/gpu/encode/row.cuh"
 
 namespace qattn::kernels {
 

@@ -364,8 +364,8 @@ LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareL
   const Call call = make_call(problem, recipe, layout, workspace);
   Launches launches(stream);
   if (problem.batch == 0) return {};  // packed: there is no sequence that kernels could look up
-  for (auto step : {&clear, &find_seen, &settle_seen, &balance, &means, &block_means, &encode,
-                    &mean_scores}) {
+  for (auto step :
+       {&clear, &find_seen, &settle_seen, &balance, &means, &block_means, &encode, &mean_scores}) {
     if (LaunchError e = step(call, launches); !e.empty()) return e;
   }
   next = launches.next();

@@ -29,8 +29,8 @@ struct PrepareLayout {
     std::size_t sums = none;    ///< of 64 rows, for the mean of K or V; or maxima of V
     std::size_t maxima = none;  ///< bits of max |x| of groups larger than a tile
     std::int64_t slots = 0;
-    std::int64_t groups = 0;       ///< maxima: groups per head, all sequences
-    std::int64_t mean_blocks = 0;  ///< means of Q per head, all sequences
+    std::int64_t groups = 0;         ///< maxima: groups per head, all sequences
+    std::int64_t mean_blocks = 0;    ///< means of Q per head, all sequences
     std::size_t mean_scores = none;  ///< of Q: PreparedMeans::scores
   };
   PrepareNeeds needs;

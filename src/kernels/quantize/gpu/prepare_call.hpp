@@ -37,9 +37,9 @@ class Launches {
   template <Encoder E, class Params>
   LaunchError launch_encoder(const Params& params, int padded, std::int64_t blocks) {
     return go(blocks, [&](isa::Start start) -> LaunchError {
-#define QATTN_INSTANCE(PADDED, KIND)                                              \
-  if constexpr (E == Encoder::KIND) {                                             \
-    if (padded == PADDED) return encoder<E, PADDED>(params, blocks, start);       \
+#define QATTN_INSTANCE(PADDED, KIND)                                        \
+  if constexpr (E == Encoder::KIND) {                                       \
+    if (padded == PADDED) return encoder<E, PADDED>(params, blocks, start); \
   }
 #include "kernels/quantize/gpu/encoders.inc"
 #undef QATTN_INSTANCE
@@ -148,7 +148,8 @@ struct Call {
   }
   PreparedMeans query_means() const {
     const PrepareLayout::Part& p = part(Role::q);
-    return {p.mean_blocks > 0 ? at<float>(workspace, p.mean) : nullptr, p.mean_blocks,
+    return {p.mean_blocks > 0 ? at<float>(workspace, p.mean) : nullptr,
+            p.mean_blocks,
             recipe.q_scale.block,
             facts[0].padded,
             at<float>(workspace, p.mean_scores),

@@ -10,9 +10,9 @@ namespace qattn {
 
 /// Which rows of a call see a token of K or V?
 enum class Seen : std::uint8_t {
-  no,       ///< None: nothing of it has any influence, and its values are not read.
-  faintly,  ///< Only under biases that leave it no weight beside other tokens. It has codes of its
-            ///< own, for rows that see nothing else, but no part in what tokens share.
+  no,        ///< None: nothing of it has any influence, and its values are not read.
+  faintly,   ///< Only under biases that leave it no weight beside other tokens. It has codes of its
+             ///< own, for rows that see nothing else, but no part in what tokens share.
   slightly,  ///< Only under biases of slight_bias and less, not all of them faint: whether it has
              ///< weight depends on the scores. Until it is settled, by lacks_weight().
   yes,

@@ -4,8 +4,8 @@
 
 #include <cstring>
 
-#include "kernels/quantize/overlap/overlap.hpp"
 #include "kernels/quantize/gpu/encode/common.cuh"
+#include "kernels/quantize/overlap/overlap.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

@@ -1,8 +1,8 @@
 // Codes of Q, K and V, made beside attention on them.
 #pragma once
 
-#include "kernels/quantize/overlap/jobs.cuh"
 #include "kernels/quantize/gpu/encode/row.cuh"
+#include "kernels/quantize/overlap/jobs.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -351,7 +351,7 @@ struct OverlapQuantizer {
     } else {
       const bool less = job.step == Step::code_k && p.k_mean != nullptr;
       const bool balanced = job.balanced != 0;
-      less ? balanced ? encode_rows<true, true>(job) : encode_rows<true, false>(job)
+      less       ? balanced ? encode_rows<true, true>(job) : encode_rows<true, false>(job)
       : balanced ? encode_rows<false, true>(job)
                  : encode_rows<false, false>(job);
     }

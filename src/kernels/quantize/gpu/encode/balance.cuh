@@ -2,8 +2,8 @@
 #pragma once
 
 #include "formats/balance.hpp"
-#include "kernels/quantize/gpu/seen_keys.cuh"
 #include "kernels/attention/common/score.hpp"
+#include "kernels/quantize/gpu/seen_keys.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -11,9 +11,9 @@ inline namespace QATTN_TARGET {
 struct BalanceParams {
   tile::Rows rows;  ///< K
   Format format = Format::bf16;
-  SeenKeys seen;             ///< only keys that share tell
-  bool central = false;      ///< K's mean is subtracted
-  float* factors = nullptr;  ///< [batches][heads][2][padded]: of K's rows, of Q's
+  SeenKeys seen;                  ///< only keys that share tell
+  bool central = false;           ///< K's mean is subtracted
+  float* factors = nullptr;       ///< [batches][heads][2][padded]: of K's rows, of Q's
   std::uint32_t* loud = nullptr;  ///< [batches][heads]: is a factor not 1?
   std::int32_t padded = 0;
   std::uint32_t* zeros = nullptr;  ///< words that are cleared meanwhile

@@ -5,8 +5,8 @@
 #include "formats/lost_share.hpp"
 #include "formats/scale.hpp"
 #include "isa/isa.hpp"
-#include "kernels/quantize/gpu/prepared.hpp"
 #include "kernels/attention/common/sequence.hpp"
+#include "kernels/quantize/gpu/prepared.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -293,8 +293,8 @@ QATTN_DEVICE float store_value_tables(std::uint8_t* record, int channels, Shared
       isa::any((r.exists[0] && r.scale[0] != shared) || (r.exists[1] && r.scale[1] != shared));
   const float per_token = usable > 0 ? formats::reciprocal(static_cast<float>(usable)) : 0.0f;
   if (lane == 0) {
-    const std::uint32_t flags = (any_bad ? std::uint32_t{tile_has_bad} : 0u) |
-                                (mixed ? std::uint32_t{tile_is_mixed} : 0u);
+    const std::uint32_t flags =
+        (any_bad ? std::uint32_t{tile_has_bad} : 0u) | (mixed ? std::uint32_t{tile_is_mixed} : 0u);
     isa::store_global(reinterpret_cast<Words4*>(record + at.flags), Words4{{flags, 0, 0, 0}});
     if (integer) isa::store_shared(extra, formats::bits_of(per_token));
   }

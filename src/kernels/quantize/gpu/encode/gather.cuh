@@ -225,12 +225,13 @@ struct GatherMicro : EncodeMicro<Channels> {
     judge<Format>(w, v, s, missing);
     isa::sync_threads();
     if (isa::warp() == 0) {
-      Base::template store_facts<Format>(w, Base::find_rows(w, [&](int row) {
-        const bool given = role.grouping.given != nullptr && row < w.place.count();
-        return given ? role.grouping.given_scale(role.rows, w.place.b, w.place.head,
-                                                 w.place.first + row, 0)
-                     : 1.0f;
-      }));
+      Base::template store_facts<Format>(
+          w, Base::find_rows(w, [&](int row) {
+            const bool given = role.grouping.given != nullptr && row < w.place.count();
+            return given ? role.grouping.given_scale(role.rows, w.place.b, w.place.head,
+                                                     w.place.first + row, 0)
+                         : 1.0f;
+          }));
     }
     if (w.role.dot != nullptr) Base::store_dots(w);
     isa::sync_threads();

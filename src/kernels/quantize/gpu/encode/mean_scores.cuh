@@ -12,15 +12,15 @@ inline namespace QATTN_TARGET {
 
 /// nvfp4's second level of Q or K. Where all numbers are zeros, any serves, and 1 is far from the
 /// ends of the floats.
-QATTN_DEVICE float row_global(const Grouping& g, const tile::Rows& r, const tile::Span& span,
-                              int b, int head) {
+QATTN_DEVICE float row_global(const Grouping& g, const tile::Rows& r, const tile::Span& span, int b,
+                              int head) {
   const float amax = formats::float_of(isa::load_global(g.maxima + g.base(r, span, b, head)));
   return amax == 0.0f ? 1.0f : formats::nvfp4_global(amax);
 }
 
 struct MeanScoreParams {
-  tile::Rows q, k;  ///< as they came
-  bool aligned = false;     ///< K's rows allow 16-byte accesses
+  tile::Rows q, k;       ///< as they came
+  bool aligned = false;  ///< K's rows allow 16-byte accesses
   PreparedMeans means;
   const float* k_mean = nullptr;  ///< [batches][heads of K][padded], or none
   float scale = 1.0f;             ///< of the products: softmax_scale, or 1
@@ -43,8 +43,8 @@ struct MeanScoreWork {
 
   /// Blocks for all heads. Packed sequences: Keys are 64, a tile of slots.
   static constexpr std::int64_t blocks(const Params& p) {
-    const std::int64_t tiles = p.k.cu_seqlens != nullptr ? p.means.key_slots / slot_tile
-                                                         : p.k.batches * tiles_of(p);
+    const std::int64_t tiles =
+        p.k.cu_seqlens != nullptr ? p.means.key_slots / slot_tile : p.k.batches * tiles_of(p);
     return p.q.heads * groups_of(p) * tiles;
   }
   /// Of a sequence that is not packed.

@@ -301,7 +301,7 @@ struct BlockMeans {
   using Params = BlockMeanParams;
   /// A thread reads 64 rows one by one: few a block, for means of 64, and many blocks.
   static constexpr int threads = 64, min_blocks = 8;
-  static constexpr int most_channels = 256 / threads;  ///< of a thread, in the end
+  static constexpr int most_channels = 256 / threads;                ///< of a thread, in the end
   static constexpr int shared_bytes = 4 * chunk_channels * threads;  ///< sums: [piece][channel]
   static constexpr bool dependent = true;
 

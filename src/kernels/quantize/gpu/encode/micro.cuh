@@ -22,8 +22,8 @@ struct MicroFormat {
 
   static QATTN_DEVICE std::uint32_t pair(float low, float high) {
     if constexpr (bits == 8) return isa::pack_e4m3(low, high);
-    return static_cast<std::uint32_t>(formats::E2m1::encode(low) |
-                                      formats::E2m1::encode(high) << 4);
+    return static_cast<std::uint32_t>(formats::E2m1::encode(low) | formats::E2m1::encode(high)
+                                                                       << 4);
   }
   static QATTN_DEVICE formats::GroupScale scale(float amax, float global) {
     return group_scale(Format, amax, global);
@@ -247,8 +247,8 @@ struct EncodeMicro : EncodeGeneral<Channels> {
     const int low = (natural ? w.first_key() : 4 * quad) * Format::bits / 8;
     const int high = low + (natural ? 8 : 2) * Format::bits / 8;
     const SharedAddress image = w.shared + image_at + w.chunk() * image_bytes<Format>();
-    const SharedAddress scales = w.shared + tail_at + 8 * Format::row +
-                                 w.chunk() * chunk_channels * groups + quad / quads;
+    const SharedAddress scales =
+        w.shared + tail_at + 8 * Format::row + w.chunk() * chunk_channels * groups + quad / quads;
     return {image + low, image + high, scales, quad % quads == 0};
   }
   /// Pairs of codes of channel `j` of a thread.
@@ -290,8 +290,8 @@ struct EncodeMicro : EncodeGeneral<Channels> {
     const int place = 2 * lane;  // two of them are neighbouring keys in every order
     const int key = w.role.order == KeyOrder::fp4 ? place : place / 16 * 16 + p_key(place % 16);
     const std::uint32_t here = (key < 32 ? exists[0] : exists[1]) >> key % 32;
-    const std::uint32_t pair = (here & 1) * Format::one |
-                               (here >> 1 & 1) * Format::one << Format::bits;
+    const std::uint32_t pair = (here & 1) * Format::one | (here >> 1 & 1) * Format::one
+                                                              << Format::bits;
     isa::store_shared(extra + lane * 2 * Format::bits / 8,
                       static_cast<typename Format::Pair>(pair));
     std::uint8_t* record = record_at(w.v_out, w.place);
@@ -315,9 +315,9 @@ struct EncodeMicro : EncodeGeneral<Channels> {
     constexpr int tail = tail_bytes(Format::bits, Format::group) / 16;
     auto* to = reinterpret_cast<Words4*>(record_at(w.v_out, w.place));
     for (int n = isa::thread(); n < pieces + tail; n += threads) {
-      const SharedAddress from =
-          n < pieces ? image_at + n / octet * image_bytes<Format>() + n % octet * 16
-                     : tail_at + (n - pieces) * 16;
+      const SharedAddress from = n < pieces
+                                     ? image_at + n / octet * image_bytes<Format>() + n % octet * 16
+                                     : tail_at + (n - pieces) * 16;
       isa::store_global(to + n, isa::load_shared<Words4>(w.shared + from));
     }
   }

@@ -52,8 +52,7 @@ struct EncodePlain : FirstPass<Input, Channels> {
     return row.factors != nullptr && isa::load_global(row.loud + p.b * heads + head) != 0;
   }
   /// What balances this thread's channels.
-  static QATTN_DEVICE void load_times(const PlainRows& row, const TilePlace& p,
-                                      float (&times)[8]) {
+  static QATTN_DEVICE void load_times(const PlainRows& row, const TilePlace& p, float (&times)[8]) {
     const int heads = row.rows.heads / row.heads_per_mean, head = p.head / row.heads_per_mean;
     load_mean(row.factors, p.b, 2 * heads, 2 * head, times);
   }
@@ -178,8 +177,8 @@ struct EncodePlain : FirstPass<Input, Channels> {
       Words2 code[2];
       if constexpr (E4m3) {
         code[0] = channel_codes(even, code_factor(scale[2 * j] > 0.0f, scale[2 * j]), scales);
-        code[1] = channel_codes(odd, code_factor(scale[2 * j + 1] > 0.0f, scale[2 * j + 1]),
-                                scales);
+        code[1] =
+            channel_codes(odd, code_factor(scale[2 * j + 1] > 0.0f, scale[2 * j + 1]), scales);
       } else {
         code[0] = token_codes(even, factor, scales);
         code[1] = token_codes(odd, factor, scales);

@@ -133,8 +133,7 @@ struct PlainTile : RowCodes<Input> {
   /// memory but for a barrier.
   template <class Scales>
   static QATTN_DEVICE RowPair load_values(const PlainParams& params, const TilePlace& p,
-                                          SharedAddress shared, Words4 (&raw)[8],
-                                          Scales& scales) {
+                                          SharedAddress shared, Words4 (&raw)[8], Scales& scales) {
     load(params.v, p, shared, raw);
     const SharedAddress mine = shared + 4 * (first_key() * stride + chunk());
 #pragma unroll

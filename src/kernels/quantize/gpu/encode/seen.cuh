@@ -2,10 +2,10 @@
 #pragma once
 
 #include "kernels/attention/common/params.hpp"
+#include "kernels/attention/common/score.hpp"
 #include "kernels/attention/common/visible_keys.hpp"
 #include "kernels/quantize/gpu/seen.hpp"
 #include "kernels/quantize/gpu/seen_keys.cuh"
-#include "kernels/attention/common/score.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -52,8 +52,8 @@ struct FindSeen {
                                std::int64_t j) {
     const BroadcastView& m = p.mask;
     if (m.data == nullptr) return yes;
-    const std::int64_t at = b * m.stride[0] + head * m.stride[1] + i * m.stride[2] +
-                            j * m.stride[3];
+    const std::int64_t at =
+        b * m.stride[0] + head * m.stride[1] + i * m.stride[2] + j * m.stride[3];
     const auto* bytes = static_cast<const std::uint8_t*>(m.data);
     if (m.format == Format::b8) return isa::load_global(bytes + at) != 0 ? yes : no;
     if (m.format == Format::b1) {
@@ -144,9 +144,8 @@ struct FindSeen {
           std::int64_t i = start + m;
           i = low + (i < rows ? i : i - rows);
           if (m >= rows || i < key.low || i > key.high) continue;
-          const bool visible =
-              p.block_mask_q == 0 ||
-              block_visible(p, key.b, h, tile::block_of(i, p.block_mask_q), key.j);
+          const bool visible = p.block_mask_q == 0 ||
+                               block_visible(p, key.b, h, tile::block_of(i, p.block_mask_q), key.j);
           const int now = visible ? look(p, key.b, h, i, key.j) : no;
           best = best > now ? best : now;
         }

@@ -139,8 +139,7 @@ struct SettleSeen {
     isa::sync_threads();
 #pragma unroll
     for (int n = 0; n < warps; ++n) {
-      const auto other =
-          __builtin_bit_cast(std::uint64_t, isa::load_shared<Words2>(words + 8 * n));
+      const auto other = __builtin_bit_cast(std::uint64_t, isa::load_shared<Words2>(words + 8 * n));
       top = other > top ? other : top;
     }
     isa::sync_threads();
@@ -174,8 +173,8 @@ struct SettleSeen {
   static QATTN_DEVICE float bias_of(const Params& p, const Unit& u, int head, std::int64_t i,
                                     std::int64_t j) {
     const BroadcastView& m = p.mask;
-    const std::int64_t at = u.b * m.stride[0] + head * m.stride[1] + i * m.stride[2] +
-                            j * m.stride[3];
+    const std::int64_t at =
+        u.b * m.stride[0] + head * m.stride[1] + i * m.stride[2] + j * m.stride[3];
     const float bias = tile::load_number(m.data, m.format, at);
     if (p.block_mask_q == 0) return bias;
     const std::int64_t block = tile::block_of(i, p.block_mask_q);
@@ -223,8 +222,8 @@ struct SettleSeen {
   }
 
   static QATTN_DEVICE void settle_rows(const Params& p, const Unit& u) {
-    const bool alike = p.mask.stride[2] == 0 && p.window_left < 0 && p.window_right < 0 &&
-                       p.block_mask_q == 0;
+    const bool alike =
+        p.mask.stride[2] == 0 && p.window_left < 0 && p.window_right < 0 && p.block_mask_q == 0;
     const std::int64_t rows = alike && u.q.length > 1 ? 1 : u.q.length;
     for (int h = 0; h < p.mask_heads; ++h) {
       for (std::int64_t i = isa::warp(); i < rows; i += warps) {
