@@ -94,6 +94,10 @@ QATTN_HD float sqrt_rn(float x) {
 #endif
 }
 
+/// 1.5 * 2^23. Of a sum with x, |x| < 2^22, the ulp is 1: the addition rounds x to the nearest
+/// integer, ties to even, and the low bits of the sum are its own.
+inline constexpr float whole_numbers = 12582912.0f;
+
 /// 1 / x, correctly rounded also where the compiler is allowed a fast division.
 QATTN_HD float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)

@@ -7,12 +7,10 @@
 
 namespace qattn::formats {
 
-/// The integer nearest to x, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves a sum whose ulp
-/// is 1, so the addition itself rounds.
+/// The integer nearest to x, ties to even, for |x| < 2^22.
 QATTN_HD std::int32_t round_half_even(float x) {
-  const float offset = 12582912.0f;
-  return static_cast<std::int32_t>(bits_of(add_rn(x, offset))) -
-         static_cast<std::int32_t>(bits_of(offset));
+  return static_cast<std::int32_t>(bits_of(add_rn(x, whole_numbers))) -
+         static_cast<std::int32_t>(bits_of(whole_numbers));
 }
 
 /// Symmetric: -128 is never produced, so that a code and its negative both exist. Rounds half to

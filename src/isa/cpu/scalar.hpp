@@ -102,10 +102,12 @@ static inline I clamp_i(I a, std::int32_t lo, std::int32_t hi) {
 static inline F to_float(I a) {
   return each<F>([&](int i) { return static_cast<float>(a.x[i]); });
 }
+/// formats::whole_numbers, whose header units of one instruction set do not include.
+static constexpr float whole_numbers = 12582912.0f;
 /// Round half to even; |a| < 2^22 (larger magnitudes and NaN give any value).
 static inline I round_to_int(F a) {
   return each<I>([&](int i) {
-    const float biased = a.x[i] + 12582912.0f;  // 1.5 * 2^23: the fraction falls off, ties to even
+    const float biased = a.x[i] + whole_numbers;
     std::uint32_t bits;
     std::memcpy(&bits, &biased, sizeof bits);
     return static_cast<std::int32_t>(bits - 0x4B400000u);
@@ -113,12 +115,12 @@ static inline I round_to_int(F a) {
 }
 /// Nearest integer as a float, ties to even; |a| < 2^22.
 static inline F round_even(F a) {
-  return each<F>([&](int i) { return (a.x[i] + 12582912.0f) - 12582912.0f; });
+  return each<F>([&](int i) { return (a.x[i] + whole_numbers) - whole_numbers; });
 }
 /// The largest integer that is not above a; |a| < 2^22.
 static inline F floor(F a) {
   return each<F>([&](int i) {
-    const float nearest = (a.x[i] + 12582912.0f) - 12582912.0f;
+    const float nearest = (a.x[i] + whole_numbers) - whole_numbers;
     return nearest > a.x[i] ? nearest - 1.0f : nearest;
   });
 }

@@ -233,6 +233,87 @@ struct DecodeState {
     rescale(alpha, factor);
   }
 
+  /// Scores of a tile whose tokens are not all there, not all seen, or beyond the reference, which
+  /// moves. Returns bits (m N + n) 4 + i: P is 0 even where V's scale is NaN.
+  template <int V, int M, class TokensOf>
+  QATTN_DEVICE std::uint32_t scores_again(const float (&acc)[M][N][4], const float (&k)[M][2],
+                                          const float (&added)[N][2], const float (&v_scale)[M][2],
+                                          bool special, TokensOf tokens_of, float (&s)[M][N][4],
+                                          float (&v)[M][2]) {
+    std::uint32_t hidden = 0;
+    std::uint32_t seen = ~0u, alive[M];
+    if (special) {
+      seen = look<V, M>(tokens_of(block_of<V>()), alive);
+    } else {
+#pragma unroll
+      for (int m = 0; m < M; ++m) alive[m] = 3;
+    }
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float score = fmaf(acc[m][n][i], k[m][i / 2], added[n][i % 2]);
+          const bool bad = C.by_channel && (alive[m] >> (2 + i / 2) & 1) != 0;
+          s[m][n][i] = (seen >> ((m * N + n) * 4 + i) & 1) == 0 ? -tile::infinity()
+                       : bad                                    ? tile::quiet_nan()
+                                                                : score;
+        }
+      }
+    }
+    settle(s, v_scale, alive);
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float b = base[n][i % 2];
+          s[m][n][i] = b == -tile::infinity() && !tile::is_nan(s[m][n][i]) ? -tile::infinity()
+                                                                           : s[m][n][i] - b;
+          hidden |= s[m][n][i] == -tile::infinity() ? 1u << ((m * N + n) * 4 + i) : 0u;
+        }
+      }
+      v[m][0] = v_scale[m][0] * v_inverse, v[m][1] = v_scale[m][1] * v_inverse;
+    }
+    return hidden;
+  }
+
+  /// From scores less their reference to P times V's scales and the tile's sums of P.
+  template <int V, int M>
+  QATTN_DEVICE void exponentiate(float (&s)[M][N][4], const float (&v)[M][2], std::uint32_t hidden,
+                                 float (&mass)[N][2]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) mass[n][0] = mass[n][1] = 0;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      const float plane = 1.0f / static_cast<float>(1 << plane_shift(V, m));
+      const float v_plane[2] = {v[m][0] * plane, v[m][1] * plane};
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float e = isa::exp2(s[m][n][i]);
+          mass[n][i % 2] += e;
+          s[m][n][i] = e * v_plane[i / 2];
+        }
+      }
+    }
+    if (hidden != 0) {
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if ((hidden >> ((m * N + n) * 4 + i) & 1) != 0) s[m][n][i] = 0;
+          }
+        }
+      }
+    }
+  }
+
   /// From scores to P^T as B's fragments: x[m][n][2]. `acc` times k_factor plus `added` is a score
   /// in units of log2. `special`: some token is not there or some row does not see it.
   template <int V, int M, bool Codes, class TokensOf>
@@ -269,73 +350,9 @@ struct DecodeState {
     }
     const bool careful =
         !isa::all(!special && top <= signed_bits(headroom) && top_scale <= signed_bits(1.0f));
-    std::uint32_t hidden = 0;  // bit (m N + n) 4 + i: P is 0 even where V's scale is NaN
-    if (careful) {
-      std::uint32_t seen = ~0u, alive[M];
-      if (special) {
-        seen = look<V, M>(tokens_of(block_of<V>()), alive);
-      } else {
-#pragma unroll
-        for (int m = 0; m < M; ++m) alive[m] = 3;
-      }
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float score = fmaf(acc[m][n][i], k[m][i / 2], added[n][i % 2]);
-            const bool bad = C.by_channel && (alive[m] >> (2 + i / 2) & 1) != 0;
-            s[m][n][i] = (seen >> ((m * N + n) * 4 + i) & 1) == 0 ? -tile::infinity()
-                         : bad                                    ? tile::quiet_nan()
-                                                                  : score;
-          }
-        }
-      }
-      settle(s, v_scale, alive);
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float b = base[n][i % 2];
-            s[m][n][i] = b == -tile::infinity() && !tile::is_nan(s[m][n][i]) ? -tile::infinity()
-                                                                             : s[m][n][i] - b;
-            hidden |= s[m][n][i] == -tile::infinity() ? 1u << ((m * N + n) * 4 + i) : 0u;
-          }
-        }
-        v[m][0] = v_scale[m][0] * v_inverse, v[m][1] = v_scale[m][1] * v_inverse;
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < N; ++n) mass[n][0] = mass[n][1] = 0;
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-      const float plane = 1.0f / static_cast<float>(1 << plane_shift(V, m));
-      const float v_plane[2] = {v[m][0] * plane, v[m][1] * plane};
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float e = isa::exp2(s[m][n][i]);
-          mass[n][i % 2] += e;
-          s[m][n][i] = e * v_plane[i / 2];
-        }
-      }
-    }
-    if (hidden != 0) {
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if ((hidden >> ((m * N + n) * 4 + i) & 1) != 0) s[m][n][i] = 0;
-          }
-        }
-      }
-    }
+    const std::uint32_t hidden =
+        careful ? scores_again<V>(acc, k, added, v_scale, special, tokens_of, s, v) : 0;
+    exponentiate<V>(s, v, hidden, mass);
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll

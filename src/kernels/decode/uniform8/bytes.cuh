@@ -15,7 +15,7 @@ struct Uniform8Bytes {
   using F = isa::MmaTransposedFragment;
   static constexpr int R = F::rows;
   /// Added to a float, it leaves a whole number, in its low bits.
-  static constexpr float whole_numbers = 12582912.0f;
+  static constexpr float whole_numbers = formats::whole_numbers;
   using Scores = float[1][Keys / F::tile_columns][F::elements];
   using Codes = std::uint32_t[Keys / 32][1][2];
 

@@ -58,10 +58,9 @@ struct Uniform8Decode : Uniform8Load<C> {
 
   // ---- Integers -------------------------------------------------------------------------------
 
-  /// 1.5 * 2^23: the low bits of a sum with it are the nearest integer, and integers that are added
-  /// to its bits need no conversion (at a quarter of the rate of additions) while they are below
-  /// 2^22: 128 products of bytes are.
-  static constexpr float whole_numbers = 12582912.0f;
+  /// Integers that are added to its bits need no conversion (at a quarter of the rate of additions)
+  /// while they are below 2^22: 128 products of bytes are.
+  static constexpr float whole_numbers = formats::whole_numbers;
   static constexpr bool converts = C.d > 128;
   static constexpr std::int32_t first_sum = converts ? 0 : 0x4b400000;
 

@@ -82,7 +82,7 @@ struct EncodeGiven : EncodePlain<Input, Channels> {
 
     QATTN_DEVICE std::uint32_t value(float x, float factor) {
       const float y = clip(formats::mul_rn(x, factor));
-      return formats::bits_of(formats::add_rn(y > 127.0f ? 127.0f : y, 12582912.0f));
+      return formats::bits_of(formats::add_rn(y > 127.0f ? 127.0f : y, formats::whole_numbers));
     }
 
     QATTN_DEVICE float scaled(float x, float factor) {

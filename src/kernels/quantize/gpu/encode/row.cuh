@@ -57,7 +57,7 @@ struct RowCodes {
   /// Rounded value as the low byte of a word. |x * factor| is at most 127 and some ulps, so nothing
   /// needs clamping.
   static QATTN_DEVICE std::uint32_t rounded(float x, float factor) {
-    return formats::bits_of(formats::add_rn(formats::mul_rn(x, factor), 12582912.0f));
+    return formats::bits_of(formats::add_rn(formats::mul_rn(x, factor), formats::whole_numbers));
   }
 
   /// s8 or e4m3 of x * factor. A factor of 0 gives zeros, whatever the row holds.
