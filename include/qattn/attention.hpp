@@ -83,6 +83,20 @@ struct AttentionTensors {
   bool operator==(const AttentionTensors&) const = default;
 };
 
+/// A tensor of a call, for who handles each of them.
+struct AttentionTensor {
+  const char* name;
+  TensorView AttentionTensors::* view;
+  bool output;  ///< run() writes it
+};
+inline constexpr AttentionTensor all_attention_tensors[] = {
+#define QATTN_TENSOR(name, output) {#name, &AttentionTensors::name, output},
+#include "qattn/attention_tensors.def"
+#undef QATTN_TENSOR
+};
+static_assert(sizeof(all_attention_tensors) / sizeof(AttentionTensor) * sizeof(TensorView) ==
+              sizeof(AttentionTensors));
+
 struct AttentionOptions {
   Recipe recipe;
   Layout layout = Layout::bshd;

@@ -102,40 +102,6 @@ TensorView plain_view(const char* name, const nb::tuple& tuple, Format format) {
   return view;
 }
 
-struct Field {
-  const char* name;
-  TensorView AttentionTensors::* member;
-  bool output;
-};
-
-constexpr Field fields[] = {
-    {"q", &AttentionTensors::q, false},
-    {"k", &AttentionTensors::k, false},
-    {"v", &AttentionTensors::v, false},
-    {"out", &AttentionTensors::out, true},
-    {"lse", &AttentionTensors::lse, true},
-    {"q_scale", &AttentionTensors::q_scale, false},
-    {"k_scale", &AttentionTensors::k_scale, false},
-    {"v_scale", &AttentionTensors::v_scale, false},
-    {"q_global", &AttentionTensors::q_global, false},
-    {"k_global", &AttentionTensors::k_global, false},
-    {"v_global", &AttentionTensors::v_global, false},
-    {"k_mean", &AttentionTensors::k_mean, false},
-    {"v_mean", &AttentionTensors::v_mean, false},
-    {"saturated", &AttentionTensors::saturated, true},
-    {"sinks", &AttentionTensors::sinks, false},
-    {"mask", &AttentionTensors::mask, false},
-    {"alibi_slopes", &AttentionTensors::alibi_slopes, false},
-    {"cu_seqlens_q", &AttentionTensors::cu_seqlens_q, false},
-    {"cu_seqlens_k", &AttentionTensors::cu_seqlens_k, false},
-    {"seqused_q", &AttentionTensors::seqused_q, false},
-    {"seqused_k", &AttentionTensors::seqused_k, false},
-    {"page_table", &AttentionTensors::page_table, false},
-    {"block_mask", &AttentionTensors::block_mask, false},
-    {"projection", &AttentionTensors::projection, false},
-    {"projection_bias", &AttentionTensors::projection_bias, false},
-};
-
 std::int32_t narrow(const std::string& what, std::int64_t value) {
   if (value < 0 || value > std::numeric_limits<std::int32_t>::max()) {
     invalid(what + ": " + std::to_string(value) + " is not in [0, 2147483647]");
@@ -207,14 +173,14 @@ AttentionTensors attention_tensors(const nb::dict& entries, Views& views) {
   AttentionTensors tensors;
   for (const auto& [key, entry] : entries) {
     const auto* name = nb::cast<const char*>(key);
-    const auto* field = std::find_if(std::begin(fields), std::end(fields), [&](const Field& f) {
-      return std::strcmp(f.name, name) == 0;
-    });
-    if (field == std::end(fields)) {
+    const auto* tensor =
+        std::find_if(std::begin(all_attention_tensors), std::end(all_attention_tensors),
+                     [&](const AttentionTensor& x) { return std::strcmp(x.name, name) == 0; });
+    if (tensor == std::end(all_attention_tensors)) {
       throw StatusError(
           Status(Code::internal, std::string(name) + ": a tensor that attention() does not know"));
     }
-    tensors.*field->member = views.add(field->name, entry, field->output);
+    tensors.*tensor->view = views.add(tensor->name, entry, tensor->output);
   }
   return tensors;
 }

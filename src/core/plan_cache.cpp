@@ -25,34 +25,7 @@ void forget_address(TensorView& view) {
 
 PlanKey plan_key(const AttentionTensors& tensors, const AttentionOptions& options) {
   PlanKey key{tensors, options, cpu::select_words().words, most_threads(options.threads)};
-  AttentionTensors& t = key.tensors;
-  TensorView* const views[] = {&t.q,
-                               &t.k,
-                               &t.v,
-                               &t.out,
-                               &t.lse,
-                               &t.q_scale,
-                               &t.k_scale,
-                               &t.v_scale,
-                               &t.q_global,
-                               &t.k_global,
-                               &t.v_global,
-                               &t.k_mean,
-                               &t.v_mean,
-                               &t.saturated,
-                               &t.sinks,
-                               &t.mask,
-                               &t.alibi_slopes,
-                               &t.cu_seqlens_q,
-                               &t.cu_seqlens_k,
-                               &t.seqused_q,
-                               &t.seqused_k,
-                               &t.page_table,
-                               &t.block_mask,
-                               &t.projection,
-                               &t.projection_bias};
-  static_assert(std::size(views) * sizeof(TensorView) == sizeof(AttentionTensors));
-  for (TensorView* view : views) forget_address(*view);
+  for (const AttentionTensor& x : all_attention_tensors) forget_address(key.tensors.*x.view);
   return key;
 }
 

@@ -108,33 +108,9 @@ Status read_call(const qattn_attention_tensors* given, const qattn_attention_opt
   qattn_attention_options_init(&o);
   if (Status s = read_struct("tensors", given, t); !s.ok()) return s;
   if (Status s = read_struct("options", asked, o); !s.ok()) return s;
-  const std::pair<TensorView*, const qattn_tensor*> list[] = {
-      {&call.tensors.q, &t.q},
-      {&call.tensors.k, &t.k},
-      {&call.tensors.v, &t.v},
-      {&call.tensors.out, &t.out},
-      {&call.tensors.lse, &t.lse},
-      {&call.tensors.q_scale, &t.q_scale},
-      {&call.tensors.k_scale, &t.k_scale},
-      {&call.tensors.v_scale, &t.v_scale},
-      {&call.tensors.q_global, &t.q_global},
-      {&call.tensors.k_global, &t.k_global},
-      {&call.tensors.v_global, &t.v_global},
-      {&call.tensors.k_mean, &t.k_mean},
-      {&call.tensors.v_mean, &t.v_mean},
-      {&call.tensors.saturated, &t.saturated},
-      {&call.tensors.sinks, &t.sinks},
-      {&call.tensors.mask, &t.mask},
-      {&call.tensors.alibi_slopes, &t.alibi_slopes},
-      {&call.tensors.cu_seqlens_q, &t.cu_seqlens_q},
-      {&call.tensors.cu_seqlens_k, &t.cu_seqlens_k},
-      {&call.tensors.seqused_q, &t.seqused_q},
-      {&call.tensors.seqused_k, &t.seqused_k},
-      {&call.tensors.page_table, &t.page_table},
-      {&call.tensors.block_mask, &t.block_mask},
-      {&call.tensors.projection, &t.projection},
-      {&call.tensors.projection_bias, &t.projection_bias}};
-  for (const auto& [to, from] : list) *to = view(*from);
+#define QATTN_TENSOR(name, output) call.tensors.name = view(t.name);
+#include "qattn/attention_tensors.def"
+#undef QATTN_TENSOR
   Result<Recipe> recipe = recipe_named(o.recipe ? o.recipe : "auto");
   if (!recipe.ok()) return recipe.status();
   if (Status s = read_flag("causal", o.causal); !s.ok()) return s;
