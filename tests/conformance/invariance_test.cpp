@@ -93,6 +93,20 @@ TEST_P(Invariance, Threads) {
   }
 }
 
+/// One thread runs heads in turn, whose queries lie beside each other.
+TEST_P(Invariance, HeadsInTurn) {
+  Feature feature;
+  feature.sq = {20};
+  feature.sk = {256};
+  feature.heads_q = feature.heads_k = 8;
+  Call call = make_call(feature, 12);
+  call.options.threads = 1;
+  const Outcome in_turn = run_feature(call, feature.how, GetParam());
+  call.options.threads = 7;
+  const Outcome apart = run_feature(call, feature.how, GetParam());
+  EXPECT_TRUE(same(in_turn.out, apart.out) && same(in_turn.lse, apart.lse));
+}
+
 TEST_P(Invariance, PagesAndPacking) {
   Feature feature = feature_named("seqused_k");
   feature.used_k = {150, 1, 200};

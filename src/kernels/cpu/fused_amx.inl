@@ -1,5 +1,5 @@
-// Tiles of attention without biases in one go: Q K^T, softmax and P V of 32 query rows. The
-// same arithmetic as softmax.inl up to rounding. Continues probabilities_amx.inl.
+// Tiles of attention in one go: Q K^T, softmax and P V of 32 query rows. The same arithmetic as
+// softmax.inl up to rounding. Continues probabilities_amx.inl.
 //
 // While one tile of keys is in its softmax, the tiles multiply the last one's values and the next
 // one's keys. Vector arithmetic runs at half its rate while tile instructions are about and for

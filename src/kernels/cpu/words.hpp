@@ -47,7 +47,7 @@ struct SoftmaxTile {
   float* mass;            ///< u8: [rows] running sum of P's codes, or null
   float* alpha;           ///< [rows] factor of what O held before
   float* beta;            ///< [rows] factor of this tile's product
-  float* p;               ///< [rows][tile_keys] for the f32 engine, or null
+  float* p;               ///< [rows][tile_keys] for the f32 and bf16x2 engines, or null
   std::uint16_t* p_bf16;  ///< [rows][tile_keys] for the bf16 engine, or null
   std::uint8_t* codes;    ///< [rows][tile_keys] for the integer engine, or null
   /// u8: [rows][tile_keys] what the codes leave of P, in 1 / 255 of a code, of the rows whose codes

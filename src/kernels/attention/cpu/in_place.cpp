@@ -15,10 +15,11 @@ namespace {
 Scratch scratch_of(const Job& job, const Scratch& s, int n) {
   Scratch own = s;
   const int rows = n * tile_rows;
-  const auto shift = [&](auto*& queries) {
-    if (queries != nullptr) queries += rows * job.d();
+  const auto shift = [&](auto*& queries, int parts) {
+    if (queries != nullptr) queries += rows * parts * job.d();
   };
-  shift(own.q), shift(own.q_bf16), shift(own.q_codes), shift(own.q_panels);
+  shift(own.q, 1), shift(own.q_codes, 1), shift(own.q_panels, 1);
+  shift(own.q_bf16, parts_of(job.config.qk));
   own.out += rows * job.dv();
   for (float** x : {&own.q_scale, &own.offset, &own.max, &own.sum, &own.mass}) *x += rows;
   own.correction += rows;

@@ -144,7 +144,8 @@ bool bf16_values(Format format) {
 }
 
 /// What multiplies values of `format` with values of `with`. On tiles four products of bf16 take
-/// less time than one of float32. (Nine, for f32 as sums of three, do not once rows are split.)
+/// less time than one of float32; six, of f32 as sums of three, do not
+/// (docs/experiments/floats-as-sums-of-bf16.md).
 Engine float_engine(const KernelTable& words, Format format, Format with) {
   using enum Format;
   if (words.qk_bf16 != nullptr && bf16_values(format) && bf16_values(with)) return Engine::bf16;
