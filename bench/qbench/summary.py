@@ -7,6 +7,7 @@ fill() writes what is between them.
 import json
 import re
 
+from .cpu import RESTLESS
 from .record import RESULTS, ROOT, Record, baselines, markdown
 
 README = ROOT / "README.md"
@@ -95,7 +96,7 @@ def cpu_points():
 
 
 def amx_points():
-    """{candidate: times as fast as torch's bf16} on a CPU with AMX, 4096 keys, no mask."""
+    """{candidate: "1.20x", times as fast as torch's bf16} on a CPU with AMX, 4096 keys, no mask."""
     runs = json.loads((RESULTS / AMX).read_text())["runs"]
     (times,) = (
         run["times"]
@@ -103,9 +104,10 @@ def amx_points():
         if (run["case"]["keys"], run["case"]["queries"]) == (LONG[0], LONG[0])
         and (run["case"]["dim"], run["case"]["io"], run["case"]["causal"]) == (128, "bf16", False)
     )
-    ms = {name: x["median_ms"] for name, x in times.items()}
-    return {name: ms["torch"] / ms[key]
-            for name, key in {"torch": "torch", "bf16": "own", "int8_full": "int8_full"}.items()}  # fmt: skip
+    candidates = {"torch": "torch", "bf16": "own", "int8_full": "int8_full"}
+    about = "about " if max(x["spread"] for x in times.values()) > RESTLESS else ""
+    ms = {name: times[key]["median_ms"] for name, key in candidates.items()}
+    return {name: f"{about}{ms['torch'] / x:.{1 if about else 2}f}x" for name, x in ms.items()}
 
 
 def ordered(points):
@@ -138,21 +140,18 @@ def speed_and_error():
     """One row a candidate; a GPU's, and beside it a CPU's."""
     points, on_cpu, on_amx = gpu_points(), cpu_points(), amx_points()
 
-    def amx(name):
-        return f"{on_amx[name]:.2f}x" if name in on_amx else ""
-
     rows = []
     for name in ordered(points):
         p = points[name]
         codes = "kernel" if ("kernel", LONG[0]) in p else None
         cells = [times(p, "e2e", keys) for keys in LONG]
         cells += [times(p, codes, keys) if codes else "" for keys in LONG]
-        cells += [times(on_cpu.get(name, {}), "e2e", LONG[0]), amx(name)]
+        cells += [times(on_cpu.get(name, {}), "e2e", LONG[0]), on_amx.get(name, "")]
         rows.append([name_of(name), *PRODUCTS[name], percent(p["nrmse"]), *cells])
     torch_row = on_cpu["torch"]
     rows.append(
         ["torch on the CPU", *PRODUCTS["torch"], percent(torch_row["nrmse"]), "", "", "", "",
-         times(torch_row, "e2e", LONG[0]), amx("torch")]
+         times(torch_row, "e2e", LONG[0]), "1.00x"]
     )  # fmt: skip
     lengths = [f"{where}, {n // 1024}K" for where in ("GPU", "codes") for n in LONG]
     return markdown(["", "QK", "PV", "error", *lengths, "Zen 5, 4K", "AMX, 4K"], rows)
