@@ -242,38 +242,12 @@ Status check_given_scales(const char* name, const TensorView& scale, const Scali
 }
 
 Status check_pointers(const Problem& p) {
-  const AttentionTensors& t = p.tensors;
-  for (const auto& [name, view] : {std::pair{"q", &t.q},
-                                   std::pair{"k", &t.k},
-                                   std::pair{"v", &t.v},
-                                   std::pair{"out", &t.out},
-                                   std::pair{"lse", &t.lse},
-                                   std::pair{"saturated", &t.saturated},
-                                   std::pair{"q_scale", &t.q_scale},
-                                   std::pair{"k_scale", &t.k_scale},
-                                   std::pair{"v_scale", &t.v_scale},
-                                   std::pair{"q_global", &t.q_global},
-                                   std::pair{"k_global", &t.k_global},
-                                   std::pair{"v_global", &t.v_global},
-                                   std::pair{"k_mean", &t.k_mean},
-                                   std::pair{"v_mean", &t.v_mean},
-                                   std::pair{"sinks", &t.sinks},
-                                   std::pair{"mask", &t.mask},
-                                   std::pair{"alibi_slopes", &t.alibi_slopes},
-                                   std::pair{"cu_seqlens_q", &t.cu_seqlens_q},
-                                   std::pair{"cu_seqlens_k", &t.cu_seqlens_k},
-                                   std::pair{"seqused_q", &t.seqused_q},
-                                   std::pair{"seqused_k", &t.seqused_k},
-                                   std::pair{"page_table", &t.page_table},
-                                   std::pair{"block_mask", &t.block_mask},
-                                   std::pair{"projection", &t.projection},
-                                   std::pair{"projection_bias", &t.projection_bias}}) {
-    if (!view->present() || view->data != nullptr) continue;  // who is absent may have any rank
+  for (const AttentionTensor& tensor : all_attention_tensors) {
+    const TensorView& view = p.tensors.*tensor.view;
+    if (!view.present() || view.data != nullptr) continue;  // who is absent may have any rank
     bool empty = false;
-    for (int i = 0; i < view->rank; ++i) empty |= view->shape[i] == 0;
-    if (!empty) {
-      return invalid(std::string(name) + ": data pointer is null");
-    }
+    for (int i = 0; i < view.rank; ++i) empty |= view.shape[i] == 0;
+    if (!empty) return invalid(std::string(tensor.name) + ": data pointer is null");
   }
   return {};
 }

@@ -239,16 +239,16 @@ void break_field(Choices& c, TensorView& view) {
 }
 
 void WildCall::break_view(Choices& c) {
-  constexpr int count = sizeof members / sizeof *members;
-  TensorView& view = tensors.*members[c.below(count)].view;
+  constexpr int count = std::size(all_attention_tensors);
+  TensorView& view = tensors.*all_attention_tensors[c.below(count)].view;
   const int how = c.below(8);
   if (how == 0) {
     view = {};
   } else if (how == 1) {
-    view = tensors.*members[c.below(count)].view;
+    view = tensors.*all_attention_tensors[c.below(count)].view;
   } else if (how == 2) {
     const auto type = static_cast<DeviceType>(c.below(12));
-    for (const Member& m : members) (tensors.*m.view).device.type = type;
+    for (const AttentionTensor& m : all_attention_tensors) (tensors.*m.view).device.type = type;
     if (type != DeviceType::cpu) options.threads = 0;  // or that alone would be refused
   } else {
     if (!view.present()) {  // one that does not belong here
@@ -313,7 +313,7 @@ void WildCall::break_option(Choices& c) {
 void WildCall::back(Choices& c, bool real) {
   if (!real) return;
   const std::uint64_t seed = c.byte();
-  for (const Member& m : members) {
+  for (const AttentionTensor& m : all_attention_tensors) {
     TensorView& view = tensors.*m.view;
     if (!view.present()) continue;
     const std::string name = m.name;
@@ -325,7 +325,8 @@ void WildCall::back(Choices& c, bool real) {
     } else if (view.format == Format::b8 && fill == Fill::tame) {
       fill = Fill::boolean;
     }
-    memory.back(m.name, view, m.output, fill, seed + static_cast<std::uint64_t>(&m - members),
+    memory.back(m.name, view, m.output, fill,
+                seed + static_cast<std::uint64_t>(&m - all_attention_tensors),
                 c.chance(64) ? 1 : 0);
   }
   // Shared memory: an output may have none with anybody, and is only ever refused for it.
@@ -334,7 +335,7 @@ void WildCall::back(Choices& c, bool real) {
     ++defects;
   }
   if (c.chance(64)) {
-    (tensors.*members[c.below(4)].view).data = nullptr;
+    (tensors.*all_attention_tensors[c.below(4)].view).data = nullptr;
     ++defects;
   }
 }

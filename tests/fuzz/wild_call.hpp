@@ -10,40 +10,6 @@
 
 namespace qattn::fuzz {
 
-/// Every tensor of a call by name.
-struct Member {
-  const char* name;
-  TensorView AttentionTensors::* view;
-  bool output;
-};
-inline constexpr Member members[] = {
-    {"q", &AttentionTensors::q, false},
-    {"k", &AttentionTensors::k, false},
-    {"v", &AttentionTensors::v, false},
-    {"out", &AttentionTensors::out, true},
-    {"lse", &AttentionTensors::lse, true},
-    {"saturated", &AttentionTensors::saturated, true},
-    {"q_scale", &AttentionTensors::q_scale, false},
-    {"k_scale", &AttentionTensors::k_scale, false},
-    {"v_scale", &AttentionTensors::v_scale, false},
-    {"q_global", &AttentionTensors::q_global, false},
-    {"k_global", &AttentionTensors::k_global, false},
-    {"v_global", &AttentionTensors::v_global, false},
-    {"k_mean", &AttentionTensors::k_mean, false},
-    {"v_mean", &AttentionTensors::v_mean, false},
-    {"sinks", &AttentionTensors::sinks, false},
-    {"mask", &AttentionTensors::mask, false},
-    {"block_mask", &AttentionTensors::block_mask, false},
-    {"alibi_slopes", &AttentionTensors::alibi_slopes, false},
-    {"cu_seqlens_q", &AttentionTensors::cu_seqlens_q, false},
-    {"cu_seqlens_k", &AttentionTensors::cu_seqlens_k, false},
-    {"seqused_q", &AttentionTensors::seqused_q, false},
-    {"seqused_k", &AttentionTensors::seqused_k, false},
-    {"page_table", &AttentionTensors::page_table, false},
-    {"projection", &AttentionTensors::projection, false},
-    {"projection_bias", &AttentionTensors::projection_bias, false},
-};
-
 /// With `real` memory every tensor that is small enough has memory, else all pointers are null.
 struct WildCall {
   WildCall(Choices choices, bool real);

@@ -108,6 +108,8 @@ Status read_call(const qattn_attention_tensors* given, const qattn_attention_opt
   qattn_attention_options_init(&o);
   if (Status s = read_struct("tensors", given, t); !s.ok()) return s;
   if (Status s = read_struct("options", asked, o); !s.ok()) return s;
+  static_assert(sizeof t ==
+                sizeof(std::size_t) + std::size(all_attention_tensors) * sizeof(qattn_tensor));
 #define QATTN_TENSOR(name, output) call.tensors.name = view(t.name);
 #include "qattn/attention_tensors.def"
 #undef QATTN_TENSOR
