@@ -256,7 +256,7 @@ model: build
 	$(PY) bench/bench.py render
 
 format:
-	clang-format -i $$(git ls-files '*.cpp' '*.hpp' '*.h' '*.inl' '*.cu' '*.cuh')
+	clang-format -i $$(git ls-files '*.cpp' '*.hpp' '*.h' '*.inl' '*.cu' '*.cuh' '*.c')
 
 clean:
 	rm -rf $(BUILD) report.html

@@ -203,7 +203,7 @@ QATTN_CONSTEXPR int element_bits(Element e) {
 /// products.
 QATTN_CONSTEXPR bool has_mma(Element e, int architecture) {
   const bool fp8 = e == Element::e4m3 || e == Element::e5m2;
-  if (e == Element::e2m1) return false;
+  if (e == Element::e2m1 || vendor_of(architecture) != Vendor::nvidia) return false;
   return fp8 ? architecture == 89 || architecture >= 120 : architecture >= 80;
 }
 

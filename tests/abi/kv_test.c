@@ -173,7 +173,7 @@ static void older_options(void) {
   qattn_kv_append_tensors a = rows();
   qattn_kv_bytes bytes;
   int64_t id = -1;
-  const int page = (S - 128) / 16 - 1; /* in tiers */
+  const int page = (S - 128) / 16 - 1;  /* in tiers */
   o.k_granularity = o.reserved = 12345; /* whatever lies there */
   qattn_kv_options_defaults(&o, older);
   CHECK(o.struct_size == older && o.k_granularity == 12345 && o.reserved == 12345);

@@ -38,8 +38,23 @@ TEST(Vocabulary, KnowsWhatPtxasTakes) {
 }
 
 TEST(Vocabulary, SaysWhatCodeRunsWhere) {
-  EXPECT_TRUE(runs_on(sm_80, 80) && runs_on(sm_80, 120) && runs_on(sm_90a, 90));
-  EXPECT_FALSE(runs_on(sm_90, 89) || runs_on(sm_90a, 100) || runs_on(sm_80, 942));
+  const auto runs = [](Target code, int gpu) { return runs_on(code, gpu_of(gpu)); };
+  EXPECT_TRUE(runs(sm_80, 80) && runs(sm_80, 120) && runs(sm_90a, 90));
+  EXPECT_FALSE(runs(sm_90, 89) || runs(sm_90a, 100) || runs(sm_80, 942));
+}
+
+TEST(Vocabulary, KnowsWhoseAGpuIs) {
+  constexpr Gpu hopper = gpu_of(90), mi300 = gpu_of(942), mi350 = gpu_of(950);
+  EXPECT_TRUE(hopper.runs_sm(80) && !hopper.runs_sm(100));
+  EXPECT_EQ(hopper.name(), "sm_90");
+  EXPECT_EQ(hopper.wave, 32);
+  EXPECT_EQ(hopper.shared_bytes, 227 * 1024);
+  // Its number is the larger one, and its products are none of NVIDIA's.
+  EXPECT_FALSE(mi300.runs_sm(80) || has_mma(Element::e4m3, 942) || has_mma(Element::f16, 942));
+  EXPECT_EQ(mi300.name(), "gfx942");
+  EXPECT_EQ(mi300.wave, 64);
+  EXPECT_EQ(mi300.shared_bytes, 64 * 1024);
+  EXPECT_EQ(mi350.shared_bytes, 160 * 1024);
 }
 
 /// One word, in every lane of a block of four warps.

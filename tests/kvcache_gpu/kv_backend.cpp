@@ -24,7 +24,7 @@ detail::Backend emulated_kv_backend() {
   b.name = "emulated";
   b.enter = [](int, int*) { return Status(); };
   b.leave = [](int) {};
-  b.architecture = [] { return isa::architecture(0); };
+  b.architecture = [] { return isa::gpu(0).number; };
   b.allocate = [](std::size_t bytes, Stream) -> Result<void*> {
     void* memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
     std::memset(memory, 0xFF, bytes);  // garbage, as on a GPU

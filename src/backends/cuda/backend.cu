@@ -42,7 +42,7 @@ void leave(int previous) {
 
 int current_architecture() {
   int device = 0;
-  return cudaGetDevice(&device) == cudaSuccess ? isa::architecture(device) : 0;
+  return cudaGetDevice(&device) == cudaSuccess ? isa::gpu(device).number : 0;
 }
 
 Result<void*> allocate(std::size_t bytes, Stream stream) {

@@ -43,19 +43,19 @@ int multiprocessors() {
   return count > 0 ? count : 1;
 }
 
-int architecture(int device) {
+Gpu gpu(int device) {
   static std::array<std::atomic<int>, most_devices> known{};
-  if (device < 0 || device >= most_devices) return 0;
+  if (device < 0 || device >= most_devices) return {};
   std::atomic<int>& slot = known[static_cast<std::size_t>(device)];
   if (slot == 0) {
     int major = 0, minor = 0;
     if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
-      return 0;
+      return {};
     }
     slot = 10 * major + minor;
   }
-  return slot;
+  return gpu_of(slot);
 }
 
 int code_architecture() {

@@ -71,7 +71,7 @@ OnGpu::OnGpu(const Gpu& gpu) {
   b.device = gpu.type;
   b.enter = [](int, int*) { return Status(); };
   b.leave = [](int) {};
-  b.architecture = [] { return isa::architecture(0); };
+  b.architecture = [] { return isa::gpu(0).number; };
   b.allocate = [](std::size_t, Stream) -> Result<void*> { return not_here(); };
   b.release = [](void*, Stream) {};
   b.copy_to_host =

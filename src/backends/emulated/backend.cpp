@@ -28,7 +28,7 @@ detail::Backend make_backend() {
   b.host_memory = true;
   b.enter = [](int, int*) { return Status(); };
   b.leave = [](int) {};
-  b.architecture = [] { return isa::architecture(0); };
+  b.architecture = [] { return isa::gpu(0).number; };
   b.allocate = allocate;
   b.release = [](void* memory, Stream) { std::free(memory); };
   b.copy_to_host = b.copy_to_device = [](void* to, const void* from, std::size_t bytes, Stream) {

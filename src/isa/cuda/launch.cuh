@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(K::threads, K::min_blocks)
   K::run(params);
 }
 
-int architecture(int device);  // backends/cuda/device.cu
+Gpu gpu(int device);  // backends/cuda/device.cu
 int multiprocessors();
 int code_architecture();
 std::uint32_t* error_word();

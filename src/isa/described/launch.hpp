@@ -29,7 +29,7 @@ LaunchError launch(const typename K::Params& /*params*/, Index3 /*grid*/, void* 
   return "the GPU is described and not here";
 }
 
-inline int architecture(int /*device*/) { return described_gpu().architecture; }
+inline Gpu gpu(int /*device*/) { return gpu_of(described_gpu().architecture); }
 inline int code_architecture() { return described_gpu().code_architecture; }
 inline int multiprocessors() { return described_gpu().multiprocessors; }
 inline std::uint32_t* error_word() { return nullptr; }

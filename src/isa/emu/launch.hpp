@@ -30,7 +30,7 @@ LaunchError launch(const typename K::Params& params, Index3 grid, void* /*stream
   return {};
 }
 
-inline int architecture(int /*device*/) { return emu::options().architecture; }
+inline Gpu gpu(int /*device*/) { return gpu_of(emu::options().architecture); }
 inline int code_architecture() {
   const emu::Options& o = emu::options();
   return o.code_architecture > 0 ? o.code_architecture : o.architecture;
@@ -46,7 +46,7 @@ inline std::uint32_t* error_word() {
 
 template <class K>
 bool has_code() {
-  return runs_on(target_of<K>(), code_architecture());
+  return runs_on(target_of<K>(), gpu_of(code_architecture()));
 }
 
 }  // namespace QATTN_TARGET

@@ -31,7 +31,7 @@ struct Options {
   std::uint64_t seed = 1;
   bool races = true;  ///< track happens-before between lanes (about +50% time)
   int workers = 1;    ///< threads that run blocks of the grid
-  /// What isa::architecture() and code_architecture() (0: the same) say, so that kernels are chosen
+  /// What isa::gpu() and code_architecture() (0: the same) say, so that kernels are chosen
   /// as on that GPU. Of the words there are those that it has.
   int architecture = 90, code_architecture = 0;
   /// What isa::multiprocessors() says: few, so that persistent blocks have more than one piece of

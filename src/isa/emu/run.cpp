@@ -13,8 +13,8 @@
 #include <thread>
 #include <utility>
 
+#include "isa/gpu.hpp"
 #include "isa/isa.hpp"
-#include "isa/shared_limit.hpp"
 // The block after the words.
 #include "isa/emu/block/block.hpp"
 
@@ -89,7 +89,7 @@ std::string kernel_name(const std::type_info* kernel) {
 std::string check_target(const Options& o) {
   const int code = o.code_architecture > 0 ? o.code_architecture : o.architecture;
   const auto kernel = [&] { return "kernel " + kernel_name(o.kernel); };
-  if (!isa::runs_on(o.target, code)) {
+  if (!isa::runs_on(o.target, isa::gpu_of(code))) {
     return kernel() + " is for " + name(o.target) + ", not for " + name(isa::Target{code});
   }
   if (o.cluster > 1 && !exists(Word::cluster_sync, o.target)) {
@@ -152,14 +152,13 @@ Stats take_stats() { return std::exchange(untaken, {}); }
 
 Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& options,
           const std::function<void()>& body, Chain chain) {
-  if (threads <= 0 || threads % isa::lanes_of_warp(options.architecture) || threads > 1024 ||
-      shared_bytes < 0) {
+  const isa::Gpu gpu = isa::gpu_of(options.architecture);
+  if (threads <= 0 || threads % gpu.wave || threads > 1024 || shared_bytes < 0) {
     throw Error(text("launch of %d threads with %d bytes of shared memory", threads, shared_bytes));
   }
-  const int gpu = options.architecture;
-  if (!isa::is_amd(gpu) && shared_bytes > isa::shared_limit(gpu)) {
-    throw Error(text("launch with %d bytes of shared memory a block; sm_%d has %d", shared_bytes,
-                     gpu, isa::shared_limit(gpu)));
+  if (shared_bytes > gpu.shared_bytes) {
+    throw Error(text("launch with %d bytes of shared memory a block; %s has %d", shared_bytes,
+                     gpu.name().c_str(), gpu.shared_bytes));
   }
   if (options.cluster < 1 || grid.x % options.cluster != 0) {
     throw Error(text("grid of %d blocks: no multiple of clusters of %d", grid.x, options.cluster));

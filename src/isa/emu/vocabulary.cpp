@@ -6,15 +6,18 @@
 namespace qattn::emu {
 namespace {
 
+constexpr int first_amd = 900;  ///< isa::vendor_of()
+static_assert(isa::vendor_of(first_amd) != isa::vendor_of(first_amd - 1));
+
 /// GPUs that have a word: NVIDIA's from `first` to `last`, and AMD's too or not.
 struct Availability {
-  int first = 80, last = isa::first_amd - 1;
+  int first = 80, last = first_amd - 1;
   bool specific = false;  ///< only in code for one GPU
   bool amd = false;
 };
 constexpr Availability everywhere{.amd = true};
 constexpr Availability nvidia{};
-constexpr Availability amd{.first = isa::first_amd, .amd = true};
+constexpr Availability amd{.first = first_amd, .amd = true};
 constexpr Availability of_mma{};  // isa::has_mma() says
 constexpr Availability from(int first) { return {.first = first}; }
 constexpr Availability specific_from(int first) { return {.first = first, .specific = true}; }
@@ -124,7 +127,7 @@ bool is_mma(Word word) { return word >= Word::mma_f16 && word <= Word::mma_fp8; 
 std::string describe(Word word) {
   if (word == Word::mma_fp8) return "is one instruction on sm_89 and from sm_120 on";
   const Availability& a = info(word).where;
-  if (a.first >= isa::first_amd) return "exists on GPUs of AMD alone";
+  if (a.first >= first_amd) return "exists on GPUs of AMD alone";
   if (a.first == a.last) return "exists on " + name({a.first, a.specific}) + " alone";
   return text("exists from sm_%d%s on", a.first, a.specific ? "a" : "");
 }
@@ -135,13 +138,13 @@ const char* name(Word word) { return info(word).name; }
 Pipe pipe(Word word) { return info(word).pipe; }
 
 std::string name(isa::Target target) {
-  if (isa::is_amd(target)) return text("gfx%d", target.number);
+  if (isa::vendor_of(target) == isa::Vendor::amd) return text("gfx%d", target.number);
   return text("sm_%d%s", target.number, target.family ? "f" : target.specific ? "a" : "");
 }
 
 bool exists(Word word, isa::Target target) {
   const Availability& a = info(word).where;
-  if (isa::is_amd(target)) return a.amd;
+  if (isa::vendor_of(target) == isa::Vendor::amd) return a.amd;
   if (is_mma(word)) {
     return isa::has_mma(word == Word::mma_fp8 ? isa::Element::e4m3 : isa::Element::s8,
                         target.number);

@@ -89,7 +89,7 @@ detail::Automatic automatic(const Problem& p) {
   if (!detail::may_choose(p) || !halves || p.k.format != format || p.v.format != format) {
     return {"int8_full", "operands are codes, or become them"};
   }
-  const Codes& codes = isa::architecture(p.device().index) == 90 ? hopper : portable;
+  const Codes& codes = isa::runs_on(isa::sm_90a, isa::gpu(p.device().index)) ? hopper : portable;
   // How long packed sequences are the host does not know, and neighbours have no influence.
   if (p.varlen_q || p.varlen_k || detail::codes_gain(codes, p)) {
     return {codes.recipe, "enough rows and keys for codes to be worth their making"};

@@ -34,7 +34,7 @@ Block::~Block() {
 void Block::prepare(std::uint32_t shared_bytes, const Options& options) {
   options_ = options;
   vocabulary_ = options.vocabulary();
-  warp_lanes_ = isa::lanes_of_warp(options.architecture);
+  warp_lanes_ = isa::gpu_of(options.architecture).wave;
   for (Lane& l : lanes_) {
     l.lane = l.thread % warp_lanes_;
     l.warp = l.thread / warp_lanes_;

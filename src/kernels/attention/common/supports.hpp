@@ -65,8 +65,8 @@ inline bool has_plain_queries(const Problem& p, const Recipe& r) {
 }
 
 /// Code for none of the GPU's kind, and no PTX that it could be made of.
-inline Status no_code(int gpu) {
-  return refuse("the library has no code that runs on sm_" + std::to_string(gpu));
+inline Status no_code(const isa::Gpu& gpu) {
+  return refuse("the library has no code that runs on " + gpu.name());
 }
 
 /// Scales per token of V are a factor of P, of which codes of e4m3 know nothing.

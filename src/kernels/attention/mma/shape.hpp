@@ -2,7 +2,7 @@
 #pragma once
 
 #include "isa/fragment.hpp"
-#include "isa/shared_limit.hpp"
+#include "isa/gpu.hpp"
 #include "kernels/attention/mma/tile_rows.hpp"
 #include "kernels/quantize/gpu/prepared.hpp"
 
@@ -113,7 +113,7 @@ struct MmaShape {
   // whether they have been read.
   static constexpr int stage_bytes = (mean_at + mean_bytes + 1023) / 1024 * 1024;
   static constexpr int mark_bytes = pv_16bit ? 4 * keys + 16 : 0;
-  static constexpr int room = isa::shared_limit(120) - rows * qk_group_bytes - 32 * 4;
+  static constexpr int room = isa::shared_bytes_of(120) - rows * qk_group_bytes - 32 * 4;
   static constexpr int fit = room / (stage_bytes + mark_bytes), stages = fit < 4 ? fit : 4;
   static constexpr int q_at = ring ? (stages - 1) * stage_bytes : 0;
   static constexpr int q_groups_at = ring ? stages * stage_bytes : tail_end;

@@ -67,9 +67,9 @@ const MmaInstance* general_of(const Problem& p, const Recipe& r) {
 
 Status supports(const Problem& p) {
   const Recipe r = resolve(p);
-  const int gpu = isa::architecture(p.device().index);
-  if (gpu / 10 != 12) {
-    return refuse("for sm_120 and sm_121, not for sm_" + std::to_string(gpu));
+  const isa::Gpu gpu = isa::gpu(p.device().index);
+  if (!isa::runs_on(isa::sm_120f, gpu)) {
+    return refuse("for sm_120 and sm_121, not for " + gpu.name());
   }
   if (Status s = check_formats(p, r, coded); !s.ok()) return s;
   if (Status s = check_options(p, r); !s.ok()) return s;

@@ -18,7 +18,7 @@ struct Sm120Code {
   using S = MmaShape<mma_config(C)>;
   static constexpr int threads = S::block_threads, shared_bytes = S::shared_bytes, min_blocks = 1;
   static constexpr isa::Target target = Target;
-  static_assert(shared_bytes <= isa::shared_limit(120));
+  static_assert(shared_bytes <= isa::shared_bytes_of(120));
   static constexpr bool scaled = S::qk_scaled || S::pv_scaled;
   static constexpr bool has_products = Target.number == 120
                                            ? isa::has_scaled_mma

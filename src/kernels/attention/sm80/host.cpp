@@ -59,16 +59,17 @@ bool serves(Format f) { return f == Format::s8 || f == Format::e4m3; }
 
 /// The products that this GPU has, and that this library has code of for it.
 Status check_products(const Problem& p, const Sm80Config& c) {
-  const int gpu = isa::architecture(p.device().index);
-  const std::string sm = "sm_" + std::to_string(gpu);
-  if (gpu < 80) return refuse("needs sm_80 or newer");
+  const isa::Gpu gpu = isa::gpu(p.device().index);
+  const std::string sm = gpu.name();
+  if (!gpu.runs_sm(80)) return refuse("needs sm_80 or newer");
   const auto missing = [&](int architecture) {
     return !isa::has_mma(c.qk, architecture) || !isa::has_mma(c.pv, architecture);
   };
-  if (missing(gpu)) {
-    return refuse(gpu < 89 ? sm + " has no FP8 products, which begin with sm_89"
-                           : sm + " emulates mma.sync of FP8 with 16-bit products; this kernel's "
-                                  "FP8 is for sm_89 and sm_120");
+  if (missing(gpu.number)) {
+    return refuse(!gpu.runs_sm(89)
+                      ? sm + " has no FP8 products, which begin with sm_89"
+                      : sm + " emulates mma.sync of FP8 with 16-bit products; this kernel's "
+                             "FP8 is for sm_89 and sm_120");
   }
   const int code = isa::code_architecture();
   if (code == 0) return no_code(gpu);

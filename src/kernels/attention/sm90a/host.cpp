@@ -317,7 +317,7 @@ const Sm90Instance* find_sm90a(Sm90Config config) {
 }
 
 Status check_sm90a(const Problem& p, const Sm90Instance* instance, const PrepareLayout& layout) {
-  if (isa::architecture(p.device().index) != 90) return refuse("is for sm_90");
+  if (!isa::runs_on(isa::sm_90a, isa::gpu(p.device().index))) return refuse("is for sm_90");
   if (instance == nullptr) return refuse("no instance for these formats");
   if (!instance->compiled()) {
     return refuse("the library has no machine code for sm_90a, or GPUs run another's");

@@ -5,7 +5,6 @@
 #include <string>
 #include <type_traits>
 
-#include "isa/shared_limit.hpp"
 #include "kernels/decode/options.hpp"
 
 namespace qattn::kernels {
@@ -36,14 +35,12 @@ bool serves(const Instance& i, const kv::DeviceCache& cache) {
          i.config.by_channel == (cache.k_by_channel != 0);
 }
 
-int shared_limit(const DeviceDecodeCall& call) {
-  return isa::shared_limit(isa::architecture(call.tensors.q.device.index));
-}
+isa::Gpu gpu_of(const DeviceDecodeCall& call) { return isa::gpu(call.tensors.q.device.index); }
 
 /// The instance for that many query rows, of those that the GPU has shared memory for: with more
 /// than 8, one that reads K and V for 16 at once, if there is one; and no small one beside a large.
 const Instance* find(const DeviceDecodeCall& call, std::int64_t rows) {
-  const int limit = shared_limit(call);
+  const int limit = gpu_of(call).shared_bytes;
   const auto rank = [&](const DecodeConfig& c) { return 2 * (rows > 8 ? c.n : -c.n) - c.small; };
   const Instance* found = nullptr;
   for (const Instance& i : instances) {
@@ -204,7 +201,7 @@ DecodeParams params_of(const DeviceDecodeCall& call) {
   p.debias = o.debias ? 1 : 0;
   // A window longer than any sequence is none.
   p.window_left = o.window_left > 0x3fffffff ? -1 : static_cast<std::int32_t>(o.window_left);
-  const int fit = (shared_limit(call) + 1024) / (i.shared_bytes + 1024);
+  const int fit = (gpu_of(call).shared_bytes + 1024) / (i.shared_bytes + 1024);
   p.blocks =
       block_count(p.units(), isa::multiprocessors() * std::max(1, std::min(fit, i.min_blocks)));
   p.share = share_of(p.blocks);
@@ -228,18 +225,18 @@ Status refuse_dimensions(const DeviceDecodeCall& call) {
     return refuse("no GPU kernel for K of head dimension " + text(c.d) + " and V of " + text(c.dv) +
                   "; there are " + known);
   }
-  return refuse(
-      "head dimension " + text(c.d) + (c.k_by_channel != 0 ? ", K with a scale a channel," : "") +
-      " needs " + text(least->shared_bytes) + " bytes of shared memory a block; sm_" +
-      text(isa::architecture(call.tensors.q.device.index)) + " has " + text(shared_limit(call)));
+  return refuse("head dimension " + text(c.d) +
+                (c.k_by_channel != 0 ? ", K with a scale a channel," : "") + " needs " +
+                text(least->shared_bytes) + " bytes of shared memory a block; " +
+                gpu_of(call).name() + " has " + text(gpu_of(call).shared_bytes));
 }
 
 }  // namespace
 
 Status supports(const DeviceDecodeCall& call) {
   const kv::DeviceCache& c = *call.cache;
-  const int gpu = isa::architecture(call.tensors.q.device.index);
-  if (gpu < 80) return refuse("needs sm_80 or newer, not sm_" + text(gpu));
+  const isa::Gpu gpu = gpu_of(call);
+  if (!gpu.runs_sm(80)) return refuse("needs sm_80 or newer, not " + gpu.name());
   const TensorView& slots = call.slots;
   if (Status s = check("slots", slots, slots.format == Format::s32, "s32", {-1}, true); !s.ok()) {
     return s;

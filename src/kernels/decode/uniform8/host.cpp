@@ -100,9 +100,9 @@ Status supports(const Problem& p) {
     return refuse(std::to_string(p.max_q) + " queries are more than " +
                   std::to_string(most_queries));
   }
-  const int gpu = isa::architecture(p.device().index);
+  const isa::Gpu gpu = isa::gpu(p.device().index);
   const int code = isa::code_architecture();
-  if (gpu < 80 || code == 0) return no_code(gpu);
+  if (!gpu.runs_sm(80) || code == 0) return no_code(gpu);
   if (find(p, r) == nullptr) {
     return refuse("no instance for codes of K in " + text(r.qk) + ", V in " + text(r.v) +
                   " and P in " + text(r.p));
