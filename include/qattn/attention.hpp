@@ -85,8 +85,9 @@ struct AttentionTensors {
 
 /// A tensor of a call, for who handles each of them.
 struct AttentionTensor {
+  using Place = TensorView AttentionTensors::*;  // what nvcc makes of it in place warns
   const char* name;
-  TensorView AttentionTensors::* view;
+  Place view;
   bool output;  ///< run() writes it
 };
 inline constexpr AttentionTensor all_attention_tensors[] = {
