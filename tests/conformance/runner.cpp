@@ -1,7 +1,11 @@
 #include "conformance/runner.hpp"
 
 #include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <string>
 
 #include "qattn/reference.hpp"
 
@@ -24,6 +28,35 @@ template <class T>
 bool same_vectors(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() &&
          (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof a[0]) == 0);
+}
+
+/// FNV-1a.
+std::uint64_t hash(const std::vector<float>& x, std::uint64_t from = 0xcbf29ce484222325) {
+  for (const float value : x) {
+    std::uint32_t bits = 0;
+    std::memcpy(&bits, &value, sizeof bits);
+    for (int i = 0; i < 4; ++i) from = (from ^ (bits >> 8 * i & 0xff)) * 0x100000001b3;
+  }
+  return from;
+}
+
+/// Appends to the file that QATTN_HASHES names, if it does: the running test, the number of its
+/// call, and a hash of the bits of outputs and LSE. tools/compare_hashes.py compares two such
+/// files.
+void record_hash(const Outcome& outcome) {
+  const char* file = std::getenv("QATTN_HASHES");
+  if (file == nullptr) return;
+  static std::string last;
+  static int calls = 0;
+  const testing::TestInfo& test = *testing::UnitTest::GetInstance()->current_test_info();
+  const std::string name = std::string(test.test_suite_name()) + "." + test.name();
+  calls = name == last ? calls + 1 : 0;
+  last = name;
+  std::FILE* to = std::fopen(file, "a");
+  ASSERT_NE(to, nullptr) << file;
+  std::fprintf(to, "%s %d %016" PRIx64 "\n", name.c_str(), calls,
+               hash(outcome.lse, hash(outcome.out)));
+  std::fclose(to);
 }
 
 }  // namespace
@@ -84,6 +117,7 @@ Outcome run_call(const Call& call, Laid& laid, const Recipe& recipe) {
   for (std::int64_t n = 0; tensors.saturated.present() && n < 3; ++n) {
     outcome.saturated.push_back(laid.saturated.get({n}));
   }
+  record_hash(outcome);
   return outcome;
 }
 
