@@ -30,36 +30,9 @@ CCall c_call(const WildCall& call) {
   CCall c;
   qattn_attention_tensors_init(&c.tensors);
   qattn_attention_options_init(&c.options);
-  qattn_attention_tensors& t = c.tensors;
-  qattn_tensor* const list[] = {&t.q,
-                                &t.k,
-                                &t.v,
-                                &t.out,
-                                &t.lse,
-                                &t.saturated,
-                                &t.q_scale,
-                                &t.k_scale,
-                                &t.v_scale,
-                                &t.q_global,
-                                &t.k_global,
-                                &t.v_global,
-                                &t.k_mean,
-                                &t.v_mean,
-                                &t.sinks,
-                                &t.mask,
-                                &t.block_mask,
-                                &t.alibi_slopes,
-                                &t.cu_seqlens_q,
-                                &t.cu_seqlens_k,
-                                &t.seqused_q,
-                                &t.seqused_k,
-                                &t.page_table,
-                                &t.projection,
-                                &t.projection_bias};
-  static_assert(sizeof list / sizeof *list == sizeof fuzz::members / sizeof *fuzz::members);
-  for (std::size_t i = 0; i < std::size(list); ++i) {
-    *list[i] = c_tensor(call.tensors.*fuzz::members[i].view);
-  }
+#define QATTN_TENSOR(name, output) c.tensors.name = c_tensor(call.tensors.name);
+#include "qattn/attention_tensors.def"
+#undef QATTN_TENSOR
   const AttentionOptions& from = call.options;
   qattn_attention_options& o = c.options;
   o.recipe = from.recipe.name.c_str();
