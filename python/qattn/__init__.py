@@ -17,10 +17,9 @@ from ._attention import attention, explain, reference_attention
 from ._bit_mask import BitMask
 from ._errors import InternalError, InvalidArgument, OutOfMemory, QattnError, Unsupported
 from ._interop import device_named as _device_named
-from ._kv_cache import KvBytes, KvCache, KvUsage
-from ._kv_cache_gpu import GpuKvCache
 from ._quantize import Quantized, dequantize, quantize, scheduled_scale
 from ._recipe import Granularity, MadeFor, Recipe, recipe, recipes
+from .cache import GpuKvCache, KvBytes, KvCache, KvUsage
 
 __version__: str = _qattn.version()
 

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 
 PREPARED = """
 import numpy as np, torch, qattn
-from qattn import _interop, _kv_cache, _kv_cache_gpu
+from qattn import _interop
+from qattn.cache import _gpu as _kv_cache_gpu, _host as _kv_cache
 
 torch.manual_seed(1)
 for module in (_interop, _kv_cache):
@@ -345,7 +346,7 @@ def test_qattn_cache_on_a_gpu(emulated):
 import types
 from transformers import LlamaConfig, LlamaForCausalLM
 import qattn.transformers
-from qattn import _transformers_cache
+from qattn.transformers import _cache as _transformers_cache
 from qattn.transformers import QattnCache
 
 on_gpu = False

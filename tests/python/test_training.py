@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 from torch.utils.checkpoint import checkpoint
 
 import qattn
-from qattn import _torch_backward
+from qattn.torch import _backward as _torch_backward
 from qattn.torch import sdpa
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def test_an_offset_of_keys_spoils_what_is_not_centred(monkeypatch):
     given = query, key + 8 * normal(1, 2, 1, 64, seed=5), value
     assert max(errors(given, is_causal=True)) < 1e-2
     zero = torch.zeros(1, 2, 1, 64)
-    monkeypatch.setattr("qattn._torch_training.mean_of_seen", lambda *_: zero)
+    monkeypatch.setattr("qattn.torch._training.mean_of_seen", lambda *_: zero)
     assert errors(given, is_causal=True)[0] > 5e-2
 
 

@@ -7,7 +7,7 @@ import torch
 from cases import nrmse
 from gradients import FAR, check_far_row, errors, leaves, normal, operands, padding
 
-from qattn import _torch_backward
+from qattn.torch import _backward as _torch_backward
 from qattn.torch import sdpa
 
 
@@ -107,7 +107,7 @@ def test_what_gpus_are_asked_for(case, backward, monkeypatch):
 
     monkeypatch.setattr(_torch_backward, "_on_cpu", _torch_backward._on_cuda)
     monkeypatch.setattr(_torch_backward, "_aten", aten)
-    monkeypatch.setattr("qattn._torch_training.check_operators", lambda _: None)
+    monkeypatch.setattr("qattn.torch._training.check_operators", lambda _: None)
     found = errors(operands(**shape), dtype=torch.bfloat16, backward=backward, **options)
     assert max(found) < 1.5e-2
     assert all(kind in name for name in called) and len(called) == 1 + (backward == "16bit")

@@ -21,7 +21,7 @@ from transformers import (
 
 import qattn
 import qattn.transformers
-from qattn._transformers_cache import Features
+from qattn.transformers._cache import Features
 from qattn.transformers import QattnCache
 
 pytestmark = pytest.mark.slow

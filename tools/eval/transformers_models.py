@@ -197,7 +197,7 @@ def under(cls: Any, config: Any, kind: str, weights: Any, tried: Any) -> dict[st
 def attends(model: Any) -> bool:
     """Is there attention of any kind in it, by code or by name?"""
     import torch
-    from qattn._transformers_code import code_of
+    from qattn.transformers._code import code_of
 
     return any(
         isinstance(x, torch.nn.MultiheadAttention)

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from .. import _attention, _ordinary, _torch_ops
+from .. import _attention, _ordinary
 from .._errors import InvalidArgument, QattnError, Unsupported, shown
 from .._fork import new_lock
 from .._recipe import MadeFor, Recipe, as_recipe, boolean, real
 from .._torch_tensors import as_mask, check_memory, check_tensor
+from ..torch import _ops as _torch_ops
 from ..torch import _check_dropout
 from .place import OnAttention, Place, Scales, placed
 from .report import Counts

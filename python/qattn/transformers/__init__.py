@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ._errors import InvalidArgument, Unsupported, shown
-from ._recipe import Recipe, as_recipe, real
-from ._torch_ops import attention
-from ._torch_tensors import as_mask, check_tensor
-from ._torch_training import check_backward
-from ._transformers_cache import Features, QattnCache
-from ._transformers_in_cache import InCache
-from ._transformers_models import guard, is_ours, knows, mask, reached
+from .._errors import InvalidArgument, Unsupported, shown
+from .._recipe import Recipe, as_recipe, real
+from ..torch._ops import attention
+from .._torch_tensors import as_mask, check_tensor
+from ..torch._library import check_backward
+from ._cache import Features, QattnCache
+from ._in_cache import InCache
+from ._models import guard, is_ours, knows, mask, reached
 
 __all__ = ["QattnCache", "register"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import _qattn
-from ._errors import InvalidArgument, Unsupported, shown
-from ._interop import (
+from .. import _qattn
+from .._errors import InvalidArgument, Unsupported, shown
+from .._interop import (
     add_torch_output,
     check_mask_dtype,
     device_of,
@@ -27,10 +27,9 @@ from ._interop import (
     unit_stride,
     workspace_of,
 )
-from ._options import made_options
-from ._recipe import Recipe, as_recipe
-from ._torch_library import library as _library
-from ._torch_tensors import (
+from .._options import made_options
+from .._recipe import Recipe, as_recipe
+from .._torch_tensors import (
     are_known,
     as_mask,
     check_memory,
@@ -38,6 +37,8 @@ from ._torch_tensors import (
     is_causal_bias_of,
     refuse_tangent,
 )
+from ._library import check_backward
+from ._library import library as _library
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -73,7 +74,7 @@ def attention(
     if type(recipe) is not str:
         recipe = _recipe_text(recipe)
     if type(backward) is not str or backward != "forward":
-        _torch_training.check_backward(backward)
+        check_backward(backward)
     options = (recipe, is_causal, enable_gqa, scale, softcap, window_left)
     if attn_mask is None and _nobody_looks(query, key, value, sinks):
         return _computed(query, key, value, None, sinks, *options)
@@ -163,7 +164,7 @@ def _compute(
     window_left: int = -1,
     backward: str = "forward",
 ) -> torch.Tensor:
-    _torch_training.check_backward(backward)
+    check_backward(backward)
     if attn_mask is not None and min(query.dim(), key.dim()) >= 2:
         attn_mask, is_causal = _plain_mask(attn_mask, query, key, is_causal)
     tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "sinks": sinks}
@@ -456,6 +457,3 @@ def _with_way_out(text: str) -> str:
         f"{rule}, torch.nn.functional.scaled_dot_product_attention takes them (in transformers "
         'attn_implementation="sdpa")',
     )
-
-
-from . import _torch_training  # noqa: E402  its operators are made of what stands above

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._errors import Unsupported
+from .._errors import Unsupported
 
 if TYPE_CHECKING:
-    from ._transformers_cache import QattnCache
+    from ._cache import QattnCache
 
 
 class InCache(torch.Tensor):

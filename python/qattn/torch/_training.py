@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 
-from . import _torch_ops as ops
-from ._errors import InvalidArgument, Unsupported, shown
-from ._recipe import Recipe
-from ._torch_backward import check_operators, mean_of_seen
-from ._torch_library import library
-from ._torch_tensors import check_memory, names_of, refuse_tangent
-
-#: what a backward is made from: the forward's own O and LSE, or those of torch's attention
-BACKWARDS = ("forward", "16bit")
+from .._errors import InvalidArgument, Unsupported, shown
+from .._recipe import Recipe
+from .._torch_tensors import check_memory, names_of, refuse_tangent
+from . import _ops as ops
+from ._backward import check_operators, mean_of_seen
+from ._library import BACKWARDS, check_backward, library
 
 #: Operands of a forward whose O and LSE are good enough: s8 Q and K, 16-bit P and V.
 _WITH_GRADIENT = ("s8", "none", "none")
@@ -31,12 +28,6 @@ library.define(
     "str backward, bool is_causal, float scale) -> (Tensor out, Tensor lse, Tensor key_mean)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-
-
-def check_backward(backward: Any) -> str:
-    if not isinstance(backward, str) or backward not in BACKWARDS:
-        raise InvalidArgument(f"backward: {shown(backward)} is not one of {', '.join(BACKWARDS)}")
-    return backward
 
 
 # ---- Who asks for a gradient ---------------------------------------------------------------------

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from . import _quantize
-from ._errors import InvalidArgument, shown
-from ._interop import FORMATS, packed_shape
-from ._quantize import Quantized, sizes_of
-from ._recipe import Granularity, boolean
-from ._torch_library import library as _library
-from ._torch_ops import _refuse_gradients, _unit_stride
-from ._torch_tensors import check_memory, check_tensor
+from .. import _quantize
+from .._errors import InvalidArgument, shown
+from .._interop import FORMATS, packed_shape
+from .._quantize import Quantized, sizes_of
+from .._recipe import Granularity, boolean
+from .._torch_tensors import check_memory, check_tensor
+from ._library import library as _library
+from ._ops import _refuse_gradients, _unit_stride
 
 _library.define(
     "quantize(Tensor x, str format='s8', str role='k', str granularity='automatic', "

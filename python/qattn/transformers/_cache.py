@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ._errors import InvalidArgument, OutOfMemory, Unsupported
-from ._kv_cache import KvCache
-from ._kv_cache_gpu import GpuKvCache
-from ._recipe import boolean, integer
-from ._transformers_in_cache import InCache
-from ._transformers_masks import alive_of, check_mask, visible
+from .._errors import InvalidArgument, OutOfMemory, Unsupported
+from .._recipe import boolean, integer
+from ..cache import GpuKvCache, KvCache
+from ._in_cache import InCache
+from ._masks import alive_of, check_mask, visible
 
 #: KvCache.decode() takes so many queries of a sequence at once
 QUERIES = 8

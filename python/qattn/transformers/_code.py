@@ -94,8 +94,12 @@ class Code:
     @property
     def hides_future(self) -> bool:
         """Does it speak of causality, other than by what torch's attention is told?"""
-        return self.reads_is_causal or "is_causal" in self.passed or any(
-            "causal" in x.lower() or x in ("tril", "triu") for x in self.names - {"is_causal"}
+        return (
+            self.reads_is_causal
+            or "is_causal" in self.passed
+            or any(
+                "causal" in x.lower() or x in ("tril", "triu") for x in self.names - {"is_causal"}
+            )
         )
 
     def tables(self) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._errors import Unsupported
-from ._torch_library import library
-from ._torch_tensors import refuse_tangent
+from .._errors import Unsupported
+from .._torch_tensors import refuse_tangent
+from ._library import library
 
 #: Arguments of torch's operators as they are called here; others belong to another torch.
 _ARGUMENTS = {
@@ -156,9 +156,7 @@ def _without_hidden(
     return torch.where(seen, key, 0), torch.where(seen, value, 0)
 
 
-def _additive(
-    mask: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What is added to the scores, and, if these are biases, the largest of each row (B or 1, H or
     1, L or 1, 1)."""
     if mask.dtype == torch.bool:
@@ -359,9 +357,7 @@ def _room(largest: torch.Tensor) -> torch.Tensor:
     return (size - torch.nextafter(size, torch.zeros_like(size))) / 2
 
 
-def _reach(
-    query: torch.Tensor, key: torch.Tensor, scale: float, shape: torch.Size
-) -> torch.Tensor:
+def _reach(query: torch.Tensor, key: torch.Tensor, scale: float, shape: torch.Size) -> torch.Tensor:
     """A bound of the scores of a row, and some more for codes' errors, of rows of that shape."""
     longest = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32).amax(-1)
     of_query = torch.linalg.vector_norm(query, dim=-1, keepdim=True, dtype=torch.float32)

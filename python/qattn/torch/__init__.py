@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import torch
 
-from ._errors import InvalidArgument, Unsupported
-from ._recipe import Recipe, boolean, real
-from ._torch_ops import attention
-from ._torch_quantize import quantize
+from .._errors import InvalidArgument, Unsupported
+from .._recipe import Recipe, boolean, real
+from . import _training  # noqa: F401  its operators
+from ._ops import attention
+from ._quantize import quantize
 
 __all__ = ["quantize", "sdpa"]
 

@@ -19,8 +19,8 @@ import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from ._errors import Unsupported
-from ._transformers_code import built, code_of
+from .._errors import Unsupported
+from ._code import built, code_of
 
 _models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 #: what masks are made of for configurations of a class: "whole", never None where a causal mask was

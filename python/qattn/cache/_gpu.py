@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from . import _qattn
-from ._errors import InvalidArgument
-from ._interop import (
+from .. import _qattn
+from .._errors import InvalidArgument
+from .._interop import (
     check_array,
     device_named,
     device_of,
@@ -22,7 +22,8 @@ from ._interop import (
     stream_of,
     workspace_of,
 )
-from ._kv_cache import (
+from .._recipe import boolean, integer
+from ._host import (
     DecodeCall,
     KvBytes,
     KvCache,
@@ -35,7 +36,6 @@ from ._kv_cache import (
     rows,
     sequence_ids,
 )
-from ._recipe import boolean, integer
 
 _MOST_KNOWN = 64  # lists of sequences whose tensors are kept
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._errors import Unsupported
+from .._errors import Unsupported
 
 
 def alive_of(mask: torch.Tensor | None, batch: int, new: int) -> torch.Tensor:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _qattn
-from ._errors import InvalidArgument, shown
-from ._fork import new_lock
-from ._interop import (
+from .. import _qattn
+from .._errors import InvalidArgument, shown
+from .._fork import new_lock
+from .._interop import (
     device_of,
     dtype_name,
     entry,
@@ -25,7 +25,7 @@ from ._interop import (
     unit_stride,
     zeros,
 )
-from ._recipe import boolean, integer, real
+from .._recipe import boolean, integer, real
 
 #: bits of K and of V, or one number for both
 Tier = int | tuple[int, int]
