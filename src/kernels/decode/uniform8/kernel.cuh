@@ -31,12 +31,10 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <Uniform8Config C>
-struct Uniform8Decode : Uniform8Load<C> {
+struct Uniform8Decode {
   using Params = Uniform8Params;
   using S = Uniform8Shape<C>;
-  using Base = Uniform8Load<C>;
-  using Base::R, Base::base, Base::by_token, Base::fact, Base::g, Base::lane, Base::p, Base::params,
-      Base::q, Base::query, Base::row_scale, Base::t, Base::work;
+  static constexpr int R = Uniform8Load<C>::R;
   static constexpr int threads = S::threads, shared_bytes = S::shared_bytes;
   static constexpr int min_blocks = uniform8_blocks(C.d);
   static constexpr bool dependent = true;
@@ -45,6 +43,7 @@ struct Uniform8Decode : Uniform8Load<C> {
   using F = isa::MmaTransposedFragment;
   using Scores = float[1][S::key_tiles][F::elements];
 
+  Uniform8Load<C> input;
   /// Channel 16 j + 2 g + i / 2, row 2 t + i % 2.
   float out[1][S::channel_tiles][4] = {};
   float max[R], sum[R] = {};
@@ -52,7 +51,7 @@ struct Uniform8Decode : Uniform8Load<C> {
   /// Some V that a row sees holds NaN (e4m3): which rows see it must be found out.
   bool careful = false;
 
-  QATTN_DEVICE Uniform8Decode(const Uniform8Params& x, const WorkTile& w) : Base(x, w) {
+  QATTN_DEVICE Uniform8Decode(const Uniform8Params& x, const WorkTile& w) : input(x, w) {
     max[0] = max[1] = -tile::infinity();
   }
 
@@ -87,7 +86,8 @@ struct Uniform8Decode : Uniform8Load<C> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[m][0][i] = fp8_qk ? 0 : first_sum;
     }
-    const SharedAddress k = base + static_cast<SharedAddress>(lane % 16 * S::row + lane / 16 * 16);
+    const SharedAddress k =
+        input.base + static_cast<SharedAddress>(input.lane % 16 * S::row + input.lane / 16 * 16);
 #pragma unroll
     for (int step = 0; step < C.d / 32; ++step) {
       std::uint32_t a[S::key_tiles][4];
@@ -96,13 +96,14 @@ struct Uniform8Decode : Uniform8Load<C> {
       for (int m = 0; m < S::key_tiles; ++m) row[m] = k + m * 16 * S::row + step * 32;
       isa::load_matrix<S::key_tiles>(a, row);
       if constexpr (!fp8_qk) {
-        const std::uint32_t b[1][2] = {{q[step][0], q[step][1]}};
+        const std::uint32_t b[1][2] = {{input.q[step][0], input.q[step][1]}};
         isa::mma<C.qk, C.qk, S::key_tiles, 1>(acc, a, b);
       } else {
         // Channels in another order, the same on both sides: a word's first two and last two.
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const std::uint32_t b[1][2] = {{low_codes(q[step][i]), high_codes(q[step][i])}};
+          const std::uint32_t b[1][2] = {
+              {low_codes(input.q[step][i]), high_codes(input.q[step][i])}};
           std::uint32_t wide[S::key_tiles][4];
 #pragma unroll
           for (int m = 0; m < S::key_tiles; ++m) {
@@ -123,21 +124,22 @@ struct Uniform8Decode : Uniform8Load<C> {
 
   /// Leaves units of log2. `bad`: bits of the keys whose V is not finite.
   QATTN_DEVICE void finish_scores(Scores& s, int tile, std::uint64_t bad) const {
-    tile::each_score<F>(
-        s, [&](int r, int key, float& x) { x *= row_scale[r] * fact(S::scales_at, key); });
-    if (p.softcap > 0) {
-      const float inverse = 1.0f / p.softcap;
+    tile::each_score<F>(s, [&](int r, int key, float& x) {
+      x *= input.row_scale[r] * input.fact(S::scales_at, key);
+    });
+    if (input.p.softcap > 0) {
+      const float inverse = 1.0f / input.p.softcap;
       tile::each_score<F>(s, [&](int, int, float& x) {
-        x = tile::soft_cap(x * tile::ln_2, p.softcap, inverse) * tile::log2_e;
+        x = tile::soft_cap(x * tile::ln_2, input.p.softcap, inverse) * tile::log2_e;
       });
     }
-    if (this->whole(tile) && bad == 0) return;
+    if (input.whole(tile) && bad == 0) return;
     int begin[R], end[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int diagonal = query(F::row(lane, r)) + work.shift;
-      begin[r] = visible_begin(p.window_left, diagonal);
-      end[r] = visible_end(p.window_right, diagonal, static_cast<int>(work.k.length));
+      const int diagonal = input.query(F::row(input.lane, r)) + input.work.shift;
+      begin[r] = visible_begin(input.p.window_left, diagonal);
+      end[r] = visible_end(input.p.window_right, diagonal, static_cast<int>(input.work.k.length));
     }
     tile::each_score<F>(s, [&](int r, int key, float& x) {
       const bool sees = tile + key >= begin[r] && tile + key < end[r];
@@ -188,8 +190,8 @@ struct Uniform8Decode : Uniform8Load<C> {
   /// V's words of 16 channels and 32 keys from `key` on: word m has keys 8 m + 2 t and the one
   /// behind it, each with channels 2 g and 2 g + 1.
   QATTN_DEVICE void load_values(int key, int j, std::uint32_t (&r)[1][4]) const {
-    const SharedAddress row[1] = {base + S::v_at +
-                                  static_cast<SharedAddress>((key + lane) * S::row + j * 16)};
+    const SharedAddress row[1] = {input.base + S::v_at +
+                                  static_cast<SharedAddress>((key + input.lane) * S::row + j * 16)};
     isa::load_matrix_transposed<1>(r, row);
   }
 
@@ -197,10 +199,10 @@ struct Uniform8Decode : Uniform8Load<C> {
   using Codes = typename Bytes::Codes;
 
   QATTN_DEVICE void attend_u8(Scores& s) {
-    const bool scaled = by_token();
+    const bool scaled = input.by_token();
     if (scaled) {
       tile::each_score<F>(s, [&](int, int key, float& x) {
-        x = x == -tile::infinity() ? x : x + fact(S::logs_at, key);
+        x = x == -tile::infinity() ? x : x + input.fact(S::logs_at, key);
       });
     }
     float top[R], share[R], ref[R], mass[R] = {}, exact[R] = {}, whole[R] = {}, inverse = 1.0f;
@@ -213,7 +215,8 @@ struct Uniform8Decode : Uniform8Load<C> {
     }
     Codes b, rest = {};
     Bytes::pack(
-        s, ref, b, [&](int n) { inverse = scaled ? fact(S::inverse_at, 8 * n + g) : 1.0f; },
+        s, ref, b,
+        [&](int n) { inverse = scaled ? input.fact(S::inverse_at, 8 * n + input.g) : 1.0f; },
         [&](float y, int r) {
           const float z = y + whole_numbers;
           mass[r] = fmaf(y, inverse, mass[r]);  // unrounded
@@ -305,7 +308,7 @@ struct Uniform8Decode : Uniform8Load<C> {
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       const SharedAddress row =
-          base + S::v_at + static_cast<SharedAddress>((lane + 32 * i) * S::row);
+          input.base + S::v_at + static_cast<SharedAddress>((input.lane + 32 * i) * S::row);
       std::uint32_t any = 0;
 #pragma unroll 1
       for (int c = 0; c < C.d; c += 16) {
@@ -334,7 +337,8 @@ struct Uniform8Decode : Uniform8Load<C> {
   // ---- The tiles ------------------------------------------------------------------------------
 
   QATTN_DEVICE int last_tile() const {
-    return work.key_end > work.key_begin ? (work.key_end - 1) / S::keys * S::keys : -1;
+    return input.work.key_end > input.work.key_begin ? (input.work.key_end - 1) / S::keys * S::keys
+                                                     : -1;
   }
 
   /// From the last to the first. K and V are inputs, which no kernel of the chain writes: the first
@@ -342,25 +346,25 @@ struct Uniform8Decode : Uniform8Load<C> {
   QATTN_DEVICE void run_tiles() {
     const int last = last_tile();
     Uniform8Keys keys, next;
-    this->load_pages(last, next);
+    input.load_pages(last, next);
     // The round before the last tile only starts copies: they have one place in the code.
-    for (int tile = last + S::keys; tile >= work.key_begin; tile -= S::keys) {
+    for (int tile = last + S::keys; tile >= input.work.key_begin; tile -= S::keys) {
       const int ahead = tile - S::keys;
-      const bool works = tile <= last, more = ahead >= work.key_begin;
+      const bool works = tile <= last, more = ahead >= input.work.key_begin;
       Scores s;
       if (works) {
-        this->store_scales(keys);
+        input.store_scales(keys);
         isa::copy_async_wait<1>();
         isa::sync_warp();
         multiply_queries(s);
         isa::sync_warp();  // nobody reads K any more
       }
-      if (more) this->start_keys(ahead, next);
+      if (more) input.start_keys(ahead, next);
       isa::copy_async_commit();
       if (more) {
         keys = next;
-        this->load_scales(ahead, keys);
-        this->load_pages(ahead - S::keys, next);
+        input.load_scales(ahead, keys);
+        input.load_pages(ahead - S::keys, next);
       }
       if (works) {
         std::uint64_t bad = 0;
@@ -376,9 +380,9 @@ struct Uniform8Decode : Uniform8Load<C> {
         }
         isa::sync_warp();  // nor V
       } else if (!careful) {
-        this->load_queries();
+        input.load_queries();
       }
-      if (more) this->start_values(ahead, keys);
+      if (more) input.start_values(ahead, keys);
       isa::copy_async_commit();
     }
     isa::copy_async_wait<0>();
@@ -398,17 +402,17 @@ struct Uniform8Decode : Uniform8Load<C> {
 
   /// V's scales that P does not have.
   QATTN_DEVICE void scale_channels() {
-    if (S::u8 && by_token()) return;
-    const Uniform8Scales& x = params.v_scale;
-    const float* scale =
-        x.data + (p.k.page_table == nullptr ? work.b : 0) * x.outer + work.kv_head * x.head;
+    if (S::u8 && input.by_token()) return;
+    const Uniform8Scales& x = input.params.v_scale;
+    const float* scale = x.data + (input.p.k.page_table == nullptr ? input.work.b : 0) * x.outer +
+                         input.work.kv_head * x.head;
 #pragma unroll
     for (int j = 0; j < S::channel_tiles; ++j) {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
-        const int c = 16 * j + 2 * g + odd;
-        const float by =
-            this->scale_or_nan(c < p.v.channels ? isa::load_global(scale + c * x.channel) : 0.0f);
+        const int c = 16 * j + 2 * input.g + odd;
+        const float by = input.scale_or_nan(
+            c < input.p.v.channels ? isa::load_global(scale + c * x.channel) : 0.0f);
         out[0][j][2 * odd] *= by;
         out[0][j][2 * odd + 1] *= by;
       }
@@ -417,21 +421,22 @@ struct Uniform8Decode : Uniform8Load<C> {
 
   /// Leaves the rows to CombineSplits.
   QATTN_DEVICE void write_part() {
-    const PartsView& parts = p.parts;
-    const std::int64_t first = part_row(p, work.q, work.b, work.head, work.first_row) +
-                               std::int64_t{work.split} * parts.rows;
+    const PartsView& parts = input.p.parts;
+    const std::int64_t first =
+        part_row(input.p, input.work.q, input.work.b, input.work.head, input.work.first_row) +
+        std::int64_t{input.work.split} * parts.rows;
     isa::add_rows<F>(sum);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int local = F::row(lane, r);
-      if (query(local) >= work.q.length) continue;
+      const int local = F::row(input.lane, r);
+      if (input.query(local) >= input.work.q.length) continue;
       const std::int64_t row = first + local;
       const float top = max[r] - S::p_log2;
-      if (isa::leads_row<F>(lane)) {
+      if (isa::leads_row<F>(input.lane)) {
         isa::store_global(reinterpret_cast<isa::Words2*>(parts.state + 2 * row),
                           isa::Words2{{formats::bits_of(top), formats::bits_of(sum[r])}});
       }
-      float* to = parts.out + row * parts.channels + 2 * g;
+      float* to = parts.out + row * parts.channels + 2 * input.g;
 #pragma unroll
       for (int j = 0; j < S::channel_tiles; ++j) {
         isa::store_global(
