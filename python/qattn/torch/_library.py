@@ -1,4 +1,4 @@
-"""The namespace of torch.ops.qattn, in which other files define operators, and what several take."""
+"""The namespace of torch.ops.qattn, in which other files define operators; what several take."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
 #include "kernels/attention/rows/epilogue.cuh"
 #include "kernels/attention/sm90a/check.cuh"
 #include "kernels/attention/sm90a/mma.cuh"
-#include "kernels/attention/sm90a/running_max_softmax.cuh"
-#include "kernels/attention/sm90a/tile_max_softmax.cuh"
+#include "kernels/attention/sm90a/softmax/running_max.cuh"
+#include "kernels/attention/sm90a/softmax/tile_max.cuh"
 #include "kernels/attention/sm90a/write.cuh"
 
 namespace qattn::kernels {

@@ -2,7 +2,7 @@
 // its row.
 #pragma once
 
-#include "kernels/attention/sm90a/edges.cuh"
+#include "kernels/attention/sm90a/softmax/edges.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "formats/lost_share.hpp"
-#include "kernels/attention/sm90a/edges.cuh"
+#include "kernels/attention/sm90a/softmax/edges.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
