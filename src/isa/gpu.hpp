@@ -3,6 +3,8 @@
 
 #include <string>
 
+#include "isa/constexpr.hpp"
+
 namespace qattn::isa {
 
 enum class Vendor { nvidia, amd };
@@ -22,7 +24,9 @@ struct Gpu {
 };
 
 /// Numbers of AMD begin with 900, and NVIDIA's are far below.
-constexpr Vendor vendor_of(int number) { return number >= 900 ? Vendor::amd : Vendor::nvidia; }
+QATTN_CONSTEXPR Vendor vendor_of(int number) {
+  return number >= 900 ? Vendor::amd : Vendor::nvidia;
+}
 
 /// CUDA C++ Programming Guide, Technical Specifications per Compute Capability (a multiprocessor
 /// has 1 KiB more, and 1 KiB of every block is the system's). AMD: the LDS of a compute unit
