@@ -1,9 +1,14 @@
-"""Attention on a CPU beside torch's: short and long calls, decode, masks and the smallest call."""
+"""Attention on a CPU beside torch's: short and long calls, decode, masks and the smallest call.
+
+--beside names a Python file with other implementations: calls(q, k, v, causal, layout, threads)
+returns {name: call} for torch tensors of one call, nothing where it has none.
+"""
 
 import dataclasses
 import json
 import os
 import pathlib
+import runpy
 
 from . import provenance, timing
 from .record import RESULTS, markdown
@@ -65,7 +70,16 @@ def add_arguments(parser):
     parser.add_argument("--rounds", type=int, default=101, help="at most, a case")
     parser.add_argument("--only", default="", help="cases whose name has this text")
     parser.add_argument("--commit", help="where the tree is no git checkout")
+    parser.add_argument("--beside", help="Python file with other implementations")
     parser.add_argument("-o", "--output", required=True, help="the record")
+
+
+def peers(path):
+    """calls() of a file with other implementations, and the text that it says of them."""
+    if path is None:
+        return (lambda *_: {}), None
+    found = runpy.run_path(path)
+    return found["calls"], found["VERSIONS"]
 
 
 def torch_calls(torch, case, q, k, v):
@@ -82,7 +96,7 @@ def torch_calls(torch, case, q, k, v):
     return calls
 
 
-def measure(torch, qattn, clock, case, seconds, args):
+def measure(torch, qattn, clock, case, seconds, args, beside):
     made = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[case.io]
 
     def rows(tokens, heads):
@@ -98,6 +112,7 @@ def measure(torch, qattn, clock, case, seconds, args):
         return lambda: qattn.attention(q, k, v, threads=args.threads, **options)
 
     calls = {name: call(name) for name in RECIPES} | torch_calls(torch, case, q, k, v)
+    calls |= beside(q, k, v, case.causal, case.layout, args.threads)
     times = timing.interleaved(clock, calls, seconds, args.rounds)
     return {"case": dataclasses.asdict(case), "name": case.name,
             "times": {name: timing.summary(x) for name, x in times.items()}}  # fmt: skip
@@ -155,6 +170,9 @@ def run(args):
         "torch": torch.__version__,
         "load_before": os.getloadavg()[0],
     }
+    beside, versions = peers(args.beside)
+    if versions is not None:
+        facts["beside"] = versions
     warm, cold = timing.WallClock(), timing.ColdClock(torch)
     cases = [case for case in CASES if args.only in case.name]
     seconds = args.seconds * 0.9 / len(cases)
@@ -162,7 +180,7 @@ def run(args):
     for case in cases:
         bytes_kv = 2 * case.heads_kv * case.keys * case.dim * (4 if case.io == "f32" else 2)
         few = case.queries * 16 <= case.keys and bytes_kv >= COLD_FROM
-        runs.append(measure(torch, qattn, cold if few else warm, case, seconds, args))
+        runs.append(measure(torch, qattn, cold if few else warm, case, seconds, args, beside))
         print(*table(runs[-1:])[2:], flush=True)
     paths = measure_paths(torch, qattn, warm, args.seconds * 0.08, args)
     small = measure_small(torch, qattn, warm, args.seconds * 0.02)
@@ -172,17 +190,22 @@ def run(args):
     return 0
 
 
+def peers_of(runs):
+    known = (*RECIPES, "torch", "torch packed")
+    return list(dict.fromkeys(name for one in runs for name in one["times"] if name not in known))
+
+
 def table(runs):
-    """Of each case torch's time and how many times as fast qattn is."""
-    rows = []
+    """Of each case torch's time and how many times as fast qattn and others are."""
+    rows, others = [], peers_of(runs)
     for one in runs:
         ms = {name: x["median_ms"] for name, x in one["times"].items()}
         loud = max(x["spread"] for x in one["times"].values()) > RESTLESS
         best = min(x for name, x in ms.items() if name.startswith("torch"))
         about = "about " if loud else ""
-        speeds = (f"{about}{best / ms[r]:.2f}x" for r in RECIPES)
+        speeds = (f"{about}{best / ms[r]:.2f}x" if r in ms else "" for r in (*RECIPES, *others))
         rows.append([one["name"], f"{about}{best:.3g} ms", *speeds])
-    return markdown(["", "torch", "own format", "int8_full", "auto"], rows)
+    return markdown(["", "torch", "own format", "int8_full", "auto", *others], rows)
 
 
 def path_table(paths):
@@ -204,6 +227,7 @@ def section():
     for path in sorted(RESULTS.glob("cpu-shapes-*.json")):
         record = json.loads(path.read_text())
         p = record["provenance"]
+        beside = f" Beside them, times as fast as torch: {p['beside']}." if "beside" in p else ""
         lines += [
             "",
             f"## Beside torch, {p['cpu']}, {p['isa']}, threads: {p['threads']}",
@@ -213,7 +237,7 @@ def section():
             "many times as fast attention() is: with products in the tensors' own format, with "
             "`int8_full` and with `auto`. Calls of few queries find K and V in no cache; of one "
             "query torch's time is the better of its own and of one with a group's heads as rows. "
-            "\"about\": the quarters of a case's times lie more than 15 % apart.",
+            '"about": the quarters of a case\'s times lie more than 15 % apart.' + beside,
             "",
             *table(record["runs"]),
             "",

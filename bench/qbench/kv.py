@@ -3,6 +3,7 @@
 One query a sequence. All caches and torch take turns, each with cold caches of the CPU; results are
 compared with float64 attention over what each cache holds. The budget's cache is told importances
 of one random draw: how many bytes it reads does not depend on them, how they lie in tiers does.
+--beside: as of `bench.py cpu`.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import pathlib
 
 from . import provenance, timing
+from .cpu import peers
 from .record import RESULTS, markdown
 
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
@@ -31,6 +33,7 @@ def add_arguments(parser):
     parser.add_argument("--seconds", type=float, default=30, help="for each length")
     parser.add_argument("--rounds", type=int, default=100, help="at most")
     parser.add_argument("--commit", help="where the tree is no git checkout")
+    parser.add_argument("--beside", help="Python file with other implementations")
     parser.add_argument("-o", "--output", required=True, help="the record")
 
 
@@ -95,7 +98,7 @@ def torch_calls(torch, q, k, v):
     return calls
 
 
-def measure(qattn, torch, args, tokens):
+def measure(qattn, torch, args, tokens, beside):
     """What a record has of one length."""
     draw = torch.Generator().manual_seed(1)
 
@@ -105,6 +108,8 @@ def measure(qattn, torch, args, tokens):
     q = rows(1, 1, HEADS_Q, DIM)
     k, v = (rows(1, tokens, HEADS_KV, DIM) for _ in range(2))
     calls = {("torch", name): call for name, call in torch_calls(torch, q, k, v).items()}
+    others = beside(q, k, v, False, "bshd", args.threads)
+    calls |= {("beside", name): call for name, call in others.items()}
     found = {}
     for name, options in CACHES.items():
         try:
@@ -120,11 +125,12 @@ def measure(qattn, torch, args, tokens):
             calls[name, call] = lambda c=cache, s=sequence, a=asked: c.decode(q, 0, s, **a)
     times = timing.interleaved(timing.ColdClock(torch), calls, args.seconds, args.rounds)
     for (name, call), values in times.items():
-        if name != "torch":
+        if name not in ("torch", "beside"):
             found[name][call] = timing.summary(values)
     return {
         "tokens": tokens,
         "torch": {name: timing.summary(x) for (of, name), x in times.items() if of == "torch"},
+        "beside": {name: timing.summary(x) for (of, name), x in times.items() if of == "beside"},
         "rows": list(found.values()),
     }
 
@@ -141,7 +147,10 @@ def run(args):
     device = Cpu(args.threads)
     facts = provenance.common(args.commit) | device.facts()
     facts |= {"rounds_at_most": args.rounds, "seconds_at_most": args.seconds}
-    runs = [measure(device.qattn, torch, args, tokens) for tokens in lengths]
+    beside, versions = peers(args.beside)
+    if versions is not None:
+        facts["beside"] = versions
+    runs = [measure(device.qattn, torch, args, tokens, beside) for tokens in lengths]
     facts |= device.facts_at_the_end()
     record = {"provenance": facts, "heads_q": HEADS_Q, "heads_kv": HEADS_KV, "d": DIM, "runs": runs}
     pathlib.Path(args.output).write_text(json.dumps(record, indent=1) + "\n")
@@ -152,9 +161,14 @@ def run(args):
 def tables(record):
     lines = []
     for one in record["runs"]:
-        beside = {name: x["median_ms"] for name, x in one["torch"].items()}
-        told = ", ".join(f"{ms:.3g} ms ({name})" for name, ms in beside.items())
-        lines += ["", f"{one['tokens']} tokens; torch bf16: {told}:", ""]
+        ms_of = {name: {of: x["median_ms"] for of, x in one.get(name, {}).items()}
+                 for name in ("torch", "beside")}  # fmt: skip
+        beside = ms_of["torch"] | ms_of["beside"]
+        told = [
+            ", ".join(f"{ms:.3g} ms ({name})" for name, ms in x.items()) for x in ms_of.values()
+        ]
+        others = f"; others: {told[1]}" if told[1] else ""
+        lines += ["", f"{one['tokens']} tokens; torch bf16: {told[0]}{others}:", ""]
         rows = []
         for row in one["rows"]:
             if "refused" in row:
@@ -190,7 +204,8 @@ def lines_of(name, record):
         "sinks in 16 bits, bf16 in and out; medians of calls that take turns. packed: torch given "
         "the queries of a KV head as rows of one head, which a user can do. Every call finds the "
         f"CPU's caches cold. A maximum of floats reads {p['read_gb_per_s']:.1f} GB/s; load before "
-        f"the run: {p['load_before']:.1f}.",
+        f"the run: {p['load_before']:.1f}."
+        + (f" Beside torch: {p['beside']}." if "beside" in p else ""),
         *tables(record),
     ]
 
