@@ -172,6 +172,7 @@ wheels: setup
 docs: $(BUILD)/.apt-demo
 	@$(MAKE) --no-print-directory $(BUILD)/.python-docs
 	$(PY) tools/check_pages.py
+	$(PY) tools/check_includes.py
 	$(PY) tools/site/stage.py $(BUILD)/docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "the site: $(BUILD)/site/index.html"

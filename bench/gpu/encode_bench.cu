@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "formats/bf16.hpp"
+#include "kernels/operand/prepare.hpp"
 #include "kernels/quantize/gpu/encode.cuh"
-#include "kernels/quantize/gpu/prepare.hpp"
 #include "qattn/quantize.hpp"
 
 namespace {

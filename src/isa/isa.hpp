@@ -15,7 +15,8 @@
 //                                        sm_89; the emulator, which compiles a kernel once, says
 //                                        120 and looks at the kernel's target (launch.hpp)
 //     int thread(), lane()               within the block, within the warp
-//     int warp_lanes()                   32; 64 on GPUs of AMD
+//     int warp_lanes()                   32, or 64 where the kernel says so (launch.hpp), as it may
+//                                        on GPUs of AMD; warps of 32 lanes are halves there
 //     int warp()                         (warp) of the block; uniform to the compiler
 //     Index3 block(), grid()             this block's index; how many there are
 //     SharedAddress shared_base()        first byte of the block's shared memory, 1024-byte aligned
@@ -44,7 +45,8 @@
 //                                                     known outside of a loop, nor kept from there
 //     void schedule_fence()                           compilers move nothing across it
 //     T shuffle_xor(T, mask), shuffle(T, source_lane), shuffle_up(T, delta), shuffle_down  (warp)
-//     bool any(bool), all(bool); uint32 ballot(bool)  (warp); of 64 lanes: uint64 ballot64(bool)
+//     bool any(bool), all(bool)          (warp)
+//     uint32 ballot(bool)                (warp) of 32 lanes; of 64: uint64 ballot64(bool)
 //
 //   Copies from global to shared memory, sm_80
 //     void copy_async16(SharedAddress, const void*, int bytes)   16 bytes, those past `bytes` zero

@@ -9,6 +9,8 @@
 //     static constexpr bool dependent = true;      // optional: it may start early, see Start
 //     static constexpr int cluster = 2;            // optional, of sm_90 on: so many neighbouring
 //                                                  // blocks run on neighbouring multiprocessors
+//     static constexpr int warp_lanes = 64;        // optional: else 32, on every GPU; waves of 64
+//                                                  // lanes are then two warps
 //     static constexpr isa::Target target = isa::sm_90a;   // optional: what has all of its words,
 //                                                  // to which the emulator holds it; else sm_80
 //     static QATTN_DEVICE void run(const Params&);
@@ -59,6 +61,13 @@ constexpr int cluster_of() {
   return 1;
 }
 
+/// Lanes of the kernel's warps.
+template <class K>
+constexpr int warp_lanes_of() {
+  if constexpr (requires { K::warp_lanes; }) return K::warp_lanes;
+  return 32;
+}
+
 /// What the kernel's code is for.
 template <class K>
 constexpr Target target_of() {
@@ -71,7 +80,9 @@ constexpr Target target_of() {
 /// bool has_code<K>(): was what the current device runs of the kernel compiled for target_of<K>(),
 /// or newer? Elsewhere kernels are empty.
 ///
-/// int architecture(int device): 90 for sm_90, 0 if there is no such device.
+/// bool builds_for(Vendor): does this target have code for GPUs of that maker?
+///
+/// Gpu gpu(int device): its number is 0 if there is no such device.
 /// int multiprocessors(): of the current device.
 /// int code_architecture(): target_architecture of the code that runs on the current device. Less
 /// than architecture() where that is an older GPU's code, or came from PTX; 0 where none runs.

@@ -8,6 +8,8 @@
 #   qattn_kernel_sources(GROUP source...)
 #   qattn_kernel_list(GROUP list [OPTIONS option...])  # list.inc, for instance.cu.in
 #
+# and in qattn_kernel_vendors whose GPUs, as an expression: "nvidia", "nvidia|amd".
+#
 # A group says for which GPUs of the build there is machine code: FOR those that match, or where
 # none does an empty kernel for each; else for all, but not for those of EXCEPT where code of sm_80
 # is there for them. BASES and PTX are those of qattn_cuda_architectures(). A directory makes the
@@ -26,8 +28,8 @@ qattn_kernel_group(everywhere BASES 80 90 100 EXCEPT 89 PTX)
 qattn_kernel_group(codes BASES 80 89 90 PTX OPTIONS --fmad=false)
 set(architectures ${CMAKE_CURRENT_LIST_DIR}/attention/architectures.inc)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${architectures})
-file(STRINGS ${architectures} directories REGEX "^QATTN_ARCHITECTURE\\(")
-list(TRANSFORM directories REPLACE "^[A-Z_]+\\((.*)\\)$" "attention/\\1")
+file(STRINGS ${architectures} directories REGEX "^QATTN_ARCHITECTURE\\((${qattn_kernel_vendors}), ")
+list(TRANSFORM directories REPLACE "^[A-Z_]+\\([a-z]+, (.*)\\)$" "attention/\\1")
 foreach(directory IN ITEMS
     attention attention/common attention/mma attention/schedule ${directories}
     decode/mixed_kv decode/uniform8 kv_append quantize/gpu quantize/overlap)

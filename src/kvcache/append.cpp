@@ -6,7 +6,7 @@
 
 #include "core/threads.hpp"
 #include "formats/bits.hpp"
-#include "kernels/quantize/host/rows.hpp"
+#include "kernels/operand/rows.hpp"
 #include "kvcache/allocator.hpp"
 #include "kvcache/keys/size.hpp"
 #include "kvcache/keys/sums.hpp"

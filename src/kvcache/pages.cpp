@@ -6,8 +6,8 @@
 
 #include "formats/bf16.hpp"
 #include "formats/kv/quantize.hpp"
+#include "kernels/operand/rows.hpp"
 #include "kernels/quantize/host/kv_rows.hpp"
-#include "kernels/quantize/host/rows.hpp"
 
 namespace qattn::kv {
 namespace {

@@ -70,7 +70,8 @@ TEST_P(EmulatedArchitecture, SmoothQueriesOnHopper) {
 /// test.
 TEST(GpuArchitectures, KernelsAreOfTheirDirectory) {
   const std::vector<Cell> cells = paired_cells();
-  const auto check = [&](const std::string& directory, const kernels::GpuKernels& own) {
+  const auto check = [&](isa::Vendor vendor, const std::string& directory,
+                         const kernels::GpuKernels& own) {
     SCOPED_TRACE(directory);
     for (const detail::Kernel& kernel : own.kernels) {
       EXPECT_TRUE(std::string(kernel.name).starts_with(directory + "_")) << kernel.name;
@@ -79,6 +80,7 @@ TEST(GpuArchitectures, KernelsAreOfTheirDirectory) {
     std::vector<std::string> names;
     for (const kernels::Architecture& architecture : own.architectures) {
       const int gpu = architecture.target.number;
+      EXPECT_EQ(isa::vendor_of(architecture.target), vendor) << gpu;
       names.push_back(emu::name(architecture.target));
       std::erase(names.back(), '_');
       std::string text;
@@ -93,7 +95,8 @@ TEST(GpuArchitectures, KernelsAreOfTheirDirectory) {
       return (cell.architecture ? cell.architecture : architecture_for(cell.recipe)) == gpu;
     })) << gpu;
   };
-#define QATTN_ARCHITECTURE(NAME) check(#NAME, kernels::NAME##_kernels());
+#define QATTN_ARCHITECTURE(VENDOR, NAME) \
+  check(isa::Vendor::VENDOR, #NAME, kernels::NAME##_kernels());
 #include "kernels/attention/architectures.inc"
 #undef QATTN_ARCHITECTURE
 }

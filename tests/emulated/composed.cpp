@@ -353,7 +353,7 @@ void Composed::generate() {
 const std::vector<Composed>& composed() {
   static const std::vector<Composed> all = [] {
     std::vector<Composed> each;
-#define QATTN_ARCHITECTURE(NAME) each.emplace_back(#NAME);
+#define QATTN_ARCHITECTURE(VENDOR, NAME) each.emplace_back(#NAME);
 #include "kernels/attention/architectures.inc"
 #undef QATTN_ARCHITECTURE
     return each;

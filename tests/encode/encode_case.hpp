@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/quantize/gpu/prepare.hpp"
+#include "kernels/operand/prepare.hpp"
 #include "qattn/quantize.hpp"
 
 namespace qattn::encode_test {

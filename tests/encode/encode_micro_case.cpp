@@ -10,7 +10,7 @@
 #include "encode_check.hpp"
 #include "formats/scale.hpp"
 #include "kernels/cpu/words.hpp"
-#include "kernels/quantize/host/rows.hpp"
+#include "kernels/operand/rows.hpp"
 
 namespace qattn::encode_test {
 namespace {

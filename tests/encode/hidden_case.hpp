@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "encode_case.hpp"
-#include "kernels/quantize/gpu/seen.hpp"
+#include "kernels/operand/seen.hpp"
 
 namespace qattn::encode_test {
 

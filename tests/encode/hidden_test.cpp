@@ -11,8 +11,8 @@
 #include "formats/scale.hpp"
 #include "hidden_case.hpp"
 #include "kernels/cpu/words.hpp"
-#include "kernels/quantize/host/rows.hpp"
-#include "kernels/quantize/scale_groups.hpp"
+#include "kernels/operand/rows.hpp"
+#include "kernels/operand/scale_groups.hpp"
 
 namespace qattn::encode_test {
 namespace {

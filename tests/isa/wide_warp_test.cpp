@@ -1,4 +1,4 @@
-// Warps of 64 lanes, as GPUs of AMD have them: what lanes tell each other there.
+// Waves of 64 lanes, as GPUs of AMD have them, as one warp or as two: what lanes tell each other.
 #include "broken.hpp"
 
 namespace qattn::isa_test {
@@ -69,12 +69,59 @@ TEST(WideWarp, HasWordsOfItsOwn) {
     EXPECT_NE(text.find(part), std::string::npos) << text;
   };
   contains(error_of(threads, 0, wide(), [] { ballot(true); }),
-           "ballot: gfx942 has no such word, which exists from sm_80 on");
+           "ballot: is for warps of 32 lanes, not of 64");
   contains(error_of(threads, 0, wide(), [] { transpose_matrix(1); }),
            "transpose_matrix: gfx942 has no such word");
   contains(error_of(threads, 0, {}, [] { ballot64(true); }),
            "ballot64: sm_90a has no such word, which exists on GPUs of AMD alone");
   contains(error_of(96, 0, wide(), [] {}), "launch of 96 threads");
+  Options narrow;
+  narrow.warp_lanes = 64;
+  contains(error_of(threads, 0, narrow, [] {}),
+           "launch in warps of 64 lanes; sm_90 has waves of 32");
+  narrow = wide();
+  narrow.warp_lanes = 32;
+  contains(error_of(threads, 0, narrow, [] { ballot64(true); }),
+           "ballot64: is for warps of 64 lanes, not of 32");
+}
+
+/// What a kernel that is launched sees: its own lanes, whatever the GPU's waves have.
+struct Seen {
+  int lanes, lane, warp, partner;
+  std::uint32_t odd;
+};
+template <int Lanes>
+struct Tells {
+  using Params = Seen*;
+  static constexpr int threads = 96, min_blocks = 1, shared_bytes = 0, warp_lanes = Lanes;
+  static constexpr Target target = gfx942;
+  static void run(Params out) {
+    Seen& seen = out[thread()];
+    seen = {isa::warp_lanes(), lane(), warp(), shuffle_xor(thread(), 31), 0};
+    if constexpr (Lanes == 32) {
+      if (warp() == 1) return;  // the halves of a wave part
+      seen.odd = ballot(thread() % 2 == 1);
+    }
+  }
+};
+
+TEST(WideWarp, HoldsTwoWarpsOf32) {
+  for (const Options& options : all_schedules()) {
+    emu::options() = wide(options);
+    std::vector<Seen> seen(96);
+    ASSERT_EQ(launch<Tells<32>>(seen.data(), {1, 1, 1}, nullptr), "") << describe(options);
+    for (int t = 0; t < 96; ++t) {
+      const Seen& s = seen[static_cast<std::size_t>(t)];
+      EXPECT_EQ(s.lanes, 32);
+      EXPECT_EQ(s.lane, t % 32);
+      EXPECT_EQ(s.warp, t / 32);
+      EXPECT_EQ(s.partner, t ^ 31);
+      EXPECT_EQ(s.odd, t / 32 == 1 ? 0u : 0xaaaaaaaau);
+    }
+    const std::string error = launch<Tells<64>>(seen.data(), {1, 1, 1}, nullptr);
+    EXPECT_NE(error.find("launch of 96 threads"), std::string::npos) << error;
+  }
+  emu::options() = {};
 }
 
 TEST(WideWarp, CountsInstructionsOfItsSize) {

@@ -9,8 +9,8 @@
 #include "formats/hadamard.hpp"
 #include "formats/kv/layout.hpp"
 #include "formats/kv/quantize.hpp"
+#include "kernels/operand/rows.hpp"
 #include "kernels/quantize/host/kv_rows.hpp"
-#include "kernels/quantize/host/rows.hpp"
 #include "kvcache/plain_quantizer.hpp"
 #include "support/isas.hpp"
 

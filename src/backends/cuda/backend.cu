@@ -6,9 +6,9 @@
 
 #include "core/backend.hpp"
 #include "isa/launch.hpp"
-#include "kernels/attention/common/sequence.hpp"
 #include "kernels/attention/gpu.hpp"
 #include "kernels/kv_append/kv_device.hpp"
+#include "kernels/operand/sequence.hpp"
 #include "kernels/quantize/gpu/quantize_device.hpp"
 #include "kernels/quantize/host/quantize_check.hpp"
 

@@ -19,6 +19,8 @@ __global__ void __launch_bounds__(K::threads, K::min_blocks)
   K::run(params);
 }
 
+constexpr bool builds_for(Vendor vendor) { return vendor == Vendor::nvidia; }
+
 Gpu gpu(int device);  // backends/cuda/device.cu
 int multiprocessors();
 int code_architecture();

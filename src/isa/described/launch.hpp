@@ -29,6 +29,8 @@ LaunchError launch(const typename K::Params& /*params*/, Index3 /*grid*/, void* 
   return "the GPU is described and not here";
 }
 
+constexpr bool builds_for(Vendor /*vendor*/) { return true; }
+
 inline Gpu gpu(int /*device*/) { return gpu_of(described_gpu().architecture); }
 inline int code_architecture() { return described_gpu().code_architecture; }
 inline int multiprocessors() { return described_gpu().multiprocessors; }

@@ -15,6 +15,7 @@ LaunchError launch(const typename K::Params& params, Index3 grid, void* /*stream
   emu::Options options = emu::options();
   options.cluster = cluster_of<K>();
   options.target = target_of<K>();
+  options.warp_lanes = warp_lanes_of<K>();
   options.kernel = &typeid(K);
   if (std::string error = emu::check_target(options); !error.empty()) return error;
   const typename K::Params copy = params;
@@ -29,6 +30,8 @@ LaunchError launch(const typename K::Params& params, Index3 grid, void* /*stream
   }
   return {};
 }
+
+constexpr bool builds_for(Vendor /*vendor*/) { return true; }
 
 inline Gpu gpu(int /*device*/) { return gpu_of(emu::options().architecture); }
 inline int code_architecture() {

@@ -39,11 +39,15 @@ struct Options {
   int multiprocessors = 3;
 
   // ---- What launch() knows of the kernel ----
-  int cluster = 1;  ///< blocks that are launched together
+  int cluster = 1;     ///< blocks that are launched together
+  int warp_lanes = 0;  ///< 0: those of the GPU's waves
   /// Of the words there are those of this target. 0: whatever the GPU has.
   isa::Target target{0};
   const std::type_info* kernel = nullptr;  ///< the kernel's type, for messages
 
+  int warp_lanes_here() const {
+    return warp_lanes > 0 ? warp_lanes : isa::gpu_of(architecture).wave;
+  }
   Vocabulary vocabulary() const {
     return {target.number > 0 ? target : isa::Target{architecture, true}, architecture};
   }

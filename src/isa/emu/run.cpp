@@ -153,8 +153,13 @@ Stats take_stats() { return std::exchange(untaken, {}); }
 Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& options,
           const std::function<void()>& body, Chain chain) {
   const isa::Gpu gpu = isa::gpu_of(options.architecture);
-  if (threads <= 0 || threads % gpu.wave || threads > 1024 || shared_bytes < 0) {
+  const int lanes = options.warp_lanes_here();
+  if (threads <= 0 || threads % lanes || threads > 1024 || shared_bytes < 0) {
     throw Error(text("launch of %d threads with %d bytes of shared memory", threads, shared_bytes));
+  }
+  if (gpu.wave % lanes != 0) {
+    throw Error(text("launch in warps of %d lanes; %s has waves of %d", lanes, gpu.name().c_str(),
+                     gpu.wave));
   }
   if (shared_bytes > gpu.shared_bytes) {
     throw Error(text("launch with %d bytes of shared memory a block; %s has %d", shared_bytes,

@@ -52,7 +52,7 @@ constexpr WordInfo kWords[] = {
     {Word::shuffle, "shuffle", Pipe::memory, everywhere, "shfl.sync"},
     {Word::warp, "warp", Pipe::control, everywhere, "shfl.sync"},
     {Word::vote, "vote", Pipe::control, everywhere, "vote.sync"},
-    {Word::ballot, "ballot", Pipe::control, nvidia, "vote.sync.ballot"},
+    {Word::ballot, "ballot", Pipe::control, everywhere, "vote.sync.ballot"},
     {Word::ballot64, "ballot64", Pipe::control, amd, "v_cmp, of 64 lanes"},
     {Word::copy_async, "copy_async", Pipe::memory, nvidia, "cp.async"},
     {Word::copy_async_commit, "copy_async_commit", Pipe::control, nvidia, "cp.async.commit_group"},

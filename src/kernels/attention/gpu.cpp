@@ -55,11 +55,12 @@ Status run_steps(const detail::PlanData& data, const Problem& p, void* workspace
 }
 
 std::vector<GpuKernels> gpu_architectures() {
-  return {
-#define QATTN_ARCHITECTURE(NAME) NAME##_kernels(),
+  std::vector<GpuKernels> all;
+#define QATTN_ARCHITECTURE(VENDOR, NAME) \
+  if constexpr (isa::builds_for(isa::Vendor::VENDOR)) all.push_back(NAME##_kernels());
 #include "kernels/attention/architectures.inc"
 #undef QATTN_ARCHITECTURE
-  };
+  return all;
 }
 
 std::span<const detail::Kernel> gpu_attention_kernels() {

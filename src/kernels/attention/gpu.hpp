@@ -11,7 +11,7 @@
 #include "isa/target.hpp"
 #include "kernels/attention/automatic.hpp"
 #include "kernels/attention/schedule/varlen.hpp"
-#include "kernels/quantize/gpu/prepare.hpp"
+#include "kernels/operand/prepare.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -68,11 +68,11 @@ struct GpuKernels {
   std::span<const Architecture> architectures;  ///< the last has all of the kernels
 };
 
-#define QATTN_ARCHITECTURE(NAME) GpuKernels NAME##_kernels();
+#define QATTN_ARCHITECTURE(VENDOR, NAME) GpuKernels NAME##_kernels();
 #include "kernels/attention/architectures.inc"
 #undef QATTN_ARCHITECTURE
 
-/// Those of architectures.inc, in its order.
+/// Those of architectures.inc that this target has code for, in its order.
 std::vector<GpuKernels> gpu_architectures();
 
 /// Few queries over 8-bit codes, on every GPU (decode/uniform8).

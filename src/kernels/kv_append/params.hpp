@@ -1,7 +1,7 @@
 // Arguments of the append kernels.
 #pragma once
 
-#include "kernels/quantize/gpu/input_kind.hpp"
+#include "kernels/operand/input_kind.hpp"
 #include "kvcache/gpu/append_state.hpp"
 
 namespace qattn::kernels {

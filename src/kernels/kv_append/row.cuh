@@ -7,7 +7,7 @@
 #include "formats/hadamard.hpp"
 #include "formats/kv/quantize.hpp"
 #include "isa/isa.hpp"
-#include "kernels/quantize/gpu/input_kind.hpp"
+#include "kernels/operand/input_kind.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

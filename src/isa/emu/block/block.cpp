@@ -34,7 +34,7 @@ Block::~Block() {
 void Block::prepare(std::uint32_t shared_bytes, const Options& options) {
   options_ = options;
   vocabulary_ = options.vocabulary();
-  warp_lanes_ = isa::gpu_of(options.architecture).wave;
+  warp_lanes_ = options.warp_lanes_here();
   for (Lane& l : lanes_) {
     l.lane = l.thread % warp_lanes_;
     l.warp = l.thread / warp_lanes_;
@@ -124,6 +124,12 @@ void Block::fail(const std::string& error) {
 void Block::refuse(Word word, const Where& where) const {
   throw Error(text("%s, in kernel %s, at %s", vocabulary_.lack(word).c_str(),
                    kernel_name(options_.kernel).c_str(), describe(where).c_str()));
+}
+
+void Block::refuse_lanes(Word word, int lanes, const Where& where) const {
+  throw Error(text("%s: is for warps of %d lanes, not of %d, in kernel %s, at %s", name(word),
+                   lanes, warp_lanes_, kernel_name(options_.kernel).c_str(),
+                   describe(where).c_str()));
 }
 
 std::uint64_t Block::random() {  // splitmix64

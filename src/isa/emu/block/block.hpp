@@ -85,6 +85,12 @@ class Block {
     if (!vocabulary_.has(word)) [[unlikely]]
       refuse(word, where);
   }
+  /// Of a word for warps of so many lanes.
+  void require_lanes(int lanes, Word word, const Where& where) const {
+    require(word, where);
+    if (warp_lanes_ != lanes) [[unlikely]]
+      refuse_lanes(word, lanes, where);
+  }
   void use(Word word, const Where& where) {
     require(word, where);
     count(word);
@@ -156,6 +162,7 @@ class Block {
   };
 
   [[noreturn]] void refuse(Word word, const Where& where) const;
+  [[noreturn]] void refuse_lanes(Word word, int lanes, const Where& where) const;
   static void enter(boost::context::detail::transfer_t transfer);
   /// Of the cluster, whose common state it holds.
   Block& first() { return *cluster_.front(); }

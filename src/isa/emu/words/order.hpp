@@ -86,11 +86,11 @@ inline std::uint64_t vote(bool p, const Where& where) {
   return mine.result;
 }
 inline std::uint32_t ballot(bool p, Where where = Where::current()) {
-  emu::current_block().require(Word::ballot, where);
+  emu::current_block().require_lanes(32, Word::ballot, where);
   return static_cast<std::uint32_t>(vote(p, where));
 }
 inline std::uint64_t ballot64(bool p, Where where = Where::current()) {
-  emu::current_block().require(Word::ballot64, where);
+  emu::current_block().require_lanes(64, Word::ballot64, where);
   return vote(p, where);
 }
 inline bool any(bool p, Where where = Where::current()) { return vote(p, where) != 0; }

@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
-#include "kernels/attention/common/mask_params.hpp"
 #include "kernels/attention/common/params.hpp"
-#include "kernels/quantize/gpu/prepare.hpp"
+#include "kernels/operand/mask_params.hpp"
+#include "kernels/operand/prepare.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

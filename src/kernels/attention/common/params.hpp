@@ -4,8 +4,9 @@
 
 #include <cstdint>
 
-#include "kernels/attention/common/sequence.hpp"
-#include "kernels/quantize/gpu/prepared.hpp"
+#include "kernels/operand/masks.hpp"
+#include "kernels/operand/prepared.hpp"
+#include "kernels/operand/sequence.hpp"
 #include "qattn/format.hpp"
 
 namespace qattn::kernels {
@@ -20,15 +21,6 @@ struct OutputView {
   float* lse = nullptr;
   std::int64_t lse_batch = 0, lse_token = 0, lse_head = 0;
 };
-
-/// A tensor that broadcasts to (batch, head, query, key), or fewer of these.
-struct BroadcastView {
-  const void* data = nullptr;
-  Format format = Format::none;
-  std::int64_t stride[4] = {0, 0, 0, 0};
-};
-
-inline constexpr std::int64_t no_limit = std::int64_t{1} << 62;
 
 /// What blocks have of rows that other kernels end (combine.cuh): the rows' sums over some keys. A
 /// part belongs to a block of rows and a split of its keys, the splits of a block side by side.
@@ -46,16 +38,6 @@ inline constexpr int most_splits = 128;
 /// Of cu_seqlens: a list that rises from 0 to the number of tokens; one that does not, or not all
 /// the way; one whose sequences share tokens.
 enum VarlenVerdict : std::uint32_t { varlen_in_order, varlen_incomplete, varlen_in_disorder };
-
-/// Which keys queries see, and what is added to scores.
-struct MaskParams {
-  std::int32_t window_left = -1, window_right = -1;  ///< -1: unlimited
-  BroadcastView mask;                                ///< b8, b1 or float
-  /// Queries and keys that the mask has. cu_seqlens may name longer sequences.
-  std::int64_t mask_queries = no_limit, mask_keys = no_limit;
-  BroadcastView block_mask;  ///< b8 per (batch, head, query block, key block)
-  std::int32_t block_mask_q = 0, block_mask_k = 0;  ///< tokens per block
-};
 
 /// Which work tiles there are, in which order, and which keys of a row each has.
 struct ScheduleParams {

@@ -8,7 +8,8 @@
 #include "isa/fragment.hpp"
 #include "isa/isa.hpp"
 #include "kernels/attention/common/params.hpp"
-#include "kernels/attention/common/visible_keys.hpp"
+#include "kernels/operand/numbers.hpp"
+#include "kernels/operand/visible_keys.hpp"
 
 namespace qattn::kernels {
 
@@ -19,14 +20,7 @@ inline constexpr float log2_255 = 7.99435343685885793f;
 
 namespace qattn::tile {
 
-inline constexpr float log2_e = 1.44269504088896341f, ln_2 = 0.693147180559945309f;
-
 inline namespace QATTN_TARGET {
-
-QATTN_DEVICE float infinity() { return __builtin_huge_valf(); }
-QATTN_DEVICE float quiet_nan() { return __builtin_nanf(""); }
-QATTN_DEVICE bool is_nan(float x) { return x != x; }
-QATTN_DEVICE bool is_finite(float x) { return x - x == 0.0f; }
 
 inline constexpr float largest = 0x1.fffffep127f;
 
@@ -69,13 +63,6 @@ QATTN_DEVICE bool sees_key(const kernels::AttentionParams& p, int b, int head, i
     if (isa::load_global(blocks + key / p.block_mask_k * p.block_mask.stride[3]) != 0) return true;
   }
   return false;
-}
-
-/// One number of a float tensor.
-QATTN_DEVICE float load_number(const void* data, Format format, std::int64_t at) {
-  if (format == Format::f32) return isa::load_global(static_cast<const float*>(data) + at);
-  const std::uint32_t bits = isa::load_global(static_cast<const std::uint16_t*>(data) + at);
-  return format == Format::f16 ? isa::unpack_f16(bits).lo : isa::unpack_bf16(bits).lo;
 }
 
 /// c tanh(x / c); `inverse` = 1 / c. The exponential form loses digits near 0, where a series takes

@@ -7,7 +7,7 @@
 #include "core/problem.hpp"
 #include "isa/launch.hpp"
 #include "kernels/attention/common/params.hpp"
-#include "kernels/quantize/gpu/prepare.hpp"
+#include "kernels/operand/prepare.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

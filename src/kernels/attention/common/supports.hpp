@@ -9,7 +9,7 @@
 #include "core/problem.hpp"
 #include "isa/isa.hpp"
 #include "kernels/attention/common/call_params.hpp"
-#include "kernels/quantize/gpu/prepare.hpp"
+#include "kernels/operand/prepare.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

@@ -1,9 +1,9 @@
 // The part of the problem that a block works on, and how it finds that.
 #pragma once
 
-#include "kernels/attention/common/copy.hpp"
 #include "kernels/attention/common/params.hpp"
-#include "kernels/attention/common/visible_keys.hpp"
+#include "kernels/operand/copy.hpp"
+#include "kernels/operand/visible_keys.hpp"
 
 namespace qattn::kernels {
 

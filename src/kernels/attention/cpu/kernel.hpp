@@ -11,7 +11,7 @@
 #include "core/operand.hpp"
 #include "core/plan.hpp"
 #include "kernels/cpu/words.hpp"
-#include "kernels/quantize/host/rows.hpp"
+#include "kernels/operand/rows.hpp"
 
 namespace qattn::cpu {
 

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "kernels/attention/cpu/task.hpp"
-#include "kernels/quantize/host/rows.hpp"
+#include "kernels/operand/rows.hpp"
 
 namespace qattn::cpu {
 namespace {

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/attention/common/visible_keys.hpp"
 #include "kernels/attention/cpu/pack.hpp"
+#include "kernels/operand/visible_keys.hpp"
 #include "qattn/quantize.hpp"
 
 namespace qattn::cpu {

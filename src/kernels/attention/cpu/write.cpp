@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "kernels/attention/cpu/task.hpp"
-#include "kernels/quantize/host/rows.hpp"
+#include "kernels/operand/rows.hpp"
 
 namespace qattn::cpu {
 namespace {

@@ -7,9 +7,9 @@
 #include "core/operand.hpp"
 #include "kernels/attention/common/call_params.hpp"
 #include "kernels/attention/common/check.cuh"
-#include "kernels/attention/common/map_rows.hpp"
 #include "kernels/attention/common/spoil.hpp"
 #include "kernels/attention/common/supports.hpp"
+#include "kernels/operand/map_rows.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

@@ -4,7 +4,7 @@
 #include "isa/fragment.hpp"
 #include "isa/gpu.hpp"
 #include "kernels/attention/mma/tile_rows.hpp"
-#include "kernels/quantize/gpu/prepared.hpp"
+#include "kernels/operand/prepared.hpp"
 
 namespace qattn::kernels {
 

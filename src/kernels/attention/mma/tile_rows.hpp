@@ -1,7 +1,7 @@
 // How the rows of a tile lie in shared memory.
 #pragma once
 
-#include "kernels/attention/common/copy.hpp"
+#include "kernels/operand/copy.hpp"
 
 namespace qattn::kernels {
 

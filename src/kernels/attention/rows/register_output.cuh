@@ -2,7 +2,7 @@
 #pragma once
 
 #include "isa/fragment.hpp"
-#include "kernels/quantize/gpu/prepared.hpp"
+#include "kernels/operand/prepared.hpp"
 
 namespace qattn::kernels {
 

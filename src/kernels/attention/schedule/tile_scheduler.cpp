@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "kernels/attention/common/call_params.hpp"
-#include "kernels/attention/common/visible_keys.hpp"
+#include "kernels/operand/visible_keys.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

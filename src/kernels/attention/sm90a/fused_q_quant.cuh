@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/attention/sm90a/load.cuh"
-#include "kernels/quantize/gpu/encode/row.cuh"
+#include "kernels/operand/row_codes.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

@@ -9,7 +9,7 @@
 
 #include "kernels/attention/common/call_params.hpp"
 #include "kernels/attention/portable.hpp"
-#include "kernels/quantize/overlap/overlap.hpp"
+#include "kernels/operand/overlap.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -152,7 +152,7 @@ bool gains_by_encoding(const Problem& p, const Recipe& r, const Sm90Config& inst
   return (r.v == Format::s8 && instance.d > 64) || average_keys(p) <= 4096;
 }
 
-/// Multiprocessors that make codes while the others attend, in pairs (overlap/overlap.hpp): a share
+/// Multiprocessors that make codes while the others attend, in pairs (operand/overlap.hpp): a share
 /// that falls with the keys, since attention takes longer then, and with query heads that share K
 /// and V. Too few cost more than too many. H200, 16K tokens, 32 heads, D 128, TFLOP/s with 22, 28,
 /// 34, 40, 48 of 132: S 512 212 263 310 342 338, causal 108 135 158 178 179; S 1024 causal 269 315

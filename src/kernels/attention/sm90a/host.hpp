@@ -5,11 +5,11 @@
 #include <string>
 
 #include "isa/launch.hpp"
-#include "kernels/attention/common/map_rows.hpp"
 #include "kernels/attention/gpu.hpp"
 #include "kernels/attention/schedule/split_kv.hpp"
 #include "kernels/attention/schedule/tile_scheduler.hpp"
 #include "kernels/attention/sm90a/params.hpp"
+#include "kernels/operand/map_rows.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

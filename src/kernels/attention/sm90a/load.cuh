@@ -321,7 +321,7 @@ struct Sm90Producer {
   QATTN_DEVICE void await_codes(const WorkTile& work) {
     const int unit = work.b * p.k.heads + work.kv_head;
     if (unit == coded_unit) return;
-    isa::wait_global(p.awaited.there + std::int64_t{unit} * OverlapParams::words_of_unit,
+    isa::wait_global(p.awaited.there + std::int64_t{unit} * AwaitedCodes::words_of_unit,
                      p.awaited.codes);
     isa::fence_async_global();
     coded_unit = unit;

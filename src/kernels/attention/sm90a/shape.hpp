@@ -7,9 +7,9 @@
 #pragma once
 
 #include "isa/fragment.hpp"
-#include "kernels/attention/common/copy.hpp"
 #include "kernels/attention/sm90a/config.hpp"
-#include "kernels/quantize/gpu/prepared.hpp"
+#include "kernels/operand/copy.hpp"
+#include "kernels/operand/prepared.hpp"
 
 namespace qattn::kernels {
 

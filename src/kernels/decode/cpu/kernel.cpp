@@ -8,7 +8,7 @@
 
 #include "core/threads.hpp"
 #include "kernels/decode/cpu/job.hpp"
-#include "kernels/quantize/host/rows.hpp"
+#include "kernels/operand/rows.hpp"
 #include "kvcache/pages.hpp"
 #include "kvcache/tensors.hpp"
 

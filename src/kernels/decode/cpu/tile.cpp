@@ -6,7 +6,7 @@
 #include "formats/bits.hpp"
 #include "formats/kv/quantize.hpp"
 #include "kernels/decode/cpu/job.hpp"
-#include "kernels/quantize/host/rows.hpp"
+#include "kernels/operand/rows.hpp"
 #include "kvcache/pages.hpp"
 
 namespace qattn::cpu {

@@ -8,7 +8,7 @@
 #include "kernels/attention/gpu.hpp"
 #include "kernels/attention/schedule/split_kv.hpp"
 #include "kernels/decode/uniform8/params.hpp"
-#include "kernels/quantize/scale_groups.hpp"
+#include "kernels/operand/scale_groups.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

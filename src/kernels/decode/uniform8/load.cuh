@@ -3,10 +3,10 @@
 #pragma once
 
 #include "formats/bits.hpp"
-#include "kernels/attention/common/copy.hpp"
 #include "kernels/attention/common/work_tile.cuh"
 #include "kernels/decode/uniform8/params.hpp"
-#include "kernels/quantize/gpu/encode/row.cuh"
+#include "kernels/operand/copy.hpp"
+#include "kernels/operand/row_codes.cuh"
 
 namespace qattn::kernels {
 

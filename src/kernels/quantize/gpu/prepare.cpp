@@ -1,4 +1,4 @@
-#include "kernels/quantize/gpu/prepare.hpp"
+#include "kernels/operand/prepare.hpp"
 
 #include <algorithm>
 #include <array>
@@ -6,7 +6,7 @@
 #include <string>
 
 #include "core/plan.hpp"
-#include "kernels/attention/common/mask_params.hpp"
+#include "kernels/operand/mask_params.hpp"
 #include "kernels/quantize/gpu/prepare_gather.hpp"
 #include "kernels/quantize/gpu/prepare_means.hpp"
 #include "kernels/quantize/gpu/prepare_plain.hpp"

@@ -6,8 +6,8 @@
 #include <cstdint>
 
 #include "core/operand.hpp"
+#include "kernels/operand/prepare.hpp"
 #include "kernels/quantize/gpu/encode.cuh"
-#include "kernels/quantize/gpu/prepare.hpp"
 #include "qattn/quantize.hpp"
 
 namespace qattn::kernels {

@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "core/problem.hpp"
-#include "kernels/quantize/scale_groups.hpp"
+#include "kernels/operand/scale_groups.hpp"
 #include "qattn/quantize.hpp"
 
 namespace qattn {

@@ -15,9 +15,9 @@
 #include "core/threads.hpp"
 #include "formats/hadamard.hpp"
 #include "formats/scale.hpp"
+#include "kernels/operand/rows.hpp"
+#include "kernels/operand/scale_groups.hpp"
 #include "kernels/quantize/host/quantize_check.hpp"
-#include "kernels/quantize/host/rows.hpp"
-#include "kernels/quantize/scale_groups.hpp"
 
 namespace qattn {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "kernels/quantize/gpu/encode/common.cuh"
-#include "kernels/quantize/overlap/overlap.hpp"
+#include "kernels/quantize/overlap/params.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -34,7 +34,7 @@ struct OverlapShape {
 };
 
 QATTN_DEVICE std::uint32_t* progress_of(const OverlapParams& p, int unit) {
-  return p.progress + OverlapParams::first_word + std::int64_t{unit} * OverlapParams::words_of_unit;
+  return p.progress + OverlapParams::first_word + std::int64_t{unit} * AwaitedCodes::words_of_unit;
 }
 
 enum class Step : std::int32_t { none, sum_k, code_k, code_v, code_q };

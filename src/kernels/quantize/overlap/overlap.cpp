@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/attention/common/map_rows.hpp"
+#include "kernels/operand/map_rows.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
@@ -44,7 +44,7 @@ bool overlaps_quantisation(const Problem& p, const Recipe& r, const PrepareLayou
 }
 
 std::int64_t overlap_words(const Problem& p) {
-  return OverlapParams::first_word + p.batch * p.heads_kv * OverlapParams::words_of_unit;
+  return OverlapParams::first_word + p.batch * p.heads_kv * AwaitedCodes::words_of_unit;
 }
 
 isa::LaunchError encode_overlapped(const Problem& p, const Recipe& recipe,

@@ -1,7 +1,7 @@
 // Codes of Q, K and V, made beside attention on them.
 #pragma once
 
-#include "kernels/quantize/gpu/encode/row.cuh"
+#include "kernels/operand/row_codes.cuh"
 #include "kernels/quantize/overlap/jobs.cuh"
 
 namespace qattn::kernels {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "formats/balance.hpp"
-#include "kernels/attention/common/score.hpp"
+#include "kernels/operand/numbers.hpp"
 #include "kernels/quantize/gpu/seen_keys.cuh"
 
 namespace qattn::kernels {

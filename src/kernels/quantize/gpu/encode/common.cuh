@@ -5,15 +5,15 @@
 #include "formats/lost_share.hpp"
 #include "formats/scale.hpp"
 #include "isa/isa.hpp"
-#include "kernels/attention/common/sequence.hpp"
-#include "kernels/quantize/gpu/prepared.hpp"
+#include "kernels/operand/prepared.hpp"
+#include "kernels/operand/row_codes.cuh"
+#include "kernels/operand/sequence.hpp"
+#include "kernels/quantize/gpu/plain_params.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 using isa::SharedAddress;
-using isa::Words2;
-using isa::Words4;
 
 /// 16 bytes of 16-bit channels: what a thread loads of a row.
 inline constexpr int chunk_channels = 8;
@@ -189,11 +189,6 @@ QATTN_DEVICE void find_pair_scales(RowPair& r, float (&amax)[2], SharedScales sc
     r.bad[i] = !formats::is_finite(r.scale[i]);
     if (scales == SharedScales::channel) r.scale[i] = r.bad[i] ? formats::quiet_nan() : 1.0f;
   }
-}
-
-/// 1 / scale for codes; 0 where there are none.
-QATTN_DEVICE float code_factor(bool usable, float scale) {
-  return usable && formats::is_finite(scale) ? formats::reciprocal(scale) : 0.0f;
 }
 
 /// Slot of a tile's first row.

@@ -1,8 +1,8 @@
 // Where the given scales of tokens and the maxima of large groups lie, on the device.
 #pragma once
 
+#include "kernels/operand/scale_groups.hpp"
 #include "kernels/quantize/gpu/encode/means.cuh"
-#include "kernels/quantize/scale_groups.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

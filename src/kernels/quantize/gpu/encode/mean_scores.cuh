@@ -4,7 +4,7 @@
 #pragma once
 
 #include "isa/fragment.hpp"
-#include "kernels/attention/common/copy.hpp"
+#include "kernels/operand/copy.hpp"
 #include "kernels/quantize/gpu/encode/groups.cuh"
 
 namespace qattn::kernels {

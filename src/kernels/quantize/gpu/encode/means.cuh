@@ -4,8 +4,8 @@
 
 #include <type_traits>
 
+#include "kernels/operand/input_kind.hpp"
 #include "kernels/quantize/gpu/encode/common.cuh"
-#include "kernels/quantize/gpu/input_kind.hpp"
 #include "kernels/quantize/gpu/seen_keys.cuh"
 
 namespace qattn::kernels {

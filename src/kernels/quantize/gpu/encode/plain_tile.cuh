@@ -1,7 +1,7 @@
 // A tile of an operand of 16 bits from memory to registers, for the encoding without detours.
 #pragma once
 
-#include "kernels/quantize/gpu/encode/row.cuh"
+#include "kernels/operand/row_codes.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

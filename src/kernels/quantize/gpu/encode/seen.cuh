@@ -1,10 +1,10 @@
 // Finds the keys that some row of the call sees (SeenKeys), as cpu/seen.cpp does.
 #pragma once
 
-#include "kernels/attention/common/params.hpp"
-#include "kernels/attention/common/score.hpp"
-#include "kernels/attention/common/visible_keys.hpp"
-#include "kernels/quantize/gpu/seen.hpp"
+#include "kernels/operand/masks.hpp"
+#include "kernels/operand/numbers.hpp"
+#include "kernels/operand/seen.hpp"
+#include "kernels/operand/visible_keys.hpp"
 #include "kernels/quantize/gpu/seen_keys.cuh"
 
 namespace qattn::kernels {

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "kernels/cpu/words.hpp"
-#include "kernels/quantize/gpu/seen.hpp"
+#include "kernels/operand/seen.hpp"
 #include "qattn/recipe.hpp"
 
 namespace qattn::cpu {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "isa/tensor_map.hpp"
-#include "kernels/attention/common/sequence.hpp"
+#include "kernels/operand/sequence.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

@@ -8,7 +8,7 @@
 
 #include "core/problem.hpp"
 #include "isa/launch.hpp"
-#include "kernels/quantize/gpu/prepared.hpp"
+#include "kernels/operand/prepared.hpp"
 
 namespace qattn::kernels {
 
@@ -90,11 +90,6 @@ std::string hidden_keys_text(const PrepareLayout& layout);
 /// layout.bytes bytes, 64-byte aligned. `next`: when the kernel behind it may start.
 isa::LaunchError prepare(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
                          void* workspace, void* stream, isa::Start& next);
-
-/// What the path without detours is told of all three operands. False: it does not serve them, or
-/// not sequences that are packed, paged or used in part.
-bool plan_plain(const Problem& problem, const Recipe& recipe, const PrepareLayout& layout,
-                void* workspace, PlainParams& params);
 
 /// Where what balances Q's channels is; null if nothing does (PlainRows::factors).
 void query_factors(const PrepareLayout& layout, const Problem& problem, void* workspace,

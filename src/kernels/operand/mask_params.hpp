@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
-#include "kernels/attention/common/params.hpp"
+#include "kernels/operand/masks.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

@@ -10,36 +10,19 @@
 // to end by the first at 1024 causal and 2048 causal, 1.07 and 1.03 by the second.
 #pragma once
 
-#include <string>
+#include <cstdint>
 
 #include "isa/launch.hpp"
-#include "isa/tensor_map.hpp"
-#include "kernels/quantize/gpu/prepare.hpp"
+#include "kernels/operand/prepare.hpp"
 
 namespace qattn::kernels {
 
-/// Jobs are tiles of 64 tokens of an operand. Those of a unit, which is a KV head of a sequence
-/// with its query heads: first sums of K, where it has a mean, then codes, of K last. Sums are made
-/// some units ahead, since the last of them is waited for.
-struct OverlapParams {
-  PlainParams plain;
-  isa::TensorMap raw[3];    ///< Q, K, V: (channels, tokens, heads, sequences), boxes of 64 by 64
-  float* k_mean = nullptr;  ///< null: nothing is subtracted
-  std::int32_t units = 0, ahead = 0, group = 1;
-  std::int32_t k_tiles = 0, q_tiles = 0;  ///< of a head of a sequence
-  std::int32_t sums = 0, codes = 0;       ///< jobs of a unit
-  /// Zeros at first. [0]: chunks of jobs that somebody has taken; [1]: works of attention; then of
-  /// each unit: sums that are there, is its mean there? and codes that are there.
-  std::uint32_t* progress = nullptr;
-  static constexpr int words_of_unit = 4, first_word = 4, chunk = 2;
-  enum Word { sums_there, mean_there, codes_there };
-};
-
-/// What attention is told of it.
+/// What attention is told of it. A unit is a KV head of a sequence with its query heads.
 struct AwaitedCodes {
-  std::uint32_t* works = nullptr;        ///< that were taken; null: all codes are there
-  const std::uint32_t* there = nullptr;  ///< counts of units, words_of_unit apart
-  std::uint32_t codes = 0;               ///< what they are to reach
+  static constexpr int words_of_unit = 4;  ///< of counts
+  std::uint32_t* works = nullptr;          ///< that were taken; null: all codes are there
+  const std::uint32_t* there = nullptr;    ///< counts of units, words_of_unit apart
+  std::uint32_t codes = 0;                 ///< what they are to reach
 };
 
 inline namespace QATTN_TARGET {

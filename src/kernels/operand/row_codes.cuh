@@ -1,10 +1,22 @@
 // Eight channels of a row of 16 bits, 16 bytes, to codes: what every kernel without detours does.
 #pragma once
 
-#include "kernels/quantize/gpu/encode/common.cuh"
+#include <cstdint>
+
+#include "formats/int8.hpp"
+#include "formats/scale.hpp"
+#include "isa/isa.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
+
+using isa::Words2;
+using isa::Words4;
+
+/// 1 / scale for codes; 0 where there are none.
+QATTN_DEVICE float code_factor(bool usable, float scale) {
+  return usable && formats::is_finite(scale) ? formats::reciprocal(scale) : 0.0f;
+}
 
 template <isa::Element Input>
 struct RowCodes {

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "isa/isa.hpp"
-#include "kernels/attention/common/sequence.hpp"
+#include "kernels/operand/sequence.hpp"
 
 namespace qattn::tile {
 

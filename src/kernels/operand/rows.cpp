@@ -1,4 +1,4 @@
-#include "kernels/quantize/host/rows.hpp"
+#include "kernels/operand/rows.hpp"
 
 #include <algorithm>
 #include <array>
