@@ -128,21 +128,27 @@ QATTN_DEVICE int share_number(const DecodeParams& p) {
 }
 
 template <DecodeConfig C>
-struct DecodeUnit : DecodeLoad<C> {
+struct DecodeUnit {
   using S = DecodeShape<C>;
-  using Base = DecodeLoad<C>;
-  using Base::Base, Base::N, Base::p, Base::lane, Base::warp, Base::at, Base::o, Base::sum,
-      Base::base, Base::g, Base::t, Base::unit;
+  using F = typename DecodeState<C>::F;
+  using Load = DecodeLoad<C>;
+  static constexpr int N = C.n;
 
+  DecodeCodes<C> state;
   bool coded = false;  ///< this warp's O has parts of codes
+
+  QATTN_DEVICE DecodeUnit(const DecodeParams& params, std::int64_t unit) : state(params, unit) {}
+
+  QATTN_DEVICE Load load() const { return {state}; }
+  QATTN_DEVICE DecodeRowTiles<C> rows() { return {state}; }
 
   // ---- Tiles ----------------------------------------------------------------------------------
 
   template <int V>
   QATTN_DEVICE void note(const TierRun& run, int first, const float (&mass)[N][2]) {
-    if (p.mass == nullptr) return;
-    const int place = first + this->template block_of<V>();
-    this->template note_mass<V>(mass, place < run.count ? run.list - p.lists + place : -1);
+    if (state.p.mass == nullptr) return;
+    const int place = first + state.template block_of<V>();
+    state.template note_mass<V>(mass, place < run.count ? run.list - state.p.lists + place : -1);
   }
 
   /// Tiles `index`, `index` + 8 and so on of a run of codes. Each warp has a ring of its own,
@@ -154,34 +160,34 @@ struct DecodeUnit : DecodeLoad<C> {
     if constexpr (K != 0) k_bits = K;
     const int tiles = (run.count + M - 1) / M;
     if (index >= tiles) return;
-    this->forget_lane();
-    this->forget_unit();
+    state.forget_lane();
+    state.forget_unit();
     coded = true;
-    const int bytes = Base::stage_bytes(k_bits, V), depth = Base::stages(k_bits, V);
-    const std::uint8_t* pages = p.cache.pool[run.tier].pages;
-    const isa::SharedAddress ring = this->ring();
+    const int bytes = Load::stage_bytes(k_bits, V), depth = Load::stages(k_bits, V);
+    const std::uint8_t* pages = state.p.cache.pool[run.tier].pages;
+    const isa::SharedAddress ring = state.ring();
     int ahead = index, put = 0, get = 0, begun = 0;
     std::uint32_t special = 0;  // bit i: the tile i rounds on wants masks
-    DecodeBlock next = this->load_block(run, ahead * M + (lane & (M - 1)));
+    DecodeBlock next = load().load_block(run, ahead * M + (state.lane & (M - 1)));
     while (index < tiles) {
       if (ahead < tiles) {
-        this->template copy_tile<K, V>(pages, next, k_bits,
-                                       ring + static_cast<isa::SharedAddress>(put * bytes));
+        load().template copy_tile<K, V>(pages, next, k_bits,
+                                        ring + static_cast<isa::SharedAddress>(put * bytes));
         const bool masked = (next.where & 1) != 0 || ahead * M + M > run.count;
         special |= isa::any(masked) ? 1u << (depth - 1) : 0u;
         ahead += S::warps;
-        next = this->load_block(run, ahead * M + (lane & (M - 1)));
+        next = load().load_block(run, ahead * M + (state.lane & (M - 1)));
         put = put + 1 == depth ? 0 : put + 1;
       }
       isa::copy_async_commit();
       // One place of the source starts copies, the first ones too: what no cache has yet costs a
       // call more than this branch.
       if (++begun >= depth) {
-        this->wait_for_tile(depth);
+        load().wait_for_tile(depth);
         float mass[N][2];
-        this->template run_codes<K, V>(
+        state.template run_codes<K, V>(
             ring + static_cast<isa::SharedAddress>(get * bytes), k_bits, (special & 1) != 0,
-            [&](int block) { return this->tokens_of(run, index * M, block); }, mass);
+            [&](int block) { return load().tokens_of(run, index * M, block); }, mass);
         note<V>(run, index * M, mass);
         isa::sync_warp();  // nobody reads this stage any more
         get = get + 1 == depth ? 0 : get + 1;
@@ -189,7 +195,7 @@ struct DecodeUnit : DecodeLoad<C> {
       }
       special >>= 1;
     }
-    this->take_centre(0.5f * static_cast<float>((1 << V) - 1));
+    state.take_centre(0.5f * static_cast<float>((1 << V) - 1));
   }
 
   template <int V>
@@ -205,36 +211,36 @@ struct DecodeUnit : DecodeLoad<C> {
   QATTN_DEVICE void run_rows_tiles(const TierRun& run, int index) {
     if (index >= run.count) return;
     if (coded) {
-      this->unrotate();
-      this->move_by_mean(0, 1.0f);
+      rows().unrotate();
+      rows().move_by_mean(0, 1.0f);
     }
-    this->forget_unit();
-    const kv::DevicePool& pool = p.cache.pool[0];
+    state.forget_unit();
+    const kv::DevicePool& pool = state.p.cache.pool[0];
     for (; index < run.count; index += S::warps) {
-      this->forget_lane();
-      const DecodeBlock found = this->load_block(run, index);
+      state.forget_lane();
+      const DecodeBlock found = load().load_block(run, index);
       const auto bytes = static_cast<std::uint32_t>(pool.layout.block.bytes());
-      this->copy_rows(pool.pages + std::uint64_t{found.number} * bytes);
+      load().copy_rows(pool.pages + std::uint64_t{found.number} * bytes);
       const bool special = (found.where & 1) != 0;
-      const auto tokens_of = [&](int) { return this->tokens_of(run, index, 0); };
+      const auto tokens_of = [&](int) { return load().tokens_of(run, index, 0); };
       float mass[N][2];
-      if (p.cache.bf16 != 0) {
-        this->template run_rows<isa::Element::bf16>(this->ring(), special, tokens_of, mass);
+      if (state.p.cache.bf16 != 0) {
+        rows().template run_rows<isa::Element::bf16>(state.ring(), special, tokens_of, mass);
       } else {
-        this->template run_rows<isa::Element::f16>(this->ring(), special, tokens_of, mass);
+        rows().template run_rows<isa::Element::f16>(state.ring(), special, tokens_of, mass);
       }
       isa::sync_warp();  // nobody reads the ring any more
       note<16>(run, index, mass);
     }
-    this->move_by_mean(0, -1.0f);
-    this->rotate();
+    rows().move_by_mean(0, -1.0f);
+    rows().rotate();
     coded = true;
   }
 
   /// `turn`: which warp takes the first tile; returns the one after the last.
   QATTN_DEVICE int run_tier(const TierRun& run, int turn) {
-    const formats::KvBlock block = p.cache.pool[run.tier].layout.block;
-    const int index = (warp - turn) & (S::warps - 1), k_bits = block.k_bits;
+    const formats::KvBlock block = state.p.cache.pool[run.tier].layout.block;
+    const int index = (state.warp - turn) & (S::warps - 1), k_bits = block.k_bits;
     switch (run.tier == 0 ? formats::kv_window_bits : block.v_bits) {
       case formats::kv_window_bits:
         run_rows_tiles(run, index);
@@ -260,35 +266,37 @@ struct DecodeUnit : DecodeLoad<C> {
 
   /// Warps' results into one, each through its own ring: [row][dv + 4], the last base and sum.
   QATTN_DEVICE void merge() {
-    const std::int64_t slot = std::int64_t{share_number(p)} + unit;
+    const std::int64_t slot = std::int64_t{share_number(state.p)} + state.unit;
     constexpr int row_bytes = (C.dv + 4) * 4;
-    const float back = this->v_unit * 0x1p24f;  // from products with codes in place
+    const float back = state.v_unit * 0x1p24f;  // from products with codes in place
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        float total = sum[n][c];
-        total = isa::row_sum<typename Base::F>(total);
+        float total = state.sum[n][c];
+        total = isa::row_sum<F>(total);
         const isa::SharedAddress row =
-            this->ring() + static_cast<isa::SharedAddress>(this->row(n, c) * row_bytes);
+            state.ring() + static_cast<isa::SharedAddress>(state.row(n, c) * row_bytes);
 #pragma unroll
         for (int group = 0; group < S::groups; ++group) {
           const auto word = [&](int i) {
-            return formats::bits_of(o[group][i / 2][n][i % 2 * 2 + c] * back);
+            return formats::bits_of(state.o[group][i / 2][n][i % 2 * 2 + c] * back);
           };
-          isa::store_shared(row + static_cast<isa::SharedAddress>((32 * group + 4 * g) * 4),
+          isa::store_shared(row + static_cast<isa::SharedAddress>((32 * group + 4 * state.g) * 4),
                             isa::Words4{{word(0), word(1), word(2), word(3)}});
         }
-        if (g == 0) {
-          isa::store_shared(row + C.dv * 4,
-                            isa::Words2{{formats::bits_of(base[n][c]), formats::bits_of(total)}});
+        if (state.g == 0) {
+          isa::store_shared(row + C.dv * 4, isa::Words2{{formats::bits_of(state.base[n][c]),
+                                                         formats::bits_of(total)}});
         }
       }
     }
     isa::sync_threads();
     for (int i = isa::thread(); i < 8 * N * (C.dv / 4); i += S::threads) {
       const int row = i / (C.dv / 4), channel = i % (C.dv / 4) * 4;
-      const auto of_warp = [&](int w) { return at(S::ring + w * S::ring_bytes + row * row_bytes); };
+      const auto of_warp = [&](int w) {
+        return state.at(S::ring + w * S::ring_bytes + row * row_bytes);
+      };
       float bases[S::warps], sums[S::warps], top = -tile::infinity();
 #pragma unroll
       for (int w = 0; w < S::warps; ++w) {
@@ -310,13 +318,14 @@ struct DecodeUnit : DecodeLoad<C> {
       isa::Words4 words;
 #pragma unroll
       for (int k = 0; k < 4; ++k) words.w[k] = formats::bits_of(out[k]);
-      isa::store_global(reinterpret_cast<isa::Words4*>(p.partial_out +
-                                                       (slot * p.unit_rows + row) * C.dv + channel),
-                        words);
+      isa::store_global(
+          reinterpret_cast<isa::Words4*>(state.p.partial_out +
+                                         (slot * state.p.unit_rows + row) * C.dv + channel),
+          words);
       if (channel == 0) {
-        isa::store_global(
-            reinterpret_cast<isa::Words2*>(p.partial_sum + (slot * p.unit_rows + row) * 2),
-            isa::Words2{{formats::bits_of(top), formats::bits_of(total)}});
+        isa::store_global(reinterpret_cast<isa::Words2*>(state.p.partial_sum +
+                                                         (slot * state.p.unit_rows + row) * 2),
+                          isa::Words2{{formats::bits_of(top), formats::bits_of(total)}});
       }
     }
     isa::sync_threads();  // the rings are free again
@@ -325,37 +334,39 @@ struct DecodeUnit : DecodeLoad<C> {
   /// To pages of another set: other queries; and O so far lacks one set's mean of V, and is to lack
   /// the other's. Which set it was is in shared memory: registers are short.
   QATTN_DEVICE void take_set(int set) {
-    const isa::SharedAddress place = at(S::unit_sets);
+    const isa::SharedAddress place = state.at(S::unit_sets);
     const auto before = isa::load_shared<std::uint32_t>(place);
-    if (coded && p.cache.smooth_v != 0) {
-      this->unrotate();
-      this->move_by_mean(static_cast<int>(before), 1.0f);
-      this->move_by_mean(set, -1.0f);
-      this->rotate();
+    if (coded && state.p.cache.smooth_v != 0) {
+      rows().unrotate();
+      rows().move_by_mean(static_cast<int>(before), 1.0f);
+      rows().move_by_mean(set, -1.0f);
+      rows().rotate();
     }
     isa::sync_threads();  // nobody reads the queries, nor the word, any more
     if (isa::thread() == 0) isa::store_shared(place, static_cast<std::uint32_t>(set));
-    this->store_queries(set);
-    this->store_facts(set);
+    state.store_queries(set);
+    state.store_facts(set);
     isa::sync_threads();
   }
   QATTN_DEVICE std::uint32_t current_set() const {
-    return isa::load_shared<std::uint32_t>(at(S::unit_sets));
+    return isa::load_shared<std::uint32_t>(state.at(S::unit_sets));
   }
 
   /// Places [begin, end) of the unit.
   QATTN_DEVICE void run(std::uint32_t begin, std::uint32_t end) {
-    const std::int64_t first_list = Quotient(unit, p.pairs()).remainder * p.parts();
+    const std::int64_t first_list =
+        Quotient(state.unit, state.p.pairs()).remainder * state.p.parts();
     const auto load_counts = [&](std::uint32_t part, int set) {
-      return isa::load_global(p.counts_of(first_list + part, set) + (isa::lane() & 7));
+      return isa::load_global(state.p.counts_of(first_list + part, set) + (isa::lane() & 7));
     };
     std::uint32_t counts = load_counts(begin / part_blocks, 0);  // on its way with the queries
     if (isa::thread() == 0) {
-      const int sets = DecodePair(p, Quotient(unit, p.pairs()).remainder).sets;
-      isa::store_shared(at(S::unit_sets), isa::Words2{{0u, static_cast<std::uint32_t>(sets)}});
+      const int sets = DecodePair(state.p, Quotient(state.unit, state.p.pairs()).remainder).sets;
+      isa::store_shared(state.at(S::unit_sets),
+                        isa::Words2{{0u, static_cast<std::uint32_t>(sets)}});
     }
-    this->store_queries(0);
-    this->store_facts(0);
+    state.store_queries(0);
+    state.store_facts(0);
     isa::sync_threads();
     int turn = 0;
     for (std::uint32_t part = begin / part_blocks; part * part_blocks < end; ++part) {
@@ -374,17 +385,17 @@ struct DecodeUnit : DecodeLoad<C> {
         if (first < last) {
           if (current_set() != static_cast<std::uint32_t>(set)) take_set(set);
           const TierRun run{tier, static_cast<int>(last - first),
-                            p.lists + list * part_blocks + first};
+                            state.p.lists + list * part_blocks + first};
           turn = run_tier(run, turn);
         }
         tier_begin = tier_end;
-        if (tier + 1 < p.cache.pools) {
+        if (tier + 1 < state.p.cache.pools) {
           ++n;
           continue;
         }
         n = (set + 1) * kv::most_tiers;
         if (static_cast<std::uint32_t>(set + 1) >=
-            isa::load_shared<std::uint32_t>(at(S::unit_sets + 4))) {
+            isa::load_shared<std::uint32_t>(state.at(S::unit_sets + 4))) {
           break;
         }
       }

@@ -8,19 +8,21 @@
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
+/// Tiles of the window: a part that works on its unit's state.
 template <DecodeConfig C>
-struct DecodeRowTiles : DecodeCodes<C> {
+struct DecodeRowTiles {
   using S = DecodeShape<C>;
-  using Base = DecodeCodes<C>;
-  using Base::Base;
-  using Base::N, Base::g, Base::lane, Base::o, Base::p, Base::t, Base::unit;
+  using F = typename DecodeState<C>::F;
   using enum isa::Element;
+  static constexpr int N = C.n;
+
+  DecodeState<C>& state;
 
   // ---- Rotation -------------------------------------------------------------------------------
 
   /// Channel of accumulator i of tile row x of a group.
   QATTN_DEVICE int channel(int group, int x, int i) const {
-    return 32 * group + 4 * g + 2 * x + i / 2;
+    return 32 * group + 4 * state.g + 2 * x + i / 2;
   }
 
   QATTN_DEVICE void multiply_signs() {
@@ -32,7 +34,7 @@ struct DecodeRowTiles : DecodeCodes<C> {
         for (int i = 0; i < 4; ++i) {
           const float sign = formats::rotation_sign(channel(group, x, i));
 #pragma unroll
-          for (int n = 0; n < N; ++n) o[group][x][n][i] *= sign;
+          for (int n = 0; n < N; ++n) state.o[group][x][n][i] *= sign;
         }
       }
     }
@@ -53,7 +55,7 @@ struct DecodeRowTiles : DecodeCodes<C> {
       for (int column = 0; column < 2; ++column) {
 #pragma unroll
         for (int group = 0; group < S::groups; ++group) {
-          auto& tile = o[group];
+          auto& tile = state.o[group];
           butterfly(tile[0][n][column], tile[0][n][column + 2]);
           butterfly(tile[1][n][column], tile[1][n][column + 2]);
           butterfly(tile[0][n][column], tile[1][n][column]);
@@ -66,19 +68,19 @@ struct DecodeRowTiles : DecodeCodes<C> {
             if ((group & distance) != 0) continue;
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
-              butterfly(o[group][x / 2][n][x % 2 * 2 + column],
-                        o[group + distance][x / 2][n][x % 2 * 2 + column]);
+              butterfly(state.o[group][x / 2][n][x % 2 * 2 + column],
+                        state.o[group + distance][x / 2][n][x % 2 * 2 + column]);
             }
           }
         }
       }
 #pragma unroll
       for (int k = 0; k < 8 * S::groups; ++k) {
-        float& v = o[k / 8][k / 4 % 2][n][k % 4];
+        float& v = state.o[k / 8][k / 4 % 2][n][k % 4];
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) {
           const float other = isa::shuffle_xor(v, mask);
-          v = (lane & mask) != 0 ? other - v : v + other;
+          v = (state.lane & mask) != 0 ? other - v : v + other;
         }
         v *= norm;
       }
@@ -87,14 +89,14 @@ struct DecodeRowTiles : DecodeCodes<C> {
 
   /// O so far is of rotated V; rows are not. They differ by this.
   QATTN_DEVICE void unrotate() {
-    if (p.cache.rotate == 0) return;
-    this->forget_lane();  // signs and all
+    if (state.p.cache.rotate == 0) return;
+    state.forget_lane();  // signs and all
     hadamard();
     multiply_signs();
   }
   QATTN_DEVICE void rotate() {
-    if (p.cache.rotate == 0) return;
-    this->forget_lane();
+    if (state.p.cache.rotate == 0) return;
+    state.forget_lane();
     multiply_signs();
     hadamard();
   }
@@ -102,25 +104,26 @@ struct DecodeRowTiles : DecodeCodes<C> {
   /// V of codes may lack its set's mean, rows have it; O so far is of the one or of the other. The
   /// combination adds the first set's mean to what is as of codes.
   QATTN_DEVICE void move_by_mean(int set, float sign) {
-    if (p.cache.smooth_v == 0) return;
-    const DecodePair pair(p, Quotient(unit, p.pairs()).remainder);
+    if (state.p.cache.smooth_v == 0) return;
+    const DecodePair pair(state.p, Quotient(state.unit, state.p.pairs()).remainder);
     if (pair.bad) return;
-    this->forget_lane();
-    const float* mean = p.cache.v_mean(pair.slot, p.layer, pair.head, set) + 4 * g;
+    state.forget_lane();
+    const float* mean =
+        state.p.cache.v_mean(pair.slot, state.p.layer, pair.head, set) + 4 * state.g;
     // O is in units of v_unit * 2^24.
     const float factor =
-        sign * 0x1p-24f * formats::float_of(0x7f000000u - formats::bits_of(this->v_unit));
+        sign * 0x1p-24f * formats::float_of(0x7f000000u - formats::bits_of(state.v_unit));
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        float total = this->sum[n][c] * factor;
-        total = isa::row_sum<typename Base::F>(total);
+        float total = state.sum[n][c] * factor;
+        total = isa::row_sum<F>(total);
 #pragma unroll
         for (int group = 0; group < S::groups; ++group) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            float& x = this->o[group][i / 2][n][i % 2 * 2 + c];
+            float& x = state.o[group][i / 2][n][i % 2 * 2 + c];
             x = fmaf(total, isa::load_global(mean + 32 * group + i), x);
           }
         }
@@ -132,8 +135,9 @@ struct DecodeRowTiles : DecodeCodes<C> {
 
   template <isa::Element E>
   QATTN_DEVICE void multiply_row_keys(isa::SharedAddress keys, float (&acc)[1][N][4]) const {
-    const std::uint32_t* queries = p.query_words + p.query_plane(unit, query_high);
-    const std::int64_t to_low = std::int64_t{p.unit_rows} * (C.d / 2);
+    const std::uint32_t* queries =
+        state.p.query_words + state.p.query_plane(state.unit, query_high);
+    const std::int64_t to_low = std::int64_t{state.p.unit_rows} * (C.d / 2);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -145,7 +149,8 @@ struct DecodeRowTiles : DecodeCodes<C> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         w[h] = isa::load_shared<isa::Words4>(
-            keys + static_cast<isa::SharedAddress>(((2 * g + h) * C.d + 32 * steps + 8 * t) * 2));
+            keys + static_cast<isa::SharedAddress>(
+                       ((2 * state.g + h) * C.d + 32 * steps + 8 * state.t) * 2));
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -157,7 +162,7 @@ struct DecodeRowTiles : DecodeCodes<C> {
 #pragma unroll
           for (int n = 0; n < N; ++n) {
             const auto words = isa::load_global(reinterpret_cast<const isa::Words2*>(
-                queries + part * to_low + (((2 * steps + half) * N + n) * 32 + lane) * 2));
+                queries + part * to_low + (((2 * steps + half) * N + n) * 32 + state.lane) * 2));
             b[n][0] = words.w[0], b[n][1] = words.w[1];
           }
           isa::mma<E, E, 1, N>(acc, a, b);
@@ -193,14 +198,13 @@ struct DecodeRowTiles : DecodeCodes<C> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         w[group][i] = isa::load_shared<isa::Words2>(
-            values +
-            static_cast<isa::SharedAddress>(((4 * t + i) * C.dv + 32 * group + 4 * g) * 2));
+            values + static_cast<isa::SharedAddress>(
+                         ((4 * state.t + i) * C.dv + 32 * group + 4 * state.g) * 2));
       }
     }
     std::uint32_t bad = bad_rows<E>(w);
     if (!isa::any(bad != 0)) return 0;
-    bad = isa::join_row<typename Base::F>(bad,
-                                          [](std::uint32_t a, std::uint32_t b) { return a | b; });
+    bad = isa::join_row<F>(bad, [](std::uint32_t a, std::uint32_t b) { return a | b; });
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -208,7 +212,7 @@ struct DecodeRowTiles : DecodeCodes<C> {
         if ((bad >> i & 1) != 0) w[k / 2][i].w[k % 2] = 0;
       }
     }
-    std::uint32_t all = bad << 4 * t;
+    std::uint32_t all = bad << 4 * state.t;
     all |= isa::shuffle_xor(all, 1);
     return all | isa::shuffle_xor(all, 2);
   }
@@ -229,7 +233,7 @@ struct DecodeRowTiles : DecodeCodes<C> {
           a[k][2 * odd + 1] = isa::byte_permute(first, second, 0x7632u);
         }
       }
-      isa::mma<E, E, 2, N>(o[group], a, x);
+      isa::mma<E, E, 2, N>(state.o[group], a, x);
     }
   }
 
@@ -253,17 +257,17 @@ struct DecodeRowTiles : DecodeCodes<C> {
                              float (&mass)[N][2]) {
     float acc[1][N][4];
     multiply_row_keys<E>(block, acc);
-    this->template spoil_infinite<1>(acc);
+    DecodeCodes<C>::template spoil_infinite<1>(acc);
     isa::Words2 w[S::groups][4];
     const std::uint32_t bad = load_row_values<E>(block + 2 * formats::kv_block_tokens * C.d, w);
     // In units of the codes' products, whose scale for rows is 2^-24.
-    const float k[1][2] = {{this->rows_factor, this->rows_factor}};
+    const float k[1][2] = {{state.rows_factor, state.rows_factor}};
     float v[1][2];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      v[0][h] = (bad >> (2 * g + h) & 1) != 0 ? tile::quiet_nan() : 0x1p-24f;
+      v[0][h] = (bad >> (2 * state.g + h) & 1) != 0 ? tile::quiet_nan() : 0x1p-24f;
     std::uint32_t x[1][N][2];
-    this->template softmax<16, 1, false>(acc, k, v, special, tokens_of, x, mass);
+    state.template softmax<16, 1, false>(acc, k, v, special, tokens_of, x, mass);
     if constexpr (E == f16) {
       multiply_row_values<E>(w, x[0]);
     } else {

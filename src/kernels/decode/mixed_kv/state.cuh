@@ -47,7 +47,10 @@ struct DecodeState {
 
   const DecodeParams& p;
   int lane = isa::lane(), g = lane >> 2, t = lane & 3;
+  const int warp = isa::warp();
+  const isa::SharedAddress shared = isa::shared_base();
   int unit, first_row;
+  const std::uint32_t* set_queries = nullptr;  ///< those that are not in shared memory
 
   float o[S::groups][2][N][4];
   float ones[1][N][4];          ///< sums of P, by a row of codes that are 1
@@ -75,6 +78,11 @@ struct DecodeState {
       }
     }
   }
+
+  QATTN_DEVICE isa::SharedAddress at(int place) const {
+    return shared + static_cast<isa::SharedAddress>(place);
+  }
+  QATTN_DEVICE isa::SharedAddress ring() const { return at(S::ring + warp * S::ring_bytes); }
 
   /// At the start of a tile. Compilers would keep every lane's addresses of every pair of bits
   /// through the loop over tiles, in local memory.

@@ -8,28 +8,27 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <isa::Element Input, int Channels>
-struct FirstPass : PlainTile<Input, Channels> {
+struct FirstPass {
   using Tile = PlainTile<Input, Channels>;
-  using Tile::chunk, Tile::clean_values, Tile::first_key, Tile::image_at, Tile::key_step;
-  using Tile::load, Tile::load_values, Tile::pair, Tile::row_stride, Tile::threads, Tile::unpack;
-  static_assert(threads == Channels);
+  static_assert(Tile::threads == Channels);
 
   /// Sums of K's channels over a tile, row by row. A thread adds up two channels.
   static QATTN_DEVICE void sum_rows(const tile::Rows& r, const TilePlace& p, float* sums,
                                     SharedAddress shared) {
     Words4 raw[8];
-    load(r, p, shared, raw);  // rows behind the end are zeros, which change no sum
-    const SharedAddress rows = shared + image_at;
-    const SharedAddress mine = rows + first_key() * row_stride + chunk() * 16;
+    Tile::load(r, p, shared, raw);  // rows behind the end are zeros, which change no sum
+    const SharedAddress rows = shared + Tile::image_at;
+    const SharedAddress mine = rows + Tile::first_key() * Tile::row_stride + Tile::chunk() * 16;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) isa::store_shared(mine + key_step(i) * row_stride, raw[i]);
+    for (int i = 0; i < 8; ++i)
+      isa::store_shared(mine + Tile::key_step(i) * Tile::row_stride, raw[i]);
     isa::sync_threads();
     if (isa::thread() >= Channels / 2) return;
     float lo = 0.0f, hi = 0.0f;
 #pragma unroll 16
     for (int row = 0; row < slot_tile; ++row) {
-      const isa::Pair x =
-          unpack(isa::load_shared<std::uint32_t>(rows + row * row_stride + 4 * isa::thread()));
+      const isa::Pair x = Tile::unpack(
+          isa::load_shared<std::uint32_t>(rows + row * Tile::row_stride + 4 * isa::thread()));
       lo = formats::add_rn(lo, x.lo);
       hi = formats::add_rn(hi, x.hi);
     }
@@ -42,11 +41,11 @@ struct FirstPass : PlainTile<Input, Channels> {
                                        SharedAddress shared) {
     Words4 raw[8];
     typename Tile::OwnScales scales;
-    load_values(params, p, shared, raw, scales);
+    Tile::load_values(params, p, shared, raw, scales);
     isa::sync_threads();
     float factor[8];
-    clean_values(shared, raw, factor);
-    const SharedAddress table = shared + image_at;  // [pair][Channels]
+    Tile::clean_values(shared, raw, factor);
+    const SharedAddress table = shared + Tile::image_at;  // [pair][Channels]
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       Words4 top;
@@ -59,10 +58,11 @@ struct FirstPass : PlainTile<Input, Channels> {
           high = high > both ? high : both;
           low = low > both << 16 ? low : both << 16;
         }
-        top.w[2 * j] = formats::bits_of(unpack(low).hi);
-        top.w[2 * j + 1] = formats::bits_of(unpack(high & 0xffff0000u).hi);
+        top.w[2 * j] = formats::bits_of(Tile::unpack(low).hi);
+        top.w[2 * j + 1] = formats::bits_of(Tile::unpack(high & 0xffff0000u).hi);
       }
-      isa::store_shared(table + 4 * (pair() * Channels + chunk() * chunk_channels + 4 * n), top);
+      isa::store_shared(
+          table + 4 * (Tile::pair() * Channels + Tile::chunk() * chunk_channels + 4 * n), top);
     }
     isa::sync_threads();
     std::uint32_t top = 0;  // there are as many threads as channels

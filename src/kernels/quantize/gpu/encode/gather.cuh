@@ -27,12 +27,17 @@ struct GatherParams {
 };
 
 template <int Channels>
-struct GatherMicro : EncodeMicro<Channels> {
+struct GatherMicro {
   using Params = GatherParams;
-  using Base = EncodeMicro<Channels>;
-  using Base::chunks, Base::factor_at, Base::key_step, Base::stride;
-  using typename Base::Values;
-  using typename Base::Work;
+  using MicroEncoder = EncodeMicro<Channels>;
+  using General = EncodeGeneral<Channels>;
+  using Values = typename General::Values;
+  using Work = typename General::Work;
+  static constexpr int threads = MicroEncoder::threads, min_blocks = MicroEncoder::min_blocks;
+  static constexpr int shared_bytes = MicroEncoder::shared_bytes;
+  static constexpr bool dependent = true;
+  static constexpr int chunks = General::chunks, factor_at = General::factor_at;
+  static constexpr int stride = General::stride;
 
   /// Scales that belong to a thread's codes: of its four rows, or of its eight channels of V.
   struct Scales {
@@ -99,8 +104,9 @@ struct GatherMicro : EncodeMicro<Channels> {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (!v.here[i] || !has_channels(w)) continue;
-      s.code[i] = load_scale<Format>(role, w.place, w.place.first + w.first_key() + key_step(i),
-                                     w.chunk() * chunk_channels, s.bad[i]);
+      s.code[i] =
+          load_scale<Format>(role, w.place, w.place.first + w.first_key() + General::key_step(i),
+                             w.chunk() * chunk_channels, s.bad[i]);
     }
   }
 
@@ -167,24 +173,24 @@ struct GatherMicro : EncodeMicro<Channels> {
       for (int j = 0; j < 8; ++j) scale[j] = w.is_value() ? s.code[j] : s.code[i];
       const bool none = w.is_value() ? spoiled : s.bad[i];
       const bool bad = missing[i] || none || has_bad_code<Format>(v, i, scale);
-      isa::store_shared(mine + 4 * key_step(i) * stride, bad ? formats::kInfBits : 0u);
+      isa::store_shared(mine + 4 * General::key_step(i) * stride, bad ? formats::kInfBits : 0u);
       if (w.role.dot == nullptr) continue;
 #pragma unroll
       for (int j = 0; j < 8; ++j) v.x[i][j] = decode<Format>(code_of<Format>(v, i, j), scale[j]);
     }
-    if (w.role.dot != nullptr) Base::multiply_mean(w, v);
+    if (w.role.dot != nullptr) General::multiply_mean(w, v);
   }
 
   template <class Format>
   static QATTN_DEVICE void store_rows(const Work& w, const Values& v, const Scales& s) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int key = w.first_key() + key_step(i);
-      const bool coded = Base::has_codes(w, key);
+      const int key = w.first_key() + General::key_step(i);
+      const bool coded = MicroEncoder::has_codes(w, key);
       std::uint32_t code[Format::bits / 4];
 #pragma unroll
       for (int n = 0; n < Format::bits / 4; ++n) code[n] = coded ? v.code[i][n] : 0;
-      Base::template store_codes<Format>(w, key, code, coded ? s.code[i] : std::uint8_t{0});
+      MicroEncoder::template store_codes<Format>(w, key, code, coded ? s.code[i] : std::uint8_t{0});
     }
   }
 
@@ -192,9 +198,10 @@ struct GatherMicro : EncodeMicro<Channels> {
   static QATTN_DEVICE void store_values(const Work& w, Values& v, const Scales& s) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (!Base::has_codes(w, w.first_key() + key_step(i))) v.code[i][0] = v.code[i][1] = 0;
+      if (!MicroEncoder::has_codes(w, w.first_key() + General::key_step(i)))
+        v.code[i][0] = v.code[i][1] = 0;
     }
-    const auto place = Base::template value_place<Format>(w);
+    const auto place = MicroEncoder::template value_place<Format>(w);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       std::uint32_t pair[2];
@@ -203,10 +210,10 @@ struct GatherMicro : EncodeMicro<Channels> {
         pair[n] = std::uint32_t{code_of<Format>(v, 2 * n, j)} |
                   std::uint32_t{code_of<Format>(v, 2 * n + 1, j)} << Format::bits;
       }
-      Base::template store_channel<Format>(place, j, pair[0], pair[1], s.code[j]);
+      MicroEncoder::template store_channel<Format>(place, j, pair[0], pair[1], s.code[j]);
     }
     isa::sync_threads();
-    Base::template store_image<Format>(w);
+    MicroEncoder::template store_image<Format>(w);
   }
 
   template <class Format>
@@ -214,7 +221,7 @@ struct GatherMicro : EncodeMicro<Channels> {
     Values v;
     std::int64_t at[4];
     bool missing[4];
-    Base::locate(w, v, at, missing);
+    General::locate(w, v, at, missing);
     load_codes<Format>(w, at, v);
     Scales s;
     if (w.is_value()) {
@@ -225,15 +232,15 @@ struct GatherMicro : EncodeMicro<Channels> {
     judge<Format>(w, v, s, missing);
     isa::sync_threads();
     if (isa::warp() == 0) {
-      Base::template store_facts<Format>(
-          w, Base::find_rows(w, [&](int row) {
+      MicroEncoder::template store_facts<Format>(
+          w, MicroEncoder::find_rows(w, [&](int row) {
             const bool given = role.grouping.given != nullptr && row < w.place.count();
             return given ? role.grouping.given_scale(role.rows, w.place.b, w.place.head,
                                                      w.place.first + row, 0)
                          : 1.0f;
           }));
     }
-    if (w.role.dot != nullptr) Base::store_dots(w);
+    if (w.role.dot != nullptr) General::store_dots(w);
     isa::sync_threads();
     w.is_value() ? store_values<Format>(w, v, s) : store_rows<Format>(w, v, s);
   }
@@ -242,8 +249,8 @@ struct GatherMicro : EncodeMicro<Channels> {
     isa::grid_dependency_launch();
     isa::grid_dependency_wait();
     const SharedAddress shared = isa::shared_base();
-    const auto [i, p, last] = Base::find_block(params, shared);
-    Base::store_nothing(params, i, p, last);
+    const auto [i, p, last] = General::find_block(params, shared);
+    MicroEncoder::store_nothing(params, i, p, last);
     if (!p.used) return;
     const GatherRole& role = params.role[i];
     const Work w{role, params.v_out, p, shared};

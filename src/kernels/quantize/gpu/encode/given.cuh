@@ -14,10 +14,13 @@ struct GivenParams : PlainParams {
 };
 
 template <isa::Element Input, int Channels>
-struct EncodeGiven : EncodePlain<Input, Channels> {
+struct EncodeGiven {
   using Params = GivenParams;
   using Plain = EncodePlain<Input, Channels>;
   using Tile = PlainTile<Input, Channels>;
+  static constexpr int threads = Plain::threads, min_blocks = Plain::min_blocks;
+  static constexpr int shared_bytes = Plain::shared_bytes;
+  static constexpr bool dependent = true;
 
   /// As PlainTile::OwnScales.
   struct GivenScales {

@@ -43,13 +43,15 @@ QATTN_DEVICE void with_micro(Micro format, Body body) {
 }
 
 template <int Channels>
-struct EncodeMicro : EncodeGeneral<Channels> {
+struct EncodeMicro {
   using Params = GeneralParams;
-  using Base = EncodeGeneral<Channels>;
-  using Base::chunks, Base::threads, Base::factor_at, Base::image_at, Base::word_at;
-  using Base::find_block, Base::hide_values, Base::key_step, Base::row_amax, Base::store_dots;
-  using typename Base::Values;
-  using typename Base::Work;
+  using General = EncodeGeneral<Channels>;
+  using Values = typename General::Values;
+  using Work = typename General::Work;
+  static constexpr int threads = General::threads, min_blocks = General::min_blocks;
+  static constexpr int chunks = General::chunks, factor_at = General::factor_at;
+  static constexpr int image_at = General::image_at, word_at = General::word_at;
+  static constexpr bool dependent = true;
   /// Behind the image of V's codes: what lies between them and the tables of a tile. Over the
   /// image, before it is made: maxima of four keys, [16][Channels].
   static constexpr int tail_at = image_at + chunks * image_stride;
@@ -85,7 +87,7 @@ struct EncodeMicro : EncodeGeneral<Channels> {
       const int row = isa::lane() + 32 * i;
       const float global = global_of(row);
       r.exists[i] = row < w.place.count();
-      r.bad[i] = r.exists[i] && !formats::is_finite(row_amax(w.shared, row));
+      r.bad[i] = r.exists[i] && !formats::is_finite(General::row_amax(w.shared, row));
       r.bad[i] |= !formats::is_finite(global);
       r.scale[i] = w.is_value() ? 1.0f : r.bad[i] ? formats::quiet_nan() : global;
       isa::store_shared(w.shared + factor_at + 4 * row, r.exists[i] && !r.bad[i] ? 1.0f : 0.0f);
@@ -104,7 +106,7 @@ struct EncodeMicro : EncodeGeneral<Channels> {
     constexpr int words = Format::bits / 4, pair_bits = 2 * Format::bits;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int key = w.first_key() + key_step(i);
+      const int key = w.first_key() + General::key_step(i);
       std::uint32_t top = 0;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
@@ -160,7 +162,7 @@ struct EncodeMicro : EncodeGeneral<Channels> {
     if (Format::group == 16) plainly = plainly >> w.first_key() % 32 / 16 * 16 & 0xffffu;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      joins[i] = plainly == 0 || sight.shares(w.first_key() + key_step(i));
+      joins[i] = plainly == 0 || sight.shares(w.first_key() + General::key_step(i));
     }
   }
 
@@ -210,7 +212,7 @@ struct EncodeMicro : EncodeGeneral<Channels> {
   static QATTN_DEVICE void encode_values(const Work& w, Values& v, float global) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (has_codes(w, w.first_key() + key_step(i))) continue;
+      if (has_codes(w, w.first_key() + General::key_step(i))) continue;
 #pragma unroll
       for (int j = 0; j < 8; ++j) v.x[i][j] = 0.0f;
     }
@@ -277,7 +279,7 @@ struct EncodeMicro : EncodeGeneral<Channels> {
     static_assert(at.scales + Channels * groups + ones == at.log);
     const int lane = isa::lane();
     const SharedAddress extra = w.shared + tail_at, scales = extra + 8 * Format::row;
-    if (w.role.seen.bits != nullptr) hide_values(sight_of(w.role.seen, w.place), r);
+    if (w.role.seen.bits != nullptr) General::hide_values(sight_of(w.role.seen, w.place), r);
     const std::uint32_t exists[2] = {isa::ballot(r.exists[0]), isa::ballot(r.exists[1])};
     const bool any_bad = isa::any((r.exists[0] && r.bad[0]) || (r.exists[1] && r.bad[1]));
     for (int n = lane; n < Format::row / 2; n += 32) {
@@ -339,7 +341,7 @@ struct EncodeMicro : EncodeGeneral<Channels> {
     if (isa::warp() == 0) {
       store_facts<Format>(w, find_rows(w, [&](int) { return global; }));
     }
-    if (w.role.dot != nullptr) store_dots(w);
+    if (w.role.dot != nullptr) General::store_dots(w);
     isa::sync_threads();
     if (!w.is_value()) {
       encode_rows<Format>(w, v, global);
@@ -365,13 +367,13 @@ struct EncodeMicro : EncodeGeneral<Channels> {
     isa::grid_dependency_launch();
     isa::grid_dependency_wait();
     const SharedAddress shared = isa::shared_base();
-    const auto [i, p, last] = find_block(params, shared);
+    const auto [i, p, last] = General::find_block(params, shared);
     store_nothing(params, i, p, last);
     if (!p.used) return;
     const Work w{params.role[i], params.v_out, p, shared};
     Values v;
-    Base::load(w, v);
-    Base::transform(w, v);
+    General::load(w, v);
+    General::transform(w, v);
     with_micro(w.role.micro, [&](auto format) { run_tile<decltype(format)>(w, v); });
   }
 };

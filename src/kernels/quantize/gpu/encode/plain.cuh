@@ -9,14 +9,12 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 template <isa::Element Input, int Channels>
-struct EncodePlain : FirstPass<Input, Channels> {
+struct EncodePlain {
   using Params = PlainParams;
   using Tile = PlainTile<Input, Channels>;
   using First = FirstPass<Input, Channels>;
-  using Tile::chunk, Tile::chunks, Tile::clean_values, Tile::factor_of;
-  using Tile::first_key, Tile::image_at, Tile::key_step, Tile::load, Tile::load_mean;
-  using Tile::load_values, Tile::magnitude, Tile::pair, Tile::stride, Tile::threads;
-  using Tile::unpack, Tile::word_at;
+  static constexpr int threads = Tile::threads, min_blocks = Tile::min_blocks;
+  static constexpr int shared_bytes = Tile::shared_bytes;
   static constexpr bool dependent = true;
 
   static QATTN_DEVICE void store_dots(const PlainRows& q, const TilePlace& p,
@@ -24,8 +22,9 @@ struct EncodePlain : FirstPass<Input, Channels> {
     for (int row = isa::thread(); row < slot_tile; row += threads) {
       float sum = 0.0f;
 #pragma unroll
-      for (int c = 0; c < chunks; c += 4) {
-        const Words4 w = isa::load_shared<Words4>(shared + image_at + 4 * (row * stride + c));
+      for (int c = 0; c < Tile::chunks; c += 4) {
+        const Words4 w =
+            isa::load_shared<Words4>(shared + Tile::image_at + 4 * (row * Tile::stride + c));
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum = formats::add_rn(sum, formats::float_of(w.w[i]));
       }
@@ -37,12 +36,12 @@ struct EncodePlain : FirstPass<Input, Channels> {
   template <class Code>
   static QATTN_DEVICE void encode_rows(const PlainRows& row, const TilePlace& p,
                                        SharedAddress shared, const Words4 (&raw)[8], Code code) {
-    const std::int64_t slot = slot_of(row.out, p) + first_key();
-    std::uint8_t* out = row.out.codes + slot * Channels + chunk() * chunk_channels;
+    const std::int64_t slot = slot_of(row.out, p) + Tile::first_key();
+    std::uint8_t* out = row.out.codes + slot * Channels + Tile::chunk() * chunk_channels;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float factor = factor_of(shared, first_key() + key_step(i));
-      isa::store_global(reinterpret_cast<Words2*>(out + key_step(i) * Channels),
+      const float factor = Tile::factor_of(shared, Tile::first_key() + Tile::key_step(i));
+      isa::store_global(reinterpret_cast<Words2*>(out + Tile::key_step(i) * Channels),
                         code(raw[i], factor));
     }
   }
@@ -54,7 +53,7 @@ struct EncodePlain : FirstPass<Input, Channels> {
   /// What balances this thread's channels.
   static QATTN_DEVICE void load_times(const PlainRows& row, const TilePlace& p, float (&times)[8]) {
     const int heads = row.rows.heads / row.heads_per_mean, head = p.head / row.heads_per_mean;
-    load_mean(row.factors, p.b, 2 * heads, 2 * head, times);
+    Tile::load_mean(row.factors, p.b, 2 * heads, 2 * head, times);
   }
 
   template <class Scales>
@@ -62,25 +61,25 @@ struct EncodePlain : FirstPass<Input, Channels> {
                                     SharedAddress shared, Scales& scales) {
     const bool loud = is_loud(row, p);
     Words4 raw[8];
-    load(row.rows, p, shared, raw);
+    Tile::load(row.rows, p, shared, raw);
     float mean[8] = {};
     const bool has_mean = row.mean != nullptr;
     if (has_mean) {
       const int head = p.head / row.heads_per_mean;
-      load_mean(row.mean, p.b, row.rows.heads / row.heads_per_mean, head, mean);
+      Tile::load_mean(row.mean, p.b, row.rows.heads / row.heads_per_mean, head, mean);
     }
-    const SharedAddress mine = shared + 4 * (first_key() * stride + chunk());
+    const SharedAddress mine = shared + 4 * (Tile::first_key() * Tile::stride + Tile::chunk());
     if (dots) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const isa::Pair x = unpack(raw[i].w[j]);
+          const isa::Pair x = Tile::unpack(raw[i].w[j]);
           sum = formats::add_rn(sum, formats::mul_rn(x.lo, mean[2 * j]));
           sum = formats::add_rn(sum, formats::mul_rn(x.hi, mean[2 * j + 1]));
         }
-        isa::store_shared(mine + image_at + 4 * key_step(i) * stride, sum);
+        isa::store_shared(mine + Tile::image_at + 4 * Tile::key_step(i) * Tile::stride, sum);
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) mean[i] = 0.0f;  // Q's is not subtracted
@@ -90,14 +89,15 @@ struct EncodePlain : FirstPass<Input, Channels> {
       load_times(row, p, times);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        isa::store_shared(mine + 4 * key_step(i) * stride, magnitude(raw[i], mean, times));
+        isa::store_shared(mine + 4 * Tile::key_step(i) * Tile::stride,
+                          Tile::magnitude(raw[i], mean, times));
       }
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const bool less = has_mean && !dots;
-        isa::store_shared(mine + 4 * key_step(i) * stride,
-                          less ? magnitude(raw[i], mean) : magnitude(raw[i]));
+        isa::store_shared(mine + 4 * Tile::key_step(i) * Tile::stride,
+                          less ? Tile::magnitude(raw[i], mean) : Tile::magnitude(raw[i]));
       }
     }
     isa::sync_threads();
@@ -151,26 +151,27 @@ struct EncodePlain : FirstPass<Input, Channels> {
                                       SharedAddress shared, Scales& scales) {
     std::uint8_t* record = record_of(params.v_out, p, Channels);
     Words4 raw[8];
-    const RowPair r = load_values(params, p, shared, raw, scales);
-    const SharedAddress image = shared + image_at;
+    const RowPair r = Tile::load_values(params, p, shared, raw, scales);
+    const SharedAddress image = shared + Tile::image_at;
     if (isa::warp() == 0) {
       constexpr auto kind = E4m3 ? ValueScales::floating : ValueScales::integer_token;
       constexpr std::uint32_t one = 0x38;  // in e4m3
-      store_value_tables(record, Channels, image + chunks * image_stride, r, kind, one);
+      store_value_tables(record, Channels, image + Tile::chunks * image_stride, r, kind, one);
     }
     isa::sync_threads();
     float factor[8], scale[8];
-    clean_values(shared, raw, factor);
+    Tile::clean_values(shared, raw, factor);
     if constexpr (E4m3) {
-      load_mean(params.v_out.channel_scale, p.b, params.v.heads, p.head, scale);
+      Tile::load_mean(params.v_out.channel_scale, p.b, params.v.heads, p.head, scale);
     }
-    const SharedAddress to = image + chunk() * image_stride + pair() / 2 * 16 + pair() % 2 * 8;
+    const SharedAddress to =
+        image + Tile::chunk() * image_stride + Tile::pair() / 2 * 16 + Tile::pair() % 2 * 8;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float even[8], odd[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const isa::Pair x = unpack(raw[i].w[j]);
+        const isa::Pair x = Tile::unpack(raw[i].w[j]);
         even[i] = x.lo;
         odd[i] = x.hi;
       }
@@ -231,7 +232,7 @@ struct EncodePlain : FirstPass<Input, Channels> {
                                            SharedAddress shared) {
     const tile::Rows& rows = params.rows(role);
     const int tile = divide(block, rows.heads), head = block - tile * rows.heads;
-    const TilePlace p = find_tile(rows, tile, head, threads, shared + word_at);
+    const TilePlace p = find_tile(rows, tile, head, threads, shared + Tile::word_at);
     if (!params.first_pass) {
       const bool last = block == params.blocks[role] - 1;
       role < 2 ? store_no_rows(params.row[role].out, p, last)
