@@ -9,7 +9,7 @@
 //
 // u8 P (int8_full) is scaled to the maximum of its own tile and row; products with V are exact in
 // int32 and join O in float32 tile by tile. Row sums take P before rounding, by 1 / scale of the
-// token of V (kernels/quantize/gpu/prepared.hpp).
+// token of V (kernels/operand/prepared.hpp).
 //
 // e4m3 P (int8_fp8, fp8) is relative to the running maximum, and 2^8 times that; the row sum of the
 // rounded P comes from eight extra rows of V that hold those weights. P with scales of groups:
