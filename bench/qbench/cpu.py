@@ -1,7 +1,8 @@
 """Attention on a CPU beside torch's: short and long calls, decode, masks and the smallest call.
 
 --beside names a Python file with other implementations: calls(q, k, v, causal, layout, threads)
-returns {name: call} for torch tensors of one call, nothing where it has none.
+returns {name: call} for torch tensors of one call, {} where it has none, and VERSIONS says whose
+they are. Such files are not part of the repository: they link what they measure.
 """
 
 import dataclasses

@@ -172,7 +172,7 @@ def tables(record):
         rows = []
         for row in one["rows"]:
             if "refused" in row:
-                rows.append([row["cache"], f"refused: {row['refused']}", *[""] * 6])
+                rows.append([row["cache"], f"refused: {row['refused']}", *[""] * (4 + len(beside))])
                 continue
             ms = row["decode"]["median_ms"]
             cost = {call: f"{100 * (row[call]['median_ms'] / ms - 1):+.1f} %" for call in CALLS}

@@ -1,4 +1,4 @@
-// Plans and the kernels that can serve one. The registry is the list of backends: backend.hpp.
+// Plans and the kernels that can serve one. Which there are: backend.hpp.
 #pragma once
 
 #include <cstddef>

@@ -85,7 +85,7 @@ constexpr Target target_of() {
 /// Gpu gpu(int device): its number is 0 if there is no such device.
 /// int multiprocessors(): of the current device.
 /// int code_architecture(): target_architecture of the code that runs on the current device. Less
-/// than architecture() where that is an older GPU's code, or came from PTX; 0 where none runs.
+/// than gpu()'s number where that is an older GPU's code, or came from PTX; 0 where none runs.
 /// std::uint32_t* error_word(): the current device's sticky error word, which kernels get in their
 /// Params; null where there is none. Asked for when a plan is made: the first time takes a while.
 

@@ -8,7 +8,7 @@
 #   qattn_kernel_sources(GROUP source...)
 #   qattn_kernel_list(GROUP list [OPTIONS option...])  # list.inc, for instance.cu.in
 #
-# and in qattn_kernel_vendors whose GPUs, as an expression: "nvidia", "nvidia|amd".
+# It has said before whose GPUs in qattn_kernel_vendors, a regular expression: "nvidia|amd".
 #
 # A group says for which GPUs of the build there is machine code: FOR those that match, or where
 # none does an empty kernel for each; else for all, but not for those of EXCEPT where code of sm_80

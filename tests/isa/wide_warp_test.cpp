@@ -69,7 +69,7 @@ TEST(WideWarp, HasWordsOfItsOwn) {
     EXPECT_NE(text.find(part), std::string::npos) << text;
   };
   contains(error_of(threads, 0, wide(), [] { ballot(true); }),
-           "ballot: is for warps of 32 lanes, not of 64");
+           "ballot is for warps of 32 lanes, not of 64");
   contains(error_of(threads, 0, wide(), [] { transpose_matrix(1); }),
            "transpose_matrix: gfx942 has no such word");
   contains(error_of(threads, 0, {}, [] { ballot64(true); }),
@@ -82,7 +82,7 @@ TEST(WideWarp, HasWordsOfItsOwn) {
   narrow = wide();
   narrow.warp_lanes = 32;
   contains(error_of(threads, 0, narrow, [] { ballot64(true); }),
-           "ballot64: is for warps of 64 lanes, not of 32");
+           "ballot64 is for warps of 64 lanes, not of 32");
 }
 
 /// What a kernel that is launched sees: its own lanes, whatever the GPU's waves have.

@@ -20,11 +20,15 @@ def test_the_tree_keeps_its_floors():
 @pytest.mark.parametrize(
     ("file", "included", "why"),
     [
-        ("core/plan.hpp", "kernels/cpu/words.hpp", "above core"),
+        ("core/plan.hpp", "kernels/cpu/words.hpp", "not below core"),
         ("kernels/quantize/gpu/prepare.cpp", "kernels/attention/gpu.hpp", "beside"),
         ("kernels/attention/gpu.cpp", "kernels/quantize/gpu/plain_params.hpp", "beside"),
-        ("kernels/attention/sm80/host.cpp", "kernels/attention/sm90a/host.hpp", "another arch"),
-        ("kvcache/gpu/cache.cpp", "kernels/decode/call.hpp", "above kvcache"),
+        ("kernels/attention/sm80/host.cpp", "kernels/attention/sm90a/host.hpp", "room of its own"),
+        ("kvcache/gpu/cache.cpp", "kernels/decode/call.hpp", "not below kvcache"),
+        ("kernels/decode/uniform8/host.cpp", "kernels/attention/sm80/host.hpp", "room of its own"),
+        ("kernels/attention/gpu.cpp", "kernels/attention/cpu/kernel.hpp", "room of its own"),
+        ("reference/reference.cpp", "kernels/cpu/words.hpp", "not below reference"),
+        ("core/plan.cpp", None, "neither below src"),
         ("new/thing.cpp", "core/plan.hpp", "on no floor"),
     ],
 )
@@ -39,4 +43,7 @@ def test_files_on_disk_are_read(tmp_path):
     (tmp_path / "core" / "plan.cpp").write_text(
         '#include <vector>\n  #  include "kernels/cpu/words.hpp"\n#include "core/none.hpp"\n'
     )
-    assert list(check.includes(tmp_path)) == [("core/plan.cpp", "kernels/cpu/words.hpp")]
+    assert list(check.includes(tmp_path)) == [
+        ("core/plan.cpp", "kernels/cpu/words.hpp"),
+        ("core/plan.cpp", None),
+    ]

@@ -47,6 +47,7 @@ bool can_wait() {
 template <class K>
 LaunchError launch(const typename K::Params& params, Index3 grid, void* stream,
                    Start start = Start::after_all) {
+  static_assert(warp_lanes_of<K>() == 32);
   // At every launch: the limit belongs to the function on the current device. It is a host call.
   if constexpr (K::shared_bytes > 48 * 1024) {
     const cudaError_t e = cudaFuncSetAttribute(

@@ -157,7 +157,7 @@ Stats run(isa::Index3 grid, int threads, int shared_bytes, const Options& option
   if (threads <= 0 || threads % lanes || threads > 1024 || shared_bytes < 0) {
     throw Error(text("launch of %d threads with %d bytes of shared memory", threads, shared_bytes));
   }
-  if (gpu.wave % lanes != 0) {
+  if ((lanes != 32 && lanes != 64) || lanes > gpu.wave) {
     throw Error(text("launch in warps of %d lanes; %s has waves of %d", lanes, gpu.name().c_str(),
                      gpu.wave));
   }

@@ -127,9 +127,8 @@ void Block::refuse(Word word, const Where& where) const {
 }
 
 void Block::refuse_lanes(Word word, int lanes, const Where& where) const {
-  throw Error(text("%s: is for warps of %d lanes, not of %d, in kernel %s, at %s", name(word),
-                   lanes, warp_lanes_, kernel_name(options_.kernel).c_str(),
-                   describe(where).c_str()));
+  throw Error(text("%s is for warps of %d lanes, not of %d, in kernel %s, at %s", name(word), lanes,
+                   warp_lanes_, kernel_name(options_.kernel).c_str(), describe(where).c_str()));
 }
 
 std::uint64_t Block::random() {  // splitmix64

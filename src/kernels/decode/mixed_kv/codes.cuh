@@ -51,7 +51,7 @@ QATTN_HD int v_chunk(int chunk, int block, int v_bits, int dv) {
 
 inline namespace QATTN_TARGET {
 
-/// State with products of tiles of codes. A base, not a part: with a reference to the state nvcc
+/// State with products of tiles of codes. The state is its base, not a part: with a reference nvcc
 /// 13.0 compiles head dimension 64 for more than a quarter of an hour.
 template <DecodeConfig C>
 struct DecodeCodes : DecodeState<C> {

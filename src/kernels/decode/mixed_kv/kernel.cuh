@@ -25,6 +25,7 @@
 #pragma once
 
 #include "kernels/decode/mixed_kv/load.cuh"
+#include "kernels/decode/mixed_kv/rows.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

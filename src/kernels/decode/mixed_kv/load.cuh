@@ -1,7 +1,7 @@
 // Blocks of codes on their way into shared memory.
 #pragma once
 
-#include "kernels/decode/mixed_kv/rows.cuh"
+#include "kernels/decode/mixed_kv/codes.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

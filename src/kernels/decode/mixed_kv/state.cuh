@@ -50,7 +50,7 @@ struct DecodeState {
   const int warp = isa::warp();
   const isa::SharedAddress shared = isa::shared_base();
   int unit, first_row;
-  const std::uint32_t* set_queries = nullptr;  ///< those that are not in shared memory
+  const std::uint32_t* set_queries = nullptr;  ///< of the set, where not in shared memory
 
   float o[S::groups][2][N][4];
   float ones[1][N][4];          ///< sums of P, by a row of codes that are 1

@@ -3,7 +3,6 @@
 // its mean.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "isa/isa.hpp"

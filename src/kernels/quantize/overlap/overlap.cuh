@@ -157,7 +157,7 @@ struct OverlapQuantizer {
     const float factor = code_factor(exists, scale);
     std::uint8_t* out = row.out.codes + (job.slot + first_row(part)) * S::channels +
                         isa::lane() % row_lanes * chunk_channels;
-    // Few instructions: see overlap.hpp. (Two steps at a time: up to 2 % slower.)
+    // Few instructions: see operand/overlap.hpp. (Two steps at a time: up to 2 % slower.)
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       const float f = isa::shuffle(factor, (isa::lane() & ~(row_lanes - 1)) + 2 * step);

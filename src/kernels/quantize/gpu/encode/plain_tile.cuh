@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/operand/row_codes.cuh"
+#include "kernels/quantize/gpu/encode/common.cuh"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {
