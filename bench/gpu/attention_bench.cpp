@@ -120,7 +120,7 @@ static std::string missed(const Asked& asked, kernels::GpuPlan& plan, const Prob
                                                   : "makes no codes of Q for this call";
   }
   if (!says("splits: ", asked.split_kv.splits)) return "takes other splits";
-  if (!says("packed_heads: ", asked.split_kv.pack_gqa)) return "packs other heads";
+  if (!says("pack_gqa: ", asked.split_kv.pack_gqa)) return "packs other heads";
   if (!says("consumers: ", asked.split_kv.consumers)) return "has other consumers";
   const int last = asked.split_kv.last_splits;
   if (last > 1 && !says("last_splits: ", last)) return "splits no last works so";

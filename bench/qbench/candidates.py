@@ -138,14 +138,14 @@ def steps_of(recipe, quantises):
 
 #: lines of a plan's text that tell which variant of a kernel runs; a plan says what applies to it
 NUMBERS = re.compile(
-    r"^(splits|last_splits|packed_heads|heads_together|folded|consumers|shared_p|tile_keys): "
+    r"^(splits|last_splits|pack_gqa|heads_per_group|snake|consumers|shared_p|tile_keys): "
     r"(\d+)$",
     re.MULTILINE,
 )
 Q_CODES = re.compile(r"^q_codes: in the attention kernel$", re.MULTILINE)
 BESIDE = re.compile(r"^codes: beside attention$", re.MULTILINE)
 #: of the kernel that makes Q's codes, which is not the one that finds them made
-Q_CODES_NUMBERS = re.compile(r"^q_codes_(shared_p|heads_together|folded): (\d+)$", re.MULTILINE)
+Q_CODES_NUMBERS = re.compile(r"^q_codes_(shared_p|heads_per_group|snake): (\d+)$", re.MULTILINE)
 
 
 def library_candidate(lib, name, recipe, io, shape, tensors, stream):

@@ -15,7 +15,7 @@ def step_of(cells):
 
 
 def choice_text(cell):
-    return f"{cell['packed_heads']} x {cell['splits']}, {cell['median_ms'] * 1e3:.1f} us"
+    return f"{cell['pack_gqa']} x {cell['splits']}, {cell['median_ms'] * 1e3:.1f} us"
 
 
 def row_of(shape, recipe, cells):

@@ -204,7 +204,7 @@ def test_choices_of_plans_on_the_emulated_gpu(library, tmp_path):
     def choice(name):
         cell = cells[name, "kernel"]
         assert cell["nrmse"] < 3e-2
-        return cell["packed_heads"], cell["splits"]
+        return cell["pack_gqa"], cell["splits"]
 
     assert choice("int8_full")[0] == 4  # all heads of a KV head
     assert choice("int8_full+splits=2") == (4, 2)

@@ -462,11 +462,11 @@ def test_choices_by_hand():
 
     cells = [
         cell("torch cudnn", "e2e", 0.001),
-        cell("int8_full", "e2e", 0.040, packed_heads=4, splits=8),
-        cell("int8_full", "kernel", 0.020, packed_heads=4, splits=8),
-        cell("int8_full+splits=16", "kernel", 0.015, packed_heads=4, splits=16),
-        cell("bf16", "e2e", 0.030, packed_heads=4, splits=8),
-        cell("bf16+pack=1", "e2e", 0.031, packed_heads=1, splits=2),
+        cell("int8_full", "e2e", 0.040, pack_gqa=4, splits=8),
+        cell("int8_full", "kernel", 0.020, pack_gqa=4, splits=8),
+        cell("int8_full+splits=16", "kernel", 0.015, pack_gqa=4, splits=16),
+        cell("bf16", "e2e", 0.030, pack_gqa=4, splits=8),
+        cell("bf16+pack=1", "e2e", 0.031, pack_gqa=1, splits=2),
         make_cell(shapes.GROUPS["few"][2], "f32", "f32", "e2e", refused="no kernel"),
     ]
     name = "1 of 1024, B 1, 32/8"

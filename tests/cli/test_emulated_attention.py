@@ -64,9 +64,9 @@ BLOCK, THREAD = ("per_block", 64), ("per_thread", 64)
 
 @pytest.mark.parametrize("arch, recipe, kernel, scales, bound", [
     ("sm80", "f16", "sm80_prefill", {}, 2e-3),
-    ("sm90a", "f16", "sm90a_wide_prefill", {}, 2e-3),
+    ("sm90a", "f16", "sm90a_16bit_prefill", {}, 2e-3),
     ("sm80", "int8", "sm80_prefill", {"k_granularity": BLOCK}, 2e-3),
-    ("sm90a", "int8", "sm90a_wide_prefill", {"k_granularity": BLOCK}, 2e-3),
+    ("sm90a", "int8", "sm90a_16bit_prefill", {"k_granularity": BLOCK}, 2e-3),
     # Its tiles are of 64 keys, the others' of 128: u8 P is rounded by other maxima.
     ("sm80", "int8_full", "sm80_prefill", {"k_granularity": BLOCK}, 1e-2),
     ("sm90a", "int8_full", "sm90a_prefill",

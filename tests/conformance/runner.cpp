@@ -17,7 +17,7 @@ ModelOptions Outcome::model_options(Mutation mutation) const {
   options.whole_references = has_whole_references(plan);
   options.rising_rows = rising_rows;
   options.finds_hidden_keys = plan.find("hidden_keys: none") == std::string::npos;
-  options.given_codes = plan.find("kernel: sm80_coded_decode") != std::string::npos;
+  options.given_codes = plan.find("kernel: uniform8_decode") != std::string::npos;
   return options;
 }
 

@@ -61,7 +61,7 @@ TEST_P(EmulatedArchitecture, SmoothQueriesOnHopper) {
   recipe.smooth_q = Toggle::on;
   const std::string text = explained(recipe, 90);
   EXPECT_EQ(contains(text, "smooth_q: no FP8 kernel has it on sm_90"), has_fp8(recipe)) << text;
-  EXPECT_EQ(contains(text, "sm80_prefill: chosen") || contains(text, "sm90a_wide_prefill: chosen"),
+  EXPECT_EQ(contains(text, "sm80_prefill: chosen") || contains(text, "sm90a_16bit_prefill: chosen"),
             !has_fp8(recipe))
       << text;
 }
@@ -105,7 +105,7 @@ TEST(GpuArchitectures, KernelsAreOfTheirDirectory) {
 TEST_P(EmulatedArchitecture, HopperTakesItsOwn) {
   const std::string text = explained(GetParam(), 90);
   const bool wide = !free_scales(GetParam().v);
-  EXPECT_TRUE(contains(text, wide ? "sm90a_wide_prefill: chosen" : "sm90a_prefill: chosen"))
+  EXPECT_TRUE(contains(text, wide ? "sm90a_16bit_prefill: chosen" : "sm90a_prefill: chosen"))
       << text;
 }
 

@@ -50,7 +50,7 @@ class EmulatedCodedDecode : public testing::TestWithParam<Recipe> {
   Outcome run(const Call& call, Laid& x, std::span<const Timing> timings = every_timing()) const {
     const OnArchitecture on(GetParam().name == "int8_full" ? 80 : 90);
     Outcome outcome = run_emulated(call, x, recipe_, timings);
-    EXPECT_NE(outcome.plan.find("kernel: sm80_coded_decode"), std::string::npos) << outcome.plan;
+    EXPECT_NE(outcome.plan.find("kernel: uniform8_decode"), std::string::npos) << outcome.plan;
     return outcome;
   }
   Outcome run_once(const Call& call, Laid& x) const {
@@ -339,7 +339,7 @@ TEST_P(EmulatedCodedCase, MatchesTheModel) {
   if (c.page_size > 0) put_into_pages(x, call, c.page_size);
   const Outcome outcome = run_emulated(call, x, c.recipe);
   ASSERT_FALSE(HasFailure());
-  EXPECT_NE(outcome.plan.find("kernel: sm80_coded_decode"), std::string::npos) << outcome.plan;
+  EXPECT_NE(outcome.plan.find("kernel: uniform8_decode"), std::string::npos) << outcome.plan;
   expect_matches_model(outcome, call, c.feature.how.output,
                        model_attention(call, outcome.model_options()));
 }

@@ -74,7 +74,7 @@ class EmulatedCodedInput : public testing::TestWithParam<Recipe> {
       if (which & 2) t.k = k.codes.view(), t.k_scale = k.scale.view();
       if (which & 4) t.v = v.codes.view(), t.v_scale = v.scale.view();
       const Results got = attend(t, call, recipe, laid);
-      if (got.kernel == "sm80_coded_decode") {
+      if (got.kernel == "uniform8_decode") {
         expect_near(got, want, call);
       } else {
         EXPECT_TRUE(same_bits(got.out, want.out) && same_bits(got.lse, want.lse));

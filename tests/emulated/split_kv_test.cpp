@@ -49,7 +49,7 @@ TEST_P(EmulatedSplitKv, PackedHeadsChangeNothing) {
       Laid laid = lay_out(call, f.how);
       const Outcome alone = run(call, laid, 1, 1), packed = run(call, laid, 0, 1);
       ASSERT_FALSE(HasFailure());
-      EXPECT_NE(packed.plan.find("packed_heads: " + std::to_string(8 / heads_k) + "\n"),
+      EXPECT_NE(packed.plan.find("pack_gqa: " + std::to_string(8 / heads_k) + "\n"),
                 std::string::npos)
           << packed.plan;
       const std::string of =
@@ -247,18 +247,18 @@ TEST_P(EmulatedSplitKv, ItsOwnChoice) {
   // keys.
   const bool hopper = GetParam().architecture == 90;
   const bool alone = planned(decode).find("kernel: sm80_prefill") == std::string::npos;
-  expect(decode, std::string("splits: ") + (alone ? "3" : "8") + "\npacked_heads: 4\n");
+  expect(decode, std::string("splits: ") + (alone ? "3" : "8") + "\npack_gqa: 4\n");
   decode.options.window_left = 300;
-  expect(decode, "splits: 1\npacked_heads: 4\n");
+  expect(decode, "splits: 1\npack_gqa: 4\n");
   Feature several = feature(1, 1100, 12, 12);
-  expect(several, "splits: 1\npacked_heads: 1\n");
+  expect(several, "splits: 1\npack_gqa: 1\n");
   Feature prefill = feature(1100, 1100, 4, 2);
-  expect(prefill, "splits: 1\npacked_heads: 1\n");
+  expect(prefill, "splits: 1\npack_gqa: 1\n");
   Feature small = feature(1, 300, 2, 1);
   small.sq = {1}, small.sk = {300};
-  expect(small, "splits: 1\npacked_heads: 1\n");
+  expect(small, "splits: 1\npack_gqa: 1\n");
   Feature sixes = feature(2, 300, 6, 1);
-  expect(sixes, std::string("packed_heads: ") + (hopper ? "2\n" : "6\n"));
+  expect(sixes, std::string("pack_gqa: ") + (hopper ? "2\n" : "6\n"));
 }
 
 INSTANTIATE_TEST_SUITE_P(Cover, LastWorks, testing::ValuesIn(split_last()), recipe_name);

@@ -49,8 +49,8 @@ TEST(TileScheduler, TakesEachWorkOnce) {
   AttentionParams p = params_of(shape, 128);
   for (int together = 0; together <= shape.batch * shape.heads; ++together) {
     for (const bool rising : {false, true}) {
-      const int folded = together % 3 * 4;
-      set_order({together, rising, folded}, p);
+      const int snake = together % 3 * 4;
+      set_order({together, rising, snake}, p);
       std::set<std::tuple<int, int, int>> seen;
       for (int index = 0; index < p.work_tiles; ++index) {
         const WorkTile work = locate_work(p, index, 128, tile_keys);

@@ -23,7 +23,7 @@ std::string fault_of(const CodedCase& c, Memory memory, bool compare, double& wo
   const DeviceOutcome now = run_on_device(call, laid, c.recipe, memory);
   if (!now.status.ok()) return now.status.message();
   if (!now.violation.empty()) return now.violation;
-  if (now.plan.find("kernel: sm80_coded_decode\n") == std::string::npos) return now.plan;
+  if (now.plan.find("kernel: uniform8_decode\n") == std::string::npos) return now.plan;
   const DeviceOutcome again = run_on_device(call, laid, c.recipe, memory);
   const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;

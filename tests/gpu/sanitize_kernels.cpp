@@ -93,7 +93,7 @@ class Check {
       fail(name, three ? "has three consumers" : "has two consumers");
     }
     const bool long_p = outcome.plan.find("\nshared_p: 1\n") != std::string::npos;
-    if (runs_on(outcome, "sm90a_wide_prefill") && !long_p &&
+    if (runs_on(outcome, "sm90a_16bit_prefill") && !long_p &&
         name.find(long_rows) != std::string::npos) {
       fail(name, "has P in registers");
     }
@@ -263,7 +263,8 @@ std::string check_rows(const Call& call, Operand operand, bool shares, const Dev
         if (depends && operand != Operand::v) good = good && std::isnan(now.lse[row]);
         if (!depends) {
           // Blocks that meet such a V leave Hopper's kernel for one with other tiles.
-          const bool again = place && operand == Operand::v && runs_on(clean, "sm90a_wide_prefill");
+          const bool again =
+              place && operand == Operand::v && runs_on(clean, "sm90a_16bit_prefill");
           const auto same = again ? same_but_rounded : same_bits;
           good = same(&now.out[at], &clean.out[at], call.dim_v) &&
                  same(&now.lse[row], &clean.lse[row], 1);

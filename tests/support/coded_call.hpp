@@ -28,7 +28,7 @@ Status put_codes(Laid& laid, const Recipe& recipe);
 /// ones first. What no token has in a page is NaN, 127 or, of scales, huge.
 void put_into_pages(Laid& laid, const Call& call, std::int64_t page_size);
 
-/// A call that sm80_coded_decode serves.
+/// A call that uniform8_decode serves.
 struct CodedCase {
   std::string name;
   Recipe recipe;

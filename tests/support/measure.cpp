@@ -25,7 +25,7 @@ std::int64_t plan_number(const Plan& plan, const std::string& field) {
 PlanSplitKv split_kv_of(const Plan& plan) {
   PlanSplitKv spread;
   spread.splits = std::max<std::int64_t>(1, plan_number(plan, "splits"));
-  if (plan_number(plan, "packed_heads") <= 1) spread.tile_rows = plan_number(plan, "\ntile");
+  if (plan_number(plan, "pack_gqa") <= 1) spread.tile_rows = plan_number(plan, "\ntile");
   return spread;
 }
 

@@ -107,7 +107,7 @@ Result<Whole> planned(const std::string& recipe, const Shape& s, Choice choice,
   if (!call) return no_kernel(recipe);
   const double out = 2.0 * static_cast<double>(s.batch * s.heads_q * s.queries * s.dim);
   const std::string plan = bench_plan(call.get());
-  const Block block{number_in(plan, "packed_heads"),
+  const Block block{number_in(plan, "pack_gqa"),
                     std::max(tile, consumer_rows * number_in(plan, "consumers")),
                     static_cast<int>(number_in(plan, "shared_p", -1))};
   return Whole{static_cast<double>(bench_q_bytes(call.get()) + bench_kv_bytes(call.get())) + out,

@@ -65,7 +65,7 @@ std::vector<GpuKernels> gpu_architectures() {
 
 std::span<const detail::Kernel> gpu_attention_kernels() {
   static const std::vector<detail::Kernel> kernels = [] {
-    std::vector<detail::Kernel> all = {sm80_coded_decode()};
+    std::vector<detail::Kernel> all = {uniform8_decode()};
     for (const GpuKernels& own : gpu_architectures()) {
       all.insert(all.end(), own.kernels.begin(), own.kernels.end());
     }

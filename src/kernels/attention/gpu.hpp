@@ -76,7 +76,7 @@ struct GpuKernels {
 std::vector<GpuKernels> gpu_architectures();
 
 /// Few queries over 8-bit codes, on every GPU (decode/uniform8).
-detail::Kernel sm80_coded_decode();
+detail::Kernel uniform8_decode();
 
 using detail::average_keys;
 using detail::ends_at_diagonal;

@@ -40,13 +40,13 @@ std::int64_t sequence_of_task(const Job& job, std::int64_t index) {
   return found - s - 1;
 }
 
-std::int64_t heads_together(const SequenceInfo& sequence) {
+std::int64_t heads_per_group(const SequenceInfo& sequence) {
   return sequence.q_rows > 0 ? tile_rows / sequence.q_rows : 0;
 }
 
 std::int64_t tasks_of(const Problem& p, const SequenceInfo& sequence) {
   const auto ceil_div = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
-  const std::int64_t together = heads_together(sequence);
+  const std::int64_t together = heads_per_group(sequence);
   if (together > 1) return p.heads_kv * ceil_div(p.group(), together);
   return p.heads_q * ceil_div(sequence.q_rows, tile_rows);
 }
@@ -73,7 +73,7 @@ Task make_task(const Job& job, std::int64_t index) {
         t.rows[t.count++] = {t.kv_head * group + g, i, 0, 0};
       }
     }
-  } else if (const std::int64_t together = heads_together(seq); together > 1) {
+  } else if (const std::int64_t together = heads_per_group(seq); together > 1) {
     const std::int64_t blocks = (group + together - 1) / together;
     t.kv_head = local / blocks;
     const std::int64_t first = local % blocks * together;

@@ -45,7 +45,7 @@ SlotOwner owner_of(const Job& job, std::int64_t slot);
 std::int64_t sequence_of_task(const Job& job, std::int64_t index);
 /// Query heads of a group whose rows fill a task together: tiles of K and V are read once for them.
 /// Below 2: a task has rows of one head.
-std::int64_t heads_together(const SequenceInfo& sequence);
+std::int64_t heads_per_group(const SequenceInfo& sequence);
 /// Of a sequence that does not pack itself.
 std::int64_t tasks_of(const Problem& p, const SequenceInfo& sequence);
 /// Of a sequence that packs itself, the KV heads of one split follow each other.

@@ -105,7 +105,7 @@ void split_last(const Problem& p, const Recipe& r, const SplitKvLimits& limits, 
 std::string text_of(const SplitKv& s) {
   const bool last = s.whole > 0;
   std::string text = "splits: " + std::to_string(last ? 1 : s.splits) +
-                     "\npacked_heads: " + std::to_string(s.pack_gqa) + "\n";
+                     "\npack_gqa: " + std::to_string(s.pack_gqa) + "\n";
   if (last) {
     text += "whole_works: " + std::to_string(s.whole) +
             "\nlast_splits: " + std::to_string(s.splits) + "\n";

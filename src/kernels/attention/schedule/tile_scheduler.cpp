@@ -80,14 +80,14 @@ std::vector<std::int64_t> in_order(const std::vector<std::int64_t>& costs, std::
 }
 
 /// The time of the last of `blocks` that take works in turn, beside their mean.
-double imbalance(const std::vector<std::int64_t>& works, std::size_t blocks, bool folded) {
+double imbalance(const std::vector<std::int64_t>& works, std::size_t blocks, bool snake) {
   std::vector<std::int64_t> time(blocks);
   std::int64_t all = 0;
   bool backwards = false;
   for (std::size_t first = 0; first < works.size(); first += blocks, backwards = !backwards) {
     const std::size_t count = std::min(blocks, works.size() - first);
     for (std::size_t n = 0; n < count; ++n) {
-      const std::int64_t cost = works[first + (folded && backwards ? count - 1 - n : n)];
+      const std::int64_t cost = works[first + (snake && backwards ? count - 1 - n : n)];
       time[n] += cost, all += cost;
     }
   }
@@ -125,12 +125,12 @@ TileScheduler plan_order(const Problem& p, const Dealing& dealing) {
     if (order.heads_per_group == 0) order.heads_per_group = static_cast<std::int32_t>(n);
     if ((least > 0 && 1 + spread >= least) || n > most_works / each) break;
     const std::vector<std::int64_t> taken = in_order(costs, std::max(n, looked_at), n);
-    for (const bool folded : {false, true}) {
-      const double cost = spread + imbalance(taken, static_cast<std::size_t>(blocks), folded);
+    for (const bool snake : {false, true}) {
+      const double cost = spread + imbalance(taken, static_cast<std::size_t>(blocks), snake);
       if (least > 0 && cost >= least) continue;
       least = cost;
       order.heads_per_group = static_cast<std::int32_t>(n);
-      order.snake = folded ? blocks : 0;
+      order.snake = snake ? blocks : 0;
     }
     if (n == heads) break;
   }
@@ -140,8 +140,8 @@ TileScheduler plan_order(const Problem& p, const Dealing& dealing) {
 
 std::string text_of(const TileScheduler& order) {
   if (order.heads_per_group == 0) return {};
-  return "heads_together: " + std::to_string(order.heads_per_group) +
-         "\nfolded: " + std::to_string(order.snake > 0 ? 1 : 0) + "\n";
+  return "heads_per_group: " + std::to_string(order.heads_per_group) +
+         "\nsnake: " + std::to_string(order.snake > 0 ? 1 : 0) + "\n";
 }
 
 void set_order(const TileScheduler& order, AttentionParams& a) {

@@ -283,8 +283,8 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
     plan->text += "q_codes: in the attention kernel\nq_codes_shared_p: " +
                   std::to_string(plan->raw->config.p_in_smem ? 1 : 0) + "\n";
     if (plan->raw_order.heads_per_group > 0) {
-      plan->text += "q_codes_heads_together: " + std::to_string(plan->raw_order.heads_per_group) +
-                    "\nq_codes_folded: " + (plan->raw_order.snake > 0 ? "1\n" : "0\n");
+      plan->text += "q_codes_heads_per_group: " + std::to_string(plan->raw_order.heads_per_group) +
+                    "\nq_codes_snake: " + (plan->raw_order.snake > 0 ? "1\n" : "0\n");
     }
   }
   return plan;
@@ -379,7 +379,7 @@ std::string sm90a_text(const Sm90Config& config) {
 
 GpuKernels sm90a_kernels() {
   static const detail::Kernel kernels[] = {{"sm90a_prefill", supports, tune, run_steps},
-                                           sm90a_wide_prefill()};
+                                           sm90a_16bit_prefill()};
   static constexpr Architecture architectures[] = {{isa::sm_90a, "Hopper's kernels"}};
   return {kernels, architectures};
 }

@@ -15,7 +15,7 @@ namespace qattn::kernels {
 inline namespace QATTN_TARGET {
 
 /// For 16-bit V.
-detail::Kernel sm90a_wide_prefill();
+detail::Kernel sm90a_16bit_prefill();
 
 /// Launches one instance; defined in the units that instantiate kernels (launch.cuh).
 template <Sm90Config C>

@@ -167,7 +167,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
 
 }  // namespace
 
-detail::Kernel sm90a_wide_prefill() { return {"sm90a_wide_prefill", supports, tune, run_steps}; }
+detail::Kernel sm90a_16bit_prefill() { return {"sm90a_16bit_prefill", supports, tune, run_steps}; }
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels

@@ -185,7 +185,7 @@ std::shared_ptr<detail::PlanData> tune(const Problem& p) {
 
 }  // namespace
 
-detail::Kernel sm80_coded_decode() { return {"sm80_coded_decode", supports, tune, run_steps}; }
+detail::Kernel uniform8_decode() { return {"uniform8_decode", supports, tune, run_steps}; }
 
 }  // namespace QATTN_TARGET
 }  // namespace qattn::kernels
