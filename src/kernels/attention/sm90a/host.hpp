@@ -1,4 +1,4 @@
-// Launchers of the Hopper prefill kernel's instances.
+// What the hosts of Hopper's two prefill kernels share.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 #include "kernels/attention/gpu.hpp"
 #include "kernels/attention/schedule/split_kv.hpp"
 #include "kernels/attention/schedule/tile_scheduler.hpp"
-#include "kernels/attention/sm90a/params.hpp"
+#include "kernels/attention/sm90a/launchers.hpp"
 #include "kernels/operand/map_rows.hpp"
 
 namespace qattn::kernels {
@@ -16,15 +16,6 @@ inline namespace QATTN_TARGET {
 
 /// For 16-bit V.
 detail::Kernel sm90a_16bit_prefill();
-
-/// Launches one instance; defined in the units that instantiate kernels (launch.cuh).
-template <Sm90Config C>
-isa::LaunchError launch_sm90a(const Sm90Params& params, isa::Index3 grid, void* stream,
-                              isa::Start start);
-
-/// Is the code that would run on the current device that of sm_90a? Others have an empty kernel.
-template <Sm90Config C>
-bool compiled_sm90a();
 
 struct Sm90Instance {
   Sm90Config config;

@@ -1,8 +1,8 @@
-// Makes the launchers that host.hpp declares. QATTN_INSTANCE(...) instantiates one kernel.
+// Defines what launchers.hpp declares. QATTN_INSTANCE(...) instantiates one kernel.
 #pragma once
 
-#include "kernels/attention/sm90a/host.hpp"
 #include "kernels/attention/sm90a/kernel.cuh"
+#include "kernels/attention/sm90a/launchers.hpp"
 
 namespace qattn::kernels {
 inline namespace QATTN_TARGET {

@@ -4,7 +4,7 @@
 #include "isa/tensor_map.hpp"
 #include "kernels/attention/common/params.hpp"
 #include "kernels/attention/sm90a/shape.hpp"
-#include "kernels/operand/overlap.hpp"
+#include "kernels/operand/awaited_codes.hpp"
 
 namespace qattn::kernels {
 
