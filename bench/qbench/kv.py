@@ -205,7 +205,7 @@ def lines_of(name, record):
         "the queries of a KV head as rows of one head, which a user can do. Every call finds the "
         f"CPU's caches cold. A maximum of floats reads {p['read_gb_per_s']:.1f} GB/s; load before "
         f"the run: {p['load_before']:.1f}."
-        + (f" Beside torch: {p['beside']}." if "beside" in p else ""),
+        + (f" Others, where a column has them: {p['beside']}." if "beside" in p else ""),
         *tables(record),
     ]
 
