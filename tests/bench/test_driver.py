@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 import bench as driver  # noqa: E402
-from qbench import candidates, choices, errors, kv, provenance, run, shapes, timing  # noqa: E402
+from qbench import candidates, choices, cpu, errors, kv, provenance, run, shapes, timing  # noqa: E402
 from qbench.record import Record  # noqa: E402
 
 BENCH = [sys.executable, str(ROOT / "bench" / "bench.py")]
@@ -491,10 +491,37 @@ def test_kv_refuses(tmp_path, option, value, words):
     assert not path.exists()
 
 
-def test_kv_measures_every_cache_and_says_what_it_refuses(tmp_path):
+@pytest.fixture
+def others(tmp_path):
+    """A file for --beside: an implementation that has calls for bfloat16 alone."""
+    path = tmp_path / "others.py"
+    path.write_text(
+        "import torch\n"
+        "VERSIONS = 'sums 1.0'\n"
+        "def calls(q, k, v, causal, layout, threads):\n"
+        "    return {'sums': k.sum} if k.dtype == torch.bfloat16 else {}\n"
+    )
+    return path
+
+
+def test_cpu_times_others_where_they_have_calls(tmp_path, others):
+    path = tmp_path / "cpu.json"
+    options = ["--only", "1 of 1024, D 128", "--seconds", 0.1, "--rounds", 3, "--beside", others]
+    done = bench("cpu", *options, "-o", path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert record["provenance"]["beside"] == "sums 1.0"
+    has = {run["case"]["io"]: "sums" in run["times"] for run in record["runs"]}
+    assert has == {"bf16": True, "f32": False}
+    head, *rows = (line for line in cpu.table(record["runs"]) if "---" not in line)
+    assert head.endswith("| auto | sums |")
+    assert {row.count("|") for row in rows} == {head.count("|")}
+
+
+def test_kv_measures_every_cache_and_says_what_it_refuses(tmp_path, others):
     path = tmp_path / "kv.json"
     options = ["--tokens", "300,2784", "--seconds", 1, "--rounds", 3, "--threads", 1]
-    done = bench("kv", *options, "--commit", "abc", "-o", path)
+    done = bench("kv", *options, "--commit", "abc", "--beside", others, "-o", path)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert record["provenance"]["commit"] == "abc" and record["provenance"]["threads"] == 1
@@ -508,3 +535,5 @@ def test_kv_measures_every_cache_and_says_what_it_refuses(tmp_path):
     sizes = [row["bytes"] for row in long["rows"][:-1]]
     assert sizes == sorted(sizes, reverse=True)
     assert f"| {budget['cache']} | refused: {budget['refused']} |" in done.stdout
+    assert short["beside"]["sums"]["median_ms"] > 0 and "ms (sums)" in done.stdout
+    assert {row.count("|") for row in done.stdout.splitlines() if row.startswith("|")} == {10}

@@ -1,37 +1,29 @@
-// Which keys rows see, from a call to what a kernel is told: in attention kernels and in the one
-// that finds hidden keys.
+// Masks as kernels are told of them: those of attention, and the one that finds hidden keys.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
-#include "core/problem.hpp"
-#include "kernels/operand/masks.hpp"
+#include "qattn/format.hpp"
 
 namespace qattn::kernels {
-inline namespace QATTN_TARGET {
 
-inline void tell_masks(const Problem& p, MaskParams& a) {
-  const auto window = [](std::int64_t w) {
-    return static_cast<std::int32_t>(std::min<std::int64_t>(w, 0x3fffffff));
-  };
-  a.window_left = window(p.window_left);
-  a.window_right = window(p.window_right);
-  if (p.mask != MaskKind::none) {
-    a.mask.data = p.tensors.mask.data;
-    a.mask.format = p.tensors.mask.format;
-    std::copy(p.mask_stride.begin(), p.mask_stride.end(), a.mask.stride);
-    if (p.mask_stride[2] != 0) a.mask_queries = p.mask_shape[2];
-    if (p.mask_stride[3] != 0) a.mask_keys = p.mask_shape[3];
-  }
-  if (p.block_mask_q > 0) {
-    a.block_mask.data = p.tensors.block_mask.data;
-    a.block_mask.format = Format::b8;
-    std::copy(p.block_mask_stride.begin(), p.block_mask_stride.end(), a.block_mask.stride);
-    a.block_mask_q = static_cast<std::int32_t>(p.block_mask_q);
-    a.block_mask_k = static_cast<std::int32_t>(p.block_mask_k);
-  }
-}
+/// A tensor that broadcasts to (batch, head, query, key), or fewer of these.
+struct BroadcastView {
+  const void* data = nullptr;
+  Format format = Format::none;
+  std::int64_t stride[4] = {0, 0, 0, 0};
+};
 
-}  // namespace QATTN_TARGET
+inline constexpr std::int64_t no_limit = std::int64_t{1} << 62;
+
+/// Which keys queries see, and what is added to scores.
+struct MaskParams {
+  std::int32_t window_left = -1, window_right = -1;  ///< -1: unlimited
+  BroadcastView mask;                                ///< b8, b1 or float
+  /// Queries and keys that the mask has. cu_seqlens may name longer sequences.
+  std::int64_t mask_queries = no_limit, mask_keys = no_limit;
+  BroadcastView block_mask;  ///< b8 per (batch, head, query block, key block)
+  std::int32_t block_mask_q = 0, block_mask_k = 0;  ///< tokens per block
+};
+
 }  // namespace qattn::kernels

@@ -5,7 +5,7 @@
 
 #include "core/problem.hpp"
 #include "kernels/attention/common/params.hpp"
-#include "kernels/operand/mask_params.hpp"
+#include "kernels/operand/call_masks.hpp"
 #include "kernels/operand/prepare.hpp"
 
 namespace qattn::kernels {

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "kernels/operand/masks.hpp"
+#include "kernels/operand/mask_params.hpp"
 #include "kernels/operand/prepared.hpp"
 #include "kernels/operand/sequence.hpp"
 #include "qattn/format.hpp"

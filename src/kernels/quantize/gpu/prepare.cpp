@@ -6,7 +6,7 @@
 #include <string>
 
 #include "core/plan.hpp"
-#include "kernels/operand/mask_params.hpp"
+#include "kernels/operand/call_masks.hpp"
 #include "kernels/quantize/gpu/prepare_gather.hpp"
 #include "kernels/quantize/gpu/prepare_means.hpp"
 #include "kernels/quantize/gpu/prepare_plain.hpp"

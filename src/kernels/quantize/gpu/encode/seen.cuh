@@ -1,7 +1,7 @@
 // Finds the keys that some row of the call sees (SeenKeys), as cpu/seen.cpp does.
 #pragma once
 
-#include "kernels/operand/masks.hpp"
+#include "kernels/operand/mask_params.hpp"
 #include "kernels/operand/numbers.hpp"
 #include "kernels/operand/seen.hpp"
 #include "kernels/operand/visible_keys.hpp"
