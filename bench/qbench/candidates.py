@@ -203,11 +203,14 @@ def library_candidate(lib, name, recipe, io, shape, tensors, stream):
 
 class Peers:
     """Other implementations, from a Python file. It has NAMES, and make(name, q, k, v, causal) for
-    bf16 tensors (B, S, H, D), which returns ({step: call}, out): "e2e" first; out() has the result
-    of the last call."""
+    bf16 tensors (B, S, H, D), on CPUs of the case's dtype, which returns ({step: call}, out): "e2e"
+    first; out() has the result of the last call. It may have VERSIONS, a text. What it cannot do it
+    refuses by an exception of REFUSALS."""
+
+    REFUSALS = RuntimeError, ValueError, TypeError
 
     def __init__(self, path):
-        self.names, self.module = (), None
+        self.names, self.module, self.versions = (), None, ""
         if path is None:
             return
         spec = importlib.util.spec_from_file_location("beside", path)
@@ -216,11 +219,12 @@ class Peers:
         self.module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.module)
         self.names = tuple(self.module.NAMES)
+        self.versions = getattr(self.module, "VERSIONS", ", ".join(self.names))
 
     def candidate(self, name, shape, tensors):
         try:
             steps, out = self.module.make(name, *tensors, shape.causal)
-        except (RuntimeError, ValueError, TypeError) as error:
+        except self.REFUSALS as error:
             raise Refused(one_line(error)) from None
         return Candidate(name, "bf16", steps, out, {"quantises": True})
 

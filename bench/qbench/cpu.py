@@ -1,15 +1,14 @@
 """Attention on a CPU beside torch's: short and long calls, decode, masks and the smallest call.
 
---beside names a Python file with other implementations: calls(q, k, v, causal, layout, threads)
-returns {name: call} for torch tensors of one call, {} where it has none, and VERSIONS says whose
-they are. Such files are not part of the repository: they link what they measure.
+--beside names a Python file with other implementations (candidates.Peers); what they refuse has no
+time. Such files are not part of the repository: they link what they measure.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
-import runpy
 
 from . import provenance, timing
 from .record import RESULTS, markdown
@@ -75,12 +74,13 @@ def add_arguments(parser):
     parser.add_argument("-o", "--output", required=True, help="the record")
 
 
-def peers(path):
-    """calls() of a file with other implementations, and the text that it says of them."""
-    if path is None:
-        return (lambda *_: {}), None
-    found = runpy.run_path(path)
-    return found["calls"], found["VERSIONS"]
+def peer_calls(peers, tensors, causal):
+    """{name: call} of other implementations for tensors (B, S, H, D), but for those that refuse."""
+    calls = {}
+    for name in peers.names:
+        with contextlib.suppress(*peers.REFUSALS):
+            calls[name] = peers.module.make(name, *tensors, causal)[0]["e2e"]
+    return calls
 
 
 def torch_calls(torch, case, q, k, v):
@@ -97,7 +97,7 @@ def torch_calls(torch, case, q, k, v):
     return calls
 
 
-def measure(torch, qattn, clock, case, seconds, args, beside):
+def measure(torch, qattn, clock, case, seconds, args, peers):
     made = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[case.io]
 
     def rows(tokens, heads):
@@ -113,7 +113,8 @@ def measure(torch, qattn, clock, case, seconds, args, beside):
         return lambda: qattn.attention(q, k, v, threads=args.threads, **options)
 
     calls = {name: call(name) for name in RECIPES} | torch_calls(torch, case, q, k, v)
-    calls |= beside(q, k, v, case.causal, case.layout, args.threads)
+    tensors = [x.transpose(1, 2) if case.layout == "bhsd" else x for x in (q, k, v)]
+    calls |= peer_calls(peers, tensors, case.causal)
     times = timing.interleaved(clock, calls, seconds, args.rounds)
     return {"case": dataclasses.asdict(case), "name": case.name,
             "times": {name: timing.summary(x) for name, x in times.items()}}  # fmt: skip
@@ -161,6 +162,8 @@ def run(args):
 
     import qattn
 
+    from .candidates import Peers
+
     timing.check_limits(args.seconds, args.rounds)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -171,9 +174,9 @@ def run(args):
         "torch": torch.__version__,
         "load_before": os.getloadavg()[0],
     }
-    beside, versions = peers(args.beside)
-    if versions is not None:
-        facts["beside"] = versions
+    peers = Peers(args.beside)
+    if peers.names:
+        facts["beside"] = peers.versions
     warm, cold = timing.WallClock(), timing.ColdClock(torch)
     cases = [case for case in CASES if args.only in case.name]
     seconds = args.seconds * 0.9 / len(cases)
@@ -181,7 +184,7 @@ def run(args):
     for case in cases:
         bytes_kv = 2 * case.heads_kv * case.keys * case.dim * (4 if case.io == "f32" else 2)
         few = case.queries * 16 <= case.keys and bytes_kv >= COLD_FROM
-        runs.append(measure(torch, qattn, cold if few else warm, case, seconds, args, beside))
+        runs.append(measure(torch, qattn, cold if few else warm, case, seconds, args, peers))
         print(*table(runs[-1:])[2:], flush=True)
     paths = measure_paths(torch, qattn, warm, args.seconds * 0.08, args)
     small = measure_small(torch, qattn, warm, args.seconds * 0.02)

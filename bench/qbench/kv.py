@@ -11,7 +11,7 @@ import os
 import pathlib
 
 from . import provenance, timing
-from .cpu import peers
+from .cpu import peer_calls
 from .record import RESULTS, markdown
 
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
@@ -98,7 +98,7 @@ def torch_calls(torch, q, k, v):
     return calls
 
 
-def measure(qattn, torch, args, tokens, beside):
+def measure(qattn, torch, args, tokens, peers):
     """What a record has of one length."""
     draw = torch.Generator().manual_seed(1)
 
@@ -108,7 +108,7 @@ def measure(qattn, torch, args, tokens, beside):
     q = rows(1, 1, HEADS_Q, DIM)
     k, v = (rows(1, tokens, HEADS_KV, DIM) for _ in range(2))
     calls = {("torch", name): call for name, call in torch_calls(torch, q, k, v).items()}
-    others = beside(q, k, v, False, "bshd", args.threads)
+    others = peer_calls(peers, (q, k, v), False)
     calls |= {("beside", name): call for name, call in others.items()}
     found = {}
     for name, options in CACHES.items():
@@ -138,7 +138,7 @@ def measure(qattn, torch, args, tokens, beside):
 def run(args):
     import torch
 
-    from .candidates import Cpu
+    from .candidates import Cpu, Peers
 
     lengths = [int(x) for x in args.tokens.split(",")]
     if min(lengths) < 1:
@@ -147,10 +147,10 @@ def run(args):
     device = Cpu(args.threads)
     facts = provenance.common(args.commit) | device.facts()
     facts |= {"rounds_at_most": args.rounds, "seconds_at_most": args.seconds}
-    beside, versions = peers(args.beside)
-    if versions is not None:
-        facts["beside"] = versions
-    runs = [measure(device.qattn, torch, args, tokens, beside) for tokens in lengths]
+    peers = Peers(args.beside)
+    if peers.names:
+        facts["beside"] = peers.versions
+    runs = [measure(device.qattn, torch, args, tokens, peers) for tokens in lengths]
     facts |= device.facts_at_the_end()
     record = {"provenance": facts, "heads_q": HEADS_Q, "heads_kv": HEADS_KV, "d": DIM, "runs": runs}
     pathlib.Path(args.output).write_text(json.dumps(record, indent=1) + "\n")

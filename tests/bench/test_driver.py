@@ -497,9 +497,10 @@ def others(tmp_path):
     path = tmp_path / "others.py"
     path.write_text(
         "import torch\n"
-        "VERSIONS = 'sums 1.0'\n"
-        "def calls(q, k, v, causal, layout, threads):\n"
-        "    return {'sums': k.sum} if k.dtype == torch.bfloat16 else {}\n"
+        "NAMES, VERSIONS = ('sums',), 'sums 1.0'\n"
+        "def make(name, q, k, v, causal):\n"
+        "    if k.dtype != torch.bfloat16: raise ValueError('no bf16')\n"
+        "    return {'e2e': k.sum}, lambda: q\n"
     )
     return path
 
