@@ -17,7 +17,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 import bench as driver  # noqa: E402
-from qbench import candidates, choices, cpu, errors, kv, provenance, run, shapes, timing  # noqa: E402
+from qbench import candidates, choices, errors, kv, provenance, run, shapes, timing  # noqa: E402
+from qbench import cpu as cpu_shapes  # noqa: E402
 from qbench.record import Record  # noqa: E402
 
 BENCH = [sys.executable, str(ROOT / "bench" / "bench.py")]
@@ -514,7 +515,7 @@ def test_cpu_times_others_where_they_have_calls(tmp_path, others):
     assert record["provenance"]["beside"] == "sums 1.0"
     has = {run["case"]["io"]: "sums" in run["times"] for run in record["runs"]}
     assert has == {"bf16": True, "f32": False}
-    head, *rows = (line for line in cpu.table(record["runs"]) if "---" not in line)
+    head, *rows = (line for line in cpu_shapes.table(record["runs"]) if "---" not in line)
     assert head.endswith("| auto | sums |")
     assert {row.count("|") for row in rows} == {head.count("|")}
 
